@@ -1,0 +1,80 @@
+"""Reductions over an axis that may be sharded, inside shard_map.
+
+``axis`` is the mesh axis name that the last dimension is sharded over, or None when the array is
+whole. Shard ``i`` of ``n`` holds entries ``i * size .. (i + 1) * size - 1``.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+
+def all_reduce(x: Array, axis: str | None) -> Array:
+    """Sum over the shards."""
+    return x if axis is None else lax.psum(x, axis)
+
+
+def shard_offset(size: int, axis: str | None) -> Array | int:
+    """Global index of this shard's first entry, for shards of ``size`` entries."""
+    return 0 if axis is None else lax.axis_index(axis) * size
+
+
+def maximum(x: Array, axis: str | None) -> Array:
+    """x [..., V/n] -> [...]"""
+    local = jnp.max(x, axis=-1)
+    return local if axis is None else lax.pmax(local, axis)
+
+
+def total(x: Array, axis: str | None) -> Array:
+    """Sum of the last dimension: x [..., V/n] -> [...]"""
+    return all_reduce(jnp.sum(x, axis=-1), axis)
+
+
+def argmax(x: Array, axis: str | None) -> Array:
+    """Global index of the maximum, the lowest one among equals: x [..., V/n] -> int32 [...]"""
+    local = jnp.argmax(x, axis=-1).astype(jnp.int32)
+    if axis is None:
+        return local
+    local_max = jnp.max(x, axis=-1)
+    best = lax.pmax(local_max, axis)
+    index = local + shard_offset(x.shape[-1], axis)
+    return lax.pmin(jnp.where(local_max == best, index, jnp.iinfo(jnp.int32).max), axis)
+
+
+def top_k(x: Array, k: int, axis: str | None) -> tuple[Array, Array]:
+    """The k largest and their global indices: x [..., V/n] -> ([..., k], int32 [..., k]).
+
+    Sharded, only each shard's own k candidates cross the wire.
+    """
+    values, indices = lax.top_k(x, min(k, x.shape[-1]))
+    if axis is None:
+        return values, indices
+    indices = indices + shard_offset(x.shape[-1], axis)
+    values, indices = (
+        lax.all_gather(a, axis, axis=a.ndim - 1, tiled=True) for a in (values, indices)
+    )
+    values, order = lax.top_k(values, k)
+    return values, jnp.take_along_axis(indices, order, axis=-1)
+
+
+def log_softmax(x: Array, axis: str | None) -> Array:
+    """x [..., V/n] -> [..., V/n]"""
+    if axis is None:
+        return jax.nn.log_softmax(x, axis=-1)
+    shifted = x - maximum(x, axis)[..., None]
+    return shifted - jnp.log(total(jnp.exp(shifted), axis))[..., None]
+
+
+def take(x: Array, index: Array, axis: str | None) -> Array:
+    """Entry at a global index: x [..., V/n], index [...] -> [...]"""
+    size = x.shape[-1]
+    local = index - shard_offset(size, axis)
+    here = (local >= 0) & (local < size)
+    value = jnp.take_along_axis(x, jnp.clip(local, 0, size - 1)[..., None], axis=-1)[..., 0]
+    return all_reduce(jnp.where(here, value, jnp.zeros_like(value)), axis)
+
+
+def one_hot(index: Array, size: int, axis: str | None) -> Array:
+    """Where the last dimension's global index equals ``index``: [...] -> bool [..., V/n]"""
+    ids = jnp.arange(size) + shard_offset(size, axis)
+    return index[..., None] == ids

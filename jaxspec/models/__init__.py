@@ -1,0 +1,1 @@
+"""Model code: pure functions over frozen weight pytrees."""

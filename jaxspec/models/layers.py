@@ -1,0 +1,57 @@
+"""The few functions that transformer blocks are made of."""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxspec.config import Llama3RopeScaling, ModelConfig
+
+
+def linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
+    """x [..., H] times weight [H, ...]; the weight's other dimensions become the output's."""
+    y = jnp.tensordot(x, weight, axes=1)
+    return y if bias is None else y + bias
+
+
+def rms_norm(x: Array, weight: Array | None, eps: float) -> Array:
+    """Root-mean-square norm over the last dimension, in float32. No weight: identity."""
+    if weight is None:
+        return x
+    wide = x.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return (wide * scale).astype(x.dtype) * weight
+
+
+def swiglu(gate_up: Array) -> Array:
+    """[..., 2, F] -> [..., F]"""
+    return jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :]
+
+
+def rope_frequencies(config: ModelConfig) -> Array:
+    """Radians a position, float32 [D / 2], with Llama 3's scaling where the config has it."""
+    exponents = jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim
+    frequencies = config.rope_theta**-exponents
+    scaling = config.rope_scaling
+    return frequencies if scaling is None else _scale_llama3(frequencies, scaling)
+
+
+def _scale_llama3(frequencies: Array, scaling: Llama3RopeScaling) -> Array:
+    """Slow rotations are divided by ``factor``, fast ones kept, those between interpolated."""
+    rotations = scaling.original_max_position * frequencies / (2 * jnp.pi)
+    span = scaling.high_freq_factor - scaling.low_freq_factor
+    keep = jnp.clip((rotations - scaling.low_freq_factor) / span, 0.0, 1.0)
+    return frequencies * (keep + (1 - keep) / scaling.factor)
+
+
+def rope_angles(config: ModelConfig, positions: Array) -> tuple[Array, Array]:
+    """cos and sin of each position's rotations: int [B, T] -> float32 [B, T, D / 2] twice."""
+    angles = positions[..., None].astype(jnp.float32) * rope_frequencies(config)
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def apply_rope(x: Array, rope: tuple[Array, Array]) -> Array:
+    """Rotate heads x [B, T, G, R, D] (halves paired, as in the Llama checkpoints)."""
+    cos, sin = (a[:, :, None, None, :] for a in rope)
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x.dtype)

@@ -1,0 +1,190 @@
+"""From logits to tokens: processing, and noise that is a function of (seed, position, token).
+
+The target's token at absolute position ``t`` is ``argmax(processed_logits + gumbel(seed, t))``,
+an exact sample of softmax(processed_logits) by the Gumbel-max trick. Noise is counter-based
+(one threefry block for each seed, stream, position and token id), so it is the same whoever asks:
+another batch row, tree node or vocabulary shard.
+"""
+
+import enum
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.extend.random import threefry2x32_p
+
+from jaxspec import collectives
+from jaxspec.pytree import array, pytree, static
+
+
+class Stream(enum.IntEnum):
+    """Independent random streams of one request."""
+
+    TARGET = 0  # the target's tokens; shared by coupled drafters
+    DRAFT = 1  # tokens drawn from a drafter's own distribution
+    ACCEPT = 2  # accept-or-refuse trials of rejection sampling
+    RESIDUAL = 3  # the token drawn after the last refusal
+
+
+@pytree
+class Sampling:
+    """Sampling parameters of each request, [B] each.
+
+    ``greedy`` and ``truncated`` are static facts about the whole batch (all temperatures are 0;
+    some request uses top-k, top-p or min-p) that leave unneeded work out of the program.
+    """
+
+    temperature: Array = array("batch")  # float32; 0 takes the likeliest token
+    top_k: Array = array("batch")  # int32; 0 keeps all
+    top_p: Array = array("batch")  # float32; 1 keeps all
+    min_p: Array = array("batch")  # float32; 0 keeps all
+    seeds: Array = array("batch")  # uint32
+    greedy: bool = static()
+    truncated: bool = static()
+
+
+def make_sampling(
+    batch: int,
+    *,
+    temperature: float | Array = 0.0,
+    top_k: int | Array = 0,
+    top_p: float | Array = 1.0,
+    min_p: float | Array = 0.0,
+    seeds: int | Array = 0,
+) -> Sampling:
+    """Sampling of ``batch`` requests from scalars or [B] arrays; ``seeds`` may be traced.
+
+    A scalar seed serves every request as it is, so equal prompts give equal texts.
+
+    Raises ValueError for a value out of range.
+    """
+    temperature, top_p, min_p = (
+        _concrete(value, batch, np.float32) for value in (temperature, top_p, min_p)
+    )
+    top_k = _concrete(top_k, batch, np.int32)
+    _check_range("temperature", temperature, temperature >= 0, "at least 0")
+    _check_range("top_k", top_k, top_k >= 0, "at least 0 (0 keeps all tokens)")
+    _check_range("top_p", top_p, (top_p > 0) & (top_p <= 1), "in (0, 1]")
+    _check_range("min_p", min_p, (min_p >= 0) & (min_p <= 1), "in [0, 1]")
+    return Sampling(
+        temperature=jnp.asarray(temperature),
+        top_k=jnp.asarray(top_k),
+        top_p=jnp.asarray(top_p),
+        min_p=jnp.asarray(min_p),
+        seeds=jnp.broadcast_to(jnp.asarray(seeds).astype(jnp.uint32), (batch,)),
+        greedy=bool((temperature == 0).all()),
+        truncated=bool(((top_k > 0) | (top_p < 1) | (min_p > 0)).any()),
+    )
+
+
+def _concrete(value: float | Array, batch: int, dtype: type) -> np.ndarray:
+    return np.broadcast_to(np.asarray(value, dtype), (batch,))
+
+
+def _check_range(name: str, values: np.ndarray, ok: np.ndarray, rule: str) -> None:
+    if not ok.all():
+        raise ValueError(f"{name} must be {rule}, got {values[~ok][0]}")
+
+
+def process_logits(logits: Array, sampling: Sampling, axis: str | None = None) -> Array:
+    """Divide by temperature, then hide what top-k, top-p and min-p drop, in that order.
+
+    Args:
+      logits: [B, N, V / shards] float32.
+      axis: mesh axis the vocabulary is sharded over, or None.
+
+    Returns the same shape; hidden entries are -inf. Rows of temperature 0 keep their logits.
+    """
+    if sampling.greedy:
+        return logits
+    temperature = jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)
+    logits = logits / temperature[:, None, None]
+    return _truncate(logits, sampling, axis) if sampling.truncated else logits
+
+
+def _truncate(logits: Array, sampling: Sampling, axis: str | None) -> Array:
+    """Each rule is a threshold on the logit, found by bisection: no sort, and it shards."""
+    vocab = logits.shape[-1] * (1 if axis is None else jax.lax.axis_size(axis))
+    keys = _ordered_keys(logits)
+    k = jnp.where(sampling.top_k > 0, sampling.top_k, vocab).astype(jnp.float32)
+    kept = keys >= _threshold(keys, jnp.ones_like(logits), k[:, None], axis)[..., None]
+    top_k_logits = jnp.where(kept, logits, -jnp.inf)
+    weights = jnp.exp(top_k_logits - collectives.maximum(logits, axis)[..., None])
+    mass = sampling.top_p[:, None] * collectives.total(weights, axis)
+    nucleus = keys >= _threshold(keys, weights, mass, axis)[..., None]
+    kept &= nucleus | (sampling.top_p == 1)[:, None, None]
+    kept &= weights >= sampling.min_p[:, None, None]  # the likeliest token has weight 1
+    return jnp.where(kept, logits, -jnp.inf)
+
+
+def _ordered_keys(x: Array) -> Array:
+    """uint32 that order as the float32 values do."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    negative = bits >> 31 == 1
+    return jnp.where(negative, ~bits, bits | jnp.uint32(1 << 31))
+
+
+def _threshold(keys: Array, weights: Array, wanted: Array, axis: str | None) -> Array:
+    """The largest key such that entries at or above it weigh at least ``wanted``; 0 if none.
+
+    keys and weights [B, N, V / shards], wanted [B, 1] or [B, N] -> uint32 [B, N].
+    """
+
+    def set_bit(step: Array, found: Array) -> Array:
+        candidate = found | (jnp.uint32(1) << (31 - step).astype(jnp.uint32))
+        above = jnp.where(keys >= candidate[..., None], weights, 0.0)
+        return jnp.where(collectives.total(above, axis) >= wanted, candidate, found)
+
+    start = jnp.zeros(keys.shape[:-1], jnp.uint32)
+    return jax.lax.fori_loop(0, 32, set_bit, start)
+
+
+def uniform(seeds: Array, stream: Stream, positions: Array, ids: Array) -> Array:
+    """Uniform float32 in (0, 1): seeds [B], positions [B, N], ids [I] or [B, N, I] -> [B, N, I]."""
+    shape = jnp.broadcast_shapes((*positions.shape, 1), ids.shape)
+
+    def word(x: Array) -> Array:
+        return jnp.broadcast_to(x.astype(jnp.uint32), shape)
+
+    key = (word(seeds[:, None, None]), jnp.full(shape, int(stream), jnp.uint32))
+    bits, _ = threefry2x32_p.bind(*key, word(positions[..., None]), word(ids))
+    return (bits.astype(jnp.float32) + 0.5) * jnp.float32(2**-32)
+
+
+def gumbel(seeds: Array, stream: Stream, positions: Array, token_ids: Array) -> Array:
+    """Gumbel noise of tokens at absolute positions; shapes as in ``uniform``.
+
+    The tail that decides an argmax comes from uniforms near 0, where float32 is finest.
+    """
+    return -jnp.log(-jnp.log1p(-jnp.minimum(uniform(seeds, stream, positions, token_ids), _BELOW)))
+
+
+_BELOW = np.float32(1 - 2**-24)  # keeps log1p finite
+
+
+def perturb(
+    logits: Array,
+    sampling: Sampling,
+    positions: Array,
+    token_ids: Array,
+    stream: Stream = Stream.TARGET,
+) -> Array:
+    """Processed logits [B, N, V / shards] plus the noise of ``positions`` [B, N], where
+    temperature is not 0; their argmax is the sampled token. ``token_ids`` [V / shards]."""
+    if sampling.greedy:
+        return logits
+    noise = gumbel(sampling.seeds, stream, positions, token_ids)
+    return jnp.where((sampling.temperature > 0)[:, None, None], logits + noise, logits)
+
+
+def probabilities(logits: Array, sampling: Sampling, axis: str | None = None) -> Array:
+    """softmax of processed logits [B, N, V / shards]; one-hot where temperature is 0."""
+    soft = jnp.exp(collectives.log_softmax(logits, axis))
+    best = collectives.one_hot(collectives.argmax(logits, axis), logits.shape[-1], axis)
+    return jnp.where((sampling.temperature > 0)[:, None, None], soft, best.astype(soft.dtype))
+
+
+def vocab_ids(size: int, axis: str | None) -> Array:
+    """Global token ids of this shard's ``size`` logits: int32 [size]."""
+    return jnp.arange(size, dtype=jnp.int32) + collectives.shard_offset(size, axis)

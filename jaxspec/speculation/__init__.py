@@ -1,0 +1,1 @@
+"""Draft, verify, accept: one round of speculative decoding, as pure functions."""

@@ -1,0 +1,140 @@
+"""Which drafted nodes are committed, and what follows them.
+
+``match`` samples the target at every node and follows the child that holds the sampled token: the
+text is a function of weights, prompt and seed alone. ``rejection`` is speculative sampling
+(Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318), extended to trees by trying
+siblings in order (SpecInfer, arXiv 2305.09781). Both sample exactly from the target.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxspec import collectives
+from jaxspec.pytree import array, pytree
+from jaxspec.sampling import Sampling, Stream, perturb, probabilities, uniform, vocab_ids
+from jaxspec.speculation.tree import DraftTree, unpack_mask
+
+
+@pytree
+class Accepted:
+    """The outcome of a round before stop tokens and length limits. A = max_depth + 1.
+
+    ``path[:, d]`` is the accepted node of depth d (0, the root, past the accepted depth) and
+    ``tokens[:, d]`` the token committed after it: the next accepted node's, or the bonus token
+    at ``d = depth``.
+    """
+
+    path: Array = array("batch", "depth")  # int32 [B, A]
+    depth: Array = array("batch")  # int32 [B], drafted tokens accepted
+    tokens: Array = array("batch", "depth")  # int32 [B, A]
+
+
+def accept_match(
+    tree: DraftTree, logits: Array, sampling: Sampling, context_lens: Array, axis: str | None
+) -> Accepted:
+    """Follow the target's own samples.
+
+    Args:
+      logits: [B, N, V / shards] processed target logits at every node.
+      context_lens: [B]; node i predicts the token at position context_lens + depth + 1.
+    """
+    positions = context_lens[:, None] + tree.depth + 1
+    ids = vocab_ids(logits.shape[-1], axis)
+    sampled = collectives.argmax(perturb(logits, sampling, positions, ids), axis)  # [B, N]
+    wanted = jnp.take_along_axis(sampled, jnp.maximum(tree.parents, 0), axis=1)
+    matches = (tree.tokens == wanted) & (tree.parents >= 0)
+    path, depth = _deepest_path(tree, matches.at[:, 0].set(True))
+    return Accepted(path=path, depth=depth, tokens=jnp.take_along_axis(sampled, path, axis=1))
+
+
+def _deepest_path(tree: DraftTree, matches: Array) -> tuple[Array, Array]:
+    """The deepest node whose ancestors all match: nodes by depth [B, A], and its depth [B]."""
+    size = tree.tokens.shape[1]
+    ancestors = unpack_mask(tree.ancestors, size)  # [B, N, N]
+    reachable = jnp.all(~ancestors | matches[:, None, :], axis=-1)
+    leaf = jnp.argmax(jnp.where(reachable, tree.depth, -1), axis=1)
+    return path_to(tree, leaf)
+
+
+def path_to(tree: DraftTree, leaf: Array) -> tuple[Array, Array]:
+    """Nodes from the root to ``leaf`` [B], by depth: (int32 [B, A], depth [B])."""
+    size = tree.tokens.shape[1]
+    words = jnp.take_along_axis(tree.ancestors, leaf[:, None, None], axis=1)[:, 0]
+    on_path = unpack_mask(words, size)  # [B, N]
+    depths = jnp.arange(tree.max_depth + 1)
+    at_depth = on_path[:, None, :] & (tree.depth[:, None, :] == depths[:, None])  # [B, A, N]
+    path = jnp.argmax(at_depth, axis=-1).astype(jnp.int32)
+    return path, jnp.take_along_axis(tree.depth, leaf[:, None], axis=1)[:, 0]
+
+
+def accept_rejection(
+    tree: DraftTree, logits: Array, sampling: Sampling, context_lens: Array, axis: str | None
+) -> Accepted:
+    """Walk down from the root, trying each node's children in order.
+
+    With drawn tokens (``tree.probs``; a chain) a child x is accepted with min(1, p(x) / q(x)) and a
+    refusal leaves norm(max(0, p - q)). Deterministic children are the case q = one-hot: accepted
+    with p(x), and a refusal removes x from p. Arguments as in accept_match.
+    """
+    target = probabilities(logits, sampling, axis)  # [B, N, V / shards]
+    batch, size, vocab = target.shape
+    positions = context_lens[:, None] + tree.depth  # of each node's own token
+    trials = uniform(sampling.seeds, Stream.ACCEPT, positions, jnp.arange(size)[:, None])[
+        ..., 0
+    ]  # [B, N]
+
+    def try_node(node: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        current, p = carry  # [B], [B, V / shards]
+        token = tree.tokens[:, node]
+        tried = tree.parents[:, node] == current
+        if tree.probs is None:
+            q = collectives.one_hot(token, vocab, axis).astype(p.dtype)
+        else:
+            q = tree.probs[:, node]
+        q_token = collectives.take(q, token, axis)
+        accepted = tried & (trials[:, node] * q_token < collectives.take(p, token, axis))
+        residual = _normalize(jnp.maximum(p - q, 0.0), axis)
+        p = jnp.where((tried & ~accepted)[:, None], residual, p)
+        p = jnp.where(accepted[:, None], target[:, node], p)
+        return jnp.where(accepted, node, current), p
+
+    start = (jnp.zeros(batch, jnp.int32), target[:, 0])
+    leaf, p = jax.lax.fori_loop(1, size, try_node, start)
+    path, depth = path_to(tree, leaf)
+    bonus = _draw(p, sampling, context_lens + depth + 1, axis)
+    after = jnp.take_along_axis(tree.tokens, jnp.roll(path, -1, axis=1), axis=1)
+    tokens = jnp.where(jnp.arange(path.shape[1]) == depth[:, None], bonus[:, None], after)
+    return Accepted(path=path, depth=depth, tokens=tokens)
+
+
+def _normalize(p: Array, axis: str | None) -> Array:
+    return p / jnp.maximum(collectives.total(p, axis), 1e-30)[..., None]
+
+
+def _draw(p: Array, sampling: Sampling, positions: Array, axis: str | None) -> Array:
+    """Sample from p [B, V / shards] by the residual stream's noise: int32 [B]."""
+    ids = vocab_ids(p.shape[-1], axis)
+    scores = perturb(jnp.log(p)[:, None], sampling, positions[:, None], ids, stream=Stream.RESIDUAL)
+    return collectives.argmax(scores, axis)[:, 0]
+
+
+def accept_synthetic(
+    tree: DraftTree,
+    logits: Array,
+    sampling: Sampling,
+    context_lens: Array,
+    axis: str | None,
+    mean_length: float,
+) -> Accepted:
+    """Accept about ``mean_length - 1`` drafted tokens a round, whatever they are: for timing only.
+
+    Costs what accept_match does; the depth alternates so that its mean is right.
+    """
+    sampled = accept_match(tree, logits, sampling, context_lens, axis)
+    wanted = mean_length - 1
+    share = uniform(sampling.seeds, Stream.ACCEPT, context_lens[:, None], jnp.arange(1))[:, 0, 0]
+    depth = jnp.floor(wanted + share).astype(jnp.int32)
+    leaf = jnp.argmax(jnp.where(tree.depth <= depth[:, None], tree.depth, -1), axis=1)
+    path, depth = path_to(tree, leaf)
+    return Accepted(path=path, depth=depth, tokens=sampled.tokens)

@@ -1,0 +1,16 @@
+"""Drafters: everything that proposes a DraftTree."""
+
+from jaxspec.speculation.drafters.base import Drafter, PrefillChunk
+from jaxspec.speculation.drafters.draft_model import DraftModelDrafter
+from jaxspec.speculation.drafters.eagle import EagleDrafter
+from jaxspec.speculation.drafters.ngram import NGramDrafter
+from jaxspec.speculation.drafters.none import NoDrafter
+
+__all__ = [
+    "DraftModelDrafter",
+    "Drafter",
+    "EagleDrafter",
+    "NGramDrafter",
+    "NoDrafter",
+    "PrefillChunk",
+]

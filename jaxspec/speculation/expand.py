@@ -1,0 +1,203 @@
+"""Growing a draft tree level by level with a model, as EAGLE-2 does (arXiv 2406.16858).
+
+Each level runs ``top_k`` beams under the tree mask, tries ``top_k`` children of each and keeps the
+best of them, by cumulative log-probability, as the next beams. At the end the best of all children
+tried make the tree. With ``top_k`` 1 this is a chain.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxspec import collectives
+from jaxspec.config import SpeculationConfig
+from jaxspec.sampling import (
+    Sampling,
+    Stream,
+    perturb,
+    probabilities,
+    process_logits,
+    vocab_ids,
+)
+from jaxspec.speculation.tree import DraftTree, make_chain, make_tree
+
+
+class Beams(NamedTuple):
+    """One level's beams, as a model step sees them."""
+
+    tokens: Array  # int32 [B, k]
+    parents: Array  # int32 [B, k], index of each one's parent among the previous level's beams
+    depth: int
+    first: int  # scratch index of the level's first beam; beam b is scratch node first + b
+    ancestors: Array  # uint32 [B, k, words], mask over scratch nodes
+
+
+class Children(NamedTuple):
+    """Children tried: tokens and log-probabilities [B, k, c]; probs [B, k, V / shards] or None."""
+
+    tokens: Array
+    log_probs: Array
+    probs: Array | None
+
+
+Step = Callable[[Beams, Any], tuple[Array, Any]]  # -> (logits [B, k, W / shards], carry)
+
+
+class Proposer(NamedTuple):
+    """How children are chosen from draft logits.
+
+    Attributes:
+      context_lens: [B]; a node of depth d is the token at position context_lens + d.
+      axis: mesh axis of the draft logits' last dimension, or None.
+      token_ids: [W] target id of each draft id, or None where they are the same.
+      target_vocab, target_axis: size of the target logits' last dimension on this device and its
+        mesh axis, for the distributions that rejection sampling needs.
+    """
+
+    speculation: SpeculationConfig
+    sampling: Sampling
+    context_lens: Array
+    axis: str | None
+    token_ids: Array | None
+    target_vocab: int
+    target_axis: str | None
+
+    def children(self, logits: Array, depth: int) -> Children:
+        """The ``top_k`` children at ``depth`` of each beam: logits [B, k, W / shards]."""
+        proposal = self.speculation.resolved_proposal
+        probs = None
+        if proposal != "top_k":
+            logits = process_logits(logits, self.sampling, self.axis)
+        if proposal == "sampled":
+            probs = self._over_target_vocab(probabilities(logits, self.sampling, self.axis))
+        if proposal != "top_k":
+            stream = Stream.DRAFT if proposal == "sampled" else Stream.TARGET
+            positions = jnp.broadcast_to((self.context_lens + depth)[:, None], logits.shape[:2])
+            ids = self._local_token_ids(logits.shape[-1])
+            logits = perturb(logits, self.sampling, positions, ids, stream)
+        log_probs = collectives.log_softmax(logits, self.axis)
+        values, index = collectives.top_k(log_probs, self.speculation.top_k, self.axis)
+        tokens = index if self.token_ids is None else self.token_ids[index]
+        return Children(tokens, values, probs)
+
+    def _local_token_ids(self, size: int) -> Array:
+        ids = vocab_ids(size, self.axis)
+        return ids if self.token_ids is None else self.token_ids[ids]
+
+    def _over_target_vocab(self, probs: Array) -> Array:
+        """A draft distribution [B, k, W / shards] laid out as the target's [B, k, V / shards]."""
+        if self.axis is not None:
+            probs = jax.lax.all_gather(probs, self.axis, axis=2, tiled=True)
+        ids = jnp.arange(probs.shape[-1]) if self.token_ids is None else self.token_ids
+        offset = collectives.shard_offset(self.target_vocab, self.target_axis)
+        # A negative index would wrap around: send it past the end, where it is dropped.
+        local = jnp.where(ids >= offset, ids - offset, self.target_vocab)
+        empty = jnp.zeros((*probs.shape[:2], self.target_vocab), probs.dtype)
+        return empty.at[:, :, local].set(probs, mode="drop")
+
+
+def grow(
+    proposer: Proposer, roots: Array, root_logits: Array, step: Step, carry: Any
+) -> tuple[DraftTree, Any]:
+    """Grow a tree below ``roots`` [B].
+
+    Args:
+      root_logits: [B, W / shards] draft logits after the root.
+      step: runs one level of beams; ``carry`` is what it threads through (caches, hidden states).
+    """
+    spec = proposer.speculation
+    children = proposer.children(root_logits[:, None], 1)
+    beams, scores = _first_beams(children, spec), children.log_probs[:, 0]
+    beam_candidates = jnp.broadcast_to(1 + jnp.arange(spec.top_k), scores.shape)
+    num_candidates = 1 + spec.top_k  # the root is candidate 0
+    candidates = [_Candidates(beams.tokens, scores, jnp.zeros_like(beams.tokens))]
+    probs = [children.probs]
+    for depth in range(2, spec.max_depth + 1):
+        logits, carry = step(beams, carry)
+        children = proposer.children(logits, depth)
+        totals = children.log_probs + scores[:, :, None]
+        parents = jnp.broadcast_to(beam_candidates[:, :, None], totals.shape)
+        candidates.append(_Candidates(*map(_flatten, (children.tokens, totals, parents))))
+        probs.append(children.probs)
+        scores, picked = jax.lax.top_k(_flatten(totals), spec.top_k)
+        beams = _next_beams(beams, children, picked, spec)
+        beam_candidates = num_candidates + picked
+        num_candidates += spec.top_k**2
+    if spec.is_chain:
+        return _chain(roots, candidates, probs), carry
+    return _rerank(roots, candidates, spec), carry
+
+
+class _Candidates(NamedTuple):
+    """Children tried at one level; candidate 0 is the root."""
+
+    tokens: Array  # [B, c]
+    scores: Array  # [B, c] cumulative log-probability
+    parents: Array  # [B, c] candidate index
+
+
+def _flatten(x: Array) -> Array:
+    return x.reshape(x.shape[0], -1)
+
+
+def _words(spec: SpeculationConfig) -> int:
+    return -(-spec.top_k * spec.max_depth // 32)
+
+
+def _own_bits(first: int, count: int, words: int) -> Array:
+    """Mask bit of scratch nodes first .. first + count - 1: uint32 [count, words]."""
+    node = first + jnp.arange(count)
+    bit = jnp.uint32(1) << (node % 32).astype(jnp.uint32)
+    return jnp.where(jnp.arange(words) == node[:, None] // 32, bit[:, None], jnp.uint32(0))
+
+
+def _first_beams(children: Children, spec: SpeculationConfig) -> Beams:
+    tokens = children.tokens[:, 0]
+    own = _own_bits(0, spec.top_k, _words(spec))
+    ancestors = jnp.broadcast_to(own, (*tokens.shape, own.shape[-1]))
+    return Beams(tokens, jnp.zeros_like(tokens), 1, 0, ancestors)
+
+
+def _next_beams(beams: Beams, children: Children, picked: Array, spec: SpeculationConfig) -> Beams:
+    """``picked`` [B, k]: index of each new beam among the k * k children."""
+    parents = picked // spec.top_k
+    first = beams.first + spec.top_k
+    inherited = jnp.take_along_axis(beams.ancestors, parents[..., None], axis=1)
+    return Beams(
+        tokens=jnp.take_along_axis(_flatten(children.tokens), picked, axis=1),
+        parents=parents,
+        depth=beams.depth + 1,
+        first=first,
+        ancestors=inherited | _own_bits(first, spec.top_k, _words(spec)),
+    )
+
+
+def _chain(roots: Array, candidates: list[_Candidates], probs: list[Array | None]) -> DraftTree:
+    tokens = jnp.concatenate([roots[:, None], *(level.tokens for level in candidates)], axis=1)
+    num_nodes = jnp.full(roots.shape, tokens.shape[1])
+    drawn = [level for level in probs if level is not None]
+    if drawn:
+        drawn = [jnp.zeros_like(drawn[0]), *drawn]
+    return make_chain(tokens, num_nodes, jnp.concatenate(drawn, axis=1) if drawn else None)
+
+
+def _rerank(roots: Array, candidates: list[_Candidates], spec: SpeculationConfig) -> DraftTree:
+    """The best candidates, in order; a parent scores no less than its children and precedes them,
+    so the choice is closed under parents."""
+    tokens, scores, parents = (
+        jnp.concatenate(parts, axis=1) for parts in zip(*candidates, strict=True)
+    )
+    keep = min(spec.num_nodes - 1, tokens.shape[1])
+    _, best = jax.lax.top_k(scores, keep)
+    best = jnp.sort(best, axis=1)
+    # Node of a candidate = how many kept candidates lie before it, plus the root.
+    wanted = jnp.take_along_axis(parents, best, axis=1)  # candidate index, 0 the root
+    node = jnp.sum(best[:, None, :] + 1 < wanted[:, :, None], axis=-1) + 1
+    node_parents = jnp.where(wanted == 0, 0, node)
+    batch = roots.shape[0]
+    all_tokens = jnp.concatenate([roots[:, None], jnp.take_along_axis(tokens, best, 1)], axis=1)
+    all_parents = jnp.concatenate([jnp.full((batch, 1), -1), node_parents], axis=1)
+    return make_tree(all_tokens, all_parents, jnp.full(batch, keep + 1), spec.max_depth)

@@ -1,0 +1,118 @@
+"""The draft tree that every drafter returns, and its packed ancestor masks."""
+
+import jax.numpy as jnp
+from jax import Array
+
+from jaxspec.pytree import array, pytree, static
+
+
+@pytree
+class DraftTree:
+    """Drafted tokens of each sequence as a tree; node 0 is the last committed token.
+
+    A parent comes before its children, and siblings hold distinct tokens in the order they were
+    proposed. Nodes from ``num_nodes`` on are padding. A node's ancestors include itself.
+
+    ``probs``, when the tokens were drawn at random, holds for each node the distribution
+    (over this device's vocabulary shard) that its token was drawn from, unknown for the root;
+    None means that the tree is a deterministic function of the past.
+    """
+
+    tokens: Array = array("batch", "nodes")  # int32 [B, N]
+    parents: Array = array("batch", "nodes")  # int32 [B, N]; -1 for the root and padding
+    depth: Array = array("batch", "nodes")  # int32 [B, N]; 0 for the root and padding
+    ancestors: Array = array("batch", "nodes", "words")  # uint32 [B, N, ceil(N / 32)]
+    num_nodes: Array = array("batch")  # int32 [B]
+    probs: Array | None = array("batch", "nodes", "vocab")  # float32 [B, N, V / shards]
+    max_depth: int = static()
+    is_chain: bool = static()
+
+
+def make_tree(
+    tokens: Array,
+    parents: Array,
+    num_nodes: Array,
+    max_depth: int,
+    *,
+    is_chain: bool = False,
+    probs: Array | None = None,
+) -> DraftTree:
+    """A DraftTree from tokens and parents [B, N]; padding is whatever lies past ``num_nodes``."""
+    index = jnp.arange(tokens.shape[1])
+    valid = index < num_nodes[:, None]
+    parents = jnp.where(valid & (index > 0), parents, -1)
+    closure = ancestor_closure(parents, max_depth)
+    return DraftTree(
+        tokens=jnp.where(valid, tokens, 0).astype(jnp.int32),
+        parents=parents.astype(jnp.int32),
+        depth=jnp.where(valid, jnp.sum(closure, axis=-1, dtype=jnp.int32) - 1, 0),
+        ancestors=pack_mask(closure),
+        num_nodes=num_nodes.astype(jnp.int32),
+        probs=probs,
+        max_depth=max_depth,
+        is_chain=is_chain,
+    )
+
+
+def make_chain(tokens: Array, num_nodes: Array, probs: Array | None = None) -> DraftTree:
+    """The tree whose node ``i`` hangs from node ``i - 1``: tokens [B, N], root first."""
+    batch, size = tokens.shape
+    parents = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32) - 1, (batch, size))
+    return make_tree(tokens, parents, num_nodes, size - 1, is_chain=True, probs=probs)
+
+
+def root_only(tokens: Array) -> DraftTree:
+    """Plain decoding's tree: the last committed tokens [B] alone."""
+    return make_chain(tokens[:, None], jnp.ones_like(tokens))
+
+
+def pad_tree(tree: DraftTree, width: int) -> DraftTree:
+    """The same tree with padding nodes up to ``width``.
+
+    Raises ValueError if the tree is wider already.
+    """
+    batch, size = tree.tokens.shape
+    if size > width:
+        raise ValueError(f"a tree of {size} nodes does not fit verify_width {width}")
+    if size == width:
+        return tree
+
+    def widen(x: Array, fill: int) -> Array:
+        pad = ((0, 0), (0, width - size), *((0, 0),) * (x.ndim - 2))
+        return jnp.pad(x, pad, constant_values=fill)
+
+    return make_tree(
+        widen(tree.tokens, 0),
+        widen(tree.parents, -1),
+        tree.num_nodes,
+        tree.max_depth,
+        is_chain=tree.is_chain,
+        probs=None if tree.probs is None else widen(tree.probs, 0),
+    )
+
+
+def ancestor_closure(parents: Array, max_depth: int) -> Array:
+    """Which nodes are a node's ancestors or itself: parents [B, N] -> bool [B, N, N]."""
+    size = parents.shape[1]
+    closure = jnp.broadcast_to(jnp.eye(size, dtype=bool), (*parents.shape, size))
+    pointer = parents
+    for _ in range(max_depth):
+        closure |= pointer[:, :, None] == jnp.arange(size)
+        grandparent = jnp.take_along_axis(parents, jnp.maximum(pointer, 0), axis=1)
+        pointer = jnp.where(pointer >= 0, grandparent, -1)
+    return closure
+
+
+def pack_mask(mask: Array) -> Array:
+    """Bits of 32 columns a word: bool [..., N] -> uint32 [..., ceil(N / 32)]."""
+    *lead, size = mask.shape
+    words = -(-size // 32)
+    padded = jnp.pad(mask, [(0, 0)] * len(lead) + [(0, words * 32 - size)])
+    bits = padded.reshape(*lead, words, 32).astype(jnp.uint32)
+    return jnp.sum(bits << jnp.arange(32, dtype=jnp.uint32), axis=-1, dtype=jnp.uint32)
+
+
+def unpack_mask(words: Array, size: int) -> Array:
+    """The inverse of pack_mask: uint32 [..., words] -> bool [..., size]."""
+    bits = (words[..., None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
+    return bits.reshape(*words.shape[:-1], -1)[..., :size] == 1

@@ -1,0 +1,71 @@
+"""Attention of a few query tokens over a paged KV cache, under a tree mask."""
+
+from pallas_kernels.paged_attention.reference import paged_attention_reference
+from jax import Array
+
+
+def paged_attention(
+    q: Array,
+    k_pages: Array,
+    v_pages: Array,
+    page_table: Array,
+    context_lens: Array,
+    positions: Array,
+    ancestors: Array | None = None,
+    *,
+    window: int | None = None,
+    first_slot: int = 0,
+    order_invariant: bool = False,
+) -> Array:
+    """Attend from T query tokens a sequence to its committed context and its own tree nodes.
+
+    A query sees the committed slots ``first_slot <= s < context_lens`` and, past them, slot
+    ``context_lens + j`` where bit ``j`` of its ``ancestors`` row is set, or, with ``ancestors``
+    None, where ``j <= t`` (causal: the T queries are the next T tokens).
+
+    Args:
+      q: [B, T, Q, D]. Queries ``q // (Q / G)`` share KV head ``q``.
+      k_pages, v_pages: [P, G, K, D]; the queries' own keys and values are already written.
+      page_table: [B, M] int32, page of each run of K slots.
+      context_lens: [B] int32, committed slots of each sequence.
+      positions: [B, T] int32, each query's position counted in slots; used by ``window`` only.
+      ancestors: [B, T, words] uint32 bit mask over the slots past the context, or None.
+      window: attend only to the latest ``window`` positions, the query's own included. Tree slots
+        are always inside it: the caller keeps trees shallower than the window.
+      first_slot: slots before it are hidden.
+      order_invariant: accumulate in float64, so that the rounded result does not depend on which
+        slots the visible keys lie in. Slower.
+
+    Returns [B, T, Q, D] in q's dtype. Queries that see nothing return a finite value.
+    """
+    _check_shapes(q, k_pages, v_pages, page_table, context_lens, positions, ancestors)
+    return paged_attention_reference(
+        q,
+        k_pages,
+        v_pages,
+        page_table,
+        context_lens,
+        positions,
+        ancestors,
+        window=window,
+        first_slot=first_slot,
+        order_invariant=order_invariant,
+    )
+
+
+def _check_shapes(q, k_pages, v_pages, page_table, context_lens, positions, ancestors):
+    batch, num_tokens, num_heads, head_dim = q.shape
+    _, kv_heads, _, page_head_dim = k_pages.shape
+    if k_pages.shape != v_pages.shape or page_head_dim != head_dim or num_heads % kv_heads:
+        raise ValueError(
+            f"queries {q.shape} do not fit pages {k_pages.shape} (keys), {v_pages.shape} (values)"
+        )
+    if page_table.shape[0] != batch or context_lens.shape != (batch,):
+        raise ValueError(
+            f"page table {page_table.shape} and context lengths {context_lens.shape} "
+            f"do not fit a batch of {batch}"
+        )
+    if positions.shape != (batch, num_tokens):
+        raise ValueError(f"positions must be {(batch, num_tokens)}, got {positions.shape}")
+    if ancestors is not None and ancestors.shape[:2] != (batch, num_tokens):
+        raise ValueError(f"ancestors must start with {(batch, num_tokens)}: {ancestors.shape}")

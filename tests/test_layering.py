@@ -1,0 +1,328 @@
+"""The architecture, as checks: who may import whom, and a few rules that keep files readable.
+
+Nothing here needs a device. Imports are read from the source with `ast`, so a broken rule is
+reported as `file:line` whether or not the code would ever run.
+"""
+
+import ast
+import functools
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# From the ground up. A module may import from its own layer and from those above it in this list.
+LAYERS = (
+    "pallas_kernels",
+    "jaxspec.pytree",
+    "jaxspec.config",
+    "jaxspec.sharding",
+    "jaxspec.collectives",
+    "jaxspec.quantization",
+    "jaxspec.cache",
+    "jaxspec.models",
+    "jaxspec.weights",
+    "jaxspec.sampling",
+    "jaxspec.state",
+    "jaxspec.speculation",
+    "jaxspec.functional",
+    "jaxspec.scheduling",
+    "jaxspec.training",
+    "jaxspec.engine",
+    "jaxspec.llm",
+    "jaxspec",  # the package's own __init__.py: the public names
+    "jaxspec.serving",
+    "scripts",
+    "tests",
+)
+# Host code. It may use nothing of jaxspec but these, and only these may use it.
+SCHEDULING = "jaxspec.scheduling"
+SCHEDULING_MAY_USE = {SCHEDULING, "jaxspec.config"}
+SCHEDULING_USERS = {SCHEDULING, *LAYERS[LAYERS.index("jaxspec.engine") :]}
+DEVICE_LIBRARIES = {"jax", "jaxlib", "flax", "optax", "orbax", "pallas_kernels"}
+
+JIT_NAMES = {"jit", "pjit", "pmap"}
+JIT_HOMES = {"jaxspec.engine", "jaxspec.training"}
+
+MAX_LINES = 400
+
+
+def python_files(*folders: str) -> list[Path]:
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+SOURCES = python_files("pallas_kernels", "jaxspec", "scripts")
+LIBRARY_SOURCES = python_files("pallas_kernels", "jaxspec")
+JAXSPEC_SOURCES = python_files("jaxspec")
+SCHEDULING_SOURCES = python_files("jaxspec/scheduling")
+
+
+def label(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def layer_of(module: str) -> str | None:
+    """The layer a dotted name belongs to; None for third-party code."""
+    parts = module.split(".")
+    for name in (".".join(parts[:2]), parts[0]):
+        if name in LAYERS:
+            return name
+    return None
+
+
+@functools.cache
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), filename=str(path))
+
+
+def imports(tree: ast.Module, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
+    """Every import as (line, dotted name), relative ones resolved; `from a import b` is `a.b`."""
+    package = module.split(".") if is_package else module.split(".")[:-1]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            base = [*base, *(node.module.split(".") if node.module else [])]
+            yield from ((node.lineno, ".".join([*base, alias.name])) for alias in node.names)
+
+
+def broken_import_rule(importer: str, imported: str) -> str | None:
+    """Why module `importer` must not import `imported`, or None if it may."""
+    above, below = layer_of(importer), layer_of(imported)
+    if above == SCHEDULING and imported.split(".")[0] in DEVICE_LIBRARIES:
+        return "scheduling/ is host code and never touches device code; let engine.py translate"
+    if below is None or above is None:
+        return None
+    if LAYERS.index(below) > LAYERS.index(above):
+        return (
+            f"{below} is a layer above {above}, and imports point down only. Move what both need "
+            "to the lower one, or pass it in as an argument"
+        )
+    if above == SCHEDULING and below not in SCHEDULING_MAY_USE:
+        return f"scheduling/ is host code; of jaxspec it may use {sorted(SCHEDULING_MAY_USE)} only"
+    if below == SCHEDULING and above not in SCHEDULING_USERS:
+        return "device code never sees a request object; only the engine and above know scheduling/"
+    return None
+
+
+def imports_inside_functions(tree: ast.Module) -> list[int]:
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    lines = {
+        inner.lineno
+        for outer in ast.walk(tree)
+        if isinstance(outer, functions)
+        for inner in ast.walk(outer)
+        if isinstance(inner, (ast.Import, ast.ImportFrom))
+    }
+    return sorted(lines)
+
+
+def jit_uses(tree: ast.Module) -> list[int]:
+    """Lines that name jit: a call, a decorator, inside `partial`, or `from jax import jit`."""
+    lines = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            names = {node.attr}
+        elif isinstance(node, ast.ImportFrom):
+            names = {alias.name for alias in node.names}
+        else:
+            continue
+        if names & JIT_NAMES:
+            lines.add(node.lineno)
+    return sorted(lines)
+
+
+def run_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+# The rules on the source.
+
+
+@pytest.mark.parametrize("folder", ["pallas_kernels", "jaxspec", "jaxspec/scheduling", "scripts"])
+def test_the_sources_are_found(folder: str):
+    assert python_files(folder), f"no Python file in {folder}/: the rules below would check nothing"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=label)
+def test_imports_point_down(path: Path):
+    module = module_name(path)
+    found = imports(parse(path), module, is_package=path.name == "__init__.py")
+    broken = [
+        f"{label(path)}:{line}: imports {name}: {reason}"
+        for line, name in found
+        if (reason := broken_import_rule(module, name))
+    ]
+    assert not broken, "\n".join(broken)
+
+
+@pytest.mark.parametrize(
+    "name",
+    sorted({".".join(module_name(path).split(".")[:2]) for path in JAXSPEC_SOURCES}),
+)
+def test_every_module_has_a_layer(name: str):
+    assert name in LAYERS, (
+        f"{name} has no place in the architecture yet. Add it to LAYERS in tests/test_layering.py, "
+        "as low as what it imports allows, and to the layout in README.md"
+    )
+
+
+@pytest.mark.parametrize("path", LIBRARY_SOURCES, ids=label)
+def test_imports_stand_at_the_top(path: Path):
+    broken = [f"{label(path)}:{line}" for line in imports_inside_functions(parse(path))]
+    assert not broken, (
+        f"import inside a function: {', '.join(broken)}. It hides a dependency; if it is there to "
+        "break a circle, one of the two modules stands in the wrong layer"
+    )
+
+
+@pytest.mark.parametrize("path", JAXSPEC_SOURCES, ids=label)
+def test_jit_is_called_in_one_module(path: Path):
+    if layer_of(module_name(path)) in JIT_HOMES:
+        return
+    broken = [f"{label(path)}:{line}" for line in jit_uses(parse(path))]
+    assert not broken, (
+        f"jit outside engine.py: {', '.join(broken)}. Write a pure function here and jit it in "
+        "engine.py, where donation, static arguments and trace counts are seen in one place"
+    )
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=label)
+def test_files_stay_short(path: Path):
+    if path.name == "mosaic_gpu.py":  # a GPU kernel reads best in one piece
+        return
+    lines = len(path.read_text().splitlines())
+    assert lines <= MAX_LINES, (
+        f"{label(path)} has {lines} lines, more than {MAX_LINES}: it does two things, split it"
+    )
+
+
+def test_no_lock_file_is_tracked():
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    command = ["git", "ls-files", "*uv.lock"]
+    tracked = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert not tracked, (
+        f"{tracked.strip()} is tracked: jaxspec is a library, its bounds live in pyproject.toml"
+    )
+
+
+def test_ci_runs_the_command_of_the_readme():
+    ci = (ROOT / ".ci/run").read_text()
+    (command,) = [line for line in ci.splitlines() if line.startswith("python3 -m venv")]
+    command = command.removesuffix("\\").strip()
+    assert command in (ROOT / "README.md").read_text().splitlines(), (
+        f"README.md and .ci/run must give the same test command; .ci/run has:\n{command}"
+    )
+
+
+# The rules at run time.
+
+
+def test_importing_jaxspec_does_not_import_torch():
+    modules = [m for m in map(module_name, JAXSPEC_SOURCES) if layer_of(m) != "jaxspec.training"]
+    result = run_python(
+        "import importlib, sys\n"
+        "for name in sys.argv[1:]:\n"
+        "    importlib.import_module(name)\n"
+        "    assert 'torch' not in sys.modules, f'importing {name} imports torch'\n",
+        *modules,
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def test_scheduling_runs_without_jax():
+    # None in sys.modules makes `import jax` fail. The empty root stands for jaxspec/__init__.py,
+    # which offers the engine and so does import jax.
+    result = run_python(
+        "import importlib, sys, types\n"
+        "sys.modules['jax'] = None\n"
+        "sys.modules['jaxspec'] = root = types.ModuleType('jaxspec')\n"
+        "root.__path__ = ['jaxspec']\n"
+        "for name in sys.argv[1:]:\n"
+        "    importlib.import_module(name)\n",
+        *map(module_name, SCHEDULING_SOURCES),
+    )
+    assert result.returncode == 0, (
+        f"scheduling/ is host code, but something that it imports needs jax:\n{result.stderr}"
+    )
+
+
+# The checkers themselves: each must be able to fail.
+
+
+@pytest.mark.parametrize(
+    ("importer", "imported", "allowed"),
+    [
+        ("pallas_kernels.paged_attention", "jaxspec.config.CacheConfig", False),
+        ("pallas_kernels.paged_attention", "jax.numpy", True),
+        ("jaxspec.cache.pages", "jaxspec.models.decoder", False),
+        ("jaxspec.models.decoder", "jaxspec.cache.pages", True),
+        ("jaxspec.models.decoder", "jaxspec.LLM", False),
+        ("jaxspec.speculation.drafters.eagle", "jaxspec.speculation.tree", True),
+        ("jaxspec.state", "jaxspec.speculation.tree", False),
+        ("jaxspec.scheduling.pages", "jax.numpy", False),
+        ("jaxspec.scheduling.pages", "jaxspec.sampling", False),
+        ("jaxspec.scheduling.pages", "jaxspec.config.CacheConfig", True),
+        ("jaxspec.training.loop", "jaxspec.scheduling.request", False),
+        ("jaxspec.engine", "jaxspec.scheduling.request", True),
+        ("jaxspec", "jaxspec.llm.LLM", True),
+        ("jaxspec.engine", "tests.helpers", False),
+        ("scripts.generate", "jaxspec.LLM", True),
+    ],
+)
+def test_the_import_rule(importer: str, imported: str, allowed: bool):
+    assert (broken_import_rule(importer, imported) is None) == allowed
+
+
+@pytest.mark.parametrize(
+    ("source", "is_package", "expected"),
+    [
+        ("import jaxspec.engine", False, "jaxspec.engine"),
+        ("from jaxspec import engine", False, "jaxspec.engine"),
+        ("from . import pages", False, "jaxspec.cache.pages"),
+        ("from .. import engine", False, "jaxspec.engine"),
+        ("from ..models import decoder", False, "jaxspec.models.decoder"),
+        ("from .write import scatter", True, "jaxspec.cache.write.scatter"),
+        ("def f():\n    import jax", False, "jax"),
+    ],
+)
+def test_imports_are_resolved(source: str, is_package: bool, expected: str):
+    module = "jaxspec.cache" if is_package else "jaxspec.cache.gather"
+    assert [name for _, name in imports(ast.parse(source), module, is_package)] == [expected]
+
+
+@pytest.mark.parametrize(
+    ("source", "lines"),
+    [
+        ("import jax\nif True:\n    import numpy", []),
+        ("def f():\n    import jax", [2]),
+        ("class A:\n    async def f(self):\n        from jax import numpy", [3]),
+    ],
+)
+def test_imports_inside_functions_are_seen(source: str, lines: list[int]):
+    assert imports_inside_functions(ast.parse(source)) == lines
+
+
+@pytest.mark.parametrize(
+    ("source", "lines"),
+    [
+        ("import jax\njax.vmap(f)\njitter(f)", []),
+        ("jax.jit(f)", [1]),
+        ("@partial(jax.jit, static_argnums=0)\ndef f(): ...", [1]),
+        ("from jax import jit", [1]),
+    ],
+)
+def test_jit_is_seen(source: str, lines: list[int]):
+    assert jit_uses(ast.parse(source)) == lines
