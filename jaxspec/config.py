@@ -59,10 +59,15 @@ class ModelConfig:
 
 @dataclasses.dataclass(frozen=True)
 class CacheConfig:
-    """Geometry of the paged KV cache. ``max_length`` counts prompt and generated tokens."""
+    """Geometry of the paged KV cache.
+
+    ``max_length`` counts a sequence's prompt and generated tokens; ``num_pages`` bounds the pages
+    of all sequences together, None: as many as a batch needs.
+    """
 
     page_size: int = 16
     max_length: int = 1024
+    num_pages: int | None = None
 
     def __post_init__(self):
         if self.page_size < 1 or self.max_length < 2:

@@ -17,6 +17,8 @@ from jax.extend.random import threefry2x32_p
 from jaxspec import collectives
 from jaxspec.pytree import array, pytree, static
 
+_BELOW_ONE = np.float32(1 - 2**-24)
+
 
 class Stream(enum.IntEnum):
     """Independent random streams of one request."""
@@ -100,7 +102,10 @@ def process_logits(logits: Array, sampling: Sampling, axis: str | None = None) -
         return logits
     temperature = jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)
     logits = logits / temperature[:, None, None]
-    return _truncate(logits, sampling, axis) if sampling.truncated else logits
+    if not sampling.truncated:
+        return logits
+    drawn = (sampling.temperature > 0)[:, None, None]
+    return jnp.where(drawn, _truncate(logits, sampling, axis), logits)
 
 
 def _truncate(logits: Array, sampling: Sampling, axis: str | None) -> Array:
@@ -149,7 +154,8 @@ def uniform(seeds: Array, stream: Stream, positions: Array, ids: Array) -> Array
 
     key = (word(seeds[:, None, None]), jnp.full(shape, int(stream), jnp.uint32))
     bits, _ = threefry2x32_p.bind(*key, word(positions[..., None]), word(ids))
-    return (bits.astype(jnp.float32) + 0.5) * jnp.float32(2**-32)
+    # The largest words round up to 1, which log1p and accept-or-refuse trials must not see.
+    return jnp.minimum((bits.astype(jnp.float32) + 0.5) * jnp.float32(2**-32), _BELOW_ONE)
 
 
 def gumbel(seeds: Array, stream: Stream, positions: Array, token_ids: Array) -> Array:
@@ -157,10 +163,7 @@ def gumbel(seeds: Array, stream: Stream, positions: Array, token_ids: Array) -> 
 
     The tail that decides an argmax comes from uniforms near 0, where float32 is finest.
     """
-    return -jnp.log(-jnp.log1p(-jnp.minimum(uniform(seeds, stream, positions, token_ids), _BELOW)))
-
-
-_BELOW = np.float32(1 - 2**-24)  # keeps log1p finite
+    return -jnp.log(-jnp.log1p(-uniform(seeds, stream, positions, token_ids)))
 
 
 def perturb(

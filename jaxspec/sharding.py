@@ -58,7 +58,7 @@ def partition_specs(tree: Any, rules: dict[str, str] = TENSOR_PARALLEL) -> Any:
         return None
     if isinstance(tree, tuple):
         return tuple(partition_specs(item, rules) for item in tree)
-    if not dataclasses.is_dataclass(tree):
+    if not dataclasses.is_dataclass(tree) or isinstance(tree, type):
         return P()
     rules = getattr(tree, "partition_rules", None) or rules
     specs = {}
@@ -75,9 +75,17 @@ def partition_specs(tree: Any, rules: dict[str, str] = TENSOR_PARALLEL) -> Any:
 
 
 def named_shardings(mesh: Mesh, tree: Any, rules: dict[str, str] = TENSOR_PARALLEL) -> Any:
-    """As partition_specs, with each spec bound to ``mesh``."""
-    return jax.tree.map(
-        lambda spec: NamedSharding(mesh, spec),
-        partition_specs(tree, rules),
-        is_leaf=lambda leaf: isinstance(leaf, P),
-    )
+    """As partition_specs, with each spec bound to ``mesh``.
+
+    Specs are written as jax writes those of a program's results (no axes of one device, no None at
+    the end), so that a state just made and one that comes back share a compiled program.
+    """
+
+    def bind(spec: P) -> NamedSharding:
+        names = [name if name and mesh.shape[name] > 1 else None for name in spec]
+        while names and names[-1] is None:
+            names.pop()
+        return NamedSharding(mesh, P(*names))
+
+    specs = partition_specs(tree, rules)
+    return jax.tree.map(bind, specs, is_leaf=lambda leaf: isinstance(leaf, P))

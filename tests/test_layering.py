@@ -30,6 +30,7 @@ LAYERS = (
     "jaxspec.state",
     "jaxspec.speculation",
     "jaxspec.functional",
+    "jaxspec.benchmarking",
     "jaxspec.scheduling",
     "jaxspec.training",
     "jaxspec.engine",
@@ -46,7 +47,7 @@ SCHEDULING_USERS = {SCHEDULING, *LAYERS[LAYERS.index("jaxspec.engine") :]}
 DEVICE_LIBRARIES = {"jax", "jaxlib", "flax", "optax", "orbax", "pallas_kernels"}
 
 JIT_NAMES = {"jit", "pjit", "pmap"}
-JIT_HOMES = {"jaxspec.engine", "jaxspec.training"}
+JIT_HOMES = {"jaxspec.engine", "jaxspec.training", "jaxspec.benchmarking"}
 
 MAX_LINES = 400
 

@@ -17,6 +17,7 @@ from jaxspec.config import ModelConfig
 from jaxspec.models.layers import apply_rope, linear, rms_norm, rope_angles, swiglu
 from jaxspec.pytree import array, pytree, static
 from jaxspec.sharding import DATA_PARALLEL
+from pallas_kernels.products import einsum_f32
 
 # (layer's cache, q [B, T, Q, D], k and v [B, T, G, D], window) -> (output [B, T, Q, D], cache)
 Attend = Callable[[Any, Array, Array, Array, int | None], tuple[Array, Any]]
@@ -106,13 +107,16 @@ def decoder_shapes(config: ModelConfig, dtype: jnp.dtype, tensor_parallel: int =
             f"{tensor_parallel} devices"
         )
     vocab = -(-config.vocab_size // tensor_parallel) * tensor_parallel
-    layer = layer_shapes(config, kv_heads, dtype)
-    head = None if config.tie_word_embeddings else (config.hidden_size, vocab)
+    layer, hidden = layer_shapes(config, kv_heads, dtype), config.hidden_size
+
+    def shape(*dims: int, when: bool = True) -> Any:
+        return jax.ShapeDtypeStruct(dims, dtype) if when else None
+
     return Decoder(
-        embed=jax.ShapeDtypeStruct((vocab, config.hidden_size), dtype),
+        embed=shape(vocab, hidden),
         layers=(layer,) * config.num_layers,
-        norm=jax.ShapeDtypeStruct((config.hidden_size,), dtype),
-        lm_head=None if head is None else jax.ShapeDtypeStruct(head, dtype),
+        norm=shape(hidden),
+        lm_head=shape(hidden, vocab, when=not config.tie_word_embeddings),
         config=config,
     )
 
@@ -202,13 +206,9 @@ def run(
 def logits(decoder: Decoder, hidden: Array) -> Array:
     """Float32 logits of normed hidden states, this shard's part: [..., H] -> [..., V / shards]."""
     if decoder.lm_head is None:
-        scores = jnp.einsum(
-            "...h,vh->...v", hidden, decoder.embed, preferred_element_type=jnp.float32
-        )
+        scores = einsum_f32("...h,vh->...v", hidden, decoder.embed)
     else:
-        scores = jnp.einsum(
-            "...h,hv->...v", hidden, decoder.lm_head, preferred_element_type=jnp.float32
-        )
+        scores = einsum_f32("...h,hv->...v", hidden, decoder.lm_head)
     vocab = decoder.config.vocab_size
     if decoder.axis is None and scores.shape[-1] == vocab:
         return scores

@@ -18,6 +18,7 @@ from jaxspec.models.decoder import FINAL_NORM, Attend, Decoder, Layer, layer_sha
 from jaxspec.models.layers import linear, rms_norm, rope_angles
 from jaxspec.pytree import array, pytree, static
 from jaxspec.sharding import DATA_PARALLEL
+from pallas_kernels.products import einsum_f32
 
 EagleMethod = Literal["eagle3", "eagle1"]
 
@@ -46,10 +47,14 @@ class EagleHead:
 
 
 def default_capture(method: EagleMethod, target_layers: int) -> tuple[int, ...]:
-    """The target's hidden states that a head reads unless its config names others."""
+    """The target's hidden states that a head reads unless its config names others.
+
+    EAGLE-3's are in the order of the layers; small test models have the nearest layers there are.
+    """
     if method == "eagle1":
         return (FINAL_NORM,)
-    return (2, target_layers // 2, target_layers - 3)
+    early, middle, late = min(2, target_layers), target_layers // 2, max(target_layers - 3, 0)
+    return tuple(sorted((early, middle, late)))
 
 
 def head_shapes(
@@ -150,4 +155,4 @@ def logits(head: EagleHead, target: Decoder, outputs: Array) -> Array:
     if head.lm_head is None:
         return decoder.logits(target, outputs)
     normed = rms_norm(outputs, head.norm, head.config.rms_norm_eps)
-    return jnp.einsum("...h,hw->...w", normed, head.lm_head, preferred_element_type=jnp.float32)
+    return einsum_f32("...h,hw->...w", normed, head.lm_head)

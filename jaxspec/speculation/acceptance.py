@@ -94,8 +94,7 @@ def accept_rejection(
             q = tree.probs[:, node]
         q_token = collectives.take(q, token, axis)
         accepted = tried & (trials[:, node] * q_token < collectives.take(p, token, axis))
-        residual = _normalize(jnp.maximum(p - q, 0.0), axis)
-        p = jnp.where((tried & ~accepted)[:, None], residual, p)
+        p = jnp.where((tried & ~accepted)[:, None], _residual(p, q, axis), p)
         p = jnp.where(accepted[:, None], target[:, node], p)
         return jnp.where(accepted, node, current), p
 
@@ -108,8 +107,14 @@ def accept_rejection(
     return Accepted(path=path, depth=depth, tokens=tokens)
 
 
-def _normalize(p: Array, axis: str | None) -> Array:
-    return p / jnp.maximum(collectives.total(p, axis), 1e-30)[..., None]
+def _residual(p: Array, q: Array, axis: str | None) -> Array:
+    """norm(max(0, p - q)): what to draw from after a token of q was refused; [B, V / shards].
+
+    p itself where nothing is left, which only rounding can bring about.
+    """
+    left = jnp.maximum(p - q, 0.0)
+    total = collectives.total(left, axis)[..., None]
+    return jnp.where(total > 0, left / jnp.where(total > 0, total, 1.0), p)
 
 
 def _draw(p: Array, sampling: Sampling, positions: Array, axis: str | None) -> Array:

@@ -1,7 +1,8 @@
 """Attention of a few query tokens over a paged KV cache, under a tree mask."""
 
-from pallas_kernels.paged_attention.reference import paged_attention_reference
 from jax import Array
+
+from pallas_kernels.paged_attention.reference import paged_attention_reference
 
 
 def paged_attention(

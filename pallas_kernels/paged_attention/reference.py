@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels.products import einsum_f32
+
 MASKED = -1e30  # finite, so that a row that sees nothing stays free of NaN
 
 
@@ -26,14 +28,14 @@ def paged_attention_reference(
     k, v = gather_pages(k_pages, page_table), gather_pages(v_pages, page_table)  # [B, G, S, D]
     num_slots = k.shape[2]
     grouped = q.reshape(batch, num_tokens, kv_heads, num_heads // kv_heads, head_dim)
-    scores = jnp.einsum("btgrd,bgsd->bgrts", grouped, k, preferred_element_type=jnp.float32)
+    scores = einsum_f32("btgrd,bgsd->bgrts", grouped, k)
     visible = visible_slots(context_lens, positions, ancestors, num_slots, window, first_slot)
     scores = jnp.where(visible[:, None, None], scores * head_dim**-0.5, MASKED)
     if order_invariant:
         out = _softmax_times_values_f64(scores, v)
     else:
         weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-        out = jnp.einsum("bgrts,bgsd->btgrd", weights, v, preferred_element_type=jnp.float32)
+        out = einsum_f32("bgrts,bgsd->btgrd", weights, v)
     return out.reshape(q.shape).astype(q.dtype)
 
 

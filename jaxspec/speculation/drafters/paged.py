@@ -32,14 +32,14 @@ class DraftCache:
 def pending_tokens(state: EngineState, counts: Array, width: int) -> tuple[Array, Array, Array]:
     """The last ``counts`` [B] committed tokens, root last, in rows of ``width``.
 
-    Returns (tokens, positions, valid), [B, width] each.
+    Returns (tokens, positions, valid), [B, width] each; nothing is valid in rows that are done.
     """
     start = state.context_lens - counts + 1
     offset = jnp.arange(width)
     positions = start[:, None] + offset
     last = state.tokens.shape[1] - 1
     tokens = jnp.take_along_axis(state.tokens, jnp.clip(positions, 0, last), axis=1)
-    return tokens, positions, offset < counts[:, None]
+    return tokens, positions, (offset < counts[:, None]) & state.active[:, None]
 
 
 def causal_attend(
@@ -60,10 +60,11 @@ def level_attend(state: EngineState, beams: Beams, first_slot: int = 0) -> Paged
     past_root = state.context_lens + 1
     scratch = past_root[:, None] + beams.first + jnp.arange(beams.tokens.shape[1])
     positions = beam_positions(state, beams)
+    valid = jnp.broadcast_to(state.active[:, None], scratch.shape)
     return PagedAttend(
         page_table=state.page_table,
         context_lens=past_root,
-        slots=page_slots(state.page_table, scratch, jnp.ones_like(scratch, bool), state.page_size),
+        slots=page_slots(state.page_table, scratch, valid, state.page_size),
         positions=positions,
         ancestors=beams.ancestors,
         first_slot=first_slot,

@@ -1,0 +1,85 @@
+"""What is timed: plain decoding, chains and trees, and how each is written on a command line."""
+
+import dataclasses
+import math
+
+from jax.sharding import Mesh
+
+from jaxspec.config import SpeculationConfig
+from jaxspec.functional import EngineParams
+from jaxspec.models.decoder import Decoder
+from jaxspec.models.eagle import EagleHead
+from jaxspec.speculation.drafters import EagleDrafter, NoDrafter
+
+CHAIN_LENGTHS = ((3, 3.0), (5, 3.5))  # drafted tokens -> acceptance length when none is given
+TREE_LENGTH = 4.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Mode:
+    """A name, and the shape and synthetic acceptance of its draft trees (None: plain decoding)."""
+
+    name: str
+    speculation: SpeculationConfig | None
+
+    @property
+    def most_tokens(self) -> int:
+        """Most tokens that a round can commit."""
+        if self.speculation is None:
+            return 1
+        length = self.speculation.synthetic_length or self.speculation.max_depth + 1
+        return min(math.floor(length) + 1, self.speculation.max_depth + 1)
+
+
+def parse_mode(text: str) -> Mode:
+    """``plain``, ``chain:K`` or ``tree:NODES:DEPTH:TOPK``, the latter two with ``@LENGTH``.
+
+    Raises ValueError for anything else.
+    """
+    shape, _, length = text.partition("@")
+    try:
+        kind, *sizes = shape.split(":")
+        match kind, [int(size) for size in sizes]:
+            case "plain", [] if not length:
+                return Mode("plain", None)
+            case "chain", [tokens]:
+                default = dict(CHAIN_LENGTHS).get(tokens)
+                return _mode(shape, tokens + 1, tokens, 1, float(length) if length else default)
+            case "tree", [nodes, depth, top_k]:
+                return _mode(shape, nodes, depth, top_k, float(length or TREE_LENGTH))
+    except ValueError as error:
+        raise ValueError(f"mode {text!r}: {error}") from None
+    raise ValueError(f"mode {text!r} is not plain, chain:K or tree:NODES:DEPTH:TOPK[@LENGTH]")
+
+
+def _mode(shape: str, num_nodes: int, depth: int, top_k: int, length: float | None) -> Mode:
+    if length is None:
+        raise ValueError("say which acceptance length, as in chain:4@3.2")
+    if not 1 <= length <= depth + 1:
+        raise ValueError(f"the acceptance length must lie in 1 .. {depth + 1}, not {length:g}")
+    speculation = SpeculationConfig(
+        num_nodes=num_nodes,
+        max_depth=depth,
+        top_k=top_k,
+        acceptance="synthetic",
+        synthetic_length=length,
+    )
+    return Mode(f"{shape}@{length:g}", speculation)
+
+
+def make_params(
+    mode: Mode, target: Decoder, head: EagleHead | None, mesh: Mesh | None
+) -> EngineParams:
+    """The engine's parameters for a mode; all but plain decoding need a draft head."""
+    drafter, speculation = NoDrafter(), mode.speculation
+    if speculation is not None:
+        if head is None:
+            raise ValueError(f"mode {mode.name} needs a draft head")
+        size = target.config.hidden_size * len(head.capture)
+        drafter = EagleDrafter(head=head, feature_size=size, speculation=speculation)
+    return EngineParams(
+        target=target,
+        drafter=drafter,
+        speculation=speculation or SpeculationConfig.chain(1),
+        mesh=mesh,
+    )

@@ -1,0 +1,178 @@
+"""Timing prefill and rounds of the engine on random prompts."""
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec import functional
+from jaxspec.benchmarking.floors import FloorBytes, floor_bytes
+from jaxspec.benchmarking.modes import Mode
+from jaxspec.benchmarking.timing import timed
+from jaxspec.functional import EngineParams
+from jaxspec.sampling import make_sampling
+from jaxspec.state import EngineState
+
+LARGEST_CHUNK = 512
+SCORE_BYTES = 2 << 30  # of one prefill chunk's float32 attention scores, were they materialized
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """How much is decoded.
+
+    Attributes:
+      context: prompt tokens of each sequence.
+      new_tokens: tokens a sequence grows by before it starts again from its prompt.
+      rounds: rounds in one timed call.
+      repeats: timed calls.
+    """
+
+    batch: int
+    context: int
+    new_tokens: int
+    page_size: int
+    rounds: int
+    repeats: int
+
+    def calls_per_fill(self, mode: Mode) -> int:
+        return max(1, self.new_tokens // (self.rounds * mode.most_tokens))
+
+    def max_length(self, mode: Mode) -> int:
+        """Room for the prompt and all calls, and a token more, so that no sequence ends."""
+        return self.context + self.calls_per_fill(mode) * self.rounds * mode.most_tokens + 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """What a mode's timed calls came to."""
+
+    mode: str
+    batch: int
+    first_context: float  # mean over the sequences, before the first round of a timed call
+    last_context: float  # after the last
+    prefill_ms: float
+    prefill_chunk: int
+    round_ms: float
+    all_round_ms: tuple[float, ...]
+    acceptance_length: float
+    tokens_per_second: float
+    floor: FloorBytes
+    compile_seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """One timed call of ``decode``; contexts are means over the sequences."""
+
+    seconds: float
+    before: float
+    after: float
+
+
+def time_mode(
+    mode: Mode, params: EngineParams, workload: Workload, report: Callable[[str], None]
+) -> Timing:
+    """Time a mode. ``report`` is told what is going on.
+
+    Raises RuntimeError if a sequence ended early, which would make the figures wrong.
+    """
+    bench = _Bench(mode, params, workload)
+    report("compiling prefill")
+    state, prefill_compile = timed(bench.fill, bench.new_state())
+    report("compiling the rounds")
+    state, decode_compile = timed(bench.decode, params, state, workload.rounds)
+    del state
+    calls, fills = [], []
+    for call, fill_seconds in bench.calls():
+        calls.append(call)
+        fills.append(fill_seconds)
+        report(f"call {len(calls)}/{workload.repeats}: {1e3 * call.seconds:.1f} ms")
+    round_ms = [1e3 * call.seconds / workload.rounds for call in calls]
+    committed = sum(call.after - call.before for call in calls)
+    acceptance = committed / (workload.rounds * len(calls))
+    middle = statistics.mean((call.before + call.after) / 2 for call in calls)
+    median = statistics.median(round_ms)
+    return Timing(
+        mode=mode.name,
+        batch=workload.batch,
+        first_context=min(call.before for call in calls),
+        last_context=max(call.after for call in calls),
+        prefill_ms=1e3 * statistics.median(fills),
+        prefill_chunk=bench.chunk,
+        round_ms=median,
+        all_round_ms=tuple(round_ms),
+        acceptance_length=acceptance,
+        tokens_per_second=1e3 * workload.batch * acceptance / median,
+        floor=floor_bytes(params, workload.batch, middle),
+        compile_seconds=prefill_compile + decode_compile,
+    )
+
+
+class _Bench:
+    """The compiled programs of one mode, and its prompts. Holds no state: one is large."""
+
+    def __init__(self, mode: Mode, params: EngineParams, workload: Workload):
+        config, rng = params.target.config, np.random.default_rng(0)
+        self.params, self.workload = params, workload
+        self.calls_per_fill = workload.calls_per_fill(mode)
+        self.max_length = workload.max_length(mode)
+        self.prefill = jax.jit(functional.prefill, donate_argnums=1)
+        self.decode = jax.jit(functional.decode, donate_argnums=1)
+        self.chunk = prefill_chunk(params, workload.batch, workload.context, self.max_length)
+        shape = (workload.batch, workload.context)
+        self.prompts = rng.integers(config.vocab_size, size=shape, dtype=np.int32)
+
+    def new_state(self) -> EngineState:
+        """Empty, and placed where the programs' results are, so that each compiles once."""
+        batch, params = self.workload.batch, self.params
+        state = functional.init_state(
+            params,
+            batch,
+            self.max_length,
+            page_size=self.workload.page_size,
+            sampling=make_sampling(batch, seeds=jnp.arange(batch)),
+        )
+        if params.mesh is None:
+            state = jax.device_put(state, params.target.embed.sharding)
+        return jax.block_until_ready(state)
+
+    def fill(self, state: EngineState) -> EngineState:
+        """Read the prompts, chunk by chunk."""
+        for start in range(0, self.workload.context, self.chunk):
+            piece = self.prompts[:, start : start + self.chunk]
+            tokens = np.zeros((len(piece), self.chunk), np.int32)
+            tokens[:, : piece.shape[1]] = piece
+            counts = np.full(len(piece), piece.shape[1], np.int32)
+            state = self.prefill(self.params, state, tokens, counts)
+        return state
+
+    def calls(self) -> Iterator[tuple[_Call, float]]:
+        """Timed calls of ``decode``, each with the seconds of the prefill it started from."""
+        done = 0
+        while done < self.workload.repeats:
+            state, fill_seconds = timed(self.fill, self.new_state())
+            for _ in range(self.calls_per_fill):
+                if done == self.workload.repeats:
+                    break
+                before = _mean_context(state)
+                state, seconds = timed(self.decode, self.params, state, self.workload.rounds)
+                if not np.all(state.active):
+                    raise RuntimeError("a sequence ended before the timed call did")
+                yield _Call(seconds, before, _mean_context(state)), fill_seconds
+                done += 1
+            del state  # before the next one is made
+
+
+def prefill_chunk(params: EngineParams, batch: int, context: int, max_length: int) -> int:
+    """Prompt tokens a call: a power of two, lest materialized attention scores take all memory."""
+    slots = max_length + params.speculation.scratch_slots
+    fitting = SCORE_BYTES // (4 * batch * params.target.config.num_heads * slots)
+    return min(LARGEST_CHUNK, 1 << max(4, fitting.bit_length() - 1), context)
+
+
+def _mean_context(state: EngineState) -> float:
+    return float(np.mean(state.context_lens))

@@ -1,0 +1,111 @@
+"""Model shapes by name, from the values of their published ``config.json``."""
+
+import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from jaxspec.config import Llama3RopeScaling, ModelConfig
+
+EAGLE3_VOCAB_SIZE = 32_000  # of the published EAGLE-3 heads
+
+
+def _model(num_layers: int, **values: Any) -> ModelConfig:
+    return ModelConfig(num_layers=num_layers, sliding_windows=(None,) * num_layers, **values)
+
+
+def _llama3(num_layers: int, rope_factor: float, **values: Any) -> ModelConfig:
+    return _model(
+        num_layers,
+        vocab_size=128_256,
+        num_kv_heads=8,
+        rms_norm_eps=1e-5,
+        rope_theta=500_000.0,
+        max_position=131_072,
+        rope_scaling=Llama3RopeScaling(rope_factor, 1.0, 4.0, 8192),
+        **values,
+    )
+
+
+SHAPES: Mapping[str, ModelConfig] = MappingProxyType(
+    {
+        "llama-3.1-8b": _llama3(
+            32, 8.0, hidden_size=4096, intermediate_size=14_336, num_heads=32, head_dim=128
+        ),
+        "llama-3.1-70b": _llama3(
+            80, 8.0, hidden_size=8192, intermediate_size=28_672, num_heads=64, head_dim=128
+        ),
+        "llama-3.2-1b": _llama3(
+            16,
+            32.0,
+            hidden_size=2048,
+            intermediate_size=8192,
+            num_heads=32,
+            head_dim=64,
+            tie_word_embeddings=True,
+        ),
+        "qwen3-8b": _model(
+            36,
+            vocab_size=151_936,
+            hidden_size=4096,
+            intermediate_size=12_288,
+            num_heads=32,
+            num_kv_heads=8,
+            head_dim=128,
+            rms_norm_eps=1e-6,
+            rope_theta=1_000_000.0,
+            max_position=40_960,
+            qk_norm=True,
+        ),
+        "qwen2.5-7b": _model(
+            28,
+            vocab_size=152_064,
+            hidden_size=3584,
+            intermediate_size=18_944,
+            num_heads=28,
+            num_kv_heads=4,
+            head_dim=128,
+            rms_norm_eps=1e-6,
+            rope_theta=1_000_000.0,
+            max_position=32_768,
+            qkv_bias=True,
+        ),
+        "mistral-7b": _model(  # v0.3, which has no sliding window
+            32,
+            vocab_size=32_768,
+            hidden_size=4096,
+            intermediate_size=14_336,
+            num_heads=32,
+            num_kv_heads=8,
+            head_dim=128,
+            rms_norm_eps=1e-5,
+            rope_theta=1_000_000.0,
+            max_position=32_768,
+        ),
+        "tiny": _model(  # nobody's: for smoke runs on a CPU
+            4,
+            vocab_size=1000,
+            hidden_size=64,
+            intermediate_size=128,
+            num_heads=8,
+            num_kv_heads=4,
+            head_dim=16,
+            rms_norm_eps=1e-5,
+            rope_theta=10_000.0,
+            max_position=4096,
+        ),
+    }
+)
+
+
+def eagle3_config(target: ModelConfig) -> ModelConfig:
+    """An EAGLE-3 head as wide as its target: one Llama layer of the target's sizes."""
+    return dataclasses.replace(
+        target,
+        num_layers=1,
+        sliding_windows=(None,),
+        tie_word_embeddings=False,
+        rope_scaling=None,
+        qkv_bias=False,
+        qk_norm=False,
+    )

@@ -1,0 +1,200 @@
+"""Text in, text out."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import transformers
+from jax.sharding import Mesh
+
+from jaxspec.config import CacheConfig, SpeculationConfig
+from jaxspec.engine import Engine, Run, SamplingParams, Timings
+from jaxspec.loading import BUILT_IN_MODEL, load
+from jaxspec.weights.hub import resolve_directory
+
+Prompt = str | Sequence[int]
+DEFAULT_MAX_LENGTH = 2048
+
+
+@dataclasses.dataclass(frozen=True)
+class TextChunk:
+    """Newly generated text of request ``index``; ``done`` after the last one."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    done: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """A finished request.
+
+    Attributes:
+      finish_reason: ``stop`` for a stop token (not part of the text), ``length`` otherwise.
+      acceptance_length: mean tokens committed a round, bonus included.
+      acceptance_by_depth: share of rounds that accepted at least 1, 2, ... drafted tokens.
+      timings: of the batch that the request ran in.
+    """
+
+    text: str
+    token_ids: list[int]
+    prompt_token_ids: list[int]
+    finish_reason: str
+    num_rounds: int
+    num_drafted: int
+    acceptance_length: float
+    acceptance_by_depth: list[float]
+    timings: Timings
+
+
+class LLM:
+    """A model that generates speculatively.
+
+    >>> llm = LLM(drafter="ngram")
+    >>> [completion] = llm.generate(["def read_config(path):"], SamplingParams(max_tokens=64))
+    >>> print(completion.text)
+
+    Args:
+      model, drafter, speculation, dtype, mesh, shard_drafter: see loading.load.
+      page_size, num_pages: see config.CacheConfig.
+      max_length: most tokens of a request, prompt included; by default what the model allows, at
+        most 2048.
+      max_batch: most requests that run together; more are served in turns.
+      rounds_per_call: rounds between two looks at the results.
+
+    Raises ValueError for anything that cannot be loaded or combined.
+    """
+
+    def __init__(
+        self,
+        model: str | Path = BUILT_IN_MODEL,
+        drafter: str | Path = "ngram",
+        *,
+        speculation: SpeculationConfig | None = None,
+        dtype: str | None = None,
+        mesh: Mesh | None = None,
+        shard_drafter: bool = False,
+        page_size: int = 16,
+        max_length: int | None = None,
+        num_pages: int | None = None,
+        max_batch: int = 16,
+        rounds_per_call: int = 32,
+    ):
+        if max_batch < 1 or rounds_per_call < 1:
+            raise ValueError("max_batch and rounds_per_call must be at least 1")
+        self.params = load(
+            model,
+            drafter,
+            speculation=speculation,
+            dtype=dtype,
+            mesh=mesh,
+            shard_drafter=shard_drafter,
+        )
+        self.tokenizer = load_tokenizer(model)
+        cache = CacheConfig(page_size, self._max_length(max_length), num_pages)
+        self.engine = Engine(self.params, cache, rounds_per_call)
+        self.max_batch = max_batch
+
+    def _max_length(self, wanted: int | None) -> int:
+        limit = self.params.target.config.max_position
+        if wanted is not None and wanted > limit:
+            raise ValueError(f"max_length {wanted} exceeds the model's {limit} positions")
+        return min(limit, DEFAULT_MAX_LENGTH) if wanted is None else wanted
+
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams]
+    ) -> list[Completion]:
+        """Complete every prompt (text, or token ids), in order.
+
+        Raises ValueError for a bad prompt or sampling value.
+        """
+        completions = []
+        for batch, params, token_ids in self._batches(prompts, sampling):
+            run = self.engine.run(batch, params)
+            for progress in run:
+                for ids, new in zip(token_ids, progress.new_tokens, strict=True):
+                    ids.extend(new)
+            completions += self._complete(run, batch, params, token_ids)
+        return completions
+
+    def stream(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams],
+        rounds_per_call: int = 4,
+    ) -> Iterator[TextChunk | Completion]:
+        """As generate, giving text as it comes: TextChunks, then each batch's Completions."""
+        for batch, params, token_ids in self._batches(prompts, sampling):
+            run = self.engine.run(batch, params, rounds_per_call)
+            shown = ["" for _ in batch]
+            ended = [False for _ in batch]
+            for progress in run:
+                for index, new in enumerate(progress.new_tokens):
+                    if ended[index]:
+                        continue
+                    token_ids[index].extend(new)
+                    done = ended[index] = progress.done[index]
+                    text = self._text(token_ids[index], params[index])
+                    # A character cut in half decodes to U+FFFD: wait for the rest of it.
+                    stable = text if done else text.rstrip("�")
+                    piece, shown[index] = stable[len(shown[index]) :], stable
+                    yield TextChunk(index, piece, new, done)
+            yield from self._complete(run, batch, params, token_ids)
+
+    def _batches(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams]
+    ) -> Iterator[tuple[list[list[int]], list[SamplingParams], list[list[int]]]]:
+        """Token prompts, their sampling and empty outputs, ``max_batch`` at a time."""
+        if isinstance(prompts, str):
+            raise ValueError("prompts must be a list of prompts, not one string")
+        params = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
+        tokens = [self._tokenize(index, prompt) for index, prompt in enumerate(prompts)]
+        self.engine.check(tokens, params)
+        for start in range(0, len(tokens), self.max_batch):
+            batch = tokens[start : start + self.max_batch]
+            yield batch, list(params[start : start + self.max_batch]), [[] for _ in batch]
+
+    def _tokenize(self, index: int, prompt: Prompt) -> list[int]:
+        if not isinstance(prompt, str):
+            return list(prompt)
+        if not prompt:
+            raise ValueError(f"prompt {index} is empty")
+        return list(self.tokenizer(prompt)["input_ids"])
+
+    def _text(self, token_ids: list[int], params: SamplingParams) -> str:
+        stops = self.engine.stop_ids(params)
+        visible = token_ids[:-1] if token_ids and token_ids[-1] in stops else token_ids
+        return self.tokenizer.decode(visible)
+
+    def _complete(
+        self,
+        run: Run,
+        prompts: list[list[int]],
+        sampling: list[SamplingParams],
+        outputs: list[list[int]],
+    ) -> Iterator[Completion]:
+        rows = zip(prompts, sampling, outputs, run.statistics, strict=True)
+        for prompt, params, token_ids, stats in rows:
+            rounds = max(stats.rounds, 1)
+            yield Completion(
+                text=self._text(token_ids, params),
+                token_ids=token_ids,
+                prompt_token_ids=prompt,
+                finish_reason="stop" if token_ids[-1] in self.engine.stop_ids(params) else "length",
+                num_rounds=stats.rounds,
+                num_drafted=stats.drafted,
+                acceptance_length=(len(token_ids) - 1) / rounds,
+                acceptance_by_depth=[count / rounds for count in stats.accepted[1:]],
+                timings=run.timings,
+            )
+
+
+def load_tokenizer(model: str | Path) -> transformers.PreTrainedTokenizerBase:
+    """The model's own tokenizer. Raises ValueError if it has none."""
+    directory = resolve_directory(model)
+    try:
+        return transformers.AutoTokenizer.from_pretrained(directory)
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{directory} holds no tokenizer that loads: {reason}") from error

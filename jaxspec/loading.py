@@ -1,0 +1,129 @@
+"""From names and directories to EngineParams."""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxspec.config import ModelConfig, SpeculationConfig
+from jaxspec.functional import EngineParams
+from jaxspec.models.hf_config import load_model_config
+from jaxspec.speculation.drafters import (
+    Drafter,
+    DraftModelDrafter,
+    EagleDrafter,
+    NGramDrafter,
+    NoDrafter,
+)
+from jaxspec.weights.eagle import load_eagle_head
+from jaxspec.weights.hub import resolve_directory
+from jaxspec.weights.safetensors_io import load_decoder, scan
+
+BUILT_IN_MODEL = Path(__file__).parent / "assets" / "python-lm"
+
+
+def load(
+    model: str | Path = BUILT_IN_MODEL,
+    drafter: str | Path = "ngram",
+    *,
+    speculation: SpeculationConfig | None = None,
+    dtype: str | None = None,
+    mesh: Mesh | None = None,
+    shard_drafter: bool = False,
+) -> EngineParams:
+    """Load a target and its drafter.
+
+    Args:
+      model: a Hugging Face model directory or hub id; the built-in model by default.
+      drafter: ``none``, ``ngram``, or a directory or hub id of an EAGLE head or a draft model.
+      speculation: the draft tree and the acceptance rule; a chain of 5 by default.
+      dtype: ``float32`` or ``bfloat16``; by default float32 on CPU and bfloat16 elsewhere.
+      mesh: as made by sharding.make_mesh; None for the default device.
+      shard_drafter: split the drafter's weights over the mesh too, instead of repeating them.
+
+    Raises ValueError, naming the culprit, for anything that cannot be found, read or combined.
+    """
+    speculation = SpeculationConfig.chain(5) if speculation is None else speculation
+    resolved = resolve_dtype(dtype)
+    directory = resolve_directory(model)
+    config = load_model_config(directory)
+    _check_windows(config, speculation)
+    return EngineParams(
+        drafter=_load_drafter(
+            drafter, directory, config, speculation, resolved, mesh, shard_drafter
+        ),
+        target=load_decoder(directory, config, resolved, mesh),
+        speculation=speculation,
+        mesh=mesh,
+    )
+
+
+def resolve_dtype(name: str | None) -> jnp.dtype:
+    """The dtype of weights and caches for a name, or for the default device if None."""
+    if name is None:
+        name = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    if name not in ("float32", "bfloat16"):
+        raise ValueError(f"dtype must be float32 or bfloat16, got {name!r}")
+    return jnp.dtype(name)
+
+
+def _load_drafter(
+    drafter: str | Path,
+    model_directory: Path,
+    target: ModelConfig,
+    speculation: SpeculationConfig,
+    dtype: jnp.dtype,
+    mesh: Mesh | None,
+    sharded: bool,
+) -> Drafter:
+    if drafter == "none":
+        return NoDrafter()
+    if drafter == "ngram":
+        return NGramDrafter(speculation=speculation)
+    directory = resolve_directory(drafter)
+    if "fc.weight" in scan(directory):  # an EAGLE head's own; no language model has it
+        head = load_eagle_head(directory, target, dtype, mesh, sharded)
+        feature_size = target.hidden_size * len(head.capture)
+        return EagleDrafter(head=head, feature_size=feature_size, speculation=speculation)
+    config = load_model_config(directory)
+    _check_same_tokenizer(directory, config, model_directory, target)
+    _check_windows(config, speculation)
+    model = load_decoder(directory, config, dtype, mesh, sharded=sharded)
+    return DraftModelDrafter(model=model, speculation=speculation)
+
+
+def _check_windows(config: ModelConfig, speculation: SpeculationConfig) -> None:
+    """A tree must lie inside every sliding window: the mask shows a node all its ancestors."""
+    narrowest = min((w for w in config.sliding_windows if w is not None), default=None)
+    if narrowest is not None and narrowest <= speculation.max_depth:
+        raise ValueError(
+            f"a tree of depth {speculation.max_depth} does not fit the model's sliding window of "
+            f"{narrowest} positions: choose a smaller depth"
+        )
+
+
+def _check_same_tokenizer(
+    directory: Path, config: ModelConfig, target_directory: Path, target: ModelConfig
+) -> None:
+    """Refuse a draft model whose token ids mean other text; padding rows may differ."""
+    draft, wanted = _vocabulary(directory), _vocabulary(target_directory)
+    if draft is not None and wanted is not None and draft != wanted:
+        raise ValueError(
+            f"draft model {directory} has another vocabulary than the target {target_directory}: "
+            "they must share a tokenizer"
+        )
+    if wanted is None and config.vocab_size != target.vocab_size:
+        raise ValueError(
+            f"draft model {directory} has {config.vocab_size} tokens, the target "
+            f"{target.vocab_size}: they must share a tokenizer"
+        )
+
+
+def _vocabulary(directory: Path) -> dict[str, int] | None:
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        return None
+    model = json.loads(path.read_text(encoding="utf-8"))["model"]["vocab"]
+    return model if isinstance(model, dict) else {str(entry): i for i, entry in enumerate(model)}

@@ -1,0 +1,288 @@
+"""Folders of source text -> one array of tokens, with a tokenizer trained on the same text."""
+
+import collections
+import dataclasses
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+END_OF_TEXT = "<|endoftext|>"
+# GPT-4's words, but every digit is a token of its own and no English contraction is special: in
+# code an apostrophe opens a string more often than it ends a word.
+WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+DEFAULT_SUFFIXES = (".py", ".txt", ".md")
+# Installed packages below a standard library folder are other projects' text.
+SKIPPED_FOLDERS = frozenset({"__pycache__", "dist-packages", "node_modules", "site-packages"})
+GENERATED = re.compile(r"auto(matically)?[- ]?generated|do not edit", re.IGNORECASE)
+MAX_FILE_BYTES = 1 << 20
+MAX_LINE = 1000  # characters
+MAX_MEAN_LINE = 120
+MIN_LETTERS = 0.35  # of the bytes that are not blank; tables of numbers and escapes have less
+BLANKS = b" \t\r\n"
+NO_LETTERS = bytes(byte for byte in range(128) if not chr(byte).isalpha())
+
+ENCODE_BATCH_BYTES = 16 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Document:
+    """One text file. ``name`` does not depend on where its root folder lies."""
+
+    name: str
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What went into a corpus: counts of files, of UTF-8 bytes and of tokens.
+
+    ``sources`` maps each root folder to (files, bytes) kept, ``skipped`` a reason to files.
+    """
+
+    sources: dict[str, tuple[int, int]]
+    skipped: dict[str, int]
+    files: int
+    held_out_files: int
+    train_bytes: int
+    held_out_bytes: int
+    train_tokens: int
+    held_out_tokens: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    """Tokens [N] of the training and the held-out files, each file closed by END_OF_TEXT.
+
+    uint16, or uint32 where the vocabulary needs it.
+    """
+
+    train: np.ndarray
+    held_out: np.ndarray
+    tokenizer: Tokenizer
+    report: Report
+
+
+def list_files(root: Path, suffixes: tuple[str, ...]) -> Iterator[Path]:
+    """Files under ``root`` with one of ``suffixes``, in a fixed order; a file is its own root.
+
+    Hidden folders, caches and installed packages below the root are left out.
+    """
+    if root.is_file():
+        yield root
+        return
+    for folder, subfolders, files in os.walk(root):
+        kept = (s for s in subfolders if s not in SKIPPED_FOLDERS and not s.startswith("."))
+        subfolders[:] = sorted(kept)
+        yield from (Path(folder, name) for name in sorted(files) if name.endswith(suffixes))
+
+
+def reason_to_skip(content: bytes) -> str | None:
+    """Why a file is no use as training text, or None if it is."""
+    if len(content) > MAX_FILE_BYTES:
+        return "too large"
+    try:
+        text = content.decode()
+    except UnicodeDecodeError:
+        return "not UTF-8"
+    if not text.strip() or "\0" in text:
+        return "empty or binary"
+    lines = text.splitlines()
+    if max(map(len, lines)) > MAX_LINE or len(text) > MAX_MEAN_LINE * len(lines):
+        return "long lines"
+    letters = len(content.translate(None, NO_LETTERS))
+    if letters < MIN_LETTERS * len(content.translate(None, BLANKS)):
+        return "data table"
+    return "generated" if GENERATED.search(text[:1000]) else None
+
+
+def gather(
+    paths: Iterable[Path], suffixes: tuple[str, ...] = DEFAULT_SUFFIXES
+) -> tuple[list[Document], dict[str, tuple[int, int]], dict[str, int]]:
+    """Read the text files of some folders or files, each distinct content once.
+
+    Returns (documents, {root: (files, bytes)}, {reason: files skipped}).
+    Raises ValueError if a path is missing or nothing usable is found.
+    """
+    documents, sources, skipped, seen = [], {}, collections.Counter(), set()
+    for root in paths:
+        if not root.exists():
+            raise ValueError(f"no such file or folder: {root}")
+        files = size = 0
+        for path in list_files(root, suffixes):
+            content = path.read_bytes()
+            digest = hashlib.sha256(content).digest()
+            reason = "duplicate" if digest in seen else reason_to_skip(content)
+            if reason:
+                skipped[reason] += 1
+                continue
+            seen.add(digest)
+            name = root.name if path == root else f"{root.name}/{path.relative_to(root).as_posix()}"
+            documents.append(Document(name, content.decode()))
+            files, size = files + 1, size + len(content)
+        sources[str(root)] = (files, size)
+    if not documents:
+        wanted = " ".join(suffixes)
+        raise ValueError(f"no usable text file ({wanted}) in {' '.join(sources) or 'no folder'}")
+    return documents, sources, dict(skipped)
+
+
+def split(
+    documents: list[Document], held_out_fraction: float
+) -> tuple[list[Document], list[Document]]:
+    """(training, held out): a file is held out by the hash of its name, at least one of them."""
+    if len(documents) < 2:
+        raise ValueError("training needs at least two files: one of them is held out")
+
+    def place(document: Document) -> float:
+        digest = hashlib.sha256(document.name.encode()).digest()
+        return int.from_bytes(digest[:8]) / 2**64
+
+    threshold = max(held_out_fraction, min(map(place, documents)))
+    train = [d for d in documents if place(d) > threshold]
+    return train, [d for d in documents if place(d) <= threshold]
+
+
+def train_tokenizer(documents: list[Document], vocab_size: int, sample_bytes: int) -> Tokenizer:
+    """A byte-level BPE tokenizer: any text comes back as it went in.
+
+    It learns from about ``sample_bytes`` of the files, picked by the hash of their names.
+    """
+    smallest = len(pre_tokenizers.ByteLevel.alphabet()) + 1
+    if vocab_size < smallest:
+        raise ValueError(f"the vocabulary must have at least {smallest} tokens, got {vocab_size}")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(  # pyright: ignore[reportAttributeAccessIssue]
+        [
+            pre_tokenizers.Split(Regex(WORDS), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[AddedToken(END_OF_TEXT, special=True, normalized=False)],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_sample(documents, sample_bytes), trainer)
+    return tokenizer
+
+
+def _sample(documents: list[Document], sample_bytes: int) -> Iterator[str]:
+    size = 0
+    for document in sorted(documents, key=lambda d: hashlib.sha256(d.name.encode()).digest()):
+        if size >= sample_bytes:
+            return
+        size += len(document.text)
+        yield document.text
+
+
+def save_tokenizer(tokenizer: Tokenizer, directory: Path, max_length: int) -> None:
+    """Write a folder that transformers.AutoTokenizer opens."""
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(directory / "tokenizer.json"), pretty=False)
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END_OF_TEXT,
+        "pad_token": END_OF_TEXT,
+        "model_max_length": max_length,
+        "clean_up_tokenization_spaces": False,
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def end_of_text_id(tokenizer: Tokenizer) -> int:
+    token = tokenizer.token_to_id(END_OF_TEXT)
+    if token is None:
+        raise ValueError(f"the tokenizer has no {END_OF_TEXT}")
+    return token
+
+
+def encode(tokenizer: Tokenizer, documents: list[Document]) -> np.ndarray:
+    """Tokens [N] of all documents, each closed by END_OF_TEXT, as uint16 or uint32."""
+    dtype = np.uint16 if tokenizer.get_vocab_size() <= 1 << 16 else np.uint32
+    end = np.array([end_of_text_id(tokenizer)], dtype)
+    plain = Tokenizer.from_str(tokenizer.to_str())
+    plain.encode_special_tokens = True  # a file that mentions <|endoftext|> does not end there
+    parts = []
+    for texts in _batches(documents):
+        for encoding in plain.encode_batch_fast(texts):
+            parts += [np.asarray(encoding.ids, dtype), end]
+    return np.concatenate(parts)
+
+
+def _batches(documents: list[Document]) -> Iterator[list[str]]:
+    batch, size = [], 0
+    for document in documents:
+        batch.append(document.text)
+        size += len(document.text)
+        if size >= ENCODE_BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _digest(documents: list[Document], options: dict[str, float]) -> str:
+    hasher = hashlib.sha256(json.dumps([WORDS, options]).encode())
+    for document in documents:
+        for part in (document.name, document.text):
+            hasher.update(hashlib.sha256(part.encode()).digest())
+    return hasher.hexdigest()
+
+
+def num_bytes(documents: list[Document]) -> int:
+    return sum(len(document.text.encode()) for document in documents)
+
+
+def build_corpus(
+    paths: list[Path],
+    cache: Path,
+    vocab_size: int,
+    *,
+    suffixes: tuple[str, ...] = DEFAULT_SUFFIXES,
+    held_out_fraction: float = 0.02,
+    sample_bytes: int = 32 << 20,
+) -> Corpus:
+    """Gather, split, train the tokenizer and encode; or read all that back from ``cache``.
+
+    The cache holds train.npy, held_out.npy, tokenizer.json and corpus.json, and is used again
+    while the files' contents and the options stay the same.
+    """
+    documents, sources, skipped = gather(paths, suffixes)
+    options = {"vocab": vocab_size, "held_out": held_out_fraction, "sample": sample_bytes}
+    digest, manifest = _digest(documents, options), cache / "corpus.json"
+    if manifest.exists() and json.loads(manifest.read_text())["digest"] == digest:
+        report = Report(**json.loads(manifest.read_text())["report"])
+        tokenizer = Tokenizer.from_file(str(cache / "tokenizer.json"))
+        return Corpus(
+            np.load(cache / "train.npy"), np.load(cache / "held_out.npy"), tokenizer, report
+        )
+    train, held_out = split(documents, held_out_fraction)
+    tokenizer = train_tokenizer(train, vocab_size, sample_bytes)
+    tokens = {"train": encode(tokenizer, train), "held_out": encode(tokenizer, held_out)}
+    report = Report(
+        sources=sources,
+        skipped=skipped,
+        files=len(documents),
+        held_out_files=len(held_out),
+        train_bytes=num_bytes(train),
+        held_out_bytes=num_bytes(held_out),
+        train_tokens=len(tokens["train"]),
+        held_out_tokens=len(tokens["held_out"]),
+    )
+    cache.mkdir(parents=True, exist_ok=True)
+    manifest.unlink(missing_ok=True)  # until the new files are complete
+    for name, array in tokens.items():
+        np.save(cache / f"{name}.npy", array)
+    tokenizer.save(str(cache / "tokenizer.json"))
+    content = {"digest": digest, "report": dataclasses.asdict(report)}
+    manifest.write_text(json.dumps(content, indent=2))
+    return Corpus(tokens["train"], tokens["held_out"], tokenizer, report)

@@ -1,0 +1,258 @@
+"""Training of a target model: initial weights, loss, and the jitted step.
+
+Weights and AdamW moments are float32, activations bfloat16. A batch is a function of the seed and
+the step number alone, so a run continues from a checkpoint exactly as if it had never stopped.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array
+from jax.sharding import NamedSharding
+
+from jaxspec.config import ModelConfig
+from jaxspec.models import decoder
+from jaxspec.models.attention import dense_causal_attend
+from jaxspec.models.decoder import Attend, Decoder, decoder_shapes
+from jaxspec.pytree import pytree
+
+MATRICES = frozenset({"embed", "qkv", "o", "gate_up", "down", "lm_head"})
+RESIDUAL_OUTPUTS = frozenset({"o", "down"})
+EMBEDDING_SCALE = 0.02
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """How to train. The learning rate rises linearly, stays, and falls linearly to zero.
+
+    Attributes:
+      context: tokens that a training sequence predicts.
+      decay_fraction: part of all steps at the end over which the learning rate falls.
+      attention: ``cudnn`` is a flash kernel for bfloat16 on NVIDIA GPUs.
+      compute_dtype: of activations and of the weights' working copy.
+    """
+
+    batch_size: int = 128
+    context: int = 1024
+    learning_rate: float = 3e-3
+    warmup_steps: int = 200
+    decay_fraction: float = 0.5
+    weight_decay: float = 0.1
+    clip_norm: float = 1.0
+    seed: int = 0
+    attention: Literal["xla", "cudnn"] = "xla"
+    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+
+    def __post_init__(self):
+        if min(self.batch_size, self.context, self.warmup_steps) < 1:
+            raise ValueError("batch_size, context and warmup_steps must be at least 1")
+        if not (self.learning_rate > 0 and 0 < self.decay_fraction <= 1):
+            raise ValueError("learning_rate must be positive, decay_fraction in (0, 1]")
+
+
+@pytree
+class TrainState:
+    """Everything that a step changes. ``step`` is int32 []: the steps taken."""
+
+    params: Decoder  # float32
+    moments: optax.OptState
+    step: Array
+
+
+def _field(path: tuple[Any, ...]) -> str:
+    """The dataclass field that a leaf of a Decoder stands in."""
+    return str(path[-1].name)
+
+
+def init_decoder(config: ModelConfig, seed: int) -> Decoder:
+    """Random float32 weights: normal, scaled by each matrix's inputs and, where a matrix adds to
+    the residual stream, by the number of layers. Drawn on the host: nothing to compile."""
+    generator = np.random.default_rng(seed)
+
+    def init(path: tuple[Any, ...], shape: jax.ShapeDtypeStruct) -> Array:
+        name = _field(path)
+        if name not in MATRICES:
+            return jnp.asarray(np.full(shape.shape, "norm" in name, np.float32))
+        scale = EMBEDDING_SCALE if name == "embed" else shape.shape[0] ** -0.5
+        if name in RESIDUAL_OUTPUTS:
+            scale *= (2 * config.num_layers) ** -0.5
+        return jnp.asarray(scale * generator.standard_normal(shape.shape, np.float32))
+
+    shapes = decoder_shapes(config, jnp.dtype(jnp.float32))
+    return jax.tree_util.tree_map_with_path(init, shapes)
+
+
+def num_parameters(params: Decoder) -> int:
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
+
+
+def loss(
+    params: Decoder, batch: Array, attend: Attend = dense_causal_attend, dtype: Any = jnp.bfloat16
+) -> Array:
+    """Mean cross entropy, float32 [], of each token of int32 [B, T + 1] given those before it."""
+    working = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+    inputs, targets = batch[:, :-1], batch[:, 1:]
+    positions = jnp.broadcast_to(jnp.arange(inputs.shape[1]), inputs.shape)
+    caches = (None,) * len(params.layers)
+    hidden, _, _ = decoder.run(working, inputs, positions, caches, attend)
+    scores = decoder.logits(working, hidden)
+    return optax.softmax_cross_entropy_with_integer_labels(scores, targets).mean()
+
+
+def flash_attention_works(head_dim: int) -> bool:
+    """Whether cuDNN's attention and its gradient compile and run on this machine."""
+    if jax.default_backend() != "gpu":
+        return False
+    x = jnp.ones((1, 128, 1, head_dim), jnp.bfloat16)
+
+    def total(x: Array) -> Array:
+        return dense_causal_attend(None, x, x, x, None, "cudnn")[0].astype(jnp.float32).sum()
+
+    try:
+        jax.block_until_ready(jax.jit(jax.grad(total))(x))
+    except (RuntimeError, ValueError, NotImplementedError):
+        return False
+    return True
+
+
+def attend_of(config: TrainConfig) -> Attend:
+    return functools.partial(dense_causal_attend, implementation=config.attention)
+
+
+def optimizer(config: TrainConfig) -> optax.GradientTransformation:
+    """AdamW short of its learning rate; only matrices decay."""
+
+    def decays(params: Decoder) -> Any:
+        return jax.tree_util.tree_map_with_path(lambda path, _: _field(path) in MATRICES, params)
+
+    return optax.chain(
+        optax.clip_by_global_norm(config.clip_norm),
+        optax.scale_by_adam(b1=0.9, b2=0.95, eps=1e-8),
+        optax.add_decayed_weights(config.weight_decay, mask=decays),
+    )
+
+
+def learning_rate(config: TrainConfig, step: Array, total_steps: Array) -> Array:
+    """float32 [] of step int32 []; until the decay begins it does not depend on ``total_steps``."""
+    step, total = step.astype(jnp.float32), jnp.asarray(total_steps, jnp.float32)
+    rise = (step + 1) / config.warmup_steps
+    fall = (total - step) / jnp.maximum(config.decay_fraction * total, 1)
+    return config.learning_rate * jnp.clip(jnp.minimum(rise, fall), 0, 1)
+
+
+def init_state(model: ModelConfig, config: TrainConfig) -> TrainState:
+    params: Any = init_decoder(model, config.seed)
+    return TrainState(
+        params=params, moments=optimizer(config).init(params), step=jnp.zeros((), jnp.int32)
+    )
+
+
+def train_step(
+    state: TrainState, batch: Array, total_steps: Array, config: TrainConfig
+) -> tuple[TrainState, dict[str, Array]]:
+    """One AdamW step on int32 [B, T + 1]; metrics are float32 []: loss, grad_norm,
+    learning_rate."""
+    params: Any = state.params
+    value, gradients = jax.value_and_grad(loss)(
+        params, batch, attend_of(config), jnp.dtype(config.compute_dtype)
+    )
+    rate = learning_rate(config, state.step, total_steps)
+    updates, moments = optimizer(config).update(gradients, state.moments, params)
+    params = jax.tree.map(lambda p, u: p - rate * u, params, updates)
+    metrics = {
+        "loss": value,
+        "grad_norm": jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(gradients))),
+        "learning_rate": rate,
+    }
+    return TrainState(params=params, moments=moments, step=state.step + 1), metrics
+
+
+def sample_batch(tokens: Array, step: Array, config: TrainConfig) -> Array:
+    """int32 [B, T + 1]: windows at random offsets of tokens [N], fixed by the seed and step."""
+    key = jax.random.fold_in(jax.random.key(config.seed), step)
+    last = tokens.shape[0] - config.context
+    offsets = jax.random.randint(key, (config.batch_size, 1), 0, last)
+    return tokens[offsets + jnp.arange(config.context + 1)].astype(jnp.int32)
+
+
+@functools.partial(
+    jax.jit, static_argnames=("config", "batch_sharding"), donate_argnames=("state",)
+)
+def train_steps(
+    state: TrainState,
+    tokens: Array,
+    num_steps: Array,
+    total_steps: Array,
+    config: TrainConfig,
+    batch_sharding: NamedSharding | None = None,
+) -> tuple[TrainState, dict[str, Array]]:
+    """``num_steps`` steps in one call, on batches drawn from tokens [N] on the device.
+
+    Returns the state and the last step's metrics, ``loss`` being the mean over the steps.
+    """
+
+    def body(_: Array, carry: tuple[TrainState, dict[str, Array]]):
+        state, sums = carry
+        batch = sample_batch(tokens, state.step, config)
+        if batch_sharding is not None:
+            batch = jax.lax.with_sharding_constraint(batch, batch_sharding)
+        state, metrics = train_step(state, batch, total_steps, config)
+        return state, metrics | {"loss": sums["loss"] + metrics["loss"]}
+
+    zero = jnp.zeros((), jnp.float32)
+    sums = {"loss": zero, "grad_norm": zero, "learning_rate": zero}
+    state, metrics = jax.lax.fori_loop(0, num_steps, body, (state, sums))
+    return state, metrics | {"loss": metrics["loss"] / num_steps}
+
+
+def held_out_windows(tokens: np.ndarray, config: TrainConfig, max_tokens: int) -> np.ndarray:
+    """Evenly spread windows int32 [E, B, T + 1] of tokens [N], about ``max_tokens`` in all.
+
+    The batch is halved until one fits. Raises ValueError for less text than one window.
+    """
+    width, batch = config.context + 1, config.batch_size
+    if len(tokens) < width:
+        raise ValueError(
+            f"the held-out text has {len(tokens)} tokens, less than the context of "
+            f"{config.context} and one: give more data or a smaller context"
+        )
+    available = min(len(tokens), max_tokens) // width or 1
+    while batch > available:
+        batch = -(-batch // 2)
+    count = available // batch * batch
+    starts = [i * (len(tokens) - width) // max(count - 1, 1) for i in range(count)]
+    rows = [tokens[start : start + width] for start in starts]
+    return np.stack(rows).astype(np.int32).reshape(-1, batch, width)
+
+
+@functools.partial(jax.jit, static_argnames=("config",))
+def evaluate(params: Decoder, windows: Array, config: TrainConfig) -> Array:
+    """Mean cross entropy, float32 [], over windows int32 [E, B, T + 1]."""
+    dtype = jnp.dtype(config.compute_dtype)
+    return jax.lax.map(lambda w: loss(params, w, attend_of(config), dtype), windows).mean()
+
+
+@jax.jit
+def continue_text(
+    params: Decoder, tokens: Array, length: Array, temperature: Array, key: Array
+) -> Array:
+    """Fill int32 [T] from position ``length`` on by dense forwards; temperature 0 is greedy.
+
+    For a look at a model: it recomputes the whole text for each token.
+    """
+    positions = jnp.arange(tokens.shape[0])[None]
+    caches = (None,) * len(params.layers)
+
+    def body(i: Array, tokens: Array) -> Array:
+        hidden, _, _ = decoder.run(params, tokens[None], positions, caches, dense_causal_attend)
+        scores = decoder.logits(params, hidden[0, i - 1])
+        noise = jax.random.gumbel(jax.random.fold_in(key, i), scores.shape)
+        return tokens.at[i].set(jnp.argmax(scores + temperature * noise).astype(tokens.dtype))
+
+    return jax.lax.fori_loop(length, tokens.shape[0], body, tokens)

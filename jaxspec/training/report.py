@@ -1,0 +1,134 @@
+"""A trained model as a folder to hand on: weights, tokenizer, loss curve and model card."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from matplotlib.figure import Figure
+
+from jaxspec.config import ModelConfig
+from jaxspec.training.data import Report, end_of_text_id, save_tokenizer
+from jaxspec.training.lm import num_parameters
+from jaxspec.training.pretrain import Pretraining, Record
+from jaxspec.weights.safetensors_io import save_decoder
+
+
+@dataclasses.dataclass(frozen=True)
+class Card:
+    """What the model card says that the run itself does not know."""
+
+    name: str
+    device: str
+    command: str
+    license_note: str
+    sample: str
+
+
+def export(run: Pretraining, card: Card, directory: Path) -> None:
+    """Write a HF folder: bfloat16 safetensors, configs, tokenizer, loss.jsonl, loss.png, README.
+
+    transformers and vLLM open it; a folder that is there already is overwritten file by file.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    save_decoder(jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), run.params), directory)
+    tokenizer = run.corpus.tokenizer
+    save_tokenizer(tokenizer, directory, run.model.max_position)
+    end = end_of_text_id(tokenizer)
+    generation = {"do_sample": False, "eos_token_id": end, "pad_token_id": end}
+    (directory / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+    lines = [json.dumps(dataclasses.asdict(record)) for record in run.records]
+    (directory / "loss.jsonl").write_text("\n".join(lines) + "\n")
+    plot_loss(run.records, directory / "loss.png")
+    (directory / "README.md").write_text(model_card(run, card))
+
+
+def plot_loss(records: list[Record], path: Path) -> None:
+    """Training and held-out loss by tokens seen, as a PNG."""
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    train = [(r.tokens / 1e6, r.loss) for r in records if r.loss is not None]
+    held_out = [(r.tokens / 1e6, r.held_out_loss) for r in records if r.held_out_loss is not None]
+    if train:
+        axes.plot(*zip(*train, strict=True), linewidth=0.8, alpha=0.6, label="training")
+    if held_out:
+        axes.plot(*zip(*held_out, strict=True), marker=".", label="held out")
+    axes.set(xlabel="million tokens", ylabel="nats a token")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def model_card(run: Pretraining, card: Card) -> str:
+    """The README.md of an exported model, in Markdown."""
+    model, config, last = run.model, run.config, run.records[-1]
+    report = run.corpus.report
+    evaluated = next(r for r in reversed(run.records) if r.held_out_loss is not None)
+    epochs = last.tokens / report.train_tokens
+    bytes_per_token = report.train_bytes / report.train_tokens
+    return f"""# {card.name}
+
+A {num_parameters(run.params) / 1e6:.2f} M parameter language model of source code, trained from
+scratch by jaxspec's `scripts/train_lm.py`. It is a small target for trying out and testing
+speculative decoding: it continues code in the manner of its training text, and knows nothing else.
+
+| | |
+|---|---|
+| architecture | {_architecture(model)} |
+| tokenizer | byte-level BPE, {model.vocab_size} tokens, {bytes_per_token:.2f} bytes a token |
+| training | {last.step} steps of {config.batch_size} x {config.context} tokens = \
+{last.tokens / 1e6:.1f} M tokens ({epochs:.1f} passes), AdamW, learning rate \
+{config.learning_rate:g}, seed {config.seed} |
+| time | {last.seconds:.0f} s on {card.device} |
+| held-out loss | **{evaluated.held_out_loss:.4f}** nats a token, \
+**{evaluated.bits_per_byte:.4f}** bits a byte, after step {evaluated.step} |
+
+## Data
+
+{_data_table(report)}
+
+{report.files} files in all, {report.train_tokens:,} training tokens. The {report.held_out_files} \
+held-out files ({report.held_out_bytes / 1e6:.2f} MB, {report.held_out_tokens:,} tokens) are chosen
+by the hash of their names. Exact copies are removed, near copies are not, so the held-out loss
+flatters the model somewhat. Left out: {_skipped(report)}.
+
+## Made by
+
+```
+{card.command}
+```
+
+![loss](loss.png)
+
+## Sample (greedy; the first line or lines are the prompt)
+
+```python
+{card.sample}
+```
+
+## Licence
+
+{card.license_note}
+"""
+
+
+def _architecture(model: ModelConfig) -> str:
+    tied = ", tied embeddings" if model.tie_word_embeddings else ""
+    return (
+        f"Llama: {model.num_layers} layers, hidden {model.hidden_size}, {model.num_heads} query "
+        f"and {model.num_kv_heads} KV heads of {model.head_dim}, SwiGLU of "
+        f"{model.intermediate_size}, rope theta {model.rope_theta:g}{tied}, positions up to "
+        f"{model.max_position}"
+    )
+
+
+def _data_table(report: Report) -> str:
+    rows = ["| folder | files | MB |", "|---|---|---|"]
+    for source, (files, size) in report.sources.items():
+        rows.append(f"| {Path(source).name} | {files} | {size / 1e6:.2f} |")
+    return "\n".join(rows)
+
+
+def _skipped(report: Report) -> str:
+    return ", ".join(f"{n} {reason}" for reason, n in sorted(report.skipped.items())) or "none"

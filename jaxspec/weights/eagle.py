@@ -1,0 +1,173 @@
+"""EAGLE heads from and to their official checkpoint layout."""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxspec.config import ModelConfig
+from jaxspec.models.eagle import EagleHead, default_capture, head_shapes
+from jaxspec.models.hf_config import (
+    EagleHeadConfig,
+    eagle_head_config,
+    read_json,
+    to_hf_config,
+)
+from jaxspec.sharding import MODEL_AXIS, model_size
+from jaxspec.weights.names import head_splits
+from jaxspec.weights.safetensors_io import (
+    StoredTensor,
+    load_tree,
+    placements,
+    save_tree,
+    scan,
+)
+
+
+def load_eagle_head(
+    directory: str | Path,
+    target: ModelConfig,
+    dtype: jnp.dtype,
+    mesh: Mesh | None = None,
+    sharded: bool = False,
+) -> EagleHead:
+    """Read an EAGLE-3 or EAGLE-1/2 head for a target, onto ``mesh`` or the default device.
+
+    ``sharded`` splits it over the mesh's model axis; otherwise every device holds it whole.
+
+    Raises ValueError for a head that does not fit the target, saying what does not fit.
+    """
+    directory = Path(directory)
+    stored = scan(directory)
+    config = _head_config(directory, stored, target)
+    tensor_parallel = model_size(mesh) if sharded else 1
+    shapes = head_shapes(
+        config.model,
+        config.method,
+        target,
+        dtype,
+        draft_vocab_size=config.draft_vocab_size,
+        capture=config.capture,
+        fc_bias=config.fc_bias,
+        own_embed=config.own_embed,
+        tensor_parallel=tensor_parallel,
+    )
+    if tensor_parallel > 1:
+        _check_divisible(shapes, tensor_parallel)
+        shapes = dataclasses.replace(shapes, axis=MODEL_AXIS)
+    shardings = placements(shapes, mesh)
+    midlayer = any(name.startswith("midlayer.") for name in stored)
+    without_ids = dataclasses.replace(shapes, token_ids=None)
+    head = load_tree(
+        stored,
+        without_ids,
+        head_splits(shapes, "midlayer" if midlayer else "layers.0"),
+        dataclasses.replace(shardings, token_ids=None),
+        harmless={"d2t", "t2d"},
+    )
+    if shapes.token_ids is None:
+        return head
+    token_ids = _token_ids(directory, stored, shapes.token_ids.shape[0], target.vocab_size)
+    return dataclasses.replace(head, token_ids=jax.device_put(token_ids, shardings.token_ids))
+
+
+def save_eagle_head(head: EagleHead, directory: str | Path, target: ModelConfig) -> None:
+    """Write a head as a directory in the official layout, with safetensors."""
+    eagle3 = head.method == "eagle3"
+    config = _hf_head_config(head, target)
+    extra: dict[str, np.ndarray] = {}
+    if head.token_ids is not None:
+        ids = np.asarray(head.token_ids)
+        extra["d2t"] = ids.astype(np.int64) - np.arange(ids.size)
+        extra["t2d"] = np.isin(np.arange(target.vocab_size), ids)
+    splits = head_splits(head, "midlayer" if eagle3 else "layers.0")
+    save_tree(directory, dataclasses.replace(head, token_ids=None), splits, config, extra)
+
+
+def _head_config(
+    directory: Path, stored: dict[str, StoredTensor], target: ModelConfig
+) -> EagleHeadConfig:
+    """What config.json and the tensors together say about a head."""
+    if "fc.weight" not in stored:
+        raise ValueError(f"{directory} is not an EAGLE head: it has no fc.weight")
+    raw = read_json(directory / "config.json")
+    eagle3 = any(name.endswith(".hidden_norm.weight") for name in stored)
+    config = eagle_head_config(raw, target, "eagle3" if eagle3 else "eagle1")
+    config = dataclasses.replace(
+        config,
+        fc_bias=bool(raw["bias"]) if "bias" in raw else "fc.bias" in stored,
+        own_embed="embed_tokens.weight" in stored,
+        draft_vocab_size=_draft_vocab_size(config, stored, target),
+    )
+    hidden = config.model.hidden_size
+    if not config.own_embed and hidden != target.hidden_size:
+        raise ValueError(
+            f"{directory} has no embed_tokens.weight, and the target's embeddings are "
+            f"{target.hidden_size} wide where the head needs {hidden}"
+        )
+    width = target.hidden_size * len(config.capture) if eagle3 else 2 * hidden
+    if stored["fc.weight"].shape != (hidden, width):
+        source = f"states {config.capture} of the target" if eagle3 else "embedding and hidden"
+        raise ValueError(
+            f"{directory} does not fit the target: fc.weight is {stored['fc.weight'].shape}, "
+            f"but {config.method} needs {(hidden, width)} ({source})"
+        )
+    return config
+
+
+def _draft_vocab_size(
+    config: EagleHeadConfig, stored: dict[str, StoredTensor], target: ModelConfig
+) -> int | None:
+    """None when draft ids are the target's ids."""
+    size = config.draft_vocab_size or target.vocab_size
+    return None if size == target.vocab_size and "d2t" not in stored else size
+
+
+def _check_divisible(head: EagleHead, tensor_parallel: int) -> None:
+    sizes = {"intermediate_size": head.config.intermediate_size}
+    if head.lm_head is not None:
+        sizes["draft vocabulary"] = head.lm_head.shape[1]
+    for name, size in sizes.items():
+        if size % tensor_parallel:
+            raise ValueError(
+                f"the draft head's {name} {size} cannot be split over {tensor_parallel} devices; "
+                "leave the head unsharded"
+            )
+
+
+def _token_ids(
+    directory: Path, stored: dict[str, StoredTensor], draft_vocab: int, target_vocab: int
+) -> np.ndarray:
+    """Target ids of the draft ids, int32 [W], from d2t; t2d must agree with it if present."""
+    if "d2t" not in stored or stored["d2t"].shape != (draft_vocab,):
+        raise ValueError(f"{directory} needs a tensor d2t of [{draft_vocab}] draft-to-target ids")
+    ids = np.arange(draft_vocab) + stored["d2t"].read().astype(np.int64)
+    if ids.min() < 0 or ids.max() >= target_vocab or np.unique(ids).size != draft_vocab:
+        raise ValueError(f"{directory}: d2t does not map to distinct target ids < {target_vocab}")
+    if "t2d" in stored:
+        used = stored["t2d"].read()
+        if used.shape != (target_vocab,) or not np.array_equal(np.flatnonzero(used), np.sort(ids)):
+            raise ValueError(f"{directory}: t2d does not mark the {draft_vocab} target ids of d2t")
+    return ids.astype(np.int32)
+
+
+def _hf_head_config(head: EagleHead, target: ModelConfig) -> dict[str, object]:
+    eagle3 = head.method == "eagle3"
+    # A bias on q, k and v but not o is a key of its own in heads, not another model family.
+    llama = dataclasses.replace(head.config, qkv_bias=head.config.o_bias)
+    config: dict[str, object] = to_hf_config(llama) | {
+        "architectures": ["LlamaForCausalLMEagle3" if eagle3 else "LlamaForCausalLM"],
+        "torch_dtype": jnp.dtype(head.fc.dtype).name,
+        "bias": head.fc_bias is not None,
+    }
+    if head.config.qkv_bias != head.config.o_bias:
+        config["qkv_bias"] = head.config.qkv_bias
+    if eagle3 and head.lm_head is not None:
+        config["draft_vocab_size"] = head.lm_head.shape[1]
+        config["target_hidden_size"] = target.hidden_size
+    if head.capture != default_capture(head.method, target.num_layers):
+        config["eagle_aux_hidden_state_layer_ids"] = list(head.capture)
+    return config

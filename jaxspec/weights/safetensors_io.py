@@ -1,0 +1,258 @@
+"""Decoders from and to Hugging Face safetensors directories, one array at a time.
+
+A shard of an array is read straight from the file slices that make it up, a few megabytes at a
+time, and cast and transposed on the way: at its peak the host holds one array and one chunk.
+"""
+
+import dataclasses
+import functools
+import json
+import math
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh, Sharding, SingleDeviceSharding
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from jaxspec.config import ModelConfig
+from jaxspec.models.decoder import Decoder, decoder_shapes
+from jaxspec.models.hf_config import read_json, to_hf_config
+from jaxspec.sharding import MODEL_AXIS, model_size, named_shardings
+from jaxspec.weights.names import Piece, Split, decoder_splits, tensor_shapes
+
+FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
+CHUNK_ELEMENTS = 4 << 20  # read at a time
+STRIP = 128  # columns copied at a time: transposing whole matrices is several times slower
+MAX_FILE_BYTES = 4 << 30
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a checkpoint: where it lies, its shape, and its dtype in safetensors' words."""
+
+    file: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    def read(self, *index: slice) -> np.ndarray:
+        """The part at ``index``. The file is mapped only meanwhile."""
+        with open_safetensors(self.file) as file:
+            return file.get_slice(self.name)[index or slice(None)]
+
+
+def load_decoder(
+    directory: str | Path,
+    config: ModelConfig,
+    dtype: jnp.dtype,
+    mesh: Mesh | None = None,
+    *,
+    sharded: bool = True,
+) -> Decoder:
+    """Read a model's weights, cast to ``dtype``, onto ``mesh`` or the default device.
+
+    ``sharded`` False: every device of the mesh's model axis holds the whole model.
+
+    Raises ValueError that lists all missing, surplus and misshapen tensors, or names a broken file.
+    """
+    tensor_parallel = model_size(mesh) if sharded else 1
+    shapes = decoder_shapes(config, dtype, tensor_parallel)
+    shapes = dataclasses.replace(shapes, axis=MODEL_AXIS if tensor_parallel > 1 else None)
+    harmless = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    return load_tree(
+        scan(directory), shapes, decoder_splits(shapes), placements(shapes, mesh), harmless
+    )
+
+
+def save_decoder(decoder: Decoder, directory: str | Path) -> None:
+    """Write a decoder, however sharded, as a directory that transformers and load_decoder read."""
+    config = to_hf_config(decoder.config) | {"torch_dtype": jnp.dtype(decoder.embed.dtype).name}
+    save_tree(directory, decoder, decoder_splits(decoder), config)
+
+
+def open_safetensors(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="numpy")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} is not a readable safetensors file: {error}") from None
+
+
+def scan(directory: str | Path) -> dict[str, StoredTensor]:
+    """All tensors of a checkpoint directory, by name; only file headers are read."""
+    stored: dict[str, StoredTensor] = {}
+    for path in _checkpoint_files(Path(directory)):
+        with open_safetensors(path) as file:
+            for name in file.keys():  # noqa: SIM118, it is not a dict
+                tensor = file.get_slice(name)
+                stored[name] = StoredTensor(
+                    path, name, tuple(tensor.get_shape()), tensor.get_dtype()
+                )
+    return stored
+
+
+def _checkpoint_files(directory: Path) -> list[Path]:
+    index = directory / "model.safetensors.index.json"
+    if index.exists():
+        return sorted({directory / name for name in read_json(index)["weight_map"].values()})
+    if (directory / "model.safetensors").exists():
+        return [directory / "model.safetensors"]
+    files = sorted(directory.glob("*.safetensors"))
+    if files:
+        return files
+    if any(directory.glob("pytorch_model*.bin")):
+        raise ValueError(
+            f"{directory} holds pickled weights (pytorch_model.bin), which are not read: convert "
+            "them where torch is installed, with safetensors.torch.save_file(torch.load("
+            '"pytorch_model.bin", weights_only=True), "model.safetensors")'
+        )
+    raise ValueError(f"no *.safetensors file in {directory}: is it a model directory?")
+
+
+def placements(shapes: Any, mesh: Mesh | None) -> Any:
+    """A tree of shardings for a tree of shapes: as the arrays' axes say, or a single device."""
+    if mesh is not None:
+        return named_shardings(mesh, shapes)
+    device = SingleDeviceSharding(jnp.zeros(()).device)
+    return jax.tree.map(lambda _: device, shapes)
+
+
+def load_tree(
+    stored: dict[str, StoredTensor],
+    shapes: Any,
+    splits: Any,
+    shardings: Any,
+    harmless: Collection[str] = (),
+) -> Any:
+    """Fill a tree of shapes with arrays. ``harmless`` tensors may be present and are not read."""
+    leaves = zip(jax.tree.leaves(shapes), jax.tree.leaves(splits), strict=True)
+    check_tensors(stored, tensor_shapes(leaves), harmless)
+    return jax.tree.map(functools.partial(_load_array, stored), shapes, splits, shardings)
+
+
+def check_tensors(
+    stored: dict[str, StoredTensor],
+    expected: dict[str, tuple[int, ...]],
+    harmless: Collection[str] = (),
+) -> None:
+    """Raise one ValueError that lists every tensor that is missing, surplus or misshapen."""
+    problems = [f"{name} is missing" for name in expected if name not in stored]
+    for name, tensor in stored.items():
+        if name not in expected:
+            if name not in harmless and not name.endswith("rotary_emb.inv_freq"):
+                problems.append(f"{name} is not part of this model")
+        elif tensor.shape != expected[name]:
+            problems.append(f"{name} is {list(tensor.shape)}, not {list(expected[name])}")
+        elif tensor.dtype not in FLOAT_DTYPES:
+            problems.append(f"{name} has unsupported dtype {tensor.dtype}")
+    if problems:
+        folders = sorted({str(tensor.file.parent) for tensor in stored.values()})
+        where = ", ".join(folders) or "the checkpoint"
+        raise ValueError(f"{where} does not fit its config.json: {'; '.join(problems)}")
+
+
+def _load_array(
+    stored: dict[str, StoredTensor], shape: jax.ShapeDtypeStruct, split: Split, sharding: Sharding
+) -> Array:
+    @functools.cache  # devices that hold the same block share one
+    def read_block(*bounds: tuple[int, int]) -> np.ndarray:
+        block = np.zeros([stop - start for start, stop in bounds], shape.dtype)
+        for piece in split(block, tuple(start for start, _ in bounds)):
+            _read_piece(stored[piece.name], piece)
+        return block
+
+    def block_at(index: tuple[slice, ...] | None) -> np.ndarray:
+        sizes = zip(index or (), shape.shape, strict=True)
+        return read_block(*(part.indices(size)[:2] for part, size in sizes))
+
+    array = jax.make_array_from_callback(shape.shape, sharding, block_at)
+    return jax.block_until_ready(array)  # or the host would run ahead of the copies to the device
+
+
+def _read_piece(tensor: StoredTensor, piece: Piece) -> None:
+    """Fill a piece's view, chunk by chunk of its leading axis."""
+    size = math.prod(piece.view.shape[1:])
+    step = max(1, CHUNK_ELEMENTS // size)
+    columns = ()
+    if piece.column is not None:
+        width = piece.view.shape[-1]
+        columns, size = (slice(piece.column, piece.column + width),), size // width
+    for first in range(0, len(piece.view), step):
+        part = piece.view[first : first + step]
+        row = piece.row + first * size
+        rows = tensor.read(slice(row, row + len(part) * size), *columns)
+        _copy(part, rows.astype(part.dtype, copy=False).reshape(part.shape))
+
+
+def _copy(destination: np.ndarray, source: np.ndarray) -> None:
+    """Copy strip by strip, as one of the two arrays is usually transposed."""
+    if source.ndim > 2:
+        for part, rows in zip(destination, source, strict=True):
+            _copy(part, rows)
+        return
+    if source.ndim == 2 and destination.strides[0] < destination.strides[1]:
+        destination, source = destination.T, source.T
+    for first in range(0, source.shape[-1], STRIP):
+        strip = (..., slice(first, first + STRIP))
+        destination[strip] = source[strip]
+
+
+def save_tree(
+    directory: str | Path,
+    tree: Any,
+    splits: Any,
+    config: dict[str, Any],
+    extra: dict[str, np.ndarray] | None = None,
+) -> None:
+    """Write a tree of arrays, more tensors as they are, and config.json."""
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    leaves = list(zip(jax.tree.leaves(tree), jax.tree.leaves(splits), strict=True))
+    groups = _groups(leaves)
+    names = ["model.safetensors"]
+    if len(groups) > 1:
+        names = [f"model-{i:05}-of-{len(groups):05}.safetensors" for i in range(1, len(groups) + 1)]
+    weight_map: dict[str, str] = {}
+    for name, group in zip(names, groups, strict=True):
+        tensors = dict(extra or {}) if name == names[0] else {}
+        for leaf, split in group:
+            tensors |= _whole_tensors(leaf, split)
+        save_file(tensors, directory / name, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(tensors, name)
+    for stale in {path.name for path in directory.glob("model*.safetensors")} - set(names):
+        (directory / stale).unlink()
+    index = directory / "model.safetensors.index.json"
+    index.unlink(missing_ok=True)
+    if len(groups) > 1:
+        total = sum(leaf.nbytes for leaf, _ in leaves)
+        content = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        index.write_text(json.dumps(content, indent=2))
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _groups(leaves: list[tuple[Array, Split]]) -> list[list[tuple[Array, Split]]]:
+    """Runs of leaves that fit in a file."""
+    groups, used = [[]], 0
+    for leaf, split in leaves:
+        if groups[-1] and used + leaf.nbytes > MAX_FILE_BYTES:
+            groups.append([])
+            used = 0
+        groups[-1].append((leaf, split))
+        used += leaf.nbytes
+    return groups
+
+
+def _whole_tensors(leaf: Array, split: Split) -> dict[str, np.ndarray]:
+    block = np.asarray(leaf)
+    shapes = tensor_shapes([(block, split)])
+    tensors = {name: np.empty(shape, block.dtype) for name, shape in shapes.items()}
+    for piece in split(block, (0,) * block.ndim):
+        count = math.prod(piece.view.shape[: None if piece.column is None else -1])
+        rows = tensors[piece.name][piece.row : piece.row + count]
+        _copy(rows.reshape(piece.view.shape), piece.view)
+    return tensors

@@ -1,0 +1,159 @@
+"""Time plain decoding, chains and trees of a public model shape, on random weights.
+
+Draft tokens are accepted at a fixed mean length ("synthetic" acceptance), so that the speed of a
+round can be measured without a checkpoint; the text means nothing. Modes are `plain`, `chain:K`
+and `tree:NODES:DEPTH:TOPK` (root included), each of the latter with `@ACCEPTANCE_LENGTH`; they
+draft with an EAGLE-3 head. Every figure stands beside the memory floor: the bytes that a round
+must read over the bandwidth measured in the same run.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import json
+import shlex
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from rich.console import Console
+from rich.table import Table
+
+from jaxspec.benchmarking.floors import local_bytes
+from jaxspec.benchmarking.modes import Mode, make_params, parse_mode
+from jaxspec.benchmarking.random_params import random_decoder, random_eagle3_head
+from jaxspec.benchmarking.rounds import Timing, Workload, time_mode
+from jaxspec.benchmarking.shapes import SHAPES
+from jaxspec.benchmarking.timing import Bandwidth, measure_bandwidth
+from jaxspec.sharding import make_mesh
+
+TABLE_WIDTH = 120  # where the output is no terminal
+DEFAULT_MODES = "plain,chain:3,chain:5,tree:60:7:10"
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--shape", choices=SHAPES, default="llama-3.1-8b")
+    add("--modes", default=DEFAULT_MODES, help=f"comma list; default {DEFAULT_MODES}")
+    add("--batch", default="1", help="comma list of numbers of sequences")
+    add("--context", type=int, default=1024, help="prompt tokens of each sequence")
+    add("--new-tokens", type=int, default=256, help="growth before a sequence starts again")
+    add("--rounds", type=int, default=32, help="rounds in one timed call")
+    add("--repeats", type=int, default=5, help="timed calls; their median counts")
+    add("--page-size", type=int, default=64)
+    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    add("--tp", type=int, default=1, help="devices that share the model")
+    add("--json", action="store_true", help="JSON on stdout, the table on stderr")
+    return parser.parse_args()
+
+
+def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """All timings, and everything needed to read them later."""
+    modes = [parse_mode(text) for text in args.modes.split(",")]
+    workloads = [
+        Workload(
+            int(batch), args.context, args.new_tokens, args.page_size, args.rounds, args.repeats
+        )
+        for batch in args.batch.split(",")
+    ]
+    on_gpu = jax.default_backend() == "gpu"
+    console.print("measuring the memory bandwidth")
+    bandwidth = measure_bandwidth((2 << 30) if on_gpu else (64 << 20))
+    timings = measure_modes(args, console, modes, workloads)
+    memory = jax.devices()[0].memory_stats() or {}
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(["python3", *sys.argv]),
+        "jax": jax.__version__,
+        "device": jax.devices()[0].device_kind,
+        "peak_bytes": memory.get("peak_bytes_in_use"),
+        "arguments": vars(args),
+        "config": dataclasses.asdict(SHAPES[args.shape]),
+        "bandwidth": dataclasses.asdict(bandwidth),
+        "timings": [as_row(timing, bandwidth) for timing in timings],
+    }
+
+
+def measure_modes(
+    args: argparse.Namespace, console: Console, modes: list[Mode], workloads: list[Workload]
+) -> list[Timing]:
+    mesh = make_mesh(args.tp) if args.tp > 1 else None
+    config, dtype = SHAPES[args.shape], jnp.dtype(args.dtype)
+    console.print(f"making random weights of {args.shape}")
+    target, head = random_decoder(config, dtype, mesh, seed=0), None
+    if any(mode.speculation for mode in modes):
+        head = random_eagle3_head(config, dtype, mesh, seed=1)
+    jax.block_until_ready((target, head))
+    console.print(f"{local_bytes((target, head)) / 1e9:.2f} GB of weights a device")
+    timings = []
+    for workload in workloads:
+        for mode in modes:
+            prefix = f"{mode.name}, batch {workload.batch}: "
+            params = make_params(mode, target, head, mesh)
+            timings.append(
+                time_mode(mode, params, workload, lambda text, p=prefix: console.print(p + text))
+            )
+    return timings
+
+
+def as_row(timing: Timing, bandwidth: Bandwidth) -> dict[str, Any]:
+    floor_ms = 1e3 * timing.floor.total / bandwidth.best
+    return dataclasses.asdict(timing) | {
+        "floor_ms": floor_ms,
+        "share_of_floor": floor_ms / timing.round_ms,
+    }
+
+
+def make_table(results: dict[str, Any]) -> Table:
+    arguments, bandwidth = results["arguments"], results["bandwidth"]
+    title = (
+        f"{arguments['shape']}, {arguments['dtype']}, tp {arguments['tp']}, "
+        f"{results['device']}, jax {results['jax']}, {results['date']}"
+    )
+    caption = (
+        f"memory: {bandwidth['copy'] / 1e12:.3f} TB/s copied (x + 1), "
+        f"{bandwidth['read'] / 1e12:.3f} TB/s read (sum); the floor takes the larger"
+    )
+    table = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
+    for name in ("mode", "batch", "context", "prefill ms", "ms/round", "tokens/round", "tokens/s"):
+        table.add_column(name, justify="right")
+    for name in ("floor GB", "floor ms", "% of floor"):
+        table.add_column(name, justify="right")
+    for row in results["timings"]:
+        table.add_row(
+            row["mode"],
+            str(row["batch"]),
+            f"{row['first_context']:.0f}-{row['last_context']:.0f}",
+            f"{row['prefill_ms']:.1f}",
+            f"{row['round_ms']:.3f}",
+            f"{row['acceptance_length']:.2f}",
+            f"{row['tokens_per_second']:,.0f}",
+            f"{sum(row['floor'].values()) / 1e9:.2f}",
+            f"{row['floor_ms']:.3f}",
+            f"{100 * row['share_of_floor']:.0f}",
+        )
+    return table
+
+
+def main() -> int:
+    args = parse_arguments()
+    progress = Console(stderr=True, highlight=False, soft_wrap=True)
+    try:
+        results = measure(args, progress)
+    except ValueError as error:
+        print(f"bench_engine: {error}", file=sys.stderr)
+        return 2
+    console = Console(stderr=args.json, highlight=False)
+    console.width = max(console.width, TABLE_WIDTH)
+    console.print(make_table(results))
+    if args.json:
+        print(json.dumps(results, indent=2))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

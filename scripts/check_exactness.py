@@ -1,0 +1,160 @@
+"""Generate from many prompts plainly and speculatively, and compare the tokens.
+
+In float32 they are the same. In bfloat16, products of different widths round differently and a
+near-tie can flip: with --verify-width both run at one width and must agree; without it, the share
+of equal texts and the logit gap at each first difference are reported. The prompts are the first
+lines of Python's own library modules, so that no data is needed.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import sysconfig
+from pathlib import Path
+
+import jax
+from rich.console import Console
+
+from jaxspec import BUILT_IN_MODEL, LLM, SamplingParams, SpeculationConfig
+from jaxspec.comparison import first_difference, logit_gap
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--model", default=str(BUILT_IN_MODEL), help="model directory or hub id")
+    add("--drafter", action="append", help="as in generate.py; may be repeated (default: ngram)")
+    add("--tree", action="append", help="NODES:DEPTH:TOP_K; may be repeated (default: 6:5:1)")
+    add("--verify-width", type=int)
+    add("--dtype", choices=("float32", "bfloat16"))
+    add("--prompts", type=int, default=64)
+    add("--prompt-tokens", type=int, default=96)
+    add("--max-tokens", type=int, default=256)
+    add("--temperature", type=float, default=0.0)
+    add("--top-p", type=float, default=1.0)
+    add("--json", action="store_true")
+    return parser.parse_args()
+
+
+def library_prompts(llm: LLM, count: int, length: int) -> list[list[int]]:
+    """The first ``length`` tokens of the ``count`` first library modules that are long enough."""
+    prompts = []
+    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
+        tokens = llm.tokenizer(path.read_text(encoding="utf-8"))["input_ids"][:length]
+        if len(tokens) == length:
+            prompts.append(list(tokens))
+        if len(prompts) == count:
+            return prompts
+    raise ValueError(f"only {len(prompts)} library modules have {length} tokens")
+
+
+def parse_tree(text: str, verify_width: int | None) -> SpeculationConfig:
+    try:
+        nodes, depth, top_k = (int(part) for part in text.split(":"))
+    except ValueError:
+        raise ValueError(f"--tree takes NODES:DEPTH:TOP_K, got {text!r}") from None
+    return SpeculationConfig(
+        num_nodes=nodes, max_depth=depth, top_k=top_k, verify_width=verify_width
+    )
+
+
+def make_llm(arguments: argparse.Namespace, drafter: str, speculation: SpeculationConfig) -> LLM:
+    return LLM(
+        arguments.model,
+        drafter,
+        speculation=speculation,
+        dtype=arguments.dtype,
+        max_batch=arguments.prompts,
+    )
+
+
+def run(arguments: argparse.Namespace) -> dict:
+    progress = Console(stderr=True)
+    trees = [parse_tree(t, arguments.verify_width) for t in arguments.tree or ["6:5:1"]]
+    sampling = [
+        SamplingParams(
+            temperature=arguments.temperature,
+            top_p=arguments.top_p,
+            seed=seed,
+            max_tokens=arguments.max_tokens,
+        )
+        for seed in range(arguments.prompts)
+    ]
+    plain = make_llm(arguments, "none", trees[0])
+    prompts = library_prompts(plain, arguments.prompts, arguments.prompt_tokens)
+    progress.print(f"plain decoding of {len(prompts)} prompts")
+    expected = plain.generate(prompts, sampling)
+    rows = []
+    for drafter in arguments.drafter or ["ngram"]:
+        for tree in trees:
+            progress.print(f"{drafter}, {tree.num_nodes} nodes, depth {tree.max_depth}")
+            got = make_llm(arguments, drafter, tree).generate(prompts, sampling)
+            gaps = []
+            for one, other in zip(expected, got, strict=True):
+                index = first_difference(one.token_ids, other.token_ids)
+                if index is not None:
+                    gaps.append(logit_gap(plain.params.target, one, other, index))
+            rows.append(
+                {
+                    "drafter": drafter,
+                    "num_nodes": tree.num_nodes,
+                    "max_depth": tree.max_depth,
+                    "top_k": tree.top_k,
+                    "identical": len(prompts) - len(gaps),
+                    "prompts": len(prompts),
+                    "acceptance_length": statistics.mean(c.acceptance_length for c in got),
+                    "logit_gaps": gaps,
+                }
+            )
+    return {
+        "model": arguments.model,
+        "dtype": str(plain.params.target.embed.dtype),
+        "verify_width": arguments.verify_width,
+        "tokens": sum(len(c.token_ids) for c in expected),
+        "device": jax.devices()[0].device_kind,
+        "python": platform.python_version(),
+        "rows": rows,
+    }
+
+
+def print_report(results: dict) -> None:
+    console = Console(highlight=False)
+    width = results["verify_width"] or "not fixed"
+    console.print(
+        f"{results['dtype']} on {results['device']}, {results['tokens']} tokens, "
+        f"verification width {width}"
+    )
+    for row in results["rows"]:
+        line = (
+            f"{row['drafter']} {row['num_nodes']}:{row['max_depth']}:{row['top_k']}: "
+            f"{row['identical']} of {row['prompts']} identical, "
+            f"acceptance length {row['acceptance_length']:.2f}"
+        )
+        if row["logit_gaps"]:
+            gaps = row["logit_gaps"]
+            line += (
+                f", logit gap at the first difference: median {statistics.median(gaps):.4f}, "
+                f"largest {max(gaps):.4f}"
+            )
+        console.print(line)
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    try:
+        results = run(arguments)
+    except ValueError as error:
+        print(f"check_exactness.py: {error}", file=sys.stderr)
+        sys.exit(2)
+    if arguments.json:
+        print(json.dumps(results))
+    else:
+        print_report(results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,211 @@
+"""Generate text speculatively, and say how fast it went.
+
+Needs no arguments: the built-in model continues a built-in prompt.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import jax
+from rich.console import Console
+
+from jaxspec import (
+    BUILT_IN_MODEL,
+    LLM,
+    Completion,
+    SamplingParams,
+    SpeculationConfig,
+    make_mesh,
+)
+from jaxspec.comparison import compare
+
+PROMPT = '''import json
+
+
+def read_config(path):
+    """Read a JSON file and return its content as a dictionary."""
+'''
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--model", default=str(BUILT_IN_MODEL), help="model directory or hub id")
+    add(
+        "--drafter",
+        default="ngram",
+        help="none, ngram, or directory or hub id of an EAGLE head or a draft model",
+    )
+    add("--dtype", choices=("float32", "bfloat16"), help="default: float32 on CPU, else bfloat16")
+    add("--tp", type=int, default=1, help="devices that share the model (tensor parallel)")
+    add("--shard-drafter", action="store_true", help="split the drafter over the devices too")
+    add("--json", action="store_true", help="print one JSON object instead of text")
+    add(
+        "--compare",
+        action="store_true",
+        help="also decode plainly; report whether tokens are identical, and the speed-up",
+    )
+    prompts = parser.add_argument_group("prompt")
+    source = prompts.add_mutually_exclusive_group()
+    source.add_argument("--prompt", help="text to continue")
+    source.add_argument("--prompt-file", type=Path, help="file that holds the text to continue")
+    tree = parser.add_argument_group("draft tree")
+    tree.add_argument("--depth", type=int, default=5, help="depth of the tree (default 5)")
+    tree.add_argument("--top-k", type=int, default=1, help="children per node; 1 is a chain")
+    tree.add_argument("--nodes", type=int, help="nodes of the tree, root included")
+    tree.add_argument("--acceptance", choices=("match", "rejection"), default="match")
+    tree.add_argument("--proposal", choices=("top_k", "coupled", "sampled"))
+    tree.add_argument(
+        "--verify-width",
+        type=int,
+        help="verify (and decode plainly) at this width, so that rounding cannot differ",
+    )
+    sampling = parser.add_argument_group("sampling")
+    sampling.add_argument("--max-tokens", type=int, default=200)
+    sampling.add_argument("--temperature", type=float, default=0.0)
+    sampling.add_argument("--sample-top-k", type=int, default=0, help="0 keeps all tokens")
+    sampling.add_argument("--top-p", type=float, default=1.0)
+    sampling.add_argument("--min-p", type=float, default=0.0)
+    sampling.add_argument("--seed", type=int, default=0)
+    cache = parser.add_argument_group("cache")
+    cache.add_argument("--page-size", type=int, default=16)
+    cache.add_argument("--max-length", type=int, help="most tokens, prompt included")
+    cache.add_argument("--num-pages", type=int, help="budget of KV pages (default: as needed)")
+    return parser.parse_args()
+
+
+def speculation_config(arguments: argparse.Namespace) -> SpeculationConfig:
+    nodes = arguments.nodes
+    if nodes is None:
+        nodes = arguments.depth + 1 if arguments.top_k == 1 else 4 * arguments.depth
+    return SpeculationConfig(
+        num_nodes=nodes,
+        max_depth=arguments.depth,
+        top_k=arguments.top_k,
+        acceptance=arguments.acceptance,
+        proposal=arguments.proposal,
+        verify_width=arguments.verify_width,
+    )
+
+
+def make_llm(arguments: argparse.Namespace, drafter: str) -> LLM:
+    return LLM(
+        arguments.model,
+        drafter,
+        speculation=speculation_config(arguments),
+        dtype=arguments.dtype,
+        mesh=make_mesh(arguments.tp) if arguments.tp != 1 else None,
+        shard_drafter=arguments.shard_drafter,
+        page_size=arguments.page_size,
+        max_length=arguments.max_length,
+        num_pages=arguments.num_pages,
+    )
+
+
+def read_prompt(arguments: argparse.Namespace) -> str:
+    if arguments.prompt_file is None:
+        return PROMPT if arguments.prompt is None else arguments.prompt
+    try:
+        return arguments.prompt_file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read {arguments.prompt_file}: {error}") from error
+
+
+def stream(llm: LLM, prompt: str, sampling: SamplingParams, show: bool) -> Completion:
+    """Generate, writing text to stdout as it comes."""
+    if show:
+        sys.stdout.write(prompt)
+        sys.stdout.flush()
+    for event in llm.stream([prompt], sampling):
+        if isinstance(event, Completion):
+            return event
+        if show:
+            sys.stdout.write(event.text)
+            sys.stdout.flush()
+    raise AssertionError("a stream ends with its completion")
+
+
+def report(arguments: argparse.Namespace, completion: Completion) -> dict[str, object]:
+    timings, count = completion.timings, len(completion.token_ids)
+    prompt_tokens = len(completion.prompt_token_ids)
+    return {
+        "text": completion.text,
+        "token_ids": completion.token_ids,
+        "num_tokens": count,
+        "num_prompt_tokens": prompt_tokens,
+        "finish_reason": completion.finish_reason,
+        "num_rounds": completion.num_rounds,
+        "acceptance_length": completion.acceptance_length,
+        "acceptance_by_depth": completion.acceptance_by_depth,
+        "prefill_tokens_per_second": prompt_tokens / timings.prefill,
+        "decode_tokens_per_second": (count - 1) / timings.decode if timings.decode else 0.0,
+        "prefill_seconds": timings.prefill,
+        "decode_seconds": timings.decode,
+        "compile_seconds": timings.compile,
+        "model": arguments.model,
+        "drafter": arguments.drafter,
+        "device": str(jax.devices()[0].device_kind),
+    }
+
+
+def print_summary(console: Console, results: dict) -> None:
+    depths = "  ".join(f"{share:.0%}" for share in results["acceptance_by_depth"]) or "-"
+    console.print(
+        f"{results['num_tokens']} tokens in {results['num_rounds']} rounds "
+        f"({results['finish_reason']}), acceptance length {results['acceptance_length']:.2f}"
+    )
+    console.print(f"accepted by depth: {depths}")
+    console.print(
+        f"prefill {results['prefill_tokens_per_second']:.0f} tokens/s, decode "
+        f"{results['decode_tokens_per_second']:.1f} tokens/s on {results['device']} "
+        f"(compiled in {results['compile_seconds']:.1f} s)"
+    )
+    if "identical" in results:
+        console.print(f"identical: {'yes' if results['identical'] else 'no'}")
+        console.print(
+            f"speed-up over plain decoding: {results['speedup']:.2f}x "
+            f"({results['plain_decode_tokens_per_second']:.1f} tokens/s)"
+        )
+
+
+def run(arguments: argparse.Namespace) -> None:
+    progress = Console(stderr=True)
+    sampling = SamplingParams(
+        temperature=arguments.temperature,
+        top_k=arguments.sample_top_k,
+        top_p=arguments.top_p,
+        min_p=arguments.min_p,
+        seed=arguments.seed,
+        max_tokens=arguments.max_tokens,
+    )
+    prompt = read_prompt(arguments)
+    with progress.status(f"loading {Path(arguments.model).name}"):
+        llm = make_llm(arguments, arguments.drafter)
+    completion = stream(llm, prompt, sampling, show=not arguments.json)
+    results = report(arguments, completion)
+    if arguments.compare:
+        with progress.status("decoding plainly, to compare"):
+            plain = make_llm(arguments, "none")
+            results |= dataclasses.asdict(compare(llm, plain, prompt, sampling))
+    if arguments.json:
+        print(json.dumps(results))
+        return
+    print("\n")
+    print_summary(Console(highlight=False), results)
+
+
+def main() -> None:
+    try:
+        run(parse_arguments())
+    except ValueError as error:
+        print(f"generate.py: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

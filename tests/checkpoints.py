@@ -1,0 +1,177 @@
+"""Small random checkpoints in the formats found on the Hugging Face hub, made with transformers."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from safetensors.numpy import save_file
+
+DATA = Path(__file__).parent / "data"
+
+TINY = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.15,
+}
+
+
+def tiny_llama(directory: str | Path, seed: int = 0, **overrides: Any) -> Path:
+    """A Llama checkpoint of transformers' making; ``overrides`` go to its config."""
+    return _tiny(directory, transformers.LlamaConfig, seed, {"rms_norm_eps": 1e-5} | overrides)
+
+
+def tiny_qwen2(directory: str | Path, seed: int = 0, **overrides: Any) -> Path:
+    return _tiny(directory, transformers.Qwen2Config, seed, overrides)
+
+
+def tiny_qwen3(directory: str | Path, seed: int = 0, **overrides: Any) -> Path:
+    return _tiny(directory, transformers.Qwen3Config, seed, {"head_dim": 32} | overrides)
+
+
+def tiny_mistral(directory: str | Path, seed: int = 0, **overrides: Any) -> Path:
+    return _tiny(directory, transformers.MistralConfig, seed, overrides)
+
+
+def _tiny(directory: str | Path, kind: Any, seed: int, overrides: dict[str, Any]) -> Path:
+    return save_random_model(directory, kind(**TINY | overrides), seed)
+
+
+def save_random_model(
+    directory: str | Path,
+    config: transformers.PretrainedConfig,
+    seed: int = 0,
+    max_shard_size: str = "1GB",
+) -> Path:
+    """Save a model of random weights. Norms and biases are random too, unlike a fresh model's."""
+    transformers.utils.logging.disable_progress_bar()
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    model.save_pretrained(directory, max_shard_size=max_shard_size)
+    return Path(directory)
+
+
+def hf_logits(directory: str | Path, tokens: np.ndarray) -> np.ndarray:
+    """transformers' float32 logits: int [B, T] -> [B, T, V]."""
+    transformers.utils.logging.disable_progress_bar()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager"
+    )
+    with torch.no_grad():
+        return model(torch.from_numpy(tokens)).logits.numpy()
+
+
+def tiny_eagle3_head(
+    directory: str | Path,
+    target_dir: str | Path,
+    seed: int = 0,
+    draft_vocab: int = 96,
+    **overrides: Any,
+) -> Path:
+    """An EAGLE-3 head in the official layout for the target in ``target_dir``."""
+    rng, config = _head_basics(target_dir, seed, overrides)
+    hidden, vocab = config["hidden_size"], config["vocab_size"]
+    tensors = {
+        "fc.weight": _normal(rng, hidden, 3 * hidden),
+        "norm.weight": _scale(rng, hidden),
+        "lm_head.weight": _normal(rng, draft_vocab, hidden),
+        "midlayer.hidden_norm.weight": _scale(rng, hidden),
+        "midlayer.input_layernorm.weight": _scale(rng, hidden),
+    } | _layer_tensors(rng, config, "midlayer", input_size=2 * hidden)
+    ids = np.sort(rng.permutation(vocab)[:draft_vocab])
+    tensors["d2t"] = ids - np.arange(draft_vocab)
+    tensors["t2d"] = np.isin(np.arange(vocab), ids)
+    config |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": draft_vocab}
+    return save_tensors(directory, tensors, config)
+
+
+def tiny_eagle1_head(
+    directory: str | Path,
+    target_dir: str | Path,
+    seed: int = 0,
+    bias: bool = True,
+    **overrides: Any,
+) -> Path:
+    """An EAGLE-1 head in the official layout for the target in ``target_dir``."""
+    rng, config = _head_basics(target_dir, seed, overrides)
+    hidden, vocab = config["hidden_size"], config["vocab_size"]
+    tensors = {
+        "embed_tokens.weight": _normal(rng, vocab, hidden),
+        "fc.weight": _normal(rng, hidden, 2 * hidden),
+    } | _layer_tensors(rng, config, "layers.0", input_size=hidden)
+    if bias:
+        tensors["fc.bias"] = _normal(rng, hidden)
+    return save_tensors(directory, tensors, config | {"bias": bias})
+
+
+def save_tensors(
+    directory: str | Path, tensors: dict[str, np.ndarray], config: dict[str, Any]
+) -> Path:
+    """Write model.safetensors and config.json as they are given."""
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def _head_basics(
+    target_dir: str | Path, seed: int, overrides: dict[str, Any]
+) -> tuple[np.random.Generator, dict[str, Any]]:
+    target = json.loads((Path(target_dir) / "config.json").read_text())
+    heads = target["num_attention_heads"]
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": target["hidden_size"],
+        "intermediate_size": 128,
+        "num_hidden_layers": 1,
+        "num_attention_heads": heads,
+        "num_key_value_heads": target["num_key_value_heads"],
+        "head_dim": target.get("head_dim") or target["hidden_size"] // heads,
+        "vocab_size": target["vocab_size"],
+        "max_position_embeddings": target["max_position_embeddings"],
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "torch_dtype": "float32",
+        "tie_word_embeddings": False,
+    }
+    return np.random.default_rng(seed), config | overrides
+
+
+def _layer_tensors(
+    rng: np.random.Generator, config: dict[str, Any], prefix: str, input_size: int
+) -> dict[str, np.ndarray]:
+    hidden, ff = config["hidden_size"], config["intermediate_size"]
+    queries = config["num_attention_heads"] * config["head_dim"]
+    keys = config["num_key_value_heads"] * config["head_dim"]
+    return {
+        f"{prefix}.post_attention_layernorm.weight": _scale(rng, hidden),
+        f"{prefix}.self_attn.q_proj.weight": _normal(rng, queries, input_size),
+        f"{prefix}.self_attn.k_proj.weight": _normal(rng, keys, input_size),
+        f"{prefix}.self_attn.v_proj.weight": _normal(rng, keys, input_size),
+        f"{prefix}.self_attn.o_proj.weight": _normal(rng, hidden, queries),
+        f"{prefix}.mlp.gate_proj.weight": _normal(rng, ff, hidden),
+        f"{prefix}.mlp.up_proj.weight": _normal(rng, ff, hidden),
+        f"{prefix}.mlp.down_proj.weight": _normal(rng, hidden, ff),
+    }
+
+
+def _normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return (0.15 * rng.standard_normal(shape)).astype(np.float32)
+
+
+def _scale(rng: np.random.Generator, size: int) -> np.ndarray:
+    return (1 + 0.3 * rng.standard_normal(size)).astype(np.float32)

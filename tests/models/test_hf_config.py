@@ -1,0 +1,320 @@
+"""config.json to ModelConfig and back: what is understood, and what is refused."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxspec.config import Llama3RopeScaling, ModelConfig
+from jaxspec.models.decoder import FINAL_NORM
+from jaxspec.models.hf_config import (
+    eagle_head_config,
+    load_model_config,
+    parse_model_config,
+    to_hf_config,
+)
+
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+# As Meta published it, written by transformers 4.
+LLAMA_31_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009],
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": LLAMA3 | {"rope_type": "llama3"},
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.43.0.dev0",
+    "use_cache": True,
+    "vocab_size": 128256,
+}
+QWEN25_7B = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "hidden_act": "silu",
+    "hidden_size": 3584,
+    "initializer_range": 0.02,
+    "intermediate_size": 18944,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 28,
+    "model_type": "qwen2",
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 131072,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.43.1",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 152064,
+}
+SMALL: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 512,
+}
+LLAMA = SMALL | {"model_type": "llama", "rope_theta": 10000.0}
+MISTRAL = SMALL | {"model_type": "mistral"}
+QWEN2 = SMALL | {"model_type": "qwen2"}
+QWEN3 = SMALL | {"model_type": "qwen3", "head_dim": 32}
+
+
+def without(raw: dict[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in raw.items() if key not in keys}
+
+
+def test_llama_31():
+    assert parse_model_config(LLAMA_31_8B) == ModelConfig(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        rms_norm_eps=1e-5,
+        rope_theta=500000.0,
+        max_position=131072,
+        sliding_windows=(None,) * 32,
+        rope_scaling=Llama3RopeScaling(8.0, 1.0, 4.0, 8192),
+        stop_token_ids=(128001, 128008, 128009),
+    )
+
+
+def test_keys_of_transformers_5_mean_the_same():
+    renamed = without(LLAMA_31_8B, "rope_theta", "rope_scaling", "torch_dtype") | {
+        "dtype": "bfloat16",
+        "rope_parameters": LLAMA3 | {"rope_type": "llama3", "rope_theta": 500000.0},
+    }
+    assert parse_model_config(renamed) == parse_model_config(LLAMA_31_8B)
+
+
+def test_old_name_of_the_rope_type():
+    renamed = LLAMA_31_8B | {"rope_scaling": LLAMA3 | {"type": "llama3"}}
+    assert parse_model_config(renamed) == parse_model_config(LLAMA_31_8B)
+
+
+def test_qwen25_has_biases_on_qkv_alone_and_its_window_is_off():
+    config = parse_model_config(QWEN25_7B)
+    assert (config.qkv_bias, config.o_bias, config.qk_norm) == (True, False, False)
+    assert config.sliding_windows == (None,) * 28
+    assert (config.head_dim, config.rope_theta) == (128, 1e6)
+
+
+@pytest.mark.parametrize(
+    ("raw", "windows"),
+    [
+        (MISTRAL | {"sliding_window": None}, (None,) * 4),
+        (MISTRAL | {"sliding_window": 8}, (8,) * 4),
+        (MISTRAL, (4096,) * 4),  # Mistral-7B-v0.1's, transformers' default
+        (QWEN2 | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3},
+         (None, None, None, 8)),
+        (QWEN3 | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0,
+                  "layer_types": ["sliding_attention", "full_attention"] * 2},
+         (8, None, 8, None)),
+    ],
+)  # fmt: skip
+def test_sliding_windows(raw: dict[str, Any], windows: tuple[int | None, ...]):
+    assert parse_model_config(raw).sliding_windows == windows
+
+
+@pytest.mark.parametrize(
+    ("raw", "flags"),
+    [
+        (LLAMA, (False, False, False, False)),
+        (LLAMA | {"attention_bias": True}, (True, True, False, False)),
+        (LLAMA | {"mlp_bias": True}, (False, False, True, False)),
+        (QWEN2, (True, False, False, False)),
+        (QWEN3, (False, False, False, True)),
+        (QWEN3 | {"attention_bias": True}, (True, True, False, True)),
+    ],
+)
+def test_biases_and_norms(raw: dict[str, Any], flags: tuple[bool, ...]):
+    config = parse_model_config(raw)
+    assert (config.qkv_bias, config.o_bias, config.mlp_bias, config.qk_norm) == flags
+
+
+def test_stop_tokens_of_both_files(tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"eos_token_id": 7}))
+    assert load_model_config(tmp_path).stop_token_ids == (7,)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, 7]}))
+    assert load_model_config(tmp_path).stop_token_ids == (7, 9)
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (LLAMA | {"model_type": "mixtral"}, "'mixtral' is not supported; supported are llama"),
+        (without(LLAMA, "model_type"), "model_type 'None' is not supported"),
+        (LLAMA | {"architectures": ["LlamaForSequenceClassification"]}, "SequenceClassification"),
+        (LLAMA | {"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported, only 'silu'"),
+        (LLAMA | {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type 'linear'"),
+        (LLAMA | {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type 'yarn'"),
+        (LLAMA | {"rope_scaling": {"type": "default", "mrope_section": [1]}}, "mrope_section"),
+        (LLAMA | {"rope_scaling": {"type": "llama3", "factor": 8.0}}, "high_freq_factor"),
+        (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+        (LLAMA | {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+         "partial_rotary_factor = 0.5"),
+        (LLAMA | {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        (LLAMA | {"num_experts": 8}, "unknown key 'num_experts'"),
+        (LLAMA | {"sliding_window": 8}, "sliding_window = 8"),
+        (MISTRAL | {"attention_bias": True}, "attention_bias = True"),
+        (QWEN2 | {"layer_types": ["sliding_attention"] * 4}, "no sliding_window is in use"),
+        (QWEN2 | {"layer_types": ["linear_attention"] * 4}, "'linear_attention' is not supp"),
+        (LLAMA | {"per_layer_config": {"0": {"num_key_value_heads": 1}}}, "per_layer_config"),
+        (LLAMA | {"hidden_size": "64"}, "hidden_size"),
+        (LLAMA | {"num_key_value_heads": 3}, "num_kv_heads"),
+    ],
+)  # fmt: skip
+def test_refused(raw: dict[str, Any], message: str):
+    with pytest.raises(ValueError) as caught:
+        parse_model_config(raw)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_callers_dict_is_left_alone():
+    raw = json.loads(json.dumps(LLAMA_31_8B))
+    parse_model_config(raw)
+    assert raw == LLAMA_31_8B
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]"])
+def test_an_unreadable_file_is_named(tmp_path: Path, content: str | None):
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ValueError, match=r"config\.json"):
+        load_model_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        LLAMA_31_8B,
+        QWEN25_7B,
+        LLAMA | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+        MISTRAL | {"sliding_window": 8, "eos_token_id": None},
+        QWEN2 | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3},
+        QWEN3 | {"attention_bias": True},
+    ],
+)
+def test_to_hf_config_round_trips(raw: dict[str, Any]):
+    config = parse_model_config(raw)
+    written = to_hf_config(config)
+    assert parse_model_config(json.loads(json.dumps(written))) == config
+    assert written["model_type"] == raw["model_type"]
+
+
+def test_to_hf_config_refuses_what_no_family_has():
+    config = dataclasses.replace(parse_model_config(QWEN2), mlp_bias=True)
+    with pytest.raises(ValueError, match="no supported Hugging Face family"):
+        to_hf_config(config)
+
+
+# Draft heads.
+
+TARGET = parse_model_config(LLAMA | {"num_hidden_layers": 12})
+HEAD = LLAMA | {"num_hidden_layers": 1, "architectures": ["LlamaForCausalLM"]}
+HEAD3 = HEAD | {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 96}
+IDS = "eagle_aux_hidden_state_layer_ids"
+
+
+def test_an_eagle3_head():
+    head = eagle_head_config(HEAD3, TARGET)
+    assert (head.method, head.draft_vocab_size, head.capture) == ("eagle3", 96, (2, 6, 9))
+    assert (head.fc_bias, head.own_embed, head.model.num_layers) == (False, False, 1)
+
+
+def test_an_eagle1_head():
+    head = eagle_head_config(HEAD, TARGET)
+    assert (head.method, head.draft_vocab_size, head.capture) == ("eagle1", None, (FINAL_NORM,))
+    assert (head.fc_bias, head.own_embed) == (True, True)
+    assert not eagle_head_config(HEAD | {"bias": False}, TARGET).fc_bias
+
+
+def test_qwen2_heads_are_llama_layers_with_a_bias_of_their_own():
+    raw = HEAD | {
+        "model_type": "qwen2",
+        "architectures": ["Qwen2ForCausalLM"],
+        "qkv_bias": True,
+        "use_sliding_window": False,
+        "sliding_window": 131072,
+        "max_window_layers": 28,
+    }
+    model = eagle_head_config(raw, TARGET).model
+    assert (model.qkv_bias, model.o_bias, model.sliding_windows) == (True, False, (None,))
+
+
+@pytest.mark.parametrize(
+    ("extra", "capture"),
+    [
+        ({IDS: [1, 5, 8]}, (1, 5, 8)),
+        ({IDS: [8, 2, 12]}, (2, 8, 12)),
+        ({"eagle_config": {IDS: [1, 5, 8], "use_aux_hidden_state": True}}, (2, 6, 9)),
+        ({"eagle_config": {IDS: [2, 5, 8]}}, (2, 5, 8)),
+        ({"eagle_config": {IDS: None}}, (2, 6, 9)),
+    ],
+)
+def test_captured_layers(extra: dict[str, Any], capture: tuple[int, ...]):
+    assert eagle_head_config(HEAD3 | extra, TARGET).capture == capture
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (HEAD3 | {"vocab_size": 321}, "its vocab_size is 321, not 320"),
+        (HEAD3 | {"target_hidden_size": 128}, "its target_hidden_size is 128, not 64"),
+        (HEAD | {"hidden_size": 128}, "its hidden_size is 128, the target's is 64"),
+        (HEAD3 | {"draft_vocab_size": 321}, "draft_vocab_size 321"),
+        (HEAD3 | {IDS: [2, 6, 13]}, "must name distinct layers of the target"),
+        (HEAD3 | {IDS: [2, 2, 6]}, "must name distinct layers of the target"),
+        (HEAD3 | {IDS: [5]}, "must read more than 64 features"),
+        (HEAD | {IDS: [2, 6, 9]}, "this is an EAGLE-1 head"),
+        (HEAD3 | {"norm_before_residual": True}, "norm_before_residual = True"),
+        (HEAD3 | {"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state"),
+        (HEAD3 | {"eagle_config": {"new_feature": 1}}, "unknown key 'new_feature'"),
+        (HEAD3 | {"fc_norm": True}, "unknown key 'fc_norm'"),
+        (HEAD3 | {"architectures": ["DFlashDraftModel"]}, "DFlashDraftModel"),
+        (HEAD3 | {"model_type": "gpt2"}, "model_type 'gpt2'"),
+    ],
+)
+def test_refused_heads(raw: dict[str, Any], message: str):
+    with pytest.raises(ValueError) as caught:
+        eagle_head_config(raw, TARGET)
+    assert message in str(caught.value)
+
+
+def test_a_config_that_says_eagle3_over_weights_that_do_not():
+    with pytest.raises(ValueError, match="config says EAGLE-3"):
+        eagle_head_config(HEAD3, TARGET, "eagle1")

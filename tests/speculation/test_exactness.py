@@ -1,0 +1,229 @@
+"""Speculation changes how fast the text comes, never the text: token for token, float32."""
+
+import dataclasses
+import functools
+import itertools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.config import SpeculationConfig
+from jaxspec.functional import EngineParams
+from jaxspec.sampling import Sampling, make_sampling
+from jaxspec.state import EngineState
+from tests.random_models import (
+    CONFIG,
+    DRAFTERS,
+    MAX_LENGTH,
+    empty_state,
+    generate,
+    jit_decode,
+    make_params,
+    random_prompts,
+    random_target,
+    read_prompts,
+)
+
+PROMPTS = random_prompts((5, 1, 17, 9, 23, 2, 12, 30))
+TREES = {
+    "chain5": SpeculationConfig.chain(5),
+    "tree12": SpeculationConfig(num_nodes=12, max_depth=3, top_k=3),
+    "tree60": SpeculationConfig(num_nodes=60, max_depth=8, top_k=8),
+}
+PAGE_SIZES, BATCHES, TEMPERATURES = (1, 4, 16, 64), (1, 3, 8), (0.0, 0.8)
+
+
+class Case(NamedTuple):
+    drafter: str
+    tree: str
+    page_size: int
+    batch: int
+    temperature: float
+
+    def __str__(self) -> str:
+        return "-".join(map(str, self))
+
+
+CHOICES = (DRAFTERS, tuple(TREES), PAGE_SIZES, BATCHES, TEMPERATURES)
+ALL_CASES = [Case(*choice) for choice in itertools.product(*CHOICES)]
+# Every two choices meet in one of these.
+COVERING_CASES = [
+    Case(
+        DRAFTERS[i],
+        tuple(TREES)[(i + j) % 3],
+        PAGE_SIZES[j],
+        BATCHES[(i + 2 * j) % 3],
+        TEMPERATURES[(i // 2 + j) % 2],
+    )
+    for i, j in itertools.product(range(4), range(4))
+]
+
+
+def sampling_of(temperature: float, batch: int) -> Sampling:
+    """A seed of its own for each request."""
+    seeds = 11 + jnp.arange(batch)
+    return make_sampling(batch, temperature=temperature, top_p=0.9, seeds=seeds)
+
+
+@functools.cache
+def plain_texts(temperature: float) -> list[list[int]]:
+    """All prompts, decoded one token a round."""
+    params = make_params("none", SpeculationConfig.chain(1))
+    return generate(params, PROMPTS, sampling=sampling_of(temperature, len(PROMPTS)))[0]
+
+
+def check(case: Case) -> None:
+    params = make_params(case.drafter, TREES[case.tree])
+    generated, state = generate(
+        params,
+        PROMPTS[: case.batch],
+        page_size=case.page_size,
+        sampling=sampling_of(case.temperature, case.batch),
+    )
+    assert generated == plain_texts(case.temperature)[: case.batch]
+    mean_length = state.stats.accepted.sum() / state.stats.rounds.sum()
+    assert mean_length > 1.2, "hardly a draft was accepted: this run tested little"
+
+
+def test_covering_cases_pair_every_two_choices():
+    for first, second in itertools.combinations(range(len(CHOICES)), 2):
+        met = {(case[first], case[second]) for case in COVERING_CASES}
+        assert met == set(itertools.product(CHOICES[first], CHOICES[second]))
+
+
+@pytest.mark.parametrize("case", COVERING_CASES, ids=str)
+def test_text_is_that_of_plain_decoding(case: Case):
+    check(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [c for c in ALL_CASES if c not in COVERING_CASES], ids=str)
+def test_text_is_that_of_plain_decoding_in_every_other_case(case: Case):
+    check(case)
+
+
+# The rest runs one small tree in batches of three, sampled, unless it says otherwise: these tests
+# share their compiled programs.
+
+TREE = SpeculationConfig(num_nodes=10, max_depth=3, top_k=3)
+SAMPLED = 0.8
+ROWS = (0, 1, 2)
+
+
+def run_tree(drafter: str = "draft_model", rows: tuple[int, ...] = ROWS, **options: Any):
+    """Texts and state of some prompts, each with its own seed."""
+    seeds = sampling_of(SAMPLED, len(PROMPTS))
+    sampling = jax.tree.map(lambda x: x[np.array(rows)], seeds)
+    prompts = [PROMPTS[row] for row in rows]
+    return generate(make_params(drafter, TREE), prompts, page_size=4, sampling=sampling, **options)
+
+
+def started(drafter: str, max_lens: list[int] | None = None) -> tuple[EngineParams, EngineState]:
+    """Parameters as in run_tree, and a state that has read the prompts."""
+    params = make_params(drafter, TREE)
+    limits = jnp.asarray(max_lens or [MAX_LENGTH] * 3)
+    sampling = sampling_of(SAMPLED, 3)
+    state = empty_state(params, 3, MAX_LENGTH, 4, sampling=sampling, max_lens=limits)
+    return params, read_prompts(params, state, PROMPTS[:3])
+
+
+def test_text_does_not_depend_on_batch_neighbours():
+    for rows in ((2, 7, 0), (7, 3, 4)):
+        generated, _ = run_tree(rows=rows)
+        assert generated == [plain_texts(SAMPLED)[row] for row in rows]
+
+
+@pytest.mark.parametrize("drafter", ["draft_model", "eagle3"])
+def test_prompt_may_be_read_in_chunks(drafter: str):
+    whole, whole_state = run_tree(drafter)
+    for chunk in (1, 7):
+        parts, state = run_tree(drafter, chunk=chunk)
+        assert parts == whole
+        assert jnp.array_equal(state.stats.accepted, whole_state.stats.accepted), (
+            "the same text, but the drafter guessed differently"
+        )
+
+
+def test_text_ends_at_the_first_stop_token():
+    limits = [len(PROMPTS[row]) + 60 for row in ROWS]
+    plain = [plain_texts(SAMPLED)[row][: limits[row]] for row in ROWS]
+    for stop in {plain[0][20], plain[1][31], plain[2][40]}:
+        generated, state = run_tree(max_lens=limits, stop_token_ids=(stop,))
+        assert generated == [cut_after(stop, plain[row], len(PROMPTS[row])) for row in ROWS]
+        assert not state.active.any()
+
+
+def cut_after(stop: int, text: list[int], prompt_length: int) -> list[int]:
+    """``text`` up to its first generated ``stop``."""
+    places = [i for i, token in enumerate(text) if token == stop and i >= prompt_length]
+    return text[: places[0] + 1] if places else text
+
+
+def test_text_ends_at_its_own_length_limit():
+    limits = [len(PROMPTS[row]) + extra for row, extra in zip(ROWS, (1, 2, 37), strict=True)]
+    generated, state = run_tree(max_lens=limits)
+    assert generated == [plain_texts(SAMPLED)[row][: limits[row]] for row in ROWS]
+    assert state.stats.rounds[0] == 0, "the only new token came with the prompt"
+    assert not state.active.any()
+
+
+def test_finished_rows_stay_as_they_are():
+    done = np.array([0, 2])
+    params, state = started("draft_model", [len(PROMPTS[0]) + 10, 200, len(PROMPTS[2]) + 3])
+    before = jit_decode(params, state, 12)
+    assert before.active.tolist() == [False, True, False]
+    after = jit_decode(params, before, 5)
+    assert after.context_lens[1] > before.context_lens[1]
+    for name in ("tokens", "context_lens", "active"):
+        assert jnp.array_equal(getattr(before, name)[done], getattr(after, name)[done]), name
+    assert jnp.array_equal(before.stats.accepted[done], after.stats.accepted[done])
+    pages = before.page_table[done]
+    for old, new in zip(
+        jax.tree.leaves((before.cache, before.draft.cache)),
+        jax.tree.leaves((after.cache, after.draft.cache)),
+        strict=True,
+    ):
+        assert jnp.array_equal(old[pages], new[pages])
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "draft_model", "eagle3"])
+def test_statistics_add_up(drafter: str):
+    params, start = started(drafter)
+    state = jit_decode(params, start, 20)
+    stats = state.stats
+    assert stats.rounds.tolist() == [20] * 3
+    assert jnp.array_equal(stats.accepted.sum(axis=1), state.context_lens - start.context_lens)
+    assert jnp.array_equal(stats.accepted[:, 0], stats.rounds)
+    assert (np.diff(stats.accepted, axis=1) <= 0).all(), "reaching depth d takes reaching d - 1"
+    most = stats.rounds * (TREE.num_nodes - 1)
+    assert (stats.drafted == most).all() if drafter != "ngram" else (stats.drafted <= most).all()
+
+
+# Other programs.
+
+
+@pytest.mark.parametrize("drafter", ["none", "draft_model"])
+def test_verify_width_does_not_change_float32_text(drafter: str):
+    params = make_params(drafter, dataclasses.replace(TREE, verify_width=16))
+    generated, _ = generate(params, PROMPTS[:3], sampling=sampling_of(0.0, 3))
+    assert generated == plain_texts(0.0)[:3]
+
+
+@pytest.mark.parametrize("speculation", [SpeculationConfig.chain(3), TREE], ids=["chain", "tree"])
+def test_rejection_at_temperature_0_is_greedy(speculation: SpeculationConfig):
+    params = make_params("eagle3", dataclasses.replace(speculation, acceptance="rejection"))
+    generated, state = generate(params, PROMPTS[:3], sampling=sampling_of(0.0, 3))
+    assert generated == plain_texts(0.0)[:3]
+    assert state.stats.accepted.sum() > 1.2 * state.stats.rounds.sum()
+
+
+def test_sliding_windows_do_not_change_the_text():
+    config = dataclasses.replace(CONFIG, sliding_windows=(9, None))
+    options = {"sampling": sampling_of(0.0, 3)}
+    plain, _ = generate(make_params("none", TREE, random_target(config)), PROMPTS[:3], **options)
+    params = make_params("draft_model", TREE, random_target(config))
+    assert generate(params, PROMPTS[:3], **options)[0] == plain
+    assert plain != plain_texts(0.0)[:3], "the window did not matter"

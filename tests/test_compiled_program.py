@@ -1,0 +1,75 @@
+"""What the compiler makes of the decode program: nothing large is copied, one trace serves all."""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from jaxspec import functional
+from jaxspec.cache import LayerCache
+from jaxspec.config import SpeculationConfig
+from jaxspec.functional import EngineParams
+from jaxspec.state import EngineState
+from tests.programs import decode_hlo, new_jit, traces
+from tests.random_models import make_params
+
+CHAIN = SpeculationConfig.chain(2)
+TREE = SpeculationConfig(num_nodes=6, max_depth=2, top_k=3)
+
+
+def empty_state(params: EngineParams) -> EngineState:
+    return functional.init_state(params, 3, 40, page_size=4)
+
+
+def page_shapes(state: EngineState) -> set[tuple[int, ...]]:
+    """Shapes [P, G, K, D] of the target's and the drafter's KV pages."""
+    layers = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, LayerCache))
+    return {layer.k.shape for layer in layers if isinstance(layer, LayerCache)}
+
+
+def copies(hlo: str, shape: tuple[int, ...]) -> list[str]:
+    """Lines of a compiled program that copy an array of ``shape``, whatever its layout."""
+    dimensions = ",".join(map(str, shape))
+    copy = re.compile(rf"= \(?\w+\[{dimensions}\]\S* (copy|copy-start|transpose)\(")
+    return [line.strip() for line in hlo.splitlines() if copy.search(line)]
+
+
+@pytest.mark.parametrize(
+    ("drafter", "speculation"),
+    [
+        ("none", CHAIN),
+        ("ngram", CHAIN),
+        ("draft_model", CHAIN),
+        ("eagle3", CHAIN),
+        ("eagle3", TREE),
+    ],
+    ids=["plain", "ngram", "draft_model", "chain", "tree"],
+)
+def test_no_kv_pages_are_copied(drafter: str, speculation: SpeculationConfig):
+    params = make_params(drafter, speculation)
+    state = empty_state(params)
+    hlo = decode_hlo(params, state)
+    for shape in page_shapes(state):
+        assert f"[{','.join(map(str, shape))}]" in hlo, "the pages are not recognized"
+        assert not copies(hlo, shape)
+
+
+def test_copies_are_seen():
+    """A caller who keeps the old state makes the program copy its pages."""
+    params = make_params("none", CHAIN)
+    state = empty_state(params)
+    hlo = decode_hlo(params, state, donate=False)
+    assert all(copies(hlo, shape) for shape in page_shapes(state))
+
+
+@pytest.mark.parametrize("drafter", ["none", "eagle3"])
+def test_equal_shapes_are_traced_once(drafter: str):
+    params = make_params(drafter, CHAIN)
+    state = empty_state(params)
+    prefill, decode = new_jit(functional.prefill), new_jit(functional.decode)
+    tokens = np.ones((3, 2), np.int32)
+    for call in range(10):
+        state = prefill(params, state, tokens, np.array([call % 2, 1, 2], np.int32))
+        state = decode(params, state, call)
+    assert (traces(prefill), traces(decode)) == (1, 1)

@@ -1,0 +1,191 @@
+"""Logits processing against a plain reference, and the noise that replaces a random state."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from jaxspec.sampling import (
+    Sampling,
+    Stream,
+    gumbel,
+    make_sampling,
+    perturb,
+    probabilities,
+    process_logits,
+    uniform,
+    vocab_ids,
+)
+
+VOCAB, ROWS, NODES = 40, 4, 3
+jit_process = jax.jit(process_logits)
+
+
+def reference(logits: np.ndarray, temperature, top_k, top_p, min_p) -> np.ndarray:
+    """One row [V], by sorting. Equal logits are kept or dropped together."""
+    if temperature == 0:
+        return logits
+    scaled = logits / np.float32(temperature)
+    order = np.sort(scaled)[::-1]
+    kept = scaled >= order[(top_k or len(order)) - 1]
+    weights = np.where(kept, np.exp(scaled.astype(np.float64) - order[0]), 0.0)
+    if top_p < 1:
+        sorted_weights = np.sort(weights)[::-1]
+        enough = np.cumsum(sorted_weights) >= np.float32(top_p) * weights.sum() * (1 - 1e-6)
+        kept &= weights >= sorted_weights[np.argmax(enough)]
+    kept &= weights >= np.float32(min_p)
+    return np.where(kept, scaled, -np.inf)
+
+
+# Halves make ties common, and keep sums away from a threshold by more than float32's rounding.
+logit_rows = st.lists(
+    st.integers(-12, 12).map(lambda x: x / 2), min_size=VOCAB, max_size=VOCAB
+).map(lambda row: np.array(row, np.float32))
+parameters = st.tuples(
+    st.sampled_from([0.0, 0.5, 1.0, 2.0]),
+    st.sampled_from([0, 1, 2, 7, VOCAB - 1, VOCAB, 100]),
+    st.sampled_from([0.1, 0.37, 0.77, 0.93, 1.0]),
+    st.sampled_from([0.0, 0.013, 0.21, 1.0]),
+)
+
+
+@given(
+    rows=st.lists(logit_rows, min_size=ROWS * NODES, max_size=ROWS * NODES),
+    options=st.lists(parameters, min_size=ROWS, max_size=ROWS),
+)
+@settings(deadline=None)
+def test_processed_logits_are_those_of_sorting(rows, options):
+    logits = np.stack(rows).reshape(ROWS, NODES, VOCAB)
+    temperature, top_k, top_p, min_p = (np.array(values) for values in zip(*options, strict=True))
+    sampling = dataclasses.replace(
+        make_sampling(ROWS, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p),
+        greedy=False,
+        truncated=True,
+    )
+    found = np.asarray(jit_process(jnp.asarray(logits), sampling))
+    for row, row_options in enumerate(options):
+        capped = (row_options[0], min(row_options[1], VOCAB), *row_options[2:])
+        for node in range(NODES):
+            np.testing.assert_allclose(
+                found[row, node], reference(logits[row, node], *capped), rtol=1e-6
+            )
+
+
+def random_logits(*shape: int) -> jax.Array:
+    return jnp.asarray(3 * np.random.default_rng(0).standard_normal(shape), jnp.float32)
+
+
+def test_equal_logits_are_kept_together():
+    logits = jnp.array([[[2.0, 1.0, 1.0, 1.0, 0.0]]])
+    for options in ({"top_k": 2}, {"top_p": 0.5}):
+        processed = process_logits(logits, make_sampling(1, temperature=1.0, **options))
+        assert jnp.isfinite(processed[0, 0]).tolist() == [True, True, True, True, False]
+
+
+def test_rows_of_temperature_0_keep_their_logits_beside_sampled_rows():
+    logits = random_logits(2, NODES, VOCAB)
+    sampling = make_sampling(2, temperature=jnp.array([0.0, 0.7]), top_k=3, top_p=0.5)
+    processed = process_logits(logits, sampling)
+    assert jnp.array_equal(processed[0], logits[0])
+    assert (jnp.isfinite(processed[1]).sum(axis=-1) <= 3).all()
+    perturbed = perturb(processed, sampling, jnp.zeros((2, NODES), int), vocab_ids(VOCAB, None))
+    assert jnp.array_equal(perturbed[0], logits[0])
+    one_hot = probabilities(processed, sampling)[0]
+    assert jnp.array_equal(one_hot, jax.nn.one_hot(logits[0].argmax(axis=-1), VOCAB))
+
+
+def test_sharded_vocabulary_is_processed_as_a_whole_one():
+    logits = random_logits(ROWS, NODES, VOCAB)
+    sampling = make_sampling(
+        ROWS,
+        temperature=jnp.array([0.0, 0.7, 1.0, 2.0]),
+        top_k=jnp.array([0, 0, 9, 20]),
+        top_p=jnp.array([1.0, 0.8, 1.0, 0.9]),
+        min_p=jnp.array([0.0, 0.0, 0.05, 0.0]),
+        seeds=jnp.arange(ROWS),
+    )
+    positions = jnp.arange(ROWS * NODES).reshape(ROWS, NODES)
+
+    def sample(logits, axis):
+        processed = process_logits(logits, sampling, axis)
+        ids = vocab_ids(logits.shape[-1], axis)
+        return (
+            processed,
+            perturb(processed, sampling, positions, ids),
+            probabilities(processed, sampling, axis),
+        )
+
+    shards = logits.reshape(ROWS, NODES, 4, VOCAB // 4)
+    split = jax.vmap(lambda part: sample(part, "model"), 2, 2, axis_name="model")(shards)
+    for whole, parts in zip(sample(logits, None), split, strict=True):
+        np.testing.assert_allclose(whole, parts.reshape(whole.shape), rtol=1e-6)
+
+
+def test_noise_belongs_to_seed_stream_position_and_token():
+    seeds, positions, ids = jnp.array([3, 3, 4]), jnp.array([[0, 1], [1, 9], [0, 1]]), jnp.arange(50)
+    noise = gumbel(seeds, Stream.TARGET, positions, ids)  # [3, 2, 50]
+    assert jnp.array_equal(noise[0, 1], noise[1, 0]), "same seed and position"
+    assert jnp.array_equal(noise[..., 7:9], gumbel(seeds, Stream.TARGET, positions, ids[7:9]))
+    other_stream = gumbel(seeds, Stream.DRAFT, positions, ids)
+    for other in (noise[0, 1], noise[2, 0], other_stream[0, 0]):
+        assert abs(np.corrcoef(noise[0, 0], other)[0, 1]) < 0.5
+        assert not (noise[0, 0] == other).any()
+
+
+@pytest.mark.parametrize("stream", list(Stream))
+def test_noise_has_its_distribution(stream: Stream):
+    seeds, positions, ids = jnp.arange(50), jnp.tile(jnp.arange(40), (50, 1)), jnp.arange(100)
+    flat = np.asarray(uniform(seeds, stream, positions, ids)).ravel()
+    assert flat.min() > 0 and flat.max() < 1
+    assert stats.kstest(flat, "uniform").pvalue > 1e-3
+    noise = np.asarray(gumbel(seeds, stream, positions, ids)).ravel()
+    assert stats.kstest(noise, "gumbel_r").pvalue > 1e-3
+    assert abs(noise.mean() - np.euler_gamma) < 0.01
+    assert abs(noise.var() - np.pi**2 / 6) < 0.03
+
+
+def test_uniform_noise_is_never_0_or_1(monkeypatch: pytest.MonkeyPatch):
+    class Extremes:
+        @staticmethod
+        def bind(*words):
+            return jnp.array([[[0, 2**32 - 1]]], jnp.uint32), None
+
+    monkeypatch.setattr("jaxspec.sampling.threefry2x32_p", Extremes)
+    zero = jnp.zeros(1, int)
+    low, high = uniform(zero, Stream.ACCEPT, zero[None], jnp.arange(2))[0, 0]
+    assert 0 < low < 1e-9 and 1 - 1e-6 < high < 1
+    assert jnp.isfinite(gumbel(zero, Stream.TARGET, zero[None], jnp.arange(2))).all()
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "rule"),
+    [
+        ("temperature", -0.1, "at least 0"),
+        ("temperature", np.nan, "at least 0"),
+        ("top_k", -1, "0 keeps all"),
+        ("top_p", 0.0, r"in \(0, 1\]"),
+        ("top_p", 1.5, r"in \(0, 1\]"),
+        ("min_p", -0.5, r"in \[0, 1\]"),
+        ("min_p", [0.1, 2.0], r"in \[0, 1\], got 2.0"),
+    ],
+)
+def test_values_out_of_range_are_named(option: str, value, rule: str):
+    with pytest.raises(ValueError, match=f"{option} must be .*{rule}"):
+        make_sampling(2, **{option: value})
+
+
+def test_static_facts_follow_from_the_values():
+    def facts(**options) -> tuple[bool, bool]:
+        sampling: Sampling = make_sampling(2, **options)
+        return sampling.greedy, sampling.truncated
+
+    assert facts() == (True, False)
+    assert facts(temperature=1.0) == (False, False)
+    assert facts(temperature=jnp.array([0.0, 1.0])) == (False, False)
+    for option in ({"top_k": 5}, {"top_p": jnp.array([1.0, 0.9])}, {"min_p": 0.1}):
+        assert facts(temperature=1.0, **option) == (False, True)

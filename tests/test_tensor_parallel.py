@@ -1,0 +1,151 @@
+"""Sharded over devices, the engine computes what it computes on one, and moves no large array."""
+
+import dataclasses
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec import functional
+from jaxspec.config import SpeculationConfig
+from jaxspec.functional import EngineParams
+from jaxspec.sampling import make_sampling
+from jaxspec.sharding import make_mesh
+from jaxspec.state import EngineState
+from tests.layouts import on_mesh
+from tests.programs import decode_hlo, new_jit, traces
+from tests.random_models import CONFIG, make_params, random_target
+
+# On four devices the two KV heads are repeated and the vocabulary is padded.
+TARGET = dataclasses.replace(CONFIG, vocab_size=98, qkv_bias=True)
+SPECULATIONS = {
+    "none": SpeculationConfig.chain(1),
+    "ngram": SpeculationConfig.chain(2),
+    "draft_model": SpeculationConfig.chain(2),
+    "eagle1": SpeculationConfig(num_nodes=6, max_depth=2, top_k=3),
+    "eagle3": SpeculationConfig.chain(2),
+    "eagle3 tree": SpeculationConfig(num_nodes=6, max_depth=2, top_k=3),
+}
+BATCH, LENGTH, PAGE_SIZE, PROMPT = 4, 40, 4, 9
+
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+
+
+@functools.cache
+def one_device(name: str) -> EngineParams:
+    drafter = name.removesuffix(" tree")
+    return make_params(drafter, SPECULATIONS[name], random_target(TARGET))
+
+
+def empty_state(params: EngineParams) -> EngineState:
+    """Greedy and sampling rows side by side; the sampling ones use top-p."""
+    sampling = make_sampling(
+        BATCH,
+        temperature=jnp.array([0.0, 0.8, 0.8, 0.0]),
+        top_p=jnp.array([1.0, 0.9, 0.9, 1.0]),
+        seeds=jnp.arange(BATCH),
+    )
+    return functional.init_state(params, BATCH, LENGTH, page_size=PAGE_SIZE, sampling=sampling)
+
+
+def generate(params: EngineParams, state: EngineState, tokens, counts) -> EngineState:
+    return functional.decode(params, functional.prefill(params, state, tokens, counts), LENGTH)
+
+
+@functools.cache
+def run(name: str, model: int = 1, data: int = 1, shard_drafter: bool = True):
+    """The token buffer, and the rounds and accepted tokens of each sequence."""
+    params = one_device(name)
+    if model * data > 1:
+        params = on_mesh(params, make_mesh(model, data), shard_drafter=shard_drafter)
+    prompts = np.random.default_rng(0).integers(
+        TARGET.vocab_size, size=(BATCH, PROMPT), dtype=np.int32
+    )
+    counts = np.array([PROMPT, 5, PROMPT, 2], np.int32)
+    state = new_jit(generate)(params, empty_state(params), prompts, counts)
+    return jax.device_get((state.tokens, state.stats.rounds, state.stats.accepted))
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "data", "shard_drafter"),
+    [
+        ("none", 4, 1, True),
+        ("eagle3", 4, 1, True),
+        ("eagle3", 2, 2, False),
+        ("eagle3 tree", 4, 1, True),
+        slow("none", 2, 1, True),
+        slow("none", 1, 4, True),
+        slow("ngram", 2, 2, True),
+        slow("eagle1", 4, 1, True),
+        slow("eagle1", 2, 2, False),
+        slow("eagle3", 2, 1, True),
+        slow("eagle3", 4, 1, False),
+        slow("eagle3", 2, 2, True),
+        slow("eagle3 tree", 2, 1, True),
+        slow("eagle3 tree", 4, 1, False),
+        slow("eagle3 tree", 2, 2, True),
+        slow("draft_model", 2, 1, True),
+        slow("draft_model", 4, 1, True),
+        slow("draft_model", 4, 1, False),
+        slow("draft_model", 2, 2, False),
+    ],
+)
+def test_sharding_changes_nothing(name: str, model: int, data: int, shard_drafter: bool):
+    tokens, rounds, accepted = run(name, model, data, shard_drafter)
+    one_tokens, one_rounds, one_accepted = run(name)
+    np.testing.assert_array_equal(tokens, one_tokens)
+    np.testing.assert_array_equal(tokens, run("none")[0])
+    # Else a drafter that draws nonsense when it is sharded would not be noticed.
+    np.testing.assert_array_equal(rounds, one_rounds)
+    np.testing.assert_array_equal(accepted, one_accepted)
+    assert name in ("none", "ngram") or accepted[:, 1].sum() > 0
+
+
+@pytest.mark.parametrize(("name", "data"), [("none", 1), slow("eagle3", 1), slow("eagle3", 2)])
+def test_equal_shapes_are_traced_once(name: str, data: int):
+    params = on_mesh(one_device(name), make_mesh(2, data), shard_drafter=False)
+    state, decode = empty_state(params), new_jit(functional.decode)
+    for rounds in range(10):
+        state = decode(params, state, rounds)
+    assert traces(decode) == 1
+
+
+def collectives(hlo: str, kind: str) -> list[tuple[int, ...]]:
+    """Shapes of the results of every ``kind`` (all-reduce, all-gather) of a compiled program."""
+    found = []
+    for line in hlo.splitlines():
+        if match := re.search(rf"= (.*?) {kind}(?:-start)?\(", line):
+            shapes = re.findall(r"\w+\[([\d,]*)\]", match[1])
+            found += [tuple(int(size) for size in s.split(",") if size) for s in shapes]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "shard_drafter", "drafting"),
+    [
+        ("none", True, 0),
+        # Each of the two passes of the head looks up embeddings, and has two reductions of its
+        # own where it is sharded.
+        ("eagle3", False, 2 * 1),
+        ("eagle3", True, 2 * 3),
+    ],
+)
+def test_the_collectives_of_a_round(name: str, shard_drafter: bool, drafting: int):
+    params = on_mesh(one_device(name), make_mesh(2), shard_drafter=shard_drafter)
+    state = empty_state(params)
+    hlo = decode_hlo(params, state)
+    reduced, gathered = collectives(hlo, "all-reduce"), collectives(hlo, "all-gather")
+    hidden = [shape for shape in reduced if shape[-1:] == (TARGET.hidden_size,)]
+    assert len(hidden) == 2 * TARGET.num_layers + 1 + drafting
+    largest = BATCH * (params.drafter.max_depth + 1) * TARGET.hidden_size
+    assert max(map(math.prod, reduced + gathered)) <= largest
+    pages = state.cache[0].k.shape
+    for shape in gathered:
+        assert not {TARGET.vocab_size, 64} & set(shape), f"logits are gathered: {shape}"
+        assert shape[-3:] != pages[-3:], f"KV pages are gathered: {shape}"
+    for kind in ("all-to-all", "collective-permute", "reduce-scatter"):
+        assert not collectives(hlo, kind)

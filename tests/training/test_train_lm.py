@@ -1,0 +1,265 @@
+"""Training a tiny model on this repository's own sources, and what comes out of it."""
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from jaxspec.config import ModelConfig
+from jaxspec.models import decoder
+from jaxspec.models.attention import dense_causal_attend
+from jaxspec.training import data, lm
+from jaxspec.training.data import END_OF_TEXT, Corpus
+from jaxspec.training.lm import TrainConfig
+from jaxspec.training.pretrain import Pace, Pretraining, Schedule, sample
+from jaxspec.training.report import Card, export
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = TrainConfig(
+    batch_size=4, context=32, learning_rate=1e-2, warmup_steps=4, compute_dtype="float32"
+)
+SCHEDULE = Schedule(steps=24, steps_per_call=5, evaluate_every=12, save_every=12)
+ODD_TEXTS = (
+    "\tif x:\r\n\t\treturn 'naïve' != 12345\r\n\r\n",
+    "日本語のテキスト 🎉👩‍👩‍👧 ∑ᵢ xᵢ² \u200b\ufeff",
+    " " * 37 + "deep  \n   \n\n\n    # trailing   ",
+    "\x00\x01\x7f control, a lone \r and <|endoftext|> in the text",
+)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    return data.build_corpus([ROOT / "jaxspec"], tmp_path_factory.mktemp("cache"), 400)
+
+
+@pytest.fixture(scope="module")
+def model(corpus: Corpus) -> ModelConfig:
+    return ModelConfig(
+        vocab_size=corpus.tokenizer.get_vocab_size(),
+        hidden_size=32,
+        intermediate_size=64,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=16,
+        rms_norm_eps=1e-5,
+        rope_theta=10000.0,
+        max_position=64,
+        sliding_windows=(None, None),
+        tie_word_embeddings=True,
+        stop_token_ids=(data.end_of_text_id(corpus.tokenizer),),
+    )
+
+
+@pytest.fixture(scope="module")
+def trained(
+    corpus: Corpus, model: ModelConfig, tmp_path_factory: pytest.TempPathFactory
+) -> Pretraining:
+    run = Pretraining(model, CONFIG, corpus, SCHEDULE, tmp_path_factory.mktemp("run"))
+    list(run.run())
+    return run
+
+
+@pytest.fixture(scope="module")
+def exported(trained: Pretraining, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("export")
+    card = Card(
+        name="tiny", device="a CPU", command="train", license_note="Apache-2.0", sample="x = 1"
+    )
+    export(trained, card, folder)
+    return folder
+
+
+# Data
+
+
+def write(folder: Path, name: str, text: str | bytes) -> None:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+
+
+def test_gather_keeps_source_text_and_says_what_it_skips(tmp_path: Path):
+    write(tmp_path, "a.py", "def f(x):\n    return x\n")
+    write(tmp_path, "deep/b.md", "# Title\n\nSome words.\n")
+    write(tmp_path, "copy.py", "def f(x):\n    return x\n")
+    write(tmp_path, "latin.py", b"# caf\xe9\n")
+    write(tmp_path, "min.py", "x = 1; " * 500)
+    write(tmp_path, "table.py", "T = [\n" + "    0x12, 0x34, 0x56,\n" * 50 + "]\n")
+    write(tmp_path, "made.py", "# Automatically generated from a.in\nname = 'value'\n")
+    write(tmp_path, "empty.py", "\n\n")
+    write(tmp_path, "ignored.json", "{}")
+    write(tmp_path, "site-packages/other.py", "import this\n")
+    documents, sources, skipped = data.gather([tmp_path])
+    root = tmp_path.name
+    assert [d.name for d in documents] == [f"{root}/a.py", f"{root}/deep/b.md"]
+    assert sources == {str(tmp_path): (2, 44)}
+    reasons = {"duplicate", "not UTF-8", "long lines", "data table", "generated", "empty or binary"}
+    assert skipped == dict.fromkeys(reasons, 1)
+
+
+def test_an_empty_folder_is_an_error(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"no usable text file \(\.py \.txt \.md\) in /"):
+        data.gather([tmp_path])
+    with pytest.raises(ValueError, match="no such file or folder"):
+        data.gather([tmp_path / "missing"])
+
+
+def test_held_out_files_do_not_depend_on_where_the_folder_lies(tmp_path: Path):
+    held_out = []
+    for place in ("here", "there/deep"):
+        for i in range(200):
+            write(tmp_path / place, f"project/{i}.py", f"value = {i}  # words of file\n")
+        documents, _, _ = data.gather([tmp_path / place / "project"])
+        train, kept = data.split(documents, 0.05)
+        assert len(train) + len(kept) == 200
+        held_out.append([d.name for d in kept])
+    assert held_out[0] == held_out[1]
+    assert 2 <= len(held_out[0]) <= 20
+
+
+@pytest.mark.parametrize("text", ODD_TEXTS)
+def test_the_tokenizer_round_trips_any_text(corpus: Corpus, exported: Path, text: str):
+    ids = corpus.tokenizer.encode(text).ids
+    assert corpus.tokenizer.decode(ids, skip_special_tokens=False) == text
+    loaded = AutoTokenizer.from_pretrained(exported)
+    assert loaded(text)["input_ids"] == ids
+    assert loaded.decode(ids) == text
+
+
+def test_digits_stand_alone_and_indentation_is_one_token(corpus: Corpus):
+    tokens = corpus.tokenizer.encode("        return x[1234]").tokens
+    assert tokens[0] == "Ġ" * 7
+    assert [t for t in tokens if t.isdigit()] == list("1234")
+
+
+def test_documents_are_joined_by_end_of_text_only(corpus: Corpus):
+    end = data.end_of_text_id(corpus.tokenizer)
+    documents = [data.Document("a", f"one {END_OF_TEXT} two"), data.Document("b", "three")]
+    tokens = data.encode(corpus.tokenizer, documents)
+    assert tokens.dtype == np.uint16
+    (ends,) = np.nonzero(tokens == end)
+    assert len(ends) == 2 and ends[1] == len(tokens) - 1
+    assert corpus.tokenizer.decode(list(tokens[: ends[0]])) == documents[0].text
+
+
+def test_the_cache_is_used_until_a_file_changes(tmp_path: Path):
+    for i in range(3):
+        write(tmp_path, f"text/{i}.py", f"def function_{i}():\n    return 'value'\n")
+    build = [tmp_path / "text"], tmp_path / "cache", 260
+    first = data.build_corpus(*build)
+    stamp = (tmp_path / "cache/train.npy").stat().st_mtime_ns
+    again = data.build_corpus(*build)
+    assert (tmp_path / "cache/train.npy").stat().st_mtime_ns == stamp
+    np.testing.assert_array_equal(first.train, again.train)
+    assert again.report.train_tokens == first.report.train_tokens
+    write(tmp_path, "text/0.py", "something = 'else'\n")
+    assert data.build_corpus(*build).report != first.report
+
+
+# Training
+
+
+def test_the_loss_goes_down(trained: Pretraining):
+    values = [r.held_out_loss for r in trained.records if r.held_out_loss is not None]
+    assert len(values) == 3
+    assert abs(values[0] - np.log(trained.model.vocab_size)) < 0.3
+    assert values[-1] < values[0] - 0.8
+    assert trained.records[-1].step == 24
+
+
+def test_resume_equals_an_uninterrupted_run(
+    trained: Pretraining, corpus: Corpus, model: ModelConfig, tmp_path: Path
+):
+    # Stopped after the checkpoint of step 12, with other calls on the way.
+    schedule = dataclasses.replace(SCHEDULE, steps_per_call=4)
+    for record in Pretraining(model, CONFIG, corpus, schedule, tmp_path).run():
+        if record.step == 16:
+            break
+    resumed = Pretraining(model, CONFIG, corpus, schedule, tmp_path, resume=True)
+    assert resumed.step == 12
+    list(resumed.run())
+    jax.tree.map(np.testing.assert_array_equal, trained.state, resumed.state)
+    steps = [r.step for r in resumed.records]
+    assert steps == sorted(set(steps)) and steps[-1] == 24
+    assert resumed.records[-1].held_out_loss == trained.records[-1].held_out_loss
+    other = dataclasses.replace(CONFIG, learning_rate=1e-3)
+    with pytest.raises(ValueError, match="another model, data or training configuration"):
+        Pretraining(model, other, corpus, schedule, tmp_path, resume=True)
+
+
+def test_the_learning_rate_rises_stays_and_falls():
+    config = TrainConfig(learning_rate=1.0, warmup_steps=10, decay_fraction=0.5)
+    rates = [float(lm.learning_rate(config, jnp.int32(s), jnp.int32(100))) for s in range(101)]
+    np.testing.assert_allclose(rates[:10], np.arange(1, 11) / 10, rtol=1e-6)
+    assert set(rates[10:51]) == {1.0}
+    np.testing.assert_allclose(rates[50:], np.arange(50, -1, -1) / 50, rtol=1e-6)
+
+
+def test_a_time_budget_sets_the_steps(monkeypatch: pytest.MonkeyPatch):
+    clock = iter([100.0, 110.0, 600.0, 700.0, 2000.0])
+    monkeypatch.setattr("jaxspec.training.pretrain.time.monotonic", lambda: next(clock))
+    pace = Pace(Schedule(deadline=1100.0), decay_fraction=0.5)
+    assert pace.total_steps(10, 1 << 30) == 1 << 30  # the first call compiled
+    assert pace.total_steps(20, 1 << 30) == 20 + 990
+    assert pace.total_steps(500, 1010) == 500 + int(500 / (500 / 490))
+    assert pace.total_steps(600, 990) == 990  # the rate falls already
+    assert pace.total_steps(800, 990) == 800  # out of time
+
+
+def test_samples_continue_the_prompt(trained: Pretraining):
+    prompt = trained.corpus.tokenizer.encode("def f(").ids
+    first, again, other = (
+        sample(trained.params, prompt, 8, temperature, seed=seed)
+        for temperature, seed in ((0.0, 0), (0.0, 1), (1.0, 0))
+    )
+    assert first[: len(prompt)] == other[: len(prompt)] == prompt
+    assert len(first) == len(prompt) + 8
+    assert first == again != other
+
+
+# Export
+
+
+def test_transformers_gives_the_same_logits(trained: Pretraining, exported: Path):
+    theirs = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
+    tokens = np.asarray(trained.corpus.held_out[:48], np.int32)[None]
+    params = jax.tree.map(
+        lambda leaf: leaf.astype(jnp.bfloat16).astype(jnp.float32), trained.params
+    )
+    hidden, _, _ = decoder.run(
+        params, jnp.asarray(tokens), jnp.arange(48)[None], (None, None), dense_causal_attend
+    )
+    with torch.no_grad():
+        expected = theirs(torch.tensor(tokens, dtype=torch.int64)).logits.numpy()
+    np.testing.assert_allclose(decoder.logits(params, hidden), expected, rtol=1e-4, atol=1e-4)
+    assert theirs.generation_config.eos_token_id == trained.model.stop_token_ids[0]
+
+
+def test_the_export_is_complete(exported: Path):
+    names = {path.name for path in exported.iterdir()}
+    assert names == {
+        "README.md", "config.json", "generation_config.json", "loss.jsonl", "loss.png",
+        "model.safetensors", "tokenizer.json", "tokenizer_config.json",
+    }  # fmt: skip
+    card = (exported / "README.md").read_text()
+    assert "Apache-2.0" in card and "bits a byte" in card and "| jaxspec |" in card
+
+
+def test_the_script_reports_a_user_error_in_one_line(tmp_path: Path):
+    result = subprocess.run(
+        [sys.executable, ROOT / "scripts/train_lm.py", "--data", tmp_path, "--out", tmp_path / "o",
+         "--steps", "1"],
+        cwd=ROOT, env={"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert result.returncode == 2
+    assert result.stderr.startswith("train_lm: no usable text file")
+    assert result.stderr.count("\n") == 1

@@ -1,0 +1,237 @@
+"""EAGLE heads from and to the official layout, and those that do not fit."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from jaxspec.config import ModelConfig
+from jaxspec.models.attention import dense_causal_attend
+from jaxspec.models.decoder import FINAL_NORM
+from jaxspec.models.eagle import EagleHead, logits, run
+from jaxspec.models.hf_config import load_model_config, read_json
+from jaxspec.sharding import MODEL_AXIS, make_mesh
+from jaxspec.weights.eagle import load_eagle_head, save_eagle_head
+from jaxspec.weights.safetensors_io import load_decoder
+from tests.checkpoints import DATA, save_tensors, tiny_eagle1_head, tiny_eagle3_head, tiny_llama
+
+GOLDEN_TARGET = ModelConfig(
+    vocab_size=320,
+    hidden_size=64,
+    intermediate_size=128,
+    num_layers=12,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    rms_norm_eps=1e-5,
+    rope_theta=10000.0,
+    max_position=512,
+    sliding_windows=(None,) * 12,
+)
+
+
+@pytest.fixture(scope="module")
+def target_dir(tmp_path_factory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("target"), num_hidden_layers=8)
+
+
+@pytest.fixture(scope="module")
+def target(target_dir: Path) -> ModelConfig:
+    return load_model_config(target_dir)
+
+
+@pytest.fixture(scope="module")
+def eagle3(tmp_path_factory, target_dir: Path) -> Path:
+    return tiny_eagle3_head(tmp_path_factory.mktemp("eagle3"), target_dir)
+
+
+@pytest.fixture(scope="module")
+def eagle1(tmp_path_factory, target_dir: Path) -> Path:
+    return tiny_eagle1_head(tmp_path_factory.mktemp("eagle1"), target_dir)
+
+
+def load(directory: Path, target: ModelConfig, dtype: Any = jnp.float32, **more: Any) -> EagleHead:
+    return load_eagle_head(directory, target, dtype, **more)
+
+
+def changed(
+    directory: Path, to: Path, config: dict[str, Any] | None = None, **tensors: Any
+) -> Path:
+    """A copy of a head with other config values and tensors (None removes one)."""
+    files = load_file(directory / "model.safetensors") | tensors
+    kept = {name: value for name, value in files.items() if value is not None}
+    return save_tensors(to, kept, read_json(directory / "config.json") | (config or {}))
+
+
+def assert_heads_equal(ours: EagleHead, theirs: EagleHead) -> None:
+    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def test_the_golden_eagle3_head():
+    head = load(DATA / "eagle3_tree", GOLDEN_TARGET)
+    tensors = load_file(DATA / "eagle3_tree" / "model.safetensors")
+    assert (head.method, head.capture, len(head.layers)) == ("eagle3", (2, 6, 9), 1)
+    assert head.embed is None and head.fc_bias is None
+    assert head.lm_head is not None and head.layers[0].input_norm is not None
+    np.testing.assert_array_equal(head.fc, tensors["fc.weight"].T)
+    np.testing.assert_array_equal(head.lm_head, tensors["lm_head.weight"].T)
+    np.testing.assert_array_equal(head.hidden_norm, tensors["midlayer.hidden_norm.weight"])
+    np.testing.assert_array_equal(head.token_ids, np.arange(96) + tensors["d2t"])
+    assert head.layers[0].qkv.shape == (128, 2, 4, 16)
+    queries = tensors["midlayer.self_attn.q_proj.weight"]
+    np.testing.assert_array_equal(head.layers[0].qkv[:, 1, 1], queries[48:].T)
+
+
+def test_the_golden_eagle1_head():
+    head = load(DATA / "eagle1_tree", GOLDEN_TARGET)
+    tensors = load_file(DATA / "eagle1_tree" / "model.safetensors")
+    assert (head.method, head.capture) == ("eagle1", (FINAL_NORM,))
+    assert (head.lm_head, head.norm, head.hidden_norm, head.token_ids) == (None,) * 4
+    assert head.layers[0].input_norm is None
+    np.testing.assert_array_equal(head.embed, tensors["embed_tokens.weight"])
+    np.testing.assert_array_equal(head.fc, tensors["fc.weight"].T)
+    np.testing.assert_array_equal(head.fc_bias, tensors["fc.bias"])
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "eagle1"])
+def test_a_head_runs(kind: str, target_dir: Path, target: ModelConfig, request):
+    head = load(request.getfixturevalue(kind), target)
+    model = load_decoder(target_dir, target, jnp.dtype("float32"))
+    tokens = jnp.arange(5)[None]
+    features = jnp.ones((1, 5, 64 * len(head.capture)))
+    caches = (None,) * len(head.layers)
+
+    @jax.jit
+    def forward(head, model):
+        outputs, _ = run(head, model, tokens, features, tokens, caches, dense_causal_attend)
+        return logits(head, model, outputs)
+
+    scores = forward(head, model)
+    assert scores.shape == (1, 5, 96 if kind == "eagle3" else 320)
+    assert np.isfinite(scores).all() and np.ptp(scores) > 0
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "eagle1"])
+def test_round_trip(kind: str, target: ModelConfig, tmp_path: Path, request):
+    original = request.getfixturevalue(kind)
+    head = load(original, target)
+    save_eagle_head(head, tmp_path, target)
+    assert_heads_equal(load(tmp_path, target), head)
+    theirs, ours = (load_file(d / "model.safetensors") for d in (original, tmp_path))
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert ours[name].dtype == tensor.dtype
+        np.testing.assert_array_equal(ours[name], tensor)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["architectures"] == read_json(original / "config.json")["architectures"]
+    assert config.get("draft_vocab_size") == (96 if kind == "eagle3" else None)
+
+
+def test_round_trip_of_uncommon_heads(eagle3: Path, target: ModelConfig, tmp_path: Path):
+    rng = np.random.default_rng(0)
+    weights = {
+        "embed_tokens.weight": rng.standard_normal((320, 64), np.float32),
+        "fc.bias": rng.standard_normal(64, np.float32),
+        "fc.weight": rng.standard_normal((64, 128), np.float32),
+        "lm_head.weight": rng.standard_normal((320, 64), np.float32),
+        "midlayer.self_attn.q_proj.bias": rng.standard_normal(64, np.float32),
+        "midlayer.self_attn.k_proj.bias": rng.standard_normal(32, np.float32),
+        "midlayer.self_attn.v_proj.bias": rng.standard_normal(32, np.float32),
+    }
+    extra = {
+        "draft_vocab_size": None,
+        "qkv_bias": True,
+        "eagle_aux_hidden_state_layer_ids": [3, 8],
+    }
+    directory = changed(eagle3, tmp_path / "in", extra, d2t=None, t2d=None, **weights)
+    head = load(directory, target, jnp.bfloat16)
+    assert (head.capture, head.token_ids) == ((3, 8), None)
+    assert head.embed is not None and head.fc_bias is not None
+    save_eagle_head(head, tmp_path / "out", target)
+    assert_heads_equal(load(tmp_path / "out", target, jnp.bfloat16), head)
+
+
+def test_the_layer_may_be_called_layers_0(eagle3: Path, target: ModelConfig, tmp_path: Path):
+    tensors = load_file(eagle3 / "model.safetensors")
+    renamed = {name.replace("midlayer.", "layers.0."): value for name, value in tensors.items()}
+    save_tensors(tmp_path, renamed, read_json(eagle3 / "config.json"))
+    assert_heads_equal(load(tmp_path, target), load(eagle3, target))
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "eagle1"])
+def test_on_a_mesh(kind: str, target: ModelConfig, request):
+    directory = request.getfixturevalue(kind)
+    mesh, whole = make_mesh(tensor_parallel=2, data_parallel=2), load(directory, target)
+    replicated = load(directory, target, mesh=mesh)
+    assert replicated.axis is None
+    assert all(leaf.is_fully_replicated for leaf in jax.tree.leaves(replicated))
+    assert_heads_equal(replicated, whole)
+    sharded = load(directory, target, mesh=mesh, sharded=True)
+    assert sharded.axis == MODEL_AXIS
+    assert sharded.layers[0].qkv.addressable_shards[0].data.shape[1] == 1
+    for ours, theirs in zip(jax.tree.leaves(sharded), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
+
+
+def test_a_draft_vocabulary_that_devices_cannot_share(target_dir, target, tmp_path: Path):
+    directory = tiny_eagle3_head(tmp_path, target_dir, draft_vocab=95)
+    with pytest.raises(ValueError, match="draft vocabulary 95 cannot be split over 2 devices"):
+        load(directory, target, mesh=make_mesh(tensor_parallel=2), sharded=True)
+
+
+WIDE = np.zeros((64, 256), np.float32)
+MISFITS = {
+    "another hidden size": (
+        {"hidden_size": 128, "head_dim": 16}, {}, "no embed_tokens.weight, and the target's",
+    ),
+    "another vocabulary": ({"vocab_size": 321}, {}, "its vocab_size is 321, not 320"),
+    "another number of features": (
+        {}, {"fc.weight": WIDE}, r"fc.weight is \(64, 256\), but eagle3 needs \(64, 192\)",
+    ),
+    "no fc": ({}, {"fc.weight": None}, "is not an EAGLE head"),
+    "no d2t": ({}, {"d2t": None}, "needs a tensor d2t"),
+    "ids out of range": ({}, {"d2t": np.full(96, 300)}, "does not map to distinct target ids"),
+    "another t2d": ({}, {"t2d": np.zeros(320, bool)}, "t2d does not mark"),
+    "another method": (
+        {}, {"midlayer.hidden_norm.weight": None}, "the config says EAGLE-3",
+    ),
+    "a missing tensor": (
+        {}, {"midlayer.mlp.up_proj.weight": None}, "json: midlayer.mlp.up_proj.weight is missing$",
+    ),
+    "a surplus tensor": ({}, {"fc_norm.weight": np.ones(3)}, "fc_norm.weight is not part"),
+    "a bias the config has not": (
+        {"bias": False}, {"fc.bias": np.ones(64, np.float32)}, "fc.bias is not part",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MISFITS)
+def test_heads_that_do_not_fit(case: str, eagle3: Path, target: ModelConfig, tmp_path: Path):
+    config, tensors, message = MISFITS[case]
+    with pytest.raises(ValueError, match=message):
+        load(changed(eagle3, tmp_path, config, **tensors), target)
+
+
+def test_an_eagle1_head_of_another_hidden_size(eagle1: Path, tmp_path: Path):
+    wide = load_model_config(tiny_llama(tmp_path, hidden_size=128))
+    with pytest.raises(ValueError, match="its hidden_size is 64, the target's is 128"):
+        load(eagle1, wide)
+
+
+def test_a_language_model_is_not_a_head(target_dir: Path, target: ModelConfig):
+    with pytest.raises(ValueError, match=r"is not an EAGLE head: it has no fc\.weight"):
+        load(target_dir, target)
+
+
+def test_pickled_heads_are_refused_with_the_way_out(target: ModelConfig, tmp_path: Path):
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(ValueError, match=r"convert them .*safetensors\.torch\.save_file"):
+        load(tmp_path, target)

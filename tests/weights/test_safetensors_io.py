@@ -1,0 +1,286 @@
+"""Decoders from and to safetensors: layouts, shards, memory, errors."""
+
+import dataclasses
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from safetensors.numpy import load_file
+
+from jaxspec.config import ModelConfig
+from jaxspec.models import decoder
+from jaxspec.models.attention import dense_causal_attend
+from jaxspec.models.decoder import Decoder
+from jaxspec.models.hf_config import load_model_config
+from jaxspec.sharding import DATA_AXIS, MODEL_AXIS, make_mesh, partition_specs
+from jaxspec.weights import safetensors_io
+from jaxspec.weights.safetensors_io import StoredTensor, load_decoder, save_decoder
+from tests.checkpoints import (
+    hf_logits,
+    save_tensors,
+    tiny_llama,
+    tiny_mistral,
+    tiny_qwen2,
+    tiny_qwen3,
+)
+
+TOKENS = np.random.default_rng(3).integers(0, 320, (2, 12))
+BIASES: dict[str, Any] = {"attention_bias": True, "mlp_bias": True}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("llama"), vocab_size=323, **BIASES)
+
+
+def load(directory: Path, dtype: Any = jnp.float32, **options: Any) -> Decoder:
+    return load_decoder(directory, load_model_config(directory), dtype, **options)
+
+
+def read(directory: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    tensors = {k: v for f in directory.glob("*.safetensors") for k, v in load_file(f).items()}
+    return tensors, json.loads((directory / "config.json").read_text())
+
+
+def assert_trees_equal(ours: Any, theirs: Any) -> None:
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def test_the_layout(llama: Path):
+    model, (tensors, _) = load(llama), read(llama)
+    layer, prefix = model.layers[1], "model.layers.1."
+    keys = tensors[f"{prefix}self_attn.k_proj.weight"]  # 2 KV heads of 16
+    queries = tensors[f"{prefix}self_attn.q_proj.weight"]
+    np.testing.assert_array_equal(layer.qkv[:, 1, -2], keys[16:].T)
+    np.testing.assert_array_equal(layer.qkv[:, 1, 0], queries[32:48].T)
+    values = tensors[f"{prefix}self_attn.v_proj.bias"]
+    assert layer.qkv_bias is not None
+    np.testing.assert_array_equal(layer.qkv_bias[0, -1], values[:16])
+    np.testing.assert_array_equal(layer.o, tensors[f"{prefix}self_attn.o_proj.weight"].T)
+    np.testing.assert_array_equal(layer.gate_up[:, 1], tensors[f"{prefix}mlp.up_proj.weight"].T)
+
+
+@pytest.mark.parametrize(
+    ("tensor_parallel", "data_parallel"), [(4, 1), (2, 2)], ids=["tp4", "tp2-dp2"]
+)
+def test_a_sharded_model_computes_the_same(llama: Path, tensor_parallel: int, data_parallel: int):
+    mesh = make_mesh(tensor_parallel, data_parallel)
+    model = load(llama, mesh=mesh)  # tp4: KV heads repeat, and 323 tokens are padded to 324
+    assert model.axis == MODEL_AXIS
+    assert model.embed.addressable_shards[0].data.shape == (-(-323 // tensor_parallel), 64)
+
+    @jax.jit
+    @jax.shard_map(
+        mesh=mesh,
+        in_specs=(partition_specs(model), P(DATA_AXIS)),
+        out_specs=P(DATA_AXIS, None, MODEL_AXIS),
+        check_vma=False,
+    )
+    def forward(model, tokens):
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        caches = (None,) * model.config.num_layers
+        hidden, _, _ = decoder.run(model, tokens, positions, caches, dense_causal_attend)
+        return decoder.logits(model, hidden)
+
+    ours, theirs = forward(model, jnp.asarray(TOKENS)), hf_logits(llama, TOKENS)
+    np.testing.assert_allclose(ours[..., :323], theirs, rtol=0, atol=1e-4 * np.abs(theirs).max())
+    assert np.all(np.asarray(ours[..., 323:]) == -np.inf)
+
+
+def test_an_unsharded_model_on_a_mesh_is_whole_everywhere(llama: Path):
+    model = load(llama, mesh=make_mesh(tensor_parallel=4), sharded=False)
+    assert model.axis is None
+    assert_trees_equal(model, load(llama))
+    assert all(leaf.is_fully_replicated for leaf in jax.tree.leaves(model))
+
+
+def test_each_shard_reads_its_own_slices_once_and_in_chunks(llama: Path, monkeypatch):
+    sizes: dict[str, list[int]] = {}
+    read_part = StoredTensor.read
+
+    def record(self: StoredTensor, *index: slice) -> np.ndarray:
+        part = read_part(self, *index)
+        sizes.setdefault(self.name, []).append(part.size)
+        return part
+
+    monkeypatch.setattr(StoredTensor, "read", record)
+    monkeypatch.setattr(safetensors_io, "CHUNK_ELEMENTS", 1024)
+    model = load(llama, mesh=make_mesh(tensor_parallel=2, data_parallel=2))
+    for name, tensor in read(llama)[0].items():
+        # Replicated vectors too: devices that hold the same block share one reading.
+        assert sum(sizes[name]) == tensor.size, name
+        assert max(sizes[name]) <= 2048, name  # a group's query heads are not divided
+    monkeypatch.undo()
+    assert_trees_equal(model, load(llama, mesh=make_mesh(tensor_parallel=2, data_parallel=2)))
+
+
+def test_dtypes_are_cast(llama: Path, tmp_path: Path):
+    whole = load(llama)
+    half = load(llama, jnp.bfloat16)
+    assert_trees_equal(half, jax.tree.map(lambda a: a.astype(jnp.bfloat16), whole))
+    save_decoder(half, tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    assert_trees_equal(load(tmp_path, jnp.bfloat16), half)
+    assert_trees_equal(load(tmp_path), jax.tree.map(lambda a: a.astype(jnp.float32), half))
+
+
+@pytest.mark.parametrize(
+    ("build", "overrides"),
+    [
+        (tiny_llama, BIASES | {"head_dim": 24, "eos_token_id": [5, 6]}),
+        (tiny_llama, {"tie_word_embeddings": True}),
+        (tiny_qwen2, {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
+        (tiny_qwen3, {}),
+        (tiny_mistral, {"sliding_window": 4}),
+    ],
+    ids=["llama", "llama-tied", "qwen2", "qwen3", "mistral"],
+)
+def test_transformers_reads_what_we_save(build: Any, overrides: dict[str, Any], tmp_path: Path):
+    original = build(tmp_path / "theirs", **overrides)
+    model = load(original)
+    save_decoder(model, tmp_path / "ours")
+    tensors, saved = read(original)[0], read(tmp_path / "ours")[0]
+    assert saved.keys() == tensors.keys()
+    assert all(np.array_equal(saved[name], tensors[name]) for name in tensors)
+    assert load_model_config(tmp_path / "ours") == model.config
+    np.testing.assert_allclose(
+        hf_logits(tmp_path / "ours", TOKENS), hf_logits(original, TOKENS), rtol=1e-6
+    )
+
+
+def test_a_sharded_model_is_saved_whole(llama: Path, tmp_path: Path):
+    save_decoder(load(llama, mesh=make_mesh(tensor_parallel=4)), tmp_path)
+    tensors, saved = read(llama)[0], read(tmp_path)[0]
+    assert saved.keys() == tensors.keys()
+    assert all(np.array_equal(saved[name], tensors[name]) for name in tensors)
+
+
+def test_several_files(llama: Path, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(safetensors_io, "MAX_FILE_BYTES", 100_000)
+    save_decoder(load(llama), tmp_path)
+    files = sorted(path.name for path in tmp_path.glob("*.safetensors"))
+    assert len(files) > 3 and files[0] == f"model-00001-of-{len(files):05}.safetensors"
+    assert_trees_equal(load(tmp_path), load(llama))
+    np.testing.assert_allclose(hf_logits(tmp_path, TOKENS), hf_logits(llama, TOKENS), rtol=1e-6)
+    monkeypatch.undo()
+    save_decoder(load(llama), tmp_path / "single")
+    assert [p.name for p in (tmp_path / "single").glob("model*")] == ["model.safetensors"]
+
+
+def test_saving_again_replaces_the_files(llama: Path, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(safetensors_io, "MAX_FILE_BYTES", 100_000)
+    save_decoder(load(llama), tmp_path)
+    monkeypatch.undo()
+    save_decoder(load(llama), tmp_path)
+    assert [path.name for path in tmp_path.glob("model*")] == ["model.safetensors"]
+
+
+def test_all_misfits_are_listed(llama: Path, tmp_path: Path):
+    tensors, config = read(llama)
+    del tensors["model.norm.weight"], tensors["model.layers.2.mlp.up_proj.weight"]
+    tensors["model.layers.0.self_attn.q_norm.weight"] = np.ones(16, np.float32)
+    tensors["lm_head.weight"] = tensors["lm_head.weight"][:300]
+    tensors["model.layers.0.mlp.gate_proj.bias"] = np.ones(128, np.int8)
+    with pytest.raises(ValueError) as caught:
+        load(save_tensors(tmp_path, tensors, config))
+    message = str(caught.value)
+    for part in (
+        str(tmp_path),
+        "model.norm.weight is missing",
+        "model.layers.2.mlp.up_proj.weight is missing",
+        "model.layers.0.self_attn.q_norm.weight is not part of this model",
+        "lm_head.weight is [300, 64], not [323, 64]",
+        "model.layers.0.mlp.gate_proj.bias has unsupported dtype I8",
+    ):
+        assert part in message
+    assert "\n" not in message
+
+
+def test_harmless_tensors_are_passed_over(tmp_path: Path):
+    directory = tiny_llama(tmp_path / "tied", tie_word_embeddings=True)
+    tensors, config = read(directory)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(8, np.float32)
+    assert_trees_equal(load(save_tensors(tmp_path / "more", tensors, config)), load(directory))
+
+
+def test_a_broken_file_is_named(llama: Path, tmp_path: Path):
+    tensors, config = read(llama)
+    file = save_tensors(tmp_path, tensors, config) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"model\.safetensors is not a readable safetensors"):
+        load(tmp_path)
+
+
+def test_a_file_of_the_index_that_is_not_there_is_named(llama: Path, tmp_path: Path):
+    (tmp_path / "config.json").write_text((llama / "config.json").read_text())
+    index = {"weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="model-00001-of-00002"):
+        load(tmp_path)
+
+
+def test_pickled_weights_are_refused_with_the_way_out(llama: Path, tmp_path: Path):
+    config = load_model_config(llama)
+    with pytest.raises(ValueError, match=r"no \*\.safetensors file"):
+        load_decoder(tmp_path, config, jnp.float32)  # pyright: ignore[reportArgumentType]
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(ValueError, match=r"convert them .*safetensors\.torch\.save_file"):
+        load_decoder(tmp_path, config, jnp.float32)  # pyright: ignore[reportArgumentType]
+
+
+MEASURE = """
+import resource, sys
+import jax.numpy as jnp
+from jaxspec.models.hf_config import load_model_config
+from jaxspec.weights.safetensors_io import load_decoder
+
+def peak():  # of this process alone; ru_maxrss would start at its parent's
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+
+config = load_model_config(sys.argv[1])
+jnp.zeros(8).block_until_ready()
+before = peak()
+model = load_decoder(sys.argv[1], config, jnp.bfloat16)
+print(peak() - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_host_memory_at_its_peak(tmp_path: Path):
+    config = ModelConfig(
+        vocab_size=32000,
+        hidden_size=1024,
+        intermediate_size=4096,
+        num_layers=12,
+        num_heads=16,
+        num_kv_heads=4,
+        head_dim=64,
+        rms_norm_eps=1e-5,
+        rope_theta=1e4,
+        max_position=512,
+        sliding_windows=(None,) * 12,
+    )
+    shapes = decoder.decoder_shapes(config, jnp.dtype("bfloat16"))
+    model = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), shapes)
+    save_decoder(dataclasses.replace(model, config=config), tmp_path)
+    result = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    model_bytes = sum(math.prod(leaf.shape) * 2 for leaf in jax.tree.leaves(shapes))
+    (file,) = tmp_path.glob("*.safetensors")
+    overhead = int(result.stdout) - model_bytes  # on CPU the arrays themselves are host memory
+    assert overhead < 0.4 * file.stat().st_size  # one array, staged once, and a few chunks
