@@ -147,13 +147,11 @@ def _threshold(keys: Array, weights: Array, wanted: Array, axis: str | None) -> 
 
 def uniform(seeds: Array, stream: Stream, positions: Array, ids: Array) -> Array:
     """Uniform float32 in (0, 1): seeds [B], positions [B, N], ids [I] or [B, N, I] -> [B, N, I]."""
-    shape = jnp.broadcast_shapes((*positions.shape, 1), ids.shape)
-
-    def word(x: Array) -> Array:
-        return jnp.broadcast_to(x.astype(jnp.uint32), shape)
-
-    key = (word(seeds[:, None, None]), jnp.full(shape, int(stream), jnp.uint32))
-    bits, _ = threefry2x32_p.bind(*key, word(positions[..., None]), word(ids))
+    seeds, positions = seeds[:, None, None].astype(jnp.uint32), positions[..., None]
+    # Added to each word: under vmap the primitive wants all of them batched, or none.
+    nothing = 0 * (seeds + positions.astype(jnp.uint32) + ids.astype(jnp.uint32))
+    key = (nothing + seeds, nothing + jnp.uint32(stream))
+    bits, _ = threefry2x32_p.bind(*key, *(nothing + x.astype(jnp.uint32) for x in (positions, ids)))
     # The largest words round up to 1, which log1p and accept-or-refuse trials must not see.
     return jnp.minimum((bits.astype(jnp.float32) + 0.5) * jnp.float32(2**-32), _BELOW_ONE)
 

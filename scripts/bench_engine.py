@@ -28,7 +28,7 @@ from jaxspec.benchmarking.shapes import SHAPES
 from jaxspec.benchmarking.timing import Bandwidth, measure_bandwidth
 from jaxspec.sharding import make_mesh
 
-TABLE_WIDTH = 120  # where the output is no terminal
+TABLE_WIDTH = 130  # where the output is no terminal
 DEFAULT_MODES = "plain,chain:3,chain:5,tree:60:7:10"
 
 
@@ -116,11 +116,12 @@ def make_table(results: dict[str, Any]) -> Table:
     )
     caption = (
         f"memory: {bandwidth['copy'] / 1e12:.3f} TB/s copied (x + 1), "
-        f"{bandwidth['read'] / 1e12:.3f} TB/s read (sum); the floor takes the larger"
+        f"{bandwidth['read'] / 1e12:.3f} TB/s read (sum); the floor takes the larger\n"
+        f"{results['command']}"
     )
     table = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
     for name in ("mode", "batch", "context", "prefill ms", "ms/round", "tokens/round", "tokens/s"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     for name in ("floor GB", "floor ms", "% of floor"):
         table.add_column(name, justify="right")
     for row in results["timings"]:
@@ -132,7 +133,7 @@ def make_table(results: dict[str, Any]) -> Table:
             f"{row['round_ms']:.3f}",
             f"{row['acceptance_length']:.2f}",
             f"{row['tokens_per_second']:,.0f}",
-            f"{sum(row['floor'].values()) / 1e9:.2f}",
+            f"{sum(row['floor'].values()) / 1e9:.3g}",
             f"{row['floor_ms']:.3f}",
             f"{100 * row['share_of_floor']:.0f}",
         )

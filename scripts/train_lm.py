@@ -151,10 +151,12 @@ def train(args: argparse.Namespace, console: Console, started: float) -> None:
         evaluate_every=args.evaluate_every,
         save_every=args.save_every,
     )
-    run = Pretraining(model, config, corpus, schedule, args.work, args.resume)
+    run = Pretraining(
+        model, config, corpus, schedule, args.work, args.resume, data_parallel=jax.device_count()
+    )
     console.print(
         f"{num_parameters(run.params):,} parameters, {config.attention} attention, "
-        f"{config.compute_dtype}, {len(jax.devices())} x {jax.devices()[0].device_kind}, "
+        f"{config.compute_dtype}, {jax.device_count()} x {jax.devices()[0].device_kind}, "
         f"{time.monotonic() - started:.1f} s so far"
     )
     text = None

@@ -86,7 +86,9 @@ def noisy[T](model: T, noise: float, seed: int = 1) -> T:
     def perturb(leaf: Array) -> Array:
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             return leaf
-        return leaf + noise * jnp.std(leaf) * rng.standard_normal(leaf.shape).astype(np.float32)
+        values = np.asarray(leaf)
+        noisy_values = values + noise * values.std() * rng.standard_normal(leaf.shape)
+        return jnp.asarray(noisy_values, leaf.dtype)
 
     return jax.tree.map(perturb, model)
 

@@ -58,7 +58,7 @@ parameters = st.tuples(
     rows=st.lists(logit_rows, min_size=ROWS * NODES, max_size=ROWS * NODES),
     options=st.lists(parameters, min_size=ROWS, max_size=ROWS),
 )
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 def test_processed_logits_are_those_of_sorting(rows, options):
     logits = np.stack(rows).reshape(ROWS, NODES, VOCAB)
     temperature, top_k, top_p, min_p = (np.array(values) for values in zip(*options, strict=True))
@@ -127,7 +127,11 @@ def test_sharded_vocabulary_is_processed_as_a_whole_one():
 
 
 def test_noise_belongs_to_seed_stream_position_and_token():
-    seeds, positions, ids = jnp.array([3, 3, 4]), jnp.array([[0, 1], [1, 9], [0, 1]]), jnp.arange(50)
+    seeds, positions, ids = (
+        jnp.array([3, 3, 4]),
+        jnp.array([[0, 1], [1, 9], [0, 1]]),
+        jnp.arange(50),
+    )
     noise = gumbel(seeds, Stream.TARGET, positions, ids)  # [3, 2, 50]
     assert jnp.array_equal(noise[0, 1], noise[1, 0]), "same seed and position"
     assert jnp.array_equal(noise[..., 7:9], gumbel(seeds, Stream.TARGET, positions, ids[7:9]))
@@ -135,6 +139,14 @@ def test_noise_belongs_to_seed_stream_position_and_token():
     for other in (noise[0, 1], noise[2, 0], other_stream[0, 0]):
         assert abs(np.corrcoef(noise[0, 0], other)[0, 1]) < 0.5
         assert not (noise[0, 0] == other).any()
+
+
+def test_noise_may_be_mapped_over_seeds():
+    positions, ids = jnp.arange(6).reshape(2, 3), jnp.arange(5)
+    seeds = jnp.array([[1, 2], [3, 4]])
+    mapped = jax.vmap(lambda seeds: gumbel(seeds, Stream.TARGET, positions, ids))(seeds)
+    for row, noise in zip(seeds, mapped, strict=True):
+        assert jnp.array_equal(noise, gumbel(row, Stream.TARGET, positions, ids))
 
 
 @pytest.mark.parametrize("stream", list(Stream))

@@ -36,11 +36,10 @@ class Beams(NamedTuple):
 
 
 class Children(NamedTuple):
-    """Children tried: tokens and log-probabilities [B, k, c]; probs [B, k, V / shards] or None."""
+    """Children tried: tokens and log-probabilities [B, k, c]."""
 
     tokens: Array
     log_probs: Array
-    probs: Array | None
 
 
 Step = Callable[[Beams, Any], tuple[Array, Any]]  # -> (logits [B, k, W / shards], carry)
@@ -67,21 +66,38 @@ class Proposer(NamedTuple):
 
     def children(self, logits: Array, depth: int) -> Children:
         """The ``top_k`` children at ``depth`` of each beam: logits [B, k, W / shards]."""
-        proposal = self.speculation.resolved_proposal
-        probs = None
-        if proposal != "top_k":
-            logits = process_logits(logits, self.sampling, self.axis)
-        if proposal == "sampled":
-            probs = self._over_target_vocab(probabilities(logits, self.sampling, self.axis))
-        if proposal != "top_k":
-            stream = Stream.DRAFT if proposal == "sampled" else Stream.TARGET
-            positions = jnp.broadcast_to((self.context_lens + depth)[:, None], logits.shape[:2])
-            ids = self._local_token_ids(logits.shape[-1])
-            logits = perturb(logits, self.sampling, positions, ids, stream)
-        log_probs = collectives.log_softmax(logits, self.axis)
+        log_probs = collectives.log_softmax(self._ranked(self._processed(logits), depth), self.axis)
         values, index = collectives.top_k(log_probs, self.speculation.top_k, self.axis)
-        tokens = index if self.token_ids is None else self.token_ids[index]
-        return Children(tokens, values, probs)
+        return Children(self._target_ids(index), values)
+
+    def next_token(self, logits: Array, depth: int) -> tuple[Array, Array | None]:
+        """A chain's token at ``depth`` from logits [B, 1, W / shards]: int32 [B, 1].
+
+        Beside it the distribution [B, 1, V / shards] that it was drawn from, None if it was not.
+        """
+        logits, probs = self._processed(logits), None
+        if self.speculation.resolved_proposal == "sampled":
+            probs = self._over_target_vocab(probabilities(logits, self.sampling, self.axis))
+        index = collectives.argmax(self._ranked(logits, depth), self.axis)
+        return self._target_ids(index), probs
+
+    def _processed(self, logits: Array) -> Array:
+        if self.speculation.resolved_proposal == "top_k":
+            return logits
+        return process_logits(logits, self.sampling, self.axis)
+
+    def _ranked(self, logits: Array, depth: int) -> Array:
+        """Processed logits plus the noise that the proposal ranks them under."""
+        proposal = self.speculation.resolved_proposal
+        if proposal == "top_k":
+            return logits
+        stream = Stream.DRAFT if proposal == "sampled" else Stream.TARGET
+        positions = jnp.broadcast_to((self.context_lens + depth)[:, None], logits.shape[:2])
+        ids = self._local_token_ids(logits.shape[-1])
+        return perturb(logits, self.sampling, positions, ids, stream)
+
+    def _target_ids(self, index: Array) -> Array:
+        return index if self.token_ids is None else self.token_ids[index]
 
     def _local_token_ids(self, size: int) -> Array:
         ids = vocab_ids(size, self.axis)
@@ -108,27 +124,51 @@ def grow(
       root_logits: [B, W / shards] draft logits after the root.
       step: runs one level of beams; ``carry`` is what it threads through (caches, hidden states).
     """
+    if proposer.speculation.is_chain:
+        return _grow_chain(proposer, roots, root_logits, step, carry)
     spec = proposer.speculation
     children = proposer.children(root_logits[:, None], 1)
     beams, scores = _first_beams(children, spec), children.log_probs[:, 0]
     beam_candidates = jnp.broadcast_to(1 + jnp.arange(spec.top_k), scores.shape)
     num_candidates = 1 + spec.top_k  # the root is candidate 0
     candidates = [_Candidates(beams.tokens, scores, jnp.zeros_like(beams.tokens))]
-    probs = [children.probs]
     for depth in range(2, spec.max_depth + 1):
         logits, carry = step(beams, carry)
         children = proposer.children(logits, depth)
         totals = children.log_probs + scores[:, :, None]
         parents = jnp.broadcast_to(beam_candidates[:, :, None], totals.shape)
         candidates.append(_Candidates(*map(_flatten, (children.tokens, totals, parents))))
-        probs.append(children.probs)
         scores, picked = jax.lax.top_k(_flatten(totals), spec.top_k)
         beams = _next_beams(beams, children, picked, spec)
         beam_candidates = num_candidates + picked
         num_candidates += spec.top_k**2
-    if spec.is_chain:
-        return _chain(roots, candidates, probs), carry
     return _rerank(roots, candidates, spec), carry
+
+
+def _grow_chain(
+    proposer: Proposer, roots: Array, root_logits: Array, step: Step, carry: Any
+) -> tuple[DraftTree, Any]:
+    """As grow with one beam and one child, which needs no scores."""
+    spec, logits = proposer.speculation, root_logits[:, None]
+    tokens, probs = [roots[:, None]], []
+    for depth in range(1, spec.max_depth + 1):
+        if depth > 1:
+            # Scratch node d - 1 sees all those before it.
+            seen = jnp.sum(_own_bits(0, depth - 1, _words(spec)), axis=0, dtype=jnp.uint32)
+            ancestors = jnp.broadcast_to(seen, (*tokens[-1].shape, seen.size))
+            beam = Beams(tokens[-1], jnp.zeros_like(tokens[-1]), depth - 1, depth - 2, ancestors)
+            logits, carry = step(beam, carry)
+        token, drawn_from = proposer.next_token(logits, depth)
+        tokens.append(token)
+        probs.append(drawn_from)
+    drawn = [q for q in probs if q is not None]
+    if drawn:
+        drawn = [jnp.zeros_like(drawn[0]), *drawn]  # nobody drew the root
+    size = jnp.full(roots.shape, spec.num_nodes)
+    chain = make_chain(
+        jnp.concatenate(tokens, axis=1), size, jnp.concatenate(drawn, axis=1) if drawn else None
+    )
+    return chain, carry
 
 
 class _Candidates(NamedTuple):
@@ -173,15 +213,6 @@ def _next_beams(beams: Beams, children: Children, picked: Array, spec: Speculati
         first=first,
         ancestors=inherited | _own_bits(first, spec.top_k, _words(spec)),
     )
-
-
-def _chain(roots: Array, candidates: list[_Candidates], probs: list[Array | None]) -> DraftTree:
-    tokens = jnp.concatenate([roots[:, None], *(level.tokens for level in candidates)], axis=1)
-    num_nodes = jnp.full(roots.shape, tokens.shape[1])
-    drawn = [level for level in probs if level is not None]
-    if drawn:
-        drawn = [jnp.zeros_like(drawn[0]), *drawn]
-    return make_chain(tokens, num_nodes, jnp.concatenate(drawn, axis=1) if drawn else None)
 
 
 def _rerank(roots: Array, candidates: list[_Candidates], spec: SpeculationConfig) -> DraftTree:

@@ -94,7 +94,10 @@ class Pace:
 
 
 class Pretraining:
-    """A training run in the folder ``directory``: checkpoints, and log.jsonl of Records."""
+    """A training run in the folder ``directory``: checkpoints, and log.jsonl of Records.
+
+    Batches are split over the first ``data_parallel`` devices.
+    """
 
     def __init__(
         self,
@@ -104,6 +107,7 @@ class Pretraining:
         schedule: Schedule,
         directory: Path,
         resume: bool = False,
+        data_parallel: int = 1,
     ):
         if len(corpus.train) <= config.context:
             raise ValueError(
@@ -113,7 +117,7 @@ class Pretraining:
         if len(corpus.train) >= 1 << 31:
             raise ValueError("more than 2^31 training tokens: offsets are int32")
         self.model, self.config, self.corpus, self.schedule = model, config, corpus, schedule
-        self._replicated, self._batch_sharding = _shardings(config.batch_size)
+        self._replicated, self._batch_sharding = _shardings(config.batch_size, data_parallel)
         windows = lm.held_out_windows(corpus.held_out, config, schedule.evaluation_tokens)
         self._windows = jax.device_put(windows, self._replicated)
         self._tokens = jax.device_put(corpus.train, self._replicated)
@@ -239,9 +243,8 @@ def _line(record: Record) -> str:
     return json.dumps(dataclasses.asdict(record)) + "\n"
 
 
-def _shardings(batch_size: int) -> tuple[NamedSharding, NamedSharding | None]:
-    """(replicated over all devices, batches split over them; None for one device)."""
-    devices = len(jax.devices())
+def _shardings(batch_size: int, devices: int) -> tuple[NamedSharding, NamedSharding | None]:
+    """(replicated over the devices, batches split over them; None for one device)."""
     if batch_size % devices:
         raise ValueError(f"batch size {batch_size} cannot be split over {devices} devices")
     mesh = make_mesh(data_parallel=devices)

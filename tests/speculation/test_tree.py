@@ -58,7 +58,7 @@ def test_node_i_is_bit_i_mod_32_of_word_i_div_32():
 
 
 @given(seed=seeds, size=sizes)
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 def test_ancestors_and_depth_are_those_of_the_parents(seed: int, size: int):
     tokens, parents = noisy_rows(seed, size)
     tree = built(tokens, parents, size)
@@ -70,7 +70,7 @@ def test_ancestors_and_depth_are_those_of_the_parents(seed: int, size: int):
 
 
 @given(seed=seeds, size=sizes)
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 def test_padding_is_cleared_and_nodes_are_kept(seed: int, size: int):
     tokens, parents = noisy_rows(seed, size)
     tree = built(tokens, parents, size)
@@ -85,7 +85,7 @@ def test_padding_is_cleared_and_nodes_are_kept(seed: int, size: int):
 
 
 @given(seed=seeds, size=sizes, data=st.data())
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 def test_path_to_lists_the_nodes_from_the_root(seed: int, size: int, data: st.DataObject):
     tokens, parents = noisy_rows(seed, size)
     leaf = data.draw(st.integers(0, size - 1))

@@ -45,14 +45,14 @@ def model(corpus: Corpus) -> ModelConfig:
         vocab_size=corpus.tokenizer.get_vocab_size(),
         hidden_size=32,
         intermediate_size=64,
-        num_layers=2,
+        num_layers=1,
         num_heads=2,
         num_kv_heads=1,
         head_dim=16,
         rms_norm_eps=1e-5,
         rope_theta=10000.0,
         max_position=64,
-        sliding_windows=(None, None),
+        sliding_windows=(None,),
         tie_word_embeddings=True,
         stop_token_ids=(data.end_of_text_id(corpus.tokenizer),),
     )
@@ -195,6 +195,17 @@ def test_resume_equals_an_uninterrupted_run(
         Pretraining(model, other, corpus, schedule, tmp_path, resume=True)
 
 
+@pytest.mark.slow
+def test_two_devices_train_as_one(
+    trained: Pretraining, corpus: Corpus, model: ModelConfig, tmp_path: Path
+):
+    run = Pretraining(model, CONFIG, corpus, SCHEDULE, tmp_path, data_parallel=2)
+    records = list(run.run())
+    assert len(run.params.embed.devices()) == 2
+    losses = [[r.loss for r in rs[1:]] for rs in (records, trained.records)]  # [0]: untrained
+    np.testing.assert_allclose(*losses, rtol=1e-3)
+
+
 def test_the_learning_rate_rises_stays_and_falls():
     config = TrainConfig(learning_rate=1.0, warmup_steps=10, decay_fraction=0.5)
     rates = [float(lm.learning_rate(config, jnp.int32(s), jnp.int32(100))) for s in range(101)]
@@ -235,7 +246,7 @@ def test_transformers_gives_the_same_logits(trained: Pretraining, exported: Path
         lambda leaf: leaf.astype(jnp.bfloat16).astype(jnp.float32), trained.params
     )
     hidden, _, _ = decoder.run(
-        params, jnp.asarray(tokens), jnp.arange(48)[None], (None, None), dense_causal_attend
+        params, jnp.asarray(tokens), jnp.arange(48)[None], (None,), dense_causal_attend
     )
     with torch.no_grad():
         expected = theirs(torch.tensor(tokens, dtype=torch.int64)).logits.numpy()

@@ -1,0 +1,96 @@
+"""The benchmark's inputs and its arithmetic; its timings are for a GPU."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.benchmarking.floors import FloorBytes, floor_bytes
+from jaxspec.benchmarking.modes import make_params, parse_mode
+from jaxspec.benchmarking.random_params import random_decoder, random_eagle3_head
+from jaxspec.benchmarking.shapes import SHAPES
+from jaxspec.models.decoder import decoder_shapes
+
+TINY, BFLOAT16 = SHAPES["tiny"], jnp.dtype("bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("shape", "billions"),
+    [
+        ("llama-3.1-8b", 8.030),
+        ("llama-3.1-70b", 70.554),
+        ("llama-3.2-1b", 1.236),
+        ("qwen3-8b", 8.191),
+        ("qwen2.5-7b", 7.616),
+        ("mistral-7b", 7.248),
+    ],
+)
+def test_shapes_have_the_published_number_of_parameters(shape: str, billions: float):
+    leaves = jax.tree.leaves(decoder_shapes(SHAPES[shape], BFLOAT16))
+    assert sum(math.prod(leaf.shape) for leaf in leaves) / 1e9 == pytest.approx(billions, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "most_tokens"),
+    [
+        ("plain", "plain", 1),
+        ("chain:3", "chain:3@3", 4),
+        ("chain:5", "chain:5@3.5", 4),
+        ("chain:4@2.5", "chain:4@2.5", 3),
+        ("tree:60:7:10", "tree:60:7:10@4", 5),
+        ("tree:60:7:10@8", "tree:60:7:10@8", 8),
+    ],
+)
+def test_modes_are_parsed(text: str, name: str, most_tokens: int):
+    mode = parse_mode(text)
+    assert (mode.name, mode.most_tokens) == (name, most_tokens)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "plain@2",
+        "plain:1",
+        "chain",
+        "chain:4",
+        "chain:3@5",
+        "chain:x",
+        "tree:60:7",
+        "tree:3:7:2",
+    ],
+)
+def test_other_modes_are_refused(text: str):
+    with pytest.raises(ValueError, match="mode"):
+        parse_mode(text)
+
+
+def test_random_weights_are_all_different_and_of_a_sane_size():
+    target = random_decoder(TINY, BFLOAT16, None, seed=0)
+    head = random_eagle3_head(TINY, BFLOAT16, None, seed=1)
+    arrays = [np.asarray(leaf) for leaf in jax.tree.leaves((target, head))]
+    assert len({array.tobytes() for array in arrays}) == len(arrays)
+    assert {array.dtype for array in arrays} == {BFLOAT16, np.dtype("int32")}
+    gate_up = np.asarray(target.layers[1].gate_up, np.float32)
+    assert abs(gate_up.mean()) < 0.01
+    assert gate_up.std() == pytest.approx(TINY.hidden_size**-0.5, rel=0.05)
+    assert len(set(np.asarray(head.token_ids).tolist())) == TINY.vocab_size
+
+
+def test_the_floor_of_a_chain():
+    target = random_decoder(TINY, BFLOAT16, None, seed=0)
+    head = random_eagle3_head(TINY, BFLOAT16, None, seed=1)
+    params = make_params(parse_mode("chain:3"), target, head, None)
+    hidden, ff, vocab, layers = 64, 128, 1000, 4  # tiny's; 8 query and 4 KV heads of 16
+    layer = hidden * (256 + 128 + 3 * ff) + 2 * hidden
+    draft = 2 * hidden * 256 + hidden * (128 + 3 * ff) + 2 * hidden  # qkv reads twice the width
+    draft += 2 * hidden + hidden * vocab
+    slot = 2 * 4 * 16
+    assert floor_bytes(params, batch=5, context=100) == FloorBytes(
+        target_weights=2 * (layers * layer + hidden + hidden * vocab),
+        target_kv=2 * 5 * 100 * layers * slot,
+        draft_weights=2 * (3 * hidden * hidden + 3 * draft),
+        draft_kv=2 * 3 * 5 * 100 * slot,
+    )

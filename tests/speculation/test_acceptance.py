@@ -1,0 +1,202 @@
+"""Committed tokens have exactly the target's distribution, whatever is drafted: chi-square tests.
+
+Target and drafter are random Markov chains over a few tokens. Every batch row is an experiment
+with a seed of its own: rounds run until it has committed two tokens, and the counts of all pairs
+are compared with the target's probabilities. Wrong rules must fail the same test.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import Array
+from scipy import stats
+
+from jaxspec.config import SpeculationConfig
+from jaxspec.sampling import Sampling, make_sampling, process_logits
+from jaxspec.speculation import acceptance
+from jaxspec.speculation.acceptance import Accepted, accept_match, accept_rejection
+from jaxspec.speculation.expand import Beams, Proposer, grow
+from jaxspec.speculation.tree import DraftTree
+
+VOCAB, ROWS = 8, 40_000
+ROOT, CONTEXT = 3, 17
+P_VALUE = 1e-3  # right rules stay above it; wrong ones fall far below
+
+CHAIN = SpeculationConfig.chain(2)
+TREE = SpeculationConfig(num_nodes=8, max_depth=2, top_k=3)
+SAMPLINGS = {
+    "plain": {"temperature": 1.0},
+    "truncated": {"temperature": 0.8, "top_k": 6, "top_p": 0.9},
+}
+Rule = Callable[[DraftTree, Array, Sampling, Array, None], Accepted]
+
+
+def random_tables(seed: int) -> tuple[Array, Array]:
+    """Logits [V, V] of the next token after each, the target's and a related drafter's."""
+    rng = np.random.default_rng(seed)
+    target = 1.2 * rng.standard_normal((VOCAB, VOCAB))
+    draft = 0.6 * target + 0.8 * rng.standard_normal((VOCAB, VOCAB))
+    return jnp.asarray(target, jnp.float32), jnp.asarray(draft, jnp.float32)
+
+
+TARGET, DRAFT = random_tables(0)
+
+
+def draft_tree(
+    spec: SpeculationConfig,
+    sampling: Sampling,
+    roots: Array,
+    context_lens: Array,
+    token_ids: Array | None,
+) -> DraftTree:
+    """Grown by the drafters' own code, from a table in the place of a model."""
+    ids = jnp.arange(VOCAB) if token_ids is None else token_ids
+    proposer = Proposer(
+        speculation=spec,
+        sampling=sampling,
+        context_lens=context_lens,
+        axis=None,
+        token_ids=token_ids,
+        target_vocab=VOCAB,
+        target_axis=None,
+    )
+
+    def step(beams: Beams, carry: None) -> tuple[Array, None]:
+        return DRAFT[beams.tokens][..., ids], carry
+
+    return grow(proposer, roots, DRAFT[roots][:, ids], step, None)[0]
+
+
+def commit_pairs(
+    spec: SpeculationConfig,
+    rule: Rule,
+    options: dict[str, Any],
+    token_ids: Array | None = None,
+    distort: Callable[[DraftTree], DraftTree] = lambda tree: tree,
+) -> tuple[np.ndarray, float]:
+    """The first two tokens committed in each row [ROWS, 2], and the mean accepted depth."""
+    sampling = make_sampling(ROWS, seeds=jnp.arange(ROWS), **options)
+
+    def one_round(roots: Array, context_lens: Array) -> Accepted:
+        tree = distort(draft_tree(spec, sampling, roots, context_lens, token_ids))
+        logits = process_logits(TARGET[tree.tokens], sampling)
+        return rule(tree, logits, sampling, context_lens, None)
+
+    @jax.jit
+    def two_tokens() -> tuple[Array, Array]:
+        context_lens = jnp.full(ROWS, CONTEXT)
+        first = one_round(jnp.full(ROWS, ROOT), context_lens)
+        second = one_round(first.tokens[:, 0], context_lens + 1)
+        after = jnp.where(first.depth > 0, first.tokens[:, 1], second.tokens[:, 0])
+        return jnp.stack([first.tokens[:, 0], after], axis=1), first.depth.mean()
+
+    pairs, depth = two_tokens()
+    return np.asarray(pairs), float(depth)
+
+
+def p_value(pairs: np.ndarray, options: dict[str, Any]) -> float:
+    """Chi-square test of all pairs against the target; 0 if an impossible one was seen."""
+    sampling = make_sampling(1, **options)
+    after = np.asarray(jax.nn.softmax(process_logits(TARGET[None], sampling)[0]), np.float64)
+    expected = (ROWS * after[ROOT][:, None] * after).ravel()
+    found = np.bincount(pairs[:, 0] * VOCAB + pairs[:, 1], minlength=VOCAB**2)
+    if found[expected == 0].any():
+        return 0.0
+    rare = expected < 8
+    expected = np.append(expected[~rare], expected[rare].sum())
+    found = np.append(found[~rare], found[rare].sum())
+    present = expected > 0
+    return stats.chisquare(found[present], expected[present], sum_check=False).pvalue
+
+
+def with_rule(
+    spec: SpeculationConfig, acceptance: str, proposal: str | None = None
+) -> SpeculationConfig:
+    return dataclasses.replace(spec, acceptance=acceptance, proposal=proposal)
+
+
+RIGHT_RULES = {
+    "match, coupled chain": (with_rule(CHAIN, "match"), accept_match),
+    "match, coupled tree": (with_rule(TREE, "match"), accept_match),
+    "match, likeliest tree": (with_rule(TREE, "match", "top_k"), accept_match),
+    "rejection, drawn chain": (with_rule(CHAIN, "rejection"), accept_rejection),
+    "rejection, likeliest chain": (with_rule(CHAIN, "rejection", "top_k"), accept_rejection),
+    "rejection, likeliest tree": (with_rule(TREE, "rejection"), accept_rejection),
+}
+REDUCED = jnp.array([6, 1, 3, 4])  # target ids of a draft vocabulary of four
+
+
+@pytest.mark.parametrize("token_ids", [None, REDUCED], ids=["all tokens", "reduced vocabulary"])
+@pytest.mark.parametrize("options", SAMPLINGS.values(), ids=SAMPLINGS)
+@pytest.mark.parametrize(("spec", "rule"), RIGHT_RULES.values(), ids=RIGHT_RULES)
+def test_pairs_have_the_targets_distribution(spec, rule, options, token_ids):
+    pairs, depth = commit_pairs(spec, rule, options, token_ids)
+    assert 0.15 < depth < 1.95, "drafts must be accepted and refused"
+    assert p_value(pairs, options) > P_VALUE
+
+
+def test_coupled_drafts_are_accepted_more_often_than_likeliest_ones():
+    depths = [
+        commit_pairs(with_rule(CHAIN, "match", proposal), accept_match, {"temperature": 1.0})[1]
+        for proposal in ("coupled", "top_k")
+    ]
+    assert depths[0] > depths[1]
+
+
+# Wrong rules: each must fail the test above.
+
+
+def claim_flat_draws(tree: DraftTree) -> DraftTree:
+    assert tree.probs is not None
+    return dataclasses.replace(tree, probs=jnp.full_like(tree.probs, 1 / VOCAB))
+
+
+
+
+def test_a_false_claim_about_the_draws_is_caught():
+    options = SAMPLINGS["plain"]
+    spec = with_rule(CHAIN, "rejection")
+    pairs, _ = commit_pairs(spec, accept_rejection, options, distort=claim_flat_draws)
+    assert p_value(pairs, options) < 1e-9
+
+
+@pytest.mark.parametrize("spec", [CHAIN, TREE], ids=["chain", "tree"])
+def test_drafts_that_share_the_targets_noise_are_caught_under_rejection(spec):
+    """What SpeculationConfig refuses: proposal ``coupled`` with acceptance ``rejection``."""
+    options = SAMPLINGS["plain"]
+    coupled = with_rule(spec, "match", "coupled")
+    pairs, _ = commit_pairs(coupled, accept_rejection, options)
+    assert p_value(pairs, options) < 1e-9
+
+
+WRONG_RESIDUALS = {
+    "draws from p after a refusal": lambda p, q, axis: p,
+    "forgets to normalize": lambda p, q, axis: jnp.maximum(p - q, 0.0),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "spec"),
+    [
+        ("draws from p after a refusal", CHAIN),
+        ("draws from p after a refusal", TREE),
+        ("forgets to normalize", TREE),  # seen by the next sibling; a last draw needs no norm
+    ],
+)
+def test_a_wrong_residual_is_caught(name, spec, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(acceptance, "_residual", WRONG_RESIDUALS[name])
+    options = SAMPLINGS["plain"]
+    pairs, _ = commit_pairs(with_rule(spec, "rejection"), accept_rejection, options)
+    assert p_value(pairs, options) < 1e-9
+
+
+def test_a_rule_that_always_accepts_is_caught(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(acceptance, "uniform", lambda *args: jnp.zeros((ROWS, 1, 1)))
+    options = SAMPLINGS["plain"]
+    pairs, _ = commit_pairs(with_rule(CHAIN, "rejection"), accept_rejection, options)
+    assert p_value(pairs, options) < 1e-9

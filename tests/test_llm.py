@@ -1,0 +1,150 @@
+"""LLM: text in, text out, in batches, streamed, with clear errors."""
+
+import dataclasses
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from jaxspec import LLM, Completion, SamplingParams, SpeculationConfig, TextChunk
+from jaxspec.comparison import compare
+from tests.checkpoints import tiny_llama
+
+
+def save_byte_tokenizer(directory) -> None:
+    """One token a byte, and an end token."""
+    vocab = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab | {"<end>": 256}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(
+        directory
+    )
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    directory = tiny_llama(tmp_path_factory.mktemp("llm"), vocab_size=257, num_hidden_layers=2)
+    save_byte_tokenizer(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def llm(model) -> LLM:
+    return LLM(model, "ngram", max_length=128, max_batch=2)
+
+
+GREEDY = SamplingParams(max_tokens=40)
+
+
+def test_generate_gives_one_completion_a_prompt_in_order(llm):
+    prompts = ["def f(x):", [1, 2, 3], "a"]
+    completions = llm.generate(prompts, GREEDY)
+    assert [c.prompt_token_ids for c in completions[1:2]] == [[1, 2, 3]]
+    for prompt, completion in zip(prompts, completions, strict=True):
+        [alone] = llm.generate([prompt], GREEDY)
+        assert alone.token_ids == completion.token_ids
+        assert len(completion.token_ids) == 40 and completion.finish_reason == "length"
+        assert completion.text == llm.tokenizer.decode(completion.token_ids)
+
+
+def test_statistics_add_up(llm):
+    [completion] = llm.generate(["abcabcabcabc"], GREEDY)
+    tokens = completion.acceptance_length * completion.num_rounds
+    assert round(tokens) == len(completion.token_ids) - 1
+    assert sorted(completion.acceptance_by_depth, reverse=True) == completion.acceptance_by_depth
+
+
+def test_stream_gives_the_same_text_in_pieces(llm):
+    prompts = ["def f(x):", "hello"]
+    expected = [c.text for c in llm.generate(prompts, GREEDY)]
+    texts, completions = ["", ""], []
+    for event in llm.stream(prompts, GREEDY):
+        if isinstance(event, TextChunk):
+            texts[event.index] += event.text
+        else:
+            completions.append(event)
+    assert texts == expected == [c.text for c in completions]
+
+
+def test_a_stop_token_ends_the_text_and_is_not_part_of_it(llm):
+    [whole] = llm.generate(["def f(x):"], GREEDY)
+    stop = whole.token_ids[10]
+    first = whole.token_ids.index(stop)
+    [cut] = llm.generate(["def f(x):"], dataclasses.replace(GREEDY, stop_token_ids=(stop,)))
+    assert cut.token_ids == whole.token_ids[: first + 1]
+    assert cut.finish_reason == "stop"
+    assert cut.text == llm.tokenizer.decode(whole.token_ids[:first])
+
+
+def test_requests_of_a_batch_keep_their_own_sampling(llm):
+    warm = SamplingParams(temperature=1.0, seed=3, max_tokens=30)
+    prompts, params = ["hello", "hello"], [warm, dataclasses.replace(warm, seed=4)]
+    one, other = llm.generate(prompts, params)
+    assert one.token_ids != other.token_ids
+    assert llm.generate(["hello"], params[1])[0].token_ids == other.token_ids
+
+
+def test_ten_calls_of_one_bucket_trace_once(model):
+    engine = (llm := LLM(model, "ngram", max_length=128, page_size=8)).engine
+    before = engine.prefill._cache_size(), engine.decode._cache_size()
+    for length in range(1, 11):
+        llm.generate(["x" * length], GREEDY)
+    after = engine.prefill._cache_size(), engine.decode._cache_size()
+    assert after == (before[0] + 1, before[1] + 1)
+
+
+def test_compare_finds_equal_tokens(llm, model):
+    result = compare(llm, LLM(model, "none", max_length=128), "abcabcabc", GREEDY, repeats=1)
+    assert result.identical and result.first_difference is None
+    assert result.speedup > 0
+
+
+@pytest.mark.parametrize(
+    ("prompts", "sampling", "message"),
+    [
+        ([""], GREEDY, "prompt 0 is empty"),
+        ([[]], GREEDY, "prompt 0 is empty"),
+        (["x" * 128], GREEDY, "raise max_length"),
+        ([[999]], GREEDY, "token id outside"),
+        ([], GREEDY, "no prompts"),
+        ("text", GREEDY, "not one string"),
+        (["x"], [GREEDY, GREEDY], "1 prompts but 2 sampling params"),
+    ],
+)
+def test_bad_prompts_are_clear_errors(llm, prompts, sampling, message):
+    with pytest.raises(ValueError, match=message):
+        llm.generate(prompts, sampling)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("temperature", -1.0), ("top_p", 0.0), ("min_p", 2.0), ("top_k", -1)]
+    + [("max_tokens", 0), ("seed", -1)],
+)
+def test_bad_sampling_values_are_clear_errors(llm, field, value):
+    with pytest.raises(ValueError, match=field):
+        llm.generate(["x"], dataclasses.replace(GREEDY, **{field: value}))
+
+
+def test_max_length_beyond_the_model_is_an_error(model):
+    with pytest.raises(ValueError, match="exceeds the model's"):
+        LLM(model, "none", max_length=100_000)
+
+
+def test_a_tree_beyond_the_page_budget_is_an_error(model):
+    tree = SpeculationConfig(num_nodes=60, max_depth=8, top_k=8)
+    llm = LLM(model, "ngram", speculation=tree, max_length=128, page_size=16, num_pages=8)
+    with pytest.raises(ValueError, match="the budget is 8"):
+        llm.generate(["x"], GREEDY)
+
+
+def test_a_drafter_of_another_vocabulary_is_an_error(model, tmp_path):
+    other = tiny_llama(tmp_path / "other", vocab_size=320)
+    with pytest.raises(ValueError, match="share a tokenizer"):
+        LLM(model, other)
+
+
+def test_completion_is_what_a_stream_ends_with(llm):
+    *_, last = llm.stream(["x"], GREEDY)
+    assert isinstance(last, Completion)
