@@ -6,11 +6,11 @@ import statistics
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.engine import SamplingParams
 from jaxspec.llm import LLM, Completion
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.decoder import Decoder
+from jaxspec.scheduling.requests import SamplingParams
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,8 +8,9 @@ import transformers
 from jax.sharding import Mesh
 
 from jaxspec.config import CacheConfig, SpeculationConfig
-from jaxspec.engine import Engine, Run, SamplingParams, Timings
+from jaxspec.engine import Engine, Run, Timings
 from jaxspec.loading import BUILT_IN_MODEL, load
+from jaxspec.scheduling.requests import SamplingParams
 from jaxspec.weights.hub import resolve_directory
 
 Prompt = str | Sequence[int]

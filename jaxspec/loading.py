@@ -109,15 +109,12 @@ def _check_same_tokenizer(
 ) -> None:
     """Refuse a draft model whose token ids mean other text; padding rows may differ."""
     draft, wanted = _vocabulary(directory), _vocabulary(target_directory)
-    if draft is not None and wanted is not None and draft != wanted:
+    if draft is None or wanted is None:
+        draft, wanted = config.vocab_size, target.vocab_size
+    if draft != wanted:
         raise ValueError(
             f"draft model {directory} has another vocabulary than the target {target_directory}: "
             "they must share a tokenizer"
-        )
-    if wanted is None and config.vocab_size != target.vocab_size:
-        raise ValueError(
-            f"draft model {directory} has {config.vocab_size} tokens, the target "
-            f"{target.vocab_size}: they must share a tokenizer"
         )
 
 

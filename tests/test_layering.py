@@ -30,11 +30,13 @@ LAYERS = (
     "jaxspec.state",
     "jaxspec.speculation",
     "jaxspec.functional",
+    "jaxspec.loading",
     "jaxspec.benchmarking",
     "jaxspec.scheduling",
     "jaxspec.training",
     "jaxspec.engine",
     "jaxspec.llm",
+    "jaxspec.comparison",
     "jaxspec",  # the package's own __init__.py: the public names
     "jaxspec.serving",
     "scripts",

@@ -119,8 +119,14 @@ def test_bad_prompts_are_clear_errors(llm, prompts, sampling, message):
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("temperature", -1.0), ("top_p", 0.0), ("min_p", 2.0), ("top_k", -1)]
-    + [("max_tokens", 0), ("seed", -1)],
+    [
+        ("temperature", -1.0),
+        ("top_p", 0.0),
+        ("min_p", 2.0),
+        ("top_k", -1),
+        ("max_tokens", 0),
+        ("seed", -1),
+    ],
 )
 def test_bad_sampling_values_are_clear_errors(llm, field, value):
     with pytest.raises(ValueError, match=field):

@@ -1,0 +1,1 @@
+"""Host-side planning: requests and how they are batched. Knows no jax."""

@@ -1,0 +1,98 @@
+"""The command lines, run as a user runs them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxspec import BUILT_IN_MODEL
+from tests.checkpoints import tiny_eagle3_head, tiny_llama
+
+ROOT = Path(__file__).parent.parent
+
+GENERATE_KEYS = [
+    "text",
+    "token_ids",
+    "num_tokens",
+    "num_rounds",
+    "acceptance_length",
+    "acceptance_by_depth",
+    "decode_tokens_per_second",
+    "prefill_seconds",
+    "decode_seconds",
+    "model",
+    "drafter",
+    "device",
+]
+
+
+def run_script(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, f"scripts/{name}.py", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+
+
+def test_generate_compares_with_plain_decoding_as_json():
+    arguments = ("--drafter", "ngram", "--compare", "--json", "--max-tokens", 64)
+    result = run_script("generate", *arguments, "--temperature", 0)
+    assert result.returncode == 0, result.stderr
+    report = json.loads(result.stdout)
+    assert not set(GENERATE_KEYS) - set(report)
+    assert report["identical"] is True
+    assert report["speedup"] > 0
+    assert report["num_tokens"] == len(report["token_ids"]) == 64
+    assert report["acceptance_length"] > 1
+
+
+def test_generate_needs_no_arguments_and_prints_a_summary():
+    result = run_script("generate", "--max-tokens", 16)
+    assert result.returncode == 0, result.stderr
+    assert "def read_config(path):" in result.stdout
+    for words in ("acceptance length", "accepted by depth", "prefill", "tokens/s"):
+        assert words in result.stdout
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Things a user may point at by mistake."""
+    root = tmp_path_factory.mktemp("broken")
+    corrupt = tiny_llama(root / "corrupt")
+    weights = corrupt / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    wide = tiny_llama(root / "wide", hidden_size=128)
+    return {"corrupt": corrupt, "head": tiny_eagle3_head(root / "head", wide), "model": wide}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prompt", ""], "prompt 0 is empty"),
+        (["--prompt", "x = 1\n" * 400, "--max-length", "64"], "raise max_length"),
+        (["--model", "/no/such/directory"], "no directory /no/such/directory"),
+        (["--model", "{corrupt}"], "not a readable safetensors file"),
+        (["--temperature", "-1"], "temperature must be at least 0"),
+        (
+            ["--nodes", "60", "--depth", "8", "--top-k", "8", "--num-pages", "4"],
+            "the budget is 4",
+        ),
+        (["--drafter", "{head}"], "wide"),
+        (["--drafter", "{model}"], "share a tokenizer"),
+        (["--prompt-file", "/no/such/file"], "cannot read /no/such/file"),
+        (["--tp", "64"], "needs 64 devices"),
+        (["--proposal", "sampled"], "needs acceptance 'rejection'"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(broken, arguments, message):
+    result = run_script("generate", *(a.format(**broken) for a in arguments))
+    assert result.returncode == 2, result.stderr
+    [line] = [line for line in result.stderr.splitlines() if line.strip()]
+    assert message in line
+
+
+def test_the_built_in_model_is_small_and_says_where_it_comes_from():
+    size = sum(path.stat().st_size for path in BUILT_IN_MODEL.iterdir())
+    assert size <= 12e6
+    card = (BUILT_IN_MODEL / "README.md").read_text(encoding="utf-8")
+    for word in ("held-out loss", "steps", "Licence", "Data"):
+        assert word in card
