@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from jax.typing import ArrayLike
 
 from jaxspec import collectives
 from jaxspec.cache import init_layers, page_slots, pages_for, sequential_page_table
@@ -128,7 +129,9 @@ def _rules(target: Decoder) -> dict[str, str]:
     return TENSOR_PARALLEL if target.axis is not None else DATA_PARALLEL
 
 
-def prefill(params: EngineParams, state: EngineState, tokens: Array, counts: Array) -> EngineState:
+def prefill(
+    params: EngineParams, state: EngineState, tokens: ArrayLike, counts: ArrayLike
+) -> EngineState:
     """Read prompt tokens, and sample the token that follows them.
 
     A long prompt may be read in several calls: each overwrites the token sampled by the one
@@ -140,6 +143,7 @@ def prefill(params: EngineParams, state: EngineState, tokens: Array, counts: Arr
 
     Raises ValueError if T exceeds the state's length.
     """
+    tokens, counts = jnp.asarray(tokens, jnp.int32), jnp.asarray(counts, jnp.int32)
     if tokens.shape[1] > state.tokens.shape[1]:
         raise ValueError(
             f"a prompt of {tokens.shape[1]} tokens is longer than the cache "
@@ -149,7 +153,7 @@ def prefill(params: EngineParams, state: EngineState, tokens: Array, counts: Arr
     return _on_mesh(_prefill, params, state, (tokens, counts), (batch_spec, batch_spec))
 
 
-def decode(params: EngineParams, state: EngineState, num_rounds: int | Array) -> EngineState:
+def decode(params: EngineParams, state: EngineState, num_rounds: ArrayLike) -> EngineState:
     """Run up to ``num_rounds`` rounds; stops early when every sequence is done."""
     return _on_mesh(_decode, params, state, (jnp.asarray(num_rounds, jnp.int32),), (P(),))
 

@@ -166,7 +166,7 @@ class LLM:
     def _text(self, token_ids: list[int], params: SamplingParams) -> str:
         stops = self.engine.stop_ids(params)
         visible = token_ids[:-1] if token_ids and token_ids[-1] in stops else token_ids
-        return self.tokenizer.decode(visible)
+        return str(self.tokenizer.decode(visible))
 
     def _complete(
         self,

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.extend.random import threefry2x32_p
+from jax.typing import ArrayLike
 
 from jaxspec import collectives
 from jaxspec.pytree import array, pytree, static
@@ -49,11 +50,11 @@ class Sampling:
 def make_sampling(
     batch: int,
     *,
-    temperature: float | Array = 0.0,
-    top_k: int | Array = 0,
-    top_p: float | Array = 1.0,
-    min_p: float | Array = 0.0,
-    seeds: int | Array = 0,
+    temperature: ArrayLike = 0.0,
+    top_k: ArrayLike = 0,
+    top_p: ArrayLike = 1.0,
+    min_p: ArrayLike = 0.0,
+    seeds: ArrayLike = 0,
 ) -> Sampling:
     """Sampling of ``batch`` requests from scalars or [B] arrays; ``seeds`` may be traced.
 
@@ -61,26 +62,25 @@ def make_sampling(
 
     Raises ValueError for a value out of range.
     """
-    temperature, top_p, min_p = (
-        _concrete(value, batch, np.float32) for value in (temperature, top_p, min_p)
-    )
-    top_k = _concrete(top_k, batch, np.int32)
-    _check_range("temperature", temperature, temperature >= 0, "at least 0")
-    _check_range("top_k", top_k, top_k >= 0, "at least 0 (0 keeps all tokens)")
-    _check_range("top_p", top_p, (top_p > 0) & (top_p <= 1), "in (0, 1]")
-    _check_range("min_p", min_p, (min_p >= 0) & (min_p <= 1), "in [0, 1]")
+    temperatures = _concrete(temperature, batch, np.float32)
+    ks = _concrete(top_k, batch, np.int32)
+    top_ps, min_ps = _concrete(top_p, batch, np.float32), _concrete(min_p, batch, np.float32)
+    _check_range("temperature", temperatures, temperatures >= 0, "at least 0")
+    _check_range("top_k", ks, ks >= 0, "at least 0 (0 keeps all tokens)")
+    _check_range("top_p", top_ps, (top_ps > 0) & (top_ps <= 1), "in (0, 1]")
+    _check_range("min_p", min_ps, (min_ps >= 0) & (min_ps <= 1), "in [0, 1]")
     return Sampling(
-        temperature=jnp.asarray(temperature),
-        top_k=jnp.asarray(top_k),
-        top_p=jnp.asarray(top_p),
-        min_p=jnp.asarray(min_p),
+        temperature=jnp.asarray(temperatures),
+        top_k=jnp.asarray(ks),
+        top_p=jnp.asarray(top_ps),
+        min_p=jnp.asarray(min_ps),
         seeds=jnp.broadcast_to(jnp.asarray(seeds).astype(jnp.uint32), (batch,)),
-        greedy=bool((temperature == 0).all()),
-        truncated=bool(((top_k > 0) | (top_p < 1) | (min_p > 0)).any()),
+        greedy=bool((temperatures == 0).all()),
+        truncated=bool(((ks > 0) | (top_ps < 1) | (min_ps > 0)).any()),
     )
 
 
-def _concrete(value: float | Array, batch: int, dtype: type) -> np.ndarray:
+def _concrete(value: ArrayLike, batch: int, dtype: type) -> np.ndarray:
     return np.broadcast_to(np.asarray(value, dtype), (batch,))
 
 

@@ -1,6 +1,7 @@
 """LLM: text in, text out, in batches, streamed, with clear errors."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -85,12 +86,16 @@ def test_requests_of_a_batch_keep_their_own_sampling(llm):
     assert llm.generate(["hello"], params[1])[0].token_ids == other.token_ids
 
 
+def num_traces(engine: Any) -> tuple[int, int]:
+    return engine.prefill._cache_size(), engine.decode._cache_size()
+
+
 def test_ten_calls_of_one_bucket_trace_once(model):
     engine = (llm := LLM(model, "ngram", max_length=128, page_size=8)).engine
-    before = engine.prefill._cache_size(), engine.decode._cache_size()
+    before = num_traces(engine)
     for length in range(1, 11):
         llm.generate(["x" * length], GREEDY)
-    after = engine.prefill._cache_size(), engine.decode._cache_size()
+    after = num_traces(engine)
     assert after == (before[0] + 1, before[1] + 1)
 
 

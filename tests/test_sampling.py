@@ -82,8 +82,9 @@ def random_logits(*shape: int) -> jax.Array:
 
 def test_equal_logits_are_kept_together():
     logits = jnp.array([[[2.0, 1.0, 1.0, 1.0, 0.0]]])
-    for options in ({"top_k": 2}, {"top_p": 0.5}):
-        processed = process_logits(logits, make_sampling(1, temperature=1.0, **options))
+    top_k = make_sampling(1, temperature=1.0, top_k=2)
+    for sampling in (top_k, make_sampling(1, temperature=1.0, top_p=0.5)):
+        processed = process_logits(logits, sampling)
         assert jnp.isfinite(processed[0, 0]).tolist() == [True, True, True, True, False]
 
 

@@ -12,20 +12,11 @@ from tests.checkpoints import tiny_eagle3_head, tiny_llama
 
 ROOT = Path(__file__).parent.parent
 
-GENERATE_KEYS = [
-    "text",
-    "token_ids",
-    "num_tokens",
-    "num_rounds",
-    "acceptance_length",
-    "acceptance_by_depth",
-    "decode_tokens_per_second",
-    "prefill_seconds",
-    "decode_seconds",
-    "model",
-    "drafter",
-    "device",
-]
+GENERATE_KEYS = {
+    *("text", "token_ids", "num_tokens", "num_rounds", "acceptance_length"),
+    *("acceptance_by_depth", "decode_tokens_per_second", "prefill_seconds", "decode_seconds"),
+    *("model", "drafter", "device"),
+}
 
 
 def run_script(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
@@ -38,7 +29,7 @@ def test_generate_compares_with_plain_decoding_as_json():
     result = run_script("generate", *arguments, "--temperature", 0)
     assert result.returncode == 0, result.stderr
     report = json.loads(result.stdout)
-    assert not set(GENERATE_KEYS) - set(report)
+    assert not GENERATE_KEYS - set(report)
     assert report["identical"] is True
     assert report["speedup"] > 0
     assert report["num_tokens"] == len(report["token_ids"]) == 64
@@ -76,7 +67,7 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             ["--nodes", "60", "--depth", "8", "--top-k", "8", "--num-pages", "4"],
             "the budget is 4",
         ),
-        (["--drafter", "{head}"], "wide"),
+        (["--drafter", "{head}"], "vocab_size is 320, not 4096"),
         (["--drafter", "{model}"], "share a tokenizer"),
         (["--prompt-file", "/no/such/file"], "cannot read /no/such/file"),
         (["--tp", "64"], "needs 64 devices"),

@@ -23,6 +23,7 @@ from jaxspec.training.lm import TrainConfig
 
 UNKNOWN_STEPS = 1 << 30  # total steps while a time budget has not been measured against yet
 MAX_KEPT = 2
+SLACK = 1.1  # lest the deadline cuts off the end of the learning rate's fall
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +90,7 @@ class Pace:
         if total != UNKNOWN_STEPS and step >= self._steady * total:
             return total
         first_step, first_time = self._first
-        seconds_per_step = (now - first_time) / (step - first_step)
+        seconds_per_step = SLACK * (now - first_time) / (step - first_step)
         return step + int((self._deadline - now) / seconds_per_step)
 
 

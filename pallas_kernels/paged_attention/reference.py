@@ -31,11 +31,7 @@ def paged_attention_reference(
     scores = einsum_f32("btgrd,bgsd->bgrts", grouped, k)
     visible = visible_slots(context_lens, positions, ancestors, num_slots, window, first_slot)
     scores = jnp.where(visible[:, None, None], scores * head_dim**-0.5, MASKED)
-    if order_invariant:
-        out = _softmax_times_values_f64(scores, v)
-    else:
-        weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-        out = einsum_f32("bgrts,bgsd->btgrd", weights, v)
+    out = _softmax_times_values(scores, v, order_invariant)
     return out.reshape(q.shape).astype(q.dtype)
 
 
@@ -43,8 +39,10 @@ def gather_pages(pages: Array, page_table: Array) -> Array:
     """Slots of each sequence in order: [P, G, K, D], [B, M] -> [B, G, M * K, D]."""
     batch, num_pages = page_table.shape
     _, kv_heads, page_size, head_dim = pages.shape
-    gathered = pages.at[page_table].get(mode="promise_in_bounds")  # [B, M, G, K, D]
-    return gathered.swapaxes(1, 2).reshape(batch, kv_heads, num_pages * page_size, head_dim)
+    heads = jnp.arange(kv_heads)[:, None]
+    # One gather of (page, head) tiles: gathering whole pages would need a transposition after it.
+    tiles = pages.at[page_table[:, None, :], heads].get(mode="promise_in_bounds")
+    return tiles.reshape(batch, kv_heads, num_pages * page_size, head_dim)
 
 
 def visible_slots(
@@ -64,20 +62,34 @@ def visible_slots(
     if ancestors is None:
         causal = beyond[:, None, :] <= jnp.arange(positions.shape[1])[:, None]
         return (committed[:, None, :] | past_context[:, None, :] & causal) & in_window
-    word, bit = jnp.maximum(beyond, 0) // 32, jnp.maximum(beyond, 0) % 32
-    num_words = ancestors.shape[-1]
-    words = jnp.take_along_axis(ancestors, jnp.minimum(word, num_words - 1)[:, None, :], axis=-1)
-    set_bits = (words >> bit[:, None, :].astype(jnp.uint32)) & 1  # [B, T, S]
-    in_tree = (past_context & (word < num_words))[:, None, :] & (set_bits == 1)
+    in_tree = past_context[:, None, :] & _bit_of(ancestors, jnp.maximum(beyond, 0)[:, None, :])
     return (committed[:, None, :] & in_window) | in_tree
 
 
-def _softmax_times_values_f64(scores: Array, v: Array) -> Array:
-    """Float64 sums round to the same float32 in (nearly) any order; the scores need no care."""
+def _bit_of(mask: Array, index: Array) -> Array:
+    """Bit ``index`` [B, 1, S] of each mask [B, T, words]; False past its end: bool [B, T, S].
+
+    A choice among the few words, not a gather, which XLA would repeat inside every layer's softmax
+    (measured on an H100: 19 us a layer).
+    """
+    chosen = jnp.uint32(0)
+    for word in range(mask.shape[-1]):
+        chosen = jnp.where(index // 32 == word, mask[:, :, word, None], chosen)
+    return (chosen >> (index % 32).astype(jnp.uint32)) & 1 == 1
+
+
+def _softmax_times_values(scores: Array, v: Array, order_invariant: bool) -> Array:
+    """softmax(scores [B, G, R, T, S]) times v [B, G, S, D], normalized last: f32 [B, T, G, R, D].
+
+    Float64 sums round to the same float32 in (nearly) any order; the scores themselves need no
+    such care.
+    """
     exps = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
-    exps = exps.astype(v.dtype)
+    if not order_invariant:
+        out = einsum_f32("bgrts,bgsd->btgrd", exps.astype(v.dtype), v)
+        return out / jnp.sum(exps, axis=-1).transpose(0, 3, 1, 2)[..., None]
     with jax.enable_x64(True):
-        wide = exps.astype(jnp.float64)
+        wide = exps.astype(v.dtype).astype(jnp.float64)
         out = jnp.einsum("bgrts,bgsd->btgrd", wide, v.astype(jnp.float64))
         out = out / jnp.einsum("bgrts->btgr", wide)[..., None]
         return out.astype(jnp.float32)

@@ -7,6 +7,7 @@ are compared with the target's probabilities. Wrong rules must fail the same tes
 
 import dataclasses
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ from jax import Array
 from scipy import stats
 
 from jaxspec.config import SpeculationConfig
-from jaxspec.sampling import Sampling, make_sampling, process_logits
+from jaxspec.sampling import Sampling, Stream, make_sampling, process_logits
 from jaxspec.speculation import acceptance
 from jaxspec.speculation.acceptance import Accepted, accept_match, accept_rejection
 from jaxspec.speculation.expand import Beams, Proposer, grow
@@ -166,12 +167,12 @@ def test_a_false_claim_about_the_draws_is_caught():
     assert p_value(pairs, options) < 1e-9
 
 
-@pytest.mark.parametrize("spec", [CHAIN, TREE], ids=["chain", "tree"])
-def test_drafts_that_share_the_targets_noise_are_caught_under_rejection(spec):
-    """What SpeculationConfig refuses: proposal ``coupled`` with acceptance ``rejection``."""
+@pytest.mark.parametrize("shared", ["RESIDUAL", "ACCEPT"])
+def test_noise_shared_with_the_draws_is_caught(shared: str, monkeypatch: pytest.MonkeyPatch):
+    streams = {stream.name: stream for stream in Stream} | {shared: Stream.DRAFT}
+    monkeypatch.setattr(acceptance, "Stream", SimpleNamespace(**streams))
     options = SAMPLINGS["plain"]
-    coupled = with_rule(spec, "match", "coupled")
-    pairs, _ = commit_pairs(coupled, accept_rejection, options)
+    pairs, _ = commit_pairs(with_rule(CHAIN, "rejection"), accept_rejection, options)
     assert p_value(pairs, options) < 1e-9
 
 

@@ -3,9 +3,9 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import Array
 
 from jaxspec.config import SpeculationConfig
 from jaxspec.speculation.batch_expansion import score_by_batch_expansion
@@ -22,40 +22,45 @@ from tests.random_trees import random_tree
 
 WINDOW = 10
 PROMPTS = random_prompts((31, 1, 14), seed=3)
-WIDTH = 64
+TREE = SpeculationConfig(num_nodes=64, max_depth=WINDOW - 1, top_k=8)
+SIZES = ([64, 64, 64], [1, 2, 33], [40, 17, 32])
 
 
-@pytest.mark.parametrize("order_invariant", [False, True])
-@pytest.mark.parametrize("windows", [(None, None), (WINDOW, None), (WINDOW, WINDOW)])
-@pytest.mark.parametrize("page_size", [1, 16])
-def test_verify_scores_as_batch_expansion_does(page_size, windows, order_invariant):
+def both_scores(
+    windows: tuple[int | None, ...], page_size: int = 16, order_invariant: bool = False
+) -> list[tuple[Array, Array]]:
+    """Logits [B, N, V] of verify and of batch expansion, for random trees of each of SIZES."""
     config = dataclasses.replace(CONFIG, sliding_windows=windows)
-    spec = SpeculationConfig(num_nodes=WIDTH, max_depth=WINDOW - 1, top_k=8)
-    params = make_params("none", spec, random_target(config, context=1.0))
+    params = make_params("none", TREE, random_target(config, context=1.0))
     state = read_prompts(params, empty_state(params, 3, 48, page_size), PROMPTS)
     both = jax.jit(
-        lambda state, tree: (
+        lambda params, state, tree: (
             verify(params.target, state, tree, order_invariant=order_invariant)[0],
             score_by_batch_expansion(params.target, state, tree),
         )
     )
-    for seed, sizes in enumerate(([64, 64, 64], [1, 2, 33], [40, 17, 32])):
-        rng = np.random.default_rng(seed)
-        tree = random_tree(rng, np.asarray(state.roots), sizes, WIDTH, spec.max_depth)
-        found, expected = both(state, tree)
+    rng, roots = np.random.default_rng(0), np.asarray(state.roots)
+    trees = [random_tree(rng, roots, sizes, TREE.num_nodes, TREE.max_depth) for sizes in SIZES]
+    return [both(params, state, tree) for tree in trees]
+
+
+@pytest.mark.parametrize(
+    ("windows", "page_size", "order_invariant"),
+    [
+        ((None, None), 1, False),
+        ((None, None), 16, True),
+        ((WINDOW, None), 1, True),
+        ((WINDOW, WINDOW), 16, False),
+    ],
+)
+def test_verify_scores_as_batch_expansion_does(windows, page_size, order_invariant):
+    scores = both_scores(windows, page_size, order_invariant)
+    for sizes, (found, expected) in zip(SIZES, scores, strict=True):
         for row, size in enumerate(sizes):
             np.testing.assert_allclose(found[row, :size], expected[row, :size], atol=1e-4)
 
 
-def test_a_window_changes_the_scores_of_a_longer_prefix():
-    tree, scores = None, []
-    for windows in ((None, None), (WINDOW, WINDOW)):
-        config = dataclasses.replace(CONFIG, sliding_windows=windows)
-        spec = SpeculationConfig(num_nodes=8, max_depth=WINDOW - 1, top_k=8)
-        params = make_params("none", spec, random_target(config, context=1.0))
-        state = read_prompts(params, empty_state(params, 3, 48), PROMPTS)
-        if tree is None:
-            rng = np.random.default_rng(0)
-            tree = random_tree(rng, np.asarray(state.roots), [8] * 3, 8, spec.max_depth)
-        scores.append(score_by_batch_expansion(params.target, state, tree))
-    assert jnp.abs(scores[0][0] - scores[1][0]).max() > 0.1, "prefix of 31"
+def test_a_window_matters_to_a_longer_prefix():
+    (_, full), *_ = both_scores((None, None))
+    (_, windowed), *_ = both_scores((WINDOW, WINDOW))
+    assert abs(full[0] - windowed[0]).max() > 0.1, "the prefix of 31"

@@ -222,8 +222,9 @@ def test_rejection_at_temperature_0_is_greedy(speculation: SpeculationConfig):
 
 def test_sliding_windows_do_not_change_the_text():
     config = dataclasses.replace(CONFIG, sliding_windows=(9, None))
-    options = {"sampling": sampling_of(0.0, 3)}
-    plain, _ = generate(make_params("none", TREE, random_target(config)), PROMPTS[:3], **options)
+    sampling = sampling_of(0.0, 3)
+    undrafted = make_params("none", TREE, random_target(config))
+    plain, _ = generate(undrafted, PROMPTS[:3], sampling=sampling)
     params = make_params("draft_model", TREE, random_target(config))
-    assert generate(params, PROMPTS[:3], **options)[0] == plain
+    assert generate(params, PROMPTS[:3], sampling=sampling)[0] == plain
     assert plain != plain_texts(0.0)[:3], "the window did not matter"

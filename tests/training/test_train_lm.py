@@ -202,8 +202,10 @@ def test_two_devices_train_as_one(
     run = Pretraining(model, CONFIG, corpus, SCHEDULE, tmp_path, data_parallel=2)
     records = list(run.run())
     assert len(run.params.embed.devices()) == 2
-    losses = [[r.loss for r in rs[1:]] for rs in (records, trained.records)]  # [0]: untrained
-    np.testing.assert_allclose(*losses, rtol=1e-3)
+    together, alone = (
+        np.array([r.loss for r in rs[1:]], float) for rs in (records, trained.records)
+    )  # the first record is of the untrained model
+    np.testing.assert_allclose(together, alone, rtol=1e-3)
 
 
 def test_the_learning_rate_rises_stays_and_falls():

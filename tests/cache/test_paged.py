@@ -1,0 +1,157 @@
+"""The paged cache against a dictionary of slots, under random operations."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxspec.cache import (
+    LayerCache,
+    compact,
+    init_layers,
+    page_slots,
+    pages_for,
+    sequential_page_table,
+    write,
+)
+
+BATCH, COLUMNS, HEADS, HEAD_DIM, TOKENS = 2, 7, 2, 3, 5
+PAGE_SIZES = (1, 3, 4, 16)
+jit_write, jit_compact = jax.jit(write), jax.jit(compact)
+
+
+class Model:
+    """What the cache should hold: rows [G, D] of keys and values by slot; page 0 is anything."""
+
+    def __init__(self, page_size: int):
+        self.page_size = page_size
+        self.rows: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+
+    def write(self, k: np.ndarray, v: np.ndarray, slots: np.ndarray) -> None:
+        for index in np.ndindex(slots.shape):
+            if slots[index] >= self.page_size:
+                self.rows[slots[index]] = (k[index], v[index])
+
+    def compact(self, source: np.ndarray, destination: np.ndarray) -> None:
+        zero = np.zeros((HEADS, HEAD_DIM))
+        read = {slot: self.rows.get(slot, (zero, zero)) for slot in source.ravel()}
+        for old, new in zip(source.ravel(), destination.ravel(), strict=True):
+            if new >= self.page_size:
+                self.rows[new] = read[old]
+
+    def check(self, cache: LayerCache) -> None:
+        for pages, part in ((cache.k, 0), (cache.v, 1)):
+            expected = np.zeros(pages.shape, np.float32)
+            for slot, row in self.rows.items():
+                expected[slot // self.page_size, :, slot % self.page_size] = row[part]
+            assert np.array_equal(pages[1:], expected[1:])
+
+
+def empty(page_size: int) -> LayerCache:
+    pages = 1 + BATCH * COLUMNS
+    (cache,) = init_layers(1, pages, HEADS, page_size, HEAD_DIM, jnp.dtype(jnp.float32))
+    return cache
+
+
+def random_table(rng: np.random.Generator) -> np.ndarray:
+    return 1 + rng.permutation(BATCH * COLUMNS).reshape(BATCH, COLUMNS)
+
+
+def random_slots(rng: np.random.Generator, table: np.ndarray, page_size: int) -> np.ndarray:
+    """Distinct slots [B, TOKENS] of each sequence's own pages, some of them the null page's."""
+    positions = np.stack(
+        [rng.choice(COLUMNS * page_size, TOKENS, replace=False) for _ in range(BATCH)]
+    )
+    valid = rng.random(positions.shape) < 0.8
+    return np.asarray(page_slots(*map(jnp.asarray, (table, positions, valid)), page_size))
+
+
+@given(
+    page_size=st.sampled_from(PAGE_SIZES),
+    seed=st.integers(0, 2**32 - 1),
+    operations=st.lists(st.sampled_from(["write", "compact"]), min_size=1, max_size=8),
+)
+@settings(deadline=None, max_examples=50)
+def test_any_writes_and_compactions(page_size: int, seed: int, operations: list[str]):
+    rng = np.random.default_rng(seed)
+    cache, model, table = empty(page_size), Model(page_size), random_table(rng)
+    for operation in ["write", *operations]:
+        slots = random_slots(rng, table, page_size)
+        if operation == "write":
+            k, v = rng.standard_normal((2, BATCH, TOKENS, HEADS, HEAD_DIM)).astype(np.float32)
+            cache = jit_write(cache, jnp.asarray(k), jnp.asarray(v), jnp.asarray(slots))
+            model.write(k, v, slots)
+        else:
+            source = random_slots(rng, table, page_size)
+            moved = (source >= page_size) & (slots >= page_size)
+            source, slots = np.where(moved, source, 0), np.where(moved, slots, 0)
+            cache = jit_compact(cache, jnp.asarray(source), jnp.asarray(slots))
+            model.compact(source, slots)
+    model.check(cache)
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_page_slots_are_where_the_table_says(page_size: int):
+    table = random_table(np.random.default_rng(0))
+    beyond = COLUMNS * page_size
+    positions = np.tile(np.arange(-3, beyond + 3), (BATCH, 1))
+    valid = np.random.default_rng(1).random(positions.shape) < 0.7
+    slots = np.asarray(page_slots(*map(jnp.asarray, (table, positions, valid)), page_size))
+    for (row, column), position in np.ndenumerate(positions):
+        if valid[row, column] and 0 <= position < beyond:
+            page = table[row, position // page_size]
+            assert slots[row, column] == page * page_size + position % page_size
+        else:
+            assert slots[row, column] == 0, "the null page"
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_padding_is_written_to_the_null_page_alone(page_size: int):
+    cache = empty(page_size)
+    rows = jnp.ones((BATCH, TOKENS, HEADS, HEAD_DIM))
+    slots = page_slots(
+        jnp.asarray(random_table(np.random.default_rng(0))),
+        jnp.tile(jnp.arange(TOKENS), (BATCH, 1)),
+        jnp.zeros((BATCH, TOKENS), bool),
+        page_size,
+    )
+    cache = write(cache, rows, rows, slots)
+    assert not cache.k[1:].any() and not cache.v[1:].any()
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("path", [[0, 2, 3, 4, 9], [0, 1, 3, 6, 7], [0, 4, 5, 6, 7]])
+def test_compaction_reads_all_rows_before_it_writes(page_size: int, path: list[int]):
+    """Accepted nodes move down over slots that are themselves read, across page boundaries."""
+    table = jnp.asarray(random_table(np.random.default_rng(0))[:1])
+    everything = jnp.arange(COLUMNS * page_size)[None]
+    own = page_slots(table, everything, jnp.ones_like(everything, bool), page_size)
+    rows = jnp.broadcast_to(everything[..., None, None] + 1.0, (1, own.size, HEADS, HEAD_DIM))
+    cache = write(empty(page_size), rows, -rows, own)
+    start = max(0, 2 * page_size - 2)  # ends in mid-page
+    path = [node for node in path if start + node < own.size]
+    source, destination = own[:, start + np.array(path)], own[:, start : start + len(path)]
+    cache = compact(cache, source, destination)
+    found = cache.k.swapaxes(1, 2).reshape(-1, HEADS, HEAD_DIM)[own[0], 0, 0] - 1
+    expected = np.arange(own.size)
+    expected[start : start + len(path)] = start + np.array(path)
+    assert np.array_equal(found, expected)
+    assert jnp.array_equal(cache.v[1:], -cache.k[1:])
+
+
+def test_rows_take_the_dtype_of_the_cache():
+    (cache,) = init_layers(1, 2, HEADS, 4, HEAD_DIM, jnp.dtype(jnp.bfloat16))
+    rows = jnp.full((1, 1, HEADS, HEAD_DIM), 1 / 3)
+    assert write(cache, rows, rows, jnp.array([[5]])).k.dtype == jnp.bfloat16
+
+
+def test_pages_for_rounds_up():
+    assert [pages_for(slots, 16) for slots in (0, 1, 16, 17)] == [0, 1, 1, 2]
+
+
+def test_sequential_tables_share_no_page():
+    assert sequential_page_table(2, 3).tolist() == [[1, 2, 3], [4, 5, 6]]
+    # Two shards of the batch, each counting pages of its own pool.
+    assert sequential_page_table(4, 2, data_parallel=2).tolist() == [[1, 2], [3, 4]] * 2

@@ -1,0 +1,120 @@
+"""Paged attention against a loop over queries in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.paged_attention.cases import BENCHMARK_CASES, TEST_CASES, Case, make_arguments
+
+
+def visible(case: Case, context: int, position: int, token: int, words) -> list[int]:
+    """Slots that a query sees, by the words of the docstring."""
+    past = range(case.first_slot, context)
+    if words is None:
+        own = [context + j for j in range(token + 1)]
+    else:
+        own = [context + j for j in range(32 * len(words)) if words[j // 32] >> (j % 32) & 1]
+    own = [slot for slot in own if slot >= case.first_slot]
+    if case.window is None:
+        return [*past, *own]
+    return [slot for slot in [*past, *own] if (words is not None and slot in own)
+            or position - slot < case.window]  # fmt: skip
+
+
+def naive(case: Case, arguments) -> np.ndarray:
+    """[B, T, Q, D] in float64, one query and head at a time."""
+    q, k_pages, v_pages, table, context_lens, positions = map(np.asarray, arguments[:6])
+    ancestors = None if arguments[6] is None else np.asarray(arguments[6])
+    q, k_pages, v_pages = (a.astype(np.float64) for a in (q, k_pages, v_pages))
+    out, per_group = np.full(q.shape, np.nan), case.num_heads // case.kv_heads
+    for b, t, head in np.ndindex(q.shape[:3]):
+        words = None if ancestors is None else [int(word) for word in ancestors[b, t]]
+        slots = np.array(visible(case, int(context_lens[b]), int(positions[b, t]), t, words), int)
+        if not len(slots):
+            continue
+        page, offset = table[b, slots // case.page_size], slots % case.page_size
+        scores = k_pages[page, head // per_group, offset] @ q[b, t, head] / case.head_dim**0.5
+        weights = np.exp(scores - scores.max())
+        out[b, t, head] = weights / weights.sum() @ v_pages[page, head // per_group, offset]
+    return out
+
+
+def attend(case: Case, arguments, order_invariant: bool = False) -> np.ndarray:
+    function = jax.jit(
+        lambda *a: paged_attention(*a, **case.options, order_invariant=order_invariant)
+    )
+    return np.asarray(function(*arguments).astype(jnp.float32))
+
+
+@pytest.mark.parametrize("order_invariant", [False, True])
+@pytest.mark.parametrize("case", TEST_CASES, ids=str)
+def test_it_is_attention_over_the_visible_slots(case: Case, order_invariant: bool):
+    arguments = make_arguments(case)
+    found, expected = attend(case, arguments, order_invariant), naive(case, arguments)
+    assert np.isfinite(found).all(), "a query that sees nothing stays finite"
+    sees = ~np.isnan(expected)
+    assert sees.mean() > 0.9
+    np.testing.assert_allclose(found[sees], expected[sees], atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 31, 32, 33, 63, 64])
+@pytest.mark.parametrize("tree", [False, True], ids=["causal", "tree"])
+def test_any_number_of_queries(num_tokens: int, tree: bool):
+    case = Case("", (21, 8), num_tokens, 2, 1, 8, 8, tree=tree)
+    arguments = make_arguments(case, seed=num_tokens)
+    np.testing.assert_allclose(attend(case, arguments), naive(case, arguments), atol=2e-6)
+
+
+def test_bfloat16_is_rounded_only_between_steps():
+    case = TEST_CASES[0]
+    arguments = make_arguments(case, jnp.dtype(jnp.bfloat16))
+    np.testing.assert_allclose(attend(case, arguments), naive(case, arguments), atol=0.03)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_order_invariant_sums_do_not_depend_on_where_keys_lie(dtype):
+    """A path spread over a tree's slots scores as the same path right after the context."""
+    case = Case("", (50,), 40, 4, 2, 16, 16, tree=True)
+    path = np.array([0, 3, 11, 30, 39])
+    q, k, v, table, *rest, _ = make_arguments(case, jnp.dtype(dtype))
+    slots = 50 + np.arange(case.num_tokens)
+    page, offset = np.asarray(table)[0, slots // 16], slots % 16
+
+    def score(k, v, nodes) -> jax.Array:
+        words = np.zeros((1, case.num_tokens, 2), np.uint32)
+        for node in nodes:
+            words[..., node // 32] |= np.uint32(1 << (node % 32))
+        return paged_attention(q, k, v, table, *rest, jnp.asarray(words), order_invariant=True)
+
+    def moved(pages: jax.Array) -> jax.Array:
+        return pages.at[page[:5], :, offset[:5]].set(pages[page[path], :, offset[path]])
+
+    assert jnp.array_equal(score(k, v, path), score(moved(k), moved(v), range(5)))
+
+
+@pytest.mark.parametrize("order_invariant", [False, True])
+@pytest.mark.parametrize("case", [TEST_CASES[0], TEST_CASES[13], BENCHMARK_CASES[2]], ids=str)
+def test_it_lowers_for_cuda(case: Case, order_invariant: bool):
+    shapes = jax.eval_shape(lambda: make_arguments(case, jnp.dtype(jnp.bfloat16)))
+    function = jax.jit(
+        lambda *a: paged_attention(*a, **case.options, order_invariant=order_invariant)
+    )
+    assert function.trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize(
+    ("index", "shape", "message"),
+    [
+        (1, (9, 2, 16, 8), "do not fit pages"),
+        (3, (3, 4), "do not fit a batch of 2"),
+        (4, (3,), "do not fit a batch of 2"),
+        (5, (2, 7), "positions must be"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_named(index: int, shape: tuple[int, ...], message: str):
+    arguments = list(make_arguments(TEST_CASES[0]))
+    arguments[index] = jnp.zeros(shape, jnp.asarray(arguments[index]).dtype)
+    with pytest.raises(ValueError, match=message):
+        paged_attention(*arguments)

@@ -1,0 +1,79 @@
+"""The built-in model: the same logits as transformers', and the same text however it is drafted."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec import BUILT_IN_MODEL, LLM, SamplingParams, SpeculationConfig
+from jaxspec.models import decoder
+from jaxspec.models.attention import dense_causal_attend
+from tests.checkpoints import hf_logits
+
+PROMPTS = [
+    "import json\n\n\ndef read_config(path):\n",
+    "class Stack:\n",
+    "def mean(values):\n    return",
+]
+SAMPLING = [
+    SamplingParams(max_tokens=256, stop_token_ids=()),
+    SamplingParams(max_tokens=256, stop_token_ids=(), temperature=0.8, top_p=0.9, seed=1),
+    SamplingParams(max_tokens=256, stop_token_ids=(), temperature=0.8, top_p=0.9, seed=2),
+]
+
+
+@pytest.fixture(scope="module")
+def plain() -> LLM:
+    return LLM(drafter="none", dtype="float32", max_length=512)
+
+
+@pytest.fixture(scope="module")
+def expected(plain: LLM) -> list[list[int]]:
+    return [completion.token_ids for completion in plain.generate(PROMPTS, SAMPLING)]
+
+
+def test_logits_are_those_of_transformers(plain: LLM):
+    tokens = np.asarray([plain.tokenizer(PROMPTS[0] * 8)["input_ids"]], np.int32)
+    target = plain.params.target
+    positions = jnp.arange(tokens.shape[1])[None]
+    caches = (None,) * len(target.layers)
+    hidden, _, _ = decoder.run(target, jnp.asarray(tokens), positions, caches, dense_causal_attend)
+    reference = hf_logits(BUILT_IN_MODEL, tokens.astype(np.int64))
+    difference = np.abs(np.asarray(decoder.logits(target, hidden)) - reference).max()
+    assert difference <= 1e-4 * np.abs(reference).max()
+
+
+@pytest.mark.parametrize(
+    ("drafter", "speculation"),
+    [
+        ("ngram", SpeculationConfig.chain(5)),
+        ("ngram", SpeculationConfig(num_nodes=60, max_depth=8, top_k=8)),
+        (BUILT_IN_MODEL, SpeculationConfig(num_nodes=16, max_depth=4, top_k=3)),
+    ],
+    ids=["ngram-chain", "ngram-tree", "itself-tree"],
+)
+def test_text_does_not_depend_on_the_drafter(expected, drafter, speculation):
+    llm = LLM(drafter=drafter, dtype="float32", max_length=512, speculation=speculation)
+    completions = llm.generate(PROMPTS, SAMPLING)
+    assert [c.token_ids for c in completions] == expected
+    assert max(c.acceptance_length for c in completions) > 1.5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "speculation",
+    [
+        SpeculationConfig(num_nodes=6, max_depth=5, top_k=1, verify_width=20),
+        SpeculationConfig(num_nodes=20, max_depth=5, top_k=4, verify_width=20),
+    ],
+    ids=["chain", "tree"],
+)
+def test_bfloat16_text_is_the_same_at_one_verify_width(speculation):
+    sampling = SamplingParams(max_tokens=256)
+    texts = [
+        [c.token_ids for c in llm.generate(PROMPTS, sampling)]
+        for llm in (
+            LLM(drafter=drafter, dtype="bfloat16", speculation=speculation)
+            for drafter in ("none", "ngram")
+        )
+    ]
+    assert texts[0] == texts[1]
