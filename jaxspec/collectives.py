@@ -65,13 +65,16 @@ def _local_top_k(x: Array, k: int) -> tuple[Array, Array]:
     if k > FEW or x.shape[-1] < MANY:
         return lax.top_k(x, k)
     ids = jnp.arange(x.shape[-1], dtype=jnp.int32)
+    least = jnp.finfo(x.dtype).min
+    x = jnp.maximum(x, least)  # -inf is for the entries taken: hidden tokens still come once each
     values, indices = [], []
     for _ in range(k):
         index = jnp.argmax(x, axis=-1).astype(jnp.int32)
         values.append(jnp.max(x, axis=-1))
         indices.append(index)
         x = jnp.where(ids == index[..., None], -jnp.inf, x)
-    return jnp.stack(values, axis=-1), jnp.stack(indices, axis=-1)
+    found = jnp.stack(values, axis=-1)
+    return jnp.where(found == least, -jnp.inf, found), jnp.stack(indices, axis=-1)
 
 
 def log_softmax(x: Array, axis: str | None) -> Array:

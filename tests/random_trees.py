@@ -4,15 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.speculation.tree import DraftTree, make_tree
-
-
-def random_parents(rng: np.random.Generator, size: int, max_depth: int) -> np.ndarray:
-    """Parents [N] of a tree whose nodes hang from any earlier node that is not too deep."""
-    parents, depth = np.full(size, -1), np.zeros(size, int)
-    for node in range(1, size):
-        parents[node] = rng.choice(np.flatnonzero(depth[:node] < max_depth))
-        depth[node] = depth[parents[node]] + 1
-    return parents
+from pallas_kernels.paged_attention.cases import random_parents
 
 
 def path_from_root(parents: np.ndarray, node: int) -> list[int]:

@@ -23,7 +23,8 @@ from jaxspec.sampling import (
 )
 
 VOCAB, ROWS, NODES = 40, 4, 3
-jit_process = jax.jit(process_logits)
+jit_process, jit_perturb = jax.jit(process_logits), jax.jit(perturb)
+jit_gumbel = jax.jit(gumbel, static_argnums=1)
 
 
 def reference(logits: np.ndarray, temperature, top_k, top_p, min_p) -> np.ndarray:
@@ -91,10 +92,10 @@ def test_equal_logits_are_kept_together():
 def test_rows_of_temperature_0_keep_their_logits_beside_sampled_rows():
     logits = random_logits(2, NODES, VOCAB)
     sampling = make_sampling(2, temperature=jnp.array([0.0, 0.7]), top_k=3, top_p=0.5)
-    processed = process_logits(logits, sampling)
+    processed = jit_process(logits, sampling)
     assert jnp.array_equal(processed[0], logits[0])
     assert (jnp.isfinite(processed[1]).sum(axis=-1) <= 3).all()
-    perturbed = perturb(processed, sampling, jnp.zeros((2, NODES), int), vocab_ids(VOCAB, None))
+    perturbed = jit_perturb(processed, sampling, jnp.zeros((2, NODES), int), vocab_ids(VOCAB, None))
     assert jnp.array_equal(perturbed[0], logits[0])
     one_hot = probabilities(processed, sampling)[0]
     assert jnp.array_equal(one_hot, jax.nn.one_hot(logits[0].argmax(axis=-1), VOCAB))
@@ -122,9 +123,10 @@ def test_sharded_vocabulary_is_processed_as_a_whole_one():
         )
 
     shards = logits.reshape(ROWS, NODES, 4, VOCAB // 4)
-    split = jax.vmap(lambda part: sample(part, "model"), 2, 2, axis_name="model")(shards)
-    for whole, parts in zip(sample(logits, None), split, strict=True):
-        np.testing.assert_allclose(whole, parts.reshape(whole.shape), rtol=1e-6)
+    split = jax.vmap(lambda part: sample(part, "model"), 2, 2, axis_name="model")
+    whole = jax.jit(lambda logits: sample(logits, None))(logits)
+    for one, parts in zip(whole, jax.jit(split)(shards), strict=True):
+        np.testing.assert_allclose(one, parts.reshape(one.shape), rtol=1e-6)
 
 
 def test_noise_belongs_to_seed_stream_position_and_token():
@@ -133,10 +135,10 @@ def test_noise_belongs_to_seed_stream_position_and_token():
         jnp.array([[0, 1], [1, 9], [0, 1]]),
         jnp.arange(50),
     )
-    noise = gumbel(seeds, Stream.TARGET, positions, ids)  # [3, 2, 50]
+    noise = jit_gumbel(seeds, Stream.TARGET, positions, ids)  # [3, 2, 50]
     assert jnp.array_equal(noise[0, 1], noise[1, 0]), "same seed and position"
-    assert jnp.array_equal(noise[..., 7:9], gumbel(seeds, Stream.TARGET, positions, ids[7:9]))
-    other_stream = gumbel(seeds, Stream.DRAFT, positions, ids)
+    assert jnp.array_equal(noise[..., 7:9], jit_gumbel(seeds, Stream.TARGET, positions, ids[7:9]))
+    other_stream = jit_gumbel(seeds, Stream.DRAFT, positions, ids)
     for other in (noise[0, 1], noise[2, 0], other_stream[0, 0]):
         assert abs(np.corrcoef(noise[0, 0], other)[0, 1]) < 0.5
         assert not (noise[0, 0] == other).any()
@@ -145,9 +147,9 @@ def test_noise_belongs_to_seed_stream_position_and_token():
 def test_noise_may_be_mapped_over_seeds():
     positions, ids = jnp.arange(6).reshape(2, 3), jnp.arange(5)
     seeds = jnp.array([[1, 2], [3, 4]])
-    mapped = jax.vmap(lambda seeds: gumbel(seeds, Stream.TARGET, positions, ids))(seeds)
+    mapped = jax.jit(jax.vmap(lambda seeds: gumbel(seeds, Stream.TARGET, positions, ids)))(seeds)
     for row, noise in zip(seeds, mapped, strict=True):
-        assert jnp.array_equal(noise, gumbel(row, Stream.TARGET, positions, ids))
+        assert jnp.array_equal(noise, jit_gumbel(row, Stream.TARGET, positions, ids))
 
 
 @pytest.mark.parametrize("stream", list(Stream))
@@ -156,7 +158,7 @@ def test_noise_has_its_distribution(stream: Stream):
     flat = np.asarray(uniform(seeds, stream, positions, ids)).ravel()
     assert flat.min() > 0 and flat.max() < 1
     assert stats.kstest(flat, "uniform").pvalue > 1e-3
-    noise = np.asarray(gumbel(seeds, stream, positions, ids)).ravel()
+    noise = np.asarray(jit_gumbel(seeds, stream, positions, ids)).ravel()
     assert stats.kstest(noise, "gumbel_r").pvalue > 1e-3
     assert abs(noise.mean() - np.euler_gamma) < 0.01
     assert abs(noise.var() - np.pi**2 / 6) < 0.03

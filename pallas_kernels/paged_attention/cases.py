@@ -61,7 +61,7 @@ TEST_CASES = (
 )
 
 # Llama-3.1-8B: 32 query heads over 8 KV heads of 128.
-_LLAMA = {"num_heads": 32, "kv_heads": 8, "head_dim": 128, "page_size": 64}
+_LLAMA: dict[str, Any] = {"num_heads": 32, "kv_heads": 8, "head_dim": 128, "page_size": 64}
 BENCHMARK_CASES = (
     Case("decode 1 x 8k", (8192,), 1, **_LLAMA),
     Case("decode 8 x 8k", (8192,) * 8, 1, **_LLAMA),
@@ -92,7 +92,7 @@ def ancestor_words(parents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def make_arguments(
-    case: Case, dtype: jnp.dtype = jnp.dtype(jnp.float32), seed: int = 0
+    case: Case, dtype: Any = jnp.float32, seed: int = 0
 ) -> tuple[Array, Array, Array, Array, Array, Array, Array | None]:
     """Positional arguments of paged_attention; each sequence's pages lie scattered in the pool.
 

@@ -32,7 +32,7 @@ class Model:
     def write(self, k: np.ndarray, v: np.ndarray, slots: np.ndarray) -> None:
         for index in np.ndindex(slots.shape):
             if slots[index] >= self.page_size:
-                self.rows[slots[index]] = (k[index], v[index])
+                self.rows[int(slots[index])] = (k[index], v[index])
 
     def compact(self, source: np.ndarray, destination: np.ndarray) -> None:
         zero = np.zeros((HEADS, HEAD_DIM))
@@ -59,13 +59,20 @@ def random_table(rng: np.random.Generator) -> np.ndarray:
     return 1 + rng.permutation(BATCH * COLUMNS).reshape(BATCH, COLUMNS)
 
 
+def slots_of(
+    table: np.ndarray, positions: np.ndarray, valid: np.ndarray, page_size: int
+) -> np.ndarray:
+    arguments = jnp.asarray(table), jnp.asarray(positions), jnp.asarray(valid)
+    return np.asarray(page_slots(*arguments, page_size))
+
+
 def random_slots(rng: np.random.Generator, table: np.ndarray, page_size: int) -> np.ndarray:
     """Distinct slots [B, TOKENS] of each sequence's own pages, some of them the null page's."""
     positions = np.stack(
         [rng.choice(COLUMNS * page_size, TOKENS, replace=False) for _ in range(BATCH)]
     )
     valid = rng.random(positions.shape) < 0.8
-    return np.asarray(page_slots(*map(jnp.asarray, (table, positions, valid)), page_size))
+    return slots_of(table, positions, valid, page_size)
 
 
 @given(
@@ -98,7 +105,7 @@ def test_page_slots_are_where_the_table_says(page_size: int):
     beyond = COLUMNS * page_size
     positions = np.tile(np.arange(-3, beyond + 3), (BATCH, 1))
     valid = np.random.default_rng(1).random(positions.shape) < 0.7
-    slots = np.asarray(page_slots(*map(jnp.asarray, (table, positions, valid)), page_size))
+    slots = slots_of(table, positions, valid, page_size)
     for (row, column), position in np.ndenumerate(positions):
         if valid[row, column] and 0 <= position < beyond:
             page = table[row, position // page_size]

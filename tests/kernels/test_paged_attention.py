@@ -1,5 +1,7 @@
 """Paged attention against a loop over queries in float64."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -69,7 +71,7 @@ def test_any_number_of_queries(num_tokens: int, tree: bool):
 
 def test_bfloat16_is_rounded_only_between_steps():
     case = TEST_CASES[0]
-    arguments = make_arguments(case, jnp.dtype(jnp.bfloat16))
+    arguments = make_arguments(case, jnp.bfloat16)
     np.testing.assert_allclose(attend(case, arguments), naive(case, arguments), atol=0.03)
 
 
@@ -78,7 +80,7 @@ def test_order_invariant_sums_do_not_depend_on_where_keys_lie(dtype):
     """A path spread over a tree's slots scores as the same path right after the context."""
     case = Case("", (50,), 40, 4, 2, 16, 16, tree=True)
     path = np.array([0, 3, 11, 30, 39])
-    q, k, v, table, *rest, _ = make_arguments(case, jnp.dtype(dtype))
+    q, k, v, table, context_lens, positions, _ = make_arguments(case, dtype)
     slots = 50 + np.arange(case.num_tokens)
     page, offset = np.asarray(table)[0, slots // 16], slots % 16
 
@@ -86,7 +88,8 @@ def test_order_invariant_sums_do_not_depend_on_where_keys_lie(dtype):
         words = np.zeros((1, case.num_tokens, 2), np.uint32)
         for node in nodes:
             words[..., node // 32] |= np.uint32(1 << (node % 32))
-        return paged_attention(q, k, v, table, *rest, jnp.asarray(words), order_invariant=True)
+        mask = jnp.asarray(words)
+        return paged_attention(q, k, v, table, context_lens, positions, mask, order_invariant=True)
 
     def moved(pages: jax.Array) -> jax.Array:
         return pages.at[page[:5], :, offset[:5]].set(pages[page[path], :, offset[path]])
@@ -97,7 +100,7 @@ def test_order_invariant_sums_do_not_depend_on_where_keys_lie(dtype):
 @pytest.mark.parametrize("order_invariant", [False, True])
 @pytest.mark.parametrize("case", [TEST_CASES[0], TEST_CASES[13], BENCHMARK_CASES[2]], ids=str)
 def test_it_lowers_for_cuda(case: Case, order_invariant: bool):
-    shapes = jax.eval_shape(lambda: make_arguments(case, jnp.dtype(jnp.bfloat16)))
+    shapes = jax.eval_shape(lambda: make_arguments(case, jnp.bfloat16))
     function = jax.jit(
         lambda *a: paged_attention(*a, **case.options, order_invariant=order_invariant)
     )
@@ -114,7 +117,7 @@ def test_it_lowers_for_cuda(case: Case, order_invariant: bool):
     ],
 )
 def test_shapes_that_do_not_fit_are_named(index: int, shape: tuple[int, ...], message: str):
-    arguments = list(make_arguments(TEST_CASES[0]))
-    arguments[index] = jnp.zeros(shape, jnp.asarray(arguments[index]).dtype)
+    arguments: list[Any] = list(make_arguments(TEST_CASES[0]))
+    arguments[index] = jnp.zeros(shape, arguments[index].dtype)
     with pytest.raises(ValueError, match=message):
         paged_attention(*arguments)

@@ -19,7 +19,8 @@ from jaxspec.speculation.tree import (
     root_only,
     unpack_mask,
 )
-from tests.random_trees import path_from_root, random_parents
+from pallas_kernels.paged_attention.cases import random_parents
+from tests.random_trees import path_from_root
 
 WIDTH, MAX_DEPTH = 70, 12
 jit_make_tree = jax.jit(functools.partial(make_tree, max_depth=MAX_DEPTH))

@@ -1,0 +1,64 @@
+"""Reductions over a sharded last dimension give what they give over the whole one."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from jaxspec import collectives
+from jaxspec.collectives import FEW, MANY
+
+SHARDS = 4
+
+
+def rows(size: int) -> jax.Array:
+    """[6, size] with ties, and rows that are hidden but for 2 or 0 entries."""
+    rng = np.random.default_rng(size)
+    x = rng.integers(-size, size, (6, size)).astype(np.float32)
+    x[2] = 1.0
+    x[3:] = -np.inf
+    x[3, [5, size - 1]] = x[4, [7, 9]] = 3.0
+    return jnp.asarray(x)
+
+
+def sharded(function, x: jax.Array):
+    """``function(shard, axis)`` on every shard of x's last dimension; results by shard."""
+    shards = x.reshape(len(x), SHARDS, -1)
+    return jax.vmap(lambda part: function(part, "model"), 1, axis_name="model")(shards)
+
+
+@pytest.mark.parametrize("size", [40, MANY, SHARDS * MANY])
+@pytest.mark.parametrize("k", [1, 4, FEW, FEW + 1])
+def test_top_k_takes_the_first_of_equals_and_none_twice(size: int, k: int):
+    x = rows(size)
+    expected = lax.top_k(x, k)
+    for found, wanted in zip(collectives.top_k(x, k, None), expected, strict=True):
+        assert np.array_equal(found, wanted)
+    for found, wanted in zip(
+        sharded(lambda part, axis: collectives.top_k(part, k, axis), x), expected, strict=True
+    ):
+        for shard in found:
+            assert np.array_equal(shard, wanted)
+
+
+def test_sharded_reductions_are_those_of_the_whole():
+    x, index = rows(40), jnp.array([0, 39, 17, 5, 20, 9])
+    for function in (
+        collectives.maximum,
+        collectives.argmax,
+        collectives.total,
+        lambda part, axis: collectives.take(part, index, axis),
+    ):
+        for shard in sharded(function, x):
+            np.testing.assert_allclose(shard, function(x, None), rtol=1e-6)
+
+
+def test_sharded_rows_join_to_those_of_the_whole():
+    x, index = rows(40)[:5], jnp.array([0, 39, 17, 5, 20])
+    for function in (
+        collectives.log_softmax,
+        lambda part, axis: collectives.one_hot(index, part.shape[-1], axis),
+    ):
+        joined = sharded(function, x).swapaxes(0, 1).reshape(x.shape)
+        np.testing.assert_allclose(joined, function(x, None), rtol=1e-6)
