@@ -1,8 +1,13 @@
 """Products that accumulate and return float32 on every backend."""
 
+import functools
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import Array
+
+Product = Callable[[Array, Array], Array]
 
 
 def einsum_f32(subscripts: str, x: Array, y: Array) -> Array:
@@ -12,12 +17,36 @@ def einsum_f32(subscripts: str, x: Array, y: Array) -> Array:
     widened first; elsewhere they are multiplied as they are.
     """
 
-    def native(x: Array, y: Array) -> Array:
-        return jnp.einsum(subscripts, x, y, preferred_element_type=jnp.float32)
+    product = functools.partial(jnp.einsum, subscripts, preferred_element_type=jnp.float32)
+    return _widened_on_cpu(product, x, y)
 
+
+def scores_f32(q: Array, k: Array) -> Array:
+    """q [B, G, M, D] times k [B, G, S, D] over D: float32 [B, G, M, S].
+
+    A plain dot_general, because jnp.einsum may put the larger operand first, and a softmax over
+    scores laid out [S, M] is slow on GPUs (measured on an H100: 37 us a layer against 19).
+    """
+    dimensions = (((3,), (3,)), ((0, 1), (0, 1)))
+    return _widened_on_cpu(_dot_general_f32(dimensions), q, k)
+
+
+def weighted_sum_f32(weights: Array, v: Array) -> Array:
+    """weights [B, G, M, S] times v [B, G, S, D] over S: float32 [B, G, M, D]."""
+    dimensions = (((3,), (2,)), ((0, 1), (0, 1)))
+    return _widened_on_cpu(_dot_general_f32(dimensions), weights, v)
+
+
+def _dot_general_f32(dimensions: jax.lax.DotDimensionNumbers) -> Product:
+    return functools.partial(
+        jax.lax.dot_general, dimension_numbers=dimensions, preferred_element_type=jnp.float32
+    )
+
+
+def _widened_on_cpu(product: Product, x: Array, y: Array) -> Array:
     def widened(x: Array, y: Array) -> Array:
-        return jnp.einsum(subscripts, x.astype(jnp.float32), y.astype(jnp.float32))
+        return product(x.astype(jnp.float32), y.astype(jnp.float32))
 
     if x.dtype == y.dtype == jnp.float32:
-        return native(x, y)
-    return jax.lax.platform_dependent(x, y, cpu=widened, default=native)
+        return product(x, y)
+    return jax.lax.platform_dependent(x, y, cpu=widened, default=product)

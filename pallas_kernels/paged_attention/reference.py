@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.products import einsum_f32
+from pallas_kernels.products import scores_f32, weighted_sum_f32
 
 MASKED = -1e30  # finite, so that a row that sees nothing stays free of NaN
 
@@ -27,11 +27,14 @@ def paged_attention_reference(
     kv_heads = k_pages.shape[1]
     k, v = gather_pages(k_pages, page_table), gather_pages(v_pages, page_table)  # [B, G, S, D]
     num_slots = k.shape[2]
-    grouped = q.reshape(batch, num_tokens, kv_heads, num_heads // kv_heads, head_dim)
-    scores = einsum_f32("btgrd,bgsd->bgrts", grouped, k)
+    rows = num_tokens * num_heads // kv_heads  # queries that share a KV head: all T of its group
+    grouped = q.reshape(batch, num_tokens, kv_heads, -1, head_dim).swapaxes(1, 2)
+    scores = scores_f32(grouped.reshape(batch, kv_heads, rows, head_dim), k)  # [B, G, T * R, S]
     visible = visible_slots(context_lens, positions, ancestors, num_slots, window, first_slot)
-    scores = jnp.where(visible[:, None, None], scores * head_dim**-0.5, MASKED)
+    by_token = scores.reshape(batch, kv_heads, num_tokens, -1, num_slots) * head_dim**-0.5
+    scores = jnp.where(visible[:, None, :, None], by_token, MASKED).reshape(scores.shape)
     out = _softmax_times_values(scores, v, order_invariant)
+    out = out.reshape(batch, kv_heads, num_tokens, -1, head_dim).swapaxes(1, 2)
     return out.reshape(q.shape).astype(q.dtype)
 
 
@@ -79,17 +82,15 @@ def _bit_of(mask: Array, index: Array) -> Array:
 
 
 def _softmax_times_values(scores: Array, v: Array, order_invariant: bool) -> Array:
-    """softmax(scores [B, G, R, T, S]) times v [B, G, S, D], normalized last: f32 [B, T, G, R, D].
+    """softmax(scores [B, G, M, S]) times v [B, G, S, D], normalized last: float32 [B, G, M, D].
 
     Float64 sums round to the same float32 in (nearly) any order; the scores themselves need no
     such care.
     """
     exps = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
     if not order_invariant:
-        out = einsum_f32("bgrts,bgsd->btgrd", exps.astype(v.dtype), v)
-        return out / jnp.sum(exps, axis=-1).transpose(0, 3, 1, 2)[..., None]
+        return weighted_sum_f32(exps.astype(v.dtype), v) / jnp.sum(exps, axis=-1)[..., None]
     with jax.enable_x64(True):
         wide = exps.astype(v.dtype).astype(jnp.float64)
-        out = jnp.einsum("bgrts,bgsd->btgrd", wide, v.astype(jnp.float64))
-        out = out / jnp.einsum("bgrts->btgr", wide)[..., None]
-        return out.astype(jnp.float32)
+        out = jnp.einsum("bgms,bgsd->bgmd", wide, v.astype(jnp.float64))
+        return (out / jnp.sum(wide, axis=-1)[..., None]).astype(jnp.float32)
