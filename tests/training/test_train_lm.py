@@ -18,7 +18,7 @@ from jaxspec.models.attention import dense_causal_attend
 from jaxspec.training import data, lm
 from jaxspec.training.data import END_OF_TEXT, Corpus
 from jaxspec.training.lm import TrainConfig
-from jaxspec.training.pretrain import Pace, Pretraining, Schedule, sample
+from jaxspec.training.pretrain import SLACK, Pace, Pretraining, Schedule, sample
 from jaxspec.training.report import Card, export
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -221,8 +221,9 @@ def test_a_time_budget_sets_the_steps(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("jaxspec.training.pretrain.time.monotonic", lambda: next(clock))
     pace = Pace(Schedule(deadline=1100.0), decay_fraction=0.5)
     assert pace.total_steps(10, 1 << 30) == 1 << 30  # the first call compiled
-    assert pace.total_steps(20, 1 << 30) == 20 + 990
-    assert pace.total_steps(500, 1010) == 500 + int(500 / (500 / 490))
+    # 10 steps took 10 s and 990 s are left; then 490 took 500 s and 500 s are left.
+    assert pace.total_steps(20, 1 << 30) == 20 + int(990 / (SLACK * 10 / 10))
+    assert pace.total_steps(500, 1010) == 500 + int(500 / (SLACK * 500 / 490))
     assert pace.total_steps(600, 990) == 990  # the rate falls already
     assert pace.total_steps(800, 990) == 800  # out of time
 
