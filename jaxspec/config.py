@@ -56,6 +56,16 @@ class ModelConfig:
                 f"for {self.num_layers} layers"
             )
 
+    def check_tree_depth(self, max_depth: int) -> None:
+        """Raises ValueError unless a tree of ``max_depth`` lies inside every sliding window: the
+        tree mask shows a node all its ancestors."""
+        narrowest = min((w for w in self.sliding_windows if w is not None), default=None)
+        if narrowest is not None and narrowest <= max_depth:
+            raise ValueError(
+                f"a tree of depth {max_depth} does not fit the model's sliding window of "
+                f"{narrowest} positions: choose a smaller depth"
+            )
+
 
 @dataclasses.dataclass(frozen=True)
 class CacheConfig:
@@ -89,8 +99,9 @@ class SpeculationConfig:
         on the drafter); ``rejection`` is classical speculative sampling; ``synthetic`` accepts a
         fixed number of tokens whatever they are, for timing only: its text means nothing.
       proposal: how drafters that give probabilities choose tokens. ``top_k`` takes the likeliest,
-        ``coupled`` ranks them under the target's own sampling noise (same as ``top_k`` at
-        temperature 0), ``sampled`` draws from the drafter (chains under ``rejection`` only).
+        ``coupled`` ranks them under the target's own sampling noise (not under ``rejection``;
+        same as ``top_k`` at temperature 0), ``sampled`` draws from the drafter (chains under
+        ``rejection`` only).
         None picks ``coupled`` for ``match``; for ``rejection``, ``sampled`` for a chain and
         ``top_k`` for a tree.
       verify_width: pad every verification, plain decoding's too, to this many nodes and make
@@ -136,8 +147,8 @@ class SpeculationConfig:
             )
         if self.proposal == "coupled" and self.acceptance == "rejection":
             raise ValueError(
-                "proposal 'coupled' shares the target's noise, which is sound only under "
-                "acceptance 'match'; use 'sampled' or 'top_k' with 'rejection'"
+                "proposal 'coupled' follows the target's noise, which acceptance 'rejection' does "
+                "not look at; use 'sampled' or 'top_k'"
             )
         if self.verify_width is not None and self.verify_width < 1:
             raise ValueError(f"verify_width must be at least 1, got {self.verify_width}")

@@ -71,8 +71,10 @@ def init_state(
         for ``max_length`` tokens and the tree beyond them.
       num_pages: pages in all, null page included; goes with ``page_table``.
 
-    Raises ValueError when ``batch`` cannot be split over the mesh, or the table is too narrow.
+    Raises ValueError when ``batch`` cannot be split over the mesh, the table is too narrow, or the
+    tree too deep for a sliding window.
     """
+    params.target.config.check_tree_depth(params.speculation.max_depth)
     data_parallel = data_size(params.mesh)
     if batch % data_parallel:
         raise ValueError(f"a batch of {batch} cannot be split over {data_parallel} data shards")
@@ -135,7 +137,8 @@ def prefill(
     """Read prompt tokens, and sample the token that follows them.
 
     A long prompt may be read in several calls: each overwrites the token sampled by the one
-    before.
+    before. Prompts are read before the first ``decode``: a drafter's own cache knows nothing of the
+    rounds between.
 
     Args:
       tokens: [B, T] int32; the first ``counts`` [B] of each row continue its sequence. Rows of

@@ -49,7 +49,7 @@ def load(
     resolved = resolve_dtype(dtype)
     directory = resolve_directory(model)
     config = load_model_config(directory)
-    _check_windows(config, speculation)
+    config.check_tree_depth(speculation.max_depth)
     return EngineParams(
         drafter=_load_drafter(
             drafter, directory, config, speculation, resolved, mesh, shard_drafter
@@ -89,19 +89,9 @@ def _load_drafter(
         return EagleDrafter(head=head, feature_size=feature_size, speculation=speculation)
     config = load_model_config(directory)
     _check_same_tokenizer(directory, config, model_directory, target)
-    _check_windows(config, speculation)
+    config.check_tree_depth(speculation.max_depth)
     model = load_decoder(directory, config, dtype, mesh, sharded=sharded)
     return DraftModelDrafter(model=model, speculation=speculation)
-
-
-def _check_windows(config: ModelConfig, speculation: SpeculationConfig) -> None:
-    """A tree must lie inside every sliding window: the mask shows a node all its ancestors."""
-    narrowest = min((w for w in config.sliding_windows if w is not None), default=None)
-    if narrowest is not None and narrowest <= speculation.max_depth:
-        raise ValueError(
-            f"a tree of depth {speculation.max_depth} does not fit the model's sliding window of "
-            f"{narrowest} positions: choose a smaller depth"
-        )
 
 
 def _check_same_tokenizer(

@@ -12,7 +12,10 @@ from jaxspec.sampling import Sampling
 
 @pytree
 class Statistics:
-    """Counts a sequence since init_state; kept on the device, read when wanted."""
+    """Counts a sequence since init_state; kept on the device, read when wanted.
+
+    ``accepted`` counts drafted tokens before a stop token or ``max_lens`` cuts them.
+    """
 
     rounds: Array = array("batch")  # int32 [B]
     drafted: Array = array("batch")  # int32 [B], nodes verified, roots not counted
