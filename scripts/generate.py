@@ -7,6 +7,7 @@ import argparse
 import dataclasses
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -30,7 +31,7 @@ def read_config(path):
 '''
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -76,7 +77,7 @@ def parse_arguments() -> argparse.Namespace:
     cache.add_argument("--page-size", type=int, default=16)
     cache.add_argument("--max-length", type=int, help="most tokens, prompt included")
     cache.add_argument("--num-pages", type=int, help="budget of KV pages (default: as needed)")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 def speculation_config(arguments: argparse.Namespace) -> SpeculationConfig:
@@ -199,13 +200,14 @@ def run(arguments: argparse.Namespace) -> None:
     print_summary(Console(highlight=False), results)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
     try:
-        run(parse_arguments())
+        run(parse_arguments(arguments))
     except ValueError as error:
         print(f"generate.py: {error}", file=sys.stderr)
-        sys.exit(2)
+        return 2
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -32,7 +32,7 @@ def expected(plain: LLM) -> list[list[int]]:
 
 
 def test_logits_are_those_of_transformers(plain: LLM):
-    tokens = np.asarray([plain.tokenizer(PROMPTS[0] * 8)["input_ids"]], np.int32)
+    tokens = np.asarray(plain.tokenizer(PROMPTS[0] * 8)["input_ids"], np.int32)[None]
     target = plain.params.target
     positions = jnp.arange(tokens.shape[1])[None]
     caches = (None,) * len(target.layers)

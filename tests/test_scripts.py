@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from jaxspec import BUILT_IN_MODEL
+from scripts import generate
 from tests.checkpoints import tiny_eagle3_head, tiny_llama
 
 ROOT = Path(__file__).parent.parent
@@ -24,11 +25,10 @@ def run_script(name: str, *arguments: object) -> subprocess.CompletedProcess[str
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
 
 
-def test_generate_compares_with_plain_decoding_as_json():
-    arguments = ("--drafter", "ngram", "--compare", "--json", "--max-tokens", 64)
-    result = run_script("generate", *arguments, "--temperature", 0)
-    assert result.returncode == 0, result.stderr
-    report = json.loads(result.stdout)
+def test_generate_compares_with_plain_decoding_as_json(capsys: pytest.CaptureFixture[str]):
+    arguments = ("--drafter", "ngram", "--compare", "--json", "--max-tokens", "64")
+    assert generate.main([*arguments, "--temperature", "0"]) == 0
+    report = json.loads(capsys.readouterr().out)
     assert not GENERATE_KEYS - set(report)
     assert report["identical"] is True
     assert report["speedup"] > 0
@@ -74,11 +74,17 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         (["--proposal", "sampled"], "needs acceptance 'rejection'"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(broken, arguments, message):
-    result = run_script("generate", *(a.format(**broken) for a in arguments))
-    assert result.returncode == 2, result.stderr
-    [line] = [line for line in result.stderr.splitlines() if line.strip()]
+def test_bad_input_is_one_line_and_exit_code_2(broken, arguments, message, capsys):
+    assert generate.main([argument.format(**broken) for argument in arguments]) == 2
+    [line] = [line for line in capsys.readouterr().err.splitlines() if line.strip()]
     assert message in line
+
+
+def test_the_exit_code_reaches_the_shell():
+    result = run_script("generate", "--model", "/no/such/directory")
+    assert result.returncode == 2
+    [line] = [line for line in result.stderr.splitlines() if line.strip()]
+    assert line.startswith("generate.py: no directory /no/such/directory")
 
 
 def test_the_built_in_model_is_small_and_says_where_it_comes_from():
