@@ -61,7 +61,7 @@ def checkpoint(tmp_path_factory):
 
 
 def load(directory: Path) -> Decoder:
-    return load_decoder(directory, load_model_config(directory), jnp.float32)
+    return load_decoder(directory, load_model_config(directory), jnp.dtype(jnp.float32))
 
 
 def assert_close(ours: jax.Array | np.ndarray, theirs: np.ndarray) -> None:
