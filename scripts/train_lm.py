@@ -13,8 +13,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from jaxspec.config import ModelConfig
 from jaxspec.training import data
 from jaxspec.training.lm import TrainConfig, flash_attention_works, num_parameters
-from jaxspec.training.pretrain import Pretraining, Record, Schedule, sample
+from jaxspec.training.pretrain import Pretraining, Record, sample
 from jaxspec.training.report import Card, export
+from jaxspec.training.schedule import Schedule
 
 EXPORT_SHARE = 0.05  # of a time budget, kept for the sample and the last export
 DEFAULT_LICENSE = "Trained on the sources named above, each under its own licence."

@@ -21,39 +21,39 @@ from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.decoder import Attend, Decoder, decoder_shapes
 from jaxspec.pytree import pytree
+from jaxspec.training.optimizer import (
+    MATRICES,
+    OptimizerConfig,
+    adamw,
+    descend,
+    field_of,
+    learning_rate,
+)
 
-MATRICES = frozenset({"embed", "qkv", "o", "gate_up", "down", "lm_head"})
 RESIDUAL_OUTPUTS = frozenset({"o", "down"})
 EMBEDDING_SCALE = 0.02
 
 
-@dataclasses.dataclass(frozen=True)
-class TrainConfig:
-    """How to train. The learning rate rises linearly, stays, and falls linearly to zero.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig(OptimizerConfig):
+    """How to train.
 
     Attributes:
       context: tokens that a training sequence predicts.
-      decay_fraction: part of all steps at the end over which the learning rate falls.
       attention: ``cudnn`` is a flash kernel for bfloat16 on NVIDIA GPUs.
       compute_dtype: of activations and of the weights' working copy.
     """
 
     batch_size: int = 128
     context: int = 1024
-    learning_rate: float = 3e-3
-    warmup_steps: int = 200
-    decay_fraction: float = 0.5
-    weight_decay: float = 0.1
-    clip_norm: float = 1.0
     seed: int = 0
     attention: Literal["xla", "cudnn"] = "xla"
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
 
     def __post_init__(self):
-        if min(self.batch_size, self.context, self.warmup_steps) < 1:
-            raise ValueError("batch_size, context and warmup_steps must be at least 1")
-        if not (self.learning_rate > 0 and 0 < self.decay_fraction <= 1):
-            raise ValueError("learning_rate must be positive, decay_fraction in (0, 1]")
+        super().__post_init__()
+        if min(self.batch_size, self.context) < 1:
+            raise ValueError("batch_size and context must be at least 1")
 
 
 @pytree
@@ -65,18 +65,13 @@ class TrainState:
     step: Array
 
 
-def _field(path: tuple[Any, ...]) -> str:
-    """The dataclass field that a leaf of a Decoder stands in."""
-    return str(path[-1].name)
-
-
 def init_decoder(config: ModelConfig, seed: int) -> Decoder:
     """Random float32 weights: normal, scaled by each matrix's inputs and, where a matrix adds to
     the residual stream, by the number of layers. Drawn on the host: nothing to compile."""
     generator = np.random.default_rng(seed)
 
     def init(path: tuple[Any, ...], shape: jax.ShapeDtypeStruct) -> Array:
-        name = _field(path)
+        name = field_of(path)
         if name not in MATRICES:
             return jnp.asarray(np.full(shape.shape, "norm" in name, np.float32))
         scale = EMBEDDING_SCALE if name == "embed" else shape.shape[0] ** -0.5
@@ -121,35 +116,14 @@ def flash_attention_works(head_dim: int) -> bool:
     return True
 
 
-def attend_of(config: TrainConfig) -> Attend:
-    return functools.partial(dense_causal_attend, implementation=config.attention)
-
-
-def optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    """AdamW short of its learning rate; only matrices decay."""
-
-    def decays(params: Decoder) -> Any:
-        return jax.tree_util.tree_map_with_path(lambda path, _: _field(path) in MATRICES, params)
-
-    return optax.chain(
-        optax.clip_by_global_norm(config.clip_norm),
-        optax.scale_by_adam(b1=0.9, b2=0.95, eps=1e-8),
-        optax.add_decayed_weights(config.weight_decay, mask=decays),
-    )
-
-
-def learning_rate(config: TrainConfig, step: Array, total_steps: Array) -> Array:
-    """float32 [] of step int32 []; until the decay begins it does not depend on ``total_steps``."""
-    step, total = step.astype(jnp.float32), jnp.asarray(total_steps, jnp.float32)
-    rise = (step + 1) / config.warmup_steps
-    fall = (total - step) / jnp.maximum(config.decay_fraction * total, 1)
-    return config.learning_rate * jnp.clip(jnp.minimum(rise, fall), 0, 1)
+def attention_of(implementation: Literal["xla", "cudnn"]) -> Attend:
+    return functools.partial(dense_causal_attend, implementation=implementation)
 
 
 def init_state(model: ModelConfig, config: TrainConfig) -> TrainState:
     params: Any = init_decoder(model, config.seed)
     return TrainState(
-        params=params, moments=optimizer(config).init(params), step=jnp.zeros((), jnp.int32)
+        params=params, moments=adamw(config).init(params), step=jnp.zeros((), jnp.int32)
     )
 
 
@@ -160,16 +134,11 @@ def train_step(
     learning_rate."""
     params: Any = state.params
     value, gradients = jax.value_and_grad(loss)(
-        params, batch, attend_of(config), jnp.dtype(config.compute_dtype)
+        params, batch, attention_of(config.attention), jnp.dtype(config.compute_dtype)
     )
     rate = learning_rate(config, state.step, total_steps)
-    updates, moments = optimizer(config).update(gradients, state.moments, params)
-    params = jax.tree.map(lambda p, u: p - rate * u, params, updates)
-    metrics = {
-        "loss": value,
-        "grad_norm": jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(gradients))),
-        "learning_rate": rate,
-    }
+    params, moments, norm = descend(config, params, state.moments, gradients, rate)
+    metrics = {"loss": value, "grad_norm": norm, "learning_rate": rate}
     return TrainState(params=params, moments=moments, step=state.step + 1), metrics
 
 
@@ -235,7 +204,9 @@ def held_out_windows(tokens: np.ndarray, config: TrainConfig, max_tokens: int) -
 def evaluate(params: Decoder, windows: Array, config: TrainConfig) -> Array:
     """Mean cross entropy, float32 [], over windows int32 [E, B, T + 1]."""
     dtype = jnp.dtype(config.compute_dtype)
-    return jax.lax.map(lambda w: loss(params, w, attend_of(config), dtype), windows).mean()
+    return jax.lax.map(
+        lambda w: loss(params, w, attention_of(config.attention), dtype), windows
+    ).mean()
 
 
 @jax.jit

@@ -15,11 +15,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from jaxspec.config import ModelConfig
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
-from jaxspec.training import data, lm
+from jaxspec.training import data
 from jaxspec.training.data import END_OF_TEXT, Corpus
 from jaxspec.training.lm import TrainConfig
-from jaxspec.training.pretrain import SLACK, Pace, Pretraining, Schedule, sample
+from jaxspec.training.optimizer import learning_rate
+from jaxspec.training.pretrain import Pretraining, sample
 from jaxspec.training.report import Card, export
+from jaxspec.training.schedule import SLACK, Pace, Schedule
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = TrainConfig(
@@ -210,7 +212,7 @@ def test_two_devices_train_as_one(
 
 def test_the_learning_rate_rises_stays_and_falls():
     config = TrainConfig(learning_rate=1.0, warmup_steps=10, decay_fraction=0.5)
-    rates = [float(lm.learning_rate(config, jnp.int32(s), jnp.int32(100))) for s in range(101)]
+    rates = [float(learning_rate(config, jnp.int32(s), jnp.int32(100))) for s in range(101)]
     np.testing.assert_allclose(rates[:10], np.arange(1, 11) / 10, rtol=1e-6)
     assert set(rates[10:51]) == {1.0}
     np.testing.assert_allclose(rates[50:], np.arange(50, -1, -1) / 50, rtol=1e-6)
@@ -218,7 +220,7 @@ def test_the_learning_rate_rises_stays_and_falls():
 
 def test_a_time_budget_sets_the_steps(monkeypatch: pytest.MonkeyPatch):
     clock = iter([100.0, 110.0, 600.0, 700.0, 2000.0])
-    monkeypatch.setattr("jaxspec.training.pretrain.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("jaxspec.training.schedule.time.monotonic", lambda: next(clock))
     pace = Pace(Schedule(deadline=1100.0), decay_fraction=0.5)
     assert pace.total_steps(10, 1 << 30) == 1 << 30  # the first call compiled
     # 10 steps took 10 s and 990 s are left; then 490 took 500 s and 500 s are left.

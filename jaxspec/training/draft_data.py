@@ -1,0 +1,261 @@
+"""What draft heads learn from: text, JSONL of texts or chats -> rows of tokens, and which to learn.
+
+A file (or line) is held out by the hash of its name (or content), as for training a language
+model: a head is judged on the same files as its target.
+"""
+
+import collections
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+import transformers
+
+from jaxspec.training import data
+
+Tokenizer = transformers.PreTrainedTokenizerBase
+HELD_OUT_FRACTION = 0.02
+
+
+@dataclasses.dataclass(frozen=True)
+class Examples:
+    """Rows of tokens [N, L] int32; ``learned`` [N, L] marks those that a head learns to predict.
+
+    ``prompt_lens`` [N] tokens of each row come before the target's own answer; where the target is
+    to write its own, it continues from there.
+    """
+
+    tokens: np.ndarray
+    learned: np.ndarray
+    prompt_lens: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+@dataclasses.dataclass(frozen=True)
+class ExampleReport:
+    """Documents (files, or lines of JSONL) read and skipped, by reason; and what they came to."""
+
+    documents: int
+    skipped: dict[str, int]
+    train_rows: int
+    held_out_rows: int
+    learned_tokens: int
+
+    def __str__(self) -> str:
+        skipped = ", ".join(f"{n} {reason}" for reason, n in sorted(self.skipped.items()))
+        return (
+            f"{self.documents} documents ({skipped or 'none'} skipped): {self.train_rows} training "
+            f"and {self.held_out_rows} held-out rows, {self.learned_tokens:,} tokens to learn"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Document:
+    """Tokens of one text or chat, and spans [first, last) of them that are learned."""
+
+    held_out_by: str
+    token_ids: list[int]
+    learned: list[tuple[int, int]]
+    is_chat: bool
+
+
+def read_examples(
+    paths: Iterable[Path],
+    tokenizer: Tokenizer,
+    length: int,
+    *,
+    prompt_tokens: int = 64,
+    suffixes: tuple[str, ...] = data.DEFAULT_SUFFIXES,
+    held_out_fraction: float = HELD_OUT_FRACTION,
+) -> tuple[Examples, Examples, ExampleReport]:
+    """(training, held out, report) of some files and folders.
+
+    ``.jsonl`` files hold an object a line with ``text``, or with ``messages`` that go through the
+    tokenizer's chat template and are learned in the assistant's turns only; a chat is one row. All
+    else is text: documents follow each other, cut into rows of ``length``, learned everywhere.
+
+    Raises ValueError if a path is missing, or nothing usable is left for either part.
+    """
+    skipped: collections.Counter[str] = collections.Counter()
+    documents: list[_Document] = []
+    paths = list(paths)
+    lines = [path for path in paths if path.suffix == ".jsonl"]
+    folders = [path for path in paths if path.suffix != ".jsonl"]
+    if folders:
+        texts, _, reasons = data.gather(folders, suffixes)
+        skipped.update(reasons)
+        documents += [_text_document(text.name, text.text, tokenizer) for text in texts]
+    for path in lines:
+        documents += _read_lines(path, tokenizer, length, skipped)
+    if len(documents) < 2:
+        reasons = ", ".join(f"{n} {reason}" for reason, n in skipped.items()) or "nothing there"
+        raise ValueError(f"fewer than two usable documents to train on ({reasons})")
+    places = [_place(document.held_out_by) for document in documents]
+    threshold = max(held_out_fraction, min(places))
+    parts = [
+        _rows([d for d, p in zip(documents, places, strict=True) if (p <= threshold) == held],
+              length, prompt_tokens, tokenizer)
+        for held in (False, True)
+    ]  # fmt: skip
+    train, held_out = parts
+    if not train.learned.any() or not held_out.learned.any():
+        raise ValueError("no token is left to learn from in the training or the held-out part")
+    report = ExampleReport(
+        documents=len(documents) + skipped.total(),
+        skipped=dict(skipped),
+        train_rows=len(train),
+        held_out_rows=len(held_out),
+        learned_tokens=int(train.learned.sum()),
+    )
+    return train, held_out, report
+
+
+def _place(name: str) -> float:
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) / 2**64
+
+
+def _text_document(name: str, text: str, tokenizer: Tokenizer) -> _Document:
+    ids = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    return _Document(name, ids, [(0, len(ids))], is_chat=False)
+
+
+def _read_lines(
+    path: Path, tokenizer: Tokenizer, length: int, skipped: collections.Counter[str]
+) -> Iterator[_Document]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read {path}: {error}") from error
+    if not any(line.strip() for line in lines):
+        raise ValueError(f"{path} is empty")
+    for line in filter(str.strip, lines):
+        try:
+            content = json.loads(line)
+        except json.JSONDecodeError:
+            skipped["broken JSON"] += 1
+            continue
+        document = _line_document(line, content, tokenizer, length)
+        if isinstance(document, str):
+            skipped[document] += 1
+        else:
+            yield document
+
+
+def _line_document(
+    line: str, content: object, tokenizer: Tokenizer, length: int
+) -> _Document | str:
+    """A document, or why the line is none."""
+    if not isinstance(content, dict) or not ({"text", "messages"} & content.keys()):
+        return "without text or messages"
+    if "messages" not in content:
+        text = content["text"]
+        if not isinstance(text, str) or not text.strip():
+            return "without text or messages"
+        return _text_document(line, text, tokenizer)
+    messages = content["messages"]
+    if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
+        return "messages that are no list of objects"
+    spans = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
+    if not spans:
+        return "without an assistant turn"
+    return _chat_document(line, messages, spans, tokenizer, length)
+
+
+def _chat_document(
+    line: str,
+    messages: list[dict[str, str]],
+    turns: list[int],
+    tokenizer: Tokenizer,
+    length: int,
+) -> _Document | str:
+    """The template's text, with the assistant's turns found as what each adds to the text before.
+
+    A template that rewrites earlier turns (to drop their reasoning, say) leaves those unlearned.
+    """
+    if tokenizer.chat_template is None:
+        raise ValueError("the model's tokenizer has no chat template for messages")
+    whole = _render(tokenizer, messages, False)
+    spans = []
+    for turn in turns:
+        before = _render(tokenizer, messages[:turn], True)
+        after = _render(tokenizer, messages[: turn + 1], False)
+        if after.startswith(before) and whole.startswith(after):
+            spans.append((len(before), len(after)))
+    encoded = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    starts = np.array([start for start, _ in encoded["offset_mapping"]])  # pyright: ignore[reportGeneralTypeIssues]
+    learned = [
+        (int(np.searchsorted(starts, first)), int(np.searchsorted(starts, last)))
+        for first, last in spans
+    ]
+    if not learned:
+        return "rewritten by the chat template"
+    if learned[0][0] >= length:
+        return "a prompt longer than the limit"
+    return _Document(line, list(encoded["input_ids"]), learned, is_chat=True)
+
+
+def _render(tokenizer: Tokenizer, messages: list[dict[str, str]], prompt: bool) -> str:
+    if not messages:
+        return ""
+    return str(
+        tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
+    )
+
+
+def _rows(
+    documents: list[_Document], length: int, prompt_tokens: int, tokenizer: Tokenizer
+) -> Examples:
+    end = tokenizer.eos_token_id
+    tokens: list[np.ndarray] = []
+    learned: list[np.ndarray] = []
+    prompts: list[int] = []
+
+    def add(ids: np.ndarray, marks: np.ndarray, prompt: int) -> None:
+        room = length - len(ids)
+        tokens.append(np.pad(ids, (0, room)))
+        learned.append(np.pad(marks, (0, room)))
+        prompts.append(min(prompt, len(ids)))
+
+    stream: list[int] = []
+    for document in documents:
+        if document.is_chat:
+            marks = np.zeros(len(document.token_ids), bool)
+            for first, last in document.learned:
+                marks[first:last] = True
+            add(np.array(document.token_ids[:length], np.int32), marks[:length],
+                document.learned[0][0])  # fmt: skip
+        else:
+            stream += document.token_ids if end is None else [*document.token_ids, end]
+    for start in range(0, len(stream) - 1, length):
+        ids = np.array(stream[start : start + length], np.int32)
+        add(ids, np.ones(len(ids), bool), prompt_tokens)
+    if not tokens:
+        return Examples(
+            np.zeros((0, length), np.int32), np.zeros((0, length), bool), np.zeros(0, int)
+        )
+    return Examples(np.stack(tokens), np.stack(learned), np.array(prompts))
+
+
+def draft_vocabulary(examples: Examples, vocab_size: int, size: int) -> np.ndarray | None:
+    """Ids [size], ascending, of the most frequent learned tokens; None if ``size`` is all.
+
+    Raises ValueError for a size that the vocabulary does not have.
+    """
+    if not 0 < size <= vocab_size:
+        raise ValueError(f"the draft vocabulary must have 1 to {vocab_size} tokens, got {size}")
+    if size == vocab_size:
+        return None
+    counts = np.bincount(examples.tokens[examples.learned], minlength=vocab_size)
+    return np.sort(np.argsort(-counts, kind="stable")[:size]).astype(np.int32)
+
+
+def coverage(examples: Examples, token_ids: np.ndarray | None) -> float:
+    """Share of the learned tokens that the draft vocabulary has."""
+    if token_ids is None:
+        return 1.0
+    return float(np.isin(examples.tokens[examples.learned], token_ids).mean())

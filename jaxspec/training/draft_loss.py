@@ -1,0 +1,222 @@
+"""The loss of a draft head, unrolled on its own outputs (EAGLE-3's training-time test).
+
+While drafting, a head reads true features of the target up to the root and its own outputs after
+it. Training imitates that at every position at once (arXiv 2503.01840, section 3.2): step 1 reads
+true features everywhere, step ``s`` reads the outputs of step ``s - 1``, and a query of step ``s``
+at position ``i`` attends to what it would find in the cache when drafting there: entries of true
+features up to ``i - s + 1``, and of step ``r`` at ``i - s + r``, for ``r = 2 .. s``. The head's own
+layers run here as they do in serving; only what they attend to differs.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxspec.models import decoder, eagle
+from jaxspec.models.attention import dense_causal_attend
+from jaxspec.models.decoder import Attend, Decoder
+from jaxspec.models.eagle import EagleHead
+from jaxspec.pytree import array, pytree
+from pallas_kernels.paged_attention.reference import MASKED
+from pallas_kernels.products import einsum_f32
+
+StepKeys = tuple[tuple[Array, Array], ...]  # keys and values [B, T, G, D] of the steps so far
+
+
+@pytree
+class DraftBatch:
+    """Token sequences, and which of their tokens a head learns to predict.
+
+    Optionally what the target makes of them, so that it need not run: ``features`` [B, T, C], the
+    captured hidden states, and ``hidden`` [B, T, H], those after the last norm.
+    """
+
+    tokens: Array = array("batch", "length")  # int32 [B, T]
+    learned: Array = array("batch", "length")  # bool [B, T]
+    features: Array | None = None
+    hidden: Array | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class LossConfig:
+    """What is minimized.
+
+    Attributes:
+      steps: how many steps the head is unrolled.
+      step_decay: weight of a step's loss relative to the step before.
+      hidden_weight: of the smooth-L1 distance to the target's next hidden state (EAGLE-1).
+      token_weight: of the cross entropy to the target's distribution.
+    """
+
+    steps: int = 6
+    step_decay: float = 0.8
+    hidden_weight: float = 0.0
+    token_weight: float = 1.0
+
+    def __post_init__(self):
+        if self.steps < 1 or not 0 < self.step_decay <= 1:
+            raise ValueError("steps must be at least 1, and step_decay in (0, 1]")
+
+    @classmethod
+    def for_method(cls, method: str, steps: int | None = None) -> "LossConfig":
+        """As the papers have it: EAGLE-1 (arXiv 2401.15077) predicts hidden states in one step."""
+        if method == "eagle1":
+            return cls(steps=steps or 1, hidden_weight=1.0, token_weight=0.1)
+        return cls(steps=steps or 6)
+
+
+def target_states(
+    target: Decoder, batch: DraftBatch, capture: tuple[int, ...], attend: Attend
+) -> tuple[Array, Array]:
+    """(features [B, T, C], hidden after the last norm [B, T, H]) of a batch; no gradient."""
+    if batch.features is not None and batch.hidden is not None:
+        return batch.features, batch.hidden
+    caches = (None,) * len(target.layers)
+    positions = jnp.broadcast_to(jnp.arange(batch.tokens.shape[1]), batch.tokens.shape)
+    hidden, _, features = decoder.run(target, batch.tokens, positions, caches, attend, capture)
+    assert features is not None
+    return jax.lax.stop_gradient(features), jax.lax.stop_gradient(hidden)
+
+
+def attend_unrolled(
+    cache: StepKeys, q: Array, k: Array, v: Array, window: int | None
+) -> tuple[Array, StepKeys]:
+    """An Attend over the steps so far: q [B, T, Q, D], k and v [B, T, G, D] of the current one.
+
+    Slot 0 is never read, as in serving: token 0 has no hidden state before it.
+    """
+    steps = (*cache, (k, v))
+    late = len(steps) - 1  # the context's true entries end this many positions before the query
+    batch, length, num_heads, head_dim = q.shape
+    kv_heads = k.shape[2]
+    grouped = q.reshape(batch, length, kv_heads, -1, head_dim)
+    position = jnp.arange(length)
+    behind = position[:, None] - position  # [T, S]
+    visible = (behind >= late) & (position >= 1)
+    if window is not None:
+        visible &= behind < window
+    first_k, first_v = steps[0]
+    scores = einsum_f32("btgrd,bsgd->bgrts", grouped, first_k) * head_dim**-0.5
+    scores = [jnp.where(visible, scores, MASKED)]
+    for index, (step_k, _) in enumerate(steps[1:], start=1):
+        own = _shifted(step_k, late - index)
+        score = einsum_f32("btgrd,btgd->bgrt", grouped, own) * head_dim**-0.5
+        scores.append(score[..., None])
+    weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1).astype(v.dtype)
+    out = einsum_f32("bgrts,bsgd->btgrd", weights[..., :length], first_v)
+    for index, (_, step_v) in enumerate(steps[1:], start=1):
+        weight = weights[..., length + index - 1]
+        out += einsum_f32("bgrt,btgd->btgrd", weight, _shifted(step_v, late - index))
+    return out.astype(q.dtype).reshape(q.shape), steps
+
+
+def _shifted(x: Array, distance: int) -> Array:
+    """x [B, T, ...] moved ``distance`` positions later, zeros first."""
+    return x if distance == 0 else jnp.pad(x[:, :-distance], _padding(x.ndim, distance))
+
+
+def _padding(ndim: int, distance: int) -> list[tuple[int, int]]:
+    return [(0, 0), (distance, 0)] + [(0, 0)] * (ndim - 2)
+
+
+def unroll(
+    head: EagleHead, target: Decoder, tokens: Array, features: Array, steps: int
+) -> list[Array]:
+    """Outputs [B, T, H] of each step; step ``s`` is meaningful from position ``s`` on.
+
+    Entry ``i`` reads token ``i`` beside the hidden state of token ``i - 1`` and predicts token
+    ``i + 1``. Args: tokens [B, T], features [B, T, C].
+    """
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]) - 1, tokens.shape)
+    caches: tuple[Any, ...] = ((),) * len(head.layers)
+    hidden, outputs = features, []
+    for _ in range(steps):
+        hidden, caches = eagle.run(
+            head, target, tokens, _shifted(hidden, 1), positions, caches, attend_unrolled
+        )
+        outputs.append(hidden)
+    return outputs
+
+
+def draft_loss(
+    head: EagleHead,
+    target: Decoder,
+    batch: DraftBatch,
+    config: LossConfig,
+    attend: Attend = dense_causal_attend,
+) -> tuple[Array, dict[str, Array]]:
+    """Loss float32 [] of a head on a batch, and metrics, one entry a step: float32 [steps].
+
+    The target is not trained. A pure function: differentiate it, or part of it, as you like.
+
+    Metrics: ``loss``; ``accuracy``, how often the head's likeliest token is the target's;
+    ``overlap``, the mean of sum(min(p, q)), which is the share accepted by rejection sampling at
+    temperature 1. All are given that the tokens before were right.
+    """
+    features, hidden = target_states(target, batch, head.capture, attend)
+    total, metrics = jnp.float32(0), []
+    for index, outputs in enumerate(
+        unroll(head, target, batch.tokens, features.astype(head.fc.dtype), config.steps)
+    ):
+        first = index + 1
+        learned = batch.learned[:, first + 1 :]  # of the tokens that entries first .. T - 2 predict
+        step_loss, step_metrics = _step_loss(
+            head, target, outputs[:, first:-1], hidden[:, first:-1], learned, config
+        )
+        total += config.step_decay**index * step_loss
+        metrics.append(step_metrics)
+    return total, jax.tree.map(lambda *values: jnp.stack(values), *metrics)
+
+
+@jax.checkpoint
+def _step_loss_of_logits(
+    head: EagleHead, target: Decoder, outputs: Array, hidden: Array
+) -> tuple[Array, Array, Array, Array]:
+    """(cross entropy, in the draft vocabulary, right, overlap), [B, T] each.
+
+    The target's distribution is taken over the draft vocabulary alone, and learned from only
+    where its likeliest token is in that vocabulary. Recomputed in the backward pass: logits of
+    all steps would fill the memory.
+    """
+    wanted = decoder.logits(target, hidden)
+    drafted = eagle.logits(head, target, outputs)
+    best = jnp.argmax(wanted, axis=-1)
+    ids, known = head.token_ids, jnp.ones(best.shape, bool)
+    log_p = jax.nn.log_softmax(wanted)
+    if ids is not None:
+        wanted, log_p = wanted[..., ids], log_p[..., ids]
+        known = jnp.any(best[..., None] == ids, axis=-1)
+    log_q = jax.nn.log_softmax(drafted)
+    cross_entropy = -jnp.sum(jax.nn.softmax(wanted) * log_q, axis=-1)
+    choice = jnp.argmax(drafted, axis=-1)
+    right = (choice if ids is None else ids[choice]) == best
+    overlap = jnp.sum(jnp.minimum(jnp.exp(log_p), jnp.exp(log_q)), axis=-1)
+    return cross_entropy, known, right, overlap
+
+
+def _step_loss(
+    head: EagleHead,
+    target: Decoder,
+    outputs: Array,
+    hidden: Array,
+    learned: Array,
+    config: LossConfig,
+) -> tuple[Array, dict[str, Array]]:
+    """Loss and metrics of one step: outputs and hidden [B, T, H], learned bool [B, T]."""
+    cross_entropy, known, right, overlap = _step_loss_of_logits(head, target, outputs, hidden)
+    loss = config.token_weight * _mean(cross_entropy, learned & known)
+    if config.hidden_weight:
+        difference = jnp.abs(outputs.astype(jnp.float32) - hidden.astype(jnp.float32))
+        smooth = jnp.where(difference < 1, 0.5 * difference**2, difference - 0.5)
+        loss += config.hidden_weight * _mean(smooth.mean(axis=-1), learned)
+    accuracy, overlap = _mean(right, learned), _mean(overlap, learned)
+    return loss, {"loss": loss, "accuracy": accuracy, "overlap": overlap}
+
+
+def _mean(values: Array, where: Array) -> Array:
+    """Mean float32 [] of the entries of values [B, T] marked in ``where``; 0 if there are none."""
+    chosen = jnp.where(where, values.astype(jnp.float32), 0)
+    return jnp.sum(chosen) / jnp.maximum(jnp.sum(where), 1)

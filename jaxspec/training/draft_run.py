@@ -1,0 +1,209 @@
+"""The host loop around draft_step.train_steps: order of the data, checkpoints and records."""
+
+import dataclasses
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxspec.models.decoder import Decoder
+from jaxspec.models.eagle import EagleHead
+from jaxspec.sharding import DATA_AXIS
+from jaxspec.training import draft_step
+from jaxspec.training.draft_data import Examples
+from jaxspec.training.draft_loss import DraftBatch
+from jaxspec.training.draft_states import StoredStates
+from jaxspec.training.draft_step import DraftTrainConfig
+from jaxspec.training.run_folder import RunFolder, batch_shardings
+from jaxspec.training.schedule import UNKNOWN_STEPS, Pace, Schedule
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftRecord:
+    """One line of the training log. Lists have an entry for each step of the unrolled head."""
+
+    step: int
+    total_steps: int | None  # None: not known yet
+    tokens: int
+    seconds: float
+    total_loss: float | None = None  # None: nothing trained since the last record
+    loss: list[float] | None = None
+    accuracy: list[float] | None = None
+    overlap: list[float] | None = None
+    grad_norm: float | None = None
+    learning_rate: float | None = None
+    tokens_per_second: float | None = None
+    held_out_loss: list[float] | None = None
+    held_out_accuracy: list[float] | None = None
+    held_out_overlap: list[float] | None = None
+    saved: bool = False
+
+
+class DraftTraining:
+    """Training of a head in the folder ``directory``: checkpoints, and log.jsonl of DraftRecords.
+
+    Args:
+      head: float32, as made by draft_step.init_head.
+      target: in the compute dtype.
+      states: the target's hidden states of the training rows, if they were captured before.
+      data_parallel: devices that each batch is split over.
+
+    Raises ValueError for too few rows, or a checkpoint that does not fit.
+    """
+
+    def __init__(
+        self,
+        head: EagleHead,
+        target: Decoder,
+        config: DraftTrainConfig,
+        train: Examples,
+        held_out: Examples,
+        schedule: Schedule,
+        directory: Path,
+        *,
+        states: StoredStates | None = None,
+        resume: bool = False,
+        data_parallel: int = 1,
+    ):
+        if len(train) < config.batch_size:
+            raise ValueError(
+                f"{len(train)} training rows are fewer than one batch of {config.batch_size}: "
+                "give more data, or a smaller batch or row length"
+            )
+        directory.mkdir(parents=True, exist_ok=True)
+        self.config, self.schedule, self._train, self._states = config, schedule, train, states
+        replicated, split = batch_shardings(config.batch_size // config.accumulation, data_parallel)
+        self._split = None if split is None else NamedSharding(split.mesh, P(None, DATA_AXIS))
+        self._target = jax.device_put(target, replicated)
+        self._windows = self._on_device(held_out_batches(held_out, config, schedule))
+        state = draft_step.init_state(head, config)
+        self.state = jax.device_put(state, replicated)
+        self.step, self.total_steps = 0, schedule.steps or UNKNOWN_STEPS
+        self.records: list[DraftRecord] = []
+        self._folder = RunFolder(directory, self._fingerprint(), resume)
+        if resume:
+            self.step, self.state, total, lines = self._folder.restore(self.state)
+            self.total_steps = schedule.steps or total
+            self.records = [DraftRecord(**line) for line in lines]
+
+    @property
+    def head(self) -> EagleHead:
+        """The weights so far, float32."""
+        return self.state.head
+
+    def run(self) -> Iterator[DraftRecord]:
+        """Train to the end, yielding a record at the start and after each call on the device.
+
+        A checkpoint is written before a record with ``saved`` is yielded. The first and the last
+        are such: what cannot be saved fails before time is spent on it.
+        """
+        started, pace = time.monotonic(), Pace(self.schedule, self.config.decay_fraction)
+        before = self.records[-1].seconds if self.records else 0.0
+        if not self.records:
+            yield self._add(self._save(self._evaluated(self._record(0.0))))
+        while self.step < self.total_steps:
+            count = self.schedule.steps_of_call(self.step, self.total_steps)
+            call_started = time.monotonic()
+            self.state, metrics = draft_step.train_steps(
+                self.state, self._target, self._batches(count), self.total_steps, self.config
+            )
+            metrics = {name: np.asarray(value).tolist() for name, value in metrics.items()}
+            if not math.isfinite(metrics["total_loss"]):
+                raise ValueError(
+                    f"the loss became {metrics['total_loss']}: lower the learning rate"
+                )
+            self.step += count
+            now = time.monotonic()
+            rate = self._tokens(count) / (now - call_started)
+            self.total_steps = pace.total_steps(self.step, self.total_steps)
+            record = self._record(before + now - started, **metrics, tokens_per_second=rate)
+            if self._due("evaluate_every"):
+                record = self._evaluated(record)
+            yield self._add(self._save(record) if self._due("save_every") else record)
+
+    def _tokens(self, steps: int) -> int:
+        return steps * self.config.batch_size * self._train.tokens.shape[1]
+
+    def _due(self, event: str) -> bool:
+        return self.schedule.is_due(event, self.step, self.total_steps)
+
+    def _batches(self, count: int) -> DraftBatch:
+        """The batches of the next ``count`` steps, [count, B, ...]."""
+        rows = np.stack([self._rows(self.step + index) for index in range(count)])
+        batch: Any = DraftBatch(
+            tokens=self._train.tokens[rows],  # pyright: ignore[reportArgumentType]
+            learned=self._train.learned[rows],  # pyright: ignore[reportArgumentType]
+        )
+        if self._states is not None:
+            features, hidden = self._states.read(rows)
+            batch = dataclasses.replace(batch, features=features, hidden=hidden)
+        return self._on_device(batch)
+
+    def _rows(self, step: int) -> np.ndarray:
+        """Rows of a step's batch: every epoch is a shuffle fixed by the seed."""
+        size, per_epoch = self.config.batch_size, len(self._train) // self.config.batch_size
+        epoch, index = divmod(step, per_epoch)
+        order = np.random.default_rng((self.config.seed, epoch)).permutation(len(self._train))
+        return order[index * size : (index + 1) * size]
+
+    def _on_device(self, batches: DraftBatch) -> DraftBatch:
+        return jax.device_put(batches, self._split)
+
+    def _record(self, seconds: float, **metrics: Any) -> DraftRecord:
+        return DraftRecord(
+            step=self.step,
+            total_steps=None if self.total_steps == UNKNOWN_STEPS else self.total_steps,
+            tokens=self._tokens(self.step),
+            seconds=round(seconds, 3),
+            **metrics,
+        )
+
+    def _evaluated(self, record: DraftRecord) -> DraftRecord:
+        found = draft_step.evaluate(self.head, self._target, self._windows, self.config)
+        values = {f"held_out_{name}": np.asarray(x).tolist() for name, x in found.items()}
+        return dataclasses.replace(record, **values)
+
+    def _save(self, record: DraftRecord) -> DraftRecord:
+        self._folder.save(self.step, self.total_steps, self.state)
+        return dataclasses.replace(record, saved=True)
+
+    def _add(self, record: DraftRecord) -> DraftRecord:
+        self.records.append(record)
+        self._folder.log(dataclasses.asdict(record))
+        return record
+
+    def _fingerprint(self) -> dict[str, Any]:
+        """What must not change between a checkpoint and its continuation."""
+        tokens, learned = self._train.tokens, self._train.learned
+        return {
+            "head": dataclasses.asdict(self.head.config),
+            "capture": self.head.capture,
+            "target": dataclasses.asdict(self._target.config),
+            "config": dataclasses.asdict(self.config),
+            "data": [*tokens.shape, int(tokens.sum(dtype=np.int64)), int(learned.sum())],
+        }
+
+
+def held_out_batches(
+    held_out: Examples, config: DraftTrainConfig, schedule: Schedule
+) -> DraftBatch:
+    """Evenly spread rows as batches [E, B, T], about ``schedule.evaluation_tokens`` in all.
+
+    The batch is halved until one fits.
+    """
+    length, batch = held_out.tokens.shape[1], config.batch_size // config.accumulation
+    available = max(1, min(len(held_out), schedule.evaluation_tokens // length))
+    while batch > available:
+        batch = -(-batch // 2)
+    count = available // batch * batch
+    rows = np.linspace(0, len(held_out) - 1, count).astype(int).reshape(-1, batch)
+    return DraftBatch(
+        tokens=jnp.asarray(held_out.tokens[rows]), learned=jnp.asarray(held_out.learned[rows])
+    )

@@ -1,0 +1,206 @@
+"""Training of a draft head: initial weights and the jitted step.
+
+Weights and AdamW moments are float32, the target and the activations ``compute_dtype``.
+"""
+
+import dataclasses
+import functools
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array
+
+from jaxspec.config import ModelConfig
+from jaxspec.models.decoder import Decoder
+from jaxspec.models.eagle import EagleHead, EagleMethod, head_shapes
+from jaxspec.pytree import pytree
+from jaxspec.training.draft_loss import DraftBatch, LossConfig, draft_loss
+from jaxspec.training.lm import attention_of
+from jaxspec.training.optimizer import MATRICES, OptimizerConfig, adamw, descend, learning_rate
+
+RESIDUAL_OUTPUTS = frozenset({"o", "down"})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DraftTrainConfig(OptimizerConfig):
+    """How to train a head.
+
+    Attributes:
+      batch_size: sequences of one step.
+      accumulation: parts that a step's batch is computed in, to save memory.
+      seed: of the initial weights and the order of the data.
+      attention: of the target's forward pass; ``cudnn`` is for bfloat16 on NVIDIA GPUs.
+    """
+
+    loss: LossConfig = dataclasses.field(default_factory=LossConfig)
+    batch_size: int = 32
+    accumulation: int = 1
+    learning_rate: float = 1e-3
+    weight_decay: float = 0.0
+    seed: int = 0
+    attention: Literal["xla", "cudnn"] = "xla"
+    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+
+    def __post_init__(self):
+        super().__post_init__()
+        if min(self.batch_size, self.accumulation) < 1 or self.batch_size % self.accumulation:
+            raise ValueError(
+                f"batch_size must be a multiple of accumulation, got {self.batch_size} and "
+                f"{self.accumulation}"
+            )
+
+
+@pytree
+class DraftTrainState:
+    """Everything that a step changes. ``step`` is int32 []: the steps taken."""
+
+    head: EagleHead  # float32
+    moments: optax.OptState
+    step: Array
+
+
+def init_head(
+    target: Decoder,
+    config: ModelConfig,
+    method: EagleMethod,
+    *,
+    capture: tuple[int, ...] | None = None,
+    token_ids: np.ndarray | None = None,
+    seed: int = 0,
+) -> EagleHead:
+    """A float32 head to train: random, but for what it can take from the target.
+
+    ``fc`` passes on the last captured state (EAGLE-1: the hidden state) from the start, and
+    EAGLE-3's LM head and norm begin as the target's.
+
+    Args:
+      config: of the head's own layers.
+      token_ids: target ids of the draft vocabulary [W], ascending; None for the whole vocabulary.
+    """
+    size = None if token_ids is None else len(token_ids)
+    shapes = head_shapes(
+        config, method, target.config, jnp.dtype(jnp.float32),
+        draft_vocab_size=size, capture=capture,
+    )  # fmt: skip
+    generator = np.random.default_rng(seed)
+
+    def init(path: tuple[Any, ...], shape: jax.ShapeDtypeStruct) -> Array:
+        name = str(path[-1].name)
+        if name not in MATRICES:
+            return jnp.asarray(np.full(shape.shape, "norm" in name, np.float32))
+        scale = shape.shape[0] ** -0.5
+        if name in RESIDUAL_OUTPUTS:
+            scale *= (2 * config.num_layers) ** -0.5
+        return jnp.asarray(scale * generator.standard_normal(shape.shape, np.float32))
+
+    head = jax.tree_util.tree_map_with_path(init, dataclasses.replace(shapes, token_ids=None))
+    hidden = config.hidden_size
+    fc = 0.1 * head.fc
+    if hidden == target.config.hidden_size:
+        fc = fc.at[-hidden:].add(jnp.eye(hidden))
+    head = dataclasses.replace(head, fc=fc)
+    if method == "eagle1":
+        return head
+    ids = None if token_ids is None else jnp.asarray(token_ids, jnp.int32)
+    if hidden == target.config.hidden_size:
+        rows = target.embed if target.lm_head is None else target.lm_head.T
+        rows = rows[: target.config.vocab_size] if ids is None else rows[ids]
+        lm_head, norm = (x.astype(jnp.float32) for x in (rows.T, target.norm))
+        head = dataclasses.replace(head, lm_head=lm_head, norm=norm)
+    return dataclasses.replace(head, token_ids=ids)
+
+
+def trainable(head: EagleHead) -> EagleHead:
+    """The head without its table of token ids, which is no weight."""
+    return dataclasses.replace(head, token_ids=None)
+
+
+def init_state(head: EagleHead, config: DraftTrainConfig) -> DraftTrainState:
+    weights: Any = trainable(head)
+    return DraftTrainState(
+        head=head, moments=adamw(config).init(weights), step=jnp.zeros((), jnp.int32)
+    )
+
+
+def train_step(
+    state: DraftTrainState,
+    target: Decoder,
+    batch: DraftBatch,
+    total_steps: Array,
+    config: DraftTrainConfig,
+) -> tuple[DraftTrainState, dict[str, Array]]:
+    """One AdamW step; a pure function, to be jitted by the caller.
+
+    Args:
+      target: in the compute dtype; not trained.
+      batch: B rows, computed in ``config.accumulation`` parts.
+
+    Metrics are float32: ``loss``, ``accuracy`` and ``overlap`` [steps] (see draft_loss), and
+    ``total_loss``, ``grad_norm``, ``learning_rate`` [].
+    """
+    dtype, token_ids = jnp.dtype(config.compute_dtype), state.head.token_ids
+
+    def loss(weights: EagleHead, part: DraftBatch) -> tuple[Array, dict[str, Array]]:
+        working = jax.tree.map(lambda leaf: leaf.astype(dtype), weights)
+        working = dataclasses.replace(working, token_ids=token_ids)
+        return draft_loss(working, target, part, config.loss, attention_of(config.attention))
+
+    weights: Any = trainable(state.head)
+    parts = jax.tree.map(lambda x: x.reshape(config.accumulation, -1, *x.shape[1:]), batch)
+
+    def add(sums: Any, part: DraftBatch) -> tuple[Any, None]:
+        (value, metrics), gradients = jax.value_and_grad(loss, has_aux=True)(weights, part)
+        return jax.tree.map(jnp.add, sums, (metrics | {"total_loss": value}, gradients)), None
+
+    zeros = jax.tree.map(jnp.zeros_like, _shapes(loss, weights, parts))
+    sums, _ = jax.lax.scan(add, zeros, parts)
+    metrics, gradients = jax.tree.map(lambda x: x / config.accumulation, sums)
+    rate = learning_rate(config, state.step, total_steps)
+    weights, moments, norm = descend(config, weights, state.moments, gradients, rate)
+    head = dataclasses.replace(weights, token_ids=token_ids)
+    state = DraftTrainState(head=head, moments=moments, step=state.step + 1)
+    return state, metrics | {"grad_norm": norm, "learning_rate": rate}
+
+
+def _shapes(loss: Any, weights: EagleHead, parts: DraftBatch) -> tuple[Any, Any]:
+    """(metrics, gradients) as ShapeDtypeStructs, for the sums to start from."""
+    part = jax.tree.map(lambda x: x[0], parts)
+    value, metrics = jax.eval_shape(loss, weights, part)
+    return metrics | {"total_loss": value}, weights
+
+
+@functools.partial(jax.jit, static_argnames=("config",), donate_argnames=("state",))
+def train_steps(
+    state: DraftTrainState,
+    target: Decoder,
+    batches: DraftBatch,
+    total_steps: Array,
+    config: DraftTrainConfig,
+) -> tuple[DraftTrainState, dict[str, Array]]:
+    """As many steps as ``batches`` [S, B, ...] has, in one call; returns the means of the metrics
+    (of the learning rate, the last)."""
+
+    def step(state: DraftTrainState, batch: DraftBatch) -> tuple[DraftTrainState, Any]:
+        return train_step(state, target, batch, total_steps, config)
+
+    state, metrics = jax.lax.scan(step, state, batches)
+    means = {name: values.mean(axis=0) for name, values in metrics.items()}
+    return state, means | {"learning_rate": metrics["learning_rate"][-1]}
+
+
+@functools.partial(jax.jit, static_argnames=("config",))
+def evaluate(
+    head: EagleHead, target: Decoder, batches: DraftBatch, config: DraftTrainConfig
+) -> dict[str, Array]:
+    """The metrics of draft_loss, means over batches [S, B, ...]."""
+    dtype = jnp.dtype(config.compute_dtype)
+    working = jax.tree.map(lambda leaf: leaf.astype(dtype), trainable(head))
+    working = dataclasses.replace(working, token_ids=head.token_ids)
+    attend = attention_of(config.attention)
+    metrics = jax.lax.map(
+        lambda batch: draft_loss(working, target, batch, config.loss, attend)[1], batches
+    )
+    return {name: values.mean(axis=0) for name, values in metrics.items()}

@@ -1,0 +1,93 @@
+"""A training run on disk: checkpoints to resume from, and a log."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxspec.sharding import DATA_AXIS, make_mesh
+
+MAX_KEPT = 2
+
+
+class RunFolder:
+    """The folder ``directory`` with ``checkpoints/`` and ``log.jsonl``.
+
+    A fresh run drops what an earlier one left; one that resumes goes on from the latest checkpoint.
+
+    Args:
+      fingerprint: what must not change between a checkpoint and its continuation (JSON values).
+    """
+
+    def __init__(self, directory: Path, fingerprint: dict[str, Any], resume: bool):
+        self._fingerprint = json.loads(json.dumps(fingerprint))
+        self._log = directory / "log.jsonl"
+        self._manager = ocp.CheckpointManager(
+            (directory / "checkpoints").absolute(),
+            options=ocp.CheckpointManagerOptions(max_to_keep=MAX_KEPT),
+        )
+        if not resume:
+            for step in self._manager.all_steps():
+                self._manager.delete(step)
+            self._log.write_text("")
+
+    def save(self, step: int, total_steps: int, state: Any) -> None:
+        """Write a checkpoint, and wait until it is on disk."""
+        position = {"total_steps": total_steps, "run": self._fingerprint}
+        self._manager.save(
+            step,
+            args=ocp.args.Composite(
+                state=ocp.args.StandardSave(state), position=ocp.args.JsonSave(position)
+            ),
+        )
+        self._manager.wait_until_finished()
+
+    def restore(self, state: Any) -> tuple[int, Any, int, list[dict[str, Any]]]:
+        """(step, state, total steps, log records up to that step) of the latest checkpoint.
+
+        Args:
+          state: arrays of the shapes, dtypes and shardings wanted.
+
+        Raises ValueError if there is none, or it is of another run.
+        """
+        step = self._manager.latest_step()
+        if step is None:
+            raise ValueError(f"no checkpoint to resume from in {self._manager.directory}")
+        position = self._manager.restore(
+            step, args=ocp.args.Composite(position=ocp.args.JsonRestore())
+        )["position"]
+        if position["run"] != self._fingerprint:
+            raise ValueError("the checkpoint is of another model, data or training configuration")
+        shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
+        state = self._manager.restore(
+            step, args=ocp.args.Composite(state=ocp.args.StandardRestore(shapes))
+        )["state"]
+        lines = map(json.loads, self._log.read_text().splitlines())
+        records = [line for line in lines if line["step"] <= step]
+        self._log.write_text("".join(map(_line, records)))
+        return step, state, position["total_steps"], records
+
+    def log(self, record: dict[str, Any]) -> None:
+        """Append a record; it has a ``step``."""
+        with self._log.open("a") as log:
+            log.write(_line(record))
+
+
+def _line(record: dict[str, Any]) -> str:
+    return json.dumps(record) + "\n"
+
+
+def batch_shardings(batch_size: int, devices: int) -> tuple[NamedSharding, NamedSharding | None]:
+    """(replicated over the devices, batches split over them; None for one device).
+
+    Raises ValueError for a batch that cannot be split evenly.
+    """
+    if batch_size % devices:
+        raise ValueError(f"batch size {batch_size} cannot be split over {devices} devices")
+    mesh = make_mesh(data_parallel=devices)
+    split = NamedSharding(mesh, P(DATA_AXIS)) if devices > 1 else None
+    return NamedSharding(mesh, P()), split

@@ -1,0 +1,159 @@
+"""The unrolled loss: what a head sees in training is what it sees when it drafts."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.test_util import check_grads
+
+from jaxspec.cache import init_layers
+from jaxspec.models import eagle
+from jaxspec.models.attention import PagedAttend, dense_causal_attend
+from jaxspec.models.eagle import EagleHead, head_shapes
+from jaxspec.training.draft_loss import DraftBatch, LossConfig, draft_loss, target_states, unroll
+from tests.random_models import CONFIG, random_arrays, random_target
+
+TARGET = random_target()
+assert TARGET.lm_head is not None
+LM_HEAD = TARGET.lm_head
+LENGTH, STEPS, PAGE = 14, 4, 4
+TOKENS = np.random.default_rng(0).integers(CONFIG.vocab_size, size=(2, LENGTH)).astype(np.int32)
+
+
+def random_head(method: str, num_layers: int = 1, window: int | None = None, **options: Any):
+    config = dataclasses.replace(
+        CONFIG, num_layers=num_layers, sliding_windows=(window,) * num_layers
+    )
+    shapes = head_shapes(config, method, CONFIG, jnp.dtype(jnp.float32), **options)  # pyright: ignore
+    if shapes.token_ids is None:
+        return random_arrays(shapes, 5)
+    ids = np.sort(np.random.default_rng(5).permutation(CONFIG.vocab_size)[: len_of(shapes)])
+    head = random_arrays(dataclasses.replace(shapes, token_ids=None), 5)
+    return dataclasses.replace(head, token_ids=jnp.asarray(ids, jnp.int32))
+
+
+def len_of(head: EagleHead) -> int:
+    assert head.token_ids is not None
+    return head.token_ids.shape[0]
+
+
+def batch_of(tokens: np.ndarray, learned: np.ndarray | None = None) -> DraftBatch:
+    marks = np.ones(tokens.shape, bool) if learned is None else learned
+    return DraftBatch(tokens=jnp.asarray(tokens), learned=jnp.asarray(marks))
+
+
+def features_of(head: EagleHead):
+    return target_states(TARGET, batch_of(TOKENS), head.capture, dense_causal_attend)[0]
+
+
+def drafted(head: EagleHead, features: jax.Array, root: int) -> list[jax.Array]:
+    """The head's outputs [B, H] when it drafts after the true tokens up to ``root``, as served:
+    through a paged cache, one token at a time."""
+    layers = init_layers(head.config.num_layers, 1 + 2 * LENGTH, CONFIG.num_kv_heads, PAGE,
+                         CONFIG.head_dim, jnp.dtype(jnp.float32))  # fmt: skip
+    table = 1 + jnp.arange(2 * LENGTH).reshape(2, LENGTH)
+
+    @jax.jit
+    def read(first: jax.Array, tokens: jax.Array, hidden: jax.Array, layers: Any) -> Any:
+        slot = jnp.broadcast_to(first + jnp.arange(hidden.shape[1]), hidden.shape[:2])
+        page = jnp.take_along_axis(table, slot // PAGE, axis=1)
+        attend = PagedAttend(
+            page_table=table,
+            context_lens=slot[:, 0],
+            slots=page * PAGE + slot % PAGE,
+            positions=slot,
+            first_slot=1,
+        )
+        return eagle.run(head, TARGET, tokens, hidden, slot - 1, layers, attend)
+
+    tokens = jnp.asarray(TOKENS)
+    outputs, layers = read(1, tokens[:, 1 : root + 1], features[:, :root], layers)
+    results = [outputs[:, -1]]
+    for position in range(root + 1, min(root + STEPS, LENGTH)):
+        token = tokens[:, position : position + 1]
+        outputs, layers = read(position, token, results[-1][:, None], layers)
+        results.append(outputs[:, 0])
+    return results
+
+
+@pytest.mark.parametrize("method", ["eagle3", "eagle1"])
+@pytest.mark.parametrize(("num_layers", "window"), [(1, None), (2, None), (1, 5)])
+def test_a_step_of_training_is_a_step_of_drafting(method, num_layers, window):
+    head = random_head(method, num_layers, window)
+    features = features_of(head)
+    steps = jax.jit(unroll, static_argnums=4)(head, TARGET, TOKENS, features, STEPS)
+    for root in (1, 2, 7, LENGTH - 2):
+        for index, outputs in enumerate(drafted(head, features, root)):
+            np.testing.assert_allclose(steps[index][:, root + index], outputs, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "config"),
+    [
+        ("eagle3", {"draft_vocab_size": 64}, LossConfig(steps=3)),
+        ("eagle1", {"fc_bias": True}, LossConfig(steps=2, hidden_weight=1.0, token_weight=0.1)),
+    ],
+)
+def test_gradients_agree_with_finite_differences(method, options, config):
+    with jax.enable_x64(True):
+        target, head = jax.tree.map(
+            lambda x: jnp.asarray(np.asarray(x), jnp.float64) if x.dtype == jnp.float32 else x,
+            (TARGET, random_head(method, **options)),
+        )
+
+        def loss(layers, fc, norm, lm_head):
+            changed = dataclasses.replace(head, layers=layers, fc=fc, norm=norm, lm_head=lm_head)
+            return draft_loss(changed, target, batch_of(TOKENS), config)[0]
+
+        parts = (head.layers, head.fc, head.norm, head.lm_head)
+        check_grads(jax.jit(loss), parts, order=1, modes=("rev",), atol=2e-3, rtol=2e-3, eps=1e-3)
+
+
+def test_only_marked_tokens_are_learned():
+    """Entry ``i`` of step ``s`` counts when token ``i + 1`` is marked: by hand, for one token."""
+    head, config = random_head("eagle3"), LossConfig(steps=2)
+    learned = np.zeros(TOKENS.shape, bool)
+    learned[0, 7] = True
+    _, metrics = draft_loss(head, TARGET, batch_of(TOKENS, learned), config)
+    features, hidden = target_states(TARGET, batch_of(TOKENS), head.capture, dense_causal_attend)
+    wanted = jax.nn.softmax(hidden[0, 6] @ LM_HEAD)
+    for step, outputs in enumerate(unroll(head, TARGET, jnp.asarray(TOKENS), features, 2)):
+        logits = eagle.logits(head, TARGET, outputs[0, 6])
+        expected = -jnp.sum(wanted * jax.nn.log_softmax(logits))
+        np.testing.assert_allclose(metrics["loss"][step], expected, rtol=1e-4)
+        assert metrics["accuracy"][step] == (jnp.argmax(logits) == jnp.argmax(wanted))
+        overlap = jnp.minimum(wanted, jax.nn.softmax(logits)).sum()
+        np.testing.assert_allclose(metrics["overlap"][step], overlap, rtol=1e-4)
+
+
+def test_a_target_outside_the_draft_vocabulary_is_not_learned_but_counted():
+    head = random_head("eagle3", draft_vocab_size=4)
+    _, hidden = target_states(TARGET, batch_of(TOKENS), head.capture, dense_causal_attend)
+    best = np.asarray(jnp.argmax(hidden @ LM_HEAD, axis=-1))[:, 1:-1]
+    unknown = ~np.isin(best, np.asarray(head.token_ids))
+    assert unknown.any()
+    learned = np.zeros(TOKENS.shape, bool)
+    learned[:, 2:] = unknown
+    loss, metrics = draft_loss(head, TARGET, batch_of(TOKENS, learned), LossConfig(steps=1))
+    assert loss == 0 and metrics["accuracy"] == 0 and 0 < metrics["overlap"] < 1
+
+
+def test_states_given_with_the_batch_are_used():
+    head, batch = random_head("eagle3"), batch_of(TOKENS)
+    features, hidden = target_states(TARGET, batch, head.capture, dense_causal_attend)
+    given = dataclasses.replace(batch, features=features, hidden=hidden)
+    for one, other in zip(
+        draft_loss(head, TARGET, batch, LossConfig(steps=2))[1].values(),
+        draft_loss(head, TARGET, given, LossConfig(steps=2))[1].values(),
+        strict=True,
+    ):
+        np.testing.assert_allclose(one, other, rtol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{"steps": 0}, {"step_decay": 0.0}])
+def test_bad_loss_configs_are_errors(options):
+    with pytest.raises(ValueError, match="steps must be at least 1"):
+        LossConfig(**options)
