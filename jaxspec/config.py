@@ -176,3 +176,20 @@ class SpeculationConfig:
     def chain(cls, num_tokens: int, acceptance: Acceptance = "match") -> "SpeculationConfig":
         """A chain of ``num_tokens`` drafted tokens."""
         return cls(num_nodes=num_tokens + 1, max_depth=num_tokens, top_k=1, acceptance=acceptance)
+
+    @classmethod
+    def parse(cls, text: str) -> "SpeculationConfig":
+        """``chain:K`` or ``tree:NODES:DEPTH:TOPK``, as the command lines write trees.
+
+        Raises ValueError for anything else.
+        """
+        kind, *sizes = text.split(":")
+        try:
+            match kind, [int(size) for size in sizes]:
+                case "chain", [tokens]:
+                    return cls.chain(tokens)
+                case "tree", [nodes, depth, top_k]:
+                    return cls(num_nodes=nodes, max_depth=depth, top_k=top_k)
+        except ValueError as error:
+            raise ValueError(f"tree {text!r}: {error}") from None
+        raise ValueError(f"{text!r} is not chain:K or tree:NODES:DEPTH:TOPK")

@@ -7,6 +7,7 @@ model: a head is judged on the same files as its target.
 import collections
 import dataclasses
 import hashlib
+import itertools
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from jaxspec.training import data
 
 Tokenizer = transformers.PreTrainedTokenizerBase
 HELD_OUT_FRACTION = 0.02
+TEXTS_A_CALL = 256  # that the tokenizer's threads share
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +91,9 @@ def read_examples(
     if folders:
         texts, _, reasons = data.gather(folders, suffixes)
         skipped.update(reasons)
-        documents += [_text_document(text.name, text.text, tokenizer) for text in texts]
+        for batch in itertools.batched(texts, TEXTS_A_CALL):
+            ids = _encode(tokenizer, [text.text for text in batch])
+            documents += map(_text_document, (text.name for text in batch), ids)
     for path in lines:
         documents += _read_lines(path, tokenizer, length, skipped)
     if len(documents) < 2:
@@ -119,8 +123,11 @@ def _place(name: str) -> float:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) / 2**64
 
 
-def _text_document(name: str, text: str, tokenizer: Tokenizer) -> _Document:
-    ids = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+def _encode(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
+    return tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]  # pyright: ignore[reportReturnType]
+
+
+def _text_document(name: str, ids: list[int]) -> _Document:
     return _Document(name, ids, [(0, len(ids))], is_chat=False)
 
 
@@ -156,7 +163,7 @@ def _line_document(
         text = content["text"]
         if not isinstance(text, str) or not text.strip():
             return "without text or messages"
-        return _text_document(line, text, tokenizer)
+        return _text_document(line, _encode(tokenizer, [text])[0])
     messages = content["messages"]
     if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
         return "messages that are no list of objects"

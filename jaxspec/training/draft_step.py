@@ -108,7 +108,8 @@ def init_head(
     if hidden == target.config.hidden_size:
         rows = target.embed if target.lm_head is None else target.lm_head.T
         rows = rows[: target.config.vocab_size] if ids is None else rows[ids]
-        lm_head, norm = (x.astype(jnp.float32) for x in (rows.T, target.norm))
+        # Copies: training donates its state, and must leave the target alone.
+        lm_head, norm = (jnp.array(x, jnp.float32) for x in (rows.T, target.norm))
         head = dataclasses.replace(head, lm_head=lm_head, norm=norm)
     return dataclasses.replace(head, token_ids=ids)
 

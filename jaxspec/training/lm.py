@@ -83,7 +83,7 @@ def init_decoder(config: ModelConfig, seed: int) -> Decoder:
     return jax.tree_util.tree_map_with_path(init, shapes)
 
 
-def num_parameters(params: Decoder) -> int:
+def num_parameters(params: Any) -> int:
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
 
 

@@ -67,4 +67,4 @@ def descend(
     """One AdamW step: (weights, moments, the gradients' norm float32 [])."""
     updates, moments = adamw(config).update(gradients, moments, params)
     params = jax.tree.map(lambda p, u: p - rate * u, params, updates)
-    return params, moments, optax.global_norm(gradients)
+    return params, moments, optax.tree.norm(gradients)

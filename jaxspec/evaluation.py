@@ -1,0 +1,75 @@
+"""How well a drafter guesses: acceptance on real prompts, with confidence intervals."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxspec.llm import LLM, Completion
+from jaxspec.scheduling.requests import SamplingParams
+
+CONFIDENCE = 0.95
+RESAMPLES = 2000
+
+
+@dataclasses.dataclass(frozen=True)
+class Acceptance:
+    """What some prompts' texts came to. Intervals are 95 % bootstrap intervals over prompts.
+
+    Attributes:
+      length: tokens committed a round, bonus included.
+      by_depth: share of rounds that accepted at least 1, 2, ... drafted tokens.
+    """
+
+    prompts: int
+    tokens: int
+    rounds: int
+    length: float
+    length_interval: tuple[float, float]
+    by_depth: list[float]
+    by_depth_intervals: list[tuple[float, float]]
+    decode_tokens_per_second: float
+
+
+def measure_acceptance(
+    llm: LLM, prompts: Sequence[Sequence[int]], sampling: SamplingParams
+) -> Acceptance:
+    """Generate from every token prompt, each with a seed of its own, and count."""
+    params = [
+        dataclasses.replace(sampling, seed=sampling.seed + index) for index in range(len(prompts))
+    ]
+    return summarize(llm.generate(list(prompts), params))
+
+
+def summarize(completions: Sequence[Completion], seed: int = 0) -> Acceptance:
+    """Count over completions; prompts that ended before any round count for nothing.
+
+    Raises ValueError if all of them did.
+    """
+    rounds = np.array([c.num_rounds for c in completions])  # [N]
+    drafted = np.array([len(c.token_ids) - 1 for c in completions])  # [N] committed by rounds
+    by_depth = np.array([c.acceptance_by_depth for c in completions])  # [N, A]
+    if rounds.sum() == 0:
+        raise ValueError("every text ended with its first token: nothing was drafted")
+    chosen = np.random.default_rng(seed).integers(len(rounds), size=(RESAMPLES, len(rounds)))
+    chosen = chosen[rounds[chosen].sum(axis=1) > 0]
+    lengths = drafted[chosen].sum(axis=1) / rounds[chosen].sum(axis=1)
+    accepted = by_depth * rounds[:, None]
+    shares = accepted[chosen].sum(axis=1) / rounds[chosen].sum(axis=1)[:, None]
+    seconds = {id(c.timings): c.timings.decode for c in completions}  # one for each batch
+    return Acceptance(
+        prompts=len(completions),
+        tokens=int(drafted.sum()),
+        rounds=int(rounds.sum()),
+        length=float(drafted.sum() / rounds.sum()),
+        length_interval=_interval(lengths),
+        by_depth=(accepted.sum(axis=0) / rounds.sum()).tolist(),
+        by_depth_intervals=[_interval(column) for column in shares.T],
+        decode_tokens_per_second=float(drafted.sum() / max(sum(seconds.values()), 1e-9)),
+    )
+
+
+def _interval(samples: np.ndarray) -> tuple[float, float]:
+    tail = 50 * (1 - CONFIDENCE)
+    low, high = np.percentile(samples, [tail, 100 - tail])
+    return float(low), float(high)

@@ -1,0 +1,123 @@
+"""A trained head as a folder to hand on: weights, curves and card."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from matplotlib.figure import Figure
+
+from jaxspec.config import ModelConfig
+from jaxspec.models.eagle import EagleHead
+from jaxspec.training.draft_data import ExampleReport
+from jaxspec.training.draft_run import DraftRecord, DraftTraining
+from jaxspec.training.lm import num_parameters
+from jaxspec.weights.eagle import save_eagle_head
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftCard:
+    """What the card says that the run itself does not know. ``coverage`` is the share of learned
+    tokens that the draft vocabulary has."""
+
+    name: str
+    target: str
+    device: str
+    command: str
+    coverage: float
+    report: ExampleReport
+    license_note: str
+
+
+def export_head(run: DraftTraining, target: ModelConfig, card: DraftCard, directory: Path) -> None:
+    """Write the head in the official layout (bfloat16 safetensors, config.json), with log.jsonl,
+    training.png and README.md; a folder that is there already is overwritten file by file."""
+    directory.mkdir(parents=True, exist_ok=True)
+    save_eagle_head(in_bfloat16(run.head), directory, target)
+    lines = [json.dumps(dataclasses.asdict(record)) for record in run.records]
+    (directory / "log.jsonl").write_text("\n".join(lines) + "\n")
+    plot_training(run.records, directory / "training.png")
+    (directory / "README.md").write_text(head_card(run, card))
+
+
+def in_bfloat16(head: EagleHead) -> EagleHead:
+    return jax.tree.map(
+        lambda x: x.astype(jnp.bfloat16) if jnp.issubdtype(x.dtype, jnp.floating) else x, head
+    )
+
+
+def plot_training(records: list[DraftRecord], path: Path) -> None:
+    """Loss and accuracy of each unrolled step by tokens seen, as a PNG; dots are held out."""
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    axes = figure.subplots(1, 2)
+    steps = len(next(r.held_out_loss for r in records if r.held_out_loss))
+    for panel, name in zip(axes, ("loss", "accuracy"), strict=True):
+        for step in range(steps):
+            for held_out in (False, True):
+                points = _points(records, f"held_out_{name}" if held_out else name, step)
+                style = {"marker": "."} if held_out else {"linewidth": 0.7, "alpha": 0.5}
+                label = f"step {step + 1}" if held_out else None
+                panel.plot(*points, color=f"C{step}", label=label, **style)
+        panel.set(xlabel="million tokens", ylabel=name)
+        panel.grid(alpha=0.3)
+        panel.legend(fontsize="small")
+    figure.savefig(path, dpi=120)
+
+
+def _points(records: list[DraftRecord], name: str, step: int) -> tuple[list[float], list[float]]:
+    found = [(r.tokens / 1e6, values[step]) for r in records if (values := getattr(r, name))]
+    return [x for x, _ in found], [y for _, y in found]
+
+
+def head_card(run: DraftTraining, card: DraftCard) -> str:
+    """The README.md of an exported head, in Markdown."""
+    head, config, last = run.head, run.config, run.records[-1]
+    evaluated = next(r for r in reversed(run.records) if r.held_out_accuracy is not None)
+    rows = zip(
+        evaluated.held_out_loss or [],
+        evaluated.held_out_accuracy or [],
+        evaluated.held_out_overlap or [],
+        strict=True,
+    )
+    table = "\n".join(
+        f"| {step} | {loss:.4f} | {accuracy:.1%} | {overlap:.1%} |"
+        for step, (loss, accuracy, overlap) in enumerate(rows, start=1)
+    )
+    vocabulary = "the target's" if head.token_ids is None else f"{head.token_ids.shape[0]} tokens"
+    return f"""# {card.name}
+
+A {num_parameters(head) / 1e6:.2f} M parameter {head.method.upper()} draft head for {card.target},
+trained by jaxspec's `scripts/train_drafter.py`. It drafts what that model is about to write; by
+itself it generates nothing.
+
+| | |
+|---|---|
+| reads | hidden states {list(head.capture)} of the target |
+| layer | {head.config.num_layers} of hidden {head.config.hidden_size}, \
+{head.config.num_heads} query and {head.config.num_kv_heads} KV heads of {head.config.head_dim}, \
+SwiGLU of {head.config.intermediate_size} |
+| draft vocabulary | {vocabulary}, {card.coverage:.2%} of the learned tokens |
+| training | {last.step} steps of {config.batch_size} rows = {last.tokens / 1e6:.1f} M tokens, \
+{config.loss.steps} unrolled steps, AdamW, learning rate {config.learning_rate:g}, \
+seed {config.seed} |
+| data | {card.report} |
+| time | {last.seconds:.0f} s on {card.device} |
+
+Held-out rows after step {evaluated.step}, given that the tokens before were right (accuracy: the
+likeliest token is the target's; overlap: sum of min(p, q)):
+
+| unrolled step | loss | accuracy | overlap |
+|---|---|---|---|
+{table}
+
+```
+{card.command}
+```
+
+![training](training.png)
+
+## Licence
+
+{card.license_note}
+"""

@@ -1,0 +1,106 @@
+"""Self-distillation: the target continues every row itself, so that a head learns its own text."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from jaxspec.llm import LLM
+from jaxspec.scheduling.requests import SamplingParams
+from jaxspec.training.draft_data import Examples
+
+
+def regenerate(
+    llm: LLM,
+    examples: Examples,
+    path: Path,
+    *,
+    temperatures: tuple[float, ...] = (0.0, 1.0),
+    report: Callable[[int, int], None] = lambda done, rows: None,
+) -> Examples:
+    """Each row's prompt, continued by the target to the row's length; only that is learned.
+
+    Rows take the temperatures in turn, and their number as seed. Every finished batch is appended
+    to ``path`` (JSONL), from which an interrupted call goes on.
+
+    Args:
+      report: told rows done and in all, after each batch.
+
+    Raises ValueError if ``path`` holds the answers of another model or to other rows.
+    """
+    length = examples.tokens.shape[1]
+    rows = _restore(path, _described(llm, examples, temperatures))
+    report(len(rows), len(examples))
+    for start in range(len(rows), len(examples), llm.max_batch):
+        batch = range(start, min(start + llm.max_batch, len(examples)))
+        prompts = [_prompt(examples, row) for row in batch]
+        sampling = [
+            SamplingParams(
+                temperature=temperatures[row % len(temperatures)],
+                seed=row,
+                max_tokens=length - len(prompt),
+            )
+            for row, prompt in zip(batch, prompts, strict=True)
+        ]
+        completions = llm.generate(prompts, sampling)
+        answers = [[len(c.prompt_token_ids), c.prompt_token_ids + c.token_ids] for c in completions]
+        with path.open("a") as file:
+            file.writelines(json.dumps(answer) + "\n" for answer in answers)
+        rows += answers
+        report(len(rows), len(examples))
+    return _examples(rows, length)
+
+
+def _prompt(examples: Examples, row: int) -> list[int]:
+    """At least a token, and room for at least one after it."""
+    length = examples.tokens.shape[1]
+    count = min(max(1, int(examples.prompt_lens[row])), length - 1)
+    return examples.tokens[row, :count].tolist()
+
+
+def _described(llm: LLM, examples: Examples, temperatures: tuple[float, ...]) -> dict[str, object]:
+    target = llm.params.target
+    content = {
+        "target": dataclasses.asdict(target.config),
+        "embed_checksum": float(np.abs(np.asarray(target.embed, np.float32)).sum()),
+        "rows": [*examples.tokens.shape, int(examples.tokens.sum(dtype=np.int64))],
+        "prompts": int(examples.prompt_lens.sum()),
+        "temperatures": temperatures,
+    }
+    return json.loads(json.dumps(content))
+
+
+def _restore(path: Path, described: dict[str, object]) -> list[list]:
+    """Answers that an interrupted call left; a line cut short is dropped."""
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(described) + "\n")
+        return []
+    text = path.read_text()
+    complete = text[: text.rfind("\n") + 1]
+    first, *lines = complete.splitlines() or ["null"]
+    if json.loads(first) != described:
+        raise ValueError(f"{path} holds the answers of another model or to other rows: remove it")
+    if complete != text:
+        path.write_text(complete)
+    return [json.loads(line) for line in lines]
+
+
+def _examples(rows: list[list], length: int) -> Examples:
+    tokens = np.zeros((len(rows), length), np.int32)
+    learned = np.zeros((len(rows), length), bool)
+    for index, (prompt, ids) in enumerate(rows):
+        tokens[index, : len(ids)] = ids
+        learned[index, prompt : len(ids)] = True
+    return Examples(tokens, learned, np.array([prompt for prompt, _ in rows], np.int32))
+
+
+def concatenate(first: Examples, second: Examples) -> Examples:
+    """The rows of both."""
+    return Examples(
+        np.concatenate([first.tokens, second.tokens]),
+        np.concatenate([first.learned, second.learned]),
+        np.concatenate([first.prompt_lens, second.prompt_lens]),
+    )

@@ -1,0 +1,144 @@
+"""How many tokens of a draft are accepted: by mode, temperature and rule, on held-out prompts.
+
+Modes are `chain:K` and `tree:NODES:DEPTH:TOPK` (root included). Rules are `coupled` and `top_k`
+(matching rule, children ranked under the target's noise or by the drafter alone; the same at
+temperature 0) and `rejection`. Prompts are the beginnings of held-out rows of --data.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from jaxspec import BUILT_IN_MODEL, LLM, SamplingParams, SpeculationConfig
+from jaxspec.evaluation import measure_acceptance
+from jaxspec.llm import load_tokenizer
+from jaxspec.training import data
+from jaxspec.training.draft_data import read_examples
+
+RULES = ("coupled", "top_k", "rejection")
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--model", default=str(BUILT_IN_MODEL), help="model directory or hub id")
+    add("--drafter", default="ngram", help="ngram, or directory or hub id of a head or model")
+    add("--data", type=Path, nargs="+", required=True, help="folders, text files or .jsonl files")
+    add("--suffixes", nargs="+", default=list(data.DEFAULT_SUFFIXES))
+    add("--modes", default="chain:5,tree:60:8:8", help="comma list")
+    add("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
+    add("--rules", nargs="+", choices=RULES, default=list(RULES))
+    add("--prompts", type=int, default=64, help="held-out rows that text is generated from")
+    add("--prompt-tokens", type=int, default=64)
+    add("--max-tokens", type=int, default=192)
+    add("--batch", type=int, default=16)
+    add("--dtype", choices=("float32", "bfloat16"), help="default: float32 on CPU, else bfloat16")
+    add("--seed", type=int, default=0)
+    add("--json", action="store_true", help="JSON on stdout, the table on stderr")
+    return parser.parse_args(arguments)
+
+
+def held_out_prompts(args: argparse.Namespace) -> list[list[int]]:
+    """The beginnings of rows spread evenly over the held-out part of the data."""
+    if min(args.prompts, args.prompt_tokens, args.max_tokens) < 1:
+        raise ValueError("--prompts, --prompt-tokens and --max-tokens must be at least 1")
+    length = args.prompt_tokens + args.max_tokens
+    _, held_out, report = read_examples(
+        args.data,
+        load_tokenizer(args.model),
+        length,
+        prompt_tokens=args.prompt_tokens,
+        suffixes=tuple(args.suffixes),
+    )
+    print(report, file=sys.stderr)
+    count = min(args.prompts, len(held_out))
+    rows = np.linspace(0, len(held_out) - 1, count).astype(int)
+    return [held_out.tokens[row, : max(1, held_out.prompt_lens[row])].tolist() for row in rows]
+
+
+def speculation_of(mode: str, rule: str) -> SpeculationConfig:
+    tree = SpeculationConfig.parse(mode)
+    if rule == "rejection":
+        return dataclasses.replace(tree, acceptance="rejection")
+    return dataclasses.replace(tree, proposal=rule)
+
+
+def evaluate(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
+    prompts, rows = held_out_prompts(args), []
+    for mode in args.modes.split(","):
+        for rule in args.rules:
+            speculation = speculation_of(mode, rule)
+            llm = LLM(
+                args.model,
+                args.drafter,
+                speculation=speculation,
+                dtype=args.dtype,
+                max_length=args.prompt_tokens + args.max_tokens,
+                max_batch=args.batch,
+            )
+            for temperature in args.temperatures:
+                if temperature == 0 and rule != args.rules[0]:
+                    continue  # greedy text is drafted and accepted alike under every rule
+                progress.print(f"{mode}, {rule}, temperature {temperature:g}")
+                sampling = SamplingParams(
+                    temperature=temperature, seed=args.seed, max_tokens=args.max_tokens
+                )
+                found = measure_acceptance(llm, prompts, sampling)
+                rows.append(
+                    {"mode": mode, "rule": rule, "temperature": temperature} | as_row(found)
+                )
+    return {
+        "model": str(args.model),
+        "drafter": str(args.drafter),
+        "device": jax.devices()[0].device_kind,
+        "dtype": args.dtype,
+        "results": rows,
+    }
+
+
+def make_table(results: dict[str, Any]) -> Table:
+    table = Table(title=f"{results['drafter']} for {results['model']} on {results['device']}")
+    for name in ("mode", "temperature", "rule", "tokens", "acceptance length (95 %)", "by depth"):
+        table.add_column(name)
+    for row in results["results"]:
+        low, high = row["length_interval"]
+        table.add_row(
+            row["mode"],
+            f"{row['temperature']:g}",
+            row["rule"],
+            f"{row['tokens']:,}",
+            f"{row['length']:.2f} ({low:.2f} to {high:.2f})",
+            " ".join(f"{share:.0%}" for share in row["by_depth"]),
+        )
+    return table
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = parse_arguments(arguments)
+    progress = Console(stderr=True, highlight=False, soft_wrap=True)
+    try:
+        results = evaluate(args, progress)
+    except ValueError as error:
+        print(f"eval_drafter: {error}", file=sys.stderr)
+        return 2
+    console = Console(stderr=args.json, highlight=False)
+    console.width = max(console.width, 130)
+    console.print(make_table(results))
+    if args.json:
+        print(json.dumps(results))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,295 @@
+"""Train an EAGLE-3 (or EAGLE-1) draft head for a model, and export it in the official layout.
+
+Data are folders or files of text, or .jsonl files with `text` or chat `messages` on each line
+(learned in the assistant's turns only). With --regenerate the model first continues every row
+itself: a head learns best from what it will have to draft.
+"""
+
+import argparse
+import dataclasses
+import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from jaxspec import BUILT_IN_MODEL, LLM, SpeculationConfig
+from jaxspec.config import ModelConfig
+from jaxspec.llm import load_tokenizer
+from jaxspec.models.decoder import Decoder
+from jaxspec.models.eagle import default_capture
+from jaxspec.models.hf_config import load_model_config
+from jaxspec.training import data, draft_data
+from jaxspec.training.draft_data import ExampleReport, Examples
+from jaxspec.training.draft_loss import LossConfig
+from jaxspec.training.draft_report import DraftCard, export_head
+from jaxspec.training.draft_run import DraftRecord, DraftTraining
+from jaxspec.training.draft_states import StoredStates, capture_states
+from jaxspec.training.draft_step import DraftTrainConfig, init_head
+from jaxspec.training.lm import attention_of, flash_attention_works, num_parameters
+from jaxspec.training.regenerate import concatenate, regenerate
+from jaxspec.training.schedule import Schedule
+from jaxspec.weights.hub import resolve_directory
+from jaxspec.weights.safetensors_io import load_decoder
+
+EXPORT_SHARE = 0.03  # of a time budget, kept for the last export
+DEFAULT_LICENSE = "Trained on the data and for the model named above, each under its own licence."
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--model", default=str(BUILT_IN_MODEL), help="model directory or hub id")
+    add("--data", type=Path, nargs="+", required=True, help="folders, text files or .jsonl files")
+    add("--out", type=Path, required=True, help="folder of the exported head")
+    add("--method", choices=("eagle3", "eagle1"), default="eagle3")
+    add("--work", type=Path, default=Path("runs/drafter"), help="checkpoints, log, answers, states")
+    add("--resume", action="store_true", help="go on from the last checkpoint in --work")
+    length = parser.add_mutually_exclusive_group(required=True)
+    length.add_argument("--steps", type=int)
+    length.add_argument("--minutes", type=float, help="for everything, start-up and export too")
+    rows = parser.add_argument_group("data")
+    rows.add_argument("--suffixes", nargs="+", default=list(data.DEFAULT_SUFFIXES))
+    rows.add_argument("--length", type=int, default=512, help="tokens of a row")
+    rows.add_argument("--regenerate", action="store_true", help="let the model write the answers")
+    rows.add_argument("--regenerate-rows", type=int, help="only so many rows (default: all)")
+    rows.add_argument("--regenerate-temperatures", type=float, nargs="+", default=[0.0, 1.0])
+    rows.add_argument("--regenerate-batch", type=int, default=64)
+    rows.add_argument("--keep-text", action="store_true", help="learn from the data's own text too")
+    rows.add_argument("--prompt-tokens", type=int, default=64, help="of a text row, to continue")
+    rows.add_argument("--store-states", action="store_true", help="keep hidden states on disk")
+    head = parser.add_argument_group("head")
+    head.add_argument("--draft-vocab", type=int, help="most frequent tokens only (default: all)")
+    head.add_argument("--capture", type=int, nargs="+", help="layers read (default: the official)")
+    head.add_argument("--ff", type=int, help="width of the MLP (default: the model's)")
+    head.add_argument("--layers", type=int, default=1)
+    train = parser.add_argument_group("training")
+    train.add_argument("--unroll", type=int, help="steps of the training-time test")
+    train.add_argument("--batch", type=int, default=32, help="rows of a step")
+    train.add_argument("--accumulation", type=int, default=1, help="parts a batch is computed in")
+    train.add_argument("--lr", type=float, default=1e-3)
+    train.add_argument("--warmup", type=int, default=100)
+    train.add_argument("--seed", type=int, default=0)
+    train.add_argument("--attention", choices=("auto", "xla", "cudnn"), default="auto")
+    train.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), default="auto")
+    train.add_argument("--steps-per-call", type=int, default=10)
+    train.add_argument("--evaluate-every", type=int, default=500)
+    train.add_argument("--save-every", type=int, default=1000)
+    add("--license-note", default=DEFAULT_LICENSE)
+    return parser.parse_args(arguments)
+
+
+def train_config(args: argparse.Namespace, head_dim: int) -> DraftTrainConfig:
+    dtype, attention = args.dtype, args.attention
+    if dtype == "auto":
+        dtype = "bfloat16" if jax.default_backend() == "gpu" else "float32"
+    if attention == "auto":
+        flash = dtype == "bfloat16" and flash_attention_works(head_dim)
+        attention = "cudnn" if flash else "xla"
+    return DraftTrainConfig(
+        loss=LossConfig.for_method(args.method, args.unroll),
+        batch_size=args.batch,
+        accumulation=args.accumulation,
+        learning_rate=args.lr,
+        warmup_steps=args.warmup,
+        seed=args.seed,
+        attention=attention,
+        compute_dtype=dtype,
+    )
+
+
+def progress_bar(console: Console) -> Progress:
+    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
+    return Progress(*columns, TimeRemainingColumn(), console=console)
+
+
+def counting(progress: Progress, what: str) -> Callable[[int, int], None]:
+    """A callback that shows rows done and in all."""
+    task = progress.add_task(what, total=None)
+
+    def show(done: int, rows: int) -> None:
+        progress.update(task, description=f"{what} {done}/{rows}", completed=done, total=rows)
+
+    return show
+
+
+def prepare_rows(
+    args: argparse.Namespace, console: Console
+) -> tuple[Examples, Examples, ExampleReport]:
+    """Training rows, held-out rows, and what they came from."""
+    train, held_out, report = draft_data.read_examples(
+        args.data,
+        load_tokenizer(args.model),
+        args.length,
+        prompt_tokens=args.prompt_tokens,
+        suffixes=tuple(args.suffixes),
+    )
+    console.print(str(report))
+    if not args.regenerate:
+        return train, held_out, report
+    llm = LLM(
+        args.model,
+        "ngram",
+        speculation=SpeculationConfig.chain(3),
+        max_length=args.length,
+        max_batch=args.regenerate_batch,
+    )
+    temperatures = tuple(args.regenerate_temperatures)
+    wanted = spread(train, args.regenerate_rows)
+    with progress_bar(console) as progress:
+        answers = [
+            regenerate(
+                llm,
+                part,
+                args.work / f"answers-{name}.jsonl",
+                temperatures=temperatures,
+                report=counting(progress, f"answers, {name}"),
+            )
+            for name, part in (("train", wanted), ("held-out", spread(held_out, 256)))
+        ]
+    own, held_out = answers
+    train = concatenate(own, train) if args.keep_text else own
+    learned = int(train.learned.sum())
+    report = dataclasses.replace(
+        report, train_rows=len(train), held_out_rows=len(held_out), learned_tokens=learned
+    )
+    console.print(f"with the model's own answers: {report}")
+    return train, held_out, report
+
+
+def spread(examples: Examples, count: int | None) -> Examples:
+    """``count`` rows, evenly spread; all for None."""
+    if count is None or count >= len(examples):
+        return examples
+    rows = np.linspace(0, len(examples) - 1, count).astype(int)
+    return Examples(examples.tokens[rows], examples.learned[rows], examples.prompt_lens[rows])
+
+
+def store_states(
+    args: argparse.Namespace,
+    console: Console,
+    target: Decoder,
+    train: Examples,
+    capture: tuple[int, ...],
+    config: DraftTrainConfig,
+) -> StoredStates | None:
+    if not args.store_states:
+        return None
+    with progress_bar(console) as progress:
+        return capture_states(
+            target,
+            train,
+            capture,
+            attention_of(config.attention),
+            args.work / "states",
+            batch_size=config.batch_size,
+            report=counting(progress, "hidden states of rows"),
+        )
+
+
+def head_config(args: argparse.Namespace, target: ModelConfig) -> ModelConfig:
+    """The target's own sizes, in as many layers as wanted, without its families' specialities."""
+    return dataclasses.replace(
+        target,
+        num_layers=args.layers,
+        sliding_windows=(None,) * args.layers,
+        intermediate_size=args.ff or target.intermediate_size,
+        qkv_bias=False,
+        o_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        tie_word_embeddings=False,
+    )
+
+
+def describe(record: DraftRecord) -> str:
+    """One line: step, loss, held-out accuracies, speed."""
+    parts = [f"step {record.step}/{record.total_steps or '?'}"]
+    if record.total_loss is not None:
+        parts += [f"loss {record.total_loss:.4f}", f"|g| {record.grad_norm:.2f}"]
+    if record.tokens_per_second:
+        parts.append(f"{record.tokens_per_second / 1e3:.1f}k tok/s")
+    if record.held_out_accuracy:
+        shares = " ".join(f"{share:.1%}" for share in record.held_out_accuracy)
+        parts.append(f"held-out accuracy by step: {shares}")
+    return "  ".join(parts)
+
+
+def train(args: argparse.Namespace, console: Console, started: float) -> None:
+    directory = resolve_directory(args.model)
+    model = load_model_config(directory)
+    if args.length > model.max_position:
+        raise ValueError(f"--length {args.length} exceeds the model's {model.max_position}")
+    config = train_config(args, model.head_dim)
+    budget = None if args.minutes is None else 60 * args.minutes * (1 - EXPORT_SHARE)
+    schedule = Schedule(
+        steps=args.steps,
+        deadline=None if budget is None else started + budget,
+        steps_per_call=args.steps_per_call,
+        evaluate_every=args.evaluate_every,
+        save_every=args.save_every,
+        evaluation_tokens=1 << 17,
+    )
+    train_rows, held_out, report = prepare_rows(args, console)
+    target = load_decoder(directory, model, np.dtype(config.compute_dtype))
+    size = args.draft_vocab or model.vocab_size
+    token_ids = draft_data.draft_vocabulary(train_rows, model.vocab_size, size)
+    capture = tuple(args.capture or default_capture(args.method, model.num_layers))
+    head = init_head(
+        target,
+        head_config(args, model),
+        args.method,
+        capture=capture,
+        token_ids=None if args.method == "eagle1" else token_ids,
+        seed=args.seed,
+    )
+    states = store_states(args, console, target, train_rows, capture, config)
+    run = DraftTraining(
+        head, target, config, train_rows, held_out, schedule, args.work,
+        states=states, resume=args.resume, data_parallel=jax.device_count(),
+    )  # fmt: skip
+    card = DraftCard(
+        name=args.out.name,
+        target=str(args.model),
+        device=jax.devices()[0].device_kind,
+        command=shlex.join(["python3", *sys.argv]),
+        coverage=draft_data.coverage(train_rows, token_ids),
+        report=report,
+        license_note=args.license_note,
+    )
+    console.print(
+        f"{num_parameters(head):,} parameters, {config.attention} attention, "
+        f"{config.compute_dtype}, {jax.device_count()} x {card.device}, draft vocabulary covers "
+        f"{card.coverage:.2%}, {time.monotonic() - started:.1f} s so far"
+    )
+    with progress_bar(console) as progress:
+        task = progress.add_task("compiling", total=None)
+        for record in run.run():
+            line = describe(record)
+            progress.update(task, description=line, total=record.total_steps, completed=record.step)
+            if record.held_out_accuracy is not None:
+                progress.console.print(f"{time.monotonic() - started:6.1f} s  {line}")
+            if record.saved:
+                export_head(run, model, card, args.out)
+    console.print(f"{args.out}: written after {time.monotonic() - started:.1f} s")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    started = time.monotonic()
+    try:
+        train(parse_arguments(arguments), Console(soft_wrap=True), started)
+    except ValueError as error:
+        print(f"train_drafter: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
