@@ -95,9 +95,8 @@ def evaluate(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
                     temperature=temperature, seed=args.seed, max_tokens=args.max_tokens
                 )
                 found = measure_acceptance(llm, prompts, sampling)
-                rows.append(
-                    {"mode": mode, "rule": rule, "temperature": temperature} | as_row(found)
-                )
+                setting = {"mode": mode, "rule": rule, "temperature": temperature}
+                rows.append(setting | dataclasses.asdict(found))
     return {
         "model": str(args.model),
         "drafter": str(args.drafter),
