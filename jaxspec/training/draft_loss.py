@@ -147,16 +147,20 @@ def draft_loss(
     batch: DraftBatch,
     config: LossConfig,
     attend: Attend = dense_causal_attend,
+    counts: Array | None = None,
 ) -> tuple[Array, dict[str, Array]]:
     """Loss float32 [] of a head on a batch, and metrics, one entry a step: float32 [steps].
 
     The target is not trained. A pure function: differentiate it, or part of it, as you like.
+    ``counts`` [steps] divides each step's sums, for a batch that is part of a larger one; by
+    default they are the batch's own learned_counts.
 
     Metrics: ``loss``; ``accuracy``, how often the head's likeliest token is the target's;
     ``overlap``, the mean of sum(min(p, q)), which is the share accepted by rejection sampling at
     temperature 1. All are given that the tokens before were right.
     """
     features, hidden = target_states(target, batch, head.capture, attend)
+    counts = learned_counts(batch.learned, config.steps) if counts is None else counts
     total, metrics = jnp.float32(0), []
     for index, outputs in enumerate(
         unroll(head, target, batch.tokens, features.astype(head.fc.dtype), config.steps)
@@ -164,11 +168,17 @@ def draft_loss(
         first = index + 1
         learned = batch.learned[:, first + 1 :]  # of the tokens that entries first .. T - 2 predict
         step_loss, step_metrics = _step_loss(
-            head, target, outputs[:, first:-1], hidden[:, first:-1], learned, config
+            head, target, outputs[:, first:-1], hidden[:, first:-1], learned, counts[index], config
         )
         total += config.step_decay**index * step_loss
         metrics.append(step_metrics)
     return total, jax.tree.map(lambda *values: jnp.stack(values), *metrics)
+
+
+def learned_counts(learned: Array, steps: int) -> Array:
+    """How many tokens each step learns of learned [B, T], at least 1: float32 [steps]."""
+    counts = [jnp.sum(learned[:, step + 1 :]) for step in range(1, steps + 1)]
+    return jnp.maximum(jnp.stack(counts), 1).astype(jnp.float32)
 
 
 @jax.checkpoint
@@ -203,20 +213,20 @@ def _step_loss(
     outputs: Array,
     hidden: Array,
     learned: Array,
+    count: Array,
     config: LossConfig,
 ) -> tuple[Array, dict[str, Array]]:
-    """Loss and metrics of one step: outputs and hidden [B, T, H], learned bool [B, T]."""
+    """Loss and metrics of one step: outputs and hidden [B, T, H], learned bool [B, T], sums
+    divided by count float32 []."""
+
+    def mean(values: Array, where: Array) -> Array:
+        return jnp.sum(jnp.where(where, values.astype(jnp.float32), 0)) / count
+
     cross_entropy, known, right, overlap = _step_loss_of_logits(head, target, outputs, hidden)
-    loss = config.token_weight * _mean(cross_entropy, learned & known)
+    loss = config.token_weight * mean(cross_entropy, learned & known)
     if config.hidden_weight:
         difference = jnp.abs(outputs.astype(jnp.float32) - hidden.astype(jnp.float32))
         smooth = jnp.where(difference < 1, 0.5 * difference**2, difference - 0.5)
-        loss += config.hidden_weight * _mean(smooth.mean(axis=-1), learned)
-    accuracy, overlap = _mean(right, learned), _mean(overlap, learned)
+        loss += config.hidden_weight * mean(smooth.mean(axis=-1), learned)
+    accuracy, overlap = mean(right, learned), mean(overlap, learned)
     return loss, {"loss": loss, "accuracy": accuracy, "overlap": overlap}
-
-
-def _mean(values: Array, where: Array) -> Array:
-    """Mean float32 [] of the entries of values [B, T] marked in ``where``; 0 if there are none."""
-    chosen = jnp.where(where, values.astype(jnp.float32), 0)
-    return jnp.sum(chosen) / jnp.maximum(jnp.sum(where), 1)

@@ -17,7 +17,7 @@ from jaxspec.config import ModelConfig
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.eagle import EagleHead, EagleMethod, head_shapes
 from jaxspec.pytree import pytree
-from jaxspec.training.draft_loss import DraftBatch, LossConfig, draft_loss
+from jaxspec.training.draft_loss import DraftBatch, LossConfig, draft_loss, learned_counts
 from jaxspec.training.lm import attention_of
 from jaxspec.training.optimizer import MATRICES, OptimizerConfig, adamw, descend, learning_rate
 
@@ -144,10 +144,14 @@ def train_step(
     """
     dtype, token_ids = jnp.dtype(config.compute_dtype), state.head.token_ids
 
+    # Of the whole batch, lest a part with few learned tokens weighs as much as one with many.
+    counts = learned_counts(batch.learned, config.loss.steps) / config.accumulation
+
     def loss(weights: EagleHead, part: DraftBatch) -> tuple[Array, dict[str, Array]]:
         working = jax.tree.map(lambda leaf: leaf.astype(dtype), weights)
         working = dataclasses.replace(working, token_ids=token_ids)
-        return draft_loss(working, target, part, config.loss, attention_of(config.attention))
+        attend = attention_of(config.attention)
+        return draft_loss(working, target, part, config.loss, attend, counts)
 
     weights: Any = trainable(state.head)
     parts = jax.tree.map(lambda x: x.reshape(config.accumulation, -1, *x.shape[1:]), batch)

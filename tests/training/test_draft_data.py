@@ -1,0 +1,141 @@
+"""Text, JSONL and chats as rows; what cannot be used is counted, and nothing is an error."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import transformers
+
+from jaxspec import BUILT_IN_MODEL
+from jaxspec.training.draft_data import Examples, coverage, draft_vocabulary, read_examples
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+# Drops what the assistant said in earlier turns, as templates do with reasoning.
+FORGETFUL_TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>"
+    "{% if m['role'] != 'assistant' or loop.last %}{{ m['content'] }}{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture
+def tokenizer() -> transformers.PreTrainedTokenizerBase:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(BUILT_IN_MODEL)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def chat(*turns: str) -> dict:
+    roles = ("user", "assistant")
+    return {"messages": [{"role": roles[i % 2], "content": t} for i, t in enumerate(turns)]}
+
+
+def write_lines(path: Path, *lines: object) -> Path:
+    texts = (line if isinstance(line, str) else json.dumps(line) for line in lines)
+    path.write_text("\n".join(texts) + "\n")
+    return path
+
+
+def learned_text(tokenizer, examples: Examples) -> str:
+    return tokenizer.decode(examples.tokens[examples.learned])
+
+
+def test_text_becomes_full_rows_and_files_are_held_out(tokenizer, tmp_path):
+    texts = {f"f{i}.py": f"def f{i}(x):\n    return x + {i}\n" * 8 for i in range(6)}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    train, held_out, report = read_examples([tmp_path], tokenizer, 32, prompt_tokens=5)
+    assert train.tokens.shape[1] == held_out.tokens.shape[1] == 32
+    found = learned_text(tokenizer, train).split("<|endoftext|>")
+    rest = learned_text(tokenizer, held_out).split("<|endoftext|>")
+    assert sorted(filter(None, found + rest)) == sorted(texts.values())
+    assert set(train.prompt_lens[:-1]) == {5}
+    assert report.documents == 6 and report.train_rows == len(train)
+    assert report.learned_tokens == train.learned.sum()
+
+
+def test_only_the_assistant_is_learned(tokenizer, tmp_path):
+    path = write_lines(
+        tmp_path / "chats.jsonl",
+        chat("add 1 and 2", "3", "and 4", "7"),
+        chat("add 1 and 2 again", "3", "and 4", "7"),
+    )
+    train, held_out, _ = read_examples([path], tokenizer, 64)
+    for examples in (train, held_out):
+        assert len(examples) == 1
+        assert learned_text(tokenizer, examples) == "3\n7\n"
+        prompt = tokenizer.decode(examples.tokens[0, : examples.prompt_lens[0]])
+        assert prompt.startswith("<user>add 1 and 2") and prompt.endswith("<assistant>")
+
+
+def test_rewritten_turns_are_not_learned(tokenizer, tmp_path):
+    tokenizer.chat_template = FORGETFUL_TEMPLATE
+    path = write_lines(tmp_path / "c.jsonl", chat("a", "b", "c", "d"), chat("e", "f", "g", "h"))
+    train, held_out, _ = read_examples([path], tokenizer, 64)
+    assert {learned_text(tokenizer, part) for part in (train, held_out)} == {"d", "h"}
+
+
+def test_unusable_lines_are_counted(tokenizer, tmp_path):
+    path = write_lines(
+        tmp_path / "mixed.jsonl",
+        {"text": "x = 1\n" * 20},
+        {"text": "y = 2\n" * 20},
+        "{broken",
+        {"messages": [{"role": "user", "content": "hello"}]},
+        chat("word " * 200, "yes"),
+        {"text": "  "},
+        {"prompt": "?"},
+        {"messages": "hello"},
+    )
+    *_, report = read_examples([path], tokenizer, 64)
+    assert report.documents == 8
+    assert report.skipped == {
+        "broken JSON": 1,
+        "without an assistant turn": 1,
+        "a prompt longer than the limit": 1,
+        "without text or messages": 2,
+        "messages that are no list of objects": 1,
+    }
+    assert "1 broken JSON" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([], "is empty"),
+        (["{", "{"], "fewer than two usable documents .*2 broken JSON"),
+        ([{"text": "only one"}], "fewer than two"),
+    ],
+)
+def test_nothing_to_train_on_is_an_error(tokenizer, tmp_path, lines, message):
+    path = write_lines(tmp_path / "bad.jsonl", *lines)
+    with pytest.raises(ValueError, match=message):
+        read_examples([path], tokenizer, 64)
+
+
+def test_messages_need_a_chat_template(tokenizer, tmp_path):
+    tokenizer.chat_template = None
+    path = write_lines(tmp_path / "chats.jsonl", chat("a", "b"), chat("c", "d"))
+    with pytest.raises(ValueError, match="no chat template"):
+        read_examples([path], tokenizer, 64)
+
+
+def test_a_missing_path_is_an_error(tokenizer, tmp_path):
+    with pytest.raises(ValueError, match="cannot read"):
+        read_examples([tmp_path / "no.jsonl"], tokenizer, 64)
+
+
+def test_the_draft_vocabulary_has_the_most_frequent_learned_tokens():
+    tokens = np.array([[5, 5, 5, 2, 2, 9, 7, 7, 7, 7]], np.int32)
+    learned = np.arange(10)[None] < 6  # the sevens are not learned
+    examples = Examples(tokens, learned, np.array([1]))
+    ids = draft_vocabulary(examples, 10, 2)
+    assert ids is not None and ids.tolist() == [2, 5]
+    assert coverage(examples, ids) == pytest.approx(5 / 6)
+    assert draft_vocabulary(examples, 10, 10) is None
+    with pytest.raises(ValueError, match="1 to 10"):
+        draft_vocabulary(examples, 10, 11)

@@ -1,0 +1,213 @@
+"""Training a head: it learns, resumes exactly, and comes back from its export."""
+
+import dataclasses
+import itertools
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec import BUILT_IN_MODEL, LLM, SamplingParams, SpeculationConfig
+from jaxspec.models.attention import dense_causal_attend
+from jaxspec.training import draft_step
+from jaxspec.training.draft_data import Examples
+from jaxspec.training.draft_loss import DraftBatch, LossConfig
+from jaxspec.training.draft_report import plot_training
+from jaxspec.training.draft_run import DraftRecord, DraftTraining
+from jaxspec.training.draft_states import StoredStates, capture_states
+from jaxspec.training.draft_step import DraftTrainConfig, init_head, train_step
+from jaxspec.training.regenerate import regenerate
+from jaxspec.training.schedule import Schedule
+from jaxspec.weights.eagle import load_eagle_head, save_eagle_head
+from scripts import train_drafter
+from tests.random_models import CONFIG, random_target
+
+TARGET = random_target()
+HEAD_CONFIG = dataclasses.replace(CONFIG, num_layers=1, sliding_windows=(None,))
+TRAIN_CONFIG = DraftTrainConfig(
+    loss=LossConfig(steps=2),
+    batch_size=8,
+    learning_rate=1e-2,
+    warmup_steps=2,
+    compute_dtype="float32",
+)
+SCHEDULE = Schedule(steps=12, steps_per_call=4, evaluate_every=6, save_every=4)
+
+
+def random_examples(rows: int, seed: int) -> Examples:
+    tokens = np.random.default_rng(seed).integers(CONFIG.vocab_size, size=(rows, 16))
+    learned = np.random.default_rng(seed).random((rows, 16)) < 0.7
+    return Examples(tokens.astype(np.int32), learned, np.full(rows, 4))
+
+
+TRAIN, HELD_OUT = random_examples(40, 1), random_examples(8, 2)
+
+
+def make_head(method: str = "eagle3"):
+    ids = np.arange(0, CONFIG.vocab_size, 2, dtype=np.int32)
+    return init_head(
+        TARGET, HEAD_CONFIG, method,  # pyright: ignore[reportArgumentType]
+        capture=(0, 1, 2) if method == "eagle3" else None,
+        token_ids=ids if method == "eagle3" else None,
+    )  # fmt: skip
+
+
+def start(directory: Path, *, resume: bool = False, states: StoredStates | None = None, **changes):
+    config = dataclasses.replace(TRAIN_CONFIG, **changes)
+    return DraftTraining(
+        make_head(), TARGET, config, TRAIN, HELD_OUT, SCHEDULE, directory,
+        states=states, resume=resume,
+    )  # fmt: skip
+
+
+def curve(records: list[DraftRecord]) -> list[tuple]:
+    return [(r.step, r.loss, r.held_out_loss, r.grad_norm) for r in records]
+
+
+def total_losses(run: DraftTraining) -> list[float]:
+    return [record.total_loss for record in run.records if record.total_loss]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> DraftTraining:
+    run = start(tmp_path_factory.mktemp("run"))
+    list(run.run())
+    return run
+
+
+def test_the_loss_goes_down(uninterrupted):
+    losses = [r.held_out_loss[0] for r in uninterrupted.records if r.held_out_loss]
+    assert losses[-1] < 0.95 * losses[0]
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+def test_a_killed_run_resumes_on_the_same_curve(uninterrupted, tmp_path, calls):
+    killed = start(tmp_path)
+    list(itertools.islice(killed.run(), 1 + calls))
+    resumed = start(tmp_path, resume=True)
+    list(resumed.run())
+    assert curve(resumed.records) == curve(uninterrupted.records)
+    same = jax.tree.map(np.array_equal, resumed.head, uninterrupted.head)
+    assert all(jax.tree.leaves(same))
+
+
+def test_a_checkpoint_of_another_run_is_refused(uninterrupted, tmp_path):
+    list(itertools.islice(start(tmp_path).run(), 1))
+    with pytest.raises(ValueError, match="another model, data or training configuration"):
+        start(tmp_path, resume=True, learning_rate=1e-3)
+
+
+def test_parts_of_a_batch_add_up_to_it(uninterrupted, tmp_path):
+    run = start(tmp_path, accumulation=4)
+    list(run.run())
+    whole = [r.total_loss for r in uninterrupted.records if r.total_loss]
+    np.testing.assert_allclose(
+        [r.total_loss for r in run.records if r.total_loss], whole, rtol=0.02
+    )
+
+
+def test_stored_states_train_as_computed_ones_do(uninterrupted, tmp_path):
+    states = capture_states(
+        TARGET, TRAIN, make_head().capture, dense_causal_attend, tmp_path / "s", batch_size=16
+    )
+    run = start(tmp_path / "run", states=states)
+    list(run.run())
+    for record, expected in zip(run.records, uninterrupted.records, strict=True):
+        if expected.loss:
+            np.testing.assert_allclose(record.loss, expected.loss, rtol=1e-3)
+    with pytest.raises(ValueError, match="another model or other data"):
+        capture_states(TARGET, HELD_OUT, (0, 1, 2), dense_causal_attend, tmp_path / "s",
+                       batch_size=8)  # fmt: skip
+
+
+def test_devices_share_a_batch(uninterrupted, tmp_path):
+    run = DraftTraining(
+        make_head(), TARGET, TRAIN_CONFIG, TRAIN, HELD_OUT, SCHEDULE, tmp_path, data_parallel=4
+    )
+    list(run.run())
+    whole = [r.total_loss for r in uninterrupted.records if r.total_loss]
+    np.testing.assert_allclose(
+        [r.total_loss for r in run.records if r.total_loss], whole, rtol=1e-3
+    )
+
+
+@pytest.mark.parametrize("method", ["eagle3", "eagle1"])
+def test_a_step_is_a_pure_function_that_learns(method):
+    config = dataclasses.replace(TRAIN_CONFIG, loss=LossConfig.for_method(method, 2))
+    state = draft_step.init_state(make_head(method), config)
+    batch = DraftBatch(tokens=jnp.asarray(TRAIN.tokens[:8]), learned=jnp.asarray(TRAIN.learned[:8]))
+    step = jax.jit(train_step, static_argnames="config")
+    _, before = step(state, TARGET, batch, 100, config=config)
+    for _ in range(20):
+        state, metrics = step(state, TARGET, batch, 100, config=config)
+    assert metrics["total_loss"] < 0.8 * before["total_loss"]
+    assert metrics["loss"].shape == metrics["accuracy"].shape == (2,)
+
+
+@pytest.mark.parametrize("method", ["eagle3", "eagle1"])
+def test_an_exported_head_comes_back(method, tmp_path):
+    head = make_head(method)
+    save_eagle_head(head, tmp_path, CONFIG)
+    loaded = load_eagle_head(tmp_path, CONFIG, jnp.dtype(jnp.float32))
+    assert loaded.capture == head.capture
+    for one, other in zip(jax.tree.leaves(loaded), jax.tree.leaves(head), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_the_plot_is_written(uninterrupted, tmp_path):
+    plot_training(uninterrupted.records, tmp_path / "training.png")
+    assert (tmp_path / "training.png").stat().st_size > 10_000
+
+
+def test_too_few_rows_are_an_error(tmp_path):
+    with pytest.raises(ValueError, match="fewer than one batch"):
+        start(tmp_path, batch_size=64)
+
+
+def test_the_target_writes_its_own_answers_and_goes_on_where_it_stopped(tmp_path):
+    llm = LLM(BUILT_IN_MODEL, "ngram", speculation=SpeculationConfig.chain(2), max_length=32,
+              max_batch=2)  # fmt: skip
+    tokens = llm.tokenizer("def read(path):\n    return open(path)\n" * 4)["input_ids"]
+    rows = np.array([tokens[i : i + 32] for i in range(3)], np.int32)
+    examples = Examples(rows, np.ones(rows.shape, bool), np.full(3, 6))
+    path, told = tmp_path / "answers.jsonl", []
+    answers = regenerate(llm, examples, path, temperatures=(0.0,),
+                         report=lambda done, of: told.append((done, of)))  # fmt: skip
+    [expected] = llm.generate([rows[1, :6].tolist()], SamplingParams(max_tokens=26))
+    assert answers.tokens[1, 6:][: len(expected.token_ids)].tolist() == expected.token_ids
+    assert not answers.learned[:, :6].any() and answers.learned[1, 6]
+    assert told == [(0, 3), (2, 3), (3, 3)]
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:2]) + lines[2][:5])  # killed in the middle of the second row
+    again = regenerate(llm, examples, path, temperatures=(0.0,))
+    np.testing.assert_array_equal(again.tokens, answers.tokens)
+    with pytest.raises(ValueError, match="another model or to other rows"):
+        regenerate(llm, examples, path, temperatures=(1.0,))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--data", "/no/such/folder"], "no such file or folder"),
+        (["--data", "{empty}"], "is empty"),
+        (["--data", "{text}", "--length", "4096"], "--length 4096 exceeds the model's 2048"),
+        (["--data", "{text}", "--draft-vocab", "5000"], "1 to 4096 tokens"),
+        (["--data", "{text}", "--batch", "7", "--accumulation", "2"], "multiple of accumulation"),
+        (["--data", "{text}", "--model", "/no/such/model"], "no directory"),
+        (["--data", "{text}", "--resume"], "no checkpoint to resume from"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(arguments, message, tmp_path, capsys):
+    (tmp_path / "empty.jsonl").write_text("")
+    for name in ("a.py", "b.py"):
+        (tmp_path / name).write_text(f"def {name[0]}(x):\n    return x\n" * 200)
+    places = {"empty": tmp_path / "empty.jsonl", "text": tmp_path}
+    arguments = [argument.format(**places) for argument in arguments]
+    fixed = ["--out", str(tmp_path / "o"), "--work", str(tmp_path / "w"), "--steps", "1"]
+    sizes = [] if "--batch" in arguments else ["--batch", "8"]
+    sizes += [] if "--length" in arguments else ["--length", "64"]
+    assert train_drafter.main([*fixed, *sizes, *arguments]) == 2
+    [line] = [line for line in capsys.readouterr().err.splitlines() if line.strip()]
+    assert message in line
