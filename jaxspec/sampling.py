@@ -1,41 +1,27 @@
-"""From logits to tokens: processing, and noise that is a function of (seed, position, token).
+"""From logits to tokens.
 
 The target's token at absolute position ``t`` is ``argmax(processed_logits + gumbel(seed, t))``,
-an exact sample of softmax(processed_logits) by the Gumbel-max trick. Noise is counter-based
-(one threefry block for each seed, stream, position and token id), so it is the same whoever asks:
-another batch row, tree node or vocabulary shard.
+an exact sample of softmax(processed_logits) by the Gumbel-max trick. The noise is a function of
+(seed, position, token), so the token does not depend on how many are scored at once.
 """
-
-import enum
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.extend.random import threefry2x32_p
 from jax.typing import ArrayLike
 
 from jaxspec import collectives
+from jaxspec.noise import Stream, gumbel
 from jaxspec.pytree import array, pytree, static
-
-_BELOW_ONE = np.float32(1 - 2**-24)
-
-
-class Stream(enum.IntEnum):
-    """Independent random streams of one request."""
-
-    TARGET = 0  # the target's tokens; shared by coupled drafters
-    DRAFT = 1  # tokens drawn from a drafter's own distribution
-    ACCEPT = 2  # accept-or-refuse trials of rejection sampling
-    RESIDUAL = 3  # the token drawn after the last refusal
 
 
 @pytree
 class Sampling:
     """Sampling parameters of each request, [B] each.
 
-    ``greedy`` and ``truncated`` are static facts about the whole batch (all temperatures are 0;
-    some request uses top-k, top-p or min-p) that leave unneeded work out of the program.
+    ``greedy`` and ``rules`` are static facts about the whole batch (all temperatures are 0; which
+    of top_k, top_p and min_p some request uses) that leave unneeded work out of the program.
     """
 
     temperature: Array = array("batch")  # float32; 0 takes the likeliest token
@@ -44,7 +30,7 @@ class Sampling:
     min_p: Array = array("batch")  # float32; 0 keeps all
     seeds: Array = array("batch")  # uint32
     greedy: bool = static()
-    truncated: bool = static()
+    rules: frozenset[str] = static()
 
 
 def make_sampling(
@@ -69,6 +55,7 @@ def make_sampling(
     _check_range("top_k", ks, ks >= 0, "at least 0 (0 keeps all tokens)")
     _check_range("top_p", top_ps, (top_ps > 0) & (top_ps <= 1), "in (0, 1]")
     _check_range("min_p", min_ps, (min_ps >= 0) & (min_ps <= 1), "in [0, 1]")
+    used = {"top_k": ks > 0, "top_p": top_ps < 1, "min_p": min_ps > 0}
     return Sampling(
         temperature=jnp.asarray(temperatures),
         top_k=jnp.asarray(ks),
@@ -76,7 +63,7 @@ def make_sampling(
         min_p=jnp.asarray(min_ps),
         seeds=jnp.broadcast_to(jnp.asarray(seeds).astype(jnp.uint32), (batch,)),
         greedy=bool((temperatures == 0).all()),
-        truncated=bool(((ks > 0) | (top_ps < 1) | (min_ps > 0)).any()),
+        rules=frozenset(rule for rule, rows in used.items() if rows.any()),
     )
 
 
@@ -102,7 +89,7 @@ def process_logits(logits: Array, sampling: Sampling, axis: str | None = None) -
         return logits
     temperature = jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)
     logits = logits / temperature[:, None, None]
-    if not sampling.truncated:
+    if not sampling.rules:
         return logits
     drawn = (sampling.temperature > 0)[:, None, None]
     return jnp.where(drawn, _truncate(logits, sampling, axis), logits)
@@ -110,16 +97,19 @@ def process_logits(logits: Array, sampling: Sampling, axis: str | None = None) -
 
 def _truncate(logits: Array, sampling: Sampling, axis: str | None) -> Array:
     """Each rule is a threshold on the logit, found by bisection: no sort, and it shards."""
-    vocab = logits.shape[-1] * (1 if axis is None else jax.lax.axis_size(axis))
-    keys = _ordered_keys(logits)
-    k = jnp.where(sampling.top_k > 0, sampling.top_k, vocab).astype(jnp.float32)
-    kept = keys >= _threshold(keys, jnp.ones_like(logits), k[:, None], axis)[..., None]
-    top_k_logits = jnp.where(kept, logits, -jnp.inf)
-    weights = jnp.exp(top_k_logits - collectives.maximum(logits, axis)[..., None])
-    mass = sampling.top_p[:, None] * collectives.total(weights, axis)
-    nucleus = keys >= _threshold(keys, weights, mass, axis)[..., None]
-    kept &= nucleus | (sampling.top_p == 1)[:, None, None]
-    kept &= weights >= sampling.min_p[:, None, None]  # the likeliest token has weight 1
+    keys, kept = _ordered_keys(logits), jnp.ones(logits.shape, bool)
+    if "top_k" in sampling.rules:
+        vocab = logits.shape[-1] * (1 if axis is None else jax.lax.axis_size(axis))
+        k = jnp.where(sampling.top_k > 0, sampling.top_k, vocab).astype(jnp.float32)
+        kept = keys >= _threshold(keys, jnp.ones_like(logits), k[:, None], axis)[..., None]
+    # The likeliest token has weight 1.
+    weights = jnp.exp(logits - collectives.maximum(logits, axis)[..., None])
+    weights = jnp.where(kept, weights, 0.0)
+    if "top_p" in sampling.rules:
+        mass = sampling.top_p[:, None] * collectives.total(weights, axis)
+        nucleus = keys >= _threshold(keys, weights, mass, axis)[..., None]
+        kept &= nucleus | (sampling.top_p == 1)[:, None, None]
+    kept &= weights >= sampling.min_p[:, None, None]
     return jnp.where(kept, logits, -jnp.inf)
 
 
@@ -143,25 +133,6 @@ def _threshold(keys: Array, weights: Array, wanted: Array, axis: str | None) -> 
 
     start = jnp.zeros(keys.shape[:-1], jnp.uint32)
     return jax.lax.fori_loop(0, 32, set_bit, start)
-
-
-def uniform(seeds: Array, stream: Stream, positions: Array, ids: Array) -> Array:
-    """Uniform float32 in (0, 1): seeds [B], positions [B, N], ids [I] or [B, N, I] -> [B, N, I]."""
-    seeds, positions = seeds[:, None, None].astype(jnp.uint32), positions[..., None]
-    # Added to each word: under vmap the primitive wants all of them batched, or none.
-    nothing = 0 * (seeds + positions.astype(jnp.uint32) + ids.astype(jnp.uint32))
-    key = (nothing + seeds, nothing + jnp.uint32(stream))
-    bits, _ = threefry2x32_p.bind(*key, *(nothing + x.astype(jnp.uint32) for x in (positions, ids)))
-    # The largest words round up to 1, which log1p and accept-or-refuse trials must not see.
-    return jnp.minimum((bits.astype(jnp.float32) + 0.5) * jnp.float32(2**-32), _BELOW_ONE)
-
-
-def gumbel(seeds: Array, stream: Stream, positions: Array, token_ids: Array) -> Array:
-    """Gumbel noise of tokens at absolute positions; shapes as in ``uniform``.
-
-    The tail that decides an argmax comes from uniforms near 0, where float32 is finest.
-    """
-    return -jnp.log(-jnp.log1p(-uniform(seeds, stream, positions, token_ids)))
 
 
 def perturb(

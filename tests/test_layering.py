@@ -26,6 +26,7 @@ LAYERS = (
     "jaxspec.cache",
     "jaxspec.models",
     "jaxspec.weights",
+    "jaxspec.noise",
     "jaxspec.sampling",
     "jaxspec.state",
     "jaxspec.speculation",

@@ -1,4 +1,4 @@
-"""Logits processing against a plain reference, and the noise that replaces a random state."""
+"""Logits processing against a plain reference."""
 
 import dataclasses
 
@@ -8,23 +8,18 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy import stats
 
 from jaxspec.sampling import (
     Sampling,
-    Stream,
-    gumbel,
     make_sampling,
     perturb,
     probabilities,
     process_logits,
-    uniform,
     vocab_ids,
 )
 
 VOCAB, ROWS, NODES = 40, 4, 3
 jit_process, jit_perturb = jax.jit(process_logits), jax.jit(perturb)
-jit_gumbel = jax.jit(gumbel, static_argnums=1)
 
 
 def reference(logits: np.ndarray, temperature, top_k, top_p, min_p) -> np.ndarray:
@@ -66,7 +61,7 @@ def test_processed_logits_are_those_of_sorting(rows, options):
     sampling = dataclasses.replace(
         make_sampling(ROWS, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p),
         greedy=False,
-        truncated=True,
+        rules=frozenset({"top_k", "top_p", "min_p"}),
     )
     found = np.asarray(jit_process(jnp.asarray(logits), sampling))
     for row, row_options in enumerate(options):
@@ -129,54 +124,6 @@ def test_sharded_vocabulary_is_processed_as_a_whole_one():
         np.testing.assert_allclose(one, parts.reshape(one.shape), rtol=1e-6)
 
 
-def test_noise_belongs_to_seed_stream_position_and_token():
-    seeds, positions, ids = (
-        jnp.array([3, 3, 4]),
-        jnp.array([[0, 1], [1, 9], [0, 1]]),
-        jnp.arange(50),
-    )
-    noise = jit_gumbel(seeds, Stream.TARGET, positions, ids)  # [3, 2, 50]
-    assert jnp.array_equal(noise[0, 1], noise[1, 0]), "same seed and position"
-    assert jnp.array_equal(noise[..., 7:9], jit_gumbel(seeds, Stream.TARGET, positions, ids[7:9]))
-    other_stream = jit_gumbel(seeds, Stream.DRAFT, positions, ids)
-    for other in (noise[0, 1], noise[2, 0], other_stream[0, 0]):
-        assert abs(np.corrcoef(noise[0, 0], other)[0, 1]) < 0.5
-        assert not (noise[0, 0] == other).any()
-
-
-def test_noise_may_be_mapped_over_seeds():
-    positions, ids = jnp.arange(6).reshape(2, 3), jnp.arange(5)
-    seeds = jnp.array([[1, 2], [3, 4]])
-    mapped = jax.jit(jax.vmap(lambda seeds: gumbel(seeds, Stream.TARGET, positions, ids)))(seeds)
-    for row, noise in zip(seeds, mapped, strict=True):
-        assert jnp.array_equal(noise, jit_gumbel(row, Stream.TARGET, positions, ids))
-
-
-@pytest.mark.parametrize("stream", list(Stream))
-def test_noise_has_its_distribution(stream: Stream):
-    seeds, positions, ids = jnp.arange(50), jnp.tile(jnp.arange(40), (50, 1)), jnp.arange(100)
-    flat = np.asarray(uniform(seeds, stream, positions, ids)).ravel()
-    assert flat.min() > 0 and flat.max() < 1
-    assert stats.kstest(flat, "uniform").pvalue > 1e-3
-    noise = np.asarray(jit_gumbel(seeds, stream, positions, ids)).ravel()
-    assert stats.kstest(noise, "gumbel_r").pvalue > 1e-3
-    assert abs(noise.mean() - np.euler_gamma) < 0.01
-    assert abs(noise.var() - np.pi**2 / 6) < 0.03
-
-
-def test_uniform_noise_is_never_0_or_1(monkeypatch: pytest.MonkeyPatch):
-    class Extremes:
-        @staticmethod
-        def bind(*words):
-            return jnp.array([[[0, 2**32 - 1]]], jnp.uint32), None
-
-    monkeypatch.setattr("jaxspec.sampling.threefry2x32_p", Extremes)
-    zero = jnp.zeros(1, int)
-    low, high = uniform(zero, Stream.ACCEPT, zero[None], jnp.arange(2))[0, 0]
-    assert 0 < low < 1e-9 and 1 - 1e-6 < high < 1
-    assert jnp.isfinite(gumbel(zero, Stream.TARGET, zero[None], jnp.arange(2))).all()
-
-
 @pytest.mark.parametrize(
     ("option", "value", "rule"),
     [
@@ -195,12 +142,13 @@ def test_values_out_of_range_are_named(option: str, value, rule: str):
 
 
 def test_static_facts_follow_from_the_values():
-    def facts(**options) -> tuple[bool, bool]:
+    def facts(**options) -> tuple[bool, set[str]]:
         sampling: Sampling = make_sampling(2, **options)
-        return sampling.greedy, sampling.truncated
+        return sampling.greedy, set(sampling.rules)
 
-    assert facts() == (True, False)
-    assert facts(temperature=1.0) == (False, False)
-    assert facts(temperature=jnp.array([0.0, 1.0])) == (False, False)
+    assert facts() == (True, set())
+    assert facts(temperature=1.0) == (False, set())
+    assert facts(temperature=jnp.array([0.0, 1.0])) == (False, set())
     for option in ({"top_k": 5}, {"top_p": jnp.array([1.0, 0.9])}, {"min_p": 0.1}):
-        assert facts(temperature=1.0, **option) == (False, True)
+        assert facts(temperature=1.0, **option) == (False, set(option))
+    assert facts(temperature=1.0, top_k=5, min_p=0.1) == (False, {"top_k", "min_p"})

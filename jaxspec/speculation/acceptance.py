@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxspec import collectives
+from jaxspec.noise import Stream, uniform
 from jaxspec.pytree import array, pytree
-from jaxspec.sampling import Sampling, Stream, perturb, probabilities, uniform, vocab_ids
+from jaxspec.sampling import Sampling, perturb, probabilities, vocab_ids
 from jaxspec.speculation.tree import DraftTree, unpack_mask
 
 

@@ -14,14 +14,8 @@ from jax import Array
 
 from jaxspec import collectives
 from jaxspec.config import SpeculationConfig
-from jaxspec.sampling import (
-    Sampling,
-    Stream,
-    perturb,
-    probabilities,
-    process_logits,
-    vocab_ids,
-)
+from jaxspec.noise import Stream
+from jaxspec.sampling import Sampling, perturb, probabilities, process_logits, vocab_ids
 from jaxspec.speculation.tree import DraftTree, make_chain, make_tree
 
 

@@ -18,7 +18,8 @@ from jax import Array
 from scipy import stats
 
 from jaxspec.config import SpeculationConfig
-from jaxspec.sampling import Sampling, Stream, make_sampling, process_logits
+from jaxspec.noise import Stream
+from jaxspec.sampling import Sampling, make_sampling, process_logits
 from jaxspec.speculation import acceptance
 from jaxspec.speculation.acceptance import Accepted, accept_match, accept_rejection
 from jaxspec.speculation.expand import Beams, Proposer, grow
