@@ -4,12 +4,13 @@ from jaxspec.config import CacheConfig, SpeculationConfig
 from jaxspec.engine import Engine
 from jaxspec.functional import EngineParams, decode, init_state, prefill
 from jaxspec.llm import LLM, Completion, TextChunk
-from jaxspec.loading import BUILT_IN_MODEL, load
+from jaxspec.loading import BUILT_IN_HEAD, BUILT_IN_MODEL, load
 from jaxspec.sampling import make_sampling
 from jaxspec.scheduling.requests import SamplingParams
 from jaxspec.sharding import make_mesh
 
 __all__ = [
+    "BUILT_IN_HEAD",
     "BUILT_IN_MODEL",
     "LLM",
     "CacheConfig",

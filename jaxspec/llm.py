@@ -52,7 +52,7 @@ class Completion:
 class LLM:
     """A model that generates speculatively.
 
-    >>> llm = LLM(drafter="ngram")
+    >>> llm = LLM()
     >>> [completion] = llm.generate(["def read_config(path):"], SamplingParams(max_tokens=64))
     >>> print(completion.text)
 
@@ -70,7 +70,7 @@ class LLM:
     def __init__(
         self,
         model: str | Path = BUILT_IN_MODEL,
-        drafter: str | Path = "ngram",
+        drafter: str | Path = "auto",
         *,
         speculation: SpeculationConfig | None = None,
         dtype: str | None = None,

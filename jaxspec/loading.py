@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxspec.config import ModelConfig, SpeculationConfig
+from jaxspec.config import ModelConfig, SpeculationConfig, default_speculation
 from jaxspec.functional import EngineParams
 from jaxspec.models.hf_config import load_model_config
 from jaxspec.speculation.drafters import (
@@ -22,11 +22,12 @@ from jaxspec.weights.hub import resolve_directory
 from jaxspec.weights.safetensors_io import load_decoder, scan
 
 BUILT_IN_MODEL = Path(__file__).parent / "assets" / "python-lm"
+BUILT_IN_HEAD = Path(__file__).parent / "assets" / "python-lm-eagle3"
 
 
 def load(
     model: str | Path = BUILT_IN_MODEL,
-    drafter: str | Path = "ngram",
+    drafter: str | Path = "auto",
     *,
     speculation: SpeculationConfig | None = None,
     dtype: str | None = None,
@@ -37,17 +38,19 @@ def load(
 
     Args:
       model: a Hugging Face model directory or hub id; the built-in model by default.
-      drafter: ``none``, ``ngram``, or a directory or hub id of an EAGLE head or a draft model.
-      speculation: the draft tree and the acceptance rule; a chain of 5 by default.
+      drafter: ``none``, ``ngram``, or a directory or hub id of an EAGLE head or a draft model;
+        ``auto`` is what choose_drafter says.
+      speculation: the draft tree and the acceptance rule; by default what
+        config.default_speculation says of the device.
       dtype: ``float32`` or ``bfloat16``; by default float32 on CPU and bfloat16 elsewhere.
       mesh: as made by sharding.make_mesh; None for the default device.
       shard_drafter: split the drafter's weights over the mesh too, instead of repeating them.
 
     Raises ValueError, naming the culprit, for anything that cannot be found, read or combined.
     """
-    speculation = SpeculationConfig.chain(5) if speculation is None else speculation
+    speculation = speculation or default_speculation(jax.default_backend())
     resolved = resolve_dtype(dtype)
-    directory = resolve_directory(model)
+    drafter, directory = choose_drafter(model, drafter), resolve_directory(model)
     config = load_model_config(directory)
     config.check_tree_depth(speculation.max_depth)
     return EngineParams(
@@ -58,6 +61,14 @@ def load(
         speculation=speculation,
         mesh=mesh,
     )
+
+
+def choose_drafter(model: str | Path, drafter: str | Path) -> str | Path:
+    """The drafter itself, and for ``auto`` the one that serves best without asking for more: the
+    built-in head for the built-in model, ``ngram`` for others."""
+    if drafter != "auto":
+        return drafter
+    return BUILT_IN_HEAD if Path(model).absolute() == BUILT_IN_MODEL.absolute() else "ngram"
 
 
 def resolve_dtype(name: str | None) -> jnp.dtype:

@@ -142,7 +142,7 @@ def perturb(
     token_ids: Array,
     stream: Stream = Stream.TARGET,
 ) -> Array:
-    """Processed logits [B, N, V / shards] plus the noise of ``positions`` [B, N], where
+    """Processed logits [B, N, V / shards] plus the noise of ``positions`` [B, N] or [B, 1], where
     temperature is not 0; their argmax is the sampled token. ``token_ids`` [V / shards]."""
     if sampling.greedy:
         return logits

@@ -21,6 +21,7 @@ from rich.table import Table
 from jaxspec import BUILT_IN_MODEL, LLM, SamplingParams, SpeculationConfig
 from jaxspec.evaluation import measure_acceptance
 from jaxspec.llm import load_tokenizer
+from jaxspec.loading import choose_drafter
 from jaxspec.training import data
 from jaxspec.training.draft_data import read_examples
 
@@ -33,7 +34,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     )
     add = parser.add_argument
     add("--model", default=str(BUILT_IN_MODEL), help="model directory or hub id")
-    add("--drafter", default="ngram", help="ngram, or directory or hub id of a head or model")
+    add("--drafter", default="auto", help="ngram, or directory or hub id of a head or model; by "
+        "default the built-in head for the built-in model, ngram for others")  # fmt: skip
     add("--data", type=Path, nargs="+", required=True, help="folders, text files or .jsonl files")
     add("--suffixes", nargs="+", default=list(data.DEFAULT_SUFFIXES))
     add("--modes", default="chain:5,tree:60:8:8", help="comma list")
@@ -99,7 +101,7 @@ def evaluate(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
                 rows.append(setting | dataclasses.asdict(found))
     return {
         "model": str(args.model),
-        "drafter": str(args.drafter),
+        "drafter": str(choose_drafter(args.model, args.drafter)),
         "device": jax.devices()[0].device_kind,
         "dtype": args.dtype,
         "results": rows,

@@ -22,6 +22,8 @@ from jaxspec import (
     make_mesh,
 )
 from jaxspec.comparison import compare
+from jaxspec.config import default_speculation
+from jaxspec.loading import choose_drafter
 
 PROMPT = '''import json
 
@@ -39,8 +41,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--model", default=str(BUILT_IN_MODEL), help="model directory or hub id")
     add(
         "--drafter",
-        default="ngram",
-        help="none, ngram, or directory or hub id of an EAGLE head or a draft model",
+        default="auto",
+        help="none, ngram, or directory or hub id of an EAGLE head or a draft model; by default "
+        "the built-in head for the built-in model, ngram for others",
     )
     add("--dtype", choices=("float32", "bfloat16"), help="default: float32 on CPU, else bfloat16")
     add("--tp", type=int, default=1, help="devices that share the model (tensor parallel)")
@@ -55,9 +58,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     source = prompts.add_mutually_exclusive_group()
     source.add_argument("--prompt", help="text to continue")
     source.add_argument("--prompt-file", type=Path, help="file that holds the text to continue")
-    tree = parser.add_argument_group("draft tree")
-    tree.add_argument("--depth", type=int, default=5, help="depth of the tree (default 5)")
-    tree.add_argument("--top-k", type=int, default=1, help="children per node; 1 is a chain")
+    tree = parser.add_argument_group("draft tree", "by default the best measured on the device")
+    tree.add_argument("--depth", type=int, help="depth of the tree (5 if others are given)")
+    tree.add_argument("--top-k", type=int, help="children per node (1, a chain, if others are)")
     tree.add_argument("--nodes", type=int, help="nodes of the tree, root included")
     tree.add_argument("--acceptance", choices=("match", "rejection"), default="match")
     tree.add_argument("--proposal", choices=("top_k", "coupled", "sampled"))
@@ -81,13 +84,16 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 
 def speculation_config(arguments: argparse.Namespace) -> SpeculationConfig:
-    nodes = arguments.nodes
-    if nodes is None:
-        nodes = arguments.depth + 1 if arguments.top_k == 1 else 4 * arguments.depth
-    return SpeculationConfig(
-        num_nodes=nodes,
-        max_depth=arguments.depth,
-        top_k=arguments.top_k,
+    depth, top_k, nodes = arguments.depth, arguments.top_k, arguments.nodes
+    if depth is top_k is nodes is None:
+        tree = default_speculation(jax.default_backend())
+    else:
+        depth, top_k = (5 if depth is None else depth), (1 if top_k is None else top_k)
+        if nodes is None:
+            nodes = depth + 1 if top_k == 1 else 4 * depth
+        tree = SpeculationConfig(num_nodes=nodes, max_depth=depth, top_k=top_k)
+    return dataclasses.replace(
+        tree,
         acceptance=arguments.acceptance,
         proposal=arguments.proposal,
         verify_width=arguments.verify_width,
@@ -149,7 +155,7 @@ def report(arguments: argparse.Namespace, completion: Completion) -> dict[str, o
         "decode_seconds": timings.decode,
         "compile_seconds": timings.compile,
         "model": arguments.model,
-        "drafter": arguments.drafter,
+        "drafter": str(choose_drafter(arguments.model, arguments.drafter)),
         "device": str(jax.devices()[0].device_kind),
     }
 
@@ -169,8 +175,9 @@ def print_summary(console: Console, results: dict) -> None:
     if "identical" in results:
         console.print(f"identical: {'yes' if results['identical'] else 'no'}")
         console.print(
-            f"speed-up over plain decoding: {results['speedup']:.2f}x "
-            f"({results['plain_decode_tokens_per_second']:.1f} tokens/s)"
+            f"speed-up over plain decoding: {results['speedup']:.2f}x (medians of alternating "
+            f"runs, {results['speculative_decode_tokens_per_second']:.1f} against "
+            f"{results['plain_decode_tokens_per_second']:.1f} tokens/s)"
         )
 
 

@@ -1,12 +1,14 @@
-"""The built-in model: the same logits as transformers', and the same text however it is drafted."""
+"""The built-in model and its head: logits as transformers', and the same text however drafted."""
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import BUILT_IN_MODEL, LLM, SamplingParams, SpeculationConfig
+from jaxspec import BUILT_IN_HEAD, BUILT_IN_MODEL, LLM, SamplingParams, SpeculationConfig
+from jaxspec.loading import choose_drafter
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
+from jaxspec.speculation.drafters import EagleDrafter
 from tests.checkpoints import hf_logits
 
 PROMPTS = [
@@ -48,14 +50,35 @@ def test_logits_are_those_of_transformers(plain: LLM):
         ("ngram", SpeculationConfig.chain(5)),
         ("ngram", SpeculationConfig(num_nodes=60, max_depth=8, top_k=8)),
         (BUILT_IN_MODEL, SpeculationConfig(num_nodes=16, max_depth=4, top_k=3)),
+        (BUILT_IN_HEAD, SpeculationConfig.chain(5)),
+        (BUILT_IN_HEAD, SpeculationConfig(num_nodes=60, max_depth=8, top_k=8)),
     ],
-    ids=["ngram-chain", "ngram-tree", "itself-tree"],
+    ids=["ngram-chain", "ngram-tree", "itself-tree", "head-chain", "head-tree"],
 )
 def test_text_does_not_depend_on_the_drafter(expected, drafter, speculation):
     llm = LLM(drafter=drafter, dtype="float32", max_length=512, speculation=speculation)
     completions = llm.generate(PROMPTS, SAMPLING)
     assert [c.token_ids for c in completions] == expected
     assert max(c.acceptance_length for c in completions) > 1.5
+
+
+def test_the_head_drafts_by_default_and_well():
+    llm = LLM(max_length=256)
+    assert isinstance(llm.params.drafter, EagleDrafter)
+    completions = llm.generate(PROMPTS, SamplingParams(max_tokens=128, stop_token_ids=()))
+    assert np.mean([c.acceptance_length for c in completions]) >= 3.0
+
+
+def test_model_and_head_stay_small():
+    folders = (BUILT_IN_MODEL, BUILT_IN_HEAD)
+    sizes = [sum(file.stat().st_size for file in folder.iterdir()) for folder in folders]
+    assert sizes[0] <= 12e6 and sum(sizes) <= 16e6
+
+
+def test_other_models_are_drafted_for_without_weights(tmp_path):
+    assert choose_drafter(BUILT_IN_MODEL, "auto") == BUILT_IN_HEAD
+    assert choose_drafter(tmp_path, "auto") == choose_drafter("owner/name", "auto") == "ngram"
+    assert choose_drafter(BUILT_IN_MODEL, "none") == "none"
 
 
 @pytest.mark.gpu

@@ -86,7 +86,7 @@ class Proposer(NamedTuple):
         if proposal == "top_k":
             return logits
         stream = Stream.DRAFT if proposal == "sampled" else Stream.TARGET
-        positions = jnp.broadcast_to((self.context_lens + depth)[:, None], logits.shape[:2])
+        positions = (self.context_lens + depth)[:, None]  # of every beam
         ids = self._local_token_ids(logits.shape[-1])
         return perturb(logits, self.sampling, positions, ids, stream)
 

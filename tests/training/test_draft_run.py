@@ -10,7 +10,11 @@ import numpy as np
 import pytest
 
 from jaxspec import BUILT_IN_MODEL, LLM, SamplingParams, SpeculationConfig
+from jaxspec.functional import EngineParams, init_state, prefill
 from jaxspec.models.attention import dense_causal_attend
+from jaxspec.models.eagle import EagleHead
+from jaxspec.speculation.drafters import EagleDrafter
+from jaxspec.speculation.tree import DraftTree
 from jaxspec.training import draft_step
 from jaxspec.training.draft_data import Examples
 from jaxspec.training.draft_loss import DraftBatch, LossConfig
@@ -148,6 +152,21 @@ def test_an_exported_head_comes_back(method, tmp_path):
     assert loaded.capture == head.capture
     for one, other in zip(jax.tree.leaves(loaded), jax.tree.leaves(head), strict=True):
         np.testing.assert_array_equal(one, other)
+    trees = [draft_tree(each) for each in (head, loaded)]
+    assert trees[0].tokens.shape == (2, 20) and (trees[0].depth == 4).any()
+    for one, other in zip(*map(jax.tree.leaves, trees), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def draft_tree(head: EagleHead) -> DraftTree:
+    """What a head drafts after the prompts of two rows."""
+    spec = SpeculationConfig(num_nodes=20, max_depth=4, top_k=4)
+    features = len(head.capture) * CONFIG.hidden_size
+    drafter = EagleDrafter(head=head, feature_size=features, speculation=spec)
+    params = EngineParams(target=TARGET, drafter=drafter, speculation=spec)
+    state = init_state(params, 2, 32)
+    state = jax.jit(prefill)(params, state, TRAIN.tokens[:2], jnp.array([9, 16]))
+    return jax.jit(drafter.propose)(TARGET, state)[0]
 
 
 def test_the_plot_is_written(uninterrupted, tmp_path):

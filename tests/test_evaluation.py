@@ -1,0 +1,101 @@
+"""Acceptance as counted from completions, and the command line that measures it."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxspec import BUILT_IN_HEAD, Completion
+from jaxspec.engine import Timings
+from jaxspec.evaluation import summarize
+from scripts import eval_drafter
+
+
+def completion(tokens: int, rounds: int, by_depth: list[float]) -> Completion:
+    return Completion(
+        text="",
+        token_ids=list(range(tokens)),
+        prompt_token_ids=[1],
+        finish_reason="length",
+        num_rounds=rounds,
+        num_drafted=0,
+        acceptance_length=0.0,
+        acceptance_by_depth=by_depth,
+        timings=Timings(compile=0.0, prefill=0.0, decode=2.0),
+    )
+
+
+def test_rounds_weigh_alike_whichever_prompt_they_are_of():
+    found = summarize([completion(11, 10, [0.0]), completion(91, 30, [1.0])])
+    assert found.rounds == 40 and found.tokens == 100
+    assert found.length == pytest.approx(100 / 40)  # not the mean of 1 and 3
+    assert found.by_depth == pytest.approx([0.75])
+    assert found.length_interval == pytest.approx((1.0, 3.0))
+    assert found.decode_tokens_per_second == pytest.approx(100 / 4)
+
+
+def test_an_interval_holds_the_truth_about_as_often_as_it_says():
+    rng, truth, held = np.random.default_rng(0), 0.6, 0
+    for trial in range(200):
+        shares = rng.binomial(20, truth, size=30) / 20
+        rows = [completion(21 + round(20 * share), 20, [share]) for share in shares]
+        low, high = summarize(rows, seed=trial).by_depth_intervals[0]
+        held += low <= truth <= high
+    assert 0.88 <= held / 200 <= 0.99
+
+
+def test_texts_without_a_round_count_for_nothing():
+    [alone, both] = [
+        summarize([completion(11, 5, [0.5]), *others]) for others in ([], [completion(1, 0, [0.0])])
+    ]
+    assert both.length == alone.length and both.by_depth == alone.by_depth
+    with pytest.raises(ValueError, match="nothing was drafted"):
+        summarize([completion(1, 0, [0.0])])
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> Path:
+    for name in "abcdefgh":
+        code = f"def {name}(path):\n    with open(path) as file:\n        return file.read()\n\n\n"
+        (tmp_path / f"{name}.py").write_text(code * 40)
+    return tmp_path
+
+
+def test_the_script_reports_every_rule(sources: Path, capsys: pytest.CaptureFixture[str]):
+    code = eval_drafter.main(
+        ["--data", str(sources), "--modes", "chain:3", "--prompts", "2", "--json",
+         "--prompt-tokens", "16", "--max-tokens", "24", "--rules", "coupled", "rejection"]
+    )  # fmt: skip
+    printed = capsys.readouterr()
+    assert code == 0
+    report = json.loads(printed.out)
+    assert report["drafter"] == str(BUILT_IN_HEAD)
+    settings = [(row["mode"], row["temperature"], row["rule"]) for row in report["results"]]
+    assert settings == [
+        ("chain:3", temperature, rule)
+        for temperature, rule in ((0.0, "coupled"), (1.0, "coupled"), (1.0, "rejection"))
+    ]
+    for row in report["results"]:
+        low, high = row["length_interval"]
+        assert 1 <= low <= row["length"] <= high <= 4
+        assert len(row["by_depth"]) == len(row["by_depth_intervals"]) == 3
+    assert "acceptance length" in printed.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--modes", "chain"], "not chain:K or tree:NODES:DEPTH:TOPK"),
+        (["--modes", "tree:4:8:2"], "must exceed max_depth"),
+        (["--prompts", "0"], "must be at least 1"),
+        (["--drafter", "/no/such/head"], "no directory"),
+        (["--data", "/no/such/data"], "no such file or folder"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(arguments, message, sources, capsys):
+    data = [] if "--data" in arguments else ["--data", str(sources)]
+    small = [] if "--prompts" in arguments else ["--prompts", "2"]
+    assert eval_drafter.main([*data, *small, "--prompt-tokens", "16", *arguments]) == 2
+    line = [line for line in capsys.readouterr().err.splitlines() if line.strip()][-1]
+    assert line.startswith("eval_drafter: ") and message in line
