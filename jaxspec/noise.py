@@ -27,12 +27,7 @@ class Stream(enum.IntEnum):
 
 def uniform(seeds: Array, stream: Stream, positions: Array, ids: Array) -> Array:
     """Uniform float32 in (0, 1): seeds [B], positions [B, N], ids [I] or [B, N, I] -> [B, N, I]."""
-    bits = threefry(
-        seeds[:, None, None].astype(jnp.uint32),
-        jnp.uint32(stream),
-        positions[..., None].astype(jnp.uint32),
-        ids.astype(jnp.uint32),
-    )
+    bits = threefry(seeds[:, None, None], stream, positions[..., None], ids)
     # The largest words round up to 1, which log1p and accept-or-refuse trials must not see.
     return jnp.minimum((bits.astype(jnp.float32) + 0.5) * jnp.float32(2**-32), _BELOW_ONE)
 
@@ -51,9 +46,9 @@ def threefry(key: ArrayLike, other_key: ArrayLike, word: ArrayLike, other_word: 
     Written out instead of taken from jax.random, whose generator is a loop on CPUs and a call of
     its own on GPUs: neither fuses with what reads the numbers.
     """
-    keys = [jnp.asarray(key, jnp.uint32), jnp.asarray(other_key, jnp.uint32)]
-    keys.append(keys[0] ^ keys[1] ^ _PARITY)
-    x, y = word + keys[0], other_word + keys[1]
+    first, second, x, y = (jnp.asarray(w, jnp.uint32) for w in (key, other_key, word, other_word))
+    keys = (first, second, first ^ second ^ _PARITY)
+    x, y = x + first, y + second
     for group in range(5):
         for rotation in _ROTATIONS[group % 2]:
             x = x + y
