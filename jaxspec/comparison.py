@@ -1,16 +1,34 @@
-"""Speculative against plain decoding of the same request."""
+"""Speculative against plain decoding of the same requests."""
 
 import dataclasses
 import statistics
+from collections.abc import Iterator, Sequence
 
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.llm import LLM, Completion
+from jaxspec.llm import LLM, Completion, Prompt
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.decoder import Decoder
 from jaxspec.scheduling.requests import SamplingParams
+
+
+@dataclasses.dataclass(frozen=True)
+class Pace:
+    """How one engine did in a race against another, the base.
+
+    Attributes:
+      tokens_per_second: of the decode phase, all sequences of a batch together; the median.
+      speedup: over the base on the same batch; the median.
+      identical: texts that are the base's, token for token, of ``texts``.
+    """
+
+    tokens_per_second: float
+    speedup: float
+    acceptance_length: float
+    identical: int
+    texts: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,34 +45,75 @@ class Comparison:
     speculative_decode_tokens_per_second: float
 
 
+def race(
+    engines: Sequence[LLM], batches: Sequence[Sequence[Prompt]], sampling: SamplingParams
+) -> list[Pace]:
+    """Each batch through each engine in turn, after a warm-up of each; the first is the base.
+
+    Request ``i`` of a batch takes seed ``sampling.seed + i``. A batch takes as long as its slowest
+    request.
+    """
+    laps = _run(engines, batches, sampling)
+    return [_pace(laps[0], own) for own in laps]
+
+
 def compare(
-    speculative: LLM, plain: LLM, prompt: str, sampling: SamplingParams, repeats: int = 3
+    speculative: LLM, plain: LLM, prompt: Prompt, sampling: SamplingParams, repeats: int = 3
 ) -> Comparison:
-    """Run both engines in turn, after a warm-up of each, and compare tokens and decode speed."""
-    rates: dict[LLM, list[float]] = {speculative: [], plain: []}
-    tokens: dict[LLM, list[int]] = {}
-    for turn in range(repeats + 1):
-        for llm, measured in rates.items():
-            [completion] = llm.generate([prompt], sampling)
-            tokens[llm] = completion.token_ids
-            if turn > 0:
-                measured.append(decode_rate(completion))
-    first, second = tokens[speculative], tokens[plain]
-    fast, slow = (statistics.median(rates[llm]) for llm in (speculative, plain))
-    differs = first_difference(first, second)
+    """Race two engines on one request, ``repeats`` times."""
+    plain_laps, laps = _run((plain, speculative), [[prompt]] * repeats, sampling)
+    pace = _pace(plain_laps, laps)
+    differs = first_difference(laps[0][0].token_ids, plain_laps[0][0].token_ids)
     return Comparison(
-        identical=differs is None,
+        identical=pace.identical == pace.texts,
         first_difference=differs,
-        speedup=fast / slow if slow else 1.0,
-        plain_decode_tokens_per_second=slow,
-        speculative_decode_tokens_per_second=fast,
+        speedup=pace.speedup,
+        plain_decode_tokens_per_second=_pace(plain_laps, plain_laps).tokens_per_second,
+        speculative_decode_tokens_per_second=pace.tokens_per_second,
     )
 
 
-def decode_rate(completion: Completion) -> float:
-    """Tokens a second of the decode phase (the first token comes from the prefill)."""
-    seconds = completion.timings.decode
-    return (len(completion.token_ids) - 1) / seconds if seconds else 0.0
+Lap = list[Completion]  # one batch
+
+
+def _run(
+    engines: Sequence[LLM], batches: Sequence[Sequence[Prompt]], sampling: SamplingParams
+) -> list[list[Lap]]:
+    """Laps of each engine."""
+    laps: list[list[Lap]] = [[] for _ in engines]
+    for turn, batch in enumerate([batches[0], *batches]):  # the first is the warm-up
+        params = [dataclasses.replace(sampling, seed=sampling.seed + i) for i in range(len(batch))]
+        for engine, own in zip(engines, laps, strict=True):
+            completions = engine.generate(batch, params)
+            if turn > 0:
+                own.append(completions)
+    return laps
+
+
+def _pace(base: list[Lap], laps: list[Lap]) -> Pace:
+    rates, base_rates = ([decode_rate(lap) for lap in each] for each in (laps, base))
+    ratios = [rate / other for rate, other in zip(rates, base_rates, strict=True) if other]
+    rounds = sum(completion.num_rounds for lap in laps for completion in lap)
+    tokens = sum(len(completion.token_ids) - 1 for lap in laps for completion in lap)
+    pairs = list(_pairs(base, laps))
+    return Pace(
+        tokens_per_second=statistics.median(rates),
+        speedup=statistics.median(ratios) if ratios else 1.0,
+        acceptance_length=tokens / rounds if rounds else 0.0,
+        identical=sum(one.token_ids == other.token_ids for one, other in pairs),
+        texts=len(pairs),
+    )
+
+
+def _pairs(base: list[Lap], laps: list[Lap]) -> Iterator[tuple[Completion, Completion]]:
+    for one, other in zip(base, laps, strict=True):
+        yield from zip(one, other, strict=True)
+
+
+def decode_rate(completions: Sequence[Completion]) -> float:
+    """Tokens a second of a batch's decode phase (each first token comes from the prefill)."""
+    seconds = completions[0].timings.decode
+    return sum(len(c.token_ids) - 1 for c in completions) / seconds if seconds else 0.0
 
 
 def first_difference(first: list[int], second: list[int]) -> int | None:

@@ -3,14 +3,18 @@
 import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+import jax
 import transformers
 from jax.sharding import Mesh
 
 from jaxspec.config import CacheConfig, SpeculationConfig
 from jaxspec.engine import Engine, Run, Timings
+from jaxspec.functional import EngineParams
 from jaxspec.loading import BUILT_IN_MODEL, load
 from jaxspec.scheduling.requests import SamplingParams
+from jaxspec.speculation.drafters import Drafter
 from jaxspec.weights.hub import resolve_directory
 
 Prompt = str | Sequence[int]
@@ -84,7 +88,7 @@ class LLM:
     ):
         if max_batch < 1 or rounds_per_call < 1:
             raise ValueError("max_batch and rounds_per_call must be at least 1")
-        self.params = load(
+        params = load(
             model,
             drafter,
             speculation=speculation,
@@ -93,15 +97,26 @@ class LLM:
             shard_drafter=shard_drafter,
         )
         self.tokenizer = load_tokenizer(model)
-        cache = CacheConfig(page_size, self._max_length(max_length), num_pages)
-        self.engine = Engine(self.params, cache, rounds_per_call)
+        length = _max_length(max_length, params.target.config.max_position)
+        cache = CacheConfig(page_size, length, num_pages)
+        self.engine = Engine(params, cache, rounds_per_call)
         self.max_batch = max_batch
 
-    def _max_length(self, wanted: int | None) -> int:
-        limit = self.params.target.config.max_position
-        if wanted is not None and wanted > limit:
-            raise ValueError(f"max_length {wanted} exceeds the model's {limit} positions")
-        return min(limit, DEFAULT_MAX_LENGTH) if wanted is None else wanted
+    @property
+    def params(self) -> EngineParams:
+        """The weights, and every static choice."""
+        return self.engine.params
+
+    def use_drafter(self, drafter: Drafter) -> None:
+        """From the next request on, draft with other weights of the same shapes.
+
+        Nothing is compiled again. Raises ValueError for a drafter of other shapes or choices.
+        """
+        current = self.params.drafter
+        if _shapes(drafter) != _shapes(current):
+            raise ValueError("the drafter has other shapes or choices: make an LLM with it instead")
+        placed = jax.device_put(drafter, jax.tree.map(lambda leaf: leaf.sharding, current))
+        self.engine.params = dataclasses.replace(self.params, drafter=placed)
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams]
@@ -199,3 +214,14 @@ def load_tokenizer(model: str | Path) -> transformers.PreTrainedTokenizerBase:
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{directory} holds no tokenizer that loads: {reason}") from error
+
+
+def _shapes(drafter: Drafter) -> tuple[Any, list[Any]]:
+    leaves, structure = jax.tree.flatten(drafter)
+    return structure, [(leaf.shape, leaf.dtype) for leaf in leaves]
+
+
+def _max_length(wanted: int | None, limit: int) -> int:
+    if wanted is not None and wanted > limit:
+        raise ValueError(f"max_length {wanted} exceeds the model's {limit} positions")
+    return min(limit, DEFAULT_MAX_LENGTH) if wanted is None else wanted

@@ -7,6 +7,7 @@ lines of Python's own library modules, so that no data is needed.
 """
 
 import argparse
+import dataclasses
 import json
 import platform
 import statistics
@@ -28,7 +29,7 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--model", default=str(BUILT_IN_MODEL), help="model directory or hub id")
     add("--drafter", action="append", help="as in generate.py; may be repeated (default: ngram)")
-    add("--tree", action="append", help="NODES:DEPTH:TOP_K; may be repeated (default: 6:5:1)")
+    add("--mode", action="append", help="chain:K or tree:NODES:DEPTH:TOPK; may be repeated")
     add("--verify-width", type=int)
     add("--dtype", choices=("float32", "bfloat16"))
     add("--prompts", type=int, default=64)
@@ -52,16 +53,6 @@ def library_prompts(llm: LLM, count: int, length: int) -> list[list[int]]:
     raise ValueError(f"only {len(prompts)} library modules have {length} tokens")
 
 
-def parse_tree(text: str, verify_width: int | None) -> SpeculationConfig:
-    try:
-        nodes, depth, top_k = (int(part) for part in text.split(":"))
-    except ValueError:
-        raise ValueError(f"--tree takes NODES:DEPTH:TOP_K, got {text!r}") from None
-    return SpeculationConfig(
-        num_nodes=nodes, max_depth=depth, top_k=top_k, verify_width=verify_width
-    )
-
-
 def make_llm(arguments: argparse.Namespace, drafter: str, speculation: SpeculationConfig) -> LLM:
     return LLM(
         arguments.model,
@@ -74,7 +65,10 @@ def make_llm(arguments: argparse.Namespace, drafter: str, speculation: Speculati
 
 def run(arguments: argparse.Namespace) -> dict:
     progress = Console(stderr=True)
-    trees = [parse_tree(t, arguments.verify_width) for t in arguments.tree or ["6:5:1"]]
+    trees = [
+        dataclasses.replace(SpeculationConfig.parse(mode), verify_width=arguments.verify_width)
+        for mode in arguments.mode or ["chain:5"]
+    ]
     sampling = [
         SamplingParams(
             temperature=arguments.temperature,

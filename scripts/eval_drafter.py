@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -23,7 +22,7 @@ from jaxspec.evaluation import measure_acceptance
 from jaxspec.llm import load_tokenizer
 from jaxspec.loading import choose_drafter
 from jaxspec.training import data
-from jaxspec.training.draft_data import read_examples
+from jaxspec.training.draft_data import held_out_prompts
 
 RULES = ("coupled", "top_k", "rejection")
 
@@ -51,24 +50,6 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     return parser.parse_args(arguments)
 
 
-def held_out_prompts(args: argparse.Namespace) -> list[list[int]]:
-    """The beginnings of rows spread evenly over the held-out part of the data."""
-    if min(args.prompts, args.prompt_tokens, args.max_tokens) < 1:
-        raise ValueError("--prompts, --prompt-tokens and --max-tokens must be at least 1")
-    length = args.prompt_tokens + args.max_tokens
-    _, held_out, report = read_examples(
-        args.data,
-        load_tokenizer(args.model),
-        length,
-        prompt_tokens=args.prompt_tokens,
-        suffixes=tuple(args.suffixes),
-    )
-    print(report, file=sys.stderr)
-    count = min(args.prompts, len(held_out))
-    rows = np.linspace(0, len(held_out) - 1, count).astype(int)
-    return [held_out.tokens[row, : max(1, held_out.prompt_lens[row])].tolist() for row in rows]
-
-
 def speculation_of(mode: str, rule: str) -> SpeculationConfig:
     tree = SpeculationConfig.parse(mode)
     if rule == "rejection":
@@ -77,7 +58,16 @@ def speculation_of(mode: str, rule: str) -> SpeculationConfig:
 
 
 def evaluate(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
-    prompts, rows = held_out_prompts(args), []
+    prompts, report = held_out_prompts(
+        args.data,
+        load_tokenizer(args.model),
+        args.prompts,
+        prompt_tokens=args.prompt_tokens,
+        max_tokens=args.max_tokens,
+        suffixes=tuple(args.suffixes),
+    )
+    progress.print(str(report))
+    rows = []
     for mode in args.modes.split(","):
         for rule in args.rules:
             speculation = speculation_of(mode, rule)

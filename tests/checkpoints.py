@@ -8,6 +8,7 @@ import numpy as np
 import torch
 import transformers
 from safetensors.numpy import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 DATA = Path(__file__).parent / "data"
 
@@ -60,6 +61,16 @@ def save_random_model(
                 parameter.add_(0.3 * torch.randn_like(parameter))
     model.save_pretrained(directory, max_shard_size=max_shard_size)
     return Path(directory)
+
+
+def save_byte_tokenizer(directory: str | Path) -> None:
+    """One token a byte, and an end token."""
+    vocab = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab | {"<end>": 256}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
+    fast.save_pretrained(directory)
 
 
 def hf_logits(directory: str | Path, tokens: np.ndarray) -> np.ndarray:

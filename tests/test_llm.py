@@ -4,23 +4,10 @@ import dataclasses
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from jaxspec import LLM, Completion, SamplingParams, SpeculationConfig, TextChunk
 from jaxspec.comparison import compare
-from tests.checkpoints import tiny_llama
-
-
-def save_byte_tokenizer(directory) -> None:
-    """One token a byte, and an end token."""
-    vocab = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab | {"<end>": 256}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(
-        directory
-    )
+from tests.checkpoints import save_byte_tokenizer, tiny_llama
 
 
 @pytest.fixture(scope="module")

@@ -37,6 +37,16 @@ class Examples:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    def prompt(self, row: int) -> list[int]:
+        """What the target continues in a row: at least a token, with room for one after it."""
+        count = min(max(1, int(self.prompt_lens[row])), self.tokens.shape[1] - 1)
+        return self.tokens[row, :count].tolist()
+
+    def prompts(self, count: int) -> list[list[int]]:
+        """Those of at most ``count`` rows, evenly spread."""
+        rows = np.linspace(0, len(self) - 1, min(count, len(self))).astype(int)
+        return [self.prompt(row) for row in rows]
+
 
 @dataclasses.dataclass(frozen=True)
 class ExampleReport:
@@ -117,6 +127,28 @@ def read_examples(
         learned_tokens=int(train.learned.sum()),
     )
     return train, held_out, report
+
+
+def held_out_prompts(
+    paths: Iterable[Path],
+    tokenizer: Tokenizer,
+    count: int,
+    *,
+    prompt_tokens: int,
+    max_tokens: int,
+    suffixes: tuple[str, ...] = data.DEFAULT_SUFFIXES,
+) -> tuple[list[list[int]], ExampleReport]:
+    """At most ``count`` prompts: beginnings of held-out rows of ``prompt_tokens + max_tokens``,
+    evenly spread.
+
+    Raises ValueError as read_examples does, and for sizes below 1.
+    """
+    if min(count, prompt_tokens, max_tokens) < 1:
+        raise ValueError("numbers of prompts and tokens must be at least 1")
+    _, held_out, report = read_examples(
+        paths, tokenizer, prompt_tokens + max_tokens, prompt_tokens=prompt_tokens, suffixes=suffixes
+    )
+    return held_out.prompts(count), report
 
 
 def _place(name: str) -> float:

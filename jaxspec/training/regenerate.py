@@ -35,7 +35,7 @@ def regenerate(
     report(len(rows), len(examples))
     for start in range(len(rows), len(examples), llm.max_batch):
         batch = range(start, min(start + llm.max_batch, len(examples)))
-        prompts = [_prompt(examples, row) for row in batch]
+        prompts = [examples.prompt(row) for row in batch]
         sampling = [
             SamplingParams(
                 temperature=temperatures[row % len(temperatures)],
@@ -51,13 +51,6 @@ def regenerate(
         rows += answers
         report(len(rows), len(examples))
     return _examples(rows, length)
-
-
-def _prompt(examples: Examples, row: int) -> list[int]:
-    """At least a token, and room for at least one after it."""
-    length = examples.tokens.shape[1]
-    count = min(max(1, int(examples.prompt_lens[row])), length - 1)
-    return examples.tokens[row, :count].tolist()
 
 
 def _described(llm: LLM, examples: Examples, temperatures: tuple[float, ...]) -> dict[str, object]:

@@ -1,0 +1,78 @@
+"""A head that goes on learning from what it serves."""
+
+import collections
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec.llm import LLM, Completion
+from jaxspec.models.eagle import EagleHead
+from jaxspec.speculation.drafters import EagleDrafter
+from jaxspec.training import draft_step
+from jaxspec.training.draft_loss import DraftBatch
+from jaxspec.training.draft_step import DraftTrainConfig
+from jaxspec.training.schedule import UNKNOWN_STEPS
+
+
+class HeadAdapter:
+    """Trains the EAGLE head of a running LLM on its own completions, and serves with the result.
+
+    >>> adapter = HeadAdapter(llm, DraftTrainConfig(learning_rate=3e-4), length=256)
+    >>> completions = llm.generate(prompts, sampling)
+    >>> adapter.learn(completions, steps=4)  # the next generate drafts with the new weights
+
+    The text never changes, only how much of it is drafted right. Nothing is compiled again.
+
+    Args:
+      config: ``batch_size`` rows a step, drawn from the latest ``memory`` completions.
+      length: tokens of a row; longer completions are cut.
+
+    Raises ValueError if the LLM does not draft with a head.
+    """
+
+    def __init__(self, llm: LLM, config: DraftTrainConfig, *, length: int, memory: int = 256):
+        drafter = llm.params.drafter
+        if not isinstance(drafter, EagleDrafter):
+            raise ValueError("only an EAGLE head learns while it serves: give one as drafter")
+        self.llm, self._config, self._length = llm, config, length
+        self._drafter = drafter
+        self.state = draft_step.init_state(_cast(drafter.head, jnp.dtype(jnp.float32)), config)
+        self._rows: collections.deque[tuple[list[int], int]] = collections.deque(maxlen=memory)
+        self._random = np.random.default_rng(config.seed)
+
+    def learn(self, completions: Sequence[Completion], steps: int) -> dict[str, float]:
+        """Remember completions, train ``steps`` steps on what is remembered, and serve with that.
+
+        Returns the loss and the accuracy of the unrolled head's first step, means over the steps.
+        """
+        for completion in completions:
+            prompt, ids = completion.prompt_token_ids, completion.token_ids
+            self._rows.append(((prompt + ids)[: self._length], len(prompt)))
+        batches = self._batches(steps)
+        self.state, metrics = draft_step.train_steps(
+            self.state, self.llm.params.target, batches, UNKNOWN_STEPS, self._config
+        )
+        head = _cast(self.state.head, self._drafter.head.fc.dtype)
+        self.llm.use_drafter(dataclasses.replace(self._drafter, head=head))
+        return {name: float(metrics[name][0]) for name in ("loss", "accuracy")}
+
+    def _batches(self, steps: int) -> DraftBatch:
+        """Random rows [steps, B, length]; the target's own tokens are learned."""
+        shape = (steps, self._config.batch_size)
+        tokens = np.zeros((*shape, self._length), np.int32)
+        learned = np.zeros((*shape, self._length), bool)
+        for index, row in np.ndenumerate(self._random.integers(len(self._rows), size=shape)):
+            ids, prompt = self._rows[row]
+            tokens[index][: len(ids)] = ids
+            learned[index][prompt : len(ids)] = True
+        return DraftBatch(tokens=jnp.asarray(tokens), learned=jnp.asarray(learned))
+
+
+def _cast(head: EagleHead, dtype: jnp.dtype) -> EagleHead:
+    """A copy in ``dtype``: training donates its own weights."""
+    return jax.tree.map(
+        lambda x: jnp.array(x, dtype if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype), head
+    )

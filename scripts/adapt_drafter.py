@@ -1,0 +1,182 @@
+"""A head adapts to a new domain while it serves it: acceptance before, on the way, and after.
+
+The text of every served batch becomes training data for the head, which serves the next batch with
+its new weights; the text itself does not depend on them. Acceptance before and after is measured on
+held-out files of --data.
+"""
+
+import argparse
+import dataclasses
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.progress import track
+
+from jaxspec import BUILT_IN_HEAD, BUILT_IN_MODEL, LLM, SamplingParams, SpeculationConfig
+from jaxspec.evaluation import Acceptance, measure_acceptance
+from jaxspec.models.eagle import EagleHead
+from jaxspec.training import data
+from jaxspec.training.draft_data import Examples, read_examples
+from jaxspec.training.draft_loss import LossConfig
+from jaxspec.training.draft_report import in_bfloat16
+from jaxspec.training.draft_step import DraftTrainConfig
+from jaxspec.training.online import HeadAdapter
+from jaxspec.weights.eagle import save_eagle_head
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--model", default=str(BUILT_IN_MODEL), help="model directory or hub id")
+    add("--drafter", default=str(BUILT_IN_HEAD), help="directory or hub id of an EAGLE head")
+    add("--data", type=Path, nargs="+", required=True, help="folders or files of the new domain")
+    add("--suffixes", nargs="+", default=list(data.DEFAULT_SUFFIXES))
+    add("--mode", default="chain:5", help="chain:K or tree:NODES:DEPTH:TOPK")
+    add("--batch", type=int, default=16, help="requests served together, and rows of a step")
+    add("--batches", type=int, default=40, help="batches served")
+    add("--steps-per-batch", type=int, default=4, help="training steps after each")
+    add("--prompt-tokens", type=int, default=64)
+    add("--max-tokens", type=int, default=128)
+    add("--temperature", type=float, default=0.0)
+    add("--held-out", type=int, default=32, help="prompts to measure before and after")
+    add("--unroll", type=int, default=4, help="steps of the training-time test")
+    add("--lr", type=float, default=5e-4)
+    add("--seed", type=int, default=0)
+    add("--dtype", choices=("float32", "bfloat16"), help="default: float32 on CPU, else bfloat16")
+    add("--out", type=Path, help="export the adapted head to this folder")
+    add("--plot", type=Path, help="write the acceptance length by batch as a PNG")
+    add("--json", action="store_true", help="JSON on stdout, the summary on stderr")
+    return parser.parse_args(arguments)
+
+
+def adapt(args: argparse.Namespace, progress: Console) -> tuple[dict[str, Any], HeadAdapter]:
+    length = args.prompt_tokens + args.max_tokens
+    llm = LLM(
+        args.model,
+        args.drafter,
+        speculation=SpeculationConfig.parse(args.mode),
+        dtype=args.dtype,
+        max_length=length,
+        max_batch=args.batch,
+    )
+    head = getattr(llm.params.drafter, "head", None)
+    if min(args.batches, args.steps_per_batch) < 1:
+        raise ValueError("--batches and --steps-per-batch must be at least 1")
+    config = DraftTrainConfig(
+        loss=LossConfig.for_method(head.method if head else "eagle3", args.unroll),
+        batch_size=args.batch,
+        learning_rate=args.lr,
+        warmup_steps=args.steps_per_batch,
+        seed=args.seed,
+        compute_dtype=str(llm.params.target.embed.dtype),  # pyright: ignore[reportArgumentType]
+    )
+    adapter = HeadAdapter(llm, config, length=length)
+    sampling = SamplingParams(
+        temperature=args.temperature,
+        seed=args.seed,
+        max_tokens=args.max_tokens,
+        stop_token_ids=(),
+    )
+    train, held_out, report = read_examples(
+        args.data,
+        llm.tokenizer,
+        length,
+        prompt_tokens=args.prompt_tokens,
+        suffixes=tuple(args.suffixes),
+    )
+    progress.print(str(report))
+    prompts = held_out.prompts(args.held_out)
+    before = measure_acceptance(llm, prompts, sampling)
+    served = serve(args, adapter, train, sampling, progress)
+    after = measure_acceptance(llm, prompts, sampling)
+    return {
+        "model": str(args.model),
+        "drafter": str(args.drafter),
+        "device": jax.devices()[0].device_kind,
+        "before": dataclasses.asdict(before),
+        "after": dataclasses.asdict(after),
+        "served": served,
+    }, adapter
+
+
+def serve(
+    args: argparse.Namespace,
+    adapter: HeadAdapter,
+    train: Examples,
+    sampling: SamplingParams,
+    progress: Console,
+) -> list[dict[str, float]]:
+    """Batches of the domain's training part, learning after each; a record for each."""
+    prompts = train.prompts(args.batch * args.batches)
+    order = np.random.default_rng(args.seed).permutation(len(prompts))
+    records = []
+    for index in track(range(args.batches), "serving and learning", console=progress):
+        rows = [order[(index * args.batch + row) % len(order)] for row in range(args.batch)]
+        completions = adapter.llm.generate([prompts[row] for row in rows], sampling)
+        started = time.perf_counter()
+        learned = adapter.learn(completions, args.steps_per_batch)
+        seconds = time.perf_counter() - started
+        length = statistics.mean(c.acceptance_length for c in completions)
+        records.append({"acceptance_length": length, "training_seconds": seconds, **learned})
+    return records
+
+
+def summary(results: dict[str, Any]) -> str:
+    lines = []
+    for when in ("before", "after"):
+        found = Acceptance(**results[when])
+        low, high = found.length_interval
+        depths = " ".join(f"{share:.0%}" for share in found.by_depth)
+        lines.append(
+            f"{when}: acceptance length {found.length:.2f} ({low:.2f} to {high:.2f}), "
+            f"by depth {depths}, over {found.prompts} held-out prompts"
+        )
+    return "\n".join(lines)
+
+
+def plot_served(results: dict[str, Any], path: Path) -> None:
+    """Acceptance length of each served batch, between the held-out figures before and after."""
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    axes.plot([record["acceptance_length"] for record in results["served"]], ".-", label="served")
+    for when, color in (("before", "C1"), ("after", "C2")):
+        label = f"held out, {when}"
+        axes.axhline(results[when]["length"], color=color, linestyle="--", label=label)
+    axes.set(xlabel="batch served", ylabel="acceptance length")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = parse_arguments(arguments)
+    progress = Console(stderr=True, highlight=False, soft_wrap=True)
+    try:
+        results, adapter = adapt(args, progress)
+    except ValueError as error:
+        print(f"adapt_drafter: {error}", file=sys.stderr)
+        return 2
+    if args.out is not None:
+        head: EagleHead = adapter.state.head
+        save_eagle_head(in_bfloat16(head), args.out, adapter.llm.params.target.config)
+    if args.plot is not None:
+        plot_served(results, args.plot)
+    print(summary(results), file=sys.stderr if args.json else sys.stdout)
+    if args.json:
+        print(json.dumps(results))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

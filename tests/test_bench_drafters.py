@@ -1,0 +1,52 @@
+"""The race of drafters against plain decoding."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from scripts import bench_drafters
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> Path:
+    for name in "abcdefgh":
+        (tmp_path / f"{name}.py").write_text(f"def {name}(x):\n    return x + 1\n\n\n" * 80)
+    return tmp_path
+
+
+def test_every_run_is_raced_at_every_batch_size(sources, tmp_path, capsys):
+    plot = tmp_path / "plot.png"
+    code = bench_drafters.main(
+        ["--data", str(sources), "--batch", "1", "2", "--batches", "2", "--prompt-tokens", "16",
+         "--max-tokens", "24", "--run", "ngram", "chain:3", "--plot", str(plot), "--json"]
+    )  # fmt: skip
+    printed = capsys.readouterr()
+    assert code == 0, printed.err
+    rows = json.loads(printed.out)["rows"]
+    assert [(row["batch"], row["mode"], row["texts"]) for row in rows] == [
+        (1, "plain", 2), (1, "chain:3", 2), (2, "plain", 4), (2, "chain:3", 4)
+    ]  # fmt: skip
+    for row in rows:
+        assert row["identical"] == row["texts"]
+        if row["mode"] == "plain":
+            assert row["speedup"] == row["acceptance_length"] == 1
+        else:
+            assert row["speedup"] > 0 and 1 < row["acceptance_length"] <= 4
+    assert "ngram chain:3" in printed.err
+    assert plot.stat().st_size > 5_000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--run", "ngram", "chain"], "not chain:K"),
+        (["--batch", "0"], "must be at least 1"),
+        (["--batch", "500"], "fewer than one batch"),
+        (["--run", "/no/such/head", "chain:3"], "no directory"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(arguments, message, sources, capsys):
+    assert bench_drafters.main(["--data", str(sources), *arguments]) == 2
+    line = [line for line in capsys.readouterr().err.splitlines() if line.strip()][-1]
+    assert line.startswith("bench_drafters: ") and message in line

@@ -1,0 +1,114 @@
+"""A head that learns while it serves, and the command line around it."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jaxspec import LLM, SamplingParams, SpeculationConfig
+from jaxspec.speculation.drafters import EagleDrafter
+from jaxspec.training.draft_loss import LossConfig
+from jaxspec.training.draft_step import DraftTrainConfig
+from jaxspec.training.online import HeadAdapter
+from scripts import adapt_drafter
+from tests.checkpoints import save_byte_tokenizer, tiny_eagle3_head, tiny_llama
+from tests.programs import traces
+
+SAMPLING = SamplingParams(max_tokens=40, stop_token_ids=())
+PROMPTS = ["def f(x):", "import os", "class A:", "return 1"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    directory = tiny_llama(tmp_path_factory.mktemp("model"), vocab_size=257, num_hidden_layers=2)
+    save_byte_tokenizer(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def head(model, tmp_path_factory) -> Path:
+    return tiny_eagle3_head(tmp_path_factory.mktemp("head"), model, draft_vocab=257)
+
+
+def make_llm(model: Path, drafter: str | Path) -> LLM:
+    return LLM(model, drafter, speculation=SpeculationConfig.chain(3), max_length=64)
+
+
+def test_a_head_learns_what_it_serves_and_the_text_stays(model, head):
+    llm = make_llm(model, head)
+    config = DraftTrainConfig(
+        loss=LossConfig(steps=3),
+        batch_size=4,
+        learning_rate=1e-2,
+        warmup_steps=4,
+        compute_dtype="float32",
+    )
+    adapter = HeadAdapter(llm, config, length=64)
+    before = llm.generate(PROMPTS, SAMPLING)
+    compiled = traces(llm.engine.decode)
+    accuracies = [adapter.learn(before, steps=20)["accuracy"] for _ in range(4)]
+    after = llm.generate(PROMPTS, SAMPLING)
+    assert [c.token_ids for c in after] == [c.token_ids for c in before]
+    assert accuracies[0] < accuracies[-1] > 0.8
+    lengths = [np.mean([c.acceptance_length for c in each]) for each in (before, after)]
+    assert lengths[0] < 1.5 and lengths[1] > 2.5
+    assert traces(llm.engine.decode) == compiled
+
+
+def test_only_a_drafter_of_the_same_shapes_is_taken(model, head, tmp_path):
+    llm = make_llm(model, head)
+    drafter = llm.params.drafter
+    llm.use_drafter(jax.tree.map(lambda x: x, drafter))
+    other = make_llm(model, tiny_eagle3_head(tmp_path, model, draft_vocab=96)).params.drafter
+    assert isinstance(drafter, EagleDrafter)
+    deeper = dataclasses.replace(drafter, speculation=SpeculationConfig.chain(4))
+    for wrong in (other, deeper):
+        with pytest.raises(ValueError, match="other shapes or choices"):
+            llm.use_drafter(wrong)
+
+
+def test_only_a_head_learns(model):
+    with pytest.raises(ValueError, match="only an EAGLE head learns"):
+        HeadAdapter(make_llm(model, "ngram"), DraftTrainConfig(), length=64)
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> Path:
+    for name in "abcdefgh":
+        (tmp_path / f"{name}.py").write_text(f"def {name}(x):\n    return x + 1\n" * 40)
+    return tmp_path
+
+
+def test_the_script_measures_before_and_after(model, head, sources, tmp_path, capsys):
+    code = adapt_drafter.main(
+        ["--model", str(model), "--drafter", str(head), "--data", str(sources), "--batch", "4",
+         "--batches", "3", "--steps-per-batch", "10", "--lr", "1e-2", "--prompt-tokens", "8",
+         "--max-tokens", "24", "--held-out", "2", "--mode", "chain:3", "--json",
+         "--out", str(tmp_path / "out"), "--plot", str(tmp_path / "plot.png")]
+    )  # fmt: skip
+    printed = capsys.readouterr()
+    assert code == 0, printed.err
+    results = json.loads(printed.out)
+    assert results["after"]["length"] > results["before"]["length"]
+    assert len(results["served"]) == 3
+    assert (tmp_path / "plot.png").stat().st_size > 5_000
+    assert isinstance(make_llm(model, tmp_path / "out").params.drafter, EagleDrafter)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--drafter", "ngram"], "only an EAGLE head learns"),
+        (["--batches", "0"], "must be at least 1"),
+        (["--data", "/no/such/data"], "no such file or folder"),
+        (["--mode", "tree"], "not chain:K"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(arguments, message, sources, capsys):
+    data = [] if "--data" in arguments else ["--data", str(sources)]
+    assert adapt_drafter.main([*data, *arguments]) == 2
+    [line] = [line for line in capsys.readouterr().err.splitlines() if line.strip()]
+    assert line.startswith("adapt_drafter: ") and message in line
