@@ -15,7 +15,7 @@ from jaxspec.scheduling.requests import SamplingParams
 
 
 @dataclasses.dataclass(frozen=True)
-class Pace:
+class RaceResult:
     """How one engine did in a race against another, the base.
 
     Attributes:
@@ -47,14 +47,14 @@ class Comparison:
 
 def race(
     engines: Sequence[LLM], batches: Sequence[Sequence[Prompt]], sampling: SamplingParams
-) -> list[Pace]:
+) -> list[RaceResult]:
     """Each batch through each engine in turn, after a warm-up of each; the first is the base.
 
     Request ``i`` of a batch takes seed ``sampling.seed + i``. A batch takes as long as its slowest
     request.
     """
     laps = _run(engines, batches, sampling)
-    return [_pace(laps[0], own) for own in laps]
+    return [_result(laps[0], own) for own in laps]
 
 
 def compare(
@@ -62,14 +62,14 @@ def compare(
 ) -> Comparison:
     """Race two engines on one request, ``repeats`` times."""
     plain_laps, laps = _run((plain, speculative), [[prompt]] * repeats, sampling)
-    pace = _pace(plain_laps, laps)
+    result = _result(plain_laps, laps)
     differs = first_difference(laps[0][0].token_ids, plain_laps[0][0].token_ids)
     return Comparison(
-        identical=pace.identical == pace.texts,
+        identical=result.identical == result.texts,
         first_difference=differs,
-        speedup=pace.speedup,
-        plain_decode_tokens_per_second=_pace(plain_laps, plain_laps).tokens_per_second,
-        speculative_decode_tokens_per_second=pace.tokens_per_second,
+        speedup=result.speedup,
+        plain_decode_tokens_per_second=_result(plain_laps, plain_laps).tokens_per_second,
+        speculative_decode_tokens_per_second=result.tokens_per_second,
     )
 
 
@@ -90,13 +90,13 @@ def _run(
     return laps
 
 
-def _pace(base: list[Lap], laps: list[Lap]) -> Pace:
+def _result(base: list[Lap], laps: list[Lap]) -> RaceResult:
     rates, base_rates = ([decode_rate(lap) for lap in each] for each in (laps, base))
     ratios = [rate / other for rate, other in zip(rates, base_rates, strict=True) if other]
     rounds = sum(completion.num_rounds for lap in laps for completion in lap)
     tokens = sum(len(completion.token_ids) - 1 for lap in laps for completion in lap)
     pairs = list(_pairs(base, laps))
-    return Pace(
+    return RaceResult(
         tokens_per_second=statistics.median(rates),
         speedup=statistics.median(ratios) if ratios else 1.0,
         acceptance_length=tokens / rounds if rounds else 0.0,

@@ -195,11 +195,10 @@ class SpeculationConfig:
         raise ValueError(f"{text!r} is not chain:K or tree:NODES:DEPTH:TOPK")
 
 
-def default_speculation(backend: str) -> SpeculationConfig:
-    """The tree for a kind of device (``cpu``, ``gpu``, ``tpu``) when none is asked for.
+def default_speculation() -> SpeculationConfig:
+    """The tree when none is asked for.
 
-    The fastest with the built-in pair, measured (README, "Which tree"). A CPU pays for every node;
-    a GPU reads the same weights for all, but each level is a pass that waits for the one before.
-    TPUs were not measured and take the GPU's.
+    A CPU pays for every node: a chain of 5 was the fastest there (README, "Which tree"). Others
+    take the same until they are measured.
     """
     return SpeculationConfig.chain(5)

@@ -1,7 +1,7 @@
 """From token prompts to generated tokens: host plans into arrays, compiled programs, results back.
 
-The one module of the library that calls ``jax.jit``, so that donation and the number of traces can
-be seen in one place.
+The one module of the serving path that calls ``jax.jit``, so that donation and the number of
+traces can be seen in one place.
 """
 
 import dataclasses

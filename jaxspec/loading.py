@@ -41,14 +41,14 @@ def load(
       drafter: ``none``, ``ngram``, or a directory or hub id of an EAGLE head or a draft model;
         ``auto`` is what choose_drafter says.
       speculation: the draft tree and the acceptance rule; by default what
-        config.default_speculation says of the device.
+        config.default_speculation says.
       dtype: ``float32`` or ``bfloat16``; by default float32 on CPU and bfloat16 elsewhere.
       mesh: as made by sharding.make_mesh; None for the default device.
       shard_drafter: split the drafter's weights over the mesh too, instead of repeating them.
 
     Raises ValueError, naming the culprit, for anything that cannot be found, read or combined.
     """
-    speculation = speculation or default_speculation(jax.default_backend())
+    speculation = speculation or default_speculation()
     resolved = resolve_dtype(dtype)
     drafter, directory = choose_drafter(model, drafter), resolve_directory(model)
     config = load_model_config(directory)
@@ -68,7 +68,7 @@ def choose_drafter(model: str | Path, drafter: str | Path) -> str | Path:
     built-in head for the built-in model, ``ngram`` for others."""
     if drafter != "auto":
         return drafter
-    return BUILT_IN_HEAD if Path(model).absolute() == BUILT_IN_MODEL.absolute() else "ngram"
+    return BUILT_IN_HEAD if Path(model).resolve() == BUILT_IN_MODEL.resolve() else "ngram"
 
 
 def resolve_dtype(name: str | None) -> jnp.dtype:

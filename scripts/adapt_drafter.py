@@ -8,7 +8,6 @@ held-out files of --data.
 import argparse
 import dataclasses
 import json
-import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ from rich.console import Console
 from rich.progress import track
 
 from jaxspec import BUILT_IN_HEAD, BUILT_IN_MODEL, LLM, SamplingParams, SpeculationConfig
-from jaxspec.evaluation import Acceptance, measure_acceptance
+from jaxspec.evaluation import Acceptance, measure_acceptance, summarize
 from jaxspec.models.eagle import EagleHead
 from jaxspec.training import data
 from jaxspec.training.draft_data import Examples, read_examples
@@ -96,7 +95,7 @@ def adapt(args: argparse.Namespace, progress: Console) -> tuple[dict[str, Any], 
         suffixes=tuple(args.suffixes),
     )
     progress.print(str(report))
-    prompts = held_out.prompts(args.held_out)
+    prompts = held_out.spread(args.held_out).prompts()
     before = measure_acceptance(llm, prompts, sampling)
     served = serve(args, adapter, train, sampling, progress)
     after = measure_acceptance(llm, prompts, sampling)
@@ -118,7 +117,7 @@ def serve(
     progress: Console,
 ) -> list[dict[str, float]]:
     """Batches of the domain's training part, learning after each; a record for each."""
-    prompts = train.prompts(args.batch * args.batches)
+    prompts = train.spread(args.batch * args.batches).prompts()
     order = np.random.default_rng(args.seed).permutation(len(prompts))
     records = []
     for index in track(range(args.batches), "serving and learning", console=progress):
@@ -127,7 +126,7 @@ def serve(
         started = time.perf_counter()
         learned = adapter.learn(completions, args.steps_per_batch)
         seconds = time.perf_counter() - started
-        length = statistics.mean(c.acceptance_length for c in completions)
+        length = summarize(completions).length
         records.append({"acceptance_length": length, "training_seconds": seconds, **learned})
     return records
 
@@ -159,6 +158,15 @@ def plot_served(results: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
+def write_files(args: argparse.Namespace, results: dict[str, Any], adapter: HeadAdapter) -> None:
+    if args.out is not None:
+        head: EagleHead = adapter.state.head
+        save_eagle_head(in_bfloat16(head), args.out, adapter.llm.params.target.config)
+    if args.plot is not None:
+        args.plot.parent.mkdir(parents=True, exist_ok=True)
+        plot_served(results, args.plot)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parse_arguments(arguments)
     progress = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -167,14 +175,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"adapt_drafter: {error}", file=sys.stderr)
         return 2
-    if args.out is not None:
-        head: EagleHead = adapter.state.head
-        save_eagle_head(in_bfloat16(head), args.out, adapter.llm.params.target.config)
-    if args.plot is not None:
-        plot_served(results, args.plot)
     print(summary(results), file=sys.stderr if args.json else sys.stdout)
     if args.json:
         print(json.dumps(results))
+    try:
+        write_files(args, results, adapter)
+    except OSError as error:
+        print(f"adapt_drafter: {error}", file=sys.stderr)
+        return 2
     return 0
 
 

@@ -34,7 +34,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     )
     add = parser.add_argument
     add("--model", default=str(BUILT_IN_MODEL), help="model directory or hub id")
-    add("--data", type=Path, nargs="+", required=True, help="folders, text files or .jsonl files")
+    add("--data", type=Path, nargs="+", required=True, help="folders, text or .jsonl files, named "
+        "as in training: a file is held out by the hash of its name below them")  # fmt: skip
     add("--suffixes", nargs="+", default=list(data.DEFAULT_SUFFIXES))
     add("--run", nargs=2, action="append", metavar=("DRAFTER", "MODE"), help="may be repeated")
     add("--batch", type=int, nargs="+", default=[1])
@@ -81,6 +82,8 @@ def measure(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
     if len(prompts) < max(args.batch):
         raise ValueError(f"{len(prompts)} held-out rows are fewer than one batch: give more --data")
     runs = [("none", "chain:1"), *map(tuple, args.run or DEFAULT_RUNS)]
+    if "none" in [drafter for drafter, _ in runs[1:]] or len(set(runs)) < len(runs):
+        raise ValueError("each --run names another drafter or mode; plain decoding is always there")
     with progress.status("loading"):
         engines = [make_llm(args, drafter, mode) for drafter, mode in runs]
     sampling = SamplingParams(
@@ -103,7 +106,13 @@ def measure(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
         "model": str(args.model),
         "device": jax.devices()[0].device_kind,
         "dtype": str(engines[0].params.target.embed.dtype),
+        "prompt_tokens": args.prompt_tokens,
+        "max_tokens": args.max_tokens,
         "temperature": args.temperature,
+        "top_p": args.top_p,
+        "acceptance": args.acceptance,
+        "verify_width": args.verify_width,
+        "seed": args.seed,
         "rows": rows,
     }
 
@@ -134,20 +143,20 @@ def make_table(results: dict[str, Any]) -> Table:
 def plot_speedups(results: dict[str, Any], path: Path) -> None:
     """Bars of speed-up over plain decoding, grouped by batch size."""
     rows = [row for row in results["rows"] if row["mode"] != "plain"]
-    sizes = sorted({row["batch"] for row in rows})
-    labels = list(dict.fromkeys(map(label, rows)))
-    figure = Figure(figsize=(3 + 0.6 * len(sizes) * len(labels), 4), layout="constrained")
+    sizes = list(dict.fromkeys(row["batch"] for row in rows))
+    runs = list(dict.fromkeys((row["drafter"], row["mode"]) for row in rows))
+    figure = Figure(figsize=(5 + 0.5 * len(sizes) * len(runs), 4), layout="constrained")
     axes = figure.subplots()
-    width = 0.8 / len(labels)
-    for index, name in enumerate(labels):
-        heights = [row["speedup"] for row in rows if label(row) == name]
-        places = [group + (index - (len(labels) - 1) / 2) * width for group in range(len(sizes))]
-        bars = axes.bar(places, heights, width, label=name)
+    width = 0.8 / len(runs)
+    for index, run in enumerate(runs):
+        own = [row for row in rows if (row["drafter"], row["mode"]) == run]  # in order of sizes
+        places = [group + (index - (len(runs) - 1) / 2) * width for group in range(len(sizes))]
+        bars = axes.bar(places, [row["speedup"] for row in own], width, label=label(own[0]))
         axes.bar_label(bars, fmt="%.2f", fontsize="small")
     axes.axhline(1, color="gray", linewidth=0.8)
     axes.set_xticks(range(len(sizes)), [f"batch {size}" for size in sizes])
     axes.set(ylabel="speed-up over plain decoding", title=make_table(results).title)
-    axes.legend(fontsize="small")
+    figure.legend(loc="outside right upper", fontsize="small")
     figure.savefig(path, dpi=120)
 
 
@@ -162,10 +171,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(stderr=args.json, highlight=False)
     console.width = max(console.width, 110)
     console.print(make_table(results))
-    if args.plot is not None:
-        plot_speedups(results, args.plot)
     if args.json:
         print(json.dumps(results))
+    if args.plot is not None:
+        try:
+            args.plot.parent.mkdir(parents=True, exist_ok=True)
+            plot_speedups(results, args.plot)
+        except OSError as error:
+            print(f"bench_drafters: {error}", file=sys.stderr)
+            return 2
     return 0
 
 

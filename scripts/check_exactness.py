@@ -13,6 +13,7 @@ import platform
 import statistics
 import sys
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -20,9 +21,10 @@ from rich.console import Console
 
 from jaxspec import BUILT_IN_MODEL, LLM, SamplingParams, SpeculationConfig
 from jaxspec.comparison import first_difference, logit_gap
+from jaxspec.evaluation import summarize
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -30,15 +32,15 @@ def parse_arguments() -> argparse.Namespace:
     add("--model", default=str(BUILT_IN_MODEL), help="model directory or hub id")
     add("--drafter", action="append", help="as in generate.py; may be repeated (default: ngram)")
     add("--mode", action="append", help="chain:K or tree:NODES:DEPTH:TOPK; may be repeated")
-    add("--verify-width", type=int)
-    add("--dtype", choices=("float32", "bfloat16"))
+    add("--verify-width", type=int, help="of plain decoding too, so that rounding cannot differ")
+    add("--dtype", choices=("float32", "bfloat16"), help="default: float32 on CPU, else bfloat16")
     add("--prompts", type=int, default=64)
     add("--prompt-tokens", type=int, default=96)
     add("--max-tokens", type=int, default=256)
     add("--temperature", type=float, default=0.0)
     add("--top-p", type=float, default=1.0)
     add("--json", action="store_true")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 def library_prompts(llm: LLM, count: int, length: int) -> list[list[int]]:
@@ -100,7 +102,7 @@ def run(arguments: argparse.Namespace) -> dict:
                     "top_k": tree.top_k,
                     "identical": len(prompts) - len(gaps),
                     "prompts": len(prompts),
-                    "acceptance_length": statistics.mean(c.acceptance_length for c in got),
+                    "acceptance_length": summarize(got).length,
                     "logit_gaps": gaps,
                 }
             )
@@ -137,18 +139,19 @@ def print_report(results: dict) -> None:
         console.print(line)
 
 
-def main() -> None:
-    arguments = parse_arguments()
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = parse_arguments(arguments)
     try:
-        results = run(arguments)
+        results = run(args)
     except ValueError as error:
-        print(f"check_exactness.py: {error}", file=sys.stderr)
-        sys.exit(2)
-    if arguments.json:
+        print(f"check_exactness: {error}", file=sys.stderr)
+        return 2
+    if args.json:
         print(json.dumps(results))
     else:
         print_report(results)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

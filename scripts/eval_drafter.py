@@ -20,7 +20,7 @@ from rich.table import Table
 from jaxspec import BUILT_IN_MODEL, LLM, SamplingParams, SpeculationConfig
 from jaxspec.evaluation import measure_acceptance
 from jaxspec.llm import load_tokenizer
-from jaxspec.loading import choose_drafter
+from jaxspec.loading import choose_drafter, resolve_dtype
 from jaxspec.training import data
 from jaxspec.training.draft_data import held_out_prompts
 
@@ -35,7 +35,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--model", default=str(BUILT_IN_MODEL), help="model directory or hub id")
     add("--drafter", default="auto", help="ngram, or directory or hub id of a head or model; by "
         "default the built-in head for the built-in model, ngram for others")  # fmt: skip
-    add("--data", type=Path, nargs="+", required=True, help="folders, text files or .jsonl files")
+    add("--data", type=Path, nargs="+", required=True, help="folders, text or .jsonl files, named "
+        "as in training: a file is held out by the hash of its name below them")  # fmt: skip
     add("--suffixes", nargs="+", default=list(data.DEFAULT_SUFFIXES))
     add("--modes", default="chain:5,tree:60:8:8", help="comma list")
     add("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
@@ -93,7 +94,7 @@ def evaluate(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
         "model": str(args.model),
         "drafter": str(choose_drafter(args.model, args.drafter)),
         "device": jax.devices()[0].device_kind,
-        "dtype": args.dtype,
+        "dtype": resolve_dtype(args.dtype).name,
         "results": rows,
     }
 

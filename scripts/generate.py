@@ -58,9 +58,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     source = prompts.add_mutually_exclusive_group()
     source.add_argument("--prompt", help="text to continue")
     source.add_argument("--prompt-file", type=Path, help="file that holds the text to continue")
-    tree = parser.add_argument_group("draft tree", "by default the best measured on the device")
-    tree.add_argument("--depth", type=int, help="depth of the tree (5 if others are given)")
-    tree.add_argument("--top-k", type=int, help="children per node (1, a chain, if others are)")
+    tree = parser.add_argument_group("draft tree", "by default a chain of 5")
+    tree.add_argument("--depth", type=int, help="depth of the tree (5)")
+    tree.add_argument("--top-k", type=int, help="children per node (1, a chain)")
     tree.add_argument("--nodes", type=int, help="nodes of the tree, root included")
     tree.add_argument("--acceptance", choices=("match", "rejection"), default="match")
     tree.add_argument("--proposal", choices=("top_k", "coupled", "sampled"))
@@ -86,7 +86,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 def speculation_config(arguments: argparse.Namespace) -> SpeculationConfig:
     depth, top_k, nodes = arguments.depth, arguments.top_k, arguments.nodes
     if depth is top_k is nodes is None:
-        tree = default_speculation(jax.default_backend())
+        tree = default_speculation()
     else:
         depth, top_k = (5 if depth is None else depth), (1 if top_k is None else top_k)
         if nodes is None:

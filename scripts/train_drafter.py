@@ -22,7 +22,6 @@ from jaxspec import BUILT_IN_MODEL, LLM, SpeculationConfig
 from jaxspec.config import ModelConfig
 from jaxspec.llm import load_tokenizer
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.eagle import default_capture
 from jaxspec.models.hf_config import load_model_config
 from jaxspec.training import data, draft_data
 from jaxspec.training.draft_data import ExampleReport, Examples
@@ -51,17 +50,22 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--out", type=Path, required=True, help="folder of the exported head")
     add("--method", choices=("eagle3", "eagle1"), default="eagle3")
     add("--work", type=Path, default=Path("runs/drafter"), help="checkpoints, log, answers, states")
-    add("--resume", action="store_true", help="go on from the last checkpoint in --work")
+    add("--resume", action="store_true", help="go on from the last checkpoint in --work; without "
+        "it, checkpoints there are dropped")  # fmt: skip
     length = parser.add_mutually_exclusive_group(required=True)
     length.add_argument("--steps", type=int)
     length.add_argument("--minutes", type=float, help="for everything, start-up and export too")
     rows = parser.add_argument_group("data")
     rows.add_argument("--suffixes", nargs="+", default=list(data.DEFAULT_SUFFIXES))
     rows.add_argument("--length", type=int, default=512, help="tokens of a row")
-    rows.add_argument("--regenerate", action="store_true", help="let the model write the answers")
+    rows.add_argument(
+        "--regenerate",
+        action="store_true",
+        help="let the model write the answers (of a chat, the first one)",
+    )
     rows.add_argument("--regenerate-rows", type=int, help="only so many rows (default: all)")
-    rows.add_argument("--regenerate-temperatures", type=float, nargs="+", default=[0.0, 1.0])
-    rows.add_argument("--regenerate-batch", type=int, default=64)
+    rows.add_argument("--regenerate-temperatures", type=float, nargs="+", help="in turns (0 1)")
+    rows.add_argument("--regenerate-batch", type=int, help="rows written together (64)")
     rows.add_argument("--keep-text", action="store_true", help="learn from the data's own text too")
     rows.add_argument("--prompt-tokens", type=int, default=64, help="of a text row, to continue")
     rows.add_argument("--store-states", action="store_true", help="keep hidden states on disk")
@@ -90,8 +94,10 @@ def train_config(args: argparse.Namespace, head_dim: int) -> DraftTrainConfig:
     dtype, attention = args.dtype, args.attention
     if dtype == "auto":
         dtype = "bfloat16" if jax.default_backend() == "gpu" else "float32"
-    if attention == "auto":
+    if attention != "xla":
         flash = dtype == "bfloat16" and flash_attention_works(head_dim)
+        if attention == "cudnn" and not flash:
+            raise ValueError("--attention cudnn needs bfloat16 and a GPU whose cuDNN supports it")
         attention = "cudnn" if flash else "xla"
     return DraftTrainConfig(
         loss=LossConfig.for_method(args.method, args.unroll),
@@ -133,16 +139,19 @@ def prepare_rows(
     )
     console.print(str(report))
     if not args.regenerate:
+        if args.keep_text or args.regenerate_rows or args.regenerate_temperatures:
+            raise ValueError("--keep-text and --regenerate-... go with --regenerate")
         return train, held_out, report
     llm = LLM(
         args.model,
         "ngram",
         speculation=SpeculationConfig.chain(3),
         max_length=args.length,
-        max_batch=args.regenerate_batch,
+        max_batch=64 if args.regenerate_batch is None else args.regenerate_batch,
+        dtype=None if args.dtype == "auto" else args.dtype,
     )
-    temperatures = tuple(args.regenerate_temperatures)
-    wanted = spread(train, args.regenerate_rows)
+    temperatures = tuple(args.regenerate_temperatures or (0.0, 1.0))
+    wanted = train.spread(args.regenerate_rows)
     with progress_bar(console) as progress:
         answers = [
             regenerate(
@@ -152,7 +161,7 @@ def prepare_rows(
                 temperatures=temperatures,
                 report=counting(progress, f"answers, {name}"),
             )
-            for name, part in (("train", wanted), ("held-out", spread(held_out, 256)))
+            for name, part in (("train", wanted), ("held-out", held_out.spread(256)))
         ]
     own, held_out = answers
     train = concatenate(own, train) if args.keep_text else own
@@ -162,14 +171,6 @@ def prepare_rows(
     )
     console.print(f"with the model's own answers: {report}")
     return train, held_out, report
-
-
-def spread(examples: Examples, count: int | None) -> Examples:
-    """``count`` rows, evenly spread; all for None."""
-    if count is None or count >= len(examples):
-        return examples
-    rows = np.linspace(0, len(examples) - 1, count).astype(int)
-    return Examples(examples.tokens[rows], examples.learned[rows], examples.prompt_lens[rows])
 
 
 def store_states(
@@ -200,7 +201,7 @@ def head_config(args: argparse.Namespace, target: ModelConfig) -> ModelConfig:
         target,
         num_layers=args.layers,
         sliding_windows=(None,) * args.layers,
-        intermediate_size=args.ff or target.intermediate_size,
+        intermediate_size=target.intermediate_size if args.ff is None else args.ff,
         qkv_bias=False,
         o_bias=False,
         mlp_bias=False,
@@ -238,19 +239,23 @@ def train(args: argparse.Namespace, console: Console, started: float) -> None:
         evaluation_tokens=1 << 17,
     )
     train_rows, held_out, report = prepare_rows(args, console)
+    if schedule.deadline is not None and time.monotonic() >= schedule.deadline:
+        raise ValueError(
+            "--minutes were over before training began: give more (answers written are kept)"
+        )
     target = load_decoder(directory, model, np.dtype(config.compute_dtype))
-    size = args.draft_vocab or model.vocab_size
+    size = model.vocab_size if args.draft_vocab is None else args.draft_vocab
     token_ids = draft_data.draft_vocabulary(train_rows, model.vocab_size, size)
-    capture = tuple(args.capture or default_capture(args.method, model.num_layers))
+    capture = None if args.capture is None else tuple(args.capture)
     head = init_head(
         target,
         head_config(args, model),
         args.method,
         capture=capture,
-        token_ids=None if args.method == "eagle1" else token_ids,
+        token_ids=token_ids,
         seed=args.seed,
     )
-    states = store_states(args, console, target, train_rows, capture, config)
+    states = store_states(args, console, target, train_rows, head.capture, config)
     run = DraftTraining(
         head, target, config, train_rows, held_out, schedule, args.work,
         states=states, resume=args.resume, data_parallel=jax.device_count(),
@@ -269,6 +274,7 @@ def train(args: argparse.Namespace, console: Console, started: float) -> None:
         f"{config.compute_dtype}, {jax.device_count()} x {card.device}, draft vocabulary covers "
         f"{card.coverage:.2%}, {time.monotonic() - started:.1f} s so far"
     )
+    exported = False
     with progress_bar(console) as progress:
         task = progress.add_task("compiling", total=None)
         for record in run.run():
@@ -276,8 +282,11 @@ def train(args: argparse.Namespace, console: Console, started: float) -> None:
             progress.update(task, description=line, total=record.total_steps, completed=record.step)
             if record.held_out_accuracy is not None:
                 progress.console.print(f"{time.monotonic() - started:6.1f} s  {line}")
-            if record.saved:
+            exported = record.saved
+            if exported:
                 export_head(run, model, card, args.out)
+    if not exported:  # a resumed run that had ended already
+        export_head(run, model, card, args.out)
     console.print(f"{args.out}: written after {time.monotonic() - started:.1f} s")
 
 
@@ -285,7 +294,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     started = time.monotonic()
     try:
         train(parse_arguments(arguments), Console(soft_wrap=True), started)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"train_drafter: {error}", file=sys.stderr)
         return 2
     return 0

@@ -1,10 +1,13 @@
 """The race of drafters against plain decoding."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from matplotlib.axes import Axes
 
+from jaxspec.comparison import RaceResult
 from scripts import bench_drafters
 
 
@@ -37,6 +40,26 @@ def test_every_run_is_raced_at_every_batch_size(sources, tmp_path, capsys):
     assert plot.stat().st_size > 5_000
 
 
+def test_bars_stand_over_their_own_batch_size(tmp_path, monkeypatch):
+    rows = [
+        {
+            "batch": batch,
+            "drafter": drafter,
+            "mode": mode,
+            **asdict(RaceResult(1.0, batch + (drafter == "a/h"), 1.0, 1, 1)),
+        }
+        for batch in (16, 1)
+        for drafter, mode in (("none", "plain"), ("a/h", "chain:3"), ("b/h", "chain:3"))
+    ]
+    drawn = []
+    monkeypatch.setattr(Axes, "bar_label", lambda axes, bars, **options: drawn.append(bars))
+    results = {"model": "m", "dtype": "float32", "temperature": 0, "device": "cpu", "rows": rows}
+    bench_drafters.plot_speedups(results, tmp_path / "plot.png")
+    found = {(round(bar.get_x() + 0.2), bar.get_height()) for bars in drawn for bar in bars}
+    assert found == {(0, 17), (0, 16), (1, 2), (1, 1)}
+    assert len(drawn) == 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -44,6 +67,7 @@ def test_every_run_is_raced_at_every_batch_size(sources, tmp_path, capsys):
         (["--batch", "0"], "must be at least 1"),
         (["--batch", "500"], "fewer than one batch"),
         (["--run", "/no/such/head", "chain:3"], "no directory"),
+        (["--run", "none", "chain:3"], "names another drafter"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(arguments, message, sources, capsys):

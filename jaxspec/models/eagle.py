@@ -6,6 +6,7 @@ hidden state and share the target's LM head. The entry for token ``i`` pairs its
 hidden state of token ``i - 1`` and rotates as position ``i - 1``.
 """
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
@@ -55,6 +56,15 @@ def default_capture(method: EagleMethod, target_layers: int) -> tuple[int, ...]:
         return (FINAL_NORM,)
     early, middle, late = min(2, target_layers), target_layers // 2, max(target_layers - 3, 0)
     return tuple(sorted((early, middle, late)))
+
+
+def check_capture(ids: Sequence[int], target_layers: int) -> tuple[int, ...]:
+    """The layers in order. Raises ValueError unless they are distinct layers of the target."""
+    if not ids or len(set(ids)) != len(ids) or not set(ids) <= set(range(target_layers + 1)):
+        raise ValueError(
+            f"a head cannot read layers {list(ids)}: they must be distinct, of 0 to {target_layers}"
+        )
+    return tuple(sorted(ids))
 
 
 def head_shapes(

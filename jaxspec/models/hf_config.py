@@ -16,7 +16,7 @@ from huggingface_hub.errors import StrictDataclassError
 
 from jaxspec.config import Llama3RopeScaling, ModelConfig
 from jaxspec.models import hf_keys
-from jaxspec.models.eagle import EagleMethod, default_capture
+from jaxspec.models.eagle import EagleMethod, check_capture, default_capture
 
 
 @dataclasses.dataclass(frozen=True)
@@ -303,12 +303,7 @@ def _captured_layers(
         return default_capture(method, target.num_layers)
     if method == "eagle1":
         raise ValueError("eagle_aux_hidden_state_layer_ids is for EAGLE-3, this is an EAGLE-1 head")
-    if len(set(ids)) != len(ids) or not set(ids) <= set(range(target.num_layers + 1)):
-        raise ValueError(
-            f"eagle_aux_hidden_state_layer_ids {ids} must name distinct layers of the target, "
-            f"which has {target.num_layers}"
-        )
-    return tuple(sorted(ids))
+    return check_capture(ids, target.num_layers)
 
 
 def _check_fit(head: EagleHeadConfig, extra: Mapping[str, Any], target: ModelConfig) -> None:

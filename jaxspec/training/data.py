@@ -18,6 +18,7 @@ END_OF_TEXT = "<|endoftext|>"
 WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 DEFAULT_SUFFIXES = (".py", ".txt", ".md")
+PROSE_SUFFIXES = frozenset({".txt", ".md", ".rst"})  # a paragraph may be one line
 # Installed packages below a standard library folder are other projects' text.
 SKIPPED_FOLDERS = frozenset({"__pycache__", "dist-packages", "node_modules", "site-packages"})
 GENERATED = re.compile(r"auto(matically)?[- ]?generated|do not edit", re.IGNORECASE)
@@ -83,8 +84,8 @@ def list_files(root: Path, suffixes: tuple[str, ...]) -> Iterator[Path]:
         yield from (Path(folder, name) for name in sorted(files) if name.endswith(suffixes))
 
 
-def reason_to_skip(content: bytes) -> str | None:
-    """Why a file is no use as training text, or None if it is."""
+def reason_to_skip(content: bytes, prose: bool = False) -> str | None:
+    """Why a file is no use as training text, or None if it is. Prose may have long lines."""
     if len(content) > MAX_FILE_BYTES:
         return "too large"
     try:
@@ -94,7 +95,7 @@ def reason_to_skip(content: bytes) -> str | None:
     if not text.strip() or "\0" in text:
         return "empty or binary"
     lines = text.splitlines()
-    if max(map(len, lines)) > MAX_LINE or len(text) > MAX_MEAN_LINE * len(lines):
+    if not prose and (max(map(len, lines)) > MAX_LINE or len(text) > MAX_MEAN_LINE * len(lines)):
         return "long lines"
     letters = len(content.translate(None, NO_LETTERS))
     if letters < MIN_LETTERS * len(content.translate(None, BLANKS)):
@@ -116,9 +117,14 @@ def gather(
             raise ValueError(f"no such file or folder: {root}")
         files = size = 0
         for path in list_files(root, suffixes):
-            content = path.read_bytes()
+            try:
+                content = path.read_bytes()
+            except OSError:
+                skipped["unreadable"] += 1
+                continue
             digest = hashlib.sha256(content).digest()
-            reason = "duplicate" if digest in seen else reason_to_skip(content)
+            prose = path.suffix in PROSE_SUFFIXES
+            reason = "duplicate" if digest in seen else reason_to_skip(content, prose)
             if reason:
                 skipped[reason] += 1
                 continue
@@ -129,7 +135,11 @@ def gather(
         sources[str(root)] = (files, size)
     if not documents:
         wanted = " ".join(suffixes)
-        raise ValueError(f"no usable text file ({wanted}) in {' '.join(sources) or 'no folder'}")
+        counts = ", ".join(f"{n} {reason}" for reason, n in sorted(skipped.items()))
+        raise ValueError(
+            f"no usable text file ({wanted}) in {' '.join(sources) or 'no folder'}"
+            + (f"; skipped: {counts}" if counts else "")
+        )
     return documents, sources, dict(skipped)
 
 

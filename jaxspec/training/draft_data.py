@@ -12,6 +12,7 @@ import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import jinja2
 import numpy as np
 import transformers
 
@@ -42,10 +43,15 @@ class Examples:
         count = min(max(1, int(self.prompt_lens[row])), self.tokens.shape[1] - 1)
         return self.tokens[row, :count].tolist()
 
-    def prompts(self, count: int) -> list[list[int]]:
-        """Those of at most ``count`` rows, evenly spread."""
-        rows = np.linspace(0, len(self) - 1, min(count, len(self))).astype(int)
-        return [self.prompt(row) for row in rows]
+    def prompts(self) -> list[list[int]]:
+        return [self.prompt(row) for row in range(len(self))]
+
+    def spread(self, count: int | None) -> "Examples":
+        """At most ``count`` rows, evenly spread; all for None."""
+        if count is None or count >= len(self):
+            return self
+        rows = np.linspace(0, len(self) - 1, count).astype(int)
+        return Examples(self.tokens[rows], self.learned[rows], self.prompt_lens[rows])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +95,8 @@ def read_examples(
 
     ``.jsonl`` files hold an object a line with ``text``, or with ``messages`` that go through the
     tokenizer's chat template and are learned in the assistant's turns only; a chat is one row. All
-    else is text: documents follow each other, cut into rows of ``length``, learned everywhere.
+    else is text: documents follow each other, cut into rows of ``length``, learned everywhere. Rows
+    begin with what the tokenizer puts before every text (``<bos>``).
 
     Raises ValueError if a path is missing, or nothing usable is left for either part.
     """
@@ -148,7 +155,15 @@ def held_out_prompts(
     _, held_out, report = read_examples(
         paths, tokenizer, prompt_tokens + max_tokens, prompt_tokens=prompt_tokens, suffixes=suffixes
     )
-    return held_out.prompts(count), report
+    prompts = held_out.prompts()
+    short = [prompt for prompt in prompts if len(prompt) <= prompt_tokens]
+    if not short:
+        raise ValueError(f"no held-out prompt has at most {prompt_tokens} tokens: allow more")
+    if len(short) < len(prompts):
+        dropped = {"held-out prompts longer than the limit": len(prompts) - len(short)}
+        report = dataclasses.replace(report, skipped=report.skipped | dropped)
+    rows = np.linspace(0, len(short) - 1, min(count, len(short))).astype(int)
+    return [short[row] for row in rows], report
 
 
 def _place(name: str) -> float:
@@ -156,7 +171,9 @@ def _place(name: str) -> float:
 
 
 def _encode(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
-    return tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]  # pyright: ignore[reportReturnType]
+    # Text that looks like a special token is text.
+    encoded = tokenizer(texts, add_special_tokens=False, split_special_tokens=True, verbose=False)
+    return encoded["input_ids"]  # pyright: ignore[reportReturnType]
 
 
 def _text_document(name: str, ids: list[int]) -> _Document:
@@ -167,7 +184,7 @@ def _read_lines(
     path: Path, tokenizer: Tokenizer, length: int, skipped: collections.Counter[str]
 ) -> Iterator[_Document]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # strings may hold other line ends
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"cannot read {path}: {error}") from error
     if not any(line.strip() for line in lines):
@@ -202,7 +219,12 @@ def _line_document(
     spans = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
     if not spans:
         return "without an assistant turn"
-    return _chat_document(line, messages, spans, tokenizer, length)
+    if tokenizer.chat_template is None:
+        raise ValueError("the model's tokenizer has no chat template for messages")
+    try:
+        return _chat_document(line, messages, spans, tokenizer, length)
+    except (jinja2.TemplateError, TypeError):
+        return "refused by the chat template"
 
 
 def _chat_document(
@@ -216,8 +238,6 @@ def _chat_document(
 
     A template that rewrites earlier turns (to drop their reasoning, say) leaves those unlearned.
     """
-    if tokenizer.chat_template is None:
-        raise ValueError("the model's tokenizer has no chat template for messages")
     whole = _render(tokenizer, messages, False)
     spans = []
     for turn in turns:
@@ -231,6 +251,7 @@ def _chat_document(
         (int(np.searchsorted(starts, first)), int(np.searchsorted(starts, last)))
         for first, last in spans
     ]
+    learned = [(first, last) for first, last in learned if first < last]
     if not learned:
         return "rewritten by the chat template"
     if learned[0][0] >= length:
@@ -249,7 +270,7 @@ def _render(tokenizer: Tokenizer, messages: list[dict[str, str]], prompt: bool) 
 def _rows(
     documents: list[_Document], length: int, prompt_tokens: int, tokenizer: Tokenizer
 ) -> Examples:
-    end = tokenizer.eos_token_id
+    end, beginning = tokenizer.eos_token_id, list(tokenizer("")["input_ids"])
     tokens: list[np.ndarray] = []
     learned: list[np.ndarray] = []
     prompts: list[int] = []
@@ -270,9 +291,10 @@ def _rows(
                 document.learned[0][0])  # fmt: skip
         else:
             stream += document.token_ids if end is None else [*document.token_ids, end]
-    for start in range(0, len(stream) - 1, length):
-        ids = np.array(stream[start : start + length], np.int32)
-        add(ids, np.ones(len(ids), bool), prompt_tokens)
+    room = length - len(beginning)
+    for start in range(0, len(stream) - 1, room):
+        ids = np.array(beginning + stream[start : start + room], np.int32)
+        add(ids, np.arange(len(ids)) >= len(beginning), prompt_tokens)
     if not tokens:
         return Examples(
             np.zeros((0, length), np.int32), np.zeros((0, length), bool), np.zeros(0, int)

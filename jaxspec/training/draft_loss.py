@@ -64,8 +64,8 @@ class LossConfig:
     def for_method(cls, method: str, steps: int | None = None) -> "LossConfig":
         """As the papers have it: EAGLE-1 (arXiv 2401.15077) predicts hidden states in one step."""
         if method == "eagle1":
-            return cls(steps=steps or 1, hidden_weight=1.0, token_weight=0.1)
-        return cls(steps=steps or 6)
+            return cls(steps=1 if steps is None else steps, hidden_weight=1.0, token_weight=0.1)
+        return cls(steps=6 if steps is None else steps)
 
 
 def target_states(
@@ -197,8 +197,8 @@ def _step_loss_of_logits(
     ids, known = head.token_ids, jnp.ones(best.shape, bool)
     log_p = jax.nn.log_softmax(wanted)
     if ids is not None:
+        known = jnp.zeros(wanted.shape[-1], bool).at[ids].set(True)[best]
         wanted, log_p = wanted[..., ids], log_p[..., ids]
-        known = jnp.any(best[..., None] == ids, axis=-1)
     log_q = jax.nn.log_softmax(drafted)
     cross_entropy = -jnp.sum(jax.nn.softmax(wanted) * log_q, axis=-1)
     choice = jnp.argmax(drafted, axis=-1)

@@ -59,9 +59,7 @@ def plot_training(records: list[DraftRecord], path: Path) -> None:
                 style = {"marker": "."} if held_out else {"linewidth": 0.7, "alpha": 0.5}
                 label = f"step {step + 1}" if held_out else None
                 panel.plot(*points, color=f"C{step}", label=label, **style)
-        panel.set(
-            xlabel="million tokens", ylabel=name, yscale="log" if name == "loss" else "linear"
-        )
+        panel.set(xlabel="million tokens", ylabel=name)
         panel.grid(alpha=0.3)
         panel.legend(fontsize="small")
     axes[0].set_yscale("log")

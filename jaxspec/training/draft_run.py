@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.eagle import EagleHead
 from jaxspec.sharding import DATA_AXIS
-from jaxspec.training import draft_step
+from jaxspec.training import draft_step, fingerprint
 from jaxspec.training.draft_data import Examples
 from jaxspec.training.draft_loss import DraftBatch
 from jaxspec.training.draft_states import StoredStates
@@ -77,20 +77,27 @@ class DraftTraining:
                 f"{len(train)} training rows are fewer than one batch of {config.batch_size}: "
                 "give more data, or a smaller batch or row length"
             )
+        if not train.learned[:, config.loss.steps + 1 :].any():
+            raise ValueError(
+                f"rows of {train.tokens.shape[1]} tokens leave nothing to learn to "
+                f"{config.loss.steps} unrolled steps: give longer rows or unroll less"
+            )
         directory.mkdir(parents=True, exist_ok=True)
         self.config, self.schedule, self._train, self._states = config, schedule, train, states
         replicated, split = batch_shardings(config.batch_size // config.accumulation, data_parallel)
         self._split = None if split is None else NamedSharding(split.mesh, P(None, DATA_AXIS))
         self._target = jax.device_put(target, replicated)
-        self._windows = self._on_device(held_out_batches(held_out, config, schedule))
+        windows = held_out_batches(held_out, config, schedule)
+        even = windows.tokens.shape[1] % data_parallel == 0
+        self._windows = jax.device_put(windows, self._split if even else replicated)
         state = draft_step.init_state(head, config)
         self.state = jax.device_put(state, replicated)
-        self.step, self.total_steps = 0, schedule.steps or UNKNOWN_STEPS
+        self.step, self.total_steps = 0, UNKNOWN_STEPS if schedule.steps is None else schedule.steps
         self.records: list[DraftRecord] = []
         self._folder = RunFolder(directory, self._fingerprint(), resume)
         if resume:
             self.step, self.state, total, lines = self._folder.restore(self.state)
-            self.total_steps = schedule.steps or total
+            self.total_steps = total if schedule.steps is None else schedule.steps
             self.records = [DraftRecord(**line) for line in lines]
 
     @property
@@ -181,13 +188,14 @@ class DraftTraining:
 
     def _fingerprint(self) -> dict[str, Any]:
         """What must not change between a checkpoint and its continuation."""
-        tokens, learned = self._train.tokens, self._train.learned
         return {
             "head": dataclasses.asdict(self.head.config),
             "capture": self.head.capture,
-            "target": dataclasses.asdict(self._target.config),
+            "method": self.head.method,
+            "token_ids": fingerprint.of_weights(self.head.token_ids),
+            "target": fingerprint.of_weights(self._target),
             "config": dataclasses.asdict(self.config),
-            "data": [*tokens.shape, int(tokens.sum(dtype=np.int64)), int(learned.sum())],
+            "data": fingerprint.of_rows(self._train.tokens, self._train.learned),
         }
 
 

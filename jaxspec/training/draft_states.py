@@ -12,10 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.models.decoder import Attend, Decoder
+from jaxspec.training import fingerprint
 from jaxspec.training.draft_data import Examples
 from jaxspec.training.draft_loss import DraftBatch, target_states
 
-ROWS_PER_SHARD = 1024
+SHARD_BYTES = 1 << 30  # about; a shard is held in memory while it is made
 MANIFEST = "states.json"
 
 
@@ -63,13 +64,15 @@ def capture_states(
     directory.mkdir(parents=True, exist_ok=True)
     dtype, length = target.embed.dtype, examples.tokens.shape[1]
     width = target.config.hidden_size * (len(capture) + 1)
-    stored = StoredStates(directory, dtype.name, ROWS_PER_SHARD)
+    row_bytes = length * width * dtype.itemsize
+    per_shard = max(1, min(len(examples), SHARD_BYTES // row_bytes))
+    stored = StoredStates(directory, dtype.name, per_shard)
     described = _described(target, examples, capture, stored)
     manifest = directory / MANIFEST
     if manifest.exists() and json.loads(manifest.read_text()) != described:
         raise ValueError(f"{directory} holds hidden states of another model or other data")
-    missing = [s for s in range(-(-len(examples) // ROWS_PER_SHARD)) if not _done(directory, s)]
-    needed = len(missing) * ROWS_PER_SHARD * length * width * dtype.itemsize
+    missing = [s for s in range(-(-len(examples) // per_shard)) if not _done(directory, s)]
+    needed = len(missing) * per_shard * row_bytes
     free = shutil.disk_usage(directory).free
     if needed > free:
         raise ValueError(
@@ -79,8 +82,8 @@ def capture_states(
     manifest.write_text(json.dumps(described))
     run = jax.jit(functools.partial(target_states, capture=capture, attend=attend))
     for shard in missing:
-        start = shard * ROWS_PER_SHARD
-        rows = np.arange(start, min(start + ROWS_PER_SHARD, len(examples)))
+        start = shard * per_shard
+        rows = np.arange(start, min(start + per_shard, len(examples)))
         features, hidden = _run_rows(run, target, examples, rows, batch_size)
         _write(directory / f"hidden-{shard:05d}.npy", hidden)
         _write(directory / f"features-{shard:05d}.npy", features)  # last: it marks the shard done
@@ -91,14 +94,12 @@ def capture_states(
 def _described(
     target: Decoder, examples: Examples, capture: tuple[int, ...], stored: StoredStates
 ) -> dict[str, object]:
-    checksum = float(jnp.sum(jnp.abs(target.embed.astype(jnp.float32))))
     content = {
         "dtype": stored.dtype,
         "rows_per_shard": stored.rows_per_shard,
-        "target": dataclasses.asdict(target.config),
-        "embed_checksum": checksum,
+        "target": fingerprint.of_weights(target),
         "capture": capture,
-        "data": [*examples.tokens.shape, int(examples.tokens.sum(dtype=np.int64))],
+        "data": fingerprint.of_rows(examples.tokens),
     }
     return json.loads(json.dumps(content))
 

@@ -15,7 +15,7 @@ from jax import Array
 
 from jaxspec.config import ModelConfig
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.eagle import EagleHead, EagleMethod, head_shapes
+from jaxspec.models.eagle import EagleHead, EagleMethod, check_capture, head_shapes
 from jaxspec.pytree import pytree
 from jaxspec.training.draft_loss import DraftBatch, LossConfig, draft_loss, learned_counts
 from jaxspec.training.lm import attention_of
@@ -80,6 +80,14 @@ def init_head(
       config: of the head's own layers.
       token_ids: target ids of the draft vocabulary [W], ascending; None for the whole vocabulary.
     """
+    if min(config.num_layers, config.intermediate_size) < 1:
+        raise ValueError("a head needs at least one layer, and an MLP of at least one unit")
+    if method == "eagle1" and (capture or token_ids is not None):
+        raise ValueError("an EAGLE-1 head reads the last hidden state and drafts every token")
+    if capture:
+        capture = check_capture(capture, target.config.num_layers)
+        if len(capture) * target.config.hidden_size <= config.hidden_size:
+            raise ValueError(f"an EAGLE-3 head reads several layers, not {list(capture)}")
     size = None if token_ids is None else len(token_ids)
     shapes = head_shapes(
         config, method, target.config, jnp.dtype(jnp.float32),
@@ -154,7 +162,7 @@ def train_step(
         return draft_loss(working, target, part, config.loss, attend, counts)
 
     weights: Any = trainable(state.head)
-    parts = jax.tree.map(lambda x: x.reshape(config.accumulation, -1, *x.shape[1:]), batch)
+    parts = jax.tree.map(lambda x: _parts(x, config.accumulation), batch)
 
     def add(sums: Any, part: DraftBatch) -> tuple[Any, None]:
         (value, metrics), gradients = jax.value_and_grad(loss, has_aux=True)(weights, part)
@@ -168,6 +176,12 @@ def train_step(
     head = dataclasses.replace(weights, token_ids=token_ids)
     state = DraftTrainState(head=head, moments=moments, step=state.step + 1)
     return state, metrics | {"grad_norm": norm, "learning_rate": rate}
+
+
+def _parts(x: Array, count: int) -> Array:
+    """x [B, ...] -> [count, B / count, ...]; every ``count``-th row, so that each device of a
+    split batch has its share of every part."""
+    return x.reshape(-1, count, *x.shape[1:]).swapaxes(0, 1)
 
 
 def _shapes(loss: Any, weights: EagleHead, parts: DraftBatch) -> tuple[Any, Any]:
@@ -200,12 +214,16 @@ def train_steps(
 def evaluate(
     head: EagleHead, target: Decoder, batches: DraftBatch, config: DraftTrainConfig
 ) -> dict[str, Array]:
-    """The metrics of draft_loss, means over batches [S, B, ...]."""
+    """The metrics of draft_loss, means over the learned tokens of batches [S, B, ...]."""
     dtype = jnp.dtype(config.compute_dtype)
     working = jax.tree.map(lambda leaf: leaf.astype(dtype), trainable(head))
     working = dataclasses.replace(working, token_ids=head.token_ids)
     attend = attention_of(config.attention)
-    metrics = jax.lax.map(
-        lambda batch: draft_loss(working, target, batch, config.loss, attend)[1], batches
-    )
-    return {name: values.mean(axis=0) for name, values in metrics.items()}
+
+    def run(batch: DraftBatch) -> tuple[Array, dict[str, Array]]:
+        counts = learned_counts(batch.learned, config.loss.steps)
+        return counts, draft_loss(working, target, batch, config.loss, attend)[1]
+
+    counts, metrics = jax.lax.map(run, batches)  # [S, steps]
+    weights = counts / counts.sum(axis=0)
+    return {name: (weights * values).sum(axis=0) for name, values in metrics.items()}

@@ -30,13 +30,15 @@ class HeadAdapter:
       config: ``batch_size`` rows a step, drawn from the latest ``memory`` completions.
       length: tokens of a row; longer completions are cut.
 
-    Raises ValueError if the LLM does not draft with a head.
+    Raises ValueError if the LLM does not draft with a head, or is split over devices.
     """
 
     def __init__(self, llm: LLM, config: DraftTrainConfig, *, length: int, memory: int = 256):
         drafter = llm.params.drafter
         if not isinstance(drafter, EagleDrafter):
             raise ValueError("only an EAGLE head learns while it serves: give one as drafter")
+        if llm.params.mesh is not None:
+            raise ValueError("a head cannot learn beside a target that is split over devices")
         self.llm, self._config, self._length = llm, config, length
         self._drafter = drafter
         self.state = draft_step.init_state(_cast(drafter.head, jnp.dtype(jnp.float32)), config)
@@ -51,6 +53,8 @@ class HeadAdapter:
         for completion in completions:
             prompt, ids = completion.prompt_token_ids, completion.token_ids
             self._rows.append(((prompt + ids)[: self._length], len(prompt)))
+        if steps < 1 or not self._rows:
+            raise ValueError("learning takes at least one step and one completion")
         batches = self._batches(steps)
         self.state, metrics = draft_step.train_steps(
             self.state, self.llm.params.target, batches, UNKNOWN_STEPS, self._config

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxspec.config import ModelConfig
 from jaxspec.models.decoder import Decoder
-from jaxspec.training import lm
+from jaxspec.training import fingerprint, lm
 from jaxspec.training.data import Corpus
 from jaxspec.training.lm import TrainConfig
 from jaxspec.training.run_folder import RunFolder, batch_shardings
@@ -65,12 +64,12 @@ class Pretraining:
         self._windows = jax.device_put(windows, self._replicated)
         self._tokens = jax.device_put(corpus.train, self._replicated)
         self.state = jax.device_put(lm.init_state(model, config), self._replicated)
-        self.step, self.total_steps = 0, schedule.steps or UNKNOWN_STEPS
+        self.step, self.total_steps = 0, UNKNOWN_STEPS if schedule.steps is None else schedule.steps
         self.records: list[Record] = []
         self._folder = RunFolder(directory, self._fingerprint(), resume)
         if resume:
             self.step, self.state, total, lines = self._folder.restore(self.state)
-            self.total_steps = schedule.steps or total
+            self.total_steps = total if schedule.steps is None else schedule.steps
             self.records = [Record(**line) for line in lines]
 
     @property
@@ -144,7 +143,7 @@ class Pretraining:
         return {
             "model": dataclasses.asdict(self.model),
             "config": dataclasses.asdict(self.config),
-            "tokens": [len(self.corpus.train), int(np.sum(self.corpus.train, dtype=np.int64))],
+            "tokens": fingerprint.of_rows(self.corpus.train),
         }
 
 

@@ -1,6 +1,5 @@
 """Self-distillation: the target continues every row itself, so that a head learns its own text."""
 
-import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +8,7 @@ import numpy as np
 
 from jaxspec.llm import LLM
 from jaxspec.scheduling.requests import SamplingParams
+from jaxspec.training import fingerprint
 from jaxspec.training.draft_data import Examples
 
 
@@ -54,12 +54,9 @@ def regenerate(
 
 
 def _described(llm: LLM, examples: Examples, temperatures: tuple[float, ...]) -> dict[str, object]:
-    target = llm.params.target
     content = {
-        "target": dataclasses.asdict(target.config),
-        "embed_checksum": float(np.abs(np.asarray(target.embed, np.float32)).sum()),
-        "rows": [*examples.tokens.shape, int(examples.tokens.sum(dtype=np.int64))],
-        "prompts": int(examples.prompt_lens.sum()),
+        "target": fingerprint.of_weights(llm.params.target),
+        "rows": fingerprint.of_rows(examples.tokens, examples.prompt_lens),
         "temperatures": temperatures,
     }
     return json.loads(json.dumps(content))

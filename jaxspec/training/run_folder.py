@@ -66,8 +66,10 @@ class RunFolder:
         state = self._manager.restore(
             step, args=ocp.args.Composite(state=ocp.args.StandardRestore(shapes))
         )["state"]
-        lines = map(json.loads, self._log.read_text().splitlines())
-        records = [line for line in lines if line["step"] <= step]
+        if not self._log.exists():
+            raise ValueError(f"{self._log} is missing: a run cannot go on without its log")
+        whole_lines = self._log.read_text().split("\n")[:-1]  # a killed run may have cut one short
+        records = [line for line in map(json.loads, whole_lines) if line["step"] <= step]
         self._log.write_text("".join(map(_line, records)))
         return step, state, position["total_steps"], records
 

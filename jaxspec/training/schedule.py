@@ -29,7 +29,8 @@ class Schedule:
     def __post_init__(self):
         if (self.steps is None) == (self.deadline is None):
             raise ValueError("give either a number of steps or a time budget")
-        if min(self.steps or 1, self.steps_per_call, self.evaluate_every, self.save_every) < 1:
+        counts = self.steps, self.steps_per_call, self.evaluate_every, self.save_every
+        if min(count for count in counts if count is not None) < 1:
             raise ValueError("steps, and steps between events, must be at least 1")
 
     def is_due(self, event: str, step: int, total_steps: int) -> bool:

@@ -6,9 +6,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import transformers
+from tokenizers.processors import TemplateProcessing
 
 from jaxspec import BUILT_IN_MODEL
-from jaxspec.training.draft_data import Examples, coverage, draft_vocabulary, read_examples
+from jaxspec.training.draft_data import (
+    Examples,
+    coverage,
+    draft_vocabulary,
+    held_out_prompts,
+    read_examples,
+)
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
@@ -77,6 +84,47 @@ def test_rewritten_turns_are_not_learned(tokenizer, tmp_path):
     path = write_lines(tmp_path / "c.jsonl", chat("a", "b", "c", "d"), chat("e", "f", "g", "h"))
     train, held_out, _ = read_examples([path], tokenizer, 64)
     assert {learned_text(tokenizer, part) for part in (train, held_out)} == {"d", "h"}
+
+
+def test_what_looks_like_a_special_token_in_a_text_is_text(tokenizer, tmp_path):
+    texts = ["a<|endoftext|>b", "c\u2028d"]  # a line of JSON may hold other line ends
+    lines = (json.dumps({"text": text}, ensure_ascii=False) for text in texts)
+    path = write_lines(tmp_path / "texts.jsonl", *lines)
+    train, held_out, report = read_examples([path], tokenizer, 64)
+    assert not report.skipped
+    for examples in (train, held_out):
+        assert (examples.tokens[examples.learned] == tokenizer.eos_token_id).sum() == 1
+    assert sorted(learned_text(tokenizer, part)[:-13] for part in (train, held_out)) == texts
+
+
+def test_rows_of_text_begin_as_prompts_do(tokenizer, tmp_path):
+    bos = tokenizer.convert_tokens_to_ids("a")
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="a $A", special_tokens=[("a", bos)]
+    )
+    path = write_lines(tmp_path / "t.jsonl", {"text": "x = 1\n" * 50}, {"text": "y = 2\n" * 50})
+    for examples in read_examples([path], tokenizer, 16)[:2]:
+        assert len(examples) > 1 and (examples.tokens[:, 0] == bos).all()
+        assert not examples.learned[:, 0].any() and examples.learned[0, 1:].all()
+
+
+def test_a_chat_that_its_template_refuses_is_counted(tokenizer, tmp_path):
+    tokenizer.chat_template = (
+        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+        + CHAT_TEMPLATE
+    )
+    refused = {"messages": [{"role": "system", "content": "x"}, *chat("a", "b")["messages"]]}
+    path = write_lines(tmp_path / "c.jsonl", refused, chat("a", "b"), chat("c", "d"))
+    *_, report = read_examples([path], tokenizer, 64)
+    assert report.skipped == {"refused by the chat template": 1}
+
+
+def test_prompts_keep_to_their_limit(tokenizer, tmp_path):
+    path = write_lines(tmp_path / "c.jsonl", *(chat("word " * n, "yes") for n in range(1, 60)))
+    prompts, report = held_out_prompts([path], tokenizer, 9, prompt_tokens=90, max_tokens=60)
+    assert prompts and all(len(prompt) <= 90 for prompt in prompts)
+    with pytest.raises(ValueError, match="at most 5 tokens"):
+        held_out_prompts([path], tokenizer, 9, prompt_tokens=5, max_tokens=145)
 
 
 def test_unusable_lines_are_counted(tokenizer, tmp_path):

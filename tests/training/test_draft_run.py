@@ -8,17 +8,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxspec import BUILT_IN_MODEL, LLM, SamplingParams, SpeculationConfig
 from jaxspec.functional import EngineParams, init_state, prefill
 from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.eagle import EagleHead
+from jaxspec.sharding import DATA_AXIS, make_mesh
 from jaxspec.speculation.drafters import EagleDrafter
 from jaxspec.speculation.tree import DraftTree
 from jaxspec.training import draft_step
 from jaxspec.training.draft_data import Examples
 from jaxspec.training.draft_loss import DraftBatch, LossConfig
-from jaxspec.training.draft_report import plot_training
+from jaxspec.training.draft_report import in_bfloat16, plot_training
 from jaxspec.training.draft_run import DraftRecord, DraftTraining
 from jaxspec.training.draft_states import StoredStates, capture_states
 from jaxspec.training.draft_step import DraftTrainConfig, init_head, train_step
@@ -26,6 +29,7 @@ from jaxspec.training.regenerate import regenerate
 from jaxspec.training.schedule import Schedule
 from jaxspec.weights.eagle import load_eagle_head, save_eagle_head
 from scripts import train_drafter
+from tests.checkpoints import save_byte_tokenizer, tiny_llama
 from tests.random_models import CONFIG, random_target
 
 TARGET = random_target()
@@ -103,10 +107,99 @@ def test_a_checkpoint_of_another_run_is_refused(uninterrupted, tmp_path):
         start(tmp_path, resume=True, learning_rate=1e-3)
 
 
-def test_parts_of_a_batch_add_up_to_it(uninterrupted, tmp_path):
-    run = start(tmp_path, accumulation=4)
-    list(run.run())
-    np.testing.assert_allclose(total_losses(run), total_losses(uninterrupted), rtol=0.02)
+@pytest.mark.parametrize("method", ["eagle3", "eagle1"])
+def test_parts_weigh_by_what_they_learn(method):
+    learned = np.tile(np.arange(8)[:, None] < 2, 16) & TRAIN.learned[:8]
+    learned[7, -3:] = True  # parts learn very different numbers of tokens
+    batch = DraftBatch(tokens=jnp.asarray(TRAIN.tokens[:8]), learned=jnp.asarray(learned))
+    found = []
+    for count in (1, 4):
+        config = dataclasses.replace(
+            TRAIN_CONFIG, accumulation=count, loss=LossConfig.for_method(method, 2)
+        )
+        state = draft_step.init_state(make_head(method), config)
+        _, metrics = jax.jit(train_step, static_argnames="config")(
+            state, TARGET, batch, 100, config=config
+        )
+        found.append([metrics["total_loss"], metrics["grad_norm"], *metrics["accuracy"]])
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
+
+
+def test_each_device_has_its_share_of_every_part():
+    mesh = make_mesh(data_parallel=4)
+    rows = jax.device_put(jnp.arange(16), NamedSharding(mesh, P(DATA_AXIS)))
+    parts = jax.jit(draft_step._parts, static_argnums=1)(rows, 2)
+    assert parts.sharding.shard_shape(parts.shape) == (2, 2)
+    assert sorted(np.asarray(parts).ravel()) == list(range(16))
+
+
+def test_few_held_out_rows_are_evaluated_on_every_device(tmp_path):
+    held_out = random_examples(3, 2)
+    runs = [
+        DraftTraining(
+            make_head(), TARGET, TRAIN_CONFIG, TRAIN, held_out, SCHEDULE, tmp_path / str(devices),
+            data_parallel=devices,
+        )
+        for devices in (1, 4)
+    ]  # fmt: skip
+    losses = [next(run.run()).held_out_loss or [] for run in runs]
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
+    assert losses[0]
+
+
+def test_held_out_batches_weigh_by_what_they_learn():
+    part = random_examples(4, 3)
+    learned = part.learned.copy()
+    learned[:2, :-1] = False
+    whole = DraftBatch(tokens=jnp.asarray(part.tokens), learned=jnp.asarray(learned))
+    halves = jax.tree.map(lambda x: x.reshape(2, 2, 16), whole)
+    together = draft_step.evaluate(
+        make_head(), TARGET, jax.tree.map(lambda x: x[None], whole), TRAIN_CONFIG
+    )
+    apart = draft_step.evaluate(make_head(), TARGET, halves, TRAIN_CONFIG)
+    np.testing.assert_allclose(apart["loss"], together["loss"], rtol=1e-5)
+
+
+def test_other_data_of_the_same_sum_is_other_data(uninterrupted, tmp_path):
+    list(itertools.islice(start(tmp_path).run(), 1))
+    swapped = Examples(TRAIN.tokens[::-1].copy(), TRAIN.learned[::-1].copy(), TRAIN.prompt_lens)
+    louder = jax.tree.map(lambda x: 2 * x, TARGET)
+    for target, rows in ((TARGET, swapped), (louder, TRAIN)):
+        with pytest.raises(ValueError, match="another model, data"):
+            DraftTraining(
+                make_head(), target, TRAIN_CONFIG, rows, HELD_OUT, SCHEDULE, tmp_path, resume=True
+            )
+
+
+def test_a_log_cut_short_by_a_kill_is_mended(tmp_path):
+    list(itertools.islice(start(tmp_path).run(), 2))
+    log = tmp_path / "log.jsonl"
+    lines = log.read_text()
+    log.write_text(lines + '{"step": 8, "tot')
+    assert len(start(tmp_path, resume=True).records) == 2
+    assert log.read_text() == lines
+    log.unlink()
+    with pytest.raises(ValueError, match="without its log"):
+        start(tmp_path, resume=True)
+
+
+def test_captured_layers_are_exported_in_the_order_they_are_read(tmp_path):
+    head = init_head(TARGET, HEAD_CONFIG, "eagle3", capture=(2, 0, 1))
+    assert head.capture == (0, 1, 2)
+    for capture, message in (
+        ((0, 9), "distinct, of 0 to 2"),
+        ((1, 1), "distinct"),
+        ((1,), "sever"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            init_head(TARGET, HEAD_CONFIG, "eagle3", capture=capture)
+    with pytest.raises(ValueError, match="EAGLE-1 head reads the last hidden state"):
+        init_head(TARGET, HEAD_CONFIG, "eagle1", capture=(0, 1))
+
+
+def test_rows_too_short_for_the_unrolled_steps_are_an_error(tmp_path):
+    with pytest.raises(ValueError, match="leave nothing to learn to 15 unrolled steps"):
+        start(tmp_path, loss=LossConfig(steps=15))
 
 
 def test_stored_states_train_as_computed_ones_do(uninterrupted, tmp_path):
@@ -146,9 +239,9 @@ def test_a_step_is_a_pure_function_that_learns(method):
 
 @pytest.mark.parametrize("method", ["eagle3", "eagle1"])
 def test_an_exported_head_comes_back(method, tmp_path):
-    head = make_head(method)
+    head = in_bfloat16(make_head(method))
     save_eagle_head(head, tmp_path, CONFIG)
-    loaded = load_eagle_head(tmp_path, CONFIG, jnp.dtype(jnp.float32))
+    loaded = load_eagle_head(tmp_path, CONFIG, jnp.dtype(jnp.bfloat16))
     assert loaded.capture == head.capture
     for one, other in zip(jax.tree.leaves(loaded), jax.tree.leaves(head), strict=True):
         np.testing.assert_array_equal(one, other)
@@ -210,6 +303,15 @@ def test_the_target_writes_its_own_answers_and_goes_on_where_it_stopped(tmp_path
         (["--data", "{text}", "--batch", "7", "--accumulation", "2"], "multiple of accumulation"),
         (["--data", "{text}", "--model", "/no/such/model"], "no directory"),
         (["--data", "{text}", "--resume"], "no checkpoint to resume from"),
+        (["--data", "{text}", "--steps", "0"], "must be at least 1"),
+        (["--data", "{text}", "--unroll", "0"], "steps must be at least 1"),
+        (["--data", "{text}", "--layers", "0"], "at least one layer"),
+        (["--data", "{text}", "--draft-vocab", "0"], "1 to 4096 tokens"),
+        (["--data", "{text}", "--capture", "1", "99"], "distinct, of 0 to 8"),
+        (["--data", "{text}", "--method", "eagle1", "--draft-vocab", "9"], "drafts every token"),
+        (["--data", "{text}", "--keep-text"], "go with --regenerate"),
+        (["--data", "{text}", "--attention", "cudnn"], "needs bfloat16 and a GPU"),
+        (["--data", "{text}", "--out", "{empty}"], "File exists"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(arguments, message, tmp_path, capsys):
@@ -219,8 +321,35 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments, message, tmp_path, cap
     places = {"empty": tmp_path / "empty.jsonl", "text": tmp_path}
     arguments = [argument.format(**places) for argument in arguments]
     fixed = ["--out", str(tmp_path / "o"), "--work", str(tmp_path / "w"), "--steps", "1"]
+    fixed += ["--ff", "64"]
     sizes = [] if "--batch" in arguments else ["--batch", "8"]
     sizes += [] if "--length" in arguments else ["--length", "64"]
     assert train_drafter.main([*fixed, *sizes, *arguments]) == 2
     [line] = [line for line in capsys.readouterr().err.splitlines() if line.strip()]
     assert message in line
+
+
+def test_the_script_trains_exports_and_goes_on(tmp_path, capsys):
+    model = tiny_llama(tmp_path / "model", vocab_size=257, num_hidden_layers=2)
+    save_byte_tokenizer(model)
+    for name in "abcdefgh":
+        (tmp_path / f"{name}.py").write_text(f"def {name}(x):\n    return x + 1\n" * 20)
+    arguments = [
+        *("--model", str(model), "--data", str(tmp_path), "--suffixes", ".py", "--steps", "4"),
+        *("--work", str(tmp_path / "work"), "--length", "32", "--batch", "8", "--unroll", "2"),
+        *("--regenerate", "--keep-text", "--regenerate-rows", "6", "--prompt-tokens", "8"),
+        *("--draft-vocab", "60", "--store-states", "--license-note", "Free."),
+    ]
+    out = tmp_path / "head"
+    assert train_drafter.main([*arguments, "--out", str(out)]) == 0, capsys.readouterr().err
+    assert len((out / "log.jsonl").read_text().splitlines()) >= 2
+    card = (out / "README.md").read_text()
+    assert "60 tokens" in card and "Free." in card and "4 steps of 8 rows" in card
+    again = tmp_path / "again"
+    assert train_drafter.main([*arguments, "--resume", "--out", str(again)]) == 0
+    weights = "model.safetensors"
+    assert (again / weights).read_bytes() == (out / weights).read_bytes()
+    llm = LLM(model, out, speculation=SpeculationConfig.chain(3), max_length=64)
+    plain = LLM(model, "none", max_length=64)
+    texts = [each.generate(["def f(x):"], SamplingParams(max_tokens=20)) for each in (llm, plain)]
+    assert texts[0][0].token_ids == texts[1][0].token_ids
