@@ -303,7 +303,10 @@ def _captured_layers(
         return default_capture(method, target.num_layers)
     if method == "eagle1":
         raise ValueError("eagle_aux_hidden_state_layer_ids is for EAGLE-3, this is an EAGLE-1 head")
-    return check_capture(ids, target.num_layers)
+    try:
+        return check_capture(ids, target.num_layers)
+    except ValueError as error:
+        raise ValueError(f"eagle_aux_hidden_state_layer_ids: {error}") from None
 
 
 def _check_fit(head: EagleHeadConfig, extra: Mapping[str, Any], target: ModelConfig) -> None:
