@@ -48,7 +48,7 @@ def load(
 
     Raises ValueError, naming the culprit, for anything that cannot be found, read or combined.
     """
-    speculation = speculation or default_speculation()
+    speculation = speculation or default_speculation(jax.default_backend())
     resolved = resolve_dtype(dtype)
     drafter, directory = choose_drafter(model, drafter), resolve_directory(model)
     config = load_model_config(directory)

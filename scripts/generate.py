@@ -86,7 +86,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 def speculation_config(arguments: argparse.Namespace) -> SpeculationConfig:
     depth, top_k, nodes = arguments.depth, arguments.top_k, arguments.nodes
     if depth is top_k is nodes is None:
-        tree = default_speculation()
+        tree = default_speculation(jax.default_backend())
     else:
         depth, top_k = (5 if depth is None else depth), (1 if top_k is None else top_k)
         if nodes is None:
