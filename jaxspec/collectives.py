@@ -35,12 +35,16 @@ def total(x: Array, axis: str | None) -> Array:
 def argmax(x: Array, axis: str | None) -> Array:
     """Global index of the maximum, the lowest one among equals: x [..., V/n] -> int32 [...]
 
+    Always an index of x, even for a row with a NaN, which has no maximum: 0, or where the
+    collective drops NaN the lowest index of a NaN or of the maximum of the rest.
+
     Two plain reductions: XLA's CPU backend runs jnp.argmax entry by entry, and whatever fuses into
     it too (4 times slower for noise).
     """
     ids = jnp.arange(x.shape[-1], dtype=jnp.int32) + shard_offset(x.shape[-1], axis)
     best = maximum(x, axis)[..., None]
-    index = jnp.min(jnp.where(x == best, ids, jnp.iinfo(jnp.int32).max), axis=-1)
+    # Not x == best: nothing equals NaN, but nothing is less than it either.
+    index = jnp.min(jnp.where(x < best, jnp.iinfo(jnp.int32).max, ids), axis=-1)
     return index if axis is None else lax.pmin(index, axis)
 
 

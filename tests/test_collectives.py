@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from jaxspec import collectives
 from jaxspec.collectives import FEW, MANY
@@ -52,6 +54,20 @@ def test_sharded_reductions_are_those_of_the_whole():
     ):
         for shard in sharded(function, x):
             np.testing.assert_allclose(shard, function(x, None), rtol=1e-6)
+
+
+def test_the_argmax_of_a_row_with_a_nan_is_an_index_all_the_same():
+    x = np.array(rows(40))
+    x[0, 13] = x[1, 39] = x[2] = np.nan
+    whole = collectives.argmax(jnp.asarray(x), None)
+    assert whole.tolist() == [0, 0, 0, 5, 7, 0]
+    mesh = Mesh(np.array(jax.devices()[:SHARDS]), "model")  # whose collectives drop NaN
+    found = jax.shard_map(
+        lambda part: collectives.argmax(part, "model")[None],
+        mesh=mesh, in_specs=P(None, "model"), out_specs=P("model"),
+    )(jnp.asarray(x))  # fmt: skip
+    assert (found == found[0]).all() and ((found >= 0) & (found < 40)).all()
+    assert found[0, 3:].tolist() == [5, 7, 0]
 
 
 def test_sharded_rows_join_to_those_of_the_whole():
