@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +29,7 @@ MIN_LETTERS = 0.35  # of the bytes that are not blank; tables of numbers and esc
 BLANKS = b" \t\r\n"
 NO_LETTERS = bytes(byte for byte in range(128) if not chr(byte).isalpha())
 
+HELD_OUT_FRACTION = 0.02
 ENCODE_BATCH_BYTES = 16 << 20
 
 
@@ -143,20 +144,21 @@ def gather(
     return documents, sources, dict(skipped)
 
 
-def split(
-    documents: list[Document], held_out_fraction: float
-) -> tuple[list[Document], list[Document]]:
-    """(training, held out): a file is held out by the hash of its name, at least one of them."""
+def split[T](
+    documents: Sequence[T], names: Sequence[str], held_out_fraction: float
+) -> tuple[list[T], list[T]]:
+    """(training, held out): a document is held out by the hash of its name, at least one of them.
+
+    Raises ValueError for fewer than two documents.
+    """
     if len(documents) < 2:
-        raise ValueError("training needs at least two files: one of them is held out")
-
-    def place(document: Document) -> float:
-        digest = hashlib.sha256(document.name.encode()).digest()
-        return int.from_bytes(digest[:8]) / 2**64
-
-    threshold = max(held_out_fraction, min(map(place, documents)))
-    train = [d for d in documents if place(d) > threshold]
-    return train, [d for d in documents if place(d) <= threshold]
+        raise ValueError("training needs at least two documents: one of them is held out")
+    digests = (hashlib.sha256(name.encode()).digest() for name in names)
+    places = [int.from_bytes(digest[:8]) / 2**64 for digest in digests]
+    threshold = max(held_out_fraction, min(places))
+    placed = list(zip(documents, places, strict=True))
+    train = [document for document, place in placed if place > threshold]
+    return train, [document for document, place in placed if place <= threshold]
 
 
 def train_tokenizer(documents: list[Document], vocab_size: int, sample_bytes: int) -> Tokenizer:
@@ -258,7 +260,7 @@ def build_corpus(
     vocab_size: int,
     *,
     suffixes: tuple[str, ...] = DEFAULT_SUFFIXES,
-    held_out_fraction: float = 0.02,
+    held_out_fraction: float = HELD_OUT_FRACTION,
     sample_bytes: int = 32 << 20,
 ) -> Corpus:
     """Gather, split, train the tokenizer and encode; or read all that back from ``cache``.
@@ -275,7 +277,8 @@ def build_corpus(
         return Corpus(
             np.load(cache / "train.npy"), np.load(cache / "held_out.npy"), tokenizer, report
         )
-    train, held_out = split(documents, held_out_fraction)
+    names = [document.name for document in documents]
+    train, held_out = split(documents, names, held_out_fraction)
     tokenizer = train_tokenizer(train, vocab_size, sample_bytes)
     tokens = {"train": encode(tokenizer, train), "held_out": encode(tokenizer, held_out)}
     report = Report(

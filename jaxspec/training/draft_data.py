@@ -6,7 +6,6 @@ model: a head is judged on the same files as its target.
 
 import collections
 import dataclasses
-import hashlib
 import itertools
 import json
 from collections.abc import Iterable, Iterator
@@ -19,7 +18,6 @@ import transformers
 from jaxspec.training import data
 
 Tokenizer = transformers.PreTrainedTokenizerBase
-HELD_OUT_FRACTION = 0.02
 TEXTS_A_CALL = 256  # that the tokenizer's threads share
 
 
@@ -46,12 +44,23 @@ class Examples:
     def prompts(self) -> list[list[int]]:
         return [self.prompt(row) for row in range(len(self))]
 
+    def take(self, rows: np.ndarray) -> "Examples":
+        """Some rows, in that order."""
+        return Examples(self.tokens[rows], self.learned[rows], self.prompt_lens[rows])
+
     def spread(self, count: int | None) -> "Examples":
         """At most ``count`` rows, evenly spread; all for None."""
-        if count is None or count >= len(self):
-            return self
-        rows = np.linspace(0, len(self) - 1, count).astype(int)
-        return Examples(self.tokens[rows], self.learned[rows], self.prompt_lens[rows])
+        return self if count is None else self.take(spread_rows(len(self), count))
+
+
+def spread_rows(rows: int, count: int) -> np.ndarray:
+    """Indices int [min(count, rows)], evenly spread over ``rows`` and ascending.
+
+    Raises ValueError for a count below 1.
+    """
+    if count < 1:
+        raise ValueError(f"at least 1 row must be taken, got {count}")
+    return np.linspace(0, rows - 1, min(count, rows)).astype(int)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +98,7 @@ def read_examples(
     *,
     prompt_tokens: int = 64,
     suffixes: tuple[str, ...] = data.DEFAULT_SUFFIXES,
-    held_out_fraction: float = HELD_OUT_FRACTION,
+    held_out_fraction: float = data.HELD_OUT_FRACTION,
 ) -> tuple[Examples, Examples, ExampleReport]:
     """(training, held out, report) of some files and folders.
 
@@ -116,14 +125,9 @@ def read_examples(
     if len(documents) < 2:
         reasons = ", ".join(f"{n} {reason}" for reason, n in skipped.items()) or "nothing there"
         raise ValueError(f"fewer than two usable documents to train on ({reasons})")
-    places = [_place(document.held_out_by) for document in documents]
-    threshold = max(held_out_fraction, min(places))
-    parts = [
-        _rows([d for d, p in zip(documents, places, strict=True) if (p <= threshold) == held],
-              length, prompt_tokens, tokenizer)
-        for held in (False, True)
-    ]  # fmt: skip
-    train, held_out = parts
+    names = [document.held_out_by for document in documents]
+    parts = data.split(documents, names, held_out_fraction)
+    train, held_out = (_rows(part, length, prompt_tokens, tokenizer) for part in parts)
     if not train.learned.any() or not held_out.learned.any():
         raise ValueError("no token is left to learn from in the training or the held-out part")
     report = ExampleReport(
@@ -162,12 +166,7 @@ def held_out_prompts(
     if len(short) < len(prompts):
         dropped = {"held-out prompts longer than the limit": len(prompts) - len(short)}
         report = dataclasses.replace(report, skipped=report.skipped | dropped)
-    rows = np.linspace(0, len(short) - 1, min(count, len(short))).astype(int)
-    return [short[row] for row in rows], report
-
-
-def _place(name: str) -> float:
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) / 2**64
+    return [short[row] for row in spread_rows(len(short), count)], report
 
 
 def _encode(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:

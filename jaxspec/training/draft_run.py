@@ -17,7 +17,7 @@ from jaxspec.models.decoder import Decoder
 from jaxspec.models.eagle import EagleHead
 from jaxspec.sharding import DATA_AXIS
 from jaxspec.training import draft_step, fingerprint
-from jaxspec.training.draft_data import Examples
+from jaxspec.training.draft_data import Examples, spread_rows
 from jaxspec.training.draft_loss import DraftBatch
 from jaxspec.training.draft_states import StoredStates
 from jaxspec.training.draft_step import DraftTrainConfig
@@ -211,7 +211,7 @@ def held_out_batches(
     while batch > available:
         batch = -(-batch // 2)
     count = available // batch * batch
-    rows = np.linspace(0, len(held_out) - 1, count).astype(int).reshape(-1, batch)
+    rows = spread_rows(len(held_out), count).reshape(-1, batch)
     return DraftBatch(
         tokens=jnp.asarray(held_out.tokens[rows]), learned=jnp.asarray(held_out.learned[rows])
     )

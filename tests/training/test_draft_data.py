@@ -9,12 +9,14 @@ import transformers
 from tokenizers.processors import TemplateProcessing
 
 from jaxspec import BUILT_IN_MODEL
+from jaxspec.training import data
 from jaxspec.training.draft_data import (
     Examples,
     coverage,
     draft_vocabulary,
     held_out_prompts,
     read_examples,
+    spread_rows,
 )
 
 CHAT_TEMPLATE = (
@@ -63,6 +65,26 @@ def test_text_becomes_full_rows_and_files_are_held_out(tokenizer, tmp_path):
     assert set(train.prompt_lens[:-1]) == {5}
     assert report.documents == 6 and report.train_rows == len(train)
     assert report.learned_tokens == train.learned.sum()
+
+
+def test_a_head_is_judged_on_the_files_that_its_target_was_judged_on(tokenizer, tmp_path):
+    for i in range(40):
+        (tmp_path / f"{i}.py").write_text(f"value = {i}\n")
+    documents, _, _ = data.gather([tmp_path])
+    for fraction in (0.0, 0.3):
+        names = [document.name for document in documents]
+        _, expected = data.split(documents, names, fraction)
+        _, held_out, _ = read_examples([tmp_path], tokenizer, 32, held_out_fraction=fraction)
+        texts = learned_text(tokenizer, held_out).split("<|endoftext|>")[:-1]
+        assert texts == [document.text for document in expected]
+
+
+def test_rows_are_spread_evenly():
+    assert spread_rows(9, 3).tolist() == [0, 4, 8]
+    assert spread_rows(3, 9).tolist() == [0, 1, 2]
+    assert spread_rows(5, 1).tolist() == [0]
+    with pytest.raises(ValueError, match="at least 1 row"):
+        spread_rows(5, 0)
 
 
 def test_only_the_assistant_is_learned(tokenizer, tmp_path):

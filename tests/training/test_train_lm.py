@@ -120,11 +120,21 @@ def test_held_out_files_do_not_depend_on_where_the_folder_lies(tmp_path: Path):
         for i in range(200):
             write(tmp_path / place, f"project/{i}.py", f"value = {i}  # words of file\n")
         documents, _, _ = data.gather([tmp_path / place / "project"])
-        train, kept = data.split(documents, 0.05)
+        train, kept = data.split(documents, [d.name for d in documents], 0.05)
         assert len(train) + len(kept) == 200
         held_out.append([d.name for d in kept])
     assert held_out[0] == held_out[1]
     assert 2 <= len(held_out[0]) <= 20
+
+
+def test_what_was_held_out_from_a_published_model_stays_held_out():
+    names = [f"project/{i}.py" for i in range(300)]
+    train, held_out = data.split(range(300), names, data.HELD_OUT_FRACTION)
+    assert held_out == [122, 150, 200, 250, 281, 285]
+    assert sorted(train + held_out) == list(range(300))
+    assert data.split(range(5), names[:5], data.HELD_OUT_FRACTION)[1] == [3]  # the least hash
+    with pytest.raises(ValueError, match="at least two documents"):
+        data.split(range(1), names[:1], data.HELD_OUT_FRACTION)
 
 
 @pytest.mark.parametrize("text", ODD_TEXTS)
