@@ -11,7 +11,7 @@ from jaxspec.llm import LLM, Completion, Prompt
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.decoder import Decoder
-from jaxspec.scheduling.requests import SamplingParams
+from jaxspec.scheduling.requests import SamplingParams, with_own_seeds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +82,7 @@ def _run(
     """Laps of each engine."""
     laps: list[list[Lap]] = [[] for _ in engines]
     for turn, batch in enumerate([batches[0], *batches]):  # the first is the warm-up
-        params = [dataclasses.replace(sampling, seed=sampling.seed + i) for i in range(len(batch))]
+        params = with_own_seeds(sampling, len(batch))
         for engine, own in zip(engines, laps, strict=True):
             completions = engine.generate(batch, params)
             if turn > 0:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxspec.llm import LLM, Completion
-from jaxspec.scheduling.requests import SamplingParams
+from jaxspec.scheduling.requests import SamplingParams, with_own_seeds
 
 CONFIDENCE = 0.95
 RESAMPLES = 2000
@@ -35,10 +35,7 @@ def measure_acceptance(
     llm: LLM, prompts: Sequence[Sequence[int]], sampling: SamplingParams
 ) -> Acceptance:
     """Generate from every token prompt, each with a seed of its own, and count."""
-    params = [
-        dataclasses.replace(sampling, seed=sampling.seed + index) for index in range(len(prompts))
-    ]
-    return summarize(llm.generate(list(prompts), params))
+    return summarize(llm.generate(list(prompts), with_own_seeds(sampling, len(prompts))))
 
 
 def summarize(completions: Sequence[Completion], seed: int = 0) -> Acceptance:

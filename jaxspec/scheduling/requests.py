@@ -40,6 +40,11 @@ class SamplingParams:
             raise ValueError(f"seed must be in [0, 2**32), got {self.seed}")
 
 
+def with_own_seeds(sampling: SamplingParams, count: int) -> list[SamplingParams]:
+    """``count`` requests that sample alike but for their seeds: ``sampling.seed + i``."""
+    return [dataclasses.replace(sampling, seed=sampling.seed + index) for index in range(count)]
+
+
 def check_requests(
     prompts: Sequence[Sequence[int]],
     sampling: Sequence[SamplingParams],
