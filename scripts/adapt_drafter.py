@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import Figure
 from rich.console import Console
@@ -22,13 +23,12 @@ from rich.progress import track
 
 from jaxspec import BUILT_IN_HEAD, BUILT_IN_MODEL, LLM, SamplingParams, SpeculationConfig
 from jaxspec.evaluation import Acceptance, measure_acceptance, summarize
-from jaxspec.models.eagle import EagleHead
 from jaxspec.training import data
 from jaxspec.training.draft_data import Examples, read_examples
 from jaxspec.training.draft_loss import LossConfig
-from jaxspec.training.draft_report import in_bfloat16
 from jaxspec.training.draft_step import DraftTrainConfig
 from jaxspec.training.online import HeadAdapter
+from jaxspec.training.precision import cast_weights
 from jaxspec.weights.eagle import save_eagle_head
 
 
@@ -160,8 +160,8 @@ def plot_served(results: dict[str, Any], path: Path) -> None:
 
 def write_files(args: argparse.Namespace, results: dict[str, Any], adapter: HeadAdapter) -> None:
     if args.out is not None:
-        head: EagleHead = adapter.state.head
-        save_eagle_head(in_bfloat16(head), args.out, adapter.llm.params.target.config)
+        head = cast_weights(adapter.state.head, jnp.bfloat16)
+        save_eagle_head(head, args.out, adapter.llm.params.target.config)
     if args.plot is not None:
         args.plot.parent.mkdir(parents=True, exist_ok=True)
         plot_served(results, args.plot)

@@ -10,13 +10,12 @@ import dataclasses
 import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from jaxspec import BUILT_IN_MODEL, LLM, SpeculationConfig
 from jaxspec.config import ModelConfig
@@ -30,7 +29,9 @@ from jaxspec.training.draft_report import DraftCard, export_head
 from jaxspec.training.draft_run import DraftRecord, DraftTraining
 from jaxspec.training.draft_states import StoredStates, capture_states
 from jaxspec.training.draft_step import DraftTrainConfig, init_head
-from jaxspec.training.lm import attention_of, flash_attention_works, num_parameters
+from jaxspec.training.lm import num_parameters
+from jaxspec.training.precision import attention_of, resolve_precision
+from jaxspec.training.progress import counting, follow, progress_bar
 from jaxspec.training.regenerate import concatenate, regenerate
 from jaxspec.training.schedule import Schedule
 from jaxspec.weights.hub import resolve_directory
@@ -91,14 +92,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 
 def train_config(args: argparse.Namespace, head_dim: int) -> DraftTrainConfig:
-    dtype, attention = args.dtype, args.attention
-    if dtype == "auto":
-        dtype = "bfloat16" if jax.default_backend() == "gpu" else "float32"
-    if attention != "xla":
-        flash = dtype == "bfloat16" and flash_attention_works(head_dim)
-        if attention == "cudnn" and not flash:
-            raise ValueError("--attention cudnn needs bfloat16 and a GPU whose cuDNN supports it")
-        attention = "cudnn" if flash else "xla"
+    dtype, attention = resolve_precision(args.dtype, args.attention, head_dim)
     return DraftTrainConfig(
         loss=LossConfig.for_method(args.method, args.unroll),
         batch_size=args.batch,
@@ -109,21 +103,6 @@ def train_config(args: argparse.Namespace, head_dim: int) -> DraftTrainConfig:
         attention=attention,
         compute_dtype=dtype,
     )
-
-
-def progress_bar(console: Console) -> Progress:
-    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
-    return Progress(*columns, TimeRemainingColumn(), console=console)
-
-
-def counting(progress: Progress, what: str) -> Callable[[int, int], None]:
-    """A callback that shows rows done and in all."""
-    task = progress.add_task(what, total=None)
-
-    def show(done: int, rows: int) -> None:
-        progress.update(task, description=f"{what} {done}/{rows}", completed=done, total=rows)
-
-    return show
 
 
 def prepare_rows(
@@ -275,16 +254,10 @@ def train(args: argparse.Namespace, console: Console, started: float) -> None:
         f"{card.coverage:.2%}, {time.monotonic() - started:.1f} s so far"
     )
     exported = False
-    with progress_bar(console) as progress:
-        task = progress.add_task("compiling", total=None)
-        for record in run.run():
-            line = describe(record)
-            progress.update(task, description=line, total=record.total_steps, completed=record.step)
-            if record.held_out_accuracy is not None:
-                progress.console.print(f"{time.monotonic() - started:6.1f} s  {line}")
-            exported = record.saved
-            if exported:
-                export_head(run, model, card, args.out)
+    for record in follow(run.run(), describe, console, started):
+        exported = record.saved
+        if exported:
+            export_head(run, model, card, args.out)
     if not exported:  # a resumed run that had ended already
         export_head(run, model, card, args.out)
     console.print(f"{args.out}: written after {time.monotonic() - started:.1f} s")

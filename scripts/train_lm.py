@@ -4,16 +4,18 @@ import argparse
 import shlex
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from jaxspec.config import ModelConfig
 from jaxspec.training import data
-from jaxspec.training.lm import TrainConfig, flash_attention_works, num_parameters
+from jaxspec.training.lm import TrainConfig, num_parameters
+from jaxspec.training.precision import resolve_precision
 from jaxspec.training.pretrain import Pretraining, Record, sample
+from jaxspec.training.progress import follow
 from jaxspec.training.report import Card, export
 from jaxspec.training.schedule import Schedule
 
@@ -21,7 +23,7 @@ EXPORT_SHARE = 0.05  # of a time budget, kept for the sample and the last export
 DEFAULT_LICENSE = "Trained on the sources named above, each under its own licence."
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
     add("--data", type=Path, nargs="+", required=True, help="folders or files of text")
@@ -53,7 +55,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--prompt", default='import numpy as np\n\n\ndef mean(x, axis=None):\n    """')
     add("--sample-tokens", type=int, default=128)
     add("--license-note", default=DEFAULT_LICENSE)
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 def model_config(args: argparse.Namespace, vocab_size: int, end_of_text: int) -> ModelConfig:
@@ -77,12 +79,7 @@ def model_config(args: argparse.Namespace, vocab_size: int, end_of_text: int) ->
 
 
 def train_config(args: argparse.Namespace) -> TrainConfig:
-    dtype, attention = args.dtype, args.attention
-    if dtype == "auto":
-        dtype = "bfloat16" if jax.default_backend() == "gpu" else "float32"
-    if attention == "auto":
-        flash = dtype == "bfloat16" and flash_attention_works(args.head_dim)
-        attention = "cudnn" if flash else "xla"
+    dtype, attention = resolve_precision(args.dtype, args.attention, args.head_dim)
     return TrainConfig(
         batch_size=args.batch,
         context=args.context,
@@ -94,21 +91,13 @@ def train_config(args: argparse.Namespace) -> TrainConfig:
     )
 
 
-def progress_bar(console: Console) -> Progress:
-    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
-    return Progress(*columns, console=console)
-
-
 def describe(record: Record) -> str:
-    """One line: step, losses, speed, and the time left at that speed."""
+    """One line: step, losses, speed."""
     parts = [f"step {record.step}/{record.total_steps or '?'}"]
     if record.loss is not None:
         parts += [f"loss {record.loss:.4f}", f"|g| {record.grad_norm:.2f}"]
     if record.tokens_per_second:
         parts.append(f"{record.tokens_per_second / 1e3:.1f}k tok/s")
-        if record.total_steps and record.step:
-            left = record.tokens * (record.total_steps / record.step - 1) / record.tokens_per_second
-            parts.append(f"ETA {left:.0f} s")
     if record.held_out_loss is not None:
         parts.append(f"held out {record.held_out_loss:.4f} = {record.bits_per_byte:.4f} bits/byte")
     return "  ".join(parts)
@@ -139,11 +128,11 @@ def save_model(run: Pretraining, args: argparse.Namespace) -> str:
 
 
 def train(args: argparse.Namespace, console: Console, started: float) -> None:
+    config = train_config(args)
     corpus = data.build_corpus(args.data, args.work, args.vocab, suffixes=tuple(args.suffixes))
     print_corpus(console, corpus.report)
     end = data.end_of_text_id(corpus.tokenizer)
     model = model_config(args, corpus.tokenizer.get_vocab_size(), end)
-    config = train_config(args)
     budget = None if args.minutes is None else 60 * args.minutes * (1 - EXPORT_SHARE)
     schedule = Schedule(
         steps=args.steps,
@@ -161,24 +150,18 @@ def train(args: argparse.Namespace, console: Console, started: float) -> None:
         f"{time.monotonic() - started:.1f} s so far"
     )
     text = None
-    with progress_bar(console) as progress:
-        task = progress.add_task("compiling", total=None)
-        for record in run.run():
-            line = describe(record)
-            progress.update(task, description=line, total=record.total_steps, completed=record.step)
-            if record.held_out_loss is not None:
-                progress.console.print(f"{time.monotonic() - started:6.1f} s  {line}")
-            if record.saved:
-                text = save_model(run, args)
+    for record in follow(run.run(), describe, console, started):
+        if record.saved:
+            text = save_model(run, args)
     console.print(text or save_model(run, args), markup=False, highlight=False)
     console.print(f"{args.out}: written after {time.monotonic() - started:.1f} s")
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     started = time.monotonic()
     try:
-        train(parse_arguments(), Console(soft_wrap=True), started)
-    except ValueError as error:
+        train(parse_arguments(arguments), Console(soft_wrap=True), started)
+    except (ValueError, OSError) as error:
         print(f"train_lm: {error}", file=sys.stderr)
         return 2
     return 0

@@ -4,15 +4,14 @@ import dataclasses
 import json
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 from matplotlib.figure import Figure
 
 from jaxspec.config import ModelConfig
-from jaxspec.models.eagle import EagleHead
 from jaxspec.training.draft_data import ExampleReport
 from jaxspec.training.draft_run import DraftRecord, DraftTraining
 from jaxspec.training.lm import num_parameters
+from jaxspec.training.precision import cast_weights
 from jaxspec.weights.eagle import save_eagle_head
 
 
@@ -34,17 +33,11 @@ def export_head(run: DraftTraining, target: ModelConfig, card: DraftCard, direct
     """Write the head in the official layout (bfloat16 safetensors, config.json), with log.jsonl,
     training.png and README.md; a folder that is there already is overwritten file by file."""
     directory.mkdir(parents=True, exist_ok=True)
-    save_eagle_head(in_bfloat16(run.head), directory, target)
+    save_eagle_head(cast_weights(run.head, jnp.bfloat16), directory, target)
     lines = [json.dumps(dataclasses.asdict(record)) for record in run.records]
     (directory / "log.jsonl").write_text("\n".join(lines) + "\n")
     plot_training(run.records, directory / "training.png")
     (directory / "README.md").write_text(head_card(run, card))
-
-
-def in_bfloat16(head: EagleHead) -> EagleHead:
-    return jax.tree.map(
-        lambda x: x.astype(jnp.bfloat16) if jnp.issubdtype(x.dtype, jnp.floating) else x, head
-    )
 
 
 def plot_training(records: list[DraftRecord], path: Path) -> None:

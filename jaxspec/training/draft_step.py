@@ -5,7 +5,7 @@ Weights and AdamW moments are float32, the target and the activations ``compute_
 
 import dataclasses
 import functools
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +18,8 @@ from jaxspec.models.decoder import Decoder
 from jaxspec.models.eagle import EagleHead, EagleMethod, check_capture, head_shapes
 from jaxspec.pytree import pytree
 from jaxspec.training.draft_loss import DraftBatch, LossConfig, draft_loss, learned_counts
-from jaxspec.training.lm import attention_of
 from jaxspec.training.optimizer import MATRICES, OptimizerConfig, adamw, descend, learning_rate
+from jaxspec.training.precision import Attention, ComputeDtype, attention_of, cast_weights
 
 RESIDUAL_OUTPUTS = frozenset({"o", "down"})
 
@@ -41,8 +41,8 @@ class DraftTrainConfig(OptimizerConfig):
     learning_rate: float = 1e-3
     weight_decay: float = 0.0
     seed: int = 0
-    attention: Literal["xla", "cudnn"] = "xla"
-    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    attention: Attention = "xla"
+    compute_dtype: ComputeDtype = "bfloat16"
 
     def __post_init__(self):
         super().__post_init__()
@@ -150,14 +150,13 @@ def train_step(
     Metrics are float32: ``loss``, ``accuracy`` and ``overlap`` [steps] (see draft_loss), and
     ``total_loss``, ``grad_norm``, ``learning_rate`` [].
     """
-    dtype, token_ids = jnp.dtype(config.compute_dtype), state.head.token_ids
-
+    token_ids = state.head.token_ids
     # Of the whole batch, lest a part with few learned tokens weighs as much as one with many.
     counts = learned_counts(batch.learned, config.loss.steps) / config.accumulation
 
     def loss(weights: EagleHead, part: DraftBatch) -> tuple[Array, dict[str, Array]]:
-        working = jax.tree.map(lambda leaf: leaf.astype(dtype), weights)
-        working = dataclasses.replace(working, token_ids=token_ids)
+        head = dataclasses.replace(weights, token_ids=token_ids)
+        working = cast_weights(head, config.compute_dtype)
         attend = attention_of(config.attention)
         return draft_loss(working, target, part, config.loss, attend, counts)
 
@@ -215,9 +214,7 @@ def evaluate(
     head: EagleHead, target: Decoder, batches: DraftBatch, config: DraftTrainConfig
 ) -> dict[str, Array]:
     """The metrics of draft_loss, means over the learned tokens of batches [S, B, ...]."""
-    dtype = jnp.dtype(config.compute_dtype)
-    working = jax.tree.map(lambda leaf: leaf.astype(dtype), trainable(head))
-    working = dataclasses.replace(working, token_ids=head.token_ids)
+    working = cast_weights(head, config.compute_dtype)
     attend = attention_of(config.attention)
 
     def run(batch: DraftBatch) -> tuple[Array, dict[str, Array]]:

@@ -7,7 +7,7 @@ the step number alone, so a run continues from a checkpoint exactly as if it had
 import dataclasses
 import functools
 import math
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,7 @@ from jaxspec.training.optimizer import (
     field_of,
     learning_rate,
 )
+from jaxspec.training.precision import Attention, ComputeDtype, attention_of, cast_weights
 
 RESIDUAL_OUTPUTS = frozenset({"o", "down"})
 EMBEDDING_SCALE = 0.02
@@ -47,8 +48,8 @@ class TrainConfig(OptimizerConfig):
     batch_size: int = 128
     context: int = 1024
     seed: int = 0
-    attention: Literal["xla", "cudnn"] = "xla"
-    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    attention: Attention = "xla"
+    compute_dtype: ComputeDtype = "bfloat16"
 
     def __post_init__(self):
         super().__post_init__()
@@ -91,33 +92,13 @@ def loss(
     params: Decoder, batch: Array, attend: Attend = dense_causal_attend, dtype: Any = jnp.bfloat16
 ) -> Array:
     """Mean cross entropy, float32 [], of each token of int32 [B, T + 1] given those before it."""
-    working = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+    working = cast_weights(params, dtype)
     inputs, targets = batch[:, :-1], batch[:, 1:]
     positions = jnp.broadcast_to(jnp.arange(inputs.shape[1]), inputs.shape)
     caches = (None,) * len(params.layers)
     hidden, _, _ = decoder.run(working, inputs, positions, caches, attend)
     scores = decoder.logits(working, hidden)
     return optax.softmax_cross_entropy_with_integer_labels(scores, targets).mean()
-
-
-def flash_attention_works(head_dim: int) -> bool:
-    """Whether cuDNN's attention and its gradient compile and run on this machine."""
-    if jax.default_backend() != "gpu":
-        return False
-    x = jnp.ones((1, 128, 1, head_dim), jnp.bfloat16)
-
-    def total(x: Array) -> Array:
-        return dense_causal_attend(None, x, x, x, None, "cudnn")[0].astype(jnp.float32).sum()
-
-    try:
-        jax.block_until_ready(jax.jit(jax.grad(total))(x))
-    except (RuntimeError, ValueError, NotImplementedError):
-        return False
-    return True
-
-
-def attention_of(implementation: Literal["xla", "cudnn"]) -> Attend:
-    return functools.partial(dense_causal_attend, implementation=implementation)
 
 
 def init_state(model: ModelConfig, config: TrainConfig) -> TrainState:

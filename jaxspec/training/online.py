@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jaxspec.llm import LLM, Completion
 from jaxspec.models.eagle import EagleHead
@@ -14,6 +15,7 @@ from jaxspec.speculation.drafters import EagleDrafter
 from jaxspec.training import draft_step
 from jaxspec.training.draft_loss import DraftBatch
 from jaxspec.training.draft_step import DraftTrainConfig
+from jaxspec.training.precision import cast_weights
 from jaxspec.training.schedule import UNKNOWN_STEPS
 
 
@@ -41,7 +43,7 @@ class HeadAdapter:
             raise ValueError("a head cannot learn beside a target that is split over devices")
         self.llm, self._config, self._length = llm, config, length
         self._drafter = drafter
-        self.state = draft_step.init_state(_cast(drafter.head, jnp.dtype(jnp.float32)), config)
+        self.state = draft_step.init_state(_copy(drafter.head, jnp.float32), config)
         self._rows: collections.deque[tuple[list[int], int]] = collections.deque(maxlen=memory)
         self._random = np.random.default_rng(config.seed)
 
@@ -59,7 +61,7 @@ class HeadAdapter:
         self.state, metrics = draft_step.train_steps(
             self.state, self.llm.params.target, batches, UNKNOWN_STEPS, self._config
         )
-        head = _cast(self.state.head, self._drafter.head.fc.dtype)
+        head = _copy(self.state.head, self._drafter.head.fc.dtype)
         self.llm.use_drafter(dataclasses.replace(self._drafter, head=head))
         return {name: float(metrics[name][0]) for name in ("loss", "accuracy")}
 
@@ -75,8 +77,6 @@ class HeadAdapter:
         return DraftBatch(tokens=jnp.asarray(tokens), learned=jnp.asarray(learned))
 
 
-def _cast(head: EagleHead, dtype: jnp.dtype) -> EagleHead:
-    """A copy in ``dtype``: training donates its own weights."""
-    return jax.tree.map(
-        lambda x: jnp.array(x, dtype if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype), head
-    )
+def _copy(head: EagleHead, dtype: DTypeLike) -> EagleHead:
+    """Training donates its own weights, so none may be shared with it."""
+    return jax.tree.map(jnp.copy, cast_weights(head, dtype))

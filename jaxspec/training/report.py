@@ -4,13 +4,13 @@ import dataclasses
 import json
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 from matplotlib.figure import Figure
 
 from jaxspec.config import ModelConfig
 from jaxspec.training.data import Report, end_of_text_id, save_tokenizer
 from jaxspec.training.lm import num_parameters
+from jaxspec.training.precision import cast_weights
 from jaxspec.training.pretrain import Pretraining, Record
 from jaxspec.weights.safetensors_io import save_decoder
 
@@ -32,7 +32,7 @@ def export(run: Pretraining, card: Card, directory: Path) -> None:
     transformers and vLLM open it; a folder that is there already is overwritten file by file.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    save_decoder(jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), run.params), directory)
+    save_decoder(cast_weights(run.params, jnp.bfloat16), directory)
     tokenizer = run.corpus.tokenizer
     save_tokenizer(tokenizer, directory, run.model.max_position)
     end = end_of_text_id(tokenizer)

@@ -21,10 +21,11 @@ from jaxspec.speculation.tree import DraftTree
 from jaxspec.training import draft_step
 from jaxspec.training.draft_data import Examples
 from jaxspec.training.draft_loss import DraftBatch, LossConfig
-from jaxspec.training.draft_report import in_bfloat16, plot_training
+from jaxspec.training.draft_report import plot_training
 from jaxspec.training.draft_run import DraftRecord, DraftTraining
 from jaxspec.training.draft_states import StoredStates, capture_states
 from jaxspec.training.draft_step import DraftTrainConfig, init_head, train_step
+from jaxspec.training.precision import cast_weights
 from jaxspec.training.regenerate import regenerate
 from jaxspec.training.schedule import Schedule
 from jaxspec.weights.eagle import load_eagle_head, save_eagle_head
@@ -239,7 +240,7 @@ def test_a_step_is_a_pure_function_that_learns(method):
 
 @pytest.mark.parametrize("method", ["eagle3", "eagle1"])
 def test_an_exported_head_comes_back(method, tmp_path):
-    head = in_bfloat16(make_head(method))
+    head = cast_weights(make_head(method), jnp.bfloat16)
     save_eagle_head(head, tmp_path, CONFIG)
     loaded = load_eagle_head(tmp_path, CONFIG, jnp.dtype(jnp.bfloat16))
     assert loaded.capture == head.capture

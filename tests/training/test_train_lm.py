@@ -22,6 +22,7 @@ from jaxspec.training.optimizer import learning_rate
 from jaxspec.training.pretrain import Pretraining, sample
 from jaxspec.training.report import Card, export
 from jaxspec.training.schedule import SLACK, Pace, Schedule
+from scripts import train_lm
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = TrainConfig(
@@ -277,6 +278,25 @@ def test_the_export_is_complete(exported: Path):
     }  # fmt: skip
     card = (exported / "README.md").read_text()
     assert "Apache-2.0" in card and "bits a byte" in card and "| jaxspec |" in card
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--attention", "cudnn"], "needs bfloat16 and a GPU"),
+        (["--context", "4096"], "--context 4096 exceeds --max-position 2048"),
+        (["--work", "{file}"], "File exists"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(arguments, message, tmp_path, capsys):
+    for name in ("a.py", "b.py"):
+        write(tmp_path, name, f"def {name[0]}(x):\n    return x\n" * 20)
+    fixed = ["--data", str(tmp_path), "--out", str(tmp_path / "o"), "--steps", "1"]
+    work = [] if "--work" in arguments else ["--work", str(tmp_path / "work")]
+    arguments = [argument.format(file=tmp_path / "a.py") for argument in arguments]
+    assert train_lm.main([*fixed, *work, "--vocab", "260", *arguments]) == 2
+    [line] = [line for line in capsys.readouterr().err.splitlines() if line.strip()]
+    assert line.startswith("train_lm: ") and message in line
 
 
 def test_the_script_reports_a_user_error_in_one_line(tmp_path: Path):
