@@ -33,11 +33,13 @@ from jaxspec.training.lm import num_parameters
 from jaxspec.training.precision import attention_of, resolve_precision
 from jaxspec.training.progress import counting, follow, progress_bar
 from jaxspec.training.regenerate import concatenate, regenerate
-from jaxspec.training.schedule import Schedule
+from jaxspec.training.schedule import Schedule, deadline_of
 from jaxspec.weights.hub import resolve_directory
 from jaxspec.weights.safetensors_io import load_decoder
 
 EXPORT_SHARE = 0.03  # of a time budget, kept for the last export
+ANSWERS_UNTIL = {"held-out": 0.1, "train": 0.5}  # shares of a time budget; written in this order
+HELD_OUT_ANSWERS = 256
 DEFAULT_LICENSE = "Trained on the data and for the model named above, each under its own licence."
 
 
@@ -51,11 +53,13 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--out", type=Path, required=True, help="folder of the exported head")
     add("--method", choices=("eagle3", "eagle1"), default="eagle3")
     add("--work", type=Path, default=Path("runs/drafter"), help="checkpoints, log, answers, states")
-    add("--resume", action="store_true", help="go on from the last checkpoint in --work; without "
-        "it, checkpoints there are dropped")  # fmt: skip
+    add("--resume", action="store_true", help="go on from the last checkpoint in --work, with "
+        "the answers written by then; without it, checkpoints there are dropped")  # fmt: skip
     length = parser.add_mutually_exclusive_group(required=True)
     length.add_argument("--steps", type=int)
-    length.add_argument("--minutes", type=float, help="for everything, start-up and export too")
+    length.add_argument("--minutes", type=float, help="for everything, start-up and export too; "
+        "--regenerate stops when half of them are over, and training goes on with the answers "
+        "written by then")  # fmt: skip
     rows = parser.add_argument_group("data")
     rows.add_argument("--suffixes", nargs="+", default=list(data.DEFAULT_SUFFIXES))
     rows.add_argument("--length", type=int, default=512, help="tokens of a row")
@@ -68,7 +72,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     rows.add_argument("--regenerate-temperatures", type=float, nargs="+", help="in turns (0 1)")
     rows.add_argument("--regenerate-batch", type=int, help="rows written together (64)")
     rows.add_argument("--keep-text", action="store_true", help="learn from the data's own text too")
-    rows.add_argument("--prompt-tokens", type=int, default=64, help="of a text row, to continue")
+    rows.add_argument("--prompt-tokens", type=int, help="of a text row, to continue (64)")
     rows.add_argument("--store-states", action="store_true", help="keep hidden states on disk")
     head = parser.add_argument_group("head")
     head.add_argument("--draft-vocab", type=int, help="most frequent tokens only (default: all)")
@@ -105,22 +109,34 @@ def train_config(args: argparse.Namespace, head_dim: int) -> DraftTrainConfig:
     )
 
 
-def prepare_rows(
-    args: argparse.Namespace, console: Console
-) -> tuple[Examples, Examples, ExampleReport]:
-    """Training rows, held-out rows, and what they came from."""
-    train, held_out, report = draft_data.read_examples(
-        args.data,
-        load_tokenizer(args.model),
-        args.length,
-        prompt_tokens=args.prompt_tokens,
-        suffixes=tuple(args.suffixes),
-    )
-    console.print(str(report))
-    if not args.regenerate:
-        if args.keep_text or args.regenerate_rows or args.regenerate_temperatures:
-            raise ValueError("--keep-text and --regenerate-... go with --regenerate")
-        return train, held_out, report
+def check_options(args: argparse.Namespace, model: ModelConfig) -> None:
+    """Refuse lengths that the model does not have, and options that would do nothing."""
+    if args.length > model.max_position:
+        raise ValueError(f"--length {args.length} exceeds the model's {model.max_position}")
+    counts = {
+        "--prompt-tokens": args.prompt_tokens,
+        "--regenerate-rows": args.regenerate_rows,
+        "--regenerate-batch": args.regenerate_batch,
+    }
+    others = {
+        "--regenerate-temperatures": args.regenerate_temperatures,
+        "--keep-text": args.keep_text or None,
+    }
+    given = [name for name, value in (counts | others).items() if value is not None]
+    if given and not args.regenerate:
+        raise ValueError(f"{' and '.join(given)} would do nothing: add --regenerate")
+    for name, count in counts.items():
+        if count is not None and count < 1:
+            raise ValueError(f"{name} must be at least 1, got {count}")
+
+
+def own_answers(
+    args: argparse.Namespace, console: Console, train: Examples, held_out: Examples, started: float
+) -> tuple[Examples, Examples]:
+    """Rows (training, held out) with the model's own answers, as many as there is time for.
+
+    A resumed run goes on with those that it began with.
+    """
     llm = LLM(
         args.model,
         "ngram",
@@ -129,20 +145,45 @@ def prepare_rows(
         max_batch=64 if args.regenerate_batch is None else args.regenerate_batch,
         dtype=None if args.dtype == "auto" else args.dtype,
     )
-    temperatures = tuple(args.regenerate_temperatures or (0.0, 1.0))
-    wanted = train.spread(args.regenerate_rows)
+    wanted = {
+        "held-out": held_out.spread(HELD_OUT_ANSWERS).shuffled(),
+        "train": train.spread(args.regenerate_rows).shuffled(),
+    }
+    answers: dict[str, Examples] = {}
     with progress_bar(console) as progress:
-        answers = [
-            regenerate(
+        for name, share in ANSWERS_UNTIL.items():
+            answers[name] = regenerate(
                 llm,
-                part,
+                wanted[name],
                 args.work / f"answers-{name}.jsonl",
-                temperatures=temperatures,
+                temperatures=tuple(args.regenerate_temperatures or (0.0, 1.0)),
+                deadline=started if args.resume else deadline_of(started, args.minutes, share),
                 report=counting(progress, f"answers, {name}"),
             )
-            for name, part in (("train", wanted), ("held-out", held_out.spread(256)))
-        ]
-    own, held_out = answers
+            if len(answers[name]) < len(wanted[name]):
+                console.print(
+                    f"answers, {name}: {len(answers[name])} of {len(wanted[name])} rows written "
+                    + ("when the run began" if args.resume else f"in {share:.0%} of --minutes")
+                    + ", going on with those"
+                )
+    return answers["train"], answers["held-out"]
+
+
+def prepare_rows(
+    args: argparse.Namespace, console: Console, started: float
+) -> tuple[Examples, Examples, ExampleReport]:
+    """Training rows, held-out rows, and what they came from."""
+    train, held_out, report = draft_data.read_examples(
+        args.data,
+        load_tokenizer(args.model),
+        args.length,
+        prompt_tokens=64 if args.prompt_tokens is None else args.prompt_tokens,
+        suffixes=tuple(args.suffixes),
+    )
+    console.print(str(report))
+    if not args.regenerate:
+        return train, held_out, report
+    own, held_out = own_answers(args, console, train, held_out, started)
     train = concatenate(own, train) if args.keep_text else own
     learned = int(train.learned.sum())
     report = dataclasses.replace(
@@ -205,36 +246,34 @@ def describe(record: DraftRecord) -> str:
 def train(args: argparse.Namespace, console: Console, started: float) -> None:
     directory = resolve_directory(args.model)
     model = load_model_config(directory)
-    if args.length > model.max_position:
-        raise ValueError(f"--length {args.length} exceeds the model's {model.max_position}")
+    check_options(args, model)
     config = train_config(args, model.head_dim)
-    budget = None if args.minutes is None else 60 * args.minutes * (1 - EXPORT_SHARE)
     schedule = Schedule(
         steps=args.steps,
-        deadline=None if budget is None else started + budget,
+        deadline=deadline_of(started, args.minutes, 1 - EXPORT_SHARE),
         steps_per_call=args.steps_per_call,
         evaluate_every=args.evaluate_every,
         save_every=args.save_every,
         evaluation_tokens=1 << 17,
     )
-    train_rows, held_out, report = prepare_rows(args, console)
-    if schedule.deadline is not None and time.monotonic() >= schedule.deadline:
-        raise ValueError(
-            "--minutes were over before training began: give more (answers written are kept)"
-        )
+    train_rows, held_out, report = prepare_rows(args, console, started)
     target = load_decoder(directory, model, np.dtype(config.compute_dtype))
     size = model.vocab_size if args.draft_vocab is None else args.draft_vocab
     token_ids = draft_data.draft_vocabulary(train_rows, model.vocab_size, size)
-    capture = None if args.capture is None else tuple(args.capture)
     head = init_head(
         target,
         head_config(args, model),
         args.method,
-        capture=capture,
+        capture=None if args.capture is None else tuple(args.capture),
         token_ids=token_ids,
         seed=args.seed,
     )
     states = store_states(args, console, target, train_rows, head.capture, config)
+    if schedule.deadline is not None and time.monotonic() >= schedule.deadline:
+        raise ValueError(
+            "--minutes were over before training began: give more (answers and hidden states "
+            "written are kept)"
+        )
     run = DraftTraining(
         head, target, config, train_rows, held_out, schedule, args.work,
         states=states, resume=args.resume, data_parallel=jax.device_count(),

@@ -17,7 +17,7 @@ from jaxspec.training.precision import resolve_precision
 from jaxspec.training.pretrain import Pretraining, Record, sample
 from jaxspec.training.progress import follow
 from jaxspec.training.report import Card, export
-from jaxspec.training.schedule import Schedule
+from jaxspec.training.schedule import Schedule, deadline_of
 
 EXPORT_SHARE = 0.05  # of a time budget, kept for the sample and the last export
 DEFAULT_LICENSE = "Trained on the sources named above, each under its own licence."
@@ -133,10 +133,9 @@ def train(args: argparse.Namespace, console: Console, started: float) -> None:
     print_corpus(console, corpus.report)
     end = data.end_of_text_id(corpus.tokenizer)
     model = model_config(args, corpus.tokenizer.get_vocab_size(), end)
-    budget = None if args.minutes is None else 60 * args.minutes * (1 - EXPORT_SHARE)
     schedule = Schedule(
         steps=args.steps,
-        deadline=None if budget is None else started + budget,
+        deadline=deadline_of(started, args.minutes, 1 - EXPORT_SHARE),
         steps_per_call=args.steps_per_call,
         evaluate_every=args.evaluate_every,
         save_every=args.save_every,

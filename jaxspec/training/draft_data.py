@@ -52,6 +52,10 @@ class Examples:
         """At most ``count`` rows, evenly spread; all for None."""
         return self if count is None else self.take(spread_rows(len(self), count))
 
+    def shuffled(self) -> "Examples":
+        """All rows in a fixed random order, of which any beginning is a fair sample."""
+        return self.take(np.random.default_rng(0).permutation(len(self)))
+
 
 def spread_rows(rows: int, count: int) -> np.ndarray:
     """Indices int [min(count, rows)], evenly spread over ``rows`` and ascending.
@@ -107,7 +111,8 @@ def read_examples(
     else is text: documents follow each other, cut into rows of ``length``, learned everywhere. Rows
     begin with what the tokenizer puts before every text (``<bos>``).
 
-    Raises ValueError if a path is missing, or nothing usable is left for either part.
+    Raises ValueError if a path is missing, nothing usable is left for either part, or rows are too
+    short for any text.
     """
     skipped: collections.Counter[str] = collections.Counter()
     documents: list[_Document] = []
@@ -291,6 +296,8 @@ def _rows(
         else:
             stream += document.token_ids if end is None else [*document.token_ids, end]
     room = length - len(beginning)
+    if room < 1:
+        raise ValueError(f"rows of {length} tokens have no room for text: give longer ones")
     for start in range(0, len(stream) - 1, room):
         ids = np.array(beginning + stream[start : start + room], np.int32)
         add(ids, np.arange(len(ids)) >= len(beginning), prompt_tokens)

@@ -75,7 +75,7 @@ class DraftTraining:
         if len(train) < config.batch_size:
             raise ValueError(
                 f"{len(train)} training rows are fewer than one batch of {config.batch_size}: "
-                "give more data, or a smaller batch or row length"
+                "give more data, more time for answers, or a smaller batch or row length"
             )
         if not train.learned[:, config.loss.steps + 1 :].any():
             raise ValueError(

@@ -70,7 +70,9 @@ def capture_states(
     described = _described(target, examples, capture, stored)
     manifest = directory / MANIFEST
     if manifest.exists() and json.loads(manifest.read_text()) != described:
-        raise ValueError(f"{directory} holds hidden states of another model or other data")
+        raise ValueError(
+            f"{directory} holds hidden states of another model or other data: remove it"
+        )
     missing = [s for s in range(-(-len(examples) // per_shard)) if not _done(directory, s)]
     needed = len(missing) * per_shard * row_bytes
     free = shutil.disk_usage(directory).free

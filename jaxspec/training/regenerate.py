@@ -1,6 +1,7 @@
 """Self-distillation: the target continues every row itself, so that a head learns its own text."""
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +19,7 @@ def regenerate(
     path: Path,
     *,
     temperatures: tuple[float, ...] = (0.0, 1.0),
+    deadline: float | None = None,
     report: Callable[[int, int], None] = lambda done, rows: None,
 ) -> Examples:
     """Each row's prompt, continued by the target to the row's length; only that is learned.
@@ -26,6 +28,8 @@ def regenerate(
     to ``path`` (JSONL), from which an interrupted call goes on.
 
     Args:
+      deadline: time.monotonic() when to stop with the first rows only, at least one batch: none
+        begins that would not end by then if it took as long as the one before. None: all rows.
       report: told rows done and in all, after each batch.
 
     Raises ValueError if ``path`` holds the answers of another model or to other rows.
@@ -33,24 +37,36 @@ def regenerate(
     length = examples.tokens.shape[1]
     rows = _restore(path, _described(llm, examples, temperatures))
     report(len(rows), len(examples))
-    for start in range(len(rows), len(examples), llm.max_batch):
-        batch = range(start, min(start + llm.max_batch, len(examples)))
-        prompts = [examples.prompt(row) for row in batch]
-        sampling = [
-            SamplingParams(
-                temperature=temperatures[row % len(temperatures)],
-                seed=row,
-                max_tokens=length - len(prompt),
-            )
-            for row, prompt in zip(batch, prompts, strict=True)
-        ]
-        completions = llm.generate(prompts, sampling)
-        answers = [[len(c.prompt_token_ids), c.prompt_token_ids + c.token_ids] for c in completions]
+    seconds = 0.0  # that the batch before took
+    while len(rows) < len(examples):
+        started = time.monotonic()
+        if rows and deadline is not None and started + seconds > deadline:
+            break
+        batch = range(len(rows), min(len(rows) + llm.max_batch, len(examples)))
+        answers = _answers(llm, examples, batch, temperatures)
         with path.open("a") as file:
             file.writelines(json.dumps(answer) + "\n" for answer in answers)
         rows += answers
         report(len(rows), len(examples))
+        seconds = time.monotonic() - started
     return _examples(rows, length)
+
+
+def _answers(
+    llm: LLM, examples: Examples, batch: range, temperatures: tuple[float, ...]
+) -> list[list]:
+    """[tokens of the prompt, token ids of prompt and answer] of some rows."""
+    prompts = [examples.prompt(row) for row in batch]
+    sampling = [
+        SamplingParams(
+            temperature=temperatures[row % len(temperatures)],
+            seed=row,
+            max_tokens=examples.tokens.shape[1] - len(prompt),
+        )
+        for row, prompt in zip(batch, prompts, strict=True)
+    ]
+    completions = llm.generate(prompts, sampling)
+    return [[len(c.prompt_token_ids), c.prompt_token_ids + c.token_ids] for c in completions]
 
 
 def _described(llm: LLM, examples: Examples, temperatures: tuple[float, ...]) -> dict[str, object]:

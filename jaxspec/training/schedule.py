@@ -7,6 +7,12 @@ UNKNOWN_STEPS = 1 << 30  # total steps while a time budget has not been measured
 SLACK = 1.1  # lest the deadline cuts off the end of the learning rate's fall
 
 
+def deadline_of(started: float, minutes: float | None, share: float) -> float | None:
+    """time.monotonic() when ``share`` of a budget of ``minutes`` since ``started`` is spent; None
+    without a budget."""
+    return None if minutes is None else started + 60 * minutes * share
+
+
 @dataclasses.dataclass(frozen=True)
 class Schedule:
     """When to stop and what to do on the way.

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxspec import BUILT_IN_MODEL, LLM, SamplingParams, SpeculationConfig
+from jaxspec import LLM, SamplingParams, SpeculationConfig
 from jaxspec.functional import EngineParams, init_state, prefill
 from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.eagle import EagleHead
@@ -26,7 +26,6 @@ from jaxspec.training.draft_run import DraftRecord, DraftTraining
 from jaxspec.training.draft_states import StoredStates, capture_states
 from jaxspec.training.draft_step import DraftTrainConfig, init_head, train_step
 from jaxspec.training.precision import cast_weights
-from jaxspec.training.regenerate import regenerate
 from jaxspec.training.schedule import Schedule
 from jaxspec.weights.eagle import load_eagle_head, save_eagle_head
 from scripts import train_drafter
@@ -273,27 +272,6 @@ def test_too_few_rows_are_an_error(tmp_path):
         start(tmp_path, batch_size=64)
 
 
-def test_the_target_writes_its_own_answers_and_goes_on_where_it_stopped(tmp_path):
-    llm = LLM(BUILT_IN_MODEL, "ngram", speculation=SpeculationConfig.chain(2), max_length=32,
-              max_batch=2)  # fmt: skip
-    tokens = llm.tokenizer("def read(path):\n    return open(path)\n" * 4)["input_ids"]
-    rows = np.array([tokens[i : i + 32] for i in range(3)], np.int32)
-    examples = Examples(rows, np.ones(rows.shape, bool), np.full(3, 6))
-    path, told = tmp_path / "answers.jsonl", []
-    answers = regenerate(llm, examples, path, temperatures=(0.0,),
-                         report=lambda done, of: told.append((done, of)))  # fmt: skip
-    [expected] = llm.generate([rows[1, :6].tolist()], SamplingParams(max_tokens=26))
-    assert answers.tokens[1, 6:][: len(expected.token_ids)].tolist() == expected.token_ids
-    assert not answers.learned[:, :6].any() and answers.learned[1, 6]
-    assert told == [(0, 3), (2, 3), (3, 3)]
-    lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(lines[:2]) + lines[2][:5])  # killed in the middle of the second row
-    again = regenerate(llm, examples, path, temperatures=(0.0,))
-    np.testing.assert_array_equal(again.tokens, answers.tokens)
-    with pytest.raises(ValueError, match="another model or to other rows"):
-        regenerate(llm, examples, path, temperatures=(1.0,))
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -310,7 +288,17 @@ def test_the_target_writes_its_own_answers_and_goes_on_where_it_stopped(tmp_path
         (["--data", "{text}", "--draft-vocab", "0"], "1 to 4096 tokens"),
         (["--data", "{text}", "--capture", "1", "99"], "distinct, of 0 to 8"),
         (["--data", "{text}", "--method", "eagle1", "--draft-vocab", "9"], "drafts every token"),
-        (["--data", "{text}", "--keep-text"], "go with --regenerate"),
+        (["--data", "{text}", "--keep-text"], "--keep-text would do nothing: add --regenerate"),
+        (["--data", "{text}", "--regenerate-rows", "0"], "--regenerate-rows would do nothing"),
+        (["--data", "{text}", "--regenerate-batch", "8"], "--regenerate-batch would do nothing"),
+        (
+            ["--data", "{text}", "--prompt-tokens", "8", "--regenerate-temperatures", "0"],
+            "--prompt-tokens and --regenerate-temperatures would do nothing",
+        ),
+        (["--data", "{text}", "--regenerate", "--regenerate-rows", "0"], "at least 1, got 0"),
+        (["--data", "{text}", "--regenerate", "--regenerate-batch", "-1"], "at least 1, got -1"),
+        (["--data", "{text}", "--regenerate", "--prompt-tokens", "0"], "at least 1, got 0"),
+        (["--data", "{text}", "--length", "0"], "rows of 0 tokens have no room"),
         (["--data", "{text}", "--attention", "cudnn"], "needs bfloat16 and a GPU"),
         (["--data", "{text}", "--out", "{empty}"], "File exists"),
     ],

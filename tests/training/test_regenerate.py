@@ -1,0 +1,114 @@
+"""The target writes its own answers, in turns and within a time budget."""
+
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from jaxspec import BUILT_IN_MODEL, LLM, SamplingParams, SpeculationConfig
+from jaxspec.training.draft_data import Examples
+from jaxspec.training.regenerate import regenerate
+from scripts import train_drafter
+from tests.checkpoints import save_byte_tokenizer, tiny_llama
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(BUILT_IN_MODEL, "ngram", speculation=SpeculationConfig.chain(2), max_length=32,
+               max_batch=2)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def examples(llm: LLM) -> Examples:
+    tokens = llm.tokenizer("def read(path):\n    return open(path)\n" * 4)["input_ids"]
+    rows = np.array([tokens[i : i + 32] for i in range(5)], np.int32)
+    return Examples(rows, np.ones(rows.shape, bool), np.full(5, 6))
+
+
+@pytest.fixture(scope="module")
+def answers(llm: LLM, examples: Examples, tmp_path_factory) -> Examples:
+    return regenerate(llm, examples, tmp_path_factory.mktemp("answers") / "answers.jsonl")
+
+
+def test_the_target_writes_its_own_answers_and_goes_on_where_it_stopped(llm, examples, tmp_path):
+    path, told = tmp_path / "answers.jsonl", []
+    answers = regenerate(llm, examples, path, temperatures=(0.0,),
+                         report=lambda done, of: told.append((done, of)))  # fmt: skip
+    [expected] = llm.generate([examples.prompt(1)], SamplingParams(max_tokens=26))
+    assert answers.tokens[1, 6:][: len(expected.token_ids)].tolist() == expected.token_ids
+    assert not answers.learned[:, :6].any() and answers.learned[1, 6]
+    assert told == [(0, 5), (2, 5), (4, 5), (5, 5)]
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:2]) + lines[2][:5])  # killed in the middle of the second row
+    again = regenerate(llm, examples, path, temperatures=(0.0,))
+    np.testing.assert_array_equal(again.tokens, answers.tokens)
+    with pytest.raises(ValueError, match="another model or to other rows"):
+        regenerate(llm, examples, path, temperatures=(1.0,))
+
+
+def test_after_the_deadline_there_are_the_first_rows_and_a_later_call_goes_on(
+    llm, examples, answers, tmp_path
+):
+    path = tmp_path / "answers.jsonl"
+    for _ in range(2):  # the first batch is always written, and no other
+        part = regenerate(llm, examples, path, deadline=0.0)
+        np.testing.assert_array_equal(part.tokens, answers.tokens[:2])
+        np.testing.assert_array_equal(part.learned, answers.learned[:2])
+    whole = regenerate(llm, examples, path, deadline=time.monotonic() + 1e6)
+    np.testing.assert_array_equal(whole.tokens, answers.tokens)
+
+
+@pytest.mark.parametrize(("deadline", "written"), [(119.0, 2), (120.0, 4), (131.0, 5)])
+def test_no_batch_begins_that_would_end_too_late(
+    llm, examples, tmp_path, monkeypatch, deadline, written
+):
+    clock = iter([100.0, 110.0, 110.0, 120.0, 120.0, 130.0])  # a batch takes 10 s
+    monkeypatch.setattr(
+        "jaxspec.training.regenerate.time", SimpleNamespace(monotonic=lambda: next(clock))
+    )
+    answers = regenerate(llm, examples, tmp_path / "answers.jsonl", deadline=deadline)
+    assert len(answers) == written
+
+
+def test_any_beginning_of_shuffled_rows_is_spread(examples):
+    rows = Examples(np.arange(1000)[:, None], np.ones((1000, 1), bool), np.ones(1000, int))
+    shuffled = rows.shuffled()
+    assert sorted(shuffled.tokens[:, 0]) == list(range(1000))
+    assert np.histogram(shuffled.tokens[:100], 4, (0, 1000))[0].min() > 15
+    np.testing.assert_array_equal(shuffled.tokens, rows.shuffled().tokens)
+
+
+def test_a_time_budget_bounds_the_answers_and_a_resumed_run_keeps_to_them(
+    tmp_path, monkeypatch, capsys
+):
+    model = tiny_llama(tmp_path / "model", vocab_size=257, num_hidden_layers=2)
+    save_byte_tokenizer(model)
+    for name in "abcdefgh":
+        (tmp_path / f"{name}.py").write_text(f"def {name}(x):\n    return x + 1\n" * 20)
+
+    def prepare(*more: str) -> tuple[Examples, Examples]:
+        args = train_drafter.parse_arguments(
+            ["--model", str(model), "--data", str(tmp_path), "--suffixes", ".py", "--out", "-",
+             "--work", str(tmp_path / "work"), "--length", "32", "--prompt-tokens", "8",
+             "--regenerate", "--regenerate-rows", "9", "--regenerate-batch", "4", *more]
+        )  # fmt: skip
+        train, held_out, report = train_drafter.prepare_rows(
+            args, Console(soft_wrap=True), time.monotonic()
+        )
+        assert (report.train_rows, report.held_out_rows) == (len(train), len(held_out))
+        return train, held_out
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train_drafter, "ANSWERS_UNTIL", {"held-out": 0.0, "train": 0.0})
+        begun = prepare("--minutes", "600")
+    assert [len(part) for part in begun] == [4, 4]
+    assert "answers, train: 4 of 9 rows written in 0% of --minutes" in capsys.readouterr().out
+    resumed = prepare("--minutes", "600", "--resume")
+    assert "4 of 9 rows written when the run began, going on" in capsys.readouterr().out
+    rest = prepare("--minutes", "600")
+    assert len(rest[0]) == 9
+    for one, other, more in zip(begun, resumed, rest, strict=True):
+        np.testing.assert_array_equal(other.tokens, one.tokens)
+        np.testing.assert_array_equal(more.tokens[:4], one.tokens)
