@@ -60,6 +60,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 
 def adapt(args: argparse.Namespace, progress: Console) -> tuple[dict[str, Any], HeadAdapter]:
+    if min(args.batches, args.steps_per_batch, args.held_out) < 1:
+        raise ValueError("--batches, --steps-per-batch and --held-out must be at least 1")
     length = args.prompt_tokens + args.max_tokens
     llm = LLM(
         args.model,
@@ -70,8 +72,6 @@ def adapt(args: argparse.Namespace, progress: Console) -> tuple[dict[str, Any], 
         max_batch=args.batch,
     )
     head = getattr(llm.params.drafter, "head", None)
-    if min(args.batches, args.steps_per_batch) < 1:
-        raise ValueError("--batches and --steps-per-batch must be at least 1")
     config = DraftTrainConfig(
         loss=LossConfig.for_method(head.method if head else "eagle3", args.unroll),
         batch_size=args.batch,
@@ -167,20 +167,18 @@ def write_files(args: argparse.Namespace, results: dict[str, Any], adapter: Head
         plot_served(results, args.plot)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    args = parse_arguments(arguments)
-    progress = Console(stderr=True, highlight=False, soft_wrap=True)
-    try:
-        results, adapter = adapt(args, progress)
-    except ValueError as error:
-        print(f"adapt_drafter: {error}", file=sys.stderr)
-        return 2
+def run(args: argparse.Namespace) -> None:
+    results, adapter = adapt(args, Console(stderr=True, highlight=False, soft_wrap=True))
     print(summary(results), file=sys.stderr if args.json else sys.stdout)
     if args.json:
         print(json.dumps(results))
+    write_files(args, results, adapter)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
     try:
-        write_files(args, results, adapter)
-    except OSError as error:
+        run(parse_arguments(arguments))
+    except (ValueError, OSError) as error:
         print(f"adapt_drafter: {error}", file=sys.stderr)
         return 2
     return 0

@@ -160,26 +160,24 @@ def plot_speedups(results: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    args = parse_arguments(arguments)
-    progress = Console(stderr=True, highlight=False, soft_wrap=True)
-    try:
-        results = measure(args, progress)
-    except ValueError as error:
-        print(f"bench_drafters: {error}", file=sys.stderr)
-        return 2
+def run(args: argparse.Namespace) -> None:
+    results = measure(args, Console(stderr=True, highlight=False, soft_wrap=True))
     console = Console(stderr=args.json, highlight=False)
     console.width = max(console.width, 110)
     console.print(make_table(results))
     if args.json:
         print(json.dumps(results))
     if args.plot is not None:
-        try:
-            args.plot.parent.mkdir(parents=True, exist_ok=True)
-            plot_speedups(results, args.plot)
-        except OSError as error:
-            print(f"bench_drafters: {error}", file=sys.stderr)
-            return 2
+        args.plot.parent.mkdir(parents=True, exist_ok=True)
+        plot_speedups(results, args.plot)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    try:
+        run(parse_arguments(arguments))
+    except (ValueError, OSError) as error:
+        print(f"bench_drafters: {error}", file=sys.stderr)
+        return 2
     return 0
 
 

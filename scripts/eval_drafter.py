@@ -116,19 +116,21 @@ def make_table(results: dict[str, Any]) -> Table:
     return table
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    args = parse_arguments(arguments)
-    progress = Console(stderr=True, highlight=False, soft_wrap=True)
-    try:
-        results = evaluate(args, progress)
-    except ValueError as error:
-        print(f"eval_drafter: {error}", file=sys.stderr)
-        return 2
+def run(args: argparse.Namespace) -> None:
+    results = evaluate(args, Console(stderr=True, highlight=False, soft_wrap=True))
     console = Console(stderr=args.json, highlight=False)
     console.width = max(console.width, 130)
     console.print(make_table(results))
     if args.json:
         print(json.dumps(results))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    try:
+        run(parse_arguments(arguments))
+    except (ValueError, OSError) as error:
+        print(f"eval_drafter: {error}", file=sys.stderr)
+        return 2
     return 0
 
 

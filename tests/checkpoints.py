@@ -29,6 +29,13 @@ def tiny_llama(directory: str | Path, seed: int = 0, **overrides: Any) -> Path:
     return _tiny(directory, transformers.LlamaConfig, seed, {"rms_norm_eps": 1e-5} | overrides)
 
 
+def tiny_byte_llama(directory: str | Path) -> Path:
+    """A Llama of two layers whose tokens are bytes."""
+    path = tiny_llama(directory, vocab_size=257, num_hidden_layers=2)
+    save_byte_tokenizer(path)
+    return path
+
+
 def tiny_qwen2(directory: str | Path, seed: int = 0, **overrides: Any) -> Path:
     return _tiny(directory, transformers.Qwen2Config, seed, overrides)
 

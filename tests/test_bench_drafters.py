@@ -2,20 +2,12 @@
 
 import json
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 from matplotlib.axes import Axes
 
 from jaxspec.comparison import RaceResult
 from scripts import bench_drafters
-
-
-@pytest.fixture
-def sources(tmp_path: Path) -> Path:
-    for name in "abcdefgh":
-        (tmp_path / f"{name}.py").write_text(f"def {name}(x):\n    return x + 1\n\n\n" * 80)
-    return tmp_path
 
 
 def test_every_run_is_raced_at_every_batch_size(sources, tmp_path, capsys):

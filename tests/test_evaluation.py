@@ -54,14 +54,6 @@ def test_texts_without_a_round_count_for_nothing():
         summarize([completion(1, 0, [0.0])])
 
 
-@pytest.fixture
-def sources(tmp_path: Path) -> Path:
-    for name in "abcdefgh":
-        code = f"def {name}(path):\n    with open(path) as file:\n        return file.read()\n\n\n"
-        (tmp_path / f"{name}.py").write_text(code * 40)
-    return tmp_path
-
-
 def test_the_script_reports_every_rule(sources: Path, capsys: pytest.CaptureFixture[str]):
     code = eval_drafter.main(
         ["--data", str(sources), "--modes", "chain:3", "--prompts", "2", "--json",

@@ -7,14 +7,12 @@ import pytest
 
 from jaxspec import LLM, Completion, SamplingParams, SpeculationConfig, TextChunk
 from jaxspec.comparison import compare
-from tests.checkpoints import save_byte_tokenizer, tiny_llama
+from tests.checkpoints import tiny_byte_llama, tiny_llama
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    directory = tiny_llama(tmp_path_factory.mktemp("llm"), vocab_size=257, num_hidden_layers=2)
-    save_byte_tokenizer(directory)
-    return directory
+    return tiny_byte_llama(tmp_path_factory.mktemp("llm"))
 
 
 @pytest.fixture(scope="module")

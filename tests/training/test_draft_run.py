@@ -29,7 +29,7 @@ from jaxspec.training.precision import cast_weights
 from jaxspec.training.schedule import Schedule
 from jaxspec.weights.eagle import load_eagle_head, save_eagle_head
 from scripts import train_drafter
-from tests.checkpoints import save_byte_tokenizer, tiny_llama
+from tests.checkpoints import tiny_byte_llama
 from tests.random_models import CONFIG, random_target
 
 TARGET = random_target()
@@ -303,11 +303,9 @@ def test_too_few_rows_are_an_error(tmp_path):
         (["--data", "{text}", "--out", "{empty}"], "File exists"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(arguments, message, tmp_path, capsys):
+def test_bad_input_is_one_line_and_exit_code_2(arguments, message, sources, tmp_path, capsys):
     (tmp_path / "empty.jsonl").write_text("")
-    for name in ("a.py", "b.py"):
-        (tmp_path / name).write_text(f"def {name[0]}(x):\n    return x\n" * 200)
-    places = {"empty": tmp_path / "empty.jsonl", "text": tmp_path}
+    places = {"empty": tmp_path / "empty.jsonl", "text": sources}
     arguments = [argument.format(**places) for argument in arguments]
     fixed = ["--out", str(tmp_path / "o"), "--work", str(tmp_path / "w"), "--steps", "1"]
     fixed += ["--ff", "64"]
@@ -318,13 +316,10 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments, message, tmp_path, cap
     assert message in line
 
 
-def test_the_script_trains_exports_and_goes_on(tmp_path, capsys):
-    model = tiny_llama(tmp_path / "model", vocab_size=257, num_hidden_layers=2)
-    save_byte_tokenizer(model)
-    for name in "abcdefgh":
-        (tmp_path / f"{name}.py").write_text(f"def {name}(x):\n    return x + 1\n" * 20)
+def test_the_script_trains_exports_and_goes_on(sources, tmp_path, capsys):
+    model = tiny_byte_llama(tmp_path / "model")
     arguments = [
-        *("--model", str(model), "--data", str(tmp_path), "--suffixes", ".py", "--steps", "4"),
+        *("--model", str(model), "--data", str(sources), "--steps", "4"),
         *("--work", str(tmp_path / "work"), "--length", "32", "--batch", "8", "--unroll", "2"),
         *("--regenerate", "--keep-text", "--regenerate-rows", "6", "--prompt-tokens", "8"),
         *("--draft-vocab", "60", "--store-states", "--license-note", "Free."),

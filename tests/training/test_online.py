@@ -14,7 +14,7 @@ from jaxspec.training.draft_loss import LossConfig
 from jaxspec.training.draft_step import DraftTrainConfig
 from jaxspec.training.online import HeadAdapter
 from scripts import adapt_drafter
-from tests.checkpoints import save_byte_tokenizer, tiny_eagle3_head, tiny_llama
+from tests.checkpoints import tiny_byte_llama, tiny_eagle3_head
 from tests.programs import traces
 
 SAMPLING = SamplingParams(max_tokens=40, stop_token_ids=())
@@ -23,9 +23,7 @@ PROMPTS = ["def f(x):", "import os", "class A:", "return 1"]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    directory = tiny_llama(tmp_path_factory.mktemp("model"), vocab_size=257, num_hidden_layers=2)
-    save_byte_tokenizer(directory)
-    return directory
+    return tiny_byte_llama(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
@@ -75,18 +73,11 @@ def test_only_a_head_learns(model):
         HeadAdapter(make_llm(model, "ngram"), DraftTrainConfig(), length=64)
 
 
-@pytest.fixture
-def sources(tmp_path: Path) -> Path:
-    for name in "abcdefgh":
-        (tmp_path / f"{name}.py").write_text(f"def {name}(x):\n    return x + 1\n" * 40)
-    return tmp_path
-
-
 def test_the_script_measures_before_and_after(model, head, sources, tmp_path, capsys):
     code = adapt_drafter.main(
         ["--model", str(model), "--drafter", str(head), "--data", str(sources), "--batch", "4",
-         "--batches", "3", "--steps-per-batch", "10", "--lr", "1e-2", "--prompt-tokens", "8",
-         "--max-tokens", "24", "--held-out", "2", "--mode", "chain:3", "--json",
+         "--batches", "3", "--steps-per-batch", "40", "--lr", "1e-2", "--prompt-tokens", "8",
+         "--max-tokens", "24", "--held-out", "8", "--mode", "chain:3", "--json",
          "--out", str(tmp_path / "out"), "--plot", str(tmp_path / "plot.png")]
     )  # fmt: skip
     printed = capsys.readouterr()
@@ -103,6 +94,7 @@ def test_the_script_measures_before_and_after(model, head, sources, tmp_path, ca
     [
         (["--drafter", "ngram"], "only an EAGLE head learns"),
         (["--batches", "0"], "must be at least 1"),
+        (["--held-out", "0"], "--held-out must be at least 1"),
         (["--data", "/no/such/data"], "no such file or folder"),
         (["--mode", "tree"], "not chain:K"),
     ],

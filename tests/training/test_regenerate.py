@@ -11,7 +11,7 @@ from jaxspec import BUILT_IN_MODEL, LLM, SamplingParams, SpeculationConfig
 from jaxspec.training.draft_data import Examples
 from jaxspec.training.regenerate import regenerate
 from scripts import train_drafter
-from tests.checkpoints import save_byte_tokenizer, tiny_llama
+from tests.checkpoints import tiny_byte_llama
 
 
 @pytest.fixture(scope="module")
@@ -81,16 +81,13 @@ def test_any_beginning_of_shuffled_rows_is_spread(examples):
 
 
 def test_a_time_budget_bounds_the_answers_and_a_resumed_run_keeps_to_them(
-    tmp_path, monkeypatch, capsys
+    sources, tmp_path, monkeypatch, capsys
 ):
-    model = tiny_llama(tmp_path / "model", vocab_size=257, num_hidden_layers=2)
-    save_byte_tokenizer(model)
-    for name in "abcdefgh":
-        (tmp_path / f"{name}.py").write_text(f"def {name}(x):\n    return x + 1\n" * 20)
+    model = tiny_byte_llama(tmp_path / "model")
 
     def prepare(*more: str) -> tuple[Examples, Examples]:
         args = train_drafter.parse_arguments(
-            ["--model", str(model), "--data", str(tmp_path), "--suffixes", ".py", "--out", "-",
+            ["--model", str(model), "--data", str(sources), "--out", "-",
              "--work", str(tmp_path / "work"), "--length", "32", "--prompt-tokens", "8",
              "--regenerate", "--regenerate-rows", "9", "--regenerate-batch", "4", *more]
         )  # fmt: skip
