@@ -1,0 +1,475 @@
+"""Paged attention on Hopper GPUs: flash attention over pages, split over the context.
+
+A block of threads (CTA) serves 64 query rows a compute warpgroup: all query heads of one KV head
+for a few tokens, so that each page is read once for its whole group. A producer warpgroup looks up
+page indices and has the copy engine bring keys and values into a ring of shared memory. Where there
+are fewer KV heads than the GPU has multiprocessors, a cluster of CTAs shares one context: each
+takes a run of it and they merge their softmaxes through each other's shared memory.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from pallas_kernels.paged_attention.tuning import TuningConfig
+
+ROWS = 64  # of a warpgroup's matrix product
+# Finite, so that a row that sees nothing stays free of NaN. A running maximum starts far above what
+# is masked: no rounding of it can then give a masked score weight.
+MASKED, LOWEST_PEAK = -1e30, -1e20
+TINY = 1e-30  # weight that a row which sees nothing divides by
+_ROW_LAYOUT = plgpu.Layout.WGMMA.reduce(1)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """Sizes of a call. A tile is the rows of one warpgroup: ``tokens`` tokens of one KV head."""
+
+    batch: int
+    num_tokens: int
+    kv_heads: int
+    group: int  # query heads of a KV head
+    head_dim: int
+    page_size: int
+    columns: int  # of the page table
+    words: int  # of the ancestor mask
+    causal: bool  # no mask: a token sees those before it
+    tiles: int  # warpgroups that share a sequence's tokens
+    tokens: int  # of a tile
+    window: int | None
+    first_slot: int
+    config: TuningConfig
+    interpret: bool
+
+    @property
+    def row_blocks(self) -> int:
+        return self.tiles // self.config.warpgroups
+
+    @property
+    def has_left_edge(self) -> bool:
+        return self.window is not None or self.first_slot > 0
+
+
+def paged_attention_mosaic(
+    q: Array,  # [B, T, Q, D]
+    k_pages: Array,  # [P, G, K, D]
+    v_pages: Array,
+    page_table: Array,  # [B, M]
+    context_lens: Array,  # [B]
+    positions: Array,  # [B, T]
+    ancestors: Array | None,  # [B, T, words]
+    *,
+    window: int | None,
+    first_slot: int,
+    config: TuningConfig,
+    interpret: Any = None,
+) -> Array:
+    """See pallas_kernels.paged_attention.paged_attention. Needs ``supports(...)`` to be None."""
+    batch, num_tokens, num_heads, head_dim = q.shape
+    _, kv_heads, page_size, _ = k_pages.shape
+    group = num_heads // kv_heads
+    tiles = -(-num_tokens * group // ROWS)
+    tiles = -(-max(tiles, -(-num_tokens // (ROWS // group))) // config.warpgroups)
+    tiles *= config.warpgroups
+    plan = _Plan(
+        batch=batch,
+        num_tokens=num_tokens,
+        kv_heads=kv_heads,
+        group=group,
+        head_dim=head_dim,
+        page_size=page_size,
+        columns=page_table.shape[1],
+        words=1 if ancestors is None else ancestors.shape[-1],
+        causal=ancestors is None,
+        tiles=tiles,
+        tokens=-(-num_tokens // tiles),
+        window=window,
+        first_slot=first_slot,
+        config=config,
+        interpret=interpret is not None,
+    )
+    token_of_row = np.minimum(
+        np.arange(plan.tiles)[:, None] * plan.tokens + np.arange(ROWS) // group, num_tokens - 1
+    )
+    row_positions = positions[:, token_of_row]  # [B, tiles, ROWS]
+    if ancestors is None:
+        last_node = jnp.asarray(token_of_row, jnp.uint32)
+        row_words = jnp.broadcast_to(last_node[:, None], (batch, tiles, 1, ROWS))
+    else:
+        row_words = ancestors[:, token_of_row].transpose(0, 1, 3, 2)  # [B, tiles, words, ROWS]
+    edges = sequence_edges(context_lens, positions, ancestors, plan)
+    kernel = _make_kernel(plan, q.dtype, interpret)
+    return kernel(q, k_pages, v_pages, page_table, edges, row_words, row_positions)
+
+
+def sequence_edges(
+    context_lens: Array, positions: Array, ancestors: Array | None, plan: _Plan
+) -> Array:
+    """What a sequence's rows see, in slots: int32 [B, 4].
+
+    The first slot that any row may see, the first that all see, the context's end, and the end of
+    the last node that any row sees.
+    """
+    nodes = jnp.full_like(context_lens, plan.num_tokens)
+    if ancestors is not None:
+        words = jnp.arange(plan.words, dtype=jnp.int32) * 32
+        used = jnp.where(ancestors == 0, 0, words + 32 - lax.clz(ancestors).astype(jnp.int32))
+        nodes = jnp.max(used, axis=(1, 2))
+    end = jnp.minimum(context_lens + nodes, plan.columns * plan.page_size)
+    some = every = jnp.full_like(context_lens, plan.first_slot)
+    if plan.window is not None:
+        some = jnp.maximum(some, jnp.min(positions, axis=1) - plan.window + 1)
+        every = jnp.maximum(every, jnp.max(positions, axis=1) - plan.window + 1)
+    some = jnp.minimum(some, context_lens)
+    return jnp.stack([some, every, context_lens, end], axis=1).astype(jnp.int32)
+
+
+def _make_kernel(plan: _Plan, dtype: Any, interpret: Any) -> Any:
+    config = plan.config
+    swizzled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+    ring = (config.stages, config.block, plan.head_dim)
+    pages_of_block = max(config.block // plan.page_size, 1)
+
+    def scratch() -> dict[str, Any]:
+        refs = {
+            "rows": plgpu.SMEM((config.warpgroups, ROWS, plan.head_dim), dtype),
+            "k_or_part": plgpu.RefUnion(
+                [plgpu.SMEM(ring, dtype, transforms=swizzled)],
+                # The merge comes after the last keys: it reuses their memory.
+                [plgpu.SMEM((config.warpgroups, ROWS, plan.head_dim), jnp.float32)]
+            ) if config.splits > 1 else [[plgpu.SMEM(ring, dtype, transforms=swizzled)]],
+            "v": plgpu.SMEM(ring, dtype, transforms=swizzled),
+            "q_full": plgpu.Barrier(num_arrivals=plan.tokens, num_barriers=config.warpgroups),
+            "k_full": plgpu.Barrier(num_arrivals=pages_of_block, num_barriers=config.stages),
+            "v_full": plgpu.Barrier(num_arrivals=pages_of_block, num_barriers=config.stages),
+            "k_free": plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=config.stages),
+            "v_free": plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=config.stages),
+        }
+        if config.splits > 1:
+            refs["peaks"] = plgpu.SMEM((config.warpgroups, ROWS), jnp.float32)
+            refs["sums"] = plgpu.SMEM((config.warpgroups, ROWS), jnp.float32)
+            refs["met"] = plgpu.ClusterBarrier(
+                collective_axes=("split",), num_barriers=3, num_arrivals=config.warpgroups
+            )
+        return refs
+
+    def paged_attention_kernel(
+        q, k_pages, v_pages, table, edges, row_words, row_positions, out, **refs
+    ):
+        (refs["k"],), *part = refs["k_or_part"]
+        if part:
+            ((refs["part"],),) = part
+        work = _Work(plan, edges)
+        warpgroup = lax.axis_index("warpgroup")
+
+        @pl.when(warpgroup == config.warpgroups)
+        def _produce():
+            if config.registers:
+                plgpu.set_max_registers(40, action="decrease")
+            _produce_blocks(plan, work, table, (k_pages, refs["k"]), (v_pages, refs["v"]), refs)
+
+        @pl.when(warpgroup < config.warpgroups)
+        def _compute():
+            if config.registers:
+                plgpu.set_max_registers(config.registers, action="increase")
+            tile = lax.axis_index("row_block") * config.warpgroups + warpgroup
+            rows = _load_queries(plan, work, q, tile, refs)
+            words = [_row_load(row_words.at[work.sequence, tile, w]) for w in range(plan.words)]
+            seen_from = None
+            if plan.window is not None:
+                seen_from = _row_load(row_positions.at[work.sequence, tile]) - (plan.window - 1)
+            state = _attend(plan, work, rows, words, seen_from, refs)
+            if config.splits > 1:
+                _merge_and_store(plan, work, state, tile, out, refs)
+            else:
+                _store(plan, work, state, tile, out, refs)
+
+    return plgpu.kernel(
+        paged_attention_kernel,
+        out_type=jax.ShapeDtypeStruct(
+            (plan.batch, plan.num_tokens, plan.kv_heads * plan.group, plan.head_dim), dtype
+        ),
+        scratch_types=scratch(),
+        grid=(plan.row_blocks, plan.kv_heads, plan.batch),
+        grid_names=("row_block", "kv_head", "sequence"),
+        cluster=(config.splits,),
+        cluster_names=("split",),
+        num_threads=config.warpgroups + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+        ),
+        interpret=interpret,
+    )
+
+
+class _Work:
+    """The run of context blocks that this CTA attends to: [start, stop)."""
+
+    def __init__(self, plan: _Plan, edges: Any) -> None:
+        block = plan.config.block
+        self.sequence = lax.axis_index("sequence")
+        self.kv_head = lax.axis_index("kv_head")
+        self.split = lax.axis_index("split")
+        first, self.all_see_from, self.context, end = (edges[self.sequence, i] for i in range(4))
+        self.all_see_to = self.context
+        if plan.causal:
+            tokens = plan.config.warpgroups * plan.tokens
+            before = lax.axis_index("row_block") * tokens
+            self.all_see_to += before
+            end = jnp.minimum(end, self.context + before + tokens)
+        first_block = first // block
+        num_blocks = (end + block - 1) // block - first_block
+        share = (num_blocks + plan.config.splits - 1) // plan.config.splits
+        last = first_block + num_blocks
+        self.start = jnp.minimum(first_block + self.split * share, last)
+        self.stop = jnp.minimum(self.start + share, last)
+
+
+def _produce_blocks(plan: _Plan, work: _Work, table: Any, k: Any, v: Any, refs: Any) -> None:
+    """Bring the blocks in order into the ring; page indices are read one block ahead."""
+    config = plan.config
+    pages_of_block = max(config.block // plan.page_size, 1)
+    rows = min(config.block, plan.page_size)
+
+    def pages(block: Array) -> tuple[Array, ...]:
+        column = block * config.block // plan.page_size
+        last = plan.columns - 1
+        return tuple(
+            table[work.sequence, jnp.minimum(column + i, last)] for i in range(pages_of_block)
+        )
+
+    def copy(source: Any, ring: Any, full: Any, block: Array, slot: Array, indices: Any) -> None:
+        offset = block * config.block % plan.page_size if plan.page_size > config.block else 0
+        for i, page in enumerate(indices):
+            plgpu.copy_gmem_to_smem(
+                source.at[page, work.kv_head, pl.ds(offset, rows)],
+                ring.at[slot, pl.ds(i * rows, rows)],
+                full.at[slot],
+            )
+
+    def wait_until_free(name: str, turn: Array) -> None:
+        @pl.when(turn >= config.stages)
+        def _():
+            plgpu.barrier_wait(refs[f"{name}_free"].at[lax.rem(turn, config.stages)])
+
+    def produce(block: Array, indices: tuple[Array, ...]) -> tuple[Array, ...]:
+        following = pages(block + 1)
+        turn = block - work.start
+        slot = lax.rem(turn, config.stages)
+        for (source, ring), name in ((k, "k"), (v, "v")):
+            wait_until_free(name, turn)
+            copy(source, ring, refs[f"{name}_full"], block, slot, indices)
+        return following
+
+    lax.fori_loop(work.start, work.stop, produce, pages(work.start))
+    for i in range(config.stages):  # see every barrier to its last phase
+        wait_until_free("k", work.stop - work.start + i)
+        wait_until_free("v", work.stop - work.start + i)
+
+
+def _load_queries(plan: _Plan, work: _Work, q: Any, tile: Array, refs: Any) -> Array:
+    """The tile's rows [ROWS, D] in registers; rows past its tokens hold anything."""
+    warpgroup = lax.axis_index("warpgroup")
+    full, rows = refs["q_full"].at[warpgroup], refs["rows"].at[warpgroup]
+
+    @pl.loop(0, plan.tokens)
+    def _copy(i):
+        token = jnp.minimum(tile * plan.tokens + i, plan.num_tokens - 1)
+        plgpu.copy_gmem_to_smem(
+            q.at[work.sequence, token, pl.ds(work.kv_head * plan.group, plan.group)],
+            rows.at[pl.ds(i * plan.group, plan.group)],
+            full,
+        )
+
+    plgpu.barrier_wait(full)
+    return plgpu.load(rows, layout=plgpu.Layout.WGMMA, optimized=False)
+
+
+def _row_load(ref: Any) -> Array:
+    """A value a row: [ROWS]."""
+    return plgpu.load(ref, layout=_ROW_LAYOUT, optimized=False)
+
+
+def _by_row(values: Array, width: int) -> Array:
+    return lax.broadcast_in_dim(values, (ROWS, width), [0])
+
+
+def _attend(
+    plan: _Plan, work: _Work, q: Array, words: list[Array], seen_from: Array | None, refs: Any
+) -> tuple[Array, Array, Array]:
+    """Online softmax over the CTA's blocks: (unnormalized output [ROWS, D], peak, sum [ROWS])."""
+    config = plan.config
+    scale = plan.head_dim**-0.5 * math.log2(math.e)  # exponents are of 2
+
+    def step(block: Array, carry: Any, *, masked: bool) -> Any:
+        acc, peak, total = carry
+        slot = lax.rem(block - work.start, config.stages)
+        plgpu.barrier_wait(refs["k_full"].at[slot])
+
+        keys = refs["k"].at[slot].transpose((1, 0))
+        scores = _product(q, keys, interpret=plan.interpret)
+        plgpu.barrier_arrive(refs["k_free"].at[slot])
+        if masked:
+            seen = _visible(plan, work, block, words, seen_from)
+            scores = jnp.where(seen, scores, MASKED)
+        new_peak = jnp.maximum(peak, jnp.max(scores, axis=1) * scale)
+        decay = jnp.exp2(peak - new_peak)
+        exps = jnp.exp2(scores * scale - _by_row(new_peak, config.block))
+        acc = acc * _by_row(decay, plan.head_dim)
+        total = total * decay + jnp.sum(exps, axis=1)
+        weights = exps.astype(q.dtype)
+        plgpu.barrier_wait(refs["v_full"].at[slot])
+
+        acc = _product(weights, refs["v"].at[slot], acc, interpret=plan.interpret)
+        plgpu.barrier_arrive(refs["v_free"].at[slot])
+        return acc, new_peak, total
+
+    def blocks(low: Array, high: Array, carry: Any, *, masked: bool) -> Any:
+        return lax.fori_loop(
+            low, high, lambda block, carry: step(block, carry, masked=masked), carry
+        )
+
+    def full(shape: tuple[int, ...], value: float, layout: Any) -> Array:
+        return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+    carry = (
+        full((ROWS, plan.head_dim), 0.0, plgpu.Layout.WGMMA),
+        full((ROWS,), LOWEST_PEAK, _ROW_LAYOUT),
+        full((ROWS,), 0.0, _ROW_LAYOUT),
+    )
+    tail = jnp.clip(work.all_see_to // config.block, work.start, work.stop)
+    middle = work.start
+    if plan.has_left_edge:
+        all_seen = (work.all_see_from + config.block - 1) // config.block
+        middle = jnp.clip(all_seen, work.start, tail)
+        carry = blocks(work.start, middle, carry, masked=True)
+    carry = blocks(middle, tail, carry, masked=False)
+    return blocks(tail, work.stop, carry, masked=True)
+
+
+def _product(x: Array, y: Any, acc: Array | None = None, *, interpret: bool) -> Array:
+    """x @ y plus acc, awaited: x [ROWS, n] in registers, y [n, m] in shared memory."""
+    if interpret:  # the interpreter knows neither run_state nor operands in registers
+        product = jnp.dot(x, y[...], preferred_element_type=jnp.float32)
+        return product if acc is None else acc + product
+
+    def multiply(acc_ref):
+        plgpu.wgmma(acc_ref, x, y)
+        return acc_ref[...]
+
+    def accumulate(acc_ref):
+        plgpu.wgmma(acc_ref, x, y)
+
+    if acc is None:
+        return pl.run_scoped(multiply, plgpu.ACC((ROWS, y.shape[1]), jnp.float32))
+    return pl.run_state(accumulate)(plgpu.ACC.init(acc))
+
+
+def _visible(
+    plan: _Plan, work: _Work, block: Array, words: list[Array], seen_from: Array | None
+) -> Array:
+    """Which of the block's slots each row sees: bool [ROWS, block]."""
+    width = plan.config.block
+    slot = plgpu.broadcasted_iota(jnp.int32, (ROWS, width), 1, layout=plgpu.Layout.WGMMA)
+    slot += block * width
+    node = slot - work.context
+    if plan.causal:
+        seen = node <= _by_row(words[0], width).astype(jnp.int32)
+        if seen_from is not None:
+            seen &= slot >= _by_row(seen_from, width)
+    else:  # nodes before 0 and past the mask have no word: none of their bits is set
+        committed = node < 0
+        if seen_from is not None:
+            committed &= slot >= _by_row(seen_from, width)
+        chosen = jnp.zeros((), jnp.uint32)
+        for index, word in enumerate(words):
+            chosen = jnp.where(node >> 5 == index, _by_row(word, width), chosen)
+        bit = (chosen >> (node & 31).astype(jnp.uint32)) & 1
+        seen = committed | (bit == 1)
+    return seen & (slot >= plan.first_slot) if plan.first_slot > 0 else seen
+
+
+def _store(plan: _Plan, work: _Work, state: Any, tile: Array, out: Any, refs: Any) -> None:
+    acc, _, total = state
+    warpgroup = lax.axis_index("warpgroup")
+    rows = refs["rows"].at[warpgroup]
+    rows[...] = (acc / _by_row(jnp.maximum(total, TINY), plan.head_dim)).astype(rows.dtype)
+    plgpu.commit_smem()
+    _store_tokens(plan, work, rows, tile, 0, plan.tokens, out)
+
+
+def _store_tokens(
+    plan: _Plan, work: _Work, rows: Any, tile: Array, first: Any, count: Any, out: Any
+) -> None:
+    """Rows of the tile's tokens [first, first + count) from shared memory to the output."""
+
+    @pl.loop(0, count)
+    def _copy(i):
+        token = tile * plan.tokens + first + i
+
+        @pl.when(token < plan.num_tokens)
+        def _():
+            plgpu.copy_smem_to_gmem(
+                rows.at[pl.ds((first + i) * plan.group, plan.group)],
+                out.at[work.sequence, token, pl.ds(work.kv_head * plan.group, plan.group)],
+            )
+
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _merge_and_store(
+    plan: _Plan, work: _Work, state: Any, tile: Array, out: Any, refs: Any
+) -> None:
+    """Merge the cluster's softmaxes; each CTA sums and stores its share of the tile's tokens."""
+    acc, peak, total = state
+    splits, warpgroup = plan.config.splits, lax.axis_index("warpgroup")
+    rows, part = refs["rows"].at[warpgroup], refs["part"].at[warpgroup]
+    peaks, sums = refs["peaks"].at[warpgroup], refs["sums"].at[warpgroup]
+
+    def peer(ref: Any, split: int) -> Any:
+        return plgpu.cluster_ref(ref, {"split": jnp.int32(split)})
+
+    peaks[...], sums[...] = peak, total
+    _meet(refs["met"].at[0])
+    best = peak
+    all_peaks = [_row_load(peer(peaks, i)) for i in range(splits)]
+    for other in all_peaks:
+        best = jnp.maximum(best, other)
+    everything = jnp.zeros_like(total)
+    for i, other in enumerate(all_peaks):
+        everything += _row_load(peer(sums, i)) * jnp.exp2(other - best)
+    weight = jnp.exp2(peak - best) / jnp.maximum(everything, TINY)
+    part[...] = acc * _by_row(weight, plan.head_dim)
+    _meet(refs["met"].at[1])
+    share = -(-plan.tokens // splits)
+    first = work.split * share
+    count = jnp.clip(plan.tokens - first, 0, share)
+
+    @pl.when(count > 0)
+    def _():
+        # The last shares overlap rather than run past the tile.
+        begin = jnp.minimum(first, plan.tokens - share)
+        span = pl.ds(begin * plan.group, share * plan.group)
+        merged = plgpu.load(peer(part, 0).at[span], optimized=False)
+        for i in range(1, splits):
+            merged += plgpu.load(peer(part, i).at[span], optimized=False)
+        rows[span] = merged.astype(rows.dtype)
+        plgpu.commit_smem()
+        _store_tokens(plan, work, rows, tile, begin, share, out)
+
+    _meet(refs["met"].at[2])  # nobody's shared memory goes before all have read it
+
+
+def _meet(barrier: Any) -> None:
+    """All CTAs of the cluster reach this point; what they wrote before, all see after."""
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(barrier)
+    plgpu.barrier_wait(barrier)
