@@ -1,8 +1,14 @@
 """Attention of a few query tokens over a paged KV cache, under a tree mask."""
 
+from typing import Literal
+
 from jax import Array
 
+from pallas_kernels.paged_attention.mosaic_gpu import misfit, paged_attention_mosaic
 from pallas_kernels.paged_attention.reference import paged_attention_reference
+from pallas_kernels.tuning import use_kernels
+
+Implementation = Literal["auto", "mosaic_gpu", "reference"]
 
 
 def paged_attention(
@@ -17,6 +23,7 @@ def paged_attention(
     window: int | None = None,
     first_slot: int = 0,
     order_invariant: bool = False,
+    implementation: Implementation = "auto",
 ) -> Array:
     """Attend from T query tokens a sequence to its committed context and its own tree nodes.
 
@@ -36,21 +43,25 @@ def paged_attention(
       first_slot: slots before it are hidden.
       order_invariant: accumulate in float64, so that the rounded result does not depend on which
         slots the visible keys lie in. Slower.
+      implementation: "auto" takes the Hopper kernel where it was measured and fits (bfloat16, heads
+        of 64 or 128, pages of 8 to 128 slots), else the reference.
 
     Returns [B, T, Q, D] in q's dtype. Queries that see nothing return a finite value.
+
+    Raises ValueError for shapes that do not belong together, and for arguments that the kernel
+    cannot take when it is named.
     """
     _check_shapes(q, k_pages, v_pages, page_table, context_lens, positions, ancestors)
+    problem = misfit(q, k_pages, order_invariant)
+    if implementation == "mosaic_gpu" and problem is not None:
+        raise ValueError(f"the kernel cannot take {problem}")
+    arguments = (q, k_pages, v_pages, page_table, context_lens, positions, ancestors)
+    if implementation == "mosaic_gpu" or (
+        implementation == "auto" and problem is None and use_kernels()
+    ):
+        return paged_attention_mosaic(*arguments, window=window, first_slot=first_slot)
     return paged_attention_reference(
-        q,
-        k_pages,
-        v_pages,
-        page_table,
-        context_lens,
-        positions,
-        ancestors,
-        window=window,
-        first_slot=first_slot,
-        order_invariant=order_invariant,
+        *arguments, window=window, first_slot=first_slot, order_invariant=order_invariant
     )
 
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from pallas_kernels.paged_attention.tuning import TuningConfig
+from pallas_kernels.tuning import AttentionTuning, attention_tuning
 
 ROWS = 64  # of a warpgroup's matrix product
 # Finite, so that a row that sees nothing stays free of NaN. A running maximum starts far above what
@@ -45,7 +45,7 @@ class _Plan:
     tokens: int  # of a tile
     window: int | None
     first_slot: int
-    config: TuningConfig
+    config: AttentionTuning
     interpret: bool
 
     @property
@@ -68,16 +68,21 @@ def paged_attention_mosaic(
     *,
     window: int | None,
     first_slot: int,
-    config: TuningConfig,
+    config: AttentionTuning | None = None,
     interpret: Any = None,
 ) -> Array:
-    """See pallas_kernels.paged_attention.paged_attention. Needs ``supports(...)`` to be None."""
+    """See pallas_kernels.paged_attention.paged_attention; only where ``misfit`` finds nothing.
+
+    ``config`` None: from pallas_kernels.tuning. ``interpret``: plgpu.InterpretGPUParams, for tests.
+    """
     batch, num_tokens, num_heads, head_dim = q.shape
     _, kv_heads, page_size, _ = k_pages.shape
     group = num_heads // kv_heads
-    tiles = -(-num_tokens * group // ROWS)
-    tiles = -(-max(tiles, -(-num_tokens // (ROWS // group))) // config.warpgroups)
-    tiles *= config.warpgroups
+    row_tiles = -(-num_tokens // (ROWS // group))
+    if config is None:
+        slots = page_table.shape[1] * page_size
+        config = attention_tuning(batch * kv_heads, row_tiles, slots)
+    tiles = -(-row_tiles // config.warpgroups) * config.warpgroups
     plan = _Plan(
         batch=batch,
         num_tokens=num_tokens,
@@ -107,6 +112,23 @@ def paged_attention_mosaic(
     edges = sequence_edges(context_lens, positions, ancestors, plan)
     kernel = _make_kernel(plan, q.dtype, interpret)
     return kernel(q, k_pages, v_pages, page_table, edges, row_words, row_positions)
+
+
+def misfit(q: Array, k_pages: Array, order_invariant: bool) -> str | None:
+    """Why the kernel cannot take these arguments, None if it can."""
+    page_size, head_dim = k_pages.shape[2:]
+    group = q.shape[2] // k_pages.shape[1]
+    if order_invariant:
+        return "sums that do not depend on the order of slots"
+    if q.dtype != jnp.bfloat16 or k_pages.dtype != jnp.bfloat16:
+        return f"{q.dtype} queries, {k_pages.dtype} pages: both must be bfloat16"
+    if head_dim not in (64, 128):
+        return f"heads of {head_dim}: they must be 64 or 128 wide"
+    if page_size not in (8, 16, 32, 64, 128):
+        return f"pages of {page_size} slots: they must have 8, 16, 32, 64 or 128"
+    if group > ROWS or group * head_dim < 128:
+        return f"{group} query heads of {head_dim} to a KV head"
+    return None
 
 
 def sequence_edges(
@@ -140,6 +162,7 @@ def _make_kernel(plan: _Plan, dtype: Any, interpret: Any) -> Any:
     def scratch() -> dict[str, Any]:
         refs = {
             "rows": plgpu.SMEM((config.warpgroups, ROWS, plan.head_dim), dtype),
+            "queries": plgpu.SMEM((config.warpgroups, ROWS, plan.head_dim), dtype, transforms=swizzled),
             "k_or_part": plgpu.RefUnion(
                 [plgpu.SMEM(ring, dtype, transforms=swizzled)],
                 # The merge comes after the last keys: it reuses their memory.
@@ -180,12 +203,12 @@ def _make_kernel(plan: _Plan, dtype: Any, interpret: Any) -> Any:
             if config.registers:
                 plgpu.set_max_registers(config.registers, action="increase")
             tile = lax.axis_index("row_block") * config.warpgroups + warpgroup
-            rows = _load_queries(plan, work, q, tile, refs)
+            _load_queries(plan, work, q, tile, refs)
             words = [_row_load(row_words.at[work.sequence, tile, w]) for w in range(plan.words)]
             seen_from = None
             if plan.window is not None:
                 seen_from = _row_load(row_positions.at[work.sequence, tile]) - (plan.window - 1)
-            state = _attend(plan, work, rows, words, seen_from, refs)
+            state = _attend(plan, work, words, seen_from, refs)
             if config.splits > 1:
                 _merge_and_store(plan, work, state, tile, out, refs)
             else:
@@ -275,8 +298,12 @@ def _produce_blocks(plan: _Plan, work: _Work, table: Any, k: Any, v: Any, refs: 
         wait_until_free("v", work.stop - work.start + i)
 
 
-def _load_queries(plan: _Plan, work: _Work, q: Any, tile: Array, refs: Any) -> Array:
-    """The tile's rows [ROWS, D] in registers; rows past its tokens hold anything."""
+def _load_queries(plan: _Plan, work: _Work, q: Any, tile: Array, refs: Any) -> None:
+    """The tile's rows [ROWS, D] to shared memory; those past its tokens hold anything.
+
+    The copy engine lays a few rows a token one after the other, which the matrix unit cannot read:
+    it wants tiles of 8 rows. Operands in registers would leave room for one CTA only.
+    """
     warpgroup = lax.axis_index("warpgroup")
     full, rows = refs["q_full"].at[warpgroup], refs["rows"].at[warpgroup]
 
@@ -290,7 +317,9 @@ def _load_queries(plan: _Plan, work: _Work, q: Any, tile: Array, refs: Any) -> A
         )
 
     plgpu.barrier_wait(full)
-    return plgpu.load(rows, layout=plgpu.Layout.WGMMA, optimized=False)
+    tiled = refs["queries"].at[warpgroup]
+    tiled[...] = plgpu.load(rows, layout=plgpu.Layout.WGMMA, optimized=False)
+    plgpu.commit_smem()
 
 
 def _row_load(ref: Any) -> Array:
@@ -298,15 +327,25 @@ def _row_load(ref: Any) -> Array:
     return plgpu.load(ref, layout=_ROW_LAYOUT, optimized=False)
 
 
+def _write(ref: Any, value: Array) -> None:
+    """Store to plain shared memory, bank conflicts or not: jax 0.12 wants that said."""
+    store = getattr(plgpu, "store", None)
+    if store is None:
+        ref[...] = value
+    else:
+        store(ref, value, optimized=False)
+
+
 def _by_row(values: Array, width: int) -> Array:
     return lax.broadcast_in_dim(values, (ROWS, width), [0])
 
 
 def _attend(
-    plan: _Plan, work: _Work, q: Array, words: list[Array], seen_from: Array | None, refs: Any
+    plan: _Plan, work: _Work, words: list[Array], seen_from: Array | None, refs: Any
 ) -> tuple[Array, Array, Array]:
     """Online softmax over the CTA's blocks: (unnormalized output [ROWS, D], peak, sum [ROWS])."""
     config = plan.config
+    q = refs["queries"].at[lax.axis_index("warpgroup")]
     scale = plan.head_dim**-0.5 * math.log2(math.e)  # exponents are of 2
 
     def step(block: Array, carry: Any, *, masked: bool) -> Any:
@@ -325,7 +364,7 @@ def _attend(
         exps = jnp.exp2(scores * scale - _by_row(new_peak, config.block))
         acc = acc * _by_row(decay, plan.head_dim)
         total = total * decay + jnp.sum(exps, axis=1)
-        weights = exps.astype(q.dtype)
+        weights = exps.astype(refs["v"].dtype)
         plgpu.barrier_wait(refs["v_full"].at[slot])
 
         acc = _product(weights, refs["v"].at[slot], acc, interpret=plan.interpret)
@@ -355,10 +394,10 @@ def _attend(
     return blocks(tail, work.stop, carry, masked=True)
 
 
-def _product(x: Array, y: Any, acc: Array | None = None, *, interpret: bool) -> Array:
-    """x @ y plus acc, awaited: x [ROWS, n] in registers, y [n, m] in shared memory."""
+def _product(x: Any, y: Any, acc: Array | None = None, *, interpret: bool) -> Array:
+    """x @ y plus acc, awaited: x [ROWS, n] an array or a ref, y [n, m] in shared memory."""
     if interpret:  # the interpreter knows neither run_state nor operands in registers
-        product = jnp.dot(x, y[...], preferred_element_type=jnp.float32)
+        product = jnp.dot(x[...], y[...], preferred_element_type=jnp.float32)
         return product if acc is None else acc + product
 
     def multiply(acc_ref):
@@ -401,7 +440,7 @@ def _store(plan: _Plan, work: _Work, state: Any, tile: Array, out: Any, refs: An
     acc, _, total = state
     warpgroup = lax.axis_index("warpgroup")
     rows = refs["rows"].at[warpgroup]
-    rows[...] = (acc / _by_row(jnp.maximum(total, TINY), plan.head_dim)).astype(rows.dtype)
+    _write(rows, (acc / _by_row(jnp.maximum(total, TINY), plan.head_dim)).astype(rows.dtype))
     plgpu.commit_smem()
     _store_tokens(plan, work, rows, tile, 0, plan.tokens, out)
 
@@ -437,7 +476,8 @@ def _merge_and_store(
     def peer(ref: Any, split: int) -> Any:
         return plgpu.cluster_ref(ref, {"split": jnp.int32(split)})
 
-    peaks[...], sums[...] = peak, total
+    _write(peaks, peak)
+    _write(sums, total)
     _meet(refs["met"].at[0])
     best = peak
     all_peaks = [_row_load(peer(peaks, i)) for i in range(splits)]
@@ -447,7 +487,7 @@ def _merge_and_store(
     for i, other in enumerate(all_peaks):
         everything += _row_load(peer(sums, i)) * jnp.exp2(other - best)
     weight = jnp.exp2(peak - best) / jnp.maximum(everything, TINY)
-    part[...] = acc * _by_row(weight, plan.head_dim)
+    _write(part, acc * _by_row(weight, plan.head_dim))
     _meet(refs["met"].at[1])
     share = -(-plan.tokens // splits)
     first = work.split * share
@@ -461,7 +501,7 @@ def _merge_and_store(
         merged = plgpu.load(peer(part, 0).at[span], optimized=False)
         for i in range(1, splits):
             merged += plgpu.load(peer(part, i).at[span], optimized=False)
-        rows[span] = merged.astype(rows.dtype)
+        _write(rows.at[span], merged.astype(rows.dtype))
         plgpu.commit_smem()
         _store_tokens(plan, work, rows, tile, begin, share, out)
 
