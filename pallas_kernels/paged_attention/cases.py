@@ -60,6 +60,21 @@ TEST_CASES = (
     Case("first slot under a tree", (20, 2, 1), 12, 4, 2, 16, 16, tree=True, first_slot=1),
 )
 
+# What the Hopper kernel takes: wide heads, pages that fill tiles.
+KERNEL_CASES = (
+    Case("K: one query", (70, 130), 1, 8, 2, 128, 64),
+    Case("K: contexts around a page", (0, 1, 63, 64, 65), 1, 8, 2, 128, 64),
+    Case("K: seven heads a group", (0, 63, 100), 3, 7, 1, 64, 64),
+    Case("K: pages of 16, a tree", (70, 130), 6, 8, 2, 128, 16, tree=True),
+    Case("K: pages of 128", (70, 300), 16, 8, 2, 128, 128, tree=True),
+    Case("K: two tiles", (10, 200), 20, 8, 2, 128, 64, tree=True),
+    Case("K: tree of 64", (50, 1), 64, 8, 2, 64, 64, tree=True),
+    Case("K: window", (10, 200), 40, 8, 2, 64, 128, window=30),
+    Case("K: window under a tree", (70, 130), 6, 8, 2, 128, 16, tree=True, window=40),
+    Case("K: first slot", (70, 3), 6, 8, 2, 128, 16, tree=True, first_slot=1),
+    Case("K: causal chunk", (10, 200), 80, 8, 2, 64, 64),
+)
+
 # Llama-3.1-8B: 32 query heads over 8 KV heads of 128.
 _LLAMA: dict[str, Any] = {"num_heads": 32, "kv_heads": 8, "head_dim": 128, "page_size": 64}
 BENCHMARK_CASES = (

@@ -155,19 +155,25 @@ def sequence_edges(
 
 def _make_kernel(plan: _Plan, dtype: Any, interpret: Any) -> Any:
     config = plan.config
-    swizzled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+    tiling = plgpu.TilingTransform((8, 64))  # pyright: ignore[reportAbstractUsage]
+    swizzled = (tiling, plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
+    tile = (config.warpgroups, ROWS, plan.head_dim)
     ring = (config.stages, config.block, plan.head_dim)
     pages_of_block = max(config.block // plan.page_size, 1)
 
     def scratch() -> dict[str, Any]:
         refs = {
-            "rows": plgpu.SMEM((config.warpgroups, ROWS, plan.head_dim), dtype),
-            "queries": plgpu.SMEM((config.warpgroups, ROWS, plan.head_dim), dtype, transforms=swizzled),
+            "rows": plgpu.SMEM(tile, dtype),
+            "queries": plgpu.SMEM(
+                (config.warpgroups, ROWS, plan.head_dim), dtype, transforms=swizzled
+            ),
             "k_or_part": plgpu.RefUnion(
                 [plgpu.SMEM(ring, dtype, transforms=swizzled)],
                 # The merge comes after the last keys: it reuses their memory.
-                [plgpu.SMEM((config.warpgroups, ROWS, plan.head_dim), jnp.float32)]
-            ) if config.splits > 1 else [[plgpu.SMEM(ring, dtype, transforms=swizzled)]],
+                [plgpu.SMEM(tile, jnp.float32)],
+            )
+            if config.splits > 1
+            else [[plgpu.SMEM(ring, dtype, transforms=swizzled)]],
             "v": plgpu.SMEM(ring, dtype, transforms=swizzled),
             "q_full": plgpu.Barrier(num_arrivals=plan.tokens, num_barriers=config.warpgroups),
             "k_full": plgpu.Barrier(num_arrivals=pages_of_block, num_barriers=config.stages),
@@ -408,8 +414,9 @@ def _product(x: Any, y: Any, acc: Array | None = None, *, interpret: bool) -> Ar
         plgpu.wgmma(acc_ref, x, y)
 
     if acc is None:
-        return pl.run_scoped(multiply, plgpu.ACC((ROWS, y.shape[1]), jnp.float32))
-    return pl.run_state(accumulate)(plgpu.ACC.init(acc))
+        return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((ROWS, y.shape[1]), jnp.float32))
+    summed: Any = pl.run_state(accumulate)(plgpu.WGMMAAccumulatorRef.init(acc))
+    return summed
 
 
 def _visible(
@@ -497,7 +504,9 @@ def _merge_and_store(
     def _():
         # The last shares overlap rather than run past the tile.
         begin = jnp.minimum(first, plan.tokens - share)
-        span = pl.ds(begin * plan.group, share * plan.group)
+        # 128 threads each take as many entries: with narrow heads, of an even number of rows.
+        num_rows = -(-share * plan.group * plan.head_dim // 128) * 128 // plan.head_dim
+        span = pl.ds(begin * plan.group, num_rows)
         merged = plgpu.load(peer(part, 0).at[span], optimized=False)
         for i in range(1, splits):
             merged += plgpu.load(peer(part, i).at[span], optimized=False)

@@ -1,0 +1,101 @@
+"""The Hopper kernel of paged attention: interpreted, lowered, and (with `-m gpu`) run."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.paged_attention.cases import (
+    KERNEL_CASES,
+    TEST_CASES,
+    Case,
+    make_arguments,
+)
+from pallas_kernels.paged_attention.mosaic_gpu import misfit, paged_attention_mosaic
+from pallas_kernels.paged_attention.reference import paged_attention_reference
+from pallas_kernels.tuning import AttentionTuning, attention_tuning
+
+NARROW = AttentionTuning(block=64, stages=2)
+WIDE = AttentionTuning(block=128, stages=2, warpgroups=2, registers=240)
+
+
+def error(case: Case, found: jax.Array, arguments: Any) -> float:
+    """Relative, against the reference in float32."""
+
+    def widen(x: Any) -> Any:
+        return x.astype(jnp.float32) if x is not None and x.dtype == jnp.bfloat16 else x
+
+    wide: Any = [widen(x) for x in arguments]
+    with jax.default_matmul_precision("highest"):
+        reference = paged_attention_reference(*wide, **case.options, order_invariant=False)
+    difference = found.astype(jnp.float32) - reference
+    return float(jnp.linalg.norm(difference) / jnp.linalg.norm(reference))
+
+
+@pytest.mark.parametrize("case", KERNEL_CASES, ids=str)
+def test_interpreted_it_is_the_reference(case: Case):
+    """Without splits: the interpreter cannot read another CTA's shared memory."""
+    arguments = make_arguments(case, jnp.bfloat16)
+    found = paged_attention_mosaic(
+        *arguments,
+        **case.options,
+        config=WIDE if case.num_tokens > 16 else NARROW,
+        interpret=plgpu.InterpretGPUParams(),
+    )
+    assert error(case, found, arguments) < 4e-3
+
+
+@pytest.mark.parametrize("config", [None, AttentionTuning(block=64, stages=5, splits=8)])
+@pytest.mark.parametrize("case", KERNEL_CASES, ids=str)
+def test_it_lowers_for_cuda(case: Case, config: AttentionTuning | None):
+    arguments = jax.eval_shape(lambda: make_arguments(case, jnp.bfloat16))
+    function = functools.partial(paged_attention_mosaic, **case.options, config=config)
+    assert jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("splits", [None, 1, 4])
+@pytest.mark.parametrize("case", KERNEL_CASES, ids=str)
+def test_on_the_device_it_is_the_reference(case: Case, splits: int | None):
+    arguments = make_arguments(case, jnp.bfloat16)
+    config = None
+    if splits is not None:
+        config = WIDE if case.num_tokens > 16 else NARROW
+        config = dataclasses.replace(config, splits=splits)
+    function = jax.jit(functools.partial(paged_attention_mosaic, **case.options, config=config))
+    found = function(*arguments)
+    assert error(case, found, arguments) < 4e-3
+    assert all(jnp.array_equal(found, function(*arguments)) for _ in range(5)), "a race"
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype", "message"),
+    [
+        (TEST_CASES[0], jnp.bfloat16, "heads of 16"),
+        (KERNEL_CASES[0], jnp.float32, "both must be bfloat16"),
+        (Case("", (9,), 1, 2, 1, 64, 5), jnp.bfloat16, "pages of 5 slots"),
+        (Case("", (9,), 1, 2, 2, 64, 16), jnp.bfloat16, "1 query heads of 64"),
+    ],
+    ids=["head", "dtype", "page", "group"],
+)
+def test_what_it_cannot_take_is_named(case: Case, dtype, message: str):
+    arguments = make_arguments(case, dtype)
+    assert message in str(misfit(arguments[0], arguments[1], order_invariant=False))
+    with pytest.raises(ValueError, match=f"the kernel cannot take .*{message}"):
+        paged_attention(*arguments, implementation="mosaic_gpu")
+    assert jnp.isfinite(paged_attention(*arguments)).all(), "the reference takes it"
+
+
+@pytest.mark.parametrize("pairs", [1, 8, 16, 64, 256, 1024])
+@pytest.mark.parametrize("slots", [64, 256, 8192])
+def test_splits_keep_every_block_resident_and_busy(pairs: int, slots: int):
+    for row_tiles in (1, 2, 4):
+        tuning = attention_tuning(pairs, row_tiles, slots)
+        assert tuning.splits in (1, 2, 4, 8)
+        assert tuning.splits == 1 or pairs * tuning.splits <= 264
+        assert tuning.splits <= max(slots // tuning.block, 1)
