@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import logging
+from typing import Literal
 
 import jax
 
@@ -11,6 +12,8 @@ logger = logging.getLogger(__name__)
 # Device kinds, as jax names them, whose kernels and block sizes were measured.
 MEASURED_DEVICES = ("NVIDIA H100 80GB HBM3", "NVIDIA H200")
 MULTIPROCESSORS = 132
+
+Implementation = Literal["auto", "mosaic_gpu", "reference"]
 
 
 @functools.cache

@@ -1,14 +1,10 @@
 """Attention of a few query tokens over a paged KV cache, under a tree mask."""
 
-from typing import Literal
-
 from jax import Array
 
 from pallas_kernels.paged_attention.mosaic_gpu import misfit, paged_attention_mosaic
 from pallas_kernels.paged_attention.reference import paged_attention_reference
-from pallas_kernels.tuning import use_kernels
-
-Implementation = Literal["auto", "mosaic_gpu", "reference"]
+from pallas_kernels.tuning import Implementation, use_kernels
 
 
 def paged_attention(

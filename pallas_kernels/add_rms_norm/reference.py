@@ -1,0 +1,18 @@
+"""The specification of add_rms_norm in jnp, and its path on CPU and TPU."""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+
+def rms_norm(x: Array, weight: Array, eps: float) -> Array:
+    """Root-mean-square norm over the last dimension, in float32: x [..., H], weight [H]."""
+    wide = x.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return (wide * scale).astype(x.dtype) * weight
+
+
+def add_rms_norm_reference(x: Array, y: Array, weight: Array, eps: float) -> tuple[Array, Array]:
+    """See pallas_kernels.add_rms_norm.add_rms_norm."""
+    total = x + y
+    return total, rms_norm(total, weight, eps)
