@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import logging
+import os
 from typing import Literal
 
 import jax
@@ -16,18 +17,25 @@ MULTIPROCESSORS = 132
 Implementation = Literal["auto", "mosaic_gpu", "reference"]
 
 
-@functools.cache
-def use_kernels() -> bool:
-    """Whether the default device is one that the kernels were measured on.
+# An operation named here (a comma list, or "all") runs its jnp reference: for comparisons.
+REFERENCE_VARIABLE = "JAXSPEC_REFERENCE"
 
-    Another GPU runs the jnp references, and the log says so once.
+
+@functools.cache
+def use_kernel(operation: str) -> bool:
+    """Whether an operation's kernel is the choice on the default device: one it was measured on.
+
+    Another GPU runs the references, and the log says so.
     """
+    named = os.environ.get(REFERENCE_VARIABLE, "").split(",")
+    if operation in named or "all" in named:
+        return False
     device = jax.devices()[0]
     known = device.device_kind in MEASURED_DEVICES
     if device.platform == "gpu" and not known:
         logger.warning(
-            "no kernels were measured on %s: jaxspec runs its plain XLA references there (kernels "
-            "are for %s)",
+            "%s was not measured on %s: its plain XLA reference runs there (the kernel is for %s)",
+            operation,
             device.device_kind,
             ", ".join(MEASURED_DEVICES),
         )

@@ -14,7 +14,14 @@ from jax import Array
 
 from jaxspec.collectives import all_reduce, shard_offset
 from jaxspec.config import ModelConfig
-from jaxspec.models.layers import apply_rope, linear, rms_norm, rope_angles, swiglu
+from jaxspec.models.layers import (
+    add_rms_norm,
+    apply_rope,
+    linear,
+    rms_norm,
+    rope_angles,
+    swiglu,
+)
 from jaxspec.pytree import array, pytree, static
 from jaxspec.sharding import DATA_PARALLEL
 from pallas_kernels.products import einsum_f32
@@ -186,21 +193,24 @@ def run(
     Returns (hidden after the final norm [B, T, H], caches, captured [B, T, C] or None).
     """
     config = decoder.config
+    eps, axis = config.rms_norm_eps, decoder.axis
     x = embed(decoder, tokens)
+    normed = rms_norm(x, decoder.layers[0].input_norm, eps)
     rope = rope_angles(config, positions)
+    # Each block's input is the norm of the residual stream, made with the addition before it.
+    following_norms = [layer.input_norm for layer in decoder.layers[1:]] + [decoder.norm]
     residuals, new_caches = {0: x}, []
     for index, (layer, cache) in enumerate(zip(decoder.layers, caches, strict=True)):
-        normed = rms_norm(x, layer.input_norm, config.rms_norm_eps)
         window = config.sliding_windows[index]
-        y, cache = attention_block(layer, config, normed, rope, cache, attend, window, decoder.axis)
-        x = x + y
-        x = x + mlp_block(layer, rms_norm(x, layer.post_norm, config.rms_norm_eps), decoder.axis)
+        y, cache = attention_block(layer, config, normed, rope, cache, attend, window, axis)
+        x, normed = add_rms_norm(x, y, layer.post_norm, eps)
+        y = mlp_block(layer, normed, axis)
+        x, normed = add_rms_norm(x, y, following_norms[index], eps)
         residuals[index + 1] = x
         new_caches.append(cache)
-    hidden = rms_norm(x, decoder.norm, config.rms_norm_eps)
-    residuals[FINAL_NORM] = hidden
+    residuals[FINAL_NORM] = normed
     captured = jnp.concatenate([residuals[i] for i in capture], axis=-1) if capture else None
-    return hidden, tuple(new_caches), captured
+    return normed, tuple(new_caches), captured
 
 
 def logits(decoder: Decoder, hidden: Array) -> Array:

@@ -16,7 +16,7 @@ from jax import Array
 from jaxspec.config import ModelConfig
 from jaxspec.models import decoder
 from jaxspec.models.decoder import FINAL_NORM, Attend, Decoder, Layer, layer_shapes
-from jaxspec.models.layers import linear, rms_norm, rope_angles
+from jaxspec.models.layers import add_rms_norm, linear, rms_norm, rope_angles
 from jaxspec.pytree import array, pytree, static
 from jaxspec.sharding import DATA_PARALLEL
 from pallas_kernels.products import einsum_f32
@@ -149,8 +149,8 @@ def run(
         y, cache = decoder.attention_block(
             layer, config, block_input, rope, cache, attend, window, head.axis
         )
-        x = x + y
-        x = x + decoder.mlp_block(layer, rms_norm(x, layer.post_norm, eps), head.axis)
+        x, normed = add_rms_norm(x, y, layer.post_norm, eps)
+        x = x + decoder.mlp_block(layer, normed, head.axis)
         new_caches.append(cache)
     return x, tuple(new_caches)
 

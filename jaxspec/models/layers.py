@@ -5,6 +5,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxspec.config import Llama3RopeScaling, ModelConfig
+from pallas_kernels.add_rms_norm import add_rms_norm as fused_add_rms_norm
+from pallas_kernels.add_rms_norm.reference import rms_norm as rms_norm_reference
 
 
 def linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
@@ -15,11 +17,14 @@ def linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
 
 def rms_norm(x: Array, weight: Array | None, eps: float) -> Array:
     """Root-mean-square norm over the last dimension, in float32. No weight: identity."""
+    return x if weight is None else rms_norm_reference(x, weight, eps)
+
+
+def add_rms_norm(x: Array, y: Array, weight: Array | None, eps: float) -> tuple[Array, Array]:
+    """x + y, and its norm. No weight: the sum itself."""
     if weight is None:
-        return x
-    wide = x.astype(jnp.float32)
-    scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return (wide * scale).astype(x.dtype) * weight
+        return x + y, x + y
+    return fused_add_rms_norm(x, y, weight, eps)
 
 
 def swiglu(gate_up: Array) -> Array:

@@ -1,10 +1,13 @@
 """The residual stream's addition and the norm after it, in one pass."""
 
+import functools
+
 from jax import Array
 
 from pallas_kernels.add_rms_norm.mosaic_gpu import add_rms_norm_mosaic, misfit
 from pallas_kernels.add_rms_norm.reference import add_rms_norm_reference
-from pallas_kernels.tuning import Implementation, use_kernels
+from pallas_kernels.gradients import with_reference_gradient
+from pallas_kernels.tuning import Implementation, use_kernel
 
 
 def add_rms_norm(
@@ -26,7 +29,9 @@ def add_rms_norm(
     if implementation == "mosaic_gpu" and problem is not None:
         raise ValueError(f"the kernel cannot take {problem}")
     if implementation == "mosaic_gpu" or (
-        implementation == "auto" and problem is None and use_kernels()
+        implementation == "auto" and problem is None and use_kernel("add_rms_norm")
     ):
-        return add_rms_norm_mosaic(x, y, weight, eps)
+        kernel = functools.partial(add_rms_norm_mosaic, eps=eps)
+        reference = functools.partial(add_rms_norm_reference, eps=eps)
+        return with_reference_gradient(kernel, reference)(x, y, weight)
     return add_rms_norm_reference(x, y, weight, eps)

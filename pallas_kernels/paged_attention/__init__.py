@@ -1,10 +1,13 @@
 """Attention of a few query tokens over a paged KV cache, under a tree mask."""
 
+import functools
+
 from jax import Array
 
+from pallas_kernels.gradients import with_reference_gradient
 from pallas_kernels.paged_attention.mosaic_gpu import misfit, paged_attention_mosaic
 from pallas_kernels.paged_attention.reference import paged_attention_reference
-from pallas_kernels.tuning import Implementation, use_kernels
+from pallas_kernels.tuning import Implementation, use_kernel
 
 
 def paged_attention(
@@ -51,14 +54,19 @@ def paged_attention(
     problem = misfit(q, k_pages, order_invariant)
     if implementation == "mosaic_gpu" and problem is not None:
         raise ValueError(f"the kernel cannot take {problem}")
+    reference = functools.partial(
+        paged_attention_reference,
+        window=window,
+        first_slot=first_slot,
+        order_invariant=order_invariant,
+    )
     arguments = (q, k_pages, v_pages, page_table, context_lens, positions, ancestors)
     if implementation == "mosaic_gpu" or (
-        implementation == "auto" and problem is None and use_kernels()
+        implementation == "auto" and problem is None and use_kernel("paged_attention")
     ):
-        return paged_attention_mosaic(*arguments, window=window, first_slot=first_slot)
-    return paged_attention_reference(
-        *arguments, window=window, first_slot=first_slot, order_invariant=order_invariant
-    )
+        kernel = functools.partial(paged_attention_mosaic, window=window, first_slot=first_slot)
+        return with_reference_gradient(kernel, reference)(*arguments)
+    return reference(*arguments)
 
 
 def _check_shapes(q, k_pages, v_pages, page_table, context_lens, positions, ancestors):
