@@ -9,7 +9,6 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxspec import collectives
-from jaxspec.collectives import FEW, MANY
 
 SHARDS = 4
 
@@ -30,8 +29,8 @@ def sharded(function, x: jax.Array):
     return jax.vmap(lambda part: function(part, "model"), 1, axis_name="model")(shards)
 
 
-@pytest.mark.parametrize("size", [40, MANY, SHARDS * MANY])
-@pytest.mark.parametrize("k", [1, 4, FEW, FEW + 1])
+@pytest.mark.parametrize("size", [40, 1000, 4000])
+@pytest.mark.parametrize("k", [1, 4, 17])
 def test_top_k_takes_the_first_of_equals_and_none_twice(size: int, k: int):
     x = rows(size)
     expected = lax.top_k(x, k)

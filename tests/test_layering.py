@@ -21,6 +21,7 @@ LAYERS = (
     "jaxspec.pytree",
     "jaxspec.config",
     "jaxspec.sharding",
+    "jaxspec.top_k",
     "jaxspec.collectives",
     "jaxspec.quantization",
     "jaxspec.cache",

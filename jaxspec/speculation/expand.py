@@ -17,6 +17,7 @@ from jaxspec.config import SpeculationConfig
 from jaxspec.noise import Stream
 from jaxspec.sampling import Sampling, perturb, probabilities, process_logits, vocab_ids
 from jaxspec.speculation.tree import DraftTree, make_chain, make_tree
+from jaxspec.top_k import local_top_k
 
 
 class Beams(NamedTuple):
@@ -132,7 +133,7 @@ def grow(
         totals = children.log_probs + scores[:, :, None]
         parents = jnp.broadcast_to(beam_candidates[:, :, None], totals.shape)
         candidates.append(_Candidates(*map(_flatten, (children.tokens, totals, parents))))
-        scores, picked = jax.lax.top_k(_flatten(totals), spec.top_k)
+        scores, picked = local_top_k(_flatten(totals), spec.top_k)
         beams = _next_beams(beams, children, picked, spec)
         beam_candidates = num_candidates + picked
         num_candidates += spec.top_k**2
@@ -216,7 +217,7 @@ def _rerank(roots: Array, candidates: list[_Candidates], spec: SpeculationConfig
         jnp.concatenate(parts, axis=1) for parts in zip(*candidates, strict=True)
     )
     keep = min(spec.num_nodes - 1, tokens.shape[1])
-    _, best = jax.lax.top_k(scores, keep)
+    _, best = local_top_k(scores, keep)
     best = jnp.sort(best, axis=1)
     # Node of a candidate = how many kept candidates lie before it, plus the root.
     wanted = jnp.take_along_axis(parents, best, axis=1)  # candidate index, 0 the root

@@ -254,7 +254,8 @@ class _Work:
             before = lax.axis_index("row_block") * tokens
             self.all_see_to += before
             end = jnp.minimum(end, self.context + before + tokens)
-        first_block = first // block
+        # Where every row sees from the start, the first page is looked up without waiting.
+        first_block = first // block if plan.has_left_edge else 0
         num_blocks = (end + block - 1) // block - first_block
         share = (num_blocks + plan.config.splits - 1) // plan.config.splits
         last = first_block + num_blocks
@@ -354,17 +355,27 @@ def _attend(
     q = refs["queries"].at[lax.axis_index("warpgroup")]
     scale = plan.head_dim**-0.5 * math.log2(math.e)  # exponents are of 2
 
+    def scores_of(block: Array, slot: Array, *, masked: bool) -> Array:
+        """[ROWS, block] raw scores of a block."""
+        if not masked:
+            keys = refs["k"].at[slot].transpose((1, 0))
+            return _product(q, keys, interpret=plan.interpret)
+        # A mask needs registers beside the scores: half the slots at a time leaves room for it, so
+        # that two CTAs still fit a multiprocessor.
+        width, halves = config.block // 2, []
+        for first in (0, width):
+            keys = refs["k"].at[slot, pl.ds(first, width)].transpose((1, 0))
+            seen = _visible(plan, work, block * config.block + first, width, words, seen_from)
+            half = _product(q, keys, interpret=plan.interpret)
+            halves.append(jnp.where(seen, half, MASKED))
+        return jnp.concatenate(halves, axis=1)
+
     def step(block: Array, carry: Any, *, masked: bool) -> Any:
         acc, peak, total = carry
         slot = lax.rem(block - work.start, config.stages)
         plgpu.barrier_wait(refs["k_full"].at[slot])
-
-        keys = refs["k"].at[slot].transpose((1, 0))
-        scores = _product(q, keys, interpret=plan.interpret)
+        scores = scores_of(block, slot, masked=masked)
         plgpu.barrier_arrive(refs["k_free"].at[slot])
-        if masked:
-            seen = _visible(plan, work, block, words, seen_from)
-            scores = jnp.where(seen, scores, MASKED)
         new_peak = jnp.maximum(peak, jnp.max(scores, axis=1) * scale)
         decay = jnp.exp2(peak - new_peak)
         exps = jnp.exp2(scores * scale - _by_row(new_peak, config.block))
@@ -372,7 +383,6 @@ def _attend(
         total = total * decay + jnp.sum(exps, axis=1)
         weights = exps.astype(refs["v"].dtype)
         plgpu.barrier_wait(refs["v_full"].at[slot])
-
         acc = _product(weights, refs["v"].at[slot], acc, interpret=plan.interpret)
         plgpu.barrier_arrive(refs["v_free"].at[slot])
         return acc, new_peak, total
@@ -420,12 +430,16 @@ def _product(x: Any, y: Any, acc: Array | None = None, *, interpret: bool) -> Ar
 
 
 def _visible(
-    plan: _Plan, work: _Work, block: Array, words: list[Array], seen_from: Array | None
+    plan: _Plan,
+    work: _Work,
+    first: Array,
+    width: int,
+    words: list[Array],
+    seen_from: Array | None,
 ) -> Array:
-    """Which of the block's slots each row sees: bool [ROWS, block]."""
-    width = plan.config.block
+    """Which of the slots from ``first`` on each row sees: bool [ROWS, width]."""
     slot = plgpu.broadcasted_iota(jnp.int32, (ROWS, width), 1, layout=plgpu.Layout.WGMMA)
-    slot += block * width
+    slot += first
     node = slot - work.context
     if plan.causal:
         seen = node <= _by_row(words[0], width).astype(jnp.int32)
@@ -468,7 +482,7 @@ def _store_tokens(
                 out.at[work.sequence, token, pl.ds(work.kv_head * plan.group, plan.group)],
             )
 
-    plgpu.wait_smem_to_gmem(0)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the kernel's end waits for the rest
 
 
 def _merge_and_store(
