@@ -1,4 +1,4 @@
-"""Wall-clock timing of device work, and the memory bandwidth that it is held against."""
+"""Wall-clock timing of device work, and the peaks that it is held against."""
 
 import dataclasses
 import statistics
@@ -57,3 +57,19 @@ def _increment(x: Array, passes: int) -> Array:
 
 def _total(x: Array, passes: int) -> Array:
     return lax.fori_loop(0, passes, lambda _, seed: jnp.sum(x ^ seed), jnp.uint32(0))
+
+
+def measure_product_rate(size: int, passes: int = 20, repeats: int = 5) -> float:
+    """FLOP/s of one device in a chain of bfloat16 products of square matrices."""
+    left, right = (
+        jax.random.normal(key, (size, size), jnp.bfloat16) * size**-0.5
+        for key in jax.random.split(jax.random.key(0, impl="rbg"))
+    )  # the product keeps the operands' size
+    multiply = jax.jit(_multiply, static_argnums=2)
+    jax.block_until_ready(multiply(left, right, passes))
+    seconds = [timed(multiply, left, right, passes)[1] for _ in range(repeats)]
+    return 2 * size**3 * passes / statistics.median(seconds)
+
+
+def _multiply(left: Array, right: Array, passes: int) -> Array:
+    return lax.fori_loop(0, passes, lambda _, x: x @ right, left)

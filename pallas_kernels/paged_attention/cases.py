@@ -1,11 +1,17 @@
 """Shapes of paged attention that tests and benchmarks share, and random arguments for them."""
 
 import dataclasses
+import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+
+from pallas_kernels.benchmark import Arguments, Benchmark
+from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.paged_attention.reference import paged_attention_reference
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +45,24 @@ class Case:
     @property
     def options(self) -> dict[str, Any]:
         return {"window": self.window, "first_slot": self.first_slot}
+
+    @property
+    def visible_slots(self) -> int:
+        """Of all sequences, the queries' own included."""
+        most = max(self.context_lens) if self.window is None else self.window
+        context = sum(min(max(length - self.first_slot, 0), most) for length in self.context_lens)
+        return context + len(self.context_lens) * self.num_tokens
+
+    def num_bytes(self, dtype: Any) -> int:
+        """Keys and values of the visible slots, queries and output."""
+        queries = len(self.context_lens) * self.num_tokens * self.num_heads
+        rows = 2 * self.visible_slots * self.kv_heads + 2 * queries
+        return rows * self.head_dim * jnp.dtype(dtype).itemsize
+
+    @property
+    def flops(self) -> int:
+        """Of scores and weighted sums, as if each query saw all of its sequence's slots."""
+        return 4 * self.num_tokens * self.num_heads * self.head_dim * self.visible_slots
 
 
 TEST_CASES = (
@@ -75,15 +99,25 @@ KERNEL_CASES = (
     Case("K: causal chunk", (10, 200), 80, 8, 2, 64, 64),
 )
 
-# Llama-3.1-8B: 32 query heads over 8 KV heads of 128.
-_LLAMA: dict[str, Any] = {"num_heads": 32, "kv_heads": 8, "head_dim": 128, "page_size": 64}
-BENCHMARK_CASES = (
-    Case("decode 1 x 8k", (8192,), 1, **_LLAMA),
-    Case("decode 8 x 8k", (8192,) * 8, 1, **_LLAMA),
-    Case("chain 8 x 1k", (1024,) * 8, 8, tree=True, **_LLAMA),
-    Case("chain 32 x 4k", (4096,) * 32, 8, tree=True, **_LLAMA),
-    Case("tree of 64, 1 x 8k", (8192,), 64, tree=True, **_LLAMA),
-    Case("tree of 64, 8 x 8k", (8192,) * 8, 64, tree=True, **_LLAMA),
+# Llama-3.1-8B: 32 query heads over 8 KV heads of 128. Several queries are a tree.
+BENCHMARK_CASES = tuple(
+    Case(
+        f"{batch} x {context}k, {num_tokens} queries, page {page_size}",
+        (1024 * context,) * batch,
+        num_tokens,
+        num_heads=32,
+        kv_heads=8,
+        head_dim=128,
+        page_size=page_size,
+        tree=num_tokens > 1,
+    )
+    for page_size in (64, 16)
+    for num_tokens, shapes in (
+        (1, ((1, 1), (1, 8), (8, 1), (8, 8), (8, 32), (32, 4))),
+        (8, ((1, 1), (1, 8), (8, 1), (8, 8), (8, 32), (32, 4))),
+        (64, ((1, 8), (8, 8))),
+    )
+    for batch, context in shapes
 )
 
 
@@ -116,7 +150,9 @@ def make_arguments(
     rng = np.random.default_rng(seed)
     batch, columns = len(case.context_lens), case.columns
     num_pages = 1 + batch * columns
+    queries = (batch, case.num_tokens, case.num_heads, case.head_dim)
     pool = (num_pages, case.kv_heads, case.page_size, case.head_dim)
+    random_bits = jax.random.split(jax.random.key(seed, impl="rbg"), 3)
     depth = np.tile(np.arange(case.num_tokens), (batch, 1))
     ancestors = None
     if case.tree:
@@ -127,16 +163,39 @@ def make_arguments(
         words, depths = zip(*trees, strict=True)
         ancestors, depth = jnp.asarray(np.stack(words)), np.stack(depths)
     context_lens = np.array(case.context_lens, np.int32)
-
-    def normal(*shape: int) -> Array:
-        return jnp.asarray(rng.standard_normal(shape, np.float32), dtype)
-
+    q, k, v = (
+        jax.random.normal(key, shape, dtype)
+        for key, shape in zip(random_bits, (queries, pool, pool), strict=True)
+    )
     return (
-        normal(batch, case.num_tokens, case.num_heads, case.head_dim),
-        normal(*pool),
-        normal(*pool),
+        q,
+        k,
+        v,
         jnp.asarray(1 + rng.permutation(batch * columns).reshape(batch, columns), jnp.int32),
         jnp.asarray(context_lens),
         jnp.asarray(context_lens[:, None] + depth, jnp.int32),
         ancestors,
     )
+
+
+def benchmarks(dtype: Any = jnp.bfloat16) -> tuple[Benchmark, ...]:
+    """The benchmark cases as calls to be timed; each call's output is the next one's queries."""
+    return tuple(as_benchmark(case, dtype) for case in BENCHMARK_CASES)
+
+
+def as_benchmark(case: Case, dtype: Any) -> Benchmark:
+    return Benchmark(
+        name=case.name,
+        make_arguments=functools.partial(make_arguments, case, dtype),
+        call=functools.partial(paged_attention, **case.options),
+        reference=functools.partial(
+            paged_attention_reference, **case.options, order_invariant=False
+        ),
+        feed=_feed,
+        num_bytes=case.num_bytes(dtype),
+        flops=case.flops,
+    )
+
+
+def _feed(arguments: Arguments, output: Array) -> Arguments:
+    return (output, *arguments[1:])

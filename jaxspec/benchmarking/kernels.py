@@ -1,0 +1,142 @@
+"""Timing single operations: chains of calls inside one program, over more data than caches hold."""
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jaxspec.benchmarking.timing import timed
+from pallas_kernels.benchmark import Arguments, Benchmark
+
+SHORTEST_CHAIN = 16  # calls in the body of the timed loop, whose own turn costs about 10 us
+CALL_SECONDS = 1e-5  # a call is not expected to take less
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How long and over what a call is timed.
+
+    Attributes:
+      rotation_bytes: arguments to go through before any are used again; several times the cache.
+      seconds: of one timed program, at least about.
+      repeats: timed programs; their median counts.
+    """
+
+    rotation_bytes: int
+    seconds: float
+    repeats: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Peaks:
+    """What the device was measured to do at best."""
+
+    bandwidth: float  # bytes/s
+    product_rate: float  # FLOP/s
+
+    def floor(self, benchmark: Benchmark) -> tuple[float, str]:
+        """Seconds that a call takes at least, and what bounds it: memory or compute."""
+        memory = benchmark.num_bytes / self.bandwidth
+        compute = benchmark.flops / self.product_rate
+        return max((memory, "memory"), (compute, "compute"))
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelTiming:
+    """One case: our function beside its jnp reference, each compared with that in float32."""
+
+    case: str
+    seconds: float
+    reference_seconds: float
+    error: float
+    reference_error: float
+    num_bytes: int
+    flops: int
+    floor_seconds: float
+    bound: str
+
+
+def time_benchmark(benchmark: Benchmark, peaks: Peaks, plan: Plan) -> KernelTiming:
+    """Time a case and compare its results."""
+    first = benchmark.make_arguments(0)
+    copies = max(1, -(-plan.rotation_bytes // _num_bytes(first)))
+    sets = [first, *(benchmark.make_arguments(seed) for seed in range(1, copies))]
+    floor, bound = peaks.floor(benchmark)
+    num_calls = round(plan.seconds / max(floor, CALL_SECONDS))
+
+    def seconds(call: Callable[..., Array]) -> float:
+        return seconds_a_call(call, benchmark.feed, sets, num_calls, plan.repeats)
+
+    exact = exact_result(benchmark, first)
+    return KernelTiming(
+        case=benchmark.name,
+        seconds=seconds(benchmark.call),
+        reference_seconds=seconds(benchmark.reference),
+        error=relative_error(jax.jit(benchmark.call)(*first), exact),
+        reference_error=relative_error(jax.jit(benchmark.reference)(*first), exact),
+        num_bytes=benchmark.num_bytes,
+        flops=benchmark.flops,
+        floor_seconds=floor,
+        bound=bound,
+    )
+
+
+def seconds_a_call(
+    call: Callable[..., Array],
+    feed: Callable[[Arguments, Array], Arguments],
+    sets: Sequence[Arguments],
+    num_calls: int,
+    repeats: int,
+) -> float:
+    """Median seconds of a call in a loop over chains of calls that rotate through ``sets``.
+
+    Each call waits for the one before it and for its arrays of numbers, so that no work on them is
+    shared between calls or moved out of the loop. What is made of tables, lengths and masks alone
+    is shared, as the layers of a model share it.
+    """
+    length = max(len(sets), SHORTEST_CHAIN)
+    passes = max(1, num_calls // length)
+    traced_once = jax.jit(call)
+
+    @jax.jit
+    def program(sets: Sequence[Arguments]) -> Array:
+        def chain(_: Array, output: Array) -> Array:
+            for index in range(length):
+                output = traced_once(*_pinned(feed(sets[index % len(sets)], output)))
+            return output
+
+        return lax.fori_loop(0, passes, chain, traced_once(*sets[0]))
+
+    jax.block_until_ready(program(sets))
+    seconds = [timed(program, sets)[1] for _ in range(repeats)]
+    return statistics.median(seconds) / (1 + passes * length)
+
+
+def _pinned(arguments: Arguments) -> Arguments:
+    """The same, floating-point arrays held in place behind a barrier."""
+    held = [x is not None and jnp.issubdtype(x.dtype, jnp.floating) for x in arguments]
+    pinned = iter(lax.optimization_barrier([x for x, hold in zip(arguments, held, strict=True) if hold]))
+    return tuple(next(pinned) if hold else x for x, hold in zip(arguments, held, strict=True))
+
+
+def exact_result(benchmark: Benchmark, arguments: Arguments) -> Array:
+    """The reference over the same arguments in float32."""
+    wide = [
+        x.astype(jnp.float32) if x is not None and jnp.issubdtype(x.dtype, jnp.floating) else x
+        for x in arguments
+    ]
+    with jax.default_matmul_precision("highest"):
+        return jax.jit(benchmark.reference)(*wide)
+
+
+def relative_error(found: Array, exact: Array) -> float:
+    """||found - exact|| / ||exact||"""
+    difference = found.astype(jnp.float32) - exact
+    return float(jnp.linalg.norm(difference) / jnp.linalg.norm(exact))
+
+
+def _num_bytes(arguments: Arguments) -> int:
+    return sum(x.nbytes for x in arguments if x is not None)

@@ -1,0 +1,148 @@
+"""Time every kernel over its cases, beside its jnp reference (XLA) and the floor of the hardware.
+
+A call is timed in a chain inside one program, over more data than the caches hold, and fed by the
+one before it. The floor is the time that its bytes take at the copy bandwidth, or its FLOPs at the
+rate of a large bfloat16 product, whichever is longer; both rates are measured in the same run.
+Errors are ||out - exact|| / ||exact||, where exact is the reference in float32.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import json
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.table import Table
+
+from jaxspec.benchmarking.kernels import KernelTiming, Peaks, Plan, time_benchmark
+from jaxspec.benchmarking.timing import measure_bandwidth, measure_product_rate
+from pallas_kernels.benchmark import Benchmark
+from pallas_kernels.paged_attention import cases as paged_attention
+
+OPERATIONS: Mapping[str, Callable[[], Sequence[Benchmark]]] = MappingProxyType(
+    {"paged_attention": paged_attention.benchmarks}
+)
+ROTATION_BYTES = 200 << 20  # four times an H100's L2 cache
+TABLE_WIDTH = 130  # where the output is no terminal
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--only", default="", help="cases whose 'operation: case' contains this text")
+    add("--repeats", type=int, default=5, help="timed programs a case; their median counts")
+    add("--seconds", type=float, default=0.02, help="of one timed program, at least about")
+    add("--json", action="store_true", help="JSON on stdout, the table on stderr")
+    return parser.parse_args(arguments)
+
+
+def measure(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
+    """All timings, and everything needed to read them later."""
+    if args.repeats < 1 or args.seconds <= 0:
+        raise ValueError("--repeats must be at least 1 and --seconds more than 0")
+    chosen = [
+        (operation, benchmark)
+        for operation, benchmarks in OPERATIONS.items()
+        for benchmark in benchmarks()
+        if args.only in f"{operation}: {benchmark.name}"
+    ]
+    if not chosen:
+        raise ValueError(f"no case contains {args.only!r}")
+    on_gpu = jax.default_backend() == "gpu"
+    progress.print("measuring the memory bandwidth and a large product")
+    peaks = Peaks(
+        bandwidth=measure_bandwidth((2 << 30) if on_gpu else (8 << 20)).copy,
+        product_rate=measure_product_rate(8192 if on_gpu else 128),
+    )
+    plan = Plan(ROTATION_BYTES if on_gpu else 0, args.seconds, args.repeats)
+    rows = []
+    for index, (operation, benchmark) in enumerate(chosen):
+        row = as_row(operation, time_benchmark(benchmark, peaks, plan))
+        rows.append(row)
+        progress.print(
+            f"{index + 1}/{len(chosen)} {operation}: {benchmark.name}: {row['us']:.1f} us, "
+            f"XLA {row['reference_us']:.1f}, floor {row['floor_us']:.1f}"
+        )
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(["python3", *sys.argv]),
+        "jax": jax.__version__,
+        "device": jax.devices()[0].device_kind,
+        "arguments": vars(args),
+        "peaks": dataclasses.asdict(peaks),
+        "timings": rows,
+    }
+
+
+def as_row(operation: str, timing: KernelTiming) -> dict[str, Any]:
+    return {
+        "operation": operation,
+        "case": timing.case,
+        "us": 1e6 * timing.seconds,
+        "reference_us": 1e6 * timing.reference_seconds,
+        "bytes": timing.num_bytes,
+        "flops": timing.flops,
+        "gb_per_s": 1e-9 * timing.num_bytes / timing.seconds,
+        "tflop_per_s": 1e-12 * timing.flops / timing.seconds,
+        "floor_us": 1e6 * timing.floor_seconds,
+        "bound": timing.bound,
+        "share_of_floor": timing.floor_seconds / timing.seconds,
+        "error": timing.error,
+        "reference_error": timing.reference_error,
+    }
+
+
+def make_table(results: dict[str, Any]) -> Table:
+    peaks = results["peaks"]
+    title = f"{results['device']}, jax {results['jax']}, {results['date']}"
+    caption = (
+        f"peaks: {peaks['bandwidth'] / 1e12:.3f} TB/s copied (x + 1), "
+        f"{peaks['product_rate'] / 1e12:.3g} TFLOP/s (bfloat16 product)\n{results['command']}"
+    )
+    table = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
+    for name in ("operation", "case"):
+        table.add_column(name, no_wrap=True)
+    for name in ("us", "XLA us", "GB/s", "floor us", "bound", "% of floor", "error", "XLA error"):
+        table.add_column(name, justify="right")
+    for row in results["timings"]:
+        table.add_row(
+            row["operation"],
+            row["case"],
+            f"{row['us']:.1f}",
+            f"{row['reference_us']:.1f}",
+            f"{row['gb_per_s']:,.0f}",
+            f"{row['floor_us']:.1f}",
+            row["bound"],
+            f"{100 * row['share_of_floor']:.0f}",
+            f"{row['error']:.1e}",
+            f"{row['reference_error']:.1e}",
+        )
+    return table
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = parse_arguments(arguments)
+    progress = Console(stderr=True, highlight=False, soft_wrap=True)
+    try:
+        results = measure(args, progress)
+    except ValueError as error:
+        print(f"bench_kernels: {error}", file=sys.stderr)
+        return 2
+    console = Console(stderr=args.json, highlight=False)
+    console.width = max(console.width, TABLE_WIDTH)
+    console.print(make_table(results))
+    if args.json:
+        print(json.dumps(results, indent=2))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+"""Timing of kernels on tiny cases; the figures are for a GPU."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxspec.benchmarking.kernels import Peaks, Plan, relative_error, time_benchmark
+from pallas_kernels.benchmark import Benchmark
+from pallas_kernels.paged_attention.cases import TEST_CASES, Case, as_benchmark, benchmarks
+from scripts import bench_kernels
+
+TREE = next(case for case in TEST_CASES if case.name == "small tree")
+
+
+def test_every_kernel_is_timed_beside_its_reference(monkeypatch, capsys):
+    cases = (as_benchmark(TEST_CASES[0], jnp.bfloat16), as_benchmark(TREE, jnp.bfloat16))
+    monkeypatch.setattr(bench_kernels, "OPERATIONS", {"paged_attention": lambda: cases})
+    arguments = ["--json", "--repeats", "1", "--seconds", "1e-3", "--only", "small"]
+    assert bench_kernels.main(arguments) == 0
+    printed = capsys.readouterr()
+    results = json.loads(printed.out)
+    [row] = results["timings"]
+    assert (row["operation"], row["case"]) == ("paged_attention", "small tree")
+    assert row["us"] > 0 and row["reference_us"] > 0
+    assert 0 < row["error"] < 0.02 and 0 < row["reference_error"] < 0.02
+    assert row["gb_per_s"] == pytest.approx(row["bytes"] / row["us"] / 1e3)
+    assert row["share_of_floor"] == pytest.approx(row["floor_us"] / row["us"])
+    assert "small tree" in printed.err and "% of floor" in printed.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--only", "no such case"], "no case contains 'no such case'"),
+        (["--repeats", "0"], "at least 1"),
+        (["--seconds", "0"], "more than 0"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(arguments, message, capsys):
+    assert bench_kernels.main(arguments) == 2
+    [line] = [line for line in capsys.readouterr().err.splitlines() if line.strip()]
+    assert line.startswith("bench_kernels: ") and message in line
+
+
+def test_every_call_is_fed_by_the_one_before_and_sets_rotate():
+    seen = []
+
+    def double(x: jax.Array, offset: jax.Array) -> jax.Array:
+        jax.debug.callback(lambda x, offset: seen.append((float(x), float(offset))), x, offset)
+        return 2 * x + offset
+
+    benchmark = Benchmark(
+        name="doubling",
+        make_arguments=lambda seed: (jnp.float32(1), jnp.float32(seed)),
+        call=double,
+        reference=double,
+        feed=lambda arguments, output: (output, *arguments[1:]),
+        num_bytes=8,
+        flops=2,
+    )
+    plan = Plan(rotation_bytes=3 * 8, seconds=1e-9, repeats=1)
+    timing = time_benchmark(benchmark, Peaks(1e9, 1e9), plan)
+    jax.effects_barrier()
+    assert timing.error == 0 and timing.bound == "memory"
+    assert seen[1:10] == expected_chain(sets=3, calls=9)  # call 0 is the exact result
+
+
+def expected_chain(sets: int, calls: int) -> list[tuple[float, float]]:
+    """A call over set 0, then the chain from set 0 on."""
+    found, x = [], 1.0
+    for index in [0, *range(calls - 1)]:
+        found.append((x, float(index % sets)))
+        x = 2 * x + index % sets
+    return found
+
+
+def test_bytes_and_flops_of_attention():
+    case = Case("", (100, 20), 3, 8, 2, 16, 16, window=64, first_slot=1)
+    slots = 64 + 19 + 2 * 3
+    assert case.num_bytes(jnp.bfloat16) == 2 * 16 * (2 * 2 * slots + 2 * 2 * 3 * 8)
+    assert case.flops == 4 * 3 * 8 * 16 * slots
+
+
+def test_the_longer_of_two_floors_counts():
+    chain, tree = (
+        next(b for b in benchmarks() if b.name == f"8 x 8k, {queries} queries, page 64")
+        for queries in (8, 64)
+    )
+    peaks = Peaks(bandwidth=3e12, product_rate=500e12)
+    assert peaks.floor(chain) == (chain.num_bytes / 3e12, "memory")
+    assert peaks.floor(tree) == (tree.flops / 500e12, "compute")
+
+
+def test_relative_error():
+    assert relative_error(jnp.array([3.0, 4.0]), jnp.array([3.0, 0.0])) == pytest.approx(4 / 3)
