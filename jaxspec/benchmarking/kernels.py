@@ -63,7 +63,11 @@ def time_benchmark(benchmark: Benchmark, peaks: Peaks, plan: Plan) -> KernelTimi
     """Time a case and compare its results."""
     first = benchmark.make_arguments(0)
     copies = max(1, -(-plan.rotation_bytes // _num_bytes(first)))
-    sets = [first, *(benchmark.make_arguments(seed) for seed in range(1, copies))]
+    others = [benchmark.make_arguments(seed) for seed in range(1, copies)]
+    sets = [first]
+    for other in others:  # one table and mask for all, as for the layers of a model
+        pairs = zip(other, first, strict=True)
+        sets.append(tuple(own if _is_data(own) else shared for own, shared in pairs))
     floor, bound = peaks.floor(benchmark)
     num_calls = round(plan.seconds / max(floor, CALL_SECONDS))
 
@@ -115,11 +119,14 @@ def seconds_a_call(
     return statistics.median(seconds) / (1 + passes * length)
 
 
+def _is_data(x: Array | None) -> bool:
+    return x is not None and jnp.issubdtype(x.dtype, jnp.floating)
+
+
 def _pinned(arguments: Arguments) -> Arguments:
     """The same, floating-point arrays held in place behind a barrier."""
-    held = [x is not None and jnp.issubdtype(x.dtype, jnp.floating) for x in arguments]
-    pinned = iter(lax.optimization_barrier([x for x, hold in zip(arguments, held, strict=True) if hold]))
-    return tuple(next(pinned) if hold else x for x, hold in zip(arguments, held, strict=True))
+    pinned = iter(lax.optimization_barrier([x for x in arguments if _is_data(x)]))
+    return tuple(next(pinned) if _is_data(x) else x for x in arguments)
 
 
 def exact_result(benchmark: Benchmark, arguments: Arguments) -> Array:
