@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 from jax import Array
 
@@ -14,7 +15,7 @@ class Benchmark:
 
     Attributes:
       make_arguments: random positional arguments from a seed, made on the device.
-      call: the public function.
+      call: the public function; it returns an array or a tuple of them.
       reference: the same in jnp.
       feed: (arguments, output of the call before) -> arguments; a chain of calls fed so has to
         compute them all.
@@ -24,8 +25,8 @@ class Benchmark:
 
     name: str
     make_arguments: Callable[[int], Arguments]
-    call: Callable[..., Array]
-    reference: Callable[..., Array]
-    feed: Callable[[Arguments, Array], Arguments]
+    call: Callable[..., Any]
+    reference: Callable[..., Any]
+    feed: Callable[[Arguments, Any], Arguments]
     num_bytes: int
     flops: int

@@ -22,11 +22,15 @@ from rich.table import Table
 
 from jaxspec.benchmarking.kernels import KernelTiming, Peaks, Plan, time_benchmark
 from jaxspec.benchmarking.timing import measure_bandwidth, measure_product_rate
+from pallas_kernels.add_rms_norm import cases as add_rms_norm
 from pallas_kernels.benchmark import Benchmark
 from pallas_kernels.paged_attention import cases as paged_attention
 
 OPERATIONS: Mapping[str, Callable[[], Sequence[Benchmark]]] = MappingProxyType(
-    {"paged_attention": paged_attention.benchmarks}
+    {
+        "paged_attention": paged_attention.benchmarks,
+        "add_rms_norm": add_rms_norm.benchmarks,
+    }
 )
 ROTATION_BYTES = 200 << 20  # four times an H100's L2 cache
 TABLE_WIDTH = 130  # where the output is no terminal

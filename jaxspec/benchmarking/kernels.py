@@ -3,6 +3,7 @@
 import dataclasses
 import statistics
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -71,7 +72,7 @@ def time_benchmark(benchmark: Benchmark, peaks: Peaks, plan: Plan) -> KernelTimi
     floor, bound = peaks.floor(benchmark)
     num_calls = round(plan.seconds / max(floor, CALL_SECONDS))
 
-    def seconds(call: Callable[..., Array]) -> float:
+    def seconds(call: Callable[..., Any]) -> float:
         return seconds_a_call(call, benchmark.feed, sets, num_calls, plan.repeats)
 
     exact = exact_result(benchmark, first)
@@ -89,8 +90,8 @@ def time_benchmark(benchmark: Benchmark, peaks: Peaks, plan: Plan) -> KernelTimi
 
 
 def seconds_a_call(
-    call: Callable[..., Array],
-    feed: Callable[[Arguments, Array], Arguments],
+    call: Callable[..., Any],
+    feed: Callable[[Arguments, Any], Arguments],
     sets: Sequence[Arguments],
     num_calls: int,
     repeats: int,
@@ -106,8 +107,8 @@ def seconds_a_call(
     traced_once = jax.jit(call)
 
     @jax.jit
-    def program(sets: Sequence[Arguments]) -> Array:
-        def chain(_: Array, output: Array) -> Array:
+    def program(sets: Sequence[Arguments]) -> Any:
+        def chain(_: Array, output: Any) -> Any:
             for index in range(length):
                 output = traced_once(*_pinned(feed(sets[index % len(sets)], output)))
             return output
@@ -129,7 +130,7 @@ def _pinned(arguments: Arguments) -> Arguments:
     return tuple(next(pinned) if _is_data(x) else x for x in arguments)
 
 
-def exact_result(benchmark: Benchmark, arguments: Arguments) -> Array:
+def exact_result(benchmark: Benchmark, arguments: Arguments) -> Any:
     """The reference over the same arguments in float32."""
     wide = [
         x.astype(jnp.float32) if x is not None and jnp.issubdtype(x.dtype, jnp.floating) else x
@@ -139,10 +140,14 @@ def exact_result(benchmark: Benchmark, arguments: Arguments) -> Array:
         return jax.jit(benchmark.reference)(*wide)
 
 
-def relative_error(found: Array, exact: Array) -> float:
+def relative_error(found: Any, exact: Any) -> float:
     """||found - exact|| / ||exact||"""
-    difference = found.astype(jnp.float32) - exact
-    return float(jnp.linalg.norm(difference) / jnp.linalg.norm(exact))
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(exact), strict=True)
+    differences, sizes = zip(
+        *((jnp.sum((x.astype(jnp.float32) - y) ** 2), jnp.sum(y * y)) for x, y in pairs),
+        strict=True,
+    )
+    return float(jnp.sqrt(sum(differences) / sum(sizes)))
 
 
 def _num_bytes(arguments: Arguments) -> int:

@@ -1,0 +1,78 @@
+"""Residual addition and norm: the reference, and the Hopper kernel interpreted, lowered, run."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.add_rms_norm import add_rms_norm
+from pallas_kernels.add_rms_norm.cases import EPS, TEST_CASES, Case, make_arguments
+from pallas_kernels.add_rms_norm.mosaic_gpu import add_rms_norm_mosaic
+from pallas_kernels.add_rms_norm.reference import add_rms_norm_reference
+
+
+def assert_same(found: Any, case: Case) -> None:
+    """As the reference, but for the last bit of a bfloat16."""
+    expected = add_rms_norm_reference(*make_arguments(case, jnp.bfloat16), EPS)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(
+            one.astype(jnp.float32), other.astype(jnp.float32), rtol=2**-7, atol=1e-6
+        )
+
+
+@pytest.mark.parametrize("case", TEST_CASES, ids=str)
+def test_the_sum_and_its_norm(case: Case):
+    x, y, weight = (np.asarray(a, np.float64) for a in make_arguments(case))
+    total, normed = add_rms_norm(*make_arguments(case), eps=EPS)
+    expected = (x + y) / np.sqrt(((x + y) ** 2).mean(-1, keepdims=True) + EPS) * weight
+    np.testing.assert_allclose(total, x + y, atol=1e-6)
+    np.testing.assert_allclose(normed, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", TEST_CASES, ids=str)
+def test_interpreted_it_is_the_reference(case: Case):
+    arguments = make_arguments(case, jnp.bfloat16)
+    interpret = plgpu.InterpretGPUParams(detect_races=True)
+    assert_same(add_rms_norm_mosaic(*arguments, EPS, interpret), case)
+
+
+@pytest.mark.parametrize("case", TEST_CASES, ids=str)
+def test_it_lowers_for_cuda(case: Case):
+    arguments = jax.eval_shape(lambda: make_arguments(case, jnp.bfloat16))
+    function = functools.partial(add_rms_norm, eps=EPS, implementation="mosaic_gpu")
+    assert jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", TEST_CASES, ids=str)
+def test_on_the_device_it_is_the_reference(case: Case):
+    function = functools.partial(add_rms_norm, eps=EPS, implementation="mosaic_gpu")
+    assert_same(jax.jit(function)(*make_arguments(case, jnp.bfloat16)), case)
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype", "message"),
+    [
+        (Case(1, 100), jnp.bfloat16, "a multiple of 256"),
+        (Case(1, 256), jnp.float32, "must be bfloat16"),
+    ],
+    ids=["width", "dtype"],
+)
+def test_what_it_cannot_take_is_named(case: Case, dtype: Any, message: str):
+    with pytest.raises(ValueError, match=f"the kernel cannot take .*{message}"):
+        add_rms_norm(*make_arguments(case, dtype), eps=EPS, implementation="mosaic_gpu")
+
+
+def test_the_kernel_has_its_references_gradient():
+    """Lowered for cuda, so that the kernel is chosen: the gradient alone needs no kernel."""
+    x, y, weight = make_arguments(TEST_CASES[0], jnp.bfloat16)
+    function = functools.partial(add_rms_norm, eps=EPS, implementation="mosaic_gpu")
+    gradient = jax.grad(lambda x: function(x, y, weight)[1].astype(jnp.float32).sum())(x)
+    expected = jax.grad(
+        lambda x: add_rms_norm_reference(x, y, weight, EPS)[1].astype(jnp.float32).sum()
+    )(x)
+    np.testing.assert_array_equal(gradient, expected)
