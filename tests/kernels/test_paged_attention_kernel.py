@@ -22,6 +22,12 @@ from pallas_kernels.tuning import AttentionTuning, attention_tuning
 
 NARROW = AttentionTuning(block=64, stages=2)
 WIDE = AttentionTuning(block=128, stages=2, warpgroups=2, registers=240)
+# Other cases interpret the same lines; a few seconds each.
+SLOW = {"K: two tiles", "K: pages of 128", "K: tree of 64"}
+INTERPRETED = [
+    pytest.param(case, id=case.name, marks=pytest.mark.slow if case.name in SLOW else ())
+    for case in KERNEL_CASES
+]
 
 
 def error(case: Case, found: jax.Array, arguments: Any) -> float:
@@ -37,7 +43,7 @@ def error(case: Case, found: jax.Array, arguments: Any) -> float:
     return float(jnp.linalg.norm(difference) / jnp.linalg.norm(reference))
 
 
-@pytest.mark.parametrize("case", KERNEL_CASES, ids=str)
+@pytest.mark.parametrize("case", INTERPRETED)
 def test_interpreted_it_is_the_reference(case: Case):
     """Without splits: the interpreter cannot read another CTA's shared memory."""
     arguments = make_arguments(case, jnp.bfloat16)
