@@ -1,6 +1,7 @@
 """The command lines, run as a user runs them."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -22,7 +23,10 @@ GENERATE_KEYS = {
 
 def run_script(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, f"scripts/{name}.py", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}  # this checkout, whatever is installed
+    return subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False
+    )
 
 
 def test_generate_compares_with_plain_decoding_as_json(capsys: pytest.CaptureFixture[str]):
