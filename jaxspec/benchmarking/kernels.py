@@ -64,11 +64,7 @@ def time_benchmark(benchmark: Benchmark, peaks: Peaks, plan: Plan) -> KernelTimi
     """Time a case and compare its results."""
     first = benchmark.make_arguments(0)
     copies = max(1, -(-plan.rotation_bytes // _num_bytes(first)))
-    others = [benchmark.make_arguments(seed) for seed in range(1, copies)]
-    sets = [first]
-    for other in others:  # one table and mask for all, as for the layers of a model
-        pairs = zip(other, first, strict=True)
-        sets.append(tuple(own if _is_data(own) else shared for own, shared in pairs))
+    sets = [first, *(benchmark.make_arguments(seed) for seed in range(1, copies))]
     floor, bound = peaks.floor(benchmark)
     num_calls = round(plan.seconds / max(floor, CALL_SECONDS))
 
@@ -98,25 +94,34 @@ def seconds_a_call(
 ) -> float:
     """Median seconds of a call in a loop over chains of calls that rotate through ``sets``.
 
-    Each call waits for the one before it and for its arrays of numbers, so that no work on them is
-    shared between calls or moved out of the loop. What is made of tables, lengths and masks alone
-    is shared, as the layers of a model share it.
+    The first set's tables, lengths and masks serve all, and what is made of them alone is made once
+    a chain, as the layers of a model share it. Each call waits for the one before it and for its
+    arrays of numbers: no work on those is shared between calls or moved out of the loop.
     """
     length = max(len(sets), SHORTEST_CHAIN)
     passes = max(1, num_calls // length)
     traced_once = jax.jit(call)
+    tables = [None if _is_data(x) else x for x in sets[0]]
+    data = [[x for x in arguments if _is_data(x)] for arguments in sets]
 
     @jax.jit
-    def program(sets: Sequence[Arguments]) -> Any:
+    def program(tables: Sequence[Array | None], data: Sequence[Sequence[Array]]) -> Any:
+        def arguments(index: int) -> Arguments:
+            own = iter(data[index % len(data)])
+            return tuple(
+                next(own) if _is_data(x) else table
+                for x, table in zip(sets[0], tables, strict=True)
+            )
+
         def chain(_: Array, output: Any) -> Any:
             for index in range(length):
-                output = traced_once(*_pinned(feed(sets[index % len(sets)], output)))
+                output = traced_once(*_pinned(feed(arguments(index), output)))
             return output
 
-        return lax.fori_loop(0, passes, chain, traced_once(*sets[0]))
+        return lax.fori_loop(0, passes, chain, traced_once(*arguments(0)))
 
-    jax.block_until_ready(program(sets))
-    seconds = [timed(program, sets)[1] for _ in range(repeats)]
+    jax.block_until_ready(program(tables, data))
+    seconds = [timed(program, tables, data)[1] for _ in range(repeats)]
     return statistics.median(seconds) / (1 + passes * length)
 
 

@@ -1,5 +1,6 @@
 """Residual addition and norm on Hopper GPUs: one warpgroup a row, one launch instead of two."""
 
+import functools
 from typing import Any
 
 import jax
@@ -19,6 +20,8 @@ def misfit(x: Array) -> str | None:
     return None
 
 
+# Traced once for all layers of a model.
+@functools.partial(jax.jit, static_argnames=("eps", "interpret"))
 def add_rms_norm_mosaic(
     x: Array, y: Array, weight: Array, eps: float, interpret: Any = None
 ) -> tuple[Array, Array]:

@@ -8,6 +8,7 @@ takes a run of it and they merge their softmaxes through each other's shared mem
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -57,6 +58,8 @@ class _Plan:
         return self.window is not None or self.first_slot > 0
 
 
+# Traced once for all layers of a model: building and compiling the kernel takes seconds.
+@functools.partial(jax.jit, static_argnames=("window", "first_slot", "config", "interpret"))
 def paged_attention_mosaic(
     q: Array,  # [B, T, Q, D]
     k_pages: Array,  # [P, G, K, D]

@@ -18,7 +18,7 @@ from pallas_kernels.paged_attention.cases import (
 )
 from pallas_kernels.paged_attention.mosaic_gpu import misfit, paged_attention_mosaic
 from pallas_kernels.paged_attention.reference import paged_attention_reference
-from pallas_kernels.tuning import AttentionTuning, attention_tuning
+from pallas_kernels.tuning import AttentionTuning
 
 NARROW = AttentionTuning(block=64, stages=2)
 WIDE = AttentionTuning(block=128, stages=2, warpgroups=2, registers=240)
@@ -95,13 +95,3 @@ def test_what_it_cannot_take_is_named(case: Case, dtype, message: str):
     with pytest.raises(ValueError, match=f"the kernel cannot take .*{message}"):
         paged_attention(*arguments, implementation="mosaic_gpu")
     assert jnp.isfinite(paged_attention(*arguments)).all(), "the reference takes it"
-
-
-@pytest.mark.parametrize("pairs", [1, 8, 16, 64, 256, 1024])
-@pytest.mark.parametrize("slots", [64, 256, 8192])
-def test_splits_keep_every_block_resident_and_busy(pairs: int, slots: int):
-    for row_tiles in (1, 2, 4):
-        tuning = attention_tuning(pairs, row_tiles, slots)
-        assert tuning.splits in (1, 2, 4, 8)
-        assert tuning.splits == 1 or pairs * tuning.splits <= 264
-        assert tuning.splits <= max(slots // tuning.block, 1)
