@@ -35,7 +35,8 @@ class PagedAttend:
     def __call__(
         self, cache: LayerCache, q: Array, k: Array, v: Array, window: int | None
     ) -> tuple[Array, LayerCache]:
-        cache = write(cache, k, v, self.slots)
+        with jax.named_scope("kv_write"):
+            cache = write(cache, k, v, self.slots)
         out = paged_attention(
             q,
             cache.k,

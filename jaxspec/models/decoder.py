@@ -139,6 +139,7 @@ def parallel_kv_heads(config: ModelConfig, tensor_parallel: int) -> int:
     return kv_heads
 
 
+@jax.named_scope("embed")
 def embed(decoder: Decoder, tokens: Array) -> Array:
     """Token embeddings: int [B, T] -> [B, T, H]."""
     if decoder.axis is None:
@@ -161,16 +162,19 @@ def attention_block(
     axis: str | None,
 ) -> tuple[Array, Any]:
     """Attention from normed input to what is added to the residual stream, [B, T, H]."""
-    qkv = linear(x, layer.qkv, layer.qkv_bias)  # [B, T, G, R, D]
+    with jax.named_scope("qkv"):
+        qkv = linear(x, layer.qkv, layer.qkv_bias)  # [B, T, G, R, D]
     q, k, v = qkv[..., :-2, :], qkv[..., -2:-1, :], qkv[..., -1, :]
     q = apply_rope(rms_norm(q, layer.q_norm, config.rms_norm_eps), rope)
     k = apply_rope(rms_norm(k, layer.k_norm, config.rms_norm_eps), rope)[..., 0, :]
     batch, num_tokens = x.shape[:2]
     out, cache = attend(cache, q.reshape(batch, num_tokens, -1, config.head_dim), k, v, window)
-    y = all_reduce(linear(out.reshape(batch, num_tokens, -1), layer.o), axis)
+    with jax.named_scope("o"):
+        y = all_reduce(linear(out.reshape(batch, num_tokens, -1), layer.o), axis)
     return (y if layer.o_bias is None else y + layer.o_bias), cache
 
 
+@jax.named_scope("mlp")
 def mlp_block(layer: Layer, x: Array, axis: str | None) -> Array:
     """SwiGLU MLP from normed input to what is added to the residual stream, [B, T, H]."""
     y = all_reduce(linear(swiglu(linear(x, layer.gate_up, layer.gate_up_bias)), layer.down), axis)
@@ -213,6 +217,7 @@ def run(
     return normed, tuple(new_caches), captured
 
 
+@jax.named_scope("lm_head")
 def logits(decoder: Decoder, hidden: Array) -> Array:
     """Float32 logits of normed hidden states, this shard's part: [..., H] -> [..., V / shards]."""
     if decoder.lm_head is None:

@@ -131,7 +131,7 @@ def run(
     rope = rope_angles(config, positions)
     if head.method == "eagle3":
         if hidden.shape[-1] != config.hidden_size:
-            hidden = linear(hidden, head.fc, head.fc_bias)
+            hidden = _fuse(head, hidden)
         first = head.layers[0]
         block_input = jnp.concatenate(
             [rms_norm(embedded, first.input_norm, eps), rms_norm(hidden, head.hidden_norm, eps)],
@@ -139,7 +139,7 @@ def run(
         )
         x = hidden
     else:
-        x = linear(jnp.concatenate([embedded, hidden], axis=-1), head.fc, head.fc_bias)
+        x = _fuse(head, jnp.concatenate([embedded, hidden], axis=-1))
         block_input = x
     new_caches = []
     for index, (layer, cache) in enumerate(zip(head.layers, caches, strict=True)):
@@ -155,6 +155,11 @@ def run(
     return x, tuple(new_caches)
 
 
+@jax.named_scope("fc")
+def _fuse(head: EagleHead, features: Array) -> Array:
+    return linear(features, head.fc, head.fc_bias)
+
+
 def vocab_axis(head: EagleHead, target: Decoder) -> str | None:
     """Mesh axis that the last dimension of ``logits`` is sharded over."""
     return target.axis if head.lm_head is None else head.axis
@@ -165,4 +170,5 @@ def logits(head: EagleHead, target: Decoder, outputs: Array) -> Array:
     if head.lm_head is None:
         return decoder.logits(target, outputs)
     normed = rms_norm(outputs, head.norm, head.config.rms_norm_eps)
-    return einsum_f32("...h,hw->...w", normed, head.lm_head)
+    with jax.named_scope("lm_head"):
+        return einsum_f32("...h,hw->...w", normed, head.lm_head)

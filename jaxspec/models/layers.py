@@ -15,6 +15,7 @@ def linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
     return y if bias is None else y + bias
 
 
+@jax.named_scope("norm")
 def rms_norm(x: Array, weight: Array | None, eps: float) -> Array:
     """Root-mean-square norm over the last dimension, in float32. No weight: identity."""
     return x if weight is None else rms_norm_reference(x, weight, eps)
@@ -27,6 +28,7 @@ def add_rms_norm(x: Array, y: Array, weight: Array | None, eps: float) -> tuple[
     return fused_add_rms_norm(x, y, weight, eps)
 
 
+@jax.named_scope("activation")
 def swiglu(gate_up: Array) -> Array:
     """[..., 2, F] -> [..., F]"""
     return jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :]
@@ -48,6 +50,7 @@ def _scale_llama3(frequencies: Array, scaling: Llama3RopeScaling) -> Array:
     return frequencies * (keep + (1 - keep) / scaling.factor)
 
 
+@jax.named_scope("rope")
 def rope_angles(config: ModelConfig, positions: Array) -> tuple[Array, Array]:
     """cos and sin of each position's rotations: int [B, T] -> float32 [B, T, 2, D / 2] twice.
 
@@ -58,6 +61,7 @@ def rope_angles(config: ModelConfig, positions: Array) -> tuple[Array, Array]:
     return jnp.stack([cos, cos], axis=-2), jnp.stack([-sin, sin], axis=-2)
 
 
+@jax.named_scope("rope")
 def apply_rope(x: Array, rope: tuple[Array, Array]) -> Array:
     """Rotate heads x [B, T, G, R, D] (halves paired, as in the Llama checkpoints).
 

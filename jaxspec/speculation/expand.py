@@ -59,12 +59,14 @@ class Proposer(NamedTuple):
     target_vocab: int
     target_axis: str | None
 
+    @jax.named_scope("sample")
     def children(self, logits: Array, depth: int) -> Children:
         """The ``top_k`` children at ``depth`` of each beam: logits [B, k, W / shards]."""
         log_probs = collectives.log_softmax(self._ranked(self._processed(logits), depth), self.axis)
         values, index = collectives.top_k(log_probs, self.speculation.top_k, self.axis)
         return Children(self._target_ids(index), values)
 
+    @jax.named_scope("sample")
     def next_token(self, logits: Array, depth: int) -> tuple[Array, Array | None]:
         """A chain's token at ``depth`` from logits [B, 1, W / shards]: int32 [B, 1].
 

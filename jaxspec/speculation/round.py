@@ -1,5 +1,6 @@
 """One round: draft a tree, verify it in one target pass, accept a path, compact the cache."""
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -24,7 +25,8 @@ def run_round(
     target: Decoder, drafter: Drafter, speculation: SpeculationConfig, state: EngineState
 ) -> EngineState:
     """Commit between 1 and max_depth + 1 tokens of every active sequence."""
-    tree, draft = drafter.propose(target, state)
+    with jax.named_scope("draft"):
+        tree, draft = drafter.propose(target, state)
     if speculation.verify_width is not None:
         tree = pad_tree(tree, speculation.verify_width)
     invariant = speculation.verify_width is not None
@@ -35,6 +37,8 @@ def run_round(
     counts, active = _limit(accepted, state)
     if not tree.is_chain:
         cache = _compact(state, cache, accepted.path, counts)
+    with jax.named_scope("draft"):
+        draft = drafter.commit(draft, features, accepted.path, counts, state.active)
     return EngineState(
         tokens=write_tokens(state, accepted.tokens, counts),
         context_lens=state.context_lens + counts,
@@ -43,12 +47,13 @@ def run_round(
         stop_tokens=state.stop_tokens,
         page_table=state.page_table,
         cache=cache,
-        draft=drafter.commit(draft, features, accepted.path, counts, state.active),
+        draft=draft,
         sampling=state.sampling,
         stats=_count(state, tree, accepted),
     )
 
 
+@jax.named_scope("verify")
 def verify(
     target: Decoder,
     state: EngineState,
@@ -79,6 +84,7 @@ def verify(
     return decoder.logits(target, hidden), features, cache
 
 
+@jax.named_scope("accept")
 def accept(
     tree: DraftTree,
     logits: Array,
@@ -96,6 +102,7 @@ def accept(
     return accept_match(*arguments)
 
 
+@jax.named_scope("accept")
 def _limit(accepted: Accepted, state: EngineState) -> tuple[Array, Array]:
     """Tokens to commit, cut at the first stop token and at max_lens: (counts, active), [B]."""
     width = accepted.tokens.shape[1]
@@ -109,6 +116,7 @@ def _limit(accepted: Accepted, state: EngineState) -> tuple[Array, Array]:
     return counts, state.active & ~stopped & (counts < room)
 
 
+@jax.named_scope("compact")
 def _compact(state: EngineState, cache: tuple, path: Array, counts: Array) -> tuple:
     """Move the keys and values of accepted nodes down to the sequence's next slots."""
     depth = jnp.arange(path.shape[1])

@@ -2,6 +2,7 @@
 
 import functools
 
+import jax
 from jax import Array
 
 from pallas_kernels.gradients import with_reference_gradient
@@ -10,6 +11,7 @@ from pallas_kernels.paged_attention.reference import paged_attention_reference
 from pallas_kernels.tuning import Implementation, use_kernel
 
 
+@jax.named_scope("attention")
 def paged_attention(
     q: Array,
     k_pages: Array,
