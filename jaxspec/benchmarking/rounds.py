@@ -80,7 +80,7 @@ def time_mode(
 
     Raises RuntimeError if a sequence ended early, which would make the figures wrong.
     """
-    bench = _Bench(mode, params, workload)
+    bench = Bench(mode, params, workload)
     report("compiling prefill")
     state, prefill_compile = timed(bench.fill, bench.new_state())
     report("compiling the rounds")
@@ -112,7 +112,7 @@ def time_mode(
     )
 
 
-class _Bench:
+class Bench:
     """The compiled programs of one mode, and its prompts. Holds no state: one is large."""
 
     def __init__(self, mode: Mode, params: EngineParams, workload: Workload):

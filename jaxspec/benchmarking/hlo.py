@@ -1,0 +1,164 @@
+"""Reading a compiled program's text: what its loop runs, and which part of a round that is for."""
+
+import collections
+import dataclasses
+import re
+from collections.abc import Iterator, Sequence
+
+# Names given with jax.named_scope: where in a round, and which part of a model's work.
+PHASES = ("draft", "verify", "accept", "compact")
+LAYER_PARTS = ("norm", "qkv", "rope", "kv_write", "attention", "o", "mlp", "activation")
+PARTS = ("embed", "fc", *LAYER_PARTS, "lm_head", "sample")
+OTHER = "other"
+
+CONTAINERS = {"while", "conditional", "call"}
+LAUNCH_NOTHING = {
+    *("parameter", "constant", "bitcast", "get-tuple-element", "tuple", "after-all"),
+    *("opt-barrier", "partition-id", "replica-id", "copy-done", "async-done"),
+}
+_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = .*? ([a-z][a-z0-9\-]*)\(([^()]*)\)")
+_OPERAND = re.compile(r"%([\w.\-]+)")
+_OP_NAME = re.compile(r'\bop_name="([^"]*)"')
+_SAME_AS = re.compile(r'\bdeduplicated_name="([^"]*)"')
+_CALLED = re.compile(r"\b(?:calls|to_apply|condition|body)=%?([\w.\-]+)")
+_BRANCHES = re.compile(r"\b(?:branch_computations=\{|(?:true|false)_computation=)([^}\s]*)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Scope:
+    """A phase of the round and a part of it, ``other`` where the program does not say."""
+
+    phase: str = OTHER
+    part: str = OTHER
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One line of a computation.
+
+    Attributes:
+      arguments: what stands between the parentheses.
+      group: the same for instructions that run one kernel between them.
+      called: names of computations.
+    """
+
+    name: str
+    opcode: str
+    arguments: str
+    op_name: str
+    group: str
+    called: tuple[str, ...]
+
+
+def parse_scope(op_name: str) -> Scope:
+    """The first phase and the last part among a path's names: ``a/verify/mlp/norm/mul``."""
+    names = op_name.split("/")
+    phase = next((name for name in names if name in PHASES), OTHER)
+    part = next((name for name in reversed(names) if name in PARTS), OTHER)
+    return Scope(phase, part)
+
+
+class Program:
+    """A compiled program, from ``compiled.as_text()``."""
+
+    def __init__(self, text: str):
+        self.computations = _parse(text)  # by name, instructions in order of schedule
+        self.instructions = {i.name: i for group in self.computations.values() for i in group}
+        self._readers = self._find_readers()
+
+    def loop(self) -> list[Instruction]:
+        """Instructions that launch something in the largest loop, those of the computations that
+        it calls among them, in order.
+
+        Raises ValueError if the program has no loop.
+        """
+        whiles = [i for i in self.instructions.values() if i.opcode == "while"]
+        if not whiles:
+            raise ValueError("the program has no loop")
+        return max((list(self._launching(i.called)) for i in whiles), key=len)
+
+    def scope(self, instruction: Instruction) -> Scope:
+        """What an instruction is for.
+
+        A fusion is for the product in it, else what its root is for, else most of it. XLA leaves
+        the products that it splits without a name: then what reads the result decides.
+        """
+        own = parse_scope(instruction.op_name)
+        fused = [i for name in instruction.called for i in self.computations[name]]
+        products = [parse_scope(i.op_name) for i in fused if i.opcode == "dot"]
+        for scope in (*products, own):
+            if scope.part != OTHER:
+                return scope
+        if not products:
+            scopes = [parse_scope(i.op_name) for i in fused]
+            scopes = [s for s in scopes if s.phase != OTHER and own.phase in (OTHER, s.phase)]
+            if scopes:
+                named = [s for s in scopes if s.part != OTHER]
+                return collections.Counter(named or scopes).most_common(1)[0][0]
+        return own if own.phase != OTHER else self._scope_of_readers(instruction)
+
+    def _scope_of_readers(self, instruction: Instruction) -> Scope:
+        """The scope of the nearest named instruction that depends on this one."""
+        queue, seen = collections.deque([instruction.name]), {instruction.name}
+        while queue:
+            for reader in self._readers[queue.popleft()]:
+                scope = parse_scope(self.instructions[reader].op_name)
+                if scope.phase != OTHER:
+                    return scope
+                if reader not in seen:
+                    seen.add(reader)
+                    queue.append(reader)
+        return Scope()
+
+    def _find_readers(self) -> dict[str, list[str]]:
+        """Names of the instructions that read each one: those inside a fusion, not the fusion."""
+        readers = collections.defaultdict(list)
+        for instruction in self.instructions.values():
+            if instruction.opcode in CONTAINERS:
+                continue
+            entrances = {}
+            if instruction.opcode == "fusion":
+                [fused] = instruction.called
+                entrances = {
+                    int(i.arguments): i.name
+                    for i in self.computations[fused]
+                    if i.opcode == "parameter"
+                }
+                readers[self.computations[fused][-1].name].append(instruction.name)
+            for index, operand in enumerate(_OPERAND.findall(instruction.arguments)):
+                readers[operand].append(entrances.get(index, instruction.name))
+        return readers
+
+    def _launching(self, names: Sequence[str]) -> Iterator[Instruction]:
+        for name in names:
+            for instruction in self.computations[name]:
+                if instruction.opcode in CONTAINERS:
+                    yield from self._launching(instruction.called)
+                elif instruction.opcode not in LAUNCH_NOTHING:
+                    yield instruction
+
+
+def _parse(text: str) -> dict[str, list[Instruction]]:
+    computations: dict[str, list[Instruction]] = {}
+    current: list[Instruction] = []
+    for line in text.splitlines():
+        if header := _COMPUTATION.match(line):
+            current = computations.setdefault(header[1], [])
+        elif found := _INSTRUCTION.match(line):
+            current.append(_parse_instruction(found, line))
+    return computations
+
+
+def _parse_instruction(found: re.Match[str], line: str) -> Instruction:
+    name, opcode, arguments = found.groups()
+    op_name, same_as = _OP_NAME.search(line), _SAME_AS.search(line)
+    branches = [name.strip(" %") for group in _BRANCHES.findall(line) for name in group.split(",")]
+    return Instruction(
+        name=name,
+        opcode=opcode,
+        arguments=arguments,
+        op_name=op_name[1] if op_name else "",
+        group=same_as[1] if same_as else name,
+        called=(*_CALLED.findall(line), *branches),
+    )

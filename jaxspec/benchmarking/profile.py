@@ -1,0 +1,244 @@
+"""Where a decoding round's time goes: profiler events, attributed to scopes of the program."""
+
+import collections
+import dataclasses
+import itertools
+import re
+import tempfile
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxspec.benchmarking.hlo import CONTAINERS, Instruction, Program, Scope
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """One kernel launch, copy or CPU operation.
+
+    Attributes:
+      name: the kernel's; on a CPU the instruction's.
+      hlo_op: the instruction that launched it, or the command buffer (CUDA graph) that did.
+    """
+
+    name: str
+    hlo_op: str
+    start_ns: float
+    duration_ns: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """An event of a round. ``counted_us`` leaves out what overlaps with earlier events."""
+
+    name: str
+    scope: Scope
+    start_us: float
+    duration_us: float
+    counted_us: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Round:
+    """From the first event of a round to the first of the next."""
+
+    spans: tuple[Span, ...]
+    length_us: float
+
+    @property
+    def gaps_us(self) -> float:
+        """Time in which nothing ran."""
+        return self.length_us - sum(span.counted_us for span in self.spans)
+
+
+@dataclasses.dataclass(frozen=True)
+class Profile:
+    """Rounds but for the last of each call, and the longest pause of the device between calls."""
+
+    rounds: tuple[Round, ...]
+    host_gap_us: float | None  # None: a single call
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """Means over rounds."""
+
+    us: float
+    launches: float
+
+
+def record(run: Callable[[], Any]) -> list[Event]:
+    """The device's events while ``run`` runs, in order of their start."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            jax.block_until_ready(run())
+        [path] = Path(folder).rglob("*.xplane.pb")
+        return read_events(jax.profiler.ProfileData.from_file(str(path)))
+
+
+def read_events(data: Any) -> list[Event]:
+    """From a ProfileData: those of GPU streams, or, without a GPU, the CPU's operations."""
+    lines = [(plane.name, line) for plane in data.planes for line in plane.lines]
+    streams = [line for plane, line in lines if "GPU" in plane and "Stream" in line.name]
+    events = []
+    for line in streams or [line for _, line in lines]:
+        for event in line.events:
+            hlo_op = str(dict(event.stats).get("hlo_op", ""))
+            if streams or (hlo_op and not event.name.startswith("end: ")):
+                events.append(Event(event.name, hlo_op, event.start_ns, event.duration_ns))
+    return sorted(events, key=lambda event: event.start_ns)
+
+
+def profile_rounds(
+    events: Sequence[Event], program: Program, rounds_per_call: int, num_calls: int
+) -> Profile:
+    """Cut the events of ``num_calls`` calls into rounds, and attribute them.
+
+    Raises ValueError if no instruction runs exactly once a round.
+    """
+    containers = {i.name for i in program.instructions.values() if i.opcode in CONTAINERS}
+    events = [event for event in events if event.name not in containers]
+    loop = _Loop(program)
+    starts, first = loop.round_starts(events, rounds_per_call * num_calls)
+    loop.begin_with(first)
+    rounds, pauses = [], []
+    for index, (start, stop) in enumerate(itertools.pairwise(starts), 1):
+        inside, end_ns = events[start:stop], events[stop].start_ns
+        if index % rounds_per_call:
+            spans = tuple(_spans(inside, loop.scopes(inside)))
+            rounds.append(Round(spans, 1e-3 * (end_ns - inside[0].start_ns)))
+        else:
+            pauses.append(_longest_pause(inside, end_ns))
+    return Profile(tuple(rounds), max(pauses, default=None))
+
+
+def summarize[Key: Hashable](
+    rounds: Sequence[Round], key: Callable[[Span], Key]
+) -> dict[Key, Cost]:
+    """Mean cost in a round of the spans that share a key, the costliest first."""
+    spans = collections.defaultdict(list)
+    for span in itertools.chain.from_iterable(one.spans for one in rounds):
+        spans[key(span)].append(span.counted_us)
+    costs = {name: Cost(sum(us) / len(rounds), len(us) / len(rounds)) for name, us in spans.items()}
+    return dict(sorted(costs.items(), key=lambda item: -item[1].us))
+
+
+class _Loop:
+    """The instructions of the rounds' loop, and which of them launched an event.
+
+    A kernel has the name of an instruction, but equal instructions run the same kernel: of all
+    events with its name the n-th belongs to the n-th of the equal instructions. Kernels of
+    libraries and of Pallas have names of their own: they belong to what lies between the
+    instructions of the events around them.
+    """
+
+    def __init__(self, program: Program):
+        self.order = program.loop()
+        self.scope_by_name = {i.name: program.scope(i) for i in self.order}
+        self.group_by_name = {i.name: i.group for i in program.instructions.values()}
+        self.group_by_kernel = {kernel_name(name): g for name, g in self.group_by_name.items()}
+        self.begin_with(self.order[0])
+
+    def begin_with(self, first: Instruction) -> None:
+        """Rotate the order to that of a round whose first event is by ``first``."""
+        split = self.order.index(first)
+        self.order = self.order[split:] + self.order[:split]
+        self.index = {i.name: position for position, i in enumerate(self.order)}
+        self.members = collections.defaultdict(list)
+        for instruction in self.order:
+            self.members[instruction.group].append(instruction)
+
+    def candidates(self, event: Event) -> list[Instruction] | None:
+        """Instructions that may have launched an event: none if it is not the loop's, None if its
+        name says nothing."""
+        if event.hlo_op in self.index:
+            return [self.order[self.index[event.hlo_op]]]
+        if event.hlo_op in self.group_by_name:
+            return []
+        group = self.group_by_kernel.get(event.name)
+        return None if group is None else self.members[group]
+
+    def round_starts(
+        self, events: Sequence[Event], num_rounds: int
+    ) -> tuple[list[int], Instruction]:
+        """Indices of the events that begin a round, and the instruction that they are by."""
+        found = collections.defaultdict(list)
+        for index, event in enumerate(events):
+            match self.candidates(event):
+                case [only]:
+                    found[only].append(index)
+        once = [(indices, i) for i, indices in found.items() if len(indices) == num_rounds]
+        if not once:
+            raise ValueError(
+                f"no instruction of the loop has {num_rounds} events in the profile, one a round"
+            )
+        return min(once, key=lambda pair: pair[0][0])
+
+    def scopes(self, events: Sequence[Event]) -> list[Scope]:
+        """The scope of each event of one round."""
+        launched_by: list[Instruction | None] = [None] * len(events)
+        nameless, by_candidates = [], collections.defaultdict(list)
+        for index, event in enumerate(events):
+            candidates = self.candidates(event)
+            if candidates is None:
+                nameless.append(index)
+            elif candidates:
+                by_candidates[tuple(candidates)].append(index)
+        for candidates, indices in by_candidates.items():
+            for index, instruction in zip(indices, spread(candidates, len(indices)), strict=True):
+                launched_by[index] = instruction
+        for indices in _runs(nameless):
+            between = self._between(launched_by[: indices[0]], launched_by[indices[-1] + 1 :])
+            for index, instruction in zip(indices, spread(between, len(indices)), strict=True):
+                launched_by[index] = instruction
+        return [Scope() if i is None else self.scope_by_name[i.name] for i in launched_by]
+
+    def _between(
+        self, before: Sequence[Instruction | None], after: Sequence[Instruction | None]
+    ) -> list[Instruction]:
+        """What may launch kernels with names of their own between two sequences of instructions;
+        else the last instruction before."""
+        last = next((self.index[i.name] for i in reversed(before) if i), -1)
+        following = next((self.index[i.name] for i in after if i), len(self.order))
+        between = [i for i in self.order[last + 1 : following] if i.opcode != "fusion"]
+        return between or [self.order[max(last, 0)]]
+
+
+def kernel_name(instruction: str) -> str:
+    """The name that XLA gives an instruction's kernel."""
+    return re.sub(r"\W", "_", instruction)
+
+
+def spread[T](items: Sequence[T], count: int) -> list[T]:
+    """The items ``count`` times in all, in order and as evenly as can be."""
+    return [items[index * len(items) // count] for index in range(count)]
+
+
+def _runs(indices: Sequence[int]) -> list[list[int]]:
+    """Consecutive indices together."""
+    by_offset = itertools.groupby(enumerate(indices), lambda pair: pair[1] - pair[0])
+    return [[index for _, index in run] for _, run in by_offset]
+
+
+def _spans(events: Sequence[Event], scopes: Sequence[Scope]) -> Iterator[Span]:
+    origin = done = events[0].start_ns
+    for event, scope in zip(events, scopes, strict=True):
+        end = event.start_ns + event.duration_ns
+        yield Span(
+            name=event.name,
+            scope=scope,
+            start_us=1e-3 * (event.start_ns - origin),
+            duration_us=1e-3 * event.duration_ns,
+            counted_us=1e-3 * max(0.0, end - max(done, event.start_ns)),
+        )
+        done = max(done, end)
+
+
+def _longest_pause(events: Sequence[Event], end_ns: float) -> float:
+    """Microseconds in which nothing ran, from the first event to ``end_ns``."""
+    done, longest = events[0].start_ns, 0.0
+    for start, stop in [*((e.start_ns, e.start_ns + e.duration_ns) for e in events), (end_ns, 0.0)]:
+        longest, done = max(longest, start - done), max(done, stop)
+    return 1e-3 * longest

@@ -1,0 +1,54 @@
+"""The profile of a round, on a CPU."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from jaxspec.benchmarking.shapes import SHAPES
+from scripts import profile_round
+
+TINY = ["--shape", "tiny", "--context", "32", "--page-size", "16", "--dtype", "float32"]
+
+
+# jaxlib's type of event statistics lacks the attribute.
+@pytest.mark.filterwarnings("ignore:builtin type event_stats:DeprecationWarning")
+def test_a_round_is_split_into_its_phases(tmp_path: Path, monkeypatch, capsys):
+    small = dataclasses.replace(SHAPES["tiny"], num_layers=2, sliding_windows=(None, None))
+    monkeypatch.setattr(profile_round, "SHAPES", {"tiny": small})
+    plot = tmp_path / "round.png"
+    arguments = [*TINY, "--mode", "tree:3:1:2@1.5", "--rounds", "3", "--plot", str(plot), "--json"]
+    assert profile_round.main(arguments) == 0
+    printed = capsys.readouterr()
+    results = json.loads(printed.out)
+    assert results["profiled_rounds"] == 4
+    rows = {(row["phase"], row["part"]): row for row in results["scopes"]}
+    assert {phase for phase, _ in rows} >= {"draft", "verify", "accept", "compact"}
+    for phase in ("draft", "verify"):
+        for part in ("qkv", "attention", "kv_write", "o", "mlp", "norm", "lm_head"):
+            assert rows[phase, part]["us"] > 0
+        assert rows[phase, "lm_head"]["launches_per_layer"] is None
+    mlp = rows["verify", "mlp"]
+    assert mlp["launches_per_layer"] == pytest.approx(mlp["launches"] / small.num_layers)
+    busy = sum(row["us"] for row in rows.values())
+    assert busy + results["gaps_us"] == pytest.approx(results["round_us"])
+    assert rows.get(("other", "other"), {"share": 0})["share"] < 0.1
+    assert sum(kernel["us"] for kernel in results["kernels"]) == pytest.approx(busy)
+    assert "us between the calls" in printed.err
+    assert plot.stat().st_size > 5_000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--mode", "chain"], "not plain, chain:K"),
+        (["--rounds", "1"], "--rounds 2"),
+        (["--batch", "0"], "must be at least 1"),
+        (["--plot", "/no/such/folder/plot.png"], "no directory /no/such/folder"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(arguments, message, capsys):
+    assert profile_round.main([*TINY, *arguments]) == 2
+    [line] = [line for line in capsys.readouterr().err.splitlines() if line.strip()]
+    assert line.startswith("profile_round: ") and message in line
