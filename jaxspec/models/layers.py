@@ -21,6 +21,7 @@ def rms_norm(x: Array, weight: Array | None, eps: float) -> Array:
     return x if weight is None else rms_norm_reference(x, weight, eps)
 
 
+@jax.named_scope("norm")
 def add_rms_norm(x: Array, y: Array, weight: Array | None, eps: float) -> tuple[Array, Array]:
     """x + y, and its norm. No weight: the sum itself."""
     if weight is None:
