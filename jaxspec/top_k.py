@@ -31,9 +31,11 @@ def _by_sorting(x: Array, *, k: int) -> tuple[Array, Array]:
 
 
 def by_counting(x: Array, *, k: int) -> tuple[Array, Array]:
-    """local_top_k without a sort, on any device."""
+    """local_top_k without a sort, on any device, unless k is a large part of many."""
     size = x.shape[-1]
-    if size <= ALL_PAIRS or k * CHUNK >= size:
+    if size > ALL_PAIRS and k * CHUNK >= size:
+        return _by_sorting(x, k=k)  # most chunks would be candidates
+    if size <= ALL_PAIRS:
         return _by_rank(x, jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), x.shape), k)
     padding = [(0, 0)] * (x.ndim - 1) + [(0, -size % CHUNK)]
     chunks = jnp.pad(x, padding, constant_values=-jnp.inf).reshape(*x.shape[:-1], -1, CHUNK)

@@ -4,7 +4,10 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import jax
 from jax import Array
+
+from pallas_kernels.tuning import Implementation, is_hopper
 
 Arguments = tuple[Array | None, ...]
 
@@ -21,6 +24,7 @@ class Benchmark:
         compute them all.
       num_bytes: what any implementation must read and write.
       flops: multiplications and additions that any implementation must do.
+      implementation: what ``call`` runs.
     """
 
     name: str
@@ -30,3 +34,9 @@ class Benchmark:
     feed: Callable[[Arguments, Any], Arguments]
     num_bytes: int
     flops: int
+    implementation: Implementation
+
+
+def implementation_to_time() -> Implementation:
+    """The kernel wherever it can run, whether or not it is the engine's choice there."""
+    return "mosaic_gpu" if is_hopper(jax.devices()[0]) else "reference"

@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 
@@ -14,12 +14,14 @@ logger = logging.getLogger(__name__)
 
 # Device kinds, as jax names them, on which an operation's kernel was measured inside the engine;
 # elsewhere its jnp reference runs. None yet: on an H100 the attention kernel was right and faster
-# than XLA by itself, but the whole engine has not run with it there.
+# than XLA by itself for up to 64 query rows a KV head; but not more, nor the engine with it.
 MEASURED: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {"paged_attention": (), "add_rms_norm": ()}
 )
 KERNELS_VARIABLE = "JAXSPEC_KERNELS"  # "all", "none" or a comma list of operations: overrides it
 MULTIPROCESSORS = 132
+REGISTERS = 65536  # of a multiprocessor
+FEWEST_REGISTERS = 24  # that a thread can be left with
 
 Implementation = Literal["auto", "mosaic_gpu", "reference"]
 
@@ -28,9 +30,10 @@ Implementation = Literal["auto", "mosaic_gpu", "reference"]
 def use_kernel(operation: str) -> bool:
     """Whether an operation's kernel is the choice on the default device.
 
-    Raises ValueError if the environment variable names an operation that has no kernel.
+    Raises ValueError if the environment variable names an operation that has no kernel, or asks for
+    kernels where they cannot run.
     """
-    chosen = os.environ.get(KERNELS_VARIABLE)
+    device, chosen = jax.devices()[0], os.environ.get(KERNELS_VARIABLE)
     if chosen is not None:
         names = {"all": list(MEASURED), "none": []}.get(chosen, chosen.split(","))
         if unknown := sorted(set(names) - set(MEASURED)):
@@ -38,8 +41,11 @@ def use_kernel(operation: str) -> bool:
                 f"{KERNELS_VARIABLE}: no kernel is called {unknown[0]!r}: it takes all, none, or a "
                 f"comma list of {', '.join(MEASURED)}"
             )
+        if operation in names and not is_hopper(device):
+            raise ValueError(
+                f"{KERNELS_VARIABLE}: the kernels are for Hopper GPUs, not for {device.device_kind}"
+            )
         return operation in names
-    device = jax.devices()[0]
     measured = MEASURED[operation]
     if device.platform == "gpu" and measured and device.device_kind not in measured:
         logger.warning(
@@ -49,6 +55,11 @@ def use_kernel(operation: str) -> bool:
             KERNELS_VARIABLE,
         )
     return device.device_kind in measured
+
+
+def is_hopper(device: Any) -> bool:
+    """Whether a jax.Device is a GPU of the kind that the kernels are written for."""
+    return device.platform == "gpu" and str(device.compute_capability).startswith("9.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +72,8 @@ class AttentionTuning:
       warpgroups: compute warpgroups of a CTA; they share its keys and values.
       splits: CTAs that share one context.
       registers: a compute thread's, taken from the producer; None leaves them as compiled.
+
+    Raises ValueError for more registers than a CTA has: its threads would wait for them for ever.
     """
 
     block: int
@@ -69,19 +82,36 @@ class AttentionTuning:
     splits: int = 1
     registers: int | None = None
 
+    def __post_init__(self) -> None:
+        if self.registers is not None and self.producer_registers < FEWEST_REGISTERS:
+            raise ValueError(
+                f"{self.registers} registers in each of {self.warpgroups} compute warpgroups leave "
+                f"{self.producer_registers} to the producer: it needs {FEWEST_REGISTERS}"
+            )
+
+    @property
+    def producer_registers(self) -> int:
+        """What the compute warpgroups leave of a CTA's registers to a producer's thread."""
+        groups = self.warpgroups + 1
+        launched = REGISTERS // (128 * groups) // 8 * 8  # a thread's share, in steps of 8
+        return groups * launched - self.warpgroups * (self.registers or launched)
+
 
 def attention_tuning(pairs: int, row_tiles: int, slots: int) -> AttentionTuning:
     """For ``pairs`` of sequence and KV head, each with ``row_tiles`` tiles of 64 query rows.
 
-    ``slots`` is the longest context that the page table could hold. Measured on an H100 (one CTA a
-    multiprocessor in all of these): 8 sequences of 8k and 8 queries, 5 stages in 2 splits 103 us
-    against 122 us with 2 stages in 4 splits; of 1k, no split 23.3 us against 24.0 us in two.
+    ``slots`` is the longest context that the page table could hold. Measured on an H100 with 8
+    sequences of 8 queries (64 pairs): of 8k, 5 stages in 2 splits took 103 us and 2 stages in 4
+    splits 122 us, as its 131 registers a thread let one CTA only onto a multiprocessor; of 1k, no
+    split 23.3 us and 2 splits 24.0 us, so that short contexts are split only where most
+    multiprocessors would idle.
     """
     if row_tiles > 1:
         blocks = pairs * -(-row_tiles // 2)
         splits = _splits(blocks, slots // 512)
         return AttentionTuning(block=128, stages=2, warpgroups=2, splits=splits, registers=240)
-    splits = _splits(pairs, slots // (1024 if 2 * pairs > MULTIPROCESSORS // 2 else 128))
+    least_slots = 1024 if 4 * pairs > MULTIPROCESSORS else 128  # of a split
+    splits = _splits(pairs, slots // least_slots)
     # Beyond one CTA a multiprocessor, two of two stages overlap better than one of five.
     return AttentionTuning(block=64, stages=5 if pairs <= MULTIPROCESSORS else 2, splits=splits)
 

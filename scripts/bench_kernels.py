@@ -1,5 +1,7 @@
 """Time every kernel over its cases, beside its jnp reference (XLA) and the floor of the hardware.
 
+Without a GPU that the kernels are for, the references stand in for them.
+
 A call is timed in a chain inside one program, over more data than the caches hold, and fed by the
 one before it. The floor is the time that its bytes take at the copy bandwidth, or its FLOPs at the
 rate of a large bfloat16 product, whichever is longer; both rates are measured in the same run.
@@ -90,6 +92,7 @@ def as_row(operation: str, timing: KernelTiming) -> dict[str, Any]:
     return {
         "operation": operation,
         "case": timing.case,
+        "implementation": timing.implementation,
         "us": 1e6 * timing.seconds,
         "reference_us": 1e6 * timing.reference_seconds,
         "bytes": timing.num_bytes,
@@ -112,7 +115,7 @@ def make_table(results: dict[str, Any]) -> Table:
         f"{peaks['product_rate'] / 1e12:.3g} TFLOP/s (bfloat16 product)\n{results['command']}"
     )
     table = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
-    for name in ("operation", "case"):
+    for name in ("operation", "case", "implementation"):
         table.add_column(name, no_wrap=True)
     for name in ("us", "XLA us", "GB/s", "floor us", "bound", "% of floor", "error", "XLA error"):
         table.add_column(name, justify="right")
@@ -120,6 +123,7 @@ def make_table(results: dict[str, Any]) -> Table:
         table.add_row(
             row["operation"],
             row["case"],
+            row["implementation"],
             f"{row['us']:.1f}",
             f"{row['reference_us']:.1f}",
             f"{row['gb_per_s']:,.0f}",

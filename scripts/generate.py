@@ -58,7 +58,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     source = prompts.add_mutually_exclusive_group()
     source.add_argument("--prompt", help="text to continue")
     source.add_argument("--prompt-file", type=Path, help="file that holds the text to continue")
-    tree = parser.add_argument_group("draft tree", "by default a chain of 5")
+    tree = parser.add_argument_group("draft tree", "by default a chain of 5, on a GPU of 7")
     tree.add_argument("--depth", type=int, help="depth of the tree (5)")
     tree.add_argument("--top-k", type=int, help="children per node (1, a chain)")
     tree.add_argument("--nodes", type=int, help="nodes of the tree, root included")

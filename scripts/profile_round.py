@@ -33,6 +33,7 @@ from jaxspec.benchmarking.random_params import random_decoder, random_eagle3_hea
 from jaxspec.benchmarking.rounds import Bench, Workload
 from jaxspec.benchmarking.shapes import SHAPES
 from jaxspec.benchmarking.timing import timed
+from pallas_kernels.tuning import MEASURED, use_kernel
 
 NUM_CALLS = 2  # under the profiler
 TABLE_WIDTH = 100  # where the output is no terminal
@@ -113,6 +114,7 @@ def measure(args: argparse.Namespace, progress: Console) -> tuple[Profile, dict[
         "command": shlex.join(["python3", *sys.argv]),
         "jax": jax.__version__,
         "device": jax.devices()[0].device_kind,
+        "own_kernels": [operation for operation in MEASURED if use_kernel(operation)],
         "arguments": vars(args) | {"plot": args.plot and str(args.plot)},
         "config": dataclasses.asdict(config),
         "mode": run["mode"],
@@ -199,23 +201,26 @@ def plot_round(one: Round, title: str, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    args = parse_arguments(arguments)
+def run(args: argparse.Namespace) -> None:
     progress = Console(stderr=True, highlight=False, soft_wrap=True)
-    try:
-        profile, results = measure(args, progress)
-    except ValueError as error:
-        print(f"profile_round: {error}", file=sys.stderr)
-        return 2
-    if args.plot:
-        by_length = sorted(profile.rounds, key=lambda one: one.length_us)
-        title = f"{args.shape}, {results['mode']}, batch {args.batch}, context {args.context}"
-        plot_round(by_length[len(by_length) // 2], title, args.plot)
+    profile, results = measure(args, progress)
     console = Console(stderr=args.json, highlight=False)
     console.width = max(console.width, TABLE_WIDTH)
     console.print(make_table(results))
     if args.json:
         print(json.dumps(results, indent=2))
+    if args.plot:
+        by_length = sorted(profile.rounds, key=lambda one: one.length_us)
+        title = f"{args.shape}, {results['mode']}, batch {args.batch}, context {args.context}"
+        plot_round(by_length[len(by_length) // 2], title, args.plot)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    try:
+        run(parse_arguments(arguments))
+    except (ValueError, OSError) as error:
+        print(f"profile_round: {error}", file=sys.stderr)
+        return 2
     return 0
 
 

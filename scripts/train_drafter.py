@@ -33,6 +33,7 @@ from jaxspec.training.lm import num_parameters
 from jaxspec.training.precision import attention_of, resolve_precision
 from jaxspec.training.progress import counting, follow, progress_bar
 from jaxspec.training.regenerate import concatenate, regenerate
+from jaxspec.training.run_folder import check_resumable
 from jaxspec.training.schedule import Schedule, deadline_of
 from jaxspec.weights.hub import resolve_directory
 from jaxspec.weights.safetensors_io import load_decoder
@@ -247,6 +248,8 @@ def train(args: argparse.Namespace, console: Console, started: float) -> None:
     directory = resolve_directory(args.model)
     model = load_model_config(directory)
     check_options(args, model)
+    if args.resume:
+        check_resumable(args.work)
     config = train_config(args, model.head_dim)
     schedule = Schedule(
         steps=args.steps,

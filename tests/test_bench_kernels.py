@@ -59,6 +59,7 @@ def test_every_call_is_fed_by_the_one_before_and_sets_rotate():
         feed=lambda arguments, output: (output, *arguments[1:]),
         num_bytes=8,
         flops=2,
+        implementation="reference",
     )
     plan = Plan(rotation_bytes=3 * 8, seconds=1e-9, repeats=1)
     timing = time_benchmark(benchmark, Peaks(1e9, 1e9), plan)

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from jaxspec import BUILT_IN_HEAD, BUILT_IN_MODEL, LLM, SamplingParams, SpeculationConfig
-from jaxspec.loading import choose_drafter
+from jaxspec.config import default_speculation
+from jaxspec.loading import choose_drafter, load
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
 from jaxspec.speculation.drafters import EagleDrafter
@@ -100,3 +101,9 @@ def test_bfloat16_text_is_the_same_at_one_verify_width(speculation):
         )
     ]
     assert texts[0] == texts[1]
+
+
+def test_the_default_tree_goes_by_the_platform():
+    depths = {platform: default_speculation(platform).max_depth for platform in ("cpu", "gpu")}
+    assert depths == {"cpu": 5, "gpu": 7}
+    assert load().speculation == default_speculation("cpu")

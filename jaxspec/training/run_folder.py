@@ -79,6 +79,16 @@ class RunFolder:
             log.write(_line(record))
 
 
+def check_resumable(directory: Path) -> None:
+    """Raise ValueError if a run in ``directory`` left no checkpoint."""
+    folder = directory / "checkpoints"
+    if not folder.is_dir() or not any(child.name.isdigit() for child in folder.iterdir()):
+        raise ValueError(
+            f"no checkpoint to resume from in {folder}: run without --resume (answers that were "
+            "written there are used)"
+        )
+
+
 def _line(record: dict[str, Any]) -> str:
     return json.dumps(record) + "\n"
 

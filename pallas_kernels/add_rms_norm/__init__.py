@@ -25,7 +25,7 @@ def add_rms_norm(
 
     Raises ValueError for arguments that the kernel cannot take when it is named.
     """
-    problem = misfit(x)
+    problem = misfit(x, y, weight)
     if implementation == "mosaic_gpu" and problem is not None:
         raise ValueError(f"the kernel cannot take {problem}")
     if implementation == "mosaic_gpu" or (

@@ -11,7 +11,7 @@ from jax import Array
 
 from pallas_kernels.add_rms_norm import add_rms_norm
 from pallas_kernels.add_rms_norm.reference import add_rms_norm_reference
-from pallas_kernels.benchmark import Arguments, Benchmark
+from pallas_kernels.benchmark import Arguments, Benchmark, implementation_to_time
 
 EPS = 1e-5
 
@@ -49,14 +49,16 @@ def benchmarks() -> Sequence[Benchmark]:
 
 
 def _benchmark(case: Case) -> Benchmark:
+    implementation = implementation_to_time()
     return Benchmark(
         name=str(case),
         make_arguments=lambda seed: make_arguments(case, jnp.bfloat16, seed),
-        call=functools.partial(add_rms_norm, eps=EPS),
+        call=functools.partial(add_rms_norm, eps=EPS, implementation=implementation),
         reference=functools.partial(add_rms_norm_reference, eps=EPS),
         feed=_feed,
         num_bytes=2 * (4 * case.rows + 1) * case.hidden,
         flops=5 * case.rows * case.hidden,
+        implementation=implementation,
     )
 
 

@@ -53,7 +53,7 @@ def paged_attention(
     cannot take when it is named.
     """
     _check_shapes(q, k_pages, v_pages, page_table, context_lens, positions, ancestors)
-    problem = misfit(q, k_pages, order_invariant)
+    problem = misfit(q, k_pages, v_pages, order_invariant)
     if implementation == "mosaic_gpu" and problem is not None:
         raise ValueError(f"the kernel cannot take {problem}")
     reference = functools.partial(

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from pallas_kernels.benchmark import Arguments, Benchmark
+from pallas_kernels.benchmark import Arguments, Benchmark, implementation_to_time
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.reference import paged_attention_reference
 
@@ -99,6 +99,15 @@ KERNEL_CASES = (
     Case("K: causal chunk", (10, 200), 80, 8, 2, 64, 64),
 )
 
+# Long enough to go round the kernel's ring of blocks many times, and for splits without work.
+LONG_CASES = (
+    Case("L: one query", (3000, 5, 1025), 1, 8, 2, 128, 64),
+    Case("L: a chain", (3000, 5, 1025), 6, 8, 2, 128, 16, tree=True),
+    Case("L: tree of 60", (3000, 5, 1025), 60, 8, 2, 128, 64, tree=True),
+    Case("L: window", (3000, 5, 1025), 60, 8, 2, 128, 64, tree=True, window=500),
+    Case("L: causal chunk", (2000, 0, 77), 512, 8, 2, 128, 64),
+)
+
 # Llama-3.1-8B: 32 query heads over 8 KV heads of 128. Several queries are a tree.
 BENCHMARK_CASES = tuple(
     Case(
@@ -184,16 +193,18 @@ def benchmarks(dtype: Any = jnp.bfloat16) -> tuple[Benchmark, ...]:
 
 
 def as_benchmark(case: Case, dtype: Any) -> Benchmark:
+    implementation = implementation_to_time()
     return Benchmark(
         name=case.name,
         make_arguments=functools.partial(make_arguments, case, dtype),
-        call=functools.partial(paged_attention, **case.options),
+        call=functools.partial(paged_attention, **case.options, implementation=implementation),
         reference=functools.partial(
             paged_attention_reference, **case.options, order_invariant=False
         ),
         feed=_feed,
         num_bytes=case.num_bytes(dtype),
         flops=case.flops,
+        implementation=implementation,
     )
 
 

@@ -117,14 +117,14 @@ def paged_attention_mosaic(
     return kernel(q, k_pages, v_pages, page_table, edges, row_words, row_positions)
 
 
-def misfit(q: Array, k_pages: Array, order_invariant: bool) -> str | None:
+def misfit(q: Array, k_pages: Array, v_pages: Array, order_invariant: bool) -> str | None:
     """Why the kernel cannot take these arguments, None if it can."""
     page_size, head_dim = k_pages.shape[2:]
     group = q.shape[2] // k_pages.shape[1]
     if order_invariant:
         return "sums that do not depend on the order of slots"
-    if q.dtype != jnp.bfloat16 or k_pages.dtype != jnp.bfloat16:
-        return f"{q.dtype} queries, {k_pages.dtype} pages: both must be bfloat16"
+    if not q.dtype == k_pages.dtype == v_pages.dtype == jnp.bfloat16:
+        return f"{q.dtype} queries, {k_pages.dtype} and {v_pages.dtype} pages: all must be bfloat16"
     if head_dim not in (64, 128):
         return f"heads of {head_dim}: they must be 64 or 128 wide"
     if page_size not in (8, 16, 32, 64, 128):
@@ -204,7 +204,7 @@ def _make_kernel(plan: _Plan, dtype: Any, interpret: Any) -> Any:
         @pl.when(warpgroup == config.warpgroups)
         def _produce():
             if config.registers:
-                plgpu.set_max_registers(40, action="decrease")
+                plgpu.set_max_registers(config.producer_registers, action="decrease")
             _produce_blocks(plan, work, table, (k_pages, refs["k"]), (v_pages, refs["v"]), refs)
 
         @pl.when(warpgroup < config.warpgroups)
@@ -535,7 +535,10 @@ def _merge_and_store(
 
 
 def _meet(barrier: Any) -> None:
-    """All CTAs of the cluster reach this point; what they wrote before, all see after."""
+    """All CTAs of the cluster reach this point; what they wrote before, all see after.
+
+    jax's arrival at a cluster barrier names no scope. Tests on the device compare many runs.
+    """
     plgpu.commit_smem()
     plgpu.barrier_arrive(barrier)
     plgpu.barrier_wait(barrier)

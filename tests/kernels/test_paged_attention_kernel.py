@@ -12,6 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.cases import (
     KERNEL_CASES,
+    LONG_CASES,
     TEST_CASES,
     Case,
     make_arguments,
@@ -65,8 +66,8 @@ def test_it_lowers_for_cuda(case: Case, config: AttentionTuning | None):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("splits", [None, 1, 4])
-@pytest.mark.parametrize("case", KERNEL_CASES, ids=str)
+@pytest.mark.parametrize("splits", [None, 1, 2, 8])
+@pytest.mark.parametrize("case", [*KERNEL_CASES, *LONG_CASES], ids=str)
 def test_on_the_device_it_is_the_reference(case: Case, splits: int | None):
     arguments = make_arguments(case, jnp.bfloat16)
     config = None
@@ -79,11 +80,27 @@ def test_on_the_device_it_is_the_reference(case: Case, splits: int | None):
     assert all(jnp.array_equal(found, function(*arguments)) for _ in range(5)), "a race"
 
 
+@pytest.mark.parametrize("case", [KERNEL_CASES[0], KERNEL_CASES[3]], ids=str)
+def test_it_has_its_references_gradient(case: Case):
+    """A program of the gradient alone holds no kernel, so it runs on a CPU too."""
+    arguments: Any = make_arguments(case, jnp.bfloat16)
+    q, others = arguments[0], arguments[1:]
+
+    def gradient(implementation: Any) -> jax.Array:
+        def total(q: jax.Array) -> jax.Array:
+            out = paged_attention(q, *others, **case.options, implementation=implementation)
+            return out.astype(jnp.float32).sum()
+
+        return jax.grad(total)(q)
+
+    assert jnp.array_equal(gradient("mosaic_gpu"), gradient("reference"))
+
+
 @pytest.mark.parametrize(
     ("case", "dtype", "message"),
     [
         (TEST_CASES[0], jnp.bfloat16, "heads of 16"),
-        (KERNEL_CASES[0], jnp.float32, "both must be bfloat16"),
+        (KERNEL_CASES[0], jnp.float32, "all must be bfloat16"),
         (Case("", (9,), 1, 2, 1, 64, 5), jnp.bfloat16, "pages of 5 slots"),
         (Case("", (9,), 1, 2, 2, 64, 16), jnp.bfloat16, "1 query heads of 64"),
     ],
@@ -91,7 +108,7 @@ def test_on_the_device_it_is_the_reference(case: Case, splits: int | None):
 )
 def test_what_it_cannot_take_is_named(case: Case, dtype, message: str):
     arguments = make_arguments(case, dtype)
-    assert message in str(misfit(arguments[0], arguments[1], order_invariant=False))
+    assert message in str(misfit(*arguments[:3], order_invariant=False))
     with pytest.raises(ValueError, match=f"the kernel cannot take .*{message}"):
         paged_attention(*arguments, implementation="mosaic_gpu")
     assert jnp.isfinite(paged_attention(*arguments)).all(), "the reference takes it"

@@ -1,17 +1,33 @@
 """Where kernels run, and how attention divides its work."""
 
+import dataclasses
+
 import jax
 import pytest
 
 from pallas_kernels import tuning
-from pallas_kernels.tuning import KERNELS_VARIABLE, MEASURED, attention_tuning, use_kernel
+from pallas_kernels.tuning import (
+    KERNELS_VARIABLE,
+    MEASURED,
+    AttentionTuning,
+    attention_tuning,
+    use_kernel,
+)
 
 
 @pytest.fixture(autouse=True)
-def forget():
+def forget(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv(KERNELS_VARIABLE, raising=False)
     use_kernel.cache_clear()
     yield
     use_kernel.cache_clear()
+
+
+@dataclasses.dataclass
+class Device:
+    device_kind: str
+    compute_capability: str
+    platform: str = "gpu"
 
 
 def test_a_cpu_runs_references_without_a_word(caplog: pytest.LogCaptureFixture):
@@ -24,6 +40,7 @@ def test_a_cpu_runs_references_without_a_word(caplog: pytest.LogCaptureFixture):
     [("all", {*MEASURED}), ("none", set()), ("add_rms_norm", {"add_rms_norm"})],
 )
 def test_the_environment_chooses(chosen: str, expected: set, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(jax, "devices", lambda: [Device("NVIDIA H100 PCIe", "9.0")])
     monkeypatch.setenv(KERNELS_VARIABLE, chosen)
     assert {operation for operation in MEASURED if use_kernel(operation)} == expected
 
@@ -34,14 +51,21 @@ def test_a_name_without_a_kernel_is_an_error(monkeypatch: pytest.MonkeyPatch):
         use_kernel("add_rms_norm")
 
 
+def test_kernels_asked_for_where_they_cannot_run_are_an_error(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(KERNELS_VARIABLE, "all")
+    with pytest.raises(ValueError, match="for Hopper GPUs, not for cpu"):
+        use_kernel("add_rms_norm")
+    use_kernel.cache_clear()
+    monkeypatch.setattr(jax, "devices", lambda: [Device("NVIDIA A100", "8.0")])
+    with pytest.raises(ValueError, match="not for NVIDIA A100"):
+        use_kernel("add_rms_norm")
+
+
 def test_an_unmeasured_gpu_says_so_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    class Device:
-        platform, device_kind = "gpu", "NVIDIA Something"
-
     monkeypatch.setattr(tuning, "MEASURED", {"paged_attention": ("NVIDIA H100 80GB HBM3",)})
-    monkeypatch.setattr(jax, "devices", lambda: [Device()])
+    monkeypatch.setattr(jax, "devices", lambda: [Device("NVIDIA Something", "8.0")])
     assert not use_kernel("paged_attention")
     assert not use_kernel("paged_attention")
     (record,) = caplog.records
@@ -54,5 +78,13 @@ def test_splits_keep_every_block_resident_and_busy(pairs: int, slots: int):
     for row_tiles in (1, 2, 4):
         chosen = attention_tuning(pairs, row_tiles, slots)
         assert chosen.splits in (1, 2, 4, 8)
+        assert chosen.registers is None or chosen.producer_registers >= 24
         assert chosen.splits == 1 or pairs * chosen.splits <= tuning.MULTIPROCESSORS
         assert chosen.splits <= max(slots // chosen.block, 1)
+
+
+def test_threads_cannot_ask_for_more_registers_than_there_are():
+    """3 warpgroups start with 168 a thread; those who wait for more would never run."""
+    assert AttentionTuning(128, 2, warpgroups=2, registers=240).producer_registers == 24
+    with pytest.raises(ValueError, match="leave 8 to the producer: it needs 24"):
+        AttentionTuning(128, 2, warpgroups=2, registers=248)
