@@ -2,10 +2,11 @@
 
 import dataclasses
 import functools
+import importlib
 import logging
 import os
 from collections.abc import Mapping
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import Any, Literal
 
 import jax
@@ -20,6 +21,7 @@ MEASURED: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 KERNELS_VARIABLE = "JAXSPEC_KERNELS"  # "all", "none" or a comma list of operations: overrides it
 MULTIPROCESSORS = 132
+ROWS = 64  # query rows of a warpgroup's matrix product
 REGISTERS = 65536  # of a multiprocessor
 FEWEST_REGISTERS = 24  # that a thread can be left with
 
@@ -55,6 +57,32 @@ def use_kernel(operation: str) -> bool:
             KERNELS_VARIABLE,
         )
     return device.device_kind in measured
+
+
+def kernel_module(
+    operation: str, implementation: Implementation, misfit: str | None
+) -> ModuleType | None:
+    """``pallas_kernels.<operation>.mosaic_gpu`` if the kernel is to run, None for the reference.
+
+    It is imported only then: loading Mosaic takes 1.7 s, nearly as long as all else of jaxspec.
+
+    Args:
+      misfit: why the kernel cannot take the arguments, None if it can.
+
+    Raises ValueError if the kernel is named and cannot take them.
+    """
+    if implementation == "mosaic_gpu" and misfit is not None:
+        raise ValueError(f"the kernel cannot take {misfit}")
+    if implementation == "reference" or misfit is not None:
+        return None
+    if implementation == "auto" and not use_kernel(operation):
+        return None
+    return importlib.import_module(f"pallas_kernels.{operation}.mosaic_gpu")
+
+
+def kernels_in_use() -> list[str]:
+    """Operations whose kernel is the choice on the default device."""
+    return [operation for operation in MEASURED if use_kernel(operation)]
 
 
 def is_hopper(device: Any) -> bool:

@@ -27,7 +27,7 @@ from jaxspec.benchmarking.rounds import Timing, Workload, time_mode
 from jaxspec.benchmarking.shapes import SHAPES
 from jaxspec.benchmarking.timing import Bandwidth, measure_bandwidth
 from jaxspec.sharding import make_mesh
-from pallas_kernels.tuning import MEASURED, use_kernel
+from pallas_kernels.tuning import kernels_in_use
 
 TABLE_WIDTH = 130  # where the output is no terminal
 DEFAULT_MODES = "plain,chain:3,chain:5,tree:60:7:10"
@@ -71,7 +71,7 @@ def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         "command": shlex.join(["python3", *sys.argv]),
         "jax": jax.__version__,
         "device": jax.devices()[0].device_kind,
-        "own_kernels": [operation for operation in MEASURED if use_kernel(operation)],
+        "own_kernels": kernels_in_use(),
         "peak_bytes": memory.get("peak_bytes_in_use"),
         "arguments": vars(args),
         "config": dataclasses.asdict(SHAPES[args.shape]),

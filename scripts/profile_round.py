@@ -33,7 +33,7 @@ from jaxspec.benchmarking.random_params import random_decoder, random_eagle3_hea
 from jaxspec.benchmarking.rounds import Bench, Workload
 from jaxspec.benchmarking.shapes import SHAPES
 from jaxspec.benchmarking.timing import timed
-from pallas_kernels.tuning import MEASURED, use_kernel
+from pallas_kernels.tuning import kernels_in_use
 
 NUM_CALLS = 2  # under the profiler
 TABLE_WIDTH = 100  # where the output is no terminal
@@ -114,7 +114,7 @@ def measure(args: argparse.Namespace, progress: Console) -> tuple[Profile, dict[
         "command": shlex.join(["python3", *sys.argv]),
         "jax": jax.__version__,
         "device": jax.devices()[0].device_kind,
-        "own_kernels": [operation for operation in MEASURED if use_kernel(operation)],
+        "own_kernels": kernels_in_use(),
         "arguments": vars(args) | {"plot": args.plot and str(args.plot)},
         "config": dataclasses.asdict(config),
         "mode": run["mode"],

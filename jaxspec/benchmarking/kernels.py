@@ -3,7 +3,7 @@
 import dataclasses
 import statistics
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -128,7 +128,7 @@ def seconds_a_call(
     return statistics.median(seconds) / (1 + passes * length)
 
 
-def _is_data(x: Array | None) -> bool:
+def _is_data(x: Array | None) -> TypeGuard[Array]:
     return x is not None and jnp.issubdtype(x.dtype, jnp.floating)
 
 
@@ -140,10 +140,7 @@ def _pinned(arguments: Arguments) -> Arguments:
 
 def exact_result(benchmark: Benchmark, arguments: Arguments) -> Any:
     """The reference over the same arguments in float32."""
-    wide = [
-        x.astype(jnp.float32) if x is not None and jnp.issubdtype(x.dtype, jnp.floating) else x
-        for x in arguments
-    ]
+    wide = [x.astype(jnp.float32) if _is_data(x) else x for x in arguments]
     with jax.default_matmul_precision("highest"):
         return jax.jit(benchmark.reference)(*wide)
 

@@ -2,12 +2,14 @@
 
 import functools
 
+import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.add_rms_norm.mosaic_gpu import add_rms_norm_mosaic, misfit
 from pallas_kernels.add_rms_norm.reference import add_rms_norm_reference
 from pallas_kernels.gradients import with_reference_gradient
-from pallas_kernels.tuning import Implementation, use_kernel
+from pallas_kernels.tuning import Implementation, kernel_module
+
+WIDTH_STEP = 256  # of the kernel's rows: two entries for each of a warpgroup's 128 threads
 
 
 def add_rms_norm(
@@ -25,13 +27,18 @@ def add_rms_norm(
 
     Raises ValueError for arguments that the kernel cannot take when it is named.
     """
-    problem = misfit(x, y, weight)
-    if implementation == "mosaic_gpu" and problem is not None:
-        raise ValueError(f"the kernel cannot take {problem}")
-    if implementation == "mosaic_gpu" or (
-        implementation == "auto" and problem is None and use_kernel("add_rms_norm")
-    ):
-        kernel = functools.partial(add_rms_norm_mosaic, eps=eps)
-        reference = functools.partial(add_rms_norm_reference, eps=eps)
-        return with_reference_gradient(kernel, reference)(x, y, weight)
-    return add_rms_norm_reference(x, y, weight, eps)
+    reference = functools.partial(add_rms_norm_reference, eps=eps)
+    mosaic = kernel_module("add_rms_norm", implementation, misfit(x, y, weight))
+    if mosaic is None:
+        return reference(x, y, weight)
+    kernel = functools.partial(mosaic.add_rms_norm_mosaic, eps=eps)
+    return with_reference_gradient(kernel, reference)(x, y, weight)
+
+
+def misfit(x: Array, y: Array, weight: Array) -> str | None:
+    """Why the kernel cannot take these rows, None if it can."""
+    if not x.dtype == y.dtype == weight.dtype == jnp.bfloat16:
+        return f"{x.dtype} and {y.dtype} rows, {weight.dtype} weights: all must be bfloat16"
+    if x.shape[-1] % WIDTH_STEP or x.shape[-1] > 16384:
+        return f"rows of {x.shape[-1]}: a multiple of {WIDTH_STEP} up to 16384"
+    return None

@@ -8,17 +8,6 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
-THREADS = 128  # of a warpgroup
-
-
-def misfit(x: Array, y: Array, weight: Array) -> str | None:
-    """Why the kernel cannot take these rows, None if it can."""
-    if not x.dtype == y.dtype == weight.dtype == jnp.bfloat16:
-        return f"{x.dtype} and {y.dtype} rows, {weight.dtype} weights: all must be bfloat16"
-    if x.shape[-1] % (2 * THREADS) or x.shape[-1] > 16384:
-        return f"rows of {x.shape[-1]}: a multiple of {2 * THREADS} up to 16384"
-    return None
-
 
 # Traced once for all layers of a model.
 @functools.partial(jax.jit, static_argnames=("eps", "interpret"))

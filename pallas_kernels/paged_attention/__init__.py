@@ -3,12 +3,12 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.gradients import with_reference_gradient
-from pallas_kernels.paged_attention.mosaic_gpu import misfit, paged_attention_mosaic
 from pallas_kernels.paged_attention.reference import paged_attention_reference
-from pallas_kernels.tuning import Implementation, use_kernel
+from pallas_kernels.tuning import ROWS, Implementation, kernel_module
 
 
 @jax.named_scope("attention")
@@ -53,9 +53,6 @@ def paged_attention(
     cannot take when it is named.
     """
     _check_shapes(q, k_pages, v_pages, page_table, context_lens, positions, ancestors)
-    problem = misfit(q, k_pages, v_pages, order_invariant)
-    if implementation == "mosaic_gpu" and problem is not None:
-        raise ValueError(f"the kernel cannot take {problem}")
     reference = functools.partial(
         paged_attention_reference,
         window=window,
@@ -63,12 +60,29 @@ def paged_attention(
         order_invariant=order_invariant,
     )
     arguments = (q, k_pages, v_pages, page_table, context_lens, positions, ancestors)
-    if implementation == "mosaic_gpu" or (
-        implementation == "auto" and problem is None and use_kernel("paged_attention")
-    ):
-        kernel = functools.partial(paged_attention_mosaic, window=window, first_slot=first_slot)
-        return with_reference_gradient(kernel, reference)(*arguments)
-    return reference(*arguments)
+    problem = misfit(q, k_pages, v_pages, order_invariant)
+    mosaic = kernel_module("paged_attention", implementation, problem)
+    if mosaic is None:
+        return reference(*arguments)
+    kernel = functools.partial(mosaic.paged_attention_mosaic, window=window, first_slot=first_slot)
+    return with_reference_gradient(kernel, reference)(*arguments)
+
+
+def misfit(q: Array, k_pages: Array, v_pages: Array, order_invariant: bool) -> str | None:
+    """Why the kernel cannot take these arguments, None if it can."""
+    page_size, head_dim = k_pages.shape[2:]
+    group = q.shape[2] // k_pages.shape[1]
+    if order_invariant:
+        return "sums that do not depend on the order of slots"
+    if not q.dtype == k_pages.dtype == v_pages.dtype == jnp.bfloat16:
+        return f"{q.dtype} queries, {k_pages.dtype} and {v_pages.dtype} pages: all must be bfloat16"
+    if head_dim not in (64, 128):
+        return f"heads of {head_dim}: they must be 64 or 128 wide"
+    if page_size not in (8, 16, 32, 64, 128):
+        return f"pages of {page_size} slots: they must have 8, 16, 32, 64 or 128"
+    if group > ROWS or group * head_dim < 128:
+        return f"{group} query heads of {head_dim} to a KV head"
+    return None
 
 
 def _check_shapes(q, k_pages, v_pages, page_table, context_lens, positions, ancestors):

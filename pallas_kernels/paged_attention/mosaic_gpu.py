@@ -19,9 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from pallas_kernels.tuning import AttentionTuning, attention_tuning
+from pallas_kernels.tuning import ROWS, AttentionTuning, attention_tuning
 
-ROWS = 64  # of a warpgroup's matrix product
 # Finite, so that a row that sees nothing stays free of NaN. A running maximum starts far above what
 # is masked: no rounding of it can then give a masked score weight.
 MASKED, LOWEST_PEAK = -1e30, -1e20
@@ -52,6 +51,11 @@ class _Plan:
     @property
     def row_blocks(self) -> int:
         return self.tiles // self.config.warpgroups
+
+    @property
+    def pages_of_block(self) -> int:
+        """Pages that a block of context slots lies in."""
+        return max(self.config.block // self.page_size, 1)
 
     @property
     def has_left_edge(self) -> bool:
@@ -117,23 +121,6 @@ def paged_attention_mosaic(
     return kernel(q, k_pages, v_pages, page_table, edges, row_words, row_positions)
 
 
-def misfit(q: Array, k_pages: Array, v_pages: Array, order_invariant: bool) -> str | None:
-    """Why the kernel cannot take these arguments, None if it can."""
-    page_size, head_dim = k_pages.shape[2:]
-    group = q.shape[2] // k_pages.shape[1]
-    if order_invariant:
-        return "sums that do not depend on the order of slots"
-    if not q.dtype == k_pages.dtype == v_pages.dtype == jnp.bfloat16:
-        return f"{q.dtype} queries, {k_pages.dtype} and {v_pages.dtype} pages: all must be bfloat16"
-    if head_dim not in (64, 128):
-        return f"heads of {head_dim}: they must be 64 or 128 wide"
-    if page_size not in (8, 16, 32, 64, 128):
-        return f"pages of {page_size} slots: they must have 8, 16, 32, 64 or 128"
-    if group > ROWS or group * head_dim < 128:
-        return f"{group} query heads of {head_dim} to a KV head"
-    return None
-
-
 def sequence_edges(
     context_lens: Array, positions: Array, ancestors: Array | None, plan: _Plan
 ) -> Array:
@@ -162,14 +149,11 @@ def _make_kernel(plan: _Plan, dtype: Any, interpret: Any) -> Any:
     swizzled = (tiling, plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
     tile = (config.warpgroups, ROWS, plan.head_dim)
     ring = (config.stages, config.block, plan.head_dim)
-    pages_of_block = max(config.block // plan.page_size, 1)
 
     def scratch() -> dict[str, Any]:
         refs = {
             "rows": plgpu.SMEM(tile, dtype),
-            "queries": plgpu.SMEM(
-                (config.warpgroups, ROWS, plan.head_dim), dtype, transforms=swizzled
-            ),
+            "queries": plgpu.SMEM(tile, dtype, transforms=swizzled),
             "k_or_part": plgpu.RefUnion(
                 [plgpu.SMEM(ring, dtype, transforms=swizzled)],
                 # The merge comes after the last keys: it reuses their memory.
@@ -179,8 +163,8 @@ def _make_kernel(plan: _Plan, dtype: Any, interpret: Any) -> Any:
             else [[plgpu.SMEM(ring, dtype, transforms=swizzled)]],
             "v": plgpu.SMEM(ring, dtype, transforms=swizzled),
             "q_full": plgpu.Barrier(num_arrivals=plan.tokens, num_barriers=config.warpgroups),
-            "k_full": plgpu.Barrier(num_arrivals=pages_of_block, num_barriers=config.stages),
-            "v_full": plgpu.Barrier(num_arrivals=pages_of_block, num_barriers=config.stages),
+            "k_full": plgpu.Barrier(num_arrivals=plan.pages_of_block, num_barriers=config.stages),
+            "v_full": plgpu.Barrier(num_arrivals=plan.pages_of_block, num_barriers=config.stages),
             "k_free": plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=config.stages),
             "v_free": plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=config.stages),
         }
@@ -269,14 +253,13 @@ class _Work:
 def _produce_blocks(plan: _Plan, work: _Work, table: Any, k: Any, v: Any, refs: Any) -> None:
     """Bring the blocks in order into the ring; page indices are read one block ahead."""
     config = plan.config
-    pages_of_block = max(config.block // plan.page_size, 1)
     rows = min(config.block, plan.page_size)
 
     def pages(block: Array) -> tuple[Array, ...]:
         column = block * config.block // plan.page_size
         last = plan.columns - 1
         return tuple(
-            table[work.sequence, jnp.minimum(column + i, last)] for i in range(pages_of_block)
+            table[work.sequence, jnp.minimum(column + i, last)] for i in range(plan.pages_of_block)
         )
 
     def copy(source: Any, ring: Any, full: Any, block: Array, slot: Array, indices: Any) -> None:

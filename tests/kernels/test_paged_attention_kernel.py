@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.paged_attention import misfit, paged_attention
 from pallas_kernels.paged_attention.cases import (
     KERNEL_CASES,
     LONG_CASES,
@@ -17,7 +17,7 @@ from pallas_kernels.paged_attention.cases import (
     Case,
     make_arguments,
 )
-from pallas_kernels.paged_attention.mosaic_gpu import misfit, paged_attention_mosaic
+from pallas_kernels.paged_attention.mosaic_gpu import paged_attention_mosaic
 from pallas_kernels.paged_attention.reference import paged_attention_reference
 from pallas_kernels.tuning import AttentionTuning
 

@@ -1,6 +1,10 @@
 """Where kernels run, and how attention divides its work."""
 
 import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import pytest
@@ -88,3 +92,13 @@ def test_threads_cannot_ask_for_more_registers_than_there_are():
     assert AttentionTuning(128, 2, warpgroups=2, registers=240).producer_registers == 24
     with pytest.raises(ValueError, match="leave 8 to the producer: it needs 24"):
         AttentionTuning(128, 2, warpgroups=2, registers=248)
+
+
+def test_importing_jaxspec_does_not_load_mosaic():
+    """It takes nearly as long as everything else, and only a kernel that runs needs it."""
+    code = "import jaxspec, sys; print('jax.experimental.pallas.mosaic_gpu' in sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True
+    )
+    assert result.stdout.strip() == "False"
