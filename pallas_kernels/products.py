@@ -21,6 +21,24 @@ def einsum_f32(subscripts: str, x: Array, y: Array) -> Array:
     return _widened_on_cpu(product, x, y)
 
 
+def product_parts(x: Array, weight: Array, num_parts: int) -> Array:
+    """Parts of x [..., K] times weight [K, ...], each over a run of K; their sum is the product.
+
+    Returns float32 [num_parts, ...]. Narrow products of few rows fill a GPU only when they are
+    divided; a kernel that reads all the parts spares a launch for their sum.
+    """
+    rows = x.reshape(-1, num_parts, x.shape[-1] // num_parts)
+    runs = weight.reshape(num_parts, weight.shape[0] // num_parts, -1)
+    dimensions = (((2,), (1,)), ((1,), (0,)))
+    parts = _widened_on_cpu(_dot_general_f32(dimensions), rows, runs)
+    return parts.reshape(num_parts, *x.shape[:-1], *weight.shape[1:])
+
+
+def sum_parts(parts: Array, dtype: jnp.dtype) -> Array:
+    """A product from its parts [S, ...]."""
+    return parts[0].astype(dtype) if len(parts) == 1 else jnp.sum(parts, axis=0).astype(dtype)
+
+
 def scores_f32(q: Array, k: Array) -> Array:
     """q [B, G, M, D] times k [B, G, S, D] over D: float32 [B, G, M, S].
 

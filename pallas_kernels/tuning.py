@@ -17,10 +17,13 @@ logger = logging.getLogger(__name__)
 # elsewhere its jnp reference runs. None yet: on an H100 the attention kernel was right and faster
 # than XLA by itself for up to 64 query rows a KV head; but not more, nor the engine with it.
 MEASURED: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {"paged_attention": (), "add_rms_norm": ()}
+    {"paged_attention": (), "rope_kv_write": (), "kv_compact": (), "add_rms_norm": ()}
 )
 KERNELS_VARIABLE = "JAXSPEC_KERNELS"  # "all", "none" or a comma list of operations: overrides it
 MULTIPROCESSORS = 132
+# Rows of a product whose parts a kernel adds up. Of a single row XLA would make no matrix product,
+# but sums of elementwise ones, which took twice as long.
+FEWEST_ROWS_IN_PARTS, MOST_ROWS_IN_PARTS = 2, 64
 ROWS = 64  # query rows of a warpgroup's matrix product
 REGISTERS = 65536  # of a multiprocessor
 FEWEST_REGISTERS = 24  # that a thread can be left with
@@ -85,6 +88,25 @@ def kernels_in_use() -> list[str]:
     return [operation for operation in MEASURED if use_kernel(operation)]
 
 
+def fewest_rows() -> int:
+    """Rows that a pass of the target should have, padding included, for the kernels' sake."""
+    return FEWEST_ROWS_IN_PARTS if use_kernel("add_rms_norm") else 1
+
+
+def parts_of_product(consumer: str, rows: int, width: int) -> int:
+    """Into how many parts a product of ``rows`` by ``width`` is divided for a consumer's kernel.
+
+    XLA divides those that its tiles of 128 columns do not spread over all multiprocessors, by as
+    much as this does; then it adds up the parts in a launch of its own.
+    """
+    if not FEWEST_ROWS_IN_PARTS <= rows <= MOST_ROWS_IN_PARTS or not use_kernel(consumer):
+        return 1
+    parts = 1
+    while parts < 8 and 2 * parts * width <= 2 * MULTIPROCESSORS * 128:
+        parts *= 2
+    return parts
+
+
 def is_hopper(device: Any) -> bool:
     """Whether a jax.Device is a GPU of the kind that the kernels are written for."""
     return device.platform == "gpu" and str(device.compute_capability).startswith("9.")
@@ -142,6 +164,17 @@ def attention_tuning(pairs: int, row_tiles: int, slots: int) -> AttentionTuning:
     splits = _splits(pairs, slots // least_slots)
     # Beyond one CTA a multiprocessor, two of two stages overlap better than one of five.
     return AttentionTuning(block=64, stages=5 if pairs <= MULTIPROCESSORS else 2, splits=splits)
+
+
+def norm_shares(rows: int, hidden: int) -> int:
+    """Thread blocks that share a row of a norm: as many as leave each one 512 columns, 8 at most
+    (a cluster), unless there are rows enough to fill the GPU."""
+    shares = 1
+    while (
+        shares < 8 and hidden % (2 * shares * 512) == 0 and 2 * shares * rows <= 2 * MULTIPROCESSORS
+    ):
+        shares *= 2
+    return shares
 
 
 def _splits(blocks: int, most: int) -> int:

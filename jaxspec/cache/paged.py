@@ -11,6 +11,8 @@ from jax.sharding import Mesh
 
 from jaxspec.pytree import array, pytree
 from jaxspec.sharding import DATA_PARALLEL, TENSOR_PARALLEL, named_shardings
+from pallas_kernels.kv_compact import kv_compact
+from pallas_kernels.rope_kv_write.reference import write_rows
 
 
 @pytree
@@ -79,26 +81,16 @@ def page_slots(page_table: Array, positions: Array, valid: Array, page_size: int
 
 def write(cache: LayerCache, k: Array, v: Array, slots: Array) -> LayerCache:
     """Write keys and values [B, T, G, D] at slots [B, T]."""
-    page_size = cache.k.shape[2]
-    page, offset = slots // page_size, slots % page_size
-    return LayerCache(k=_set_rows(cache.k, page, offset, k), v=_set_rows(cache.v, page, offset, v))
+    return LayerCache(k=write_rows(cache.k, k, slots), v=write_rows(cache.v, v, slots))
 
 
-def compact(cache: LayerCache, source: Array, destination: Array) -> LayerCache:
-    """Move the rows at slots ``source`` [B, A] to slots ``destination`` [B, A].
+def compact(
+    layers: tuple[LayerCache, ...], source: Array, destination: Array
+) -> tuple[LayerCache, ...]:
+    """Move the rows at slots ``source`` [B, A] to slots ``destination`` [B, A], in every layer.
 
     All rows are read before any is written, so the two may overlap.
     """
-    page_size = cache.k.shape[2]
-    page, offset = source // page_size, source % page_size
-    k = cache.k.at[page, :, offset].get(mode="promise_in_bounds")  # [B, A, G, D]
-    v = cache.v.at[page, :, offset].get(mode="promise_in_bounds")
-    return write(cache, k, v, destination)
-
-
-def _set_rows(pages: Array, page: Array, offset: Array, rows: Array) -> Array:
-    # Slots are distinct but for those of the null page, whose content nobody reads: telling XLA
-    # so spares the GPU a serialized scatter.
-    return pages.at[page, :, offset].set(
-        rows.astype(pages.dtype), mode="promise_in_bounds", unique_indices=True
-    )
+    pages = [one for layer in layers for one in (layer.k, layer.v)]
+    moved = kv_compact(pages, source, destination)
+    return tuple(LayerCache(k=k, v=v) for k, v in zip(moved[::2], moved[1::2], strict=True))

@@ -7,8 +7,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxspec.cache import LayerCache, write
+from jaxspec.cache import LayerCache
+from jaxspec.models.layers import Heads
 from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.rope_kv_write import rope_kv_write
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,14 +35,22 @@ class PagedAttend:
     order_invariant: bool = False
 
     def __call__(
-        self, cache: LayerCache, q: Array, k: Array, v: Array, window: int | None
+        self, cache: LayerCache, heads: Heads, window: int | None
     ) -> tuple[Array, LayerCache]:
-        with jax.named_scope("kv_write"):
-            cache = write(cache, k, v, self.slots)
-        out = paged_attention(
-            q,
+        q, k_pages, v_pages = rope_kv_write(
+            heads.parts,
+            heads.rope,
+            heads.q_norm,
+            heads.k_norm,
             cache.k,
             cache.v,
+            self.slots,
+            eps=heads.eps,
+        )
+        out = paged_attention(
+            q,
+            k_pages,
+            v_pages,
             self.page_table,
             self.context_lens,
             self.positions,
@@ -49,18 +59,24 @@ class PagedAttend:
             first_slot=self.first_slot,
             order_invariant=self.order_invariant,
         )
-        return out, cache
+        return out, LayerCache(k=k_pages, v=v_pages)
 
 
 def dense_causal_attend(
-    cache: None,
+    cache: None, heads: Heads, window: int | None, implementation: Literal["xla", "cudnn"] = "xla"
+) -> tuple[Array, None]:
+    """An Attend over the T tokens themselves, without a cache."""
+    return dense_causal_attention(*heads.rotated(), window, implementation), cache
+
+
+def dense_causal_attention(
     q: Array,
     k: Array,
     v: Array,
-    window: int | None,
+    window: int | None = None,
     implementation: Literal["xla", "cudnn"] = "xla",
-) -> tuple[Array, None]:
-    """An Attend over the T tokens themselves, without a cache.
+) -> Array:
+    """Causal attention: q [B, T, Q, D], k and v [B, T, G, D] -> [B, T, Q, D].
 
     ``cudnn`` is a flash kernel for bfloat16 on NVIDIA GPUs: it never writes the [T, T] scores.
     """
@@ -68,4 +84,4 @@ def dense_causal_attend(
     out = jax.nn.dot_product_attention(
         q, k, v, is_causal=True, local_window_size=local, implementation=implementation
     )
-    return jnp.asarray(out), cache
+    return jnp.asarray(out)

@@ -15,9 +15,10 @@ from jax import Array
 from jaxspec.collectives import all_reduce, shard_offset
 from jaxspec.config import ModelConfig
 from jaxspec.models.layers import (
+    Heads,
     add_rms_norm,
-    apply_rope,
     linear,
+    linear_parts,
     rms_norm,
     rope_angles,
     swiglu,
@@ -26,8 +27,8 @@ from jaxspec.pytree import array, pytree, static
 from jaxspec.sharding import DATA_PARALLEL
 from pallas_kernels.products import einsum_f32
 
-# (layer's cache, q [B, T, Q, D], k and v [B, T, G, D], window) -> (output [B, T, Q, D], cache)
-Attend = Callable[[Any, Array, Array, Array, int | None], tuple[Array, Any]]
+# (layer's cache, heads, window) -> (output [B, T, Q, D], cache)
+Attend = Callable[[Any, Heads, int | None], tuple[Array, Any]]
 
 FINAL_NORM = -1  # in a capture list: the hidden state after the final norm
 
@@ -161,24 +162,29 @@ def attention_block(
     window: int | None,
     axis: str | None,
 ) -> tuple[Array, Any]:
-    """Attention from normed input to what is added to the residual stream, [B, T, H]."""
+    """Attention from normed input to parts [S, B, T, H] of what the residual stream gains."""
     with jax.named_scope("qkv"):
-        qkv = linear(x, layer.qkv, layer.qkv_bias)  # [B, T, G, R, D]
-    q, k, v = qkv[..., :-2, :], qkv[..., -2:-1, :], qkv[..., -1, :]
-    q = apply_rope(rms_norm(q, layer.q_norm, config.rms_norm_eps), rope)
-    k = apply_rope(rms_norm(k, layer.k_norm, config.rms_norm_eps), rope)[..., 0, :]
-    batch, num_tokens = x.shape[:2]
-    out, cache = attend(cache, q.reshape(batch, num_tokens, -1, config.head_dim), k, v, window)
+        parts = linear_parts(x, layer.qkv, layer.qkv_bias, "rope_kv_write")
+    heads = Heads(parts, rope, layer.q_norm, layer.k_norm, config.rms_norm_eps)
+    out, cache = attend(cache, heads, window)
     with jax.named_scope("o"):
-        y = all_reduce(linear(out.reshape(batch, num_tokens, -1), layer.o), axis)
-    return (y if layer.o_bias is None else y + layer.o_bias), cache
+        flat = out.reshape(*x.shape[:2], -1)
+        return _residual_parts(flat, layer.o, layer.o_bias, axis), cache
 
 
 @jax.named_scope("mlp")
 def mlp_block(layer: Layer, x: Array, axis: str | None) -> Array:
-    """SwiGLU MLP from normed input to what is added to the residual stream, [B, T, H]."""
-    y = all_reduce(linear(swiglu(linear(x, layer.gate_up, layer.gate_up_bias)), layer.down), axis)
-    return y if layer.down_bias is None else y + layer.down_bias
+    """SwiGLU MLP from normed input to parts [S, B, T, H] of what the residual stream gains."""
+    hidden = swiglu(linear(x, layer.gate_up, layer.gate_up_bias))
+    return _residual_parts(hidden, layer.down, layer.down_bias, axis)
+
+
+def _residual_parts(x: Array, weight: Array, bias: Array | None, axis: str | None) -> Array:
+    """Parts [S, ..., H] of a product over a sharded dimension; the bias is not sharded."""
+    if axis is None:
+        return linear_parts(x, weight, bias, "add_rms_norm")
+    y = all_reduce(linear(x, weight), axis)
+    return (y if bias is None else y + bias)[None]
 
 
 def run(

@@ -19,7 +19,7 @@ from jaxspec.models.decoder import FINAL_NORM, Attend, Decoder, Layer, layer_sha
 from jaxspec.models.layers import add_rms_norm, linear, rms_norm, rope_angles
 from jaxspec.pytree import array, pytree, static
 from jaxspec.sharding import DATA_PARALLEL
-from pallas_kernels.products import einsum_f32
+from pallas_kernels.products import einsum_f32, sum_parts
 
 EagleMethod = Literal["eagle3", "eagle1"]
 
@@ -150,7 +150,7 @@ def run(
             layer, config, block_input, rope, cache, attend, window, head.axis
         )
         x, normed = add_rms_norm(x, y, layer.post_norm, eps)
-        x = x + decoder.mlp_block(layer, normed, head.axis)
+        x = x + sum_parts(decoder.mlp_block(layer, normed, head.axis), x.dtype)
         new_caches.append(cache)
     return x, tuple(new_caches)
 

@@ -1,5 +1,7 @@
 """The few functions that transformer blocks are made of."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -7,12 +9,51 @@ from jax import Array
 from jaxspec.config import Llama3RopeScaling, ModelConfig
 from pallas_kernels.add_rms_norm import add_rms_norm as fused_add_rms_norm
 from pallas_kernels.add_rms_norm.reference import rms_norm as rms_norm_reference
+from pallas_kernels.products import product_parts, sum_parts
+from pallas_kernels.rope_kv_write.reference import rotated_heads
+from pallas_kernels.tuning import parts_of_product
+
+
+@dataclasses.dataclass(frozen=True)
+class Heads:
+    """What attention starts from: a projection's heads, still to be normed and rotated.
+
+    Attributes:
+      parts: [S, B, T, G, R, D], a product's: of each KV head its queries, then its key, then its
+        value.
+      rope: as ``rope_angles`` makes it.
+      q_norm, k_norm: [D] weights, or None.
+    """
+
+    parts: Array
+    rope: tuple[Array, Array]
+    q_norm: Array | None
+    k_norm: Array | None
+    eps: float
+
+    def rotated(self) -> tuple[Array, Array, Array]:
+        """Queries [B, T, Q, D], keys and values [B, T, G, D]."""
+        qkv = sum_parts(self.parts, self.parts.dtype)
+        return rotated_heads(qkv, self.rope, self.q_norm, self.k_norm, self.eps)
 
 
 def linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
     """x [..., H] times weight [H, ...]; the weight's other dimensions become the output's."""
     y = jnp.tensordot(x, weight, axes=1)
     return y if bias is None else y + bias
+
+
+def linear_parts(x: Array, weight: Array, bias: Array | None, consumer: str) -> Array:
+    """``linear`` for a ``consumer`` that adds up parts: [S, ..., N...].
+
+    One part in x's dtype, or some in float32 where the consumer's kernel runs and the product is
+    too narrow to fill the device.
+    """
+    rows, width = x.size // x.shape[-1], weight.size // weight.shape[0]
+    num_parts = 1 if bias is not None else parts_of_product(consumer, rows, width)
+    if num_parts == 1:
+        return linear(x, weight, bias)[None]
+    return product_parts(x, weight, num_parts)
 
 
 @jax.named_scope("norm")
@@ -22,11 +63,12 @@ def rms_norm(x: Array, weight: Array | None, eps: float) -> Array:
 
 
 @jax.named_scope("norm")
-def add_rms_norm(x: Array, y: Array, weight: Array | None, eps: float) -> tuple[Array, Array]:
-    """x + y, and its norm. No weight: the sum itself."""
+def add_rms_norm(x: Array, parts: Array, weight: Array | None, eps: float) -> tuple[Array, Array]:
+    """x plus a product's parts [S, ..., H], and its norm. No weight: the sum itself."""
     if weight is None:
-        return x + y, x + y
-    return fused_add_rms_norm(x, y, weight, eps)
+        total = x + sum_parts(parts, x.dtype)
+        return total, total
+    return fused_add_rms_norm(x, parts, weight, eps)
 
 
 @jax.named_scope("activation")
@@ -60,16 +102,3 @@ def rope_angles(config: ModelConfig, positions: Array) -> tuple[Array, Array]:
     angles = positions[..., None].astype(jnp.float32) * rope_frequencies(config)
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     return jnp.stack([cos, cos], axis=-2), jnp.stack([-sin, sin], axis=-2)
-
-
-@jax.named_scope("rope")
-def apply_rope(x: Array, rope: tuple[Array, Array]) -> Array:
-    """Rotate heads x [B, T, G, R, D] (halves paired, as in the Llama checkpoints).
-
-    The halves are exchanged by a reversal, which XLA fuses into what follows; a concatenation
-    would be a kernel of its own in every layer.
-    """
-    cos, sin = (a[:, :, None, None] for a in rope)
-    halves = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, -1)
-    rotated = halves * cos + jnp.flip(halves, axis=-2) * sin
-    return rotated.reshape(x.shape).astype(x.dtype)

@@ -19,6 +19,7 @@ from jaxspec.speculation.acceptance import (
 from jaxspec.speculation.drafters import Drafter
 from jaxspec.speculation.tree import DraftTree, pad_tree
 from jaxspec.state import EngineState, Statistics, write_tokens
+from pallas_kernels.tuning import fewest_rows
 
 
 def run_round(
@@ -27,9 +28,10 @@ def run_round(
     """Commit between 1 and max_depth + 1 tokens of every active sequence."""
     with jax.named_scope("draft"):
         tree, draft = drafter.propose(target, state)
-    if speculation.verify_width is not None:
-        tree = pad_tree(tree, speculation.verify_width)
     invariant = speculation.verify_width is not None
+    batch, size = tree.tokens.shape
+    least = max(size, -(-fewest_rows() // batch))
+    tree = pad_tree(tree, speculation.verify_width or least)
     logits, features, cache = verify(
         target, state, tree, drafter.capture, order_invariant=invariant
     )
@@ -126,7 +128,7 @@ def _compact(state: EngineState, cache: tuple, path: Array, counts: Array) -> tu
         page_slots(state.page_table, context + offset, moved, state.page_size)
         for offset in (path, jnp.broadcast_to(depth, path.shape))
     )
-    return tuple(compact(layer, source, destination) for layer in cache)
+    return compact(cache, source, destination)
 
 
 def _count(state: EngineState, tree: DraftTree, accepted: Accepted) -> Statistics:

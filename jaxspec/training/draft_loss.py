@@ -19,6 +19,7 @@ from jaxspec.models import decoder, eagle
 from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.decoder import Attend, Decoder
 from jaxspec.models.eagle import EagleHead
+from jaxspec.models.layers import Heads
 from jaxspec.pytree import array, pytree
 from pallas_kernels.paged_attention.reference import MASKED
 from pallas_kernels.products import einsum_f32
@@ -81,13 +82,12 @@ def target_states(
     return jax.lax.stop_gradient(features), jax.lax.stop_gradient(hidden)
 
 
-def attend_unrolled(
-    cache: StepKeys, q: Array, k: Array, v: Array, window: int | None
-) -> tuple[Array, StepKeys]:
-    """An Attend over the steps so far: q [B, T, Q, D], k and v [B, T, G, D] of the current one.
+def attend_unrolled(cache: StepKeys, heads: Heads, window: int | None) -> tuple[Array, StepKeys]:
+    """An Attend over the steps so far, of which ``heads`` are the current one's.
 
     Slot 0 is never read, as in serving: token 0 has no hidden state before it.
     """
+    q, k, v = heads.rotated()
     steps = (*cache, (k, v))
     late = len(steps) - 1  # the context's true entries end this many positions before the query
     batch, length, num_heads, head_dim = q.shape

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxspec.models.attention import dense_causal_attend
+from jaxspec.models.attention import dense_causal_attend, dense_causal_attention
 from jaxspec.models.decoder import Attend
 
 ComputeDtype = Literal["bfloat16", "float32"]
@@ -41,7 +41,7 @@ def flash_attention_works(head_dim: int) -> bool:
     x = jnp.ones((1, 128, 1, head_dim), jnp.bfloat16)
 
     def total(x: jax.Array) -> jax.Array:
-        return dense_causal_attend(None, x, x, x, None, "cudnn")[0].astype(jnp.float32).sum()
+        return dense_causal_attention(x, x, x, implementation="cudnn").astype(jnp.float32).sum()
 
     try:
         jax.block_until_ready(jax.jit(jax.grad(total))(x))

@@ -13,12 +13,13 @@ WIDTH_STEP = 256  # of the kernel's rows: two entries for each of a warpgroup's 
 
 
 def add_rms_norm(
-    x: Array, y: Array, weight: Array, eps: float, implementation: Implementation = "auto"
+    x: Array, parts: Array, weight: Array, eps: float, implementation: Implementation = "auto"
 ) -> tuple[Array, Array]:
-    """x + y, and its root-mean-square norm times ``weight``.
+    """x plus the parts, and its root-mean-square norm times ``weight``.
 
     Args:
-      x, y: [..., H] of one dtype.
+      x: [..., H]
+      parts: [S, ..., H]; their sum is rounded to x's dtype before it is added. See products.py.
       weight: [H]
       implementation: "auto" takes the Hopper kernel where it was measured and fits (bfloat16, H a
         multiple of 256 up to 16384), else the reference.
@@ -28,17 +29,17 @@ def add_rms_norm(
     Raises ValueError for arguments that the kernel cannot take when it is named.
     """
     reference = functools.partial(add_rms_norm_reference, eps=eps)
-    mosaic = kernel_module("add_rms_norm", implementation, misfit(x, y, weight))
+    mosaic = kernel_module("add_rms_norm", implementation, misfit(x, parts, weight))
     if mosaic is None:
-        return reference(x, y, weight)
+        return reference(x, parts, weight)
     kernel = functools.partial(mosaic.add_rms_norm_mosaic, eps=eps)
-    return with_reference_gradient(kernel, reference)(x, y, weight)
+    return with_reference_gradient(kernel, reference)(x, parts, weight)
 
 
-def misfit(x: Array, y: Array, weight: Array) -> str | None:
+def misfit(x: Array, parts: Array, weight: Array) -> str | None:
     """Why the kernel cannot take these rows, None if it can."""
-    if not x.dtype == y.dtype == weight.dtype == jnp.bfloat16:
-        return f"{x.dtype} and {y.dtype} rows, {weight.dtype} weights: all must be bfloat16"
+    if not x.dtype == weight.dtype == jnp.bfloat16:
+        return f"{x.dtype} rows and {weight.dtype} weights: both must be bfloat16"
     if x.shape[-1] % WIDTH_STEP or x.shape[-1] > 16384:
         return f"rows of {x.shape[-1]}: a multiple of {WIDTH_STEP} up to 16384"
     return None

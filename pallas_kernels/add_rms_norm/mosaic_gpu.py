@@ -1,43 +1,92 @@
-"""Residual addition and norm on Hopper GPUs: one warpgroup a row, one launch instead of two."""
+"""Residual addition and norm on Hopper GPUs: a cluster of thread blocks shares a row."""
 
 import functools
+import math
 from typing import Any
 
 import jax
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels.tuning import norm_shares
+
+THREADS = 128  # of a warpgroup
+
 
 # Traced once for all layers of a model.
-@functools.partial(jax.jit, static_argnames=("eps", "interpret"))
+@functools.partial(jax.jit, static_argnames=("eps", "shares", "interpret"))
 def add_rms_norm_mosaic(
-    x: Array, y: Array, weight: Array, eps: float, interpret: Any = None
+    x: Array,  # [..., H]
+    parts: Array,  # [S, ..., H]
+    weight: Array,  # [H]
+    eps: float,
+    *,
+    shares: int | None = None,
+    interpret: Any = None,
 ) -> tuple[Array, Array]:
     """See pallas_kernels.add_rms_norm.add_rms_norm; only where ``misfit`` finds nothing.
 
-    ``interpret``: plgpu.InterpretGPUParams, for tests.
+    ``shares``: blocks that share a row; None: from pallas_kernels.tuning. ``interpret``:
+    plgpu.InterpretGPUParams, for tests; it knows no clusters.
     """
-    hidden = x.shape[-1]
+    num_parts, hidden = len(parts), x.shape[-1]
     rows = x.size // hidden
+    shares = norm_shares(rows, hidden) if shares is None else shares
+    width = hidden // shares
+    # One for all dtypes: each would have its own by default.
+    layout = plgpu.Layout.WG_STRIDED((width,), vec_size=math.gcd(width // THREADS, 4))
 
-    def add_rms_norm_kernel(x_ref, y_ref, weight_ref, total_ref, normed_ref):
-        row = lax.axis_index("row")
-        wide = plgpu.load(x_ref.at[row]).astype(jnp.float32)
-        wide += plgpu.load(y_ref.at[row]).astype(jnp.float32)
-        total = wide.astype(x.dtype)
-        total_ref[row] = total
-        rounded = total.astype(jnp.float32)  # as the residual stream holds it
-        scale = lax.rsqrt(jnp.sum(rounded * rounded) / hidden + eps)
-        normed_ref[row] = (rounded * scale).astype(x.dtype) * plgpu.load(weight_ref)
+    def add_rms_norm_kernel(x_ref, parts_ref, weight_ref, total_ref, normed_ref, *scratch):
+        row, columns = lax.axis_index("row"), pl.ds(lax.axis_index("share") * width, width)
+
+        def load(ref: Any) -> Array:
+            return plgpu.load(ref, layout=layout)
+
+        residual = load(x_ref.at[row, columns])
+        added = [load(parts_ref.at[part, row, columns]) for part in range(num_parts)]
+        scales = load(weight_ref.at[columns])
+        y = functools.reduce(jnp.add, (part.astype(jnp.float32) for part in added))
+        total = (residual.astype(jnp.float32) + _rounded(y, x.dtype)).astype(x.dtype)
+        total_ref[row, columns] = total
+        wide = total.astype(jnp.float32)  # as the residual stream holds it
+        squares = jnp.sum(wide * wide)
+        if shares > 1:
+            squares = _sum_over_cluster(squares, shares, *scratch)
+        scale = lax.rsqrt(squares / hidden + eps)
+        normed_ref[row, columns] = (wide * scale).astype(x.dtype) * scales
+        if shares > 1:
+            plgpu.barrier_wait(scratch[-1])  # nobody's sum goes before all have read it
 
     flat = jax.ShapeDtypeStruct((rows, hidden), x.dtype)
+    barrier = plgpu.ClusterBarrier(collective_axes=("share",))
     kernel = plgpu.kernel(
         add_rms_norm_kernel,
         out_type=(flat, flat),
+        scratch_types=[plgpu.SMEM((1,), jnp.float32), barrier, barrier] if shares > 1 else [],
         grid=(rows,),
         grid_names=("row",),
+        cluster=(shares,),
+        cluster_names=("share",),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=interpret,
     )
-    total, normed = kernel(x.reshape(rows, hidden), y.reshape(rows, hidden), weight)
+    total, normed = kernel(x.reshape(rows, hidden), parts.reshape(num_parts, rows, hidden), weight)
     return total.reshape(x.shape), normed.reshape(x.shape)
+
+
+def _rounded(x: Array, dtype: Any) -> Array:
+    return x.astype(dtype).astype(jnp.float32)
+
+
+def _sum_over_cluster(own: Array, shares: int, sum_ref: Any, written: Any, read: Any) -> Array:
+    """Sum of a value of each block; arrives at ``read``, which is still to be waited for."""
+    sum_ref[0] = own
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(written)
+    plgpu.barrier_wait(written)
+    sums = [plgpu.cluster_ref(sum_ref, {"share": jnp.int32(i)})[0] for i in range(shares)]
+    total = functools.reduce(jnp.add, sums)
+    plgpu.barrier_arrive(read)
+    return total

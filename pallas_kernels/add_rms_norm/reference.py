@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels.products import sum_parts
+
 
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:
     """Root-mean-square norm over the last dimension, in float32: x [..., H], weight [H]."""
@@ -12,7 +14,9 @@ def rms_norm(x: Array, weight: Array, eps: float) -> Array:
     return (wide * scale).astype(x.dtype) * weight
 
 
-def add_rms_norm_reference(x: Array, y: Array, weight: Array, eps: float) -> tuple[Array, Array]:
+def add_rms_norm_reference(
+    x: Array, parts: Array, weight: Array, eps: float
+) -> tuple[Array, Array]:
     """See pallas_kernels.add_rms_norm.add_rms_norm."""
-    total = x + y
+    total = x + sum_parts(parts, x.dtype)
     return total, rms_norm(total, weight, eps)

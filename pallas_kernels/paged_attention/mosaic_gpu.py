@@ -24,6 +24,7 @@ from pallas_kernels.tuning import ROWS, AttentionTuning, attention_tuning
 # Finite, so that a row that sees nothing stays free of NaN. A running maximum starts far above what
 # is masked: no rounding of it can then give a masked score weight.
 MASKED, LOWEST_PEAK = -1e30, -1e20
+MERGED_ROWS = 4  # at a time: more would take more registers than attention itself
 TINY = 1e-30  # weight that a row which sees nothing divides by
 _ROW_LAYOUT = plgpu.Layout.WGMMA.reduce(1)
 
@@ -150,18 +151,15 @@ def _make_kernel(plan: _Plan, dtype: Any, interpret: Any) -> Any:
     tile = (config.warpgroups, ROWS, plan.head_dim)
     ring = (config.stages, config.block, plan.head_dim)
 
+    # The merge comes after the last keys and values: it reuses their memory.
+    part = plgpu.SMEM(tile, jnp.float32) if config.splits > 1 else None
+
     def scratch() -> dict[str, Any]:
         refs = {
             "rows": plgpu.SMEM(tile, dtype),
             "queries": plgpu.SMEM(tile, dtype, transforms=swizzled),
-            "k_or_part": plgpu.RefUnion(
-                [plgpu.SMEM(ring, dtype, transforms=swizzled)],
-                # The merge comes after the last keys: it reuses their memory.
-                [plgpu.SMEM(tile, jnp.float32)],
-            )
-            if config.splits > 1
-            else [[plgpu.SMEM(ring, dtype, transforms=swizzled)]],
-            "v": plgpu.SMEM(ring, dtype, transforms=swizzled),
+            "k_or_part": _and_then(plgpu.SMEM(ring, dtype, transforms=swizzled), part),
+            "v_or_log_sums": _and_then(plgpu.SMEM(ring, dtype, transforms=swizzled), part),
             "q_full": plgpu.Barrier(num_arrivals=plan.tokens, num_barriers=config.warpgroups),
             "k_full": plgpu.Barrier(num_arrivals=plan.pages_of_block, num_barriers=config.stages),
             "v_full": plgpu.Barrier(num_arrivals=plan.pages_of_block, num_barriers=config.stages),
@@ -169,19 +167,20 @@ def _make_kernel(plan: _Plan, dtype: Any, interpret: Any) -> Any:
             "v_free": plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=config.stages),
         }
         if config.splits > 1:
-            refs["peaks"] = plgpu.SMEM((config.warpgroups, ROWS), jnp.float32)
-            refs["sums"] = plgpu.SMEM((config.warpgroups, ROWS), jnp.float32)
-            refs["met"] = plgpu.ClusterBarrier(
-                collective_axes=("split",), num_barriers=3, num_arrivals=config.warpgroups
-            )
+            refs["all_read"] = plgpu.Barrier(num_arrivals=config.warpgroups)
+            for name in ("written", "read"):
+                refs[name] = plgpu.ClusterBarrier(
+                    collective_axes=("split",), num_arrivals=config.warpgroups
+                )
         return refs
 
     def paged_attention_kernel(
         q, k_pages, v_pages, table, edges, row_words, row_positions, out, **refs
     ):
         (refs["k"],), *part = refs["k_or_part"]
-        if part:
-            ((refs["part"],),) = part
+        (refs["v"],), *log_sums = refs["v_or_log_sums"]
+        if config.splits > 1:
+            ((refs["part"],),), ((refs["log_sums"],),) = part, log_sums
         work = _Work(plan, edges)
         warpgroup = lax.axis_index("warpgroup")
 
@@ -224,6 +223,11 @@ def _make_kernel(plan: _Plan, dtype: Any, interpret: Any) -> Any:
         ),
         interpret=interpret,
     )
+
+
+def _and_then(first: Any, second: Any | None) -> Any:
+    """Memory for one and, later, for the other; None: for the first alone, in the same form."""
+    return [[first]] if second is None else plgpu.RefUnion([first], [second])
 
 
 class _Work:
@@ -474,54 +478,67 @@ def _store_tokens(
 def _merge_and_store(
     plan: _Plan, work: _Work, state: Any, tile: Array, out: Any, refs: Any
 ) -> None:
-    """Merge the cluster's softmaxes; each CTA sums and stores its share of the tile's tokens."""
+    """Merge the cluster's softmaxes; each CTA merges and stores its share of the tile's tokens.
+
+    Every CTA lays out its normalized output beside its log-sum-exp, one for each entry: whoever
+    merges reads both in the same order, after a single meeting.
+    """
     acc, peak, total = state
     splits, warpgroup = plan.config.splits, lax.axis_index("warpgroup")
     rows, part = refs["rows"].at[warpgroup], refs["part"].at[warpgroup]
-    peaks, sums = refs["peaks"].at[warpgroup], refs["sums"].at[warpgroup]
-
-    def peer(ref: Any, split: int) -> Any:
-        return plgpu.cluster_ref(ref, {"split": jnp.int32(split)})
-
-    _write(peaks, peak)
-    _write(sums, total)
-    _meet(refs["met"].at[0])
-    best = peak
-    all_peaks = [_row_load(peer(peaks, i)) for i in range(splits)]
-    for other in all_peaks:
-        best = jnp.maximum(best, other)
-    everything = jnp.zeros_like(total)
-    for i, other in enumerate(all_peaks):
-        everything += _row_load(peer(sums, i)) * jnp.exp2(other - best)
-    weight = jnp.exp2(peak - best) / jnp.maximum(everything, TINY)
-    _write(part, acc * _by_row(weight, plan.head_dim))
-    _meet(refs["met"].at[1])
+    log_sums = refs["log_sums"].at[warpgroup]
+    if plan.config.warpgroups > 1:  # the other one may still read keys and values there
+        plgpu.barrier_arrive(refs["all_read"])
+        plgpu.barrier_wait(refs["all_read"])
+    total = jnp.maximum(total, TINY)
+    _write(part, acc / _by_row(total, plan.head_dim))
+    _write(log_sums, _by_row(peak + jnp.log2(total), plan.head_dim))
+    _arrive(refs["written"])
+    plgpu.barrier_wait(refs["written"])
     share = -(-plan.tokens // splits)
     first = work.split * share
     count = jnp.clip(plan.tokens - first, 0, share)
+    # The last shares overlap rather than run past the tile.
+    begin = jnp.minimum(first, plan.tokens - share)
 
     @pl.when(count > 0)
-    def _():
-        # The last shares overlap rather than run past the tile.
-        begin = jnp.minimum(first, plan.tokens - share)
+    def _merge():
         # 128 threads each take as many entries: with narrow heads, of an even number of rows.
         num_rows = -(-share * plan.group * plan.head_dim // 128) * 128 // plan.head_dim
-        span = pl.ds(begin * plan.group, num_rows)
-        merged = plgpu.load(peer(part, 0).at[span], optimized=False)
-        for i in range(1, splits):
-            merged += plgpu.load(peer(part, i).at[span], optimized=False)
-        _write(rows.at[span], merged.astype(rows.dtype))
-        plgpu.commit_smem()
+        for start in range(0, num_rows, MERGED_ROWS):
+            size = min(MERGED_ROWS, num_rows - start)
+            span = pl.ds(begin * plan.group + start, size)
+            _write(rows.at[span], _merged(plan, part, log_sums, span).astype(rows.dtype))
+
+    _arrive(refs["read"])
+
+    @pl.when(count > 0)
+    def _store_share():
         _store_tokens(plan, work, rows, tile, begin, share, out)
 
-    _meet(refs["met"].at[2])  # nobody's shared memory goes before all have read it
+    plgpu.barrier_wait(refs["read"])  # nobody's shared memory goes before all have read it
 
 
-def _meet(barrier: Any) -> None:
-    """All CTAs of the cluster reach this point; what they wrote before, all see after.
+def _merged(plan: _Plan, part: Any, log_sums: Any, span: Any) -> Array:
+    """Rows ``span`` of all the cluster's parts, weighted by their sums: float32 [rows, D]."""
+
+    def peers(ref: Any) -> list[Array]:
+        return [
+            plgpu.load(plgpu.cluster_ref(ref, {"split": jnp.int32(i)}).at[span], optimized=False)
+            for i in range(plan.config.splits)
+        ]
+
+    all_sums, parts = peers(log_sums), peers(part)
+    best = functools.reduce(jnp.maximum, all_sums)
+    weights = [jnp.exp2(one - best) for one in all_sums]
+    weighted = [one * weight for one, weight in zip(parts, weights, strict=True)]
+    return functools.reduce(jnp.add, weighted) / functools.reduce(jnp.add, weights)
+
+
+def _arrive(barrier: Any) -> None:
+    """Tell all CTAs of the cluster that this one is here; they see what it wrote before.
 
     jax's arrival at a cluster barrier names no scope. Tests on the device compare many runs.
     """
     plgpu.commit_smem()
     plgpu.barrier_arrive(barrier)
-    plgpu.barrier_wait(barrier)

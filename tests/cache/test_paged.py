@@ -94,7 +94,7 @@ def test_any_writes_and_compactions(page_size: int, seed: int, operations: list[
             source = random_slots(rng, table, page_size)
             moved = (source >= page_size) & (slots >= page_size)
             source, slots = np.where(moved, source, 0), np.where(moved, slots, 0)
-            cache = jit_compact(cache, jnp.asarray(source), jnp.asarray(slots))
+            [cache] = jit_compact((cache,), jnp.asarray(source), jnp.asarray(slots))
             model.compact(source, slots)
     model.check(cache)
 
@@ -140,7 +140,7 @@ def test_compaction_reads_all_rows_before_it_writes(page_size: int, path: list[i
     start = max(0, 2 * page_size - 2)  # ends in mid-page
     path = [node for node in path if start + node < own.size]
     source, destination = own[:, start + np.array(path)], own[:, start : start + len(path)]
-    cache = compact(cache, source, destination)
+    [cache] = compact((cache,), source, destination)
     found = cache.k.swapaxes(1, 2).reshape(-1, HEADS, HEAD_DIM)[own[0], 0, 0] - 1
     expected = np.arange(own.size)
     expected[start : start + len(path)] = start + np.array(path)

@@ -1,0 +1,52 @@
+"""Moving a few rows of every layer's KV cache, all layers in one launch."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels.kv_compact.reference import kv_compact_reference
+from pallas_kernels.tuning import Implementation, kernel_module
+
+HEAD_STEP = 128  # of the kernel's rows: a value for each thread of a warpgroup
+MOST_ROWS = 32  # of a sequence: they are all held in registers
+
+
+@jax.named_scope("compact")
+def kv_compact(
+    pages: Sequence[Array],
+    source: Array,
+    destination: Array,
+    implementation: Implementation = "auto",
+) -> tuple[Array, ...]:
+    """Move rows of slots ``source`` to slots ``destination``, in each of many caches.
+
+    All rows of a sequence are read before any is written, so the two may overlap.
+
+    Args:
+      pages: caches [P, G, K, D] of one shape and dtype, written in place where the caller gives
+        them up.
+      source, destination: int32 [B, A], ``page * K + offset``; destinations are distinct, but for
+        those of the null page 0. No sequence reads what another one writes.
+      implementation: "auto" takes the Hopper kernel where it was measured and fits (bfloat16, D a
+        multiple of 128, at most 32 rows), else the reference.
+
+    Raises ValueError for arguments that the kernel cannot take when it is named.
+    """
+    problem = misfit(pages, source)
+    mosaic = kernel_module("kv_compact", implementation, problem)
+    if mosaic is None:
+        return kv_compact_reference(pages, source, destination)
+    return mosaic.kv_compact_mosaic(tuple(pages), source, destination)
+
+
+def misfit(pages: Sequence[Array], source: Array) -> str | None:
+    """Why the kernel cannot take these caches, None if it can."""
+    if not pages or any((one.shape, one.dtype) != (pages[0].shape, jnp.bfloat16) for one in pages):
+        return f"{len(pages)} caches that are not bfloat16 of one shape"
+    if pages[0].shape[-1] % HEAD_STEP:
+        return f"heads of {pages[0].shape[-1]}: they must be a multiple of {HEAD_STEP} wide"
+    if source.shape[1] > MOST_ROWS:
+        return f"{source.shape[1]} rows a sequence: at most {MOST_ROWS}"
+    return None

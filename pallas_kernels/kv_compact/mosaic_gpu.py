@@ -1,0 +1,73 @@
+"""Compaction on Hopper GPUs: one warpgroup for a cache, sequence and KV head."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+from jax import Array, lax
+
+CACHES = 16  # of a launch: a kernel's parameters hold a descriptor of 128 bytes for each
+
+
+def kv_compact_mosaic(
+    pages: tuple[Array, ...],  # [P, G, K, D] each
+    source: Array,  # [B, A]
+    destination: Array,  # [B, A]
+    interpret: Any = None,
+) -> tuple[Array, ...]:
+    """See pallas_kernels.kv_compact.kv_compact; only where ``misfit`` finds nothing.
+
+    ``interpret``: plgpu.InterpretGPUParams, for tests.
+    """
+    moved = []
+    for start in range(0, len(pages), CACHES):
+        moved += _compact_some(pages[start : start + CACHES], source, destination, interpret)
+    return tuple(moved)
+
+
+# Traced once for all launches of as many caches.
+@functools.partial(jax.jit, static_argnames=("interpret",))
+def _compact_some(
+    pages: tuple[Array, ...], source: Array, destination: Array, interpret: Any
+) -> list[Array]:
+    batch, num_rows = source.shape
+    _, kv_heads, page_size, _ = pages[0].shape
+
+    def kv_compact_kernel(source_ref, destination_ref, *refs):
+        *caches, rows, full = refs
+        sequence, head = lax.axis_index("sequence"), lax.axis_index("kv_head")
+
+        def at(slots: Any, cache: Any, row: Any) -> Any:
+            slot = slots[sequence, row]
+            return cache.at[slot // page_size, head, slot % page_size]
+
+        for index, cache in enumerate(caches):
+
+            @pl.when(lax.axis_index("cache") == index)
+            def _move(cache=cache):
+                @pl.loop(0, num_rows)
+                def _read(row):
+                    plgpu.copy_gmem_to_smem(at(source_ref, cache, row), rows.at[row], full)
+
+                plgpu.barrier_wait(full)
+
+                @pl.loop(0, num_rows)
+                def _write(row):
+                    plgpu.copy_smem_to_gmem(rows.at[row], at(destination_ref, cache, row))
+
+    kernel = plgpu.kernel(
+        kv_compact_kernel,
+        out_type=(),
+        scratch_types=[
+            plgpu.SMEM((num_rows, pages[0].shape[-1]), pages[0].dtype),
+            plgpu.Barrier(num_arrivals=num_rows),
+        ],
+        grid=(kv_heads, batch, len(pages)),
+        grid_names=("kv_head", "sequence", "cache"),
+        interpret=interpret,
+    )
+    refs = [jax.new_ref(one) for one in pages]
+    kernel(source, destination, *refs)
+    return [jax.freeze(ref) for ref in refs]

@@ -1,0 +1,92 @@
+"""Rotation and cache write on Hopper GPUs: one warpgroup a token and KV head."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import Array, lax
+
+
+# Traced once for all layers of a model.
+@functools.partial(jax.jit, static_argnames=("eps", "interpret"))
+def rope_kv_write_mosaic(
+    parts: Array,  # [S, B, T, G, R, D]
+    rope: tuple[Array, Array],
+    q_norm: Array | None,
+    k_norm: Array | None,
+    k_pages: Array,
+    v_pages: Array,
+    slots: Array,
+    *,
+    eps: float,
+    interpret: Any = None,
+) -> tuple[Array, Array, Array]:
+    """See pallas_kernels.rope_kv_write.rope_kv_write; only where ``misfit`` finds nothing.
+
+    ``interpret``: plgpu.InterpretGPUParams, for tests.
+    """
+    num_parts, batch, num_tokens, kv_heads, rows, head_dim = parts.shape
+    group, page_size, tokens = rows - 2, k_pages.shape[2], batch * num_tokens
+    dtype = k_pages.dtype
+    norms = [weight for weight in (q_norm, k_norm) if weight is not None]
+
+    def rope_kv_write_kernel(*refs):
+        parts_ref, cos_ref, sin_ref, slots_ref, k_ref, v_ref, *norm_refs, q_ref, turned = refs
+        token, head = lax.axis_index("token"), lax.axis_index("kv_head")
+        page, offset = slots_ref[token] // page_size, slots_ref[token] % page_size
+        loaded = [
+            [plgpu.load(parts_ref.at[part, token, head, row]) for part in range(num_parts)]
+            for row in range(rows)
+        ]
+        cos, sin = plgpu.load(cos_ref.at[token]), plgpu.load(sin_ref.at[token])
+        q_weight = None if q_norm is None else plgpu.load(norm_refs[0])
+        k_weight = None if k_norm is None else plgpu.load(norm_refs[-1])
+        heads = [_sum(row).astype(dtype) for row in loaded]
+        v_ref[page, head, offset] = heads.pop()
+        for row, x in enumerate(heads):
+            weight = q_weight if row < group else k_weight
+            heads[row] = x if weight is None else _rms_norm(x, weight, eps)
+            # Side by side with itself, a head starts at its second half too.
+            for copy in range(2):
+                turned[row, pl.ds(copy * head_dim, head_dim)] = heads[row]
+        plgpu.commit_smem()
+        for row, x in enumerate(heads):
+            other = plgpu.load(turned.at[row, pl.ds(head_dim // 2, head_dim)])
+            rotated = x.astype(jnp.float32) * cos + other.astype(jnp.float32) * sin
+            if row < group:
+                q_ref[token, head * group + row] = rotated.astype(dtype)
+            else:
+                k_ref[page, head, offset] = rotated.astype(dtype)
+
+    kernel = plgpu.kernel(
+        rope_kv_write_kernel,
+        out_type=jax.ShapeDtypeStruct((tokens, kv_heads * group, head_dim), dtype),
+        scratch_types=[plgpu.SMEM((rows - 1, 2 * head_dim), dtype)],
+        grid=(kv_heads, tokens),
+        grid_names=("kv_head", "token"),
+        interpret=interpret,
+    )
+    k_ref, v_ref = jax.new_ref(k_pages), jax.new_ref(v_pages)
+    q = kernel(
+        parts.reshape(num_parts, tokens, kv_heads, rows, head_dim),
+        *(a.reshape(tokens, head_dim) for a in rope),
+        slots.reshape(tokens),
+        k_ref,
+        v_ref,
+        *norms,
+    )
+    return q.reshape(batch, num_tokens, -1, head_dim), jax.freeze(k_ref), jax.freeze(v_ref)
+
+
+def _sum(parts: list[Array]) -> Array:
+    return functools.reduce(jnp.add, (part.astype(jnp.float32) for part in parts))
+
+
+def _rms_norm(x: Array, weight: Array, eps: float) -> Array:
+    """As the reference does it, roundings included: x and weight [D]."""
+    wide = x.astype(jnp.float32)
+    scale = lax.rsqrt(jnp.sum(wide * wide) / x.size + eps)
+    return (wide * scale).astype(x.dtype) * weight

@@ -1,0 +1,66 @@
+"""The specification of rope_kv_write in jnp, and its path on CPU and TPU."""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels.add_rms_norm.reference import rms_norm
+from pallas_kernels.products import sum_parts
+
+
+def apply_rope(x: Array, rope: tuple[Array, Array]) -> Array:
+    """Rotate heads x [B, T, G, R, D] (halves paired, as in the Llama checkpoints).
+
+    ``rope``: cos and sin, float32 [B, T, 2, D / 2] each, for a head's two halves; the sine's first
+    row is negated. The halves are exchanged by a reversal, which XLA fuses into what follows; a
+    concatenation would be a kernel of its own in every layer.
+    """
+    cos, sin = (a[:, :, None, None] for a in rope)
+    halves = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, -1)
+    rotated = halves * cos + jnp.flip(halves, axis=-2) * sin
+    return rotated.reshape(x.shape).astype(x.dtype)
+
+
+@jax.named_scope("rope")
+def rotated_heads(
+    qkv: Array,  # [B, T, G, R, D]
+    rope: tuple[Array, Array],
+    q_norm: Array | None,  # [D]
+    k_norm: Array | None,
+    eps: float,
+) -> tuple[Array, Array, Array]:
+    """Normed and rotated queries [B, T, Q, D] and keys [B, T, G, D]; values [B, T, G, D]."""
+    q, k, v = qkv[..., :-2, :], qkv[..., -2:-1, :], qkv[..., -1, :]
+    q, k = (
+        apply_rope(x if norm is None else rms_norm(x, norm, eps), rope)
+        for x, norm in ((q, q_norm), (k, k_norm))
+    )
+    return q.reshape(*qkv.shape[:2], -1, qkv.shape[-1]), k[..., 0, :], v
+
+
+@jax.named_scope("kv_write")
+def write_rows(pages: Array, rows: Array, slots: Array) -> Array:
+    """Rows [B, T, G, D] to slots [B, T] of pages [P, G, K, D]."""
+    page_size = pages.shape[2]
+    # Slots are distinct but for those of the null page, whose content nobody reads: telling XLA
+    # so spares the GPU a serialized scatter.
+    return pages.at[slots // page_size, :, slots % page_size].set(
+        rows.astype(pages.dtype), mode="promise_in_bounds", unique_indices=True
+    )
+
+
+def rope_kv_write_reference(
+    parts: Array,
+    rope: tuple[Array, Array],
+    q_norm: Array | None,
+    k_norm: Array | None,
+    k_pages: Array,
+    v_pages: Array,
+    slots: Array,
+    *,
+    eps: float,
+) -> tuple[Array, Array, Array]:
+    """See pallas_kernels.rope_kv_write.rope_kv_write."""
+    qkv = sum_parts(parts, k_pages.dtype)
+    q, k, v = rotated_heads(qkv, rope, q_norm, k_norm, eps)
+    return q, write_rows(k_pages, k, slots), write_rows(v_pages, v, slots)
