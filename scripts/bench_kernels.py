@@ -26,12 +26,16 @@ from jaxspec.benchmarking.kernels import KernelTiming, Peaks, Plan, time_benchma
 from jaxspec.benchmarking.timing import measure_bandwidth, measure_product_rate
 from pallas_kernels.add_rms_norm import cases as add_rms_norm
 from pallas_kernels.benchmark import Benchmark
+from pallas_kernels.kv_compact import cases as kv_compact
 from pallas_kernels.paged_attention import cases as paged_attention
+from pallas_kernels.rope_kv_write import cases as rope_kv_write
 
 OPERATIONS: Mapping[str, Callable[[], Sequence[Benchmark]]] = MappingProxyType(
     {
         "paged_attention": paged_attention.benchmarks,
+        "rope_kv_write": rope_kv_write.benchmarks,
         "add_rms_norm": add_rms_norm.benchmarks,
+        "kv_compact": kv_compact.benchmarks,
     }
 )
 ROTATION_BYTES = 200 << 20  # four times an H100's L2 cache

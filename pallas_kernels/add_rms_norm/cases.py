@@ -18,28 +18,40 @@ EPS = 1e-5
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """``rows`` rows of ``hidden``."""
+    """``rows`` rows of ``hidden``; several parts are float32."""
 
     rows: int
     hidden: int
+    num_parts: int = 1
 
     def __str__(self) -> str:
-        return f"{self.rows} x {self.hidden}"
+        parts = f", {self.num_parts} parts" if self.num_parts > 1 else ""
+        return f"{self.rows} x {self.hidden}{parts}"
+
+    @property
+    def num_bytes(self) -> int:
+        """What is read and written: rows, parts, weights, sums and normed sums."""
+        part_bytes = 2 if self.num_parts == 1 else 4 * self.num_parts
+        return self.hidden * (2 + self.rows * (6 + part_bytes))
 
 
-TEST_CASES = (Case(1, 256), Case(5, 768), Case(6, 4096), Case(3, 16384))
-BENCHMARK_CASES = tuple(Case(rows, 4096) for rows in (1, 6, 48, 192, 2048))
+TEST_CASES = (Case(1, 256), Case(5, 768), Case(6, 4096), Case(2, 4096, 8), Case(3, 16384, 2))
+BENCHMARK_CASES = (
+    *(Case(rows, 4096) for rows in (1, 6, 48, 192, 2048)),
+    *(Case(rows, 4096, 8) for rows in (6, 48)),
+)
 
 
 def make_arguments(
     case: Case, dtype: Any = jnp.float32, seed: int = 0
 ) -> tuple[Array, Array, Array]:
     """Positional arguments of add_rms_norm, without eps."""
-    x_key, y_key, weight_key = jax.random.split(jax.random.key(seed, impl="rbg"), 3)
+    x_key, parts_key, weight_key = jax.random.split(jax.random.key(seed, impl="rbg"), 3)
     shape = (case.rows, case.hidden)
+    part_dtype = dtype if case.num_parts == 1 else jnp.float32
     return (
         jax.random.normal(x_key, shape, dtype),
-        jax.random.normal(y_key, shape, dtype),
+        jax.random.normal(parts_key, (case.num_parts, *shape), part_dtype),
         1 + 0.1 * jax.random.normal(weight_key, shape[1:], dtype),
     )
 
@@ -56,12 +68,12 @@ def _benchmark(case: Case) -> Benchmark:
         call=functools.partial(add_rms_norm, eps=EPS, implementation=implementation),
         reference=functools.partial(add_rms_norm_reference, eps=EPS),
         feed=_feed,
-        num_bytes=2 * (4 * case.rows + 1) * case.hidden,
+        num_bytes=case.num_bytes,
         flops=5 * case.rows * case.hidden,
         implementation=implementation,
     )
 
 
 def _feed(arguments: Arguments, output: tuple[Array, Array]) -> Arguments:
-    total, normed = output
-    return (normed, total, *arguments[2:])
+    _, normed = output
+    return (normed, *arguments[1:])

@@ -1,0 +1,89 @@
+"""Shapes of kv_compact that tests and benchmarks share, and random arguments for them."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from pallas_kernels.benchmark import Arguments, Benchmark, implementation_to_time
+from pallas_kernels.kv_compact import kv_compact
+from pallas_kernels.kv_compact.reference import kv_compact_reference
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """The paths of ``batch`` trees of ``num_nodes``, ``depth`` long, in ``num_caches`` caches."""
+
+    batch: int
+    num_nodes: int
+    depth: int
+    num_caches: int
+    kv_heads: int
+    head_dim: int = 128
+    page_size: int = 64
+
+    def __str__(self) -> str:
+        return f"{self.batch} x {self.depth} of {self.num_nodes}, {self.num_caches} caches"
+
+    @property
+    def num_bytes(self) -> int:
+        """Rows read and written."""
+        return 4 * self.batch * self.depth * self.num_caches * self.kv_heads * self.head_dim
+
+
+TEST_CASES = (
+    Case(2, 12, 5, num_caches=3, kv_heads=2, page_size=8),
+    Case(1, 60, 8, num_caches=18, kv_heads=1, page_size=16),
+)
+# Llama-3.1-8B: keys and values of 32 layers.
+BENCHMARK_CASES = tuple(Case(batch, 60, 8, num_caches=64, kv_heads=8) for batch in (1, 8))
+
+
+def make_arguments(case: Case, dtype: Any = jnp.float32, seed: int = 0) -> tuple[Any, Array, Array]:
+    """Positional arguments of kv_compact: random paths, the first of each cut short."""
+    rng = np.random.default_rng(seed)
+    columns = 1 + case.num_nodes // case.page_size
+    first = (1 + np.arange(case.batch) * columns) * case.page_size + 1  # slot of each one's root
+    paths = np.stack(
+        [np.sort(rng.permutation(case.num_nodes)[: case.depth]) for _ in range(case.batch)]
+    )
+    source, destination = first[:, None] + paths, first[:, None] + np.arange(case.depth)
+    for slots in (source, destination):
+        slots[0, -1:] = 0  # the null page's
+    pool = (1 + case.batch * columns, case.kv_heads, case.page_size, case.head_dim)
+    keys = jax.random.split(jax.random.key(seed, impl="rbg"), case.num_caches)
+    pages = tuple(jax.random.normal(key, pool, dtype) for key in keys)
+    return pages, jnp.asarray(source, jnp.int32), jnp.asarray(destination, jnp.int32)
+
+
+def benchmarks() -> Sequence[Benchmark]:
+    return [_benchmark(case) for case in BENCHMARK_CASES]
+
+
+def _benchmark(case: Case) -> Benchmark:
+    implementation = implementation_to_time()
+
+    def flat(seed: int) -> Arguments:
+        pages, source, destination = make_arguments(case, jnp.bfloat16, seed)
+        return source, destination, *pages
+
+    def call(source: Array, destination: Array, *pages: Array) -> tuple[Array, ...]:
+        return kv_compact(pages, source, destination, implementation)
+
+    def reference(source: Array, destination: Array, *pages: Array) -> tuple[Array, ...]:
+        return kv_compact_reference(pages, source, destination)
+
+    return Benchmark(
+        name=str(case),
+        make_arguments=flat,
+        call=call,
+        reference=reference,
+        feed=lambda arguments, output: (*arguments[:2], *output),
+        num_bytes=case.num_bytes,
+        flops=0,
+        implementation=implementation,
+    )

@@ -1,0 +1,112 @@
+"""Shapes of rope_kv_write that tests and benchmarks share, and random arguments for them."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels.benchmark import Arguments, Benchmark, implementation_to_time
+from pallas_kernels.rope_kv_write import rope_kv_write
+from pallas_kernels.rope_kv_write.reference import rope_kv_write_reference
+
+EPS = 1e-5
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """``group`` query heads to a KV head; ``norms``: of queries and keys, before the rotation."""
+
+    batch: int
+    num_tokens: int
+    kv_heads: int
+    group: int
+    head_dim: int = 128
+    page_size: int = 64
+    num_parts: int = 1
+    norms: bool = False
+
+    def __str__(self) -> str:
+        parts = f", {self.num_parts} parts" if self.num_parts > 1 else ""
+        return f"{self.batch} x {self.num_tokens}{parts}{', norms' if self.norms else ''}"
+
+    @property
+    def num_bytes(self) -> int:
+        """The parts, and what is made of them; angles are small, and alike for all layers."""
+        rows = self.batch * self.num_tokens * self.kv_heads * (self.group + 2)
+        return rows * self.head_dim * (2 + (2 if self.num_parts == 1 else 4 * self.num_parts))
+
+
+TEST_CASES = (
+    Case(1, 1, 2, 4),
+    Case(2, 3, 2, 1, page_size=16, num_parts=4),
+    Case(3, 5, 1, 7, page_size=8, norms=True),
+)
+BENCHMARK_CASES = tuple(
+    Case(batch, num_tokens, 8, 4, num_parts=num_parts)
+    for batch, num_tokens, num_parts in ((1, 1, 1), (1, 6, 4), (8, 6, 4), (32, 6, 1), (1, 2048, 1))
+)
+
+
+def make_arguments(case: Case, dtype: Any = jnp.float32, seed: int = 0) -> tuple[Any, ...]:
+    """Positional arguments of rope_kv_write. One token has no place: its slot is the null page's."""
+    keys = jax.random.split(jax.random.key(seed, impl="rbg"), 7)
+    tokens = (case.batch, case.num_tokens)
+    slots_needed = 1 + case.batch * case.num_tokens
+    num_pages = 2 + slots_needed // case.page_size
+    pool = (num_pages, case.kv_heads, case.page_size, case.head_dim)
+    heads = (case.num_parts, *tokens, case.kv_heads, case.group + 2, case.head_dim)
+    angles = 10 * jax.random.normal(keys[0], (*tokens, case.head_dim // 2))
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    places = jax.random.permutation(keys[1], jnp.arange(case.page_size, num_pages * case.page_size))
+    slots = places[: case.batch * case.num_tokens].reshape(tokens).astype(jnp.int32)
+    q_norm, k_norm = (
+        1 + 0.1 * jax.random.normal(key, (case.head_dim,), dtype) if case.norms else None
+        for key in keys[2:4]
+    )
+    return (
+        jax.random.normal(keys[4], heads, dtype if case.num_parts == 1 else jnp.float32),
+        (jnp.stack([cos, cos], axis=2), jnp.stack([-sin, sin], axis=2)),
+        q_norm,
+        k_norm,
+        jax.random.normal(keys[5], pool, dtype),
+        jax.random.normal(keys[6], pool, dtype),
+        slots.at[-1, -1].set(0),
+    )
+
+
+def benchmarks() -> Sequence[Benchmark]:
+    return [_benchmark(case) for case in BENCHMARK_CASES]
+
+
+def _benchmark(case: Case) -> Benchmark:
+    implementation = implementation_to_time()
+
+    def flat(seed: int) -> Arguments:
+        parts, (cos, sin), _, _, k_pages, v_pages, slots = make_arguments(case, jnp.bfloat16, seed)
+        return parts, cos, sin, k_pages, v_pages, slots
+
+    def call(function: Any, parts, cos, sin, k_pages, v_pages, slots) -> tuple[Array, ...]:
+        return function(parts, (cos, sin), None, None, k_pages, v_pages, slots, eps=EPS)
+
+    timed = functools.partial(rope_kv_write, implementation=implementation)
+    return Benchmark(
+        name=str(case),
+        make_arguments=flat,
+        call=functools.partial(call, timed),
+        reference=functools.partial(call, rope_kv_write_reference),
+        feed=_feed,
+        num_bytes=case.num_bytes,
+        flops=6 * case.batch * case.num_tokens * case.kv_heads * case.group * case.head_dim,
+        implementation=implementation,
+    )
+
+
+def _feed(arguments: Arguments, output: tuple[Array, ...]) -> Arguments:
+    """The pages go from call to call, so that none has to copy them."""
+    parts, cos, sin, _, _, slots = arguments
+    _, k_pages, v_pages = output
+    return parts, cos, sin, k_pages, v_pages, slots

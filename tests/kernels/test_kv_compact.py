@@ -1,0 +1,69 @@
+"""Compaction of all layers' caches: the reference, and the kernel interpreted, lowered, run."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.kv_compact import kv_compact
+from pallas_kernels.kv_compact.cases import TEST_CASES, Case, make_arguments
+from pallas_kernels.kv_compact.mosaic_gpu import kv_compact_mosaic
+
+
+def expected(case: Case) -> list[np.ndarray]:
+    """All but the null page, whose content nobody reads."""
+    pages, source, destination = make_arguments(case, jnp.bfloat16)
+    moved = []
+    for one in map(np.array, pages):
+        slots = one.swapaxes(1, 2).reshape(-1, case.kv_heads, case.head_dim)
+        slots[np.asarray(destination)] = slots[np.asarray(source)]
+        shape = (len(one), case.page_size, case.kv_heads, case.head_dim)
+        moved.append(slots.reshape(shape).swapaxes(1, 2)[1:])
+    return moved
+
+
+def assert_same(found: tuple[Any, ...], case: Case) -> None:
+    for one, other in zip(found, expected(case), strict=True):
+        np.testing.assert_array_equal(one[1:], other)
+
+
+@pytest.mark.parametrize("case", TEST_CASES, ids=str)
+def test_rows_move_in_every_cache(case: Case):
+    assert_same(kv_compact(*make_arguments(case, jnp.bfloat16)), case)
+
+
+@pytest.mark.parametrize("case", TEST_CASES, ids=str)
+def test_interpreted_it_does_the_same(case: Case):
+    arguments = make_arguments(case, jnp.bfloat16)
+    assert_same(kv_compact_mosaic(*arguments, interpret=plgpu.InterpretGPUParams()), case)
+
+
+@pytest.mark.parametrize("case", TEST_CASES, ids=str)
+def test_it_lowers_for_cuda(case: Case):
+    arguments = jax.eval_shape(lambda: make_arguments(case, jnp.bfloat16))
+    lowered = jax.jit(kv_compact_mosaic).trace(*arguments).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", TEST_CASES, ids=str)
+def test_on_the_device_it_does_the_same(case: Case):
+    function = jax.jit(kv_compact, static_argnums=3, donate_argnums=0)
+    assert_same(function(*make_arguments(case, jnp.bfloat16), "mosaic_gpu"), case)
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype", "message"),
+    [
+        (TEST_CASES[0], jnp.float32, "not bfloat16 of one shape"),
+        (Case(1, 4, 2, 2, kv_heads=1, head_dim=64), jnp.bfloat16, "a multiple of 128"),
+        (Case(1, 60, 40, 2, kv_heads=1), jnp.bfloat16, "40 rows a sequence"),
+    ],
+    ids=["dtype", "width", "rows"],
+)
+def test_what_it_cannot_take_is_named(case: Case, dtype: Any, message: str):
+    with pytest.raises(ValueError, match=f"the kernel cannot take .*{message}"):
+        kv_compact(*make_arguments(case, dtype), "mosaic_gpu")

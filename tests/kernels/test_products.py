@@ -1,0 +1,25 @@
+"""Products and their parts."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.products import product_parts, sum_parts
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("num_parts", [1, 2, 8])
+def test_parts_add_up_to_the_product(num_parts: int, dtype: jnp.dtype):
+    keys = jax.random.split(jax.random.key(num_parts))
+    x = jax.random.normal(keys[0], (2, 3, 64), dtype)
+    weight = jax.random.normal(keys[1], (64, 5, 7), dtype)
+    parts = product_parts(x, weight, num_parts)
+    assert parts.shape == (num_parts, 2, 3, 5, 7) and parts.dtype == jnp.float32
+    exact = np.tensordot(np.asarray(x, np.float64), np.asarray(weight, np.float64), axes=1)
+    np.testing.assert_allclose(sum_parts(parts, jnp.dtype(jnp.float32)), exact, atol=1e-4)
+
+
+def test_one_part_stays_as_it_is():
+    part = jnp.arange(6, dtype=jnp.bfloat16).reshape(1, 6)
+    np.testing.assert_array_equal(sum_parts(part, part.dtype), part[0])

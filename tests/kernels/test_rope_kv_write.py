@@ -1,0 +1,98 @@
+"""Rotation and cache write: the reference, and the Hopper kernel interpreted, lowered, run."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.rope_kv_write import misfit, rope_kv_write
+from pallas_kernels.rope_kv_write.cases import EPS, TEST_CASES, Case, make_arguments
+from pallas_kernels.rope_kv_write.mosaic_gpu import rope_kv_write_mosaic
+from pallas_kernels.rope_kv_write.reference import rope_kv_write_reference
+
+reference = functools.partial(rope_kv_write_reference, eps=EPS)
+kernel = functools.partial(rope_kv_write, eps=EPS, implementation="mosaic_gpu")
+
+
+def assert_same(found: Any, case: Case) -> None:
+    """As the reference, but for the last bits of a bfloat16; the null page holds anything."""
+    expected = reference(*make_arguments(case, jnp.bfloat16))
+    for index, (one, other) in enumerate(zip(found, expected, strict=True)):
+        keep = slice(None) if index == 0 else slice(1, None)
+        np.testing.assert_allclose(
+            one[keep].astype(jnp.float32), other[keep].astype(jnp.float32), rtol=2**-6, atol=2**-7
+        )
+
+
+@pytest.mark.parametrize("case", TEST_CASES, ids=str)
+def test_heads_are_normed_turned_and_written(case: Case):
+    arguments = make_arguments(case)
+    parts, (cos, sin), q_norm, k_norm, k_pages, v_pages, slots = arguments
+    heads = np.asarray(parts).sum(0)
+    queries, keys, values = heads[..., :-2, :], heads[..., -2, :], heads[..., -1, :]
+    half = case.head_dim // 2
+
+    def turned(x: np.ndarray, weight: Any) -> np.ndarray:
+        if weight is not None:
+            x = x / np.sqrt((x**2).mean(-1, keepdims=True) + EPS) * np.asarray(weight)
+        angle = np.arctan2(sin[:, :, 1], cos[:, :, 1])
+        angle = angle.reshape(*angle.shape[:2], *(1,) * (x.ndim - 3), half)
+        pairs = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angle)
+        return np.concatenate([pairs.real, pairs.imag], axis=-1)
+
+    q, new_k, new_v = rope_kv_write(*arguments, eps=EPS)
+    np.testing.assert_allclose(q.reshape(queries.shape), turned(queries, q_norm), atol=2e-5)
+    wanted_k, wanted_v = np.array(k_pages), np.array(v_pages)
+    page, offset = np.asarray(slots) // case.page_size, np.asarray(slots) % case.page_size
+    wanted_k[page, :, offset] = turned(keys, k_norm)
+    wanted_v[page, :, offset] = values
+    np.testing.assert_allclose(new_k[1:], wanted_k[1:], atol=2e-5)
+    np.testing.assert_allclose(new_v[1:], wanted_v[1:], atol=1e-6)
+
+
+@pytest.mark.parametrize("case", TEST_CASES, ids=str)
+def test_interpreted_it_is_the_reference(case: Case):
+    arguments = make_arguments(case, jnp.bfloat16)
+    found = rope_kv_write_mosaic(*arguments, eps=EPS, interpret=plgpu.InterpretGPUParams())
+    assert_same(found, case)
+
+
+@pytest.mark.parametrize("case", TEST_CASES, ids=str)
+def test_it_lowers_for_cuda(case: Case):
+    arguments = jax.eval_shape(lambda: make_arguments(case, jnp.bfloat16))
+    assert jax.jit(kernel).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [*TEST_CASES, Case(8, 60, 8, 4, num_parts=2)], ids=str)
+def test_on_the_device_it_is_the_reference(case: Case):
+    assert_same(jax.jit(kernel)(*make_arguments(case, jnp.bfloat16)), case)
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype", "message"),
+    [
+        (Case(1, 1, 1, 1, head_dim=64), jnp.bfloat16, "heads of 64: they must be 128 wide"),
+        (Case(1, 1, 1, 1), jnp.float32, "both must be bfloat16"),
+    ],
+    ids=["width", "dtype"],
+)
+def test_what_it_cannot_take_is_named(case: Case, dtype: Any, message: str):
+    arguments = make_arguments(case, dtype)
+    assert message in str(misfit(arguments[0], *arguments[4:6]))
+    with pytest.raises(ValueError, match=f"the kernel cannot take .*{message}"):
+        kernel(*arguments)
+
+
+def test_the_kernel_has_its_references_gradient():
+    """A program of the gradient alone holds no kernel, so it runs on a CPU too."""
+    parts, *others = make_arguments(TEST_CASES[0], jnp.bfloat16)
+
+    def gradient(function: Any) -> Any:
+        return jax.grad(lambda x: function(x, *others)[0].astype(jnp.float32).sum())(parts)
+
+    np.testing.assert_array_equal(gradient(kernel), gradient(reference))
