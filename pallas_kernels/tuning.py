@@ -23,7 +23,7 @@ KERNELS_VARIABLE = "JAXSPEC_KERNELS"  # "all", "none" or a comma list of operati
 MULTIPROCESSORS = 132
 # Rows of a product whose parts a kernel adds up. Of a single row XLA would make no matrix product,
 # but sums of elementwise ones, which took twice as long.
-FEWEST_ROWS_IN_PARTS, MOST_ROWS_IN_PARTS = 2, 64
+FEWEST_ROWS_IN_PARTS, MOST_ROWS_IN_PARTS = 2, 256
 ROWS = 64  # query rows of a warpgroup's matrix product
 REGISTERS = 65536  # of a multiprocessor
 FEWEST_REGISTERS = 24  # that a thread can be left with
@@ -96,13 +96,15 @@ def fewest_rows() -> int:
 def parts_of_product(consumer: str, rows: int, width: int) -> int:
     """Into how many parts a product of ``rows`` by ``width`` is divided for a consumer's kernel.
 
-    XLA divides those that its tiles of 128 columns do not spread over all multiprocessors, by as
-    much as this does; then it adds up the parts in a launch of its own.
+    XLA divides those whose tiles do not spread over all multiprocessors, by about as much as this
+    does (read off its programs for an H100), and adds up the parts in a launch of its own.
     """
     if not FEWEST_ROWS_IN_PARTS <= rows <= MOST_ROWS_IN_PARTS or not use_kernel(consumer):
         return 1
+    tiles = -(-rows // 128) * -(-width // 128)
+    most_tiles = 2 * MULTIPROCESSORS if rows <= ROWS else 3 * MULTIPROCESSORS // 2
     parts = 1
-    while parts < 8 and 2 * parts * width <= 2 * MULTIPROCESSORS * 128:
+    while parts < 8 and 2 * parts * tiles <= most_tiles:
         parts *= 2
     return parts
 

@@ -7,17 +7,8 @@ from collections.abc import Iterator, Sequence
 
 # Names given with jax.named_scope: where in a round, and which part of a model's work.
 PHASES = ("draft", "verify", "accept", "compact")
-LAYER_PARTS = (
-    "norm",
-    "qkv",
-    "rope",
-    "kv_write",
-    "rope_kv_write",
-    "attention",
-    "o",
-    "mlp",
-    "activation",
-)
+ROPE_PARTS = ("rope", "kv_write", "rope_kv_write")
+LAYER_PARTS = ("norm", "qkv", *ROPE_PARTS, "attention", "o", "mlp", "activation")
 PARTS = ("embed", "fc", *LAYER_PARTS, "lm_head", "sample")
 OTHER = "other"
 

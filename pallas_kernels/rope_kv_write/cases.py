@@ -52,7 +52,7 @@ BENCHMARK_CASES = tuple(
 
 
 def make_arguments(case: Case, dtype: Any = jnp.float32, seed: int = 0) -> tuple[Any, ...]:
-    """Positional arguments of rope_kv_write. One token has no place: its slot is the null page's."""
+    """Positional arguments of rope_kv_write. One token has no place: its slot is in page 0."""
     keys = jax.random.split(jax.random.key(seed, impl="rbg"), 7)
     tokens = (case.batch, case.num_tokens)
     slots_needed = 1 + case.batch * case.num_tokens

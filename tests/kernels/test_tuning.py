@@ -15,6 +15,8 @@ from pallas_kernels.tuning import (
     MEASURED,
     AttentionTuning,
     attention_tuning,
+    norm_shares,
+    parts_of_product,
     use_kernel,
 )
 
@@ -85,6 +87,29 @@ def test_splits_keep_every_block_resident_and_busy(pairs: int, slots: int):
         assert chosen.registers is None or chosen.producer_registers >= 24
         assert chosen.splits == 1 or pairs * chosen.splits <= tuning.MULTIPROCESSORS
         assert chosen.splits <= max(slots // chosen.block, 1)
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "parts"),
+    [
+        (1, 4096, 1),  # XLA would make elementwise sums of it
+        *((6, 4096, 8), (6, 6144, 4), (6, 28672, 1)),
+        *((80, 4096, 4), (80, 6144, 4), (192, 4096, 2), (192, 6144, 2), (192, 28672, 1)),
+        (480, 4096, 1),
+    ],
+)
+def test_narrow_products_are_divided_for_a_kernel(
+    rows: int, width: int, parts: int, monkeypatch: pytest.MonkeyPatch
+):
+    assert parts_of_product("add_rms_norm", rows, width) == 1, "no kernel adds up the parts"
+    monkeypatch.setattr(tuning, "use_kernel", lambda operation: True)
+    assert parts_of_product("add_rms_norm", rows, width) == parts
+
+
+@pytest.mark.parametrize(("rows", "hidden", "shares"), [(1, 4096, 8), (48, 4096, 4), (6, 768, 1)])
+def test_few_long_rows_are_shared(rows: int, hidden: int, shares: int):
+    assert norm_shares(rows, hidden) == shares
+    assert hidden % (128 * shares) == 0
 
 
 def test_threads_cannot_ask_for_more_registers_than_there_are():
