@@ -23,7 +23,7 @@ class PagedAttend:
       slots: [B, T] where the tokens' own keys and values go (0: the null page).
       positions: [B, T] the tokens' positions in slots, for sliding windows.
       ancestors: [B, T, words] tree mask past the context, or None for causal.
-      first_slot, order_invariant: see paged_attention.
+      first_slot, num_nodes, order_invariant: see paged_attention.
     """
 
     page_table: Array
@@ -32,6 +32,7 @@ class PagedAttend:
     positions: Array
     ancestors: Array | None = None
     first_slot: int = 0
+    num_nodes: int | None = None
     order_invariant: bool = False
 
     def __call__(
@@ -57,6 +58,7 @@ class PagedAttend:
             self.ancestors,
             window=window,
             first_slot=self.first_slot,
+            num_nodes=self.num_nodes,
             order_invariant=self.order_invariant,
         )
         return out, LayerCache(k=k_pages, v=v_pages)

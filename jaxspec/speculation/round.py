@@ -78,6 +78,7 @@ def verify(
         slots=page_slots(state.page_table, context + index, valid, state.page_size),
         positions=positions,
         ancestors=tree.ancestors,
+        num_nodes=tree.tokens.shape[1],
         order_invariant=order_invariant,
     )
     hidden, cache, features = decoder.run(

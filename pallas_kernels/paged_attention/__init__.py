@@ -23,6 +23,7 @@ def paged_attention(
     *,
     window: int | None = None,
     first_slot: int = 0,
+    num_nodes: int | None = None,
     order_invariant: bool = False,
     implementation: Implementation = "auto",
 ) -> Array:
@@ -42,6 +43,8 @@ def paged_attention(
       window: attend only to the latest ``window`` positions, the query's own included. Tree slots
         are always inside it: the caller keeps trees shallower than the window.
       first_slot: slots before it are hidden.
+      num_nodes: how many slots past the context the mask may name; no bit is set from there on. It
+        spares the kernel to look at them. None: as many as it has bits.
       order_invariant: accumulate in float64, so that the rounded result does not depend on which
         slots the visible keys lie in. Slower.
       implementation: "auto" takes the Hopper kernel where it was measured and fits (bfloat16, heads
@@ -64,7 +67,9 @@ def paged_attention(
     mosaic = kernel_module("paged_attention", implementation, problem)
     if mosaic is None:
         return reference(*arguments)
-    kernel = functools.partial(mosaic.paged_attention_mosaic, window=window, first_slot=first_slot)
+    kernel = functools.partial(
+        mosaic.paged_attention_mosaic, window=window, first_slot=first_slot, num_nodes=num_nodes
+    )
     return with_reference_gradient(kernel, reference)(*arguments)
 
 

@@ -41,6 +41,7 @@ class _Plan:
     page_size: int
     columns: int  # of the page table
     words: int  # of the ancestor mask
+    num_nodes: int  # slots past the context that some row may see
     causal: bool  # no mask: a token sees those before it
     tiles: int  # warpgroups that share a sequence's tokens
     tokens: int  # of a tile
@@ -64,7 +65,9 @@ class _Plan:
 
 
 # Traced once for all layers of a model: building and compiling the kernel takes seconds.
-@functools.partial(jax.jit, static_argnames=("window", "first_slot", "config", "interpret"))
+@functools.partial(
+    jax.jit, static_argnames=("window", "first_slot", "num_nodes", "config", "interpret")
+)
 def paged_attention_mosaic(
     q: Array,  # [B, T, Q, D]
     k_pages: Array,  # [P, G, K, D]
@@ -76,6 +79,7 @@ def paged_attention_mosaic(
     *,
     window: int | None,
     first_slot: int,
+    num_nodes: int | None = None,
     config: AttentionTuning | None = None,
     interpret: Any = None,
 ) -> Array:
@@ -91,6 +95,7 @@ def paged_attention_mosaic(
         slots = page_table.shape[1] * page_size
         config = attention_tuning(batch * kv_heads, row_tiles, slots)
     tiles = -(-row_tiles // config.warpgroups) * config.warpgroups
+    words = 1 if ancestors is None else ancestors.shape[-1]
     plan = _Plan(
         batch=batch,
         num_tokens=num_tokens,
@@ -99,7 +104,8 @@ def paged_attention_mosaic(
         head_dim=head_dim,
         page_size=page_size,
         columns=page_table.shape[1],
-        words=1 if ancestors is None else ancestors.shape[-1],
+        words=words,
+        num_nodes=num_tokens if ancestors is None else min(num_nodes or 32 * words, 32 * words),
         causal=ancestors is None,
         tiles=tiles,
         tokens=-(-num_tokens // tiles),
@@ -111,37 +117,18 @@ def paged_attention_mosaic(
     token_of_row = np.minimum(
         np.arange(plan.tiles)[:, None] * plan.tokens + np.arange(ROWS) // group, num_tokens - 1
     )
-    row_positions = positions[:, token_of_row]  # [B, tiles, ROWS]
     if ancestors is None:
         last_node = jnp.asarray(token_of_row, jnp.uint32)
         row_words = jnp.broadcast_to(last_node[:, None], (batch, tiles, 1, ROWS))
     else:
         row_words = ancestors[:, token_of_row].transpose(0, 1, 3, 2)  # [B, tiles, words, ROWS]
-    edges = sequence_edges(context_lens, positions, ancestors, plan)
+    windows = []
+    if window is not None:
+        seen_from = positions - (window - 1)
+        edges = [seen_from.min(axis=1), seen_from.max(axis=1)]
+        windows = [jnp.stack(edges, axis=1), seen_from[:, token_of_row]]
     kernel = _make_kernel(plan, q.dtype, interpret)
-    return kernel(q, k_pages, v_pages, page_table, edges, row_words, row_positions)
-
-
-def sequence_edges(
-    context_lens: Array, positions: Array, ancestors: Array | None, plan: _Plan
-) -> Array:
-    """What a sequence's rows see, in slots: int32 [B, 4].
-
-    The first slot that any row may see, the first that all see, the context's end, and the end of
-    the last node that any row sees.
-    """
-    nodes = jnp.full_like(context_lens, plan.num_tokens)
-    if ancestors is not None:
-        words = jnp.arange(plan.words, dtype=jnp.int32) * 32
-        used = jnp.where(ancestors == 0, 0, words + 32 - lax.clz(ancestors).astype(jnp.int32))
-        nodes = jnp.max(used, axis=(1, 2))
-    end = jnp.minimum(context_lens + nodes, plan.columns * plan.page_size)
-    some = every = jnp.full_like(context_lens, plan.first_slot)
-    if plan.window is not None:
-        some = jnp.maximum(some, jnp.min(positions, axis=1) - plan.window + 1)
-        every = jnp.maximum(every, jnp.max(positions, axis=1) - plan.window + 1)
-    some = jnp.minimum(some, context_lens)
-    return jnp.stack([some, every, context_lens, end], axis=1).astype(jnp.int32)
+    return kernel(q, k_pages, v_pages, page_table, context_lens, row_words, *windows)
 
 
 def _make_kernel(plan: _Plan, dtype: Any, interpret: Any) -> Any:
@@ -175,13 +162,14 @@ def _make_kernel(plan: _Plan, dtype: Any, interpret: Any) -> Any:
         return refs
 
     def paged_attention_kernel(
-        q, k_pages, v_pages, table, edges, row_words, row_positions, out, **refs
+        q, k_pages, v_pages, table, context_lens, row_words, *windows_and_out, **refs
     ):
+        *windows, out = windows_and_out
         (refs["k"],), *part = refs["k_or_part"]
         (refs["v"],), *log_sums = refs["v_or_log_sums"]
         if config.splits > 1:
             ((refs["part"],),), ((refs["log_sums"],),) = part, log_sums
-        work = _Work(plan, edges)
+        work = _Work(plan, context_lens, windows[0] if windows else None)
         warpgroup = lax.axis_index("warpgroup")
 
         @pl.when(warpgroup == config.warpgroups)
@@ -199,7 +187,7 @@ def _make_kernel(plan: _Plan, dtype: Any, interpret: Any) -> Any:
             words = [_row_load(row_words.at[work.sequence, tile, w]) for w in range(plan.words)]
             seen_from = None
             if plan.window is not None:
-                seen_from = _row_load(row_positions.at[work.sequence, tile]) - (plan.window - 1)
+                seen_from = _row_load(windows[1].at[work.sequence, tile])
             state = _attend(plan, work, words, seen_from, refs)
             if config.splits > 1:
                 _merge_and_store(plan, work, state, tile, out, refs)
@@ -231,22 +219,33 @@ def _and_then(first: Any, second: Any | None) -> Any:
 
 
 class _Work:
-    """The run of context blocks that this CTA attends to: [start, stop)."""
+    """The run of context blocks that this CTA attends to: [start, stop).
 
-    def __init__(self, plan: _Plan, edges: Any) -> None:
+    Attributes:
+      context: committed slots.
+      all_see_from, all_see_to: slots that every row sees.
+    """
+
+    def __init__(self, plan: _Plan, context_lens: Any, window_edges: Any | None) -> None:
         block = plan.config.block
         self.sequence = lax.axis_index("sequence")
         self.kv_head = lax.axis_index("kv_head")
         self.split = lax.axis_index("split")
-        first, self.all_see_from, self.context, end = (edges[self.sequence, i] for i in range(4))
-        self.all_see_to = self.context
+        self.context = self.all_see_to = context_lens[self.sequence]
+        end = jnp.minimum(self.context + plan.num_nodes, plan.columns * plan.page_size)
+        first, self.all_see_from = plan.first_slot, jnp.int32(plan.first_slot)
+        if window_edges is not None:
+            first, self.all_see_from = (
+                jnp.maximum(window_edges[self.sequence, i], plan.first_slot) for i in range(2)
+            )
+        first = jnp.minimum(first, self.context)
         if plan.causal:
             tokens = plan.config.warpgroups * plan.tokens
             before = lax.axis_index("row_block") * tokens
             self.all_see_to += before
             end = jnp.minimum(end, self.context + before + tokens)
-        # Where every row sees from the start, the first page is looked up without waiting.
-        first_block = first // block if plan.has_left_edge else 0
+        # Where some row sees the first block, the first page is looked up without waiting.
+        first_block = 0 if plan.window is None and plan.first_slot < block else first // block
         num_blocks = (end + block - 1) // block - first_block
         share = (num_blocks + plan.config.splits - 1) // plan.config.splits
         last = first_block + num_blocks

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxspec.cache import init_layers, page_slots, pages_for
-from jaxspec.models import decoder
+from jaxspec.models import decoder, layers
 from jaxspec.models.attention import PagedAttend, dense_causal_attend
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.hf_config import load_model_config
@@ -81,6 +81,13 @@ def test_logits_equal_transformers(checkpoint, name: str):
         return decoder.logits(model, hidden)
 
     assert_close(forward(model, jnp.asarray(tokens)), expected)
+
+
+def test_products_in_parts_make_the_same_logits(checkpoint, monkeypatch: pytest.MonkeyPatch):
+    """As they do on a GPU, for kernels that add up the parts."""
+    monkeypatch.setattr(layers, "parts_of_product", lambda consumer, rows, width: 4)
+    directory, tokens, expected = checkpoint("llama-gqa")
+    assert_close(paged_logits(load(directory), tokens, 16, LENGTH), expected)
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16, 64])
