@@ -38,9 +38,20 @@ def argmax(x: Array, axis: str | None) -> Array:
     Always an index of x, even for a row with a NaN, which has no maximum: 0, or where the
     collective drops NaN the lowest index of a NaN or of the maximum of the rest.
 
-    Two plain reductions: XLA's CPU backend runs jnp.argmax entry by entry, and whatever fuses into
-    it too (4 times slower for noise).
+    A whole row is one reduction on a GPU, which reads it once.
     """
+    if axis is None:
+        return lax.platform_dependent(x, cpu=_local_argmax, default=_one_reduction)
+    return _local_argmax(x, axis)
+
+
+def _one_reduction(x: Array) -> Array:
+    return jnp.argmax(x, axis=-1).astype(jnp.int32)
+
+
+def _local_argmax(x: Array, axis: str | None = None) -> Array:
+    """argmax by two plain reductions: XLA's CPU backend runs jnp.argmax entry by entry, and
+    whatever fuses into it too (4 times slower for noise)."""
     ids = jnp.arange(x.shape[-1], dtype=jnp.int32) + shard_offset(x.shape[-1], axis)
     best = maximum(x, axis)[..., None]
     # Not x == best: nothing equals NaN, but nothing is less than it either.

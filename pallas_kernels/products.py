@@ -25,8 +25,12 @@ def product_parts(x: Array, weight: Array, num_parts: int) -> Array:
     """Parts of x [..., K] times weight [K, ...], each over a run of K; their sum is the product.
 
     Returns float32 [num_parts, ...]. Narrow products of few rows fill a GPU only when they are
-    divided; a kernel that reads all the parts spares a launch for their sum.
+    divided; a kernel that reads all the parts spares a launch for their sum. A single row gets a
+    second one of zeros, lest XLA make elementwise products of it: on an H100 they took twice as
+    long as the matrix product.
     """
+    if x.size == x.shape[-1]:
+        x = jnp.pad(x, [(0, 1)] + [(0, 0)] * (x.ndim - 1))
     rows = x.reshape(-1, num_parts, x.shape[-1] // num_parts)
     runs = weight.reshape(num_parts, weight.shape[0] // num_parts, -1)
     dimensions = (((2,), (1,)), ((1,), (0,)))

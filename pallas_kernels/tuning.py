@@ -21,9 +21,7 @@ MEASURED: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 KERNELS_VARIABLE = "JAXSPEC_KERNELS"  # "all", "none" or a comma list of operations: overrides it
 MULTIPROCESSORS = 132
-# Rows of a product whose parts a kernel adds up. Of a single row XLA would make no matrix product,
-# but sums of elementwise ones, which took twice as long.
-FEWEST_ROWS_IN_PARTS, MOST_ROWS_IN_PARTS = 2, 256
+MOST_ROWS_IN_PARTS = 256  # of a product whose parts a kernel adds up
 ROWS = 64  # query rows of a warpgroup's matrix product
 REGISTERS = 65536  # of a multiprocessor
 FEWEST_REGISTERS = 24  # that a thread can be left with
@@ -88,18 +86,13 @@ def kernels_in_use() -> list[str]:
     return [operation for operation in MEASURED if use_kernel(operation)]
 
 
-def fewest_rows() -> int:
-    """Rows that a pass of the target should have, padding included, for the kernels' sake."""
-    return FEWEST_ROWS_IN_PARTS if use_kernel("add_rms_norm") else 1
-
-
 def parts_of_product(consumer: str, rows: int, width: int) -> int:
     """Into how many parts a product of ``rows`` by ``width`` is divided for a consumer's kernel.
 
     XLA divides those whose tiles do not spread over all multiprocessors, by about as much as this
     does (read off its programs for an H100), and adds up the parts in a launch of its own.
     """
-    if not FEWEST_ROWS_IN_PARTS <= rows <= MOST_ROWS_IN_PARTS or not use_kernel(consumer):
+    if rows > MOST_ROWS_IN_PARTS or not use_kernel(consumer):
         return 1
     tiles = -(-rows // 128) * -(-width // 128)
     most_tiles = 2 * MULTIPROCESSORS if rows <= ROWS else 3 * MULTIPROCESSORS // 2

@@ -19,7 +19,7 @@ from jaxspec.models.decoder import FINAL_NORM, Attend, Decoder, Layer, layer_sha
 from jaxspec.models.layers import add_rms_norm, linear, rms_norm, rope_angles
 from jaxspec.pytree import array, pytree, static
 from jaxspec.sharding import DATA_PARALLEL
-from pallas_kernels.products import einsum_f32, sum_parts
+from pallas_kernels.products import einsum_f32
 
 EagleMethod = Literal["eagle3", "eagle1"]
 
@@ -119,8 +119,8 @@ def run(
     positions: Array,  # [B, T] rotary positions
     caches: tuple[Any, ...],
     attend: Attend,
-) -> tuple[Array, tuple[Any, ...]]:
-    """The head's layers; returns (outputs [B, T, H], caches).
+) -> tuple[Array, Array, tuple[Any, ...]]:
+    """The head's layers; returns (outputs [B, T, H], the same as ``logits`` reads them, caches).
 
     EAGLE-3 fuses captured features first; its own outputs are recognized by their width H and go
     in as they are.
@@ -141,18 +141,19 @@ def run(
     else:
         x = _fuse(head, jnp.concatenate([embedded, hidden], axis=-1))
         block_input = x
+    # Each block's input is made with the addition before it, and so is the LM head's.
+    following_norms = [layer.input_norm for layer in head.layers[1:]] + [head.norm]
     new_caches = []
     for index, (layer, cache) in enumerate(zip(head.layers, caches, strict=True)):
-        if index > 0:
-            block_input = rms_norm(x, layer.input_norm, eps)
         window = config.sliding_windows[index]
         y, cache = decoder.attention_block(
             layer, config, block_input, rope, cache, attend, window, head.axis
         )
         x, normed = add_rms_norm(x, y, layer.post_norm, eps)
-        x = x + sum_parts(decoder.mlp_block(layer, normed, head.axis), x.dtype)
+        y = decoder.mlp_block(layer, normed, head.axis)
+        x, block_input = add_rms_norm(x, y, following_norms[index], eps)
         new_caches.append(cache)
-    return x, tuple(new_caches)
+    return x, block_input, tuple(new_caches)
 
 
 @jax.named_scope("fc")
@@ -165,10 +166,9 @@ def vocab_axis(head: EagleHead, target: Decoder) -> str | None:
     return target.axis if head.lm_head is None else head.axis
 
 
-def logits(head: EagleHead, target: Decoder, outputs: Array) -> Array:
+def logits(head: EagleHead, target: Decoder, normed: Array) -> Array:
     """Float32 draft logits, this shard's part: [..., H] -> [..., W] (or V) / shards."""
     if head.lm_head is None:
-        return decoder.logits(target, outputs)
-    normed = rms_norm(outputs, head.norm, head.config.rms_norm_eps)
+        return decoder.logits(target, normed)
     with jax.named_scope("lm_head"):
         return einsum_f32("...h,hw->...w", normed, head.lm_head)

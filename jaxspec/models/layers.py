@@ -1,9 +1,11 @@
 """The few functions that transformer blocks are made of."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from jaxspec.config import Llama3RopeScaling, ModelConfig
@@ -66,7 +68,7 @@ def rms_norm(x: Array, weight: Array | None, eps: float) -> Array:
 def add_rms_norm(x: Array, parts: Array, weight: Array | None, eps: float) -> tuple[Array, Array]:
     """x plus a product's parts [S, ..., H], and its norm. No weight: the sum itself."""
     if weight is None:
-        total = x + sum_parts(parts, x.dtype)
+        total = x + sum_parts(parts[:, : len(x)], x.dtype)
         return total, total
     return fused_add_rms_norm(x, parts, weight, eps)
 
@@ -77,20 +79,20 @@ def swiglu(gate_up: Array) -> Array:
     return jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :]
 
 
-def rope_frequencies(config: ModelConfig) -> Array:
+def rope_frequencies(config: ModelConfig) -> np.ndarray:
     """Radians a position, float32 [D / 2], with Llama 3's scaling where the config has it."""
-    exponents = jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim
-    frequencies = config.rope_theta**-exponents
+    exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
+    frequencies = np.float32(config.rope_theta) ** -exponents
     scaling = config.rope_scaling
     return frequencies if scaling is None else _scale_llama3(frequencies, scaling)
 
 
-def _scale_llama3(frequencies: Array, scaling: Llama3RopeScaling) -> Array:
+def _scale_llama3(frequencies: np.ndarray, scaling: Llama3RopeScaling) -> np.ndarray:
     """Slow rotations are divided by ``factor``, fast ones kept, those between interpolated."""
-    rotations = scaling.original_max_position * frequencies / (2 * jnp.pi)
+    rotations = np.float32(scaling.original_max_position / (2 * math.pi)) * frequencies
     span = scaling.high_freq_factor - scaling.low_freq_factor
-    keep = jnp.clip((rotations - scaling.low_freq_factor) / span, 0.0, 1.0)
-    return frequencies * (keep + (1 - keep) / scaling.factor)
+    keep = np.clip((rotations - np.float32(scaling.low_freq_factor)) / np.float32(span), 0.0, 1.0)
+    return frequencies * (keep + (1 - keep) / np.float32(scaling.factor))
 
 
 @jax.named_scope("rope")
@@ -100,5 +102,6 @@ def rope_angles(config: ModelConfig, positions: Array) -> tuple[Array, Array]:
     The two rows are for a head's two halves: the sine's first row is negated.
     """
     angles = positions[..., None].astype(jnp.float32) * rope_frequencies(config)
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
-    return jnp.stack([cos, cos], axis=-2), jnp.stack([-sin, sin], axis=-2)
+    # Broadcast, not stacked: XLA then makes both in one kernel.
+    both = jnp.broadcast_to(angles[..., None, :], (*positions.shape, 2, angles.shape[-1]))
+    return jnp.cos(both), jnp.sin(both) * jnp.array([[-1.0], [1.0]], jnp.float32)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from jaxspec import collectives
@@ -151,7 +152,7 @@ def _grow_chain(
     for depth in range(1, spec.max_depth + 1):
         if depth > 1:
             # Scratch node d - 1 sees all those before it.
-            seen = jnp.sum(_own_bits(0, depth - 1, _words(spec)), axis=0, dtype=jnp.uint32)
+            seen = _own_bits(0, depth - 1, _words(spec)).sum(axis=0, dtype=np.uint32)
             ancestors = jnp.broadcast_to(seen, (*tokens[-1].shape, seen.size))
             beam = Beams(tokens[-1], jnp.zeros_like(tokens[-1]), depth - 1, depth - 2, ancestors)
             logits, carry = step(beam, carry)
@@ -184,11 +185,11 @@ def _words(spec: SpeculationConfig) -> int:
     return -(-spec.top_k * spec.max_depth // 32)
 
 
-def _own_bits(first: int, count: int, words: int) -> Array:
+def _own_bits(first: int, count: int, words: int) -> np.ndarray:
     """Mask bit of scratch nodes first .. first + count - 1: uint32 [count, words]."""
-    node = first + jnp.arange(count)
-    bit = jnp.uint32(1) << (node % 32).astype(jnp.uint32)
-    return jnp.where(jnp.arange(words) == node[:, None] // 32, bit[:, None], jnp.uint32(0))
+    node = first + np.arange(count)
+    bit = np.uint32(1) << (node % 32).astype(np.uint32)
+    return np.where(np.arange(words) == node[:, None] // 32, bit[:, None], np.uint32(0))
 
 
 def _first_beams(children: Children, spec: SpeculationConfig) -> Beams:

@@ -124,8 +124,9 @@ def _padding(ndim: int, distance: int) -> list[tuple[int, int]]:
 
 def unroll(
     head: EagleHead, target: Decoder, tokens: Array, features: Array, steps: int
-) -> list[Array]:
-    """Outputs [B, T, H] of each step; step ``s`` is meaningful from position ``s`` on.
+) -> list[tuple[Array, Array]]:
+    """Outputs [B, T, H] of each step, and the same normed for the LM head; step ``s`` is meaningful
+    from position ``s`` on.
 
     Entry ``i`` reads token ``i`` beside the hidden state of token ``i - 1`` and predicts token
     ``i + 1``. Args: tokens [B, T], features [B, T, C].
@@ -134,10 +135,10 @@ def unroll(
     caches: tuple[Any, ...] = ((),) * len(head.layers)
     hidden, outputs = features, []
     for _ in range(steps):
-        hidden, caches = eagle.run(
+        hidden, normed, caches = eagle.run(
             head, target, tokens, _shifted(hidden, 1), positions, caches, attend_unrolled
         )
-        outputs.append(hidden)
+        outputs.append((hidden, normed))
     return outputs
 
 
@@ -162,13 +163,19 @@ def draft_loss(
     features, hidden = target_states(target, batch, head.capture, attend)
     counts = learned_counts(batch.learned, config.steps) if counts is None else counts
     total, metrics = jnp.float32(0), []
-    for index, outputs in enumerate(
+    for index, (outputs, normed) in enumerate(
         unroll(head, target, batch.tokens, features.astype(head.fc.dtype), config.steps)
     ):
         first = index + 1
         learned = batch.learned[:, first + 1 :]  # of the tokens that entries first .. T - 2 predict
+        part = slice(first, -1)
         step_loss, step_metrics = _step_loss(
-            head, target, outputs[:, first:-1], hidden[:, first:-1], learned, counts[index], config
+            _step_loss_of_logits(head, target, normed[:, part], hidden[:, part]),
+            outputs[:, part],
+            hidden[:, part],
+            learned,
+            counts[index],
+            config,
         )
         total += config.step_decay**index * step_loss
         metrics.append(step_metrics)
@@ -183,7 +190,7 @@ def learned_counts(learned: Array, steps: int) -> Array:
 
 @jax.checkpoint
 def _step_loss_of_logits(
-    head: EagleHead, target: Decoder, outputs: Array, hidden: Array
+    head: EagleHead, target: Decoder, normed: Array, hidden: Array
 ) -> tuple[Array, Array, Array, Array]:
     """(cross entropy, in the draft vocabulary, right, overlap), [B, T] each.
 
@@ -192,7 +199,7 @@ def _step_loss_of_logits(
     all steps would fill the memory.
     """
     wanted = decoder.logits(target, hidden)
-    drafted = eagle.logits(head, target, outputs)
+    drafted = eagle.logits(head, target, normed)
     best = jnp.argmax(wanted, axis=-1)
     ids, known = head.token_ids, jnp.ones(best.shape, bool)
     log_p = jax.nn.log_softmax(wanted)
@@ -208,21 +215,20 @@ def _step_loss_of_logits(
 
 
 def _step_loss(
-    head: EagleHead,
-    target: Decoder,
+    of_logits: tuple[Array, Array, Array, Array],
     outputs: Array,
     hidden: Array,
     learned: Array,
     count: Array,
     config: LossConfig,
 ) -> tuple[Array, dict[str, Array]]:
-    """Loss and metrics of one step: outputs and hidden [B, T, H], learned bool [B, T], sums
-    divided by count float32 []."""
+    """Loss and metrics of one step from what its logits gave: outputs and hidden [B, T, H],
+    learned bool [B, T], sums divided by count float32 []."""
 
     def mean(values: Array, where: Array) -> Array:
         return jnp.sum(jnp.where(where, values.astype(jnp.float32), 0)) / count
 
-    cross_entropy, known, right, overlap = _step_loss_of_logits(head, target, outputs, hidden)
+    cross_entropy, known, right, overlap = of_logits
     loss = config.token_weight * mean(cross_entropy, learned & known)
     if config.hidden_weight:
         difference = jnp.abs(outputs.astype(jnp.float32) - hidden.astype(jnp.float32))

@@ -19,7 +19,8 @@ def add_rms_norm(
 
     Args:
       x: [..., H]
-      parts: [S, ..., H]; their sum is rounded to x's dtype before it is added. See products.py.
+      parts: [S, ..., H]; their sum is rounded to x's dtype before it is added. Rows past x's are
+        padding. See products.py.
       weight: [H]
       implementation: "auto" takes the Hopper kernel where it was measured and fits (bfloat16, H a
         multiple of 256 up to 16384), else the reference.

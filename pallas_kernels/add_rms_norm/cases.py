@@ -49,9 +49,10 @@ def make_arguments(
     x_key, parts_key, weight_key = jax.random.split(jax.random.key(seed, impl="rbg"), 3)
     shape = (case.rows, case.hidden)
     part_dtype = dtype if case.num_parts == 1 else jnp.float32
+    padded = (case.num_parts, case.rows + (case.rows == 1), case.hidden)
     return (
         jax.random.normal(x_key, shape, dtype),
-        jax.random.normal(parts_key, (case.num_parts, *shape), part_dtype),
+        jax.random.normal(parts_key, padded, part_dtype),
         1 + 0.1 * jax.random.normal(weight_key, shape[1:], dtype),
     )
 

@@ -72,7 +72,7 @@ def add_rms_norm_mosaic(
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=interpret,
     )
-    total, normed = kernel(x.reshape(rows, hidden), parts.reshape(num_parts, rows, hidden), weight)
+    total, normed = kernel(x.reshape(rows, hidden), parts.reshape(num_parts, -1, hidden), weight)
     return total.reshape(x.shape), normed.reshape(x.shape)
 
 

@@ -117,7 +117,9 @@ def paged_attention_mosaic(
     token_of_row = np.minimum(
         np.arange(plan.tiles)[:, None] * plan.tokens + np.arange(ROWS) // group, num_tokens - 1
     )
-    if ancestors is None:
+    if num_tokens == 1 and ancestors is not None:
+        row_words = ancestors[:, 0]  # [B, words], alike for all rows
+    elif ancestors is None:
         last_node = jnp.asarray(token_of_row, jnp.uint32)
         row_words = jnp.broadcast_to(last_node[:, None], (batch, tiles, 1, ROWS))
     else:
@@ -184,7 +186,7 @@ def _make_kernel(plan: _Plan, dtype: Any, interpret: Any) -> Any:
                 plgpu.set_max_registers(config.registers, action="increase")
             tile = lax.axis_index("row_block") * config.warpgroups + warpgroup
             _load_queries(plan, work, q, tile, refs)
-            words = [_row_load(row_words.at[work.sequence, tile, w]) for w in range(plan.words)]
+            words = _load_words(plan, work, row_words, tile)
             seen_from = None
             if plan.window is not None:
                 seen_from = _row_load(windows[1].at[work.sequence, tile])
@@ -323,6 +325,13 @@ def _row_load(ref: Any) -> Array:
     return plgpu.load(ref, layout=_ROW_LAYOUT, optimized=False)
 
 
+def _load_words(plan: _Plan, work: _Work, row_words: Any, tile: Array) -> list[Array]:
+    """Words of the rows' masks: [ROWS] each, or scalars where all rows have the same."""
+    if len(row_words.shape) == 2:
+        return [row_words[work.sequence, word] for word in range(plan.words)]
+    return [_row_load(row_words.at[work.sequence, tile, word]) for word in range(plan.words)]
+
+
 def _write(ref: Any, value: Array) -> None:
     """Store to plain shared memory, bank conflicts or not: jax 0.12 wants that said."""
     store = getattr(plgpu, "store", None)
@@ -440,7 +449,8 @@ def _visible(
             committed &= slot >= _by_row(seen_from, width)
         chosen = jnp.zeros((), jnp.uint32)
         for index, word in enumerate(words):
-            chosen = jnp.where(node >> 5 == index, _by_row(word, width), chosen)
+            word = _by_row(word, width) if word.ndim else word
+            chosen = jnp.where(node >> 5 == index, word, chosen)
         bit = (chosen >> (node & 31).astype(jnp.uint32)) & 1
         seen = committed | (bit == 1)
     return seen & (slot >= plan.first_slot) if plan.first_slot > 0 else seen

@@ -30,7 +30,7 @@ def rope_kv_write(
 
     Args:
       parts: [S, B, T, G, R, D], to be summed: of each KV head its queries, then its key, then its
-        value; so R = Q / G + 2. See products.py.
+        value; so R = Q / G + 2. Rows past B are padding. See products.py.
       rope: cos and sin of the tokens' rotations, float32 [B, T, 2, D / 2] each, for a head's two
         halves; the sine's first row is negated.
       q_norm, k_norm: [D] weights of a root-mean-square norm before the rotation, or None.

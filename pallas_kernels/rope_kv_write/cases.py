@@ -58,7 +58,8 @@ def make_arguments(case: Case, dtype: Any = jnp.float32, seed: int = 0) -> tuple
     slots_needed = 1 + case.batch * case.num_tokens
     num_pages = 2 + slots_needed // case.page_size
     pool = (num_pages, case.kv_heads, case.page_size, case.head_dim)
-    heads = (case.num_parts, *tokens, case.kv_heads, case.group + 2, case.head_dim)
+    rows = case.batch + (case.batch == 1)  # a padding row
+    heads = (case.num_parts, rows, *tokens[1:], case.kv_heads, case.group + 2, case.head_dim)
     angles = 10 * jax.random.normal(keys[0], (*tokens, case.head_dim // 2))
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     places = jax.random.permutation(keys[1], jnp.arange(case.page_size, num_pages * case.page_size))

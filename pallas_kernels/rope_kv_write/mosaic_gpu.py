@@ -28,7 +28,8 @@ def rope_kv_write_mosaic(
 
     ``interpret``: plgpu.InterpretGPUParams, for tests.
     """
-    num_parts, batch, num_tokens, kv_heads, rows, head_dim = parts.shape
+    num_parts, _, _, kv_heads, rows, head_dim = parts.shape
+    batch, num_tokens = slots.shape
     group, page_size, tokens = rows - 2, k_pages.shape[2], batch * num_tokens
     dtype = k_pages.dtype
     norms = [weight for weight in (q_norm, k_norm) if weight is not None]
@@ -71,7 +72,7 @@ def rope_kv_write_mosaic(
     )
     k_ref, v_ref = jax.new_ref(k_pages), jax.new_ref(v_pages)
     q = kernel(
-        parts.reshape(num_parts, tokens, kv_heads, rows, head_dim),
+        parts.reshape(num_parts, -1, kv_heads, rows, head_dim),
         *(a.reshape(tokens, head_dim) for a in rope),
         slots.reshape(tokens),
         k_ref,

@@ -61,6 +61,6 @@ def rope_kv_write_reference(
     eps: float,
 ) -> tuple[Array, Array, Array]:
     """See pallas_kernels.rope_kv_write.rope_kv_write."""
-    qkv = sum_parts(parts, k_pages.dtype)
+    qkv = sum_parts(parts[:, : len(slots)], k_pages.dtype)
     q, k, v = rotated_heads(qkv, rope, q_norm, k_norm, eps)
     return q, write_rows(k_pages, k, slots), write_rows(v_pages, v, slots)

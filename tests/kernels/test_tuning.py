@@ -92,7 +92,6 @@ def test_splits_keep_every_block_resident_and_busy(pairs: int, slots: int):
 @pytest.mark.parametrize(
     ("rows", "width", "parts"),
     [
-        (1, 4096, 1),  # XLA would make elementwise sums of it
         *((6, 4096, 8), (6, 6144, 4), (6, 28672, 1)),
         *((80, 4096, 4), (80, 6144, 4), (192, 4096, 2), (192, 6144, 2), (192, 28672, 1)),
         (480, 4096, 1),

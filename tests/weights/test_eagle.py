@@ -111,8 +111,8 @@ def test_a_head_runs(kind: str, target_dir: Path, target: ModelConfig, request):
 
     @jax.jit
     def forward(head, model):
-        outputs, _ = run(head, model, tokens, features, tokens, caches, dense_causal_attend)
-        return logits(head, model, outputs)
+        _, normed, _ = run(head, model, tokens, features, tokens, caches, dense_causal_attend)
+        return logits(head, model, normed)
 
     scores = forward(head, model)
     assert scores.shape == (1, 5, 96 if kind == "eagle3" else 320)

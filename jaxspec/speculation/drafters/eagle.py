@@ -89,7 +89,7 @@ class EagleDrafter:
         offset = jnp.arange(chunk.tokens.shape[1])
         positions = state.context_lens[:, None] + offset
         attend = causal_attend(state, positions, offset < chunk.counts[:, None], FIRST_SLOT)
-        _, layers = eagle.run(
+        _, _, layers = eagle.run(
             self.head, target, chunk.tokens, shifted, positions - 1, draft.cache.layers, attend
         )
         changed = chunk.counts > 0
@@ -105,14 +105,14 @@ class EagleDrafter:
         draft: EagleState = state.draft
         tokens, positions, valid = pending_tokens(state, draft.pending, self.max_depth + 1)
         attend = causal_attend(state, positions, valid, FIRST_SLOT)
-        outputs, layers = eagle.run(
+        outputs, normed, layers = eagle.run(
             self.head, target, tokens, draft.features, positions - 1, draft.cache.layers, attend
         )
-        root_output = _at(outputs, draft.pending - 1)
+        root_output, root_normed = (_at(x, draft.pending - 1) for x in (outputs, normed))
 
         def step(beams: Beams, carry: Any) -> tuple[Array, Any]:
             outputs, layers = carry
-            outputs, layers = eagle.run(
+            outputs, normed, layers = eagle.run(
                 self.head,
                 target,
                 beams.tokens,
@@ -121,7 +121,7 @@ class EagleDrafter:
                 layers,
                 level_attend(state, beams, FIRST_SLOT),
             )
-            return eagle.logits(self.head, target, outputs), (outputs, layers)
+            return eagle.logits(self.head, target, normed), (outputs, layers)
 
         proposer = Proposer(
             speculation=self.speculation,
@@ -132,7 +132,7 @@ class EagleDrafter:
             target_vocab=target.embed.shape[0],
             target_axis=target.axis,
         )
-        root_logits = eagle.logits(self.head, target, root_output)
+        root_logits = eagle.logits(self.head, target, root_normed)
         carry = (root_output[:, None], layers)
         tree, (_, layers) = grow(proposer, state.roots, root_logits, step, carry)
         cache = DraftCache(layers=layers, sharded=draft.cache.sharded)
