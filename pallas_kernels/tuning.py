@@ -114,7 +114,8 @@ class AttentionTuning:
     Attributes:
       block: context slots of one step.
       stages: blocks in flight.
-      warpgroups: compute warpgroups of a CTA; they share its keys and values.
+      warpgroups: compute warpgroups of a CTA for each of its KV heads; they share keys and values.
+      heads: KV heads of a CTA.
       splits: CTAs that share one context.
       registers: a compute thread's, taken from the producer; None leaves them as compiled.
 
@@ -124,41 +125,48 @@ class AttentionTuning:
     block: int
     stages: int
     warpgroups: int = 1
+    heads: int = 1
     splits: int = 1
     registers: int | None = None
 
     def __post_init__(self) -> None:
         if self.registers is not None and self.producer_registers < FEWEST_REGISTERS:
             raise ValueError(
-                f"{self.registers} registers in each of {self.warpgroups} compute warpgroups leave "
+                f"{self.registers} registers in each of {self.consumers} compute warpgroups leave "
                 f"{self.producer_registers} to the producer: it needs {FEWEST_REGISTERS}"
             )
 
     @property
+    def consumers(self) -> int:
+        """Compute warpgroups of a CTA."""
+        return self.warpgroups * self.heads
+
+    @property
     def producer_registers(self) -> int:
         """What the compute warpgroups leave of a CTA's registers to a producer's thread."""
-        groups = self.warpgroups + 1
+        groups = self.consumers + 1
         launched = REGISTERS // (128 * groups) // 8 * 8  # a thread's share, in steps of 8
-        return groups * launched - self.warpgroups * (self.registers or launched)
+        return groups * launched - self.consumers * (self.registers or launched)
 
 
-def attention_tuning(pairs: int, row_tiles: int, slots: int) -> AttentionTuning:
-    """For ``pairs`` of sequence and KV head, each with ``row_tiles`` tiles of 64 query rows.
+def attention_tuning(batch: int, kv_heads: int, row_tiles: int, slots: int) -> AttentionTuning:
+    """For pairs of a sequence and a KV head, each with ``row_tiles`` tiles of 64 query rows.
 
     ``slots`` is the longest context that the page table could hold. Measured on an H100 with 8
     sequences of 8 queries (64 pairs): of 8k, 5 stages in 2 splits took 103 us and 2 stages in 4
-    splits 122 us, as its 131 registers a thread let one CTA only onto a multiprocessor; of 1k, no
-    split 23.3 us and 2 splits 24.0 us, so that short contexts are split only where most
-    multiprocessors would idle.
+    splits 122 us; of 1k, no split 23.3 us and 2 splits 24.0 us, so that short contexts are split
+    only where most multiprocessors would idle. Registers (122 to 150 a thread) let a single CTA
+    onto a multiprocessor: where there are more pairs, a CTA serves two heads.
     """
+    pairs = batch * kv_heads
     if row_tiles > 1:
         blocks = pairs * -(-row_tiles // 2)
         splits = _splits(blocks, slots // 512)
         return AttentionTuning(block=128, stages=2, warpgroups=2, splits=splits, registers=240)
+    if pairs > MULTIPROCESSORS:
+        return AttentionTuning(block=64, stages=2, heads=2 - kv_heads % 2)
     least_slots = 1024 if 4 * pairs > MULTIPROCESSORS else 128  # of a split
-    splits = _splits(pairs, slots // least_slots)
-    # Beyond one CTA a multiprocessor, two of two stages overlap better than one of five.
-    return AttentionTuning(block=64, stages=5 if pairs <= MULTIPROCESSORS else 2, splits=splits)
+    return AttentionTuning(block=64, stages=5, splits=_splits(pairs, slots // least_slots))
 
 
 def norm_shares(rows: int, hidden: int) -> int:

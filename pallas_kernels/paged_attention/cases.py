@@ -87,6 +87,7 @@ TEST_CASES = (
 # What the Hopper kernel takes: wide heads, pages that fill tiles.
 KERNEL_CASES = (
     Case("K: one query", (70, 130), 1, 8, 2, 128, 64),
+    Case("K: one node of a tree", (70, 0, 130), 1, 8, 2, 128, 16, tree=True),
     Case("K: contexts around a page", (0, 1, 63, 64, 65), 1, 8, 2, 128, 64),
     Case("K: seven heads a group", (0, 63, 100), 3, 7, 1, 64, 64),
     Case("K: pages of 16, a tree", (70, 130), 6, 8, 2, 128, 16, tree=True),
@@ -103,6 +104,7 @@ KERNEL_CASES = (
 LONG_CASES = (
     Case("L: one query", (3000, 5, 1025), 1, 8, 2, 128, 64),
     Case("L: a chain", (3000, 5, 1025), 6, 8, 2, 128, 16, tree=True),
+    Case("L: many pairs", (3000, 5, 1025) * 7, 6, 32, 8, 128, 64, tree=True),
     Case("L: tree of 60", (3000, 5, 1025), 60, 8, 2, 128, 64, tree=True),
     Case("L: window", (3000, 5, 1025), 60, 8, 2, 128, 64, tree=True, window=500),
     Case("L: causal chunk", (2000, 0, 77), 512, 8, 2, 128, 64),

@@ -9,6 +9,7 @@ takes a run of it and they merge their softmaxes through each other's shared mem
 
 import dataclasses
 import functools
+import itertools
 import math
 from typing import Any
 
@@ -93,7 +94,7 @@ def paged_attention_mosaic(
     row_tiles = -(-num_tokens // (ROWS // group))
     if config is None:
         slots = page_table.shape[1] * page_size
-        config = attention_tuning(batch * kv_heads, row_tiles, slots)
+        config = attention_tuning(batch, kv_heads, row_tiles, slots)
     tiles = -(-row_tiles // config.warpgroups) * config.warpgroups
     words = 1 if ancestors is None else ancestors.shape[-1]
     plan = _Plan(
@@ -137,8 +138,9 @@ def _make_kernel(plan: _Plan, dtype: Any, interpret: Any) -> Any:
     config = plan.config
     tiling = plgpu.TilingTransform((8, 64))  # pyright: ignore[reportAbstractUsage]
     swizzled = (tiling, plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
-    tile = (config.warpgroups, ROWS, plan.head_dim)
-    ring = (config.stages, config.block, plan.head_dim)
+    tile = (config.consumers, ROWS, plan.head_dim)
+    ring = (config.stages, config.heads, config.block, plan.head_dim)
+    copies = config.heads * plan.pages_of_block  # that fill a stage
 
     # The merge comes after the last keys and values: it reuses their memory.
     part = plgpu.SMEM(tile, jnp.float32) if config.splits > 1 else None
@@ -149,17 +151,17 @@ def _make_kernel(plan: _Plan, dtype: Any, interpret: Any) -> Any:
             "queries": plgpu.SMEM(tile, dtype, transforms=swizzled),
             "k_or_part": _and_then(plgpu.SMEM(ring, dtype, transforms=swizzled), part),
             "v_or_log_sums": _and_then(plgpu.SMEM(ring, dtype, transforms=swizzled), part),
-            "q_full": plgpu.Barrier(num_arrivals=plan.tokens, num_barriers=config.warpgroups),
-            "k_full": plgpu.Barrier(num_arrivals=plan.pages_of_block, num_barriers=config.stages),
-            "v_full": plgpu.Barrier(num_arrivals=plan.pages_of_block, num_barriers=config.stages),
-            "k_free": plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=config.stages),
-            "v_free": plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=config.stages),
+            "q_full": plgpu.Barrier(num_arrivals=plan.tokens, num_barriers=config.consumers),
+            "k_full": plgpu.Barrier(num_arrivals=copies, num_barriers=config.stages),
+            "v_full": plgpu.Barrier(num_arrivals=copies, num_barriers=config.stages),
+            "k_free": plgpu.Barrier(num_arrivals=config.consumers, num_barriers=config.stages),
+            "v_free": plgpu.Barrier(num_arrivals=config.consumers, num_barriers=config.stages),
         }
         if config.splits > 1:
-            refs["all_read"] = plgpu.Barrier(num_arrivals=config.warpgroups)
+            refs["all_read"] = plgpu.Barrier(num_arrivals=config.consumers)
             for name in ("written", "read"):
                 refs[name] = plgpu.ClusterBarrier(
-                    collective_axes=("split",), num_arrivals=config.warpgroups
+                    collective_axes=("split",), num_arrivals=config.consumers
                 )
         return refs
 
@@ -174,17 +176,18 @@ def _make_kernel(plan: _Plan, dtype: Any, interpret: Any) -> Any:
         work = _Work(plan, context_lens, windows[0] if windows else None)
         warpgroup = lax.axis_index("warpgroup")
 
-        @pl.when(warpgroup == config.warpgroups)
+        @pl.when(warpgroup == config.consumers)
         def _produce():
             if config.registers:
                 plgpu.set_max_registers(config.producer_registers, action="decrease")
             _produce_blocks(plan, work, table, (k_pages, refs["k"]), (v_pages, refs["v"]), refs)
 
-        @pl.when(warpgroup < config.warpgroups)
+        @pl.when(warpgroup < config.consumers)
         def _compute():
             if config.registers:
                 plgpu.set_max_registers(config.registers, action="increase")
-            tile = lax.axis_index("row_block") * config.warpgroups + warpgroup
+            tile = lax.axis_index("row_block") * config.warpgroups
+            tile += lax.rem(warpgroup, config.warpgroups)
             _load_queries(plan, work, q, tile, refs)
             words = _load_words(plan, work, row_words, tile)
             seen_from = None
@@ -202,11 +205,11 @@ def _make_kernel(plan: _Plan, dtype: Any, interpret: Any) -> Any:
             (plan.batch, plan.num_tokens, plan.kv_heads * plan.group, plan.head_dim), dtype
         ),
         scratch_types=scratch(),
-        grid=(plan.row_blocks, plan.kv_heads, plan.batch),
-        grid_names=("row_block", "kv_head", "sequence"),
+        grid=(plan.row_blocks, plan.kv_heads // config.heads, plan.batch),
+        grid_names=("row_block", "kv_heads", "sequence"),
         cluster=(config.splits,),
         cluster_names=("split",),
-        num_threads=config.warpgroups + 1,
+        num_threads=config.consumers + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
@@ -224,6 +227,8 @@ class _Work:
     """The run of context blocks that this CTA attends to: [start, stop).
 
     Attributes:
+      first_head: KV head that the CTA starts with.
+      own_head: of the CTA's heads, which one a compute warpgroup serves; ``kv_head`` of all heads.
       context: committed slots.
       all_see_from, all_see_to: slots that every row sees.
     """
@@ -231,7 +236,9 @@ class _Work:
     def __init__(self, plan: _Plan, context_lens: Any, window_edges: Any | None) -> None:
         block = plan.config.block
         self.sequence = lax.axis_index("sequence")
-        self.kv_head = lax.axis_index("kv_head")
+        self.first_head = lax.axis_index("kv_heads") * plan.config.heads
+        self.own_head = lax.axis_index("warpgroup") // plan.config.warpgroups
+        self.kv_head = self.first_head + self.own_head
         self.split = lax.axis_index("split")
         self.context = self.all_see_to = context_lens[self.sequence]
         end = jnp.minimum(self.context + plan.num_nodes, plan.columns * plan.page_size)
@@ -269,10 +276,10 @@ def _produce_blocks(plan: _Plan, work: _Work, table: Any, k: Any, v: Any, refs: 
 
     def copy(source: Any, ring: Any, full: Any, block: Array, slot: Array, indices: Any) -> None:
         offset = block * config.block % plan.page_size if plan.page_size > config.block else 0
-        for i, page in enumerate(indices):
+        for head, (i, page) in itertools.product(range(config.heads), enumerate(indices)):
             plgpu.copy_gmem_to_smem(
-                source.at[page, work.kv_head, pl.ds(offset, rows)],
-                ring.at[slot, pl.ds(i * rows, rows)],
+                source.at[page, work.first_head + head, pl.ds(offset, rows)],
+                ring.at[slot, head, pl.ds(i * rows, rows)],
                 full.at[slot],
             )
 
@@ -356,13 +363,13 @@ def _attend(
     def scores_of(block: Array, slot: Array, *, masked: bool) -> Array:
         """[ROWS, block] raw scores of a block."""
         if not masked:
-            keys = refs["k"].at[slot].transpose((1, 0))
+            keys = refs["k"].at[slot, work.own_head].transpose((1, 0))
             return _product(q, keys, interpret=plan.interpret)
         # A mask needs registers beside the scores: half the slots at a time leaves room for it, so
         # that two CTAs still fit a multiprocessor.
         width, halves = config.block // 2, []
         for first in (0, width):
-            keys = refs["k"].at[slot, pl.ds(first, width)].transpose((1, 0))
+            keys = refs["k"].at[slot, work.own_head, pl.ds(first, width)].transpose((1, 0))
             seen = _visible(plan, work, block * config.block + first, width, words, seen_from)
             half = _product(q, keys, interpret=plan.interpret)
             halves.append(jnp.where(seen, half, MASKED))
@@ -381,7 +388,8 @@ def _attend(
         total = total * decay + jnp.sum(exps, axis=1)
         weights = exps.astype(refs["v"].dtype)
         plgpu.barrier_wait(refs["v_full"].at[slot])
-        acc = _product(weights, refs["v"].at[slot], acc, interpret=plan.interpret)
+        values = refs["v"].at[slot, work.own_head]
+        acc = _product(weights, values, acc, interpret=plan.interpret)
         plgpu.barrier_arrive(refs["v_free"].at[slot])
         return acc, new_peak, total
 
@@ -496,7 +504,7 @@ def _merge_and_store(
     splits, warpgroup = plan.config.splits, lax.axis_index("warpgroup")
     rows, part = refs["rows"].at[warpgroup], refs["part"].at[warpgroup]
     log_sums = refs["log_sums"].at[warpgroup]
-    if plan.config.warpgroups > 1:  # the other one may still read keys and values there
+    if plan.config.consumers > 1:  # the other one may still read keys and values there
         plgpu.barrier_arrive(refs["all_read"])
         plgpu.barrier_wait(refs["all_read"])
     total = jnp.maximum(total, TINY)

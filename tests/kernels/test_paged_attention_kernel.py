@@ -22,6 +22,7 @@ from pallas_kernels.paged_attention.reference import paged_attention_reference
 from pallas_kernels.tuning import AttentionTuning
 
 NARROW = AttentionTuning(block=64, stages=2)
+TWO_HEADS = AttentionTuning(block=64, stages=2, heads=2)
 WIDE = AttentionTuning(block=128, stages=2, warpgroups=2, registers=240)
 # Other cases interpret the same lines; a few seconds each.
 SLOW = {"K: two tiles", "K: pages of 128", "K: tree of 64"}
@@ -57,12 +58,33 @@ def test_interpreted_it_is_the_reference(case: Case):
     assert error(case, found, arguments) < 4e-3
 
 
+@pytest.mark.parametrize("case", [KERNEL_CASES[2], KERNEL_CASES[4]], ids=str)
+def test_a_block_of_threads_may_serve_two_heads(case: Case):
+    arguments = make_arguments(case, jnp.bfloat16)
+    found = paged_attention_mosaic(
+        *arguments, **case.options, config=TWO_HEADS, interpret=plgpu.InterpretGPUParams()
+    )
+    assert error(case, found, arguments) < 4e-3
+
+
 @pytest.mark.parametrize("config", [None, AttentionTuning(block=64, stages=5, splits=8)])
 @pytest.mark.parametrize("case", KERNEL_CASES, ids=str)
 def test_it_lowers_for_cuda(case: Case, config: AttentionTuning | None):
     arguments = jax.eval_shape(lambda: make_arguments(case, jnp.bfloat16))
     function = functools.partial(paged_attention_mosaic, **case.options, config=config)
     assert jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("splits", [1, 2])
+def test_on_the_device_two_heads_share_a_block_of_threads(splits: int):
+    for case in (KERNEL_CASES[2], KERNEL_CASES[4], LONG_CASES[1]):
+        arguments = make_arguments(case, jnp.bfloat16)
+        config = dataclasses.replace(TWO_HEADS, splits=splits)
+        found = jax.jit(functools.partial(paged_attention_mosaic, **case.options, config=config))(
+            *arguments
+        )
+        assert error(case, found, arguments) < 4e-3
 
 
 @pytest.mark.gpu
@@ -80,7 +102,7 @@ def test_on_the_device_it_is_the_reference(case: Case, splits: int | None):
     assert all(jnp.array_equal(found, function(*arguments)) for _ in range(5)), "a race"
 
 
-@pytest.mark.parametrize("case", [KERNEL_CASES[0], KERNEL_CASES[3]], ids=str)
+@pytest.mark.parametrize("case", [KERNEL_CASES[0], KERNEL_CASES[4]], ids=str)
 def test_it_has_its_references_gradient(case: Case):
     """A program of the gradient alone holds no kernel, so it runs on a CPU too."""
     arguments: Any = make_arguments(case, jnp.bfloat16)

@@ -78,14 +78,16 @@ def test_an_unmeasured_gpu_says_so_once(
     assert "not measured on NVIDIA Something" in record.getMessage()
 
 
-@pytest.mark.parametrize("pairs", [1, 8, 16, 64, 256, 1024])
+@pytest.mark.parametrize("batch", [1, 2, 8, 32, 128])
+@pytest.mark.parametrize("kv_heads", [1, 3, 8])
 @pytest.mark.parametrize("slots", [64, 256, 8192])
-def test_splits_keep_every_block_resident_and_busy(pairs: int, slots: int):
+def test_splits_keep_every_block_resident_and_busy(batch: int, kv_heads: int, slots: int):
     for row_tiles in (1, 2, 4):
-        chosen = attention_tuning(pairs, row_tiles, slots)
+        chosen = attention_tuning(batch, kv_heads, row_tiles, slots)
+        assert kv_heads % chosen.heads == 0
         assert chosen.splits in (1, 2, 4, 8)
         assert chosen.registers is None or chosen.producer_registers >= 24
-        assert chosen.splits == 1 or pairs * chosen.splits <= tuning.MULTIPROCESSORS
+        assert chosen.splits == 1 or batch * kv_heads * chosen.splits <= tuning.MULTIPROCESSORS
         assert chosen.splits <= max(slots // chosen.block, 1)
 
 
