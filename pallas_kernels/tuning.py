@@ -14,8 +14,8 @@ import jax
 logger = logging.getLogger(__name__)
 
 # Device kinds, as jax names them, on which an operation's kernel was measured inside the engine;
-# elsewhere its jnp reference runs. None yet: on an H100 the attention kernel was right and faster
-# than XLA by itself for up to 64 query rows a KV head; but not more, nor the engine with it.
+# elsewhere its jnp reference runs. None yet: on an H100 they are right and make rounds of batch 1
+# and 8 faster, but batch 32 and the exactness checks have not been run with them.
 MEASURED: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {"paged_attention": (), "rope_kv_write": (), "kv_compact": (), "add_rms_norm": ()}
 )
@@ -84,6 +84,15 @@ def kernel_module(
 def kernels_in_use() -> list[str]:
     """Operations whose kernel is the choice on the default device."""
     return [operation for operation in MEASURED if use_kernel(operation)]
+
+
+def fewest_rows() -> int:
+    """Rows that a pass of the target should have, padding included.
+
+    A single row's products come in parts only when it is padded (see products.product_parts), which
+    takes a launch of its own wherever a kernel made the row. A padding node costs none.
+    """
+    return 2 if use_kernel("add_rms_norm") else 1
 
 
 def parts_of_product(consumer: str, rows: int, width: int) -> int:

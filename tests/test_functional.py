@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jaxspec import SpeculationConfig, decode, init_state, load, make_sampling, prefill
+from jaxspec.speculation import round
 from jaxspec.weights.orbax_io import restore_pytree, save_pytree
 from tests.checkpoints import tiny_eagle3_head, tiny_llama
 
@@ -67,6 +68,17 @@ def test_many_rounds_in_one_call_equal_one_at_a_time(params):
     for _ in range(64):
         state = step(params, state, 1)
     np.testing.assert_array_equal(state.tokens, jax.jit(generate)(params, 5).tokens)
+
+
+def test_a_pass_padded_for_the_kernels_sake_changes_nothing(checkpoints, monkeypatch):
+    plain = load(checkpoints[0])
+
+    def tokens() -> np.ndarray:
+        return np.asarray(jax.jit(lambda params: generate(params, 5).tokens)(plain))
+
+    expected = tokens()
+    monkeypatch.setattr(round, "fewest_rows", lambda: 5)
+    np.testing.assert_array_equal(tokens(), expected)
 
 
 def test_decode_stops_early_when_all_are_done(params):

@@ -19,6 +19,7 @@ from jaxspec.speculation.acceptance import (
 from jaxspec.speculation.drafters import Drafter
 from jaxspec.speculation.tree import DraftTree, pad_tree
 from jaxspec.state import EngineState, Statistics, write_tokens
+from pallas_kernels.tuning import fewest_rows
 
 
 def run_round(
@@ -28,8 +29,9 @@ def run_round(
     with jax.named_scope("draft"):
         tree, draft = drafter.propose(target, state)
     invariant = speculation.verify_width is not None
-    if speculation.verify_width is not None:
-        tree = pad_tree(tree, speculation.verify_width)
+    batch, size = tree.tokens.shape
+    least = max(size, -(-fewest_rows() // batch))
+    tree = pad_tree(tree, speculation.verify_width or least)
     logits, features, cache = verify(
         target, state, tree, drafter.capture, order_invariant=invariant
     )
