@@ -156,7 +156,7 @@ def attention_block(
     layer: Layer,
     config: ModelConfig,
     x: Array,  # [B, T, input size]
-    rope: tuple[Array, Array],
+    rope: Array,
     cache: Any,
     attend: Attend,
     window: int | None,

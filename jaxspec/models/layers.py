@@ -28,7 +28,7 @@ class Heads:
     """
 
     parts: Array
-    rope: tuple[Array, Array]
+    rope: Array
     q_norm: Array | None
     k_norm: Array | None
     eps: float
@@ -96,12 +96,13 @@ def _scale_llama3(frequencies: np.ndarray, scaling: Llama3RopeScaling) -> np.nda
 
 
 @jax.named_scope("rope")
-def rope_angles(config: ModelConfig, positions: Array) -> tuple[Array, Array]:
-    """cos and sin of each position's rotations: int [B, T] -> float32 [B, T, 2, D / 2] twice.
+def rope_angles(config: ModelConfig, positions: Array) -> Array:
+    """Cosines, then sines, of each position's rotations: int [B, T] -> float32 [B, T, 2, 2, D / 2].
 
-    The two rows are for a head's two halves: the sine's first row is negated.
+    The rows of each are for a head's two halves: the sine's first row is negated. One array, which
+    XLA makes in one kernel; each step of drafting makes it anew.
     """
-    angles = positions[..., None].astype(jnp.float32) * rope_frequencies(config)
-    # Broadcast, not stacked: XLA then makes both in one kernel.
-    both = jnp.broadcast_to(angles[..., None, :], (*positions.shape, 2, angles.shape[-1]))
-    return jnp.cos(both), jnp.sin(both) * jnp.array([[-1.0], [1.0]], jnp.float32)
+    angles = positions[..., None, None, None].astype(jnp.float32) * rope_frequencies(config)
+    is_cosine = np.array([True, False])[:, None, None]
+    sign = np.array([-1.0, 1.0], np.float32)[:, None]
+    return jnp.where(is_cosine, jnp.cos(angles), jnp.sin(angles) * sign)

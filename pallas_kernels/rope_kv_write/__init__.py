@@ -16,7 +16,7 @@ HEAD_DIM = 128  # the kernel's: a value for each thread of a warpgroup
 @jax.named_scope("rope_kv_write")
 def rope_kv_write(
     parts: Array,
-    rope: tuple[Array, Array],
+    rope: Array,
     q_norm: Array | None,
     k_norm: Array | None,
     k_pages: Array,
@@ -31,7 +31,7 @@ def rope_kv_write(
     Args:
       parts: [S, B, T, G, R, D], to be summed: of each KV head its queries, then its key, then its
         value; so R = Q / G + 2. Rows past B are padding. See products.py.
-      rope: cos and sin of the tokens' rotations, float32 [B, T, 2, D / 2] each, for a head's two
+      rope: cosines and sines of the rotations, float32 [B, T, 2, 2, D / 2], for a head's two
         halves; the sine's first row is negated.
       q_norm, k_norm: [D] weights of a root-mean-square norm before the rotation, or None.
       k_pages, v_pages: [P, G, K, D]; written in place where the caller gives them up.

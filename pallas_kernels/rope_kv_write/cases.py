@@ -70,7 +70,7 @@ def make_arguments(case: Case, dtype: Any = jnp.float32, seed: int = 0) -> tuple
     )
     return (
         jax.random.normal(keys[4], heads, dtype if case.num_parts == 1 else jnp.float32),
-        (jnp.stack([cos, cos], axis=2), jnp.stack([-sin, sin], axis=2)),
+        jnp.stack([jnp.stack([cos, cos], axis=2), jnp.stack([-sin, sin], axis=2)], axis=2),
         q_norm,
         k_norm,
         jax.random.normal(keys[5], pool, dtype),
@@ -87,11 +87,11 @@ def _benchmark(case: Case) -> Benchmark:
     implementation = implementation_to_time()
 
     def flat(seed: int) -> Arguments:
-        parts, (cos, sin), _, _, k_pages, v_pages, slots = make_arguments(case, jnp.bfloat16, seed)
-        return parts, cos, sin, k_pages, v_pages, slots
+        parts, rope, _, _, k_pages, v_pages, slots = make_arguments(case, jnp.bfloat16, seed)
+        return parts, rope, k_pages, v_pages, slots
 
-    def call(function: Any, parts, cos, sin, k_pages, v_pages, slots) -> tuple[Array, ...]:
-        return function(parts, (cos, sin), None, None, k_pages, v_pages, slots, eps=EPS)
+    def call(function: Any, parts, rope, k_pages, v_pages, slots) -> tuple[Array, ...]:
+        return function(parts, rope, None, None, k_pages, v_pages, slots, eps=EPS)
 
     timed = functools.partial(rope_kv_write, implementation=implementation)
     return Benchmark(
@@ -108,6 +108,6 @@ def _benchmark(case: Case) -> Benchmark:
 
 def _feed(arguments: Arguments, output: tuple[Array, ...]) -> Arguments:
     """The pages go from call to call, so that none has to copy them."""
-    parts, cos, sin, _, _, slots = arguments
+    parts, rope, _, _, slots = arguments
     _, k_pages, v_pages = output
-    return parts, cos, sin, k_pages, v_pages, slots
+    return parts, rope, k_pages, v_pages, slots

@@ -14,7 +14,7 @@ from jax import Array, lax
 @functools.partial(jax.jit, static_argnames=("eps", "interpret"))
 def rope_kv_write_mosaic(
     parts: Array,  # [S, B, T, G, R, D]
-    rope: tuple[Array, Array],
+    rope: Array,
     q_norm: Array | None,
     k_norm: Array | None,
     k_pages: Array,
@@ -35,14 +35,14 @@ def rope_kv_write_mosaic(
     norms = [weight for weight in (q_norm, k_norm) if weight is not None]
 
     def rope_kv_write_kernel(*refs):
-        parts_ref, cos_ref, sin_ref, slots_ref, k_ref, v_ref, *norm_refs, q_ref, turned = refs
+        parts_ref, rope_ref, slots_ref, k_ref, v_ref, *norm_refs, q_ref, turned = refs
         token, head = lax.axis_index("token"), lax.axis_index("kv_head")
         page, offset = slots_ref[token] // page_size, slots_ref[token] % page_size
         loaded = [
             [plgpu.load(parts_ref.at[part, token, head, row]) for part in range(num_parts)]
             for row in range(rows)
         ]
-        cos, sin = plgpu.load(cos_ref.at[token]), plgpu.load(sin_ref.at[token])
+        cos, sin = (plgpu.load(rope_ref.at[token, index]) for index in range(2))
         q_weight = None if q_norm is None else plgpu.load(norm_refs[0])
         k_weight = None if k_norm is None else plgpu.load(norm_refs[-1])
         heads = [_sum(row).astype(dtype) for row in loaded]
@@ -73,7 +73,7 @@ def rope_kv_write_mosaic(
     k_ref, v_ref = jax.new_ref(k_pages), jax.new_ref(v_pages)
     q = kernel(
         parts.reshape(num_parts, -1, kv_heads, rows, head_dim),
-        *(a.reshape(tokens, head_dim) for a in rope),
+        rope.reshape(tokens, 2, head_dim),
         slots.reshape(tokens),
         k_ref,
         v_ref,

@@ -8,14 +8,14 @@ from pallas_kernels.add_rms_norm.reference import rms_norm
 from pallas_kernels.products import sum_parts
 
 
-def apply_rope(x: Array, rope: tuple[Array, Array]) -> Array:
+def apply_rope(x: Array, rope: Array) -> Array:
     """Rotate heads x [B, T, G, R, D] (halves paired, as in the Llama checkpoints).
 
-    ``rope``: cos and sin, float32 [B, T, 2, D / 2] each, for a head's two halves; the sine's first
-    row is negated. The halves are exchanged by a reversal, which XLA fuses into what follows; a
-    concatenation would be a kernel of its own in every layer.
+    ``rope``: float32 [B, T, 2, 2, D / 2], cosines and sines for a head's two halves; the sine's
+    first row is negated. The halves are exchanged by a reversal, which XLA fuses into what follows;
+    a concatenation would be a kernel of its own in every layer.
     """
-    cos, sin = (a[:, :, None, None] for a in rope)
+    cos, sin = (rope[:, :, None, None, index] for index in range(2))
     halves = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, -1)
     rotated = halves * cos + jnp.flip(halves, axis=-2) * sin
     return rotated.reshape(x.shape).astype(x.dtype)
@@ -24,7 +24,7 @@ def apply_rope(x: Array, rope: tuple[Array, Array]) -> Array:
 @jax.named_scope("rope")
 def rotated_heads(
     qkv: Array,  # [B, T, G, R, D]
-    rope: tuple[Array, Array],
+    rope: Array,
     q_norm: Array | None,  # [D]
     k_norm: Array | None,
     eps: float,
@@ -51,7 +51,7 @@ def write_rows(pages: Array, rows: Array, slots: Array) -> Array:
 
 def rope_kv_write_reference(
     parts: Array,
-    rope: tuple[Array, Array],
+    rope: Array,
     q_norm: Array | None,
     k_norm: Array | None,
     k_pages: Array,

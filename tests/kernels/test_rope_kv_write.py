@@ -31,7 +31,7 @@ def assert_same(found: Any, case: Case) -> None:
 @pytest.mark.parametrize("case", TEST_CASES, ids=str)
 def test_heads_are_normed_turned_and_written(case: Case):
     arguments = make_arguments(case)
-    parts, (cos, sin), q_norm, k_norm, k_pages, v_pages, slots = arguments
+    parts, rope, q_norm, k_norm, k_pages, v_pages, slots = arguments
     heads = np.asarray(parts).sum(0)[: case.batch]
     queries, keys, values = heads[..., :-2, :], heads[..., -2, :], heads[..., -1, :]
     half = case.head_dim // 2
@@ -39,7 +39,7 @@ def test_heads_are_normed_turned_and_written(case: Case):
     def turned(x: np.ndarray, weight: Any) -> np.ndarray:
         if weight is not None:
             x = x / np.sqrt((x**2).mean(-1, keepdims=True) + EPS) * np.asarray(weight)
-        angle = np.arctan2(sin[:, :, 1], cos[:, :, 1])
+        angle = np.arctan2(rope[:, :, 1, 1], rope[:, :, 0, 1])
         angle = angle.reshape(*angle.shape[:2], *(1,) * (x.ndim - 3), half)
         pairs = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angle)
         return np.concatenate([pairs.real, pairs.imag], axis=-1)
