@@ -35,10 +35,11 @@ def total(x: Array, axis: str | None) -> Array:
 def argmax(x: Array, axis: str | None) -> Array:
     """Global index of the maximum, the lowest one among equals: x [..., V/n] -> int32 [...]
 
-    Always an index of x, even for a row with a NaN, which has no maximum: 0, or where the
-    collective drops NaN the lowest index of a NaN or of the maximum of the rest.
+    Always an index of x, even for a row with a NaN, which has no maximum: 0, or off the CPU the
+    first NaN's, or where the collective drops NaN the lowest index of a NaN or of the maximum of
+    the rest.
 
-    A whole row is one reduction on a GPU, which reads it once.
+    A whole row is one reduction off the CPU, which reads it once.
     """
     if axis is None:
         return lax.platform_dependent(x, cpu=_local_argmax, default=_one_reduction)

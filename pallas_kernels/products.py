@@ -22,9 +22,9 @@ def einsum_f32(subscripts: str, x: Array, y: Array) -> Array:
 
 
 def product_parts(x: Array, weight: Array, num_parts: int) -> Array:
-    """Parts of x [..., K] times weight [K, ...], each over a run of K; their sum is the product.
+    """Parts of x [B, ..., K] times weight [K, ...], each over a run of K; their sum is the product.
 
-    Returns float32 [num_parts, ...]. Narrow products of few rows fill a GPU only when they are
+    Returns float32 [num_parts, B, ...]. Narrow products of few rows fill a GPU only when they are
     divided; a kernel that reads all the parts spares a launch for their sum. A single row gets a
     second one of zeros, lest XLA make elementwise products of it: on an H100 they took twice as
     long as the matrix product.
@@ -38,9 +38,10 @@ def product_parts(x: Array, weight: Array, num_parts: int) -> Array:
     return parts.reshape(num_parts, *x.shape[:-1], *weight.shape[1:])
 
 
-def sum_parts(parts: Array, dtype: jnp.dtype) -> Array:
-    """A product from its parts [S, ...]."""
-    return parts[0].astype(dtype) if len(parts) == 1 else jnp.sum(parts, axis=0).astype(dtype)
+def sum_parts(parts: Array, batch: int, dtype: jnp.dtype) -> Array:
+    """A product [batch, ...] from its parts [S, B, ...], whose rows past ``batch`` are padding."""
+    kept = parts[:, :batch]
+    return kept[0].astype(dtype) if len(parts) == 1 else jnp.sum(kept, axis=0).astype(dtype)
 
 
 def scores_f32(q: Array, k: Array) -> Array:

@@ -22,6 +22,7 @@ MEASURED: Mapping[str, tuple[str, ...]] = MappingProxyType(
 KERNELS_VARIABLE = "JAXSPEC_KERNELS"  # "all", "none" or a comma list of operations: overrides it
 MULTIPROCESSORS = 132
 MOST_ROWS_IN_PARTS = 256  # of a product whose parts a kernel adds up
+LEAST_RUN = 128  # of a part
 ROWS = 64  # query rows of a warpgroup's matrix product
 REGISTERS = 65536  # of a multiprocessor
 FEWEST_REGISTERS = 24  # that a thread can be left with
@@ -90,23 +91,25 @@ def fewest_rows() -> int:
     """Rows that a pass of the target should have, padding included.
 
     A single row's products come in parts only when it is padded (see products.product_parts), which
-    takes a launch of its own wherever a kernel made the row. A padding node costs none.
+    takes a launch of its own wherever a kernel made the row. A padding node costs none. Drafting
+    steps of a single row are left as they are.
     """
-    return 2 if use_kernel("add_rms_norm") else 1
+    return 2 if use_kernel("add_rms_norm") or use_kernel("rope_kv_write") else 1
 
 
-def parts_of_product(consumer: str, rows: int, width: int) -> int:
-    """Into how many parts a product of ``rows`` by ``width`` is divided for a consumer's kernel.
+def parts_of_product(consumer: str, rows: int, depth: int, width: int) -> int:
+    """Parts, each over a run of ``depth``, of a product [rows, depth] x [depth, width].
 
-    XLA divides those whose tiles do not spread over all multiprocessors, by about as much as this
-    does (read off its programs for an H100), and adds up the parts in a launch of its own.
+    They are for a consumer's kernel to add up. XLA divides the products whose tiles do not spread
+    over all multiprocessors, by about as much as this does (read off its programs for an H100), and
+    adds up the parts in a launch of its own.
     """
     if rows > MOST_ROWS_IN_PARTS or not use_kernel(consumer):
         return 1
     tiles = -(-rows // 128) * -(-width // 128)
     most_tiles = 2 * MULTIPROCESSORS if rows <= ROWS else 3 * MULTIPROCESSORS // 2
     parts = 1
-    while parts < 8 and 2 * parts * tiles <= most_tiles:
+    while parts < 8 and depth % (2 * parts * LEAST_RUN) == 0 and 2 * parts * tiles <= most_tiles:
         parts *= 2
     return parts
 
@@ -164,16 +167,17 @@ def attention_tuning(batch: int, kv_heads: int, row_tiles: int, slots: int) -> A
     ``slots`` is the longest context that the page table could hold. Measured on an H100 with 8
     sequences of 8 queries (64 pairs): of 8k, 5 stages in 2 splits took 103 us and 2 stages in 4
     splits 122 us; of 1k, no split 23.3 us and 2 splits 24.0 us, so that short contexts are split
-    only where most multiprocessors would idle. Registers (122 to 150 a thread) let a single CTA
-    onto a multiprocessor: where there are more pairs, a CTA serves two heads.
+    only where most multiprocessors would idle. With more than 128 registers a thread (a split or a
+    mask of two words takes so many) a single CTA fits a multiprocessor: where there are more pairs,
+    a CTA serves two heads (not timed yet).
     """
     pairs = batch * kv_heads
     if row_tiles > 1:
         blocks = pairs * -(-row_tiles // 2)
         splits = _splits(blocks, slots // 512)
         return AttentionTuning(block=128, stages=2, warpgroups=2, splits=splits, registers=240)
-    if pairs > MULTIPROCESSORS:
-        return AttentionTuning(block=64, stages=2, heads=2 - kv_heads % 2)
+    if pairs > MULTIPROCESSORS and kv_heads % 2 == 0:
+        return AttentionTuning(block=64, stages=2, heads=2)
     least_slots = 1024 if 4 * pairs > MULTIPROCESSORS else 128  # of a split
     return AttentionTuning(block=64, stages=5, splits=_splits(pairs, slots // least_slots))
 

@@ -59,7 +59,8 @@ def test_the_argmax_of_a_row_with_a_nan_is_an_index_all_the_same():
     x = np.array(rows(40))
     x[0, 13] = x[1, 39] = x[2] = np.nan
     whole = collectives.argmax(jnp.asarray(x), None)
-    assert whole.tolist() == [0, 0, 0, 5, 7, 0]
+    assert whole[3:].tolist() == [5, 7, 0]
+    assert ((whole >= 0) & (whole < 40)).all()
     mesh = Mesh(np.array(jax.devices()[:SHARDS]), "model")  # whose collectives drop NaN
     found = jax.shard_map(
         lambda part: collectives.argmax(part, "model")[None],

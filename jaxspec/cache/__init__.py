@@ -7,7 +7,6 @@ from jaxspec.cache.paged import (
     page_slots,
     pages_for,
     sequential_page_table,
-    write,
 )
 
 __all__ = [
@@ -17,5 +16,4 @@ __all__ = [
     "page_slots",
     "pages_for",
     "sequential_page_table",
-    "write",
 ]

@@ -12,7 +12,6 @@ from jax.sharding import Mesh
 from jaxspec.pytree import array, pytree
 from jaxspec.sharding import DATA_PARALLEL, TENSOR_PARALLEL, named_shardings
 from pallas_kernels.kv_compact import kv_compact
-from pallas_kernels.rope_kv_write.reference import write_rows
 
 
 @pytree
@@ -77,11 +76,6 @@ def page_slots(page_table: Array, positions: Array, valid: Array, page_size: int
     fits = valid & (positions >= 0) & (index < page_table.shape[1])
     page = jnp.take_along_axis(page_table, jnp.where(fits, index, 0), axis=1)
     return jnp.where(fits, page * page_size + positions % page_size, 0)
-
-
-def write(cache: LayerCache, k: Array, v: Array, slots: Array) -> LayerCache:
-    """Write keys and values [B, T, G, D] at slots [B, T]."""
-    return LayerCache(k=write_rows(cache.k, k, slots), v=write_rows(cache.v, v, slots))
 
 
 def compact(

@@ -25,7 +25,9 @@ from jaxspec.models.layers import (
 )
 from jaxspec.pytree import array, pytree, static
 from jaxspec.sharding import DATA_PARALLEL
+from pallas_kernels.add_rms_norm import WIDTH_STEP
 from pallas_kernels.products import einsum_f32
+from pallas_kernels.rope_kv_write import HEAD_DIM
 
 # (layer's cache, heads, window) -> (output [B, T, Q, D], cache)
 Attend = Callable[[Any, Heads, int | None], tuple[Array, Any]]
@@ -164,8 +166,9 @@ def attention_block(
 ) -> tuple[Array, Any]:
     """Attention from normed input to parts [S, B, T, H] of what the residual stream gains."""
     with jax.named_scope("qkv"):
-        parts = linear_parts(x, layer.qkv, layer.qkv_bias, "rope_kv_write")
-    heads = Heads(parts, rope, layer.q_norm, layer.k_norm, config.rms_norm_eps)
+        fits = config.head_dim == HEAD_DIM
+        parts = linear_parts(x, layer.qkv, layer.qkv_bias, "rope_kv_write", consumer_fits=fits)
+    heads = Heads(parts, x.dtype, rope, layer.q_norm, layer.k_norm, config.rms_norm_eps)
     out, cache = attend(cache, heads, window)
     with jax.named_scope("o"):
         flat = out.reshape(*x.shape[:2], -1)
@@ -182,7 +185,8 @@ def mlp_block(layer: Layer, x: Array, axis: str | None) -> Array:
 def _residual_parts(x: Array, weight: Array, bias: Array | None, axis: str | None) -> Array:
     """Parts [S, ..., H] of a product over a sharded dimension; the bias is not sharded."""
     if axis is None:
-        return linear_parts(x, weight, bias, "add_rms_norm")
+        fits = weight.shape[-1] % WIDTH_STEP == 0
+        return linear_parts(x, weight, bias, "add_rms_norm", consumer_fits=fits)
     y = all_reduce(linear(x, weight), axis)
     return (y if bias is None else y + bias)[None]
 

@@ -167,7 +167,10 @@ def vocab_axis(head: EagleHead, target: Decoder) -> str | None:
 
 
 def logits(head: EagleHead, target: Decoder, normed: Array) -> Array:
-    """Float32 draft logits, this shard's part: [..., H] -> [..., W] (or V) / shards."""
+    """Float32 draft logits, this shard's part: [..., H] -> [..., W] (or V) / shards.
+
+    ``normed`` is the second result of ``run``: EAGLE-1, which has no norm, reads its outputs.
+    """
     if head.lm_head is None:
         return decoder.logits(target, normed)
     with jax.named_scope("lm_head"):

@@ -22,12 +22,15 @@ class Heads:
 
     Attributes:
       parts: [S, B, T, G, R, D], a product's: of each KV head its queries, then its key, then its
-        value.
+        value. Rows past B are padding.
+      dtype: of the heads themselves.
       rope: as ``rope_angles`` makes it.
       q_norm, k_norm: [D] weights, or None.
+      eps: of the norms.
     """
 
     parts: Array
+    dtype: jnp.dtype
     rope: Array
     q_norm: Array | None
     k_norm: Array | None
@@ -35,7 +38,7 @@ class Heads:
 
     def rotated(self) -> tuple[Array, Array, Array]:
         """Queries [B, T, Q, D], keys and values [B, T, G, D]."""
-        qkv = sum_parts(self.parts, self.parts.dtype)
+        qkv = sum_parts(self.parts, len(self.rope), self.dtype)
         return rotated_heads(qkv, self.rope, self.q_norm, self.k_norm, self.eps)
 
 
@@ -45,14 +48,18 @@ def linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
     return y if bias is None else y + bias
 
 
-def linear_parts(x: Array, weight: Array, bias: Array | None, consumer: str) -> Array:
-    """``linear`` for a ``consumer`` that adds up parts: [S, ..., N...].
+def linear_parts(
+    x: Array, weight: Array, bias: Array | None, consumer: str, *, consumer_fits: bool
+) -> Array:
+    """``linear`` for an operation that adds up parts: [S, B, ..., N...].
 
-    One part in x's dtype, or some in float32 where the consumer's kernel runs and the product is
-    too narrow to fill the device.
+    One part in x's dtype; or some in float32 where the consumer's kernel takes these arrays, as
+    ``consumer_fits`` says but for their dtype, and the product is too narrow to fill the device.
     """
-    rows, width = x.size // x.shape[-1], weight.size // weight.shape[0]
-    num_parts = 1 if bias is not None else parts_of_product(consumer, rows, width)
+    num_parts = 1
+    if consumer_fits and bias is None and x.dtype == jnp.bfloat16:
+        depth = len(weight)
+        num_parts = parts_of_product(consumer, x.size // depth, depth, weight.size // depth)
     if num_parts == 1:
         return linear(x, weight, bias)[None]
     return product_parts(x, weight, num_parts)
@@ -68,7 +75,7 @@ def rms_norm(x: Array, weight: Array | None, eps: float) -> Array:
 def add_rms_norm(x: Array, parts: Array, weight: Array | None, eps: float) -> tuple[Array, Array]:
     """x plus a product's parts [S, ..., H], and its norm. No weight: the sum itself."""
     if weight is None:
-        total = x + sum_parts(parts[:, : len(x)], x.dtype)
+        total = x + sum_parts(parts, len(x), x.dtype)
         return total, total
     return fused_add_rms_norm(x, parts, weight, eps)
 

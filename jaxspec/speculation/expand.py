@@ -29,6 +29,7 @@ class Beams(NamedTuple):
     depth: int
     first: int  # scratch index of the level's first beam; beam b is scratch node first + b
     ancestors: Array  # uint32 [B, k, words], mask over scratch nodes
+    num_scratch: int  # scratch nodes of all levels together
 
 
 class Children(NamedTuple):
@@ -154,7 +155,8 @@ def _grow_chain(
             # Scratch node d - 1 sees all those before it.
             seen = _own_bits(0, depth - 1, _words(spec)).sum(axis=0, dtype=np.uint32)
             ancestors = jnp.broadcast_to(seen, (*tokens[-1].shape, seen.size))
-            beam = Beams(tokens[-1], jnp.zeros_like(tokens[-1]), depth - 1, depth - 2, ancestors)
+            parents = jnp.zeros_like(tokens[-1])
+            beam = Beams(tokens[-1], parents, depth - 1, depth - 2, ancestors, _num_scratch(spec))
             logits, carry = step(beam, carry)
         token, drawn_from = proposer.next_token(logits, depth)
         tokens.append(token)
@@ -181,8 +183,12 @@ def _flatten(x: Array) -> Array:
     return x.reshape(x.shape[0], -1)
 
 
+def _num_scratch(spec: SpeculationConfig) -> int:
+    return spec.top_k * spec.max_depth
+
+
 def _words(spec: SpeculationConfig) -> int:
-    return -(-spec.top_k * spec.max_depth // 32)
+    return -(-_num_scratch(spec) // 32)
 
 
 def _own_bits(first: int, count: int, words: int) -> np.ndarray:
@@ -196,7 +202,7 @@ def _first_beams(children: Children, spec: SpeculationConfig) -> Beams:
     tokens = children.tokens[:, 0]
     own = _own_bits(0, spec.top_k, _words(spec))
     ancestors = jnp.broadcast_to(own, (*tokens.shape, own.shape[-1]))
-    return Beams(tokens, jnp.zeros_like(tokens), 1, 0, ancestors)
+    return Beams(tokens, jnp.zeros_like(tokens), 1, 0, ancestors, _num_scratch(spec))
 
 
 def _next_beams(beams: Beams, children: Children, picked: Array, spec: SpeculationConfig) -> Beams:
@@ -210,6 +216,7 @@ def _next_beams(beams: Beams, children: Children, picked: Array, spec: Speculati
         depth=beams.depth + 1,
         first=first,
         ancestors=inherited | _own_bits(first, spec.top_k, _words(spec)),
+        num_scratch=beams.num_scratch,
     )
 
 

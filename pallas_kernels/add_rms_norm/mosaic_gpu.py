@@ -88,5 +88,6 @@ def _sum_over_cluster(own: Array, shares: int, sum_ref: Any, written: Any, read:
     plgpu.barrier_wait(written)
     sums = [plgpu.cluster_ref(sum_ref, {"share": jnp.int32(i)})[0] for i in range(shares)]
     total = functools.reduce(jnp.add, sums)
+    plgpu.commit_smem()  # a few threads arrive for all, so all must have read by then
     plgpu.barrier_arrive(read)
     return total

@@ -18,5 +18,5 @@ def add_rms_norm_reference(
     x: Array, parts: Array, weight: Array, eps: float
 ) -> tuple[Array, Array]:
     """See pallas_kernels.add_rms_norm.add_rms_norm."""
-    total = x + sum_parts(parts[:, : len(x)], x.dtype)
+    total = x + sum_parts(parts, len(x), x.dtype)
     return total, rms_norm(total, weight, eps)

@@ -2,18 +2,16 @@
 
 from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.kv_compact.reference import kv_compact_reference
 from pallas_kernels.tuning import Implementation, kernel_module
 
-HEAD_STEP = 128  # of the kernel's rows: a value for each thread of a warpgroup
-MOST_ROWS = 32  # of a sequence: they are all held in registers
+HEAD_STEP = 128  # width of the rows that the kernel was tried with
+MOST_ROWS = 32  # of a sequence; they are all held in shared memory
 
 
-@jax.named_scope("compact")
 def kv_compact(
     pages: Sequence[Array],
     source: Array,

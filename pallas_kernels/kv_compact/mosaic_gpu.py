@@ -57,6 +57,8 @@ def _compact_some(
                 def _write(row):
                     plgpu.copy_smem_to_gmem(rows.at[row], at(destination_ref, cache, row))
 
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # before the memory is another's
+
     kernel = plgpu.kernel(
         kv_compact_kernel,
         out_type=(),

@@ -43,8 +43,8 @@ def paged_attention(
       window: attend only to the latest ``window`` positions, the query's own included. Tree slots
         are always inside it: the caller keeps trees shallower than the window.
       first_slot: slots before it are hidden.
-      num_nodes: how many slots past the context the mask may name; no bit is set from there on. It
-        spares the kernel to look at them. None: as many as it has bits.
+      num_nodes: slots from ``context_lens + num_nodes`` on are hidden, whatever the mask says; the
+        kernel need not look at them. None: none but those past the mask. Not for causal queries.
       order_invariant: accumulate in float64, so that the rounded result does not depend on which
         slots the visible keys lie in. Slower.
       implementation: "auto" takes the Hopper kernel where it was measured and fits (bfloat16, heads
@@ -55,11 +55,14 @@ def paged_attention(
     Raises ValueError for shapes that do not belong together, and for arguments that the kernel
     cannot take when it is named.
     """
+    if ancestors is None and num_nodes is not None:
+        raise ValueError("num_nodes is for queries with a mask; causal ones see their own tokens")
     _check_shapes(q, k_pages, v_pages, page_table, context_lens, positions, ancestors)
     reference = functools.partial(
         paged_attention_reference,
         window=window,
         first_slot=first_slot,
+        num_nodes=num_nodes,
         order_invariant=order_invariant,
     )
     arguments = (q, k_pages, v_pages, page_table, context_lens, positions, ancestors)

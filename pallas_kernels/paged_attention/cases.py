@@ -44,7 +44,8 @@ class Case:
 
     @property
     def options(self) -> dict[str, Any]:
-        return {"window": self.window, "first_slot": self.first_slot}
+        num_nodes = self.num_tokens if self.tree else None
+        return {"window": self.window, "first_slot": self.first_slot, "num_nodes": num_nodes}
 
     @property
     def visible_slots(self) -> int:

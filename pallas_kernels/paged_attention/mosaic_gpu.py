@@ -106,7 +106,7 @@ def paged_attention_mosaic(
         page_size=page_size,
         columns=page_table.shape[1],
         words=words,
-        num_nodes=num_tokens if ancestors is None else min(num_nodes or 32 * words, 32 * words),
+        num_nodes=_num_nodes(num_tokens, ancestors, num_nodes),
         causal=ancestors is None,
         tiles=tiles,
         tokens=-(-num_tokens // tiles),
@@ -132,6 +132,13 @@ def paged_attention_mosaic(
         windows = [jnp.stack(edges, axis=1), seen_from[:, token_of_row]]
     kernel = _make_kernel(plan, q.dtype, interpret)
     return kernel(q, k_pages, v_pages, page_table, context_lens, row_words, *windows)
+
+
+def _num_nodes(num_tokens: int, ancestors: Array | None, limit: int | None) -> int:
+    if ancestors is None:
+        return num_tokens
+    bits = 32 * ancestors.shape[-1]
+    return bits if limit is None else min(limit, bits)
 
 
 def _make_kernel(plan: _Plan, dtype: Any, interpret: Any) -> Any:
@@ -365,8 +372,7 @@ def _attend(
         if not masked:
             keys = refs["k"].at[slot, work.own_head].transpose((1, 0))
             return _product(q, keys, interpret=plan.interpret)
-        # A mask needs registers beside the scores: half the slots at a time leaves room for it, so
-        # that two CTAs still fit a multiprocessor.
+        # A mask needs registers beside the scores: half the slots at a time leaves room for it.
         width, halves = config.block // 2, []
         for first in (0, width):
             keys = refs["k"].at[slot, work.own_head, pl.ds(first, width)].transpose((1, 0))

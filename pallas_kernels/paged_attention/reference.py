@@ -21,6 +21,7 @@ def paged_attention_reference(
     window: int | None,
     first_slot: int,
     order_invariant: bool,
+    num_nodes: int | None = None,
 ) -> Array:
     """See pallas_kernels.paged_attention.paged_attention."""
     batch, num_tokens, num_heads, head_dim = q.shape
@@ -31,6 +32,8 @@ def paged_attention_reference(
     grouped = q.reshape(batch, num_tokens, kv_heads, -1, head_dim).swapaxes(1, 2)
     scores = scores_f32(grouped.reshape(batch, kv_heads, rows, head_dim), k)  # [B, G, T * R, S]
     visible = visible_slots(context_lens, positions, ancestors, num_slots, window, first_slot)
+    if num_nodes is not None:
+        visible &= jnp.arange(num_slots) < context_lens[:, None, None] + num_nodes
     by_token = scores.reshape(batch, kv_heads, num_tokens, -1, num_slots) * head_dim**-0.5
     scores = jnp.where(visible[:, None, :, None], by_token, MASKED).reshape(scores.shape)
     out = _softmax_times_values(scores, v, order_invariant)

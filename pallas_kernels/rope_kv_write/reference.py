@@ -38,7 +38,6 @@ def rotated_heads(
     return q.reshape(*qkv.shape[:2], -1, qkv.shape[-1]), k[..., 0, :], v
 
 
-@jax.named_scope("kv_write")
 def write_rows(pages: Array, rows: Array, slots: Array) -> Array:
     """Rows [B, T, G, D] to slots [B, T] of pages [P, G, K, D]."""
     page_size = pages.shape[2]
@@ -61,6 +60,7 @@ def rope_kv_write_reference(
     eps: float,
 ) -> tuple[Array, Array, Array]:
     """See pallas_kernels.rope_kv_write.rope_kv_write."""
-    qkv = sum_parts(parts[:, : len(slots)], k_pages.dtype)
+    qkv = sum_parts(parts, len(slots), k_pages.dtype)
     q, k, v = rotated_heads(qkv, rope, q_norm, k_norm, eps)
-    return q, write_rows(k_pages, k, slots), write_rows(v_pages, v, slots)
+    with jax.named_scope("kv_write"):
+        return q, write_rows(k_pages, k, slots), write_rows(v_pages, v, slots)

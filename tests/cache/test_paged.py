@@ -14,11 +14,17 @@ from jaxspec.cache import (
     page_slots,
     pages_for,
     sequential_page_table,
-    write,
 )
+from pallas_kernels.rope_kv_write.reference import write_rows
 
 BATCH, COLUMNS, HEADS, HEAD_DIM, TOKENS = 2, 7, 2, 3, 5
 PAGE_SIZES = (1, 3, 4, 16)
+
+
+def write(cache: LayerCache, k: jax.Array, v: jax.Array, slots: jax.Array) -> LayerCache:
+    return LayerCache(k=write_rows(cache.k, k, slots), v=write_rows(cache.v, v, slots))
+
+
 jit_write, jit_compact = jax.jit(write), jax.jit(compact)
 
 

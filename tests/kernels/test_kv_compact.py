@@ -49,10 +49,11 @@ def test_it_lowers_for_cuda(case: Case):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", TEST_CASES, ids=str)
+@pytest.mark.parametrize("case", [*TEST_CASES, Case(32, 60, 8, 32, kv_heads=8)], ids=str)
 def test_on_the_device_it_does_the_same(case: Case):
     function = jax.jit(kv_compact, static_argnums=3, donate_argnums=0)
-    assert_same(function(*make_arguments(case, jnp.bfloat16), "mosaic_gpu"), case)
+    for _ in range(5):
+        assert_same(function(*make_arguments(case, jnp.bfloat16), "mosaic_gpu"), case)
 
 
 @pytest.mark.parametrize(

@@ -92,25 +92,37 @@ def test_splits_keep_every_block_resident_and_busy(batch: int, kv_heads: int, sl
 
 
 @pytest.mark.parametrize(
-    ("rows", "width", "parts"),
+    ("rows", "depth", "width", "parts"),
     [
-        *((6, 4096, 8), (6, 6144, 4), (6, 28672, 1)),
-        *((80, 4096, 4), (80, 6144, 4), (192, 4096, 2), (192, 6144, 2), (192, 28672, 1)),
-        (480, 4096, 1),
+        *((6, 4096, 4096, 8), (6, 4096, 6144, 4), (6, 4096, 28672, 1)),
+        *((80, 14336, 4096, 4), (192, 4096, 6144, 2), (192, 4096, 28672, 1)),
+        *((480, 4096, 4096, 1), (6, 512, 4096, 4), (6, 100, 4096, 1)),
     ],
 )
 def test_narrow_products_are_divided_for_a_kernel(
-    rows: int, width: int, parts: int, monkeypatch: pytest.MonkeyPatch
+    rows: int, depth: int, width: int, parts: int, monkeypatch: pytest.MonkeyPatch
 ):
-    assert parts_of_product("add_rms_norm", rows, width) == 1, "no kernel adds up the parts"
+    assert parts_of_product("add_rms_norm", rows, depth, width) == 1, "no kernel adds up the parts"
     monkeypatch.setattr(tuning, "use_kernel", lambda operation: True)
-    assert parts_of_product("add_rms_norm", rows, width) == parts
+    assert parts_of_product("add_rms_norm", rows, depth, width) == parts
+
+
+def test_two_heads_share_a_block_only_where_pairs_outnumber_the_multiprocessors():
+    assert attention_tuning(32, 8, 1, 8192).heads == 2
+    assert attention_tuning(8, 8, 1, 8192).heads == 1
+    assert attention_tuning(200, 1, 1, 8192).heads == 1
 
 
 @pytest.mark.parametrize(("rows", "hidden", "shares"), [(1, 4096, 8), (48, 4096, 4), (6, 768, 1)])
 def test_few_long_rows_are_shared(rows: int, hidden: int, shares: int):
     assert norm_shares(rows, hidden) == shares
-    assert hidden % (128 * shares) == 0
+
+
+@pytest.mark.parametrize("hidden", range(256, 16385, 256))
+def test_shares_of_a_row_suit_a_warpgroup(hidden: int):
+    for rows in (1, 6, 48, 300):
+        shares = norm_shares(rows, hidden)
+        assert shares in (1, 2, 4, 8) and hidden % (128 * shares) == 0
 
 
 def test_threads_cannot_ask_for_more_registers_than_there_are():

@@ -13,6 +13,7 @@ from jaxspec.models import decoder, layers
 from jaxspec.models.attention import PagedAttend, dense_causal_attend
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.hf_config import load_model_config
+from jaxspec.training.precision import cast_weights
 from jaxspec.weights.safetensors_io import load_decoder
 from tests.checkpoints import hf_logits, tiny_llama, tiny_mistral, tiny_qwen2, tiny_qwen3
 
@@ -85,9 +86,23 @@ def test_logits_equal_transformers(checkpoint, name: str):
 
 def test_products_in_parts_make_the_same_logits(checkpoint, monkeypatch: pytest.MonkeyPatch):
     """As they do on a GPU, for kernels that add up the parts."""
-    monkeypatch.setattr(layers, "parts_of_product", lambda consumer, rows, width: 4)
-    directory, tokens, expected = checkpoint("llama-gqa")
-    assert_close(paged_logits(load(directory), tokens, 16, LENGTH), expected)
+    directory, tokens, _ = checkpoint("llama-gqa")
+    model = cast_weights(load(directory), jnp.bfloat16)
+    caches = (None,) * model.config.num_layers
+
+    def dense_logits(tokens: np.ndarray) -> jax.Array:
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        run = decoder.run(model, jnp.asarray(tokens), positions, caches, dense_causal_attend)
+        return decoder.logits(model, run[0])
+
+    one = tokens[:1, :1]  # a single row, which is padded
+    whole = dense_logits(tokens), dense_logits(one)
+    monkeypatch.setattr(layers, "parts_of_product", lambda *sizes: 4)
+    monkeypatch.setattr(decoder, "HEAD_DIM", model.config.head_dim)
+    monkeypatch.setattr(decoder, "WIDTH_STEP", 1)
+    for found, expected in zip((dense_logits(tokens), dense_logits(one)), whole, strict=True):
+        assert jnp.abs(found - expected).max() < 0.03 * jnp.abs(expected).max()
+    assert paged_logits(model, tokens, 16, LENGTH).dtype == np.float32
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16, 64])

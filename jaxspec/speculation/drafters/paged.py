@@ -67,7 +67,7 @@ def level_attend(state: EngineState, beams: Beams, first_slot: int = 0) -> Paged
         slots=page_slots(state.page_table, scratch, valid, state.page_size),
         positions=positions,
         ancestors=beams.ancestors,
-        num_nodes=beams.first + beams.tokens.shape[1],
+        num_nodes=beams.num_scratch,  # the same at all levels, which so share a program
         first_slot=first_slot,
     )
 
