@@ -42,11 +42,12 @@ def argmax(x: Array, axis: str | None) -> Array:
     A whole row is one reduction off the CPU, which reads it once.
     """
     if axis is None:
-        return lax.platform_dependent(x, cpu=_local_argmax, default=_one_reduction)
+        return lax.platform_dependent(x, cpu=_local_argmax, default=one_reduction_argmax)
     return _local_argmax(x, axis)
 
 
-def _one_reduction(x: Array) -> Array:
+def one_reduction_argmax(x: Array) -> Array:
+    """argmax of a whole row off the CPU; a row with a NaN has the first one's index."""
     return jnp.argmax(x, axis=-1).astype(jnp.int32)
 
 

@@ -1,7 +1,7 @@
 """Products that accumulate and return float32 on every backend."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +42,11 @@ def sum_parts(parts: Array, batch: int, dtype: jnp.dtype) -> Array:
     """A product [batch, ...] from its parts [S, B, ...], whose rows past ``batch`` are padding."""
     kept = parts[:, :batch]
     return kept[0].astype(dtype) if len(parts) == 1 else jnp.sum(kept, axis=0).astype(dtype)
+
+
+def total_f32(parts: Sequence[Array]) -> Array:
+    """The parts' float32 sum, in order; for kernels, which hold each part by itself."""
+    return functools.reduce(jnp.add, (part.astype(jnp.float32) for part in parts))
 
 
 def scores_f32(q: Array, k: Array) -> Array:

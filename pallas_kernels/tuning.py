@@ -5,7 +5,7 @@ import functools
 import importlib
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType, ModuleType
 from typing import Any, Literal
 
@@ -108,10 +108,7 @@ def parts_of_product(consumer: str, rows: int, depth: int, width: int) -> int:
         return 1
     tiles = -(-rows // 128) * -(-width // 128)
     most_tiles = 2 * MULTIPROCESSORS if rows <= ROWS else 3 * MULTIPROCESSORS // 2
-    parts = 1
-    while parts < 8 and depth % (2 * parts * LEAST_RUN) == 0 and 2 * parts * tiles <= most_tiles:
-        parts *= 2
-    return parts
+    return _most(lambda parts: depth % (parts * LEAST_RUN) == 0 and parts * tiles <= most_tiles)
 
 
 def is_hopper(device: Any) -> bool:
@@ -185,17 +182,19 @@ def attention_tuning(batch: int, kv_heads: int, row_tiles: int, slots: int) -> A
 def norm_shares(rows: int, hidden: int) -> int:
     """Thread blocks that share a row of a norm: as many as leave each one 512 columns, 8 at most
     (a cluster), unless there are rows enough to fill the GPU."""
-    shares = 1
-    while (
-        shares < 8 and hidden % (2 * shares * 512) == 0 and 2 * shares * rows <= 2 * MULTIPROCESSORS
-    ):
-        shares *= 2
-    return shares
+    return _most(
+        lambda shares: hidden % (shares * 512) == 0 and shares * rows <= 2 * MULTIPROCESSORS
+    )
 
 
 def _splits(blocks: int, most: int) -> int:
-    """Largest power of two, 8 at most (a cluster), that gives no multiprocessor a second CTA."""
-    splits = 1
-    while splits < 8 and 2 * splits * blocks <= MULTIPROCESSORS and 2 * splits <= most:
-        splits *= 2
-    return splits
+    """As many as give no multiprocessor a second CTA, 8 at most (a cluster)."""
+    return _most(lambda splits: splits * blocks <= MULTIPROCESSORS and splits <= most)
+
+
+def _most(fits: Callable[[int], bool]) -> int:
+    """The last of 1, 2, 4, 8 before one that does not fit; 1 always does."""
+    number = 1
+    while number < 8 and fits(2 * number):
+        number *= 2
+    return number

@@ -10,6 +10,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels.products import total_f32
 from pallas_kernels.tuning import norm_shares
 
 THREADS = 128  # of a warpgroup
@@ -47,8 +48,8 @@ def add_rms_norm_mosaic(
         residual = load(x_ref.at[row, columns])
         added = [load(parts_ref.at[part, row, columns]) for part in range(num_parts)]
         scales = load(weight_ref.at[columns])
-        y = functools.reduce(jnp.add, (part.astype(jnp.float32) for part in added))
-        total = (residual.astype(jnp.float32) + _rounded(y, x.dtype)).astype(x.dtype)
+        y = total_f32(added).astype(x.dtype)  # as a product in one part is rounded
+        total = (residual.astype(jnp.float32) + y.astype(jnp.float32)).astype(x.dtype)
         total_ref[row, columns] = total
         wide = total.astype(jnp.float32)  # as the residual stream holds it
         squares = jnp.sum(wide * wide)
@@ -74,10 +75,6 @@ def add_rms_norm_mosaic(
     )
     total, normed = kernel(x.reshape(rows, hidden), parts.reshape(num_parts, -1, hidden), weight)
     return total.reshape(x.shape), normed.reshape(x.shape)
-
-
-def _rounded(x: Array, dtype: Any) -> Array:
-    return x.astype(dtype).astype(jnp.float32)
 
 
 def _sum_over_cluster(own: Array, shares: int, sum_ref: Any, written: Any, read: Any) -> Array:

@@ -1,4 +1,4 @@
-"""Moving a few rows of every layer's KV cache, all layers in one launch."""
+"""Moving a few rows of every layer's KV cache, many caches in one launch."""
 
 from collections.abc import Sequence
 

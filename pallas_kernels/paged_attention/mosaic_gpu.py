@@ -314,7 +314,7 @@ def _load_queries(plan: _Plan, work: _Work, q: Any, tile: Array, refs: Any) -> N
     """The tile's rows [ROWS, D] to shared memory; those past its tokens hold anything.
 
     The copy engine lays a few rows a token one after the other, which the matrix unit cannot read:
-    it wants tiles of 8 rows. Operands in registers would leave room for one CTA only.
+    it wants tiles of 8 rows. Operands in registers would stay there for the whole of the work.
     """
     warpgroup = lax.axis_index("warpgroup")
     full, rows = refs["q_full"].at[warpgroup], refs["rows"].at[warpgroup]

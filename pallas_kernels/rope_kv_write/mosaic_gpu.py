@@ -9,6 +9,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels.products import total_f32
+
 
 # Traced once for all layers of a model.
 @functools.partial(jax.jit, static_argnames=("eps", "interpret"))
@@ -45,7 +47,7 @@ def rope_kv_write_mosaic(
         cos, sin = (plgpu.load(rope_ref.at[token, index]) for index in range(2))
         q_weight = None if q_norm is None else plgpu.load(norm_refs[0])
         k_weight = None if k_norm is None else plgpu.load(norm_refs[-1])
-        heads = [_sum(row).astype(dtype) for row in loaded]
+        heads = [total_f32(row).astype(dtype) for row in loaded]
         v_ref[page, head, offset] = heads.pop()
         for row, x in enumerate(heads):
             weight = q_weight if row < group else k_weight
@@ -80,10 +82,6 @@ def rope_kv_write_mosaic(
         *norms,
     )
     return q.reshape(batch, num_tokens, -1, head_dim), jax.freeze(k_ref), jax.freeze(v_ref)
-
-
-def _sum(parts: list[Array]) -> Array:
-    return functools.reduce(jnp.add, (part.astype(jnp.float32) for part in parts))
 
 
 def _rms_norm(x: Array, weight: Array, eps: float) -> Array:

@@ -96,13 +96,16 @@ def test_products_in_parts_make_the_same_logits(checkpoint, monkeypatch: pytest.
         return decoder.logits(model, run[0])
 
     one = tokens[:1, :1]  # a single row, which is padded
-    whole = dense_logits(tokens), dense_logits(one)
+
+    def all_logits() -> list[jax.Array | np.ndarray]:
+        return [dense_logits(tokens), dense_logits(one), paged_logits(model, tokens, 16, LENGTH)]
+
+    whole = all_logits()
     monkeypatch.setattr(layers, "parts_of_product", lambda *sizes: 4)
     monkeypatch.setattr(decoder, "HEAD_DIM", model.config.head_dim)
     monkeypatch.setattr(decoder, "WIDTH_STEP", 1)
-    for found, expected in zip((dense_logits(tokens), dense_logits(one)), whole, strict=True):
+    for found, expected in zip(all_logits(), whole, strict=True):
         assert jnp.abs(found - expected).max() < 0.03 * jnp.abs(expected).max()
-    assert paged_logits(model, tokens, 16, LENGTH).dtype == np.float32
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16, 64])
