@@ -342,8 +342,16 @@ def _row_load(ref: Any) -> Array:
 def _load_words(plan: _Plan, work: _Work, row_words: Any, tile: Array) -> list[Array]:
     """Words of the rows' masks: [ROWS] each, or scalars where all rows have the same."""
     if len(row_words.shape) == 2:
-        return [row_words[work.sequence, word] for word in range(plan.words)]
-    return [_row_load(row_words.at[work.sequence, tile, word]) for word in range(plan.words)]
+        words = [row_words[work.sequence, word] for word in range(plan.words)]
+    else:
+        words = [_row_load(row_words.at[work.sequence, tile, word]) for word in range(plan.words)]
+    if plan.causal:
+        return words
+    kept = [min(max(plan.num_nodes - 32 * index, 0), 32) for index in range(plan.words)]
+    return [
+        word if bits == 32 else word & jnp.uint32((1 << bits) - 1)
+        for word, bits in zip(words, kept, strict=True)
+    ]
 
 
 def _write(ref: Any, value: Array) -> None:

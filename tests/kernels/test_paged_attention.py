@@ -69,6 +69,21 @@ def test_any_number_of_queries(num_tokens: int, tree: bool):
     np.testing.assert_allclose(attend(case, arguments), naive(case, arguments), atol=2e-6)
 
 
+def test_nodes_past_the_limit_are_hidden():
+    case = next(case for case in TEST_CASES if case.name == "tree of two mask words")
+    q, k, v, table, lens, positions, ancestors = make_arguments(case)
+    assert ancestors is not None
+    for limit in (1, 20, 33):
+        bits = (1 << limit) - 1
+        kept = np.array([bits & 0xFFFFFFFF, bits >> 32], np.uint32)
+        np.testing.assert_array_equal(
+            paged_attention(q, k, v, table, lens, positions, ancestors, num_nodes=limit),
+            paged_attention(q, k, v, table, lens, positions, ancestors & kept),
+        )
+    with pytest.raises(ValueError, match="num_nodes is for queries with a mask"):
+        paged_attention(q, k, v, table, lens, positions, None, num_nodes=1)
+
+
 def test_bfloat16_is_rounded_only_between_steps():
     case = TEST_CASES[0]
     arguments = make_arguments(case, jnp.bfloat16)

@@ -67,6 +67,19 @@ def test_a_block_of_threads_may_serve_two_heads(case: Case):
     assert error(case, found, arguments) < 4e-3
 
 
+def test_nodes_past_the_limit_are_hidden():
+    case = next(case for case in KERNEL_CASES if case.name == "K: pages of 16, a tree")
+    arguments: Any = make_arguments(case, jnp.bfloat16)
+    options = case.options | {"num_nodes": 3}
+    found = paged_attention_mosaic(
+        *arguments, **options, config=NARROW, interpret=plgpu.InterpretGPUParams()
+    )
+    expected = paged_attention_reference(*arguments, **options, order_invariant=False)
+    assert jnp.abs(found - expected).astype(jnp.float32).max() < 0.02
+    whole = paged_attention_reference(*arguments, **case.options, order_invariant=False)
+    assert jnp.abs(whole - expected).astype(jnp.float32).max() > 0.02, "the limit must matter"
+
+
 @pytest.mark.parametrize("config", [None, AttentionTuning(block=64, stages=5, splits=8)])
 @pytest.mark.parametrize("case", KERNEL_CASES, ids=str)
 def test_it_lowers_for_cuda(case: Case, config: AttentionTuning | None):

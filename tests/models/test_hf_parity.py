@@ -126,7 +126,7 @@ def paged_logits(model: Decoder, tokens: np.ndarray, page_size: int, step: int) 
         config.num_kv_heads,
         page_size,
         config.head_dim,
-        jnp.float32,  # pyright: ignore[reportArgumentType]
+        model.embed.dtype,
     )
     order = np.random.default_rng(2).permutation(batch * pages) + 1
     table = jnp.asarray(order.reshape(batch, pages), jnp.int32)
