@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxspec.top_k import local_top_k
+from pallas_kernels.top_k import top_k
+from pallas_kernels.top_k.reference import local_top_k
 
 
 def all_reduce(x: Array, axis: str | None) -> Array:
@@ -61,20 +62,22 @@ def _local_argmax(x: Array, axis: str | None = None) -> Array:
     return index if axis is None else lax.pmin(index, axis)
 
 
-def top_k(x: Array, k: int, axis: str | None) -> tuple[Array, Array]:
-    """The k largest and their global indices: x [..., V/n] -> ([..., k], int32 [..., k]).
+def top_log_probs(x: Array, k: int, axis: str | None) -> tuple[Array, Array]:
+    """The k largest log-probabilities and their global indices, the first of equals first.
 
-    Sharded, only each shard's own k candidates cross the wire.
+    Float32 logits [..., V/n] -> ([..., k], int32 [..., k]). Sharded, only each shard's own k
+    candidates cross the wire.
     """
-    values, indices = local_top_k(x, min(k, x.shape[-1]))
-    if axis is None:
-        return values, indices
-    indices = indices + shard_offset(x.shape[-1], axis)
-    values, indices = (
-        lax.all_gather(a, axis, axis=a.ndim - 1, tiled=True) for a in (values, indices)
-    )
-    values, order = local_top_k(values, k)
-    return values, jnp.take_along_axis(indices, order, axis=-1)
+    values, indices, log_sum = top_k(x, min(k, x.shape[-1]))
+    if axis is not None:
+        indices = indices + shard_offset(x.shape[-1], axis)
+        values, indices = (
+            lax.all_gather(a, axis, axis=a.ndim - 1, tiled=True) for a in (values, indices)
+        )
+        values, order = local_top_k(values, k)
+        indices = jnp.take_along_axis(indices, order, axis=-1)
+        log_sum = jax.nn.logsumexp(lax.all_gather(log_sum, axis), axis=0)
+    return values - log_sum[..., None], indices
 
 
 def log_softmax(x: Array, axis: str | None) -> Array:

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 # elsewhere its jnp reference runs. None yet: on an H100 they are right and make rounds of batch 1
 # and 8 faster, but batch 32 and the exactness checks have not been run with them.
 MEASURED: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {"paged_attention": (), "rope_kv_write": (), "kv_compact": (), "add_rms_norm": ()}
+    {"paged_attention": (), "rope_kv_write": (), "kv_compact": (), "add_rms_norm": (), "top_k": ()}
 )
 KERNELS_VARIABLE = "JAXSPEC_KERNELS"  # "all", "none" or a comma list of operations: overrides it
 MULTIPROCESSORS = 132
@@ -185,6 +185,12 @@ def norm_shares(rows: int, hidden: int) -> int:
     return _most(
         lambda shares: hidden % (shares * 512) == 0 and shares * rows <= 2 * MULTIPROCESSORS
     )
+
+
+def top_k_shares(size: int) -> int:
+    """Thread blocks that share a row of ``size``: as many as leave each about 4096 entries, 8 at
+    most (a cluster). They stay in registers, 32 a thread."""
+    return _most(lambda shares: shares * 4096 < 2 * size)
 
 
 def _splits(blocks: int, most: int) -> int:

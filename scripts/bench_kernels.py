@@ -29,6 +29,7 @@ from pallas_kernels.benchmark import Benchmark
 from pallas_kernels.kv_compact import cases as kv_compact
 from pallas_kernels.paged_attention import cases as paged_attention
 from pallas_kernels.rope_kv_write import cases as rope_kv_write
+from pallas_kernels.top_k import cases as top_k
 
 OPERATIONS: Mapping[str, Callable[[], Sequence[Benchmark]]] = MappingProxyType(
     {
@@ -36,6 +37,7 @@ OPERATIONS: Mapping[str, Callable[[], Sequence[Benchmark]]] = MappingProxyType(
         "rope_kv_write": rope_kv_write.benchmarks,
         "add_rms_norm": add_rms_norm.benchmarks,
         "kv_compact": kv_compact.benchmarks,
+        "top_k": top_k.benchmarks,
     }
 )
 ROTATION_BYTES = 200 << 20  # four times an H100's L2 cache

@@ -21,7 +21,6 @@ LAYERS = (
     "jaxspec.pytree",
     "jaxspec.config",
     "jaxspec.sharding",
-    "jaxspec.top_k",
     "jaxspec.collectives",
     "jaxspec.quantization",
     "jaxspec.cache",

@@ -18,7 +18,7 @@ from jaxspec.config import SpeculationConfig
 from jaxspec.noise import Stream
 from jaxspec.sampling import Sampling, perturb, probabilities, process_logits, vocab_ids
 from jaxspec.speculation.tree import DraftTree, make_chain, make_tree
-from jaxspec.top_k import local_top_k
+from pallas_kernels.top_k.reference import local_top_k
 
 
 class Beams(NamedTuple):
@@ -64,8 +64,8 @@ class Proposer(NamedTuple):
     @jax.named_scope("sample")
     def children(self, logits: Array, depth: int) -> Children:
         """The ``top_k`` children at ``depth`` of each beam: logits [B, k, W / shards]."""
-        log_probs = collectives.log_softmax(self._ranked(self._processed(logits), depth), self.axis)
-        values, index = collectives.top_k(log_probs, self.speculation.top_k, self.axis)
+        ranked = self._ranked(self._processed(logits), depth)
+        values, index = collectives.top_log_probs(ranked, self.speculation.top_k, self.axis)
         return Children(self._target_ids(index), values)
 
     @jax.named_scope("sample")

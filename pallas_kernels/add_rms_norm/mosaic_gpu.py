@@ -10,6 +10,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels import cluster
 from pallas_kernels.products import total_f32
 from pallas_kernels.tuning import norm_shares
 
@@ -58,14 +59,13 @@ def add_rms_norm_mosaic(
         scale = lax.rsqrt(squares / hidden + eps)
         normed_ref[row, columns] = (wide * scale).astype(x.dtype) * scales
         if shares > 1:
-            plgpu.barrier_wait(scratch[-1])  # nobody's sum goes before all have read it
+            cluster.wait()  # nobody's sum goes before all have read it
 
     flat = jax.ShapeDtypeStruct((rows, hidden), x.dtype)
-    barrier = plgpu.ClusterBarrier(collective_axes=("share",))
     kernel = plgpu.kernel(
         add_rms_norm_kernel,
         out_type=(flat, flat),
-        scratch_types=[plgpu.SMEM((1,), jnp.float32), barrier, barrier] if shares > 1 else [],
+        scratch_types=[plgpu.SMEM((1,), jnp.float32)] if shares > 1 else [],
         grid=(rows,),
         grid_names=("row",),
         cluster=(shares,),
@@ -77,14 +77,12 @@ def add_rms_norm_mosaic(
     return total.reshape(x.shape), normed.reshape(x.shape)
 
 
-def _sum_over_cluster(own: Array, shares: int, sum_ref: Any, written: Any, read: Any) -> Array:
-    """Sum of a value of each block; arrives at ``read``, which is still to be waited for."""
+def _sum_over_cluster(own: Array, shares: int, sum_ref: Any) -> Array:
+    """Sum of a value of each block; says that it has read them, which is still to be waited for."""
     sum_ref[0] = own
-    plgpu.commit_smem()
-    plgpu.barrier_arrive(written)
-    plgpu.barrier_wait(written)
+    cluster.arrive()
+    cluster.wait()
     sums = [plgpu.cluster_ref(sum_ref, {"share": jnp.int32(i)})[0] for i in range(shares)]
     total = functools.reduce(jnp.add, sums)
-    plgpu.commit_smem()  # a few threads arrive for all, so all must have read by then
-    plgpu.barrier_arrive(read)
+    cluster.arrive()
     return total

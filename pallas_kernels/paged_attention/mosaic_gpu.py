@@ -20,12 +20,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from pallas_kernels import cluster
 from pallas_kernels.tuning import ROWS, AttentionTuning, attention_tuning
 
 # Finite, so that a row that sees nothing stays free of NaN. A running maximum starts far above what
 # is masked: no rounding of it can then give a masked score weight.
 MASKED, LOWEST_PEAK = -1e30, -1e20
-MERGED_ROWS = 4  # at a time: more would take more registers than attention itself
+MERGED_PARTS = 32  # of rows, merged at a time: more would take more registers than attention
 TINY = 1e-30  # weight that a row which sees nothing divides by
 _ROW_LAYOUT = plgpu.Layout.WGMMA.reduce(1)
 
@@ -86,7 +87,8 @@ def paged_attention_mosaic(
 ) -> Array:
     """See pallas_kernels.paged_attention.paged_attention; only where ``misfit`` finds nothing.
 
-    ``config`` None: from pallas_kernels.tuning. ``interpret``: plgpu.InterpretGPUParams, for tests.
+        ``config`` None: from pallas_kernels import cluster
+    from pallas_kernels.tuning. ``interpret``: plgpu.InterpretGPUParams, for tests.
     """
     batch, num_tokens, num_heads, head_dim = q.shape
     _, kv_heads, page_size, _ = k_pages.shape
@@ -166,10 +168,6 @@ def _make_kernel(plan: _Plan, dtype: Any, interpret: Any) -> Any:
         }
         if config.splits > 1:
             refs["all_read"] = plgpu.Barrier(num_arrivals=config.consumers)
-            for name in ("written", "read"):
-                refs[name] = plgpu.ClusterBarrier(
-                    collective_axes=("split",), num_arrivals=config.consumers
-                )
         return refs
 
     def paged_attention_kernel(
@@ -188,6 +186,10 @@ def _make_kernel(plan: _Plan, dtype: Any, interpret: Any) -> Any:
             if config.registers:
                 plgpu.set_max_registers(config.producer_registers, action="decrease")
             _produce_blocks(plan, work, table, (k_pages, refs["k"]), (v_pages, refs["v"]), refs)
+            if config.splits > 1:  # every thread takes part in the cluster's meetings
+                for _ in ("written", "read"):
+                    cluster.arrive()
+                    cluster.wait()
 
         @pl.when(warpgroup < config.consumers)
         def _compute():
@@ -524,8 +526,8 @@ def _merge_and_store(
     total = jnp.maximum(total, TINY)
     _write(part, acc / _by_row(total, plan.head_dim))
     _write(log_sums, _by_row(peak + jnp.log2(total), plan.head_dim))
-    _arrive(refs["written"])
-    plgpu.barrier_wait(refs["written"])
+    cluster.arrive()
+    cluster.wait()
     share = -(-plan.tokens // splits)
     first = work.split * share
     count = jnp.clip(plan.tokens - first, 0, share)
@@ -536,18 +538,20 @@ def _merge_and_store(
     def _merge():
         # 128 threads each take as many entries: with narrow heads, of an even number of rows.
         num_rows = -(-share * plan.group * plan.head_dim // 128) * 128 // plan.head_dim
-        for start in range(0, num_rows, MERGED_ROWS):
-            size = min(MERGED_ROWS, num_rows - start)
+        most = MERGED_PARTS // splits  # at a time
+        for start in range(0, num_rows, most):
+            size = min(most, num_rows - start)
             span = pl.ds(begin * plan.group + start, size)
             _write(rows.at[span], _merged(plan, part, log_sums, span).astype(rows.dtype))
 
-    _arrive(refs["read"])
+    plgpu.commit_smem()  # for the copy engine
+    cluster.arrive()
 
     @pl.when(count > 0)
     def _store_share():
         _store_tokens(plan, work, rows, tile, begin, share, out)
 
-    plgpu.barrier_wait(refs["read"])  # nobody's shared memory goes before all have read it
+    cluster.wait()  # nobody's shared memory goes before all have read it
 
 
 def _merged(plan: _Plan, part: Any, log_sums: Any, span: Any) -> Array:
@@ -564,12 +568,3 @@ def _merged(plan: _Plan, part: Any, log_sums: Any, span: Any) -> Array:
     weights = [jnp.exp2(one - best) for one in all_sums]
     weighted = [one * weight for one, weight in zip(parts, weights, strict=True)]
     return functools.reduce(jnp.add, weighted) / functools.reduce(jnp.add, weights)
-
-
-def _arrive(barrier: Any) -> None:
-    """Tell all CTAs of the cluster that this one is here; they see what it wrote before.
-
-    jax's arrival at a cluster barrier names no scope. Tests on the device compare many runs.
-    """
-    plgpu.commit_smem()
-    plgpu.barrier_arrive(barrier)

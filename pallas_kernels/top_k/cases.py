@@ -1,0 +1,58 @@
+"""Shapes of top_k that tests and benchmarks share, and random arguments for them."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import jax
+from jax import Array, lax
+
+from pallas_kernels.benchmark import Arguments, Benchmark, implementation_to_time
+from pallas_kernels.top_k import top_k
+from pallas_kernels.top_k.reference import top_k_reference
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """The ``k`` largest of each of ``rows`` rows of ``size``."""
+
+    rows: int
+    size: int
+    k: int
+
+    def __str__(self) -> str:
+        return f"{self.k} of {self.rows} x {self.size}"
+
+
+TEST_CASES = (Case(3, 1024, 10), Case(2, 4096, 1), Case(10, 32_000, 10), Case(1, 65_536, 16))
+# A level of an EAGLE-3 tree over a draft vocabulary of 32,000, for 1, 8 and 32 sequences.
+BENCHMARK_CASES = tuple(Case(rows, 32_000, 10) for rows in (10, 80, 320))
+
+
+def make_arguments(case: Case, seed: int = 0) -> tuple[Array]:
+    """Positional arguments of top_k, without k."""
+    return (jax.random.normal(jax.random.key(seed, impl="rbg"), (case.rows, case.size)),)
+
+
+def benchmarks() -> Sequence[Benchmark]:
+    return [_benchmark(case) for case in BENCHMARK_CASES]
+
+
+def _benchmark(case: Case) -> Benchmark:
+    implementation = implementation_to_time()
+    return Benchmark(
+        name=str(case),
+        make_arguments=functools.partial(make_arguments, case),
+        call=functools.partial(top_k, k=case.k, implementation=implementation),
+        reference=functools.partial(top_k_reference, k=case.k),
+        feed=_feed,
+        num_bytes=4 * case.rows * (case.size + 2 * case.k + 1),
+        flops=2 * case.rows * case.size,
+        implementation=implementation,
+    )
+
+
+def _feed(arguments: Arguments, output: tuple[Array, Array, Array]) -> Arguments:
+    """The same rows, which wait for the call before without being copied."""
+    rows, *_ = lax.optimization_barrier((*arguments, *output))
+    return (rows,)

@@ -1,0 +1,155 @@
+"""The few largest of a row on Hopper GPUs, in one pass: a cluster of thread blocks shares a row.
+
+Each block takes its largest entries one by one from registers; the first merges what all found.
+Values are ordered as integers, which a warp can reduce, and below all of them is what was taken.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from pallas_kernels import cluster
+from pallas_kernels.tuning import top_k_shares
+
+THREADS = 128  # of a warpgroup
+TAKEN = np.int32(np.iinfo(np.int32).min)  # less than the key of any number
+NO_INDEX = np.int32(np.iinfo(np.int32).max)
+LOWEST_PEAK = -1e30  # finite: a row of nothing but -inf stays free of NaN
+
+
+@functools.partial(jax.jit, static_argnames=("k", "shares", "interpret"))
+def top_k_mosaic(
+    x: Array,  # [..., n]
+    *,
+    k: int,
+    shares: int | None = None,
+    interpret: Any = None,
+) -> tuple[Array, Array, Array]:
+    """See pallas_kernels.top_k.top_k; only where ``misfit`` finds nothing.
+
+    ``shares``: blocks that share a row; None: from pallas_kernels.tuning. ``interpret``:
+    plgpu.InterpretGPUParams, for tests; it knows no clusters.
+    """
+    size, rows = x.shape[-1], math.prod(x.shape[:-1])
+    shares = top_k_shares(size) if shares is None else shares
+    width = -(-size // (shares * THREADS)) * THREADS  # the last blocks overlap
+    layout = plgpu.Layout.WG_STRIDED((width,), vec_size=math.gcd(width // THREADS, 4))
+    candidates = plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1)
+
+    def top_k_kernel(x_ref, values_ref, indices_ref, log_sum_ref, *scratch):
+        row, share = lax.axis_index("row"), lax.axis_index("share")
+
+        def store(largest: Sequence[tuple[Array, Array]], log_sum: Array) -> None:
+            log_sum_ref[row] = log_sum
+            for place, (key, index) in enumerate(largest):
+                values_ref[row, place] = _number(key)
+                indices_ref[row, place] = index
+
+        start = jnp.minimum(share * width, size - width)
+        entries = plgpu.load(x_ref.at[row, pl.ds(start, width)], layout=layout)
+        indices = plgpu.broadcasted_iota(jnp.int32, (width,), 0, layout=layout) + start
+        if shares * width > size:
+            own = indices >= share * width
+            entries = jnp.where(own, entries, -jnp.inf)
+            keys = jnp.where(own, _key(entries), TAKEN)
+        else:
+            keys = _key(entries)
+        largest = _largest(keys, indices, k)
+        log_sum = _log_sum(entries, _number(largest[0][0]))
+        if shares == 1:
+            store(largest, log_sum)
+            return
+
+        lane = plgpu.broadcasted_iota(jnp.int32, (THREADS,), 0, layout=candidates)
+        found = [
+            plgpu.layout_cast(jnp.full((THREADS,), value), candidates)
+            for value in (TAKEN, NO_INDEX, np.float32(-np.inf))
+        ]
+        for place, (key, index) in enumerate(largest):
+            here = lane == share * k + place
+            found[0] = jnp.where(here, key, found[0])
+            found[1] = jnp.where(here, index, found[1])
+        found[2] = jnp.where(lane == share, log_sum, found[2])
+        for ref, value in zip(scratch, found, strict=True):
+            ref[...] = value
+        cluster.arrive()
+        cluster.wait()
+
+        @pl.when(share == 0)
+        def _merge():
+            keys, indices, log_sums = (
+                functools.reduce(best, _of_all(ref, shares, candidates))
+                for ref, best in zip(scratch, (jnp.maximum, jnp.minimum, jnp.maximum), strict=True)
+            )
+            store(_largest(keys, indices, k), _log_sum(log_sums, jnp.max(log_sums)))
+
+        cluster.arrive()
+        cluster.wait()  # nobody's candidates go before all have been read
+
+    kernel = plgpu.kernel(
+        top_k_kernel,
+        out_type=(
+            jax.ShapeDtypeStruct((rows, k), jnp.float32),
+            jax.ShapeDtypeStruct((rows, k), jnp.int32),
+            jax.ShapeDtypeStruct((rows,), jnp.float32),
+        ),
+        scratch_types=[
+            plgpu.SMEM((THREADS,), dtype)
+            for dtype in (jnp.int32, jnp.int32, jnp.float32)[: 3 if shares > 1 else 0]
+        ],
+        grid=(rows,),
+        grid_names=("row",),
+        cluster=(shares,),
+        cluster_names=("share",),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        interpret=interpret,
+    )
+    values, indices, log_sum = kernel(x.reshape(rows, size))
+    lead = x.shape[:-1]
+    return values.reshape(*lead, k), indices.reshape(*lead, k), log_sum.reshape(lead)
+
+
+def _key(numbers: Array) -> Array:
+    """Integers in the order of the numbers; both zeros have the same."""
+    return _flip_negative(lax.bitcast_convert_type(numbers + 0.0, jnp.int32))
+
+
+def _number(key: Array) -> Array:
+    return lax.bitcast_convert_type(_flip_negative(key), jnp.float32)
+
+
+def _flip_negative(bits: Array) -> Array:
+    return bits ^ ((bits >> 31) & np.int32(0x7FFFFFFF))
+
+
+def _largest(keys: Array, indices: Array, k: int) -> list[tuple[Array, Array]]:
+    """Keys and indices of the k largest, the first of equals first."""
+    largest = []
+    for _ in range(k):
+        key = jnp.max(keys)
+        index = jnp.min(jnp.where(keys == key, indices, NO_INDEX))
+        keys = jnp.where(indices == index, TAKEN, keys)
+        largest.append((key, index))
+    return largest
+
+
+def _log_sum(entries: Array, peak: Array) -> Array:
+    """log(sum(exp(entries))), no entry above ``peak``."""
+    peak = jnp.maximum(peak, LOWEST_PEAK)
+    return peak + jnp.log(jnp.sum(jnp.exp(entries - peak)))
+
+
+def _of_all(ref: Any, shares: int, layout: Any) -> list[Array]:
+    """Every block's own memory of that name."""
+    return [
+        plgpu.load(plgpu.cluster_ref(ref, {"share": jnp.int32(i)}), layout=layout)
+        for i in range(shares)
+    ]

@@ -1,0 +1,103 @@
+"""The few largest: by counting, and by the kernel interpreted, lowered, run."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.top_k import top_k
+from pallas_kernels.top_k.cases import BENCHMARK_CASES, TEST_CASES, Case, make_arguments
+from pallas_kernels.top_k.mosaic_gpu import top_k_mosaic
+from pallas_kernels.top_k.reference import by_counting
+
+
+@pytest.mark.parametrize("size", [1, 10, 700, 1025, 4000, 70_000])
+@pytest.mark.parametrize("k", [1, 10, 60])
+def test_counting_takes_what_a_sort_takes(size: int, k: int):
+    k = min(k, size)
+    x = jax.random.normal(jax.random.key(size), (2, 3, size))
+    for found, wanted in zip(by_counting(x, k=k), lax.top_k(x, k), strict=True):
+        np.testing.assert_array_equal(found, wanted)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(0, 2**31), st.sampled_from([37, 1500]), st.sampled_from([1, 7]))
+def test_the_first_of_equals_comes_first(seed: int, size: int, k: int):
+    rng = np.random.default_rng(seed)
+    x = rng.integers(0, 4, (2, size)).astype(np.float32)
+    x[1] = -np.inf  # a row where everything is hidden still gives k distinct indices
+    x[1, rng.integers(size)] = 1.0
+    for found, wanted in zip(by_counting(jnp.asarray(x), k=k), lax.top_k(x, k), strict=True):
+        np.testing.assert_array_equal(found, wanted)
+
+
+def test_indices_stay_in_range_beside_nan():
+    x = jnp.full((1, 2000), jnp.nan)
+    _, indices = by_counting(x, k=5)
+    assert ((indices >= 0) & (indices < 2000)).all()
+
+
+def hard_rows(case: Case) -> jax.Array:
+    """Random ones, and rows of ties and of entries that are hidden but for fewer than k."""
+    (x,) = make_arguments(case)
+    hidden = jnp.where(jnp.arange(case.size) % (case.size // 3) == 5, x[-1], -jnp.inf)
+    ties = jnp.round(x[-1]).at[0].set(-0.0)
+    return jnp.concatenate([x, ties[None], hidden[None]])
+
+
+def assert_is_top_k(found: Any, x: jax.Array, k: int) -> None:
+    values, indices, log_sum = found
+    wanted = lax.top_k(x, k)
+    np.testing.assert_array_equal(values, wanted[0])
+    np.testing.assert_array_equal(indices, wanted[1])
+    np.testing.assert_allclose(log_sum, jax.nn.logsumexp(x, axis=-1), rtol=1e-5)
+
+
+@pytest.mark.parametrize("case", TEST_CASES, ids=str)
+def test_the_reference_takes_the_largest_and_sums_all(case: Case):
+    x = hard_rows(case)
+    assert_is_top_k(top_k(x, case.k), x, case.k)
+
+
+@pytest.mark.parametrize("case", TEST_CASES[:2], ids=str)
+def test_interpreted_the_kernel_does_the_same(case: Case):
+    """Without clusters, which the interpreter does not know."""
+    x = hard_rows(case)
+    found = top_k_mosaic(x, k=case.k, shares=1, interpret=plgpu.InterpretGPUParams())
+    assert_is_top_k(found, x, case.k)
+
+
+@pytest.mark.parametrize("case", TEST_CASES, ids=str)
+def test_it_lowers_for_cuda(case: Case):
+    arguments = jax.eval_shape(lambda: make_arguments(case))
+    function = functools.partial(top_k_mosaic, k=case.k)
+    assert jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [*TEST_CASES, *BENCHMARK_CASES], ids=str)
+def test_on_the_device_it_does_the_same(case: Case):
+    x = hard_rows(case)
+    for _ in range(5):
+        assert_is_top_k(top_k(x, case.k, "mosaic_gpu"), x, case.k)
+
+
+@pytest.mark.parametrize(
+    ("x", "k", "message"),
+    [
+        (jnp.zeros((1, 256), jnp.bfloat16), 2, "bfloat16 entries"),
+        (jnp.zeros((1, 1000)), 2, "rows of 1000"),
+        (jnp.zeros((1, 128_256)), 2, "rows of 128256"),
+        (jnp.zeros((1, 32_000)), 17, "k = 17"),
+    ],
+)
+def test_what_it_cannot_take_is_named(x: jax.Array, k: int, message: str):
+    with pytest.raises(ValueError, match=f"the kernel cannot take {message}"):
+        top_k(x, k, "mosaic_gpu")
