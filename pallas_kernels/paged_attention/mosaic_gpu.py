@@ -151,8 +151,10 @@ def _make_kernel(plan: _Plan, dtype: Any, interpret: Any) -> Any:
     ring = (config.stages, config.heads, config.block, plan.head_dim)
     copies = config.heads * plan.pages_of_block  # that fill a stage
 
-    # The merge comes after the last keys and values: it reuses their memory.
-    part = plgpu.SMEM(tile, jnp.float32) if config.splits > 1 else None
+    # The merge comes after the last keys and values: it reuses their memory. Its rows are padded,
+    # or eight of them, which a warp writes at once, would start in the same bank.
+    padded = (*tile[:2], plan.head_dim + 8)
+    part = plgpu.SMEM(padded, jnp.float32) if config.splits > 1 else None
 
     def scratch() -> dict[str, Any]:
         refs = {
@@ -518,8 +520,9 @@ def _merge_and_store(
     """
     acc, peak, total = state
     splits, warpgroup = plan.config.splits, lax.axis_index("warpgroup")
-    rows, part = refs["rows"].at[warpgroup], refs["part"].at[warpgroup]
-    log_sums = refs["log_sums"].at[warpgroup]
+    entries = pl.ds(0, plan.head_dim)
+    rows, part = refs["rows"].at[warpgroup], refs["part"].at[warpgroup, :, entries]
+    log_sums = refs["log_sums"].at[warpgroup, :, entries]
     if plan.config.consumers > 1:  # the other one may still read keys and values there
         plgpu.barrier_arrive(refs["all_read"])
         plgpu.barrier_wait(refs["all_read"])
@@ -557,9 +560,11 @@ def _merge_and_store(
 def _merged(plan: _Plan, part: Any, log_sums: Any, span: Any) -> Array:
     """Rows ``span`` of all the cluster's parts, weighted by their sums: float32 [rows, D]."""
 
+    layout = plgpu.Layout.WG_STRIDED((span.size, plan.head_dim), vec_size=1)
+
     def peers(ref: Any) -> list[Array]:
         return [
-            plgpu.load(plgpu.cluster_ref(ref, {"split": jnp.int32(i)}).at[span], optimized=False)
+            plgpu.load(plgpu.cluster_ref(ref, {"split": jnp.int32(i)}).at[span], layout=layout)
             for i in range(plan.config.splits)
         ]
 
