@@ -5,17 +5,26 @@ arrived, every thread sees that waited. jax's ClusterBarrier promises that withi
 arrivals name no scope.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import jax.experimental.pallas.mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import nvvm
 
 
-@plgpu.inline_mgpu()
-def arrive(_):
+def arrive() -> None:
     """Say that this thread is here."""
-    nvvm.cluster_arrive(aligned=True)
+    _emit(nvvm.cluster_arrive)
 
 
-@plgpu.inline_mgpu()
-def wait(_):
+def wait() -> None:
     """Wait until all threads have arrived."""
-    nvvm.cluster_wait(aligned=True)
+    _emit(nvvm.cluster_wait)
+
+
+def _emit(instruction: Callable[..., Any]) -> None:
+    def emit(_: Any) -> None:
+        instruction(aligned=True)
+
+    inlined: Any = plgpu.inline_mgpu()(emit)
+    inlined()

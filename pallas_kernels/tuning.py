@@ -171,12 +171,13 @@ def attention_tuning(batch: int, kv_heads: int, row_tiles: int, slots: int) -> A
     pairs = batch * kv_heads
     if row_tiles > 1:
         blocks = pairs * -(-row_tiles // 2)
-        splits = _splits(blocks, slots // 512)
+        splits = _splits(blocks, slots // 128)
         return AttentionTuning(block=128, stages=2, warpgroups=2, splits=splits, registers=240)
     if pairs > MULTIPROCESSORS and kv_heads % 2 == 0:
         return AttentionTuning(block=64, stages=2, heads=2)
     least_slots = 1024 if 4 * pairs > MULTIPROCESSORS else 128  # of a split
-    return AttentionTuning(block=64, stages=5, splits=_splits(pairs, slots // least_slots))
+    splits = _splits(pairs, slots // least_slots)
+    return AttentionTuning(block=64, stages=5 if splits > 1 else 2, splits=splits)
 
 
 def norm_shares(rows: int, hidden: int) -> int:

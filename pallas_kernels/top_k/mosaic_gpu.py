@@ -1,7 +1,8 @@
 """The few largest of a row on Hopper GPUs, in one pass: a cluster of thread blocks shares a row.
 
 Each block takes its largest entries one by one from registers; the first merges what all found.
-Values are ordered as integers, which a warp can reduce, and below all of them is what was taken.
+Numbers are ordered as unsigned integers, of which 0 is left for what was taken. (Unsigned, because
+a selection makes jax 0.11.2 forget that integers have a sign.)
 """
 
 import functools
@@ -20,7 +21,8 @@ from pallas_kernels import cluster
 from pallas_kernels.tuning import top_k_shares
 
 THREADS = 128  # of a warpgroup
-TAKEN = np.int32(np.iinfo(np.int32).min)  # less than the key of any number
+TAKEN = np.uint32(0)  # less than the key of any number
+SIGN = np.uint32(1 << 31)
 NO_INDEX = np.int32(np.iinfo(np.int32).max)
 LOWEST_PEAK = -1e30  # finite: a row of nothing but -inf stays free of NaN
 
@@ -103,7 +105,7 @@ def top_k_mosaic(
         ),
         scratch_types=[
             plgpu.SMEM((THREADS,), dtype)
-            for dtype in (jnp.int32, jnp.int32, jnp.float32)[: 3 if shares > 1 else 0]
+            for dtype in (jnp.uint32, jnp.int32, jnp.float32)[: 3 if shares > 1 else 0]
         ],
         grid=(rows,),
         grid_names=("row",),
@@ -118,16 +120,13 @@ def top_k_mosaic(
 
 
 def _key(numbers: Array) -> Array:
-    """Integers in the order of the numbers; both zeros have the same."""
-    return _flip_negative(lax.bitcast_convert_type(numbers + 0.0, jnp.int32))
+    """Integers above 0, in the order of the numbers; both zeros have the same."""
+    bits = lax.bitcast_convert_type(numbers + 0.0, jnp.uint32)
+    return bits ^ ((0 - (bits >> 31)) | SIGN)  # all bits of a negative number
 
 
 def _number(key: Array) -> Array:
-    return lax.bitcast_convert_type(_flip_negative(key), jnp.float32)
-
-
-def _flip_negative(bits: Array) -> Array:
-    return bits ^ ((bits >> 31) & np.int32(0x7FFFFFFF))
+    return lax.bitcast_convert_type(key ^ (((key >> 31) - 1) | SIGN), jnp.float32)
 
 
 def _largest(keys: Array, indices: Array, k: int) -> list[tuple[Array, Array]]:
