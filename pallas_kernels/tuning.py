@@ -23,6 +23,7 @@ KERNELS_VARIABLE = "JAXSPEC_KERNELS"  # "all", "none" or a comma list of operati
 MULTIPROCESSORS = 132
 MOST_ROWS_IN_PARTS = 256  # of a product whose parts a kernel adds up
 LEAST_RUN = 128  # of a part
+LONG_RUN = 1024  # slots of a split
 ROWS = 64  # query rows of a warpgroup's matrix product
 REGISTERS = 65536  # of a multiprocessor
 FEWEST_REGISTERS = 24  # that a thread can be left with
@@ -161,23 +162,30 @@ class AttentionTuning:
 def attention_tuning(batch: int, kv_heads: int, row_tiles: int, slots: int) -> AttentionTuning:
     """For pairs of a sequence and a KV head, each with ``row_tiles`` tiles of 64 query rows.
 
-    ``slots`` is the longest context that the page table could hold. Measured on an H100 with 8
-    sequences of 8 queries (64 pairs): of 8k, 5 stages in 2 splits took 103 us and 2 stages in 4
-    splits 122 us; of 1k, no split 23.3 us and 2 splits 24.0 us, so that short contexts are split
-    only where most multiprocessors would idle. With more than 128 registers a thread (a split or a
-    mask of two words takes so many) a single CTA fits a multiprocessor: where there are more pairs,
-    a CTA serves two heads (not timed yet).
+    ``slots`` is the longest context that the page table could hold. Measured on an H100 with 32
+    query and 8 KV heads (sequences x context, queries: us of the choice; others):
+
+    - 8 x 8k, 8: 98 in 2 splits of 128-slot blocks; of 64-slot blocks 100, without splits 101.
+    - 8 x 1k, 1: 18.7 without splits, 18.9 in 2. 8 x 640, 1: 13.0 with 2 stages, 14.3 with 5.
+    - 1 x 1k, 6: 9.9 in 8 splits, 11.1 in 4. 1 x 8k, 8: 19.7 with 128-slot blocks, 21.7 with 64.
+    - 1 x 1k, 60: 16.5 in 4 splits of 64-slot blocks; of 128 19.8, in 8 splits (two waves) 31.
+    - 8 x 8k, 64: 143 without splits, 205 in 2.
+    - 32 x 640, 6: 37.8 with two heads a CTA, 39.9 with one, 42.7 with one and 5 stages.
     """
     pairs = batch * kv_heads
     if row_tiles > 1:
-        blocks = pairs * -(-row_tiles // 2)
-        splits = _splits(blocks, slots // 128)
+        splits = _splits(pairs * -(-row_tiles // 2), slots // 256)
+        if splits > 1 and slots // splits < LONG_RUN:
+            return AttentionTuning(block=64, stages=2, warpgroups=2, splits=splits)
         return AttentionTuning(block=128, stages=2, warpgroups=2, splits=splits, registers=240)
     if pairs > MULTIPROCESSORS and kv_heads % 2 == 0:
         return AttentionTuning(block=64, stages=2, heads=2)
-    least_slots = 1024 if 4 * pairs > MULTIPROCESSORS else 128  # of a split
-    splits = _splits(pairs, slots // least_slots)
-    return AttentionTuning(block=64, stages=5 if splits > 1 else 2, splits=splits)
+    splits = _splits(pairs, slots // (1024 if 4 * pairs > MULTIPROCESSORS else 128))
+    if splits == 1:
+        return AttentionTuning(block=64, stages=2)
+    if slots // splits < LONG_RUN:
+        return AttentionTuning(block=64, stages=5, splits=splits)
+    return AttentionTuning(block=128, stages=2, splits=splits)
 
 
 def norm_shares(rows: int, hidden: int) -> int:
@@ -195,8 +203,17 @@ def top_k_shares(size: int) -> int:
 
 
 def _splits(blocks: int, most: int) -> int:
-    """As many as give no multiprocessor a second CTA, 8 at most (a cluster)."""
-    return _most(lambda splits: splits * blocks <= MULTIPROCESSORS and splits <= most)
+    """As many as give no multiprocessor a second CTA, 8 at most (a cluster).
+
+    A cluster needs its multiprocessors in one of the GPU's groups: clusters of 4 and more cannot
+    use them all (128 CTAs in clusters of 8, or of 4, ran in two waves).
+    """
+    return _most(
+        lambda splits: (
+            splits <= most
+            and splits * blocks <= (MULTIPROCESSORS if splits == 2 else MULTIPROCESSORS // 2)
+        )
+    )
 
 
 def _most(fits: Callable[[int], bool]) -> int:
