@@ -102,13 +102,14 @@ def parts_of_product(consumer: str, rows: int, depth: int, width: int) -> int:
     """Parts, each over a run of ``depth``, of a product [rows, depth] x [depth, width].
 
     They are for a consumer's kernel to add up. XLA divides the products whose tiles do not spread
-    over all multiprocessors, by about as much as this does (read off its programs for an H100), and
-    adds up the parts in a launch of its own.
+    over all multiprocessors, and adds up the parts in a launch of its own. Measured on an H100, us
+    of [48, 14336] x [14336, 4096] in 2, 4, 8, 16 parts: 54.3, 51.5, 52.4, 56.1; of 4096 x 4096:
+    18.8, 18.1, 18.8, 20.4; with 2 and 6 rows within 4 %. More parts take their consumer longer.
     """
     if rows > MOST_ROWS_IN_PARTS or not use_kernel(consumer):
         return 1
     tiles = -(-rows // 128) * -(-width // 128)
-    most_tiles = 2 * MULTIPROCESSORS if rows <= ROWS else 3 * MULTIPROCESSORS // 2
+    most_tiles = 3 * MULTIPROCESSORS // 2
     return _most(lambda parts: depth % (parts * LEAST_RUN) == 0 and parts * tiles <= most_tiles)
 
 
@@ -186,14 +187,6 @@ def attention_tuning(batch: int, kv_heads: int, row_tiles: int, slots: int) -> A
     if slots // splits < LONG_RUN:
         return AttentionTuning(block=64, stages=5, splits=splits)
     return AttentionTuning(block=128, stages=2, splits=splits)
-
-
-def norm_shares(rows: int, hidden: int) -> int:
-    """Thread blocks that share a row of a norm: as many as leave each one 512 columns, 8 at most
-    (a cluster), unless there are rows enough to fill the GPU."""
-    return _most(
-        lambda shares: hidden % (shares * 512) == 0 and shares * rows <= 2 * MULTIPROCESSORS
-    )
 
 
 def top_k_shares(size: int) -> int:

@@ -36,10 +36,9 @@ def test_the_sum_and_its_norm(case: Case):
 
 @pytest.mark.parametrize("case", TEST_CASES, ids=str)
 def test_interpreted_it_is_the_reference(case: Case):
-    """Without clusters, which the interpreter does not know."""
     arguments = make_arguments(case, jnp.bfloat16)
     interpret = plgpu.InterpretGPUParams(detect_races=True)
-    assert_same(add_rms_norm_mosaic(*arguments, EPS, shares=1, interpret=interpret), case)
+    assert_same(add_rms_norm_mosaic(*arguments, EPS, interpret=interpret), case)
 
 
 @pytest.mark.parametrize("case", TEST_CASES, ids=str)
