@@ -12,9 +12,11 @@ import argparse
 import dataclasses
 import datetime
 import json
+import os
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
 from typing import Any
 
@@ -22,7 +24,14 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
-from jaxspec.benchmarking.kernels import KernelTiming, Peaks, Plan, time_benchmark
+from jaxspec.benchmarking.kernels import (
+    CompiledBenchmark,
+    KernelTiming,
+    Peaks,
+    Plan,
+    compile_benchmark,
+    time_benchmark,
+)
 from jaxspec.benchmarking.timing import measure_bandwidth, measure_product_rate
 from pallas_kernels.add_rms_norm import cases as add_rms_norm
 from pallas_kernels.benchmark import Benchmark
@@ -41,6 +50,7 @@ OPERATIONS: Mapping[str, Callable[[], Sequence[Benchmark]]] = MappingProxyType(
     }
 )
 ROTATION_BYTES = 200 << 20  # four times an H100's L2 cache
+MOST_JOBS = 12  # that compile side by side
 TABLE_WIDTH = 130  # where the output is no terminal
 
 
@@ -76,11 +86,11 @@ def measure(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
     )
     plan = Plan(ROTATION_BYTES if on_gpu else 0, args.seconds, args.repeats)
     rows = []
-    for index, (operation, benchmark) in enumerate(chosen):
-        row = as_row(operation, time_benchmark(benchmark, peaks, plan))
+    for index, (operation, compiled) in enumerate(compile_all(chosen, peaks, plan, progress)):
+        row = as_row(operation, time_benchmark(compiled, peaks, plan))
         rows.append(row)
         progress.print(
-            f"{index + 1}/{len(chosen)} {operation}: {benchmark.name}: {row['us']:.1f} us, "
+            f"{index + 1}/{len(chosen)} {operation}: {row['case']}: {row['us']:.1f} us, "
             f"XLA {row['reference_us']:.1f}, floor {row['floor_us']:.1f}"
         )
     return {
@@ -92,6 +102,17 @@ def measure(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
         "peaks": dataclasses.asdict(peaks),
         "timings": rows,
     }
+
+
+def compile_all(
+    chosen: Sequence[tuple[str, Benchmark]], peaks: Peaks, plan: Plan, progress: Console
+) -> list[tuple[str, CompiledBenchmark]]:
+    """All cases, each with its operation; compiled side by side, before anything is timed."""
+    jobs = min(MOST_JOBS, os.cpu_count() or 1)
+    progress.print(f"compiling {len(chosen)} cases, {jobs} at a time")
+    with ThreadPoolExecutor(jobs) as pool:
+        compiled = pool.map(lambda one: compile_benchmark(one[1], peaks, plan), chosen)
+        return [(operation, one) for (operation, _), one in zip(chosen, compiled, strict=True)]
 
 
 def as_row(operation: str, timing: KernelTiming) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Timing single operations: chains of calls inside one program, over more data than caches hold."""
 
 import dataclasses
+import functools
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard
@@ -62,25 +63,65 @@ class KernelTiming:
     bound: str
 
 
-def time_benchmark(benchmark: Benchmark, peaks: Peaks, plan: Plan) -> KernelTiming:
+@dataclasses.dataclass(frozen=True)
+class CompiledBenchmark:
+    """One case's programs: chains of calls, and the errors of a single one.
+
+    Attributes:
+      num_sets: of arguments that the chains go through.
+      calls: in a chain's program.
+    """
+
+    benchmark: Benchmark
+    num_sets: int
+    calls: int
+    chain: Callable[..., Any]
+    reference_chain: Callable[..., Any]
+    errors: Callable[..., Any]
+
+
+def compile_benchmark(benchmark: Benchmark, peaks: Peaks, plan: Plan) -> CompiledBenchmark:
+    """Compile a case from the shapes of its arguments. Threads may do so side by side."""
+    shapes: Arguments = jax.eval_shape(lambda: benchmark.make_arguments(0))
+    num_sets = min(max(1, -(-plan.rotation_bytes // _num_bytes(shapes))), MOST_SETS)
+    length = max(num_sets, SHORTEST_CHAIN)
+    passes = max(1, round(plan.seconds / max(peaks.floor(benchmark)[0], CALL_SECONDS)) // length)
+    tables, data = _split([shapes] * num_sets)
+
+    def compiled(call: Callable[..., Any]) -> Callable[..., Any]:
+        program = _chain(call, benchmark.feed, length, passes)
+        return jax.jit(program).lower(tables, data).compile()
+
+    return CompiledBenchmark(
+        benchmark=benchmark,
+        num_sets=num_sets,
+        calls=1 + passes * length,
+        chain=compiled(benchmark.call),
+        reference_chain=compiled(benchmark.reference),
+        errors=jax.jit(functools.partial(_errors, benchmark)).lower(*shapes).compile(),
+    )
+
+
+def time_benchmark(compiled: CompiledBenchmark, peaks: Peaks, plan: Plan) -> KernelTiming:
     """Time a case and compare its results."""
-    first = benchmark.make_arguments(0)
-    copies = min(max(1, -(-plan.rotation_bytes // _num_bytes(first))), MOST_SETS)
-    sets = [first, *(benchmark.make_arguments(seed) for seed in range(1, copies))]
+    benchmark = compiled.benchmark
+    sets = [benchmark.make_arguments(seed) for seed in range(compiled.num_sets)]
+    tables, data = _split(sets)
+
+    def seconds(program: Callable[..., Any]) -> float:
+        jax.block_until_ready(program(tables, data))
+        runs = [timed(program, tables, data)[1] for _ in range(plan.repeats)]
+        return statistics.median(runs) / compiled.calls
+
     floor, bound = peaks.floor(benchmark)
-    num_calls = round(plan.seconds / max(floor, CALL_SECONDS))
-
-    def seconds(call: Callable[..., Any]) -> float:
-        return seconds_a_call(call, benchmark.feed, sets, num_calls, plan.repeats)
-
-    exact = exact_result(benchmark, first)
+    error, reference_error = compiled.errors(*sets[0])
     return KernelTiming(
         case=benchmark.name,
         implementation=benchmark.implementation,
-        seconds=seconds(benchmark.call),
-        reference_seconds=seconds(benchmark.reference),
-        error=relative_error(jax.jit(benchmark.call)(*first), exact),
-        reference_error=relative_error(jax.jit(benchmark.reference)(*first), exact),
+        seconds=seconds(compiled.chain),
+        reference_seconds=seconds(compiled.reference_chain),
+        error=float(error),
+        reference_error=float(reference_error),
         num_bytes=benchmark.num_bytes,
         flops=benchmark.flops,
         floor_seconds=floor,
@@ -88,33 +129,24 @@ def time_benchmark(benchmark: Benchmark, peaks: Peaks, plan: Plan) -> KernelTimi
     )
 
 
-def seconds_a_call(
+def _chain(
     call: Callable[..., Any],
     feed: Callable[[Arguments, Any], Arguments],
-    sets: Sequence[Arguments],
-    num_calls: int,
-    repeats: int,
-) -> float:
-    """Median seconds of a call in a loop over chains of calls that rotate through ``sets``.
+    length: int,
+    passes: int,
+) -> Callable[..., Any]:
+    """A program of one call and a loop over chains of ``length`` that rotate through the data.
 
     The first set's tables, lengths and masks serve all, and what is made of them alone is made once
     a chain, as the layers of a model share it. Each call waits for the one before it and for its
     arrays of numbers: no work on those is shared between calls or moved out of the loop.
     """
-    length = max(len(sets), SHORTEST_CHAIN)
-    passes = max(1, num_calls // length)
     traced_once = jax.jit(call)
-    tables = [None if _is_data(x) else x for x in sets[0]]
-    data = [[x for x in arguments if _is_data(x)] for arguments in sets]
 
-    @jax.jit
     def program(tables: Sequence[Array | None], data: Sequence[Sequence[Array]]) -> Any:
         def arguments(index: int) -> Arguments:
             own = iter(data[index % len(data)])
-            return tuple(
-                next(own) if _is_data(x) else table
-                for x, table in zip(sets[0], tables, strict=True)
-            )
+            return tuple(next(own) if table is None else table for table in tables)
 
         def chain(_: Array, output: Any) -> Any:
             for index in range(length):
@@ -123,9 +155,13 @@ def seconds_a_call(
 
         return lax.fori_loop(0, passes, chain, traced_once(*arguments(0)))
 
-    jax.block_until_ready(program(tables, data))
-    seconds = [timed(program, tables, data)[1] for _ in range(repeats)]
-    return statistics.median(seconds) / (1 + passes * length)
+    return program
+
+
+def _split(sets: Sequence[Arguments]) -> tuple[list[Array | None], list[list[Array]]]:
+    """The first set's tables, None in the place of numbers; and the numbers of all sets."""
+    tables = [None if _is_data(x) else x for x in sets[0]]
+    return tables, [[x for x in arguments if _is_data(x)] for arguments in sets]
 
 
 def _is_data(x: Array | None) -> TypeGuard[Array]:
@@ -138,22 +174,25 @@ def _pinned(arguments: Arguments) -> Arguments:
     return tuple(next(pinned) if _is_data(x) else x for x in arguments)
 
 
-def exact_result(benchmark: Benchmark, arguments: Arguments) -> Any:
-    """The reference over the same arguments in float32."""
+def _errors(benchmark: Benchmark, *arguments: Array | None) -> tuple[Array, Array]:
+    """Of the call and of its reference, against the reference over the same in float32."""
     wide = [x.astype(jnp.float32) if _is_data(x) else x for x in arguments]
     with jax.default_matmul_precision("highest"):
-        return jax.jit(benchmark.reference)(*wide)
+        exact = benchmark.reference(*wide)
+    results = benchmark.call(*arguments), benchmark.reference(*arguments)
+    error, reference_error = (relative_error(one, exact) for one in results)
+    return error, reference_error
 
 
-def relative_error(found: Any, exact: Any) -> float:
+def relative_error(found: Any, exact: Any) -> Array:
     """||found - exact|| / ||exact||"""
     pairs = zip(jax.tree.leaves(found), jax.tree.leaves(exact), strict=True)
     differences, sizes = zip(
         *((jnp.sum((x.astype(jnp.float32) - y) ** 2), jnp.sum(y * y)) for x, y in pairs),
         strict=True,
     )
-    return float(jnp.sqrt(sum(differences) / sum(sizes)))
+    return jnp.sqrt(sum(differences) / sum(sizes))
 
 
 def _num_bytes(arguments: Arguments) -> int:
-    return sum(x.nbytes for x in arguments if x is not None)
+    return sum(x.size * x.dtype.itemsize for x in arguments if x is not None)
