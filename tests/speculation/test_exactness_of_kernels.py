@@ -1,0 +1,63 @@
+"""With the Hopper kernels, too, speculation leaves bfloat16 text as it is at one width."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxspec.config import ModelConfig, SpeculationConfig
+from jaxspec.functional import EngineParams
+from jaxspec.speculation.drafters import EagleDrafter, NoDrafter
+from pallas_kernels.tuning import KERNELS_VARIABLE, MEASURED, kernels_in_use, use_kernel
+from tests.random_models import eagle3_head, generate, random_prompts, random_target
+
+# What every kernel takes: heads of 128, rows that warpgroups share evenly.
+CONFIG = ModelConfig(
+    vocab_size=1024,
+    hidden_size=256,
+    intermediate_size=512,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=128,
+    rms_norm_eps=1e-5,
+    rope_theta=1e4,
+    max_position=1024,
+    sliding_windows=(None, None),
+)
+WIDTH = 24
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "speculation",
+    [SpeculationConfig.chain(5), SpeculationConfig(num_nodes=20, max_depth=5, top_k=4)],
+    ids=["chain", "tree"],
+)
+def test_text_is_that_of_plain_decoding(
+    speculation: SpeculationConfig, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv(KERNELS_VARIABLE, "all")
+    use_kernel.cache_clear()
+    assert kernels_in_use() == list(MEASURED)
+    target = random_target(CONFIG)
+    head = eagle3_head(target, draft_vocab_size=None)
+    target, head = (jax.tree.map(_in_bfloat16, model) for model in (target, head))
+    speculation = dataclasses.replace(speculation, verify_width=WIDTH)
+    drafter = EagleDrafter(
+        head=head, feature_size=len(head.capture) * CONFIG.hidden_size, speculation=speculation
+    )
+    prompts = random_prompts((5, 1, 17, 9, 23, 2, 12, 30), vocab=CONFIG.vocab_size)
+    run = functools.partial(generate, prompts=prompts, page_size=16)
+    plain, _ = run(EngineParams(target=target, drafter=NoDrafter(), speculation=speculation))
+    texts, state = run(EngineParams(target=target, drafter=drafter, speculation=speculation))
+    use_kernel.cache_clear()
+    assert texts == plain
+    assert state.stats.accepted.sum() / state.stats.rounds.sum() > 1.2, "hardly a draft was taken"
+
+
+def _in_bfloat16(x: Any) -> Any:
+    return x.astype(jnp.bfloat16) if jnp.issubdtype(x.dtype, jnp.floating) else x
