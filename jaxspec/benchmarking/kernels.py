@@ -89,7 +89,7 @@ def compile_benchmark(benchmark: Benchmark, peaks: Peaks, plan: Plan) -> Compile
     tables, data = _split([shapes] * num_sets)
 
     def compiled(call: Callable[..., Any]) -> Callable[..., Any]:
-        program = _chain(call, benchmark.feed, length, passes)
+        program = _chain(call, benchmark.feed, [_is_data(x) for x in shapes], length, passes)
         return jax.jit(program).lower(tables, data).compile()
 
     return CompiledBenchmark(
@@ -132,6 +132,7 @@ def time_benchmark(compiled: CompiledBenchmark, peaks: Peaks, plan: Plan) -> Ker
 def _chain(
     call: Callable[..., Any],
     feed: Callable[[Arguments, Any], Arguments],
+    of_data: Sequence[bool],
     length: int,
     passes: int,
 ) -> Callable[..., Any]:
@@ -139,14 +140,17 @@ def _chain(
 
     The first set's tables, lengths and masks serve all, and what is made of them alone is made once
     a chain, as the layers of a model share it. Each call waits for the one before it and for its
-    arrays of numbers: no work on those is shared between calls or moved out of the loop.
+    arrays of numbers (``of_data`` says which arguments are): no work on those is shared between
+    calls or moved out of the loop.
     """
     traced_once = jax.jit(call)
 
     def program(tables: Sequence[Array | None], data: Sequence[Sequence[Array]]) -> Any:
+        places = list(zip(of_data, tables, strict=True))
+
         def arguments(index: int) -> Arguments:
             own = iter(data[index % len(data)])
-            return tuple(next(own) if table is None else table for table in tables)
+            return tuple(next(own) if is_data else table for is_data, table in places)
 
         def chain(_: Array, output: Any) -> Any:
             for index in range(length):
@@ -159,7 +163,7 @@ def _chain(
 
 
 def _split(sets: Sequence[Arguments]) -> tuple[list[Array | None], list[list[Array]]]:
-    """The first set's tables, None in the place of numbers; and the numbers of all sets."""
+    """The first set's tables, without its numbers; and the numbers of all sets."""
     tables = [None if _is_data(x) else x for x in sets[0]]
     return tables, [[x for x in arguments if _is_data(x)] for arguments in sets]
 
