@@ -25,6 +25,7 @@ class Benchmark:
       num_bytes: what any implementation must read and write.
       flops: multiplications and additions that any implementation must do.
       implementation: what ``call`` runs.
+      rotates: False where each call works on what the one before left, in the cache.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Benchmark:
     num_bytes: int
     flops: int
     implementation: Implementation
+    rotates: bool = True
 
 
 def implementation_to_time() -> Implementation:

@@ -37,14 +37,16 @@ FEWEST_REGISTERS = 24  # that a thread can be left with
 Implementation = Literal["auto", "mosaic_gpu", "reference"]
 
 
-@functools.cache
 def use_kernel(operation: str) -> bool:
     """Whether an operation's kernel is the choice on the default device.
+
+    (What runs on other devices than that, say on a mesh of CPUs beside an H100, needs
+    ``JAXSPEC_KERNELS=none``.)
 
     Raises ValueError if the environment variable names an operation that has no kernel, or asks for
     kernels where they cannot run.
     """
-    device, chosen = jax.devices()[0], os.environ.get(KERNELS_VARIABLE)
+    device, chosen = _default_device(), os.environ.get(KERNELS_VARIABLE)
     if chosen is not None:
         names = {"all": list(MEASURED), "none": []}.get(chosen, chosen.split(","))
         if unknown := sorted(set(names) - set(MEASURED)):
@@ -58,14 +60,27 @@ def use_kernel(operation: str) -> bool:
             )
         return operation in names
     measured = MEASURED[operation]
-    if device.platform == "gpu" and measured and device.device_kind not in measured:
-        logger.warning(
-            "%s: its kernel was not measured on %s, plain XLA runs instead (%s=all tries it)",
-            operation,
-            device.device_kind,
-            KERNELS_VARIABLE,
-        )
+    if device.platform == "gpu" and device.device_kind not in measured:
+        warn_unmeasured(operation, device.device_kind)
     return device.device_kind in measured
+
+
+def _default_device() -> Any:
+    chosen = jax.config.jax_default_device
+    if chosen is None or isinstance(chosen, str):
+        return jax.devices(chosen)[0]
+    return chosen
+
+
+@functools.cache
+def warn_unmeasured(operation: str, device_kind: str) -> None:
+    """Say once that plain XLA runs."""
+    logger.warning(
+        "%s: its kernel was not measured on %s, plain XLA runs instead (%s=all tries it)",
+        operation,
+        device_kind,
+        KERNELS_VARIABLE,
+    )
 
 
 def kernel_module(
@@ -196,8 +211,8 @@ def attention_tuning(batch: int, kv_heads: int, row_tiles: int, slots: int) -> A
 
 
 def top_k_shares(size: int) -> int:
-    """Thread blocks that share a row of ``size``: as many as leave each about 4096 entries, 8 at
-    most (a cluster). They stay in registers, 32 a thread."""
+    """Thread blocks that share a row of ``size``: as many as leave each 4096 entries or fewer, 8 at
+    most (a cluster). They stay in registers, 32 a thread; 64 of the longest rows."""
     return _most(lambda shares: shares * 4096 < 2 * size)
 
 

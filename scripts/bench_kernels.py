@@ -2,9 +2,10 @@
 
 Without a GPU that the kernels are for, the references stand in for them.
 
-A call is timed in a chain inside one program, over more data than the caches hold, and fed by the
-one before it. The floor is the time that its bytes take at the copy bandwidth, or its FLOPs at the
-rate of a large bfloat16 product, whichever is longer; both rates are measured in the same run.
+A call is timed in a chain inside one program, fed by the one before it, and over more data than
+the caches hold; but top_k and kv_compact work on what is in the cache, as in the engine. The floor
+is the time that its bytes take at the copy bandwidth, or its FLOPs at the rate of a large bfloat16
+product, whichever is longer; both rates are measured in the same run.
 Errors are ||out - exact|| / ||exact||, where exact is the reference in float32.
 """
 
@@ -111,8 +112,12 @@ def compile_all(
     jobs = min(MOST_JOBS, os.cpu_count() or 1)
     progress.print(f"compiling {len(chosen)} cases, {jobs} at a time")
     with ThreadPoolExecutor(jobs) as pool:
-        compiled = pool.map(lambda one: compile_benchmark(one[1], peaks, plan), chosen)
-        return [(operation, one) for (operation, _), one in zip(chosen, compiled, strict=True)]
+        results = pool.map(lambda one: compile_benchmark(one[1], peaks, plan), chosen)
+        compiled = []
+        for (operation, benchmark), result in zip(chosen, results, strict=True):
+            compiled.append((operation, result))
+            progress.print(f"compiled {len(compiled)}/{len(chosen)} {operation}: {benchmark.name}")
+        return compiled
 
 
 def as_row(operation: str, timing: KernelTiming) -> dict[str, Any]:

@@ -20,20 +20,22 @@ from scripts import bench_kernels
 TREE = next(case for case in TEST_CASES if case.name == "small tree")
 
 
-def test_every_kernel_is_timed_beside_its_reference(monkeypatch, capsys):
+@pytest.mark.parametrize("name", ["one query", "small tree"])  # without a mask, and with one
+def test_every_kernel_is_timed_beside_its_reference(name, monkeypatch, capsys):
     cases = (as_benchmark(TEST_CASES[0], jnp.bfloat16), as_benchmark(TREE, jnp.bfloat16))
     monkeypatch.setattr(bench_kernels, "OPERATIONS", {"paged_attention": lambda: cases})
-    assert bench_kernels.main(["--json", "--repeats", "1", "--seconds", "1e-3"]) == 0
+    arguments = ["--json", "--repeats", "1", "--seconds", "1e-3", "--only", name]
+    assert bench_kernels.main(arguments) == 0
     printed = capsys.readouterr()
     results = json.loads(printed.out)
-    without_mask, row = results["timings"]
-    assert without_mask["case"] == "one query"
-    assert (row["operation"], row["case"]) == ("paged_attention", "small tree")
+    [row] = results["timings"]
+    assert (row["operation"], row["case"]) == ("paged_attention", name)
     assert row["us"] > 0 and row["reference_us"] > 0
     assert 0 < row["error"] < 0.02 and 0 < row["reference_error"] < 0.02
     assert row["gb_per_s"] == pytest.approx(row["bytes"] / row["us"] / 1e3)
     assert row["share_of_floor"] == pytest.approx(row["floor_us"] / row["us"])
-    assert "small tree" in printed.err and "% of floor" in printed.err
+    assert f"compiled 1/1 paged_attention: {name}" in printed.err
+    assert name in printed.err and "% of floor" in printed.err
 
 
 @pytest.mark.parametrize(
@@ -100,6 +102,13 @@ def test_the_longer_of_two_floors_counts():
     peaks = Peaks(bandwidth=3e12, product_rate=500e12)
     assert peaks.floor(chain) == (chain.num_bytes / 3e12, "memory")
     assert peaks.floor(tree) == (tree.flops / 500e12, "compute")
+
+
+def test_relative_error_is_that_of_the_worst_result():
+    values, indices = jnp.array([3.0, 4.0]), jnp.full(2, 50_000)  # whose squares overflow an int32
+    wrong = jnp.zeros(2)
+    assert relative_error((wrong, indices), (values, indices)) == pytest.approx(1)
+    assert relative_error((values, wrong), (values, wrong)) == 0
 
 
 def test_relative_error():

@@ -86,4 +86,5 @@ def _benchmark(case: Case) -> Benchmark:
         num_bytes=case.num_bytes,
         flops=0,
         implementation=implementation,
+        rotates=False,
     )

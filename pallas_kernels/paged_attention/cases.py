@@ -106,6 +106,7 @@ LONG_CASES = (
     Case("L: one query", (3000, 5, 1025), 1, 8, 2, 128, 64),
     Case("L: a chain", (3000, 5, 1025), 6, 8, 2, 128, 16, tree=True),
     Case("L: many pairs", (3000, 5, 1025) * 7, 6, 32, 8, 128, 64, tree=True),
+    Case("L: long runs", (9000, 5), 6, 8, 2, 128, 64, tree=True),
     Case("L: tree of 60", (3000, 5, 1025), 60, 8, 2, 128, 64, tree=True),
     Case("L: window", (3000, 5, 1025), 60, 8, 2, 128, 64, tree=True, window=500),
     Case("L: causal chunk", (2000, 0, 77), 512, 8, 2, 128, 64),

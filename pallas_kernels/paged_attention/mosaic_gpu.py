@@ -87,8 +87,7 @@ def paged_attention_mosaic(
 ) -> Array:
     """See pallas_kernels.paged_attention.paged_attention; only where ``misfit`` finds nothing.
 
-        ``config`` None: from pallas_kernels import cluster
-    from pallas_kernels.tuning. ``interpret``: plgpu.InterpretGPUParams, for tests.
+    ``config`` None: from pallas_kernels.tuning. ``interpret``: plgpu.InterpretGPUParams, for tests.
     """
     batch, num_tokens, num_heads, head_dim = q.shape
     _, kv_heads, page_size, _ = k_pages.shape

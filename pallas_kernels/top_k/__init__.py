@@ -5,10 +5,10 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.top_k.reference import top_k_reference
-from pallas_kernels.tuning import Implementation, kernel_module, top_k_shares
+from pallas_kernels.tuning import Implementation, kernel_module
 
 MOST_ENTRIES = 65536  # of a row: eight blocks hold them in registers
-MOST_CANDIDATES = 128  # of all blocks of a row together
+MOST_TAKEN = 16  # by each of up to eight blocks, whose candidates a warpgroup merges
 
 
 @jax.named_scope("top_k")
@@ -16,7 +16,8 @@ def top_k(x: Array, k: int, implementation: Implementation = "auto") -> tuple[Ar
     """The k largest, largest first, the first of equals first; and log(sum(exp(x))).
 
     Args:
-      x: float32 [..., n]. What a NaN does to the values is not said; indices stay in range.
+      x: float32 [..., n]. What NaN and +inf do to values and sum is not said; indices stay in
+        range. Zeros of both signs may or may not count as equal.
       implementation: "auto" takes the Hopper kernel where it was measured and fits (rows of 128 to
         65,536 entries, a multiple of 128; k up to 16), else the reference.
 
@@ -35,6 +36,6 @@ def misfit(x: Array, k: int) -> str | None:
         return f"{x.dtype} entries: they must be float32"
     if size % 128 or not 128 <= size <= MOST_ENTRIES:
         return f"rows of {size}: they must be a multiple of 128, of at most {MOST_ENTRIES} entries"
-    if k * top_k_shares(size) > MOST_CANDIDATES:
-        return f"k = {k} of {size}: blocks may have {MOST_CANDIDATES} candidates together"
+    if k > MOST_TAKEN:
+        return f"k = {k}: it takes {MOST_TAKEN} at most"
     return None

@@ -24,7 +24,7 @@ THREADS = 128  # of a warpgroup
 TAKEN = np.uint32(0)  # less than the key of any number
 SIGN = np.uint32(1 << 31)
 NO_INDEX = np.int32(np.iinfo(np.int32).max)
-LOWEST_PEAK = -1e30  # finite: a row of nothing but -inf stays free of NaN
+LOWEST_PEAK = float(np.finfo(np.float32).min)  # a row of nothing but -inf stays free of NaN
 
 
 @functools.partial(jax.jit, static_argnames=("k", "shares", "interpret"))
@@ -120,8 +120,8 @@ def top_k_mosaic(
 
 
 def _key(numbers: Array) -> Array:
-    """Integers above 0, in the order of the numbers; both zeros have the same."""
-    bits = lax.bitcast_convert_type(numbers + 0.0, jnp.uint32)
+    """Integers above 0 in the order of the numbers."""
+    bits = lax.bitcast_convert_type(numbers, jnp.uint32)
     return bits ^ ((0 - (bits >> 31)) | SIGN)  # all bits of a negative number
 
 

@@ -67,6 +67,16 @@ def test_a_block_of_threads_may_serve_two_heads(case: Case):
     assert error(case, found, arguments) < 4e-3
 
 
+def test_blocks_of_128_slots_suit_one_warpgroup_too():
+    case = next(case for case in KERNEL_CASES if case.name == "K: pages of 16, a tree")
+    arguments = make_arguments(case, jnp.bfloat16)
+    config = AttentionTuning(block=128, stages=2)
+    found = paged_attention_mosaic(
+        *arguments, **case.options, config=config, interpret=plgpu.InterpretGPUParams()
+    )
+    assert error(case, found, arguments) < 4e-3
+
+
 def test_nodes_past_the_limit_are_hidden():
     case = next(case for case in KERNEL_CASES if case.name == "K: pages of 16, a tree")
     arguments: Any = make_arguments(case, jnp.bfloat16)

@@ -45,11 +45,12 @@ def test_indices_stay_in_range_beside_nan():
 
 
 def hard_rows(case: Case) -> jax.Array:
-    """Random ones, and rows of ties and of entries that are hidden but for fewer than k."""
+    """Random ones, and rows of ties, of all but three hidden, and of all hidden."""
     (x,) = make_arguments(case)
     hidden = jnp.where(jnp.arange(case.size) % (case.size // 3) == 5, x[-1], -jnp.inf)
-    ties = jnp.round(x[-1]).at[0].set(-0.0)
-    return jnp.concatenate([x, ties[None], hidden[None]])
+    return jnp.concatenate(
+        [x, jnp.stack([jnp.round(x[-1]), hidden, jnp.full_like(hidden, -jnp.inf)])]
+    )
 
 
 def assert_is_top_k(found: Any, x: jax.Array, k: int) -> None:
@@ -72,6 +73,12 @@ def test_interpreted_the_kernel_does_the_same(case: Case):
     x = hard_rows(case)
     found = top_k_mosaic(x, k=case.k, shares=1, interpret=plgpu.InterpretGPUParams())
     assert_is_top_k(found, x, case.k)
+
+
+def test_interpreted_indices_stay_in_range_beside_nan():
+    x = jnp.stack([jnp.full(512, jnp.nan), jnp.zeros(512).at[7].set(jnp.nan)])
+    _, indices, _ = top_k_mosaic(x, k=5, shares=1, interpret=plgpu.InterpretGPUParams())
+    assert ((indices >= 0) & (indices < 512)).all()
 
 
 @pytest.mark.parametrize("case", TEST_CASES, ids=str)

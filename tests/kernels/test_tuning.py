@@ -18,15 +18,14 @@ from pallas_kernels.tuning import (
     parts_of_product,
     top_k_shares,
     use_kernel,
+    warn_unmeasured,
 )
 
 
 @pytest.fixture(autouse=True)
 def forget(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv(KERNELS_VARIABLE, raising=False)
-    use_kernel.cache_clear()
-    yield
-    use_kernel.cache_clear()
+    warn_unmeasured.cache_clear()
 
 
 @dataclasses.dataclass
@@ -46,9 +45,20 @@ def test_a_cpu_runs_references_without_a_word(caplog: pytest.LogCaptureFixture):
     [("all", {*MEASURED}), ("none", set()), ("add_rms_norm", {"add_rms_norm"})],
 )
 def test_the_environment_chooses(chosen: str, expected: set, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(jax, "devices", lambda: [Device("NVIDIA H100 PCIe", "9.0")])
+    monkeypatch.setattr(jax, "devices", lambda _: [Device("NVIDIA H100 PCIe", "9.0")])
     monkeypatch.setenv(KERNELS_VARIABLE, chosen)
     assert {operation for operation in MEASURED if use_kernel(operation)} == expected
+
+
+def test_an_h100_runs_all_kernels_by_default(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    h100, cpu = Device("NVIDIA H100 80GB HBM3", "9.0"), jax.devices("cpu")[0]
+    monkeypatch.setattr(jax, "devices", lambda _: [h100])
+    assert all(use_kernel(operation) for operation in MEASURED)
+    with jax.default_device(cpu):
+        assert not any(use_kernel(operation) for operation in MEASURED)
+    assert not caplog.records
 
 
 def test_a_name_without_a_kernel_is_an_error(monkeypatch: pytest.MonkeyPatch):
@@ -61,8 +71,7 @@ def test_kernels_asked_for_where_they_cannot_run_are_an_error(monkeypatch: pytes
     monkeypatch.setenv(KERNELS_VARIABLE, "all")
     with pytest.raises(ValueError, match="for Hopper GPUs, not for cpu"):
         use_kernel("add_rms_norm")
-    use_kernel.cache_clear()
-    monkeypatch.setattr(jax, "devices", lambda: [Device("NVIDIA A100", "8.0")])
+    monkeypatch.setattr(jax, "devices", lambda _: [Device("NVIDIA A100", "8.0")])
     with pytest.raises(ValueError, match="not for NVIDIA A100"):
         use_kernel("add_rms_norm")
 
@@ -70,8 +79,7 @@ def test_kernels_asked_for_where_they_cannot_run_are_an_error(monkeypatch: pytes
 def test_an_unmeasured_gpu_says_so_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    monkeypatch.setattr(tuning, "MEASURED", {"paged_attention": ("NVIDIA H100 80GB HBM3",)})
-    monkeypatch.setattr(jax, "devices", lambda: [Device("NVIDIA Something", "8.0")])
+    monkeypatch.setattr(jax, "devices", lambda _: [Device("NVIDIA Something", "8.0")])
     assert not use_kernel("paged_attention")
     assert not use_kernel("paged_attention")
     (record,) = caplog.records

@@ -45,6 +45,8 @@ CALLS = {
     ),
 }
 
+FIRST_PAGES = {"rope_kv_write": 1, "kv_compact": 0}  # results from there on are pages
+
 
 @pytest.mark.parametrize("name", CALLS)
 def test_it_lowers_for_cuda(name: str):
@@ -61,14 +63,14 @@ def test_on_the_device_it_equals_separate_calls(name: str):
     arguments = [make_arguments(seed=seed) for seed in range(3)]
     together = jax.jit(jax.vmap(call))(*stack(arguments))
     alone = stack([jax.jit(call)(*own) for own in arguments])
-    for found, wanted in zip(jax.tree.leaves(together), jax.tree.leaves(alone), strict=True):
-        np.testing.assert_array_equal(without_null_page(found), without_null_page(wanted))
+    first_pages = FIRST_PAGES.get(name, len(jax.tree.leaves(alone)))
+    pairs = zip(jax.tree.leaves(together), jax.tree.leaves(alone), strict=True)
+    for index, (found, wanted) in enumerate(pairs):
+        seen = slice(1 if index >= first_pages else 0, None)  # nobody reads the null page
+        np.testing.assert_array_equal(
+            found[:, seen].astype(jnp.float32), wanted[:, seen].astype(jnp.float32)
+        )
 
 
 def stack(trees: list[Any]) -> Any:
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
-
-
-def without_null_page(x: jax.Array) -> np.ndarray:
-    """Pages [N, P, G, K, D] but the first, whose content nobody reads; all else as it is."""
-    return np.asarray(x[:, 1:] if x.ndim == 5 else x, np.float32)
