@@ -10,30 +10,38 @@ must read over the bandwidth measured in the same run.
 import argparse
 import dataclasses
 import datetime
+import itertools
 import json
+import os
 import shlex
 import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from rich.console import Console
 from rich.table import Table
 
 from jaxspec.benchmarking.floors import local_bytes
 from jaxspec.benchmarking.modes import Mode, make_params, parse_mode
 from jaxspec.benchmarking.random_params import random_decoder, random_eagle3_head
-from jaxspec.benchmarking.rounds import Timing, Workload, time_mode
+from jaxspec.benchmarking.rounds import Bench, Timing, Workload, time_mode
 from jaxspec.benchmarking.shapes import SHAPES
 from jaxspec.benchmarking.timing import Bandwidth, measure_bandwidth
+from jaxspec.models.decoder import Decoder
+from jaxspec.models.eagle import EagleHead
 from jaxspec.sharding import make_mesh
 from pallas_kernels.tuning import kernels_in_use
 
+MOST_JOBS = 4  # that compile side by side, each with a state in memory for a moment
 TABLE_WIDTH = 130  # where the output is no terminal
 DEFAULT_MODES = "plain,chain:3,chain:5,tree:60:7:10"
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -49,7 +57,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     add("--tp", type=int, default=1, help="devices that share the model")
     add("--json", action="store_true", help="JSON on stdout, the table on stderr")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
@@ -91,15 +99,38 @@ def measure_modes(
         head = random_eagle3_head(config, dtype, mesh, seed=1)
     jax.block_until_ready((target, head))
     console.print(f"{local_bytes((target, head)) / 1e9:.2f} GB of weights a device")
+    chosen = list(itertools.product(workloads, modes))
     timings = []
-    for workload in workloads:
-        for mode in modes:
-            prefix = f"{mode.name}, batch {workload.batch}: "
-            params = make_params(mode, target, head, mesh)
-            timings.append(
-                time_mode(mode, params, workload, lambda text, p=prefix: console.print(p + text))
-            )
+    for bench in compile_all(chosen, target, head, mesh, console):
+        name = f"{bench.mode.name}, batch {bench.workload.batch}: "
+        timings.append(time_mode(bench, lambda text, name=name: console.print(name + text)))
     return timings
+
+
+def compile_all(
+    chosen: Sequence[tuple[Workload, Mode]],
+    target: Decoder,
+    head: EagleHead | None,
+    mesh: Mesh | None,
+    console: Console,
+) -> list[Bench]:
+    """All programs, compiled side by side before anything is timed."""
+    jobs = min(MOST_JOBS, os.cpu_count() or 1)
+    console.print(f"compiling {len(chosen)} modes, {jobs} at a time")
+
+    def compiled(one: tuple[Workload, Mode]) -> Bench:
+        workload, mode = one
+        return Bench(mode, make_params(mode, target, head, mesh), workload)
+
+    benches = []
+    with ThreadPoolExecutor(jobs) as pool:
+        for bench in pool.map(compiled, chosen):
+            benches.append(bench)
+            console.print(
+                f"compiled {bench.mode.name}, batch {bench.workload.batch}, "
+                f"in {bench.compile_seconds:.0f} s"
+            )
+    return benches
 
 
 def as_row(timing: Timing, bandwidth: Bandwidth) -> dict[str, Any]:
@@ -142,8 +173,8 @@ def make_table(results: dict[str, Any]) -> Table:
     return table
 
 
-def main() -> int:
-    args = parse_arguments()
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = parse_arguments(arguments)
     progress = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
         results = measure(args, progress)

@@ -75,12 +75,12 @@ def run_profiled(args: argparse.Namespace, progress: Console) -> tuple[Profile, 
         head = random_eagle3_head(config, dtype, None, seed=1)
     params = make_params(mode, target, head, None)
     growth = (NUM_CALLS + 2) * args.rounds * mode.most_tokens
+    progress.print("compiling")
     bench = Bench(
         mode, params, Workload(args.batch, args.context, growth, args.page_size, args.rounds, 1)
     )
-    progress.print("compiling, reading the prompts")
-    state = bench.fill(bench.new_state())
-    decode = bench.decode.lower(params, state, args.rounds).compile()
+    progress.print("reading the prompts")
+    state, decode = bench.fill(bench.new_state()), bench.decode
     state = jax.block_until_ready(decode(params, state, args.rounds))
     state, seconds = timed(decode, params, state, args.rounds)
     progress.print("profiling")

@@ -2,11 +2,13 @@
 
 import dataclasses
 import statistics
+import time
 from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from jaxspec import functional
 from jaxspec.benchmarking.floors import FloorBytes, floor_bytes
@@ -73,19 +75,14 @@ class _Call:
     after: float
 
 
-def time_mode(
-    mode: Mode, params: EngineParams, workload: Workload, report: Callable[[str], None]
-) -> Timing:
+def time_mode(bench: "Bench", report: Callable[[str], None]) -> Timing:
     """Time a mode. ``report`` is told what is going on.
 
     Raises RuntimeError if a sequence ended early, which would make the figures wrong.
     """
-    bench = Bench(mode, params, workload)
-    report("compiling prefill")
-    state, prefill_compile = timed(bench.fill, bench.new_state())
-    report("compiling the rounds")
-    state, decode_compile = timed(bench.decode, params, state, workload.rounds)
-    del state
+    params, workload = bench.params, bench.workload
+    report("warming up")
+    jax.block_until_ready(bench.decode(params, bench.fill(bench.new_state()), workload.rounds))
     calls, fills = [], []
     for call, fill_seconds in bench.calls():
         calls.append(call)
@@ -97,7 +94,7 @@ def time_mode(
     middle = statistics.mean((call.before + call.after) / 2 for call in calls)
     median = statistics.median(round_ms)
     return Timing(
-        mode=mode.name,
+        mode=bench.mode.name,
         batch=workload.batch,
         first_context=min(call.before for call in calls),
         last_context=max(call.after for call in calls),
@@ -108,23 +105,33 @@ def time_mode(
         acceptance_length=acceptance,
         tokens_per_second=1e3 * workload.batch * acceptance / median,
         floor=floor_bytes(params, workload.batch, middle),
-        compile_seconds=prefill_compile + decode_compile,
+        compile_seconds=bench.compile_seconds,
     )
 
 
 class Bench:
-    """The compiled programs of one mode, and its prompts. Holds no state: one is large."""
+    """The compiled programs of one mode, and its prompts. Holds no state: one is large.
+
+    Threads may make several side by side, but not while one is timed: XLA tries products out on the
+    device while it compiles (one program at a time has the device to itself).
+    """
 
     def __init__(self, mode: Mode, params: EngineParams, workload: Workload):
         config, rng = params.target.config, np.random.default_rng(0)
-        self.params, self.workload = params, workload
+        self.mode, self.params, self.workload = mode, params, workload
         self.calls_per_fill = workload.calls_per_fill(mode)
         self.max_length = workload.max_length(mode)
-        self.prefill = jax.jit(functional.prefill, donate_argnums=1)
-        self.decode = jax.jit(functional.decode, donate_argnums=1)
         self.chunk = prefill_chunk(params, workload.batch, workload.context, self.max_length)
         shape = (workload.batch, workload.context)
         self.prompts = rng.integers(config.vocab_size, size=shape, dtype=np.int32)
+        started = time.perf_counter()
+        state = jax.tree.map(_shape_of, self.new_state())
+        tokens = np.zeros((workload.batch, self.chunk), np.int32)
+        prefill = jax.jit(functional.prefill, donate_argnums=1)
+        decode = jax.jit(functional.decode, donate_argnums=1)
+        self.prefill = prefill.lower(params, state, tokens, tokens[:, 0]).compile()
+        self.decode = decode.lower(params, state, workload.rounds).compile()
+        self.compile_seconds = time.perf_counter() - started
 
     def new_state(self) -> EngineState:
         """Empty, and placed where the programs' results are, so that each compiles once."""
@@ -172,6 +179,10 @@ def prefill_chunk(params: EngineParams, batch: int, context: int, max_length: in
     slots = max_length + params.speculation.scratch_slots
     fitting = SCORE_BYTES // (4 * batch * params.target.config.num_heads * slots)
     return min(LARGEST_CHUNK, 1 << max(4, fitting.bit_length() - 1), context)
+
+
+def _shape_of(x: Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
 
 
 def _mean_context(state: EngineState) -> float:
