@@ -22,6 +22,12 @@ def wait() -> None:
     _emit(nvvm.cluster_wait)
 
 
+def meet() -> None:
+    """Arrive, and wait for all."""
+    arrive()
+    wait()
+
+
 def _emit(instruction: Callable[..., Any]) -> None:
     def emit(_: Any) -> None:
         instruction(aligned=True)

@@ -187,10 +187,9 @@ def _make_kernel(plan: _Plan, dtype: Any, interpret: Any) -> Any:
             if config.registers:
                 plgpu.set_max_registers(config.producer_registers, action="decrease")
             _produce_blocks(plan, work, table, (k_pages, refs["k"]), (v_pages, refs["v"]), refs)
-            if config.splits > 1:  # every thread takes part in the cluster's meetings
-                for _ in ("written", "read"):
-                    cluster.arrive()
-                    cluster.wait()
+            if config.splits > 1:  # every thread takes part in both meetings of the merge
+                cluster.meet()
+                cluster.meet()
 
         @pl.when(warpgroup < config.consumers)
         def _compute():
@@ -528,8 +527,7 @@ def _merge_and_store(
     total = jnp.maximum(total, TINY)
     _write(part, acc / _by_row(total, plan.head_dim))
     _write(log_sums, _by_row(peak + jnp.log2(total), plan.head_dim))
-    cluster.arrive()
-    cluster.wait()
+    cluster.meet()
     share = -(-plan.tokens // splits)
     first = work.split * share
     count = jnp.clip(plan.tokens - first, 0, share)

@@ -82,8 +82,7 @@ def top_k_mosaic(
         found[2] = jnp.where(lane == share, log_sum, found[2])
         for ref, value in zip(scratch, found, strict=True):
             ref[...] = value
-        cluster.arrive()
-        cluster.wait()
+        cluster.meet()
 
         @pl.when(share == 0)
         def _merge():
@@ -93,8 +92,7 @@ def top_k_mosaic(
             )
             store(_largest(keys, indices, k), _log_sum(log_sums, jnp.max(log_sums)))
 
-        cluster.arrive()
-        cluster.wait()  # nobody's candidates go before all have been read
+        cluster.meet()  # nobody's candidates go before all have been read
 
     kernel = plgpu.kernel(
         top_k_kernel,

@@ -12,25 +12,16 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxspec.config import ModelConfig, SpeculationConfig
+from jaxspec.config import SpeculationConfig
 from jaxspec.functional import EngineParams
 from jaxspec.speculation.drafters import EagleDrafter, NoDrafter
 from pallas_kernels.tuning import KERNELS_VARIABLE, MEASURED, kernels_in_use
+from tests import random_models
 from tests.random_models import eagle3_head, generate, random_prompts, random_target
 
 # What every kernel takes: heads of 128, rows that warpgroups share evenly.
-CONFIG = ModelConfig(
-    vocab_size=1024,
-    hidden_size=256,
-    intermediate_size=512,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=128,
-    rms_norm_eps=1e-5,
-    rope_theta=1e4,
-    max_position=1024,
-    sliding_windows=(None, None),
+CONFIG = dataclasses.replace(
+    random_models.CONFIG, vocab_size=1024, hidden_size=256, intermediate_size=512, head_dim=128
 )
 WIDTH = 24
 
