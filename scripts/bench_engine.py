@@ -12,11 +12,9 @@ import dataclasses
 import datetime
 import itertools
 import json
-import os
 import shlex
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -25,6 +23,7 @@ from jax.sharding import Mesh
 from rich.console import Console
 from rich.table import Table
 
+from jaxspec.benchmarking.compiling import compile_side_by_side
 from jaxspec.benchmarking.floors import local_bytes
 from jaxspec.benchmarking.modes import Mode, make_params, parse_mode
 from jaxspec.benchmarking.random_params import random_decoder, random_eagle3_head
@@ -115,21 +114,18 @@ def compile_all(
     console: Console,
 ) -> list[Bench]:
     """All programs, compiled side by side before anything is timed."""
-    jobs = min(MOST_JOBS, os.cpu_count() or 1)
-    console.print(f"compiling {len(chosen)} modes, {jobs} at a time")
 
     def compiled(one: tuple[Workload, Mode]) -> Bench:
         workload, mode = one
         return Bench(mode, make_params(mode, target, head, mesh), workload)
 
     benches = []
-    with ThreadPoolExecutor(jobs) as pool:
-        for bench in pool.map(compiled, chosen):
-            benches.append(bench)
-            console.print(
-                f"compiled {bench.mode.name}, batch {bench.workload.batch}, "
-                f"in {bench.compile_seconds:.0f} s"
-            )
+    for bench in compile_side_by_side(compiled, chosen, "modes", MOST_JOBS, console.print):
+        benches.append(bench)
+        console.print(
+            f"compiled {bench.mode.name}, batch {bench.workload.batch}, "
+            f"in {bench.compile_seconds:.0f} s"
+        )
     return benches
 
 

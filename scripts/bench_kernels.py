@@ -13,11 +13,9 @@ import argparse
 import dataclasses
 import datetime
 import json
-import os
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
 from typing import Any
 
@@ -25,6 +23,7 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
+from jaxspec.benchmarking.compiling import compile_side_by_side
 from jaxspec.benchmarking.kernels import (
     CompiledBenchmark,
     KernelTiming,
@@ -109,15 +108,17 @@ def compile_all(
     chosen: Sequence[tuple[str, Benchmark]], peaks: Peaks, plan: Plan, progress: Console
 ) -> list[tuple[str, CompiledBenchmark]]:
     """All cases, each with its operation; compiled side by side, before anything is timed."""
-    jobs = min(MOST_JOBS, os.cpu_count() or 1)
-    progress.print(f"compiling {len(chosen)} cases, {jobs} at a time")
-    with ThreadPoolExecutor(jobs) as pool:
-        results = pool.map(lambda one: compile_benchmark(one[1], peaks, plan), chosen)
-        compiled = []
-        for (operation, benchmark), result in zip(chosen, results, strict=True):
-            compiled.append((operation, result))
-            progress.print(f"compiled {len(compiled)}/{len(chosen)} {operation}: {benchmark.name}")
-        return compiled
+
+    def compiled_case(one: tuple[str, Benchmark]) -> tuple[str, CompiledBenchmark]:
+        operation, benchmark = one
+        return operation, compile_benchmark(benchmark, peaks, plan)
+
+    compiled = []
+    for one in compile_side_by_side(compiled_case, chosen, "cases", MOST_JOBS, progress.print):
+        compiled.append(one)
+        operation, case = one
+        progress.print(f"compiled {len(compiled)}/{len(chosen)} {operation}: {case.benchmark.name}")
+    return compiled
 
 
 def as_row(operation: str, timing: KernelTiming) -> dict[str, Any]:

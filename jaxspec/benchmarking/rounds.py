@@ -110,11 +110,7 @@ def time_mode(bench: "Bench", report: Callable[[str], None]) -> Timing:
 
 
 class Bench:
-    """The compiled programs of one mode, and its prompts. Holds no state: one is large.
-
-    Threads may make several side by side, but not while one is timed: XLA tries products out on the
-    device while it compiles (one program at a time has the device to itself).
-    """
+    """The compiled programs of one mode, and its prompts. Holds no state: one is large."""
 
     def __init__(self, mode: Mode, params: EngineParams, workload: Workload):
         config, rng = params.target.config, np.random.default_rng(0)
