@@ -48,9 +48,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--shape", choices=SHAPES, default="llama-3.1-8b")
     add("--modes", default=DEFAULT_MODES, help=f"comma list; default {DEFAULT_MODES}")
     add("--batch", default="1", help="comma list of numbers of sequences")
-    add("--context", type=int, default=1024, help="prompt tokens of each sequence")
-    add("--new-tokens", type=int, default=256, help="growth before a sequence starts again")
-    add("--rounds", type=int, default=32, help="rounds in one timed call")
+    add("--context", type=int, default=512, help="prompt tokens of each sequence")
+    add("--new-tokens", type=int, default=256, help="tokens a sequence grows by in a timed call")
     add("--repeats", type=int, default=5, help="timed calls; their median counts")
     add("--page-size", type=int, default=64)
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
@@ -59,19 +58,29 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     return parser.parse_args(arguments)
 
 
+def choose(args: argparse.Namespace) -> list[tuple[Workload, Mode]]:
+    """What is to be timed."""
+    modes = [parse_mode(text) for text in args.modes.split(",")]
+    batches = [int(text) for text in args.batch.split(",")]
+    if min(*batches, args.context, args.new_tokens, args.page_size, args.repeats) < 1:
+        raise ValueError(
+            "--batch, --context, --new-tokens, --page-size and --repeats must be at least 1"
+        )
+    chosen = []
+    for batch, mode in itertools.product(batches, modes):
+        rounds = mode.rounds(args.new_tokens)
+        workload = Workload(batch, args.context, rounds, args.page_size, args.repeats)
+        chosen.append((workload, mode))
+    return chosen
+
+
 def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     """All timings, and everything needed to read them later."""
-    modes = [parse_mode(text) for text in args.modes.split(",")]
-    workloads = [
-        Workload(
-            int(batch), args.context, args.new_tokens, args.page_size, args.rounds, args.repeats
-        )
-        for batch in args.batch.split(",")
-    ]
+    chosen = choose(args)
     on_gpu = jax.default_backend() == "gpu"
     console.print("measuring the memory bandwidth")
     bandwidth = measure_bandwidth((2 << 30) if on_gpu else (64 << 20))
-    timings = measure_modes(args, console, modes, workloads)
+    timings = measure_modes(args, console, chosen)
     memory = jax.devices()[0].memory_stats() or {}
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -88,17 +97,16 @@ def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 
 def measure_modes(
-    args: argparse.Namespace, console: Console, modes: list[Mode], workloads: list[Workload]
+    args: argparse.Namespace, console: Console, chosen: Sequence[tuple[Workload, Mode]]
 ) -> list[Timing]:
     mesh = make_mesh(args.tp) if args.tp > 1 else None
     config, dtype = SHAPES[args.shape], jnp.dtype(args.dtype)
     console.print(f"making random weights of {args.shape}")
     target, head = random_decoder(config, dtype, mesh, seed=0), None
-    if any(mode.speculation for mode in modes):
+    if any(mode.speculation for _, mode in chosen):
         head = random_eagle3_head(config, dtype, mesh, seed=1)
     jax.block_until_ready((target, head))
     console.print(f"{local_bytes((target, head)) / 1e9:.2f} GB of weights a device")
-    chosen = list(itertools.product(workloads, modes))
     timings = []
     for bench in compile_all(chosen, target, head, mesh, console):
         name = f"{bench.mode.name}, batch {bench.workload.batch}: "

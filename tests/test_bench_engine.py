@@ -15,7 +15,7 @@ def test_every_mode_is_timed_beside_its_floor(monkeypatch, capsys):
     small = dataclasses.replace(SHAPES["tiny"], num_layers=2, sliding_windows=(None, None))
     monkeypatch.setattr(bench_engine, "SHAPES", {"tiny": small})
     modes = ["--modes", "plain,tree:3:1:2@1.5", "--batch", "2"]
-    counts = ["--rounds", "2", "--repeats", "2", "--new-tokens", "8"]
+    counts = ["--repeats", "2", "--new-tokens", "6"]
     assert bench_engine.main([*TINY, *modes, *counts, "--json"]) == 0
     printed = capsys.readouterr()
     timings = json.loads(printed.out)["timings"]
@@ -23,13 +23,24 @@ def test_every_mode_is_timed_beside_its_floor(monkeypatch, capsys):
     for row in timings:
         assert row["first_context"] == 20 and len(row["all_round_ms"]) == 2
         assert row["floor_ms"] > 0 and row["compile_seconds"] > 0
+        assert row["last_context"] - row["first_context"] == pytest.approx(6, abs=1)
         committed = 2 * row["acceptance_length"]
         assert row["tokens_per_second"] == pytest.approx(1e3 * committed / row["round_ms"])
         assert f"compiled {row['mode']}, batch 2, in" in printed.err
+    assert [row["rounds"] for row in timings] == [6, 4]
     assert timings[0]["acceptance_length"] == 1 < timings[1]["acceptance_length"]
 
 
-def test_a_mode_that_is_none_is_one_line_and_exit_code_2(capsys):
-    assert bench_engine.main([*TINY, "--modes", "plain,chain"]) == 2
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--modes", "plain,chain"], "not plain, chain:K"),
+        (["--batch", "1,0"], "must be at least 1"),
+        (["--new-tokens", "0"], "must be at least 1"),
+        (["--repeats", "0"], "must be at least 1"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(arguments, message, capsys):
+    assert bench_engine.main([*TINY, *arguments]) == 2
     [line] = [line for line in capsys.readouterr().err.splitlines() if line.strip()]
-    assert line.startswith("bench_engine: ") and "not plain, chain:K" in line
+    assert line.startswith("bench_engine: ") and message in line

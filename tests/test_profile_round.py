@@ -33,6 +33,7 @@ def test_a_round_is_split_into_its_phases(tmp_path: Path, monkeypatch, capsys):
     assert mlp["launches_per_layer"] == pytest.approx(mlp["launches"] / small.num_layers)
     busy = sum(row["us"] for row in rows.values())
     assert busy + results["gaps_us"] == pytest.approx(results["round_us"])
+    assert 0 < results["longest_gap_us"] <= results["gaps_us"]
     assert rows.get(("other", "other"), {"share": 0})["share"] < 0.1
     assert sum(kernel["us"] for kernel in results["kernels"]) == pytest.approx(busy)
     assert "us between the calls" in printed.err

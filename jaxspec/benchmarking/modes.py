@@ -23,12 +23,22 @@ class Mode:
     speculation: SpeculationConfig | None
 
     @property
+    def acceptance_length(self) -> float:
+        """Tokens that a round commits in the mean; the most, where text and drafter decide."""
+        if self.speculation is None:
+            return 1.0
+        return self.speculation.synthetic_length or self.speculation.max_depth + 1
+
+    @property
     def most_tokens(self) -> int:
         """Most tokens that a round can commit."""
         if self.speculation is None:
             return 1
-        length = self.speculation.synthetic_length or self.speculation.max_depth + 1
-        return min(math.floor(length) + 1, self.speculation.max_depth + 1)
+        return min(math.floor(self.acceptance_length) + 1, self.speculation.max_depth + 1)
+
+    def rounds(self, num_tokens: int) -> int:
+        """Rounds that commit about so many tokens of a sequence."""
+        return max(1, round(num_tokens / self.acceptance_length))
 
 
 def parse_mode(text: str) -> Mode:

@@ -46,6 +46,7 @@ class Round:
 
     spans: tuple[Span, ...]
     length_us: float
+    longest_gap_us: float
 
     @property
     def gaps_us(self) -> float:
@@ -108,9 +109,10 @@ def profile_rounds(
         inside, end_ns = events[start:stop], events[stop].start_ns
         if index % rounds_per_call:
             spans = tuple(_spans(inside, loop.scopes(inside)))
-            rounds.append(Round(spans, 1e-3 * (end_ns - inside[0].start_ns)))
+            length_us = 1e-3 * (end_ns - inside[0].start_ns)
+            rounds.append(Round(spans, length_us, _longest_gap(inside, end_ns)))
         else:
-            pauses.append(_longest_pause(inside, end_ns))
+            pauses.append(_longest_gap(inside, end_ns))
     return Profile(tuple(rounds), max(pauses, default=None))
 
 
@@ -236,7 +238,7 @@ def _spans(events: Sequence[Event], scopes: Sequence[Scope]) -> Iterator[Span]:
         done = max(done, end)
 
 
-def _longest_pause(events: Sequence[Event], end_ns: float) -> float:
+def _longest_gap(events: Sequence[Event], end_ns: float) -> float:
     """Microseconds in which nothing ran, from the first event to ``end_ns``."""
     done, longest = events[0].start_ns, 0.0
     for start, stop in [*((e.start_ns, e.start_ns + e.duration_ns) for e in events), (end_ns, 0.0)]:

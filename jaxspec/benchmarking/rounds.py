@@ -28,24 +28,19 @@ class Workload:
 
     Attributes:
       context: prompt tokens of each sequence.
-      new_tokens: tokens a sequence grows by before it starts again from its prompt.
-      rounds: rounds in one timed call.
+      rounds: in one timed call, which starts from the prompt.
       repeats: timed calls.
     """
 
     batch: int
     context: int
-    new_tokens: int
-    page_size: int
     rounds: int
+    page_size: int
     repeats: int
 
-    def calls_per_fill(self, mode: Mode) -> int:
-        return max(1, self.new_tokens // (self.rounds * mode.most_tokens))
-
     def max_length(self, mode: Mode) -> int:
-        """Room for the prompt and all calls, and a token more, so that no sequence ends."""
-        return self.context + self.calls_per_fill(mode) * self.rounds * mode.most_tokens + 2
+        """Room for the prompt and a call, and a token more, so that no sequence ends."""
+        return self.context + self.rounds * mode.most_tokens + 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +53,7 @@ class Timing:
     last_context: float  # after the last
     prefill_ms: float
     prefill_chunk: int
+    rounds: int
     round_ms: float
     all_round_ms: tuple[float, ...]
     acceptance_length: float
@@ -100,6 +96,7 @@ def time_mode(bench: "Bench", report: Callable[[str], None]) -> Timing:
         last_context=max(call.after for call in calls),
         prefill_ms=1e3 * statistics.median(fills),
         prefill_chunk=bench.chunk,
+        rounds=workload.rounds,
         round_ms=median,
         all_round_ms=tuple(round_ms),
         acceptance_length=acceptance,
@@ -115,7 +112,6 @@ class Bench:
     def __init__(self, mode: Mode, params: EngineParams, workload: Workload):
         config, rng = params.target.config, np.random.default_rng(0)
         self.mode, self.params, self.workload = mode, params, workload
-        self.calls_per_fill = workload.calls_per_fill(mode)
         self.max_length = workload.max_length(mode)
         self.chunk = prefill_chunk(params, workload.batch, workload.context, self.max_length)
         shape = (workload.batch, workload.context)
@@ -155,18 +151,13 @@ class Bench:
 
     def calls(self) -> Iterator[tuple[_Call, float]]:
         """Timed calls of ``decode``, each with the seconds of the prefill it started from."""
-        done = 0
-        while done < self.workload.repeats:
+        for _ in range(self.workload.repeats):
             state, fill_seconds = timed(self.fill, self.new_state())
-            for _ in range(self.calls_per_fill):
-                if done == self.workload.repeats:
-                    break
-                before = _mean_context(state)
-                state, seconds = timed(self.decode, self.params, state, self.workload.rounds)
-                if not np.all(state.active):
-                    raise RuntimeError("a sequence ended before the timed call did")
-                yield _Call(seconds, before, _mean_context(state)), fill_seconds
-                done += 1
+            before = _mean_context(state)
+            state, seconds = timed(self.decode, self.params, state, self.workload.rounds)
+            if not np.all(state.active):
+                raise RuntimeError("a sequence ended before the timed call did")
+            yield _Call(seconds, before, _mean_context(state)), fill_seconds
             del state  # before the next one is made
 
 
