@@ -38,7 +38,7 @@ class Case:
 TEST_CASES = (Case(1, 256), Case(5, 768), Case(6, 4096), Case(2, 4096, 8), Case(3, 16384, 2))
 BENCHMARK_CASES = (
     *(Case(rows, 4096) for rows in (1, 6, 48, 192, 2048)),
-    *(Case(rows, 4096, 4) for rows in (6, 48)),
+    *(Case(rows, 4096, parts) for rows, parts in ((6, 4), (48, 4), (48, 8))),
 )
 
 

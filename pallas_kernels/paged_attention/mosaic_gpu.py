@@ -130,8 +130,8 @@ def paged_attention_mosaic(
     if num_tokens == 1 and ancestors is not None:
         row_words = ancestors[:, 0]  # [B, words], alike for all rows
     elif ancestors is None:
-        last_node = jnp.asarray(token_of_row, jnp.uint32)
-        row_words = jnp.broadcast_to(last_node[:, None], (batch, tiles, 1, ROWS))
+        last_node = token_of_row.astype(np.uint32)[:, None]
+        row_words = jnp.asarray(np.broadcast_to(last_node, (batch, tiles, 1, ROWS)))
     else:
         row_words = ancestors[:, token_of_row].transpose(0, 1, 3, 2)  # [B, tiles, words, ROWS]
     windows = []
