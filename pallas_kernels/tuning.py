@@ -126,15 +126,16 @@ def parts_of_product(consumer: str, rows: int, depth: int, width: int) -> int:
     over all multiprocessors, and adds up the parts in a launch of its own. Measured on an H100, us
     of [48, 14336] x [14336, 4096] in 2, 4, 8, 16 parts: 54.3, 51.5, 52.4, 56.1; of 4096 x 4096:
     18.8, 18.1, 18.8, 20.4; with 2 and 6 rows within 4 %. More parts take their consumer longer.
-    But of 5 to 128 rows XLA divides the longest runs of 4 parts again, in a launch more: with 8
-    parts of 14336, 16 layers took 11 us less for 32 rows, 21 for 48 and 33 for 60.
+    But of 6 to 64 rows XLA divides the longest runs of 4 parts again, in a launch more: with 8
+    parts of 14336, 16 layers took 11 us less for 32 rows, 21 for 48 and 33 for 60 (and 32 layers
+    213 us more for 128 rows, of two runs).
     """
     if rows > MOST_ROWS_IN_PARTS or not use_kernel(consumer):
         return 1
     tiles = -(-rows // 128) * -(-width // 128)
 
     def fits(parts: int) -> bool:
-        half_is_divided = 4 < rows <= 128 and 2 * depth > parts * LONGEST_RUN
+        half_is_divided = 5 < rows <= 64 and 2 * depth > parts * LONGEST_RUN
         most_tiles = (2 if half_is_divided else 1.5) * MULTIPROCESSORS
         return depth % (parts * LEAST_RUN) == 0 and parts * tiles <= most_tiles
 
