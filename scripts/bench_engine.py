@@ -68,8 +68,13 @@ def choose(args: argparse.Namespace) -> list[tuple[Workload, Mode]]:
         )
     chosen = []
     for batch, mode in itertools.product(batches, modes):
-        rounds = mode.rounds(args.new_tokens)
-        workload = Workload(batch, args.context, rounds, args.page_size, args.repeats)
+        workload = Workload(
+            batch=batch,
+            context=args.context,
+            rounds=mode.rounds(args.new_tokens),
+            page_size=args.page_size,
+            repeats=args.repeats,
+        )
         chosen.append((workload, mode))
     return chosen
 

@@ -17,17 +17,14 @@ TREE_LENGTH = 4.0
 
 @dataclasses.dataclass(frozen=True)
 class Mode:
-    """A name, and the shape and synthetic acceptance of its draft trees (None: plain decoding)."""
+    """A name, and the shape and synthetic acceptance of its draft trees (None: plain decoding).
+
+    ``acceptance_length``: tokens that a round commits in the mean.
+    """
 
     name: str
-    speculation: SpeculationConfig | None
-
-    @property
-    def acceptance_length(self) -> float:
-        """Tokens that a round commits in the mean; the most, where text and drafter decide."""
-        if self.speculation is None:
-            return 1.0
-        return self.speculation.synthetic_length or self.speculation.max_depth + 1
+    speculation: SpeculationConfig | None = None
+    acceptance_length: float = 1.0
 
     @property
     def most_tokens(self) -> int:
@@ -51,7 +48,7 @@ def parse_mode(text: str) -> Mode:
         kind, *sizes = shape.split(":")
         match kind, [int(size) for size in sizes]:
             case "plain", [] if not length:
-                return Mode("plain", None)
+                return Mode("plain")
             case "chain", [tokens]:
                 default = dict(CHAIN_LENGTHS).get(tokens)
                 return _mode(shape, tokens + 1, tokens, 1, float(length) if length else default)
@@ -74,7 +71,7 @@ def _mode(shape: str, num_nodes: int, depth: int, top_k: int, length: float | No
         acceptance="synthetic",
         synthetic_length=length,
     )
-    return Mode(f"{shape}@{length:g}", speculation)
+    return Mode(f"{shape}@{length:g}", speculation, length)
 
 
 def make_params(

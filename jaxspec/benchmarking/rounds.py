@@ -28,8 +28,8 @@ class Workload:
 
     Attributes:
       context: prompt tokens of each sequence.
-      rounds: in one timed call, which starts from the prompt.
-      repeats: timed calls.
+      rounds: that a state has room for after its prompt; a timed call runs them all.
+      repeats: timed calls, each from the prompt, with seeds of its own.
     """
 
     batch: int
@@ -125,15 +125,18 @@ class Bench:
         self.decode = decode.lower(params, state, workload.rounds).compile()
         self.compile_seconds = time.perf_counter() - started
 
-    def new_state(self) -> EngineState:
-        """Empty, and placed where the programs' results are, so that each compiles once."""
+    def new_state(self, repeat: int = 0) -> EngineState:
+        """Empty, and placed where the programs' results are, so that each compiles once.
+
+        Another ``repeat`` has other seeds: other tokens, and other lengths that are accepted.
+        """
         batch, params = self.workload.batch, self.params
         state = functional.init_state(
             params,
             batch,
             self.max_length,
             page_size=self.workload.page_size,
-            sampling=make_sampling(batch, seeds=jnp.arange(batch)),
+            sampling=make_sampling(batch, seeds=jnp.arange(batch) + repeat * batch),
         )
         if params.mesh is None:
             state = jax.device_put(state, params.target.embed.sharding)
@@ -151,8 +154,8 @@ class Bench:
 
     def calls(self) -> Iterator[tuple[_Call, float]]:
         """Timed calls of ``decode``, each with the seconds of the prefill it started from."""
-        for _ in range(self.workload.repeats):
-            state, fill_seconds = timed(self.fill, self.new_state())
+        for repeat in range(self.workload.repeats):
+            state, fill_seconds = timed(self.fill, self.new_state(repeat))
             before = _mean_context(state)
             state, seconds = timed(self.decode, self.params, state, self.workload.rounds)
             if not np.all(state.active):

@@ -62,14 +62,6 @@ class _Plan:
         return max(self.config.block // self.page_size, 1)
 
     @property
-    def takes_turns(self) -> bool:
-        """Whether two warpgroups, on the same blocks, take turns with the matrix unit.
-
-        On an H100 that took 3 to 8 % off long contexts; pages of 16 come too slowly for it.
-        """
-        return self.config.consumers == self.config.warpgroups == 2 and self.page_size >= 64
-
-    @property
     def has_left_edge(self) -> bool:
         return self.window is not None or self.first_slot > 0
 
@@ -103,7 +95,7 @@ def paged_attention_mosaic(
     row_tiles = -(-num_tokens // (ROWS // group))
     if config is None:
         slots = page_table.shape[1] * page_size
-        config = attention_tuning(batch, kv_heads, row_tiles, slots)
+        config = attention_tuning(batch, kv_heads, row_tiles, slots, page_size)
     tiles = -(-row_tiles // config.warpgroups) * config.warpgroups
     words = 1 if ancestors is None else ancestors.shape[-1]
     plan = _Plan(
@@ -131,6 +123,7 @@ def paged_attention_mosaic(
         row_words = ancestors[:, 0]  # [B, words], alike for all rows
     elif ancestors is None:
         last_node = token_of_row.astype(np.uint32)[:, None]
+        # A constant, lest a launch of its own makes it for every layer of a draft head.
         row_words = jnp.asarray(np.broadcast_to(last_node, (batch, tiles, 1, ROWS)))
     else:
         row_words = ancestors[:, token_of_row].transpose(0, 1, 3, 2)  # [B, tiles, words, ROWS]
@@ -177,7 +170,7 @@ def _make_kernel(plan: _Plan, dtype: Any, interpret: Any) -> Any:
         }
         if config.splits > 1:
             refs["all_read"] = plgpu.Barrier(num_arrivals=config.consumers)
-        if plan.takes_turns:
+        if config.turns:
             refs["turn"] = plgpu.Barrier(num_barriers=config.consumers)
         return refs
 
@@ -384,8 +377,8 @@ def _attend(
 ) -> tuple[Array, Array, Array]:
     """Online softmax over the CTA's blocks: (unnormalized output [ROWS, D], peak, sum [ROWS]).
 
-    Two warpgroups on the same blocks would do all at the same time, and either the matrix unit or
-    the exponentials would wait for the other. So they take turns, as in FlashAttention-3 (arXiv
+    Two warpgroups on the same blocks may do all at the same time, and either the matrix unit or
+    the exponentials wait for the other. So they can take turns, as in FlashAttention-3 (arXiv
     2407.08608): a turn is the values of one block and the keys of the next.
     """
     config, warpgroup = plan.config, lax.axis_index("warpgroup")
@@ -407,11 +400,11 @@ def _attend(
         return jnp.concatenate(halves, axis=1)
 
     def take_turn() -> None:
-        if plan.takes_turns:
+        if config.turns:
             plgpu.barrier_wait(refs["turn"].at[warpgroup])
 
     def pass_turn() -> None:
-        if plan.takes_turns:
+        if config.turns:
             plgpu.barrier_arrive(refs["turn"].at[1 - warpgroup])
 
     def step(block: Array, carry: Any, *, masked: bool) -> Any:
@@ -442,7 +435,7 @@ def _attend(
     def full(shape: tuple[int, ...], value: float, layout: Any) -> Array:
         return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
-    if plan.takes_turns:  # the first turn is warpgroup 0's
+    if config.turns:  # the first is warpgroup 0's
         pl.when(warpgroup == 1)(take_turn)
     carry = (
         full((ROWS, plan.head_dim), 0.0, plgpu.Layout.WGMMA),
@@ -456,10 +449,10 @@ def _attend(
         middle = jnp.clip(all_seen, work.start, tail)
         carry = blocks(work.start, middle, carry, masked=True)
     carry = blocks(middle, tail, carry, masked=False)
-    state = blocks(tail, work.stop, carry, masked=True)
-    if plan.takes_turns:  # as many turns are passed as are taken
+    carry = blocks(tail, work.stop, carry, masked=True)
+    if config.turns:  # as many are passed as are taken
         pl.when(warpgroup == 0)(pass_turn)
-    return state
+    return carry
 
 
 def _product(x: Any, y: Any, acc: Array | None = None, *, interpret: bool) -> Array:

@@ -33,19 +33,19 @@ def test_shapes_have_the_published_number_of_parameters(shape: str, billions: fl
 
 
 @pytest.mark.parametrize(
-    ("text", "name", "most_tokens"),
+    ("text", "name", "most_tokens", "rounds"),
     [
-        ("plain", "plain", 1),
-        ("chain:3", "chain:3@3", 4),
-        ("chain:5", "chain:5@3.5", 4),
-        ("chain:4@2.5", "chain:4@2.5", 3),
-        ("tree:60:7:10", "tree:60:7:10@4", 5),
-        ("tree:60:7:10@8", "tree:60:7:10@8", 8),
+        ("plain", "plain", 1, 256),
+        ("chain:3", "chain:3@3", 4, 85),
+        ("chain:5", "chain:5@3.5", 4, 73),
+        ("chain:4@2.5", "chain:4@2.5", 3, 102),
+        ("tree:60:7:10", "tree:60:7:10@4", 5, 64),
+        ("tree:60:7:10@8", "tree:60:7:10@8", 8, 32),
     ],
 )
-def test_modes_are_parsed(text: str, name: str, most_tokens: int):
+def test_modes_are_parsed(text: str, name: str, most_tokens: int, rounds: int):
     mode = parse_mode(text)
-    assert (mode.name, mode.most_tokens) == (name, most_tokens)
+    assert (mode.name, mode.most_tokens, mode.rounds(256)) == (name, most_tokens, rounds)
 
 
 @pytest.mark.parametrize(

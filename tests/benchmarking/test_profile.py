@@ -82,7 +82,7 @@ CONDITION = (("loop_and_fusion", Scope()), ("MemcpyD2H", Scope()))
 
 
 def gpu_events(num_calls: int, rounds: int, pause_ns: float = 50_000) -> list[Event]:
-    """Kernels of 10 us, 2 us apart, but for a library's two that overlap by 4 us."""
+    """Kernels of 10 us, 2 us apart (a condition's 5), but for a library's two that overlap by 4."""
     events, now = [], 0.0
 
     def add(name: str, hlo_op: str, gap: float = 2_000) -> None:
@@ -93,11 +93,11 @@ def gpu_events(num_calls: int, rounds: int, pause_ns: float = 50_000) -> list[Ev
     for _ in range(num_calls):
         add("MemcpyD2D", "copy.9", pause_ns)
         for _ in range(rounds):
-            add("loop_and_fusion", "loop_and_fusion")
+            add("loop_and_fusion", "loop_and_fusion", 5_000)
             add("MemcpyD2H", "while.4")
             for name, _ in ROUND:
                 add(name, "command_buffer_4", -4_000 if name == "flash_kernel" else 2_000)
-        add("loop_and_fusion", "loop_and_fusion")
+        add("loop_and_fusion", "loop_and_fusion", 5_000)
         add("MemcpyD2H", "while.4")
     return events
 
@@ -114,8 +114,9 @@ def test_each_launch_is_attributed_to_its_instruction():
 def test_times_and_gaps_make_the_round():
     profile = profile_rounds(gpu_events(2, 4), Program(HLO), rounds_per_call=4, num_calls=2)
     for one in profile.rounds:
-        assert one.length_us == pytest.approx(8 * 10 + 7 * 2 - 4)
-        assert one.gaps_us == pytest.approx(7 * 2)
+        assert one.length_us == pytest.approx(8 * 10 + 6 * 2 + 5 - 4)
+        assert one.gaps_us == pytest.approx(6 * 2 + 5)
+        assert one.longest_gap_us == pytest.approx(5)
         flash = next(span for span in one.spans if span.name == "flash_kernel")
         assert (flash.duration_us, flash.counted_us) == (pytest.approx(10), pytest.approx(6))
     costs = summarize(profile.rounds, lambda span: span.scope)

@@ -24,6 +24,7 @@ from pallas_kernels.tuning import AttentionTuning
 NARROW = AttentionTuning(block=64, stages=2)
 TWO_HEADS = AttentionTuning(block=64, stages=2, heads=2)
 WIDE = AttentionTuning(block=128, stages=2, warpgroups=2, registers=240)
+TURNS = dataclasses.replace(WIDE, turns=True)
 # Other cases interpret the same lines; a few seconds each.
 SLOW = {"K: two tiles", "K: pages of 128", "K: tree of 64"}
 INTERPRETED = [
@@ -52,7 +53,7 @@ def test_interpreted_it_is_the_reference(case: Case):
     found = paged_attention_mosaic(
         *arguments,
         **case.options,
-        config=WIDE if case.num_tokens > 16 else NARROW,
+        config=TURNS if case.num_tokens > 16 else NARROW,
         interpret=plgpu.InterpretGPUParams(),
     )
     assert error(case, found, arguments) < 4e-3
@@ -63,6 +64,16 @@ def test_a_block_of_threads_may_serve_two_heads(case: Case):
     arguments = make_arguments(case, jnp.bfloat16)
     found = paged_attention_mosaic(
         *arguments, **case.options, config=TWO_HEADS, interpret=plgpu.InterpretGPUParams()
+    )
+    assert error(case, found, arguments) < 4e-3
+
+
+@pytest.mark.parametrize("config", [WIDE, AttentionTuning(64, 2, warpgroups=2, turns=True)])
+def test_turns_change_nothing(config: AttentionTuning):
+    case = next(case for case in KERNEL_CASES if case.name == "K: window")
+    arguments = make_arguments(case, jnp.bfloat16)
+    found = paged_attention_mosaic(
+        *arguments, **case.options, config=config, interpret=plgpu.InterpretGPUParams()
     )
     assert error(case, found, arguments) < 4e-3
 
@@ -90,7 +101,14 @@ def test_nodes_past_the_limit_are_hidden():
     assert jnp.abs(whole - expected).astype(jnp.float32).max() > 0.02, "the limit must matter"
 
 
-@pytest.mark.parametrize("config", [None, AttentionTuning(block=64, stages=5, splits=8)])
+@pytest.mark.parametrize(
+    "config",
+    [
+        None,
+        AttentionTuning(block=64, stages=5, splits=8),
+        AttentionTuning(block=64, stages=2, warpgroups=2, splits=2, turns=True),
+    ],
+)
 @pytest.mark.parametrize("case", KERNEL_CASES, ids=str)
 def test_it_lowers_for_cuda(case: Case, config: AttentionTuning | None):
     arguments = jax.eval_shape(lambda: make_arguments(case, jnp.bfloat16))

@@ -91,7 +91,7 @@ def test_an_unmeasured_gpu_says_so_once(
 @pytest.mark.parametrize("slots", [64, 256, 8192])
 def test_splits_keep_every_block_resident_and_busy(batch: int, kv_heads: int, slots: int):
     for row_tiles in (1, 2, 4):
-        chosen = attention_tuning(batch, kv_heads, row_tiles, slots)
+        chosen = attention_tuning(batch, kv_heads, row_tiles, slots, page_size=64)
         assert kv_heads % chosen.heads == 0
         assert chosen.splits in (1, 2, 4, 8)
         assert chosen.registers is None or chosen.producer_registers >= 24
@@ -106,7 +106,7 @@ def test_splits_keep_every_block_resident_and_busy(batch: int, kv_heads: int, sl
         *((6, 4096, 4096, 4), (6, 4096, 6144, 4), (6, 4096, 28672, 1)),
         *((80, 4096, 4096, 4), (192, 4096, 6144, 2), (192, 4096, 28672, 1)),
         *((5, 14336, 4096, 4), (6, 14336, 4096, 8), (64, 14336, 4096, 8), (80, 14336, 4096, 4)),
-        *((6, 28672, 8192, 4), (6, 8192, 6144, 4)),
+        *((6, 28672, 8192, 2), (6, 12288, 4096, 4), (6, 8192, 6144, 4)),
         *((480, 4096, 4096, 1), (6, 512, 4096, 4), (6, 100, 4096, 1)),
     ],
 )
@@ -119,9 +119,18 @@ def test_narrow_products_are_divided_for_a_kernel(
 
 
 def test_two_heads_share_a_block_only_where_pairs_outnumber_the_multiprocessors():
-    assert attention_tuning(32, 8, 1, 8192).heads == 2
-    assert attention_tuning(8, 8, 1, 8192).heads == 1
-    assert attention_tuning(200, 1, 1, 8192).heads == 1
+    assert attention_tuning(32, 8, 1, 8192, 64).heads == 2
+    assert attention_tuning(8, 8, 1, 8192, 64).heads == 1
+    assert attention_tuning(200, 1, 1, 8192, 64).heads == 1
+
+
+def test_warpgroups_take_turns_with_pages_that_come_fast_enough():
+    assert attention_tuning(8, 8, 4, 8192, 64).turns
+    assert not attention_tuning(8, 8, 4, 8192, 16).turns
+    assert not attention_tuning(8, 8, 1, 8192, 64).turns
+    for warpgroups, heads in ((1, 1), (1, 2), (2, 2)):
+        with pytest.raises(ValueError, match="two warpgroups of one head"):
+            AttentionTuning(64, 2, warpgroups=warpgroups, heads=heads, turns=True)
 
 
 @pytest.mark.parametrize("size", [128, 4096, 4224, 32_000, 65_536])
