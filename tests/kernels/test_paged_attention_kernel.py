@@ -46,55 +46,56 @@ def error(case: Case, found: jax.Array, arguments: Any) -> float:
     return float(jnp.linalg.norm(difference) / jnp.linalg.norm(reference))
 
 
+def interpret(arguments: Any, options: dict[str, Any], config: AttentionTuning) -> jax.Array:
+    """Without splits: the interpreter cannot read another CTA's shared memory.
+
+    Its callbacks run jax: they and the caller's operations would wait for each other for ever.
+    """
+    return jax.block_until_ready(
+        paged_attention_mosaic(
+            *arguments, **options, config=config, interpret=plgpu.InterpretGPUParams()
+        )
+    )
+
+
+def interpreted(case: Case, config: AttentionTuning) -> jax.Array:
+    """The kernel's result, which is the reference's."""
+    arguments = make_arguments(case, jnp.bfloat16)
+    found = interpret(arguments, case.options, config)
+    assert error(case, found, arguments) < 4e-3
+    return found
+
+
+def named(name: str) -> Case:
+    return next(case for case in KERNEL_CASES if case.name == name)
+
+
 @pytest.mark.parametrize("case", INTERPRETED)
 def test_interpreted_it_is_the_reference(case: Case):
-    """Without splits: the interpreter cannot read another CTA's shared memory."""
-    arguments = make_arguments(case, jnp.bfloat16)
-    found = paged_attention_mosaic(
-        *arguments,
-        **case.options,
-        config=TURNS if case.num_tokens > 16 else NARROW,
-        interpret=plgpu.InterpretGPUParams(),
-    )
-    assert error(case, found, arguments) < 4e-3
+    interpreted(case, TURNS if case.num_tokens > 16 else NARROW)
 
 
 @pytest.mark.parametrize("case", [KERNEL_CASES[2], KERNEL_CASES[4]], ids=str)
 def test_a_block_of_threads_may_serve_two_heads(case: Case):
-    arguments = make_arguments(case, jnp.bfloat16)
-    found = paged_attention_mosaic(
-        *arguments, **case.options, config=TWO_HEADS, interpret=plgpu.InterpretGPUParams()
-    )
-    assert error(case, found, arguments) < 4e-3
+    interpreted(case, TWO_HEADS)
 
 
-@pytest.mark.parametrize("config", [WIDE, AttentionTuning(64, 2, warpgroups=2, turns=True)])
+@pytest.mark.parametrize("config", [WIDE, AttentionTuning(block=64, stages=2, warpgroups=2)])
 def test_turns_change_nothing(config: AttentionTuning):
-    case = next(case for case in KERNEL_CASES if case.name == "K: window")
-    arguments = make_arguments(case, jnp.bfloat16)
-    found = paged_attention_mosaic(
-        *arguments, **case.options, config=config, interpret=plgpu.InterpretGPUParams()
-    )
-    assert error(case, found, arguments) < 4e-3
+    case = named("K: window")
+    in_turns = interpreted(case, dataclasses.replace(config, turns=True))
+    assert jnp.array_equal(in_turns, interpreted(case, config))
 
 
 def test_blocks_of_128_slots_suit_one_warpgroup_too():
-    case = next(case for case in KERNEL_CASES if case.name == "K: pages of 16, a tree")
-    arguments = make_arguments(case, jnp.bfloat16)
-    config = AttentionTuning(block=128, stages=2)
-    found = paged_attention_mosaic(
-        *arguments, **case.options, config=config, interpret=plgpu.InterpretGPUParams()
-    )
-    assert error(case, found, arguments) < 4e-3
+    interpreted(named("K: pages of 16, a tree"), AttentionTuning(block=128, stages=2))
 
 
 def test_nodes_past_the_limit_are_hidden():
-    case = next(case for case in KERNEL_CASES if case.name == "K: pages of 16, a tree")
+    case = named("K: pages of 16, a tree")
     arguments: Any = make_arguments(case, jnp.bfloat16)
     options = case.options | {"num_nodes": 3}
-    found = paged_attention_mosaic(
-        *arguments, **options, config=NARROW, interpret=plgpu.InterpretGPUParams()
-    )
+    found = interpret(arguments, options, NARROW)
     expected = paged_attention_reference(*arguments, **options, order_invariant=False)
     assert jnp.abs(found - expected).astype(jnp.float32).max() < 0.02
     whole = paged_attention_reference(*arguments, **case.options, order_invariant=False)
