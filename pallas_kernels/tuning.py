@@ -128,7 +128,7 @@ def parts_of_product(consumer: str, rows: int, depth: int, width: int) -> int:
     over all multiprocessors, and adds up the parts in a launch of its own. Measured on an H100, us
     of [48, 14336] x [14336, 4096] in 2, 4, 8, 16 parts: 54.3, 51.5, 52.4, 56.1; of 4096 x 4096:
     18.8, 18.1, 18.8, 20.4; with 2 and 6 rows within 4 %. More parts take their consumer longer.
-    But of 6 to 65 rows XLA divides the four parts of 14336 again, in a launch more. With 8 parts,
+    But of 6 to 64 rows XLA divides the four parts of 14336 again, in a launch more. With 8 parts,
     whole rounds over 16 layers took less: 17 us with 6 rows, 12 with 8, 16 with 32, 21 with 48, 33
     with 60. (128 rows, which XLA does not divide, took 213 us more over 32 layers, in another run.)
     """

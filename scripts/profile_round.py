@@ -80,22 +80,17 @@ def run_profiled(args: argparse.Namespace, progress: Console) -> tuple[Profile, 
     workload = Workload(
         batch=args.batch,
         context=args.context,
-        rounds=(1 + PAIRS * (1 + LONG_CALL) + NUM_CALLS) * args.rounds,
+        rounds=max(1 + LONG_CALL, NUM_CALLS) * args.rounds,
         page_size=args.page_size,
         repeats=1,
     )
     bench = Bench(mode, params, workload)
-    progress.print("reading the prompts")
-    state, decode = bench.fill(bench.new_state()), bench.decode
-    state = jax.block_until_ready(decode(params, state, args.rounds))
-    unprofiled_us = []
-    for _ in range(PAIRS):  # what a longer call takes more: the rest is what any call costs
-        state, seconds = timed(decode, params, state, args.rounds)
-        state, long_seconds = timed(decode, params, state, LONG_CALL * args.rounds)
-        unprofiled_us.append(1e6 * (long_seconds - seconds) / ((LONG_CALL - 1) * args.rounds))
+    progress.print("warming up")
+    decode = bench.decode
+    jax.block_until_ready(decode(params, bench.fill(bench.new_state()), args.rounds))
+    unprofiled_us = statistics.median(unprofiled_round_us(bench, args.rounds) for _ in range(PAIRS))
     progress.print("profiling")
-    states = [state]
-    del state
+    states = [bench.fill(bench.new_state())]
 
     def calls() -> None:
         for _ in range(NUM_CALLS):
@@ -107,8 +102,16 @@ def run_profiled(args: argparse.Namespace, progress: Console) -> tuple[Profile, 
     return profile, {
         "mode": mode.name,
         "layer_runs": {"draft": passes, "verify": config.num_layers},
-        "unprofiled_round_us": statistics.median(unprofiled_us),
+        "unprofiled_round_us": unprofiled_us,
     }
+
+
+def unprofiled_round_us(bench: Bench, rounds: int) -> float:
+    """A round's part of what a longer call takes more: the rest is what any call costs."""
+    state = bench.fill(bench.new_state())
+    state, seconds = timed(bench.decode, bench.params, state, rounds)
+    _, long_seconds = timed(bench.decode, bench.params, state, LONG_CALL * rounds)
+    return 1e6 * (long_seconds - seconds) / ((LONG_CALL - 1) * rounds)
 
 
 def measure(args: argparse.Namespace, progress: Console) -> tuple[Profile, dict[str, Any]]:
