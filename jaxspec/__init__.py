@@ -1,29 +1,38 @@
 """Speculative decoding for JAX: draft, tree-verify and accept in one compiled program."""
 
-from jaxspec.config import CacheConfig, SpeculationConfig
+from jaxspec.batch_run import Run
+from jaxspec.config import PLAIN, CacheConfig, SpeculationConfig, TreeShape
 from jaxspec.engine import Engine
-from jaxspec.functional import EngineParams, decode, init_state, prefill
+from jaxspec.functional import EngineParams, admit, decode, init_state, prefill, release
 from jaxspec.llm import LLM, Completion, TextChunk
 from jaxspec.loading import BUILT_IN_HEAD, BUILT_IN_MODEL, load
 from jaxspec.sampling import make_sampling
 from jaxspec.scheduling.requests import SamplingParams
 from jaxspec.sharding import make_mesh
+from jaxspec.state import Ending, Status
 
 __all__ = [
     "BUILT_IN_HEAD",
     "BUILT_IN_MODEL",
     "LLM",
+    "PLAIN",
     "CacheConfig",
     "Completion",
     "Engine",
+    "Ending",
     "EngineParams",
+    "Run",
     "SamplingParams",
     "SpeculationConfig",
+    "Status",
     "TextChunk",
+    "TreeShape",
+    "admit",
     "decode",
     "init_state",
     "load",
     "make_mesh",
     "make_sampling",
     "prefill",
+    "release",
 ]

@@ -1,6 +1,6 @@
-"""Reductions over an axis that may be sharded, inside shard_map.
+"""Reductions over a vocabulary that may be split, inside shard_map.
 
-``axis`` is the mesh axis name that the last dimension is sharded over, or None when the array is
+``layout.vocab`` names the mesh axes that the last dimension is split over, () when the array is
 whole. Shard ``i`` of ``n`` holds entries ``i * size .. (i + 1) * size - 1``.
 """
 
@@ -8,32 +8,47 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jaxspec.sharding import Axes, Layout
+from pallas_kernels.selection import Kernels
 from pallas_kernels.top_k import top_k
 from pallas_kernels.top_k.reference import local_top_k
 
 
-def all_reduce(x: Array, axis: str | None) -> Array:
-    """Sum over the shards."""
-    return x if axis is None else lax.psum(x, axis)
+def all_reduce(x: Array, axes: Axes) -> Array:
+    """Sum over the shards of some axes of a layout."""
+    return lax.psum(x, axes) if axes else x
 
 
-def shard_offset(size: int, axis: str | None) -> Array | int:
+def shard_offset(size: int, axes: Axes) -> Array | int:
     """Global index of this shard's first entry, for shards of ``size`` entries."""
-    return 0 if axis is None else lax.axis_index(axis) * size
+    return lax.axis_index(axes) * size if axes else 0
 
 
-def maximum(x: Array, axis: str | None) -> Array:
+def maximum(x: Array, layout: Layout) -> Array:
     """x [..., V/n] -> [...]"""
     local = jnp.max(x, axis=-1)
-    return local if axis is None else lax.pmax(local, axis)
+    return lax.pmax(local, layout.vocab) if layout.vocab else local
 
 
-def total(x: Array, axis: str | None) -> Array:
+def total(x: Array, layout: Layout) -> Array:
     """Sum of the last dimension: x [..., V/n] -> [...]"""
-    return all_reduce(jnp.sum(x, axis=-1), axis)
+    return all_reduce(jnp.sum(x, axis=-1), layout.vocab)
 
 
-def argmax(x: Array, axis: str | None) -> Array:
+def all_finite(x: Array, layout: Layout) -> Array:
+    """Whether a row's maximum is a number: false for a row with a NaN or +inf, or of nothing but
+    -inf. x [..., V/n] -> bool [...]"""
+    if not layout.vocab:
+        return jnp.isfinite(jnp.max(x, axis=-1))
+    local = jnp.max(x, axis=-1)
+    # A collective's maximum may drop NaN: count the shards that have one.
+    broken = jnp.isnan(local) | (local == jnp.inf)
+    counted = lax.psum(broken.astype(jnp.int32), layout.vocab)
+    empty = lax.pmax(jnp.where(broken, 0.0, local), layout.vocab) == -jnp.inf
+    return (counted == 0) & ~empty
+
+
+def argmax(x: Array, layout: Layout) -> Array:
     """Global index of the maximum, the lowest one among equals: x [..., V/n] -> int32 [...]
 
     Always an index of x, even for a row with a NaN, which has no maximum: 0, or off the CPU the
@@ -42,9 +57,9 @@ def argmax(x: Array, axis: str | None) -> Array:
 
     A whole row is one reduction off the CPU, which reads it once.
     """
-    if axis is None:
-        return lax.platform_dependent(x, cpu=_local_argmax, default=one_reduction_argmax)
-    return _local_argmax(x, axis)
+    if not layout.vocab:
+        return lax.platform_dependent(x, cpu=_two_step_argmax, default=one_reduction_argmax)
+    return _two_step_argmax(x, layout)
 
 
 def one_reduction_argmax(x: Array) -> Array:
@@ -52,52 +67,61 @@ def one_reduction_argmax(x: Array) -> Array:
     return jnp.argmax(x, axis=-1).astype(jnp.int32)
 
 
-def _local_argmax(x: Array, axis: str | None = None) -> Array:
+def _two_step_argmax(x: Array, layout: Layout = Layout()) -> Array:  # noqa: B008, it is frozen
     """argmax by two plain reductions: XLA's CPU backend runs jnp.argmax entry by entry, and
     whatever fuses into it too (4 times slower for noise)."""
-    ids = jnp.arange(x.shape[-1], dtype=jnp.int32) + shard_offset(x.shape[-1], axis)
-    best = maximum(x, axis)[..., None]
+    ids = jnp.arange(x.shape[-1], dtype=jnp.int32) + shard_offset(x.shape[-1], layout.vocab)
+    best = maximum(x, layout)[..., None]
     # Not x == best: nothing equals NaN, but nothing is less than it either.
     index = jnp.min(jnp.where(x < best, jnp.iinfo(jnp.int32).max, ids), axis=-1)
-    return index if axis is None else lax.pmin(index, axis)
+    return lax.pmin(index, layout.vocab) if layout.vocab else index
 
 
-def top_log_probs(x: Array, k: int, axis: str | None) -> tuple[Array, Array]:
+def top_log_probs(x: Array, k: int, layout: Layout, kernels: Kernels) -> tuple[Array, Array]:
     """The k largest log-probabilities and their global indices, the first of equals first.
 
-    Float32 logits [..., V/n] -> ([..., k], int32 [..., k]). Sharded, only each shard's own k
-    candidates cross the wire.
+    Float32 logits [..., V/n] -> ([..., k], int32 [..., k]). Of a split vocabulary only each shard's
+    own k candidates cross the wire.
     """
-    values, indices, log_sum = top_k(x, min(k, x.shape[-1]))
-    if axis is not None:
-        indices = indices + shard_offset(x.shape[-1], axis)
+    size, axes = x.shape[-1], layout.vocab
+    values, indices, log_sum = top_k(x, min(k, size), kernels.implementation("top_k"))
+    if axes:
+        indices = indices + shard_offset(size, axes)
         values, indices = (
-            lax.all_gather(a, axis, axis=a.ndim - 1, tiled=True) for a in (values, indices)
+            lax.all_gather(a, axes, axis=a.ndim - 1, tiled=True) for a in (values, indices)
         )
         values, order = local_top_k(values, k)
         indices = jnp.take_along_axis(indices, order, axis=-1)
-        log_sum = jax.nn.logsumexp(lax.all_gather(log_sum, axis), axis=0)
+        log_sum = jax.nn.logsumexp(lax.all_gather(log_sum, axes), axis=0)
     return values - log_sum[..., None], indices
 
 
-def log_softmax(x: Array, axis: str | None) -> Array:
+def log_sum_exp(x: Array, layout: Layout) -> Array:
+    """x [..., V/n] -> [...]"""
+    if not layout.vocab:
+        return jax.nn.logsumexp(x, axis=-1)
+    best = maximum(x, layout)
+    return best + jnp.log(total(jnp.exp(x - best[..., None]), layout))
+
+
+def log_softmax(x: Array, layout: Layout) -> Array:
     """x [..., V/n] -> [..., V/n]"""
-    if axis is None:
+    if not layout.vocab:
         return jax.nn.log_softmax(x, axis=-1)
-    shifted = x - maximum(x, axis)[..., None]
-    return shifted - jnp.log(total(jnp.exp(shifted), axis))[..., None]
+    shifted = x - maximum(x, layout)[..., None]
+    return shifted - jnp.log(total(jnp.exp(shifted), layout))[..., None]
 
 
-def take(x: Array, index: Array, axis: str | None) -> Array:
+def take(x: Array, index: Array, layout: Layout) -> Array:
     """Entry at a global index: x [..., V/n], index [...] -> [...]"""
     size = x.shape[-1]
-    local = index - shard_offset(size, axis)
+    local = index - shard_offset(size, layout.vocab)
     here = (local >= 0) & (local < size)
     value = jnp.take_along_axis(x, jnp.clip(local, 0, size - 1)[..., None], axis=-1)[..., 0]
-    return all_reduce(jnp.where(here, value, jnp.zeros_like(value)), axis)
+    return all_reduce(jnp.where(here, value, jnp.zeros_like(value)), layout.vocab)
 
 
-def one_hot(index: Array, size: int, axis: str | None) -> Array:
+def one_hot(index: Array, size: int, layout: Layout) -> Array:
     """Where the last dimension's global index equals ``index``: [...] -> bool [..., V/n]"""
-    ids = jnp.arange(size) + shard_offset(size, axis)
+    ids = jnp.arange(size) + shard_offset(size, layout.vocab)
     return index[..., None] == ids

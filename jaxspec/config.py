@@ -1,9 +1,10 @@
 """What a model is and how it is served: frozen, hashable values."""
 
 import dataclasses
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
-Acceptance = Literal["match", "rejection", "synthetic"]
+Acceptance = Literal["match", "rejection"]
 Proposal = Literal["top_k", "coupled", "sampled"]
 
 
@@ -18,31 +19,29 @@ class Llama3RopeScaling:
 
 
 @dataclasses.dataclass(frozen=True)
-class ModelConfig:
-    """One decoder-only transformer; families differ only in these values.
+class RopeConfig:
+    """Rotary position embedding of heads of ``head_dim``."""
 
-    ``sliding_windows`` has one entry a layer: the number of latest positions (the token's own
-    included) that the layer attends to, or None for all.
+    head_dim: int
+    theta: float
+    scaling: Llama3RopeScaling | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionConfig:
+    """Softmax attention with grouped KV heads.
+
+    ``window``: the number of latest positions (the token's own included) that a token attends to,
+    or None for all.
     """
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
     num_heads: int
     num_kv_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    rope_theta: float
-    max_position: int
-    sliding_windows: tuple[int | None, ...]
-    rope_scaling: Llama3RopeScaling | None = None
-    tie_word_embeddings: bool = False
+    rope: RopeConfig
+    window: int | None = None
     qkv_bias: bool = False
     o_bias: bool = False
-    mlp_bias: bool = False
     qk_norm: bool = False
-    stop_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self):
         if self.num_heads % self.num_kv_heads:
@@ -50,21 +49,110 @@ class ModelConfig:
                 f"num_heads ({self.num_heads}) must be a multiple of "
                 f"num_kv_heads ({self.num_kv_heads})"
             )
-        if len(self.sliding_windows) != self.num_layers:
-            raise ValueError(
-                f"sliding_windows has {len(self.sliding_windows)} entries "
-                f"for {self.num_layers} layers"
-            )
+
+    @property
+    def head_dim(self) -> int:
+        return self.rope.head_dim
 
     def check_tree_depth(self, max_depth: int) -> None:
-        """Raises ValueError unless a tree of ``max_depth`` lies inside every sliding window: the
-        tree mask shows a node all its ancestors."""
-        narrowest = min((w for w in self.sliding_windows if w is not None), default=None)
-        if narrowest is not None and narrowest <= max_depth:
+        """Raises ValueError unless a tree of ``max_depth`` lies inside the window: the tree mask
+        shows a node all its ancestors."""
+        if self.window is not None and self.window <= max_depth:
             raise ValueError(
                 f"a tree of depth {max_depth} does not fit the model's sliding window of "
-                f"{narrowest} positions: choose a smaller depth"
+                f"{self.window} positions: choose a smaller depth"
             )
+
+
+@dataclasses.dataclass(frozen=True)
+class DenseConfig:
+    """A SwiGLU MLP."""
+
+    intermediate_size: int
+    bias: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerConfig:
+    """One transformer layer: what mixes tokens, and what works on each of them."""
+
+    mixer: AttentionConfig
+    mlp: DenseConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """One decoder-only transformer: a tuple of layer descriptions, and what surrounds them."""
+
+    vocab_size: int
+    hidden_size: int
+    rms_norm_eps: float
+    max_position: int
+    layers: tuple[LayerConfig, ...]
+    tie_word_embeddings: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    def check_tree_depth(self, max_depth: int) -> None:
+        """Raises ValueError unless every layer can verify a tree of ``max_depth``."""
+        for layer in self.layers:
+            layer.mixer.check_tree_depth(max_depth)
+
+    def map_layers(self, change: Callable[[LayerConfig], LayerConfig]) -> "ModelConfig":
+        """The same model with every layer description changed."""
+        return dataclasses.replace(self, layers=tuple(map(change, self.layers)))
+
+
+def dense_model(
+    *,
+    vocab_size: int,
+    hidden_size: int,
+    intermediate_size: int,
+    num_layers: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    rms_norm_eps: float,
+    rope_theta: float,
+    max_position: int,
+    sliding_windows: tuple[int | None, ...] | None = None,
+    rope_scaling: Llama3RopeScaling | None = None,
+    tie_word_embeddings: bool = False,
+    qkv_bias: bool = False,
+    o_bias: bool = False,
+    mlp_bias: bool = False,
+    qk_norm: bool = False,
+    stop_token_ids: tuple[int, ...] = (),
+) -> ModelConfig:
+    """A model of attention and SwiGLU layers that differ in their windows only.
+
+    ``sliding_windows`` has one entry a layer (see AttentionConfig.window); None: no windows.
+
+    Raises ValueError for another number of windows than layers.
+    """
+    windows = (None,) * num_layers if sliding_windows is None else sliding_windows
+    if len(windows) != num_layers:
+        raise ValueError(f"sliding_windows has {len(windows)} entries for {num_layers} layers")
+    rope = RopeConfig(head_dim, rope_theta, rope_scaling)
+    layers = tuple(
+        LayerConfig(
+            AttentionConfig(num_heads, num_kv_heads, rope, window, qkv_bias, o_bias, qk_norm),
+            DenseConfig(intermediate_size, mlp_bias),
+        )
+        for window in windows
+    )
+    return ModelConfig(
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        rms_norm_eps=rms_norm_eps,
+        max_position=max_position,
+        layers=layers,
+        tie_word_embeddings=tie_word_embeddings,
+        stop_token_ids=stop_token_ids,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +160,7 @@ class CacheConfig:
     """Geometry of the paged KV cache.
 
     ``max_length`` counts a sequence's prompt and generated tokens; ``num_pages`` bounds the pages
-    of all sequences together, None: as many as a batch needs.
+    of all sequences together, None: as many as the engine's rows can need.
     """
 
     page_size: int = 16
@@ -88,37 +176,24 @@ class CacheConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class SpeculationConfig:
-    """Shape of the draft tree and the rule that accepts its nodes.
+class TreeShape:
+    """Shape of the draft trees of one call.
 
     Attributes:
       num_nodes: nodes of the tree, the root (the last committed token) included.
       max_depth: depth of the deepest node; a chain of ``k`` drafted tokens has ``max_depth = k``.
       top_k: children tried for each expanded node; 1 makes a chain.
-      acceptance: ``match`` commits what the target samples at each node (the text does not depend
-        on the drafter); ``rejection`` is classical speculative sampling; ``synthetic`` accepts a
-        fixed number of tokens whatever they are, for timing only: its text means nothing.
-      proposal: how drafters that give probabilities choose tokens. ``top_k`` takes the likeliest,
-        ``coupled`` ranks them under the target's own sampling noise (not under ``rejection``;
-        same as ``top_k`` at temperature 0), ``sampled`` draws from the drafter (chains under
-        ``rejection`` only).
-        None picks ``coupled`` for ``match``; for ``rejection``, ``sampled`` for a chain and
-        ``top_k`` for a tree.
-      verify_width: pad every verification, plain decoding's too, to this many nodes and make
-        attention sums independent of slot order, so that in bf16 the text does not depend on the
-        tree either.
-      synthetic_length: mean acceptance length (bonus token included) under ``synthetic``.
     """
 
     num_nodes: int = 6
     max_depth: int = 5
     top_k: int = 1
-    acceptance: Acceptance = "match"
-    proposal: Proposal | None = None
-    verify_width: int | None = None
-    synthetic_length: float | None = None
 
     def __post_init__(self):
+        if self.is_plain:
+            if self.max_depth != 0 or self.top_k != 1:
+                raise ValueError("a tree of the root alone has max_depth 0 and top_k 1")
+            return
         if self.max_depth < 1 or self.top_k < 1 or self.num_nodes < 2:
             raise ValueError(
                 "a draft tree needs max_depth >= 1, top_k >= 1 and num_nodes >= 2, got "
@@ -134,65 +209,138 @@ class SpeculationConfig:
                 f"a chain (top_k 1) of depth {self.max_depth} has {self.max_depth + 1} nodes, "
                 f"not {self.num_nodes}"
             )
-        self._check_rules()
 
-    def _check_rules(self):
-        if self.acceptance not in ("match", "rejection", "synthetic"):
-            raise ValueError(f"acceptance must be match or rejection, got {self.acceptance!r}")
-        if self.proposal not in (None, "top_k", "coupled", "sampled"):
-            raise ValueError(f"proposal must be top_k, coupled or sampled, got {self.proposal!r}")
-        if self.proposal == "sampled" and (self.acceptance == "match" or not self.is_chain):
-            raise ValueError(
-                "proposal 'sampled' needs acceptance 'rejection' and a chain (top_k 1)"
-            )
-        if self.proposal == "coupled" and self.acceptance == "rejection":
-            raise ValueError(
-                "proposal 'coupled' follows the target's noise, which acceptance 'rejection' does "
-                "not look at; use 'sampled' or 'top_k'"
-            )
-        if self.verify_width is not None and self.verify_width < 1:
-            raise ValueError(f"verify_width must be at least 1, got {self.verify_width}")
-        if (self.acceptance == "synthetic") != (self.synthetic_length is not None):
-            raise ValueError("synthetic_length goes with acceptance 'synthetic', and only with it")
+    @property
+    def is_plain(self) -> bool:
+        """Plain decoding: nothing is drafted."""
+        return self.num_nodes == 1
 
     @property
     def is_chain(self) -> bool:
         return self.top_k == 1
 
     @property
-    def resolved_proposal(self) -> Proposal:
-        if self.proposal is not None:
-            return self.proposal
-        if self.acceptance != "rejection":
-            return "coupled"
-        return "sampled" if self.is_chain else "top_k"
-
-    @property
     def scratch_slots(self) -> int:
         """Slots past the context that a round may write: the tree's, or the drafter's levels."""
-        return max(self.num_nodes, self.verify_width or 0, 1 + self.top_k * self.max_depth)
+        return max(self.num_nodes, 1 + self.top_k * self.max_depth)
+
+    @property
+    def shape(self) -> "TreeShape":
+        """The shape alone."""
+        return TreeShape(self.num_nodes, self.max_depth, self.top_k)
 
     @classmethod
-    def chain(cls, num_tokens: int, acceptance: Acceptance = "match") -> "SpeculationConfig":
-        """A chain of ``num_tokens`` drafted tokens."""
-        return cls(num_nodes=num_tokens + 1, max_depth=num_tokens, top_k=1, acceptance=acceptance)
-
-    @classmethod
-    def parse(cls, text: str) -> "SpeculationConfig":
-        """``chain:K`` or ``tree:NODES:DEPTH:TOPK``, as the command lines write trees.
+    def parse(cls, text: str):
+        """``plain``, ``chain:K`` or ``tree:NODES:DEPTH:TOPK``, as the command lines write trees.
 
         Raises ValueError for anything else.
         """
         kind, *sizes = text.split(":")
         try:
             match kind, [int(size) for size in sizes]:
+                case "plain", []:
+                    return cls(1, 0, 1)
                 case "chain", [tokens]:
-                    return cls.chain(tokens)
+                    return cls(tokens + 1, tokens, 1)
                 case "tree", [nodes, depth, top_k]:
-                    return cls(num_nodes=nodes, max_depth=depth, top_k=top_k)
+                    return cls(nodes, depth, top_k)
         except ValueError as error:
             raise ValueError(f"tree {text!r}: {error}") from None
-        raise ValueError(f"{text!r} is not chain:K or tree:NODES:DEPTH:TOPK")
+        raise ValueError(f"{text!r} is not plain, chain:K or tree:NODES:DEPTH:TOPK")
+
+
+PLAIN = TreeShape(1, 0, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class SpeculationConfig(TreeShape):
+    """The largest draft tree of an engine, and the rule that accepts its nodes.
+
+    The shape is a capacity: the engine's state has room for it, and each call drafts a tree of this
+    shape unless it is told a smaller one.
+
+    Attributes:
+      acceptance: ``match`` commits what the target samples at each node (the text does not depend
+        on the drafter); ``rejection`` is classical speculative sampling; or a rule of your own
+        (see speculation.acceptance.AcceptanceRule).
+      proposal: how drafters that give probabilities choose tokens. ``top_k`` takes the likeliest,
+        ``coupled`` ranks them under the target's own sampling noise (not under ``rejection``;
+        same as ``top_k`` at temperature 0), ``sampled`` draws from the drafter (chains under
+        ``rejection`` only). None: the first of those that the rule allows.
+      verify_width: pad every verification, plain decoding's too, to this many nodes and make
+        attention sums independent of slot order, so that in bf16 the text does not depend on the
+        tree either.
+    """
+
+    acceptance: Acceptance | Any = "match"
+    proposal: Proposal | None = None
+    verify_width: int | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        allowed = self._proposals()
+        if self.proposal not in (None, "top_k", "coupled", "sampled"):
+            raise ValueError(f"proposal must be top_k, coupled or sampled, got {self.proposal!r}")
+        if self.proposal is not None and self.proposal not in allowed:
+            kind = "chain" if self.is_chain else "tree"
+            raise ValueError(
+                f"proposal {self.proposal!r} does not go with acceptance {self.acceptance!r} and a "
+                f"{kind}: choose {' or '.join(allowed)}"
+            )
+        if self.verify_width is not None and self.verify_width < self.num_nodes:
+            raise ValueError(
+                f"a tree of {self.num_nodes} nodes does not fit verify_width {self.verify_width}"
+            )
+
+    def _proposals(self) -> tuple[Proposal, ...]:
+        """What the acceptance rule allows, the best first."""
+        if not isinstance(self.acceptance, str):
+            return self.acceptance.proposals(self.is_chain)
+        if self.acceptance == "match":
+            return ("coupled", "top_k")
+        if self.acceptance == "rejection":
+            return ("sampled", "top_k") if self.is_chain else ("top_k",)
+        raise ValueError(
+            f"acceptance must be match, rejection or a rule of your own, got {self.acceptance!r}"
+        )
+
+    @property
+    def resolved_proposal(self) -> Proposal:
+        return self.proposal or self._proposals()[0]
+
+    @property
+    def scratch_slots(self) -> int:
+        return max(super().scratch_slots, self.verify_width or 0)
+
+    def with_shape(self, shape: TreeShape) -> "SpeculationConfig":
+        """The same rules for trees of another shape, within this one.
+
+        Raises ValueError for a shape that is larger than this one, or that the proposal does not go
+        with.
+        """
+        if shape.num_nodes > self.num_nodes or shape.max_depth > self.max_depth:
+            raise ValueError(
+                f"a tree of {shape.num_nodes} nodes and depth {shape.max_depth} is larger than the "
+                f"engine has room for: {self.num_nodes} nodes, depth {self.max_depth}"
+            )
+        if shape.scratch_slots > self.scratch_slots:
+            raise ValueError(
+                f"drafting a tree of top_k {shape.top_k} and depth {shape.max_depth} needs "
+                f"{shape.scratch_slots} slots, the engine has room for {self.scratch_slots}"
+            )
+        proposal = None if shape.is_plain else self.proposal
+        return dataclasses.replace(
+            self,
+            num_nodes=shape.num_nodes,
+            max_depth=shape.max_depth,
+            top_k=shape.top_k,
+            proposal=proposal,
+        )
+
+    @classmethod
+    def chain(cls, num_tokens: int, acceptance: Acceptance | Any = "match") -> "SpeculationConfig":
+        """A chain of ``num_tokens`` drafted tokens; none is plain decoding."""
+        return cls(num_nodes=num_tokens + 1, max_depth=num_tokens, top_k=1, acceptance=acceptance)
 
 
 def default_speculation(platform: str) -> SpeculationConfig:

@@ -5,185 +5,214 @@ traces can be seen in one place.
 """
 
 import dataclasses
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxspec import functional
-from jaxspec.config import CacheConfig
+from jaxspec.cache import pages_for, sequential_page_table
+from jaxspec.config import CacheConfig, TreeShape
 from jaxspec.functional import EngineParams
+from jaxspec.models.decoder import Decoder
 from jaxspec.sampling import make_sampling
-from jaxspec.scheduling.batching import BatchPlan, plan_batch
+from jaxspec.scheduling.batching import BatchPlan, plan_batch, rows_for
 from jaxspec.scheduling.requests import SamplingParams, check_requests
-from jaxspec.sharding import data_size
-from jaxspec.state import EngineState
-
-
-@dataclasses.dataclass(frozen=True)
-class Progress:
-    """What one call of a program added: new tokens of each request, and who is done."""
-
-    new_tokens: list[list[int]]
-    done: list[bool]
-
-
-@dataclasses.dataclass(frozen=True)
-class RequestStatistics:
-    """Rounds of one request; ``accepted[d]`` counts those that accepted at least d tokens."""
-
-    rounds: int
-    drafted: int
-    accepted: tuple[int, ...]
-
-
-@dataclasses.dataclass
-class Timings:
-    """Seconds of the compiled programs alone; ``compile`` is what preparing them took."""
-
-    compile: float = 0.0
-    prefill: float = 0.0
-    decode: float = 0.0
+from jaxspec.speculation.drafters import Drafter
+from jaxspec.state import Emitted, EngineState, Pool
+from pallas_kernels.selection import Kernels
 
 
 class Engine:
-    """Runs batches of token prompts; keeps the compiled programs.
+    """Runs batches of token prompts; keeps the compiled programs, and one pool of cache memory.
 
     Args:
       params: as made by load.
       cache: geometry of the paged cache; ``max_length`` bounds every request.
+      max_rows: most requests that run together; the pool has room for them.
       rounds_per_call: rounds between two looks at the results.
     """
 
     def __init__(
-        self, params: EngineParams, cache: CacheConfig | None = None, rounds_per_call: int = 32
+        self,
+        params: EngineParams,
+        cache: CacheConfig | None = None,
+        *,
+        max_rows: int = 16,
+        rounds_per_call: int = 32,
     ):
+        if max_rows < 1 or rounds_per_call < 1:
+            raise ValueError("max_rows and rounds_per_call must be at least 1")
         self.params = params
         self.cache = CacheConfig() if cache is None else cache
+        self.max_rows = max_rows
         self.rounds_per_call = rounds_per_call
-        self.prefill = jax.jit(functional.prefill, donate_argnums=1)
-        self.decode = jax.jit(functional.decode, donate_argnums=1)
+        choices = ("greedy", "logprobs", "hidden")
+        self.admit = jax.jit(functional.admit, donate_argnums=1)
+        self.prefill = jax.jit(
+            functional.prefill, donate_argnums=1, static_argnames=("width", *choices)
+        )
+        self.decode = jax.jit(
+            functional.decode,
+            donate_argnums=1,
+            static_argnames=("max_rounds", "shape", *choices),
+        )
+        self._pool: Pool | None = None  # while no batch is under way
+        self._owner: object | None = None  # of the pool, while one is
         self._ready: set[tuple[object, ...]] = set()
+        self._seeds = np.random.default_rng()
 
-    def run(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sequence[SamplingParams],
-        rounds_per_call: int | None = None,
-    ) -> "Run":
-        """Start a batch. Raises ValueError for a prompt that is empty or too long for the cache."""
+    @property
+    def kernels(self) -> Kernels:
+        """The operations that run as kernels."""
+        return self.params.kernels
+
+    def plan(
+        self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]
+    ) -> BatchPlan:
+        """A batch of requests; those without a seed get one of their own.
+
+        Raises ValueError for requests that could not run, or more than ``max_rows`` of them.
+        """
         self.check(prompts, sampling)
-        plan = plan_batch(
+        if len(prompts) > self.max_rows:
+            raise ValueError(
+                f"{len(prompts)} requests cannot run together: this engine has {self.max_rows} rows"
+            )
+        seeds = self._seeds.integers(2**32, size=len(prompts))
+        seeded = [
+            params if params.seed is not None else dataclasses.replace(params, seed=int(seed))
+            for params, seed in zip(sampling, seeds, strict=True)
+        ]
+        return plan_batch(
             prompts,
-            sampling,
+            seeded,
             self.cache,
             model_stops=self.params.target.config.stop_token_ids,
             scratch_slots=self.params.speculation.scratch_slots,
-            data_parallel=data_size(self.params.mesh),
+            data_parallel=self.params.data_parallel,
         )
-        return Run(self, plan, rounds_per_call or self.rounds_per_call)
 
     def check(self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]) -> None:
         """Raise ValueError for requests that could not run."""
         vocab_size = self.params.target.config.vocab_size
         check_requests(prompts, sampling, vocab_size, self.cache.max_length)
 
-    def new_state(self, plan: BatchPlan) -> EngineState:
-        """An empty state for a batch."""
-        state = functional.init_state(
-            self.params,
-            plan.batch,
-            plan.length,
-            page_size=self.cache.page_size,
-            sampling=make_sampling(
-                plan.batch,
-                temperature=plan.values("temperature"),
-                top_k=plan.values("top_k", np.int32),
-                top_p=plan.values("top_p"),
-                min_p=plan.values("min_p"),
-                seeds=plan.values("seed", np.uint32),
-            ),
-            max_lens=jnp.asarray(plan.max_lens),
-            stop_token_ids=jnp.asarray(plan.stop_token_ids),
-        )
-        # Committed to its device as the programs' results are: else each would compile twice.
-        return state if self.params.mesh else jax.device_put(state, state.tokens.sharding)
-
     def stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
         own = self.params.target.config.stop_token_ids
         return own if params.stop_token_ids is None else params.stop_token_ids
 
-    def warm_up(self, state: EngineState, tokens: np.ndarray) -> EngineState:
-        """Compile both programs for these shapes by running them on nothing."""
-        key = (jax.tree.structure(state), tokens.shape, state.tokens.shape, state.stop_tokens.shape)
-        if key in self._ready:
+    def begin(self, plan: BatchPlan, owner: object) -> EngineState:
+        """A state that has admitted a batch, with the engine's pool in it.
+
+        Raises RuntimeError while another batch is under way.
+        """
+        if self._owner is not None:
+            raise RuntimeError(
+                "another batch is under way on this engine: iterate it to its end, or call its "
+                "abort(), first"
+            )
+        params, pool = self.params, self._pool or self._new_pool()
+        self._pool, self._owner = None, owner
+        state = functional.init_rows(
+            params, pool, plan.num_rows, plan.length, max_stops=plan.stop_token_ids.shape[1]
+        )
+        # Committed to its device as the programs' results are: else each would compile twice.
+        if params.mesh is None:
+            state = jax.device_put(state, params.target.embed.sharding)
+        prompts, prompt_lens = plan.padded_prompts()
+        max_lens, stops = plan.padded_limits()
+        sampling = make_sampling(
+            plan.num_rows,
+            temperature=plan.values("temperature"),
+            top_k=plan.values("top_k", np.int32),
+            top_p=plan.values("top_p"),
+            min_p=plan.values("min_p"),
+            seeds=plan.values("seed", np.uint32),
+        )
+        return self.admit(
+            params,
+            state,
+            plan.rows,
+            prompts,
+            prompt_lens,
+            sampling=sampling,
+            max_lens=max_lens,
+            stop_token_ids=stops,
+        )
+
+    def end(self, state: EngineState) -> None:
+        """Take the pool back from a batch that is over, or given up."""
+        self._pool, self._owner = state.pool, None
+
+    def _new_pool(self) -> Pool:
+        params, cache = self.params, self.cache
+        shards = params.data_parallel
+        rows = rows_for(self.max_rows, shards)
+        slots = cache.max_length + params.speculation.scratch_slots
+        pages = cache.num_pages or rows * pages_for(slots, cache.page_size)
+        return functional.init_pool(params, pages + shards, cache.page_size, rows)
+
+    def warm_up(
+        self, state: EngineState, plan: BatchPlan, shape: TreeShape | None
+    ) -> EngineState:
+        """Compile the programs of a batch by running them on nothing."""
+        key = (plan.num_rows, plan.length, plan.chunk, state.rows.stop_tokens.shape, shape)
+        if (*key, plan.greedy) in self._ready:
             return state
-        nothing = np.zeros(tokens.shape[0], np.int32)
-        state = self.decode(self.params, self.prefill(self.params, state, tokens, nothing), 0)
-        self._ready.add(key)
+        nothing = np.zeros(plan.num_rows, np.int32)
+        state, _ = self.read_chunk(state, plan, nothing)
+        state, _ = self.run_rounds(state, plan, 0, shape)
+        self._ready.add((*key, plan.greedy))
         return jax.block_until_ready(state)
 
-
-class Run:
-    """One batch under way. Iterate it for Progress; then read ``timings`` and ``statistics``."""
-
-    def __init__(
-        self,
-        engine: Engine,
-        plan: BatchPlan,
-        rounds_per_call: int,
-    ):
-        self.timings = Timings()
-        self._engine = engine
-        self._plan = plan
-        self._rounds_per_call = rounds_per_call
-        self._seen = [len(prompt) for prompt in plan.prompts]
-        self._state = engine.new_state(plan)
-
-    def __iter__(self) -> Iterator[Progress]:
-        engine, state = self._engine, self._state
-        chunks = list(self._plan.prompt_chunks())
-        started = time.perf_counter()
-        state = engine.warm_up(state, chunks[0][0])
-        self.timings.compile = time.perf_counter() - started
-        started = time.perf_counter()
-        for tokens, counts in chunks:
-            state = engine.prefill(engine.params, state, tokens, counts)
-        progress = self._progress(state)
-        self.timings.prefill = time.perf_counter() - started
-        yield progress
-        rounds = 1  # the first call is short, so that the first words show soon
-        while not all(progress.done):
-            started = time.perf_counter()
-            state = engine.decode(engine.params, state, rounds)
-            progress = self._progress(state)
-            self.timings.decode += time.perf_counter() - started
-            rounds = min(2 * rounds, self._rounds_per_call)
-            yield progress
-        self._state = state
-
-    def _progress(self, state: EngineState) -> Progress:
-        tokens, context_lens, active = jax.device_get(
-            (state.tokens, state.context_lens, state.active)
+    def read_chunk(
+        self, state: EngineState, plan: BatchPlan, counts: np.ndarray | None = None
+    ) -> tuple[EngineState, Emitted]:
+        """Read the next chunk of the prompts, at most ``counts`` [num_rows] tokens of each."""
+        if counts is None:
+            counts = np.full(plan.num_rows, plan.chunk, np.int32)
+        return self.prefill(
+            self.params, state, None, counts, width=plan.chunk, greedy=plan.greedy
         )
-        new_tokens = []
-        for row, seen in enumerate(self._seen):
-            end = int(context_lens[row]) + 1
-            new_tokens.append(tokens[row, seen:end].tolist())
-            self._seen[row] = end
-        return Progress(new_tokens, [not active[row] for row in range(len(self._seen))])
 
-    @property
-    def statistics(self) -> list[RequestStatistics]:
-        """Of each request, once the run has ended."""
-        stats = jax.device_get(self._state.stats)
-        return [
-            RequestStatistics(
-                rounds=int(stats.rounds[row]),
-                drafted=int(stats.drafted[row]),
-                accepted=tuple(int(count) for count in stats.accepted[row]),
-            )
-            for row in range(len(self._plan.prompts))
-        ]
+    def run_rounds(
+        self, state: EngineState, plan: BatchPlan, rounds: int, shape: TreeShape | None
+    ) -> tuple[EngineState, Emitted]:
+        """Start up to ``rounds`` rounds, without waiting for them."""
+        return self.decode(
+            self.params,
+            state,
+            np.int32(rounds),
+            max_rounds=self.rounds_per_call,
+            shape=shape,
+            greedy=plan.greedy,
+        )
+
+    def use_target(self, target: Decoder) -> None:
+        """From the next batch on, generate with other weights of the same shapes.
+
+        Nothing is compiled again, and nothing passes through the host where the weights are on the
+        devices. Raises ValueError for weights of other shapes or choices.
+        """
+        self.params = self.params.replace(target=_in_place_of(self.params.target, target))
+
+    def use_drafter(self, drafter: Drafter) -> None:
+        """As use_target, for the drafter."""
+        self.params = self.params.replace(drafter=_in_place_of(self.params.drafter, drafter))
+
+
+def _in_place_of(current: Any, new: Any) -> Any:
+    """``new`` where ``current`` lies, if their structure and shapes are the same."""
+    if _shapes(new) != _shapes(current):
+        raise ValueError(
+            "the weights have other shapes or choices than those in use: make a new engine with "
+            "them instead"
+        )
+    return jax.device_put(new, jax.tree.map(lambda leaf: leaf.sharding, current))
+
+
+def _shapes(tree: Any) -> tuple[Any, list[Any]]:
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, [(leaf.shape, leaf.dtype) for leaf in leaves]

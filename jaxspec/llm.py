@@ -3,18 +3,20 @@
 import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
 
-import jax
 import transformers
 from jax.sharding import Mesh
 
+from jaxspec.batch_run import Run, Timings
 from jaxspec.config import CacheConfig, SpeculationConfig
-from jaxspec.engine import Engine, Run, Timings
+from jaxspec.engine import Engine
 from jaxspec.functional import EngineParams
 from jaxspec.loading import BUILT_IN_MODEL, load
+from jaxspec.models.decoder import Decoder
 from jaxspec.scheduling.requests import SamplingParams
 from jaxspec.speculation.drafters import Drafter
+from jaxspec.state import Ending
 from jaxspec.weights.hub import resolve_directory
 
 Prompt = str | Sequence[int]
@@ -36,7 +38,8 @@ class Completion:
     """A finished request.
 
     Attributes:
-      finish_reason: ``stop`` for a stop token (not part of the text), ``length`` otherwise.
+      finish_reason: ``stop`` for a stop token (not part of the text), ``length``, or ``error``.
+      error: what went wrong; the text before it stands.
       acceptance_length: mean tokens committed a round, bonus included.
       acceptance_by_depth: share of rounds that accepted at least 1, 2, ... drafted tokens.
       timings: of the batch that the request ran in.
@@ -46,6 +49,8 @@ class Completion:
     token_ids: list[int]
     prompt_token_ids: list[int]
     finish_reason: str
+    error: str | None
+    seed: int
     num_rounds: int
     num_drafted: int
     acceptance_length: float
@@ -61,7 +66,7 @@ class LLM:
     >>> print(completion.text)
 
     Args:
-      model, drafter, speculation, dtype, mesh, shard_drafter: see loading.load.
+      model, drafter, speculation, dtype, mesh, shard_drafter, kernels: see loading.load.
       page_size, num_pages: see config.CacheConfig.
       max_length: most tokens of a request, prompt included; by default what the model allows, at
         most 2048.
@@ -80,6 +85,7 @@ class LLM:
         dtype: str | None = None,
         mesh: Mesh | None = None,
         shard_drafter: bool = False,
+        kernels: str = "auto",
         page_size: int = 16,
         max_length: int | None = None,
         num_pages: int | None = None,
@@ -95,11 +101,12 @@ class LLM:
             dtype=dtype,
             mesh=mesh,
             shard_drafter=shard_drafter,
+            kernels=kernels,
         )
         self.tokenizer = load_tokenizer(model)
         length = _max_length(max_length, params.target.config.max_position)
         cache = CacheConfig(page_size, length, num_pages)
-        self.engine = Engine(params, cache, rounds_per_call)
+        self.engine = Engine(params, cache, max_rows=max_batch, rounds_per_call=rounds_per_call)
         self.max_batch = max_batch
 
     @property
@@ -112,11 +119,11 @@ class LLM:
 
         Nothing is compiled again. Raises ValueError for a drafter of other shapes or choices.
         """
-        current = self.params.drafter
-        if _shapes(drafter) != _shapes(current):
-            raise ValueError("the drafter has other shapes or choices: make an LLM with it instead")
-        placed = jax.device_put(drafter, jax.tree.map(lambda leaf: leaf.sharding, current))
-        self.engine.params = dataclasses.replace(self.params, drafter=placed)
+        self.engine.use_drafter(drafter)
+
+    def use_target(self, target: Decoder) -> None:
+        """As use_drafter, for the target."""
+        self.engine.use_target(target)
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams]
@@ -126,12 +133,12 @@ class LLM:
         Raises ValueError for a bad prompt or sampling value.
         """
         completions = []
-        for batch, params, token_ids in self._batches(prompts, sampling):
-            run = self.engine.run(batch, params)
+        for batch, params in self._batches(prompts, sampling):
+            run, token_ids = Run(self.engine, batch, params), [[] for _ in batch]
             for progress in run:
                 for ids, new in zip(token_ids, progress.new_tokens, strict=True):
                     ids.extend(new)
-            completions += self._complete(run, batch, params, token_ids)
+            completions += self._complete(run, token_ids)
         return completions
 
     def stream(
@@ -140,28 +147,38 @@ class LLM:
         sampling: SamplingParams | Sequence[SamplingParams],
         rounds_per_call: int = 4,
     ) -> Iterator[TextChunk | Completion]:
-        """As generate, giving text as it comes: TextChunks, then each batch's Completions."""
-        for batch, params, token_ids in self._batches(prompts, sampling):
-            run = self.engine.run(batch, params, rounds_per_call)
-            shown = ["" for _ in batch]
-            ended = [False for _ in batch]
-            for progress in run:
-                for index, new in enumerate(progress.new_tokens):
-                    if ended[index]:
-                        continue
-                    token_ids[index].extend(new)
-                    done = ended[index] = progress.done[index]
-                    text = self._text(token_ids[index], params[index])
-                    # A character cut in half decodes to U+FFFD: wait for the rest of it.
-                    stable = text if done else text.rstrip("�")
-                    piece, shown[index] = stable[len(shown[index]) :], stable
-                    yield TextChunk(index, piece, new, done)
-            yield from self._complete(run, batch, params, token_ids)
+        """As generate, giving text as it comes: TextChunks, then each batch's Completions.
+
+        A stream that is closed before its end frees the engine at once.
+        """
+        for batch, params in self._batches(prompts, sampling):
+            run = Run(self.engine, batch, params, rounds_per_call)
+            try:
+                yield from self._stream_batch(run)
+            finally:
+                run.abort()
+
+    def _stream_batch(self, run: Run) -> Iterator[TextChunk | Completion]:
+        params = run.plan.sampling
+        token_ids: list[list[int]] = [[] for _ in params]
+        shown, ended = ["" for _ in params], [False for _ in params]
+        for progress in run:
+            for index, new in enumerate(progress.new_tokens):
+                if ended[index]:
+                    continue
+                token_ids[index].extend(new)
+                done = ended[index] = progress.done[index]
+                text = self._text(token_ids[index], params[index])
+                # A character cut in half decodes to U+FFFD: wait for the rest of it.
+                stable = text if done else text.rstrip("\ufffd")
+                piece, shown[index] = stable[len(shown[index]) :], stable
+                yield TextChunk(index, piece, new, done)
+        yield from self._complete(run, token_ids)
 
     def _batches(
         self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams]
-    ) -> Iterator[tuple[list[list[int]], list[SamplingParams], list[list[int]]]]:
-        """Token prompts, their sampling and empty outputs, ``max_batch`` at a time."""
+    ) -> Iterator[tuple[list[list[int]], list[SamplingParams]]]:
+        """Token prompts and their sampling, ``max_batch`` at a time."""
         if isinstance(prompts, str):
             raise ValueError("prompts must be a list of prompts, not one string")
         params = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
@@ -169,7 +186,7 @@ class LLM:
         self.engine.check(tokens, params)
         for start in range(0, len(tokens), self.max_batch):
             batch = tokens[start : start + self.max_batch]
-            yield batch, list(params[start : start + self.max_batch]), [[] for _ in batch]
+            yield batch, list(params[start : start + self.max_batch])
 
     def _tokenize(self, index: int, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):
@@ -183,27 +200,38 @@ class LLM:
         visible = token_ids[:-1] if token_ids and token_ids[-1] in stops else token_ids
         return str(self.tokenizer.decode(visible))
 
-    def _complete(
-        self,
-        run: Run,
-        prompts: list[list[int]],
-        sampling: list[SamplingParams],
-        outputs: list[list[int]],
-    ) -> Iterator[Completion]:
-        rows = zip(prompts, sampling, outputs, run.statistics, strict=True)
-        for prompt, params, token_ids, stats in rows:
+    def _complete(self, run: Run, outputs: list[list[int]]) -> Iterator[Completion]:
+        plan = run.plan
+        rows = zip(
+            plan.prompts, plan.sampling, outputs, run.statistics, run.endings, strict=True
+        )
+        for prompt, params, token_ids, stats, ending in rows:
             rounds = max(stats.rounds, 1)
+            assert params.seed is not None, "a plan gives every request a seed"
             yield Completion(
                 text=self._text(token_ids, params),
                 token_ids=token_ids,
-                prompt_token_ids=prompt,
-                finish_reason="stop" if token_ids[-1] in self.engine.stop_ids(params) else "length",
+                prompt_token_ids=list(prompt),
+                finish_reason=_FINISH_REASONS.get(ending, "error"),
+                error=_ERRORS.get(ending),
+                seed=params.seed,
                 num_rounds=stats.rounds,
                 num_drafted=stats.drafted,
-                acceptance_length=(len(token_ids) - 1) / rounds,
+                acceptance_length=max(len(token_ids) - 1, 0) / rounds,
                 acceptance_by_depth=[count / rounds for count in stats.accepted[1:]],
                 timings=run.timings,
             )
+
+
+_FINISH_REASONS = MappingProxyType({Ending.STOP: "stop", Ending.LENGTH: "length"})
+_ERRORS = MappingProxyType(
+    {
+        Ending.NOT_FINITE: "the model's logits were not finite numbers: its weights are broken, or "
+        "its dtype is too narrow for them",
+        Ending.TOO_LONG: "the prompt and its limit do not fit the cache",
+        Ending.NOT_GREEDY: "a sampled request ran in a program for greedy ones",
+    }
+)
 
 
 def load_tokenizer(model: str | Path) -> transformers.PreTrainedTokenizerBase:
@@ -214,11 +242,6 @@ def load_tokenizer(model: str | Path) -> transformers.PreTrainedTokenizerBase:
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{directory} holds no tokenizer that loads: {reason}") from error
-
-
-def _shapes(drafter: Drafter) -> tuple[Any, list[Any]]:
-    leaves, structure = jax.tree.flatten(drafter)
-    return structure, [(leaf.shape, leaf.dtype) for leaf in leaves]
 
 
 def _max_length(wanted: int | None, limit: int) -> int:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxspec.config import ModelConfig, SpeculationConfig, default_speculation
+from jaxspec.config import PLAIN, ModelConfig, SpeculationConfig, default_speculation
 from jaxspec.functional import EngineParams
 from jaxspec.models.hf_config import load_model_config
 from jaxspec.speculation.drafters import (
@@ -20,6 +20,7 @@ from jaxspec.speculation.drafters import (
 from jaxspec.weights.eagle import load_eagle_head
 from jaxspec.weights.hub import resolve_directory
 from jaxspec.weights.safetensors_io import load_decoder, scan
+from pallas_kernels.selection import Kernels
 
 BUILT_IN_MODEL = Path(__file__).parent / "assets" / "python-lm"
 BUILT_IN_HEAD = Path(__file__).parent / "assets" / "python-lm-eagle3"
@@ -33,6 +34,7 @@ def load(
     dtype: str | None = None,
     mesh: Mesh | None = None,
     shard_drafter: bool = False,
+    kernels: str = "auto",
 ) -> EngineParams:
     """Load a target and its drafter.
 
@@ -45,20 +47,26 @@ def load(
       dtype: ``float32`` or ``bfloat16``; by default float32 on CPU and bfloat16 elsewhere.
       mesh: as made by sharding.make_mesh; None for the default device.
       shard_drafter: split the drafter's weights over the mesh too, instead of repeating them.
+      kernels: operations that run as kernels: ``auto`` (all on a Hopper GPU, none elsewhere),
+        ``all``, ``none``, or a comma list of names.
 
     Raises ValueError, naming the culprit, for anything that cannot be found, read or combined.
     """
     speculation = speculation or default_speculation(jax.default_backend())
+    chosen = Kernels.parse(kernels, mesh.devices.flat[0] if mesh is not None else None)
     resolved = resolve_dtype(dtype)
     drafter, directory = choose_drafter(model, drafter), resolve_directory(model)
     config = load_model_config(directory)
     config.check_tree_depth(speculation.max_depth)
+    if drafter == "none":
+        speculation = speculation.with_shape(PLAIN)
     return EngineParams(
         drafter=_load_drafter(
             drafter, directory, config, speculation, resolved, mesh, shard_drafter
         ),
         target=load_decoder(directory, config, resolved, mesh),
         speculation=speculation,
+        kernels=chosen,
         mesh=mesh,
     )
 
@@ -92,17 +100,15 @@ def _load_drafter(
     if drafter == "none":
         return NoDrafter()
     if drafter == "ngram":
-        return NGramDrafter(speculation=speculation)
+        return NGramDrafter()
     directory = resolve_directory(drafter)
     if "fc.weight" in scan(directory):  # an EAGLE head's own; no language model has it
-        head = load_eagle_head(directory, target, dtype, mesh, sharded)
-        feature_size = target.hidden_size * len(head.capture)
-        return EagleDrafter(head=head, feature_size=feature_size, speculation=speculation)
+        return EagleDrafter(head=load_eagle_head(directory, target, dtype, mesh, sharded))
     config = load_model_config(directory)
     _check_same_tokenizer(directory, config, model_directory, target)
     config.check_tree_depth(speculation.max_depth)
     model = load_decoder(directory, config, dtype, mesh, sharded=sharded)
-    return DraftModelDrafter(model=model, speculation=speculation)
+    return DraftModelDrafter(model=model)
 
 
 def _check_same_tokenizer(

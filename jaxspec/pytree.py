@@ -1,9 +1,15 @@
-"""Frozen dataclasses that are jax pytrees, with each array's logical axes declared beside it."""
+"""Frozen pytrees: flax.struct dataclasses with each array's logical axes declared beside it."""
 
 import dataclasses
-from typing import Any, dataclass_transform
+from typing import Any, Protocol, dataclass_transform
 
-import jax
+from flax import struct
+
+
+class Tree(Protocol):
+    """What ``pytree`` adds to a class."""
+
+    def replace(self, **changes: Any) -> Any: ...
 
 
 def array(*axes: str) -> Any:
@@ -13,16 +19,16 @@ def array(*axes: str) -> Any:
 
 def static(**options: Any) -> Any:
     """Declare a hashable field that is part of the tree's structure, not a leaf."""
-    return dataclasses.field(metadata={"static": True}, **options)
+    return struct.field(pytree_node=False, **options)
+
+
+def is_static(field: dataclasses.Field[Any]) -> bool:
+    return not field.metadata.get("pytree_node", True)
 
 
 @dataclass_transform(
     frozen_default=True, kw_only_default=True, field_specifiers=(array, static, dataclasses.field)
 )
 def pytree[T](cls: type[T]) -> type[T]:
-    """Class decorator: a frozen, keyword-only dataclass registered as a pytree."""
-    cls = dataclasses.dataclass(frozen=True, kw_only=True, eq=False)(cls)
-    fields = dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
-    meta = [f.name for f in fields if f.metadata.get("static")]
-    data = [f.name for f in fields if not f.metadata.get("static")]
-    return jax.tree_util.register_dataclass(cls, data_fields=data, meta_fields=meta)
+    """Class decorator: a frozen, keyword-only flax.struct dataclass, compared by identity."""
+    return struct.dataclass(cls, kw_only=True, eq=False)

@@ -6,6 +6,7 @@ an exact sample of softmax(processed_logits) by the Gumbel-max trick. The noise 
 """
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -15,24 +16,24 @@ from jax.typing import ArrayLike
 
 from jaxspec import collectives
 from jaxspec.noise import Stream, gumbel
-from jaxspec.pytree import array, pytree, static
+from jaxspec.pytree import array, pytree
+from jaxspec.sharding import WHOLE, Layout
 
 
 @pytree
 class Sampling:
-    """Sampling parameters of each request, [B] each.
-
-    ``greedy`` and ``rules`` are static facts about the whole batch (all temperatures are 0; which
-    of top_k, top_p and min_p some request uses) that leave unneeded work out of the program.
-    """
+    """Sampling parameters of each row, [B] each. All of them are data: no value compiles anew."""
 
     temperature: Array = array("batch")  # float32; 0 takes the likeliest token
     top_k: Array = array("batch")  # int32; 0 keeps all
     top_p: Array = array("batch")  # float32; 1 keeps all
     min_p: Array = array("batch")  # float32; 0 keeps all
     seeds: Array = array("batch")  # uint32
-    greedy: bool = static()
-    rules: frozenset[str] = static()
+
+    @property
+    def drawn(self) -> Array:
+        """Rows that sample: bool [B]."""
+        return self.temperature > 0
 
 
 def make_sampling(
@@ -44,75 +45,96 @@ def make_sampling(
     min_p: ArrayLike = 0.0,
     seeds: ArrayLike = 0,
 ) -> Sampling:
-    """Sampling of ``batch`` requests from scalars or [B] arrays; ``seeds`` may be traced.
+    """Sampling of ``batch`` rows from scalars or [B] arrays; all but shapes may be traced.
 
-    A scalar seed serves every request as it is, so equal prompts give equal texts.
+    A scalar seed gives row ``i`` the seed ``seeds + i``, so equal prompts give different samples;
+    give an array of equal seeds for equal ones.
 
-    Raises ValueError for a value out of range.
+    Raises ValueError for a value out of range, where values are known.
     """
-    temperatures = _concrete(temperature, batch, np.float32)
-    ks = _concrete(top_k, batch, np.int32)
-    top_ps, min_ps = _concrete(top_p, batch, np.float32), _concrete(min_p, batch, np.float32)
-    _check_range("temperature", temperatures, temperatures >= 0, "at least 0")
-    _check_range("top_k", ks, ks >= 0, "at least 0 (0 keeps all tokens)")
-    _check_range("top_p", top_ps, (top_ps > 0) & (top_ps <= 1), "in (0, 1]")
-    _check_range("min_p", min_ps, (min_ps >= 0) & (min_ps <= 1), "in [0, 1]")
-    used = {"top_k": ks > 0, "top_p": top_ps < 1, "min_p": min_ps > 0}
-    return Sampling(
-        temperature=jnp.asarray(temperatures),
-        top_k=jnp.asarray(ks),
-        top_p=jnp.asarray(top_ps),
-        min_p=jnp.asarray(min_ps),
-        seeds=jnp.broadcast_to(jnp.asarray(seeds).astype(jnp.uint32), (batch,)),
-        greedy=bool((temperatures == 0).all()),
-        rules=frozenset(rule for rule, rows in used.items() if rows.any()),
+    own = np.arange(batch, dtype=np.uint32) if np.ndim(seeds) == 0 else np.uint32(0)
+    sampling = Sampling(
+        temperature=_rows(temperature, batch, jnp.float32),
+        top_k=_rows(top_k, batch, jnp.int32),
+        top_p=_rows(top_p, batch, jnp.float32),
+        min_p=_rows(min_p, batch, jnp.float32),
+        seeds=_rows(seeds, batch, jnp.uint32) + own,
     )
+    _check_range("temperature", temperature, lambda x: x >= 0, "at least 0")
+    _check_range("top_k", top_k, lambda x: x >= 0, "at least 0 (0 keeps all tokens)")
+    _check_range("top_p", top_p, lambda x: (x > 0) & (x <= 1), "in (0, 1]")
+    _check_range("min_p", min_p, lambda x: (x >= 0) & (x <= 1), "in [0, 1]")
+    return sampling
 
 
-def _concrete(value: ArrayLike, batch: int, dtype: type) -> np.ndarray:
-    return np.broadcast_to(np.asarray(value, dtype), (batch,))
+def _rows(value: ArrayLike, batch: int, dtype: type) -> Array:
+    return jnp.broadcast_to(jnp.asarray(value).astype(dtype), (batch,))
 
 
-def _check_range(name: str, values: np.ndarray, ok: np.ndarray, rule: str) -> None:
-    if not ok.all():
-        raise ValueError(f"{name} must be {rule}, got {values[~ok][0]}")
+def _check_range(name: str, value: ArrayLike, is_ok: Callable, rule: str) -> None:
+    if isinstance(value, jax.core.Tracer):
+        return
+    values = np.atleast_1d(np.asarray(value))
+    wrong = values[~is_ok(values)]
+    if wrong.size:
+        raise ValueError(f"{name} must be {rule}, got {wrong[0]}")
 
 
-def process_logits(logits: Array, sampling: Sampling, axis: str | None = None) -> Array:
+def process_logits(
+    logits: Array, sampling: Sampling, layout: Layout = WHOLE, *, greedy: bool = False
+) -> Array:
     """Divide by temperature, then hide what top-k, top-p and min-p drop, in that order.
+
+    What no row asks for is skipped when the program runs.
 
     Args:
       logits: [B, N, V / shards] float32.
-      axis: mesh axis the vocabulary is sharded over, or None.
+      greedy: no row samples; the logits are kept.
 
     Returns the same shape; hidden entries are -inf. Rows of temperature 0 keep their logits.
     """
-    if sampling.greedy:
+    if greedy:
         return logits
-    temperature = jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)
-    logits = logits / temperature[:, None, None]
-    if not sampling.rules:
-        return logits
-    drawn = (sampling.temperature > 0)[:, None, None]
-    return jnp.where(drawn, _truncate(logits, sampling, axis), logits)
+    temperature = jnp.where(sampling.drawn, sampling.temperature, 1.0)
+    scaled = logits / temperature[:, None, None]
+    keys, least = _ordered_keys(scaled), _least_keys(scaled, sampling, layout)
+    return jnp.where(keys >= least[..., None], scaled, -jnp.inf)
 
 
-def _truncate(logits: Array, sampling: Sampling, axis: str | None) -> Array:
-    """Each rule is a threshold on the logit, found by bisection: no sort, and it shards."""
-    keys, kept = _ordered_keys(logits), jnp.ones(logits.shape, bool)
-    if "top_k" in sampling.rules:
-        vocab = logits.shape[-1] * (1 if axis is None else jax.lax.axis_size(axis))
-        k = jnp.where(sampling.top_k > 0, sampling.top_k, vocab).astype(jnp.float32)
-        kept = keys >= _threshold(keys, jnp.ones_like(logits), k[:, None], axis)[..., None]
-    # The likeliest token has weight 1.
-    weights = jnp.exp(logits - collectives.maximum(logits, axis)[..., None])
-    weights = jnp.where(kept, weights, 0.0)
-    if "top_p" in sampling.rules:
-        mass = sampling.top_p[:, None] * collectives.total(weights, axis)
-        nucleus = keys >= _threshold(keys, weights, mass, axis)[..., None]
-        kept &= nucleus | (sampling.top_p == 1)[:, None, None]
-    kept &= weights >= sampling.min_p[:, None, None]
-    return jnp.where(kept, logits, -jnp.inf)
+def _least_keys(scaled: Array, sampling: Sampling, layout: Layout) -> Array:
+    """Key of the smallest logit that top-k, top-p and min-p keep, 0 where they keep all:
+    uint32 [B, N]."""
+    nothing = jnp.zeros(scaled.shape[:-1], jnp.uint32)
+    k = jnp.where(sampling.drawn, sampling.top_k, 0)
+    top_p = jnp.where(sampling.drawn, sampling.top_p, 1.0)
+    min_p = jnp.where(sampling.drawn, sampling.min_p, 0.0)
+
+    def of_top_k(scaled: Array) -> Array:
+        keys = _ordered_keys(scaled)
+        wanted = jnp.where(k > 0, k, jnp.iinfo(jnp.int32).max).astype(jnp.float32)
+        return _threshold(keys, jnp.ones_like(scaled), wanted[:, None], layout)
+
+    def of_mass(scaled: Array) -> Array:
+        # The likeliest token has weight 1.
+        keys = _ordered_keys(scaled)
+        weights = jnp.exp(scaled - collectives.maximum(scaled, layout)[..., None])
+        weights = jnp.where(keys >= least[..., None], weights, 0.0)
+        mass = top_p[:, None] * collectives.total(weights, layout)
+        nucleus = _threshold(keys, weights, mass, layout)
+        nucleus = jnp.where((top_p == 1)[:, None], 0, nucleus)
+        likely = weights >= min_p[:, None, None]
+        lowest = _lowest_key(jnp.where(likely, keys, jnp.uint32(0xFFFFFFFF)), layout)
+        return jnp.maximum(nucleus, jnp.where((min_p > 0)[:, None], lowest, 0))
+
+    least = jax.lax.cond(jnp.any(k > 0), of_top_k, lambda _: nothing, scaled)
+    of_weights = jnp.any((top_p < 1) | (min_p > 0))
+    return jnp.maximum(least, jax.lax.cond(of_weights, of_mass, lambda _: nothing, scaled))
+
+
+def _lowest_key(keys: Array, layout: Layout) -> Array:
+    """The least of keys [B, N, V / shards]: uint32 [B, N]."""
+    local = jnp.min(keys, axis=-1)
+    return jax.lax.pmin(local, layout.vocab) if layout.vocab else local
 
 
 def _ordered_keys(x: Array) -> Array:
@@ -122,7 +144,7 @@ def _ordered_keys(x: Array) -> Array:
     return jnp.where(negative, ~bits, bits | jnp.uint32(1 << 31))
 
 
-def _threshold(keys: Array, weights: Array, wanted: Array, axis: str | None) -> Array:
+def _threshold(keys: Array, weights: Array, wanted: Array, layout: Layout) -> Array:
     """The largest key such that entries at or above it weigh at least ``wanted``; 0 if none.
 
     keys and weights [B, N, V / shards], wanted [B, 1] or [B, N] -> uint32 [B, N].
@@ -135,13 +157,13 @@ def _threshold(keys: Array, weights: Array, wanted: Array, axis: str | None) -> 
         keys,
         weights,
         wanted,
-        cpu=functools.partial(_search_digits, digit_bits=1, axis=axis),
-        default=functools.partial(_search_digits, digit_bits=4, axis=axis),
+        cpu=functools.partial(_search_digits, digit_bits=1, layout=layout),
+        default=functools.partial(_search_digits, digit_bits=4, layout=layout),
     )
 
 
 def _search_digits(
-    keys: Array, weights: Array, wanted: Array, *, digit_bits: int, axis: str | None
+    keys: Array, weights: Array, wanted: Array, *, digit_bits: int, layout: Layout
 ) -> Array:
     """_threshold, from the key's highest digit to its lowest."""
     digits = jnp.arange(1, 1 << digit_bits, dtype=jnp.uint32)
@@ -150,7 +172,7 @@ def _search_digits(
         shift = jnp.uint32(32 - digit_bits) - jnp.uint32(digit_bits) * jnp.uint32(step)
         candidates = found[..., None] | digits << shift  # [B, N, digits]
         above = jnp.where(keys[:, :, None] >= candidates[..., None], weights[:, :, None], 0.0)
-        enough = collectives.total(above, axis) >= wanted[..., None]
+        enough = collectives.total(above, layout) >= wanted[..., None]
         # The smaller a candidate the more lies above it: the digit is how many suffice.
         return found | jnp.sum(enough, axis=-1, dtype=jnp.uint32) << shift
 
@@ -168,22 +190,24 @@ def perturb(
     positions: Array,
     token_ids: Array,
     stream: Stream = Stream.TARGET,
+    *,
+    greedy: bool = False,
 ) -> Array:
     """Processed logits [B, N, V / shards] plus the noise of ``positions`` [B, N] or [B, 1], where
     temperature is not 0; their argmax is the sampled token. ``token_ids`` [V / shards]."""
-    if sampling.greedy:
+    if greedy:
         return logits
     noise = gumbel(sampling.seeds, stream, positions, token_ids)
-    return jnp.where((sampling.temperature > 0)[:, None, None], logits + noise, logits)
+    return jnp.where(sampling.drawn[:, None, None], logits + noise, logits)
 
 
-def probabilities(logits: Array, sampling: Sampling, axis: str | None = None) -> Array:
+def probabilities(logits: Array, sampling: Sampling, layout: Layout = WHOLE) -> Array:
     """softmax of processed logits [B, N, V / shards]; one-hot where temperature is 0."""
-    soft = jnp.exp(collectives.log_softmax(logits, axis))
-    best = collectives.one_hot(collectives.argmax(logits, axis), logits.shape[-1], axis)
-    return jnp.where((sampling.temperature > 0)[:, None, None], soft, best.astype(soft.dtype))
+    soft = jnp.exp(collectives.log_softmax(logits, layout))
+    best = collectives.one_hot(collectives.argmax(logits, layout), logits.shape[-1], layout)
+    return jnp.where(sampling.drawn[:, None, None], soft, best.astype(soft.dtype))
 
 
-def vocab_ids(size: int, axis: str | None) -> Array:
+def vocab_ids(size: int, layout: Layout) -> Array:
     """Global token ids of this shard's ``size`` logits: int32 [size]."""
-    return jnp.arange(size, dtype=jnp.int32) + collectives.shard_offset(size, axis)
+    return jnp.arange(size, dtype=jnp.int32) + collectives.shard_offset(size, layout.vocab)

@@ -1,6 +1,8 @@
-"""Logical axis names -> mesh axes, in one table, and the partition specs that follow from it."""
+"""What is split over which mesh axes: named once, in a Layout, and partition specs from it."""
 
 import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -8,18 +10,70 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxspec.pytree import is_static
+
+Axes = tuple[str, ...]  # mesh axes, the outermost first; () is whole
+
 DATA_AXIS = "data"
 MODEL_AXIS = "model"
 
-# Column-parallel weights are sharded on kv_heads or ff of their output, row-parallel ones on
-# heads or ff of their input; every logical axis not named here is replicated.
-DATA_PARALLEL = {"batch": DATA_AXIS, "pages": DATA_AXIS}
-TENSOR_PARALLEL = DATA_PARALLEL | {
-    "vocab": MODEL_AXIS,
-    "kv_heads": MODEL_AXIS,
-    "heads": MODEL_AXIS,
-    "ff": MODEL_AXIS,
-}
+# Logical axes of arrays -> the field of Layout that says how they are split. Column-parallel
+# weights are split over kv_heads or ff of their outputs, row-parallel ones over heads or ff of
+# their inputs. A logical axis that is not named here is whole everywhere.
+LOGICAL_AXES: Mapping[str, str] = MappingProxyType(
+    {
+        "batch": "batch",
+        "pages": "batch",
+        "vocab": "vocab",
+        "heads": "heads",
+        "kv_heads": "heads",
+        "ff": "ff",
+        "experts": "experts",
+    }
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The mesh axes that each kind of dimension is split over.
+
+    Attributes:
+      batch: rows of the engine's state, and the pages of their pool.
+      vocab: the vocabulary of embeddings and logits.
+      heads: query and KV heads.
+      ff: hidden units of MLPs.
+      experts, sequence, stages: experts of an MLP, positions of a sequence, layers of a model.
+        Nothing computes with these split yet: anything but () raises ValueError.
+    """
+
+    batch: Axes = ()
+    vocab: Axes = ()
+    heads: Axes = ()
+    ff: Axes = ()
+    experts: Axes = ()
+    sequence: Axes = ()
+    stages: Axes = ()
+
+    def __post_init__(self):
+        for name in ("experts", "sequence", "stages"):
+            if getattr(self, name):
+                raise ValueError(
+                    f"a layout that splits {name} is not supported yet: split heads, ff, vocab "
+                    "and batch"
+                )
+
+    def axes(self, logical: str) -> Axes:
+        """Mesh axes of an array's logical axis."""
+        field = LOGICAL_AXES.get(logical)
+        return () if field is None else getattr(self, field)
+
+    def spec(self, logical: tuple[str, ...]) -> P:
+        """The partition spec of an array by its logical axes."""
+        entries = [self.axes(name) for name in logical]
+        return P(*(axes[0] if len(axes) == 1 else axes or None for axes in entries))
+
+
+WHOLE = Layout()
 
 
 def make_mesh(tensor_parallel: int = 1, data_parallel: int = 1) -> Mesh:
@@ -40,52 +94,68 @@ def make_mesh(tensor_parallel: int = 1, data_parallel: int = 1) -> Mesh:
     return Mesh(grid, (DATA_AXIS, MODEL_AXIS))
 
 
+def mesh_layout(mesh: Mesh | None, *, split_model: bool = True) -> Layout:
+    """The layout of a model on a mesh of make_mesh; axes of one device split nothing.
+
+    ``split_model`` False: every device of the model axis holds the whole model.
+    """
+    if mesh is None:
+        return WHOLE
+    batch = (DATA_AXIS,) if mesh.shape[DATA_AXIS] > 1 else ()
+    model = (MODEL_AXIS,) if split_model and mesh.shape[MODEL_AXIS] > 1 else ()
+    return Layout(batch=batch, vocab=model, heads=model, ff=model)
+
+
+def axes_size(mesh: Mesh | None, axes: Axes) -> int:
+    """Devices along some axes of a mesh."""
+    sizes = dict(mesh.shape) if mesh is not None else {}
+    return int(np.prod([sizes[name] for name in axes], dtype=int))
+
+
 def model_size(mesh: Mesh | None) -> int:
     return 1 if mesh is None else mesh.shape[MODEL_AXIS]
 
 
-def data_size(mesh: Mesh | None) -> int:
-    return 1 if mesh is None else mesh.shape[DATA_AXIS]
+def partition_specs(tree: Any, layout: Layout = WHOLE) -> Any:
+    """The tree with every array replaced by its PartitionSpec under ``layout``.
 
-
-def partition_specs(tree: Any, rules: dict[str, str] = TENSOR_PARALLEL) -> Any:
-    """The tree with every array replaced by its PartitionSpec under ``rules``.
-
-    Arrays outside a field that declares axes (see pytree.array) are replicated. A pytree that has
-    a ``partition_rules`` attribute chooses the rules of its own subtree.
+    An array's logical axes are declared with its field (see pytree.array), or given by the method
+    ``logical_axes`` of its pytree; other arrays are whole. A pytree that has a ``layout`` of its
+    own is split by that one.
     """
     if tree is None:
         return None
     if isinstance(tree, tuple):
-        return tuple(partition_specs(item, rules) for item in tree)
+        return tuple(partition_specs(item, layout) for item in tree)
     if not dataclasses.is_dataclass(tree) or isinstance(tree, type):
         return P()
-    rules = getattr(tree, "partition_rules", None) or rules
+    layout = getattr(tree, "layout", layout)
+    own_axes = tree.logical_axes() if hasattr(tree, "logical_axes") else {}
     specs = {}
     for field in dataclasses.fields(tree):
-        value = getattr(tree, field.name)
-        if field.metadata.get("static"):
+        if is_static(field):
             continue
-        axes = field.metadata.get("axes")
+        value = getattr(tree, field.name)
+        axes = own_axes.get(field.name, field.metadata.get("axes"))
         if axes is None or value is None:
-            specs[field.name] = partition_specs(value, rules)
+            specs[field.name] = partition_specs(value, layout)
         else:
-            specs[field.name] = P(*(rules.get(axis) for axis in axes))
+            specs[field.name] = layout.spec(axes)
     return dataclasses.replace(tree, **specs)
 
 
-def named_shardings(mesh: Mesh, tree: Any, rules: dict[str, str] = TENSOR_PARALLEL) -> Any:
+def named_shardings(mesh: Mesh, tree: Any, layout: Layout = WHOLE) -> Any:
     """As partition_specs, with each spec bound to ``mesh``.
 
-    Specs are written as jax writes those of a program's results (no axes of one device, no None at
-    the end), so that a state just made and one that comes back share a compiled program.
+    Specs are written as jax writes those of a program's results (no None at the end), so that a
+    state just made and one that comes back share a compiled program.
     """
 
     def bind(spec: P) -> NamedSharding:
-        names = [name if name and mesh.shape[name] > 1 else None for name in spec]
+        names = list(spec)
         while names and names[-1] is None:
             names.pop()
         return NamedSharding(mesh, P(*names))
 
-    specs = partition_specs(tree, rules)
+    specs = partition_specs(tree, layout)
     return jax.tree.map(bind, specs, is_leaf=lambda leaf: isinstance(leaf, P))

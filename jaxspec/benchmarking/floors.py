@@ -7,9 +7,9 @@ from typing import Any
 import jax
 
 from jaxspec.functional import EngineParams
-from jaxspec.models.decoder import Decoder, Layer
-from jaxspec.models.eagle import EagleHead
-from jaxspec.sharding import data_size
+from jaxspec.models.decoder import Decoder
+from jaxspec.models.heads import DraftHead
+from jaxspec.models.layer import Layer
 from jaxspec.speculation.drafters import EagleDrafter
 
 
@@ -35,15 +35,15 @@ def floor_bytes(params: EngineParams, batch: int, context: float) -> FloorBytes:
     counts only where it is the LM head too.
     """
     target, drafter = params.target, params.drafter
-    rows = batch // data_size(params.mesh)
+    rows = batch // params.data_parallel
     weights = local_bytes(target)
     if target.lm_head is not None:
         weights -= local_bytes(target.embed)
     kv = rows * _kv_bytes(target, context)
     if not isinstance(drafter, EagleDrafter):
         return FloorBytes(weights, kv, 0, 0)
-    head, passes = drafter.head, drafter.max_depth
-    once = local_bytes((head.fc, head.fc_bias))
+    head, passes = drafter.head, params.speculation.max_depth
+    once = local_bytes(head.front.fc)
     each = local_bytes(head) - once - local_bytes((head.embed, head.token_ids))
     return FloorBytes(
         weights, kv, once + passes * each, round(passes * rows * _kv_bytes(head, context))
@@ -58,17 +58,17 @@ def local_bytes(tree: Any) -> int:
     )
 
 
-def _kv_bytes(model: Decoder | EagleHead, context: float) -> int:
+def _kv_bytes(model: Decoder | DraftHead, context: float) -> int:
     """Keys and values that one query pass reads of one sequence."""
-    config = model.config
     return round(
         sum(
-            min(context, window or math.inf) * _slot_bytes(layer, config.head_dim)
-            for layer, window in zip(model.layers, config.sliding_windows, strict=True)
+            min(context, layer.mixer.config.window or math.inf) * _slot_bytes(layer)
+            for layer in model.layers
         )
     )
 
 
-def _slot_bytes(layer: Layer, head_dim: int) -> int:
-    kv_heads = layer.qkv.sharding.shard_shape(layer.qkv.shape)[1]
-    return 2 * kv_heads * head_dim * layer.qkv.dtype.itemsize
+def _slot_bytes(layer: Layer) -> int:
+    weight = layer.mixer.qkv.weight
+    kv_heads = weight.sharding.shard_shape(weight.shape)[1]
+    return 2 * kv_heads * layer.mixer.config.head_dim * weight.dtype.itemsize

@@ -8,8 +8,10 @@ from jax.sharding import Mesh
 from jaxspec.config import SpeculationConfig
 from jaxspec.functional import EngineParams
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.eagle import EagleHead
+from jaxspec.models.heads import DraftHead
+from jaxspec.speculation.acceptance import Synthetic
 from jaxspec.speculation.drafters import EagleDrafter, NoDrafter
+from pallas_kernels.selection import Kernels
 
 CHAIN_LENGTHS = ((3, 3.0), (5, 3.5))  # drafted tokens -> acceptance length when none is given
 TREE_LENGTH = 4.0
@@ -68,25 +70,20 @@ def _mode(shape: str, num_nodes: int, depth: int, top_k: int, length: float | No
         num_nodes=num_nodes,
         max_depth=depth,
         top_k=top_k,
-        acceptance="synthetic",
-        synthetic_length=length,
+        acceptance=Synthetic(length),
     )
     return Mode(f"{shape}@{length:g}", speculation, length)
 
 
 def make_params(
-    mode: Mode, target: Decoder, head: EagleHead | None, mesh: Mesh | None
+    mode: Mode, target: Decoder, head: DraftHead | None, mesh: Mesh | None, kernels: Kernels
 ) -> EngineParams:
     """The engine's parameters for a mode; all but plain decoding need a draft head."""
-    drafter, speculation = NoDrafter(), mode.speculation
-    if speculation is not None:
+    drafter, speculation = NoDrafter(), SpeculationConfig.chain(0)
+    if mode.speculation is not None:
         if head is None:
             raise ValueError(f"mode {mode.name} needs a draft head")
-        size = target.config.hidden_size * len(head.capture)
-        drafter = EagleDrafter(head=head, feature_size=size, speculation=speculation)
+        drafter, speculation = EagleDrafter(head=head), mode.speculation
     return EngineParams(
-        target=target,
-        drafter=drafter,
-        speculation=speculation or SpeculationConfig.chain(1),
-        mesh=mesh,
+        target=target, drafter=drafter, speculation=speculation, kernels=kernels, mesh=mesh
     )

@@ -4,7 +4,6 @@ Every array has random values of its own. Zeros, or one array used twice, would 
 merge work and the GPU save power, and so flatter the timings.
 """
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -17,8 +16,9 @@ from jax.sharding import PartitionSpec as P
 from jaxspec.benchmarking.shapes import EAGLE3_VOCAB_SIZE, eagle3_config
 from jaxspec.config import ModelConfig
 from jaxspec.models.decoder import Decoder, decoder_shapes
-from jaxspec.models.eagle import EagleHead, head_shapes
-from jaxspec.sharding import MODEL_AXIS, model_size, named_shardings
+from jaxspec.models.heads import DraftHead, head_shapes
+from jaxspec.models.shapes import weight_name
+from jaxspec.sharding import mesh_layout, model_size, named_shardings
 
 # Standard deviation of the draft head's logits. Trained heads are sure of most tokens, so their
 # trees grow deep; a flat distribution would spend the node budget on the first two levels.
@@ -28,12 +28,13 @@ DRAFT_LOGIT_SCALE = 8.0
 def random_decoder(config: ModelConfig, dtype: jnp.dtype, mesh: Mesh | None, seed: int) -> Decoder:
     """A model of random weights, sharded over the mesh's model axis where that has devices."""
     shapes = decoder_shapes(config, dtype, model_size(mesh))
-    return _random_tree(_sharded(shapes, mesh), mesh, jax.random.key(seed, impl="rbg"))
+    shapes = shapes.replace(layout=mesh_layout(mesh))
+    return _random_tree(shapes, mesh, jax.random.key(seed, impl="rbg"))
 
 
 def random_eagle3_head(
     target: ModelConfig, dtype: jnp.dtype, mesh: Mesh | None, seed: int
-) -> EagleHead:
+) -> DraftHead:
     """An EAGLE-3 head of random weights, sharded as its target is."""
     vocab = min(EAGLE3_VOCAB_SIZE, target.vocab_size)
     shapes = head_shapes(
@@ -44,20 +45,16 @@ def random_eagle3_head(
         draft_vocab_size=vocab,
         tensor_parallel=model_size(mesh),
     )
-    weights = dataclasses.replace(_sharded(shapes, mesh), token_ids=None)
+    weights = shapes.replace(layout=mesh_layout(mesh), token_ids=None)
     weights_key, ids_key = jax.random.split(jax.random.key(seed, impl="rbg"))
     head = _random_tree(weights, mesh, weights_key)
     ids = jnp.sort(jax.random.permutation(ids_key, target.vocab_size)[:vocab]).astype(jnp.int32)
     if mesh is not None:
         ids = jax.device_put(ids, NamedSharding(mesh, P()))
-    return dataclasses.replace(head, token_ids=ids)
+    return head.replace(token_ids=ids)
 
 
-def _sharded[T: Decoder | EagleHead](shapes: T, mesh: Mesh | None) -> T:
-    return dataclasses.replace(shapes, axis=MODEL_AXIS) if model_size(mesh) > 1 else shapes
-
-
-def _random_tree[T: Decoder | EagleHead](shapes: T, mesh: Mesh | None, key: Array) -> T:
+def _random_tree[T: Decoder | DraftHead](shapes: T, mesh: Mesh | None, key: Array) -> T:
     """The tree of ShapeDtypeStructs with an array of random values for each."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(shapes)
     shardings = [None] * len(leaves)
@@ -65,7 +62,7 @@ def _random_tree[T: Decoder | EagleHead](shapes: T, mesh: Mesh | None, key: Arra
         shardings = jax.tree.leaves(named_shardings(mesh, shapes))
     arrays = []
     for index, ((path, leaf), sharding) in enumerate(zip(leaves, shardings, strict=True)):
-        center, spread = _distribution(path[-1].name, leaf.shape, isinstance(shapes, EagleHead))
+        center, spread = _distribution(weight_name(path), leaf.shape, isinstance(shapes, DraftHead))
         generate = _generator(leaf.shape, leaf.dtype, center, spread, sharding)
         arrays.append(generate(jax.random.fold_in(key, index)))
     return jax.tree.unflatten(structure, arrays)
@@ -73,7 +70,7 @@ def _random_tree[T: Decoder | EagleHead](shapes: T, mesh: Mesh | None, key: Arra
 
 def _distribution(name: str, shape: tuple[int, ...], is_draft: bool) -> tuple[float, float]:
     """Mean and standard deviation that keep activations and logits in a model's usual range."""
-    if name.endswith("norm"):
+    if "norm" in name:
         return 1.0, 0.1
     fan_in = shape[1] if name == "embed" else shape[0]
     scale = DRAFT_LOGIT_SCALE if is_draft and name == "lm_head" else 1.0

@@ -5,18 +5,14 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from jaxspec.config import Llama3RopeScaling, ModelConfig
+from jaxspec.config import Llama3RopeScaling, ModelConfig, dense_model
 
 EAGLE3_VOCAB_SIZE = 32_000  # of the published EAGLE-3 heads
 
 
-def _model(num_layers: int, **values: Any) -> ModelConfig:
-    return ModelConfig(num_layers=num_layers, sliding_windows=(None,) * num_layers, **values)
-
-
 def _llama3(num_layers: int, rope_factor: float, **values: Any) -> ModelConfig:
-    return _model(
-        num_layers,
+    return dense_model(
+        num_layers=num_layers,
         vocab_size=128_256,
         num_kv_heads=8,
         rms_norm_eps=1e-5,
@@ -44,8 +40,8 @@ SHAPES: Mapping[str, ModelConfig] = MappingProxyType(
             head_dim=64,
             tie_word_embeddings=True,
         ),
-        "qwen3-8b": _model(
-            36,
+        "qwen3-8b": dense_model(
+            num_layers=36,
             vocab_size=151_936,
             hidden_size=4096,
             intermediate_size=12_288,
@@ -57,8 +53,8 @@ SHAPES: Mapping[str, ModelConfig] = MappingProxyType(
             max_position=40_960,
             qk_norm=True,
         ),
-        "qwen2.5-7b": _model(
-            28,
+        "qwen2.5-7b": dense_model(
+            num_layers=28,
             vocab_size=152_064,
             hidden_size=3584,
             intermediate_size=18_944,
@@ -70,8 +66,8 @@ SHAPES: Mapping[str, ModelConfig] = MappingProxyType(
             max_position=32_768,
             qkv_bias=True,
         ),
-        "mistral-7b": _model(  # v0.3, which has no sliding window
-            32,
+        "mistral-7b": dense_model(  # v0.3, which has no sliding window
+            num_layers=32,
             vocab_size=32_768,
             hidden_size=4096,
             intermediate_size=14_336,
@@ -82,8 +78,8 @@ SHAPES: Mapping[str, ModelConfig] = MappingProxyType(
             rope_theta=1_000_000.0,
             max_position=32_768,
         ),
-        "tiny": _model(  # nobody's: for smoke runs on a CPU
-            4,
+        "tiny": dense_model(  # nobody's: for smoke runs on a CPU
+            num_layers=4,
             vocab_size=1000,
             hidden_size=64,
             intermediate_size=128,
@@ -100,12 +96,13 @@ SHAPES: Mapping[str, ModelConfig] = MappingProxyType(
 
 def eagle3_config(target: ModelConfig) -> ModelConfig:
     """An EAGLE-3 head as wide as its target: one Llama layer of the target's sizes."""
+    layer = target.layers[0]
+    rope = dataclasses.replace(layer.mixer.rope, scaling=None)
+    attention = dataclasses.replace(
+        layer.mixer, rope=rope, window=None, qkv_bias=False, qk_norm=False
+    )
     return dataclasses.replace(
         target,
-        num_layers=1,
-        sliding_windows=(None,),
+        layers=(dataclasses.replace(layer, mixer=attention),),
         tie_word_embeddings=False,
-        rope_scaling=None,
-        qkv_bias=False,
-        qk_norm=False,
     )

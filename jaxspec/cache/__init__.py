@@ -1,18 +1,21 @@
-"""Paged KV memory as a pytree."""
+"""What layers keep: the operations on it, and the paged KV cache."""
 
-from jaxspec.cache.paged import (
-    LayerCache,
-    compact,
-    init_layers,
-    page_slots,
-    pages_for,
-    sequential_page_table,
+from jaxspec.cache.layer_state import (
+    CommittedPath,
+    Geometry,
+    LayerState,
+    LayerStates,
+    ModelState,
 )
+from jaxspec.cache.paged import PagedKV, page_slots, pages_for, sequential_page_table
 
 __all__ = [
-    "LayerCache",
-    "compact",
-    "init_layers",
+    "CommittedPath",
+    "Geometry",
+    "LayerState",
+    "LayerStates",
+    "ModelState",
+    "PagedKV",
     "page_slots",
     "pages_for",
     "sequential_page_table",

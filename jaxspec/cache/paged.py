@@ -1,25 +1,85 @@
 """The paged KV cache: pages of each layer, and where a sequence's positions lie in them.
 
 A slot is ``page * page_size + offset``. Page 0 is the null page: padding is written there and
-nothing reads it. Slots are just positions in the sequence's own pages, so tree nodes live right
-past the committed context and acceptance moves a few rows down.
+nothing that is read from it reaches a result. Slots are just positions in the sequence's own pages,
+so tree nodes live right past the committed context and acceptance moves a few rows down.
 """
 
+from collections.abc import Sequence
+from typing import Self
+
+import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.sharding import Mesh
 
+from jaxspec.cache.layer_state import CommittedPath, Geometry
 from jaxspec.pytree import array, pytree
-from jaxspec.sharding import DATA_PARALLEL, TENSOR_PARALLEL, named_shardings
+from jaxspec.sharding import Layout, named_shardings
 from pallas_kernels.kv_compact import kv_compact
+from pallas_kernels.selection import Kernels
 
 
 @pytree
-class LayerCache:
-    """Keys and values of one layer, [P, G, K, D] each: a KV head's page is one contiguous tile."""
+class PagedKV:
+    """Keys and values of one layer, [P, G, K, D] each: a KV head's page is one contiguous tile.
+
+    The LayerState of attention.
+    """
 
     k: Array = array("pages", "kv_heads", "slot", "head_dim")
     v: Array = array("pages", "kv_heads", "slot", "head_dim")
+
+    @classmethod
+    def create(
+        cls, geometry: Geometry, kv_heads: int, head_dim: int, dtype: jnp.dtype, layout: Layout
+    ) -> Self:
+        """Empty pages, created in place on the mesh when there is one."""
+        shape = (geometry.num_pages, kv_heads, geometry.page_size, head_dim)
+        sharding = None
+        if geometry.mesh is not None:
+            probe = cls(k=jnp.zeros(()), v=jnp.zeros(()))
+            sharding = named_shardings(geometry.mesh, probe, layout).k
+        k, v = (jnp.zeros(shape, dtype, device=sharding) for _ in range(2))
+        return cls(k=k, v=v)
+
+    @property
+    def page_size(self) -> int:
+        return self.k.shape[2]
+
+    @classmethod
+    @jax.named_scope("compact")
+    def commit(
+        cls, states: Sequence[Self], committed: CommittedPath, kernels: Kernels
+    ) -> Sequence[Self]:
+        """Move the keys and values of accepted nodes down to the sequence's next slots."""
+        if committed.is_chain:
+            return states
+        path, page_size = committed.path, states[0].page_size
+        depth = jnp.arange(path.shape[1])
+        moved = (depth < committed.counts[:, None]) & (path != depth)
+        context = committed.context_lens[:, None]
+        source, destination = (
+            page_slots(committed.page_table, context + offset, moved, page_size)
+            for offset in (path, jnp.broadcast_to(depth, path.shape))
+        )
+        return move(states, source, destination, kernels)
+
+    def reset(self, rows: Array) -> Self:
+        """As it is: a row that starts anew reads only what it has written."""
+        return self
+
+
+def move[T: PagedKV](
+    states: Sequence[T], source: Array, destination: Array, kernels: Kernels
+) -> Sequence[T]:
+    """Move the rows at slots ``source`` [B, A] to slots ``destination`` [B, A], in every layer.
+
+    All rows are read before any is written, so the two may overlap.
+    """
+    pages = [one for state in states for one in (state.k, state.v)]
+    moved = kv_compact(pages, source, destination, kernels.implementation("kv_compact"))
+    pairs = zip(states, moved[::2], moved[1::2], strict=True)
+    return [state.replace(k=k, v=v) for state, k, v in pairs]
 
 
 def pages_for(num_slots: int, page_size: int) -> int:
@@ -27,44 +87,15 @@ def pages_for(num_slots: int, page_size: int) -> int:
     return -(-num_slots // page_size)
 
 
-def init_layers(
-    num_layers: int,
-    num_pages: int,
-    kv_heads: int,
-    page_size: int,
-    head_dim: int,
-    dtype: jnp.dtype,
-    mesh: Mesh | None = None,
-    *,
-    sharded_heads: bool = True,
-) -> tuple[LayerCache, ...]:
-    """Empty caches of ``num_layers`` layers, created in place on ``mesh`` when one is given.
+def sequential_page_table(num_rows: int, pages_per_row: int, data_parallel: int = 1) -> Array:
+    """A table that gives each row its own run of pages: int32 [R, M].
 
-    ``num_pages`` counts the null page(s) too. With ``sharded_heads`` False every device of the
-    model axis holds all KV heads.
-    """
-    shape = (num_pages, kv_heads, page_size, head_dim)
-    sharding = None
-    if mesh is not None:
-        rules = TENSOR_PARALLEL if sharded_heads else DATA_PARALLEL
-        probe = LayerCache(k=jnp.zeros(()), v=jnp.zeros(()))
-        sharding = named_shardings(mesh, probe, rules).k
-
-    def zeros() -> Array:
-        return jnp.zeros(shape, dtype, device=sharding)
-
-    return tuple(LayerCache(k=zeros(), v=zeros()) for _ in range(num_layers))
-
-
-def sequential_page_table(batch: int, pages_per_sequence: int, data_parallel: int = 1) -> Array:
-    """A table that gives each sequence its own run of pages: int32 [B, M].
-
-    Under data parallelism each shard of the batch counts pages of its own pool, from its own null
+    Under data parallelism each shard of the rows counts pages of its own pool, from its own null
     page on.
     """
-    row = jnp.arange(batch, dtype=jnp.int32) % (batch // data_parallel)
-    page = jnp.arange(pages_per_sequence, dtype=jnp.int32)
-    return 1 + row[:, None] * pages_per_sequence + page
+    row = jnp.arange(num_rows, dtype=jnp.int32) % (num_rows // data_parallel)
+    page = jnp.arange(pages_per_row, dtype=jnp.int32)
+    return 1 + row[:, None] * pages_per_row + page
 
 
 def page_slots(page_table: Array, positions: Array, valid: Array, page_size: int) -> Array:
@@ -76,15 +107,3 @@ def page_slots(page_table: Array, positions: Array, valid: Array, page_size: int
     fits = valid & (positions >= 0) & (index < page_table.shape[1])
     page = jnp.take_along_axis(page_table, jnp.where(fits, index, 0), axis=1)
     return jnp.where(fits, page * page_size + positions % page_size, 0)
-
-
-def compact(
-    layers: tuple[LayerCache, ...], source: Array, destination: Array
-) -> tuple[LayerCache, ...]:
-    """Move the rows at slots ``source`` [B, A] to slots ``destination`` [B, A], in every layer.
-
-    All rows are read before any is written, so the two may overlap.
-    """
-    pages = [one for layer in layers for one in (layer.k, layer.v)]
-    moved = kv_compact(pages, source, destination)
-    return tuple(LayerCache(k=k, v=v) for k, v in zip(moved[::2], moved[1::2], strict=True))

@@ -7,10 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxspec.cache import LayerCache
-from jaxspec.models.layers import Heads
+from jaxspec.cache import PagedKV
+from jaxspec.models.forward import Heads
 from pallas_kernels.paged_attention import paged_attention
-from pallas_kernels.rope_kv_write import rope_kv_write
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,32 +21,24 @@ class PagedAttend:
       context_lens: [B] committed slots.
       slots: [B, T] where the tokens' own keys and values go (0: the null page).
       positions: [B, T] the tokens' positions in slots, for sliding windows.
+      kv_lens: [B] slots from here on hold nothing.
       ancestors: [B, T, words] tree mask past the context, or None for causal.
-      first_slot, num_nodes, order_invariant: see paged_attention.
+      first_slot, order_invariant: see paged_attention.
     """
 
     page_table: Array
     context_lens: Array
     slots: Array
     positions: Array
+    kv_lens: Array
     ancestors: Array | None = None
     first_slot: int = 0
-    num_nodes: int | None = None
     order_invariant: bool = False
 
     def __call__(
-        self, cache: LayerCache, heads: Heads, window: int | None
-    ) -> tuple[Array, LayerCache]:
-        q, k_pages, v_pages = rope_kv_write(
-            heads.parts,
-            heads.rope,
-            heads.q_norm,
-            heads.k_norm,
-            cache.k,
-            cache.v,
-            self.slots,
-            eps=heads.eps,
-        )
+        self, state: PagedKV, heads: Heads, window: int | None
+    ) -> tuple[Array, PagedKV]:
+        q, k_pages, v_pages = heads.written(state.k, state.v, self.slots)
         out = paged_attention(
             q,
             k_pages,
@@ -56,19 +47,20 @@ class PagedAttend:
             self.context_lens,
             self.positions,
             self.ancestors,
+            kv_lens=self.kv_lens,
             window=window,
             first_slot=self.first_slot,
-            num_nodes=self.num_nodes,
             order_invariant=self.order_invariant,
+            implementation=heads.kernels.implementation("paged_attention"),
         )
-        return out, LayerCache(k=k_pages, v=v_pages)
+        return out, state.replace(k=k_pages, v=v_pages)
 
 
 def dense_causal_attend(
-    cache: None, heads: Heads, window: int | None, implementation: Literal["xla", "cudnn"] = "xla"
+    state: None, heads: Heads, window: int | None, implementation: Literal["xla", "cudnn"] = "xla"
 ) -> tuple[Array, None]:
     """An Attend over the T tokens themselves, without a cache."""
-    return dense_causal_attention(*heads.rotated(), window, implementation), cache
+    return dense_causal_attention(*heads.rotated(), window, implementation), state
 
 
 def dense_causal_attention(
@@ -83,7 +75,8 @@ def dense_causal_attention(
     ``cudnn`` is a flash kernel for bfloat16 on NVIDIA GPUs: it never writes the [T, T] scores.
     """
     local = None if window is None else (window - 1, 0)
-    out = jax.nn.dot_product_attention(
-        q, k, v, is_causal=True, local_window_size=local, implementation=implementation
-    )
+    with jax.default_matmul_precision("highest" if q.dtype == jnp.float32 else None):
+        out = jax.nn.dot_product_attention(
+            q, k, v, is_causal=True, local_window_size=local, implementation=implementation
+        )
     return jnp.asarray(out)

@@ -14,9 +14,16 @@ from typing import Any
 import transformers  # its config classes are loaded at first use: with torch installed they need it
 from huggingface_hub.errors import StrictDataclassError
 
-from jaxspec.config import Llama3RopeScaling, ModelConfig
+from jaxspec.config import (
+    AttentionConfig,
+    DenseConfig,
+    LayerConfig,
+    Llama3RopeScaling,
+    ModelConfig,
+    dense_model,
+)
 from jaxspec.models import hf_keys
-from jaxspec.models.eagle import EagleMethod, check_capture, default_capture
+from jaxspec.models.heads import EagleMethod, check_capture, default_capture
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +82,7 @@ def parse_model_config(
     hf = _normalize(raw)
     rope_theta, rope_scaling = _rope(hf.rope_parameters)
     attention_bias = bool(getattr(hf, "attention_bias", False))
-    return ModelConfig(
+    return dense_model(
         vocab_size=hf.vocab_size,
         hidden_size=hf.hidden_size,
         intermediate_size=hf.intermediate_size,
@@ -175,23 +182,23 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
 
     Raises ValueError if none of the supported families has this combination of features.
     """
-    stop, scaling = list(config.stop_token_ids), config.rope_scaling
-    model_type = _family_of(config)
+    stop, (attention, mlp) = list(config.stop_token_ids), _alike(config)
+    scaling, model_type = attention.rope.scaling, _family_of(config)
     hf: dict[str, Any] = {
         "architectures": [hf_keys.FAMILIES[model_type].architecture],
         "model_type": model_type,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
+        "intermediate_size": mlp.intermediate_size,
         "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
+        "num_attention_heads": attention.num_heads,
+        "num_key_value_heads": attention.num_kv_heads,
+        "head_dim": attention.head_dim,
         "hidden_act": "silu",
         "rms_norm_eps": config.rms_norm_eps,
         "max_position_embeddings": config.max_position,
         "tie_word_embeddings": config.tie_word_embeddings,
-        "rope_theta": config.rope_theta,
+        "rope_theta": attention.rope.theta,
         "rope_scaling": None,
         "bos_token_id": None,
         "eos_token_id": stop[0] if len(stop) == 1 else stop or None,
@@ -213,19 +220,37 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
     return hf
 
 
+def _alike(config: ModelConfig) -> tuple[AttentionConfig, DenseConfig]:
+    """What all layers have in common, windows apart.
+
+    Raises ValueError for layers that differ in more: no supported family has such.
+    """
+    kinds = {
+        (dataclasses.replace(layer.mixer, window=None), layer.mlp) for layer in config.layers
+    }
+    if len(kinds) != 1:
+        raise ValueError("no supported Hugging Face family has layers that differ so")
+    return kinds.pop()
+
+
+def _windows(config: ModelConfig) -> list[int | None]:
+    return [layer.mixer.window for layer in config.layers]
+
+
 def _family_of(config: ModelConfig) -> str:
-    if config.qk_norm:
+    attention, _ = _alike(config)
+    if attention.qk_norm:
         return "qwen3"
-    if config.qkv_bias and not config.o_bias:
+    if attention.qkv_bias and not attention.o_bias:
         return "qwen2"
-    return "mistral" if any(config.sliding_windows) else "llama"
+    return "mistral" if any(_windows(config)) else "llama"
 
 
 def _family_fields(config: ModelConfig, model_type: str) -> dict[str, Any]:
-    windows = config.sliding_windows
+    windows, (attention, mlp) = _windows(config), _alike(config)
     window = next((size for size in windows if size), None)
     if model_type == "llama":
-        return {"attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias}
+        return {"attention_bias": attention.qkv_bias, "mlp_bias": mlp.bias}
     if model_type == "mistral":
         return {"sliding_window": window}
     fields = {
@@ -233,7 +258,12 @@ def _family_fields(config: ModelConfig, model_type: str) -> dict[str, Any]:
         "sliding_window": window,
         "layer_types": ["sliding_attention" if size else "full_attention" for size in windows],
     }
-    return fields if model_type == "qwen2" else fields | {"attention_bias": config.qkv_bias}
+    return fields if model_type == "qwen2" else fields | {"attention_bias": attention.qkv_bias}
+
+
+def with_qkv_bias(layer: LayerConfig, bias: bool) -> LayerConfig:
+    """The layer with or without a bias on queries, keys and values."""
+    return dataclasses.replace(layer, mixer=dataclasses.replace(layer.mixer, qkv_bias=bias))
 
 
 def eagle_head_config(
@@ -260,7 +290,8 @@ def eagle_head_config(
     check_keys(extra, hf_keys.HEAD_KEYS, hf_keys.HEAD_FIXED_VALUES, "config.json of the draft head")
     model = _head_model(raw)
     if "qkv_bias" in extra:
-        model = dataclasses.replace(model, qkv_bias=bool(extra["qkv_bias"]))
+        bias = bool(extra["qkv_bias"])
+        model = model.map_layers(lambda layer: with_qkv_bias(layer, bias))
     config = EagleHeadConfig(
         model=model,
         method=method,
@@ -310,7 +341,6 @@ def _captured_layers(
 
 
 def _check_fit(head: EagleHeadConfig, extra: Mapping[str, Any], target: ModelConfig) -> None:
-    captured = len(head.capture) * target.hidden_size
     checks = (
         ("vocab_size", head.model.vocab_size, target.vocab_size),
         ("target_hidden_size", extra.get("target_hidden_size"), target.hidden_size),
@@ -325,11 +355,6 @@ def _check_fit(head: EagleHeadConfig, extra: Mapping[str, Any], target: ModelCon
         raise ValueError(
             f"the draft head does not fit the target: its hidden_size is {head.model.hidden_size}, "
             f"the target's is {target.hidden_size}"
-        )
-    if head.method == "eagle3" and head.model.hidden_size == captured:
-        raise ValueError(
-            f"an EAGLE-3 head must read more than {captured} features: with as many as its "
-            "hidden_size they cannot be told from its own outputs"
         )
     width = head.draft_vocab_size
     if width is not None and not 0 < width <= target.vocab_size:

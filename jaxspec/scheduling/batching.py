@@ -1,11 +1,11 @@
 """A batch of requests as arrays of bucketed shapes.
 
-Batch, length and prompt chunk are rounded up to powers of two, so that similar batches share one
+Rows, length and prompt chunk are rounded up to powers of two, so that similar batches share one
 compiled program.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -15,38 +15,65 @@ from jaxspec.scheduling.requests import SamplingParams
 SMALLEST_LENGTH = 256
 SMALLEST_CHUNK = 16
 LARGEST_CHUNK = 512
+MOST_STOPS = 4  # stop tokens that every program has room for
 
 
 @dataclasses.dataclass(frozen=True)
 class BatchPlan:
-    """A batch and its padding rows, which repeat the last request and are given no tokens.
+    """A batch and its padding rows, which stay empty.
 
-    ``max_lens`` [B] counts prompt and generated tokens, ``stop_token_ids`` [B, E] is padded with
-    -1, and no sequence is longer than ``length``.
+    Attributes:
+      num_rows: rows of the batch, padding included.
+      length: no sequence is longer.
+      chunk: prompt tokens read in a call.
+      max_lens: [requests] most tokens of each, prompt included.
+      stop_token_ids: [requests, E], padded with -1.
     """
 
     prompts: tuple[tuple[int, ...], ...]
     sampling: tuple[SamplingParams, ...]
-    batch: int
+    num_rows: int
     length: int
     chunk: int
     max_lens: np.ndarray
     stop_token_ids: np.ndarray
 
-    def values(self, name: str, dtype: type = np.float32) -> np.ndarray:
-        """A sampling parameter of every row: [B]."""
-        return _padded([getattr(params, name) for params in self.sampling], self.batch, dtype)
+    @property
+    def greedy(self) -> bool:
+        """Whether no request samples."""
+        return all(params.temperature == 0 for params in self.sampling)
 
-    def prompt_chunks(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """The prompts piece by piece: tokens [B, T] and how many of them are real [B], int32."""
-        lengths = np.zeros(self.batch, np.int32)
-        lengths[: len(self.prompts)] = [len(prompt) for prompt in self.prompts]
-        for start in range(0, int(lengths.max()), self.chunk):
-            tokens = np.zeros((self.batch, self.chunk), np.int32)
-            for row, prompt in enumerate(self.prompts):
-                piece = prompt[start : start + self.chunk]
-                tokens[row, : len(piece)] = piece
-            yield tokens, np.clip(lengths - start, 0, self.chunk).astype(np.int32)
+    @property
+    def num_chunks(self) -> int:
+        """Calls that read the longest prompt."""
+        return -(-max(map(len, self.prompts)) // self.chunk)
+
+    @property
+    def rows(self) -> np.ndarray:
+        """Rows of the requests, and past them ``num_rows``, which is none: int32 [num_rows]."""
+        rows = np.arange(self.num_rows, dtype=np.int32)
+        return np.where(rows < len(self.prompts), rows, self.num_rows)
+
+    def values(self, name: str, dtype: type = np.float32) -> np.ndarray:
+        """A sampling parameter of every row: [num_rows]."""
+        return self._padded(np.array([getattr(p, name) for p in self.sampling], dtype))
+
+    def padded_prompts(self) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens [num_rows, length] and how many of them are real [num_rows], int32."""
+        tokens = np.zeros((self.num_rows, self.length), np.int32)
+        for row, prompt in enumerate(self.prompts):
+            tokens[row, : len(prompt)] = prompt
+        lengths = np.array([len(prompt) for prompt in self.prompts], np.int32)
+        return tokens, self._padded(lengths)
+
+    def padded_limits(self) -> tuple[np.ndarray, np.ndarray]:
+        """``max_lens`` [num_rows] and ``stop_token_ids`` [num_rows, E]."""
+        return self._padded(self.max_lens), self._padded(self.stop_token_ids)
+
+    def _padded(self, values: np.ndarray) -> np.ndarray:
+        """The values with the last one repeated up to ``num_rows``."""
+        missing = self.num_rows - len(values)
+        return np.concatenate([values, np.repeat(values[-1:], missing, axis=0)])
 
 
 def plan_batch(
@@ -63,11 +90,11 @@ def plan_batch(
     Args:
       model_stops: stop tokens of requests that name none.
       scratch_slots: slots that a draft tree needs past a sequence's end.
-      data_parallel: the batch becomes a multiple of it.
+      data_parallel: the rows become a multiple of it.
 
     Raises ValueError if the batch and its trees need more pages than the cache has.
     """
-    batch = data_parallel * _power_of_two(-(-len(prompts) // data_parallel))
+    num_rows = rows_for(len(prompts), data_parallel)
     limits = [
         min(len(prompt) + params.max_tokens, cache.max_length)
         for prompt, params in zip(prompts, sampling, strict=True)
@@ -75,36 +102,34 @@ def plan_batch(
     length = min(max(_power_of_two(max(limits)), SMALLEST_LENGTH), cache.max_length)
     longest = max(len(prompt) for prompt in prompts)
     chunk = min(max(_power_of_two(longest), SMALLEST_CHUNK), LARGEST_CHUNK, cache.max_length)
-    _check_pages(batch, length, scratch_slots, cache)
+    _check_pages(num_rows, length, scratch_slots, cache)
     stops = [model_stops if p.stop_token_ids is None else p.stop_token_ids for p in sampling]
-    width = max(1, *(len(ids) for ids in stops))
-    rows = [[*ids, *[-1] * (width - len(ids))] for ids in stops]
+    width = max(MOST_STOPS, *(_power_of_two(len(ids)) for ids in stops))
     return BatchPlan(
         prompts=tuple(map(tuple, prompts)),
         sampling=tuple(sampling),
-        batch=batch,
+        num_rows=num_rows,
         length=length,
         chunk=chunk,
-        max_lens=_padded(limits, batch, np.int32),
-        stop_token_ids=_padded(rows, batch, np.int32),
+        max_lens=np.array(limits, np.int32),
+        stop_token_ids=np.array([[*ids, *[-1] * (width - len(ids))] for ids in stops], np.int32),
     )
 
 
-def _check_pages(batch: int, length: int, scratch_slots: int, cache: CacheConfig) -> None:
+def rows_for(requests: int, data_parallel: int) -> int:
+    """Rows that a number of requests run in."""
+    return data_parallel * _power_of_two(-(-requests // data_parallel))
+
+
+def _check_pages(num_rows: int, length: int, scratch_slots: int, cache: CacheConfig) -> None:
     pages = -(-(length + scratch_slots) // cache.page_size)
-    if cache.num_pages is not None and batch * pages > cache.num_pages:
+    if cache.num_pages is not None and num_rows * pages > cache.num_pages:
         raise ValueError(
-            f"{batch} sequences of {length} tokens and a tree of {scratch_slots} slots need "
-            f"{batch * pages} pages of {cache.page_size}, the budget is {cache.num_pages}: shrink "
-            "the tree, the length or the batch, or raise num_pages"
+            f"{num_rows} sequences of {length} tokens and a tree of {scratch_slots} slots need "
+            f"{num_rows * pages} pages of {cache.page_size}, the budget is {cache.num_pages}: "
+            "shrink the tree, the length or the batch, or raise num_pages"
         )
 
 
 def _power_of_two(number: int) -> int:
     return 1 << max(0, number - 1).bit_length()
-
-
-def _padded(values: Sequence[object], batch: int, dtype: type) -> np.ndarray:
-    """The values as an array of ``batch`` rows, the last one repeated."""
-    array = np.asarray(values, dtype)
-    return np.concatenate([array, np.repeat(array[-1:], batch - len(array), axis=0)])

@@ -12,7 +12,8 @@ class SamplingParams:
       temperature: 0 always takes the likeliest token.
       top_k, top_p, min_p: keep the k likeliest tokens (0: all), the smallest set of mass top_p,
         those at least min_p times as likely as the likeliest; applied in this order.
-      seed: equal seeds and prompts give equal texts, in any batch and with any drafter.
+      seed: equal seeds and prompts give equal texts, in any batch and with any drafter. None: the
+        engine gives each request a seed of its own.
       max_tokens: most tokens to generate.
       stop_token_ids: tokens that end the text; None takes the model's own.
     """
@@ -21,7 +22,7 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
-    seed: int = 0
+    seed: int | None = None
     max_tokens: int = 128
     stop_token_ids: tuple[int, ...] | None = None
 
@@ -36,13 +37,15 @@ class SamplingParams:
             raise ValueError(f"min_p must be in [0, 1], got {self.min_p}")
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
-        if not 0 <= self.seed < 2**32:
+        if self.seed is not None and not 0 <= self.seed < 2**32:
             raise ValueError(f"seed must be in [0, 2**32), got {self.seed}")
 
 
 def with_own_seeds(sampling: SamplingParams, count: int) -> list[SamplingParams]:
-    """``count`` requests that sample alike but for their seeds: ``sampling.seed + i``."""
-    return [dataclasses.replace(sampling, seed=sampling.seed + index) for index in range(count)]
+    """``count`` requests that sample alike but for their seeds: ``sampling.seed + i``, from 0 on
+    where it has none."""
+    first = sampling.seed or 0
+    return [dataclasses.replace(sampling, seed=first + index) for index in range(count)]
 
 
 def check_requests(

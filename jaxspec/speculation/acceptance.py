@@ -1,19 +1,27 @@
 """Which drafted nodes are committed, and what follows them.
 
-``match`` samples the target at every node and follows the child that holds the sampled token: the
-text is a function of weights, prompt and seed alone. ``rejection`` is speculative sampling
+``Match`` samples the target at every node and follows the child that holds the sampled token: the
+text is a function of weights, prompt and seed alone. ``Rejection`` is speculative sampling
 (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318), extended to trees by trying
-siblings in order (SpecInfer, arXiv 2305.09781). Both sample exactly from the target.
+siblings in order (SpecInfer, arXiv 2305.09781). Both sample exactly from the target. A rule of your
+own is a class like these, given as SpeculationConfig(acceptance=...).
 """
+
+import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from jaxspec import collectives
+from jaxspec.config import Proposal
 from jaxspec.noise import Stream, uniform
 from jaxspec.pytree import array, pytree
 from jaxspec.sampling import Sampling, perturb, probabilities, vocab_ids
+from jaxspec.sharding import Layout
 from jaxspec.speculation.tree import DraftTree, unpack_mask
 
 
@@ -31,22 +39,61 @@ class Accepted:
     tokens: Array = array("batch", "depth")  # int32 [B, A]
 
 
-def accept_match(
-    tree: DraftTree, logits: Array, sampling: Sampling, context_lens: Array, axis: str | None
-) -> Accepted:
-    """Follow the target's own samples.
+@dataclasses.dataclass(frozen=True)
+class Verified:
+    """What a rule decides on, for B rows.
 
-    Args:
-      logits: [B, N, V / shards] processed target logits at every node.
+    Attributes:
+      tree: the drafted tree.
+      logits: [B, N, V / shards] the target's at every node, processed by the rows' sampling.
+      sampling: the rows'.
       context_lens: [B]; node i predicts the token at position context_lens + depth + 1.
+      layout: of the logits' vocabulary.
+      greedy: no row samples.
     """
-    positions = context_lens[:, None] + tree.depth + 1
-    ids = vocab_ids(logits.shape[-1], axis)
-    sampled = collectives.argmax(perturb(logits, sampling, positions, ids), axis)  # [B, N]
-    wanted = jnp.take_along_axis(sampled, jnp.maximum(tree.parents, 0), axis=1)
-    matches = (tree.tokens == wanted) & (tree.parents >= 0)
-    path, depth = _deepest_path(tree, matches.at[:, 0].set(True))
-    return Accepted(path=path, depth=depth, tokens=jnp.take_along_axis(sampled, path, axis=1))
+
+    tree: DraftTree
+    logits: Array
+    sampling: Sampling
+    context_lens: Array
+    layout: Layout
+    greedy: bool = False
+
+
+class AcceptanceRule(Protocol):
+    """A frozen, hashable object (it is part of what is compiled)."""
+
+    def proposals(self, is_chain: bool) -> tuple[Proposal, ...]:
+        """Ways of choosing draft tokens that the rule is sound for; the first is the default."""
+        ...
+
+    def accept(self, verified: Verified) -> Accepted:
+        """The path to commit."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Match:
+    """Follow the target's own samples."""
+
+    def proposals(self, is_chain: bool) -> tuple[Proposal, ...]:
+        return ("coupled", "top_k")
+
+    def accept(self, verified: Verified) -> Accepted:
+        tree, sampled = verified.tree, target_samples(verified)
+        wanted = jnp.take_along_axis(sampled, jnp.maximum(tree.parents, 0), axis=1)
+        matches = (tree.tokens == wanted) & (tree.parents >= 0)
+        path, depth = _deepest_path(tree, matches.at[:, 0].set(True))
+        return Accepted(path=path, depth=depth, tokens=jnp.take_along_axis(sampled, path, axis=1))
+
+
+def target_samples(verified: Verified) -> Array:
+    """The token that the target samples after each node: int32 [B, N]."""
+    logits, layout = verified.logits, verified.layout
+    positions = verified.context_lens[:, None] + verified.tree.depth + 1
+    ids = vocab_ids(logits.shape[-1], layout)
+    noisy = perturb(logits, verified.sampling, positions, ids, greedy=verified.greedy)
+    return collectives.argmax(noisy, layout)
 
 
 def _deepest_path(tree: DraftTree, matches: Array) -> tuple[Array, Array]:
@@ -69,78 +116,94 @@ def path_to(tree: DraftTree, leaf: Array) -> tuple[Array, Array]:
     return path, jnp.take_along_axis(tree.depth, leaf[:, None], axis=1)[:, 0]
 
 
-def accept_rejection(
-    tree: DraftTree, logits: Array, sampling: Sampling, context_lens: Array, axis: str | None
-) -> Accepted:
+@dataclasses.dataclass(frozen=True)
+class Rejection:
     """Walk down from the root, trying each node's children in order.
 
     With drawn tokens (``tree.probs``; a chain) a child x is accepted with min(1, p(x) / q(x)) and a
     refusal leaves norm(max(0, p - q)). Deterministic children are the case q = one-hot: accepted
-    with p(x), and a refusal removes x from p. Arguments as in accept_match.
+    with p(x), and a refusal removes x from p.
     """
-    target = probabilities(logits, sampling, axis)  # [B, N, V / shards]
-    batch, size, vocab = target.shape
-    positions = context_lens[:, None] + tree.depth  # of each node's own token
-    trials = uniform(sampling.seeds, Stream.ACCEPT, positions, jnp.arange(size)[:, None])[
-        ..., 0
-    ]  # [B, N]
 
-    def try_node(node: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        current, p = carry  # [B], [B, V / shards]
-        token = tree.tokens[:, node]
-        tried = tree.parents[:, node] == current
-        if tree.probs is None:
-            q = collectives.one_hot(token, vocab, axis).astype(p.dtype)
-        else:
-            q = tree.probs[:, node]
-        q_token = collectives.take(q, token, axis)
-        accepted = tried & (trials[:, node] * q_token < collectives.take(p, token, axis))
-        p = jnp.where((tried & ~accepted)[:, None], _residual(p, q, axis), p)
-        p = jnp.where(accepted[:, None], target[:, node], p)
-        return jnp.where(accepted, node, current), p
+    def proposals(self, is_chain: bool) -> tuple[Proposal, ...]:
+        return ("sampled", "top_k") if is_chain else ("top_k",)
 
-    start = (jnp.zeros(batch, jnp.int32), target[:, 0])
-    leaf, p = jax.lax.fori_loop(1, size, try_node, start)
-    path, depth = path_to(tree, leaf)
-    bonus = _draw(p, sampling, context_lens + depth + 1, axis)
-    after = jnp.take_along_axis(tree.tokens, jnp.roll(path, -1, axis=1), axis=1)
-    tokens = jnp.where(jnp.arange(path.shape[1]) == depth[:, None], bonus[:, None], after)
-    return Accepted(path=path, depth=depth, tokens=tokens)
+    def accept(self, verified: Verified) -> Accepted:
+        tree, sampling, layout = verified.tree, verified.sampling, verified.layout
+        target = probabilities(verified.logits, sampling, layout)  # [B, N, V / shards]
+        batch, size, vocab = target.shape
+        positions = verified.context_lens[:, None] + tree.depth  # of each node's own token
+        nodes = jnp.arange(size)[:, None]
+        trials = uniform(sampling.seeds, Stream.ACCEPT, positions, nodes)[..., 0]  # [B, N]
+
+        def try_node(node: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+            current, p = carry  # [B], [B, V / shards]
+            token = tree.tokens[:, node]
+            tried = tree.parents[:, node] == current
+            if tree.probs is None:
+                q = collectives.one_hot(token, vocab, layout).astype(p.dtype)
+            else:
+                q = tree.probs[:, node]
+            q_token = collectives.take(q, token, layout)
+            accepted = tried & (trials[:, node] * q_token < collectives.take(p, token, layout))
+            p = jnp.where((tried & ~accepted)[:, None], _residual(p, q, layout), p)
+            p = jnp.where(accepted[:, None], target[:, node], p)
+            return jnp.where(accepted, node, current), p
+
+        start = (jnp.zeros(batch, jnp.int32), target[:, 0])
+        leaf, p = jax.lax.fori_loop(1, size, try_node, start)
+        path, depth = path_to(tree, leaf)
+        bonus = _draw(p, sampling, verified.context_lens + depth + 1, layout)
+        after = jnp.take_along_axis(tree.tokens, jnp.roll(path, -1, axis=1), axis=1)
+        tokens = jnp.where(jnp.arange(path.shape[1]) == depth[:, None], bonus[:, None], after)
+        return Accepted(path=path, depth=depth, tokens=tokens)
 
 
-def _residual(p: Array, q: Array, axis: str | None) -> Array:
+def _residual(p: Array, q: Array, layout: Layout) -> Array:
     """norm(max(0, p - q)): what to draw from after a token of q was refused; [B, V / shards].
 
     p itself where nothing is left, which only rounding can bring about.
     """
     left = jnp.maximum(p - q, 0.0)
-    total = collectives.total(left, axis)[..., None]
+    total = collectives.total(left, layout)[..., None]
     return jnp.where(total > 0, left / jnp.where(total > 0, total, 1.0), p)
 
 
-def _draw(p: Array, sampling: Sampling, positions: Array, axis: str | None) -> Array:
+def _draw(p: Array, sampling: Sampling, positions: Array, layout: Layout) -> Array:
     """Sample from p [B, V / shards] by the residual stream's noise: int32 [B]."""
-    ids = vocab_ids(p.shape[-1], axis)
+    ids = vocab_ids(p.shape[-1], layout)
     scores = perturb(jnp.log(p)[:, None], sampling, positions[:, None], ids, stream=Stream.RESIDUAL)
-    return collectives.argmax(scores, axis)[:, 0]
+    return collectives.argmax(scores, layout)[:, 0]
 
 
-def accept_synthetic(
-    tree: DraftTree,
-    logits: Array,
-    sampling: Sampling,
-    context_lens: Array,
-    axis: str | None,
-    mean_length: float,
-) -> Accepted:
-    """Accept about ``mean_length - 1`` drafted tokens a round, whatever they are: for timing only.
+@dataclasses.dataclass(frozen=True)
+class Synthetic:
+    """Accept about ``mean_length - 1`` drafted tokens a round, whatever they are: for timing only,
+    the text means nothing.
 
-    Costs what accept_match does; the depth alternates so that its mean is right.
+    Costs what Match does; the depth alternates so that its mean is right.
     """
-    sampled = accept_match(tree, logits, sampling, context_lens, axis)
-    wanted = mean_length - 1
-    share = uniform(sampling.seeds, Stream.ACCEPT, context_lens[:, None], jnp.arange(1))[:, 0, 0]
-    depth = jnp.floor(wanted + share).astype(jnp.int32)
-    leaf = jnp.argmax(jnp.where(tree.depth <= depth[:, None], tree.depth, -1), axis=1)
-    path, depth = path_to(tree, leaf)
-    return Accepted(path=path, depth=depth, tokens=sampled.tokens)
+
+    mean_length: float
+
+    def proposals(self, is_chain: bool) -> tuple[Proposal, ...]:
+        return ("coupled", "top_k")
+
+    def accept(self, verified: Verified) -> Accepted:
+        tree, sampled = verified.tree, Match().accept(verified)
+        places, seeds = verified.context_lens[:, None], verified.sampling.seeds
+        share = uniform(seeds, Stream.ACCEPT, places, jnp.arange(1))[:, 0, 0]
+        depth = jnp.floor(self.mean_length - 1 + share).astype(jnp.int32)
+        leaf = jnp.argmax(jnp.where(tree.depth <= depth[:, None], tree.depth, -1), axis=1)
+        path, depth = path_to(tree, leaf)
+        return Accepted(path=path, depth=depth, tokens=sampled.tokens)
+
+
+_NAMED: Mapping[str, AcceptanceRule] = MappingProxyType(
+    {"match": Match(), "rejection": Rejection()}
+)
+
+
+def acceptance_rule(acceptance: str | Any) -> AcceptanceRule:
+    """The rule that SpeculationConfig.acceptance names, or is."""
+    return _NAMED[acceptance] if isinstance(acceptance, str) else acceptance

@@ -17,6 +17,8 @@ from jaxspec import collectives
 from jaxspec.config import SpeculationConfig
 from jaxspec.noise import Stream
 from jaxspec.sampling import Sampling, perturb, probabilities, process_logits, vocab_ids
+from jaxspec.sharding import Layout
+from jaxspec.speculation.call import Call
 from jaxspec.speculation.tree import DraftTree, make_chain, make_tree
 from pallas_kernels.top_k.reference import local_top_k
 
@@ -29,7 +31,6 @@ class Beams(NamedTuple):
     depth: int
     first: int  # scratch index of the level's first beam; beam b is scratch node first + b
     ancestors: Array  # uint32 [B, k, words], mask over scratch nodes
-    num_scratch: int  # scratch nodes of all levels together
 
 
 class Children(NamedTuple):
@@ -46,26 +47,33 @@ class Proposer(NamedTuple):
     """How children are chosen from draft logits.
 
     Attributes:
+      call: the shape of the tree and how its tokens are chosen.
       context_lens: [B]; a node of depth d is the token at position context_lens + d.
-      axis: mesh axis of the draft logits' last dimension, or None.
+      layout: of the draft logits' last dimension.
       token_ids: [W] target id of each draft id, or None where they are the same.
-      target_vocab, target_axis: size of the target logits' last dimension on this device and its
-        mesh axis, for the distributions that rejection sampling needs.
+      target_vocab, target_layout: size of the target logits' last dimension on this device and how
+        it is split, for the distributions that rejection sampling needs.
     """
 
-    speculation: SpeculationConfig
+    call: Call
     sampling: Sampling
     context_lens: Array
-    axis: str | None
+    layout: Layout
     token_ids: Array | None
     target_vocab: int
-    target_axis: str | None
+    target_layout: Layout
+
+    @property
+    def speculation(self) -> SpeculationConfig:
+        return self.call.speculation
 
     @jax.named_scope("sample")
     def children(self, logits: Array, depth: int) -> Children:
         """The ``top_k`` children at ``depth`` of each beam: logits [B, k, W / shards]."""
         ranked = self._ranked(self._processed(logits), depth)
-        values, index = collectives.top_log_probs(ranked, self.speculation.top_k, self.axis)
+        values, index = collectives.top_log_probs(
+            ranked, self.speculation.top_k, self.layout, self.call.kernels
+        )
         return Children(self._target_ids(index), values)
 
     @jax.named_scope("sample")
@@ -76,14 +84,14 @@ class Proposer(NamedTuple):
         """
         logits, probs = self._processed(logits), None
         if self.speculation.resolved_proposal == "sampled":
-            probs = self._over_target_vocab(probabilities(logits, self.sampling, self.axis))
-        index = collectives.argmax(self._ranked(logits, depth), self.axis)
+            probs = self._over_target_vocab(probabilities(logits, self.sampling, self.layout))
+        index = collectives.argmax(self._ranked(logits, depth), self.layout)
         return self._target_ids(index), probs
 
     def _processed(self, logits: Array) -> Array:
         if self.speculation.resolved_proposal == "top_k":
             return logits
-        return process_logits(logits, self.sampling, self.axis)
+        return process_logits(logits, self.sampling, self.layout, greedy=self.call.greedy)
 
     def _ranked(self, logits: Array, depth: int) -> Array:
         """Processed logits plus the noise that the proposal ranks them under."""
@@ -93,21 +101,21 @@ class Proposer(NamedTuple):
         stream = Stream.DRAFT if proposal == "sampled" else Stream.TARGET
         positions = (self.context_lens + depth)[:, None]  # of every beam
         ids = self._local_token_ids(logits.shape[-1])
-        return perturb(logits, self.sampling, positions, ids, stream)
+        return perturb(logits, self.sampling, positions, ids, stream, greedy=self.call.greedy)
 
     def _target_ids(self, index: Array) -> Array:
         return index if self.token_ids is None else self.token_ids[index]
 
     def _local_token_ids(self, size: int) -> Array:
-        ids = vocab_ids(size, self.axis)
+        ids = vocab_ids(size, self.layout)
         return ids if self.token_ids is None else self.token_ids[ids]
 
     def _over_target_vocab(self, probs: Array) -> Array:
         """A draft distribution [B, k, W / shards] laid out as the target's [B, k, V / shards]."""
-        if self.axis is not None:
-            probs = jax.lax.all_gather(probs, self.axis, axis=2, tiled=True)
+        if self.layout.vocab:
+            probs = jax.lax.all_gather(probs, self.layout.vocab, axis=2, tiled=True)
         ids = jnp.arange(probs.shape[-1]) if self.token_ids is None else self.token_ids
-        offset = collectives.shard_offset(self.target_vocab, self.target_axis)
+        offset = collectives.shard_offset(self.target_vocab, self.target_layout.vocab)
         # A negative index would wrap around: send it past the end, where it is dropped.
         local = jnp.where(ids >= offset, ids - offset, self.target_vocab)
         empty = jnp.zeros((*probs.shape[:2], self.target_vocab), probs.dtype)
@@ -156,7 +164,7 @@ def _grow_chain(
             seen = _own_bits(0, depth - 1, _words(spec)).sum(axis=0, dtype=np.uint32)
             ancestors = jnp.broadcast_to(seen, (*tokens[-1].shape, seen.size))
             parents = jnp.zeros_like(tokens[-1])
-            beam = Beams(tokens[-1], parents, depth - 1, depth - 2, ancestors, _num_scratch(spec))
+            beam = Beams(tokens[-1], parents, depth - 1, depth - 2, ancestors)
             logits, carry = step(beam, carry)
         token, drawn_from = proposer.next_token(logits, depth)
         tokens.append(token)
@@ -183,12 +191,9 @@ def _flatten(x: Array) -> Array:
     return x.reshape(x.shape[0], -1)
 
 
-def _num_scratch(spec: SpeculationConfig) -> int:
-    return spec.top_k * spec.max_depth
-
-
 def _words(spec: SpeculationConfig) -> int:
-    return -(-_num_scratch(spec) // 32)
+    """Of a mask over the scratch nodes of all levels."""
+    return -(-spec.top_k * spec.max_depth // 32)
 
 
 def _own_bits(first: int, count: int, words: int) -> np.ndarray:
@@ -202,7 +207,7 @@ def _first_beams(children: Children, spec: SpeculationConfig) -> Beams:
     tokens = children.tokens[:, 0]
     own = _own_bits(0, spec.top_k, _words(spec))
     ancestors = jnp.broadcast_to(own, (*tokens.shape, own.shape[-1]))
-    return Beams(tokens, jnp.zeros_like(tokens), 1, 0, ancestors, _num_scratch(spec))
+    return Beams(tokens, jnp.zeros_like(tokens), 1, 0, ancestors)
 
 
 def _next_beams(beams: Beams, children: Children, picked: Array, spec: SpeculationConfig) -> Beams:
@@ -216,7 +221,6 @@ def _next_beams(beams: Beams, children: Children, picked: Array, spec: Speculati
         depth=beams.depth + 1,
         first=first,
         ancestors=inherited | _own_bits(first, spec.top_k, _words(spec)),
-        num_scratch=beams.num_scratch,
     )
 
 

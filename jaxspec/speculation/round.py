@@ -1,58 +1,98 @@
-"""One round: draft a tree, verify it in one target pass, accept a path, compact the cache."""
+"""One round: draft a tree, verify it in one target pass, accept a path, commit it to the caches."""
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxspec.cache import compact, page_slots
-from jaxspec.config import SpeculationConfig
+from jaxspec import collectives
+from jaxspec.cache import CommittedPath, LayerStates, page_slots
 from jaxspec.models import decoder
 from jaxspec.models.attention import PagedAttend
 from jaxspec.models.decoder import Decoder
 from jaxspec.sampling import process_logits
-from jaxspec.speculation.acceptance import (
-    Accepted,
-    accept_match,
-    accept_rejection,
-    accept_synthetic,
-)
+from jaxspec.speculation.acceptance import Accepted, Verified, acceptance_rule
+from jaxspec.speculation.call import Call
 from jaxspec.speculation.drafters import Drafter
-from jaxspec.speculation.tree import DraftTree, pad_tree
-from jaxspec.state import EngineState, Statistics, write_tokens
+from jaxspec.speculation.tree import DraftTree, pad_tree, root_only
+from jaxspec.state import EngineState, Ending, Statistics, Status, write_tokens
 from pallas_kernels.tuning import fewest_rows
 
 
+class RoundOutput(NamedTuple):
+    """What a round committed. A = the call's max_depth + 1."""
+
+    tokens: Array  # int32 [R, A]
+    counts: Array  # int32 [R] tokens committed
+    accepted: Array  # int32 [R] drafted tokens accepted
+    drafted: Array  # int32 [R] drafted tokens verified
+    logprobs: Array | None  # float32 [R, A], of ``tokens``
+    hidden: Array | None  # [R, A, n * H], at the nodes that came before them
+
+
+class Scores(NamedTuple):
+    """What a verification gives for every node."""
+
+    logits: Array  # float32 [R, N, V / shards], raw
+    features: Array | None  # [R, N, C], what the drafter captures
+    hidden: Array | None  # [R, N, n * H], what the caller asked for
+    layers: LayerStates
+
+
 def run_round(
-    target: Decoder, drafter: Drafter, speculation: SpeculationConfig, state: EngineState
-) -> EngineState:
-    """Commit between 1 and max_depth + 1 tokens of every active sequence."""
-    with jax.named_scope("draft"):
-        tree, draft = drafter.propose(target, state)
-    invariant = speculation.verify_width is not None
-    batch, size = tree.tokens.shape
-    least = max(size, -(-fewest_rows() // batch))
-    tree = pad_tree(tree, speculation.verify_width or least)
-    logits, features, cache = verify(
-        target, state, tree, drafter.capture, order_invariant=invariant
+    target: Decoder, drafter: Drafter, call: Call, state: EngineState
+) -> tuple[EngineState, RoundOutput]:
+    """Commit between 1 and max_depth + 1 tokens of every row that decodes.
+
+    Raises ValueError for a drafter whose tree is larger than the call's.
+    """
+    tree, state = _draft(target, drafter, call, state)
+    scores = verify(target, state, tree, call, drafter.capture)
+    accepted = accept(tree, scores.logits, call, state, target)
+    counts, ending = _limit(accepted, state, _finite(scores.logits, accepted.path, target))
+    rows, path = state.rows, accepted.path
+    committed = CommittedPath(
+        rows.page_table, rows.context_lens, path, counts, is_chain=tree.is_chain
     )
-    accepted = accept(tree, logits, speculation, state, target.axis)
-    counts, active = _limit(accepted, state)
-    if not tree.is_chain:
-        cache = _compact(state, cache, accepted.path, counts)
+    cache = state.pool.target.replace(layers=scores.layers).commit(committed, call.kernels)
     with jax.named_scope("draft"):
-        draft = drafter.commit(draft, features, accepted.path, counts, state.active)
-    return EngineState(
-        tokens=write_tokens(state, accepted.tokens, counts),
-        context_lens=state.context_lens + counts,
-        max_lens=state.max_lens,
-        active=active,
-        stop_tokens=state.stop_tokens,
-        page_table=state.page_table,
-        cache=cache,
+        draft = drafter.commit(state, scores.features, path, counts, call)
+    output = _output(tree, scores, accepted, counts, rows.active, call, target)
+    done = rows.active & (ending != Ending.NONE)
+    rows = rows.replace(
+        status=jnp.where(done, Status.DONE, rows.status),
+        ending=jnp.where(done, ending, rows.ending),
+        tokens=write_tokens(rows, accepted.tokens, counts),
+        context_lens=rows.context_lens + counts,
         draft=draft,
-        sampling=state.sampling,
-        stats=_count(state, tree, accepted),
+        stats=_count(rows.stats, rows.active, tree, accepted),
     )
+    return state.replace(pool=state.pool.replace(target=cache), rows=rows), output
+
+
+@jax.named_scope("draft")
+def _draft(
+    target: Decoder, drafter: Drafter, call: Call, state: EngineState
+) -> tuple[DraftTree, EngineState]:
+    """The tree to verify, padded to its width, and the state after drafting it."""
+    shape = call.speculation
+    if shape.is_plain:
+        tree = root_only(state.rows.roots)
+    else:
+        tree, draft = drafter.propose(target, state, call)
+        size, depth = tree.tokens.shape[1], tree.max_depth
+        if size > shape.num_nodes or depth > shape.max_depth:
+            raise ValueError(
+                f"{type(drafter).__name__} proposed a tree of {size} nodes and depth {depth}, but "
+                f"the call has room for {shape.num_nodes} nodes and depth {shape.max_depth}"
+            )
+        state = state.replace(
+            pool=state.pool.replace(draft=draft.pool), rows=state.rows.replace(draft=draft.rows)
+        )
+    batch, size = tree.tokens.shape
+    least = max(size, -(-fewest_rows(call.kernels) // batch))
+    return pad_tree(tree, shape.verify_width or least), state
 
 
 @jax.named_scope("verify")
@@ -60,83 +100,126 @@ def verify(
     target: Decoder,
     state: EngineState,
     tree: DraftTree,
+    call: Call,
     capture: tuple[int, ...] = (),
-    *,
-    order_invariant: bool = False,
-) -> tuple[Array, Array | None, tuple]:
-    """Score every node in one pass; node i goes to slot ``context_lens + i`` of its sequence.
-
-    Returns (logits [B, N, V / shards], captured features [B, N, C] or None, caches).
-    """
+) -> Scores:
+    """Score every node in one pass; node i goes to slot ``context_lens + i`` of its row."""
+    rows = state.rows
     index = jnp.arange(tree.tokens.shape[1])
-    context = state.context_lens[:, None]
+    context = rows.context_lens[:, None]
     positions = context + tree.depth
-    valid = (index < tree.num_nodes[:, None]) & state.active[:, None]
+    valid = (index < tree.num_nodes[:, None]) & rows.active[:, None]
     attend = PagedAttend(
-        page_table=state.page_table,
-        context_lens=state.context_lens,
-        slots=page_slots(state.page_table, context + index, valid, state.page_size),
+        page_table=rows.page_table,
+        context_lens=rows.context_lens,
+        slots=page_slots(rows.page_table, context + index, valid, state.pool.page_size),
         positions=positions,
+        kv_lens=rows.context_lens + tree.num_nodes,
         ancestors=tree.ancestors,
-        num_nodes=tree.tokens.shape[1],
-        order_invariant=order_invariant,
+        order_invariant=call.speculation.verify_width is not None,
     )
-    hidden, cache, features = decoder.run(
-        target, tree.tokens, positions, state.cache, attend, capture
+    hidden, layers, captured = decoder.run(
+        target,
+        tree.tokens,
+        positions,
+        state.pool.target.layers,
+        attend,
+        (*capture, *call.hidden),
+        call.kernels,
     )
-    return decoder.logits(target, hidden), features, cache
+    features, asked = split_captured(captured, len(capture), len(call.hidden))
+    return Scores(decoder.logits(target, hidden), features, asked, layers)
+
+
+def split_captured(captured: Array | None, own: int, asked: int) -> tuple[Array | None, Array | None]:
+    """The drafter's captured states and those that the caller asked for."""
+    if captured is None or not own or not asked:
+        return (captured, None) if own else (None, captured)
+    width = captured.shape[-1] // (own + asked)
+    return captured[..., : own * width], captured[..., own * width :]
 
 
 @jax.named_scope("accept")
 def accept(
-    tree: DraftTree,
-    logits: Array,
-    speculation: SpeculationConfig,
-    state: EngineState,
-    axis: str | None,
+    tree: DraftTree, logits: Array, call: Call, state: EngineState, target: Decoder
 ) -> Accepted:
-    """Apply the acceptance rule to raw target logits [B, N, V / shards]."""
-    logits = process_logits(logits, state.sampling, axis)
-    arguments = (tree, logits, state.sampling, state.context_lens, axis)
-    if speculation.acceptance == "rejection":
-        return accept_rejection(*arguments)
-    if speculation.synthetic_length is not None:
-        return accept_synthetic(*arguments, speculation.synthetic_length)
-    return accept_match(*arguments)
+    """Apply the acceptance rule to raw target logits [R, N, V / shards]."""
+    rows, layout = state.rows, target.layout
+    processed = process_logits(logits, rows.sampling, layout, greedy=call.greedy)
+    verified = Verified(tree, processed, rows.sampling, rows.context_lens, layout, call.greedy)
+    return acceptance_rule(call.speculation.acceptance).accept(verified)
 
 
 @jax.named_scope("accept")
-def _limit(accepted: Accepted, state: EngineState) -> tuple[Array, Array]:
-    """Tokens to commit, cut at the first stop token and at max_lens: (counts, active), [B]."""
-    width = accepted.tokens.shape[1]
-    room = state.max_lens - state.context_lens - 1
-    counts = jnp.minimum(accepted.depth + 1, room)
-    is_stop = jnp.any(accepted.tokens[..., None] == state.stop_tokens[:, None], axis=-1)
-    is_stop &= jnp.arange(width) < counts[:, None]
+def _finite(logits: Array, path: Array, target: Decoder) -> Array:
+    """Whether the target's logits along the path [R, A] are numbers: bool [R, A]."""
+    return jnp.take_along_axis(collectives.all_finite(logits, target.layout), path, axis=1)
+
+
+@jax.named_scope("accept")
+def _limit(accepted: Accepted, state: EngineState, finite: Array) -> tuple[Array, Array]:
+    """Tokens to commit and why a row ends: (counts, Ending), int32 [R].
+
+    They are cut at the first stop token, at max_lens, and before the first token that was taken
+    from logits that are not numbers.
+    """
+    rows, width = state.rows, accepted.tokens.shape[1]
+    room = rows.max_lens - rows.context_lens - 1
+    offset = jnp.arange(width)
+    wanted = jnp.minimum(accepted.depth + 1, room)
+    broken = ~finite & (offset < wanted[:, None])
+    usable = jnp.where(broken.any(axis=1), jnp.argmax(broken, axis=1), wanted)
+    is_stop = jnp.any(accepted.tokens[..., None] == rows.stop_tokens[:, None], axis=-1)
+    is_stop &= offset < usable[:, None]
     stopped = jnp.any(is_stop, axis=1)
-    counts = jnp.where(stopped, jnp.argmax(is_stop, axis=1) + 1, counts)
-    counts = jnp.where(state.active, counts, 0)
-    return counts, state.active & ~stopped & (counts < room)
+    counts = jnp.where(stopped, jnp.argmax(is_stop, axis=1) + 1, usable)
+    ending = jnp.where(counts < room, Ending.NONE, Ending.LENGTH)
+    ending = jnp.where(broken.any(axis=1), Ending.NOT_FINITE, ending)
+    ending = jnp.where(stopped, Ending.STOP, ending)
+    return jnp.where(rows.active, counts, 0), ending
 
 
-@jax.named_scope("compact")
-def _compact(state: EngineState, cache: tuple, path: Array, counts: Array) -> tuple:
-    """Move the keys and values of accepted nodes down to the sequence's next slots."""
-    depth = jnp.arange(path.shape[1])
-    moved = (depth < counts[:, None]) & (path != depth)
-    context = state.context_lens[:, None]
-    source, destination = (
-        page_slots(state.page_table, context + offset, moved, state.page_size)
-        for offset in (path, jnp.broadcast_to(depth, path.shape))
-    )
-    return compact(cache, source, destination)
-
-
-def _count(state: EngineState, tree: DraftTree, accepted: Accepted) -> Statistics:
-    stats, active = state.stats, state.active.astype(jnp.int32)
+def _count(stats: Statistics, active: Array, tree: DraftTree, accepted: Accepted) -> Statistics:
+    once = active.astype(jnp.int32)
     reached = jnp.arange(accepted.path.shape[1]) <= accepted.depth[:, None]
+    width = accepted.path.shape[1]
     return Statistics(
-        rounds=stats.rounds + active,
-        drafted=stats.drafted + active * (tree.num_nodes - 1),
-        accepted=stats.accepted + active[:, None] * reached,
+        rounds=stats.rounds + once,
+        drafted=stats.drafted + once * (tree.num_nodes - 1),
+        accepted=stats.accepted.at[:, :width].add(once[:, None] * reached),
     )
+
+
+def _output(
+    tree: DraftTree,
+    scores: Scores,
+    accepted: Accepted,
+    counts: Array,
+    active: Array,
+    call: Call,
+    target: Decoder,
+) -> RoundOutput:
+    once, path = active.astype(jnp.int32), accepted.path
+    room = call.speculation.max_depth + 1 - path.shape[1]
+    logprobs = hidden = None
+    if call.logprobs:
+        at_path = jnp.take_along_axis(scores.logits, path[..., None], axis=1)
+        logprobs = token_logprobs(at_path, accepted.tokens, target)
+        logprobs = jnp.pad(logprobs, ((0, 0), (0, room)))
+    if scores.hidden is not None:
+        hidden = jnp.take_along_axis(scores.hidden, path[..., None], axis=1)
+        hidden = jnp.pad(hidden, ((0, 0), (0, room), (0, 0)))
+    return RoundOutput(
+        tokens=jnp.pad(accepted.tokens, ((0, 0), (0, room))),
+        counts=counts,
+        accepted=once * accepted.depth,
+        drafted=once * (tree.num_nodes - 1),
+        logprobs=logprobs,
+        hidden=hidden,
+    )
+
+
+def token_logprobs(logits: Array, tokens: Array, target: Decoder) -> Array:
+    """log softmax(raw logits [..., V / shards]) at ``tokens`` [...]: float32 [...]."""
+    own = collectives.take(logits, tokens, target.layout)
+    return own - collectives.log_sum_exp(logits, target.layout)

@@ -46,7 +46,8 @@ def make_tree(
         tokens=jnp.where(valid, tokens, 0).astype(jnp.int32),
         parents=parents.astype(jnp.int32),
         depth=jnp.where(valid, jnp.sum(closure, axis=-1, dtype=jnp.int32) - 1, 0),
-        ancestors=pack_mask(closure),
+        # A padding node sees nothing of the tree, not even its own slot, which nobody writes.
+        ancestors=pack_mask(closure & valid[:, :, None]),
         num_nodes=num_nodes.astype(jnp.int32),
         probs=probs,
         max_depth=max_depth,
@@ -73,7 +74,7 @@ def pad_tree(tree: DraftTree, width: int) -> DraftTree:
     """
     batch, size = tree.tokens.shape
     if size > width:
-        raise ValueError(f"a tree of {size} nodes does not fit verify_width {width}")
+        raise ValueError(f"a tree of {size} nodes cannot be padded to {width}")
     if size == width:
         return tree
 

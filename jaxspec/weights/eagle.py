@@ -9,15 +9,16 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxspec.config import ModelConfig
-from jaxspec.models.eagle import EagleHead, default_capture, head_shapes
+from jaxspec.models.heads import DraftHead, Eagle3Front, default_capture, head_shapes
 from jaxspec.models.hf_config import (
     EagleHeadConfig,
     eagle_head_config,
     read_json,
     to_hf_config,
+    with_qkv_bias,
 )
-from jaxspec.sharding import MODEL_AXIS, model_size
-from jaxspec.weights.names import head_splits
+from jaxspec.sharding import axes_size, mesh_layout
+from jaxspec.tensors import splitting
 from jaxspec.weights.safetensors_io import (
     StoredTensor,
     load_tree,
@@ -33,7 +34,7 @@ def load_eagle_head(
     dtype: jnp.dtype,
     mesh: Mesh | None = None,
     sharded: bool = False,
-) -> EagleHead:
+) -> DraftHead:
     """Read an EAGLE-3 or EAGLE-1/2 head for a target, onto ``mesh`` or the default device.
 
     ``sharded`` splits it over the mesh's model axis; otherwise every device holds it whole.
@@ -43,7 +44,8 @@ def load_eagle_head(
     directory = Path(directory)
     stored = scan(directory)
     config = _head_config(directory, stored, target)
-    tensor_parallel = model_size(mesh) if sharded else 1
+    layout = mesh_layout(mesh, split_model=sharded)
+    tensor_parallel = axes_size(mesh, layout.heads)
     shapes = head_shapes(
         config.model,
         config.method,
@@ -54,27 +56,26 @@ def load_eagle_head(
         fc_bias=config.fc_bias,
         own_embed=config.own_embed,
         tensor_parallel=tensor_parallel,
-    )
+    ).replace(layout=layout)
     if tensor_parallel > 1:
         _check_divisible(shapes, tensor_parallel)
-        shapes = dataclasses.replace(shapes, axis=MODEL_AXIS)
     shardings = placements(shapes, mesh)
     midlayer = any(name.startswith("midlayer.") for name in stored)
-    without_ids = dataclasses.replace(shapes, token_ids=None)
+    without_ids = shapes.replace(token_ids=None)
     head = load_tree(
         stored,
         without_ids,
-        head_splits(shapes, "midlayer" if midlayer else "layers.0"),
-        dataclasses.replace(shardings, token_ids=None),
+        shapes.filled("midlayer" if midlayer else "layers.0", splitting()),
+        shardings.replace(token_ids=None),
         harmless={"d2t", "t2d"},
     )
     if shapes.token_ids is None:
         return head
     token_ids = _token_ids(directory, stored, shapes.token_ids.shape[0], target.vocab_size)
-    return dataclasses.replace(head, token_ids=jax.device_put(token_ids, shardings.token_ids))
+    return head.replace(token_ids=jax.device_put(token_ids, shardings.token_ids))
 
 
-def save_eagle_head(head: EagleHead, directory: str | Path, target: ModelConfig) -> None:
+def save_eagle_head(head: DraftHead, directory: str | Path, target: ModelConfig) -> None:
     """Write a head as a directory in the official layout, with safetensors."""
     eagle3 = head.method == "eagle3"
     config = _hf_head_config(head, target)
@@ -83,8 +84,8 @@ def save_eagle_head(head: EagleHead, directory: str | Path, target: ModelConfig)
         ids = np.asarray(head.token_ids)
         extra["d2t"] = ids.astype(np.int64) - np.arange(ids.size)
         extra["t2d"] = np.isin(np.arange(target.vocab_size), ids)
-    splits = head_splits(head, "midlayer" if eagle3 else "layers.0")
-    save_tree(directory, dataclasses.replace(head, token_ids=None), splits, config, extra)
+    splits = head.filled("midlayer" if eagle3 else "layers.0", splitting())
+    save_tree(directory, head.replace(token_ids=None), splits, config, extra)
 
 
 def _head_config(
@@ -126,10 +127,10 @@ def _draft_vocab_size(
     return None if size == target.vocab_size and "d2t" not in stored else size
 
 
-def _check_divisible(head: EagleHead, tensor_parallel: int) -> None:
-    sizes = {"intermediate_size": head.config.intermediate_size}
+def _check_divisible(head: DraftHead, tensor_parallel: int) -> None:
+    sizes = {}
     if head.lm_head is not None:
-        sizes["draft vocabulary"] = head.lm_head.shape[1]
+        (sizes["draft vocabulary"],) = head.lm_head.out_shape
     for name, size in sizes.items():
         if size % tensor_parallel:
             raise ValueError(
@@ -154,19 +155,20 @@ def _token_ids(
     return ids.astype(np.int32)
 
 
-def _hf_head_config(head: EagleHead, target: ModelConfig) -> dict[str, object]:
+def _hf_head_config(head: DraftHead, target: ModelConfig) -> dict[str, object]:
     eagle3 = head.method == "eagle3"
     # A bias on q, k and v but not o is a key of its own in heads, not another model family.
-    llama = dataclasses.replace(head.config, qkv_bias=head.config.o_bias)
+    attention = head.config.layers[0].mixer
+    llama = head.config.map_layers(lambda layer: with_qkv_bias(layer, attention.o_bias))
     config: dict[str, object] = to_hf_config(llama) | {
         "architectures": ["LlamaForCausalLMEagle3" if eagle3 else "LlamaForCausalLM"],
-        "torch_dtype": jnp.dtype(head.fc.dtype).name,
-        "bias": head.fc_bias is not None,
+        "torch_dtype": jnp.dtype(head.dtype).name,
+        "bias": head.front.fc.bias is not None,
     }
-    if head.config.qkv_bias != head.config.o_bias:
-        config["qkv_bias"] = head.config.qkv_bias
+    if attention.qkv_bias != attention.o_bias:
+        config["qkv_bias"] = attention.qkv_bias
     if eagle3 and head.lm_head is not None:
-        config["draft_vocab_size"] = head.lm_head.shape[1]
+        (config["draft_vocab_size"],) = head.lm_head.out_shape
         config["target_hidden_size"] = target.hidden_size
     if head.capture != default_capture(head.method, target.num_layers):
         config["eagle_aux_hidden_state_layer_ids"] = list(head.capture)

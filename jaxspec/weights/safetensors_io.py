@@ -23,8 +23,8 @@ from safetensors.numpy import save_file
 from jaxspec.config import ModelConfig
 from jaxspec.models.decoder import Decoder, decoder_shapes
 from jaxspec.models.hf_config import read_json, to_hf_config
-from jaxspec.sharding import MODEL_AXIS, model_size, named_shardings
-from jaxspec.weights.names import Piece, Split, decoder_splits, tensor_shapes
+from jaxspec.sharding import axes_size, mesh_layout, named_shardings
+from jaxspec.tensors import Piece, Split, splitting, tensor_shapes
 
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 CHUNK_ELEMENTS = 4 << 20  # read at a time
@@ -61,19 +61,22 @@ def load_decoder(
 
     Raises ValueError that lists all missing, surplus and misshapen tensors, or names a broken file.
     """
-    tensor_parallel = model_size(mesh) if sharded else 1
-    shapes = decoder_shapes(config, dtype, tensor_parallel)
-    shapes = dataclasses.replace(shapes, axis=MODEL_AXIS if tensor_parallel > 1 else None)
+    layout = mesh_layout(mesh, split_model=sharded)
+    shapes = decoder_shapes(config, dtype, axes_size(mesh, layout.heads)).replace(layout=layout)
     harmless = {"lm_head.weight"} if config.tie_word_embeddings else set()
     return load_tree(
-        scan(directory), shapes, decoder_splits(shapes), placements(shapes, mesh), harmless
+        scan(directory),
+        shapes,
+        shapes.filled(splitting(config.vocab_size)),
+        placements(shapes, mesh),
+        harmless,
     )
 
 
 def save_decoder(decoder: Decoder, directory: str | Path) -> None:
     """Write a decoder, however sharded, as a directory that transformers and load_decoder read."""
     config = to_hf_config(decoder.config) | {"torch_dtype": jnp.dtype(decoder.embed.dtype).name}
-    save_tree(directory, decoder, decoder_splits(decoder), config)
+    save_tree(directory, decoder, decoder.filled(splitting(decoder.config.vocab_size)), config)
 
 
 def open_safetensors(path: Path) -> Any:

@@ -1,6 +1,11 @@
 """Drafters: everything that proposes a DraftTree."""
 
-from jaxspec.speculation.drafters.base import Drafter, PrefillChunk
+from jaxspec.speculation.drafters.base import (
+    Drafter,
+    DraftState,
+    PrefillChunk,
+    StatelessDrafter,
+)
 from jaxspec.speculation.drafters.draft_model import DraftModelDrafter
 from jaxspec.speculation.drafters.eagle import EagleDrafter
 from jaxspec.speculation.drafters.ngram import NGramDrafter
@@ -8,9 +13,11 @@ from jaxspec.speculation.drafters.none import NoDrafter
 
 __all__ = [
     "DraftModelDrafter",
+    "DraftState",
     "Drafter",
     "EagleDrafter",
     "NGramDrafter",
     "NoDrafter",
     "PrefillChunk",
+    "StatelessDrafter",
 ]

@@ -1,68 +1,138 @@
-"""What the round asks of a drafter."""
+"""What the round asks of a drafter.
+
+A drafter of your own is a class like these in a file of its own, given to EngineParams as an
+object. One that keeps nothing between rounds subclasses StatelessDrafter and writes ``propose``.
+"""
 
 import dataclasses
 from typing import Any, Protocol
 
 from jax import Array
-from jax.sharding import Mesh
 
+from jaxspec.cache import Geometry
+from jaxspec.config import SpeculationConfig
 from jaxspec.models.decoder import Decoder
+from jaxspec.pytree import pytree
+from jaxspec.speculation.call import Call
 from jaxspec.speculation.tree import DraftTree
 from jaxspec.state import EngineState
 
 
 @dataclasses.dataclass(frozen=True)
 class PrefillChunk:
-    """Prompt tokens [B, T] that follow each sequence's context; ``counts`` [B] of them are real."""
+    """Prompt tokens [B, T] that follow each row's context; ``counts`` [B] of them are real."""
 
     tokens: Array
     counts: Array
 
 
+@dataclasses.dataclass(frozen=True)
+class DraftState:
+    """What a drafter keeps: its part of the pool, and what it keeps of each row."""
+
+    pool: Any
+    rows: Any
+
+
 class Drafter(Protocol):
     """A frozen pytree of weights and static options, with pure methods.
 
-    Attributes:
-      capture: target hidden states it reads (see models.decoder.run); () for none.
-      num_nodes, max_depth: the size of its trees, root included, and their depth.
+    ``state`` is the engine's: ``state.pool.draft`` and ``state.rows.draft`` are the drafter's own.
+    A method sees the rows of its call, which may be some of the engine's.
     """
 
     @property
-    def capture(self) -> tuple[int, ...]: ...
+    def capture(self) -> tuple[int, ...]:
+        """Target hidden states it reads (see models.decoder.run); () for none."""
+        ...
 
-    @property
-    def num_nodes(self) -> int: ...
+    def init_pool(self, geometry: Geometry) -> Any:
+        """Its part of an empty pool."""
+        ...
 
-    @property
-    def max_depth(self) -> int: ...
-
-    def init_state(self, batch: int, num_pages: int, page_size: int, mesh: Mesh | None) -> Any:
-        """Its state for B empty sequences whose pages number ``num_pages`` in all."""
+    def init_rows(self, num_rows: int, target: Decoder, capacity: SpeculationConfig) -> Any:
+        """What it keeps of ``num_rows`` rows that are new: a pytree of arrays [R, ...]."""
         ...
 
     def prefill(
-        self, target: Decoder, state: EngineState, chunk: PrefillChunk, features: Array | None
-    ) -> Any:
-        """Draft state after the target has read ``chunk``.
+        self,
+        target: Decoder,
+        state: EngineState,
+        chunk: PrefillChunk,
+        features: Array | None,
+        call: Call,
+    ) -> DraftState:
+        """After the target has read ``chunk``.
 
         ``state`` is the one before the chunk; ``features`` [B, T, C] the captured hidden states.
         """
         ...
 
-    def propose(self, target: Decoder, state: EngineState) -> tuple[DraftTree, Any]:
-        """A tree that continues each sequence, and the draft state."""
+    def propose(
+        self, target: Decoder, state: EngineState, call: Call
+    ) -> tuple[DraftTree, DraftState]:
+        """A tree that continues each row, no larger than ``call.speculation``."""
+        ...
+
+    def most_pending(self, capacity: SpeculationConfig) -> int | None:
+        """Committed tokens that it can let wait; None: any number, ``catch_up`` does nothing."""
+        ...
+
+    def catch_up(self, target: Decoder, state: EngineState, call: Call) -> DraftState:
+        """Read all committed tokens that wait, so that only the root does."""
         ...
 
     def commit(
-        self, draft: Any, features: Array | None, path: Array, counts: Array, active: Array
+        self, state: EngineState, features: Array | None, path: Array, counts: Array, call: Call
     ) -> Any:
-        """Draft state after a verification.
+        """What it keeps of the rows after a verification: rows that decode change.
 
         Args:
           features: [B, N, C] the target's captured hidden states at every node.
           path: [B, A] accepted nodes by depth.
           counts: [B] tokens committed this round, bonus included; path[:, :counts] are the nodes
             that came before them.
-          active: [B] rows to change.
+          call: where it is plain nothing was proposed, and the new token waits with those before.
         """
         ...
+
+
+@pytree
+class StatelessDrafter:
+    """A drafter that keeps nothing between rounds. A subclass writes ``propose``."""
+
+    @property
+    def capture(self) -> tuple[int, ...]:
+        return ()
+
+    def init_pool(self, geometry: Geometry) -> None:
+        return None
+
+    def init_rows(self, num_rows: int, target: Decoder, capacity: SpeculationConfig) -> None:
+        return None
+
+    def prefill(
+        self,
+        target: Decoder,
+        state: EngineState,
+        chunk: PrefillChunk,
+        features: Array | None,
+        call: Call,
+    ) -> DraftState:
+        return DraftState(None, None)
+
+    def propose(
+        self, target: Decoder, state: EngineState, call: Call
+    ) -> tuple[DraftTree, DraftState]:
+        raise NotImplementedError(f"{type(self).__name__} must write propose")
+
+    def most_pending(self, capacity: SpeculationConfig) -> int | None:
+        return None
+
+    def catch_up(self, target: Decoder, state: EngineState, call: Call) -> DraftState:
+        return DraftState(None, None)
+
+    def commit(
+        self, state: EngineState, features: Array | None, path: Array, counts: Array, call: Call
+    ) -> None:
+        return None

@@ -4,20 +4,20 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
-from jax.sharding import Mesh
 
-from jaxspec.cache import init_layers
+from jaxspec.cache import Geometry, LayerStates, ModelState
 from jaxspec.config import SpeculationConfig
 from jaxspec.models import decoder
 from jaxspec.models.decoder import Decoder
-from jaxspec.pytree import array, pytree, static
-from jaxspec.speculation.drafters.base import PrefillChunk
+from jaxspec.pytree import array, pytree
+from jaxspec.speculation.call import Call
+from jaxspec.speculation.drafters.base import DraftState, PrefillChunk
 from jaxspec.speculation.drafters.paged import (
-    DraftCache,
     beam_positions,
     causal_attend,
     level_attend,
     pending_tokens,
+    prompt_tokens,
 )
 from jaxspec.speculation.expand import Beams, Proposer, grow
 from jaxspec.speculation.tree import DraftTree
@@ -25,11 +25,10 @@ from jaxspec.state import EngineState
 
 
 @pytree
-class DraftModelState:
-    """``pending`` [B]: committed tokens, root included, that the draft model reads next."""
+class DraftModelRows:
+    """``pending``: committed tokens of each row, root included, that the model reads next."""
 
-    cache: DraftCache
-    pending: Array = array("batch")
+    pending: Array = array("batch")  # int32 [R]
 
 
 @pytree
@@ -37,57 +36,66 @@ class DraftModelDrafter:
     """Drafts with ``model``, which shares the target's tokenizer."""
 
     model: Decoder
-    speculation: SpeculationConfig = static()
 
     @property
     def capture(self) -> tuple[int, ...]:
         return ()
 
-    @property
-    def num_nodes(self) -> int:
-        return self.speculation.num_nodes
+    def init_pool(self, geometry: Geometry) -> ModelState:
+        return self.model.init_state(geometry)
 
-    @property
-    def max_depth(self) -> int:
-        return self.speculation.max_depth
+    def init_rows(
+        self, num_rows: int, target: Decoder, capacity: SpeculationConfig
+    ) -> DraftModelRows:
+        return DraftModelRows(pending=jnp.zeros(num_rows, jnp.int32))
 
-    def init_state(
-        self, batch: int, num_pages: int, page_size: int, mesh: Mesh | None
-    ) -> DraftModelState:
-        config, layer = self.model.config, self.model.layers[0]
-        layers = init_layers(
-            config.num_layers,
-            num_pages,
-            layer.qkv.shape[1],
-            page_size,
-            config.head_dim,
-            self.model.embed.dtype,
-            mesh,
-            sharded_heads=self.model.axis is not None,
-        )
-        cache = DraftCache(layers=layers, sharded=self.model.axis is not None)
-        return DraftModelState(cache=cache, pending=jnp.zeros(batch, jnp.int32))
+    def most_pending(self, capacity: SpeculationConfig) -> int | None:
+        return capacity.max_depth + 1
 
     def prefill(
-        self, target: Decoder, state: EngineState, chunk: PrefillChunk, features: Array | None
-    ) -> DraftModelState:
-        offset = jnp.arange(chunk.tokens.shape[1])
-        positions = state.context_lens[:, None] + offset
-        attend = causal_attend(state, positions, offset < chunk.counts[:, None])
-        draft: DraftModelState = state.draft
-        _, layers, _ = decoder.run(self.model, chunk.tokens, positions, draft.cache.layers, attend)
-        return DraftModelState(
-            cache=DraftCache(layers=layers, sharded=draft.cache.sharded),
-            pending=jnp.where(chunk.counts > 0, 1, draft.pending),
+        self,
+        target: Decoder,
+        state: EngineState,
+        chunk: PrefillChunk,
+        features: Array | None,
+        call: Call,
+    ) -> DraftState:
+        pool, rows = _own(state)
+        run = prompt_tokens(state, chunk.tokens, chunk.counts)
+        attend = causal_attend(state, run)
+        _, layers, _ = decoder.run(
+            self.model, run.tokens, run.positions, pool.layers, attend, kernels=call.kernels
         )
+        pending = jnp.where(chunk.counts > 0, 1, rows.pending)
+        return DraftState(pool.replace(layers=layers), rows.replace(pending=pending))
 
-    def propose(self, target: Decoder, state: EngineState) -> tuple[DraftTree, DraftModelState]:
-        draft: DraftModelState = state.draft
-        tokens, positions, valid = pending_tokens(state, draft.pending, self.max_depth + 1)
-        attend = causal_attend(state, positions, valid)
-        hidden, layers, _ = decoder.run(self.model, tokens, positions, draft.cache.layers, attend)
-        last = jnp.maximum(draft.pending - 1, 0)[:, None, None]
-        root_hidden = jnp.take_along_axis(hidden, last, axis=1)[:, 0]
+    def _read_pending(
+        self, state: EngineState, width: int, call: Call
+    ) -> tuple[Array, LayerStates]:
+        """Hidden states [B, H] of the roots, and the cache, after ``width`` pending tokens."""
+        pool, rows = _own(state)
+        run = pending_tokens(state, rows.pending, width)
+        attend = causal_attend(state, run)
+        hidden, layers, _ = decoder.run(
+            self.model, run.tokens, run.positions, pool.layers, attend, kernels=call.kernels
+        )
+        last = jnp.maximum(rows.pending - 1, 0)[:, None, None]
+        return jnp.take_along_axis(hidden, last, axis=1)[:, 0], layers
+
+    def catch_up(self, target: Decoder, state: EngineState, call: Call) -> DraftState:
+        pool, rows = _own(state)
+        width = self.most_pending(state.capacity)
+        assert width is not None
+        _, layers = self._read_pending(state, width, call)
+        pending = jnp.where(state.rows.active, 1, rows.pending)
+        return DraftState(pool.replace(layers=layers), rows.replace(pending=pending))
+
+    def propose(
+        self, target: Decoder, state: EngineState, call: Call
+    ) -> tuple[DraftTree, DraftState]:
+        pool, rows = _own(state)
+        width = call.speculation.max_depth + 1
+        root_hidden, layers = self._read_pending(state, width, call)
 
         def step(beams: Beams, layers: Any) -> tuple[Array, Any]:
             hidden, layers, _ = decoder.run(
@@ -96,29 +104,30 @@ class DraftModelDrafter:
                 beam_positions(state, beams),
                 layers,
                 level_attend(state, beams),
+                kernels=call.kernels,
             )
             return decoder.logits(self.model, hidden), layers
 
         proposer = Proposer(
-            speculation=self.speculation,
-            sampling=state.sampling,
-            context_lens=state.context_lens,
-            axis=self.model.axis,
+            call=call,
+            sampling=state.rows.sampling,
+            context_lens=state.rows.context_lens,
+            layout=self.model.layout,
             token_ids=None,
-            target_vocab=target.embed.shape[0],
-            target_axis=target.axis,
+            target_vocab=target.local_vocab,
+            target_layout=target.layout,
         )
         root_logits = decoder.logits(self.model, root_hidden)
-        tree, layers = grow(proposer, state.roots, root_logits, step, layers)
-        cache = DraftCache(layers=layers, sharded=draft.cache.sharded)
-        return tree, DraftModelState(cache=cache, pending=draft.pending)
+        tree, layers = grow(proposer, state.rows.roots, root_logits, step, layers)
+        return tree, DraftState(pool.replace(layers=layers), rows)
 
     def commit(
-        self,
-        draft: DraftModelState,
-        features: Array | None,
-        path: Array,
-        counts: Array,
-        active: Array,
-    ) -> DraftModelState:
-        return DraftModelState(cache=draft.cache, pending=jnp.where(active, counts, draft.pending))
+        self, state: EngineState, features: Array | None, path: Array, counts: Array, call: Call
+    ) -> DraftModelRows:
+        _, rows = _own(state)
+        pending = rows.pending + counts if call.speculation.is_plain else counts
+        return rows.replace(pending=jnp.where(state.rows.active, pending, rows.pending))
+
+
+def _own(state: EngineState) -> tuple[ModelState, DraftModelRows]:
+    return state.pool.draft, state.rows.draft

@@ -1,24 +1,24 @@
-"""EAGLE-3 and EAGLE-1/2 heads as drafters."""
+"""Draft heads as drafters: EAGLE-1, 2, 3 and 3.1, and later kinds of head."""
 
 from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
-from jax.sharding import Mesh
 
-from jaxspec.cache import init_layers
+from jaxspec.cache import Geometry, LayerStates, ModelState
 from jaxspec.config import SpeculationConfig
-from jaxspec.models import eagle
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.eagle import EagleHead
-from jaxspec.pytree import array, pytree, static
-from jaxspec.speculation.drafters.base import PrefillChunk
+from jaxspec.models.heads import DraftHead
+from jaxspec.pytree import array, pytree
+from jaxspec.speculation.call import Call
+from jaxspec.speculation.drafters.base import DraftState, PrefillChunk
 from jaxspec.speculation.drafters.paged import (
-    DraftCache,
+    TokenRun,
     beam_positions,
     causal_attend,
     level_attend,
     pending_tokens,
+    prompt_tokens,
 )
 from jaxspec.speculation.expand import Beams, Proposer, grow
 from jaxspec.speculation.tree import DraftTree
@@ -28,132 +28,148 @@ FIRST_SLOT = 1  # token 0 has no hidden state before it, so slot 0 is never read
 
 
 @pytree
-class EagleState:
-    """``pending`` [B] committed tokens wait to be read with the target's true hidden states:
-    ``features[:, t]`` is the captured state of the token before the ``t``-th of them."""
+class HeadRows:
+    """``pending`` committed tokens of each row wait to be read with the target's true hidden
+    states: ``features[:, t]`` is the captured state of the token before the ``t``-th of them."""
 
-    cache: DraftCache
-    features: Array = array("batch", "depth", "features")  # [B, A, C]
-    pending: Array = array("batch")
+    features: Array = array("batch", "depth", "features")  # [R, A, C]
+    pending: Array = array("batch")  # int32 [R]
 
 
 @pytree
 class EagleDrafter:
-    """Drafts a chain or a dynamic tree with an EAGLE head."""
+    """Drafts a chain or a dynamic tree with a draft head."""
 
-    head: EagleHead
-    feature_size: int = static()  # C, width of the target's captured hidden states
-    speculation: SpeculationConfig = static()
+    head: DraftHead
 
     @property
     def capture(self) -> tuple[int, ...]:
         return self.head.capture
 
-    @property
-    def num_nodes(self) -> int:
-        return self.speculation.num_nodes
+    def init_pool(self, geometry: Geometry) -> ModelState:
+        return self.head.init_state(geometry)
 
-    @property
-    def max_depth(self) -> int:
-        return self.speculation.max_depth
+    def init_rows(self, num_rows: int, target: Decoder, capacity: SpeculationConfig) -> HeadRows:
+        shape = (num_rows, capacity.max_depth + 1, self.head.feature_size(target))
+        return HeadRows(
+            features=jnp.zeros(shape, self.head.dtype), pending=jnp.zeros(num_rows, jnp.int32)
+        )
 
-    def init_state(
-        self, batch: int, num_pages: int, page_size: int, mesh: Mesh | None
-    ) -> EagleState:
-        config, layer = self.head.config, self.head.layers[0]
-        dtype, sharded = self.head.fc.dtype, self.head.axis is not None
-        layers = init_layers(
-            config.num_layers,
-            num_pages,
-            layer.qkv.shape[1],
-            page_size,
-            config.head_dim,
-            dtype,
-            mesh,
-            sharded_heads=sharded,
-        )
-        return EagleState(
-            cache=DraftCache(layers=layers, sharded=sharded),
-            features=jnp.zeros((batch, self.max_depth + 1, self.feature_size), dtype),
-            pending=jnp.zeros(batch, jnp.int32),
-        )
+    def most_pending(self, capacity: SpeculationConfig) -> int | None:
+        return capacity.max_depth + 1
 
     def prefill(
-        self, target: Decoder, state: EngineState, chunk: PrefillChunk, features: Array | None
-    ) -> EagleState:
+        self,
+        target: Decoder,
+        state: EngineState,
+        chunk: PrefillChunk,
+        features: Array | None,
+        call: Call,
+    ) -> DraftState:
         assert features is not None
-        draft: EagleState = state.draft
-        features = features.astype(draft.features.dtype)
-        before = _at(draft.features, draft.pending - 1)
+        pool, rows = _own(state)
+        features = features.astype(rows.features.dtype)
+        before = _at(rows.features, rows.pending - 1)
         shifted = jnp.concatenate([before[:, None], features[:, :-1]], axis=1)
-        offset = jnp.arange(chunk.tokens.shape[1])
-        positions = state.context_lens[:, None] + offset
-        attend = causal_attend(state, positions, offset < chunk.counts[:, None], FIRST_SLOT)
-        _, _, layers = eagle.run(
-            self.head, target, chunk.tokens, shifted, positions - 1, draft.cache.layers, attend
-        )
+        run = prompt_tokens(state, chunk.tokens, chunk.counts)
+        _, _, layers = self._read(target, state, run, shifted, call)
         changed = chunk.counts > 0
         last = _at(features, chunk.counts - 1)
-        kept = jnp.where(changed[:, None], last, draft.features[:, 0])
-        return EagleState(
-            cache=DraftCache(layers=layers, sharded=draft.cache.sharded),
-            features=draft.features.at[:, 0].set(kept),
-            pending=jnp.where(changed, 1, draft.pending),
+        kept = jnp.where(changed[:, None], last, rows.features[:, 0])
+        rows = rows.replace(
+            features=rows.features.at[:, 0].set(kept),
+            pending=jnp.where(changed, 1, rows.pending),
+        )
+        return DraftState(pool.replace(layers=layers), rows)
+
+    def _read(
+        self, target: Decoder, state: EngineState, run: TokenRun, features: Array, call: Call
+    ) -> tuple[Array, Array, LayerStates]:
+        """Committed tokens beside the captured states [B, T, C] before them: what the head makes of
+        each, what its LM head reads, [B, T, H], and its cache."""
+        pool, _ = _own(state)
+        attend = causal_attend(state, run, FIRST_SLOT)
+        hidden = self.head.hidden(features)
+        return self.head.run(
+            target, run.tokens, hidden, run.positions - 1, pool.layers, attend, call.kernels
         )
 
-    def propose(self, target: Decoder, state: EngineState) -> tuple[DraftTree, EagleState]:
-        draft: EagleState = state.draft
-        tokens, positions, valid = pending_tokens(state, draft.pending, self.max_depth + 1)
-        attend = causal_attend(state, positions, valid, FIRST_SLOT)
-        outputs, normed, layers = eagle.run(
-            self.head, target, tokens, draft.features, positions - 1, draft.cache.layers, attend
+    def _read_pending(
+        self, target: Decoder, state: EngineState, width: int, call: Call
+    ) -> tuple[Array, Array, LayerStates]:
+        _, rows = _own(state)
+        run = pending_tokens(state, rows.pending, width)
+        return self._read(target, state, run, rows.features[:, :width], call)
+
+    def catch_up(self, target: Decoder, state: EngineState, call: Call) -> DraftState:
+        pool, rows = _own(state)
+        _, _, layers = self._read_pending(target, state, rows.features.shape[1], call)
+        active = state.rows.active
+        last = jnp.where(active[:, None], _at(rows.features, rows.pending - 1), rows.features[:, 0])
+        rows = rows.replace(
+            features=rows.features.at[:, 0].set(last),
+            pending=jnp.where(active, 1, rows.pending),
         )
-        root_output, root_normed = (_at(x, draft.pending - 1) for x in (outputs, normed))
+        return DraftState(pool.replace(layers=layers), rows)
+
+    def propose(
+        self, target: Decoder, state: EngineState, call: Call
+    ) -> tuple[DraftTree, DraftState]:
+        pool, rows = _own(state)
+        width = call.speculation.max_depth + 1
+        hidden, normed, layers = self._read_pending(target, state, width, call)
+        root_hidden, root_normed = (_at(x, rows.pending - 1) for x in (hidden, normed))
 
         def step(beams: Beams, carry: Any) -> tuple[Array, Any]:
-            outputs, layers = carry
-            outputs, normed, layers = eagle.run(
-                self.head,
+            hidden, layers = carry
+            out = self.head.run(
                 target,
                 beams.tokens,
-                jnp.take_along_axis(outputs, beams.parents[..., None], axis=1),
+                jnp.take_along_axis(hidden, beams.parents[..., None], axis=1),
                 beam_positions(state, beams) - 1,
                 layers,
                 level_attend(state, beams, FIRST_SLOT),
+                call.kernels,
             )
-            return eagle.logits(self.head, target, normed), (outputs, layers)
+            return self.head.logits(target, out.normed), (out.hidden, out.states)
 
         proposer = Proposer(
-            speculation=self.speculation,
-            sampling=state.sampling,
-            context_lens=state.context_lens,
-            axis=eagle.vocab_axis(self.head, target),
+            call=call,
+            sampling=state.rows.sampling,
+            context_lens=state.rows.context_lens,
+            layout=self.head.vocab_layout(target),
             token_ids=self.head.token_ids,
-            target_vocab=target.embed.shape[0],
-            target_axis=target.axis,
+            target_vocab=target.local_vocab,
+            target_layout=target.layout,
         )
-        root_logits = eagle.logits(self.head, target, root_normed)
-        carry = (root_output[:, None], layers)
-        tree, (_, layers) = grow(proposer, state.roots, root_logits, step, carry)
-        cache = DraftCache(layers=layers, sharded=draft.cache.sharded)
-        return tree, EagleState(cache=cache, features=draft.features, pending=draft.pending)
+        root_logits = self.head.logits(target, root_normed)
+        carry = (root_hidden[:, None], layers)
+        tree, (_, layers) = grow(proposer, state.rows.roots, root_logits, step, carry)
+        return tree, DraftState(pool.replace(layers=layers), rows)
 
     def commit(
-        self,
-        draft: EagleState,
-        features: Array | None,
-        path: Array,
-        counts: Array,
-        active: Array,
-    ) -> EagleState:
+        self, state: EngineState, features: Array | None, path: Array, counts: Array, call: Call
+    ) -> HeadRows:
         assert features is not None
-        accepted = jnp.take_along_axis(features, path[..., None], axis=1)
-        accepted = accepted.astype(draft.features.dtype)
-        return EagleState(
-            cache=draft.cache,
-            features=jnp.where(active[:, None, None], accepted, draft.features),
-            pending=jnp.where(active, counts, draft.pending),
+        _, rows = _own(state)
+        active, features = state.rows.active, features.astype(rows.features.dtype)
+        if call.speculation.is_plain:  # one more waits
+            place = jnp.arange(rows.features.shape[1]) == rows.pending[:, None]
+            waiting = jnp.where(place[..., None], features[:, :1], rows.features)
+            pending = rows.pending + counts
+        else:
+            waiting = jnp.take_along_axis(features, path[..., None], axis=1)
+            room = rows.features.shape[1] - waiting.shape[1]
+            waiting = jnp.pad(waiting, ((0, 0), (0, room), (0, 0)))
+            pending = counts
+        return HeadRows(
+            features=jnp.where(active[:, None, None], waiting, rows.features),
+            pending=jnp.where(active, pending, rows.pending),
         )
+
+
+def _own(state: EngineState) -> tuple[ModelState, HeadRows]:
+    return state.pool.draft, state.rows.draft
 
 
 def _at(x: Array, index: Array) -> Array:

@@ -7,55 +7,37 @@ tree. Further branches start with other tokens.
 
 import jax.numpy as jnp
 from jax import Array
-from jax.sharding import Mesh
 
-from jaxspec.config import SpeculationConfig
+from jaxspec.config import TreeShape
 from jaxspec.models.decoder import Decoder
 from jaxspec.pytree import pytree, static
-from jaxspec.speculation.drafters.base import PrefillChunk
+from jaxspec.speculation.call import Call
+from jaxspec.speculation.drafters.base import DraftState, StatelessDrafter
 from jaxspec.speculation.tree import DraftTree, make_tree
 from jaxspec.state import EngineState
 
 
 @pytree
-class NGramDrafter:
-    """Proposes ``speculation.top_k`` branches, as many as the node budget holds.
+class NGramDrafter(StatelessDrafter):
+    """Proposes ``top_k`` branches, as many as the node budget of a call holds.
 
     ``min_match`` and ``max_match`` bound the number of matching tokens that count.
     """
 
-    speculation: SpeculationConfig = static()
     min_match: int = static(default=1)
     max_match: int = static(default=4)
 
-    @property
-    def capture(self) -> tuple[int, ...]:
-        return ()
-
-    @property
-    def num_nodes(self) -> int:
-        return self.speculation.num_nodes
-
-    @property
-    def max_depth(self) -> int:
-        return self.speculation.max_depth
-
-    def init_state(self, batch: int, num_pages: int, page_size: int, mesh: Mesh | None) -> None:
-        return None
-
-    def prefill(
-        self, target: Decoder, state: EngineState, chunk: PrefillChunk, features: Array | None
-    ) -> None:
-        return None
-
-    def propose(self, target: Decoder, state: EngineState) -> tuple[DraftTree, None]:
-        tokens, roots, end = state.tokens, state.roots, state.context_lens
+    def propose(
+        self, target: Decoder, state: EngineState, call: Call
+    ) -> tuple[DraftTree, DraftState]:
+        rows, shape = state.rows, call.speculation
+        tokens, roots, end = rows.tokens, rows.roots, rows.context_lens
         batch = tokens.shape[0]
         scores = self._scores(tokens, end)
         following = jnp.roll(tokens, -1, axis=1)
         node_tokens, node_parents, valid = [roots[:, None]], [jnp.full((batch, 1), -1)], []
         start = 1
-        for length in self._branch_lengths():
+        for length in _branch_lengths(shape):
             best = jnp.argmax(scores, axis=1)  # where a match ends
             found = jnp.take_along_axis(scores, best[:, None], axis=1) > 0
             source = best[:, None] + 1 + jnp.arange(length)
@@ -67,15 +49,8 @@ class NGramDrafter:
             node_parents.append(jnp.broadcast_to(parents, (batch, length)))
             scores = jnp.where(following == node_tokens[-1][:, :1], 0, scores)
             start += length
-        return self._tree(node_tokens, node_parents, valid), None
-
-    def _branch_lengths(self) -> list[int]:
-        """Nodes of each branch: the budget shared out, longest first, none beyond max_depth."""
-        budget = self.num_nodes - 1
-        branches = min(self.speculation.top_k, budget)
-        share, extra = divmod(budget, branches)
-        lengths = [min(share + (i < extra), self.max_depth) for i in range(branches)]
-        return lengths
+        tree = _packed(node_tokens, node_parents, valid, shape)
+        return tree, DraftState(None, None)
 
     def _scores(self, tokens: Array, end: Array) -> Array:
         """Rank of each position as the end of a match, 0 where there is none: [B, S]."""
@@ -90,24 +65,30 @@ class NGramDrafter:
             length += alive
         return jnp.where(length >= self.min_match, length * size + index, 0)
 
-    def _tree(self, tokens: list[Array], parents: list[Array], valid: list[Array]) -> DraftTree:
-        """Nodes in order with the valid ones first (each branch's valid nodes are a prefix)."""
-        tokens_, parents_ = jnp.concatenate(tokens, axis=1), jnp.concatenate(parents, axis=1)
-        kept = jnp.concatenate([jnp.ones_like(tokens[0], bool), *valid], axis=1)
-        order = jnp.argsort(~kept, axis=1, stable=True)
-        rank = jnp.cumsum(kept, axis=1) - 1  # new index of a kept node
-        parents_ = jnp.where(
-            parents_ < 0, -1, jnp.take_along_axis(rank, jnp.maximum(parents_, 0), axis=1)
-        )
-        return make_tree(
-            jnp.take_along_axis(tokens_, order, axis=1),
-            jnp.take_along_axis(parents_, order, axis=1),
-            jnp.sum(kept, axis=1),
-            self.max_depth,
-            is_chain=self.speculation.is_chain,
-        )
 
-    def commit(
-        self, draft: None, features: Array | None, path: Array, counts: Array, active: Array
-    ) -> None:
-        return None
+def _branch_lengths(shape: TreeShape) -> list[int]:
+    """Nodes of each branch: the budget shared out, longest first, none beyond max_depth."""
+    budget = shape.num_nodes - 1
+    branches = min(shape.top_k, budget)
+    share, extra = divmod(budget, branches)
+    return [min(share + (i < extra), shape.max_depth) for i in range(branches)]
+
+
+def _packed(
+    tokens: list[Array], parents: list[Array], valid: list[Array], shape: TreeShape
+) -> DraftTree:
+    """Nodes in order with the valid ones first (each branch's valid nodes are a prefix)."""
+    tokens_, parents_ = jnp.concatenate(tokens, axis=1), jnp.concatenate(parents, axis=1)
+    kept = jnp.concatenate([jnp.ones_like(tokens[0], bool), *valid], axis=1)
+    order = jnp.argsort(~kept, axis=1, stable=True)
+    rank = jnp.cumsum(kept, axis=1) - 1  # new index of a kept node
+    parents_ = jnp.where(
+        parents_ < 0, -1, jnp.take_along_axis(rank, jnp.maximum(parents_, 0), axis=1)
+    )
+    return make_tree(
+        jnp.take_along_axis(tokens_, order, axis=1),
+        jnp.take_along_axis(parents_, order, axis=1),
+        jnp.sum(kept, axis=1),
+        shape.max_depth,
+        is_chain=shape.is_chain,
+    )

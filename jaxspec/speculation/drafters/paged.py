@@ -6,73 +6,81 @@ of the target's own page table. Tokens committed since the last draft are *pendi
 use the slots past the root as scratch.
 """
 
+import dataclasses
+
 import jax.numpy as jnp
 from jax import Array
 
-from jaxspec.cache import LayerCache, page_slots
+from jaxspec.cache import page_slots
 from jaxspec.models.attention import PagedAttend
-from jaxspec.pytree import pytree, static
-from jaxspec.sharding import DATA_PARALLEL
 from jaxspec.speculation.expand import Beams
 from jaxspec.state import EngineState
 
 
-@pytree
-class DraftCache:
-    """Pages of the drafter's layers; ``sharded`` when its KV heads are."""
+@dataclasses.dataclass(frozen=True)
+class TokenRun:
+    """Consecutive committed tokens [B, T] of each row; ``valid`` are real, the first of each."""
 
-    layers: tuple[LayerCache, ...]
-    sharded: bool = static()
-
-    @property
-    def partition_rules(self) -> dict[str, str] | None:
-        return None if self.sharded else DATA_PARALLEL
+    tokens: Array
+    positions: Array
+    valid: Array
 
 
-def pending_tokens(state: EngineState, counts: Array, width: int) -> tuple[Array, Array, Array]:
+def pending_tokens(state: EngineState, counts: Array, width: int) -> TokenRun:
     """The last ``counts`` [B] committed tokens, root last, in rows of ``width``.
 
-    Returns (tokens, positions, valid), [B, width] each; nothing is valid in rows that are done.
+    Nothing is valid in rows that do not decode.
     """
-    start = state.context_lens - counts + 1
+    rows = state.rows
+    start = rows.context_lens - counts + 1
     offset = jnp.arange(width)
     positions = start[:, None] + offset
-    last = state.tokens.shape[1] - 1
-    tokens = jnp.take_along_axis(state.tokens, jnp.clip(positions, 0, last), axis=1)
-    return tokens, positions, (offset < counts[:, None]) & state.active[:, None]
+    last = rows.tokens.shape[1] - 1
+    tokens = jnp.take_along_axis(rows.tokens, jnp.clip(positions, 0, last), axis=1)
+    return TokenRun(tokens, positions, (offset < counts[:, None]) & rows.active[:, None])
 
 
-def causal_attend(
-    state: EngineState, positions: Array, valid: Array, first_slot: int = 0
-) -> PagedAttend:
+def prompt_tokens(state: EngineState, tokens: Array, counts: Array) -> TokenRun:
+    """A chunk [B, T] that follows each row's context, ``counts`` [B] of it real."""
+    offset = jnp.arange(tokens.shape[1])
+    positions = state.rows.context_lens[:, None] + offset
+    return TokenRun(tokens, positions, offset < counts[:, None])
+
+
+def causal_attend(state: EngineState, run: TokenRun, first_slot: int = 0) -> PagedAttend:
     """Attention of consecutive tokens, each stored at its own position."""
+    start = run.positions[:, 0]
     return PagedAttend(
-        page_table=state.page_table,
-        context_lens=positions[:, 0],
-        slots=page_slots(state.page_table, positions, valid, state.page_size),
-        positions=positions,
+        page_table=state.rows.page_table,
+        context_lens=start,
+        slots=page_slots(
+            state.rows.page_table, run.positions, run.valid, state.pool.page_size
+        ),
+        positions=run.positions,
+        kv_lens=start + jnp.sum(run.valid, axis=1, dtype=jnp.int32),
         first_slot=first_slot,
     )
 
 
 def level_attend(state: EngineState, beams: Beams, first_slot: int = 0) -> PagedAttend:
     """Attention of one tree level: beams see the context, the root and their own ancestors."""
-    past_root = state.context_lens + 1
-    scratch = past_root[:, None] + beams.first + jnp.arange(beams.tokens.shape[1])
-    positions = beam_positions(state, beams)
-    valid = jnp.broadcast_to(state.active[:, None], scratch.shape)
+    rows = state.rows
+    past_root = rows.context_lens + 1
+    last = beams.first + beams.tokens.shape[1]
+    scratch = past_root[:, None] + jnp.arange(beams.first, last)
+    valid = jnp.broadcast_to(rows.active[:, None], scratch.shape)
     return PagedAttend(
-        page_table=state.page_table,
+        page_table=rows.page_table,
         context_lens=past_root,
-        slots=page_slots(state.page_table, scratch, valid, state.page_size),
-        positions=positions,
+        slots=page_slots(rows.page_table, scratch, valid, state.pool.page_size),
+        positions=beam_positions(state, beams),
+        kv_lens=past_root + last,
         ancestors=beams.ancestors,
-        num_nodes=beams.num_scratch,  # the same at all levels, which so share a program
         first_slot=first_slot,
     )
 
 
 def beam_positions(state: EngineState, beams: Beams) -> Array:
     """Sequence position of each beam's token: int32 [B, k]."""
-    position = (state.context_lens + beams.depth)[:, None]
+    position = (state.rows.context_lens + beams.depth)[:, None]
     return jnp.broadcast_to(position, beams.tokens.shape)

@@ -1,0 +1,153 @@
+"""One batch of requests under way: rounds are launched ahead, and results read while they run."""
+
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+
+import jax
+import numpy as np
+
+from jaxspec.config import TreeShape
+from jaxspec.engine import Engine
+from jaxspec.scheduling.batching import BatchPlan
+from jaxspec.scheduling.requests import SamplingParams
+from jaxspec.state import Emitted, Ending, EngineState, Status
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """What one call of a program added: new tokens of each request, and who is done."""
+
+    new_tokens: list[list[int]]
+    done: list[bool]
+
+
+@dataclasses.dataclass
+class RequestStatistics:
+    """Rounds of one request; ``accepted[d]`` counts those that accepted at least d tokens."""
+
+    rounds: int
+    drafted: int
+    accepted: list[int]
+
+
+@dataclasses.dataclass
+class Timings:
+    """Seconds spent waiting for the programs; ``compile`` is what preparing them took."""
+
+    compile: float = 0.0
+    prefill: float = 0.0
+    decode: float = 0.0
+
+
+class Run:
+    """One batch under way. Iterate it for Progress; then read ``timings`` and ``statistics``.
+
+    It may be left and taken up again. Until it has ended, or ``abort`` was called, the engine runs
+    nothing else.
+
+    Args:
+      rounds_per_call: rounds between two looks at the results, at most the engine's.
+      shape: of the draft trees; None: the engine's.
+
+    Raises ValueError for requests that could not run, RuntimeError while another batch is under
+    way.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sequence[SamplingParams],
+        rounds_per_call: int | None = None,
+        shape: TreeShape | None = None,
+    ):
+        self.plan: BatchPlan = engine.plan(prompts, sampling)
+        self.timings = Timings()
+        depth = engine.params.speculation.max_depth
+        self.statistics = [RequestStatistics(0, 0, [0] * (depth + 1)) for _ in prompts]
+        self.endings = [Ending.NONE for _ in prompts]
+        self._engine, self._shape = engine, shape
+        self._most_rounds = min(rounds_per_call or engine.rounds_per_call, engine.rounds_per_call)
+        self._state: EngineState | None = engine.begin(self.plan, self)
+        self._steps = self._generate()
+
+    def __iter__(self) -> Iterator[Progress]:
+        return self
+
+    def __next__(self) -> Progress:
+        try:
+            return next(self._steps)
+        except BaseException:
+            self.abort()  # the end, or an error: either way the pool goes back
+            raise
+
+    def abort(self) -> None:
+        """Give the batch up; the engine is free again. Does nothing once it has ended."""
+        if self._state is not None:
+            self._engine.end(self._state)
+            self._state = None
+            self._steps = iter(())
+
+    def _generate(self) -> Iterator[Progress]:
+        engine, plan = self._engine, self.plan
+        started = time.perf_counter()
+        self._state = engine.warm_up(self._own(), plan, self._shape)
+        self.timings.compile = time.perf_counter() - started
+        started = time.perf_counter()
+        chunks = []
+        for _ in range(plan.num_chunks):
+            self._state, emitted = engine.read_chunk(self._own(), plan)
+            chunks.append(emitted)
+        progress = self._read(chunks)
+        self.timings.prefill = time.perf_counter() - started
+        yield progress
+        rounds = 1  # the first call is short, so that the first words show soon
+        ahead: list[Emitted] = []
+        while not all(progress.done):
+            started = time.perf_counter()
+            self._state, emitted = engine.run_rounds(self._own(), plan, rounds, self._shape)
+            ready, ahead = ahead, [emitted]
+            read = self._read(ready) if ready else None
+            self.timings.decode += time.perf_counter() - started
+            rounds = min(2 * rounds, self._most_rounds)
+            if read is not None:
+                progress = read
+                yield progress
+
+    def _own(self) -> EngineState:
+        assert self._state is not None
+        return self._state
+
+    def _read(self, calls: list[Emitted]) -> Progress:
+        """Wait for some calls, and add up what they emitted."""
+        host: list[Emitted] = jax.device_get(calls)
+        new_tokens: list[list[int]] = [[] for _ in self.plan.prompts]
+        for emitted in host:
+            for row, new in enumerate(new_tokens):
+                new += _tokens_of(emitted, row)
+                _count(self.statistics[row], emitted, row)
+        last = host[-1]
+        for row in range(len(new_tokens)):
+            self.endings[row] = Ending(int(last.ending[row]))
+        done = last.status[: len(new_tokens)] == Status.DONE
+        return Progress(new_tokens, done.tolist())
+
+
+def _tokens_of(emitted: Emitted, row: int) -> list[int]:
+    """Tokens that a call committed of one row, in order."""
+    counts = np.asarray(emitted.counts)[:, row]
+    kept = np.arange(emitted.tokens.shape[2]) < counts[:, None]
+    return np.asarray(emitted.tokens)[:, row][kept].tolist()
+
+
+def _count(statistics: RequestStatistics, emitted: Emitted, row: int) -> None:
+    """Add the rounds of one call to a request's; a prompt's own token is of no round."""
+    if emitted.num_rounds == 0:
+        return
+    ran = np.asarray(emitted.counts)[:, row] > 0
+    accepted = np.asarray(emitted.accepted)[:, row][ran]
+    statistics.rounds += int(ran.sum())
+    statistics.drafted += int(np.asarray(emitted.drafted)[:, row][ran].sum())
+    for depth in range(len(statistics.accepted)):
+        statistics.accepted[depth] += int((accepted >= depth).sum())

@@ -1,0 +1,200 @@
+"""Many rounds in one call, and what they emitted."""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.sharding import PartitionSpec as P
+from jax.typing import ArrayLike
+
+from jaxspec.config import TreeShape
+from jaxspec.functional.params import EngineParams, on_mesh
+from jaxspec.sharding import partition_specs
+from jaxspec.speculation.call import Call
+from jaxspec.speculation.round import RoundOutput, run_round
+from jaxspec.state import Emitted, Ending, EngineState, Rows, Status
+
+
+def decode(
+    params: EngineParams,
+    state: EngineState,
+    num_rounds: ArrayLike,
+    *,
+    max_rounds: int | None = None,
+    shape: TreeShape | None = None,
+    greedy: bool = False,
+    logprobs: bool = False,
+    hidden: tuple[int, ...] = (),
+) -> tuple[EngineState, Emitted]:
+    """Run up to ``num_rounds`` rounds; stops early when no row decodes any more.
+
+    Args:
+      num_rounds: may be traced, with ``max_rounds`` beside it.
+      max_rounds: rounds that what is emitted has room for; ``num_rounds`` by default.
+      shape: of the draft trees of this call, within ``params.speculation``; config.PLAIN drafts
+        nothing. None: the largest. The text does not depend on it.
+      greedy: no row samples, so that work is left out; a row that does ends as NOT_GREEDY.
+      logprobs: emit the log-probability of every token under the model's raw logits.
+      hidden: hidden states of the target to emit with every token, those that it was sampled
+        from: ``i`` is the residual stream after ``i`` layers, -1 the state after the final norm.
+
+    Returns the state, and what was emitted, round by round.
+
+    Raises ValueError for a shape that the engine has no room for, or no ``max_rounds`` beside a
+    traced number of rounds.
+    """
+    params.check(state)
+    if max_rounds is None:
+        if isinstance(num_rounds, jax.core.Tracer):
+            raise ValueError("num_rounds is traced: give max_rounds, an int, beside it")
+        max_rounds = int(np.asarray(num_rounds))
+    call = params.call(shape, greedy=greedy, logprobs=logprobs, hidden=hidden)
+    function = functools.partial(_decode, call, max(1, max_rounds))
+    limit = jnp.minimum(jnp.asarray(num_rounds, jnp.int32), max_rounds)
+    return on_mesh(function, params, state, (limit,), (P(),), emitted_specs(params, call))
+
+
+def emitted_specs(params: EngineParams, call: Call) -> Emitted:
+    """Partition specs of what a call emits."""
+    array = jnp.zeros(())
+    emitted = Emitted(
+        num_rounds=array,
+        tokens=array,
+        counts=array,
+        accepted=array,
+        drafted=array,
+        status=array,
+        ending=array,
+        logprobs=array if call.logprobs else None,
+        hidden=array if call.hidden else None,
+    )
+    return partition_specs(emitted, params.layout)
+
+
+def refuse_sampling(rows: Rows, chosen: Array) -> Rows:
+    """Rows of which those ``chosen`` bool [R] that sample are done, with an error."""
+    refused = chosen & rows.sampling.drawn
+    return rows.replace(
+        status=jnp.where(refused, Status.DONE, rows.status),
+        ending=jnp.where(refused, Ending.NOT_GREEDY, rows.ending),
+    )
+
+
+class _Record(NamedTuple):
+    """What the rounds so far emitted. Integers lie side by side, to be written in one launch."""
+
+    integers: Array  # int32 [C, R, A + 3]: tokens, count, accepted, drafted
+    logprobs: Array | None  # [C, R, A]
+    hidden: Array | None  # [C, R, A, n * H]
+
+    def with_round(self, index: Array, output: RoundOutput) -> "_Record":
+        columns = [x[:, None] for x in (output.counts, output.accepted, output.drafted)]
+        integers = jnp.concatenate([output.tokens, *columns], axis=1)
+        new = _Record(integers, output.logprobs, output.hidden)
+        return jax.tree.map(lambda all_, one: all_.at[index].set(one), self, new)
+
+
+class _Carry(NamedTuple):
+    index: Array  # int32 [], rounds that ran
+    state: EngineState
+    record: _Record
+
+
+def _decode(
+    call: Call, max_rounds: int, params: EngineParams, state: EngineState, limit: Array
+) -> tuple[EngineState, Emitted]:
+    rows = state.rows
+    if call.greedy:
+        state = state.replace(rows=refuse_sampling(rows, rows.active))
+    room = params.drafter.most_pending(state.capacity)
+    if room is not None and call.speculation.max_depth < state.capacity.max_depth:
+        loop = _loop_catching_up(params, call, room)
+    else:
+        loop = _loop(params, call)
+    start = _Carry(jnp.int32(0), state, _empty_record(params, call, state, max_rounds))
+    index, state, record = loop(start, limit)
+    *_, counts, accepted, drafted = jnp.moveaxis(record.integers, -1, 0)
+    return state, Emitted(
+        num_rounds=index,
+        tokens=record.integers[..., :-3],
+        counts=counts,
+        accepted=accepted,
+        drafted=drafted,
+        status=state.rows.status,
+        ending=state.rows.ending,
+        logprobs=record.logprobs,
+        hidden=record.hidden,
+    )
+
+
+def _empty_record(
+    params: EngineParams, call: Call, state: EngineState, max_rounds: int
+) -> _Record:
+    num_rows, width = state.rows.status.shape[0], call.speculation.max_depth + 1
+    size = (max_rounds, num_rows, width)
+    hidden_size = len(call.hidden) * params.target.config.hidden_size
+    return _Record(
+        integers=jnp.zeros((*size[:2], width + 3), jnp.int32),
+        logprobs=jnp.zeros(size, jnp.float32) if call.logprobs else None,
+        hidden=jnp.zeros((*size, hidden_size), params.target.dtype) if call.hidden else None,
+    )
+
+
+Loop = Callable[[_Carry, Array], _Carry]
+
+
+def _loop(params: EngineParams, call: Call) -> Loop:
+    """Rounds until a limit, or until no row decodes."""
+    batch = params.layout.batch
+
+    def body(carry: _Carry) -> _Carry:
+        state, output = run_round(params.target, params.drafter, call, carry.state)
+        return _Carry(carry.index + 1, state, carry.record.with_round(carry.index, output))
+
+    def loop(carry: _Carry, limit: Array) -> _Carry:
+        def unfinished(carry: _Carry) -> Array:
+            active = jnp.any(carry.state.rows.active)
+            if batch:
+                active = lax.pmax(active.astype(jnp.int32), batch) > 0
+            return (carry.index < limit) & active
+
+        return lax.while_loop(unfinished, body, carry)
+
+    return loop
+
+
+def _loop_catching_up(params: EngineParams, call: Call, room: int) -> Loop:
+    """As _loop, for calls of smaller trees than the drafter's window of ``room`` pending tokens.
+
+    Plain rounds only add to what is pending, so the drafter catches up whenever its window may be
+    full. Smaller trees replace it: catching up once is enough, as larger ones may have filled it.
+    """
+    inner = _loop(params, call)
+
+    def catch_up(carry: _Carry) -> _Carry:
+        state = carry.state
+        with jax.named_scope("draft"):
+            draft = params.drafter.catch_up(params.target, state, call)
+        pool, rows = state.pool.replace(draft=draft.pool), state.rows.replace(draft=draft.rows)
+        return carry._replace(state=state.replace(pool=pool, rows=rows))
+
+    def loop(carry: _Carry, limit: Array) -> _Carry:
+        if not call.speculation.is_plain:
+            return inner(catch_up(carry), limit)
+
+        def body(carry: tuple[_Carry, Array]) -> tuple[_Carry, Array]:
+            start, _ = carry
+            stop = jnp.minimum(start.index + room - 1, limit)
+            after = inner(catch_up(start), stop)
+            return after, after.index == stop
+
+        def unfinished(carry: tuple[_Carry, Array]) -> Array:
+            return carry[1] & (carry[0].index < limit)
+
+        return lax.while_loop(unfinished, body, (carry, jnp.bool_(True)))[0]
+
+    return loop

@@ -1,0 +1,116 @@
+"""The weights of an engine and every static choice, and calling functions over its mesh."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from jaxspec.config import PLAIN, SpeculationConfig, TreeShape
+from jaxspec.models.decoder import Decoder
+from jaxspec.pytree import pytree, static
+from jaxspec.sharding import Layout, axes_size, partition_specs
+from jaxspec.speculation.call import Call
+from jaxspec.speculation.drafters import Drafter, NoDrafter
+from jaxspec.state import EngineState
+from pallas_kernels.selection import Kernels
+
+
+@pytree
+class EngineParams:
+    """A target, a drafter, and how they work together.
+
+    Attributes:
+      speculation: the largest draft tree, the rule that accepts its nodes, and how they are chosen.
+      kernels: operations that run as kernels where their arguments fit; none by default.
+      mesh: None: one device.
+    """
+
+    target: Decoder
+    drafter: Drafter
+    speculation: SpeculationConfig = static()
+    kernels: Kernels = static(default=Kernels())
+    mesh: Mesh | None = static(default=None)
+
+    @property
+    def layout(self) -> Layout:
+        """How the state is split: as the target is."""
+        return self.target.layout
+
+    @property
+    def data_parallel(self) -> int:
+        """Devices that the rows are split over."""
+        return axes_size(self.mesh, self.layout.batch)
+
+    @property
+    def drafter_name(self) -> str:
+        return type(self.drafter).__name__
+
+    def call(
+        self,
+        shape: TreeShape | None = None,
+        *,
+        greedy: bool = False,
+        logprobs: bool = False,
+        hidden: tuple[int, ...] = (),
+    ) -> Call:
+        """The static choices of one call; ``shape`` None: the largest tree.
+
+        Raises ValueError for a shape that the engine has no room for, or layers that the target
+        does not have.
+        """
+        if isinstance(self.drafter, NoDrafter):
+            shape = PLAIN
+        speculation = self.speculation
+        if shape is not None and shape.shape != speculation.shape:
+            speculation = speculation.with_shape(shape.shape)
+        layers = self.target.config.num_layers
+        if not set(hidden) <= set(range(-1, layers + 1)):
+            raise ValueError(
+                f"hidden states {list(hidden)} cannot be given: the target has 0 to {layers}, and "
+                "-1, the one after the final norm"
+            )
+        return Call(speculation, greedy, self.kernels, logprobs, tuple(hidden))
+
+    def check(self, state: EngineState) -> None:
+        """Raises ValueError for a state that was made for other choices than these."""
+        if state.capacity != self.speculation:
+            raise ValueError(
+                f"the state was made for {state.capacity}, these parameters have "
+                f"{self.speculation}: make the state with these parameters"
+            )
+        if state.drafter != self.drafter_name:
+            raise ValueError(
+                f"the state was made for a {state.drafter}, these parameters have a "
+                f"{self.drafter_name}: make the state with these parameters"
+            )
+
+
+def on_mesh(
+    function: Callable[..., Any],
+    params: EngineParams,
+    state: EngineState,
+    arguments: tuple[Any, ...],
+    specs: tuple[Any, ...],
+    outputs: Any,
+) -> Any:
+    """Call ``function(params, state, *arguments)`` on each device's shards; collectives inside it
+    are explicit. ``specs`` are of the arguments, ``outputs`` of what comes beside the state (None:
+    nothing does)."""
+    if params.mesh is None:
+        return function(params, state, *arguments)
+    state_specs = partition_specs(state, params.layout)
+    sharded = jax.shard_map(
+        function,
+        mesh=params.mesh,
+        in_specs=(partition_specs(params), state_specs, *specs),
+        out_specs=state_specs if outputs is None else (state_specs, outputs),
+        check_vma=False,
+    )
+    return sharded(params, state, *arguments)
+
+
+def row_spec(params: EngineParams) -> P:
+    """The spec of an array [R, ...] that is split as rows are."""
+    return params.layout.spec(("batch",))

@@ -1,0 +1,172 @@
+"""Reading prompts, a chunk at a time, for some of the rows."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import ArrayLike
+
+from jaxspec import collectives
+from jaxspec.functional.decode import emitted_specs, refuse_sampling
+from jaxspec.functional.params import EngineParams, on_mesh, row_spec
+from jaxspec.functional.rows import local_rows, put_rows, take_rows
+from jaxspec.models import decoder
+from jaxspec.sampling import perturb, process_logits, vocab_ids
+from jaxspec.speculation.call import Call
+from jaxspec.speculation.drafters import PrefillChunk
+from jaxspec.speculation.drafters.paged import causal_attend, prompt_tokens
+from jaxspec.speculation.round import split_captured, token_logprobs
+from jaxspec.state import Emitted, Ending, EngineState, Status
+
+
+def prefill(
+    params: EngineParams,
+    state: EngineState,
+    rows: ArrayLike | None = None,
+    counts: ArrayLike | None = None,
+    *,
+    width: int,
+    greedy: bool = False,
+    logprobs: bool = False,
+    hidden: tuple[int, ...] = (),
+) -> tuple[EngineState, Emitted]:
+    """Read the next prompt tokens of some rows, and sample the token that follows where a prompt
+    ends. Only then does a row start to decode.
+
+    Args:
+      rows: [B] indices of the rows; those outside 0 .. R - 1 and rows that are not reading are left
+        as they are. None: all rows. Split over data-parallel devices, each device's share of the
+        list may name its own rows only.
+      counts: [B] most tokens to read of each; None: ``width``.
+      width: tokens of a row that the program has room for.
+      greedy: no row samples, so that work is left out; a row that does ends as NOT_GREEDY.
+      logprobs, hidden: see decode.
+
+    Returns the state, and what the B rows committed: at most one token, of no round.
+
+    Raises ValueError for a list of rows that cannot be split over the devices.
+    """
+    params.check(state)
+    if width < 1:
+        raise ValueError(f"width must be at least 1, got {width}")
+    call = params.call(greedy=greedy, logprobs=logprobs, hidden=hidden)
+    if rows is not None:
+        _check_split(params, rows, state.rows.status.shape[0])
+        rows = jnp.asarray(rows, jnp.int32)
+    counts = None if counts is None else jnp.asarray(counts, jnp.int32)
+    spec = row_spec(params)
+    function = functools.partial(_prefill, call, min(width, state.rows.tokens.shape[1]))
+    specs = tuple(None if x is None else spec for x in (rows, counts))
+    return on_mesh(function, params, state, (rows, counts), specs, emitted_specs(params, call))
+
+
+def _check_split(params: EngineParams, rows: ArrayLike, num_rows: int) -> None:
+    shards = params.data_parallel
+    if shards == 1 or isinstance(rows, jax.core.Tracer):
+        return
+    listed = np.asarray(rows)
+    if listed.size % shards:
+        raise ValueError(f"{listed.size} rows cannot be split over {shards} data shards")
+    own = np.repeat(np.arange(shards), listed.size // shards)
+    inside = (listed >= 0) & (listed < num_rows)
+    if (listed // (num_rows // shards) != own)[inside].any():
+        raise ValueError(
+            f"rows {listed.tolist()}: each of {shards} devices can read its own "
+            f"{num_rows // shards} rows only, so each share of the list must name those"
+        )
+
+
+def _prefill(
+    call: Call,
+    width: int,
+    params: EngineParams,
+    state: EngineState,
+    rows: Array | None,
+    counts: Array | None,
+) -> tuple[EngineState, Emitted]:
+    index = None
+    chosen = state.rows
+    if rows is not None:
+        index = local_rows(rows, chosen.status.shape[0], params.layout.batch)
+        chosen = take_rows(chosen, index)
+    if call.greedy:
+        chosen = refuse_sampling(chosen, chosen.status == Status.READING)
+    read, emitted = _read_chunk(call, width, params, state.replace(rows=chosen), counts)
+    if index is not None:
+        read = read.replace(rows=put_rows(state.rows, index, read.rows))
+    return read, emitted
+
+
+def _read_chunk(
+    call: Call, width: int, params: EngineParams, state: EngineState, limits: Array | None
+) -> tuple[EngineState, Emitted]:
+    """The next chunk of all rows of ``state`` that are reading."""
+    rows, target = state.rows, params.target
+    reading = rows.status == Status.READING
+    left = rows.prompt_lens - rows.context_lens
+    counts = jnp.minimum(left, width)
+    counts = counts if limits is None else jnp.clip(limits, 0, counts)
+    counts = jnp.where(reading, counts, 0)
+    places = jnp.minimum(rows.context_lens[:, None] + jnp.arange(width), rows.tokens.shape[1] - 1)
+    run = prompt_tokens(state, jnp.take_along_axis(rows.tokens, places, axis=1), counts)
+    states, capture = state.pool.target, params.drafter.capture
+    hidden, layers, captured = decoder.run(
+        target,
+        run.tokens,
+        run.positions,
+        states.layers,
+        causal_attend(state, run),
+        (*capture, *call.hidden),
+        call.kernels,
+    )
+    features, asked = split_captured(captured, len(capture), len(call.hidden))
+    last = jnp.maximum(counts - 1, 0)[:, None, None]
+    logits = decoder.logits(target, jnp.take_along_axis(hidden, last, axis=1))
+    ends = reading & (counts == left)
+    roots = _sample(logits, state, rows.context_lens + counts, call, params)
+    finite = collectives.all_finite(logits, target.layout)[:, 0]
+    draft = params.drafter.prefill(target, state, PrefillChunk(run.tokens, counts), features, call)
+    pool = state.pool.replace(target=states.replace(layers=layers), draft=draft.pool)
+    ending = jnp.where(rows.prompt_lens + 1 >= rows.max_lens, Ending.LENGTH, Ending.NONE)
+    stopped = jnp.any(roots[:, None] == rows.stop_tokens, axis=1)
+    ending = jnp.where(stopped, Ending.STOP, ending)
+    ending = jnp.where(finite, ending, Ending.NOT_FINITE)
+    status = jnp.where(ending == Ending.NONE, Status.DECODING, Status.DONE)
+    sampled = ends & finite
+    row, length = jnp.arange(counts.shape[0]), rows.tokens.shape[1]
+    root_at = jnp.where(sampled, rows.prompt_lens, length)
+    after = rows.replace(
+        status=jnp.where(ends, status, rows.status),
+        ending=jnp.where(ends, ending, rows.ending),
+        tokens=rows.tokens.at[row, root_at].set(roots, mode="drop"),
+        context_lens=rows.context_lens + counts,
+        draft=draft.rows,
+    )
+    asked = None if asked is None else jnp.take_along_axis(asked, last, axis=1)[None]
+    own = token_logprobs(logits, roots[:, None], target)[None] if call.logprobs else None
+    none = jnp.zeros_like(counts)[None]
+    emitted = Emitted(
+        num_rounds=jnp.int32(0),  # no draft was verified
+        tokens=roots[None, :, None],
+        counts=sampled.astype(jnp.int32)[None],
+        accepted=none,
+        drafted=none,
+        status=after.status,
+        ending=after.ending,
+        logprobs=own,
+        hidden=asked,
+    )
+    return state.replace(pool=pool, rows=after), emitted
+
+
+def _sample(
+    logits: Array, state: EngineState, positions: Array, call: Call, params: EngineParams
+) -> Array:
+    """Sample [B] tokens at ``positions`` [B] from raw logits [B, 1, V / shards]."""
+    sampling, layout = state.rows.sampling, params.target.layout
+    processed = process_logits(logits, sampling, layout, greedy=call.greedy)
+    ids = vocab_ids(logits.shape[-1], layout)
+    noisy = perturb(processed, sampling, positions[:, None], ids, greedy=call.greedy)
+    return collectives.argmax(noisy, layout)[:, 0]

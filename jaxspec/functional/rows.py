@@ -1,0 +1,237 @@
+"""Making a state, and what rows go through apart from computing: admitted, and released."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import PartitionSpec as P
+from jax.typing import ArrayLike
+
+from jaxspec.cache import Geometry, pages_for, sequential_page_table
+from jaxspec.functional.params import EngineParams, on_mesh
+from jaxspec.sampling import Sampling, make_sampling
+from jaxspec.sharding import Axes, named_shardings
+from jaxspec.state import Ending, EngineState, Pool, Rows, Status, empty_statistics
+
+
+def init_state(
+    params: EngineParams,
+    num_rows: int,
+    max_length: int,
+    *,
+    page_size: int = 16,
+    page_table: Array | None = None,
+    num_pages: int | None = None,
+    max_stops: int = 4,
+) -> EngineState:
+    """A state of ``num_rows`` empty rows of at most ``max_length`` tokens each.
+
+    Args:
+      page_table: [R, M] pages of each row; by default each has a run of its own, with room for
+        ``max_length`` tokens and the tree beyond them.
+      num_pages: pages in all, null page included; goes with ``page_table``.
+      max_stops: most stop tokens of a row.
+
+    Raises ValueError when the rows cannot be split over the mesh, the table is too narrow, or the
+    tree too deep for a sliding window.
+    """
+    if (page_table is None) != (num_pages is None):
+        raise ValueError("a page_table of your own needs num_pages beside it, and only then")
+    needed = pages_for(max_length + params.speculation.scratch_slots, page_size)
+    if num_pages is None:
+        num_pages = num_rows * needed + params.data_parallel
+    pool = init_pool(params, num_pages, page_size, num_rows)
+    return init_rows(params, pool, num_rows, max_length, page_table, max_stops=max_stops)
+
+
+def init_pool(params: EngineParams, num_pages: int, page_size: int, num_rows: int) -> Pool:
+    """Empty memory: ``num_pages`` counts the null page, one for each device that rows are split
+    over. It serves rows of any number up to ``num_rows``, one set after the other."""
+    params.target.config.check_tree_depth(params.speculation.max_depth)
+    geometry = Geometry(num_pages, page_size, num_rows, params.mesh)
+    return Pool(
+        target=params.target.init_state(geometry),
+        draft=params.drafter.init_pool(geometry),
+        page_size=page_size,
+    )
+
+
+def init_rows(
+    params: EngineParams,
+    pool: Pool,
+    num_rows: int,
+    max_length: int,
+    page_table: Array | None = None,
+    *,
+    max_stops: int = 4,
+) -> EngineState:
+    """Empty rows over a pool; see init_state."""
+    shards, page_size = params.data_parallel, pool.page_size
+    if num_rows < 1 or num_rows % shards:
+        raise ValueError(f"{num_rows} rows cannot be split over {shards} data shards")
+    needed = pages_for(max_length + params.speculation.scratch_slots, page_size)
+    if page_table is None:
+        page_table = sequential_page_table(num_rows, needed, shards)
+    if page_table.shape[1] < needed:
+        raise ValueError(
+            f"{max_length} tokens and {params.speculation.scratch_slots} tree slots need {needed} "
+            f"pages of {page_size}, the page table has {page_table.shape[1]}"
+        )
+    # One array for each field: two of one would be donated twice.
+    ints = [jnp.zeros(num_rows, jnp.int32) for _ in range(5)]
+    rows = Rows(
+        status=ints[0],
+        ending=ints[1],
+        tokens=jnp.zeros((num_rows, max_length), jnp.int32),
+        prompt_lens=ints[2],
+        context_lens=ints[3],
+        max_lens=ints[4],
+        stop_tokens=jnp.full((num_rows, max(1, max_stops)), -1, jnp.int32),
+        page_table=page_table,
+        sampling=jax.tree.map(jnp.array, make_sampling(num_rows)),
+        draft=params.drafter.init_rows(num_rows, params.target, params.speculation),
+        stats=empty_statistics(num_rows, params.speculation.max_depth),
+    )
+    if params.mesh is not None:
+        rows = jax.tree.map(
+            jax.device_put, rows, named_shardings(params.mesh, rows, params.layout)
+        )
+    return EngineState(
+        pool=pool, rows=rows, capacity=params.speculation, drafter=params.drafter_name
+    )
+
+
+def admit(
+    params: EngineParams,
+    state: EngineState,
+    rows: ArrayLike,
+    prompts: ArrayLike,
+    prompt_lens: ArrayLike,
+    *,
+    sampling: Sampling | None = None,
+    max_lens: ArrayLike | None = None,
+    stop_token_ids: ArrayLike | tuple[int, ...] = (),
+    page_table: Array | None = None,
+) -> EngineState:
+    """Set rows up with their prompts; ``prefill`` then reads them. No cache is touched.
+
+    Args:
+      rows: [B] indices of the rows; those outside 0 .. R - 1 are padding.
+      prompts: int32 [B, T], the first ``prompt_lens`` [B] of each.
+      sampling: of B rows, as made by make_sampling; greedy by default.
+      max_lens: [B] most tokens of each, prompt included; the token buffer's length by default.
+      stop_token_ids: ids that end a row: a tuple for all, or [B, E] padded with -1.
+      page_table: [B, M] pages of each, the null page past the last; those that the row has by
+        default.
+
+    A row whose prompt or limit does not fit its pages or the token buffer is DONE at once, with
+    Ending.TOO_LONG.
+
+    Raises ValueError for shapes that do not fit.
+    """
+    params.check(state)
+    rows, prompts = jnp.asarray(rows, jnp.int32), jnp.asarray(prompts, jnp.int32)
+    batch, length = rows.shape[0], state.rows.tokens.shape[1]
+    if prompts.shape[1] > length:
+        raise ValueError(f"a prompt of {prompts.shape[1]} tokens is longer than a row ({length})")
+    if page_table is not None and page_table.shape != (batch, state.rows.page_table.shape[1]):
+        raise ValueError(
+            f"a page_table for {batch} rows must be "
+            f"{[batch, state.rows.page_table.shape[1]]}, not {list(page_table.shape)}"
+        )
+    arrived = {
+        "prompts": prompts,
+        "prompt_lens": jnp.asarray(prompt_lens, jnp.int32),
+        "sampling": make_sampling(batch) if sampling is None else sampling,
+        "max_lens": jnp.full(batch, length) if max_lens is None else jnp.asarray(max_lens),
+        "stops": _stop_table(stop_token_ids, batch, state.rows.stop_tokens.shape[1]),
+        "page_table": page_table,
+    }
+    return on_mesh(_admit, params, state, (rows, arrived), (P(), P()), None)
+
+
+def _stop_table(ids: Any, batch: int, width: int) -> Array:
+    table = jnp.asarray(ids, jnp.int32)
+    if table.ndim == 1:
+        table = jnp.broadcast_to(table, (batch, table.shape[0]))
+    if table.shape[1] > width:
+        raise ValueError(
+            f"{table.shape[1]} stop tokens, the state has room for {width}: make it with a larger "
+            "max_stops"
+        )
+    return jnp.pad(table, ((0, 0), (0, width - table.shape[1])), constant_values=-1)
+
+
+def _admit(
+    params: EngineParams, state: EngineState, rows: Array, arrived: dict[str, Any]
+) -> EngineState:
+    own, batch = state.rows, rows.shape[0]
+    index = local_rows(rows, own.status.shape[0], params.layout.batch)
+    table = arrived["page_table"]
+    table = take_rows(own.page_table, index) if table is None else table
+    max_lens, lens = arrived["max_lens"].astype(jnp.int32), arrived["prompt_lens"]
+    length, held = own.tokens.shape[1], jnp.sum(table > 0, axis=1) * state.pool.page_size
+    fits = (lens >= 1) & (lens < length) & (max_lens <= length)
+    fits &= max_lens + params.speculation.scratch_slots <= held
+    zeros = jnp.zeros(batch, jnp.int32)
+    width = arrived["prompts"].shape[1]
+    new = Rows(
+        status=jnp.where(fits, Status.READING, Status.DONE).astype(jnp.int32),
+        ending=jnp.where(fits, Ending.NONE, Ending.TOO_LONG).astype(jnp.int32),
+        tokens=jnp.pad(arrived["prompts"], ((0, 0), (0, length - width))),
+        prompt_lens=lens,
+        context_lens=zeros,
+        max_lens=max_lens,
+        stop_tokens=arrived["stops"],
+        page_table=table,
+        sampling=arrived["sampling"],
+        draft=params.drafter.init_rows(batch, params.target, params.speculation),
+        stats=empty_statistics(batch, params.speculation.max_depth),
+    )
+    pool = state.pool.replace(target=state.pool.target.reset(index))
+    if hasattr(pool.draft, "reset"):
+        pool = pool.replace(draft=pool.draft.reset(index))
+    return state.replace(pool=pool, rows=put_rows(own, index, new))
+
+
+def release(params: EngineParams, state: EngineState, rows: ArrayLike) -> EngineState:
+    """Make rows [B] empty, whatever they were doing; indices outside 0 .. R - 1 are padding.
+
+    Their pages are theirs no more: what lies in them is never read again.
+    """
+    params.check(state)
+    return on_mesh(_release, params, state, (jnp.asarray(rows, jnp.int32),), (P(),), None)
+
+
+def _release(params: EngineParams, state: EngineState, rows: Array) -> EngineState:
+    own = state.rows
+    index = local_rows(rows, own.status.shape[0], params.layout.batch)
+
+    def cleared(x: Array) -> Array:
+        return x.at[index].set(0, mode="drop")
+
+    return state.replace(
+        rows=own.replace(
+            status=cleared(own.status),
+            ending=cleared(own.ending),
+            context_lens=cleared(own.context_lens),
+        )
+    )
+
+
+def local_rows(rows: Array, num_rows: int, axes: Axes) -> Array:
+    """Indices [B] of rows on this device's shard of ``num_rows``; ``num_rows`` for all others."""
+    first = lax.axis_index(axes) * num_rows if axes else 0
+    local = rows - first
+    return jnp.where((local >= 0) & (local < num_rows), local, num_rows)
+
+
+def take_rows[T](tree: T, index: Array) -> T:
+    """Rows ``index`` [B] of every array [R, ...]; zeros where there is no such row."""
+    return jax.tree.map(lambda x: x.at[index].get(mode="fill", fill_value=0), tree)
+
+
+def put_rows[T](tree: T, index: Array, rows: T) -> T:
+    """Every array [R, ...] with rows ``index`` [B] replaced; those past the end are dropped."""
+    return jax.tree.map(lambda x, new: x.at[index].set(new, mode="drop"), tree, rows)

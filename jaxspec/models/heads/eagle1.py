@@ -1,0 +1,41 @@
+"""EAGLE-1 and EAGLE-2 heads (arXiv 2401.15077, 2406.16858).
+
+They read the target's last hidden state, joined with the embedding by ``fc``, and share the
+target's LM head.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxspec.models.forward import ForwardPass
+from jaxspec.models.heads.head import FrontOutput
+from jaxspec.models.layer import Layer
+from jaxspec.models.linear import Linear
+from jaxspec.pytree import pytree
+from jaxspec.tensors import Filler, One
+
+
+@pytree
+class Eagle1Front:
+    """The layers read ``fc`` [2 * H, H] of the embedding and the hidden state, without a norm."""
+
+    fc: Linear
+
+    @property
+    def method(self) -> str:
+        return "eagle1"
+
+    def hidden(self, captured: Array, step: ForwardPass) -> Array:
+        """The captured state is the hidden state."""
+        return captured
+
+    def __call__(
+        self, embedded: Array, hidden: Array, first: Layer, step: ForwardPass
+    ) -> FrontOutput:
+        with jax.named_scope("fc"):
+            x = self.fc(jnp.concatenate([embedded, hidden], axis=-1))
+        return FrontOutput(x, step.norm(x, first.input_norm))
+
+    def filled(self, prefix: str, filler: Filler) -> "Eagle1Front":
+        return self.replace(fc=self.fc.filled(One("fc"), filler))

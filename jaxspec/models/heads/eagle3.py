@@ -1,0 +1,66 @@
+"""EAGLE-3 heads (arXiv 2503.01840) and their 3.1 options (arXiv 2605.09992).
+
+They read hidden states of several layers of the target, fused by ``fc``, and have an LM head of
+their own, over a reduced vocabulary. EAGLE-3.1 norms the captured states before they are fused.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxspec.models.forward import ForwardPass
+from jaxspec.models.heads.head import FrontOutput
+from jaxspec.models.layer import Layer
+from jaxspec.models.linear import Linear
+from jaxspec.pytree import array, pytree
+from jaxspec.tensors import Filler, One
+
+
+@pytree
+class Eagle3Front:
+    """The first layer's mixer reads the normed embedding beside the normed hidden state.
+
+    Attributes:
+      fc: [C, H] fuses the captured states.
+      hidden_norm: of the hidden state, before the first layer.
+      fc_norms: EAGLE-3.1's ``fc_norm``: a norm for each captured state; () for none.
+      input_norm: EAGLE-3.1's ``norm_before_fc``: one norm over all captured states [C].
+    """
+
+    fc: Linear
+    hidden_norm: Array = array("hidden")
+    fc_norms: tuple[Array, ...] = ()
+    input_norm: Array | None = array("features")
+
+    @property
+    def method(self) -> str:
+        return "eagle3"
+
+    def hidden(self, captured: Array, step: ForwardPass) -> Array:
+        """Captured states [..., C] fused: [..., H]."""
+        with jax.named_scope("fc"):
+            if self.fc_norms:
+                states = jnp.split(captured, len(self.fc_norms), axis=-1)
+                pairs = zip(states, self.fc_norms, strict=True)
+                captured = jnp.concatenate([step.norm(x, norm) for x, norm in pairs], axis=-1)
+            return self.fc(step.norm(captured, self.input_norm))
+
+    def __call__(
+        self, embedded: Array, hidden: Array, first: Layer, step: ForwardPass
+    ) -> FrontOutput:
+        parts = [step.norm(embedded, first.input_norm), step.norm(hidden, self.hidden_norm)]
+        return FrontOutput(hidden, jnp.concatenate(parts, axis=-1))
+
+    def filled(self, prefix: str, filler: Filler) -> "Eagle3Front":
+        norms: list[Any] = [
+            filler.array(f"fc_norm.{index}.weight", norm)
+            for index, norm in enumerate(self.fc_norms)
+        ]
+        return self.replace(
+            fc=self.fc.filled(One("fc"), filler),
+            hidden_norm=filler.array(f"{prefix}hidden_norm.weight", self.hidden_norm),
+            fc_norms=tuple(norms),
+            input_norm=filler.array("input_norm.weight", self.input_norm),
+        )

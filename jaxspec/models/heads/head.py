@@ -1,0 +1,168 @@
+"""Draft heads: a few transformer layers that predict the target's next hidden state.
+
+All heads share one shape: a *front* that joins a token's embedding with the hidden state of the
+token before it, layers, and an output that is recycled as the next hidden state and read by an LM
+head. The entry for token ``i`` pairs its embedding with the hidden state of token ``i - 1`` and
+rotates as position ``i - 1``. Fronts are in files of their own.
+"""
+
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxspec.cache import Geometry, LayerStates, ModelState
+from jaxspec.config import ModelConfig
+from jaxspec.models import decoder
+from jaxspec.models.decoder import NO_KERNELS, Decoder
+from jaxspec.models.forward import Attend, ForwardPass, make_pass
+from jaxspec.models.layer import Layer, run_layers
+from jaxspec.models.linear import Linear
+from jaxspec.pytree import array, pytree, static
+from jaxspec.sharding import WHOLE, Layout
+from jaxspec.tensors import Filler, One
+from pallas_kernels.selection import Kernels
+
+
+class FrontOutput(NamedTuple):
+    """What a front makes of embeddings and hidden states [B, T, H]."""
+
+    residual: Array  # [B, T, H] the residual stream that the first layer adds to
+    mixer_input: Array  # [B, T, in] what the first layer's mixer reads
+
+
+class Front(Protocol):
+    """A frozen pytree: how captured states become hidden states, and what the layers read."""
+
+    @property
+    def method(self) -> str:
+        """The head's kind, as configs and cards name it."""
+        ...
+
+    @property
+    def fc(self) -> Linear:
+        """The projection that joins what it reads."""
+        ...
+
+    def hidden(self, captured: Array, step: ForwardPass) -> Array:
+        """Hidden states [..., H] of what was captured of the target [..., C]."""
+        ...
+
+    def __call__(
+        self, embedded: Array, hidden: Array, first: Layer, step: ForwardPass
+    ) -> FrontOutput:
+        """Join embeddings and hidden states [B, T, H] for the first layer."""
+        ...
+
+    def filled(self, prefix: str, filler: Filler) -> "Front":
+        """With what the filler makes of a checkpoint's tensors in the place of each array."""
+        ...
+
+
+class HeadOutput(NamedTuple):
+    """One pass of a head."""
+
+    hidden: Array  # [B, T, H] what the next step of drafting reads as hidden states
+    normed: Array  # [B, T, H] what the LM head reads
+    states: LayerStates
+
+
+@pytree
+class DraftHead:
+    """Weights of a draft head.
+
+    Attributes:
+      norm: before the LM head; None: it reads the outputs as they are.
+      lm_head: [H, W]; None: the target's.
+      token_ids: [W] target id of each draft id; None: the same.
+      embed: None: the target's.
+      capture: the target's hidden states that it reads (see decoder.run).
+      recycle_normed: the next step reads the normed output (EAGLE-3.1's ``norm_output``).
+    """
+
+    front: Front
+    layers: tuple[Layer, ...]
+    norm: Array | None = array("hidden")
+    lm_head: Linear | None
+    token_ids: Array | None = array("draft_ids")
+    embed: Array | None = array("embed_rows", "hidden")
+    config: ModelConfig = static()
+    capture: tuple[int, ...] = static()
+    recycle_normed: bool = static(default=False)
+    layout: Layout = static(default=WHOLE)
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return self.front.fc.dtype
+
+    @property
+    def method(self) -> str:
+        return self.front.method
+
+    def feature_size(self, target: Decoder) -> int:
+        """Width C of the target's captured hidden states."""
+        return target.config.hidden_size * len(self.capture)
+
+    def init_state(self, geometry: Geometry) -> ModelState:
+        """What the layers keep of sequences, empty."""
+        states = (layer.mixer.init_state(geometry, self.layout) for layer in self.layers)
+        return ModelState(layers=tuple(states), layout=self.layout)
+
+    def vocab_layout(self, target: Decoder) -> Layout:
+        """How the last dimension of ``logits`` is split."""
+        return target.layout if self.lm_head is None else self.layout
+
+    def hidden(self, captured: Array) -> Array:
+        """Hidden states that the first step of drafting reads: [..., C] -> [..., H]."""
+        return self.front.hidden(captured.astype(self.dtype), self._step(None, None, NO_KERNELS))
+
+    def _step(self, positions: Any, attend: Any, kernels: Kernels) -> ForwardPass:
+        layers = () if positions is None else self.config.layers
+        eps = self.config.rms_norm_eps
+        return make_pass(layers, positions, attend, eps, self.layout, kernels)
+
+    def run(
+        self,
+        target: Decoder,
+        tokens: Array,  # [B, T]
+        hidden: Array,  # [B, T, H] of the tokens before
+        positions: Array,  # [B, T] rotary positions
+        states: LayerStates,
+        attend: Attend,
+        kernels: Kernels = NO_KERNELS,
+    ) -> HeadOutput:
+        """One pass over some tokens, each beside the hidden state of the token before it."""
+        embedded = decoder.embed(target, tokens) if self.embed is None else self.embed[tokens]
+        step = self._step(positions, attend, kernels)
+        front = self.front(embedded.astype(self.dtype), hidden, self.layers[0], step)
+        after, normed, states = run_layers(
+            self.layers, front.residual, front.mixer_input, states, step, self.norm
+        )
+        return HeadOutput(normed if self.recycle_normed else after[-1], normed, states)
+
+    def logits(self, target: Decoder, normed: Array) -> Array:
+        """Float32 draft logits, this shard's part: [..., H] -> [..., W] (or V) / shards."""
+        if self.lm_head is None:
+            return decoder.logits(target, normed)
+        with jax.named_scope("lm_head"):
+            return self.lm_head.float32(normed)
+
+    def filled(self, first_layer: str, filler: Filler) -> "DraftHead":
+        """With what the filler makes of a checkpoint's tensors for each array.
+
+        ``first_layer`` names layer 0. ``token_ids`` is left out: checkpoints store differences.
+        """
+        prefixes = [f"{first_layer}.", *(f"layers.{i}." for i in range(1, len(self.layers)))]
+        head = One("lm_head")
+        return self.replace(
+            front=self.front.filled(prefixes[0], filler),
+            layers=tuple(
+                layer.filled(prefix, filler)
+                for layer, prefix in zip(self.layers, prefixes, strict=True)
+            ),
+            norm=filler.array("norm.weight", self.norm),
+            lm_head=None if self.lm_head is None else self.lm_head.filled(head, filler),
+            token_ids=None,
+            embed=filler.array("embed_tokens.weight", self.embed),
+        )

@@ -1,0 +1,76 @@
+"""A transformer layer as data: a mixer and an MLP, with the norms before each."""
+
+import jax.numpy as jnp
+from jax import Array
+
+from jaxspec.config import LayerConfig
+from jaxspec.models.forward import ForwardPass
+from jaxspec.models.mixers import Mixer, mixer_shape
+from jaxspec.models.mlps import Mlp, mlp_shape
+from jaxspec.models.shapes import vector
+from jaxspec.pytree import array, pytree
+from jaxspec.tensors import Filler
+
+
+@pytree
+class Layer:
+    """Weights of one layer. ``input_norm`` None: its mixer reads what it is given as it is."""
+
+    input_norm: Array | None = array("hidden")
+    mixer: Mixer
+    post_norm: Array = array("hidden")
+    mlp: Mlp
+
+    def filled(self, prefix: str, filler: Filler) -> "Layer":
+        """With what the filler makes of the tensors of layer ``prefix`` for each array."""
+        return self.replace(
+            input_norm=filler.array(f"{prefix}input_layernorm.weight", self.input_norm),
+            mixer=self.mixer.filled(prefix, filler),
+            post_norm=filler.array(f"{prefix}post_attention_layernorm.weight", self.post_norm),
+            mlp=self.mlp.filled(prefix, filler),
+        )
+
+
+def run_layers(
+    layers: tuple[Layer, ...],
+    x: Array,  # [B, T, H] the residual stream
+    mixer_input: Array,  # [B, T, in] what the first mixer reads: x normed, or more
+    states: tuple,
+    step: ForwardPass,
+    last_norm: Array | None,
+) -> tuple[list[Array], Array, tuple]:
+    """Run layers one after the other.
+
+    Each block's input is the norm of the residual stream, made with the addition before it.
+
+    Returns (the residual stream after each layer, the last one normed by ``last_norm``, states).
+    """
+    following_norms = [layer.input_norm for layer in layers[1:]] + [last_norm]
+    residuals, new_states, normed = [], [], mixer_input
+    for layer, state, following in zip(layers, states, following_norms, strict=True):
+        mixed, state = layer.mixer(normed, state, step)
+        x, normed = step.add_norm(x, mixed, layer.post_norm)
+        x, normed = step.add_norm(x, layer.mlp(normed, step), following)
+        residuals.append(x)
+        new_states.append(state)
+    return residuals, normed, tuple(new_states)
+
+
+def layer_shape(
+    config: LayerConfig,
+    hidden_size: int,
+    dtype: jnp.dtype,
+    tensor_parallel: int = 1,
+    *,
+    input_size: int | None = None,
+    input_norm: bool = True,
+) -> Layer:
+    """A layer of ShapeDtypeStructs. ``input_size``: width that the mixer reads."""
+    return Layer(
+        input_norm=vector(hidden_size, dtype, when=input_norm),
+        mixer=mixer_shape(
+            config.mixer, hidden_size, dtype, tensor_parallel, input_size=input_size
+        ),
+        post_norm=vector(hidden_size, dtype),
+        mlp=mlp_shape(config.mlp, hidden_size, dtype, tensor_parallel),
+    )

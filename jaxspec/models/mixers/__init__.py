@@ -1,0 +1,52 @@
+"""Mixers: the part of a layer that lets tokens see each other. One file a kind."""
+
+from typing import Any, Protocol
+
+import jax.numpy as jnp
+from jax import Array
+
+from jaxspec.cache import Geometry
+from jaxspec.config import AttentionConfig
+from jaxspec.models.forward import ForwardPass
+from jaxspec.models.linear import Product
+from jaxspec.models.mixers.attention import Attention, attention_shape
+from jaxspec.sharding import Layout
+from jaxspec.tensors import Filler
+
+__all__ = ["Attention", "Mixer", "mixer_shape"]
+
+
+class Mixer(Protocol):
+    """A frozen pytree of weights; ``config`` is its description."""
+
+    def __call__(self, x: Array, state: Any, step: ForwardPass) -> tuple[Product, Any]:
+        """From normed input [B, T, in] to what the residual stream gains, and the layer's state."""
+        ...
+
+    def init_state(self, geometry: Geometry, layout: Layout) -> Any:
+        """What the layer keeps of sequences, empty: a LayerState, or None."""
+        ...
+
+    def filled(self, prefix: str, filler: Filler) -> "Mixer":
+        """With what the filler makes of a checkpoint's tensors in the place of each array."""
+        ...
+
+
+def mixer_shape(
+    config: AttentionConfig,
+    hidden_size: int,
+    dtype: jnp.dtype,
+    tensor_parallel: int = 1,
+    *,
+    input_size: int | None = None,
+) -> Mixer:
+    """A mixer of ShapeDtypeStructs, of the kind that ``config`` describes.
+
+    Raises ValueError for a description of no known kind.
+    """
+    match config:
+        case AttentionConfig():
+            return attention_shape(
+                config, hidden_size, dtype, tensor_parallel, input_size=input_size
+            )
+    raise ValueError(f"no mixer is described by {config!r}: add its kind to models/mixers")

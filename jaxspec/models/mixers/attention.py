@@ -1,0 +1,94 @@
+"""Softmax attention with grouped KV heads, as every dense family has it."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from jaxspec.cache import Geometry, PagedKV
+from jaxspec.config import AttentionConfig
+from jaxspec.models.forward import ForwardPass
+from jaxspec.models.linear import Linear, Product, linear_shape
+from jaxspec.models.shapes import vector
+from jaxspec.pytree import array, pytree, static
+from jaxspec.sharding import Layout
+from jaxspec.tensors import Filler, GroupedHeads, One
+
+
+@pytree
+class Attention:
+    """Weights of one layer's attention. R = Q / G + 2: a group's query heads, key and value."""
+
+    qkv: Linear  # [in, G, R, D]
+    o: Linear  # [Q * D, H]
+    q_norm: Array | None = array("head_dim")
+    k_norm: Array | None = array("head_dim")
+    config: AttentionConfig = static()
+
+    def __call__(self, x: Array, state: Any, step: ForwardPass) -> tuple[Product, Any]:
+        """From normed input [B, T, in] to what the residual stream gains, and the layer's state."""
+        product = self.qkv.product(x, "qkv")
+        heads = step.heads(product, self.config.rope, self.q_norm, self.k_norm)
+        out, state = step.attend(state, heads, self.config.window)
+        return self.o.product(out.reshape(*x.shape[:2], -1), "o"), state
+
+    def init_state(self, geometry: Geometry, layout: Layout) -> PagedKV:
+        """What the layer keeps: empty pages of keys and values."""
+        kv_heads = self.qkv.out_shape[0]
+        return PagedKV.create(geometry, kv_heads, self.config.head_dim, self.qkv.dtype, layout)
+
+    def filled(self, prefix: str, filler: Filler) -> "Attention":
+        """With what the filler makes of the tensors of ``<prefix>self_attn``."""
+        own = f"{prefix}self_attn."
+        repeats = self.qkv.out_shape[0] // self.config.num_kv_heads
+        source = GroupedHeads(f"{own}q_proj", f"{own}k_proj", f"{own}v_proj", repeats)
+        return self.replace(
+            qkv=self.qkv.filled(source, filler),
+            o=self.o.filled(One(f"{own}o_proj"), filler),
+            q_norm=filler.array(f"{own}q_norm.weight", self.q_norm),
+            k_norm=filler.array(f"{own}k_norm.weight", self.k_norm),
+        )
+
+
+def attention_shape(
+    config: AttentionConfig,
+    hidden_size: int,
+    dtype: jnp.dtype,
+    tensor_parallel: int,
+    *,
+    input_size: int | None = None,
+) -> Attention:
+    """An Attention of ShapeDtypeStructs. ``input_size``: width that the qkv projection reads."""
+    kv_heads, head_dim = parallel_kv_heads(config, tensor_parallel), config.head_dim
+    group = config.num_heads // kv_heads + 2
+    return Attention(
+        qkv=linear_shape(
+            ("hidden", "kv_heads", "group", "head_dim"),
+            (input_size or hidden_size, kv_heads, group, head_dim),
+            dtype,
+            bias=config.qkv_bias,
+        ),
+        o=linear_shape(
+            ("heads", "hidden"),
+            (config.num_heads * head_dim, hidden_size),
+            dtype,
+            bias=config.o_bias,
+        ),
+        q_norm=vector(head_dim, dtype, when=config.qk_norm),
+        k_norm=vector(head_dim, dtype, when=config.qk_norm),
+        config=config,
+    )
+
+
+def parallel_kv_heads(config: AttentionConfig, tensor_parallel: int) -> int:
+    """KV heads as laid out over the devices: the model's, or one a device when it has fewer.
+
+    Raises ValueError for heads that the devices cannot share evenly.
+    """
+    kv_heads = max(config.num_kv_heads, tensor_parallel)
+    if kv_heads % tensor_parallel or kv_heads % config.num_kv_heads or config.num_heads % kv_heads:
+        raise ValueError(
+            f"{config.num_heads} query and {config.num_kv_heads} KV heads cannot be split over "
+            f"{tensor_parallel} devices"
+        )
+    return kv_heads

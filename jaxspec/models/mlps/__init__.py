@@ -1,0 +1,39 @@
+"""MLPs: the part of a layer that works on each token by itself. One file a kind."""
+
+from typing import Protocol
+
+import jax.numpy as jnp
+from jax import Array
+
+from jaxspec.config import DenseConfig
+from jaxspec.models.forward import ForwardPass
+from jaxspec.models.linear import Product
+from jaxspec.models.mlps.dense import Dense, dense_shape
+from jaxspec.tensors import Filler
+
+__all__ = ["Dense", "Mlp", "mlp_shape"]
+
+
+class Mlp(Protocol):
+    """A frozen pytree of weights; ``config`` is its description."""
+
+    def __call__(self, x: Array, step: ForwardPass) -> Product:
+        """From normed input [B, T, H] to what the residual stream gains."""
+        ...
+
+    def filled(self, prefix: str, filler: Filler) -> "Mlp":
+        """With what the filler makes of a checkpoint's tensors in the place of each array."""
+        ...
+
+
+def mlp_shape(
+    config: DenseConfig, hidden_size: int, dtype: jnp.dtype, tensor_parallel: int = 1
+) -> Mlp:
+    """An MLP of ShapeDtypeStructs, of the kind that ``config`` describes.
+
+    Raises ValueError for a description of no known kind.
+    """
+    match config:
+        case DenseConfig():
+            return dense_shape(config, hidden_size, dtype, tensor_parallel)
+    raise ValueError(f"no MLP is described by {config!r}: add its kind to models/mlps")

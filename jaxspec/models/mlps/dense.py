@@ -1,0 +1,54 @@
+"""The SwiGLU MLP."""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxspec.config import DenseConfig
+from jaxspec.models.forward import ForwardPass, swiglu
+from jaxspec.models.linear import Linear, Product, linear_shape
+from jaxspec.pytree import pytree, static
+from jaxspec.tensors import Filler, One, Stacked
+
+
+@pytree
+class Dense:
+    """Weights of one layer's MLP: gate and up projections side by side, and down."""
+
+    gate_up: Linear  # [H, 2, F]
+    down: Linear  # [F, H]
+    config: DenseConfig = static()
+
+    def __call__(self, x: Array, step: ForwardPass) -> Product:
+        """From normed input [B, T, H] to what the residual stream gains."""
+        with jax.named_scope("mlp"):
+            return self.down.product(swiglu(self.gate_up(x)), "mlp")
+
+    def filled(self, prefix: str, filler: Filler) -> "Dense":
+        """With what the filler makes of the tensors of ``<prefix>mlp``."""
+        own = f"{prefix}mlp."
+        return self.replace(
+            gate_up=self.gate_up.filled(Stacked((f"{own}gate_proj", f"{own}up_proj")), filler),
+            down=self.down.filled(One(f"{own}down_proj"), filler),
+        )
+
+
+def dense_shape(
+    config: DenseConfig, hidden_size: int, dtype: jnp.dtype, tensor_parallel: int
+) -> Dense:
+    """A Dense of ShapeDtypeStructs.
+
+    Raises ValueError for a width that the devices cannot share evenly.
+    """
+    width = config.intermediate_size
+    if width % tensor_parallel:
+        raise ValueError(
+            f"intermediate_size {width} cannot be split over {tensor_parallel} devices"
+        )
+    return Dense(
+        gate_up=linear_shape(
+            ("hidden", "two", "ff"), (hidden_size, 2, width), dtype, bias=config.bias
+        ),
+        down=linear_shape(("ff", "hidden"), (width, hidden_size), dtype, bias=config.bias),
+        config=config,
+    )

@@ -1,0 +1,23 @@
+"""Shapes of weights before there are any."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def array_shape(*sizes: int, dtype: Any, when: bool = True) -> Any:
+    """A ShapeDtypeStruct, or None where the model has no such array."""
+    return jax.ShapeDtypeStruct(sizes, jnp.dtype(dtype)) if when else None
+
+
+def vector(size: int, dtype: Any, *, when: bool = True) -> Any:
+    """The shape of a norm's weight."""
+    return array_shape(size, dtype=dtype, when=when)
+
+
+def weight_name(path: tuple[Any, ...]) -> str:
+    """The name of the field that a leaf of a pytree of weights stands in; a Linear's own name for
+    its weight."""
+    names = [part.name for part in path if hasattr(part, "name")]
+    return names[-2] if names[-1] == "weight" else names[-1]
