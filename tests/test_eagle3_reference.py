@@ -1,0 +1,216 @@
+"""The written-out EAGLE-3 reference against jaxspec, and its EAGLE-3.1 flags against identities."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import Array
+from safetensors.numpy import load_file
+
+from jaxspec.models.decoder import Decoder
+from jaxspec.models.eagle import EagleHead, logits, run
+from jaxspec.models.hf_config import load_model_config, read_json
+from jaxspec.models.layers import Heads
+from jaxspec.weights.eagle import load_eagle_head
+from jaxspec.weights.safetensors_io import load_decoder
+from tests.checkpoints import tiny_llama
+from tests.eagle3_reference import Outputs, Result, read_and_draft
+from tests.eagle31_checkpoint import tiny_eagle31_head
+
+LENGTH, DRAFTS = 9, 5
+HIDDEN, VOCAB = 64, 320
+
+
+@pytest.fixture(scope="module")
+def target_dir(tmp_path_factory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("target"), num_hidden_layers=8)
+
+
+def prompt(num_captured: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Tokens, the target's captured states and positions. Layers are of very different size."""
+    rng = np.random.default_rng(seed)
+    sizes = np.repeat(3.0 ** np.arange(num_captured), HIDDEN)
+    captured = sizes * rng.standard_normal((LENGTH, num_captured * HIDDEN))
+    tokens = rng.integers(VOCAB, size=LENGTH)
+    return tokens, captured.astype(np.float32), np.arange(LENGTH)
+
+
+def reference(
+    directory: Path, embeddings: np.ndarray, *inputs: np.ndarray, num_drafts: int = DRAFTS
+) -> Result:
+    tensors = load_file(directory / "model.safetensors")
+    config = read_json(directory / "config.json")
+    tokens, captured, positions = inputs
+    return read_and_draft(tensors, config, embeddings, tokens, captured, positions, num_drafts)
+
+
+def growing_attend(cache: Any, heads: Heads, window: int | None) -> tuple[Array, Any]:
+    """Attention of a prompt, then of one entry after the other to all before it."""
+    q, *kv = heads.rotated()
+    if cache is not None:
+        kv = [jnp.concatenate(pair, axis=1) for pair in zip(cache, kv, strict=True)]
+    return jax.nn.dot_product_attention(q, *kv, is_causal=cache is None), kv
+
+
+def ours(
+    head: EagleHead,
+    target: Decoder,
+    tokens: np.ndarray,
+    captured: np.ndarray,
+    positions: np.ndarray,
+    drafts: np.ndarray,
+) -> list[Outputs]:
+    """jaxspec's outputs for the prompt's entries, then for one draft token after the other."""
+    caches, steps = (None,) * len(head.layers), []
+    entries = [(tokens[1:], captured[:-1], positions[:-1])]
+    entries += [([token], None, [positions[-1] + j]) for j, token in enumerate(drafts[:-1])]
+    for ids, hidden, at in entries:
+        if hidden is None:
+            hidden = steps[-1].recycled[-1:]
+        ids, hidden, at = (jnp.asarray(array)[None] for array in (ids, hidden, at))
+        recycled, normed, caches = run(head, target, ids, hidden, at, caches, growing_attend)
+        scores = logits(head, target, normed)
+        steps.append(Outputs(*(np.asarray(array[0]) for array in (recycled, normed, scores))))
+    return steps
+
+
+def assert_close(ours: Outputs, theirs: Outputs, rows: Any) -> None:
+    for name in ("recycled", "normed", "logits"):
+        want = getattr(theirs, name)[rows]
+        tolerance = 1e-5 * np.abs(want).max()
+        np.testing.assert_allclose(getattr(ours, name), want, rtol=0, atol=tolerance, err_msg=name)
+
+
+PLAIN = {
+    "flat": {},
+    "nvidia": {"style": "nvidia", "capture": (3, 5, 8)},
+    "biases on q, k and v": {"qkv_bias": True},
+    "two states": {"capture": (2, 6)},
+    "five states": {"capture": (2, 3, 4, 6, 7)},
+    "the whole vocabulary": {"draft_vocab": None},
+    "another hidden size": {"own_embed": True, "hidden_size": 96, "head_dim": 16},
+    "a KV head for each query head": {"num_key_value_heads": 4, "rope_theta": 5e5},
+}
+
+
+@pytest.mark.parametrize("case", PLAIN)
+def test_plain_heads_agree_with_jaxspec(case: str, target_dir: Path, tmp_path: Path):
+    options = PLAIN[case]
+    directory = tiny_eagle31_head(tmp_path, target_dir, **options)
+    config = load_model_config(target_dir)
+    target = load_decoder(target_dir, config, jnp.dtype("float32"))
+    head = load_eagle_head(directory, config, jnp.dtype("float32"))
+    assert head.capture == options.get("capture", (2, 4, 5))
+    inputs = prompt(len(head.capture))
+    theirs = reference(directory, np.asarray(target.embed)[:VOCAB], *inputs)
+    first, *later = ours(head, target, *inputs, theirs.tokens)
+    assert_close(first, theirs.prompt, slice(1, None))
+    for j, step in enumerate(later, start=1):
+        assert_close(step, theirs.drafts, slice(j, j + 1))
+    ids = np.arange(VOCAB) if head.token_ids is None else np.asarray(head.token_ids)
+    ours_drafted = [int(ids[step.logits[-1].argmax()]) for step in (first, *later)]
+    np.testing.assert_array_equal(theirs.tokens, ours_drafted)
+
+
+FLAGS = {
+    "plain": {},
+    "fc_norm": {"fc_norm": True},
+    "norm_before_fc": {"norm_before_fc": True},
+    "norm_output": {"norm_output": True},
+    "EAGLE-3.1": {"fc_norm": True, "norm_output": True},
+    "speculators' default": {
+        "norm_before_fc": True, "norm_output": True, "norm_before_residual": True,
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def embeddings() -> np.ndarray:
+    return np.random.default_rng(5).standard_normal((VOCAB, HIDDEN))
+
+
+@pytest.mark.parametrize("num_captured", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("flags", FLAGS)
+def test_every_style_says_the_same(flags, num_captured, target_dir, embeddings, tmp_path: Path):
+    capture = tuple(range(2, 2 + num_captured))
+    inputs, results = prompt(num_captured), []
+    for style in ("flat", "nvidia", "speculators"):
+        options = FLAGS[flags] | {"style": style, "capture": capture}
+        directory = tiny_eagle31_head(tmp_path / style, target_dir, **options)
+        results.append(reference(directory, embeddings, *inputs))
+    for result in results:
+        np.testing.assert_array_equal(result.tokens, results[0].tokens)
+        np.testing.assert_array_equal(result.drafts.logits, results[0].drafts.logits)
+        assert np.isnan(result.prompt.logits[0]).all()
+        assert np.isfinite(result.prompt.logits[1:]).all()
+        assert np.isfinite(result.drafts.logits).all()
+
+
+def test_what_is_recycled(target_dir: Path, embeddings: np.ndarray, tmp_path: Path):
+    inputs = prompt(3)
+    heads = [
+        tiny_eagle31_head(tmp_path / str(norm), target_dir, norm_output=norm)
+        for norm in (False, True)
+    ]
+    plain, normed = (reference(head, embeddings, *inputs) for head in heads)
+    # The prompt's logits and the first draft do not depend on what is recycled; the others do.
+    np.testing.assert_array_equal(plain.prompt.logits, normed.prompt.logits)
+    np.testing.assert_array_equal(plain.drafts.logits[0], normed.drafts.logits[0])
+    assert np.abs(plain.drafts.logits[1] - normed.drafts.logits[1]).max() > 0.1
+    np.testing.assert_array_equal(normed.drafts.recycled, normed.drafts.normed)
+    assert np.abs(plain.drafts.recycled - plain.drafts.normed).max() > 0.1
+
+
+@pytest.mark.parametrize("flag", ["fc_norm", "norm_before_fc"])
+def test_what_the_norms_before_fc_take_away(flag, target_dir, embeddings, tmp_path: Path):
+    options = {flag: True, "norm_output": True, "rms_norm_eps": 1e-12}
+    directory = tiny_eagle31_head(tmp_path, target_dir, **options)
+    tokens, captured, positions = prompt(3)
+
+    def scores(sizes: list[float]) -> np.ndarray:
+        scaled = captured * np.repeat(sizes, HIDDEN)
+        return reference(directory, embeddings, tokens, scaled, positions).drafts.logits
+
+    base = scores([1, 1, 1])
+    np.testing.assert_allclose(scores([7, 7, 7]), base, rtol=1e-6, atol=1e-6)
+    each_on_its_own = np.allclose(scores([2, 5, 11]), base, rtol=1e-6, atol=1e-6)
+    assert each_on_its_own == (flag == "fc_norm")
+
+
+def test_one_state_has_one_norm(target_dir: Path, embeddings: np.ndarray, tmp_path: Path):
+    results = []
+    for flag in ("fc_norm", "norm_before_fc"):
+        options: dict[str, Any] = {flag: True, "capture": (2,)}
+        directory = tiny_eagle31_head(tmp_path / flag, target_dir, **options)
+        results.append(reference(directory, embeddings, *prompt(1)))
+    np.testing.assert_array_equal(results[0].drafts.logits, results[1].drafts.logits)
+
+
+@pytest.mark.parametrize("flags", FLAGS)
+def test_entries_read_only_what_is_before_them(flags, target_dir, embeddings, tmp_path: Path):
+    directory = tiny_eagle31_head(tmp_path, target_dir, **FLAGS[flags])
+    tokens, captured, positions = prompt(3)
+    whole = reference(directory, embeddings, tokens, captured, positions)
+    short = [array[:5].copy() for array in (tokens, captured, positions)]
+    short[1][-1] = np.nan  # the state of the last token is not known yet
+    part = reference(directory, embeddings, *short)
+    np.testing.assert_array_equal(part.prompt.logits[1:], whole.prompt.logits[1:5])
+    np.testing.assert_array_equal(part.drafts.logits[0], whole.prompt.logits[4])
+    assert np.isfinite(part.drafts.logits).all()
+
+
+def test_tensors_must_be_those_of_the_config(target_dir: Path, embeddings, tmp_path: Path):
+    directory = tiny_eagle31_head(tmp_path, target_dir, fc_norm=True)
+    tensors = load_file(directory / "model.safetensors")
+    config = read_json(directory / "config.json")
+    inputs = (embeddings, *prompt(3), DRAFTS)
+    with pytest.raises(ValueError, match=r"missing tensors: \['fc_norm.1.weight'\]"):
+        lacking = {name: t for name, t in tensors.items() if name != "fc_norm.1.weight"}
+        read_and_draft(lacking, config, *inputs)
+    with pytest.raises(ValueError, match=r"surplus: \['fc_norm.0.weight', 'fc_norm.1.weight'"):
+        read_and_draft(tensors, config | {"fc_norm": False}, *inputs)
+    with pytest.raises(ValueError, match="exclude each other"):
+        read_and_draft(tensors, config | {"norm_before_fc": True}, *inputs)
