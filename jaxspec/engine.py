@@ -154,9 +154,7 @@ class Engine:
         pages = cache.num_pages or rows * pages_for(slots, cache.page_size)
         return functional.init_pool(params, pages + shards, cache.page_size, rows)
 
-    def warm_up(
-        self, state: EngineState, plan: BatchPlan, shape: TreeShape | None
-    ) -> EngineState:
+    def warm_up(self, state: EngineState, plan: BatchPlan, shape: TreeShape | None) -> EngineState:
         """Compile the programs of a batch by running them on nothing."""
         key = (plan.num_rows, plan.length, plan.chunk, state.rows.stop_tokens.shape, shape)
         if (*key, plan.greedy) in self._ready:
@@ -173,9 +171,7 @@ class Engine:
         """Read the next chunk of the prompts, at most ``counts`` [num_rows] tokens of each."""
         if counts is None:
             counts = np.full(plan.num_rows, plan.chunk, np.int32)
-        return self.prefill(
-            self.params, state, None, counts, width=plan.chunk, greedy=plan.greedy
-        )
+        return self.prefill(self.params, state, None, counts, width=plan.chunk, greedy=plan.greedy)
 
     def run_rounds(
         self, state: EngineState, plan: BatchPlan, rounds: int, shape: TreeShape | None

@@ -202,9 +202,7 @@ class LLM:
 
     def _complete(self, run: Run, outputs: list[list[int]]) -> Iterator[Completion]:
         plan = run.plan
-        rows = zip(
-            plan.prompts, plan.sampling, outputs, run.statistics, run.endings, strict=True
-        )
+        rows = zip(plan.prompts, plan.sampling, outputs, run.statistics, run.endings, strict=True)
         for prompt, params, token_ids, stats, ending in rows:
             rounds = max(stats.rounds, 1)
             assert params.seed is not None, "a plan gives every request a seed"

@@ -131,9 +131,7 @@ def _decode(
     )
 
 
-def _empty_record(
-    params: EngineParams, call: Call, state: EngineState, max_rounds: int
-) -> _Record:
+def _empty_record(params: EngineParams, call: Call, state: EngineState, max_rounds: int) -> _Record:
     num_rows, width = state.rows.status.shape[0], call.speculation.max_depth + 1
     size = (max_rounds, num_rows, width)
     hidden_size = len(call.hidden) * params.target.config.hidden_size

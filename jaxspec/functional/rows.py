@@ -94,9 +94,7 @@ def init_rows(
         stats=empty_statistics(num_rows, params.speculation.max_depth),
     )
     if params.mesh is not None:
-        rows = jax.tree.map(
-            jax.device_put, rows, named_shardings(params.mesh, rows, params.layout)
-        )
+        rows = jax.tree.map(jax.device_put, rows, named_shardings(params.mesh, rows, params.layout))
     return EngineState(
         pool=pool, rows=rows, capacity=params.speculation, drafter=params.drafter_name
     )

@@ -35,9 +35,7 @@ class PagedAttend:
     first_slot: int = 0
     order_invariant: bool = False
 
-    def __call__(
-        self, state: PagedKV, heads: Heads, window: int | None
-    ) -> tuple[Array, PagedKV]:
+    def __call__(self, state: PagedKV, heads: Heads, window: int | None) -> tuple[Array, PagedKV]:
         q, k_pages, v_pages = heads.written(state.k, state.v, self.slots)
         out = paged_attention(
             q,

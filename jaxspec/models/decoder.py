@@ -125,9 +125,7 @@ def run(
     Returns (hidden after the final norm [B, T, H], states, captured [B, T, C] or None).
     """
     config = decoder.config
-    step = make_pass(
-        config.layers, positions, attend, config.rms_norm_eps, decoder.layout, kernels
-    )
+    step = make_pass(config.layers, positions, attend, config.rms_norm_eps, decoder.layout, kernels)
     x = embed(decoder, tokens)
     first = step.norm(x, decoder.layers[0].input_norm)
     after, normed, states = run_layers(decoder.layers, x, first, states, step, decoder.norm)

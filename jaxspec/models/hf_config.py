@@ -225,9 +225,7 @@ def _alike(config: ModelConfig) -> tuple[AttentionConfig, DenseConfig]:
 
     Raises ValueError for layers that differ in more: no supported family has such.
     """
-    kinds = {
-        (dataclasses.replace(layer.mixer, window=None), layer.mlp) for layer in config.layers
-    }
+    kinds = {(dataclasses.replace(layer.mixer, window=None), layer.mlp) for layer in config.layers}
     if len(kinds) != 1:
         raise ValueError("no supported Hugging Face family has layers that differ so")
     return kinds.pop()

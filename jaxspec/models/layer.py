@@ -68,9 +68,7 @@ def layer_shape(
     """A layer of ShapeDtypeStructs. ``input_size``: width that the mixer reads."""
     return Layer(
         input_norm=vector(hidden_size, dtype, when=input_norm),
-        mixer=mixer_shape(
-            config.mixer, hidden_size, dtype, tensor_parallel, input_size=input_size
-        ),
+        mixer=mixer_shape(config.mixer, hidden_size, dtype, tensor_parallel, input_size=input_size),
         post_norm=vector(hidden_size, dtype),
         mlp=mlp_shape(config.mlp, hidden_size, dtype, tensor_parallel),
     )

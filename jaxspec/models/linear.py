@@ -72,7 +72,9 @@ class Linear:
 
         One part in x's dtype, several in float32; their rows past x's are padding.
         """
-        return self._multiply(x)[None] if num_parts == 1 else product_parts(x, self.weight, num_parts)
+        return (
+            self._multiply(x)[None] if num_parts == 1 else product_parts(x, self.weight, num_parts)
+        )
 
     def most_parts(self, x: Array) -> int:
         """Parts that a product with x takes the least time in, if its consumer adds them up."""

@@ -131,7 +131,9 @@ def verify(
     return Scores(decoder.logits(target, hidden), features, asked, layers)
 
 
-def split_captured(captured: Array | None, own: int, asked: int) -> tuple[Array | None, Array | None]:
+def split_captured(
+    captured: Array | None, own: int, asked: int
+) -> tuple[Array | None, Array | None]:
     """The drafter's captured states and those that the caller asked for."""
     if captured is None or not own or not asked:
         return (captured, None) if own else (None, captured)

@@ -53,9 +53,7 @@ def causal_attend(state: EngineState, run: TokenRun, first_slot: int = 0) -> Pag
     return PagedAttend(
         page_table=state.rows.page_table,
         context_lens=start,
-        slots=page_slots(
-            state.rows.page_table, run.positions, run.valid, state.pool.page_size
-        ),
+        slots=page_slots(state.rows.page_table, run.positions, run.valid, state.pool.page_size),
         positions=run.positions,
         kv_lens=start + jnp.sum(run.valid, axis=1, dtype=jnp.int32),
         first_slot=first_slot,
