@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jaxspec import functional
-from jaxspec.cache import pages_for, sequential_page_table
+from jaxspec.cache import pages_for
 from jaxspec.config import CacheConfig, TreeShape
 from jaxspec.functional import EngineParams
 from jaxspec.models.decoder import Decoder

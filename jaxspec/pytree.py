@@ -1,15 +1,17 @@
 """Frozen pytrees: flax.struct dataclasses with each array's logical axes declared beside it."""
 
 import dataclasses
-from typing import Any, Protocol, dataclass_transform
+from typing import Any, Self, dataclass_transform
 
 from flax import struct
 
 
-class Tree(Protocol):
-    """What ``pytree`` adds to a class."""
+class Pytree:
+    """Base of the classes that ``pytree`` decorates."""
 
-    def replace(self, **changes: Any) -> Any: ...
+    def replace(self, **changes: Any) -> Self:
+        """The same with some fields changed."""
+        return dataclasses.replace(self, **changes)  # pyright: ignore[reportArgumentType]
 
 
 def array(*axes: str) -> Any:

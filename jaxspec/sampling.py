@@ -12,16 +12,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.typing import ArrayLike
+from jax.core import Tracer
+from jax.typing import ArrayLike, DTypeLike
 
 from jaxspec import collectives
 from jaxspec.noise import Stream, gumbel
-from jaxspec.pytree import array, pytree
+from jaxspec.pytree import Pytree, array, pytree
 from jaxspec.sharding import WHOLE, Layout
 
 
 @pytree
-class Sampling:
+class Sampling(Pytree):
     """Sampling parameters of each row, [B] each. All of them are data: no value compiles anew."""
 
     temperature: Array = array("batch")  # float32; 0 takes the likeliest token
@@ -67,12 +68,12 @@ def make_sampling(
     return sampling
 
 
-def _rows(value: ArrayLike, batch: int, dtype: type) -> Array:
+def _rows(value: ArrayLike, batch: int, dtype: DTypeLike) -> Array:
     return jnp.broadcast_to(jnp.asarray(value).astype(dtype), (batch,))
 
 
 def _check_range(name: str, value: ArrayLike, is_ok: Callable, rule: str) -> None:
-    if isinstance(value, jax.core.Tracer):
+    if isinstance(value, Tracer):
         return
     values = np.atleast_1d(np.asarray(value))
     wrong = values[~is_ok(values)]

@@ -130,7 +130,8 @@ def partition_specs(tree: Any, layout: Layout = WHOLE) -> Any:
     if not dataclasses.is_dataclass(tree) or isinstance(tree, type):
         return P()
     layout = getattr(tree, "layout", layout)
-    own_axes = tree.logical_axes() if hasattr(tree, "logical_axes") else {}
+    give_axes = getattr(tree, "logical_axes", dict)
+    own_axes = give_axes()
     specs = {}
     for field in dataclasses.fields(tree):
         if is_static(field):

@@ -8,7 +8,7 @@ from jax import Array
 
 from jaxspec.cache import ModelState
 from jaxspec.config import SpeculationConfig
-from jaxspec.pytree import array, pytree, static
+from jaxspec.pytree import Pytree, array, pytree, static
 from jaxspec.sampling import Sampling
 
 
@@ -36,7 +36,7 @@ ERRORS = (Ending.NOT_FINITE, Ending.TOO_LONG, Ending.NOT_GREEDY)
 
 
 @pytree
-class Statistics:
+class Statistics(Pytree):
     """Counts a row since it was admitted; kept on the device, read when wanted.
 
     ``accepted`` counts drafted tokens before a stop token or ``max_lens`` cuts them.
@@ -48,7 +48,7 @@ class Statistics:
 
 
 @pytree
-class Pool:
+class Pool(Pytree):
     """Memory that lives as long as the engine: no batch axis.
 
     ``target`` holds what the target's layers keep, ``draft`` what the drafter keeps in the same
@@ -61,7 +61,7 @@ class Pool:
 
 
 @pytree
-class Rows:
+class Rows(Pytree):
     """State of R sequences. Every array has a row axis first, so rows can be taken and put back.
 
     The root, a sequence's last token, is ``tokens[r, context_lens[r]]``: committed, but its keys
@@ -92,7 +92,7 @@ class Rows:
 
 
 @pytree
-class EngineState:
+class EngineState(Pytree):
     """A pool and the rows that lie in it.
 
     Attributes:
@@ -107,7 +107,7 @@ class EngineState:
 
 
 @pytree
-class Emitted:
+class Emitted(Pytree):
     """What one call of ``prefill`` or ``decode`` added: small, and never donated, so the host can
     read it while the next call runs.
 

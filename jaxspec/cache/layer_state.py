@@ -12,7 +12,7 @@ from typing import Any, Protocol, Self
 from jax import Array
 from jax.sharding import Mesh
 
-from jaxspec.pytree import pytree, static
+from jaxspec.pytree import Pytree, pytree, static
 from jaxspec.sharding import Layout
 from pallas_kernels.selection import Kernels
 
@@ -66,7 +66,7 @@ LayerStates = tuple[Any, ...]  # of LayerState, one a layer; None where a layer 
 
 
 @pytree
-class ModelState:
+class ModelState(Pytree):
     """What all layers of one model keep, split as the model is."""
 
     layers: LayerStates

@@ -13,14 +13,14 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxspec.cache.layer_state import CommittedPath, Geometry
-from jaxspec.pytree import array, pytree
+from jaxspec.pytree import Pytree, array, pytree
 from jaxspec.sharding import Layout, named_shardings
 from pallas_kernels.kv_compact import kv_compact
 from pallas_kernels.selection import Kernels
 
 
 @pytree
-class PagedKV:
+class PagedKV(Pytree):
     """Keys and values of one layer, [P, G, K, D] each: a KV head's page is one contiguous tile.
 
     The LayerState of attention.

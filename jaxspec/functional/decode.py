@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.core import Tracer
 from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
@@ -49,7 +50,7 @@ def decode(
     """
     params.check(state)
     if max_rounds is None:
-        if isinstance(num_rounds, jax.core.Tracer):
+        if isinstance(num_rounds, Tracer):
             raise ValueError("num_rounds is traced: give max_rounds, an int, beside it")
         max_rounds = int(np.asarray(num_rounds))
     call = params.call(shape, greedy=greedy, logprobs=logprobs, hidden=hidden)

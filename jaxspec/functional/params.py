@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxspec.config import PLAIN, SpeculationConfig, TreeShape
 from jaxspec.models.decoder import Decoder
-from jaxspec.pytree import pytree, static
+from jaxspec.pytree import Pytree, pytree, static
 from jaxspec.sharding import Layout, axes_size, partition_specs
 from jaxspec.speculation.call import Call
 from jaxspec.speculation.drafters import Drafter, NoDrafter
@@ -18,7 +18,7 @@ from pallas_kernels.selection import Kernels
 
 
 @pytree
-class EngineParams:
+class EngineParams(Pytree):
     """A target, a drafter, and how they work together.
 
     Attributes:

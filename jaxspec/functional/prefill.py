@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from jaxspec import collectives
@@ -64,7 +65,7 @@ def prefill(
 
 def _check_split(params: EngineParams, rows: ArrayLike, num_rows: int) -> None:
     shards = params.data_parallel
-    if shards == 1 or isinstance(rows, jax.core.Tracer):
+    if shards == 1 or isinstance(rows, Tracer):
         return
     listed = np.asarray(rows)
     if listed.size % shards:

@@ -18,7 +18,7 @@ from jaxspec.models.forward import Attend, make_pass
 from jaxspec.models.layer import Layer, layer_shape, run_layers
 from jaxspec.models.linear import Linear, linear_shape
 from jaxspec.models.shapes import array_shape, vector
-from jaxspec.pytree import array, pytree, static
+from jaxspec.pytree import Pytree, array, pytree, static
 from jaxspec.sharding import WHOLE, Layout
 from jaxspec.tensors import Filler, One
 from pallas_kernels.products import einsum_f32
@@ -29,7 +29,7 @@ NO_KERNELS = Kernels()
 
 
 @pytree
-class Decoder:
+class Decoder(Pytree):
     """A target model's (or draft model's) weights.
 
     Vocabulary rows past ``config.vocab_size`` pad it to the devices that ``layout`` splits it over.

@@ -41,10 +41,9 @@ class ForwardPass:
     layout: Layout
     kernels: Kernels
 
-    @jax.named_scope("norm")
     def norm(self, x: Array, weight: Array | None) -> Array:
-        """Root-mean-square norm over the last dimension, in float32. No weight: identity."""
-        return x if weight is None else rms_norm_reference(x, weight, self.eps)
+        """As rms_norm, with the model's eps."""
+        return rms_norm(x, weight, self.eps)
 
     def add_norm(self, x: Array, product: Product, weight: Array | None) -> tuple[Array, Array]:
         """x plus a product, and the norm of the sum. No weight: the sum itself."""
@@ -130,6 +129,12 @@ def make_pass(
     ropes = dict.fromkeys(layer.mixer.rope for layer in layers)
     angles = {rope: rope_angles(rope, positions) for rope in ropes}
     return ForwardPass(attend=attend, ropes=angles, eps=eps, layout=layout, kernels=kernels)
+
+
+@jax.named_scope("norm")
+def rms_norm(x: Array, weight: Array | None, eps: float) -> Array:
+    """Root-mean-square norm over the last dimension, in float32. No weight: identity."""
+    return x if weight is None else rms_norm_reference(x, weight, eps)
 
 
 @jax.named_scope("activation")

@@ -8,12 +8,12 @@ from jaxspec.models.forward import ForwardPass
 from jaxspec.models.mixers import Mixer, mixer_shape
 from jaxspec.models.mlps import Mlp, mlp_shape
 from jaxspec.models.shapes import vector
-from jaxspec.pytree import array, pytree
+from jaxspec.pytree import Pytree, array, pytree
 from jaxspec.tensors import Filler
 
 
 @pytree
-class Layer:
+class Layer(Pytree):
     """Weights of one layer. ``input_norm`` None: its mixer reads what it is given as it is."""
 
     input_norm: Array | None = array("hidden")

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxspec.pytree import array, pytree, static
+from jaxspec.pytree import Pytree, array, pytree, static
 from jaxspec.sharding import Axes, Layout
 from jaxspec.tensors import Filler, Source
 from pallas_kernels.products import einsum_f32, precision_of, product_parts
@@ -20,7 +20,7 @@ from pallas_kernels.tuning import parts_of_product
 
 
 @pytree
-class Linear:
+class Linear(Pytree):
     """y = x W + b over the last dimension of x; the output may have several dimensions.
 
     ``axes``: logical names of the weight's dimensions, the input first (see sharding.py).

@@ -19,14 +19,14 @@ from jax import Array
 from jaxspec import collectives
 from jaxspec.config import Proposal
 from jaxspec.noise import Stream, uniform
-from jaxspec.pytree import array, pytree
+from jaxspec.pytree import Pytree, array, pytree
 from jaxspec.sampling import Sampling, perturb, probabilities, vocab_ids
 from jaxspec.sharding import Layout
 from jaxspec.speculation.tree import DraftTree, unpack_mask
 
 
 @pytree
-class Accepted:
+class Accepted(Pytree):
     """The outcome of a round before stop tokens and length limits. A = max_depth + 1.
 
     ``path[:, d]`` is the accepted node of depth d (0, the root, past the accepted depth) and

@@ -24,18 +24,17 @@ def score_by_batch_expansion(target: Decoder, state: EngineState, tree: DraftTre
     batch, size = tree.tokens.shape
     row = jnp.arange(batch)[:, None]
     beyond = jnp.zeros((batch, tree.max_depth), jnp.int32)
-    prefix = jnp.concatenate([state.tokens, beyond], axis=1)  # [B, S]
+    prefix = jnp.concatenate([state.rows.tokens, beyond], axis=1)  # [B, S]
     positions = jnp.broadcast_to(jnp.arange(prefix.shape[1]), prefix.shape)
-    no_caches = (None,) * len(target.layers)
 
     def score(node: Array) -> Array:
         node = jnp.where(node < tree.num_nodes, node, 0)  # [B]
         path, depth = path_to(tree, node)
         # Past its depth a path repeats the root, in places that come after the node: unseen.
-        place = state.context_lens[:, None] + jnp.arange(path.shape[1])
+        place = state.rows.context_lens[:, None] + jnp.arange(path.shape[1])
         sequence = prefix.at[row, place].set(jnp.take_along_axis(tree.tokens, path, axis=1))
-        hidden, _, _ = decoder.run(target, sequence, positions, no_caches, dense_causal_attend)
-        last = (state.context_lens + depth)[:, None, None]
+        hidden, _, _ = decoder.run(target, sequence, positions, target.no_states(), dense_causal_attend)
+        last = (state.rows.context_lens + depth)[:, None, None]
         return decoder.logits(target, jnp.take_along_axis(hidden, last, axis=1))[:, 0]
 
     return jax.lax.map(score, jnp.arange(size)).swapaxes(0, 1)

@@ -16,7 +16,7 @@ from jaxspec.speculation.acceptance import Accepted, Verified, acceptance_rule
 from jaxspec.speculation.call import Call
 from jaxspec.speculation.drafters import Drafter
 from jaxspec.speculation.tree import DraftTree, pad_tree, root_only
-from jaxspec.state import EngineState, Ending, Statistics, Status, write_tokens
+from jaxspec.state import Ending, EngineState, Statistics, Status, write_tokens
 from pallas_kernels.tuning import fewest_rows
 
 

@@ -3,11 +3,11 @@
 import jax.numpy as jnp
 from jax import Array
 
-from jaxspec.pytree import array, pytree, static
+from jaxspec.pytree import Pytree, array, pytree, static
 
 
 @pytree
-class DraftTree:
+class DraftTree(Pytree):
     """Drafted tokens of each sequence as a tree; node 0 is the last committed token.
 
     A parent comes before its children, and siblings hold distinct tokens in the order they were

@@ -12,12 +12,12 @@ from jaxspec.models.forward import ForwardPass
 from jaxspec.models.heads.head import FrontOutput
 from jaxspec.models.layer import Layer
 from jaxspec.models.linear import Linear
-from jaxspec.pytree import pytree
+from jaxspec.pytree import Pytree, pytree
 from jaxspec.tensors import Filler, One
 
 
 @pytree
-class Eagle1Front:
+class Eagle1Front(Pytree):
     """The layers read ``fc`` [2 * H, H] of the embedding and the hidden state, without a norm."""
 
     fc: Linear
@@ -26,7 +26,7 @@ class Eagle1Front:
     def method(self) -> str:
         return "eagle1"
 
-    def hidden(self, captured: Array, step: ForwardPass) -> Array:
+    def hidden(self, captured: Array, eps: float) -> Array:
         """The captured state is the hidden state."""
         return captured
 

@@ -10,16 +10,16 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxspec.models.forward import ForwardPass
+from jaxspec.models.forward import ForwardPass, rms_norm
 from jaxspec.models.heads.head import FrontOutput
 from jaxspec.models.layer import Layer
 from jaxspec.models.linear import Linear
-from jaxspec.pytree import array, pytree
+from jaxspec.pytree import Pytree, array, pytree
 from jaxspec.tensors import Filler, One
 
 
 @pytree
-class Eagle3Front:
+class Eagle3Front(Pytree):
     """The first layer's mixer reads the normed embedding beside the normed hidden state.
 
     Attributes:
@@ -38,14 +38,14 @@ class Eagle3Front:
     def method(self) -> str:
         return "eagle3"
 
-    def hidden(self, captured: Array, step: ForwardPass) -> Array:
+    def hidden(self, captured: Array, eps: float) -> Array:
         """Captured states [..., C] fused: [..., H]."""
         with jax.named_scope("fc"):
             if self.fc_norms:
                 states = jnp.split(captured, len(self.fc_norms), axis=-1)
                 pairs = zip(states, self.fc_norms, strict=True)
-                captured = jnp.concatenate([step.norm(x, norm) for x, norm in pairs], axis=-1)
-            return self.fc(step.norm(captured, self.input_norm))
+                captured = jnp.concatenate([rms_norm(x, norm, eps) for x, norm in pairs], axis=-1)
+            return self.fc(rms_norm(captured, self.input_norm, eps))
 
     def __call__(
         self, embedded: Array, hidden: Array, first: Layer, step: ForwardPass

@@ -19,7 +19,7 @@ from jaxspec.models.decoder import NO_KERNELS, Decoder
 from jaxspec.models.forward import Attend, ForwardPass, make_pass
 from jaxspec.models.layer import Layer, run_layers
 from jaxspec.models.linear import Linear
-from jaxspec.pytree import array, pytree, static
+from jaxspec.pytree import Pytree, array, pytree, static
 from jaxspec.sharding import WHOLE, Layout
 from jaxspec.tensors import Filler, One
 from pallas_kernels.selection import Kernels
@@ -45,8 +45,8 @@ class Front(Protocol):
         """The projection that joins what it reads."""
         ...
 
-    def hidden(self, captured: Array, step: ForwardPass) -> Array:
-        """Hidden states [..., H] of what was captured of the target [..., C]."""
+    def hidden(self, captured: Array, eps: float) -> Array:
+        """Hidden states [..., H] of what was captured of the target [..., C]; ``eps`` of norms."""
         ...
 
     def __call__(
@@ -69,7 +69,7 @@ class HeadOutput(NamedTuple):
 
 
 @pytree
-class DraftHead:
+class DraftHead(Pytree):
     """Weights of a draft head.
 
     Attributes:
@@ -115,12 +115,7 @@ class DraftHead:
 
     def hidden(self, captured: Array) -> Array:
         """Hidden states that the first step of drafting reads: [..., C] -> [..., H]."""
-        return self.front.hidden(captured.astype(self.dtype), self._step(None, None, NO_KERNELS))
-
-    def _step(self, positions: Any, attend: Any, kernels: Kernels) -> ForwardPass:
-        layers = () if positions is None else self.config.layers
-        eps = self.config.rms_norm_eps
-        return make_pass(layers, positions, attend, eps, self.layout, kernels)
+        return self.front.hidden(captured.astype(self.dtype), self.config.rms_norm_eps)
 
     def run(
         self,
@@ -134,7 +129,10 @@ class DraftHead:
     ) -> HeadOutput:
         """One pass over some tokens, each beside the hidden state of the token before it."""
         embedded = decoder.embed(target, tokens) if self.embed is None else self.embed[tokens]
-        step = self._step(positions, attend, kernels)
+        config = self.config
+        step = make_pass(
+            config.layers, positions, attend, config.rms_norm_eps, self.layout, kernels
+        )
         front = self.front(embedded.astype(self.dtype), hidden, self.layers[0], step)
         after, normed, states = run_layers(
             self.layers, front.residual, front.mixer_input, states, step, self.norm

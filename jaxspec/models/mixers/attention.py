@@ -10,13 +10,13 @@ from jaxspec.config import AttentionConfig
 from jaxspec.models.forward import ForwardPass
 from jaxspec.models.linear import Linear, Product, linear_shape
 from jaxspec.models.shapes import vector
-from jaxspec.pytree import array, pytree, static
+from jaxspec.pytree import Pytree, array, pytree, static
 from jaxspec.sharding import Layout
 from jaxspec.tensors import Filler, GroupedHeads, One
 
 
 @pytree
-class Attention:
+class Attention(Pytree):
     """Weights of one layer's attention. R = Q / G + 2: a group's query heads, key and value."""
 
     qkv: Linear  # [in, G, R, D]

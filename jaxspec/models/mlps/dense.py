@@ -7,12 +7,12 @@ from jax import Array
 from jaxspec.config import DenseConfig
 from jaxspec.models.forward import ForwardPass, swiglu
 from jaxspec.models.linear import Linear, Product, linear_shape
-from jaxspec.pytree import pytree, static
+from jaxspec.pytree import Pytree, pytree, static
 from jaxspec.tensors import Filler, One, Stacked
 
 
 @pytree
-class Dense:
+class Dense(Pytree):
     """Weights of one layer's MLP: gate and up projections side by side, and down."""
 
     gate_up: Linear  # [H, 2, F]

@@ -12,7 +12,7 @@ from jax import Array
 from jaxspec.cache import Geometry
 from jaxspec.config import SpeculationConfig
 from jaxspec.models.decoder import Decoder
-from jaxspec.pytree import pytree
+from jaxspec.pytree import Pytree, pytree
 from jaxspec.speculation.call import Call
 from jaxspec.speculation.tree import DraftTree
 from jaxspec.state import EngineState
@@ -98,7 +98,7 @@ class Drafter(Protocol):
 
 
 @pytree
-class StatelessDrafter:
+class StatelessDrafter(Pytree):
     """A drafter that keeps nothing between rounds. A subclass writes ``propose``."""
 
     @property

@@ -9,7 +9,7 @@ from jaxspec.cache import Geometry, LayerStates, ModelState
 from jaxspec.config import SpeculationConfig
 from jaxspec.models import decoder
 from jaxspec.models.decoder import Decoder
-from jaxspec.pytree import array, pytree
+from jaxspec.pytree import Pytree, array, pytree
 from jaxspec.speculation.call import Call
 from jaxspec.speculation.drafters.base import DraftState, PrefillChunk
 from jaxspec.speculation.drafters.paged import (
@@ -25,14 +25,14 @@ from jaxspec.state import EngineState
 
 
 @pytree
-class DraftModelRows:
+class DraftModelRows(Pytree):
     """``pending``: committed tokens of each row, root included, that the model reads next."""
 
     pending: Array = array("batch")  # int32 [R]
 
 
 @pytree
-class DraftModelDrafter:
+class DraftModelDrafter(Pytree):
     """Drafts with ``model``, which shares the target's tokenizer."""
 
     model: Decoder

@@ -9,7 +9,7 @@ from jaxspec.cache import Geometry, LayerStates, ModelState
 from jaxspec.config import SpeculationConfig
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import DraftHead
-from jaxspec.pytree import array, pytree
+from jaxspec.pytree import Pytree, array, pytree
 from jaxspec.speculation.call import Call
 from jaxspec.speculation.drafters.base import DraftState, PrefillChunk
 from jaxspec.speculation.drafters.paged import (
@@ -28,7 +28,7 @@ FIRST_SLOT = 1  # token 0 has no hidden state before it, so slot 0 is never read
 
 
 @pytree
-class HeadRows:
+class HeadRows(Pytree):
     """``pending`` committed tokens of each row wait to be read with the target's true hidden
     states: ``features[:, t]`` is the captured state of the token before the ``t``-th of them."""
 
@@ -37,7 +37,7 @@ class HeadRows:
 
 
 @pytree
-class EagleDrafter:
+class EagleDrafter(Pytree):
     """Drafts a chain or a dynamic tree with a draft head."""
 
     head: DraftHead
