@@ -33,7 +33,9 @@ def score_by_batch_expansion(target: Decoder, state: EngineState, tree: DraftTre
         # Past its depth a path repeats the root, in places that come after the node: unseen.
         place = state.rows.context_lens[:, None] + jnp.arange(path.shape[1])
         sequence = prefix.at[row, place].set(jnp.take_along_axis(tree.tokens, path, axis=1))
-        hidden, _, _ = decoder.run(target, sequence, positions, target.no_states(), dense_causal_attend)
+        hidden, _, _ = decoder.run(
+            target, sequence, positions, target.no_states(), dense_causal_attend
+        )
         last = (state.rows.context_lens + depth)[:, None, None]
         return decoder.logits(target, jnp.take_along_axis(hidden, last, axis=1))[:, 0]
 

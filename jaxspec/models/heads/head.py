@@ -6,7 +6,7 @@ head. The entry for token ``i`` pairs its embedding with the hidden state of tok
 rotates as position ``i - 1``. Fronts are in files of their own.
 """
 
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
