@@ -48,6 +48,21 @@ def all_finite(x: Array, layout: Layout) -> Array:
     return (counted == 0) & ~empty
 
 
+def finite_at_argmax(x: Array, index: Array, layout: Layout) -> Array:
+    """``all_finite`` of rows whose argmax ``index`` [...] is known, without reading them again where
+    argmax points at a NaN: x [..., V/n] -> bool [...]"""
+    if layout.vocab:
+        return all_finite(x, layout)
+
+    def whole(x: Array, index: Array) -> Array:
+        return all_finite(x, layout)
+
+    def at_index(x: Array, index: Array) -> Array:
+        return jnp.isfinite(jnp.take_along_axis(x, index[..., None], axis=-1)[..., 0])
+
+    return lax.platform_dependent(x, index, cpu=whole, default=at_index)
+
+
 def argmax(x: Array, layout: Layout) -> Array:
     """Global index of the maximum, the lowest one among equals: x [..., V/n] -> int32 [...]
 

@@ -14,9 +14,9 @@ class Pytree:
         return dataclasses.replace(self, **changes)  # pyright: ignore[reportArgumentType]
 
 
-def array(*axes: str) -> Any:
+def array(*axes: str, **options: Any) -> Any:
     """Declare an array field and its logical axis names, outermost first (see sharding.py)."""
-    return dataclasses.field(metadata={"axes": axes})
+    return dataclasses.field(metadata={"axes": axes}, **options)
 
 
 def static(**options: Any) -> Any:

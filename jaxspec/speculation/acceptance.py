@@ -31,12 +31,14 @@ class Accepted(Pytree):
 
     ``path[:, d]`` is the accepted node of depth d (0, the root, past the accepted depth) and
     ``tokens[:, d]`` the token committed after it: the next accepted node's, or the bonus token
-    at ``d = depth``.
+    at ``d = depth``. ``finite[:, d]`` says whether the logits of that node are numbers; a rule
+    leaves it None unless it comes for nothing.
     """
 
     path: Array = array("batch", "depth")  # int32 [B, A]
     depth: Array = array("batch")  # int32 [B], drafted tokens accepted
     tokens: Array = array("batch", "depth")  # int32 [B, A]
+    finite: Array | None = array("batch", "depth", default=None)  # bool [B, A]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +86,9 @@ class Match:
         wanted = jnp.take_along_axis(sampled, jnp.maximum(tree.parents, 0), axis=1)
         matches = (tree.tokens == wanted) & (tree.parents >= 0)
         path, depth = _deepest_path(tree, matches.at[:, 0].set(True))
-        return Accepted(path=path, depth=depth, tokens=jnp.take_along_axis(sampled, path, axis=1))
+        finite = collectives.finite_at_argmax(verified.logits, sampled, verified.layout)
+        tokens, finite = (jnp.take_along_axis(x, path, axis=1) for x in (sampled, finite))
+        return Accepted(path=path, depth=depth, tokens=tokens, finite=finite)
 
 
 def target_samples(verified: Verified) -> Array:
@@ -196,7 +200,7 @@ class Synthetic:
         depth = jnp.floor(self.mean_length - 1 + share).astype(jnp.int32)
         leaf = jnp.argmax(jnp.where(tree.depth <= depth[:, None], tree.depth, -1), axis=1)
         path, depth = path_to(tree, leaf)
-        return Accepted(path=path, depth=depth, tokens=sampled.tokens)
+        return sampled.replace(path=path, depth=depth)
 
 
 _NAMED: Mapping[str, AcceptanceRule] = MappingProxyType(

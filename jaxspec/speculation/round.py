@@ -50,7 +50,7 @@ def run_round(
     tree, state = _draft(target, drafter, call, state)
     scores = verify(target, state, tree, call, drafter.capture)
     accepted = accept(tree, scores.logits, call, state, target)
-    counts, ending = _limit(accepted, state, _finite(scores.logits, accepted.path, target))
+    counts, ending = _limit(accepted, state, _finite(accepted, scores.logits, target))
     rows, path = state.rows, accepted.path
     committed = CommittedPath(
         rows.page_table, rows.context_lens, path, counts, is_chain=tree.is_chain
@@ -153,9 +153,12 @@ def accept(
 
 
 @jax.named_scope("accept")
-def _finite(logits: Array, path: Array, target: Decoder) -> Array:
-    """Whether the target's logits along the path [R, A] are numbers: bool [R, A]."""
-    return jnp.take_along_axis(collectives.all_finite(logits, target.layout), path, axis=1)
+def _finite(accepted: Accepted, logits: Array, target: Decoder) -> Array:
+    """Whether the target's logits along the path are numbers: bool [R, A]."""
+    if accepted.finite is not None:
+        return accepted.finite
+    finite = collectives.all_finite(logits, target.layout)
+    return jnp.take_along_axis(finite, accepted.path, axis=1)
 
 
 @jax.named_scope("accept")
