@@ -130,7 +130,8 @@ def logit_gap(target: Decoder, first: Completion, second: Completion, index: int
     last = tokens.shape[1] - 1
     padded = np.pad(tokens, ((0, 0), (0, -tokens.shape[1] % 64)))  # few shapes, few compilations
     positions = jnp.arange(padded.shape[1])[None]
-    caches = (None,) * len(target.layers)
-    hidden, _, _ = decoder.run(target, jnp.asarray(padded), positions, caches, dense_causal_attend)
+    hidden, _, _ = decoder.run(
+        target, jnp.asarray(padded), positions, target.no_states(), dense_causal_attend
+    )
     logits = np.asarray(decoder.logits(target, hidden[:, last]))[0]
     return float(abs(logits[first.token_ids[index]] - logits[second.token_ids[index]]))

@@ -27,13 +27,13 @@ from jaxspec.benchmarking.compiling import compile_side_by_side
 from jaxspec.benchmarking.floors import local_bytes
 from jaxspec.benchmarking.modes import Mode, make_params, parse_mode
 from jaxspec.benchmarking.random_params import random_decoder, random_eagle3_head
-from jaxspec.benchmarking.rounds import Bench, Timing, Workload, time_mode
+from jaxspec.benchmarking.rounds import SAMPLING, Bench, Timing, Workload, time_mode
 from jaxspec.benchmarking.shapes import SHAPES
 from jaxspec.benchmarking.timing import Bandwidth, measure_bandwidth
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.eagle import EagleHead
+from jaxspec.models.heads import DraftHead
 from jaxspec.sharding import make_mesh
-from pallas_kernels.tuning import kernels_in_use
+from pallas_kernels.selection import Kernels
 
 MOST_JOBS = 4  # that compile side by side, each with a state in memory for a moment
 TABLE_WIDTH = 130  # where the output is no terminal
@@ -54,6 +54,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--page-size", type=int, default=64)
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     add("--tp", type=int, default=1, help="devices that share the model")
+    add("--sampling", choices=SAMPLING, default="greedy", help="how rows sample: of all but greedy "
+        "the program for rows of any sampling is timed")  # fmt: skip
+    add("--kernels", default="auto", help="auto (all on a Hopper GPU), all, none or a comma list")
     add("--json", action="store_true", help="JSON on stdout, the table on stderr")
     return parser.parse_args(arguments)
 
@@ -74,6 +77,7 @@ def choose(args: argparse.Namespace) -> list[tuple[Workload, Mode]]:
             rounds=mode.rounds(args.new_tokens),
             page_size=args.page_size,
             repeats=args.repeats,
+            sampling=args.sampling,
         )
         chosen.append((workload, mode))
     return chosen
@@ -81,18 +85,18 @@ def choose(args: argparse.Namespace) -> list[tuple[Workload, Mode]]:
 
 def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     """All timings, and everything needed to read them later."""
-    chosen = choose(args)
+    chosen, kernels = choose(args), Kernels.parse(args.kernels)
     on_gpu = jax.default_backend() == "gpu"
     console.print("measuring the memory bandwidth")
     bandwidth = measure_bandwidth((2 << 30) if on_gpu else (64 << 20))
-    timings = measure_modes(args, console, chosen)
+    timings = measure_modes(args, console, chosen, kernels)
     memory = jax.devices()[0].memory_stats() or {}
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": shlex.join(["python3", *sys.argv]),
         "jax": jax.__version__,
         "device": jax.devices()[0].device_kind,
-        "own_kernels": kernels_in_use(),
+        "own_kernels": str(kernels),
         "peak_bytes": memory.get("peak_bytes_in_use"),
         "arguments": vars(args),
         "config": dataclasses.asdict(SHAPES[args.shape]),
@@ -102,7 +106,10 @@ def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 
 def measure_modes(
-    args: argparse.Namespace, console: Console, chosen: Sequence[tuple[Workload, Mode]]
+    args: argparse.Namespace,
+    console: Console,
+    chosen: Sequence[tuple[Workload, Mode]],
+    kernels: Kernels,
 ) -> list[Timing]:
     mesh = make_mesh(args.tp) if args.tp > 1 else None
     config, dtype = SHAPES[args.shape], jnp.dtype(args.dtype)
@@ -113,7 +120,7 @@ def measure_modes(
     jax.block_until_ready((target, head))
     console.print(f"{local_bytes((target, head)) / 1e9:.2f} GB of weights a device")
     timings = []
-    for bench in compile_all(chosen, target, head, mesh, console):
+    for bench in compile_all(chosen, target, head, mesh, kernels, console):
         name = f"{bench.mode.name}, batch {bench.workload.batch}: "
         timings.append(time_mode(bench, lambda text, name=name: console.print(name + text)))
     return timings
@@ -122,15 +129,16 @@ def measure_modes(
 def compile_all(
     chosen: Sequence[tuple[Workload, Mode]],
     target: Decoder,
-    head: EagleHead | None,
+    head: DraftHead | None,
     mesh: Mesh | None,
+    kernels: Kernels,
     console: Console,
 ) -> list[Bench]:
     """All programs, compiled side by side before anything is timed."""
 
     def compiled(one: tuple[Workload, Mode]) -> Bench:
         workload, mode = one
-        return Bench(mode, make_params(mode, target, head, mesh), workload)
+        return Bench(mode, make_params(mode, target, head, mesh, kernels), workload)
 
     benches = []
     for bench in compile_side_by_side(compiled, chosen, "modes", MOST_JOBS, console.print):
@@ -157,6 +165,7 @@ def make_table(results: dict[str, Any]) -> Table:
         f"{results['device']}, jax {results['jax']}, {results['date']}"
     )
     caption = (
+        f"sampling: {arguments['sampling']}; kernels: {results['own_kernels']}\n"
         f"memory: {bandwidth['copy'] / 1e12:.3f} TB/s copied (x + 1), "
         f"{bandwidth['read'] / 1e12:.3f} TB/s read (sum); the floor takes the larger\n"
         f"{results['command']}"

@@ -39,6 +39,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--max-tokens", type=int, default=256)
     add("--temperature", type=float, default=0.0)
     add("--top-p", type=float, default=1.0)
+    add("--kernels", default="auto", help="auto (all on a Hopper GPU), all, none or a comma list")
     add("--json", action="store_true")
     return parser.parse_args(arguments)
 
@@ -61,6 +62,7 @@ def make_llm(arguments: argparse.Namespace, drafter: str, speculation: Speculati
         drafter,
         speculation=speculation,
         dtype=arguments.dtype,
+        kernels=arguments.kernels,
         max_batch=arguments.prompts,
     )
 
@@ -111,6 +113,7 @@ def run(arguments: argparse.Namespace) -> dict:
         "dtype": str(plain.params.target.embed.dtype),
         "verify_width": arguments.verify_width,
         "tokens": sum(len(c.token_ids) for c in expected),
+        "kernels": str(plain.engine.kernels),
         "device": jax.devices()[0].device_kind,
         "python": platform.python_version(),
         "rows": rows,
@@ -122,7 +125,7 @@ def print_report(results: dict) -> None:
     width = results["verify_width"] or "not fixed"
     console.print(
         f"{results['dtype']} on {results['device']}, {results['tokens']} tokens, "
-        f"verification width {width}"
+        f"verification width {width}, kernels: {results['kernels']}"
     )
     for row in results["rows"]:
         line = (

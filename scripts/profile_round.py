@@ -33,7 +33,7 @@ from jaxspec.benchmarking.random_params import random_decoder, random_eagle3_hea
 from jaxspec.benchmarking.rounds import Bench, Workload
 from jaxspec.benchmarking.shapes import SHAPES
 from jaxspec.benchmarking.timing import timed
-from pallas_kernels.tuning import kernels_in_use
+from pallas_kernels.selection import Kernels
 
 NUM_CALLS = 2  # under the profiler
 LONG_CALL = 5  # times the rounds of a call
@@ -55,6 +55,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--page-size", type=int, default=64)
     add("--rounds", type=int, default=8, help="rounds in one call; all but the last are profiled")
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    add("--kernels", default="auto", help="auto (all on a Hopper GPU), all, none or a comma list")
     add("--plot", type=Path, help="write one round's timeline as a PNG")
     add("--json", action="store_true", help="JSON on stdout, the table on stderr")
     return parser.parse_args(arguments)
@@ -69,13 +70,13 @@ def check(args: argparse.Namespace) -> None:
 
 def run_profiled(args: argparse.Namespace, progress: Console) -> tuple[Profile, dict[str, Any]]:
     """The profile, and what else is known of the run."""
-    mode = parse_mode(args.mode)
+    mode, kernels = parse_mode(args.mode), Kernels.parse(args.kernels)
     config, dtype = SHAPES[args.shape], jnp.dtype(args.dtype)
     progress.print(f"making random weights of {args.shape}")
     target, head = random_decoder(config, dtype, None, seed=0), None
     if mode.speculation:
         head = random_eagle3_head(config, dtype, None, seed=1)
-    params = make_params(mode, target, head, None)
+    params = make_params(mode, target, head, None, kernels)
     progress.print("compiling")
     workload = Workload(
         batch=args.batch,
@@ -86,21 +87,21 @@ def run_profiled(args: argparse.Namespace, progress: Console) -> tuple[Profile, 
     )
     bench = Bench(mode, params, workload)
     progress.print("warming up")
-    decode = bench.decode
-    jax.block_until_ready(decode(params, bench.fill(bench.new_state()), args.rounds))
+    jax.block_until_ready(bench.decode(bench.fill(bench.new_state()), args.rounds))
     unprofiled_us = statistics.median(unprofiled_round_us(bench, args.rounds) for _ in range(PAIRS))
     progress.print("profiling")
     states = [bench.fill(bench.new_state())]
 
     def calls() -> None:
         for _ in range(NUM_CALLS):
-            states.append(jax.block_until_ready(decode(params, states.pop(), args.rounds)))
+            states.append(jax.block_until_ready(bench.decode(states.pop(), args.rounds)))
 
     events = record(calls)
-    profile = profile_rounds(events, Program(decode.as_text() or ""), args.rounds, NUM_CALLS)
-    passes = params.drafter.max_depth * (len(head.layers) if head else 0)
+    profile = profile_rounds(events, Program(bench.program_text()), args.rounds, NUM_CALLS)
+    passes = params.speculation.max_depth * (len(head.layers) if head else 0)
     return profile, {
         "mode": mode.name,
+        "own_kernels": str(kernels),
         "layer_runs": {"draft": passes, "verify": config.num_layers},
         "unprofiled_round_us": unprofiled_us,
     }
@@ -109,8 +110,8 @@ def run_profiled(args: argparse.Namespace, progress: Console) -> tuple[Profile, 
 def unprofiled_round_us(bench: Bench, rounds: int) -> float:
     """A round's part of what a longer call takes more: the rest is what any call costs."""
     state = bench.fill(bench.new_state())
-    state, seconds = timed(bench.decode, bench.params, state, rounds)
-    _, long_seconds = timed(bench.decode, bench.params, state, LONG_CALL * rounds)
+    state, seconds = timed(bench.decode, state, rounds)
+    _, long_seconds = timed(bench.decode, state, LONG_CALL * rounds)
     return 1e6 * (long_seconds - seconds) / ((LONG_CALL - 1) * rounds)
 
 
@@ -127,7 +128,7 @@ def measure(args: argparse.Namespace, progress: Console) -> tuple[Profile, dict[
         "command": shlex.join(["python3", *sys.argv]),
         "jax": jax.__version__,
         "device": jax.devices()[0].device_kind,
-        "own_kernels": kernels_in_use(),
+        "own_kernels": run["own_kernels"],
         "arguments": vars(args) | {"plot": args.plot and str(args.plot)},
         "config": dataclasses.asdict(config),
         "mode": run["mode"],
@@ -170,7 +171,8 @@ def make_table(results: dict[str, Any]) -> Table:
     )
     caption = (
         f"{round_us:,.0f} us a round, {results['unprofiled_round_us']:,.0f} without the profiler; "
-        f"{results['host_gap_us']:,.0f} us between the calls\n{results['command']}"
+        f"{results['host_gap_us']:,.0f} us between the calls\n"
+        f"kernels: {results['own_kernels']}\n{results['command']}"
     )
     table = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
     table.add_column("phase")

@@ -18,7 +18,7 @@ import numpy as np
 from rich.console import Console
 
 from jaxspec import BUILT_IN_MODEL, LLM, SpeculationConfig
-from jaxspec.config import ModelConfig
+from jaxspec.config import LayerConfig, ModelConfig
 from jaxspec.llm import load_tokenizer
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.hf_config import load_model_config
@@ -218,17 +218,14 @@ def store_states(
 
 def head_config(args: argparse.Namespace, target: ModelConfig) -> ModelConfig:
     """The target's own sizes, in as many layers as wanted, without its families' specialities."""
-    return dataclasses.replace(
-        target,
-        num_layers=args.layers,
-        sliding_windows=(None,) * args.layers,
-        intermediate_size=target.intermediate_size if args.ff is None else args.ff,
-        qkv_bias=False,
-        o_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
-        tie_word_embeddings=False,
+    first = target.layers[0]
+    attention = dataclasses.replace(
+        first.mixer, window=None, qkv_bias=False, o_bias=False, qk_norm=False
     )
+    width = first.mlp.intermediate_size if args.ff is None else args.ff
+    mlp = dataclasses.replace(first.mlp, intermediate_size=width, bias=False)
+    layers = (LayerConfig(attention, mlp),) * args.layers
+    return dataclasses.replace(target, layers=layers, tie_word_embeddings=False)
 
 
 def describe(record: DraftRecord) -> str:
@@ -250,7 +247,7 @@ def train(args: argparse.Namespace, console: Console, started: float) -> None:
     check_options(args, model)
     if args.resume:
         check_resumable(args.work)
-    config = train_config(args, model.head_dim)
+    config = train_config(args, model.layers[0].mixer.head_dim)
     schedule = Schedule(
         steps=args.steps,
         deadline=deadline_of(started, args.minutes, 1 - EXPORT_SHARE),

@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 from rich.console import Console
 
-from jaxspec.config import ModelConfig
+from jaxspec.config import ModelConfig, dense_model
 from jaxspec.training import data
 from jaxspec.training.lm import TrainConfig, num_parameters
 from jaxspec.training.precision import resolve_precision
@@ -61,7 +61,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 def model_config(args: argparse.Namespace, vocab_size: int, end_of_text: int) -> ModelConfig:
     if args.context > args.max_position:
         raise ValueError(f"--context {args.context} exceeds --max-position {args.max_position}")
-    return ModelConfig(
+    return dense_model(
         vocab_size=vocab_size,
         hidden_size=args.hidden,
         intermediate_size=args.ff,
@@ -72,7 +72,6 @@ def model_config(args: argparse.Namespace, vocab_size: int, end_of_text: int) ->
         rms_norm_eps=1e-5,
         rope_theta=10000.0,
         max_position=args.max_position,
-        sliding_windows=(None,) * args.layers,
         tie_word_embeddings=True,
         stop_token_ids=(end_of_text,),
     )

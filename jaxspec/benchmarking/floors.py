@@ -9,7 +9,7 @@ import jax
 from jaxspec.functional import EngineParams
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import DraftHead
-from jaxspec.models.layer import Layer
+from jaxspec.models.mixers import Attention
 from jaxspec.speculation.drafters import EagleDrafter
 
 
@@ -60,15 +60,12 @@ def local_bytes(tree: Any) -> int:
 
 def _kv_bytes(model: Decoder | DraftHead, context: float) -> int:
     """Keys and values that one query pass reads of one sequence."""
-    return round(
-        sum(
-            min(context, layer.mixer.config.window or math.inf) * _slot_bytes(layer)
-            for layer in model.layers
-        )
-    )
+    mixers = (layer.mixer for layer in model.layers)
+    return sum(_cached_bytes(mixer, context) for mixer in mixers if isinstance(mixer, Attention))
 
 
-def _slot_bytes(layer: Layer) -> int:
-    weight = layer.mixer.qkv.weight
+def _cached_bytes(attention: Attention, context: float) -> int:
+    config, weight = attention.config, attention.qkv.weight
     kv_heads = weight.sharding.shard_shape(weight.shape)[1]
-    return 2 * kv_heads * layer.mixer.config.head_dim * weight.dtype.itemsize
+    slot = 2 * kv_heads * config.head_dim * weight.dtype.itemsize
+    return round(min(context, config.window or math.inf) * slot)

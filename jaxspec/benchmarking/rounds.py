@@ -3,10 +3,10 @@
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
@@ -21,6 +21,16 @@ from jaxspec.state import EngineState
 LARGEST_CHUNK = 512
 SCORE_BYTES = 2 << 30  # of one prefill chunk's float32 attention scores, were they materialized
 
+# How rows sample. Greedy rows run the program for them alone, all others the general one.
+SAMPLING: Mapping[str, Mapping[str, float]] = MappingProxyType(
+    {
+        "greedy": {},
+        "temperature": {"temperature": 0.8},
+        "top_p": {"temperature": 0.8, "top_p": 0.9},
+        "all": {"temperature": 0.8, "top_k": 50, "top_p": 0.9, "min_p": 0.02},
+    }
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
@@ -30,6 +40,7 @@ class Workload:
       context: prompt tokens of each sequence.
       rounds: that a state has room for after its prompt; a timed call runs them all.
       repeats: timed calls, each from the prompt, with seeds of its own.
+      sampling: how rows sample: one of SAMPLING.
     """
 
     batch: int
@@ -37,6 +48,7 @@ class Workload:
     rounds: int
     page_size: int
     repeats: int
+    sampling: str = "greedy"
 
     def max_length(self, mode: Mode) -> int:
         """Room for the prompt and a call, and a token more, so that no sequence ends."""
@@ -78,7 +90,7 @@ def time_mode(bench: "Bench", report: Callable[[str], None]) -> Timing:
     """
     params, workload = bench.params, bench.workload
     report("warming up")
-    jax.block_until_ready(bench.decode(params, bench.fill(bench.new_state()), workload.rounds))
+    jax.block_until_ready(bench.decode(bench.fill(bench.new_state()), workload.rounds))
     calls, fills = [], []
     for call, fill_seconds in bench.calls():
         calls.append(call)
@@ -117,39 +129,51 @@ class Bench:
         shape = (workload.batch, workload.context)
         self.prompts = rng.integers(config.vocab_size, size=shape, dtype=np.int32)
         started = time.perf_counter()
+        self._admit = jax.jit(functional.admit, donate_argnums=1)
         state = jax.tree.map(_shape_of, self.new_state())
-        tokens = np.zeros((workload.batch, self.chunk), np.int32)
-        prefill = jax.jit(functional.prefill, donate_argnums=1)
-        decode = jax.jit(functional.decode, donate_argnums=1)
-        self.prefill = prefill.lower(params, state, tokens, tokens[:, 0]).compile()
-        self.decode = decode.lower(params, state, workload.rounds).compile()
+        greedy = workload.sampling == "greedy"
+        prefill = jax.jit(functional.prefill, donate_argnums=1, static_argnames=("width", "greedy"))
+        decode = jax.jit(
+            functional.decode, donate_argnums=1, static_argnames=("max_rounds", "greedy")
+        )
+        self._prefill = prefill.lower(params, state, width=self.chunk, greedy=greedy).compile()
+        self._decode = decode.lower(
+            params, state, np.int32(0), max_rounds=workload.rounds, greedy=greedy
+        ).compile()
         self.compile_seconds = time.perf_counter() - started
 
+    def program_text(self) -> str:
+        """The compiled rounds, as XLA writes them."""
+        return self._decode.as_text() or ""
+
     def new_state(self, repeat: int = 0) -> EngineState:
-        """Empty, and placed where the programs' results are, so that each compiles once.
+        """A state that has admitted the prompts, where the programs' results are.
 
         Another ``repeat`` has other seeds: other tokens, and other lengths that are accepted.
         """
-        batch, params = self.workload.batch, self.params
+        workload, params = self.workload, self.params
         state = functional.init_state(
-            params,
-            batch,
-            self.max_length,
-            page_size=self.workload.page_size,
-            sampling=make_sampling(batch, seeds=jnp.arange(batch) + repeat * batch),
+            params, workload.batch, self.max_length, page_size=workload.page_size
         )
         if params.mesh is None:
             state = jax.device_put(state, params.target.embed.sharding)
+        rows = np.arange(workload.batch, dtype=np.int32)
+        sampling = make_sampling(
+            workload.batch, seeds=rows + repeat * workload.batch, **SAMPLING[workload.sampling]
+        )
+        lengths = np.full(workload.batch, workload.context, np.int32)
+        state = self._admit(params, state, rows, self.prompts, lengths, sampling=sampling)
         return jax.block_until_ready(state)
 
     def fill(self, state: EngineState) -> EngineState:
         """Read the prompts, chunk by chunk."""
-        for start in range(0, self.workload.context, self.chunk):
-            piece = self.prompts[:, start : start + self.chunk]
-            tokens = np.zeros((len(piece), self.chunk), np.int32)
-            tokens[:, : piece.shape[1]] = piece
-            counts = np.full(len(piece), piece.shape[1], np.int32)
-            state = self.prefill(self.params, state, tokens, counts)
+        for _ in range(0, self.workload.context, self.chunk):
+            state, _ = self._prefill(self.params, state)
+        return state
+
+    def decode(self, state: EngineState, rounds: int) -> EngineState:
+        """Run rounds, at most the workload's."""
+        state, _ = self._decode(self.params, state, np.int32(rounds))
         return state
 
     def calls(self) -> Iterator[tuple[_Call, float]]:
@@ -157,8 +181,8 @@ class Bench:
         for repeat in range(self.workload.repeats):
             state, fill_seconds = timed(self.fill, self.new_state(repeat))
             before = _mean_context(state)
-            state, seconds = timed(self.decode, self.params, state, self.workload.rounds)
-            if not np.all(state.active):
+            state, seconds = timed(self.decode, state, self.workload.rounds)
+            if not np.all(state.rows.active):
                 raise RuntimeError("a sequence ended before the timed call did")
             yield _Call(seconds, before, _mean_context(state)), fill_seconds
             del state  # before the next one is made
@@ -167,7 +191,8 @@ class Bench:
 def prefill_chunk(params: EngineParams, batch: int, context: int, max_length: int) -> int:
     """Prompt tokens a call: a power of two, lest materialized attention scores take all memory."""
     slots = max_length + params.speculation.scratch_slots
-    fitting = SCORE_BYTES // (4 * batch * params.target.config.num_heads * slots)
+    heads = max(layer.mixer.num_heads for layer in params.target.config.layers)
+    fitting = SCORE_BYTES // (4 * batch * heads * slots)
     return min(LARGEST_CHUNK, 1 << max(4, fitting.bit_length() - 1), context)
 
 
@@ -176,4 +201,4 @@ def _shape_of(x: Array) -> jax.ShapeDtypeStruct:
 
 
 def _mean_context(state: EngineState) -> float:
-    return float(np.mean(state.context_lens))
+    return float(np.mean(state.rows.context_lens))

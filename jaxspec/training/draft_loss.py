@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxspec.models import decoder, eagle
+from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
-from jaxspec.models.decoder import Attend, Decoder
-from jaxspec.models.eagle import EagleHead
-from jaxspec.models.layers import Heads
-from jaxspec.pytree import array, pytree
+from jaxspec.models.decoder import Decoder
+from jaxspec.models.forward import Attend, Heads
+from jaxspec.models.heads import DraftHead
+from jaxspec.pytree import Pytree, array, pytree
 from pallas_kernels.paged_attention.reference import MASKED
 from pallas_kernels.products import einsum_f32
 
@@ -28,7 +28,7 @@ StepKeys = tuple[tuple[Array, Array], ...]  # keys and values [B, T, G, D] of th
 
 
 @pytree
-class DraftBatch:
+class DraftBatch(Pytree):
     """Token sequences, and which of their tokens a head learns to predict.
 
     Optionally what the target makes of them, so that it need not run: ``features`` [B, T, C], the
@@ -75,9 +75,10 @@ def target_states(
     """(features [B, T, C], hidden after the last norm [B, T, H]) of a batch; no gradient."""
     if batch.features is not None and batch.hidden is not None:
         return batch.features, batch.hidden
-    caches = (None,) * len(target.layers)
     positions = jnp.broadcast_to(jnp.arange(batch.tokens.shape[1]), batch.tokens.shape)
-    hidden, _, features = decoder.run(target, batch.tokens, positions, caches, attend, capture)
+    hidden, _, features = decoder.run(
+        target, batch.tokens, positions, target.no_states(), attend, capture
+    )
     assert features is not None
     return jax.lax.stop_gradient(features), jax.lax.stop_gradient(hidden)
 
@@ -123,7 +124,7 @@ def _padding(ndim: int, distance: int) -> list[tuple[int, int]]:
 
 
 def unroll(
-    head: EagleHead, target: Decoder, tokens: Array, features: Array, steps: int
+    head: DraftHead, target: Decoder, tokens: Array, features: Array, steps: int
 ) -> list[tuple[Array, Array]]:
     """Outputs [B, T, H] of each step, and the same normed for the LM head; step ``s`` is meaningful
     from position ``s`` on.
@@ -132,18 +133,18 @@ def unroll(
     ``i + 1``. Args: tokens [B, T], features [B, T, C].
     """
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]) - 1, tokens.shape)
-    caches: tuple[Any, ...] = ((),) * len(head.layers)
-    hidden, outputs = features, []
+    states: tuple[Any, ...] = ((),) * len(head.layers)
+    hidden, outputs = head.hidden(features), []
     for _ in range(steps):
-        hidden, normed, caches = eagle.run(
-            head, target, tokens, _shifted(hidden, 1), positions, caches, attend_unrolled
+        hidden, normed, states = head.run(
+            target, tokens, _shifted(hidden, 1), positions, states, attend_unrolled
         )
         outputs.append((hidden, normed))
     return outputs
 
 
 def draft_loss(
-    head: EagleHead,
+    head: DraftHead,
     target: Decoder,
     batch: DraftBatch,
     config: LossConfig,
@@ -164,7 +165,7 @@ def draft_loss(
     counts = learned_counts(batch.learned, config.steps) if counts is None else counts
     total, metrics = jnp.float32(0), []
     for index, (outputs, normed) in enumerate(
-        unroll(head, target, batch.tokens, features.astype(head.fc.dtype), config.steps)
+        unroll(head, target, batch.tokens, features, config.steps)
     ):
         first = index + 1
         learned = batch.learned[:, first + 1 :]  # of the tokens that entries first .. T - 2 predict
@@ -190,7 +191,7 @@ def learned_counts(learned: Array, steps: int) -> Array:
 
 @jax.checkpoint
 def _step_loss_of_logits(
-    head: EagleHead, target: Decoder, normed: Array, hidden: Array
+    head: DraftHead, target: Decoder, normed: Array, hidden: Array
 ) -> tuple[Array, Array, Array, Array]:
     """(cross entropy, in the draft vocabulary, right, overlap), [B, T] each.
 
@@ -199,7 +200,7 @@ def _step_loss_of_logits(
     all steps would fill the memory.
     """
     wanted = decoder.logits(target, hidden)
-    drafted = eagle.logits(head, target, normed)
+    drafted = head.logits(target, normed)
     best = jnp.argmax(wanted, axis=-1)
     ids, known = head.token_ids, jnp.ones(best.shape, bool)
     log_p = jax.nn.log_softmax(wanted)

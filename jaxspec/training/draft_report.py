@@ -78,6 +78,7 @@ def head_card(run: DraftTraining, card: DraftCard) -> str:
         f"| {step} | {loss:.4f} | {accuracy:.1%} | {overlap:.1%} |"
         for step, (loss, accuracy, overlap) in enumerate(rows, start=1)
     )
+    layer = head.config.layers[0]
     vocabulary = "the target's" if head.token_ids is None else f"{head.token_ids.shape[0]} tokens"
     return f"""# {card.name}
 
@@ -89,8 +90,8 @@ itself it generates nothing.
 |---|---|
 | reads | hidden states {list(head.capture)} of the target |
 | layer | {head.config.num_layers} of hidden {head.config.hidden_size}, \
-{head.config.num_heads} query and {head.config.num_kv_heads} KV heads of {head.config.head_dim}, \
-SwiGLU of {head.config.intermediate_size} |
+{layer.mixer.num_heads} query and {layer.mixer.num_kv_heads} KV heads of {layer.mixer.head_dim}, \
+SwiGLU of {layer.mlp.intermediate_size} |
 | draft vocabulary | {vocabulary}, {card.coverage:.2%} of the learned tokens |
 | training | {last.step} steps of {config.batch_size} rows = {last.tokens / 1e6:.1f} M tokens, \
 {config.loss.steps} unrolled steps, AdamW, learning rate {config.learning_rate:g}, \

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.eagle import EagleHead
+from jaxspec.models.heads import DraftHead
 from jaxspec.sharding import DATA_AXIS
 from jaxspec.training import draft_step, fingerprint
 from jaxspec.training.draft_data import Examples, spread_rows
@@ -60,7 +60,7 @@ class DraftTraining:
 
     def __init__(
         self,
-        head: EagleHead,
+        head: DraftHead,
         target: Decoder,
         config: DraftTrainConfig,
         train: Examples,
@@ -101,7 +101,7 @@ class DraftTraining:
             self.records = [DraftRecord(**line) for line in lines]
 
     @property
-    def head(self) -> EagleHead:
+    def head(self) -> DraftHead:
         """The weights so far, float32."""
         return self.state.head
 
@@ -150,7 +150,7 @@ class DraftTraining:
         )
         if self._states is not None:
             features, hidden = self._states.read(rows)
-            batch = dataclasses.replace(batch, features=features, hidden=hidden)
+            batch = batch.replace(features=features, hidden=hidden)
         return self._on_device(batch)
 
     def _rows(self, step: int) -> np.ndarray:

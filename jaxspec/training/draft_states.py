@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.models.decoder import Attend, Decoder
+from jaxspec.models.decoder import Decoder
+from jaxspec.models.forward import Attend
 from jaxspec.training import fingerprint
 from jaxspec.training.draft_data import Examples
 from jaxspec.training.draft_loss import DraftBatch, target_states

@@ -15,8 +15,9 @@ from jax import Array
 
 from jaxspec.config import ModelConfig
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.eagle import EagleHead, EagleMethod, check_capture, head_shapes
-from jaxspec.pytree import pytree
+from jaxspec.models.heads import DraftHead, EagleMethod, check_capture, head_shapes
+from jaxspec.models.shapes import weight_name
+from jaxspec.pytree import Pytree, pytree
 from jaxspec.training.draft_loss import DraftBatch, LossConfig, draft_loss, learned_counts
 from jaxspec.training.optimizer import MATRICES, OptimizerConfig, adamw, descend, learning_rate
 from jaxspec.training.precision import Attention, ComputeDtype, attention_of, cast_weights
@@ -54,10 +55,10 @@ class DraftTrainConfig(OptimizerConfig):
 
 
 @pytree
-class DraftTrainState:
+class DraftTrainState(Pytree):
     """Everything that a step changes. ``step`` is int32 []: the steps taken."""
 
-    head: EagleHead  # float32
+    head: DraftHead  # float32
     moments: optax.OptState
     step: Array
 
@@ -70,7 +71,7 @@ def init_head(
     capture: tuple[int, ...] | None = None,
     token_ids: np.ndarray | None = None,
     seed: int = 0,
-) -> EagleHead:
+) -> DraftHead:
     """A float32 head to train: random, but for what it can take from the target.
 
     ``fc`` passes on the last captured state (EAGLE-1: the hidden state) from the start, and
@@ -80,14 +81,12 @@ def init_head(
       config: of the head's own layers.
       token_ids: target ids of the draft vocabulary [W], ascending; None for the whole vocabulary.
     """
-    if min(config.num_layers, config.intermediate_size) < 1:
+    if min([config.num_layers, *(layer.mlp.intermediate_size for layer in config.layers)]) < 1:
         raise ValueError("a head needs at least one layer, and an MLP of at least one unit")
     if method == "eagle1" and (capture or token_ids is not None):
         raise ValueError("an EAGLE-1 head reads the last hidden state and drafts every token")
     if capture:
         capture = check_capture(capture, target.config.num_layers)
-        if len(capture) * target.config.hidden_size <= config.hidden_size:
-            raise ValueError(f"an EAGLE-3 head reads several layers, not {list(capture)}")
     size = None if token_ids is None else len(token_ids)
     shapes = head_shapes(
         config, method, target.config, jnp.dtype(jnp.float32),
@@ -96,7 +95,7 @@ def init_head(
     generator = np.random.default_rng(seed)
 
     def init(path: tuple[Any, ...], shape: jax.ShapeDtypeStruct) -> Array:
-        name = str(path[-1].name)
+        name = weight_name(path)
         if name not in MATRICES:
             return jnp.asarray(np.full(shape.shape, "norm" in name, np.float32))
         scale = shape.shape[0] ** -0.5
@@ -104,30 +103,30 @@ def init_head(
             scale *= (2 * config.num_layers) ** -0.5
         return jnp.asarray(scale * generator.standard_normal(shape.shape, np.float32))
 
-    head = jax.tree_util.tree_map_with_path(init, dataclasses.replace(shapes, token_ids=None))
-    hidden = config.hidden_size
-    fc = 0.1 * head.fc
+    head = jax.tree_util.tree_map_with_path(init, trainable(shapes))
+    hidden, fc = config.hidden_size, head.front.fc
+    weight = 0.1 * fc.weight
     if hidden == target.config.hidden_size:
-        fc = fc.at[-hidden:].add(jnp.eye(hidden))
-    head = dataclasses.replace(head, fc=fc)
+        weight = weight.at[-hidden:].add(jnp.eye(hidden))
+    head = head.replace(front=head.front.replace(fc=fc.replace(weight=weight)))
     if method == "eagle1":
         return head
     ids = None if token_ids is None else jnp.asarray(token_ids, jnp.int32)
     if hidden == target.config.hidden_size:
-        rows = target.embed if target.lm_head is None else target.lm_head.T
+        rows = target.embed if target.lm_head is None else target.lm_head.weight.T
         rows = rows[: target.config.vocab_size] if ids is None else rows[ids]
         # Copies: training donates its state, and must leave the target alone.
-        lm_head, norm = (jnp.array(x, jnp.float32) for x in (rows.T, target.norm))
-        head = dataclasses.replace(head, lm_head=lm_head, norm=norm)
-    return dataclasses.replace(head, token_ids=ids)
+        weight, norm = (jnp.array(x, jnp.float32) for x in (rows.T, target.norm))
+        head = head.replace(lm_head=head.lm_head.replace(weight=weight), norm=norm)
+    return head.replace(token_ids=ids)
 
 
-def trainable(head: EagleHead) -> EagleHead:
+def trainable(head: DraftHead) -> DraftHead:
     """The head without its table of token ids, which is no weight."""
-    return dataclasses.replace(head, token_ids=None)
+    return head.replace(token_ids=None)
 
 
-def init_state(head: EagleHead, config: DraftTrainConfig) -> DraftTrainState:
+def init_state(head: DraftHead, config: DraftTrainConfig) -> DraftTrainState:
     weights: Any = trainable(head)
     return DraftTrainState(
         head=head, moments=adamw(config).init(weights), step=jnp.zeros((), jnp.int32)
@@ -154,8 +153,8 @@ def train_step(
     # Of the whole batch, lest a part with few learned tokens weighs as much as one with many.
     counts = learned_counts(batch.learned, config.loss.steps) / config.accumulation
 
-    def loss(weights: EagleHead, part: DraftBatch) -> tuple[Array, dict[str, Array]]:
-        head = dataclasses.replace(weights, token_ids=token_ids)
+    def loss(weights: DraftHead, part: DraftBatch) -> tuple[Array, dict[str, Array]]:
+        head = weights.replace(token_ids=token_ids)
         working = cast_weights(head, config.compute_dtype)
         attend = attention_of(config.attention)
         return draft_loss(working, target, part, config.loss, attend, counts)
@@ -172,7 +171,7 @@ def train_step(
     metrics, gradients = jax.tree.map(lambda x: x / config.accumulation, sums)
     rate = learning_rate(config, state.step, total_steps)
     weights, moments, norm = descend(config, weights, state.moments, gradients, rate)
-    head = dataclasses.replace(weights, token_ids=token_ids)
+    head = weights.replace(token_ids=token_ids)
     state = DraftTrainState(head=head, moments=moments, step=state.step + 1)
     return state, metrics | {"grad_norm": norm, "learning_rate": rate}
 
@@ -183,7 +182,7 @@ def _parts(x: Array, count: int) -> Array:
     return x.reshape(-1, count, *x.shape[1:]).swapaxes(0, 1)
 
 
-def _shapes(loss: Any, weights: EagleHead, parts: DraftBatch) -> tuple[Any, Any]:
+def _shapes(loss: Any, weights: DraftHead, parts: DraftBatch) -> tuple[Any, Any]:
     """(metrics, gradients) as ShapeDtypeStructs, for the sums to start from."""
     part = jax.tree.map(lambda x: x[0], parts)
     value, metrics = jax.eval_shape(loss, weights, part)
@@ -211,7 +210,7 @@ def train_steps(
 
 @functools.partial(jax.jit, static_argnames=("config",))
 def evaluate(
-    head: EagleHead, target: Decoder, batches: DraftBatch, config: DraftTrainConfig
+    head: DraftHead, target: Decoder, batches: DraftBatch, config: DraftTrainConfig
 ) -> dict[str, Array]:
     """The metrics of draft_loss, means over the learned tokens of batches [S, B, ...]."""
     working = cast_weights(head, config.compute_dtype)

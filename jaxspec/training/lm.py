@@ -19,14 +19,15 @@ from jax.sharding import NamedSharding
 from jaxspec.config import ModelConfig
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
-from jaxspec.models.decoder import Attend, Decoder, decoder_shapes
-from jaxspec.pytree import pytree
+from jaxspec.models.decoder import Decoder, decoder_shapes
+from jaxspec.models.forward import Attend
+from jaxspec.models.shapes import weight_name
+from jaxspec.pytree import Pytree, pytree
 from jaxspec.training.optimizer import (
     MATRICES,
     OptimizerConfig,
     adamw,
     descend,
-    field_of,
     learning_rate,
 )
 from jaxspec.training.precision import Attention, ComputeDtype, attention_of, cast_weights
@@ -58,7 +59,7 @@ class TrainConfig(OptimizerConfig):
 
 
 @pytree
-class TrainState:
+class TrainState(Pytree):
     """Everything that a step changes. ``step`` is int32 []: the steps taken."""
 
     params: Decoder  # float32
@@ -72,7 +73,7 @@ def init_decoder(config: ModelConfig, seed: int) -> Decoder:
     generator = np.random.default_rng(seed)
 
     def init(path: tuple[Any, ...], shape: jax.ShapeDtypeStruct) -> Array:
-        name = field_of(path)
+        name = weight_name(path)
         if name not in MATRICES:
             return jnp.asarray(np.full(shape.shape, "norm" in name, np.float32))
         scale = EMBEDDING_SCALE if name == "embed" else shape.shape[0] ** -0.5
@@ -95,8 +96,7 @@ def loss(
     working = cast_weights(params, dtype)
     inputs, targets = batch[:, :-1], batch[:, 1:]
     positions = jnp.broadcast_to(jnp.arange(inputs.shape[1]), inputs.shape)
-    caches = (None,) * len(params.layers)
-    hidden, _, _ = decoder.run(working, inputs, positions, caches, attend)
+    hidden, _, _ = decoder.run(working, inputs, positions, working.no_states(), attend)
     scores = decoder.logits(working, hidden)
     return optax.softmax_cross_entropy_with_integer_labels(scores, targets).mean()
 
@@ -199,10 +199,11 @@ def continue_text(
     For a look at a model: it recomputes the whole text for each token.
     """
     positions = jnp.arange(tokens.shape[0])[None]
-    caches = (None,) * len(params.layers)
 
     def body(i: Array, tokens: Array) -> Array:
-        hidden, _, _ = decoder.run(params, tokens[None], positions, caches, dense_causal_attend)
+        hidden, _, _ = decoder.run(
+            params, tokens[None], positions, params.no_states(), dense_causal_attend
+        )
         scores = decoder.logits(params, hidden[0, i - 1])
         noise = jax.random.gumbel(jax.random.fold_in(key, i), scores.shape)
         return tokens.at[i].set(jnp.argmax(scores + temperature * noise).astype(tokens.dtype))

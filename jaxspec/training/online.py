@@ -1,7 +1,6 @@
 """A head that goes on learning from what it serves."""
 
 import collections
-import dataclasses
 from collections.abc import Sequence
 
 import jax
@@ -10,7 +9,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jaxspec.llm import LLM, Completion
-from jaxspec.models.eagle import EagleHead
+from jaxspec.models.heads import DraftHead
 from jaxspec.speculation.drafters import EagleDrafter
 from jaxspec.training import draft_step
 from jaxspec.training.draft_loss import DraftBatch
@@ -61,8 +60,8 @@ class HeadAdapter:
         self.state, metrics = draft_step.train_steps(
             self.state, self.llm.params.target, batches, UNKNOWN_STEPS, self._config
         )
-        head = _copy(self.state.head, self._drafter.head.fc.dtype)
-        self.llm.use_drafter(dataclasses.replace(self._drafter, head=head))
+        head = _copy(self.state.head, self._drafter.head.dtype)
+        self.llm.use_drafter(self._drafter.replace(head=head))
         return {name: float(metrics[name][0]) for name in ("loss", "accuracy")}
 
     def _batches(self, steps: int) -> DraftBatch:
@@ -77,6 +76,6 @@ class HeadAdapter:
         return DraftBatch(tokens=jnp.asarray(tokens), learned=jnp.asarray(learned))
 
 
-def _copy(head: EagleHead, dtype: DTypeLike) -> EagleHead:
+def _copy(head: DraftHead, dtype: DTypeLike) -> DraftHead:
     """Training donates its own weights, so none may be shared with it."""
     return jax.tree.map(jnp.copy, cast_weights(head, dtype))

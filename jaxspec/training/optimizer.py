@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
+from jaxspec.models.shapes import weight_name
+
 MATRICES = frozenset({"embed", "qkv", "o", "gate_up", "down", "lm_head", "fc"})
 
 
@@ -31,16 +33,13 @@ class OptimizerConfig:
             raise ValueError("learning_rate must be positive, decay_fraction in (0, 1]")
 
 
-def field_of(path: tuple[Any, ...]) -> str:
-    """The dataclass field that a leaf of a pytree of weights stands in."""
-    return str(path[-1].name)
-
-
 def adamw(config: OptimizerConfig) -> optax.GradientTransformation:
     """AdamW short of its learning rate; only matrices decay."""
 
     def decays(params: Any) -> Any:
-        return jax.tree_util.tree_map_with_path(lambda path, _: field_of(path) in MATRICES, params)
+        return jax.tree_util.tree_map_with_path(
+            lambda path, _: weight_name(path) in MATRICES, params
+        )
 
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm),

@@ -115,10 +115,11 @@ flatters the model somewhat. Left out: {_skipped(report)}.
 
 def _architecture(model: ModelConfig) -> str:
     tied = ", tied embeddings" if model.tie_word_embeddings else ""
+    attention, mlp = model.layers[0].mixer, model.layers[0].mlp
     return (
-        f"Llama: {model.num_layers} layers, hidden {model.hidden_size}, {model.num_heads} query "
-        f"and {model.num_kv_heads} KV heads of {model.head_dim}, SwiGLU of "
-        f"{model.intermediate_size}, rope theta {model.rope_theta:g}{tied}, positions up to "
+        f"Llama: {model.num_layers} layers, hidden {model.hidden_size}, {attention.num_heads} "
+        f"query and {attention.num_kv_heads} KV heads of {attention.head_dim}, SwiGLU of "
+        f"{mlp.intermediate_size}, rope theta {attention.rope.theta:g}{tied}, positions up to "
         f"{model.max_position}"
     )
 
