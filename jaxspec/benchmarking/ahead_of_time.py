@@ -1,0 +1,256 @@
+"""Compiling for H100s on a machine without one.
+
+XLA's CUDA plugin compiles for a GPU that it only has a description of. The plugin, ptxas and
+libdevice come from wheels unpacked into a folder, never installed: beside them in an environment
+jax would look for a GPU whenever it starts. Products are not tuned (that takes the device), so XLA
+may divide some of them otherwise there.
+"""
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, SingleDeviceSharding
+from jaxlib.version import __version__ as JAXLIB_VERSION
+
+from jaxspec import functional
+from jaxspec.benchmarking.compiled_round import (
+    MOSAIC_CALL,
+    CompiledRound,
+    count_all_reduces,
+    count_page_copies,
+    parse_kernels,
+    parse_launches,
+)
+from jaxspec.benchmarking.modes import Mode, make_params
+from jaxspec.benchmarking.rounds import Workload
+from jaxspec.benchmarking.shapes import EAGLE3_VOCAB_SIZE, eagle3_config
+from jaxspec.cache import LayerCache
+from jaxspec.config import ModelConfig
+from jaxspec.models.decoder import decoder_shapes
+from jaxspec.models.eagle import EagleHead, head_shapes
+from jaxspec.sampling import make_sampling
+from jaxspec.sharding import DATA_AXIS, MODEL_AXIS, named_shardings
+
+H100_SXM = Path(__file__).parent / "data/h100_sxm.txtpb"
+VERSIONED_WHEELS = ("jax-cuda13-pjrt", "jax-cuda13-plugin")  # of jaxlib's own version
+WHEELS = (*VERSIONED_WHEELS, "nvidia-cuda-nvcc", "nvidia-cuda-crt", "nvidia-nvvm")
+
+# What the compiling process leaves among XLA's own files.
+PROGRAM, FACTS = "program.txt", "facts.json"
+LAUNCHES = "*.thunk_sequence_after_thunk_passes.txt"
+
+
+def install_command(folder: Path) -> str:
+    """How to fill a folder with the wheels."""
+    versioned = [f"{name}=={JAXLIB_VERSION}" for name in VERSIONED_WHEELS]
+    names = " ".join([*versioned, *WHEELS[len(versioned) :]])
+    return f"pip install --target {shlex.quote(str(folder))} --no-deps {names}"
+
+
+def check_wheels(folder: Path) -> None:
+    """Raise FileNotFoundError if wheels are missing, ValueError if they are not for this jaxlib.
+
+    (Another version's compiler would run, and plan other launches than either version's.)
+    """
+    found = importlib.metadata.distributions(path=[str(folder)])
+    versions = {one.metadata["Name"].lower().replace("_", "-"): one.version for one in found}
+    if missing := [name for name in WHEELS if name not in versions]:
+        raise FileNotFoundError(
+            f"{folder} lacks {', '.join(missing)}; run: {install_command(folder)}"
+        )
+    for name in VERSIONED_WHEELS:
+        if versions[name] != JAXLIB_VERSION:
+            raise ValueError(
+                f"{folder} has {name} {versions[name]}, but jaxlib is {JAXLIB_VERSION}; "
+                f"empty it, then run: {install_command(folder)}"
+            )
+
+
+def compiler_environment(wheels: Path, dump: Path, inherited: Mapping[str, str]) -> dict[str, str]:
+    """Environment of a process that is to compile, and to leave XLA's files in ``dump``.
+
+    XLA_FLAGS that are set already stay, and decide where they differ.
+    """
+    cuda = wheels.resolve() / "nvidia/cu13"
+    flags = [
+        f"--xla_dump_to={dump.resolve()}",
+        f"--xla_gpu_cuda_data_dir={cuda}",
+        "--xla_gpu_autotune_level=0",  # it takes the device
+        inherited.get("XLA_FLAGS", ""),
+    ]
+    paths = [str(wheels.resolve()), inherited.get("PYTHONPATH", "")]
+    return {
+        **inherited,
+        "PATH": os.pathsep.join([str(cuda / "bin"), inherited.get("PATH", "")]),
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "XLA_FLAGS": " ".join(filter(None, flags)),
+        "JAX_PLATFORMS": "cpu",
+        "JAX_ENABLE_COMPILATION_CACHE": "false",  # a program found in a cache dumps nothing
+        "MOSAIC_GPU_DUMP_PTXAS": "1",
+    }
+
+
+def make_devices(count: int, target: Path = H100_SXM) -> list[Any]:
+    """GPUs of one host that can be compiled for and nothing else."""
+    topology = topologies.get_topology_desc(
+        platform="cuda", target_config=target.read_text(), topology=f"1x1x{count}"
+    )
+    return list(topology.devices)
+
+
+def compile_ahead(function: Any, arguments: Sequence[Any]) -> Any:
+    """Compile a jitted function for the devices on which its ShapeDtypeStructs are placed."""
+    return function.trace(*arguments).lower(lowering_platforms=("cuda",)).compile()
+
+
+def kernels_of(device: Any) -> AbstractContextManager[Any]:
+    """While a program is traced, choose the kernels that would run on a device.
+
+    (They follow the default device, and the environment variable JAXSPEC_KERNELS.)
+    """
+    return jax.default_device(device)
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A jitted function, and its arguments as ShapeDtypeStructs placed on devices.
+
+    Attributes:
+      page_shapes: of each layer's KV pages: a device's share of them, and the whole.
+    """
+
+    function: Any
+    arguments: tuple[Any, ...]
+    page_shapes: tuple[tuple[int, ...], ...]
+
+
+def decode_program(
+    config: ModelConfig, mode: Mode, workload: Workload, devices: Sequence[Any]
+) -> Program:
+    """The program that decodes, sharded over all the devices.
+
+    Nothing else here knows the engine's functions. Raises ValueError for sizes that the devices
+    cannot share evenly.
+    """
+    mesh = None
+    if len(devices) > 1:
+        mesh = Mesh(np.array(devices).reshape(1, -1), (DATA_AXIS, MODEL_AXIS))
+    dtype, axis = jnp.dtype("bfloat16"), MODEL_AXIS if mesh else None
+    shapes = decoder_shapes(config, dtype, len(devices))
+    target = dataclasses.replace(shapes, axis=axis)
+    head = _eagle3_head(config, dtype, len(devices), axis) if mode.speculation else None
+    params = make_params(mode, target, head, mesh)
+
+    def new_state() -> Any:
+        return functional.init_state(
+            params,
+            workload.batch,
+            workload.max_length(mode),
+            page_size=workload.page_size,
+            sampling=make_sampling(workload.batch, seeds=jnp.arange(workload.batch)),
+        )
+
+    state = _place(jax.eval_shape(new_state), devices, mesh)
+    num_rounds = _place(jax.ShapeDtypeStruct((), jnp.int32), devices, mesh)
+    return Program(
+        function=jax.jit(functional.decode, donate_argnums=1),
+        arguments=(_place(params, devices, mesh), state, num_rounds),
+        page_shapes=_page_shapes(state),
+    )
+
+
+def _eagle3_head(
+    config: ModelConfig, dtype: jnp.dtype, tensor_parallel: int, axis: str | None
+) -> EagleHead:
+    vocab = min(EAGLE3_VOCAB_SIZE, config.vocab_size)
+    shapes = head_shapes(
+        eagle3_config(config),
+        "eagle3",
+        config,
+        dtype,
+        draft_vocab_size=vocab,
+        tensor_parallel=tensor_parallel,
+    )
+    token_ids: Any = jax.ShapeDtypeStruct((vocab,), jnp.int32)
+    return dataclasses.replace(shapes, axis=axis, token_ids=token_ids)
+
+
+def _place(tree: Any, devices: Sequence[Any], mesh: Mesh | None) -> Any:
+    """The tree of ShapeDtypeStructs with a sharding for each."""
+    if mesh is None:
+        one = SingleDeviceSharding(devices[0])
+        shardings = jax.tree.map(lambda _: one, tree)
+    else:
+        shardings = named_shardings(mesh, tree)
+    return jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        tree,
+        shardings,
+    )
+
+
+def _page_shapes(state: Any) -> tuple[tuple[int, ...], ...]:
+    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, LayerCache))
+    pages: list[Any] = [node.k for node in nodes if isinstance(node, LayerCache)]
+    shapes = {shape for x in pages for shape in (x.shape, x.sharding.shard_shape(x.shape))}
+    return tuple(sorted(shapes))
+
+
+def compile_decode(
+    config: ModelConfig, mode: Mode, workload: Workload, num_devices: int, dump: Path
+) -> None:
+    """Compile the decode program, and leave what ``read_round`` needs in ``dump``.
+
+    For a process with the ``compiler_environment`` of the same folder.
+    """
+    jax.devices()  # starts the CPU, which is to be the backend, before the plugin is loaded
+    devices = make_devices(num_devices)
+    with kernels_of(devices[0]):
+        program = decode_program(config, mode, workload, devices)
+        compiled = compile_ahead(program.function, program.arguments)
+    memory, text = compiled.memory_analysis(), compiled.as_text()
+    (dump / PROGRAM).write_text(text)
+    facts = {
+        "page_shapes": program.page_shapes,
+        "argument_bytes": memory.argument_size_in_bytes,
+        "temporary_bytes": memory.temp_size_in_bytes,
+    }
+    (dump / FACTS).write_text(json.dumps(facts))
+
+
+def read_round(dump: Path, printed: str) -> CompiledRound:
+    """What ``compile_decode`` left in a folder, and what its process printed.
+
+    Raises ValueError if something is missing in it, or has a form that is not known.
+    """
+    text = (dump / PROGRAM).read_text()
+    facts = json.loads((dump / FACTS).read_text())
+    module = text.split(maxsplit=2)[1].rstrip(",")
+    sequences = [path for path in dump.glob(LAUNCHES) if f".{module}." in path.name]
+    if len(sequences) != 1:
+        raise ValueError(f"XLA left {len(sequences)} lists of launches of {module} in {dump}")
+    page_shapes = [tuple(shape) for shape in facts["page_shapes"]]
+    if not any(f"[{','.join(map(str, shape))}]" in text for shape in page_shapes):
+        raise ValueError(f"no array of the program has the shape of KV pages: {page_shapes}")
+    kernels = parse_kernels(printed)
+    if MOSAIC_CALL in text and not kernels:
+        raise ValueError("the program calls Mosaic kernels, but ptxas printed nothing of them")
+    return CompiledRound(
+        launches=parse_launches(sequences[0].read_text()),
+        page_copies=count_page_copies(text, page_shapes),
+        all_reduces=count_all_reduces(text),
+        argument_bytes=facts["argument_bytes"],
+        temporary_bytes=facts["temporary_bytes"],
+        kernels=kernels,
+    )

@@ -1,0 +1,191 @@
+"""What the compiler made of one decoding round, read from a compile for a GPU that is not there.
+
+The sources are all text: the program (``compiled.as_text()``), XLA's list of launches after CUDA
+graphs were formed (``*thunk_sequence_after_thunk_passes.txt`` under ``--xla_dump_to``), and what
+ptxas says of each Mosaic kernel (``MOSAIC_GPU_DUMP_PTXAS=1``).
+"""
+
+import collections
+import dataclasses
+import re
+from collections.abc import Iterable, Iterator, Mapping
+
+from jaxspec.benchmarking.hlo import parse_scope
+
+GRAPH, LOOP = "kCommandBuffer", "kWhile"
+ASYNC_START = "kAsyncStart"  # launches what stands below it on another stream
+CONTAINERS = {GRAPH, LOOP, ASYNC_START, "kConditional", "kSequential"}
+# XLA's own all-reduce over NVLink, and NCCL's.
+ALL_REDUCES = {"kCollectiveKernel", "kAllReduce", "kAllReduceStart"}
+
+_LAUNCH = re.compile(r"^( *)\d+: (k\w+)")
+_ALL_REDUCE = re.compile(r"= .*? all-reduce(?:-start)?\(")
+_OP_NAME = re.compile(r'\bop_name="([^"]*)"')
+_KERNEL = re.compile(r"Compiling entry function '(\w+)'")
+_SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
+_REGISTERS = re.compile(r"Used (\d+) registers")
+_KERNEL_SUFFIX = "_kernel_mosaic_gpu_kernel"
+MOSAIC_CALL = 'custom_call_target="mosaic_gpu'
+
+
+@dataclasses.dataclass(frozen=True)
+class MosaicKernel:
+    """A compiled kernel; there are several of a name when it was compiled for several shapes.
+
+    Attributes:
+      registers: of a thread.
+      spilled_bytes: stored and loaded, of a thread.
+    """
+
+    name: str
+    registers: int
+    spilled_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Launches:
+    """What the decode loop launches in one round, its condition included.
+
+    What stands in a loop or a branch inside the round counts once.
+
+    Attributes:
+      in_graphs: launches that are nodes of a CUDA graph.
+      outside: those that the host makes one by one.
+      graphs: CUDA graphs that the host launches in a round.
+      all_reduces: all of them; they are among ``in_graphs`` and ``outside``.
+      all_reduces_in_graphs: those of them that are nodes of a CUDA graph.
+      loop_in_graph: whether the whole loop is one graph, with no host between rounds.
+    """
+
+    in_graphs: int
+    outside: int
+    graphs: int
+    all_reduces: int
+    all_reduces_in_graphs: int
+    loop_in_graph: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledRound:
+    """One round of a compiled decode program, on one of its devices.
+
+    Attributes:
+      page_copies: instructions whose result is a copy of a layer's KV pages, or a gathered one.
+      all_reduces: by what they are for, as in ``verify/mlp``.
+      argument_bytes: weights and state.
+      temporary_bytes: of memory beyond arguments and results.
+    """
+
+    launches: Launches
+    page_copies: int
+    all_reduces: Mapping[str, int]
+    argument_bytes: int
+    temporary_bytes: int
+    kernels: tuple[MosaicKernel, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Launch:
+    """An entry of XLA's list and the indices of those around it, innermost last."""
+
+    kind: str
+    inside: tuple[int, ...]
+
+
+def parse_launches(text: str) -> Launches:
+    """Read a thunk sequence.
+
+    Raises ValueError if it has no loop.
+    """
+    entries = _nest(text)
+    sizes = collections.Counter(i for one in entries for i in one.inside if entries[i].kind == LOOP)
+    if not sizes:
+        raise ValueError("the launches hold no loop: this is no decode program, or XLA unrolled it")
+    loop = max(sizes, key=lambda index: sizes[index])
+
+    def in_graph(entry: _Launch) -> bool:
+        return any(entries[index].kind == GRAPH for index in entry.inside)
+
+    round_entries = [one for one in entries if loop in one.inside]
+    launched = [one for one in round_entries if _launches(one.kind)]
+    reduces = [one for one in launched if one.kind in ALL_REDUCES]
+    in_graphs = sum(map(in_graph, launched))
+    return Launches(
+        in_graphs=in_graphs,
+        outside=len(launched) - in_graphs,
+        graphs=sum(one.kind == GRAPH for one in round_entries),
+        all_reduces=len(reduces),
+        all_reduces_in_graphs=sum(map(in_graph, reduces)),
+        loop_in_graph=in_graph(entries[loop]),
+    )
+
+
+def parse_kernels(text: str) -> tuple[MosaicKernel, ...]:
+    """Read what ptxas printed, other lines between it included.
+
+    Raises ValueError if a kernel's registers or spills are missing: no spill may be overlooked.
+    """
+    return tuple(_parse_kernel(piece) for piece in _pieces(text.splitlines()))
+
+
+def count_page_copies(text: str, page_shapes: Iterable[tuple[int, ...]]) -> int:
+    """Copies, transposes and gathers of KV pages in a program's text, whatever their layout."""
+    dimensions = "|".join(",".join(map(str, shape)) for shape in sorted(set(page_shapes)))
+    result = rf"= [^=]*?\w+\[(?:{dimensions})\][^=]*? "
+    copy = re.compile(result + r"(?:copy|copy-start|transpose|all-gather|all-gather-start)\(")
+    return sum(copy.search(line) is not None for line in text.splitlines())
+
+
+def count_all_reduces(text: str) -> dict[str, int]:
+    """All-reduces of a program's text by phase and part of the round."""
+    counts = collections.Counter()
+    for line in text.splitlines():
+        if _ALL_REDUCE.search(line):
+            name = _OP_NAME.search(line)
+            scope = parse_scope(name[1] if name else "")
+            counts[f"{scope.phase}/{scope.part}"] += 1
+    return dict(sorted(counts.items()))
+
+
+def _nest(text: str) -> list[_Launch]:
+    """All entries. What is indented deeper than an entry stands below it."""
+    entries: list[_Launch] = []
+    around: list[tuple[int, int]] = []  # indentation and index
+    for line in text.splitlines():
+        if found := _LAUNCH.match(line):
+            indentation = len(found[1])
+            while around and around[-1][0] >= indentation:
+                around.pop()
+            entries.append(_Launch(found[2], tuple(index for _, index in around)))
+            around.append((indentation, len(entries) - 1))
+    return entries
+
+
+def _launches(kind: str) -> bool:
+    return kind not in CONTAINERS and not kind.endswith("Done")
+
+
+def _pieces(lines: Iterable[str]) -> Iterator[list[str]]:
+    """The lines of each kernel."""
+    piece: list[str] = []
+    for line in lines:
+        if _KERNEL.search(line):
+            if piece:
+                yield piece
+            piece = [line]
+        elif piece:
+            piece.append(line)
+    if piece:
+        yield piece
+
+
+def _parse_kernel(lines: list[str]) -> MosaicKernel:
+    text = "\n".join(lines)
+    name, registers, spills = _KERNEL.search(text), _REGISTERS.search(text), _SPILLS.findall(text)
+    if name is None or registers is None or not spills:
+        raise ValueError(f"ptxas printed no registers or no spills after {lines[0]!r}")
+    return MosaicKernel(
+        name=name[1].removesuffix(_KERNEL_SUFFIX),
+        registers=int(registers[1]),
+        spilled_bytes=sum(int(size) for pair in spills for size in pair),
+    )

@@ -1,0 +1,79 @@
+"""The command line that compiles for an H100; tests/test_compiled_for_h100.py runs the compiler."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from jaxlib.version import __version__ as JAXLIB_VERSION
+
+from jaxspec.benchmarking.ahead_of_time import WHEELS
+from jaxspec.benchmarking.compiled_round import CompiledRound, Launches, MosaicKernel
+from scripts import compile_ahead
+
+
+def fake_wheels(folder: Path, version: str) -> Path:
+    """A folder with the wheels' names and nothing else."""
+    for name in WHEELS:
+        info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("wheels")
+    good = fake_wheels(root / "good", JAXLIB_VERSION)
+    return {"good": good, "old": fake_wheels(root / "old", "0.1.2"), "empty": root / "empty"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--mode", "chain"], "not plain, chain:K"),
+        (["--layers", "0"], "must be at least 1"),
+        (["--tp", "0"], "must be at least 1"),
+        (["--wheels", "{empty}"], "run: pip install --target {empty} --no-deps jax-cuda13-pjrt=="),
+        (["--wheels", "{old}"], "jax-cuda13-pjrt 0.1.2, but jaxlib is"),
+        (["--wheels", "{good}", "--dump", "{good}"], "is not empty"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(folders, arguments, message, capsys):
+    arguments = [argument.format(**folders) for argument in arguments]
+    assert compile_ahead.main(arguments) == 2
+    [line] = [line for line in capsys.readouterr().err.splitlines() if line.strip()]
+    assert line.startswith("compile_ahead: ") and message.format(**folders) in line
+
+
+def test_a_failing_process_is_one_line(folders, tmp_path: Path, monkeypatch, capsys):
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\necho first\necho 'ValueError: cannot be split'\nexit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    assert compile_ahead.main(["--wheels", str(folders["good"])]) == 2
+    [line] = [line for line in capsys.readouterr().err.splitlines() if line.strip()]
+    assert "failed (1): ValueError: cannot be split (--dump FOLDER" in line
+
+
+def test_the_results_as_a_table_and_as_json(folders, monkeypatch, capsys):
+    launches = Launches(
+        in_graphs=131,
+        outside=1,
+        graphs=1,
+        all_reduces=4,
+        all_reduces_in_graphs=0,
+        loop_in_graph=False,
+    )
+    kernels = (MosaicKernel("top_k", 166, 8),)
+    compiled = CompiledRound(launches, 0, {"verify/mlp": 4}, 2**31, 3 << 20, kernels)
+    monkeypatch.setattr(compile_ahead, "compile_elsewhere", lambda *_: compiled)
+    arguments = ["--layers", "2", "--wheels", str(folders["good"]), "--json"]
+    assert compile_ahead.main(arguments) == 0
+    printed = capsys.readouterr()
+    results = json.loads(printed.out)
+    assert (results["mode"], results["layers"]) == ("chain:5@3.5", 2)
+    assert results["round"]["launches"]["in_graphs"] == 131
+    assert results["round"]["kernels"] == [{"name": "top_k", "registers": 166, "spilled_bytes": 8}]
+    for words in ("4 verify/mlp", "2.000 GiB", "3.00 MiB", "166 registers, 8 bytes spilled"):
+        assert words in printed.err
