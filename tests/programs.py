@@ -13,22 +13,26 @@ from jaxspec.state import EngineState
 FAST_COMPILE = {"xla_backend_optimization_level": "0"}  # of tests' time compiling takes the most
 
 
-def new_jit(function: Callable[..., EngineState]) -> Any:
+def new_jit(function: Callable[..., Any], *static: str) -> Any:
     """``function`` of (params, state, ...) with its state donated, and a trace cache of its own.
 
-    (jax.jit of one and the same function shares its cache wherever it is called.)
+    (jax.jit of one and the same function shares its cache wherever it is called.) ``static`` names
+    its static arguments.
     """
     wrapped = functools.partial(function)
-    return jax.jit(wrapped, donate_argnums=1, compiler_options=FAST_COMPILE)
+    return jax.jit(wrapped, donate_argnums=1, static_argnames=static, compiler_options=FAST_COMPILE)
 
 
 def traces(jitted: Any) -> int:
     return jitted._cache_size()
 
 
-def decode_hlo(params: EngineParams, state: EngineState, *, donate: bool = True) -> str:
-    """The decode program as XLA's CPU compiler left it."""
-    jitted = jax.jit(functional.decode, donate_argnums=(1,) if donate else ())
+def decode_hlo(
+    params: EngineParams, state: EngineState, *, donate: bool = True, **options: Any
+) -> str:
+    """The decode program as XLA's CPU compiler left it; ``options`` are decode's."""
+    decode = functools.partial(functional.decode, max_rounds=3, **options)
+    jitted = jax.jit(decode, donate_argnums=(1,) if donate else ())
     text = jitted.lower(params, state, 3).compile(compiler_options=FAST_COMPILE).as_text()
     assert text is not None
     return text

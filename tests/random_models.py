@@ -7,6 +7,7 @@ embedding to the target's LM head. Both are right often, but not always.
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,11 +16,12 @@ import numpy as np
 from jax import Array
 
 from jaxspec.cache import pages_for
-from jaxspec.config import ModelConfig, SpeculationConfig
-from jaxspec.functional import EngineParams, decode, init_state, prefill
+from jaxspec.config import LayerConfig, ModelConfig, SpeculationConfig, TreeShape, dense_model
+from jaxspec.functional import EngineParams, admit, decode, init_state, prefill
 from jaxspec.models.decoder import Decoder, decoder_shapes
-from jaxspec.models.eagle import EagleHead, head_shapes
-from jaxspec.sampling import Sampling
+from jaxspec.models.heads import DraftHead, head_shapes
+from jaxspec.models.linear import Linear
+from jaxspec.sampling import Sampling, make_sampling
 from jaxspec.speculation.drafters import (
     Drafter,
     DraftModelDrafter,
@@ -27,27 +29,35 @@ from jaxspec.speculation.drafters import (
     NGramDrafter,
     NoDrafter,
 )
-from jaxspec.state import EngineState
+from jaxspec.state import EngineState, Status
 
-CONFIG = ModelConfig(
-    vocab_size=96,
-    hidden_size=32,
-    intermediate_size=48,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    rms_norm_eps=1e-5,
-    rope_theta=1e4,
-    max_position=1024,
-    sliding_windows=(None, None),
-)
+
+def tiny_config(**changes: Any) -> ModelConfig:
+    """A model of a few thousand weights; ``changes`` are dense_model's arguments."""
+    sizes: dict[str, Any] = dict(
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=48,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        rms_norm_eps=1e-5,
+        rope_theta=1e4,
+        max_position=1024,
+    )
+    return dense_model(**sizes | changes)
+
+
+CONFIG = tiny_config()
 DRAFTERS = ("ngram", "draft_model", "eagle3", "eagle1")
 PREFILL_WIDTH, NEW_TOKENS = 32, 256
 MAX_LENGTH = PREFILL_WIDTH + NEW_TOKENS
-ALL_ROUNDS = 1_000_000
 
-jit_prefill, jit_decode = jax.jit(prefill), jax.jit(decode)
+_CHOICES = ("greedy", "logprobs", "hidden")
+jit_admit = jax.jit(admit)
+jit_prefill = jax.jit(prefill, static_argnames=("width", *_CHOICES))
+jit_decode = jax.jit(decode, static_argnames=("max_rounds", "shape", *_CHOICES))
 
 
 def random_arrays(shapes: Any, seed: int) -> Any:
@@ -68,14 +78,23 @@ def random_target(
     """``sharpness`` is the logits' standard deviation, ``context`` the weight of the layers."""
     model = random_arrays(decoder_shapes(config, jnp.dtype(jnp.float32)), seed)
     assert model.lm_head is not None
-    return dataclasses.replace(
-        model,
+    return model.replace(
         embed=model.embed * math.sqrt(config.vocab_size),
-        layers=tuple(
-            dataclasses.replace(layer, o=context * layer.o, down=context * layer.down)
-            for layer in model.layers
-        ),
-        lm_head=sharpness * model.lm_head,
+        layers=tuple(_quieted(layer, context, context) for layer in model.layers),
+        lm_head=_scaled(model.lm_head, sharpness),
+    )
+
+
+def _scaled(linear: Linear, factor: float) -> Linear:
+    return linear.replace(weight=factor * linear.weight)
+
+
+def _quieted[T](layer: T, mixer: float, mlp: float) -> T:
+    """A Layer whose blocks add less to the residual stream."""
+    layer_: Any = layer
+    return layer_.replace(
+        mixer=layer_.mixer.replace(o=_scaled(layer_.mixer.o, mixer)),
+        mlp=layer_.mlp.replace(down=_scaled(layer_.mlp.down, mlp)),
     )
 
 
@@ -95,30 +114,29 @@ def noisy[T](model: T, noise: float, seed: int = 1) -> T:
 
 def draft_model(target: Decoder, noise: float = 0.1) -> Decoder:
     """The target's first layer alone, with noise."""
-    config = dataclasses.replace(
-        target.config, num_layers=1, sliding_windows=target.config.sliding_windows[:1]
-    )
-    return noisy(dataclasses.replace(target, layers=target.layers[:1], config=config), noise)
+    config = dataclasses.replace(target.config, layers=target.config.layers[:1])
+    return noisy(target.replace(layers=target.layers[:1], config=config), noise)
 
 
-def eagle1_head(target: Decoder, noise: float = 0.1, seed: int = 2) -> EagleHead:
+def eagle1_head(target: Decoder, noise: float = 0.1, seed: int = 2) -> DraftHead:
     """``fc`` passes the embedding on; the layer adds a little."""
     config = _head_config(target)
     shapes = head_shapes(config, "eagle1", target.config, jnp.dtype(jnp.float32), fc_bias=True)
     head, hidden = random_arrays(shapes, seed), config.hidden_size
-    fc = jnp.concatenate([jnp.eye(hidden), jnp.zeros((hidden, hidden))])
-    head = dataclasses.replace(head, fc=fc, fc_bias=jnp.zeros(hidden))
-    return noisy(_quiet(head, attention=0.1), noise)
+    weight = jnp.concatenate([jnp.eye(hidden), jnp.zeros((hidden, hidden))])
+    fc = head.front.fc.replace(weight=weight, bias=jnp.zeros(hidden))
+    layers = (_quieted(head.layers[0], 0.1, 0.1),)
+    return noisy(head.replace(front=head.front.replace(fc=fc), layers=layers), noise)
 
 
 def eagle3_head(
     target: Decoder, draft_vocab_size: int | None = 64, noise: float = 0.1, seed: int = 3
-) -> EagleHead:
+) -> DraftHead:
     """Every entry attends to itself alone, and its values are its embedding.
 
     Constant queries and keys (biases) turn into a preference for the nearest position by rope.
     """
-    config = dataclasses.replace(_head_config(target), qkv_bias=True)
+    config = _head_config(target, qkv_bias=True)
     hidden, vocab = config.hidden_size, draft_vocab_size or config.vocab_size
     shapes = head_shapes(
         config,
@@ -129,54 +147,58 @@ def eagle3_head(
         capture=(0, 1, 2),
     )
     head = random_arrays(shapes, seed)
-    layer, groups, head_dim = head.layers[0], config.num_kv_heads, config.head_dim
+    layer, attention = head.layers[0], config.layers[0].mixer
+    groups, head_dim = attention.num_kv_heads, attention.head_dim
     assert groups * head_dim == hidden and target.lm_head is not None
     values = jnp.eye(2 * hidden, hidden).reshape(2 * hidden, groups, head_dim)
     copies = jnp.eye(hidden).reshape(groups, 1, head_dim, hidden)
-    per_group = config.num_heads // groups
-    layer = dataclasses.replace(
-        layer,
-        qkv=jnp.zeros_like(layer.qkv).at[:, :, -1].set(values),
-        qkv_bias=jnp.zeros_like(layer.qkv_bias).at[:, :-1].set(5.0),
-        o=jnp.repeat(copies, per_group, axis=1).reshape(-1, hidden) / per_group,
+    per_group = attention.num_heads // groups
+    qkv = layer.mixer.qkv
+    mixer = layer.mixer.replace(
+        qkv=qkv.replace(
+            weight=jnp.zeros_like(qkv.weight).at[:, :, -1].set(values),
+            bias=jnp.zeros_like(qkv.bias).at[:, :-1].set(5.0),
+        ),
+        o=layer.mixer.o.replace(
+            weight=jnp.repeat(copies, per_group, axis=1).reshape(-1, hidden) / per_group
+        ),
     )
     ids = np.random.default_rng(seed).permutation(config.vocab_size)[:vocab]
-    head = dataclasses.replace(
-        head,
-        fc=0.1 * head.fc,
-        layers=(layer,),
-        lm_head=target.lm_head[:, ids if draft_vocab_size else slice(None)],
+    own = target.lm_head.weight[:, ids if draft_vocab_size else slice(None)]
+    head = head.replace(
+        front=head.front.replace(fc=_scaled(head.front.fc, 0.1)),
+        layers=(_quieted(layer.replace(mixer=mixer), 1.0, 0.1),),
+        lm_head=target.lm_head.replace(weight=own),
         token_ids=jnp.asarray(ids, jnp.int32) if draft_vocab_size else None,
     )
-    return noisy(_quiet(head), noise)
+    return noisy(head, noise)
 
 
-def _head_config(target: Decoder) -> ModelConfig:
-    return dataclasses.replace(target.config, num_layers=1, sliding_windows=(None,))
+def _head_config(target: Decoder, **changes: Any) -> ModelConfig:
+    """One layer like the target's first, without a window."""
+    first = target.config.layers[0]
+    layer = LayerConfig(dataclasses.replace(first.mixer, window=None, **changes), first.mlp)
+    return dataclasses.replace(target.config, layers=(layer,))
 
 
-def _quiet(head: EagleHead, attention: float = 1.0) -> EagleHead:
-    (layer,) = head.layers
-    layer = dataclasses.replace(layer, o=attention * layer.o, down=0.1 * layer.down)
-    return dataclasses.replace(head, layers=(layer,))
-
-
-def make_drafter(name: str, target: Decoder, spec: SpeculationConfig) -> Drafter:
+def make_drafter(name: str, target: Decoder) -> Drafter:
     """One of DRAFTERS, or "none"."""
-    if name == "none":
-        return NoDrafter()
-    if name == "ngram":
-        return NGramDrafter(speculation=spec)
-    if name == "draft_model":
-        return DraftModelDrafter(model=draft_model(target), speculation=spec)
-    head = eagle3_head(target) if name == "eagle3" else eagle1_head(target)
-    features = len(head.capture) * target.config.hidden_size
-    return EagleDrafter(head=head, feature_size=features, speculation=spec)
+    match name:
+        case "none":
+            return NoDrafter()
+        case "ngram":
+            return NGramDrafter()
+        case "draft_model":
+            return DraftModelDrafter(model=draft_model(target))
+        case _:
+            return EagleDrafter(
+                head=eagle3_head(target) if name == "eagle3" else eagle1_head(target)
+            )
 
 
 def make_params(name: str, spec: SpeculationConfig, target: Decoder | None = None) -> EngineParams:
     target = random_target() if target is None else target
-    return EngineParams(target=target, drafter=make_drafter(name, target, spec), speculation=spec)
+    return EngineParams(target=target, drafter=make_drafter(name, target), speculation=spec)
 
 
 def random_prompts(lengths: tuple[int, ...], seed: int = 0, vocab: int = 96) -> list[np.ndarray]:
@@ -185,40 +207,53 @@ def random_prompts(lengths: tuple[int, ...], seed: int = 0, vocab: int = 96) -> 
 
 
 def empty_state(
-    params: EngineParams, batch: int, max_length: int, page_size: int = 16, **options: Any
+    params: EngineParams, num_rows: int, max_length: int, page_size: int = 16, **options: Any
 ) -> EngineState:
     """init_state, but with each sequence's pages scattered over the pool."""
     columns = pages_for(max_length + params.speculation.scratch_slots, page_size)
-    pages = 1 + np.random.default_rng(7).permutation(batch * columns)
-    table = jnp.asarray(pages.reshape(batch, columns), jnp.int32)
+    pages = 1 + np.random.default_rng(7).permutation(num_rows * columns)
+    table = jnp.asarray(pages.reshape(num_rows, columns), jnp.int32)
     return init_state(
         params,
-        batch,
+        num_rows,
         max_length,
         page_size=page_size,
         page_table=table,
-        num_pages=1 + batch * columns,
+        num_pages=1 + num_rows * columns,
         **options,
     )
 
 
-def read_prompts(
-    params: EngineParams, state: EngineState, prompts: list[np.ndarray], chunk: int = PREFILL_WIDTH
+def padded(prompts: Sequence[np.ndarray], width: int) -> np.ndarray:
+    """Prompts side by side, zeros past each: int32 [B, width]."""
+    tokens = np.zeros((len(prompts), width), np.int32)
+    for row, prompt in zip(tokens, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    return tokens
+
+
+def admit_prompts(
+    params: EngineParams, state: EngineState, prompts: Sequence[np.ndarray], **options: Any
 ) -> EngineState:
-    """Prefill, at most ``chunk`` tokens of each prompt a call."""
-    for start in range(0, max(map(len, prompts)), chunk):
-        pieces = [prompt[start : start + chunk] for prompt in prompts]
-        tokens = np.zeros((len(pieces), PREFILL_WIDTH), np.int32)
-        for row, piece in zip(tokens, pieces, strict=True):
-            row[: len(piece)] = piece
-        counts = jnp.asarray([len(piece) for piece in pieces], jnp.int32)
-        state = jit_prefill(params, state, jnp.asarray(tokens), counts)
+    """Prompts in the first rows of a state; ``options`` are admit's."""
+    tokens = padded(prompts, state.rows.tokens.shape[1])
+    lens = np.array([len(prompt) for prompt in prompts], np.int32)
+    return jit_admit(params, state, np.arange(len(prompts)), tokens, lens, **options)
+
+
+def read_prompts(
+    params: EngineParams, state: EngineState, chunk: int = PREFILL_WIDTH, *, greedy: bool = False
+) -> EngineState:
+    """Prefill all rows that were admitted, at most ``chunk`` tokens of each a call."""
+    counts = np.full(state.rows.status.shape, chunk, np.int32)
+    while (state.rows.status == Status.READING).any():
+        state, _ = jit_prefill(params, state, None, counts, width=PREFILL_WIDTH, greedy=greedy)
     return state
 
 
 def texts(state: EngineState) -> list[list[int]]:
     """Each sequence's tokens, prompt and root included."""
-    rows, lengths = np.asarray(state.tokens), np.asarray(state.context_lens) + 1
+    rows, lengths = np.asarray(state.rows.tokens), np.asarray(state.rows.context_lens) + 1
     return [row[:length].tolist() for row, length in zip(rows, lengths, strict=True)]
 
 
@@ -231,17 +266,21 @@ def generate(
     chunk: int = PREFILL_WIDTH,
     max_lens: list[int] | None = None,
     stop_token_ids: tuple[int, ...] = (),
+    shape: TreeShape | None = None,
 ) -> tuple[list[list[int]], EngineState]:
     """Texts of NEW_TOKENS new tokens each, unless a limit cuts them, and the final state."""
-    limits = max_lens or [len(prompt) + NEW_TOKENS for prompt in prompts]
-    state = empty_state(
+    sampling = make_sampling(len(prompts)) if sampling is None else sampling
+    greedy = not sampling.drawn.any()
+    state = admit_prompts(
         params,
-        len(prompts),
-        MAX_LENGTH,
-        page_size,
+        empty_state(params, len(prompts), MAX_LENGTH, page_size),
+        prompts,
         sampling=sampling,
-        max_lens=jnp.asarray(limits, jnp.int32),
+        max_lens=np.array(max_lens or [len(prompt) + NEW_TOKENS for prompt in prompts], np.int32),
         stop_token_ids=stop_token_ids,
     )
-    state = jit_decode(params, read_prompts(params, state, prompts, chunk), ALL_ROUNDS)
+    state = read_prompts(params, state, chunk, greedy=greedy)
+    state, _ = jit_decode(
+        params, state, NEW_TOKENS, max_rounds=NEW_TOKENS, shape=shape, greedy=greedy
+    )
     return texts(state), state
