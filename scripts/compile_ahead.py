@@ -62,6 +62,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--context", type=int, default=512, help="prompt tokens of each sequence")
     add("--page-size", type=int, default=64)
     add("--tp", type=int, default=1, help="devices that share the model")
+    add("--kernels", default="auto", help="auto, all, none, or a comma list of operations")
     add("--wheels", type=Path, default=ROOT / ".cache/aot-wheels", help="folder of the compiler")
     add("--dump", type=Path, help="an empty folder to keep what the compiler writes")
     add("--json", action="store_true", help="JSON on stdout, the table on stderr")
@@ -84,9 +85,7 @@ def model_config(args: argparse.Namespace) -> ModelConfig:
     config = SHAPES[args.shape]
     if args.layers is None:
         return config
-    return dataclasses.replace(
-        config, num_layers=args.layers, sliding_windows=config.sliding_windows[:1] * args.layers
-    )
+    return dataclasses.replace(config, layers=config.layers[:1] * args.layers)
 
 
 def compile_here(args: argparse.Namespace) -> None:
@@ -99,7 +98,7 @@ def compile_here(args: argparse.Namespace) -> None:
         page_size=args.page_size,
         repeats=1,
     )
-    compile_decode(model_config(args), mode, workload, args.tp, args.dump)
+    compile_decode(model_config(args), mode, workload, args.tp, args.kernels, args.dump)
 
 
 def compile_elsewhere(args: argparse.Namespace, arguments: Sequence[str]) -> CompiledRound:

@@ -7,12 +7,12 @@ may divide some of them otherwise there.
 """
 
 import dataclasses
+import functools
 import importlib.metadata
 import json
 import os
 import shlex
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +35,13 @@ from jaxspec.benchmarking.compiled_round import (
 from jaxspec.benchmarking.modes import Mode, make_params
 from jaxspec.benchmarking.rounds import Workload
 from jaxspec.benchmarking.shapes import EAGLE3_VOCAB_SIZE, eagle3_config
-from jaxspec.cache import LayerCache
+from jaxspec.cache import PagedKV
 from jaxspec.config import ModelConfig
 from jaxspec.models.decoder import decoder_shapes
-from jaxspec.models.eagle import EagleHead, head_shapes
-from jaxspec.sampling import make_sampling
-from jaxspec.sharding import DATA_AXIS, MODEL_AXIS, named_shardings
+from jaxspec.models.heads import DraftHead, head_shapes
+from jaxspec.sharding import DATA_AXIS, MODEL_AXIS, Layout, mesh_layout, named_shardings
+from jaxspec.state import EngineState
+from pallas_kernels.selection import Kernels
 
 H100_SXM = Path(__file__).parent / "data/h100_sxm.txtpb"
 VERSIONED_WHEELS = ("jax-cuda13-pjrt", "jax-cuda13-plugin")  # of jaxlib's own version
@@ -114,14 +115,6 @@ def compile_ahead(function: Any, arguments: Sequence[Any]) -> Any:
     return function.trace(*arguments).lower(lowering_platforms=("cuda",)).compile()
 
 
-def kernels_of(device: Any) -> AbstractContextManager[Any]:
-    """While a program is traced, choose the kernels that would run on a device.
-
-    (They follow the default device, and the environment variable JAXSPEC_KERNELS.)
-    """
-    return jax.default_device(device)
-
-
 @dataclasses.dataclass(frozen=True)
 class Program:
     """A jitted function, and its arguments as ShapeDtypeStructs placed on devices.
@@ -136,9 +129,9 @@ class Program:
 
 
 def decode_program(
-    config: ModelConfig, mode: Mode, workload: Workload, devices: Sequence[Any]
+    config: ModelConfig, mode: Mode, workload: Workload, devices: Sequence[Any], kernels: str
 ) -> Program:
-    """The program that decodes, sharded over all the devices.
+    """The program that decodes greedily, sharded over all the devices.
 
     Nothing else here knows the engine's functions. Raises ValueError for sizes that the devices
     cannot share evenly.
@@ -146,33 +139,33 @@ def decode_program(
     mesh = None
     if len(devices) > 1:
         mesh = Mesh(np.array(devices).reshape(1, -1), (DATA_AXIS, MODEL_AXIS))
-    dtype, axis = jnp.dtype("bfloat16"), MODEL_AXIS if mesh else None
-    shapes = decoder_shapes(config, dtype, len(devices))
-    target = dataclasses.replace(shapes, axis=axis)
-    head = _eagle3_head(config, dtype, len(devices), axis) if mode.speculation else None
-    params = make_params(mode, target, head, mesh)
+    dtype, layout = jnp.dtype("bfloat16"), mesh_layout(mesh)
+    target = decoder_shapes(config, dtype, len(devices)).replace(layout=layout)
+    head = _eagle3_head(config, dtype, len(devices), layout) if mode.speculation else None
+    params = make_params(mode, target, head, mesh, Kernels.parse(kernels, devices[0]))
 
-    def new_state() -> Any:
-        return functional.init_state(
-            params,
-            workload.batch,
-            workload.max_length(mode),
-            page_size=workload.page_size,
-            sampling=make_sampling(workload.batch, seeds=jnp.arange(workload.batch)),
-        )
+    def new_state() -> EngineState:
+        # A mesh of devices that are not there holds no arrays: these are placed afterwards.
+        whole = params.replace(mesh=None)
+        length, page_size = workload.max_length(mode), workload.page_size
+        return functional.init_state(whole, workload.batch, length, page_size=page_size)
 
-    state = _place(jax.eval_shape(new_state), devices, mesh)
-    num_rounds = _place(jax.ShapeDtypeStruct((), jnp.int32), devices, mesh)
+    state = _place(jax.eval_shape(new_state), devices, mesh, layout)
+    function = jax.jit(
+        functools.partial(functional.decode, max_rounds=workload.rounds, greedy=True),
+        donate_argnums=1,
+    )
+    num_rounds = _place(jax.ShapeDtypeStruct((), jnp.int32), devices, mesh, layout)
     return Program(
-        function=jax.jit(functional.decode, donate_argnums=1),
-        arguments=(_place(params, devices, mesh), state, num_rounds),
+        function=function,
+        arguments=(_place(params, devices, mesh, layout), state, num_rounds),
         page_shapes=_page_shapes(state),
     )
 
 
 def _eagle3_head(
-    config: ModelConfig, dtype: jnp.dtype, tensor_parallel: int, axis: str | None
-) -> EagleHead:
+    config: ModelConfig, dtype: jnp.dtype, tensor_parallel: int, layout: Layout
+) -> DraftHead:
     vocab = min(EAGLE3_VOCAB_SIZE, config.vocab_size)
     shapes = head_shapes(
         eagle3_config(config),
@@ -183,16 +176,16 @@ def _eagle3_head(
         tensor_parallel=tensor_parallel,
     )
     token_ids: Any = jax.ShapeDtypeStruct((vocab,), jnp.int32)
-    return dataclasses.replace(shapes, axis=axis, token_ids=token_ids)
+    return shapes.replace(layout=layout, token_ids=token_ids)
 
 
-def _place(tree: Any, devices: Sequence[Any], mesh: Mesh | None) -> Any:
+def _place(tree: Any, devices: Sequence[Any], mesh: Mesh | None, layout: Layout) -> Any:
     """The tree of ShapeDtypeStructs with a sharding for each."""
     if mesh is None:
         one = SingleDeviceSharding(devices[0])
         shardings = jax.tree.map(lambda _: one, tree)
     else:
-        shardings = named_shardings(mesh, tree)
+        shardings = named_shardings(mesh, tree, layout)
     return jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
         tree,
@@ -201,14 +194,14 @@ def _place(tree: Any, devices: Sequence[Any], mesh: Mesh | None) -> Any:
 
 
 def _page_shapes(state: Any) -> tuple[tuple[int, ...], ...]:
-    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, LayerCache))
-    pages: list[Any] = [node.k for node in nodes if isinstance(node, LayerCache)]
+    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, PagedKV))
+    pages: list[Any] = [node.k for node in nodes if isinstance(node, PagedKV)]
     shapes = {shape for x in pages for shape in (x.shape, x.sharding.shard_shape(x.shape))}
     return tuple(sorted(shapes))
 
 
 def compile_decode(
-    config: ModelConfig, mode: Mode, workload: Workload, num_devices: int, dump: Path
+    config: ModelConfig, mode: Mode, workload: Workload, num_devices: int, kernels: str, dump: Path
 ) -> None:
     """Compile the decode program, and leave what ``read_round`` needs in ``dump``.
 
@@ -216,9 +209,8 @@ def compile_decode(
     """
     jax.devices()  # starts the CPU, which is to be the backend, before the plugin is loaded
     devices = make_devices(num_devices)
-    with kernels_of(devices[0]):
-        program = decode_program(config, mode, workload, devices)
-        compiled = compile_ahead(program.function, program.arguments)
+    program = decode_program(config, mode, workload, devices, kernels)
+    compiled = compile_ahead(program.function, program.arguments)
     memory, text = compiled.memory_analysis(), compiled.as_text()
     (dump / PROGRAM).write_text(text)
     facts = {

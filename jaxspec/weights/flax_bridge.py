@@ -1,0 +1,122 @@
+"""Targets and draft heads from flax parameter trees, on the device: for RL and distillation loops.
+
+    table = {
+        "model.embed_tokens.weight": "embed.embedding",
+        "model.layers.{i}.self_attn.q_proj.weight": "layers_{i}.attention.q.kernel",
+        ...
+    }
+    target = target_from_flax(engine.params.target, params, table)
+    engine.use_target(target)
+
+Nothing goes through the host or a file; the arrays are transposed and joined where they lie.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx, traverse_util
+from jax import Array
+
+from jaxspec.models.decoder import Decoder
+from jaxspec.models.heads import DraftHead
+from jaxspec.tensors import joining, splitting, tensor_shapes
+
+Names = Mapping[str, str]  # checkpoint's tensor -> path in the flax tree; {i} is a layer's index
+
+
+def target_from_flax(like: Decoder, params: Any, names: Names) -> Decoder:
+    """A target with the shapes, dtypes and places of ``like`` from a flax tree.
+
+    Args:
+      params: a linen dict of parameters (with or without its ``params`` level) or an nnx.State.
+      names: where each tensor of a Hugging Face checkpoint is. A path that ends in ``kernel`` is
+        taken as flax has it, inputs first ([in, out], or with its heads apart, [in, heads, dim] and
+        [heads, dim, out]); any other as the checkpoint has it.
+
+    Raises ValueError that lists the tensors that are missing or misshapen, and the arrays of the
+    flax tree that no tensor is.
+    """
+    splits = like.filled(splitting(like.config.vocab_size))
+    tensors = _tensors(tensor_shapes(_leaves(like, splits)), params, names)
+    return _in_place(like, like.filled(joining(tensors)))
+
+
+def head_from_flax(
+    like: DraftHead, params: Any, names: Names, *, first_layer: str = "midlayer"
+) -> DraftHead:
+    """As target_from_flax, for a draft head whose tensors are named as in its checkpoint.
+
+    The table of draft ids (``token_ids``) stays as it is.
+    """
+    without_ids = like.replace(token_ids=None)
+    splits = without_ids.filled(first_layer, splitting())
+    tensors = _tensors(tensor_shapes(_leaves(without_ids, splits)), params, names)
+    joined = without_ids.filled(first_layer, joining(tensors))
+    return _in_place(like, joined.replace(token_ids=like.token_ids))
+
+
+def _leaves(tree: Any, splits: Any) -> list[tuple[Any, Any]]:
+    return list(zip(jax.tree.leaves(tree), jax.tree.leaves(splits), strict=True))
+
+
+def _in_place[T](like: T, new: T) -> T:
+    return jax.tree.map(lambda old, leaf: jax.device_put(leaf, old.sharding), like, new)
+
+
+def _tensors(shapes: Mapping[str, tuple[int, ...]], params: Any, names: Names) -> dict[str, Array]:
+    """Every tensor of a checkpoint, [out, in], from the flax tree."""
+    arrays, problems = _flat(params), []
+    tensors: dict[str, Array] = {}
+    used = set()
+    for name, shape in shapes.items():
+        path = _path_of(name, names)
+        if path is None:
+            problems.append(f"no path is given for {name}")
+        elif path not in arrays:
+            problems.append(f"{name} should be at {path}, which is not there")
+        elif math.prod(arrays[path].shape) != math.prod(shape):
+            problems.append(f"{path} is {list(arrays[path].shape)}, {name} needs {list(shape)}")
+        else:
+            used.add(path)
+            tensors[name] = _as_tensor(arrays[path], shape, path.endswith("kernel"))
+    problems += [f"{path} is no tensor of the model" for path in sorted(set(arrays) - used)]
+    if problems:
+        raise ValueError(f"the flax tree does not fit: {'; '.join(problems)}")
+    return tensors
+
+
+def _as_tensor(array: Array, shape: tuple[int, ...], is_kernel: bool) -> Array:
+    if not is_kernel:
+        return array.reshape(shape)
+    out_size, in_size = shape
+    return array.reshape(in_size, out_size).T
+
+
+def _path_of(name: str, names: Names) -> str | None:
+    """The flax path of a tensor: by its own name, or with its layer's index in place of {i}."""
+    if name in names:
+        return names[name]
+    index = re.search(r"\.(\d+)\.", name)
+    if index is None:
+        return None
+    pattern = f"{name[: index.start()]}.{{i}}.{name[index.end() :]}"
+    return names[pattern].replace("{i}", index[1]) if pattern in names else None
+
+
+def _flat(params: Any) -> dict[str, Array]:
+    """The arrays of a flax tree by their dotted paths."""
+    tree = nnx.to_pure_dict(params) if isinstance(params, nnx.State) else params
+    if not isinstance(tree, Mapping):
+        raise ValueError(f"a flax tree is a dict or an nnx.State, not a {type(params).__name__}")
+    if set(tree) == {"params"}:
+        tree = tree["params"]
+    flat: dict[Any, Any] = traverse_util.flatten_dict(dict(tree))
+    return {".".join(map(str, path)): array for path, array in flat.items() if _is_array(array)}
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, (Array, np.ndarray))
