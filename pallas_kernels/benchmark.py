@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax import Array
 
-from pallas_kernels.tuning import Implementation, is_hopper
+from pallas_kernels.selection import Implementation, is_hopper
 
 Arguments = tuple[Array | None, ...]
 
@@ -40,5 +40,5 @@ class Benchmark:
 
 
 def implementation_to_time() -> Implementation:
-    """The kernel wherever it can run, whether or not it is the engine's choice there."""
+    """The kernel wherever it can run."""
     return "mosaic_gpu" if is_hopper(jax.devices()[0]) else "reference"

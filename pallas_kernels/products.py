@@ -1,4 +1,7 @@
-"""Products that accumulate and return float32 on every backend."""
+"""Products that accumulate and return float32 on every backend.
+
+Float32 operands are multiplied as float32: by default a GPU rounds them to TF32, of 10 bits.
+"""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -7,7 +10,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-Product = Callable[[Array, Array], Array]
+Product = Callable[..., Array]
+
+
+def precision_of(*dtypes: jax.typing.DTypeLike) -> jax.lax.Precision | None:
+    """What a product of such operands asks for: HIGHEST if all are float32, else the default."""
+    if all(jnp.dtype(dtype) == jnp.float32 for dtype in dtypes):
+        return jax.lax.Precision.HIGHEST
+    return None
 
 
 def einsum_f32(subscripts: str, x: Array, y: Array) -> Array:
@@ -16,9 +26,7 @@ def einsum_f32(subscripts: str, x: Array, y: Array) -> Array:
     XLA's CPU backend has no bfloat16 product with a float32 result, so there the operands are
     widened first; elsewhere they are multiplied as they are.
     """
-
-    product = functools.partial(jnp.einsum, subscripts, preferred_element_type=jnp.float32)
-    return _widened_on_cpu(product, x, y)
+    return _widened_on_cpu(functools.partial(jnp.einsum, subscripts), x, y)
 
 
 def product_parts(x: Array, weight: Array, num_parts: int) -> Array:
@@ -34,7 +42,7 @@ def product_parts(x: Array, weight: Array, num_parts: int) -> Array:
     rows = x.reshape(-1, num_parts, x.shape[-1] // num_parts)
     runs = weight.reshape(num_parts, weight.shape[0] // num_parts, -1)
     dimensions = (((2,), (1,)), ((1,), (0,)))
-    parts = _widened_on_cpu(_dot_general_f32(dimensions), rows, runs)
+    parts = _widened_on_cpu(_dot_general(dimensions), rows, runs)
     return parts.reshape(num_parts, *x.shape[:-1], *weight.shape[1:])
 
 
@@ -56,22 +64,23 @@ def scores_f32(q: Array, k: Array) -> Array:
     scores laid out [S, M] is slow on GPUs (measured on an H100: 37 us a layer against 19).
     """
     dimensions = (((3,), (3,)), ((0, 1), (0, 1)))
-    return _widened_on_cpu(_dot_general_f32(dimensions), q, k)
+    return _widened_on_cpu(_dot_general(dimensions), q, k)
 
 
 def weighted_sum_f32(weights: Array, v: Array) -> Array:
     """weights [B, G, M, S] times v [B, G, S, D] over S: float32 [B, G, M, D]."""
     dimensions = (((3,), (2,)), ((0, 1), (0, 1)))
-    return _widened_on_cpu(_dot_general_f32(dimensions), weights, v)
+    return _widened_on_cpu(_dot_general(dimensions), weights, v)
 
 
-def _dot_general_f32(dimensions: jax.lax.DotDimensionNumbers) -> Product:
-    return functools.partial(
-        jax.lax.dot_general, dimension_numbers=dimensions, preferred_element_type=jnp.float32
-    )
+def _dot_general(dimensions: jax.lax.DotDimensionNumbers) -> Product:
+    return functools.partial(jax.lax.dot_general, dimension_numbers=dimensions)
 
 
 def _widened_on_cpu(product: Product, x: Array, y: Array) -> Array:
+    precision = precision_of(x.dtype, y.dtype)
+    product = functools.partial(product, precision=precision, preferred_element_type=jnp.float32)
+
     def widened(x: Array, y: Array) -> Array:
         return product(x.astype(jnp.float32), y.astype(jnp.float32))
 

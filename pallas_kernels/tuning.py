@@ -1,31 +1,10 @@
 """Block sizes of all kernels, in one place, with the devices they were measured on."""
 
 import dataclasses
-import functools
-import importlib
-import logging
-import os
-from collections.abc import Callable, Mapping
-from types import MappingProxyType, ModuleType
-from typing import Any, Literal
+from collections.abc import Callable
 
-import jax
+from pallas_kernels.selection import Kernels
 
-logger = logging.getLogger(__name__)
-
-# Device kinds, as jax names them, on which an operation's kernel was measured inside the engine and
-# is faster than its jnp reference; elsewhere that runs.
-H100 = "NVIDIA H100 80GB HBM3"
-MEASURED: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "paged_attention": (H100,),
-        "rope_kv_write": (H100,),
-        "add_rms_norm": (H100,),
-        "kv_compact": (H100,),
-        "top_k": (H100,),
-    }
-)
-KERNELS_VARIABLE = "JAXSPEC_KERNELS"  # "all", "none" or a comma list of operations: overrides it
 MULTIPROCESSORS = 132
 MOST_ROWS_IN_PARTS = 256  # of a product whose parts a kernel adds up
 LEAST_RUN = 128  # of a part
@@ -36,114 +15,36 @@ ROWS = 64  # query rows of a warpgroup's matrix product
 REGISTERS = 65536  # of a multiprocessor
 FEWEST_REGISTERS = 24  # that a thread can be left with
 
-Implementation = Literal["auto", "mosaic_gpu", "reference"]
 
-
-def use_kernel(operation: str) -> bool:
-    """Whether an operation's kernel is the choice on the default device.
-
-    (What runs on other devices than that, say on a mesh of CPUs beside an H100, needs
-    ``JAXSPEC_KERNELS=none``.)
-
-    Raises ValueError if the environment variable names an operation that has no kernel, or asks for
-    kernels where they cannot run.
-    """
-    device, chosen = _default_device(), os.environ.get(KERNELS_VARIABLE)
-    if chosen is not None:
-        names = {"all": list(MEASURED), "none": []}.get(chosen, chosen.split(","))
-        if unknown := sorted(set(names) - set(MEASURED)):
-            raise ValueError(
-                f"{KERNELS_VARIABLE}: no kernel is called {unknown[0]!r}: it takes all, none, or a "
-                f"comma list of {', '.join(MEASURED)}"
-            )
-        if operation in names and not is_hopper(device):
-            raise ValueError(
-                f"{KERNELS_VARIABLE}: the kernels are for Hopper GPUs, not for {device.device_kind}"
-            )
-        return operation in names
-    measured = MEASURED[operation]
-    if device.platform == "gpu" and device.device_kind not in measured:
-        warn_unmeasured(operation, device.device_kind)
-    return device.device_kind in measured
-
-
-def _default_device() -> Any:
-    chosen = jax.config.jax_default_device
-    if chosen is None or isinstance(chosen, str):
-        return jax.devices(chosen)[0]
-    return chosen
-
-
-@functools.cache
-def warn_unmeasured(operation: str, device_kind: str) -> None:
-    """Say once that plain XLA runs."""
-    logger.warning(
-        "%s: its kernel was not measured on %s, plain XLA runs instead (%s=all tries it)",
-        operation,
-        device_kind,
-        KERNELS_VARIABLE,
-    )
-
-
-def kernel_module(
-    operation: str, implementation: Implementation, misfit: str | None
-) -> ModuleType | None:
-    """``pallas_kernels.<operation>.mosaic_gpu`` if the kernel is to run, None for the reference.
-
-    It is imported only then: loading Mosaic takes 1.7 s, nearly as long as all else of jaxspec.
-
-    Args:
-      misfit: why the kernel cannot take the arguments, None if it can.
-
-    Raises ValueError if the kernel is named and cannot take them.
-    """
-    if implementation == "mosaic_gpu" and misfit is not None:
-        raise ValueError(f"the kernel cannot take {misfit}")
-    if implementation == "reference" or misfit is not None:
-        return None
-    if implementation == "auto" and not use_kernel(operation):
-        return None
-    return importlib.import_module(f"pallas_kernels.{operation}.mosaic_gpu")
-
-
-def kernels_in_use() -> list[str]:
-    """Operations whose kernel is the choice on the default device."""
-    return [operation for operation in MEASURED if use_kernel(operation)]
-
-
-def fewest_rows() -> int:
+def fewest_rows(kernels: Kernels) -> int:
     """Rows that a pass of the target should have, padding included.
 
     A single row's products come in parts only when it is padded (see products.product_parts), which
     takes a launch of its own wherever a kernel made the row. A padding node costs none. Drafting
     steps of a single row are left as they are.
     """
-    return 2 if use_kernel("add_rms_norm") or use_kernel("rope_kv_write") else 1
+    return 2 if "add_rms_norm" in kernels or "rope_kv_write" in kernels else 1
 
 
-def parts_of_product(consumer: str, rows: int, depth: int, width: int) -> int:
+def parts_of_product(rows: int, depth: int, width: int) -> int:
     """Parts, each over a run of ``depth``, of a product [rows, depth] x [depth, width].
 
-    They are for a consumer's kernel to add up. XLA divides the products whose tiles do not spread
-    over all multiprocessors, and adds up the parts in a launch of its own. Measured on an H100, us
-    of [48, 14336] x [14336, 4096] in 2, 4, 8, 16 parts: 54.3, 51.5, 52.4, 56.1; of 4096 x 4096:
-    18.8, 18.1, 18.8, 20.4; with 2 and 6 rows within 4 %. More parts take their consumer longer.
-    But of 6 to 64 rows XLA divides the four parts of 14336 again, in a launch more. With 8 parts,
-    whole rounds over 16 layers took less: 17 us with 6 rows, 12 with 8, 16 with 32, 21 with 48, 33
-    with 60. (128 rows, which XLA does not divide, took 213 us more over 32 layers, in another run.)
+    They are for a kernel to add up: ask only where one does. XLA divides the products whose tiles
+    do not spread over all multiprocessors, and adds up the parts in a launch of its own. Measured
+    on an H100, us of [48, 14336] x [14336, 4096] in 2, 4, 8, 16 parts: 54.3, 51.5, 52.4, 56.1; of
+    4096 x 4096: 18.8, 18.1, 18.8, 20.4; with 2 and 6 rows within 4 %. More parts take their
+    consumer longer. But of 6 to 64 rows XLA divides the four parts of 14336 again, in a launch
+    more. With 8 parts, whole rounds over 16 layers took less: 17 us with 6 rows, 12 with 8, 16 with
+    32, 21 with 48, 33 with 60. (128 rows, which XLA does not divide, took 213 us more over 32
+    layers, in another run.)
     """
-    if rows > MOST_ROWS_IN_PARTS or not use_kernel(consumer):
+    if rows > MOST_ROWS_IN_PARTS:
         return 1
     tiles = -(-rows // 128) * -(-width // 128)
     most_tiles = 3 * MULTIPROCESSORS // 2
     parts = _most(lambda parts: depth % (parts * LEAST_RUN) == 0 and parts * tiles <= most_tiles)
     divided_again = parts == 4 and rows in DIVIDED_ROWS and depth > parts * WHOLE_RUN
     return 8 if divided_again and depth % (8 * LEAST_RUN) == 0 else parts
-
-
-def is_hopper(device: Any) -> bool:
-    """Whether a jax.Device is a GPU of the kind that the kernels are written for."""
-    return device.platform == "gpu" and str(device.compute_capability).startswith("9.")
 
 
 @dataclasses.dataclass(frozen=True)

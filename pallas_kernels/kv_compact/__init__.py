@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.kv_compact.reference import kv_compact_reference
-from pallas_kernels.tuning import Implementation, kernel_module
+from pallas_kernels.selection import Implementation, kernel_module
 
 HEAD_STEP = 128  # width of the rows that the kernel was tried with
 MOST_ROWS = 32  # of a sequence; they are all held in shared memory
@@ -16,7 +16,7 @@ def kv_compact(
     pages: Sequence[Array],
     source: Array,
     destination: Array,
-    implementation: Implementation = "auto",
+    implementation: Implementation = "reference",
 ) -> tuple[Array, ...]:
     """Move rows of slots ``source`` to slots ``destination``, in each of many caches.
 
@@ -27,7 +27,7 @@ def kv_compact(
         them up.
       source, destination: int32 [B, A], ``page * K + offset``; destinations are distinct, but for
         those of the null page 0. No sequence reads what another one writes.
-      implementation: "auto" takes the Hopper kernel where it was measured and fits (bfloat16, D a
+      implementation: "auto" takes the Hopper kernel where it fits (bfloat16, D a
         multiple of 128, at most 32 rows), else the reference.
 
     Raises ValueError for arguments that the kernel cannot take when it is named.

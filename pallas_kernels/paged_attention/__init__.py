@@ -8,7 +8,8 @@ from jax import Array
 
 from pallas_kernels.gradients import with_reference_gradient
 from pallas_kernels.paged_attention.reference import paged_attention_reference
-from pallas_kernels.tuning import ROWS, Implementation, kernel_module
+from pallas_kernels.selection import Implementation, kernel_module
+from pallas_kernels.tuning import ROWS
 
 
 @jax.named_scope("attention")
@@ -20,18 +21,22 @@ def paged_attention(
     context_lens: Array,
     positions: Array,
     ancestors: Array | None = None,
+    kv_lens: Array | None = None,
     *,
     window: int | None = None,
     first_slot: int = 0,
-    num_nodes: int | None = None,
     order_invariant: bool = False,
-    implementation: Implementation = "auto",
+    implementation: Implementation = "reference",
 ) -> Array:
     """Attend from T query tokens a sequence to its committed context and its own tree nodes.
 
     A query sees the committed slots ``first_slot <= s < context_lens`` and, past them, slot
     ``context_lens + j`` where bit ``j`` of its ``ancestors`` row is set, or, with ``ancestors``
     None, where ``j <= t`` (causal: the T queries are the next T tokens).
+
+    What nobody sees may be NaN or infinite: slots from ``kv_lens`` on, before ``first_slot`` or
+    left of every query's window, the null page, pages of no sequence. What some query of a sequence
+    sees must be finite, and so must the slots between its context and ``kv_lens``.
 
     Args:
       q: [B, T, Q, D]. Queries ``q // (Q / G)`` share KV head ``q``.
@@ -42,12 +47,13 @@ def paged_attention(
       ancestors: [B, T, words] uint32 bit mask over the slots past the context, or None.
       window: attend only to the latest ``window`` positions, the query's own included. Tree slots
         are always inside it: the caller keeps trees shallower than the window.
+      kv_lens: [B] int32; slots from ``kv_lens[b]`` on hold nothing: no query of sequence ``b`` sees
+        them, whatever the mask says, and the kernel does not look at them. None: ``context_lens``
+        plus T for causal queries, plus the bits of the mask for others.
       first_slot: slots before it are hidden.
-      num_nodes: slots from ``context_lens + num_nodes`` on are hidden, whatever the mask says; the
-        kernel need not look at them. None: none but those past the mask. Not for causal queries.
       order_invariant: accumulate in float64, so that the rounded result does not depend on which
         slots the visible keys lie in. Slower.
-      implementation: "auto" takes the Hopper kernel where it was measured and fits (bfloat16, heads
+      implementation: "auto" takes the Hopper kernel where it fits (bfloat16, heads
         of 64 or 128, pages of 8 to 128 slots), else the reference.
 
     Returns [B, T, Q, D] in q's dtype. Queries that see nothing return a finite value.
@@ -55,23 +61,22 @@ def paged_attention(
     Raises ValueError for shapes that do not belong together, and for arguments that the kernel
     cannot take when it is named.
     """
-    if ancestors is None and num_nodes is not None:
-        raise ValueError("num_nodes is for queries with a mask; causal ones see their own tokens")
-    _check_shapes(q, k_pages, v_pages, page_table, context_lens, positions, ancestors)
+    if kv_lens is None:
+        kv_lens = context_lens + (q.shape[1] if ancestors is None else 32 * ancestors.shape[2])
+    arguments = (q, k_pages, v_pages, page_table, context_lens, positions, ancestors, kv_lens)
+    _check_shapes(*arguments)
     reference = functools.partial(
         paged_attention_reference,
         window=window,
         first_slot=first_slot,
-        num_nodes=num_nodes,
         order_invariant=order_invariant,
     )
-    arguments = (q, k_pages, v_pages, page_table, context_lens, positions, ancestors)
     problem = misfit(q, k_pages, v_pages, order_invariant)
     mosaic = kernel_module("paged_attention", implementation, problem)
     if mosaic is None:
         return reference(*arguments)
     kernel = functools.partial(
-        mosaic.paged_attention_mosaic, window=window, first_slot=first_slot, num_nodes=num_nodes
+        mosaic.paged_attention_mosaic, window=window, first_slot=first_slot
     )
     return with_reference_gradient(kernel, reference)(*arguments)
 
@@ -93,17 +98,17 @@ def misfit(q: Array, k_pages: Array, v_pages: Array, order_invariant: bool) -> s
     return None
 
 
-def _check_shapes(q, k_pages, v_pages, page_table, context_lens, positions, ancestors):
+def _check_shapes(q, k_pages, v_pages, page_table, context_lens, positions, ancestors, kv_lens):
     batch, num_tokens, num_heads, head_dim = q.shape
     _, kv_heads, _, page_head_dim = k_pages.shape
     if k_pages.shape != v_pages.shape or page_head_dim != head_dim or num_heads % kv_heads:
         raise ValueError(
             f"queries {q.shape} do not fit pages {k_pages.shape} (keys), {v_pages.shape} (values)"
         )
-    if page_table.shape[0] != batch or context_lens.shape != (batch,):
+    if page_table.shape[0] != batch or not context_lens.shape == kv_lens.shape == (batch,):
         raise ValueError(
-            f"page table {page_table.shape} and context lengths {context_lens.shape} "
-            f"do not fit a batch of {batch}"
+            f"page table {page_table.shape}, context lengths {context_lens.shape} and kv_lens "
+            f"{kv_lens.shape} do not fit a batch of {batch}"
         )
     if positions.shape != (batch, num_tokens):
         raise ValueError(f"positions must be {(batch, num_tokens)}, got {positions.shape}")

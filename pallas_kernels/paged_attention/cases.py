@@ -18,7 +18,8 @@ from pallas_kernels.paged_attention.reference import paged_attention_reference
 class Case:
     """One call. ``context_lens`` has an entry a sequence; with ``tree`` False queries are causal.
 
-    ``num_columns`` None: as many pages a sequence as the longest needs.
+    ``num_columns`` None: as many pages a sequence as the longest needs. ``real_tokens``: the others
+    are padding without a slot; None: all are real.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Case:
     window: int | None = None
     first_slot: int = 0
     num_columns: int | None = None
+    real_tokens: int | None = None
 
     def __str__(self) -> str:
         return self.name
@@ -44,8 +46,7 @@ class Case:
 
     @property
     def options(self) -> dict[str, Any]:
-        num_nodes = self.num_tokens if self.tree else None
-        return {"window": self.window, "first_slot": self.first_slot, "num_nodes": num_nodes}
+        return {"window": self.window, "first_slot": self.first_slot}
 
     @property
     def visible_slots(self) -> int:
@@ -157,7 +158,7 @@ def ancestor_words(parents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def make_arguments(
     case: Case, dtype: Any = jnp.float32, seed: int = 0
-) -> tuple[Array, Array, Array, Array, Array, Array, Array | None]:
+) -> tuple[Array, Array, Array, Array, Array, Array, Array | None, Array]:
     """Positional arguments of paged_attention; each sequence's pages lie scattered in the pool.
 
     Every slot holds noise, those that no query may see too.
@@ -190,6 +191,7 @@ def make_arguments(
         jnp.asarray(context_lens),
         jnp.asarray(context_lens[:, None] + depth, jnp.int32),
         ancestors,
+        jnp.asarray(context_lens + (case.real_tokens or case.num_tokens), jnp.int32),
     )
 
 

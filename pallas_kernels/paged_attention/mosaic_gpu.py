@@ -5,6 +5,10 @@ for a few tokens, so that each page is read once for its whole group. A producer
 page indices and has the copy engine bring keys and values into a ring of shared memory. Where there
 are fewer KV heads than the GPU has multiprocessors, a cluster of CTAs shares one context: each
 takes a run of it and they merge their softmaxes through each other's shared memory.
+
+Rows of values that nobody sees may be NaN, which no weight of 0 takes out of a sum. They lie in a
+context's first and last block alone: there the producer overwrites them with zeros, while the
+others are busy with scores. (What keys that nobody sees do to scores, the mask selects away.)
 """
 
 import dataclasses
@@ -27,6 +31,7 @@ from pallas_kernels.tuning import ROWS, AttentionTuning, attention_tuning
 # is masked: no rounding of it can then give a masked score weight.
 MASKED, LOWEST_PEAK = -1e30, -1e20
 MERGED_PARTS = 32  # of rows, merged at a time: more would take more registers than attention
+CLEANED_VALUES = 2048  # at a time: the fewest that all threads of a warpgroup load together
 TINY = 1e-30  # weight that a row which sees nothing divides by
 _ROW_LAYOUT = plgpu.Layout.WGMMA.reduce(1)
 
@@ -43,7 +48,6 @@ class _Plan:
     page_size: int
     columns: int  # of the page table
     words: int  # of the ancestor mask
-    num_nodes: int  # slots past the context that some row may see
     causal: bool  # no mask: a token sees those before it
     tiles: int  # warpgroups that share a sequence's tokens
     tokens: int  # of a tile
@@ -65,11 +69,14 @@ class _Plan:
     def has_left_edge(self) -> bool:
         return self.window is not None or self.first_slot > 0
 
+    @property
+    def num_edges(self) -> int:
+        """Blocks that may hold slots that nobody sees: a context's last and, maybe, its first."""
+        return 2 if self.has_left_edge else 1
+
 
 # Traced once for all layers of a model: building and compiling the kernel takes seconds.
-@functools.partial(
-    jax.jit, static_argnames=("window", "first_slot", "num_nodes", "config", "interpret")
-)
+@functools.partial(jax.jit, static_argnames=("window", "first_slot", "config", "interpret"))
 def paged_attention_mosaic(
     q: Array,  # [B, T, Q, D]
     k_pages: Array,  # [P, G, K, D]
@@ -78,10 +85,10 @@ def paged_attention_mosaic(
     context_lens: Array,  # [B]
     positions: Array,  # [B, T]
     ancestors: Array | None,  # [B, T, words]
+    kv_lens: Array,  # [B]
     *,
     window: int | None,
     first_slot: int,
-    num_nodes: int | None = None,
     config: AttentionTuning | None = None,
     interpret: Any = None,
 ) -> Array:
@@ -107,7 +114,6 @@ def paged_attention_mosaic(
         page_size=page_size,
         columns=page_table.shape[1],
         words=words,
-        num_nodes=_num_nodes(num_tokens, ancestors, num_nodes),
         causal=ancestors is None,
         tiles=tiles,
         tokens=-(-num_tokens // tiles),
@@ -133,14 +139,8 @@ def paged_attention_mosaic(
         edges = [seen_from.min(axis=1), seen_from.max(axis=1)]
         windows = [jnp.stack(edges, axis=1), seen_from[:, token_of_row]]
     kernel = _make_kernel(plan, q.dtype, interpret)
-    return kernel(q, k_pages, v_pages, page_table, context_lens, row_words, *windows)
-
-
-def _num_nodes(num_tokens: int, ancestors: Array | None, limit: int | None) -> int:
-    if ancestors is None:
-        return num_tokens
-    bits = 32 * ancestors.shape[-1]
-    return bits if limit is None else min(limit, bits)
+    lengths = (context_lens, kv_lens)
+    return kernel(q, k_pages, v_pages, page_table, *lengths, row_words, *windows)
 
 
 def _make_kernel(plan: _Plan, dtype: Any, interpret: Any) -> Any:
@@ -164,7 +164,11 @@ def _make_kernel(plan: _Plan, dtype: Any, interpret: Any) -> Any:
             "v_or_log_sums": _and_then(plgpu.SMEM(ring, dtype, transforms=swizzled), part),
             "q_full": plgpu.Barrier(num_arrivals=plan.tokens, num_barriers=config.consumers),
             "k_full": plgpu.Barrier(num_arrivals=copies, num_barriers=config.stages),
-            "v_full": plgpu.Barrier(num_arrivals=copies, num_barriers=config.stages),
+            # The edges' values have barriers of their own: the producer waits for those as well.
+            "v_full": plgpu.Barrier(
+                num_arrivals=copies, num_barriers=config.stages + plan.num_edges
+            ),
+            "v_cleaned": plgpu.Barrier(num_barriers=plan.num_edges),
             "k_free": plgpu.Barrier(num_arrivals=config.consumers, num_barriers=config.stages),
             "v_free": plgpu.Barrier(num_arrivals=config.consumers, num_barriers=config.stages),
         }
@@ -175,14 +179,14 @@ def _make_kernel(plan: _Plan, dtype: Any, interpret: Any) -> Any:
         return refs
 
     def paged_attention_kernel(
-        q, k_pages, v_pages, table, context_lens, row_words, *windows_and_out, **refs
+        q, k_pages, v_pages, table, context_lens, kv_lens, row_words, *windows_and_out, **refs
     ):
         *windows, out = windows_and_out
         (refs["k"],), *part = refs["k_or_part"]
         (refs["v"],), *log_sums = refs["v_or_log_sums"]
         if config.splits > 1:
             ((refs["part"],),), ((refs["log_sums"],),) = part, log_sums
-        work = _Work(plan, context_lens, windows[0] if windows else None)
+        work = _Work(plan, context_lens, kv_lens, windows[0] if windows else None)
         warpgroup = lax.axis_index("warpgroup")
 
         @pl.when(warpgroup == config.consumers)
@@ -242,36 +246,56 @@ class _Work:
       first_head: KV head that the CTA starts with.
       own_head: of the CTA's heads, which one a compute warpgroup serves; ``kv_head`` of all heads.
       context: committed slots.
+      first, kv_len: slots before and from there on nobody sees.
       all_see_from, all_see_to: slots that every row sees.
     """
 
-    def __init__(self, plan: _Plan, context_lens: Any, window_edges: Any | None) -> None:
-        block = plan.config.block
+    def __init__(
+        self, plan: _Plan, context_lens: Any, kv_lens: Any, window_edges: Any | None
+    ) -> None:
+        self.plan, block = plan, plan.config.block
         self.sequence = lax.axis_index("sequence")
         self.first_head = lax.axis_index("kv_heads") * plan.config.heads
         self.own_head = lax.axis_index("warpgroup") // plan.config.warpgroups
         self.kv_head = self.first_head + self.own_head
         self.split = lax.axis_index("split")
         self.context = self.all_see_to = context_lens[self.sequence]
-        end = jnp.minimum(self.context + plan.num_nodes, plan.columns * plan.page_size)
-        first, self.all_see_from = plan.first_slot, jnp.int32(plan.first_slot)
+        self.kv_len = end = jnp.minimum(kv_lens[self.sequence], plan.columns * plan.page_size)
+        self.first = self.all_see_from = jnp.int32(plan.first_slot)
         if window_edges is not None:
-            first, self.all_see_from = (
-                jnp.maximum(window_edges[self.sequence, i], plan.first_slot) for i in range(2)
-            )
-        first = jnp.minimum(first, self.context)
+            edges = (window_edges[self.sequence, i] for i in range(2))
+            first, self.all_see_from = (jnp.maximum(edge, plan.first_slot) for edge in edges)
+            # Nodes of a tree are inside every window.
+            self.first = jnp.maximum(jnp.minimum(first, self.context), plan.first_slot)
         if plan.causal:
             tokens = plan.config.warpgroups * plan.tokens
             before = lax.axis_index("row_block") * tokens
             self.all_see_to += before
             end = jnp.minimum(end, self.context + before + tokens)
+        self.all_see_to = jnp.minimum(self.all_see_to, self.kv_len)
         # Where some row sees the first block, the first page is looked up without waiting.
-        first_block = 0 if plan.window is None and plan.first_slot < block else first // block
-        num_blocks = (end + block - 1) // block - first_block
+        first_block = 0 if plan.window is None and plan.first_slot < block else self.first // block
+        num_blocks = jnp.maximum((end + block - 1) // block - first_block, 0)
         share = (num_blocks + plan.config.splits - 1) // plan.config.splits
         last = first_block + num_blocks
         self.start = jnp.minimum(first_block + self.split * share, last)
         self.stop = jnp.minimum(self.start + share, last)
+
+    def is_left_edge(self, block: Array) -> Array:
+        """Whether a block holds slots before those that are seen, but none past them."""
+        size = self.plan.config.block
+        return (block * size < self.first) & ((block + 1) * size <= self.kv_len)
+
+    def is_right_edge(self, block: Array) -> Array:
+        """Whether a block holds slots past those that are seen: only the context's last can."""
+        return (block + 1) * self.plan.config.block > self.kv_len
+
+    def values_barrier(self, block: Array, slot: Array) -> Array:
+        """Which barrier a block's values complete: the slot's or, from ``stages`` on, an edge's."""
+        stages = self.plan.config.stages
+        if self.plan.has_left_edge:
+            slot = jnp.where(self.is_left_edge(block), stages + 1, slot)
+        return jnp.where(self.is_right_edge(block), stages, slot)
 
 
 def _produce_blocks(plan: _Plan, work: _Work, table: Any, k: Any, v: Any, refs: Any) -> None:
@@ -292,7 +316,7 @@ def _produce_blocks(plan: _Plan, work: _Work, table: Any, k: Any, v: Any, refs: 
             plgpu.copy_gmem_to_smem(
                 source.at[page, work.first_head + head, pl.ds(offset, rows)],
                 ring.at[slot, head, pl.ds(i * rows, rows)],
-                full.at[slot],
+                full,
             )
 
     def wait_until_free(name: str, turn: Array) -> None:
@@ -304,15 +328,58 @@ def _produce_blocks(plan: _Plan, work: _Work, table: Any, k: Any, v: Any, refs: 
         following = pages(block + 1)
         turn = block - work.start
         slot = lax.rem(turn, config.stages)
-        for (source, ring), name in ((k, "k"), (v, "v")):
+        if plan.has_left_edge:  # when all of the ring is on its way
+            clean_left_edge(turn == config.stages)
+        for (source, ring), name, barrier in (
+            (k, "k", slot),
+            (v, "v", work.values_barrier(block, slot)),
+        ):
             wait_until_free(name, turn)
-            copy(source, ring, refs[f"{name}_full"], block, slot, indices)
+            copy(source, ring, refs[f"{name}_full"].at[barrier], block, slot, indices)
         return following
 
+    def clean_left_edge(now: Array) -> None:
+        @pl.when(now & work.is_left_edge(work.start))
+        def _():
+            _clean_values(plan, work, work.start, jnp.int32(1), refs)
+
     lax.fori_loop(work.start, work.stop, produce, pages(work.start))
+    turns = work.stop - work.start
+    if plan.has_left_edge:
+        clean_left_edge((turns > 0) & (turns <= config.stages))
+
+    @pl.when((turns > 0) & work.is_right_edge(work.stop - 1))
+    def _clean_right_edge():
+        _clean_values(plan, work, work.stop - 1, jnp.int32(0), refs)
+
     for i in range(config.stages):  # see every barrier to its last phase
         wait_until_free("k", work.stop - work.start + i)
         wait_until_free("v", work.stop - work.start + i)
+
+
+def _clean_values(plan: _Plan, work: _Work, block: Array, edge: Array, refs: Any) -> None:
+    """Overwrite a block's values in slots that nobody sees with zeros, once they have come."""
+    config, values = plan.config, refs["v"]
+    plgpu.barrier_wait(refs["v_full"].at[config.stages + edge])
+    slot = lax.rem(block - work.start, config.stages)
+    rows = CLEANED_VALUES // plan.head_dim
+    shape = (rows, plan.head_dim)
+    layout = plgpu.Layout.SMEM_GMEM_COPY(shape, values.dtype, swizzle=128)
+    for head, start in itertools.product(range(config.heads), range(0, config.block, rows)):
+        low = block * config.block + start
+
+        @pl.when((low < work.first) | (low + rows > work.kv_len))
+        def _(head=head, start=start, low=low):
+            part = values.at[slot, head, pl.ds(start, rows)]
+            place = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout)
+            seen = place < work.kv_len - low
+            if plan.has_left_edge:
+                seen &= place >= work.first - low
+            loaded = plgpu.load(part, layout=layout)
+            part[...] = jnp.where(seen, loaded, jnp.zeros((), values.dtype))
+
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(refs["v_cleaned"].at[edge])
 
 
 def _load_queries(plan: _Plan, work: _Work, q: Any, tile: Array, refs: Any) -> None:
@@ -345,18 +412,24 @@ def _row_load(ref: Any) -> Array:
 
 
 def _load_words(plan: _Plan, work: _Work, row_words: Any, tile: Array) -> list[Array]:
-    """Words of the rows' masks: [ROWS] each, or scalars where all rows have the same."""
+    """Words of the rows' masks: [ROWS] each, or scalars where all rows have the same.
+
+    For causal queries the last node that a row sees, int32. Both end before ``kv_len``.
+    """
+    nodes = work.kv_len - work.context
     if len(row_words.shape) == 2:
         words = [row_words[work.sequence, word] for word in range(plan.words)]
     else:
         words = [_row_load(row_words.at[work.sequence, tile, word]) for word in range(plan.words)]
     if plan.causal:
-        return words
-    kept = [min(max(plan.num_nodes - 32 * index, 0), 32) for index in range(plan.words)]
-    return [
-        word if bits == 32 else word & jnp.uint32((1 << bits) - 1)
-        for word, bits in zip(words, kept, strict=True)
-    ]
+        return [jnp.minimum(words[0].astype(jnp.int32), nodes - 1)]
+    return [word & _first_bits(nodes - 32 * index) for index, word in enumerate(words)]
+
+
+def _first_bits(number: Array) -> Array:
+    """A word whose first bits are set, ``number`` of them; none or all beyond 0 and 32."""
+    some = (jnp.uint32(1) << jnp.clip(number, 0, 31).astype(jnp.uint32)) - 1
+    return jnp.where(number < 32, some, jnp.uint32(0xFFFFFFFF))
 
 
 def _write(ref: Any, value: Array) -> None:
@@ -407,6 +480,17 @@ def _attend(
         if config.turns:
             plgpu.barrier_arrive(refs["turn"].at[1 - warpgroup])
 
+    def wait_for_values(block: Array, slot: Array, *, masked: bool) -> None:
+        if not masked:
+            plgpu.barrier_wait(refs["v_full"].at[slot])
+            return
+        barrier = work.values_barrier(block, slot)
+        plgpu.barrier_wait(refs["v_full"].at[barrier])
+
+        @pl.when(barrier >= config.stages)
+        def _():
+            plgpu.barrier_wait(refs["v_cleaned"].at[barrier - config.stages])
+
     def step(block: Array, carry: Any, *, masked: bool) -> Any:
         acc, peak, total = carry
         slot = lax.rem(block - work.start, config.stages)
@@ -420,7 +504,7 @@ def _attend(
         acc = acc * _by_row(decay, plan.head_dim)
         total = total * decay + jnp.sum(exps, axis=1)
         weights = exps.astype(refs["v"].dtype)
-        plgpu.barrier_wait(refs["v_full"].at[slot])
+        wait_for_values(block, slot, masked=masked)
         take_turn()
         values = refs["v"].at[slot, work.own_head]
         acc = _product(weights, values, acc, interpret=plan.interpret)
@@ -487,11 +571,11 @@ def _visible(
     slot += first
     node = slot - work.context
     if plan.causal:
-        seen = node <= _by_row(words[0], width).astype(jnp.int32)
+        seen = node <= _by_row(words[0], width)
         if seen_from is not None:
             seen &= slot >= _by_row(seen_from, width)
     else:  # nodes before 0 and past the mask have no word: none of their bits is set
-        committed = node < 0
+        committed = slot < work.all_see_to
         if seen_from is not None:
             committed &= slot >= _by_row(seen_from, width)
         chosen = jnp.zeros((), jnp.uint32)

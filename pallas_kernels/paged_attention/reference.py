@@ -17,23 +17,27 @@ def paged_attention_reference(
     context_lens: Array,  # [B]
     positions: Array,  # [B, T]
     ancestors: Array | None,  # [B, T, words]
+    kv_lens: Array,  # [B]
     *,
     window: int | None,
     first_slot: int,
     order_invariant: bool,
-    num_nodes: int | None = None,
 ) -> Array:
     """See pallas_kernels.paged_attention.paged_attention."""
     batch, num_tokens, num_heads, head_dim = q.shape
     kv_heads = k_pages.shape[1]
-    k, v = gather_pages(k_pages, page_table), gather_pages(v_pages, page_table)  # [B, G, S, D]
-    num_slots = k.shape[2]
+    num_slots = page_table.shape[1] * k_pages.shape[2]
+    visible = visible_slots(context_lens, positions, ancestors, num_slots, window, first_slot)
+    visible &= jnp.arange(num_slots) < kv_lens[:, None, None]
+    # What nobody sees may be NaN, which no weight of 0 takes out of a sum, nor out of a gradient.
+    seen = jnp.any(visible, axis=1)[:, None, :, None]
+    k, v = (
+        jnp.where(seen, gather_pages(pages, page_table), 0)  # [B, G, S, D]
+        for pages in (k_pages, v_pages)
+    )
     rows = num_tokens * num_heads // kv_heads  # queries that share a KV head: all T of its group
     grouped = q.reshape(batch, num_tokens, kv_heads, -1, head_dim).swapaxes(1, 2)
     scores = scores_f32(grouped.reshape(batch, kv_heads, rows, head_dim), k)  # [B, G, T * R, S]
-    visible = visible_slots(context_lens, positions, ancestors, num_slots, window, first_slot)
-    if num_nodes is not None:
-        visible &= jnp.arange(num_slots) < context_lens[:, None, None] + num_nodes
     by_token = scores.reshape(batch, kv_heads, num_tokens, -1, num_slots) * head_dim**-0.5
     scores = jnp.where(visible[:, None, :, None], by_token, MASKED).reshape(scores.shape)
     out = _softmax_times_values(scores, v, order_invariant)

@@ -8,7 +8,7 @@ from jax import Array
 
 from pallas_kernels.gradients import with_reference_gradient
 from pallas_kernels.rope_kv_write.reference import rope_kv_write_reference
-from pallas_kernels.tuning import Implementation, kernel_module
+from pallas_kernels.selection import Implementation, kernel_module
 
 HEAD_DIM = 128  # the kernel's: a value for each thread of a warpgroup
 
@@ -24,7 +24,7 @@ def rope_kv_write(
     slots: Array,
     *,
     eps: float,
-    implementation: Implementation = "auto",
+    implementation: Implementation = "reference",
 ) -> tuple[Array, Array, Array]:
     """Norm and rotate queries and keys; write keys and values to their slots.
 
@@ -36,7 +36,7 @@ def rope_kv_write(
       q_norm, k_norm: [D] weights of a root-mean-square norm before the rotation, or None.
       k_pages, v_pages: [P, G, K, D]; written in place where the caller gives them up.
       slots: int32 [B, T], ``page * K + offset``; distinct, but for those of the null page 0.
-      implementation: "auto" takes the Hopper kernel where it was measured and fits (bfloat16, heads
+      implementation: "auto" takes the Hopper kernel where it fits (bfloat16, heads
         of 128), else the reference.
 
     Returns queries [B, T, Q, D], in the pages' dtype, and the pages.
@@ -57,6 +57,12 @@ def misfit(parts: Array, k_pages: Array, v_pages: Array) -> str | None:
     """Why the kernel cannot take these arguments, None if it can."""
     if not k_pages.dtype == v_pages.dtype == jnp.bfloat16:
         return f"{k_pages.dtype} and {v_pages.dtype} pages: both must be bfloat16"
-    if parts.shape[-1] != HEAD_DIM:
-        return f"heads of {parts.shape[-1]}: they must be {HEAD_DIM} wide"
+    head_dim = parts.shape[-1]
+    if not takes_parts(k_pages.dtype, head_dim):
+        return f"heads of {head_dim}: they must be {HEAD_DIM} wide"
     return None
+
+
+def takes_parts(dtype: jax.typing.DTypeLike, width: int) -> bool:
+    """Whether the kernel takes heads of this dtype and width: it adds up float32 parts of them."""
+    return jnp.dtype(dtype) == jnp.bfloat16 and width == HEAD_DIM

@@ -5,20 +5,20 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.top_k.reference import top_k_reference
-from pallas_kernels.tuning import Implementation, kernel_module
+from pallas_kernels.selection import Implementation, kernel_module
 
 MOST_ENTRIES = 65536  # of a row: eight blocks hold them in registers
 MOST_TAKEN = 16  # by each of up to eight blocks, whose candidates a warpgroup merges
 
 
 @jax.named_scope("top_k")
-def top_k(x: Array, k: int, implementation: Implementation = "auto") -> tuple[Array, Array, Array]:
+def top_k(x: Array, k: int, implementation: Implementation = "reference") -> tuple[Array, Array, Array]:
     """The k largest, largest first, the first of equals first; and log(sum(exp(x))).
 
     Args:
       x: float32 [..., n]. What NaN and +inf do to values and sum is not said; indices stay in
         range. Zeros of both signs may or may not count as equal.
-      implementation: "auto" takes the Hopper kernel where it was measured and fits (rows of 128 to
+      implementation: "auto" takes the Hopper kernel where it fits (rows of 128 to
         65,536 entries, a multiple of 128; k up to 16), else the reference.
 
     Returns values [..., k], their indices int32 [..., k], and the sum's logarithm [...].

@@ -5,7 +5,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.products import product_parts, sum_parts
+from pallas_kernels.products import (
+    einsum_f32,
+    precision_of,
+    product_parts,
+    scores_f32,
+    sum_parts,
+    weighted_sum_f32,
+)
+
+PRODUCTS = {
+    "einsum_f32": lambda x: einsum_f32("bgms,bgns->bgmn", x, x),
+    "scores_f32": lambda x: scores_f32(x, x),
+    "weighted_sum_f32": lambda x: weighted_sum_f32(x, x),
+    "product_parts": lambda x: product_parts(x, x[0, 0], 2),
+}
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -31,3 +45,23 @@ def test_a_single_row_is_padded():
 def test_one_part_stays_as_it_is():
     part = jnp.arange(6, dtype=jnp.bfloat16).reshape(1, 1, 6)
     np.testing.assert_array_equal(sum_parts(part, 1, part.dtype), part[0])
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_only_float32_operands_ask_for_all_their_bits(name: str):
+    """By default a GPU rounds them to TF32."""
+
+    def lowered(dtype: jnp.dtype) -> str:
+        x = jax.ShapeDtypeStruct((2, 2, 8, 8), dtype)
+        return jax.jit(PRODUCTS[name]).trace(x).lower(lowering_platforms=("cuda",)).as_text()
+
+    assert "precision = [HIGHEST, HIGHEST]" in lowered(jnp.dtype(jnp.float32))
+    narrow = lowered(jnp.dtype(jnp.bfloat16))
+    assert "dot_general" in narrow and "HIGHEST" not in narrow
+
+
+def test_precision_is_highest_if_all_operands_are_float32():
+    assert precision_of(jnp.float32) == precision_of("float32", jnp.float32)
+    assert precision_of(jnp.float32) == jax.lax.Precision.HIGHEST
+    assert precision_of(jnp.float32, jnp.bfloat16) is None
+    assert precision_of(jnp.bfloat16) is None
