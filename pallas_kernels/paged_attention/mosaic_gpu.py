@@ -25,13 +25,13 @@ import numpy as np
 from jax import Array, lax
 
 from pallas_kernels import cluster
+from pallas_kernels.shared_memory import SWIZZLED, zero_rows_outside
 from pallas_kernels.tuning import ROWS, AttentionTuning, attention_tuning
 
 # Finite, so that a row that sees nothing stays free of NaN. A running maximum starts far above what
 # is masked: no rounding of it can then give a masked score weight.
 MASKED, LOWEST_PEAK = -1e30, -1e20
 MERGED_PARTS = 32  # of rows, merged at a time: more would take more registers than attention
-CLEANED_VALUES = 2048  # at a time: the fewest that all threads of a warpgroup load together
 TINY = 1e-30  # weight that a row which sees nothing divides by
 _ROW_LAYOUT = plgpu.Layout.WGMMA.reduce(1)
 
@@ -145,8 +145,6 @@ def paged_attention_mosaic(
 
 def _make_kernel(plan: _Plan, dtype: Any, interpret: Any) -> Any:
     config = plan.config
-    tiling = plgpu.TilingTransform((8, 64))  # pyright: ignore[reportAbstractUsage]
-    swizzled = (tiling, plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
     tile = (config.consumers, ROWS, plan.head_dim)
     ring = (config.stages, config.heads, config.block, plan.head_dim)
     copies = config.heads * plan.pages_of_block  # that fill a stage
@@ -159,9 +157,9 @@ def _make_kernel(plan: _Plan, dtype: Any, interpret: Any) -> Any:
     def scratch() -> dict[str, Any]:
         refs = {
             "rows": plgpu.SMEM(tile, dtype),
-            "queries": plgpu.SMEM(tile, dtype, transforms=swizzled),
-            "k_or_part": _and_then(plgpu.SMEM(ring, dtype, transforms=swizzled), part),
-            "v_or_log_sums": _and_then(plgpu.SMEM(ring, dtype, transforms=swizzled), part),
+            "queries": plgpu.SMEM(tile, dtype, transforms=SWIZZLED),
+            "k_or_part": _and_then(plgpu.SMEM(ring, dtype, transforms=SWIZZLED), part),
+            "v_or_log_sums": _and_then(plgpu.SMEM(ring, dtype, transforms=SWIZZLED), part),
             "q_full": plgpu.Barrier(num_arrivals=plan.tokens, num_barriers=config.consumers),
             "k_full": plgpu.Barrier(num_arrivals=copies, num_barriers=config.stages),
             # The edges' values have barriers of their own: the producer waits for those as well.
@@ -359,25 +357,16 @@ def _produce_blocks(plan: _Plan, work: _Work, table: Any, k: Any, v: Any, refs: 
 
 def _clean_values(plan: _Plan, work: _Work, block: Array, edge: Array, refs: Any) -> None:
     """Overwrite a block's values in slots that nobody sees with zeros, once they have come."""
-    config, values = plan.config, refs["v"]
-    plgpu.barrier_wait(refs["v_full"].at[config.stages + edge])
-    slot = lax.rem(block - work.start, config.stages)
-    rows = CLEANED_VALUES // plan.head_dim
-    shape = (rows, plan.head_dim)
-    layout = plgpu.Layout.SMEM_GMEM_COPY(shape, values.dtype, swizzle=128)
-    for head, start in itertools.product(range(config.heads), range(0, config.block, rows)):
-        low = block * config.block + start
-
-        @pl.when((low < work.first) | (low + rows > work.kv_len))
-        def _(head=head, start=start, low=low):
-            part = values.at[slot, head, pl.ds(start, rows)]
-            place = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout)
-            seen = place < work.kv_len - low
-            if plan.has_left_edge:
-                seen &= place >= work.first - low
-            loaded = plgpu.load(part, layout=layout)
-            part[...] = jnp.where(seen, loaded, jnp.zeros((), values.dtype))
-
+    plgpu.barrier_wait(refs["v_full"].at[plan.config.stages + edge])
+    slot = lax.rem(block - work.start, plan.config.stages)
+    start = block * plan.config.block
+    for head in range(plan.config.heads):
+        zero_rows_outside(
+            refs["v"].at[slot, head],
+            work.first - start,
+            work.kv_len - start,
+            interpret=plan.interpret,
+        )
     plgpu.commit_smem()
     plgpu.barrier_arrive(refs["v_cleaned"].at[edge])
 
