@@ -84,6 +84,8 @@ TEST_CASES = (
     Case("window under a tree", (40, 5, 90), 20, 4, 2, 16, 16, tree=True, window=12),
     Case("first slot", (20, 2, 1), 3, 4, 2, 16, 16, first_slot=1),
     Case("first slot under a tree", (20, 2, 1), 12, 4, 2, 16, 16, tree=True, first_slot=1),
+    Case("padded chunk", (20, 0, 31), 9, 4, 2, 16, 16, real_tokens=5),
+    Case("padded tree", (20, 0, 31), 40, 4, 2, 16, 16, tree=True, real_tokens=33),
 )
 
 # What the Hopper kernel takes: wide heads, pages that fill tiles.
@@ -100,6 +102,7 @@ KERNEL_CASES = (
     Case("K: window under a tree", (70, 130), 6, 8, 2, 128, 16, tree=True, window=40),
     Case("K: first slot", (70, 3), 6, 8, 2, 128, 16, tree=True, first_slot=1),
     Case("K: causal chunk", (10, 200), 80, 8, 2, 64, 64),
+    Case("K: padded chunk", (10, 125), 30, 4, 1, 128, 16, real_tokens=3),
 )
 
 # Long enough to go round the kernel's ring of blocks many times, and for splits without work.
@@ -193,6 +196,32 @@ def make_arguments(
         ancestors,
         jnp.asarray(context_lens + (case.real_tokens or case.num_tokens), jnp.int32),
     )
+
+
+def poisoned(case: Case, arguments: Any, poison: float) -> Any:
+    """The same, with ``poison`` in all keys and values that nobody sees.
+
+    Those are the null page, where the table's columns without a slot point to, a page of no
+    sequence, slots past ``kv_lens``, before ``first_slot`` and left of every query's window.
+    """
+    q, k_pages, v_pages, table, context_lens, positions, ancestors, kv_lens = arguments
+    slots = np.arange(case.columns * case.page_size).reshape(case.columns, case.page_size)
+    first = np.full(len(case.context_lens), case.first_slot)
+    if case.window is not None:
+        in_window = np.min(positions, axis=1) - case.window + 1
+        first = np.maximum(first, np.minimum(in_window, context_lens))
+    first, end = first[:, None, None], np.asarray(kv_lens)[:, None, None]
+    table = jnp.where(slots[:, 0] < end[:, 0], table, 0)
+    hidden = np.ones((len(k_pages) + 1, case.page_size), bool)
+    hidden[np.asarray(table)] = (slots < first) | (slots >= end)
+    hidden[0] = True
+
+    def spoiled(pages: Array) -> Array:
+        more = jnp.concatenate([pages, jnp.zeros_like(pages[:1])])
+        return jnp.where(hidden[:, None, :, None], jnp.asarray(poison, pages.dtype), more)
+
+    pages = spoiled(k_pages), spoiled(v_pages)
+    return q, *pages, table, context_lens, positions, ancestors, kv_lens
 
 
 def benchmarks(dtype: Any = jnp.bfloat16) -> tuple[Benchmark, ...]:

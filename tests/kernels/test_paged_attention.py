@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 
 from pallas_kernels.paged_attention import paged_attention
-from pallas_kernels.paged_attention.cases import BENCHMARK_CASES, TEST_CASES, Case, make_arguments
+from pallas_kernels.paged_attention.cases import (
+    BENCHMARK_CASES,
+    TEST_CASES,
+    Case,
+    make_arguments,
+    poisoned,
+)
 
 
 def visible(case: Case, context: int, position: int, token: int, words) -> list[int]:
@@ -29,11 +35,13 @@ def naive(case: Case, arguments) -> np.ndarray:
     """[B, T, Q, D] in float64, one query and head at a time."""
     q, k_pages, v_pages, table, context_lens, positions = map(np.asarray, arguments[:6])
     ancestors = None if arguments[6] is None else np.asarray(arguments[6])
+    kv_lens = np.asarray(arguments[7])
     q, k_pages, v_pages = (a.astype(np.float64) for a in (q, k_pages, v_pages))
     out, per_group = np.full(q.shape, np.nan), case.num_heads // case.kv_heads
     for b, t, head in np.ndindex(q.shape[:3]):
         words = None if ancestors is None else [int(word) for word in ancestors[b, t]]
         slots = np.array(visible(case, int(context_lens[b]), int(positions[b, t]), t, words), int)
+        slots = slots[slots < kv_lens[b]]
         if not len(slots):
             continue
         page, offset = table[b, slots // case.page_size], slots % case.page_size
@@ -69,19 +77,81 @@ def test_any_number_of_queries(num_tokens: int, tree: bool):
     np.testing.assert_allclose(attend(case, arguments), naive(case, arguments), atol=2e-6)
 
 
-def test_nodes_past_the_limit_are_hidden():
+def test_nodes_past_kv_lens_are_hidden():
     case = next(case for case in TEST_CASES if case.name == "tree of two mask words")
-    q, k, v, table, lens, positions, ancestors = make_arguments(case)
+    q, k, v, table, lens, positions, ancestors, _ = make_arguments(case)
     assert ancestors is not None
     for limit in (1, 20, 33):
         bits = (1 << limit) - 1
         kept = np.array([bits & 0xFFFFFFFF, bits >> 32], np.uint32)
         np.testing.assert_array_equal(
-            paged_attention(q, k, v, table, lens, positions, ancestors, num_nodes=limit),
+            paged_attention(q, k, v, table, lens, positions, ancestors, lens + limit),
             paged_attention(q, k, v, table, lens, positions, ancestors & kept),
         )
-    with pytest.raises(ValueError, match="num_nodes is for queries with a mask"):
-        paged_attention(q, k, v, table, lens, positions, None, num_nodes=1)
+
+
+def test_by_default_kv_lens_ends_with_the_queries_or_their_mask():
+    for case in TEST_CASES:
+        arguments: Any = make_arguments(case)
+        ancestors, lens = arguments[6], arguments[4]
+        length = case.num_tokens if ancestors is None else 32 * ancestors.shape[2]
+        found = paged_attention(*arguments[:7], **case.options)
+        wanted = paged_attention(*arguments[:7], lens + length, **case.options)
+        np.testing.assert_array_equal(found, wanted)
+
+
+def test_a_sequence_may_end_before_its_context():
+    """One without work, say: its queries see nothing, and nobody sees its slots."""
+    case = TEST_CASES[1]
+    arguments: Any = (*make_arguments(case)[:7], jnp.array([0, 0, 5]))
+    found = attend(case, poisoned(case, arguments, np.nan))
+    assert np.isfinite(found).all()
+    np.testing.assert_allclose(found[2], naive(case, arguments)[2], atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("case", TEST_CASES, ids=str)
+def test_what_nobody_sees_may_be_anything(case: Case):
+    arguments = make_arguments(case)
+    function = jax.jit(lambda *a: paged_attention(*a, **case.options))
+    expected = function(*arguments)
+    for poison in (np.nan, np.inf, -np.inf):
+        np.testing.assert_array_equal(function(*poisoned(case, arguments, poison)), expected)
+
+
+def test_order_invariant_sums_do_not_see_it_either():
+    case = next(case for case in TEST_CASES if case.name == "padded tree")
+    arguments = make_arguments(case)
+    found = attend(case, poisoned(case, arguments, np.nan), order_invariant=True)
+    np.testing.assert_array_equal(found, attend(case, arguments, order_invariant=True))
+
+
+def test_a_node_that_no_query_sees_may_be_anything():
+    """The kernel wants it finite."""
+    case = next(case for case in TEST_CASES if case.name == "small tree")
+    arguments: list[Any] = list(make_arguments(case))
+    arguments[6] &= ~jnp.uint32(1 << 2)
+    slots = np.array(case.context_lens) + 2
+    pages = np.asarray(arguments[3])[np.arange(len(slots)), slots // case.page_size]
+    expected = attend(case, arguments)
+    for index in (1, 2):
+        rows = (pages, slice(None), slots % case.page_size)
+        arguments[index] = arguments[index].at[rows].set(jnp.nan)
+    np.testing.assert_array_equal(attend(case, arguments), expected)
+
+
+def test_it_may_be_anything_in_a_gradient_too():
+    case = next(case for case in TEST_CASES if case.name == "window")
+
+    def gradients(arguments: Any) -> tuple[jax.Array, ...]:
+        def total(*q_and_pages: jax.Array) -> jax.Array:
+            return paged_attention(*q_and_pages, *arguments[3:], **case.options).sum()
+
+        return jax.grad(total, argnums=(0, 1, 2))(*arguments[:3])
+
+    clean, *_ = gradients(make_arguments(case))
+    found, *of_pages = gradients(poisoned(case, make_arguments(case), np.nan))
+    np.testing.assert_array_equal(found, clean)
+    assert all(jnp.isfinite(one).all() for one in of_pages)
 
 
 def test_bfloat16_is_rounded_only_between_steps():
@@ -95,7 +165,7 @@ def test_order_invariant_sums_do_not_depend_on_where_keys_lie(dtype):
     """A path spread over a tree's slots scores as the same path right after the context."""
     case = Case("", (50,), 40, 4, 2, 16, 16, tree=True)
     path = np.array([0, 3, 11, 30, 39])
-    q, k, v, table, context_lens, positions, _ = make_arguments(case, dtype)
+    q, k, v, table, context_lens, positions, *_ = make_arguments(case, dtype)
     slots = 50 + np.arange(case.num_tokens)
     page, offset = np.asarray(table)[0, slots // 16], slots % 16
 
@@ -128,6 +198,7 @@ def test_it_lowers_for_cuda(case: Case, order_invariant: bool):
         (1, (9, 2, 16, 8), "do not fit pages"),
         (3, (3, 4), "do not fit a batch of 2"),
         (4, (3,), "do not fit a batch of 2"),
+        (7, (3,), "do not fit a batch of 2"),
         (5, (2, 7), "positions must be"),
     ],
 )

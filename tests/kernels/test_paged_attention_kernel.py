@@ -91,17 +91,6 @@ def test_blocks_of_128_slots_suit_one_warpgroup_too():
     interpreted(named("K: pages of 16, a tree"), AttentionTuning(block=128, stages=2))
 
 
-def test_nodes_past_the_limit_are_hidden():
-    case = named("K: pages of 16, a tree")
-    arguments: Any = make_arguments(case, jnp.bfloat16)
-    options = case.options | {"num_nodes": 3}
-    found = interpret(arguments, options, NARROW)
-    expected = paged_attention_reference(*arguments, **options, order_invariant=False)
-    assert jnp.abs(found - expected).astype(jnp.float32).max() < 0.02
-    whole = paged_attention_reference(*arguments, **case.options, order_invariant=False)
-    assert jnp.abs(whole - expected).astype(jnp.float32).max() > 0.02, "the limit must matter"
-
-
 @pytest.mark.parametrize(
     "config",
     [
@@ -175,4 +164,5 @@ def test_what_it_cannot_take_is_named(case: Case, dtype, message: str):
     assert message in str(misfit(*arguments[:3], order_invariant=False))
     with pytest.raises(ValueError, match=f"the kernel cannot take .*{message}"):
         paged_attention(*arguments, implementation="mosaic_gpu")
-    assert jnp.isfinite(paged_attention(*arguments)).all(), "the reference takes it"
+    found = paged_attention(*arguments, implementation="auto")
+    assert jnp.isfinite(found).all(), "the reference takes it"

@@ -1,0 +1,101 @@
+"""The attention kernel beside NaN and infinity in slots that nobody sees."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.paged_attention.cases import (
+    KERNEL_CASES,
+    LONG_CASES,
+    Case,
+    make_arguments,
+    poisoned,
+)
+from pallas_kernels.paged_attention.mosaic_gpu import paged_attention_mosaic
+from pallas_kernels.paged_attention.reference import paged_attention_reference
+from pallas_kernels.tuning import AttentionTuning
+
+NARROW = AttentionTuning(block=64, stages=2)
+TWO_HEADS = AttentionTuning(block=64, stages=2, heads=2)
+TURNS = AttentionTuning(block=128, stages=2, warpgroups=2, turns=True, registers=240)
+CONFIGS = {
+    "tuned": None,
+    "narrow": NARROW,
+    "long blocks": AttentionTuning(block=128, stages=2),
+    "two heads": TWO_HEADS,
+    "turns": TURNS,
+    "no turns": dataclasses.replace(TURNS, turns=False),
+    "two splits": dataclasses.replace(NARROW, splits=2),
+    "eight splits": AttentionTuning(block=64, stages=5, splits=8),
+    "turns and splits": AttentionTuning(block=64, stages=2, warpgroups=2, splits=4, turns=True),
+}
+# Contexts that end inside a block and a page, and at their ends; left edges in the last block too.
+INTERPRETED = (
+    (Case("one query", (70, 127), 1, 4, 1, 128, 64), NARROW),
+    (Case("small pages, a padded tree", (70, 0), 6, 4, 1, 128, 16, tree=True, real_tokens=4), NARROW),
+    (Case("padded chunk", (10, 120), 24, 4, 1, 64, 16, real_tokens=5), TURNS),
+    (Case("window", (200, 9), 2, 4, 1, 128, 16, window=20), NARROW),
+    (Case("window under a tree", (330,), 40, 4, 1, 64, 64, tree=True, window=200), TURNS),
+    (Case("first slot, two heads", (3, 200), 2, 4, 2, 128, 16, first_slot=1), TWO_HEADS),
+    (Case("first slot in the third block", (150, 20), 3, 4, 1, 128, 64, first_slot=140), NARROW),
+)  # fmt: skip
+# Left edges with more blocks than the ring holds, with as many, and with fewer.
+LEFT_EDGES = tuple(
+    Case(f"left edge, {context}", (context, 40), num_tokens, 8, 2, 128, page_size, **edge)
+    for context in (100, 190, 700)
+    for num_tokens, page_size, edge in (
+        (1, 64, {"first_slot": 5}),
+        (6, 16, {"tree": True, "window": 150}),
+        (70, 64, {"window": 90, "first_slot": 3, "real_tokens": 50}),
+    )
+)
+
+
+def run(case: Case, arguments: Any, config: AttentionTuning | None, interpret: Any) -> jax.Array:
+    found = paged_attention_mosaic(*arguments, **case.options, config=config, interpret=interpret)
+    return jax.block_until_ready(found)  # the interpreter's callbacks run jax, too
+
+
+@pytest.mark.parametrize(("case", "config"), INTERPRETED, ids=str)
+def test_interpreted_it_does_not_reach_the_output(case: Case, config: AttentionTuning):
+    arguments = make_arguments(case, jnp.bfloat16)
+    poison = np.inf if case.real_tokens else np.nan
+    found = run(
+        case, poisoned(case, arguments, poison), config, plgpu.InterpretGPUParams()
+    ).astype(jnp.float32)
+    reference: Any = functools.partial(paged_attention_reference, order_invariant=False)
+    expected = reference(*arguments, **case.options).astype(jnp.float32)
+    sees = np.asarray(jnp.linalg.norm(expected, axis=(2, 3)) > 0)
+    assert jnp.isfinite(found).all()
+    np.testing.assert_allclose(found[sees], expected[sees], atol=0.03)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_its_configurations_lower_for_cuda(name: str):
+    for case, _ in INTERPRETED[1:5:3]:
+        if case.kv_heads % getattr(CONFIGS[name], "heads", 1):
+            case = dataclasses.replace(case, kv_heads=2, num_heads=8)
+        arguments = jax.eval_shape(lambda case=case: make_arguments(case, jnp.bfloat16))
+        function = functools.partial(paged_attention_mosaic, **case.options, config=CONFIGS[name])
+        assert jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("case", [*KERNEL_CASES, *LONG_CASES, *LEFT_EDGES], ids=str)
+def test_on_the_device_it_does_not_reach_the_output(case: Case, name: str):
+    config = CONFIGS[name]
+    if config is not None and case.kv_heads % config.heads:
+        pytest.skip("an odd number of heads")
+    arguments = make_arguments(case, jnp.bfloat16)
+    expected = run(case, arguments, config, None)
+    for poison in (np.nan, np.inf):
+        spoiled = poisoned(case, arguments, poison)
+        for _ in range(3):
+            np.testing.assert_array_equal(run(case, spoiled, config, None), expected)
