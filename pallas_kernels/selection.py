@@ -54,12 +54,11 @@ class Kernels:
 
     def implementation(self, operation: str) -> Implementation:
         """What to call the operation with. Raises ValueError for a name that is no operation."""
+        if operation not in OPERATIONS:
+            raise _no_kernel(operation)
         return "auto" if operation in self else "reference"
 
     def __contains__(self, operation: str) -> bool:
-        """Raises ValueError for a name that is no operation: a typing error would hide there."""
-        if operation not in OPERATIONS:
-            raise _no_kernel(operation)
         return operation in self.operations
 
     def __str__(self) -> str:

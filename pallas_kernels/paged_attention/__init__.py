@@ -75,9 +75,7 @@ def paged_attention(
     mosaic = kernel_module("paged_attention", implementation, problem)
     if mosaic is None:
         return reference(*arguments)
-    kernel = functools.partial(
-        mosaic.paged_attention_mosaic, window=window, first_slot=first_slot
-    )
+    kernel = functools.partial(mosaic.paged_attention_mosaic, window=window, first_slot=first_slot)
     return with_reference_gradient(kernel, reference)(*arguments)
 
 

@@ -4,15 +4,17 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.top_k.reference import top_k_reference
 from pallas_kernels.selection import Implementation, kernel_module
+from pallas_kernels.top_k.reference import top_k_reference
 
 MOST_ENTRIES = 65536  # of a row: eight blocks hold them in registers
 MOST_TAKEN = 16  # by each of up to eight blocks, whose candidates a warpgroup merges
 
 
 @jax.named_scope("top_k")
-def top_k(x: Array, k: int, implementation: Implementation = "reference") -> tuple[Array, Array, Array]:
+def top_k(
+    x: Array, k: int, implementation: Implementation = "reference"
+) -> tuple[Array, Array, Array]:
     """The k largest, largest first, the first of equals first; and log(sum(exp(x))).
 
     Args:

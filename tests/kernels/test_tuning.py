@@ -1,89 +1,16 @@
-"""Where kernels run, and how attention divides its work."""
+"""How attention, products and top_k divide their work."""
 
-import dataclasses
-import os
-import subprocess
-import sys
-from pathlib import Path
-
-import jax
 import pytest
 
 from pallas_kernels import tuning
+from pallas_kernels.selection import Kernels
 from pallas_kernels.tuning import (
-    KERNELS_VARIABLE,
-    MEASURED,
     AttentionTuning,
     attention_tuning,
+    fewest_rows,
     parts_of_product,
     top_k_shares,
-    use_kernel,
-    warn_unmeasured,
 )
-
-
-@pytest.fixture(autouse=True)
-def forget(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delenv(KERNELS_VARIABLE, raising=False)
-    warn_unmeasured.cache_clear()
-
-
-@dataclasses.dataclass
-class Device:
-    device_kind: str
-    compute_capability: str
-    platform: str = "gpu"
-
-
-def test_a_cpu_runs_references_without_a_word(caplog: pytest.LogCaptureFixture):
-    assert not any(use_kernel(operation) for operation in MEASURED)
-    assert not caplog.records
-
-
-@pytest.mark.parametrize(
-    ("chosen", "expected"),
-    [("all", {*MEASURED}), ("none", set()), ("add_rms_norm", {"add_rms_norm"})],
-)
-def test_the_environment_chooses(chosen: str, expected: set, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(jax, "devices", lambda _: [Device("NVIDIA H100 PCIe", "9.0")])
-    monkeypatch.setenv(KERNELS_VARIABLE, chosen)
-    assert {operation for operation in MEASURED if use_kernel(operation)} == expected
-
-
-def test_an_h100_runs_all_kernels_by_default(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
-    h100, cpu = Device("NVIDIA H100 80GB HBM3", "9.0"), jax.devices("cpu")[0]
-    monkeypatch.setattr(jax, "devices", lambda _: [h100])
-    assert all(use_kernel(operation) for operation in MEASURED)
-    with jax.default_device(cpu):
-        assert not any(use_kernel(operation) for operation in MEASURED)
-    assert not caplog.records
-
-
-def test_a_name_without_a_kernel_is_an_error(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv(KERNELS_VARIABLE, "add_rms_norm,conv")
-    with pytest.raises(ValueError, match="no kernel is called 'conv'"):
-        use_kernel("add_rms_norm")
-
-
-def test_kernels_asked_for_where_they_cannot_run_are_an_error(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv(KERNELS_VARIABLE, "all")
-    with pytest.raises(ValueError, match="for Hopper GPUs, not for cpu"):
-        use_kernel("add_rms_norm")
-    monkeypatch.setattr(jax, "devices", lambda _: [Device("NVIDIA A100", "8.0")])
-    with pytest.raises(ValueError, match="not for NVIDIA A100"):
-        use_kernel("add_rms_norm")
-
-
-def test_an_unmeasured_gpu_says_so_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
-    monkeypatch.setattr(jax, "devices", lambda _: [Device("NVIDIA Something", "8.0")])
-    assert not use_kernel("paged_attention")
-    assert not use_kernel("paged_attention")
-    (record,) = caplog.records
-    assert "not measured on NVIDIA Something" in record.getMessage()
 
 
 @pytest.mark.parametrize("batch", [1, 2, 8, 32, 128])
@@ -110,12 +37,16 @@ def test_splits_keep_every_block_resident_and_busy(batch: int, kv_heads: int, sl
         *((480, 4096, 4096, 1), (6, 512, 4096, 4), (6, 100, 4096, 1)),
     ],
 )
-def test_narrow_products_are_divided_for_a_kernel(
-    rows: int, depth: int, width: int, parts: int, monkeypatch: pytest.MonkeyPatch
-):
-    assert parts_of_product("add_rms_norm", rows, depth, width) == 1, "no kernel adds up the parts"
-    monkeypatch.setattr(tuning, "use_kernel", lambda operation: True)
-    assert parts_of_product("add_rms_norm", rows, depth, width) == parts
+def test_narrow_products_are_divided_for_a_kernel(rows: int, depth: int, width: int, parts: int):
+    assert parts_of_product(rows, depth, width) == parts
+
+
+@pytest.mark.parametrize(
+    ("names", "rows"),
+    [((), 1), (("paged_attention",), 1), (("add_rms_norm",), 2), (("rope_kv_write", "top_k"), 2)],
+)
+def test_a_row_is_padded_for_kernels_that_add_up_parts(names: tuple[str, ...], rows: int):
+    assert fewest_rows(Kernels(frozenset(names))) == rows
 
 
 def test_two_heads_share_a_block_only_where_pairs_outnumber_the_multiprocessors():
@@ -145,13 +76,3 @@ def test_threads_cannot_ask_for_more_registers_than_there_are():
     assert AttentionTuning(128, 2, warpgroups=2, registers=240).producer_registers == 24
     with pytest.raises(ValueError, match="leave 8 to the producer: it needs 24"):
         AttentionTuning(128, 2, warpgroups=2, registers=248)
-
-
-def test_importing_jaxspec_does_not_load_mosaic():
-    """It takes nearly as long as everything else, and only a kernel that runs needs it."""
-    code = "import jaxspec, sys; print('jax.experimental.pallas.mosaic_gpu' in sys.modules)"
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True
-    )
-    assert result.stdout.strip() == "False"

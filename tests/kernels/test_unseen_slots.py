@@ -38,22 +38,23 @@ CONFIGS = {
 # Contexts that end inside a block and a page, and at their ends; left edges in the last block too.
 INTERPRETED = (
     (Case("one query", (70, 127), 1, 4, 1, 128, 64), NARROW),
-    (Case("small pages, a padded tree", (70, 0), 6, 4, 1, 128, 16, tree=True, real_tokens=4), NARROW),
+    (Case("padded tree", (70, 0), 6, 4, 1, 128, 16, tree=True, real_tokens=4), NARROW),
     (Case("padded chunk", (10, 120), 24, 4, 1, 64, 16, real_tokens=5), TURNS),
     (Case("window", (200, 9), 2, 4, 1, 128, 16, window=20), NARROW),
     (Case("window under a tree", (330,), 40, 4, 1, 64, 64, tree=True, window=200), TURNS),
     (Case("first slot, two heads", (3, 200), 2, 4, 2, 128, 16, first_slot=1), TWO_HEADS),
     (Case("first slot in the third block", (150, 20), 3, 4, 1, 128, 64, first_slot=140), NARROW),
-)  # fmt: skip
+)
 # Left edges with more blocks than the ring holds, with as many, and with fewer.
+EDGES: tuple[tuple[int, int, dict[str, Any]], ...] = (  # query tokens, page size, options
+    (1, 64, {"first_slot": 5}),
+    (6, 16, {"tree": True, "window": 150}),
+    (70, 64, {"window": 90, "first_slot": 3, "real_tokens": 50}),
+)
 LEFT_EDGES = tuple(
     Case(f"left edge, {context}", (context, 40), num_tokens, 8, 2, 128, page_size, **edge)
     for context in (100, 190, 700)
-    for num_tokens, page_size, edge in (
-        (1, 64, {"first_slot": 5}),
-        (6, 16, {"tree": True, "window": 150}),
-        (70, 64, {"window": 90, "first_slot": 3, "real_tokens": 50}),
-    )
+    for num_tokens, page_size, edge in EDGES
 )
 
 
@@ -62,13 +63,15 @@ def run(case: Case, arguments: Any, config: AttentionTuning | None, interpret: A
     return jax.block_until_ready(found)  # the interpreter's callbacks run jax, too
 
 
-@pytest.mark.parametrize(("case", "config"), INTERPRETED, ids=str)
+@pytest.mark.parametrize(
+    ("case", "config"), [pytest.param(*one, id=one[0].name) for one in INTERPRETED]
+)
 def test_interpreted_it_does_not_reach_the_output(case: Case, config: AttentionTuning):
     arguments = make_arguments(case, jnp.bfloat16)
     poison = np.inf if case.real_tokens else np.nan
-    found = run(
-        case, poisoned(case, arguments, poison), config, plgpu.InterpretGPUParams()
-    ).astype(jnp.float32)
+    found = run(case, poisoned(case, arguments, poison), config, plgpu.InterpretGPUParams()).astype(
+        jnp.float32
+    )
     reference: Any = functools.partial(paged_attention_reference, order_invariant=False)
     expected = reference(*arguments, **case.options).astype(jnp.float32)
     sees = np.asarray(jnp.linalg.norm(expected, axis=(2, 3)) > 0)

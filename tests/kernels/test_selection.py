@@ -1,0 +1,131 @@
+"""Which operations run as kernels, by what the device can do and by name."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import add_rms_norm, rope_kv_write
+from pallas_kernels.selection import OPERATIONS, Kernels, is_hopper, kernel_module
+
+
+@dataclasses.dataclass
+class Device:
+    device_kind: str
+    compute_capability: str
+    platform: str = "gpu"
+
+
+HOPPERS = [
+    Device("NVIDIA H100 80GB HBM3", "9.0"),
+    Device("NVIDIA H100 PCIe", "9.0"),
+    Device("NVIDIA H100 NVL", "9.0"),
+    Device("NVIDIA H200", "9.0"),
+    Device("NVIDIA GH200 480GB", "9.0"),
+]
+OTHERS = [
+    Device("NVIDIA A100-SXM4-80GB", "8.0"),
+    Device("NVIDIA B200", "10.0"),
+    Device("AMD Instinct MI300X", "gfx942"),
+    jax.devices("cpu")[0],
+]
+ALL = Kernels(frozenset(OPERATIONS))
+
+
+def kind(device: Any) -> str:
+    return device.device_kind
+
+
+@pytest.mark.parametrize("device", HOPPERS, ids=kind)
+def test_every_hopper_gpu_runs_all_kernels(device: Any):
+    assert is_hopper(device)
+    assert Kernels.for_device(device) == ALL
+    assert Kernels.parse("auto", device) == Kernels.parse("all", device) == ALL
+    assert Kernels.parse("none", device) == Kernels()
+
+
+@pytest.mark.parametrize("device", OTHERS, ids=kind)
+def test_no_other_device_runs_any(device: Any):
+    assert not is_hopper(device)
+    assert Kernels.for_device(device) == Kernels.parse("auto", device) == Kernels()
+    assert Kernels.parse("none", device) == Kernels()
+    for text in ("all", "top_k"):
+        with pytest.raises(ValueError, match=f"for Hopper GPUs, not for {device.device_kind}"):
+            Kernels.parse(text, device)
+
+
+def test_without_a_device_the_default_one_counts(monkeypatch: pytest.MonkeyPatch):
+    cpu = jax.devices("cpu")[0]
+    assert Kernels.for_device() == Kernels.parse("auto") == Kernels()
+    monkeypatch.setattr(jax, "devices", lambda _: HOPPERS[:1])
+    assert Kernels.for_device() == Kernels.parse("all") == ALL
+    with jax.default_device(cpu):
+        assert Kernels.for_device() == Kernels()
+
+
+def test_no_variable_changes_the_choice(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("JAXSPEC_KERNELS", "none")
+    assert Kernels.for_device(HOPPERS[0]) == ALL
+
+
+def test_names_choose_operations():
+    chosen = Kernels.parse("top_k, add_rms_norm", HOPPERS[0])
+    assert chosen == Kernels(frozenset({"top_k", "add_rms_norm"}))
+    assert "top_k" in chosen and "paged_attention" not in chosen
+    assert chosen.implementation("top_k") == "auto"
+    assert chosen.implementation("paged_attention") == "reference"
+    assert str(chosen) == "add_rms_norm,top_k" and str(Kernels()) == "none"
+    assert Kernels.parse(str(chosen), HOPPERS[0]) == chosen
+    assert len({chosen, Kernels.parse("add_rms_norm,top_k", HOPPERS[0]), ALL}) == 2
+
+
+@pytest.mark.parametrize("text", ["conv", "top_k,conv", "conv,all"])
+def test_a_name_without_a_kernel_is_an_error_of_one_line(text: str):
+    for device in (HOPPERS[0], OTHERS[-1]):
+        with pytest.raises(
+            ValueError, match=r"called '(conv|all)': choose auto, .*kv_compact"
+        ) as e:
+            Kernels.parse(text, device)
+        assert "\n" not in str(e.value)
+    with pytest.raises(ValueError, match="'conv'"):
+        Kernels(frozenset({"conv"}))
+    with pytest.raises(ValueError, match="'conv'"):
+        ALL.implementation("conv")
+
+
+def test_auto_is_the_kernel_wherever_the_arguments_fit():
+    """On any device: whoever says so has chosen."""
+    assert kernel_module("top_k", "reference", None) is None
+    assert kernel_module("top_k", "auto", "that") is None
+    for implementation in ("auto", "mosaic_gpu"):
+        module = kernel_module("top_k", implementation, None)
+        assert module is not None and module.__name__ == "pallas_kernels.top_k.mosaic_gpu"
+    with pytest.raises(ValueError, match="the kernel cannot take that"):
+        kernel_module("top_k", "mosaic_gpu", "that")
+
+
+def test_kernels_say_which_products_they_take_in_parts():
+    assert add_rms_norm.takes_parts(jnp.bfloat16, 4096)
+    assert add_rms_norm.takes_parts("bfloat16", 16384)
+    assert not add_rms_norm.takes_parts(jnp.bfloat16, 16640)
+    assert not add_rms_norm.takes_parts(jnp.bfloat16, 100)
+    assert not add_rms_norm.takes_parts(jnp.float32, 4096)
+    assert rope_kv_write.takes_parts(jnp.bfloat16, 128)
+    assert not rope_kv_write.takes_parts(jnp.bfloat16, 64)
+    assert not rope_kv_write.takes_parts(jnp.float32, 128)
+
+
+def test_importing_jaxspec_does_not_load_mosaic():
+    """It takes nearly as long as everything else, and only a kernel that runs needs it."""
+    code = "import jaxspec, sys; print('jax.experimental.pallas.mosaic_gpu' in sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True
+    )
+    assert result.stdout.strip() == "False"
