@@ -52,18 +52,9 @@ EDGES: tuple[tuple[int, int, dict[str, Any]], ...] = (  # query tokens, page siz
     (70, 64, {"window": 90, "first_slot": 3, "real_tokens": 50}),
 )
 LEFT_EDGES = tuple(
-    Case(
-        f"left edge, {context}, {num_tokens}",
-        (context, 40),
-        num_tokens,
-        8,
-        2,
-        128,
-        page_size,
-        **edge,
-    )
+    Case(f"left edge, {context}, {tokens}", (context, 40), tokens, 8, 2, 128, page_size, **edge)
     for context in (100, 700)
-    for num_tokens, page_size, edge in EDGES
+    for tokens, page_size, edge in EDGES
 )
 
 
