@@ -91,7 +91,7 @@ def test_nodes_past_kv_lens_are_hidden():
 
 
 def test_by_default_kv_lens_ends_with_the_queries_or_their_mask():
-    for case in TEST_CASES:
+    for case in (TEST_CASES[0], TEST_CASES[9]):  # causal, a tree
         arguments: list[Any] = list(make_arguments(case))
         ancestors, lens = arguments[6], arguments[4]
         length = case.num_tokens if ancestors is None else 32 * ancestors.shape[2]
