@@ -88,11 +88,9 @@ def test_names_choose_operations():
 @pytest.mark.parametrize("text", ["conv", "top_k,conv", "conv,all"])
 def test_a_name_without_a_kernel_is_an_error_of_one_line(text: str):
     for device in (HOPPERS[0], OTHERS[-1]):
-        with pytest.raises(
-            ValueError, match=r"called '(conv|all)': choose auto, .*kv_compact"
-        ) as e:
+        with pytest.raises(ValueError, match=r"called '(conv|all)': .*kv_compact") as caught:
             Kernels.parse(text, device)
-        assert "\n" not in str(e.value)
+        assert "\n" not in str(caught.value)
     with pytest.raises(ValueError, match="'conv'"):
         Kernels(frozenset({"conv"}))
     with pytest.raises(ValueError, match="'conv'"):
