@@ -79,43 +79,24 @@ def test_any_number_of_queries(num_tokens: int, tree: bool):
 
 def test_nodes_past_kv_lens_are_hidden():
     case = next(case for case in TEST_CASES if case.name == "tree of two mask words")
-<<<<<<< HEAD
-    q, k, v, table, lens, positions, ancestors, _ = make_arguments(case)
-    assert ancestors is not None
-=======
     arguments: list[Any] = list(make_arguments(case))
     lens, _, ancestors, _ = arguments[4:]
->>>>>>> kernels
     for limit in (1, 20, 33):
         bits = (1 << limit) - 1
         kept = np.array([bits & 0xFFFFFFFF, bits >> 32], np.uint32)
         np.testing.assert_array_equal(
-<<<<<<< HEAD
-            paged_attention(q, k, v, table, lens, positions, ancestors, lens + limit),
-            paged_attention(q, k, v, table, lens, positions, ancestors & kept),
-=======
             paged_attention(*arguments[:7], kv_lens=lens + limit),
             paged_attention(*arguments[:6], ancestors=ancestors & kept),
->>>>>>> kernels
         )
 
 
 def test_by_default_kv_lens_ends_with_the_queries_or_their_mask():
-<<<<<<< HEAD
-    for case in TEST_CASES:
-        arguments: Any = make_arguments(case)
-        ancestors, lens = arguments[6], arguments[4]
-        length = case.num_tokens if ancestors is None else 32 * ancestors.shape[2]
-        found = paged_attention(*arguments[:7], **case.options)
-        wanted = paged_attention(*arguments[:7], lens + length, **case.options)
-=======
     for case in (TEST_CASES[0], TEST_CASES[9]):  # causal, a tree
         arguments: list[Any] = list(make_arguments(case))
         ancestors, lens = arguments[6], arguments[4]
         length = case.num_tokens if ancestors is None else 32 * ancestors.shape[2]
         found = paged_attention(*arguments[:7], **case.options)
         wanted = paged_attention(*arguments[:7], kv_lens=lens + length, **case.options)
->>>>>>> kernels
         np.testing.assert_array_equal(found, wanted)
 
 
