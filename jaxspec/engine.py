@@ -44,7 +44,8 @@ class Engine:
     ):
         if max_rows < 1 or rounds_per_call < 1:
             raise ValueError("max_rows and rounds_per_call must be at least 1")
-        self.params = params
+        # Committed to where they are, as swapped weights will be: else those would compile anew.
+        self.params = jax.tree.map(lambda leaf: jax.device_put(leaf, leaf.sharding), params)
         self.cache = CacheConfig() if cache is None else cache
         self.max_rows = max_rows
         self.rounds_per_call = rounds_per_call
