@@ -9,8 +9,11 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxspec import collectives
+from jaxspec.sharding import WHOLE, Layout
+from pallas_kernels.selection import Kernels
 
 SHARDS = 4
+SPLIT = Layout(vocab=("model",))
 
 
 def rows(size: int) -> jax.Array:
@@ -24,9 +27,9 @@ def rows(size: int) -> jax.Array:
 
 
 def sharded(function, x: jax.Array):
-    """``function(shard, axis)`` on every shard of x's last dimension; results by shard."""
+    """``function(shard, layout)`` on every shard of x's last dimension; results by shard."""
     shards = x.reshape(len(x), SHARDS, -1)
-    return jax.vmap(lambda part: function(part, "model"), 1, axis_name="model")(shards)
+    return jax.vmap(lambda part: function(part, SPLIT), 1, axis_name="model")(shards)
 
 
 @pytest.mark.parametrize("size", [40, 1000, 4000])
@@ -35,13 +38,19 @@ def test_top_log_probs_takes_the_first_of_equals_and_none_twice(size: int, k: in
     x = rows(size)
     indices, log_probs = lax.top_k(x, k)[1], jax.nn.log_softmax(x)
     values = jnp.take_along_axis(log_probs, indices, axis=-1)
-    whole = collectives.top_log_probs(x, k, None)
-    parts = sharded(lambda part, axis: collectives.top_log_probs(part, k, axis), x)
+    whole = collectives.top_log_probs(x, k, WHOLE, Kernels())
+    parts = sharded(lambda part, layout: collectives.top_log_probs(part, k, layout, Kernels()), x)
     for found in (whole, *zip(*parts, strict=True)):
         # Where logits are in the thousands, so coarse is the logarithm of their sum. The last row
         # has no entry, and so no probabilities.
         np.testing.assert_allclose(found[0][:5], values[:5], atol=1e-7 * size)
         assert np.array_equal(found[1], indices)
+
+
+def test_the_log_of_a_sum_over_shards_is_that_of_the_whole():
+    x = rows(40)[:5]
+    for shard in sharded(collectives.log_sum_exp, x):
+        np.testing.assert_allclose(shard, collectives.log_sum_exp(x, WHOLE), rtol=1e-6)
 
 
 def test_sharded_reductions_are_those_of_the_whole():
@@ -50,33 +59,47 @@ def test_sharded_reductions_are_those_of_the_whole():
         collectives.maximum,
         collectives.argmax,
         collectives.total,
-        lambda part, axis: collectives.take(part, index, axis),
+        collectives.all_finite,
+        lambda part, layout: collectives.take(part, index, layout),
     ):
         for shard in sharded(function, x):
-            np.testing.assert_allclose(shard, function(x, None), rtol=1e-6)
+            np.testing.assert_allclose(shard, function(x, WHOLE), rtol=1e-6)
 
 
 def test_the_argmax_of_a_row_with_a_nan_is_an_index_all_the_same():
     x = np.array(rows(40))
     x[0, 13] = x[1, 39] = x[2] = np.nan
-    whole = collectives.argmax(jnp.asarray(x), None)
+    whole = collectives.argmax(jnp.asarray(x), WHOLE)
     assert whole.tolist() == [0, 0, 0, 5, 7, 0]
     off_the_cpu = collectives.one_reduction_argmax(jnp.asarray(x))
     assert off_the_cpu.tolist() == [13, 39, 0, 5, 7, 0], "the first NaN's"
     mesh = Mesh(np.array(jax.devices()[:SHARDS]), "model")  # whose collectives drop NaN
     found = jax.shard_map(
-        lambda part: collectives.argmax(part, "model")[None],
+        lambda part: collectives.argmax(part, SPLIT)[None],
         mesh=mesh, in_specs=P(None, "model"), out_specs=P("model"),
     )(jnp.asarray(x))  # fmt: skip
     assert (found == found[0]).all() and ((found >= 0) & (found < 40)).all()
     assert found[0, 3:].tolist() == [5, 7, 0]
 
 
+def test_a_row_is_finite_while_its_largest_entry_is():
+    x = np.array(rows(40))
+    x[0, 13], x[1, 39], x[3, 2] = np.nan, np.inf, -np.inf
+    expected = [False, False, True, True, True, False]
+    assert collectives.all_finite(jnp.asarray(x), WHOLE).tolist() == expected
+    mesh = Mesh(np.array(jax.devices()[:SHARDS]), "model")  # whose collectives drop NaN
+    found = jax.shard_map(
+        lambda part: collectives.all_finite(part, SPLIT)[None],
+        mesh=mesh, in_specs=P(None, "model"), out_specs=P("model"),
+    )(jnp.asarray(x))  # fmt: skip
+    assert found.tolist() == [expected] * SHARDS
+
+
 def test_sharded_rows_join_to_those_of_the_whole():
     x, index = rows(40)[:5], jnp.array([0, 39, 17, 5, 20])
     for function in (
         collectives.log_softmax,
-        lambda part, axis: collectives.one_hot(index, part.shape[-1], axis),
+        lambda part, layout: collectives.one_hot(index, part.shape[-1], layout),
     ):
         joined = sharded(function, x).swapaxes(0, 1).reshape(x.shape)
-        np.testing.assert_allclose(joined, function(x, None), rtol=1e-6)
+        np.testing.assert_allclose(joined, function(x, WHOLE), rtol=1e-6)

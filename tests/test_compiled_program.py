@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from jaxspec import functional
-from jaxspec.cache import LayerCache
-from jaxspec.config import SpeculationConfig
+from jaxspec.cache import PagedKV
+from jaxspec.config import PLAIN, SpeculationConfig, TreeShape
 from jaxspec.functional import EngineParams
 from jaxspec.state import EngineState
 from tests.programs import decode_hlo, new_jit, traces
@@ -24,8 +24,8 @@ def empty_state(params: EngineParams) -> EngineState:
 
 def page_shapes(state: EngineState) -> set[tuple[int, ...]]:
     """Shapes [P, G, K, D] of the target's and the drafter's KV pages."""
-    layers = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, LayerCache))
-    return {layer.k.shape for layer in layers if isinstance(layer, LayerCache)}
+    layers = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, PagedKV))
+    return {layer.k.shape for layer in layers if isinstance(layer, PagedKV)}
 
 
 def copies(hlo: str, shape: tuple[int, ...]) -> list[str]:
@@ -36,23 +36,27 @@ def copies(hlo: str, shape: tuple[int, ...]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("drafter", "speculation"),
+    ("drafter", "speculation", "shape"),
     [
-        ("none", CHAIN),
-        ("ngram", CHAIN),
-        ("draft_model", CHAIN),
-        ("eagle3", CHAIN),
-        ("eagle3", TREE),
+        ("none", CHAIN, None),
+        ("ngram", CHAIN, None),
+        ("draft_model", CHAIN, None),
+        ("eagle3", CHAIN, None),
+        ("eagle3", TREE, None),
+        ("eagle3", TREE, PLAIN),  # and the drafter catches up
+        ("draft_model", CHAIN, TreeShape(2, 1)),
     ],
-    ids=["plain", "ngram", "draft_model", "chain", "tree"],
+    ids=["none", "ngram", "draft_model", "chain", "tree", "plain call", "call of a shorter chain"],
 )
-def test_no_kv_pages_are_copied(drafter: str, speculation: SpeculationConfig):
+def test_no_kv_pages_are_copied(
+    drafter: str, speculation: SpeculationConfig, shape: TreeShape | None
+):
     params = make_params(drafter, speculation)
     state = empty_state(params)
-    hlo = decode_hlo(params, state)
-    for shape in page_shapes(state):
-        assert f"[{','.join(map(str, shape))}]" in hlo, "the pages are not recognized"
-        assert not copies(hlo, shape)
+    hlo = decode_hlo(params, state, shape=shape)
+    for pages in page_shapes(state):
+        assert f"[{','.join(map(str, pages))}]" in hlo, "the pages are not recognized"
+        assert not copies(hlo, pages)
 
 
 def test_copies_are_seen():
@@ -67,9 +71,14 @@ def test_copies_are_seen():
 def test_equal_shapes_are_traced_once(drafter: str):
     params = make_params(drafter, CHAIN)
     state = empty_state(params)
-    prefill, decode = new_jit(functional.prefill), new_jit(functional.decode)
+    admit, release = new_jit(functional.admit), new_jit(functional.release)
+    prefill, decode = new_jit(functional.prefill, "width"), new_jit(functional.decode, "max_rounds")
     tokens = np.ones((3, 2), np.int32)
     for call in range(10):
-        state = prefill(params, state, tokens, np.array([call % 2, 1, 2], np.int32))
-        state = decode(params, state, call)
-    assert (traces(prefill), traces(decode)) == (1, 1)
+        rows = np.array([call % 3, 3, 3], np.int32)
+        state = release(params, state, rows)
+        state = admit(params, state, rows, tokens, np.array([1 + call % 2, 1, 1], np.int32))
+        counts = np.array([call % 2, 1, 2], np.int32)
+        state, _ = prefill(params, state, np.arange(3, dtype=np.int32), counts, width=2)
+        state, _ = decode(params, state, call, max_rounds=9)
+    assert [traces(jitted) for jitted in (admit, prefill, decode, release)] == [1, 1, 1, 1]

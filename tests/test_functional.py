@@ -3,19 +3,23 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import SpeculationConfig, decode, init_state, load, make_sampling, prefill
+from jaxspec import SpeculationConfig, admit, decode, init_state, load, make_sampling, prefill
+from jaxspec.models import decoder
+from jaxspec.models.attention import dense_causal_attend
 from jaxspec.speculation import round
 from jaxspec.weights.orbax_io import restore_pytree, save_pytree
 from tests.checkpoints import tiny_eagle3_head, tiny_llama
 
 PROMPTS = np.arange(24, dtype=np.int32).reshape(2, 12) * 7 % 320
 COUNTS = np.array([12, 5], np.int32)
+ROWS = np.arange(2)
 TREE = SpeculationConfig(num_nodes=10, max_depth=3, top_k=3)
 
 # Restores a state in a process of its own and goes on. Arguments: model, head, state, output.
@@ -26,8 +30,9 @@ from jaxspec import decode, load
 from jaxspec.weights.orbax_io import restore_pytree
 from tests.test_functional import TREE, empty
 params = load(sys.argv[1], sys.argv[2], speculation=TREE)
-state = restore_pytree(sys.argv[3], empty(params, seeds=5))
-np.save(sys.argv[4], jax.jit(decode)(params, state, 100).tokens)
+state = restore_pytree(sys.argv[3], empty(params))
+state, _ = jax.jit(decode, static_argnums=2)(params, state, 100)
+np.save(sys.argv[4], state.rows.tokens)
 """
 
 
@@ -43,14 +48,15 @@ def params(checkpoints):
     return load(*checkpoints, speculation=TREE)
 
 
-def empty(params, seeds):
-    sampling = make_sampling(2, temperature=0.8, top_p=0.9, seeds=seeds)
-    return init_state(params, batch=2, max_length=64, sampling=sampling)
+def empty(params):
+    return init_state(params, num_rows=2, max_length=64)
 
 
 def generate(params, seeds, num_rounds=100):
-    state = prefill(params, empty(params, seeds), PROMPTS, COUNTS)
-    return decode(params, state, num_rounds)
+    sampling = make_sampling(2, temperature=0.8, top_p=0.9, seeds=seeds)
+    state = admit(params, empty(params), ROWS, PROMPTS, COUNTS, sampling=sampling)
+    state, _ = prefill(params, state, width=PROMPTS.shape[1])
+    return decode(params, state, num_rounds)[0]
 
 
 def test_vmap_over_seeds_equals_separate_runs(params):
@@ -58,56 +64,124 @@ def test_vmap_over_seeds_equals_separate_runs(params):
     together = jax.jit(jax.vmap(generate, in_axes=(None, 0)))(params, seeds)
     alone = jax.jit(generate)
     for index, seed in enumerate(seeds):
-        np.testing.assert_array_equal(together.tokens[index], alone(params, seed).tokens)
-    assert len({row.tobytes() for row in np.asarray(together.tokens)}) == 4, "seeds must matter"
+        expected = alone(params, seed).rows.tokens
+        np.testing.assert_array_equal(together.rows.tokens[index], expected)
+    found = np.asarray(together.rows.tokens)
+    assert len({row.tobytes() for row in found}) == 4, "seeds must matter"
 
 
 def test_many_rounds_in_one_call_equal_one_at_a_time(params):
     state = jax.jit(generate, static_argnums=2)(params, 5, 0)
-    step = jax.jit(decode)
+    step = jax.jit(decode, static_argnums=2)
     for _ in range(64):
-        state = step(params, state, 1)
-    np.testing.assert_array_equal(state.tokens, jax.jit(generate)(params, 5).tokens)
+        state, _ = step(params, state, 1)
+    np.testing.assert_array_equal(state.rows.tokens, jax.jit(generate)(params, 5).rows.tokens)
 
 
 def test_a_pass_padded_for_the_kernels_sake_changes_nothing(checkpoints, monkeypatch):
     plain = load(checkpoints[0])
 
     def tokens() -> np.ndarray:
-        return np.asarray(jax.jit(lambda params: generate(params, 5).tokens)(plain))
+        return np.asarray(jax.jit(lambda params: generate(params, 5).rows.tokens)(plain))
 
     expected = tokens()
-    monkeypatch.setattr(round, "fewest_rows", lambda: 5)
+    monkeypatch.setattr(round, "fewest_rows", lambda kernels: 5)
     np.testing.assert_array_equal(tokens(), expected)
 
 
 def test_decode_stops_early_when_all_are_done(params):
     state = jax.jit(generate)(params, 5)
-    assert not state.active.any()
-    assert state.stats.rounds.max() < 64
-    after = jax.jit(decode)(params, state, 10)
-    np.testing.assert_array_equal(after.stats.rounds, state.stats.rounds)
+    assert not state.rows.active.any()
+    assert state.rows.stats.rounds.max() < 64
+    after, emitted = jax.jit(decode, static_argnums=2)(params, state, 10)
+    np.testing.assert_array_equal(after.rows.stats.rounds, state.rows.stats.rounds)
+    assert emitted.num_rounds == 0 and not emitted.counts.any()
 
 
 def test_a_state_saved_half_way_continues_in_a_new_process(params, checkpoints, tmp_path):
     half = jax.jit(generate, static_argnums=2)(params, 5, 6)
-    assert half.active.any()
+    assert half.rows.active.any()
     save_pytree(tmp_path / "state", half)
-    restored = restore_pytree(tmp_path / "state", empty(params, seeds=5))
+    restored = restore_pytree(tmp_path / "state", empty(params))
     for saved, read in zip(jax.tree.leaves(half), jax.tree.leaves(restored), strict=True):
         np.testing.assert_array_equal(saved, read)
     arguments = [*map(str, checkpoints), str(tmp_path / "state"), str(tmp_path / "tokens.npy")]
     subprocess.run([sys.executable, "-c", CONTINUE, *arguments], check=True, cwd=Path.cwd())
-    expected = jax.jit(generate)(params, 5).tokens
+    expected = jax.jit(generate)(params, 5).rows.tokens
     np.testing.assert_array_equal(np.load(tmp_path / "tokens.npy"), expected)
 
 
 def test_a_prompt_longer_than_the_state_is_an_error(params):
-    with pytest.raises(ValueError, match="longer than the cache"):
-        prefill(params, empty(params, 0), np.zeros((2, 65), np.int32), COUNTS)
+    with pytest.raises(ValueError, match="longer than a row"):
+        admit(params, empty(params), ROWS, np.zeros((2, 65), np.int32), COUNTS)
 
 
 def test_a_page_table_too_narrow_for_the_tree_is_an_error(params):
     with pytest.raises(ValueError, match="tree slots need"):
         table = jnp.ones((2, 2), jnp.int32)
-        init_state(params, batch=2, max_length=64, page_table=table, num_pages=3)
+        init_state(params, 2, max_length=64, page_table=table, num_pages=3)
+
+
+def test_a_traced_number_of_rounds_needs_the_most_there_can_be(params):
+    with pytest.raises(ValueError, match="give max_rounds"):
+        jax.jit(decode)(params, empty(params), 3)
+
+
+def test_a_page_table_needs_the_number_of_pages_beside_it(params):
+    with pytest.raises(ValueError, match="num_pages beside it"):
+        init_state(params, 2, max_length=64, num_pages=9)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stop_token_ids": (1, 2, 3, 4, 5)}, "larger max_stops"),
+        ({"page_table": jnp.ones((2, 1), jnp.int32)}, "a page_table for 2 rows must be"),
+    ],
+)
+def test_a_request_of_the_wrong_shape_is_an_error(params, options, message):
+    with pytest.raises(ValueError, match=message):
+        admit(params, empty(params), ROWS, PROMPTS, COUNTS, **options)
+
+
+@pytest.mark.parametrize("hidden", [(3,), (-2,), (0, 9)])
+def test_hidden_states_that_the_target_lacks_are_an_error(params, hidden):
+    with pytest.raises(ValueError, match="the target has 0 to 2"):
+        decode(params, empty(params), 1, hidden=hidden)
+
+
+def test_log_probabilities_and_hidden_states_are_those_of_a_plain_pass(checkpoints):
+    """Those emitted with a token are the raw target's at the position before it."""
+    tree = SpeculationConfig(num_nodes=6, max_depth=2, top_k=2)
+    params = load(*checkpoints, speculation=tree)
+    ask: Any = {"logprobs": True, "hidden": (1, -1)}
+
+    @jax.jit
+    def run(params):
+        sampling = make_sampling(2, temperature=0.8, seeds=3)
+        state = admit(params, empty(params), ROWS, PROMPTS, COUNTS, sampling=sampling)
+        state, first = prefill(params, state, width=12, **ask)
+        state, later = decode(params, state, 6, **ask)
+        return state.rows, first, later
+
+    rows, first, later = run(params)
+    positions = jnp.broadcast_to(jnp.arange(64), (2, 64))
+    target = params.target
+    normed, _, captured = jax.jit(decoder.run, static_argnums=(4, 5))(
+        target, rows.tokens, positions, target.no_states(), dense_causal_attend, (1, -1)
+    )
+    logprobs = jax.nn.log_softmax(decoder.logits(target, normed))
+    for row in range(2):
+        place = int(COUNTS[row]) - 1  # of the token that the next one is sampled after
+        for emitted in (first, later):
+            for count, tokens, logprob, hidden in zip(
+                emitted.counts[:, row], emitted.tokens[:, row],
+                emitted.logprobs[:, row], emitted.hidden[:, row], strict=True,
+            ):  # fmt: skip
+                for index in range(int(count)):
+                    assert tokens[index] == rows.tokens[row, place + 1]
+                    expected = logprobs[row, place, tokens[index]]
+                    np.testing.assert_allclose(logprob[index], expected, atol=1e-4)
+                    np.testing.assert_allclose(hidden[index], captured[row, place], atol=1e-4)
+                    place += 1
+        assert place == rows.context_lens[row]

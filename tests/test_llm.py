@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+import jax.numpy as jnp
 import pytest
 
 from jaxspec import LLM, Completion, SamplingParams, SpeculationConfig, TextChunk
@@ -69,6 +70,56 @@ def test_requests_of_a_batch_keep_their_own_sampling(llm):
     one, other = llm.generate(prompts, params)
     assert one.token_ids != other.token_ids
     assert llm.generate(["hello"], params[1])[0].token_ids == other.token_ids
+
+
+def test_equal_prompts_without_seeds_give_different_texts_that_their_seeds_bring_back(llm):
+    warm = SamplingParams(temperature=1.0, max_tokens=30)
+    one, other = llm.generate(["hello", "hello"], warm)
+    assert one.seed != other.seed and one.token_ids != other.token_ids
+    for completion in (one, other):
+        seeded = dataclasses.replace(warm, seed=completion.seed)
+        [again] = llm.generate(["hello"], seeded)
+        assert again.token_ids == completion.token_ids and again.seed == completion.seed
+
+
+def test_a_seed_that_was_given_is_the_completions(llm):
+    [completion] = llm.generate(["hello"], SamplingParams(temperature=1.0, seed=2**32 - 1))
+    assert completion.seed == 2**32 - 1
+
+
+def test_a_stream_that_is_closed_frees_the_engine(llm):
+    [expected] = llm.generate(["hello"], GREEDY)
+    stream = llm.stream(["hello"], GREEDY)
+    next(stream)
+    with pytest.raises(RuntimeError, match="another batch"):
+        llm.generate(["hello"], GREEDY)
+    stream.close()
+    [found] = llm.generate(["hello"], GREEDY)
+    assert found.token_ids == expected.token_ids
+
+
+def test_batches_of_a_call_and_later_calls_share_one_pool(llm, monkeypatch):
+    llm.generate(["a"], GREEDY)
+
+    def no_pool():
+        raise AssertionError("a second pool")
+
+    monkeypatch.setattr(llm.engine, "_new_pool", no_pool)
+    assert len(llm.generate(["a", "b", "c"], GREEDY)) == 3, "two batches"
+    llm.generate(["d"], GREEDY)
+
+
+def test_a_completion_of_broken_weights_says_so(model):
+    broken = LLM(model, "none", max_length=64)
+    [whole] = broken.generate(["hello"], GREEDY)
+    token = whole.token_ids[7]
+    target = broken.params.target
+    broken.use_target(target.replace(embed=target.embed.at[token].set(jnp.nan)))
+    [completion] = broken.generate(["hello"], GREEDY)
+    cut = whole.token_ids.index(token) + 1
+    assert completion.token_ids == whole.token_ids[:cut]
+    assert completion.finish_reason == "error"
+    assert completion.error is not None and "not finite" in completion.error
 
 
 def num_traces(engine: Any) -> tuple[int, int]:

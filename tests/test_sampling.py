@@ -1,7 +1,5 @@
 """Logits processing against a plain reference."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxspec.sampling import (
-    Sampling,
     _ordered_keys,
     _search_digits,
     make_sampling,
@@ -19,6 +16,8 @@ from jaxspec.sampling import (
     process_logits,
     vocab_ids,
 )
+from jaxspec.sharding import WHOLE, Layout
+from tests.programs import traces
 
 VOCAB, ROWS, NODES = 40, 4, 3
 jit_process, jit_perturb = jax.jit(process_logits), jax.jit(perturb)
@@ -60,11 +59,7 @@ parameters = st.tuples(
 def test_processed_logits_are_those_of_sorting(rows, options):
     logits = np.stack(rows).reshape(ROWS, NODES, VOCAB)
     temperature, top_k, top_p, min_p = (np.array(values) for values in zip(*options, strict=True))
-    sampling = dataclasses.replace(
-        make_sampling(ROWS, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p),
-        greedy=False,
-        rules=frozenset({"top_k", "top_p", "min_p"}),
-    )
+    sampling = make_sampling(ROWS, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     found = np.asarray(jit_process(jnp.asarray(logits), sampling))
     for row, row_options in enumerate(options):
         capped = (row_options[0], min(row_options[1], VOCAB), *row_options[2:])
@@ -92,7 +87,8 @@ def test_rows_of_temperature_0_keep_their_logits_beside_sampled_rows():
     processed = jit_process(logits, sampling)
     assert jnp.array_equal(processed[0], logits[0])
     assert (jnp.isfinite(processed[1]).sum(axis=-1) <= 3).all()
-    perturbed = jit_perturb(processed, sampling, jnp.zeros((2, NODES), int), vocab_ids(VOCAB, None))
+    ids, positions = vocab_ids(VOCAB, WHOLE), jnp.zeros((2, NODES), int)
+    perturbed = jit_perturb(processed, sampling, positions, ids)
     assert jnp.array_equal(perturbed[0], logits[0])
     one_hot = probabilities(processed, sampling)[0]
     assert jnp.array_equal(one_hot, jax.nn.one_hot(logits[0].argmax(axis=-1), VOCAB))
@@ -110,18 +106,18 @@ def test_sharded_vocabulary_is_processed_as_a_whole_one():
     )
     positions = jnp.arange(ROWS * NODES).reshape(ROWS, NODES)
 
-    def sample(logits, axis):
-        processed = process_logits(logits, sampling, axis)
-        ids = vocab_ids(logits.shape[-1], axis)
+    def sample(logits, layout):
+        processed = process_logits(logits, sampling, layout)
+        ids = vocab_ids(logits.shape[-1], layout)
         return (
             processed,
             perturb(processed, sampling, positions, ids),
-            probabilities(processed, sampling, axis),
+            probabilities(processed, sampling, layout),
         )
 
     shards = logits.reshape(ROWS, NODES, 4, VOCAB // 4)
-    split = jax.vmap(lambda part: sample(part, "model"), 2, 2, axis_name="model")
-    whole = jax.jit(lambda logits: sample(logits, None))(logits)
+    split = jax.vmap(lambda part: sample(part, Layout(vocab=("model",))), 2, 2, axis_name="model")
+    whole = jax.jit(lambda logits: sample(logits, WHOLE))(logits)
     for one, parts in zip(whole, jax.jit(split)(shards), strict=True):
         np.testing.assert_allclose(one, parts.reshape(one.shape), rtol=1e-6)
 
@@ -143,17 +139,31 @@ def test_values_out_of_range_are_named(option: str, value, rule: str):
         make_sampling(2, **{option: value})
 
 
-def test_static_facts_follow_from_the_values():
-    def facts(**options) -> tuple[bool, set[str]]:
-        sampling: Sampling = make_sampling(2, **options)
-        return sampling.greedy, set(sampling.rules)
+def test_no_value_of_a_parameter_compiles_anew():
+    logits, process = random_logits(2, NODES, VOCAB), jax.jit(lambda *args: process_logits(*args))
+    for options in (
+        {},
+        {"temperature": 1.0},
+        {"temperature": 0.5, "top_k": 5},
+        {"temperature": jnp.array([0.0, 1.0]), "top_p": 0.9, "min_p": 0.1, "seeds": 7},
+    ):
+        process(logits, make_sampling(2, **options))
+    assert traces(process) == 1
 
-    assert facts() == (True, set())
-    assert facts(temperature=1.0) == (False, set())
-    assert facts(temperature=jnp.array([0.0, 1.0])) == (False, set())
-    for option in ({"top_k": 5}, {"top_p": jnp.array([1.0, 0.9])}, {"min_p": 0.1}):
-        assert facts(temperature=1.0, **option) == (False, set(option))
-    assert facts(temperature=1.0, top_k=5, min_p=0.1) == (False, {"top_k", "min_p"})
+
+def test_work_that_no_row_asks_for_may_be_left_out():
+    logits, greedy = random_logits(2, NODES, VOCAB), make_sampling(2, top_k=3, top_p=0.5)
+    assert process_logits(logits, greedy, greedy=True) is logits
+    np.testing.assert_array_equal(process_logits(logits, greedy), logits)
+    assert not greedy.drawn.any()
+
+
+def test_one_seed_gives_every_row_its_own_and_an_array_is_taken_as_it_is():
+    assert make_sampling(3).seeds.tolist() == [0, 1, 2]
+    assert make_sampling(3, seeds=7).seeds.tolist() == [7, 8, 9]
+    assert make_sampling(3, seeds=jnp.array(7)).seeds.tolist() == [7, 8, 9]
+    assert make_sampling(3, seeds=np.array([7, 7, 2**32 - 1])).seeds.tolist() == [7, 7, 2**32 - 1]
+    assert make_sampling(2, seeds=2**32 - 1).seeds.tolist() == [2**32 - 1, 0], "they wrap around"
 
 
 def test_digits_of_a_threshold_are_found_by_bits_as_by_nibbles():
@@ -163,6 +173,6 @@ def test_digits_of_a_threshold_are_found_by_bits_as_by_nibbles():
     for mass in (1e-6, 0.1, 0.5, 0.9, 0.999, 2.0):
         wanted = jnp.full((2, 3), mass)
         by_bit, by_nibble = (
-            _search_digits(keys, weights, wanted, digit_bits=bits, axis=None) for bits in (1, 4)
+            _search_digits(keys, weights, wanted, digit_bits=bits, layout=WHOLE) for bits in (1, 4)
         )
         np.testing.assert_array_equal(by_bit, by_nibble)

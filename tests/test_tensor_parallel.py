@@ -1,9 +1,9 @@
 """Sharded over devices, the engine computes what it computes on one, and moves no large array."""
 
-import dataclasses
 import functools
 import math
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,15 +13,15 @@ import pytest
 from jaxspec import functional
 from jaxspec.config import SpeculationConfig
 from jaxspec.functional import EngineParams
-from jaxspec.sampling import make_sampling
+from jaxspec.sampling import Sampling, make_sampling
 from jaxspec.sharding import make_mesh
-from jaxspec.state import EngineState
+from jaxspec.state import Emitted, EngineState
 from tests.layouts import on_mesh
 from tests.programs import decode_hlo, new_jit, traces
-from tests.random_models import CONFIG, make_params, random_target
+from tests.random_models import make_params, random_target, tiny_config
 
 # On four devices the two KV heads are repeated and the vocabulary is padded.
-TARGET = dataclasses.replace(CONFIG, vocab_size=98, qkv_bias=True)
+TARGET = tiny_config(vocab_size=98, qkv_bias=True)
 SPECULATIONS = {
     "none": SpeculationConfig.chain(1),
     "ngram": SpeculationConfig.chain(2),
@@ -29,6 +29,9 @@ SPECULATIONS = {
     "eagle1": SpeculationConfig(num_nodes=6, max_depth=2, top_k=3),
     "eagle3": SpeculationConfig.chain(2),
     "eagle3 tree": SpeculationConfig(num_nodes=6, max_depth=2, top_k=3),
+    # What is drafted is drawn, from a distribution over a split and reduced vocabulary.
+    "eagle3 rejection": SpeculationConfig.chain(2, "rejection"),
+    "draft_model rejection": SpeculationConfig.chain(2, "rejection"),
 }
 BATCH, LENGTH, PAGE_SIZE, PROMPT = 4, 40, 4, 9
 
@@ -37,28 +40,33 @@ slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 @functools.cache
 def one_device(name: str) -> EngineParams:
-    drafter = name.removesuffix(" tree")
+    drafter = name.split()[0]
     return make_params(drafter, SPECULATIONS[name], random_target(TARGET))
 
 
 def empty_state(params: EngineParams) -> EngineState:
-    """Greedy and sampling rows side by side; the sampling ones use top-p."""
-    sampling = make_sampling(
-        BATCH,
-        temperature=jnp.array([0.0, 0.8, 0.8, 0.0]),
-        top_p=jnp.array([1.0, 0.9, 0.9, 1.0]),
-        seeds=jnp.arange(BATCH),
-    )
-    return functional.init_state(params, BATCH, LENGTH, page_size=PAGE_SIZE, sampling=sampling)
+    return functional.init_state(params, BATCH, LENGTH, page_size=PAGE_SIZE)
 
 
-def generate(params: EngineParams, state: EngineState, tokens, counts) -> EngineState:
-    return functional.decode(params, functional.prefill(params, state, tokens, counts), LENGTH)
+def generate(
+    params: EngineParams, state: EngineState, prompts: Any, counts: Any, sampling: Sampling
+) -> tuple[EngineState, Emitted, Emitted]:
+    """Rows are admitted out of order, and their prompts read in two chunks, the first of them with
+    the rows listed."""
+    order = jnp.array([2, 3, 0, 1])
+    state = functional.admit(
+        params, state, order, prompts[order], counts[order],
+        sampling=jax.tree.map(lambda x: x[order], sampling),
+    )  # fmt: skip
+    rows = np.array([1, 0, 3, 2])  # each device's share names its own
+    state, _ = functional.prefill(params, state, rows, np.array([3, 5, 5, 5]), width=5)
+    state, read = functional.prefill(params, state, width=PROMPT)
+    return *functional.decode(params, state, LENGTH), read
 
 
 @functools.cache
 def run(name: str, model: int = 1, data: int = 1, shard_drafter: bool = True):
-    """The token buffer, and the rounds and accepted tokens of each sequence."""
+    """The token buffer, the rounds and accepted tokens of each sequence, and what was emitted."""
     params = one_device(name)
     if model * data > 1:
         params = on_mesh(params, make_mesh(model, data), shard_drafter=shard_drafter)
@@ -66,8 +74,17 @@ def run(name: str, model: int = 1, data: int = 1, shard_drafter: bool = True):
         TARGET.vocab_size, size=(BATCH, PROMPT), dtype=np.int32
     )
     counts = np.array([PROMPT, 5, PROMPT, 2], np.int32)
-    state = new_jit(generate)(params, empty_state(params), prompts, counts)
-    return jax.device_get((state.tokens, state.stats.rounds, state.stats.accepted))
+    # Greedy and sampling rows side by side; the sampling ones use top-p.
+    sampling = make_sampling(
+        BATCH,
+        temperature=np.array([0.0, 0.8, 0.8, 0.0]),
+        top_p=np.array([1.0, 0.9, 0.9, 1.0]),
+        seeds=np.arange(BATCH),
+    )
+    arguments = prompts, counts, sampling
+    state, *emitted = jax.device_get(new_jit(generate)(params, empty_state(params), *arguments))
+    rows = state.rows
+    return rows.tokens, rows.stats.rounds, rows.stats.accepted, emitted
 
 
 @pytest.mark.parametrize(
@@ -76,6 +93,10 @@ def run(name: str, model: int = 1, data: int = 1, shard_drafter: bool = True):
         ("none", 4, 1, True),
         ("eagle3", 4, 1, True),
         ("eagle3 tree", 2, 2, False),
+        ("eagle3 rejection", 4, 1, True),
+        slow("eagle3 rejection", 2, 2, False),
+        slow("draft_model rejection", 2, 1, True),
+        slow("draft_model rejection", 4, 1, False),
         slow("none", 2, 1, True),
         slow("none", 1, 4, True),
         slow("ngram", 2, 2, True),
@@ -96,23 +117,33 @@ def run(name: str, model: int = 1, data: int = 1, shard_drafter: bool = True):
     ],
 )
 def test_sharding_changes_nothing(name: str, model: int, data: int, shard_drafter: bool):
-    tokens, rounds, accepted = run(name, model, data, shard_drafter)
-    one_tokens, one_rounds, one_accepted = run(name)
+    tokens, rounds, accepted, emitted = run(name, model, data, shard_drafter)
+    one_tokens, one_rounds, one_accepted, one_emitted = run(name)
     np.testing.assert_array_equal(tokens, one_tokens)
-    np.testing.assert_array_equal(tokens, run("none")[0])
+    if "rejection" not in name:
+        np.testing.assert_array_equal(tokens, run("none")[0])
     # Else a drafter that draws nonsense when it is sharded would not be noticed.
     np.testing.assert_array_equal(rounds, one_rounds)
     np.testing.assert_array_equal(accepted, one_accepted)
+    for found, expected in zip(jax.tree.leaves(emitted), jax.tree.leaves(one_emitted), strict=True):
+        np.testing.assert_array_equal(found, expected)
     assert name in ("none", "ngram") or accepted[:, 1].sum() > 0
 
 
 @pytest.mark.parametrize(("name", "data"), [("none", 1), slow("eagle3", 1), slow("eagle3", 2)])
 def test_equal_shapes_are_traced_once(name: str, data: int):
     params = on_mesh(one_device(name), make_mesh(2, data), shard_drafter=False)
-    state, decode = empty_state(params), new_jit(functional.decode)
+    state, decode = empty_state(params), new_jit(functional.decode, "max_rounds")
     for rounds in range(10):
-        state = decode(params, state, rounds)
+        state, _ = decode(params, state, rounds, max_rounds=10)
     assert traces(decode) == 1
+
+
+@pytest.mark.parametrize("rows", [[0, 2, 1, 3], [0, 1, 2]])
+def test_a_device_reads_no_other_devices_rows(rows: list[int]):
+    params = on_mesh(one_device("none"), make_mesh(1, 2))
+    with pytest.raises(ValueError, match=r"its own 2 rows|cannot be split"):
+        functional.prefill(params, empty_state(params), np.array(rows), width=4)
 
 
 def collectives(hlo: str, kind: str) -> list[tuple[int, ...]]:
@@ -142,9 +173,9 @@ def test_the_collectives_of_a_round(name: str, shard_drafter: bool, drafting: in
     reduced, gathered = collectives(hlo, "all-reduce"), collectives(hlo, "all-gather")
     hidden = [shape for shape in reduced if shape[-1:] == (TARGET.hidden_size,)]
     assert len(hidden) == 2 * TARGET.num_layers + 1 + drafting
-    largest = BATCH * (params.drafter.max_depth + 1) * TARGET.hidden_size
+    largest = BATCH * (params.speculation.max_depth + 1) * TARGET.hidden_size
     assert max(map(math.prod, reduced + gathered)) <= largest
-    pages = state.cache[0].k.shape
+    pages = state.pool.target.layers[0].k.shape
     for shape in gathered:
         assert not {TARGET.vocab_size, 64} & set(shape), f"logits are gathered: {shape}"
         assert shape[-3:] != pages[-3:], f"KV pages are gathered: {shape}"

@@ -8,21 +8,31 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxspec.cache import (
-    LayerCache,
-    compact,
-    init_layers,
+    CommittedPath,
+    Geometry,
+    ModelState,
+    PagedKV,
     page_slots,
     pages_for,
     sequential_page_table,
 )
+from jaxspec.cache.paged import move
+from jaxspec.sharding import WHOLE
 from pallas_kernels.rope_kv_write.reference import write_rows
+from pallas_kernels.selection import Kernels
 
 BATCH, COLUMNS, HEADS, HEAD_DIM, TOKENS = 2, 7, 2, 3, 5
 PAGE_SIZES = (1, 3, 4, 16)
 
 
-def write(cache: LayerCache, k: jax.Array, v: jax.Array, slots: jax.Array) -> LayerCache:
-    return LayerCache(k=write_rows(cache.k, k, slots), v=write_rows(cache.v, v, slots))
+def write(cache: PagedKV, k: jax.Array, v: jax.Array, slots: jax.Array) -> PagedKV:
+    return PagedKV(k=write_rows(cache.k, k, slots), v=write_rows(cache.v, v, slots))
+
+
+def compact(
+    caches: tuple[PagedKV, ...], source: jax.Array, destination: jax.Array
+) -> tuple[PagedKV, ...]:
+    return tuple(move(caches, source, destination, Kernels()))
 
 
 jit_write, jit_compact = jax.jit(write), jax.jit(compact)
@@ -47,7 +57,7 @@ class Model:
             if new >= self.page_size:
                 self.rows[new] = read[old]
 
-    def check(self, cache: LayerCache) -> None:
+    def check(self, cache: PagedKV) -> None:
         for pages, part in ((cache.k, 0), (cache.v, 1)):
             expected = np.zeros(pages.shape, np.float32)
             for slot, row in self.rows.items():
@@ -55,10 +65,10 @@ class Model:
             assert np.array_equal(pages[1:], expected[1:])
 
 
-def empty(page_size: int) -> LayerCache:
+def empty(page_size: int) -> PagedKV:
     pages = 1 + BATCH * COLUMNS
-    (cache,) = init_layers(1, pages, HEADS, page_size, HEAD_DIM, jnp.dtype(jnp.float32))
-    return cache
+    geometry = Geometry(pages, page_size, BATCH)
+    return PagedKV.create(geometry, HEADS, HEAD_DIM, jnp.dtype(jnp.float32), WHOLE)
 
 
 def random_table(rng: np.random.Generator) -> np.ndarray:
@@ -154,8 +164,50 @@ def test_compaction_reads_all_rows_before_it_writes(page_size: int, path: list[i
     assert jnp.array_equal(cache.v[1:], -cache.k[1:])
 
 
+def numbered(page_size: int, table: jax.Array) -> PagedKV:
+    """A cache whose rows hold their own position in the sequence, keys as such, values negated."""
+    everything = jnp.broadcast_to(jnp.arange(COLUMNS * page_size), (BATCH, COLUMNS * page_size))
+    own = page_slots(table, everything, jnp.ones_like(everything, bool), page_size)
+    rows = jnp.broadcast_to(everything[..., None, None] + 1.0, (*own.shape, HEADS, HEAD_DIM))
+    return write(empty(page_size), rows, -rows, own)
+
+
+def positions_of(cache: PagedKV, table: jax.Array, row: int) -> np.ndarray:
+    """What ``numbered`` wrote, read back in the sequence's order."""
+    return np.asarray(cache.k[table[row], 0, :, 0]).ravel() - 1
+
+
+def test_a_commit_moves_the_accepted_nodes_of_every_layer_and_no_more():
+    page_size, table = 4, jnp.asarray(random_table(np.random.default_rng(0)))
+    committed = CommittedPath(
+        page_table=table,
+        context_lens=jnp.array([6, 3]),
+        path=jnp.array([[0, 2, 5], [0, 4, 7]]),
+        counts=jnp.array([3, 0]),  # the second row is not decoding
+        is_chain=False,
+    )
+    layers = (numbered(page_size, table), None, numbered(page_size, table))
+    state = ModelState(layers=layers, layout=WHOLE).commit(committed, Kernels())
+    assert state.layers[1] is None, "a layer that keeps nothing"
+    expected = np.arange(COLUMNS * page_size)
+    expected[[7, 8]] = [8, 11]
+    for cache in (state.layers[0], state.layers[2]):
+        assert np.array_equal(positions_of(cache, table, 0), expected)
+        assert np.array_equal(positions_of(cache, table, 1), np.arange(COLUMNS * page_size))
+        assert jnp.array_equal(cache.v[1:], -cache.k[1:])
+
+
+def test_a_chain_is_committed_where_it_lies():
+    table = jnp.asarray(random_table(np.random.default_rng(0)))
+    states, path = [numbered(4, table)], jnp.array([[0, 1, 2], [0, 1, 2]])
+    lens, counts = jnp.array([6, 3]), jnp.array([3, 1])
+    committed = CommittedPath(table, lens, path, counts, is_chain=True)
+    assert PagedKV.commit(states, committed, Kernels()) is states
+
+
 def test_rows_take_the_dtype_of_the_cache():
-    (cache,) = init_layers(1, 2, HEADS, 4, HEAD_DIM, jnp.dtype(jnp.bfloat16))
+    geometry = Geometry(2, 4, 1)
+    cache = PagedKV.create(geometry, HEADS, HEAD_DIM, jnp.dtype(jnp.bfloat16), WHOLE)
     rows = jnp.full((1, 1, HEADS, HEAD_DIM), 1 / 3)
     assert write(cache, rows, rows, jnp.array([[5]])).k.dtype == jnp.bfloat16
 

@@ -20,8 +20,17 @@ from scipy import stats
 from jaxspec.config import SpeculationConfig
 from jaxspec.noise import Stream
 from jaxspec.sampling import Sampling, make_sampling, process_logits
+from jaxspec.sharding import WHOLE
 from jaxspec.speculation import acceptance
-from jaxspec.speculation.acceptance import Accepted, accept_match, accept_rejection
+from jaxspec.speculation.acceptance import (
+    AcceptanceRule,
+    Accepted,
+    Match,
+    Rejection,
+    Synthetic,
+    Verified,
+)
+from jaxspec.speculation.call import Call
 from jaxspec.speculation.expand import Beams, Proposer, grow
 from jaxspec.speculation.tree import DraftTree
 
@@ -35,7 +44,6 @@ SAMPLINGS = {
     "plain": {"temperature": 1.0},
     "truncated": {"temperature": 0.8, "top_k": 6, "top_p": 0.9},
 }
-Rule = Callable[[DraftTree, Array, Sampling, Array, None], Accepted]
 
 
 def random_tables(seed: int) -> tuple[Array, Array]:
@@ -59,13 +67,13 @@ def draft_tree(
     """Grown by the drafters' own code, from a table in the place of a model."""
     ids = jnp.arange(VOCAB) if token_ids is None else token_ids
     proposer = Proposer(
-        speculation=spec,
+        call=Call(spec),
         sampling=sampling,
         context_lens=context_lens,
-        axis=None,
+        layout=WHOLE,
         token_ids=token_ids,
         target_vocab=VOCAB,
-        target_axis=None,
+        target_layout=WHOLE,
     )
 
     def step(beams: Beams, carry: None) -> tuple[Array, None]:
@@ -76,7 +84,7 @@ def draft_tree(
 
 def commit_pairs(
     spec: SpeculationConfig,
-    rule: Rule,
+    rule: AcceptanceRule,
     options: dict[str, Any],
     token_ids: Array | None = None,
     distort: Callable[[DraftTree], DraftTree] = lambda tree: tree,
@@ -87,7 +95,7 @@ def commit_pairs(
     def one_round(sampling: Sampling, roots: Array, context_lens: Array) -> Accepted:
         tree = distort(draft_tree(spec, sampling, roots, context_lens, token_ids))
         logits = process_logits(TARGET[tree.tokens], sampling)
-        return rule(tree, logits, sampling, context_lens, None)
+        return rule.accept(Verified(tree, logits, sampling, context_lens, WHOLE))
 
     sampling = make_sampling(ROWS, seeds=jnp.arange(ROWS), **options)
     context_lens = jnp.full(ROWS, CONTEXT, jnp.int32)
@@ -119,12 +127,12 @@ def with_rule(
 
 
 RIGHT_RULES = {
-    "match, coupled chain": (with_rule(CHAIN, "match"), accept_match),
-    "match, coupled tree": (with_rule(TREE, "match"), accept_match),
-    "match, likeliest tree": (with_rule(TREE, "match", "top_k"), accept_match),
-    "rejection, drawn chain": (with_rule(CHAIN, "rejection"), accept_rejection),
-    "rejection, likeliest chain": (with_rule(CHAIN, "rejection", "top_k"), accept_rejection),
-    "rejection, likeliest tree": (with_rule(TREE, "rejection"), accept_rejection),
+    "match, coupled chain": (with_rule(CHAIN, "match"), Match()),
+    "match, coupled tree": (with_rule(TREE, "match"), Match()),
+    "match, likeliest tree": (with_rule(TREE, "match", "top_k"), Match()),
+    "rejection, drawn chain": (with_rule(CHAIN, "rejection"), Rejection()),
+    "rejection, likeliest chain": (with_rule(CHAIN, "rejection", "top_k"), Rejection()),
+    "rejection, likeliest tree": (with_rule(TREE, "rejection"), Rejection()),
 }
 REDUCED = jnp.array([6, 1, 3, 4])  # target ids of a draft vocabulary of four
 
@@ -147,10 +155,18 @@ def test_a_reduced_draft_vocabulary_changes_nothing(name: str):
 
 def test_coupled_drafts_are_accepted_more_often_than_likeliest_ones():
     depths = [
-        commit_pairs(with_rule(CHAIN, "match", proposal), accept_match, {"temperature": 1.0})[1]
+        commit_pairs(with_rule(CHAIN, "match", proposal), Match(), {"temperature": 1.0})[1]
         for proposal in ("coupled", "top_k")
     ]
     assert depths[0] > depths[1]
+
+
+@pytest.mark.parametrize("mean_length", [1.0, 1.75, 3.0])
+def test_the_synthetic_rule_accepts_so_many_tokens_a_round(mean_length: float):
+    rule = Synthetic(mean_length)
+    spec = dataclasses.replace(TREE, acceptance=rule)
+    _, depth = commit_pairs(spec, rule, SAMPLINGS["plain"])
+    assert abs(depth + 1 - mean_length) < 0.02
 
 
 # Wrong rules: each must fail the test above.
@@ -158,13 +174,13 @@ def test_coupled_drafts_are_accepted_more_often_than_likeliest_ones():
 
 def claim_flat_draws(tree: DraftTree) -> DraftTree:
     assert tree.probs is not None
-    return dataclasses.replace(tree, probs=jnp.full_like(tree.probs, 1 / VOCAB))
+    return tree.replace(probs=jnp.full_like(tree.probs, 1 / VOCAB))
 
 
 def test_a_false_claim_about_the_draws_is_caught():
     options = SAMPLINGS["plain"]
     spec = with_rule(CHAIN, "rejection")
-    pairs, _ = commit_pairs(spec, accept_rejection, options, distort=claim_flat_draws)
+    pairs, _ = commit_pairs(spec, Rejection(), options, distort=claim_flat_draws)
     assert p_value(pairs, options) < 1e-9
 
 
@@ -173,13 +189,13 @@ def test_noise_shared_with_the_draws_is_caught(shared: str, monkeypatch: pytest.
     streams = {stream.name: stream for stream in Stream} | {shared: Stream.DRAFT}
     monkeypatch.setattr(acceptance, "Stream", SimpleNamespace(**streams))
     options = SAMPLINGS["plain"]
-    pairs, _ = commit_pairs(with_rule(CHAIN, "rejection"), accept_rejection, options)
+    pairs, _ = commit_pairs(with_rule(CHAIN, "rejection"), Rejection(), options)
     assert p_value(pairs, options) < 1e-9
 
 
 WRONG_RESIDUALS = {
-    "draws from p after a refusal": lambda p, q, axis: p,
-    "forgets to normalize": lambda p, q, axis: jnp.maximum(p - q, 0.0),
+    "draws from p after a refusal": lambda p, q, layout: p,
+    "forgets to normalize": lambda p, q, layout: jnp.maximum(p - q, 0.0),
 }
 
 
@@ -194,12 +210,12 @@ WRONG_RESIDUALS = {
 def test_a_wrong_residual_is_caught(name, spec, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(acceptance, "_residual", WRONG_RESIDUALS[name])
     options = SAMPLINGS["plain"]
-    pairs, _ = commit_pairs(with_rule(spec, "rejection"), accept_rejection, options)
+    pairs, _ = commit_pairs(with_rule(spec, "rejection"), Rejection(), options)
     assert p_value(pairs, options) < 1e-9
 
 
 def test_a_rule_that_always_accepts_is_caught(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(acceptance, "uniform", lambda *args: jnp.zeros((ROWS, 1, 1)))
     options = SAMPLINGS["plain"]
-    pairs, _ = commit_pairs(with_rule(CHAIN, "rejection"), accept_rejection, options)
+    pairs, _ = commit_pairs(with_rule(CHAIN, "rejection"), Rejection(), options)
     assert p_value(pairs, options) < 1e-9

@@ -11,12 +11,13 @@ from jaxspec.config import SpeculationConfig
 from jaxspec.speculation.batch_expansion import score_by_batch_expansion
 from jaxspec.speculation.round import verify
 from tests.random_models import (
-    CONFIG,
+    admit_prompts,
     empty_state,
     make_params,
     random_prompts,
     random_target,
     read_prompts,
+    tiny_config,
 )
 from tests.random_trees import random_tree
 
@@ -30,16 +31,18 @@ def both_scores(
     windows: tuple[int | None, ...], page_size: int = 16, order_invariant: bool = False
 ) -> list[tuple[Array, Array]]:
     """Logits [B, N, V] of verify and of batch expansion, for random trees of each of SIZES."""
-    config = dataclasses.replace(CONFIG, sliding_windows=windows)
-    params = make_params("none", TREE, random_target(config, context=1.0))
-    state = read_prompts(params, empty_state(params, 3, 48, page_size), PROMPTS)
+    config = tiny_config(sliding_windows=windows)
+    spec = dataclasses.replace(TREE, verify_width=TREE.num_nodes if order_invariant else None)
+    params = make_params("none", spec, random_target(config, context=1.0))
+    state = admit_prompts(params, empty_state(params, 3, 48, page_size), PROMPTS)
+    state = read_prompts(params, state)
     both = jax.jit(
         lambda params, state, tree: (
-            verify(params.target, state, tree, order_invariant=order_invariant)[0],
+            verify(params.target, state, tree, params.call()).logits,
             score_by_batch_expansion(params.target, state, tree),
         )
     )
-    rng, roots = np.random.default_rng(0), np.asarray(state.roots)
+    rng, roots = np.random.default_rng(0), np.asarray(state.rows.roots)
     trees = [random_tree(rng, roots, sizes, TREE.num_nodes, TREE.max_depth) for sizes in SIZES]
     return [both(params, state, tree) for tree in trees]
 

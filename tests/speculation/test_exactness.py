@@ -13,11 +13,12 @@ import pytest
 from jaxspec.config import SpeculationConfig
 from jaxspec.functional import EngineParams
 from jaxspec.sampling import Sampling, make_sampling
-from jaxspec.state import EngineState
+from jaxspec.state import Emitted, Ending, EngineState
 from tests.random_models import (
-    CONFIG,
     DRAFTERS,
     MAX_LENGTH,
+    NEW_TOKENS,
+    admit_prompts,
     empty_state,
     generate,
     jit_decode,
@@ -25,6 +26,7 @@ from tests.random_models import (
     random_prompts,
     random_target,
     read_prompts,
+    tiny_config,
 )
 
 PROMPTS = random_prompts((5, 1, 17, 9, 23, 2, 12, 30))
@@ -84,7 +86,8 @@ def check(case: Case) -> None:
         sampling=sampling_of(case.temperature, case.batch),
     )
     assert generated == plain_texts(case.temperature)[: case.batch]
-    mean_length = state.stats.accepted.sum() / state.stats.rounds.sum()
+    stats = state.rows.stats
+    mean_length = stats.accepted.sum() / stats.rounds.sum()
     assert mean_length > 1.2, "hardly a draft was accepted: this run tested little"
 
 
@@ -124,10 +127,14 @@ def run_tree(drafter: str = "draft_model", rows: tuple[int, ...] = ROWS, **optio
 def started(drafter: str, max_lens: list[int] | None = None) -> tuple[EngineParams, EngineState]:
     """Parameters as in run_tree, and a state that has read the prompts."""
     params = make_params(drafter, TREE)
-    limits = jnp.asarray(max_lens or [MAX_LENGTH] * 3)
-    sampling = sampling_of(SAMPLED, 3)
-    state = empty_state(params, 3, MAX_LENGTH, 4, sampling=sampling, max_lens=limits)
-    return params, read_prompts(params, state, PROMPTS[:3])
+    limits = np.array(max_lens or [MAX_LENGTH] * 3, np.int32)
+    empty, sampling = empty_state(params, 3, MAX_LENGTH, 4), sampling_of(SAMPLED, 3)
+    state = admit_prompts(params, empty, PROMPTS[:3], sampling=sampling, max_lens=limits)
+    return params, read_prompts(params, state)
+
+
+def decode(params: EngineParams, state: EngineState, rounds: int) -> tuple[EngineState, Emitted]:
+    return jit_decode(params, state, rounds, max_rounds=NEW_TOKENS)
 
 
 def test_text_does_not_depend_on_batch_neighbours():
@@ -142,7 +149,8 @@ def test_prompt_may_be_read_in_chunks(drafter: str):
     for chunk in (1, 7):
         parts, state = run_tree(drafter, chunk=chunk)
         assert parts == whole
-        assert jnp.array_equal(state.stats.accepted, whole_state.stats.accepted), (
+        accepted = state.rows.stats.accepted
+        assert jnp.array_equal(accepted, whole_state.rows.stats.accepted), (
             "the same text, but the drafter guessed differently"
         )
 
@@ -153,7 +161,9 @@ def test_text_ends_at_the_first_stop_token():
     for stop in {plain[0][20], plain[1][31], plain[2][40]}:
         generated, state = run_tree(max_lens=limits, stop_token_ids=(stop,))
         assert generated == [cut_after(stop, plain[row], len(PROMPTS[row])) for row in ROWS]
-        assert not state.active.any()
+        endings = [Ending.STOP if text[-1] == stop else Ending.LENGTH for text in generated]
+        assert state.rows.ending.tolist() == endings
+        assert not state.rows.active.any()
 
 
 def cut_after(stop: int, text: list[int], prompt_length: int) -> list[int]:
@@ -166,40 +176,55 @@ def test_text_ends_at_its_own_length_limit():
     limits = [len(PROMPTS[row]) + extra for row, extra in zip(ROWS, (1, 2, 37), strict=True)]
     generated, state = run_tree(max_lens=limits)
     assert generated == [plain_texts(SAMPLED)[row][: limits[row]] for row in ROWS]
-    assert state.stats.rounds[0] == 0, "the only new token came with the prompt"
-    assert not state.active.any()
+    assert state.rows.stats.rounds[0] == 0, "the only new token came with the prompt"
+    assert state.rows.ending.tolist() == [Ending.LENGTH] * 3
+    assert not state.rows.active.any()
 
 
 def test_finished_rows_stay_as_they_are():
     done = np.array([0, 2])
     params, state = started("draft_model", [len(PROMPTS[0]) + 10, 200, len(PROMPTS[2]) + 3])
-    before = jit_decode(params, state, 12)
-    assert before.active.tolist() == [False, True, False]
-    after = jit_decode(params, before, 5)
-    assert after.context_lens[1] > before.context_lens[1]
-    for name in ("tokens", "context_lens", "active"):
-        assert jnp.array_equal(getattr(before, name)[done], getattr(after, name)[done]), name
-    assert jnp.array_equal(before.stats.accepted[done], after.stats.accepted[done])
-    pages = before.page_table[done]
-    for old, new in zip(
-        jax.tree.leaves((before.cache, before.draft.cache)),
-        jax.tree.leaves((after.cache, after.draft.cache)),
-        strict=True,
-    ):
+    before, _ = decode(params, state, 12)
+    assert before.rows.active.tolist() == [False, True, False]
+    after, emitted = decode(params, before, 5)
+    assert after.rows.context_lens[1] > before.rows.context_lens[1]
+    assert not emitted.counts[:, done].any()
+    for old, new in zip(jax.tree.leaves(before.rows), jax.tree.leaves(after.rows), strict=True):
+        assert jnp.array_equal(old[done], new[done])
+    pages = before.rows.page_table[done]
+    for old, new in zip(jax.tree.leaves(before.pool), jax.tree.leaves(after.pool), strict=True):
         assert jnp.array_equal(old[pages], new[pages])
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "draft_model", "eagle3"])
 def test_statistics_add_up(drafter: str):
     params, start = started(drafter)
-    state = jit_decode(params, start, 20)
-    stats = state.stats
+    state, emitted = decode(params, start, 20)
+    stats, added = state.rows.stats, state.rows.context_lens - start.rows.context_lens
     assert stats.rounds.tolist() == [20] * 3
-    assert jnp.array_equal(stats.accepted.sum(axis=1), state.context_lens - start.context_lens)
+    assert jnp.array_equal(stats.accepted.sum(axis=1), added)
     assert jnp.array_equal(stats.accepted[:, 0], stats.rounds)
     assert (np.diff(stats.accepted, axis=1) <= 0).all(), "reaching depth d takes reaching d - 1"
     most = stats.rounds * (TREE.num_nodes - 1)
     assert (stats.drafted == most).all() if drafter != "ngram" else (stats.drafted <= most).all()
+    assert emitted.num_rounds == 20
+    assert jnp.array_equal(emitted.counts.sum(axis=0), added)
+    assert jnp.array_equal(emitted.drafted.sum(axis=0), stats.drafted)
+    assert jnp.array_equal(emitted.accepted.sum(axis=0), stats.accepted[:, 1:].sum(axis=1))
+
+
+def test_what_is_emitted_is_the_text():
+    params, start = started("draft_model")
+    state, emitted = decode(params, start, 20)
+    for row in ROWS:
+        new = [
+            token
+            for tokens, count in zip(emitted.tokens[:, row], emitted.counts[:, row], strict=True)
+            for token in tokens[:count].tolist()
+        ]
+        first = int(start.rows.context_lens[row]) + 1
+        assert new == state.rows.tokens[row, first : first + len(new)].tolist()
+        assert len(new) == state.rows.context_lens[row] + 1 - first
 
 
 # Other programs.
@@ -217,11 +242,11 @@ def test_rejection_at_temperature_0_is_greedy(speculation: SpeculationConfig):
     params = make_params("eagle3", dataclasses.replace(speculation, acceptance="rejection"))
     generated, state = generate(params, PROMPTS[:3], sampling=sampling_of(0.0, 3))
     assert generated == plain_texts(0.0)[:3]
-    assert state.stats.accepted.sum() > 1.2 * state.stats.rounds.sum()
+    assert state.rows.stats.accepted.sum() > 1.2 * state.rows.stats.rounds.sum()
 
 
 def test_sliding_windows_do_not_change_the_text():
-    config = dataclasses.replace(CONFIG, sliding_windows=(9, None))
+    config = tiny_config(sliding_windows=(9, None))
     sampling = sampling_of(0.0, 3)
     undrafted = make_params("none", TREE, random_target(config))
     plain, _ = generate(undrafted, PROMPTS[:3], sampling=sampling)

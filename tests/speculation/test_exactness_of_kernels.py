@@ -15,14 +15,18 @@ import pytest
 from jaxspec.config import SpeculationConfig
 from jaxspec.functional import EngineParams
 from jaxspec.speculation.drafters import EagleDrafter, NoDrafter
-from pallas_kernels.tuning import KERNELS_VARIABLE, MEASURED, kernels_in_use
-from tests import random_models
-from tests.random_models import eagle3_head, generate, random_prompts, random_target
+from pallas_kernels.selection import OPERATIONS, Kernels
+from tests.random_models import (
+    eagle3_head,
+    generate,
+    random_prompts,
+    random_target,
+    tiny_config,
+)
 
 # What every kernel takes: heads of 128, rows that warpgroups share evenly.
-CONFIG = dataclasses.replace(
-    random_models.CONFIG, vocab_size=1024, hidden_size=256, intermediate_size=512, head_dim=128
-)
+CONFIG = tiny_config(vocab_size=1024, hidden_size=256, intermediate_size=512, head_dim=128)
+KERNELS = Kernels(frozenset(OPERATIONS))
 WIDTH = 24
 
 
@@ -32,24 +36,22 @@ WIDTH = 24
     [SpeculationConfig.chain(5), SpeculationConfig(num_nodes=20, max_depth=5, top_k=4)],
     ids=["chain", "tree"],
 )
-def test_text_is_that_of_plain_decoding(
-    speculation: SpeculationConfig, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setenv(KERNELS_VARIABLE, "all")
-    assert kernels_in_use() == list(MEASURED)
+def test_text_is_that_of_plain_decoding(speculation: SpeculationConfig):
     target = random_target(CONFIG)
     head = eagle3_head(target, draft_vocab_size=None)
     target, head = (jax.tree.map(_in_bfloat16, model) for model in (target, head))
     speculation = dataclasses.replace(speculation, verify_width=WIDTH)
-    drafter = EagleDrafter(
-        head=head, feature_size=len(head.capture) * CONFIG.hidden_size, speculation=speculation
-    )
     prompts = random_prompts((5, 1, 17, 9, 23, 2, 12, 30), vocab=CONFIG.vocab_size)
     run = functools.partial(generate, prompts=prompts, page_size=16)
-    plain, _ = run(EngineParams(target=target, drafter=NoDrafter(), speculation=speculation))
-    texts, state = run(EngineParams(target=target, drafter=drafter, speculation=speculation))
-    assert texts == plain
-    assert state.stats.accepted.sum() / state.stats.rounds.sum() > 1.2, "hardly a draft was taken"
+    drafting, plain = (
+        EngineParams(target=target, drafter=drafter, speculation=speculation, kernels=KERNELS)
+        for drafter in (EagleDrafter(head=head), NoDrafter())
+    )
+    expected, _ = run(plain)
+    texts, state = run(drafting)
+    assert texts == expected
+    stats = state.rows.stats
+    assert stats.accepted.sum() / stats.rounds.sum() > 1.2, "hardly a draft was taken"
 
 
 def _in_bfloat16(x: Any) -> Any:

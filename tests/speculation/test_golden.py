@@ -4,7 +4,6 @@ tests/data/eagle*_tree hold small heads in the official format, and what the off
 with them. Its ``depth`` counts expansions below the root's children: our max_depth less one.
 """
 
-import dataclasses
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,28 +13,18 @@ import numpy as np
 import pytest
 from jax import Array
 
-from jaxspec.config import ModelConfig, SpeculationConfig
+from jaxspec.config import SpeculationConfig
 from jaxspec.functional import EngineParams
 from jaxspec.models.decoder import Decoder, decoder_shapes
-from jaxspec.speculation.drafters import EagleDrafter, PrefillChunk
+from jaxspec.speculation.drafters import DraftState, EagleDrafter, PrefillChunk
 from jaxspec.speculation.tree import DraftTree, unpack_mask
-from jaxspec.state import EngineState
+from jaxspec.state import EngineState, Status
 from jaxspec.weights.eagle import load_eagle_head
-from tests.random_models import empty_state, random_arrays
+from tests.random_models import empty_state, random_arrays, tiny_config
 
 DATA = Path(__file__).parent.parent / "data"
-CONFIG = ModelConfig(
-    vocab_size=320,
-    hidden_size=64,
-    intermediate_size=16,
-    num_layers=6,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    rms_norm_eps=1e-5,
-    rope_theta=1e4,
-    max_position=512,
-    sliding_windows=(None,) * 6,
+CONFIG = tiny_config(
+    vocab_size=320, hidden_size=64, intermediate_size=16, num_layers=6, max_position=512
 )
 
 
@@ -74,31 +63,36 @@ def target_for(golden: dict[str, np.ndarray]) -> Decoder:
     """Only its embedding (EAGLE-3) or LM head (EAGLE-1) is ever read."""
     target = random_arrays(decoder_shapes(CONFIG, jnp.dtype(jnp.float32)), seed=0)
     if "embed_tokens" in golden:
-        return dataclasses.replace(target, embed=jnp.asarray(golden["embed_tokens"]))
-    return dataclasses.replace(target, lm_head=jnp.asarray(golden["lm_head"].T))
+        return target.replace(embed=jnp.asarray(golden["embed_tokens"]))
+    assert target.lm_head is not None
+    return target.replace(lm_head=target.lm_head.replace(weight=jnp.asarray(golden["lm_head"].T)))
 
 
-def append(state: EngineState, start: int, ids: np.ndarray, draft: Any) -> EngineState:
+def append(state: EngineState, start: int, ids: np.ndarray, draft: DraftState) -> EngineState:
     """``state`` with ``ids`` from position ``start`` on, the last of them as root."""
     end = start + len(ids)
-    return dataclasses.replace(
-        state,
-        tokens=state.tokens.at[0, start:end].set(ids),
+    rows = state.rows.replace(
+        status=jnp.array([Status.DECODING]),
+        tokens=state.rows.tokens.at[0, start:end].set(ids),
         context_lens=jnp.array([end - 1]),
-        active=jnp.array([True]),
-        draft=draft,
+        draft=draft.rows,
     )
+    return state.replace(pool=state.pool.replace(draft=draft.pool), rows=rows)
 
 
 @jax.jit
-def prefill(params: EngineParams, state: EngineState, tokens: Array, features: Array) -> Any:
+def prefill(
+    params: EngineParams, state: EngineState, tokens: Array, features: Array
+) -> tuple[Any, Any]:
     chunk = PrefillChunk(tokens, jnp.array([tokens.shape[1]]))
-    return params.drafter.prefill(params.target, state, chunk, features)
+    draft = params.drafter.prefill(params.target, state, chunk, features, params.call())
+    return draft.pool, draft.rows
 
 
 @jax.jit
-def propose(params: EngineParams, state: EngineState) -> tuple[DraftTree, Any]:
-    return params.drafter.propose(params.target, state)
+def propose(params: EngineParams, state: EngineState) -> tuple[DraftTree, Any, Any]:
+    tree, draft = params.drafter.propose(params.target, state, params.call())
+    return tree, draft.pool, draft.rows
 
 
 def padded(features: np.ndarray, width: int) -> Array:
@@ -117,21 +111,22 @@ def test_trees_are_the_official_ones(name: str, page_size: int):
     )
     head = load_eagle_head(DATA / name, CONFIG, jnp.dtype(jnp.float32))
     hidden, ids = golden["round1_hidden"], golden["round1_ids"]
-    drafter = EagleDrafter(head=head, feature_size=hidden.shape[1], speculation=spec)
+    drafter = EagleDrafter(head=head)
+    assert head.feature_size(target) == hidden.shape[1]
     params = EngineParams(target=target, drafter=drafter, speculation=spec)
     state = empty_state(params, 1, 64, page_size)
 
     draft = prefill(
         params, state, jnp.asarray(ids[None, :-1], jnp.int32), jnp.asarray(hidden[None])
     )
-    state = append(state, 0, ids, draft)
-    tree, draft = propose(params, state)
+    state = append(state, 0, ids, DraftState(*draft))
+    tree, *draft = propose(params, state)
     assert_same(ours(tree), official(golden, name, 1))
 
     hidden, new_ids = golden["round2_hidden"], golden["round2_new_ids"]
     width = spec.max_depth + 1  # features of as many tree nodes; here the accepted ones come first
     path, counts = jnp.arange(width)[None], jnp.array([len(new_ids)])
-    draft = drafter.commit(draft, padded(hidden, width), path, counts, state.active)
-    state = append(state, len(ids), new_ids, draft)
-    tree, _ = propose(params, state)
+    kept = drafter.commit(state, padded(hidden, width), path, counts, params.call())
+    state = append(state, len(ids), new_ids, DraftState(draft[0], kept))
+    tree, *_ = propose(params, state)
     assert_same(ours(tree), official(golden, name, 2))

@@ -128,5 +128,5 @@ def test_padding_adds_nothing_to_a_tree(width: int):
 
 
 def test_a_tree_cannot_be_padded_to_less_than_it_has():
-    with pytest.raises(ValueError, match="verify_width 2"):
+    with pytest.raises(ValueError, match="cannot be padded to 2"):
         pad_tree(make_chain(jnp.arange(3)[None], jnp.array([3])), 2)

@@ -1,0 +1,120 @@
+"""The shape of the draft tree may change from call to call: never the text, nor later drafts."""
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxspec import functional
+from jaxspec.config import PLAIN, SpeculationConfig, TreeShape
+from jaxspec.functional import EngineParams
+from jaxspec.sampling import make_sampling
+from jaxspec.state import Emitted, EngineState
+from tests.programs import new_jit
+from tests.random_models import DRAFTERS, empty_state, make_params, padded, random_prompts, texts
+
+PROMPTS = random_prompts((5, 1, 14), seed=4)
+CAPACITY = SpeculationConfig(num_nodes=8, max_depth=3, top_k=2)
+SHAPES = {"tree": None, "chain": TreeShape(3, 2), "plain": PLAIN}
+LENGTH, WIDTH, ROUNDS = 96, 16, 5  # more plain rounds than the drafters can let wait
+
+admit = new_jit(functional.admit)
+prefill = new_jit(functional.prefill, "width")
+decode = new_jit(functional.decode, "max_rounds", "shape")
+
+
+@functools.cache
+def params_of(drafter: str) -> EngineParams:
+    return make_params(drafter, CAPACITY)
+
+
+def start(params: EngineParams, prompts: list[Any]) -> EngineState:
+    """A state that has read the prompts, half of its rows greedy."""
+    lens = np.array([len(prompt) for prompt in prompts])
+    sampling = make_sampling(3, temperature=np.array([0.0, 0.8, 0.8]), seeds=np.array([5, 6, 7]))
+    state = empty_state(params, 3, LENGTH, 4)
+    state = admit(params, state, np.arange(3), padded(prompts, LENGTH), lens, sampling=sampling)
+    for _ in range(-(-max(lens) // WIDTH)):
+        state, _ = prefill(params, state, width=WIDTH)
+    return state
+
+
+def run(
+    params: EngineParams, state: EngineState, shape: str, rounds: int
+) -> tuple[EngineState, Emitted]:
+    return decode(params, state, rounds, max_rounds=LENGTH, shape=SHAPES[shape])
+
+
+@functools.cache
+def plain_texts() -> list[list[int]]:
+    params = params_of("none")
+    return texts(run(params, start(params, PROMPTS), "plain", LENGTH)[0])
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_calls_of_any_shapes_give_the_text_of_plain_decoding(drafter: str):
+    params, rng = params_of(drafter), np.random.default_rng(0)
+    names = [*SHAPES, *rng.choice(list(SHAPES), 4)]
+    state, accepted = start(params, PROMPTS), dict.fromkeys(SHAPES, 0)
+    for name in names:
+        state, emitted = run(params, state, name, int(rng.integers(1, ROUNDS + 1)))
+        accepted[name] += int(emitted.accepted.sum())
+        for text, expected in zip(texts(state), plain_texts(), strict=True):
+            assert text == expected[: len(text)]
+    assert accepted["plain"] == 0
+    assert accepted["tree"] > 0 and accepted["chain"] > 0, "this run tested little"
+    state, _ = run(params, state, "tree", LENGTH)
+    assert texts(state) == plain_texts()
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("before", [("plain",), ("tree", "plain", "chain"), ("chain", "plain")])
+def test_a_drafter_that_resumes_drafts_as_if_it_had_just_read_the_text(
+    drafter: str, before: tuple[str, ...]
+):
+    params = params_of(drafter)
+    state = start(params, PROMPTS)
+    for name in before:
+        state, _ = run(params, state, name, ROUNDS)
+    read = [np.array(text[:-1]) for text in texts(state)]
+    fresh = start(params, read)
+    assert texts(fresh) == texts(state), "the last token is sampled anew, and alike"
+    for name in ("tree", "chain"):
+        state, resumed = run(params, state, name, 4)
+        fresh, expected = run(params, fresh, name, 4)
+        for found, wanted in zip(jax.tree.leaves(resumed), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize(
+    ("shape", "room"),
+    [
+        (TreeShape(9, 3, 2), "room for: 8 nodes, depth 3"),
+        (TreeShape.parse("chain:4"), "room for: 8 nodes, depth 3"),
+        (TreeShape(8, 3, 3), "needs 10 slots, the engine has room for 8"),
+    ],
+)
+def test_a_shape_beyond_the_capacity_is_an_error(shape: TreeShape, room: str):
+    params = params_of("ngram")
+    with pytest.raises(ValueError, match=room):
+        functional.decode(params, empty_state(params, 3, LENGTH, 4), 1, shape=shape)
+
+
+def test_a_shape_that_the_proposal_does_not_go_with_is_an_error():
+    spec = SpeculationConfig(4, 3, 1, acceptance="rejection", proposal="sampled")
+    params = make_params("draft_model", spec)
+    with pytest.raises(ValueError, match="does not go with"):
+        functional.decode(params, empty_state(params, 3, LENGTH), 1, shape=TreeShape(3, 1, 2))
+
+
+def test_plain_calls_go_with_every_proposal():
+    spec = SpeculationConfig(4, 3, 1, acceptance="rejection", proposal="sampled")
+    assert spec.with_shape(PLAIN).is_plain
+
+
+def test_an_engine_without_a_drafter_decodes_plainly_whatever_the_shape():
+    params = params_of("none")
+    assert params.call(TreeShape(3, 2)) == params.call()
+    assert params.call().speculation.is_plain
