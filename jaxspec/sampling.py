@@ -69,6 +69,8 @@ def make_sampling(
 
 
 def _rows(value: ArrayLike, batch: int, dtype: DTypeLike) -> Array:
+    if not isinstance(value, Array):  # jax would take a large Python int for an int32
+        value = np.asarray(value).astype(dtype)
     return jnp.broadcast_to(jnp.asarray(value).astype(dtype), (batch,))
 
 

@@ -171,7 +171,7 @@ def _admit(
     max_lens, lens = arrived["max_lens"].astype(jnp.int32), arrived["prompt_lens"]
     length, held = own.tokens.shape[1], jnp.sum(table > 0, axis=1) * state.pool.page_size
     fits = (lens >= 1) & (lens < length) & (max_lens <= length)
-    fits &= max_lens + params.speculation.scratch_slots <= held
+    fits &= (lens <= held) & (max_lens + params.speculation.scratch_slots <= held)
     zeros = jnp.zeros(batch, jnp.int32)
     width = arrived["prompts"].shape[1]
     new = Rows(
