@@ -1,11 +1,19 @@
-"""Several CPU devices, for the tests of sharding; and text to train on and be tested with."""
+"""Several CPU devices, for the tests of sharding; text to train on; and a record of GPU tests."""
 
+import datetime
+import json
+import os
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
+
+# When the GPU tests last passed. Written here, by a run of all of them that passed.
+GPU_RECORD = Path(__file__).parent.parent / "docs/gpu_tests.json"
 
 
 @pytest.fixture
@@ -16,3 +24,32 @@ def sources(tmp_path: Path) -> Path:
     for name in "abcdefgh":
         (folder / f"{name}.py").write_text(f"def {name}(x):\n    return x + 1\n\n\n" * 40)
     return folder
+
+
+def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pytest.Config) -> None:
+    """After `pytest -m gpu` over the whole suite: write down that it passed, and where."""
+    whole = config.option.markexpr == "gpu" and config.args_source.name != "ARGS"
+    passed = len(terminalreporter.stats.get("passed", ()))
+    if exitstatus == 0 and whole and passed and jax.default_backend() == "gpu":
+        GPU_RECORD.write_text(json.dumps(gpu_record(passed), indent=2) + "\n")
+        terminalreporter.write_line(f"wrote {GPU_RECORD}")
+
+
+def gpu_record(passed: int) -> dict[str, Any]:
+    return {
+        "command": "pytest -m gpu",
+        "passed": passed,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+    }
+
+
+def commit() -> str:
+    """Of the checkout; JAXSPEC_COMMIT says it for a copy without a git folder."""
+    command = ["git", "rev-parse", "HEAD"]
+    result = subprocess.run(
+        command, cwd=GPU_RECORD.parent, capture_output=True, text=True, check=False
+    )
+    return result.stdout.strip() or os.environ.get("JAXSPEC_COMMIT", "unknown")
