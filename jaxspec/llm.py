@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import transformers
 from jax.sharding import Mesh
@@ -14,6 +15,7 @@ from jaxspec.engine import Engine
 from jaxspec.functional import EngineParams
 from jaxspec.loading import BUILT_IN_MODEL, load
 from jaxspec.models.decoder import Decoder
+from jaxspec.models.hf_config import read_json
 from jaxspec.scheduling.requests import SamplingParams
 from jaxspec.speculation.drafters import Drafter
 from jaxspec.state import Ending
@@ -236,10 +238,23 @@ def load_tokenizer(model: str | Path) -> transformers.PreTrainedTokenizerBase:
     """The model's own tokenizer. Raises ValueError if it has none."""
     directory = resolve_directory(model)
     try:
-        return transformers.AutoTokenizer.from_pretrained(directory)
+        return _tokenizer_class(directory).from_pretrained(directory)
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{directory} holds no tokenizer that loads: {reason}") from error
+
+
+def _tokenizer_class(directory: Path) -> Any:
+    """The class that AutoTokenizer would take, which imports torch where it is installed: a Llama's
+    generic tokenizer is found without it."""
+    path = directory / "tokenizer_config.json"
+    name = read_json(path).get("tokenizer_class") if path.is_file() else None
+    if (
+        name in ("PreTrainedTokenizerFast", "TokenizersBackend")
+        and read_json(directory / "config.json").get("model_type") == "llama"
+    ):
+        return transformers.PreTrainedTokenizerFast
+    return transformers.AutoTokenizer
 
 
 def _max_length(wanted: int | None, limit: int) -> int:

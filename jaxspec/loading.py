@@ -17,9 +17,9 @@ from jaxspec.speculation.drafters import (
     NGramDrafter,
     NoDrafter,
 )
-from jaxspec.weights.eagle import load_eagle_head
+from jaxspec.weights.eagle import head_method, load_eagle_head
 from jaxspec.weights.hub import resolve_directory
-from jaxspec.weights.safetensors_io import load_decoder, scan
+from jaxspec.weights.safetensors_io import load_decoder
 from pallas_kernels.selection import Kernels
 
 BUILT_IN_MODEL = Path(__file__).parent / "assets" / "python-lm"
@@ -102,7 +102,7 @@ def _load_drafter(
     if drafter == "ngram":
         return NGramDrafter()
     directory = resolve_directory(drafter)
-    if "fc.weight" in scan(directory):  # an EAGLE head's own; no language model has it
+    if head_method(directory) is not None:
         return EagleDrafter(head=load_eagle_head(directory, target, dtype, mesh, sharded))
     config = load_model_config(directory)
     _check_same_tokenizer(directory, config, model_directory, target)

@@ -1,8 +1,9 @@
-"""Hugging Face ``config.json`` to ModelConfig and back, for targets and for EAGLE heads.
+"""Hugging Face ``config.json`` to ModelConfig and back. Draft heads are in hf_heads.py.
 
 Every key of a config must be one that is read here or one known not to change the mathematics. Any
 other key, or a value that the decoder cannot honour, is an error that names it. Absent keys take
-transformers' defaults.
+transformers' defaults; its own config classes are not used, as they import torch where it is
+installed.
 """
 
 import dataclasses
@@ -11,31 +12,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import transformers  # its config classes are loaded at first use: with torch installed they need it
-from huggingface_hub.errors import StrictDataclassError
-
 from jaxspec.config import (
     AttentionConfig,
     DenseConfig,
-    LayerConfig,
     Llama3RopeScaling,
     ModelConfig,
     dense_model,
 )
 from jaxspec.models import hf_keys
-from jaxspec.models.heads import EagleMethod, check_capture, default_capture
-
-
-@dataclasses.dataclass(frozen=True)
-class EagleHeadConfig:
-    """What ``head_shapes`` needs to know of a draft head; see there for the fields."""
-
-    model: ModelConfig
-    method: EagleMethod
-    draft_vocab_size: int | None
-    capture: tuple[int, ...]
-    fc_bias: bool
-    own_embed: bool
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -79,28 +63,28 @@ def parse_model_config(
         )
     fixed = {key: hf_keys.FIXED_VALUES[key] for key in hf_keys.FIXED_VALUES.keys() - family.keys}
     check_keys(raw, hf_keys.COMMON_KEYS | hf_keys.HARMLESS_KEYS | family.keys, fixed, "config.json")
-    hf = _normalize(raw)
-    rope_theta, rope_scaling = _rope(hf.rope_parameters)
-    attention_bias = bool(getattr(hf, "attention_bias", False))
+    hf = _with_defaults(raw, family)
+    rope_theta, rope_scaling = _rope(_rope_parameters(hf))
+    heads, attention_bias = hf["num_attention_heads"], hf["attention_bias"]
     return dense_model(
-        vocab_size=hf.vocab_size,
-        hidden_size=hf.hidden_size,
-        intermediate_size=hf.intermediate_size,
-        num_layers=hf.num_hidden_layers,
-        num_heads=hf.num_attention_heads,
-        num_kv_heads=hf.num_key_value_heads,
-        head_dim=getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads,
-        rms_norm_eps=hf.rms_norm_eps,
+        vocab_size=hf["vocab_size"],
+        hidden_size=hf["hidden_size"],
+        intermediate_size=hf["intermediate_size"],
+        num_layers=hf["num_hidden_layers"],
+        num_heads=heads,
+        num_kv_heads=hf["num_key_value_heads"] or heads,
+        head_dim=_head_dim(hf),
+        rms_norm_eps=hf["rms_norm_eps"],
         rope_theta=rope_theta,
-        max_position=hf.max_position_embeddings,
-        sliding_windows=_sliding_windows(hf),
+        max_position=hf["max_position_embeddings"],
+        sliding_windows=_sliding_windows(hf, model_type),
         rope_scaling=rope_scaling,
-        tie_word_embeddings=bool(hf.tie_word_embeddings),
+        tie_word_embeddings=hf["tie_word_embeddings"],
         qkv_bias=attention_bias or model_type == "qwen2",
         o_bias=attention_bias,
-        mlp_bias=bool(getattr(hf, "mlp_bias", False)),
+        mlp_bias=hf["mlp_bias"],
         qk_norm=model_type == "qwen3",
-        stop_token_ids=_stop_token_ids(hf.eos_token_id, (generation or {}).get("eos_token_id")),
+        stop_token_ids=_stop_token_ids(hf["eos_token_id"], (generation or {}).get("eos_token_id")),
     )
 
 
@@ -123,21 +107,59 @@ def check_keys(
             )
 
 
-def _normalize(raw: Mapping[str, Any]) -> Any:
-    """transformers' config object: defaults filled in, old key names translated."""
-    fields = {key: value for key, value in raw.items() if key not in ("dtype", "torch_dtype")}
-    for key in ("rope_scaling", "rope_parameters"):  # transformers writes into these
-        if isinstance(fields.get(key), dict):
-            fields[key] = dict(fields[key])
-    try:
-        return transformers.AutoConfig.for_model(**fields)
-    except (StrictDataclassError, ValueError, KeyError, TypeError) as error:
-        reason = " ".join(str(error.__cause__ or error).split())
-        raise ValueError(f"transformers rejects this config.json: {reason}") from error
+def _with_defaults(raw: Mapping[str, Any], family: hf_keys.Family) -> dict[str, Any]:
+    """The keys that are read, the absent ones filled in. Raises ValueError for values of a type
+    that they cannot have."""
+    defaults = {**hf_keys.COMMON_DEFAULTS, **family.defaults}
+    hf = {key: raw.get(key, default) for key, default in defaults.items()}
+    for key, value in hf.items():
+        optional = defaults[key] is None and value is None
+        if key in hf_keys.SIZES and not optional and (not _is_integer(value) or value < 1):
+            raise ValueError(f"config.json: {key} must be a positive integer, got {value!r}")
+        if key in hf_keys.FLAGS and not isinstance(value, bool):
+            raise ValueError(f"config.json: {key} must be true or false, got {value!r}")
+    if not _is_number(hf["rms_norm_eps"]):
+        raise ValueError(f"config.json: rms_norm_eps must be a number, got {raw['rms_norm_eps']!r}")
+    window = hf["sliding_window"]
+    if window is not None and (not _is_integer(window) or window < 1):
+        raise ValueError(f"config.json: sliding_window must be a positive integer, got {window!r}")
+    return hf
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float) or _is_integer(value)
+
+
+def _head_dim(hf: Mapping[str, Any]) -> int:
+    hidden, heads = hf["hidden_size"], hf["num_attention_heads"]
+    if hf["head_dim"] is None and hidden % heads:
+        raise ValueError(
+            f"config.json: hidden_size {hidden} is not a multiple of num_attention_heads {heads}"
+        )
+    head_dim = hf["head_dim"] or hidden // heads
+    if head_dim % 2:
+        raise ValueError(f"config.json: rotary embedding needs an even head_dim, not {head_dim}")
+    return head_dim
+
+
+def _rope_parameters(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of transformers 5 (``rope_parameters``) from either version's keys."""
+    given = hf["rope_scaling"] or hf["rope_parameters"] or {}
+    if not isinstance(given, dict):
+        raise ValueError(f"config.json: rope parameters must be an object, got {given!r}")
+    kind = given.get("rope_type", given.get("type", "default"))
+    parameters = {"rope_theta": hf["rope_theta"]} | given | {"rope_type": kind}
+    if kind == "llama3":
+        parameters.setdefault("original_max_position_embeddings", hf["max_position_embeddings"])
+    return parameters
 
 
 def _rope(parameters: Mapping[str, Any]) -> tuple[float, Llama3RopeScaling | None]:
-    kind = parameters.get("rope_type", "default")
+    kind = parameters["rope_type"]
     if kind not in hf_keys.ROPE_NEEDS:
         raise ValueError(f"rope_type {kind!r} is not supported, only 'default' and 'llama3'")
     needed = hf_keys.ROPE_NEEDS[kind]
@@ -146,6 +168,9 @@ def _rope(parameters: Mapping[str, Any]) -> tuple[float, Llama3RopeScaling | Non
     missing = needed - {key for key, value in parameters.items() if value is not None}
     if missing:
         raise ValueError(f"rope parameters of type {kind!r} lack {', '.join(sorted(missing))}")
+    for key in needed:
+        if not _is_number(parameters[key]):
+            raise ValueError(f"rope parameter {key} must be a number, got {parameters[key]!r}")
     theta = float(parameters["rope_theta"])
     if kind == "default":
         return theta, None
@@ -157,23 +182,34 @@ def _rope(parameters: Mapping[str, Any]) -> tuple[float, Llama3RopeScaling | Non
     )
 
 
-def _sliding_windows(hf: Any) -> tuple[int | None, ...]:
-    window = getattr(hf, "sliding_window", None)
-    if hf.model_type in ("llama", "mistral"):
-        return (window,) * hf.num_hidden_layers
-    for kind in set(hf.layer_types):
+def _sliding_windows(hf: Mapping[str, Any], model_type: str) -> tuple[int | None, ...]:
+    window, layers = hf["sliding_window"], hf["num_hidden_layers"]
+    if model_type == "llama":
+        return (None,) * layers
+    if model_type == "mistral":
+        return (window,) * layers
+    window = window if hf["use_sliding_window"] else None
+    first = layers if window is None else hf["max_window_layers"]
+    kinds = hf["layer_types"]
+    if kinds is None:
+        kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
+    if len(kinds) != layers:
+        raise ValueError(f"layer_types has {len(kinds)} entries for {layers} layers")
+    for kind in kinds:
         if kind not in ("full_attention", "sliding_attention"):
             raise ValueError(f"layer_types: {kind!r} is not supported")
-    if "sliding_attention" in hf.layer_types and window is None:
+    if "sliding_attention" in kinds and window is None:
         raise ValueError("layer_types has sliding_attention, but no sliding_window is in use")
-    return tuple(window if kind == "sliding_attention" else None for kind in hf.layer_types)
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def _stop_token_ids(*sources: int | list[int] | None) -> tuple[int, ...]:
-    """The ids of all sources, each once."""
+def _stop_token_ids(*sources: Any) -> tuple[int, ...]:
+    """The ids of all sources, each once: integers, lists of them, or None."""
     ids: list[int] = []
     for eos in sources:
         ids += [] if eos is None else eos if isinstance(eos, list) else [eos]
+    if not all(map(_is_integer, ids)):
+        raise ValueError(f"eos_token_id must be an integer or a list of them, got {ids!r}")
     return tuple(dict.fromkeys(ids))
 
 
@@ -257,103 +293,3 @@ def _family_fields(config: ModelConfig, model_type: str) -> dict[str, Any]:
         "layer_types": ["sliding_attention" if size else "full_attention" for size in windows],
     }
     return fields if model_type == "qwen2" else fields | {"attention_bias": attention.qkv_bias}
-
-
-def with_qkv_bias(layer: LayerConfig, bias: bool) -> LayerConfig:
-    """The layer with or without a bias on queries, keys and values."""
-    return dataclasses.replace(layer, mixer=dataclasses.replace(layer.mixer, qkv_bias=bias))
-
-
-def eagle_head_config(
-    raw: Mapping[str, Any], target: ModelConfig, method: EagleMethod | None = None
-) -> EagleHeadConfig:
-    """What ``config.json`` of an EAGLE head says, checked against the target it is to draft for.
-
-    ``method``: what the weights are. None: EAGLE-3 if the config says so or has a draft
-    vocabulary, else EAGLE-1.
-    ``fc_bias`` and ``own_embed`` are the method's defaults where only the weights can tell.
-
-    Raises ValueError for a head that does not fit the target or that is not computed exactly.
-    """
-    architectures = list(raw.get("architectures") or [])
-    if not hf_keys.HEAD_ARCHITECTURES.issuperset(architectures):
-        raise ValueError(f"architectures {architectures} is not a supported EAGLE head")
-    reduced = raw.get("draft_vocab_size") is not None
-    says_eagle3 = reduced or any("Eagle3" in name for name in architectures)
-    if method is None:
-        method = "eagle3" if says_eagle3 else "eagle1"
-    if method == "eagle1" and says_eagle3:
-        raise ValueError("the config says EAGLE-3, but the weights are those of an EAGLE-1 head")
-    extra = {key: raw[key] for key in hf_keys.HEAD_KEYS if key in raw}
-    check_keys(extra, hf_keys.HEAD_KEYS, hf_keys.HEAD_FIXED_VALUES, "config.json of the draft head")
-    model = _head_model(raw)
-    if "qkv_bias" in extra:
-        bias = bool(extra["qkv_bias"])
-        model = model.map_layers(lambda layer: with_qkv_bias(layer, bias))
-    config = EagleHeadConfig(
-        model=model,
-        method=method,
-        draft_vocab_size=extra.get("draft_vocab_size"),
-        capture=_captured_layers(extra, method, target),
-        fc_bias=bool(extra.get("bias", method == "eagle1")),
-        own_embed=method == "eagle1",
-    )
-    _check_fit(config, extra, target)
-    return config
-
-
-def _head_model(raw: Mapping[str, Any]) -> ModelConfig:
-    """Official heads are Llama layers, whatever ``model_type`` (llama or qwen2) they carry."""
-    llama = {key: value for key, value in raw.items() if key not in hf_keys.HEAD_KEYS}
-    if llama.get("model_type") == "qwen2" and not llama.get("use_sliding_window"):
-        llama = {key: value for key, value in llama.items() if key not in hf_keys.WINDOW_KEYS}
-        llama["model_type"] = "llama"
-    model = parse_model_config(llama | {"architectures": None})
-    return dataclasses.replace(model, tie_word_embeddings=False, stop_token_ids=())
-
-
-def _captured_layers(
-    extra: Mapping[str, Any], method: EagleMethod, target: ModelConfig
-) -> tuple[int, ...]:
-    """Hidden states the head reads; id ``i`` is the target's residual stream after ``i`` layers.
-
-    ``eagle_aux_hidden_state_layer_ids`` at the top level (speculators, vLLM) counts the same way.
-    Inside ``eagle_config`` two conventions are in use: exporters that name the layer whose output
-    is taken start at layer 1 (so one is added), the others count as here. This is SGLang's rule
-    (pull request 25454). All engines concatenate in the order of the layers.
-    """
-    nested = dict(extra.get("eagle_config") or {})
-    nested_ids = nested.pop("eagle_aux_hidden_state_layer_ids", None) or []
-    check_keys(nested, frozenset(), hf_keys.EAGLE_CONFIG_FIXED_VALUES, "eagle_config")
-    ids = extra.get("eagle_aux_hidden_state_layer_ids") or [
-        layer + (min(nested_ids) == 1) for layer in nested_ids
-    ]
-    if not ids:
-        return default_capture(method, target.num_layers)
-    if method == "eagle1":
-        raise ValueError("eagle_aux_hidden_state_layer_ids is for EAGLE-3, this is an EAGLE-1 head")
-    try:
-        return check_capture(ids, target.num_layers)
-    except ValueError as error:
-        raise ValueError(f"eagle_aux_hidden_state_layer_ids: {error}") from None
-
-
-def _check_fit(head: EagleHeadConfig, extra: Mapping[str, Any], target: ModelConfig) -> None:
-    checks = (
-        ("vocab_size", head.model.vocab_size, target.vocab_size),
-        ("target_hidden_size", extra.get("target_hidden_size"), target.hidden_size),
-        ("num_aux_hidden_states", extra.get("num_aux_hidden_states"), len(head.capture)),
-    )
-    for name, value, expected in checks:
-        if value is not None and value != expected:
-            raise ValueError(
-                f"the draft head does not fit the target: its {name} is {value}, not {expected}"
-            )
-    if head.method == "eagle1" and head.model.hidden_size != target.hidden_size:
-        raise ValueError(
-            f"the draft head does not fit the target: its hidden_size is {head.model.hidden_size}, "
-            f"the target's is {target.hidden_size}"
-        )
-    width = head.draft_vocab_size
-    if width is not None and not 0 < width <= target.vocab_size:
-        raise ValueError(f"draft_vocab_size {width} is not within 1 .. {target.vocab_size}")

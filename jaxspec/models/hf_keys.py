@@ -12,10 +12,12 @@ def words(text: str) -> frozenset[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """A ``model_type``: its class name, and the keys it reads besides COMMON_KEYS."""
+    """A ``model_type``: its class name, the keys it reads besides COMMON_KEYS, and transformers'
+    defaults where they are not COMMON_DEFAULTS."""
 
     architecture: str
     keys: frozenset[str]
+    defaults: Mapping[str, Any]
 
 
 COMMON_KEYS = words(
@@ -25,14 +27,67 @@ COMMON_KEYS = words(
     eos_token_id"""
 )
 WINDOW_KEYS = words("use_sliding_window sliding_window max_window_layers layer_types")
-FAMILIES = MappingProxyType(
+# What a config.json that lacks a key means, as transformers fills it in. A default of None here is
+# filled in from other keys.
+COMMON_DEFAULTS = MappingProxyType(
     {
-        "llama": Family("LlamaForCausalLM", words("attention_bias mlp_bias")),
-        "mistral": Family("MistralForCausalLM", words("sliding_window")),
-        "qwen2": Family("Qwen2ForCausalLM", WINDOW_KEYS),
-        "qwen3": Family("Qwen3ForCausalLM", WINDOW_KEYS | {"attention_bias"}),
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": None,
+        "head_dim": None,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "eos_token_id": 2,
+        "rope_theta": 10000.0,
+        "rope_scaling": None,
+        "rope_parameters": None,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "sliding_window": None,
     }
 )
+_QWEN = {
+    "vocab_size": 151936,
+    "intermediate_size": 22016,
+    "max_position_embeddings": 32768,
+    "num_key_value_heads": 32,
+    "eos_token_id": None,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+    "layer_types": None,
+}
+FAMILIES = MappingProxyType(
+    {
+        "llama": Family(
+            "LlamaForCausalLM",
+            words("attention_bias mlp_bias"),
+            {"intermediate_size": 11008, "max_position_embeddings": 2048},
+        ),
+        "mistral": Family(
+            "MistralForCausalLM",
+            words("sliding_window"),
+            {
+                "intermediate_size": 14336,
+                "num_key_value_heads": 8,
+                "max_position_embeddings": 131072,
+                "sliding_window": 4096,
+            },
+        ),
+        "qwen2": Family("Qwen2ForCausalLM", WINDOW_KEYS, _QWEN),
+        "qwen3": Family(
+            "Qwen3ForCausalLM", WINDOW_KEYS | {"attention_bias"}, _QWEN | {"head_dim": 128}
+        ),
+    }
+)
+# What the values must be. Sizes are at least 1.
+SIZES = words(
+    """vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
+    num_key_value_heads head_dim max_position_embeddings"""
+)
+FLAGS = words("tie_word_embeddings attention_bias mlp_bias use_sliding_window")
 # By rope_type, the parameters that it must have, and may have besides the type itself.
 ROPE_NEEDS = MappingProxyType(
     {
@@ -84,12 +139,23 @@ HEAD_ARCHITECTURES = words(
     """LlamaForCausalLMEagle3 Eagle3LlamaForCausalLM LlamaForCausalLMEagle EagleLlamaForCausalLM
     LlamaForCausalLM Qwen2ForCausalLM"""
 )
-# Keys that only draft heads have (target_model_type informs the reader, nothing more).
-HEAD_KEYS = words(
-    """draft_vocab_size target_hidden_size num_aux_hidden_states bias qkv_bias eagle_config
-    eagle_aux_hidden_state_layer_ids norm_before_residual target_model_type"""
+# What EAGLE-3.1 adds, each by the names that it goes by; inside eagle_config, else outside.
+HEAD_FLAGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "fc_norm": ("fc_norm", "use_aux_norm"),
+        "norm_before_fc": ("norm_before_fc",),
+        "norm_output": ("norm_output", "return_hidden_post_norm"),
+    }
 )
-HEAD_FIXED_VALUES: Allowed = MappingProxyType({"norm_before_residual": (None, False)})
+HEAD_FLAG_NAMES = frozenset(name for names in HEAD_FLAGS.values() for name in names)
+# Keys that may stand inside eagle_config too.
+NESTED_HEAD_KEYS = HEAD_FLAG_NAMES | words("eagle_aux_hidden_state_layer_ids num_aux_hidden_states")
+# Keys that only draft heads have (target_model_type informs the reader, nothing more).
+HEAD_KEYS = NESTED_HEAD_KEYS | words(
+    """draft_vocab_size target_hidden_size bias qkv_bias eagle_config norm_before_residual
+    target_model_type use_aux_hidden_state"""
+)
+HEAD_FIXED_VALUES: Allowed = MappingProxyType({"use_aux_hidden_state": (None, True)})
 EAGLE_CONFIG_FIXED_VALUES: Allowed = MappingProxyType(
     {
         "use_aux_hidden_state": (None, True),
@@ -100,4 +166,13 @@ EAGLE_CONFIG_FIXED_VALUES: Allowed = MappingProxyType(
         "parallel_draft_step": (None, 1),
         "parallel_draft_heads_num_layers": (None,),
     }
+)
+
+# vLLM's speculators: the layer is a config inside.
+SPECULATORS_ARCHITECTURES = words("Eagle3DraftModel Eagle3Speculator")
+SPECULATORS_HARMLESS_KEYS = words(
+    "model_type auto_map speculators_config speculators_version embed_requires_grad"
+)
+SPECULATORS_FIXED_VALUES: Allowed = MappingProxyType(
+    {"speculators_model_type": ("eagle3",), "tie_word_embeddings": (None, False)}
 )

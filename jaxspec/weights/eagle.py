@@ -1,7 +1,9 @@
-"""EAGLE heads from and to their official checkpoint layout."""
+"""EAGLE heads from and to their official checkpoint layout; whether a directory holds one."""
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,12 +11,12 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxspec.config import ModelConfig
-from jaxspec.models.heads import DraftHead, Eagle3Front, default_capture, head_shapes
-from jaxspec.models.hf_config import (
+from jaxspec.models.heads import DraftHead, Eagle3Front, EagleMethod, head_shapes
+from jaxspec.models.hf_config import read_json, to_hf_config
+from jaxspec.models.hf_heads import (
     EagleHeadConfig,
     eagle_head_config,
-    read_json,
-    to_hf_config,
+    says_eagle3,
     with_qkv_bias,
 )
 from jaxspec.sharding import axes_size, mesh_layout
@@ -26,6 +28,31 @@ from jaxspec.weights.safetensors_io import (
     save_tree,
     scan,
 )
+
+
+def head_method(directory: str | Path) -> EagleMethod | None:
+    """The kind of draft head that a directory holds; None for a language model.
+
+    Raises ValueError for a head whose tensors are not those of its kind.
+    """
+    directory = Path(directory)
+    return _method(directory, scan(directory), read_json(directory / "config.json"))
+
+
+def _method(
+    directory: Path, stored: Mapping[str, StoredTensor], raw: Mapping[str, Any]
+) -> EagleMethod | None:
+    if "fc.weight" not in stored:  # which no language model has
+        if says_eagle3(raw):
+            raise ValueError(f"{directory} is not an EAGLE head: it has no fc.weight")
+        return None
+    if any("mask_hidden" in name for name in stored):
+        raise ValueError(
+            f"{directory} has a tensor mask_hidden: heads that draft several tokens in one pass "
+            "are not supported"
+        )
+    eagle3 = any(name.endswith(".hidden_norm.weight") for name in stored)
+    return "eagle3" if eagle3 else "eagle1"
 
 
 def load_eagle_head(
@@ -54,6 +81,10 @@ def load_eagle_head(
         draft_vocab_size=config.draft_vocab_size,
         capture=config.capture,
         fc_bias=config.fc_bias,
+        fc_norm=config.fc_norm,
+        norm_before_fc=config.norm_before_fc,
+        norm_output=config.norm_output,
+        norm_before_residual=config.norm_before_residual,
         own_embed=config.own_embed,
         tensor_parallel=tensor_parallel,
     ).replace(layout=layout)
@@ -92,11 +123,12 @@ def _head_config(
     directory: Path, stored: dict[str, StoredTensor], target: ModelConfig
 ) -> EagleHeadConfig:
     """What config.json and the tensors together say about a head."""
-    if "fc.weight" not in stored:
-        raise ValueError(f"{directory} is not an EAGLE head: it has no fc.weight")
     raw = read_json(directory / "config.json")
-    eagle3 = any(name.endswith(".hidden_norm.weight") for name in stored)
-    config = eagle_head_config(raw, target, "eagle3" if eagle3 else "eagle1")
+    method = _method(directory, stored, raw)
+    if method is None:
+        raise ValueError(f"{directory} is not an EAGLE head: it has no fc.weight")
+    config = eagle_head_config(raw, target, method)
+    _check_norms(directory, config, stored)
     config = dataclasses.replace(
         config,
         fc_bias=bool(raw["bias"]) if "bias" in raw else "fc.bias" in stored,
@@ -109,14 +141,33 @@ def _head_config(
             f"{directory} has no embed_tokens.weight, and the target's embeddings are "
             f"{target.hidden_size} wide where the head needs {hidden}"
         )
-    width = target.hidden_size * len(config.capture) if eagle3 else 2 * hidden
+    width = 2 * hidden
+    if method == "eagle3":
+        width = target.hidden_size * len(config.capture)
     if stored["fc.weight"].shape != (hidden, width):
-        source = f"states {config.capture} of the target" if eagle3 else "embedding and hidden"
+        source = f"states {config.capture} of the target"
+        source = source if method == "eagle3" else "embedding and hidden"
         raise ValueError(
             f"{directory} does not fit the target: fc.weight is {stored['fc.weight'].shape}, "
             f"but {config.method} needs {(hidden, width)} ({source})"
         )
     return config
+
+
+def _check_norms(
+    directory: Path, config: EagleHeadConfig, stored: Mapping[str, StoredTensor]
+) -> None:
+    """Raise ValueError unless the norms before ``fc`` are those that config.json says."""
+    checks = (
+        ("fc_norm", config.fc_norm, "fc_norm.0.weight"),
+        ("norm_before_fc", config.norm_before_fc, "input_norm.weight"),
+    )
+    for flag, wanted, tensor in checks:
+        if wanted != (tensor in stored):
+            raise ValueError(
+                f"{directory}: config.json says that {flag} is {'on' if wanted else 'off'}, but "
+                f"{'there is no' if wanted else 'there is a'} tensor {tensor}"
+            )
 
 
 def _draft_vocab_size(
@@ -155,21 +206,31 @@ def _token_ids(
     return ids.astype(np.int32)
 
 
-def _hf_head_config(head: DraftHead, target: ModelConfig) -> dict[str, object]:
-    eagle3 = head.method == "eagle3"
+def _hf_head_config(head: DraftHead, target: ModelConfig) -> dict[str, Any]:
     # A bias on q, k and v but not o is a key of its own in heads, not another model family.
-    attention = head.config.layers[0].mixer
+    attention, front = head.config.layers[0].mixer, head.front
     llama = head.config.map_layers(lambda layer: with_qkv_bias(layer, attention.o_bias))
-    config: dict[str, object] = to_hf_config(llama) | {
-        "architectures": ["LlamaForCausalLMEagle3" if eagle3 else "LlamaForCausalLM"],
+    config = to_hf_config(llama) | {
+        "architectures": ["LlamaForCausalLM"],
         "torch_dtype": jnp.dtype(head.dtype).name,
-        "bias": head.front.fc.bias is not None,
+        "bias": front.fc.bias is not None,
     }
     if attention.qkv_bias != attention.o_bias:
         config["qkv_bias"] = attention.qkv_bias
-    if eagle3 and head.lm_head is not None:
-        (config["draft_vocab_size"],) = head.lm_head.out_shape
-        config["target_hidden_size"] = target.hidden_size
-    if head.capture != default_capture(head.method, target.num_layers):
-        config["eagle_aux_hidden_state_layer_ids"] = list(head.capture)
+    if isinstance(front, Eagle3Front) and head.lm_head is not None:
+        (draft_vocab_size,) = head.lm_head.out_shape
+        config |= {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "draft_vocab_size": draft_vocab_size,
+            "target_hidden_size": target.hidden_size,
+            "num_aux_hidden_states": len(head.capture),
+            "eagle_aux_hidden_state_layer_ids": list(head.capture),
+        }
+        options = {
+            "fc_norm": bool(front.fc_norms),
+            "norm_before_fc": front.input_norm is not None,
+            "norm_output": head.recycle_normed,
+            "norm_before_residual": front.norm_before_residual,
+        }
+        config |= {name: True for name, on in options.items() if on}
     return config

@@ -6,15 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
-from jaxspec.config import Llama3RopeScaling, ModelConfig
-from jaxspec.models.decoder import FINAL_NORM
-from jaxspec.models.hf_config import (
-    eagle_head_config,
-    load_model_config,
-    parse_model_config,
-    to_hf_config,
-)
+from jaxspec.config import AttentionConfig, Llama3RopeScaling, ModelConfig, dense_model
+from jaxspec.models.hf_config import load_model_config, parse_model_config, to_hf_config
 
 LLAMA3 = {
     "factor": 8.0,
@@ -94,8 +89,16 @@ def without(raw: dict[str, Any], *keys: str) -> dict[str, Any]:
     return {key: value for key, value in raw.items() if key not in keys}
 
 
+def attention(config: ModelConfig) -> AttentionConfig:
+    return config.layers[0].mixer
+
+
+def windows_of(config: ModelConfig) -> tuple[int | None, ...]:
+    return tuple(layer.mixer.window for layer in config.layers)
+
+
 def test_llama_31():
-    assert parse_model_config(LLAMA_31_8B) == ModelConfig(
+    assert parse_model_config(LLAMA_31_8B) == dense_model(
         vocab_size=128256,
         hidden_size=4096,
         intermediate_size=14336,
@@ -106,7 +109,6 @@ def test_llama_31():
         rms_norm_eps=1e-5,
         rope_theta=500000.0,
         max_position=131072,
-        sliding_windows=(None,) * 32,
         rope_scaling=Llama3RopeScaling(8.0, 1.0, 4.0, 8192),
         stop_token_ids=(128001, 128008, 128009),
     )
@@ -127,9 +129,10 @@ def test_old_name_of_the_rope_type():
 
 def test_qwen25_has_biases_on_qkv_alone_and_its_window_is_off():
     config = parse_model_config(QWEN25_7B)
-    assert (config.qkv_bias, config.o_bias, config.qk_norm) == (True, False, False)
-    assert config.sliding_windows == (None,) * 28
-    assert (config.head_dim, config.rope_theta) == (128, 1e6)
+    own = attention(config)
+    assert (own.qkv_bias, own.o_bias, own.qk_norm) == (True, False, False)
+    assert windows_of(config) == (None,) * 28
+    assert (own.head_dim, own.rope.theta) == (128, 1e6)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +149,7 @@ def test_qwen25_has_biases_on_qkv_alone_and_its_window_is_off():
     ],
 )  # fmt: skip
 def test_sliding_windows(raw: dict[str, Any], windows: tuple[int | None, ...]):
-    assert parse_model_config(raw).sliding_windows == windows
+    assert windows_of(parse_model_config(raw)) == windows
 
 
 @pytest.mark.parametrize(
@@ -162,7 +165,8 @@ def test_sliding_windows(raw: dict[str, Any], windows: tuple[int | None, ...]):
 )
 def test_biases_and_norms(raw: dict[str, Any], flags: tuple[bool, ...]):
     config = parse_model_config(raw)
-    assert (config.qkv_bias, config.o_bias, config.mlp_bias, config.qk_norm) == flags
+    own = attention(config)
+    assert (own.qkv_bias, own.o_bias, config.layers[0].mlp.bias, own.qk_norm) == flags
 
 
 def test_stop_tokens_of_both_files(tmp_path: Path):
@@ -193,7 +197,20 @@ def test_stop_tokens_of_both_files(tmp_path: Path):
         (QWEN2 | {"layer_types": ["sliding_attention"] * 4}, "no sliding_window is in use"),
         (QWEN2 | {"layer_types": ["linear_attention"] * 4}, "'linear_attention' is not supp"),
         (LLAMA | {"per_layer_config": {"0": {"num_key_value_heads": 1}}}, "per_layer_config"),
-        (LLAMA | {"hidden_size": "64"}, "hidden_size"),
+        (LLAMA | {"hidden_size": "64"}, "hidden_size must be a positive integer, got '64'"),
+        (LLAMA | {"hidden_size": True}, "hidden_size must be a positive integer, got True"),
+        (LLAMA | {"num_hidden_layers": 0}, "num_hidden_layers must be a positive integer"),
+        (LLAMA | {"hidden_size": None}, "hidden_size must be a positive integer, got None"),
+        (LLAMA | {"tie_word_embeddings": 1}, "tie_word_embeddings must be true or false, got 1"),
+        (LLAMA | {"rms_norm_eps": "1e-5"}, "rms_norm_eps must be a number, got '1e-5'"),
+        (LLAMA | {"rope_theta": "1e4"}, "rope_theta must be a number, got '1e4'"),
+        (LLAMA | {"rope_theta": None}, "rope parameters of type 'default' lack rope_theta"),
+        (LLAMA | {"rope_scaling": [1]}, "rope parameters must be an object, got [1]"),
+        (LLAMA | {"eos_token_id": [1, "2"]}, "eos_token_id must be an integer or a list of them"),
+        (LLAMA | {"head_dim": 15}, "needs an even head_dim, not 15"),
+        (LLAMA | {"hidden_size": 66}, "hidden_size 66 is not a multiple of num_attention_heads 4"),
+        (MISTRAL | {"sliding_window": 0}, "sliding_window must be a positive integer, got 0"),
+        (QWEN3 | {"layer_types": ["full_attention"]}, "layer_types has 1 entries for 4 layers"),
         (LLAMA | {"num_key_value_heads": 3}, "num_kv_heads"),
     ],
 )  # fmt: skip
@@ -202,6 +219,14 @@ def test_refused(raw: dict[str, Any], message: str):
         parse_model_config(raw)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
+def test_absent_keys_take_the_defaults_of_transformers(kind: str):
+    theirs = transformers.AutoConfig.for_model(kind)
+    written = {key: value for key, value in theirs.to_dict().items() if value is not None}
+    written.pop("_name_or_path", None)
+    assert parse_model_config({"model_type": kind}) == parse_model_config(written)
 
 
 def test_the_callers_dict_is_left_alone():
@@ -237,84 +262,8 @@ def test_to_hf_config_round_trips(raw: dict[str, Any]):
 
 
 def test_to_hf_config_refuses_what_no_family_has():
-    config = dataclasses.replace(parse_model_config(QWEN2), mlp_bias=True)
+    config = parse_model_config(QWEN2).map_layers(
+        lambda layer: dataclasses.replace(layer, mlp=dataclasses.replace(layer.mlp, bias=True))
+    )
     with pytest.raises(ValueError, match="no supported Hugging Face family"):
         to_hf_config(config)
-
-
-# Draft heads.
-
-TARGET = parse_model_config(LLAMA | {"num_hidden_layers": 12})
-HEAD = LLAMA | {"num_hidden_layers": 1, "architectures": ["LlamaForCausalLM"]}
-HEAD3 = HEAD | {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 96}
-IDS = "eagle_aux_hidden_state_layer_ids"
-
-
-def test_an_eagle3_head():
-    head = eagle_head_config(HEAD3, TARGET)
-    assert (head.method, head.draft_vocab_size, head.capture) == ("eagle3", 96, (2, 6, 9))
-    assert (head.fc_bias, head.own_embed, head.model.num_layers) == (False, False, 1)
-
-
-def test_an_eagle1_head():
-    head = eagle_head_config(HEAD, TARGET)
-    assert (head.method, head.draft_vocab_size, head.capture) == ("eagle1", None, (FINAL_NORM,))
-    assert (head.fc_bias, head.own_embed) == (True, True)
-    assert not eagle_head_config(HEAD | {"bias": False}, TARGET).fc_bias
-
-
-def test_qwen2_heads_are_llama_layers_with_a_bias_of_their_own():
-    raw = HEAD | {
-        "model_type": "qwen2",
-        "architectures": ["Qwen2ForCausalLM"],
-        "qkv_bias": True,
-        "use_sliding_window": False,
-        "sliding_window": 131072,
-        "max_window_layers": 28,
-    }
-    model = eagle_head_config(raw, TARGET).model
-    assert (model.qkv_bias, model.o_bias, model.sliding_windows) == (True, False, (None,))
-
-
-@pytest.mark.parametrize(
-    ("extra", "capture"),
-    [
-        ({IDS: [1, 5, 8]}, (1, 5, 8)),
-        ({IDS: [8, 2, 12]}, (2, 8, 12)),
-        ({"eagle_config": {IDS: [1, 5, 8], "use_aux_hidden_state": True}}, (2, 6, 9)),
-        ({"eagle_config": {IDS: [2, 5, 8]}}, (2, 5, 8)),
-        ({"eagle_config": {IDS: None}}, (2, 6, 9)),
-    ],
-)
-def test_captured_layers(extra: dict[str, Any], capture: tuple[int, ...]):
-    assert eagle_head_config(HEAD3 | extra, TARGET).capture == capture
-
-
-@pytest.mark.parametrize(
-    ("raw", "message"),
-    [
-        (HEAD3 | {"vocab_size": 321}, "its vocab_size is 321, not 320"),
-        (HEAD3 | {"target_hidden_size": 128}, "its target_hidden_size is 128, not 64"),
-        (HEAD | {"hidden_size": 128}, "its hidden_size is 128, the target's is 64"),
-        (HEAD3 | {"draft_vocab_size": 321}, "draft_vocab_size 321"),
-        (HEAD3 | {IDS: [2, 6, 13]}, "layer_ids: a head cannot read layers [2, "),
-        (HEAD3 | {IDS: [2, 2, 6]}, "layer_ids: a head cannot read layers [2, "),
-        (HEAD3 | {IDS: [5]}, "must read more than 64 features"),
-        (HEAD | {IDS: [2, 6, 9]}, "this is an EAGLE-1 head"),
-        (HEAD3 | {"norm_before_residual": True}, "norm_before_residual = True"),
-        (HEAD3 | {"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state"),
-        (HEAD3 | {"eagle_config": {"new_feature": 1}}, "unknown key 'new_feature'"),
-        (HEAD3 | {"fc_norm": True}, "unknown key 'fc_norm'"),
-        (HEAD3 | {"architectures": ["DFlashDraftModel"]}, "DFlashDraftModel"),
-        (HEAD3 | {"model_type": "gpt2"}, "model_type 'gpt2'"),
-    ],
-)
-def test_refused_heads(raw: dict[str, Any], message: str):
-    with pytest.raises(ValueError) as caught:
-        eagle_head_config(raw, TARGET)
-    assert message in str(caught.value)
-
-
-def test_a_config_that_says_eagle3_over_weights_that_do_not():
-    with pytest.raises(ValueError, match="config says EAGLE-3"):
-        eagle_head_config(HEAD3, TARGET, "eagle1")

@@ -62,12 +62,14 @@ def head_shapes(
     fc_norm: bool = False,
     norm_before_fc: bool = False,
     norm_output: bool = False,
+    norm_before_residual: bool = False,
     own_embed: bool = False,
     tensor_parallel: int = 1,
 ) -> DraftHead:
     """A head of ShapeDtypeStructs. ``draft_vocab_size`` None: the target's whole vocabulary.
 
-    ``fc_norm``, ``norm_before_fc``, ``norm_output``: EAGLE-3.1's options.
+    ``fc_norm``, ``norm_before_fc``, ``norm_output``, ``norm_before_residual``: EAGLE-3.1's options
+    (see Eagle3Front and DraftHead).
     """
     hidden, eagle3 = config.hidden_size, method == "eagle3"
     capture = capture or default_capture(method, target.num_layers)
@@ -90,6 +92,7 @@ def head_shapes(
             hidden_norm=vector(hidden, dtype),
             fc_norms=tuple(norms) if fc_norm else (),
             input_norm=vector(features, dtype, when=norm_before_fc),
+            norm_before_residual=norm_before_residual,
         )
     else:
         fc = linear_shape(("features", "hidden"), (2 * hidden, hidden), dtype, bias=fc_bias)

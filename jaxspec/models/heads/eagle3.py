@@ -14,7 +14,7 @@ from jaxspec.models.forward import ForwardPass, rms_norm
 from jaxspec.models.heads.head import FrontOutput
 from jaxspec.models.layer import Layer
 from jaxspec.models.linear import Linear
-from jaxspec.pytree import Pytree, array, pytree
+from jaxspec.pytree import Pytree, array, pytree, static
 from jaxspec.tensors import Filler, One
 
 
@@ -27,12 +27,14 @@ class Eagle3Front(Pytree):
       hidden_norm: of the hidden state, before the first layer.
       fc_norms: EAGLE-3.1's ``fc_norm``: a norm for each captured state; () for none.
       input_norm: EAGLE-3.1's ``norm_before_fc``: one norm over all captured states [C].
+      norm_before_residual: the residual stream starts from the normed hidden state.
     """
 
     fc: Linear
     hidden_norm: Array = array("hidden")
     fc_norms: tuple[Array, ...] = ()
     input_norm: Array | None = array("features")
+    norm_before_residual: bool = static(default=False)
 
     @property
     def method(self) -> str:
@@ -50,8 +52,9 @@ class Eagle3Front(Pytree):
     def __call__(
         self, embedded: Array, hidden: Array, first: Layer, step: ForwardPass
     ) -> FrontOutput:
-        parts = [step.norm(embedded, first.input_norm), step.norm(hidden, self.hidden_norm)]
-        return FrontOutput(hidden, jnp.concatenate(parts, axis=-1))
+        normed = step.norm(hidden, self.hidden_norm)
+        both = jnp.concatenate([step.norm(embedded, first.input_norm), normed], axis=-1)
+        return FrontOutput(normed if self.norm_before_residual else hidden, both)
 
     def filled(self, prefix: str, filler: Filler) -> "Eagle3Front":
         norms: list[Any] = [

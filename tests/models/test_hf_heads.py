@@ -1,0 +1,144 @@
+"""config.json of draft heads: what is understood, and what is refused."""
+
+from typing import Any
+
+import pytest
+
+from jaxspec.models.decoder import FINAL_NORM
+from jaxspec.models.hf_config import parse_model_config
+from jaxspec.models.hf_heads import eagle_head_config
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 512,
+}
+TARGET = parse_model_config(LLAMA | {"num_hidden_layers": 12})
+HEAD = LLAMA | {"num_hidden_layers": 1, "architectures": ["LlamaForCausalLM"]}
+HEAD3 = HEAD | {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 96}
+IDS = "eagle_aux_hidden_state_layer_ids"
+SPECULATORS = {
+    "architectures": ["Eagle3DraftModel"],
+    "speculators_model_type": "eagle3",
+    "speculators_version": "0.8.0",
+    "draft_vocab_size": 96,
+    "target_hidden_size": None,
+    "tie_word_embeddings": False,
+    "transformer_layer_config": HEAD | {"model_type": "llama"},
+}
+FLAGS = ("fc_norm", "norm_before_fc", "norm_output", "norm_before_residual")
+
+
+def test_an_eagle3_head():
+    head = eagle_head_config(HEAD3, TARGET)
+    assert (head.method, head.draft_vocab_size, head.capture) == ("eagle3", 96, (2, 6, 9))
+    assert (head.fc_bias, head.own_embed, head.model.num_layers) == (False, False, 1)
+
+
+def test_an_eagle1_head():
+    head = eagle_head_config(HEAD, TARGET)
+    assert (head.method, head.draft_vocab_size, head.capture) == ("eagle1", None, (FINAL_NORM,))
+    assert (head.fc_bias, head.own_embed) == (True, True)
+    assert not eagle_head_config(HEAD | {"bias": False}, TARGET).fc_bias
+
+
+def test_qwen2_heads_are_llama_layers_with_a_bias_of_their_own():
+    raw = HEAD | {
+        "model_type": "qwen2",
+        "architectures": ["Qwen2ForCausalLM"],
+        "qkv_bias": True,
+        "use_sliding_window": False,
+        "sliding_window": 131072,
+        "max_window_layers": 28,
+    }
+    [layer] = eagle_head_config(raw, TARGET).model.layers
+    own = layer.mixer
+    assert (own.qkv_bias, own.o_bias, own.window) == (True, False, None)
+
+
+@pytest.mark.parametrize(
+    ("extra", "capture"),
+    [
+        ({IDS: [1, 5, 8]}, (1, 5, 8)),
+        ({IDS: [8, 2, 12]}, (2, 8, 12)),
+        ({"eagle_config": {IDS: [1, 5, 8], "use_aux_hidden_state": True}}, (2, 6, 9)),
+        ({"eagle_config": {IDS: [2, 5, 8]}}, (2, 5, 8)),
+        ({"eagle_config": {IDS: None}}, (2, 6, 9)),
+        ({IDS: [5]}, (5,)),
+        ({IDS: [1, 3, 5, 7, 9], "num_aux_hidden_states": 5}, (1, 3, 5, 7, 9)),
+    ],
+)
+def test_captured_layers(extra: dict[str, Any], capture: tuple[int, ...]):
+    assert eagle_head_config(HEAD3 | extra, TARGET).capture == capture
+
+
+@pytest.mark.parametrize(
+    ("raw", "on"),
+    [
+        (HEAD3, ()),
+        (HEAD3 | {"fc_norm": True, "norm_output": True}, ("fc_norm", "norm_output")),
+        (HEAD3 | {"use_aux_norm": True}, ("fc_norm",)),
+        (HEAD3 | {"eagle_config": {"use_aux_norm": True}}, ("fc_norm",)),
+        (HEAD3 | {"eagle_config": {"norm_before_fc": True}}, ("norm_before_fc",)),
+        (HEAD3 | {"norm_before_fc": True, "eagle_config": {"norm_before_fc": False}}, ()),
+        (HEAD3 | {"norm_before_fc": True, "eagle_config": {"norm_before_fc": None}},
+         ("norm_before_fc",)),
+        (HEAD3 | {"eagle_config": {"return_hidden_post_norm": True}}, ("norm_output",)),
+        (HEAD3 | {"norm_before_residual": True}, ("norm_before_residual",)),
+        (SPECULATORS, ("norm_before_residual",)),
+        (SPECULATORS | {"norm_before_residual": False, "fc_norm": True}, ("fc_norm",)),
+    ],
+)  # fmt: skip
+def test_options_of_eagle_31(raw: dict[str, Any], on: tuple[str, ...]):
+    config = eagle_head_config(raw, TARGET)
+    assert config.method == "eagle3"
+    assert tuple(flag for flag in FLAGS if getattr(config, flag)) == on
+
+
+def test_a_config_of_the_speculators_library_is_a_flat_one_folded():
+    flat = eagle_head_config(HEAD3 | {"norm_before_residual": True}, TARGET)
+    assert eagle_head_config(SPECULATORS, TARGET) == flat
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (HEAD3 | {"vocab_size": 321}, "its vocab_size is 321, not 320"),
+        (HEAD3 | {"target_hidden_size": 128}, "its target_hidden_size is 128, not 64"),
+        (HEAD | {"hidden_size": 128}, "its hidden_size is 128, the target's is 64"),
+        (HEAD3 | {"draft_vocab_size": 321}, "draft_vocab_size 321"),
+        (HEAD3 | {IDS: [2, 6, 13]}, "layer_ids: a head cannot read layers [2, "),
+        (HEAD3 | {IDS: [2, 2, 6]}, "layer_ids: a head cannot read layers [2, "),
+        (HEAD | {IDS: [2, 6, 9]}, "this is an EAGLE-1 head"),
+        (HEAD3 | {"norm_before_residual": 1}, "norm_before_residual must be true or false, got 1"),
+        (HEAD3 | {"use_aux_hidden_state": False}, "use_aux_hidden_state = False"),
+        (HEAD3 | {IDS: [5], "num_aux_hidden_states": 3}, "num_aux_hidden_states is 3, not 1"),
+        (HEAD | {"norm_output": True}, "norm_output: for EAGLE-3 heads"),
+        (HEAD3 | {"norm_output": "yes"}, "norm_output must be true or false, got 'yes'"),
+        (HEAD3 | {"fc_norm": True, "eagle_config": {"norm_before_fc": True}}, "are both on"),
+        (HEAD3 | {"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state"),
+        (HEAD3 | {"eagle_config": {"new_feature": 1}}, "unknown key 'new_feature'"),
+        (HEAD3 | {"norm_after_fc": True}, "unknown key 'norm_after_fc'"),
+        (SPECULATORS | {"speculators_model_type": "eagle"}, "speculators_model_type = 'eagle'"),
+        (SPECULATORS | {"architectures": ["LlamaForCausalLM"]}, "is not a supported EAGLE head"),
+        (SPECULATORS | {"transformer_layer_config": None}, "must be an object, got None"),
+        (SPECULATORS | {"embed_scale": 2.0}, "speculators library: unknown key 'embed_scale'"),
+        (HEAD3 | {"architectures": ["DFlashDraftModel"]}, "DFlashDraftModel"),
+        (HEAD3 | {"model_type": "gpt2"}, "model_type 'gpt2'"),
+    ],
+)
+def test_refused_heads(raw: dict[str, Any], message: str):
+    with pytest.raises(ValueError) as caught:
+        eagle_head_config(raw, TARGET)
+    assert message in str(caught.value)
+
+
+def test_a_config_that_says_eagle3_over_weights_that_do_not():
+    with pytest.raises(ValueError, match="config says EAGLE-3"):
+        eagle_head_config(HEAD3, TARGET, "eagle1")
