@@ -6,6 +6,7 @@ is transposed and joined first. Nothing passes through the host; no program may 
 """
 
 import argparse
+import functools
 import json
 import sys
 import time
@@ -65,10 +66,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     )
     engine = Engine(params, CacheConfig(page_size=64, max_length=256), max_rows=1)
     texts = [generate(engine)]
-    programs = (engine.admit, engine.prefill, engine.decode)
+    programs: list[Any] = [engine.admit, engine.prefill, engine.decode]
     traces = [program._cache_size() for program in programs]
     seconds = {
-        "decoder": [
+        "Decoder": [
             timed(lambda one=one: engine.use_target(one), engine) for one in (second, first)
         ]
     }
@@ -79,7 +80,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     def use_flax() -> None:
         engine.use_target(target_from_flax(engine.params.target, tree, names))
 
-    seconds["flax"] = [timed(use_flax, engine) for _ in range(2)]
+    seconds["flax tree"] = [timed(use_flax, engine) for _ in range(2)]
     texts.append(generate(engine))
     if texts[0] == texts[1]:
         raise RuntimeError("the new weights were not used")

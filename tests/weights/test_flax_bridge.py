@@ -182,10 +182,11 @@ def test_weights_are_swapped_without_a_compile(params: Any, like: Decoder):
     sampling = SamplingParams(max_tokens=8)
 
     def text() -> list[int]:
-        return sum((step.new_tokens[0] for step in Run(engine, [[1, 2, 3]], [sampling])), [])
+        steps = Run(engine, [[1, 2, 3]], [sampling])
+        return [token for step in steps for token in step.new_tokens[0]]
 
     before = text()
-    programs = (engine.admit, engine.prefill, engine.decode)
+    programs: list[Any] = [engine.admit, engine.prefill, engine.decode]
     traces = [program._cache_size() for program in programs]
     engine.use_target(target_from_flax(like, params, NAMES))
     engine.use_drafter(EagleDrafter(head=eagle3_head(like, seed=9)))
