@@ -113,7 +113,7 @@ def test_an_nnx_state_is_taken_as_well(params: Any, like: Decoder):
 
 
 def test_a_head_comes_from_a_tree_named_as_its_checkpoint(like: Decoder):
-    head = eagle3_head(like)
+    head: Any = eagle3_head(like)
     fc = jnp.asarray(np.random.default_rng(0).standard_normal(head.front.fc.weight.shape))
     layer = head.layers[0]
     first, attention, mlp = "midlayer.", layer.mixer, layer.mlp
