@@ -102,7 +102,8 @@ def our_logits(target: Decoder) -> np.ndarray:
 
 def test_a_linen_model_has_the_same_logits(params: Any, like: Decoder):
     target = target_from_flax(like, params, NAMES)
-    np.testing.assert_allclose(our_logits(target), Llama().apply(params, TOKENS), atol=1e-4)
+    expected: Any = Llama().apply(params, TOKENS)
+    np.testing.assert_allclose(our_logits(target), expected, atol=1e-4)
 
 
 def test_an_nnx_state_is_taken_as_well(params: Any, like: Decoder):
@@ -150,7 +151,7 @@ def test_a_head_comes_from_a_tree_named_as_its_checkpoint(like: Decoder):
         names[f"{first}self_attn.{ours}_proj.bias"] = f"layer.{ours}.bias"
     for ours in ("gate", "up", "down"):
         names[f"{first}mlp.{ours}_proj.weight"] = f"layer.{ours}.kernel"
-    made = head_from_flax(head, tree, names)
+    made: Any = head_from_flax(head, tree, names)
     np.testing.assert_array_equal(made.front.fc.weight, fc)
     rest = made.replace(front=made.front.replace(fc=head.front.fc))
     for one, other in zip(jax.tree.leaves(rest), jax.tree.leaves(head), strict=True):
