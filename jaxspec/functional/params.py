@@ -1,11 +1,12 @@
 """The weights of an engine and every static choice, and calling functions over its mesh."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from jax.typing import ArrayLike
 
 from jaxspec.config import PLAIN, SpeculationConfig, TreeShape
 from jaxspec.models.decoder import Decoder
@@ -15,6 +16,8 @@ from jaxspec.speculation.call import Call
 from jaxspec.speculation.drafters import Drafter, NoDrafter
 from jaxspec.state import EngineState
 from pallas_kernels.selection import Kernels
+
+Integers = ArrayLike | Sequence[int]  # an array of them, or a list
 
 
 @pytree

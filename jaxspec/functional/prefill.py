@@ -6,11 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.core import Tracer
-from jax.typing import ArrayLike
 
 from jaxspec import collectives
 from jaxspec.functional.decode import emitted_specs, refuse_sampling
-from jaxspec.functional.params import EngineParams, on_mesh, row_spec
+from jaxspec.functional.params import EngineParams, Integers, on_mesh, row_spec
 from jaxspec.functional.rows import local_rows, put_rows, take_rows
 from jaxspec.models import decoder
 from jaxspec.sampling import perturb, process_logits, vocab_ids
@@ -24,8 +23,8 @@ from jaxspec.state import Emitted, Ending, EngineState, Status
 def prefill(
     params: EngineParams,
     state: EngineState,
-    rows: ArrayLike | None = None,
-    counts: ArrayLike | None = None,
+    rows: Integers | None = None,
+    counts: Integers | None = None,
     *,
     width: int,
     greedy: bool = False,
@@ -62,7 +61,7 @@ def prefill(
     return on_mesh(function, params, state, (rows, counts), specs, emitted_specs(params, call))
 
 
-def _check_split(params: EngineParams, rows: ArrayLike, num_rows: int) -> None:
+def _check_split(params: EngineParams, rows: Integers, num_rows: int) -> None:
     shards = params.data_parallel
     if shards == 1 or isinstance(rows, Tracer):
         return

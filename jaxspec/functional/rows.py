@@ -6,10 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec as P
-from jax.typing import ArrayLike
 
 from jaxspec.cache import Geometry, pages_for, sequential_page_table
-from jaxspec.functional.params import EngineParams, on_mesh
+from jaxspec.functional.params import EngineParams, Integers, on_mesh
 from jaxspec.sampling import Sampling, make_sampling
 from jaxspec.sharding import Axes, named_shardings
 from jaxspec.state import Ending, EngineState, Pool, Rows, Status, empty_statistics
@@ -103,13 +102,13 @@ def init_rows(
 def admit(
     params: EngineParams,
     state: EngineState,
-    rows: ArrayLike,
-    prompts: ArrayLike,
-    prompt_lens: ArrayLike,
+    rows: Integers,
+    prompts: Integers,
+    prompt_lens: Integers,
     *,
     sampling: Sampling | None = None,
-    max_lens: ArrayLike | None = None,
-    stop_token_ids: ArrayLike | tuple[int, ...] = (),
+    max_lens: Integers | None = None,
+    stop_token_ids: Integers = (),
     page_table: Array | None = None,
 ) -> EngineState:
     """Set rows up with their prompts; ``prefill`` then reads them. No cache is touched.
@@ -193,7 +192,7 @@ def _admit(
     return state.replace(pool=pool, rows=put_rows(own, index, new))
 
 
-def release(params: EngineParams, state: EngineState, rows: ArrayLike) -> EngineState:
+def release(params: EngineParams, state: EngineState, rows: Integers) -> EngineState:
     """Make rows [B] empty, whatever they were doing; indices outside 0 .. R - 1 are padding.
 
     Their pages are theirs no more: what lies in them is never read again.
