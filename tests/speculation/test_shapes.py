@@ -64,7 +64,8 @@ def test_calls_of_any_shapes_give_the_text_of_plain_decoding(drafter: str):
         for text, expected in zip(texts(state), plain_texts(), strict=True):
             assert text == expected[: len(text)]
     assert accepted["plain"] == 0
-    assert accepted["tree"] > 0 and accepted["chain"] > 0, "this run tested little"
+    assert accepted["tree"] > 0, "this run tested little"
+    assert accepted["chain"] > 0 or drafter == "ngram"
     state, _ = run(params, state, "tree", LENGTH)
     assert texts(state) == plain_texts()
 
