@@ -68,6 +68,8 @@ class Run:
         self.statistics = [RequestStatistics(0, 0, [0] * (depth + 1)) for _ in prompts]
         self.endings = [Ending.NONE for _ in prompts]
         self._engine, self._shape = engine, shape
+        if rounds_per_call is not None and rounds_per_call < 1:
+            raise ValueError(f"rounds_per_call must be at least 1, got {rounds_per_call}")
         self._most_rounds = min(rounds_per_call or engine.rounds_per_call, engine.rounds_per_call)
         self._state: EngineState | None = engine.begin(self.plan, self)
         self._steps = self._generate()

@@ -49,8 +49,9 @@ def all_finite(x: Array, layout: Layout) -> Array:
 
 
 def finite_at_argmax(x: Array, index: Array, layout: Layout) -> Array:
-    """``all_finite`` of rows whose argmax ``index`` [...] is known, without reading them again where
-    argmax points at a NaN: x [..., V/n] -> bool [...]"""
+    """``all_finite`` of rows whose argmax ``index`` [...] is known: x [..., V/n] -> bool [...]
+
+    Where argmax points at a NaN, off the CPU, the rows are not read again."""
     if layout.vocab:
         return all_finite(x, layout)
 

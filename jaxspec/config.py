@@ -54,6 +54,11 @@ class AttentionConfig:
     def head_dim(self) -> int:
         return self.rope.head_dim
 
+    @property
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        """Rotations that a pass has to make for this mixer."""
+        return (self.rope,)
+
     def check_tree_depth(self, max_depth: int) -> None:
         """Raises ValueError unless a tree of ``max_depth`` lies inside the window: the tree mask
         shows a node all its ancestors."""
@@ -252,6 +257,21 @@ class TreeShape:
 PLAIN = TreeShape(1, 0, 1)
 
 
+def sound_proposals(acceptance: str, is_chain: bool) -> tuple[Proposal, ...]:
+    """Ways of choosing draft tokens that a named rule is sound for, the best first.
+
+    Raises ValueError for another name.
+    """
+    match acceptance:
+        case "match":
+            return ("coupled", "top_k")
+        case "rejection":
+            return ("sampled", "top_k") if is_chain else ("top_k",)
+    raise ValueError(
+        f"acceptance must be match, rejection or a rule of your own, got {acceptance!r}"
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class SpeculationConfig(TreeShape):
     """The largest draft tree of an engine, and the rule that accepts its nodes.
@@ -294,15 +314,9 @@ class SpeculationConfig(TreeShape):
 
     def _proposals(self) -> tuple[Proposal, ...]:
         """What the acceptance rule allows, the best first."""
-        if not isinstance(self.acceptance, str):
-            return self.acceptance.proposals(self.is_chain)
-        if self.acceptance == "match":
-            return ("coupled", "top_k")
-        if self.acceptance == "rejection":
-            return ("sampled", "top_k") if self.is_chain else ("top_k",)
-        raise ValueError(
-            f"acceptance must be match, rejection or a rule of your own, got {self.acceptance!r}"
-        )
+        if isinstance(self.acceptance, str):
+            return sound_proposals(self.acceptance, self.is_chain)
+        return self.acceptance.proposals(self.is_chain)
 
     @property
     def resolved_proposal(self) -> Proposal:

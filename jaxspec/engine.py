@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxspec import functional
@@ -45,7 +46,7 @@ class Engine:
         if max_rows < 1 or rounds_per_call < 1:
             raise ValueError("max_rows and rounds_per_call must be at least 1")
         # Committed to where they are, as swapped weights will be: else those would compile anew.
-        self.params = jax.tree.map(lambda leaf: jax.device_put(leaf, leaf.sharding), params)
+        self.params = jax.tree.map(_committed, params)
         self.cache = CacheConfig() if cache is None else cache
         self.max_rows = max_rows
         self.rounds_per_call = rounds_per_call
@@ -109,13 +110,21 @@ class Engine:
 
         Raises RuntimeError while another batch is under way.
         """
+        self._check_free()
+        pool, self._pool = self._pool or self._new_pool(), None
+        state = self._admitted(plan, pool)
+        self._owner = owner
+        return state
+
+    def _check_free(self) -> None:
         if self._owner is not None:
             raise RuntimeError(
                 "another batch is under way on this engine: iterate it to its end, or call its "
                 "abort(), first"
             )
-        params, pool = self.params, self._pool or self._new_pool()
-        self._pool, self._owner = None, owner
+
+    def _admitted(self, plan: BatchPlan, pool: Pool) -> EngineState:
+        params = self.params
         state = functional.init_rows(
             params, pool, plan.num_rows, plan.length, max_stops=plan.stop_token_ids.shape[1]
         )
@@ -144,8 +153,13 @@ class Engine:
         )
 
     def end(self, state: EngineState) -> None:
-        """Take the pool back from a batch that is over, or given up."""
-        self._pool, self._owner = state.pool, None
+        """Take the pool back from a batch that is over, or given up.
+
+        A call that was interrupted may have taken the state's arrays with it: the next batch then
+        makes a pool anew.
+        """
+        lost = any(leaf.is_deleted() for leaf in jax.tree.leaves(state.pool))
+        self._pool, self._owner = None if lost else state.pool, None
 
     def _new_pool(self) -> Pool:
         params, cache = self.params, self.cache
@@ -153,7 +167,8 @@ class Engine:
         rows = rows_for(self.max_rows, shards)
         slots = cache.max_length + params.speculation.scratch_slots
         pages = cache.num_pages or rows * pages_for(slots, cache.page_size)
-        return functional.init_pool(params, pages + shards, cache.page_size, rows)
+        own = -(-pages // shards) + 1  # of each device, its null page included
+        return functional.init_pool(params, shards * own, cache.page_size, rows)
 
     def warm_up(self, state: EngineState, plan: BatchPlan, shape: TreeShape | None) -> EngineState:
         """Compile the programs of a batch by running them on nothing."""
@@ -178,6 +193,7 @@ class Engine:
         self, state: EngineState, plan: BatchPlan, rounds: int, shape: TreeShape | None
     ) -> tuple[EngineState, Emitted]:
         """Start up to ``rounds`` rounds, without waiting for them."""
+        shape = self.params.call(shape).speculation.shape  # one name for each program
         return self.decode(
             self.params,
             state,
@@ -191,13 +207,23 @@ class Engine:
         """From the next batch on, generate with other weights of the same shapes.
 
         Nothing is compiled again, and nothing passes through the host where the weights are on the
-        devices. Raises ValueError for weights of other shapes or choices.
+        devices. They are not copied there: a caller must not donate them while they serve.
+
+        Raises ValueError for weights of other shapes or choices, RuntimeError while a batch is under
+        way.
         """
+        self._check_free()
         self.params = self.params.replace(target=_in_place_of(self.params.target, target))
 
     def use_drafter(self, drafter: Drafter) -> None:
         """As use_target, for the drafter."""
+        self._check_free()
         self.params = self.params.replace(drafter=_in_place_of(self.params.drafter, drafter))
+
+
+def _committed(leaf: Any) -> jax.Array:
+    array = jnp.asarray(leaf)
+    return jax.device_put(array, array.sharding)
 
 
 def _in_place_of(current: Any, new: Any) -> Any:

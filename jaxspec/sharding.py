@@ -19,7 +19,7 @@ MODEL_AXIS = "model"
 
 # Logical axes of arrays -> the field of Layout that says how they are split. Column-parallel
 # weights are split over kv_heads or ff of their outputs, row-parallel ones over heads or ff of
-# their inputs. A logical axis that is not named here is whole everywhere.
+# their inputs.
 LOGICAL_AXES: Mapping[str, str] = MappingProxyType(
     {
         "batch": "batch",
@@ -30,6 +30,14 @@ LOGICAL_AXES: Mapping[str, str] = MappingProxyType(
         "ff": "ff",
         "experts": "experts",
     }
+)
+
+# Logical axes that are whole everywhere.
+WHOLE_AXES = frozenset(
+    (
+        *("depth", "draft_ids", "embed_rows", "features", "group", "head_dim", "hidden", "length"),
+        *("nodes", "rounds", "slot", "stops", "table", "two", "words"),
+    )
 )
 
 
@@ -63,9 +71,12 @@ class Layout:
                 )
 
     def axes(self, logical: str) -> Axes:
-        """Mesh axes of an array's logical axis."""
-        field = LOGICAL_AXES.get(logical)
-        return () if field is None else getattr(self, field)
+        """Mesh axes of an array's logical axis. Raises ValueError for a name that is none."""
+        if logical in WHOLE_AXES:
+            return ()
+        if logical not in LOGICAL_AXES:
+            raise ValueError(f"{logical!r} is no logical axis: add it to jaxspec/sharding.py")
+        return getattr(self, LOGICAL_AXES[logical])
 
     def spec(self, logical: tuple[str, ...]) -> P:
         """The partition spec of an array by its logical axes."""
@@ -116,20 +127,26 @@ def model_size(mesh: Mesh | None) -> int:
     return 1 if mesh is None else mesh.shape[MODEL_AXIS]
 
 
-def partition_specs(tree: Any, layout: Layout = WHOLE) -> Any:
+def partition_specs(tree: Any, layout: Layout = WHOLE, undeclared: tuple[str, ...] = ()) -> Any:
     """The tree with every array replaced by its PartitionSpec under ``layout``.
 
     An array's logical axes are declared with its field (see pytree.array), or given by the method
-    ``logical_axes`` of its pytree; other arrays are whole. A pytree that has a ``layout`` of its
-    own is split by that one.
+    ``logical_axes`` of its pytree; others have the leading axes ``undeclared``, or what a pytree
+    around them says by ``undeclared_axes``. A pytree that has a ``layout`` of its own is split by
+    that one.
     """
-    if tree is None:
-        return None
-    if isinstance(tree, tuple):
-        return tuple(partition_specs(item, layout) for item in tree)
     if not dataclasses.is_dataclass(tree) or isinstance(tree, type):
-        return P()
+        return jax.tree.map(
+            lambda node: (
+                partition_specs(node, layout, undeclared)
+                if dataclasses.is_dataclass(node)
+                else layout.spec(undeclared)
+            ),
+            tree,
+            is_leaf=dataclasses.is_dataclass,
+        )
     layout = getattr(tree, "layout", layout)
+    undeclared = getattr(tree, "undeclared_axes", undeclared)
     give_axes = getattr(tree, "logical_axes", dict)
     own_axes = give_axes()
     specs = {}
@@ -139,7 +156,7 @@ def partition_specs(tree: Any, layout: Layout = WHOLE) -> Any:
         value = getattr(tree, field.name)
         axes = own_axes.get(field.name, field.metadata.get("axes"))
         if axes is None or value is None:
-            specs[field.name] = partition_specs(value, layout)
+            specs[field.name] = partition_specs(value, layout, undeclared)
         else:
             specs[field.name] = layout.spec(axes)
     return dataclasses.replace(tree, **specs)

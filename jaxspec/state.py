@@ -58,6 +58,7 @@ class Pool(Pytree):
     target: ModelState
     draft: Any
     page_size: int = static()
+    num_pages: int = static()  # null pages included
 
 
 @pytree
@@ -77,8 +78,13 @@ class Rows(Pytree):
     stop_tokens: Array = array("batch", "stops")  # int32 [R, E], padded with -1
     page_table: Array = array("batch", "table")  # int32 [R, M]
     sampling: Sampling
-    draft: Any  # the drafter's own, [R, ...] each
+    draft: Any  # the drafter's own, [R, ...] each, split as rows are
     stats: Statistics
+
+    @property
+    def undeclared_axes(self) -> tuple[str, ...]:
+        """Of arrays that declare no axes: a drafter of one's own may keep any."""
+        return ("batch",)
 
     @property
     def active(self) -> Array:

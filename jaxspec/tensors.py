@@ -173,8 +173,9 @@ def tensor_shapes(leaves: Iterable[tuple[Any, Split]]) -> dict[str, tuple[int, .
 class Filler:
     """How a tree of weights is filled: from its tensors' names to a tree of something for each.
 
-    Every part of a model has a method ``filled(prefix, filler)`` that says which tensors it is made
-    of; a filler says what to put in their place: a Split, or an array joined on a device.
+    Every part of a model has a method ``filled``, which names the tensors that it is made of and
+    returns the part with the filler's result in place of every array: a Split, or an array joined
+    on a device.
     """
 
     vector: Callable[[str, Any], Any]  # (name, array or shape): an array in the tensor's own layout

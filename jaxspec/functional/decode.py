@@ -85,6 +85,13 @@ def refuse_sampling(rows: Rows, chosen: Array) -> Rows:
     )
 
 
+def _without_idle_sampling(rows: Rows) -> Rows:
+    """Rows that are over sample no more, so that nothing is computed for their sake."""
+    idle = (rows.status == Status.DONE) | (rows.status == Status.EMPTY)
+    temperature = jnp.where(idle, 0.0, rows.sampling.temperature)
+    return rows.replace(sampling=rows.sampling.replace(temperature=temperature))
+
+
 class _Record(NamedTuple):
     """What the rounds so far emitted. Integers lie side by side, to be written in one launch."""
 
@@ -111,6 +118,8 @@ def _decode(
     rows = state.rows
     if call.greedy:
         state = state.replace(rows=refuse_sampling(rows, rows.active))
+    else:
+        state = state.replace(rows=_without_idle_sampling(rows))
     room = params.drafter.most_pending(state.capacity)
     if room is not None and call.speculation.max_depth < state.capacity.max_depth:
         loop = _loop_catching_up(params, call, room)
@@ -169,8 +178,9 @@ def _loop(params: EngineParams, call: Call) -> Loop:
 def _loop_catching_up(params: EngineParams, call: Call, room: int) -> Loop:
     """As _loop, for calls of smaller trees than the drafter's window of ``room`` pending tokens.
 
-    Plain rounds only add to what is pending, so the drafter catches up whenever its window may be
-    full. Smaller trees replace it: catching up once is enough, as larger ones may have filled it.
+    A plain round adds a pending token, so the drafter catches up whenever its window may be full. A
+    round with a smaller tree reads and replaces all pending tokens, but has room for fewer: the
+    drafter catches up once, before the first.
     """
     inner = _loop(params, call)
 

@@ -48,7 +48,8 @@ class EngineParams(Pytree):
 
     @property
     def drafter_name(self) -> str:
-        return type(self.drafter).__name__
+        kind = type(self.drafter)
+        return f"{kind.__module__}.{kind.__qualname__}"
 
     def call(
         self,
@@ -63,7 +64,11 @@ class EngineParams(Pytree):
         Raises ValueError for a shape that the engine has no room for, or layers that the target
         does not have.
         """
+        if isinstance(shape, SpeculationConfig):
+            raise ValueError("the shape of a call is a TreeShape: its rules are the parameters'")
         if isinstance(self.drafter, NoDrafter):
+            if shape is not None and not shape.is_plain:
+                raise ValueError("these parameters have no drafter: the only shape is PLAIN")
             shape = PLAIN
         speculation = self.speculation
         if shape is not None and shape.shape != speculation.shape:

@@ -53,6 +53,7 @@ def init_pool(params: EngineParams, num_pages: int, page_size: int, num_rows: in
         target=params.target.init_state(geometry),
         draft=params.drafter.init_pool(geometry),
         page_size=page_size,
+        num_pages=num_pages,
     )
 
 
@@ -72,6 +73,11 @@ def init_rows(
     needed = pages_for(max_length + params.speculation.scratch_slots, page_size)
     if page_table is None:
         page_table = sequential_page_table(num_rows, needed, shards)
+        if 1 + num_rows // shards * needed > pool.num_pages // shards:
+            raise ValueError(
+                f"{num_rows} rows of {needed} pages and {shards} null pages do not fit a pool of "
+                f"{pool.num_pages}: give a page_table of your own, or a larger pool"
+            )
     if page_table.shape[1] < needed:
         raise ValueError(
             f"{max_length} tokens and {params.speculation.scratch_slots} tree slots need {needed} "
@@ -87,7 +93,7 @@ def init_rows(
         context_lens=ints[3],
         max_lens=ints[4],
         stop_tokens=jnp.full((num_rows, max(1, max_stops)), -1, jnp.int32),
-        page_table=page_table,
+        page_table=jnp.array(page_table, jnp.int32),
         sampling=jax.tree.map(jnp.array, make_sampling(num_rows)),
         draft=params.drafter.init_rows(num_rows, params.target, params.speculation),
         stats=empty_statistics(num_rows, params.speculation.max_depth),
@@ -122,8 +128,9 @@ def admit(
       page_table: [B, M] pages of each, the null page past the last; those that the row has by
         default.
 
-    A row whose prompt or limit does not fit its pages or the token buffer is DONE at once, with
-    Ending.TOO_LONG.
+    A row whose prompt or limit does not fit its pages, the token buffer or ``prompts``, or whose
+    pages are not the pool's, is DONE at once, with Ending.TOO_LONG. One whose limit its prompt
+    reaches already still gets the token after the prompt. Rows must be distinct.
 
     Raises ValueError for shapes that do not fit.
     """
@@ -168,11 +175,13 @@ def _admit(
     table = arrived["page_table"]
     table = take_rows(own.page_table, index) if table is None else table
     max_lens, lens = arrived["max_lens"].astype(jnp.int32), arrived["prompt_lens"]
-    length, held = own.tokens.shape[1], jnp.sum(table > 0, axis=1) * state.pool.page_size
-    fits = (lens >= 1) & (lens < length) & (max_lens <= length)
+    length, width = own.tokens.shape[1], arrived["prompts"].shape[1]
+    held = jnp.sum(jnp.cumprod(table > 0, axis=1), axis=1) * state.pool.page_size
+    local_pages = state.pool.num_pages // params.data_parallel
+    fits = (lens >= 1) & (lens <= width) & (lens < length) & (max_lens <= length)
+    fits &= jnp.all((table >= 0) & (table < local_pages), axis=1)
     fits &= (lens <= held) & (max_lens + params.speculation.scratch_slots <= held)
     zeros = jnp.zeros(batch, jnp.int32)
-    width = arrived["prompts"].shape[1]
     new = Rows(
         status=jnp.where(fits, Status.READING, Status.DONE).astype(jnp.int32),
         ending=jnp.where(fits, Ending.NONE, Ending.TOO_LONG).astype(jnp.int32),
@@ -186,9 +195,10 @@ def _admit(
         draft=params.drafter.init_rows(batch, params.target, params.speculation),
         stats=empty_statistics(batch, params.speculation.max_depth),
     )
-    pool = state.pool.replace(target=state.pool.target.reset(index))
-    if hasattr(pool.draft, "reset"):
-        pool = pool.replace(draft=pool.draft.reset(index))
+    pool = state.pool.replace(
+        target=state.pool.target.reset(index),
+        draft=params.drafter.reset(state.pool.draft, index),
+    )
     return state.replace(pool=pool, rows=put_rows(own, index, new))
 
 
@@ -213,6 +223,7 @@ def _release(params: EngineParams, state: EngineState, rows: Array) -> EngineSta
             status=cleared(own.status),
             ending=cleared(own.ending),
             context_lens=cleared(own.context_lens),
+            sampling=own.sampling.replace(temperature=cleared(own.sampling.temperature)),
         )
     )
 

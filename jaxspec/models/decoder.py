@@ -61,7 +61,7 @@ class Decoder(Pytree):
         return (None,) * len(self.layers)
 
     def filled(self, filler: Filler) -> "Decoder":
-        """With what the filler makes of a Hugging Face checkpoint's tensors for each array."""
+        """The same with ``filler``'s result in place of every array."""
         head = One("lm_head", self.config.vocab_size)
         return self.replace(
             embed=filler.array("model.embed_tokens.weight", self.embed),

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxspec.config import LayerConfig, RopeConfig
-from jaxspec.models.linear import Product
+from jaxspec.models.linear import Addend, Product
 from jaxspec.models.rope import rope_angles
 from jaxspec.sharding import Layout
 from pallas_kernels.add_rms_norm import add_rms_norm, takes_parts
@@ -45,8 +45,8 @@ class ForwardPass:
         """As rms_norm, with the model's eps."""
         return rms_norm(x, weight, self.eps)
 
-    def add_norm(self, x: Array, product: Product, weight: Array | None) -> tuple[Array, Array]:
-        """x plus a product, and the norm of the sum. No weight: the sum itself."""
+    def add_norm(self, x: Array, product: Addend, weight: Array | None) -> tuple[Array, Array]:
+        """x plus what a block adds to it, and the norm of the sum. No weight: the sum itself."""
         parts = product.partial_sums(self.layout, self._taking("add_rms_norm", takes_parts))
         with jax.named_scope("norm"):
             if weight is None:
@@ -126,7 +126,7 @@ def make_pass(
     kernels: Kernels,
 ) -> ForwardPass:
     """A pass over tokens at ``positions`` through layers of these descriptions."""
-    ropes = dict.fromkeys(layer.mixer.rope for layer in layers)
+    ropes = dict.fromkeys(rope for layer in layers for rope in layer.mixer.ropes)
     angles = {rope: rope_angles(rope, positions) for rope in ropes}
     return ForwardPass(attend=attend, ropes=angles, eps=eps, layout=layout, kernels=kernels)
 

@@ -22,7 +22,7 @@ class Layer(Pytree):
     mlp: Mlp
 
     def filled(self, prefix: str, filler: Filler) -> "Layer":
-        """With what the filler makes of the tensors of layer ``prefix`` for each array."""
+        """The same with ``filler``'s result for layer ``prefix`` in place of every array."""
         return self.replace(
             input_norm=filler.array(f"{prefix}input_layernorm.weight", self.input_norm),
             mixer=self.mixer.filled(prefix, filler),

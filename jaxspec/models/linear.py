@@ -6,7 +6,7 @@ A quantized kind is a class beside this one with the same methods.
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -56,7 +56,7 @@ class Linear(Pytree):
         return self._with_bias(einsum_f32("...h,hv->...v", x, self.weight))
 
     def filled(self, source: Source, filler: Filler) -> "Linear":
-        """With what the filler makes of the checkpoint's tensors in the place of each array."""
+        """The same with ``filler``'s result for ``source`` in place of every array."""
         return self.replace(
             weight=filler.of_source(source, "weight", self.weight),
             bias=filler.of_source(source, "bias", self.bias),
@@ -87,6 +87,14 @@ class Linear(Pytree):
 
     def _with_bias(self, y: Array) -> Array:
         return y if self.bias is None else y + self.bias
+
+
+class Addend(Protocol):
+    """What a mixer or an MLP adds to the residual stream, still in partial sums."""
+
+    def partial_sums(self, layout: Layout, takes_parts: Callable[[jnp.dtype, int], bool]) -> Array:
+        """Parts [S, B, T, H] whose sum it is, summed over devices; see Product."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)

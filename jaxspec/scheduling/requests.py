@@ -45,7 +45,7 @@ def with_own_seeds(sampling: SamplingParams, count: int) -> list[SamplingParams]
     """``count`` requests that sample alike but for their seeds: ``sampling.seed + i``, from 0 on
     where it has none."""
     first = sampling.seed or 0
-    return [dataclasses.replace(sampling, seed=first + index) for index in range(count)]
+    return [dataclasses.replace(sampling, seed=(first + index) % 2**32) for index in range(count)]
 
 
 def check_requests(

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxspec import collectives
-from jaxspec.config import Proposal
+from jaxspec.config import Proposal, sound_proposals
 from jaxspec.noise import Stream, uniform
 from jaxspec.pytree import Pytree, array, pytree
 from jaxspec.sampling import Sampling, perturb, probabilities, vocab_ids
@@ -79,7 +79,7 @@ class Match:
     """Follow the target's own samples."""
 
     def proposals(self, is_chain: bool) -> tuple[Proposal, ...]:
-        return ("coupled", "top_k")
+        return sound_proposals("match", is_chain)
 
     def accept(self, verified: Verified) -> Accepted:
         tree, sampled = verified.tree, target_samples(verified)
@@ -130,7 +130,7 @@ class Rejection:
     """
 
     def proposals(self, is_chain: bool) -> tuple[Proposal, ...]:
-        return ("sampled", "top_k") if is_chain else ("top_k",)
+        return sound_proposals("rejection", is_chain)
 
     def accept(self, verified: Verified) -> Accepted:
         tree, sampling, layout = verified.tree, verified.sampling, verified.layout
@@ -191,7 +191,7 @@ class Synthetic:
     mean_length: float
 
     def proposals(self, is_chain: bool) -> tuple[Proposal, ...]:
-        return ("coupled", "top_k")
+        return sound_proposals("match", is_chain)
 
     def accept(self, verified: Verified) -> Accepted:
         tree, sampled = verified.tree, Match().accept(verified)

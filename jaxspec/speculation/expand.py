@@ -74,7 +74,8 @@ class Proposer(NamedTuple):
         values, index = collectives.top_log_probs(
             ranked, self.speculation.top_k, self.layout, self.call.kernels
         )
-        return Children(self._target_ids(index), values)
+        # A NaN would upset the order of scores, which keeps parents before their children.
+        return Children(self._target_ids(index), jnp.where(jnp.isnan(values), -jnp.inf, values))
 
     @jax.named_scope("sample")
     def next_token(self, logits: Array, depth: int) -> tuple[Array, Array | None]:

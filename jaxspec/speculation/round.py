@@ -65,10 +65,11 @@ def run_round(
         ending=jnp.where(done, ending, rows.ending),
         tokens=write_tokens(rows, accepted.tokens, counts),
         context_lens=rows.context_lens + counts,
-        draft=draft,
+        draft=draft.rows,
         stats=_count(rows.stats, rows.active, tree, accepted),
     )
-    return state.replace(pool=state.pool.replace(target=cache), rows=rows), output
+    pool = state.pool.replace(target=cache, draft=draft.pool)
+    return state.replace(pool=pool, rows=rows), output
 
 
 @jax.named_scope("draft")

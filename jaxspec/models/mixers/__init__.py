@@ -8,7 +8,7 @@ from jax import Array
 from jaxspec.cache import Geometry
 from jaxspec.config import AttentionConfig
 from jaxspec.models.forward import ForwardPass
-from jaxspec.models.linear import Product
+from jaxspec.models.linear import Addend
 from jaxspec.models.mixers.attention import Attention, attention_shape
 from jaxspec.sharding import Layout
 from jaxspec.tensors import Filler
@@ -19,7 +19,7 @@ __all__ = ["Attention", "Mixer", "mixer_shape"]
 class Mixer(Protocol):
     """A frozen pytree of weights; ``config`` is its description."""
 
-    def __call__(self, x: Array, state: Any, step: ForwardPass) -> tuple[Product, Any]:
+    def __call__(self, x: Array, state: Any, step: ForwardPass) -> tuple[Addend, Any]:
         """From normed input [B, T, in] to what the residual stream gains, and the layer's state."""
         ...
 
@@ -28,7 +28,7 @@ class Mixer(Protocol):
         ...
 
     def filled(self, prefix: str, filler: Filler) -> "Mixer":
-        """With what the filler makes of a checkpoint's tensors in the place of each array."""
+        """The same with ``filler``'s result in place of every array."""
         ...
 
 

@@ -38,7 +38,7 @@ class Attention(Pytree):
         return PagedKV.create(geometry, kv_heads, self.config.head_dim, self.qkv.dtype, layout)
 
     def filled(self, prefix: str, filler: Filler) -> "Attention":
-        """With what the filler makes of the tensors of ``<prefix>self_attn``."""
+        """The same with ``filler``'s result for ``<prefix>self_attn`` in place of every array."""
         own = f"{prefix}self_attn."
         repeats = self.qkv.out_shape[0] // self.config.num_kv_heads
         source = GroupedHeads(f"{own}q_proj", f"{own}k_proj", f"{own}v_proj", repeats)

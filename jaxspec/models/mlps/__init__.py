@@ -7,7 +7,7 @@ from jax import Array
 
 from jaxspec.config import DenseConfig
 from jaxspec.models.forward import ForwardPass
-from jaxspec.models.linear import Product
+from jaxspec.models.linear import Addend
 from jaxspec.models.mlps.dense import Dense, dense_shape
 from jaxspec.tensors import Filler
 
@@ -17,12 +17,12 @@ __all__ = ["Dense", "Mlp", "mlp_shape"]
 class Mlp(Protocol):
     """A frozen pytree of weights; ``config`` is its description."""
 
-    def __call__(self, x: Array, step: ForwardPass) -> Product:
+    def __call__(self, x: Array, step: ForwardPass) -> Addend:
         """From normed input [B, T, H] to what the residual stream gains."""
         ...
 
     def filled(self, prefix: str, filler: Filler) -> "Mlp":
-        """With what the filler makes of a checkpoint's tensors in the place of each array."""
+        """The same with ``filler``'s result in place of every array."""
         ...
 
 

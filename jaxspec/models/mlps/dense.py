@@ -25,7 +25,7 @@ class Dense(Pytree):
             return self.down.product(swiglu(self.gate_up(x)), "mlp")
 
     def filled(self, prefix: str, filler: Filler) -> "Dense":
-        """With what the filler makes of the tensors of ``<prefix>mlp``."""
+        """The same with ``filler``'s result for ``<prefix>mlp`` in place of every array."""
         own = f"{prefix}mlp."
         return self.replace(
             gate_up=self.gate_up.filled(Stacked((f"{own}gate_proj", f"{own}up_proj")), filler),

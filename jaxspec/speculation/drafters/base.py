@@ -82,17 +82,21 @@ class Drafter(Protocol):
         """Read all committed tokens that wait, so that only the root does."""
         ...
 
+    def reset(self, pool: Any, rows: Array) -> Any:
+        """Its part of the pool with rows [B] forgotten (indices; those out of range are none)."""
+        ...
+
     def commit(
         self, state: EngineState, features: Array | None, path: Array, counts: Array, call: Call
-    ) -> Any:
-        """What it keeps of the rows after a verification: rows that decode change.
+    ) -> DraftState:
+        """After a verification; only what it keeps of rows that decode may change.
 
         Args:
           features: [B, N, C] the target's captured hidden states at every node.
           path: [B, A] accepted nodes by depth.
           counts: [B] tokens committed this round, bonus included; path[:, :counts] are the nodes
             that came before them.
-          call: where it is plain nothing was proposed, and the new token waits with those before.
+          call: in a plain one nothing was proposed: the new token waits beside those that did.
         """
         ...
 
@@ -132,7 +136,10 @@ class StatelessDrafter(Pytree):
     def catch_up(self, target: Decoder, state: EngineState, call: Call) -> DraftState:
         return DraftState(None, None)
 
+    def reset(self, pool: None, rows: Array) -> None:
+        return None
+
     def commit(
         self, state: EngineState, features: Array | None, path: Array, counts: Array, call: Call
-    ) -> None:
-        return None
+    ) -> DraftState:
+        return DraftState(None, None)

@@ -49,6 +49,9 @@ class DraftModelDrafter(Pytree):
     ) -> DraftModelRows:
         return DraftModelRows(pending=jnp.zeros(num_rows, jnp.int32))
 
+    def reset(self, pool: ModelState, rows: Array) -> ModelState:
+        return pool.reset(rows)
+
     def most_pending(self, capacity: SpeculationConfig) -> int | None:
         return capacity.max_depth + 1
 
@@ -123,10 +126,11 @@ class DraftModelDrafter(Pytree):
 
     def commit(
         self, state: EngineState, features: Array | None, path: Array, counts: Array, call: Call
-    ) -> DraftModelRows:
-        _, rows = _own(state)
+    ) -> DraftState:
+        pool, rows = _own(state)
         pending = rows.pending + counts if call.speculation.is_plain else counts
-        return rows.replace(pending=jnp.where(state.rows.active, pending, rows.pending))
+        pending = jnp.where(state.rows.active, pending, rows.pending)
+        return DraftState(pool, rows.replace(pending=pending))
 
 
 def _own(state: EngineState) -> tuple[ModelState, DraftModelRows]:

@@ -55,6 +55,9 @@ class EagleDrafter(Pytree):
             features=jnp.zeros(shape, self.head.dtype), pending=jnp.zeros(num_rows, jnp.int32)
         )
 
+    def reset(self, pool: ModelState, rows: Array) -> ModelState:
+        return pool.reset(rows)
+
     def most_pending(self, capacity: SpeculationConfig) -> int | None:
         return capacity.max_depth + 1
 
@@ -149,9 +152,9 @@ class EagleDrafter(Pytree):
 
     def commit(
         self, state: EngineState, features: Array | None, path: Array, counts: Array, call: Call
-    ) -> HeadRows:
+    ) -> DraftState:
         assert features is not None
-        _, rows = _own(state)
+        pool, rows = _own(state)
         active, features = state.rows.active, features.astype(rows.features.dtype)
         if call.speculation.is_plain:  # one more waits
             place = jnp.arange(rows.features.shape[1]) == rows.pending[:, None]
@@ -162,10 +165,11 @@ class EagleDrafter(Pytree):
             room = rows.features.shape[1] - waiting.shape[1]
             waiting = jnp.pad(waiting, ((0, 0), (0, room), (0, 0)))
             pending = counts
-        return HeadRows(
+        rows = HeadRows(
             features=jnp.where(active[:, None, None], waiting, rows.features),
             pending=jnp.where(active, pending, rows.pending),
         )
+        return DraftState(pool, rows)
 
 
 def _own(state: EngineState) -> tuple[ModelState, HeadRows]:
