@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 
 from jaxspec.sampling import (
     Sampling,
-    _ordered_keys,
-    _search_digits,
     make_sampling,
     perturb,
     probabilities,
@@ -154,15 +152,3 @@ def test_static_facts_follow_from_the_values():
     for option in ({"top_k": 5}, {"top_p": jnp.array([1.0, 0.9])}, {"min_p": 0.1}):
         assert facts(temperature=1.0, **option) == (False, set(option))
     assert facts(temperature=1.0, top_k=5, min_p=0.1) == (False, {"top_k", "min_p"})
-
-
-def test_digits_of_a_threshold_are_found_by_bits_as_by_nibbles():
-    """A CPU searches bit by bit, other devices four bits at once: the same threshold."""
-    logits = 3 * jax.random.normal(jax.random.key(0), (2, 3, 777))
-    keys, weights = _ordered_keys(logits), jax.nn.softmax(logits)
-    for mass in (1e-6, 0.1, 0.5, 0.9, 0.999, 2.0):
-        wanted = jnp.full((2, 3), mass)
-        by_bit, by_nibble = (
-            _search_digits(keys, weights, wanted, digit_bits=bits, axis=None) for bits in (1, 4)
-        )
-        np.testing.assert_array_equal(by_bit, by_nibble)
