@@ -1,5 +1,6 @@
 """The threshold of top-k, top-p and min-p: by sorting, by the kernel interpreted, lowered, run."""
 
+import functools
 from typing import Any
 
 import jax
@@ -24,7 +25,7 @@ from pallas_kernels.truncate.mosaic_gpu import truncation_threshold_mosaic
 from pallas_kernels.truncate.reference import ordered_keys, search_digits
 
 SUM_ROUNDING = 3e-6  # relative, of float32 sums in different orders
-KERNEL: Any = "mosaic_gpu"
+KERNEL: Any = functools.partial(truncation_threshold, implementation="mosaic_gpu")
 
 
 def by_sorting(logits: np.ndarray, rule: Rule, slack: float) -> np.ndarray:
@@ -101,7 +102,8 @@ def test_interpreted_it_ends_for_rows_without_an_answer():
 def test_a_nan_beside_it_changes_no_row():
     case = Case("", 256, (Rule(top_k=3, top_p=0.9), Rule(top_k=3, top_p=0.9)))
     logits, *parameters = make_arguments(case)
-    for function in (truncation_threshold, interpreted):
+    functions: Any = (jax.jit(truncation_threshold), interpreted)
+    for function in functions:
         alone = function(logits, *parameters)
         beside = function(logits.at[0].set(jnp.nan), *parameters)
         np.testing.assert_array_equal(beside[1], alone[1])
@@ -130,10 +132,10 @@ def test_on_the_device_it_does_the_same(case: Case):
 def test_on_the_device_a_row_does_not_depend_on_others(size: int):
     case = Case("", size, (MIXED + EXTREME) * 3, nodes=3)
     arguments = make_arguments(case)
-    together = truncation_threshold(*arguments, KERNEL)
+    together = KERNEL(*arguments)
     for row in range(0, len(case.rules), 5):
         own = [argument[row : row + 1] for argument in arguments]
-        alone = truncation_threshold(own[0][:, :1], *own[1:], KERNEL)
+        alone = KERNEL(own[0][:, :1], *own[1:])
         np.testing.assert_array_equal(alone[0, 0], together[row, 0])
 
 
@@ -146,7 +148,7 @@ def test_on_the_device_it_ends_for_rows_without_an_answer(size: int):
             case = Case("", size, rules, nodes=1)
             logits, *parameters = make_arguments(case)
             logits = jnp.where(jnp.arange(size) >= first, value, logits)
-            jax.block_until_ready(truncation_threshold(logits, *parameters, KERNEL))
+            jax.block_until_ready(KERNEL(logits, *parameters))
 
 
 @pytest.mark.parametrize(
@@ -160,7 +162,7 @@ def test_on_the_device_it_ends_for_rows_without_an_answer(size: int):
 def test_what_it_cannot_take_is_named(logits: jax.Array, message: str):
     parameters = make_arguments(Case("", 128, (Rule(),)))[1:]
     with pytest.raises(ValueError, match=f"the kernel cannot take {message}"):
-        truncation_threshold(logits, *parameters, KERNEL)
+        KERNEL(logits, *parameters)
 
 
 def test_digits_of_a_threshold_are_found_by_bits_as_by_nibbles():
@@ -177,7 +179,7 @@ def test_digits_of_a_threshold_are_found_by_bits_as_by_nibbles():
 
 def test_a_program_has_one_condition_around_all_of_it():
     arguments = jax.eval_shape(lambda: make_arguments(SMALL_CASES[0]))
-    jaxpr = jax.make_jaxpr(truncation_threshold)(*arguments)
+    jaxpr: Any = jax.make_jaxpr(truncation_threshold)(*arguments)
     conditions = [one for one in jaxpr.eqns if one.primitive.name == "cond"]
     assert len(conditions) == 1
     operands = [one.aval for one in conditions[0].invars if one.aval.ndim == 3]
