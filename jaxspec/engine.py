@@ -209,8 +209,8 @@ class Engine:
         Nothing is compiled again, and nothing passes through the host where the weights are on the
         devices. They are not copied there: a caller must not donate them while they serve.
 
-        Raises ValueError for weights of other shapes or choices, RuntimeError while a batch is under
-        way.
+        Raises ValueError for weights of other shapes or choices, and RuntimeError while a batch is
+        under way.
         """
         self._check_free()
         self.params = self.params.replace(target=_in_place_of(self.params.target, target))

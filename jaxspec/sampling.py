@@ -8,7 +8,6 @@ an exact sample of softmax(processed_logits) by the Gumbel-max trick. The noise 
 import functools
 from collections.abc import Callable
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -19,6 +18,11 @@ from jaxspec import collectives
 from jaxspec.noise import Stream, gumbel
 from jaxspec.pytree import Pytree, array, pytree
 from jaxspec.sharding import WHOLE, Layout
+from pallas_kernels.selection import Kernels
+from pallas_kernels.truncate import truncation_threshold
+from pallas_kernels.truncate.reference import truncation_threshold_reference
+
+NO_KERNELS = Kernels()
 
 
 @pytree
@@ -84,7 +88,12 @@ def _check_range(name: str, value: ArrayLike, is_ok: Callable, rule: str) -> Non
 
 
 def process_logits(
-    logits: Array, sampling: Sampling, layout: Layout = WHOLE, *, greedy: bool = False
+    logits: Array,
+    sampling: Sampling,
+    layout: Layout = WHOLE,
+    *,
+    greedy: bool = False,
+    kernels: Kernels = NO_KERNELS,
 ) -> Array:
     """Divide by temperature, then hide what top-k, top-p and min-p drop, in that order.
 
@@ -98,93 +107,25 @@ def process_logits(
     """
     if greedy:
         return logits
-    temperature = jnp.where(sampling.drawn, sampling.temperature, 1.0)
-    scaled = logits / temperature[:, None, None]
-    keys, least = _ordered_keys(scaled), _least_keys(scaled, sampling, layout)
-    return jnp.where(keys >= least[..., None], scaled, -jnp.inf)
-
-
-def _least_keys(scaled: Array, sampling: Sampling, layout: Layout) -> Array:
-    """Key of the smallest logit that top-k, top-p and min-p keep, 0 where they keep all:
-    uint32 [B, N]."""
-    nothing = jnp.zeros(scaled.shape[:-1], jnp.uint32)
-    k = jnp.where(sampling.drawn, sampling.top_k, 0)
-    top_p = jnp.where(sampling.drawn, sampling.top_p, 1.0)
-    min_p = jnp.where(sampling.drawn, sampling.min_p, 0.0)
-
-    def of_top_k(scaled: Array) -> Array:
-        keys = _ordered_keys(scaled)
-        wanted = jnp.where(k > 0, k, jnp.iinfo(jnp.int32).max).astype(jnp.float32)
-        return _threshold(keys, jnp.ones_like(scaled), wanted[:, None], layout)
-
-    def of_mass(scaled: Array) -> Array:
-        # The likeliest token has weight 1.
-        keys = _ordered_keys(scaled)
-        weights = jnp.exp(scaled - collectives.maximum(scaled, layout)[..., None])
-        weights = jnp.where(keys >= least[..., None], weights, 0.0)
-        mass = top_p[:, None] * collectives.total(weights, layout)
-        nucleus = _threshold(keys, weights, mass, layout)
-        nucleus = jnp.where((top_p == 1)[:, None], 0, nucleus)
-        likely = weights >= min_p[:, None, None]
-        lowest = _lowest_key(jnp.where(likely, keys, jnp.uint32(0xFFFFFFFF)), layout)
-        return jnp.maximum(nucleus, jnp.where((min_p > 0)[:, None], lowest, 0))
-
-    least = jax.lax.cond(jnp.any(k > 0), of_top_k, lambda _: nothing, scaled)
-    of_weights = jnp.any((top_p < 1) | (min_p > 0))
-    return jnp.maximum(least, jax.lax.cond(of_weights, of_mass, lambda _: nothing, scaled))
-
-
-def _lowest_key(keys: Array, layout: Layout) -> Array:
-    """The least of keys [B, N, V / shards]: uint32 [B, N]."""
-    local = jnp.min(keys, axis=-1)
-    return jax.lax.pmin(local, layout.vocab) if layout.vocab else local
-
-
-def _ordered_keys(x: Array) -> Array:
-    """uint32 that order as the float32 values do."""
-    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
-    negative = bits >> 31 == 1
-    return jnp.where(negative, ~bits, bits | jnp.uint32(1 << 31))
-
-
-def _threshold(keys: Array, weights: Array, wanted: Array, layout: Layout) -> Array:
-    """The largest key such that entries at or above it weigh at least ``wanted``; 0 if none.
-
-    keys and weights [B, N, V / shards], wanted [B, 1] or [B, N] -> uint32 [B, N].
-
-    A CPU does least work bit by bit; a GPU does 15 comparisons as fast as one, and a loop of 32
-    small kernels would cost more than the rest of a round (measured on an H100: 0.5 ms).
-    """
-    wanted = jnp.broadcast_to(wanted, keys.shape[:-1])
-    return jax.lax.platform_dependent(
-        keys,
-        weights,
-        wanted,
-        cpu=functools.partial(_search_digits, digit_bits=1, layout=layout),
-        default=functools.partial(_search_digits, digit_bits=4, layout=layout),
+    drawn = sampling.drawn
+    temperature = jnp.where(drawn, sampling.temperature, 1.0)
+    rules = (
+        temperature,
+        jnp.where(drawn, sampling.top_k, 0),
+        jnp.where(drawn, sampling.top_p, 1.0),
+        jnp.where(drawn, sampling.min_p, 0.0),
     )
-
-
-def _search_digits(
-    keys: Array, weights: Array, wanted: Array, *, digit_bits: int, layout: Layout
-) -> Array:
-    """_threshold, from the key's highest digit to its lowest."""
-    digits = jnp.arange(1, 1 << digit_bits, dtype=jnp.uint32)
-
-    def find_digit(step: Array | int, found: Array) -> Array:
-        shift = jnp.uint32(32 - digit_bits) - jnp.uint32(digit_bits) * jnp.uint32(step)
-        candidates = found[..., None] | digits << shift  # [B, N, digits]
-        above = jnp.where(keys[:, :, None] >= candidates[..., None], weights[:, :, None], 0.0)
-        enough = collectives.total(above, layout) >= wanted[..., None]
-        # The smaller a candidate the more lies above it: the digit is how many suffice.
-        return found | jnp.sum(enough, axis=-1, dtype=jnp.uint32) << shift
-
-    steps, found = 32 // digit_bits, jnp.zeros(keys.shape[:-1], jnp.uint32)
-    if digit_bits == 1:
-        return jax.lax.fori_loop(0, steps, find_digit, found)
-    for step in range(steps):  # unrolled: on a GPU a loop within a round breaks its graph
-        found = find_digit(step, found)
-    return found
+    if layout.vocab:
+        threshold = truncation_threshold_reference(
+            logits,
+            *rules,
+            total=functools.partial(collectives.total, layout=layout),
+            maximum=functools.partial(collectives.maximum, layout=layout),
+        )
+    else:
+        threshold = truncation_threshold(logits, *rules, kernels.implementation("truncate"))
+    scaled = logits / temperature[:, None, None]
+    return jnp.where(scaled < threshold[..., None], -jnp.inf, scaled)  # NaN stays to be seen
 
 
 def perturb(

@@ -7,7 +7,14 @@ from typing import Any, Literal, Self
 
 import jax
 
-OPERATIONS = ("paged_attention", "rope_kv_write", "add_rms_norm", "kv_compact", "top_k")
+OPERATIONS = (
+    "paged_attention",
+    "rope_kv_write",
+    "add_rms_norm",
+    "kv_compact",
+    "top_k",
+    "truncate",
+)
 
 Implementation = Literal["auto", "mosaic_gpu", "reference"]
 

@@ -141,6 +141,14 @@ def top_k_shares(size: int) -> int:
     return _most(lambda shares: shares * 4096 < 2 * size)
 
 
+def truncate_shares(size: int) -> int:
+    """Thread blocks that share a row of ``size``, 8 at most (a cluster).
+
+    They follow from the size alone: a row's sums must not depend on how many rows there are.
+    """
+    return _most(lambda shares: shares * 2048 <= size)
+
+
 def _splits(blocks: int, most: int) -> int:
     """As many as give no multiprocessor a second CTA, 8 at most (a cluster).
 

@@ -3,9 +3,9 @@
 Without a GPU that the kernels are for, the references stand in for them.
 
 A call is timed in a chain inside one program, fed by the one before it, and over more data than
-the caches hold; but top_k and kv_compact work on what is in the cache, as in the engine. The floor
-is the time that its bytes take at the copy bandwidth, or its FLOPs at the rate of a large bfloat16
-product, whichever is longer; both rates are measured in the same run.
+the caches hold; but top_k, truncate and kv_compact work on what is in the cache, as in the engine.
+The floor is the time that its bytes take at the copy bandwidth, or its FLOPs at the rate of a large
+bfloat16 product, whichever is longer; both rates are measured in the same run.
 Errors are ||out - exact|| / ||exact||, where exact is the reference in float32.
 """
 
@@ -39,6 +39,7 @@ from pallas_kernels.kv_compact import cases as kv_compact
 from pallas_kernels.paged_attention import cases as paged_attention
 from pallas_kernels.rope_kv_write import cases as rope_kv_write
 from pallas_kernels.top_k import cases as top_k
+from pallas_kernels.truncate import cases as truncate
 
 OPERATIONS: Mapping[str, Callable[[], Sequence[Benchmark]]] = MappingProxyType(
     {
@@ -47,6 +48,7 @@ OPERATIONS: Mapping[str, Callable[[], Sequence[Benchmark]]] = MappingProxyType(
         "add_rms_norm": add_rms_norm.benchmarks,
         "kv_compact": kv_compact.benchmarks,
         "top_k": top_k.benchmarks,
+        "truncate": truncate.benchmarks,
     }
 )
 ROTATION_BYTES = 200 << 20  # four times an H100's L2 cache

@@ -62,6 +62,12 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--context", type=int, default=512, help="prompt tokens of each sequence")
     add("--page-size", type=int, default=64)
     add("--tp", type=int, default=1, help="devices that share the model")
+    add(
+        "--sampling",
+        choices=("greedy", "general"),
+        default="greedy",
+        help="the program for greedy rows alone, or for all",
+    )
     add("--kernels", default="auto", help="auto, all, none, or a comma list of operations")
     add("--wheels", type=Path, default=ROOT / ".cache/aot-wheels", help="folder of the compiler")
     add("--dump", type=Path, help="an empty folder to keep what the compiler writes")
@@ -97,6 +103,7 @@ def compile_here(args: argparse.Namespace) -> None:
         rounds=mode.rounds(NEW_TOKENS),
         page_size=args.page_size,
         repeats=1,
+        sampling=args.sampling,
     )
     compile_decode(model_config(args), mode, workload, args.tp, args.kernels, args.dump)
 

@@ -42,9 +42,11 @@ pytestmark = [
 
 
 @functools.cache
-def compiled(mode: str, layers: int = LAYERS, tp: int = 1) -> CompiledRound:
+def compiled(
+    mode: str, layers: int = LAYERS, tp: int = 1, sampling: str = "greedy"
+) -> CompiledRound:
     arguments = ["--shape", SHAPE, "--mode", mode, "--layers", str(layers), "--tp", str(tp)]
-    arguments += ["--context", str(CONTEXT), "--wheels", str(WHEELS)]
+    arguments += ["--context", str(CONTEXT), "--wheels", str(WHEELS), "--sampling", sampling]
     return compile_ahead.measure(arguments)["round"]
 
 
@@ -90,6 +92,13 @@ def test_kernels_keep_to_their_registers(mode: str):
     expected = KERNELS | ({"kv_compact", "top_k"} if mode.startswith("tree") else set())
     assert {kernel.name for kernel in kernels} == expected
     assert not [kernel for kernel in kernels if kernel.spilled_bytes]
+
+
+def test_a_round_of_rows_that_sample_is_one_graph():
+    one = compiled("chain:5", sampling="general")
+    assert (one.launches.graphs, one.launches.outside) == (1, OUTSIDE)
+    assert {kernel.name for kernel in one.kernels} == KERNELS | {"truncate"}
+    assert not [kernel for kernel in one.kernels if kernel.spilled_bytes]
 
 
 def test_two_devices():

@@ -8,8 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxspec.sampling import (
-    _ordered_keys,
-    _search_digits,
     make_sampling,
     perturb,
     probabilities,
@@ -164,15 +162,3 @@ def test_one_seed_gives_every_row_its_own_and_an_array_is_taken_as_it_is():
     assert make_sampling(3, seeds=jnp.array(7)).seeds.tolist() == [7, 8, 9]
     assert make_sampling(3, seeds=np.array([7, 7, 2**32 - 1])).seeds.tolist() == [7, 7, 2**32 - 1]
     assert make_sampling(2, seeds=2**32 - 1).seeds.tolist() == [2**32 - 1, 0], "they wrap around"
-
-
-def test_digits_of_a_threshold_are_found_by_bits_as_by_nibbles():
-    """A CPU searches bit by bit, other devices four bits at once: the same threshold."""
-    logits = 3 * jax.random.normal(jax.random.key(0), (2, 3, 777))
-    keys, weights = _ordered_keys(logits), jax.nn.softmax(logits)
-    for mass in (1e-6, 0.1, 0.5, 0.9, 0.999, 2.0):
-        wanted = jnp.full((2, 3), mass)
-        by_bit, by_nibble = (
-            _search_digits(keys, weights, wanted, digit_bits=bits, layout=WHOLE) for bits in (1, 4)
-        )
-        np.testing.assert_array_equal(by_bit, by_nibble)

@@ -131,7 +131,7 @@ class Program:
 def decode_program(
     config: ModelConfig, mode: Mode, workload: Workload, devices: Sequence[Any], kernels: str
 ) -> Program:
-    """The program that decodes greedily, sharded over all the devices.
+    """The program that decodes, sharded over all the devices.
 
     Nothing else here knows the engine's functions. Raises ValueError for sizes that the devices
     cannot share evenly.
@@ -152,7 +152,9 @@ def decode_program(
 
     state = _place(jax.eval_shape(new_state), devices, mesh, layout)
     function = jax.jit(
-        functools.partial(functional.decode, max_rounds=workload.rounds, greedy=True),
+        functools.partial(
+            functional.decode, max_rounds=workload.rounds, greedy=workload.sampling == "greedy"
+        ),
         donate_argnums=1,
     )
     num_rounds = _place(jax.ShapeDtypeStruct((), jnp.int32), devices, mesh, layout)

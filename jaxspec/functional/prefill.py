@@ -165,7 +165,7 @@ def _sample(
 ) -> Array:
     """Sample [B] tokens at ``positions`` [B] from raw logits [B, 1, V / shards]."""
     sampling, layout = state.rows.sampling, params.target.layout
-    processed = process_logits(logits, sampling, layout, greedy=call.greedy)
+    processed = process_logits(logits, sampling, layout, greedy=call.greedy, kernels=call.kernels)
     ids = vocab_ids(logits.shape[-1], layout)
     noisy = perturb(processed, sampling, positions[:, None], ids, greedy=call.greedy)
     return collectives.argmax(noisy, layout)[:, 0]

@@ -92,7 +92,13 @@ class Proposer(NamedTuple):
     def _processed(self, logits: Array) -> Array:
         if self.speculation.resolved_proposal == "top_k":
             return logits
-        return process_logits(logits, self.sampling, self.layout, greedy=self.call.greedy)
+        return process_logits(
+            logits,
+            self.sampling,
+            self.layout,
+            greedy=self.call.greedy,
+            kernels=self.call.kernels,
+        )
 
     def _ranked(self, logits: Array, depth: int) -> Array:
         """Processed logits plus the noise that the proposal ranks them under."""

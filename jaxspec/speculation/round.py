@@ -148,7 +148,9 @@ def accept(
 ) -> Accepted:
     """Apply the acceptance rule to raw target logits [R, N, V / shards]."""
     rows, layout = state.rows, target.layout
-    processed = process_logits(logits, rows.sampling, layout, greedy=call.greedy)
+    processed = process_logits(
+        logits, rows.sampling, layout, greedy=call.greedy, kernels=call.kernels
+    )
     verified = Verified(tree, processed, rows.sampling, rows.context_lens, layout, call.greedy)
     return acceptance_rule(call.speculation.acceptance).accept(verified)
 

@@ -1,4 +1,4 @@
-"""How attention, products and top_k divide their work."""
+"""How attention, products, top_k and truncate divide their work."""
 
 import pytest
 
@@ -10,6 +10,7 @@ from pallas_kernels.tuning import (
     fewest_rows,
     parts_of_product,
     top_k_shares,
+    truncate_shares,
 )
 
 
@@ -69,6 +70,11 @@ def test_a_row_is_shared_so_that_registers_hold_it(size: int):
     shares = top_k_shares(size)
     assert shares in (1, 2, 4, 8) and size / shares <= 8192
     assert shares == 1 or size / shares > 2048
+
+
+@pytest.mark.parametrize(("size", "shares"), [(128, 1), (4096, 2), (32_000, 8), (262_144, 8)])
+def test_a_row_of_logits_is_shared_by_its_size(size: int, shares: int):
+    assert truncate_shares(size) == shares
 
 
 def test_threads_cannot_ask_for_more_registers_than_there_are():

@@ -18,6 +18,8 @@ from pallas_kernels.rope_kv_write import cases as rope_cases
 from pallas_kernels.rope_kv_write import rope_kv_write
 from pallas_kernels.top_k import cases as top_k_cases
 from pallas_kernels.top_k import top_k
+from pallas_kernels.truncate import cases as truncate_cases
+from pallas_kernels.truncate import truncation_threshold
 
 KERNEL: Any = "mosaic_gpu"
 ATTENTION = attention_cases.KERNEL_CASES[4]
@@ -42,6 +44,10 @@ CALLS = {
     "top_k": (
         functools.partial(top_k, k=4, implementation=KERNEL),
         functools.partial(top_k_cases.make_arguments, top_k_cases.Case(3, 8192, 4)),
+    ),
+    "truncate": (
+        functools.partial(truncation_threshold, implementation=KERNEL),
+        functools.partial(truncate_cases.make_arguments, truncate_cases.LARGE_CASES[0]),
     ),
 }
 
