@@ -189,12 +189,11 @@ def _limit(accepted: Accepted, state: EngineState, finite: Array) -> tuple[Array
 
 def _count(stats: Statistics, active: Array, tree: DraftTree, accepted: Accepted) -> Statistics:
     once = active.astype(jnp.int32)
-    reached = jnp.arange(accepted.path.shape[1]) <= accepted.depth[:, None]
-    width = accepted.path.shape[1]
+    reached = jnp.arange(stats.accepted.shape[1]) <= accepted.depth[:, None]
     return Statistics(
         rounds=stats.rounds + once,
         drafted=stats.drafted + once * (tree.num_nodes - 1),
-        accepted=stats.accepted.at[:, :width].add(once[:, None] * reached),
+        accepted=stats.accepted + once[:, None] * reached,
     )
 
 
