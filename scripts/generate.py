@@ -25,6 +25,7 @@ from jaxspec.comparison import compare
 from jaxspec.config import default_speculation
 from jaxspec.loading import choose_drafter
 
+COMPILATION_CACHE = Path.home() / ".cache" / "jaxspec" / "compilation"
 PROMPT = '''import json
 
 
@@ -48,6 +49,13 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--dtype", choices=("float32", "bfloat16"), help="default: float32 on CPU, else bfloat16")
     add("--tp", type=int, default=1, help="devices that share the model (tensor parallel)")
     add("--shard-drafter", action="store_true", help="split the drafter over the devices too")
+    add("--kernels", default="auto", help="auto (all on a Hopper GPU), all, none or a comma list")
+    add(
+        "--compilation-cache",
+        default=str(COMPILATION_CACHE),
+        help="folder that keeps compiled programs for the next start, or none; default "
+        "~/.cache/jaxspec/compilation",
+    )
     add("--json", action="store_true", help="print one JSON object instead of text")
     add(
         "--compare",
@@ -100,6 +108,15 @@ def speculation_config(arguments: argparse.Namespace) -> SpeculationConfig:
     )
 
 
+def keep_compiled_programs(folder: str) -> None:
+    """Take compiled programs from a folder, and put those in it that are not there yet."""
+    if folder == "none":
+        return
+    jax.config.update("jax_compilation_cache_dir", str(Path(folder).expanduser()))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
 def make_llm(arguments: argparse.Namespace, drafter: str) -> LLM:
     return LLM(
         arguments.model,
@@ -108,9 +125,11 @@ def make_llm(arguments: argparse.Namespace, drafter: str) -> LLM:
         dtype=arguments.dtype,
         mesh=make_mesh(arguments.tp) if arguments.tp != 1 else None,
         shard_drafter=arguments.shard_drafter,
+        kernels=arguments.kernels,
         page_size=arguments.page_size,
         max_length=arguments.max_length,
         num_pages=arguments.num_pages,
+        max_batch=1,
     )
 
 
@@ -137,7 +156,7 @@ def stream(llm: LLM, prompt: str, sampling: SamplingParams, show: bool) -> Compl
     raise AssertionError("a stream ends with its completion")
 
 
-def report(arguments: argparse.Namespace, completion: Completion) -> dict[str, object]:
+def report(arguments: argparse.Namespace, llm: LLM, completion: Completion) -> dict[str, object]:
     timings, count = completion.timings, len(completion.token_ids)
     prompt_tokens = len(completion.prompt_token_ids)
     return {
@@ -146,6 +165,8 @@ def report(arguments: argparse.Namespace, completion: Completion) -> dict[str, o
         "num_tokens": count,
         "num_prompt_tokens": prompt_tokens,
         "finish_reason": completion.finish_reason,
+        "error": completion.error,
+        "seed": completion.seed,
         "num_rounds": completion.num_rounds,
         "acceptance_length": completion.acceptance_length,
         "acceptance_by_depth": completion.acceptance_by_depth,
@@ -157,10 +178,13 @@ def report(arguments: argparse.Namespace, completion: Completion) -> dict[str, o
         "model": arguments.model,
         "drafter": str(choose_drafter(arguments.model, arguments.drafter)),
         "device": str(jax.devices()[0].device_kind),
+        "kernels": str(llm.engine.kernels),
     }
 
 
 def print_summary(console: Console, results: dict) -> None:
+    if results["error"]:
+        console.print(f"error: {results['error']}")
     depths = "  ".join(f"{share:.0%}" for share in results["acceptance_by_depth"]) or "-"
     console.print(
         f"{results['num_tokens']} tokens in {results['num_rounds']} rounds "
@@ -170,7 +194,7 @@ def print_summary(console: Console, results: dict) -> None:
     console.print(
         f"prefill {results['prefill_tokens_per_second']:.0f} tokens/s, decode "
         f"{results['decode_tokens_per_second']:.1f} tokens/s on {results['device']} "
-        f"(compiled in {results['compile_seconds']:.1f} s)"
+        f"(kernels: {results['kernels']}; programs ready in {results['compile_seconds']:.1f} s)"
     )
     if "identical" in results:
         console.print(f"identical: {'yes' if results['identical'] else 'no'}")
@@ -183,6 +207,7 @@ def print_summary(console: Console, results: dict) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     progress = Console(stderr=True)
+    keep_compiled_programs(arguments.compilation_cache)
     sampling = SamplingParams(
         temperature=arguments.temperature,
         top_k=arguments.sample_top_k,
@@ -195,7 +220,7 @@ def run(arguments: argparse.Namespace) -> None:
     with progress.status(f"loading {Path(arguments.model).name}"):
         llm = make_llm(arguments, arguments.drafter)
     completion = stream(llm, prompt, sampling, show=not arguments.json)
-    results = report(arguments, completion)
+    results = report(arguments, llm, completion)
     if arguments.compare:
         with progress.status("decoding plainly, to compare"):
             plain = make_llm(arguments, "none")

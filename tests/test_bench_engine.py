@@ -11,14 +11,19 @@ from scripts import bench_engine
 TINY = ["--shape", "tiny", "--context", "20", "--page-size", "16", "--dtype", "float32"]
 
 
-def test_every_mode_is_timed_beside_its_floor(monkeypatch, capsys):
-    small = dataclasses.replace(SHAPES["tiny"], num_layers=2, sliding_windows=(None, None))
+@pytest.mark.parametrize("sampling", ["greedy", "all"])
+def test_every_mode_is_timed_beside_its_floor(sampling, monkeypatch, capsys):
+    tiny = SHAPES["tiny"]
+    small = dataclasses.replace(tiny, layers=tiny.layers[:2])
     monkeypatch.setattr(bench_engine, "SHAPES", {"tiny": small})
     modes = ["--modes", "plain,tree:3:1:2@2", "--batch", "2"]
-    counts = ["--repeats", "2", "--new-tokens", "6"]
+    counts = ["--repeats", "2", "--new-tokens", "6", "--sampling", sampling]
     assert bench_engine.main([*TINY, *modes, *counts, "--json"]) == 0
     printed = capsys.readouterr()
-    timings = json.loads(printed.out)["timings"]
+    results = json.loads(printed.out)
+    assert results["own_kernels"] == "none"
+    assert f"sampling: {sampling}; kernels: none" in printed.err
+    timings = results["timings"]
     assert [row["mode"] for row in timings] == ["plain", "tree:3:1:2@2"]
     for row in timings:
         assert row["first_context"] == 20 and len(row["all_round_ms"]) == 2
@@ -38,6 +43,8 @@ def test_every_mode_is_timed_beside_its_floor(monkeypatch, capsys):
         (["--batch", "1,0"], "must be at least 1"),
         (["--new-tokens", "0"], "must be at least 1"),
         (["--repeats", "0"], "must be at least 1"),
+        (["--kernels", "all"], "the kernels are for Hopper GPUs"),
+        (["--kernels", "tok_k"], "no kernel is called 'tok_k'"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(arguments, message, capsys):

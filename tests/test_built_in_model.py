@@ -38,8 +38,9 @@ def test_logits_are_those_of_transformers(plain: LLM):
     tokens = np.asarray(plain.tokenizer(PROMPTS[0] * 8)["input_ids"], np.int32)[None]
     target = plain.params.target
     positions = jnp.arange(tokens.shape[1])[None]
-    caches = (None,) * len(target.layers)
-    hidden, _, _ = decoder.run(target, jnp.asarray(tokens), positions, caches, dense_causal_attend)
+    hidden, _, _ = decoder.run(
+        target, jnp.asarray(tokens), positions, target.no_states(), dense_causal_attend
+    )
     reference = hf_logits(BUILT_IN_MODEL, tokens.astype(np.int64))
     difference = np.abs(np.asarray(decoder.logits(target, hidden)) - reference).max()
     assert difference <= 1e-4 * np.abs(reference).max()

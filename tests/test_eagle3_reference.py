@@ -1,4 +1,4 @@
-"""The written-out EAGLE-3 reference against jaxspec, and its EAGLE-3.1 flags against identities."""
+"""jaxspec's heads against the written-out EAGLE-3 and 3.1, and that against identities."""
 
 from pathlib import Path
 from typing import Any
@@ -10,13 +10,14 @@ import pytest
 from jax import Array
 from safetensors.numpy import load_file
 
+from jaxspec import LLM, SamplingParams, SpeculationConfig
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.eagle import EagleHead, logits, run
+from jaxspec.models.forward import Heads
+from jaxspec.models.heads import DraftHead
 from jaxspec.models.hf_config import load_model_config, read_json
-from jaxspec.models.layers import Heads
 from jaxspec.weights.eagle import load_eagle_head
 from jaxspec.weights.safetensors_io import load_decoder
-from tests.checkpoints import tiny_llama
+from tests.checkpoints import tiny_byte_llama, tiny_llama
 from tests.eagle3_reference import Outputs, Result, read_and_draft
 from tests.eagle31_checkpoint import tiny_eagle31_head
 
@@ -56,7 +57,7 @@ def growing_attend(cache: Any, heads: Heads, window: int | None) -> tuple[Array,
 
 
 def ours(
-    head: EagleHead,
+    head: DraftHead,
     target: Decoder,
     tokens: np.ndarray,
     captured: np.ndarray,
@@ -64,16 +65,16 @@ def ours(
     drafts: np.ndarray,
 ) -> list[Outputs]:
     """jaxspec's outputs for the prompt's entries, then for one draft token after the other."""
-    caches, steps = (None,) * len(head.layers), []
-    entries = [(tokens[1:], captured[:-1], positions[:-1])]
-    entries += [([token], None, [positions[-1] + j]) for j, token in enumerate(drafts[:-1])]
-    for ids, hidden, at in entries:
-        if hidden is None:
-            hidden = steps[-1].recycled[-1:]
-        ids, hidden, at = (jnp.asarray(array)[None] for array in (ids, hidden, at))
-        recycled, normed, caches = run(head, target, ids, hidden, at, caches, growing_attend)
-        scores = logits(head, target, normed)
-        steps.append(Outputs(*(np.asarray(array[0]) for array in (recycled, normed, scores))))
+    states, steps = (None,) * len(head.layers), []
+    hidden = head.hidden(jnp.asarray(captured[:-1])[None])
+    entries = [(tokens[1:], positions[:-1])]
+    entries += [([token], [positions[-1] + j]) for j, token in enumerate(drafts[:-1])]
+    for entry in entries:
+        ids, at = (jnp.asarray(array)[None] for array in entry)
+        out = head.run(target, ids, hidden, at, states, growing_attend)
+        states, hidden = out.states, out.hidden[:, -1:]
+        found = (out.hidden, out.normed, head.logits(target, out.normed))
+        steps.append(Outputs(*(np.asarray(array[0]) for array in found)))
     return steps
 
 
@@ -96,23 +97,31 @@ PLAIN = {
 }
 
 
-@pytest.mark.parametrize("case", PLAIN)
-def test_plain_heads_agree_with_jaxspec(case: str, target_dir: Path, tmp_path: Path):
-    options = PLAIN[case]
-    directory = tiny_eagle31_head(tmp_path, target_dir, **options)
-    config = load_model_config(target_dir)
-    target = load_decoder(target_dir, config, jnp.dtype("float32"))
-    head = load_eagle_head(directory, config, jnp.dtype("float32"))
-    assert head.capture == options.get("capture", (2, 4, 5))
-    inputs = prompt(len(head.capture))
+def assert_agrees(directory: Path, target: Decoder, capture: tuple[int, ...]) -> None:
+    """Our loader, head and chain of drafts give what the reference gives."""
+    head = load_eagle_head(directory, target.config, target.dtype)
+    assert head.capture == capture
+    inputs = prompt(len(capture))
     theirs = reference(directory, np.asarray(target.embed)[:VOCAB], *inputs)
     first, *later = ours(head, target, *inputs, theirs.tokens)
     assert_close(first, theirs.prompt, slice(1, None))
     for j, step in enumerate(later, start=1):
         assert_close(step, theirs.drafts, slice(j, j + 1))
     ids = np.arange(VOCAB) if head.token_ids is None else np.asarray(head.token_ids)
-    ours_drafted = [int(ids[step.logits[-1].argmax()]) for step in (first, *later)]
-    np.testing.assert_array_equal(theirs.tokens, ours_drafted)
+    drafted = [int(ids[step.logits[-1].argmax()]) for step in (first, *later)]
+    np.testing.assert_array_equal(theirs.tokens, drafted)
+
+
+@pytest.fixture(scope="module")
+def target(target_dir: Path) -> Decoder:
+    return load_decoder(target_dir, load_model_config(target_dir), jnp.dtype("float32"))
+
+
+@pytest.mark.parametrize("case", PLAIN)
+def test_plain_heads_agree_with_jaxspec(case: str, target_dir: Path, target, tmp_path: Path):
+    options = PLAIN[case]
+    directory = tiny_eagle31_head(tmp_path, target_dir, **options)
+    assert_agrees(directory, target, options.get("capture", (2, 4, 5)))
 
 
 FLAGS = {
@@ -125,6 +134,36 @@ FLAGS = {
         "norm_before_fc": True, "norm_output": True, "norm_before_residual": True,
     },
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("style", ["flat", "nvidia", "speculators"])
+@pytest.mark.parametrize("num_captured", [1, 3, 5])
+@pytest.mark.parametrize("flags", FLAGS)
+def test_heads_of_eagle_31_agree_with_jaxspec(
+    flags, num_captured, style, target_dir: Path, target, tmp_path: Path
+):
+    capture = tuple(range(2, 2 + num_captured))
+    options = FLAGS[flags] | {"style": style, "capture": capture}
+    assert_agrees(tiny_eagle31_head(tmp_path, target_dir, **options), target, capture)
+
+
+@pytest.mark.parametrize("flags", ["EAGLE-3.1", "speculators' default"])
+def test_text_is_that_of_plain_decoding(flags: str, tmp_path: Path):
+    model = tiny_byte_llama(tmp_path / "model")
+    options = FLAGS[flags] | {"capture": (0, 2), "style": "nvidia", "draft_vocab": 200}
+    head = tiny_eagle31_head(tmp_path / "head", model, **options)
+    sampling = [
+        SamplingParams(max_tokens=24),
+        SamplingParams(max_tokens=24, temperature=0.8, top_p=0.9, seed=3),
+    ]
+    texts = []
+    for drafter in ("none", head):
+        llm = LLM(
+            model, drafter, dtype="float32", max_length=64, max_batch=2,
+            speculation=SpeculationConfig(num_nodes=9, max_depth=3, top_k=3),
+        )  # fmt: skip
+        texts.append([c.token_ids for c in llm.generate(["def f(x):", "import os"], sampling)])
+    assert texts[0] == texts[1]
 
 
 @pytest.fixture(scope="module")

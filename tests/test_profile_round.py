@@ -15,7 +15,8 @@ TINY = ["--shape", "tiny", "--context", "32", "--page-size", "16", "--dtype", "f
 # jaxlib's type of event statistics lacks the attribute.
 @pytest.mark.filterwarnings("ignore:builtin type event_stats:DeprecationWarning")
 def test_a_round_is_split_into_its_phases(tmp_path: Path, monkeypatch, capsys):
-    small = dataclasses.replace(SHAPES["tiny"], num_layers=2, sliding_windows=(None, None))
+    tiny = SHAPES["tiny"]
+    small = dataclasses.replace(tiny, layers=tiny.layers[:2])
     monkeypatch.setattr(profile_round, "SHAPES", {"tiny": small})
     plot = tmp_path / "round.png"
     arguments = [*TINY, "--mode", "tree:3:1:2@1.5", "--rounds", "3", "--plot", str(plot), "--json"]
@@ -46,6 +47,7 @@ def test_a_round_is_split_into_its_phases(tmp_path: Path, monkeypatch, capsys):
         (["--mode", "chain"], "not plain, chain:K"),
         (["--rounds", "1"], "--rounds 2"),
         (["--batch", "0"], "must be at least 1"),
+        (["--kernels", "all"], "the kernels are for Hopper GPUs"),
         (["--plot", "/no/such/folder/plot.png"], "no directory /no/such/folder"),
     ],
 )

@@ -23,6 +23,7 @@ from jaxspec.training.draft_states import StoredStates
 from jaxspec.training.draft_step import DraftTrainConfig
 from jaxspec.training.run_folder import RunFolder, batch_shardings
 from jaxspec.training.schedule import UNKNOWN_STEPS, Pace, Schedule
+from jaxspec.weights.orbax_io import static_choices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,9 +190,7 @@ class DraftTraining:
     def _fingerprint(self) -> dict[str, Any]:
         """What must not change between a checkpoint and its continuation."""
         return {
-            "head": dataclasses.asdict(self.head.config),
-            "capture": self.head.capture,
-            "method": self.head.method,
+            "head": static_choices(self.head),
             "token_ids": fingerprint.of_weights(self.head.token_ids),
             "target": fingerprint.of_weights(self._target),
             "config": dataclasses.asdict(self.config),

@@ -1,36 +1,58 @@
-"""Any pytree of arrays, sharded or not, to disk and back with orbax."""
+"""Any pytree of arrays, sharded or not, to disk and back with orbax.
 
+Beside the arrays lies what the tree's static fields say: a snapshot does not come back as a tree of
+other choices, such as a head that reads other layers.
+"""
+
+import dataclasses
+import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
+from jax.sharding import Mesh
+
+from jaxspec.pytree import is_static
+from jaxspec.sharding import Layout
+from pallas_kernels.selection import Kernels
+
+CHOICES = "jaxspec_choices.json"
+WHERE_IT_RUNS = (Layout, Mesh, Kernels)  # static fields that may differ: they change no value
+MOST_LISTED = 5
 
 
 def save_pytree(directory: str | Path, tree: Any) -> None:
-    """Write the arrays of a pytree to a new directory. Static fields are not written."""
+    """Write a pytree to a new directory: its arrays, and what its static fields say."""
     path = Path(directory).absolute()
     if path.exists() and any(path.iterdir()):
         raise ValueError(f"{path} is not empty: give a new directory")
     path.parent.mkdir(parents=True, exist_ok=True)
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(path, _stored(named_leaves(tree)), force=path.exists())
+    (path / CHOICES).write_text(json.dumps(static_choices(tree), indent=1) + "\n")
 
 
-def restore_pytree(directory: str | Path, like: Any) -> Any:
+def restore_pytree(directory: str | Path, like: Any, *, check_choices: bool = True) -> Any:
     """Read a pytree of the structure, shapes, dtypes, shardings and static fields of ``like``.
 
-    ``like`` holds arrays or ShapeDtypeStructs.
+    ``like`` holds arrays or ShapeDtypeStructs; it may be split over devices in another way than
+    what was saved. ``check_choices`` False takes other static fields than those saved.
 
-    Raises ValueError that lists what is missing, surplus or misshapen on disk.
+    Raises ValueError that lists what is missing, surplus or misshapen on disk, or which static
+    fields differ; and for a snapshot that does not say its static fields, as jaxspec wrote them
+    until 0.1.
     """
     path = Path(directory).absolute()
     leaves = named_leaves(like)
     wanted = jax.tree.map(ocp.utils.to_shape_dtype_struct, _stored(leaves))
     with ocp.StandardCheckpointer() as checkpointer:
         _check(path, wanted, checkpointer)
+        if check_choices:
+            _check_choices(path, static_choices(like))
         arrays = checkpointer.restore(path, wanted)
     filled = [
         arrays[name]
@@ -67,3 +89,61 @@ def _check(path: Path, wanted: dict[str, Any], checkpointer: ocp.StandardCheckpo
     ]
     if problems:
         raise ValueError(f"{path} has another structure: {'; '.join(problems)}")
+
+
+def static_choices(tree: Any) -> dict[str, str]:
+    """What the static fields of a tree say, by path; configs field by field."""
+    return dict(_choices(tree, "", inside_static=False))
+
+
+def _choices(value: Any, path: str, *, inside_static: bool) -> Iterator[tuple[str, str]]:
+    if isinstance(value, WHERE_IT_RUNS):
+        return
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        yield path or "the tree", type(value).__name__
+        for field in dataclasses.fields(value):
+            yield from _choices(
+                getattr(value, field.name),
+                f"{path}.{field.name}",
+                inside_static=inside_static or is_static(field),
+            )
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _choices(item, f"{path}[{key!r}]", inside_static=inside_static)
+    elif isinstance(value, (tuple, list)) and not (inside_static and all(map(_is_plain, value))):
+        for index, item in enumerate(value):
+            yield from _choices(item, f"{path}[{index}]", inside_static=inside_static)
+    elif inside_static:
+        yield path, _said(value)
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _said(value: Any) -> str:
+    """A value in words that are the same in another process."""
+    if type(value).__repr__ is object.__repr__ or callable(value):
+        return getattr(value, "__qualname__", type(value).__qualname__)
+    return repr(value)
+
+
+def _check_choices(path: Path, wanted: dict[str, str]) -> None:
+    file = path / CHOICES
+    if not file.is_file():
+        raise ValueError(
+            f"{path} has no {CHOICES}: what its static fields were is not known. Restore it with "
+            "check_choices=False if you are sure that they are the same, and save it anew"
+        )
+    saved = json.loads(file.read_text())
+    problems = [
+        f"{name} was {saved.get(name, 'not there')}, not {wanted.get(name, 'there')}"
+        for name in {**wanted, **saved}
+        if saved.get(name) != wanted.get(name)
+    ]
+    if problems:
+        more = len(problems) - MOST_LISTED
+        rest = f" and {more} more" if more > 0 else ""
+        raise ValueError(
+            f"{path} was saved with other choices: {'; '.join(problems[:MOST_LISTED])}{rest}"
+        )

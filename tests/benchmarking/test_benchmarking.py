@@ -12,6 +12,7 @@ from jaxspec.benchmarking.modes import make_params, parse_mode
 from jaxspec.benchmarking.random_params import random_decoder, random_eagle3_head
 from jaxspec.benchmarking.shapes import SHAPES
 from jaxspec.models.decoder import decoder_shapes
+from pallas_kernels.selection import Kernels
 
 TINY, BFLOAT16 = SHAPES["tiny"], jnp.dtype("bfloat16")
 
@@ -73,7 +74,7 @@ def test_random_weights_are_all_different_and_of_a_sane_size():
     arrays = [np.asarray(leaf) for leaf in jax.tree.leaves((target, head))]
     assert len({array.tobytes() for array in arrays}) == len(arrays)
     assert {array.dtype for array in arrays} == {BFLOAT16, np.dtype("int32")}
-    gate_up = np.asarray(target.layers[1].gate_up, np.float32)
+    gate_up = np.asarray(target.layers[1].mlp.gate_up.weight, np.float32)
     assert abs(gate_up.mean()) < 0.01
     assert gate_up.std() == pytest.approx(TINY.hidden_size**-0.5, rel=0.05)
     assert len(set(np.asarray(head.token_ids).tolist())) == TINY.vocab_size
@@ -82,7 +83,7 @@ def test_random_weights_are_all_different_and_of_a_sane_size():
 def test_the_floor_of_a_chain():
     target = random_decoder(TINY, BFLOAT16, None, seed=0)
     head = random_eagle3_head(TINY, BFLOAT16, None, seed=1)
-    params = make_params(parse_mode("chain:3"), target, head, None)
+    params = make_params(parse_mode("chain:3"), target, head, None, Kernels())
     hidden, ff, vocab, layers = 64, 128, 1000, 4  # tiny's; 8 query and 4 KV heads of 16
     layer = hidden * (256 + 128 + 3 * ff) + 2 * hidden
     draft = 2 * hidden * 256 + hidden * (128 + 3 * ff) + 2 * hidden  # qkv reads twice the width

@@ -8,13 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.cache import init_layers, page_slots, pages_for
-from jaxspec.models import decoder, layers
+from jaxspec.cache import Geometry, page_slots, pages_for
+from jaxspec.models import decoder, forward, linear
 from jaxspec.models.attention import PagedAttend, dense_causal_attend
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.hf_config import load_model_config
 from jaxspec.training.precision import cast_weights
 from jaxspec.weights.safetensors_io import load_decoder
+from pallas_kernels.selection import Implementation, Kernels
 from tests.checkpoints import hf_logits, tiny_llama, tiny_mistral, tiny_qwen2, tiny_qwen3
 
 LLAMA3 = {
@@ -74,37 +75,49 @@ def test_logits_equal_transformers(checkpoint, name: str):
     directory, tokens, expected = checkpoint(name)
     model = load(directory)
     positions = jnp.broadcast_to(jnp.arange(LENGTH), tokens.shape)
-    caches = (None,) * model.config.num_layers
 
     @jax.jit
-    def forward(model, tokens):
-        hidden, _, _ = decoder.run(model, tokens, positions, caches, dense_causal_attend)
+    def run(model, tokens):
+        hidden, _, _ = decoder.run(model, tokens, positions, model.no_states(), dense_causal_attend)
         return decoder.logits(model, hidden)
 
-    assert_close(forward(model, jnp.asarray(tokens)), expected)
+    assert_close(run(model, jnp.asarray(tokens)), expected)
+
+
+class InParts(Kernels):
+    """Operations that are handed products in parts, as kernels are, and add them up in XLA."""
+
+    def implementation(self, operation: str) -> Implementation:
+        return "reference"
 
 
 def test_products_in_parts_make_the_same_logits(checkpoint, monkeypatch: pytest.MonkeyPatch):
     """As they do on a GPU, for kernels that add up the parts."""
     directory, tokens, _ = checkpoint("llama-gqa")
     model = cast_weights(load(directory), jnp.bfloat16)
-    caches = (None,) * model.config.num_layers
+    kernels = InParts(frozenset({"add_rms_norm", "rope_kv_write"}))
 
     def dense_logits(tokens: np.ndarray) -> jax.Array:
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-        run = decoder.run(model, jnp.asarray(tokens), positions, caches, dense_causal_attend)
-        return decoder.logits(model, run[0])
+        hidden, _, _ = decoder.run(
+            model, jnp.asarray(tokens), positions, model.no_states(), dense_causal_attend,
+            kernels=kernels,
+        )  # fmt: skip
+        return decoder.logits(model, hidden)
 
     one = tokens[:1, :1]  # a single row, which is padded
 
     def all_logits() -> list[jax.Array | np.ndarray]:
-        return [dense_logits(tokens), dense_logits(one), paged_logits(model, tokens, 16, LENGTH)]
+        paged = paged_logits(model, tokens, 16, LENGTH, kernels)
+        return [dense_logits(tokens), dense_logits(one), paged]
 
-    whole = all_logits()
-    monkeypatch.setattr(layers, "parts_of_product", lambda *sizes: 4)
-    monkeypatch.setattr(decoder, "HEAD_DIM", model.config.head_dim)
-    monkeypatch.setattr(decoder, "WIDTH_STEP", 1)
-    for found, expected in zip(all_logits(), whole, strict=True):
+    whole, asked = all_logits(), []
+    monkeypatch.setattr(linear, "parts_of_product", lambda *sizes: asked.append(sizes) or 4)
+    monkeypatch.setattr(forward, "takes_parts", lambda dtype, width: True)
+    monkeypatch.setattr(forward, "heads_take_parts", lambda dtype, width: True)
+    in_parts = all_logits()
+    assert len(asked) == 3 * 3 * model.config.num_layers  # qkv, o and the MLP's last
+    for found, expected in zip(in_parts, whole, strict=True):
         assert jnp.abs(found - expected).max() < 0.03 * jnp.abs(expected).max()
 
 
@@ -115,24 +128,22 @@ def test_paged_logits_equal_transformers(checkpoint, page_size: int, step: int):
     assert_close(paged_logits(load(directory), tokens, page_size, step), expected)
 
 
-def paged_logits(model: Decoder, tokens: np.ndarray, page_size: int, step: int) -> np.ndarray:
+def paged_logits(
+    model: Decoder,
+    tokens: np.ndarray,
+    page_size: int,
+    step: int,
+    kernels: Kernels = decoder.NO_KERNELS,
+) -> np.ndarray:
     """Logits of a paged forward pass, ``step`` tokens at a time, pages in a random order."""
     batch, length = tokens.shape
     pages = pages_for(length, page_size)
-    config = model.config
-    caches = init_layers(
-        config.num_layers,
-        1 + batch * pages,
-        config.num_kv_heads,
-        page_size,
-        config.head_dim,
-        model.embed.dtype,
-    )
+    states = model.init_state(Geometry(1 + batch * pages, page_size, batch)).layers
     order = np.random.default_rng(2).permutation(batch * pages) + 1
     table = jnp.asarray(order.reshape(batch, pages), jnp.int32)
 
     @jax.jit
-    def forward(caches, tokens, start):
+    def run(states, tokens, start):
         positions = jnp.broadcast_to(start + jnp.arange(step), tokens.shape)
         attend = PagedAttend(
             page_table=table,
@@ -140,11 +151,11 @@ def paged_logits(model: Decoder, tokens: np.ndarray, page_size: int, step: int) 
             slots=page_slots(table, positions, jnp.ones_like(positions, bool), page_size),
             positions=positions,
         )
-        hidden, caches, _ = decoder.run(model, tokens, positions, caches, attend)
-        return decoder.logits(model, hidden), caches
+        hidden, states, _ = decoder.run(model, tokens, positions, states, attend, kernels=kernels)
+        return decoder.logits(model, hidden), states
 
     parts = []
     for start in range(0, length, step):
-        part, caches = forward(caches, jnp.asarray(tokens[:, start : start + step]), start)
+        part, states = run(states, jnp.asarray(tokens[:, start : start + step]), start)
         parts.append(part)
     return np.concatenate(parts, axis=1)

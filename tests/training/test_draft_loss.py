@@ -1,6 +1,5 @@
 """The unrolled loss: what a head sees in training is what it sees when it drafts."""
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -9,33 +8,30 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 
-from jaxspec.cache import init_layers
-from jaxspec.models import eagle
+from jaxspec.cache import Geometry
 from jaxspec.models.attention import PagedAttend, dense_causal_attend
-from jaxspec.models.eagle import EagleHead, head_shapes
+from jaxspec.models.heads import DraftHead, head_shapes
 from jaxspec.training.draft_loss import DraftBatch, LossConfig, draft_loss, target_states, unroll
-from tests.random_models import CONFIG, random_arrays, random_target
+from tests.random_models import CONFIG, random_arrays, random_target, tiny_config
 
 TARGET = random_target()
 assert TARGET.lm_head is not None
-LM_HEAD = TARGET.lm_head
+LM_HEAD = TARGET.lm_head.weight
 LENGTH, STEPS, PAGE = 14, 4, 4
 TOKENS = np.random.default_rng(0).integers(CONFIG.vocab_size, size=(2, LENGTH)).astype(np.int32)
 
 
 def random_head(method: str, num_layers: int = 1, window: int | None = None, **options: Any):
-    config = dataclasses.replace(
-        CONFIG, num_layers=num_layers, sliding_windows=(window,) * num_layers
-    )
+    config = tiny_config(num_layers=num_layers, sliding_windows=(window,) * num_layers)
     shapes = head_shapes(config, method, CONFIG, jnp.dtype(jnp.float32), **options)  # pyright: ignore
     if shapes.token_ids is None:
         return random_arrays(shapes, 5)
     ids = np.sort(np.random.default_rng(5).permutation(CONFIG.vocab_size)[: len_of(shapes)])
-    head = random_arrays(dataclasses.replace(shapes, token_ids=None), 5)
-    return dataclasses.replace(head, token_ids=jnp.asarray(ids, jnp.int32))
+    head = random_arrays(shapes.replace(token_ids=None), 5)
+    return head.replace(token_ids=jnp.asarray(ids, jnp.int32))
 
 
-def len_of(head: EagleHead) -> int:
+def len_of(head: DraftHead) -> int:
     assert head.token_ids is not None
     return head.token_ids.shape[0]
 
@@ -45,15 +41,14 @@ def batch_of(tokens: np.ndarray, learned: np.ndarray | None = None) -> DraftBatc
     return DraftBatch(tokens=jnp.asarray(tokens), learned=jnp.asarray(marks))
 
 
-def features_of(head: EagleHead):
+def features_of(head: DraftHead):
     return target_states(TARGET, batch_of(TOKENS), head.capture, dense_causal_attend)[0]
 
 
-def drafted(head: EagleHead, features: jax.Array, root: int) -> list[jax.Array]:
+def drafted(head: DraftHead, features: jax.Array, root: int) -> list[jax.Array]:
     """The head's outputs [B, H] when it drafts after the true tokens up to ``root``, as served:
     through a paged cache, one token at a time."""
-    layers = init_layers(head.config.num_layers, 1 + 2 * LENGTH, CONFIG.num_kv_heads, PAGE,
-                         CONFIG.head_dim, jnp.dtype(jnp.float32))  # fmt: skip
+    layers = head.init_state(Geometry(1 + 2 * LENGTH, PAGE, 2)).layers
     table = 1 + jnp.arange(2 * LENGTH).reshape(2, LENGTH)
 
     @jax.jit
@@ -65,13 +60,14 @@ def drafted(head: EagleHead, features: jax.Array, root: int) -> list[jax.Array]:
             context_lens=slot[:, 0],
             slots=page * PAGE + slot % PAGE,
             positions=slot,
+            kv_lens=slot[:, -1] + 1,
             first_slot=1,
         )
-        outputs, _, layers = eagle.run(head, TARGET, tokens, hidden, slot - 1, layers, attend)
-        return outputs, layers
+        out = head.run(TARGET, tokens, hidden, slot - 1, layers, attend)
+        return out.hidden, out.states
 
     tokens = jnp.asarray(TOKENS)
-    outputs, layers = read(1, tokens[:, 1 : root + 1], features[:, :root], layers)
+    outputs, layers = read(1, tokens[:, 1 : root + 1], head.hidden(features[:, :root]), layers)
     results = [outputs[:, -1]]
     for position in range(root + 1, min(root + STEPS, LENGTH)):
         token = tokens[:, position : position + 1]
@@ -80,10 +76,18 @@ def drafted(head: EagleHead, features: jax.Array, root: int) -> list[jax.Array]:
     return results
 
 
-@pytest.mark.parametrize("method", ["eagle3", "eagle1"])
-@pytest.mark.parametrize(("num_layers", "window"), [(1, None), (2, None), (1, 5)])
-def test_a_step_of_training_is_a_step_of_drafting(method, num_layers, window):
-    head = random_head(method, num_layers, window)
+@pytest.mark.parametrize(
+    ("method", "num_layers", "window", "options"),
+    [
+        *(("eagle3", *shape, {}) for shape in ((1, None), (2, None), (1, 5))),
+        *(("eagle1", *shape, {}) for shape in ((1, None), (2, None), (1, 5))),
+        ("eagle3", 1, None, {"fc_norm": True, "norm_output": True}),
+        ("eagle3", 1, None, {"norm_before_fc": True, "norm_before_residual": True}),
+        ("eagle3", 1, None, {"capture": (1,)}),
+    ],
+)
+def test_a_step_of_training_is_a_step_of_drafting(method, num_layers, window, options):
+    head = random_head(method, num_layers, window, **options)
     features = features_of(head)
     steps = jax.jit(unroll, static_argnums=4)(head, TARGET, TOKENS, features, STEPS)
     for root in (1, 2, 7, LENGTH - 2):
@@ -106,10 +110,11 @@ def test_gradients_agree_with_finite_differences(method, options, config):
         )
 
         def loss(layers, fc, norm, lm_head):
-            changed = dataclasses.replace(head, layers=layers, fc=fc, norm=norm, lm_head=lm_head)
+            front = head.front.replace(fc=fc)
+            changed = head.replace(layers=layers, front=front, norm=norm, lm_head=lm_head)
             return draft_loss(changed, target, batch_of(TOKENS), config)[0]
 
-        parts = (head.layers, head.fc, head.norm, head.lm_head)
+        parts = (head.layers, head.front.fc, head.norm, head.lm_head)
         check_grads(jax.jit(loss), parts, order=1, modes=("rev",), atol=2e-3, rtol=2e-3, eps=1e-3)
 
 
@@ -122,7 +127,7 @@ def test_only_marked_tokens_are_learned():
     features, hidden = target_states(TARGET, batch_of(TOKENS), head.capture, dense_causal_attend)
     wanted = jax.nn.softmax(hidden[0, 6] @ LM_HEAD)
     for step, (_, normed) in enumerate(unroll(head, TARGET, jnp.asarray(TOKENS), features, 2)):
-        logits = eagle.logits(head, TARGET, normed[0, 6])
+        logits = head.logits(TARGET, normed[0, 6])
         expected = -jnp.sum(wanted * jax.nn.log_softmax(logits))
         np.testing.assert_allclose(metrics["loss"][step], expected, rtol=1e-4)
         assert metrics["accuracy"][step] == (jnp.argmax(logits) == jnp.argmax(wanted))
@@ -145,7 +150,7 @@ def test_a_target_outside_the_draft_vocabulary_is_not_learned_but_counted():
 def test_states_given_with_the_batch_are_used():
     head, batch = random_head("eagle3"), batch_of(TOKENS)
     features, hidden = target_states(TARGET, batch, head.capture, dense_causal_attend)
-    given = dataclasses.replace(batch, features=features, hidden=hidden)
+    given = batch.replace(features=features, hidden=hidden)
     for one, other in zip(
         draft_loss(head, TARGET, batch, LossConfig(steps=2))[1].values(),
         draft_loss(head, TARGET, given, LossConfig(steps=2))[1].values(),

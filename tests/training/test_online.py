@@ -1,6 +1,5 @@
 """A head that learns while it serves, and the command line around it."""
 
-import dataclasses
 import json
 from pathlib import Path
 
@@ -62,8 +61,8 @@ def test_only_a_drafter_of_the_same_shapes_is_taken(model, head, tmp_path):
     llm.use_drafter(jax.tree.map(lambda x: x, drafter))
     other = make_llm(model, tiny_eagle3_head(tmp_path, model, draft_vocab=96)).params.drafter
     assert isinstance(drafter, EagleDrafter)
-    deeper = dataclasses.replace(drafter, speculation=SpeculationConfig.chain(4))
-    for wrong in (other, deeper):
+    recycling = drafter.replace(head=drafter.head.replace(recycle_normed=True))
+    for wrong in (other, recycling):
         with pytest.raises(ValueError, match="other shapes or choices"):
             llm.use_drafter(wrong)
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from jaxspec.config import ModelConfig
+from jaxspec.config import ModelConfig, dense_model
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
 from jaxspec.training import data
@@ -44,7 +44,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 
 @pytest.fixture(scope="module")
 def model(corpus: Corpus) -> ModelConfig:
-    return ModelConfig(
+    return dense_model(
         vocab_size=corpus.tokenizer.get_vocab_size(),
         hidden_size=32,
         intermediate_size=64,
@@ -55,7 +55,6 @@ def model(corpus: Corpus) -> ModelConfig:
         rms_norm_eps=1e-5,
         rope_theta=10000.0,
         max_position=64,
-        sliding_windows=(None,),
         tie_word_embeddings=True,
         stop_token_ids=(data.end_of_text_id(corpus.tokenizer),),
     )

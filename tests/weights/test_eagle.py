@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jaxspec.config import ModelConfig
+from jaxspec.config import ModelConfig, dense_model
 from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.decoder import FINAL_NORM
-from jaxspec.models.eagle import EagleHead, logits, run
+from jaxspec.models.heads import DraftHead, Eagle3Front
 from jaxspec.models.hf_config import load_model_config, read_json
-from jaxspec.sharding import MODEL_AXIS, make_mesh
+from jaxspec.sharding import MODEL_AXIS, WHOLE, make_mesh
 from jaxspec.weights.eagle import load_eagle_head, save_eagle_head
 from jaxspec.weights.safetensors_io import load_decoder
 from tests.checkpoints import DATA, save_tensors, tiny_eagle1_head, tiny_eagle3_head, tiny_llama
 
-GOLDEN_TARGET = ModelConfig(
+GOLDEN_TARGET = dense_model(
     vocab_size=320,
     hidden_size=64,
     intermediate_size=128,
@@ -31,7 +31,6 @@ GOLDEN_TARGET = ModelConfig(
     rms_norm_eps=1e-5,
     rope_theta=10000.0,
     max_position=512,
-    sliding_windows=(None,) * 12,
 )
 
 
@@ -55,7 +54,7 @@ def eagle1(tmp_path_factory, target_dir: Path) -> Path:
     return tiny_eagle1_head(tmp_path_factory.mktemp("eagle1"), target_dir)
 
 
-def load(directory: Path, target: ModelConfig, dtype: Any = jnp.float32, **more: Any) -> EagleHead:
+def load(directory: Path, target: ModelConfig, dtype: Any = jnp.float32, **more: Any) -> DraftHead:
     return load_eagle_head(directory, target, dtype, **more)
 
 
@@ -68,7 +67,7 @@ def changed(
     return save_tensors(to, kept, read_json(directory / "config.json") | (config or {}))
 
 
-def assert_heads_equal(ours: EagleHead, theirs: EagleHead) -> None:
+def assert_heads_equal(ours: DraftHead, theirs: DraftHead) -> None:
     assert jax.tree.structure(ours) == jax.tree.structure(theirs)
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         assert a.dtype == b.dtype
@@ -79,26 +78,28 @@ def test_the_golden_eagle3_head():
     head = load(DATA / "eagle3_tree", GOLDEN_TARGET)
     tensors = load_file(DATA / "eagle3_tree" / "model.safetensors")
     assert (head.method, head.capture, len(head.layers)) == ("eagle3", (2, 6, 9), 1)
-    assert head.embed is None and head.fc_bias is None
+    front, qkv = head.front, head.layers[0].mixer.qkv.weight
+    assert isinstance(front, Eagle3Front)
+    assert head.embed is None and front.fc.bias is None
     assert head.lm_head is not None and head.layers[0].input_norm is not None
-    np.testing.assert_array_equal(head.fc, tensors["fc.weight"].T)
-    np.testing.assert_array_equal(head.lm_head, tensors["lm_head.weight"].T)
-    np.testing.assert_array_equal(head.hidden_norm, tensors["midlayer.hidden_norm.weight"])
+    np.testing.assert_array_equal(front.fc.weight, tensors["fc.weight"].T)
+    np.testing.assert_array_equal(head.lm_head.weight, tensors["lm_head.weight"].T)
+    np.testing.assert_array_equal(front.hidden_norm, tensors["midlayer.hidden_norm.weight"])
     np.testing.assert_array_equal(head.token_ids, np.arange(96) + tensors["d2t"])
-    assert head.layers[0].qkv.shape == (128, 2, 4, 16)
+    assert qkv.shape == (128, 2, 4, 16)
     queries = tensors["midlayer.self_attn.q_proj.weight"]
-    np.testing.assert_array_equal(head.layers[0].qkv[:, 1, 1], queries[48:].T)
+    np.testing.assert_array_equal(qkv[:, 1, 1], queries[48:].T)
 
 
 def test_the_golden_eagle1_head():
     head = load(DATA / "eagle1_tree", GOLDEN_TARGET)
     tensors = load_file(DATA / "eagle1_tree" / "model.safetensors")
     assert (head.method, head.capture) == ("eagle1", (FINAL_NORM,))
-    assert (head.lm_head, head.norm, head.hidden_norm, head.token_ids) == (None,) * 4
+    assert (head.lm_head, head.norm, head.token_ids) == (None,) * 3
     assert head.layers[0].input_norm is None
     np.testing.assert_array_equal(head.embed, tensors["embed_tokens.weight"])
-    np.testing.assert_array_equal(head.fc, tensors["fc.weight"].T)
-    np.testing.assert_array_equal(head.fc_bias, tensors["fc.bias"])
+    np.testing.assert_array_equal(head.front.fc.weight, tensors["fc.weight"].T)
+    np.testing.assert_array_equal(head.front.fc.bias, tensors["fc.bias"])
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "eagle1"])
@@ -107,12 +108,13 @@ def test_a_head_runs(kind: str, target_dir: Path, target: ModelConfig, request):
     model = load_decoder(target_dir, target, jnp.dtype("float32"))
     tokens = jnp.arange(5)[None]
     features = jnp.ones((1, 5, 64 * len(head.capture)))
-    caches = (None,) * len(head.layers)
+    states = (None,) * len(head.layers)
 
     @jax.jit
     def forward(head, model):
-        _, normed, _ = run(head, model, tokens, features, tokens, caches, dense_causal_attend)
-        return logits(head, model, normed)
+        hidden = head.hidden(features)
+        out = head.run(model, tokens, hidden, tokens, states, dense_causal_attend)
+        return head.logits(model, out.normed)
 
     scores = forward(head, model)
     assert scores.shape == (1, 5, 96 if kind == "eagle3" else 320)
@@ -154,7 +156,7 @@ def test_round_trip_of_uncommon_heads(eagle3: Path, target: ModelConfig, tmp_pat
     directory = changed(eagle3, tmp_path / "in", extra, d2t=None, t2d=None, **weights)
     head = load(directory, target, jnp.bfloat16)
     assert (head.capture, head.token_ids) == ((3, 8), None)
-    assert head.embed is not None and head.fc_bias is not None
+    assert head.embed is not None and head.front.fc.bias is not None
     save_eagle_head(head, tmp_path / "out", target)
     assert_heads_equal(load(tmp_path / "out", target, jnp.bfloat16), head)
 
@@ -171,12 +173,12 @@ def test_on_a_mesh(kind: str, target: ModelConfig, request):
     directory = request.getfixturevalue(kind)
     mesh, whole = make_mesh(tensor_parallel=2, data_parallel=2), load(directory, target)
     replicated = load(directory, target, mesh=mesh)
-    assert replicated.axis is None
+    assert replicated.layout.heads == ()
     assert all(leaf.is_fully_replicated for leaf in jax.tree.leaves(replicated))
-    assert_heads_equal(replicated, whole)
+    assert_heads_equal(replicated.replace(layout=WHOLE), whole)
     sharded = load(directory, target, mesh=mesh, sharded=True)
-    assert sharded.axis == MODEL_AXIS
-    assert sharded.layers[0].qkv.addressable_shards[0].data.shape[1] == 1
+    assert sharded.layout.heads == (MODEL_AXIS,)
+    assert sharded.layers[0].mixer.qkv.weight.addressable_shards[0].data.shape[1] == 1
     for ours, theirs in zip(jax.tree.leaves(sharded), jax.tree.leaves(whole), strict=True):
         np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
 
@@ -203,6 +205,22 @@ MISFITS = {
     "another method": (
         {}, {"midlayer.hidden_norm.weight": None}, "the config says EAGLE-3",
     ),
+    "fc_norm without its tensors": (
+        {"fc_norm": True}, {}, "says that fc_norm is on, but there is no tensor fc_norm.0.weight",
+    ),
+    "norm_before_fc without its tensor": (
+        {"eagle_config": {"norm_before_fc": True}}, {}, "there is no tensor input_norm.weight",
+    ),
+    "norms before fc that the config has not": (
+        {}, {"input_norm.weight": np.ones(192, np.float32)},
+        "says that norm_before_fc is off, but there is a tensor input_norm.weight",
+    ),
+    "too few norms": (
+        {"fc_norm": True},
+        {f"fc_norm.{i}.weight": np.ones(64, np.float32) for i in (0, 1)},
+        "fc_norm.2.weight is missing$",
+    ),
+    "parallel drafting": ({}, {"mask_hidden": np.ones((1, 192), np.float32)}, "mask_hidden"),
     "a missing tensor": (
         {}, {"midlayer.mlp.up_proj.weight": None}, "json: midlayer.mlp.up_proj.weight is missing$",
     ),

@@ -1,5 +1,6 @@
 """Pytrees to disk and back."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,16 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxspec.pytree import array, pytree, static
-from jaxspec.sharding import MODEL_AXIS, make_mesh
-from jaxspec.weights.orbax_io import restore_pytree, save_pytree
+from jaxspec.config import RopeConfig, SpeculationConfig
+from jaxspec.functional import init_state
+from jaxspec.pytree import Pytree, array, pytree, static
+from jaxspec.sharding import MODEL_AXIS, Layout, make_mesh
+from jaxspec.weights.orbax_io import CHOICES, restore_pytree, save_pytree, static_choices
+from tests.random_models import CONFIG, eagle3_head, make_params, random_target
 
 
 @pytree
-class State:
+class State(Pytree):
     weights: tuple[jax.Array, ...] = array("rows")
     absent: jax.Array | None
     counts: jax.Array
@@ -87,3 +91,76 @@ def test_a_full_directory_is_not_overwritten(tmp_path: Path):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="is not empty"):
         save_pytree(tmp_path, {"a": jnp.ones(2)})
+
+
+def test_static_fields_are_described_by_path():
+    choices = static_choices(eagle3_head(random_target()))
+    assert choices["the tree"] == "DraftHead" and choices[".front"] == "Eagle3Front"
+    assert choices[".capture"] == "(0, 1, 2)"
+    assert choices[".config.layers[0].mixer.rope.theta"] == "10000.0"
+    assert choices[".layers[0].mixer.config.qkv_bias"] == "True"
+    assert not any("layout" in path for path in choices)
+
+
+def theta(config: Any, value: float) -> Any:
+    """The same config with another rope, of the same shapes."""
+    return config.map_layers(
+        lambda layer: dataclasses.replace(
+            layer, mixer=dataclasses.replace(layer.mixer, rope=RopeConfig(16, value))
+        )
+    )
+
+
+HEAD = eagle3_head(random_target())
+OTHERS = {
+    "another capture list": (
+        HEAD, HEAD.replace(capture=(0, 1, 3)), r"capture was \(0, 1, 2\), not \(0, 1, 3\)$",
+    ),
+    "another output": (
+        HEAD, HEAD.replace(recycle_normed=True), "recycle_normed was False, not True$",
+    ),
+    "another rope": (
+        HEAD, HEAD.replace(config=theta(HEAD.config, 5.0)),
+        r"layers\[0\].mixer.rope.theta was 10000.0, not 5.0$",
+    ),
+    "another stop token": (
+        random_target(), random_target(dataclasses.replace(CONFIG, stop_token_ids=(3,))),
+        r"config.stop_token_ids was \(\), not \(3,\)$",
+    ),
+    "a state of another rule": (
+        init_state(make_params("ngram", SpeculationConfig.chain(3)), 1, 32),
+        init_state(make_params("ngram", SpeculationConfig.chain(3, "rejection")), 1, 32),
+        "capacity.acceptance was 'match', not 'rejection'$",
+    ),
+    "a state of another drafter": (
+        init_state(make_params("none", SpeculationConfig.chain(3)), 1, 32),
+        init_state(make_params("ngram", SpeculationConfig.chain(3)), 1, 32),
+        "drafter was '.*NoDrafter', not '.*NGramDrafter'$",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_other_static_choices_are_refused(tmp_path: Path, case: str):
+    tree, other, message = OTHERS[case]
+    save_pytree(tmp_path / "x", tree)
+    with pytest.raises(ValueError, match=message) as caught:
+        restore_pytree(tmp_path / "x", other)
+    assert "was saved with other choices" in str(caught.value)
+    restored = restore_pytree(tmp_path / "x", tree)
+    assert jax.tree.structure(restored) == jax.tree.structure(tree)
+
+
+def test_where_a_tree_lies_is_no_choice(tmp_path: Path):
+    save_pytree(tmp_path / "x", HEAD)
+    split = HEAD.replace(layout=Layout(batch=("data",)))
+    assert restore_pytree(tmp_path / "x", split).layout == split.layout
+
+
+def test_a_snapshot_that_does_not_say_its_choices(tmp_path: Path):
+    save_pytree(tmp_path / "x", HEAD)
+    (tmp_path / "x" / CHOICES).unlink()
+    with pytest.raises(ValueError, match="static fields were is not known"):
+        restore_pytree(tmp_path / "x", HEAD)
+    restored = restore_pytree(tmp_path / "x", HEAD, check_choices=False)
+    np.testing.assert_array_equal(restored.front.fc.weight, HEAD.front.fc.weight)

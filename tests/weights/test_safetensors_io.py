@@ -1,6 +1,5 @@
 """Decoders from and to safetensors: layouts, shards, memory, errors."""
 
-import dataclasses
 import json
 import math
 import subprocess
@@ -15,11 +14,13 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file
 
-from jaxspec.config import ModelConfig
+from jaxspec.config import dense_model
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.hf_config import load_model_config
+from jaxspec.models.mixers import Attention
+from jaxspec.models.mlps import Dense
 from jaxspec.sharding import DATA_AXIS, MODEL_AXIS, make_mesh, partition_specs
 from jaxspec.weights import safetensors_io
 from jaxspec.weights.safetensors_io import StoredTensor, load_decoder, save_decoder
@@ -58,16 +59,19 @@ def assert_trees_equal(ours: Any, theirs: Any) -> None:
 
 def test_the_layout(llama: Path):
     model, (tensors, _) = load(llama), read(llama)
-    layer, prefix = model.layers[1], "model.layers.1."
+    prefix, attention, mlp = "model.layers.1.", model.layers[1].mixer, model.layers[1].mlp
+    assert isinstance(attention, Attention) and isinstance(mlp, Dense)
+    qkv = attention.qkv
     keys = tensors[f"{prefix}self_attn.k_proj.weight"]  # 2 KV heads of 16
     queries = tensors[f"{prefix}self_attn.q_proj.weight"]
-    np.testing.assert_array_equal(layer.qkv[:, 1, -2], keys[16:].T)
-    np.testing.assert_array_equal(layer.qkv[:, 1, 0], queries[32:48].T)
+    np.testing.assert_array_equal(qkv.weight[:, 1, -2], keys[16:].T)
+    np.testing.assert_array_equal(qkv.weight[:, 1, 0], queries[32:48].T)
     values = tensors[f"{prefix}self_attn.v_proj.bias"]
-    assert layer.qkv_bias is not None
-    np.testing.assert_array_equal(layer.qkv_bias[0, -1], values[:16])
-    np.testing.assert_array_equal(layer.o, tensors[f"{prefix}self_attn.o_proj.weight"].T)
-    np.testing.assert_array_equal(layer.gate_up[:, 1], tensors[f"{prefix}mlp.up_proj.weight"].T)
+    assert qkv.bias is not None
+    np.testing.assert_array_equal(qkv.bias[0, -1], values[:16])
+    output, up = (tensors[f"{prefix}{name}.weight"] for name in ("self_attn.o_proj", "mlp.up_proj"))
+    np.testing.assert_array_equal(attention.o.weight, output.T)
+    np.testing.assert_array_equal(mlp.gate_up.weight[:, 1], up.T)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +80,7 @@ def test_the_layout(llama: Path):
 def test_a_sharded_model_computes_the_same(llama: Path, tensor_parallel: int, data_parallel: int):
     mesh = make_mesh(tensor_parallel, data_parallel)
     model = load(llama, mesh=mesh)  # tp4: KV heads repeat, and 323 tokens are padded to 324
-    assert model.axis == MODEL_AXIS
+    assert model.layout.heads == model.layout.vocab == (MODEL_AXIS,)
     assert model.embed.addressable_shards[0].data.shape == (-(-323 // tensor_parallel), 64)
 
     @jax.jit
@@ -88,8 +92,7 @@ def test_a_sharded_model_computes_the_same(llama: Path, tensor_parallel: int, da
     )
     def forward(model, tokens):
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-        caches = (None,) * model.config.num_layers
-        hidden, _, _ = decoder.run(model, tokens, positions, caches, dense_causal_attend)
+        hidden, _, _ = decoder.run(model, tokens, positions, model.no_states(), dense_causal_attend)
         return decoder.logits(model, hidden)
 
     ours, theirs = forward(model, jnp.asarray(TOKENS)), hf_logits(llama, TOKENS)
@@ -99,7 +102,7 @@ def test_a_sharded_model_computes_the_same(llama: Path, tensor_parallel: int, da
 
 def test_an_unsharded_model_on_a_mesh_is_whole_everywhere(llama: Path):
     model = load(llama, mesh=make_mesh(tensor_parallel=4), sharded=False)
-    assert model.axis is None
+    assert model.layout.heads == model.layout.vocab == ()
     assert_trees_equal(model, load(llama))
     assert all(leaf.is_fully_replicated for leaf in jax.tree.leaves(model))
 
@@ -243,6 +246,8 @@ MEASURE = """
 import resource, sys
 import jax.numpy as jnp
 from jaxspec.models.hf_config import load_model_config
+from jaxspec.models.mixers import Attention
+from jaxspec.models.mlps import Dense
 from jaxspec.weights.safetensors_io import load_decoder
 
 def peak():  # of this process alone; ru_maxrss would start at its parent's
@@ -260,7 +265,7 @@ print(peak() - before)
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_host_memory_at_its_peak(tmp_path: Path):
-    config = ModelConfig(
+    config = dense_model(
         vocab_size=32000,
         hidden_size=1024,
         intermediate_size=4096,
@@ -271,11 +276,10 @@ def test_host_memory_at_its_peak(tmp_path: Path):
         rms_norm_eps=1e-5,
         rope_theta=1e4,
         max_position=512,
-        sliding_windows=(None,) * 12,
     )
     shapes = decoder.decoder_shapes(config, jnp.dtype("bfloat16"))
     model = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), shapes)
-    save_decoder(dataclasses.replace(model, config=config), tmp_path)
+    save_decoder(model, tmp_path)
     result = subprocess.run(
         [sys.executable, "-c", MEASURE, str(tmp_path)], capture_output=True, text=True, check=False
     )
