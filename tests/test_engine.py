@@ -143,6 +143,32 @@ def test_how_a_run_is_cut_into_calls_does_not_change_the_text(options: dict[str,
     assert generate(**options) == expected()
 
 
+def test_weights_are_not_swapped_under_a_batch():
+    run = Run(engine(), PROMPTS, [GREEDY] * 3)
+    next(run)
+    with pytest.raises(RuntimeError, match="another batch is under way"):
+        engine().use_target(engine().params.target)
+    run.abort()
+    engine().use_target(engine().params.target)
+    assert generate() == expected()
+
+
+def test_a_pool_that_an_interrupted_call_took_is_made_anew():
+    run = Run(engine(), PROMPTS, [GREEDY] * 3)
+    next(run)
+    assert run._state is not None
+    for leaf in jax.tree.leaves(run._state.pool):
+        leaf.delete()
+    run.abort()
+    assert generate() == expected()
+
+
+def test_a_run_of_no_rounds_a_call_is_an_error():
+    with pytest.raises(ValueError, match="rounds_per_call must be at least 1"):
+        generate(rounds_per_call=0)
+    assert generate() == expected()
+
+
 def test_more_requests_than_rows_are_an_error():
     with pytest.raises(ValueError, match="this engine has 4 rows"):
         Run(engine(), [[1]] * 5, [GREEDY] * 5)

@@ -85,13 +85,13 @@ def prefill(
     params: EngineParams, state: EngineState, tokens: Array, features: Array
 ) -> tuple[Any, Any]:
     chunk = PrefillChunk(tokens, jnp.array([tokens.shape[1]]))
-    draft = params.drafter.prefill(params.target, state, chunk, features, params.call()).rows
+    draft = params.drafter.prefill(params.target, state, chunk, features, params.call())
     return draft.pool, draft.rows
 
 
 @jax.jit
 def propose(params: EngineParams, state: EngineState) -> tuple[DraftTree, Any, Any]:
-    tree, draft = params.drafter.propose(params.target, state, params.call()).rows
+    tree, draft = params.drafter.propose(params.target, state, params.call())
     return tree, draft.pool, draft.rows
 
 
@@ -126,7 +126,8 @@ def test_trees_are_the_official_ones(name: str, page_size: int):
     hidden, new_ids = golden["round2_hidden"], golden["round2_new_ids"]
     width = spec.max_depth + 1  # features of as many tree nodes; here the accepted ones come first
     path, counts = jnp.arange(width)[None], jnp.array([len(new_ids)])
-    kept = drafter.commit(state, padded(hidden, width), path, counts, params.call()).rows
-    state = append(state, len(ids), new_ids, DraftState(draft[0], kept))
+    after = state.replace(pool=state.pool.replace(draft=draft[0]))
+    committed = drafter.commit(after, padded(hidden, width), path, counts, params.call())
+    state = append(after, len(ids), new_ids, committed)
     tree, *_ = propose(params, state)
     assert_same(ours(tree), official(golden, name, 2))

@@ -115,7 +115,14 @@ def test_plain_calls_go_with_every_proposal():
     assert spec.with_shape(PLAIN).is_plain
 
 
-def test_an_engine_without_a_drafter_decodes_plainly_whatever_the_shape():
+def test_an_engine_without_a_drafter_decodes_plainly():
     params = params_of("none")
-    assert params.call(TreeShape(3, 2)) == params.call()
     assert params.call().speculation.is_plain
+    assert params.call(PLAIN) == params.call()
+    with pytest.raises(ValueError, match="no drafter"):
+        params.call(TreeShape(3, 2))
+
+
+def test_the_rules_of_a_call_are_those_of_the_parameters():
+    with pytest.raises(ValueError, match="its rules are the parameters'"):
+        params_of("ngram").call(SpeculationConfig.chain(2, "rejection"))
