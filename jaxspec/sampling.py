@@ -124,8 +124,9 @@ def process_logits(
         )
     else:
         threshold = truncation_threshold(logits, *rules, kernels.implementation("truncate"))
-    scaled = logits / temperature[:, None, None]
-    return jnp.where(scaled < threshold[..., None], -jnp.inf, scaled)  # NaN stays to be seen
+    # Raw logits are compared: two programs may round a quotient differently. NaN stays to be seen.
+    hidden = logits < threshold[..., None]
+    return jnp.where(hidden, -jnp.inf, logits / temperature[:, None, None])
 
 
 def perturb(

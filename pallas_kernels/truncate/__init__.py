@@ -19,9 +19,10 @@ def truncation_threshold(
     min_p: Array,
     implementation: Implementation = "reference",
 ) -> Array:
-    """The least of ``logits / temperature`` that top-k, then top-p, then min-p keep.
+    """The least of the logits that top-k, then top-p, then min-p keep at a temperature.
 
-    Entries below it are hidden; equal ones are kept together. top-p is a share of the mass that
+    Logits below it are hidden; equal ones are kept together. It is one of the logits themselves,
+    not a quotient, which another program might round otherwise. top-p is a share of the mass that
     top-k keeps, min-p is relative to the likeliest entry.
 
     Args:

@@ -8,9 +8,7 @@ of the range. A step costs one meeting of the cluster. More pivots make fewer st
 costs a comparison of every entry and a sum over a warpgroup, so that seven or fifteen would take
 longer by an estimate. All blocks see the same sums, so they take the same steps.
 
-Raw logits are searched: their order is that of the scaled ones. The threshold is divided by the
-temperature outside, by the division that the logits themselves undergo there, so that the entry at
-the threshold is never lost to another rounding.
+Raw logits are searched, and the threshold is one of them.
 """
 
 import functools
@@ -213,8 +211,7 @@ def truncation_threshold_mosaic(
         interpret=interpret,
     )
     rows = logits.reshape(batch * nodes, size)
-    least = kernel(rows, temperature, top_k, top_p, min_p).reshape(batch, nodes)
-    return least / temperature[:, None]
+    return kernel(rows, temperature, top_k, top_p, min_p).reshape(batch, nodes)
 
 
 def _key(number: Array) -> Array:

@@ -43,31 +43,31 @@ def truncation_threshold_reference(
     of_count, of_weight = jnp.any(top_k > 0), jnp.any((top_p < 1) | (min_p > 0))
 
     def search(logits: Array) -> Array:
-        scaled = logits / temperature[:, None, None]
-        least = lax.cond(of_count, by_count, keep_all, scaled)
-        return jnp.maximum(least, lax.cond(of_weight, by_weight, keep_more, scaled, least))
+        least = lax.cond(of_count, by_count, keep_all, logits)
+        return jnp.maximum(least, lax.cond(of_weight, by_weight, keep_more, logits, least))
 
-    def by_count(scaled: Array) -> Array:
+    def by_count(logits: Array) -> Array:
         wanted = jnp.where(top_k > 0, top_k, jnp.iinfo(jnp.int32).max).astype(jnp.float32)
-        keys, ones = ordered_keys(scaled), jnp.ones_like(scaled)
+        keys, ones = ordered_keys(logits), jnp.ones_like(logits)
         return _number(_search(keys, ones, wanted[:, None], total))
 
-    def by_weight(scaled: Array, least: Array) -> Array:
+    def by_weight(logits: Array, least: Array) -> Array:
         # The likeliest token has weight 1.
-        weights = jnp.exp(scaled - maximum(scaled)[..., None])
-        weights = jnp.where(scaled >= least[..., None], weights, 0.0)
+        below = logits - maximum(logits)[..., None]
+        weights = jnp.exp(below / temperature[:, None, None])
+        weights = jnp.where(logits >= least[..., None], weights, 0.0)
         mass = top_p[:, None] * total(weights)
-        nucleus = _number(_search(ordered_keys(scaled), weights, mass, total))
+        nucleus = _number(_search(ordered_keys(logits), weights, mass, total))
         nucleus = jnp.where((top_p < 1)[:, None], nucleus, -jnp.inf)
-        likely = jnp.where(weights >= min_p[:, None, None], scaled, jnp.inf)
+        likely = jnp.where(weights >= min_p[:, None, None], logits, jnp.inf)
         lowest = -maximum(-likely)
         return jnp.maximum(nucleus, jnp.where((min_p > 0)[:, None], lowest, -jnp.inf))
 
-    def keep_all(scaled: Array) -> Array:
-        return jnp.full(scaled.shape[:-1], -jnp.inf, jnp.float32)
+    def keep_all(logits: Array) -> Array:
+        return jnp.full(logits.shape[:-1], -jnp.inf, jnp.float32)
 
-    def keep_more(scaled: Array, _: Array) -> Array:
-        return keep_all(scaled)
+    def keep_more(logits: Array, _: Array) -> Array:
+        return keep_all(logits)
 
     return lax.cond(of_count | of_weight, search, keep_all, logits)
 

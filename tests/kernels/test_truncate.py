@@ -30,12 +30,11 @@ KERNEL: Any = functools.partial(truncation_threshold, implementation="mosaic_gpu
 
 def by_sorting(logits: np.ndarray, rule: Rule, slack: float) -> np.ndarray:
     """Thresholds of rows [N, V], ``slack`` more generous than the rules are."""
-    scaled = logits / np.float32(rule.temperature)
-    ordered = -np.sort(-scaled, axis=-1)  # the largest first
+    ordered = -np.sort(-logits, axis=-1)  # the largest first
     least = np.full(len(logits), -np.inf, np.float32)
     if 0 < rule.top_k <= logits.shape[-1]:
         least = ordered[:, rule.top_k - 1]
-    weights = np.exp(ordered.astype(np.float64) - ordered[:, :1])
+    weights = np.exp((ordered.astype(np.float64) - ordered[:, :1]) / rule.temperature)
     weights = np.where(ordered >= least[:, None], weights, 0.0)
     thresholds = [least]
     if rule.top_p < 1:
@@ -55,8 +54,7 @@ def assert_are_thresholds(found: jax.Array, case: Case, arguments: tuple[jax.Arr
         low, high = (by_sorting(logits[row], rule, s) for s in (SUM_ROUNDING, -SUM_ROUNDING))
         own = np.asarray(found[row])
         assert ((low <= own) & (own <= high)).all(), (rule, low, own, high)
-        scaled = logits[row] / np.float32(rule.temperature)
-        assert (np.isneginf(own) | (scaled == own[:, None]).any(axis=-1)).all(), rule
+        assert (np.isneginf(own) | (logits[row] == own[:, None]).any(axis=-1)).all(), rule
 
 
 def interpreted(*arguments: jax.Array, held: int = 96) -> jax.Array:
