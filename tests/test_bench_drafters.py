@@ -55,7 +55,7 @@ def test_bars_stand_over_their_own_batch_size(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--run", "ngram", "chain"], "not chain:K"),
+        (["--run", "ngram", "chain"], "not plain, chain:K"),
         (["--batch", "0"], "must be at least 1"),
         (["--batch", "500"], "fewer than one batch"),
         (["--run", "/no/such/head", "chain:3"], "no directory"),

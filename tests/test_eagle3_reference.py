@@ -136,15 +136,22 @@ FLAGS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("style", ["flat", "nvidia", "speculators"])
 @pytest.mark.parametrize("num_captured", [1, 3, 5])
 @pytest.mark.parametrize("flags", FLAGS)
 def test_heads_of_eagle_31_agree_with_jaxspec(
-    flags, num_captured, style, target_dir: Path, target, tmp_path: Path
+    flags, num_captured, target_dir: Path, target, tmp_path: Path
 ):
     capture = tuple(range(2, 2 + num_captured))
-    options = FLAGS[flags] | {"style": style, "capture": capture}
-    assert_agrees(tiny_eagle31_head(tmp_path, target_dir, **options), target, capture)
+    heads = []
+    for style in ("flat", "nvidia", "speculators"):
+        options = FLAGS[flags] | {"style": style, "capture": capture}
+        directory = tiny_eagle31_head(tmp_path / style, target_dir, **options)
+        heads.append(load_eagle_head(directory, target.config, target.dtype))
+    for head in heads[1:]:
+        assert jax.tree.structure(head) == jax.tree.structure(heads[0])
+        same = jax.tree.map(np.array_equal, head, heads[0])
+        assert all(jax.tree.leaves(same))
+    assert_agrees(directory, target, capture)
 
 
 @pytest.mark.parametrize("flags", ["EAGLE-3.1", "speculators' default"])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxspec import BUILT_IN_HEAD, Completion
-from jaxspec.engine import Timings
+from jaxspec.batch_run import Timings
 from jaxspec.evaluation import summarize
 from scripts import eval_drafter
 
@@ -18,6 +18,8 @@ def completion(tokens: int, rounds: int, by_depth: list[float]) -> Completion:
         token_ids=list(range(tokens)),
         prompt_token_ids=[1],
         finish_reason="length",
+        error=None,
+        seed=0,
         num_rounds=rounds,
         num_drafted=0,
         acceptance_length=0.0,
@@ -78,7 +80,7 @@ def test_the_script_reports_every_rule(sources: Path, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--modes", "chain"], "not chain:K or tree:NODES:DEPTH:TOPK"),
+        (["--modes", "chain"], "not plain, chain:K or tree:NODES:DEPTH:TOPK"),
         (["--modes", "tree:4:8:2"], "must exceed max_depth"),
         (["--prompts", "0"], "must be at least 1"),
         (["--drafter", "/no/such/head"], "no directory"),

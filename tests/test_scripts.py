@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from jaxspec import BUILT_IN_MODEL
 from scripts import generate
@@ -17,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 GENERATE_KEYS = {
     *("text", "token_ids", "num_tokens", "num_rounds", "acceptance_length"),
     *("acceptance_by_depth", "decode_tokens_per_second", "prefill_seconds", "decode_seconds"),
-    *("model", "drafter", "device"),
+    *("model", "drafter", "device", "kernels", "finish_reason", "error", "seed"),
 }
 
 
@@ -31,21 +32,37 @@ def run_script(name: str, *arguments: object) -> subprocess.CompletedProcess[str
 
 def test_generate_compares_with_plain_decoding_as_json(capsys: pytest.CaptureFixture[str]):
     arguments = ("--drafter", "ngram", "--compare", "--json", "--max-tokens", "64")
-    assert generate.main([*arguments, "--temperature", "0"]) == 0
+    arguments = (*arguments, "--compilation-cache", "none", "--temperature", "0", "--seed", "7")
+    assert generate.main(arguments) == 0
     report = json.loads(capsys.readouterr().out)
     assert not GENERATE_KEYS - set(report)
     assert report["identical"] is True
     assert report["speedup"] > 0
     assert report["num_tokens"] == len(report["token_ids"]) == 64
     assert report["acceptance_length"] > 1
+    assert (report["seed"], report["error"], report["kernels"]) == (7, None, "none")
 
 
-def test_generate_needs_no_arguments_and_prints_a_summary():
-    result = run_script("generate", "--max-tokens", 16)
-    assert result.returncode == 0, result.stderr
-    assert "def read_config(path):" in result.stdout
-    for words in ("acceptance length", "accepted by depth", "prefill", "tokens/s"):
-        assert words in result.stdout
+def test_generate_prints_a_summary_and_keeps_compiled_programs(tmp_path: Path):
+    cache, found = tmp_path / "programs", []
+    for _ in range(2):
+        result = run_script("generate", "--max-tokens", 16, "--compilation-cache", cache)
+        assert result.returncode == 0, result.stderr
+        assert "def read_config(path):" in result.stdout
+        for words in ("acceptance length", "accepted by depth", "prefill", "tokens/s", "programs"):
+            assert words in result.stdout
+        found.append({file.name for file in cache.iterdir() if file.name.endswith("-cache")})
+    assert found[0] == found[1] != set()
+
+
+def test_an_error_is_shown(capsys: pytest.CaptureFixture[str]):
+    shown = dict.fromkeys(GENERATE_KEYS, 0) | {
+        "acceptance_by_depth": [], "finish_reason": "error", "error": "no finite logits",
+        "prefill_tokens_per_second": 1.0, "compile_seconds": 1.0,
+    }  # fmt: skip
+    generate.print_summary(Console(), shown)
+    printed = capsys.readouterr().out
+    assert "(error)" in printed and "error: no finite logits" in printed
 
 
 @pytest.fixture(scope="module")
@@ -75,11 +92,14 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         (["--drafter", "{model}"], "share a tokenizer"),
         (["--prompt-file", "/no/such/file"], "cannot read /no/such/file"),
         (["--tp", "64"], "needs 64 devices"),
-        (["--proposal", "sampled"], "needs acceptance 'rejection'"),
+        (["--proposal", "sampled"], "proposal 'sampled' does not go with acceptance 'match'"),
+        (["--kernels", "all"], "the kernels are for Hopper GPUs, not for cpu"),
+        (["--kernels", "topk"], "no kernel is called 'topk'"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(broken, arguments, message, capsys):
-    assert generate.main([argument.format(**broken) for argument in arguments]) == 2
+    arguments = [argument.format(**broken) for argument in arguments]
+    assert generate.main([*arguments, "--compilation-cache", "none"]) == 2
     [line] = [line for line in capsys.readouterr().err.splitlines() if line.strip()]
     assert message in line
 

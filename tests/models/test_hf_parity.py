@@ -150,6 +150,7 @@ def paged_logits(
             context_lens=jnp.full((batch,), start),
             slots=page_slots(table, positions, jnp.ones_like(positions, bool), page_size),
             positions=positions,
+            kv_lens=jnp.full((batch,), start + step),
         )
         hidden, states, _ = decoder.run(model, tokens, positions, states, attend, kernels=kernels)
         return decoder.logits(model, hidden), states

@@ -1,5 +1,6 @@
 """The unrolled loss: what a head sees in training is what it sees when it drafts."""
 
+import functools
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from jaxspec.cache import Geometry
 from jaxspec.models.attention import PagedAttend, dense_causal_attend
 from jaxspec.models.heads import DraftHead, head_shapes
 from jaxspec.training.draft_loss import DraftBatch, LossConfig, draft_loss, target_states, unroll
+from tests.programs import FAST_COMPILE
 from tests.random_models import CONFIG, random_arrays, random_target, tiny_config
 
 TARGET = random_target()
@@ -45,33 +47,36 @@ def features_of(head: DraftHead):
     return target_states(TARGET, batch_of(TOKENS), head.capture, dense_causal_attend)[0]
 
 
+@functools.partial(jax.jit, compiler_options=FAST_COMPILE)
+def read(
+    head: DraftHead, first: jax.Array, tokens: jax.Array, hidden: jax.Array, layers: Any
+) -> tuple[jax.Array, Any]:
+    """One pass over tokens from slot ``first`` on, through a paged cache."""
+    table = 1 + jnp.arange(2 * LENGTH).reshape(2, LENGTH)
+    slot = jnp.broadcast_to(first + jnp.arange(hidden.shape[1]), hidden.shape[:2])
+    page = jnp.take_along_axis(table, slot // PAGE, axis=1)
+    attend = PagedAttend(
+        page_table=table,
+        context_lens=slot[:, 0],
+        slots=page * PAGE + slot % PAGE,
+        positions=slot,
+        kv_lens=slot[:, -1] + 1,
+        first_slot=1,
+    )
+    out = head.run(TARGET, tokens, hidden, slot - 1, layers, attend)
+    return out.hidden, out.states
+
+
 def drafted(head: DraftHead, features: jax.Array, root: int) -> list[jax.Array]:
     """The head's outputs [B, H] when it drafts after the true tokens up to ``root``, as served:
     through a paged cache, one token at a time."""
-    layers = head.init_state(Geometry(1 + 2 * LENGTH, PAGE, 2)).layers
-    table = 1 + jnp.arange(2 * LENGTH).reshape(2, LENGTH)
-
-    @jax.jit
-    def read(first: jax.Array, tokens: jax.Array, hidden: jax.Array, layers: Any) -> Any:
-        slot = jnp.broadcast_to(first + jnp.arange(hidden.shape[1]), hidden.shape[:2])
-        page = jnp.take_along_axis(table, slot // PAGE, axis=1)
-        attend = PagedAttend(
-            page_table=table,
-            context_lens=slot[:, 0],
-            slots=page * PAGE + slot % PAGE,
-            positions=slot,
-            kv_lens=slot[:, -1] + 1,
-            first_slot=1,
-        )
-        out = head.run(TARGET, tokens, hidden, slot - 1, layers, attend)
-        return out.hidden, out.states
-
-    tokens = jnp.asarray(TOKENS)
-    outputs, layers = read(1, tokens[:, 1 : root + 1], head.hidden(features[:, :root]), layers)
+    layers, tokens = head.init_state(Geometry(1 + 2 * LENGTH, PAGE, 2)).layers, jnp.asarray(TOKENS)
+    hidden = head.hidden(features[:, :root])
+    outputs, layers = read(head, jnp.int32(1), tokens[:, 1 : root + 1], hidden, layers)
     results = [outputs[:, -1]]
     for position in range(root + 1, min(root + STEPS, LENGTH)):
         token = tokens[:, position : position + 1]
-        outputs, layers = read(position, token, results[-1][:, None], layers)
+        outputs, layers = read(head, jnp.int32(position), token, results[-1][:, None], layers)
         results.append(outputs[:, 0])
     return results
 
@@ -89,8 +94,9 @@ def drafted(head: DraftHead, features: jax.Array, root: int) -> list[jax.Array]:
 def test_a_step_of_training_is_a_step_of_drafting(method, num_layers, window, options):
     head = random_head(method, num_layers, window, **options)
     features = features_of(head)
-    steps = jax.jit(unroll, static_argnums=4)(head, TARGET, TOKENS, features, STEPS)
-    for root in (1, 2, 7, LENGTH - 2):
+    unrolled = jax.jit(unroll, static_argnums=4, compiler_options=FAST_COMPILE)
+    steps = unrolled(head, TARGET, TOKENS, features, STEPS)
+    for root in (1, 7, LENGTH - 2):
         for index, outputs in enumerate(drafted(head, features, root)):
             np.testing.assert_allclose(steps[index][0][:, root + index], outputs, atol=1e-4, rtol=0)
 
@@ -115,7 +121,15 @@ def test_gradients_agree_with_finite_differences(method, options, config):
             return draft_loss(changed, target, batch_of(TOKENS), config)[0]
 
         parts = (head.layers, head.front.fc, head.norm, head.lm_head)
-        check_grads(jax.jit(loss), parts, order=1, modes=("rev",), atol=2e-3, rtol=2e-3, eps=1e-3)
+        check_grads(
+            jax.jit(loss, compiler_options=FAST_COMPILE),
+            parts,
+            order=1,
+            modes=("rev",),
+            atol=2e-3,
+            rtol=2e-3,
+            eps=1e-3,
+        )
 
 
 def test_only_marked_tokens_are_learned():

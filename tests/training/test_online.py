@@ -95,7 +95,7 @@ def test_the_script_measures_before_and_after(model, head, sources, tmp_path, ca
         (["--batches", "0"], "must be at least 1"),
         (["--held-out", "0"], "--held-out must be at least 1"),
         (["--data", "/no/such/data"], "no such file or folder"),
-        (["--mode", "tree"], "not chain:K"),
+        (["--mode", "tree"], "not plain, chain:K"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(arguments, message, sources, capsys):
