@@ -29,16 +29,18 @@ def sources(tmp_path: Path) -> Path:
 def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pytest.Config) -> None:
     """After `pytest -m gpu` over the whole suite: write down that it passed, and where."""
     whole = config.option.markexpr == "gpu" and config.args_source.name != "ARGS"
-    passed = len(terminalreporter.stats.get("passed", ()))
-    if exitstatus == 0 and whole and passed and jax.default_backend() == "gpu":
-        GPU_RECORD.write_text(json.dumps(gpu_record(passed), indent=2) + "\n")
+    counts = {kind: len(terminalreporter.stats.get(kind, ())) for kind in ("passed", "skipped")}
+    if hasattr(config, "workerinput") or not (exitstatus == 0 and whole and counts["passed"]):
+        return  # a worker of pytest-xdist sees its own tests only
+    if jax.default_backend() == "gpu":
+        GPU_RECORD.write_text(json.dumps(gpu_record(counts), indent=2) + "\n")
         terminalreporter.write_line(f"wrote {GPU_RECORD}")
 
 
-def gpu_record(passed: int) -> dict[str, Any]:
+def gpu_record(counts: dict[str, int]) -> dict[str, Any]:
     return {
         "command": "pytest -m gpu",
-        "passed": passed,
+        **counts,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": commit(),
         "device": jax.devices()[0].device_kind,
@@ -47,9 +49,11 @@ def gpu_record(passed: int) -> dict[str, Any]:
 
 
 def commit() -> str:
-    """Of the checkout; JAXSPEC_COMMIT says it for a copy without a git folder."""
-    command = ["git", "rev-parse", "HEAD"]
+    """Of the checkout, with what is changed since; JAXSPEC_COMMIT says it for a copy elsewhere."""
+    if "JAXSPEC_COMMIT" in os.environ:
+        return os.environ["JAXSPEC_COMMIT"]
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40"]
     result = subprocess.run(
         command, cwd=GPU_RECORD.parent, capture_output=True, text=True, check=False
     )
-    return result.stdout.strip() or os.environ.get("JAXSPEC_COMMIT", "unknown")
+    return result.stdout.strip() or "unknown"
