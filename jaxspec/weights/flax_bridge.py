@@ -13,7 +13,7 @@ Nothing goes through the host or a file; the arrays are transposed and joined wh
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -67,11 +67,28 @@ def _in_place[T](like: T, new: T) -> T:
     return jax.tree.map(lambda old, leaf: jax.device_put(leaf, old.sharding), like, new)
 
 
-def _tensors(shapes: Mapping[str, tuple[int, ...]], params: Any, names: Names) -> dict[str, Array]:
-    """Every tensor of a checkpoint, [out, in], from the flax tree."""
+class _Tensors(Mapping[str, Array]):
+    """A checkpoint's tensors, [out, in], made of a flax tree's arrays one by one as they are asked
+    for: all of them together would need the memory of another model."""
+
+    def __init__(self, arrays: Mapping[str, Array], paths: Mapping[str, str], shapes: Mapping):
+        self._arrays, self._paths, self._shapes = arrays, paths, shapes
+
+    def __getitem__(self, name: str) -> Array:
+        path = self._paths[name]
+        return _as_tensor(self._arrays[path], self._shapes[name], path.endswith("kernel"))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._paths)
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+
+def _tensors(shapes: Mapping[str, tuple[int, ...]], params: Any, names: Names) -> _Tensors:
+    """Every tensor of a checkpoint from the flax tree."""
     arrays, problems = _flat(params), []
-    tensors: dict[str, Array] = {}
-    used = set()
+    paths: dict[str, str] = {}
     for name, shape in shapes.items():
         path = _path_of(name, names)
         if path is None:
@@ -81,12 +98,12 @@ def _tensors(shapes: Mapping[str, tuple[int, ...]], params: Any, names: Names) -
         elif math.prod(arrays[path].shape) != math.prod(shape):
             problems.append(f"{path} is {list(arrays[path].shape)}, {name} needs {list(shape)}")
         else:
-            used.add(path)
-            tensors[name] = _as_tensor(arrays[path], shape, path.endswith("kernel"))
-    problems += [f"{path} is no tensor of the model" for path in sorted(set(arrays) - used)]
+            paths[name] = path
+    unused = sorted(set(arrays) - set(paths.values()))
+    problems += [f"{path} is no tensor of the model" for path in unused]
     if problems:
         raise ValueError(f"the flax tree does not fit: {'; '.join(problems)}")
-    return tensors
+    return _Tensors(arrays, paths, shapes)
 
 
 def _as_tensor(array: Array, shape: tuple[int, ...], is_kernel: bool) -> Array:
