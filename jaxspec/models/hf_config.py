@@ -114,7 +114,11 @@ def _with_defaults(raw: Mapping[str, Any], family: hf_keys.Family) -> dict[str, 
     hf = {key: raw.get(key, default) for key, default in defaults.items()}
     for key, value in hf.items():
         optional = defaults[key] is None and value is None
-        if key in hf_keys.SIZES and not optional and (not _is_integer(value) or value < 1):
+        if (
+            key in hf_keys.SIZES
+            and not optional
+            and not (_is_integer(value) and int(value or 0) > 0)
+        ):
             raise ValueError(f"config.json: {key} must be a positive integer, got {value!r}")
         if key in hf_keys.FLAGS and not isinstance(value, bool):
             raise ValueError(f"config.json: {key} must be true or false, got {value!r}")

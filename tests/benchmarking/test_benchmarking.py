@@ -1,6 +1,7 @@
 """The benchmark's inputs and its arithmetic; its timings are for a GPU."""
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -74,7 +75,8 @@ def test_random_weights_are_all_different_and_of_a_sane_size():
     arrays = [np.asarray(leaf) for leaf in jax.tree.leaves((target, head))]
     assert len({array.tobytes() for array in arrays}) == len(arrays)
     assert {array.dtype for array in arrays} == {BFLOAT16, np.dtype("int32")}
-    gate_up = np.asarray(target.layers[1].mlp.gate_up.weight, np.float32)
+    mlp: Any = target.layers[1].mlp
+    gate_up = np.asarray(mlp.gate_up.weight, np.float32)
     assert abs(gate_up.mean()) < 0.01
     assert gate_up.std() == pytest.approx(TINY.hidden_size**-0.5, rel=0.05)
     assert len(set(np.asarray(head.token_ids).tolist())) == TINY.vocab_size

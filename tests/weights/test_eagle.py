@@ -15,6 +15,7 @@ from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.decoder import FINAL_NORM
 from jaxspec.models.heads import DraftHead, Eagle3Front
 from jaxspec.models.hf_config import load_model_config, read_json
+from jaxspec.models.mixers import Attention
 from jaxspec.sharding import MODEL_AXIS, WHOLE, make_mesh
 from jaxspec.weights.eagle import load_eagle_head, save_eagle_head
 from jaxspec.weights.safetensors_io import load_decoder
@@ -78,7 +79,9 @@ def test_the_golden_eagle3_head():
     head = load(DATA / "eagle3_tree", GOLDEN_TARGET)
     tensors = load_file(DATA / "eagle3_tree" / "model.safetensors")
     assert (head.method, head.capture, len(head.layers)) == ("eagle3", (2, 6, 9), 1)
-    front, qkv = head.front, head.layers[0].mixer.qkv.weight
+    front, mixer = head.front, head.layers[0].mixer
+    assert isinstance(mixer, Attention)
+    qkv = mixer.qkv.weight
     assert isinstance(front, Eagle3Front)
     assert head.embed is None and front.fc.bias is None
     assert head.lm_head is not None and head.layers[0].input_norm is not None
@@ -178,7 +181,9 @@ def test_on_a_mesh(kind: str, target: ModelConfig, request):
     assert_heads_equal(replicated.replace(layout=WHOLE), whole)
     sharded = load(directory, target, mesh=mesh, sharded=True)
     assert sharded.layout.heads == (MODEL_AXIS,)
-    assert sharded.layers[0].mixer.qkv.weight.addressable_shards[0].data.shape[1] == 1
+    mixer = sharded.layers[0].mixer
+    assert isinstance(mixer, Attention)
+    assert mixer.qkv.weight.addressable_shards[0].data.shape[1] == 1
     for ours, theirs in zip(jax.tree.leaves(sharded), jax.tree.leaves(whole), strict=True):
         np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
 
