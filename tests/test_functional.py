@@ -20,6 +20,7 @@ from tests.checkpoints import tiny_eagle3_head, tiny_llama
 PROMPTS = np.arange(24, dtype=np.int32).reshape(2, 12) * 7 % 320
 COUNTS = np.array([12, 5], np.int32)
 ROWS = np.arange(2)
+SEED, ALL = np.uint32(5), 100
 TREE = SpeculationConfig(num_nodes=10, max_depth=3, top_k=3)
 
 # Restores a state in a process of its own and goes on. Arguments: model, head, state, output.
@@ -52,37 +53,39 @@ def empty(params):
     return init_state(params, num_rows=2, max_length=64)
 
 
-def generate(params, seeds, num_rounds=100):
+def generate(params, seeds, num_rounds):
     sampling = make_sampling(2, temperature=0.8, top_p=0.9, seeds=seeds)
     state = admit(params, empty(params), ROWS, PROMPTS, COUNTS, sampling=sampling)
     state, _ = prefill(params, state, width=PROMPTS.shape[1])
-    return decode(params, state, num_rounds)[0]
+    return decode(params, state, num_rounds, max_rounds=ALL)[0]
+
+
+run = jax.jit(generate)  # one program for most of what follows
 
 
 def test_vmap_over_seeds_equals_separate_runs(params):
     seeds = jnp.array([0, 1, 2, 3], jnp.uint32)
-    together = jax.jit(jax.vmap(generate, in_axes=(None, 0)))(params, seeds)
-    alone = jax.jit(generate)
+    together = jax.jit(jax.vmap(generate, in_axes=(None, 0, None)))(params, seeds, ALL)
     for index, seed in enumerate(seeds):
-        expected = alone(params, seed).rows.tokens
+        expected = run(params, seed, ALL).rows.tokens
         np.testing.assert_array_equal(together.rows.tokens[index], expected)
     found = np.asarray(together.rows.tokens)
     assert len({row.tobytes() for row in found}) == 4, "seeds must matter"
 
 
 def test_many_rounds_in_one_call_equal_one_at_a_time(params):
-    state = jax.jit(generate, static_argnums=2)(params, 5, 0)
+    state = run(params, SEED, 0)
     step = jax.jit(decode, static_argnums=2)
     for _ in range(64):
         state, _ = step(params, state, 1)
-    np.testing.assert_array_equal(state.rows.tokens, jax.jit(generate)(params, 5).rows.tokens)
+    np.testing.assert_array_equal(state.rows.tokens, run(params, SEED, ALL).rows.tokens)
 
 
 def test_a_pass_padded_for_the_kernels_sake_changes_nothing(checkpoints, monkeypatch):
     plain = load(checkpoints[0])
 
     def tokens() -> np.ndarray:
-        return np.asarray(jax.jit(lambda params: generate(params, 5).rows.tokens)(plain))
+        return np.asarray(jax.jit(lambda params: generate(params, SEED, ALL).rows.tokens)(plain))
 
     expected = tokens()
     monkeypatch.setattr(round, "fewest_rows", lambda kernels: 5)
@@ -90,7 +93,7 @@ def test_a_pass_padded_for_the_kernels_sake_changes_nothing(checkpoints, monkeyp
 
 
 def test_decode_stops_early_when_all_are_done(params):
-    state = jax.jit(generate)(params, 5)
+    state = run(params, SEED, ALL)
     assert not state.rows.active.any()
     assert state.rows.stats.rounds.max() < 64
     after, emitted = jax.jit(decode, static_argnums=2)(params, state, 10)
@@ -99,7 +102,7 @@ def test_decode_stops_early_when_all_are_done(params):
 
 
 def test_a_state_saved_half_way_continues_in_a_new_process(params, checkpoints, tmp_path):
-    half = jax.jit(generate, static_argnums=2)(params, 5, 6)
+    half = run(params, SEED, 6)
     assert half.rows.active.any()
     save_pytree(tmp_path / "state", half)
     restored = restore_pytree(tmp_path / "state", empty(params))
@@ -107,7 +110,7 @@ def test_a_state_saved_half_way_continues_in_a_new_process(params, checkpoints, 
         np.testing.assert_array_equal(saved, read)
     arguments = [*map(str, checkpoints), str(tmp_path / "state"), str(tmp_path / "tokens.npy")]
     subprocess.run([sys.executable, "-c", CONTINUE, *arguments], check=True, cwd=Path.cwd())
-    expected = jax.jit(generate)(params, 5).rows.tokens
+    expected = run(params, SEED, ALL).rows.tokens
     np.testing.assert_array_equal(np.load(tmp_path / "tokens.npy"), expected)
 
 
@@ -157,14 +160,14 @@ def test_log_probabilities_and_hidden_states_are_those_of_a_plain_pass(checkpoin
     ask: Any = {"logprobs": True, "hidden": (1, -1)}
 
     @jax.jit
-    def run(params):
+    def ask_for_all(params):
         sampling = make_sampling(2, temperature=0.8, seeds=3)
         state = admit(params, empty(params), ROWS, PROMPTS, COUNTS, sampling=sampling)
         state, first = prefill(params, state, width=12, **ask)
         state, later = decode(params, state, 6, **ask)
         return state.rows, first, later
 
-    rows, first, later = run(params)
+    rows, first, later = ask_for_all(params)
     positions = jnp.broadcast_to(jnp.arange(64), (2, 64))
     target = params.target
     normed, _, captured = jax.jit(decoder.run, static_argnums=(4, 5))(

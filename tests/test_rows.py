@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import Array
@@ -284,9 +285,10 @@ def test_the_requests_end_for_different_reasons():
     assert {ending for _, ending in expected()} == {Ending.STOP, Ending.LENGTH}
 
 
-@given(history=steps, drafter=st.sampled_from(["draft_model", "eagle3"]))
+@pytest.mark.parametrize("drafter", ["eagle3", pytest.param("draft_model", marks=pytest.mark.slow)])
+@given(history=steps)
 @settings(deadline=None, max_examples=200)
-def test_each_text_is_the_one_it_has_alone(history: list[tuple[str, int]], drafter: str):
+def test_each_text_is_the_one_it_has_alone(drafter: str, history: list[tuple[str, int]]):
     run(drafter, history)
 
 
