@@ -191,7 +191,7 @@ class TooLargeDrafter(StatelessDrafter):
     ) -> tuple[DraftTree, DraftState]:
         size = call.speculation.num_nodes + 1
         tokens = jnp.broadcast_to(state.rows.roots[:, None], (len(state.rows.roots), size))
-        return make_chain(tokens, jnp.full(len(tokens), size)), DraftState(None, None)
+        return make_chain(tokens, jnp.full(len(tokens), size)), DraftState()
 
 
 def test_a_drafter_that_proposes_more_than_it_may_is_an_error():

@@ -126,7 +126,9 @@ def _read_chunk(
     ends = reading & (counts == left)
     roots = _sample(logits, state, rows.context_lens + counts, call, params)
     finite = collectives.all_finite(logits, target.layout)[:, 0]
-    draft = params.drafter.prefill(target, state, PrefillChunk(run.tokens, counts), features, call)
+    draft = params.drafter.prefill(
+        target, state, PrefillChunk(tokens=run.tokens, counts=counts), features, call
+    )
     pool = state.pool.replace(target=states.replace(layers=layers), draft=draft.pool)
     ending = jnp.where(rows.prompt_lens + 1 >= rows.max_lens, Ending.LENGTH, Ending.NONE)
     stopped = jnp.any(roots[:, None] == rows.stop_tokens, axis=1)

@@ -5,7 +5,7 @@ with them. Its ``depth`` counts expansions below the root's children: our max_de
 """
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -81,18 +81,14 @@ def append(state: EngineState, start: int, ids: np.ndarray, draft: DraftState) -
 
 
 @jax.jit
-def prefill(
-    params: EngineParams, state: EngineState, tokens: Array, features: Array
-) -> tuple[Any, Any]:
-    chunk = PrefillChunk(tokens, jnp.array([tokens.shape[1]]))
-    draft = params.drafter.prefill(params.target, state, chunk, features, params.call())
-    return draft.pool, draft.rows
+def prefill(params: EngineParams, state: EngineState, tokens: Array, features: Array) -> DraftState:
+    chunk = PrefillChunk(tokens=tokens, counts=jnp.array([tokens.shape[1]]))
+    return params.drafter.prefill(params.target, state, chunk, features, params.call())
 
 
 @jax.jit
-def propose(params: EngineParams, state: EngineState) -> tuple[DraftTree, Any, Any]:
-    tree, draft = params.drafter.propose(params.target, state, params.call())
-    return tree, draft.pool, draft.rows
+def propose(params: EngineParams, state: EngineState) -> tuple[DraftTree, DraftState]:
+    return params.drafter.propose(params.target, state, params.call())
 
 
 def padded(features: np.ndarray, width: int) -> Array:
@@ -119,14 +115,14 @@ def test_trees_are_the_official_ones(name: str, page_size: int):
     draft = prefill(
         params, state, jnp.asarray(ids[None, :-1], jnp.int32), jnp.asarray(hidden[None])
     )
-    state = append(state, 0, ids, DraftState(*draft))
-    tree, *draft = propose(params, state)
+    state = append(state, 0, ids, draft)
+    tree, draft = propose(params, state)
     assert_same(ours(tree), official(golden, name, 1))
 
     hidden, new_ids = golden["round2_hidden"], golden["round2_new_ids"]
     width = spec.max_depth + 1  # features of as many tree nodes; here the accepted ones come first
     path, counts = jnp.arange(width)[None], jnp.array([len(new_ids)])
-    after = state.replace(pool=state.pool.replace(draft=draft[0]))
+    after = state.replace(pool=state.pool.replace(draft=draft.pool))
     committed = drafter.commit(after, padded(hidden, width), path, counts, params.call())
     state = append(after, len(ids), new_ids, committed)
     tree, *_ = propose(params, state)

@@ -4,7 +4,6 @@ A drafter of your own is a class like these in a file of its own, given to Engin
 object. One that keeps nothing between rounds subclasses StatelessDrafter and writes ``propose``.
 """
 
-import dataclasses
 from typing import Any, Protocol
 
 from jax import Array
@@ -18,20 +17,20 @@ from jaxspec.speculation.tree import DraftTree
 from jaxspec.state import EngineState
 
 
-@dataclasses.dataclass(frozen=True)
-class PrefillChunk:
+@pytree
+class PrefillChunk(Pytree):
     """Prompt tokens [B, T] that follow each row's context; ``counts`` [B] of them are real."""
 
     tokens: Array
     counts: Array
 
 
-@dataclasses.dataclass(frozen=True)
-class DraftState:
+@pytree
+class DraftState(Pytree):
     """What a drafter keeps: its part of the pool, and what it keeps of each row."""
 
-    pool: Any
-    rows: Any
+    pool: Any = None
+    rows: Any = None
 
 
 class Drafter(Protocol):
@@ -123,7 +122,7 @@ class StatelessDrafter(Pytree):
         features: Array | None,
         call: Call,
     ) -> DraftState:
-        return DraftState(None, None)
+        return DraftState()
 
     def propose(
         self, target: Decoder, state: EngineState, call: Call
@@ -134,7 +133,7 @@ class StatelessDrafter(Pytree):
         return None
 
     def catch_up(self, target: Decoder, state: EngineState, call: Call) -> DraftState:
-        return DraftState(None, None)
+        return DraftState()
 
     def reset(self, pool: None, rows: Array) -> None:
         return None
@@ -142,4 +141,4 @@ class StatelessDrafter(Pytree):
     def commit(
         self, state: EngineState, features: Array | None, path: Array, counts: Array, call: Call
     ) -> DraftState:
-        return DraftState(None, None)
+        return DraftState()

@@ -70,7 +70,7 @@ class DraftModelDrafter(Pytree):
             self.model, run.tokens, run.positions, pool.layers, attend, kernels=call.kernels
         )
         pending = jnp.where(chunk.counts > 0, 1, rows.pending)
-        return DraftState(pool.replace(layers=layers), rows.replace(pending=pending))
+        return DraftState(pool=pool.replace(layers=layers), rows=rows.replace(pending=pending))
 
     def _read_pending(
         self, state: EngineState, width: int, call: Call
@@ -91,7 +91,7 @@ class DraftModelDrafter(Pytree):
         assert width is not None
         _, layers = self._read_pending(state, width, call)
         pending = jnp.where(state.rows.active, 1, rows.pending)
-        return DraftState(pool.replace(layers=layers), rows.replace(pending=pending))
+        return DraftState(pool=pool.replace(layers=layers), rows=rows.replace(pending=pending))
 
     def propose(
         self, target: Decoder, state: EngineState, call: Call
@@ -122,7 +122,7 @@ class DraftModelDrafter(Pytree):
         )
         root_logits = decoder.logits(self.model, root_hidden)
         tree, layers = grow(proposer, state.rows.roots, root_logits, step, layers)
-        return tree, DraftState(pool.replace(layers=layers), rows)
+        return tree, DraftState(pool=pool.replace(layers=layers), rows=rows)
 
     def commit(
         self, state: EngineState, features: Array | None, path: Array, counts: Array, call: Call
@@ -130,7 +130,7 @@ class DraftModelDrafter(Pytree):
         pool, rows = _own(state)
         pending = rows.pending + counts if call.speculation.is_plain else counts
         pending = jnp.where(state.rows.active, pending, rows.pending)
-        return DraftState(pool, rows.replace(pending=pending))
+        return DraftState(pool=pool, rows=rows.replace(pending=pending))
 
 
 def _own(state: EngineState) -> tuple[ModelState, DraftModelRows]:

@@ -83,7 +83,7 @@ class EagleDrafter(Pytree):
             features=rows.features.at[:, 0].set(kept),
             pending=jnp.where(changed, 1, rows.pending),
         )
-        return DraftState(pool.replace(layers=layers), rows)
+        return DraftState(pool=pool.replace(layers=layers), rows=rows)
 
     def _read(
         self, target: Decoder, state: EngineState, run: TokenRun, features: Array, call: Call
@@ -113,7 +113,7 @@ class EagleDrafter(Pytree):
             features=rows.features.at[:, 0].set(last),
             pending=jnp.where(active, 1, rows.pending),
         )
-        return DraftState(pool.replace(layers=layers), rows)
+        return DraftState(pool=pool.replace(layers=layers), rows=rows)
 
     def propose(
         self, target: Decoder, state: EngineState, call: Call
@@ -148,7 +148,7 @@ class EagleDrafter(Pytree):
         root_logits = self.head.logits(target, root_normed)
         carry = (root_hidden[:, None], layers)
         tree, (_, layers) = grow(proposer, state.rows.roots, root_logits, step, carry)
-        return tree, DraftState(pool.replace(layers=layers), rows)
+        return tree, DraftState(pool=pool.replace(layers=layers), rows=rows)
 
     def commit(
         self, state: EngineState, features: Array | None, path: Array, counts: Array, call: Call
@@ -169,7 +169,7 @@ class EagleDrafter(Pytree):
             features=jnp.where(active[:, None, None], waiting, rows.features),
             pending=jnp.where(active, pending, rows.pending),
         )
-        return DraftState(pool, rows)
+        return DraftState(pool=pool, rows=rows)
 
 
 def _own(state: EngineState) -> tuple[ModelState, HeadRows]:

@@ -50,7 +50,7 @@ class NGramDrafter(StatelessDrafter):
             scores = jnp.where(following == node_tokens[-1][:, :1], 0, scores)
             start += length
         tree = _packed(node_tokens, node_parents, valid, shape)
-        return tree, DraftState(None, None)
+        return tree, DraftState()
 
     def _scores(self, tokens: Array, end: Array) -> Array:
         """Rank of each position as the end of a match, 0 where there is none: [B, S]."""

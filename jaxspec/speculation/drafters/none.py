@@ -15,4 +15,4 @@ class NoDrafter(StatelessDrafter):
     def propose(
         self, target: Decoder, state: EngineState, call: Call
     ) -> tuple[DraftTree, DraftState]:
-        return root_only(state.rows.roots), DraftState(None, None)
+        return root_only(state.rows.roots), DraftState()
