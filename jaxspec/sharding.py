@@ -1,6 +1,7 @@
 """What is split over which mesh axes: named once, in a Layout, and partition specs from it."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -87,6 +88,31 @@ class Layout:
 WHOLE = Layout()
 
 
+@dataclasses.dataclass(frozen=True)
+class Shards:
+    """Into how many parts a layout splits what has no arrays yet: for the shapes of weights.
+
+    Attributes:
+      sizes: devices along each mesh axis.
+    """
+
+    layout: Layout = WHOLE
+    sizes: tuple[tuple[str, int], ...] = ()
+
+    @classmethod
+    def over(cls, mesh: Mesh | None, layout: Layout) -> "Shards":
+        """As ``layout`` splits over a mesh; None: one device."""
+        return cls(layout, tuple(mesh.shape.items()) if mesh is not None else ())
+
+    def of(self, logical: str) -> int:
+        """Devices that a logical axis is split over."""
+        sizes = dict(self.sizes)
+        return math.prod(sizes[axis] for axis in self.layout.axes(logical))
+
+
+ONE_SHARD = Shards()
+
+
 def make_mesh(tensor_parallel: int = 1, data_parallel: int = 1) -> Mesh:
     """A ``(data, model)`` mesh over the first devices.
 
@@ -120,11 +146,7 @@ def mesh_layout(mesh: Mesh | None, *, split_model: bool = True) -> Layout:
 def axes_size(mesh: Mesh | None, axes: Axes) -> int:
     """Devices along some axes of a mesh."""
     sizes = dict(mesh.shape) if mesh is not None else {}
-    return int(np.prod([sizes[name] for name in axes], dtype=int))
-
-
-def model_size(mesh: Mesh | None) -> int:
-    return 1 if mesh is None else mesh.shape[MODEL_AXIS]
+    return math.prod(sizes[name] for name in axes)
 
 
 def partition_specs(tree: Any, layout: Layout = WHOLE, undeclared: tuple[str, ...] = ()) -> Any:

@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -23,13 +24,27 @@ class Piece(NamedTuple):
     """A view that holds consecutive rows of a checkpoint's tensor.
 
     ``view`` is [rows, columns], its rows possibly over several axes; for a vector (``column`` is
-    None) it is [rows]. ``row`` and ``column``: where in the tensor it starts.
+    None) it is [rows]. ``row`` and ``column``: where in the tensor it starts. ``inputs_first``: the
+    tensor itself is [columns, rows].
     """
 
     name: str
     view: np.ndarray
     row: int
     column: int | None
+    inputs_first: bool = False
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        """Of the axes that the rows lie over."""
+        return self.view.shape if self.column is None else self.view.shape[:-1]
+
+    def of_tensor(self, rows: slice) -> tuple[slice, ...]:
+        """The tensor's part that holds some of its rows, and the piece's columns."""
+        if self.column is None:
+            return (rows,)
+        columns = slice(self.column, self.column + self.view.shape[-1])
+        return (columns, rows) if self.inputs_first else (rows, columns)
 
 
 Split = Callable[[np.ndarray, tuple[int, ...]], list[Piece]]
@@ -37,10 +52,20 @@ Tensors = Mapping[str, Array]
 
 
 class Source(Protocol):
-    """The checkpoint tensors of one Linear: ``<name>.weight`` [out, in] and ``<name>.bias``."""
+    """The checkpoint tensors of one Linear: ``<name>.<kind>``, [out, in] or [out].
+
+    Kinds are ``weight`` and ``bias``, and whatever another kind of Linear is made of: its array
+    has the weight's axes ([in, *out], one of them shorter where values are packed or share a scale)
+    or the bias's.
+    """
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The checkpoint's projections that it is made of."""
+        ...
 
     def split(self, kind: str) -> Split:
-        """The Split of the ``weight`` or the ``bias``."""
+        """The Split of the array of one kind."""
         ...
 
     def join(self, kind: str, tensors: Tensors, shape: tuple[int, ...]) -> Array:
@@ -64,6 +89,10 @@ class One:
 
     name: str
     num_rows: int | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name,)
 
     def split(self, kind: str) -> Split:
         own = same(f"{self.name}.{kind}", self.num_rows)
@@ -112,6 +141,10 @@ class GroupedHeads:
     value: str
     repeats: int = 1
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.query, self.key, self.value)
+
     def split(self, kind: str) -> Split:
         def split(block: np.ndarray, start: tuple[int, ...]) -> list[Piece]:
             rows, column = _rows_first(block, start, row_axes=3)
@@ -146,6 +179,29 @@ class GroupedHeads:
         return jnp.concatenate([queries, heads(self.key, 1), heads(self.value, 1)], axis=-2)
 
 
+@dataclasses.dataclass(frozen=True)
+class InputsFirst:
+    """The tensors of another source, stored as [in, out]."""
+
+    source: Source
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.source.names
+
+    def split(self, kind: str) -> Split:
+        own = self.source.split(kind)
+
+        def split(block: np.ndarray, start: tuple[int, ...]) -> list[Piece]:
+            return [piece._replace(inputs_first=True) for piece in own(block, start)]
+
+        return split
+
+    def join(self, kind: str, tensors: Tensors, shape: tuple[int, ...]) -> Array:
+        turned = {f"{name}.{kind}": tensors[f"{name}.{kind}"].T for name in self.names}
+        return self.source.join(kind, turned, shape)
+
+
 def _rows_first(
     block: np.ndarray, start: tuple[int, ...], row_axes: int
 ) -> tuple[np.ndarray, int | None]:
@@ -155,17 +211,17 @@ def _rows_first(
     return np.moveaxis(block, 0, -1), start[0]
 
 
-def tensor_shapes(leaves: Iterable[tuple[Any, Split]]) -> dict[str, tuple[int, ...]]:
-    """Shapes of the checkpoint's tensors behind (array or shape, Split) pairs."""
-    shapes: dict[str, tuple[int, ...]] = {}
+def tensor_shapes(leaves: Iterable[tuple[Any, Split]]) -> dict[str, jax.ShapeDtypeStruct]:
+    """The checkpoint's tensors behind (array or shape, Split) pairs, with the arrays' dtypes."""
+    ends: dict[str, int] = {}
+    shapes: dict[str, jax.ShapeDtypeStruct] = {}
     for leaf, split in leaves:
         whole = np.broadcast_to(np.zeros((), bool), leaf.shape)
         for piece in split(whole, (0,) * len(leaf.shape)):
-            rows, columns = piece.view.shape, ()
-            if piece.column is not None:
-                rows, columns = rows[:-1], rows[-1:]
-            end = piece.row + math.prod(rows)
-            shapes[piece.name] = (max(end, shapes.get(piece.name, (0,))[0]), *columns)
+            end = max(piece.row + math.prod(piece.row_shape), ends.get(piece.name, 0))
+            ends[piece.name] = end
+            shape = tuple(part.stop for part in piece.of_tensor(slice(0, end)))
+            shapes[piece.name] = jax.ShapeDtypeStruct(shape, leaf.dtype)
     return shapes
 
 
@@ -174,16 +230,23 @@ class Filler:
     """How a tree of weights is filled: from its tensors' names to a tree of something for each.
 
     Every part of a model has a method ``filled``, which names the tensors that it is made of and
-    returns the part with the filler's result in place of every array: a Split, or an array joined
-    on a device.
+    returns the part with the filler's result in place of every array (a Split, or an array joined
+    on a device), or of every Linear (another kind of it).
     """
 
     vector: Callable[[str, Any], Any]  # (name, array or shape): an array in the tensor's own layout
     part: Callable[[Source, str, Any], Any]  # (source, kind, array or shape)
+    whole: Callable[[Any, Source], Any] | None = None  # (Linear, source): instead of its arrays
 
     def array(self, name: str, own: Any) -> Any:
         """What stands for an array ``own`` in the tensor's own layout; None where it is None."""
         return None if own is None else self.vector(name, own)
+
+    def linear(self, own: Any, source: Source) -> Any:
+        """What stands for a Linear, of whatever kind; None where it is None."""
+        if own is None:
+            return None
+        return own.filled(source, self) if self.whole is None else self.whole(own, source)
 
     def of_source(self, source: Source, kind: str, own: Any) -> Any:
         return None if own is None else self.part(source, kind, own)
@@ -199,6 +262,16 @@ def splitting(num_rows: int | None = None) -> Filler:
         return source.split(kind)
 
     return Filler(vector, part)
+
+
+def choosing(kind: Callable[[Any, Source], Any]) -> Filler:
+    """Puts ``kind(linear, source)`` in the place of each Linear, and leaves all else as it is: for
+    shapes, where the checkpoint decides which projections are quantized."""
+
+    def part(source: Source, name: str, own: Any) -> Any:
+        return own
+
+    return Filler(lambda name, own: own, part, kind)
 
 
 def joining(tensors: Tensors) -> Filler:

@@ -45,7 +45,8 @@ def flax_tree(like: Decoder) -> tuple[dict[str, Any], dict[str, str]]:
     leaves = zip(jax.tree.leaves(like), jax.tree.leaves(splits), strict=True)
     tree: dict[str, Any] = {}
     names: dict[str, str] = {}
-    for index, (name, shape) in enumerate(tensor_shapes(leaves).items()):
+    for index, (name, tensor) in enumerate(tensor_shapes(leaves).items()):
+        shape = tensor.shape
         is_kernel = name.endswith("proj.weight") or name == "lm_head.weight"
         path = name.replace("weight", "kernel") if is_kernel else name
         names[name], own = path, shape[::-1] if is_kernel else shape

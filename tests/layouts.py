@@ -10,13 +10,13 @@ from jaxspec.functional import EngineParams
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import DraftHead
 from jaxspec.models.layer import Layer
-from jaxspec.sharding import Layout, mesh_layout, model_size, named_shardings
+from jaxspec.sharding import MODEL_AXIS, Layout, mesh_layout, named_shardings
 from jaxspec.speculation.drafters import DraftModelDrafter, EagleDrafter
 
 
 def on_mesh(params: EngineParams, mesh: Mesh, *, shard_drafter: bool = True) -> EngineParams:
     """The same weights over ``mesh``. The drafter's are repeated where it is not sharded."""
-    drafter, devices = params.drafter, model_size(mesh)
+    drafter, devices = params.drafter, mesh.shape[MODEL_AXIS]
     layout = mesh_layout(mesh, split_model=shard_drafter)
     shards = devices if shard_drafter else 1
     if isinstance(drafter, EagleDrafter):

@@ -39,7 +39,14 @@ from jaxspec.cache import PagedKV
 from jaxspec.config import ModelConfig
 from jaxspec.models.decoder import decoder_shapes
 from jaxspec.models.heads import DraftHead, head_shapes
-from jaxspec.sharding import DATA_AXIS, MODEL_AXIS, Layout, mesh_layout, named_shardings
+from jaxspec.sharding import (
+    DATA_AXIS,
+    MODEL_AXIS,
+    Layout,
+    Shards,
+    mesh_layout,
+    named_shardings,
+)
 from jaxspec.state import EngineState
 from pallas_kernels.selection import Kernels
 
@@ -140,8 +147,9 @@ def decode_program(
     if len(devices) > 1:
         mesh = Mesh(np.array(devices).reshape(1, -1), (DATA_AXIS, MODEL_AXIS))
     dtype, layout = jnp.dtype("bfloat16"), mesh_layout(mesh)
-    target = decoder_shapes(config, dtype, len(devices)).replace(layout=layout)
-    head = _eagle3_head(config, dtype, len(devices), layout) if mode.speculation else None
+    shards = Shards.over(mesh, layout)
+    target = decoder_shapes(config, dtype, shards)
+    head = _eagle3_head(config, dtype, shards) if mode.speculation else None
     params = make_params(mode, target, head, mesh, Kernels.parse(kernels, devices[0]))
 
     def new_state() -> EngineState:
@@ -165,9 +173,7 @@ def decode_program(
     )
 
 
-def _eagle3_head(
-    config: ModelConfig, dtype: jnp.dtype, tensor_parallel: int, layout: Layout
-) -> DraftHead:
+def _eagle3_head(config: ModelConfig, dtype: jnp.dtype, shards: Shards) -> DraftHead:
     vocab = min(EAGLE3_VOCAB_SIZE, config.vocab_size)
     shapes = head_shapes(
         eagle3_config(config),
@@ -175,10 +181,10 @@ def _eagle3_head(
         config,
         dtype,
         draft_vocab_size=vocab,
-        tensor_parallel=tensor_parallel,
+        shards=shards,
     )
     token_ids: Any = jax.ShapeDtypeStruct((vocab,), jnp.int32)
-    return shapes.replace(layout=layout, token_ids=token_ids)
+    return shapes.replace(token_ids=token_ids)
 
 
 def _place(tree: Any, devices: Sequence[Any], mesh: Mesh | None, layout: Layout) -> Any:

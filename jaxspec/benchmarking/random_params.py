@@ -18,7 +18,7 @@ from jaxspec.config import ModelConfig
 from jaxspec.models.decoder import Decoder, decoder_shapes
 from jaxspec.models.heads import DraftHead, head_shapes
 from jaxspec.models.shapes import weight_name
-from jaxspec.sharding import mesh_layout, model_size, named_shardings
+from jaxspec.sharding import Shards, mesh_layout, named_shardings
 
 # Standard deviation of the draft head's logits. Trained heads are sure of most tokens, so their
 # trees grow deep; a flat distribution would spend the node budget on the first two levels.
@@ -27,8 +27,7 @@ DRAFT_LOGIT_SCALE = 8.0
 
 def random_decoder(config: ModelConfig, dtype: jnp.dtype, mesh: Mesh | None, seed: int) -> Decoder:
     """A model of random weights, sharded over the mesh's model axis where that has devices."""
-    shapes = decoder_shapes(config, dtype, model_size(mesh))
-    shapes = shapes.replace(layout=mesh_layout(mesh))
+    shapes = decoder_shapes(config, dtype, Shards.over(mesh, mesh_layout(mesh)))
     return _random_tree(shapes, mesh, jax.random.key(seed, impl="rbg"))
 
 
@@ -43,9 +42,9 @@ def random_eagle3_head(
         target,
         dtype,
         draft_vocab_size=vocab,
-        tensor_parallel=model_size(mesh),
+        shards=Shards.over(mesh, mesh_layout(mesh)),
     )
-    weights = shapes.replace(layout=mesh_layout(mesh), token_ids=None)
+    weights = shapes.replace(token_ids=None)
     weights_key, ids_key = jax.random.split(jax.random.key(seed, impl="rbg"))
     head = _random_tree(weights, mesh, weights_key)
     ids = jnp.sort(jax.random.permutation(ids_key, target.vocab_size)[:vocab]).astype(jnp.int32)

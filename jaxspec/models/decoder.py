@@ -19,7 +19,7 @@ from jaxspec.models.layer import Layer, layer_shape, run_layers
 from jaxspec.models.linear import Linear, linear_shape
 from jaxspec.models.shapes import array_shape, vector
 from jaxspec.pytree import Pytree, array, pytree, static
-from jaxspec.sharding import WHOLE, Layout
+from jaxspec.sharding import ONE_SHARD, WHOLE, Layout, Shards
 from jaxspec.tensors import Filler, One
 from pallas_kernels.products import einsum_f32
 from pallas_kernels.selection import Kernels
@@ -70,28 +70,30 @@ class Decoder(Pytree):
                 for index, layer in enumerate(self.layers)
             ),
             norm=filler.array("model.norm.weight", self.norm),
-            lm_head=None if self.lm_head is None else self.lm_head.filled(head, filler),
+            lm_head=filler.linear(self.lm_head, head),
         )
 
 
-def decoder_shapes(config: ModelConfig, dtype: jnp.dtype, tensor_parallel: int = 1) -> Decoder:
-    """A Decoder of ShapeDtypeStructs, as it is laid out for ``tensor_parallel`` devices.
+def decoder_shapes(config: ModelConfig, dtype: jnp.dtype, shards: Shards = ONE_SHARD) -> Decoder:
+    """A Decoder of ShapeDtypeStructs, as it is laid out for ``shards``.
 
-    KV heads are repeated when there are fewer than devices, and the vocabulary is padded to a
-    multiple of them.
+    KV heads are repeated when there are fewer than shards of them, and the vocabulary is padded to
+    a multiple of its shards.
 
     Raises ValueError for sizes that the devices cannot share evenly.
     """
-    vocab = -(-config.vocab_size // tensor_parallel) * tensor_parallel
+    parts = shards.of("vocab")
+    vocab = -(-config.vocab_size // parts) * parts
     hidden, head = config.hidden_size, None
     if not config.tie_word_embeddings:
         head = linear_shape(("hidden", "vocab"), (hidden, vocab), dtype)
     return Decoder(
         embed=array_shape(vocab, hidden, dtype=dtype),
-        layers=tuple(layer_shape(one, hidden, dtype, tensor_parallel) for one in config.layers),
+        layers=tuple(layer_shape(one, hidden, dtype, shards) for one in config.layers),
         norm=vector(hidden, dtype),
         lm_head=head,
         config=config,
+        layout=shards.layout,
     )
 
 

@@ -9,6 +9,7 @@ from jaxspec.models.mixers import Mixer, mixer_shape
 from jaxspec.models.mlps import Mlp, mlp_shape
 from jaxspec.models.shapes import vector
 from jaxspec.pytree import Pytree, array, pytree
+from jaxspec.sharding import ONE_SHARD, Shards
 from jaxspec.tensors import Filler
 
 
@@ -60,7 +61,7 @@ def layer_shape(
     config: LayerConfig,
     hidden_size: int,
     dtype: jnp.dtype,
-    tensor_parallel: int = 1,
+    shards: Shards = ONE_SHARD,
     *,
     input_size: int | None = None,
     input_norm: bool = True,
@@ -68,7 +69,7 @@ def layer_shape(
     """A layer of ShapeDtypeStructs. ``input_size``: width that the mixer reads."""
     return Layer(
         input_norm=vector(hidden_size, dtype, when=input_norm),
-        mixer=mixer_shape(config.mixer, hidden_size, dtype, tensor_parallel, input_size=input_size),
+        mixer=mixer_shape(config.mixer, hidden_size, dtype, shards, input_size=input_size),
         post_norm=vector(hidden_size, dtype),
-        mlp=mlp_shape(config.mlp, hidden_size, dtype, tensor_parallel),
+        mlp=mlp_shape(config.mlp, hidden_size, dtype, shards),
     )

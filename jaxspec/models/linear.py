@@ -1,6 +1,7 @@
 """The one weight type of products: its shape, logical axes and bias, and the product itself.
 
-A quantized kind is a class beside this one with the same methods.
+A quantized kind is a class in a file of its own with the same methods (see AnyLinear), put in the
+place of a Linear when its checkpoint is loaded (see weights.safetensors_io.load_decoder).
 """
 
 import dataclasses
@@ -19,6 +20,63 @@ from pallas_kernels.products import einsum_f32, precision_of, product_parts
 from pallas_kernels.tuning import parts_of_product
 
 
+class AnyLinear(Protocol):
+    """A frozen pytree of one projection's weights, whatever they are made of.
+
+    Model code calls it, or asks for its ``product``. The rest is what a Product needs.
+    """
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Logical axes, the input first, then the output's."""
+        ...
+
+    @property
+    def bias(self) -> Array | None:
+        """[*out]"""
+        ...
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Of the activations that it is made for."""
+        ...
+
+    @property
+    def out_shape(self) -> tuple[int, ...]: ...
+
+    def logical_axes(self) -> dict[str, tuple[str, ...]]:
+        """The axes of each field, for partition specs."""
+        ...
+
+    def __call__(self, x: Array) -> Array:
+        """x [..., in] -> [..., *out] in x's dtype. For an input that is not split over devices."""
+        ...
+
+    def float32(self, x: Array) -> Array:
+        """x [..., in] -> float32 [..., *out]: for logits."""
+        ...
+
+    def product(self, x: Array, scope: str) -> "Product":
+        """x [..., in] times the weight for a consumer that adds it up; ``scope`` names it in
+        profiles."""
+        ...
+
+    def partial_sums(self, x: Array, num_parts: int) -> Array:
+        """The product without its bias, in parts over runs of its depth: [S, ..., *out].
+
+        One part in x's dtype, several in float32; their rows past x's are padding.
+        """
+        ...
+
+    def most_parts(self, x: Array) -> int:
+        """Parts that a product with x takes the least time in, if its consumer adds them up."""
+        ...
+
+    def filled(self, source: Source, filler: Filler) -> Any:
+        """The same with ``filler``'s result for ``source`` in place of every array."""
+        ...
+
+
 @pytree
 class Linear(Pytree):
     """y = x W + b over the last dimension of x; the output may have several dimensions.
@@ -31,12 +89,10 @@ class Linear(Pytree):
     axes: tuple[str, ...] = static()
 
     def logical_axes(self) -> dict[str, tuple[str, ...]]:
-        """The axes of each field, for partition specs."""
         return {"weight": self.axes, "bias": self.axes[1:]}
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Of the activations that it is made for."""
         return self.weight.dtype
 
     @property
@@ -48,36 +104,26 @@ class Linear(Pytree):
         return self.weight.shape[1:]
 
     def __call__(self, x: Array) -> Array:
-        """x [..., in] -> [..., *out] in x's dtype. For an input that is not split over devices."""
         return self._with_bias(self._multiply(x))
 
     def float32(self, x: Array) -> Array:
-        """x [..., in] -> float32 [..., *out], accumulated and returned in float32: for logits."""
         return self._with_bias(einsum_f32("...h,hv->...v", x, self.weight))
 
     def filled(self, source: Source, filler: Filler) -> "Linear":
-        """The same with ``filler``'s result for ``source`` in place of every array."""
         return self.replace(
             weight=filler.of_source(source, "weight", self.weight),
             bias=filler.of_source(source, "bias", self.bias),
         )
 
     def product(self, x: Array, scope: str) -> "Product":
-        """x [..., in] times the weight for a consumer that adds it up; ``scope`` names it in
-        profiles."""
         return Product(self, x, scope)
 
     def partial_sums(self, x: Array, num_parts: int) -> Array:
-        """The product without its bias, in parts over runs of its depth: [S, ..., *out].
-
-        One part in x's dtype, several in float32; their rows past x's are padding.
-        """
         return (
             self._multiply(x)[None] if num_parts == 1 else product_parts(x, self.weight, num_parts)
         )
 
     def most_parts(self, x: Array) -> int:
-        """Parts that a product with x takes the least time in, if its consumer adds them up."""
         rows, depth = math.prod(x.shape[:-1]), self.in_size
         return parts_of_product(rows, depth, math.prod(self.out_shape))
 
@@ -104,7 +150,7 @@ class Product:
     Some kernels add partial sums up while they read them, which spares a launch (split-K).
     """
 
-    linear: Any  # a Linear or another kind of it
+    linear: AnyLinear
     x: Array
     scope: str
 

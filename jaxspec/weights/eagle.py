@@ -19,7 +19,7 @@ from jaxspec.models.hf_heads import (
     says_eagle3,
     with_qkv_bias,
 )
-from jaxspec.sharding import axes_size, mesh_layout
+from jaxspec.sharding import Shards, mesh_layout
 from jaxspec.tensors import splitting
 from jaxspec.weights.safetensors_io import (
     StoredTensor,
@@ -71,8 +71,7 @@ def load_eagle_head(
     directory = Path(directory)
     stored = scan(directory)
     config = _head_config(directory, stored, target)
-    layout = mesh_layout(mesh, split_model=sharded)
-    tensor_parallel = axes_size(mesh, layout.heads)
+    shards = Shards.over(mesh, mesh_layout(mesh, split_model=sharded))
     shapes = head_shapes(
         config.model,
         config.method,
@@ -86,10 +85,9 @@ def load_eagle_head(
         norm_output=config.norm_output,
         norm_before_residual=config.norm_before_residual,
         own_embed=config.own_embed,
-        tensor_parallel=tensor_parallel,
-    ).replace(layout=layout)
-    if tensor_parallel > 1:
-        _check_divisible(shapes, tensor_parallel)
+        shards=shards,
+    )
+    _check_divisible(shapes, shards.of("vocab"))
     shardings = placements(shapes, mesh)
     midlayer = any(name.startswith("midlayer.") for name in stored)
     without_ids = shapes.replace(token_ids=None)
@@ -178,16 +176,13 @@ def _draft_vocab_size(
     return None if size == target.vocab_size and "d2t" not in stored else size
 
 
-def _check_divisible(head: DraftHead, tensor_parallel: int) -> None:
-    sizes = {}
-    if head.lm_head is not None:
-        (sizes["draft vocabulary"],) = head.lm_head.out_shape
-    for name, size in sizes.items():
-        if size % tensor_parallel:
-            raise ValueError(
-                f"the draft head's {name} {size} cannot be split over {tensor_parallel} devices; "
-                "leave the head unsharded"
-            )
+def _check_divisible(head: DraftHead, devices: int) -> None:
+    size = 0 if head.lm_head is None else head.lm_head.out_shape[0]
+    if size % devices:
+        raise ValueError(
+            f"the draft vocabulary {size} cannot be split over {devices} devices; leave the head "
+            "unsharded"
+        )
 
 
 def _token_ids(

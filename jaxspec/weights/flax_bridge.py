@@ -41,7 +41,7 @@ def target_from_flax(like: Decoder, params: Any, names: Names) -> Decoder:
     flax tree that no tensor is.
     """
     splits = like.filled(splitting(like.config.vocab_size))
-    tensors = _tensors(tensor_shapes(_leaves(like, splits)), params, names)
+    tensors = _tensors(_leaves(like, splits), params, names)
     return _in_place(like, like.filled(joining(tensors)))
 
 
@@ -54,7 +54,7 @@ def head_from_flax(
     """
     without_ids = like.replace(token_ids=None)
     splits = without_ids.filled(first_layer, splitting())
-    tensors = _tensors(tensor_shapes(_leaves(without_ids, splits)), params, names)
+    tensors = _tensors(_leaves(without_ids, splits), params, names)
     joined = without_ids.filled(first_layer, joining(tensors))
     return _in_place(like, joined.replace(token_ids=like.token_ids))
 
@@ -85,8 +85,9 @@ class _Tensors(Mapping[str, Array]):
         return len(self._paths)
 
 
-def _tensors(shapes: Mapping[str, tuple[int, ...]], params: Any, names: Names) -> _Tensors:
-    """Every tensor of a checkpoint from the flax tree."""
+def _tensors(leaves: list[tuple[Any, Any]], params: Any, names: Names) -> _Tensors:
+    """Every tensor of a checkpoint, of (array, Split) pairs, from the flax tree."""
+    shapes = {name: tensor.shape for name, tensor in tensor_shapes(leaves).items()}
     arrays, problems = _flat(params), []
     paths: dict[str, str] = {}
     for name, shape in shapes.items():

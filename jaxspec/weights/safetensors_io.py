@@ -8,8 +8,9 @@ import dataclasses
 import functools
 import json
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -23,10 +24,14 @@ from safetensors.numpy import save_file
 from jaxspec.config import ModelConfig
 from jaxspec.models.decoder import Decoder, decoder_shapes
 from jaxspec.models.hf_config import read_json, to_hf_config
-from jaxspec.sharding import axes_size, mesh_layout, named_shardings
-from jaxspec.tensors import Piece, Split, splitting, tensor_shapes
+from jaxspec.sharding import Shards, mesh_layout, named_shardings
+from jaxspec.tensors import Piece, Source, Split, choosing, splitting, tensor_shapes
 
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
+FLOATS = (jnp.dtype("float32"), jnp.dtype("bfloat16"), jnp.dtype("float16"))
+INTEGER_DTYPES = MappingProxyType(
+    {"I8": np.dtype("int8"), "U8": np.dtype("uint8"), "I32": np.dtype("int32")}
+)
 CHUNK_ELEMENTS = 4 << 20  # read at a time
 STRIP = 128  # columns copied at a time: transposing whole matrices is several times slower
 MAX_FILE_BYTES = 4 << 30
@@ -54,15 +59,21 @@ def load_decoder(
     mesh: Mesh | None = None,
     *,
     sharded: bool = True,
+    kind: Callable[[Any, Source], Any] | None = None,
 ) -> Decoder:
     """Read a model's weights, cast to ``dtype``, onto ``mesh`` or the default device.
 
-    ``sharded`` False: every device of the mesh's model axis holds the whole model.
+    Args:
+      sharded: False: every device of the mesh's model axis holds the whole model.
+      kind: what stands for each projection, from (a Linear of shapes, its source): the Linear
+        itself, or another kind of it, of shapes too (see models.linear.AnyLinear).
 
     Raises ValueError that lists all missing, surplus and misshapen tensors, or names a broken file.
     """
     layout = mesh_layout(mesh, split_model=sharded)
-    shapes = decoder_shapes(config, dtype, axes_size(mesh, layout.heads)).replace(layout=layout)
+    shapes = decoder_shapes(config, dtype, Shards.over(mesh, layout))
+    if kind is not None:
+        shapes = shapes.filled(choosing(kind))
     harmless = {"lm_head.weight"} if config.tie_word_embeddings else set()
     return load_tree(
         scan(directory),
@@ -140,7 +151,7 @@ def load_tree(
 
 def check_tensors(
     stored: dict[str, StoredTensor],
-    expected: dict[str, tuple[int, ...]],
+    expected: Mapping[str, jax.ShapeDtypeStruct],
     harmless: Collection[str] = (),
 ) -> None:
     """Raise one ValueError that lists every tensor that is missing, surplus or misshapen."""
@@ -149,14 +160,21 @@ def check_tensors(
         if name not in expected:
             if name not in harmless and not name.endswith("rotary_emb.inv_freq"):
                 problems.append(f"{name} is not part of this model")
-        elif tensor.shape != expected[name]:
-            problems.append(f"{name} is {list(tensor.shape)}, not {list(expected[name])}")
-        elif tensor.dtype not in FLOAT_DTYPES:
+        elif tensor.shape != expected[name].shape:
+            problems.append(f"{name} is {list(tensor.shape)}, not {list(expected[name].shape)}")
+        elif tensor.dtype not in _readable_as(expected[name].dtype):
             problems.append(f"{name} has unsupported dtype {tensor.dtype}")
     if problems:
         folders = sorted({str(tensor.file.parent) for tensor in stored.values()})
         where = ", ".join(folders) or "the checkpoint"
         raise ValueError(f"{where} does not fit its config.json: {'; '.join(problems)}")
+
+
+def _readable_as(dtype: np.dtype) -> tuple[str, ...]:
+    """Stored dtypes that may be read as ``dtype``: floats are cast, integers are what they are."""
+    if dtype in FLOATS:
+        return FLOAT_DTYPES
+    return tuple(name for name, own in INTEGER_DTYPES.items() if own == dtype)
 
 
 def _load_array(
@@ -179,16 +197,13 @@ def _load_array(
 
 def _read_piece(tensor: StoredTensor, piece: Piece) -> None:
     """Fill a piece's view, chunk by chunk of its leading axis."""
-    size = math.prod(piece.view.shape[1:])
-    step = max(1, CHUNK_ELEMENTS // size)
-    columns = ()
-    if piece.column is not None:
-        width = piece.view.shape[-1]
-        columns, size = (slice(piece.column, piece.column + width),), size // width
+    step = max(1, CHUNK_ELEMENTS // math.prod(piece.view.shape[1:]))
+    size = math.prod(piece.row_shape[1:])  # rows of each index of the leading axis
     for first in range(0, len(piece.view), step):
         part = piece.view[first : first + step]
         row = piece.row + first * size
-        rows = tensor.read(slice(row, row + len(part) * size), *columns)
+        rows = tensor.read(*piece.of_tensor(slice(row, row + len(part) * size)))
+        rows = rows.T if piece.inputs_first else rows
         _copy(part, rows.astype(part.dtype, copy=False).reshape(part.shape))
 
 
@@ -253,9 +268,12 @@ def _groups(leaves: list[tuple[Array, Split]]) -> list[list[tuple[Array, Split]]
 def _whole_tensors(leaf: Array, split: Split) -> dict[str, np.ndarray]:
     block = np.asarray(leaf)
     shapes = tensor_shapes([(block, split)])
-    tensors = {name: np.empty(shape, block.dtype) for name, shape in shapes.items()}
+    tensors = {name: np.empty(shape.shape, block.dtype) for name, shape in shapes.items()}
     for piece in split(block, (0,) * block.ndim):
-        count = math.prod(piece.view.shape[: None if piece.column is None else -1])
-        rows = tensors[piece.name][piece.row : piece.row + count]
-        _copy(rows.reshape(piece.view.shape), piece.view)
+        count = math.prod(piece.row_shape)
+        part = tensors[piece.name][piece.of_tensor(slice(piece.row, piece.row + count))]
+        if piece.inputs_first:
+            part[...] = piece.view.reshape(count, -1).T
+        else:
+            _copy(part.reshape(piece.view.shape), piece.view)
     return tensors

@@ -13,6 +13,7 @@ from jaxspec.models.heads.head import DraftHead, Front, FrontOutput, HeadOutput
 from jaxspec.models.layer import layer_shape
 from jaxspec.models.linear import linear_shape
 from jaxspec.models.shapes import array_shape, vector
+from jaxspec.sharding import ONE_SHARD, Shards
 
 __all__ = [
     "DraftHead",
@@ -64,9 +65,11 @@ def head_shapes(
     norm_output: bool = False,
     norm_before_residual: bool = False,
     own_embed: bool = False,
-    tensor_parallel: int = 1,
+    shards: Shards = ONE_SHARD,
 ) -> DraftHead:
-    """A head of ShapeDtypeStructs. ``draft_vocab_size`` None: the target's whole vocabulary.
+    """A head of ShapeDtypeStructs, laid out for ``shards``.
+
+    ``draft_vocab_size`` None: the target's whole vocabulary.
 
     ``fc_norm``, ``norm_before_fc``, ``norm_output``, ``norm_before_residual``: EAGLE-3.1's options
     (see Eagle3Front and DraftHead).
@@ -79,7 +82,7 @@ def head_shapes(
             layer,
             hidden,
             dtype,
-            tensor_parallel,
+            shards,
             input_size=2 * hidden if eagle3 and index == 0 else hidden,
             input_norm=eagle3 or index > 0,
         )
@@ -108,4 +111,5 @@ def head_shapes(
         config=config,
         capture=capture,
         recycle_normed=norm_output,
+        layout=shards.layout,
     )

@@ -38,4 +38,4 @@ class Eagle1Front(Pytree):
         return FrontOutput(x, step.norm(x, first.input_norm))
 
     def filled(self, prefix: str, filler: Filler) -> "Eagle1Front":
-        return self.replace(fc=self.fc.filled(One("fc"), filler))
+        return self.replace(fc=filler.linear(self.fc, One("fc")))

@@ -62,7 +62,7 @@ class Eagle3Front(Pytree):
             for index, norm in enumerate(self.fc_norms)
         ]
         return self.replace(
-            fc=self.fc.filled(One("fc"), filler),
+            fc=filler.linear(self.fc, One("fc")),
             hidden_norm=filler.array(f"{prefix}hidden_norm.weight", self.hidden_norm),
             fc_norms=tuple(norms),
             input_norm=filler.array("input_norm.weight", self.input_norm),

@@ -152,7 +152,6 @@ class DraftHead(Pytree):
         ``first_layer`` names layer 0. ``token_ids`` is left out: checkpoints store differences.
         """
         prefixes = [f"{first_layer}.", *(f"layers.{i}." for i in range(1, len(self.layers)))]
-        head = One("lm_head")
         return self.replace(
             front=self.front.filled(prefixes[0], filler),
             layers=tuple(
@@ -160,7 +159,7 @@ class DraftHead(Pytree):
                 for layer, prefix in zip(self.layers, prefixes, strict=True)
             ),
             norm=filler.array("norm.weight", self.norm),
-            lm_head=None if self.lm_head is None else self.lm_head.filled(head, filler),
+            lm_head=filler.linear(self.lm_head, One("lm_head")),
             token_ids=None,
             embed=filler.array("embed_tokens.weight", self.embed),
         )

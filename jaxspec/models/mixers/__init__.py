@@ -10,7 +10,7 @@ from jaxspec.config import AttentionConfig
 from jaxspec.models.forward import ForwardPass
 from jaxspec.models.linear import Addend
 from jaxspec.models.mixers.attention import Attention, attention_shape
-from jaxspec.sharding import Layout
+from jaxspec.sharding import ONE_SHARD, Layout, Shards
 from jaxspec.tensors import Filler
 
 __all__ = ["Attention", "Mixer", "mixer_shape"]
@@ -36,7 +36,7 @@ def mixer_shape(
     config: AttentionConfig,
     hidden_size: int,
     dtype: jnp.dtype,
-    tensor_parallel: int = 1,
+    shards: Shards = ONE_SHARD,
     *,
     input_size: int | None = None,
 ) -> Mixer:
@@ -46,7 +46,5 @@ def mixer_shape(
     """
     match config:
         case AttentionConfig():
-            return attention_shape(
-                config, hidden_size, dtype, tensor_parallel, input_size=input_size
-            )
+            return attention_shape(config, hidden_size, dtype, shards, input_size=input_size)
     raise ValueError(f"no mixer is described by {config!r}: add its kind to models/mixers")

@@ -11,7 +11,7 @@ from jaxspec.models.forward import ForwardPass
 from jaxspec.models.linear import Linear, Product, linear_shape
 from jaxspec.models.shapes import vector
 from jaxspec.pytree import Pytree, array, pytree, static
-from jaxspec.sharding import Layout
+from jaxspec.sharding import Layout, Shards
 from jaxspec.tensors import Filler, GroupedHeads, One
 
 
@@ -43,8 +43,8 @@ class Attention(Pytree):
         repeats = self.qkv.out_shape[0] // self.config.num_kv_heads
         source = GroupedHeads(f"{own}q_proj", f"{own}k_proj", f"{own}v_proj", repeats)
         return self.replace(
-            qkv=self.qkv.filled(source, filler),
-            o=self.o.filled(One(f"{own}o_proj"), filler),
+            qkv=filler.linear(self.qkv, source),
+            o=filler.linear(self.o, One(f"{own}o_proj")),
             q_norm=filler.array(f"{own}q_norm.weight", self.q_norm),
             k_norm=filler.array(f"{own}k_norm.weight", self.k_norm),
         )
@@ -54,12 +54,12 @@ def attention_shape(
     config: AttentionConfig,
     hidden_size: int,
     dtype: jnp.dtype,
-    tensor_parallel: int,
+    shards: Shards,
     *,
     input_size: int | None = None,
 ) -> Attention:
     """An Attention of ShapeDtypeStructs. ``input_size``: width that the qkv projection reads."""
-    kv_heads, head_dim = parallel_kv_heads(config, tensor_parallel), config.head_dim
+    kv_heads, head_dim = parallel_kv_heads(config, shards.of("heads")), config.head_dim
     group = config.num_heads // kv_heads + 2
     return Attention(
         qkv=linear_shape(
@@ -80,15 +80,15 @@ def attention_shape(
     )
 
 
-def parallel_kv_heads(config: AttentionConfig, tensor_parallel: int) -> int:
+def parallel_kv_heads(config: AttentionConfig, devices: int) -> int:
     """KV heads as laid out over the devices: the model's, or one a device when it has fewer.
 
     Raises ValueError for heads that the devices cannot share evenly.
     """
-    kv_heads = max(config.num_kv_heads, tensor_parallel)
-    if kv_heads % tensor_parallel or kv_heads % config.num_kv_heads or config.num_heads % kv_heads:
+    kv_heads = max(config.num_kv_heads, devices)
+    if kv_heads % devices or kv_heads % config.num_kv_heads or config.num_heads % kv_heads:
         raise ValueError(
             f"{config.num_heads} query and {config.num_kv_heads} KV heads cannot be split over "
-            f"{tensor_parallel} devices"
+            f"{devices} devices"
         )
     return kv_heads

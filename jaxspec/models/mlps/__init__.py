@@ -9,6 +9,7 @@ from jaxspec.config import DenseConfig
 from jaxspec.models.forward import ForwardPass
 from jaxspec.models.linear import Addend
 from jaxspec.models.mlps.dense import Dense, dense_shape
+from jaxspec.sharding import ONE_SHARD, Shards
 from jaxspec.tensors import Filler
 
 __all__ = ["Dense", "Mlp", "mlp_shape"]
@@ -27,7 +28,7 @@ class Mlp(Protocol):
 
 
 def mlp_shape(
-    config: DenseConfig, hidden_size: int, dtype: jnp.dtype, tensor_parallel: int = 1
+    config: DenseConfig, hidden_size: int, dtype: jnp.dtype, shards: Shards = ONE_SHARD
 ) -> Mlp:
     """An MLP of ShapeDtypeStructs, of the kind that ``config`` describes.
 
@@ -35,5 +36,5 @@ def mlp_shape(
     """
     match config:
         case DenseConfig():
-            return dense_shape(config, hidden_size, dtype, tensor_parallel)
+            return dense_shape(config, hidden_size, dtype, shards)
     raise ValueError(f"no MLP is described by {config!r}: add its kind to models/mlps")

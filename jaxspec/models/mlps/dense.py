@@ -8,6 +8,7 @@ from jaxspec.config import DenseConfig
 from jaxspec.models.forward import ForwardPass, swiglu
 from jaxspec.models.linear import Linear, Product, linear_shape
 from jaxspec.pytree import Pytree, pytree, static
+from jaxspec.sharding import Shards
 from jaxspec.tensors import Filler, One, Stacked
 
 
@@ -28,23 +29,19 @@ class Dense(Pytree):
         """The same with ``filler``'s result for ``<prefix>mlp`` in place of every array."""
         own = f"{prefix}mlp."
         return self.replace(
-            gate_up=self.gate_up.filled(Stacked((f"{own}gate_proj", f"{own}up_proj")), filler),
-            down=self.down.filled(One(f"{own}down_proj"), filler),
+            gate_up=filler.linear(self.gate_up, Stacked((f"{own}gate_proj", f"{own}up_proj"))),
+            down=filler.linear(self.down, One(f"{own}down_proj")),
         )
 
 
-def dense_shape(
-    config: DenseConfig, hidden_size: int, dtype: jnp.dtype, tensor_parallel: int
-) -> Dense:
+def dense_shape(config: DenseConfig, hidden_size: int, dtype: jnp.dtype, shards: Shards) -> Dense:
     """A Dense of ShapeDtypeStructs.
 
     Raises ValueError for a width that the devices cannot share evenly.
     """
-    width = config.intermediate_size
-    if width % tensor_parallel:
-        raise ValueError(
-            f"intermediate_size {width} cannot be split over {tensor_parallel} devices"
-        )
+    width, parts = config.intermediate_size, shards.of("ff")
+    if width % parts:
+        raise ValueError(f"intermediate_size {width} cannot be split over {parts} devices")
     return Dense(
         gate_up=linear_shape(
             ("hidden", "two", "ff"), (hidden_size, 2, width), dtype, bias=config.bias
