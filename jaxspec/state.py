@@ -30,9 +30,10 @@ class Ending(enum.IntEnum):
     NOT_FINITE = 3  # the model's logits were NaN or infinite: an error
     TOO_LONG = 4  # its prompt or its limit does not fit its pages or its token buffer: an error
     NOT_GREEDY = 5  # it samples, in a call for greedy rows alone: an error
+    MISPLACED = 6  # emitted only: listed for a device that has other rows, and left as it is
 
 
-ERRORS = (Ending.NOT_FINITE, Ending.TOO_LONG, Ending.NOT_GREEDY)
+ERRORS = (Ending.NOT_FINITE, Ending.TOO_LONG, Ending.NOT_GREEDY, Ending.MISPLACED)
 
 
 @pytree
@@ -69,6 +70,7 @@ class Rows(Pytree):
     and values are written by the next round. While its prompt is being read a row has no root.
     """
 
+    index: Array = array("batch")  # int32 [R], each row's own place among its device's rows
     status: Array = array("batch")  # int32 [R] of Status
     ending: Array = array("batch")  # int32 [R] of Ending
     tokens: Array = array("batch", "length")  # int32 [R, S]: prompt, then generated

@@ -33,6 +33,7 @@ class CommittedPath:
     """The nodes of a verified tree that were accepted, for B rows.
 
     Attributes:
+      rows: [B] the rows' places in a state that keeps something for each row.
       page_table: [B, M].
       context_lens: [B] slots committed before the round; node i lies at slot context_lens + i.
       path: [B, A] accepted nodes by depth.
@@ -40,6 +41,7 @@ class CommittedPath:
       is_chain: node i hangs from node i - 1, so accepted nodes already lie where they belong.
     """
 
+    rows: Array
     page_table: Array
     context_lens: Array
     path: Array
@@ -48,7 +50,12 @@ class CommittedPath:
 
 
 class LayerState(Protocol):
-    """A pytree that one layer reads and writes."""
+    """A pytree that one layer reads and writes.
+
+    A pass over a prompt's tokens (PagedAttend.ancestors is None) keeps all of them. A pass over a
+    tree's nodes is followed by ``commit``, which keeps the accepted ones: until then the state may
+    hold what it needs for that, as fields that are None at all other times.
+    """
 
     @classmethod
     def commit(

@@ -37,7 +37,7 @@ def prefill(
     Args:
       rows: [B] indices of the rows; those outside 0 .. R - 1 and rows that are not reading are left
         as they are. None: all rows. Split over data-parallel devices, each device's share of the
-        list may name its own rows only.
+        list may name its own rows only; where the list is traced, others are emitted as MISPLACED.
       counts: [B] most tokens to read of each; None: ``width``.
       width: tokens of a row that the program has room for.
       greedy: no row samples, so that work is left out; a row that does ends as NOT_GREEDY.
@@ -89,12 +89,16 @@ def _prefill(
     chosen = state.rows
     if rows is not None:
         index = local_rows(rows, chosen.status.shape[0], params.layout.batch)
-        chosen = take_rows(chosen, index)
+        chosen = take_rows(chosen, index).replace(index=index)
     if call.greedy:
         chosen = refuse_sampling(chosen, chosen.status == Status.READING)
     read, emitted = _read_chunk(call, width, params, state.replace(rows=chosen), counts)
-    if index is not None:
+    if rows is not None and index is not None:
+        num_rows = state.rows.status.shape[0]
         read = read.replace(rows=put_rows(state.rows, index, read.rows))
+        elsewhere = (rows >= 0) & (rows < num_rows * params.data_parallel) & (index == num_rows)
+        ending = jnp.where(elsewhere, Ending.MISPLACED, emitted.ending)
+        emitted = emitted.replace(ending=ending)
     return read, emitted
 
 

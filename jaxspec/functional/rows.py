@@ -86,6 +86,7 @@ def init_rows(
     # One array for each field: two of one would be donated twice.
     ints = [jnp.zeros(num_rows, jnp.int32) for _ in range(5)]
     rows = Rows(
+        index=jnp.arange(num_rows, dtype=jnp.int32) % (num_rows // shards),
         status=ints[0],
         ending=ints[1],
         tokens=jnp.zeros((num_rows, max_length), jnp.int32),
@@ -183,6 +184,7 @@ def _admit(
     fits &= (lens <= held) & (max_lens + params.speculation.scratch_slots <= held)
     zeros = jnp.zeros(batch, jnp.int32)
     new = Rows(
+        index=index,
         status=jnp.where(fits, Status.READING, Status.DONE).astype(jnp.int32),
         ending=jnp.where(fits, Ending.NONE, Ending.TOO_LONG).astype(jnp.int32),
         tokens=jnp.pad(arrived["prompts"], ((0, 0), (0, length - width))),

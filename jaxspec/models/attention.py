@@ -14,18 +14,21 @@ from pallas_kernels.paged_attention import paged_attention
 
 @dataclasses.dataclass(frozen=True)
 class PagedAttend:
-    """An Attend over paged caches: writes the T tokens' keys and values, then attends.
+    """Where the T tokens of a pass lie, and an Attend over paged caches: it writes their keys and
+    values, then attends. A mixer of another kind reads the fields.
 
     Attributes:
+      rows: [B] the rows' places in a state that keeps something for each row.
       page_table: [B, M] pages of each sequence.
       context_lens: [B] committed slots.
       slots: [B, T] where the tokens' own keys and values go (0: the null page).
       positions: [B, T] the tokens' positions in slots, for sliding windows.
-      kv_lens: [B] slots from here on hold nothing.
-      ancestors: [B, T, words] tree mask past the context, or None for causal.
+      kv_lens: [B] slots from here on hold nothing; so kv_lens - context_lens tokens are real.
+      ancestors: [B, T, words] tree mask past the context, or None for consecutive tokens.
       first_slot, order_invariant: see paged_attention.
     """
 
+    rows: Array
     page_table: Array
     context_lens: Array
     slots: Array

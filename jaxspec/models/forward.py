@@ -29,8 +29,8 @@ class ForwardPass:
     """What all layers of one pass share.
 
     Attributes:
-      attend: how the tokens see the past. A mixer that is no attention reads the same object for
-        where its tokens lie.
+      attend: how the tokens see the past. In an engine it is a PagedAttend: a mixer that is no
+        attention reads from it where its tokens lie.
       ropes: angles by rope config, as ``rope_angles`` makes them.
       eps: of the norms.
     """

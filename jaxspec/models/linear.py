@@ -85,7 +85,7 @@ class Linear(Pytree):
     """
 
     weight: Array = array()  # [in, *out]
-    bias: Array | None = array()  # [*out]
+    bias: Array | None = array(default=None)  # [*out]
     axes: tuple[str, ...] = static()
 
     def logical_axes(self) -> dict[str, tuple[str, ...]]:

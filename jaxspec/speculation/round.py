@@ -53,7 +53,7 @@ def run_round(
     counts, ending = _limit(accepted, state, _finite(accepted, scores.logits, target))
     rows, path = state.rows, accepted.path
     committed = CommittedPath(
-        rows.page_table, rows.context_lens, path, counts, is_chain=tree.is_chain
+        rows.index, rows.page_table, rows.context_lens, path, counts, is_chain=tree.is_chain
     )
     cache = state.pool.target.replace(layers=scores.layers).commit(committed, call.kernels)
     with jax.named_scope("draft"):
@@ -111,6 +111,7 @@ def verify(
     positions = context + tree.depth
     valid = (index < tree.num_nodes[:, None]) & rows.active[:, None]
     attend = PagedAttend(
+        rows=rows.index,
         page_table=rows.page_table,
         context_lens=rows.context_lens,
         slots=page_slots(rows.page_table, context + index, valid, state.pool.page_size),

@@ -180,6 +180,7 @@ def positions_of(cache: PagedKV, table: jax.Array, row: int) -> np.ndarray:
 def test_a_commit_moves_the_accepted_nodes_of_every_layer_and_no_more():
     page_size, table = 4, jnp.asarray(random_table(np.random.default_rng(0)))
     committed = CommittedPath(
+        rows=jnp.arange(2),
         page_table=table,
         context_lens=jnp.array([6, 3]),
         path=jnp.array([[0, 2, 5], [0, 4, 7]]),
@@ -201,7 +202,7 @@ def test_a_chain_is_committed_where_it_lies():
     table = jnp.asarray(random_table(np.random.default_rng(0)))
     states, path = [numbered(4, table)], jnp.array([[0, 1, 2], [0, 1, 2]])
     lens, counts = jnp.array([6, 3]), jnp.array([3, 1])
-    committed = CommittedPath(table, lens, path, counts, is_chain=True)
+    committed = CommittedPath(jnp.arange(2), table, lens, path, counts, is_chain=True)
     assert PagedKV.commit(states, committed, Kernels()) is states
 
 

@@ -146,6 +146,7 @@ def paged_logits(
     def run(states, tokens, start):
         positions = jnp.broadcast_to(start + jnp.arange(step), tokens.shape)
         attend = PagedAttend(
+            rows=jnp.arange(batch),
             page_table=table,
             context_lens=jnp.full((batch,), start),
             slots=page_slots(table, positions, jnp.ones_like(positions, bool), page_size),

@@ -1,4 +1,4 @@
-"""A kind of Linear of one's own: packed 4-bit integers with group scales and zeros, loader included.
+"""A kind of Linear of one's own: 4-bit integers with group scales and zeros, loader included.
 
 Nothing of the package knows it. It stands here as the proof that quantized kinds fit; the format is
 the one of GPTQ: eight inputs in a word, zeros packed along the outputs.
@@ -39,7 +39,7 @@ class Packed(Pytree):
     qweight: Array = array()  # int32 [in / 8, *out], eight inputs in a word
     qzeros: Array = array()  # int32 [in / GROUP, *out / 8], eight outputs in a word
     scales: Array = array()  # [in / GROUP, *out]
-    bias: Array | None = array()
+    bias: Array | None = array(default=None)
     axes: tuple[str, ...] = static()
 
     def logical_axes(self) -> dict[str, tuple[str, ...]]:

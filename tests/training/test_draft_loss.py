@@ -56,6 +56,7 @@ def read(
     slot = jnp.broadcast_to(first + jnp.arange(hidden.shape[1]), hidden.shape[:2])
     page = jnp.take_along_axis(table, slot // PAGE, axis=1)
     attend = PagedAttend(
+        rows=jnp.arange(2),
         page_table=table,
         context_lens=slot[:, 0],
         slots=page * PAGE + slot % PAGE,

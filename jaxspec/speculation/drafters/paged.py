@@ -51,6 +51,7 @@ def causal_attend(state: EngineState, run: TokenRun, first_slot: int = 0) -> Pag
     """Attention of consecutive tokens, each stored at its own position."""
     start = run.positions[:, 0]
     return PagedAttend(
+        rows=state.rows.index,
         page_table=state.rows.page_table,
         context_lens=start,
         slots=page_slots(state.rows.page_table, run.positions, run.valid, state.pool.page_size),
@@ -68,6 +69,7 @@ def level_attend(state: EngineState, beams: Beams, first_slot: int = 0) -> Paged
     scratch = past_root[:, None] + jnp.arange(beams.first, last)
     valid = jnp.broadcast_to(rows.active[:, None], scratch.shape)
     return PagedAttend(
+        rows=rows.index,
         page_table=rows.page_table,
         context_lens=past_root,
         slots=page_slots(rows.page_table, scratch, valid, state.pool.page_size),

@@ -1,0 +1,191 @@
+"""A mixer and a layer state of one's own: a recurrence that keeps one vector for each row.
+
+Nothing of the package knows it. It stands here as the proof that recurrent layers fit: trees are
+verified and committed, prompts read in chunks and by index, rows handed on to other requests.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import Array
+
+from jaxspec import functional
+from jaxspec.cache import CommittedPath, Geometry
+from jaxspec.config import PLAIN, LayerConfig, RopeConfig, SpeculationConfig, TreeShape
+from jaxspec.functional import EngineParams
+from jaxspec.models import decoder
+from jaxspec.models.attention import PagedAttend, dense_causal_attend
+from jaxspec.models.decoder import Decoder
+from jaxspec.models.forward import ForwardPass
+from jaxspec.models.linear import Linear, Product
+from jaxspec.pytree import Pytree, array, pytree, static
+from jaxspec.sharding import Layout
+from jaxspec.speculation.drafters import NGramDrafter
+from jaxspec.speculation.tree import unpack_mask
+from jaxspec.state import EngineState, Status
+from pallas_kernels.selection import Kernels
+from tests.programs import new_jit
+from tests.random_models import CONFIG, padded, random_prompts, random_target
+
+DECAY = 0.7
+CAPACITY = SpeculationConfig(num_nodes=7, max_depth=3, top_k=2)
+SHAPES = (None, TreeShape(3, 2), PLAIN)
+PROMPTS = random_prompts((9, 3, 14, 6), seed=11)
+ROWS, LENGTH, WIDTH = 2, 48, 4
+
+admit, release = new_jit(functional.admit), new_jit(functional.release)
+prefill = new_jit(functional.prefill, "width")
+decode = new_jit(functional.decode, "max_rounds", "shape")
+
+
+@dataclasses.dataclass(frozen=True)
+class DecayConfig:
+    """h of a token = DECAY * h of the one before it + u of its own."""
+
+    @property
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        return ()
+
+    def check_tree_depth(self, max_depth: int) -> None:
+        """Trees of any depth."""
+
+
+@pytree
+class DecayState(Pytree):
+    """h after the last committed token; between a tree's pass and its commit, of every node."""
+
+    h: Array = array("batch", "hidden")  # [rows of the engine, H]
+    nodes: Array | None = array("batch", "nodes", "hidden", default=None)  # [B, N, H]
+
+    @classmethod
+    def commit(
+        cls, states: Sequence[Any], committed: CommittedPath, kernels: Kernels
+    ) -> list["DecayState"]:
+        last = jnp.maximum(committed.counts - 1, 0)
+        node = jnp.take_along_axis(committed.path, last[:, None], axis=1)[..., None]
+        results = []
+        for state in states:
+            after = jnp.take_along_axis(state.nodes, node, axis=1)[:, 0]
+            results.append(kept(state, committed.rows, committed.counts, after))
+        return results
+
+    def reset(self, rows: Array) -> "DecayState":
+        return self.replace(h=self.h.at[rows].set(0, mode="drop"))
+
+
+def kept(state: DecayState, rows: Array, counts: Array, after: Array) -> DecayState:
+    """With ``after`` [B, H] for the rows that committed anything."""
+    place = jnp.where(counts > 0, rows, len(state.h))
+    return state.replace(h=state.h.at[place].set(after, mode="drop"), nodes=None)
+
+
+@pytree
+class Decay(Pytree):
+    u: Linear
+    o: Linear
+    config: DecayConfig = static()
+
+    def __call__(self, x: Array, state: Any, step: ForwardPass) -> tuple[Product, Any]:
+        inputs, where = self.u(x), step.attend
+        if state is None:
+            start = jnp.zeros_like(inputs[:, 0])
+            h = recurrence(start, inputs, *chain(inputs.shape[1]))
+            return self.o.product(h, "o"), None
+        assert isinstance(where, PagedAttend)
+        start, size = state.h[where.rows], inputs.shape[1]
+        if where.ancestors is None:
+            h = recurrence(start, inputs, *chain(size))
+            counts = where.kv_lens - where.context_lens
+            last = jnp.maximum(counts - 1, 0)[:, None, None]
+            after = jnp.take_along_axis(h, last, axis=1)[:, 0]
+            return self.o.product(h, "o"), kept(state, where.rows, counts, after)
+        depth = where.positions - where.context_lens[:, None]
+        h = recurrence(start, inputs, unpack_mask(where.ancestors, size), depth)
+        return self.o.product(h, "o"), state.replace(nodes=h)
+
+    def init_state(self, geometry: Geometry, layout: Layout) -> DecayState:
+        return DecayState(h=jnp.zeros((geometry.num_rows, self.u.out_shape[0])))
+
+
+def chain(size: int) -> tuple[Array, Array]:
+    """The ancestors [1, T, T] and depths [1, T] of consecutive tokens."""
+    return jnp.tri(size, dtype=bool)[None], jnp.arange(size)[None]
+
+
+def recurrence(start: Array, inputs: Array, ancestors: Array, depth: Array) -> Array:
+    """h [B, T, H] of every token: over its ancestors (itself included), and the start [B, H]."""
+    distance = depth[:, :, None] - depth[:, None, :]
+    weights = jnp.where(ancestors, DECAY**distance, 0.0)
+    h = jnp.einsum("bts,bsh->bth", weights, inputs)
+    return h + DECAY ** (depth[..., None] + 1) * start[:, None]
+
+
+@pytest.fixture(scope="module")
+def target() -> Decoder:
+    """Attention, then the recurrence."""
+    model, hidden = random_target(), CONFIG.hidden_size
+    rng = np.random.default_rng(5)
+    weights = [jnp.asarray(rng.standard_normal((hidden, hidden)) / 8, jnp.float32) for _ in "uo"]
+    mixer: Any = Decay(
+        u=Linear(weight=weights[0], axes=("hidden", "hidden")),
+        o=Linear(weight=weights[1], axes=("hidden", "hidden")),
+        config=DecayConfig(),
+    )
+    description: Any = DecayConfig()
+    layers = (model.layers[0], model.layers[1].replace(mixer=mixer))
+    own = LayerConfig(description, CONFIG.layers[1].mlp)
+    config = dataclasses.replace(model.config, layers=(model.config.layers[0], own))
+    return model.replace(layers=layers, config=config)
+
+
+@pytest.fixture(scope="module")
+def expected(target: Decoder) -> list[list[int]]:
+    """Greedy texts, each token by a pass over all tokens before it that keeps nothing."""
+
+    @jax.jit
+    def following(tokens: Array) -> Array:
+        places = jnp.arange(LENGTH)[None]
+        hidden, _, _ = decoder.run(
+            target, tokens[None], places, target.no_states(), dense_causal_attend
+        )
+        return jnp.argmax(decoder.logits(target, hidden)[0], axis=-1)
+
+    results = []
+    for prompt in PROMPTS:
+        tokens = padded([prompt], LENGTH)[0]
+        for place in range(len(prompt), LENGTH):
+            tokens[place] = following(tokens)[place - 1]
+        results.append(tokens.tolist())
+    return results
+
+
+def test_rows_that_come_and_go_have_their_texts(target: Decoder, expected: list[list[int]]):
+    params = EngineParams(target=target, drafter=NGramDrafter(), speculation=CAPACITY)
+    state: EngineState = functional.init_state(params, ROWS, LENGTH, page_size=4)
+    rng, waiting, accepted = np.random.default_rng(0), list(range(len(PROMPTS))), 0
+    owner: list[int | None] = [None] * ROWS
+    for _ in range(200):
+        status = np.asarray(state.rows.status)
+        for row, request in enumerate(owner):
+            if request is not None and status[row] == Status.DONE:
+                assert np.asarray(state.rows.tokens)[row].tolist() == expected[request]
+                state, owner[row] = release(params, state, np.array([row])), None
+            if owner[row] is None and waiting:
+                owner[row] = request = waiting.pop()
+                tokens, lens = padded([PROMPTS[request]], LENGTH), [len(PROMPTS[request])]
+                state = admit(params, state, np.array([row]), tokens, np.array(lens))
+        if owner == [None] * ROWS:
+            break
+        listed = rng.permutation([0, 1, -1, ROWS])[:2].astype(np.int32)
+        counts = rng.integers(0, WIDTH + 1, 2).astype(np.int32)
+        state, _ = prefill(params, state, listed, counts, width=WIDTH)
+        shape = SHAPES[rng.integers(len(SHAPES))]
+        state, emitted = decode(params, state, int(rng.integers(3)), max_rounds=2, shape=shape)
+        accepted += int(emitted.accepted.sum())
+    assert owner == [None] * ROWS and not waiting, "requests that never end"
+    assert accepted > 0, "this run tested little"
