@@ -126,13 +126,15 @@ class Rejection:
 
     With drawn tokens (``tree.probs``; a chain) a child x is accepted with min(1, p(x) / q(x)) and a
     refusal leaves norm(max(0, p - q)). Deterministic children are the case q = one-hot: accepted
-    with p(x), and a refusal removes x from p.
+    with p(x), and a refusal removes x from p. At temperature 0, where p is one-hot, that is Match.
     """
 
     def proposals(self, is_chain: bool) -> tuple[Proposal, ...]:
         return sound_proposals("rejection", is_chain)
 
     def accept(self, verified: Verified) -> Accepted:
+        if verified.greedy:
+            return Match().accept(verified)
         tree, sampling, layout = verified.tree, verified.sampling, verified.layout
         target = probabilities(verified.logits, sampling, layout)  # [B, N, V / shards]
         batch, size, vocab = target.shape

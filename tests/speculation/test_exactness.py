@@ -242,11 +242,14 @@ def test_verify_width_does_not_change_float32_text(drafter: str):
     assert generated == plain_texts(0.0)[:3]
 
 
+@pytest.mark.parametrize("last", [0.0, 0.8], ids=["greedy program", "general program"])
 @pytest.mark.parametrize("speculation", [SpeculationConfig.chain(3), TREE], ids=["chain", "tree"])
-def test_rejection_at_temperature_0_is_greedy(speculation: SpeculationConfig):
+def test_rejection_at_temperature_0_is_greedy(speculation: SpeculationConfig, last: float):
+    """The last row may sample, so that nothing of sampling is left out."""
     params = make_params("eagle3", dataclasses.replace(speculation, acceptance="rejection"))
-    generated, state = generate(params, PROMPTS[:3], sampling=sampling_of(0.0, 3))
-    assert generated == plain_texts(0.0)[:3]
+    sampling = sampling_of(0.0, 3).replace(temperature=jnp.array([0.0, 0.0, last]))
+    generated, state = generate(params, PROMPTS[:3], sampling=sampling)
+    assert generated[:2] == plain_texts(0.0)[:2]
     assert state.rows.stats.accepted.sum() > 1.2 * state.rows.stats.rounds.sum()
 
 
