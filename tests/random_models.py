@@ -18,8 +18,8 @@ from jax import Array
 from jaxspec.cache import pages_for
 from jaxspec.config import LayerConfig, ModelConfig, SpeculationConfig, TreeShape, dense_model
 from jaxspec.functional import EngineParams, admit, decode, init_state, prefill
-from jaxspec.models.decoder import Decoder, decoder_shapes
-from jaxspec.models.heads import DraftHead, head_shapes
+from jaxspec.models.decoder import FINAL_NORM, Decoder, decoder_shapes
+from jaxspec.models.heads import DraftHead, HeadConfig, head_shapes
 from jaxspec.models.linear import Linear
 from jaxspec.sampling import Sampling, make_sampling
 from jaxspec.speculation.drafters import (
@@ -121,7 +121,8 @@ def draft_model(target: Decoder, noise: float = 0.1) -> Decoder:
 def eagle1_head(target: Decoder, noise: float = 0.1, seed: int = 2) -> DraftHead:
     """``fc`` passes the embedding on; the layer adds a little."""
     config = _head_config(target)
-    shapes = head_shapes(config, "eagle1", target.config, jnp.dtype(jnp.float32), fc_bias=True)
+    described = HeadConfig(config, "eagle1", (FINAL_NORM,), fc_bias=True)
+    shapes = head_shapes(described, target.config, jnp.dtype(jnp.float32))
     head, hidden = random_arrays(shapes, seed), config.hidden_size
     weight = jnp.concatenate([jnp.eye(hidden), jnp.zeros((hidden, hidden))])
     fc = head.front.fc.replace(weight=weight, bias=jnp.zeros(hidden))
@@ -138,14 +139,8 @@ def eagle3_head(
     """
     config = _head_config(target, qkv_bias=True)
     hidden, vocab = config.hidden_size, draft_vocab_size or config.vocab_size
-    shapes = head_shapes(
-        config,
-        "eagle3",
-        target.config,
-        jnp.dtype(jnp.float32),
-        draft_vocab_size=draft_vocab_size,
-        capture=(0, 1, 2),
-    )
+    described = HeadConfig(config, "eagle3", (0, 1, 2), draft_vocab_size)
+    shapes = head_shapes(described, target.config, jnp.dtype(jnp.float32))
     head = random_arrays(shapes, seed)
     layer, attention = head.layers[0], config.layers[0].mixer
     groups, head_dim = attention.num_kv_heads, attention.head_dim

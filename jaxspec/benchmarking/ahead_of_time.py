@@ -34,11 +34,11 @@ from jaxspec.benchmarking.compiled_round import (
 )
 from jaxspec.benchmarking.modes import Mode, make_params
 from jaxspec.benchmarking.rounds import Workload
-from jaxspec.benchmarking.shapes import EAGLE3_VOCAB_SIZE, eagle3_config
+from jaxspec.benchmarking.shapes import eagle3_config
 from jaxspec.cache import PagedKV
 from jaxspec.config import ModelConfig
 from jaxspec.models.decoder import decoder_shapes
-from jaxspec.models.heads import DraftHead, head_shapes
+from jaxspec.models.heads import head_shapes
 from jaxspec.sharding import (
     DATA_AXIS,
     MODEL_AXIS,
@@ -149,7 +149,7 @@ def decode_program(
     dtype, layout = jnp.dtype("bfloat16"), mesh_layout(mesh)
     shards = Shards.over(mesh, layout)
     target = decoder_shapes(config, dtype, shards)
-    head = _eagle3_head(config, dtype, shards) if mode.speculation else None
+    head = head_shapes(eagle3_config(config), config, dtype, shards) if mode.speculation else None
     params = make_params(mode, target, head, mesh, Kernels.parse(kernels, devices[0]))
 
     def new_state() -> EngineState:
@@ -171,20 +171,6 @@ def decode_program(
         arguments=(_place(params, devices, mesh, layout), state, num_rounds),
         page_shapes=_page_shapes(state),
     )
-
-
-def _eagle3_head(config: ModelConfig, dtype: jnp.dtype, shards: Shards) -> DraftHead:
-    vocab = min(EAGLE3_VOCAB_SIZE, config.vocab_size)
-    shapes = head_shapes(
-        eagle3_config(config),
-        "eagle3",
-        config,
-        dtype,
-        draft_vocab_size=vocab,
-        shards=shards,
-    )
-    token_ids: Any = jax.ShapeDtypeStruct((vocab,), jnp.int32)
-    return shapes.replace(token_ids=token_ids)
 
 
 def _place(tree: Any, devices: Sequence[Any], mesh: Mesh | None, layout: Layout) -> Any:

@@ -13,7 +13,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxspec.benchmarking.shapes import EAGLE3_VOCAB_SIZE, eagle3_config
+from jaxspec.benchmarking.shapes import eagle3_config
 from jaxspec.config import ModelConfig
 from jaxspec.models.decoder import Decoder, decoder_shapes
 from jaxspec.models.heads import DraftHead, head_shapes
@@ -35,15 +35,10 @@ def random_eagle3_head(
     target: ModelConfig, dtype: jnp.dtype, mesh: Mesh | None, seed: int
 ) -> DraftHead:
     """An EAGLE-3 head of random weights, sharded as its target is."""
-    vocab = min(EAGLE3_VOCAB_SIZE, target.vocab_size)
-    shapes = head_shapes(
-        eagle3_config(target),
-        "eagle3",
-        target,
-        dtype,
-        draft_vocab_size=vocab,
-        shards=Shards.over(mesh, mesh_layout(mesh)),
-    )
+    shards = Shards.over(mesh, mesh_layout(mesh))
+    shapes = head_shapes(eagle3_config(target), target, dtype, shards)
+    assert shapes.token_ids is not None
+    vocab = shapes.token_ids.shape[0]
     weights = shapes.replace(token_ids=None)
     weights_key, ids_key = jax.random.split(jax.random.key(seed, impl="rbg"))
     head = _random_tree(weights, mesh, weights_key)

@@ -6,6 +6,7 @@ from types import MappingProxyType
 from typing import Any
 
 from jaxspec.config import Llama3RopeScaling, ModelConfig, dense_model
+from jaxspec.models.heads import HeadConfig, default_capture
 
 EAGLE3_VOCAB_SIZE = 32_000  # of the published EAGLE-3 heads
 
@@ -94,15 +95,19 @@ SHAPES: Mapping[str, ModelConfig] = MappingProxyType(
 )
 
 
-def eagle3_config(target: ModelConfig) -> ModelConfig:
-    """An EAGLE-3 head as wide as its target: one Llama layer of the target's sizes."""
+def eagle3_config(target: ModelConfig) -> HeadConfig:
+    """An EAGLE-3 head as wide as its target: one Llama layer of the target's sizes, and the
+    vocabulary of the published heads."""
     layer = target.layers[0]
     rope = dataclasses.replace(layer.mixer.rope, scaling=None)
     attention = dataclasses.replace(
         layer.mixer, rope=rope, window=None, qkv_bias=False, qk_norm=False
     )
-    return dataclasses.replace(
+    model = dataclasses.replace(
         target,
         layers=(dataclasses.replace(layer, mixer=attention),),
         tie_word_embeddings=False,
     )
+    capture = default_capture("eagle3", target.num_layers)
+    vocab = min(EAGLE3_VOCAB_SIZE, target.vocab_size)
+    return HeadConfig(model, "eagle3", capture, draft_vocab_size=vocab)

@@ -12,24 +12,8 @@ from typing import Any
 
 from jaxspec.config import LayerConfig, ModelConfig
 from jaxspec.models import hf_keys
-from jaxspec.models.heads import EagleMethod, check_capture, default_capture
+from jaxspec.models.heads import EagleMethod, HeadConfig, check_capture, default_capture
 from jaxspec.models.hf_config import check_keys, parse_model_config
-
-
-@dataclasses.dataclass(frozen=True)
-class EagleHeadConfig:
-    """What ``head_shapes`` needs to know of a draft head; see there for the fields."""
-
-    model: ModelConfig
-    method: EagleMethod
-    draft_vocab_size: int | None
-    capture: tuple[int, ...]
-    fc_bias: bool
-    own_embed: bool
-    fc_norm: bool
-    norm_before_fc: bool
-    norm_output: bool
-    norm_before_residual: bool
 
 
 def says_eagle3(raw: Mapping[str, Any]) -> bool:
@@ -44,7 +28,7 @@ def says_eagle3(raw: Mapping[str, Any]) -> bool:
 
 def eagle_head_config(
     raw: Mapping[str, Any], target: ModelConfig, method: EagleMethod | None = None
-) -> EagleHeadConfig:
+) -> HeadConfig:
     """What ``config.json`` of an EAGLE head says.
 
     ``method``: what the weights are. None: EAGLE-3 if the config says so, else EAGLE-1.
@@ -74,7 +58,7 @@ def eagle_head_config(
     if method == "eagle1" and any(options.values()):
         on = ", ".join(name for name, value in options.items() if value)
         raise ValueError(f"{on}: for EAGLE-3 heads, and this is an EAGLE-1 head")
-    config = EagleHeadConfig(
+    config = HeadConfig(
         model=model,
         method=method,
         draft_vocab_size=extra.get("draft_vocab_size"),
@@ -170,7 +154,7 @@ def _captured_layers(
 
 
 def _check_fit(
-    head: EagleHeadConfig, extra: Mapping[str, Any], nested: Mapping[str, Any], target: ModelConfig
+    head: HeadConfig, extra: Mapping[str, Any], nested: Mapping[str, Any], target: ModelConfig
 ) -> None:
     count = "num_aux_hidden_states"
     checks = (

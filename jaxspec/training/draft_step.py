@@ -15,7 +15,14 @@ from jax import Array
 
 from jaxspec.config import ModelConfig
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.heads import DraftHead, EagleMethod, check_capture, head_shapes
+from jaxspec.models.heads import (
+    DraftHead,
+    EagleMethod,
+    HeadConfig,
+    check_capture,
+    default_capture,
+    head_shapes,
+)
 from jaxspec.models.shapes import weight_name
 from jaxspec.pytree import Pytree, pytree
 from jaxspec.training.draft_loss import DraftBatch, LossConfig, draft_loss, learned_counts
@@ -85,13 +92,11 @@ def init_head(
         raise ValueError("a head needs at least one layer, and an MLP of at least one unit")
     if method == "eagle1" and (capture or token_ids is not None):
         raise ValueError("an EAGLE-1 head reads the last hidden state and drafts every token")
-    if capture:
-        capture = check_capture(capture, target.config.num_layers)
+    num_layers = target.config.num_layers
+    capture = check_capture(capture, num_layers) if capture else default_capture(method, num_layers)
     size = None if token_ids is None else len(token_ids)
-    shapes = head_shapes(
-        config, method, target.config, jnp.dtype(jnp.float32),
-        draft_vocab_size=size, capture=capture,
-    )  # fmt: skip
+    described = HeadConfig(config, method, capture, draft_vocab_size=size)
+    shapes = head_shapes(described, target.config, jnp.dtype(jnp.float32))
     generator = np.random.default_rng(seed)
 
     def init(path: tuple[Any, ...], shape: jax.ShapeDtypeStruct) -> Array:

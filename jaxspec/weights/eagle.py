@@ -11,14 +11,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxspec.config import ModelConfig
-from jaxspec.models.heads import DraftHead, Eagle3Front, EagleMethod, head_shapes
+from jaxspec.models.heads import DraftHead, Eagle3Front, EagleMethod, HeadConfig, head_shapes
 from jaxspec.models.hf_config import read_json, to_hf_config
-from jaxspec.models.hf_heads import (
-    EagleHeadConfig,
-    eagle_head_config,
-    says_eagle3,
-    with_qkv_bias,
-)
+from jaxspec.models.hf_heads import eagle_head_config, says_eagle3, with_qkv_bias
 from jaxspec.sharding import Shards, mesh_layout
 from jaxspec.tensors import splitting
 from jaxspec.weights.safetensors_io import (
@@ -72,22 +67,7 @@ def load_eagle_head(
     stored = scan(directory)
     config = _head_config(directory, stored, target)
     shards = Shards.over(mesh, mesh_layout(mesh, split_model=sharded))
-    shapes = head_shapes(
-        config.model,
-        config.method,
-        target,
-        dtype,
-        draft_vocab_size=config.draft_vocab_size,
-        capture=config.capture,
-        fc_bias=config.fc_bias,
-        fc_norm=config.fc_norm,
-        norm_before_fc=config.norm_before_fc,
-        norm_output=config.norm_output,
-        norm_before_residual=config.norm_before_residual,
-        own_embed=config.own_embed,
-        shards=shards,
-    )
-    _check_divisible(shapes, shards.of("vocab"))
+    shapes = head_shapes(config, target, dtype, shards)
     shardings = placements(shapes, mesh)
     midlayer = any(name.startswith("midlayer.") for name in stored)
     without_ids = shapes.replace(token_ids=None)
@@ -119,7 +99,7 @@ def save_eagle_head(head: DraftHead, directory: str | Path, target: ModelConfig)
 
 def _head_config(
     directory: Path, stored: dict[str, StoredTensor], target: ModelConfig
-) -> EagleHeadConfig:
+) -> HeadConfig:
     """What config.json and the tensors together say about a head."""
     raw = read_json(directory / "config.json")
     method = _method(directory, stored, raw)
@@ -152,9 +132,7 @@ def _head_config(
     return config
 
 
-def _check_norms(
-    directory: Path, config: EagleHeadConfig, stored: Mapping[str, StoredTensor]
-) -> None:
+def _check_norms(directory: Path, config: HeadConfig, stored: Mapping[str, StoredTensor]) -> None:
     """Raise ValueError unless the norms before ``fc`` are those that config.json says."""
     checks = (
         ("fc_norm", config.fc_norm, "fc_norm.0.weight"),
@@ -169,20 +147,11 @@ def _check_norms(
 
 
 def _draft_vocab_size(
-    config: EagleHeadConfig, stored: dict[str, StoredTensor], target: ModelConfig
+    config: HeadConfig, stored: dict[str, StoredTensor], target: ModelConfig
 ) -> int | None:
     """None when draft ids are the target's ids."""
     size = config.draft_vocab_size or target.vocab_size
     return None if size == target.vocab_size and "d2t" not in stored else size
-
-
-def _check_divisible(head: DraftHead, devices: int) -> None:
-    size = 0 if head.lm_head is None else head.lm_head.out_shape[0]
-    if size % devices:
-        raise ValueError(
-            f"the draft vocabulary {size} cannot be split over {devices} devices; leave the head "
-            "unsharded"
-        )
 
 
 def _token_ids(

@@ -11,7 +11,13 @@ from jax.test_util import check_grads
 
 from jaxspec.cache import Geometry
 from jaxspec.models.attention import PagedAttend, dense_causal_attend
-from jaxspec.models.heads import DraftHead, head_shapes
+from jaxspec.models.heads import (
+    DraftHead,
+    EagleMethod,
+    HeadConfig,
+    default_capture,
+    head_shapes,
+)
 from jaxspec.training.draft_loss import DraftBatch, LossConfig, draft_loss, target_states, unroll
 from tests.programs import FAST_COMPILE
 from tests.random_models import CONFIG, random_arrays, random_target, tiny_config
@@ -23,9 +29,13 @@ LENGTH, STEPS, PAGE = 14, 4, 4
 TOKENS = np.random.default_rng(0).integers(CONFIG.vocab_size, size=(2, LENGTH)).astype(np.int32)
 
 
-def random_head(method: str, num_layers: int = 1, window: int | None = None, **options: Any):
+def random_head(
+    method: EagleMethod, num_layers: int = 1, window: int | None = None, **options: Any
+):
     config = tiny_config(num_layers=num_layers, sliding_windows=(window,) * num_layers)
-    shapes = head_shapes(config, method, CONFIG, jnp.dtype(jnp.float32), **options)  # pyright: ignore
+    capture = options.pop("capture", default_capture(method, CONFIG.num_layers))
+    described = HeadConfig(config, method, capture, **options)
+    shapes = head_shapes(described, CONFIG, jnp.dtype(jnp.float32))
     if shapes.token_ids is None:
         return random_arrays(shapes, 5)
     ids = np.sort(np.random.default_rng(5).permutation(CONFIG.vocab_size)[: len_of(shapes)])

@@ -1,15 +1,12 @@
 """Draft heads: one shape for all of them, a front for each kind."""
 
-from collections.abc import Sequence
-from typing import Any, Literal
-
 import jax.numpy as jnp
 
 from jaxspec.config import ModelConfig
-from jaxspec.models.decoder import FINAL_NORM
-from jaxspec.models.heads.eagle1 import Eagle1Front
-from jaxspec.models.heads.eagle3 import Eagle3Front
-from jaxspec.models.heads.head import DraftHead, Front, FrontOutput, HeadOutput
+from jaxspec.models.heads.config import EagleMethod, HeadConfig, check_capture, default_capture
+from jaxspec.models.heads.eagle1 import Eagle1Front, eagle1_front_shape
+from jaxspec.models.heads.eagle3 import Eagle3Front, eagle3_front_shape
+from jaxspec.models.heads.head import DraftHead, Front, FrontOutput, FrontShape, HeadOutput
 from jaxspec.models.layer import layer_shape
 from jaxspec.models.linear import linear_shape
 from jaxspec.models.shapes import array_shape, vector
@@ -22,94 +19,59 @@ __all__ = [
     "EagleMethod",
     "Front",
     "FrontOutput",
+    "HeadConfig",
     "HeadOutput",
     "check_capture",
     "default_capture",
     "head_shapes",
 ]
 
-EagleMethod = Literal["eagle3", "eagle1"]
-
-
-def default_capture(method: EagleMethod, target_layers: int) -> tuple[int, ...]:
-    """The target's hidden states that a head reads unless its config names others.
-
-    EAGLE-3's are in the order of the layers; small test models have the nearest layers there are.
-    """
-    if method == "eagle1":
-        return (FINAL_NORM,)
-    early, middle, late = min(2, target_layers), target_layers // 2, max(target_layers - 3, 0)
-    return tuple(sorted((early, middle, late)))
-
-
-def check_capture(ids: Sequence[int], target_layers: int) -> tuple[int, ...]:
-    """The layers in order. Raises ValueError unless they are distinct layers of the target."""
-    if not ids or len(set(ids)) != len(ids) or not set(ids) <= set(range(target_layers + 1)):
-        raise ValueError(
-            f"a head cannot read layers {list(ids)}: they must be distinct, of 0 to {target_layers}"
-        )
-    return tuple(sorted(ids))
-
 
 def head_shapes(
-    config: ModelConfig,
-    method: EagleMethod,
-    target: ModelConfig,
-    dtype: jnp.dtype,
-    *,
-    draft_vocab_size: int | None = None,
-    capture: tuple[int, ...] | None = None,
-    fc_bias: bool = False,
-    fc_norm: bool = False,
-    norm_before_fc: bool = False,
-    norm_output: bool = False,
-    norm_before_residual: bool = False,
-    own_embed: bool = False,
-    shards: Shards = ONE_SHARD,
+    head: HeadConfig, target: ModelConfig, dtype: jnp.dtype, shards: Shards = ONE_SHARD
 ) -> DraftHead:
     """A head of ShapeDtypeStructs, laid out for ``shards``.
 
-    ``draft_vocab_size`` None: the target's whole vocabulary.
-
-    ``fc_norm``, ``norm_before_fc``, ``norm_output``, ``norm_before_residual``: EAGLE-3.1's options
-    (see Eagle3Front and DraftHead).
+    Raises ValueError for sizes that the devices cannot share evenly.
     """
-    hidden, eagle3 = config.hidden_size, method == "eagle3"
-    capture = capture or default_capture(method, target.num_layers)
-    features = target.hidden_size * len(capture)
+    config, front = head.model, front_shape(head, target, dtype)
+    hidden, vocab = config.hidden_size, head.draft_vocab_size or target.vocab_size
+    parts = shards.of("vocab")
+    if front.own_output and vocab % parts:
+        raise ValueError(
+            f"the draft vocabulary {vocab} cannot be split over {parts} devices; leave the head "
+            "unsharded"
+        )
     layers = tuple(
         layer_shape(
             layer,
             hidden,
             dtype,
             shards,
-            input_size=2 * hidden if eagle3 and index == 0 else hidden,
-            input_norm=eagle3 or index > 0,
+            input_size=hidden if index else front.mixer_input_size,
+            input_norm=front.norms_input or index > 0,
         )
         for index, layer in enumerate(config.layers)
     )
-    if eagle3:
-        norms = [vector(target.hidden_size, dtype) for _ in capture]
-        front: Any = Eagle3Front(
-            fc=linear_shape(("features", "hidden"), (features, hidden), dtype, bias=fc_bias),
-            hidden_norm=vector(hidden, dtype),
-            fc_norms=tuple(norms) if fc_norm else (),
-            input_norm=vector(features, dtype, when=norm_before_fc),
-            norm_before_residual=norm_before_residual,
-        )
-    else:
-        fc = linear_shape(("features", "hidden"), (2 * hidden, hidden), dtype, bias=fc_bias)
-        front = Eagle1Front(fc=fc)
-    vocab, reduced = draft_vocab_size or target.vocab_size, draft_vocab_size is not None
+    lm_head = linear_shape(("hidden", "vocab"), (hidden, vocab), dtype)
     return DraftHead(
-        front=front,
+        front=front.front,
         layers=layers,
-        norm=vector(hidden, dtype, when=eagle3),
-        lm_head=linear_shape(("hidden", "vocab"), (hidden, vocab), dtype) if eagle3 else None,
-        token_ids=array_shape(vocab, dtype=jnp.int32, when=reduced),
-        embed=array_shape(target.vocab_size, hidden, dtype=dtype, when=own_embed),
+        norm=vector(hidden, dtype, when=front.own_output),
+        lm_head=lm_head if front.own_output else None,
+        token_ids=array_shape(vocab, dtype=jnp.int32, when=head.draft_vocab_size is not None),
+        embed=array_shape(target.vocab_size, hidden, dtype=dtype, when=head.own_embed),
         config=config,
-        capture=capture,
-        recycle_normed=norm_output,
+        capture=head.capture,
+        recycle_normed=head.norm_output,
         layout=shards.layout,
     )
+
+
+def front_shape(head: HeadConfig, target: ModelConfig, dtype: jnp.dtype) -> FrontShape:
+    """The front that ``head.method`` names."""
+    match head.method:
+        case "eagle3":
+            return eagle3_front_shape(head, target, dtype)
+        case "eagle1":
+            return eagle1_front_shape(head, dtype)

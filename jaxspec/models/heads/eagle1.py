@@ -9,9 +9,10 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxspec.models.forward import ForwardPass
-from jaxspec.models.heads.head import FrontOutput
+from jaxspec.models.heads.config import HeadConfig
+from jaxspec.models.heads.head import FrontOutput, FrontShape
 from jaxspec.models.layer import Layer
-from jaxspec.models.linear import Linear
+from jaxspec.models.linear import Linear, linear_shape
 from jaxspec.pytree import Pytree, pytree
 from jaxspec.tensors import Filler, One
 
@@ -39,3 +40,11 @@ class Eagle1Front(Pytree):
 
     def filled(self, prefix: str, filler: Filler) -> "Eagle1Front":
         return self.replace(fc=filler.linear(self.fc, One("fc")))
+
+
+def eagle1_front_shape(head: HeadConfig, dtype: jnp.dtype) -> FrontShape:
+    """A front of ShapeDtypeStructs."""
+    hidden = head.model.hidden_size
+    fc = linear_shape(("features", "hidden"), (2 * hidden, hidden), dtype, bias=head.fc_bias)
+    front = Eagle1Front(fc=fc)
+    return FrontShape(front, mixer_input_size=hidden, norms_input=False, own_output=False)

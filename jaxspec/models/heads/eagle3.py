@@ -10,10 +10,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jaxspec.config import ModelConfig
 from jaxspec.models.forward import ForwardPass, rms_norm
-from jaxspec.models.heads.head import FrontOutput
+from jaxspec.models.heads.config import HeadConfig
+from jaxspec.models.heads.head import FrontOutput, FrontShape
 from jaxspec.models.layer import Layer
-from jaxspec.models.linear import Linear
+from jaxspec.models.linear import Linear, linear_shape
+from jaxspec.models.shapes import vector
 from jaxspec.pytree import Pytree, array, pytree, static
 from jaxspec.tensors import Filler, One
 
@@ -67,3 +70,17 @@ class Eagle3Front(Pytree):
             fc_norms=tuple(norms),
             input_norm=filler.array("input_norm.weight", self.input_norm),
         )
+
+
+def eagle3_front_shape(head: HeadConfig, target: ModelConfig, dtype: jnp.dtype) -> FrontShape:
+    """A front of ShapeDtypeStructs."""
+    hidden, features = head.model.hidden_size, target.hidden_size * len(head.capture)
+    norms: list[Any] = [vector(target.hidden_size, dtype) for _ in head.capture]
+    front = Eagle3Front(
+        fc=linear_shape(("features", "hidden"), (features, hidden), dtype, bias=head.fc_bias),
+        hidden_norm=vector(hidden, dtype),
+        fc_norms=tuple(norms) if head.fc_norm else (),
+        input_norm=vector(features, dtype, when=head.norm_before_fc),
+        norm_before_residual=head.norm_before_residual,
+    )
+    return FrontShape(front, mixer_input_size=2 * hidden, norms_input=True, own_output=True)

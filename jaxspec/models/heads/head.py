@@ -60,6 +60,15 @@ class Front(Protocol):
         ...
 
 
+class FrontShape(NamedTuple):
+    """A front of ShapeDtypeStructs, and what it asks of the head around it."""
+
+    front: Front
+    mixer_input_size: int  # width that the first layer's mixer reads
+    norms_input: bool  # the first layer has an input norm
+    own_output: bool  # the head has a final norm and an LM head of its own
+
+
 class HeadOutput(NamedTuple):
     """One pass of a head."""
 
