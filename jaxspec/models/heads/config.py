@@ -1,0 +1,56 @@
+"""What a draft head is, as data."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Literal
+
+from jaxspec.config import ModelConfig
+from jaxspec.models.decoder import FINAL_NORM
+
+EagleMethod = Literal["eagle3", "eagle1"]
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadConfig:
+    """A draft head: its layers, its front, and what it has of its own.
+
+    Attributes:
+      model: its layers; ``vocab_size`` is the target's.
+      method: the kind of its front.
+      capture: the target's hidden states that it reads (see decoder.run).
+      draft_vocab_size: None: it drafts every token of the target.
+      own_embed: it has embeddings of its own.
+      fc_bias, fc_norm, norm_before_fc, norm_before_residual: see Eagle3Front.
+      norm_output: see DraftHead.recycle_normed.
+    """
+
+    model: ModelConfig
+    method: EagleMethod
+    capture: tuple[int, ...]
+    draft_vocab_size: int | None = None
+    own_embed: bool = False
+    fc_bias: bool = False
+    fc_norm: bool = False
+    norm_before_fc: bool = False
+    norm_output: bool = False
+    norm_before_residual: bool = False
+
+
+def default_capture(method: EagleMethod, target_layers: int) -> tuple[int, ...]:
+    """The target's hidden states that a head reads unless its config names others.
+
+    EAGLE-3's are in the order of the layers; small test models have the nearest layers there are.
+    """
+    if method == "eagle1":
+        return (FINAL_NORM,)
+    early, middle, late = min(2, target_layers), target_layers // 2, max(target_layers - 3, 0)
+    return tuple(sorted((early, middle, late)))
+
+
+def check_capture(ids: Sequence[int], target_layers: int) -> tuple[int, ...]:
+    """The layers in order. Raises ValueError unless they are distinct layers of the target."""
+    if not ids or len(set(ids)) != len(ids) or not set(ids) <= set(range(target_layers + 1)):
+        raise ValueError(
+            f"a head cannot read layers {list(ids)}: they must be distinct, of 0 to {target_layers}"
+        )
+    return tuple(sorted(ids))
