@@ -30,6 +30,7 @@ from jaxspec.speculation.drafters import (
     NoDrafter,
 )
 from jaxspec.state import EngineState, Status
+from tests.programs import FAST_COMPILE
 
 
 def tiny_config(**changes: Any) -> ModelConfig:
@@ -55,9 +56,11 @@ PREFILL_WIDTH, NEW_TOKENS = 32, 256
 MAX_LENGTH = PREFILL_WIDTH + NEW_TOKENS
 
 _CHOICES = ("greedy", "logprobs", "hidden")
-jit_admit = jax.jit(admit)
-jit_prefill = jax.jit(prefill, static_argnames=("width", *_CHOICES))
-jit_decode = jax.jit(decode, static_argnames=("max_rounds", "shape", *_CHOICES))
+jit_admit = jax.jit(admit, compiler_options=FAST_COMPILE)
+jit_prefill = jax.jit(prefill, static_argnames=("width", *_CHOICES), compiler_options=FAST_COMPILE)
+jit_decode = jax.jit(
+    decode, static_argnames=("max_rounds", "shape", *_CHOICES), compiler_options=FAST_COMPILE
+)
 
 
 def random_arrays(shapes: Any, seed: int) -> Any:

@@ -11,6 +11,7 @@ from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
 from jaxspec.speculation.drafters import EagleDrafter
 from tests.checkpoints import hf_logits
+from tests.marks import slow
 
 PROMPTS = [
     "import json\n\n\ndef read_config(path):\n",
@@ -49,11 +50,11 @@ def test_logits_are_those_of_transformers(plain: LLM):
 @pytest.mark.parametrize(
     ("drafter", "speculation", "greedy_length"),
     [
-        ("ngram", SpeculationConfig.chain(5), 1.5),
-        ("ngram", SpeculationConfig(num_nodes=60, max_depth=8, top_k=8), 1.5),
-        (BUILT_IN_MODEL, SpeculationConfig(num_nodes=16, max_depth=4, top_k=3), 4.0),
+        slow("ngram", SpeculationConfig.chain(5), 1.5),
+        slow("ngram", SpeculationConfig(num_nodes=60, max_depth=8, top_k=8), 1.5),
+        slow(BUILT_IN_MODEL, SpeculationConfig(num_nodes=16, max_depth=4, top_k=3), 4.0),
         (BUILT_IN_HEAD, SpeculationConfig.chain(5), 3.0),
-        (BUILT_IN_HEAD, SpeculationConfig(num_nodes=60, max_depth=8, top_k=8), 4.0),
+        slow(BUILT_IN_HEAD, SpeculationConfig(num_nodes=60, max_depth=8, top_k=8), 4.0),
     ],
     ids=["ngram-chain", "ngram-tree", "itself-tree", "head-chain", "head-tree"],
 )

@@ -11,6 +11,7 @@ from jaxspec.cache import PagedKV
 from jaxspec.config import PLAIN, SpeculationConfig, TreeShape
 from jaxspec.functional import EngineParams
 from jaxspec.state import EngineState
+from tests.marks import slow
 from tests.programs import decode_hlo, new_jit, traces
 from tests.random_models import make_params
 
@@ -40,11 +41,11 @@ def copies(hlo: str, shape: tuple[int, ...]) -> list[str]:
     [
         ("none", CHAIN, None),
         ("ngram", CHAIN, None),
-        ("draft_model", CHAIN, None),
-        ("eagle3", CHAIN, None),
+        slow("draft_model", CHAIN, None),
+        slow("eagle3", CHAIN, None),
         ("eagle3", TREE, None),
         ("eagle3", TREE, PLAIN),  # and the drafter catches up
-        ("draft_model", CHAIN, TreeShape(2, 1)),
+        slow("draft_model", CHAIN, TreeShape(2, 1)),
     ],
     ids=["none", "ngram", "draft_model", "chain", "tree", "plain call", "call of a shorter chain"],
 )

@@ -20,6 +20,7 @@ from jaxspec.weights.safetensors_io import load_decoder
 from tests.checkpoints import tiny_byte_llama, tiny_llama
 from tests.eagle3_reference import Outputs, Result, read_and_draft
 from tests.eagle31_checkpoint import tiny_eagle31_head
+from tests.marks import slow
 
 LENGTH, DRAFTS = 9, 5
 HIDDEN, VOCAB = 64, 320
@@ -154,7 +155,7 @@ def test_heads_of_eagle_31_agree_with_jaxspec(
     assert_agrees(directory, target, capture)
 
 
-@pytest.mark.parametrize("flags", ["EAGLE-3.1", "speculators' default"])
+@pytest.mark.parametrize("flags", ["EAGLE-3.1", slow("speculators' default")])
 def test_text_is_that_of_plain_decoding(flags: str, tmp_path: Path):
     model = tiny_byte_llama(tmp_path / "model")
     options = FLAGS[flags] | {"capture": (0, 2), "style": "nvidia", "draft_vocab": 200}

@@ -16,6 +16,7 @@ from jaxspec.models.attention import dense_causal_attend
 from jaxspec.speculation import round
 from jaxspec.weights.orbax_io import restore_pytree, save_pytree
 from tests.checkpoints import tiny_eagle3_head, tiny_llama
+from tests.programs import FAST_COMPILE
 
 PROMPTS = np.arange(24, dtype=np.int32).reshape(2, 12) * 7 % 320
 COUNTS = np.array([12, 5], np.int32)
@@ -30,6 +31,7 @@ import jax, numpy as np
 from jaxspec import decode, load
 from jaxspec.weights.orbax_io import restore_pytree
 from tests.test_functional import TREE, empty
+from tests.programs import FAST_COMPILE
 params = load(sys.argv[1], sys.argv[2], speculation=TREE)
 state = restore_pytree(sys.argv[3], empty(params))
 state, _ = jax.jit(decode, static_argnums=2)(params, state, 100)
@@ -60,12 +62,13 @@ def generate(params, seeds, num_rounds):
     return decode(params, state, num_rounds, max_rounds=ALL)[0]
 
 
-run = jax.jit(generate)  # one program for most of what follows
+run = jax.jit(generate, compiler_options=FAST_COMPILE)  # one program for most of what follows
 
 
 def test_vmap_over_seeds_equals_separate_runs(params):
     seeds = jnp.array([0, 1, 2, 3], jnp.uint32)
-    together = jax.jit(jax.vmap(generate, in_axes=(None, 0, None)))(params, seeds, ALL)
+    mapped = jax.vmap(generate, in_axes=(None, 0, None))
+    together = jax.jit(mapped, compiler_options=FAST_COMPILE)(params, seeds, ALL)
     for index, seed in enumerate(seeds):
         expected = run(params, seed, ALL).rows.tokens
         np.testing.assert_array_equal(together.rows.tokens[index], expected)
@@ -75,7 +78,7 @@ def test_vmap_over_seeds_equals_separate_runs(params):
 
 def test_many_rounds_in_one_call_equal_one_at_a_time(params):
     state = run(params, SEED, 0)
-    step = jax.jit(decode, static_argnums=2)
+    step = jax.jit(decode, static_argnums=2, compiler_options=FAST_COMPILE)
     for _ in range(64):
         state, _ = step(params, state, 1)
     np.testing.assert_array_equal(state.rows.tokens, run(params, SEED, ALL).rows.tokens)
@@ -85,7 +88,8 @@ def test_a_pass_padded_for_the_kernels_sake_changes_nothing(checkpoints, monkeyp
     plain = load(checkpoints[0])
 
     def tokens() -> np.ndarray:
-        return np.asarray(jax.jit(lambda params: generate(params, SEED, ALL).rows.tokens)(plain))
+        fresh = jax.jit(lambda params: generate(params, SEED, ALL), compiler_options=FAST_COMPILE)
+        return np.asarray(fresh(plain).rows.tokens)
 
     expected = tokens()
     monkeypatch.setattr(round, "fewest_rows", lambda kernels: 5)
@@ -96,7 +100,9 @@ def test_decode_stops_early_when_all_are_done(params):
     state = run(params, SEED, ALL)
     assert not state.rows.active.any()
     assert state.rows.stats.rounds.max() < 64
-    after, emitted = jax.jit(decode, static_argnums=2)(params, state, 10)
+    after, emitted = jax.jit(decode, static_argnums=2, compiler_options=FAST_COMPILE)(
+        params, state, 10
+    )
     np.testing.assert_array_equal(after.rows.stats.rounds, state.rows.stats.rounds)
     assert emitted.num_rounds == 0 and not emitted.counts.any()
 

@@ -21,6 +21,7 @@ from jaxspec.config import PLAIN, SpeculationConfig, TreeShape
 from jaxspec.functional import EngineParams
 from jaxspec.sampling import make_sampling
 from jaxspec.state import Emitted, Ending, EngineState, Status
+from tests.marks import slow
 from tests.programs import FAST_COMPILE, new_jit
 from tests.random_models import make_params, padded, random_prompts
 
@@ -285,7 +286,7 @@ def test_the_requests_end_for_different_reasons():
     assert {ending for _, ending in expected()} == {Ending.STOP, Ending.LENGTH}
 
 
-@pytest.mark.parametrize("drafter", ["eagle3", pytest.param("draft_model", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("drafter", ["eagle3", slow("draft_model")])
 @given(history=steps)
 @settings(deadline=None, max_examples=200)
 def test_each_text_is_the_one_it_has_alone(drafter: str, history: list[tuple[str, int]]):

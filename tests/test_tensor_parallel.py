@@ -17,6 +17,7 @@ from jaxspec.sampling import Sampling, make_sampling
 from jaxspec.sharding import make_mesh
 from jaxspec.state import Emitted, EngineState
 from tests.layouts import on_mesh
+from tests.marks import slow
 from tests.programs import decode_hlo, new_jit, traces
 from tests.random_models import make_params, random_target, tiny_config
 
@@ -34,8 +35,6 @@ SPECULATIONS = {
     "draft_model rejection": SpeculationConfig.chain(2, "rejection"),
 }
 BATCH, LENGTH, PAGE_SIZE, PROMPT = 4, 40, 4, 9
-
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
 @functools.cache
@@ -90,8 +89,8 @@ def run(name: str, model: int = 1, data: int = 1, shard_drafter: bool = True):
 @pytest.mark.parametrize(
     ("name", "model", "data", "shard_drafter"),
     [
-        ("none", 4, 1, True),
-        ("eagle3", 4, 1, True),
+        slow("none", 4, 1, True),
+        slow("eagle3", 4, 1, True),
         ("eagle3 tree", 2, 2, False),
         ("eagle3 rejection", 4, 1, True),
         slow("eagle3 rejection", 2, 2, False),

@@ -25,10 +25,10 @@ NARROW = AttentionTuning(block=64, stages=2)
 TWO_HEADS = AttentionTuning(block=64, stages=2, heads=2)
 WIDE = AttentionTuning(block=128, stages=2, warpgroups=2, registers=240)
 TURNS = dataclasses.replace(WIDE, turns=True)
-# Other cases interpret the same lines; a few seconds each.
-SLOW = {"K: two tiles", "K: pages of 128", "K: tree of 64"}
+# The others take up to twenty seconds each, and run on every GPU that the tests meet.
+FAST = {"K: contexts around a page", "K: pages of 16, a tree", "K: window under a tree"}
 INTERPRETED = [
-    pytest.param(case, id=case.name, marks=pytest.mark.slow if case.name in SLOW else ())
+    pytest.param(case, id=case.name, marks=() if case.name in FAST else pytest.mark.slow)
     for case in KERNEL_CASES
 ]
 
@@ -75,11 +75,13 @@ def test_interpreted_it_is_the_reference(case: Case):
     interpreted(case, TURNS if case.num_tokens > 16 else NARROW)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [KERNEL_CASES[2], KERNEL_CASES[4]], ids=str)
 def test_a_block_of_threads_may_serve_two_heads(case: Case):
     interpreted(case, TWO_HEADS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [WIDE, AttentionTuning(block=64, stages=2, warpgroups=2)])
 def test_turns_change_nothing(config: AttentionTuning):
     case = named("K: window")

@@ -45,6 +45,7 @@ INTERPRETED = (
     (Case("first slot, two heads", (3, 200), 2, 4, 2, 128, 16, first_slot=1), TWO_HEADS),
     (Case("first slot in the third block", (150, 20), 3, 4, 1, 128, 64, first_slot=140), NARROW),
 )
+FAST = {"padded tree", "window under a tree", "first slot, two heads"}
 # Left edges with more blocks than the ring holds, and with fewer.
 EDGES: tuple[tuple[int, int, dict[str, Any]], ...] = (  # query tokens, page size, options
     (1, 64, {"first_slot": 5}),
@@ -72,7 +73,11 @@ def run(case: Case, arguments: Any, config: AttentionTuning | None, interpret: A
 
 
 @pytest.mark.parametrize(
-    ("case", "config"), [pytest.param(*one, id=one[0].name) for one in INTERPRETED]
+    ("case", "config"),
+    [
+        pytest.param(*one, id=one[0].name, marks=() if one[0].name in FAST else pytest.mark.slow)
+        for one in INTERPRETED
+    ],
 )
 def test_interpreted_it_does_not_reach_the_output(case: Case, config: AttentionTuning):
     arguments = make_arguments(case, jnp.bfloat16)

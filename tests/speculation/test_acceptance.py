@@ -137,7 +137,13 @@ RIGHT_RULES = {
 REDUCED = jnp.array([6, 1, 3, 4])  # target ids of a draft vocabulary of four
 
 
-@pytest.mark.parametrize("options", SAMPLINGS.values(), ids=SAMPLINGS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(options, id=name, marks=pytest.mark.slow if name == "plain" else ())
+        for name, options in SAMPLINGS.items()
+    ],
+)
 @pytest.mark.parametrize(("spec", "rule"), RIGHT_RULES.values(), ids=RIGHT_RULES)
 def test_pairs_have_the_targets_distribution(spec, rule, options):
     pairs, depth = commit_pairs(spec, rule, options)

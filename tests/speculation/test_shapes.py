@@ -18,6 +18,7 @@ from tests.random_models import DRAFTERS, empty_state, make_params, padded, rand
 PROMPTS = random_prompts((5, 1, 14), seed=4)
 CAPACITY = SpeculationConfig(num_nodes=8, max_depth=3, top_k=2)
 SHAPES = {"tree": None, "chain": TreeShape(3, 2), "plain": PLAIN}
+FAST = ("draft_model", "eagle3")  # which keep something between rounds, each in its own way
 LENGTH, WIDTH, ROUNDS = 96, 16, 5  # more plain rounds than the drafters can let wait
 
 admit = new_jit(functional.admit)
@@ -53,7 +54,13 @@ def plain_texts() -> list[list[int]]:
     return texts(run(params, start(params, PROMPTS), "plain", LENGTH)[0])
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize(
+    "drafter",
+    [
+        pytest.param(drafter, marks=() if drafter in FAST else pytest.mark.slow)
+        for drafter in DRAFTERS
+    ],
+)
 def test_calls_of_any_shapes_give_the_text_of_plain_decoding(drafter: str):
     params, rng = params_of(drafter), np.random.default_rng(0)
     names = [*SHAPES, *rng.choice(list(SHAPES), 4)]

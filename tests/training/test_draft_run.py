@@ -30,6 +30,7 @@ from jaxspec.training.schedule import Schedule
 from jaxspec.weights.eagle import load_eagle_head, save_eagle_head
 from scripts import train_drafter
 from tests.checkpoints import tiny_byte_llama
+from tests.marks import slow
 from tests.random_models import CONFIG, random_target, tiny_config
 
 TARGET = random_target()
@@ -41,6 +42,7 @@ TRAIN_CONFIG = DraftTrainConfig(
     warmup_steps=2,
     compute_dtype="float32",
 )
+BOTH_METHODS = pytest.mark.parametrize("method", ["eagle3", slow("eagle1")])
 SCHEDULE = Schedule(steps=12, steps_per_call=4, evaluate_every=6, save_every=4)
 
 
@@ -107,7 +109,7 @@ def test_a_checkpoint_of_another_run_is_refused(uninterrupted, tmp_path):
         start(tmp_path, resume=True, learning_rate=1e-3)
 
 
-@pytest.mark.parametrize("method", ["eagle3", "eagle1"])
+@BOTH_METHODS
 def test_parts_weigh_by_what_they_learn(method):
     learned = np.tile(np.arange(8)[:, None] < 2, 16) & TRAIN.learned[:8]
     learned[7, -3:] = True  # parts learn very different numbers of tokens
@@ -133,6 +135,7 @@ def test_each_device_has_its_share_of_every_part():
     assert sorted(np.asarray(parts).ravel()) == list(range(16))
 
 
+@pytest.mark.slow
 def test_few_held_out_rows_are_evaluated_on_every_device(tmp_path):
     held_out = random_examples(3, 2)
     runs = [
@@ -147,6 +150,7 @@ def test_few_held_out_rows_are_evaluated_on_every_device(tmp_path):
     assert losses[0]
 
 
+@pytest.mark.slow
 def test_held_out_batches_weigh_by_what_they_learn():
     part = random_examples(4, 3)
     learned = part.learned.copy()
@@ -199,6 +203,7 @@ def test_rows_too_short_for_the_unrolled_steps_are_an_error(tmp_path):
         start(tmp_path, loss=LossConfig(steps=15))
 
 
+@pytest.mark.slow
 def test_stored_states_train_as_computed_ones_do(uninterrupted, tmp_path):
     states = capture_states(
         TARGET, TRAIN, make_head().capture, dense_causal_attend, tmp_path / "s", batch_size=16
@@ -234,7 +239,7 @@ def test_a_step_is_a_pure_function_that_learns(method):
     assert metrics["loss"].shape == metrics["accuracy"].shape == (2,)
 
 
-@pytest.mark.parametrize("method", ["eagle3", "eagle1"])
+@BOTH_METHODS
 def test_an_exported_head_comes_back(method, tmp_path):
     head = cast_weights(make_head(method), jnp.bfloat16)
     save_eagle_head(head, tmp_path, CONFIG)
@@ -314,6 +319,7 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments, message, sources, tmp_
     assert message in line
 
 
+@pytest.mark.slow
 def test_the_script_trains_exports_and_goes_on(sources, tmp_path, capsys):
     model = tiny_byte_llama(tmp_path / "model")
     arguments = [
