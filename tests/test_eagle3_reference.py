@@ -155,7 +155,7 @@ def test_heads_of_eagle_31_agree_with_jaxspec(
     assert_agrees(directory, target, capture)
 
 
-@pytest.mark.parametrize("flags", ["EAGLE-3.1", slow("speculators' default")])
+@pytest.mark.parametrize("flags", [slow("EAGLE-3.1"), slow("speculators' default")])
 def test_text_is_that_of_plain_decoding(flags: str, tmp_path: Path):
     model = tiny_byte_llama(tmp_path / "model")
     options = FLAGS[flags] | {"capture": (0, 2), "style": "nvidia", "draft_vocab": 200}

@@ -1,5 +1,6 @@
 """The engine as pure functions: inside the caller's jit, under vmap, and saved half-way."""
 
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -84,6 +85,7 @@ def test_many_rounds_in_one_call_equal_one_at_a_time(params):
     np.testing.assert_array_equal(state.rows.tokens, run(params, SEED, ALL).rows.tokens)
 
 
+@pytest.mark.slow
 def test_a_pass_padded_for_the_kernels_sake_changes_nothing(checkpoints, monkeypatch):
     plain = load(checkpoints[0])
 
@@ -107,6 +109,7 @@ def test_decode_stops_early_when_all_are_done(params):
     assert emitted.num_rounds == 0 and not emitted.counts.any()
 
 
+@pytest.mark.slow
 def test_a_state_saved_half_way_continues_in_a_new_process(params, checkpoints, tmp_path):
     half = run(params, SEED, 6)
     assert half.rows.active.any()
@@ -165,7 +168,7 @@ def test_log_probabilities_and_hidden_states_are_those_of_a_plain_pass(checkpoin
     params = load(*checkpoints, speculation=tree)
     ask: Any = {"logprobs": True, "hidden": (1, -1)}
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=FAST_COMPILE)
     def ask_for_all(params):
         sampling = make_sampling(2, temperature=0.8, seeds=3)
         state = admit(params, empty(params), ROWS, PROMPTS, COUNTS, sampling=sampling)
@@ -176,9 +179,9 @@ def test_log_probabilities_and_hidden_states_are_those_of_a_plain_pass(checkpoin
     rows, first, later = ask_for_all(params)
     positions = jnp.broadcast_to(jnp.arange(64), (2, 64))
     target = params.target
-    normed, _, captured = jax.jit(decoder.run, static_argnums=(4, 5))(
-        target, rows.tokens, positions, target.no_states(), dense_causal_attend, (1, -1)
-    )
+    normed, _, captured = jax.jit(
+        decoder.run, static_argnums=(4, 5), compiler_options=FAST_COMPILE
+    )(target, rows.tokens, positions, target.no_states(), dense_causal_attend, (1, -1))
     logprobs = jax.nn.log_softmax(decoder.logits(target, normed))
     for row in range(2):
         place = int(COUNTS[row]) - 1  # of the token that the next one is sampled after

@@ -21,9 +21,8 @@ from jaxspec.config import PLAIN, SpeculationConfig, TreeShape
 from jaxspec.functional import EngineParams
 from jaxspec.sampling import make_sampling
 from jaxspec.state import Emitted, Ending, EngineState, Status
-from tests.marks import slow
 from tests.programs import FAST_COMPILE, new_jit
-from tests.random_models import make_params, padded, random_prompts
+from tests.random_models import DRAFTERS, make_params, padded, random_prompts
 
 CAPACITY = SpeculationConfig(num_nodes=6, max_depth=2, top_k=2)
 SHAPES = (None, TreeShape(2, 1), PLAIN)
@@ -286,10 +285,19 @@ def test_the_requests_end_for_different_reasons():
     assert {ending for _, ending in expected()} == {Ending.STOP, Ending.LENGTH}
 
 
-@pytest.mark.parametrize("drafter", ["eagle3", slow("draft_model")])
+@given(history=steps)
+@settings(deadline=None, max_examples=40)
+def test_each_text_is_the_one_it_has_alone(history: list[tuple[str, int]]):
+    run("eagle3", history)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", DRAFTERS)
 @given(history=steps)
 @settings(deadline=None, max_examples=200)
-def test_each_text_is_the_one_it_has_alone(drafter: str, history: list[tuple[str, int]]):
+def test_of_200_histories_each_text_is_the_one_it_has_alone(
+    drafter: str, history: list[tuple[str, int]]
+):
     run(drafter, history)
 
 

@@ -30,6 +30,7 @@ def run_script(name: str, *arguments: object) -> subprocess.CompletedProcess[str
     )
 
 
+@pytest.mark.slow
 def test_generate_compares_with_plain_decoding_as_json(capsys: pytest.CaptureFixture[str]):
     arguments = ("--drafter", "ngram", "--compare", "--json", "--max-tokens", "64")
     arguments = (*arguments, "--compilation-cache", "none", "--temperature", "0", "--seed", "7")

@@ -92,7 +92,7 @@ def run(name: str, model: int = 1, data: int = 1, shard_drafter: bool = True):
         slow("none", 4, 1, True),
         slow("eagle3", 4, 1, True),
         ("eagle3 tree", 2, 2, False),
-        ("eagle3 rejection", 4, 1, True),
+        slow("eagle3 rejection", 4, 1, True),
         slow("eagle3 rejection", 2, 2, False),
         slow("draft_model rejection", 2, 1, True),
         slow("draft_model rejection", 4, 1, False),
@@ -158,10 +158,10 @@ def collectives(hlo: str, kind: str) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize(
     ("name", "shard_drafter", "drafting"),
     [
-        ("none", True, 0),
+        slow("none", True, 0),
         # Each of the two passes of the head looks up embeddings, and has two reductions of its
         # own where it is sharded.
-        ("eagle3", False, 2 * 1),
+        slow("eagle3", False, 2 * 1),
         ("eagle3", True, 2 * 3),
     ],
 )

@@ -135,6 +135,7 @@ def test_on_the_device_it_is_the_reference(case: Case, splits: int | None):
     assert all(jnp.array_equal(found, function(*arguments)) for _ in range(5)), "a race"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [KERNEL_CASES[0], KERNEL_CASES[4]], ids=str)
 def test_it_has_its_references_gradient(case: Case):
     """A program of the gradient alone holds no kernel, so it runs on a CPU too."""

@@ -89,6 +89,7 @@ def test_what_it_cannot_take_is_named(case: Case, dtype: Any, message: str):
         kernel(*arguments)
 
 
+@pytest.mark.slow
 def test_the_kernel_has_its_references_gradient():
     """A program of the gradient alone holds no kernel, so it runs on a CPU too."""
     case = next(case for case in TEST_CASES if case.norms)

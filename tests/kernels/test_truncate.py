@@ -107,7 +107,14 @@ def test_a_nan_beside_it_changes_no_row():
         np.testing.assert_array_equal(beside[1], alone[1])
 
 
-@pytest.mark.parametrize("case", TEST_CASES, ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=() if case in (*SMALL_CASES, LARGE_CASES[2]) else pytest.mark.slow)
+        for case in TEST_CASES
+    ],
+    ids=str,
+)
 def test_it_lowers_for_cuda(case: Case):
     arguments = jax.eval_shape(lambda: make_arguments(case))
     function = jax.jit(truncation_threshold_mosaic)

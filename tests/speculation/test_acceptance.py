@@ -33,6 +33,7 @@ from jaxspec.speculation.acceptance import (
 from jaxspec.speculation.call import Call
 from jaxspec.speculation.expand import Beams, Proposer, grow
 from jaxspec.speculation.tree import DraftTree
+from tests.marks import slow
 
 VOCAB, ROWS = 8, 40_000
 ROOT, CONTEXT = 3, 17
@@ -151,7 +152,7 @@ def test_pairs_have_the_targets_distribution(spec, rule, options):
     assert p_value(pairs, options) > P_VALUE
 
 
-@pytest.mark.parametrize("name", ["match, coupled tree", "rejection, drawn chain"])
+@pytest.mark.parametrize("name", ["match, coupled tree", slow("rejection, drawn chain")])
 def test_a_reduced_draft_vocabulary_changes_nothing(name: str):
     (spec, rule), options = RIGHT_RULES[name], SAMPLINGS["plain"]
     pairs, depth = commit_pairs(spec, rule, options, REDUCED)
@@ -167,7 +168,7 @@ def test_coupled_drafts_are_accepted_more_often_than_likeliest_ones():
     assert depths[0] > depths[1]
 
 
-@pytest.mark.parametrize("mean_length", [1.75, 3.0])
+@pytest.mark.parametrize("mean_length", [1.75, slow(3.0)])
 def test_the_synthetic_rule_accepts_so_many_tokens_a_round(mean_length: float):
     rule = Synthetic(mean_length)
     spec = dataclasses.replace(TREE, acceptance=rule)
@@ -190,7 +191,7 @@ def test_a_false_claim_about_the_draws_is_caught():
     assert p_value(pairs, options) < 1e-9
 
 
-@pytest.mark.parametrize("shared", ["RESIDUAL", "ACCEPT"])
+@pytest.mark.parametrize("shared", ["RESIDUAL", slow("ACCEPT")])
 def test_noise_shared_with_the_draws_is_caught(shared: str, monkeypatch: pytest.MonkeyPatch):
     streams = {stream.name: stream for stream in Stream} | {shared: Stream.DRAFT}
     monkeypatch.setattr(acceptance, "Stream", SimpleNamespace(**streams))
@@ -209,7 +210,7 @@ WRONG_RESIDUALS = {
     ("name", "spec"),
     [
         ("draws from p after a refusal", CHAIN),
-        ("draws from p after a refusal", TREE),
+        slow("draws from p after a refusal", TREE),
         ("forgets to normalize", TREE),  # seen by the next sibling; a last draw needs no norm
     ],
 )

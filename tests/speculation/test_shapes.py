@@ -12,15 +12,18 @@ from jaxspec.config import PLAIN, SpeculationConfig, TreeShape
 from jaxspec.functional import EngineParams
 from jaxspec.sampling import make_sampling
 from jaxspec.state import Emitted, EngineState
+from tests.marks import slow
 from tests.programs import new_jit
 from tests.random_models import DRAFTERS, empty_state, make_params, padded, random_prompts, texts
 
 PROMPTS = random_prompts((5, 1, 14), seed=4)
 CAPACITY = SpeculationConfig(num_nodes=8, max_depth=3, top_k=2)
 SHAPES = {"tree": None, "chain": TreeShape(3, 2), "plain": PLAIN}
-FAST = ("draft_model", "eagle3")  # which keep something between rounds, each in its own way
 LENGTH, WIDTH, ROUNDS = 96, 16, 5  # more plain rounds than the drafters can let wait
 
+each_drafter = pytest.mark.parametrize(
+    "drafter", ["draft_model", *(slow(name) for name in DRAFTERS if name != "draft_model")]
+)
 admit = new_jit(functional.admit)
 prefill = new_jit(functional.prefill, "width")
 decode = new_jit(functional.decode, "max_rounds", "shape")
@@ -54,13 +57,7 @@ def plain_texts() -> list[list[int]]:
     return texts(run(params, start(params, PROMPTS), "plain", LENGTH)[0])
 
 
-@pytest.mark.parametrize(
-    "drafter",
-    [
-        pytest.param(drafter, marks=() if drafter in FAST else pytest.mark.slow)
-        for drafter in DRAFTERS
-    ],
-)
+@each_drafter
 def test_calls_of_any_shapes_give_the_text_of_plain_decoding(drafter: str):
     params, rng = params_of(drafter), np.random.default_rng(0)
     names = [*SHAPES, *rng.choice(list(SHAPES), 4)]
@@ -77,7 +74,7 @@ def test_calls_of_any_shapes_give_the_text_of_plain_decoding(drafter: str):
     assert texts(state) == plain_texts()
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@each_drafter
 @pytest.mark.parametrize("before", [("plain",), ("tree", "plain", "chain"), ("chain", "plain")])
 def test_a_drafter_that_resumes_drafts_as_if_it_had_just_read_the_text(
     drafter: str, before: tuple[str, ...]

@@ -109,7 +109,8 @@ def test_a_checkpoint_of_another_run_is_refused(uninterrupted, tmp_path):
         start(tmp_path, resume=True, learning_rate=1e-3)
 
 
-@BOTH_METHODS
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["eagle3", "eagle1"])
 def test_parts_weigh_by_what_they_learn(method):
     learned = np.tile(np.arange(8)[:, None] < 2, 16) & TRAIN.learned[:8]
     learned[7, -3:] = True  # parts learn very different numbers of tokens
@@ -218,6 +219,7 @@ def test_stored_states_train_as_computed_ones_do(uninterrupted, tmp_path):
                        batch_size=8)  # fmt: skip
 
 
+@pytest.mark.slow
 def test_devices_share_a_batch(uninterrupted, tmp_path):
     run = DraftTraining(
         make_head(), TARGET, TRAIN_CONFIG, TRAIN, HELD_OUT, SCHEDULE, tmp_path, data_parallel=4
@@ -226,7 +228,7 @@ def test_devices_share_a_batch(uninterrupted, tmp_path):
     np.testing.assert_allclose(total_losses(run), total_losses(uninterrupted), rtol=1e-3)
 
 
-@pytest.mark.parametrize("method", ["eagle3", "eagle1"])
+@BOTH_METHODS
 def test_a_step_is_a_pure_function_that_learns(method):
     config = dataclasses.replace(TRAIN_CONFIG, loss=LossConfig.for_method(method, 2))
     state = draft_step.init_state(make_head(method), config)

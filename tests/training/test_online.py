@@ -34,6 +34,7 @@ def make_llm(model: Path, drafter: str | Path) -> LLM:
     return LLM(model, drafter, speculation=SpeculationConfig.chain(3), max_length=64)
 
 
+@pytest.mark.slow
 def test_a_head_learns_what_it_serves_and_the_text_stays(model, head):
     llm = make_llm(model, head)
     config = DraftTrainConfig(
@@ -72,6 +73,7 @@ def test_only_a_head_learns(model):
         HeadAdapter(make_llm(model, "ngram"), DraftTrainConfig(), length=64)
 
 
+@pytest.mark.slow
 def test_the_script_measures_before_and_after(model, head, sources, tmp_path, capsys):
     code = adapt_drafter.main(
         ["--model", str(model), "--drafter", str(head), "--data", str(sources), "--batch", "4",
