@@ -3,6 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -40,6 +41,11 @@ class Timings:
     decode: float = 0.0
 
 
+class _Call(NamedTuple):
+    rows: np.ndarray | None  # None: all
+    emitted: Emitted
+
+
 class Run:
     """One batch under way. Iterate it for Progress; then read ``timings`` and ``statistics``.
 
@@ -67,6 +73,7 @@ class Run:
         depth = engine.params.speculation.max_depth
         self.statistics = [RequestStatistics(0, 0, [0] * (depth + 1)) for _ in prompts]
         self.endings = [Ending.NONE for _ in prompts]
+        self._done = [False for _ in prompts]
         self._engine, self._shape = engine, shape
         if rounds_per_call is not None and rounds_per_call < 1:
             raise ValueError(f"rounds_per_call must be at least 1, got {rounds_per_call}")
@@ -97,19 +104,20 @@ class Run:
         self._state = engine.warm_up(self._own(), plan, self._shape)
         self.timings.compile = time.perf_counter() - started
         started = time.perf_counter()
-        chunks = []
-        for _ in range(plan.num_chunks):
-            self._state, emitted = engine.read_chunk(self._own(), plan)
-            chunks.append(emitted)
+        chunks: list[_Call] = []
+        for index in range(plan.num_chunks):
+            rows = plan.chunk_rows(index)
+            self._state, emitted = engine.read_chunk(self._own(), plan, rows)
+            chunks.append(_Call(rows, emitted))
         progress = self._read(chunks)
         self.timings.prefill = time.perf_counter() - started
         yield progress
         rounds = 1  # the first call is short, so that the first words show soon
-        ahead: list[Emitted] = []
+        ahead: list[_Call] = []
         while not all(progress.done):
             started = time.perf_counter()
             self._state, emitted = engine.run_rounds(self._own(), plan, rounds, self._shape)
-            ready, ahead = ahead, [emitted]
+            ready, ahead = ahead, [_Call(None, emitted)]
             read = self._read(ready) if ready else None
             self.timings.decode += time.perf_counter() - started
             rounds = min(2 * rounds, self._most_rounds)
@@ -121,35 +129,35 @@ class Run:
         assert self._state is not None
         return self._state
 
-    def _read(self, calls: list[Emitted]) -> Progress:
+    def _read(self, calls: list[_Call]) -> Progress:
         """Wait for some calls, and add up what they emitted."""
-        host: list[Emitted] = jax.device_get(calls)
+        host: list[_Call] = jax.device_get(calls)
         new_tokens: list[list[int]] = [[] for _ in self.plan.prompts]
-        for emitted in host:
-            for row, new in enumerate(new_tokens):
-                new += _tokens_of(emitted, row)
-                _count(self.statistics[row], emitted, row)
-        last = host[-1]
-        for row in range(len(new_tokens)):
-            self.endings[row] = Ending(int(last.ending[row]))
-        done = last.status[: len(new_tokens)] == Status.DONE
-        return Progress(new_tokens, done.tolist())
+        for rows, emitted in host:
+            for place, row in enumerate(range(self.plan.num_rows) if rows is None else rows):
+                if row >= len(new_tokens):
+                    continue  # padding
+                new_tokens[row] += _tokens_of(emitted, place)
+                _count(self.statistics[row], emitted, place)
+                self.endings[row] = Ending(int(emitted.ending[place]))
+                self._done[row] = bool(emitted.status[place] == Status.DONE)
+        return Progress(new_tokens, list(self._done))
 
 
-def _tokens_of(emitted: Emitted, row: int) -> list[int]:
-    """Tokens that a call committed of one row, in order."""
-    counts = np.asarray(emitted.counts)[:, row]
+def _tokens_of(emitted: Emitted, place: int) -> list[int]:
+    """Tokens that a call committed of one of its rows, in order."""
+    counts = np.asarray(emitted.counts)[:, place]
     kept = np.arange(emitted.tokens.shape[2]) < counts[:, None]
-    return np.asarray(emitted.tokens)[:, row][kept].tolist()
+    return np.asarray(emitted.tokens)[:, place][kept].tolist()
 
 
-def _count(statistics: RequestStatistics, emitted: Emitted, row: int) -> None:
+def _count(statistics: RequestStatistics, emitted: Emitted, place: int) -> None:
     """Add the rounds of one call to a request's; a prompt's own token is of no round."""
     if emitted.num_rounds == 0:
         return
-    ran = np.asarray(emitted.counts)[:, row] > 0
-    accepted = np.asarray(emitted.accepted)[:, row][ran]
+    ran = np.asarray(emitted.counts)[:, place] > 0
+    accepted = np.asarray(emitted.accepted)[:, place][ran]
     statistics.rounds += int(ran.sum())
-    statistics.drafted += int(np.asarray(emitted.drafted)[:, row][ran].sum())
+    statistics.drafted += int(np.asarray(emitted.drafted)[:, place][ran].sum())
     for depth in range(len(statistics.accepted)):
         statistics.accepted[depth] += int((accepted >= depth).sum())

@@ -5,6 +5,8 @@ traces can be seen in one place.
 """
 
 import dataclasses
+import gc
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +20,7 @@ from jaxspec.config import CacheConfig, TreeShape
 from jaxspec.functional import EngineParams
 from jaxspec.models.decoder import Decoder
 from jaxspec.sampling import make_sampling
-from jaxspec.scheduling.batching import BatchPlan, plan_batch, rows_for
+from jaxspec.scheduling.batching import BatchPlan, plan_batch
 from jaxspec.scheduling.requests import SamplingParams, check_requests
 from jaxspec.speculation.drafters import Drafter
 from jaxspec.state import Emitted, EngineState, Pool
@@ -31,7 +33,7 @@ class Engine:
     Args:
       params: as made by load.
       cache: geometry of the paged cache; ``max_length`` bounds every request.
-      max_rows: most requests that run together; the pool has room for them.
+      max_rows: most requests that run together.
       rounds_per_call: rounds between two looks at the results.
     """
 
@@ -61,7 +63,7 @@ class Engine:
             static_argnames=("max_rounds", "shape", *choices),
         )
         self._pool: Pool | None = None  # while no batch is under way
-        self._owner: object | None = None  # of the pool, while one is
+        self._owner: weakref.ref[object] | None = None  # of the pool, while one is
         self._ready: set[tuple[object, ...]] = set()
         self._seeds = np.random.default_rng()
 
@@ -111,17 +113,19 @@ class Engine:
         Raises RuntimeError while another batch is under way.
         """
         self._check_free()
-        pool, self._pool = self._pool or self._new_pool(), None
-        state = self._admitted(plan, pool)
-        self._owner = owner
+        state = self._admitted(plan, self._take_pool(plan))
+        self._owner = weakref.ref(owner)
         return state
 
     def _check_free(self) -> None:
-        if self._owner is not None:
+        if self._owner is not None and self._owner() is not None:
+            gc.collect()  # a batch that nobody holds any more may only wait for the collector
+        if self._owner is not None and self._owner() is not None:
             raise RuntimeError(
                 "another batch is under way on this engine: iterate it to its end, or call its "
                 "abort(), first"
             )
+        self._owner = None
 
     def _admitted(self, plan: BatchPlan, pool: Pool) -> EngineState:
         params = self.params
@@ -161,33 +165,53 @@ class Engine:
         lost = any(leaf.is_deleted() for leaf in jax.tree.leaves(state.pool))
         self._pool, self._owner = None if lost else state.pool, None
 
-    def _new_pool(self) -> Pool:
-        params, cache = self.params, self.cache
-        shards = params.data_parallel
-        rows = rows_for(self.max_rows, shards)
-        slots = cache.max_length + params.speculation.scratch_slots
-        pages = cache.num_pages or rows * pages_for(slots, cache.page_size)
-        own = -(-pages // shards) + 1  # of each device, its null page included
-        return functional.init_pool(params, shards * own, cache.page_size, rows)
+    def _take_pool(self, plan: BatchPlan) -> Pool:
+        """The pool, if the batch fits it, else a larger one: memory is taken as batches need it.
+
+        A larger pool compiles its programs anew. CacheConfig.num_pages makes all of it at once.
+        """
+        pool, self._pool = self._pool, None
+        shards, slots = self.params.data_parallel, self.params.speculation.scratch_slots
+        needed = plan.num_rows * pages_for(plan.length + slots, self.cache.page_size)
+        pages = (
+            -(-(self.cache.num_pages or needed) // shards) + 1
+        )  # of each device, with its null page
+        if pool is not None:
+            if pool.num_rows >= plan.num_rows and pool.num_pages >= shards * pages:
+                return pool
+            pages = max(pages, pool.num_pages // shards)
+        rows = max(plan.num_rows, pool.num_rows if pool is not None else 0)
+        del pool  # before there is another one
+        return self._new_pool(shards * pages, rows)
+
+    def _new_pool(self, num_pages: int, num_rows: int) -> Pool:
+        return functional.init_pool(self.params, num_pages, self.cache.page_size, num_rows)
 
     def warm_up(self, state: EngineState, plan: BatchPlan, shape: TreeShape | None) -> EngineState:
         """Compile the programs of a batch by running them on nothing."""
-        key = (plan.num_rows, plan.length, plan.chunk, state.rows.stop_tokens.shape, shape)
-        if (*key, plan.greedy) in self._ready:
+        lists: dict[int, np.ndarray | None] = {}  # one of each size that the prompts are read by
+        for rows in map(plan.chunk_rows, range(plan.num_chunks)):
+            lists[0 if rows is None else len(rows)] = rows
+        key = (
+            *(plan.num_rows, plan.length, plan.chunk, plan.greedy, shape, *lists),
+            *(state.rows.stop_tokens.shape, state.pool.num_pages),
+        )
+        if key in self._ready:
             return state
-        nothing = np.zeros(plan.num_rows, np.int32)
-        state, _ = self.read_chunk(state, plan, nothing)
+        for rows in lists.values():
+            state, _ = self.read_chunk(state, plan, rows, most=0)
         state, _ = self.run_rounds(state, plan, 0, shape)
-        self._ready.add((*key, plan.greedy))
+        self._ready.add(key)
         return jax.block_until_ready(state)
 
     def read_chunk(
-        self, state: EngineState, plan: BatchPlan, counts: np.ndarray | None = None
+        self, state: EngineState, plan: BatchPlan, rows: np.ndarray | None, most: int | None = None
     ) -> tuple[EngineState, Emitted]:
-        """Read the next chunk of the prompts, at most ``counts`` [num_rows] tokens of each."""
-        if counts is None:
-            counts = np.full(plan.num_rows, plan.chunk, np.int32)
-        return self.prefill(self.params, state, None, counts, width=plan.chunk, greedy=plan.greedy)
+        """Read the next chunk of the prompts of some rows (see BatchPlan.chunk_rows), at most
+        ``most`` tokens of each."""
+        size = plan.num_rows if rows is None else len(rows)
+        counts = np.full(size, plan.chunk if most is None else most, np.int32)
+        return self.prefill(self.params, state, rows, counts, width=plan.chunk, greedy=plan.greedy)
 
     def run_rounds(
         self, state: EngineState, plan: BatchPlan, rounds: int, shape: TreeShape | None

@@ -137,9 +137,12 @@ class LLM:
         completions = []
         for batch, params in self._batches(prompts, sampling):
             run, token_ids = Run(self.engine, batch, params), [[] for _ in batch]
-            for progress in run:
-                for ids, new in zip(token_ids, progress.new_tokens, strict=True):
-                    ids.extend(new)
+            try:
+                for progress in run:
+                    for ids, new in zip(token_ids, progress.new_tokens, strict=True):
+                        ids.extend(new)
+            finally:
+                run.abort()
             completions += self._complete(run, token_ids)
         return completions
 

@@ -18,11 +18,9 @@ from jaxspec import collectives
 from jaxspec.noise import Stream, gumbel
 from jaxspec.pytree import Pytree, array, pytree
 from jaxspec.sharding import WHOLE, Layout
-from pallas_kernels.selection import Kernels
+from pallas_kernels.selection import NO_KERNELS, Kernels
 from pallas_kernels.truncate import truncation_threshold
 from pallas_kernels.truncate.reference import truncation_threshold_reference
-
-NO_KERNELS = Kernels()
 
 
 @pytree

@@ -71,6 +71,13 @@ class Layout:
                     "and batch"
                 )
 
+        shared = set(self.batch) & {*self.vocab, *self.heads, *self.ff}
+        if shared:
+            raise ValueError(
+                f"mesh axes {sorted(shared)} split both the batch and the model: sums over the "
+                "model's would mix rows"
+            )
+
     def axes(self, logical: str) -> Axes:
         """Mesh axes of an array's logical axis. Raises ValueError for a name that is none."""
         if logical in WHOLE_AXES:

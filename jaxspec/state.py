@@ -60,6 +60,7 @@ class Pool(Pytree):
     draft: Any
     page_size: int = static()
     num_pages: int = static()  # null pages included
+    num_rows: int = static()  # most rows that can lie in it
 
 
 @pytree

@@ -112,3 +112,6 @@ def _default_device() -> Any:
     if chosen is None or isinstance(chosen, str):
         return jax.devices(chosen)[0]
     return chosen
+
+
+NO_KERNELS = Kernels()

@@ -1,6 +1,7 @@
 """The engine: its programs, its one pool, and batches that are left, taken up or given up."""
 
 import functools
+import weakref
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from jaxspec.engine import Engine
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
 from jaxspec.sampling import make_sampling
+from jaxspec.scheduling import batching
 from jaxspec.scheduling.requests import SamplingParams
 from jaxspec.speculation.drafters import DraftModelDrafter
 from tests.programs import new_jit, traces
@@ -129,13 +131,56 @@ def test_an_error_frees_the_engine(monkeypatch: pytest.MonkeyPatch):
 def test_all_batches_share_one_pool(monkeypatch: pytest.MonkeyPatch):
     own, made = new_engine(), []
     new_pool = own._new_pool
-    monkeypatch.setattr(own, "_new_pool", lambda: made.append(new_pool()) or made[-1])
+    monkeypatch.setattr(own, "_new_pool", lambda *sizes: made.append(new_pool(*sizes)) or made[-1])
     shapes = []
     for prompts in (PROMPTS, PROMPTS[:1], [*PROMPTS, [7]]):
         collect(Run(own, prompts, [GREEDY] * len(prompts)))
         shapes.append([leaf.shape for leaf in jax.tree.leaves(own._pool)])
     assert len(made) == 1
     assert shapes[0] == shapes[1] == shapes[2] == [leaf.shape for leaf in jax.tree.leaves(made[0])]
+
+
+def test_a_larger_batch_takes_a_larger_pool_and_no_second_one(monkeypatch: pytest.MonkeyPatch):
+    own, sizes = new_engine(), []
+    assert collect(Run(own, PROMPTS[:1], [GREEDY])) == expected()[:1]
+    assert own._pool is not None
+    old = weakref.ref(jax.tree.leaves(own._pool)[0])
+    new_pool = own._new_pool
+
+    def record(num_pages: int, num_rows: int) -> Any:
+        assert old() is None, "two pools at once"
+        sizes.append(num_rows)
+        return new_pool(num_pages, num_rows)
+
+    monkeypatch.setattr(own, "_new_pool", record)
+    assert collect(Run(own, PROMPTS, [GREEDY] * 3)) == expected()
+    assert sizes == [4]
+
+
+def test_a_long_prompt_is_read_without_the_rows_that_are_done(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(batching, "LARGEST_CHUNK", 16)
+    long = random_prompts((40,), seed=8)[0].tolist()
+    own, calls = new_engine(), []
+    read_chunk = own.read_chunk
+
+    def record(state: Any, plan: Any, rows: Any, most: int | None = None) -> Any:
+        if most is None:
+            calls.append(None if rows is None else rows.tolist())
+        return read_chunk(state, plan, rows, most)
+
+    monkeypatch.setattr(own, "read_chunk", record)
+    prompts = [*PROMPTS, long]
+    texts = collect(Run(own, prompts, [GREEDY] * 4))
+    assert calls == [None, [3], [3]]
+    assert texts[:3] == expected()
+    assert texts[3:] == collect(Run(own, [long], [GREEDY]))
+
+
+def test_a_run_that_nobody_holds_frees_the_engine():
+    run = Run(engine(), PROMPTS, [GREEDY] * 3)
+    next(run)
+    del run
+    assert generate() == expected()
 
 
 @pytest.mark.parametrize("options", [{"shape": PLAIN}, {"rounds_per_call": 1}], ids=str)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from jaxspec import SpeculationConfig, admit, decode, init_state, load, make_sampling, prefill
+from jaxspec.functional import init_pool, init_rows
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
 from jaxspec.speculation import round
@@ -132,6 +133,12 @@ def test_a_page_table_too_narrow_for_the_tree_is_an_error(params):
     with pytest.raises(ValueError, match="tree slots need"):
         table = jnp.ones((2, 2), jnp.int32)
         init_state(params, 2, max_length=64, page_table=table, num_pages=3)
+
+
+def test_more_rows_than_the_pool_was_made_for_are_an_error(params):
+    pool = init_pool(params, 64, 16, num_rows=2)
+    with pytest.raises(ValueError, match="4 rows do not fit a pool that was made for 2"):
+        init_rows(params, pool, 4, 64)
 
 
 def test_a_traced_number_of_rounds_needs_the_most_there_can_be(params):

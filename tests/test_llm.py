@@ -99,9 +99,9 @@ def test_a_stream_that_is_closed_frees_the_engine(llm):
 
 
 def test_batches_of_a_call_and_later_calls_share_one_pool(llm, monkeypatch):
-    llm.generate(["a"], GREEDY)
+    llm.generate(["a", "b"], GREEDY)
 
-    def no_pool():
+    def no_pool(*sizes: int):
         raise AssertionError("a second pool")
 
     monkeypatch.setattr(llm.engine, "_new_pool", no_pool)

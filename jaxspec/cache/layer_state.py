@@ -57,6 +57,12 @@ class LayerState(Protocol):
     hold what it needs for that, as fields that are None at all other times.
     """
 
+    @property
+    def rereads(self) -> bool:
+        """Whether tokens may be read again over what is kept of others at their positions. A
+        drafter with layers of its own does so: what it keeps of its guesses is never committed."""
+        ...
+
     @classmethod
     def commit(
         cls, states: Sequence[Self], committed: CommittedPath, kernels: Kernels
@@ -88,6 +94,15 @@ class ModelState(Pytree):
             for index, state in zip(places, moved, strict=True):
                 result[index] = state
         return self.replace(layers=tuple(result))
+
+    def check_rereads(self, owner: str) -> None:
+        """Raises ValueError unless every layer's tokens may be read again (LayerState.rereads)."""
+        kinds = {type(state).__name__ for state in self.layers if state and not state.rereads}
+        if kinds:
+            raise ValueError(
+                f"{owner} cannot draft: its layers keep {', '.join(sorted(kinds))}, which does not "
+                "let tokens be read again; use a drafter of another kind"
+            )
 
     def reset(self, rows: Array) -> Self:
         """With rows [B] forgotten in every layer."""

@@ -43,6 +43,10 @@ class PagedKV(Pytree):
         return cls(k=k, v=v)
 
     @property
+    def rereads(self) -> bool:
+        return True
+
+    @property
     def page_size(self) -> int:
         return self.k.shape[2]
 

@@ -35,9 +35,9 @@ def prefill(
     ends. Only then does a row start to decode.
 
     Args:
-      rows: [B] indices of the rows; those outside 0 .. R - 1 and rows that are not reading are left
-        as they are. None: all rows. Split over data-parallel devices, each device's share of the
-        list may name its own rows only; where the list is traced, others are emitted as MISPLACED.
+      rows: [B] distinct indices of the rows; those outside 0 .. R - 1 and rows that are not reading
+        are left as they are. None: all rows. Split over data-parallel devices, each device's share
+        of the list may name its own rows only; in a traced list, others are emitted as MISPLACED.
       counts: [B] most tokens to read of each; None: ``width``.
       width: tokens of a row that the program has room for.
       greedy: no row samples, so that work is left out; a row that does ends as NOT_GREEDY.

@@ -54,6 +54,7 @@ def init_pool(params: EngineParams, num_pages: int, page_size: int, num_rows: in
         draft=params.drafter.init_pool(geometry),
         page_size=page_size,
         num_pages=num_pages,
+        num_rows=num_rows,
     )
 
 
@@ -70,6 +71,8 @@ def init_rows(
     shards, page_size = params.data_parallel, pool.page_size
     if num_rows < 1 or num_rows % shards:
         raise ValueError(f"{num_rows} rows cannot be split over {shards} data shards")
+    if num_rows > pool.num_rows:
+        raise ValueError(f"{num_rows} rows do not fit a pool that was made for {pool.num_rows}")
     needed = pages_for(max_length + params.speculation.scratch_slots, page_size)
     if page_table is None:
         page_table = sequential_page_table(num_rows, needed, shards)
@@ -118,7 +121,8 @@ def admit(
     stop_token_ids: Integers = (),
     page_table: Array | None = None,
 ) -> EngineState:
-    """Set rows up with their prompts; ``prefill`` then reads them. No cache is touched.
+    """Set rows up with their prompts; ``prefill`` then reads them. Nothing is computed, and pages
+    stay as they are; layers that keep something for each row forget it.
 
     Args:
       rows: [B] indices of the rows; those outside 0 .. R - 1 are padding.

@@ -22,10 +22,9 @@ from jaxspec.pytree import Pytree, array, pytree, static
 from jaxspec.sharding import ONE_SHARD, WHOLE, Layout, Shards
 from jaxspec.tensors import Filler, One
 from pallas_kernels.products import einsum_f32
-from pallas_kernels.selection import Kernels
+from pallas_kernels.selection import NO_KERNELS, Kernels
 
 FINAL_NORM = -1  # in a capture list: the hidden state after the final norm
-NO_KERNELS = Kernels()
 
 
 @pytree

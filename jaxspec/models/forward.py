@@ -47,7 +47,8 @@ class ForwardPass:
 
     def add_norm(self, x: Array, product: Addend, weight: Array | None) -> tuple[Array, Array]:
         """x plus what a block adds to it, and the norm of the sum. No weight: the sum itself."""
-        parts = product.partial_sums(self.layout, self._taking("add_rms_norm", takes_parts))
+        taking = self._taking("add_rms_norm", takes_parts)
+        parts = product.partial_sums(self.layout, self.kernels, taking)
         with jax.named_scope("norm"):
             if weight is None:
                 total = x + sum_parts(parts, len(x), x.dtype)
@@ -59,7 +60,8 @@ class ForwardPass:
         self, product: Product, rope: RopeConfig, q_norm: Array | None, k_norm: Array | None
     ) -> "Heads":
         """The heads of a projection, still to be normed and rotated."""
-        parts = product.partial_sums(self.layout, self._taking("rope_kv_write", heads_take_parts))
+        taking = self._taking("rope_kv_write", heads_take_parts)
+        parts = product.partial_sums(self.layout, self.kernels, taking)
         return Heads(
             parts=parts,
             dtype=product.x.dtype,

@@ -17,13 +17,15 @@ from jaxspec.pytree import Pytree, array, pytree, static
 from jaxspec.sharding import Axes, Layout
 from jaxspec.tensors import Filler, Source
 from pallas_kernels.products import einsum_f32, precision_of, product_parts
+from pallas_kernels.selection import NO_KERNELS, Kernels
 from pallas_kernels.tuning import parts_of_product
 
 
 class AnyLinear(Protocol):
     """A frozen pytree of one projection's weights, whatever they are made of.
 
-    Model code calls it, or asks for its ``product``. The rest is what a Product needs.
+    Model code calls it, or asks for its ``product``. The rest is what a Product needs. ``kernels``:
+    operations that may run as kernels; a kind with a kernel of its own looks there for its name.
     """
 
     @property
@@ -48,7 +50,7 @@ class AnyLinear(Protocol):
         """The axes of each field, for partition specs."""
         ...
 
-    def __call__(self, x: Array) -> Array:
+    def __call__(self, x: Array, kernels: Kernels = NO_KERNELS) -> Array:
         """x [..., in] -> [..., *out] in x's dtype. For an input that is not split over devices."""
         ...
 
@@ -61,7 +63,7 @@ class AnyLinear(Protocol):
         profiles."""
         ...
 
-    def partial_sums(self, x: Array, num_parts: int) -> Array:
+    def partial_sums(self, x: Array, num_parts: int, kernels: Kernels) -> Array:
         """The product without its bias, in parts over runs of its depth: [S, ..., *out].
 
         One part in x's dtype, several in float32; their rows past x's are padding.
@@ -103,7 +105,7 @@ class Linear(Pytree):
     def out_shape(self) -> tuple[int, ...]:
         return self.weight.shape[1:]
 
-    def __call__(self, x: Array) -> Array:
+    def __call__(self, x: Array, kernels: Kernels = NO_KERNELS) -> Array:
         return self._with_bias(self._multiply(x))
 
     def float32(self, x: Array) -> Array:
@@ -118,7 +120,7 @@ class Linear(Pytree):
     def product(self, x: Array, scope: str) -> "Product":
         return Product(self, x, scope)
 
-    def partial_sums(self, x: Array, num_parts: int) -> Array:
+    def partial_sums(self, x: Array, num_parts: int, kernels: Kernels) -> Array:
         return (
             self._multiply(x)[None] if num_parts == 1 else product_parts(x, self.weight, num_parts)
         )
@@ -138,7 +140,9 @@ class Linear(Pytree):
 class Addend(Protocol):
     """What a mixer or an MLP adds to the residual stream, still in partial sums."""
 
-    def partial_sums(self, layout: Layout, takes_parts: Callable[[jnp.dtype, int], bool]) -> Array:
+    def partial_sums(
+        self, layout: Layout, kernels: Kernels, takes_parts: Callable[[jnp.dtype, int], bool]
+    ) -> Array:
         """Parts [S, B, T, H] whose sum it is, summed over devices; see Product."""
         ...
 
@@ -154,7 +158,9 @@ class Product:
     x: Array
     scope: str
 
-    def partial_sums(self, layout: Layout, takes_parts: Callable[[jnp.dtype, int], bool]) -> Array:
+    def partial_sums(
+        self, layout: Layout, kernels: Kernels, takes_parts: Callable[[jnp.dtype, int], bool]
+    ) -> Array:
         """The product, bias included, in parts whose sum it is: [S, ..., *out].
 
         One part in x's dtype unless ``takes_parts`` (of its dtype and the last dimension) says that
@@ -165,7 +171,8 @@ class Product:
         with jax.named_scope(self.scope):
             whole = not split and linear.bias is None
             several = whole and takes_parts(self.x.dtype, linear.out_shape[-1])
-            parts = linear.partial_sums(self.x, linear.most_parts(self.x) if several else 1)
+            num_parts = linear.most_parts(self.x) if several else 1
+            parts = linear.partial_sums(self.x, num_parts, kernels)
             if split:
                 parts = jax.lax.psum(parts, split)
             return parts if linear.bias is None else parts + linear.bias

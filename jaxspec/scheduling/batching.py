@@ -26,6 +26,7 @@ class BatchPlan:
       num_rows: rows of the batch, padding included.
       length: no sequence is longer.
       chunk: prompt tokens read in a call.
+      data_parallel: devices that the rows are split over, in equal shares.
       max_lens: [requests] most tokens of each, prompt included.
       stop_token_ids: [requests, E], padded with -1.
     """
@@ -37,6 +38,7 @@ class BatchPlan:
     chunk: int
     max_lens: np.ndarray
     stop_token_ids: np.ndarray
+    data_parallel: int = 1
 
     @property
     def greedy(self) -> bool:
@@ -47,6 +49,23 @@ class BatchPlan:
     def num_chunks(self) -> int:
         """Calls that read the longest prompt."""
         return -(-max(map(len, self.prompts)) // self.chunk)
+
+    def chunk_rows(self, index: int) -> np.ndarray | None:
+        """Rows that still read in the call of this index, if they are few: int32 [B].
+
+        As many of each device's share, a power of two; ``num_rows`` where there are fewer. None:
+        more than half of the rows read, so all are given.
+        """
+        share = self.num_rows // self.data_parallel
+        lists: list[list[int]] = [[] for _ in range(self.data_parallel)]
+        for row, prompt in enumerate(self.prompts):
+            if len(prompt) > index * self.chunk:
+                lists[row // share].append(row)
+        width = _power_of_two(max(map(len, lists)))
+        if 2 * width > share:
+            return None
+        padded = [rows + [self.num_rows] * (width - len(rows)) for rows in lists]
+        return np.array(padded, np.int32).ravel()
 
     @property
     def rows(self) -> np.ndarray:
@@ -113,6 +132,7 @@ def plan_batch(
         chunk=chunk,
         max_lens=np.array(limits, np.int32),
         stop_token_ids=np.array([[*ids, *[-1] * (width - len(ids))] for ids in stops], np.int32),
+        data_parallel=data_parallel,
     )
 
 

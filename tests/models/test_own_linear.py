@@ -26,6 +26,7 @@ from jaxspec.pytree import Pytree, array, pytree, static
 from jaxspec.sharding import MODEL_AXIS, make_mesh, partition_specs
 from jaxspec.tensors import Filler, InputsFirst, Source, splitting
 from jaxspec.weights.safetensors_io import load_decoder, save_tree
+from pallas_kernels.selection import NO_KERNELS, Kernels
 from tests.checkpoints import save_tensors, tiny_qwen2
 
 GROUP = 16
@@ -54,8 +55,8 @@ class Packed(Pytree):
     def out_shape(self) -> tuple[int, ...]:
         return self.scales.shape[1:]
 
-    def __call__(self, x: Array) -> Array:
-        y = self.partial_sums(x, 1)[0]
+    def __call__(self, x: Array, kernels: Kernels = NO_KERNELS) -> Array:
+        y = self.partial_sums(x, 1, kernels)[0]
         return y if self.bias is None else y + self.bias
 
     def float32(self, x: Array) -> Array:
@@ -64,7 +65,7 @@ class Packed(Pytree):
     def product(self, x: Array, scope: str) -> Product:
         return Product(self, x, scope)
 
-    def partial_sums(self, x: Array, num_parts: int) -> Array:
+    def partial_sums(self, x: Array, num_parts: int, kernels: Kernels) -> Array:
         assert num_parts == 1
         return jnp.tensordot(x, self.dense(), axes=1, precision="highest")[None]
 

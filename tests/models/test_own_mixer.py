@@ -25,7 +25,7 @@ from jaxspec.models.forward import ForwardPass
 from jaxspec.models.linear import Linear, Product
 from jaxspec.pytree import Pytree, array, pytree, static
 from jaxspec.sharding import Layout
-from jaxspec.speculation.drafters import NGramDrafter
+from jaxspec.speculation.drafters import DraftModelDrafter, NGramDrafter
 from jaxspec.speculation.tree import unpack_mask
 from jaxspec.state import EngineState, Status
 from pallas_kernels.selection import Kernels
@@ -61,6 +61,10 @@ class DecayState(Pytree):
 
     h: Array = array("batch", "hidden")  # [rows of the engine, H]
     nodes: Array | None = array("batch", "nodes", "hidden", default=None)  # [B, N, H]
+
+    @property
+    def rereads(self) -> bool:
+        return False
 
     @classmethod
     def commit(
@@ -189,3 +193,10 @@ def test_rows_that_come_and_go_have_their_texts(target: Decoder, expected: list[
         accepted += int(emitted.accepted.sum())
     assert owner == [None] * ROWS and not waiting, "requests that never end"
     assert accepted > 0, "this run tested little"
+
+
+def test_a_draft_model_whose_layers_cannot_read_again_is_refused(target: Decoder):
+    drafter = DraftModelDrafter(model=target)
+    params = EngineParams(target=random_target(), drafter=drafter, speculation=CAPACITY)
+    with pytest.raises(ValueError, match="cannot draft: its layers keep DecayState"):
+        functional.init_state(params, ROWS, LENGTH)

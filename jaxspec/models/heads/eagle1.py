@@ -35,7 +35,7 @@ class Eagle1Front(Pytree):
         self, embedded: Array, hidden: Array, first: Layer, step: ForwardPass
     ) -> FrontOutput:
         with jax.named_scope("fc"):
-            x = self.fc(jnp.concatenate([embedded, hidden], axis=-1))
+            x = self.fc(jnp.concatenate([embedded, hidden], axis=-1), step.kernels)
         return FrontOutput(x, step.norm(x, first.input_norm))
 
     def filled(self, prefix: str, filler: Filler) -> "Eagle1Front":

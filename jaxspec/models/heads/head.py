@@ -15,14 +15,14 @@ from jax import Array
 from jaxspec.cache import Geometry, LayerStates, ModelState
 from jaxspec.config import ModelConfig
 from jaxspec.models import decoder
-from jaxspec.models.decoder import NO_KERNELS, Decoder
+from jaxspec.models.decoder import Decoder
 from jaxspec.models.forward import Attend, ForwardPass, make_pass
 from jaxspec.models.layer import Layer, run_layers
 from jaxspec.models.linear import Linear
 from jaxspec.pytree import Pytree, array, pytree, static
 from jaxspec.sharding import WHOLE, Layout
 from jaxspec.tensors import Filler, One
-from pallas_kernels.selection import Kernels
+from pallas_kernels.selection import NO_KERNELS, Kernels
 
 
 class FrontOutput(NamedTuple):

@@ -23,7 +23,7 @@ class Dense(Pytree):
     def __call__(self, x: Array, step: ForwardPass) -> Product:
         """From normed input [B, T, H] to what the residual stream gains."""
         with jax.named_scope("mlp"):
-            return self.down.product(swiglu(self.gate_up(x)), "mlp")
+            return self.down.product(swiglu(self.gate_up(x, step.kernels)), "mlp")
 
     def filled(self, prefix: str, filler: Filler) -> "Dense":
         """The same with ``filler``'s result for ``<prefix>mlp`` in place of every array."""

@@ -42,7 +42,9 @@ class DraftModelDrafter(Pytree):
         return ()
 
     def init_pool(self, geometry: Geometry) -> ModelState:
-        return self.model.init_state(geometry)
+        pool = self.model.init_state(geometry)
+        pool.check_rereads("this draft model")
+        return pool
 
     def init_rows(
         self, num_rows: int, target: Decoder, capacity: SpeculationConfig

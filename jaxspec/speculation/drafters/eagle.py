@@ -47,7 +47,9 @@ class EagleDrafter(Pytree):
         return self.head.capture
 
     def init_pool(self, geometry: Geometry) -> ModelState:
-        return self.head.init_state(geometry)
+        pool = self.head.init_state(geometry)
+        pool.check_rereads("this head")
+        return pool
 
     def init_rows(self, num_rows: int, target: Decoder, capacity: SpeculationConfig) -> HeadRows:
         shape = (num_rows, capacity.max_depth + 1, self.head.feature_size(target))
