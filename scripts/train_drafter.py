@@ -247,6 +247,7 @@ def train(args: argparse.Namespace, console: Console, started: float) -> None:
     check_options(args, model)
     if args.resume:
         check_resumable(args.work)
+    args.out.mkdir(parents=True, exist_ok=True)  # what is no folder is an error now, not later
     config = train_config(args, model.layers[0].mixer.head_dim)
     schedule = Schedule(
         steps=args.steps,

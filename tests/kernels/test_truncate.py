@@ -110,7 +110,7 @@ def test_a_nan_beside_it_changes_no_row():
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, marks=() if case in (*SMALL_CASES, LARGE_CASES[2]) else pytest.mark.slow)
+        pytest.param(case, marks=() if case in SMALL_CASES else pytest.mark.slow)
         for case in TEST_CASES
     ],
     ids=str,

@@ -135,6 +135,7 @@ RIGHT_RULES = {
     "rejection, likeliest chain": (with_rule(CHAIN, "rejection", "top_k"), Rejection()),
     "rejection, likeliest tree": (with_rule(TREE, "rejection"), Rejection()),
 }
+FAST_RULES = ("match, coupled tree", "rejection, drawn chain", "rejection, likeliest tree")
 REDUCED = jnp.array([6, 1, 3, 4])  # target ids of a draft vocabulary of four
 
 
@@ -145,7 +146,13 @@ REDUCED = jnp.array([6, 1, 3, 4])  # target ids of a draft vocabulary of four
         for name, options in SAMPLINGS.items()
     ],
 )
-@pytest.mark.parametrize(("spec", "rule"), RIGHT_RULES.values(), ids=RIGHT_RULES)
+@pytest.mark.parametrize(
+    ("spec", "rule"),
+    [
+        pytest.param(*rule, id=name, marks=() if name in FAST_RULES else pytest.mark.slow)
+        for name, rule in RIGHT_RULES.items()
+    ],
+)
 def test_pairs_have_the_targets_distribution(spec, rule, options):
     pairs, depth = commit_pairs(spec, rule, options)
     assert 0.1 < depth < 1.9, "drafts must be accepted and refused"
@@ -168,7 +175,7 @@ def test_coupled_drafts_are_accepted_more_often_than_likeliest_ones():
     assert depths[0] > depths[1]
 
 
-@pytest.mark.parametrize("mean_length", [1.75, slow(3.0)])
+@pytest.mark.parametrize("mean_length", [slow(1.75), slow(3.0)])
 def test_the_synthetic_rule_accepts_so_many_tokens_a_round(mean_length: float):
     rule = Synthetic(mean_length)
     spec = dataclasses.replace(TREE, acceptance=rule)

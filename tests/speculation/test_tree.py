@@ -39,7 +39,8 @@ def noisy_rows(seed: int, size: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def built(tokens: np.ndarray, parents: np.ndarray, size: int) -> DraftTree:
-    return jit_make_tree(jnp.asarray(tokens[None]), jnp.asarray(parents[None]), jnp.array([size]))
+    """The tree of some rows, on the host: slices of device arrays would compile one by one."""
+    return jax.device_get(jit_make_tree(tokens[None], parents[None], np.array([size])))
 
 
 @pytest.mark.parametrize("size", [1, 31, 32, 33, 64, 70])

@@ -241,7 +241,8 @@ def test_a_step_is_a_pure_function_that_learns(method):
     assert metrics["loss"].shape == metrics["accuracy"].shape == (2,)
 
 
-@BOTH_METHODS
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["eagle3", "eagle1"])
 def test_an_exported_head_comes_back(method, tmp_path):
     head = cast_weights(make_head(method), jnp.bfloat16)
     save_eagle_head(head, tmp_path, CONFIG)
