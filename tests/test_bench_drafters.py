@@ -10,6 +10,7 @@ from jaxspec.comparison import RaceResult
 from scripts import bench_drafters
 
 
+@pytest.mark.slow
 def test_every_run_is_raced_at_every_batch_size(sources, tmp_path, capsys):
     plot = tmp_path / "plot.png"
     code = bench_drafters.main(

@@ -65,6 +65,7 @@ def test_text_does_not_depend_on_the_drafter(expected, drafter, speculation, gre
     assert completions[0].acceptance_length > greedy_length
 
 
+@pytest.mark.slow
 def test_the_head_drafts_by_default_and_well():
     llm = LLM(max_length=256)
     assert isinstance(llm.params.drafter, EagleDrafter)

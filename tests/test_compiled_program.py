@@ -44,7 +44,7 @@ def copies(hlo: str, shape: tuple[int, ...]) -> list[str]:
         slow("draft_model", CHAIN, None),
         slow("eagle3", CHAIN, None),
         ("eagle3", TREE, None),
-        ("eagle3", TREE, PLAIN),  # and the drafter catches up
+        slow("eagle3", TREE, PLAIN),  # and the drafter catches up
         slow("draft_model", CHAIN, TreeShape(2, 1)),
     ],
     ids=["none", "ngram", "draft_model", "chain", "tree", "plain call", "call of a shorter chain"],
@@ -68,7 +68,7 @@ def test_copies_are_seen():
     assert all(copies(hlo, shape) for shape in page_shapes(state))
 
 
-@pytest.mark.parametrize("drafter", ["none", "eagle3"])
+@pytest.mark.parametrize("drafter", [slow("none"), "eagle3"])
 def test_equal_shapes_are_traced_once(drafter: str):
     params = make_params(drafter, CHAIN)
     state = empty_state(params)

@@ -1,6 +1,7 @@
 """docs/extending.md: its code runs, and does what the page says."""
 
 import dataclasses
+import functools
 import re
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import jaxspec
 from jaxspec import EngineParams, SpeculationConfig, admit, decode, init_state, prefill
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
+from tests.programs import FAST_COMPILE
 from tests.random_models import CONFIG, make_params, random_target
 
 PAGE = Path(__file__).parent.parent / "docs/extending.md"
@@ -39,7 +41,7 @@ def page() -> dict[str, Any]:
 
 
 def texts(params: EngineParams) -> list[int]:
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=FAST_COMPILE)
     def generate(params: EngineParams) -> jax.Array:
         state = init_state(params, num_rows=1, max_length=64)
         state = admit(params, state, [0], jnp.array([PROMPT]), [len(PROMPT)], max_lens=[40])

@@ -67,6 +67,7 @@ def generate(params, seeds, num_rounds):
 run = jax.jit(generate, compiler_options=FAST_COMPILE)  # one program for most of what follows
 
 
+@pytest.mark.slow
 def test_vmap_over_seeds_equals_separate_runs(params):
     seeds = jnp.array([0, 1, 2, 3], jnp.uint32)
     mapped = jax.vmap(generate, in_axes=(None, 0, None))

@@ -286,7 +286,7 @@ def test_the_requests_end_for_different_reasons():
 
 
 @given(history=steps)
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 def test_each_text_is_the_one_it_has_alone(history: list[tuple[str, int]]):
     run("eagle3", history)
 

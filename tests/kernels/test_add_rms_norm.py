@@ -13,6 +13,7 @@ from pallas_kernels.add_rms_norm import add_rms_norm
 from pallas_kernels.add_rms_norm.cases import EPS, TEST_CASES, Case, make_arguments
 from pallas_kernels.add_rms_norm.mosaic_gpu import add_rms_norm_mosaic
 from pallas_kernels.add_rms_norm.reference import add_rms_norm_reference
+from tests.marks import first_is_fast
 
 
 def assert_same(found: Any, case: Case) -> None:
@@ -34,7 +35,7 @@ def test_the_sum_and_its_norm(case: Case):
     np.testing.assert_allclose(normed, expected, atol=2e-5)
 
 
-@pytest.mark.parametrize("case", TEST_CASES, ids=str)
+@first_is_fast(TEST_CASES)
 def test_interpreted_it_is_the_reference(case: Case):
     arguments = make_arguments(case, jnp.bfloat16)
     interpret = plgpu.InterpretGPUParams(detect_races=True)

@@ -15,6 +15,7 @@ from pallas_kernels.paged_attention.cases import (
     make_arguments,
     poisoned,
 )
+from tests.marks import first_is_fast, slow
 
 
 def visible(case: Case, context: int, position: int, token: int, words) -> list[int]:
@@ -58,7 +59,7 @@ def attend(case: Case, arguments, order_invariant: bool = False) -> np.ndarray:
     return np.asarray(function(*arguments).astype(jnp.float32))
 
 
-@pytest.mark.parametrize("order_invariant", [False, True])
+@pytest.mark.parametrize("order_invariant", [False, slow(True)])
 @pytest.mark.parametrize("case", TEST_CASES, ids=str)
 def test_it_is_attention_over_the_visible_slots(case: Case, order_invariant: bool):
     arguments = make_arguments(case)
@@ -69,7 +70,7 @@ def test_it_is_attention_over_the_visible_slots(case: Case, order_invariant: boo
     np.testing.assert_allclose(found[sees], expected[sees], atol=2e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 2, 31, 32, 33, 63, 64])
+@pytest.mark.parametrize("num_tokens", [1, slow(2), slow(31), 32, 33, slow(63), 64])
 @pytest.mark.parametrize("tree", [False, True], ids=["causal", "tree"])
 def test_any_number_of_queries(num_tokens: int, tree: bool):
     case = Case("", (21, 8), num_tokens, 2, 1, 8, 8, tree=tree)
@@ -109,7 +110,7 @@ def test_a_sequence_may_end_before_its_context():
     np.testing.assert_allclose(found[2], naive(case, arguments)[2], atol=2e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("case", TEST_CASES, ids=str)
+@first_is_fast(TEST_CASES, 6)
 def test_what_nobody_sees_may_be_anything(case: Case):
     arguments = make_arguments(case)
     function = jax.jit(lambda *a: paged_attention(*a, **case.options))

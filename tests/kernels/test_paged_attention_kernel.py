@@ -20,13 +20,14 @@ from pallas_kernels.paged_attention.cases import (
 from pallas_kernels.paged_attention.mosaic_gpu import paged_attention_mosaic
 from pallas_kernels.paged_attention.reference import paged_attention_reference
 from pallas_kernels.tuning import AttentionTuning
+from tests.marks import slow
 
 NARROW = AttentionTuning(block=64, stages=2)
 TWO_HEADS = AttentionTuning(block=64, stages=2, heads=2)
 WIDE = AttentionTuning(block=128, stages=2, warpgroups=2, registers=240)
 TURNS = dataclasses.replace(WIDE, turns=True)
 # The others take up to twenty seconds each, and run on every GPU that the tests meet.
-FAST = {"K: contexts around a page", "K: pages of 16, a tree", "K: window under a tree"}
+FAST = {"K: window under a tree"}
 INTERPRETED = [
     pytest.param(case, id=case.name, marks=() if case.name in FAST else pytest.mark.slow)
     for case in KERNEL_CASES
@@ -97,8 +98,8 @@ def test_blocks_of_128_slots_suit_one_warpgroup_too():
     "config",
     [
         None,
-        AttentionTuning(block=64, stages=5, splits=8),
-        AttentionTuning(block=64, stages=2, warpgroups=2, splits=2, turns=True),
+        slow(AttentionTuning(block=64, stages=5, splits=8)),
+        slow(AttentionTuning(block=64, stages=2, warpgroups=2, splits=2, turns=True)),
     ],
 )
 @pytest.mark.parametrize("case", KERNEL_CASES, ids=str)

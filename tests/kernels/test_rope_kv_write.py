@@ -13,6 +13,7 @@ from pallas_kernels.rope_kv_write import misfit, rope_kv_write
 from pallas_kernels.rope_kv_write.cases import EPS, TEST_CASES, Case, make_arguments
 from pallas_kernels.rope_kv_write.mosaic_gpu import rope_kv_write_mosaic
 from pallas_kernels.rope_kv_write.reference import rope_kv_write_reference
+from tests.marks import first_is_fast
 
 reference = functools.partial(rope_kv_write_reference, eps=EPS)
 kernel = functools.partial(rope_kv_write, eps=EPS, implementation="mosaic_gpu")
@@ -54,7 +55,7 @@ def test_heads_are_normed_turned_and_written(case: Case):
     np.testing.assert_allclose(new_v[1:], wanted_v[1:], atol=1e-6)
 
 
-@pytest.mark.parametrize("case", TEST_CASES, ids=str)
+@first_is_fast(TEST_CASES)
 def test_interpreted_it_is_the_reference(case: Case):
     arguments = make_arguments(case, jnp.bfloat16)
     found = rope_kv_write_mosaic(*arguments, eps=EPS, interpret=plgpu.InterpretGPUParams())

@@ -45,7 +45,7 @@ INTERPRETED = (
     (Case("first slot, two heads", (3, 200), 2, 4, 2, 128, 16, first_slot=1), TWO_HEADS),
     (Case("first slot in the third block", (150, 20), 3, 4, 1, 128, 64, first_slot=140), NARROW),
 )
-FAST = {"padded tree", "first slot, two heads"}
+FAST = {"first slot, two heads"}
 # Left edges with more blocks than the ring holds, and with fewer.
 EDGES: tuple[tuple[int, int, dict[str, Any]], ...] = (  # query tokens, page size, options
     (1, 64, {"first_slot": 5}),

@@ -17,6 +17,7 @@ from jaxspec.training.precision import cast_weights
 from jaxspec.weights.safetensors_io import load_decoder
 from pallas_kernels.selection import Implementation, Kernels
 from tests.checkpoints import hf_logits, tiny_llama, tiny_mistral, tiny_qwen2, tiny_qwen3
+from tests.marks import slow
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -121,7 +122,7 @@ def test_products_in_parts_make_the_same_logits(checkpoint, monkeypatch: pytest.
         assert jnp.abs(found - expected).max() < 0.03 * jnp.abs(expected).max()
 
 
-@pytest.mark.parametrize("page_size", [1, 4, 16, 64])
+@pytest.mark.parametrize("page_size", [slow(1), 4, slow(16), slow(64)])
 @pytest.mark.parametrize("step", [1, LENGTH], ids=["token-by-token", "one-prefill"])
 def test_paged_logits_equal_transformers(checkpoint, page_size: int, step: int):
     directory, tokens, expected = checkpoint("qwen3-biases-windows")  # full and sliding layers

@@ -10,6 +10,7 @@ from jax import Array
 from jaxspec.config import SpeculationConfig
 from jaxspec.speculation.batch_expansion import score_by_batch_expansion
 from jaxspec.speculation.round import verify
+from tests.marks import slow
 from tests.random_models import (
     admit_prompts,
     empty_state,
@@ -50,9 +51,9 @@ def both_scores(
 @pytest.mark.parametrize(
     ("windows", "page_size", "order_invariant"),
     [
-        ((None, None), 1, False),
-        ((None, None), 16, True),
-        ((WINDOW, None), 1, True),
+        slow((None, None), 1, False),
+        slow((None, None), 16, True),
+        slow((WINDOW, None), 1, True),
         ((WINDOW, WINDOW), 16, False),
     ],
 )

@@ -191,7 +191,7 @@ def test_finished_rows_stay_as_they_are():
         assert jnp.array_equal(old[pages], new[pages])
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "draft_model", slow("eagle3")])
+@pytest.mark.parametrize("drafter", [slow("ngram"), "draft_model", slow("eagle3")])
 def test_statistics_add_up(drafter: str):
     params, start = started(drafter)
     state, emitted = decode(params, start, 20)

@@ -20,6 +20,7 @@ from jaxspec.speculation.drafters import DraftState, EagleDrafter, PrefillChunk
 from jaxspec.speculation.tree import DraftTree, unpack_mask
 from jaxspec.state import EngineState, Status
 from jaxspec.weights.eagle import load_eagle_head
+from tests.marks import slow
 from tests.random_models import empty_state, random_arrays, tiny_config
 
 DATA = Path(__file__).parent.parent / "data"
@@ -95,7 +96,7 @@ def padded(features: np.ndarray, width: int) -> Array:
     return jnp.zeros((1, width, features.shape[1])).at[0, : len(features)].set(features)
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("page_size", [slow(1), 16])
 @pytest.mark.parametrize("name", ["eagle3_tree", "eagle1_tree"])
 def test_trees_are_the_official_ones(name: str, page_size: int):
     golden = dict(np.load(DATA / name / "golden.npz"))

@@ -48,6 +48,7 @@ def test_the_target_writes_its_own_answers_and_goes_on_where_it_stopped(llm, exa
         regenerate(llm, examples, path, temperatures=(1.0,))
 
 
+@pytest.mark.slow
 def test_after_the_deadline_there_are_the_first_rows_and_a_later_call_goes_on(
     llm, examples, answers, tmp_path
 ):
@@ -80,6 +81,7 @@ def test_any_beginning_of_shuffled_rows_is_spread(examples):
     np.testing.assert_array_equal(shuffled.tokens, rows.shuffled().tokens)
 
 
+@pytest.mark.slow
 def test_a_time_budget_bounds_the_answers_and_a_resumed_run_keeps_to_them(
     sources, tmp_path, monkeypatch, capsys
 ):
