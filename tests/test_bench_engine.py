@@ -12,7 +12,7 @@ from tests.marks import slow
 TINY = ["--shape", "tiny", "--context", "20", "--page-size", "16", "--dtype", "float32"]
 
 
-@pytest.mark.parametrize("sampling", ["greedy", slow("all")])
+@pytest.mark.parametrize("sampling", [slow("greedy"), slow("all")])
 def test_every_mode_is_timed_beside_its_floor(sampling, monkeypatch, capsys):
     tiny = SHAPES["tiny"]
     small = dataclasses.replace(tiny, layers=tiny.layers[:2])

@@ -53,7 +53,7 @@ def test_logits_are_those_of_transformers(plain: LLM):
         slow("ngram", SpeculationConfig.chain(5), 1.5),
         slow("ngram", SpeculationConfig(num_nodes=60, max_depth=8, top_k=8), 1.5),
         slow(BUILT_IN_MODEL, SpeculationConfig(num_nodes=16, max_depth=4, top_k=3), 4.0),
-        (BUILT_IN_HEAD, SpeculationConfig.chain(5), 3.0),
+        slow(BUILT_IN_HEAD, SpeculationConfig.chain(5), 3.0),
         slow(BUILT_IN_HEAD, SpeculationConfig(num_nodes=60, max_depth=8, top_k=8), 4.0),
     ],
     ids=["ngram-chain", "ngram-tree", "itself-tree", "head-chain", "head-tree"],

@@ -271,6 +271,7 @@ def p_value(sharpness: float) -> float:
     return stats.chisquare(found, wanted, sum_check=False).pvalue
 
 
+@pytest.mark.slow
 def test_rejection_has_the_targets_distribution():
     assert 0.2 < rejection_triples()[1] < 1.9, "drafts must be accepted and refused"
     assert p_value(1.0) > 1e-3

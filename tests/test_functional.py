@@ -170,6 +170,7 @@ def test_hidden_states_that_the_target_lacks_are_an_error(params, hidden):
         decode(params, empty(params), 1, hidden=hidden)
 
 
+@pytest.mark.slow
 def test_log_probabilities_and_hidden_states_are_those_of_a_plain_pass(checkpoints):
     """Those emitted with a token are the raw target's at the position before it."""
     tree = SpeculationConfig(num_nodes=6, max_depth=2, top_k=2)

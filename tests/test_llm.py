@@ -64,6 +64,7 @@ def test_a_stop_token_ends_the_text_and_is_not_part_of_it(llm):
     assert cut.text == llm.tokenizer.decode(whole.token_ids[:first])
 
 
+@pytest.mark.slow
 def test_requests_of_a_batch_keep_their_own_sampling(llm):
     warm = SamplingParams(temperature=1.0, seed=3, max_tokens=30)
     prompts, params = ["hello", "hello"], [warm, dataclasses.replace(warm, seed=4)]

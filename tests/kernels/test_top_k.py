@@ -16,10 +16,11 @@ from pallas_kernels.top_k import top_k
 from pallas_kernels.top_k.cases import BENCHMARK_CASES, TEST_CASES, Case, make_arguments
 from pallas_kernels.top_k.mosaic_gpu import top_k_mosaic
 from pallas_kernels.top_k.reference import by_counting
+from tests.marks import slow
 
 
-@pytest.mark.parametrize("size", [1, 10, 700, 1025, 4000, 70_000])
-@pytest.mark.parametrize("k", [1, 10, 60])
+@pytest.mark.parametrize("size", [1, slow(10), 700, slow(1025), slow(4000), 70_000])
+@pytest.mark.parametrize("k", [slow(1), 10, slow(60)])
 def test_counting_takes_what_a_sort_takes(size: int, k: int):
     k = min(k, size)
     x = jax.random.normal(jax.random.key(size), (2, 3, size))

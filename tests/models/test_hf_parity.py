@@ -92,6 +92,7 @@ class InParts(Kernels):
         return "reference"
 
 
+@pytest.mark.slow
 def test_products_in_parts_make_the_same_logits(checkpoint, monkeypatch: pytest.MonkeyPatch):
     """As they do on a GPU, for kernels that add up the parts."""
     directory, tokens, _ = checkpoint("llama-gqa")

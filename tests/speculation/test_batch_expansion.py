@@ -64,6 +64,7 @@ def test_verify_scores_as_batch_expansion_does(windows, page_size, order_invaria
             np.testing.assert_allclose(found[row, :size], expected[row, :size], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_window_matters_to_a_longer_prefix():
     (_, full), *_ = both_scores((None, None))
     (_, windowed), *_ = both_scores((WINDOW, WINDOW))

@@ -54,7 +54,6 @@ CHOICES = (DRAFTERS, tuple(TREES), PAGE_SIZES, BATCHES, TEMPERATURES)
 ALL_CASES = [Case(*choice) for choice in itertools.product(*CHOICES)]
 # The slow cases are all others.
 FAST_CASES = [
-    Case("ngram", "chain5", 16, 3, 0.0),
     Case("draft_model", "tree12", 64, 1, 0.8),
     Case("eagle3", "tree12", 4, 8, 0.8),
 ]

@@ -32,6 +32,7 @@ def answers(llm: LLM, examples: Examples, tmp_path_factory) -> Examples:
     return regenerate(llm, examples, tmp_path_factory.mktemp("answers") / "answers.jsonl")
 
 
+@pytest.mark.slow
 def test_the_target_writes_its_own_answers_and_goes_on_where_it_stopped(llm, examples, tmp_path):
     path, told = tmp_path / "answers.jsonl", []
     answers = regenerate(llm, examples, path, temperatures=(0.0,),
