@@ -56,6 +56,7 @@ def test_texts_without_a_round_count_for_nothing():
         summarize([completion(1, 0, [0.0])])
 
 
+@pytest.mark.slow
 def test_the_script_reports_every_rule(sources: Path, capsys: pytest.CaptureFixture[str]):
     code = eval_drafter.main(
         ["--data", str(sources), "--modes", "chain:3", "--prompts", "2", "--json",

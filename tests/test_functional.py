@@ -100,6 +100,7 @@ def test_a_pass_padded_for_the_kernels_sake_changes_nothing(checkpoints, monkeyp
     np.testing.assert_array_equal(tokens(), expected)
 
 
+@pytest.mark.slow
 def test_decode_stops_early_when_all_are_done(params):
     state = run(params, SEED, ALL)
     assert not state.rows.active.any()

@@ -14,6 +14,7 @@ TINY = ["--shape", "tiny", "--context", "32", "--page-size", "16", "--dtype", "f
 
 # jaxlib's type of event statistics lacks the attribute.
 @pytest.mark.filterwarnings("ignore:builtin type event_stats:DeprecationWarning")
+@pytest.mark.slow
 def test_a_round_is_split_into_its_phases(tmp_path: Path, monkeypatch, capsys):
     tiny = SHAPES["tiny"]
     small = dataclasses.replace(tiny, layers=tiny.layers[:2])

@@ -87,11 +87,13 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> DraftTraining:
     return run
 
 
+@pytest.mark.slow
 def test_the_loss_goes_down(uninterrupted):
     losses = [r.held_out_loss[0] for r in uninterrupted.records if r.held_out_loss]
     assert losses[-1] < 0.95 * losses[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("calls", [1, 2])
 def test_a_killed_run_resumes_on_the_same_curve(uninterrupted, tmp_path, calls):
     killed = start(tmp_path)
@@ -103,6 +105,7 @@ def test_a_killed_run_resumes_on_the_same_curve(uninterrupted, tmp_path, calls):
     assert all(jax.tree.leaves(same))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_run_is_refused(uninterrupted, tmp_path):
     list(itertools.islice(start(tmp_path).run(), 1))
     with pytest.raises(ValueError, match="another model, data or training configuration"):
@@ -165,6 +168,7 @@ def test_held_out_batches_weigh_by_what_they_learn():
     np.testing.assert_allclose(apart["loss"], together["loss"], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_other_data_of_the_same_sum_is_other_data(uninterrupted, tmp_path):
     list(itertools.islice(start(tmp_path).run(), 1))
     swapped = Examples(TRAIN.tokens[::-1].copy(), TRAIN.learned[::-1].copy(), TRAIN.prompt_lens)
@@ -268,6 +272,7 @@ def draft_tree(head: DraftHead) -> DraftTree:
     return propose(TARGET, state, params.call())[0]
 
 
+@pytest.mark.slow
 def test_the_plot_is_written(uninterrupted, tmp_path):
     plot_training(uninterrupted.records, tmp_path / "training.png")
     assert (tmp_path / "training.png").stat().st_size > 10_000
