@@ -101,8 +101,8 @@ class Run:
     def _generate(self) -> Iterator[Progress]:
         engine, plan = self._engine, self.plan
         started = time.perf_counter()
-        self._state = engine.warm_up(self._own(), plan, self._shape)
-        self.timings.compile = time.perf_counter() - started
+        self._state = engine.prepare_reading(self._own(), plan)
+        self.timings.compile += time.perf_counter() - started
         started = time.perf_counter()
         chunks: list[_Call] = []
         for index in range(plan.num_chunks):
@@ -111,7 +111,12 @@ class Run:
             chunks.append(_Call(rows, emitted))
         progress = self._read(chunks)
         self.timings.prefill = time.perf_counter() - started
-        yield progress
+        yield progress  # the first words are shown before more is compiled
+        if all(progress.done):
+            return
+        started = time.perf_counter()
+        self._state = engine.prepare_rounds(self._own(), plan, self._shape)
+        self.timings.compile += time.perf_counter() - started
         rounds = 1  # the first call is short, so that the first words show soon
         ahead: list[_Call] = []
         while not all(progress.done):

@@ -187,21 +187,26 @@ class Engine:
     def _new_pool(self, num_pages: int, num_rows: int) -> Pool:
         return functional.init_pool(self.params, num_pages, self.cache.page_size, num_rows)
 
-    def warm_up(self, state: EngineState, plan: BatchPlan, shape: TreeShape | None) -> EngineState:
-        """Compile the programs of a batch by running them on nothing."""
+    def prepare_reading(self, state: EngineState, plan: BatchPlan) -> EngineState:
+        """Compile the programs that read a batch's prompts, by running them on nothing."""
         lists: dict[int, np.ndarray | None] = {}  # one of each size that the prompts are read by
         for rows in map(plan.chunk_rows, range(plan.num_chunks)):
             lists[0 if rows is None else len(rows)] = rows
-        key = (
-            *(plan.num_rows, plan.length, plan.chunk, plan.greedy, shape, *lists),
-            *(state.rows.stop_tokens.shape, state.pool.num_pages),
-        )
-        if key in self._ready:
-            return state
-        for rows in lists.values():
-            state, _ = self.read_chunk(state, plan, rows, most=0)
-        state, _ = self.run_rounds(state, plan, 0, shape)
-        self._ready.add(key)
+        for size, rows in lists.items():
+            key = ("read", size, plan.chunk, *_program_key(state, plan))
+            if key not in self._ready:
+                state, _ = self.read_chunk(state, plan, rows, most=0)
+                self._ready.add(key)
+        return jax.block_until_ready(state)
+
+    def prepare_rounds(
+        self, state: EngineState, plan: BatchPlan, shape: TreeShape | None
+    ) -> EngineState:
+        """Compile the program of a batch's rounds, by running it on nothing."""
+        key = ("rounds", shape, *_program_key(state, plan))
+        if key not in self._ready:
+            state, _ = self.run_rounds(state, plan, 0, shape)
+            self._ready.add(key)
         return jax.block_until_ready(state)
 
     def read_chunk(
@@ -243,6 +248,12 @@ class Engine:
         """As use_target, for the drafter."""
         self._check_free()
         self.params = self.params.replace(drafter=_in_place_of(self.params.drafter, drafter))
+
+
+def _program_key(state: EngineState, plan: BatchPlan) -> tuple[object, ...]:
+    """What a batch's programs are compiled for, beside what is the engine's own."""
+    stops = state.rows.stop_tokens.shape
+    return plan.num_rows, plan.length, plan.greedy, stops, state.pool.num_pages
 
 
 def _committed(leaf: Any) -> jax.Array:

@@ -176,6 +176,16 @@ def test_a_long_prompt_is_read_without_the_rows_that_are_done(monkeypatch: pytes
     assert texts[3:] == collect(Run(own, [long], [GREEDY]))
 
 
+def test_the_first_tokens_come_before_the_rounds_are_compiled():
+    own = Engine(make_params("ngram", CHAIN), CacheConfig(8, 64), max_rows=4, rounds_per_call=3)
+    before = traces(own.decode)
+    run = Run(own, PROMPTS, [GREEDY] * 3)
+    texts = [list(new) for new in next(run).new_tokens]
+    assert all(texts) and traces(own.decode) == before
+    assert collect(run, texts) == expected()
+    assert traces(own.decode) == before + 1
+
+
 def test_a_run_that_nobody_holds_frees_the_engine():
     run = Run(engine(), PROMPTS, [GREEDY] * 3)
     next(run)
