@@ -287,5 +287,6 @@ def test_rejection_has_the_targets_distribution():
     assert p_value(1.0) > 1e-3
 
 
+@pytest.mark.slow
 def test_another_distribution_is_noticed():
     assert p_value(1.2) < 1e-9

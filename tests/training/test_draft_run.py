@@ -180,6 +180,7 @@ def test_other_data_of_the_same_sum_is_other_data(uninterrupted, tmp_path):
             )
 
 
+@pytest.mark.slow
 def test_a_log_cut_short_by_a_kill_is_mended(tmp_path):
     list(itertools.islice(start(tmp_path).run(), 2))
     log = tmp_path / "log.jsonl"
