@@ -60,7 +60,7 @@ def attend(case: Case, arguments, order_invariant: bool = False) -> np.ndarray:
 
 
 @pytest.mark.parametrize("order_invariant", [False, slow(True)])
-@pytest.mark.parametrize("case", TEST_CASES, ids=str)
+@first_is_fast(TEST_CASES, 12)
 def test_it_is_attention_over_the_visible_slots(case: Case, order_invariant: bool):
     arguments = make_arguments(case)
     found, expected = attend(case, arguments, order_invariant), naive(case, arguments)

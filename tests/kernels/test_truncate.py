@@ -23,6 +23,7 @@ from pallas_kernels.truncate.cases import (
 )
 from pallas_kernels.truncate.mosaic_gpu import truncation_threshold_mosaic
 from pallas_kernels.truncate.reference import ordered_keys, search_digits
+from tests.marks import first_is_fast
 
 SUM_ROUNDING = 3e-6  # relative, of float32 sums in different orders
 KERNEL: Any = functools.partial(truncation_threshold, implementation="mosaic_gpu")
@@ -70,13 +71,7 @@ def test_the_reference_takes_what_sorting_takes(case: Case):
     assert_are_thresholds(jax.jit(truncation_threshold)(*arguments), case, arguments)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        *(pytest.param(case, id=str(case)) for case in SMALL_CASES),
-        pytest.param(LARGE_CASES[0], id=str(LARGE_CASES[0]), marks=pytest.mark.slow),
-    ],
-)
+@first_is_fast([*SMALL_CASES, LARGE_CASES[0]])
 def test_interpreted_the_kernel_does_the_same(case: Case):
     arguments = make_arguments(case)
     assert_are_thresholds(interpreted(*arguments), case, arguments)

@@ -224,7 +224,8 @@ def test_what_is_emitted_is_the_text():
 # Other programs.
 
 
-@pytest.mark.parametrize("drafter", [slow("none"), "draft_model"])
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", ["none", "draft_model"])
 def test_verify_width_does_not_change_float32_text(drafter: str):
     params = make_params(drafter, dataclasses.replace(TREE, verify_width=16))
     generated, _ = generate(params, PROMPTS[:3], sampling=sampling_of(0.0, 3))

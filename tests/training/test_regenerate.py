@@ -62,6 +62,7 @@ def test_after_the_deadline_there_are_the_first_rows_and_a_later_call_goes_on(
     np.testing.assert_array_equal(whole.tokens, answers.tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("deadline", "written"), [(119.0, 2), (120.0, 4), (131.0, 5)])
 def test_no_batch_begins_that_would_end_too_late(
     llm, examples, tmp_path, monkeypatch, deadline, written
