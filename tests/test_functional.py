@@ -79,6 +79,7 @@ def test_vmap_over_seeds_equals_separate_runs(params):
     assert len({row.tobytes() for row in found}) == 4, "seeds must matter"
 
 
+@pytest.mark.slow
 def test_many_rounds_in_one_call_equal_one_at_a_time(params):
     state = run(params, SEED, 0)
     step = jax.jit(decode, static_argnums=2, compiler_options=FAST_COMPILE)

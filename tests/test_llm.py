@@ -73,6 +73,7 @@ def test_requests_of_a_batch_keep_their_own_sampling(llm):
     assert llm.generate(["hello"], params[1])[0].token_ids == other.token_ids
 
 
+@pytest.mark.slow
 def test_equal_prompts_without_seeds_give_different_texts_that_their_seeds_bring_back(llm):
     warm = SamplingParams(temperature=1.0, max_tokens=30)
     one, other = llm.generate(["hello", "hello"], warm)

@@ -69,6 +69,7 @@ def test_other_modes_are_refused(text: str):
         parse_mode(text)
 
 
+@pytest.mark.slow
 def test_random_weights_are_all_different_and_of_a_sane_size():
     target = random_decoder(TINY, BFLOAT16, None, seed=0)
     head = random_eagle3_head(TINY, BFLOAT16, None, seed=1)

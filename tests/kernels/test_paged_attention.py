@@ -60,7 +60,7 @@ def attend(case: Case, arguments, order_invariant: bool = False) -> np.ndarray:
 
 
 @pytest.mark.parametrize("order_invariant", [False, slow(True)])
-@first_is_fast(TEST_CASES, 12)
+@first_is_fast(TEST_CASES, 8)
 def test_it_is_attention_over_the_visible_slots(case: Case, order_invariant: bool):
     arguments = make_arguments(case)
     found, expected = attend(case, arguments, order_invariant), naive(case, arguments)
@@ -110,7 +110,7 @@ def test_a_sequence_may_end_before_its_context():
     np.testing.assert_allclose(found[2], naive(case, arguments)[2], atol=2e-6, rtol=1e-5)
 
 
-@first_is_fast(TEST_CASES, 6)
+@first_is_fast(TEST_CASES, 3)
 def test_what_nobody_sees_may_be_anything(case: Case):
     arguments = make_arguments(case)
     function = jax.jit(lambda *a: paged_attention(*a, **case.options))

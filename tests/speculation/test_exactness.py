@@ -126,6 +126,7 @@ def decode(params: EngineParams, state: EngineState, rounds: int) -> tuple[Engin
     return jit_decode(params, state, rounds, max_rounds=NEW_TOKENS)
 
 
+@pytest.mark.slow
 def test_text_does_not_depend_on_batch_neighbours():
     for rows in ((2, 7, 0), (7, 3, 4)):
         generated, _ = run_tree(rows=rows)
@@ -232,6 +233,7 @@ def test_verify_width_does_not_change_float32_text(drafter: str):
     assert generated == plain_texts(0.0)[:3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "last", [slow(0.0, id="greedy program"), pytest.param(0.8, id="general program")]
 )

@@ -115,6 +115,7 @@ def test_a_step_of_training_is_a_step_of_drafting(method, num_layers, window, op
             np.testing.assert_allclose(steps[index][0][:, root + index], outputs, atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "options", "config"),
     [

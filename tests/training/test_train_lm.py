@@ -137,6 +137,7 @@ def test_what_was_held_out_from_a_published_model_stays_held_out():
         data.split(range(1), names[:1], data.HELD_OUT_FRACTION)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ODD_TEXTS)
 def test_the_tokenizer_round_trips_any_text(corpus: Corpus, exported: Path, text: str):
     ids = corpus.tokenizer.encode(text).ids
