@@ -47,6 +47,11 @@ def test_top_log_probs_takes_the_first_of_equals_and_none_twice(size: int, k: in
         assert np.array_equal(found[1], indices)
 
 
+def test_one_mesh_axis_does_not_split_batch_and_model():
+    with pytest.raises(ValueError, match=r"\['data'\] split both the batch and the model"):
+        Layout(batch=("data",), ff=("data", "model"))
+
+
 def test_the_log_of_a_sum_over_shards_is_that_of_the_whole():
     x = rows(40)[:5]
     for shard in sharded(collectives.log_sum_exp, x):
