@@ -1,9 +1,10 @@
-"""Several CPU devices, for the tests of sharding; text to train on; and a record of GPU tests."""
+"""Several CPU devices, text to train on, few compiled programs, and a record of GPU tests."""
 
 import datetime
 import json
 import os
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,22 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 # When the GPU tests last passed. Written here, by a run of all of them that passed.
 GPU_RECORD = Path(__file__).parent.parent / "docs/gpu_tests.json"
+
+
+# Linux allows a process 65,530 memory maps; XLA aborts beyond. A compiled program takes about 50.
+MOST_MEMORY_MAPS = 30_000
+
+
+@pytest.fixture(autouse=True)
+def few_programs(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Forget the compiled programs before they are too many; only slow runs compile so many."""
+    yield
+    maps = Path("/proc/self/maps")
+    if request.node.get_closest_marker("slow") and maps.exists():
+        with maps.open() as lines:
+            too_many = sum(1 for _ in lines) > MOST_MEMORY_MAPS
+        if too_many:
+            jax.clear_caches()
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from jaxspec.config import SpeculationConfig
 from jaxspec.functional import EngineParams
 from jaxspec.sampling import Sampling, make_sampling
 from jaxspec.sharding import make_mesh
-from jaxspec.state import Emitted, EngineState
+from jaxspec.state import Emitted, Ending, EngineState, Status
 from tests.layouts import on_mesh
 from tests.marks import slow
 from tests.programs import decode_hlo, new_jit, traces
@@ -51,14 +51,15 @@ def generate(
     params: EngineParams, state: EngineState, prompts: Any, counts: Any, sampling: Sampling
 ) -> tuple[EngineState, Emitted, Emitted]:
     """Rows are admitted out of order, and their prompts read in two chunks, the first of them with
-    the rows listed."""
+    the rows listed: in another order, where a device has several."""
     order = jnp.array([2, 3, 0, 1])
     state = functional.admit(
         params, state, order, prompts[order], counts[order],
         sampling=jax.tree.map(lambda x: x[order], sampling),
     )  # fmt: skip
-    rows = np.array([1, 0, 3, 2])  # each device's share names its own
-    state, _ = functional.prefill(params, state, rows, np.array([3, 5, 5, 5]), width=5)
+    listed = [1, 0, 3, 2] if params.data_parallel < BATCH else [0, 1, 2, 3]
+    most = np.where(np.array(listed) == 1, 3, 5)
+    state, _ = functional.prefill(params, state, np.array(listed), most, width=5)
     state, read = functional.prefill(params, state, width=PROMPT)
     return *functional.decode(params, state, LENGTH), read
 
@@ -143,6 +144,20 @@ def test_a_device_reads_no_other_devices_rows(rows: list[int]):
     params = on_mesh(one_device("none"), make_mesh(1, 2))
     with pytest.raises(ValueError, match=r"its own 2 rows|cannot be split"):
         functional.prefill(params, empty_state(params), np.array(rows), width=4)
+
+
+def test_traced_rows_of_another_device_are_misplaced_and_stay_as_they_are():
+    params = on_mesh(one_device("none"), make_mesh(1, 2))
+    prompts, lengths = np.full((BATCH, 3), 7, np.int32), np.full(BATCH, 3, np.int32)
+    state = functional.admit(params, empty_state(params), np.arange(BATCH), prompts, lengths)
+    prefill = new_jit(functional.prefill, "width")
+    # The first device has rows 0 and 1. Row 9 does not exist, and is no mistake.
+    state, emitted = prefill(params, state, np.array([0, 3, 9, 2]), width=3)
+    endings = [Ending.NONE, Ending.MISPLACED, Ending.NONE, Ending.NONE]
+    assert emitted.ending.tolist() == endings
+    assert emitted.counts.sum(0).tolist() == [1, 0, 0, 1]
+    decoding, reading = Status.DECODING, Status.READING
+    assert state.rows.status.tolist() == [decoding, reading, decoding, reading]
 
 
 def collectives(hlo: str, kind: str) -> list[tuple[int, ...]]:
