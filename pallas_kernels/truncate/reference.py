@@ -24,6 +24,8 @@ def _maximum(x: Array) -> Array:
     return jnp.max(x, axis=-1)
 
 
+# jit: traced and lowered once for the many places of a program that call it.
+@functools.partial(jax.jit, static_argnames=("total", "maximum"))
 def truncation_threshold_reference(
     logits: Array,
     temperature: Array,

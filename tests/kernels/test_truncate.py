@@ -179,7 +179,8 @@ def test_digits_of_a_threshold_are_found_by_bits_as_by_nibbles():
 
 def test_a_program_has_one_condition_around_all_of_it():
     arguments = jax.eval_shape(lambda: make_arguments(SMALL_CASES[0]))
-    jaxpr: Any = jax.make_jaxpr(truncation_threshold)(*arguments)
+    (call,) = jax.make_jaxpr(truncation_threshold)(*arguments).eqns
+    jaxpr: Any = call.params["jaxpr"]
     conditions = [one for one in jaxpr.eqns if one.primitive.name == "cond"]
     assert len(conditions) == 1
     operands = [one.aval for one in conditions[0].invars if one.aval.ndim == 3]
