@@ -48,22 +48,6 @@ def all_finite(x: Array, layout: Layout) -> Array:
     return (counted == 0) & ~empty
 
 
-def finite_at_argmax(x: Array, index: Array, layout: Layout) -> Array:
-    """``all_finite`` of rows whose argmax ``index`` [...] is known: x [..., V/n] -> bool [...]
-
-    Where argmax points at a NaN, off the CPU, the rows are not read again."""
-    if layout.vocab:
-        return all_finite(x, layout)
-
-    def whole(x: Array, index: Array) -> Array:
-        return all_finite(x, layout)
-
-    def at_index(x: Array, index: Array) -> Array:
-        return jnp.isfinite(jnp.take_along_axis(x, index[..., None], axis=-1)[..., 0])
-
-    return lax.platform_dependent(x, index, cpu=whole, default=at_index)
-
-
 def argmax(x: Array, layout: Layout) -> Array:
     """Global index of the maximum, the lowest one among equals: x [..., V/n] -> int32 [...]
 
@@ -76,6 +60,38 @@ def argmax(x: Array, layout: Layout) -> Array:
     if not layout.vocab:
         return lax.platform_dependent(x, cpu=_two_step_argmax, default=one_reduction_argmax)
     return _two_step_argmax(x, layout)
+
+
+def finite_argmax(x: Array, logits: Array, layout: Layout) -> tuple[Array, Array]:
+    """``argmax`` of x, and whether its rows are numbers as ``all_finite`` has it.
+
+    x [..., V/n] is ``logits`` plus finite noise. Both come of the reductions of one argmax: off the
+    CPU a whole row's logit is looked up where argmax points, which is at a NaN if there is one.
+
+    Returns (int32 [...], bool [...]); the index of a split row that is not finite is 0.
+    """
+    if layout.vocab:
+        return _finite_argmax_of_shards(x, layout)
+    index = argmax(x, layout)
+
+    def whole(logits: Array, index: Array) -> Array:
+        return all_finite(logits, layout)
+
+    def at_index(logits: Array, index: Array) -> Array:
+        return jnp.isfinite(jnp.take_along_axis(logits, index[..., None], axis=-1)[..., 0])
+
+    return index, lax.platform_dependent(logits, index, cpu=whole, default=at_index)
+
+
+def _finite_argmax_of_shards(x: Array, layout: Layout) -> tuple[Array, Array]:
+    ids = jnp.arange(x.shape[-1], dtype=jnp.int32) + shard_offset(x.shape[-1], layout.vocab)
+    local = jnp.max(x, axis=-1)
+    best = lax.pmax(local, layout.vocab)
+    index = jnp.min(jnp.where(x < best[..., None], jnp.iinfo(jnp.int32).max, ids), axis=-1)
+    # A collective's maximum may drop NaN: a shard that has one says so by an index below all.
+    broken = jnp.isnan(local) | (local == jnp.inf)
+    index = lax.pmin(jnp.where(broken, -1, index), layout.vocab)
+    return jnp.maximum(index, 0), (index >= 0) & (best != -jnp.inf)
 
 
 def one_reduction_argmax(x: Array) -> Array:

@@ -100,6 +100,22 @@ def test_a_row_is_finite_while_its_largest_entry_is():
     assert found.tolist() == [expected] * SHARDS
 
 
+def test_an_argmax_says_what_rows_are_finite():
+    x = np.array(rows(40))
+    x[0, 13], x[1, 39], x[2, 0], x[3] = np.nan, np.inf, np.nan, -np.inf
+    index, finite = collectives.finite_argmax(jnp.asarray(x), jnp.asarray(x), WHOLE)
+    assert finite.tolist() == [False] * 4 + [True, False]
+    assert index[4] == np.argmax(x[4])
+    mesh = Mesh(np.array(jax.devices()[:SHARDS]), "model")  # whose collectives drop NaN
+    found = jax.shard_map(
+        lambda part: jnp.stack(collectives.finite_argmax(part, part, SPLIT))[None],
+        mesh=mesh, in_specs=P(None, "model"), out_specs=P("model"),
+    )(jnp.asarray(x))  # fmt: skip
+    assert (found == found[0]).all(), "devices agree"
+    assert found[0, 0].tolist() == [0, 0, 0, 0, index[4], 0]
+    assert found[0, 1].astype(bool).tolist() == finite.tolist()
+
+
 def test_sharded_rows_join_to_those_of_the_whole():
     x, index = rows(40)[:5], jnp.array([0, 39, 17, 5, 20])
     for function in (

@@ -60,9 +60,9 @@ def most_temporary_bytes(mode: str, tp: int) -> int:
     [
         # The target's layers take 18. The rest of a plain round is embedding, logits, sampling and
         # the state's bookkeeping.
-        ("plain", 40),  # 37
+        ("plain", 44),  # 41
         # Beside that five passes of the head, each with 16 or 17 launches.
-        ("chain:5", 136),  # 131
+        ("chain:5", 140),  # 137
         # Seven passes, each followed by the choice of nodes; then the tree's mask, and compaction.
         ("tree:60:7:10", 190),  # 182; of 0.12 170
     ],

@@ -82,22 +82,23 @@ class Match:
         return sound_proposals("match", is_chain)
 
     def accept(self, verified: Verified) -> Accepted:
-        tree, sampled = verified.tree, target_samples(verified)
+        tree = verified.tree
+        sampled, finite = target_samples(verified)
         wanted = jnp.take_along_axis(sampled, jnp.maximum(tree.parents, 0), axis=1)
         matches = (tree.tokens == wanted) & (tree.parents >= 0)
         path, depth = _deepest_path(tree, matches.at[:, 0].set(True))
-        finite = collectives.finite_at_argmax(verified.logits, sampled, verified.layout)
         tokens, finite = (jnp.take_along_axis(x, path, axis=1) for x in (sampled, finite))
         return Accepted(path=path, depth=depth, tokens=tokens, finite=finite)
 
 
-def target_samples(verified: Verified) -> Array:
-    """The token that the target samples after each node: int32 [B, N]."""
+def target_samples(verified: Verified) -> tuple[Array, Array]:
+    """The token that the target samples after each node, and whether its logits are numbers:
+    (int32 [B, N], bool [B, N])."""
     logits, layout = verified.logits, verified.layout
     positions = verified.context_lens[:, None] + verified.tree.depth + 1
     ids = vocab_ids(logits.shape[-1], layout)
     noisy = perturb(logits, verified.sampling, positions, ids, greedy=verified.greedy)
-    return collectives.argmax(noisy, layout)
+    return collectives.finite_argmax(noisy, logits, layout)
 
 
 def _deepest_path(tree: DraftTree, matches: Array) -> tuple[Array, Array]:
