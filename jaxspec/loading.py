@@ -1,6 +1,5 @@
 """From names and directories to EngineParams."""
 
-import json
 from pathlib import Path
 
 import jax
@@ -10,6 +9,7 @@ from jax.sharding import Mesh
 from jaxspec.config import PLAIN, ModelConfig, SpeculationConfig, default_speculation
 from jaxspec.functional import EngineParams
 from jaxspec.models.hf_config import load_model_config
+from jaxspec.models.hf_values import read_json, shown
 from jaxspec.speculation.drafters import (
     Drafter,
     DraftModelDrafter,
@@ -17,6 +17,7 @@ from jaxspec.speculation.drafters import (
     NGramDrafter,
     NoDrafter,
 )
+from jaxspec.speculation.expand import check_top_k
 from jaxspec.weights.eagle import head_method, load_eagle_head
 from jaxspec.weights.hub import resolve_directory
 from jaxspec.weights.safetensors_io import load_decoder
@@ -104,10 +105,14 @@ def _load_drafter(
         return NGramDrafter()
     directory = resolve_directory(drafter)
     if head_method(directory) is not None:
-        return EagleDrafter(head=load_eagle_head(directory, target, dtype, mesh, sharded))
-    config = load_model_config(directory)
+        head = load_eagle_head(directory, target, dtype, mesh, sharded)
+        ids = target.vocab_size if head.token_ids is None else head.token_ids.size
+        check_top_k(speculation, ids)
+        return EagleDrafter(head=head)
+    config = load_model_config(directory, "draft model")
     _check_same_tokenizer(directory, config, model_directory, target)
     config.check_tree_depth(speculation.max_depth)
+    check_top_k(speculation, config.vocab_size)
     model = load_decoder(directory, config, dtype, mesh, sharded=sharded)
     return DraftModelDrafter(model=model)
 
@@ -130,5 +135,12 @@ def _vocabulary(directory: Path) -> dict[str, int] | None:
     path = directory / "tokenizer.json"
     if not path.is_file():
         return None
-    model = json.loads(path.read_text(encoding="utf-8"))["model"]["vocab"]
-    return model if isinstance(model, dict) else {str(entry): i for i, entry in enumerate(model)}
+    model = read_json(path).get("model")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    if isinstance(vocabulary, list):  # of [token, score]
+        return {str(entry): i for i, entry in enumerate(vocabulary)}
+    if not isinstance(vocabulary, dict):
+        raise ValueError(
+            f"{path}: model.vocab must be an object or a list, got {shown(vocabulary)}"
+        )
+    return vocabulary
