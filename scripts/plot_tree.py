@@ -123,9 +123,9 @@ def draw(tree: DraftTree, accepted: Accepted, texts: dict[int, str], out: Path) 
     def box(x: float, y: float, token: int, color: str, width: float, line: str = "-") -> None:
         look = {"boxstyle": "round,pad=0.3", "edgecolor": color, "facecolor": "white"}
         look |= {"linewidth": width, "linestyle": line}
-        place = {"horizontalalignment": "center", "verticalalignment": "center"}
         shown = label(texts[token]) or f"<{token}>"
-        axes.text(x, -y, shown, color=color, family="monospace", fontsize=9, bbox=look, **place)
+        font = {"color": color, "family": "monospace", "size": 9}
+        axes.text(x, -y, shown, font, bbox=look, ha="center", va="center")
 
     for node in range(1, count):
         ends = (columns[parents[node]], columns[node]), (-rows[parents[node]], -rows[node])
@@ -161,7 +161,7 @@ def run(arguments: argparse.Namespace) -> None:
     state = start(params, prompt, arguments.skip, arguments.temperature, arguments.seed)
     tree, accepted = run_round(params, state)
     used = {*np.asarray(tree.tokens).flat, *np.asarray(accepted.tokens).flat}
-    texts = {int(token): tokenizer.decode([int(token)]) for token in used}
+    texts = {int(token): str(tokenizer.decode([int(token)])) for token in used}
     draw(tree, accepted, texts, arguments.out)
     length = int(state.rows.context_lens[0]) + 1
     print(f"after {tokenizer.decode(np.asarray(state.rows.tokens)[0, :length].tolist())!r}:")
