@@ -389,7 +389,7 @@ class SpeculationConfig(TreeShape):
 
 
 def default_speculation(platform: str) -> SpeculationConfig:
-    """The tree when none is asked for, by measurement (README, "Which tree").
+    """The tree when none is asked for, by measurement (docs/benchmarks.md, "Which tree").
 
     A CPU pays for every node: a chain of 5 was the fastest there. On a GPU a longer chain costs
     little more than a shorter one, and was the fastest at small batches. Others take a CPU's until
