@@ -244,6 +244,12 @@ def test_pickled_weights_are_refused_with_the_way_out(llama: Path, tmp_path: Pat
         load_decoder(tmp_path, config, jnp.float32)  # pyright: ignore[reportArgumentType]
 
 
+def test_a_mesh_with_other_axes_is_refused(llama: Path):
+    mesh = jax.make_mesh((2,), ("tp",))
+    with pytest.raises(ValueError, match=r"axes \['tp'\], and needs 'data' and 'model'"):
+        load(llama, mesh=mesh)
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_advice_for_pickled_weights_works(tied: bool, tmp_path: Path, monkeypatch):
     original = tiny_llama(tmp_path / "safe", tie_word_embeddings=tied)
