@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from jaxspec import BUILT_IN_MODEL
-from scripts import generate
+from jaxspec.commands import generate
 from tests.checkpoints import tiny_eagle3_head, tiny_llama
 
 ROOT = Path(__file__).parent.parent
@@ -109,7 +109,7 @@ def test_the_exit_code_reaches_the_shell():
     result = run_script("generate", "--model", "/no/such/directory")
     assert result.returncode == 2
     [line] = [line for line in result.stderr.splitlines() if line.strip()]
-    assert line.startswith("generate.py: no directory /no/such/directory")
+    assert line.startswith("jaxspec generate: no directory /no/such/directory")
 
 
 def test_the_built_in_model_is_small_and_says_where_it_comes_from():
