@@ -80,7 +80,8 @@ def test_old_options_are_refused(option: str, capsys: pytest.CaptureFixture[str]
         (["--pairs", "3"], "--pairs would do nothing: add --compare"),
         (["--chat", "--json"], "--chat goes with neither --compare nor --json"),
         (["--chat", NO_CACHE], "has no chat template: --chat needs an instruction-tuned model"),
-        (["--compilation-cache", "/dev/null/here"], "add --no-compilation-cache"),
+        ([NO_CACHE, "--compilation-cache", "x"], "goes without --compilation-cache"),
+        (["--compilation-cache", "/dev/null/here"], "cannot keep compiled programs: "),
     ],
 )
 def test_what_cannot_run_is_refused_before_the_weights_are_read(
@@ -97,41 +98,52 @@ def test_programs_are_kept_unless_told_otherwise(monkeypatch, tmp_path: Path):
     monkeypatch.setattr(generate, "keep_compiled_programs", kept.append)
     monkeypatch.setattr(generate, "generate", lambda arguments: None)
     monkeypatch.setattr(generate, "default_folder", lambda: tmp_path)
-    for arguments in ([], ["--no-compilation-cache"], ["--compilation-cache", "x"]):
+    other = tmp_path / "other"
+    for arguments in ([], [NO_CACHE], ["--compilation-cache", str(other)]):
         assert generate.main(arguments) == 0
-    assert kept == [tmp_path, None, Path("x")]
+    assert kept == [tmp_path, None, other]
+    assert other.is_dir()
+
+
+def test_a_home_that_cannot_be_written_to_costs_one_line(
+    monkeypatch, capsys: pytest.CaptureFixture[str]
+):
+    kept: list[Path | None] = []
+    monkeypatch.setattr(generate, "keep_compiled_programs", kept.append)
+    monkeypatch.setattr(generate, "generate", lambda arguments: None)
+    monkeypatch.setattr(generate, "default_folder", lambda: Path("/dev/null/cache"))
+    assert generate.main([]) == 0
+    assert kept == [None]
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("cannot keep compiled programs: ") and line.endswith("going on without")
 
 
 @pytest.mark.usefixtures("loaded_once")
 def test_the_comparison_is_of_alternating_pairs(model: Path, capsys: pytest.CaptureFixture[str]):
     arguments = ["--model", str(model), *SMALL, "--prompt", "abcabc", "--max-tokens", "24"]
-    arguments = [*arguments, "--temperature", "0", "--compare", "--pairs", "3"]
+    arguments = [*arguments, "--temperature", "0", "--compare", "--pairs", "3", "--json"]
     assert generate.main(arguments) == 0
-    text = capsys.readouterr().out
-    assert re.search(
-        r"speed-up: \d+\.\d\dx \(\d+\.\d\d to \d+\.\d\d\), .* 3 alternating pairs", text
-    )
-    assert text.count("tokens identical") == 1
-    assert len(re.findall(r"decode [\d.]+ tokens/s", text)) == 1
-    assert generate.main([*arguments, "--json"]) == 0
     results = json.loads(capsys.readouterr().out)
     assert len(results["speedups"]) == 3
     assert sorted(results["speedups"])[1] == results["speedup"]
     assert results["identical"] is True and results["first_difference"] is None
     assert results["decode_tokens_per_second"] > 0 < results["plain_decode_tokens_per_second"]
+    text, number = generate.summary(results), r"\d+\.\d\d"
+    assert re.search(rf"speed-up: {number}x \({number} to {number}\), .* 3 alternating", text)
+    assert text.count("tokens identical") == 1
+    assert len(re.findall(r"decode [\d.]+ tokens/s", text)) == 1
 
 
-@pytest.mark.usefixtures("loaded_once")
-def test_ten_pairs_are_the_default(model: Path, monkeypatch):
+def test_ten_pairs_are_the_default(monkeypatch):
     def compare(speculative, plain, prompt, sampling, pairs):
         raise ValueError(f"{pairs} pairs")
 
     monkeypatch.setattr(generate, "compare", compare)
-    parsed = generate.make_parser().parse_args(
-        ["--model", str(model), *SMALL, "--prompt", "a", "--max-tokens", "2", "--compare", "--json"]
-    )
+    monkeypatch.setattr(generate, "make_llm", lambda *_: None)
+    monkeypatch.setattr(generate, "stream", lambda *_: None)
+    monkeypatch.setattr(generate, "report", lambda *_: {})
     with pytest.raises(ValueError, match="10 pairs"):
-        generate.run(parsed)
+        generate.run(generate.make_parser().parse_args([NO_CACHE, "--compare", "--json"]))
 
 
 @pytest.mark.usefixtures("loaded_once")

@@ -22,7 +22,11 @@ from jaxspec import (
     make_mesh,
 )
 from jaxspec.commands.chat import chat, check_chat_template, typed_lines
-from jaxspec.commands.program_cache import default_folder, keep_compiled_programs
+from jaxspec.commands.program_cache import (
+    default_folder,
+    keep_compiled_programs,
+    make_folder,
+)
 from jaxspec.commands.shell import command_parser, progress_console, run_command
 from jaxspec.commands.streaming import stream
 from jaxspec.comparison import compare, decode_rate
@@ -154,9 +158,10 @@ def add_memory_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--compilation-cache",
         type=Path,
-        default=default_folder(),
         metavar="FOLDER",
-        help="keeps compiled programs, so that the next start is short",
+        help="keeps compiled programs, so that the next start is short (default: "
+        "$JAX_COMPILATION_CACHE_DIR, else $XDG_CACHE_HOME/jaxspec/compilation, else "
+        "~/.cache/jaxspec/compilation)",
     )
     group.add_argument("--no-compilation-cache", action="store_true", help="keep none")
 
@@ -205,8 +210,24 @@ def check(arguments: argparse.Namespace) -> None:
     """Raises ValueError for options that do not go together."""
     if arguments.pairs is not None and not arguments.compare:
         raise ValueError("--pairs would do nothing: add --compare")
+    if arguments.no_compilation_cache and arguments.compilation_cache is not None:
+        raise ValueError("--no-compilation-cache goes without --compilation-cache")
     if arguments.chat and (arguments.compare or arguments.json):
         raise ValueError("--chat goes with neither --compare nor --json")
+
+
+def program_folder(arguments: argparse.Namespace) -> Path | None:
+    """Where compiled programs are kept, None: nowhere. Raises ValueError for a folder that was
+    asked for and cannot be had; the default one may be missing, which is said."""
+    if arguments.no_compilation_cache:
+        return None
+    if arguments.compilation_cache is not None:
+        return make_folder(arguments.compilation_cache)
+    try:
+        return make_folder(default_folder())
+    except ValueError as error:
+        print(f"{error}; going on without", file=sys.stderr)
+        return None
 
 
 def read_prompt(arguments: argparse.Namespace) -> str:
@@ -305,7 +326,7 @@ def run_chat(arguments: argparse.Namespace) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     check(arguments)
-    keep_compiled_programs(None if arguments.no_compilation_cache else arguments.compilation_cache)
+    keep_compiled_programs(program_folder(arguments))
     if arguments.chat:
         run_chat(arguments)
     else:

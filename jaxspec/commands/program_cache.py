@@ -19,20 +19,20 @@ def default_folder() -> Path:
     return cache / "jaxspec" / "compilation"
 
 
-def keep_compiled_programs(folder: Path | None) -> None:
-    """Take compiled programs from a folder, and put new ones into it; None: keep none.
+def make_folder(folder: Path) -> Path:
+    """The folder, made if it was not there. Raises ValueError if programs cannot be kept in it."""
+    folder = folder.expanduser()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"cannot keep compiled programs: {error}") from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ValueError(f"cannot keep compiled programs: no permission to write to {folder}")
+    return folder
 
-    Raises ValueError for a folder that cannot be made.
-    """
-    if folder is not None:
-        folder = folder.expanduser()
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ValueError(
-                f"cannot keep compiled programs: {error}; name another folder with "
-                "--compilation-cache, or add --no-compilation-cache"
-            ) from error
+
+def keep_compiled_programs(folder: Path | None) -> None:
+    """Take compiled programs from a folder, and put new ones into it; None: keep none."""
     jax.config.update("jax_compilation_cache_dir", folder and str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
