@@ -20,11 +20,12 @@ class RaceResult:
 
     Attributes:
       tokens_per_second: of the decode phase, all sequences of a batch together; the median.
-      speedup: over the base on the same batch; the median.
+      speedups: over the base on the same batch, in order; ``speedup`` is their median.
       identical: texts that are the base's, token for token, of ``texts``.
     """
 
     tokens_per_second: float
+    speedups: tuple[float, ...]
     speedup: float
     acceptance_length: float
     identical: int
@@ -33,16 +34,20 @@ class RaceResult:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """Whether the tokens are the same, and medians over alternating runs.
+    """Whether the tokens are the same, and how fast they came in alternating pairs of runs.
 
-    ``first_difference`` is the index of the first token that differs, None when identical.
+    Attributes:
+      first_difference: index of the first token that differs, None when identical.
+      speedups: of each pair, in order; ``speedup`` is their median.
+      plain_decode_tokens_per_second, decode_tokens_per_second: see decode_rate; medians.
     """
 
     identical: bool
     first_difference: int | None
+    speedups: tuple[float, ...]
     speedup: float
     plain_decode_tokens_per_second: float
-    speculative_decode_tokens_per_second: float
+    decode_tokens_per_second: float
 
 
 def race(
@@ -52,24 +57,32 @@ def race(
 
     Request ``i`` of a batch takes seed ``sampling.seed + i``. A batch takes as long as its slowest
     request.
+
+    Raises ValueError for texts that end with their first token: nothing is decoded then.
     """
     laps = _run(engines, batches, sampling)
     return [_result(laps[0], own) for own in laps]
 
 
 def compare(
-    speculative: LLM, plain: LLM, prompt: Prompt, sampling: SamplingParams, repeats: int = 3
+    speculative: LLM, plain: LLM, prompt: Prompt, sampling: SamplingParams, pairs: int = 10
 ) -> Comparison:
-    """Race two engines on one request, ``repeats`` times."""
-    plain_laps, laps = _run((plain, speculative), [[prompt]] * repeats, sampling)
+    """Race two engines on one request: ``pairs`` times plain and then speculative decoding.
+
+    Raises ValueError for fewer than one pair, and as race.
+    """
+    if pairs < 1:
+        raise ValueError(f"a comparison needs at least one pair of runs, not {pairs}")
+    plain_laps, laps = _run((plain, speculative), [[prompt]] * pairs, sampling)
     result = _result(plain_laps, laps)
     differs = first_difference(laps[0][0].token_ids, plain_laps[0][0].token_ids)
     return Comparison(
         identical=result.identical == result.texts,
         first_difference=differs,
+        speedups=result.speedups,
         speedup=result.speedup,
         plain_decode_tokens_per_second=_result(plain_laps, plain_laps).tokens_per_second,
-        speculative_decode_tokens_per_second=result.tokens_per_second,
+        decode_tokens_per_second=result.tokens_per_second,
     )
 
 
@@ -92,13 +105,16 @@ def _run(
 
 def _result(base: list[Lap], laps: list[Lap]) -> RaceResult:
     rates, base_rates = ([decode_rate(lap) for lap in each] for each in (laps, base))
-    ratios = [rate / other for rate, other in zip(rates, base_rates, strict=True) if other]
+    if not all(base_rates):
+        raise ValueError("a text ended with its first token: there is no decoding to compare")
+    ratios = [rate / other for rate, other in zip(rates, base_rates, strict=True)]
     rounds = sum(completion.num_rounds for lap in laps for completion in lap)
     tokens = sum(len(completion.token_ids) - 1 for lap in laps for completion in lap)
     pairs = list(_pairs(base, laps))
     return RaceResult(
         tokens_per_second=statistics.median(rates),
-        speedup=statistics.median(ratios) if ratios else 1.0,
+        speedups=tuple(ratios),
+        speedup=statistics.median(ratios),
         acceptance_length=tokens / rounds if rounds else 0.0,
         identical=sum(one.token_ids == other.token_ids for one, other in pairs),
         texts=len(pairs),

@@ -267,13 +267,14 @@ class TreeShape:
 
     @classmethod
     def parse(cls, text: str):
-        """``plain``, ``chain:K`` or ``tree:NODES:DEPTH:TOPK``, as the command lines write trees.
+        """``plain``, ``chain:K`` or ``NODES:DEPTH:TOPK``, as the command lines write trees.
 
-        Raises ValueError for anything else.
+        The last may begin with ``tree:``. Raises ValueError for anything else.
         """
-        kind, *sizes = text.split(":")
+        kind, *sizes = text.split(":") if text[:1].isalpha() else ["tree", *text.split(":")]
+        numbers = [int(size) for size in sizes] if all(map(str.isdecimal, sizes)) else None
         try:
-            match kind, [int(size) for size in sizes]:
+            match kind, numbers:
                 case "plain", []:
                     return cls(1, 0, 1)
                 case "chain", [tokens]:
@@ -282,7 +283,7 @@ class TreeShape:
                     return cls(nodes, depth, top_k)
         except ValueError as error:
             raise ValueError(f"tree {text!r}: {error}") from None
-        raise ValueError(f"{text!r} is not plain, chain:K or tree:NODES:DEPTH:TOPK")
+        raise ValueError(f"{text!r} is not plain, chain:K or NODES:DEPTH:TOPK")
 
 
 PLAIN = TreeShape(1, 0, 1)

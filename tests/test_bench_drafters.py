@@ -6,8 +6,8 @@ from dataclasses import asdict
 import pytest
 from matplotlib.axes import Axes
 
+from jaxspec.commands import bench_drafters
 from jaxspec.comparison import RaceResult
-from scripts import bench_drafters
 
 
 @pytest.mark.slow
@@ -39,7 +39,7 @@ def test_bars_stand_over_their_own_batch_size(tmp_path, monkeypatch):
             "batch": batch,
             "drafter": drafter,
             "mode": mode,
-            **asdict(RaceResult(1.0, batch + (drafter == "a/h"), 1.0, 1, 1)),
+            **asdict(RaceResult(1.0, (), batch + (drafter == "a/h"), 1.0, 1, 1)),
         }
         for batch in (16, 1)
         for drafter, mode in (("none", "plain"), ("a/h", "chain:3"), ("b/h", "chain:3"))
@@ -66,4 +66,4 @@ def test_bars_stand_over_their_own_batch_size(tmp_path, monkeypatch):
 def test_bad_input_is_one_line_and_exit_code_2(arguments, message, sources, capsys):
     assert bench_drafters.main(["--data", str(sources), *arguments]) == 2
     line = [line for line in capsys.readouterr().err.splitlines() if line.strip()][-1]
-    assert line.startswith("bench_drafters: ") and message in line
+    assert line.startswith("jaxspec bench drafters: ") and message in line

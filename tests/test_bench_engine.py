@@ -6,7 +6,7 @@ import json
 import pytest
 
 from jaxspec.benchmarking.shapes import SHAPES
-from scripts import bench_engine
+from jaxspec.commands import bench_engine
 from tests.marks import slow
 
 TINY = ["--shape", "tiny", "--context", "20", "--page-size", "16", "--dtype", "float32"]
@@ -51,4 +51,4 @@ def test_every_mode_is_timed_beside_its_floor(sampling, monkeypatch, capsys):
 def test_bad_input_is_one_line_and_exit_code_2(arguments, message, capsys):
     assert bench_engine.main([*TINY, *arguments]) == 2
     [line] = [line for line in capsys.readouterr().err.splitlines() if line.strip()]
-    assert line.startswith("bench_engine: ") and message in line
+    assert line.startswith("jaxspec bench engine: ") and message in line

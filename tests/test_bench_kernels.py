@@ -13,9 +13,9 @@ from jaxspec.benchmarking.kernels import (
     relative_error,
     time_benchmark,
 )
+from jaxspec.commands import bench_kernels
 from pallas_kernels.benchmark import Benchmark
 from pallas_kernels.paged_attention.cases import TEST_CASES, Case, as_benchmark, benchmarks
-from scripts import bench_kernels
 from tests.marks import slow
 
 TREE = next(case for case in TEST_CASES if case.name == "small tree")
@@ -50,7 +50,7 @@ def test_every_kernel_is_timed_beside_its_reference(name, monkeypatch, capsys):
 def test_bad_input_is_one_line_and_exit_code_2(arguments, message, capsys):
     assert bench_kernels.main(arguments) == 2
     [line] = [line for line in capsys.readouterr().err.splitlines() if line.strip()]
-    assert line.startswith("bench_kernels: ") and message in line
+    assert line.startswith("jaxspec bench kernels: ") and message in line
 
 
 def test_every_call_is_fed_by_the_one_before_and_sets_rotate():

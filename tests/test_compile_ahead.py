@@ -9,7 +9,7 @@ from jaxlib.version import __version__ as JAXLIB_VERSION
 
 from jaxspec.benchmarking.ahead_of_time import WHEELS
 from jaxspec.benchmarking.compiled_round import CompiledRound, Launches, MosaicKernel
-from scripts import compile_ahead
+from jaxspec.commands import compile_ahead
 
 
 def fake_wheels(folder: Path, version: str) -> Path:
@@ -43,7 +43,7 @@ def test_bad_input_is_one_line_and_exit_code_2(folders, arguments, message, caps
     arguments = [argument.format(**folders) for argument in arguments]
     assert compile_ahead.main(arguments) == 2
     [line] = [line for line in capsys.readouterr().err.splitlines() if line.strip()]
-    assert line.startswith("compile_ahead: ") and message.format(**folders) in line
+    assert line.startswith("jaxspec compile-ahead: ") and message.format(**folders) in line
 
 
 def test_a_failing_process_is_one_line(folders, tmp_path: Path, monkeypatch, capsys):

@@ -18,7 +18,7 @@ import pytest
 from jaxspec.benchmarking.ahead_of_time import install_command
 from jaxspec.benchmarking.compiled_round import CompiledRound
 from jaxspec.benchmarking.shapes import SHAPES
-from scripts import compile_ahead
+from jaxspec.commands import compile_ahead
 
 WHEELS = Path(os.environ.get("JAXSPEC_AOT_WHEELS", compile_ahead.ROOT / ".cache/aot-wheels"))
 SHAPE, MODES = "llama-3.1-8b", ("plain", "chain:5", "tree:60:7:10")

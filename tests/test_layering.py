@@ -43,6 +43,8 @@ LAYERS = (
     "jaxspec.training",
     "jaxspec",  # the package's own __init__.py: the public names
     "jaxspec.serving",
+    "jaxspec.commands",
+    "jaxspec.__main__",
     "scripts",
     "tests",
 )
@@ -286,7 +288,9 @@ def test_scheduling_runs_without_jax():
         ("jaxspec.engine", "jaxspec.scheduling.request", True),
         ("jaxspec", "jaxspec.llm.LLM", True),
         ("jaxspec.engine", "tests.helpers", False),
-        ("scripts.generate", "jaxspec.LLM", True),
+        ("jaxspec.commands.generate", "jaxspec.LLM", True),
+        ("jaxspec.llm", "jaxspec.commands.generate", False),
+        ("scripts.generate", "jaxspec.__main__.main", True),
     ],
 )
 def test_the_import_rule(importer: str, imported: str, allowed: bool):

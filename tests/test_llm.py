@@ -138,9 +138,23 @@ def test_ten_calls_of_one_bucket_trace_once(model):
 
 
 def test_compare_finds_equal_tokens(llm, model):
-    result = compare(llm, LLM(model, "none", max_length=128), "abcabcabc", GREEDY, repeats=1)
+    result = compare(llm, LLM(model, "none", max_length=128), "abcabcabc", GREEDY, pairs=1)
     assert result.identical and result.first_difference is None
     assert result.speedup > 0
+
+
+def test_compare_gives_every_pair(llm, model):
+    plain = LLM(model, "none", max_length=128)
+    result = compare(llm, plain, "abcabcabc", GREEDY, pairs=4)
+    assert len(result.speedups) == 4
+    assert min(result.speedups) <= result.speedup <= max(result.speedups)
+    with pytest.raises(ValueError, match="at least one pair"):
+        compare(llm, plain, "abc", GREEDY, pairs=0)
+
+
+def test_a_text_of_one_token_has_no_speed_to_compare(llm):
+    with pytest.raises(ValueError, match="no decoding to compare"):
+        compare(llm, llm, "abc", SamplingParams(max_tokens=1), pairs=1)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from jaxspec.benchmarking.shapes import SHAPES
-from scripts import profile_round
+from jaxspec.commands import profile
 
 TINY = ["--shape", "tiny", "--context", "32", "--page-size", "16", "--dtype", "float32"]
 
@@ -18,10 +18,10 @@ TINY = ["--shape", "tiny", "--context", "32", "--page-size", "16", "--dtype", "f
 def test_a_round_is_split_into_its_phases(tmp_path: Path, monkeypatch, capsys):
     tiny = SHAPES["tiny"]
     small = dataclasses.replace(tiny, layers=tiny.layers[:2])
-    monkeypatch.setattr(profile_round, "SHAPES", {"tiny": small})
+    monkeypatch.setattr(profile, "SHAPES", {"tiny": small})
     plot = tmp_path / "round.png"
     arguments = [*TINY, "--mode", "tree:3:1:2@1.5", "--rounds", "3", "--plot", str(plot), "--json"]
-    assert profile_round.main(arguments) == 0
+    assert profile.main(arguments) == 0
     printed = capsys.readouterr()
     results = json.loads(printed.out)
     assert results["profiled_rounds"] == 4
@@ -53,6 +53,6 @@ def test_a_round_is_split_into_its_phases(tmp_path: Path, monkeypatch, capsys):
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(arguments, message, capsys):
-    assert profile_round.main([*TINY, *arguments]) == 2
+    assert profile.main([*TINY, *arguments]) == 2
     [line] = [line for line in capsys.readouterr().err.splitlines() if line.strip()]
-    assert line.startswith("profile_round: ") and message in line
+    assert line.startswith("jaxspec profile: ") and message in line

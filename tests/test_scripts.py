@@ -7,10 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from jaxspec import BUILT_IN_MODEL
-from scripts import generate
+from jaxspec.commands import generate
 from tests.checkpoints import tiny_eagle3_head, tiny_llama
 
 ROOT = Path(__file__).parent.parent
@@ -33,7 +32,7 @@ def run_script(name: str, *arguments: object) -> subprocess.CompletedProcess[str
 @pytest.mark.slow
 def test_generate_compares_with_plain_decoding_as_json(capsys: pytest.CaptureFixture[str]):
     arguments = ("--drafter", "ngram", "--compare", "--json", "--max-tokens", "64")
-    arguments = (*arguments, "--compilation-cache", "none", "--temperature", "0", "--seed", "7")
+    arguments = (*arguments, "--no-compilation-cache", "--temperature", "0", "--seed", "7")
     assert generate.main(arguments) == 0
     report = json.loads(capsys.readouterr().out)
     assert not GENERATE_KEYS - set(report)
@@ -50,19 +49,19 @@ def test_generate_prints_a_summary_and_keeps_compiled_programs(tmp_path: Path):
         result = run_script("generate", "--max-tokens", 16, "--compilation-cache", cache)
         assert result.returncode == 0, result.stderr
         assert "def read_config(path):" in result.stdout
-        for words in ("acceptance length", "accepted by depth", "prefill", "tokens/s", "programs"):
-            assert words in result.stdout
+        *_, rounds, depths, speed = result.stdout.splitlines()  # lines of a pipe are not wrapped
+        assert "acceptance length" in rounds and depths.startswith("accepted by depth: ")
+        assert speed.startswith("prefill ") and "tokens/s" in speed and "programs ready" in speed
         found.append({file.name for file in cache.iterdir() if file.name.endswith("-cache")})
     assert found[0] == found[1] != set()
 
 
-def test_an_error_is_shown(capsys: pytest.CaptureFixture[str]):
+def test_an_error_is_shown():
     shown = dict.fromkeys(GENERATE_KEYS, 0) | {
         "acceptance_by_depth": [], "finish_reason": "error", "error": "no finite logits",
         "prefill_tokens_per_second": 1.0, "compile_seconds": 1.0,
     }  # fmt: skip
-    generate.print_summary(Console(), shown)
-    printed = capsys.readouterr().out
+    printed = generate.summary(shown)
     assert "(error)" in printed and "error: no finite logits" in printed
 
 
@@ -80,18 +79,19 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--prompt", ""], "prompt 0 is empty"),
         (["--prompt", "x = 1\n" * 400, "--max-length", "64"], "raise max_length"),
         (["--model", "/no/such/directory"], "no directory /no/such/directory"),
         (["--model", "{corrupt}"], "not a readable safetensors file"),
         (["--temperature", "-1"], "temperature must be at least 0"),
         (
-            ["--nodes", "60", "--depth", "8", "--top-k", "8", "--num-pages", "4"],
+            ["--tree", "60:8:8", "--num-pages", "4"],
             "the budget is 4",
         ),
         (["--drafter", "{head}"], "vocab_size is 320, not 4096"),
         (["--drafter", "{model}"], "share a tokenizer"),
         (["--prompt-file", "/no/such/file"], "cannot read /no/such/file"),
+        (["--tree", "60"], "'60' is not plain, chain:K or NODES:DEPTH:TOPK"),
+        (["--tree", "4:5:2"], "num_nodes (4) must exceed max_depth (5)"),
         (["--tp", "64"], "needs 64 devices"),
         (["--proposal", "sampled"], "proposal 'sampled' does not go with acceptance 'match'"),
         (["--kernels", "all"], "the kernels are for Hopper GPUs, not for cpu"),
@@ -100,7 +100,7 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 )
 def test_bad_input_is_one_line_and_exit_code_2(broken, arguments, message, capsys):
     arguments = [argument.format(**broken) for argument in arguments]
-    assert generate.main([*arguments, "--compilation-cache", "none"]) == 2
+    assert generate.main([*arguments, "--no-compilation-cache"]) == 2
     [line] = [line for line in capsys.readouterr().err.splitlines() if line.strip()]
     assert message in line
 
@@ -109,7 +109,7 @@ def test_the_exit_code_reaches_the_shell():
     result = run_script("generate", "--model", "/no/such/directory")
     assert result.returncode == 2
     [line] = [line for line in result.stderr.splitlines() if line.strip()]
-    assert line.startswith("generate.py: no directory /no/such/directory")
+    assert line.startswith("jaxspec generate: no directory /no/such/directory")
 
 
 def test_the_built_in_model_is_small_and_says_where_it_comes_from():

@@ -41,37 +41,37 @@ class Mode:
 
 
 def parse_mode(text: str) -> Mode:
-    """``plain``, ``chain:K`` or ``tree:NODES:DEPTH:TOPK``, the latter two with ``@LENGTH``.
+    """A tree as SpeculationConfig.parse reads it; all but ``plain`` may end in ``@LENGTH``.
 
     Raises ValueError for anything else.
     """
-    shape, _, length = text.partition("@")
+    shape, at, length = text.partition("@")
     try:
-        kind, *sizes = shape.split(":")
-        match kind, [int(size) for size in sizes]:
-            case "plain", [] if not length:
-                return Mode("plain")
-            case "chain", [tokens]:
-                default = dict(CHAIN_LENGTHS).get(tokens)
-                return _mode(shape, tokens + 1, tokens, 1, float(length) if length else default)
-            case "tree", [nodes, depth, top_k]:
-                return _mode(shape, nodes, depth, top_k, float(length or TREE_LENGTH))
+        tree = SpeculationConfig.parse(shape)
+        if tree.is_plain:
+            if at:
+                raise ValueError("plain decoding has no acceptance length")
+            return Mode("plain")
+        return _mode(shape, tree, float(length) if at else _default_length(tree))
     except ValueError as error:
         raise ValueError(f"mode {text!r}: {error}") from None
-    raise ValueError(f"mode {text!r} is not plain, chain:K or tree:NODES:DEPTH:TOPK[@LENGTH]")
 
 
-def _mode(shape: str, num_nodes: int, depth: int, top_k: int, length: float | None) -> Mode:
+def _default_length(tree: SpeculationConfig) -> float:
+    if not tree.is_chain:
+        return TREE_LENGTH
+    length = dict(CHAIN_LENGTHS).get(tree.max_depth)
     if length is None:
         raise ValueError("say which acceptance length, as in chain:4@3.2")
-    if not 1 <= length <= depth + 1:
-        raise ValueError(f"the acceptance length must lie in 1 .. {depth + 1}, not {length:g}")
-    speculation = SpeculationConfig(
-        num_nodes=num_nodes,
-        max_depth=depth,
-        top_k=top_k,
-        acceptance=Synthetic(length),
-    )
+    return length
+
+
+def _mode(shape: str, tree: SpeculationConfig, length: float) -> Mode:
+    if not 1 <= length <= tree.max_depth + 1:
+        raise ValueError(
+            f"the acceptance length must lie in 1 .. {tree.max_depth + 1}, not {length:g}"
+        )
+    speculation = dataclasses.replace(tree, acceptance=Synthetic(length))
     return Mode(f"{shape}@{length:g}", speculation, length)
 
 

@@ -43,6 +43,7 @@ def test_shapes_have_the_published_number_of_parameters(shape: str, billions: fl
         ("chain:4@2.5", "chain:4@2.5", 3, 102),
         ("tree:60:7:10", "tree:60:7:10@4", 5, 64),
         ("tree:60:7:10@8", "tree:60:7:10@8", 8, 32),
+        ("60:7:10@8", "60:7:10@8", 8, 32),
     ],
 )
 def test_modes_are_parsed(text: str, name: str, most_tokens: int, rounds: int):
@@ -61,6 +62,8 @@ def test_modes_are_parsed(text: str, name: str, most_tokens: int, rounds: int):
         "chain:3@5",
         "chain:x",
         "tree:60:7",
+        "60:7",
+        "chain:3@x",
         "tree:3:7:2",
     ],
 )

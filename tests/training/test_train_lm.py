@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from jaxspec.commands import train_lm
 from jaxspec.config import ModelConfig, dense_model
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
@@ -22,7 +23,6 @@ from jaxspec.training.optimizer import learning_rate
 from jaxspec.training.pretrain import Pretraining, sample
 from jaxspec.training.report import Card, export
 from jaxspec.training.schedule import SLACK, Pace, Schedule
-from scripts import train_lm
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = TrainConfig(
@@ -296,7 +296,7 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments, message, tmp_path, cap
     arguments = [argument.format(file=tmp_path / "a.py") for argument in arguments]
     assert train_lm.main([*fixed, *work, "--vocab", "260", *arguments]) == 2
     [line] = [line for line in capsys.readouterr().err.splitlines() if line.strip()]
-    assert line.startswith("train_lm: ") and message in line
+    assert line.startswith("jaxspec train-lm: ") and message in line
 
 
 def test_the_script_reports_a_user_error_in_one_line(tmp_path: Path):
@@ -307,5 +307,5 @@ def test_the_script_reports_a_user_error_in_one_line(tmp_path: Path):
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert result.returncode == 2
-    assert result.stderr.startswith("train_lm: no usable text file")
+    assert result.stderr.startswith("jaxspec train-lm: no usable text file")
     assert result.stderr.count("\n") == 1

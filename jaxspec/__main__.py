@@ -1,0 +1,78 @@
+"""The command line: ``jaxspec COMMAND ...`` or ``python -m jaxspec COMMAND ...``."""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from types import MappingProxyType
+
+# What each command does. Its module has the same name, with underscores, in jaxspec/commands/.
+COMMANDS: Mapping[str, str] = MappingProxyType(
+    {
+        "generate": "generate text speculatively, compare with plain decoding, or chat",
+        "train-head": "train a draft head for a model",
+        "train-lm": "train a small language model from scratch",
+        "adapt": "adapt a draft head to a new domain while it serves",
+        "eval": "measure how many draft tokens are accepted",
+        "check-exactness": "compare speculative with plain text, token for token",
+        "bench drafters": "time drafters against plain decoding, with real acceptance",
+        "bench engine": "time rounds of a public model shape, on random weights",
+        "bench kernels": "time every kernel beside its reference",
+        "bench swap": "time swapping a target's weights in a running engine",
+        "profile": "show where the time of one round goes",
+        "compile-ahead": "compile the decode program for H100s without one",
+    }
+)
+TRAIN_EXTRA = ("matplotlib", "optax")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:{width}}  {text}" for name, text in COMMANDS.items()]
+    parser = argparse.ArgumentParser(
+        prog="jaxspec",
+        usage="jaxspec COMMAND [options]",
+        description="Lossless speculative decoding in JAX.",
+        epilog="\n".join(["commands:", *lines, "", "`jaxspec COMMAND --help` lists its options."]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    version = f"jaxspec {metadata.version('jaxspec')}"
+    parser.add_argument("--version", action="version", version=version)
+    return parser
+
+
+def run(name: str, arguments: Sequence[str]) -> int:
+    """Import and run one command: what `generate` does not need is not loaded for it."""
+    module = "jaxspec.commands." + name.replace(" ", "_").replace("-", "_")
+    try:
+        command = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name not in TRAIN_EXTRA:
+            raise
+        print(
+            f"jaxspec {name}: {error.name} is not installed: pip install 'jaxspec[train]'",
+            file=sys.stderr,
+        )
+        return 2
+    return command.main(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    for count in (1, 2):
+        name = " ".join(words[:count])
+        if name in COMMANDS:
+            return run(name, words[count:])
+    parser = make_parser()
+    parser.parse_known_args(words)  # ends here for --help and --version
+    if not words:
+        parser.print_help(sys.stderr)
+        return 2
+    begun = [name for name in COMMANDS if name.startswith(f"{words[0]} ")]
+    known = f"choose from {', '.join(begun)}" if begun else "`jaxspec --help` lists them"
+    parser.error(f"no command {' '.join(words[:2])!r}: {known}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

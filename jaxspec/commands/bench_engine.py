@@ -1,0 +1,204 @@
+"""Time plain decoding, chains and trees of a public model shape, on random weights.
+
+Draft tokens are accepted at a fixed mean length ("synthetic" acceptance), so that the speed of a
+round can be measured without a checkpoint; the text means nothing. Modes are `plain`, `chain:K`
+and `NODES:DEPTH:TOPK` (root included), each of the latter with `@ACCEPTANCE_LENGTH`; they
+draft with an EAGLE-3 head. Every figure stands beside the memory floor: the bytes that a round
+must read over the bandwidth measured in the same run.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import itertools
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from rich.console import Console
+from rich.table import Table
+
+from jaxspec.benchmarking.compiling import compile_side_by_side
+from jaxspec.benchmarking.floors import local_bytes
+from jaxspec.benchmarking.modes import Mode, make_params, parse_mode
+from jaxspec.benchmarking.random_params import random_decoder, random_eagle3_head
+from jaxspec.benchmarking.rounds import SAMPLING, Bench, Timing, Workload, time_mode
+from jaxspec.benchmarking.shapes import SHAPES
+from jaxspec.benchmarking.timing import Bandwidth, measure_bandwidth
+from jaxspec.commands.shell import (
+    command_parser,
+    progress_console,
+    run_command,
+    table_console,
+    typed_command,
+)
+from jaxspec.models.decoder import Decoder
+from jaxspec.models.heads import DraftHead
+from jaxspec.sharding import make_mesh
+from pallas_kernels.selection import Kernels
+
+MOST_JOBS = 4  # that compile side by side, each with a state in memory for a moment
+DEFAULT_MODES = "plain,chain:3,chain:5,tree:60:7:10"
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = command_parser("bench engine", __doc__)
+    add = parser.add_argument
+    add("--shape", choices=SHAPES, default="llama-3.1-8b", help="of the model")
+    add("--modes", default=DEFAULT_MODES, help="comma list")
+    add("--batch", default="1", help="comma list of numbers of sequences")
+    add("--context", type=int, default=512, help="prompt tokens of each sequence")
+    add("--new-tokens", type=int, default=256, help="tokens a sequence grows by in a timed call")
+    add("--repeats", type=int, default=5, help="timed calls; their median counts")
+    add("--page-size", type=int, default=64, help="tokens of a page of the KV cache")
+    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of weights and cache")
+    add("--tp", type=int, default=1, help="devices that share the model")
+    add("--sampling", choices=SAMPLING, default="greedy", help="how rows sample: of all but greedy "
+        "the program for rows of any sampling is timed")  # fmt: skip
+    add("--kernels", default="auto", help="auto (all on a Hopper GPU), all, none or a comma list")
+    add("--json", action="store_true", help="JSON on stdout, the table on stderr")
+    return parser
+
+
+def choose(args: argparse.Namespace) -> list[tuple[Workload, Mode]]:
+    """What is to be timed."""
+    modes = [parse_mode(text) for text in args.modes.split(",")]
+    batches = [int(text) for text in args.batch.split(",")]
+    if min(*batches, args.context, args.new_tokens, args.page_size, args.repeats) < 1:
+        raise ValueError(
+            "--batch, --context, --new-tokens, --page-size and --repeats must be at least 1"
+        )
+    chosen = []
+    for batch, mode in itertools.product(batches, modes):
+        workload = Workload(
+            batch=batch,
+            context=args.context,
+            rounds=mode.rounds(args.new_tokens),
+            page_size=args.page_size,
+            repeats=args.repeats,
+            sampling=args.sampling,
+        )
+        chosen.append((workload, mode))
+    return chosen
+
+
+def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """All timings, and everything needed to read them later."""
+    chosen, kernels = choose(args), Kernels.parse(args.kernels)
+    on_gpu = jax.default_backend() == "gpu"
+    console.print("measuring the memory bandwidth")
+    bandwidth = measure_bandwidth((2 << 30) if on_gpu else (64 << 20))
+    timings = measure_modes(args, console, chosen, kernels)
+    memory = jax.devices()[0].memory_stats() or {}
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": typed_command(),
+        "jax": jax.__version__,
+        "device": jax.devices()[0].device_kind,
+        "own_kernels": str(kernels),
+        "peak_bytes": memory.get("peak_bytes_in_use"),
+        "arguments": vars(args),
+        "config": dataclasses.asdict(SHAPES[args.shape]),
+        "bandwidth": dataclasses.asdict(bandwidth),
+        "timings": [as_row(timing, bandwidth) for timing in timings],
+    }
+
+
+def measure_modes(
+    args: argparse.Namespace,
+    console: Console,
+    chosen: Sequence[tuple[Workload, Mode]],
+    kernels: Kernels,
+) -> list[Timing]:
+    mesh = make_mesh(args.tp) if args.tp > 1 else None
+    config, dtype = SHAPES[args.shape], jnp.dtype(args.dtype)
+    console.print(f"making random weights of {args.shape}")
+    target, head = random_decoder(config, dtype, mesh, seed=0), None
+    if any(mode.speculation for _, mode in chosen):
+        head = random_eagle3_head(config, dtype, mesh, seed=1)
+    jax.block_until_ready((target, head))
+    console.print(f"{local_bytes((target, head)) / 1e9:.2f} GB of weights a device")
+    timings = []
+    for bench in compile_all(chosen, target, head, mesh, kernels, console):
+        name = f"{bench.mode.name}, batch {bench.workload.batch}: "
+        timings.append(time_mode(bench, lambda text, name=name: console.print(name + text)))
+    return timings
+
+
+def compile_all(
+    chosen: Sequence[tuple[Workload, Mode]],
+    target: Decoder,
+    head: DraftHead | None,
+    mesh: Mesh | None,
+    kernels: Kernels,
+    console: Console,
+) -> list[Bench]:
+    """All programs, compiled side by side before anything is timed."""
+
+    def compiled(one: tuple[Workload, Mode]) -> Bench:
+        workload, mode = one
+        return Bench(mode, make_params(mode, target, head, mesh, kernels), workload)
+
+    benches = []
+    for bench in compile_side_by_side(compiled, chosen, "modes", MOST_JOBS, console.print):
+        benches.append(bench)
+        console.print(
+            f"compiled {bench.mode.name}, batch {bench.workload.batch}, "
+            f"in {bench.compile_seconds:.0f} s"
+        )
+    return benches
+
+
+def as_row(timing: Timing, bandwidth: Bandwidth) -> dict[str, Any]:
+    floor_ms = 1e3 * timing.floor.total / bandwidth.best
+    return dataclasses.asdict(timing) | {
+        "floor_ms": floor_ms,
+        "share_of_floor": floor_ms / timing.round_ms,
+    }
+
+
+def make_table(results: dict[str, Any]) -> Table:
+    arguments, bandwidth = results["arguments"], results["bandwidth"]
+    title = (
+        f"{arguments['shape']}, {arguments['dtype']}, tp {arguments['tp']}, "
+        f"{results['device']}, jax {results['jax']}, {results['date']}"
+    )
+    caption = (
+        f"sampling: {arguments['sampling']}; kernels: {results['own_kernels']}\n"
+        f"memory: {bandwidth['copy'] / 1e12:.3f} TB/s copied (x + 1), "
+        f"{bandwidth['read'] / 1e12:.3f} TB/s read (sum); the floor takes the larger\n"
+        f"{results['command']}"
+    )
+    table = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
+    for name in ("mode", "batch", "context", "prefill ms", "ms/round", "tokens/round", "tokens/s"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name in ("floor GB", "floor ms", "% of floor"):
+        table.add_column(name, justify="right")
+    for row in results["timings"]:
+        table.add_row(
+            row["mode"],
+            str(row["batch"]),
+            f"{row['first_context']:.0f}-{row['last_context']:.0f}",
+            f"{row['prefill_ms']:.1f}",
+            f"{row['round_ms']:.3f}",
+            f"{row['acceptance_length']:.2f}",
+            f"{row['tokens_per_second']:,.0f}",
+            f"{sum(row['floor'].values()) / 1e9:.3g}",
+            f"{row['floor_ms']:.3f}",
+            f"{100 * row['share_of_floor']:.0f}",
+        )
+    return table
+
+
+def run(args: argparse.Namespace) -> None:
+    results = measure(args, progress_console())
+    table_console(stderr=args.json).print(make_table(results))
+    if args.json:
+        print(json.dumps(results, indent=2))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return run_command(make_parser(), run, arguments)

@@ -1,0 +1,184 @@
+"""Time every kernel over its cases, beside its jnp reference (XLA) and the floor of the hardware.
+
+Without a GPU that the kernels are for, the references stand in for them.
+
+A call is timed in a chain inside one program, fed by the one before it, and over more data than
+the caches hold; but top_k, truncate and kv_compact work on what is in the cache, as in the engine.
+The floor is the time that its bytes take at the copy bandwidth, or its FLOPs at the rate of a large
+bfloat16 product, whichever is longer; both rates are measured in the same run.
+Errors are ||out - exact|| / ||exact||, where exact is the reference in float32.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import json
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.table import Table
+
+from jaxspec.benchmarking.compiling import compile_side_by_side
+from jaxspec.benchmarking.kernels import (
+    CompiledBenchmark,
+    KernelTiming,
+    Peaks,
+    Plan,
+    compile_benchmark,
+    time_benchmark,
+)
+from jaxspec.benchmarking.timing import measure_bandwidth, measure_product_rate
+from jaxspec.commands.shell import (
+    command_parser,
+    progress_console,
+    run_command,
+    table_console,
+    typed_command,
+)
+from pallas_kernels.add_rms_norm import cases as add_rms_norm
+from pallas_kernels.benchmark import Benchmark
+from pallas_kernels.kv_compact import cases as kv_compact
+from pallas_kernels.paged_attention import cases as paged_attention
+from pallas_kernels.rope_kv_write import cases as rope_kv_write
+from pallas_kernels.top_k import cases as top_k
+from pallas_kernels.truncate import cases as truncate
+
+OPERATIONS: Mapping[str, Callable[[], Sequence[Benchmark]]] = MappingProxyType(
+    {
+        "paged_attention": paged_attention.benchmarks,
+        "rope_kv_write": rope_kv_write.benchmarks,
+        "add_rms_norm": add_rms_norm.benchmarks,
+        "kv_compact": kv_compact.benchmarks,
+        "top_k": top_k.benchmarks,
+        "truncate": truncate.benchmarks,
+    }
+)
+ROTATION_BYTES = 200 << 20  # four times an H100's L2 cache
+MOST_JOBS = 12  # that compile side by side
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = command_parser("bench kernels", __doc__)
+    add = parser.add_argument
+    add("--only", default="", help="cases whose 'operation: case' contains this text")
+    add("--repeats", type=int, default=5, help="timed programs a case; their median counts")
+    add("--seconds", type=float, default=0.02, help="of one timed program, at least about")
+    add("--json", action="store_true", help="JSON on stdout, the table on stderr")
+    return parser
+
+
+def measure(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
+    """All timings, and everything needed to read them later."""
+    if args.repeats < 1 or args.seconds <= 0:
+        raise ValueError("--repeats must be at least 1 and --seconds more than 0")
+    chosen = [
+        (operation, benchmark)
+        for operation, benchmarks in OPERATIONS.items()
+        for benchmark in benchmarks()
+        if args.only in f"{operation}: {benchmark.name}"
+    ]
+    if not chosen:
+        raise ValueError(f"no case contains {args.only!r}")
+    on_gpu = jax.default_backend() == "gpu"
+    progress.print("measuring the memory bandwidth and a large product")
+    peaks = Peaks(
+        bandwidth=measure_bandwidth((2 << 30) if on_gpu else (8 << 20)).copy,
+        product_rate=measure_product_rate(8192 if on_gpu else 128),
+    )
+    plan = Plan(ROTATION_BYTES if on_gpu else 0, args.seconds, args.repeats)
+    rows = []
+    for index, (operation, compiled) in enumerate(compile_all(chosen, peaks, plan, progress)):
+        row = as_row(operation, time_benchmark(compiled, peaks, plan))
+        rows.append(row)
+        progress.print(
+            f"{index + 1}/{len(chosen)} {operation}: {row['case']}: {row['us']:.1f} us, "
+            f"XLA {row['reference_us']:.1f}, floor {row['floor_us']:.1f}"
+        )
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": typed_command(),
+        "jax": jax.__version__,
+        "device": jax.devices()[0].device_kind,
+        "arguments": vars(args),
+        "peaks": dataclasses.asdict(peaks),
+        "timings": rows,
+    }
+
+
+def compile_all(
+    chosen: Sequence[tuple[str, Benchmark]], peaks: Peaks, plan: Plan, progress: Console
+) -> list[tuple[str, CompiledBenchmark]]:
+    """All cases, each with its operation; compiled side by side, before anything is timed."""
+
+    def compiled_case(one: tuple[str, Benchmark]) -> tuple[str, CompiledBenchmark]:
+        operation, benchmark = one
+        return operation, compile_benchmark(benchmark, peaks, plan)
+
+    compiled = []
+    for one in compile_side_by_side(compiled_case, chosen, "cases", MOST_JOBS, progress.print):
+        compiled.append(one)
+        operation, case = one
+        progress.print(f"compiled {len(compiled)}/{len(chosen)} {operation}: {case.benchmark.name}")
+    return compiled
+
+
+def as_row(operation: str, timing: KernelTiming) -> dict[str, Any]:
+    return {
+        "operation": operation,
+        "case": timing.case,
+        "implementation": timing.implementation,
+        "us": 1e6 * timing.seconds,
+        "reference_us": 1e6 * timing.reference_seconds,
+        "bytes": timing.num_bytes,
+        "flops": timing.flops,
+        "gb_per_s": 1e-9 * timing.num_bytes / timing.seconds,
+        "tflop_per_s": 1e-12 * timing.flops / timing.seconds,
+        "floor_us": 1e6 * timing.floor_seconds,
+        "bound": timing.bound,
+        "share_of_floor": timing.floor_seconds / timing.seconds,
+        "error": timing.error,
+        "reference_error": timing.reference_error,
+    }
+
+
+def make_table(results: dict[str, Any]) -> Table:
+    peaks = results["peaks"]
+    title = f"{results['device']}, jax {results['jax']}, {results['date']}"
+    caption = (
+        f"peaks: {peaks['bandwidth'] / 1e12:.3f} TB/s copied (x + 1), "
+        f"{peaks['product_rate'] / 1e12:.3g} TFLOP/s (bfloat16 product)\n{results['command']}"
+    )
+    table = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
+    for name in ("operation", "case", "implementation"):
+        table.add_column(name, no_wrap=True)
+    for name in ("us", "XLA us", "GB/s", "floor us", "bound", "% of floor", "error", "XLA error"):
+        table.add_column(name, justify="right")
+    for row in results["timings"]:
+        table.add_row(
+            row["operation"],
+            row["case"],
+            row["implementation"],
+            f"{row['us']:.1f}",
+            f"{row['reference_us']:.1f}",
+            f"{row['gb_per_s']:,.0f}",
+            f"{row['floor_us']:.1f}",
+            row["bound"],
+            f"{100 * row['share_of_floor']:.0f}",
+            f"{row['error']:.1e}",
+            f"{row['reference_error']:.1e}",
+        )
+    return table
+
+
+def run(args: argparse.Namespace) -> None:
+    results = measure(args, progress_console())
+    table_console(stderr=args.json).print(make_table(results))
+    if args.json:
+        print(json.dumps(results, indent=2))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return run_command(make_parser(), run, arguments)

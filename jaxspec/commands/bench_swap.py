@@ -1,0 +1,124 @@
+"""Time swapping a target's weights in a running engine, as RL and distillation loops do.
+
+Random weights of a public shape, and new ones as a flax parameter tree on the device. Timed are the
+first and the second swap of each kind: `use_target` of a jaxspec Decoder, and of a flax tree, which
+is transposed and joined first. Nothing passes through the host; no program may be compiled again.
+"""
+
+import argparse
+import functools
+import json
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from jaxspec import Engine, EngineParams, Run, SamplingParams, SpeculationConfig
+from jaxspec.benchmarking.random_params import random_decoder
+from jaxspec.benchmarking.shapes import SHAPES
+from jaxspec.commands.shell import command_parser, run_command
+from jaxspec.config import CacheConfig
+from jaxspec.loading import resolve_dtype
+from jaxspec.models.decoder import Decoder
+from jaxspec.speculation.drafters import NGramDrafter
+from jaxspec.tensors import splitting, tensor_shapes
+from jaxspec.weights.flax_bridge import target_from_flax
+from pallas_kernels.selection import Kernels
+
+PROMPT, SAMPLING = [1, 2, 3, 4], SamplingParams(max_tokens=16)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = command_parser("bench swap", __doc__)
+    parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b", help="of the model")
+    parser.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float32"),
+        help="of weights (default: float32 on CPU, else bfloat16)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def flax_tree(like: Decoder) -> tuple[dict[str, Any], dict[str, str]]:
+    """A random flax tree for a target's shapes, and the names of its arrays."""
+    splits = like.filled(splitting(like.config.vocab_size))
+    leaves = zip(jax.tree.leaves(like), jax.tree.leaves(splits), strict=True)
+    tree: dict[str, Any] = {}
+    names: dict[str, str] = {}
+    for index, (name, tensor) in enumerate(tensor_shapes(leaves).items()):
+        shape = tensor.shape
+        is_kernel = name.endswith("proj.weight") or name == "lm_head.weight"
+        path = name.replace("weight", "kernel") if is_kernel else name
+        names[name], own = path, shape[::-1] if is_kernel else shape
+        noise = jax.random.normal(jax.random.key(index, impl="rbg"), own, like.dtype)
+        tree[path] = 1 + 0.1 * noise if len(own) == 1 else noise * own[0] ** -0.5
+    return tree, names
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    dtype = resolve_dtype(args.dtype)
+    config = SHAPES[args.shape]
+    first, second = (random_decoder(config, dtype, None, seed) for seed in (0, 1))
+    params = EngineParams(
+        target=first,
+        drafter=NGramDrafter(),
+        speculation=SpeculationConfig.chain(3),
+        kernels=Kernels.for_device(),
+    )
+    engine = Engine(params, CacheConfig(page_size=64, max_length=256), max_rows=1)
+    texts = [generate(engine)]
+    programs: list[Any] = [engine.admit, engine.prefill, engine.decode]
+    traces = [program._cache_size() for program in programs]
+    swaps = [functools.partial(engine.use_target, one) for one in (second, first)]
+    seconds = {"Decoder": [timed(swap, engine) for swap in swaps]}
+    del first, second, params, swaps  # memory: the engine's own and the flax tree are enough
+    tree, names = flax_tree(engine.params.target)
+    jax.block_until_ready(tree)
+
+    def use_flax() -> None:
+        engine.use_target(target_from_flax(engine.params.target, tree, names))
+
+    seconds["flax tree"] = [timed(use_flax, engine) for _ in range(2)]
+    texts.append(generate(engine))
+    if texts[0] == texts[1]:
+        raise RuntimeError("the new weights were not used")
+    if [program._cache_size() for program in programs] != traces:
+        raise RuntimeError("a program was compiled again")
+    return {
+        "device": jax.devices()[0].device_kind,
+        "shape": args.shape,
+        "dtype": dtype.name,
+        "seconds": seconds,
+    }
+
+
+def generate(engine: Engine) -> list[int]:
+    tokens: list[int] = []
+    for step in Run(engine, [PROMPT], [SAMPLING]):
+        tokens += step.new_tokens[0]
+    return tokens
+
+
+def timed(swap: Callable[[], None], engine: Engine) -> float:
+    started = time.perf_counter()
+    swap()
+    jax.block_until_ready(engine.params.target)
+    return time.perf_counter() - started
+
+
+def run(args: argparse.Namespace) -> None:
+    results = measure(args)
+    if args.json:
+        print(json.dumps(results))
+        return
+    print(f"{results['shape']}, {results['dtype']}, {results['device']}")
+    for kind, (first, second) in results["seconds"].items():
+        print(
+            f"weights from a {kind} tree: {first:.3f} s the first time, {second:.3f} s the second"
+        )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return run_command(make_parser(), run, arguments, expected=(ValueError, RuntimeError))

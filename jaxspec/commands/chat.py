@@ -1,0 +1,76 @@
+"""A small chat on the terminal, which shows how many drafted tokens each answer accepted."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import transformers
+
+from jaxspec import LLM, Completion, SamplingParams
+from jaxspec.commands.streaming import stream
+from jaxspec.comparison import decode_rate
+
+Message = dict[str, str]  # role, content
+
+
+def check_chat_template(tokenizer: transformers.PreTrainedTokenizerBase, model: str) -> None:
+    """Raises ValueError for a tokenizer that does not say how a chat is written."""
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"{model} has no chat template: --chat needs an instruction-tuned model (without "
+            "--chat, a prompt is continued)"
+        )
+
+
+def typed_lines() -> Iterator[str]:
+    """What the user types, until Ctrl-D."""
+    while True:
+        try:
+            yield input("> ")
+        except EOFError:
+            print()
+            return
+
+
+def chat(llm: LLM, sampling: SamplingParams, lines: Iterable[str]) -> None:
+    """Answer each line, knowing those before it, until ``/exit``; ``/clear`` forgets them."""
+    messages: list[Message] = []
+    for line in map(str.strip, lines):
+        if line == "/exit":
+            return
+        if line == "/clear":
+            messages = []
+        elif line.startswith("/"):
+            print("commands: /clear forgets the chat so far, /exit or Ctrl-D ends it")
+        elif line:
+            messages = converse(llm, sampling, [*messages, {"role": "user", "content": line}])
+
+
+def converse(llm: LLM, sampling: SamplingParams, messages: list[Message]) -> list[Message]:
+    """Show the answer to the last message. Returns the chat with it, or without both."""
+    try:
+        completion = stream(llm, chat_prompt(llm, messages), sampling)
+    except ValueError as error:  # a chat that has become too long
+        print(f"{error} (/clear forgets the chat so far)")
+        return messages[:-1]
+    print(f"\n[{describe(completion)}]")
+    return [*messages, {"role": "assistant", "content": completion.text}]
+
+
+def chat_prompt(llm: LLM, messages: list[Message]) -> list[int]:
+    tokens: Any = llm.tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, tokenize=True, return_dict=False
+    )
+    return list(tokens)
+
+
+def describe(completion: Completion) -> str:
+    parts = [
+        f"{len(completion.token_ids)} tokens",
+        f"{completion.acceptance_length:.2f} a round",
+        f"{decode_rate([completion]):.1f} tokens/s",
+    ]
+    if completion.finish_reason == "length":
+        parts.append("cut at --max-tokens")
+    if completion.error:
+        parts.append(completion.error)
+    return ", ".join(parts)

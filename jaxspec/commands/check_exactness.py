@@ -1,0 +1,160 @@
+"""Generate from many prompts plainly and speculatively, and compare the tokens.
+
+In float32 they are the same. In bfloat16, products of different widths round differently and a
+near-tie can flip: with --verify-width both run at one width and must agree; without it, the share
+of equal texts and the logit gap at each first difference are reported. The prompts are the first
+lines of Python's own library modules, so that no data is needed.
+"""
+
+import argparse
+import dataclasses
+import json
+import platform
+import statistics
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+from rich.console import Console
+
+from jaxspec import BUILT_IN_MODEL, LLM, SamplingParams, SpeculationConfig
+from jaxspec.commands.shell import command_parser, progress_console, run_command
+from jaxspec.comparison import first_difference, logit_gap
+from jaxspec.evaluation import summarize
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = command_parser("check-exactness", __doc__)
+    add = parser.add_argument
+    add(
+        "--model",
+        default=str(BUILT_IN_MODEL),
+        help="model directory or hub id (default: the built-in model)",
+    )
+    add("--drafter", action="append", help="as in generate; may be repeated (default: ngram)")
+    add(
+        "--mode",
+        action="append",
+        help="chain:K or NODES:DEPTH:TOPK; may be repeated (default: chain:5)",
+    )
+    add("--verify-width", type=int, help="of plain decoding too, so that rounding cannot differ")
+    add("--dtype", choices=("float32", "bfloat16"), help="(default: float32 on CPU, else bfloat16)")
+    add("--prompts", type=int, default=64, help="number of prompts")
+    add("--prompt-tokens", type=int, default=96, help="tokens of a prompt")
+    add("--max-tokens", type=int, default=256, help="new tokens of each prompt")
+    add("--temperature", type=float, default=0.0, help="of sampling; 0 is greedy")
+    add("--top-p", type=float, default=1.0, help="probability kept in sampling; 1 keeps all")
+    add("--kernels", default="auto", help="auto (all on a Hopper GPU), all, none or a comma list")
+    add("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def library_prompts(llm: LLM, count: int, length: int) -> list[list[int]]:
+    """The first ``length`` tokens of the ``count`` first library modules that are long enough."""
+    prompts = []
+    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
+        tokens = llm.tokenizer(path.read_text(encoding="utf-8"))["input_ids"][:length]
+        if len(tokens) == length:
+            prompts.append(list(tokens))
+        if len(prompts) == count:
+            return prompts
+    raise ValueError(f"only {len(prompts)} library modules have {length} tokens")
+
+
+def make_llm(arguments: argparse.Namespace, drafter: str, speculation: SpeculationConfig) -> LLM:
+    return LLM(
+        arguments.model,
+        drafter,
+        speculation=speculation,
+        dtype=arguments.dtype,
+        kernels=arguments.kernels,
+        max_batch=arguments.prompts,
+    )
+
+
+def measure(arguments: argparse.Namespace) -> dict:
+    progress = progress_console()
+    trees = [
+        dataclasses.replace(SpeculationConfig.parse(mode), verify_width=arguments.verify_width)
+        for mode in arguments.mode or ["chain:5"]
+    ]
+    sampling = [
+        SamplingParams(
+            temperature=arguments.temperature,
+            top_p=arguments.top_p,
+            seed=seed,
+            max_tokens=arguments.max_tokens,
+        )
+        for seed in range(arguments.prompts)
+    ]
+    plain = make_llm(arguments, "none", trees[0])
+    prompts = library_prompts(plain, arguments.prompts, arguments.prompt_tokens)
+    progress.print(f"plain decoding of {len(prompts)} prompts")
+    expected = plain.generate(prompts, sampling)
+    rows = []
+    for drafter in arguments.drafter or ["ngram"]:
+        for tree in trees:
+            progress.print(f"{drafter}, {tree.num_nodes} nodes, depth {tree.max_depth}")
+            got = make_llm(arguments, drafter, tree).generate(prompts, sampling)
+            gaps = []
+            for one, other in zip(expected, got, strict=True):
+                index = first_difference(one.token_ids, other.token_ids)
+                if index is not None:
+                    gaps.append(logit_gap(plain.params.target, one, other, index))
+            rows.append(
+                {
+                    "drafter": drafter,
+                    "num_nodes": tree.num_nodes,
+                    "max_depth": tree.max_depth,
+                    "top_k": tree.top_k,
+                    "identical": len(prompts) - len(gaps),
+                    "prompts": len(prompts),
+                    "acceptance_length": summarize(got).length,
+                    "logit_gaps": gaps,
+                }
+            )
+    return {
+        "model": arguments.model,
+        "dtype": str(plain.params.target.embed.dtype),
+        "verify_width": arguments.verify_width,
+        "tokens": sum(len(c.token_ids) for c in expected),
+        "kernels": str(plain.engine.kernels),
+        "device": jax.devices()[0].device_kind,
+        "python": platform.python_version(),
+        "rows": rows,
+    }
+
+
+def print_report(results: dict) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    width = results["verify_width"] or "not fixed"
+    console.print(
+        f"{results['dtype']} on {results['device']}, {results['tokens']} tokens, "
+        f"verification width {width}, kernels: {results['kernels']}"
+    )
+    for row in results["rows"]:
+        line = (
+            f"{row['drafter']} {row['num_nodes']}:{row['max_depth']}:{row['top_k']}: "
+            f"{row['identical']} of {row['prompts']} identical, "
+            f"acceptance length {row['acceptance_length']:.2f}"
+        )
+        if row["logit_gaps"]:
+            gaps = row["logit_gaps"]
+            line += (
+                f", logit gap at the first difference: median {statistics.median(gaps):.4f}, "
+                f"largest {max(gaps):.4f}"
+            )
+        console.print(line)
+
+
+def run(args: argparse.Namespace) -> None:
+    results = measure(args)
+    if args.json:
+        print(json.dumps(results))
+    else:
+        print_report(results)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return run_command(make_parser(), run, arguments)

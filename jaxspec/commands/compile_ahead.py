@@ -1,0 +1,206 @@
+"""Compile the decode program for H100s on a machine without a GPU, and say what came of it.
+
+Launches inside and outside CUDA graphs, copies of KV pages, all-reduces, memory, and the registers
+and spills of every Mosaic kernel. The compiler comes from wheels in a folder of their own (730 MB,
+nothing is installed), of the same version as jaxlib:
+
+    V=$(python3 -c "import jaxlib; print(jaxlib.__version__)")
+    pip install --target .cache/aot-wheels --no-deps jax-cuda13-pjrt==$V jax-cuda13-plugin==$V \\
+        nvidia-cuda-nvcc nvidia-cuda-crt nvidia-nvvm
+
+Flags in XLA_FLAGS are passed on. Products are not tuned without the device, so XLA may divide some
+of them otherwise there.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import functools
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.table import Table
+
+from jaxspec.benchmarking.ahead_of_time import (
+    check_wheels,
+    compile_decode,
+    compiler_environment,
+    read_round,
+)
+from jaxspec.benchmarking.compiled_round import CompiledRound
+from jaxspec.benchmarking.modes import parse_mode
+from jaxspec.benchmarking.rounds import Workload
+from jaxspec.benchmarking.shapes import SHAPES
+from jaxspec.commands.shell import command_parser, run_command, table_console
+from jaxspec.config import ModelConfig
+
+ROOT = Path(__file__).resolve().parent.parent.parent  # what holds the package
+NEW_TOKENS = 256  # room for them after the context, as in bench_engine
+LOG = "log.txt"
+TABLE_WIDTH = 100  # where the output is no terminal
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = command_parser("compile-ahead", __doc__)
+    add = parser.add_argument
+    add("--shape", choices=SHAPES, default="llama-3.1-8b", help="of the model")
+    add("--mode", default="chain:5", help="plain, chain:K or NODES:DEPTH:TOPK")
+    add(
+        "--layers",
+        type=int,
+        help="of the target, fewer than the shape's to be quick (default: the shape's)",
+    )
+    add("--batch", type=int, default=1, help="number of sequences")
+    add("--context", type=int, default=512, help="prompt tokens of each sequence")
+    add("--page-size", type=int, default=64, help="tokens of a page of the KV cache")
+    add("--tp", type=int, default=1, help="devices that share the model")
+    add(
+        "--sampling",
+        choices=("greedy", "general"),
+        default="greedy",
+        help="the program for greedy rows alone, or for all",
+    )
+    add("--kernels", default="auto", help="auto, all, none, or a comma list of operations")
+    add("--wheels", type=Path, default=Path(".cache/aot-wheels"), help="folder of the compiler")
+    add("--dump", type=Path, help="an empty folder to keep what the compiler writes")
+    add("--json", action="store_true", help="JSON on stdout, the table on stderr")
+    add("--in-this-process", action="store_true", help=argparse.SUPPRESS)
+    return parser
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raise ValueError or FileNotFoundError for what cannot be compiled, before that is tried."""
+    parse_mode(args.mode)
+    layers = model_config(args).num_layers
+    if min(layers, args.batch, args.context, args.page_size, args.tp) < 1:
+        raise ValueError("--layers, --batch, --context, --page-size and --tp must be at least 1")
+    if args.dump and args.dump.is_dir() and any(args.dump.iterdir()):
+        raise ValueError(f"{args.dump} is not empty: name another folder with --dump")
+    check_wheels(args.wheels)
+
+
+def model_config(args: argparse.Namespace) -> ModelConfig:
+    config = SHAPES[args.shape]
+    if args.layers is None:
+        return config
+    return dataclasses.replace(config, layers=config.layers[:1] * args.layers)
+
+
+def compile_here(args: argparse.Namespace) -> None:
+    """In a process whose environment is right."""
+    mode = parse_mode(args.mode)
+    workload = Workload(
+        batch=args.batch,
+        context=args.context,
+        rounds=mode.rounds(NEW_TOKENS),
+        page_size=args.page_size,
+        repeats=1,
+        sampling=args.sampling,
+    )
+    compile_decode(model_config(args), mode, workload, args.tp, args.kernels, args.dump)
+
+
+def compile_elsewhere(args: argparse.Namespace, arguments: Sequence[str]) -> CompiledRound:
+    """In a process of its own: the environment of this one is read when jax starts.
+
+    Raises RuntimeError with the last thing that process said if it fails.
+    """
+    with tempfile.TemporaryDirectory(prefix="compile_ahead.") as folder:
+        dump = args.dump or Path(folder)
+        dump.mkdir(parents=True, exist_ok=True)
+        log = dump / LOG
+        own = [*arguments, "--in-this-process", "--dump", str(dump)]
+        command = [sys.executable, "-m", "jaxspec", "compile-ahead", *own]
+        environment = compiler_environment(args.wheels, dump, os.environ)
+        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment["PYTHONPATH"]])
+        with log.open("w") as file:
+            result = subprocess.run(
+                command, env=environment, stdout=file, stderr=subprocess.STDOUT, check=False
+            )
+        printed = log.read_text(errors="replace")
+        if result.returncode:
+            said = [line.strip() for line in printed.splitlines() if line.strip()]
+            raise RuntimeError(
+                f"the compiling process failed ({result.returncode}): "
+                f"{said[-1] if said else 'it said nothing'} (--dump FOLDER keeps its {LOG})"
+            )
+        return read_round(dump, printed)
+
+
+def measure(arguments: Sequence[str]) -> dict[str, Any]:
+    """Compile what a command line asks for. The results hold a CompiledRound as ``round``."""
+    args = make_parser().parse_args(arguments)
+    check(args)
+    started = time.perf_counter()
+    compiled = compile_elsewhere(args, arguments)
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(["jaxspec", "compile-ahead", *arguments]),
+        "jax": jax.__version__,
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+        "mode": parse_mode(args.mode).name,
+        "layers": model_config(args).num_layers,
+        "seconds": time.perf_counter() - started,
+        "round": compiled,
+    }
+
+
+def make_table(results: dict[str, Any]) -> Table:
+    compiled: CompiledRound = results["round"]
+    launches = compiled.launches
+    reduces = [f"{count} {scope}" for scope, count in compiled.all_reduces.items()]
+    table = Table(
+        title=f"{results['mode']}, {results['layers']} layers, jax {results['jax']}, "
+        f"compiled for H100 in {results['seconds']:.0f} s",
+        caption=results["command"],
+        title_justify="left",
+        caption_justify="left",
+    )
+    table.add_column("of one round, on one device")
+    table.add_column("", justify="right")
+    graphs = "the loop is in one" if launches.loop_in_graph else str(launches.graphs)
+    table.add_row("CUDA graphs", graphs)
+    table.add_row("launches inside graphs", str(launches.in_graphs))
+    table.add_row("launches outside, condition included", str(launches.outside))
+    table.add_row("copies of KV pages", str(compiled.page_copies))
+    table.add_row("all-reduces", "\n".join(reduces) or "0")
+    table.add_row("all-reduces inside graphs", str(launches.all_reduces_in_graphs))
+    table.add_row("arguments", f"{compiled.argument_bytes / 2**30:.3f} GiB")
+    table.add_row("temporaries", f"{compiled.temporary_bytes / 2**20:.2f} MiB")
+    for kernel in sorted(compiled.kernels, key=lambda kernel: (kernel.name, kernel.registers)):
+        table.add_row(
+            f"kernel {kernel.name}",
+            f"{kernel.registers} registers, {kernel.spilled_bytes} bytes spilled",
+        )
+    return table
+
+
+def run(args: argparse.Namespace, arguments: Sequence[str]) -> None:
+    results = measure(arguments)
+    table_console(stderr=args.json, width=TABLE_WIDTH).print(make_table(results))
+    if args.json:
+        print(json.dumps(results | {"round": dataclasses.asdict(results["round"])}, indent=2))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    parser = make_parser()
+    args = parser.parse_args(arguments)
+    if args.in_this_process:
+        compile_here(args)
+        return 0
+    return run_command(
+        parser,
+        functools.partial(run, arguments=arguments),
+        arguments,
+        expected=(ValueError, OSError, RuntimeError),
+    )

@@ -1,0 +1,138 @@
+"""How many tokens of a draft are accepted: by mode, temperature and rule, on held-out prompts.
+
+Modes are `chain:K` and `NODES:DEPTH:TOPK` (root included). Rules are `coupled` and `top_k`
+(matching rule, children ranked under the target's noise or by the drafter alone; the same at
+temperature 0) and `rejection`. Prompts are the beginnings of held-out rows of --data.
+"""
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.table import Table
+
+from jaxspec import BUILT_IN_MODEL, LLM, SamplingParams, SpeculationConfig
+from jaxspec.commands.shell import command_parser, progress_console, run_command, table_console
+from jaxspec.evaluation import measure_acceptance
+from jaxspec.llm import load_tokenizer
+from jaxspec.loading import choose_drafter, resolve_dtype
+from jaxspec.training import data
+from jaxspec.training.draft_data import held_out_prompts
+
+RULES = ("coupled", "top_k", "rejection")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = command_parser("eval", __doc__)
+    add = parser.add_argument
+    add(
+        "--model",
+        default=str(BUILT_IN_MODEL),
+        help="model directory or hub id (default: the built-in model)",
+    )
+    add(
+        "--drafter",
+        default="auto",
+        help="ngram, or directory or hub id of a head or model (default: the built-in head for the "
+        "built-in model, ngram for others)",
+    )
+    add("--data", type=Path, nargs="+", required=True, help="folders, text or .jsonl files, named "
+        "as in training: a file is held out by the hash of its name below them")  # fmt: skip
+    add(
+        "--suffixes",
+        nargs="+",
+        default=list(data.DEFAULT_SUFFIXES),
+        help="of the files read in folders",
+    )
+    add("--modes", default="chain:5,tree:60:8:8", help="comma list")
+    add("--temperatures", type=float, nargs="+", default=[0.0, 1.0], help="of sampling")
+    add("--rules", nargs="+", choices=RULES, default=list(RULES), help="see above")
+    add("--prompts", type=int, default=64, help="held-out rows that text is generated from")
+    add("--prompt-tokens", type=int, default=64, help="tokens of a prompt")
+    add("--max-tokens", type=int, default=192, help="new tokens of each prompt")
+    add("--batch", type=int, default=16, help="prompts that run together")
+    add("--dtype", choices=("float32", "bfloat16"), help="(default: float32 on CPU, else bfloat16)")
+    add("--seed", type=int, default=0, help="of all random numbers")
+    add("--json", action="store_true", help="JSON on stdout, the table on stderr")
+    return parser
+
+
+def speculation_of(mode: str, rule: str) -> SpeculationConfig:
+    tree = SpeculationConfig.parse(mode)
+    if rule == "rejection":
+        return dataclasses.replace(tree, acceptance="rejection")
+    return dataclasses.replace(tree, proposal=rule)
+
+
+def evaluate(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
+    prompts, report = held_out_prompts(
+        args.data,
+        load_tokenizer(args.model),
+        args.prompts,
+        prompt_tokens=args.prompt_tokens,
+        max_tokens=args.max_tokens,
+        suffixes=tuple(args.suffixes),
+    )
+    progress.print(str(report))
+    rows = []
+    for mode in args.modes.split(","):
+        for rule in args.rules:
+            speculation = speculation_of(mode, rule)
+            llm = LLM(
+                args.model,
+                args.drafter,
+                speculation=speculation,
+                dtype=args.dtype,
+                max_length=args.prompt_tokens + args.max_tokens,
+                max_batch=args.batch,
+            )
+            for temperature in args.temperatures:
+                if temperature == 0 and rule != args.rules[0]:
+                    continue  # greedy text is drafted and accepted alike under every rule
+                progress.print(f"{mode}, {rule}, temperature {temperature:g}")
+                sampling = SamplingParams(
+                    temperature=temperature, seed=args.seed, max_tokens=args.max_tokens
+                )
+                found = measure_acceptance(llm, prompts, sampling)
+                setting = {"mode": mode, "rule": rule, "temperature": temperature}
+                rows.append(setting | dataclasses.asdict(found))
+    return {
+        "model": str(args.model),
+        "drafter": str(choose_drafter(args.model, args.drafter)),
+        "device": jax.devices()[0].device_kind,
+        "dtype": resolve_dtype(args.dtype).name,
+        "results": rows,
+    }
+
+
+def make_table(results: dict[str, Any]) -> Table:
+    table = Table(title=f"{results['drafter']} for {results['model']} on {results['device']}")
+    for name in ("mode", "temperature", "rule", "tokens", "acceptance length (95 %)", "by depth"):
+        table.add_column(name)
+    for row in results["results"]:
+        low, high = row["length_interval"]
+        table.add_row(
+            row["mode"],
+            f"{row['temperature']:g}",
+            row["rule"],
+            f"{row['tokens']:,}",
+            f"{row['length']:.2f} ({low:.2f} to {high:.2f})",
+            " ".join(f"{share:.0%}" for share in row["by_depth"]),
+        )
+    return table
+
+
+def run(args: argparse.Namespace) -> None:
+    results = evaluate(args, progress_console())
+    table_console(stderr=args.json, width=130).print(make_table(results))
+    if args.json:
+        print(json.dumps(results))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return run_command(make_parser(), run, arguments)

@@ -1,0 +1,237 @@
+"""Where the milliseconds of one decoding round go: draft, verify, accept, compact, and gaps.
+
+Two calls of a model shape with random weights and synthetic acceptance (see bench engine) run
+under the profiler. Each kernel is attributed to the scope (jax.named_scope) that the compiled
+program gives it; a fused kernel counts for the product in it, or for its result. Times leave out
+what overlaps with earlier kernels, so that they and the gaps, in which nothing ran, make the round.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import itertools
+import json
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import matplotlib
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from rich.console import Console
+from rich.table import Table
+
+from jaxspec.benchmarking.hlo import LAYER_PARTS, OTHER, PARTS, PHASES, Program, Scope
+from jaxspec.benchmarking.modes import make_params, parse_mode
+from jaxspec.benchmarking.profile import Cost, Profile, Round, profile_rounds, record, summarize
+from jaxspec.benchmarking.random_params import random_decoder, random_eagle3_head
+from jaxspec.benchmarking.rounds import Bench, Workload
+from jaxspec.benchmarking.shapes import SHAPES
+from jaxspec.benchmarking.timing import timed
+from jaxspec.commands.shell import (
+    command_parser,
+    progress_console,
+    run_command,
+    table_console,
+    typed_command,
+)
+from pallas_kernels.selection import Kernels
+
+NUM_CALLS = 2  # under the profiler
+LONG_CALL = 5  # times the rounds of a call
+PAIRS = 3  # of a call and a long one
+TABLE_WIDTH = 100  # where the output is no terminal
+LANES = (*PHASES, OTHER)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = command_parser("profile", __doc__)
+    add = parser.add_argument
+    add("--shape", choices=SHAPES, default="llama-3.1-8b", help="of the model")
+    add("--mode", default="chain:5", help="plain, chain:K or NODES:DEPTH:TOPK, the latter two with "
+        "@ACCEPTANCE_LENGTH")  # fmt: skip
+    add("--batch", type=int, default=1, help="number of sequences")
+    add("--context", type=int, default=512, help="prompt tokens of each sequence")
+    add("--page-size", type=int, default=64, help="tokens of a page of the KV cache")
+    add("--rounds", type=int, default=8, help="rounds in one call; all but the last are profiled")
+    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of weights and cache")
+    add("--kernels", default="auto", help="auto (all on a Hopper GPU), all, none or a comma list")
+    add("--plot", type=Path, help="write one round's timeline as a PNG")
+    add("--json", action="store_true", help="JSON on stdout, the table on stderr")
+    return parser
+
+
+def check(args: argparse.Namespace) -> None:
+    if min(args.batch, args.context, args.page_size) < 1 or args.rounds < 2:
+        raise ValueError("--batch, --context and --page-size must be at least 1, --rounds 2")
+    if args.plot and not args.plot.parent.is_dir():
+        raise ValueError(f"no directory {args.plot.parent}")
+
+
+def run_profiled(args: argparse.Namespace, progress: Console) -> tuple[Profile, dict[str, Any]]:
+    """The profile, and what else is known of the run."""
+    mode, kernels = parse_mode(args.mode), Kernels.parse(args.kernels)
+    config, dtype = SHAPES[args.shape], jnp.dtype(args.dtype)
+    progress.print(f"making random weights of {args.shape}")
+    target, head = random_decoder(config, dtype, None, seed=0), None
+    if mode.speculation:
+        head = random_eagle3_head(config, dtype, None, seed=1)
+    params = make_params(mode, target, head, None, kernels)
+    progress.print("compiling")
+    workload = Workload(
+        batch=args.batch,
+        context=args.context,
+        rounds=max(1 + LONG_CALL, NUM_CALLS) * args.rounds,
+        page_size=args.page_size,
+        repeats=1,
+    )
+    bench = Bench(mode, params, workload)
+    progress.print("warming up")
+    jax.block_until_ready(bench.decode(bench.fill(bench.new_state()), args.rounds))
+    unprofiled_us = statistics.median(unprofiled_round_us(bench, args.rounds) for _ in range(PAIRS))
+    progress.print("profiling")
+    states = [bench.fill(bench.new_state())]
+
+    def calls() -> None:
+        for _ in range(NUM_CALLS):
+            states.append(jax.block_until_ready(bench.decode(states.pop(), args.rounds)))
+
+    events = record(calls)
+    profile = profile_rounds(events, Program(bench.program_text()), args.rounds, NUM_CALLS)
+    passes = params.speculation.max_depth * (len(head.layers) if head else 0)
+    return profile, {
+        "mode": mode.name,
+        "own_kernels": str(kernels),
+        "layer_runs": {"draft": passes, "verify": config.num_layers},
+        "unprofiled_round_us": unprofiled_us,
+    }
+
+
+def unprofiled_round_us(bench: Bench, rounds: int) -> float:
+    """A round's part of what a longer call takes more: the rest is what any call costs."""
+    state = bench.fill(bench.new_state())
+    state, seconds = timed(bench.decode, state, rounds)
+    _, long_seconds = timed(bench.decode, state, LONG_CALL * rounds)
+    return 1e6 * (long_seconds - seconds) / ((LONG_CALL - 1) * rounds)
+
+
+def measure(args: argparse.Namespace, progress: Console) -> tuple[Profile, dict[str, Any]]:
+    """The profile, and results for the table and JSON."""
+    check(args)
+    profile, run = run_profiled(args, progress)
+    rounds, config = profile.rounds, SHAPES[args.shape]
+    round_us = statistics.mean(one.length_us for one in rounds)
+    costs = summarize(rounds, lambda span: span.scope)
+    kernels = summarize(rounds, lambda span: (span.name, span.scope))
+    return profile, {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": typed_command(),
+        "jax": jax.__version__,
+        "device": jax.devices()[0].device_kind,
+        "own_kernels": run["own_kernels"],
+        "arguments": vars(args) | {"plot": args.plot and str(args.plot)},
+        "config": dataclasses.asdict(config),
+        "mode": run["mode"],
+        "profiled_rounds": len(rounds),
+        "round_us": round_us,
+        "unprofiled_round_us": run["unprofiled_round_us"],
+        "gaps_us": statistics.mean(one.gaps_us for one in rounds),
+        "longest_gap_us": statistics.mean(one.longest_gap_us for one in rounds),
+        "host_gap_us": profile.host_gap_us,
+        "scopes": [as_row(s, costs[s], round_us, run["layer_runs"]) for s in in_order(costs)],
+        "kernels": [
+            {"kernel": name} | dataclasses.asdict(scope) | dataclasses.asdict(cost)
+            for (name, scope), cost in kernels.items()
+        ],
+    }
+
+
+def in_order(scopes: Iterable[Scope]) -> list[Scope]:
+    parts = (*PARTS, OTHER)
+    return sorted(scopes, key=lambda s: (LANES.index(s.phase), parts.index(s.part)))
+
+
+def as_row(scope: Scope, cost: Cost, round_us: float, layer_runs: dict[str, int]) -> dict[str, Any]:
+    """``launches_per_layer`` counts each run of a layer: drafting runs its layers several times."""
+    runs = layer_runs.get(scope.phase) if scope.part in LAYER_PARTS else None
+    return {
+        **dataclasses.asdict(scope),
+        "us": cost.us,
+        "share": cost.us / round_us,
+        "launches": cost.launches,
+        "launches_per_layer": cost.launches / runs if runs else None,
+    }
+
+
+def make_table(results: dict[str, Any]) -> Table:
+    args, round_us = results["arguments"], results["round_us"]
+    title = (
+        f"{args['shape']}, {args['dtype']}, {results['mode']}, batch {args['batch']}, context "
+        f"{args['context']}, {results['device']}, jax {results['jax']}, {results['date']}"
+    )
+    caption = (
+        f"{round_us:,.0f} us a round, {results['unprofiled_round_us']:,.0f} without the profiler; "
+        f"{results['host_gap_us']:,.0f} us between the calls\n"
+        f"kernels: {results['own_kernels']}\n{results['command']}"
+    )
+    table = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
+    table.add_column("phase")
+    table.add_column("part")
+    for name in ("us/round", "%", "launches/round", "launches/layer"):
+        table.add_column(name, justify="right")
+
+    def add(phase: str, part: str, us: float, launches: float | None, per_layer: float | None):
+        counts = ("" if n is None else f"{n:.{d}f}" for n, d in ((launches, 0), (per_layer, 1)))
+        table.add_row(phase, part, f"{us:,.1f}", f"{100 * us / round_us:.1f}", *counts)
+
+    for phase, group in itertools.groupby(results["scopes"], lambda row: row["phase"]):
+        rows = list(group)
+        add(phase, "", sum(r["us"] for r in rows), sum(r["launches"] for r in rows), None)
+        for row in rows if len(rows) > 1 else ():
+            add("", row["part"], row["us"], row["launches"], row["launches_per_layer"])
+    add("gaps", "", results["gaps_us"], None, None)
+    add("", "the longest", results["longest_gap_us"], None, None)
+    table.add_section()
+    add("round", "", round_us, sum(row["launches"] for row in results["scopes"]), None)
+    return table
+
+
+def plot_round(one: Round, title: str, path: Path) -> None:
+    """A lane for each phase, colored by part, over the milliseconds of a round."""
+    figure = Figure(figsize=(14, 4), layout="constrained")
+    axes = figure.subplots()
+    tab20 = matplotlib.colormaps["tab20"]
+    colors = {part: tab20(index) for index, part in enumerate(PARTS)} | {OTHER: (0.5, 0.5, 0.5, 1)}
+    for lane, phase in enumerate(LANES):
+        spans = [span for span in one.spans if span.scope.phase == phase]
+        axes.broken_barh(
+            [(1e-3 * span.start_us, 1e-3 * span.duration_us) for span in spans],
+            (lane - 0.4, 0.8),
+            facecolors=[colors[span.scope.part] for span in spans],
+        )
+    axes.set(xlabel="ms", title=title, xlim=(0, 1e-3 * one.length_us))
+    axes.set_yticks(range(len(LANES)), LANES)
+    axes.invert_yaxis()
+    shown = {span.scope.part for span in one.spans}
+    handles = [Patch(color=color, label=part) for part, color in colors.items() if part in shown]
+    figure.legend(handles=handles, loc="outside right upper")
+    figure.savefig(path, dpi=120)
+
+
+def run(args: argparse.Namespace) -> None:
+    progress = progress_console()
+    profile, results = measure(args, progress)
+    table_console(stderr=args.json, width=TABLE_WIDTH).print(make_table(results))
+    if args.json:
+        print(json.dumps(results, indent=2))
+    if args.plot:
+        by_length = sorted(profile.rounds, key=lambda one: one.length_us)
+        title = f"{args.shape}, {results['mode']}, batch {args.batch}, context {args.context}"
+        plot_round(by_length[len(by_length) // 2], title, args.plot)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return run_command(make_parser(), run, arguments)

@@ -1,0 +1,343 @@
+"""Train an EAGLE-3 (or EAGLE-1) draft head for a model, and export it in the official layout.
+
+Data are folders or files of text, or .jsonl files with `text` or chat `messages` on each line
+(learned in the assistant's turns only). With --regenerate the model first continues every row
+itself: a head learns best from what it will have to draft.
+"""
+
+import argparse
+import dataclasses
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+from rich.console import Console
+
+from jaxspec import BUILT_IN_MODEL, LLM, SpeculationConfig
+from jaxspec.commands.shell import command_parser, run_command, typed_command
+from jaxspec.config import LayerConfig, ModelConfig
+from jaxspec.llm import load_tokenizer
+from jaxspec.models.decoder import Decoder
+from jaxspec.models.hf_config import load_model_config
+from jaxspec.training import data, draft_data
+from jaxspec.training.draft_data import ExampleReport, Examples
+from jaxspec.training.draft_loss import LossConfig
+from jaxspec.training.draft_report import DraftCard, export_head
+from jaxspec.training.draft_run import DraftRecord, DraftTraining
+from jaxspec.training.draft_states import StoredStates, capture_states
+from jaxspec.training.draft_step import DraftTrainConfig, init_head
+from jaxspec.training.lm import num_parameters
+from jaxspec.training.precision import attention_of, resolve_precision
+from jaxspec.training.progress import counting, follow, progress_bar
+from jaxspec.training.regenerate import concatenate, regenerate
+from jaxspec.training.run_folder import check_resumable
+from jaxspec.training.schedule import Schedule, deadline_of
+from jaxspec.weights.hub import resolve_directory
+from jaxspec.weights.safetensors_io import load_decoder
+
+EXPORT_SHARE = 0.03  # of a time budget, kept for the last export
+ANSWERS_UNTIL = {"held-out": 0.1, "train": 0.5}  # shares of a time budget; written in this order
+HELD_OUT_ANSWERS = 256
+DEFAULT_LICENSE = "Trained on the data and for the model named above, each under its own licence."
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = command_parser("train-head", __doc__)
+    add = parser.add_argument
+    add(
+        "--model",
+        default=str(BUILT_IN_MODEL),
+        help="model directory or hub id (default: the built-in model)",
+    )
+    add("--data", type=Path, nargs="+", required=True, help="folders, text files or .jsonl files")
+    add("--out", type=Path, required=True, help="folder of the exported head")
+    add("--method", choices=("eagle3", "eagle1"), default="eagle3", help="layout of the head")
+    add("--work", type=Path, default=Path("runs/drafter"), help="checkpoints, log, answers, states")
+    add("--resume", action="store_true", help="go on from the last checkpoint in --work, with "
+        "the answers written by then; without it, checkpoints there are dropped")  # fmt: skip
+    length = parser.add_mutually_exclusive_group(required=True)
+    length.add_argument("--steps", type=int, help="training steps")
+    length.add_argument("--minutes", type=float, help="for everything, start-up and export too; "
+        "--regenerate stops when half of them are over, and training goes on with the answers "
+        "written by then")  # fmt: skip
+    rows = parser.add_argument_group("data")
+    rows.add_argument(
+        "--suffixes",
+        nargs="+",
+        default=list(data.DEFAULT_SUFFIXES),
+        help="of the files read in folders",
+    )
+    rows.add_argument("--length", type=int, default=512, help="tokens of a row")
+    rows.add_argument(
+        "--regenerate",
+        action="store_true",
+        help="let the model write the answers (of a chat, the first one)",
+    )
+    rows.add_argument("--regenerate-rows", type=int, help="only so many rows (default: all)")
+    rows.add_argument(
+        "--regenerate-temperatures",
+        type=float,
+        nargs="+",
+        help="of the answers, in turns (default: 0 1)",
+    )
+    rows.add_argument("--regenerate-batch", type=int, help="rows written together (default: 64)")
+    rows.add_argument("--keep-text", action="store_true", help="learn from the data's own text too")
+    rows.add_argument("--prompt-tokens", type=int, help="of a text row, to continue (default: 64)")
+    rows.add_argument("--store-states", action="store_true", help="keep hidden states on disk")
+    head = parser.add_argument_group("head")
+    head.add_argument("--draft-vocab", type=int, help="most frequent tokens only (default: all)")
+    head.add_argument("--capture", type=int, nargs="+", help="layers read (default: the official)")
+    head.add_argument("--ff", type=int, help="width of the MLP (default: the model's)")
+    head.add_argument("--layers", type=int, default=1, help="layers of the head")
+    train = parser.add_argument_group("training")
+    train.add_argument(
+        "--unroll", type=int, help="steps of the training-time test (default: the method's)"
+    )
+    train.add_argument("--batch", type=int, default=32, help="rows of a step")
+    train.add_argument("--accumulation", type=int, default=1, help="parts a batch is computed in")
+    train.add_argument("--lr", type=float, default=1e-3, help="highest learning rate")
+    train.add_argument("--warmup", type=int, default=100, help="steps until then")
+    train.add_argument("--seed", type=int, default=0, help="of all random numbers")
+    train.add_argument(
+        "--attention",
+        choices=("auto", "xla", "cudnn"),
+        default="auto",
+        help="implementation of attention; auto: cudnn where it runs, else xla",
+    )
+    train.add_argument(
+        "--dtype",
+        choices=("auto", "bfloat16", "float32"),
+        default="auto",
+        help="of the computation; auto: bfloat16 on a GPU, else float32",
+    )
+    train.add_argument(
+        "--steps-per-call", type=int, default=10, help="steps between two looks at the results"
+    )
+    train.add_argument(
+        "--evaluate-every",
+        type=int,
+        default=500,
+        help="steps between evaluations on held-out files",
+    )
+    train.add_argument(
+        "--save-every", type=int, default=1000, help="steps between checkpoints and exports"
+    )
+    add("--license-note", default=DEFAULT_LICENSE, help="goes into the model card")
+    return parser
+
+
+def train_config(args: argparse.Namespace, head_dim: int) -> DraftTrainConfig:
+    dtype, attention = resolve_precision(args.dtype, args.attention, head_dim)
+    return DraftTrainConfig(
+        loss=LossConfig.for_method(args.method, args.unroll),
+        batch_size=args.batch,
+        accumulation=args.accumulation,
+        learning_rate=args.lr,
+        warmup_steps=args.warmup,
+        seed=args.seed,
+        attention=attention,
+        compute_dtype=dtype,
+    )
+
+
+def check_options(args: argparse.Namespace, model: ModelConfig) -> None:
+    """Refuse lengths that the model does not have, and options that would do nothing."""
+    if args.length > model.max_position:
+        raise ValueError(f"--length {args.length} exceeds the model's {model.max_position}")
+    counts = {
+        "--prompt-tokens": args.prompt_tokens,
+        "--regenerate-rows": args.regenerate_rows,
+        "--regenerate-batch": args.regenerate_batch,
+    }
+    others = {
+        "--regenerate-temperatures": args.regenerate_temperatures,
+        "--keep-text": args.keep_text or None,
+    }
+    given = [name for name, value in (counts | others).items() if value is not None]
+    if given and not args.regenerate:
+        raise ValueError(f"{' and '.join(given)} would do nothing: add --regenerate")
+    for name, count in counts.items():
+        if count is not None and count < 1:
+            raise ValueError(f"{name} must be at least 1, got {count}")
+
+
+def own_answers(
+    args: argparse.Namespace, console: Console, train: Examples, held_out: Examples, started: float
+) -> tuple[Examples, Examples]:
+    """Rows (training, held out) with the model's own answers, as many as there is time for.
+
+    A resumed run goes on with those that it began with.
+    """
+    llm = LLM(
+        args.model,
+        "ngram",
+        speculation=SpeculationConfig.chain(3),
+        max_length=args.length,
+        max_batch=64 if args.regenerate_batch is None else args.regenerate_batch,
+        dtype=None if args.dtype == "auto" else args.dtype,
+    )
+    wanted = {
+        "held-out": held_out.spread(HELD_OUT_ANSWERS).shuffled(),
+        "train": train.spread(args.regenerate_rows).shuffled(),
+    }
+    answers: dict[str, Examples] = {}
+    with progress_bar(console) as progress:
+        for name, share in ANSWERS_UNTIL.items():
+            answers[name] = regenerate(
+                llm,
+                wanted[name],
+                args.work / f"answers-{name}.jsonl",
+                temperatures=tuple(args.regenerate_temperatures or (0.0, 1.0)),
+                deadline=started if args.resume else deadline_of(started, args.minutes, share),
+                report=counting(progress, f"answers, {name}"),
+            )
+            if len(answers[name]) < len(wanted[name]):
+                console.print(
+                    f"answers, {name}: {len(answers[name])} of {len(wanted[name])} rows written "
+                    + ("when the run began" if args.resume else f"in {share:.0%} of --minutes")
+                    + ", going on with those"
+                )
+    return answers["train"], answers["held-out"]
+
+
+def prepare_rows(
+    args: argparse.Namespace, console: Console, started: float
+) -> tuple[Examples, Examples, ExampleReport]:
+    """Training rows, held-out rows, and what they came from."""
+    train, held_out, report = draft_data.read_examples(
+        args.data,
+        load_tokenizer(args.model),
+        args.length,
+        prompt_tokens=64 if args.prompt_tokens is None else args.prompt_tokens,
+        suffixes=tuple(args.suffixes),
+    )
+    console.print(str(report))
+    if not args.regenerate:
+        return train, held_out, report
+    own, held_out = own_answers(args, console, train, held_out, started)
+    train = concatenate(own, train) if args.keep_text else own
+    learned = int(train.learned.sum())
+    report = dataclasses.replace(
+        report, train_rows=len(train), held_out_rows=len(held_out), learned_tokens=learned
+    )
+    console.print(f"with the model's own answers: {report}")
+    return train, held_out, report
+
+
+def store_states(
+    args: argparse.Namespace,
+    console: Console,
+    target: Decoder,
+    train: Examples,
+    capture: tuple[int, ...],
+    config: DraftTrainConfig,
+) -> StoredStates | None:
+    if not args.store_states:
+        return None
+    with progress_bar(console) as progress:
+        return capture_states(
+            target,
+            train,
+            capture,
+            attention_of(config.attention),
+            args.work / "states",
+            batch_size=config.batch_size,
+            report=counting(progress, "hidden states of rows"),
+        )
+
+
+def head_config(args: argparse.Namespace, target: ModelConfig) -> ModelConfig:
+    """The target's own sizes, in as many layers as wanted, without its families' specialities."""
+    first = target.layers[0]
+    attention = dataclasses.replace(
+        first.mixer, window=None, qkv_bias=False, o_bias=False, qk_norm=False
+    )
+    width = first.mlp.intermediate_size if args.ff is None else args.ff
+    mlp = dataclasses.replace(first.mlp, intermediate_size=width, bias=False)
+    layers = (LayerConfig(attention, mlp),) * args.layers
+    return dataclasses.replace(target, layers=layers, tie_word_embeddings=False)
+
+
+def describe(record: DraftRecord) -> str:
+    """One line: step, loss, held-out accuracies, speed."""
+    parts = [f"step {record.step}/{record.total_steps or '?'}"]
+    if record.total_loss is not None:
+        parts += [f"loss {record.total_loss:.4f}", f"|g| {record.grad_norm:.2f}"]
+    if record.tokens_per_second:
+        parts.append(f"{record.tokens_per_second / 1e3:.1f}k tok/s")
+    if record.held_out_accuracy:
+        shares = " ".join(f"{share:.1%}" for share in record.held_out_accuracy)
+        parts.append(f"held-out accuracy by step: {shares}")
+    return "  ".join(parts)
+
+
+def train(args: argparse.Namespace, console: Console, started: float) -> None:
+    directory = resolve_directory(args.model)
+    model = load_model_config(directory)
+    check_options(args, model)
+    if args.resume:
+        check_resumable(args.work)
+    args.out.mkdir(parents=True, exist_ok=True)  # what is no folder is an error now, not later
+    config = train_config(args, model.layers[0].mixer.head_dim)
+    schedule = Schedule(
+        steps=args.steps,
+        deadline=deadline_of(started, args.minutes, 1 - EXPORT_SHARE),
+        steps_per_call=args.steps_per_call,
+        evaluate_every=args.evaluate_every,
+        save_every=args.save_every,
+        evaluation_tokens=1 << 17,
+    )
+    train_rows, held_out, report = prepare_rows(args, console, started)
+    target = load_decoder(directory, model, np.dtype(config.compute_dtype))
+    size = model.vocab_size if args.draft_vocab is None else args.draft_vocab
+    token_ids = draft_data.draft_vocabulary(train_rows, model.vocab_size, size)
+    head = init_head(
+        target,
+        head_config(args, model),
+        args.method,
+        capture=None if args.capture is None else tuple(args.capture),
+        token_ids=token_ids,
+        seed=args.seed,
+    )
+    states = store_states(args, console, target, train_rows, head.capture, config)
+    if schedule.deadline is not None and time.monotonic() >= schedule.deadline:
+        raise ValueError(
+            "--minutes were over before training began: give more (answers and hidden states "
+            "written are kept)"
+        )
+    run = DraftTraining(
+        head, target, config, train_rows, held_out, schedule, args.work,
+        states=states, resume=args.resume, data_parallel=jax.device_count(),
+    )  # fmt: skip
+    card = DraftCard(
+        name=args.out.name,
+        target=str(args.model),
+        device=jax.devices()[0].device_kind,
+        command=typed_command(),
+        coverage=draft_data.coverage(train_rows, token_ids),
+        report=report,
+        license_note=args.license_note,
+    )
+    console.print(
+        f"{num_parameters(head):,} parameters, {config.attention} attention, "
+        f"{config.compute_dtype}, {jax.device_count()} x {card.device}, draft vocabulary covers "
+        f"{card.coverage:.2%}, {time.monotonic() - started:.1f} s so far"
+    )
+    exported = False
+    for record in follow(run.run(), describe, console, started):
+        exported = record.saved
+        if exported:
+            export_head(run, model, card, args.out)
+    if not exported:  # a resumed run that had ended already
+        export_head(run, model, card, args.out)
+    console.print(f"{args.out}: written after {time.monotonic() - started:.1f} s")
+
+
+def run(args: argparse.Namespace) -> None:
+    train(args, Console(soft_wrap=True), time.monotonic())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return run_command(make_parser(), run, arguments)

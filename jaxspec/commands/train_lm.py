@@ -1,0 +1,186 @@
+"""Train a small language model from scratch on folders of text, and export it in HF format."""
+
+import argparse
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+from rich.console import Console
+
+from jaxspec.commands.shell import command_parser, run_command, typed_command
+from jaxspec.config import ModelConfig, dense_model
+from jaxspec.training import data
+from jaxspec.training.lm import TrainConfig, num_parameters
+from jaxspec.training.precision import resolve_precision
+from jaxspec.training.pretrain import Pretraining, Record, sample
+from jaxspec.training.progress import follow
+from jaxspec.training.report import Card, export
+from jaxspec.training.schedule import Schedule, deadline_of
+
+EXPORT_SHARE = 0.05  # of a time budget, kept for the sample and the last export
+DEFAULT_LICENSE = "Trained on the sources named above, each under its own licence."
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = command_parser("train-lm", __doc__)
+    add = parser.add_argument
+    add("--data", type=Path, nargs="+", required=True, help="folders or files of text")
+    add("--out", type=Path, required=True, help="folder of the exported model")
+    add("--work", type=Path, default=Path("runs/lm"), help="cached tokens, checkpoints, log")
+    add(
+        "--suffixes",
+        nargs="+",
+        default=list(data.DEFAULT_SUFFIXES),
+        help="of the files read in folders",
+    )
+    add("--resume", action="store_true", help="go on from the last checkpoint in --work")
+    length = parser.add_mutually_exclusive_group(required=True)
+    length.add_argument("--steps", type=int, help="training steps")
+    length.add_argument("--minutes", type=float, help="for everything, start-up and export too")
+    add("--hidden", type=int, default=256, help="width of the hidden states")
+    add("--layers", type=int, default=8, help="layers of the model")
+    add("--heads", type=int, default=4, help="query heads")
+    add("--kv-heads", type=int, default=2, help="key and value heads")
+    add("--head-dim", type=int, default=64, help="width of a head")
+    add("--ff", type=int, default=448, help="width of the MLP")
+    add("--vocab", type=int, default=4096, help="tokens of the tokenizer, which is trained too")
+    add("--max-position", type=int, default=2048, help="longest text that the model allows")
+    add("--context", type=int, default=1024, help="tokens of a training row")
+    add("--batch", type=int, default=128, help="rows of a step")
+    add("--lr", type=float, default=3e-3, help="highest learning rate")
+    add("--warmup", type=int, default=200, help="steps until then")
+    add("--seed", type=int, default=0, help="of all random numbers")
+    add(
+        "--attention",
+        choices=("auto", "xla", "cudnn"),
+        default="auto",
+        help="implementation of attention; auto: cudnn where it runs, else xla",
+    )
+    add(
+        "--dtype",
+        choices=("auto", "bfloat16", "float32"),
+        default="auto",
+        help="of the computation; auto: bfloat16 on a GPU, else float32",
+    )
+    add("--steps-per-call", type=int, default=20, help="steps between two looks at the results")
+    add(
+        "--evaluate-every",
+        type=int,
+        default=500,
+        help="steps between evaluations on held-out files",
+    )
+    add("--save-every", type=int, default=1000, help="steps between checkpoints and exports")
+    add(
+        "--prompt",
+        default='import numpy as np\n\n\ndef mean(x, axis=None):\n    """',
+        help="of the sample in the model card (default: the beginning of a Python file)",
+    )
+    add("--sample-tokens", type=int, default=128, help="length of that sample")
+    add("--license-note", default=DEFAULT_LICENSE, help="goes into the model card")
+    return parser
+
+
+def model_config(args: argparse.Namespace, vocab_size: int, end_of_text: int) -> ModelConfig:
+    if args.context > args.max_position:
+        raise ValueError(f"--context {args.context} exceeds --max-position {args.max_position}")
+    return dense_model(
+        vocab_size=vocab_size,
+        hidden_size=args.hidden,
+        intermediate_size=args.ff,
+        num_layers=args.layers,
+        num_heads=args.heads,
+        num_kv_heads=args.kv_heads,
+        head_dim=args.head_dim,
+        rms_norm_eps=1e-5,
+        rope_theta=10000.0,
+        max_position=args.max_position,
+        tie_word_embeddings=True,
+        stop_token_ids=(end_of_text,),
+    )
+
+
+def train_config(args: argparse.Namespace) -> TrainConfig:
+    dtype, attention = resolve_precision(args.dtype, args.attention, args.head_dim)
+    return TrainConfig(
+        batch_size=args.batch,
+        context=args.context,
+        learning_rate=args.lr,
+        warmup_steps=args.warmup,
+        seed=args.seed,
+        attention=attention,
+        compute_dtype=dtype,
+    )
+
+
+def describe(record: Record) -> str:
+    """One line: step, losses, speed."""
+    parts = [f"step {record.step}/{record.total_steps or '?'}"]
+    if record.loss is not None:
+        parts += [f"loss {record.loss:.4f}", f"|g| {record.grad_norm:.2f}"]
+    if record.tokens_per_second:
+        parts.append(f"{record.tokens_per_second / 1e3:.1f}k tok/s")
+    if record.held_out_loss is not None:
+        parts.append(f"held out {record.held_out_loss:.4f} = {record.bits_per_byte:.4f} bits/byte")
+    return "  ".join(parts)
+
+
+def print_corpus(console: Console, report: data.Report) -> None:
+    for source, (files, size) in report.sources.items():
+        console.print(f"{source}: {files} files, {size / 1e6:.1f} MB")
+    console.print(f"skipped: {report.skipped}")
+    console.print(
+        f"{report.train_tokens:,} training tokens, {report.held_out_tokens:,} held out "
+        f"({report.held_out_files} of {report.files} files)"
+    )
+
+
+def save_model(run: Pretraining, args: argparse.Namespace) -> str:
+    """Export with a sample of greedy text; returns the sample."""
+    tokenizer = run.corpus.tokenizer
+    prompt = tokenizer.encode(args.prompt).ids
+    if not prompt:
+        raise ValueError("--prompt is empty")
+    text = tokenizer.decode(sample(run.params, prompt, args.sample_tokens, 0.0, args.seed))
+    device = jax.devices()[0].device_kind
+    command = typed_command()
+    card = Card(args.out.name, device, command, args.license_note, text)
+    export(run, card, args.out)
+    return text
+
+
+def train(args: argparse.Namespace, console: Console, started: float) -> None:
+    config = train_config(args)
+    corpus = data.build_corpus(args.data, args.work, args.vocab, suffixes=tuple(args.suffixes))
+    print_corpus(console, corpus.report)
+    end = data.end_of_text_id(corpus.tokenizer)
+    model = model_config(args, corpus.tokenizer.get_vocab_size(), end)
+    schedule = Schedule(
+        steps=args.steps,
+        deadline=deadline_of(started, args.minutes, 1 - EXPORT_SHARE),
+        steps_per_call=args.steps_per_call,
+        evaluate_every=args.evaluate_every,
+        save_every=args.save_every,
+    )
+    run = Pretraining(
+        model, config, corpus, schedule, args.work, args.resume, data_parallel=jax.device_count()
+    )
+    console.print(
+        f"{num_parameters(run.params):,} parameters, {config.attention} attention, "
+        f"{config.compute_dtype}, {jax.device_count()} x {jax.devices()[0].device_kind}, "
+        f"{time.monotonic() - started:.1f} s so far"
+    )
+    text = None
+    for record in follow(run.run(), describe, console, started):
+        if record.saved:
+            text = save_model(run, args)
+    console.print(text or save_model(run, args), markup=False, highlight=False)
+    console.print(f"{args.out}: written after {time.monotonic() - started:.1f} s")
+
+
+def run(args: argparse.Namespace) -> None:
+    train(args, Console(soft_wrap=True), time.monotonic())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return run_command(make_parser(), run, arguments)

@@ -1,0 +1,156 @@
+"""The command `jaxspec`: its list of commands, their help, and how they end."""
+
+import argparse
+import importlib
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import jaxspec.__main__ as command_line
+from jaxspec.commands import generate, shell
+from jaxspec.commands.program_cache import default_folder
+
+ROOT = Path(__file__).parent.parent
+SCRIPTS = {
+    "generate": "generate",
+    "train_drafter": "train-head",
+    "train_lm": "train-lm",
+    "adapt_drafter": "adapt",
+    "eval_drafter": "eval",
+    "check_exactness": "check-exactness",
+    "bench_drafters": "bench drafters",
+    "bench_engine": "bench engine",
+    "bench_kernels": "bench kernels",
+    "bench_swap": "bench swap",
+    "profile_round": "profile",
+    "compile_ahead": "compile-ahead",
+}
+
+
+def module_of(command: str) -> ModuleType:
+    name = command.replace(" ", "_").replace("-", "_")
+    return importlib.import_module(f"jaxspec.commands.{name}")
+
+
+def ended(arguments: list[str]) -> int | str | None:
+    """The exit status of a command line that argparse ends."""
+    with pytest.raises(SystemExit) as end:
+        command_line.main(arguments)
+    return end.value.code
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]):
+    assert ended(["--help"]) == 0
+    printed = capsys.readouterr().out
+    for name, text in command_line.COMMANDS.items():
+        assert f"  {name} " in printed and text in printed
+
+
+def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]):
+    assert ended(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("jaxspec 0.")
+
+
+@pytest.mark.parametrize("words", [["nothing"], ["bench"], ["bench", "nothing"]])
+def test_an_unknown_command_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]):
+    assert ended(words) == 2
+    assert f"no command '{' '.join(words)}'" in capsys.readouterr().err
+
+
+def test_no_command_shows_the_list(capsys: pytest.CaptureFixture[str]):
+    assert command_line.main([]) == 2
+    assert "bench engine" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_script_is_its_command(script: str, monkeypatch, capsys: pytest.CaptureFixture[str]):
+    path = ROOT / "scripts" / f"{script}.py"
+    monkeypatch.setattr(sys, "argv", [str(path), "--help"])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(path), run_name="__main__")
+    assert end.value.code == 0
+    usage = " ".join(capsys.readouterr().out.split())
+    assert usage.startswith(f"usage: jaxspec {SCRIPTS[script]} [-h]")
+    assert len(path.read_text().splitlines()) <= 10
+
+
+def test_every_command_has_a_script():
+    assert set(SCRIPTS.values()) == set(command_line.COMMANDS)
+
+
+@pytest.mark.parametrize("command", command_line.COMMANDS)
+def test_every_option_says_what_it_does_and_its_default(command: str):
+    parser = module_of(command).make_parser()
+    formatter = shell.HelpFormatter(parser.prog)
+    silent = []
+    for action in parser._actions:
+        if isinstance(action, argparse._HelpAction) or action.help == argparse.SUPPRESS:
+            continue
+        text = formatter._expand_help(action) if action.help else ""
+        if not text or not (action.required or "(default: " in text):
+            silent.append(action.option_strings)
+    assert not silent
+
+
+def test_generate_loads_nothing_of_training():
+    code = (
+        "import sys, jaxspec.commands.generate\n"
+        "names = ('jaxspec.training', 'optax', 'matplotlib')\n"
+        "assert not set(names) & set(sys.modules), sys.modules.keys()"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def test_a_missing_extra_is_one_line(monkeypatch, capsys: pytest.CaptureFixture[str]):
+    def without_optax(name: str) -> ModuleType:
+        raise ModuleNotFoundError("No module named 'optax'", name="optax")
+
+    monkeypatch.setattr(importlib, "import_module", without_optax)
+    assert command_line.main(["train-head"]) == 2
+    assert "optax is not installed: pip install 'jaxspec[train]'" in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_in_one_line(monkeypatch, capsys: pytest.CaptureFixture[str]):
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(generate, "make_llm", interrupted)
+    assert command_line.main(["generate", "--no-compilation-cache"]) == 130
+    assert capsys.readouterr().err.splitlines() == ["jaxspec generate: interrupted"]
+
+
+@pytest.mark.parametrize(
+    ("words", "typed"),
+    [
+        (["/bin/jaxspec", "generate", "--prompt", "a b"], "jaxspec generate --prompt 'a b'"),
+        (["scripts/train_lm.py", "--steps", "3"], "python3 scripts/train_lm.py --steps 3"),
+        (["/lib/jaxspec/__main__.py", "eval"], "python3 -m jaxspec eval"),
+    ],
+)
+def test_records_hold_the_command_as_it_was_typed(words, typed, monkeypatch):
+    monkeypatch.setattr(sys, "argv", words)
+    assert shell.typed_command() == typed
+
+
+@pytest.mark.parametrize(
+    ("environment", "folder"),
+    [
+        ({}, "/home/me/.cache/jaxspec/compilation"),
+        ({"XDG_CACHE_HOME": "/xdg"}, "/xdg/jaxspec/compilation"),
+        ({"XDG_CACHE_HOME": "relative"}, "/home/me/.cache/jaxspec/compilation"),
+        ({"XDG_CACHE_HOME": "/xdg", "JAX_COMPILATION_CACHE_DIR": "/own"}, "/own"),
+    ],
+)
+def test_where_compiled_programs_are_kept(environment, folder, monkeypatch):
+    for name in ("XDG_CACHE_HOME", "JAX_COMPILATION_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in ({"HOME": "/home/me"} | environment).items():
+        monkeypatch.setenv(name, value)
+    assert default_folder() == Path(folder)

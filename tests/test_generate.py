@@ -1,0 +1,210 @@
+"""`jaxspec generate`: what its options mean, the comparison, and the chat."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxspec import BUILT_IN_MODEL, LLM, SamplingParams, SpeculationConfig
+from jaxspec.commands import chat, generate
+from tests.checkpoints import tiny_byte_llama
+
+ROOT = Path(__file__).parent.parent
+NO_CACHE = "--no-compilation-cache"
+SMALL = ["--drafter", "ngram", "--max-length", "128", NO_CACHE]
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ '<assistant>' }}"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a chat template."""
+    path = tiny_byte_llama(tmp_path_factory.mktemp("model"))
+    (path / "chat_template.jinja").write_text(TEMPLATE)
+    return path
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, LLM]:
+    return {}
+
+
+@pytest.fixture
+def loaded_once(compiled: dict[str, LLM], monkeypatch) -> None:
+    """An engine of each drafter is loaded and compiled by the first test that asks for it."""
+    make_llm = generate.make_llm
+
+    def make(arguments, drafter: str) -> LLM:
+        if drafter not in compiled:
+            compiled[drafter] = make_llm(arguments, drafter)
+        return compiled[drafter]
+
+    monkeypatch.setattr(generate, "make_llm", make)
+
+
+@pytest.mark.parametrize(
+    ("text", "tree"),
+    [
+        ("chain:3", SpeculationConfig(4, 3, 1)),
+        ("20:5:4", SpeculationConfig(20, 5, 4)),
+        ("tree:20:5:4", SpeculationConfig(20, 5, 4)),
+    ],
+)
+def test_the_tree_is_one_option(text: str, tree: SpeculationConfig):
+    arguments = generate.make_parser().parse_args(["--tree", text])
+    assert generate.speculation_config(arguments) == tree
+
+
+def test_top_k_is_of_sampling():
+    arguments = generate.make_parser().parse_args(["--top-k", "7"])
+    assert generate.sampling_params(arguments).top_k == 7
+    assert generate.speculation_config(arguments).top_k == 1
+
+
+@pytest.mark.parametrize("option", ["--nodes", "--depth", "--sample-top-k"])
+def test_old_options_are_refused(option: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as end:
+        generate.main([option, "4"])
+    assert end.value.code == 2
+    assert f"unrecognized arguments: {option} 4" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prompt", "", NO_CACHE], "the prompt is empty"),
+        (["--pairs", "3"], "--pairs would do nothing: add --compare"),
+        (["--chat", "--json"], "--chat goes with neither --compare nor --json"),
+        (["--chat", NO_CACHE], "has no chat template: --chat needs an instruction-tuned model"),
+        ([NO_CACHE, "--compilation-cache", "x"], "goes without --compilation-cache"),
+        (["--compilation-cache", "/dev/null/here"], "cannot keep compiled programs: "),
+    ],
+)
+def test_what_cannot_run_is_refused_before_the_weights_are_read(
+    arguments: list[str], message: str, monkeypatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(generate, "make_llm", lambda *_: pytest.fail("weights were read"))
+    assert generate.main(arguments) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert message in line
+
+
+def test_programs_are_kept_unless_told_otherwise(monkeypatch, tmp_path: Path):
+    kept: list[Path | None] = []
+    monkeypatch.setattr(generate, "keep_compiled_programs", kept.append)
+    monkeypatch.setattr(generate, "generate", lambda arguments: None)
+    monkeypatch.setattr(generate, "default_folder", lambda: tmp_path)
+    other = tmp_path / "other"
+    for arguments in ([], [NO_CACHE], ["--compilation-cache", str(other)]):
+        assert generate.main(arguments) == 0
+    assert kept == [tmp_path, None, other]
+    assert other.is_dir()
+
+
+def test_a_home_that_cannot_be_written_to_costs_one_line(
+    monkeypatch, capsys: pytest.CaptureFixture[str]
+):
+    kept: list[Path | None] = []
+    monkeypatch.setattr(generate, "keep_compiled_programs", kept.append)
+    monkeypatch.setattr(generate, "generate", lambda arguments: None)
+    monkeypatch.setattr(generate, "default_folder", lambda: Path("/dev/null/cache"))
+    assert generate.main([]) == 0
+    assert kept == [None]
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("cannot keep compiled programs: ") and line.endswith("going on without")
+
+
+@pytest.mark.usefixtures("loaded_once")
+def test_the_comparison_is_of_alternating_pairs(model: Path, capsys: pytest.CaptureFixture[str]):
+    arguments = ["--model", str(model), *SMALL, "--prompt", "abcabc", "--max-tokens", "24"]
+    arguments = [*arguments, "--temperature", "0", "--compare", "--pairs", "3", "--json"]
+    assert generate.main(arguments) == 0
+    results = json.loads(capsys.readouterr().out)
+    assert len(results["speedups"]) == 3
+    assert sorted(results["speedups"])[1] == results["speedup"]
+    assert results["identical"] is True and results["first_difference"] is None
+    assert results["decode_tokens_per_second"] > 0 < results["plain_decode_tokens_per_second"]
+    text, number = generate.summary(results), r"\d+\.\d\d"
+    assert re.search(rf"speed-up: {number}x \({number} to {number}\), .* 3 alternating", text)
+    assert text.count("tokens identical") == 1
+    assert len(re.findall(r"decode [\d.]+ tokens/s", text)) == 1
+
+
+def test_ten_pairs_are_the_default(monkeypatch):
+    def compare(speculative, plain, prompt, sampling, pairs):
+        raise ValueError(f"{pairs} pairs")
+
+    monkeypatch.setattr(generate, "compare", compare)
+    monkeypatch.setattr(generate, "make_llm", lambda *_: None)
+    monkeypatch.setattr(generate, "stream", lambda *_: None)
+    monkeypatch.setattr(generate, "report", lambda *_: {})
+    with pytest.raises(ValueError, match="10 pairs"):
+        generate.run(generate.make_parser().parse_args([NO_CACHE, "--compare", "--json"]))
+
+
+@pytest.mark.usefixtures("loaded_once")
+def test_a_chat_remembers_and_shows_acceptance(
+    model: Path, monkeypatch, capsys: pytest.CaptureFixture[str]
+):
+    lines = iter(["first", "", "second", "/help", "/clear", "third", "/exit", "never"])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+    asked: list[list[chat.Message]] = []
+
+    def record(llm, messages):
+        asked.append(messages)
+        return chat_prompt(llm, messages)
+
+    chat_prompt = chat.chat_prompt
+    monkeypatch.setattr(chat, "chat_prompt", record)
+    assert generate.main(["--chat", "--model", str(model), *SMALL, "--max-tokens", "8"]) == 0
+    roles = [[message["role"] for message in messages] for messages in asked]
+    assert roles == [["user"], ["user", "assistant", "user"], ["user"]]
+    printed = capsys.readouterr().out
+    answers = re.findall(r"\[\d+ tokens, [\d.]+ a round, [\d.]+ tokens/s", printed)
+    assert len(answers) == 3
+    assert "commands: /clear" in printed
+    assert next(lines) == "never"
+
+
+@pytest.mark.usefixtures("loaded_once")
+def test_a_chat_that_is_too_long_can_be_cleared(model: Path, capsys: pytest.CaptureFixture[str]):
+    arguments = generate.make_parser().parse_args(["--model", str(model), *SMALL])
+    llm = generate.make_llm(arguments, "ngram")
+    chat.chat(llm, SamplingParams(max_tokens=4), ["x" * 200, "/clear", "y"])
+    printed = capsys.readouterr().out
+    assert "/clear forgets the chat so far" in printed
+    assert len(re.findall(r"tokens/s", printed)) == 1
+
+
+def test_ctrl_d_ends_a_chat(monkeypatch, capsys: pytest.CaptureFixture[str]):
+    def end_of_file(prompt: str) -> str:
+        raise EOFError
+
+    monkeypatch.setattr("builtins.input", end_of_file)
+    assert list(chat.typed_lines()) == []
+    assert capsys.readouterr().out == "\n"
+
+
+@pytest.mark.slow
+def test_sigint_ends_a_process_in_one_line():
+    command = [sys.executable, "-m", "jaxspec", "generate", NO_CACHE]
+    command += ["--model", str(BUILT_IN_MODEL), "--max-tokens", "1500"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        cwd=ROOT,
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.readline()  # it runs
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert errors.splitlines() == ["jaxspec generate: interrupted"]
