@@ -28,7 +28,7 @@ BUILT_IN_HEAD = Path(__file__).parent / "assets" / "python-lm-eagle3"
 
 def load(
     model: str | Path = BUILT_IN_MODEL,
-    drafter: str | Path = "auto",
+    drafter: str | Path | Drafter = "auto",
     *,
     speculation: SpeculationConfig | None = None,
     dtype: str | None = None,
@@ -41,7 +41,7 @@ def load(
     Args:
       model: a Hugging Face model directory or hub id; the built-in model by default.
       drafter: ``none``, ``ngram``, or a directory or hub id of an EAGLE head or a draft model;
-        ``auto`` is what choose_drafter says.
+        ``auto`` is what choose_drafter says. A Drafter object is taken as it is.
       speculation: the draft tree and the acceptance rule; by default what
         config.default_speculation says.
       dtype: ``float32`` or ``bfloat16``; by default float32 on CPU and bfloat16 elsewhere.
@@ -55,15 +55,16 @@ def load(
     speculation = speculation or default_speculation(jax.default_backend())
     chosen = Kernels.parse(kernels, mesh.devices.flat[0] if mesh is not None else None)
     resolved = resolve_dtype(dtype)
-    drafter, directory = choose_drafter(model, drafter), resolve_directory(model)
+    directory = resolve_directory(model)
     config = load_model_config(directory)
     config.check_tree_depth(speculation.max_depth)
     if drafter == "none":
         speculation = speculation.with_shape(PLAIN)
+    if isinstance(drafter, str | Path):
+        name = choose_drafter(model, drafter)
+        drafter = _load_drafter(name, directory, config, speculation, resolved, mesh, shard_drafter)
     return EngineParams(
-        drafter=_load_drafter(
-            drafter, directory, config, speculation, resolved, mesh, shard_drafter
-        ),
+        drafter=drafter,
         target=load_decoder(directory, config, resolved, mesh),
         speculation=speculation,
         kernels=chosen,

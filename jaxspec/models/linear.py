@@ -54,7 +54,7 @@ class AnyLinear(Protocol):
         """x [..., in] -> [..., *out] in x's dtype. For an input that is not split over devices."""
         ...
 
-    def float32(self, x: Array) -> Array:
+    def float32(self, x: Array, kernels: Kernels = NO_KERNELS) -> Array:
         """x [..., in] -> float32 [..., *out]: for logits."""
         ...
 
@@ -108,7 +108,7 @@ class Linear(Pytree):
     def __call__(self, x: Array, kernels: Kernels = NO_KERNELS) -> Array:
         return self._with_bias(self._multiply(x))
 
-    def float32(self, x: Array) -> Array:
+    def float32(self, x: Array, kernels: Kernels = NO_KERNELS) -> Array:
         return self._with_bias(einsum_f32("...h,hv->...v", x, self.weight))
 
     def filled(self, source: Source, filler: Filler) -> "Linear":

@@ -1,7 +1,7 @@
 """EAGLE heads from and to their official checkpoint layout; whether a directory holds one."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from jaxspec.models.heads import DraftHead, Eagle3Front, EagleMethod, HeadConfig
 from jaxspec.models.hf_config import read_json, to_hf_config
 from jaxspec.models.hf_heads import eagle_head_config, says_eagle3, with_qkv_bias
 from jaxspec.sharding import Shards, mesh_layout
-from jaxspec.tensors import splitting
+from jaxspec.tensors import Source, choosing, splitting
 from jaxspec.weights.safetensors_io import (
     StoredTensor,
     load_tree,
@@ -56,10 +56,12 @@ def load_eagle_head(
     dtype: jnp.dtype,
     mesh: Mesh | None = None,
     sharded: bool = False,
+    kind: Callable[[Any, Source], Any] | None = None,
 ) -> DraftHead:
     """Read an EAGLE-3 or EAGLE-1/2 head for a target, onto ``mesh`` or the default device.
 
     ``sharded`` splits it over the mesh's model axis; otherwise every device holds it whole.
+    ``kind``: see safetensors_io.load_decoder.
 
     Raises ValueError for a head that does not fit the target, saying what does not fit.
     """
@@ -68,13 +70,16 @@ def load_eagle_head(
     config = _head_config(directory, stored, target)
     shards = Shards.over(mesh, mesh_layout(mesh, split_model=sharded))
     shapes = head_shapes(config, target, dtype, shards)
-    shardings = placements(shapes, mesh)
     midlayer = any(name.startswith("midlayer.") for name in stored)
+    first_layer = "midlayer" if midlayer else "layers.0"
+    if kind is not None:
+        shapes = shapes.filled(first_layer, choosing(kind)).replace(token_ids=shapes.token_ids)
+    shardings = placements(shapes, mesh)
     without_ids = shapes.replace(token_ids=None)
     head = load_tree(
         stored,
         without_ids,
-        shapes.filled("midlayer" if midlayer else "layers.0", splitting()),
+        shapes.filled(first_layer, splitting()),
         shardings.replace(token_ids=None),
         harmless={"d2t", "t2d"},
     )
