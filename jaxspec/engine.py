@@ -7,7 +7,7 @@ traces can be seen in one place.
 import dataclasses
 import gc
 import weakref
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import jax
@@ -27,6 +27,7 @@ from jaxspec.state import Emitted, EngineState, Pool
 from pallas_kernels.selection import Kernels
 
 MOST_PROGRAMS = 64
+ProgramKey = tuple[object, ...]
 
 
 class Engine:
@@ -75,7 +76,7 @@ class Engine:
         )
         self._pool: Pool | None = None  # while no batch is under way
         self._owner: weakref.ref[object] | None = None  # of the pool, while one is
-        self._ready: set[tuple[object, ...]] = set()
+        self._ready: set[ProgramKey] = set()
         self._seeds = np.random.default_rng()
 
     @property
@@ -164,10 +165,7 @@ class Engine:
         # Committed to its device as the programs' results are: else each would compile twice.
         if params.mesh is None:
             state = jax.device_put(state, params.target.embed.sharding)
-        key = ("admit", *_program_key(state, plan))
-        if key not in self._ready:
-            self._make_room({key})
-            self._ready.add(key)
+        self._make_room({("admit", *_program_key(state, plan))})
         prompts, prompt_lens = plan.padded_prompts()
         max_lens, stops = plan.padded_limits()
         sampling = make_sampling(
@@ -223,38 +221,33 @@ class Engine:
         memory.check_pool(self.params, *sizes)
         return functional.init_pool(self.params, *sizes)
 
-    def _make_room(self, keys: set[tuple[object, ...]]) -> None:
-        """Forget all compiled programs if these, which come to be compiled, would be too many."""
-        if len(self._ready | keys) > self.max_programs or memory.maps_are_scarce():
+    def _make_room(self, keys: Set[ProgramKey]) -> Set[ProgramKey]:
+        """Those of some programs, about to run, that are not compiled yet. All that are compiled
+        are forgotten first if they would be too many."""
+        new = keys - self._ready
+        if new and (len(self._ready | new) > self.max_programs or memory.maps_are_scarce()):
             programs: tuple[Any, ...] = self.admit, self.prefill, self.decode
             for program in programs:
                 program.clear_cache()
             self._ready.clear()
+        self._ready |= new
+        return new
 
     def prepare_reading(self, state: EngineState, plan: BatchPlan) -> EngineState:
         """Compile the programs that read a batch's prompts, by running them on nothing."""
-        lists: dict[int, np.ndarray | None] = {}  # one of each size that the prompts are read by
+        lists: dict[ProgramKey, np.ndarray | None] = {}  # one of each size to read
         for rows in map(plan.chunk_rows, range(plan.num_chunks)):
-            lists[0 if rows is None else len(rows)] = rows
-        own = _program_key(state, plan)
-        new = {("read", size, plan.chunk, *own): rows for size, rows in lists.items()}
-        new = {key: rows for key, rows in new.items() if key not in self._ready}
-        if new:
-            self._make_room(set(new))
-        for key, rows in new.items():
-            state, _ = self.read_chunk(state, plan, rows, most=0)
-            self._ready.add(key)
+            lists[_reading_key(state, plan, rows)] = rows
+        for key in self._make_room(lists.keys()):
+            state, _ = self.read_chunk(state, plan, lists[key], most=0)
         return jax.block_until_ready(state)
 
     def prepare_rounds(
         self, state: EngineState, plan: BatchPlan, shape: TreeShape | None
     ) -> EngineState:
         """Compile the program of a batch's rounds, by running it on nothing."""
-        key = ("rounds", shape, *_program_key(state, plan))
-        if key not in self._ready:
-            self._make_room({key})
+        if self._make_room({self._rounds_key(state, plan, shape)}):
             state, _ = self.run_rounds(state, plan, 0, shape)
-            self._ready.add(key)
         return jax.block_until_ready(state)
 
     def read_chunk(
@@ -262,6 +255,7 @@ class Engine:
     ) -> tuple[EngineState, Emitted]:
         """Read the next chunk of the prompts of some rows (see BatchPlan.chunk_rows), at most
         ``most`` tokens of each."""
+        self._make_room({_reading_key(state, plan, rows)})
         size = plan.num_rows if rows is None else len(rows)
         counts = np.full(size, plan.chunk if most is None else most, np.int32)
         return self.prefill(self.params, state, rows, counts, width=plan.chunk, greedy=plan.greedy)
@@ -270,15 +264,24 @@ class Engine:
         self, state: EngineState, plan: BatchPlan, rounds: int, shape: TreeShape | None
     ) -> tuple[EngineState, Emitted]:
         """Start up to ``rounds`` rounds, without waiting for them."""
-        shape = self.params.call(shape).speculation.shape  # one name for each program
+        self._make_room({self._rounds_key(state, plan, shape)})
         return self.decode(
             self.params,
             state,
             np.int32(rounds),
             max_rounds=self.rounds_per_call,
-            shape=shape,
+            shape=self._shape(shape),
             greedy=plan.greedy,
         )
+
+    def _shape(self, shape: TreeShape | None) -> TreeShape:
+        """One name for each program."""
+        return self.params.call(shape).speculation.shape
+
+    def _rounds_key(
+        self, state: EngineState, plan: BatchPlan, shape: TreeShape | None
+    ) -> ProgramKey:
+        return "rounds", self._shape(shape), *_program_key(state, plan)
 
     def use_target(self, target: Decoder) -> None:
         """From the next batch on, generate with other weights of the same shapes.
@@ -298,7 +301,12 @@ class Engine:
         self.params = self.params.replace(drafter=_in_place_of(self.params.drafter, drafter))
 
 
-def _program_key(state: EngineState, plan: BatchPlan) -> tuple[object, ...]:
+def _reading_key(state: EngineState, plan: BatchPlan, rows: np.ndarray | None) -> ProgramKey:
+    size = 0 if rows is None else len(rows)
+    return "read", size, plan.chunk, *_program_key(state, plan)
+
+
+def _program_key(state: EngineState, plan: BatchPlan) -> ProgramKey:
     """What a batch's programs are compiled for, beside what is the engine's own."""
     stops = state.rows.stop_tokens.shape
     return plan.num_rows, plan.length, plan.greedy, stops, state.pool.num_pages

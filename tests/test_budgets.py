@@ -148,7 +148,8 @@ def test_the_programs_of_a_long_life_are_bounded_and_the_texts_are_the_same():
     texts = []
     for count in (1, 2, 1):  # three programs each
         texts.append([[] for _ in range(count)])
-        for progress in Run(engine, [[5, 6, 7]] * count, [sampling] * count):
+        run = Run(engine, [[5, 6, 7]] * count, [sampling] * count)
+        for progress in run:
             for text, new in zip(texts[-1], progress.new_tokens, strict=True):
                 text += new
             assert sum(map(traces, programs)) <= 3
@@ -165,9 +166,11 @@ def test_programs_are_forgotten_when_they_are_many_or_memory_maps_scarce(
     def forgets(count: int, *, others: int) -> bool:
         engine.admit(1.0)
         engine._ready = {("other", index) for index in range(others)}
-        engine._make_room({("new", index) for index in range(count)})
+        new = {("new", index) for index in range(count)}
+        assert engine._make_room({*new, *engine._ready}) == new
         forgotten = traces(engine.admit) == 0
-        assert forgotten == (not engine._ready and others > 0)
+        assert (engine._ready == new) == forgotten and new <= engine._ready
+        assert engine._make_room(new) == set() and traces(engine.admit) == 1 - forgotten
         return forgotten
 
     assert not forgets(2, others=1)
