@@ -1,4 +1,4 @@
-"""What an engine's pool needs of a device's memory, and what the device has."""
+"""What a pool or a program needs of a device's memory, and what the device has."""
 
 import math
 import os
@@ -47,6 +47,23 @@ def check_pool(params: EngineParams, num_pages: int, page_size: int, num_rows: i
     raise ValueError(
         f"the cache's {num_pages} pages of {page_size} tokens need {total / 1e9:.2f} GB beside the "
         f"weights, and {device.device_kind} has {free / 1e9:.2f} GB free for them: {advice}"
+    )
+
+
+def check_program(program: jax.stages.Compiled, name: str, advice: str) -> None:
+    """Raise ValueError if a compiled program needs more memory than is free, beside its arguments.
+
+    Args:
+      name: of the program, for the message.
+      advice: what to make smaller.
+    """
+    analysis, device = program.memory_analysis(), jax.local_devices()[0]
+    free = free_bytes(device)
+    if analysis is None or free is None or analysis.temp_size_in_bytes <= free:
+        return
+    raise ValueError(
+        f"{name} needs {analysis.temp_size_in_bytes / 1e9:.2f} GB, and {device.device_kind} has "
+        f"{free / 1e9:.2f} GB free: {advice}"
     )
 
 
