@@ -196,7 +196,8 @@ class CacheConfig:
     """Geometry of the paged KV cache.
 
     ``max_length`` counts a sequence's prompt and generated tokens; ``num_pages`` bounds the pages
-    of all sequences together, None: as many as the engine's rows can need.
+    of all sequences together, those past it wait for the next batch; None: as many as the engine's
+    rows can need.
     """
 
     page_size: int = 16
@@ -209,6 +210,8 @@ class CacheConfig:
                 f"page_size must be >= 1 and max_length >= 2, got {self.page_size} and "
                 f"{self.max_length}"
             )
+        if self.num_pages is not None and self.num_pages < 1:
+            raise ValueError(f"num_pages must be at least 1, got {self.num_pages}")
 
 
 @dataclasses.dataclass(frozen=True)

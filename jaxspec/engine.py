@@ -7,34 +7,44 @@ traces can be seen in one place.
 import dataclasses
 import gc
 import weakref
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec import functional
+from jaxspec import functional, memory
 from jaxspec.cache import pages_for
 from jaxspec.config import CacheConfig, TreeShape
 from jaxspec.functional import EngineParams
 from jaxspec.models.decoder import Decoder
 from jaxspec.sampling import make_sampling
-from jaxspec.scheduling.batching import BatchPlan, plan_batch
+from jaxspec.scheduling.batching import BatchPlan, plan_batch, split_requests
 from jaxspec.scheduling.requests import SamplingParams, check_requests
 from jaxspec.speculation.drafters import Drafter
 from jaxspec.state import Emitted, EngineState, Pool
 from pallas_kernels.selection import Kernels
 
+MOST_PROGRAMS = 64
+ProgramKey = tuple[object, ...]
+
 
 class Engine:
     """Runs batches of token prompts; keeps the compiled programs, and one pool of cache memory.
+
+    Each shape of batch, each kind of sampling and each tree shape has programs of its own. Beyond
+    ``max_programs`` of them, or when the process runs out of memory maps (a program compiled for a
+    CPU holds hundreds, and Linux allows 65,530), all are forgotten, and compiled again as they are
+    needed: a process may live as long as it likes. Engines of one process share their programs.
 
     Args:
       params: as made by load.
       cache: geometry of the paged cache; ``max_length`` bounds every request.
       max_rows: most requests that run together.
       rounds_per_call: rounds between two looks at the results.
+      max_programs: most compiled programs that are kept. A batch uses at least three, and a few
+        more where its prompts are long and of different lengths.
     """
 
     def __init__(
@@ -44,14 +54,16 @@ class Engine:
         *,
         max_rows: int = 16,
         rounds_per_call: int = 32,
+        max_programs: int = MOST_PROGRAMS,
     ):
-        if max_rows < 1 or rounds_per_call < 1:
-            raise ValueError("max_rows and rounds_per_call must be at least 1")
+        if min(max_rows, rounds_per_call, max_programs) < 1:
+            raise ValueError("max_rows, rounds_per_call and max_programs must be at least 1")
         # Committed to where they are, as swapped weights will be: else those would compile anew.
         self.params = jax.tree.map(_committed, params)
         self.cache = CacheConfig() if cache is None else cache
         self.max_rows = max_rows
         self.rounds_per_call = rounds_per_call
+        self.max_programs = max_programs
         choices = ("greedy", "logprobs", "hidden")
         self.admit = jax.jit(functional.admit, donate_argnums=1)
         self.prefill = jax.jit(
@@ -64,7 +76,7 @@ class Engine:
         )
         self._pool: Pool | None = None  # while no batch is under way
         self._owner: weakref.ref[object] | None = None  # of the pool, while one is
-        self._ready: set[tuple[object, ...]] = set()
+        self._ready: set[ProgramKey] = set()
         self._seeds = np.random.default_rng()
 
     @property
@@ -103,6 +115,24 @@ class Engine:
         vocab_size = self.params.target.config.vocab_size
         check_requests(prompts, sampling, vocab_size, self.cache.max_length)
 
+    def batches(
+        self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]
+    ) -> list[slice]:
+        """The requests as batches that run one after the other, in order: as many together as there
+        are rows and pages for.
+
+        Raises ValueError for requests that could not run, alone even.
+        """
+        self.check(prompts, sampling)
+        return split_requests(
+            prompts,
+            sampling,
+            self.cache,
+            max_rows=self.max_rows,
+            scratch_slots=self.params.speculation.scratch_slots,
+            data_parallel=self.params.data_parallel,
+        )
+
     def stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
         own = self.params.target.config.stop_token_ids
         return own if params.stop_token_ids is None else params.stop_token_ids
@@ -135,6 +165,7 @@ class Engine:
         # Committed to its device as the programs' results are: else each would compile twice.
         if params.mesh is None:
             state = jax.device_put(state, params.target.embed.sharding)
+        self._make_room({("admit", *_program_key(state, plan))})
         prompts, prompt_lens = plan.padded_prompts()
         max_lens, stops = plan.padded_limits()
         sampling = make_sampling(
@@ -169,6 +200,7 @@ class Engine:
         """The pool, if the batch fits it, else a larger one: memory is taken as batches need it.
 
         A larger pool compiles its programs anew. CacheConfig.num_pages makes all of it at once.
+        Raises ValueError, before anything is allocated, for one that the device has no room for.
         """
         pool, self._pool = self._pool, None
         shards, slots = self.params.data_parallel, self.params.speculation.scratch_slots
@@ -185,28 +217,37 @@ class Engine:
         return self._new_pool(shards * pages, rows)
 
     def _new_pool(self, num_pages: int, num_rows: int) -> Pool:
-        return functional.init_pool(self.params, num_pages, self.cache.page_size, num_rows)
+        sizes = num_pages, self.cache.page_size, num_rows
+        memory.check_pool(self.params, *sizes)
+        return functional.init_pool(self.params, *sizes)
+
+    def _make_room(self, keys: Set[ProgramKey]) -> Set[ProgramKey]:
+        """Those of some programs, about to run, that are not compiled yet. All that are compiled
+        are forgotten first if they would be too many."""
+        new = keys - self._ready
+        if new and (len(self._ready | new) > self.max_programs or memory.maps_are_scarce()):
+            programs: tuple[Any, ...] = self.admit, self.prefill, self.decode
+            for program in programs:
+                program.clear_cache()
+            self._ready.clear()
+        self._ready |= new
+        return new
 
     def prepare_reading(self, state: EngineState, plan: BatchPlan) -> EngineState:
         """Compile the programs that read a batch's prompts, by running them on nothing."""
-        lists: dict[int, np.ndarray | None] = {}  # one of each size that the prompts are read by
+        lists: dict[ProgramKey, np.ndarray | None] = {}  # one of each size to read
         for rows in map(plan.chunk_rows, range(plan.num_chunks)):
-            lists[0 if rows is None else len(rows)] = rows
-        for size, rows in lists.items():
-            key = ("read", size, plan.chunk, *_program_key(state, plan))
-            if key not in self._ready:
-                state, _ = self.read_chunk(state, plan, rows, most=0)
-                self._ready.add(key)
+            lists[_reading_key(state, plan, rows)] = rows
+        for key in self._make_room(lists.keys()):
+            state, _ = self.read_chunk(state, plan, lists[key], most=0)
         return jax.block_until_ready(state)
 
     def prepare_rounds(
         self, state: EngineState, plan: BatchPlan, shape: TreeShape | None
     ) -> EngineState:
         """Compile the program of a batch's rounds, by running it on nothing."""
-        key = ("rounds", shape, *_program_key(state, plan))
-        if key not in self._ready:
+        if self._make_room({self._rounds_key(state, plan, shape)}):
             state, _ = self.run_rounds(state, plan, 0, shape)
-            self._ready.add(key)
         return jax.block_until_ready(state)
 
     def read_chunk(
@@ -214,6 +255,7 @@ class Engine:
     ) -> tuple[EngineState, Emitted]:
         """Read the next chunk of the prompts of some rows (see BatchPlan.chunk_rows), at most
         ``most`` tokens of each."""
+        self._make_room({_reading_key(state, plan, rows)})
         size = plan.num_rows if rows is None else len(rows)
         counts = np.full(size, plan.chunk if most is None else most, np.int32)
         return self.prefill(self.params, state, rows, counts, width=plan.chunk, greedy=plan.greedy)
@@ -222,15 +264,24 @@ class Engine:
         self, state: EngineState, plan: BatchPlan, rounds: int, shape: TreeShape | None
     ) -> tuple[EngineState, Emitted]:
         """Start up to ``rounds`` rounds, without waiting for them."""
-        shape = self.params.call(shape).speculation.shape  # one name for each program
+        self._make_room({self._rounds_key(state, plan, shape)})
         return self.decode(
             self.params,
             state,
             np.int32(rounds),
             max_rounds=self.rounds_per_call,
-            shape=shape,
+            shape=self._shape(shape),
             greedy=plan.greedy,
         )
+
+    def _shape(self, shape: TreeShape | None) -> TreeShape:
+        """One name for each program."""
+        return self.params.call(shape).speculation.shape
+
+    def _rounds_key(
+        self, state: EngineState, plan: BatchPlan, shape: TreeShape | None
+    ) -> ProgramKey:
+        return "rounds", self._shape(shape), *_program_key(state, plan)
 
     def use_target(self, target: Decoder) -> None:
         """From the next batch on, generate with other weights of the same shapes.
@@ -250,7 +301,12 @@ class Engine:
         self.params = self.params.replace(drafter=_in_place_of(self.params.drafter, drafter))
 
 
-def _program_key(state: EngineState, plan: BatchPlan) -> tuple[object, ...]:
+def _reading_key(state: EngineState, plan: BatchPlan, rows: np.ndarray | None) -> ProgramKey:
+    size = 0 if rows is None else len(rows)
+    return "read", size, plan.chunk, *_program_key(state, plan)
+
+
+def _program_key(state: EngineState, plan: BatchPlan) -> ProgramKey:
     """What a batch's programs are compiled for, beside what is the engine's own."""
     stops = state.rows.stop_tokens.shape
     return plan.num_rows, plan.length, plan.greedy, stops, state.pool.num_pages

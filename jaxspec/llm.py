@@ -183,15 +183,13 @@ class LLM:
     def _batches(
         self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams]
     ) -> Iterator[tuple[list[list[int]], list[SamplingParams]]]:
-        """Token prompts and their sampling, ``max_batch`` at a time."""
+        """Token prompts and their sampling, as batches that fit together."""
         if isinstance(prompts, str):
             raise ValueError("prompts must be a list of prompts, not one string")
         params = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
         tokens = [self._tokenize(index, prompt) for index, prompt in enumerate(prompts)]
-        self.engine.check(tokens, params)
-        for start in range(0, len(tokens), self.max_batch):
-            batch = tokens[start : start + self.max_batch]
-            yield batch, list(params[start : start + self.max_batch])
+        for batch in self.engine.batches(tokens, params):
+            yield tokens[batch], list(params[batch])
 
     def _tokenize(self, index: int, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):

@@ -32,6 +32,7 @@ LAYERS = (
     "jaxspec.state",
     "jaxspec.speculation",
     "jaxspec.functional",
+    "jaxspec.memory",
     "jaxspec.loading",
     "jaxspec.benchmarking",
     "jaxspec.scheduling",

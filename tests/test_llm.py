@@ -195,11 +195,21 @@ def test_max_length_beyond_the_model_is_an_error(model):
         LLM(model, "none", max_length=100_000)
 
 
-def test_a_tree_beyond_the_page_budget_is_an_error(model):
+def test_a_request_beyond_the_page_budget_is_an_error(model):
     tree = SpeculationConfig(num_nodes=60, max_depth=8, top_k=8)
     llm = LLM(model, "ngram", speculation=tree, max_length=128, page_size=16, num_pages=8)
-    with pytest.raises(ValueError, match="the budget is 8"):
-        llm.generate(["x"], GREEDY)
+    with pytest.raises(ValueError, match=r"request 1: .* need 10 pages of 16, the budget is num_p"):
+        llm.generate(["x", [7] * 50], GREEDY)
+
+
+@pytest.mark.slow
+def test_a_batch_beyond_the_page_budget_is_split(llm, model):
+    prompts = ["x", "def f(x):", "hello"]
+    few = LLM(model, "ngram", max_length=128, max_batch=4, num_pages=8)
+    found = few.generate(prompts, GREEDY)
+    expected = llm.generate(prompts, GREEDY)
+    assert [c.token_ids for c in found] == [c.token_ids for c in expected]
+    assert len({id(c.timings) for c in found}) > 1, "all ran in one batch"
 
 
 def test_a_drafter_of_another_vocabulary_is_an_error(model, tmp_path):

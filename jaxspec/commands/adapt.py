@@ -108,8 +108,10 @@ def adapt(args: argparse.Namespace, progress: Console) -> tuple[dict[str, Any], 
     )
     progress.print(str(report))
     prompts = held_out.spread(args.held_out).prompts()
+    progress.print(f"measuring acceptance on {len(prompts)} held-out prompts; compiling first")
     before = measure_acceptance(llm, prompts, sampling)
     served = serve(args, adapter, train, sampling, progress)
+    progress.print("measuring acceptance again")
     after = measure_acceptance(llm, prompts, sampling)
     return {
         "model": str(args.model),

@@ -39,6 +39,7 @@ from jaxspec.weights.safetensors_io import load_decoder
 
 EXPORT_SHARE = 0.03  # of a time budget, kept for the last export
 ANSWERS_UNTIL = {"held-out": 0.1, "train": 0.5}  # shares of a time budget; written in this order
+STATES_UNTIL = 0.75  # share of a time budget in which --store-states must be done
 HELD_OUT_ANSWERS = 256
 DEFAULT_LICENSE = "Trained on the data and for the model named above, each under its own licence."
 
@@ -85,7 +86,8 @@ def make_parser() -> argparse.ArgumentParser:
     rows.add_argument("--regenerate-batch", type=int, help="rows written together (default: 64)")
     rows.add_argument("--keep-text", action="store_true", help="learn from the data's own text too")
     rows.add_argument("--prompt-tokens", type=int, help="of a text row, to continue (default: 64)")
-    rows.add_argument("--store-states", action="store_true", help="keep hidden states on disk")
+    rows.add_argument("--store-states", action="store_true", help="keep hidden states on disk "
+        "(an error if they would take more than three quarters of --minutes)")  # fmt: skip
     head = parser.add_argument_group("head")
     head.add_argument("--draft-vocab", type=int, help="most frequent tokens only (default: all)")
     head.add_argument("--capture", type=int, nargs="+", help="layers read (default: the official)")
@@ -206,6 +208,7 @@ def prepare_rows(
     args: argparse.Namespace, console: Console, started: float
 ) -> tuple[Examples, Examples, ExampleReport]:
     """Training rows, held-out rows, and what they came from."""
+    console.print("reading and tokenizing --data")
     train, held_out, report = draft_data.read_examples(
         args.data,
         load_tokenizer(args.model),
@@ -233,6 +236,7 @@ def store_states(
     train: Examples,
     capture: tuple[int, ...],
     config: DraftTrainConfig,
+    started: float,
 ) -> StoredStates | None:
     if not args.store_states:
         return None
@@ -244,6 +248,7 @@ def store_states(
             attention_of(config.attention),
             args.work / "states",
             batch_size=config.batch_size,
+            deadline=deadline_of(started, args.minutes, STATES_UNTIL),
             report=counting(progress, "hidden states of rows"),
         )
 
@@ -301,7 +306,7 @@ def train(args: argparse.Namespace, console: Console, started: float) -> None:
         token_ids=token_ids,
         seed=args.seed,
     )
-    states = store_states(args, console, target, train_rows, head.capture, config)
+    states = store_states(args, console, target, train_rows, head.capture, config, started)
     if schedule.deadline is not None and time.monotonic() >= schedule.deadline:
         raise ValueError(
             "--minutes were over before training began: give more (answers and hidden states "
@@ -326,7 +331,7 @@ def train(args: argparse.Namespace, console: Console, started: float) -> None:
         f"{card.coverage:.2%}, {time.monotonic() - started:.1f} s so far"
     )
     exported = False
-    for record in follow(run.run(), describe, console, started):
+    for record in follow(run.run, describe, console, started):
         exported = record.saved
         if exported:
             export_head(run, model, card, args.out)

@@ -151,6 +151,7 @@ def save_model(run: Pretraining, args: argparse.Namespace) -> str:
 
 def train(args: argparse.Namespace, console: Console, started: float) -> None:
     config = train_config(args)
+    console.print("reading and tokenizing --data")
     corpus = data.build_corpus(args.data, args.work, args.vocab, suffixes=tuple(args.suffixes))
     print_corpus(console, corpus.report)
     end = data.end_of_text_id(corpus.tokenizer)
@@ -171,7 +172,7 @@ def train(args: argparse.Namespace, console: Console, started: float) -> None:
         f"{time.monotonic() - started:.1f} s so far"
     )
     text = None
-    for record in follow(run.run(), describe, console, started):
+    for record in follow(run.run, describe, console, started):
         if record.saved:
             text = save_model(run, args)
     console.print(text or save_model(run, args), markup=False, highlight=False)

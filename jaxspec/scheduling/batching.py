@@ -111,17 +111,20 @@ def plan_batch(
       scratch_slots: slots that a draft tree needs past a sequence's end.
       data_parallel: the rows become a multiple of it.
 
-    Raises ValueError if the batch and its trees need more pages than the cache has.
+    Raises ValueError if the batch and its trees need more pages than the cache has (see
+    split_requests).
     """
     num_rows = rows_for(len(prompts), data_parallel)
-    limits = [
-        min(len(prompt) + params.max_tokens, cache.max_length)
-        for prompt, params in zip(prompts, sampling, strict=True)
-    ]
-    length = min(max(_power_of_two(max(limits)), SMALLEST_LENGTH), cache.max_length)
+    limits = _limits(prompts, sampling, cache)
+    room = _room(num_rows, scratch_slots, cache)
+    if max(limits) > room:
+        raise ValueError(
+            f"{_needs(num_rows, max(limits), scratch_slots, cache)}: give fewer requests, shorten "
+            "them, shrink the tree, or raise num_pages"
+        )
+    length = min(max(_power_of_two(max(limits)), SMALLEST_LENGTH), room)
     longest = max(len(prompt) for prompt in prompts)
-    chunk = min(max(_power_of_two(longest), SMALLEST_CHUNK), LARGEST_CHUNK, cache.max_length)
-    _check_pages(num_rows, length, scratch_slots, cache)
+    chunk = min(max(_power_of_two(longest), SMALLEST_CHUNK), LARGEST_CHUNK, length)
     stops = [model_stops if p.stop_token_ids is None else p.stop_token_ids for p in sampling]
     width = max(MOST_STOPS, *(_power_of_two(len(ids)) for ids in stops))
     return BatchPlan(
@@ -141,14 +144,63 @@ def rows_for(requests: int, data_parallel: int) -> int:
     return data_parallel * _power_of_two(-(-requests // data_parallel))
 
 
-def _check_pages(num_rows: int, length: int, scratch_slots: int, cache: CacheConfig) -> None:
-    pages = -(-(length + scratch_slots) // cache.page_size)
-    if cache.num_pages is not None and num_rows * pages > cache.num_pages:
-        raise ValueError(
-            f"{num_rows} sequences of {length} tokens and a tree of {scratch_slots} slots need "
-            f"{num_rows * pages} pages of {cache.page_size}, the budget is {cache.num_pages}: "
-            "shrink the tree, the length or the batch, or raise num_pages"
-        )
+def split_requests(
+    prompts: Sequence[Sequence[int]],
+    sampling: Sequence[SamplingParams],
+    cache: CacheConfig,
+    *,
+    max_rows: int,
+    scratch_slots: int,
+    data_parallel: int = 1,
+) -> list[slice]:
+    """Checked requests as batches in order: as many together as rows and pages allow.
+
+    Raises ValueError for a request that has too few pages alone.
+    """
+    limits = _limits(prompts, sampling, cache)
+    for index, limit in enumerate(limits):
+        if limit > _room(data_parallel, scratch_slots, cache):
+            raise ValueError(
+                f"request {index}: {_needs(data_parallel, limit, scratch_slots, cache)}: shorten "
+                "the prompt or max_tokens, shrink the tree, or raise num_pages"
+            )
+    batches, start = [], 0
+    for end in range(1, len(limits) + 1):
+        rows = rows_for(end + 1 - start, data_parallel)
+        if (
+            end == len(limits)
+            or end - start == max_rows
+            or max(limits[start : end + 1]) > _room(rows, scratch_slots, cache)
+        ):
+            batches.append(slice(start, end))
+            start = end
+    return batches
+
+
+def _limits(
+    prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams], cache: CacheConfig
+) -> list[int]:
+    """Most tokens of each request, prompt included."""
+    return [
+        min(len(prompt) + params.max_tokens, cache.max_length)
+        for prompt, params in zip(prompts, sampling, strict=True)
+    ]
+
+
+def _room(num_rows: int, scratch_slots: int, cache: CacheConfig) -> int:
+    """Tokens that each of a number of rows can have, beside the tree past its end."""
+    if cache.num_pages is None:
+        return cache.max_length
+    held = cache.num_pages // num_rows * cache.page_size
+    return min(cache.max_length, held - scratch_slots)
+
+
+def _needs(num_rows: int, length: int, scratch_slots: int, cache: CacheConfig) -> str:
+    pages = num_rows * -(-(length + scratch_slots) // cache.page_size)
+    return (
+        f"{num_rows} rows of {length} tokens and a tree of {scratch_slots} slots need {pages} "
+        f"pages of {cache.page_size}, the budget is num_pages={cache.num_pages}"
+    )
 
 
 def _power_of_two(number: int) -> int:

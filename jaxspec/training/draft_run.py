@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +13,16 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxspec import memory
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import DraftHead
 from jaxspec.sharding import DATA_AXIS
 from jaxspec.training import draft_step, fingerprint
 from jaxspec.training.draft_data import Examples, spread_rows
-from jaxspec.training.draft_loss import DraftBatch
+from jaxspec.training.draft_loss import DraftBatch, learned_counts
 from jaxspec.training.draft_states import StoredStates
 from jaxspec.training.draft_step import DraftTrainConfig
+from jaxspec.training.held_out import HeldOut
 from jaxspec.training.run_folder import RunFolder, batch_shardings
 from jaxspec.training.schedule import UNKNOWN_STEPS, Pace, Schedule
 from jaxspec.weights.orbax_io import static_choices
@@ -86,11 +88,19 @@ class DraftTraining:
         directory.mkdir(parents=True, exist_ok=True)
         self.config, self.schedule, self._train, self._states = config, schedule, train, states
         replicated, split = batch_shardings(config.batch_size // config.accumulation, data_parallel)
-        self._split = None if split is None else NamedSharding(split.mesh, P(None, DATA_AXIS))
+        self._split = split
         self._target = jax.device_put(target, replicated)
         windows = held_out_batches(held_out, config, schedule)
+        whole = None if split is None else NamedSharding(split.mesh, P(None, DATA_AXIS))
         even = windows.tokens.shape[1] % data_parallel == 0
-        self._windows = jax.device_put(windows, self._split if even else replicated)
+        # [1, B, T] each: one program, and a look at the clock between them.
+        batches = [
+            jax.device_put(
+                jax.tree.map(lambda x, i=i: x[i : i + 1], windows), whole if even else replicated
+            )
+            for i in range(windows.tokens.shape[0])
+        ]
+        self._held_out = HeldOut(batches, schedule)
         state = draft_step.init_state(head, config)
         self.state = jax.device_put(state, replicated)
         self.step, self.total_steps = 0, UNKNOWN_STEPS if schedule.steps is None else schedule.steps
@@ -106,29 +116,39 @@ class DraftTraining:
         """The weights so far, float32."""
         return self.state.head
 
-    def run(self) -> Iterator[DraftRecord]:
-        """Train to the end, yielding a record at the start and after each call on the device.
+    def run(self, note: Callable[[str], None] = lambda text: None) -> Iterator[DraftRecord]:
+        """Train to the end, yielding a record at the start and after each look at the results.
 
         A checkpoint is written before a record with ``saved`` is yielded. The first and the last
         are such: what cannot be saved fails before time is spent on it.
+
+        Args:
+          note: told what is being done where that takes long, in a few words.
         """
         started, pace = time.monotonic(), Pace(self.schedule, self.config.decay_fraction)
         before = self.records[-1].seconds if self.records else 0.0
+        self._compile(note)
         if not self.records:
+            note("evaluating")
+            saving = time.monotonic()
             yield self._add(self._save(self._evaluated(self._record(0.0))))
+            pace.saved(time.monotonic() - saving)
+        note("training")
+        pace.begins(self.step)
         while self.step < self.total_steps:
-            count = self.schedule.steps_of_call(self.step, self.total_steps)
+            count = pace.steps_of_call(self.step, self.total_steps)
             call_started = time.monotonic()
-            self.state, metrics = draft_step.train_steps(
+            self.state, means = draft_step.train_steps(
                 self.state, self._target, self._batches(count), self.total_steps, self.config
             )
-            metrics = {name: np.asarray(value).tolist() for name, value in metrics.items()}
+            metrics = {name: value.tolist() for name, value in means.items()}
             if not math.isfinite(metrics["total_loss"]):
                 raise ValueError(
                     f"the loss became {metrics['total_loss']}: lower the learning rate"
                 )
             self.step += count
             now = time.monotonic()
+            pace.ended(count, now - call_started)
             rate = self._tokens(count) / (now - call_started)
             self.total_steps = pace.total_steps(self.step, self.total_steps)
             record = self._record(before + now - started, **metrics, tokens_per_second=rate)
@@ -136,15 +156,33 @@ class DraftTraining:
                 record = self._evaluated(record)
             yield self._add(self._save(record) if self._due("save_every") else record)
 
+    def _compile(self, note: Callable[[str], None]) -> None:
+        """Ahead of the first call, so that its time says how long a step takes."""
+        note("compiling the evaluation")
+        evaluation = draft_step.evaluate.lower(
+            self.head, self._target, self._held_out.first, self.config
+        ).compile()
+        note("compiling the training step")
+        (batch,) = self._batches(1)
+        training = draft_step.one_step.lower(
+            self.state, self._target, batch, self.total_steps, self.config
+        ).compile()
+        for program, name in ((training, "a training step"), (evaluation, "an evaluation")):
+            memory.check_program(
+                program, name, "give a smaller batch, shorter rows or more accumulation"
+            )
+
     def _tokens(self, steps: int) -> int:
         return steps * self.config.batch_size * self._train.tokens.shape[1]
 
     def _due(self, event: str) -> bool:
         return self.schedule.is_due(event, self.step, self.total_steps)
 
-    def _batches(self, count: int) -> DraftBatch:
-        """The batches of the next ``count`` steps, [count, B, ...]."""
-        rows = np.stack([self._rows(self.step + index) for index in range(count)])
+    def _batches(self, count: int) -> list[DraftBatch]:
+        """The batches of the next ``count`` steps."""
+        return [self._batch(self._rows(self.step + index)) for index in range(count)]
+
+    def _batch(self, rows: np.ndarray) -> DraftBatch:
         batch: Any = DraftBatch(
             tokens=self._train.tokens[rows],  # pyright: ignore[reportArgumentType]
             learned=self._train.learned[rows],  # pyright: ignore[reportArgumentType]
@@ -152,7 +190,7 @@ class DraftTraining:
         if self._states is not None:
             features, hidden = self._states.read(rows)
             batch = batch.replace(features=features, hidden=hidden)
-        return self._on_device(batch)
+        return jax.device_put(batch, self._split)
 
     def _rows(self, step: int) -> np.ndarray:
         """Rows of a step's batch: every epoch is a shuffle fixed by the seed."""
@@ -160,9 +198,6 @@ class DraftTraining:
         epoch, index = divmod(step, per_epoch)
         order = np.random.default_rng((self.config.seed, epoch)).permutation(len(self._train))
         return order[index * size : (index + 1) * size]
-
-    def _on_device(self, batches: DraftBatch) -> DraftBatch:
-        return jax.device_put(batches, self._split)
 
     def _record(self, seconds: float, **metrics: Any) -> DraftRecord:
         return DraftRecord(
@@ -174,8 +209,17 @@ class DraftTraining:
         )
 
     def _evaluated(self, record: DraftRecord) -> DraftRecord:
-        found = draft_step.evaluate(self.head, self._target, self._windows, self.config)
-        values = {f"held_out_{name}": np.asarray(x).tolist() for name, x in found.items()}
+        found = self._held_out.evaluate(
+            lambda one: draft_step.evaluate(self.head, self._target, one, self.config)
+        )
+        steps = self.config.loss.steps
+        counts = [learned_counts(one.learned[0], steps) for one in self._held_out.batches]
+        values = {
+            f"held_out_{name}": np.average(
+                np.array([metrics[name] for metrics in found]), axis=0, weights=np.array(counts)
+            ).tolist()
+            for name in found[0]
+        }
         return dataclasses.replace(record, **values)
 
     def _save(self, record: DraftRecord) -> DraftRecord:

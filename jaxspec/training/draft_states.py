@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -54,13 +55,19 @@ def capture_states(
     directory: Path,
     *,
     batch_size: int,
+    deadline: float | None = None,
     report: Callable[[int, int], None] = lambda done, rows: None,
 ) -> StoredStates:
     """Run the target over all rows and keep what a head reads, in the target's dtype.
 
-    Shards that an interrupted call left complete are kept. ``report`` is told rows done and in all.
+    Shards that an interrupted call left complete are kept.
 
-    Raises ValueError if the disk has no room, or the folder holds states of something else.
+    Args:
+      deadline: time.monotonic() when all must be done; None: whenever it is.
+      report: told rows done and in all, after each batch.
+
+    Raises ValueError if the disk has no room, the folder holds states of something else, or the
+    first batches show that the deadline cannot be held.
     """
     directory.mkdir(parents=True, exist_ok=True)
     dtype, length = target.embed.dtype, examples.tokens.shape[1]
@@ -84,14 +91,44 @@ def capture_states(
         )
     manifest.write_text(json.dumps(described))
     run = jax.jit(functools.partial(target_states, capture=capture, attend=attend))
-    for shard in missing:
-        start = shard * per_shard
-        rows = np.arange(start, min(start + per_shard, len(examples)))
-        features, hidden = _run_rows(run, target, examples, rows, batch_size)
+    todo = [
+        np.arange(shard * per_shard, min((shard + 1) * per_shard, len(examples)))
+        for shard in missing
+    ]
+    watch = _Watch(sum(map(len, todo)), len(examples), deadline, report)
+    for shard, rows in zip(missing, todo, strict=True):
+        features, hidden = _run_rows(run, target, examples, rows, batch_size, watch)
         _write(directory / f"hidden-{shard:05d}.npy", hidden)
         _write(directory / f"features-{shard:05d}.npy", features)  # last: it marks the shard done
-        report(int(rows[-1]) + 1, len(examples))
     return stored
+
+
+class _Watch:
+    """Counts rows, and gives up when those that are left will not be done by a deadline."""
+
+    def __init__(
+        self, todo: int, rows: int, deadline: float | None, report: Callable[[int, int], None]
+    ):
+        self._todo, self._rows, self._deadline, self._report = todo, rows, deadline, report
+        self._done, self._first = 0, (0, 0.0)
+        report(rows - todo, rows)
+
+    def ran(self, count: int) -> None:
+        """So many more are done."""
+        self._done, now = self._done + count, time.monotonic()
+        self._report(self._rows - self._todo + self._done, self._rows)
+        if self._done == count:  # the first batch: its time included the compilation
+            self._first = count, now
+            return
+        first_done, first_time = self._first
+        seconds = (now - first_time) / (self._done - first_done) * (self._todo - self._done)
+        if self._deadline is not None and now + seconds > self._deadline:
+            left = max(0.0, self._deadline - now)
+            raise ValueError(
+                f"hidden states of {self._todo - self._done} more rows would take {seconds:.0f} s, "
+                f"and the time budget leaves {left:.0f} s for them: leave them to be computed on "
+                "the fly, or give more time or fewer rows"
+            )
 
 
 def _described(
@@ -117,6 +154,7 @@ def _run_rows(
     examples: Examples,
     rows: np.ndarray,
     batch_size: int,
+    watch: _Watch,
 ) -> tuple[np.ndarray, np.ndarray]:
     parts: list[tuple[np.ndarray, np.ndarray]] = []
     for start in range(0, len(rows), batch_size):
@@ -128,6 +166,7 @@ def _run_rows(
         )
         features, hidden = run(target, batch)
         parts.append((np.asarray(features)[: len(chosen)], np.asarray(hidden)[: len(chosen)]))
+        watch.ran(len(chosen))
     features, hidden = zip(*parts, strict=True)
     return np.concatenate(features), np.concatenate(hidden)
 

@@ -5,6 +5,7 @@ Weights and AdamW moments are float32, the target and the activations ``compute_
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -194,23 +195,27 @@ def _shapes(loss: Any, weights: DraftHead, parts: DraftBatch) -> tuple[Any, Any]
     return metrics | {"total_loss": value}, weights
 
 
-@functools.partial(jax.jit, static_argnames=("config",), donate_argnames=("state",))
+one_step = jax.jit(train_step, static_argnames=("config",), donate_argnames=("state",))
+
+
 def train_steps(
     state: DraftTrainState,
     target: Decoder,
-    batches: DraftBatch,
-    total_steps: Array,
+    batches: Sequence[DraftBatch],
+    total_steps: int,
     config: DraftTrainConfig,
-) -> tuple[DraftTrainState, dict[str, Array]]:
-    """As many steps as ``batches`` [S, B, ...] has, in one call; returns the means of the metrics
-    (of the learning rate, the last)."""
+) -> tuple[DraftTrainState, dict[str, np.ndarray]]:
+    """A step on each batch, one launched after the other; one program, however many they are.
 
-    def step(state: DraftTrainState, batch: DraftBatch) -> tuple[DraftTrainState, Any]:
-        return train_step(state, target, batch, total_steps, config)
-
-    state, metrics = jax.lax.scan(step, state, batches)
-    means = {name: values.mean(axis=0) for name, values in metrics.items()}
-    return state, means | {"learning_rate": metrics["learning_rate"][-1]}
+    Waits for them, and returns the means of the metrics (of the learning rate, the last).
+    """
+    taken: list[Any] = []
+    for batch in batches:
+        state, metrics = one_step(state, target, batch, total_steps, config)
+        taken.append(metrics)
+    host = jax.device_get(taken)
+    means = {name: np.mean([metrics[name] for metrics in host], axis=0) for name in host[0]}
+    return state, means | {"learning_rate": host[-1]["learning_rate"]}
 
 
 @functools.partial(jax.jit, static_argnames=("config",))

@@ -64,15 +64,17 @@ class HeadAdapter:
         self.llm.use_drafter(self._drafter.replace(head=head))
         return {name: float(metrics[name][0]) for name in ("loss", "accuracy")}
 
-    def _batches(self, steps: int) -> DraftBatch:
-        """Random rows [steps, B, length]; the target's own tokens are learned."""
-        shape = (steps, self._config.batch_size)
-        tokens = np.zeros((*shape, self._length), np.int32)
-        learned = np.zeros((*shape, self._length), bool)
-        for index, row in np.ndenumerate(self._random.integers(len(self._rows), size=shape)):
+    def _batches(self, steps: int) -> list[DraftBatch]:
+        return [self._batch() for _ in range(steps)]
+
+    def _batch(self) -> DraftBatch:
+        """Random rows [B, length]; the target's own tokens are learned."""
+        shape = self._config.batch_size, self._length
+        tokens, learned = np.zeros(shape, np.int32), np.zeros(shape, bool)
+        for index, row in enumerate(self._random.integers(len(self._rows), size=shape[0])):
             ids, prompt = self._rows[row]
-            tokens[index][: len(ids)] = ids
-            learned[index][prompt : len(ids)] = True
+            tokens[index, : len(ids)] = ids
+            learned[index, prompt : len(ids)] = True
         return DraftBatch(tokens=jnp.asarray(tokens), learned=jnp.asarray(learned))
 
 

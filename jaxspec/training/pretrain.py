@@ -3,16 +3,19 @@
 import dataclasses
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from jaxspec import memory
 from jaxspec.config import ModelConfig
 from jaxspec.models.decoder import Decoder
 from jaxspec.training import fingerprint, lm
 from jaxspec.training.data import Corpus
+from jaxspec.training.held_out import HeldOut
 from jaxspec.training.lm import TrainConfig
 from jaxspec.training.run_folder import RunFolder, batch_shardings
 from jaxspec.training.schedule import UNKNOWN_STEPS, Pace, Schedule
@@ -61,7 +64,9 @@ class Pretraining:
         self.model, self.config, self.corpus, self.schedule = model, config, corpus, schedule
         self._replicated, self._batch_sharding = batch_shardings(config.batch_size, data_parallel)
         windows = lm.held_out_windows(corpus.held_out, config, schedule.evaluation_tokens)
-        self._windows = jax.device_put(windows, self._replicated)
+        # [1, B, T + 1] each: one program, and a look at the clock between them.
+        batches = [jax.device_put(one[None], self._replicated) for one in windows]
+        self._held_out = HeldOut(batches, schedule)
         self._tokens = jax.device_put(corpus.train, self._replicated)
         self.state = jax.device_put(lm.init_state(model, config), self._replicated)
         self.step, self.total_steps = 0, UNKNOWN_STEPS if schedule.steps is None else schedule.steps
@@ -77,18 +82,27 @@ class Pretraining:
         """The weights so far, float32."""
         return self.state.params
 
-    def run(self) -> Iterator[Record]:
+    def run(self, note: Callable[[str], None] = lambda text: None) -> Iterator[Record]:
         """Train to the end, yielding a record at the start and after each call on the device.
 
         A checkpoint is written before a record with ``saved`` is yielded. The first and the last
         are such: what cannot be saved fails before time is spent on it.
+
+        Args:
+          note: told what is being done where that takes long, in a few words.
         """
         started, pace = time.monotonic(), Pace(self.schedule, self.config.decay_fraction)
         before = self.records[-1].seconds if self.records else 0.0
+        self._compile(note)
         if not self.records:
+            note("evaluating")
+            saving = time.monotonic()
             yield self._add(self._save(self._record(0.0, None, 0.0, evaluated=True)))
+            pace.saved(time.monotonic() - saving)
+        note("training")
+        pace.begins(self.step)
         while self.step < self.total_steps:
-            count = self.schedule.steps_of_call(self.step, self.total_steps)
+            count = pace.steps_of_call(self.step, self.total_steps)
             call_started = time.monotonic()
             self.state, metrics = lm.train_steps(
                 self.state, self._tokens, count, self.total_steps, self.config, self._batch_sharding
@@ -98,12 +112,24 @@ class Pretraining:
                 raise ValueError(f"the loss became {metrics['loss']}: lower the learning rate")
             self.step += count
             now = time.monotonic()
+            pace.ended(count, now - call_started)
             rate = count * self.config.batch_size * self.config.context / (now - call_started)
             self.total_steps = pace.total_steps(self.step, self.total_steps)
             record = self._record(
                 before + now - started, metrics, rate, evaluated=self._due("evaluate_every")
             )
             yield self._add(self._save(record) if self._due("save_every") else record)
+
+    def _compile(self, note: Callable[[str], None]) -> None:
+        """Ahead of the first call, so that its time says how long a step takes."""
+        note("compiling the evaluation")
+        evaluation = lm.evaluate.lower(self.params, self._held_out.first, self.config).compile()
+        note("compiling the training step")
+        training = lm.train_steps.lower(
+            self.state, self._tokens, 1, self.total_steps, self.config, self._batch_sharding
+        ).compile()
+        for program, name in ((training, "a training step"), (evaluation, "an evaluation")):
+            memory.check_program(program, name, "give a smaller batch or context")
 
     def _due(self, event: str) -> bool:
         return self.schedule.is_due(event, self.step, self.total_steps)
@@ -124,7 +150,8 @@ class Pretraining:
         )
         if not evaluated:
             return record
-        value = float(lm.evaluate(self.params, self._windows, self.config))
+        found = self._held_out.evaluate(lambda one: lm.evaluate(self.params, one, self.config))
+        value = float(np.mean(found))
         report = self.corpus.report
         bits = value / math.log(2) * report.held_out_tokens / report.held_out_bytes
         return dataclasses.replace(record, held_out_loss=value, bits_per_byte=bits)

@@ -1,5 +1,6 @@
 """Progress of training, as a terminal shows it."""
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 
@@ -8,6 +9,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from jaxspec.training.draft_run import DraftRecord
 from jaxspec.training.pretrain import Record
+
+QUIET_SECONDS = 10  # that a file may go without a line
 
 
 def progress_bar(console: Console) -> Progress:
@@ -18,28 +21,55 @@ def progress_bar(console: Console) -> Progress:
 
 def counting(progress: Progress, what: str) -> Callable[[int, int], None]:
     """A callback that shows how many there are done, and in all."""
-    task = progress.add_task(what, total=None)
+    task, printed = progress.add_task(what, total=None), -math.inf
 
     def show(done: int, rows: int) -> None:
-        progress.update(task, description=f"{what} {done}/{rows}", completed=done, total=rows)
+        nonlocal printed
+        line = f"{what} {done}/{rows}"
+        progress.update(task, description=line, completed=done, total=rows)
+        if not progress.console.is_terminal and time.monotonic() - printed >= QUIET_SECONDS:
+            printed = time.monotonic()
+            progress.console.print(line)
 
     return show
 
 
 def follow[R: (Record, DraftRecord)](
-    records: Iterable[R], describe: Callable[[R], str], console: Console, started: float
+    run: Callable[[Callable[[str], None]], Iterable[R]],
+    describe: Callable[[R], str],
+    console: Console,
+    started: float,
 ) -> Iterator[R]:
     """The records of a run, each shown beside a bar; those with an evaluation stay as lines.
 
+    Where nobody sees a bar (a pipe, a file), what is being done and a record every few seconds are
+    lines too.
+
     Args:
+      run: ``run`` of a Pretraining or DraftTraining.
       describe: a record in a line.
       started: time.monotonic() that the lines count from.
     """
     with progress_bar(console) as progress:
-        task = progress.add_task("compiling", total=None)
-        for record in records:
+        task = progress.add_task("starting", total=None)
+        printed = time.monotonic()
+
+        def show(line: str) -> None:
+            nonlocal printed
+            printed = time.monotonic()
+            console.print(f"{printed - started:6.1f} s  {line}")
+
+        def note(text: str) -> None:
+            progress.update(task, description=text)
+            if not console.is_terminal:
+                show(text)
+
+        for record in run(note):
             line = describe(record)
             progress.update(task, description=line, total=record.total_steps, completed=record.step)
-            if record.held_out_loss is not None:
-                console.print(f"{time.monotonic() - started:6.1f} s  {line}")
+            quiet = time.monotonic() - printed
+            if record.held_out_loss is not None or (
+                not console.is_terminal and quiet >= QUIET_SECONDS
+            ):
+                show(line)
             yield record

@@ -4,6 +4,7 @@ import dataclasses
 import time
 
 UNKNOWN_STEPS = 1 << 30  # total steps while a time budget has not been measured against yet
+EVALUATION_SHARE = 0.05  # most of what is left of a time budget that one evaluation may take
 SLACK = 1.1  # lest the deadline cuts off the end of the learning rate's fall
 
 
@@ -20,7 +21,8 @@ class Schedule:
     Attributes:
       steps: total steps, or None to take as many as fit before ``deadline``.
       deadline: time.monotonic() at which training must have ended, or None.
-      steps_per_call: steps that one call of the device program takes at most.
+      steps_per_call, seconds_per_call: most steps that training goes on without a look at the
+        results, and about the longest that it does so. The first time it is one step.
       evaluate_every, save_every: steps between evaluations and between checkpoints.
       evaluation_tokens: held-out tokens of one evaluation.
     """
@@ -28,6 +30,7 @@ class Schedule:
     steps: int | None = None
     deadline: float | None = None
     steps_per_call: int = 20
+    seconds_per_call: float = 2.0
     evaluate_every: int = 500
     save_every: int = 1000
     evaluation_tokens: int = 1 << 20
@@ -43,33 +46,57 @@ class Schedule:
         """Whether ``evaluate_every`` or ``save_every`` asks for something after ``step`` steps."""
         return step % getattr(self, event) == 0 or step == total_steps
 
-    def steps_of_call(self, step: int, total_steps: int) -> int:
-        """Steps up to the next evaluation, checkpoint or end, at most those of one call."""
+    def until_event(self, step: int, total_steps: int) -> int:
+        """Steps up to the next evaluation, checkpoint or end."""
         events = self.evaluate_every, self.save_every
-        until_event = (event - step % event for event in events)
-        return min(self.steps_per_call, total_steps - step, *until_event)
+        return min(total_steps - step, *(event - step % event for event in events))
 
 
 class Pace:
-    """Total steps under a time budget: re-estimated until the learning rate begins to fall."""
+    """Total steps under a time budget, and steps of the next call, by what has been measured.
+
+    The total is re-estimated until the learning rate begins to fall. The first call takes one step:
+    nobody knows yet how long that is.
+    """
 
     def __init__(self, schedule: Schedule, decay_fraction: float):
-        self._deadline = schedule.deadline
+        self._schedule = schedule
         self._steady = 1 - decay_fraction
-        self._first: tuple[int, float] | None = None
+        self._first: tuple[int, float] | None = None  # step and time that the estimate counts from
+        self._count, self._step_seconds = 1, 0.0
+        self._last_save = 0.0
+
+    def begins(self, step: int) -> None:
+        """Training goes on from ``step`` now; everything is compiled."""
+        self._first = step, time.monotonic()
+
+    def saved(self, seconds: float) -> None:
+        """To evaluate and save took so long; at the end it is done again."""
+        self._last_save = seconds
+
+    def steps_of_call(self, step: int, total_steps: int) -> int:
+        """Steps of the next call: what was measured says how many take ``seconds_per_call``."""
+        return min(self._count, self._schedule.until_event(step, total_steps))
+
+    def ended(self, steps: int, seconds: float) -> None:
+        """A call of so many steps took so long."""
+        self._step_seconds = seconds / steps
+        fitting = min(
+            self._schedule.steps_per_call,
+            self._schedule.seconds_per_call / max(self._step_seconds, 1e-9),
+        )
+        self._count = max(1, int(fitting))
 
     def total_steps(self, step: int, total: int) -> int:
         """The new total after ``step`` steps have ended now; never less than ``step``."""
-        now = time.monotonic()
-        if self._deadline is None:
+        if self._schedule.deadline is None:
             return total
-        if now >= self._deadline:
+        now, end = time.monotonic(), self._schedule.deadline - self._last_save
+        if now + self._step_seconds > end:
             return step
-        if self._first is None:  # this call's time included the compilation
-            self._first = step, now
-            return total
         if total != UNKNOWN_STEPS and step >= self._steady * total:
             return total
+        assert self._first is not None, "begins() was not called"
         first_step, first_time = self._first
         seconds_per_step = SLACK * (now - first_time) / (step - first_step)
-        return step + int((self._deadline - now) / seconds_per_step)
+        return step + int((end - now) / seconds_per_step)

@@ -2,6 +2,8 @@
 
 import dataclasses
 import itertools
+import math
+import time
 from pathlib import Path
 
 import jax
@@ -43,7 +45,9 @@ TRAIN_CONFIG = DraftTrainConfig(
     compute_dtype="float32",
 )
 BOTH_METHODS = pytest.mark.parametrize("method", ["eagle3", slow("eagle1")])
-SCHEDULE = Schedule(steps=12, steps_per_call=4, evaluate_every=6, save_every=4)
+SCHEDULE = Schedule(
+    steps=12, steps_per_call=4, seconds_per_call=math.inf, evaluate_every=6, save_every=4
+)
 
 
 def random_examples(rows: int, seed: int) -> Examples:
@@ -73,7 +77,8 @@ def start(directory: Path, *, resume: bool = False, states: StoredStates | None 
 
 
 def curve(records: list[DraftRecord]) -> list[tuple]:
-    return [(r.step, r.loss, r.held_out_loss, r.grad_norm) for r in records]
+    """Evaluations: a run that goes on takes its first steps in other calls."""
+    return [(r.step, r.held_out_loss, r.held_out_accuracy) for r in records if r.held_out_loss]
 
 
 def total_losses(run: DraftTraining) -> list[float]:
@@ -101,6 +106,7 @@ def test_a_killed_run_resumes_on_the_same_curve(uninterrupted, tmp_path, calls):
     resumed = start(tmp_path, resume=True)
     list(resumed.run())
     assert curve(resumed.records) == curve(uninterrupted.records)
+    assert len(curve(resumed.records)) == 3
     same = jax.tree.map(np.array_equal, resumed.head, uninterrupted.head)
     assert all(jax.tree.leaves(same))
 
@@ -182,11 +188,11 @@ def test_other_data_of_the_same_sum_is_other_data(uninterrupted, tmp_path):
 
 @pytest.mark.slow
 def test_a_log_cut_short_by_a_kill_is_mended(tmp_path):
-    list(itertools.islice(start(tmp_path).run(), 2))
+    list(itertools.islice(start(tmp_path).run(), 3))
     log = tmp_path / "log.jsonl"
     lines = log.read_text()
     log.write_text(lines + '{"step": 8, "tot')
-    assert len(start(tmp_path, resume=True).records) == 2
+    assert len(start(tmp_path, resume=True).records) == 3
     assert log.read_text() == lines
     log.unlink()
     with pytest.raises(ValueError, match="without its log"):
@@ -222,6 +228,16 @@ def test_stored_states_train_as_computed_ones_do(uninterrupted, tmp_path):
     with pytest.raises(ValueError, match="another model or other data"):
         capture_states(TARGET, HELD_OUT, (0, 1, 2), dense_causal_attend, tmp_path / "s",
                        batch_size=8)  # fmt: skip
+
+
+def test_stored_states_that_would_take_too_long_are_an_error(tmp_path):
+    rows: list[tuple[int, int]] = []
+    with pytest.raises(ValueError, match=r"states of 24 more rows would take \d+ s, and the time"):
+        capture_states(
+            TARGET, TRAIN, (0, 1, 2), dense_causal_attend, tmp_path, batch_size=8,
+            deadline=time.monotonic(), report=lambda *counts: rows.append(counts),
+        )  # fmt: skip
+    assert rows == [(0, 40), (8, 40), (16, 40)], "progress shows after each batch"
 
 
 @pytest.mark.slow

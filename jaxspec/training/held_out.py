@@ -1,0 +1,46 @@
+"""Held-out batches, of which a time budget may leave the first ones only."""
+
+import time
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+
+from jaxspec.training.schedule import EVALUATION_SHARE, Schedule
+
+
+class HeldOut[T]:
+    """Batches to evaluate on, in a shuffled order that is always the same.
+
+    Under a time budget the first evaluation stops when it has taken EVALUATION_SHARE of what is
+    left, after one batch at least. Later ones take the same batches, so that they can be compared.
+    """
+
+    def __init__(self, batches: Sequence[T], schedule: Schedule):
+        order = np.random.default_rng(0).permutation(len(batches))
+        self._batches = [batches[index] for index in order]
+        self._deadline = schedule.deadline
+        self._measured = False
+
+    @property
+    def first(self) -> T:
+        """A batch to compile for."""
+        return self._batches[0]
+
+    @property
+    def batches(self) -> list[T]:
+        """Those that are evaluated."""
+        return self._batches
+
+    def evaluate[V](self, function: Callable[[T], V]) -> list[V]:
+        """What ``function`` gives for each batch, waiting for it."""
+        started, results = time.monotonic(), []
+        until = None
+        if self._deadline is not None and not self._measured:
+            until = started + EVALUATION_SHARE * (self._deadline - started)
+        for batch in self._batches:
+            results.append(jax.block_until_ready(function(batch)))
+            if until is not None and time.monotonic() >= until:
+                break
+        self._batches, self._measured = self._batches[: len(results)], True
+        return results
