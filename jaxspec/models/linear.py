@@ -18,7 +18,7 @@ from jaxspec.sharding import Axes, Layout
 from jaxspec.tensors import Filler, Source
 from pallas_kernels.products import einsum_f32, precision_of, product_parts
 from pallas_kernels.selection import NO_KERNELS, Kernels
-from pallas_kernels.tuning import parts_of_product
+from pallas_kernels.split_k import choose_split_k
 
 
 class AnyLinear(Protocol):
@@ -127,7 +127,7 @@ class Linear(Pytree):
 
     def most_parts(self, x: Array) -> int:
         rows, depth = math.prod(x.shape[:-1]), self.in_size
-        return parts_of_product(rows, depth, math.prod(self.out_shape))
+        return choose_split_k(rows, depth, math.prod(self.out_shape))
 
     def _multiply(self, x: Array) -> Array:
         precision = precision_of(x.dtype, self.weight.dtype)

@@ -17,7 +17,7 @@ from jaxspec.speculation.call import Call
 from jaxspec.speculation.drafters import Drafter
 from jaxspec.speculation.tree import DraftTree, pad_tree, root_only
 from jaxspec.state import Ending, EngineState, Statistics, Status, write_tokens
-from pallas_kernels.tuning import fewest_rows
+from pallas_kernels.policy import fewest_rows
 
 
 class RoundOutput(NamedTuple):

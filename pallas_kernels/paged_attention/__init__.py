@@ -8,8 +8,8 @@ from jax import Array
 
 from pallas_kernels.gradients import with_reference_gradient
 from pallas_kernels.paged_attention.reference import paged_attention_reference
+from pallas_kernels.paged_attention.tuning import ROWS
 from pallas_kernels.selection import Implementation, kernel_module
-from pallas_kernels.tuning import ROWS
 
 
 @jax.named_scope("attention")

@@ -25,8 +25,8 @@ import numpy as np
 from jax import Array, lax
 
 from pallas_kernels import cluster
+from pallas_kernels.paged_attention.tuning import ROWS, AttentionTuning, attention_tuning
 from pallas_kernels.shared_memory import SWIZZLED, zero_rows_outside
-from pallas_kernels.tuning import ROWS, AttentionTuning, attention_tuning
 
 # Finite, so that a row that sees nothing stays free of NaN. A running maximum starts far above what
 # is masked: no rounding of it can then give a masked score weight.
@@ -94,7 +94,7 @@ def paged_attention_mosaic(
 ) -> Array:
     """See pallas_kernels.paged_attention.paged_attention; only where ``misfit`` finds nothing.
 
-    ``config`` None: from pallas_kernels.tuning. ``interpret``: plgpu.InterpretGPUParams, for tests.
+    ``config`` None: from tuning.py. ``interpret``: plgpu.InterpretGPUParams, for tests.
     """
     batch, num_tokens, num_heads, head_dim = q.shape
     _, kv_heads, page_size, _ = k_pages.shape

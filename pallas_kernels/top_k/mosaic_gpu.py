@@ -18,7 +18,7 @@ import numpy as np
 from jax import Array, lax
 
 from pallas_kernels import cluster
-from pallas_kernels.tuning import top_k_shares
+from pallas_kernels.policy import top_k_shares
 
 THREADS = 128  # of a warpgroup
 TAKEN = np.uint32(0)  # less than the key of any number
@@ -37,7 +37,7 @@ def top_k_mosaic(
 ) -> tuple[Array, Array, Array]:
     """See pallas_kernels.top_k.top_k; only where ``misfit`` finds nothing.
 
-    ``shares``: blocks that share a row; None: from pallas_kernels.tuning. ``interpret``:
+    ``shares``: blocks that share a row; None: from pallas_kernels.policy. ``interpret``:
     plgpu.InterpretGPUParams, for tests; it knows no clusters.
     """
     size, rows = x.shape[-1], math.prod(x.shape[:-1])

@@ -24,7 +24,7 @@ import numpy as np
 from jax import Array, lax
 
 from pallas_kernels import cluster
-from pallas_kernels.tuning import truncate_shares
+from pallas_kernels.policy import truncate_shares
 
 THREADS = 128  # of a warpgroup
 HELD = 96  # entries of a thread in registers; 126 spilled some
@@ -51,7 +51,7 @@ def truncation_threshold_mosaic(
 ) -> Array:
     """See pallas_kernels.truncate.truncation_threshold; only where ``misfit`` finds nothing.
 
-    ``shares``: blocks that share a row; None: from pallas_kernels.tuning. ``held``: entries of a
+    ``shares``: blocks that share a row; None: from pallas_kernels.policy. ``held``: entries of a
     thread in registers. ``interpret``: plgpu.InterpretGPUParams, for tests; it knows no clusters.
     """
     batch, nodes, size = logits.shape

@@ -2,16 +2,10 @@
 
 import pytest
 
-from pallas_kernels import tuning
+from pallas_kernels.paged_attention.tuning import AttentionTuning, attention_tuning
+from pallas_kernels.policy import MULTIPROCESSORS, fewest_rows, top_k_shares, truncate_shares
 from pallas_kernels.selection import Kernels
-from pallas_kernels.tuning import (
-    AttentionTuning,
-    attention_tuning,
-    fewest_rows,
-    parts_of_product,
-    top_k_shares,
-    truncate_shares,
-)
+from pallas_kernels.split_k import choose_split_k
 
 
 @pytest.mark.parametrize("batch", [1, 2, 8, 32, 128])
@@ -23,7 +17,7 @@ def test_splits_keep_every_block_resident_and_busy(batch: int, kv_heads: int, sl
         assert kv_heads % chosen.heads == 0
         assert chosen.splits in (1, 2, 4, 8)
         assert chosen.registers is None or chosen.producer_registers >= 24
-        assert chosen.splits == 1 or batch * kv_heads * chosen.splits <= tuning.MULTIPROCESSORS
+        assert chosen.splits == 1 or batch * kv_heads * chosen.splits <= MULTIPROCESSORS
         assert chosen.splits <= 2 or batch * kv_heads * chosen.splits <= 66, "clusters need room"
         assert chosen.splits <= max(slots // chosen.block, 1)
 
@@ -39,7 +33,7 @@ def test_splits_keep_every_block_resident_and_busy(batch: int, kv_heads: int, sl
     ],
 )
 def test_narrow_products_are_divided_for_a_kernel(rows: int, depth: int, width: int, parts: int):
-    assert parts_of_product(rows, depth, width) == parts
+    assert choose_split_k(rows, depth, width) == parts
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from pallas_kernels.paged_attention.cases import (
 )
 from pallas_kernels.paged_attention.mosaic_gpu import paged_attention_mosaic
 from pallas_kernels.paged_attention.reference import paged_attention_reference
-from pallas_kernels.tuning import AttentionTuning
+from pallas_kernels.paged_attention.tuning import AttentionTuning
 
 NARROW = AttentionTuning(block=64, stages=2)
 TWO_HEADS = AttentionTuning(block=64, stages=2, heads=2)

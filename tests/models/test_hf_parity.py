@@ -114,7 +114,7 @@ def test_products_in_parts_make_the_same_logits(checkpoint, monkeypatch: pytest.
         return [dense_logits(tokens), dense_logits(one), paged]
 
     whole, asked = all_logits(), []
-    monkeypatch.setattr(linear, "parts_of_product", lambda *sizes: asked.append(sizes) or 4)
+    monkeypatch.setattr(linear, "choose_split_k", lambda *sizes: asked.append(sizes) or 4)
     monkeypatch.setattr(forward, "takes_parts", lambda dtype, width: True)
     monkeypatch.setattr(forward, "heads_take_parts", lambda dtype, width: True)
     in_parts = all_logits()
