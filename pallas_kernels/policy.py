@@ -1,6 +1,6 @@
-"""Choices that depend on the device alone, measured on an H100.
+"""Device policy for an H100: rows of a pass, and thread blocks that share a row.
 
-How one operation divides its work stands beside it: paged_attention/tuning.py, split_k.py.
+The tuning of attention is in paged_attention/tuning.py, that of matrix products in split_k.py.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ def top_k_shares(size: int) -> int:
 def truncate_shares(size: int) -> int:
     """Thread blocks that share one row of ``size`` logits in truncate, at most 8 (one cluster).
 
-    Depends on the size alone: the rounding of a row's sums must not depend on the number of rows.
+    Depends on the size only: the rounding of a row's sums must not depend on the number of rows.
     """
     return largest_fitting(lambda shares: shares * 2048 <= size)
 

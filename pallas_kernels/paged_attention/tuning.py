@@ -21,12 +21,13 @@ class AttentionTuning:
         values.
       heads: KV heads of a CTA.
       splits: CTAs that share one context.
-      turns: the two warpgroups alternate between tensor cores and softmax.
+      ping_pong: two warpgroups alternate: one has the tensor cores while the other computes its
+        softmax (ping-pong scheduling of FlashAttention-3, arXiv 2407.08608).
       registers: registers of a compute thread, taken from the producer warpgroup; None: as
         compiled.
 
-    Raises ValueError for turns of other than two warpgroups of one head, and for more registers
-    than a CTA has: its threads would wait for them forever.
+    Raises ValueError for ``ping_pong`` without exactly two warpgroups of one head, and for more
+    registers than a CTA has: its threads would wait for them forever.
     """
 
     block: int
@@ -34,12 +35,12 @@ class AttentionTuning:
     warpgroups: int = 1
     heads: int = 1
     splits: int = 1
-    turns: bool = False
+    ping_pong: bool = False
     registers: int | None = None
 
     def __post_init__(self) -> None:
-        if self.turns and (self.warpgroups, self.heads) != (2, 1):
-            raise ValueError("turns are for two warpgroups of one head")
+        if self.ping_pong and (self.warpgroups, self.heads) != (2, 1):
+            raise ValueError("ping_pong needs two warpgroups of one head")
         if self.registers is not None and self.producer_registers < MIN_REGISTERS:
             raise ValueError(
                 f"{self.registers} registers in each of {self.consumers} compute warpgroups leave "
@@ -69,16 +70,17 @@ def attention_tuning(
     hold.
 
     Measured on an H100 with 32 query heads and 8 KV heads, in us. Each line gives sequences x
-    context, the number of queries, the time of the choice, and the times of alternatives. All lines
-    but the one on turns were measured without them.
+    context, the number of queries, the time of the choice, and the times of alternatives. All were
+    measured without ping-pong scheduling, except the line that compares it.
 
     - 8 x 8k, 8: 98 with 2 splits of 128-slot blocks; 100 with 64-slot blocks; 101 without splits.
     - 8 x 1k, 1: 18.7 without splits; 18.9 with 2. 8 x 640, 1: 13.0 with 2 stages; 14.3 with 5.
     - 1 x 1k, 6: 9.9 with 8 splits; 11.1 with 4. 1 x 8k, 8: 19.7 with 128-slot blocks; 21.7 with 64.
     - 1 x 1k, 60: 16.5 with 4 splits of 64-slot blocks; 19.8 with 128; 31 with 8 splits (two waves).
     - 8 x 8k, 64: 143 without splits; 205 with 2.
-    - Turns: 8 x 8k, 64: 132.7, without 136.0; with pages of 16 145.3, without 141.9. 1 x 3.5k, 512:
-      62.4, without 67.4. 1 x 8k, 64: 39.1, without 41.5. 1 x 1k, 60: 16.8, without 16.6.
+    - Ping-pong: 8 x 8k, 64: 132.7, without 136.0; with pages of 16 slots 145.3, without 141.9.
+      1 x 3.5k, 512: 62.4, without 67.4. 1 x 8k, 64: 39.1, without 41.5. 1 x 1k, 60: 16.8, without
+      16.6.
     - 32 x 640, 6: 37.8 with two heads a CTA; 39.9 with one; 42.7 with one and 5 stages.
     """
     pairs = batch * kv_heads
@@ -91,7 +93,7 @@ def attention_tuning(
             stages=2,
             warpgroups=2,
             splits=splits,
-            turns=page_size >= 64,  # smaller pages take longer to load than a turn lasts
+            ping_pong=page_size >= 64,  # smaller pages load too slowly for it
             registers=240,
         )
     if pairs > MULTIPROCESSORS and kv_heads % 2 == 0:
