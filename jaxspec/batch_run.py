@@ -54,7 +54,8 @@ class Run:
 
     Args:
       rounds_per_call: rounds between two looks at the results, at most the engine's.
-      shape: of the draft trees; None: the engine's.
+      shape: of the draft trees; None: the engine's. The attribute may be set between two steps: the
+        next call takes it, and the text stays the same. A new shape compiles a program.
 
     Raises ValueError for requests that could not run, RuntimeError while another batch is under
     way.
@@ -74,7 +75,7 @@ class Run:
         self.statistics = [RequestStatistics(0, 0, [0] * (depth + 1)) for _ in prompts]
         self.endings = [Ending.NONE for _ in prompts]
         self._done = [False for _ in prompts]
-        self._engine, self._shape = engine, shape
+        self._engine, self.shape = engine, shape
         if rounds_per_call is not None and rounds_per_call < 1:
             raise ValueError(f"rounds_per_call must be at least 1, got {rounds_per_call}")
         self._most_rounds = min(rounds_per_call or engine.rounds_per_call, engine.rounds_per_call)
@@ -115,13 +116,13 @@ class Run:
         if all(progress.done):
             return
         started = time.perf_counter()
-        self._state = engine.prepare_rounds(self._own(), plan, self._shape)
+        self._state = engine.prepare_rounds(self._own(), plan, self.shape)
         self.timings.compile += time.perf_counter() - started
         rounds = 1  # the first call is short, so that the first words show soon
         ahead: list[_Call] = []
         while not all(progress.done):
             started = time.perf_counter()
-            self._state, emitted = engine.run_rounds(self._own(), plan, rounds, self._shape)
+            self._state, emitted = engine.run_rounds(self._own(), plan, rounds, self.shape)
             ready, ahead = ahead, [_Call(None, emitted)]
             read = self._read(ready) if ready else None
             self.timings.decode += time.perf_counter() - started

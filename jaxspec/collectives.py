@@ -4,6 +4,8 @@
 Shard ``i`` of ``n`` holds entries ``i * size .. (i + 1) * size - 1``.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
@@ -33,6 +35,19 @@ def maximum(x: Array, layout: Layout) -> Array:
 def total(x: Array, layout: Layout) -> Array:
     """Sum of the last dimension: x [..., V/n] -> [...]"""
     return all_reduce(jnp.sum(x, axis=-1), layout.vocab)
+
+
+@dataclasses.dataclass(frozen=True)
+class Reductions:
+    """``total`` and ``maximum`` over one layout, hashable: a static argument."""
+
+    layout: Layout
+
+    def total(self, x: Array) -> Array:
+        return total(x, self.layout)
+
+    def maximum(self, x: Array) -> Array:
+        return maximum(x, self.layout)
 
 
 def all_finite(x: Array, layout: Layout) -> Array:

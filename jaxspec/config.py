@@ -8,6 +8,13 @@ Acceptance = Literal["match", "rejection"]
 Proposal = Literal["top_k", "coupled", "sampled"]
 
 
+def _check_positive(**values: float) -> None:
+    """Raise ValueError unless each value is above zero."""
+    for name, value in values.items():
+        if not value > 0:
+            raise ValueError(f"{name} must be above 0, got {value!r}")
+
+
 @dataclasses.dataclass(frozen=True)
 class Llama3RopeScaling:
     """Frequency-dependent rope scaling of Llama 3.1 and later (``rope_type: llama3``)."""
@@ -17,6 +24,14 @@ class Llama3RopeScaling:
     high_freq_factor: float
     original_max_position: int
 
+    def __post_init__(self):
+        _check_positive(**dataclasses.asdict(self))
+        if not self.low_freq_factor < self.high_freq_factor:
+            raise ValueError(
+                f"low_freq_factor ({self.low_freq_factor}) must be below high_freq_factor "
+                f"({self.high_freq_factor})"
+            )
+
 
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
@@ -25,6 +40,11 @@ class RopeConfig:
     head_dim: int
     theta: float
     scaling: Llama3RopeScaling | None = None
+
+    def __post_init__(self):
+        _check_positive(head_dim=self.head_dim, rope_theta=self.theta)
+        if self.head_dim % 2:
+            raise ValueError(f"rotary embedding needs an even head_dim, not {self.head_dim}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +63,9 @@ class AttentionConfig:
     qk_norm: bool = False
 
     def __post_init__(self):
+        _check_positive(num_heads=self.num_heads, num_kv_heads=self.num_kv_heads)
+        if self.window is not None:
+            _check_positive(window=self.window)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads ({self.num_heads}) must be a multiple of "
@@ -77,6 +100,9 @@ class DenseConfig:
     intermediate_size: int
     bias: bool = False
 
+    def __post_init__(self):
+        _check_positive(intermediate_size=self.intermediate_size)
+
 
 @dataclasses.dataclass(frozen=True)
 class LayerConfig:
@@ -97,6 +123,11 @@ class ModelConfig:
     layers: tuple[LayerConfig, ...]
     tie_word_embeddings: bool = False
     stop_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        _check_positive(vocab_size=self.vocab_size, hidden_size=self.hidden_size)
+        _check_positive(rms_norm_eps=self.rms_norm_eps, max_position=self.max_position)
+        _check_positive(num_layers=self.num_layers)
 
     @property
     def num_layers(self) -> int:

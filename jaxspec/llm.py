@@ -81,7 +81,7 @@ class LLM:
     def __init__(
         self,
         model: str | Path = BUILT_IN_MODEL,
-        drafter: str | Path = "auto",
+        drafter: str | Path | Drafter = "auto",
         *,
         speculation: SpeculationConfig | None = None,
         dtype: str | None = None,

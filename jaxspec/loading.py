@@ -1,6 +1,5 @@
 """From names and directories to EngineParams."""
 
-import json
 from pathlib import Path
 
 import jax
@@ -10,6 +9,7 @@ from jax.sharding import Mesh
 from jaxspec.config import PLAIN, ModelConfig, SpeculationConfig, default_speculation
 from jaxspec.functional import EngineParams
 from jaxspec.models.hf_config import load_model_config
+from jaxspec.models.hf_values import read_json, shown
 from jaxspec.speculation.drafters import (
     Drafter,
     DraftModelDrafter,
@@ -17,6 +17,7 @@ from jaxspec.speculation.drafters import (
     NGramDrafter,
     NoDrafter,
 )
+from jaxspec.speculation.expand import check_top_k
 from jaxspec.weights.eagle import head_method, load_eagle_head
 from jaxspec.weights.hub import resolve_directory
 from jaxspec.weights.safetensors_io import load_decoder
@@ -28,7 +29,7 @@ BUILT_IN_HEAD = Path(__file__).parent / "assets" / "python-lm-eagle3"
 
 def load(
     model: str | Path = BUILT_IN_MODEL,
-    drafter: str | Path = "auto",
+    drafter: str | Path | Drafter = "auto",
     *,
     speculation: SpeculationConfig | None = None,
     dtype: str | None = None,
@@ -41,7 +42,7 @@ def load(
     Args:
       model: a Hugging Face model directory or hub id; the built-in model by default.
       drafter: ``none``, ``ngram``, or a directory or hub id of an EAGLE head or a draft model;
-        ``auto`` is what choose_drafter says.
+        ``auto`` is what choose_drafter says. A Drafter object is taken as it is.
       speculation: the draft tree and the acceptance rule; by default what
         config.default_speculation says.
       dtype: ``float32`` or ``bfloat16``; by default float32 on CPU and bfloat16 elsewhere.
@@ -55,15 +56,16 @@ def load(
     speculation = speculation or default_speculation(jax.default_backend())
     chosen = Kernels.parse(kernels, mesh.devices.flat[0] if mesh is not None else None)
     resolved = resolve_dtype(dtype)
-    drafter, directory = choose_drafter(model, drafter), resolve_directory(model)
+    directory = resolve_directory(model)
     config = load_model_config(directory)
     config.check_tree_depth(speculation.max_depth)
     if drafter == "none":
         speculation = speculation.with_shape(PLAIN)
+    if isinstance(drafter, str | Path):
+        name = choose_drafter(model, drafter)
+        drafter = _load_drafter(name, directory, config, speculation, resolved, mesh, shard_drafter)
     return EngineParams(
-        drafter=_load_drafter(
-            drafter, directory, config, speculation, resolved, mesh, shard_drafter
-        ),
+        drafter=drafter,
         target=load_decoder(directory, config, resolved, mesh),
         speculation=speculation,
         kernels=chosen,
@@ -103,10 +105,14 @@ def _load_drafter(
         return NGramDrafter()
     directory = resolve_directory(drafter)
     if head_method(directory) is not None:
-        return EagleDrafter(head=load_eagle_head(directory, target, dtype, mesh, sharded))
-    config = load_model_config(directory)
+        head = load_eagle_head(directory, target, dtype, mesh, sharded)
+        ids = target.vocab_size if head.token_ids is None else head.token_ids.size
+        check_top_k(speculation, ids)
+        return EagleDrafter(head=head)
+    config = load_model_config(directory, "draft model")
     _check_same_tokenizer(directory, config, model_directory, target)
     config.check_tree_depth(speculation.max_depth)
+    check_top_k(speculation, config.vocab_size)
     model = load_decoder(directory, config, dtype, mesh, sharded=sharded)
     return DraftModelDrafter(model=model)
 
@@ -129,5 +135,12 @@ def _vocabulary(directory: Path) -> dict[str, int] | None:
     path = directory / "tokenizer.json"
     if not path.is_file():
         return None
-    model = json.loads(path.read_text(encoding="utf-8"))["model"]["vocab"]
-    return model if isinstance(model, dict) else {str(entry): i for i, entry in enumerate(model)}
+    model = read_json(path).get("model")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    if isinstance(vocabulary, list):  # of [token, score]
+        return {str(entry): i for i, entry in enumerate(vocabulary)}
+    if not isinstance(vocabulary, dict):
+        raise ValueError(
+            f"{path}: model.vocab must be an object or a list, got {shown(vocabulary)}"
+        )
+    return vocabulary

@@ -5,7 +5,6 @@ an exact sample from softmax(processed_logits) by the Gumbel-max trick. The nois
 (seed, position, token), so a token does not depend on how many are scored in the same pass.
 """
 
-import functools
 from collections.abc import Callable
 
 import jax.numpy as jnp
@@ -114,12 +113,8 @@ def process_logits(
         jnp.where(drawn, sampling.min_p, 0.0),
     )
     if layout.vocab:
-        threshold = truncation_threshold_reference(
-            logits,
-            *rules,
-            total=functools.partial(collectives.total, layout=layout),
-            maximum=functools.partial(collectives.maximum, layout=layout),
-        )
+        reductions = collectives.Reductions(layout)
+        threshold = truncation_threshold_reference(logits, *rules, reductions)
     else:
         threshold = truncation_threshold(logits, *rules, kernels.implementation("truncate"))
     # Raw logits are compared, because two programs may round the quotient differently. NaN is not

@@ -145,9 +145,16 @@ def mesh_layout(mesh: Mesh | None, *, split_model: bool = True) -> Layout:
     """The layout of a model on a mesh from make_mesh. Axes of one device are left out.
 
     ``split_model`` False: every device along the model axis holds the whole model.
+
+    Raises ValueError for a mesh without those axes.
     """
     if mesh is None:
         return WHOLE
+    if not {DATA_AXIS, MODEL_AXIS} <= set(mesh.shape):
+        raise ValueError(
+            f"the mesh has axes {list(mesh.shape)}, and needs {DATA_AXIS!r} and {MODEL_AXIS!r}: "
+            "make it with jaxspec.sharding.make_mesh"
+        )
     batch = (DATA_AXIS,) if mesh.shape[DATA_AXIS] > 1 else ()
     model = (MODEL_AXIS,) if split_model and mesh.shape[MODEL_AXIS] > 1 else ()
     return Layout(batch=batch, vocab=model, heads=model, ff=model)

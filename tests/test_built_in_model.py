@@ -9,7 +9,7 @@ from jaxspec.config import default_speculation
 from jaxspec.loading import choose_drafter, load
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
-from jaxspec.speculation.drafters import EagleDrafter
+from jaxspec.speculation.drafters import EagleDrafter, NGramDrafter
 from tests.checkpoints import hf_logits
 from tests.marks import slow
 
@@ -110,3 +110,8 @@ def test_the_default_tree_goes_by_the_platform():
     depths = {platform: default_speculation(platform).max_depth for platform in ("cpu", "gpu")}
     assert depths == {"cpu": 5, "gpu": 7}
     assert load().speculation == default_speculation("cpu")
+
+
+def test_a_drafter_object_is_taken_as_it_is():
+    drafter = NGramDrafter()
+    assert load(drafter=drafter).drafter is drafter

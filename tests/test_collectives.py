@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxspec import collectives
 from jaxspec.sharding import WHOLE, Layout
-from pallas_kernels.selection import Kernels
+from pallas_kernels.selection import NO_KERNELS, Kernels
 
 SHARDS = 4
 SPLIT = Layout(vocab=("model",))
@@ -98,6 +98,28 @@ def test_a_row_is_finite_while_its_largest_entry_is():
         mesh=mesh, in_specs=P(None, "model"), out_specs=P("model"),
     )(jnp.asarray(x))  # fmt: skip
     assert found.tolist() == [expected] * SHARDS
+
+
+def test_a_vocabulary_may_be_split_over_two_mesh_axes():
+    x = rows(40)
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("outer", "inner"))
+    split = P(None, ("outer", "inner"))
+    layout = Layout(vocab=("outer", "inner"))
+    for function in (
+        collectives.maximum,
+        collectives.argmax,
+        collectives.total,
+        collectives.all_finite,
+        lambda part, layout: collectives.finite_argmax(part, part, layout),
+        lambda part, layout: collectives.top_log_probs(part, 3, layout, NO_KERNELS),
+    ):
+        found = jax.shard_map(
+            lambda part, function=function: function(part, layout),
+            mesh=mesh, in_specs=split, out_specs=P(), check_vma=False,
+        )(x)  # fmt: skip
+        expected = function(x, WHOLE)
+        for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-6)
 
 
 def test_an_argmax_says_what_rows_are_finite():

@@ -36,6 +36,25 @@ def copies(hlo: str, shape: tuple[int, ...]) -> list[str]:
     return [line.strip() for line in hlo.splitlines() if copy.search(line)]
 
 
+@pytest.mark.parametrize("drafter", ["eagle3", slow("eagle1"), slow("draft_model")])
+def test_every_float32_product_has_full_precision_on_a_gpu(drafter: str):
+    """By default a GPU rounds float32 operands to TF32, and texts would differ by their shapes."""
+    params = make_params(drafter, TREE)
+    state = empty_state(params)
+
+    def generate(params: EngineParams, state: EngineState) -> EngineState:
+        state, _ = functional.prefill(params, state, width=4)
+        return functional.decode(params, state, 2)[0]
+
+    lowered = jax.jit(generate).trace(params, state).lower(lowering_platforms=("cuda",))
+    products = [line for line in lowered.as_text().splitlines() if "dot_general" in line]
+    layers = params.target.config.num_layers
+    assert len(products) > 2 * 6 * layers, "the target's own, in both functions"
+    for product in products:
+        if "xf32>" in product:
+            assert "precision = [HIGHEST, HIGHEST]" in product, product
+
+
 @pytest.mark.parametrize(
     ("drafter", "speculation", "shape"),
     [

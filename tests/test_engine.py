@@ -1,6 +1,7 @@
 """The engine: its programs, its one pool, and batches that are left, taken up or given up."""
 
 import functools
+import itertools
 import weakref
 from typing import Any
 
@@ -12,7 +13,7 @@ from scipy import stats
 
 from jaxspec import functional
 from jaxspec.batch_run import Run
-from jaxspec.config import PLAIN, CacheConfig, SpeculationConfig
+from jaxspec.config import PLAIN, CacheConfig, SpeculationConfig, TreeShape
 from jaxspec.engine import Engine
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
@@ -184,6 +185,17 @@ def test_the_first_tokens_come_before_the_rounds_are_compiled():
     assert all(texts) and traces(own.decode) == before
     assert collect(run, texts) == expected()
     assert traces(own.decode) == before + 1
+
+
+def test_the_shape_of_a_run_may_change_between_its_steps():
+    run = Run(engine(), PROMPTS, [GREEDY] * 3, rounds_per_call=2)
+    texts: list[list[int]] = [[], [], []]
+    shapes = itertools.cycle([PLAIN, None, TreeShape(2, 1)])
+    for progress in run:
+        for text, new in zip(texts, progress.new_tokens, strict=True):
+            text += new
+        run.shape = next(shapes)
+    assert texts == expected()
 
 
 def test_a_run_that_nobody_holds_frees_the_engine():

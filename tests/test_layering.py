@@ -186,7 +186,7 @@ def test_imports_point_down(path: Path):
 def test_every_module_has_a_layer(name: str):
     assert name in LAYERS, (
         f"{name} has no place in the architecture yet. Add it to LAYERS in tests/test_layering.py, "
-        "as low as what it imports allows, and to the layout in README.md"
+        "as low as what it imports allows, and to the files in docs/architecture.md"
     )
 
 

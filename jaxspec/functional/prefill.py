@@ -129,7 +129,7 @@ def _read_chunk(
     )
     features, asked = split_captured(captured, len(capture), len(call.hidden))
     last = jnp.maximum(counts - 1, 0)[:, None, None]
-    logits = decoder.logits(target, jnp.take_along_axis(hidden, last, axis=1))
+    logits = decoder.logits(target, jnp.take_along_axis(hidden, last, axis=1), call.kernels)
     ends = reading & (counts == left)
     roots = _sample(logits, state, rows.context_lens + counts, call, params)
     finite = collectives.all_finite(logits, target.layout)[:, 0]

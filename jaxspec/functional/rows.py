@@ -92,26 +92,36 @@ def init_rows(
             f"{max_length} tokens and {params.speculation.scratch_slots} tree slots need {needed} "
             f"pages of {page_size}, the page table has {page_table.shape[1]}"
         )
-    # A separate array for each field: a shared one would be donated twice.
-    ints = [jnp.zeros(num_rows, jnp.int32) for _ in range(5)]
-    rows = Rows(
-        index=jnp.arange(num_rows, dtype=jnp.int32) % (num_rows // shards),
-        status=ints[0],
-        ending=ints[1],
-        tokens=jnp.zeros((num_rows, max_length), jnp.int32),
-        prompt_lens=ints[2],
-        context_lens=ints[3],
-        max_lens=ints[4],
-        stop_tokens=jnp.full((num_rows, max(1, max_stops)), -1, jnp.int32),
-        page_table=jnp.array(page_table, jnp.int32),
-        sampling=jax.tree.map(jnp.array, make_sampling(num_rows)),
-        draft=params.drafter.init_rows(num_rows, params.target, params.speculation),
-        stats=empty_statistics(num_rows, params.speculation.max_depth),
-    )
+    index = jnp.arange(num_rows, dtype=jnp.int32) % (num_rows // shards)
+    rows = _empty_rows(params, index, page_table, max_length, max(1, max_stops))
     if params.mesh is not None:
         rows = jax.tree.map(jax.device_put, rows, named_shardings(params.mesh, rows, params.layout))
     return EngineState(
         pool=pool, rows=rows, capacity=params.speculation, drafter=params.drafter_name
+    )
+
+
+def _empty_rows(
+    params: EngineParams, index: Array, page_table: Array, max_length: int, max_stops: int
+) -> Rows:
+    # A separate array for each field: a shared one would be donated twice.
+    size = index.shape[0]
+    status, ending, prompt_lens, context_lens, max_lens = (
+        jnp.zeros(size, jnp.int32) for _ in range(5)
+    )
+    return Rows(
+        index=index,
+        status=status,
+        ending=ending,
+        tokens=jnp.zeros((size, max_length), jnp.int32),
+        prompt_lens=prompt_lens,
+        context_lens=context_lens,
+        max_lens=max_lens,
+        stop_tokens=jnp.full((size, max_stops), -1, jnp.int32),
+        page_table=jnp.array(page_table, jnp.int32),
+        sampling=jax.tree.map(jnp.array, make_sampling(size)),
+        draft=params.drafter.init_rows(size, params.target, params.speculation),
+        stats=empty_statistics(size, params.speculation.max_depth),
     )
 
 
@@ -183,7 +193,7 @@ def _stop_table(ids: Any, batch: int, width: int) -> Array:
 def _admit(
     params: EngineParams, state: EngineState, rows: Array, arrived: dict[str, Any]
 ) -> EngineState:
-    own, batch = state.rows, rows.shape[0]
+    own = state.rows
     index = local_rows(rows, own.status.shape[0], params.layout.batch)
     table = arrived["page_table"]
     table = take_rows(own.page_table, index) if table is None else table
@@ -194,20 +204,15 @@ def _admit(
     fits = (lens >= 1) & (lens <= width) & (lens < length) & (max_lens <= length)
     fits &= jnp.all((table >= 0) & (table < local_pages), axis=1)
     fits &= (lens <= held) & (max_lens + params.speculation.scratch_slots <= held)
-    zeros = jnp.zeros(batch, jnp.int32)
-    new = Rows(
-        index=index,
+    empty = _empty_rows(params, index, table, length, own.stop_tokens.shape[1])
+    new = empty.replace(
         status=jnp.where(fits, Status.READING, Status.DONE).astype(jnp.int32),
         ending=jnp.where(fits, Ending.NONE, Ending.TOO_LONG).astype(jnp.int32),
         tokens=jnp.pad(arrived["prompts"], ((0, 0), (0, length - width))),
         prompt_lens=lens,
-        context_lens=zeros,
         max_lens=max_lens,
         stop_tokens=arrived["stops"],
-        page_table=table,
         sampling=arrived["sampling"],
-        draft=params.drafter.init_rows(batch, params.target, params.speculation),
-        stats=empty_statistics(batch, params.speculation.max_depth),
     )
     pool = state.pool.replace(
         target=state.pool.target.reset(index),

@@ -137,12 +137,12 @@ def run(
 
 
 @jax.named_scope("lm_head")
-def logits(decoder: Decoder, hidden: Array) -> Array:
+def logits(decoder: Decoder, hidden: Array, kernels: Kernels = NO_KERNELS) -> Array:
     """Float32 logits of normed hidden states, this shard's: [..., H] -> [..., V / shards]."""
     if decoder.lm_head is None:
         scores = einsum_f32("...h,vh->...v", hidden, decoder.embed)
     else:
-        scores = decoder.lm_head.float32(hidden)
+        scores = decoder.lm_head.float32(hidden, kernels)
     vocab, axes = decoder.config.vocab_size, decoder.layout.vocab
     if not axes and scores.shape[-1] == vocab:
         return scores

@@ -7,7 +7,6 @@ installed.
 """
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,49 +19,57 @@ from jaxspec.config import (
     dense_model,
 )
 from jaxspec.models import hf_keys
+from jaxspec.models.hf_values import (
+    check_flag,
+    is_integer,
+    is_positive_integer,
+    is_positive_number,
+    naming,
+    read_json,
+    shown,
+)
+
+MOST_LAYERS = 1000  # a slip of the pen beyond that would take the host's memory
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises ValueError if there is none."""
-    try:
-        content = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise ValueError(f"{path} is missing: is {path.parent} a model directory?") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} cannot be read as JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold a JSON object, not a {type(content).__name__}")
-    return content
+def load_model_config(directory: str | Path, whose: str = "target") -> ModelConfig:
+    """The ModelConfig of a Hugging Face model directory.
 
-
-def load_model_config(directory: str | Path) -> ModelConfig:
-    """The ModelConfig of a Hugging Face model directory."""
-    directory = Path(directory)
-    generation = directory / "generation_config.json"
-    return parse_model_config(
-        read_json(directory / "config.json"), read_json(generation) if generation.exists() else None
+    ``whose`` names the model in errors, all ValueErrors that say file and field.
+    """
+    path, generation = (
+        Path(directory) / name for name in ("config.json", "generation_config.json")
     )
+    raw = read_json(path)
+    with naming(f"{whose}'s {path}"):
+        config = parse_model_config(raw)
+    if not generation.exists():
+        return config
+    more = read_json(generation).get("eos_token_id")
+    with naming(f"{whose}'s {generation}"):
+        stop = config.stop_token_ids + _stop_token_ids(more, config.vocab_size)
+    return dataclasses.replace(config, stop_token_ids=tuple(dict.fromkeys(stop)))
 
 
-def parse_model_config(
-    raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None
-) -> ModelConfig:
-    """ModelConfig of the contents of ``config.json`` and, if any, ``generation_config.json``.
+def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:
+    """ModelConfig of the contents of ``config.json``.
 
     Raises ValueError for a model that the decoder would not compute exactly.
     """
-    model_type = str(raw.get("model_type"))
-    if model_type not in hf_keys.FAMILIES:
+    model_type = raw.get("model_type")
+    if not isinstance(model_type, str) or model_type not in hf_keys.FAMILIES:
         supported = ", ".join(hf_keys.FAMILIES)
-        raise ValueError(f"model_type {model_type!r} is not supported; supported are {supported}")
+        given = shown(model_type)
+        raise ValueError(f"model_type {given} is not supported; supported are {supported}")
     family = hf_keys.FAMILIES[model_type]
     if (raw.get("architectures") or [family.architecture]) != [family.architecture]:
         raise ValueError(
-            f"architectures {raw['architectures']} is not supported for model_type {model_type!r}; "
-            f"it must be ['{family.architecture}']"
+            f"architectures {shown(raw['architectures'])} is not supported for model_type "
+            f"{model_type!r}; it must be ['{family.architecture}']"
         )
-    fixed = {key: hf_keys.FIXED_VALUES[key] for key in hf_keys.FIXED_VALUES.keys() - family.keys}
-    check_keys(raw, hf_keys.COMMON_KEYS | hf_keys.HARMLESS_KEYS | family.keys, fixed, "config.json")
+    own = family.keys | (hf_keys.WINDOW_KEYS if _windows_are_off(raw, model_type) else set())
+    fixed = {key: hf_keys.FIXED_VALUES[key] for key in hf_keys.FIXED_VALUES.keys() - own}
+    check_keys(raw, hf_keys.COMMON_KEYS | hf_keys.HARMLESS_KEYS | own, fixed)
     hf = _with_defaults(raw, family)
     rope_theta, rope_scaling = _rope(_rope_parameters(hf))
     heads, attention_bias = hf["num_attention_heads"], hf["attention_bias"]
@@ -84,7 +91,7 @@ def parse_model_config(
         o_bias=attention_bias,
         mlp_bias=hf["mlp_bias"],
         qk_norm=model_type == "qwen3",
-        stop_token_ids=_stop_token_ids(hf["eos_token_id"], (generation or {}).get("eos_token_id")),
+        stop_token_ids=_stop_token_ids(hf["eos_token_id"], hf["vocab_size"]),
     )
 
 
@@ -92,19 +99,30 @@ def check_keys(
     raw: Mapping[str, Any],
     known: frozenset[str],
     fixed: hf_keys.Allowed,
-    where: str,
+    inside: str = "",
 ) -> None:
-    """Raise ValueError unless each key is known, or has one of the values it is fixed to."""
+    """Raise ValueError unless each key is known, or has one of the values it is fixed to.
+
+    ``inside`` names the object that has the keys, if it is not the whole file.
+    """
+    where = f"{inside}: " if inside else ""
     for key, value in raw.items():
         if key in fixed and value not in fixed[key]:
             raise ValueError(
-                f"{where}: {key} = {value!r} is not supported, only {fixed[key][-1]!r}"
+                f"{where}{key} = {shown(value)} is not supported, only {fixed[key][-1]!r}"
             )
         if key not in known and key not in fixed:
             raise ValueError(
-                f"{where}: unknown key {key!r} (= {value!r}); it may change what the model "
+                f"{where}unknown key {shown(key)} (= {shown(value)}); it may change what the model "
                 "computes. Remove it if it does not"
             )
+
+
+def _windows_are_off(raw: Mapping[str, Any], model_type: str) -> bool:
+    """Whether a config of a family without windows says that it has none. Llama-like configs that
+    were made from Qwen's do, beside the sizes that the windows would have."""
+    unused = raw.get("use_sliding_window") is False or raw.get("sliding_window") is None
+    return model_type == "llama" and unused and not raw.get("use_sliding_window")
 
 
 def _with_defaults(raw: Mapping[str, Any], family: hf_keys.Family) -> dict[str, Any]:
@@ -112,49 +130,33 @@ def _with_defaults(raw: Mapping[str, Any], family: hf_keys.Family) -> dict[str, 
     that they cannot have."""
     defaults = {**hf_keys.COMMON_DEFAULTS, **family.defaults}
     hf = {key: raw.get(key, default) for key, default in defaults.items()}
+    hf |= {key: defaults[key] for key in hf_keys.FLAGS & hf.keys() if hf[key] is None}
     for key, value in hf.items():
-        optional = defaults[key] is None and value is None
-        if (
-            key in hf_keys.SIZES
-            and not optional
-            and not (_is_integer(value) and int(value or 0) > 0)
-        ):
-            raise ValueError(f"config.json: {key} must be a positive integer, got {value!r}")
-        if key in hf_keys.FLAGS and not isinstance(value, bool):
-            raise ValueError(f"config.json: {key} must be true or false, got {value!r}")
-    if not _is_number(hf["rms_norm_eps"]):
-        raise ValueError(f"config.json: rms_norm_eps must be a number, got {raw['rms_norm_eps']!r}")
-    window = hf["sliding_window"]
-    if window is not None and (not _is_integer(window) or window < 1):
-        raise ValueError(f"config.json: sliding_window must be a positive integer, got {window!r}")
+        if value is None and defaults[key] is None:
+            continue
+        if key in hf_keys.SIZES and not is_positive_integer(value):
+            raise ValueError(f"{key} must be a positive integer, got {shown(value)}")
+        if key in hf_keys.FLAGS:
+            check_flag(key, value)
+    if hf["num_hidden_layers"] > MOST_LAYERS:
+        raise ValueError(f"num_hidden_layers {hf['num_hidden_layers']} is more than {MOST_LAYERS}")
+    if not is_positive_number(hf["rms_norm_eps"]):
+        raise ValueError(f"rms_norm_eps must be a number above 0, got {shown(hf['rms_norm_eps'])}")
     return hf
-
-
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, float) or _is_integer(value)
 
 
 def _head_dim(hf: Mapping[str, Any]) -> int:
     hidden, heads = hf["hidden_size"], hf["num_attention_heads"]
     if hf["head_dim"] is None and hidden % heads:
-        raise ValueError(
-            f"config.json: hidden_size {hidden} is not a multiple of num_attention_heads {heads}"
-        )
-    head_dim = hf["head_dim"] or hidden // heads
-    if head_dim % 2:
-        raise ValueError(f"config.json: rotary embedding needs an even head_dim, not {head_dim}")
-    return head_dim
+        raise ValueError(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
+    return hf["head_dim"] or hidden // heads
 
 
 def _rope_parameters(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Those of transformers 5 (``rope_parameters``) from either version's keys."""
     given = hf["rope_scaling"] or hf["rope_parameters"] or {}
     if not isinstance(given, dict):
-        raise ValueError(f"config.json: rope parameters must be an object, got {given!r}")
+        raise ValueError(f"rope parameters must be an object, got {shown(given)}")
     kind = given.get("rope_type", given.get("type", "default"))
     parameters = {"rope_theta": hf["rope_theta"]} | given | {"rope_type": kind}
     if kind == "llama3":
@@ -164,8 +166,8 @@ def _rope_parameters(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 def _rope(parameters: Mapping[str, Any]) -> tuple[float, Llama3RopeScaling | None]:
     kind = parameters["rope_type"]
-    if kind not in hf_keys.ROPE_NEEDS:
-        raise ValueError(f"rope_type {kind!r} is not supported, only 'default' and 'llama3'")
+    if not isinstance(kind, str) or kind not in hf_keys.ROPE_NEEDS:
+        raise ValueError(f"rope_type {shown(kind)} is not supported, only 'default' and 'llama3'")
     needed = hf_keys.ROPE_NEEDS[kind]
     fixed = {"partial_rotary_factor": hf_keys.FIXED_VALUES["partial_rotary_factor"]}
     check_keys(parameters, needed | {"rope_type", "type"}, fixed, f"rope parameters of {kind!r}")
@@ -173,8 +175,11 @@ def _rope(parameters: Mapping[str, Any]) -> tuple[float, Llama3RopeScaling | Non
     if missing:
         raise ValueError(f"rope parameters of type {kind!r} lack {', '.join(sorted(missing))}")
     for key in needed:
-        if not _is_number(parameters[key]):
-            raise ValueError(f"rope parameter {key} must be a number, got {parameters[key]!r}")
+        if not is_positive_number(parameters[key]):
+            given = shown(parameters[key])
+            raise ValueError(f"rope parameter {key} must be a number above 0, got {given}")
+    if parameters.get("original_max_position_embeddings", 1) % 1:
+        raise ValueError("rope parameter original_max_position_embeddings must be an integer")
     theta = float(parameters["rope_theta"])
     if kind == "default":
         return theta, None
@@ -187,33 +192,40 @@ def _rope(parameters: Mapping[str, Any]) -> tuple[float, Llama3RopeScaling | Non
 
 
 def _sliding_windows(hf: Mapping[str, Any], model_type: str) -> tuple[int | None, ...]:
-    window, layers = hf["sliding_window"], hf["num_hidden_layers"]
-    if model_type == "llama":
-        return (None,) * layers
-    if model_type == "mistral":
+    layers, always = hf["num_hidden_layers"], model_type == "mistral"
+    window = hf["sliding_window"] if always or hf["use_sliding_window"] else None
+    if window is not None and not is_positive_integer(window):
+        raise ValueError(f"sliding_window must be a positive integer, got {shown(window)}")
+    if always:
         return (window,) * layers
-    window = window if hf["use_sliding_window"] else None
     first = layers if window is None else hf["max_window_layers"]
+    if not is_integer(first):
+        raise ValueError(f"max_window_layers must be an integer, got {shown(first)}")
     kinds = hf["layer_types"]
     if kinds is None:
         kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
+    if not isinstance(kinds, list):
+        raise ValueError(f"layer_types must be a list, got {shown(kinds)}")
     if len(kinds) != layers:
         raise ValueError(f"layer_types has {len(kinds)} entries for {layers} layers")
     for kind in kinds:
         if kind not in ("full_attention", "sliding_attention"):
-            raise ValueError(f"layer_types: {kind!r} is not supported")
+            raise ValueError(f"layer_types: {shown(kind)} is not supported")
     if "sliding_attention" in kinds and window is None:
         raise ValueError("layer_types has sliding_attention, but no sliding_window is in use")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def _stop_token_ids(*sources: Any) -> tuple[int, ...]:
-    """The ids of all sources, each once: integers, lists of them, or None."""
-    ids: list[int] = []
-    for eos in sources:
-        ids += [] if eos is None else eos if isinstance(eos, list) else [eos]
-    if not all(map(_is_integer, ids)):
-        raise ValueError(f"eos_token_id must be an integer or a list of them, got {ids!r}")
+def _stop_token_ids(eos: Any, vocab_size: int) -> tuple[int, ...]:
+    """The ids of an integer, a list of them, or None."""
+    ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
+    if not all(map(is_integer, ids)):
+        raise ValueError(f"eos_token_id must be an integer or a list of them, got {shown(eos)}")
+    for one in ids:
+        if not 0 <= one < vocab_size:
+            raise ValueError(
+                f"eos_token_id {shown(one)} is no id of a vocabulary of {vocab_size} tokens"
+            )
     return tuple(dict.fromkeys(ids))
 
 

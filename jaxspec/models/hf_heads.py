@@ -14,16 +14,29 @@ from jaxspec.config import LayerConfig, ModelConfig
 from jaxspec.models import hf_keys
 from jaxspec.models.heads import EagleMethod, HeadConfig, check_capture, default_capture
 from jaxspec.models.hf_config import check_keys, parse_model_config
+from jaxspec.models.hf_values import check_flag, is_integer, is_positive_integer, shown
 
 
 def says_eagle3(raw: Mapping[str, Any]) -> bool:
     """Whether a config.json is an EAGLE-3 head's, whatever the weights are."""
-    names = raw.get("architectures") or []
     return (
         raw.get("speculators_model_type") == "eagle3"
         or raw.get("draft_vocab_size") is not None
-        or any("Eagle3" in str(name) for name in names)
+        or any("Eagle3" in name for name in _architectures(raw))
     )
+
+
+def says_head(raw: Mapping[str, Any]) -> bool:
+    """Whether a config.json is a draft head's, of any kind, whatever the weights are."""
+    named = any("eagle" in name.lower() for name in _architectures(raw))
+    return named or "eagle_config" in raw or "speculators_model_type" in raw or says_eagle3(raw)
+
+
+def _architectures(raw: Mapping[str, Any]) -> list[str]:
+    names = raw.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"architectures must be a list of names, got {shown(names)}")
+    return names
 
 
 def eagle_head_config(
@@ -42,17 +55,19 @@ def eagle_head_config(
         raise ValueError("the config says EAGLE-3, but the weights are those of an EAGLE-1 head")
     if "speculators_model_type" in raw:
         raw = _flattened(raw)
-    architectures = list(raw.get("architectures") or [])
+    architectures = _architectures(raw)
     if not hf_keys.HEAD_ARCHITECTURES.issuperset(architectures):
-        raise ValueError(f"architectures {architectures} is not a supported EAGLE head")
+        raise ValueError(f"architectures {shown(architectures)} is not a supported EAGLE head")
     extra = {key: raw[key] for key in hf_keys.HEAD_KEYS if key in raw}
-    nested = dict(extra.pop("eagle_config", None) or {})
-    check_keys(extra, hf_keys.HEAD_KEYS, hf_keys.HEAD_FIXED_VALUES, "config.json of the draft head")
+    nested = extra.pop("eagle_config", None) or {}
+    if not isinstance(nested, dict):
+        raise ValueError(f"eagle_config must be an object, got {shown(nested)}")
+    check_keys(extra, hf_keys.HEAD_KEYS, hf_keys.HEAD_FIXED_VALUES)
     nested_fixed = hf_keys.EAGLE_CONFIG_FIXED_VALUES
     check_keys(nested, hf_keys.NESTED_HEAD_KEYS, nested_fixed, "eagle_config")
-    model = _head_model(raw)
-    if "qkv_bias" in extra:
-        bias = bool(extra["qkv_bias"])
+    _check_sizes(extra, nested)
+    model, bias = _head_model(raw), extra.get("qkv_bias")
+    if bias is not None:
         model = model.map_layers(lambda layer: with_qkv_bias(layer, bias))
     options = _options(extra, nested)
     if method == "eagle1" and any(options.values()):
@@ -63,7 +78,7 @@ def eagle_head_config(
         method=method,
         draft_vocab_size=extra.get("draft_vocab_size"),
         capture=_captured_layers(extra, nested, method, target),
-        fc_bias=bool(extra.get("bias", method == "eagle1")),
+        fc_bias=method == "eagle1" if extra.get("bias") is None else extra["bias"],
         own_embed=method == "eagle1",
         **options,
     )
@@ -71,17 +86,31 @@ def eagle_head_config(
     return config
 
 
+def _check_sizes(extra: Mapping[str, Any], nested: Mapping[str, Any]) -> None:
+    """Raise ValueError for values of a type that a head's own keys cannot have."""
+    for key in ("bias", "qkv_bias"):
+        if extra.get(key) is not None:
+            check_flag(key, extra[key])
+    size, ids = extra.get("draft_vocab_size"), "eagle_aux_hidden_state_layer_ids"
+    if size is not None and not is_positive_integer(size):
+        raise ValueError(f"draft_vocab_size must be a positive integer, got {shown(size)}")
+    for given in (extra.get(ids), nested.get(ids)):
+        if given and not (isinstance(given, list) and all(map(is_integer, given))):
+            raise ValueError(f"{ids} must be a list of layers, got {shown(given)}")
+
+
 def _flattened(raw: Mapping[str, Any]) -> dict[str, Any]:
     """A config of vLLM's speculators as a flat one. There norm_before_residual is the default."""
-    where = "config.json of the speculators library"
+    where = "a config of the speculators library"
     known = hf_keys.HARMLESS_KEYS | hf_keys.SPECULATORS_HARMLESS_KEYS | hf_keys.HEAD_KEYS
     known |= {"architectures", "transformer_layer_config"}
     check_keys(raw, known, hf_keys.SPECULATORS_FIXED_VALUES, where)
-    architectures, layer = raw.get("architectures") or [], raw.get("transformer_layer_config")
+    architectures, layer = _architectures(raw), raw.get("transformer_layer_config")
     if not hf_keys.SPECULATORS_ARCHITECTURES.issuperset(architectures):
-        raise ValueError(f"architectures {architectures} is not a supported EAGLE head")
+        raise ValueError(f"architectures {shown(architectures)} is not a supported EAGLE head")
     if not isinstance(layer, dict):
-        raise ValueError(f"{where}: transformer_layer_config must be an object, got {layer!r}")
+        given = shown(layer)
+        raise ValueError(f"{where}: transformer_layer_config must be an object, got {given}")
     own = {key: raw[key] for key in hf_keys.HEAD_KEYS if key in raw}
     before_residual = own.get("norm_before_residual")
     return {
@@ -98,17 +127,15 @@ def _options(extra: Mapping[str, Any], nested: Mapping[str, Any]) -> dict[str, b
     def flag(names: tuple[str, ...]) -> bool:
         values = [where.get(name) for where in (nested, extra) for name in names]
         value = next((value for value in values if value is not None), False)
-        if not isinstance(value, bool):
-            raise ValueError(f"{names[0]} must be true or false, got {value!r}")
-        return value
+        return check_flag(names[0], value)
 
     options = {key: flag(names) for key, names in hf_keys.HEAD_FLAGS.items()}
     if options["fc_norm"] and options["norm_before_fc"]:
         raise ValueError("fc_norm and norm_before_fc are both on: a head has one of them at most")
-    before_residual = extra.get("norm_before_residual") or False
-    if not isinstance(before_residual, bool):
-        raise ValueError(f"norm_before_residual must be true or false, got {before_residual!r}")
-    return options | {"norm_before_residual": before_residual}
+    before_residual = extra.get("norm_before_residual")
+    if before_residual is not None:
+        check_flag("norm_before_residual", before_residual)
+    return options | {"norm_before_residual": bool(before_residual)}
 
 
 def with_qkv_bias(layer: LayerConfig, bias: bool) -> LayerConfig:
@@ -117,10 +144,13 @@ def with_qkv_bias(layer: LayerConfig, bias: bool) -> LayerConfig:
 
 
 def _head_model(raw: Mapping[str, Any]) -> ModelConfig:
-    """Official heads are Llama layers, whatever ``model_type`` (llama or qwen2) they carry."""
+    """Official heads are Llama layers, whatever ``model_type`` (llama or qwen2) they carry. Window
+    keys beside an unused window are the target's, such as ``layer_types`` of all its layers."""
     llama = {key: value for key, value in raw.items() if key not in hf_keys.HEAD_KEYS}
-    if llama.get("model_type") == "qwen2" and not llama.get("use_sliding_window"):
+    is_qwen2, windows = llama.get("model_type") == "qwen2", llama.get("use_sliding_window")
+    if windows is False or (is_qwen2 and not windows):
         llama = {key: value for key, value in llama.items() if key not in hf_keys.WINDOW_KEYS}
+    if is_qwen2 and not windows:
         llama["model_type"] = "llama"
     model = parse_model_config(llama | {"architectures": None})
     return dataclasses.replace(model, tie_word_embeddings=False, stop_token_ids=())
@@ -165,7 +195,8 @@ def _check_fit(
     for name, value, expected in checks:
         if value is not None and value != expected:
             raise ValueError(
-                f"the draft head does not fit the target: its {name} is {value}, not {expected}"
+                f"the draft head does not fit the target: its {name} is {shown(value)}, not "
+                f"{expected}"
             )
     if head.method == "eagle1" and head.model.hidden_size != target.hidden_size:
         raise ValueError(
@@ -173,5 +204,7 @@ def _check_fit(
             f"the target's is {target.hidden_size}"
         )
     width = head.draft_vocab_size
-    if width is not None and not 0 < width <= target.vocab_size:
-        raise ValueError(f"draft_vocab_size {width} is not within 1 .. {target.vocab_size}")
+    if width is not None and width > target.vocab_size:
+        raise ValueError(
+            f"draft_vocab_size {width} is more than the target's vocabulary of {target.vocab_size}"
+        )

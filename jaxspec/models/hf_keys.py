@@ -64,7 +64,13 @@ FAMILIES = MappingProxyType(
         "llama": Family(
             "LlamaForCausalLM",
             words("attention_bias mlp_bias"),
-            {"intermediate_size": 11008, "max_position_embeddings": 2048},
+            {
+                "intermediate_size": 11008,
+                "max_position_embeddings": 2048,
+                "use_sliding_window": False,
+                "max_window_layers": 0,
+                "layer_types": None,
+            },
         ),
         "mistral": Family(
             "MistralForCausalLM",
@@ -112,7 +118,8 @@ HARMLESS_KEYS = words(
     no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences
     return_dict_in_generate forced_bos_token_id forced_eos_token_id remove_invalid_values
     exponential_decay_length_penalty suppress_tokens begin_suppress_tokens max_sequence_length
-    tokenizer_model_max_length tokenizer_padding_side unsloth_fixed unsloth_version"""
+    tokenizer_model_max_length tokenizer_padding_side unsloth_fixed unsloth_version
+    is_llama_config transformers.js_config"""
 )
 
 # Keys understood at these values only, in families that do not read them.
@@ -127,6 +134,7 @@ FIXED_VALUES: Allowed = MappingProxyType(
         "is_encoder_decoder": (None, False),
         "add_cross_attention": (None, False),
         "use_mrope": (None, False),
+        "rope_interleaved": (None, False),
         "attention_bias": (None, False),
         "mlp_bias": (None, False),
         "use_sliding_window": (None, False),
@@ -171,7 +179,8 @@ EAGLE_CONFIG_FIXED_VALUES: Allowed = MappingProxyType(
 # vLLM's speculators: the layer is a config inside.
 SPECULATORS_ARCHITECTURES = words("Eagle3DraftModel Eagle3Speculator")
 SPECULATORS_HARMLESS_KEYS = words(
-    "model_type auto_map speculators_config speculators_version embed_requires_grad"
+    """model_type auto_map speculators_config speculators_version embed_requires_grad
+    has_no_defaults_at_init"""
 )
 SPECULATORS_FIXED_VALUES: Allowed = MappingProxyType(
     {"speculators_model_type": ("eagle3",), "tie_word_embeddings": (None, False)}

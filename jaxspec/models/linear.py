@@ -54,7 +54,7 @@ class AnyLinear(Protocol):
         """x [..., in] -> [..., *out] in x's dtype. The input must not be split over devices."""
         ...
 
-    def float32(self, x: Array) -> Array:
+    def float32(self, x: Array, kernels: Kernels = NO_KERNELS) -> Array:
         """x [..., in] -> float32 [..., *out]: for logits."""
         ...
 
@@ -109,7 +109,7 @@ class Linear(Pytree):
     def __call__(self, x: Array, kernels: Kernels = NO_KERNELS) -> Array:
         return self._with_bias(self._multiply(x))
 
-    def float32(self, x: Array) -> Array:
+    def float32(self, x: Array, kernels: Kernels = NO_KERNELS) -> Array:
         return self._with_bias(einsum_f32("...h,hv->...v", x, self.weight))
 
     def filled(self, source: Source, filler: Filler) -> "Linear":

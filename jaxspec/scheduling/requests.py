@@ -12,8 +12,8 @@ class SamplingParams:
       temperature: 0 always takes the likeliest token.
       top_k, top_p, min_p: keep the k likeliest tokens (0: all), the smallest set of mass top_p,
         those at least min_p times as likely as the likeliest; applied in this order.
-      seed: equal seeds and prompts give equal texts, in any batch and with any drafter. None: the
-        engine gives each request a seed of its own.
+      seed: in float32 and under the matching rule, equal seeds and prompts give equal texts, in any
+        batch and with any drafter. None: the engine gives each request a seed of its own.
       max_tokens: most tokens to generate.
       stop_token_ids: tokens that end the text; None takes the model's own.
     """

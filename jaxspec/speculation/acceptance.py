@@ -83,7 +83,7 @@ class Match:
 
     def accept(self, verified: Verified) -> Accepted:
         tree = verified.tree
-        sampled, finite = target_samples(verified)
+        sampled, finite = _finite_samples(verified)
         wanted = jnp.take_along_axis(sampled, jnp.maximum(tree.parents, 0), axis=1)
         matches = (tree.tokens == wanted) & (tree.parents >= 0)
         path, depth = _deepest_path(tree, matches.at[:, 0].set(True))
@@ -91,9 +91,13 @@ class Match:
         return Accepted(path=path, depth=depth, tokens=tokens, finite=finite)
 
 
-def target_samples(verified: Verified) -> tuple[Array, Array]:
-    """The token that the target samples after each node, and whether its logits are finite:
-    (int32 [B, N], bool [B, N])."""
+def target_samples(verified: Verified) -> Array:
+    """The token that the target samples after each node: int32 [B, N]."""
+    return _finite_samples(verified)[0]
+
+
+def _finite_samples(verified: Verified) -> tuple[Array, Array]:
+    """The target's samples, and whether the logits of each node are finite: bool [B, N]."""
     logits, layout = verified.logits, verified.layout
     positions = verified.context_lens[:, None] + verified.tree.depth + 1
     ids = vocab_ids(logits.shape[-1], layout)

@@ -5,6 +5,7 @@ best children, by cumulative log-probability, are the next level's beams. At the
 children of all levels form the tree. With ``top_k`` 1 the tree is a chain.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ import numpy as np
 from jax import Array
 
 from jaxspec import collectives
-from jaxspec.config import SpeculationConfig
+from jaxspec.config import SpeculationConfig, TreeShape
 from jaxspec.noise import Stream
 from jaxspec.sampling import Sampling, perturb, probabilities, process_logits, vocab_ids
 from jaxspec.sharding import Layout
@@ -134,6 +135,15 @@ class Proposer(NamedTuple):
         return empty.at[:, :, local].set(probs, mode="drop")
 
 
+def check_top_k(shape: TreeShape, vocab_size: int) -> None:
+    """Raise ValueError if a node of a tree should get more children than there are draft tokens."""
+    if shape.top_k > vocab_size:
+        raise ValueError(
+            f"a draft tree of top_k {shape.top_k} is wider than the draft vocabulary of "
+            f"{vocab_size} tokens: choose a smaller top_k"
+        )
+
+
 def grow(
     proposer: Proposer, roots: Array, root_logits: Array, step: Step, carry: Any
 ) -> tuple[DraftTree, Any]:
@@ -142,7 +152,11 @@ def grow(
     Args:
       root_logits: [B, W / shards] draft logits after the root.
       step: runs one level of beams; ``carry`` is what it threads through (caches, hidden states).
+
+    Raises ValueError for a ``top_k`` above the draft vocabulary.
     """
+    shards = math.prod(map(jax.lax.axis_size, proposer.layout.vocab))
+    check_top_k(proposer.speculation, root_logits.shape[-1] * shards)
     if proposer.speculation.is_chain:
         return _grow_chain(proposer, roots, root_logits, step, carry)
     spec = proposer.speculation

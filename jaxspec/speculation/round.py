@@ -130,7 +130,7 @@ def verify(
         call.kernels,
     )
     features, asked = split_captured(captured, len(capture), len(call.hidden))
-    return Scores(decoder.logits(target, hidden), features, asked, layers)
+    return Scores(decoder.logits(target, hidden, call.kernels), features, asked, layers)
 
 
 def split_captured(

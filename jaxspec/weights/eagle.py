@@ -1,7 +1,7 @@
 """EAGLE heads from and to their official checkpoint layout; whether a directory holds one."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,10 @@ from jax.sharding import Mesh
 from jaxspec.config import ModelConfig
 from jaxspec.models.heads import DraftHead, Eagle3Front, EagleMethod, HeadConfig, head_shapes
 from jaxspec.models.hf_config import read_json, to_hf_config
-from jaxspec.models.hf_heads import eagle_head_config, says_eagle3, with_qkv_bias
+from jaxspec.models.hf_heads import eagle_head_config, says_head, with_qkv_bias
+from jaxspec.models.hf_values import naming, shown_name
 from jaxspec.sharding import Shards, mesh_layout
-from jaxspec.tensors import splitting
+from jaxspec.tensors import Source, choosing, splitting
 from jaxspec.weights.safetensors_io import (
     StoredTensor,
     load_tree,
@@ -23,6 +24,8 @@ from jaxspec.weights.safetensors_io import (
     save_tree,
     scan,
 )
+
+MARK_DTYPES = ("BOOL", "U8", "I8", "I32", "I64")  # of t2d
 
 
 def head_method(directory: str | Path) -> EagleMethod | None:
@@ -38,8 +41,14 @@ def _method(
     directory: Path, stored: Mapping[str, StoredTensor], raw: Mapping[str, Any]
 ) -> EagleMethod | None:
     if "fc.weight" not in stored:  # which no language model has
-        if says_eagle3(raw):
-            raise ValueError(f"{directory} is not an EAGLE head: it has no fc.weight")
+        with naming(f"draft head's {directory / 'config.json'}"):
+            is_head = says_head(raw)
+        if is_head or _looks_like_head(stored):
+            names = ", ".join(map(shown_name, sorted(stored)[:3]))
+            raise ValueError(
+                f"{directory} is not an EAGLE head: it has no fc.weight, though its config.json or "
+                f"its tensors ({names}, ...) look like a draft head's"
+            )
         return None
     if any("mask_hidden" in name for name in stored):
         raise ValueError(
@@ -50,16 +59,24 @@ def _method(
     return "eagle3" if eagle3 else "eagle1"
 
 
+def _looks_like_head(stored: Mapping[str, StoredTensor]) -> bool:
+    """Whether there is a layer, but none of a language model's, whose last norm follows it."""
+    layer = "layers.0.self_attn.q_proj.weight" in stored and "norm.weight" not in stored
+    return layer or any(name.startswith("midlayer.") for name in stored)
+
+
 def load_eagle_head(
     directory: str | Path,
     target: ModelConfig,
     dtype: jnp.dtype,
     mesh: Mesh | None = None,
     sharded: bool = False,
+    kind: Callable[[Any, Source], Any] | None = None,
 ) -> DraftHead:
     """Read an EAGLE-3 or EAGLE-1/2 head for a target, onto ``mesh`` or the default device.
 
     ``sharded`` splits it over the mesh's model axis; otherwise every device holds it whole.
+    ``kind``: see safetensors_io.load_decoder.
 
     Raises ValueError for a head that does not fit the target, saying what does not fit.
     """
@@ -68,13 +85,16 @@ def load_eagle_head(
     config = _head_config(directory, stored, target)
     shards = Shards.over(mesh, mesh_layout(mesh, split_model=sharded))
     shapes = head_shapes(config, target, dtype, shards)
-    shardings = placements(shapes, mesh)
     midlayer = any(name.startswith("midlayer.") for name in stored)
+    first_layer = "midlayer" if midlayer else "layers.0"
+    if kind is not None:
+        shapes = shapes.filled(first_layer, choosing(kind)).replace(token_ids=shapes.token_ids)
+    shardings = placements(shapes, mesh)
     without_ids = shapes.replace(token_ids=None)
     head = load_tree(
         stored,
         without_ids,
-        shapes.filled("midlayer" if midlayer else "layers.0", splitting()),
+        shapes.filled(first_layer, splitting()),
         shardings.replace(token_ids=None),
         harmless={"d2t", "t2d"},
     )
@@ -105,11 +125,12 @@ def _head_config(
     method = _method(directory, stored, raw)
     if method is None:
         raise ValueError(f"{directory} is not an EAGLE head: it has no fc.weight")
-    config = eagle_head_config(raw, target, method)
+    with naming(f"draft head's {directory / 'config.json'}"):
+        config = eagle_head_config(raw, target, method)
     _check_norms(directory, config, stored)
     config = dataclasses.replace(
         config,
-        fc_bias=bool(raw["bias"]) if "bias" in raw else "fc.bias" in stored,
+        fc_bias="fc.bias" in stored if raw.get("bias") is None else raw["bias"],
         own_embed="embed_tokens.weight" in stored,
         draft_vocab_size=_draft_vocab_size(config, stored, target),
     )
@@ -151,22 +172,32 @@ def _draft_vocab_size(
 ) -> int | None:
     """None when draft ids are the target's ids."""
     size = config.draft_vocab_size or target.vocab_size
-    return None if size == target.vocab_size and "d2t" not in stored else size
+    same = "d2t" not in stored or not stored["d2t"].read().any()
+    return None if size == target.vocab_size and same else size
 
 
 def _token_ids(
     directory: Path, stored: dict[str, StoredTensor], draft_vocab: int, target_vocab: int
 ) -> np.ndarray:
     """Target ids of the draft ids, int32 [W], from d2t; t2d must agree with it if present."""
-    if "d2t" not in stored or stored["d2t"].shape != (draft_vocab,):
-        raise ValueError(f"{directory} needs a tensor d2t of [{draft_vocab}] draft-to-target ids")
-    ids = np.arange(draft_vocab) + stored["d2t"].read().astype(np.int64)
+    table, marks = stored.get("d2t"), stored.get("t2d")
+    if table is None or table.shape != (draft_vocab,) or table.dtype not in ("I32", "I64"):
+        raise ValueError(
+            f"{directory} needs a tensor d2t of [{draft_vocab}] integers, draft-to-target ids"
+        )
+    offsets = table.read().astype(np.int64)
+    ids = np.arange(draft_vocab) + offsets
     if ids.min() < 0 or ids.max() >= target_vocab or np.unique(ids).size != draft_vocab:
         raise ValueError(f"{directory}: d2t does not map to distinct target ids < {target_vocab}")
-    if "t2d" in stored:
-        used = stored["t2d"].read()
-        if used.shape != (target_vocab,) or not np.array_equal(np.flatnonzero(used), np.sort(ids)):
-            raise ValueError(f"{directory}: t2d does not mark the {draft_vocab} target ids of d2t")
+    used = None if marks is None or marks.dtype not in MARK_DTYPES else marks.read()
+    agrees = used is not None and np.array_equal(np.flatnonzero(used), np.sort(ids))
+    if not offsets.any() and not agrees:
+        raise ValueError(
+            f"{directory}: d2t is all zeros, as in a table that was never filled in. If the head "
+            f"drafts the first {draft_vocab} target ids, store a t2d that marks them"
+        )
+    if marks is not None and (marks.shape != (target_vocab,) or not agrees):
+        raise ValueError(f"{directory}: t2d does not mark the {draft_vocab} target ids of d2t")
     return ids.astype(np.int32)
 
 

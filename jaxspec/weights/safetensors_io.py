@@ -23,7 +23,8 @@ from safetensors.numpy import save_file
 
 from jaxspec.config import ModelConfig
 from jaxspec.models.decoder import Decoder, decoder_shapes
-from jaxspec.models.hf_config import read_json, to_hf_config
+from jaxspec.models.hf_config import to_hf_config
+from jaxspec.models.hf_values import one_line, read_json, shown, shown_name
 from jaxspec.sharding import Shards, mesh_layout, named_shardings
 from jaxspec.tensors import Piece, Source, Split, choosing, splitting, tensor_shapes
 
@@ -35,6 +36,14 @@ INTEGER_DTYPES = MappingProxyType(
 CHUNK_ELEMENTS = 4 << 20  # read at a time
 STRIP = 128  # columns copied at a time: transposing whole matrices is several times slower
 MAX_FILE_BYTES = 4 << 30
+MOST_PROBLEMS = 20  # named in an error
+# What to do about pickled weights: all shards in one file; clones, as tied tensors share memory.
+CONVERSION = (
+    "import glob, torch, safetensors.torch as s; "
+    'tensors = {k: v.clone().contiguous() for f in glob.glob("*model*.bin") '
+    'for k, v in torch.load(f, map_location="cpu", weights_only=True).items()}; '
+    's.save_file(tensors, "model.safetensors", {"format": "pt"})'
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +103,8 @@ def open_safetensors(path: Path) -> Any:
     try:
         return safe_open(path, framework="numpy")
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} is not a readable safetensors file: {error}") from None
+        reason = one_line(error)
+        raise ValueError(f"{path} is not a readable safetensors file: {reason}") from None
 
 
 def scan(directory: str | Path) -> dict[str, StoredTensor]:
@@ -113,19 +123,36 @@ def scan(directory: str | Path) -> dict[str, StoredTensor]:
 def _checkpoint_files(directory: Path) -> list[Path]:
     index = directory / "model.safetensors.index.json"
     if index.exists():
-        return sorted({directory / name for name in read_json(index)["weight_map"].values()})
+        return _indexed_files(index)
     if (directory / "model.safetensors").exists():
         return [directory / "model.safetensors"]
     files = sorted(directory.glob("*.safetensors"))
     if files:
         return files
-    if any(directory.glob("pytorch_model*.bin")):
+    if any(directory.glob("*model*.bin")):
         raise ValueError(
-            f"{directory} holds pickled weights (pytorch_model.bin), which are not read: convert "
-            "them where torch is installed, with safetensors.torch.save_file(torch.load("
-            '"pytorch_model.bin", weights_only=True), "model.safetensors")'
+            f"{directory} holds pickled weights (*model*.bin), which are not read. Convert them "
+            f"where torch is installed: cd there and run python -c '{CONVERSION}'"
         )
-    raise ValueError(f"no *.safetensors file in {directory}: is it a model directory?")
+    raise ValueError(
+        f"no *.safetensors file in {directory}: is it a model directory? A hub repository of "
+        "pickled weights (*.bin) alone must be downloaded whole and converted"
+    )
+
+
+def _indexed_files(index: Path) -> list[Path]:
+    """The files that an index names, all in its directory."""
+    files = read_json(index).get("weight_map")
+    if not isinstance(files, dict) or not files:
+        raise ValueError(f"{index}: weight_map must map tensors to files, got {shown(files)}")
+    for name in files.values():
+        inside = isinstance(name, str) and name.isprintable() and ".." not in Path(name).parts
+        if not inside or Path(name).is_absolute() or not name.endswith(".safetensors"):
+            raise ValueError(
+                f"{index}: weight_map names {shown(name)}, which is no *.safetensors file inside "
+                "the directory"
+            )
+    return sorted({index.parent / name for name in files.values()})
 
 
 def placements(shapes: Any, mesh: Mesh | None) -> Any:
@@ -159,7 +186,7 @@ def check_tensors(
     for name, tensor in stored.items():
         if name not in expected:
             if name not in harmless and not name.endswith("rotary_emb.inv_freq"):
-                problems.append(f"{name} is not part of this model")
+                problems.append(f"{shown_name(name)} is not part of this model")
         elif tensor.shape != expected[name].shape:
             problems.append(f"{name} is {list(tensor.shape)}, not {list(expected[name].shape)}")
         elif tensor.dtype not in _readable_as(expected[name].dtype):
@@ -167,6 +194,9 @@ def check_tensors(
     if problems:
         folders = sorted({str(tensor.file.parent) for tensor in stored.values()})
         where = ", ".join(folders) or "the checkpoint"
+        if len(problems) > MOST_PROBLEMS:
+            more = f"and {len(problems) - MOST_PROBLEMS} problems more"
+            problems = [*problems[:MOST_PROBLEMS], more]
         raise ValueError(f"{where} does not fit its config.json: {'; '.join(problems)}")
 
 

@@ -7,41 +7,50 @@ one costs about 30 us in a CUDA graph (measured on an H100). Its operand is the 
 no intermediate array has to be written to memory for it.
 """
 
+import dataclasses
 import functools
-from collections.abc import Callable
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-Reduce = Callable[[Array], Array]  # over the last dimension: [..., V] -> [...]
+
+class Reductions(Protocol):
+    """Reductions over the last dimension, [..., V] -> [...]; hashable."""
+
+    def total(self, x: Array) -> Array: ...
+
+    def maximum(self, x: Array) -> Array: ...
 
 
-def _total(x: Array) -> Array:
-    return jnp.sum(x, axis=-1)
+@dataclasses.dataclass(frozen=True)
+class _WholeRows:
+    def total(self, x: Array) -> Array:
+        return jnp.sum(x, axis=-1)
+
+    def maximum(self, x: Array) -> Array:
+        return jnp.max(x, axis=-1)
 
 
-def _maximum(x: Array) -> Array:
-    return jnp.max(x, axis=-1)
+WHOLE_ROWS = _WholeRows()
 
 
 # jit: traced and lowered once for all call sites of a program.
-@functools.partial(jax.jit, static_argnames=("total", "maximum"))
+@functools.partial(jax.jit, static_argnames="reductions")
 def truncation_threshold_reference(
     logits: Array,
     temperature: Array,
     top_k: Array,
     top_p: Array,
     min_p: Array,
-    *,
-    total: Reduce = _total,
-    maximum: Reduce = _maximum,
+    reductions: Reductions = WHOLE_ROWS,
 ) -> Array:
     """See pallas_kernels.truncate.truncation_threshold.
 
     Args:
       logits: [B, N, V], or this device's shard of V.
-      total, maximum: sum and maximum over a whole row, for every device that holds a shard of it.
+      reductions: over a whole row, for every device that holds a shard of it.
     """
     of_count, of_weight = jnp.any(top_k > 0), jnp.any((top_p < 1) | (min_p > 0))
 
@@ -52,18 +61,18 @@ def truncation_threshold_reference(
     def by_count(logits: Array) -> Array:
         wanted = jnp.where(top_k > 0, top_k, jnp.iinfo(jnp.int32).max).astype(jnp.float32)
         keys, ones = ordered_keys(logits), jnp.ones_like(logits)
-        return _number(_search(keys, ones, wanted[:, None], total))
+        return _number(_search(keys, ones, wanted[:, None], reductions))
 
     def by_weight(logits: Array, least: Array) -> Array:
         # Weights are relative to the likeliest token, which has weight 1.
-        below = logits - maximum(logits)[..., None]
+        below = logits - reductions.maximum(logits)[..., None]
         weights = jnp.exp(below / temperature[:, None, None])
         weights = jnp.where(logits >= least[..., None], weights, 0.0)
-        mass = top_p[:, None] * total(weights)
-        nucleus = _number(_search(ordered_keys(logits), weights, mass, total))
+        mass = top_p[:, None] * reductions.total(weights)
+        nucleus = _number(_search(ordered_keys(logits), weights, mass, reductions))
         nucleus = jnp.where((top_p < 1)[:, None], nucleus, -jnp.inf)
         likely = jnp.where(weights >= min_p[:, None, None], logits, jnp.inf)
-        lowest = -maximum(-likely)
+        lowest = -reductions.maximum(-likely)
         return jnp.maximum(nucleus, jnp.where((min_p > 0)[:, None], lowest, -jnp.inf))
 
     def keep_all(logits: Array) -> Array:
@@ -89,7 +98,7 @@ def _number(keys: Array) -> Array:
     return jnp.where(keys == 0, -jnp.inf, lax.bitcast_convert_type(bits, jnp.float32))
 
 
-def _search(keys: Array, weights: Array, wanted: Array, total: Reduce) -> Array:
+def _search(keys: Array, weights: Array, wanted: Array, reductions: Reductions) -> Array:
     """The largest key such that entries at or above it weigh at least ``wanted``; 0 if none.
 
     keys and weights [B, N, V], wanted [B, 1] or [B, N] -> uint32 [B, N].
@@ -103,13 +112,18 @@ def _search(keys: Array, weights: Array, wanted: Array, total: Reduce) -> Array:
         keys,
         weights,
         wanted,
-        cpu=functools.partial(search_digits, digit_bits=1, total=total),
-        default=functools.partial(search_digits, digit_bits=4, total=total),
+        cpu=functools.partial(search_digits, digit_bits=1, reductions=reductions),
+        default=functools.partial(search_digits, digit_bits=4, reductions=reductions),
     )
 
 
 def search_digits(
-    keys: Array, weights: Array, wanted: Array, *, digit_bits: int, total: Reduce = _total
+    keys: Array,
+    weights: Array,
+    wanted: Array,
+    *,
+    digit_bits: int,
+    reductions: Reductions = WHOLE_ROWS,
 ) -> Array:
     """As _search, from the key's highest digit to its lowest: wanted [B, N] -> uint32 [B, N]."""
     digits = jnp.arange(1, 1 << digit_bits, dtype=jnp.uint32)
@@ -118,7 +132,7 @@ def search_digits(
         shift = jnp.uint32(32 - digit_bits) - jnp.uint32(digit_bits) * jnp.uint32(step)
         candidates = found[..., None] | digits << shift  # [B, N, digits]
         above = jnp.where(keys[:, :, None] >= candidates[..., None], weights[:, :, None], 0.0)
-        enough = total(above) >= wanted[..., None]
+        enough = reductions.total(above) >= wanted[..., None]
         # The weight above a candidate falls as the candidate grows, so the digit is the number of
         # candidates with enough weight above them.
         return found | jnp.sum(enough, axis=-1, dtype=jnp.uint32) << shift

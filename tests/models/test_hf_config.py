@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 import transformers
 
-from jaxspec.config import AttentionConfig, Llama3RopeScaling, ModelConfig, dense_model
+from jaxspec.config import (
+    AttentionConfig,
+    DenseConfig,
+    Llama3RopeScaling,
+    ModelConfig,
+    RopeConfig,
+    dense_model,
+)
 from jaxspec.models.hf_config import load_model_config, parse_model_config, to_hf_config
 
 LLAMA3 = {
@@ -180,7 +187,7 @@ def test_stop_tokens_of_both_files(tmp_path: Path):
     ("raw", "message"),
     [
         (LLAMA | {"model_type": "mixtral"}, "'mixtral' is not supported; supported are llama"),
-        (without(LLAMA, "model_type"), "model_type 'None' is not supported"),
+        (without(LLAMA, "model_type"), "model_type None is not supported"),
         (LLAMA | {"architectures": ["LlamaForSequenceClassification"]}, "SequenceClassification"),
         (LLAMA | {"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported, only 'silu'"),
         (LLAMA | {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type 'linear'"),
@@ -193,6 +200,31 @@ def test_stop_tokens_of_both_files(tmp_path: Path):
         (LLAMA | {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         (LLAMA | {"num_experts": 8}, "unknown key 'num_experts'"),
         (LLAMA | {"sliding_window": 8}, "sliding_window = 8"),
+        (LLAMA | {"use_sliding_window": True}, "use_sliding_window = True is not supported"),
+        (LLAMA | {"use_sliding_window": False, "layer_types": ["sliding_attention"] * 4},
+         "no sliding_window is in use"),
+        (LLAMA | {"rope_interleaved": True}, "rope_interleaved = True is not supported"),
+        (LLAMA | {"num_attention_heads": 0}, "num_attention_heads must be a positive integer"),
+        (LLAMA | {"num_key_value_heads": 0}, "num_key_value_heads must be a positive integer"),
+        (LLAMA | {"head_dim": -16}, "head_dim must be a positive integer, got -16"),
+        (LLAMA | {"vocab_size": 2**40}, "vocab_size must be a positive integer, got 1099511627776"),
+        (LLAMA | {"num_hidden_layers": 10**6}, "num_hidden_layers 1000000 is more than 1000"),
+        (LLAMA | {"rms_norm_eps": 0}, "rms_norm_eps must be a number above 0, got 0"),
+        (LLAMA | {"rms_norm_eps": float("nan")}, "rms_norm_eps must be a number above 0, got nan"),
+        (LLAMA | {"rope_theta": -1e4}, "rope parameter rope_theta must be a number above 0"),
+        (LLAMA | {"rope_theta": 10**400}, "rope parameter rope_theta must be a number above 0"),
+        (LLAMA | {"rope_scaling": LLAMA3 | {"rope_type": "llama3", "factor": 0}},
+         "rope parameter factor must be a number above 0, got 0"),
+        (LLAMA | {"rope_scaling": LLAMA3 | {"rope_type": "llama3", "high_freq_factor": 1.0}},
+         "low_freq_factor (1.0) must be below high_freq_factor (1.0)"),
+        (LLAMA | {"rope_scaling": {"rope_type": ["llama3"]}}, "rope_type ['llama3'] is not supp"),
+        (LLAMA | {"eos_token_id": 320}, "eos_token_id 320 is no id of a vocabulary of 320 tokens"),
+        (LLAMA | {"eos_token_id": -1}, "eos_token_id -1 is no id"),
+        (LLAMA | {"model_type": ["llama"]}, "model_type ['llama'] is not supported"),
+        (LLAMA | {"a\nkey": "a\nvalue"}, r"unknown key 'a\nkey' (= 'a\nvalue')"),
+        (QWEN2 | {"use_sliding_window": True, "max_window_layers": "3"},
+         "max_window_layers must be an integer, got '3'"),
+        (QWEN2 | {"layer_types": 4}, "layer_types must be a list, got 4"),
         (MISTRAL | {"attention_bias": True}, "attention_bias = True"),
         (QWEN2 | {"layer_types": ["sliding_attention"] * 4}, "no sliding_window is in use"),
         (QWEN2 | {"layer_types": ["linear_attention"] * 4}, "'linear_attention' is not supp"),
@@ -202,8 +234,8 @@ def test_stop_tokens_of_both_files(tmp_path: Path):
         (LLAMA | {"num_hidden_layers": 0}, "num_hidden_layers must be a positive integer"),
         (LLAMA | {"hidden_size": None}, "hidden_size must be a positive integer, got None"),
         (LLAMA | {"tie_word_embeddings": 1}, "tie_word_embeddings must be true or false, got 1"),
-        (LLAMA | {"rms_norm_eps": "1e-5"}, "rms_norm_eps must be a number, got '1e-5'"),
-        (LLAMA | {"rope_theta": "1e4"}, "rope_theta must be a number, got '1e4'"),
+        (LLAMA | {"rms_norm_eps": "1e-5"}, "rms_norm_eps must be a number above 0, got '1e-5'"),
+        (LLAMA | {"rope_theta": "1e4"}, "rope_theta must be a number above 0, got '1e4'"),
         (LLAMA | {"rope_theta": None}, "rope parameters of type 'default' lack rope_theta"),
         (LLAMA | {"rope_scaling": [1]}, "rope parameters must be an object, got [1]"),
         (LLAMA | {"eos_token_id": [1, "2"]}, "eos_token_id must be an integer or a list of them"),
@@ -229,18 +261,65 @@ def test_absent_keys_take_the_defaults_of_transformers(kind: str):
     assert parse_model_config({"model_type": kind}) == parse_model_config(written)
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 2},
+        {"use_sliding_window": False, "layer_types": ["full_attention"] * 4},
+        {"use_sliding_window": None, "sliding_window": None, "max_window_layers": 28},
+        {"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {"a": 1}},
+    ],
+)
+def test_keys_that_say_nothing(more: dict[str, Any]):
+    assert parse_model_config(LLAMA | more) == parse_model_config(LLAMA)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_errors_say_whose_config_is_meant(tmp_path: Path, name: str):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    content = json.loads((tmp_path / "config.json").read_text()) | {"eos_token_id": 320}
+    (tmp_path / name).write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"^draft model's ") as caught:
+        load_model_config(tmp_path, "draft model")
+    assert f"{tmp_path / name}: eos_token_id 320 is no id" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: AttentionConfig(0, 1, RopeConfig(16, 1e4)), "num_heads must be above 0, got 0"),
+        (lambda: AttentionConfig(4, 0, RopeConfig(16, 1e4)), "num_kv_heads must be above 0"),
+        (lambda: AttentionConfig(4, 2, RopeConfig(16, 1e4), -1), "window must be above 0, got -1"),
+        (lambda: RopeConfig(15, 1e4), "needs an even head_dim, not 15"),
+        (lambda: RopeConfig(16, 0.0), "rope_theta must be above 0, got 0.0"),
+        (lambda: Llama3RopeScaling(0.0, 1.0, 4.0, 8192), "factor must be above 0, got 0.0"),
+        (lambda: DenseConfig(0), "intermediate_size must be above 0, got 0"),
+        (lambda: ModelConfig(320, -64, 1e-5, 512, ()), "hidden_size must be above 0, got -64"),
+        (lambda: ModelConfig(320, 64, 1e-5, 512, ()), "num_layers must be above 0, got 0"),
+        (lambda: ModelConfig(320, 64, float("nan"), 512, ()), "rms_norm_eps must be above 0"),
+    ],
+)
+def test_configs_of_ones_own_are_checked(make: Any, message: str):
+    with pytest.raises(ValueError) as caught:
+        make()
+    assert message in str(caught.value)
+
+
 def test_the_callers_dict_is_left_alone():
     raw = json.loads(json.dumps(LLAMA_31_8B))
     parse_model_config(raw)
     assert raw == LLAMA_31_8B
 
 
-@pytest.mark.parametrize("content", [None, "{", "[]"])
-def test_an_unreadable_file_is_named(tmp_path: Path, content: str | None):
+@pytest.mark.parametrize(
+    "content", [None, b"{", b"[]", b"[" * 100_000, b"1" * 5000, b"\xff{}", b"{}\n\n["]
+)
+def test_an_unreadable_file_is_named(tmp_path: Path, content: bytes | None):
     if content is not None:
-        (tmp_path / "config.json").write_text(content)
-    with pytest.raises(ValueError, match=r"config\.json"):
+        (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ValueError, match=r"config\.json") as caught:
         load_model_config(tmp_path)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

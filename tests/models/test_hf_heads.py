@@ -62,6 +62,11 @@ def test_qwen2_heads_are_llama_layers_with_a_bias_of_their_own():
     assert (own.qkv_bias, own.o_bias, own.window) == (True, False, None)
 
 
+def test_the_targets_layer_types_beside_an_unused_window_say_nothing():
+    unused = {"use_sliding_window": False, "layer_types": ["full_attention"] * 12}
+    assert eagle_head_config(HEAD3 | unused, TARGET) == eagle_head_config(HEAD3, TARGET)
+
+
 @pytest.mark.parametrize(
     ("extra", "capture"),
     [
@@ -104,6 +109,13 @@ def test_options_of_eagle_31(raw: dict[str, Any], on: tuple[str, ...]):
 def test_a_config_of_the_speculators_library_is_a_flat_one_folded():
     flat = eagle_head_config(HEAD3 | {"norm_before_residual": True}, TARGET)
     assert eagle_head_config(SPECULATORS, TARGET) == flat
+    published = SPECULATORS | {
+        "embed_requires_grad": False,
+        "has_no_defaults_at_init": False,
+        "norm_before_residual": True,
+        "speculators_config": {"algorithm": "eagle3", "proposal_methods": []},
+    }
+    assert eagle_head_config(published, TARGET) == flat
 
 
 @pytest.mark.parametrize(
@@ -113,6 +125,16 @@ def test_a_config_of_the_speculators_library_is_a_flat_one_folded():
         (HEAD3 | {"target_hidden_size": 128}, "its target_hidden_size is 128, not 64"),
         (HEAD | {"hidden_size": 128}, "its hidden_size is 128, the target's is 64"),
         (HEAD3 | {"draft_vocab_size": 321}, "draft_vocab_size 321"),
+        (HEAD3 | {"draft_vocab_size": 0}, "draft_vocab_size must be a positive integer, got 0"),
+        (HEAD3 | {"draft_vocab_size": "96"}, "draft_vocab_size must be a positive integer"),
+        (HEAD3 | {"architectures": 3}, "architectures must be a list of names, got 3"),
+        (HEAD3 | {"architectures": [3]}, "architectures must be a list of names, got [3]"),
+        (HEAD3 | {"eagle_config": [1]}, "eagle_config must be an object, got [1]"),
+        (HEAD3 | {"bias": "no"}, "bias must be true or false, got 'no'"),
+        (HEAD3 | {"qkv_bias": 1}, "qkv_bias must be true or false, got 1"),
+        (HEAD3 | {IDS: 5}, f"{IDS} must be a list of layers, got 5"),
+        (HEAD3 | {"eagle_config": {IDS: [1, "5"]}}, f"{IDS} must be a list of layers, got [1, '5'"),
+        (HEAD3 | {"num_attention_heads": 0}, "num_attention_heads must be a positive integer"),
         (HEAD3 | {IDS: [2, 6, 13]}, "layer_ids: a head cannot read layers [2, "),
         (HEAD3 | {IDS: [2, 2, 6]}, "layer_ids: a head cannot read layers [2, "),
         (HEAD | {IDS: [2, 6, 9]}, "this is an EAGLE-1 head"),
@@ -137,6 +159,7 @@ def test_refused_heads(raw: dict[str, Any], message: str):
     with pytest.raises(ValueError) as caught:
         eagle_head_config(raw, TARGET)
     assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_config_that_says_eagle3_over_weights_that_do_not():

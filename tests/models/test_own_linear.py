@@ -59,8 +59,8 @@ class Packed(Pytree):
         y = self.partial_sums(x, 1, kernels)[0]
         return y if self.bias is None else y + self.bias
 
-    def float32(self, x: Array) -> Array:
-        return self(x.astype(jnp.float32))
+    def float32(self, x: Array, kernels: Kernels = NO_KERNELS) -> Array:
+        return self(x.astype(jnp.float32), kernels)
 
     def product(self, x: Array, scope: str) -> Product:
         return Product(self, x, scope)

@@ -34,6 +34,13 @@ def params_of(drafter: str) -> EngineParams:
     return make_params(drafter, CAPACITY)
 
 
+def test_a_tree_wider_than_the_draft_vocabulary_is_refused():
+    params = make_params("eagle3", SpeculationConfig(num_nodes=66, max_depth=1, top_k=65))
+    state = empty_state(params, 3, LENGTH, 4)
+    with pytest.raises(ValueError, match="top_k 65 is wider than the draft vocabulary of 64 tok"):
+        jax.eval_shape(functools.partial(functional.decode, max_rounds=1), params, state, 1)
+
+
 def start(params: EngineParams, prompts: list[Any]) -> EngineState:
     """A state that has read the prompts, half of its rows greedy."""
     lens = np.array([len(prompt) for prompt in prompts])

@@ -1,6 +1,7 @@
 """EAGLE heads from and to the official layout, and those that do not fit."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jaxspec.config import ModelConfig, dense_model
+from jaxspec import loading
+from jaxspec.config import ModelConfig, SpeculationConfig, dense_model
 from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.decoder import FINAL_NORM
 from jaxspec.models.heads import DraftHead, Eagle3Front
@@ -20,6 +22,7 @@ from jaxspec.sharding import MODEL_AXIS, WHOLE, make_mesh
 from jaxspec.weights.eagle import load_eagle_head, save_eagle_head
 from jaxspec.weights.safetensors_io import load_decoder
 from tests.checkpoints import DATA, save_tensors, tiny_eagle1_head, tiny_eagle3_head, tiny_llama
+from tests.models.test_published_heads import TEMPLATES, template
 
 GOLDEN_TARGET = dense_model(
     vocab_size=320,
@@ -164,6 +167,77 @@ def test_round_trip_of_uncommon_heads(eagle3: Path, target: ModelConfig, tmp_pat
     assert_heads_equal(load(tmp_path / "out", target, jnp.bfloat16), head)
 
 
+def test_a_d2t_of_zeros_may_mean_the_first_ids(eagle3: Path, target: ModelConfig, tmp_path: Path):
+    first = {"d2t": np.zeros(96, np.int64), "t2d": np.arange(320) < 96}
+    head = load(changed(eagle3, tmp_path, **first), target)
+    np.testing.assert_array_equal(head.token_ids, np.arange(96))
+
+
+@pytest.mark.parametrize("marks", [False, True])
+def test_a_d2t_of_zeros_over_the_whole_vocabulary_says_nothing(
+    marks: bool, eagle3: Path, target: ModelConfig, tmp_path: Path
+):
+    whole = {
+        "d2t": np.zeros(320, np.int64),
+        "t2d": np.full(320, marks),
+        "lm_head.weight": np.ones((320, 64), np.float32),
+    }
+    directory = changed(eagle3, tmp_path, {"draft_vocab_size": 320}, **whole)
+    assert load(directory, target).token_ids is None
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_heads_with_the_fields_of_published_templates_load(
+    name: str, eagle3: Path, target: ModelConfig, tmp_path: Path
+):
+    tiny = read_json(eagle3 / "config.json")
+    sizes = {key: value for key, value in tiny.items() if key.endswith("_size")}
+    heads = {key: tiny[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim")}
+    fields = template(name) | sizes | heads | {"eos_token_id": 2}
+    head = load(changed(eagle3, tmp_path, fields), target)
+    rope = fields.get("rope_theta", 10000.0)
+    assert (head.method, head.capture) == ("eagle3", (2, 4, 5))
+    assert head.config.layers[0].mixer.rope.theta == rope
+
+
+def test_a_head_of_the_speculators_library(eagle3: Path, target: ModelConfig, tmp_path: Path):
+    tensors = load_file(eagle3 / "model.safetensors")
+    renamed = {name.replace("midlayer.", "layers.0."): value for name, value in tensors.items()}
+    flat = read_json(eagle3 / "config.json")
+    inside = {key: value for key, value in flat.items() if key != "draft_vocab_size"}
+    config = {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "draft_vocab_size": 96,
+        "norm_before_residual": False,
+        "transformer_layer_config": inside,
+    }
+    assert_heads_equal(load(save_tensors(tmp_path, renamed, config), target), load(eagle3, target))
+
+
+def test_a_tree_wider_than_the_draft_vocabulary(target_dir: Path, eagle3: Path):
+    wide = SpeculationConfig(num_nodes=98, max_depth=1, top_k=97)
+    with pytest.raises(ValueError, match="top_k 97 is wider than the draft vocabulary of 96 tok"):
+        loading.load(target_dir, eagle3, speculation=wide)
+
+
+def test_a_tokenizer_of_another_make_is_named(target_dir: Path, tmp_path: Path):
+    draft = shutil.copytree(target_dir, tmp_path / "draft")
+    (draft / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"tokenizer\.json: model.vocab must be an object"):
+        loading.load(target_dir, draft)
+
+
+def test_errors_say_that_the_draft_models_config_is_meant(target_dir: Path, tmp_path: Path):
+    draft = shutil.copytree(target_dir, tmp_path / "draft")
+    config = read_json(draft / "config.json") | {"num_attention_heads": 0}
+    (draft / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"^draft model's .*: num_attention_heads must be"):
+        loading.load(target_dir, draft)
+    with pytest.raises(ValueError, match=r"^target's .*: num_attention_heads must be"):
+        loading.load(draft, "none")
+
+
 def test_the_layer_may_be_called_layers_0(eagle3: Path, target: ModelConfig, tmp_path: Path):
     tensors = load_file(eagle3 / "model.safetensors")
     renamed = {name.replace("midlayer.", "layers.0."): value for name, value in tensors.items()}
@@ -203,7 +277,20 @@ MISFITS = {
     "another number of features": (
         {}, {"fc.weight": WIDE}, r"fc.weight is \(64, 256\), but eagle3 needs \(64, 192\)",
     ),
-    "no fc": ({}, {"fc.weight": None}, "is not an EAGLE head"),
+    "no fc": ({}, {"fc.weight": None}, "is not an EAGLE head: it has no fc.weight, though"),
+    "no fc, and a config that says nothing": (
+        {"architectures": ["LlamaForCausalLM"], "draft_vocab_size": None}, {"fc.weight": None},
+        "it has no fc.weight, though .* look like a draft head's",
+    ),
+    "a misread config": ({"hidden_size": 0}, {}, "^draft head's .*config.json: hidden_size must"),
+    "d2t of floats": ({}, {"d2t": np.zeros(96, np.float32)}, r"d2t of \[96\] integers"),
+    "a d2t that was never filled in": (
+        {}, {"d2t": np.zeros(96, np.int64), "t2d": np.zeros(320, bool)},
+        "d2t is all zeros, as in a table that was never filled in",
+    ),
+    "no t2d beside a d2t of zeros": (
+        {}, {"d2t": np.zeros(96, np.int64), "t2d": None}, "d2t is all zeros",
+    ),
     "no d2t": ({}, {"d2t": None}, "needs a tensor d2t"),
     "ids out of range": ({}, {"d2t": np.full(96, 300)}, "does not map to distinct target ids"),
     "another t2d": ({}, {"t2d": np.zeros(320, bool)}, "t2d does not mark"),
@@ -256,5 +343,5 @@ def test_a_language_model_is_not_a_head(target_dir: Path, target: ModelConfig):
 
 def test_pickled_heads_are_refused_with_the_way_out(target: ModelConfig, tmp_path: Path):
     (tmp_path / "pytorch_model.bin").touch()
-    with pytest.raises(ValueError, match=r"convert them .*safetensors\.torch\.save_file"):
+    with pytest.raises(ValueError, match=r"Convert them .* run python -c '"):
         load(tmp_path, target)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file
 
@@ -238,8 +240,62 @@ def test_pickled_weights_are_refused_with_the_way_out(llama: Path, tmp_path: Pat
     with pytest.raises(ValueError, match=r"no \*\.safetensors file"):
         load_decoder(tmp_path, config, jnp.float32)  # pyright: ignore[reportArgumentType]
     (tmp_path / "pytorch_model.bin").touch()
-    with pytest.raises(ValueError, match=r"convert them .*safetensors\.torch\.save_file"):
+    with pytest.raises(ValueError, match=r"Convert them .* run python -c '"):
         load_decoder(tmp_path, config, jnp.float32)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_mesh_with_other_axes_is_refused(llama: Path):
+    mesh = jax.make_mesh((2,), ("tp",))
+    with pytest.raises(ValueError, match=r"axes \['tp'\], and needs 'data' and 'model'"):
+        load(llama, mesh=mesh)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_advice_for_pickled_weights_works(tied: bool, tmp_path: Path, monkeypatch):
+    original = tiny_llama(tmp_path / "safe", tie_word_embeddings=tied)
+    tensors = {name: torch.from_numpy(value) for name, value in read(original)[0].items()}
+    if tied:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]  # as torch saves it
+    pickled = tmp_path / "pickled"
+    pickled.mkdir()
+    shutil.copy(original / "config.json", pickled)
+    for part, name in enumerate(("pytorch_model-00001-of-00002.bin", "pytorch_model-2.bin")):
+        shard = {key: value for i, (key, value) in enumerate(tensors.items()) if i % 2 == part}
+        torch.save(shard | ({"lm_head.weight": tensors["lm_head.weight"]} if tied else {}),
+                   pickled / name)  # fmt: skip
+    torch.save({"not": "weights"}, pickled / "training_args.bin")
+    with pytest.raises(ValueError) as caught:
+        load(pickled)
+    _, command, _ = str(caught.value).split("'")
+    monkeypatch.chdir(pickled)
+    exec(command, {})  # what python -c would run, without importing torch again
+    assert_trees_equal(load(pickled), load(original))
+
+
+@pytest.mark.parametrize(
+    "weight_map",
+    [
+        None, [], {}, "model.safetensors", {"a": 1}, {"a": None}, {"a": ["model.safetensors"]},
+        {"a": "../llama0/model.safetensors"}, {"a": "/etc/passwd"}, {"a": "x/../../y.safetensors"},
+        {"a": "model.bin"}, {"a": ""}, {"a": "a\0.safetensors"}, {"a": "a\nb.safetensors"},
+    ],
+)  # fmt: skip
+def test_an_index_of_another_make_is_named(weight_map: Any, llama: Path, tmp_path: Path):
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    shutil.copy(llama / "config.json", tmp_path)
+    with pytest.raises(ValueError, match=r"index\.json: weight_map ") as caught:
+        load(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_few_of_many_misfits_are_listed(llama: Path, tmp_path: Path):
+    tensors, config = read(llama)
+    surplus = {f"more.{i}\n": np.ones(1, np.float32) for i in range(100)}
+    with pytest.raises(ValueError, match=r"and 80 problems more$") as caught:
+        load(save_tensors(tmp_path, tensors | surplus, config))
+    assert r"'more.0\n' is not part of this model" in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 MEASURE = """

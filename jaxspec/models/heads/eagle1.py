@@ -15,6 +15,7 @@ from jaxspec.models.layer import Layer
 from jaxspec.models.linear import Linear, linear_shape
 from jaxspec.pytree import Pytree, pytree
 from jaxspec.tensors import Filler, One
+from pallas_kernels.selection import Kernels
 
 
 @pytree
@@ -27,7 +28,7 @@ class Eagle1Front(Pytree):
     def method(self) -> str:
         return "eagle1"
 
-    def hidden(self, captured: Array, eps: float) -> Array:
+    def hidden(self, captured: Array, eps: float, kernels: Kernels) -> Array:
         """The captured state is the hidden state."""
         return captured
 

@@ -19,6 +19,7 @@ from jaxspec.models.linear import Linear, linear_shape
 from jaxspec.models.shapes import vector
 from jaxspec.pytree import Pytree, array, pytree, static
 from jaxspec.tensors import Filler, One
+from pallas_kernels.selection import Kernels
 
 
 @pytree
@@ -43,14 +44,14 @@ class Eagle3Front(Pytree):
     def method(self) -> str:
         return "eagle3"
 
-    def hidden(self, captured: Array, eps: float) -> Array:
+    def hidden(self, captured: Array, eps: float, kernels: Kernels) -> Array:
         """Fuse captured states: [..., C] -> [..., H]."""
         with jax.named_scope("fc"):
             if self.fc_norms:
                 states = jnp.split(captured, len(self.fc_norms), axis=-1)
                 pairs = zip(states, self.fc_norms, strict=True)
                 captured = jnp.concatenate([rms_norm(x, norm, eps) for x, norm in pairs], axis=-1)
-            return self.fc(rms_norm(captured, self.input_norm, eps))
+            return self.fc(rms_norm(captured, self.input_norm, eps), kernels)
 
     def __call__(
         self, embedded: Array, hidden: Array, first: Layer, step: ForwardPass

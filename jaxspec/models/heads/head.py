@@ -45,7 +45,7 @@ class Front(Protocol):
         """The projection that combines the front's inputs."""
         ...
 
-    def hidden(self, captured: Array, eps: float) -> Array:
+    def hidden(self, captured: Array, eps: float, kernels: Kernels) -> Array:
         """Hidden states [..., H] from the target's captured ones [..., C]; ``eps`` is for norms."""
         ...
 
@@ -122,9 +122,9 @@ class DraftHead(Pytree):
         """How the last dimension of ``logits`` is split."""
         return target.layout if self.lm_head is None else self.layout
 
-    def hidden(self, captured: Array) -> Array:
+    def hidden(self, captured: Array, kernels: Kernels = NO_KERNELS) -> Array:
         """Hidden states for the first drafting step: captured [..., C] -> [..., H]."""
-        return self.front.hidden(captured.astype(self.dtype), self.config.rms_norm_eps)
+        return self.front.hidden(captured.astype(self.dtype), self.config.rms_norm_eps, kernels)
 
     def run(
         self,
@@ -148,12 +148,12 @@ class DraftHead(Pytree):
         )
         return HeadOutput(normed if self.recycle_normed else after[-1], normed, states)
 
-    def logits(self, target: Decoder, normed: Array) -> Array:
+    def logits(self, target: Decoder, normed: Array, kernels: Kernels = NO_KERNELS) -> Array:
         """Float32 draft logits, this shard's: [..., H] -> [..., W / shards] (or V / shards)."""
         if self.lm_head is None:
-            return decoder.logits(target, normed)
+            return decoder.logits(target, normed, kernels)
         with jax.named_scope("lm_head"):
-            return self.lm_head.float32(normed)
+            return self.lm_head.float32(normed, kernels)
 
     def filled(self, first_layer: str, filler: Filler) -> "DraftHead":
         """The same, with every array replaced by ``filler``'s result.

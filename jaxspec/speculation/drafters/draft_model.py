@@ -112,7 +112,7 @@ class DraftModelDrafter(Pytree):
                 level_attend(state, beams),
                 kernels=call.kernels,
             )
-            return decoder.logits(self.model, hidden), layers
+            return decoder.logits(self.model, hidden, call.kernels), layers
 
         proposer = Proposer(
             call=call,
@@ -123,7 +123,7 @@ class DraftModelDrafter(Pytree):
             target_vocab=target.local_vocab,
             target_layout=target.layout,
         )
-        root_logits = decoder.logits(self.model, root_hidden)
+        root_logits = decoder.logits(self.model, root_hidden, call.kernels)
         tree, layers = grow(proposer, state.rows.roots, root_logits, step, layers)
         return tree, DraftState(pool=pool.replace(layers=layers), rows=rows)
 

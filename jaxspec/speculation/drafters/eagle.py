@@ -95,7 +95,7 @@ class EagleDrafter(Pytree):
         HeadOutput."""
         pool, _ = _own(state)
         attend = causal_attend(state, run, FIRST_SLOT)
-        hidden = self.head.hidden(features)
+        hidden = self.head.hidden(features, call.kernels)
         return self.head.run(
             target, run.tokens, hidden, run.positions - 1, pool.layers, attend, call.kernels
         )
@@ -137,7 +137,8 @@ class EagleDrafter(Pytree):
                 level_attend(state, beams, FIRST_SLOT),
                 call.kernels,
             )
-            return self.head.logits(target, out.normed), (out.hidden, out.states)
+            logits = self.head.logits(target, out.normed, call.kernels)
+            return logits, (out.hidden, out.states)
 
         proposer = Proposer(
             call=call,
@@ -148,7 +149,7 @@ class EagleDrafter(Pytree):
             target_vocab=target.local_vocab,
             target_layout=target.layout,
         )
-        root_logits = self.head.logits(target, root_normed)
+        root_logits = self.head.logits(target, root_normed, call.kernels)
         carry = (root_hidden[:, None], layers)
         tree, (_, layers) = grow(proposer, state.rows.roots, root_logits, step, carry)
         return tree, DraftState(pool=pool.replace(layers=layers), rows=rows)
