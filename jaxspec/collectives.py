@@ -1,7 +1,7 @@
 """Reductions over a vocabulary that may be split, inside shard_map.
 
-``layout.vocab`` names the mesh axes that the last dimension is split over, () when the array is
-whole. Shard ``i`` of ``n`` holds entries ``i * size .. (i + 1) * size - 1``.
+``layout.vocab`` names the mesh axes that the last dimension is split over; () if it is not split.
+Shard ``i`` of ``n`` holds entries ``i * size .. (i + 1) * size - 1``.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from pallas_kernels.top_k.reference import local_top_k
 
 
 def all_reduce(x: Array, axes: Axes) -> Array:
-    """Sum over the shards of some axes of a layout."""
+    """Sum over the shards of mesh axes ``axes``."""
     return lax.psum(x, axes) if axes else x
 
 
@@ -27,7 +27,7 @@ def shard_offset(size: int, axes: Axes) -> Array | int:
 
 
 def maximum(x: Array, layout: Layout) -> Array:
-    """x [..., V/n] -> [...]"""
+    """Maximum of the last dimension: x [..., V/n] -> [...]"""
     local = jnp.max(x, axis=-1)
     return lax.pmax(local, layout.vocab) if layout.vocab else local
 
@@ -51,12 +51,12 @@ class Reductions:
 
 
 def all_finite(x: Array, layout: Layout) -> Array:
-    """Whether a row's maximum is a number: false for a row with a NaN or +inf, or of nothing but
-    -inf. x [..., V/n] -> bool [...]"""
+    """Whether the maximum of each row is finite: False for a row with NaN or +inf, and for a row of
+    only -inf. x [..., V/n] -> bool [...]"""
     if not layout.vocab:
         return jnp.isfinite(jnp.max(x, axis=-1))
     local = jnp.max(x, axis=-1)
-    # A collective's maximum may drop NaN: count the shards that have one.
+    # pmax may drop NaN, so the shards that have NaN or +inf are counted.
     broken = jnp.isnan(local) | (local == jnp.inf)
     counted = lax.psum(broken.astype(jnp.int32), layout.vocab)
     empty = lax.pmax(jnp.where(broken, 0.0, local), layout.vocab) == -jnp.inf
@@ -64,13 +64,13 @@ def all_finite(x: Array, layout: Layout) -> Array:
 
 
 def argmax(x: Array, layout: Layout) -> Array:
-    """Global index of the maximum, the lowest one among equals: x [..., V/n] -> int32 [...]
+    """Global index of the maximum, the lowest among equals: x [..., V/n] -> int32 [...]
 
-    Always an index of x, even for a row with a NaN, which has no maximum: 0, or off the CPU the
-    first NaN's, or where the collective drops NaN the lowest index of a NaN or of the maximum of
-    the rest.
+    The result is a valid index of x even for a row with NaN. It is then 0 on a CPU and for split
+    rows, otherwise the index of the first NaN. If pmax drops NaN, a split row may give the lowest
+    index of a NaN or of the maximum of the other entries.
 
-    A whole row is one reduction off the CPU, which reads it once.
+    Rows that are not split are reduced in one step, except on a CPU, so they are read once.
     """
     if not layout.vocab:
         return lax.platform_dependent(x, cpu=_two_step_argmax, default=one_reduction_argmax)
@@ -78,10 +78,10 @@ def argmax(x: Array, layout: Layout) -> Array:
 
 
 def finite_argmax(x: Array, logits: Array, layout: Layout) -> tuple[Array, Array]:
-    """``argmax`` of x, and whether its rows are numbers as ``all_finite`` has it.
+    """``argmax`` of x, and ``all_finite`` of its rows, with the reductions of one argmax.
 
-    x [..., V/n] is ``logits`` plus finite noise. Both come of the reductions of one argmax: off the
-    CPU a whole row's logit is looked up where argmax points, which is at a NaN if there is one.
+    x [..., V/n] is ``logits`` plus finite noise. Except on a CPU, ``logits`` of a row that is not
+    split are only read at the argmax: if the row has NaN, that is where argmax points.
 
     Returns (int32 [...], bool [...]); the index of a split row that is not finite is 0.
     """
@@ -103,32 +103,32 @@ def _finite_argmax_of_shards(x: Array, layout: Layout) -> tuple[Array, Array]:
     local = jnp.max(x, axis=-1)
     best = lax.pmax(local, layout.vocab)
     index = jnp.min(jnp.where(x < best[..., None], jnp.iinfo(jnp.int32).max, ids), axis=-1)
-    # A collective's maximum may drop NaN: a shard that has one says so by an index below all.
+    # pmax may drop NaN, so a shard that has NaN or +inf reports index -1, below all others.
     broken = jnp.isnan(local) | (local == jnp.inf)
     index = lax.pmin(jnp.where(broken, -1, index), layout.vocab)
     return jnp.maximum(index, 0), (index >= 0) & (best != -jnp.inf)
 
 
 def one_reduction_argmax(x: Array) -> Array:
-    """argmax of a whole row off the CPU; a row with a NaN has the first one's index."""
+    """argmax of rows that are not split, on other devices than a CPU. With NaN: the first one."""
     return jnp.argmax(x, axis=-1).astype(jnp.int32)
 
 
 def _two_step_argmax(x: Array, layout: Layout = Layout()) -> Array:  # noqa: B008, it is frozen
-    """argmax by two plain reductions: XLA's CPU backend runs jnp.argmax entry by entry, and
-    whatever fuses into it too (4 times slower for noise)."""
+    """argmax by two plain reductions. XLA's CPU backend does not vectorize jnp.argmax, nor what is
+    fused into it (noise took 4 times as long)."""
     ids = jnp.arange(x.shape[-1], dtype=jnp.int32) + shard_offset(x.shape[-1], layout.vocab)
     best = maximum(x, layout)[..., None]
-    # Not x == best: nothing equals NaN, but nothing is less than it either.
+    # Not x == best: if best is NaN, no entry equals it, but none is less than it either.
     index = jnp.min(jnp.where(x < best, jnp.iinfo(jnp.int32).max, ids), axis=-1)
     return lax.pmin(index, layout.vocab) if layout.vocab else index
 
 
 def top_log_probs(x: Array, k: int, layout: Layout, kernels: Kernels) -> tuple[Array, Array]:
-    """The k largest log-probabilities and their global indices, the first of equals first.
+    """The k largest log-probabilities and their global indices; of equals, lower indices first.
 
-    Float32 logits [..., V/n] -> ([..., k], int32 [..., k]). Of a split vocabulary only each shard's
-    own k candidates cross the wire.
+    Float32 logits [..., V/n] -> ([..., k], int32 [..., k]). If the vocabulary is split, shards
+    exchange only their k best candidates.
     """
     size, axes = x.shape[-1], layout.vocab
     values, indices, log_sum = top_k(x, min(k, size), kernels.implementation("top_k"))
@@ -144,7 +144,7 @@ def top_log_probs(x: Array, k: int, layout: Layout, kernels: Kernels) -> tuple[A
 
 
 def log_sum_exp(x: Array, layout: Layout) -> Array:
-    """x [..., V/n] -> [...]"""
+    """log(sum(exp(x))) over the last dimension: x [..., V/n] -> [...]"""
     if not layout.vocab:
         return jax.nn.logsumexp(x, axis=-1)
     best = maximum(x, layout)
@@ -152,7 +152,7 @@ def log_sum_exp(x: Array, layout: Layout) -> Array:
 
 
 def log_softmax(x: Array, layout: Layout) -> Array:
-    """x [..., V/n] -> [..., V/n]"""
+    """log_softmax over the last dimension: x [..., V/n] -> [..., V/n]"""
     if not layout.vocab:
         return jax.nn.log_softmax(x, axis=-1)
     shifted = x - maximum(x, layout)[..., None]

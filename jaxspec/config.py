@@ -1,4 +1,4 @@
-"""What a model is and how it is served: frozen, hashable values."""
+"""Configuration of models, cache and speculation: frozen, hashable dataclasses."""
 
 import dataclasses
 from collections.abc import Callable
@@ -35,7 +35,7 @@ class Llama3RopeScaling:
 
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding of heads of ``head_dim``."""
+    """Rotary position embedding of heads of width ``head_dim``."""
 
     head_dim: int
     theta: float
@@ -51,8 +51,7 @@ class RopeConfig:
 class AttentionConfig:
     """Softmax attention with grouped KV heads.
 
-    ``window``: the number of latest positions (the token's own included) that a token attends to,
-    or None for all.
+    ``window``: number of latest positions that a token attends to, its own included; None: all.
     """
 
     num_heads: int
@@ -79,12 +78,14 @@ class AttentionConfig:
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
-        """Rotations that a pass has to make for this mixer."""
+        """The rope configs that this mixer uses."""
         return (self.rope,)
 
     def check_tree_depth(self, max_depth: int) -> None:
-        """Raises ValueError unless a tree of ``max_depth`` lies inside the window: the tree mask
-        shows a node all its ancestors."""
+        """Raises ValueError unless a tree of ``max_depth`` fits in the window.
+
+        The tree mask shows a node all its ancestors, so the window must not hide any of them.
+        """
         if self.window is not None and self.window <= max_depth:
             raise ValueError(
                 f"a tree of depth {max_depth} does not fit the model's sliding window of "
@@ -105,7 +106,7 @@ class DenseConfig:
 
 @dataclasses.dataclass(frozen=True)
 class LayerConfig:
-    """One transformer layer: what mixes tokens, and what works on each of them."""
+    """One transformer layer: a mixer (attention) and an MLP."""
 
     mixer: AttentionConfig
     mlp: DenseConfig
@@ -113,7 +114,7 @@ class LayerConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """One decoder-only transformer: a tuple of layer descriptions, and what surrounds them."""
+    """One decoder-only transformer: the configs of its layers, and the sizes around them."""
 
     vocab_size: int
     hidden_size: int
@@ -138,7 +139,7 @@ class ModelConfig:
             layer.mixer.check_tree_depth(max_depth)
 
     def map_layers(self, change: Callable[[LayerConfig], LayerConfig]) -> "ModelConfig":
-        """The same model with every layer description changed."""
+        """The same model with every layer's config changed."""
         return dataclasses.replace(self, layers=tuple(map(change, self.layers)))
 
 
@@ -163,11 +164,11 @@ def dense_model(
     qk_norm: bool = False,
     stop_token_ids: tuple[int, ...] = (),
 ) -> ModelConfig:
-    """A model of attention and SwiGLU layers that differ in their windows only.
+    """A model of attention and SwiGLU layers that differ only in their windows.
 
-    ``sliding_windows`` has one entry a layer (see AttentionConfig.window); None: no windows.
+    ``sliding_windows`` has one entry per layer (see AttentionConfig.window); None: no windows.
 
-    Raises ValueError for another number of windows than layers.
+    Raises ValueError if the number of windows is not the number of layers.
     """
     windows = (None,) * num_layers if sliding_windows is None else sliding_windows
     if len(windows) != num_layers:
@@ -221,7 +222,9 @@ class TreeShape:
     Attributes:
       num_nodes: nodes of the tree, the root (the last committed token) included.
       max_depth: depth of the deepest node; a chain of ``k`` drafted tokens has ``max_depth = k``.
-      top_k: children tried for each expanded node; 1 makes a chain.
+      top_k: children proposed for each expanded node; with 1 the tree is a chain.
+
+    Raises ValueError for a shape that is not possible.
     """
 
     num_nodes: int = 6
@@ -231,7 +234,7 @@ class TreeShape:
     def __post_init__(self):
         if self.is_plain:
             if self.max_depth != 0 or self.top_k != 1:
-                raise ValueError("a tree of the root alone has max_depth 0 and top_k 1")
+                raise ValueError("a tree with only the root must have max_depth 0 and top_k 1")
             return
         if self.max_depth < 1 or self.top_k < 1 or self.num_nodes < 2:
             raise ValueError(
@@ -251,7 +254,7 @@ class TreeShape:
 
     @property
     def is_plain(self) -> bool:
-        """Plain decoding: nothing is drafted."""
+        """Whether this is plain decoding: nothing is drafted."""
         return self.num_nodes == 1
 
     @property
@@ -260,12 +263,12 @@ class TreeShape:
 
     @property
     def scratch_slots(self) -> int:
-        """Slots past the context that a round may write: the tree's, or the drafter's levels."""
+        """Slots past the context that a round may write, for the tree or the drafter's levels."""
         return max(self.num_nodes, 1 + self.top_k * self.max_depth)
 
     @property
     def shape(self) -> "TreeShape":
-        """The shape alone."""
+        """The shape without the fields of a subclass."""
         return TreeShape(self.num_nodes, self.max_depth, self.top_k)
 
     @classmethod
@@ -293,7 +296,7 @@ PLAIN = TreeShape(1, 0, 1)
 
 
 def sound_proposals(acceptance: str, is_chain: bool) -> tuple[Proposal, ...]:
-    """Ways of choosing draft tokens that a named rule is sound for, the best first.
+    """Proposals for which a named acceptance rule samples exactly from the target, the best first.
 
     Raises ValueError for another name.
     """
@@ -311,20 +314,22 @@ def sound_proposals(acceptance: str, is_chain: bool) -> tuple[Proposal, ...]:
 class SpeculationConfig(TreeShape):
     """The largest draft tree of an engine, and the rule that accepts its nodes.
 
-    The shape is a capacity: the engine's state has room for it, and each call drafts a tree of this
-    shape unless it is told a smaller one.
+    The shape is a capacity: the engine's state has room for it. A call drafts trees of this shape,
+    unless it asks for a smaller one.
 
     Attributes:
-      acceptance: ``match`` commits what the target samples at each node (the text does not depend
-        on the drafter); ``rejection`` is classical speculative sampling; or a rule of your own
+      acceptance: ``match`` commits the tokens that the target samples, so the text does not depend
+        on the drafter. ``rejection`` is classical speculative sampling. Or pass your own rule
         (see speculation.acceptance.AcceptanceRule).
-      proposal: how drafters that give probabilities choose tokens. ``top_k`` takes the likeliest,
-        ``coupled`` ranks them under the target's own sampling noise (not under ``rejection``;
-        same as ``top_k`` at temperature 0), ``sampled`` draws from the drafter (chains under
-        ``rejection`` only). None: the first of those that the rule allows.
-      verify_width: pad every verification, plain decoding's too, to this many nodes and make
-        attention sums independent of slot order, so that in bf16 the text does not depend on the
-        tree either.
+      proposal: how drafters with probabilities choose tokens. ``top_k`` takes the likeliest tokens.
+        ``coupled`` ranks tokens with the target's sampling noise added (not under ``rejection``;
+        equal to ``top_k`` at temperature 0). ``sampled`` draws from the drafter's distribution
+        (only for chains under ``rejection``). None: the first proposal that the rule allows.
+      verify_width: pad every verification (also in plain decoding) to this many nodes, and make
+        attention sums independent of slot order. In bf16 the text then does not depend on the tree
+        either.
+
+    Raises ValueError for options that exclude each other.
     """
 
     acceptance: Acceptance | Any = "match"
@@ -348,7 +353,7 @@ class SpeculationConfig(TreeShape):
             )
 
     def _proposals(self) -> tuple[Proposal, ...]:
-        """What the acceptance rule allows, the best first."""
+        """The proposals that the acceptance rule allows, the best first."""
         if isinstance(self.acceptance, str):
             return sound_proposals(self.acceptance, self.is_chain)
         return self.acceptance.proposals(self.is_chain)
@@ -362,10 +367,10 @@ class SpeculationConfig(TreeShape):
         return max(super().scratch_slots, self.verify_width or 0)
 
     def with_shape(self, shape: TreeShape) -> "SpeculationConfig":
-        """The same rules for trees of another shape, within this one.
+        """The same rules with a smaller tree shape.
 
-        Raises ValueError for a shape that is larger than this one, or that the proposal does not go
-        with.
+        Raises ValueError for a shape that is larger than this one, or that the proposal does not
+        support.
         """
         if shape.num_nodes > self.num_nodes or shape.max_depth > self.max_depth:
             raise ValueError(
@@ -388,15 +393,15 @@ class SpeculationConfig(TreeShape):
 
     @classmethod
     def chain(cls, num_tokens: int, acceptance: Acceptance | Any = "match") -> "SpeculationConfig":
-        """A chain of ``num_tokens`` drafted tokens; none is plain decoding."""
+        """A chain of ``num_tokens`` drafted tokens; 0 is plain decoding."""
         return cls(num_nodes=num_tokens + 1, max_depth=num_tokens, top_k=1, acceptance=acceptance)
 
 
 def default_speculation(platform: str) -> SpeculationConfig:
     """The tree when none is asked for, by measurement (docs/benchmarks.md, "Which tree").
 
-    A CPU pays for every node: a chain of 5 was the fastest there. On a GPU a longer chain costs
-    little more than a shorter one, and was the fastest at small batches. Others take a CPU's until
-    they are measured.
+    On a CPU every node costs time, and a chain of 5 was the fastest. On a GPU a longer chain costs
+    little more than a shorter one, and a chain of 7 was the fastest at small batches. Other
+    platforms get the CPU's default until they are measured.
     """
     return SpeculationConfig.chain(7 if platform == "gpu" else 5)

@@ -1,7 +1,7 @@
-"""Random numbers that are a function of (seed, stream, position, id), and of nothing else.
+"""Random numbers that are a function of (seed, stream, position, id) only.
 
-One Threefry-2x32 block (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011)
-for each, so the number is the same whoever asks: another batch row, tree node or vocabulary shard.
+Each number is one Threefry-2x32 block (Salmon et al., "Parallel random numbers: as easy as 1, 2,
+3", SC 2011). It is the same for any batch row, tree node or vocabulary shard that computes it.
 """
 
 import enum
@@ -20,31 +20,31 @@ class Stream(enum.IntEnum):
     """Independent random streams of one request."""
 
     TARGET = 0  # the target's tokens; shared by coupled drafters
-    DRAFT = 1  # tokens drawn from a drafter's own distribution
-    ACCEPT = 2  # accept-or-refuse trials of rejection sampling
-    RESIDUAL = 3  # the token drawn after the last refusal
+    DRAFT = 1  # tokens drawn from a drafter's distribution
+    ACCEPT = 2  # accept-or-reject trials of rejection sampling
+    RESIDUAL = 3  # the token drawn after the last rejection
 
 
 def uniform(seeds: Array, stream: Stream, positions: Array, ids: Array) -> Array:
     """Uniform float32 in (0, 1): seeds [B], positions [B, N], ids [I] or [B, N, I] -> [B, N, I]."""
     bits = threefry(seeds[:, None, None], stream, positions[..., None], ids)
-    # The largest words round up to 1, which log1p and accept-or-refuse trials must not see.
+    # The largest words would round up to 1, which log1p and accept-or-reject trials must not get.
     return jnp.minimum((bits.astype(jnp.float32) + 0.5) * jnp.float32(2**-32), _BELOW_ONE)
 
 
 def gumbel(seeds: Array, stream: Stream, positions: Array, token_ids: Array) -> Array:
     """Gumbel noise of tokens at absolute positions; shapes as in ``uniform``.
 
-    The tail that decides an argmax comes from uniforms near 0, where float32 is finest.
+    The large values that decide an argmax come from uniforms near 0, where float32 is most precise.
     """
     return -jnp.log(-jnp.log1p(-uniform(seeds, stream, positions, token_ids)))
 
 
 def threefry(key: ArrayLike, other_key: ArrayLike, word: ArrayLike, other_word: ArrayLike) -> Array:
-    """First word of the block (word, other_word) under a key of two words; uint32, broadcast.
+    """First word of the Threefry block (word, other_word) under a key of two words; uint32.
 
-    Written out instead of taken from jax.random, whose generator is a loop on CPUs and a call of
-    its own on GPUs: neither fuses with what reads the numbers.
+    Arguments are broadcast. jax.random is not used: its generator is a loop on CPUs and a separate
+    call on GPUs, and neither fuses with the code that reads the numbers.
     """
     first, second, x, y = (jnp.asarray(w, jnp.uint32) for w in (key, other_key, word, other_word))
     keys = (first, second, first ^ second ^ _PARITY)

@@ -1,4 +1,4 @@
-"""Frozen pytrees: flax.struct dataclasses with each array's logical axes declared beside it."""
+"""Frozen pytrees: flax.struct dataclasses whose array fields declare their logical axes."""
 
 import dataclasses
 from typing import Any, Self, dataclass_transform
@@ -7,15 +7,15 @@ from flax import struct
 
 
 class Pytree:
-    """Base of the classes that ``pytree`` decorates."""
+    """Base class for use with the decorator ``pytree``."""
 
     def replace(self, **changes: Any) -> Self:
-        """The same with some fields changed."""
+        """A copy with some fields changed."""
         return dataclasses.replace(self, **changes)  # pyright: ignore[reportArgumentType]
 
 
 def array(*axes: str, **options: Any) -> Any:
-    """Declare an array field and its logical axis names, outermost first (see sharding.py)."""
+    """Declare an array field and the names of its logical axes, in order (see sharding.py)."""
     return dataclasses.field(metadata={"axes": axes}, **options)
 
 
@@ -25,6 +25,7 @@ def static(**options: Any) -> Any:
 
 
 def is_static(field: dataclasses.Field[Any]) -> bool:
+    """Whether a field was declared with ``static``."""
     return not field.metadata.get("pytree_node", True)
 
 

@@ -1,8 +1,8 @@
 """From logits to tokens.
 
 The target's token at absolute position ``t`` is ``argmax(processed_logits + gumbel(seed, t))``,
-an exact sample of softmax(processed_logits) by the Gumbel-max trick. The noise is a function of
-(seed, position, token), so the token does not depend on how many are scored at once.
+an exact sample from softmax(processed_logits) by the Gumbel-max trick. The noise is a function of
+(seed, position, token), so a token does not depend on how many are scored in the same pass.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from pallas_kernels.truncate.reference import truncation_threshold_reference
 
 @pytree
 class Sampling(Pytree):
-    """Sampling parameters of each row, [B] each. All of them are data: no value compiles anew."""
+    """Sampling parameters of each row, [B] each. All are data: no value causes a compilation."""
 
     temperature: Array = array("batch")  # float32; 0 takes the likeliest token
     top_k: Array = array("batch")  # int32; 0 keeps all
@@ -47,12 +47,12 @@ def make_sampling(
     min_p: ArrayLike = 0.0,
     seeds: ArrayLike = 0,
 ) -> Sampling:
-    """Sampling of ``batch`` rows from scalars or [B] arrays; all but shapes may be traced.
+    """Sampling of ``batch`` rows, from scalars or [B] arrays, which may be traced.
 
-    A scalar seed gives row ``i`` the seed ``seeds + i``, so equal prompts give different samples;
-    give an array of equal seeds for equal ones.
+    A scalar seed gives row ``i`` the seed ``seeds + i``, so equal prompts give different samples.
+    An array of equal seeds gives equal samples.
 
-    Raises ValueError for a value out of range, where values are known.
+    Raises ValueError for a value out of range (traced values are not checked).
     """
     own = np.arange(batch, dtype=np.uint32) if np.ndim(seeds) == 0 else np.uint32(0)
     sampling = Sampling(
@@ -92,15 +92,15 @@ def process_logits(
     greedy: bool = False,
     kernels: Kernels = NO_KERNELS,
 ) -> Array:
-    """Divide by temperature, then hide what top-k, top-p and min-p drop, in that order.
+    """Divide by temperature, then apply top-k, top-p and min-p, in that order.
 
-    What no row asks for is skipped when the program runs.
+    Steps that no row needs are skipped at run time.
 
     Args:
       logits: [B, N, V / shards] float32.
-      greedy: no row samples; the logits are kept.
+      greedy: no row samples; the logits are returned unchanged.
 
-    Returns the same shape; hidden entries are -inf. Rows of temperature 0 keep their logits.
+    Returns the same shape; dropped entries are -inf. Rows of temperature 0 keep their logits.
     """
     if greedy:
         return logits
@@ -117,7 +117,8 @@ def process_logits(
         threshold = truncation_threshold_reference(logits, *rules, reductions)
     else:
         threshold = truncation_threshold(logits, *rules, kernels.implementation("truncate"))
-    # Raw logits are compared: two programs may round a quotient differently. NaN stays to be seen.
+    # Raw logits are compared, because two programs may round the quotient differently. NaN is not
+    # hidden by this comparison.
     hidden = logits < threshold[..., None]
     return jnp.where(hidden, -jnp.inf, logits / temperature[:, None, None])
 
@@ -131,8 +132,11 @@ def perturb(
     *,
     greedy: bool = False,
 ) -> Array:
-    """Processed logits [B, N, V / shards] plus the noise of ``positions`` [B, N] or [B, 1], where
-    temperature is not 0; their argmax is the sampled token. ``token_ids`` [V / shards]."""
+    """Add noise to processed logits [B, N, V / shards]: the argmax is then the sampled token.
+
+    Rows of temperature 0 get no noise. ``positions`` is [B, N] or [B, 1], ``token_ids``
+    [V / shards].
+    """
     if greedy:
         return logits
     noise = gumbel(sampling.seeds, stream, positions, token_ids)
@@ -140,7 +144,7 @@ def perturb(
 
 
 def probabilities(logits: Array, sampling: Sampling, layout: Layout = WHOLE) -> Array:
-    """softmax of processed logits [B, N, V / shards]; one-hot where temperature is 0."""
+    """softmax of processed logits [B, N, V / shards]; one-hot for rows of temperature 0."""
     soft = jnp.exp(collectives.log_softmax(logits, layout))
     best = collectives.one_hot(collectives.argmax(logits, layout), logits.shape[-1], layout)
     return jnp.where(sampling.drawn[:, None, None], soft, best.astype(soft.dtype))

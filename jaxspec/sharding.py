@@ -1,4 +1,4 @@
-"""What is split over which mesh axes: named once, in a Layout, and partition specs from it."""
+"""How arrays are split over a mesh: a Layout, and the partition specs derived from it."""
 
 import dataclasses
 import math
@@ -13,14 +13,14 @@ from jax.sharding import PartitionSpec as P
 
 from jaxspec.pytree import is_static
 
-Axes = tuple[str, ...]  # mesh axes, the outermost first; () is whole
+Axes = tuple[str, ...]  # mesh axes, the outermost first; (): not split
 
 DATA_AXIS = "data"
 MODEL_AXIS = "model"
 
-# Logical axes of arrays -> the field of Layout that says how they are split. Column-parallel
-# weights are split over kv_heads or ff of their outputs, row-parallel ones over heads or ff of
-# their inputs.
+# Logical axis of an array -> the field of Layout that says how it is split. Column-parallel weights
+# are split along kv_heads or ff of their outputs, row-parallel ones along heads or ff of their
+# inputs.
 LOGICAL_AXES: Mapping[str, str] = MappingProxyType(
     {
         "batch": "batch",
@@ -33,7 +33,7 @@ LOGICAL_AXES: Mapping[str, str] = MappingProxyType(
     }
 )
 
-# Logical axes that are whole everywhere.
+# Logical axes that are never split.
 WHOLE_AXES = frozenset(
     (
         *("depth", "draft_ids", "embed_rows", "features", "group", "head_dim", "hidden", "length"),
@@ -52,7 +52,10 @@ class Layout:
       heads: query and KV heads.
       ff: hidden units of MLPs.
       experts, sequence, stages: experts of an MLP, positions of a sequence, layers of a model.
-        Nothing computes with these split yet: anything but () raises ValueError.
+        Splitting these is not supported yet.
+
+    Raises ValueError for a split that is not supported, and if a mesh axis splits both the batch
+    and the model.
     """
 
     batch: Axes = ()
@@ -79,15 +82,15 @@ class Layout:
             )
 
     def axes(self, logical: str) -> Axes:
-        """Mesh axes of an array's logical axis. Raises ValueError for a name that is none."""
+        """Mesh axes of an array's logical axis. Raises ValueError for an unknown name."""
         if logical in WHOLE_AXES:
             return ()
         if logical not in LOGICAL_AXES:
-            raise ValueError(f"{logical!r} is no logical axis: add it to jaxspec/sharding.py")
+            raise ValueError(f"{logical!r} is not a logical axis: add it to jaxspec/sharding.py")
         return getattr(self, LOGICAL_AXES[logical])
 
     def spec(self, logical: tuple[str, ...]) -> P:
-        """The partition spec of an array by its logical axes."""
+        """The partition spec of an array with these logical axes."""
         entries = [self.axes(name) for name in logical]
         return P(*(axes[0] if len(axes) == 1 else axes or None for axes in entries))
 
@@ -97,10 +100,10 @@ WHOLE = Layout()
 
 @dataclasses.dataclass(frozen=True)
 class Shards:
-    """Into how many parts a layout splits what has no arrays yet: for the shapes of weights.
+    """A layout and the sizes of its mesh axes: what shapes of weights depend on.
 
     Attributes:
-      sizes: devices along each mesh axis.
+      sizes: (name, number of devices) of each mesh axis.
     """
 
     layout: Layout = WHOLE
@@ -108,11 +111,11 @@ class Shards:
 
     @classmethod
     def over(cls, mesh: Mesh | None, layout: Layout) -> "Shards":
-        """As ``layout`` splits over a mesh; None: one device."""
+        """The shards of ``layout`` on a mesh; None: one device."""
         return cls(layout, tuple(mesh.shape.items()) if mesh is not None else ())
 
     def of(self, logical: str) -> int:
-        """Devices that a logical axis is split over."""
+        """Number of devices that a logical axis is split over."""
         sizes = dict(self.sizes)
         return math.prod(sizes[axis] for axis in self.layout.axes(logical))
 
@@ -123,7 +126,7 @@ ONE_SHARD = Shards()
 def make_mesh(tensor_parallel: int = 1, data_parallel: int = 1) -> Mesh:
     """A ``(data, model)`` mesh over the first devices.
 
-    Raises ValueError if fewer devices are present than asked for.
+    Raises ValueError for sizes below 1, and if there are fewer devices than needed.
     """
     if tensor_parallel < 1 or data_parallel < 1:
         raise ValueError(
@@ -139,9 +142,9 @@ def make_mesh(tensor_parallel: int = 1, data_parallel: int = 1) -> Mesh:
 
 
 def mesh_layout(mesh: Mesh | None, *, split_model: bool = True) -> Layout:
-    """The layout of a model on a mesh of make_mesh; axes of one device split nothing.
+    """The layout of a model on a mesh from make_mesh. Axes of one device are left out.
 
-    ``split_model`` False: every device of the model axis holds the whole model.
+    ``split_model`` False: every device along the model axis holds the whole model.
 
     Raises ValueError for a mesh without those axes.
     """
@@ -158,7 +161,7 @@ def mesh_layout(mesh: Mesh | None, *, split_model: bool = True) -> Layout:
 
 
 def axes_size(mesh: Mesh | None, axes: Axes) -> int:
-    """Devices along some axes of a mesh."""
+    """Number of devices along ``axes`` of a mesh; 1 for no axes."""
     sizes = dict(mesh.shape) if mesh is not None else {}
     return math.prod(sizes[name] for name in axes)
 
@@ -166,10 +169,10 @@ def axes_size(mesh: Mesh | None, axes: Axes) -> int:
 def partition_specs(tree: Any, layout: Layout = WHOLE, undeclared: tuple[str, ...] = ()) -> Any:
     """The tree with every array replaced by its PartitionSpec under ``layout``.
 
-    An array's logical axes are declared with its field (see pytree.array), or given by the method
-    ``logical_axes`` of its pytree; others have the leading axes ``undeclared``, or what a pytree
-    around them says by ``undeclared_axes``. A pytree that has a ``layout`` of its own is split by
-    that one.
+    An array's logical axes are declared with its field (see pytree.array), or returned by the
+    method ``logical_axes`` of its pytree. Arrays without a declaration have the leading axes
+    ``undeclared``, or the ``undeclared_axes`` of a pytree around them. A pytree with a field
+    ``layout`` is split by that layout instead.
     """
     if not dataclasses.is_dataclass(tree) or isinstance(tree, type):
         return jax.tree.map(
@@ -201,8 +204,8 @@ def partition_specs(tree: Any, layout: Layout = WHOLE, undeclared: tuple[str, ..
 def named_shardings(mesh: Mesh, tree: Any, layout: Layout = WHOLE) -> Any:
     """As partition_specs, with each spec bound to ``mesh``.
 
-    Specs are written as jax writes those of a program's results (no None at the end), so that a
-    state just made and one that comes back share a compiled program.
+    Trailing Nones are removed from specs, as jax does for the results of a program. Otherwise a new
+    state and a returned one would not share a compiled program.
     """
 
     def bind(spec: P) -> NamedSharding:

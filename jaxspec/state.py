@@ -1,4 +1,4 @@
-"""Everything that changes while text is generated, as one frozen pytree: a pool and rows."""
+"""All state that changes during generation, as one frozen pytree: a pool and rows."""
 
 import enum
 from typing import Any
@@ -24,13 +24,13 @@ class Status(enum.IntEnum):
 class Ending(enum.IntEnum):
     """Why a row is done."""
 
-    NONE = 0  # it is not
-    STOP = 1  # a stop token, which is its last token
-    LENGTH = 2  # it has as many tokens as it may have
-    NOT_FINITE = 3  # the model's logits were NaN or infinite: an error
-    TOO_LONG = 4  # its prompt or its limit does not fit its pages or its token buffer: an error
-    NOT_GREEDY = 5  # it samples, in a call for greedy rows alone: an error
-    MISPLACED = 6  # emitted only: listed for a device that has other rows, and left as it is
+    NONE = 0  # it is not done
+    STOP = 1  # its last token is a stop token
+    LENGTH = 2  # it has reached its limit of tokens
+    NOT_FINITE = 3  # error: the model's logits were NaN or infinite
+    TOO_LONG = 4  # error: its prompt or its limit does not fit its pages or its token buffer
+    NOT_GREEDY = 5  # error: it samples, but the call was for greedy rows only
+    MISPLACED = 6  # error, emitted only: listed for a device without this row; the row is unchanged
 
 
 ERRORS = (Ending.NOT_FINITE, Ending.TOO_LONG, Ending.NOT_GREEDY, Ending.MISPLACED)
@@ -38,9 +38,9 @@ ERRORS = (Ending.NOT_FINITE, Ending.TOO_LONG, Ending.NOT_GREEDY, Ending.MISPLACE
 
 @pytree
 class Statistics(Pytree):
-    """Counts a row since it was admitted; kept on the device, read when wanted.
+    """Counts per row since it was admitted, kept on the device.
 
-    ``accepted`` counts drafted tokens before a stop token or ``max_lens`` cuts them.
+    ``accepted`` also counts drafted tokens that a stop token or ``max_lens`` then cuts off.
     """
 
     rounds: Array = array("batch")  # int32 [R]
@@ -50,28 +50,27 @@ class Statistics(Pytree):
 
 @pytree
 class Pool(Pytree):
-    """Memory that lives as long as the engine: no batch axis.
+    """Cache memory with the lifetime of the engine; it has no batch axis.
 
-    ``target`` holds what the target's layers keep, ``draft`` what the drafter keeps in the same
-    pages.
+    ``target`` holds the states of the target's layers, ``draft`` the drafter's, in the same pages.
     """
 
     target: ModelState
     draft: Any
     page_size: int = static()
     num_pages: int = static()  # null pages included
-    num_rows: int = static()  # most rows that can lie in it
+    num_rows: int = static()  # most rows that it can serve
 
 
 @pytree
 class Rows(Pytree):
-    """State of R sequences. Every array has a row axis first, so rows can be taken and put back.
+    """State of R sequences. The first axis of every array is the row, so rows can be selected.
 
-    The root, a sequence's last token, is ``tokens[r, context_lens[r]]``: committed, but its keys
-    and values are written by the next round. While its prompt is being read a row has no root.
+    The root, the last token of a sequence, is ``tokens[r, context_lens[r]]``: it is committed, but
+    its keys and values are written by the next round. A row that is reading its prompt has no root.
     """
 
-    index: Array = array("batch")  # int32 [R], each row's own place among its device's rows
+    index: Array = array("batch")  # int32 [R], index of each row among its device's rows
     status: Array = array("batch")  # int32 [R] of Status
     ending: Array = array("batch")  # int32 [R] of Ending
     tokens: Array = array("batch", "length")  # int32 [R, S]: prompt, then generated
@@ -86,12 +85,12 @@ class Rows(Pytree):
 
     @property
     def undeclared_axes(self) -> tuple[str, ...]:
-        """Of arrays that declare no axes: a drafter of one's own may keep any."""
+        """Axes of arrays that declare none: those in the state of a user's drafter."""
         return ("batch",)
 
     @property
     def active(self) -> Array:
-        """Rows that decode: bool [R]."""
+        """Rows that are decoding: bool [R]."""
         return self.status == Status.DECODING
 
     @property
@@ -102,11 +101,11 @@ class Rows(Pytree):
 
 @pytree
 class EngineState(Pytree):
-    """A pool and the rows that lie in it.
+    """A pool and the rows that use it.
 
     Attributes:
-      capacity: the largest tree and the rules that the state was made for.
-      drafter: the kind of drafter that it was made for.
+      capacity: the speculation config that the state was made for: the largest tree and the rules.
+      drafter: the kind of drafter that the state was made for.
     """
 
     pool: Pool
@@ -117,24 +116,26 @@ class EngineState(Pytree):
 
 @pytree
 class Emitted(Pytree):
-    """What one call of ``prefill`` or ``decode`` added: small, and never donated, so the host can
-    read it while the next call runs.
+    """The output of one call of ``prefill`` or ``decode``.
 
-    C is the most rounds of the call, A the most tokens a round may commit, B the rows of the call.
+    It is small and never donated, so the host can read it while the next call runs. C is the
+    largest number of rounds of the call, A the most tokens that a round may commit, B the rows of
+    the call.
     """
 
-    num_rounds: Array = array()  # int32 [], rounds that ran
+    num_rounds: Array = array()  # int32 [], rounds that were run
     tokens: Array = array("rounds", "batch", "depth")  # int32 [C, B, A]
-    counts: Array = array("rounds", "batch")  # int32 [C, B], tokens committed of each
+    counts: Array = array("rounds", "batch")  # int32 [C, B], number of tokens that were committed
     accepted: Array = array("rounds", "batch")  # int32 [C, B], drafted tokens accepted
     drafted: Array = array("rounds", "batch")  # int32 [C, B], drafted tokens verified
     status: Array = array("batch")  # int32 [B] of Status, after the call
     ending: Array = array("batch")  # int32 [B] of Ending
-    logprobs: Array | None = array("rounds", "batch", "depth")  # float32 [C, B, A], where asked for
+    logprobs: Array | None = array("rounds", "batch", "depth")  # float32 [C, B, A], if asked for
     hidden: Array | None = array("rounds", "batch", "depth", "hidden")  # [C, B, A, n * H]
 
 
 def empty_statistics(num_rows: int, max_depth: int) -> Statistics:
+    """Statistics of ``num_rows`` rows that were just admitted."""
     return Statistics(
         rounds=jnp.zeros(num_rows, jnp.int32),
         drafted=jnp.zeros(num_rows, jnp.int32),
@@ -143,7 +144,7 @@ def empty_statistics(num_rows: int, max_depth: int) -> Statistics:
 
 
 def write_tokens(rows: Rows, new: Array, counts: Array) -> Array:
-    """Token buffer with ``new`` [R, A] put after the root, the first ``counts`` [R] of each."""
+    """The token buffer with the first ``counts`` [R] of ``new`` [R, A] written after the root."""
     num_rows, width = new.shape
     offset = jnp.arange(width)
     position = rows.context_lens[:, None] + 1 + offset

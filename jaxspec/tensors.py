@@ -1,12 +1,13 @@
-"""How the tensors of a checkpoint make up our arrays.
+"""How our arrays are assembled from the tensors of a checkpoint.
 
-Checkpoints store a weight as [out, in], one tensor a projection; our Linear contracts its first
-dimension and may hold several projections. A *source* names the tensors of one Linear and says how
-they lie in it. From files they are read block by block: a Split is a function that, given a block
-of one of our arrays (a NumPy array in our layout) and where in the whole array the block starts,
-returns views into the block, each in the order of the tensor's rows that fill it. The same views
-serve reading and writing, and a block may be any shard. Tensors that are on a device already are
-joined there.
+Checkpoints store a weight as [out, in], one tensor per projection. Our Linear contracts its first
+dimension and may hold several projections. A *source* names the checkpoint tensors of one Linear
+and describes their layout in it.
+
+From files, tensors are read block by block, where a block may be any shard of an array. A Split is
+a function from a block (a NumPy array in our layout) and its start in the whole array to views into
+the block. Each view holds consecutive rows of one tensor, in the tensor's order. The same views
+serve reading and writing. Tensors that are already on a device are joined there.
 """
 
 import dataclasses
@@ -21,11 +22,12 @@ from jax import Array
 
 
 class Piece(NamedTuple):
-    """A view that holds consecutive rows of a checkpoint's tensor.
+    """A view that holds consecutive rows of a checkpoint tensor.
 
-    ``view`` is [rows, columns], its rows possibly over several axes; for a vector (``column`` is
-    None) it is [rows]. ``row`` and ``column``: where in the tensor it starts. ``inputs_first``: the
-    tensor itself is [columns, rows].
+    Attributes:
+      view: [rows, columns], where rows may be several axes; [rows] for a vector.
+      row, column: start of the view in the tensor; ``column`` is None for a vector.
+      inputs_first: the tensor itself is stored as [columns, rows].
     """
 
     name: str
@@ -36,11 +38,11 @@ class Piece(NamedTuple):
 
     @property
     def row_shape(self) -> tuple[int, ...]:
-        """Of the axes that the rows lie over."""
+        """Shape of the axes that are rows."""
         return self.view.shape if self.column is None else self.view.shape[:-1]
 
     def of_tensor(self, rows: slice) -> tuple[slice, ...]:
-        """The tensor's part that holds some of its rows, and the piece's columns."""
+        """Index of ``rows`` and the piece's columns in the tensor."""
         if self.column is None:
             return (rows,)
         columns = slice(self.column, self.column + self.view.shape[-1])
@@ -54,18 +56,18 @@ Tensors = Mapping[str, Array]
 class Source(Protocol):
     """The checkpoint tensors of one Linear: ``<name>.<kind>``, [out, in] or [out].
 
-    Kinds are ``weight`` and ``bias``, and whatever another kind of Linear is made of: its array
-    has the weight's axes ([in, *out], one of them shorter where values are packed or share a scale)
-    or the bias's.
+    Kinds are ``weight`` and ``bias``. Other kinds of Linear may have more, such as scales: their
+    arrays have the axes of the weight ([in, *out], one of them shorter if values are packed or
+    share a scale) or of the bias.
     """
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The checkpoint's projections that it is made of."""
+        """Names of the checkpoint's projections."""
         ...
 
     def split(self, kind: str) -> Split:
-        """The Split of the array of one kind."""
+        """The Split of our array of one kind."""
         ...
 
     def join(self, kind: str, tensors: Tensors, shape: tuple[int, ...]) -> Array:
@@ -74,7 +76,7 @@ class Source(Protocol):
 
 
 def same(name: str, num_rows: int | None = None) -> Split:
-    """An array in the tensor's own layout. Rows past ``num_rows`` are padding of ours."""
+    """The Split of an array with the tensor's layout. Rows past ``num_rows`` are our padding."""
 
     def split(block: np.ndarray, start: tuple[int, ...]) -> list[Piece]:
         view = block if num_rows is None else block[: max(0, num_rows - start[0])]
@@ -85,7 +87,7 @@ def same(name: str, num_rows: int | None = None) -> Split:
 
 @dataclasses.dataclass(frozen=True)
 class One:
-    """A single projection. Outputs past ``num_rows`` are padding of ours."""
+    """A single projection. Outputs past ``num_rows`` are our padding."""
 
     name: str
     num_rows: int | None = None
@@ -110,7 +112,7 @@ class One:
 
 @dataclasses.dataclass(frozen=True)
 class Stacked:
-    """Projections of equal size side by side: [in, n, out], biases [n, out]."""
+    """Several projections of equal size, stacked: [in, n, out], biases [n, out]."""
 
     names: tuple[str, ...]
 
@@ -132,8 +134,8 @@ class Stacked:
 class GroupedHeads:
     """Query, key and value projections grouped by KV head: [in, G, R, D], biases [G, R, D].
 
-    R = Q / G + 2: a group's query heads, then its key, then its value. ``repeats``: how many
-    neighbouring groups share one of the checkpoint's KV heads.
+    R = Q / G + 2: the query heads of a KV head, then its key, then its value. ``repeats``: number
+    of neighbouring groups that share one of the checkpoint's KV heads.
     """
 
     query: str
@@ -198,21 +200,21 @@ class InputsFirst:
         return split
 
     def join(self, kind: str, tensors: Tensors, shape: tuple[int, ...]) -> Array:
-        turned = {f"{name}.{kind}": tensors[f"{name}.{kind}"].T for name in self.names}
-        return self.source.join(kind, turned, shape)
+        transposed = {f"{name}.{kind}": tensors[f"{name}.{kind}"].T for name in self.names}
+        return self.source.join(kind, transposed, shape)
 
 
 def _rows_first(
     block: np.ndarray, start: tuple[int, ...], row_axes: int
 ) -> tuple[np.ndarray, int | None]:
-    """The block with its input axis, if it has one, last; and that axis's start."""
+    """The block with its input axis (if any) moved last, and the start of that axis."""
     if block.ndim == row_axes:
         return block, None
     return np.moveaxis(block, 0, -1), start[0]
 
 
 def tensor_shapes(leaves: Iterable[tuple[Any, Split]]) -> dict[str, jax.ShapeDtypeStruct]:
-    """The checkpoint's tensors behind (array or shape, Split) pairs, with the arrays' dtypes."""
+    """Shapes of the checkpoint tensors of (array or shape, Split) pairs; dtypes are the arrays'."""
     ends: dict[str, int] = {}
     shapes: dict[str, jax.ShapeDtypeStruct] = {}
     for leaf, split in leaves:
@@ -220,40 +222,46 @@ def tensor_shapes(leaves: Iterable[tuple[Any, Split]]) -> dict[str, jax.ShapeDty
         for piece in split(whole, (0,) * len(leaf.shape)):
             end = max(piece.row + math.prod(piece.row_shape), ends.get(piece.name, 0))
             ends[piece.name] = end
-            shape = tuple(part.stop for part in piece.of_tensor(slice(0, end)))
+            shape = tuple(index.stop for index in piece.of_tensor(slice(0, end)))
             shapes[piece.name] = jax.ShapeDtypeStruct(shape, leaf.dtype)
     return shapes
 
 
 @dataclasses.dataclass(frozen=True)
 class Filler:
-    """How a tree of weights is filled: from its tensors' names to a tree of something for each.
+    """Replaces the arrays of a tree of weights, given the names of their checkpoint tensors.
 
-    Every part of a model has a method ``filled``, which names the tensors that it is made of and
-    returns the part with the filler's result in place of every array (a Split, or an array joined
-    on a device), or of every Linear (another kind of it).
+    Every component of a model has a method ``filled``, which names its tensors. It returns the
+    component with every array replaced by the filler's result: a Split, or an array joined on a
+    device. A filler may also replace every Linear by one of another kind.
+
+    Attributes:
+      vector: (name, array or shape) -> result, for arrays with the tensor's layout.
+      part: (source, kind, array or shape) -> result, for the arrays of a Linear.
+      whole: (Linear, source) -> result, for a whole Linear; None: its arrays are replaced.
     """
 
-    vector: Callable[[str, Any], Any]  # (name, array or shape): an array in the tensor's own layout
-    part: Callable[[Source, str, Any], Any]  # (source, kind, array or shape)
-    whole: Callable[[Any, Source], Any] | None = None  # (Linear, source): instead of its arrays
+    vector: Callable[[str, Any], Any]
+    part: Callable[[Source, str, Any], Any]
+    whole: Callable[[Any, Source], Any] | None = None
 
     def array(self, name: str, own: Any) -> Any:
-        """What stands for an array ``own`` in the tensor's own layout; None where it is None."""
+        """The result for an array ``own`` with the tensor's layout; None if ``own`` is None."""
         return None if own is None else self.vector(name, own)
 
     def linear(self, own: Any, source: Source) -> Any:
-        """What stands for a Linear, of whatever kind; None where it is None."""
+        """The result for a Linear of any kind; None if ``own`` is None."""
         if own is None:
             return None
         return own.filled(source, self) if self.whole is None else self.whole(own, source)
 
     def of_source(self, source: Source, kind: str, own: Any) -> Any:
+        """The result for an array of a Linear; None if ``own`` is None."""
         return None if own is None else self.part(source, kind, own)
 
 
 def splitting(num_rows: int | None = None) -> Filler:
-    """Puts a Split in the place of each array. Rows past ``num_rows`` of a table are padding."""
+    """Replaces each array by its Split. Rows past ``num_rows`` of an embedding are padding."""
 
     def vector(name: str, own: Any) -> Split:
         return same(name, num_rows if len(own.shape) > 1 else None)
@@ -265,8 +273,10 @@ def splitting(num_rows: int | None = None) -> Filler:
 
 
 def choosing(kind: Callable[[Any, Source], Any]) -> Filler:
-    """Puts ``kind(linear, source)`` in the place of each Linear, and leaves all else as it is: for
-    shapes, where the checkpoint decides which projections are quantized."""
+    """Replaces each Linear by ``kind(linear, source)``; other arrays stay unchanged.
+
+    For shapes, where the checkpoint decides which projections are quantized.
+    """
 
     def part(source: Source, name: str, own: Any) -> Any:
         return own
@@ -275,7 +285,7 @@ def choosing(kind: Callable[[Any, Source], Any]) -> Filler:
 
 
 def joining(tensors: Tensors) -> Filler:
-    """Puts an array, joined on the device from whole tensors, in the place of each array."""
+    """Replaces each array by one that is joined on the device from whole tensors."""
 
     def vector(name: str, own: Any) -> Array:
         padding = [(0, o - t) for o, t in zip(own.shape, tensors[name].shape, strict=True)]

@@ -1,1 +1,1 @@
-"""Array operations with a jnp reference each. Knows arrays, not engines; never imports jaxspec."""
+"""Array operations, each with a jnp reference. This package never imports jaxspec."""

@@ -1,4 +1,4 @@
-"""What every operation's ``cases.py`` offers for timing: calls whose cost is known."""
+"""What every operation's ``cases.py`` offers for timing: calls of known cost."""
 
 import dataclasses
 from collections.abc import Callable
@@ -17,15 +17,16 @@ class Benchmark:
     """One call of an operation.
 
     Attributes:
-      make_arguments: random positional arguments from a seed, made on the device.
-      call: the public function; it returns an array or a tuple of them.
-      reference: the same in jnp.
-      feed: (arguments, output of the call before) -> arguments; a chain of calls fed so has to
-        compute them all.
-      num_bytes: what any implementation must read and write.
-      flops: multiplications and additions that any implementation must do.
-      implementation: what ``call`` runs.
-      rotates: False where each call works on what the one before left, in the cache.
+      make_arguments: makes random positional arguments from a seed, on the device.
+      call: the public function; returns an array or a tuple of arrays.
+      reference: the same function in jnp.
+      feed: (arguments, output of the previous call) -> arguments of the next call. It makes each
+        call depend on the previous one, so that none of a chain can be left out.
+      num_bytes: bytes that any implementation must read and write.
+      flops: floating-point operations that any implementation must do.
+      implementation: the implementation that ``call`` runs.
+      rotates: whether the calls of a chain rotate through several sets of arguments, so that none
+        is found in the GPU's cache. False: each call reads what the previous one left there.
     """
 
     name: str
@@ -40,5 +41,5 @@ class Benchmark:
 
 
 def implementation_to_time() -> Implementation:
-    """The kernel wherever it can run."""
+    """The kernel on a Hopper GPU, the reference elsewhere."""
     return "mosaic_gpu" if is_hopper(jax.devices()[0]) else "reference"

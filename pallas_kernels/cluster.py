@@ -1,8 +1,8 @@
-"""Meetings of a cluster's thread blocks on Hopper GPUs.
+"""Barriers for all threads of a thread block cluster on Hopper GPUs.
 
-All threads of all blocks of the cluster take part. What a thread wrote to shared memory before it
-arrived, every thread sees that waited. jax's ClusterBarrier promises that within a block only: its
-arrivals name no scope.
+Every thread of every block of the cluster must take part. After it has waited, a thread sees all
+that the others wrote to shared memory before they arrived. jax's ClusterBarrier guarantees this
+only within a block, because its arrivals name no memory scope.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from jaxlib.mlir.dialects import nvvm
 
 
 def arrive() -> None:
-    """Say that this thread is here."""
+    """Signal that this thread has reached the barrier."""
     _emit(nvvm.cluster_arrive)
 
 
@@ -22,8 +22,8 @@ def wait() -> None:
     _emit(nvvm.cluster_wait)
 
 
-def meet() -> None:
-    """Arrive, and wait for all."""
+def sync() -> None:
+    """Arrive, then wait for all threads."""
     arrive()
     wait()
 

@@ -1,4 +1,4 @@
-"""Gradients of kernels, which have none of their own."""
+"""Gradients of kernels, taken from their references."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,11 @@ import jax
 def with_reference_gradient(
     kernel: Callable[..., Any], reference: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """The kernel; where it is differentiated (in reverse), its reference runs in its place."""
+    """The kernel, with the gradient of its reference.
+
+    Under reverse-mode differentiation the reference runs in place of the kernel, forward pass
+    included.
+    """
 
     def forward(*arguments: Any) -> tuple[Any, Any]:
         return jax.vjp(reference, *arguments)

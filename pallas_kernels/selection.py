@@ -1,4 +1,4 @@
-"""Which operations run as Mosaic kernels: chosen once, by what the device can do."""
+"""Which operations run as Mosaic kernels. Chosen once, from what the device supports."""
 
 import dataclasses
 import importlib
@@ -21,11 +21,11 @@ Implementation = Literal["auto", "mosaic_gpu", "reference"]
 
 @dataclasses.dataclass(frozen=True)
 class Kernels:
-    """Which operations run as Mosaic kernels where their arguments fit; the rest is plain XLA.
+    """The operations that run as Mosaic kernels where their arguments fit; others are plain XLA.
 
-    Hashable: part of what is compiled.
+    Hashable, because it is a static argument of compiled programs.
 
-    Raises ValueError for a name that is no operation.
+    Raises ValueError for an unknown operation.
     """
 
     operations: frozenset[str] = frozenset()
@@ -36,16 +36,16 @@ class Kernels:
 
     @classmethod
     def for_device(cls, device: Any = None) -> Self:
-        """All on a Hopper GPU, none elsewhere. None: jax's default device."""
+        """All operations on a Hopper GPU, none elsewhere. ``device`` None: jax's default device."""
         if is_hopper(_default_device() if device is None else device):
             return cls(frozenset(OPERATIONS))
         return cls()
 
     @classmethod
     def parse(cls, text: str, device: Any = None) -> Self:
-        """From "auto" (those of ``for_device``), "all", "none", or a comma list of operations.
+        """Parse "auto" (see ``for_device``), "all", "none", or a comma list of operations.
 
-        Raises ValueError for a name that is no operation, and for kernels on another device than a
+        Raises ValueError for an unknown operation, and for any kernel on a device that is not a
         Hopper GPU.
         """
         if text == "auto":
@@ -60,7 +60,10 @@ class Kernels:
         return kernels
 
     def implementation(self, operation: str) -> Implementation:
-        """What to call the operation with. Raises ValueError for a name that is no operation."""
+        """The ``implementation`` argument for the operation: "auto" or "reference".
+
+        Raises ValueError for an unknown operation.
+        """
         if operation not in OPERATIONS:
             raise _no_kernel(operation)
         return "auto" if operation in self else "reference"
@@ -73,10 +76,7 @@ class Kernels:
 
 
 def is_hopper(device: Any) -> bool:
-    """Whether a jax.Device is a GPU of the kind that the kernels are written for.
-
-    That is compute capability 9: H100, H200 and GH200 in all their forms.
-    """
+    """Whether a jax.Device is a Hopper GPU: compute capability 9, so any H100, H200 or GH200."""
     capability = str(getattr(device, "compute_capability", ""))
     return device.platform == "gpu" and capability.startswith("9.")
 
@@ -86,12 +86,13 @@ def kernel_module(
 ) -> ModuleType | None:
     """``pallas_kernels.<operation>.mosaic_gpu`` if the kernel is to run, None for the reference.
 
-    It is imported only then: loading Mosaic takes 1.7 s, nearly as long as all else of jaxspec.
+    The module is imported on first use: loading Mosaic takes 1.7 s, nearly as long as the rest of
+    jaxspec.
 
     Args:
-      misfit: why the kernel cannot take the arguments, None if it can.
+      misfit: why the kernel cannot take the arguments; None if it can.
 
-    Raises ValueError if the kernel is named and cannot take them.
+    Raises ValueError if ``implementation`` asks for the kernel and it cannot take the arguments.
     """
     if implementation == "mosaic_gpu" and misfit is not None:
         raise ValueError(f"the kernel cannot take {misfit}")

@@ -1,4 +1,4 @@
-"""Writes to tiles in the shared memory of Hopper GPUs, below what Pallas offers."""
+"""Writes to swizzled tiles in the shared memory of Hopper GPUs, below the level of Pallas."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from jaxlib.mlir.dialects import arith, llvm
 
 THREADS = 128  # of a warpgroup
 TILE_ROWS = 8
-LINE = 128  # bytes of a row in one tile; a swizzle permutes them among themselves
+LINE = 128  # bytes of a row in one tile; the swizzle permutes bytes within a line
 STORE = 16  # bytes that a thread writes at once
 
 _tiling = plgpu.TilingTransform((TILE_ROWS, 64))  # pyright: ignore[reportAbstractUsage]
@@ -20,15 +20,15 @@ SWIZZLED = (_tiling, plgpu.SwizzleTransform(LINE))  # pyright: ignore[reportAbst
 
 
 def zero_rows_outside(ref: Any, first: Array, end: Array, *, interpret: bool) -> None:
-    """Overwrite the rows before ``first`` and from ``end`` on with zeros; a warpgroup's own work.
+    """Overwrite the rows before ``first`` and from ``end`` on with zeros, in one warpgroup.
 
-    ``plgpu.commit_smem`` must follow. Assignments through Pallas would load the rows, and wait for
-    the whole warpgroup around each.
+    The caller must call ``plgpu.commit_smem`` afterwards. Assignments through Pallas are not used:
+    each would load its rows and synchronize the warpgroup before and after.
 
     Args:
       ref: 16-bit rows [n, D], laid out SWIZZLED; D a multiple of 64.
     """
-    if interpret:  # it takes no inlined code
+    if interpret:  # the interpreter does not support inlined MLIR
         row = jnp.arange(ref.shape[0])[:, None]
         ref[...] = jnp.where((row >= first) & (row < end), ref[...], jnp.zeros((), ref.dtype))
         return
@@ -40,12 +40,12 @@ def zero_rows_outside(ref: Any, first: Array, end: Array, *, interpret: bool) ->
         thread = arith.remui(mgpu.thread_idx(), utils.c(THREADS, i32))
         start = utils.memref_ptr(tiles)
         zeros = utils.c(0, ir.VectorType.get((STORE // 4,), i32))
-        # Tiles lie one after the other, those of the same rows side by side.
+        # Tiles are contiguous in memory. The tiles of the same rows follow one another.
         line = arith.divui(thread, utils.c(LINE // STORE, i32))
         tile, row_of_tile = (
             operation(line, utils.c(TILE_ROWS, i32)) for operation in (arith.divui, arith.remui)
         )
-        lines = THREADS * STORE // LINE  # that the warpgroup writes at once
+        lines = THREADS * STORE // LINE  # written by the warpgroup in one step
         tiles_of_row = 2 * width // LINE
         for step in range(num_rows * tiles_of_row // lines):
             at = arith.addi(tile, utils.c(step * lines // TILE_ROWS, i32))

@@ -150,7 +150,7 @@ def test_a_traced_number_of_rounds_needs_the_most_there_can_be(params):
 
 
 def test_a_page_table_needs_the_number_of_pages_beside_it(params):
-    with pytest.raises(ValueError, match="num_pages beside it"):
+    with pytest.raises(ValueError, match="give page_table and num_pages together"):
         init_state(params, 2, max_length=64, num_pages=9)
 
 

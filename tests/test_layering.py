@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from pallas_kernels.selection import OPERATIONS
+
 ROOT = Path(__file__).resolve().parent.parent
 
 # From the ground up. A module may import from its own layer and from those above it in this list.
@@ -54,6 +56,9 @@ SCHEDULING = "jaxspec.scheduling"
 SCHEDULING_MAY_USE = {SCHEDULING, "jaxspec.config"}
 SCHEDULING_USERS = {SCHEDULING, *LAYERS[LAYERS.index("jaxspec.engine") :]}
 DEVICE_LIBRARIES = {"jax", "jaxlib", "flax", "optax", "orbax", "pallas_kernels"}
+
+# The one place where model code calls kernels by operation name; mixers and MLPs know none.
+KERNEL_CALLERS = {"jaxspec.models.forward", "jaxspec.models.attention"}
 
 JIT_NAMES = {"jit", "pjit", "pmap"}
 JIT_HOMES = {"jaxspec.engine", "jaxspec.training", "jaxspec.benchmarking"}
@@ -205,6 +210,18 @@ def test_jit_is_called_in_one_module(path: Path):
     assert not broken, (
         f"jit outside engine.py: {', '.join(broken)}. Write a pure function here and jit it in "
         "engine.py, where donation, static arguments and trace counts are seen in one place"
+    )
+
+
+@pytest.mark.parametrize("path", python_files("jaxspec/models"), ids=label)
+def test_model_code_calls_kernels_in_two_files(path: Path):
+    module = module_name(path)
+    found = imports(parse(path), module, is_package=path.name == "__init__.py")
+    named = [name for _, name in found if name.startswith("pallas_kernels.")]
+    called = {name for name in named if name.split(".")[1] in OPERATIONS}
+    assert bool(called) == (module in KERNEL_CALLERS), (
+        f"{label(path)} imports {sorted(called)}: of model code only {sorted(KERNEL_CALLERS)} call "
+        "kernels; use a method of ForwardPass, or add one"
     )
 
 

@@ -1,1 +1,1 @@
-"""Timing the engine without checkpoints: known shapes, random weights, fixed acceptance."""
+"""Times the engine without checkpoints: known shapes, random weights, synthetic acceptance."""

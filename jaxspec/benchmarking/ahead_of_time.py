@@ -1,9 +1,9 @@
-"""Compiling for H100s on a machine without one.
+"""Compiles for H100s on a machine without a GPU.
 
-XLA's CUDA plugin compiles for a GPU that it only has a description of. The plugin, ptxas and
-libdevice come from wheels unpacked into a folder, never installed: beside them in an environment
-jax would look for a GPU whenever it starts. Products are not tuned (that takes the device), so XLA
-may divide some of them otherwise there.
+XLA's CUDA plugin can compile for a GPU from a description of it. The plugin, ptxas and libdevice
+come from wheels that are unpacked into a folder but not installed: if they were installed, jax
+would look for a GPU whenever it starts. Matrix products are not autotuned, which needs the device,
+so XLA may split some of them differently on a real GPU.
 """
 
 import dataclasses
@@ -51,25 +51,25 @@ from jaxspec.state import EngineState
 from pallas_kernels.selection import Kernels
 
 H100_SXM = Path(__file__).parent / "data/h100_sxm.txtpb"
-VERSIONED_WHEELS = ("jax-cuda13-pjrt", "jax-cuda13-plugin")  # of jaxlib's own version
+VERSIONED_WHEELS = ("jax-cuda13-pjrt", "jax-cuda13-plugin")  # of the same version as jaxlib
 WHEELS = (*VERSIONED_WHEELS, "nvidia-cuda-nvcc", "nvidia-cuda-crt", "nvidia-nvvm")
 
-# What the compiling process leaves among XLA's own files.
+# Files that the compiling process writes beside XLA's.
 PROGRAM, FACTS = "program.txt", "facts.json"
 LAUNCHES = "*.thunk_sequence_after_thunk_passes.txt"
 
 
 def install_command(folder: Path) -> str:
-    """How to fill a folder with the wheels."""
+    """The command that fills a folder with the wheels."""
     versioned = [f"{name}=={JAXLIB_VERSION}" for name in VERSIONED_WHEELS]
     names = " ".join([*versioned, *WHEELS[len(versioned) :]])
     return f"pip install --target {shlex.quote(str(folder))} --no-deps {names}"
 
 
 def check_wheels(folder: Path) -> None:
-    """Raise FileNotFoundError if wheels are missing, ValueError if they are not for this jaxlib.
+    """Raises FileNotFoundError if wheels are missing, ValueError if they are not for this jaxlib.
 
-    (Another version's compiler would run, and plan other launches than either version's.)
+    (The compiler of another version would run, but its launches would match neither version.)
     """
     found = importlib.metadata.distributions(path=[str(folder)])
     versions = {one.metadata["Name"].lower().replace("_", "-"): one.version for one in found}
@@ -86,15 +86,15 @@ def check_wheels(folder: Path) -> None:
 
 
 def compiler_environment(wheels: Path, dump: Path, inherited: Mapping[str, str]) -> dict[str, str]:
-    """Environment of a process that is to compile, and to leave XLA's files in ``dump``.
+    """Environment for a process that compiles and leaves XLA's files in ``dump``.
 
-    XLA_FLAGS that are set already stay, and decide where they differ.
+    XLA_FLAGS that are already set are kept and take precedence.
     """
     cuda = wheels.resolve() / "nvidia/cu13"
     flags = [
         f"--xla_dump_to={dump.resolve()}",
         f"--xla_gpu_cuda_data_dir={cuda}",
-        "--xla_gpu_autotune_level=0",  # it takes the device
+        "--xla_gpu_autotune_level=0",  # autotuning needs the device
         inherited.get("XLA_FLAGS", ""),
     ]
     paths = [str(wheels.resolve()), inherited.get("PYTHONPATH", "")]
@@ -104,13 +104,13 @@ def compiler_environment(wheels: Path, dump: Path, inherited: Mapping[str, str])
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "XLA_FLAGS": " ".join(filter(None, flags)),
         "JAX_PLATFORMS": "cpu",
-        "JAX_ENABLE_COMPILATION_CACHE": "false",  # a program found in a cache dumps nothing
+        "JAX_ENABLE_COMPILATION_CACHE": "false",  # a program from the cache leaves no files
         "MOSAIC_GPU_DUMP_PTXAS": "1",
     }
 
 
 def make_devices(count: int, target: Path = H100_SXM) -> list[Any]:
-    """GPUs of one host that can be compiled for and nothing else."""
+    """Descriptions of ``count`` GPUs of one host: they can be compiled for, but run nothing."""
     topology = topologies.get_topology_desc(
         platform="cuda", target_config=target.read_text(), topology=f"1x1x{count}"
     )
@@ -127,7 +127,7 @@ class Program:
     """A jitted function, and its arguments as ShapeDtypeStructs placed on devices.
 
     Attributes:
-      page_shapes: of each layer's KV pages: a device's share of them, and the whole.
+      page_shapes: shapes of the layers' KV pages: one device's shard, and the whole array.
     """
 
     function: Any
@@ -138,10 +138,10 @@ class Program:
 def decode_program(
     config: ModelConfig, mode: Mode, workload: Workload, devices: Sequence[Any], kernels: str
 ) -> Program:
-    """The program that decodes, sharded over all the devices.
+    """The decode program, sharded over all devices.
 
-    Nothing else here knows the engine's functions. Raises ValueError for sizes that the devices
-    cannot share evenly.
+    Only this function depends on the engine's functions. Raises ValueError for sizes that cannot be
+    split evenly.
     """
     mesh = None
     if len(devices) > 1:
@@ -153,7 +153,7 @@ def decode_program(
     params = make_params(mode, target, head, mesh, Kernels.parse(kernels, devices[0]))
 
     def new_state() -> EngineState:
-        # A mesh of devices that are not there holds no arrays: these are placed afterwards.
+        # The mesh's devices do not exist, so no array can be placed on them: only shapes are.
         whole = params.replace(mesh=None)
         length, page_size = workload.max_length(mode), workload.page_size
         return functional.init_state(whole, workload.batch, length, page_size=page_size)
@@ -174,7 +174,7 @@ def decode_program(
 
 
 def _place(tree: Any, devices: Sequence[Any], mesh: Mesh | None, layout: Layout) -> Any:
-    """The tree of ShapeDtypeStructs with a sharding for each."""
+    """The tree of ShapeDtypeStructs, with a sharding added to each."""
     if mesh is None:
         one = SingleDeviceSharding(devices[0])
         shardings = jax.tree.map(lambda _: one, tree)
@@ -197,11 +197,11 @@ def _page_shapes(state: Any) -> tuple[tuple[int, ...], ...]:
 def compile_decode(
     config: ModelConfig, mode: Mode, workload: Workload, num_devices: int, kernels: str, dump: Path
 ) -> None:
-    """Compile the decode program, and leave what ``read_round`` needs in ``dump``.
+    """Compile the decode program, and write the files that ``read_round`` needs to ``dump``.
 
-    For a process with the ``compiler_environment`` of the same folder.
+    The process must run in the ``compiler_environment`` of the same folder.
     """
-    jax.devices()  # starts the CPU, which is to be the backend, before the plugin is loaded
+    jax.devices()  # makes the CPU the backend before the plugin is loaded
     devices = make_devices(num_devices)
     program = decode_program(config, mode, workload, devices, kernels)
     compiled = compile_ahead(program.function, program.arguments)
@@ -216,9 +216,9 @@ def compile_decode(
 
 
 def read_round(dump: Path, printed: str) -> CompiledRound:
-    """What ``compile_decode`` left in a folder, and what its process printed.
+    """Read the files of ``compile_decode`` in a folder, and the output of its process.
 
-    Raises ValueError if something is missing in it, or has a form that is not known.
+    Raises ValueError if something is missing or has an unknown format.
     """
     text = (dump / PROGRAM).read_text()
     facts = json.loads((dump / FACTS).read_text())

@@ -1,8 +1,9 @@
-"""What the compiler made of one decoding round, read from a compile for a GPU that is not there.
+"""Facts about one compiled decoding round: launches, copies, all-reduces, registers.
 
-The sources are all text: the program (``compiled.as_text()``), XLA's list of launches after CUDA
-graphs were formed (``*thunk_sequence_after_thunk_passes.txt`` under ``--xla_dump_to``), and what
-ptxas says of each Mosaic kernel (``MOSAIC_GPU_DUMP_PTXAS=1``).
+They come from ahead-of-time compilation, so no GPU is needed. All sources are text: the program
+(``compiled.as_text()``), XLA's list of launches after CUDA graphs were formed
+(``*thunk_sequence_after_thunk_passes.txt`` under ``--xla_dump_to``), and the output of ptxas for
+each Mosaic kernel (``MOSAIC_GPU_DUMP_PTXAS=1``).
 """
 
 import collections
@@ -13,9 +14,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from jaxspec.benchmarking.hlo import parse_scope
 
 GRAPH, LOOP = "kCommandBuffer", "kWhile"
-ASYNC_START = "kAsyncStart"  # launches what stands below it on another stream
+ASYNC_START = "kAsyncStart"  # launches the entries nested in it on another stream
 CONTAINERS = {GRAPH, LOOP, ASYNC_START, "kConditional", "kSequential"}
-# XLA's own all-reduce over NVLink, and NCCL's.
+# All-reduces: XLA's implementation over NVLink, and NCCL's.
 ALL_REDUCES = {"kCollectiveKernel", "kAllReduce", "kAllReduceStart"}
 
 _LAUNCH = re.compile(r"^( *)\d+: (k\w+)")
@@ -30,11 +31,11 @@ MOSAIC_CALL = 'custom_call_target="mosaic_gpu'
 
 @dataclasses.dataclass(frozen=True)
 class MosaicKernel:
-    """A compiled kernel; there are several of a name when it was compiled for several shapes.
+    """A compiled kernel. A kernel compiled for several shapes appears several times.
 
     Attributes:
-      registers: of a thread.
-      spilled_bytes: stored and loaded, of a thread.
+      registers: per thread.
+      spilled_bytes: spill stores and loads, per thread.
     """
 
     name: str
@@ -44,17 +45,18 @@ class MosaicKernel:
 
 @dataclasses.dataclass(frozen=True)
 class Launches:
-    """What the decode loop launches in one round, its condition included.
+    """The launches of the decode loop in one round, including those of its condition.
 
-    What stands in a loop or a branch inside the round counts once.
+    Launches in an inner loop or a branch count once.
 
     Attributes:
       in_graphs: launches that are nodes of a CUDA graph.
-      outside: those that the host makes one by one.
+      outside: launches that the host makes one by one.
       graphs: CUDA graphs that the host launches in a round.
-      all_reduces: all of them; they are among ``in_graphs`` and ``outside``.
-      all_reduces_in_graphs: those of them that are nodes of a CUDA graph.
-      loop_in_graph: whether the whole loop is one graph, with no host between rounds.
+      all_reduces: all-reduces; they are included in ``in_graphs`` and ``outside``.
+      all_reduces_in_graphs: all-reduces that are nodes of a CUDA graph.
+      loop_in_graph: whether the whole loop is one graph, so that the host does nothing between
+        rounds.
     """
 
     in_graphs: int
@@ -70,10 +72,10 @@ class CompiledRound:
     """One round of a compiled decode program, on one of its devices.
 
     Attributes:
-      page_copies: instructions whose result is a copy of a layer's KV pages, or a gathered one.
-      all_reduces: by what they are for, as in ``verify/mlp``.
-      argument_bytes: weights and state.
-      temporary_bytes: of memory beyond arguments and results.
+      page_copies: instructions that copy, transpose or gather a layer's KV pages.
+      all_reduces: their number by scope, for example ``verify/mlp``.
+      argument_bytes: size of weights and state.
+      temporary_bytes: memory in addition to arguments and results.
     """
 
     launches: Launches
@@ -86,21 +88,21 @@ class CompiledRound:
 
 @dataclasses.dataclass(frozen=True)
 class _Launch:
-    """An entry of XLA's list and the indices of those around it, innermost last."""
+    """An entry of XLA's list, and the indices of the entries that enclose it, innermost last."""
 
     kind: str
     inside: tuple[int, ...]
 
 
 def parse_launches(text: str) -> Launches:
-    """Read a thunk sequence.
+    """Parse a thunk sequence.
 
     Raises ValueError if it has no loop.
     """
     entries = _nest(text)
     sizes = collections.Counter(i for one in entries for i in one.inside if entries[i].kind == LOOP)
     if not sizes:
-        raise ValueError("the launches hold no loop: this is no decode program, or XLA unrolled it")
+        raise ValueError("no loop in the launches: not a decode program, or XLA unrolled the loop")
     loop = max(sizes, key=lambda index: sizes[index])
 
     def in_graph(entry: _Launch) -> bool:
@@ -121,7 +123,7 @@ def parse_launches(text: str) -> Launches:
 
 
 def parse_kernels(text: str) -> tuple[MosaicKernel, ...]:
-    """Read what ptxas printed, other lines between it included.
+    """Parse the output of ptxas, which may have other lines in between.
 
     Raises ValueError if a kernel's registers or spills are missing: no spill may be overlooked.
     """
@@ -129,7 +131,7 @@ def parse_kernels(text: str) -> tuple[MosaicKernel, ...]:
 
 
 def count_page_copies(text: str, page_shapes: Iterable[tuple[int, ...]]) -> int:
-    """Copies, transposes and gathers of KV pages in a program's text, whatever their layout."""
+    """Number of copies, transposes and gathers of KV pages in a program's text, in any layout."""
     dimensions = "|".join(",".join(map(str, shape)) for shape in sorted(set(page_shapes)))
     result = rf"= [^=]*?\w+\[(?:{dimensions})\][^=]*? "
     copy = re.compile(result + r"(?:copy|copy-start|transpose|all-gather|all-gather-start)\(")
@@ -137,7 +139,7 @@ def count_page_copies(text: str, page_shapes: Iterable[tuple[int, ...]]) -> int:
 
 
 def count_all_reduces(text: str) -> dict[str, int]:
-    """All-reduces of a program's text by phase and part of the round."""
+    """Number of all-reduces in a program's text, by phase and part of the round."""
     counts = collections.Counter()
     for line in text.splitlines():
         if _ALL_REDUCE.search(line):
@@ -148,7 +150,7 @@ def count_all_reduces(text: str) -> dict[str, int]:
 
 
 def _nest(text: str) -> list[_Launch]:
-    """All entries. What is indented deeper than an entry stands below it."""
+    """All entries. An entry encloses those below it with deeper indentation."""
     entries: list[_Launch] = []
     around: list[tuple[int, int]] = []  # indentation and index
     for line in text.splitlines():

@@ -1,4 +1,4 @@
-"""Compiling everything before anything is timed."""
+"""Compiles all programs before any is timed."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -12,10 +12,11 @@ def compile_side_by_side[S, T](
     most_jobs: int,
     report: Callable[[str], None],
 ) -> Iterator[T]:
-    """``compile_one`` of every item in threads, in the items' order, each as soon as it is there.
+    """Run ``compile_one`` on every item in threads, and yield the results in order.
 
-    Nothing may be timed before the last: XLA tries products out on the device while it compiles,
-    one program at a time. ``report`` is told how many ``what`` there are.
+    Nothing may be timed before the last result: while XLA compiles, it times matrix products on the
+    device (autotuning), for one program at a time. ``report`` gets a line with the number of items,
+    which ``what`` names.
     """
     jobs = min(most_jobs, os.cpu_count() or 1)
     report(f"compiling {len(items)} {what}, {jobs} at a time")

@@ -1,4 +1,4 @@
-"""The bytes that a round cannot avoid reading, on each device."""
+"""The bytes that a round must read, on each device."""
 
 import dataclasses
 import math
@@ -15,7 +15,7 @@ from jaxspec.speculation.drafters import EagleDrafter
 
 @dataclasses.dataclass(frozen=True)
 class FloorBytes:
-    """Bytes a round reads at least: weights once a pass, keys and values of the context."""
+    """Bytes that a round must read: weights once per pass, keys and values of the context."""
 
     target_weights: int
     target_kv: int
@@ -28,11 +28,11 @@ class FloorBytes:
 
 
 def floor_bytes(params: EngineParams, batch: int, context: float) -> FloorBytes:
-    """Of one round over ``batch`` sequences with ``context`` committed tokens on average.
+    """For one round over ``batch`` sequences with ``context`` committed tokens on average.
 
-    A drafter's passes are the extension over the newly committed tokens and one for each further
-    level; ``fc`` is read by the extension alone. Embedding tables are gathered from, so a table
-    counts only where it is the LM head too.
+    The drafter runs one pass over the newly committed tokens, and one for each further level. Only
+    the first reads ``fc``. Of embedding tables only a few rows are gathered, so a table counts only
+    if it is also the LM head.
     """
     target, drafter = params.target, params.drafter
     rows = batch // params.data_parallel
@@ -59,7 +59,7 @@ def local_bytes(tree: Any) -> int:
 
 
 def _kv_bytes(model: Decoder | DraftHead, context: float) -> int:
-    """Keys and values that one query pass reads of one sequence."""
+    """Bytes of keys and values that one pass reads for one sequence."""
     mixers = (layer.mixer for layer in model.layers)
     return sum(_cached_bytes(mixer, context) for mixer in mixers if isinstance(mixer, Attention))
 

@@ -1,11 +1,11 @@
-"""Reading a compiled program's text: what its loop runs, and which part of a round that is for."""
+"""Parses the text of a compiled program: the instructions of its loop, and the scope of each."""
 
 import collections
 import dataclasses
 import re
 from collections.abc import Iterator, Sequence
 
-# Names given with jax.named_scope: where in a round, and which part of a model's work.
+# Names given with jax.named_scope: phases of a round, and parts of a model's work.
 PHASES = ("draft", "verify", "accept", "compact")
 ROPE_PARTS = ("rope", "kv_write", "rope_kv_write")
 LAYER_PARTS = ("norm", "qkv", *ROPE_PARTS, "attention", "o", "mlp", "activation")
@@ -28,7 +28,7 @@ _BRANCHES = re.compile(r"\b(?:branch_computations=\{|(?:true|false)_computation=
 
 @dataclasses.dataclass(frozen=True)
 class Scope:
-    """A phase of the round and a part of it, ``other`` where the program does not say."""
+    """A phase of the round and a part of it; ``other`` if the program does not name them."""
 
     phase: str = OTHER
     part: str = OTHER
@@ -39,9 +39,9 @@ class Instruction:
     """One line of a computation.
 
     Attributes:
-      arguments: what stands between the parentheses.
-      group: the same for instructions that run one kernel between them.
-      called: names of computations.
+      arguments: the text between the parentheses.
+      group: equal for instructions that share one kernel.
+      called: names of the computations that it calls.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Instruction:
 
 
 def parse_scope(op_name: str) -> Scope:
-    """The first phase and the last part among a path's names: ``a/verify/mlp/norm/mul``."""
+    """The first phase and the last part in a path: verify and norm in ``a/verify/mlp/norm/mul``."""
     names = op_name.split("/")
     phase = next((name for name in names if name in PHASES), OTHER)
     part = next((name for name in reversed(names) if name in PARTS), OTHER)
@@ -64,13 +64,13 @@ class Program:
     """A compiled program, from ``compiled.as_text()``."""
 
     def __init__(self, text: str):
-        self.computations = _parse(text)  # by name, instructions in order of schedule
+        self.computations = _parse(text)  # by name; instructions in the order of the schedule
         self.instructions = {i.name: i for group in self.computations.values() for i in group}
         self._readers = self._find_readers()
 
     def loop(self) -> list[Instruction]:
-        """Instructions that launch something in the largest loop, those of the computations that
-        it calls among them, in order.
+        """The instructions of the largest loop that launch something, in order, including those of
+        the computations that it calls.
 
         Raises ValueError if the program has no loop.
         """
@@ -80,10 +80,11 @@ class Program:
         return max((list(self._launching(i.called)) for i in whiles), key=len)
 
     def scope(self, instruction: Instruction) -> Scope:
-        """What an instruction is for.
+        """The scope of an instruction.
 
-        A fusion is for the product in it, else what its root is for, else most of it. XLA leaves
-        the products that it splits without a name: then what reads the result decides.
+        The scope of a fusion is that of the product in it, else that of its root, else the most
+        frequent one in it. Products that XLA has split have no name: their scope is that of the
+        instruction that reads the result.
         """
         own = parse_scope(instruction.op_name)
         fused = [i for name in instruction.called for i in self.computations[name]]
@@ -113,7 +114,8 @@ class Program:
         return Scope()
 
     def _find_readers(self) -> dict[str, list[str]]:
-        """Names of the instructions that read each one: those inside a fusion, not the fusion."""
+        """Names of the instructions that read each one. A fusion is represented by the instructions
+        inside it."""
         readers = collections.defaultdict(list)
         for instruction in self.instructions.values():
             if instruction.opcode in CONTAINERS:

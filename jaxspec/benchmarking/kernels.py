@@ -1,6 +1,7 @@
-"""Timing single operations: chains of calls inside one program.
+"""Times single operations, as chains of calls inside one program.
 
-They go through more data than caches hold, but where a benchmark says otherwise.
+A chain goes through more data than the GPU's cache holds, unless the benchmark asks for data in the
+cache (see Benchmark.rotates).
 """
 
 import dataclasses
@@ -16,19 +17,19 @@ from jax import Array, lax
 from jaxspec.benchmarking.timing import timed
 from pallas_kernels.benchmark import Arguments, Benchmark
 
-SHORTEST_CHAIN = 16  # calls in the body of the timed loop, whose own turn costs about 10 us
-CALL_SECONDS = 1e-5  # a call is not expected to take less
-MOST_SETS = 64  # of arguments; small ones stay in the cache then, as they do between layers
+MIN_CHAIN = 16  # calls in the body of the timed loop; an iteration itself costs about 10 us
+CALL_SECONDS = 1e-5  # expected least duration of a call
+MAX_SETS = 64  # sets of arguments; small ones then stay in the cache, as they do between layers
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How long and over what a call is timed.
+    """How a call is timed.
 
     Attributes:
-      rotation_bytes: arguments to go through before any are used again; several times the cache.
-      seconds: of one timed program, at least about.
-      repeats: timed programs; their median counts.
+      rotation_bytes: bytes of arguments before any is used again; several times the cache's size.
+      seconds: approximate least duration of one timed program.
+      repeats: number of timed programs, of which the median is taken.
     """
 
     rotation_bytes: int
@@ -38,13 +39,13 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Peaks:
-    """What the device was measured to do at best."""
+    """The highest rates measured on the device."""
 
     bandwidth: float  # bytes/s
     product_rate: float  # FLOP/s
 
     def floor(self, benchmark: Benchmark) -> tuple[float, str]:
-        """Seconds that a call takes at least, and what bounds it: memory or compute."""
+        """The least seconds that a call can take, and what bounds it: memory or compute."""
         memory = benchmark.num_bytes / self.bandwidth
         compute = benchmark.flops / self.product_rate
         return max((memory, "memory"), (compute, "compute"))
@@ -52,7 +53,8 @@ class Peaks:
 
 @dataclasses.dataclass(frozen=True)
 class KernelTiming:
-    """One case: our function beside its jnp reference, each compared with that in float32."""
+    """One case: our function and its jnp reference, with errors relative to the reference in
+    float32."""
 
     case: str
     implementation: str
@@ -68,11 +70,11 @@ class KernelTiming:
 
 @dataclasses.dataclass(frozen=True)
 class CompiledBenchmark:
-    """One case's programs: chains of calls, and the errors of a single one.
+    """The programs of one case: chains of calls, and the errors of a single call.
 
     Attributes:
-      num_sets: of arguments that the chains go through.
-      calls: in a chain's program.
+      num_sets: sets of arguments that the chains go through.
+      calls: number of calls in a chain's program.
     """
 
     benchmark: Benchmark
@@ -84,11 +86,11 @@ class CompiledBenchmark:
 
 
 def compile_benchmark(benchmark: Benchmark, peaks: Peaks, plan: Plan) -> CompiledBenchmark:
-    """Compile a case from the shapes of its arguments. Threads may do so side by side."""
+    """Compile a case from the shapes of its arguments. May run in several threads at a time."""
     shapes: Arguments = jax.eval_shape(lambda: benchmark.make_arguments(0))
     rotation_bytes = plan.rotation_bytes if benchmark.rotates else 0
-    num_sets = min(max(1, -(-rotation_bytes // _num_bytes(shapes))), MOST_SETS)
-    length = max(num_sets, SHORTEST_CHAIN)
+    num_sets = min(max(1, -(-rotation_bytes // _num_bytes(shapes))), MAX_SETS)
+    length = max(num_sets, MIN_CHAIN)
     passes = max(1, round(plan.seconds / max(peaks.floor(benchmark)[0], CALL_SECONDS)) // length)
     tables, data = _split([shapes] * num_sets)
 
@@ -140,12 +142,12 @@ def _chain(
     length: int,
     passes: int,
 ) -> Callable[..., Any]:
-    """A program of one call and a loop over chains of ``length`` that rotate through the data.
+    """A program of one call, and a loop over chains of ``length`` calls that rotate through data.
 
-    The first set's tables, lengths and masks serve all, and what is made of them alone is made once
-    a chain, as the layers of a model share it. Each call waits for the one before it and for its
-    arrays of numbers (``of_data`` says which arguments are): no work on those is shared between
-    calls or moved out of the loop.
+    *Data* are the floating-point arguments, as marked by ``of_data``. The others (tables, lengths,
+    masks) are those of the first set for all calls. Values computed from them only are computed
+    once per chain, as the layers of a model share them. Each call depends on the one before it and
+    on its data, so no work on data is shared between calls or moved out of the loop.
     """
     traced_once = jax.jit(call)
 
@@ -167,7 +169,7 @@ def _chain(
 
 
 def _split(sets: Sequence[Arguments]) -> tuple[list[Array | None], list[list[Array]]]:
-    """The first set's tables, without its numbers; and the numbers of all sets."""
+    """The tables of the first set (None for data), and the data of all sets; see _chain."""
     tables = [None if _is_data(x) else x for x in sets[0]]
     return tables, [[x for x in arguments if _is_data(x)] for arguments in sets]
 
@@ -177,13 +179,13 @@ def _is_data(x: Array | None) -> TypeGuard[Array]:
 
 
 def _pinned(arguments: Arguments) -> Arguments:
-    """The same, floating-point arrays held in place behind a barrier."""
+    """The same arguments, with an optimization barrier around the floating-point arrays."""
     pinned = iter(lax.optimization_barrier([x for x in arguments if _is_data(x)]))
     return tuple(next(pinned) if _is_data(x) else x for x in arguments)
 
 
 def _errors(benchmark: Benchmark, *arguments: Array | None) -> tuple[Array, Array]:
-    """Of the call and of its reference, against the reference over the same in float32."""
+    """Relative errors of the call and its reference, against the reference in float32."""
     wide = [x.astype(jnp.float32) if _is_data(x) else x for x in arguments]
     with jax.default_matmul_precision("highest"):
         exact = benchmark.reference(*wide)
@@ -193,7 +195,7 @@ def _errors(benchmark: Benchmark, *arguments: Array | None) -> tuple[Array, Arra
 
 
 def relative_error(found: Any, exact: Any) -> Array:
-    """||found - exact|| / ||exact||, the largest of all results; ||found|| where exact is 0."""
+    """||found - exact|| / ||exact||, the largest over all results; ||found|| if exact is 0."""
     errors = []
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(exact), strict=True):
         wide, wanted = x.astype(jnp.float32), y.astype(jnp.float32)

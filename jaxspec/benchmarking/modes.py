@@ -1,4 +1,4 @@
-"""What is timed: plain decoding, chains and trees, and how each is written on a command line."""
+"""The modes to time (plain decoding, chains and trees) and their command-line notation."""
 
 import dataclasses
 import math
@@ -13,15 +13,18 @@ from jaxspec.speculation.acceptance import Synthetic
 from jaxspec.speculation.drafters import EagleDrafter, NoDrafter
 from pallas_kernels.selection import Kernels
 
-CHAIN_LENGTHS = ((3, 3.0), (5, 3.5))  # drafted tokens -> acceptance length when none is given
+CHAIN_LENGTHS = ((3, 3.0), (5, 3.5))  # drafted tokens -> default acceptance length
 TREE_LENGTH = 4.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Mode:
-    """A name, and the shape and synthetic acceptance of its draft trees (None: plain decoding).
+    """One way of decoding.
 
-    ``acceptance_length``: tokens that a round commits in the mean.
+    Attributes:
+      speculation: the shape of the draft trees and their synthetic acceptance; None: plain
+        decoding.
+      acceptance_length: mean number of tokens that a round commits.
     """
 
     name: str
@@ -36,7 +39,7 @@ class Mode:
         return min(math.floor(self.acceptance_length) + 1, self.speculation.max_depth + 1)
 
     def rounds(self, num_tokens: int) -> int:
-        """Rounds that commit about so many tokens of a sequence."""
+        """Number of rounds that commit about ``num_tokens`` tokens of a sequence."""
         return max(1, round(num_tokens / self.acceptance_length))
 
 
@@ -78,7 +81,10 @@ def _mode(shape: str, tree: SpeculationConfig, length: float) -> Mode:
 def make_params(
     mode: Mode, target: Decoder, head: DraftHead | None, mesh: Mesh | None, kernels: Kernels
 ) -> EngineParams:
-    """The engine's parameters for a mode; all but plain decoding need a draft head."""
+    """The engine's parameters for a mode.
+
+    Raises ValueError for a mode with drafting but no head.
+    """
     drafter, speculation = NoDrafter(), SpeculationConfig.chain(0)
     if mode.speculation is not None:
         if head is None:

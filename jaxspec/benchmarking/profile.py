@@ -1,4 +1,4 @@
-"""Where a decoding round's time goes: profiler events, attributed to scopes of the program."""
+"""Profiles decoding rounds: attributes profiler events to scopes of the program."""
 
 import collections
 import dataclasses
@@ -19,8 +19,8 @@ class Event:
     """One kernel launch, copy or CPU operation.
 
     Attributes:
-      name: the kernel's; on a CPU the instruction's.
-      hlo_op: the instruction that launched it, or the command buffer (CUDA graph) that did.
+      name: name of the kernel; on a CPU, of the instruction.
+      hlo_op: the instruction, or the command buffer (CUDA graph), that launched it.
     """
 
     name: str
@@ -31,7 +31,7 @@ class Event:
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """An event of a round. ``counted_us`` leaves out what overlaps with earlier events."""
+    """An event of a round. ``counted_us`` excludes time that overlaps with earlier events."""
 
     name: str
     scope: Scope
@@ -42,7 +42,7 @@ class Span:
 
 @dataclasses.dataclass(frozen=True)
 class Round:
-    """From the first event of a round to the first of the next."""
+    """One round, from its first event to the first event of the next round."""
 
     spans: tuple[Span, ...]
     length_us: float
@@ -56,7 +56,7 @@ class Round:
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """Rounds but for the last of each call, and the longest pause of the device between calls."""
+    """All rounds except the last of each call, and the device's longest pause between calls."""
 
     rounds: tuple[Round, ...]
     host_gap_us: float | None  # None: a single call
@@ -80,7 +80,7 @@ def record(run: Callable[[], Any]) -> list[Event]:
 
 
 def read_events(data: Any) -> list[Event]:
-    """From a ProfileData: those of GPU streams, or, without a GPU, the CPU's operations."""
+    """The events of a ProfileData: those of GPU streams or, without a GPU, the CPU's operations."""
     lines = [(plane.name, line) for plane in data.planes for line in plane.lines]
     streams = [line for plane, line in lines if "GPU" in plane and "Stream" in line.name]
     events = []
@@ -95,9 +95,9 @@ def read_events(data: Any) -> list[Event]:
 def profile_rounds(
     events: Sequence[Event], program: Program, rounds_per_call: int, num_calls: int
 ) -> Profile:
-    """Cut the events of ``num_calls`` calls into rounds, and attribute them.
+    """Divide the events of ``num_calls`` calls into rounds, and attribute them to scopes.
 
-    Raises ValueError if no instruction runs exactly once a round.
+    Raises ValueError if no instruction runs exactly once per round.
     """
     containers = {i.name for i in program.instructions.values() if i.opcode in CONTAINERS}
     events = [event for event in events if event.name not in containers]
@@ -119,7 +119,7 @@ def profile_rounds(
 def summarize[Key: Hashable](
     rounds: Sequence[Round], key: Callable[[Span], Key]
 ) -> dict[Key, Cost]:
-    """Mean cost in a round of the spans that share a key, the costliest first."""
+    """Mean cost per round of the spans with equal keys, in descending order of cost."""
     spans = collections.defaultdict(list)
     for span in itertools.chain.from_iterable(one.spans for one in rounds):
         spans[key(span)].append(span.counted_us)
@@ -128,12 +128,11 @@ def summarize[Key: Hashable](
 
 
 class _Loop:
-    """The instructions of the rounds' loop, and which of them launched an event.
+    """The instructions of the loop over rounds, and which of them launched an event.
 
-    A kernel has the name of an instruction, but equal instructions run the same kernel: of all
-    events with its name the n-th belongs to the n-th of the equal instructions. Kernels of
-    libraries and of Pallas have names of their own: they belong to what lies between the
-    instructions of the events around them.
+    A kernel is named after an instruction. Equal instructions share one kernel: the n-th event with
+    its name belongs to the n-th of them. Kernels of libraries and of Pallas have other names: they
+    are attributed to the instructions between those of the events before and after them.
     """
 
     def __init__(self, program: Program):
@@ -144,7 +143,7 @@ class _Loop:
         self.begin_with(self.order[0])
 
     def begin_with(self, first: Instruction) -> None:
-        """Rotate the order to that of a round whose first event is by ``first``."""
+        """Rotate the order so that the round starts with ``first``."""
         split = self.order.index(first)
         self.order = self.order[split:] + self.order[:split]
         self.index = {i.name: position for position, i in enumerate(self.order)}
@@ -153,8 +152,8 @@ class _Loop:
             self.members[instruction.group].append(instruction)
 
     def candidates(self, event: Event) -> list[Instruction] | None:
-        """Instructions that may have launched an event: none if it is not the loop's, None if its
-        name says nothing."""
+        """Instructions that may have launched an event: [] if it is not from the loop, None if its
+        name is not that of an instruction."""
         if event.hlo_op in self.index:
             return [self.order[self.index[event.hlo_op]]]
         if event.hlo_op in self.group_by_name:
@@ -165,7 +164,7 @@ class _Loop:
     def round_starts(
         self, events: Sequence[Event], num_rounds: int
     ) -> tuple[list[int], Instruction]:
-        """Indices of the events that begin a round, and the instruction that they are by."""
+        """Indices of the events that begin a round, and the instruction that launched them."""
         found = collections.defaultdict(list)
         for index, event in enumerate(events):
             match self.candidates(event):
@@ -174,7 +173,7 @@ class _Loop:
         once = [(indices, i) for i, indices in found.items() if len(indices) == num_rounds]
         if not once:
             raise ValueError(
-                f"no instruction of the loop has {num_rounds} events in the profile, one a round"
+                f"no instruction of the loop has {num_rounds} events in the profile, one per round"
             )
         return min(once, key=lambda pair: pair[0][0])
 
@@ -200,8 +199,8 @@ class _Loop:
     def _between(
         self, before: Sequence[Instruction | None], after: Sequence[Instruction | None]
     ) -> list[Instruction]:
-        """What may launch kernels with names of their own between two sequences of instructions;
-        else the last instruction before."""
+        """Instructions between two sequences that may have launched kernels with other names; if
+        there are none, the last instruction before."""
         last = next((self.index[i.name] for i in reversed(before) if i), -1)
         following = next((self.index[i.name] for i in after if i), len(self.order))
         between = [i for i in self.order[last + 1 : following] if i.opcode != "fusion"]
@@ -214,12 +213,12 @@ def kernel_name(instruction: str) -> str:
 
 
 def spread[T](items: Sequence[T], count: int) -> list[T]:
-    """The items ``count`` times in all, in order and as evenly as can be."""
+    """``count`` items in order, each repeated about equally often."""
     return [items[index * len(items) // count] for index in range(count)]
 
 
 def _runs(indices: Sequence[int]) -> list[list[int]]:
-    """Consecutive indices together."""
+    """Groups of consecutive indices."""
     by_offset = itertools.groupby(enumerate(indices), lambda pair: pair[1] - pair[0])
     return [[index for _, index in run] for _, run in by_offset]
 

@@ -1,7 +1,7 @@
 """Random weights of a given shape, made on the device: no checkpoint, no host copies.
 
-Every array has random values of its own. Zeros, or one array used twice, would let the compiler
-merge work and the GPU save power, and so flatter the timings.
+Every array has its own random values. With zeros, or with one array used twice, the compiler could
+merge work and the GPU would use less power, so timings would be too good.
 """
 
 import functools
@@ -20,13 +20,13 @@ from jaxspec.models.heads import DraftHead, head_shapes
 from jaxspec.models.shapes import weight_name
 from jaxspec.sharding import Shards, mesh_layout, named_shardings
 
-# Standard deviation of the draft head's logits. Trained heads are sure of most tokens, so their
-# trees grow deep; a flat distribution would spend the node budget on the first two levels.
+# Standard deviation of the draft head's logits. Trained heads are confident of most tokens, so
+# their trees grow deep. A flat distribution would use the node budget for the first two levels.
 DRAFT_LOGIT_SCALE = 8.0
 
 
 def random_decoder(config: ModelConfig, dtype: jnp.dtype, mesh: Mesh | None, seed: int) -> Decoder:
-    """A model of random weights, sharded over the mesh's model axis where that has devices."""
+    """A model of random weights, sharded over the mesh's model axis if there is a mesh."""
     shapes = decoder_shapes(config, dtype, Shards.over(mesh, mesh_layout(mesh)))
     return _random_tree(shapes, mesh, jax.random.key(seed, impl="rbg"))
 
@@ -49,7 +49,7 @@ def random_eagle3_head(
 
 
 def _random_tree[T: Decoder | DraftHead](shapes: T, mesh: Mesh | None, key: Array) -> T:
-    """The tree of ShapeDtypeStructs with an array of random values for each."""
+    """The tree with every ShapeDtypeStruct replaced by an array of random values."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(shapes)
     shardings = [None] * len(leaves)
     if mesh is not None:
@@ -77,7 +77,7 @@ def _generator(
 ) -> Any:
     """A compiled function from a key to an array of uniform values.
 
-    16 random bits a value, read as an integer: no float32 temporaries.
+    Each value comes from 16 random bits, read as an integer, so there are no float32 temporaries.
     """
     *lead, size = shape
     step = spread * 3**0.5 / 2**15

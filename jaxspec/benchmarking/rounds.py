@@ -1,4 +1,4 @@
-"""Timing prefill and rounds of the engine on random prompts."""
+"""Times prefill and rounds of the engine on random prompts."""
 
 import dataclasses
 import statistics
@@ -19,9 +19,9 @@ from jaxspec.sampling import make_sampling
 from jaxspec.state import EngineState
 
 LARGEST_CHUNK = 512
-SCORE_BYTES = 2 << 30  # of one prefill chunk's float32 attention scores, were they materialized
+SCORE_BYTES = 2 << 30  # limit for the float32 attention scores of a prefill chunk, if materialized
 
-# How rows sample. Greedy rows run the program for them alone, all others the general one.
+# How rows sample. Greedy rows use the program without sampling, all others the general one.
 SAMPLING: Mapping[str, Mapping[str, float]] = MappingProxyType(
     {
         "greedy": {},
@@ -37,10 +37,11 @@ class Workload:
     """How much is decoded.
 
     Attributes:
+      batch: number of sequences.
       context: prompt tokens of each sequence.
-      rounds: that a state has room for after its prompt; a timed call runs them all.
-      repeats: timed calls, each from the prompt, with seeds of its own.
-      sampling: how rows sample: one of SAMPLING.
+      rounds: rounds of a timed call; the state has room for these after the prompt.
+      repeats: number of timed calls; each starts from the prompt, with other seeds.
+      sampling: how rows sample: a key of SAMPLING.
     """
 
     batch: int
@@ -51,18 +52,18 @@ class Workload:
     sampling: str = "greedy"
 
     def max_length(self, mode: Mode) -> int:
-        """Room for the prompt and a call, and a token more, so that no sequence ends."""
+        """Room for the prompt and one call, and one more token, so that no sequence ends."""
         return self.context + self.rounds * mode.most_tokens + 2
 
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """What a mode's timed calls came to."""
+    """The results of a mode's timed calls."""
 
     mode: str
     batch: int
     first_context: float  # mean over the sequences, before the first round of a timed call
-    last_context: float  # after the last
+    last_context: float  # after the last round
     prefill_ms: float
     prefill_chunk: int
     rounds: int
@@ -84,7 +85,7 @@ class _Call:
 
 
 def time_mode(bench: "Bench", report: Callable[[str], None]) -> Timing:
-    """Time a mode. ``report`` is told what is going on.
+    """Time a mode. ``report`` gets lines about the progress.
 
     Raises RuntimeError if a sequence ended early, which would make the figures wrong.
     """
@@ -119,7 +120,7 @@ def time_mode(bench: "Bench", report: Callable[[str], None]) -> Timing:
 
 
 class Bench:
-    """The compiled programs of one mode, and its prompts. Holds no state: one is large."""
+    """The compiled programs of one mode, and its prompts. Holds no state: states are large."""
 
     def __init__(self, mode: Mode, params: EngineParams, workload: Workload):
         config, rng = params.target.config, np.random.default_rng(0)
@@ -143,13 +144,13 @@ class Bench:
         self.compile_seconds = time.perf_counter() - started
 
     def program_text(self) -> str:
-        """The compiled rounds, as XLA writes them."""
+        """The text of the compiled decode program."""
         return self._decode.as_text() or ""
 
     def new_state(self, repeat: int = 0) -> EngineState:
-        """A state that has admitted the prompts, where the programs' results are.
+        """A state with the prompts admitted, on the device of the programs' results.
 
-        Another ``repeat`` has other seeds: other tokens, and other lengths that are accepted.
+        Each ``repeat`` has other seeds, so other tokens and other acceptance lengths.
         """
         workload, params = self.workload, self.params
         state = functional.init_state(
@@ -166,7 +167,7 @@ class Bench:
         return jax.block_until_ready(state)
 
     def fill(self, state: EngineState) -> EngineState:
-        """Read the prompts, chunk by chunk."""
+        """Read the prompts in chunks."""
         for _ in range(0, self.workload.context, self.chunk):
             state, _ = self._prefill(self.params, state)
         return state
@@ -177,7 +178,7 @@ class Bench:
         return state
 
     def calls(self) -> Iterator[tuple[_Call, float]]:
-        """Timed calls of ``decode``, each with the seconds of the prefill it started from."""
+        """Timed calls of ``decode``, each with the seconds of the prefill before it."""
         for repeat in range(self.workload.repeats):
             state, fill_seconds = timed(self.fill, self.new_state(repeat))
             before = _mean_context(state)
@@ -189,7 +190,7 @@ class Bench:
 
 
 def prefill_chunk(params: EngineParams, batch: int, context: int, max_length: int) -> int:
-    """Prompt tokens a call: a power of two, lest materialized attention scores take all memory."""
+    """Prompt tokens per call: a power of two, small enough that attention scores fit in memory."""
     slots = max_length + params.speculation.scratch_slots
     heads = max(layer.mixer.num_heads for layer in params.target.config.layers)
     fitting = SCORE_BYTES // (4 * batch * heads * slots)

@@ -1,4 +1,4 @@
-"""Model shapes by name, from the values of their published ``config.json``."""
+"""Model shapes by name, with the values of the published ``config.json`` files."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -79,7 +79,7 @@ SHAPES: Mapping[str, ModelConfig] = MappingProxyType(
             rope_theta=1_000_000.0,
             max_position=32_768,
         ),
-        "tiny": dense_model(  # nobody's: for smoke runs on a CPU
+        "tiny": dense_model(  # not a published model: for smoke tests on a CPU
             num_layers=4,
             vocab_size=1000,
             hidden_size=64,
@@ -96,8 +96,8 @@ SHAPES: Mapping[str, ModelConfig] = MappingProxyType(
 
 
 def eagle3_config(target: ModelConfig) -> HeadConfig:
-    """An EAGLE-3 head as wide as its target: one Llama layer of the target's sizes, and the
-    vocabulary of the published heads."""
+    """An EAGLE-3 head with one Llama layer of the target's sizes, and a vocabulary of the size that
+    published heads have."""
     layer = target.layers[0]
     rope = dataclasses.replace(layer.mixer.rope, scaling=None)
     attention = dataclasses.replace(

@@ -1,4 +1,4 @@
-"""Wall-clock timing of device work, and the peaks that it is held against."""
+"""Wall-clock timing of device work, and measurements of the device's peak rates."""
 
 import dataclasses
 import statistics
@@ -12,7 +12,7 @@ from jax import Array, lax
 
 
 def timed[T](call: Callable[..., T], *arguments: Any) -> tuple[T, float]:
-    """The finished result of a call, and its seconds."""
+    """The result of a call once it is ready, and the seconds it took."""
     started = time.perf_counter()
     result = jax.block_until_ready(call(*arguments))
     return result, time.perf_counter() - started
@@ -20,7 +20,7 @@ def timed[T](call: Callable[..., T], *arguments: Any) -> tuple[T, float]:
 
 @dataclasses.dataclass(frozen=True)
 class Bandwidth:
-    """Bytes per second of one device's memory."""
+    """Memory bandwidth of one device, in bytes per second."""
 
     copy: float  # x + 1 in place: bytes read and written
     read: float  # a sum: bytes read
@@ -31,9 +31,10 @@ class Bandwidth:
 
 
 def measure_bandwidth(num_bytes: int, passes: int = 20, repeats: int = 5) -> Bandwidth:
-    """Stream ``num_bytes`` of random data, which should not fit any cache, ``passes`` times a call.
+    """Stream ``num_bytes`` of random data ``passes`` times per call.
 
-    Each pass depends on the one before, so that none can be left out.
+    ``num_bytes`` should exceed every cache. Each pass depends on the one before, so that none can
+    be left out.
     """
     bits = jax.random.bits(jax.random.key(0, impl="rbg"), (num_bytes // 4,), jnp.uint32)
     increment = jax.jit(_increment, static_argnums=1, donate_argnums=0)
@@ -60,11 +61,11 @@ def _total(x: Array, passes: int) -> Array:
 
 
 def measure_product_rate(size: int, passes: int = 20, repeats: int = 5) -> float:
-    """FLOP/s of one device in a chain of bfloat16 products of square matrices."""
+    """FLOP/s of one device in a chain of bfloat16 products of ``size`` x ``size`` matrices."""
     left, right = (
         jax.random.normal(key, (size, size), jnp.bfloat16) * size**-0.5
         for key in jax.random.split(jax.random.key(0, impl="rbg"))
-    )  # the product keeps the operands' size
+    )  # scaled so that values stay of the same magnitude
     multiply = jax.jit(_multiply, static_argnums=2)
     jax.block_until_ready(multiply(left, right, passes))
     seconds = [timed(multiply, left, right, passes)[1] for _ in range(repeats)]

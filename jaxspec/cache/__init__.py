@@ -1,4 +1,4 @@
-"""What layers keep: the operations on it, and the paged KV cache."""
+"""Layer states: the interface that the engine uses, and the paged KV cache."""
 
 from jaxspec.cache.layer_state import (
     CommittedPath,

@@ -1,8 +1,8 @@
-"""What a layer keeps of a sequence, whatever its kind: the operations that the engine knows.
+"""The state that a layer keeps of sequences, and the operations on it that the engine uses.
 
-A mixer makes its own kind of state and writes to it in its forward pass. Beyond that the engine
-asks for two things only: keep the accepted path of a verified tree, and forget rows that start
-anew. A kind of its own (a recurrent state, say) is a pytree in a file of its own.
+A mixer creates its own kind of state and writes to it in its forward pass. Apart from that the
+engine needs two operations only: keep the accepted path of a verified tree, and clear rows that
+start a new sequence. Each kind of state (for example a recurrent one) is a pytree in its own file.
 """
 
 import dataclasses
@@ -19,8 +19,10 @@ from pallas_kernels.selection import Kernels
 
 @dataclasses.dataclass(frozen=True)
 class Geometry:
-    """Sizes of an engine's memory. ``num_pages`` counts the null pages too; a state that keeps
-    something for each row has ``num_rows`` of them."""
+    """Sizes of an engine's memory.
+
+    ``num_pages`` includes the null pages. ``num_rows`` is for states with an entry per row.
+    """
 
     num_pages: int
     page_size: int
@@ -30,15 +32,15 @@ class Geometry:
 
 @dataclasses.dataclass(frozen=True)
 class CommittedPath:
-    """The nodes of a verified tree that were accepted, for B rows.
+    """The accepted nodes of a verified tree, for B rows.
 
     Attributes:
-      rows: [B] the rows' places in a state that keeps something for each row.
+      rows: [B] index of each row in states with an entry per row.
       page_table: [B, M].
-      context_lens: [B] slots committed before the round; node i lies at slot context_lens + i.
+      context_lens: [B] slots committed before the round; node i is at slot context_lens + i.
       path: [B, A] accepted nodes by depth.
-      counts: [B] how many of them are committed; none of a row that is not decoding.
-      is_chain: node i hangs from node i - 1, so accepted nodes already lie where they belong.
+      counts: [B] number of them that are committed; 0 for rows that are not decoding.
+      is_chain: the parent of node i is node i - 1, so accepted nodes are in their final slots.
     """
 
     rows: Array
@@ -52,41 +54,45 @@ class CommittedPath:
 class LayerState(Protocol):
     """A pytree that one layer reads and writes.
 
-    A pass over a prompt's tokens (PagedAttend.ancestors is None) keeps all of them. A pass over a
-    tree's nodes is followed by ``commit``, which keeps the accepted ones: until then the state may
-    hold what it needs for that, as fields that are None at all other times.
+    A pass over prompt tokens (PagedAttend.ancestors is None) keeps all of them. A pass over tree
+    nodes is followed by ``commit``, which keeps the accepted ones. In between, the state may have
+    extra fields for ``commit``, which are None at all other times.
     """
 
     @property
     def rereads(self) -> bool:
-        """Whether tokens may be read again over what is kept of others at their positions. A
-        drafter with layers of its own does so: what it keeps of its guesses is never committed."""
+        """Whether a later pass may overwrite the entries of earlier tokens at the same positions.
+
+        Drafters with layers need this: entries of drafted tokens are never committed, but
+        overwritten.
+        """
         ...
 
     @classmethod
     def commit(
         cls, states: Sequence[Self], committed: CommittedPath, kernels: Kernels
     ) -> Sequence[Self]:
-        """States of many layers of this kind after a path is accepted: in one launch, if it can."""
+        """The states of many layers of this kind after a path is accepted, computed together so
+        that one kernel launch can serve them all."""
         ...
 
     def reset(self, rows: Array) -> Self:
-        """The state with rows [B] (indices; those out of range are none) forgotten."""
+        """The state with rows [B] cleared; indices out of range are ignored."""
         ...
 
 
-LayerStates = tuple[Any, ...]  # of LayerState, one a layer; None where a layer keeps nothing
+LayerStates = tuple[Any, ...]  # one LayerState per layer, or None if the layer keeps nothing
 
 
 @pytree
 class ModelState(Pytree):
-    """What all layers of one model keep, split as the model is."""
+    """The states of all layers of one model, sharded as the model is."""
 
     layers: LayerStates
     layout: Layout = static()
 
     def commit(self, committed: CommittedPath, kernels: Kernels) -> Self:
-        """After a path is accepted, kind by kind."""
+        """The state after a path is accepted. States of one kind are committed together."""
         result = list(self.layers)
         for kind in dict.fromkeys(type(state) for state in result if state is not None):
             places = [index for index, state in enumerate(result) if type(state) is kind]
@@ -96,15 +102,15 @@ class ModelState(Pytree):
         return self.replace(layers=tuple(result))
 
     def check_rereads(self, owner: str) -> None:
-        """Raises ValueError unless every layer's tokens may be read again (LayerState.rereads)."""
+        """Raises ValueError unless the entries of every layer may be overwritten (see rereads)."""
         kinds = {type(state).__name__ for state in self.layers if state and not state.rereads}
         if kinds:
             raise ValueError(
-                f"{owner} cannot draft: its layers keep {', '.join(sorted(kinds))}, which does not "
-                "let tokens be read again; use a drafter of another kind"
+                f"{owner} cannot draft: its layers keep {', '.join(sorted(kinds))}, whose entries "
+                "cannot be overwritten; use another kind of drafter"
             )
 
     def reset(self, rows: Array) -> Self:
-        """With rows [B] forgotten in every layer."""
+        """The state with rows [B] cleared in every layer."""
         layers = tuple(None if state is None else state.reset(rows) for state in self.layers)
         return self.replace(layers=layers)

@@ -1,8 +1,9 @@
-"""The paged KV cache: pages of each layer, and where a sequence's positions lie in them.
+"""The paged KV cache: the pages of each layer, and the slots of a sequence's positions.
 
-A slot is ``page * page_size + offset``. Page 0 is the null page: padding is written there and
-nothing that is read from it reaches a result. Slots are just positions in the sequence's own pages,
-so tree nodes live right past the committed context and acceptance moves a few rows down.
+A slot is ``page * page_size + offset``. Page 0 is the null page: padding is written there, and
+nothing read from it affects a result. A sequence's positions map to slots of its own pages in
+order. Tree nodes are written right after the committed context, and acceptance moves the accepted
+rows down.
 """
 
 from collections.abc import Sequence
@@ -21,9 +22,9 @@ from pallas_kernels.selection import Kernels
 
 @pytree
 class PagedKV(Pytree):
-    """Keys and values of one layer, [P, G, K, D] each: a KV head's page is one contiguous tile.
+    """Keys and values of one layer, [P, G, K, D] each: the page of a KV head is contiguous.
 
-    The LayerState of attention.
+    This is the LayerState of attention.
     """
 
     k: Array = array("pages", "kv_heads", "slot", "head_dim")
@@ -33,7 +34,7 @@ class PagedKV(Pytree):
     def create(
         cls, geometry: Geometry, kv_heads: int, head_dim: int, dtype: jnp.dtype, layout: Layout
     ) -> Self:
-        """Empty pages, created in place on the mesh when there is one."""
+        """Empty pages. With a mesh, they are created on its devices directly."""
         shape = (geometry.num_pages, kv_heads, geometry.page_size, head_dim)
         sharding = None
         if geometry.mesh is not None:
@@ -69,7 +70,7 @@ class PagedKV(Pytree):
         return move(states, source, destination, kernels)
 
     def reset(self, rows: Array) -> Self:
-        """As it is: a row that starts anew reads only what it has written."""
+        """Unchanged: a new sequence reads only slots that it has written."""
         return self
 
 
@@ -78,7 +79,7 @@ def move[T: PagedKV](
 ) -> Sequence[T]:
     """Move the rows at slots ``source`` [B, A] to slots ``destination`` [B, A], in every layer.
 
-    All rows are read before any is written, so the two may overlap.
+    All rows are read before any is written, so source and destination may overlap.
     """
     pages = [one for state in states for one in (state.k, state.v)]
     moved = kv_compact(pages, source, destination, kernels.implementation("kv_compact"))
@@ -87,15 +88,15 @@ def move[T: PagedKV](
 
 
 def pages_for(num_slots: int, page_size: int) -> int:
-    """Pages that hold ``num_slots`` slots."""
+    """Number of pages that hold ``num_slots`` slots."""
     return -(-num_slots // page_size)
 
 
 def sequential_page_table(num_rows: int, pages_per_row: int, data_parallel: int = 1) -> Array:
-    """A table that gives each row its own run of pages: int32 [R, M].
+    """A page table that gives each row its own consecutive pages: int32 [R, M].
 
-    Under data parallelism each shard of the rows counts pages of its own pool, from its own null
-    page on.
+    Under data parallelism each shard of the rows has its own pool of pages, with its own null page
+    0.
     """
     row = jnp.arange(num_rows, dtype=jnp.int32) % (num_rows // data_parallel)
     page = jnp.arange(pages_per_row, dtype=jnp.int32)
@@ -105,7 +106,7 @@ def sequential_page_table(num_rows: int, pages_per_row: int, data_parallel: int 
 def page_slots(page_table: Array, positions: Array, valid: Array, page_size: int) -> Array:
     """Slots of sequence positions: table [B, M], positions and valid [B, T] -> int32 [B, T].
 
-    Positions that are not valid, or past the table, map to the null page.
+    Positions that are not valid, or beyond the table, map to the null page.
     """
     index = positions // page_size
     fits = valid & (positions >= 0) & (index < page_table.shape[1])

@@ -1,8 +1,8 @@
 """The engine as pure functions over pytrees, for use inside your own ``jit``, ``vmap`` or ``scan``.
 
-``params`` holds the weights and every static choice, ``state`` everything that changes: a pool of
-cache memory, and rows, one for each sequence. A row is admitted with its prompt, reads it chunk by
-chunk, decodes, and is released:
+``params`` holds the weights and every static option. ``state`` holds everything that changes: a
+pool of cache memory, and one row per sequence. A row is admitted with its prompt, reads it in
+chunks, decodes, and is released:
 
     params = load("model-dir", drafter="ngram")
     state = init_state(params, num_rows=1, max_length=512)
@@ -11,7 +11,7 @@ chunk, decodes, and is released:
     state, emitted = decode(params, state, 100)
     state = release(params, state, rows)
 
-Each may be jitted with its state donated.
+Each function may be jitted with its state donated.
 """
 
 from jaxspec.functional.decode import decode

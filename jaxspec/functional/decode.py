@@ -1,4 +1,4 @@
-"""Many rounds in one call, and what they emitted."""
+"""Many rounds in one call, and the tokens that they emit."""
 
 import functools
 from collections.abc import Callable
@@ -31,27 +31,27 @@ def decode(
     logprobs: bool = False,
     hidden: tuple[int, ...] = (),
 ) -> tuple[EngineState, Emitted]:
-    """Run up to ``num_rounds`` rounds; stops early when no row decodes any more.
+    """Run up to ``num_rounds`` rounds. Stops early when no row is decoding any more.
 
     Args:
-      num_rounds: may be traced, with ``max_rounds`` beside it.
-      max_rounds: rounds that what is emitted has room for; ``num_rounds`` by default.
-      shape: of the draft trees of this call, within ``params.speculation``; config.PLAIN drafts
+      num_rounds: an int, or a traced int32 together with ``max_rounds``.
+      max_rounds: number of rounds that the result has room for; ``num_rounds`` by default.
+      shape: shape of this call's draft trees, within ``params.speculation``; config.PLAIN drafts
         nothing. None: the largest. The text does not depend on it.
-      greedy: no row samples, so that work is left out; a row that does ends as NOT_GREEDY.
+      greedy: compile a program without sampling. A row that samples ends as NOT_GREEDY.
       logprobs: emit the log-probability of every token under the model's raw logits.
-      hidden: hidden states of the target to emit with every token, those that it was sampled
-        from: ``i`` is the residual stream after ``i`` layers, -1 the state after the final norm.
+      hidden: target hidden states to emit with every token, at the position it was sampled from:
+        ``i`` is the residual stream after ``i`` layers, -1 the state after the final norm.
 
-    Returns the state, and what was emitted, round by round.
+    Returns the state, and what was emitted in each round.
 
-    Raises ValueError for a shape that the engine has no room for, or no ``max_rounds`` beside a
-    traced number of rounds.
+    Raises ValueError for a shape that the engine has no room for, and for a traced number of rounds
+    without ``max_rounds``.
     """
     params.check(state)
     if max_rounds is None:
         if isinstance(num_rounds, Tracer):
-            raise ValueError("num_rounds is traced: give max_rounds, an int, beside it")
+            raise ValueError("num_rounds is traced: give max_rounds, an int, as well")
         max_rounds = int(np.asarray(num_rounds))
     call = params.call(shape, greedy=greedy, logprobs=logprobs, hidden=hidden)
     function = functools.partial(_decode, call, max(1, max_rounds))
@@ -60,7 +60,7 @@ def decode(
 
 
 def emitted_specs(params: EngineParams, call: Call) -> Emitted:
-    """Partition specs of what a call emits."""
+    """Partition specs of a call's Emitted."""
     array = jnp.zeros(())
     emitted = Emitted(
         num_rounds=array,
@@ -77,7 +77,7 @@ def emitted_specs(params: EngineParams, call: Call) -> Emitted:
 
 
 def refuse_sampling(rows: Rows, chosen: Array) -> Rows:
-    """Rows of which those ``chosen`` bool [R] that sample are done, with an error."""
+    """The rows; of those ``chosen`` (bool [R]), rows that sample are DONE with NOT_GREEDY."""
     refused = chosen & rows.sampling.drawn
     return rows.replace(
         status=jnp.where(refused, Status.DONE, rows.status),
@@ -86,14 +86,14 @@ def refuse_sampling(rows: Rows, chosen: Array) -> Rows:
 
 
 def _without_idle_sampling(rows: Rows) -> Rows:
-    """Rows that are over sample no more, so that nothing is computed for their sake."""
+    """The rows, with temperature 0 for those that are done or empty: no work is done for them."""
     idle = (rows.status == Status.DONE) | (rows.status == Status.EMPTY)
     temperature = jnp.where(idle, 0.0, rows.sampling.temperature)
     return rows.replace(sampling=rows.sampling.replace(temperature=temperature))
 
 
 class _Record(NamedTuple):
-    """What the rounds so far emitted. Integers lie side by side, to be written in one launch."""
+    """What the rounds so far emitted. The integers share one array, written in one launch."""
 
     integers: Array  # int32 [C, R, A + 3]: tokens, count, accepted, drafted
     logprobs: Array | None  # [C, R, A]
@@ -107,7 +107,7 @@ class _Record(NamedTuple):
 
 
 class _Carry(NamedTuple):
-    index: Array  # int32 [], rounds that ran
+    index: Array  # int32 [], rounds run so far
     state: EngineState
     record: _Record
 
@@ -156,7 +156,7 @@ Loop = Callable[[_Carry, Array], _Carry]
 
 
 def _loop(params: EngineParams, call: Call) -> Loop:
-    """Rounds until a limit, or until no row decodes."""
+    """Runs rounds up to a limit, or until no row is decoding."""
     batch = params.layout.batch
 
     def body(carry: _Carry) -> _Carry:
@@ -176,11 +176,12 @@ def _loop(params: EngineParams, call: Call) -> Loop:
 
 
 def _loop_catching_up(params: EngineParams, call: Call, room: int) -> Loop:
-    """As _loop, for calls of smaller trees than the drafter's window of ``room`` pending tokens.
+    """As _loop, for calls whose trees are smaller than the engine's largest.
 
-    A plain round adds a pending token, so the drafter catches up whenever its window may be full. A
-    round with a smaller tree reads and replaces all pending tokens, but has room for fewer: the
-    drafter catches up once, before the first.
+    The drafter can hold ``room`` pending tokens (see Drafter.most_pending). A plain round adds a
+    pending token, so the drafter catches up whenever its window may be full. A round with a smaller
+    tree reads all pending tokens but has room for fewer of them, so the drafter catches up once,
+    before the first round.
     """
     inner = _loop(params, call)
 

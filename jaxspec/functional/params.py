@@ -1,4 +1,4 @@
-"""The weights of an engine and every static choice, and calling functions over its mesh."""
+"""The weights and static options of an engine, and how its functions run on a mesh."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,17 +17,17 @@ from jaxspec.speculation.drafters import Drafter, NoDrafter
 from jaxspec.state import EngineState
 from pallas_kernels.selection import Kernels
 
-Integers = ArrayLike | Sequence[int]  # an array of them, or a list
+Integers = ArrayLike | Sequence[int]  # an array or a list of integers
 
 
 @pytree
 class EngineParams(Pytree):
-    """A target, a drafter, and how they work together.
+    """A target, a drafter, and the options of speculation.
 
     Attributes:
-      speculation: the largest draft tree, the rule that accepts its nodes, and how they are chosen.
+      speculation: the largest draft tree, the acceptance rule, and how draft tokens are chosen.
       kernels: operations that run as kernels where their arguments fit; none by default.
-      mesh: None: one device.
+      mesh: the devices; None: one device.
     """
 
     target: Decoder
@@ -38,7 +38,7 @@ class EngineParams(Pytree):
 
     @property
     def layout(self) -> Layout:
-        """How the state is split: as the target is."""
+        """How the state is sharded: as the target is."""
         return self.target.layout
 
     @property
@@ -59,13 +59,16 @@ class EngineParams(Pytree):
         logprobs: bool = False,
         hidden: tuple[int, ...] = (),
     ) -> Call:
-        """The static choices of one call; ``shape`` None: the largest tree.
+        """The static options of one call; ``shape`` None: the largest tree.
 
         Raises ValueError for a shape that the engine has no room for, or layers that the target
         does not have.
         """
         if isinstance(shape, SpeculationConfig):
-            raise ValueError("the shape of a call is a TreeShape: its rules are the parameters'")
+            raise ValueError(
+                "the shape of a call must be a TreeShape, not a SpeculationConfig: the rules come "
+                "from the parameters"
+            )
         if isinstance(self.drafter, NoDrafter):
             if shape is not None and not shape.is_plain:
                 raise ValueError("these parameters have no drafter: the only shape is PLAIN")
@@ -82,7 +85,7 @@ class EngineParams(Pytree):
         return Call(speculation, greedy, self.kernels, logprobs, tuple(hidden))
 
     def check(self, state: EngineState) -> None:
-        """Raises ValueError for a state that was made for other choices than these."""
+        """Raises ValueError for a state that was made with other options than these."""
         if state.capacity != self.speculation:
             raise ValueError(
                 f"the state was made for {state.capacity}, these parameters have "
@@ -103,9 +106,11 @@ def on_mesh(
     specs: tuple[Any, ...],
     outputs: Any,
 ) -> Any:
-    """Call ``function(params, state, *arguments)`` on each device's shards; collectives inside it
-    are explicit. ``specs`` are of the arguments, ``outputs`` of what comes beside the state (None:
-    nothing does)."""
+    """Call ``function(params, state, *arguments)`` on each device's shards, by shard_map.
+
+    ``specs`` are the partition specs of the arguments. ``outputs`` are those of the second result;
+    None: the function returns the state only.
+    """
     if params.mesh is None:
         return function(params, state, *arguments)
     state_specs = partition_specs(state, params.layout)
@@ -120,5 +125,5 @@ def on_mesh(
 
 
 def row_spec(params: EngineParams) -> P:
-    """The spec of an array [R, ...] that is split as rows are."""
+    """The partition spec of an array [R, ...] that is split as rows are."""
     return params.layout.spec(("batch",))

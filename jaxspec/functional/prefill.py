@@ -1,4 +1,4 @@
-"""Reading prompts, a chunk at a time, for some of the rows."""
+"""Prefill: reads prompts in chunks, for all rows or some of them."""
 
 import functools
 
@@ -31,21 +31,24 @@ def prefill(
     logprobs: bool = False,
     hidden: tuple[int, ...] = (),
 ) -> tuple[EngineState, Emitted]:
-    """Read the next prompt tokens of some rows, and sample the token that follows where a prompt
-    ends. Only then does a row start to decode.
+    """Read the next prompt tokens of some rows.
+
+    At the end of a prompt the next token is sampled, and the row starts to decode.
 
     Args:
-      rows: [B] distinct indices of the rows; those outside 0 .. R - 1 and rows that are not reading
-        are left as they are. None: all rows. Split over data-parallel devices, each device's share
-        of the list may name its own rows only; in a traced list, others are emitted as MISPLACED.
-      counts: [B] most tokens to read of each; None: ``width``.
-      width: tokens of a row that the program has room for.
-      greedy: no row samples, so that work is left out; a row that does ends as NOT_GREEDY.
+      rows: [B] distinct row indices. Indices outside 0 .. R - 1 are padding, and rows that are not
+        reading stay unchanged. None: all rows. Under data parallelism the list is split evenly over
+        the devices, and each share may name rows of its own device only. In a traced list, other
+        rows are emitted as MISPLACED.
+      counts: [B] most tokens to read of each row; None: ``width``.
+      width: tokens per row that the program has room for.
+      greedy: compile a program without sampling. A row that samples ends as NOT_GREEDY.
       logprobs, hidden: see decode.
 
-    Returns the state, and what the B rows committed: at most one token, of no round.
+    Returns the state, and what the B rows emitted: at most one token each. ``num_rounds`` is 0.
 
-    Raises ValueError for a list of rows that cannot be split over the devices.
+    Raises ValueError for a width below 1, and for a list of rows that cannot be split over the
+    devices.
     """
     params.check(state)
     if width < 1:
@@ -105,7 +108,7 @@ def _prefill(
 def _read_chunk(
     call: Call, width: int, params: EngineParams, state: EngineState, limits: Array | None
 ) -> tuple[EngineState, Emitted]:
-    """The next chunk of all rows of ``state`` that are reading."""
+    """Read the next chunk of all rows of ``state`` that are reading."""
     rows, target = state.rows, params.target
     reading = rows.status == Status.READING
     left = rows.prompt_lens - rows.context_lens

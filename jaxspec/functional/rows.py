@@ -1,4 +1,4 @@
-"""Making a state, and what rows go through apart from computing: admitted, and released."""
+"""Creates states, and admits and releases rows. Nothing here runs a model."""
 
 from typing import Any
 
@@ -27,16 +27,16 @@ def init_state(
     """A state of ``num_rows`` empty rows of at most ``max_length`` tokens each.
 
     Args:
-      page_table: [R, M] pages of each row; by default each has a run of its own, with room for
-        ``max_length`` tokens and the tree beyond them.
-      num_pages: pages in all, null page included; goes with ``page_table``.
+      page_table: [R, M] pages of each row. By default each row has its own consecutive pages, with
+        room for ``max_length`` tokens and the tree after them.
+      num_pages: total number of pages, null pages included; required with ``page_table``.
       max_stops: most stop tokens of a row.
 
-    Raises ValueError when the rows cannot be split over the mesh, the table is too narrow, or the
-    tree too deep for a sliding window.
+    Raises ValueError if the rows cannot be split over the mesh, the table is too narrow, or the
+    tree is too deep for a sliding window.
     """
     if (page_table is None) != (num_pages is None):
-        raise ValueError("a page_table of your own needs num_pages beside it, and only then")
+        raise ValueError("give page_table and num_pages together, or neither")
     needed = pages_for(max_length + params.speculation.scratch_slots, page_size)
     if num_pages is None:
         num_pages = num_rows * needed + params.data_parallel
@@ -45,8 +45,11 @@ def init_state(
 
 
 def init_pool(params: EngineParams, num_pages: int, page_size: int, num_rows: int) -> Pool:
-    """Empty memory: ``num_pages`` counts the null page, one for each device that rows are split
-    over. It serves rows of any number up to ``num_rows``, one set after the other."""
+    """Empty cache memory.
+
+    ``num_pages`` includes the null pages, one for each device that rows are split over. The pool
+    can serve any number of rows up to ``num_rows``, one set of rows at a time.
+    """
     params.target.config.check_tree_depth(params.speculation.max_depth)
     geometry = Geometry(num_pages, page_size, num_rows, params.mesh)
     return Pool(
@@ -67,7 +70,10 @@ def init_rows(
     *,
     max_stops: int = 4,
 ) -> EngineState:
-    """Empty rows over a pool; see init_state."""
+    """A state of empty rows and a given pool; see init_state.
+
+    Raises ValueError if the rows do not fit the pool or the mesh.
+    """
     shards, page_size = params.data_parallel, pool.page_size
     if num_rows < 1 or num_rows % shards:
         raise ValueError(f"{num_rows} rows cannot be split over {shards} data shards")
@@ -98,7 +104,7 @@ def init_rows(
 def _empty_rows(
     params: EngineParams, index: Array, page_table: Array, max_length: int, max_stops: int
 ) -> Rows:
-    # One array for each field: two of one would be donated twice.
+    # A separate array for each field: a shared one would be donated twice.
     size = index.shape[0]
     status, ending, prompt_lens, context_lens, max_lens = (
         jnp.zeros(size, jnp.int32) for _ in range(5)
@@ -131,21 +137,23 @@ def admit(
     stop_token_ids: Integers = (),
     page_table: Array | None = None,
 ) -> EngineState:
-    """Set rows up with their prompts; ``prefill`` then reads them. Nothing is computed, and pages
-    stay as they are; layers that keep something for each row forget it.
+    """Assign prompts to rows; ``prefill`` then reads them.
+
+    No model runs. Pages stay unchanged; states with an entry per row are cleared.
 
     Args:
-      rows: [B] indices of the rows; those outside 0 .. R - 1 are padding.
-      prompts: int32 [B, T], the first ``prompt_lens`` [B] of each.
-      sampling: of B rows, as made by make_sampling; greedy by default.
-      max_lens: [B] most tokens of each, prompt included; the token buffer's length by default.
-      stop_token_ids: ids that end a row: a tuple for all, or [B, E] padded with -1.
-      page_table: [B, M] pages of each, the null page past the last; those that the row has by
-        default.
+      rows: [B] distinct row indices; those outside 0 .. R - 1 are padding.
+      prompts: int32 [B, T], of which the first ``prompt_lens`` [B] are the prompt.
+      sampling: sampling of the B rows, from make_sampling; greedy by default.
+      max_lens: [B] most tokens of each row, prompt included; by default the length of the token
+        buffer.
+      stop_token_ids: ids that end a row: a tuple for all rows, or [B, E] padded with -1.
+      page_table: [B, M] pages of each row, padded with the null page 0; by default the row's
+        current pages.
 
-    A row whose prompt or limit does not fit its pages, the token buffer or ``prompts``, or whose
-    pages are not the pool's, is DONE at once, with Ending.TOO_LONG. One whose limit its prompt
-    reaches already still gets the token after the prompt. Rows must be distinct.
+    A row is DONE at once, with Ending.TOO_LONG, if its prompt or limit does not fit its pages, the
+    token buffer or ``prompts``, or if its pages are not in the pool. A row whose prompt is as long
+    as its limit still gets the token after the prompt.
 
     Raises ValueError for shapes that do not fit.
     """
@@ -214,9 +222,9 @@ def _admit(
 
 
 def release(params: EngineParams, state: EngineState, rows: Integers) -> EngineState:
-    """Make rows [B] empty, whatever they were doing; indices outside 0 .. R - 1 are padding.
+    """Make rows [B] empty, whatever their status; indices outside 0 .. R - 1 are padding.
 
-    Their pages are theirs no more: what lies in them is never read again.
+    Their pages become free: their contents are never read again.
     """
     params.check(state)
     return on_mesh(_release, params, state, (jnp.asarray(rows, jnp.int32),), (P(),), None)
@@ -240,17 +248,18 @@ def _release(params: EngineParams, state: EngineState, rows: Array) -> EngineSta
 
 
 def local_rows(rows: Array, num_rows: int, axes: Axes) -> Array:
-    """Indices [B] of rows on this device's shard of ``num_rows``; ``num_rows`` for all others."""
+    """Global row indices [B] as indices in this device's shard of ``num_rows`` rows; ``num_rows``
+    for rows of other devices."""
     first = lax.axis_index(axes) * num_rows if axes else 0
     local = rows - first
     return jnp.where((local >= 0) & (local < num_rows), local, num_rows)
 
 
 def take_rows[T](tree: T, index: Array) -> T:
-    """Rows ``index`` [B] of every array [R, ...]; zeros where there is no such row."""
+    """Rows ``index`` [B] of every array [R, ...]; zeros for indices out of range."""
     return jax.tree.map(lambda x: x.at[index].get(mode="fill", fill_value=0), tree)
 
 
 def put_rows[T](tree: T, index: Array, rows: T) -> T:
-    """Every array [R, ...] with rows ``index`` [B] replaced; those past the end are dropped."""
+    """Every array [R, ...] with rows ``index`` [B] replaced; indices past the end are dropped."""
     return jax.tree.map(lambda x, new: x.at[index].set(new, mode="drop"), tree, rows)

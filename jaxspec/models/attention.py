@@ -1,4 +1,8 @@
-"""How a forward pass's tokens see the past: paged, or dense for training and for references."""
+"""How the tokens of a pass attend to the past: paged, or dense for training and references.
+
+This file and forward.py are the one place where model code calls kernels by operation name
+(paged_attention here, add_rms_norm and rope_kv_write there). Mixers and MLPs name none.
+"""
 
 import dataclasses
 from typing import Literal
@@ -14,16 +18,18 @@ from pallas_kernels.paged_attention import paged_attention
 
 @dataclasses.dataclass(frozen=True)
 class PagedAttend:
-    """Where the T tokens of a pass lie, and an Attend over paged caches: it writes their keys and
-    values, then attends. A mixer of another kind reads the fields.
+    """The places of a pass's T tokens, and an Attend over paged caches.
+
+    When called, it writes the tokens' keys and values, then attends. A mixer that is not attention
+    reads the fields instead.
 
     Attributes:
-      rows: [B] the rows' places in a state that keeps something for each row.
+      rows: [B] index of each row in states with an entry per row.
       page_table: [B, M] pages of each sequence.
       context_lens: [B] committed slots.
-      slots: [B, T] where the tokens' own keys and values go (0: the null page).
-      positions: [B, T] the tokens' positions in slots, for sliding windows.
-      kv_lens: [B] slots from here on hold nothing; so kv_lens - context_lens tokens are real.
+      slots: [B, T] slots that the tokens' keys and values are written to (0: the null page).
+      positions: [B, T] positions of the tokens in slots, for sliding windows.
+      kv_lens: [B] end of each sequence's slots: kv_lens - context_lens of the T tokens are real.
       ancestors: [B, T, words] tree mask past the context, or None for consecutive tokens.
       first_slot, order_invariant: see paged_attention.
     """
@@ -60,7 +66,7 @@ class PagedAttend:
 def dense_causal_attend(
     state: None, heads: Heads, window: int | None, implementation: Literal["xla", "cudnn"] = "xla"
 ) -> tuple[Array, None]:
-    """An Attend over the T tokens themselves, without a cache."""
+    """An Attend over the pass's own T tokens, without a cache."""
     return dense_causal_attention(*heads.rotated(), window, implementation), state
 
 

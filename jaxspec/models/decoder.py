@@ -1,7 +1,7 @@
 """The decoder-only transformer that serves every supported family.
 
-Weights keep one layout whatever the checkpoint's: query, key and value projections are one Linear
-grouped by KV head, gate and up projections another, and products contract a weight's first
+Weights have one layout, whatever the checkpoint's. Query, key and value projections form one
+Linear, grouped by KV head. Gate and up projections form another. Products contract a weight's first
 dimension.
 """
 
@@ -29,9 +29,10 @@ FINAL_NORM = -1  # in a capture list: the hidden state after the final norm
 
 @pytree
 class Decoder(Pytree):
-    """A target model's (or draft model's) weights.
+    """Weights of a target model or a draft model.
 
-    Vocabulary rows past ``config.vocab_size`` pad it to the devices that ``layout`` splits it over.
+    Vocabulary rows past ``config.vocab_size`` are padding, so that ``layout`` can split the
+    vocabulary evenly.
     """
 
     embed: Array = array("vocab", "hidden")
@@ -47,20 +48,20 @@ class Decoder(Pytree):
 
     @property
     def local_vocab(self) -> int:
-        """Vocabulary rows of this device: of its shard inside shard_map."""
+        """Vocabulary rows of this device (inside shard_map: of its shard)."""
         return self.embed.shape[0]
 
     def init_state(self, geometry: Geometry) -> ModelState:
-        """What the layers keep of sequences, empty."""
+        """Empty states of all layers."""
         states = (layer.mixer.init_state(geometry, self.layout) for layer in self.layers)
         return ModelState(layers=tuple(states), layout=self.layout)
 
     def no_states(self) -> LayerStates:
-        """For passes that keep nothing."""
+        """States for passes that keep nothing."""
         return (None,) * len(self.layers)
 
     def filled(self, filler: Filler) -> "Decoder":
-        """The same with ``filler``'s result in place of every array."""
+        """The same, with every array replaced by ``filler``'s result."""
         head = One("lm_head", self.config.vocab_size)
         return self.replace(
             embed=filler.array("model.embed_tokens.weight", self.embed),
@@ -74,15 +75,15 @@ class Decoder(Pytree):
 
 
 def decoder_shapes(config: ModelConfig, dtype: jnp.dtype, shards: Shards = ONE_SHARD) -> Decoder:
-    """A Decoder of ShapeDtypeStructs, as it is laid out for ``shards``.
+    """A Decoder of ShapeDtypeStructs, laid out for ``shards``.
 
-    KV heads are repeated when there are fewer than shards of them, and the vocabulary is padded to
-    a multiple of its shards.
+    KV heads are repeated if there are fewer of them than shards. The vocabulary is padded to a
+    multiple of its shards.
 
-    Raises ValueError for sizes that the devices cannot share evenly.
+    Raises ValueError for sizes that cannot be split evenly.
     """
-    parts = shards.of("vocab")
-    vocab = -(-config.vocab_size // parts) * parts
+    vocab_shards = shards.of("vocab")
+    vocab = -(-config.vocab_size // vocab_shards) * vocab_shards
     hidden, head = config.hidden_size, None
     if not config.tie_word_embeddings:
         head = linear_shape(("hidden", "vocab"), (hidden, vocab), dtype)
@@ -118,9 +119,9 @@ def run(
     capture: tuple[int, ...] = (),
     kernels: Kernels = NO_KERNELS,
 ) -> tuple[Array, LayerStates, Array | None]:
-    """All layers over tokens [B, T] at rotary positions [B, T].
+    """Run all layers over tokens [B, T] at rotary positions [B, T].
 
-    ``capture`` lists hidden states to return side by side: ``i`` is the residual stream after
+    ``capture`` lists hidden states to return, concatenated: ``i`` is the residual stream after
     ``i`` layers, FINAL_NORM the output itself.
 
     Returns (hidden after the final norm [B, T, H], states, captured [B, T, C] or None).
@@ -137,7 +138,7 @@ def run(
 
 @jax.named_scope("lm_head")
 def logits(decoder: Decoder, hidden: Array, kernels: Kernels = NO_KERNELS) -> Array:
-    """Float32 logits of normed hidden states, this shard's part: [..., H] -> [..., V / shards]."""
+    """Float32 logits of normed hidden states, this shard's: [..., H] -> [..., V / shards]."""
     if decoder.lm_head is None:
         scores = einsum_f32("...h,vh->...v", hidden, decoder.embed)
     else:

@@ -1,4 +1,9 @@
-"""One pass of a model over a few tokens: what all its layers share."""
+"""One pass of a model over a few tokens: what its layers share.
+
+This file and attention.py are the one place where model code calls kernels by operation name
+(add_rms_norm and rope_kv_write here, paged_attention there). Mixers and MLPs name none: they hand
+Products and Heads to the methods of a ForwardPass.
+"""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
@@ -12,15 +17,15 @@ from jaxspec.config import LayerConfig, RopeConfig
 from jaxspec.models.linear import Addend, Product
 from jaxspec.models.rope import rope_angles
 from jaxspec.sharding import Layout
-from pallas_kernels.add_rms_norm import add_rms_norm, takes_parts
+from pallas_kernels.add_rms_norm import add_rms_norm, takes_partials
 from pallas_kernels.add_rms_norm.reference import rms_norm as rms_norm_reference
-from pallas_kernels.products import sum_parts
+from pallas_kernels.products import sum_partials
 from pallas_kernels.rope_kv_write import rope_kv_write
-from pallas_kernels.rope_kv_write import takes_parts as heads_take_parts
+from pallas_kernels.rope_kv_write import takes_partials as heads_take_partials
 from pallas_kernels.rope_kv_write.reference import rotated_heads
 from pallas_kernels.selection import Kernels
 
-# How a pass's tokens see the past: (layer's state, heads, window) -> (output [B, T, Q, D], state)
+# How tokens attend to the past: (layer's state, heads, window) -> (output [B, T, Q, D], state)
 Attend = Callable[[Any, "Heads", int | None], tuple[Array, Any]]
 
 
@@ -29,10 +34,10 @@ class ForwardPass:
     """What all layers of one pass share.
 
     Attributes:
-      attend: how the tokens see the past. In an engine it is a PagedAttend: a mixer that is no
-        attention reads from it where its tokens lie.
-      ropes: angles by rope config, as ``rope_angles`` makes them.
-      eps: of the norms.
+      attend: how the tokens attend to the past. In an engine it is a PagedAttend; a mixer that is
+        not attention reads the places of its tokens from it.
+      ropes: results of ``rope_angles``, by rope config.
+      eps: epsilon of the norms.
     """
 
     attend: Attend
@@ -42,28 +47,28 @@ class ForwardPass:
     kernels: Kernels
 
     def norm(self, x: Array, weight: Array | None) -> Array:
-        """As rms_norm, with the model's eps."""
+        """rms_norm with the model's eps."""
         return rms_norm(x, weight, self.eps)
 
     def add_norm(self, x: Array, product: Addend, weight: Array | None) -> tuple[Array, Array]:
-        """x plus what a block adds to it, and the norm of the sum. No weight: the sum itself."""
-        taking = self._taking("add_rms_norm", takes_parts)
-        parts = product.partial_sums(self.layout, self.kernels, taking)
+        """x plus what a block adds to it, and the norm of the sum (without a weight, the sum)."""
+        taking = self._taking("add_rms_norm", takes_partials)
+        partials = product.partial_sums(self.layout, self.kernels, taking)
         with jax.named_scope("norm"):
             if weight is None:
-                total = x + sum_parts(parts, len(x), x.dtype)
+                total = x + sum_partials(partials, len(x), x.dtype)
                 return total, total
             implementation = self.kernels.implementation("add_rms_norm")
-            return add_rms_norm(x, parts, weight, self.eps, implementation)
+            return add_rms_norm(x, partials, weight, self.eps, implementation)
 
     def heads(
         self, product: Product, rope: RopeConfig, q_norm: Array | None, k_norm: Array | None
     ) -> "Heads":
-        """The heads of a projection, still to be normed and rotated."""
-        taking = self._taking("rope_kv_write", heads_take_parts)
-        parts = product.partial_sums(self.layout, self.kernels, taking)
+        """The heads of a qkv projection, not yet normed and rotated."""
+        taking = self._taking("rope_kv_write", heads_take_partials)
+        partials = product.partial_sums(self.layout, self.kernels, taking)
         return Heads(
-            parts=parts,
+            partials=partials,
             dtype=product.x.dtype,
             rope=self.ropes[rope],
             q_norm=q_norm,
@@ -75,23 +80,24 @@ class ForwardPass:
     def _taking(
         self, operation: str, fits: Callable[[jnp.dtype, int], bool]
     ) -> Callable[[jnp.dtype, int], bool]:
+        """``fits`` if the operation runs as a kernel; its jnp reference takes unsplit products."""
         return fits if operation in self.kernels else lambda dtype, width: False
 
 
 @dataclasses.dataclass(frozen=True)
 class Heads:
-    """What attention starts from: a projection's heads, still to be normed and rotated.
+    """The input of attention: the heads of a qkv projection, not yet normed and rotated.
 
     Attributes:
-      parts: [S, B, T, G, R, D], a product's: of each KV head its queries, then its key, then its
-        value. Rows past B are padding.
-      dtype: of the heads themselves.
-      rope: as ``rope_angles`` makes it.
+      partials: [S, B, T, G, R, D] split-K partial sums. The R heads of a KV head are its queries,
+        its key and its value. Rows past B are padding.
+      dtype: of the sums.
+      rope: a result of ``rope_angles``.
       q_norm, k_norm: [D] weights, or None.
-      eps: of the norms.
+      eps: epsilon of the norms.
     """
 
-    parts: Array
+    partials: Array
     dtype: jnp.dtype
     rope: Array
     q_norm: Array | None
@@ -101,13 +107,16 @@ class Heads:
 
     def rotated(self) -> tuple[Array, Array, Array]:
         """Queries [B, T, Q, D], keys and values [B, T, G, D]."""
-        qkv = sum_parts(self.parts, len(self.rope), self.dtype)
+        qkv = sum_partials(self.partials, len(self.rope), self.dtype)
         return rotated_heads(qkv, self.rope, self.q_norm, self.k_norm, self.eps)
 
     def written(self, k_pages: Array, v_pages: Array, slots: Array) -> tuple[Array, Array, Array]:
-        """Queries [B, T, Q, D], and the pages [P, G, K, D] with keys and values at slots [B, T]."""
+        """Queries [B, T, Q, D], and pages [P, G, K, D] with keys and values written at ``slots``.
+
+        ``slots`` is int32 [B, T].
+        """
         return rope_kv_write(
-            self.parts,
+            self.partials,
             self.rope,
             self.q_norm,
             self.k_norm,
@@ -127,7 +136,7 @@ def make_pass(
     layout: Layout,
     kernels: Kernels,
 ) -> ForwardPass:
-    """A pass over tokens at ``positions`` through layers of these descriptions."""
+    """A pass over tokens at ``positions`` through layers with these configs."""
     ropes = dict.fromkeys(rope for layer in layers for rope in layer.mixer.ropes)
     angles = {rope: rope_angles(rope, positions) for rope in ropes}
     return ForwardPass(attend=attend, ropes=angles, eps=eps, layout=layout, kernels=kernels)

@@ -1,4 +1,4 @@
-"""A transformer layer as data: a mixer and an MLP, with the norms before each."""
+"""A transformer layer: a mixer and an MLP, with a norm before each."""
 
 import jax.numpy as jnp
 from jax import Array
@@ -15,7 +15,7 @@ from jaxspec.tensors import Filler
 
 @pytree
 class Layer(Pytree):
-    """Weights of one layer. ``input_norm`` None: its mixer reads what it is given as it is."""
+    """Weights of one layer. ``input_norm`` None: the mixer reads its input without a norm."""
 
     input_norm: Array | None = array("hidden")
     mixer: Mixer
@@ -23,7 +23,7 @@ class Layer(Pytree):
     mlp: Mlp
 
     def filled(self, prefix: str, filler: Filler) -> "Layer":
-        """The same with ``filler``'s result for layer ``prefix`` in place of every array."""
+        """The same, with every array replaced by ``filler``'s result for layer ``prefix``."""
         return self.replace(
             input_norm=filler.array(f"{prefix}input_layernorm.weight", self.input_norm),
             mixer=self.mixer.filled(prefix, filler),
@@ -35,14 +35,15 @@ class Layer(Pytree):
 def run_layers(
     layers: tuple[Layer, ...],
     x: Array,  # [B, T, H] the residual stream
-    mixer_input: Array,  # [B, T, in] what the first mixer reads: x normed, or more
+    mixer_input: Array,  # [B, T, in] input of the first mixer: x normed, or a wider array
     states: tuple,
     step: ForwardPass,
     last_norm: Array | None,
 ) -> tuple[list[Array], Array, tuple]:
-    """Run layers one after the other.
+    """Run the layers one after the other.
 
-    Each block's input is the norm of the residual stream, made with the addition before it.
+    The input of each mixer and MLP is the normed residual stream. The norm is computed together
+    with the addition before it.
 
     Returns (the residual stream after each layer, the last one normed by ``last_norm``, states).
     """
@@ -66,7 +67,7 @@ def layer_shape(
     input_size: int | None = None,
     input_norm: bool = True,
 ) -> Layer:
-    """A layer of ShapeDtypeStructs. ``input_size``: width that the mixer reads."""
+    """A layer of ShapeDtypeStructs. ``input_size``: width of the mixer's input."""
     return Layer(
         input_norm=vector(hidden_size, dtype, when=input_norm),
         mixer=mixer_shape(config.mixer, hidden_size, dtype, shards, input_size=input_size),

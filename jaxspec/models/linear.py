@@ -1,6 +1,6 @@
-"""The one weight type of products: its shape, logical axes and bias, and the product itself.
+"""Linear projections: shape, logical axes, bias, and the product itself.
 
-A quantized kind is a class in a file of its own with the same methods (see AnyLinear), put in the
+A quantized kind is a class in its own file with the same methods (see AnyLinear). It takes the
 place of a Linear when its checkpoint is loaded (see weights.safetensors_io.load_decoder).
 """
 
@@ -16,21 +16,21 @@ from jax import Array
 from jaxspec.pytree import Pytree, array, pytree, static
 from jaxspec.sharding import Axes, Layout
 from jaxspec.tensors import Filler, Source
-from pallas_kernels.products import einsum_f32, precision_of, product_parts
+from pallas_kernels.products import einsum_f32, precision_of, split_k_product
 from pallas_kernels.selection import NO_KERNELS, Kernels
-from pallas_kernels.tuning import parts_of_product
+from pallas_kernels.split_k import choose_split_k
 
 
 class AnyLinear(Protocol):
-    """A frozen pytree of one projection's weights, whatever they are made of.
+    """A frozen pytree of one projection's weights, in any format.
 
-    Model code calls it, or asks for its ``product``. The rest is what a Product needs. ``kernels``:
-    operations that may run as kernels; a kind with a kernel of its own looks there for its name.
+    Model code calls it, or asks for its ``product``; the other methods serve Product. ``kernels``
+    are the operations that may run as kernels: a kind with its own kernel checks it for its name.
     """
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Logical axes, the input first, then the output's."""
+        """Logical axes: the input's, then the output's."""
         ...
 
     @property
@@ -40,7 +40,7 @@ class AnyLinear(Protocol):
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Of the activations that it is made for."""
+        """The dtype of activations."""
         ...
 
     @property
@@ -51,7 +51,7 @@ class AnyLinear(Protocol):
         ...
 
     def __call__(self, x: Array, kernels: Kernels = NO_KERNELS) -> Array:
-        """x [..., in] -> [..., *out] in x's dtype. For an input that is not split over devices."""
+        """x [..., in] -> [..., *out] in x's dtype. The input must not be split over devices."""
         ...
 
     def float32(self, x: Array, kernels: Kernels = NO_KERNELS) -> Array:
@@ -59,23 +59,24 @@ class AnyLinear(Protocol):
         ...
 
     def product(self, x: Array, scope: str) -> "Product":
-        """x [..., in] times the weight for a consumer that adds it up; ``scope`` names it in
+        """x [..., in] times the weight, computed when its consumer asks; ``scope`` names it in
         profiles."""
         ...
 
-    def partial_sums(self, x: Array, num_parts: int, kernels: Kernels) -> Array:
-        """The product without its bias, in parts over runs of its depth: [S, ..., *out].
+    def partial_sums(self, x: Array, num_splits: int, kernels: Kernels) -> Array:
+        """Split-K partial sums of the product, without the bias: [S, ..., *out].
 
-        One part in x's dtype, several in float32; their rows past x's are padding.
+        With ``num_splits`` 1 this is the product itself, in x's dtype. Otherwise the partial sums
+        are float32, and rows past x's are padding (see products.split_k_product).
         """
         ...
 
-    def most_parts(self, x: Array) -> int:
-        """Parts that a product with x takes the least time in, if its consumer adds them up."""
+    def best_num_splits(self, x: Array) -> int:
+        """The fastest number of split-K partial sums for x, if the consumer adds them up."""
         ...
 
     def filled(self, source: Source, filler: Filler) -> Any:
-        """The same with ``filler``'s result for ``source`` in place of every array."""
+        """The same, with every array replaced by ``filler``'s result for ``source``."""
         ...
 
 
@@ -120,14 +121,16 @@ class Linear(Pytree):
     def product(self, x: Array, scope: str) -> "Product":
         return Product(self, x, scope)
 
-    def partial_sums(self, x: Array, num_parts: int, kernels: Kernels) -> Array:
+    def partial_sums(self, x: Array, num_splits: int, kernels: Kernels) -> Array:
         return (
-            self._multiply(x)[None] if num_parts == 1 else product_parts(x, self.weight, num_parts)
+            self._multiply(x)[None]
+            if num_splits == 1
+            else split_k_product(x, self.weight, num_splits)
         )
 
-    def most_parts(self, x: Array) -> int:
+    def best_num_splits(self, x: Array) -> int:
         rows, depth = math.prod(x.shape[:-1]), self.in_size
-        return parts_of_product(rows, depth, math.prod(self.out_shape))
+        return choose_split_k(rows, depth, math.prod(self.out_shape))
 
     def _multiply(self, x: Array) -> Array:
         precision = precision_of(x.dtype, self.weight.dtype)
@@ -138,20 +141,20 @@ class Linear(Pytree):
 
 
 class Addend(Protocol):
-    """What a mixer or an MLP adds to the residual stream, still in partial sums."""
+    """What a mixer or an MLP adds to the residual stream, possibly as partial sums."""
 
     def partial_sums(
-        self, layout: Layout, kernels: Kernels, takes_parts: Callable[[jnp.dtype, int], bool]
+        self, layout: Layout, kernels: Kernels, takes_partials: Callable[[jnp.dtype, int], bool]
     ) -> Array:
-        """Parts [S, B, T, H] whose sum it is, summed over devices; see Product."""
+        """Partial sums [S, B, T, H], each already summed over devices; see Product."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """A product that is not computed yet: its consumer says in how many partial sums it may come.
+    """A product that is not computed yet: its consumer decides whether it may be split over K.
 
-    Some kernels add partial sums up while they read them, which spares a launch (split-K).
+    Some kernels add up split-K partial sums while they read them, which saves a launch.
     """
 
     linear: AnyLinear
@@ -159,33 +162,33 @@ class Product:
     scope: str
 
     def partial_sums(
-        self, layout: Layout, kernels: Kernels, takes_parts: Callable[[jnp.dtype, int], bool]
+        self, layout: Layout, kernels: Kernels, takes_partials: Callable[[jnp.dtype, int], bool]
     ) -> Array:
-        """The product, bias included, in parts whose sum it is: [S, ..., *out].
+        """Split-K partial sums of the product, bias included: [S, ..., *out].
 
-        One part in x's dtype unless ``takes_parts`` (of its dtype and the last dimension) says that
-        the consumer adds up several in float32. Summed over the devices that its input is split
-        over.
+        ``takes_partials(dtype, width)`` says whether the consumer adds up float32 partial sums of
+        an output whose last dimension is ``width``. If it does not, S is 1 and the dtype is x's.
+        The result is summed over the devices that the input is split over.
         """
         linear, split = self.linear, self.input_axes(layout)
         with jax.named_scope(self.scope):
-            whole = not split and linear.bias is None
-            several = whole and takes_parts(self.x.dtype, linear.out_shape[-1])
-            num_parts = linear.most_parts(self.x) if several else 1
-            parts = linear.partial_sums(self.x, num_parts, kernels)
+            can_split = not split and linear.bias is None
+            can_split = can_split and takes_partials(self.x.dtype, linear.out_shape[-1])
+            num_splits = linear.best_num_splits(self.x) if can_split else 1
+            partials = linear.partial_sums(self.x, num_splits, kernels)
             if split:
-                parts = jax.lax.psum(parts, split)
-            return parts if linear.bias is None else parts + linear.bias
+                partials = jax.lax.psum(partials, split)
+            return partials if linear.bias is None else partials + linear.bias
 
     def input_axes(self, layout: Layout) -> Axes:
-        """Mesh axes that the product has still to be summed over."""
+        """Mesh axes that the product must be summed over."""
         return layout.axes(self.linear.axes[0])
 
 
 def linear_shape(
     axes: tuple[str, ...], sizes: tuple[int, ...], dtype: jnp.dtype, *, bias: bool = False
 ) -> Linear:
-    """A Linear of ShapeDtypeStructs: its logical axes and their sizes, the input first."""
+    """A Linear of ShapeDtypeStructs; ``axes`` and ``sizes`` are the input's, then the output's."""
 
     def shape(dims: tuple[int, ...]) -> Any:
         return jax.ShapeDtypeStruct(dims, dtype)

@@ -1,4 +1,4 @@
-"""Rotary position embedding: frequencies, and the angles of some positions."""
+"""Rotary position embedding: frequencies, and the cosines and sines of positions."""
 
 import math
 
@@ -11,14 +11,14 @@ from jaxspec.config import Llama3RopeScaling, RopeConfig
 
 
 def rope_frequencies(rope: RopeConfig) -> np.ndarray:
-    """Radians a position, float32 [D / 2], with Llama 3's scaling where the config has it."""
+    """Radians per position, float32 [D / 2], with Llama 3 scaling if the config has it."""
     exponents = np.arange(0, rope.head_dim, 2, dtype=np.float32) / np.float32(rope.head_dim)
     frequencies = np.float32(rope.theta) ** -exponents
     return frequencies if rope.scaling is None else _scale_llama3(frequencies, rope.scaling)
 
 
 def _scale_llama3(frequencies: np.ndarray, scaling: Llama3RopeScaling) -> np.ndarray:
-    """Slow rotations are divided by ``factor``, fast ones kept, those between interpolated."""
+    """Low frequencies are divided by ``factor``, high ones kept, those between interpolated."""
     rotations = np.float32(scaling.original_max_position / (2 * math.pi)) * frequencies
     span = scaling.high_freq_factor - scaling.low_freq_factor
     keep = np.clip((rotations - np.float32(scaling.low_freq_factor)) / np.float32(span), 0.0, 1.0)
@@ -29,8 +29,8 @@ def _scale_llama3(frequencies: np.ndarray, scaling: Llama3RopeScaling) -> np.nda
 def rope_angles(rope: RopeConfig, positions: Array) -> Array:
     """Cosines, then sines, of each position's rotations: int [B, T] -> float32 [B, T, 2, 2, D / 2].
 
-    The rows of each are for a head's two halves: the sine's first row is negated. One array, which
-    XLA makes in one kernel; each step of drafting makes it anew.
+    The fourth dimension is for the two halves of a head; the sine of the first half is negated. The
+    result is a single array so that XLA computes it in one kernel: every drafting step needs it.
     """
     angles = positions[..., None, None, None].astype(jnp.float32) * rope_frequencies(rope)
     is_cosine = np.array([True, False])[:, None, None]

@@ -1,4 +1,4 @@
-"""Shapes of weights before there are any."""
+"""Shapes of weights that are not loaded yet."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 
 def array_shape(*sizes: int, dtype: Any, when: bool = True) -> Any:
-    """A ShapeDtypeStruct, or None where the model has no such array."""
+    """A ShapeDtypeStruct, or None if ``when`` is False: the model has no such array."""
     return jax.ShapeDtypeStruct(sizes, jnp.dtype(dtype)) if when else None
 
 
@@ -17,7 +17,7 @@ def vector(size: int, dtype: Any, *, when: bool = True) -> Any:
 
 
 def weight_name(path: tuple[Any, ...]) -> str:
-    """The name of the field that a leaf of a pytree of weights stands in; a Linear's own name for
-    its weight."""
+    """The field name of a leaf at ``path`` in a pytree of weights; for a Linear's ``weight``, the
+    name of the Linear's field."""
     names = [part.name for part in path if hasattr(part, "name")]
     return names[-2] if names[-1] == "weight" else names[-1]

@@ -1,10 +1,10 @@
-"""Which drafted nodes are committed, and what follows them.
+"""Acceptance rules: which drafted nodes are committed, and the token after them.
 
-``Match`` samples the target at every node and follows the child that holds the sampled token: the
-text is a function of weights, prompt and seed alone. ``Rejection`` is speculative sampling
+``Match`` samples the target at every node and follows the child that holds the sampled token. The
+text is then a function of weights, prompt and seed only. ``Rejection`` is speculative sampling
 (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318), extended to trees by trying
-siblings in order (SpecInfer, arXiv 2305.09781). Both sample exactly from the target. A rule of your
-own is a class like these, given as SpeculationConfig(acceptance=...).
+siblings in order (SpecInfer, arXiv 2305.09781). Both sample exactly from the target. To add your
+own rule, write a class like these and pass it as SpeculationConfig(acceptance=...).
 """
 
 import dataclasses
@@ -29,10 +29,10 @@ from jaxspec.speculation.tree import DraftTree, unpack_mask
 class Accepted(Pytree):
     """The outcome of a round before stop tokens and length limits. A = max_depth + 1.
 
-    ``path[:, d]`` is the accepted node of depth d (0, the root, past the accepted depth) and
-    ``tokens[:, d]`` the token committed after it: the next accepted node's, or the bonus token
-    at ``d = depth``. ``finite[:, d]`` says whether the logits of that node are numbers; a rule
-    leaves it None unless it comes for nothing.
+    ``path[:, d]`` is the accepted node of depth d; past the accepted depth it is 0, the root.
+    ``tokens[:, d]`` is the token committed after that node: the next accepted node's, or the bonus
+    token at ``d = depth``. ``finite[:, d]`` says whether the logits of that node are finite. A rule
+    sets it only if it gets it at no extra cost; None: the round computes it.
     """
 
     path: Array = array("batch", "depth")  # int32 [B, A]
@@ -43,14 +43,14 @@ class Accepted(Pytree):
 
 @dataclasses.dataclass(frozen=True)
 class Verified:
-    """What a rule decides on, for B rows.
+    """The input of a rule, for B rows.
 
     Attributes:
       tree: the drafted tree.
-      logits: [B, N, V / shards] the target's at every node, processed by the rows' sampling.
-      sampling: the rows'.
+      logits: [B, N, V / shards] target logits at every node, processed by the rows' sampling.
+      sampling: the rows' sampling parameters.
       context_lens: [B]; node i predicts the token at position context_lens + depth + 1.
-      layout: of the logits' vocabulary.
+      layout: how the vocabulary is split.
       greedy: no row samples.
     """
 
@@ -63,14 +63,14 @@ class Verified:
 
 
 class AcceptanceRule(Protocol):
-    """A frozen, hashable object (it is part of what is compiled)."""
+    """A frozen, hashable object, because it is a static argument of compiled programs."""
 
     def proposals(self, is_chain: bool) -> tuple[Proposal, ...]:
-        """Ways of choosing draft tokens that the rule is sound for; the first is the default."""
+        """Proposals that keep the rule exact; the first is the default."""
         ...
 
     def accept(self, verified: Verified) -> Accepted:
-        """The path to commit."""
+        """The path to commit, and its tokens."""
         ...
 
 
@@ -97,7 +97,7 @@ def target_samples(verified: Verified) -> Array:
 
 
 def _finite_samples(verified: Verified) -> tuple[Array, Array]:
-    """The target's samples, and whether the logits of each node are numbers: bool [B, N]."""
+    """The target's samples, and whether the logits of each node are finite: bool [B, N]."""
     logits, layout = verified.logits, verified.layout
     positions = verified.context_lens[:, None] + verified.tree.depth + 1
     ids = vocab_ids(logits.shape[-1], layout)
@@ -106,7 +106,7 @@ def _finite_samples(verified: Verified) -> tuple[Array, Array]:
 
 
 def _deepest_path(tree: DraftTree, matches: Array) -> tuple[Array, Array]:
-    """The deepest node whose ancestors all match: nodes by depth [B, A], and its depth [B]."""
+    """The path to the deepest node whose ancestors all match; see path_to."""
     size = tree.tokens.shape[1]
     ancestors = unpack_mask(tree.ancestors, size)  # [B, N, N]
     reachable = jnp.all(~ancestors | matches[:, None, :], axis=-1)
@@ -129,9 +129,10 @@ def path_to(tree: DraftTree, leaf: Array) -> tuple[Array, Array]:
 class Rejection:
     """Walk down from the root, trying each node's children in order.
 
-    With drawn tokens (``tree.probs``; a chain) a child x is accepted with min(1, p(x) / q(x)) and a
-    refusal leaves norm(max(0, p - q)). Deterministic children are the case q = one-hot: accepted
-    with p(x), and a refusal removes x from p. At temperature 0, where p is one-hot, that is Match.
+    If tokens were drawn (``tree.probs``; chains only), a child x is accepted with probability
+    min(1, p(x) / q(x)). After a rejection p becomes norm(max(0, p - q)). For deterministic children
+    q is one-hot: x is accepted with probability p(x), and a rejection removes x from p. At
+    temperature 0 p is one-hot, and the rule equals Match.
     """
 
     def proposals(self, is_chain: bool) -> tuple[Proposal, ...]:
@@ -143,7 +144,7 @@ class Rejection:
         tree, sampling, layout = verified.tree, verified.sampling, verified.layout
         target = probabilities(verified.logits, sampling, layout)  # [B, N, V / shards]
         batch, size, vocab = target.shape
-        positions = verified.context_lens[:, None] + tree.depth  # of each node's own token
+        positions = verified.context_lens[:, None] + tree.depth  # of each node's token
         nodes = jnp.arange(size)[:, None]
         trials = uniform(sampling.seeds, Stream.ACCEPT, positions, nodes)[..., 0]  # [B, N]
 
@@ -171,9 +172,9 @@ class Rejection:
 
 
 def _residual(p: Array, q: Array, layout: Layout) -> Array:
-    """norm(max(0, p - q)): what to draw from after a token of q was refused; [B, V / shards].
+    """norm(max(0, p - q)): the distribution to draw from after a rejection; [B, V / shards].
 
-    p itself where nothing is left, which only rounding can bring about.
+    p itself if nothing is left, which only rounding can cause.
     """
     left = jnp.maximum(p - q, 0.0)
     total = collectives.total(left, layout)[..., None]
@@ -181,7 +182,7 @@ def _residual(p: Array, q: Array, layout: Layout) -> Array:
 
 
 def _draw(p: Array, sampling: Sampling, positions: Array, layout: Layout) -> Array:
-    """Sample from p [B, V / shards] by the residual stream's noise: int32 [B]."""
+    """Sample from p [B, V / shards] with the noise of Stream.RESIDUAL: int32 [B]."""
     ids = vocab_ids(p.shape[-1], layout)
     scores = perturb(jnp.log(p)[:, None], sampling, positions[:, None], ids, stream=Stream.RESIDUAL)
     return collectives.argmax(scores, layout)[:, 0]
@@ -189,10 +190,10 @@ def _draw(p: Array, sampling: Sampling, positions: Array, layout: Layout) -> Arr
 
 @dataclasses.dataclass(frozen=True)
 class Synthetic:
-    """Accept about ``mean_length - 1`` drafted tokens a round, whatever they are: for timing only,
-    the text means nothing.
+    """Accept ``mean_length - 1`` drafted tokens per round on average, whatever they are.
 
-    Costs what Match does; the depth alternates so that its mean is right.
+    For timing only: the text has no meaning. It costs as much as Match. The accepted depth is drawn
+    at random between the two nearest integers.
     """
 
     mean_length: float
@@ -216,5 +217,5 @@ _NAMED: Mapping[str, AcceptanceRule] = MappingProxyType(
 
 
 def acceptance_rule(acceptance: str | Any) -> AcceptanceRule:
-    """The rule that SpeculationConfig.acceptance names, or is."""
+    """The rule of a SpeculationConfig.acceptance: a name, or the rule itself."""
     return _NAMED[acceptance] if isinstance(acceptance, str) else acceptance

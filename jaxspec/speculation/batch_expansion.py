@@ -1,6 +1,6 @@
 """A slow scorer of draft trees without tree attention: the specification of round.verify.
 
-Every node's path from the root is scored as a plain sequence of its own, prefix included.
+The path from the root to each node is scored as a separate plain sequence, prefix included.
 """
 
 import jax
@@ -16,10 +16,10 @@ from jaxspec.state import EngineState
 
 
 def score_by_batch_expansion(target: Decoder, state: EngineState, tree: DraftTree) -> Array:
-    """Target logits at every node, [B, N, V / shards], without reading any cache.
+    """Target logits at every node, [B, N, V / shards], computed without a cache.
 
-    Computes N forward passes over whole sequences, one after the other. The logits of padding nodes
-    are those of the root.
+    Runs N forward passes over whole sequences, one after the other. Padding nodes get the logits of
+    the root.
     """
     batch, size = tree.tokens.shape
     row = jnp.arange(batch)[:, None]
@@ -30,7 +30,8 @@ def score_by_batch_expansion(target: Decoder, state: EngineState, tree: DraftTre
     def score(node: Array) -> Array:
         node = jnp.where(node < tree.num_nodes, node, 0)  # [B]
         path, depth = path_to(tree, node)
-        # Past its depth a path repeats the root, in places that come after the node: unseen.
+        # Past its depth a path repeats the root. Those positions come after the node, so the node
+        # does not see them.
         place = state.rows.context_lens[:, None] + jnp.arange(path.shape[1])
         sequence = prefix.at[row, place].set(jnp.take_along_axis(tree.tokens, path, axis=1))
         hidden, _, _ = decoder.run(

@@ -1,4 +1,4 @@
-"""The static choices of one compiled call, made by the engine and passed down."""
+"""The static options of one compiled call, chosen by the engine and passed down."""
 
 import dataclasses
 
@@ -8,14 +8,14 @@ from pallas_kernels.selection import Kernels
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """What a program is compiled for, beyond the shapes of its arguments.
+    """What a program is compiled for, in addition to the shapes of its arguments.
 
     Attributes:
-      speculation: the shape of this call's trees and the rules that they follow.
-      greedy: no row samples, so the work of sampling is left out.
+      speculation: the shape of this call's trees, the acceptance rule and the proposal.
+      greedy: no row samples, so the program does no sampling.
       kernels: the operations that run as kernels.
-      logprobs: give the log-probability of every token.
-      hidden: the target's hidden states to give with every token (see models.decoder.run).
+      logprobs: emit the log-probability of every token.
+      hidden: target hidden states to emit with every token (see models.decoder.run).
     """
 
     speculation: SpeculationConfig

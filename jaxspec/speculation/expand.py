@@ -1,8 +1,8 @@
 """Growing a draft tree level by level with a model, as EAGLE-2 does (arXiv 2406.16858).
 
-Each level runs ``top_k`` beams under the tree mask, tries ``top_k`` children of each and keeps the
-best of them, by cumulative log-probability, as the next beams. At the end the best of all children
-tried make the tree. With ``top_k`` 1 this is a chain.
+Each level runs ``top_k`` beams under the tree mask and proposes ``top_k`` children of each. The
+best children, by cumulative log-probability, are the next level's beams. At the end, the best
+children of all levels form the tree. With ``top_k`` 1 the tree is a chain.
 """
 
 import math
@@ -25,17 +25,20 @@ from pallas_kernels.top_k.reference import local_top_k
 
 
 class Beams(NamedTuple):
-    """One level's beams, as a model step sees them."""
+    """The beams of one level: the input of a model step.
+
+    *Scratch nodes* are the beams of all levels in order. Their KV is in the slots past the root.
+    """
 
     tokens: Array  # int32 [B, k]
-    parents: Array  # int32 [B, k], index of each one's parent among the previous level's beams
+    parents: Array  # int32 [B, k], index of each beam's parent among the previous level's beams
     depth: int
-    first: int  # scratch index of the level's first beam; beam b is scratch node first + b
+    first: int  # index of the level's first scratch node; beam b is scratch node first + b
     ancestors: Array  # uint32 [B, k, words], mask over scratch nodes
 
 
 class Children(NamedTuple):
-    """Children tried: tokens and log-probabilities [B, k, c]."""
+    """Proposed children of k beams: tokens and log-probabilities [B, k, c]."""
 
     tokens: Array
     log_probs: Array
@@ -45,15 +48,15 @@ Step = Callable[[Beams, Any], tuple[Array, Any]]  # -> (logits [B, k, W / shards
 
 
 class Proposer(NamedTuple):
-    """How children are chosen from draft logits.
+    """Chooses children from draft logits.
 
     Attributes:
       call: the shape of the tree and how its tokens are chosen.
       context_lens: [B]; a node of depth d is the token at position context_lens + d.
-      layout: of the draft logits' last dimension.
-      token_ids: [W] target id of each draft id, or None where they are the same.
-      target_vocab, target_layout: size of the target logits' last dimension on this device and how
-        it is split, for the distributions that rejection sampling needs.
+      layout: how the last dimension of the draft logits is split.
+      token_ids: [W] target id of each draft id, or None if they are equal.
+      target_vocab, target_layout: size of the last dimension of the target logits on this device,
+        and how it is split, for the distributions that rejection sampling needs.
     """
 
     call: Call
@@ -70,19 +73,20 @@ class Proposer(NamedTuple):
 
     @jax.named_scope("sample")
     def children(self, logits: Array, depth: int) -> Children:
-        """The ``top_k`` children at ``depth`` of each beam: logits [B, k, W / shards]."""
+        """The ``top_k`` children of each beam, at ``depth``, from logits [B, k, W / shards]."""
         ranked = self._ranked(self._processed(logits), depth)
         values, index = collectives.top_log_probs(
             ranked, self.speculation.top_k, self.layout, self.call.kernels
         )
-        # A NaN would upset the order of scores, which keeps parents before their children.
+        # NaN would break the order of scores, by which parents come before their children.
         return Children(self._target_ids(index), jnp.where(jnp.isnan(values), -jnp.inf, values))
 
     @jax.named_scope("sample")
     def next_token(self, logits: Array, depth: int) -> tuple[Array, Array | None]:
         """A chain's token at ``depth`` from logits [B, 1, W / shards]: int32 [B, 1].
 
-        Beside it the distribution [B, 1, V / shards] that it was drawn from, None if it was not.
+        The second result is the distribution [B, 1, V / shards] that it was drawn from, or None if
+        it was not drawn.
         """
         logits, probs = self._processed(logits), None
         if self.speculation.resolved_proposal == "sampled":
@@ -102,12 +106,12 @@ class Proposer(NamedTuple):
         )
 
     def _ranked(self, logits: Array, depth: int) -> Array:
-        """Processed logits plus the noise that the proposal ranks them under."""
+        """Processed logits plus the noise of the proposal, by which tokens are ranked."""
         proposal = self.speculation.resolved_proposal
         if proposal == "top_k":
             return logits
         stream = Stream.DRAFT if proposal == "sampled" else Stream.TARGET
-        positions = (self.context_lens + depth)[:, None]  # of every beam
+        positions = (self.context_lens + depth)[:, None]  # the same for all beams
         ids = self._local_token_ids(logits.shape[-1])
         return perturb(logits, self.sampling, positions, ids, stream, greedy=self.call.greedy)
 
@@ -119,12 +123,13 @@ class Proposer(NamedTuple):
         return ids if self.token_ids is None else self.token_ids[ids]
 
     def _over_target_vocab(self, probs: Array) -> Array:
-        """A draft distribution [B, k, W / shards] laid out as the target's [B, k, V / shards]."""
+        """Expand a draft distribution to the target's vocabulary: [B, k, W / shards] ->
+        [B, k, V / shards]."""
         if self.layout.vocab:
             probs = jax.lax.all_gather(probs, self.layout.vocab, axis=2, tiled=True)
         ids = jnp.arange(probs.shape[-1]) if self.token_ids is None else self.token_ids
         offset = collectives.shard_offset(self.target_vocab, self.target_layout.vocab)
-        # A negative index would wrap around: send it past the end, where it is dropped.
+        # A negative index would wrap around. It is replaced by one past the end, which is dropped.
         local = jnp.where(ids >= offset, ids - offset, self.target_vocab)
         empty = jnp.zeros((*probs.shape[:2], self.target_vocab), probs.dtype)
         return empty.at[:, :, local].set(probs, mode="drop")
@@ -176,12 +181,12 @@ def grow(
 def _grow_chain(
     proposer: Proposer, roots: Array, root_logits: Array, step: Step, carry: Any
 ) -> tuple[DraftTree, Any]:
-    """As grow with one beam and one child, which needs no scores."""
+    """grow with one beam and one child per level, which needs no scores."""
     spec, logits = proposer.speculation, root_logits[:, None]
     tokens, probs = [roots[:, None]], []
     for depth in range(1, spec.max_depth + 1):
         if depth > 1:
-            # Scratch node d - 1 sees all those before it.
+            # Each scratch node sees itself and all scratch nodes before it.
             seen = _own_bits(0, depth - 1, _words(spec)).sum(axis=0, dtype=np.uint32)
             ancestors = jnp.broadcast_to(seen, (*tokens[-1].shape, seen.size))
             parents = jnp.zeros_like(tokens[-1])
@@ -192,7 +197,7 @@ def _grow_chain(
         probs.append(drawn_from)
     drawn = [q for q in probs if q is not None]
     if drawn:
-        drawn = [jnp.zeros_like(drawn[0]), *drawn]  # nobody drew the root
+        drawn = [jnp.zeros_like(drawn[0]), *drawn]  # the root was not drawn
     size = jnp.full(roots.shape, spec.num_nodes)
     chain = make_chain(
         jnp.concatenate(tokens, axis=1), size, jnp.concatenate(drawn, axis=1) if drawn else None
@@ -201,7 +206,7 @@ def _grow_chain(
 
 
 class _Candidates(NamedTuple):
-    """Children tried at one level; candidate 0 is the root."""
+    """Children proposed at one level. Candidates of all levels are numbered; 0 is the root."""
 
     tokens: Array  # [B, c]
     scores: Array  # [B, c] cumulative log-probability
@@ -213,12 +218,13 @@ def _flatten(x: Array) -> Array:
 
 
 def _words(spec: SpeculationConfig) -> int:
-    """Of a mask over the scratch nodes of all levels."""
+    """Number of words in a mask over the scratch nodes of all levels."""
     return -(-spec.top_k * spec.max_depth // 32)
 
 
 def _own_bits(first: int, count: int, words: int) -> np.ndarray:
-    """Mask bit of scratch nodes first .. first + count - 1: uint32 [count, words]."""
+    """Mask with the own bit of each of the scratch nodes first .. first + count - 1: uint32
+    [count, words]."""
     node = first + np.arange(count)
     bit = np.uint32(1) << (node % 32).astype(np.uint32)
     return np.where(np.arange(words) == node[:, None] // 32, bit[:, None], np.uint32(0))
@@ -232,7 +238,7 @@ def _first_beams(children: Children, spec: SpeculationConfig) -> Beams:
 
 
 def _next_beams(beams: Beams, children: Children, picked: Array, spec: SpeculationConfig) -> Beams:
-    """``picked`` [B, k]: index of each new beam among the k * k children."""
+    """The next level's beams. ``picked`` [B, k]: index of each among the k * k children."""
     parents = picked // spec.top_k
     first = beams.first + spec.top_k
     inherited = jnp.take_along_axis(beams.ancestors, parents[..., None], axis=1)
@@ -246,15 +252,18 @@ def _next_beams(beams: Beams, children: Children, picked: Array, spec: Speculati
 
 
 def _rerank(roots: Array, candidates: list[_Candidates], spec: SpeculationConfig) -> DraftTree:
-    """The best candidates, in order; a parent scores no less than its children and precedes them,
-    so the choice is closed under parents."""
+    """The tree of the best candidates, in order.
+
+    A parent scores no less than its children and comes before them, so the parents of all chosen
+    candidates are chosen too.
+    """
     tokens, scores, parents = (
-        jnp.concatenate(parts, axis=1) for parts in zip(*candidates, strict=True)
+        jnp.concatenate(levels, axis=1) for levels in zip(*candidates, strict=True)
     )
     keep = min(spec.num_nodes - 1, tokens.shape[1])
     _, best = local_top_k(scores, keep)
     best = jnp.sort(best, axis=1)
-    # Node of a candidate = how many kept candidates lie before it, plus the root.
+    # The node index of a candidate is the number of kept candidates before it, plus 1 for the root.
     wanted = jnp.take_along_axis(parents, best, axis=1)  # candidate index, 0 the root
     node = jnp.sum(best[:, None, :] + 1 < wanted[:, :, None], axis=-1) + 1
     node_parents = jnp.where(wanted == 0, 0, node)

@@ -17,35 +17,35 @@ from jaxspec.speculation.call import Call
 from jaxspec.speculation.drafters import Drafter
 from jaxspec.speculation.tree import DraftTree, pad_tree, root_only
 from jaxspec.state import Ending, EngineState, Statistics, Status, write_tokens
-from pallas_kernels.tuning import fewest_rows
+from pallas_kernels.policy import fewest_rows
 
 
 class RoundOutput(NamedTuple):
-    """What a round committed. A = the call's max_depth + 1."""
+    """The tokens that a round committed. A = the call's max_depth + 1."""
 
     tokens: Array  # int32 [R, A]
     counts: Array  # int32 [R] tokens committed
     accepted: Array  # int32 [R] drafted tokens accepted
     drafted: Array  # int32 [R] drafted tokens verified
     logprobs: Array | None  # float32 [R, A], of ``tokens``
-    hidden: Array | None  # [R, A, n * H], at the nodes that came before them
+    hidden: Array | None  # [R, A, n * H], at the node that each token was sampled from
 
 
 class Scores(NamedTuple):
-    """What a verification gives for every node."""
+    """The results of a verification, for every node."""
 
     logits: Array  # float32 [R, N, V / shards], raw
-    features: Array | None  # [R, N, C], what the drafter captures
-    hidden: Array | None  # [R, N, n * H], what the caller asked for
+    features: Array | None  # [R, N, C], hidden states that the drafter captures
+    hidden: Array | None  # [R, N, n * H], hidden states that the caller asked for
     layers: LayerStates
 
 
 def run_round(
     target: Decoder, drafter: Drafter, call: Call, state: EngineState
 ) -> tuple[EngineState, RoundOutput]:
-    """Commit between 1 and max_depth + 1 tokens of every row that decodes.
+    """Commit between 1 and max_depth + 1 tokens of every row that is decoding.
 
-    Raises ValueError for a drafter whose tree is larger than the call's.
+    Raises ValueError if the drafter's tree is larger than the call's.
     """
     tree, state = _draft(target, drafter, call, state)
     scores = verify(target, state, tree, call, drafter.capture)
@@ -76,7 +76,7 @@ def run_round(
 def _draft(
     target: Decoder, drafter: Drafter, call: Call, state: EngineState
 ) -> tuple[DraftTree, EngineState]:
-    """The tree to verify, padded to its width, and the state after drafting it."""
+    """The tree to verify, padded to its final width, and the state after drafting."""
     shape = call.speculation
     if shape.is_plain:
         tree = root_only(state.rows.roots)
@@ -104,7 +104,7 @@ def verify(
     call: Call,
     capture: tuple[int, ...] = (),
 ) -> Scores:
-    """Score every node in one pass; node i goes to slot ``context_lens + i`` of its row."""
+    """Score every node in one target pass. Node i is written to slot ``context_lens + i``."""
     rows = state.rows
     index = jnp.arange(tree.tokens.shape[1])
     context = rows.context_lens[:, None]
@@ -136,7 +136,7 @@ def verify(
 def split_captured(
     captured: Array | None, own: int, asked: int
 ) -> tuple[Array | None, Array | None]:
-    """The drafter's captured states and those that the caller asked for."""
+    """Split captured states into the drafter's (``own``) and the caller's (``asked``)."""
     if captured is None or not own or not asked:
         return (captured, None) if own else (None, captured)
     width = captured.shape[-1] // (own + asked)
@@ -158,7 +158,7 @@ def accept(
 
 @jax.named_scope("accept")
 def _finite(accepted: Accepted, logits: Array, target: Decoder) -> Array:
-    """Whether the target's logits along the path are numbers: bool [R, A]."""
+    """Whether the target's logits at each node of the path are finite: bool [R, A]."""
     if accepted.finite is not None:
         return accepted.finite
     finite = collectives.all_finite(logits, target.layout)
@@ -167,10 +167,10 @@ def _finite(accepted: Accepted, logits: Array, target: Decoder) -> Array:
 
 @jax.named_scope("accept")
 def _limit(accepted: Accepted, state: EngineState, finite: Array) -> tuple[Array, Array]:
-    """Tokens to commit and why a row ends: (counts, Ending), int32 [R].
+    """Number of tokens to commit, and why a row ends: (counts, Ending), int32 [R].
 
-    They are cut at the first stop token, at max_lens, and before the first token that was taken
-    from logits that are not numbers.
+    Tokens are cut after the first stop token, at max_lens, and before the first token sampled from
+    logits that are not finite.
     """
     rows, width = state.rows, accepted.tokens.shape[1]
     room = rows.max_lens - rows.context_lens - 1

@@ -8,14 +8,14 @@ from jaxspec.pytree import Pytree, array, pytree, static
 
 @pytree
 class DraftTree(Pytree):
-    """Drafted tokens of each sequence as a tree; node 0 is the last committed token.
+    """Drafted tokens of each sequence as a tree; node 0, the root, is the last committed token.
 
-    A parent comes before its children, and siblings hold distinct tokens in the order they were
+    A parent comes before its children. Siblings hold distinct tokens, in the order they were
     proposed. Nodes from ``num_nodes`` on are padding. A node's ancestors include itself.
 
-    ``probs``, when the tokens were drawn at random, holds for each node the distribution
-    (over this device's vocabulary shard) that its token was drawn from, unknown for the root;
-    None means that the tree is a deterministic function of the past.
+    If tokens were drawn at random, ``probs`` holds for each node the distribution (over this
+    device's vocabulary shard) that its token was drawn from; the root's entry is not used. None
+    means that the tree is a deterministic function of the tokens before it.
     """
 
     tokens: Array = array("batch", "nodes")  # int32 [B, N]
@@ -37,7 +37,7 @@ def make_tree(
     is_chain: bool = False,
     probs: Array | None = None,
 ) -> DraftTree:
-    """A DraftTree from tokens and parents [B, N]; padding is whatever lies past ``num_nodes``."""
+    """A DraftTree from tokens and parents [B, N]; nodes from ``num_nodes`` [B] on are padding."""
     index = jnp.arange(tokens.shape[1])
     valid = index < num_nodes[:, None]
     parents = jnp.where(valid & (index > 0), parents, -1)
@@ -46,7 +46,7 @@ def make_tree(
         tokens=jnp.where(valid, tokens, 0).astype(jnp.int32),
         parents=parents.astype(jnp.int32),
         depth=jnp.where(valid, jnp.sum(closure, axis=-1, dtype=jnp.int32) - 1, 0),
-        # A padding node sees nothing of the tree, not even its own slot, which nobody writes.
+        # A padding node sees no node of the tree, not even itself: its slot is never written.
         ancestors=pack_mask(closure & valid[:, :, None]),
         num_nodes=num_nodes.astype(jnp.int32),
         probs=probs,
@@ -56,21 +56,21 @@ def make_tree(
 
 
 def make_chain(tokens: Array, num_nodes: Array, probs: Array | None = None) -> DraftTree:
-    """The tree whose node ``i`` hangs from node ``i - 1``: tokens [B, N], root first."""
+    """The tree in which the parent of node ``i`` is node ``i - 1``: tokens [B, N], root first."""
     batch, size = tokens.shape
     parents = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32) - 1, (batch, size))
     return make_tree(tokens, parents, num_nodes, size - 1, is_chain=True, probs=probs)
 
 
 def root_only(tokens: Array) -> DraftTree:
-    """Plain decoding's tree: the last committed tokens [B] alone."""
+    """The tree of plain decoding: only the last committed tokens [B]."""
     return make_chain(tokens[:, None], jnp.ones_like(tokens))
 
 
 def pad_tree(tree: DraftTree, width: int) -> DraftTree:
-    """The same tree with padding nodes up to ``width``.
+    """The same tree, padded to ``width`` nodes.
 
-    Raises ValueError if the tree is wider already.
+    Raises ValueError if the tree has more nodes than that.
     """
     batch, size = tree.tokens.shape
     if size > width:
@@ -93,7 +93,7 @@ def pad_tree(tree: DraftTree, width: int) -> DraftTree:
 
 
 def ancestor_closure(parents: Array, max_depth: int) -> Array:
-    """Which nodes are a node's ancestors or itself: parents [B, N] -> bool [B, N, N]."""
+    """Whether node j is node i or one of its ancestors: parents [B, N] -> bool [B, N, N]."""
     size = parents.shape[1]
     closure = jnp.broadcast_to(jnp.eye(size, dtype=bool), (*parents.shape, size))
     pointer = parents
@@ -105,7 +105,7 @@ def ancestor_closure(parents: Array, max_depth: int) -> Array:
 
 
 def pack_mask(mask: Array) -> Array:
-    """Bits of 32 columns a word: bool [..., N] -> uint32 [..., ceil(N / 32)]."""
+    """Pack 32 columns into each word: bool [..., N] -> uint32 [..., ceil(N / 32)]."""
     *lead, size = mask.shape
     words = -(-size // 32)
     padded = jnp.pad(mask, [(0, 0)] * len(lead) + [(0, words * 32 - size)])

@@ -1,4 +1,4 @@
-"""The residual stream's addition and the norm after it, in one pass."""
+"""Addition to the residual stream and the RMS norm that follows, in one pass."""
 
 import functools
 
@@ -10,45 +10,51 @@ from pallas_kernels.add_rms_norm.reference import add_rms_norm_reference
 from pallas_kernels.gradients import with_reference_gradient
 from pallas_kernels.selection import Implementation, kernel_module
 
-WIDTH_STEP = 256  # of the kernel's rows: two entries for each of a warpgroup's 128 threads
-MOST_WIDTH = 16384  # that registers hold
+WIDTH_STEP = 256  # the kernel's row width is a multiple: two entries for each of 128 threads
+MAX_WIDTH = 16384  # widest row that fits the registers of a warpgroup
 
 
 def add_rms_norm(
-    x: Array, parts: Array, weight: Array, eps: float, implementation: Implementation = "reference"
+    x: Array,
+    partials: Array,
+    weight: Array,
+    eps: float,
+    implementation: Implementation = "reference",
 ) -> tuple[Array, Array]:
-    """x plus the parts, and its root-mean-square norm times ``weight``.
+    """Add a split-K product to x, and compute the root-mean-square norm of the sum.
 
     Args:
-      x: [..., H]
-      parts: [S, ..., H]; their sum is rounded to x's dtype before it is added. Rows past x's are
-        padding. See products.py.
-      weight: [H]
+      x: [B, ..., H]
+      partials: [S, B, ..., H] split-K partial sums, or S = 1 for an unsplit product (see
+        products.py). Their sum is rounded to x's dtype before it is added. Rows past x's are
+        padding.
+      weight: [H], multiplies the norm.
       implementation: "auto" takes the Hopper kernel where it fits (bfloat16, H a
         multiple of 256 up to 16384), else the reference.
 
-    Returns the sum and the normed sum, both [..., H]. The norm's arithmetic is float32.
+    Returns the sum and the normed sum, both [B, ..., H]. The norm is computed in float32.
 
-    Raises ValueError for arguments that the kernel cannot take when it is named.
+    Raises ValueError if ``implementation`` is "mosaic_gpu" and the kernel cannot take the
+    arguments.
     """
     reference = functools.partial(add_rms_norm_reference, eps=eps)
-    mosaic = kernel_module("add_rms_norm", implementation, misfit(x, parts, weight))
+    mosaic = kernel_module("add_rms_norm", implementation, misfit(x, partials, weight))
     if mosaic is None:
-        return reference(x, parts, weight)
+        return reference(x, partials, weight)
     kernel = functools.partial(mosaic.add_rms_norm_mosaic, eps=eps)
-    return with_reference_gradient(kernel, reference)(x, parts, weight)
+    return with_reference_gradient(kernel, reference)(x, partials, weight)
 
 
-def misfit(x: Array, parts: Array, weight: Array) -> str | None:
+def misfit(x: Array, partials: Array, weight: Array) -> str | None:
     """Why the kernel cannot take these rows, None if it can."""
     width = x.shape[-1]
     if not x.dtype == weight.dtype == jnp.bfloat16:
         return f"{x.dtype} rows and {weight.dtype} weights: both must be bfloat16"
-    if not takes_parts(x.dtype, width):
-        return f"rows of {width}: a multiple of {WIDTH_STEP} up to {MOST_WIDTH}"
+    if not takes_partials(x.dtype, width):
+        return f"rows of {width}: a multiple of {WIDTH_STEP} up to {MAX_WIDTH}"
     return None
 
 
-def takes_parts(dtype: jax.typing.DTypeLike, width: int) -> bool:
-    """Whether the kernel takes rows of this dtype and width: it adds up float32 parts of them."""
-    return jnp.dtype(dtype) == jnp.bfloat16 and width % WIDTH_STEP == 0 and width <= MOST_WIDTH
+def takes_partials(dtype: jax.typing.DTypeLike, width: int) -> bool:
+    """Whether the kernel takes rows of this dtype and width; if so, also as partial sums."""
+    return jnp.dtype(dtype) == jnp.bfloat16 and width % WIDTH_STEP == 0 and width <= MAX_WIDTH

@@ -18,27 +18,27 @@ EPS = 1e-5
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """``rows`` rows of ``hidden``; several parts are float32."""
+    """``rows`` rows of ``hidden`` entries. With ``num_splits`` above 1 the products are float32."""
 
     rows: int
     hidden: int
-    num_parts: int = 1
+    num_splits: int = 1
 
     def __str__(self) -> str:
-        parts = f", {self.num_parts} parts" if self.num_parts > 1 else ""
-        return f"{self.rows} x {self.hidden}{parts}"
+        partials = f", {self.num_splits} partial sums" if self.num_splits > 1 else ""
+        return f"{self.rows} x {self.hidden}{partials}"
 
     @property
     def num_bytes(self) -> int:
-        """What is read and written: rows, parts, weights, sums and normed sums."""
-        part_bytes = 2 if self.num_parts == 1 else 4 * self.num_parts
-        return self.hidden * (2 + self.rows * (6 + part_bytes))
+        """Bytes read and written: rows, partial sums, weights, sums and normed sums."""
+        partial_bytes = 2 if self.num_splits == 1 else 4 * self.num_splits
+        return self.hidden * (2 + self.rows * (6 + partial_bytes))
 
 
 TEST_CASES = (Case(1, 256), Case(5, 768), Case(6, 4096), Case(2, 4096, 8), Case(3, 16384, 2))
 BENCHMARK_CASES = (
     *(Case(rows, 4096) for rows in (1, 6, 48, 192, 2048)),
-    *(Case(rows, 4096, parts) for rows, parts in ((6, 4), (48, 4), (48, 8))),
+    *(Case(rows, 4096, splits) for rows, splits in ((6, 4), (48, 4), (48, 8))),
 )
 
 
@@ -46,13 +46,13 @@ def make_arguments(
     case: Case, dtype: Any = jnp.float32, seed: int = 0
 ) -> tuple[Array, Array, Array]:
     """Positional arguments of add_rms_norm, without eps."""
-    x_key, parts_key, weight_key = jax.random.split(jax.random.key(seed, impl="rbg"), 3)
+    x_key, partials_key, weight_key = jax.random.split(jax.random.key(seed, impl="rbg"), 3)
     shape = (case.rows, case.hidden)
-    part_dtype = dtype if case.num_parts == 1 else jnp.float32
-    padded = (case.num_parts, case.rows + (case.rows == 1), case.hidden)
+    partial_dtype = dtype if case.num_splits == 1 else jnp.float32
+    padded = (case.num_splits, case.rows + (case.rows == 1), case.hidden)
     return (
         jax.random.normal(x_key, shape, dtype),
-        jax.random.normal(parts_key, padded, part_dtype),
+        jax.random.normal(partials_key, padded, partial_dtype),
         1 + 0.1 * jax.random.normal(weight_key, shape[1:], dtype),
     )
 

@@ -1,6 +1,7 @@
-"""Residual addition and norm on Hopper GPUs: a warpgroup a row.
+"""Residual addition and norm on Hopper GPUs: one warpgroup per row.
 
-Clusters of 2 to 8 blocks a row were slower on an H100 (48 rows of 4096: 3.6 to 4.1 us; 3.5 alone).
+Clusters of 2 to 8 blocks per row were slower on an H100 (48 rows of 4096: 3.6 to 4.1 us, against
+3.5 us with one block).
 """
 
 import functools
@@ -21,34 +22,34 @@ THREADS = 128  # of a warpgroup
 @functools.partial(jax.jit, static_argnames=("eps", "interpret"))
 def add_rms_norm_mosaic(
     x: Array,  # [..., H]
-    parts: Array,  # [S, ..., H]
+    partials: Array,  # [S, ..., H]
     weight: Array,  # [H]
     eps: float,
     *,
     interpret: Any = None,
 ) -> tuple[Array, Array]:
-    """See pallas_kernels.add_rms_norm.add_rms_norm; only where ``misfit`` finds nothing.
+    """See pallas_kernels.add_rms_norm.add_rms_norm; only for arguments that ``misfit`` accepts.
 
     ``interpret``: plgpu.InterpretGPUParams, for tests.
     """
-    num_parts, hidden = len(parts), x.shape[-1]
+    num_splits, hidden = len(partials), x.shape[-1]
     rows = x.size // hidden
-    # One for all dtypes: each would have its own by default.
+    # The same layout for all dtypes; the default depends on the dtype.
     layout = plgpu.Layout.WG_STRIDED((hidden,), vec_size=math.gcd(hidden // THREADS, 4))
 
-    def add_rms_norm_kernel(x_ref, parts_ref, weight_ref, total_ref, normed_ref):
+    def add_rms_norm_kernel(x_ref, partials_ref, weight_ref, total_ref, normed_ref):
         row = lax.axis_index("row")
 
         def load(ref: Any) -> Array:
             return plgpu.load(ref, layout=layout)
 
         residual = load(x_ref.at[row])
-        added = [load(parts_ref.at[part, row]) for part in range(num_parts)]
+        added = [load(partials_ref.at[split, row]) for split in range(num_splits)]
         scales = load(weight_ref)
-        y = total_f32(added).astype(x.dtype)  # as a product in one part is rounded
+        y = total_f32(added).astype(x.dtype)  # rounded as an unsplit product is
         total = (residual.astype(jnp.float32) + y.astype(jnp.float32)).astype(x.dtype)
         total_ref[row] = total
-        wide = total.astype(jnp.float32)  # as the residual stream holds it
+        wide = total.astype(jnp.float32)  # from the rounded sum, as the reference does
         scale = lax.rsqrt(jnp.sum(wide * wide) / hidden + eps)
         normed_ref[row] = (wide * scale).astype(x.dtype) * scales
 
@@ -61,5 +62,7 @@ def add_rms_norm_mosaic(
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=interpret,
     )
-    total, normed = kernel(x.reshape(rows, hidden), parts.reshape(num_parts, -1, hidden), weight)
+    total, normed = kernel(
+        x.reshape(rows, hidden), partials.reshape(num_splits, -1, hidden), weight
+    )
     return total.reshape(x.shape), normed.reshape(x.shape)

@@ -1,10 +1,10 @@
-"""The specification of add_rms_norm in jnp, and its path on CPU and TPU."""
+"""The specification of add_rms_norm in jnp; also the implementation on CPU and TPU."""
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.products import sum_parts
+from pallas_kernels.products import sum_partials
 
 
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:
@@ -15,8 +15,8 @@ def rms_norm(x: Array, weight: Array, eps: float) -> Array:
 
 
 def add_rms_norm_reference(
-    x: Array, parts: Array, weight: Array, eps: float
+    x: Array, partials: Array, weight: Array, eps: float
 ) -> tuple[Array, Array]:
     """See pallas_kernels.add_rms_norm.add_rms_norm."""
-    total = x + sum_parts(parts, len(x), x.dtype)
+    total = x + sum_partials(partials, len(x), x.dtype)
     return total, rms_norm(total, weight, eps)

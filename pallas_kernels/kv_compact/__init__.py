@@ -1,4 +1,4 @@
-"""Moving a few rows of every layer's KV cache, many caches in one launch."""
+"""Moves a few rows of every layer's KV cache, many caches in one launch."""
 
 from collections.abc import Sequence
 
@@ -8,8 +8,8 @@ from jax import Array
 from pallas_kernels.kv_compact.reference import kv_compact_reference
 from pallas_kernels.selection import Implementation, kernel_module
 
-HEAD_STEP = 128  # width of the rows that the kernel was tried with
-MOST_ROWS = 32  # of a sequence; they are all held in shared memory
+HEAD_STEP = 128  # the kernel was tested with multiples of this head dimension
+MAX_ROWS = 32  # of a sequence; all are held in shared memory
 
 
 def kv_compact(
@@ -18,19 +18,22 @@ def kv_compact(
     destination: Array,
     implementation: Implementation = "reference",
 ) -> tuple[Array, ...]:
-    """Move rows of slots ``source`` to slots ``destination``, in each of many caches.
+    """Move the rows at slots ``source`` to slots ``destination``, in each of many caches.
 
-    All rows of a sequence are read before any is written, so the two may overlap.
+    All rows of a sequence are read before any is written, so source and destination may overlap.
 
     Args:
-      pages: caches [P, G, K, D] of one shape and dtype, written in place where the caller gives
-        them up.
-      source, destination: int32 [B, A], ``page * K + offset``; destinations are distinct, but for
-        those of the null page 0. No sequence reads what another one writes.
+      pages: caches [P, G, K, D] of one shape and dtype, written in place where the caller donates
+        them.
+      source, destination: int32 [B, A], ``page * K + offset``. Destinations must be distinct,
+        except for slots of the null page 0. No sequence may read what another one writes.
       implementation: "auto" takes the Hopper kernel where it fits (bfloat16, D a
         multiple of 128, at most 32 rows), else the reference.
 
-    Raises ValueError for arguments that the kernel cannot take when it is named.
+    Returns the caches, in the same order.
+
+    Raises ValueError if ``implementation`` is "mosaic_gpu" and the kernel cannot take the
+    arguments.
     """
     problem = misfit(pages, source)
     mosaic = kernel_module("kv_compact", implementation, problem)
@@ -45,6 +48,6 @@ def misfit(pages: Sequence[Array], source: Array) -> str | None:
         return f"{len(pages)} caches that are not bfloat16 of one shape"
     if pages[0].shape[-1] % HEAD_STEP:
         return f"heads of {pages[0].shape[-1]}: they must be a multiple of {HEAD_STEP} wide"
-    if source.shape[1] > MOST_ROWS:
-        return f"{source.shape[1]} rows a sequence: at most {MOST_ROWS}"
+    if source.shape[1] > MAX_ROWS:
+        return f"{source.shape[1]} rows per sequence: at most {MAX_ROWS}"
     return None

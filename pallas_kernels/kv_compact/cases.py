@@ -16,7 +16,7 @@ from pallas_kernels.kv_compact.reference import kv_compact_reference
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """The paths of ``batch`` trees of ``num_nodes``, ``depth`` long, in ``num_caches`` caches."""
+    """One path of ``depth`` nodes in each of ``batch`` trees of ``num_nodes``, over many caches."""
 
     batch: int
     num_nodes: int
@@ -31,7 +31,7 @@ class Case:
 
     @property
     def num_bytes(self) -> int:
-        """Rows read and written."""
+        """Bytes of the rows read and written."""
         return 4 * self.batch * self.depth * self.num_caches * self.kv_heads * self.head_dim
 
 
@@ -44,16 +44,16 @@ BENCHMARK_CASES = tuple(Case(batch, 60, 8, num_caches=64, kv_heads=8) for batch 
 
 
 def make_arguments(case: Case, dtype: Any = jnp.float32, seed: int = 0) -> tuple[Any, Array, Array]:
-    """Positional arguments of kv_compact: random paths, the first of each cut short."""
+    """Positional arguments of kv_compact: random paths, the first one a node shorter."""
     rng = np.random.default_rng(seed)
     columns = 1 + case.num_nodes // case.page_size
-    first = (1 + np.arange(case.batch) * columns) * case.page_size + 1  # slot of each one's root
+    first = (1 + np.arange(case.batch) * columns) * case.page_size + 1  # slot of each root
     paths = np.stack(
         [np.sort(rng.permutation(case.num_nodes)[: case.depth]) for _ in range(case.batch)]
     )
     source, destination = first[:, None] + paths, first[:, None] + np.arange(case.depth)
     for slots in (source, destination):
-        slots[0, -1:] = 0  # the null page's
+        slots[0, -1:] = 0  # in the null page
     pool = (1 + case.batch * columns, case.kv_heads, case.page_size, case.head_dim)
     keys = jax.random.split(jax.random.key(seed, impl="rbg"), case.num_caches)
     pages = tuple(jax.random.normal(key, pool, dtype) for key in keys)

@@ -1,4 +1,4 @@
-"""Compaction on Hopper GPUs: one warpgroup for a cache, sequence and KV head."""
+"""Compaction on Hopper GPUs: one warpgroup per cache, sequence and KV head."""
 
 import functools
 from typing import Any
@@ -8,7 +8,7 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 from jax import Array, lax
 
-CACHES = 16  # of a launch: a kernel's parameters hold a descriptor of 128 bytes for each
+CACHES = 16  # per launch: the kernel's parameters hold a 128-byte TMA descriptor for each
 
 
 def kv_compact_mosaic(
@@ -17,7 +17,7 @@ def kv_compact_mosaic(
     destination: Array,  # [B, A]
     interpret: Any = None,
 ) -> tuple[Array, ...]:
-    """See pallas_kernels.kv_compact.kv_compact; only where ``misfit`` finds nothing.
+    """See pallas_kernels.kv_compact.kv_compact; only for arguments that ``misfit`` accepts.
 
     ``interpret``: plgpu.InterpretGPUParams, for tests.
     """
@@ -27,7 +27,7 @@ def kv_compact_mosaic(
     return tuple(moved)
 
 
-# Traced once for all launches of as many caches.
+# Traced once for all launches with the same number of caches.
 @functools.partial(jax.jit, static_argnames=("interpret",))
 def _compact_some(
     pages: tuple[Array, ...], source: Array, destination: Array, interpret: Any
@@ -57,7 +57,8 @@ def _compact_some(
                 def _write(row):
                     plgpu.copy_smem_to_gmem(rows.at[row], at(destination_ref, cache, row))
 
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # before the memory is another's
+                # The shared memory must have been read before another block may reuse it.
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     kernel = plgpu.kernel(
         kv_compact_kernel,

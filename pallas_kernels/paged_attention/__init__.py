@@ -8,8 +8,8 @@ from jax import Array
 
 from pallas_kernels.gradients import with_reference_gradient
 from pallas_kernels.paged_attention.reference import paged_attention_reference
+from pallas_kernels.paged_attention.tuning import ROWS
 from pallas_kernels.selection import Implementation, kernel_module
-from pallas_kernels.tuning import ROWS
 
 
 @jax.named_scope("attention")
@@ -28,38 +28,39 @@ def paged_attention(
     order_invariant: bool = False,
     implementation: Implementation = "reference",
 ) -> Array:
-    """Attend from T query tokens a sequence to its committed context and its own tree nodes.
+    """Attend from T query tokens per sequence to its committed context and its own tree nodes.
 
-    A query sees the committed slots ``first_slot <= s < context_lens`` and, past them, slot
-    ``context_lens + j`` where bit ``j`` of its ``ancestors`` row is set, or, with ``ancestors``
-    None, where ``j <= t`` (causal: the T queries are the next T tokens).
+    Query ``t`` sees the committed slots ``first_slot <= s < context_lens``. Past them it sees slot
+    ``context_lens + j`` if bit ``j`` of its ``ancestors`` row is set. With ``ancestors`` None it
+    sees those with ``j <= t`` (causal: the T queries are the next T tokens).
 
-    What nobody sees may be NaN or infinite: slots from ``kv_lens`` on, before ``first_slot`` or
-    left of every query's window, the null page, pages of no sequence. What some query of a sequence
-    sees must be finite, and so must the slots between its context and ``kv_lens``.
+    Slots that no query sees may hold NaN or infinity: slots from ``kv_lens`` on, slots before
+    ``first_slot`` or left of every query's window, the null page, and pages of no sequence. Slots
+    that some query of a sequence sees must be finite, and so must all slots between its context and
+    ``kv_lens``.
 
     Args:
-      q: [B, T, Q, D]. Queries ``q // (Q / G)`` share KV head ``q``.
-      k_pages, v_pages: [P, G, K, D]; the queries' own keys and values are already written.
-      page_table: [B, M] int32, page of each run of K slots.
+      q: [B, T, Q, D]. Query heads ``g * Q / G`` to ``(g + 1) * Q / G - 1`` share KV head ``g``.
+      k_pages, v_pages: [P, G, K, D]; they already hold the queries' own keys and values.
+      page_table: [B, M] int32, the pages of each sequence, in order.
       context_lens: [B] int32, committed slots of each sequence.
-      positions: [B, T] int32, each query's position counted in slots; used by ``window`` only.
+      positions: [B, T] int32, the position of each query counted in slots; only used by ``window``.
       ancestors: [B, T, words] uint32 bit mask over the slots past the context, or None.
       window: attend only to the latest ``window`` positions, the query's own included. Tree slots
-        are always inside it: the caller keeps trees shallower than the window.
-      kv_lens: [B] int32; slots from ``kv_lens[b]`` on hold nothing: no query of sequence ``b`` sees
-        them, whatever the mask says, and the kernel does not look at them. None: ``context_lens``
-        plus T for causal queries, plus the bits of the mask for others.
+        are always visible under the mask: the caller must keep trees shallower than the window.
+      kv_lens: [B] int32, end of each sequence's slots. No query of sequence ``b`` sees a slot from
+        ``kv_lens[b]`` on, whatever the mask says. None: ``context_lens`` plus T for causal queries,
+        or plus the number of mask bits.
       first_slot: slots before it are hidden.
       order_invariant: accumulate in float64, so that the rounded result does not depend on which
-        slots the visible keys lie in. Slower.
+        slots hold the visible keys. Slower.
       implementation: "auto" takes the Hopper kernel where it fits (bfloat16, heads
         of 64 or 128, pages of 8 to 128 slots), else the reference.
 
-    Returns [B, T, Q, D] in q's dtype. Queries that see nothing return a finite value.
+    Returns [B, T, Q, D] in q's dtype. Queries that see no slot return a finite value.
 
-    Raises ValueError for shapes that do not belong together, and for arguments that the kernel
-    cannot take when it is named.
+    Raises ValueError for shapes that do not match, and if ``implementation`` is "mosaic_gpu" and
+    the kernel cannot take the arguments.
     """
     if kv_lens is None:
         kv_lens = context_lens + (q.shape[1] if ancestors is None else 32 * ancestors.shape[2])

@@ -16,10 +16,13 @@ from pallas_kernels.paged_attention.reference import paged_attention_reference
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One call. ``context_lens`` has an entry a sequence; with ``tree`` False queries are causal.
+    """One call.
 
-    ``num_columns`` None: as many pages a sequence as the longest needs. ``real_tokens``: the others
-    are padding without a slot; None: all are real.
+    Attributes:
+      context_lens: one entry per sequence.
+      tree: whether queries are tree nodes; otherwise they are causal.
+      num_columns: columns of the page table; None: as many pages as the longest sequence needs.
+      real_tokens: tokens of each sequence that are not padding; None: all.
     """
 
     name: str
@@ -40,7 +43,7 @@ class Case:
 
     @property
     def columns(self) -> int:
-        """Pages a sequence: enough for the context and the queries' own slots."""
+        """Pages per sequence: enough for the context and the queries' own slots."""
         needed = -(-(max(self.context_lens) + self.num_tokens) // self.page_size)
         return max(needed, self.num_columns or 0)
 
@@ -50,7 +53,7 @@ class Case:
 
     @property
     def visible_slots(self) -> int:
-        """Of all sequences, the queries' own included."""
+        """Visible slots of all sequences, the queries' own included."""
         most = max(self.context_lens) if self.window is None else self.window
         context = sum(min(max(length - self.first_slot, 0), most) for length in self.context_lens)
         return context + len(self.context_lens) * self.num_tokens
@@ -63,7 +66,7 @@ class Case:
 
     @property
     def flops(self) -> int:
-        """Of scores and weighted sums, as if each query saw all of its sequence's slots."""
+        """FLOPs of scores and weighted sums, as if each query saw all slots of its sequence."""
         return 4 * self.num_tokens * self.num_heads * self.head_dim * self.visible_slots
 
 
@@ -88,7 +91,7 @@ TEST_CASES = (
     Case("padded tree", (20, 0, 31), 40, 4, 2, 16, 16, tree=True, real_tokens=33),
 )
 
-# What the Hopper kernel takes: wide heads, pages that fill tiles.
+# Shapes that the Hopper kernel takes.
 KERNEL_CASES = (
     Case("K: one query", (70, 130), 1, 8, 2, 128, 64),
     Case("K: one node of a tree", (70, 0, 130), 1, 8, 2, 128, 16, tree=True),
@@ -105,7 +108,7 @@ KERNEL_CASES = (
     Case("K: padded chunk", (10, 125), 30, 4, 1, 128, 16, real_tokens=3),
 )
 
-# Long enough to go round the kernel's ring of blocks many times, and for splits without work.
+# Long enough to reuse each stage of the kernel's ring many times. Some splits have no work.
 LONG_CASES = (
     Case("L: one query", (3000, 5, 1025), 1, 8, 2, 128, 64),
     Case("L: a chain", (3000, 5, 1025), 6, 8, 2, 128, 16, tree=True),
@@ -116,8 +119,8 @@ LONG_CASES = (
     Case("L: causal chunk", (2000, 0, 77), 512, 8, 2, 128, 64),
 )
 
-# Llama-3.1-8B: 32 query heads over 8 KV heads of 128. Several queries are a tree. Small pages only
-# where there is much to read.
+# Llama-3.1-8B: 32 query heads and 8 KV heads of 128. Several queries form a tree. Pages of 16 slots
+# are timed for larger batches only.
 BENCHMARK_CASES = tuple(
     Case(
         f"{batch} x {context}k, {num_tokens} queries, page {page_size}",
@@ -162,9 +165,9 @@ def ancestor_words(parents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def make_arguments(
     case: Case, dtype: Any = jnp.float32, seed: int = 0
 ) -> tuple[Array, Array, Array, Array, Array, Array, Array | None, Array]:
-    """Positional arguments of paged_attention; each sequence's pages lie scattered in the pool.
+    """Positional arguments of paged_attention. Each sequence's pages are scattered over the pool.
 
-    Every slot holds noise, those that no query may see too.
+    Every slot holds noise, including those that no query may see.
     """
     rng = np.random.default_rng(seed)
     batch, columns = len(case.context_lens), case.columns
@@ -199,10 +202,10 @@ def make_arguments(
 
 
 def poisoned(case: Case, arguments: Any, poison: float) -> Any:
-    """The same, with ``poison`` in all keys and values that nobody sees.
+    """The same arguments, with ``poison`` in all keys and values that no query sees.
 
-    Those are the null page, where the table's columns without a slot point to, a page of no
-    sequence, slots past ``kv_lens``, before ``first_slot`` and left of every query's window.
+    Those are the null page (to which unused columns of the page table point), a page of no
+    sequence, and slots past ``kv_lens``, before ``first_slot`` or left of every query's window.
     """
     q, k_pages, v_pages, table, context_lens, positions, ancestors, kv_lens = arguments
     slots = np.arange(case.columns * case.page_size).reshape(case.columns, case.page_size)
@@ -225,7 +228,7 @@ def poisoned(case: Case, arguments: Any, poison: float) -> Any:
 
 
 def benchmarks(dtype: Any = jnp.bfloat16) -> tuple[Benchmark, ...]:
-    """The benchmark cases as calls to be timed; each call's output is the next one's queries."""
+    """The benchmark cases as calls to be timed; the output of a call is the next call's queries."""
     return tuple(as_benchmark(case, dtype) for case in BENCHMARK_CASES)
 
 

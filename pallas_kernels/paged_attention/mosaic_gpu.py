@@ -1,14 +1,15 @@
 """Paged attention on Hopper GPUs: flash attention over pages, split over the context.
 
-A block of threads (CTA) serves 64 query rows a compute warpgroup: all query heads of one KV head
-for a few tokens, so that each page is read once for its whole group. A producer warpgroup looks up
-page indices and has the copy engine bring keys and values into a ring of shared memory. Where there
-are fewer KV heads than the GPU has multiprocessors, a cluster of CTAs shares one context: each
-takes a run of it and they merge their softmaxes through each other's shared memory.
+Each compute warpgroup of a thread block (CTA) handles 64 query rows: all query heads of one KV head
+for a few tokens, so that a page is read once for all of them. A producer warpgroup looks up page
+indices and copies keys and values by TMA into a ring of blocks in shared memory. If there are fewer
+pairs of a sequence and a KV head than multiprocessors, a cluster of CTAs shares one context: each
+attends to a range of it, and they merge their softmaxes through distributed shared memory.
 
-Rows of values that nobody sees may be NaN, which no weight of 0 takes out of a sum. They lie in a
-context's first and last block alone: there the producer overwrites them with zeros, while the
-others are busy with scores. (What keys that nobody sees do to scores, the mask selects away.)
+Rows of values that no query sees may hold NaN. A weight of 0 would not remove it (0 x NaN is NaN).
+Such rows lie only in the first and the last block of a context. There the producer overwrites them
+with zeros while the compute warpgroups are busy with scores. (Keys that no query sees need no such
+care: the mask replaces their scores.)
 """
 
 import dataclasses
@@ -25,20 +26,23 @@ import numpy as np
 from jax import Array, lax
 
 from pallas_kernels import cluster
+from pallas_kernels.paged_attention.tuning import ROWS, AttentionTuning, attention_tuning
 from pallas_kernels.shared_memory import SWIZZLED, zero_rows_outside
-from pallas_kernels.tuning import ROWS, AttentionTuning, attention_tuning
 
-# Finite, so that a row that sees nothing stays free of NaN. A running maximum starts far above what
-# is masked: no rounding of it can then give a masked score weight.
+# Finite, so that a row that sees no slot gives no NaN. The running maximum starts far above masked
+# scores, so that rounding can never give a masked score any weight.
 MASKED, LOWEST_PEAK = -1e30, -1e20
-MERGED_PARTS = 32  # of rows, merged at a time: more would take more registers than attention
-TINY = 1e-30  # weight that a row which sees nothing divides by
+MERGED_ROWS = 32  # rows of all splits merged at a time; more would need more registers
+TINY = 1e-30  # smallest softmax sum to divide by, for rows that see no slot
 _ROW_LAYOUT = plgpu.Layout.WGMMA.reduce(1)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """Sizes of a call. A tile is the rows of one warpgroup: ``tokens`` tokens of one KV head."""
+    """Sizes of a call. A tile is the rows of one warpgroup: ``tokens`` tokens of one KV head.
+
+    The *edges* of a context are the blocks that hold its first visible slot and its end.
+    """
 
     batch: int
     num_tokens: int
@@ -48,8 +52,8 @@ class _Plan:
     page_size: int
     columns: int  # of the page table
     words: int  # of the ancestor mask
-    causal: bool  # no mask: a token sees those before it
-    tiles: int  # warpgroups that share a sequence's tokens
+    causal: bool  # no mask: a token sees the tokens before it
+    tiles: int  # tiles that share the tokens of a sequence
     tokens: int  # of a tile
     window: int | None
     first_slot: int
@@ -71,7 +75,7 @@ class _Plan:
 
     @property
     def num_edges(self) -> int:
-        """Blocks that may hold slots that nobody sees: a context's last and, maybe, its first."""
+        """Blocks that may hold slots that no query sees: the last of a context, maybe the first."""
         return 2 if self.has_left_edge else 1
 
 
@@ -92,9 +96,9 @@ def paged_attention_mosaic(
     config: AttentionTuning | None = None,
     interpret: Any = None,
 ) -> Array:
-    """See pallas_kernels.paged_attention.paged_attention; only where ``misfit`` finds nothing.
+    """See pallas_kernels.paged_attention.paged_attention; only for what ``misfit`` accepts.
 
-    ``config`` None: from pallas_kernels.tuning. ``interpret``: plgpu.InterpretGPUParams, for tests.
+    ``config`` None: from tuning.py. ``interpret``: plgpu.InterpretGPUParams, for tests.
     """
     batch, num_tokens, num_heads, head_dim = q.shape
     _, kv_heads, page_size, _ = k_pages.shape
@@ -126,10 +130,10 @@ def paged_attention_mosaic(
         np.arange(plan.tiles)[:, None] * plan.tokens + np.arange(ROWS) // group, num_tokens - 1
     )
     if num_tokens == 1 and ancestors is not None:
-        row_words = ancestors[:, 0]  # [B, words], alike for all rows
+        row_words = ancestors[:, 0]  # [B, words], the same for all rows
     elif ancestors is None:
         last_node = token_of_row.astype(np.uint32)[:, None]
-        # A constant, lest a launch of its own makes it for every layer of a draft head.
+        # A constant: otherwise every layer of a draft head would need a launch to compute it.
         row_words = jnp.asarray(np.broadcast_to(last_node, (batch, tiles, 1, ROWS)))
     else:
         row_words = ancestors[:, token_of_row].transpose(0, 1, 3, 2)  # [B, tiles, words, ROWS]
@@ -147,22 +151,22 @@ def _make_kernel(plan: _Plan, dtype: Any, interpret: Any) -> Any:
     config = plan.config
     tile = (config.consumers, ROWS, plan.head_dim)
     ring = (config.stages, config.heads, config.block, plan.head_dim)
-    copies = config.heads * plan.pages_of_block  # that fill a stage
+    copies = config.heads * plan.pages_of_block  # TMA copies that fill a stage
 
-    # The merge comes after the last keys and values: it reuses their memory. Its rows are padded,
-    # or eight of them, which a warp writes at once, would start in the same bank.
+    # The merge comes after the last keys and values and reuses their memory. Rows are padded:
+    # otherwise the eight rows that a warp writes at once would start in the same bank.
     padded = (*tile[:2], plan.head_dim + 8)
-    part = plgpu.SMEM(padded, jnp.float32) if config.splits > 1 else None
+    shared_f32 = plgpu.SMEM(padded, jnp.float32) if config.splits > 1 else None
 
     def scratch() -> dict[str, Any]:
         refs = {
             "rows": plgpu.SMEM(tile, dtype),
             "queries": plgpu.SMEM(tile, dtype, transforms=SWIZZLED),
-            "k_or_part": _and_then(plgpu.SMEM(ring, dtype, transforms=SWIZZLED), part),
-            "v_or_log_sums": _and_then(plgpu.SMEM(ring, dtype, transforms=SWIZZLED), part),
+            "k_or_out": _and_then(plgpu.SMEM(ring, dtype, transforms=SWIZZLED), shared_f32),
+            "v_or_log_sums": _and_then(plgpu.SMEM(ring, dtype, transforms=SWIZZLED), shared_f32),
             "q_full": plgpu.Barrier(num_arrivals=plan.tokens, num_barriers=config.consumers),
             "k_full": plgpu.Barrier(num_arrivals=copies, num_barriers=config.stages),
-            # The edges' values have barriers of their own: the producer waits for those as well.
+            # Values of edge blocks have separate barriers, because the producer waits for them too.
             "v_full": plgpu.Barrier(
                 num_arrivals=copies, num_barriers=config.stages + plan.num_edges
             ),
@@ -172,18 +176,18 @@ def _make_kernel(plan: _Plan, dtype: Any, interpret: Any) -> Any:
         }
         if config.splits > 1:
             refs["all_read"] = plgpu.Barrier(num_arrivals=config.consumers)
-        if config.turns:
-            refs["turn"] = plgpu.Barrier(num_barriers=config.consumers)
+        if config.ping_pong:
+            refs["tensor_cores"] = plgpu.Barrier(num_barriers=config.consumers)
         return refs
 
     def paged_attention_kernel(
         q, k_pages, v_pages, table, context_lens, kv_lens, row_words, *windows_and_out, **refs
     ):
         *windows, out = windows_and_out
-        (refs["k"],), *part = refs["k_or_part"]
+        (refs["k"],), *split_out = refs["k_or_out"]
         (refs["v"],), *log_sums = refs["v_or_log_sums"]
         if config.splits > 1:
-            ((refs["part"],),), ((refs["log_sums"],),) = part, log_sums
+            ((refs["split_out"],),), ((refs["log_sums"],),) = split_out, log_sums
         work = _Work(plan, context_lens, kv_lens, windows[0] if windows else None)
         warpgroup = lax.axis_index("warpgroup")
 
@@ -192,9 +196,9 @@ def _make_kernel(plan: _Plan, dtype: Any, interpret: Any) -> Any:
             if config.registers:
                 plgpu.set_max_registers(config.producer_registers, action="decrease")
             _produce_blocks(plan, work, table, (k_pages, refs["k"]), (v_pages, refs["v"]), refs)
-            if config.splits > 1:  # every thread takes part in both meetings of the merge
-                cluster.meet()
-                cluster.meet()
+            if config.splits > 1:  # all threads must take part in both barriers of the merge
+                cluster.sync()
+                cluster.sync()
 
         @pl.when(warpgroup < config.consumers)
         def _compute():
@@ -233,19 +237,20 @@ def _make_kernel(plan: _Plan, dtype: Any, interpret: Any) -> Any:
 
 
 def _and_then(first: Any, second: Any | None) -> Any:
-    """Memory for one and, later, for the other; None: for the first alone, in the same form."""
+    """Memory for ``first`` and later for ``second``; None: for ``first`` only, nested alike."""
     return [[first]] if second is None else plgpu.RefUnion([first], [second])
 
 
 class _Work:
-    """The run of context blocks that this CTA attends to: [start, stop).
+    """The range of context blocks that this CTA attends to: [start, stop).
 
     Attributes:
-      first_head: KV head that the CTA starts with.
-      own_head: of the CTA's heads, which one a compute warpgroup serves; ``kv_head`` of all heads.
-      context: committed slots.
-      first, kv_len: slots before and from there on nobody sees.
-      all_see_from, all_see_to: slots that every row sees.
+      first_head: first KV head of the CTA.
+      own_head: the KV head of this compute warpgroup, counted from ``first_head``.
+      kv_head: the same, counted from 0.
+      context: number of committed slots.
+      first, kv_len: no row sees slots before ``first`` or from ``kv_len`` on.
+      all_see_from, all_see_to: every row sees the slots of this range.
     """
 
     def __init__(
@@ -263,7 +268,7 @@ class _Work:
         if window_edges is not None:
             edges = (window_edges[self.sequence, i] for i in range(2))
             first, self.all_see_from = (jnp.maximum(edge, plan.first_slot) for edge in edges)
-            # Nodes of a tree are inside every window.
+            # The window does not hide tree nodes.
             self.first = jnp.maximum(jnp.minimum(first, self.context), plan.first_slot)
         if plan.causal:
             tokens = plan.config.warpgroups * plan.tokens
@@ -271,7 +276,7 @@ class _Work:
             self.all_see_to += before
             end = jnp.minimum(end, self.context + before + tokens)
         self.all_see_to = jnp.minimum(self.all_see_to, self.kv_len)
-        # Where some row sees the first block, the first page is looked up without waiting.
+        # If block 0 is known to be visible, this is a constant and the page lookup need not wait.
         first_block = 0 if plan.window is None and plan.first_slot < block else self.first // block
         num_blocks = jnp.maximum((end + block - 1) // block - first_block, 0)
         share = (num_blocks + plan.config.splits - 1) // plan.config.splits
@@ -280,16 +285,19 @@ class _Work:
         self.stop = jnp.minimum(self.start + share, last)
 
     def is_left_edge(self, block: Array) -> Array:
-        """Whether a block holds slots before those that are seen, but none past them."""
+        """Whether a block starts before the first visible slot, and holds none from ``kv_len``."""
         size = self.plan.config.block
         return (block * size < self.first) & ((block + 1) * size <= self.kv_len)
 
     def is_right_edge(self, block: Array) -> Array:
-        """Whether a block holds slots past those that are seen: only the context's last can."""
+        """Whether a block holds slots from ``kv_len`` on: only the last of a context can."""
         return (block + 1) * self.plan.config.block > self.kv_len
 
     def values_barrier(self, block: Array, slot: Array) -> Array:
-        """Which barrier a block's values complete: the slot's or, from ``stages`` on, an edge's."""
+        """Barrier of a block's values: ``slot``, its place in the ring, or one of the edges'.
+
+        Those are ``stages`` for the right edge and ``stages + 1`` for the left one.
+        """
         stages = self.plan.config.stages
         if self.plan.has_left_edge:
             slot = jnp.where(self.is_left_edge(block), stages + 1, slot)
@@ -297,7 +305,7 @@ class _Work:
 
 
 def _produce_blocks(plan: _Plan, work: _Work, table: Any, k: Any, v: Any, refs: Any) -> None:
-    """Bring the blocks in order into the ring; page indices are read one block ahead."""
+    """Copy the blocks in order into the ring. Page indices are read one block ahead."""
     config = plan.config
     rows = min(config.block, plan.page_size)
 
@@ -317,22 +325,22 @@ def _produce_blocks(plan: _Plan, work: _Work, table: Any, k: Any, v: Any, refs: 
                 full,
             )
 
-    def wait_until_free(name: str, turn: Array) -> None:
-        @pl.when(turn >= config.stages)
+    def wait_until_free(name: str, index: Array) -> None:
+        @pl.when(index >= config.stages)
         def _():
-            plgpu.barrier_wait(refs[f"{name}_free"].at[lax.rem(turn, config.stages)])
+            plgpu.barrier_wait(refs[f"{name}_free"].at[lax.rem(index, config.stages)])
 
     def produce(block: Array, indices: tuple[Array, ...]) -> tuple[Array, ...]:
         following = pages(block + 1)
-        turn = block - work.start
-        slot = lax.rem(turn, config.stages)
-        if plan.has_left_edge:  # when all of the ring is on its way
-            clean_left_edge(turn == config.stages)
+        index = block - work.start
+        slot = lax.rem(index, config.stages)
+        if plan.has_left_edge:  # once copies for the whole ring have been issued
+            clean_left_edge(index == config.stages)
         for (source, ring), name, barrier in (
             (k, "k", slot),
             (v, "v", work.values_barrier(block, slot)),
         ):
-            wait_until_free(name, turn)
+            wait_until_free(name, index)
             copy(source, ring, refs[f"{name}_full"].at[barrier], block, slot, indices)
         return following
 
@@ -342,21 +350,21 @@ def _produce_blocks(plan: _Plan, work: _Work, table: Any, k: Any, v: Any, refs: 
             _clean_values(plan, work, work.start, jnp.int32(1), refs)
 
     lax.fori_loop(work.start, work.stop, produce, pages(work.start))
-    turns = work.stop - work.start
+    num_blocks = work.stop - work.start
     if plan.has_left_edge:
-        clean_left_edge((turns > 0) & (turns <= config.stages))
+        clean_left_edge((num_blocks > 0) & (num_blocks <= config.stages))
 
-    @pl.when((turns > 0) & work.is_right_edge(work.stop - 1))
+    @pl.when((num_blocks > 0) & work.is_right_edge(work.stop - 1))
     def _clean_right_edge():
         _clean_values(plan, work, work.stop - 1, jnp.int32(0), refs)
 
-    for i in range(config.stages):  # see every barrier to its last phase
-        wait_until_free("k", work.stop - work.start + i)
-        wait_until_free("v", work.stop - work.start + i)
+    for i in range(config.stages):  # every barrier must have completed its last phase
+        wait_until_free("k", num_blocks + i)
+        wait_until_free("v", num_blocks + i)
 
 
 def _clean_values(plan: _Plan, work: _Work, block: Array, edge: Array, refs: Any) -> None:
-    """Overwrite a block's values in slots that nobody sees with zeros, once they have come."""
+    """Overwrite a block's values in slots that no query sees with zeros, once they are loaded."""
     plgpu.barrier_wait(refs["v_full"].at[plan.config.stages + edge])
     slot = lax.rem(block - work.start, plan.config.stages)
     start = block * plan.config.block
@@ -372,10 +380,10 @@ def _clean_values(plan: _Plan, work: _Work, block: Array, edge: Array, refs: Any
 
 
 def _load_queries(plan: _Plan, work: _Work, q: Any, tile: Array, refs: Any) -> None:
-    """The tile's rows [ROWS, D] to shared memory; those past its tokens hold anything.
+    """Load the tile's rows [ROWS, D] to shared memory. Rows past its tokens are undefined.
 
-    The copy engine lays a few rows a token one after the other, which the matrix unit cannot read:
-    it wants tiles of 8 rows. Operands in registers would stay there for the whole of the work.
+    TMA copies a few rows per token, without a swizzle. They are then stored again in the tiled
+    layout that wgmma reads. Operands in registers would occupy them during the whole kernel.
     """
     warpgroup = lax.axis_index("warpgroup")
     full, rows = refs["q_full"].at[warpgroup], refs["rows"].at[warpgroup]
@@ -396,14 +404,15 @@ def _load_queries(plan: _Plan, work: _Work, q: Any, tile: Array, refs: Any) -> N
 
 
 def _row_load(ref: Any) -> Array:
-    """A value a row: [ROWS]."""
+    """Load one value per row: [ROWS]."""
     return plgpu.load(ref, layout=_ROW_LAYOUT, optimized=False)
 
 
 def _load_words(plan: _Plan, work: _Work, row_words: Any, tile: Array) -> list[Array]:
-    """Words of the rows' masks: [ROWS] each, or scalars where all rows have the same.
+    """The words of each row's mask: [ROWS] each, or scalars if all rows have the same mask.
 
-    For causal queries the last node that a row sees, int32. Both end before ``kv_len``.
+    For causal queries the index of the last node that a row sees, int32. Either way, nodes from
+    ``kv_len`` on are excluded.
     """
     nodes = work.kv_len - work.context
     if len(row_words.shape) == 2:
@@ -416,13 +425,13 @@ def _load_words(plan: _Plan, work: _Work, row_words: Any, tile: Array) -> list[A
 
 
 def _first_bits(number: Array) -> Array:
-    """A word whose first bits are set, ``number`` of them; none or all beyond 0 and 32."""
+    """A word with its lowest ``number`` bits set; ``number`` is clipped to 0 .. 32."""
     some = (jnp.uint32(1) << jnp.clip(number, 0, 31).astype(jnp.uint32)) - 1
     return jnp.where(number < 32, some, jnp.uint32(0xFFFFFFFF))
 
 
 def _write(ref: Any, value: Array) -> None:
-    """Store to plain shared memory, bank conflicts or not: jax 0.12 wants that said."""
+    """Store to plain shared memory. jax 0.12 has to be told that bank conflicts are allowed."""
     store = getattr(plgpu, "store", None)
     if store is None:
         ref[...] = value
@@ -439,20 +448,21 @@ def _attend(
 ) -> tuple[Array, Array, Array]:
     """Online softmax over the CTA's blocks: (unnormalized output [ROWS, D], peak, sum [ROWS]).
 
-    Two warpgroups on the same blocks may do all at the same time, and either the matrix unit or
-    the exponentials wait for the other. So they can take turns, as in FlashAttention-3 (arXiv
-    2407.08608): a turn is the values of one block and the keys of the next.
+    Two warpgroups on the same blocks tend to do the same work at the same time: both wait for the
+    tensor cores, then both compute exponentials. With ping-pong scheduling (FlashAttention-3, arXiv
+    2407.08608) they alternate: a warpgroup holds the tensor cores for the values of one block and
+    the keys of the next, while the other computes exponentials.
     """
     config, warpgroup = plan.config, lax.axis_index("warpgroup")
     q = refs["queries"].at[warpgroup]
-    scale = plan.head_dim**-0.5 * math.log2(math.e)  # exponents are of 2
+    scale = plan.head_dim**-0.5 * math.log2(math.e)  # exponentials are powers of 2
 
     def scores_of(block: Array, slot: Array, *, masked: bool) -> Array:
         """[ROWS, block] raw scores of a block."""
         if not masked:
             keys = refs["k"].at[slot, work.own_head].transpose((1, 0))
             return _product(q, keys, interpret=plan.interpret)
-        # A mask needs registers beside the scores: half the slots at a time leaves room for it.
+        # The mask needs registers beside the scores, so only half of the slots are done at a time.
         width, halves = config.block // 2, []
         for first in (0, width):
             keys = refs["k"].at[slot, work.own_head, pl.ds(first, width)].transpose((1, 0))
@@ -461,13 +471,13 @@ def _attend(
             halves.append(jnp.where(seen, half, MASKED))
         return jnp.concatenate(halves, axis=1)
 
-    def take_turn() -> None:
-        if config.turns:
-            plgpu.barrier_wait(refs["turn"].at[warpgroup])
+    def acquire_tensor_cores() -> None:
+        if config.ping_pong:
+            plgpu.barrier_wait(refs["tensor_cores"].at[warpgroup])
 
-    def pass_turn() -> None:
-        if config.turns:
-            plgpu.barrier_arrive(refs["turn"].at[1 - warpgroup])
+    def release_tensor_cores() -> None:
+        if config.ping_pong:
+            plgpu.barrier_arrive(refs["tensor_cores"].at[1 - warpgroup])
 
     def wait_for_values(block: Array, slot: Array, *, masked: bool) -> None:
         if not masked:
@@ -486,7 +496,7 @@ def _attend(
         plgpu.barrier_wait(refs["k_full"].at[slot])
         scores = scores_of(block, slot, masked=masked)
         plgpu.barrier_arrive(refs["k_free"].at[slot])
-        pass_turn()
+        release_tensor_cores()
         new_peak = jnp.maximum(peak, jnp.max(scores, axis=1) * scale)
         decay = jnp.exp2(peak - new_peak)
         exps = jnp.exp2(scores * scale - _by_row(new_peak, config.block))
@@ -494,7 +504,7 @@ def _attend(
         total = total * decay + jnp.sum(exps, axis=1)
         weights = exps.astype(refs["v"].dtype)
         wait_for_values(block, slot, masked=masked)
-        take_turn()
+        acquire_tensor_cores()
         values = refs["v"].at[slot, work.own_head]
         acc = _product(weights, values, acc, interpret=plan.interpret)
         plgpu.barrier_arrive(refs["v_free"].at[slot])
@@ -508,8 +518,8 @@ def _attend(
     def full(shape: tuple[int, ...], value: float, layout: Any) -> Array:
         return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
-    if config.turns:  # the first is warpgroup 0's
-        pl.when(warpgroup == 1)(take_turn)
+    if config.ping_pong:  # warpgroup 0 goes first
+        pl.when(warpgroup == 1)(acquire_tensor_cores)
     carry = (
         full((ROWS, plan.head_dim), 0.0, plgpu.Layout.WGMMA),
         full((ROWS,), LOWEST_PEAK, _ROW_LAYOUT),
@@ -523,14 +533,14 @@ def _attend(
         carry = blocks(work.start, middle, carry, masked=True)
     carry = blocks(middle, tail, carry, masked=False)
     carry = blocks(tail, work.stop, carry, masked=True)
-    if config.turns:  # as many are passed as are taken
-        pl.when(warpgroup == 0)(pass_turn)
+    if config.ping_pong:  # each barrier needs as many arrivals as waits
+        pl.when(warpgroup == 0)(release_tensor_cores)
     return carry
 
 
 def _product(x: Any, y: Any, acc: Array | None = None, *, interpret: bool) -> Array:
-    """x @ y plus acc, awaited: x [ROWS, n] an array or a ref, y [n, m] in shared memory."""
-    if interpret:  # the interpreter knows neither run_state nor operands in registers
+    """x @ y plus acc, waited for: x [ROWS, n] an array or a ref, y [n, m] in shared memory."""
+    if interpret:  # the interpreter supports neither run_state nor operands in registers
         product = jnp.dot(x[...], y[...], preferred_element_type=jnp.float32)
         return product if acc is None else acc + product
 
@@ -555,7 +565,7 @@ def _visible(
     words: list[Array],
     seen_from: Array | None,
 ) -> Array:
-    """Which of the slots from ``first`` on each row sees: bool [ROWS, width]."""
+    """Which of ``width`` slots from ``first`` on each row sees: bool [ROWS, width]."""
     slot = plgpu.broadcasted_iota(jnp.int32, (ROWS, width), 1, layout=plgpu.Layout.WGMMA)
     slot += first
     node = slot - work.context
@@ -563,7 +573,7 @@ def _visible(
         seen = node <= _by_row(words[0], width)
         if seen_from is not None:
             seen &= slot >= _by_row(seen_from, width)
-    else:  # nodes before 0 and past the mask have no word: none of their bits is set
+    else:  # nodes before 0 and past the mask match no word, so their bit is 0
         committed = slot < work.all_see_to
         if seen_from is not None:
             committed &= slot >= _by_row(seen_from, width)
@@ -607,51 +617,52 @@ def _store_tokens(
 def _merge_and_store(
     plan: _Plan, work: _Work, state: Any, tile: Array, out: Any, refs: Any
 ) -> None:
-    """Merge the cluster's softmaxes; each CTA merges and stores its share of the tile's tokens.
+    """Merge the cluster's softmaxes. Each CTA merges and stores its share of the tile's tokens.
 
-    Every CTA lays out its normalized output beside its log-sum-exp, one for each entry: whoever
-    merges reads both in the same order, after a single meeting.
+    Every CTA first writes its normalized output and its log-sum-exp to shared memory. The
+    log-sum-exp is repeated for each entry of a row, so that both are read in the same layout, and
+    one cluster barrier is enough.
     """
     acc, peak, total = state
     splits, warpgroup = plan.config.splits, lax.axis_index("warpgroup")
     entries = pl.ds(0, plan.head_dim)
-    rows, part = refs["rows"].at[warpgroup], refs["part"].at[warpgroup, :, entries]
+    rows, split_out = refs["rows"].at[warpgroup], refs["split_out"].at[warpgroup, :, entries]
     log_sums = refs["log_sums"].at[warpgroup, :, entries]
-    if plan.config.consumers > 1:  # the other one may still read keys and values there
+    if plan.config.consumers > 1:  # other warpgroups may still read keys and values there
         plgpu.barrier_arrive(refs["all_read"])
         plgpu.barrier_wait(refs["all_read"])
     total = jnp.maximum(total, TINY)
-    _write(part, acc / _by_row(total, plan.head_dim))
+    _write(split_out, acc / _by_row(total, plan.head_dim))
     _write(log_sums, _by_row(peak + jnp.log2(total), plan.head_dim))
-    cluster.meet()
+    cluster.sync()
     share = -(-plan.tokens // splits)
     first = work.split * share
     count = jnp.clip(plan.tokens - first, 0, share)
-    # The last shares overlap rather than run past the tile.
+    # The last shares overlap where they would otherwise exceed the tile.
     begin = jnp.minimum(first, plan.tokens - share)
 
     @pl.when(count > 0)
     def _merge():
-        # 128 threads each take as many entries: with narrow heads, of an even number of rows.
+        # All 128 threads take the same number of entries. With heads of 64, a multiple of two rows.
         num_rows = -(-share * plan.group * plan.head_dim // 128) * 128 // plan.head_dim
-        most = MERGED_PARTS // splits  # at a time
+        most = MERGED_ROWS // splits  # rows at a time
         for start in range(0, num_rows, most):
             size = min(most, num_rows - start)
             span = pl.ds(begin * plan.group + start, size)
-            _write(rows.at[span], _merged(plan, part, log_sums, span).astype(rows.dtype))
+            _write(rows.at[span], _merged(plan, split_out, log_sums, span).astype(rows.dtype))
 
-    plgpu.commit_smem()  # for the copy engine
+    plgpu.commit_smem()  # makes the rows visible to TMA
     cluster.arrive()
 
     @pl.when(count > 0)
     def _store_share():
         _store_tokens(plan, work, rows, tile, begin, share, out)
 
-    cluster.wait()  # nobody's shared memory goes before all have read it
+    cluster.wait()  # no CTA may exit before all have read its shared memory
 
 
-def _merged(plan: _Plan, part: Any, log_sums: Any, span: Any) -> Array:
-    """Rows ``span`` of all the cluster's parts, weighted by their sums: float32 [rows, D]."""
+def _merged(plan: _Plan, split_out: Any, log_sums: Any, span: Any) -> Array:
+    """Rows ``span`` of all CTAs' outputs, weighted by their softmax sums: float32 [rows, D]."""
 
     layout = plgpu.Layout.WG_STRIDED((span.size, plan.head_dim), vec_size=1)
 
@@ -661,8 +672,8 @@ def _merged(plan: _Plan, part: Any, log_sums: Any, span: Any) -> Array:
             for i in range(plan.config.splits)
         ]
 
-    all_sums, parts = peers(log_sums), peers(part)
+    all_sums, outputs = peers(log_sums), peers(split_out)
     best = functools.reduce(jnp.maximum, all_sums)
     weights = [jnp.exp2(one - best) for one in all_sums]
-    weighted = [one * weight for one, weight in zip(parts, weights, strict=True)]
+    weighted = [one * weight for one, weight in zip(outputs, weights, strict=True)]
     return functools.reduce(jnp.add, weighted) / functools.reduce(jnp.add, weights)

@@ -1,4 +1,4 @@
-"""The specification of paged attention in jnp, and its path on CPU and TPU."""
+"""The specification of paged attention in jnp; also the implementation on CPU and TPU."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ from jax import Array
 
 from pallas_kernels.products import scores_f32, weighted_sum_f32
 
-MASKED = -1e30  # finite, so that a row that sees nothing stays free of NaN
+MASKED = -1e30  # finite, so that a row that sees no slot gives no NaN
 
 
 def paged_attention_reference(
@@ -29,13 +29,14 @@ def paged_attention_reference(
     num_slots = page_table.shape[1] * k_pages.shape[2]
     visible = visible_slots(context_lens, positions, ancestors, num_slots, window, first_slot)
     visible &= jnp.arange(num_slots) < kv_lens[:, None, None]
-    # What nobody sees may be NaN, which no weight of 0 takes out of a sum, nor out of a gradient.
+    # Slots that no query sees may hold NaN. A weight of 0 would not remove it (0 x NaN is NaN),
+    # neither from the sum nor from a gradient, so those slots are replaced by 0.
     seen = jnp.any(visible, axis=1)[:, None, :, None]
     k, v = (
         jnp.where(seen, gather_pages(pages, page_table), 0)  # [B, G, S, D]
         for pages in (k_pages, v_pages)
     )
-    rows = num_tokens * num_heads // kv_heads  # queries that share a KV head: all T of its group
+    rows = num_tokens * num_heads // kv_heads  # queries that share a KV head, of all T tokens
     grouped = q.reshape(batch, num_tokens, kv_heads, -1, head_dim).swapaxes(1, 2)
     scores = scores_f32(grouped.reshape(batch, kv_heads, rows, head_dim), k)  # [B, G, T * R, S]
     by_token = scores.reshape(batch, kv_heads, num_tokens, -1, num_slots) * head_dim**-0.5
@@ -46,11 +47,11 @@ def paged_attention_reference(
 
 
 def gather_pages(pages: Array, page_table: Array) -> Array:
-    """Slots of each sequence in order: [P, G, K, D], [B, M] -> [B, G, M * K, D]."""
+    """The slots of each sequence in order: [P, G, K, D], [B, M] -> [B, G, M * K, D]."""
     batch, num_pages = page_table.shape
     _, kv_heads, page_size, head_dim = pages.shape
     heads = jnp.arange(kv_heads)[:, None]
-    # One gather of (page, head) tiles: gathering whole pages would need a transposition after it.
+    # One gather of (page, head) tiles. Gathering whole pages would need a transpose afterwards.
     tiles = pages.at[page_table[:, None, :], heads].get(mode="promise_in_bounds")
     return tiles.reshape(batch, kv_heads, num_pages * page_size, head_dim)
 
@@ -79,8 +80,8 @@ def visible_slots(
 def _bit_of(mask: Array, index: Array) -> Array:
     """Bit ``index`` [B, 1, S] of each mask [B, T, words]; False past its end: bool [B, T, S].
 
-    A choice among the few words, not a gather, which XLA would repeat inside every layer's softmax
-    (measured on an H100: 19 us a layer).
+    The word is selected with jnp.where. XLA would repeat a gather inside every layer's softmax
+    (measured on an H100: 19 us per layer).
     """
     chosen = jnp.uint32(0)
     for word in range(mask.shape[-1]):
@@ -91,8 +92,8 @@ def _bit_of(mask: Array, index: Array) -> Array:
 def _softmax_times_values(scores: Array, v: Array, order_invariant: bool) -> Array:
     """softmax(scores [B, G, M, S]) times v [B, G, S, D], normalized last: float32 [B, G, M, D].
 
-    Float64 sums round to the same float32 in (nearly) any order; the scores themselves need no
-    such care.
+    With ``order_invariant`` the sums over slots are in float64: they round to the same float32 in
+    (nearly) any order. Scores are not sums over slots, so they stay in float32.
     """
     exps = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
     if not order_invariant:

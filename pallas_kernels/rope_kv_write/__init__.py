@@ -1,4 +1,4 @@
-"""From one projection's output to queries, and keys and values in the cache, in one launch."""
+"""Norm and rotation of queries and keys, and the write to the KV cache, in one launch."""
 
 import functools
 
@@ -10,12 +10,12 @@ from pallas_kernels.gradients import with_reference_gradient
 from pallas_kernels.rope_kv_write.reference import rope_kv_write_reference
 from pallas_kernels.selection import Implementation, kernel_module
 
-HEAD_DIM = 128  # the kernel's: a value for each thread of a warpgroup
+HEAD_DIM = 128  # that the kernel takes: one entry for each thread of a warpgroup
 
 
 @jax.named_scope("rope_kv_write")
 def rope_kv_write(
-    parts: Array,
+    partials: Array,
     rope: Array,
     q_norm: Array | None,
     k_norm: Array | None,
@@ -29,23 +29,26 @@ def rope_kv_write(
     """Norm and rotate queries and keys; write keys and values to their slots.
 
     Args:
-      parts: [S, B, T, G, R, D], to be summed: of each KV head its queries, then its key, then its
-        value; so R = Q / G + 2. Rows past B are padding. See products.py.
-      rope: cosines and sines of the rotations, float32 [B, T, 2, 2, D / 2], for a head's two
-        halves; the sine's first row is negated.
+      partials: [S, B, T, G, R, D] split-K partial sums of the qkv projection, or S = 1 for an
+        unsplit product (see products.py). The R = Q / G + 2 heads of a KV head are its queries, its
+        key and its value, in this order. Rows past the batch are padding.
+      rope: cosines and sines of the rotations, float32 [B, T, 2, 2, D / 2]: index 0 of the third
+        dimension is the cosine, the fourth dimension the two halves of a head. The sine of the
+        first half is negated.
       q_norm, k_norm: [D] weights of a root-mean-square norm before the rotation, or None.
-      k_pages, v_pages: [P, G, K, D]; written in place where the caller gives them up.
-      slots: int32 [B, T], ``page * K + offset``; distinct, but for those of the null page 0.
+      k_pages, v_pages: [P, G, K, D]; written in place where the caller donates them.
+      slots: int32 [B, T], ``page * K + offset``; distinct, except for slots of the null page 0.
       implementation: "auto" takes the Hopper kernel where it fits (bfloat16, heads
         of 128), else the reference.
 
     Returns queries [B, T, Q, D], in the pages' dtype, and the pages.
 
-    Raises ValueError for arguments that the kernel cannot take when it is named.
+    Raises ValueError if ``implementation`` is "mosaic_gpu" and the kernel cannot take the
+    arguments.
     """
     reference = functools.partial(rope_kv_write_reference, eps=eps)
-    arguments = (parts, rope, q_norm, k_norm, k_pages, v_pages, slots)
-    problem = misfit(parts, k_pages, v_pages)
+    arguments = (partials, rope, q_norm, k_norm, k_pages, v_pages, slots)
+    problem = misfit(partials, k_pages, v_pages)
     mosaic = kernel_module("rope_kv_write", implementation, problem)
     if mosaic is None:
         return reference(*arguments)
@@ -53,16 +56,16 @@ def rope_kv_write(
     return with_reference_gradient(kernel, reference)(*arguments)
 
 
-def misfit(parts: Array, k_pages: Array, v_pages: Array) -> str | None:
+def misfit(partials: Array, k_pages: Array, v_pages: Array) -> str | None:
     """Why the kernel cannot take these arguments, None if it can."""
     if not k_pages.dtype == v_pages.dtype == jnp.bfloat16:
         return f"{k_pages.dtype} and {v_pages.dtype} pages: both must be bfloat16"
-    head_dim = parts.shape[-1]
-    if not takes_parts(k_pages.dtype, head_dim):
+    head_dim = partials.shape[-1]
+    if not takes_partials(k_pages.dtype, head_dim):
         return f"heads of {head_dim}: they must be {HEAD_DIM} wide"
     return None
 
 
-def takes_parts(dtype: jax.typing.DTypeLike, width: int) -> bool:
-    """Whether the kernel takes heads of this dtype and width: it adds up float32 parts of them."""
+def takes_partials(dtype: jax.typing.DTypeLike, width: int) -> bool:
+    """Whether the kernel takes heads of this dtype and width; if so, also as partial sums."""
     return jnp.dtype(dtype) == jnp.bfloat16 and width == HEAD_DIM

@@ -18,7 +18,7 @@ EPS = 1e-5
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """``group`` query heads to a KV head; ``norms``: of queries and keys, before the rotation."""
+    """``group`` query heads per KV head; ``norms``: norm queries and keys before the rotation."""
 
     batch: int
     num_tokens: int
@@ -26,40 +26,41 @@ class Case:
     group: int
     head_dim: int = 128
     page_size: int = 64
-    num_parts: int = 1
+    num_splits: int = 1
     norms: bool = False
 
     def __str__(self) -> str:
-        parts = f", {self.num_parts} parts" if self.num_parts > 1 else ""
-        return f"{self.batch} x {self.num_tokens}{parts}{', norms' if self.norms else ''}"
+        partials = f", {self.num_splits} partial sums" if self.num_splits > 1 else ""
+        return f"{self.batch} x {self.num_tokens}{partials}{', norms' if self.norms else ''}"
 
     @property
     def num_bytes(self) -> int:
-        """The parts, and what is made of them; angles are small, and alike for all layers."""
+        """Bytes of the partial sums and the results. Angles are left out: they are few, and all
+        layers share them."""
         rows = self.batch * self.num_tokens * self.kv_heads * (self.group + 2)
-        return rows * self.head_dim * (2 + (2 if self.num_parts == 1 else 4 * self.num_parts))
+        return rows * self.head_dim * (2 + (2 if self.num_splits == 1 else 4 * self.num_splits))
 
 
 TEST_CASES = (
     Case(1, 1, 2, 4),
-    Case(2, 3, 2, 1, page_size=16, num_parts=4),
+    Case(2, 3, 2, 1, page_size=16, num_splits=4),
     Case(3, 5, 1, 7, page_size=8, norms=True),
 )
 BENCHMARK_CASES = tuple(
-    Case(batch, num_tokens, 8, 4, num_parts=num_parts)
-    for batch, num_tokens, num_parts in ((1, 1, 1), (1, 6, 4), (8, 6, 4), (32, 6, 1), (1, 2048, 1))
+    Case(batch, num_tokens, 8, 4, num_splits=num_splits)
+    for batch, num_tokens, num_splits in ((1, 1, 1), (1, 6, 4), (8, 6, 4), (32, 6, 1), (1, 2048, 1))
 )
 
 
 def make_arguments(case: Case, dtype: Any = jnp.float32, seed: int = 0) -> tuple[Any, ...]:
-    """Positional arguments of rope_kv_write. One token has no place: its slot is in page 0."""
+    """Positional arguments of rope_kv_write. The last token is padding: its slot is in page 0."""
     keys = jax.random.split(jax.random.key(seed, impl="rbg"), 7)
     tokens = (case.batch, case.num_tokens)
     slots_needed = 1 + case.batch * case.num_tokens
     num_pages = 2 + slots_needed // case.page_size
     pool = (num_pages, case.kv_heads, case.page_size, case.head_dim)
     rows = case.batch + (case.batch == 1)  # a padding row
-    heads = (case.num_parts, rows, *tokens[1:], case.kv_heads, case.group + 2, case.head_dim)
+    heads = (case.num_splits, rows, *tokens[1:], case.kv_heads, case.group + 2, case.head_dim)
     angles = 10 * jax.random.normal(keys[0], (*tokens, case.head_dim // 2))
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     places = jax.random.permutation(keys[1], jnp.arange(case.page_size, num_pages * case.page_size))
@@ -69,7 +70,7 @@ def make_arguments(case: Case, dtype: Any = jnp.float32, seed: int = 0) -> tuple
         for key in keys[2:4]
     )
     return (
-        jax.random.normal(keys[4], heads, dtype if case.num_parts == 1 else jnp.float32),
+        jax.random.normal(keys[4], heads, dtype if case.num_splits == 1 else jnp.float32),
         jnp.stack([jnp.stack([cos, cos], axis=2), jnp.stack([-sin, sin], axis=2)], axis=2),
         q_norm,
         k_norm,
@@ -87,11 +88,11 @@ def _benchmark(case: Case) -> Benchmark:
     implementation = implementation_to_time()
 
     def flat(seed: int) -> Arguments:
-        parts, rope, _, _, k_pages, v_pages, slots = make_arguments(case, jnp.bfloat16, seed)
-        return parts, rope, k_pages, v_pages, slots
+        partials, rope, _, _, k_pages, v_pages, slots = make_arguments(case, jnp.bfloat16, seed)
+        return partials, rope, k_pages, v_pages, slots
 
-    def call(function: Any, parts, rope, k_pages, v_pages, slots) -> tuple[Array, ...]:
-        return function(parts, rope, None, None, k_pages, v_pages, slots, eps=EPS)
+    def call(function: Any, partials, rope, k_pages, v_pages, slots) -> tuple[Array, ...]:
+        return function(partials, rope, None, None, k_pages, v_pages, slots, eps=EPS)
 
     timed = functools.partial(rope_kv_write, implementation=implementation)
     return Benchmark(
@@ -107,7 +108,7 @@ def _benchmark(case: Case) -> Benchmark:
 
 
 def _feed(arguments: Arguments, output: tuple[Array, ...]) -> Arguments:
-    """The pages go from call to call, so that none has to copy them."""
-    parts, rope, _, _, slots = arguments
+    """The pages go from call to call, so that no call has to copy them."""
+    partials, rope, _, _, slots = arguments
     _, k_pages, v_pages = output
-    return parts, rope, k_pages, v_pages, slots
+    return partials, rope, k_pages, v_pages, slots

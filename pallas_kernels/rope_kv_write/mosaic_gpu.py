@@ -1,4 +1,4 @@
-"""Rotation and cache write on Hopper GPUs: one warpgroup a token and KV head."""
+"""Rotation and cache write on Hopper GPUs: one warpgroup per token and KV head."""
 
 import functools
 from typing import Any
@@ -15,7 +15,7 @@ from pallas_kernels.products import total_f32
 # Traced once for all layers of a model.
 @functools.partial(jax.jit, static_argnames=("eps", "interpret"))
 def rope_kv_write_mosaic(
-    parts: Array,  # [S, B, T, G, R, D]
+    partials: Array,  # [S, B, T, G, R, D]
     rope: Array,
     q_norm: Array | None,
     k_norm: Array | None,
@@ -26,22 +26,22 @@ def rope_kv_write_mosaic(
     eps: float,
     interpret: Any = None,
 ) -> tuple[Array, Array, Array]:
-    """See pallas_kernels.rope_kv_write.rope_kv_write; only where ``misfit`` finds nothing.
+    """See pallas_kernels.rope_kv_write.rope_kv_write; only for arguments that ``misfit`` accepts.
 
     ``interpret``: plgpu.InterpretGPUParams, for tests.
     """
-    num_parts, _, _, kv_heads, rows, head_dim = parts.shape
+    num_splits, _, _, kv_heads, rows, head_dim = partials.shape
     batch, num_tokens = slots.shape
     group, page_size, tokens = rows - 2, k_pages.shape[2], batch * num_tokens
     dtype = k_pages.dtype
     norms = [weight for weight in (q_norm, k_norm) if weight is not None]
 
     def rope_kv_write_kernel(*refs):
-        parts_ref, rope_ref, slots_ref, k_ref, v_ref, *norm_refs, q_ref, turned = refs
+        partials_ref, rope_ref, slots_ref, k_ref, v_ref, *norm_refs, q_ref, rotation_buffer = refs
         token, head = lax.axis_index("token"), lax.axis_index("kv_head")
         page, offset = slots_ref[token] // page_size, slots_ref[token] % page_size
         loaded = [
-            [plgpu.load(parts_ref.at[part, token, head, row]) for part in range(num_parts)]
+            [plgpu.load(partials_ref.at[split, token, head, row]) for split in range(num_splits)]
             for row in range(rows)
         ]
         cos, sin = (plgpu.load(rope_ref.at[token, index]) for index in range(2))
@@ -52,12 +52,12 @@ def rope_kv_write_mosaic(
         for row, x in enumerate(heads):
             weight = q_weight if row < group else k_weight
             heads[row] = x if weight is None else _rms_norm(x, weight, eps)
-            # Side by side with itself, a head starts at its second half too.
+            # Written twice in a row: reading from the middle gives the head with halves swapped.
             for copy in range(2):
-                turned[row, pl.ds(copy * head_dim, head_dim)] = heads[row]
+                rotation_buffer[row, pl.ds(copy * head_dim, head_dim)] = heads[row]
         plgpu.commit_smem()
         for row, x in enumerate(heads):
-            other = plgpu.load(turned.at[row, pl.ds(head_dim // 2, head_dim)])
+            other = plgpu.load(rotation_buffer.at[row, pl.ds(head_dim // 2, head_dim)])
             rotated = x.astype(jnp.float32) * cos + other.astype(jnp.float32) * sin
             if row < group:
                 q_ref[token, head * group + row] = rotated.astype(dtype)
@@ -74,7 +74,7 @@ def rope_kv_write_mosaic(
     )
     k_ref, v_ref = jax.new_ref(k_pages), jax.new_ref(v_pages)
     q = kernel(
-        parts.reshape(num_parts, -1, kv_heads, rows, head_dim),
+        partials.reshape(num_splits, -1, kv_heads, rows, head_dim),
         rope.reshape(tokens, 2, head_dim),
         slots.reshape(tokens),
         k_ref,
@@ -85,7 +85,7 @@ def rope_kv_write_mosaic(
 
 
 def _rms_norm(x: Array, weight: Array, eps: float) -> Array:
-    """As the reference does it, roundings included: x and weight [D]."""
+    """As in the reference, including where it rounds: x and weight [D]."""
     wide = x.astype(jnp.float32)
     scale = lax.rsqrt(jnp.sum(wide * wide) / x.size + eps)
     return (wide * scale).astype(x.dtype) * weight

@@ -1,19 +1,18 @@
-"""The specification of rope_kv_write in jnp, and its path on CPU and TPU."""
+"""The specification of rope_kv_write in jnp; also the implementation on CPU and TPU."""
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.add_rms_norm.reference import rms_norm
-from pallas_kernels.products import sum_parts
+from pallas_kernels.products import sum_partials
 
 
 def apply_rope(x: Array, rope: Array) -> Array:
-    """Rotate heads x [B, T, G, R, D] (halves paired, as in the Llama checkpoints).
+    """Rotate heads x [B, T, G, R, D]; entry i is paired with i + D / 2, as in Llama checkpoints.
 
-    ``rope``: float32 [B, T, 2, 2, D / 2], cosines and sines for a head's two halves; the sine's
-    first row is negated. The halves are exchanged by a reversal, which XLA fuses into what follows;
-    a concatenation would be a kernel of its own in every layer.
+    ``rope``: float32 [B, T, 2, 2, D / 2], see rope_kv_write. The halves are swapped by jnp.flip,
+    which XLA fuses with what follows. A concatenation would be a separate kernel in every layer.
     """
     cos, sin = (rope[:, :, None, None, index] for index in range(2))
     halves = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, -1)
@@ -29,7 +28,7 @@ def rotated_heads(
     k_norm: Array | None,
     eps: float,
 ) -> tuple[Array, Array, Array]:
-    """Normed and rotated queries [B, T, Q, D] and keys [B, T, G, D]; values [B, T, G, D]."""
+    """Queries [B, T, Q, D] and keys [B, T, G, D], normed and rotated; values [B, T, G, D]."""
     q, k, v = qkv[..., :-2, :], qkv[..., -2:-1, :], qkv[..., -1, :]
     q, k = (
         apply_rope(x if norm is None else rms_norm(x, norm, eps), rope)
@@ -39,17 +38,17 @@ def rotated_heads(
 
 
 def write_rows(pages: Array, rows: Array, slots: Array) -> Array:
-    """Rows [B, T, G, D] to slots [B, T] of pages [P, G, K, D]."""
+    """Write rows [B, T, G, D] to slots [B, T] of pages [P, G, K, D]."""
     page_size = pages.shape[2]
-    # Slots are distinct but for those of the null page, whose content nobody reads: telling XLA
-    # so spares the GPU a serialized scatter.
+    # Slots are distinct, except for those of the null page, which is never read. Without
+    # unique_indices a GPU would serialize the scatter.
     return pages.at[slots // page_size, :, slots % page_size].set(
         rows.astype(pages.dtype), mode="promise_in_bounds", unique_indices=True
     )
 
 
 def rope_kv_write_reference(
-    parts: Array,
+    partials: Array,
     rope: Array,
     q_norm: Array | None,
     k_norm: Array | None,
@@ -60,7 +59,7 @@ def rope_kv_write_reference(
     eps: float,
 ) -> tuple[Array, Array, Array]:
     """See pallas_kernels.rope_kv_write.rope_kv_write."""
-    qkv = sum_parts(parts, len(slots), k_pages.dtype)
+    qkv = sum_partials(partials, len(slots), k_pages.dtype)
     q, k, v = rotated_heads(qkv, rope, q_norm, k_norm, eps)
     with jax.named_scope("kv_write"):
         return q, write_rows(k_pages, k, slots), write_rows(v_pages, v, slots)

@@ -15,7 +15,7 @@ from pallas_kernels.top_k.reference import top_k_reference
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """The ``k`` largest of each of ``rows`` rows of ``size``."""
+    """The ``k`` largest entries of each of ``rows`` rows of ``size`` entries."""
 
     rows: int
     size: int
@@ -26,7 +26,7 @@ class Case:
 
 
 TEST_CASES = (Case(3, 1024, 10), Case(2, 4096, 1), Case(10, 32_000, 10), Case(1, 65_536, 16))
-# A level of an EAGLE-3 tree over a draft vocabulary of 32,000, for 1, 8 and 32 sequences.
+# One level of an EAGLE-3 tree over a draft vocabulary of 32,000, for 1, 8 and 32 sequences.
 BENCHMARK_CASES = tuple(Case(rows, 32_000, 10) for rows in (10, 80, 320))
 
 
@@ -43,9 +43,9 @@ def _benchmark(case: Case) -> Benchmark:
     implementation = implementation_to_time()
 
     def call(function: Any, x: Array) -> tuple[Array, ...]:
-        """Beside the results the same rows, changed by them in place: the next call's.
+        """The results, and the rows for the next call: the same array, updated in place.
 
-        They stay in the cache, where the LM head's product has left them in the engine.
+        It stays in the GPU's cache, as it does in the engine after the LM head's product.
         """
         values, indices, log_sum = function(x)
         first = (log_sum, values[..., -1], indices[..., -1].astype(x.dtype))

@@ -1,8 +1,9 @@
-"""The few largest of a row on Hopper GPUs, in one pass: a cluster of thread blocks shares a row.
+"""top_k on Hopper GPUs, in one pass: a cluster of thread blocks shares a row.
 
-Each block takes its largest entries one by one from registers; the first merges what all found.
-Numbers are ordered as unsigned integers, of which 0 is left for what was taken. (Unsigned, because
-a selection makes jax 0.11.2 forget that integers have a sign.)
+Each block holds its share in registers and finds its k largest entries one by one. The first block
+then merges the results of all. Numbers are compared through unsigned integer keys of the same
+order; key 0 marks entries that were taken. (The keys are unsigned because jnp.where in jax 0.11.2
+loses the sign of integers here.)
 """
 
 import functools
@@ -18,13 +19,13 @@ import numpy as np
 from jax import Array, lax
 
 from pallas_kernels import cluster
-from pallas_kernels.tuning import top_k_shares
+from pallas_kernels.policy import top_k_shares
 
 THREADS = 128  # of a warpgroup
-TAKEN = np.uint32(0)  # less than the key of any number
+TAKEN = np.uint32(0)  # below the key of every number
 SIGN = np.uint32(1 << 31)
 NO_INDEX = np.int32(np.iinfo(np.int32).max)
-LOWEST_PEAK = float(np.finfo(np.float32).min)  # a row of nothing but -inf stays free of NaN
+LOWEST_PEAK = float(np.finfo(np.float32).min)  # finite, so that a row of only -inf gives no NaN
 
 
 @functools.partial(jax.jit, static_argnames=("k", "shares", "interpret"))
@@ -35,10 +36,10 @@ def top_k_mosaic(
     shares: int | None = None,
     interpret: Any = None,
 ) -> tuple[Array, Array, Array]:
-    """See pallas_kernels.top_k.top_k; only where ``misfit`` finds nothing.
+    """See pallas_kernels.top_k.top_k; only for arguments that ``misfit`` accepts.
 
-    ``shares``: blocks that share a row; None: from pallas_kernels.tuning. ``interpret``:
-    plgpu.InterpretGPUParams, for tests; it knows no clusters.
+    ``shares``: blocks that share a row; None: from pallas_kernels.policy. ``interpret``:
+    plgpu.InterpretGPUParams, for tests; the interpreter does not support clusters.
     """
     size, rows = x.shape[-1], math.prod(x.shape[:-1])
     shares = top_k_shares(size) if shares is None else shares
@@ -82,7 +83,7 @@ def top_k_mosaic(
         found[2] = jnp.where(lane == share, log_sum, found[2])
         for ref, value in zip(scratch, found, strict=True):
             ref[...] = value
-        cluster.meet()
+        cluster.sync()
 
         @pl.when(share == 0)
         def _merge():
@@ -92,7 +93,7 @@ def top_k_mosaic(
             )
             store(_largest(keys, indices, k), _log_sum(log_sums, jnp.max(log_sums)))
 
-        cluster.meet()  # nobody's candidates go before all have been read
+        cluster.sync()  # no block may exit before the first has read its candidates
 
     kernel = plgpu.kernel(
         top_k_kernel,
@@ -118,17 +119,18 @@ def top_k_mosaic(
 
 
 def _key(numbers: Array) -> Array:
-    """Integers above 0 in the order of the numbers."""
+    """Integers above 0, in the same order as the numbers."""
     bits = lax.bitcast_convert_type(numbers, jnp.uint32)
-    return bits ^ ((0 - (bits >> 31)) | SIGN)  # all bits of a negative number
+    return bits ^ ((0 - (bits >> 31)) | SIGN)  # flips the sign; all bits of a negative number
 
 
 def _number(key: Array) -> Array:
+    """The inverse of _key."""
     return lax.bitcast_convert_type(key ^ (((key >> 31) - 1) | SIGN), jnp.float32)
 
 
 def _largest(keys: Array, indices: Array, k: int) -> list[tuple[Array, Array]]:
-    """Keys and indices of the k largest, the first of equals first."""
+    """Keys and indices of the k largest entries; of equal ones the lowest index comes first."""
     largest = []
     for _ in range(k):
         key = jnp.max(keys)
@@ -139,13 +141,13 @@ def _largest(keys: Array, indices: Array, k: int) -> list[tuple[Array, Array]]:
 
 
 def _log_sum(entries: Array, peak: Array) -> Array:
-    """log(sum(exp(entries))), no entry above ``peak``."""
+    """log(sum(exp(entries))); no entry exceeds ``peak``."""
     peak = jnp.maximum(peak, LOWEST_PEAK)
     return peak + jnp.log(jnp.sum(jnp.exp(entries - peak)))
 
 
 def _of_all(ref: Any, shares: int, layout: Any) -> list[Array]:
-    """Every block's own memory of that name."""
+    """The contents of ``ref`` in the shared memory of each block of the cluster."""
     return [
         plgpu.load(plgpu.cluster_ref(ref, {"share": jnp.int32(i)}), layout=layout)
         for i in range(shares)

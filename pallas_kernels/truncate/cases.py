@@ -16,7 +16,7 @@ from pallas_kernels.truncate.reference import truncation_threshold_reference
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """What a row asks for."""
+    """Sampling parameters of one row."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -29,8 +29,8 @@ class Case:
     """``nodes`` rows of ``size`` logits for each of ``rules``.
 
     Attributes:
-      ties: logits are rounded to quarters.
-      padding: entries of -inf at a row's end.
+      ties: round logits to quarters, so that many are equal.
+      padding: number of -inf entries at the end of a row.
     """
 
     name: str
@@ -61,7 +61,7 @@ EXTREME = (
     Rule(top_k=10**9),
     Rule(top_k=1000, min_p=1e-6),
 )
-SMALL_CASES = (  # most of one shape, compiled once
+SMALL_CASES = (  # most have the same shape, so one program serves them
     Case("random, 1024", 1024, MIXED + EXTREME, nodes=1),
     Case("ties, 1024", 1024, MIXED + EXTREME, nodes=1, ties=True),
     Case("padding, 1024", 1024, MIXED + EXTREME, nodes=1, padding=77),
@@ -112,9 +112,9 @@ def _benchmark(case: Case) -> Benchmark:
     implementation = implementation_to_time()
 
     def call(function: Any, logits: Array, *parameters: Array) -> tuple[Array, Array]:
-        """Thresholds, and the same logits changed by them in place: the next call's.
+        """The thresholds, and the logits for the next call: the same array, updated in place.
 
-        They stay in the cache, where the LM head's product has left them in the engine.
+        It stays in the GPU's cache, as it does in the engine after the LM head's product.
         """
         threshold = function(logits, *parameters)
         threshold = jnp.where(jnp.isfinite(threshold), threshold, 0.0)  # errors are differences

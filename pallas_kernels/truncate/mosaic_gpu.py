@@ -1,14 +1,14 @@
-"""The threshold of a row on Hopper GPUs: a cluster of thread blocks shares it.
+"""truncation_threshold on Hopper GPUs: a cluster of thread blocks shares a row.
 
-Each block holds its share in registers; what exceeds them is read from the cache in every step.
+Each block holds its share of the row in registers. Entries that do not fit are read again, from
+the L2 cache, in every step.
 
-The answer is an entry of the row. It is searched for in the order of float32 numbers, between a
-lower and an upper bound: each step weighs what lies at or above three pivots, and leaves a quarter
-of the range. A step costs one meeting of the cluster. More pivots make fewer steps, but each pivot
-costs a comparison of every entry and a sum over a warpgroup, so that seven or fifteen would take
-longer by an estimate. All blocks see the same sums, so they take the same steps.
-
-Raw logits are searched, and the threshold is one of them.
+The threshold is one of the raw logits. It is found by a search over all float32 numbers, in their
+order, between a lower and an upper bound. Each step sums the weights of the entries at or above
+each of three pivots, which leaves a quarter of the range. A step costs one cluster barrier. More
+pivots would need fewer steps, but each pivot costs a comparison of every entry and a sum over a
+warpgroup: by an estimate, 7 or 15 pivots would take longer. All blocks see the same sums, so all
+take the same steps.
 """
 
 import functools
@@ -24,19 +24,19 @@ import numpy as np
 from jax import Array, lax
 
 from pallas_kernels import cluster
-from pallas_kernels.tuning import truncate_shares
+from pallas_kernels.policy import truncate_shares
 
 THREADS = 128  # of a warpgroup
-HELD = 96  # entries of a thread in registers; 126 spilled some
+HELD = 96  # entries that a thread holds in registers; with 126 some were spilled
 PIVOTS = 3
 SIGN = np.uint32(1 << 31)
 LOWEST_KEY, HIGHEST_KEY = np.uint32(0x007FFFFF), np.uint32(0xFF800000)  # of -inf and inf
-LEAST_MASS = 1e-30  # so that a tiny top_p keeps the likeliest entry
-ROUNDING = 1e-3  # mass outside the nucleus that is far more than the sums' rounding
+MIN_MASS = 1e-30  # above 0, so that a tiny top_p keeps the likeliest entry
+ROUNDING = 1e-3  # far above the rounding errors of the sums, relative to the mass
 LOG2_E = 1 / math.log(2)
 
 
-# Traced once for all the places that sample.
+# Traced once for all call sites.
 @functools.partial(jax.jit, static_argnames=("shares", "held", "interpret"))
 def truncation_threshold_mosaic(
     logits: Array,  # [B, N, V]
@@ -49,10 +49,11 @@ def truncation_threshold_mosaic(
     held: int = HELD,
     interpret: Any = None,
 ) -> Array:
-    """See pallas_kernels.truncate.truncation_threshold; only where ``misfit`` finds nothing.
+    """See pallas_kernels.truncate.truncation_threshold; only for logits that ``misfit`` accepts.
 
-    ``shares``: blocks that share a row; None: from pallas_kernels.tuning. ``held``: entries of a
-    thread in registers. ``interpret``: plgpu.InterpretGPUParams, for tests; it knows no clusters.
+    ``shares``: blocks that share a row; None: from pallas_kernels.policy. ``held``: entries that a
+    thread holds in registers. ``interpret``: plgpu.InterpretGPUParams, for tests; the interpreter
+    does not support clusters.
     """
     batch, nodes, size = logits.shape
     shares = truncate_shares(size) if shares is None else shares
@@ -76,7 +77,7 @@ def truncation_threshold_mosaic(
             return plgpu.layout_cast(jnp.full((THREADS,), value, jnp.float32), layout)
 
         def load(place: int) -> Array:
-            """A block's chunk: one entry a thread, -inf past the row's end."""
+            """One of the block's chunks: one entry per thread, -inf past the end of the row."""
             chunk = share + place * shares
             if (place + 1) * shares <= chunks:
                 return plgpu.load(x_ref.at[row, pl.ds(chunk * THREADS, THREADS)], layout=layout)
@@ -86,20 +87,21 @@ def truncation_threshold_mosaic(
             return jnp.where(lane + chunk * THREADS < size, entries, -jnp.inf)
 
         def exchange(
-            turn: Array | int, values: Sequence[Array], merges: Sequence[Callable]
+            number: Array | int, values: Sequence[Array], merges: Sequence[Callable]
         ) -> list[Array]:
-            """Each of ``values`` [128] merged over all blocks, in the same order everywhere.
+            """Each of ``values`` [128] merged over all blocks, in the same order in every block.
 
-            Of two slots, turns take one each: whoever writes a slot again has met all who read it
-            in the meeting between.
+            ``number`` counts the exchanges of a row. Even and odd exchanges use different slots of
+            shared memory. Before a slot is written again, the barrier of the exchange between has
+            shown that every block has read it.
             """
             if shares == 1:
                 return list(values)
             (slots,) = scratch
-            slot = turn % 2
+            slot = number % 2
             for place, value in enumerate(values):
                 slots[slot, place] = value
-            cluster.meet()
+            cluster.sync()
             everyone = [plgpu.cluster_ref(slots, {"share": jnp.int32(i)}) for i in range(shares)]
             return [
                 functools.reduce(
@@ -111,18 +113,19 @@ def truncation_threshold_mosaic(
 
         def search(
             entries_of_row: Callable[[], Iterator[Array]],
-            turn: Array | int,
+            exchanges: Array | int,
             bounds: tuple[Array, Array],
             wanted: Array,
             weigh: Callable[[Array], Array | float],
         ) -> tuple[Array, Array]:
-            """The largest key in bounds such that entries at or above it weigh ``wanted``.
+            """The largest key in ``bounds`` such that entries at or above it weigh ``wanted``.
 
-            The lower bound weighs enough, what is above the upper one does not. Also the next turn.
+            The entries at or above the lower bound must weigh enough, those above the upper bound
+            must not. Returns the number of exchanges so far, and the key.
             """
 
             def step(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-                turn, low, high = state
+                exchanges, low, high = state
                 width = ((high - low) >> 2) + 1
                 pivots = [_number(low + np.uint32(i) * width) for i in range(1, PIVOTS + 1)]
                 sums = [filled(0.0)] * PIVOTS
@@ -132,16 +135,16 @@ def truncation_threshold_mosaic(
                         one + jnp.where(entries >= pivot, weights, 0.0)
                         for one, pivot in zip(sums, pivots, strict=True)
                     ]
-                sums = exchange(turn, sums, (jnp.add,) * PIVOTS)
-                for one in sums:  # the fewer, the higher the pivot
+                sums = exchange(exchanges, sums, (jnp.add,) * PIVOTS)
+                for one in sums:  # sums fall as the pivots rise: count those that are enough
                     enough = jnp.sum(one) >= wanted
                     low = jnp.where(enough, low + width, low)
-                return turn + 1, low, jnp.minimum(high, low + (width - 1))
+                return exchanges + 1, low, jnp.minimum(high, low + (width - 1))
 
-            turn, low, _ = lax.while_loop(
-                lambda state: state[1] < state[2], step, (jnp.int32(turn), *bounds)
+            exchanges, low, _ = lax.while_loop(
+                lambda state: state[1] < state[2], step, (jnp.int32(exchanges), *bounds)
             )
-            return turn, low
+            return exchanges, low
 
         @pl.when(jnp.logical_not(wants_count | wants_weight))
         def _keep_all():
@@ -159,43 +162,45 @@ def truncation_threshold_mosaic(
             (largest,) = exchange(0, (largest,), (jnp.maximum,))
             peak = jnp.max(largest)
             highest = jnp.minimum(_key(peak), HIGHEST_KEY)
-            # These are the largest entries of 128 groups: as many are at least their least.
+            # ``largest`` holds the maxima of 128 groups of entries. At least 128 entries, and so
+            # at least k if k <= 128, are no smaller than the smallest of them.
             low = _key(jnp.where(k <= THREADS, jnp.min(largest), -math.inf))
             low = jnp.where(wants_count, jnp.minimum(low, highest), LOWEST_KEY)
             high = jnp.where(wants_count, highest, LOWEST_KEY)
-            turn, low = search(entries_of_row, 1, (low, high), k.astype(jnp.float32), lambda _: 1.0)
+            count = k.astype(jnp.float32)
+            exchanges, low = search(entries_of_row, 1, (low, high), count, lambda _: 1.0)
             least = _number(low)
 
             @pl.when(jnp.logical_not(wants_weight))
-            def _of_count_alone():
+            def _top_k_only():
                 store(least)
 
             @pl.when(wants_weight)
-            def _of_weight():
-                warmth = temperature_ref[request]
+            def _top_p_and_min_p():
+                temperature = temperature_ref[request]
 
                 def weigh(entries: Array) -> Array:
-                    return jnp.exp2((entries - peak) * (LOG2_E / warmth))
+                    return jnp.exp2((entries - peak) * (LOG2_E / temperature))
 
                 total, lowest = filled(0.0), filled(math.inf)
                 for entries in entries_of_row():
                     weights = jnp.where(entries >= least, weigh(entries), 0.0)
                     total += weights
                     lowest = jnp.minimum(lowest, jnp.where(weights >= m, entries, math.inf))
-                total, lowest = exchange(turn, (total, lowest), (jnp.add, jnp.minimum))
-                mass = jnp.maximum(p * jnp.sum(total), LEAST_MASS)
-                # All that is less likely than this weighs less than what the nucleus leaves out.
+                total, lowest = exchange(exchanges, (total, lowest), (jnp.add, jnp.minimum))
+                mass = jnp.maximum(p * jnp.sum(total), MIN_MASS)
+                # All entries below this bound together weigh less than what top-p may leave out.
                 outside = jnp.maximum(1 - p, ROUNDING)
-                bound = peak + warmth * (jnp.log(outside / size) - 1)
+                bound = peak + temperature * (jnp.log(outside / size) - 1)
                 start = jnp.maximum(low, _key(jnp.where(1 - p > ROUNDING, bound, -math.inf)))
                 end = jnp.where(p < 1, highest, low)
                 bounds = (jnp.minimum(start, end), end)
-                _, nucleus = search(entries_of_row, turn + 1, bounds, mass, weigh)
+                _, nucleus = search(entries_of_row, exchanges + 1, bounds, mass, weigh)
                 likely = jnp.where(m > 0, jnp.min(lowest), -math.inf)
                 store(jnp.maximum(_number(nucleus), likely))
 
             if shares > 1:
-                cluster.meet()  # nobody's slots go before all have read them
+                cluster.sync()  # no block may exit before all have read its slots
 
     kernel = plgpu.kernel(
         truncate_kernel,
@@ -215,10 +220,11 @@ def truncation_threshold_mosaic(
 
 
 def _key(number: Array) -> Array:
-    """Integers in the order of the numbers."""
+    """Unsigned integers in the same order as the numbers."""
     bits = lax.bitcast_convert_type(number, jnp.uint32)
-    return bits ^ ((0 - (bits >> 31)) | SIGN)  # all bits of a negative number
+    return bits ^ ((0 - (bits >> 31)) | SIGN)  # flips the sign; all bits of a negative number
 
 
 def _number(key: Array) -> Array:
+    """The inverse of _key."""
     return lax.bitcast_convert_type(key ^ (((key >> 31) - 1) | SIGN), jnp.float32)

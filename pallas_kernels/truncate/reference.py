@@ -1,9 +1,10 @@
 """The specification of truncation_threshold in jnp: a search over the order of float32 numbers.
 
-A row may be split over devices: its reductions are then the caller's. What no row asks for is
-skipped when the program runs. One condition guards all of it, because each costs about 30 us in a
-CUDA graph (measured on an H100), and its operand is the raw logits, so that nothing is written to
-memory for the sake of it.
+If a row is split over devices, the caller passes the reductions over a whole row.
+
+Steps that no row needs are skipped at run time. One outer lax.cond guards them all, because each
+one costs about 30 us in a CUDA graph (measured on an H100). Its operand is the raw logits, so that
+no intermediate array has to be written to memory for it.
 """
 
 import dataclasses
@@ -16,7 +17,7 @@ from jax import Array, lax
 
 
 class Reductions(Protocol):
-    """Reductions of the last dimension, [..., V] -> [...]; hashable."""
+    """Reductions over the last dimension, [..., V] -> [...]; hashable."""
 
     def total(self, x: Array) -> Array: ...
 
@@ -35,7 +36,7 @@ class _WholeRows:
 WHOLE_ROWS = _WholeRows()
 
 
-# jit: traced and lowered once for the many places of a program that call it.
+# jit: traced and lowered once for all call sites of a program.
 @functools.partial(jax.jit, static_argnames="reductions")
 def truncation_threshold_reference(
     logits: Array,
@@ -48,8 +49,8 @@ def truncation_threshold_reference(
     """See pallas_kernels.truncate.truncation_threshold.
 
     Args:
-      logits: [B, N, V], or a device's share of V.
-      reductions: of a whole row, on each device that has a share of it.
+      logits: [B, N, V], or this device's shard of V.
+      reductions: over a whole row, for every device that holds a shard of it.
     """
     of_count, of_weight = jnp.any(top_k > 0), jnp.any((top_p < 1) | (min_p > 0))
 
@@ -63,7 +64,7 @@ def truncation_threshold_reference(
         return _number(_search(keys, ones, wanted[:, None], reductions))
 
     def by_weight(logits: Array, least: Array) -> Array:
-        # The likeliest token has weight 1.
+        # Weights are relative to the likeliest token, which has weight 1.
         below = logits - reductions.maximum(logits)[..., None]
         weights = jnp.exp(below / temperature[:, None, None])
         weights = jnp.where(logits >= least[..., None], weights, 0.0)
@@ -84,14 +85,14 @@ def truncation_threshold_reference(
 
 
 def ordered_keys(x: Array) -> Array:
-    """uint32 that order as the float32 values do; 0 is less than that of any number."""
+    """uint32 keys in the same order as the float32 values; every number has a key above 0."""
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     negative = bits >> 31 == 1
     return jnp.where(negative, ~bits, bits | jnp.uint32(1 << 31))
 
 
 def _number(keys: Array) -> Array:
-    """The values of ``ordered_keys``; -inf for 0."""
+    """The inverse of ``ordered_keys``; -inf for key 0."""
     negative = keys >> 31 == 0
     bits = jnp.where(negative, ~keys, keys ^ jnp.uint32(1 << 31))
     return jnp.where(keys == 0, -jnp.inf, lax.bitcast_convert_type(bits, jnp.float32))
@@ -102,8 +103,9 @@ def _search(keys: Array, weights: Array, wanted: Array, reductions: Reductions) 
 
     keys and weights [B, N, V], wanted [B, 1] or [B, N] -> uint32 [B, N].
 
-    A CPU does least work bit by bit; a GPU does 15 comparisons as fast as one, and a loop of 32
-    small kernels would cost more than the rest of a round (measured on an H100: 0.5 ms).
+    On a CPU, a search bit by bit does the least work. On a GPU, 15 comparisons take as long as one,
+    and a loop of 32 small kernels would cost more than the rest of a round (measured on an H100:
+    0.5 ms).
     """
     wanted = jnp.broadcast_to(wanted, keys.shape[:-1])
     return lax.platform_dependent(
@@ -123,7 +125,7 @@ def search_digits(
     digit_bits: int,
     reductions: Reductions = WHOLE_ROWS,
 ) -> Array:
-    """The largest key, from its highest digit to its lowest: wanted [B, N] -> uint32 [B, N]."""
+    """As _search, from the key's highest digit to its lowest: wanted [B, N] -> uint32 [B, N]."""
     digits = jnp.arange(1, 1 << digit_bits, dtype=jnp.uint32)
 
     def find_digit(step: Array | int, found: Array) -> Array:
@@ -131,12 +133,13 @@ def search_digits(
         candidates = found[..., None] | digits << shift  # [B, N, digits]
         above = jnp.where(keys[:, :, None] >= candidates[..., None], weights[:, :, None], 0.0)
         enough = reductions.total(above) >= wanted[..., None]
-        # The smaller a candidate the more lies above it: the digit is how many suffice.
+        # The weight above a candidate falls as the candidate grows, so the digit is the number of
+        # candidates with enough weight above them.
         return found | jnp.sum(enough, axis=-1, dtype=jnp.uint32) << shift
 
     steps, found = 32 // digit_bits, jnp.zeros(keys.shape[:-1], jnp.uint32)
     if digit_bits == 1:
         return jax.lax.fori_loop(0, steps, find_digit, found)
-    for step in range(steps):  # unrolled: on a GPU a loop within a round breaks its graph
+    for step in range(steps):  # unrolled: on a GPU a loop inside a round would break its CUDA graph
         found = find_digit(step, found)
     return found

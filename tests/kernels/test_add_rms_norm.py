@@ -27,9 +27,9 @@ def assert_same(found: Any, case: Case) -> None:
 
 @pytest.mark.parametrize("case", TEST_CASES, ids=str)
 def test_the_sum_and_its_norm(case: Case):
-    x, parts, weight = (np.asarray(a, np.float64) for a in make_arguments(case))
+    x, partials, weight = (np.asarray(a, np.float64) for a in make_arguments(case))
     total, normed = add_rms_norm(*make_arguments(case), eps=EPS)
-    wanted = x + parts.sum(0)[: len(x)]
+    wanted = x + partials.sum(0)[: len(x)]
     expected = wanted / np.sqrt((wanted**2).mean(-1, keepdims=True) + EPS) * weight
     np.testing.assert_allclose(total, wanted, atol=1e-5)
     np.testing.assert_allclose(normed, expected, atol=2e-5)
@@ -78,10 +78,10 @@ def test_what_it_cannot_take_is_named(case: Case, dtype: Any, message: str):
 
 def test_the_kernel_has_its_references_gradient():
     """A program of the gradient alone holds no kernel, so it runs on a CPU too."""
-    x, parts, weight = make_arguments(TEST_CASES[0], jnp.bfloat16)
+    x, partials, weight = make_arguments(TEST_CASES[0], jnp.bfloat16)
     function = functools.partial(add_rms_norm, eps=EPS, implementation="mosaic_gpu")
-    gradient = jax.grad(lambda x: function(x, parts, weight)[1].astype(jnp.float32).sum())(x)
+    gradient = jax.grad(lambda x: function(x, partials, weight)[1].astype(jnp.float32).sum())(x)
     expected = jax.grad(
-        lambda x: add_rms_norm_reference(x, parts, weight, EPS)[1].astype(jnp.float32).sum()
+        lambda x: add_rms_norm_reference(x, partials, weight, EPS)[1].astype(jnp.float32).sum()
     )(x)
     np.testing.assert_array_equal(gradient, expected)

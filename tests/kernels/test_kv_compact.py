@@ -63,7 +63,7 @@ def test_on_the_device_it_does_the_same(case: Case):
     [
         (TEST_CASES[0], jnp.float32, "not bfloat16 of one shape"),
         (Case(1, 4, 2, 2, kv_heads=1, head_dim=64), jnp.bfloat16, "a multiple of 128"),
-        (Case(1, 60, 40, 2, kv_heads=1), jnp.bfloat16, "40 rows a sequence"),
+        (Case(1, 60, 40, 2, kv_heads=1), jnp.bfloat16, "40 rows per sequence"),
     ],
     ids=["dtype", "width", "rows"],
 )

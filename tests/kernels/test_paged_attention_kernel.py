@@ -19,13 +19,13 @@ from pallas_kernels.paged_attention.cases import (
 )
 from pallas_kernels.paged_attention.mosaic_gpu import paged_attention_mosaic
 from pallas_kernels.paged_attention.reference import paged_attention_reference
-from pallas_kernels.tuning import AttentionTuning
+from pallas_kernels.paged_attention.tuning import AttentionTuning
 from tests.marks import slow
 
 NARROW = AttentionTuning(block=64, stages=2)
 TWO_HEADS = AttentionTuning(block=64, stages=2, heads=2)
 WIDE = AttentionTuning(block=128, stages=2, warpgroups=2, registers=240)
-TURNS = dataclasses.replace(WIDE, turns=True)
+PING_PONG = dataclasses.replace(WIDE, ping_pong=True)
 # The others take up to twenty seconds each, and run on every GPU that the tests meet.
 FAST = {"K: window under a tree"}
 INTERPRETED = [
@@ -73,7 +73,7 @@ def named(name: str) -> Case:
 
 @pytest.mark.parametrize("case", INTERPRETED)
 def test_interpreted_it_is_the_reference(case: Case):
-    interpreted(case, TURNS if case.num_tokens > 16 else NARROW)
+    interpreted(case, PING_PONG if case.num_tokens > 16 else NARROW)
 
 
 @pytest.mark.slow
@@ -84,10 +84,10 @@ def test_a_block_of_threads_may_serve_two_heads(case: Case):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("config", [WIDE, AttentionTuning(block=64, stages=2, warpgroups=2)])
-def test_turns_change_nothing(config: AttentionTuning):
+def test_ping_pong_scheduling_changes_nothing(config: AttentionTuning):
     case = named("K: window")
-    in_turns = interpreted(case, dataclasses.replace(config, turns=True))
-    assert jnp.array_equal(in_turns, interpreted(case, config))
+    alternating = interpreted(case, dataclasses.replace(config, ping_pong=True))
+    assert jnp.array_equal(alternating, interpreted(case, config))
 
 
 def test_blocks_of_128_slots_suit_one_warpgroup_too():
@@ -99,7 +99,7 @@ def test_blocks_of_128_slots_suit_one_warpgroup_too():
     [
         None,
         slow(AttentionTuning(block=64, stages=5, splits=8)),
-        slow(AttentionTuning(block=64, stages=2, warpgroups=2, splits=2, turns=True)),
+        slow(AttentionTuning(block=64, stages=2, warpgroups=2, splits=2, ping_pong=True)),
     ],
 )
 @pytest.mark.parametrize("case", KERNEL_CASES, ids=str)

@@ -1,4 +1,4 @@
-"""Products and their parts."""
+"""Products and their split-K partial sums."""
 
 import jax
 import jax.numpy as jnp
@@ -8,9 +8,9 @@ import pytest
 from pallas_kernels.products import (
     einsum_f32,
     precision_of,
-    product_parts,
     scores_f32,
-    sum_parts,
+    split_k_product,
+    sum_partials,
     weighted_sum_f32,
 )
 
@@ -18,33 +18,33 @@ PRODUCTS = {
     "einsum_f32": lambda x: einsum_f32("bgms,bgns->bgmn", x, x),
     "scores_f32": lambda x: scores_f32(x, x),
     "weighted_sum_f32": lambda x: weighted_sum_f32(x, x),
-    "product_parts": lambda x: product_parts(x, x[0, 0], 2),
+    "split_k_product": lambda x: split_k_product(x, x[0, 0], 2),
 }
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("num_parts", [1, 2, 8])
-def test_parts_add_up_to_the_product(num_parts: int, dtype: jnp.dtype):
-    keys = jax.random.split(jax.random.key(num_parts))
+@pytest.mark.parametrize("num_splits", [1, 2, 8])
+def test_partial_sums_add_up_to_the_product(num_splits: int, dtype: jnp.dtype):
+    keys = jax.random.split(jax.random.key(num_splits))
     x = jax.random.normal(keys[0], (2, 3, 64), dtype)
     weight = jax.random.normal(keys[1], (64, 5, 7), dtype)
-    parts = product_parts(x, weight, num_parts)
-    assert parts.shape == (num_parts, 2, 3, 5, 7) and parts.dtype == jnp.float32
+    partials = split_k_product(x, weight, num_splits)
+    assert partials.shape == (num_splits, 2, 3, 5, 7) and partials.dtype == jnp.float32
     exact = np.tensordot(np.asarray(x, np.float64), np.asarray(weight, np.float64), axes=1)
-    np.testing.assert_allclose(sum_parts(parts, 2, jnp.dtype(jnp.float32)), exact, atol=1e-4)
+    np.testing.assert_allclose(sum_partials(partials, 2, jnp.dtype(jnp.float32)), exact, atol=1e-4)
 
 
 def test_a_single_row_is_padded():
-    """The reason stands in product_parts; consumers take parts with rows past theirs."""
+    """See split_k_product for the reason. Consumers ignore the rows past theirs."""
     x, weight = jnp.ones((1, 1, 8)), jnp.ones((8, 4))
-    parts = product_parts(x, weight, 2)
-    assert parts.shape == (2, 2, 1, 4)
-    np.testing.assert_array_equal(sum_parts(parts, 1, x.dtype), jnp.full((1, 1, 4), 8.0))
+    partials = split_k_product(x, weight, 2)
+    assert partials.shape == (2, 2, 1, 4)
+    np.testing.assert_array_equal(sum_partials(partials, 1, x.dtype), jnp.full((1, 1, 4), 8.0))
 
 
-def test_one_part_stays_as_it_is():
-    part = jnp.arange(6, dtype=jnp.bfloat16).reshape(1, 1, 6)
-    np.testing.assert_array_equal(sum_parts(part, 1, part.dtype), part[0])
+def test_an_unsplit_product_stays_as_it_is():
+    product = jnp.arange(6, dtype=jnp.bfloat16).reshape(1, 1, 6)
+    np.testing.assert_array_equal(sum_partials(product, 1, product.dtype), product[0])
 
 
 @pytest.mark.parametrize("name", PRODUCTS)

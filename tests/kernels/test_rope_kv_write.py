@@ -32,8 +32,8 @@ def assert_same(found: Any, case: Case) -> None:
 @pytest.mark.parametrize("case", TEST_CASES, ids=str)
 def test_heads_are_normed_turned_and_written(case: Case):
     arguments = make_arguments(case)
-    parts, rope, q_norm, k_norm, k_pages, v_pages, slots = arguments
-    heads = np.asarray(parts).sum(0)[: case.batch]
+    partials, rope, q_norm, k_norm, k_pages, v_pages, slots = arguments
+    heads = np.asarray(partials).sum(0)[: case.batch]
     queries, keys, values = heads[..., :-2, :], heads[..., -2, :], heads[..., -1, :]
     half = case.head_dim // 2
 
@@ -70,7 +70,7 @@ def test_it_lowers_for_cuda(case: Case):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", [*TEST_CASES, Case(8, 60, 8, 4, num_parts=2)], ids=str)
+@pytest.mark.parametrize("case", [*TEST_CASES, Case(8, 60, 8, 4, num_splits=2)], ids=str)
 def test_on_the_device_it_is_the_reference(case: Case):
     assert_same(jax.jit(kernel)(*make_arguments(case, jnp.bfloat16)), case)
 
@@ -94,15 +94,15 @@ def test_what_it_cannot_take_is_named(case: Case, dtype: Any, message: str):
 def test_the_kernel_has_its_references_gradient():
     """A program of the gradient alone holds no kernel, so it runs on a CPU too."""
     case = next(case for case in TEST_CASES if case.norms)
-    parts, rope, *weights_and_pages, slots = make_arguments(case, jnp.bfloat16)
+    partials, rope, *weights_and_pages, slots = make_arguments(case, jnp.bfloat16)
 
     def gradients(function: Any) -> Any:
-        def total(parts: jax.Array, *weights_and_pages: jax.Array) -> jax.Array:
-            outputs = function(parts, rope, *weights_and_pages, slots)
+        def total(partials: jax.Array, *weights_and_pages: jax.Array) -> jax.Array:
+            outputs = function(partials, rope, *weights_and_pages, slots)
             squares = [(out.astype(jnp.float32) ** 2).sum() for out in outputs]
             return jnp.stack(squares).sum()
 
-        return jax.grad(total, argnums=range(5))(parts, *weights_and_pages)
+        return jax.grad(total, argnums=range(5))(partials, *weights_and_pages)
 
     for found, expected in zip(gradients(kernel), gradients(reference), strict=True):
         np.testing.assert_array_equal(found, expected)

@@ -108,15 +108,15 @@ def test_auto_is_the_kernel_wherever_the_arguments_fit():
         kernel_module("top_k", "mosaic_gpu", "that")
 
 
-def test_kernels_say_which_products_they_take_in_parts():
-    assert add_rms_norm.takes_parts(jnp.bfloat16, 4096)
-    assert add_rms_norm.takes_parts("bfloat16", 16384)
-    assert not add_rms_norm.takes_parts(jnp.bfloat16, 16640)
-    assert not add_rms_norm.takes_parts(jnp.bfloat16, 100)
-    assert not add_rms_norm.takes_parts(jnp.float32, 4096)
-    assert rope_kv_write.takes_parts(jnp.bfloat16, 128)
-    assert not rope_kv_write.takes_parts(jnp.bfloat16, 64)
-    assert not rope_kv_write.takes_parts(jnp.float32, 128)
+def test_kernels_say_which_products_they_take_as_partial_sums():
+    assert add_rms_norm.takes_partials(jnp.bfloat16, 4096)
+    assert add_rms_norm.takes_partials("bfloat16", 16384)
+    assert not add_rms_norm.takes_partials(jnp.bfloat16, 16640)
+    assert not add_rms_norm.takes_partials(jnp.bfloat16, 100)
+    assert not add_rms_norm.takes_partials(jnp.float32, 4096)
+    assert rope_kv_write.takes_partials(jnp.bfloat16, 128)
+    assert not rope_kv_write.takes_partials(jnp.bfloat16, 64)
+    assert not rope_kv_write.takes_partials(jnp.float32, 128)
 
 
 def test_importing_jaxspec_does_not_load_mosaic():

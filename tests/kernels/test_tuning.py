@@ -2,16 +2,10 @@
 
 import pytest
 
-from pallas_kernels import tuning
+from pallas_kernels.paged_attention.tuning import AttentionTuning, attention_tuning
+from pallas_kernels.policy import MULTIPROCESSORS, fewest_rows, top_k_shares, truncate_shares
 from pallas_kernels.selection import Kernels
-from pallas_kernels.tuning import (
-    AttentionTuning,
-    attention_tuning,
-    fewest_rows,
-    parts_of_product,
-    top_k_shares,
-    truncate_shares,
-)
+from pallas_kernels.split_k import choose_split_k
 
 
 @pytest.mark.parametrize("batch", [1, 2, 8, 32, 128])
@@ -23,13 +17,13 @@ def test_splits_keep_every_block_resident_and_busy(batch: int, kv_heads: int, sl
         assert kv_heads % chosen.heads == 0
         assert chosen.splits in (1, 2, 4, 8)
         assert chosen.registers is None or chosen.producer_registers >= 24
-        assert chosen.splits == 1 or batch * kv_heads * chosen.splits <= tuning.MULTIPROCESSORS
+        assert chosen.splits == 1 or batch * kv_heads * chosen.splits <= MULTIPROCESSORS
         assert chosen.splits <= 2 or batch * kv_heads * chosen.splits <= 66, "clusters need room"
         assert chosen.splits <= max(slots // chosen.block, 1)
 
 
 @pytest.mark.parametrize(
-    ("rows", "depth", "width", "parts"),
+    ("rows", "depth", "width", "splits"),
     [
         *((6, 4096, 4096, 4), (6, 4096, 6144, 4), (6, 4096, 28672, 1)),
         *((80, 4096, 4096, 4), (192, 4096, 6144, 2), (192, 4096, 28672, 1)),
@@ -38,15 +32,15 @@ def test_splits_keep_every_block_resident_and_busy(batch: int, kv_heads: int, sl
         *((480, 4096, 4096, 1), (6, 512, 4096, 4), (6, 100, 4096, 1)),
     ],
 )
-def test_narrow_products_are_divided_for_a_kernel(rows: int, depth: int, width: int, parts: int):
-    assert parts_of_product(rows, depth, width) == parts
+def test_narrow_products_are_split_for_a_kernel(rows: int, depth: int, width: int, splits: int):
+    assert choose_split_k(rows, depth, width) == splits
 
 
 @pytest.mark.parametrize(
     ("names", "rows"),
     [((), 1), (("paged_attention",), 1), (("add_rms_norm",), 2), (("rope_kv_write", "top_k"), 2)],
 )
-def test_a_row_is_padded_for_kernels_that_add_up_parts(names: tuple[str, ...], rows: int):
+def test_a_row_is_padded_for_kernels_that_add_up_partial_sums(names: tuple[str, ...], rows: int):
     assert fewest_rows(Kernels(frozenset(names))) == rows
 
 
@@ -56,13 +50,13 @@ def test_two_heads_share_a_block_only_where_pairs_outnumber_the_multiprocessors(
     assert attention_tuning(200, 1, 1, 8192, 64).heads == 1
 
 
-def test_warpgroups_take_turns_with_pages_that_come_fast_enough():
-    assert attention_tuning(8, 8, 4, 8192, 64).turns
-    assert not attention_tuning(8, 8, 4, 8192, 16).turns
-    assert not attention_tuning(8, 8, 1, 8192, 64).turns
+def test_ping_pong_scheduling_needs_pages_that_load_fast_enough():
+    assert attention_tuning(8, 8, 4, 8192, 64).ping_pong
+    assert not attention_tuning(8, 8, 4, 8192, 16).ping_pong
+    assert not attention_tuning(8, 8, 1, 8192, 64).ping_pong
     for warpgroups, heads in ((1, 1), (1, 2), (2, 2)):
         with pytest.raises(ValueError, match="two warpgroups of one head"):
-            AttentionTuning(64, 2, warpgroups=warpgroups, heads=heads, turns=True)
+            AttentionTuning(64, 2, warpgroups=warpgroups, heads=heads, ping_pong=True)
 
 
 @pytest.mark.parametrize("size", [128, 4096, 4224, 32_000, 65_536])

@@ -19,29 +19,31 @@ from pallas_kernels.paged_attention.cases import (
 )
 from pallas_kernels.paged_attention.mosaic_gpu import paged_attention_mosaic
 from pallas_kernels.paged_attention.reference import paged_attention_reference
-from pallas_kernels.tuning import AttentionTuning
+from pallas_kernels.paged_attention.tuning import AttentionTuning
 
 NARROW = AttentionTuning(block=64, stages=2)
 TWO_HEADS = AttentionTuning(block=64, stages=2, heads=2)
-TURNS = AttentionTuning(block=128, stages=2, warpgroups=2, turns=True, registers=240)
+PING_PONG = AttentionTuning(block=128, stages=2, warpgroups=2, ping_pong=True, registers=240)
 CONFIGS = {
     "tuned": None,
     "narrow": NARROW,
     "long blocks": AttentionTuning(block=128, stages=2),
     "two heads": TWO_HEADS,
-    "turns": TURNS,
-    "no turns": dataclasses.replace(TURNS, turns=False),
+    "ping-pong": PING_PONG,
+    "no ping-pong": dataclasses.replace(PING_PONG, ping_pong=False),
     "two splits": dataclasses.replace(NARROW, splits=2),
     "eight splits": AttentionTuning(block=64, stages=5, splits=8),
-    "turns and splits": AttentionTuning(block=64, stages=2, warpgroups=2, splits=4, turns=True),
+    "ping-pong and splits": AttentionTuning(
+        block=64, stages=2, warpgroups=2, splits=4, ping_pong=True
+    ),
 }
 # Contexts that end inside a block and a page, and at their ends; left edges in the last block too.
 INTERPRETED = (
     (Case("one query", (70, 127), 1, 4, 1, 128, 64), NARROW),
     (Case("padded tree", (70, 0), 6, 4, 1, 128, 16, tree=True, real_tokens=4), NARROW),
-    (Case("padded chunk", (10, 120), 24, 4, 1, 64, 16, real_tokens=5), TURNS),
+    (Case("padded chunk", (10, 120), 24, 4, 1, 64, 16, real_tokens=5), PING_PONG),
     (Case("window", (200, 9), 2, 4, 1, 128, 16, window=20), NARROW),
-    (Case("window under a tree", (330,), 40, 4, 1, 64, 64, tree=True, window=200), TURNS),
+    (Case("window under a tree", (330,), 40, 4, 1, 64, 64, tree=True, window=200), PING_PONG),
     (Case("first slot, two heads", (3, 200), 2, 4, 2, 128, 16, first_slot=1), TWO_HEADS),
     (Case("first slot in the third block", (150, 20), 3, 4, 1, 128, 64, first_slot=140), NARROW),
 )

@@ -86,7 +86,7 @@ def test_logits_equal_transformers(checkpoint, name: str):
 
 
 class InParts(Kernels):
-    """Operations that are handed products in parts, as kernels are, and add them up in XLA."""
+    """Operations that take split-K partial sums, as kernels do, and add them up in XLA."""
 
     def implementation(self, operation: str) -> Implementation:
         return "reference"
@@ -94,7 +94,7 @@ class InParts(Kernels):
 
 @pytest.mark.slow
 def test_products_in_parts_make_the_same_logits(checkpoint, monkeypatch: pytest.MonkeyPatch):
-    """As they do on a GPU, for kernels that add up the parts."""
+    """As they do on a GPU, for kernels that add up the partial sums."""
     directory, tokens, _ = checkpoint("llama-gqa")
     model = cast_weights(load(directory), jnp.bfloat16)
     kernels = InParts(frozenset({"add_rms_norm", "rope_kv_write"}))
@@ -114,9 +114,9 @@ def test_products_in_parts_make_the_same_logits(checkpoint, monkeypatch: pytest.
         return [dense_logits(tokens), dense_logits(one), paged]
 
     whole, asked = all_logits(), []
-    monkeypatch.setattr(linear, "parts_of_product", lambda *sizes: asked.append(sizes) or 4)
-    monkeypatch.setattr(forward, "takes_parts", lambda dtype, width: True)
-    monkeypatch.setattr(forward, "heads_take_parts", lambda dtype, width: True)
+    monkeypatch.setattr(linear, "choose_split_k", lambda *sizes: asked.append(sizes) or 4)
+    monkeypatch.setattr(forward, "takes_partials", lambda dtype, width: True)
+    monkeypatch.setattr(forward, "heads_take_partials", lambda dtype, width: True)
     in_parts = all_logits()
     assert len(asked) == 3 * 3 * model.config.num_layers  # qkv, o and the MLP's last
     for found, expected in zip(in_parts, whole, strict=True):

@@ -65,11 +65,11 @@ class Packed(Pytree):
     def product(self, x: Array, scope: str) -> Product:
         return Product(self, x, scope)
 
-    def partial_sums(self, x: Array, num_parts: int, kernels: Kernels) -> Array:
-        assert num_parts == 1
+    def partial_sums(self, x: Array, num_splits: int, kernels: Kernels) -> Array:
+        assert num_splits == 1
         return jnp.tensordot(x, self.dense(), axes=1, precision="highest")[None]
 
-    def most_parts(self, x: Array) -> int:
+    def best_num_splits(self, x: Array) -> int:
         return 1
 
     def dense(self) -> Array:

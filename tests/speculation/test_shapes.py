@@ -135,5 +135,7 @@ def test_an_engine_without_a_drafter_decodes_plainly():
 
 
 def test_the_rules_of_a_call_are_those_of_the_parameters():
-    with pytest.raises(ValueError, match="its rules are the parameters'"):
+    with pytest.raises(
+        ValueError, match="not a SpeculationConfig: the rules come from the parameters"
+    ):
         params_of("ngram").call(SpeculationConfig.chain(2, "rejection"))

@@ -1,4 +1,4 @@
-"""Draft heads: one shape for all of them, a front for each kind."""
+"""Draft heads: one common structure (DraftHead), and a front for each kind."""
 
 import jax.numpy as jnp
 
@@ -32,14 +32,14 @@ def head_shapes(
 ) -> DraftHead:
     """A head of ShapeDtypeStructs, laid out for ``shards``.
 
-    Raises ValueError for sizes that the devices cannot share evenly.
+    Raises ValueError for sizes that cannot be split evenly.
     """
     config, front = head.model, front_shape(head, target, dtype)
     hidden, vocab = config.hidden_size, head.draft_vocab_size or target.vocab_size
-    parts = shards.of("vocab")
-    if front.own_output and vocab % parts:
+    devices = shards.of("vocab")
+    if front.own_output and vocab % devices:
         raise ValueError(
-            f"the draft vocabulary {vocab} cannot be split over {parts} devices; leave the head "
+            f"the draft vocabulary {vocab} cannot be split over {devices} devices; leave the head "
             "unsharded"
         )
     layers = tuple(
@@ -69,7 +69,7 @@ def head_shapes(
 
 
 def front_shape(head: HeadConfig, target: ModelConfig, dtype: jnp.dtype) -> FrontShape:
-    """The front that ``head.method`` names."""
+    """The shape of the front that ``head.method`` names."""
     match head.method:
         case "eagle3":
             return eagle3_front_shape(head, target, dtype)

@@ -1,4 +1,4 @@
-"""What a draft head is, as data."""
+"""Configuration of draft heads."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -12,14 +12,14 @@ EagleMethod = Literal["eagle3", "eagle1"]
 
 @dataclasses.dataclass(frozen=True)
 class HeadConfig:
-    """A draft head: its layers, its front, and what it has of its own.
+    """Configuration of a draft head.
 
     Attributes:
       model: its layers; ``vocab_size`` is the target's.
       method: the kind of its front.
       capture: the target's hidden states that it reads (see decoder.run).
-      draft_vocab_size: None: it drafts every token of the target.
-      own_embed: it has embeddings of its own.
+      draft_vocab_size: size of a reduced draft vocabulary; None: the target's vocabulary.
+      own_embed: it has its own embeddings instead of the target's.
       fc_bias, fc_norm, norm_before_fc, norm_before_residual: see Eagle3Front.
       norm_output: see DraftHead.recycle_normed.
     """
@@ -39,7 +39,8 @@ class HeadConfig:
 def default_capture(method: EagleMethod, target_layers: int) -> tuple[int, ...]:
     """The target's hidden states that a head reads unless its config names others.
 
-    EAGLE-3's are in the order of the layers; small test models have the nearest layers there are.
+    EAGLE-3 reads three, in the order of the layers. Models too small for the usual choice use the
+    nearest layers that they have.
     """
     if method == "eagle1":
         return (FINAL_NORM,)
@@ -48,7 +49,7 @@ def default_capture(method: EagleMethod, target_layers: int) -> tuple[int, ...]:
 
 
 def check_capture(ids: Sequence[int], target_layers: int) -> tuple[int, ...]:
-    """The layers in order. Raises ValueError unless they are distinct layers of the target."""
+    """``ids`` in order. Raises ValueError unless they are distinct layers of the target."""
     if not ids or len(set(ids)) != len(ids) or not set(ids) <= set(range(target_layers + 1)):
         raise ValueError(
             f"a head cannot read layers {list(ids)}: they must be distinct, of 0 to {target_layers}"

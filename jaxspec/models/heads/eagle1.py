@@ -1,6 +1,6 @@
 """EAGLE-1 and EAGLE-2 heads (arXiv 2401.15077, 2406.16858).
 
-They read the target's last hidden state, joined with the embedding by ``fc``, and share the
+``fc`` combines the target's last hidden state with the token's embedding. The heads share the
 target's LM head.
 """
 
@@ -20,7 +20,7 @@ from pallas_kernels.selection import Kernels
 
 @pytree
 class Eagle1Front(Pytree):
-    """The layers read ``fc`` [2 * H, H] of the embedding and the hidden state, without a norm."""
+    """The first layer reads ``fc`` [2 * H, H] of embedding and hidden state, without a norm."""
 
     fc: Linear
 

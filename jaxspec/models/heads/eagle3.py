@@ -1,7 +1,7 @@
 """EAGLE-3 heads (arXiv 2503.01840) and their 3.1 options (arXiv 2605.09992).
 
-They read hidden states of several layers of the target, fused by ``fc``, and have an LM head of
-their own, over a reduced vocabulary. EAGLE-3.1 norms the captured states before they are fused.
+They read hidden states of several target layers, fused by ``fc``, and have their own LM head, over
+a reduced vocabulary. EAGLE-3.1 heads can norm the captured states before they are fused.
 """
 
 from typing import Any
@@ -24,11 +24,11 @@ from pallas_kernels.selection import Kernels
 
 @pytree
 class Eagle3Front(Pytree):
-    """The first layer's mixer reads the normed embedding beside the normed hidden state.
+    """The first layer's mixer reads the normed embedding and the normed hidden state, concatenated.
 
     Attributes:
-      fc: [C, H] fuses the captured states.
-      hidden_norm: of the hidden state, before the first layer.
+      fc: [C, H], fuses the captured states.
+      hidden_norm: norm of the hidden state, before the first layer.
       fc_norms: EAGLE-3.1's ``fc_norm``: a norm for each captured state; () for none.
       input_norm: EAGLE-3.1's ``norm_before_fc``: one norm over all captured states [C].
       norm_before_residual: the residual stream starts from the normed hidden state.
@@ -45,7 +45,7 @@ class Eagle3Front(Pytree):
         return "eagle3"
 
     def hidden(self, captured: Array, eps: float, kernels: Kernels) -> Array:
-        """Captured states [..., C] fused: [..., H]."""
+        """Fuse captured states: [..., C] -> [..., H]."""
         with jax.named_scope("fc"):
             if self.fc_norms:
                 states = jnp.split(captured, len(self.fc_norms), axis=-1)

@@ -1,9 +1,9 @@
 """Draft heads: a few transformer layers that predict the target's next hidden state.
 
-All heads share one shape: a *front* that joins a token's embedding with the hidden state of the
-token before it, layers, and an output that is recycled as the next hidden state and read by an LM
-head. The entry for token ``i`` pairs its embedding with the hidden state of token ``i - 1`` and
-rotates as position ``i - 1``. Fronts are in files of their own.
+All heads share one structure: a *front* combines a token's embedding with the hidden state of the
+token before it; layers follow; an LM head reads their output, which is also the hidden state of the
+next drafting step. The entry for token ``i`` combines its embedding with the hidden state of token
+``i - 1`` and has rotary position ``i - 1``. Each front has its own file.
 """
 
 from typing import NamedTuple, Protocol
@@ -26,14 +26,14 @@ from pallas_kernels.selection import NO_KERNELS, Kernels
 
 
 class FrontOutput(NamedTuple):
-    """What a front makes of embeddings and hidden states [B, T, H]."""
+    """The result of a front for embeddings and hidden states [B, T, H]."""
 
     residual: Array  # [B, T, H] the residual stream that the first layer adds to
-    mixer_input: Array  # [B, T, in] what the first layer's mixer reads
+    mixer_input: Array  # [B, T, in] input of the first layer's mixer
 
 
 class Front(Protocol):
-    """A frozen pytree: how captured states become hidden states, and what the layers read."""
+    """A frozen pytree that computes hidden states from captured ones, and the layers' input."""
 
     @property
     def method(self) -> str:
@@ -42,38 +42,38 @@ class Front(Protocol):
 
     @property
     def fc(self) -> Linear:
-        """The projection that joins what it reads."""
+        """The projection that combines the front's inputs."""
         ...
 
     def hidden(self, captured: Array, eps: float, kernels: Kernels) -> Array:
-        """Hidden states [..., H] of what was captured of the target [..., C]; ``eps`` of norms."""
+        """Hidden states [..., H] from the target's captured ones [..., C]; ``eps`` is for norms."""
         ...
 
     def __call__(
         self, embedded: Array, hidden: Array, first: Layer, step: ForwardPass
     ) -> FrontOutput:
-        """Join embeddings and hidden states [B, T, H] for the first layer."""
+        """Combine embeddings and hidden states [B, T, H] for the first layer."""
         ...
 
     def filled(self, prefix: str, filler: Filler) -> "Front":
-        """With what the filler makes of a checkpoint's tensors in the place of each array."""
+        """The same, with every array replaced by ``filler``'s result."""
         ...
 
 
 class FrontShape(NamedTuple):
-    """A front of ShapeDtypeStructs, and what it asks of the head around it."""
+    """A front of ShapeDtypeStructs, and what it requires of the head around it."""
 
     front: Front
-    mixer_input_size: int  # width that the first layer's mixer reads
+    mixer_input_size: int  # width of the first mixer's input
     norms_input: bool  # the first layer has an input norm
-    own_output: bool  # the head has a final norm and an LM head of its own
+    own_output: bool  # the head has its own final norm and LM head
 
 
 class HeadOutput(NamedTuple):
     """One pass of a head."""
 
-    hidden: Array  # [B, T, H] what the next step of drafting reads as hidden states
-    normed: Array  # [B, T, H] what the LM head reads
+    hidden: Array  # [B, T, H] hidden states for the next drafting step
+    normed: Array  # [B, T, H] input of the LM head
     states: LayerStates
 
 
@@ -82,12 +82,12 @@ class DraftHead(Pytree):
     """Weights of a draft head.
 
     Attributes:
-      norm: before the LM head; None: it reads the outputs as they are.
-      lm_head: [H, W]; None: the target's.
-      token_ids: [W] target id of each draft id; None: the same.
-      embed: None: the target's.
+      norm: norm before the LM head; None: no norm.
+      lm_head: [H, W]; None: the target's LM head.
+      token_ids: [W] target id of each draft id; None: the ids are equal.
+      embed: embeddings; None: the target's.
       capture: the target's hidden states that it reads (see decoder.run).
-      recycle_normed: the next step reads the normed output (EAGLE-3.1's ``norm_output``).
+      recycle_normed: the next drafting step reads the normed output (EAGLE-3.1's ``norm_output``).
     """
 
     front: Front
@@ -114,7 +114,7 @@ class DraftHead(Pytree):
         return target.config.hidden_size * len(self.capture)
 
     def init_state(self, geometry: Geometry) -> ModelState:
-        """What the layers keep of sequences, empty."""
+        """Empty states of all layers."""
         states = (layer.mixer.init_state(geometry, self.layout) for layer in self.layers)
         return ModelState(layers=tuple(states), layout=self.layout)
 
@@ -123,7 +123,7 @@ class DraftHead(Pytree):
         return target.layout if self.lm_head is None else self.layout
 
     def hidden(self, captured: Array, kernels: Kernels = NO_KERNELS) -> Array:
-        """Hidden states that the first step of drafting reads: [..., C] -> [..., H]."""
+        """Hidden states for the first drafting step: captured [..., C] -> [..., H]."""
         return self.front.hidden(captured.astype(self.dtype), self.config.rms_norm_eps, kernels)
 
     def run(
@@ -136,7 +136,7 @@ class DraftHead(Pytree):
         attend: Attend,
         kernels: Kernels = NO_KERNELS,
     ) -> HeadOutput:
-        """One pass over some tokens, each beside the hidden state of the token before it."""
+        """One pass over tokens, each with the hidden state of the token before it."""
         embedded = decoder.embed(target, tokens) if self.embed is None else self.embed[tokens]
         config = self.config
         step = make_pass(
@@ -149,16 +149,17 @@ class DraftHead(Pytree):
         return HeadOutput(normed if self.recycle_normed else after[-1], normed, states)
 
     def logits(self, target: Decoder, normed: Array, kernels: Kernels = NO_KERNELS) -> Array:
-        """Float32 draft logits, this shard's part: [..., H] -> [..., W] (or V) / shards."""
+        """Float32 draft logits, this shard's: [..., H] -> [..., W / shards] (or V / shards)."""
         if self.lm_head is None:
             return decoder.logits(target, normed, kernels)
         with jax.named_scope("lm_head"):
             return self.lm_head.float32(normed, kernels)
 
     def filled(self, first_layer: str, filler: Filler) -> "DraftHead":
-        """With what the filler makes of a checkpoint's tensors for each array.
+        """The same, with every array replaced by ``filler``'s result.
 
-        ``first_layer`` names layer 0. ``token_ids`` is left out: checkpoints store differences.
+        ``first_layer`` is the checkpoint's name of layer 0. ``token_ids`` is None in the result:
+        checkpoints store differences of ids.
         """
         prefixes = [f"{first_layer}.", *(f"layers.{i}." for i in range(1, len(self.layers)))]
         return self.replace(

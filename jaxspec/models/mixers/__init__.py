@@ -1,4 +1,4 @@
-"""Mixers: the part of a layer that lets tokens see each other. One file a kind."""
+"""Mixers: the part of a layer that combines information across tokens. One file per kind."""
 
 from typing import Any, Protocol
 
@@ -17,18 +17,19 @@ __all__ = ["Attention", "Mixer", "mixer_shape"]
 
 
 class Mixer(Protocol):
-    """A frozen pytree of weights; ``config`` is its description."""
+    """A frozen pytree of weights; ``config`` describes it."""
 
     def __call__(self, x: Array, state: Any, step: ForwardPass) -> tuple[Addend, Any]:
-        """From normed input [B, T, in] to what the residual stream gains, and the layer's state."""
+        """From normed input [B, T, in] and the layer's state to the addend of the residual stream
+        and the new state."""
         ...
 
     def init_state(self, geometry: Geometry, layout: Layout) -> Any:
-        """What the layer keeps of sequences, empty: a LayerState, or None."""
+        """The layer's empty state: a LayerState, or None if it keeps none."""
         ...
 
     def filled(self, prefix: str, filler: Filler) -> "Mixer":
-        """The same with ``filler``'s result in place of every array."""
+        """The same, with every array replaced by ``filler``'s result."""
         ...
 
 
@@ -42,7 +43,7 @@ def mixer_shape(
 ) -> Mixer:
     """A mixer of ShapeDtypeStructs, of the kind that ``config`` describes.
 
-    Raises ValueError for a description of no known kind.
+    Raises ValueError for a config of unknown kind.
     """
     match config:
         case AttentionConfig():

@@ -1,4 +1,4 @@
-"""Softmax attention with grouped KV heads, as every dense family has it."""
+"""Softmax attention with grouped KV heads, as in all dense model families."""
 
 from typing import Any
 
@@ -17,7 +17,8 @@ from jaxspec.tensors import Filler, GroupedHeads, One
 
 @pytree
 class Attention(Pytree):
-    """Weights of one layer's attention. R = Q / G + 2: a group's query heads, key and value."""
+    """Weights of one layer's attention. R = Q / G + 2: the query heads of a KV head, its key and
+    its value."""
 
     qkv: Linear  # [in, G, R, D]
     o: Linear  # [Q * D, H]
@@ -26,19 +27,20 @@ class Attention(Pytree):
     config: AttentionConfig = static()
 
     def __call__(self, x: Array, state: Any, step: ForwardPass) -> tuple[Product, Any]:
-        """From normed input [B, T, in] to what the residual stream gains, and the layer's state."""
+        """From normed input [B, T, in] and the layer's state to the addend of the residual stream
+        and the new state."""
         product = self.qkv.product(x, "qkv")
         heads = step.heads(product, self.config.rope, self.q_norm, self.k_norm)
         out, state = step.attend(state, heads, self.config.window)
         return self.o.product(out.reshape(*x.shape[:2], -1), "o"), state
 
     def init_state(self, geometry: Geometry, layout: Layout) -> PagedKV:
-        """What the layer keeps: empty pages of keys and values."""
+        """Empty pages of keys and values."""
         kv_heads = self.qkv.out_shape[0]
         return PagedKV.create(geometry, kv_heads, self.config.head_dim, self.qkv.dtype, layout)
 
     def filled(self, prefix: str, filler: Filler) -> "Attention":
-        """The same with ``filler``'s result for ``<prefix>self_attn`` in place of every array."""
+        """The same, with every array replaced by ``filler``'s result for ``<prefix>self_attn``."""
         own = f"{prefix}self_attn."
         repeats = self.qkv.out_shape[0] // self.config.num_kv_heads
         source = GroupedHeads(f"{own}q_proj", f"{own}k_proj", f"{own}v_proj", repeats)
@@ -58,7 +60,7 @@ def attention_shape(
     *,
     input_size: int | None = None,
 ) -> Attention:
-    """An Attention of ShapeDtypeStructs. ``input_size``: width that the qkv projection reads."""
+    """An Attention of ShapeDtypeStructs. ``input_size``: width of the qkv projection's input."""
     kv_heads, head_dim = parallel_kv_heads(config, shards.of("heads")), config.head_dim
     group = config.num_heads // kv_heads + 2
     return Attention(
@@ -81,9 +83,9 @@ def attention_shape(
 
 
 def parallel_kv_heads(config: AttentionConfig, devices: int) -> int:
-    """KV heads as laid out over the devices: the model's, or one a device when it has fewer.
+    """KV heads as laid out over the devices: the model's, or one per device if it has fewer.
 
-    Raises ValueError for heads that the devices cannot share evenly.
+    Raises ValueError for heads that cannot be split evenly.
     """
     kv_heads = max(config.num_kv_heads, devices)
     if kv_heads % devices or kv_heads % config.num_kv_heads or config.num_heads % kv_heads:

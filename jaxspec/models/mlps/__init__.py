@@ -1,4 +1,4 @@
-"""MLPs: the part of a layer that works on each token by itself. One file a kind."""
+"""MLPs: the part of a layer that works on each token separately. One file per kind."""
 
 from typing import Protocol
 
@@ -16,14 +16,14 @@ __all__ = ["Dense", "Mlp", "mlp_shape"]
 
 
 class Mlp(Protocol):
-    """A frozen pytree of weights; ``config`` is its description."""
+    """A frozen pytree of weights; ``config`` describes it."""
 
     def __call__(self, x: Array, step: ForwardPass) -> Addend:
-        """From normed input [B, T, H] to what the residual stream gains."""
+        """From normed input [B, T, H] to the addend of the residual stream."""
         ...
 
     def filled(self, prefix: str, filler: Filler) -> "Mlp":
-        """The same with ``filler``'s result in place of every array."""
+        """The same, with every array replaced by ``filler``'s result."""
         ...
 
 
@@ -32,7 +32,7 @@ def mlp_shape(
 ) -> Mlp:
     """An MLP of ShapeDtypeStructs, of the kind that ``config`` describes.
 
-    Raises ValueError for a description of no known kind.
+    Raises ValueError for a config of unknown kind.
     """
     match config:
         case DenseConfig():

@@ -14,19 +14,19 @@ from jaxspec.tensors import Filler, One, Stacked
 
 @pytree
 class Dense(Pytree):
-    """Weights of one layer's MLP: gate and up projections side by side, and down."""
+    """Weights of one layer's MLP: stacked gate and up projections, and the down projection."""
 
     gate_up: Linear  # [H, 2, F]
     down: Linear  # [F, H]
     config: DenseConfig = static()
 
     def __call__(self, x: Array, step: ForwardPass) -> Product:
-        """From normed input [B, T, H] to what the residual stream gains."""
+        """From normed input [B, T, H] to the addend of the residual stream."""
         with jax.named_scope("mlp"):
             return self.down.product(swiglu(self.gate_up(x, step.kernels)), "mlp")
 
     def filled(self, prefix: str, filler: Filler) -> "Dense":
-        """The same with ``filler``'s result for ``<prefix>mlp`` in place of every array."""
+        """The same, with every array replaced by ``filler``'s result for ``<prefix>mlp``."""
         own = f"{prefix}mlp."
         return self.replace(
             gate_up=filler.linear(self.gate_up, Stacked((f"{own}gate_proj", f"{own}up_proj"))),
@@ -37,11 +37,11 @@ class Dense(Pytree):
 def dense_shape(config: DenseConfig, hidden_size: int, dtype: jnp.dtype, shards: Shards) -> Dense:
     """A Dense of ShapeDtypeStructs.
 
-    Raises ValueError for a width that the devices cannot share evenly.
+    Raises ValueError for a width that cannot be split evenly.
     """
-    width, parts = config.intermediate_size, shards.of("ff")
-    if width % parts:
-        raise ValueError(f"intermediate_size {width} cannot be split over {parts} devices")
+    width, devices = config.intermediate_size, shards.of("ff")
+    if width % devices:
+        raise ValueError(f"intermediate_size {width} cannot be split over {devices} devices")
     return Dense(
         gate_up=linear_shape(
             ("hidden", "two", "ff"), (hidden_size, 2, width), dtype, bias=config.bias

@@ -1,4 +1,4 @@
-"""Drafters: everything that proposes a DraftTree."""
+"""Drafters: they propose DraftTrees."""
 
 from jaxspec.speculation.drafters.base import (
     Drafter,

@@ -1,7 +1,8 @@
-"""What the round asks of a drafter.
+"""The interface between a round and a drafter.
 
-A drafter of your own is a class like these in a file of its own, given to EngineParams as an
-object. One that keeps nothing between rounds subclasses StatelessDrafter and writes ``propose``.
+To add your own drafter, write a class with the methods of Drafter and pass an instance to
+EngineParams. A drafter that keeps no state between rounds subclasses StatelessDrafter and
+implements ``propose``.
 """
 
 from typing import Any, Protocol
@@ -19,7 +20,7 @@ from jaxspec.state import EngineState
 
 @pytree
 class PrefillChunk(Pytree):
-    """Prompt tokens [B, T] that follow each row's context; ``counts`` [B] of them are real."""
+    """Prompt tokens [B, T] that follow each row's context; the first ``counts`` [B] are real."""
 
     tokens: Array
     counts: Array
@@ -27,7 +28,7 @@ class PrefillChunk(Pytree):
 
 @pytree
 class DraftState(Pytree):
-    """What a drafter keeps: its part of the pool, and what it keeps of each row."""
+    """A drafter's state: its part of the pool, and its arrays with an entry per row."""
 
     pool: Any = None
     rows: Any = None
@@ -36,21 +37,21 @@ class DraftState(Pytree):
 class Drafter(Protocol):
     """A frozen pytree of weights and static options, with pure methods.
 
-    ``state`` is the engine's: ``state.pool.draft`` and ``state.rows.draft`` are the drafter's own.
-    A method sees the rows of its call, which may be some of the engine's.
+    ``state`` is the engine's; ``state.pool.draft`` and ``state.rows.draft`` belong to the drafter.
+    A method gets the rows of its call, which may be a subset of the engine's rows.
     """
 
     @property
     def capture(self) -> tuple[int, ...]:
-        """Target hidden states it reads (see models.decoder.run); () for none."""
+        """Target hidden states that it reads (see models.decoder.run); () for none."""
         ...
 
     def init_pool(self, geometry: Geometry) -> Any:
-        """Its part of an empty pool."""
+        """The drafter's part of an empty pool."""
         ...
 
     def init_rows(self, num_rows: int, target: Decoder, capacity: SpeculationConfig) -> Any:
-        """What it keeps of ``num_rows`` rows that are new: a pytree of arrays [R, ...]."""
+        """The drafter's state of ``num_rows`` new rows: a pytree of arrays [R, ...]."""
         ...
 
     def prefill(
@@ -61,48 +62,53 @@ class Drafter(Protocol):
         features: Array | None,
         call: Call,
     ) -> DraftState:
-        """After the target has read ``chunk``.
+        """The drafter's state after the target has read ``chunk``.
 
-        ``state`` is the one before the chunk; ``features`` [B, T, C] the captured hidden states.
+        ``state`` is the state before the chunk. ``features`` [B, T, C] are the captured hidden
+        states.
         """
         ...
 
     def propose(
         self, target: Decoder, state: EngineState, call: Call
     ) -> tuple[DraftTree, DraftState]:
-        """A tree that continues each row, no larger than ``call.speculation``."""
+        """A tree that continues each row, no larger than ``call.speculation``, and the drafter's
+        state."""
         ...
 
     def most_pending(self, capacity: SpeculationConfig) -> int | None:
-        """Committed tokens that it can let wait; None: any number, ``catch_up`` does nothing."""
+        """The most *pending* tokens: committed, but not yet read by the drafter (root included).
+
+        None: no limit, and ``catch_up`` does nothing.
+        """
         ...
 
     def catch_up(self, target: Decoder, state: EngineState, call: Call) -> DraftState:
-        """Read all committed tokens that wait, so that only the root does."""
+        """The drafter's state after it reads all pending tokens; then only the root is pending."""
         ...
 
     def reset(self, pool: Any, rows: Array) -> Any:
-        """Its part of the pool with rows [B] forgotten (indices; those out of range are none)."""
+        """The drafter's part of the pool with rows [B] cleared; ignores indices out of range."""
         ...
 
     def commit(
         self, state: EngineState, features: Array | None, path: Array, counts: Array, call: Call
     ) -> DraftState:
-        """After a verification; only what it keeps of rows that decode may change.
+        """The drafter's state after a verification. Only rows that are decoding may change.
 
         Args:
           features: [B, N, C] the target's captured hidden states at every node.
           path: [B, A] accepted nodes by depth.
           counts: [B] tokens committed this round, bonus included; path[:, :counts] are the nodes
-            that came before them.
-          call: in a plain one nothing was proposed: the new token waits beside those that did.
+            that they were sampled from.
+          call: if it is plain, nothing was proposed: the new token is added to the pending ones.
         """
         ...
 
 
 @pytree
 class StatelessDrafter(Pytree):
-    """A drafter that keeps nothing between rounds. A subclass writes ``propose``."""
+    """A drafter that keeps no state between rounds. A subclass implements ``propose``."""
 
     @property
     def capture(self) -> tuple[int, ...]:

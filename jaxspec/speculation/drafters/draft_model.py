@@ -26,14 +26,15 @@ from jaxspec.state import EngineState
 
 @pytree
 class DraftModelRows(Pytree):
-    """``pending``: committed tokens of each row, root included, that the model reads next."""
+    """``pending``: number of committed tokens of each row, root included, that the model has not
+    read yet."""
 
     pending: Array = array("batch")  # int32 [R]
 
 
 @pytree
 class DraftModelDrafter(Pytree):
-    """Drafts with ``model``, which shares the target's tokenizer."""
+    """Drafts with ``model``, which must have the target's tokenizer."""
 
     model: Decoder
 
@@ -77,7 +78,7 @@ class DraftModelDrafter(Pytree):
     def _read_pending(
         self, state: EngineState, width: int, call: Call
     ) -> tuple[Array, LayerStates]:
-        """Hidden states [B, H] of the roots, and the cache, after ``width`` pending tokens."""
+        """Read up to ``width`` pending tokens: the roots' hidden states [B, H], and the cache."""
         pool, rows = _own(state)
         run = pending_tokens(state, rows.pending, width)
         attend = causal_attend(state, run)

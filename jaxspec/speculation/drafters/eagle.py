@@ -24,13 +24,14 @@ from jaxspec.speculation.expand import Beams, Proposer, grow
 from jaxspec.speculation.tree import DraftTree
 from jaxspec.state import EngineState
 
-FIRST_SLOT = 1  # token 0 has no hidden state before it, so slot 0 is never read
+FIRST_SLOT = 1  # there is no hidden state before token 0, so slot 0 is never read
 
 
 @pytree
 class HeadRows(Pytree):
-    """``pending`` committed tokens of each row wait to be read with the target's true hidden
-    states: ``features[:, t]`` is the captured state of the token before the ``t``-th of them."""
+    """``pending``: number of committed tokens of each row, root included, that the head has not
+    read yet with the target's hidden states. ``features[:, t]`` is the captured state of the token
+    before the ``t``-th of them."""
 
     features: Array = array("batch", "depth", "features")  # [R, A, C]
     pending: Array = array("batch")  # int32 [R]
@@ -90,8 +91,8 @@ class EagleDrafter(Pytree):
     def _read(
         self, target: Decoder, state: EngineState, run: TokenRun, features: Array, call: Call
     ) -> tuple[Array, Array, LayerStates]:
-        """Committed tokens beside the captured states [B, T, C] before them: what the head makes of
-        each, what its LM head reads, [B, T, H], and its cache."""
+        """Run the head on committed tokens and the captured states [B, T, C] before them; see
+        HeadOutput."""
         pool, _ = _own(state)
         attend = causal_attend(state, run, FIRST_SLOT)
         hidden = self.head.hidden(features, call.kernels)
@@ -159,7 +160,7 @@ class EagleDrafter(Pytree):
         assert features is not None
         pool, rows = _own(state)
         active, features = state.rows.active, features.astype(rows.features.dtype)
-        if call.speculation.is_plain:  # one more waits
+        if call.speculation.is_plain:  # one more token is pending
             place = jnp.arange(rows.features.shape[1]) == rows.pending[:, None]
             waiting = jnp.where(place[..., None], features[:, :1], rows.features)
             pending = rows.pending + counts
@@ -180,5 +181,5 @@ def _own(state: EngineState) -> tuple[ModelState, HeadRows]:
 
 
 def _at(x: Array, index: Array) -> Array:
-    """Row ``index`` [B] of each x [B, T, C], the first where it is negative: [B, C]."""
+    """Entry ``index`` [B] of each row of x [B, T, C]; negative indices mean the first: [B, C]."""
     return jnp.take_along_axis(x, jnp.maximum(index, 0)[:, None, None], axis=1)[:, 0]

@@ -1,8 +1,8 @@
-"""Prompt lookup: continue as the text did the last time it said the same few tokens.
+"""Prompt lookup (Saxena 2023, "Prompt Lookup Decoding"): drafts by n-gram matching, no weights.
 
-No weights (Saxena 2023, "Prompt Lookup Decoding"). For every earlier place the length of the match
-with the sequence's end is found; the longest match, the latest among equals, gives a branch of the
-tree. Further branches start with other tokens.
+The last tokens of the sequence are compared with every earlier position. The tokens after the
+longest match (of equal ones, the latest) form a branch of the tree. Each further branch comes from
+the best match that continues with a different token.
 """
 
 import jax.numpy as jnp
@@ -19,9 +19,9 @@ from jaxspec.state import EngineState
 
 @pytree
 class NGramDrafter(StatelessDrafter):
-    """Proposes ``top_k`` branches, as many as the node budget of a call holds.
+    """Proposes ``top_k`` branches, or fewer if the call's node budget is smaller.
 
-    ``min_match`` and ``max_match`` bound the number of matching tokens that count.
+    A match must have at least ``min_match`` tokens; at most ``max_match`` tokens are compared.
     """
 
     min_match: int = static(default=1)
@@ -53,10 +53,10 @@ class NGramDrafter(StatelessDrafter):
         return tree, DraftState()
 
     def _scores(self, tokens: Array, end: Array) -> Array:
-        """Rank of each position as the end of a match, 0 where there is none: [B, S]."""
+        """Score of each position as the end of a match, 0 if there is none: int32 [B, S]."""
         size = tokens.shape[1]
         index = jnp.arange(size)
-        candidate = index < end[:, None]  # something must follow it that is committed
+        candidate = index < end[:, None]  # a committed token must follow the match
         length, alive = jnp.zeros_like(tokens), candidate
         for back in range(self.max_match):
             shifted = jnp.roll(tokens, back, axis=1)
@@ -67,7 +67,7 @@ class NGramDrafter(StatelessDrafter):
 
 
 def _branch_lengths(shape: TreeShape) -> list[int]:
-    """Nodes of each branch: the budget shared out, longest first, none beyond max_depth."""
+    """Nodes of each branch: the budget divided evenly, longest first, at most max_depth each."""
     budget = shape.num_nodes - 1
     branches = min(shape.top_k, budget)
     share, extra = divmod(budget, branches)
@@ -77,7 +77,7 @@ def _branch_lengths(shape: TreeShape) -> list[int]:
 def _packed(
     tokens: list[Array], parents: list[Array], valid: list[Array], shape: TreeShape
 ) -> DraftTree:
-    """Nodes in order with the valid ones first (each branch's valid nodes are a prefix)."""
+    """The tree of the valid nodes, in order. The valid nodes of each branch are a prefix of it."""
     tokens_, parents_ = jnp.concatenate(tokens, axis=1), jnp.concatenate(parents, axis=1)
     kept = jnp.concatenate([jnp.ones_like(tokens[0], bool), *valid], axis=1)
     order = jnp.argsort(~kept, axis=1, stable=True)

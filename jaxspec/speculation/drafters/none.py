@@ -1,4 +1,4 @@
-"""Plain decoding as the drafter that proposes nothing."""
+"""Plain decoding: a drafter that proposes nothing."""
 
 from jaxspec.models.decoder import Decoder
 from jaxspec.pytree import pytree
@@ -10,7 +10,7 @@ from jaxspec.state import EngineState
 
 @pytree
 class NoDrafter(StatelessDrafter):
-    """Every round verifies the root alone and commits one token."""
+    """Every round verifies only the root and commits one token."""
 
     def propose(
         self, target: Decoder, state: EngineState, call: Call

@@ -1,9 +1,9 @@
-"""What drafters with their own KV cache share.
+"""Shared by the drafters that have their own KV cache.
 
-Draft KV is indexed by the token it consumed: slot ``i`` holds the entry of token ``i``, in pages
-of the target's own page table. Tokens committed since the last draft are *pending*: they are read
-(again) first, so that entries guessed while drafting are overwritten by true ones. Tree levels then
-use the slots past the root as scratch.
+Draft KV is indexed by the input token: slot ``i`` holds the entry of token ``i``, in pages of the
+target's page table. Tokens committed since the last draft are *pending*: they are read (again)
+first, which overwrites the entries of drafted tokens. The levels of the tree then use the slots
+past the root as scratch.
 """
 
 import dataclasses
@@ -19,7 +19,8 @@ from jaxspec.state import EngineState
 
 @dataclasses.dataclass(frozen=True)
 class TokenRun:
-    """Consecutive committed tokens [B, T] of each row; ``valid`` are real, the first of each."""
+    """Consecutive committed tokens of each row and their positions, [B, T]. ``valid`` [B, T] marks
+    the real ones, which come first."""
 
     tokens: Array
     positions: Array
@@ -27,9 +28,9 @@ class TokenRun:
 
 
 def pending_tokens(state: EngineState, counts: Array, width: int) -> TokenRun:
-    """The last ``counts`` [B] committed tokens, root last, in rows of ``width``.
+    """The last ``counts`` [B] committed tokens of each row, root last, padded to ``width``.
 
-    Nothing is valid in rows that do not decode.
+    No token is valid in rows that are not decoding.
     """
     rows = state.rows
     start = rows.context_lens - counts + 1
@@ -41,14 +42,14 @@ def pending_tokens(state: EngineState, counts: Array, width: int) -> TokenRun:
 
 
 def prompt_tokens(state: EngineState, tokens: Array, counts: Array) -> TokenRun:
-    """A chunk [B, T] that follows each row's context, ``counts`` [B] of it real."""
+    """A chunk [B, T] that follows each row's context; the first ``counts`` [B] tokens are real."""
     offset = jnp.arange(tokens.shape[1])
     positions = state.rows.context_lens[:, None] + offset
     return TokenRun(tokens, positions, offset < counts[:, None])
 
 
 def causal_attend(state: EngineState, run: TokenRun, first_slot: int = 0) -> PagedAttend:
-    """Attention of consecutive tokens, each stored at its own position."""
+    """Attention of consecutive tokens, each written to the slot of its position."""
     start = run.positions[:, 0]
     return PagedAttend(
         rows=state.rows.index,
