@@ -82,10 +82,8 @@ class AttentionConfig:
         return (self.rope,)
 
     def check_tree_depth(self, max_depth: int) -> None:
-        """Raises ValueError unless a tree of ``max_depth`` fits in the window.
-
-        The tree mask shows a node all its ancestors, so the window must not hide any of them.
-        """
+        """Raises ValueError unless a tree of ``max_depth`` fits in the window, which must not hide
+        any ancestor of a node."""
         if self.window is not None and self.window <= max_depth:
             raise ValueError(
                 f"a tree of depth {max_depth} does not fit the model's sliding window of "
@@ -223,8 +221,6 @@ class TreeShape:
       num_nodes: nodes of the tree, the root (the last committed token) included.
       max_depth: depth of the deepest node; a chain of ``k`` drafted tokens has ``max_depth = k``.
       top_k: children proposed for each expanded node; with 1 the tree is a chain.
-
-    Raises ValueError for a shape that is not possible.
     """
 
     num_nodes: int = 6
@@ -328,8 +324,6 @@ class SpeculationConfig(TreeShape):
       verify_width: pad every verification (also in plain decoding) to this many nodes, and make
         attention sums independent of slot order. In bf16 the text then does not depend on the tree
         either.
-
-    Raises ValueError for options that exclude each other.
     """
 
     acceptance: Acceptance | Any = "match"
