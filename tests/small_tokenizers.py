@@ -36,18 +36,19 @@ def byte_level(size: int = 320) -> Tokenizer:
     return tokenizer
 
 
-def sentencepiece_like(size: int = 400) -> Tokenizer:
+def sentencepiece_like(size: int = 400, byte_fallback: bool = True) -> Tokenizer:
     """As Llama 2's tokenizer.json has it: a word carries the space before it, the decoder drops the
-    first one, and what no token covers is spelt in bytes."""
-    tokenizer = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
+    first one, and what no token covers is spelt in bytes if there are such tokens."""
+    tokenizer = Tokenizer(models.BPE(byte_fallback=byte_fallback, fuse_unk=True, unk_token="<unk>"))
     tokenizer.normalizer = normalizers.Sequence(
         [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
     )
     alphabet = sorted(set("▁abcdefghijklmnopqrstuvwxyz.,:()#H"))
+    spelt = [f"<0x{byte:02X}>" for byte in range(256)] if byte_fallback else []
     trainer = trainers.BpeTrainer(
         vocab_size=size,
         show_progress=False,
-        special_tokens=["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))],
+        special_tokens=["<unk>", "<s>", "</s>", *spelt],
         initial_alphabet=alphabet,
         limit_alphabet=len(alphabet),
     )
@@ -74,9 +75,9 @@ def sentencepiece_like(size: int = 400) -> Tokenizer:
     return tokenizer
 
 
-def metaspace(size: int = 400) -> Tokenizer:
+def metaspace(size: int = 400, byte_fallback: bool = True) -> Tokenizer:
     """As newer conversions of SentencePiece have it: the pre-tokenizer puts the first space."""
-    tokenizer = sentencepiece_like(size)
+    tokenizer = sentencepiece_like(size, byte_fallback)
     tokenizer.normalizer = normalizers.Sequence([])
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     return tokenizer

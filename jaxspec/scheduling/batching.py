@@ -115,7 +115,7 @@ def plan_batch(
     """
     num_rows = rows_for(len(prompts), data_parallel)
     limits = [
-        min(len(prompt) + params.max_tokens, cache.max_length)
+        min(len(prompt) + int(params.max_tokens), cache.max_length)
         for prompt, params in zip(prompts, sampling, strict=True)
     ]
     length = min(max(_power_of_two(max(limits)), SMALLEST_LENGTH), cache.max_length)
