@@ -11,7 +11,7 @@ import numpy as np
 from jaxspec.config import TreeShape
 from jaxspec.engine import Engine
 from jaxspec.scheduling.batching import BatchPlan
-from jaxspec.scheduling.requests import SamplingParams
+from jaxspec.scheduling.requests import SamplingParams, check_count
 from jaxspec.state import Emitted, Ending, EngineState, Status
 
 
@@ -76,8 +76,8 @@ class Run:
         self.endings = [Ending.NONE for _ in prompts]
         self._done = [False for _ in prompts]
         self._engine, self.shape = engine, shape
-        if rounds_per_call is not None and rounds_per_call < 1:
-            raise ValueError(f"rounds_per_call must be at least 1, got {rounds_per_call}")
+        if rounds_per_call is not None:
+            check_count("rounds_per_call", rounds_per_call)
         self._most_rounds = min(rounds_per_call or engine.rounds_per_call, engine.rounds_per_call)
         self._state: EngineState | None = engine.begin(self.plan, self)
         self._steps = self._generate()
@@ -91,6 +91,13 @@ class Run:
         except BaseException:
             self.abort()  # the end, or an error: either way the pool goes back
             raise
+
+    def prepare(self) -> None:
+        """Compile every program of the batch now, not when it is first needed."""
+        started = time.perf_counter()
+        self._state = self._engine.prepare_reading(self._own(), self.plan)
+        self._state = self._engine.prepare_rounds(self._own(), self.plan, self.shape)
+        self.timings.compile += time.perf_counter() - started
 
     def abort(self) -> None:
         """Give the batch up; the engine is free again. Does nothing once it has ended."""

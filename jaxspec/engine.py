@@ -21,7 +21,7 @@ from jaxspec.functional import EngineParams
 from jaxspec.models.decoder import Decoder
 from jaxspec.sampling import make_sampling
 from jaxspec.scheduling.batching import BatchPlan, plan_batch, split_requests
-from jaxspec.scheduling.requests import SamplingParams, check_requests
+from jaxspec.scheduling.requests import SamplingParams, check_count, check_requests
 from jaxspec.speculation.drafters import Drafter
 from jaxspec.state import Emitted, EngineState, Pool
 from pallas_kernels.selection import Kernels
@@ -56,8 +56,9 @@ class Engine:
         rounds_per_call: int = 32,
         max_programs: int = MOST_PROGRAMS,
     ):
-        if min(max_rows, rounds_per_call, max_programs) < 1:
-            raise ValueError("max_rows, rounds_per_call and max_programs must be at least 1")
+        check_count("max_rows", max_rows)
+        check_count("rounds_per_call", rounds_per_call)
+        check_count("max_programs", max_programs)
         # Committed to where they are, as swapped weights will be: else those would compile anew.
         self.params = jax.tree.map(_committed, params)
         self.cache = CacheConfig() if cache is None else cache
@@ -112,8 +113,9 @@ class Engine:
 
     def check(self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]) -> None:
         """Raise ValueError for requests that could not run."""
-        vocab_size = self.params.target.config.vocab_size
-        check_requests(prompts, sampling, vocab_size, self.cache.max_length)
+        config = self.params.target.config
+        limits = config.vocab_size, self.cache.max_length, config.max_position
+        check_requests(prompts, sampling, *limits)
 
     def batches(
         self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]

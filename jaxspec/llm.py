@@ -1,33 +1,39 @@
 """Text in, text out."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import itertools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import transformers
 from jax.sharding import Mesh
 
 from jaxspec.batch_run import Run, Timings
 from jaxspec.config import CacheConfig, SpeculationConfig
+from jaxspec.detokenizer import Detokenizer
 from jaxspec.engine import Engine
 from jaxspec.functional import EngineParams
 from jaxspec.loading import BUILT_IN_MODEL, load
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.hf_config import read_json
-from jaxspec.scheduling.requests import SamplingParams
+from jaxspec.models.hf_config import load_model_config
+from jaxspec.scheduling.requests import SamplingParams, check_count, check_requests
 from jaxspec.speculation.drafters import Drafter
 from jaxspec.state import Ending
+from jaxspec.tokenizer import Conversation, Prompt, load_tokenizer, tokenize, tokenize_chats
 from jaxspec.weights.hub import resolve_directory
 
-Prompt = str | Sequence[int]
 DEFAULT_MAX_LENGTH = 2048
+_GREEDY_AND_SAMPLED = (SamplingParams(), SamplingParams(temperature=1.0))
 
 
 @dataclasses.dataclass(frozen=True)
 class TextChunk:
-    """Newly generated text of request ``index``; ``done`` after the last one."""
+    """Newly generated text of request ``index`` of the caller's; ``done`` after the last one.
+
+    ``token_ids`` may be ahead of ``text``: what ends inside a character waits for the rest of it.
+    """
 
     index: int
     text: str
@@ -40,6 +46,7 @@ class Completion:
     """A finished request.
 
     Attributes:
+      text: what follows the prompt, a leading space included.
       finish_reason: ``stop`` for a stop token (not part of the text), ``length``, or ``error``.
       error: what went wrong; the text before it stands.
       acceptance_length: mean tokens committed a round, bonus included.
@@ -94,8 +101,8 @@ class LLM:
         max_batch: int = 16,
         rounds_per_call: int = 32,
     ):
-        if max_batch < 1 or rounds_per_call < 1:
-            raise ValueError("max_batch and rounds_per_call must be at least 1")
+        check_count("max_batch", max_batch)
+        check_count("rounds_per_call", rounds_per_call)
         params = load(
             model,
             drafter,
@@ -135,7 +142,7 @@ class LLM:
         Raises ValueError for a bad prompt or sampling value.
         """
         completions = []
-        for batch, params in self._batches(prompts, sampling):
+        for _, batch, params in self._batches(prompts, sampling):
             run, token_ids = Run(self.engine, batch, params), [[] for _ in batch]
             try:
                 for progress in run:
@@ -143,7 +150,11 @@ class LLM:
                         ids.extend(new)
             finally:
                 run.abort()
-            completions += self._complete(run, token_ids)
+            texts = [
+                self._detokenizer(prompt).push(self._visible(ids, own), last=True)
+                for prompt, ids, own in zip(batch, token_ids, params, strict=True)
+            ]
+            completions += _completions(run, token_ids, texts)
         return completions
 
     def stream(
@@ -152,76 +163,160 @@ class LLM:
         sampling: SamplingParams | Sequence[SamplingParams],
         rounds_per_call: int = 4,
     ) -> Iterator[TextChunk | Completion]:
-        """As generate, giving text as it comes: TextChunks, then each batch's Completions.
+        """As generate, giving text as it comes: TextChunks, then each batch's Completions in order.
 
-        A stream that is closed before its end frees the engine at once.
+        The chunks of a request join to its Completion's text. A stream that is closed before its
+        end frees the engine at once.
         """
-        for batch, params in self._batches(prompts, sampling):
+        for start, batch, params in self._batches(prompts, sampling):
             run = Run(self.engine, batch, params, rounds_per_call)
             try:
-                yield from self._stream_batch(run)
+                yield from self._stream_batch(run, start)
             finally:
                 run.abort()
 
-    def _stream_batch(self, run: Run) -> Iterator[TextChunk | Completion]:
-        params = run.plan.sampling
-        token_ids: list[list[int]] = [[] for _ in params]
-        shown, ended = ["" for _ in params], [False for _ in params]
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling: SamplingParams | Sequence[SamplingParams],
+        *,
+        chat_template: str | None = None,
+        template_variables: Mapping[str, Any] | None = None,
+    ) -> list[Completion]:
+        """The assistant's answer to one conversation, or to each of several, in order.
+
+        >>> [answer] = llm.chat([{"role": "user", "content": "Hello!"}], SamplingParams())
+
+        Args:
+          messages: objects with ``role`` and ``content``, or a list of such lists.
+          chat_template: a Jinja template; by default the model's own.
+          template_variables: what the template reads beside messages, such as ``enable_thinking``.
+
+        Raises ValueError for messages that the template refuses, and for a model without one.
+        """
+        prompts = self.chat_prompts(messages, chat_template, template_variables)
+        return self.generate(prompts, sampling)
+
+    def stream_chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling: SamplingParams | Sequence[SamplingParams],
+        rounds_per_call: int = 4,
+        *,
+        chat_template: str | None = None,
+        template_variables: Mapping[str, Any] | None = None,
+    ) -> Iterator[TextChunk | Completion]:
+        """As chat, giving text as it comes (see stream)."""
+        prompts = self.chat_prompts(messages, chat_template, template_variables)
+        yield from self.stream(prompts, sampling, rounds_per_call)
+
+    def chat_prompts(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        chat_template: str | None = None,
+        template_variables: Mapping[str, Any] | None = None,
+    ) -> list[list[int]]:
+        """What chat gives to generate: the token ids of each conversation, special ones included,
+        up to where the assistant answers."""
+        return tokenize_chats(self.tokenizer, messages, chat_template, template_variables)
+
+    def warm_up(
+        self,
+        batch_sizes: Sequence[int] = (1,),
+        prompt_tokens: Sequence[int] = (64,),
+        sampling: SamplingParams | Sequence[SamplingParams] = _GREEDY_AND_SAMPLED,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> float:
+        """Compile the programs of such requests, so that the first one waits for none.
+
+        Sizes are rounded up to powers of two, as those of requests are: a batch of 3 runs the
+        programs of 4, and one of 600 prompt tokens and 200 new ones those of 1024. Programs are
+        compiled for the memory of the largest batch: name that too.
+
+        Args:
+          prompt_tokens: lengths of prompts; ``sampling.max_tokens`` come on top.
+          sampling: requests to prepare for; by default of temperature 0 and 1. Only their
+            ``max_tokens``, and whether they sample, matter.
+          on_progress: called with the number of programs' sets that are ready and their total.
+
+        Returns the seconds it took. Raises ValueError for sizes that no request may have.
+        """
+        started = time.perf_counter()
+        for name, values in (("batch_sizes", batch_sizes), ("prompt_tokens", prompt_tokens)):
+            for value in values:
+                check_count(name, value)
+        own = [sampling] if isinstance(sampling, SamplingParams) else sampling
+        sets = sorted(itertools.product(batch_sizes, prompt_tokens, own), key=_size, reverse=True)
+        for done, (batch_size, length, params) in enumerate(sets, 1):
+            run = Run(self.engine, [[0] * length] * batch_size, [params] * batch_size)
+            try:
+                run.prepare()
+            finally:
+                run.abort()
+            if on_progress is not None:
+                on_progress(done, len(sets))
+        return time.perf_counter() - started
+
+    def _stream_batch(self, run: Run, start: int) -> Iterator[TextChunk | Completion]:
+        """``start``: the index of the batch's first request in the caller's list."""
+        plan = run.plan
+        token_ids: list[list[int]] = [[] for _ in plan.prompts]
+        texts, ended = ["" for _ in plan.prompts], [False for _ in plan.prompts]
+        detokenizers = [self._detokenizer(prompt) for prompt in plan.prompts]
         for progress in run:
-            for index, new in enumerate(progress.new_tokens):
-                if ended[index]:
+            for row, new in enumerate(progress.new_tokens):
+                if ended[row]:
                     continue
-                token_ids[index].extend(new)
-                done = ended[index] = progress.done[index]
-                text = self._text(token_ids[index], params[index])
-                # A character cut in half decodes to U+FFFD: wait for the rest of it.
-                stable = text if done else text.rstrip("\ufffd")
-                piece, shown[index] = stable[len(shown[index]) :], stable
-                yield TextChunk(index, piece, new, done)
-        yield from self._complete(run, token_ids)
+                token_ids[row].extend(new)
+                done = ended[row] = progress.done[row]
+                visible = self._visible(new, plan.sampling[row])
+                piece = detokenizers[row].push(visible, last=done)
+                texts[row] += piece
+                yield TextChunk(start + row, piece, new, done)
+        yield from _completions(run, token_ids, texts)
 
     def _batches(
         self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams]
-    ) -> Iterator[tuple[list[list[int]], list[SamplingParams]]]:
-        """Token prompts and their sampling, as batches that fit together."""
-        if isinstance(prompts, str):
-            raise ValueError("prompts must be a list of prompts, not one string")
-        params = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
-        tokens = [self._tokenize(index, prompt) for index, prompt in enumerate(prompts)]
+    ) -> Iterator[tuple[int, list[list[int]], list[SamplingParams]]]:
+        """The first index, token prompts and sampling of batches that fit together."""
+        tokens = tokenize(self.tokenizer, prompts)
+        params = _for_each(sampling, len(tokens))
         for batch in self.engine.batches(tokens, params):
-            yield tokens[batch], list(params[batch])
+            yield batch.start, tokens[batch], params[batch]
 
-    def _tokenize(self, index: int, prompt: Prompt) -> list[int]:
-        if not isinstance(prompt, str):
-            return list(prompt)
-        if not prompt:
-            raise ValueError(f"prompt {index} is empty")
-        return list(self.tokenizer(prompt)["input_ids"])
+    def _detokenizer(self, prompt: Sequence[int]) -> Detokenizer:
+        return Detokenizer(self._decode, prompt)
 
-    def _text(self, token_ids: list[int], params: SamplingParams) -> str:
+    def _decode(self, token_ids: list[int]) -> str:
+        return str(self.tokenizer.decode(token_ids))
+
+    def _visible(self, token_ids: list[int], params: SamplingParams) -> list[int]:
+        """Tokens without the one that ended the text, if it is there."""
         stops = self.engine.stop_ids(params)
-        visible = token_ids[:-1] if token_ids and token_ids[-1] in stops else token_ids
-        return str(self.tokenizer.decode(visible))
+        return token_ids[:-1] if token_ids and token_ids[-1] in stops else token_ids
 
-    def _complete(self, run: Run, outputs: list[list[int]]) -> Iterator[Completion]:
-        plan = run.plan
-        rows = zip(plan.prompts, plan.sampling, outputs, run.statistics, run.endings, strict=True)
-        for prompt, params, token_ids, stats, ending in rows:
-            rounds = max(stats.rounds, 1)
-            assert params.seed is not None, "a plan gives every request a seed"
-            yield Completion(
-                text=self._text(token_ids, params),
-                token_ids=token_ids,
-                prompt_token_ids=list(prompt),
-                finish_reason=_FINISH_REASONS.get(ending, "error"),
-                error=_ERRORS.get(ending),
-                seed=params.seed,
-                num_rounds=stats.rounds,
-                num_drafted=stats.drafted,
-                acceptance_length=max(len(token_ids) - 1, 0) / rounds,
-                acceptance_by_depth=[count / rounds for count in stats.accepted[1:]],
-                timings=run.timings,
-            )
+
+def _completions(run: Run, outputs: list[list[int]], texts: list[str]) -> Iterator[Completion]:
+    plan = run.plan
+    rows = zip(
+        plan.prompts, plan.sampling, outputs, texts, run.statistics, run.endings, strict=True
+    )
+    for prompt, params, token_ids, text, stats, ending in rows:
+        rounds = max(stats.rounds, 1)
+        assert params.seed is not None, "a plan gives every request a seed"
+        yield Completion(
+            text=text,
+            token_ids=token_ids,
+            prompt_token_ids=list(prompt),
+            finish_reason=_FINISH_REASONS.get(ending, "error"),
+            error=_ERRORS.get(ending),
+            seed=params.seed,
+            num_rounds=stats.rounds,
+            num_drafted=stats.drafted,
+            acceptance_length=max(len(token_ids) - 1, 0) / rounds,
+            acceptance_by_depth=[count / rounds for count in stats.accepted[1:]],
+            timings=run.timings,
+        )
 
 
 _FINISH_REASONS = MappingProxyType({Ending.STOP: "stop", Ending.LENGTH: "length"})
@@ -235,30 +330,45 @@ _ERRORS = MappingProxyType(
 )
 
 
-def load_tokenizer(model: str | Path) -> transformers.PreTrainedTokenizerBase:
-    """The model's own tokenizer. Raises ValueError if it has none."""
+def check_prompts(
+    model: str | Path,
+    prompts: Sequence[Prompt],
+    sampling: SamplingParams | Sequence[SamplingParams],
+    max_length: int | None = None,
+) -> list[list[int]]:
+    """The prompts' token ids, if an LLM of this model and max_length could take them.
+
+    Reads the model's config and tokenizer, and no weights: a script can refuse a bad prompt at
+    once. Raises ValueError as LLM and its generate would.
+    """
     directory = resolve_directory(model)
-    try:
-        return _tokenizer_class(directory).from_pretrained(directory)
-    except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"{directory} holds no tokenizer that loads: {reason}") from error
+    config = load_model_config(directory)
+    length = _max_length(max_length, config.max_position)
+    tokens = tokenize(load_tokenizer(directory), prompts)
+    params = _for_each(sampling, len(tokens))
+    check_requests(tokens, params, config.vocab_size, length, config.max_position)
+    return tokens
 
 
-def _tokenizer_class(directory: Path) -> Any:
-    """The class that AutoTokenizer would take, which imports torch where it is installed: a Llama's
-    generic tokenizer is found without it."""
-    path = directory / "tokenizer_config.json"
-    name = read_json(path).get("tokenizer_class") if path.is_file() else None
-    if (
-        name in ("PreTrainedTokenizerFast", "TokenizersBackend")
-        and read_json(directory / "config.json").get("model_type") == "llama"
-    ):
-        return transformers.PreTrainedTokenizerFast
-    return transformers.AutoTokenizer
+def _for_each(
+    sampling: SamplingParams | Sequence[SamplingParams], count: int
+) -> list[SamplingParams]:
+    if isinstance(sampling, SamplingParams):
+        return [sampling] * count
+    if not isinstance(sampling, (list, tuple)):
+        kind = type(sampling).__name__
+        raise ValueError(f"sampling must be SamplingParams, or a list of them, not {kind}")
+    return list(sampling)
+
+
+def _size(warm_up: tuple[int, int, SamplingParams]) -> int:
+    batch_size, length, params = warm_up
+    return batch_size * (length + params.max_tokens)
 
 
 def _max_length(wanted: int | None, limit: int) -> int:
+    if wanted is not None:
+        check_count("max_length", wanted)
     if wanted is not None and wanted > limit:
         raise ValueError(f"max_length {wanted} exceeds the model's {limit} positions")
     return min(limit, DEFAULT_MAX_LENGTH) if wanted is None else wanted

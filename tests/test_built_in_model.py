@@ -1,5 +1,8 @@
 """The built-in model and its head: logits as transformers', and the same text however drafted."""
 
+import subprocess
+import sys
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -83,6 +86,22 @@ def test_other_models_are_drafted_for_without_weights(tmp_path):
     assert choose_drafter(BUILT_IN_MODEL, "auto") == BUILT_IN_HEAD
     assert choose_drafter(tmp_path, "auto") == choose_drafter("owner/name", "auto") == "ngram"
     assert choose_drafter(BUILT_IN_MODEL, "none") == "none"
+
+
+FIRST_TOKENS = """
+import sys, jaxspec
+llm = jaxspec.LLM(max_length=64)
+[completion] = llm.generate(["def f("], jaxspec.SamplingParams(max_tokens=2))
+assert len(completion.token_ids) == 2
+assert "torch" not in sys.modules, "torch was imported"
+"""
+
+
+@pytest.mark.slow
+def test_generating_does_not_import_torch():
+    command = [sys.executable, "-c", FIRST_TOKENS]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.gpu

@@ -231,7 +231,7 @@ def test_a_pool_that_an_interrupted_call_took_is_made_anew():
 
 
 def test_a_run_of_no_rounds_a_call_is_an_error():
-    with pytest.raises(ValueError, match="rounds_per_call must be at least 1"):
+    with pytest.raises(ValueError, match="rounds_per_call must be an integer, at least 1"):
         generate(rounds_per_call=0)
     assert generate() == expected()
 

@@ -29,6 +29,8 @@ LAYERS = (
     "jaxspec.tensors",
     "jaxspec.models",
     "jaxspec.weights",
+    "jaxspec.detokenizer",
+    "jaxspec.tokenizer",
     "jaxspec.noise",
     "jaxspec.sampling",
     "jaxspec.state",

@@ -1,14 +1,19 @@
 """LLM: text in, text out, in batches, streamed, with clear errors."""
 
 import dataclasses
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, cast
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from jaxspec import LLM, Completion, SamplingParams, SpeculationConfig, TextChunk
+from jaxspec import LLM, Completion, SamplingParams, SpeculationConfig, TextChunk, check_prompts
 from jaxspec.comparison import compare
+from jaxspec.scheduling.requests import with_own_seeds
 from tests.checkpoints import tiny_byte_llama, tiny_llama
+from tests.marks import slow
+from tests.small_tokenizers import metaspace, save, sentencepiece_like
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +57,75 @@ def test_stream_gives_the_same_text_in_pieces(llm):
         else:
             completions.append(event)
     assert texts == expected == [c.text for c in completions]
+
+
+def streamed(events: Iterable[TextChunk | Completion], count: int) -> tuple[list[str], list[str]]:
+    """The joined chunks of each request, and the texts of their completions."""
+    texts, completions = [""] * count, []
+    for event in events:
+        if isinstance(event, TextChunk):
+            texts[event.index] += event.text
+        else:
+            completions.append(event.text)
+    return texts, completions
+
+
+def test_a_stream_of_several_batches_does_not_mix_requests(llm):
+    prompts = ["def f(x):", "hello", "class A:", "a", "import"]
+    expected = [c.text for c in llm.generate(prompts, GREEDY)]
+    assert len(set(expected)) == 5 and llm.max_batch == 2
+    texts, completions = streamed(llm.stream(prompts, GREEDY), 5)
+    assert texts == expected == completions
+
+
+@pytest.fixture(scope="module", params=["sentencepiece", slow("metaspace")])
+def word_llm(request, tmp_path_factory) -> LLM:
+    """A model of random weights with a tokenizer of each published kind.
+
+    It says anything, so SentencePiece's have no byte tokens here: a decoder that finds a broken run
+    of bytes takes back whole characters before.
+    """
+    tokenizers = {
+        "sentencepiece": sentencepiece_like(120, byte_fallback=False),
+        "metaspace": metaspace(120, byte_fallback=False),
+    }
+    tokenizer = tokenizers[request.param]
+    path = tiny_llama(tmp_path_factory.mktemp("words"), vocab_size=tokenizer.get_vocab_size())
+    save(tokenizer, path, eos_token="</s>")
+    return LLM(path, "none", max_length=128, max_batch=8)
+
+
+def test_a_text_follows_its_prompt_space_included(word_llm):
+    prompts = ["the quick brown", "hello world", "café 😀", [65]] * 2
+    sampling = with_own_seeds(SamplingParams(temperature=1.0, max_tokens=60, stop_token_ids=()), 8)
+    completions = word_llm.generate(prompts, sampling)
+    decode = word_llm.tokenizer.decode
+    for completion in completions:
+        before, new = completion.prompt_token_ids, completion.token_ids
+        assert decode(before) + completion.text == decode(before + new)
+    assert any(completion.text.startswith(" ") for completion in completions)
+    texts, ends = streamed(word_llm.stream(prompts, sampling, rounds_per_call=1), 8)
+    assert texts == ends
+    assert texts == [completion.text for completion in completions]
+
+
+CHAT = [{"role": "user", "content": "hello"}]
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+
+
+def test_a_chat_completes_the_templates_text(llm):
+    [expected] = llm.generate(["user: hello\nassistant:"], GREEDY)
+    [found] = llm.chat(CHAT, GREEDY, chat_template=TEMPLATE)
+    assert (found.text, found.token_ids) == (expected.text, expected.token_ids)
+    both = llm.chat([CHAT, [*CHAT, *CHAT], CHAT], GREEDY, chat_template=TEMPLATE)
+    assert [c.token_ids for c in both[::2]] == [expected.token_ids] * 2
+    events = llm.stream_chat([CHAT, [*CHAT, *CHAT], CHAT], GREEDY, chat_template=TEMPLATE)
+    assert streamed(events, 3)[0] == [c.text for c in both]
+
+
+def test_a_chat_without_a_template_says_what_to_do(llm):
+    with pytest.raises(ValueError, match="no chat template: pass one with chat_template="):
+        llm.chat(CHAT, GREEDY)
 
 
 def test_a_stop_token_ends_the_text_and_is_not_part_of_it(llm):
@@ -128,6 +202,10 @@ def num_traces(engine: Any) -> tuple[int, int]:
     return engine.prefill._cache_size(), engine.decode._cache_size()
 
 
+def all_traces(engine: Any) -> tuple[int, int, int]:
+    return *num_traces(engine), engine.admit._cache_size()
+
+
 def test_ten_calls_of_one_bucket_trace_once(model):
     engine = (llm := LLM(model, "ngram", max_length=128, page_size=8)).engine
     before = num_traces(engine)
@@ -135,6 +213,39 @@ def test_ten_calls_of_one_bucket_trace_once(model):
         llm.generate(["x" * length], GREEDY)
     after = num_traces(engine)
     assert after == (before[0] + 1, before[1] + 1)
+
+
+@pytest.mark.slow
+def test_warmed_up_requests_trace_nothing(model):
+    llm = LLM(model, "ngram", max_length=512, max_batch=4)
+    short = SamplingParams(max_tokens=8)
+    warm = dataclasses.replace(short, temperature=1.0)
+    calls = []
+    seconds = llm.warm_up(
+        (1, 4), (20,), (short, warm), on_progress=lambda *done: calls.append(done)
+    )
+    assert calls == [(1, 4), (2, 4), (3, 4), (4, 4)] and seconds > 0
+    before = all_traces(llm.engine)
+    for prompts in (["x" * 30], ["x" * 17, "abc", "ab"], ["y" * 25]):
+        for sampling in (short, warm):
+            completions = llm.generate(prompts, sampling)
+            assert completions[0].timings.compile < 0.1 * seconds
+    assert all_traces(llm.engine) == before
+
+
+@pytest.mark.parametrize(
+    ("batch_sizes", "prompt_tokens", "message"),
+    [
+        ((9,), (20,), "9 requests cannot run together"),
+        ((1,), (600,), "600 tokens"),
+        ((0,), (20,), "batch_sizes must be"),
+        ((1,), (2.5,), "prompt_tokens must be"),
+    ],
+)
+def test_sizes_that_cannot_be_warmed_up_are_clear_errors(llm, batch_sizes, prompt_tokens, message):
+    with pytest.raises(ValueError, match=message):
+        llm.warm_up(batch_sizes, prompt_tokens, GREEDY)
+    llm.generate(["x"], GREEDY)  # the engine is free
 
 
 def test_compare_finds_equal_tokens(llm, model):
@@ -165,13 +276,58 @@ def test_a_text_of_one_token_has_no_speed_to_compare(llm):
         (["x" * 128], GREEDY, "raise max_length"),
         ([[999]], GREEDY, "token id outside"),
         ([], GREEDY, "no prompts"),
-        ("text", GREEDY, "not one string"),
+        ("text", GREEDY, "not one str"),
         (["x"], [GREEDY, GREEDY], "1 prompts but 2 sampling params"),
+        (["x" * 2000], GREEDY, "at most 512 fit this model: shorten the prompt"),
+        ([[1.0, 2.0]], GREEDY, "prompt 0 has token ids that are float"),
+        ([[1], [True]], GREEDY, "prompt 1 has token ids that are bool"),
+        ([[np.float32(1)]], GREEDY, "token ids that are float32"),
+        ([[[1]]], GREEDY, "token ids that are list"),
+        ([b"abc"], GREEDY, "prompt 0 must be text or a list of token ids, not bytes"),
+        ([{1: 2}], GREEDY, "not dict"),
+        ([1, 2], GREEDY, "prompt 0 must be text or a list of token ids, not int"),
+        ([None], GREEDY, "not NoneType"),
+        (["\ud800"], GREEDY, "prompt 0 is no valid Unicode"),
+        (b"text", GREEDY, "not one bytes"),
+        (None, GREEDY, "not one NoneType"),
+        (["x"], None, "sampling must be SamplingParams"),
+        (["x"], [None], "sampling must be SamplingParams"),
+        (["x"], dataclasses.replace(GREEDY, stop_token_ids=(257,)), "stop_token_ids has 257"),
+        (["x"], dataclasses.replace(GREEDY, stop_token_ids=(-1,)), "stop_token_ids has -1"),
     ],
 )
 def test_bad_prompts_are_clear_errors(llm, prompts, sampling, message):
     with pytest.raises(ValueError, match=message):
         llm.generate(prompts, sampling)
+
+
+def test_integers_of_numpy_are_token_ids(llm):
+    [expected] = llm.generate([[1, 2]], GREEDY)
+    for prompt in ((1, 2), np.array([1, 2]), [np.int64(1), 2]):
+        [found] = llm.generate([prompt], dataclasses.replace(GREEDY, max_tokens=np.int32(40)))
+        assert found.token_ids == expected.token_ids
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_length", "message"),
+    [
+        ("", None, "prompt 0 is empty: give it at least one character"),
+        ("x" * 2**20, None, "1048576 tokens; .* at most 512 fit this model: shorten"),
+        ("x" * 2**20, 128, "at most 512 fit this model: shorten"),
+        ("x" * 200, 128, "at most 128 fit: raise max_length, to at most 512"),
+        ("x", 1000, "exceeds the model's 512"),
+    ],
+)
+def test_bad_prompts_are_refused_without_weights(model, tmp_path, prompt, max_length, message):
+    for path in model.glob("*.json"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    with pytest.raises(ValueError, match=message):
+        check_prompts(tmp_path, [prompt], GREEDY, max_length)
+
+
+def test_checked_prompts_come_back_as_tokens(model, llm):
+    tokens = check_prompts(model, ["x" * 200, [1, 2]], GREEDY, 256)
+    assert tokens == [llm.tokenizer("x" * 200)["input_ids"], [1, 2]]
 
 
 @pytest.mark.parametrize(
@@ -183,11 +339,35 @@ def test_bad_prompts_are_clear_errors(llm, prompts, sampling, message):
         ("top_k", -1),
         ("max_tokens", 0),
         ("seed", -1),
+        *[(field, float("nan")) for field in ("temperature", "top_p", "min_p")],
+        *[(field, True) for field in ("temperature", "top_p", "min_p", "top_k", "seed")],
+        *[(field, 1.5) for field in ("top_k", "seed", "max_tokens")],
+        *[(field, 2.0) for field in ("top_k", "seed", "max_tokens")],
+        *[(field, "1") for field in ("temperature", "top_p", "top_k", "seed", "max_tokens")],
+        ("max_tokens", True),
+        ("max_tokens", None),
+        ("temperature", float("inf")),
+        ("temperature", 10**400),
+        ("top_k", 2**31),
+        ("stop_token_ids", 5),
+        ("stop_token_ids", (1.0,)),
+        ("stop_token_ids", "ab"),
     ],
 )
-def test_bad_sampling_values_are_clear_errors(llm, field, value):
-    with pytest.raises(ValueError, match=field):
-        llm.generate(["x"], dataclasses.replace(GREEDY, **{field: value}))
+def test_bad_sampling_values_are_clear_errors(field, value):
+    with pytest.raises(ValueError, match=f"^{field} must be [^\n]*$"):
+        dataclasses.replace(GREEDY, **{field: value})
+
+
+@pytest.mark.parametrize("field", ["max_batch", "rounds_per_call", "max_length"])
+def test_sizes_that_are_no_numbers_are_clear_errors(model, field):
+    with pytest.raises(ValueError, match=f"{field} must be an integer, at least 1, got 1.5"):
+        LLM(model, "none", **cast(Any, {field: 1.5}))
+
+
+def test_rounds_between_looks_are_whole(llm):
+    with pytest.raises(ValueError, match="rounds_per_call must be an integer"):
+        list(llm.stream(["x"], GREEDY, rounds_per_call=1.5))
 
 
 def test_max_length_beyond_the_model_is_an_error(model):

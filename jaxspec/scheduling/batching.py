@@ -182,7 +182,7 @@ def _limits(
 ) -> list[int]:
     """Most tokens of each request, prompt included."""
     return [
-        min(len(prompt) + params.max_tokens, cache.max_length)
+        min(len(prompt) + int(params.max_tokens), cache.max_length)
         for prompt, params in zip(prompts, sampling, strict=True)
     ]
 
