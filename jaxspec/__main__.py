@@ -4,8 +4,9 @@ import argparse
 import importlib
 import sys
 from collections.abc import Mapping, Sequence
-from importlib import metadata
 from types import MappingProxyType
+
+from jaxspec import __version__
 
 # What each command does. Its module has the same name, with underscores, in jaxspec/commands/.
 COMMANDS: Mapping[str, str] = MappingProxyType(
@@ -37,8 +38,7 @@ def make_parser() -> argparse.ArgumentParser:
         epilog="\n".join(["commands:", *lines, "", "`jaxspec COMMAND --help` lists its options."]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    version = f"jaxspec {metadata.version('jaxspec')}"
-    parser.add_argument("--version", action="version", version=version)
+    parser.add_argument("--version", action="version", version=f"jaxspec {__version__}")
     return parser
 
 

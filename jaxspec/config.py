@@ -394,8 +394,7 @@ class SpeculationConfig(TreeShape):
 def default_speculation(platform: str) -> SpeculationConfig:
     """The tree when none is asked for, by measurement (docs/benchmarks.md, "Which tree").
 
-    On a CPU every node costs time, and a chain of 5 was the fastest. On a GPU a longer chain costs
-    little more than a shorter one, and a chain of 7 was the fastest at small batches. Other
-    platforms get the CPU's default until they are measured.
+    On a CPU, where every node costs time, a chain of 5 was the fastest; on a GPU, at small batches,
+    one of 7. Other platforms get the CPU's default until they are measured.
     """
     return SpeculationConfig.chain(7 if platform == "gpu" else 5)

@@ -32,7 +32,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     ("arguments", "message"),
     [
         (["--mode", "chain"], "not plain, chain:K"),
-        (["--layers", "0"], "must be at least 1"),
+        (["--layers", "0"], "num_layers must be above 0"),
         (["--tp", "0"], "must be at least 1"),
         (["--wheels", "{empty}"], "run: pip install --target {empty} --no-deps jax-cuda13-pjrt=="),
         (["--wheels", "{old}"], "jax-cuda13-pjrt 0.1.2, but jaxlib is"),

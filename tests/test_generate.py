@@ -156,10 +156,10 @@ def test_a_chat_remembers_and_shows_acceptance(
 
     def record(llm, messages):
         asked.append(messages)
-        return chat_prompt(llm, messages)
+        return chat_prompts(llm, messages)
 
-    chat_prompt = chat.chat_prompt
-    monkeypatch.setattr(chat, "chat_prompt", record)
+    chat_prompts = LLM.chat_prompts
+    monkeypatch.setattr(LLM, "chat_prompts", record)
     assert generate.main(["--chat", "--model", str(model), *SMALL, "--max-tokens", "8"]) == 0
     roles = [[message["role"] for message in messages] for messages in asked]
     assert roles == [["user"], ["user", "assistant", "user"], ["user"]]

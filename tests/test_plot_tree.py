@@ -68,7 +68,7 @@ def test_a_path_that_ends_inside_the_tree_is_drawn(tmp_path: Path):
     ("arguments", "message"),
     [
         (("--tree", "plain"), "plain decoding drafts no tree"),
-        (("--tree", "tree:8"), "is not plain, chain:K or tree:NODES:DEPTH:TOPK"),
+        (("--tree", "tree:8"), "is not plain, chain:K or NODES:DEPTH:TOPK"),
         (("--skip", "-1"), "--skip must be at least 0, got -1"),
     ],
 )

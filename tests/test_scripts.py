@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -69,9 +70,10 @@ def test_an_error_is_shown():
 def broken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Things a user may point at by mistake."""
     root = tmp_path_factory.mktemp("broken")
-    corrupt = tiny_llama(root / "corrupt")
-    weights = corrupt / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:1000])
+    whole = shutil.ignore_patterns("*.safetensors")
+    corrupt = Path(shutil.copytree(BUILT_IN_MODEL, root / "corrupt", ignore=whole))
+    with (BUILT_IN_MODEL / "model.safetensors").open("rb") as weights:
+        (corrupt / "model.safetensors").write_bytes(weights.read(1000))
     wide = tiny_llama(root / "wide", hidden_size=128)
     return {"corrupt": corrupt, "head": tiny_eagle3_head(root / "head", wide), "model": wide}
 
@@ -82,10 +84,10 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         (["--prompt", "x = 1\n" * 400, "--max-length", "64"], "raise max_length"),
         (["--model", "/no/such/directory"], "no directory /no/such/directory"),
         (["--model", "{corrupt}"], "not a readable safetensors file"),
-        (["--temperature", "-1"], "temperature must be at least 0"),
+        (["--temperature", "-1"], "temperature must be a finite number, at least 0"),
         (
             ["--tree", "60:8:8", "--num-pages", "4"],
-            "the budget is 4",
+            "the budget is num_pages=4",
         ),
         (["--drafter", "{head}"], "vocab_size is 320, not 4096"),
         (["--drafter", "{model}"], "share a tokenizer"),

@@ -1,7 +1,6 @@
 """A small chat on the terminal, which shows how many drafted tokens each answer accepted."""
 
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import transformers
 
@@ -48,19 +47,12 @@ def chat(llm: LLM, sampling: SamplingParams, lines: Iterable[str]) -> None:
 def converse(llm: LLM, sampling: SamplingParams, messages: list[Message]) -> list[Message]:
     """Show the answer to the last message. Returns the chat with it, or without both."""
     try:
-        completion = stream(llm, chat_prompt(llm, messages), sampling)
+        completion = stream(llm, llm.chat_prompts(messages)[0], sampling)
     except ValueError as error:  # a chat that has become too long
         print(f"{error} (/clear forgets the chat so far)")
         return messages[:-1]
     print(f"\n[{describe(completion)}]")
     return [*messages, {"role": "assistant", "content": completion.text}]
-
-
-def chat_prompt(llm: LLM, messages: list[Message]) -> list[int]:
-    tokens: Any = llm.tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, tokenize=True, return_dict=False
-    )
-    return list(tokens)
 
 
 def describe(completion: Completion) -> str:

@@ -19,6 +19,7 @@ from jaxspec import (
     Completion,
     SamplingParams,
     SpeculationConfig,
+    check_prompts,
     make_mesh,
 )
 from jaxspec.commands.chat import chat, check_chat_template, typed_lines
@@ -299,6 +300,7 @@ def comparison_lines(results: dict[str, Any]) -> list[str]:
 def generate(arguments: argparse.Namespace) -> None:
     progress, prompt = progress_console(), read_prompt(arguments)
     sampling, show = sampling_params(arguments), not arguments.json
+    check_prompts(arguments.model, [prompt], sampling, arguments.max_length)  # before any weight
     with progress.status(f"loading {Path(arguments.model).name}"):
         llm = make_llm(arguments, arguments.drafter)
     if show:

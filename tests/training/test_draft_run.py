@@ -312,7 +312,7 @@ def test_too_few_rows_are_an_error(tmp_path):
         (["--data", "{text}", "--resume"], "no checkpoint to resume from"),
         (["--data", "{text}", "--steps", "0"], "must be at least 1"),
         (["--data", "{text}", "--unroll", "0"], "steps must be at least 1"),
-        (["--data", "{text}", "--layers", "0"], "at least one layer"),
+        (["--data", "{text}", "--layers", "0"], "num_layers must be above 0"),
         (["--data", "{text}", "--draft-vocab", "0"], "1 to 4096 tokens"),
         (["--data", "{text}", "--capture", "1", "99"], "distinct, of 0 to 8"),
         (["--data", "{text}", "--method", "eagle1", "--draft-vocab", "9"], "drafts every token"),
