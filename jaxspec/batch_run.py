@@ -55,7 +55,7 @@ class Run:
     Args:
       rounds_per_call: rounds between two looks at the results, at most the engine's.
       shape: of the draft trees; None: the engine's. The attribute may be set between two steps: the
-        next call takes it, and the text stays the same. A new shape compiles a program.
+        next call takes it, and in float32 the text stays the same. A new shape compiles a program.
 
     Raises ValueError for requests that could not run, RuntimeError while another batch is under
     way.
@@ -165,7 +165,8 @@ def _tokens_of(emitted: Emitted, place: int) -> list[int]:
 
 
 def _count(statistics: RequestStatistics, emitted: Emitted, place: int) -> None:
-    """Add the rounds of one call to a request's; a prompt's own token is of no round."""
+    """Add the rounds of one call to a request's; the token sampled by prefill belongs to no
+    round."""
     if emitted.num_rounds == 0:
         return
     ran = np.asarray(emitted.counts)[:, place] > 0

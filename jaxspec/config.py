@@ -322,8 +322,8 @@ class SpeculationConfig(TreeShape):
         equal to ``top_k`` at temperature 0). ``sampled`` draws from the drafter's distribution
         (only for chains under ``rejection``). None: the first proposal that the rule allows.
       verify_width: pad every verification (also in plain decoding) to this many nodes, and make
-        attention sums independent of slot order. In bf16 the text then does not depend on the tree
-        either.
+        attention sums independent of slot order. In bf16 the text then does not depend on the tree,
+        in the same batch bucket and page-table width.
     """
 
     acceptance: Acceptance | Any = "match"

@@ -33,7 +33,7 @@ class Detokenizer:
         if not self._pending:
             return ""
         text = self._decode(self._context + self._pending)
-        # What is known is usually the beginning of it, but for a character that the context cut.
+        # The known text is a prefix of it, unless the context starts inside a character.
         piece = text[_common_length(self._known, text) :]
         incomplete = not piece or piece.endswith(REPLACEMENT)
         if incomplete and not last and len(self._pending) < MOST_PENDING:

@@ -59,7 +59,7 @@ class Engine:
         check_count("max_rows", max_rows)
         check_count("rounds_per_call", rounds_per_call)
         check_count("max_programs", max_programs)
-        # Committed to where they are, as swapped weights will be: else those would compile anew.
+        # Committed to their devices, as swapped weights are: otherwise the first swap would recompile.
         self.params = jax.tree.map(_committed, params)
         self.cache = CacheConfig() if cache is None else cache
         self.max_rows = max_rows
@@ -123,7 +123,7 @@ class Engine:
         """The requests as batches that run one after the other, in order: as many together as there
         are rows and pages for.
 
-        Raises ValueError for requests that could not run, alone even.
+        Raises ValueError for requests that would not fit even alone.
         """
         self.check(prompts, sampling)
         return split_requests(
@@ -224,8 +224,8 @@ class Engine:
         return functional.init_pool(self.params, *sizes)
 
     def _make_room(self, keys: Set[ProgramKey]) -> Set[ProgramKey]:
-        """Those of some programs, about to run, that are not compiled yet. All that are compiled
-        are forgotten first if they would be too many."""
+        """The keys of programs that are not compiled yet. All programs are cleared first if there
+        would be too many."""
         new = keys - self._ready
         if new and (len(self._ready | new) > self.max_programs or memory.maps_are_scarce()):
             programs: tuple[Any, ...] = self.admit, self.prefill, self.decode
@@ -277,7 +277,7 @@ class Engine:
         )
 
     def _shape(self, shape: TreeShape | None) -> TreeShape:
-        """One name for each program."""
+        """The normalized shape, for a program's key."""
         return self.params.call(shape).speculation.shape
 
     def _rounds_key(

@@ -74,8 +74,8 @@ def load(
 
 
 def choose_drafter(model: str | Path, drafter: str | Path) -> str | Path:
-    """The drafter itself, and for ``auto`` the one that serves best without asking for more: the
-    built-in head for the built-in model, ``ngram`` for others."""
+    """The drafter itself; for ``auto`` the best choice that needs no further files: the built-in
+    head for the built-in model, ``ngram`` for others."""
     if drafter != "auto":
         return drafter
     return BUILT_IN_HEAD if Path(model).resolve() == BUILT_IN_MODEL.resolve() else "ngram"

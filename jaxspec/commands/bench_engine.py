@@ -56,8 +56,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--page-size", type=int, default=64, help="tokens of a page of the KV cache")
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of weights and cache")
     add("--tp", type=int, default=1, help="devices that share the model")
-    add("--sampling", choices=SAMPLING, default="greedy", help="how rows sample: of all but greedy "
-        "the program for rows of any sampling is timed")  # fmt: skip
+    add("--sampling", choices=SAMPLING, default="greedy", help="how rows sample; anything but "
+        "greedy times the general sampling program")  # fmt: skip
     add("--kernels", default="auto", help="auto (all on a Hopper GPU), all, none or a comma list")
     add("--json", action="store_true", help="JSON on stdout, the table on stderr")
     return parser

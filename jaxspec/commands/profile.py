@@ -111,7 +111,7 @@ def run_profiled(args: argparse.Namespace, progress: Console) -> tuple[Profile, 
 
 
 def unprofiled_round_us(bench: Bench, rounds: int) -> float:
-    """A round's part of what a longer call takes more: the rest is what any call costs."""
+    """From the difference of a long and a short call, which cancels the fixed cost of a call."""
     state = bench.fill(bench.new_state())
     state, seconds = timed(bench.decode, state, rounds)
     _, long_seconds = timed(bench.decode, state, LONG_CALL * rounds)

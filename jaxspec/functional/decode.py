@@ -37,7 +37,7 @@ def decode(
       num_rounds: an int, or a traced int32 together with ``max_rounds``.
       max_rounds: number of rounds that the result has room for; ``num_rounds`` by default.
       shape: shape of this call's draft trees, within ``params.speculation``; config.PLAIN drafts
-        nothing. None: the largest. The text does not depend on it.
+        nothing. None: the largest. In float32 the text does not depend on it.
       greedy: compile a program without sampling. A row that samples ends as NOT_GREEDY.
       logprobs: emit the log-probability of every token under the model's raw logits.
       hidden: target hidden states to emit with every token, at the position it was sampled from:

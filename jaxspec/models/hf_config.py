@@ -119,8 +119,8 @@ def check_keys(
 
 
 def _windows_are_off(raw: Mapping[str, Any], model_type: str) -> bool:
-    """Whether a config of a family without windows says that it has none. Llama-like configs that
-    were made from Qwen's do, beside the sizes that the windows would have."""
+    """Whether a Llama-type config copied from Qwen's carries sliding-window keys that are not in
+    use."""
     unused = raw.get("use_sliding_window") is False or raw.get("sliding_window") is None
     return model_type == "llama" and unused and not raw.get("use_sliding_window")
 

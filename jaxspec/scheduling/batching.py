@@ -51,10 +51,10 @@ class BatchPlan:
         return -(-max(map(len, self.prompts)) // self.chunk)
 
     def chunk_rows(self, index: int) -> np.ndarray | None:
-        """Rows that still read in the call of this index, if they are few: int32 [B].
+        """Rows that are still reading in chunk ``index``: int32 [B].
 
-        As many of each device's share, a power of two; ``num_rows`` where there are fewer. None:
-        more than half of the rows read, so all are given.
+        Equally many for each device, padded with ``num_rows`` to a power of two. None: all rows,
+        because more than half are reading.
         """
         share = self.num_rows // self.data_parallel
         lists: list[list[int]] = [[] for _ in range(self.data_parallel)]
@@ -69,7 +69,7 @@ class BatchPlan:
 
     @property
     def rows(self) -> np.ndarray:
-        """Rows of the requests, and past them ``num_rows``, which is none: int32 [num_rows]."""
+        """Rows of the requests, padded with ``num_rows``, an invalid index: int32 [num_rows]."""
         rows = np.arange(self.num_rows, dtype=np.int32)
         return np.where(rows < len(self.prompts), rows, self.num_rows)
 
@@ -188,7 +188,7 @@ def _limits(
 
 
 def _room(num_rows: int, scratch_slots: int, cache: CacheConfig) -> int:
-    """Tokens that each of a number of rows can have, beside the tree past its end."""
+    """Most tokens of a row that fit the pages, beside the tree's slots past its end."""
     if cache.num_pages is None:
         return cache.max_length
     held = cache.num_pages // num_rows * cache.page_size

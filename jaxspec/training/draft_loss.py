@@ -195,8 +195,8 @@ def _step_loss_of_logits(
 ) -> tuple[Array, Array, Array, Array]:
     """(cross entropy, in the draft vocabulary, right, overlap), [B, T] each.
 
-    The target's distribution is taken over the draft vocabulary alone, and learned from only
-    where its likeliest token is in that vocabulary. Recomputed in the backward pass: logits of
+    The target's probabilities are renormalized over the draft vocabulary; positions whose
+    likeliest token is outside it are skipped. Recomputed in the backward pass: logits of
     all steps would fill the memory.
     """
     wanted = decoder.logits(target, hidden)

@@ -25,7 +25,8 @@ class HeadAdapter:
     >>> completions = llm.generate(prompts, sampling)
     >>> adapter.learn(completions, steps=4)  # the next generate drafts with the new weights
 
-    The text never changes, only how much of it is drafted right. Nothing is compiled again.
+    In float32 the text does not change, only how much of it is drafted right; in bfloat16 near-ties
+    may flip. Nothing is compiled again.
 
     Args:
       config: ``batch_size`` rows a step, drawn from the latest ``memory`` completions.

@@ -34,7 +34,7 @@ class OptimizerConfig:
 
 
 def adamw(config: OptimizerConfig) -> optax.GradientTransformation:
-    """AdamW short of its learning rate; only matrices decay."""
+    """AdamW without the learning-rate factor; weight decay is for matrices only."""
 
     def decays(params: Any) -> Any:
         return jax.tree_util.tree_map_with_path(

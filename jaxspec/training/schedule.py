@@ -71,7 +71,7 @@ class Pace:
         self._first = step, time.monotonic()
 
     def saved(self, seconds: float) -> None:
-        """To evaluate and save took so long; at the end it is done again."""
+        """Record how long evaluating and saving took, to keep that time back at the end."""
         self._last_save = seconds
 
     def steps_of_call(self, step: int, total_steps: int) -> int:

@@ -60,7 +60,7 @@ def _method(
 
 
 def _looks_like_head(stored: Mapping[str, StoredTensor]) -> bool:
-    """Whether there is a layer, but none of a language model's, whose last norm follows it."""
+    """Whether there is a layer but no final norm, so that it is not a language model."""
     layer = "layers.0.self_attn.q_proj.weight" in stored and "norm.weight" not in stored
     return layer or any(name.startswith("midlayer.") for name in stored)
 

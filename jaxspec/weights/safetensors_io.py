@@ -74,8 +74,8 @@ def load_decoder(
 
     Args:
       sharded: False: every device of the mesh's model axis holds the whole model.
-      kind: what stands for each projection, from (a Linear of shapes, its source): the Linear
-        itself, or another kind of it, of shapes too (see models.linear.AnyLinear).
+      kind: a function of (a Linear of shapes, its source) that returns the projection to load: that
+        Linear, or another kind, say a quantized one, of shapes too (see models.linear.AnyLinear).
 
     Raises ValueError that lists all missing, surplus and misshapen tensors, or names a broken file.
     """

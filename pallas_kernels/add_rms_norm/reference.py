@@ -1,4 +1,4 @@
-"""The specification of add_rms_norm in jnp; also the implementation on CPU and TPU."""
+"""The specification of add_rms_norm in jnp; it runs where the kernel does not."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The specification of kv_compact in jnp; also the implementation on CPU and TPU."""
+"""The specification of kv_compact in jnp; it runs where the kernel does not."""
 
 from collections.abc import Sequence
 

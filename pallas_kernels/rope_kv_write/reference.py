@@ -1,4 +1,4 @@
-"""The specification of rope_kv_write in jnp; also the implementation on CPU and TPU."""
+"""The specification of rope_kv_write in jnp; it runs where the kernel does not."""
 
 import jax
 import jax.numpy as jnp
