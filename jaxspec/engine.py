@@ -59,7 +59,7 @@ class Engine:
         check_count("max_rows", max_rows)
         check_count("rounds_per_call", rounds_per_call)
         check_count("max_programs", max_programs)
-        # Committed to their devices, as swapped weights are: otherwise the first swap would recompile.
+        # Committed to their devices, as swapped weights are: else the first swap would recompile.
         self.params = jax.tree.map(_committed, params)
         self.cache = CacheConfig() if cache is None else cache
         self.max_rows = max_rows

@@ -30,9 +30,7 @@ class Ending(enum.IntEnum):
     NOT_FINITE = 3  # error: the model's logits were NaN or infinite
     TOO_LONG = 4  # error: its prompt or its limit does not fit its pages or its token buffer
     NOT_GREEDY = 5  # error: it samples, but the call was for greedy rows only
-    MISPLACED = (
-        6  # error, emitted only: the row was listed in another device's share; it is unchanged
-    )
+    MISPLACED = 6  # error, emitted only: listed in another device's share; unchanged
 
 
 ERRORS = (Ending.NOT_FINITE, Ending.TOO_LONG, Ending.NOT_GREEDY, Ending.MISPLACED)
