@@ -146,6 +146,7 @@ def test_a_device_reads_no_other_devices_rows(rows: list[int]):
         functional.prefill(params, empty_state(params), np.array(rows), width=4)
 
 
+@pytest.mark.slow
 def test_traced_rows_of_another_device_are_misplaced_and_stay_as_they_are():
     params = on_mesh(one_device("none"), make_mesh(1, 2))
     prompts, lengths = np.full((BATCH, 3), 7, np.int32), np.full(BATCH, 3, np.int32)
