@@ -207,9 +207,8 @@ class Engine:
         pool, self._pool = self._pool, None
         shards, slots = self.params.data_parallel, self.params.speculation.scratch_slots
         needed = plan.num_rows * pages_for(plan.length + slots, self.cache.page_size)
-        pages = (
-            -(-(self.cache.num_pages or needed) // shards) + 1
-        )  # of each device, with its null page
+        # Of each device, with its null page.
+        pages = -(-(self.cache.num_pages or needed) // shards) + 1
         if pool is not None:
             if pool.num_rows >= plan.num_rows and pool.num_pages >= shards * pages:
                 return pool

@@ -21,10 +21,10 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import track
 
-from jaxspec import BUILT_IN_HEAD, BUILT_IN_MODEL, LLM, SamplingParams, SpeculationConfig
-from jaxspec.commands.shell import command_parser, progress_console, run_command
+from jaxspec import BUILT_IN_HEAD, LLM, SamplingParams, SpeculationConfig
+from jaxspec.commands.data_options import add_suffixes_option
+from jaxspec.commands.shell import add_model_option, command_parser, progress_console, run_command
 from jaxspec.evaluation import Acceptance, measure_acceptance, summarize
-from jaxspec.training import data
 from jaxspec.training.draft_data import Examples, read_examples
 from jaxspec.training.draft_loss import LossConfig
 from jaxspec.training.draft_step import DraftTrainConfig
@@ -36,23 +36,14 @@ from jaxspec.weights.eagle import save_eagle_head
 def make_parser() -> argparse.ArgumentParser:
     parser = command_parser("adapt", __doc__)
     add = parser.add_argument
-    add(
-        "--model",
-        default=str(BUILT_IN_MODEL),
-        help="model directory or hub id (default: the built-in model)",
-    )
+    add_model_option(parser)
     add(
         "--drafter",
         default=str(BUILT_IN_HEAD),
         help="directory or hub id of an EAGLE head (default: the built-in one)",
     )
     add("--data", type=Path, nargs="+", required=True, help="folders or files of the new domain")
-    add(
-        "--suffixes",
-        nargs="+",
-        default=list(data.DEFAULT_SUFFIXES),
-        help="of the files read in folders",
-    )
+    add_suffixes_option(parser)
     add("--mode", default="chain:5", help="chain:K or NODES:DEPTH:TOPK")
     add("--batch", type=int, default=16, help="requests served together, and rows of a step")
     add("--batches", type=int, default=40, help="batches served")

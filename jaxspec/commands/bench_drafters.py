@@ -17,12 +17,18 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from jaxspec import BUILT_IN_MODEL, LLM, SamplingParams, SpeculationConfig
-from jaxspec.commands.shell import command_parser, progress_console, run_command, table_console
+from jaxspec import LLM, SamplingParams, SpeculationConfig
+from jaxspec.commands.data_options import add_suffixes_option
+from jaxspec.commands.shell import (
+    add_model_option,
+    command_parser,
+    progress_console,
+    run_command,
+    table_console,
+)
 from jaxspec.comparison import race
 from jaxspec.llm import load_tokenizer
 from jaxspec.loading import choose_drafter
-from jaxspec.training import data
 from jaxspec.training.draft_data import held_out_prompts
 
 DEFAULT_RUNS = (("ngram", "chain:5"), ("auto", "chain:5"))
@@ -31,19 +37,10 @@ DEFAULT_RUNS = (("ngram", "chain:5"), ("auto", "chain:5"))
 def make_parser() -> argparse.ArgumentParser:
     parser = command_parser("bench drafters", __doc__)
     add = parser.add_argument
-    add(
-        "--model",
-        default=str(BUILT_IN_MODEL),
-        help="model directory or hub id (default: the built-in model)",
-    )
+    add_model_option(parser)
     add("--data", type=Path, nargs="+", required=True, help="folders, text or .jsonl files, named "
         "as in training: a file is held out by the hash of its name below them")  # fmt: skip
-    add(
-        "--suffixes",
-        nargs="+",
-        default=list(data.DEFAULT_SUFFIXES),
-        help="of the files read in folders",
-    )
+    add_suffixes_option(parser)
     add(
         "--run",
         nargs=2,

@@ -18,8 +18,8 @@ from pathlib import Path
 import jax
 from rich.console import Console
 
-from jaxspec import BUILT_IN_MODEL, LLM, SamplingParams, SpeculationConfig
-from jaxspec.commands.shell import command_parser, progress_console, run_command
+from jaxspec import LLM, SamplingParams, SpeculationConfig
+from jaxspec.commands.shell import add_model_option, command_parser, progress_console, run_command
 from jaxspec.comparison import first_difference, logit_gap
 from jaxspec.evaluation import summarize
 
@@ -27,11 +27,7 @@ from jaxspec.evaluation import summarize
 def make_parser() -> argparse.ArgumentParser:
     parser = command_parser("check-exactness", __doc__)
     add = parser.add_argument
-    add(
-        "--model",
-        default=str(BUILT_IN_MODEL),
-        help="model directory or hub id (default: the built-in model)",
-    )
+    add_model_option(parser)
     add("--drafter", action="append", help="as in generate; may be repeated (default: ngram)")
     add(
         "--mode",

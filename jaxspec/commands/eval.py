@@ -16,12 +16,18 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
-from jaxspec import BUILT_IN_MODEL, LLM, SamplingParams, SpeculationConfig
-from jaxspec.commands.shell import command_parser, progress_console, run_command, table_console
+from jaxspec import LLM, SamplingParams, SpeculationConfig
+from jaxspec.commands.data_options import add_suffixes_option
+from jaxspec.commands.shell import (
+    add_model_option,
+    command_parser,
+    progress_console,
+    run_command,
+    table_console,
+)
 from jaxspec.evaluation import measure_acceptance
 from jaxspec.llm import load_tokenizer
 from jaxspec.loading import choose_drafter, resolve_dtype
-from jaxspec.training import data
 from jaxspec.training.draft_data import held_out_prompts
 
 RULES = ("coupled", "top_k", "rejection")
@@ -30,11 +36,7 @@ RULES = ("coupled", "top_k", "rejection")
 def make_parser() -> argparse.ArgumentParser:
     parser = command_parser("eval", __doc__)
     add = parser.add_argument
-    add(
-        "--model",
-        default=str(BUILT_IN_MODEL),
-        help="model directory or hub id (default: the built-in model)",
-    )
+    add_model_option(parser)
     add(
         "--drafter",
         default="auto",
@@ -43,12 +45,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add("--data", type=Path, nargs="+", required=True, help="folders, text or .jsonl files, named "
         "as in training: a file is held out by the hash of its name below them")  # fmt: skip
-    add(
-        "--suffixes",
-        nargs="+",
-        default=list(data.DEFAULT_SUFFIXES),
-        help="of the files read in folders",
-    )
+    add_suffixes_option(parser)
     add("--modes", default="chain:5,tree:60:8:8", help="comma list")
     add("--temperatures", type=float, nargs="+", default=[0.0, 1.0], help="of sampling")
     add("--rules", nargs="+", choices=RULES, default=list(RULES), help="see above")

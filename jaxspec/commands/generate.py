@@ -14,7 +14,6 @@ from typing import Any
 import jax
 
 from jaxspec import (
-    BUILT_IN_MODEL,
     LLM,
     Completion,
     SamplingParams,
@@ -28,7 +27,7 @@ from jaxspec.commands.program_cache import (
     keep_compiled_programs,
     make_folder,
 )
-from jaxspec.commands.shell import command_parser, progress_console, run_command
+from jaxspec.commands.shell import add_model_option, command_parser, progress_console, run_command
 from jaxspec.commands.streaming import stream
 from jaxspec.comparison import compare, decode_rate
 from jaxspec.config import default_speculation
@@ -47,11 +46,7 @@ def read_config(path):
 def make_parser() -> argparse.ArgumentParser:
     parser = command_parser("generate", __doc__)
     add = parser.add_argument
-    add(
-        "--model",
-        default=str(BUILT_IN_MODEL),
-        help="model directory or hub id (default: the built-in model)",
-    )
+    add_model_option(parser)
     add(
         "--drafter",
         default="auto",

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from jaxspec import BUILT_IN_MODEL
+
 TABLE_WIDTH = 130  # at least, where the output is no terminal
 INTERRUPTED = 130  # the exit status of what SIGINT ended, by convention
 
@@ -34,6 +36,14 @@ def command_parser(name: str, description: str | None) -> argparse.ArgumentParse
         description=description,
         formatter_class=HelpFormatter,
         allow_abbrev=False,
+    )
+
+
+def add_model_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model",
+        default=str(BUILT_IN_MODEL),
+        help="model directory or hub id (default: the built-in model)",
     )
 
 

@@ -15,8 +15,8 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from jaxspec import BUILT_IN_MODEL, LLM, SpeculationConfig
-from jaxspec.commands.shell import command_parser, run_command, typed_command
+from jaxspec import LLM, SpeculationConfig
+from jaxspec.commands.shell import add_model_option, command_parser, run_command, typed_command
 from jaxspec.config import LayerConfig, ModelConfig
 from jaxspec.llm import load_tokenizer
 from jaxspec.models.decoder import Decoder
@@ -47,11 +47,7 @@ DEFAULT_LICENSE = "Trained on the data and for the model named above, each under
 def make_parser() -> argparse.ArgumentParser:
     parser = command_parser("train-head", __doc__)
     add = parser.add_argument
-    add(
-        "--model",
-        default=str(BUILT_IN_MODEL),
-        help="model directory or hub id (default: the built-in model)",
-    )
+    add_model_option(parser)
     add("--data", type=Path, nargs="+", required=True, help="folders, text files or .jsonl files")
     add("--out", type=Path, required=True, help="folder of the exported head")
     add("--method", choices=("eagle3", "eagle1"), default="eagle3", help="layout of the head")

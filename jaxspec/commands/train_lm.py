@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 from rich.console import Console
 
+from jaxspec.commands.data_options import add_suffixes_option
 from jaxspec.commands.shell import command_parser, run_command, typed_command
 from jaxspec.config import ModelConfig, dense_model
 from jaxspec.training import data
@@ -28,12 +29,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--data", type=Path, nargs="+", required=True, help="folders or files of text")
     add("--out", type=Path, required=True, help="folder of the exported model")
     add("--work", type=Path, default=Path("runs/lm"), help="cached tokens, checkpoints, log")
-    add(
-        "--suffixes",
-        nargs="+",
-        default=list(data.DEFAULT_SUFFIXES),
-        help="of the files read in folders",
-    )
+    add_suffixes_option(parser)
     add("--resume", action="store_true", help="go on from the last checkpoint in --work")
     length = parser.add_mutually_exclusive_group(required=True)
     length.add_argument("--steps", type=int, help="training steps")
