@@ -68,6 +68,10 @@ class Rows(Pytree):
 
     The root, the last token of a sequence, is ``tokens[r, context_lens[r]]``: it is committed, but
     its keys and values are written by the next round. A row that is reading its prompt has no root.
+
+    The pages of the first ``cached_lens`` tokens held them before the row was admitted; the row
+    never writes to them. A row whose context is longer than ``room`` waits until it has more pages
+    (see functional.assign_pages): a round may write ``scratch_slots`` past the context.
     """
 
     index: Array = array("batch")  # int32 [R], index of each row among its device's rows
@@ -76,7 +80,9 @@ class Rows(Pytree):
     tokens: Array = array("batch", "length")  # int32 [R, S]: prompt, then generated
     prompt_lens: Array = array("batch")  # int32 [R]
     context_lens: Array = array("batch")  # int32 [R], tokens whose KV is in the pool
+    cached_lens: Array = array("batch")  # int32 [R], first tokens whose KV other rows may share
     max_lens: Array = array("batch")  # int32 [R], most tokens, prompt included
+    room: Array = array("batch")  # int32 [R], longest context that the row's pages have room for
     stop_tokens: Array = array("batch", "stops")  # int32 [R, E], padded with -1
     page_table: Array = array("batch", "table")  # int32 [R, M]
     sampling: Sampling
@@ -90,8 +96,8 @@ class Rows(Pytree):
 
     @property
     def active(self) -> Array:
-        """Rows that are decoding: bool [R]."""
-        return self.status == Status.DECODING
+        """Rows that are decoding, and have pages for another round: bool [R]."""
+        return (self.status == Status.DECODING) & (self.context_lens <= self.room)
 
     @property
     def roots(self) -> Array:

@@ -1,8 +1,9 @@
 """The state that a layer keeps of sequences, and the operations on it that the engine uses.
 
 A mixer creates its own kind of state and writes to it in its forward pass. Apart from that the
-engine needs two operations only: keep the accepted path of a verified tree, and clear rows that
-start a new sequence. Each kind of state (for example a recurrent one) is a pytree in its own file.
+engine needs a few operations only: keep the accepted path of a verified tree, clear rows that
+start a new sequence, and copy pages and rows. Each kind of state (for example a recurrent one) is
+a pytree in its own file.
 """
 
 import dataclasses
@@ -80,6 +81,14 @@ class LayerState(Protocol):
         """The state with rows [B] cleared; indices out of range are ignored."""
         ...
 
+    def take(self, pages: Array, rows: Array) -> Self:
+        """A copy of what pages [n] and rows [B] hold, in that order."""
+        ...
+
+    def put(self, saved: Self, pages: Array, rows: Array) -> Self:
+        """The state with the result of ``take`` in pages [n] and rows [B]."""
+        ...
+
 
 LayerStates = tuple[Any, ...]  # one LayerState per layer, or None if the layer keeps nothing
 
@@ -113,4 +122,17 @@ class ModelState(Pytree):
     def reset(self, rows: Array) -> Self:
         """The state with rows [B] cleared in every layer."""
         layers = tuple(None if state is None else state.reset(rows) for state in self.layers)
+        return self.replace(layers=layers)
+
+    def take(self, pages: Array, rows: Array) -> Self:
+        """A copy of what pages [n] and rows [B] hold in every layer."""
+        layers = tuple(None if state is None else state.take(pages, rows) for state in self.layers)
+        return self.replace(layers=layers)
+
+    def put(self, saved: Self, pages: Array, rows: Array) -> Self:
+        """The state with the result of ``take`` in pages [n] and rows [B]."""
+        pairs = zip(self.layers, saved.layers, strict=True)
+        layers = tuple(
+            None if state is None else state.put(one, pages, rows) for state, one in pairs
+        )
         return self.replace(layers=layers)

@@ -73,6 +73,12 @@ class PagedKV(Pytree):
         """Unchanged: a new sequence reads only slots that it has written."""
         return self
 
+    def take(self, pages: Array, rows: Array) -> Self:
+        return self.replace(k=self.k[pages], v=self.v[pages])
+
+    def put(self, saved: Self, pages: Array, rows: Array) -> Self:
+        return self.replace(k=self.k.at[pages].set(saved.k), v=self.v.at[pages].set(saved.v))
+
 
 def move[T: PagedKV](
     states: Sequence[T], source: Array, destination: Array, kernels: Kernels

@@ -14,18 +14,32 @@ chunks, decodes, and is released:
 Each function may be jitted with its state donated.
 """
 
-from jaxspec.functional.decode import decode
+from jaxspec.functional.decode import decode, settle
+from jaxspec.functional.pages import SavedRow, copy_pages, restore_row, save_row
 from jaxspec.functional.params import EngineParams
 from jaxspec.functional.prefill import prefill
-from jaxspec.functional.rows import admit, init_pool, init_rows, init_state, release
+from jaxspec.functional.rows import (
+    admit,
+    assign_pages,
+    init_pool,
+    init_rows,
+    init_state,
+    release,
+)
 
 __all__ = [
     "EngineParams",
+    "SavedRow",
     "admit",
+    "assign_pages",
+    "copy_pages",
     "decode",
     "init_pool",
     "init_rows",
     "init_state",
     "prefill",
     "release",
+    "restore_row",
+    "save_row",
+    "settle",
 ]

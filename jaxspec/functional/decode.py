@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
 from jaxspec.config import TreeShape
-from jaxspec.functional.params import EngineParams, on_mesh
+from jaxspec.functional.params import EngineParams, Integers, on_mesh, row_spec
+from jaxspec.functional.subset import check_split, local_rows, on_rows, put_rows, take_rows
 from jaxspec.sharding import partition_specs
 from jaxspec.speculation.call import Call
 from jaxspec.speculation.round import RoundOutput, run_round
@@ -24,20 +25,25 @@ def decode(
     params: EngineParams,
     state: EngineState,
     num_rounds: ArrayLike,
+    rows: Integers | None = None,
     *,
     max_rounds: int | None = None,
     shape: TreeShape | None = None,
+    columns: int | None = None,
     greedy: bool = False,
     logprobs: bool = False,
     hidden: tuple[int, ...] = (),
 ) -> tuple[EngineState, Emitted]:
-    """Run up to ``num_rounds`` rounds. Stops early when no row is decoding any more.
+    """Run up to ``num_rounds`` rounds. Stops early when no row can go on.
 
     Args:
       num_rounds: an int, or a traced int32 together with ``max_rounds``.
+      rows: [B] rows to decode, as in prefill; None: all. The others stay unchanged.
       max_rounds: number of rounds that the result has room for; ``num_rounds`` by default.
       shape: shape of this call's draft trees, within ``params.speculation``; config.PLAIN drafts
         nothing. None: the largest. In float32 the text does not depend on it.
+      columns: width of the page table that the program sees, None: all of it. Rows that would
+        outgrow it wait.
       greedy: compile a program without sampling. A row that samples ends as NOT_GREEDY.
       logprobs: emit the log-probability of every token under the model's raw logits.
       hidden: target hidden states to emit with every token, at the position it was sampled from:
@@ -54,9 +60,37 @@ def decode(
             raise ValueError("num_rounds is traced: give max_rounds, an int, as well")
         max_rounds = int(np.asarray(num_rounds))
     call = params.call(shape, greedy=greedy, logprobs=logprobs, hidden=hidden)
-    function = functools.partial(_decode, call, max(1, max_rounds))
+    function = functools.partial(_decode, call, max(1, max_rounds), columns)
     limit = jnp.minimum(jnp.asarray(num_rounds, jnp.int32), max_rounds)
-    return on_mesh(function, params, state, (limit,), (P(),), emitted_specs(params, call))
+    if rows is not None:
+        check_split(params, rows, state.rows.status.shape[0])
+        rows = jnp.asarray(rows, jnp.int32)
+    specs = (P(), None if rows is None else row_spec(params))
+    return on_mesh(function, params, state, (limit, rows), specs, emitted_specs(params, call))
+
+
+def settle(params: EngineParams, state: EngineState, rows: Integers) -> EngineState:
+    """Let the drafter read the last tokens of rows [B] that are done.
+
+    While a row decodes, its drafter reads the tokens of a round in the next one. Afterwards the
+    drafter's cache, too, holds the whole context, and the row's full pages may be kept for others.
+    Row indices outside 0 .. R - 1 are padding; rows that are not done stay unchanged.
+    """
+    params.check(state)
+    check_split(params, rows, state.rows.status.shape[0])
+    arguments = (jnp.asarray(rows, jnp.int32),)
+    return on_mesh(_settle, params, state, arguments, (row_spec(params),), None)
+
+
+def _settle(params: EngineParams, state: EngineState, rows: Array) -> EngineState:
+    own, call = state.rows, params.call()
+    index = local_rows(rows, own.status.shape[0], params.layout.batch)
+    chosen = take_rows(own, index).replace(index=index)
+    done = jnp.where(chosen.status == Status.DONE, Status.DECODING, Status.EMPTY)
+    reading = chosen.replace(status=done.astype(jnp.int32), room=chosen.context_lens)
+    draft = params.drafter.catch_up(params.target, state.replace(rows=reading), call)
+    rows_after = put_rows(own, index, chosen.replace(draft=draft.rows))
+    return state.replace(pool=state.pool.replace(draft=draft.pool), rows=rows_after)
 
 
 def emitted_specs(params: EngineParams, call: Call) -> Emitted:
@@ -113,6 +147,21 @@ class _Carry(NamedTuple):
 
 
 def _decode(
+    call: Call,
+    max_rounds: int,
+    columns: int | None,
+    params: EngineParams,
+    state: EngineState,
+    limit: Array,
+    rows: Array | None,
+) -> tuple[EngineState, Emitted]:
+    def run(state: EngineState) -> tuple[EngineState, Emitted]:
+        return _run_rounds(call, max_rounds, params, state, limit)
+
+    return on_rows(params, state, rows, columns, run)
+
+
+def _run_rounds(
     call: Call, max_rounds: int, params: EngineParams, state: EngineState, limit: Array
 ) -> tuple[EngineState, Emitted]:
     rows = state.rows
@@ -156,7 +205,7 @@ Loop = Callable[[_Carry, Array], _Carry]
 
 
 def _loop(params: EngineParams, call: Call) -> Loop:
-    """Runs rounds up to a limit, or until no row is decoding."""
+    """Runs rounds up to a limit, or until no row can go on."""
     batch = params.layout.batch
 
     def body(carry: _Carry) -> _Carry:

@@ -3,14 +3,12 @@
 import functools
 
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
-from jax.core import Tracer
 
 from jaxspec import collectives
 from jaxspec.functional.decode import emitted_specs, refuse_sampling
 from jaxspec.functional.params import EngineParams, Integers, on_mesh, row_spec
-from jaxspec.functional.rows import local_rows, put_rows, take_rows
+from jaxspec.functional.subset import check_split, on_rows
 from jaxspec.models import decoder
 from jaxspec.sampling import perturb, process_logits, vocab_ids
 from jaxspec.speculation.call import Call
@@ -27,6 +25,7 @@ def prefill(
     counts: Integers | None = None,
     *,
     width: int,
+    columns: int | None = None,
     greedy: bool = False,
     logprobs: bool = False,
     hidden: tuple[int, ...] = (),
@@ -42,6 +41,8 @@ def prefill(
         rows are emitted as MISPLACED.
       counts: [B] most tokens to read of each row; None: ``width``.
       width: tokens per row that the program has room for.
+      columns: width of the page table that the program sees, None: all of it. The rows and the
+        chunk must fit it.
       greedy: compile a program without sampling. A row that samples ends as NOT_GREEDY.
       logprobs, hidden: see decode.
 
@@ -55,54 +56,32 @@ def prefill(
         raise ValueError(f"width must be at least 1, got {width}")
     call = params.call(greedy=greedy, logprobs=logprobs, hidden=hidden)
     if rows is not None:
-        _check_split(params, rows, state.rows.status.shape[0])
+        check_split(params, rows, state.rows.status.shape[0])
         rows = jnp.asarray(rows, jnp.int32)
     counts = None if counts is None else jnp.asarray(counts, jnp.int32)
     spec = row_spec(params)
-    function = functools.partial(_prefill, call, min(width, state.rows.tokens.shape[1]))
+    width = min(width, state.rows.tokens.shape[1])
+    function = functools.partial(_prefill, call, width, columns)
     specs = tuple(None if x is None else spec for x in (rows, counts))
     return on_mesh(function, params, state, (rows, counts), specs, emitted_specs(params, call))
-
-
-def _check_split(params: EngineParams, rows: Integers, num_rows: int) -> None:
-    shards = params.data_parallel
-    if shards == 1 or isinstance(rows, Tracer):
-        return
-    listed = np.asarray(rows)
-    if listed.size % shards:
-        raise ValueError(f"{listed.size} rows cannot be split over {shards} data shards")
-    own = np.repeat(np.arange(shards), listed.size // shards)
-    inside = (listed >= 0) & (listed < num_rows)
-    if (listed // (num_rows // shards) != own)[inside].any():
-        raise ValueError(
-            f"rows {listed.tolist()}: each of {shards} devices can read its own "
-            f"{num_rows // shards} rows only, so each share of the list must name those"
-        )
 
 
 def _prefill(
     call: Call,
     width: int,
+    columns: int | None,
     params: EngineParams,
     state: EngineState,
     rows: Array | None,
     counts: Array | None,
 ) -> tuple[EngineState, Emitted]:
-    index = None
-    chosen = state.rows
-    if rows is not None:
-        index = local_rows(rows, chosen.status.shape[0], params.layout.batch)
-        chosen = take_rows(chosen, index).replace(index=index)
-    if call.greedy:
-        chosen = refuse_sampling(chosen, chosen.status == Status.READING)
-    read, emitted = _read_chunk(call, width, params, state.replace(rows=chosen), counts)
-    if rows is not None and index is not None:
-        num_rows = state.rows.status.shape[0]
-        read = read.replace(rows=put_rows(state.rows, index, read.rows))
-        elsewhere = (rows >= 0) & (rows < num_rows * params.data_parallel) & (index == num_rows)
-        ending = jnp.where(elsewhere, Ending.MISPLACED, emitted.ending)
-        emitted = emitted.replace(ending=ending)
-    return read, emitted
+    def run(state: EngineState) -> tuple[EngineState, Emitted]:
+        if call.greedy:
+            reading = state.rows.status == Status.READING
+            state = state.replace(rows=refuse_sampling(state.rows, reading))
+        return _read_chunk(call, width, params, state, counts)
+
+    return on_rows(params, state, rows, columns, run)
 
 
 def _read_chunk(

@@ -1,16 +1,18 @@
 """Creates states, and admits and releases rows. Nothing here runs a model."""
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 from jax.sharding import PartitionSpec as P
 
 from jaxspec.cache import Geometry, pages_for, sequential_page_table
 from jaxspec.functional.params import EngineParams, Integers, on_mesh
+from jaxspec.functional.subset import local_rows, put_rows, take_rows
 from jaxspec.sampling import Sampling, make_sampling
-from jaxspec.sharding import Axes, named_shardings
+from jaxspec.sharding import named_shardings
 from jaxspec.state import Ending, EngineState, Pool, Rows, Status, empty_statistics
 
 
@@ -106,8 +108,8 @@ def _empty_rows(
 ) -> Rows:
     # A separate array for each field: a shared one would be donated twice.
     size = index.shape[0]
-    status, ending, prompt_lens, context_lens, max_lens = (
-        jnp.zeros(size, jnp.int32) for _ in range(5)
+    status, ending, prompt_lens, context_lens, cached_lens, max_lens, room = (
+        jnp.zeros(size, jnp.int32) for _ in range(7)
     )
     return Rows(
         index=index,
@@ -116,7 +118,9 @@ def _empty_rows(
         tokens=jnp.zeros((size, max_length), jnp.int32),
         prompt_lens=prompt_lens,
         context_lens=context_lens,
+        cached_lens=cached_lens,
         max_lens=max_lens,
+        room=room,
         stop_tokens=jnp.full((size, max_stops), -1, jnp.int32),
         page_table=jnp.array(page_table, jnp.int32),
         sampling=jax.tree.map(jnp.array, make_sampling(size)),
@@ -136,6 +140,8 @@ def admit(
     max_lens: Integers | None = None,
     stop_token_ids: Integers = (),
     page_table: Array | None = None,
+    cached_lens: Integers | None = None,
+    may_wait: bool = False,
 ) -> EngineState:
     """Assign prompts to rows; ``prefill`` then reads them.
 
@@ -150,6 +156,11 @@ def admit(
       stop_token_ids: ids that end a row: a tuple for all rows, or [B, E] padded with -1.
       page_table: [B, M] pages of each row, padded with the null page 0; by default the row's
         current pages.
+      cached_lens: [B] first tokens of each prompt whose KV the row's pages already hold, target's
+        and drafter's; 0 by default. They are not written again. The last of them is still read, for
+        the hidden state that the drafter needs of it, so all of a prompt may be cached.
+      may_wait: a row's limit may need more pages than it has yet: it waits for them as it decodes
+        (see assign_pages).
 
     A row is DONE at once, with Ending.TOO_LONG, if its prompt or limit does not fit its pages, the
     token buffer or ``prompts``, or if its pages are not in the pool. A row whose prompt is as long
@@ -174,8 +185,10 @@ def admit(
         "max_lens": jnp.full(batch, length) if max_lens is None else jnp.asarray(max_lens),
         "stops": _stop_table(stop_token_ids, batch, state.rows.stop_tokens.shape[1]),
         "page_table": page_table,
+        "cached_lens": jnp.zeros(batch) if cached_lens is None else jnp.asarray(cached_lens),
     }
-    return on_mesh(_admit, params, state, (rows, arrived), (P(), P()), None)
+    function = functools.partial(_admit, may_wait)
+    return on_mesh(function, params, state, (rows, arrived), (P(), P()), None)
 
 
 def _stop_table(ids: Any, batch: int, width: int) -> Array:
@@ -191,7 +204,7 @@ def _stop_table(ids: Any, batch: int, width: int) -> Array:
 
 
 def _admit(
-    params: EngineParams, state: EngineState, rows: Array, arrived: dict[str, Any]
+    may_wait: bool, params: EngineParams, state: EngineState, rows: Array, arrived: dict[str, Any]
 ) -> EngineState:
     own = state.rows
     index = local_rows(rows, own.status.shape[0], params.layout.batch)
@@ -199,18 +212,24 @@ def _admit(
     table = take_rows(own.page_table, index) if table is None else table
     max_lens, lens = arrived["max_lens"].astype(jnp.int32), arrived["prompt_lens"]
     length, width = own.tokens.shape[1], arrived["prompts"].shape[1]
-    held = jnp.sum(jnp.cumprod(table > 0, axis=1), axis=1) * state.pool.page_size
+    cached = arrived["cached_lens"].astype(jnp.int32)
+    held = _held_slots(table, state.pool.page_size)
     local_pages = state.pool.num_pages // params.data_parallel
     fits = (lens >= 1) & (lens <= width) & (lens < length) & (max_lens <= length)
     fits &= jnp.all((table >= 0) & (table < local_pages), axis=1)
-    fits &= (lens <= held) & (max_lens + params.speculation.scratch_slots <= held)
+    needed = table.shape[1] * state.pool.page_size if may_wait else held
+    scratch = params.speculation.scratch_slots
+    fits &= (lens <= held) & (cached <= lens) & (max_lens + scratch <= needed)
     empty = _empty_rows(params, index, table, length, own.stop_tokens.shape[1])
     new = empty.replace(
         status=jnp.where(fits, Status.READING, Status.DONE).astype(jnp.int32),
         ending=jnp.where(fits, Ending.NONE, Ending.TOO_LONG).astype(jnp.int32),
         tokens=jnp.pad(arrived["prompts"], ((0, 0), (0, length - width))),
         prompt_lens=lens,
+        context_lens=jnp.maximum(cached - 1, 0),
+        cached_lens=cached,
         max_lens=max_lens,
+        room=held - scratch,
         stop_tokens=arrived["stops"],
         sampling=arrived["sampling"],
     )
@@ -219,6 +238,38 @@ def _admit(
         draft=params.drafter.reset(state.pool.draft, index),
     )
     return state.replace(pool=pool, rows=put_rows(own, index, new))
+
+
+def _held_slots(table: Array, page_size: int) -> Array:
+    """Slots of the pages that come before the first null page: table [B, M] -> int32 [B]."""
+    return jnp.sum(jnp.cumprod(table > 0, axis=1), axis=1, dtype=jnp.int32) * page_size
+
+
+def assign_pages(
+    params: EngineParams, state: EngineState, rows: Integers, page_table: Array
+) -> EngineState:
+    """Give rows [B] other page tables [B, M]: those they have and more, so that they need not wait.
+
+    Row indices outside 0 .. R - 1 are padding.
+    """
+    params.check(state)
+    arguments = jnp.asarray(rows, jnp.int32), jnp.asarray(page_table, jnp.int32)
+    return on_mesh(_assign_pages, params, state, arguments, (P(), P()), None)
+
+
+def _assign_pages(
+    params: EngineParams, state: EngineState, rows: Array, page_table: Array
+) -> EngineState:
+    own = state.rows
+    index = local_rows(rows, own.status.shape[0], params.layout.batch)
+    held = _held_slots(page_table, state.pool.page_size)
+    room = held - params.speculation.scratch_slots
+    return state.replace(
+        rows=own.replace(
+            page_table=own.page_table.at[index].set(page_table, mode="drop"),
+            room=own.room.at[index].set(room, mode="drop"),
+        )
+    )
 
 
 def release(params: EngineParams, state: EngineState, rows: Integers) -> EngineState:
@@ -245,21 +296,3 @@ def _release(params: EngineParams, state: EngineState, rows: Array) -> EngineSta
             sampling=own.sampling.replace(temperature=cleared(own.sampling.temperature)),
         )
     )
-
-
-def local_rows(rows: Array, num_rows: int, axes: Axes) -> Array:
-    """Global row indices [B] as indices in this device's shard of ``num_rows`` rows; ``num_rows``
-    for rows of other devices."""
-    first = lax.axis_index(axes) * num_rows if axes else 0
-    local = rows - first
-    return jnp.where((local >= 0) & (local < num_rows), local, num_rows)
-
-
-def take_rows[T](tree: T, index: Array) -> T:
-    """Rows ``index`` [B] of every array [R, ...]; zeros for indices out of range."""
-    return jax.tree.map(lambda x: x.at[index].get(mode="fill", fill_value=0), tree)
-
-
-def put_rows[T](tree: T, index: Array, rows: T) -> T:
-    """Every array [R, ...] with rows ``index`` [B] replaced; indices past the end are dropped."""
-    return jax.tree.map(lambda x, new: x.at[index].set(new, mode="drop"), tree, rows)

@@ -19,12 +19,15 @@ from jaxspec.state import EngineState
 
 @dataclasses.dataclass(frozen=True)
 class TokenRun:
-    """Consecutive committed tokens of each row and their positions, [B, T]. ``valid`` [B, T] marks
-    the real ones, which come first."""
+    """Consecutive committed tokens of each row and their positions, [B, T].
+
+    ``valid`` [B, T] marks the real ones, which come first; ``written`` those whose KV is written.
+    """
 
     tokens: Array
     positions: Array
     valid: Array
+    written: Array
 
 
 def pending_tokens(state: EngineState, counts: Array, width: int) -> TokenRun:
@@ -38,14 +41,19 @@ def pending_tokens(state: EngineState, counts: Array, width: int) -> TokenRun:
     positions = start[:, None] + offset
     last = rows.tokens.shape[1] - 1
     tokens = jnp.take_along_axis(rows.tokens, jnp.clip(positions, 0, last), axis=1)
-    return TokenRun(tokens, positions, (offset < counts[:, None]) & rows.active[:, None])
+    valid = (offset < counts[:, None]) & rows.active[:, None]
+    return TokenRun(tokens, positions, valid, valid)
 
 
 def prompt_tokens(state: EngineState, tokens: Array, counts: Array) -> TokenRun:
-    """A chunk [B, T] that follows each row's context; the first ``counts`` [B] tokens are real."""
-    offset = jnp.arange(tokens.shape[1])
-    positions = state.rows.context_lens[:, None] + offset
-    return TokenRun(tokens, positions, offset < counts[:, None])
+    """A chunk [B, T] that follows each row's context; the first ``counts`` [B] tokens are real.
+
+    Cached tokens are not written, because other rows may read their pages.
+    """
+    rows, offset = state.rows, jnp.arange(tokens.shape[1])
+    positions = rows.context_lens[:, None] + offset
+    valid = offset < counts[:, None]
+    return TokenRun(tokens, positions, valid, valid & (positions >= rows.cached_lens[:, None]))
 
 
 def causal_attend(state: EngineState, run: TokenRun, first_slot: int = 0) -> PagedAttend:
@@ -55,7 +63,7 @@ def causal_attend(state: EngineState, run: TokenRun, first_slot: int = 0) -> Pag
         rows=state.rows.index,
         page_table=state.rows.page_table,
         context_lens=start,
-        slots=page_slots(state.rows.page_table, run.positions, run.valid, state.pool.page_size),
+        slots=page_slots(state.rows.page_table, run.positions, run.written, state.pool.page_size),
         positions=run.positions,
         kv_lens=start + jnp.sum(run.valid, axis=1, dtype=jnp.int32),
         first_slot=first_slot,

@@ -1,0 +1,132 @@
+"""Moves whole pages: copies them, saves rows to host memory, and brings them back."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import PartitionSpec as P
+
+from jaxspec.cache import ModelState
+from jaxspec.functional.params import EngineParams, Integers, on_mesh, row_spec
+from jaxspec.functional.subset import put_rows, take_rows
+from jaxspec.pytree import Pytree, pytree
+from jaxspec.sharding import partition_specs
+from jaxspec.state import EngineState, Rows
+
+
+@pytree
+class SavedRow(Pytree):
+    """A row and what its pages hold, in no pool: it may be moved to host memory."""
+
+    row: Rows  # R = 1
+    target: ModelState
+    draft: Any
+
+
+def copy_pages(
+    params: EngineParams, state: EngineState, source: Integers, destination: Integers
+) -> EngineState:
+    """Copy pages ``source`` [n] to pages ``destination`` [n], in every layer of target and drafter.
+
+    Under data parallelism the lists are split evenly over the devices, and name pages of each. The
+    null page as a destination is padding.
+    """
+    params.check(state)
+    spec = row_spec(params)
+    lists = jnp.asarray(source, jnp.int32), jnp.asarray(destination, jnp.int32)
+    return on_mesh(_copy_pages, params, state, lists, (spec, spec), None)
+
+
+def _copy_pages(
+    params: EngineParams, state: EngineState, source: Array, destination: Array
+) -> EngineState:
+    none = jnp.zeros(0, jnp.int32)  # no rows
+
+    def copied(states: Any) -> Any:
+        if not isinstance(states, ModelState):
+            return states
+        return states.put(states.take(source, none), destination, none)
+
+    pool = state.pool
+    return state.replace(pool=pool.replace(target=copied(pool.target), draft=copied(pool.draft)))
+
+
+def save_row(
+    params: EngineParams, state: EngineState, row: Integers, pages: Integers
+) -> tuple[EngineState, SavedRow]:
+    """The state as it is, and a copy of one row (an index [1]) with the contents of its pages [n].
+
+    ``pages`` may be padded with the null page. restore_row continues the row, exactly.
+
+    Raises ValueError under data parallelism.
+    """
+    params.check(state)
+    _check_one_shard(params)
+    index, listed = jnp.asarray(row, jnp.int32), jnp.asarray(pages, jnp.int32)
+    shapes = jax.eval_shape(_save_row, params, state, index, listed)[1]
+    specs = partition_specs(shapes, params.layout)
+    return on_mesh(_save_row, params, state, (index, listed), (P(), P()), specs)
+
+
+def _save_row(
+    params: EngineParams, state: EngineState, row: Array, pages: Array
+) -> tuple[EngineState, SavedRow]:
+    pool = state.pool
+    draft = pool.draft.take(pages, row) if isinstance(pool.draft, ModelState) else None
+    saved = SavedRow(
+        row=take_rows(state.rows, row), target=pool.target.take(pages, row), draft=draft
+    )
+    return state, saved
+
+
+def restore_row(
+    params: EngineParams,
+    state: EngineState,
+    saved: SavedRow,
+    row: Integers,
+    pages: Integers,
+    page_table: Array,
+) -> EngineState:
+    """Put a saved row back, as row ``row`` [1] with other pages.
+
+    Args:
+      pages: [n] pages for the contents of those that were saved, in the same order; the null page
+        for those that are not needed.
+      page_table: [1, M] the row's pages from now on; the first n are ``pages``.
+    """
+    params.check(state)
+    _check_one_shard(params)
+    arguments = saved, *(jnp.asarray(x, jnp.int32) for x in (row, pages, page_table))
+    specs = partition_specs(saved, params.layout), P(), P(), P()
+    return on_mesh(_restore_row, params, state, arguments, specs, None)
+
+
+def _restore_row(
+    params: EngineParams,
+    state: EngineState,
+    saved: SavedRow,
+    row: Array,
+    pages: Array,
+    page_table: Array,
+) -> EngineState:
+    pool, draft = state.pool, state.pool.draft
+    if isinstance(draft, ModelState):
+        draft = draft.put(saved.draft, pages, row)
+    held = jnp.sum(jnp.cumprod(page_table > 0, axis=1), axis=1, dtype=jnp.int32)
+    own = saved.row.replace(
+        index=row,
+        page_table=page_table,
+        room=held * pool.page_size - params.speculation.scratch_slots,
+    )
+    return state.replace(
+        pool=pool.replace(target=pool.target.put(saved.target, pages, row), draft=draft),
+        rows=put_rows(state.rows, row, own),
+    )
+
+
+def _check_one_shard(params: EngineParams) -> None:
+    if params.data_parallel > 1:
+        raise ValueError(
+            "rows that are split over devices cannot be saved: preempt them by recomputation"
+        )

@@ -1,0 +1,101 @@
+"""Some rows of a state: a call may run on a list of rows, and leave the others as they are."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.core import Tracer
+
+from jaxspec.functional.params import EngineParams, Integers
+from jaxspec.sharding import Axes
+from jaxspec.state import Emitted, Ending, EngineState, Rows
+
+
+def local_rows(rows: Array, num_rows: int, axes: Axes) -> Array:
+    """Global row indices [B] as indices in this device's shard of ``num_rows`` rows; ``num_rows``
+    for rows of other devices."""
+    first = lax.axis_index(axes) * num_rows if axes else 0
+    local = rows - first
+    return jnp.where((local >= 0) & (local < num_rows), local, num_rows)
+
+
+def check_split(params: EngineParams, rows: Integers, num_rows: int) -> None:
+    """Raise ValueError for a list of rows whose shares do not belong to their devices."""
+    shards = params.data_parallel
+    if shards == 1 or isinstance(rows, Tracer):
+        return
+    listed = np.asarray(rows)
+    if listed.size % shards:
+        raise ValueError(f"{listed.size} rows cannot be split over {shards} data shards")
+    own = np.repeat(np.arange(shards), listed.size // shards)
+    inside = (listed >= 0) & (listed < num_rows)
+    if (listed // (num_rows // shards) != own)[inside].any():
+        raise ValueError(
+            f"rows {listed.tolist()}: each of {shards} devices has its own "
+            f"{num_rows // shards} rows only, so each share of the list must name those"
+        )
+
+
+def on_rows(
+    params: EngineParams,
+    state: EngineState,
+    rows: Array | None,
+    columns: int | None,
+    run: Callable[[EngineState], tuple[EngineState, Emitted]],
+) -> tuple[EngineState, Emitted]:
+    """``run`` on the listed rows [B] only; None: on all.
+
+    Args:
+      columns: width of the page table that ``run`` sees; None: all of it. Rows that would outgrow
+        it wait.
+    """
+    own = state.rows
+    if rows is None:
+        part, emitted = run(state.replace(rows=_narrow(state, columns)))
+        return part.replace(rows=_widened(own, part.rows)), emitted
+    num_rows = own.status.shape[0]
+    index = local_rows(rows, num_rows, params.layout.batch)
+    all_columns = take_rows(own, index).replace(index=index)
+    part, emitted = run(state.replace(rows=_narrow(state.replace(rows=all_columns), columns)))
+    part = part.replace(rows=put_rows(own, index, _widened(all_columns, part.rows)))
+    elsewhere = (rows >= 0) & (rows < num_rows * params.data_parallel) & (index == num_rows)
+    ending = jnp.where(elsewhere, Ending.MISPLACED, emitted.ending)
+    return part, emitted.replace(ending=ending)
+
+
+def _narrow(state: EngineState, columns: int | None) -> Rows:
+    """The rows with the first ``columns`` of their page tables, and as many tokens."""
+    rows = state.rows
+    if columns is None or columns >= rows.page_table.shape[1]:
+        return rows
+    slots = columns * state.pool.page_size
+    return rows.replace(
+        page_table=rows.page_table[:, :columns],
+        tokens=rows.tokens[:, :slots],
+        # One less, because the token after the last slot must fit ``tokens``.
+        room=jnp.minimum(rows.room, slots - state.capacity.scratch_slots - 1),
+    )
+
+
+def _widened(before: Rows, after: Rows) -> Rows:
+    """``after``, with the columns and the room of ``before`` that _narrow cut off."""
+    if after.page_table.shape == before.page_table.shape:
+        return after
+    rest = before.tokens[:, after.tokens.shape[1] :]
+    return after.replace(
+        page_table=before.page_table,
+        tokens=jnp.concatenate([after.tokens, rest], axis=1),
+        room=before.room,
+    )
+
+
+def take_rows[T](tree: T, index: Array) -> T:
+    """Rows ``index`` [B] of every array [R, ...]; zeros for indices out of range."""
+    return jax.tree.map(lambda x: x.at[index].get(mode="fill", fill_value=0), tree)
+
+
+def put_rows[T](tree: T, index: Array, rows: T) -> T:
+    """Every array [R, ...] with rows ``index`` [B] replaced; indices past the end are dropped."""
+    return jax.tree.map(lambda x, new: x.at[index].set(new, mode="drop"), tree, rows)
