@@ -2,10 +2,10 @@
 
 from importlib import metadata
 
-from jaxspec.batch_run import Run
 from jaxspec.config import PLAIN, CacheConfig, SpeculationConfig, TreeShape
 from jaxspec.engine import Engine
 from jaxspec.functional import EngineParams, admit, decode, init_state, prefill, release
+from jaxspec.generation import Generation
 from jaxspec.llm import LLM, Completion, TextChunk, check_prompts
 from jaxspec.loading import BUILT_IN_HEAD, BUILT_IN_MODEL, load
 from jaxspec.sampling import make_sampling
@@ -28,7 +28,7 @@ __all__ = [
     "Ending",
     "Engine",
     "EngineParams",
-    "Run",
+    "Generation",
     "SamplingParams",
     "SpeculationConfig",
     "Status",

@@ -1,50 +1,78 @@
-"""From token prompts to generated tokens: host plans into arrays, compiled programs, results back.
+"""From requests to tokens: the scheduler's plans are carried out by compiled programs.
 
-The one module of the serving path that calls ``jax.jit``, so that donation and the number of
-traces can be seen in one place.
+The host is one step ahead: it plans and launches a call while the device still runs the one before,
+and then reads what that one emitted.
 """
 
+import collections
 import dataclasses
-import gc
-import weakref
-from collections.abc import Sequence, Set
+import itertools
+import time
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec import functional, memory
-from jaxspec.cache import pages_for
+from jaxspec import memory
 from jaxspec.config import CacheConfig, TreeShape
-from jaxspec.functional import EngineParams
+from jaxspec.functional import EngineParams, SavedRow
+from jaxspec.generation import FinishReason, Generation, RequestStatistics, Timings
 from jaxspec.models.decoder import Decoder
-from jaxspec.sampling import make_sampling
-from jaxspec.scheduling.batching import BatchPlan, plan_batch, split_requests
+from jaxspec.programs import Call, NewRow, Programs, Sizes
+from jaxspec.scheduling.plan import Limits, Plan, Preemption, PreemptionCosts, RowResult
 from jaxspec.scheduling.requests import SamplingParams, check_count, check_requests
+from jaxspec.scheduling.scheduler import Scheduler
+from jaxspec.scheduling.sequence import Request
 from jaxspec.speculation.drafters import Drafter
-from jaxspec.state import Emitted, EngineState, Pool
+from jaxspec.state import Emitted, Ending, Status
 from pallas_kernels.selection import Kernels
 
 MOST_PROGRAMS = 64
-ProgramKey = tuple[object, ...]
+MOST_STOPS = 16
+LARGEST_CHUNK = 512  # prompt tokens of a row in a call
+
+_REASONS: dict[Ending, FinishReason] = {Ending.STOP: "stop", Ending.LENGTH: "length"}
+_ERRORS = {
+    Ending.NOT_FINITE: "the model's logits were not finite numbers: its weights are broken, or "
+    "its dtype is too narrow for them",
+    Ending.TOO_LONG: "the prompt and its limit do not fit the cache",
+    Ending.NOT_GREEDY: "a sampled request ran in a program for greedy ones",
+}
 
 
 class Engine:
-    """Runs batches of token prompts; keeps the compiled programs, and one pool of cache memory.
+    """Generates for many requests at once. Each gets the text that it would get alone.
 
-    Each shape of batch, each kind of sampling and each tree shape has programs of its own. Beyond
-    ``max_programs`` of them, or when the process runs out of memory maps (a program compiled for a
-    CPU holds hundreds, and Linux allows 65,530), all are forgotten, and compiled again as they are
-    needed: a process may live as long as it likes. Engines of one process share their programs.
+    >>> generation = engine.add([1, 2, 3], SamplingParams(max_tokens=16))
+    >>> while not generation.done:
+    ...     engine.step()
+    >>> generation.token_ids
+
+    Requests come and go at any time. ``add``, ``cancel`` and ``step`` belong to one thread.
 
     Args:
       params: as made by load.
       cache: geometry of the paged cache; ``max_length`` bounds every request.
       max_rows: most requests that run together.
-      rounds_per_call: rounds between two looks at the results.
-      max_programs: most compiled programs that are kept. A batch uses at least three, and a few
-        more where its prompts are long and of different lengths.
+      rounds_per_call: most rounds between two looks at the results.
+      prefill_budget: most prompt tokens that are read between two calls of rounds, so that a long
+        prompt does not hold up the requests that are running.
+      max_queue: most requests that may wait; None: any number.
+      prefix_caching: keep the pages of earlier requests for prompts that begin alike.
+      preemption: what happens to running requests when there are too few pages: ``recompute`` them
+        later, ``swap`` their pages to host memory, or ``auto``, what is quicker. In bfloat16 only
+        swapping is exact, because recomputing takes products of other shapes.
+      max_programs: most compiled programs that are kept. Beyond them, or when the process runs out
+        of memory maps (a program compiled for a CPU holds hundreds, and Linux allows 65,530), all
+        are forgotten, and compiled again as they are needed.
+
+    Attributes:
+      shape: of the draft trees; None: the largest. In float32 the text does not depend on it. It
+        may be set at any time. A new shape compiles a program.
+
+    Raises ValueError for values that cannot work, and for a cache that the device has no room for.
     """
 
     def __init__(
@@ -54,263 +82,403 @@ class Engine:
         *,
         max_rows: int = 16,
         rounds_per_call: int = 32,
+        prefill_budget: int = 2048,
+        max_queue: int | None = None,
+        prefix_caching: bool = True,
+        preemption: Preemption = "auto",
+        shape: TreeShape | None = None,
         max_programs: int = MOST_PROGRAMS,
     ):
         check_count("max_rows", max_rows)
         check_count("rounds_per_call", rounds_per_call)
+        check_count("prefill_budget", prefill_budget)
         check_count("max_programs", max_programs)
         # Committed to their devices, as swapped weights are: else the first swap would recompile.
-        self.params = jax.tree.map(_committed, params)
+        params = jax.tree.map(_committed, params)
         self.cache = CacheConfig() if cache is None else cache
-        self.max_rows = max_rows
-        self.rounds_per_call = rounds_per_call
-        self.max_programs = max_programs
-        choices = ("greedy", "logprobs", "hidden")
-        self.admit = jax.jit(functional.admit, donate_argnums=1)
-        self.prefill = jax.jit(
-            functional.prefill, donate_argnums=1, static_argnames=("width", *choices)
+        self.shape = shape
+        shards = params.data_parallel
+        num_rows = -(-max_rows // shards) * shards
+        num_pages = memory.num_pages(params, self.cache, num_rows)
+        sizes = Sizes(
+            num_rows=num_rows,
+            max_length=self.cache.max_length,
+            page_size=self.cache.page_size,
+            num_pages=num_pages,
+            max_stops=MOST_STOPS,
+            max_chunk=LARGEST_CHUNK,
+            max_rounds=rounds_per_call,
         )
-        self.decode = jax.jit(
-            functional.decode,
-            donate_argnums=1,
-            static_argnames=("max_rounds", "shape", *choices),
+        if preemption == "swap" and shards > 1:
+            raise ValueError(
+                "preemption must be recompute or auto where rows are split over devices: such rows "
+                "cannot be swapped"
+            )
+        self.limits = Limits(
+            num_rows=num_rows,
+            num_pages=num_pages // shards - 1,
+            page_size=sizes.page_size,
+            max_length=sizes.max_length,
+            scratch_slots=params.speculation.scratch_slots,
+            tokens_per_round=params.speculation.max_depth + 1,
+            shards=shards,
+            prefill_budget=max(prefill_budget, num_rows),
+            max_rounds=rounds_per_call,
+            max_queue=max_queue,
+            prefix_caching=prefix_caching,
+            preemption=preemption if shards == 1 else "recompute",
         )
-        self._pool: Pool | None = None  # while no batch is under way
-        self._owner: weakref.ref[object] | None = None  # of the pool, while one is
-        self._ready: set[ProgramKey] = set()
+        self.programs = Programs(params, sizes, max_programs)
+        self._start()
+        self._ids = map(str, itertools.count())
         self._seeds = np.random.default_rng()
+
+    def _start(self) -> None:
+        self.scheduler = Scheduler(self.limits, PreemptionCosts())
+        self._running: dict[str, _Running] = {}
+        self._saved: dict[str, SavedRow] = {}
+        self._in_flight: collections.deque[tuple[Plan, list[Call]]] = collections.deque()
+        self._idle_rows: set[int] = set(range(self.limits.num_rows))  # on the device
+
+    @property
+    def params(self) -> EngineParams:
+        """The weights, and every static choice."""
+        return self.programs.params
 
     @property
     def kernels(self) -> Kernels:
         """The operations that run as kernels."""
         return self.params.kernels
 
-    def plan(
-        self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]
-    ) -> BatchPlan:
-        """A batch of requests; those without a seed get one of their own.
-
-        Raises ValueError for requests that could not run, or more than ``max_rows`` of them.
-        """
-        self.check(prompts, sampling)
-        if len(prompts) > self.max_rows:
-            raise ValueError(
-                f"{len(prompts)} requests cannot run together: this engine has {self.max_rows} rows"
-            )
-        seeds = self._seeds.integers(2**32, size=len(prompts))
-        seeded = [
-            params if params.seed is not None else dataclasses.replace(params, seed=int(seed))
-            for params, seed in zip(sampling, seeds, strict=True)
-        ]
-        return plan_batch(
-            prompts,
-            seeded,
-            self.cache,
-            model_stops=self.params.target.config.stop_token_ids,
-            scratch_slots=self.params.speculation.scratch_slots,
-            data_parallel=self.params.data_parallel,
-        )
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is left."""
+        return not self._running
 
     def check(self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]) -> None:
         """Raise ValueError for requests that could not run."""
         config = self.params.target.config
         limits = config.vocab_size, self.cache.max_length, config.max_position
         check_requests(prompts, sampling, *limits)
-
-    def batches(
-        self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]
-    ) -> list[slice]:
-        """The requests as batches that run one after the other, in order: as many together as there
-        are rows and pages for.
-
-        Raises ValueError for requests that would not fit even alone.
-        """
-        self.check(prompts, sampling)
-        return split_requests(
-            prompts,
-            sampling,
-            self.cache,
-            max_rows=self.max_rows,
-            scratch_slots=self.params.speculation.scratch_slots,
-            data_parallel=self.params.data_parallel,
-        )
+        for params in sampling:
+            if len(self.stop_ids(params)) > MOST_STOPS:
+                raise ValueError(f"stop_token_ids may have at most {MOST_STOPS} tokens")
 
     def stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
         own = self.params.target.config.stop_token_ids
         return own if params.stop_token_ids is None else params.stop_token_ids
 
-    def begin(self, plan: BatchPlan, owner: object) -> EngineState:
-        """A state that has admitted a batch, with the engine's pool in it.
+    def add(
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        priority: int = 0,
+        timeout: float | None = None,
+        cache_salt: str | None = None,
+        request_id: str | None = None,
+    ) -> Generation:
+        """Queue a request; without a seed it gets one of its own.
 
-        Raises RuntimeError while another batch is under way.
+        Args:
+          priority: smaller goes first.
+          timeout: seconds after which it ends, with what it has.
+          cache_salt: requests with other salts share no cached pages with this one.
+
+        Raises ValueError for a request that could not run, QueueFull if too many wait.
         """
-        self._check_free()
-        state = self._admitted(plan, self._take_pool(plan))
-        self._owner = weakref.ref(owner)
-        return state
-
-    def _check_free(self) -> None:
-        if self._owner is not None and self._owner() is not None:
-            gc.collect()  # a batch that nobody holds any more may only wait for the collector
-        if self._owner is not None and self._owner() is not None:
-            raise RuntimeError(
-                "another batch is under way on this engine: iterate it to its end, or call its "
-                "abort(), first"
-            )
-        self._owner = None
-
-    def _admitted(self, plan: BatchPlan, pool: Pool) -> EngineState:
-        params = self.params
-        state = functional.init_rows(
-            params, pool, plan.num_rows, plan.length, max_stops=plan.stop_token_ids.shape[1]
-        )
-        # Committed to its device as the programs' results are: else each would compile twice.
-        if params.mesh is None:
-            state = jax.device_put(state, params.target.embed.sharding)
-        self._make_room({("admit", *_program_key(state, plan))})
-        prompts, prompt_lens = plan.padded_prompts()
-        max_lens, stops = plan.padded_limits()
-        sampling = make_sampling(
-            plan.num_rows,
-            temperature=plan.values("temperature"),
-            top_k=plan.values("top_k", np.int32),
-            top_p=plan.values("top_p"),
-            min_p=plan.values("min_p"),
-            seeds=plan.values("seed", np.uint32),
-        )
-        return self.admit(
-            params,
-            state,
-            plan.rows,
-            prompts,
-            prompt_lens,
+        self.check([prompt], [sampling])
+        if sampling.seed is None:
+            sampling = dataclasses.replace(sampling, seed=int(self._seeds.integers(2**32)))
+        depth, now = self.params.speculation.max_depth, time.perf_counter()
+        generation = Generation(
+            request_id=next(self._ids) if request_id is None else request_id,
+            prompt=tuple(int(token) for token in prompt),
             sampling=sampling,
-            max_lens=max_lens,
-            stop_token_ids=stops,
+            statistics=RequestStatistics(0, 0, [0] * (depth + 1)),
+        )
+        request = Request(
+            request_id=generation.request_id,
+            prompt=generation.prompt,
+            max_tokens=int(sampling.max_tokens),
+            arrival=now,
+            priority=priority,
+            deadline=None if timeout is None else now + timeout,
+            cache_salt=cache_salt,
+            payload=generation,
+        )
+        self.scheduler.add(request)
+        compiled = self.programs.compile_seconds
+        self._running[request.request_id] = _Running(generation, self._clock(), compiled)
+        return generation
+
+    def add_all(
+        self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]
+    ) -> list[Generation]:
+        """Queue requests, all or none of them; see add."""
+        self.check(prompts, sampling)
+        added: list[Generation] = []
+        try:
+            for prompt, params in zip(prompts, sampling, strict=True):
+                added.append(self.add(prompt, params))
+        except BaseException:
+            for generation in added:
+                self.cancel(generation)
+            raise
+        return added
+
+    def cancel(self, generation: Generation) -> None:
+        """End a request with what it has; does nothing if it has ended."""
+        if not generation.done:
+            self.scheduler.cancel(generation.request_id)
+            self._end(generation, "cancelled")
+
+    def step(self, most_rounds: int | None = None) -> None:
+        """Launch the next calls, then wait for those before them and add what they emitted.
+
+        Args:
+          most_rounds: of the call, to see results sooner.
+
+        An error of a program ends all requests that are under way, and is raised.
+        """
+        try:
+            plan = self.scheduler.plan(time.perf_counter(), most_rounds)
+            for ended in plan.ended:
+                if ended.request_id in self._running:
+                    self._end(self._running[ended.request_id].generation, _reason(ended.reason))
+            calls = self._launch(plan)
+            if plan.calls:
+                self._in_flight.append((plan, calls))
+            while len(self._in_flight) > plan.calls:
+                self._read(*self._in_flight.popleft())
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    def finish(self, generations: Iterable[Generation]) -> None:
+        """Step until these requests have ended. They are cancelled if that is interrupted."""
+        generations = list(generations)
+        try:
+            while not all(generation.done for generation in generations):
+                self.step()
+        finally:
+            for generation in generations:
+                self.cancel(generation)
+
+    def prepare(self, requests: int, prompt_tokens: int, sampling: SamplingParams) -> None:
+        """Compile the programs of so many requests that begin together, by running such ones.
+
+        Raises ValueError for requests that could not run.
+        """
+        vocab = self.params.target.config.vocab_size
+        generations = [
+            self.add([index % vocab] * prompt_tokens, sampling, cache_salt=f"prepare {index}")
+            for index in range(requests)
+        ]
+        try:
+            while not all(len(one.token_ids) > 1 or one.done for one in generations):
+                self.step(1)
+        finally:
+            for generation in generations:
+                self.cancel(generation)
+        self._drain()
+
+    def _drain(self) -> None:
+        """Carry out what is left to do for requests that have ended."""
+        while not self.scheduler.is_idle:
+            self.step()
+
+    def _fail(self, error: BaseException) -> None:
+        """End all requests, and start anew: the interrupted call may have taken the state."""
+        for running in list(self._running.values()):
+            running.generation.error = (
+                f"the engine was interrupted: {type(error).__name__}: {error}"
+            )
+            self._end(running.generation, "error")
+        self._start()
+        self.programs.reset()
+
+    def _launch(self, plan: Plan) -> list[Call]:
+        programs = self.programs
+        for request_id in plan.dropped:
+            self._saved.pop(request_id, None)
+        for out in plan.swap_out:
+            self._saved[out.sequence.request_id] = programs.save(out.row, out.pages)
+        programs.settle(plan.settle)
+        programs.release([row for row in plan.release if row not in self._idle_rows])
+        self._idle_rows |= set(plan.release)
+        programs.copy_pages([(copy.shard, copy.source, copy.destination) for copy in plan.copies])
+        for back in plan.swap_in:
+            saved = jax.device_get(self._saved.pop(back.sequence.request_id))
+            programs.restore(saved, back.row, back.restored, back.table)
+        programs.admit([self._new_row(admission) for admission in plan.admissions])
+        self._idle_rows -= {step.row for step in (*plan.swap_in, *plan.admissions)}
+        programs.assign_pages((table.row, table.table) for table in plan.tables)
+        return [*self._launch_reads(plan), *self._launch_rounds(plan)]
+
+    def _new_row(self, admission: Any) -> NewRow:
+        sequence = admission.sequence
+        sampling = sequence.request.payload.sampling
+        return NewRow(
+            row=admission.row,
+            prompt=tuple(sequence.tokens),
+            max_len=sequence.limit,
+            sampling=sampling,
+            stop_token_ids=self.stop_ids(sampling),
+            table=admission.table,
+            cached=admission.cached,
         )
 
-    def end(self, state: EngineState) -> None:
-        """Take the pool back from a batch that is over, or given up.
+    def _launch_reads(self, plan: Plan) -> list[Call]:
+        if not plan.reads:
+            return []
+        sequences = [plan.sequences[read.row] for read in plan.reads]
+        reads = [
+            (read.row, read.count, sequence.limit)
+            for read, sequence in zip(plan.reads, sequences, strict=True)
+        ]
+        return self.programs.read(reads, greedy=_greedy(sequences))
 
-        A call that was interrupted may have taken the state's arrays with it: the next batch then
-        makes a pool anew.
-        """
-        lost = any(leaf.is_deleted() for leaf in jax.tree.leaves(state.pool))
-        self._pool, self._owner = None if lost else state.pool, None
+    def _launch_rounds(self, plan: Plan) -> list[Call]:
+        if not plan.decode_rows:
+            return []
+        sequences = [plan.sequences[row] for row in plan.decode_rows]
+        call = self.programs.run_rounds(
+            plan.decode_rows,
+            max(sequence.limit for sequence in sequences),
+            plan.rounds,
+            min(len(self._running), self.limits.num_rows),
+            shape=self.shape,
+            greedy=_greedy(sequences),
+        )
+        return [call]
 
-    def _take_pool(self, plan: BatchPlan) -> Pool:
-        """The pool, if the batch fits it, else a larger one: memory is taken as batches need it.
+    def _read(self, plan: Plan, calls: list[Call]) -> None:
+        """Wait for the calls of a plan, and hand out what they emitted."""
+        emitted: list[Call] = jax.device_get(calls)
+        results: dict[int, RowResult] = {}
+        for call in emitted:
+            for place, row in enumerate(call.rows.tolist()):
+                if row < self.limits.num_rows:
+                    result = self._row_result(row, place, call.emitted)
+                    earlier = results.get(row)
+                    if earlier is not None:
+                        tokens = earlier.tokens + result.tokens
+                        result = dataclasses.replace(result, tokens=tokens)
+                    results[row] = result
+                    self._count(plan.sequences[row].request_id, call.emitted, place)
+        for row, result in results.items():
+            if result.ended is not None:
+                self._idle_rows.add(row)
+        for delivery in self.scheduler.update(plan, results.values()):
+            self._deliver(delivery)
 
-        A larger pool compiles its programs anew. CacheConfig.num_pages makes all of it at once.
-        Raises ValueError, before anything is allocated, for one that the device has no room for.
-        """
-        pool, self._pool = self._pool, None
-        shards, slots = self.params.data_parallel, self.params.speculation.scratch_slots
-        needed = plan.num_rows * pages_for(plan.length + slots, self.cache.page_size)
-        # Of each device, with its null page.
-        pages = -(-(self.cache.num_pages or needed) // shards) + 1
-        if pool is not None:
-            if pool.num_rows >= plan.num_rows and pool.num_pages >= shards * pages:
-                return pool
-            pages = max(pages, pool.num_pages // shards)
-        rows = max(plan.num_rows, pool.num_rows if pool is not None else 0)
-        del pool  # before there is another one
-        return self._new_pool(shards * pages, rows)
-
-    def _new_pool(self, num_pages: int, num_rows: int) -> Pool:
-        sizes = num_pages, self.cache.page_size, num_rows
-        memory.check_pool(self.params, *sizes)
-        return functional.init_pool(self.params, *sizes)
-
-    def _make_room(self, keys: Set[ProgramKey]) -> Set[ProgramKey]:
-        """The keys of programs that are not compiled yet. All programs are cleared first if there
-        would be too many."""
-        new = keys - self._ready
-        if new and (len(self._ready | new) > self.max_programs or memory.maps_are_scarce()):
-            programs: tuple[Any, ...] = self.admit, self.prefill, self.decode
-            for program in programs:
-                program.clear_cache()
-            self._ready.clear()
-        self._ready |= new
-        return new
-
-    def prepare_reading(self, state: EngineState, plan: BatchPlan) -> EngineState:
-        """Compile the programs that read a batch's prompts, by running them on nothing."""
-        lists: dict[ProgramKey, np.ndarray | None] = {}  # one of each size to read
-        for rows in map(plan.chunk_rows, range(plan.num_chunks)):
-            lists[_reading_key(state, plan, rows)] = rows
-        for key in self._make_room(lists.keys()):
-            state, _ = self.read_chunk(state, plan, lists[key], most=0)
-        return jax.block_until_ready(state)
-
-    def prepare_rounds(
-        self, state: EngineState, plan: BatchPlan, shape: TreeShape | None
-    ) -> EngineState:
-        """Compile the program of a batch's rounds, by running it on nothing."""
-        if self._make_room({self._rounds_key(state, plan, shape)}):
-            state, _ = self.run_rounds(state, plan, 0, shape)
-        return jax.block_until_ready(state)
-
-    def read_chunk(
-        self, state: EngineState, plan: BatchPlan, rows: np.ndarray | None, most: int | None = None
-    ) -> tuple[EngineState, Emitted]:
-        """Read the next chunk of the prompts of some rows (see BatchPlan.chunk_rows), at most
-        ``most`` tokens of each."""
-        self._make_room({_reading_key(state, plan, rows)})
-        size = plan.num_rows if rows is None else len(rows)
-        counts = np.full(size, plan.chunk if most is None else most, np.int32)
-        return self.prefill(self.params, state, rows, counts, width=plan.chunk, greedy=plan.greedy)
-
-    def run_rounds(
-        self, state: EngineState, plan: BatchPlan, rounds: int, shape: TreeShape | None
-    ) -> tuple[EngineState, Emitted]:
-        """Start up to ``rounds`` rounds, without waiting for them."""
-        self._make_room({self._rounds_key(state, plan, shape)})
-        return self.decode(
-            self.params,
-            state,
-            np.int32(rounds),
-            max_rounds=self.rounds_per_call,
-            shape=self._shape(shape),
-            greedy=plan.greedy,
+    def _row_result(self, row: int, place: int, emitted: Emitted) -> RowResult:
+        counts = np.asarray(emitted.counts)[:, place]
+        kept = np.arange(emitted.tokens.shape[2]) < counts[:, None]
+        ending, done = Ending(int(emitted.ending[place])), emitted.status[place] == Status.DONE
+        return RowResult(
+            row=row,
+            tokens=tuple(np.asarray(emitted.tokens)[:, place][kept].tolist()),
+            pending=self._pending(counts) if emitted.num_rounds else 0,
+            ended=ending.name if done else None,
+            failed=bool(done) and ending in _ERRORS,
         )
 
-    def _shape(self, shape: TreeShape | None) -> TreeShape:
-        """The normalized shape, for a program's key."""
-        return self.params.call(shape).speculation.shape
+    def _pending(self, counts: np.ndarray) -> int:
+        """Tokens of the context that the drafter has not read after rounds that committed
+        ``counts``; it reads those of a round in the next one."""
+        most = self.params.drafter.most_pending(self.params.speculation)
+        ran = counts[counts > 0]
+        if most is None or not len(ran):
+            return 0
+        if self.shape is not None and self.shape.is_plain:
+            return most - 1  # at most: it reads them once in a while
+        return int(ran[-1]) - 1
 
-    def _rounds_key(
-        self, state: EngineState, plan: BatchPlan, shape: TreeShape | None
-    ) -> ProgramKey:
-        return "rounds", self._shape(shape), *_program_key(state, plan)
+    def _count(self, request_id: str, emitted: Emitted, place: int) -> None:
+        """Add the rounds of one call to a request's; the token of a prefill belongs to none."""
+        running = self._running.get(request_id)
+        if running is None or emitted.num_rounds == 0:
+            return
+        statistics = running.generation.statistics
+        ran = emitted.counts[:, place] > 0
+        accepted = np.asarray(emitted.accepted)[:, place][ran]
+        statistics.rounds += int(ran.sum())
+        statistics.drafted += int(np.asarray(emitted.drafted)[:, place][ran].sum())
+        for depth in range(len(statistics.accepted)):
+            statistics.accepted[depth] += int((accepted >= depth).sum())
+
+    def _deliver(self, delivery: Any) -> None:
+        running = self._running.get(delivery.request_id)
+        if running is None:
+            return
+        generation = running.generation
+        if delivery.tokens and not generation.token_ids:
+            running.first_token = self._clock()
+        generation.token_ids.extend(delivery.tokens)
+        if delivery.ended is not None:
+            ending = Ending[delivery.ended]
+            generation.error = _ERRORS.get(ending)
+            self._end(generation, _REASONS.get(ending, "error"))
+
+    def _end(self, generation: Generation, reason: FinishReason) -> None:
+        running = self._running.pop(generation.request_id)
+        generation.finish_reason = reason
+        now = self._clock()
+        generation.timings = Timings(
+            arrived=running.arrived,
+            first_token=now if running.first_token is None else running.first_token,
+            finished=now,
+            compile=self.programs.compile_seconds - running.compile_seconds,
+        )
+
+    def _clock(self) -> float:
+        """Seconds, without those in which programs were compiled."""
+        return time.perf_counter() - self.programs.compile_seconds
 
     def use_target(self, target: Decoder) -> None:
-        """From the next batch on, generate with other weights of the same shapes.
+        """From the next request on, generate with other weights of the same shapes.
 
         Nothing is compiled again, and nothing passes through the host where the weights are on the
-        devices. They are not copied there: a caller must not donate them while they serve.
+        devices. They are not copied there: a caller must not donate them while they serve. What the
+        prefix cache holds is forgotten.
 
-        Raises ValueError for weights of other shapes or choices, and RuntimeError while a batch is
-        under way.
+        Raises ValueError for weights of other shapes or choices, and RuntimeError while requests
+        are under way.
         """
-        self._check_free()
-        self.params = self.params.replace(target=_in_place_of(self.params.target, target))
+        self._use(self.params.replace(target=_in_place_of(self.params.target, target)))
 
     def use_drafter(self, drafter: Drafter) -> None:
         """As use_target, for the drafter."""
-        self._check_free()
-        self.params = self.params.replace(drafter=_in_place_of(self.params.drafter, drafter))
+        self._use(self.params.replace(drafter=_in_place_of(self.params.drafter, drafter)))
+
+    def _use(self, params: EngineParams) -> None:
+        if not self.is_idle:
+            raise RuntimeError(
+                "requests are under way on this engine: let them finish, or cancel them, first"
+            )
+        self._drain()
+        self._start()
+        self.programs.params = params
 
 
-def _reading_key(state: EngineState, plan: BatchPlan, rows: np.ndarray | None) -> ProgramKey:
-    size = 0 if rows is None else len(rows)
-    return "read", size, plan.chunk, *_program_key(state, plan)
+@dataclasses.dataclass
+class _Running:
+    """A request that has not ended. Times are on the engine's clock."""
+
+    generation: Generation
+    arrived: float
+    compile_seconds: float  # of the engine, when it arrived
+    first_token: float | None = None
 
 
-def _program_key(state: EngineState, plan: BatchPlan) -> ProgramKey:
-    """What a batch's programs are compiled for, beside what is the engine's own."""
-    stops = state.rows.stop_tokens.shape
-    return plan.num_rows, plan.length, plan.greedy, stops, state.pool.num_pages
+def _greedy(sequences: Sequence[Any]) -> bool:
+    return all(sequence.request.payload.sampling.temperature == 0 for sequence in sequences)
+
+
+def _reason(text: str) -> FinishReason:
+    return "timeout" if text == "timeout" else "cancelled"
 
 
 def _committed(leaf: Any) -> jax.Array:

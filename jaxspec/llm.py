@@ -5,22 +5,20 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from jax.sharding import Mesh
 
-from jaxspec.batch_run import Run, Timings
 from jaxspec.config import CacheConfig, SpeculationConfig
 from jaxspec.detokenizer import Detokenizer
 from jaxspec.engine import Engine
 from jaxspec.functional import EngineParams
+from jaxspec.generation import Generation, Timings
 from jaxspec.loading import BUILT_IN_MODEL, load
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.hf_config import load_model_config
 from jaxspec.scheduling.requests import SamplingParams, check_count, check_requests
 from jaxspec.speculation.drafters import Drafter
-from jaxspec.state import Ending
 from jaxspec.tokenizer import Conversation, Prompt, load_tokenizer, tokenize, tokenize_chats
 from jaxspec.weights.hub import resolve_directory
 
@@ -47,11 +45,12 @@ class Completion:
 
     Attributes:
       text: what follows the prompt, a leading space included.
-      finish_reason: ``stop`` for a stop token (not part of the text), ``length``, or ``error``.
+      finish_reason: ``stop`` for a stop token (not part of the text), ``length``, ``cancelled``,
+        ``timeout``, or ``error``.
       error: what went wrong; the text before it stands.
       acceptance_length: mean tokens committed a round, bonus included.
       acceptance_by_depth: share of rounds that accepted at least 1, 2, ... drafted tokens.
-      timings: of the batch that the request ran in.
+      timings: of the request.
     """
 
     text: str
@@ -79,7 +78,7 @@ class LLM:
       page_size, num_pages: see config.CacheConfig.
       max_length: most tokens of a request, prompt included; by default what the model allows, at
         most 2048.
-      max_batch: most requests that run together; more are served in turns.
+      max_batch: most requests that run together; more wait until one of these ends.
       rounds_per_call: rounds between two looks at the results.
 
     Raises ValueError for anything that cannot be loaded or combined.
@@ -141,21 +140,14 @@ class LLM:
 
         Raises ValueError for a bad prompt or sampling value.
         """
-        completions = []
-        for _, batch, params in self._batches(prompts, sampling):
-            run, token_ids = Run(self.engine, batch, params), [[] for _ in batch]
-            try:
-                for progress in run:
-                    for ids, new in zip(token_ids, progress.new_tokens, strict=True):
-                        ids.extend(new)
-            finally:
-                run.abort()
-            texts = [
-                self._detokenizer(prompt).push(self._visible(ids, own), last=True)
-                for prompt, ids, own in zip(batch, token_ids, params, strict=True)
-            ]
-            completions += _completions(run, token_ids, texts)
-        return completions
+        generations = self._add(prompts, sampling)
+        self.engine.finish(generations)
+        return [
+            self._completion(
+                generation, self._detokenizer(generation).push(self._visible(generation), last=True)
+            )
+            for generation in generations
+        ]
 
     def stream(
         self,
@@ -163,17 +155,26 @@ class LLM:
         sampling: SamplingParams | Sequence[SamplingParams],
         rounds_per_call: int = 4,
     ) -> Iterator[TextChunk | Completion]:
-        """As generate, giving text as it comes: TextChunks, then each batch's Completions in order.
+        """As generate, giving text as it comes: a request's TextChunks, then its Completion.
 
         The chunks of a request join to its Completion's text. A stream that is closed before its
-        end frees the engine at once.
+        end cancels its requests.
         """
-        for start, batch, params in self._batches(prompts, sampling):
-            run = Run(self.engine, batch, params, rounds_per_call)
-            try:
-                yield from self._stream_batch(run, start)
-            finally:
-                run.abort()
+        check_count("rounds_per_call", rounds_per_call)
+        generations = self._add(prompts, sampling)
+        texts = [_Text(generation, self._detokenizer(generation)) for generation in generations]
+        try:
+            while not all(text.done for text in texts):
+                self.engine.step(rounds_per_call)
+                for index, text in enumerate(texts):
+                    chunk = text.next_chunk(index, self._visible(text.generation))
+                    if chunk is not None:
+                        yield chunk
+                    if chunk is not None and chunk.done:
+                        yield self._completion(text.generation, text.text)
+        finally:
+            for generation in generations:
+                self.engine.cancel(generation)
 
     def chat(
         self,
@@ -230,8 +231,7 @@ class LLM:
         """Compile the programs of such requests, so that the first one waits for none.
 
         Sizes are rounded up to powers of two, as those of requests are: a batch of 3 runs the
-        programs of 4, and one of 600 prompt tokens and 200 new ones those of 1024. Programs are
-        compiled for the memory of the largest batch: name that too.
+        programs of 4, and one of 600 prompt tokens and 200 new ones those of 1024.
 
         Args:
           prompt_tokens: lengths of prompts; ``sampling.max_tokens`` come on top.
@@ -248,86 +248,65 @@ class LLM:
         own = [sampling] if isinstance(sampling, SamplingParams) else sampling
         sets = sorted(itertools.product(batch_sizes, prompt_tokens, own), key=_size, reverse=True)
         for done, (batch_size, length, params) in enumerate(sets, 1):
-            run = Run(self.engine, [[0] * length] * batch_size, [params] * batch_size)
-            try:
-                run.prepare()
-            finally:
-                run.abort()
+            self.engine.prepare(batch_size, length, params)
             if on_progress is not None:
                 on_progress(done, len(sets))
         return time.perf_counter() - started
 
-    def _stream_batch(self, run: Run, start: int) -> Iterator[TextChunk | Completion]:
-        """``start``: the index of the batch's first request in the caller's list."""
-        plan = run.plan
-        token_ids: list[list[int]] = [[] for _ in plan.prompts]
-        texts, ended = ["" for _ in plan.prompts], [False for _ in plan.prompts]
-        detokenizers = [self._detokenizer(prompt) for prompt in plan.prompts]
-        for progress in run:
-            for row, new in enumerate(progress.new_tokens):
-                if ended[row]:
-                    continue
-                token_ids[row].extend(new)
-                done = ended[row] = progress.done[row]
-                visible = self._visible(new, plan.sampling[row])
-                piece = detokenizers[row].push(visible, last=done)
-                texts[row] += piece
-                yield TextChunk(start + row, piece, new, done)
-        yield from _completions(run, token_ids, texts)
-
-    def _batches(
+    def _add(
         self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams]
-    ) -> Iterator[tuple[int, list[list[int]], list[SamplingParams]]]:
-        """The first index, token prompts and sampling of batches that fit together."""
+    ) -> list[Generation]:
         tokens = tokenize(self.tokenizer, prompts)
         params = _for_each(sampling, len(tokens))
-        for batch in self.engine.batches(tokens, params):
-            yield batch.start, tokens[batch], params[batch]
+        return self.engine.add_all(tokens, params)
 
-    def _detokenizer(self, prompt: Sequence[int]) -> Detokenizer:
-        return Detokenizer(self._decode, prompt)
+    def _detokenizer(self, generation: Generation) -> Detokenizer:
+        return Detokenizer(self._decode, generation.prompt)
 
     def _decode(self, token_ids: list[int]) -> str:
         return str(self.tokenizer.decode(token_ids))
 
-    def _visible(self, token_ids: list[int], params: SamplingParams) -> list[int]:
-        """Tokens without the one that ended the text, if it is there."""
-        stops = self.engine.stop_ids(params)
-        return token_ids[:-1] if token_ids and token_ids[-1] in stops else token_ids
+    def _visible(self, generation: Generation) -> list[int]:
+        """The tokens without the one that ended the text, if it is there."""
+        ids, stops = generation.token_ids, self.engine.stop_ids(generation.sampling)
+        return ids[:-1] if ids and ids[-1] in stops else ids
 
-
-def _completions(run: Run, outputs: list[list[int]], texts: list[str]) -> Iterator[Completion]:
-    plan = run.plan
-    rows = zip(
-        plan.prompts, plan.sampling, outputs, texts, run.statistics, run.endings, strict=True
-    )
-    for prompt, params, token_ids, text, stats, ending in rows:
-        rounds = max(stats.rounds, 1)
-        assert params.seed is not None, "a plan gives every request a seed"
-        yield Completion(
+    def _completion(self, generation: Generation, text: str) -> Completion:
+        statistics, seed = generation.statistics, generation.sampling.seed
+        rounds = max(statistics.rounds, 1)
+        assert generation.finish_reason and generation.timings and seed is not None
+        return Completion(
             text=text,
-            token_ids=token_ids,
-            prompt_token_ids=list(prompt),
-            finish_reason=_FINISH_REASONS.get(ending, "error"),
-            error=_ERRORS.get(ending),
-            seed=params.seed,
-            num_rounds=stats.rounds,
-            num_drafted=stats.drafted,
-            acceptance_length=max(len(token_ids) - 1, 0) / rounds,
-            acceptance_by_depth=[count / rounds for count in stats.accepted[1:]],
-            timings=run.timings,
+            token_ids=generation.token_ids,
+            prompt_token_ids=list(generation.prompt),
+            finish_reason=generation.finish_reason,
+            error=generation.error,
+            seed=seed,
+            num_rounds=statistics.rounds,
+            num_drafted=statistics.drafted,
+            acceptance_length=max(len(generation.token_ids) - 1, 0) / rounds,
+            acceptance_by_depth=[count / rounds for count in statistics.accepted[1:]],
+            timings=generation.timings,
         )
 
 
-_FINISH_REASONS = MappingProxyType({Ending.STOP: "stop", Ending.LENGTH: "length"})
-_ERRORS = MappingProxyType(
-    {
-        Ending.NOT_FINITE: "the model's logits were not finite numbers: its weights are broken, or "
-        "its dtype is too narrow for them",
-        Ending.TOO_LONG: "the prompt and its limit do not fit the cache",
-        Ending.NOT_GREEDY: "a sampled request ran in a program for greedy ones",
-    }
-)
+class _Text:
+    """The text of a generation, as it grows."""
+
+    def __init__(self, generation: Generation, detokenizer: Detokenizer):
+        self.generation, self.text, self.done = generation, "", False
+        self._detokenizer = detokenizer
+        self._seen = self._pushed = 0  # tokens
+
+    def next_chunk(self, index: int, visible: list[int]) -> TextChunk | None:
+        """What is new since the last chunk; None: nothing."""
+        ids, done = self.generation.token_ids, self.generation.done
+        if self.done or (len(ids) == self._seen and not done):
+            return None
+        piece = self._detokenizer.push(visible[self._pushed :], last=done)
+        new, self._seen, self._pushed = ids[self._seen :], len(ids), len(visible)
+        self.text, self.done = self.text + piece, done
+        return TextChunk(index, piece, new, done)
 
 
 def check_prompts(

@@ -1,5 +1,6 @@
 """What a pool or a program needs of a device's memory, and what the device has."""
 
+import dataclasses
 import math
 import os
 from pathlib import Path
@@ -7,6 +8,8 @@ from typing import Any
 
 import jax
 
+from jaxspec.cache import pages_for
+from jaxspec.config import CacheConfig
 from jaxspec.functional import EngineParams, init_pool
 from jaxspec.sharding import named_shardings
 from jaxspec.state import Pool
@@ -15,39 +18,87 @@ USABLE = 0.9  # of the free memory; the rest is for what programs compute with
 USABLE_MAPS = 0.5  # of the memory maps that Linux allows a process
 
 
-def check_pool(params: EngineParams, num_pages: int, page_size: int, num_rows: int) -> None:
-    """Raise ValueError if a pool (see functional.init_pool) needs more memory than is free.
+def num_pages(params: EngineParams, cache: CacheConfig, num_rows: int) -> int:
+    """Pages of a pool for ``num_rows`` rows, null pages included.
 
-    Nothing is allocated. The weights are on the devices already, so what is free is beside them. A
-    device that does not say what it has is trusted.
+    As many as ``cache`` says; by default as the longest rows need, or as fit, if fewer fit.
+    Nothing is allocated.
+
+    Raises ValueError if ``cache.num_pages`` do not fit, or not even one of the longest rows does.
     """
-    device = next(iter(jax.tree.leaves(params)[0].devices()))
-    free = free_bytes(device)
-    if free is None:
-        return
-    free, shards = int(USABLE * free), params.data_parallel
+    shards, room = params.data_parallel, _Room.of(params, cache.page_size, num_rows)
+    longest = pages_for(cache.max_length + params.speculation.scratch_slots, cache.page_size)
+    if cache.num_pages is not None:
+        wanted = shards * (-(-cache.num_pages // shards) + 1)
+        room.check(wanted)
+        return wanted
+    wanted = num_rows * longest + shards
+    if room.holds(wanted):
+        return wanted
+    least = shards * (longest + 1)
+    room.check(least)
+    return max(least, shards * (room.fitting // shards + 1))
 
-    def needed(pages: int) -> int:
-        return pool_bytes(params, pages, page_size, num_rows, together=device.platform == "cpu")
 
-    total = needed(num_pages)
-    if total <= free:
-        return
-    null = needed(shards)  # with one page on each shard, which holds no tokens
-    page = max(1, needed(2 * shards) - null)  # one more on each
-    fitting = shards * max(0, (free - null) // page)
-    if fitting:
-        advice = (
-            f"num_pages={fitting} fits, which is {fitting * page_size} tokens of all sequences "
-            "together: give that or less, shorter requests, or a smaller max_length"
+@dataclasses.dataclass(frozen=True)
+class _Room:
+    """What a device has room for.
+
+    Attributes:
+      free: bytes beside the weights, which are on the device already; None: it does not say, and
+        is trusted.
+      null: bytes of a pool without pages, and ``page`` of a page on each shard.
+    """
+
+    params: EngineParams
+    page_size: int
+    device: Any
+    free: int | None
+    null: int
+    page: int
+
+    @classmethod
+    def of(cls, params: EngineParams, page_size: int, num_rows: int) -> "_Room":
+        device = next(iter(jax.tree.leaves(params)[0].devices()))
+        free, shards = free_bytes(device), params.data_parallel
+        null, one = (
+            pool_bytes(params, pages, page_size, num_rows, together=device.platform == "cpu")
+            for pages in (shards, 2 * shards)
         )
-    else:
-        most = free * page_size // (2 * page)
-        advice = f"no page of {page_size} tokens fits: page_size must be at most {most}"
-    raise ValueError(
-        f"the cache's {num_pages} pages of {page_size} tokens need {total / 1e9:.2f} GB beside the "
-        f"weights, and {device.device_kind} has {free / 1e9:.2f} GB free for them: {advice}"
-    )
+        usable = None if free is None else int(USABLE * free)
+        return cls(params, page_size, device, usable, null, max(1, one - null))
+
+    def needed(self, pages: int) -> int:
+        """Bytes of a pool of ``pages``, null pages included."""
+        return self.null + self.page * (pages // self.params.data_parallel - 1)
+
+    def holds(self, pages: int) -> bool:
+        return self.free is None or self.needed(pages) <= self.free
+
+    @property
+    def fitting(self) -> int:
+        """Pages that fit, null pages not counted."""
+        assert self.free is not None
+        return self.params.data_parallel * max(0, (self.free - self.null) // self.page)
+
+    def check(self, pages: int) -> None:
+        """Raise ValueError for a pool that does not fit."""
+        if self.free is None or self.holds(pages):
+            return
+        if self.fitting:
+            advice = (
+                f"num_pages={self.fitting} fits, which is {self.fitting * self.page_size} tokens "
+                "of all sequences together: give that or less, shorter requests, or a smaller "
+                "max_length"
+            )
+        else:
+            most = self.free * self.page_size // (2 * self.page)
+            advice = f"no page of {self.page_size} tokens fits: page_size must be at most {most}"
+        raise ValueError(
+            f"the cache's {pages} pages of {self.page_size} tokens need "
+            f"{self.needed(pages) / 1e9:.2f} GB beside the weights, and {self.device.device_kind} "
+            f"has {self.free / 1e9:.2f} GB free for them: {advice}"
+        )
 
 
 def check_program(program: jax.stages.Compiled, name: str, advice: str) -> None:

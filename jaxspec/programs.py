@@ -1,0 +1,448 @@
+"""The compiled programs of an engine, and the device state that they work on.
+
+The one module of the serving path that calls ``jax.jit``, so that donation, static arguments and
+the number of traces can be seen in one place.
+
+A program is compiled for a size: rows, page-table columns, prompt tokens of a call. Sizes are
+powers of two, so there are few. A call runs in the smallest program that is ready and holds it; if
+there is none, in one that is compiled for it.
+"""
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec import functional, memory
+from jaxspec.cache import pages_for
+from jaxspec.config import TreeShape
+from jaxspec.functional import EngineParams, SavedRow
+from jaxspec.sampling import make_sampling
+from jaxspec.scheduling.requests import SamplingParams
+from jaxspec.state import Emitted, EngineState
+
+SMALLEST_TABLE = 256  # tokens
+SMALLEST_CHUNK = 16  # prompt tokens of a row in a call
+ADMISSIONS = 4  # rows that one call of the program admits
+MOST_WASTE = 4  # a prompt is read by a program of at most this many times its size
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Of an engine's state, and of the largest call.
+
+    Attributes:
+      num_pages: null pages included.
+      max_stops: most stop tokens of a row.
+      max_chunk: most prompt tokens of a row in a call.
+      max_rounds: most rounds of a call.
+    """
+
+    num_rows: int
+    max_length: int
+    page_size: int
+    num_pages: int
+    max_stops: int
+    max_chunk: int
+    max_rounds: int
+
+
+@dataclasses.dataclass(frozen=True)
+class NewRow:
+    """A request to be admitted; see functional.admit."""
+
+    row: int
+    prompt: Sequence[int]
+    max_len: int
+    sampling: SamplingParams
+    stop_token_ids: Sequence[int]
+    table: Sequence[int]
+    cached: int = 0
+
+
+class Call(NamedTuple):
+    """What a program was launched for: ``rows`` [B] of what it emits (those past the last row are
+    padding)."""
+
+    rows: np.ndarray
+    emitted: Emitted
+
+
+class ReadKey(NamedTuple):
+    """Sizes of a program that reads prompts; ``rows`` of each shard."""
+
+    rows: int
+    columns: int
+    width: int
+    greedy: bool
+
+    def holds(self, other: "ReadKey") -> bool:
+        return (
+            self.rows >= other.rows
+            and self.columns >= other.columns
+            and self.width >= other.width
+            and (other.greedy or not self.greedy)
+        )
+
+    @property
+    def cost(self) -> int:
+        return self.rows * self.width
+
+
+class RoundsKey(NamedTuple):
+    """Sizes of a program of rounds; ``rows`` of each shard."""
+
+    rows: int
+    columns: int
+    shape: TreeShape
+    greedy: bool
+
+    def holds(self, other: "RoundsKey") -> bool:
+        return (
+            self.rows >= other.rows
+            and self.columns >= other.columns
+            and self.shape == other.shape
+            and (other.greedy or not self.greedy)
+        )
+
+    @property
+    def cost(self) -> int:
+        return self.rows * self.columns
+
+
+class Programs:
+    """Admits, reads, decodes: each method launches programs and does not wait for them.
+
+    Attributes:
+      state: what the last program launched returns.
+      compiled: programs compiled so far, and ``compile_seconds`` what that took.
+      sealed: compile nothing any more where a ready program would do.
+    """
+
+    def __init__(self, params: EngineParams, sizes: Sizes, max_programs: int):
+        self.params, self.sizes, self.max_programs = params, sizes, max_programs
+        self.compiled, self.compile_seconds, self.sealed = 0, 0.0, False
+        choices = ("columns", "greedy", "logprobs", "hidden")
+        self.admit_rows = jax.jit(functional.admit, donate_argnums=1, static_argnames="may_wait")
+        self.prefill = jax.jit(
+            functional.prefill, donate_argnums=1, static_argnames=("width", *choices)
+        )
+        self.decode = jax.jit(
+            functional.decode, donate_argnums=1, static_argnames=("max_rounds", "shape", *choices)
+        )
+        self.small = {
+            function.__name__: jax.jit(function, donate_argnums=1)
+            for function in (
+                functional.release,
+                functional.settle,
+                functional.copy_pages,
+                functional.save_row,
+                functional.restore_row,
+            )
+        }
+        self._ready: set[Any] = set()
+        slots = params.speculation.scratch_slots
+        self.columns = pages_for(sizes.max_length + slots, sizes.page_size)
+        self.tables = np.zeros((sizes.num_rows, self.columns), np.int32)
+        self.state = self._new_state()
+
+    @property
+    def shards(self) -> int:
+        return self.params.data_parallel
+
+    def _new_state(self) -> EngineState:
+        sizes, params = self.sizes, self.params
+        state = functional.init_state(
+            params,
+            sizes.num_rows,
+            sizes.max_length,
+            page_size=sizes.page_size,
+            page_table=jnp.asarray(self.tables),
+            num_pages=sizes.num_pages,
+            max_stops=sizes.max_stops,
+        )
+        if params.mesh is not None:
+            return state
+        # Committed to its device as the programs' results are: else each would compile twice.
+        return jax.device_put(state, params.target.embed.sharding)
+
+    def reset(self) -> None:
+        """Start from an empty state: a call that was interrupted may have taken the old one."""
+        self.tables[:] = 0
+        self.state = self._new_state()
+
+    # What rows hold.
+
+    def admit(self, rows: Sequence[NewRow]) -> None:
+        """Assign requests to rows."""
+        for start in range(0, len(rows), ADMISSIONS):
+            self._admit(rows[start : start + ADMISSIONS])
+
+    def _admit(self, rows: Sequence[NewRow]) -> None:
+        sizes, last = self.sizes, rows[-1]
+        padded = [*rows, *[last] * (ADMISSIONS - len(rows))]  # padding repeats, in no row
+        index = np.full(ADMISSIONS, sizes.num_rows, np.int32)
+        index[: len(rows)] = [new.row for new in rows]
+        prompts = np.zeros((ADMISSIONS, sizes.max_length), np.int32)
+        stops = np.full((ADMISSIONS, sizes.max_stops), -1, np.int32)
+        table = np.zeros((ADMISSIONS, self.columns), np.int32)
+        for place, new in enumerate(padded):
+            prompts[place, : len(new.prompt)] = new.prompt
+            stops[place, : len(new.stop_token_ids)] = new.stop_token_ids
+            table[place, : len(new.table)] = new.table
+        for place, new in enumerate(rows):
+            self.tables[new.row] = table[place]
+        params = [new.sampling for new in padded]
+
+        def values(name: str, dtype: type = np.float32) -> np.ndarray:
+            return np.array([getattr(one, name) for one in params], dtype)
+
+        sampling = make_sampling(
+            ADMISSIONS,
+            temperature=values("temperature"),
+            top_k=values("top_k", np.int32),
+            top_p=values("top_p"),
+            min_p=values("min_p"),
+            seeds=values("seed", np.uint32),
+        )
+        arguments = index, prompts, np.array([len(new.prompt) for new in padded], np.int32)
+        with self._counted("admit"):
+            self.state = self.admit_rows(
+                self.params,
+                self.state,
+                *arguments,
+                sampling=sampling,
+                max_lens=np.array([new.max_len for new in padded], np.int32),
+                stop_token_ids=stops,
+                page_table=table,
+                cached_lens=np.array([new.cached for new in padded], np.int32),
+                may_wait=True,
+            )
+
+    def assign_pages(self, tables: Iterable[tuple[int, Sequence[int]]]) -> None:
+        """Give rows other page tables. No program does it: the tables are replaced as they are."""
+        changed = False
+        for row, table in tables:
+            self.tables[row] = 0
+            self.tables[row, : len(table)] = table
+            changed = True
+        if not changed:
+            return
+        rows = self.state.rows
+        held = np.cumprod(self.tables > 0, axis=1).sum(axis=1) * self.sizes.page_size
+        room = (held - self.params.speculation.scratch_slots).astype(np.int32)
+        # A copy: the transfer may still read it when the host's tables change again.
+        new = jax.device_put(
+            (self.tables.copy(), room), (rows.page_table.sharding, rows.room.sharding)
+        )
+        self.state = self.state.replace(rows=rows.replace(page_table=new[0], room=new[1]))
+
+    def release(self, rows: Sequence[int]) -> None:
+        """Empty rows that are not done."""
+        if rows:
+            self._small("release", self._padded(rows, self.sizes.num_rows))
+
+    def settle(self, rows: Sequence[int]) -> None:
+        """Let the drafter read the last tokens of rows that are done."""
+        if rows:
+            size = power_of_two(max(map(len, self._by_shard(rows))))
+            self._small("settle", self._listed(rows, size))
+
+    def copy_pages(self, copies: Sequence[tuple[int, int, int]]) -> None:
+        """Copy pages: (shard, source, destination) each."""
+        for start in range(0, len(copies), ADMISSIONS):
+            lists = np.zeros((2, self.shards, ADMISSIONS), np.int32)
+            for place, (shard, *pages) in enumerate(copies[start : start + ADMISSIONS]):
+                lists[:, shard, place] = pages
+            self._small("copy_pages", *lists.reshape(2, -1))
+
+    def save(self, row: int, pages: Sequence[int]) -> SavedRow:
+        """A row with the contents of its pages, on its way to host memory."""
+        saved = self._small("save_row", np.array([row], np.int32), self._row_table(pages)[0])
+        for leaf in jax.tree.leaves(saved):
+            leaf.copy_to_host_async()
+        return saved
+
+    def restore(self, saved: SavedRow, row: int, restored: int, table: Sequence[int]) -> None:
+        """Put a saved row back; its contents go to the first ``restored`` pages of its table."""
+        new, pages = self._row_table(table), self._row_table(table[:restored])
+        self.tables[row] = new[0]
+        self._small("restore_row", saved, np.array([row], np.int32), pages[0], new)
+
+    def _row_table(self, pages: Sequence[int]) -> np.ndarray:
+        table = np.zeros((1, self.columns), np.int32)
+        table[0, : len(pages)] = pages
+        return table
+
+    def _small(self, name: str, *arguments: Any) -> Any:
+        """Run one of the programs that run no target."""
+        shapes = tuple(leaf.shape for leaf in jax.tree.leaves(arguments))
+        with self._counted((name, shapes)):
+            result = self.small[name](self.params, self.state, *arguments)
+        self.state, other = result if name == "save_row" else (result, None)
+        return other
+
+    # Calls that run the model.
+
+    def read(self, reads: Sequence[tuple[int, int, int]], *, greedy: bool) -> list[Call]:
+        """Read prompt tokens: (row, how many, tokens of the row afterwards) each."""
+        calls = []
+        by_width: dict[int, list[tuple[int, int, int]]] = {}
+        for read in reads:
+            width = max(SMALLEST_CHUNK, power_of_two(read[1]))
+            by_width.setdefault(min(width, self.sizes.max_chunk), []).append(read)
+        for width, group in sorted(by_width.items()):
+            rows = [row for row, *_ in group]
+            wanted = ReadKey(
+                power_of_two(max(map(len, self._by_shard(rows)))),
+                self.columns_for(max(tokens for *_, tokens in group)),
+                width,
+                greedy,
+            )
+            calls.append(self._read(self._read_key(wanted), group))
+        return calls
+
+    def _read_key(self, wanted: ReadKey) -> ReadKey:
+        fitting = [key for key in self._ready if isinstance(key, ReadKey) and key.holds(wanted)]
+        best = min(fitting, key=lambda key: (key.cost, key.columns), default=None)
+        if best is not None and (self.sealed or best.cost <= MOST_WASTE * wanted.cost):
+            return best
+        return wanted
+
+    def _read(self, key: ReadKey, reads: Sequence[tuple[int, int, int]]) -> Call:
+        rows = self._listed([row for row, *_ in reads], key.rows)
+        tokens = {row: count for row, count, _ in reads}
+        self.prepare_reading(key)
+        counts = np.array([tokens.get(int(row), 0) for row in rows], np.int32)
+        return Call(rows, self._prefill(key, rows, counts))
+
+    def _prefill(self, key: ReadKey, rows: np.ndarray, counts: np.ndarray) -> Emitted:
+        self.state, emitted = self.prefill(
+            self.params,
+            self.state,
+            rows,
+            counts,
+            width=key.width,
+            columns=key.columns,
+            greedy=key.greedy,
+        )
+        return emitted
+
+    def prepare_reading(self, key: ReadKey) -> None:
+        """Compile a program, by running it on nothing, unless it is ready."""
+        if key not in self._ready:
+            rows = self._listed([], key.rows)
+            with self._counted(key):
+                self._prefill(key, rows, np.zeros(len(rows), np.int32))
+
+    def run_rounds(
+        self,
+        rows: Sequence[int],
+        tokens: int,
+        rounds: int,
+        expected_rows: int,
+        *,
+        shape: TreeShape | None,
+        greedy: bool,
+    ) -> Call:
+        """Run up to ``rounds`` rounds of some rows.
+
+        Args:
+          tokens: most tokens of any of them, at the end of its life.
+          expected_rows: rows that will soon decode together, for the size of a program if none is
+            ready.
+        """
+        own = power_of_two(max(map(len, self._by_shard(rows))))
+        columns, shape = self.columns_for(tokens), self.params.call(shape).speculation.shape
+        key = self._rounds_key(RoundsKey(own, columns, shape, greedy), expected_rows)
+        self.prepare_rounds(key)
+        # The program of all rows needs no list; rows that are not decoding are idle in it.
+        listed = self._listed(rows, key.rows)
+        return Call(listed, self._decode(key, listed, rounds))
+
+    def _rounds_key(self, wanted: RoundsKey, expected_rows: int) -> RoundsKey:
+        share = self.sizes.num_rows // self.shards
+        most = min(power_of_two(-(-expected_rows // self.shards)), power_of_two(share))
+        target = wanted._replace(rows=max(wanted.rows, most))
+        fitting = [key for key in self._ready if isinstance(key, RoundsKey) and key.holds(wanted)]
+        best = min(fitting, key=lambda key: key.cost, default=None)
+        if best is not None and (self.sealed or best.cost <= target.cost):
+            return best
+        return target
+
+    def _decode(self, key: RoundsKey, rows: np.ndarray, rounds: int) -> Emitted:
+        self.state, emitted = self.decode(
+            self.params,
+            self.state,
+            np.int32(rounds),
+            rows,
+            max_rounds=self.sizes.max_rounds,
+            columns=key.columns,
+            shape=key.shape,
+            greedy=key.greedy,
+        )
+        return emitted
+
+    def prepare_rounds(self, key: RoundsKey) -> None:
+        """Compile a program, by running it on nothing, unless it is ready."""
+        if key not in self._ready:
+            with self._counted(key):
+                self._decode(key, self._listed([], key.rows), 0)
+
+    # Sizes.
+
+    def columns_for(self, tokens: int) -> int:
+        """Columns of the narrowest table that programs see for rows of so many tokens."""
+        slots = self.params.speculation.scratch_slots + 1  # see functional.subset
+        table = max(SMALLEST_TABLE, power_of_two(tokens))
+        return min(pages_for(table + slots, self.sizes.page_size), self.columns)
+
+    def _by_shard(self, rows: Sequence[int]) -> list[list[int]]:
+        share = self.sizes.num_rows // self.shards
+        lists: list[list[int]] = [[] for _ in range(self.shards)]
+        for row in rows:
+            lists[row // share].append(row)
+        return lists
+
+    def _listed(self, rows: Sequence[int], size: int) -> np.ndarray:
+        """Rows as programs take them: ``size`` of each shard, padded."""
+        return np.concatenate([self._padded(own, size) for own in self._by_shard(rows)])
+
+    def _padded(self, rows: Sequence[int], size: int) -> np.ndarray:
+        return np.array([*rows, *[self.sizes.num_rows] * (size - len(rows))], np.int32)
+
+    # Compiling.
+
+    @contextlib.contextmanager
+    def _counted(self, key: Any) -> Iterator[None]:
+        """Around the run of a program: the first run compiles it, which is measured."""
+        if key in self._ready:
+            yield
+            return
+        self._make_room()
+        jax.block_until_ready(self.state)
+        started = time.perf_counter()
+        yield
+        jax.block_until_ready(self.state)
+        self.compiled += 1
+        self.compile_seconds += time.perf_counter() - started
+        self._ready.add(key)
+
+    def _make_room(self) -> None:
+        """Forget all programs if there are too many."""
+        if len(self._ready) < self.max_programs and not memory.maps_are_scarce():
+            return
+        programs: list[Any] = [self.admit_rows, self.prefill, self.decode, *self.small.values()]
+        for program in programs:
+            program.clear_cache()
+        self._ready.clear()
+
+
+def power_of_two(number: int) -> int:
+    """The smallest that is not below ``number``."""
+    return 1 << max(0, number - 1).bit_length()
