@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.llm import LLM, Completion, Prompt
+from jaxspec.llm import LLM, Completion, Prompt, decode_rate
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.decoder import Decoder
@@ -124,12 +124,6 @@ def _result(base: list[Lap], laps: list[Lap]) -> RaceResult:
 def _pairs(base: list[Lap], laps: list[Lap]) -> Iterator[tuple[Completion, Completion]]:
     for one, other in zip(base, laps, strict=True):
         yield from zip(one, other, strict=True)
-
-
-def decode_rate(completions: Sequence[Completion]) -> float:
-    """Tokens a second of a batch's decode phase (each first token comes from the prefill)."""
-    seconds = completions[0].timings.decode
-    return sum(len(c.token_ids) - 1 for c in completions) / seconds if seconds else 0.0
 
 
 def first_difference(first: list[int], second: list[int]) -> int | None:

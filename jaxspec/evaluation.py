@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxspec.llm import LLM, Completion
+from jaxspec.llm import LLM, Completion, decode_rate
 from jaxspec.scheduling.requests import SamplingParams, with_own_seeds
 
 CONFIDENCE = 0.95
@@ -53,7 +53,6 @@ def summarize(completions: Sequence[Completion], seed: int = 0) -> Acceptance:
     lengths = drafted[chosen].sum(axis=1) / rounds[chosen].sum(axis=1)
     accepted = by_depth * rounds[:, None]
     shares = accepted[chosen].sum(axis=1) / rounds[chosen].sum(axis=1)[:, None]
-    seconds = {id(c.timings): c.timings.decode for c in completions}  # one for each batch
     return Acceptance(
         prompts=len(completions),
         tokens=int(drafted.sum()),
@@ -62,7 +61,7 @@ def summarize(completions: Sequence[Completion], seed: int = 0) -> Acceptance:
         length_interval=_interval(lengths),
         by_depth=(accepted.sum(axis=0) / rounds.sum()).tolist(),
         by_depth_intervals=[_interval(column) for column in shares.T],
-        decode_tokens_per_second=float(drafted.sum() / max(sum(seconds.values()), 1e-9)),
+        decode_tokens_per_second=decode_rate(completions),
     )
 
 

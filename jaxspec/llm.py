@@ -309,6 +309,14 @@ class _Text:
         return TextChunk(index, piece, new, done)
 
 
+def decode_rate(completions: Sequence[Completion]) -> float:
+    """Tokens a second of requests that were generated together, from the earliest first token to
+    the last token; each one's first token comes from reading its prompt and does not count."""
+    times = [completion.timings for completion in completions]
+    seconds = max(t.finished for t in times) - min(t.first_token for t in times)
+    return sum(len(c.token_ids) - 1 for c in completions) / seconds if seconds else 0.0
+
+
 def check_prompts(
     model: str | Path,
     prompts: Sequence[Prompt],

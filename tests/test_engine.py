@@ -1,37 +1,46 @@
-"""The engine: its programs, its one pool, and batches that are left, taken up or given up."""
+"""The engine: requests come, wait, are preempted or cancelled; each has its text of its own."""
 
 import functools
-import itertools
-import weakref
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scipy import stats
 
 from jaxspec import functional
-from jaxspec.batch_run import Run
 from jaxspec.config import PLAIN, CacheConfig, SpeculationConfig, TreeShape
 from jaxspec.engine import Engine
+from jaxspec.generation import Generation
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
 from jaxspec.sampling import make_sampling
-from jaxspec.scheduling import batching
+from jaxspec.scheduling.plan import QueueFull
 from jaxspec.scheduling.requests import SamplingParams
 from jaxspec.speculation.drafters import DraftModelDrafter
+from tests.marks import slow
 from tests.programs import new_jit, traces
-from tests.random_models import make_params, noisy, random_prompts, random_target, tiny_config
+from tests.random_models import (
+    DRAFTERS,
+    make_params,
+    noisy,
+    random_prompts,
+    random_target,
+    tiny_config,
+)
 
 CHAIN = SpeculationConfig.chain(2)
 PROMPTS = [prompt.tolist() for prompt in random_prompts((5, 9, 2), seed=6)]
 GREEDY = SamplingParams(max_tokens=20)
 
 
-def new_engine(**options: Any) -> Engine:
-    cache = CacheConfig(page_size=8, max_length=64)
-    return Engine(make_params("ngram", CHAIN), cache, rounds_per_call=4, max_rows=4, **options)
+def new_engine(drafter: str = "ngram", num_pages: int | None = None, **options: Any) -> Engine:
+    cache = CacheConfig(page_size=8, max_length=64, num_pages=num_pages)
+    options = {"rounds_per_call": 4, "max_rows": 4} | options
+    return Engine(make_params(drafter, CHAIN), cache, **options)
 
 
 @functools.cache
@@ -39,27 +48,42 @@ def engine() -> Engine:
     return new_engine()
 
 
-def collect(run: Run, texts: list[list[int]] | None = None) -> list[list[int]]:
-    """New tokens of each request, added to ``texts``."""
-    texts = [[] for _ in run.plan.prompts] if texts is None else texts
-    for progress in run:
-        for text, new in zip(texts, progress.new_tokens, strict=True):
-            text += new
-    return texts
-
-
-def generate(**options: Any) -> list[list[int]]:
-    return collect(Run(engine(), PROMPTS, [GREEDY] * 3, **options))
+@functools.cache
+def plain() -> Engine:
+    return new_engine("none", max_rows=1, prefix_caching=False)
 
 
 @functools.cache
+def alone(prompt: tuple[int, ...], sampling: SamplingParams) -> list[int]:
+    """A request's text without speculation, on an engine of one row."""
+    generation = plain().add(prompt, sampling)
+    plain().finish([generation])
+    return generation.token_ids
+
+
 def expected() -> list[list[int]]:
-    return generate()
+    return [alone(tuple(prompt), GREEDY) for prompt in PROMPTS]
+
+
+def start(own: Engine) -> list[Generation]:
+    return own.add_all(PROMPTS, [GREEDY] * 3)
+
+
+def texts(own: Engine, generations: list[Generation]) -> list[list[int]]:
+    own.finish(generations)
+    return [generation.token_ids for generation in generations]
+
+
+def check_pages(own: Engine) -> None:
+    """No request is left, and every page is free, or kept for others."""
+    own._drain()
+    usage = own.scheduler.usage()
+    assert own.is_idle and usage.free + usage.idle == usage.total
 
 
 def test_two_traces_serve_all_sampling_parameters():
     own, rng = new_engine(), np.random.default_rng(0)
-    before = traces(own.decode), traces(own.prefill)
+    before = traces(own.programs.decode), traces(own.programs.prefill)
     for index in range(20):
         sampling = [
             SamplingParams(
@@ -73,173 +97,219 @@ def test_two_traces_serve_all_sampling_parameters():
             )
             for _ in range(4)
         ]
-        collect(Run(own, [[index + 1]] * 4, sampling))
-    assert traces(own.decode) - before[0] <= 2, "one for greedy batches, one for all others"
-    assert traces(own.prefill) - before[1] <= 2
+        own.finish(own.add_all([[index + 1, row] for row in range(4)], sampling))
+    assert traces(own.programs.decode) - before[0] <= 2, "one for greedy calls, one for all others"
+    assert traces(own.programs.prefill) - before[1] <= 2
 
 
-def test_a_run_that_was_left_goes_on_where_it_was():
-    run, texts = Run(engine(), PROMPTS, [GREEDY] * 3), [[], [], []]
-    for progress in run:
-        for text, new in zip(texts, progress.new_tokens, strict=True):
-            text += new
-        if len(texts[0]) > 5:
-            break
-    assert not all(len(text) == 20 for text in texts), "it ended before it was left"
-    assert collect(run, texts) == expected()
+def test_requests_that_come_later_join_those_that_run():
+    own = engine()
+    first = own.add(PROMPTS[0], GREEDY)
+    while len(first.token_ids) < 4:
+        own.step(1)
+    others = [own.add(prompt, GREEDY) for prompt in PROMPTS[1:]]
+    assert texts(own, [first, *others]) == expected()
+    assert min(len(other.token_ids) for other in others) == 20
+    check_pages(own)
 
 
-def test_a_run_that_has_ended_gives_nothing_more():
-    run = Run(engine(), PROMPTS, [GREEDY] * 3)
-    assert collect(run) == expected()
-    assert list(run) == [] and list(run) == []
-    run.abort()  # does nothing
-    assert generate() == expected()
+def test_more_requests_than_rows_wait_for_their_turn():
+    own = new_engine(max_rows=2)
+    prompts = [prompt.tolist() for prompt in random_prompts((3, 17, 1, 30, 8, 8, 5), seed=4)]
+    sampling = [SamplingParams(0.8 * (i % 2), seed=i, max_tokens=5 + 4 * i) for i in range(7)]
+    found = texts(own, own.add_all(prompts, sampling))
+    assert found == [alone(tuple(p), s) for p, s in zip(prompts, sampling, strict=True)]
+    check_pages(own)
 
 
-def test_one_batch_runs_at_a_time():
-    run = Run(engine(), PROMPTS, [GREEDY] * 3)
-    next(run)
-    with pytest.raises(RuntimeError, match="another batch is under way"):
-        Run(engine(), PROMPTS, [GREEDY] * 3)
-    assert len(collect(run)[0]) == 19, "the first batch was not disturbed"
-
-
-def test_an_aborted_run_frees_the_engine():
-    for steps in (0, 1, 2):
-        run = Run(engine(), PROMPTS, [GREEDY] * 3)
+def test_a_cancelled_request_frees_its_row_and_disturbs_nobody():
+    own = engine()
+    for steps in range(5):
+        generations = start(own)
         for _ in range(steps):
-            next(run)
-        run.abort()
-        assert list(run) == []
-        run.abort()
-        assert generate() == expected()
+            own.step(1)
+        own.cancel(generations[1])
+        own.cancel(generations[1])  # does nothing
+        assert generations[1].finish_reason == "cancelled"
+        found = texts(own, generations)
+        assert [found[0], found[2]] == [expected()[0], expected()[2]]
+        assert found[1] == expected()[1][: len(found[1])]
+        check_pages(own)
 
 
-def test_an_error_frees_the_engine(monkeypatch: pytest.MonkeyPatch):
-    run = Run(engine(), PROMPTS, [GREEDY] * 3)
-    next(run)
+def test_a_request_may_have_a_time_limit():
+    own = engine()
+    late, other = own.add(PROMPTS[0], GREEDY, timeout=0.0), own.add(PROMPTS[1], GREEDY)
+    own.finish([late, other])
+    assert late.finish_reason == "timeout" and late.token_ids == []
+    assert other.token_ids == expected()[1]
+
+
+def test_a_full_queue_refuses_and_keeps_what_it_has():
+    own = new_engine(max_rows=1, max_queue=2)
+    generations = [own.add(prompt, GREEDY) for prompt in PROMPTS[:2]]
+    with pytest.raises(QueueFull, match="max_queue=2"):
+        own.add(PROMPTS[2], GREEDY)
+    assert texts(own, generations) == expected()[:2]
+
+
+def test_an_error_ends_all_requests_and_the_engine_goes_on(monkeypatch: pytest.MonkeyPatch):
+    own = new_engine()
+    generations = start(own)
+    own.step(1)
+
+    def interrupted(*args: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-
-        def interrupted(*args: Any) -> None:
-            raise KeyboardInterrupt
-
-        patch.setattr(engine(), "run_rounds", interrupted)
-        next(run)
-    assert generate() == expected()
-
-
-def test_all_batches_share_one_pool(monkeypatch: pytest.MonkeyPatch):
-    own, made = new_engine(), []
-    new_pool = own._new_pool
-    monkeypatch.setattr(own, "_new_pool", lambda *sizes: made.append(new_pool(*sizes)) or made[-1])
-    shapes = []
-    for prompts in (PROMPTS, PROMPTS[:1], [*PROMPTS, [7]]):
-        collect(Run(own, prompts, [GREEDY] * len(prompts)))
-        shapes.append([leaf.shape for leaf in jax.tree.leaves(own._pool)])
-    assert len(made) == 1
-    assert shapes[0] == shapes[1] == shapes[2] == [leaf.shape for leaf in jax.tree.leaves(made[0])]
+        patch.setattr(own.programs, "decode", interrupted)
+        own.step(1)
+    for generation in generations:
+        assert generation.finish_reason == "error" and "KeyboardInterrupt" in str(generation.error)
+    assert texts(own, start(own)) == expected()
+    check_pages(own)
 
 
-def test_a_larger_batch_takes_a_larger_pool_and_no_second_one(monkeypatch: pytest.MonkeyPatch):
-    own, sizes = new_engine(), []
-    assert collect(Run(own, PROMPTS[:1], [GREEDY])) == expected()[:1]
-    assert own._pool is not None
-    old = weakref.ref(jax.tree.leaves(own._pool)[0])
-    new_pool = own._new_pool
-
-    def record(num_pages: int, num_rows: int) -> Any:
-        assert old() is None, "two pools at once"
-        sizes.append(num_rows)
-        return new_pool(num_pages, num_rows)
-
-    monkeypatch.setattr(own, "_new_pool", record)
-    assert collect(Run(own, PROMPTS, [GREEDY] * 3)) == expected()
-    assert sizes == [4]
-
-
-def test_a_long_prompt_is_read_without_the_rows_that_are_done(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(batching, "LARGEST_CHUNK", 16)
-    long = random_prompts((40,), seed=8)[0].tolist()
-    own, calls = new_engine(), []
-    read_chunk = own.read_chunk
-
-    def record(state: Any, plan: Any, rows: Any, most: int | None = None) -> Any:
-        if most is None:
-            calls.append(None if rows is None else rows.tolist())
-        return read_chunk(state, plan, rows, most)
-
-    monkeypatch.setattr(own, "read_chunk", record)
-    prompts = [*PROMPTS, long]
-    texts = collect(Run(own, prompts, [GREEDY] * 4))
-    assert calls == [None, [3], [3]]
-    assert texts[:3] == expected()
-    assert texts[3:] == collect(Run(own, [long], [GREEDY]))
-
-
-def test_the_first_tokens_come_before_the_rounds_are_compiled():
-    own = Engine(make_params("ngram", CHAIN), CacheConfig(8, 64), max_rows=4, rounds_per_call=3)
-    before = traces(own.decode)
-    run = Run(own, PROMPTS, [GREEDY] * 3)
-    texts = [list(new) for new in next(run).new_tokens]
-    assert all(texts) and traces(own.decode) == before
-    assert collect(run, texts) == expected()
-    assert traces(own.decode) == before + 1
-
-
-def test_the_shape_of_a_run_may_change_between_its_steps():
-    run = Run(engine(), PROMPTS, [GREEDY] * 3, rounds_per_call=2)
-    texts: list[list[int]] = [[], [], []]
-    shapes = itertools.cycle([PLAIN, None, TreeShape(2, 1)])
-    for progress in run:
-        for text, new in zip(texts, progress.new_tokens, strict=True):
-            text += new
-        run.shape = next(shapes)
-    assert texts == expected()
-
-
-def test_a_run_that_nobody_holds_frees_the_engine():
-    run = Run(engine(), PROMPTS, [GREEDY] * 3)
-    next(run)
-    del run
-    assert generate() == expected()
-
-
-@pytest.mark.parametrize("options", [{"shape": PLAIN}, {"rounds_per_call": 1}], ids=str)
-def test_how_a_run_is_cut_into_calls_does_not_change_the_text(options: dict[str, Any]):
-    assert generate(**options) == expected()
-
-
-def test_weights_are_not_swapped_under_a_batch():
-    run = Run(engine(), PROMPTS, [GREEDY] * 3)
-    next(run)
-    with pytest.raises(RuntimeError, match="another batch is under way"):
-        engine().use_target(engine().params.target)
-    run.abort()
-    engine().use_target(engine().params.target)
-    assert generate() == expected()
-
-
-def test_a_pool_that_an_interrupted_call_took_is_made_anew():
-    run = Run(engine(), PROMPTS, [GREEDY] * 3)
-    next(run)
-    assert run._state is not None
-    for leaf in jax.tree.leaves(run._state.pool):
+def test_a_state_that_an_interrupted_call_took_is_made_anew(monkeypatch: pytest.MonkeyPatch):
+    own = new_engine()
+    start(own)
+    own.step(1)
+    for leaf in jax.tree.leaves(own.programs.state):
         leaf.delete()
-    run.abort()
-    assert generate() == expected()
+    with pytest.raises(RuntimeError, match="deleted"):
+        own.step(1)
+    assert texts(own, start(own)) == expected()
 
 
-def test_a_run_of_no_rounds_a_call_is_an_error():
-    with pytest.raises(ValueError, match="rounds_per_call must be an integer, at least 1"):
-        generate(rounds_per_call=0)
-    assert generate() == expected()
+def test_the_shape_may_change_between_calls():
+    own, generations = new_engine(), []
+    generations = start(own)
+    for index in range(40):
+        own.shape = [PLAIN, None, TreeShape(2, 1)][index % 3]
+        own.step(2)
+    assert texts(own, generations) == expected()
 
 
-def test_more_requests_than_rows_are_an_error():
-    with pytest.raises(ValueError, match="this engine has 4 rows"):
-        Run(engine(), [[1]] * 5, [GREEDY] * 5)
-    assert generate() == expected()
+def test_how_a_text_is_cut_into_calls_does_not_change_it():
+    own = engine()
+    generations = start(own)
+    while not own.is_idle:
+        own.step(1)
+    assert texts(own, generations) == expected()
+
+
+def test_weights_are_not_swapped_under_requests():
+    own = engine()
+    generations = start(own)
+    own.step(1)
+    with pytest.raises(RuntimeError, match="requests are under way"):
+        own.use_target(own.params.target)
+    for generation in generations:
+        own.cancel(generation)
+    own.use_target(own.params.target)
+    assert texts(own, start(own)) == expected()
+
+
+def test_other_weights_find_no_pages_of_the_old_ones():
+    own, prompt = new_engine(), [*range(1, 30)]
+    [old] = texts(own, [own.add(prompt, GREEDY)])
+    own.use_target(random_target(tiny_config(), sharpness=4.0))
+    [new] = texts(own, [own.add(prompt, GREEDY)])
+    assert own.scheduler.cache_statistics() == (29, 0)
+    assert new != old
+    with_cache = texts(own, [own.add(prompt, GREEDY)])
+    assert with_cache == [new] and own.scheduler.cache_statistics()[1] > 0
+
+
+@pytest.mark.parametrize("drafter", ["eagle3", *(slow(d) for d in DRAFTERS if d != "eagle3")])
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+def test_preempted_requests_have_their_texts(drafter: str, preemption: str):
+    own = new_engine(drafter, num_pages=14, preemption=preemption)
+    prompts = [prompt.tolist() for prompt in random_prompts((20, 9, 14, 3, 25), seed=3)]
+    sampling = [SamplingParams(0.8 * (i % 2), seed=i, max_tokens=30) for i in range(5)]
+    found = texts(own, own.add_all(prompts, sampling))
+    assert found == [alone(tuple(p), s) for p, s in zip(prompts, sampling, strict=True)]
+    assert own.scheduler.preemptions[preemption] > 0
+    check_pages(own)
+
+
+@pytest.mark.parametrize("drafter", ["eagle3", slow("none"), slow("draft_model")])
+def test_the_hits_of_the_prefix_cache_are_those_of_plain_decoding(drafter: str):
+    """A conversation: each prompt is the one before with its answer, and a little more."""
+    own, prompt, texts_ = new_engine(drafter), PROMPTS[0], []
+    for turn in range(4):
+        sampling = SamplingParams(max_tokens=9 + turn)
+        [text] = texts(own, [own.add(prompt, sampling)])
+        assert text == alone(tuple(prompt), sampling)
+        prompt = [*prompt, *text, 7]
+        texts_.append(len(prompt))
+    queries, hits = own.scheduler.cache_statistics()
+    assert queries == 5 + sum(texts_[:3])
+    # Of an answer all but its last token, the root, has KV; full pages of 8 are found.
+    assert hits == sum((length - 2) // 8 * 8 for length in texts_[:3])
+
+
+steps = st.lists(
+    st.tuples(
+        st.sampled_from(["add", "add", "add", "cancel", "step", "step", "step", "shape"]),
+        st.integers(0, 2**16),
+    ),
+    min_size=5,
+    max_size=40,
+)
+SHARED = random_prompts((24,), seed=11)[0].tolist()
+
+
+def prompt_of(number: int) -> list[int]:
+    """Prompts that share pages with each other, and some that do not."""
+    rng = np.random.default_rng(number)
+    shared = SHARED[: int(rng.integers(25))] if rng.random() < 0.7 else []
+    return [*shared, *rng.integers(96, size=rng.integers(1, 8)).tolist()]
+
+
+def run_history(own: Engine, history: list[tuple[str, int]]) -> None:
+    generations: list[Generation] = []
+    for name, number in history:
+        live = [generation for generation in generations if not generation.done]
+        if name == "add":
+            temperature = 0.8 * (number % 2)
+            sampling = SamplingParams(temperature, seed=number % 3, max_tokens=1 + number % 23)
+            generations.append(own.add(prompt_of(number % 12), sampling, priority=number % 2))
+        elif name == "cancel" and live:
+            own.cancel(live[number % len(live)])
+        elif name == "step":
+            own.step(1 + number % 4)
+        elif name == "shape":
+            own.shape = [None, PLAIN, TreeShape(2, 1)][number % 3]
+    own.finish([generation for generation in generations if not generation.done])
+    for generation in generations:
+        text = alone(generation.prompt, generation.sampling)
+        if generation.finish_reason == "cancelled":
+            text = text[: len(generation.token_ids)]
+        assert generation.token_ids == text
+    check_pages(own)
+
+
+@functools.cache
+def crowded(drafter: str, preemption: str) -> Engine:
+    return new_engine(drafter, num_pages=16, max_rows=3, preemption=preemption)
+
+
+@given(history=steps)
+@settings(deadline=None, max_examples=15)
+def test_each_text_is_the_one_it_has_alone(history: list[tuple[str, int]]):
+    run_history(crowded("eagle3", "swap"), history)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@given(history=steps)
+@settings(deadline=None, max_examples=300)
+def test_of_300_histories_each_text_is_the_one_it_has_alone(
+    drafter: str, preemption: str, history: list[tuple[str, int]]
+):
+    run_history(crowded(drafter, preemption), history)
 
 
 # Rejection sampling through the engine: the target's own distribution, whatever is drafted.

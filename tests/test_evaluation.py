@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from jaxspec import BUILT_IN_HEAD, Completion
-from jaxspec.batch_run import Timings
 from jaxspec.commands import eval as eval_command
 from jaxspec.evaluation import summarize
+from jaxspec.generation import Timings
 
 
 def completion(tokens: int, rounds: int, by_depth: list[float]) -> Completion:
@@ -24,7 +24,7 @@ def completion(tokens: int, rounds: int, by_depth: list[float]) -> Completion:
         num_drafted=0,
         acceptance_length=0.0,
         acceptance_by_depth=by_depth,
-        timings=Timings(compile=0.0, prefill=0.0, decode=2.0),
+        timings=Timings(arrived=0.0, first_token=1.0, finished=5.0, compile=0.0),
     )
 
 

@@ -40,8 +40,9 @@ LAYERS = (
     "jaxspec.loading",
     "jaxspec.benchmarking",
     "jaxspec.scheduling",
+    "jaxspec.programs",
+    "jaxspec.generation",
     "jaxspec.engine",
-    "jaxspec.batch_run",
     "jaxspec.llm",
     "jaxspec.comparison",
     "jaxspec.evaluation",
@@ -56,7 +57,7 @@ LAYERS = (
 # Host code. It may use nothing of jaxspec but these, and only these may use it.
 SCHEDULING = "jaxspec.scheduling"
 SCHEDULING_MAY_USE = {SCHEDULING, "jaxspec.config"}
-SCHEDULING_USERS = {SCHEDULING, *LAYERS[LAYERS.index("jaxspec.engine") :]}
+SCHEDULING_USERS = {SCHEDULING, *LAYERS[LAYERS.index("jaxspec.programs") :]}
 DEVICE_LIBRARIES = {"jax", "jaxlib", "flax", "optax", "orbax", "pallas_kernels"}
 
 # The one place where model code calls kernels by operation name; mixers and MLPs know none.

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from jaxspec import Engine, EngineParams, Run, SamplingParams, SpeculationConfig
+from jaxspec import Engine, EngineParams, SamplingParams, SpeculationConfig
 from jaxspec.benchmarking.random_params import random_decoder
 from jaxspec.benchmarking.shapes import SHAPES
 from jaxspec.commands.shell import command_parser, run_command
@@ -69,7 +69,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     )
     engine = Engine(params, CacheConfig(page_size=64, max_length=256), max_rows=1)
     texts = [generate(engine)]
-    programs: list[Any] = [engine.admit, engine.prefill, engine.decode]
+    programs: list[Any] = [
+        getattr(engine.programs, name) for name in ("admit_rows", "prefill", "decode")
+    ]
     traces = [program._cache_size() for program in programs]
     swaps = [functools.partial(engine.use_target, one) for one in (second, first)]
     seconds = {"Decoder": [timed(swap, engine) for swap in swaps]}
@@ -95,10 +97,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def generate(engine: Engine) -> list[int]:
-    tokens: list[int] = []
-    for step in Run(engine, [PROMPT], [SAMPLING]):
-        tokens += step.new_tokens[0]
-    return tokens
+    generation = engine.add(PROMPT, SAMPLING)
+    engine.finish([generation])
+    return generation.token_ids
 
 
 def timed(swap: Callable[[], None], engine: Engine) -> float:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxspec import Engine, EngineParams, Run, SamplingParams, SpeculationConfig
+from jaxspec import Engine, EngineParams, SamplingParams, SpeculationConfig
 from jaxspec.config import CacheConfig
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
@@ -183,11 +183,14 @@ def test_weights_are_swapped_without_a_compile(params: Any, like: Decoder):
     sampling = SamplingParams(max_tokens=8)
 
     def text() -> list[int]:
-        steps = Run(engine, [[1, 2, 3]], [sampling])
-        return [token for step in steps for token in step.new_tokens[0]]
+        generation = engine.add([1, 2, 3], sampling)
+        engine.finish([generation])
+        return generation.token_ids
 
     before = text()
-    programs: list[Any] = [engine.admit, engine.prefill, engine.decode]
+    programs: list[Any] = [
+        getattr(engine.programs, name) for name in ("admit_rows", "prefill", "decode")
+    ]
     traces = [program._cache_size() for program in programs]
     engine.use_target(target_from_flax(like, params, NAMES))
     engine.use_drafter(EagleDrafter(head=eagle3_head(like, seed=9)))
