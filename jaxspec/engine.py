@@ -20,7 +20,7 @@ from jaxspec.config import CacheConfig, TreeShape
 from jaxspec.functional import EngineParams, SavedRow
 from jaxspec.generation import FinishReason, Generation, RequestStatistics, Timings
 from jaxspec.models.decoder import Decoder
-from jaxspec.programs import Call, NewRow, Programs, Sizes
+from jaxspec.programs import Call, Load, NewRow, Programs, Sizes
 from jaxspec.scheduling.plan import Limits, Plan, Preemption, PreemptionCosts, RowResult
 from jaxspec.scheduling.requests import SamplingParams, check_count, check_requests
 from jaxspec.scheduling.scheduler import Scheduler
@@ -138,6 +138,7 @@ class Engine:
         self._running: dict[str, _Running] = {}
         self._saved: dict[str, SavedRow] = {}
         self._in_flight: collections.deque[tuple[Plan, list[Call]]] = collections.deque()
+        self._load = Load()
         self._idle_rows: set[int] = set(range(self.limits.num_rows))  # on the device
 
     @property
@@ -207,7 +208,12 @@ class Engine:
             cache_salt=cache_salt,
             payload=generation,
         )
+        idle = self.is_idle
         self.scheduler.add(request)
+        self._load = Load() if idle else self._load
+        self._load.rows = max(self._load.rows, len(self._running) + 1)
+        self._load.tokens = max(self._load.tokens, len(prompt) + request.max_tokens)
+        self._load.greedy &= sampling.temperature == 0
         compiled = self.programs.compile_seconds
         self._running[request.request_id] = _Running(generation, self._clock(), compiled)
         return generation
@@ -337,7 +343,7 @@ class Engine:
             (read.row, read.count, sequence.limit)
             for read, sequence in zip(plan.reads, sequences, strict=True)
         ]
-        return self.programs.read(reads, greedy=_greedy(sequences))
+        return self.programs.read(reads, self._load, greedy=_greedy(sequences))
 
     def _launch_rounds(self, plan: Plan) -> list[Call]:
         if not plan.decode_rows:
@@ -347,7 +353,7 @@ class Engine:
             plan.decode_rows,
             max(sequence.limit for sequence in sequences),
             plan.rounds,
-            min(len(self._running), self.limits.num_rows),
+            self._load,
             shape=self.shape,
             greedy=_greedy(sequences),
         )

@@ -65,6 +65,21 @@ class NewRow:
     cached: int = 0
 
 
+@dataclasses.dataclass
+class Load:
+    """What was asked for since the engine was last idle; programs are compiled for that size.
+
+    Attributes:
+      rows: most requests at once.
+      tokens: of the longest of them, prompt included.
+      greedy: none of them samples.
+    """
+
+    rows: int = 0
+    tokens: int = 0
+    greedy: bool = True
+
+
 class Call(NamedTuple):
     """What a program was launched for: ``rows`` [B] of what it emits (those past the last row are
     padding)."""
@@ -281,16 +296,18 @@ class Programs:
 
     def _small(self, name: str, *arguments: Any) -> Any:
         """Run one of the programs that run no target."""
-        shapes = tuple(leaf.shape for leaf in jax.tree.leaves(arguments))
+        shapes, saved = tuple(leaf.shape for leaf in jax.tree.leaves(arguments)), None
         with self._counted((name, shapes)):
             result = self.small[name](self.params, self.state, *arguments)
-        self.state, other = result if name == "save_row" else (result, None)
-        return other
+            self.state, saved = result if name == "save_row" else (result, None)
+        return saved
 
     # Calls that run the model.
 
-    def read(self, reads: Sequence[tuple[int, int, int]], *, greedy: bool) -> list[Call]:
-        """Read prompt tokens: (row, how many, tokens of the row afterwards) each."""
+    def read(
+        self, reads: Sequence[tuple[int, int, int]], load: Load, *, greedy: bool
+    ) -> list[Call]:
+        """Read prompt tokens: (row, how many, most tokens of the row) each."""
         calls = []
         by_width: dict[int, list[tuple[int, int, int]]] = {}
         for read in reads:
@@ -304,15 +321,17 @@ class Programs:
                 width,
                 greedy,
             )
-            calls.append(self._read(self._read_key(wanted), group))
+            calls.append(self._read(self._read_key(wanted, load), group))
         return calls
 
-    def _read_key(self, wanted: ReadKey) -> ReadKey:
+    def _read_key(self, wanted: ReadKey, load: Load) -> ReadKey:
+        columns = max(wanted.columns, self.columns_for(load.tokens))
+        target = wanted._replace(columns=columns, greedy=load.greedy)
         fitting = [key for key in self._ready if isinstance(key, ReadKey) and key.holds(wanted)]
-        best = min(fitting, key=lambda key: (key.cost, key.columns), default=None)
-        if best is not None and (self.sealed or best.cost <= MOST_WASTE * wanted.cost):
-            return best
-        return wanted
+        if not self.sealed:
+            fitting = [key for key in fitting if key.cost <= MOST_WASTE * target.cost]
+            fitting = [key for key in fitting if key.greedy or not target.greedy]
+        return min(fitting, key=lambda key: (key.cost, key.columns, not key.greedy), default=target)
 
     def _read(self, key: ReadKey, reads: Sequence[tuple[int, int, int]]) -> Call:
         rows = self._listed([row for row, *_ in reads], key.rows)
@@ -345,7 +364,7 @@ class Programs:
         rows: Sequence[int],
         tokens: int,
         rounds: int,
-        expected_rows: int,
+        load: Load,
         *,
         shape: TreeShape | None,
         greedy: bool,
@@ -354,26 +373,27 @@ class Programs:
 
         Args:
           tokens: most tokens of any of them, at the end of its life.
-          expected_rows: rows that will soon decode together, for the size of a program if none is
-            ready.
         """
         own = power_of_two(max(map(len, self._by_shard(rows))))
         columns, shape = self.columns_for(tokens), self.params.call(shape).speculation.shape
-        key = self._rounds_key(RoundsKey(own, columns, shape, greedy), expected_rows)
+        key = self._rounds_key(RoundsKey(own, columns, shape, greedy), load)
         self.prepare_rounds(key)
-        # The program of all rows needs no list; rows that are not decoding are idle in it.
         listed = self._listed(rows, key.rows)
         return Call(listed, self._decode(key, listed, rounds))
 
-    def _rounds_key(self, wanted: RoundsKey, expected_rows: int) -> RoundsKey:
+    def _rounds_key(self, wanted: RoundsKey, load: Load) -> RoundsKey:
         share = self.sizes.num_rows // self.shards
-        most = min(power_of_two(-(-expected_rows // self.shards)), power_of_two(share))
-        target = wanted._replace(rows=max(wanted.rows, most))
+        rows = power_of_two(min(-(-load.rows // self.shards), share))
+        target = wanted._replace(
+            rows=max(wanted.rows, rows),
+            columns=max(wanted.columns, self.columns_for(load.tokens)),
+            greedy=load.greedy,
+        )
         fitting = [key for key in self._ready if isinstance(key, RoundsKey) and key.holds(wanted)]
-        best = min(fitting, key=lambda key: key.cost, default=None)
-        if best is not None and (self.sealed or best.cost <= target.cost):
-            return best
-        return target
+        if not self.sealed:
+            fitting = [key for key in fitting if key.cost <= target.cost]
+            fitting = [key for key in fitting if key.greedy or not target.greedy]
+        return min(fitting, key=lambda key: (key.cost, not key.greedy), default=target)
 
     def _decode(self, key: RoundsKey, rows: np.ndarray, rounds: int) -> Emitted:
         self.state, emitted = self.decode(
