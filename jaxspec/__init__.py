@@ -3,7 +3,8 @@
 from importlib import metadata
 
 from jaxspec.batch_run import Run
-from jaxspec.config import PLAIN, CacheConfig, SpeculationConfig, TreeShape
+from jaxspec.config.cache import CacheConfig
+from jaxspec.config.speculation import PLAIN, SpeculationConfig, TreeShape
 from jaxspec.engine import Engine
 from jaxspec.functional import EngineParams, admit, decode, init_state, prefill, release
 from jaxspec.llm import LLM, Completion, TextChunk, check_prompts

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from jaxspec.config import TreeShape
+from jaxspec.config.speculation import TreeShape
 from jaxspec.engine import Engine
 from jaxspec.scheduling.batching import BatchPlan
 from jaxspec.scheduling.requests import SamplingParams, check_count

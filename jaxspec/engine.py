@@ -16,7 +16,8 @@ import numpy as np
 
 from jaxspec import functional, memory
 from jaxspec.cache import pages_for
-from jaxspec.config import CacheConfig, TreeShape
+from jaxspec.config.cache import CacheConfig
+from jaxspec.config.speculation import TreeShape
 from jaxspec.functional import EngineParams
 from jaxspec.models.decoder import Decoder
 from jaxspec.sampling import make_sampling

@@ -11,7 +11,8 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jaxspec.batch_run import Run, Timings
-from jaxspec.config import CacheConfig, SpeculationConfig
+from jaxspec.config.cache import CacheConfig
+from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.detokenizer import Detokenizer
 from jaxspec.engine import Engine
 from jaxspec.functional import EngineParams

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxspec.config import PLAIN, ModelConfig, SpeculationConfig, default_speculation
+from jaxspec.config.model import ModelConfig
+from jaxspec.config.speculation import PLAIN, SpeculationConfig, default_speculation
 from jaxspec.functional import EngineParams
 from jaxspec.models.hf_config import load_model_config
 from jaxspec.models.hf_values import read_json, shown

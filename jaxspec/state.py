@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxspec.cache import ModelState
-from jaxspec.config import SpeculationConfig
+from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.pytree import Pytree, array, pytree, static
 from jaxspec.sampling import Sampling
 

@@ -9,7 +9,8 @@ import pytest
 
 from jaxspec import memory
 from jaxspec.batch_run import Run
-from jaxspec.config import CacheConfig, SpeculationConfig
+from jaxspec.config.cache import CacheConfig
+from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.engine import Engine
 from jaxspec.functional import EngineParams, init_pool
 from jaxspec.scheduling.batching import plan_batch, rows_for, split_requests

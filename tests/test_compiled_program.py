@@ -8,7 +8,7 @@ import pytest
 
 from jaxspec import functional
 from jaxspec.cache import PagedKV
-from jaxspec.config import PLAIN, SpeculationConfig, TreeShape
+from jaxspec.config.speculation import PLAIN, SpeculationConfig, TreeShape
 from jaxspec.functional import EngineParams
 from jaxspec.state import EngineState
 from tests.marks import slow

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxspec import functional
-from jaxspec.config import SpeculationConfig
+from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.functional import EngineParams
 from jaxspec.models.decoder import Decoder
 from jaxspec.pytree import pytree

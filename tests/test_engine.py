@@ -13,7 +13,8 @@ from scipy import stats
 
 from jaxspec import functional
 from jaxspec.batch_run import Run
-from jaxspec.config import PLAIN, CacheConfig, SpeculationConfig, TreeShape
+from jaxspec.config.cache import CacheConfig
+from jaxspec.config.speculation import PLAIN, SpeculationConfig, TreeShape
 from jaxspec.engine import Engine
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend

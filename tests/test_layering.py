@@ -294,7 +294,7 @@ def test_scheduling_runs_without_jax():
 @pytest.mark.parametrize(
     ("importer", "imported", "allowed"),
     [
-        ("pallas_kernels.paged_attention", "jaxspec.config.CacheConfig", False),
+        ("pallas_kernels.paged_attention", "jaxspec.config.cache.CacheConfig", False),
         ("pallas_kernels.paged_attention", "jax.numpy", True),
         ("jaxspec.cache.pages", "jaxspec.models.decoder", False),
         ("jaxspec.models.decoder", "jaxspec.cache.pages", True),
@@ -303,7 +303,7 @@ def test_scheduling_runs_without_jax():
         ("jaxspec.state", "jaxspec.speculation.tree", False),
         ("jaxspec.scheduling.pages", "jax.numpy", False),
         ("jaxspec.scheduling.pages", "jaxspec.sampling", False),
-        ("jaxspec.scheduling.pages", "jaxspec.config.CacheConfig", True),
+        ("jaxspec.scheduling.pages", "jaxspec.config.cache.CacheConfig", True),
         ("jaxspec.training.loop", "jaxspec.scheduling.request", True),
         ("jaxspec.engine", "jaxspec.scheduling.request", True),
         ("jaxspec", "jaxspec.llm.LLM", True),

@@ -17,7 +17,7 @@ from jax import Array
 
 from jaxspec import functional
 from jaxspec.cache import PagedKV, pages_for
-from jaxspec.config import PLAIN, SpeculationConfig, TreeShape
+from jaxspec.config.speculation import PLAIN, SpeculationConfig, TreeShape
 from jaxspec.functional import EngineParams
 from jaxspec.sampling import make_sampling
 from jaxspec.state import Emitted, Ending, EngineState, Status

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxspec import functional
-from jaxspec.config import SpeculationConfig
+from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.functional import EngineParams
 from jaxspec.sampling import Sampling, make_sampling
 from jaxspec.sharding import make_mesh

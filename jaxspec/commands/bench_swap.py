@@ -18,7 +18,7 @@ from jaxspec import Engine, EngineParams, Run, SamplingParams, SpeculationConfig
 from jaxspec.benchmarking.random_params import random_decoder
 from jaxspec.benchmarking.shapes import SHAPES
 from jaxspec.commands.shell import command_parser, run_command
-from jaxspec.config import CacheConfig
+from jaxspec.config.cache import CacheConfig
 from jaxspec.loading import resolve_dtype
 from jaxspec.models.decoder import Decoder
 from jaxspec.speculation.drafters import NGramDrafter

@@ -41,7 +41,7 @@ from jaxspec.benchmarking.modes import parse_mode
 from jaxspec.benchmarking.rounds import Workload
 from jaxspec.benchmarking.shapes import SHAPES
 from jaxspec.commands.shell import command_parser, run_command, table_console
-from jaxspec.config import ModelConfig
+from jaxspec.config.model import ModelConfig
 
 ROOT = Path(__file__).resolve().parent.parent.parent  # what holds the package
 NEW_TOKENS = 256  # room for them after the context, as in bench_engine

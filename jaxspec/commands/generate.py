@@ -30,7 +30,7 @@ from jaxspec.commands.program_cache import (
 from jaxspec.commands.shell import add_model_option, command_parser, progress_console, run_command
 from jaxspec.commands.streaming import stream
 from jaxspec.comparison import compare, decode_rate
-from jaxspec.config import default_speculation
+from jaxspec.config.speculation import default_speculation
 from jaxspec.llm import load_tokenizer
 from jaxspec.loading import choose_drafter
 

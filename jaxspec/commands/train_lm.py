@@ -10,7 +10,7 @@ from rich.console import Console
 
 from jaxspec.commands.data_options import add_suffixes_option
 from jaxspec.commands.shell import command_parser, run_command, typed_command
-from jaxspec.config import ModelConfig, dense_model
+from jaxspec.config.model import ModelConfig, dense_model
 from jaxspec.training import data
 from jaxspec.training.lm import TrainConfig, num_parameters
 from jaxspec.training.precision import resolve_precision

@@ -12,7 +12,7 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
-from jaxspec.config import TreeShape
+from jaxspec.config.speculation import TreeShape
 from jaxspec.functional.params import EngineParams, on_mesh
 from jaxspec.sharding import partition_specs
 from jaxspec.speculation.call import Call

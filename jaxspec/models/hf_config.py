@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxspec.config import (
+from jaxspec.config.model import (
     AttentionConfig,
     DenseConfig,
     Llama3RopeScaling,

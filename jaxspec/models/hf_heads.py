@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jaxspec.config import LayerConfig, ModelConfig
+from jaxspec.config.model import LayerConfig, ModelConfig
 from jaxspec.models import hf_keys
 from jaxspec.models.heads import EagleMethod, HeadConfig, check_capture, default_capture
 from jaxspec.models.hf_config import check_keys, parse_model_config

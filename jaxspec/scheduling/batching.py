@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxspec.config import CacheConfig
+from jaxspec.config.cache import CacheConfig
 from jaxspec.scheduling.requests import SamplingParams
 
 SMALLEST_LENGTH = 256

@@ -7,7 +7,7 @@ from pathlib import Path
 import jax.numpy as jnp
 from matplotlib.figure import Figure
 
-from jaxspec.config import ModelConfig
+from jaxspec.config.model import ModelConfig
 from jaxspec.training.draft_data import ExampleReport
 from jaxspec.training.draft_run import DraftRecord, DraftTraining
 from jaxspec.training.lm import num_parameters

@@ -14,7 +14,7 @@ import numpy as np
 import optax
 from jax import Array
 
-from jaxspec.config import ModelConfig
+from jaxspec.config.model import ModelConfig
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import (
     DraftHead,

@@ -16,7 +16,7 @@ import optax
 from jax import Array
 from jax.sharding import NamedSharding
 
-from jaxspec.config import ModelConfig
+from jaxspec.config.model import ModelConfig
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.decoder import Decoder, decoder_shapes

@@ -7,7 +7,7 @@ from pathlib import Path
 import jax.numpy as jnp
 from matplotlib.figure import Figure
 
-from jaxspec.config import ModelConfig
+from jaxspec.config.model import ModelConfig
 from jaxspec.training.data import Report, end_of_text_id, save_tokenizer
 from jaxspec.training.lm import num_parameters
 from jaxspec.training.precision import cast_weights

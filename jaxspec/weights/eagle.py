@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxspec.config import ModelConfig
+from jaxspec.config.model import ModelConfig
 from jaxspec.models.heads import DraftHead, Eagle3Front, EagleMethod, HeadConfig, head_shapes
 from jaxspec.models.hf_config import read_json, to_hf_config
 from jaxspec.models.hf_heads import eagle_head_config, says_head, with_qkv_bias

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import transformers
 
-from jaxspec.config import (
+from jaxspec.config.model import (
     AttentionConfig,
     DenseConfig,
     Llama3RopeScaling,

@@ -16,7 +16,8 @@ from jax import Array
 
 from jaxspec import functional
 from jaxspec.cache import CommittedPath, Geometry
-from jaxspec.config import PLAIN, LayerConfig, RopeConfig, SpeculationConfig, TreeShape
+from jaxspec.config.model import LayerConfig, RopeConfig
+from jaxspec.config.speculation import PLAIN, SpeculationConfig, TreeShape
 from jaxspec.functional import EngineParams
 from jaxspec.models import decoder
 from jaxspec.models.attention import PagedAttend, dense_causal_attend

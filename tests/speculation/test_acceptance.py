@@ -17,7 +17,7 @@ import pytest
 from jax import Array
 from scipy import stats
 
-from jaxspec.config import SpeculationConfig
+from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.noise import Stream
 from jaxspec.sampling import Sampling, make_sampling, process_logits
 from jaxspec.sharding import WHOLE

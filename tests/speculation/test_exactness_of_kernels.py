@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxspec.config import SpeculationConfig
+from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.functional import EngineParams
 from jaxspec.speculation.drafters import EagleDrafter, NoDrafter
 from pallas_kernels.selection import OPERATIONS, Kernels

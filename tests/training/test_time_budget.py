@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from jaxspec import memory
-from jaxspec.config import ModelConfig, dense_model
+from jaxspec.config.model import ModelConfig, dense_model
 from jaxspec.training import data, held_out, lm, pretrain, progress, schedule
 from jaxspec.training.data import Corpus
 from jaxspec.training.held_out import HeldOut

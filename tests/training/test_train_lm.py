@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from jaxspec.commands import train_lm
-from jaxspec.config import ModelConfig, dense_model
+from jaxspec.config.model import ModelConfig, dense_model
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
 from jaxspec.training import data

@@ -12,7 +12,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from jaxspec import loading
-from jaxspec.config import ModelConfig, SpeculationConfig, dense_model
+from jaxspec.config.model import ModelConfig, dense_model
+from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.decoder import FINAL_NORM
 from jaxspec.models.heads import DraftHead, Eagle3Front

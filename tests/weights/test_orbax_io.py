@@ -11,7 +11,8 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxspec.config import RopeConfig, SpeculationConfig
+from jaxspec.config.model import RopeConfig
+from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.functional import init_state
 from jaxspec.pytree import Pytree, array, pytree, static
 from jaxspec.sharding import MODEL_AXIS, Layout, make_mesh

@@ -16,7 +16,7 @@ import torch
 from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file
 
-from jaxspec.config import dense_model
+from jaxspec.config.model import dense_model
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.decoder import Decoder

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxspec.cache import Geometry, LayerStates, ModelState
-from jaxspec.config import ModelConfig
+from jaxspec.config.model import ModelConfig
 from jaxspec.models import decoder
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.forward import Attend, ForwardPass, make_pass
