@@ -16,7 +16,7 @@ from jaxspec.state import Ending, Status
 
 try:
     __version__ = metadata.version("jaxspec")
-except metadata.PackageNotFoundError:  # a checkout on the path that nobody installed
+except metadata.PackageNotFoundError:  # imported from a checkout that is not installed
     __version__ = "0+unknown"
 
 __all__ = [

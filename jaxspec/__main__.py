@@ -16,13 +16,13 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "train-lm": "train a small language model from scratch",
         "adapt": "adapt a draft head to a new domain while it serves",
         "eval": "measure how many draft tokens are accepted",
-        "check-exactness": "compare speculative with plain text, token for token",
-        "bench drafters": "time drafters against plain decoding, with real acceptance",
-        "bench engine": "time rounds of a public model shape, on random weights",
-        "bench kernels": "time every kernel beside its reference",
-        "bench swap": "time swapping a target's weights in a running engine",
+        "check-exactness": "compare the tokens of speculative and plain decoding",
+        "bench drafters": "time drafters against plain decoding, on real text",
+        "bench engine": "time rounds of a public model shape, with random weights",
+        "bench kernels": "time every kernel and its jnp reference",
+        "bench swap": "time replacing a target's weights in a running engine",
         "profile": "show where the time of one round goes",
-        "compile-ahead": "compile the decode program for H100s without one",
+        "compile-ahead": "compile the decode program for H100s on a machine without a GPU",
     }
 )
 TRAIN_EXTRA = ("matplotlib", "optax")
@@ -43,7 +43,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def run(name: str, arguments: Sequence[str]) -> int:
-    """Import and run one command: what `generate` does not need is not loaded for it."""
+    """Import and run one command. Modules of other commands are not imported."""
     module = "jaxspec.commands." + name.replace(" ", "_").replace("-", "_")
     try:
         command = importlib.import_module(module)

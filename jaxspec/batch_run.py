@@ -1,4 +1,4 @@
-"""One batch of requests under way: rounds are launched ahead, and results read while they run."""
+"""One running batch of requests: results of a call are read while the next call runs."""
 
 import dataclasses
 import time
@@ -17,7 +17,7 @@ from jaxspec.state import Emitted, Ending, EngineState, Status
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """What one call of a program added: new tokens of each request, and who is done."""
+    """The results of one call: new tokens of each request, and which requests are done."""
 
     new_tokens: list[list[int]]
     done: list[bool]
@@ -34,7 +34,7 @@ class RequestStatistics:
 
 @dataclasses.dataclass
 class Timings:
-    """Seconds spent waiting for the programs; ``compile`` is what preparing them took."""
+    """Seconds spent waiting for the programs; ``compile``: for their compilation."""
 
     compile: float = 0.0
     prefill: float = 0.0
@@ -47,18 +47,19 @@ class _Call(NamedTuple):
 
 
 class Run:
-    """One batch under way. Iterate it for Progress; then read ``timings`` and ``statistics``.
+    """One running batch. Iterate it for Progress; then read ``timings`` and ``statistics``.
 
-    It may be left and taken up again. Until it has ended, or ``abort`` was called, the engine runs
-    nothing else.
+    The iteration may be interrupted and resumed. The engine runs no other batch until this one has
+    ended or ``abort`` was called.
 
     Args:
-      rounds_per_call: rounds between two looks at the results, at most the engine's.
-      shape: of the draft trees; None: the engine's. The attribute may be set between two steps: the
-        next call takes it, and in float32 the text stays the same. A new shape compiles a program.
+      rounds_per_call: most rounds of one call, after which the results are read; at most the
+        engine's.
+      shape: shape of the draft trees; None: the engine's. The attribute may be set between two
+        iterations and takes effect with the next call; in float32 the text stays the same. A new
+        shape compiles a program.
 
-    Raises ValueError for requests that could not run, RuntimeError while another batch is under
-    way.
+    Raises ValueError for invalid requests, RuntimeError while another batch is running.
     """
 
     def __init__(
@@ -89,18 +90,18 @@ class Run:
         try:
             return next(self._steps)
         except BaseException:
-            self.abort()  # the end, or an error: either way the pool goes back
+            self.abort()  # after the end or an error, the engine gets its pool back
             raise
 
     def prepare(self) -> None:
-        """Compile every program of the batch now, not when it is first needed."""
+        """Compile every program of the batch now instead of at its first use."""
         started = time.perf_counter()
         self._state = self._engine.prepare_reading(self._own(), self.plan)
         self._state = self._engine.prepare_rounds(self._own(), self.plan, self.shape)
         self.timings.compile += time.perf_counter() - started
 
     def abort(self) -> None:
-        """Give the batch up; the engine is free again. Does nothing once it has ended."""
+        """Stop the batch, so that the engine can run another. No effect once it has ended."""
         if self._state is not None:
             self._engine.end(self._state)
             self._state = None
@@ -119,13 +120,13 @@ class Run:
             chunks.append(_Call(rows, emitted))
         progress = self._read(chunks)
         self.timings.prefill = time.perf_counter() - started
-        yield progress  # the first words are shown before more is compiled
+        yield progress  # the first tokens are delivered before more is compiled
         if all(progress.done):
             return
         started = time.perf_counter()
         self._state = engine.prepare_rounds(self._own(), plan, self.shape)
         self.timings.compile += time.perf_counter() - started
-        rounds = 1  # the first call is short, so that the first words show soon
+        rounds = 1  # the first call is short, so that its tokens are delivered early
         ahead: list[_Call] = []
         while not all(progress.done):
             started = time.perf_counter()
@@ -143,7 +144,7 @@ class Run:
         return self._state
 
     def _read(self, calls: list[_Call]) -> Progress:
-        """Wait for some calls, and add up what they emitted."""
+        """Wait for some calls, and collect their results."""
         host: list[_Call] = jax.device_get(calls)
         new_tokens: list[list[int]] = [[] for _ in self.plan.prompts]
         for rows, emitted in host:
@@ -158,15 +159,14 @@ class Run:
 
 
 def _tokens_of(emitted: Emitted, place: int) -> list[int]:
-    """Tokens that a call committed of one of its rows, in order."""
+    """Tokens that a call committed to one of its rows, in order."""
     counts = np.asarray(emitted.counts)[:, place]
     kept = np.arange(emitted.tokens.shape[2]) < counts[:, None]
     return np.asarray(emitted.tokens)[:, place][kept].tolist()
 
 
 def _count(statistics: RequestStatistics, emitted: Emitted, place: int) -> None:
-    """Add the rounds of one call to a request's; the token sampled by prefill belongs to no
-    round."""
+    """Add the rounds of one call to a request's statistics. A prefill call has no rounds."""
     if emitted.num_rounds == 0:
         return
     ran = np.asarray(emitted.counts)[:, place] > 0

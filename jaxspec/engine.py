@@ -1,7 +1,7 @@
-"""From token prompts to generated tokens: host plans into arrays, compiled programs, results back.
+"""The engine: runs batches of token prompts with compiled programs.
 
-The one module of the serving path that calls ``jax.jit``, so that donation and the number of
-traces can be seen in one place.
+This is the one module of the serving path that calls ``jax.jit``, so that donation and the number
+of traces can be seen in one place.
 """
 
 import dataclasses
@@ -34,16 +34,16 @@ ProgramKey = tuple[object, ...]
 class Engine:
     """Runs batches of token prompts; keeps the compiled programs, and one pool of cache memory.
 
-    Each shape of batch, each kind of sampling and each tree shape has programs of its own. Beyond
-    ``max_programs`` of them, or when the process runs out of memory maps (a program compiled for a
-    CPU holds hundreds, and Linux allows 65,530), all are forgotten, and compiled again as they are
-    needed: a process may live as long as it likes. Engines of one process share their programs.
+    Each shape of batch, each kind of sampling and each tree shape has programs of its own. All
+    programs are dropped, and compiled again when needed, beyond ``max_programs`` of them or when
+    memory maps run short: a program compiled for a CPU holds hundreds of maps, and Linux allows
+    65,530. So a process can run for any length of time. Engines of one process share programs.
 
     Args:
       params: as made by load.
       cache: geometry of the paged cache; ``max_length`` bounds every request.
       max_rows: most requests that run together.
-      rounds_per_call: rounds between two looks at the results.
+      rounds_per_call: most rounds of one call, after which the results are read.
       max_programs: most compiled programs that are kept. A batch uses at least three, and a few
         more where its prompts are long and of different lengths.
     """
@@ -76,8 +76,8 @@ class Engine:
             donate_argnums=1,
             static_argnames=("max_rounds", "shape", *choices),
         )
-        self._pool: Pool | None = None  # while no batch is under way
-        self._owner: weakref.ref[object] | None = None  # of the pool, while one is
+        self._pool: Pool | None = None  # set while no batch is running
+        self._owner: weakref.ref[object] | None = None  # the running batch, which has the pool
         self._ready: set[ProgramKey] = set()
         self._seeds = np.random.default_rng()
 
@@ -91,7 +91,7 @@ class Engine:
     ) -> BatchPlan:
         """A batch of requests; those without a seed get one of their own.
 
-        Raises ValueError for requests that could not run, or more than ``max_rows`` of them.
+        Raises ValueError for invalid requests, or more than ``max_rows`` of them.
         """
         self.check(prompts, sampling)
         if len(prompts) > self.max_rows:
@@ -113,7 +113,7 @@ class Engine:
         )
 
     def check(self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]) -> None:
-        """Raise ValueError for requests that could not run."""
+        """Raise ValueError for invalid requests."""
         config = self.params.target.config
         limits = config.vocab_size, self.cache.max_length, config.max_position
         check_requests(prompts, sampling, *limits)
@@ -121,10 +121,9 @@ class Engine:
     def batches(
         self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]
     ) -> list[slice]:
-        """The requests as batches that run one after the other, in order: as many together as there
-        are rows and pages for.
+        """The requests in batches, in order. Each batch is as large as rows and pages allow.
 
-        Raises ValueError for requests that would not fit even alone.
+        Raises ValueError for a request that does not fit in a batch of its own.
         """
         self.check(prompts, sampling)
         return split_requests(
@@ -141,9 +140,9 @@ class Engine:
         return own if params.stop_token_ids is None else params.stop_token_ids
 
     def begin(self, plan: BatchPlan, owner: object) -> EngineState:
-        """A state that has admitted a batch, with the engine's pool in it.
+        """A state with the batch admitted. It takes the engine's pool.
 
-        Raises RuntimeError while another batch is under way.
+        Raises RuntimeError while another batch is running.
         """
         self._check_free()
         state = self._admitted(plan, self._take_pool(plan))
@@ -152,10 +151,10 @@ class Engine:
 
     def _check_free(self) -> None:
         if self._owner is not None and self._owner() is not None:
-            gc.collect()  # a batch that nobody holds any more may only wait for the collector
+            gc.collect()  # an unreferenced batch may not have been collected yet
         if self._owner is not None and self._owner() is not None:
             raise RuntimeError(
-                "another batch is under way on this engine: iterate it to its end, or call its "
+                "another batch is running on this engine: iterate it to its end, or call its "
                 "abort(), first"
             )
         self._owner = None
@@ -165,7 +164,7 @@ class Engine:
         state = functional.init_rows(
             params, pool, plan.num_rows, plan.length, max_stops=plan.stop_token_ids.shape[1]
         )
-        # Committed to its device as the programs' results are: else each would compile twice.
+        # Committed to its device, as the programs' results are: else each would compile twice.
         if params.mesh is None:
             state = jax.device_put(state, params.target.embed.sharding)
         self._make_room({("admit", *_program_key(state, plan))})
@@ -191,31 +190,32 @@ class Engine:
         )
 
     def end(self, state: EngineState) -> None:
-        """Take the pool back from a batch that is over, or given up.
+        """Take the pool back from a batch that has ended or was aborted.
 
-        A call that was interrupted may have taken the state's arrays with it: the next batch then
-        makes a pool anew.
+        An interrupted call may have donated the state's arrays. The next batch then makes a new
+        pool.
         """
         lost = any(leaf.is_deleted() for leaf in jax.tree.leaves(state.pool))
         self._pool, self._owner = None if lost else state.pool, None
 
     def _take_pool(self, plan: BatchPlan) -> Pool:
-        """The pool, if the batch fits it, else a larger one: memory is taken as batches need it.
+        """The pool, or a new and larger one if the batch does not fit.
 
-        A larger pool compiles its programs anew. CacheConfig.num_pages makes all of it at once.
-        Raises ValueError, before anything is allocated, for one that the device has no room for.
+        Programs are compiled again for a larger pool. With CacheConfig.num_pages the pool has its
+        final size from the start. Raises ValueError, before anything is allocated, for a pool that
+        does not fit in the device's memory.
         """
         pool, self._pool = self._pool, None
         shards, slots = self.params.data_parallel, self.params.speculation.scratch_slots
         needed = plan.num_rows * pages_for(plan.length + slots, self.cache.page_size)
-        # Of each device, with its null page.
+        # Pages of each device, with its null page.
         pages = -(-(self.cache.num_pages or needed) // shards) + 1
         if pool is not None:
             if pool.num_rows >= plan.num_rows and pool.num_pages >= shards * pages:
                 return pool
             pages = max(pages, pool.num_pages // shards)
         rows = max(plan.num_rows, pool.num_rows if pool is not None else 0)
-        del pool  # before there is another one
+        del pool  # frees its memory before the new one is allocated
         return self._new_pool(shards * pages, rows)
 
     def _new_pool(self, num_pages: int, num_rows: int) -> Pool:
@@ -236,7 +236,7 @@ class Engine:
         return new
 
     def prepare_reading(self, state: EngineState, plan: BatchPlan) -> EngineState:
-        """Compile the programs that read a batch's prompts, by running them on nothing."""
+        """Compile the programs that read a batch's prompts, by running them without any token."""
         lists: dict[ProgramKey, np.ndarray | None] = {}  # one of each size to read
         for rows in map(plan.chunk_rows, range(plan.num_chunks)):
             lists[_reading_key(state, plan, rows)] = rows
@@ -247,7 +247,7 @@ class Engine:
     def prepare_rounds(
         self, state: EngineState, plan: BatchPlan, shape: TreeShape | None
     ) -> EngineState:
-        """Compile the program of a batch's rounds, by running it on nothing."""
+        """Compile the program of a batch's rounds, by running it for 0 rounds."""
         if self._make_room({self._rounds_key(state, plan, shape)}):
             state, _ = self.run_rounds(state, plan, 0, shape)
         return jax.block_until_ready(state)
@@ -277,7 +277,7 @@ class Engine:
         )
 
     def _shape(self, shape: TreeShape | None) -> TreeShape:
-        """The normalized shape, for a program's key."""
+        """The shape as it is in a program's key."""
         return self.params.call(shape).speculation.shape
 
     def _rounds_key(
@@ -288,17 +288,17 @@ class Engine:
     def use_target(self, target: Decoder) -> None:
         """From the next batch on, generate with other weights of the same shapes.
 
-        Nothing is compiled again, and nothing passes through the host where the weights are on the
-        devices. They are not copied there: a caller must not donate them while they serve.
+        Nothing is compiled again. Weights that are on the devices already are neither copied nor
+        sent through the host, so the caller must not donate them while the engine uses them.
 
-        Raises ValueError for weights of other shapes or choices, and RuntimeError while a batch is
-        under way.
+        Raises ValueError for other shapes or static fields, and RuntimeError while a batch is
+        running.
         """
         self._check_free()
         self.params = self.params.replace(target=_in_place_of(self.params.target, target))
 
     def use_drafter(self, drafter: Drafter) -> None:
-        """As use_target, for the drafter."""
+        """The same as use_target, for the drafter."""
         self._check_free()
         self.params = self.params.replace(drafter=_in_place_of(self.params.drafter, drafter))
 
@@ -309,7 +309,7 @@ def _reading_key(state: EngineState, plan: BatchPlan, rows: np.ndarray | None) -
 
 
 def _program_key(state: EngineState, plan: BatchPlan) -> ProgramKey:
-    """What a batch's programs are compiled for, beside what is the engine's own."""
+    """What a batch's programs are compiled for, apart from the engine's own options."""
     stops = state.rows.stop_tokens.shape
     return plan.num_rows, plan.length, plan.greedy, stops, state.pool.num_pages
 
@@ -320,11 +320,11 @@ def _committed(leaf: Any) -> jax.Array:
 
 
 def _in_place_of(current: Any, new: Any) -> Any:
-    """``new`` where ``current`` lies, if their structure and shapes are the same."""
+    """``new`` with the shardings of ``current``; their structure and shapes must be the same."""
     if _shapes(new) != _shapes(current):
         raise ValueError(
-            "the weights have other shapes or choices than those in use: make a new engine with "
-            "them instead"
+            "the weights have other shapes or static fields than those in use: make a new engine "
+            "with them"
         )
     return jax.device_put(new, jax.tree.map(lambda leaf: leaf.sharding, current))
 

@@ -1,4 +1,4 @@
-"""Text in, text out."""
+"""LLM: text generation from text prompts and chats."""
 
 import dataclasses
 import itertools
@@ -31,9 +31,10 @@ _GREEDY_AND_SAMPLED = (SamplingParams(), SamplingParams(temperature=1.0))
 
 @dataclasses.dataclass(frozen=True)
 class TextChunk:
-    """Newly generated text of request ``index`` of the caller's; ``done`` after the last one.
+    """Newly generated text of one request; ``done`` marks the request's last chunk.
 
-    ``token_ids`` may be ahead of ``text``: what ends inside a character waits for the rest of it.
+    ``index`` is the request's place in the caller's list. ``token_ids`` may be ahead of ``text``,
+    as text that ends inside a character is held back.
     """
 
     index: int
@@ -47,12 +48,12 @@ class Completion:
     """A finished request.
 
     Attributes:
-      text: what follows the prompt, a leading space included.
+      text: the text after the prompt, including a leading space.
       finish_reason: ``stop`` for a stop token (not part of the text), ``length``, or ``error``.
-      error: what went wrong; the text before it stands.
-      acceptance_length: mean tokens committed a round, bonus included.
+      error: what went wrong; ``text`` is what was generated before the error.
+      acceptance_length: mean tokens committed per round, bonus included.
       acceptance_by_depth: share of rounds that accepted at least 1, 2, ... drafted tokens.
-      timings: of the batch that the request ran in.
+      timings: timings of the batch that the request ran in.
     """
 
     text: str
@@ -80,10 +81,10 @@ class LLM:
       page_size, num_pages: see config.CacheConfig.
       max_length: most tokens of a request, prompt included; by default what the model allows, at
         most 2048.
-      max_batch: most requests that run together; more are served in turns.
-      rounds_per_call: rounds between two looks at the results.
+      max_batch: most requests that run together; further requests run in later batches.
+      rounds_per_call: most rounds of one call, after which the results are read.
 
-    Raises ValueError for anything that cannot be loaded or combined.
+    Raises ValueError for files that cannot be loaded, and options that cannot be combined.
     """
 
     def __init__(
@@ -121,18 +122,18 @@ class LLM:
 
     @property
     def params(self) -> EngineParams:
-        """The weights, and every static choice."""
+        """The weights and all static options."""
         return self.engine.params
 
     def use_drafter(self, drafter: Drafter) -> None:
         """From the next request on, draft with other weights of the same shapes.
 
-        Nothing is compiled again. Raises ValueError for a drafter of other shapes or choices.
+        Nothing is compiled again. Raises ValueError for other shapes or static fields.
         """
         self.engine.use_drafter(drafter)
 
     def use_target(self, target: Decoder) -> None:
-        """As use_drafter, for the target."""
+        """The same as use_drafter, for the target."""
         self.engine.use_target(target)
 
     def generate(
@@ -164,10 +165,10 @@ class LLM:
         sampling: SamplingParams | Sequence[SamplingParams],
         rounds_per_call: int = 4,
     ) -> Iterator[TextChunk | Completion]:
-        """As generate, giving text as it comes: TextChunks, then each batch's Completions in order.
+        """As generate, but yields text as it is generated: TextChunks, then Completions.
 
-        The chunks of a request join to its Completion's text. A stream that is closed before its
-        end frees the engine at once.
+        The chunks of a request, concatenated, are the text of its Completion. The Completions of a
+        batch follow its last chunk, in order. Closing the stream early frees the engine at once.
         """
         for start, batch, params in self._batches(prompts, sampling):
             run = Run(self.engine, batch, params, rounds_per_call)
@@ -191,9 +192,10 @@ class LLM:
         Args:
           messages: objects with ``role`` and ``content``, or a list of such lists.
           chat_template: a Jinja template; by default the model's own.
-          template_variables: what the template reads beside messages, such as ``enable_thinking``.
+          template_variables: further variables of the template, such as ``enable_thinking``.
 
-        Raises ValueError for messages that the template refuses, and for a model without one.
+        Raises ValueError for messages that the template refuses, and for a model without a
+        template.
         """
         prompts = self.chat_prompts(messages, chat_template, template_variables)
         return self.generate(prompts, sampling)
@@ -207,7 +209,7 @@ class LLM:
         chat_template: str | None = None,
         template_variables: Mapping[str, Any] | None = None,
     ) -> Iterator[TextChunk | Completion]:
-        """As chat, giving text as it comes (see stream)."""
+        """As chat, but yields text as it is generated (see stream)."""
         prompts = self.chat_prompts(messages, chat_template, template_variables)
         yield from self.stream(prompts, sampling, rounds_per_call)
 
@@ -217,8 +219,10 @@ class LLM:
         chat_template: str | None = None,
         template_variables: Mapping[str, Any] | None = None,
     ) -> list[list[int]]:
-        """What chat gives to generate: the token ids of each conversation, special ones included,
-        up to where the assistant answers."""
+        """The token ids of each conversation as chat passes them to generate.
+
+        They include special tokens, and end where the assistant's answer begins.
+        """
         return tokenize_chats(self.tokenizer, messages, chat_template, template_variables)
 
     def warm_up(
@@ -228,19 +232,19 @@ class LLM:
         sampling: SamplingParams | Sequence[SamplingParams] = _GREEDY_AND_SAMPLED,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> float:
-        """Compile the programs of such requests, so that the first one waits for none.
+        """Compile the programs for requests of given sizes ahead of the first request.
 
-        Sizes are rounded up to powers of two, as those of requests are: a batch of 3 runs the
-        programs of 4, and one of 600 prompt tokens and 200 new ones those of 1024. Programs are
-        compiled for the memory of the largest batch: name that too.
+        Sizes are rounded up to powers of two, as for requests: a batch of 3 uses the programs of 4,
+        and a request of 600 prompt tokens and 200 new ones those of 1024. Programs are compiled for
+        the memory of the largest batch, so include the largest size that will be used.
 
         Args:
-          prompt_tokens: lengths of prompts; ``sampling.max_tokens`` come on top.
-          sampling: requests to prepare for; by default of temperature 0 and 1. Only their
-            ``max_tokens``, and whether they sample, matter.
-          on_progress: called with the number of programs' sets that are ready and their total.
+          prompt_tokens: lengths of prompts, without the new tokens (``sampling.max_tokens``).
+          sampling: sampling of the requests; by default temperature 0 and 1. Only ``max_tokens``,
+            and whether a request samples, have an effect.
+          on_progress: called with the number of sizes that are ready and of all sizes.
 
-        Returns the seconds it took. Raises ValueError for sizes that no request may have.
+        Returns the seconds it took. Raises ValueError for sizes that are invalid for requests.
         """
         started = time.perf_counter()
         for name, values in (("batch_sizes", batch_sizes), ("prompt_tokens", prompt_tokens)):
@@ -292,7 +296,7 @@ class LLM:
         return str(self.tokenizer.decode(token_ids))
 
     def _visible(self, token_ids: list[int], params: SamplingParams) -> list[int]:
-        """Tokens without the one that ended the text, if it is there."""
+        """The tokens without a final stop token."""
         stops = self.engine.stop_ids(params)
         return token_ids[:-1] if token_ids and token_ids[-1] in stops else token_ids
 
@@ -337,10 +341,10 @@ def check_prompts(
     sampling: SamplingParams | Sequence[SamplingParams],
     max_length: int | None = None,
 ) -> list[list[int]]:
-    """The prompts' token ids, if an LLM of this model and max_length could take them.
+    """The token ids of the prompts, after the checks of LLM and its generate.
 
-    Reads the model's config and tokenizer, and no weights: a script can refuse a bad prompt at
-    once. Raises ValueError as LLM and its generate would.
+    Only the model's config and tokenizer are read, so a bad prompt is found before the weights are
+    loaded. Raises the ValueErrors that LLM and generate would raise.
     """
     directory = resolve_directory(model)
     config = load_model_config(directory)

@@ -1,4 +1,4 @@
-"""What a pool or a program needs of a device's memory, and what the device has."""
+"""Memory that pools and programs need, and memory that a device has free."""
 
 import math
 import os
@@ -18,8 +18,8 @@ USABLE_MAPS = 0.5  # of the memory maps that Linux allows a process
 def check_pool(params: EngineParams, num_pages: int, page_size: int, num_rows: int) -> None:
     """Raise ValueError if a pool (see functional.init_pool) needs more memory than is free.
 
-    Nothing is allocated. The weights are on the devices already, so what is free is beside them. A
-    device that does not say what it has is trusted.
+    Nothing is allocated. The weights are on the devices already, so their memory is not free. There
+    is no check on a device that does not report its memory.
     """
     device = next(iter(jax.tree.leaves(params)[0].devices()))
     free = free_bytes(device)
@@ -33,8 +33,8 @@ def check_pool(params: EngineParams, num_pages: int, page_size: int, num_rows: i
     total = needed(num_pages)
     if total <= free:
         return
-    null = needed(shards)  # with one page on each shard, which holds no tokens
-    page = max(1, needed(2 * shards) - null)  # one more on each
+    null = needed(shards)  # one page on each shard: the null page, which holds no tokens
+    page = max(1, needed(2 * shards) - null)  # one more page on each shard
     fitting = shards * max(0, (free - null) // page)
     if fitting:
         advice = (
@@ -51,11 +51,11 @@ def check_pool(params: EngineParams, num_pages: int, page_size: int, num_rows: i
 
 
 def check_program(program: jax.stages.Compiled, name: str, advice: str) -> None:
-    """Raise ValueError if a compiled program needs more memory than is free, beside its arguments.
+    """Raise ValueError if a compiled program's temporaries need more memory than is free.
 
     Args:
-      name: of the program, for the message.
-      advice: what to make smaller.
+      name: name of the program in the message.
+      advice: what the message says should be made smaller.
     """
     analysis, device = program.memory_analysis(), jax.local_devices()[0]
     free = free_bytes(device)
@@ -84,7 +84,7 @@ def pool_bytes(
 
 
 def free_bytes(device: Any) -> int | None:
-    """Memory that a device has left; of a CPU, the host's. None: it does not say."""
+    """Free bytes of a device; of a CPU, of the host. None: the device does not report them."""
     if device.platform == "cpu":
         return _host_bytes()
     stats = device.memory_stats() or {}
@@ -94,7 +94,7 @@ def free_bytes(device: Any) -> int | None:
 
 
 def _host_bytes() -> int | None:
-    """Available memory of the host: Linux counts what its file cache would give back, too."""
+    """Available memory of the host, reclaimable file cache included."""
     info = Path("/proc/meminfo")
     if info.exists():
         for line in info.read_text().splitlines():

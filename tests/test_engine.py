@@ -101,7 +101,7 @@ def test_a_run_that_has_ended_gives_nothing_more():
 def test_one_batch_runs_at_a_time():
     run = Run(engine(), PROMPTS, [GREEDY] * 3)
     next(run)
-    with pytest.raises(RuntimeError, match="another batch is under way"):
+    with pytest.raises(RuntimeError, match="another batch is running"):
         Run(engine(), PROMPTS, [GREEDY] * 3)
     assert len(collect(run)[0]) == 19, "the first batch was not disturbed"
 
@@ -214,7 +214,7 @@ def test_how_a_run_is_cut_into_calls_does_not_change_the_text(options: dict[str,
 def test_weights_are_not_swapped_under_a_batch():
     run = Run(engine(), PROMPTS, [GREEDY] * 3)
     next(run)
-    with pytest.raises(RuntimeError, match="another batch is under way"):
+    with pytest.raises(RuntimeError, match="another batch is running"):
         engine().use_target(engine().params.target)
     run.abort()
     engine().use_target(engine().params.target)

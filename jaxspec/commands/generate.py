@@ -1,6 +1,6 @@
-"""Generate text speculatively, and say how fast it went.
+"""Generate text by speculative decoding, and report the speed.
 
-Needs no arguments: the built-in model continues a built-in prompt.
+Without arguments, the built-in model continues a built-in prompt.
 """
 
 import argparse
@@ -56,7 +56,7 @@ def make_parser() -> argparse.ArgumentParser:
     add(
         "--dtype",
         choices=("float32", "bfloat16"),
-        help="of weights and cache (default: float32 on CPU, else bfloat16)",
+        help="dtype of weights and cache (default: float32 on CPU, else bfloat16)",
     )
     add("--tp", type=int, default=1, help="devices that share the model (tensor parallel)")
     add("--shard-drafter", action="store_true", help="split the drafter over the devices too")
@@ -77,7 +77,7 @@ def add_prompt_options(parser: argparse.ArgumentParser) -> None:
         "--prompt-file",
         type=Path,
         metavar="FILE",
-        help="holds the text to continue (default: none)",
+        help="file with the text to continue (default: none)",
     )
     group.add_argument(
         "--chat",
@@ -91,14 +91,14 @@ def add_comparison_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--compare",
         action="store_true",
-        help="also decode plainly: are the tokens identical, and what is the speed-up?",
+        help="also decode plainly; report the speed-up and whether the tokens are identical",
     )
     group.add_argument(
         "--pairs",
         type=int,
         metavar="N",
-        help="of a plain and a speculative run, in turns, after a warm-up: the medians are shown "
-        f"(default: {PAIRS})",
+        help="alternating pairs of a plain and a speculative run, after a warm-up; the medians are "
+        f"reported (default: {PAIRS})",
     )
 
 
@@ -107,14 +107,14 @@ def add_tree_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--tree",
         metavar="SHAPE",
-        help="of the draft tree: NODES:DEPTH:TOPK (nodes with the root, children of a node), or "
-        "chain:K (default: chain:5, on a GPU chain:7)",
+        help="shape of the draft tree: NODES:DEPTH:TOPK (the root is a node; TOPK children of a "
+        "node), or chain:K (default: chain:5, on a GPU chain:7)",
     )
     group.add_argument(
         "--acceptance",
         choices=("match", "rejection"),
         default="match",
-        help="the rule: match gives the text of plain decoding, rejection its distribution",
+        help="acceptance rule: match keeps the text of plain decoding, rejection its distribution",
     )
     group.add_argument(
         "--proposal",
@@ -125,8 +125,8 @@ def add_tree_options(parser: argparse.ArgumentParser) -> None:
         "--verify-width",
         type=int,
         metavar="N",
-        help="verify, and decode plainly, at this width, so that rounding cannot differ "
-        "(default: not fixed)",
+        help="nodes that every verification is padded to, plain decoding's too, so that all round "
+        "alike (default: not padded)",
     )
 
 
@@ -155,11 +155,11 @@ def add_memory_options(parser: argparse.ArgumentParser) -> None:
         "--compilation-cache",
         type=Path,
         metavar="FOLDER",
-        help="keeps compiled programs, so that the next start is short (default: "
+        help="folder of compiled programs, for faster later starts (default: "
         "$JAX_COMPILATION_CACHE_DIR, else $XDG_CACHE_HOME/jaxspec/compilation, else "
         "~/.cache/jaxspec/compilation)",
     )
-    group.add_argument("--no-compilation-cache", action="store_true", help="keep none")
+    group.add_argument("--no-compilation-cache", action="store_true", help="store no programs")
 
 
 def speculation_config(arguments: argparse.Namespace) -> SpeculationConfig:
@@ -213,8 +213,11 @@ def check(arguments: argparse.Namespace) -> None:
 
 
 def program_folder(arguments: argparse.Namespace) -> Path | None:
-    """Where compiled programs are kept, None: nowhere. Raises ValueError for a folder that was
-    asked for and cannot be had; the default one may be missing, which is said."""
+    """The folder of compiled programs; None: they are not stored.
+
+    Raises ValueError if the folder that was asked for cannot be written. If that is the default
+    folder, a message is printed instead.
+    """
     if arguments.no_compilation_cache:
         return None
     if arguments.compilation_cache is not None:
@@ -295,7 +298,7 @@ def comparison_lines(results: dict[str, Any]) -> list[str]:
 def generate(arguments: argparse.Namespace) -> None:
     progress, prompt = progress_console(), read_prompt(arguments)
     sampling, show = sampling_params(arguments), not arguments.json
-    check_prompts(arguments.model, [prompt], sampling, arguments.max_length)  # before any weight
+    check_prompts(arguments.model, [prompt], sampling, arguments.max_length)  # before loading
     with progress.status(f"loading {Path(arguments.model).name}"):
         llm = make_llm(arguments, arguments.drafter)
     if show:
@@ -310,7 +313,7 @@ def generate(arguments: argparse.Namespace) -> None:
         with progress.status(f"comparing with plain decoding, {pairs} pairs"):
             plain = make_llm(arguments, "none")
             comparison = compare(llm, plain, prompt, sampling, pairs)
-        results |= dataclasses.asdict(comparison)  # its decoding speed, a median, takes the place
+        results |= dataclasses.asdict(comparison)  # replaces the decoding speed by a median
     print(summary(results) if show else json.dumps(results))
 
 

@@ -7,9 +7,11 @@ import dataclasses
 class CacheConfig:
     """Geometry of the paged KV cache.
 
-    ``max_length`` counts a sequence's prompt and generated tokens; ``num_pages`` bounds the pages
-    of all sequences together, those past it wait for the next batch; None: as many as the engine's
-    rows can need.
+    Attributes:
+      page_size: slots of a page.
+      max_length: most tokens of a sequence, prompt included.
+      num_pages: pages of all sequences together. Sequences that do not fit wait for the next batch.
+        None: as many as the engine's rows can need.
     """
 
     page_size: int = 16

@@ -47,7 +47,7 @@ class RopeConfig:
 class AttentionConfig:
     """Softmax attention with grouped KV heads.
 
-    ``window``: number of latest positions that a token attends to, its own included; None: all.
+    ``window``: a token attends to this many latest positions, its own included; None: to all.
     """
 
     num_heads: int
@@ -78,8 +78,7 @@ class AttentionConfig:
         return (self.rope,)
 
     def check_tree_depth(self, max_depth: int) -> None:
-        """Raises ValueError unless a tree of ``max_depth`` fits in the window, which must not hide
-        any ancestor of a node."""
+        """Raises ValueError unless the window shows every node of a tree all its ancestors."""
         if self.window is not None and self.window <= max_depth:
             raise ValueError(
                 f"a tree of depth {max_depth} does not fit the model's sliding window of "
@@ -108,7 +107,7 @@ class LayerConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """One decoder-only transformer: the configs of its layers, and the sizes around them."""
+    """One decoder-only transformer: the configs of its layers, and model-wide sizes."""
 
     vocab_size: int
     hidden_size: int

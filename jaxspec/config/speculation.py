@@ -1,4 +1,4 @@
-"""Shapes of draft trees, and the rules by which an engine speculates."""
+"""Shapes of draft trees, acceptance rules and ways to choose draft tokens."""
 
 import dataclasses
 from typing import Any, Literal
@@ -186,9 +186,10 @@ class SpeculationConfig(TreeShape):
 
 
 def default_speculation(platform: str) -> SpeculationConfig:
-    """The tree when none is asked for, by measurement (docs/benchmarks.md, "Which tree").
+    """The default tree, measured with the small built-in model (docs/benchmarks.md, "Which tree").
 
     On a CPU, where every node costs time, a chain of 5 was the fastest; on a GPU, at small batches,
-    one of 7. Other platforms get the CPU's default until they are measured.
+    a chain of 7. A larger model, or a head that accepts less, may be faster with another tree.
+    Other platforms get the CPU's default until they are measured.
     """
     return SpeculationConfig.chain(7 if platform == "gpu" else 5)

@@ -1,4 +1,4 @@
-"""Many rounds in one call, and the tokens that they emit."""
+"""Decode: many rounds in one call, and the tokens that they emit."""
 
 import functools
 from collections.abc import Callable

@@ -38,7 +38,7 @@ def prefill(
     Args:
       rows: [B] distinct row indices. Indices outside 0 .. R - 1 are padding, and rows that are not
         reading stay unchanged. None: all rows. Under data parallelism the list is split evenly over
-        the devices, and each share may name rows of its own device only. In a traced list, other
+        the devices, and each part may only list rows of its own device. In a traced list, other
         rows are emitted as MISPLACED.
       counts: [B] most tokens to read of each row; None: ``width``.
       width: tokens per row that the program has room for.
@@ -76,7 +76,7 @@ def _check_split(params: EngineParams, rows: Integers, num_rows: int) -> None:
     if (listed // (num_rows // shards) != own)[inside].any():
         raise ValueError(
             f"rows {listed.tolist()}: each of {shards} devices can read its own "
-            f"{num_rows // shards} rows only, so each share of the list must name those"
+            f"{num_rows // shards} rows only, so each part of the list must name those"
         )
 
 

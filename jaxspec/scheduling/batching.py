@@ -1,4 +1,4 @@
-"""A batch of requests as arrays of bucketed shapes.
+"""Plans a batch of requests: arrays of bucketed shapes.
 
 Rows, length and prompt chunk are rounded up to powers of two, so that similar batches share one
 compiled program.
@@ -24,8 +24,8 @@ class BatchPlan:
 
     Attributes:
       num_rows: rows of the batch, padding included.
-      length: no sequence is longer.
-      chunk: prompt tokens read in a call.
+      length: most tokens of a sequence, a power of two.
+      chunk: prompt tokens of a row that one call reads.
       data_parallel: devices that the rows are split over, in equal shares.
       max_lens: [requests] most tokens of each, prompt included.
       stop_token_ids: [requests, E], padded with -1.
@@ -53,7 +53,7 @@ class BatchPlan:
     def chunk_rows(self, index: int) -> np.ndarray | None:
         """Rows that are still reading in chunk ``index``: int32 [B].
 
-        Equally many for each device, padded with ``num_rows`` to a power of two. None: all rows,
+        Each device has the same number, padded with ``num_rows`` to a power of two. None: all rows,
         because more than half are reading.
         """
         share = self.num_rows // self.data_parallel
@@ -78,7 +78,7 @@ class BatchPlan:
         return self._padded(np.array([getattr(p, name) for p in self.sampling], dtype))
 
     def padded_prompts(self) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens [num_rows, length] and how many of them are real [num_rows], int32."""
+        """Tokens [num_rows, length] and lengths without padding [num_rows], int32."""
         tokens = np.zeros((self.num_rows, self.length), np.int32)
         for row, prompt in enumerate(self.prompts):
             tokens[row, : len(prompt)] = prompt
@@ -140,7 +140,7 @@ def plan_batch(
 
 
 def rows_for(requests: int, data_parallel: int) -> int:
-    """Rows that a number of requests run in."""
+    """Rows of a batch of ``requests``, padding included."""
     return data_parallel * _power_of_two(-(-requests // data_parallel))
 
 
@@ -153,7 +153,7 @@ def split_requests(
     scratch_slots: int,
     data_parallel: int = 1,
 ) -> list[slice]:
-    """Checked requests as batches in order: as many together as rows and pages allow.
+    """Checked requests in batches, in order. Each batch is as large as rows and pages allow.
 
     Raises ValueError for a request that has too few pages alone.
     """
@@ -188,7 +188,7 @@ def _limits(
 
 
 def _room(num_rows: int, scratch_slots: int, cache: CacheConfig) -> int:
-    """Most tokens of a row that fit the pages, beside the tree's slots past its end."""
+    """Most tokens of a row for which the pages suffice, with the tree's slots past its end."""
     if cache.num_pages is None:
         return cache.max_length
     held = cache.num_pages // num_rows * cache.page_size

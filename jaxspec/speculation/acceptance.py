@@ -76,7 +76,7 @@ class AcceptanceRule(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Match:
-    """Follow the target's own samples."""
+    """Follow the children that hold the target's own samples."""
 
     def proposals(self, is_chain: bool) -> tuple[Proposal, ...]:
         return sound_proposals("match", is_chain)
