@@ -20,6 +20,10 @@ from jaxspec.training.draft_loss import DraftBatch, target_states
 
 SHARD_BYTES = 1 << 30  # about; one shard is held in memory while it is computed
 MANIFEST = "states.json"
+ADVICE = (
+    "leave out --store-states (hidden states are then computed while training), take fewer or "
+    "shorter rows"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,25 +86,31 @@ def capture_states(
             f"{directory} holds hidden states of another model or other data: remove it"
         )
     missing = [s for s in range(-(-len(examples) // per_shard)) if not _done(directory, s)]
-    needed = len(missing) * per_shard * row_bytes
-    free = shutil.disk_usage(directory).free
-    if needed > free:
-        raise ValueError(
-            f"hidden states need {needed / 1e9:.1f} GB and {directory} has {free / 1e9:.1f} GB "
-            "free: leave them to be computed on the fly"
-        )
-    manifest.write_text(json.dumps(described))
-    run = jax.jit(functools.partial(target_states, capture=capture, attend=attend))
     todo = [
         np.arange(shard * per_shard, min((shard + 1) * per_shard, len(examples)))
         for shard in missing
     ]
-    watch = _Watch(sum(map(len, todo)), len(examples), deadline, report)
+    num_rows = sum(map(len, todo))
+    _check_room(directory, num_rows, row_bytes)
+    manifest.write_text(json.dumps(described))
+    run = jax.jit(functools.partial(target_states, capture=capture, attend=attend))
+    watch = _Watch(num_rows, len(examples), deadline, report)
     for shard, rows in zip(missing, todo, strict=True):
         features, hidden = _run_rows(run, target, examples, rows, batch_size, watch)
         _write(directory / f"hidden-{shard:05d}.npy", hidden)
         _write(directory / f"features-{shard:05d}.npy", features)  # last: marks a complete shard
     return stored
+
+
+def _check_room(directory: Path, num_rows: int, row_bytes: int) -> None:
+    """Raise ValueError if the disk has no room for more rows."""
+    needed, free = num_rows * row_bytes, shutil.disk_usage(directory).free
+    if needed > free:
+        raise ValueError(
+            f"hidden states of {num_rows} rows need {needed / 1e9:.1f} GB, "
+            f"{row_bytes / 1e6:.1f} MB each, and {directory} has {free / 1e9:.1f} GB "
+            f"free, enough for {free // row_bytes} rows: {ADVICE}, or use a folder on a larger disk"
+        )
 
 
 class _Watch:
@@ -124,10 +134,11 @@ class _Watch:
         seconds = (now - first_time) / (self._done - first_done) * (self._todo - self._done)
         if self._deadline is not None and now + seconds > self._deadline:
             left = max(0.0, self._deadline - now)
+            more = self._todo - self._done
             raise ValueError(
-                f"hidden states of {self._todo - self._done} more rows would take {seconds:.0f} s, "
-                f"and the time budget leaves {left:.0f} s for them: leave them to be computed on "
-                "the fly, or give more time or fewer rows"
+                f"hidden states of {more} more rows would take {seconds:.0f} s, and the time "
+                f"budget leaves {left:.0f} s, enough for {int(more * left / seconds)} rows: "
+                f"{ADVICE}, or give more time"
             )
 
 

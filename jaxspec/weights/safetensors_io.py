@@ -137,8 +137,9 @@ def _checkpoint_files(directory: Path) -> list[Path]:
             f"where torch is installed: cd there and run python -c '{CONVERSION}'"
         )
     raise ValueError(
-        f"no *.safetensors file in {directory}: is it a model directory? A hub repository of "
-        "pickled weights (*.bin) alone must be downloaded whole and converted"
+        f"no *.safetensors file in {directory}: is it a model directory? A hub repository that has "
+        "only pickled weights (*.bin) must be downloaded whole (hf download OWNER/NAME --local-dir "
+        "DIR) and converted: give DIR, and the error says how"
     )
 
 
