@@ -1,4 +1,4 @@
-"""Pages, memory and compiled programs: what does not fit is split, refused early, or forgotten."""
+"""Limits on pages, memory and compiled programs: batches are split, or refused early."""
 
 import itertools
 from typing import Any

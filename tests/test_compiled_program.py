@@ -1,4 +1,4 @@
-"""What the compiler makes of the decode program: nothing large is copied, one trace serves all."""
+"""The compiled decode program: no copies of large arrays, one trace for equal shapes."""
 
 import re
 
@@ -79,7 +79,7 @@ def test_no_kv_pages_are_copied(
         assert not copies(hlo, pages)
 
 
-def test_copies_are_seen():
+def test_without_donation_pages_are_copied():
     """A caller who keeps the old state makes the program copy its pages."""
     params = make_params("none", CHAIN)
     state = empty_state(params)

@@ -1,4 +1,4 @@
-"""Why rows end, and what is refused: nothing wrong goes on quietly."""
+"""Why rows end, and invalid arguments: every error is reported."""
 
 import functools
 from typing import Any
@@ -46,7 +46,7 @@ def finished(params: EngineParams, state: EngineState, *, greedy: bool = False) 
     return decode(params, state, LENGTH, max_rounds=LENGTH, greedy=greedy)[0]
 
 
-def test_a_new_state_has_no_rows_at_work():
+def test_rows_of_a_new_state_are_empty_and_stay_so():
     params = params_of("ngram")
     state = functional.init_state(params, 3, LENGTH)
     assert state.rows.status.tolist() == [Status.EMPTY] * 3

@@ -1,4 +1,4 @@
-"""The engine: its programs, its one pool, and batches that are left, taken up or given up."""
+"""The engine: its programs, its pool, and batches that are interrupted, resumed or aborted."""
 
 import functools
 import itertools

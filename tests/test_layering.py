@@ -17,7 +17,7 @@ from pallas_kernels.selection import OPERATIONS
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# From the ground up. A module may import from its own layer and from those above it in this list.
+# Lowest layer first. A module may import from its own layer and from lower ones, listed before it.
 LAYERS = (
     "pallas_kernels",
     "jaxspec.pytree",

@@ -1,4 +1,4 @@
-"""LLM: text in, text out, in batches, streamed, with clear errors."""
+"""LLM: completions, batches, streams, and errors."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -365,7 +365,7 @@ def test_sizes_that_are_no_numbers_are_clear_errors(model, field):
         LLM(model, "none", **cast(Any, {field: 1.5}))
 
 
-def test_rounds_between_looks_are_whole(llm):
+def test_rounds_per_call_must_be_an_integer(llm):
     with pytest.raises(ValueError, match="rounds_per_call must be an integer"):
         list(llm.stream(["x"], GREEDY, rounds_per_call=1.5))
 

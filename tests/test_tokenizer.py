@@ -1,4 +1,4 @@
-"""Tokenizers and chats: as transformers has them, without torch, and with errors that help."""
+"""Tokenizers and chats: equal to transformers, without torch; error messages."""
 
 import json
 import subprocess

@@ -67,6 +67,6 @@ def test_on_the_device_it_does_the_same(case: Case):
     ],
     ids=["dtype", "width", "rows"],
 )
-def test_what_it_cannot_take_is_named(case: Case, dtype: Any, message: str):
+def test_unsupported_arguments_are_named(case: Case, dtype: Any, message: str):
     with pytest.raises(ValueError, match=f"the kernel cannot take .*{message}"):
         kv_compact(*make_arguments(case, dtype), "mosaic_gpu")

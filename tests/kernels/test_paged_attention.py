@@ -111,7 +111,7 @@ def test_a_sequence_may_end_before_its_context():
 
 
 @first_is_fast(TEST_CASES, 3)
-def test_what_nobody_sees_may_be_anything(case: Case):
+def test_unseen_slots_may_hold_nan_or_infinity(case: Case):
     arguments = make_arguments(case)
     function = jax.jit(lambda *a: paged_attention(*a, **case.options))
     expected = function(*arguments)
@@ -119,7 +119,7 @@ def test_what_nobody_sees_may_be_anything(case: Case):
         np.testing.assert_array_equal(function(*poisoned(case, arguments, poison)), expected)
 
 
-def test_order_invariant_sums_do_not_see_it_either():
+def test_unseen_slots_do_not_change_order_invariant_sums():
     case = next(case for case in TEST_CASES if case.name == "padded tree")
     arguments = make_arguments(case)
     found = attend(case, poisoned(case, arguments, np.nan), order_invariant=True)
@@ -140,7 +140,7 @@ def test_a_node_that_no_query_sees_may_be_anything():
     np.testing.assert_array_equal(attend(case, arguments), expected)
 
 
-def test_it_may_be_anything_in_a_gradient_too():
+def test_unseen_slots_do_not_change_gradients():
     case = next(case for case in TEST_CASES if case.name == "window")
 
     def gradients(arguments: Any) -> tuple[jax.Array, ...]:

@@ -1,4 +1,4 @@
-"""With the Hopper kernels, too, speculation leaves bfloat16 text as it is at one width.
+"""With the Hopper kernels, too, bfloat16 text is that of plain decoding at a fixed width.
 
 At one width verification's attention is the reference, whose sums do not depend on the order of
 slots; drafting's and prefill's is the kernel.
