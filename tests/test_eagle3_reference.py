@@ -205,7 +205,7 @@ def test_norm_output_changes_only_later_drafting_steps(
         for norm in (False, True)
     ]
     plain, normed = (reference(head, embeddings, *inputs) for head in heads)
-    # The prompt's logits and the first draft do not depend on what is recycled; the others do.
+    # The prompt's logits and the first draft do not depend on norm_output; later drafts do.
     np.testing.assert_array_equal(plain.prompt.logits, normed.prompt.logits)
     np.testing.assert_array_equal(plain.drafts.logits[0], normed.drafts.logits[0])
     assert np.abs(plain.drafts.logits[1] - normed.drafts.logits[1]).max() > 0.1

@@ -145,7 +145,7 @@ def test_a_sampling_row_is_refused_between_two_calls_and_keeps_its_text():
 
 
 def broken_target(token: int) -> Decoder:
-    """Whoever reads ``token`` gets NaN."""
+    """A target whose logits are NaN after it has read ``token``."""
     target = random_target()
     return target.replace(embed=target.embed.at[token].set(jnp.nan))
 

@@ -82,8 +82,8 @@ def test_a_stream_of_several_batches_does_not_mix_requests(llm):
 def word_llm(request, tmp_path_factory) -> LLM:
     """A model of random weights with a tokenizer of each published kind.
 
-    It says anything, so SentencePiece's have no byte tokens here: a decoder that finds a broken run
-    of bytes takes back whole characters before.
+    Random models generate invalid UTF-8, so the SentencePiece tokenizers have no byte tokens here:
+    their decoder replaces whole characters before an invalid run of bytes.
     """
     tokenizers = {
         "sentencepiece": sentencepiece_like(120, byte_fallback=False),

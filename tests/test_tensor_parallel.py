@@ -30,7 +30,7 @@ SPECULATIONS = {
     "eagle1": SpeculationConfig(num_nodes=6, max_depth=2, top_k=3),
     "eagle3": SpeculationConfig.chain(2),
     "eagle3 tree": SpeculationConfig(num_nodes=6, max_depth=2, top_k=3),
-    # What is drafted is drawn, from a distribution over a split and reduced vocabulary.
+    # Draft tokens are sampled from a distribution over a split and reduced vocabulary.
     "eagle3 rejection": SpeculationConfig.chain(2, "rejection"),
     "draft_model rejection": SpeculationConfig.chain(2, "rejection"),
 }

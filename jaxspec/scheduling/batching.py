@@ -24,7 +24,7 @@ class BatchPlan:
 
     Attributes:
       num_rows: rows of the batch, padding included.
-      length: most tokens of a sequence, a power of two.
+      length: length of the token buffers, so the most tokens of a sequence.
       chunk: prompt tokens of a row that one call reads.
       data_parallel: devices that the rows are split over, in equal shares.
       max_lens: [requests] most tokens of each, prompt included.

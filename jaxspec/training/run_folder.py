@@ -95,7 +95,7 @@ def _line(record: dict[str, Any]) -> str:
 
 
 def batch_shardings(batch_size: int, devices: int) -> tuple[NamedSharding, NamedSharding | None]:
-    """Shardings (replicated over the devices, batch split over them); the latter None for one.
+    """Shardings (replicated, batch split over the devices); the second is None for one device.
 
     Raises ValueError for a batch that cannot be split evenly.
     """

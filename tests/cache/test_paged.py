@@ -39,7 +39,7 @@ jit_write, jit_compact = jax.jit(write), jax.jit(compact)
 
 
 class Model:
-    """What the cache should hold: rows [G, D] of keys and values by slot; page 0 is anything."""
+    """What the cache should hold: rows [G, D] of keys and values by slot; page 0 is not checked."""
 
     def __init__(self, page_size: int):
         self.page_size = page_size

@@ -14,7 +14,7 @@ from pallas_kernels.kv_compact.mosaic_gpu import kv_compact_mosaic
 
 
 def expected(case: Case) -> list[np.ndarray]:
-    """All but the null page, whose content nobody reads."""
+    """The caches without the null page, whose content is unspecified."""
     pages, source, destination = make_arguments(case, jnp.bfloat16)
     moved = []
     for one in map(np.array, pages):

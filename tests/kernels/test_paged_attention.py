@@ -102,7 +102,7 @@ def test_by_default_kv_lens_ends_with_the_queries_or_their_mask():
 
 
 def test_a_sequence_may_end_before_its_context():
-    """One without work, say: its queries see nothing, and nobody sees its slots."""
+    """As for an empty row: its queries see no slot, and no query sees its slots."""
     case = TEST_CASES[1]
     arguments: Any = (*make_arguments(case)[:7], jnp.array([0, 0, 5]))
     found = attend(case, poisoned(case, arguments, np.nan))
@@ -127,7 +127,7 @@ def test_unseen_slots_do_not_change_order_invariant_sums():
 
 
 def test_a_node_that_no_query_sees_may_be_anything():
-    """The kernel wants it finite."""
+    """Only finite values: the kernel requires them between the context and kv_lens."""
     case = next(case for case in TEST_CASES if case.name == "small tree")
     arguments: list[Any] = list(make_arguments(case))
     arguments[6] &= ~jnp.uint32(1 << 2)

@@ -183,7 +183,7 @@ def test_the_synthetic_rule_accepts_so_many_tokens_a_round(mean_length: float):
     assert abs(depth + 1 - mean_length) < 0.02
 
 
-# Wrong rules: each must fail the test above.
+# Wrong rules, which the test above must detect.
 
 
 def claim_flat_draws(tree: DraftTree) -> DraftTree:

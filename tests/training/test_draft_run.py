@@ -78,7 +78,7 @@ def start(directory: Path, *, resume: bool = False, states: StoredStates | None 
 
 
 def curve(records: list[DraftRecord]) -> list[tuple]:
-    """Evaluations: a run that goes on takes its first steps in other calls."""
+    """The evaluations of a run. (A resumed run splits its first steps into other calls.)"""
     return [(r.step, r.held_out_loss, r.held_out_accuracy) for r in records if r.held_out_loss]
 
 

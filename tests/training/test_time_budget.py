@@ -26,7 +26,7 @@ BUDGET = 85.0
 
 
 class Clock:
-    """Stands for the module time: nothing passes but what is added."""
+    """Replaces the module time: the clock advances only when a test adds to ``now``."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.now = 0.0
