@@ -20,6 +20,9 @@ ROOT = Path(__file__).resolve().parent.parent
 # From the ground up. A module may import from its own layer and from those above it in this list.
 LAYERS = (
     "pallas_kernels",
+    "jaxspec.lazy",
+    "jaxspec.version",
+    "jaxspec.built_in",
     "jaxspec.pytree",
     "jaxspec.config",
     "jaxspec.sharding",

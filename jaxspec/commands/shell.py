@@ -9,10 +9,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from jaxspec import BUILT_IN_MODEL
+from jaxspec.built_in import BUILT_IN_MODEL
+from jaxspec.commands.importing import INTERRUPTED
 
 TABLE_WIDTH = 130  # at least, where the output is no terminal
-INTERRUPTED = 130  # the exit status of what SIGINT ended, by convention
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
