@@ -6,24 +6,29 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jax.sharding import Mesh
 
+from jaxspec import tokenizer as tokenizing  # chats load transformers when they are asked for
 from jaxspec.batch_run import Run, Timings
+from jaxspec.built_in import BUILT_IN_MODEL
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.detokenizer import Detokenizer
 from jaxspec.engine import Engine
 from jaxspec.functional import EngineParams
-from jaxspec.loading import BUILT_IN_MODEL, load
+from jaxspec.loading import load
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.hf_config import load_model_config
 from jaxspec.scheduling.requests import SamplingParams, check_count, check_requests
 from jaxspec.speculation.drafters import Drafter
 from jaxspec.state import Ending
-from jaxspec.tokenizer import Conversation, Prompt, load_tokenizer, tokenize, tokenize_chats
+from jaxspec.tokenizer.text import Conversation, Prompt, TextTokenizer, tokenize
 from jaxspec.weights.hub import resolve_directory
+
+if TYPE_CHECKING:
+    from jaxspec.tokenizer import Tokenizer
 
 DEFAULT_MAX_LENGTH = 2048
 _GREEDY_AND_SAMPLED = (SamplingParams(), SamplingParams(temperature=1.0))
@@ -83,6 +88,7 @@ class LLM:
         most 2048.
       max_batch: most requests that run together; further requests run in later batches.
       rounds_per_call: most rounds of one call, after which the results are read.
+      tokenizer: the model's, if it has been read already.
 
     Raises ValueError for files that cannot be loaded, and options that cannot be combined.
     """
@@ -102,6 +108,7 @@ class LLM:
         num_pages: int | None = None,
         max_batch: int = 16,
         rounds_per_call: int = 32,
+        tokenizer: TextTokenizer | None = None,
     ):
         check_count("max_batch", max_batch)
         check_count("rounds_per_call", rounds_per_call)
@@ -114,11 +121,16 @@ class LLM:
             shard_drafter=shard_drafter,
             kernels=kernels,
         )
-        self.tokenizer = load_tokenizer(model)
+        self._text = tokenizer or TextTokenizer(model)
         length = _max_length(max_length, params.target.config.max_position)
         cache = CacheConfig(page_size, length, num_pages)
         self.engine = Engine(params, cache, max_rows=max_batch, rounds_per_call=rounds_per_call)
         self.max_batch = max_batch
+
+    @property
+    def tokenizer(self) -> "Tokenizer":
+        """The model's tokenizer, as transformers has it."""
+        return self._text.full
 
     @property
     def params(self) -> EngineParams:
@@ -223,7 +235,9 @@ class LLM:
 
         They include special tokens, and end where the assistant's answer begins.
         """
-        return tokenize_chats(self.tokenizer, messages, chat_template, template_variables)
+        return tokenizing.tokenize_chats(
+            self.tokenizer, messages, chat_template, template_variables
+        )
 
     def warm_up(
         self,
@@ -284,16 +298,13 @@ class LLM:
         self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams]
     ) -> Iterator[tuple[int, list[list[int]], list[SamplingParams]]]:
         """The first index, token prompts and sampling of batches that fit together."""
-        tokens = tokenize(self.tokenizer, prompts)
+        tokens = tokenize(self._text, prompts)
         params = _for_each(sampling, len(tokens))
         for batch in self.engine.batches(tokens, params):
             yield batch.start, tokens[batch], params[batch]
 
     def _detokenizer(self, prompt: Sequence[int]) -> Detokenizer:
-        return Detokenizer(self._decode, prompt)
-
-    def _decode(self, token_ids: list[int]) -> str:
-        return str(self.tokenizer.decode(token_ids))
+        return Detokenizer(self._text.decode, prompt)
 
     def _visible(self, token_ids: list[int], params: SamplingParams) -> list[int]:
         """The tokens without a final stop token."""
@@ -340,16 +351,19 @@ def check_prompts(
     prompts: Sequence[Prompt],
     sampling: SamplingParams | Sequence[SamplingParams],
     max_length: int | None = None,
+    tokenizer: TextTokenizer | None = None,
 ) -> list[list[int]]:
     """The token ids of the prompts, after the checks of LLM and its generate.
 
     Only the model's config and tokenizer are read, so a bad prompt is found before the weights are
-    loaded. Raises the ValueErrors that LLM and generate would raise.
+    loaded. ``tokenizer`` is the model's, if it has been read already.
+
+    Raises the ValueErrors that LLM and generate would raise.
     """
     directory = resolve_directory(model)
     config = load_model_config(directory)
     length = _max_length(max_length, config.max_position)
-    tokens = tokenize(load_tokenizer(directory), prompts)
+    tokens = tokenize(tokenizer or TextTokenizer(directory), prompts)
     params = _for_each(sampling, len(tokens))
     check_requests(tokens, params, config.vocab_size, length, config.max_position)
     return tokens

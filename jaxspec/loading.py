@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jaxspec.built_in import BUILT_IN_HEAD, BUILT_IN_MODEL
 from jaxspec.config.model import ModelConfig
 from jaxspec.config.speculation import PLAIN, SpeculationConfig, default_speculation
 from jaxspec.functional import EngineParams
@@ -23,9 +24,6 @@ from jaxspec.weights.eagle import head_method, load_eagle_head
 from jaxspec.weights.hub import resolve_directory
 from jaxspec.weights.safetensors_io import load_decoder
 from pallas_kernels.selection import Kernels
-
-BUILT_IN_MODEL = Path(__file__).parent / "assets" / "python-lm"
-BUILT_IN_HEAD = Path(__file__).parent / "assets" / "python-lm-eagle3"
 
 
 def load(

@@ -20,6 +20,9 @@ ROOT = Path(__file__).resolve().parent.parent
 # Lowest layer first. A module may import from its own layer and from lower ones, listed before it.
 LAYERS = (
     "pallas_kernels",
+    "jaxspec.lazy",
+    "jaxspec.version",
+    "jaxspec.built_in",
     "jaxspec.pytree",
     "jaxspec.config",
     "jaxspec.sharding",

@@ -26,8 +26,8 @@ from jaxspec.commands.shell import (
     show_results,
 )
 from jaxspec.comparison import race
-from jaxspec.llm import load_tokenizer
 from jaxspec.loading import choose_drafter
+from jaxspec.tokenizer import load_tokenizer
 from jaxspec.training.draft_data import held_out_prompts
 
 DEFAULT_RUNS = (("ngram", "chain:5"), ("auto", "chain:5"))

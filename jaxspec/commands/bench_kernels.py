@@ -29,11 +29,11 @@ from jaxspec.benchmarking.kernels import (
     time_benchmark,
 )
 from jaxspec.benchmarking.timing import measure_bandwidth, measure_product_rate
+from jaxspec.commands.run_facts import run_facts
 from jaxspec.commands.shell import (
     command_parser,
     progress_console,
     run_command,
-    run_facts,
     show_results,
 )
 from pallas_kernels.add_rms_norm import cases as add_rms_norm

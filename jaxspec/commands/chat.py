@@ -1,17 +1,19 @@
 """A small terminal chat that shows the acceptance length of each answer."""
 
 from collections.abc import Iterable, Iterator
-
-import transformers
+from typing import TYPE_CHECKING
 
 from jaxspec import LLM, Completion, SamplingParams
 from jaxspec.commands.streaming import stream
 from jaxspec.comparison import decode_rate
 
+if TYPE_CHECKING:
+    from jaxspec.tokenizer import Tokenizer
+
 Message = dict[str, str]  # role, content
 
 
-def check_chat_template(tokenizer: transformers.PreTrainedTokenizerBase, model: str) -> None:
+def check_chat_template(tokenizer: "Tokenizer", model: str) -> None:
     """Raises ValueError for a tokenizer without a chat template."""
     if not tokenizer.chat_template:
         raise ValueError(

@@ -26,8 +26,8 @@ from jaxspec.commands.shell import (
     show_results,
 )
 from jaxspec.evaluation import measure_acceptance
-from jaxspec.llm import load_tokenizer
 from jaxspec.loading import choose_drafter, resolve_dtype
+from jaxspec.tokenizer import load_tokenizer
 from jaxspec.training.draft_data import held_out_prompts
 
 RULES = ("coupled", "top_k", "rejection")

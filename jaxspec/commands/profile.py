@@ -30,11 +30,11 @@ from jaxspec.benchmarking.random_params import random_decoder, random_eagle3_hea
 from jaxspec.benchmarking.rounds import Bench, Workload
 from jaxspec.benchmarking.shapes import SHAPES
 from jaxspec.benchmarking.timing import timed
+from jaxspec.commands.run_facts import run_facts
 from jaxspec.commands.shell import (
     command_parser,
     progress_console,
     run_command,
-    run_facts,
     show_results,
 )
 from pallas_kernels.selection import Kernels

@@ -1,7 +1,6 @@
-"""What the commands share: parsers, error handling, consoles, and records of a run."""
+"""What the commands share: parsers, error handling and consoles. Imports no jax."""
 
 import argparse
-import datetime
 import json
 import os
 import shlex
@@ -10,14 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 from rich.console import Console
 from rich.table import Table
 
-from jaxspec import BUILT_IN_MODEL
+from jaxspec.built_in import BUILT_IN_MODEL
+from jaxspec.commands.importing import INTERRUPTED
 
 TABLE_WIDTH = 130  # least width where the output is not a terminal
-INTERRUPTED = 130  # the conventional exit status after SIGINT
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -92,16 +90,6 @@ def show_results(
     table_console(stderr=as_json, width=width).print(table)
     if as_json:
         print(json.dumps(results, indent=2))
-
-
-def run_facts() -> dict[str, str]:
-    """Date, command, jax version and device, for the records of a run."""
-    return {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": typed_command(),
-        "jax": jax.__version__,
-        "device": jax.devices()[0].device_kind,
-    }
 
 
 def typed_command() -> str:

@@ -18,9 +18,9 @@ from rich.console import Console
 from jaxspec import LLM, SpeculationConfig
 from jaxspec.commands.shell import add_model_option, command_parser, run_command, typed_command
 from jaxspec.config.model import LayerConfig, ModelConfig
-from jaxspec.llm import load_tokenizer
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.hf_config import load_model_config
+from jaxspec.tokenizer import load_tokenizer
 from jaxspec.training import data, draft_data
 from jaxspec.training.draft_data import ExampleReport, Examples
 from jaxspec.training.draft_loss import LossConfig

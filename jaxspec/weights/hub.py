@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
+import huggingface_hub  # which loads the rest of itself when it is asked for
 
 FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.tiktoken", "merges.txt")
 
@@ -19,7 +19,7 @@ def resolve_directory(name_or_path: str | Path) -> Path:
     if path.exists() or name.startswith(("/", ".", "~")) or name.count("/") > 1:
         raise ValueError(f"no directory {name}: give a model directory or a hub id, owner/name")
     try:
-        return Path(snapshot_download(name, allow_patterns=list(FILES)))
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(FILES)))
     except Exception as error:  # the hub client raises many types, some of its HTTP library
         reason = " ".join(str(error).split())
         raise ValueError(

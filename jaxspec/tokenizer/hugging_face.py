@@ -1,6 +1,6 @@
-"""Text and chats to token ids, with the model's own tokenizer.
+"""The tokenizers of transformers, and chats.
 
-In the serving path only this file imports transformers, a fifth of the time of `import jaxspec`.
+In the serving path only this file imports transformers, which takes half a second.
 """
 
 import contextlib
@@ -12,6 +12,7 @@ from typing import Any
 
 import jinja2
 
+from jaxspec.tokenizer.text import Conversation, check_unicode
 from jaxspec.weights.hub import resolve_directory
 
 
@@ -34,9 +35,6 @@ with _without_advice():
     import transformers
 
 type Tokenizer = transformers.PreTrainedTokenizerBase
-Prompt = str | Sequence[int]
-Message = Mapping[str, Any]
-Conversation = Sequence[Message]
 
 
 def load_tokenizer(model: str | Path) -> Tokenizer:
@@ -53,38 +51,6 @@ def load_tokenizer(model: str | Path) -> Tokenizer:
     except Exception as error:  # the tokenizers library raises Exception itself
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(f"{directory} holds no tokenizer that loads: {reason}") from error
-
-
-def tokenize(tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> list[list[int]]:
-    """Token ids of every prompt, each a text or a list of token ids, which is copied.
-
-    Raises ValueError for other types, and for empty text.
-    """
-    if isinstance(prompts, (str, bytes, Mapping)) or not hasattr(prompts, "__len__"):
-        raise ValueError(f"prompts must be a list of prompts, not one {type(prompts).__name__}")
-    return [_tokenize(tokenizer, index, prompt) for index, prompt in enumerate(prompts)]
-
-
-def _tokenize(tokenizer: Tokenizer, index: int, prompt: Prompt) -> list[int]:
-    if isinstance(prompt, str):
-        if not prompt:
-            raise ValueError(f"prompt {index} is empty: give it at least one character")
-        _check_unicode(f"prompt {index}", prompt)
-        return list(tokenizer(prompt, verbose=False)["input_ids"])
-    if isinstance(prompt, (bytes, bytearray, Mapping)) or not hasattr(prompt, "__len__"):
-        raise ValueError(
-            f"prompt {index} must be text or a list of token ids, not {type(prompt).__name__}"
-        )
-    return list(prompt)
-
-
-def _check_unicode(name: str, text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"{name} is no valid Unicode: character {error.start} is half a surrogate pair"
-        ) from None
 
 
 def tokenize_chats(
@@ -143,4 +109,4 @@ def _check_conversation(conversation: object) -> None:
             )
         content = message.get("content")
         if isinstance(content, str):
-            _check_unicode("a message", content)
+            check_unicode("a message", content)
