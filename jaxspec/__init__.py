@@ -1,22 +1,42 @@
 """Speculative decoding for JAX: draft, tree-verify and accept in one compiled program."""
 
-from importlib import metadata
+from typing import TYPE_CHECKING
 
-from jaxspec.config import PLAIN, CacheConfig, SpeculationConfig, TreeShape
-from jaxspec.engine import Engine
-from jaxspec.functional import EngineParams, admit, decode, init_state, prefill, release
-from jaxspec.generation import Generation
-from jaxspec.llm import LLM, Completion, TextChunk, check_prompts
-from jaxspec.loading import BUILT_IN_HEAD, BUILT_IN_MODEL, load
-from jaxspec.sampling import make_sampling
-from jaxspec.scheduling.requests import SamplingParams
-from jaxspec.sharding import make_mesh
-from jaxspec.state import Ending, Status
+from jaxspec.lazy import lazy_names
 
-try:
-    __version__ = metadata.version("jaxspec")
-except metadata.PackageNotFoundError:  # a checkout on the path that nobody installed
-    __version__ = "0+unknown"
+if TYPE_CHECKING:  # what a type checker sees; at run time a name loads its module when asked for
+    from jaxspec.config.cache import CacheConfig
+    from jaxspec.config.speculation import PLAIN, SpeculationConfig, TreeShape
+    from jaxspec.engine import Engine
+    from jaxspec.functional import EngineParams, admit, decode, init_state, prefill, release
+    from jaxspec.generation import Generation
+    from jaxspec.llm import LLM, Completion, TextChunk, check_prompts
+    from jaxspec.loading import BUILT_IN_HEAD, BUILT_IN_MODEL, load
+    from jaxspec.sampling import make_sampling
+    from jaxspec.scheduling.requests import SamplingParams
+    from jaxspec.sharding import make_mesh
+    from jaxspec.state import Ending, Status
+    from jaxspec.version import __version__
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "jaxspec.config.cache": ("CacheConfig",),
+        "jaxspec.config.speculation": ("PLAIN", "SpeculationConfig", "TreeShape"),
+        "jaxspec.engine": ("Engine",),
+        "jaxspec.functional": (
+            *("EngineParams", "admit", "decode", "init_state", "prefill", "release"),
+        ),
+        "jaxspec.generation": ("Generation",),
+        "jaxspec.llm": ("LLM", "Completion", "TextChunk", "check_prompts"),
+        "jaxspec.loading": ("BUILT_IN_HEAD", "BUILT_IN_MODEL", "load"),
+        "jaxspec.sampling": ("make_sampling",),
+        "jaxspec.scheduling.requests": ("SamplingParams",),
+        "jaxspec.sharding": ("make_mesh",),
+        "jaxspec.state": ("Ending", "Status"),
+        "jaxspec.version": ("__version__",),
+    },
+)
 
 __all__ = [
     "BUILT_IN_HEAD",

@@ -1,12 +1,12 @@
 """The command line: ``jaxspec COMMAND ...`` or ``python -m jaxspec COMMAND ...``."""
 
 import argparse
-import importlib
 import sys
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from jaxspec import __version__
+import jaxspec
+from jaxspec.commands.importing import INTERRUPTED, import_command
 
 # What each command does. Its module has the same name, with underscores, in jaxspec/commands/.
 COMMANDS: Mapping[str, str] = MappingProxyType(
@@ -16,13 +16,13 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "train-lm": "train a small language model from scratch",
         "adapt": "adapt a draft head to a new domain while it serves",
         "eval": "measure how many draft tokens are accepted",
-        "check-exactness": "compare speculative with plain text, token for token",
-        "bench drafters": "time drafters against plain decoding, with real acceptance",
-        "bench engine": "time rounds of a public model shape, on random weights",
-        "bench kernels": "time every kernel beside its reference",
-        "bench swap": "time swapping a target's weights in a running engine",
+        "check-exactness": "compare the tokens of speculative and plain decoding",
+        "bench drafters": "time drafters against plain decoding, on real text",
+        "bench engine": "time rounds of a public model shape, with random weights",
+        "bench kernels": "time every kernel and its jnp reference",
+        "bench swap": "time replacing a target's weights in a running engine",
         "profile": "show where the time of one round goes",
-        "compile-ahead": "compile the decode program for H100s without one",
+        "compile-ahead": "compile the decode program for H100s on a machine without a GPU",
     }
 )
 TRAIN_EXTRA = ("matplotlib", "optax")
@@ -38,15 +38,15 @@ def make_parser() -> argparse.ArgumentParser:
         epilog="\n".join(["commands:", *lines, "", "`jaxspec COMMAND --help` lists its options."]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"jaxspec {__version__}")
+    parser.add_argument("--version", action="version", version=f"jaxspec {jaxspec.__version__}")
     return parser
 
 
 def run(name: str, arguments: Sequence[str]) -> int:
-    """Import and run one command: what `generate` does not need is not loaded for it."""
+    """Import and run one command. Modules of other commands are not imported."""
     module = "jaxspec.commands." + name.replace(" ", "_").replace("-", "_")
     try:
-        command = importlib.import_module(module)
+        command = import_command(module, f"jaxspec {name}")
     except ModuleNotFoundError as error:
         if error.name not in TRAIN_EXTRA:
             raise
@@ -60,6 +60,14 @@ def run(name: str, arguments: Sequence[str]) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        return dispatch(words)
+    except KeyboardInterrupt:  # between the import of a command and its start
+        print("jaxspec: interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def dispatch(words: Sequence[str]) -> int:
     for count in (1, 2):
         name = " ".join(words[:count])
         if name in COMMANDS:

@@ -1,4 +1,4 @@
-"""Speculative against plain decoding of the same requests."""
+"""Comparison of speculative and plain decoding of the same requests: speed and tokens."""
 
 import dataclasses
 import statistics
@@ -16,12 +16,12 @@ from jaxspec.scheduling.requests import SamplingParams, with_own_seeds
 
 @dataclasses.dataclass(frozen=True)
 class RaceResult:
-    """How one engine did in a race against another, the base.
+    """The speed of one LLM compared with the first one, the baseline.
 
     Attributes:
-      tokens_per_second: of the decode phase, all sequences of a batch together; the median.
-      speedups: over the base on the same batch, in order; ``speedup`` is their median.
-      identical: texts that are the base's, token for token, of ``texts``.
+      tokens_per_second: decoding speed, all sequences of a batch together; the median.
+      speedups: speed-up over the baseline for each batch; ``speedup`` is their median.
+      identical: how many of the ``texts`` have the same tokens as the baseline's.
     """
 
     tokens_per_second: float
@@ -34,11 +34,11 @@ class RaceResult:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """Whether the tokens are the same, and how fast they came in alternating pairs of runs.
+    """Tokens and speed of plain and speculative decoding, in alternating pairs of runs.
 
     Attributes:
       first_difference: index of the first token that differs, None when identical.
-      speedups: of each pair, in order; ``speedup`` is their median.
+      speedups: speed-up of each pair, in order; ``speedup`` is their median.
       plain_decode_tokens_per_second, decode_tokens_per_second: see decode_rate; medians.
     """
 
@@ -53,12 +53,12 @@ class Comparison:
 def race(
     engines: Sequence[LLM], batches: Sequence[Sequence[Prompt]], sampling: SamplingParams
 ) -> list[RaceResult]:
-    """Each batch through each engine in turn, after a warm-up of each; the first is the base.
+    """Run every batch on every LLM, after a warm-up; the first LLM is the baseline.
 
-    Request ``i`` of a batch takes seed ``sampling.seed + i``. A batch takes as long as its slowest
-    request.
+    Request ``i`` of a batch has seed ``sampling.seed + i``. The time of a batch is that of its
+    slowest request.
 
-    Raises ValueError for texts that end with their first token: nothing is decoded then.
+    Raises ValueError for texts that end with their first token, as no round is timed then.
     """
     laps = _run(engines, batches, sampling)
     return [_result(laps[0], own) for own in laps]
@@ -67,9 +67,9 @@ def race(
 def compare(
     speculative: LLM, plain: LLM, prompt: Prompt, sampling: SamplingParams, pairs: int = 10
 ) -> Comparison:
-    """Race two engines on one request: ``pairs`` times plain and then speculative decoding.
+    """Run one request ``pairs`` times with plain and then with speculative decoding.
 
-    Raises ValueError for fewer than one pair, and as race.
+    Raises ValueError for fewer than one pair, and as ``race`` does.
     """
     if pairs < 1:
         raise ValueError(f"a comparison needs at least one pair of runs, not {pairs}")
@@ -92,7 +92,7 @@ Lap = list[Completion]  # one batch
 def _run(
     engines: Sequence[LLM], batches: Sequence[Sequence[Prompt]], sampling: SamplingParams
 ) -> list[list[Lap]]:
-    """Laps of each engine."""
+    """The laps of each LLM: the completions of each batch."""
     laps: list[list[Lap]] = [[] for _ in engines]
     for turn, batch in enumerate([batches[0], *batches]):  # the first is the warm-up
         params = with_own_seeds(sampling, len(batch))
@@ -135,10 +135,10 @@ def first_difference(first: list[int], second: list[int]) -> int | None:
 
 
 def logit_gap(target: Decoder, first: Completion, second: Completion, index: int) -> float:
-    """How far apart the target, read densely, sees the two tokens at the first difference."""
+    """The target's logit gap between the two tokens at ``index``, from one pass without a cache."""
     tokens = np.asarray([first.prompt_token_ids + first.token_ids[:index]], np.int32)
     last = tokens.shape[1] - 1
-    padded = np.pad(tokens, ((0, 0), (0, -tokens.shape[1] % 64)))  # few shapes, few compilations
+    padded = np.pad(tokens, ((0, 0), (0, -tokens.shape[1] % 64)))  # few lengths, few compilations
     positions = jnp.arange(padded.shape[1])[None]
     hidden, _, _ = decoder.run(
         target, jnp.asarray(padded), positions, target.no_states(), dense_causal_attend

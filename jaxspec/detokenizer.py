@@ -1,18 +1,18 @@
-"""Text of tokens as they come. Host code: it knows no model, no tokenizer library and no jax."""
+"""Incremental detokenization for streaming. Host code, without jax or a tokenizer library."""
 
 from collections.abc import Callable, Sequence
 
-CONTEXT = 8  # tokens before the text that are decoded with it, or more if they cut a character
-MOST_PENDING = 32  # tokens that are held back; a character has at most four, so these are broken
-REPLACEMENT = "\ufffd"  # what a decoder gives for bytes that are no character, or not yet
+CONTEXT = 8  # tokens decoded together with the text after them; more if they begin in a character
+MOST_PENDING = 32  # most tokens held back; a character has at most four bytes, so they are invalid
+REPLACEMENT = "\ufffd"  # the decoder's output for bytes that are not, or not yet, a character
 
 
 class Detokenizer:
-    """Decodes tokens piece by piece. The pieces, joined, are the text that follows the context.
+    """Decodes tokens piece by piece. The pieces, concatenated, are the text after the context.
 
-    Tokens are decoded beside those before them: many tokenizers drop the space before the first
-    word. A piece that ends inside a character is held back. Only tokens since the last piece and
-    those of that piece are decoded again, so the cost is linear in the number of tokens.
+    Tokens are decoded together with those before them, as many tokenizers drop the space before the
+    first word. A piece that ends inside a character is held back. Only the new tokens and those of
+    the last piece are decoded, so the cost is linear in the number of tokens.
 
     Args:
       decode: token ids to text, special tokens included.
@@ -25,9 +25,9 @@ class Detokenizer:
         self._pending: list[int] = []
 
     def push(self, token_ids: Sequence[int], last: bool = False) -> str:
-        """The text that these tokens add, with what was held back; all of it if they are the last.
+        """The text that these tokens add, with earlier text that was held back.
 
-        Bytes that are no UTF-8 become U+FFFD, as many as the decoder makes of the tokens at hand.
+        With ``last`` nothing is held back. Invalid UTF-8 becomes U+FFFD, as in the decoder.
         """
         self._pending += token_ids
         if not self._pending:
@@ -38,14 +38,14 @@ class Detokenizer:
         incomplete = not piece or piece.endswith(REPLACEMENT)
         if incomplete and not last and len(self._pending) < MOST_PENDING:
             return ""
-        if piece:  # tokens without text stay no context: the next word would lose its space
+        if piece:  # tokens without text cannot be the context: the next word would lose its space
             self._context, self._known = self._pending, self._decode(self._pending)
         self._pending = []
         return piece
 
 
 def _beginning(decode: Callable[[list[int]], str], context: list[int]) -> tuple[list[int], str]:
-    """The last tokens of the context, from a whole character on if there is one, and their text."""
+    """The last tokens of the context and their text; they begin at a character if possible."""
     size = CONTEXT
     while True:
         tokens = context[-size:]

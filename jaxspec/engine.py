@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec import memory
-from jaxspec.config import CacheConfig, TreeShape
+from jaxspec.config.cache import CacheConfig
+from jaxspec.config.speculation import TreeShape
 from jaxspec.functional import EngineParams, SavedRow
 from jaxspec.generation import FinishReason, Generation, RequestStatistics, Timings
 from jaxspec.models.decoder import Decoder

@@ -1,4 +1,4 @@
-"""How well a drafter guesses: acceptance on real prompts, with confidence intervals."""
+"""Measures a drafter's acceptance on real prompts, with confidence intervals."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -14,10 +14,10 @@ RESAMPLES = 2000
 
 @dataclasses.dataclass(frozen=True)
 class Acceptance:
-    """What some prompts' texts came to. Intervals are 95 % bootstrap intervals over prompts.
+    """Acceptance over some prompts. Intervals are 95 % bootstrap intervals over prompts.
 
     Attributes:
-      length: tokens committed a round, bonus included.
+      length: mean tokens committed per round, bonus included.
       by_depth: share of rounds that accepted at least 1, 2, ... drafted tokens.
     """
 
@@ -34,12 +34,12 @@ class Acceptance:
 def measure_acceptance(
     llm: LLM, prompts: Sequence[Sequence[int]], sampling: SamplingParams
 ) -> Acceptance:
-    """Generate from every token prompt, each with a seed of its own, and count."""
+    """Generate from every token prompt, each with its own seed, and count accepted tokens."""
     return summarize(llm.generate(list(prompts), with_own_seeds(sampling, len(prompts))))
 
 
 def summarize(completions: Sequence[Completion], seed: int = 0) -> Acceptance:
-    """Count over completions; prompts that ended before any round count for nothing.
+    """The acceptance of completions. Those that ended before any round are not counted.
 
     Raises ValueError if all of them did.
     """

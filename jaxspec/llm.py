@@ -1,26 +1,32 @@
-"""Text in, text out."""
+"""LLM: text generation from text prompts and chats."""
 
 import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jax.sharding import Mesh
 
-from jaxspec.config import CacheConfig, SpeculationConfig
+from jaxspec import tokenizer as tokenizing  # chats load transformers when they are asked for
+from jaxspec.built_in import BUILT_IN_MODEL
+from jaxspec.config.cache import CacheConfig
+from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.detokenizer import Detokenizer
 from jaxspec.engine import Engine
 from jaxspec.functional import EngineParams
 from jaxspec.generation import Generation, Timings
-from jaxspec.loading import BUILT_IN_MODEL, load
+from jaxspec.loading import load
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.hf_config import load_model_config
 from jaxspec.scheduling.requests import SamplingParams, check_count, check_requests
 from jaxspec.speculation.drafters import Drafter
-from jaxspec.tokenizer import Conversation, Prompt, load_tokenizer, tokenize, tokenize_chats
+from jaxspec.tokenizer.text import Conversation, Prompt, TextTokenizer, tokenize
 from jaxspec.weights.hub import resolve_directory
+
+if TYPE_CHECKING:
+    from jaxspec.tokenizer import Tokenizer
 
 DEFAULT_MAX_LENGTH = 2048
 _GREEDY_AND_SAMPLED = (SamplingParams(), SamplingParams(temperature=1.0))
@@ -28,9 +34,10 @@ _GREEDY_AND_SAMPLED = (SamplingParams(), SamplingParams(temperature=1.0))
 
 @dataclasses.dataclass(frozen=True)
 class TextChunk:
-    """Newly generated text of request ``index`` of the caller's; ``done`` after the last one.
+    """Newly generated text of one request; ``done`` marks the request's last chunk.
 
-    ``token_ids`` may be ahead of ``text``: what ends inside a character waits for the rest of it.
+    ``index`` is the request's place in the caller's list. ``token_ids`` may be ahead of ``text``,
+    as text that ends inside a character is held back.
     """
 
     index: int
@@ -44,13 +51,13 @@ class Completion:
     """A finished request.
 
     Attributes:
-      text: what follows the prompt, a leading space included.
+      text: the text after the prompt, including a leading space.
       finish_reason: ``stop`` for a stop token (not part of the text), ``length``, ``cancelled``,
         ``timeout``, or ``error``.
-      error: what went wrong; the text before it stands.
-      acceptance_length: mean tokens committed a round, bonus included.
+      error: what went wrong; ``text`` is what was generated before the error.
+      acceptance_length: mean tokens committed per round, bonus included.
       acceptance_by_depth: share of rounds that accepted at least 1, 2, ... drafted tokens.
-      timings: of the request.
+      timings: timings of the request.
     """
 
     text: str
@@ -78,10 +85,11 @@ class LLM:
       page_size, num_pages: see config.CacheConfig.
       max_length: most tokens of a request, prompt included; by default what the model allows, at
         most 2048.
-      max_batch: most requests that run together; more wait until one of these ends.
-      rounds_per_call: rounds between two looks at the results.
+      max_batch: most requests that run together; further requests wait until one of them ends.
+      rounds_per_call: most rounds of one call, after which the results are read.
+      tokenizer: the model's, if it has been read already.
 
-    Raises ValueError for anything that cannot be loaded or combined.
+    Raises ValueError for files that cannot be loaded, and options that cannot be combined.
     """
 
     def __init__(
@@ -99,6 +107,7 @@ class LLM:
         num_pages: int | None = None,
         max_batch: int = 16,
         rounds_per_call: int = 32,
+        tokenizer: TextTokenizer | None = None,
     ):
         check_count("max_batch", max_batch)
         check_count("rounds_per_call", rounds_per_call)
@@ -111,26 +120,31 @@ class LLM:
             shard_drafter=shard_drafter,
             kernels=kernels,
         )
-        self.tokenizer = load_tokenizer(model)
+        self._text = tokenizer or TextTokenizer(model)
         length = _max_length(max_length, params.target.config.max_position)
         cache = CacheConfig(page_size, length, num_pages)
         self.engine = Engine(params, cache, max_rows=max_batch, rounds_per_call=rounds_per_call)
         self.max_batch = max_batch
 
     @property
+    def tokenizer(self) -> "Tokenizer":
+        """The model's tokenizer, as transformers has it."""
+        return self._text.full
+
+    @property
     def params(self) -> EngineParams:
-        """The weights, and every static choice."""
+        """The weights and all static options."""
         return self.engine.params
 
     def use_drafter(self, drafter: Drafter) -> None:
         """From the next request on, draft with other weights of the same shapes.
 
-        Nothing is compiled again. Raises ValueError for a drafter of other shapes or choices.
+        Nothing is compiled again. Raises ValueError for other shapes or static fields.
         """
         self.engine.use_drafter(drafter)
 
     def use_target(self, target: Decoder) -> None:
-        """As use_drafter, for the target."""
+        """The same as use_drafter, for the target."""
         self.engine.use_target(target)
 
     def generate(
@@ -155,10 +169,10 @@ class LLM:
         sampling: SamplingParams | Sequence[SamplingParams],
         rounds_per_call: int = 4,
     ) -> Iterator[TextChunk | Completion]:
-        """As generate, giving text as it comes: a request's TextChunks, then its Completion.
+        """As generate, but yields text as it is generated: TextChunks, then a Completion.
 
-        The chunks of a request join to its Completion's text. A stream that is closed before its
-        end cancels its requests.
+        The chunks of a request, concatenated, are the text of its Completion, which follows the
+        last of them. Closing the stream early cancels its requests.
         """
         check_count("rounds_per_call", rounds_per_call)
         generations = self._add(prompts, sampling)
@@ -191,9 +205,10 @@ class LLM:
         Args:
           messages: objects with ``role`` and ``content``, or a list of such lists.
           chat_template: a Jinja template; by default the model's own.
-          template_variables: what the template reads beside messages, such as ``enable_thinking``.
+          template_variables: further variables of the template, such as ``enable_thinking``.
 
-        Raises ValueError for messages that the template refuses, and for a model without one.
+        Raises ValueError for messages that the template refuses, and for a model without a
+        template.
         """
         prompts = self.chat_prompts(messages, chat_template, template_variables)
         return self.generate(prompts, sampling)
@@ -207,7 +222,7 @@ class LLM:
         chat_template: str | None = None,
         template_variables: Mapping[str, Any] | None = None,
     ) -> Iterator[TextChunk | Completion]:
-        """As chat, giving text as it comes (see stream)."""
+        """As chat, but yields text as it is generated (see stream)."""
         prompts = self.chat_prompts(messages, chat_template, template_variables)
         yield from self.stream(prompts, sampling, rounds_per_call)
 
@@ -217,9 +232,13 @@ class LLM:
         chat_template: str | None = None,
         template_variables: Mapping[str, Any] | None = None,
     ) -> list[list[int]]:
-        """What chat gives to generate: the token ids of each conversation, special ones included,
-        up to where the assistant answers."""
-        return tokenize_chats(self.tokenizer, messages, chat_template, template_variables)
+        """The token ids of each conversation as chat passes them to generate.
+
+        They include special tokens, and end where the assistant's answer begins.
+        """
+        return tokenizing.tokenize_chats(
+            self.tokenizer, messages, chat_template, template_variables
+        )
 
     def warm_up(
         self,
@@ -228,18 +247,18 @@ class LLM:
         sampling: SamplingParams | Sequence[SamplingParams] = _GREEDY_AND_SAMPLED,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> float:
-        """Compile the programs of such requests, so that the first one waits for none.
+        """Compile the programs for requests of given sizes ahead of the first request.
 
-        Sizes are rounded up to powers of two, as those of requests are: a batch of 3 runs the
-        programs of 4, and one of 600 prompt tokens and 200 new ones those of 1024.
+        Sizes are rounded up to powers of two, as for requests: a batch of 3 uses the programs of 4,
+        and a request of 600 prompt tokens and 200 new ones those of 1024.
 
         Args:
-          prompt_tokens: lengths of prompts; ``sampling.max_tokens`` come on top.
-          sampling: requests to prepare for; by default of temperature 0 and 1. Only their
-            ``max_tokens``, and whether they sample, matter.
-          on_progress: called with the number of programs' sets that are ready and their total.
+          prompt_tokens: lengths of prompts, without the new tokens (``sampling.max_tokens``).
+          sampling: sampling of the requests; by default temperature 0 and 1. Only ``max_tokens``,
+            and whether a request samples, have an effect.
+          on_progress: called with the number of sizes that are ready and of all sizes.
 
-        Returns the seconds it took. Raises ValueError for sizes that no request may have.
+        Returns the seconds it took. Raises ValueError for sizes that are invalid for requests.
         """
         started = time.perf_counter()
         for name, values in (("batch_sizes", batch_sizes), ("prompt_tokens", prompt_tokens)):
@@ -256,18 +275,15 @@ class LLM:
     def _add(
         self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams]
     ) -> list[Generation]:
-        tokens = tokenize(self.tokenizer, prompts)
+        tokens = tokenize(self._text, prompts)
         params = _for_each(sampling, len(tokens))
         return self.engine.add_all(tokens, params)
 
     def _detokenizer(self, generation: Generation) -> Detokenizer:
-        return Detokenizer(self._decode, generation.prompt)
-
-    def _decode(self, token_ids: list[int]) -> str:
-        return str(self.tokenizer.decode(token_ids))
+        return Detokenizer(self._text.decode, generation.prompt)
 
     def _visible(self, generation: Generation) -> list[int]:
-        """The tokens without the one that ended the text, if it is there."""
+        """The tokens without a final stop token."""
         ids, stops = generation.token_ids, self.engine.stop_ids(generation.sampling)
         return ids[:-1] if ids and ids[-1] in stops else ids
 
@@ -322,16 +338,19 @@ def check_prompts(
     prompts: Sequence[Prompt],
     sampling: SamplingParams | Sequence[SamplingParams],
     max_length: int | None = None,
+    tokenizer: TextTokenizer | None = None,
 ) -> list[list[int]]:
-    """The prompts' token ids, if an LLM of this model and max_length could take them.
+    """The token ids of the prompts, after the checks of LLM and its generate.
 
-    Reads the model's config and tokenizer, and no weights: a script can refuse a bad prompt at
-    once. Raises ValueError as LLM and its generate would.
+    Only the model's config and tokenizer are read, so a bad prompt is found before the weights are
+    loaded. ``tokenizer`` is the model's, if it has been read already.
+
+    Raises the ValueErrors that LLM and generate would raise.
     """
     directory = resolve_directory(model)
     config = load_model_config(directory)
     length = _max_length(max_length, config.max_position)
-    tokens = tokenize(load_tokenizer(directory), prompts)
+    tokens = tokenize(tokenizer or TextTokenizer(directory), prompts)
     params = _for_each(sampling, len(tokens))
     check_requests(tokens, params, config.vocab_size, length, config.max_position)
     return tokens

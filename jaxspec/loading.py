@@ -1,4 +1,4 @@
-"""From names and directories to EngineParams."""
+"""Loading of EngineParams: a target and a drafter, by name or directory."""
 
 from pathlib import Path
 
@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxspec.config import PLAIN, ModelConfig, SpeculationConfig, default_speculation
+from jaxspec.built_in import BUILT_IN_HEAD, BUILT_IN_MODEL
+from jaxspec.config.model import ModelConfig
+from jaxspec.config.speculation import PLAIN, SpeculationConfig, default_speculation
 from jaxspec.functional import EngineParams
 from jaxspec.models.hf_config import load_model_config
 from jaxspec.models.hf_values import read_json, shown
@@ -22,9 +24,6 @@ from jaxspec.weights.eagle import head_method, load_eagle_head
 from jaxspec.weights.hub import resolve_directory
 from jaxspec.weights.safetensors_io import load_decoder
 from pallas_kernels.selection import Kernels
-
-BUILT_IN_MODEL = Path(__file__).parent / "assets" / "python-lm"
-BUILT_IN_HEAD = Path(__file__).parent / "assets" / "python-lm-eagle3"
 
 
 def load(
@@ -42,16 +41,16 @@ def load(
     Args:
       model: a Hugging Face model directory or hub id; the built-in model by default.
       drafter: ``none``, ``ngram``, or a directory or hub id of an EAGLE head or a draft model;
-        ``auto`` is what choose_drafter says. A Drafter object is taken as it is.
-      speculation: the draft tree and the acceptance rule; by default what
-        config.default_speculation says.
+        ``auto``: see choose_drafter. A Drafter object is used as given.
+      speculation: the draft tree and the acceptance rule; by default
+        config.speculation.default_speculation.
       dtype: ``float32`` or ``bfloat16``; by default float32 on CPU and bfloat16 elsewhere.
       mesh: as made by sharding.make_mesh; None for the default device.
       shard_drafter: split the drafter's weights over the mesh too, instead of repeating them.
       kernels: operations that run as kernels: ``auto`` (all on a Hopper GPU, none elsewhere),
         ``all``, ``none``, or a comma list of names.
 
-    Raises ValueError, naming the culprit, for anything that cannot be found, read or combined.
+    Raises ValueError that names the file or option for what cannot be found, read or combined.
     """
     speculation = speculation or default_speculation(jax.default_backend())
     chosen = Kernels.parse(kernels, mesh.devices.flat[0] if mesh is not None else None)
@@ -74,8 +73,7 @@ def load(
 
 
 def choose_drafter(model: str | Path, drafter: str | Path) -> str | Path:
-    """The drafter itself; for ``auto`` the best choice that needs no further files: the built-in
-    head for the built-in model, ``ngram`` for others."""
+    """Replaces ``auto``: the built-in head for the built-in model, ``ngram`` for others."""
     if drafter != "auto":
         return drafter
     return BUILT_IN_HEAD if Path(model).resolve() == BUILT_IN_MODEL.resolve() else "ngram"
@@ -120,7 +118,7 @@ def _load_drafter(
 def _check_same_tokenizer(
     directory: Path, config: ModelConfig, target_directory: Path, target: ModelConfig
 ) -> None:
-    """Refuse a draft model whose token ids mean other text; padding rows may differ."""
+    """Raise ValueError if a draft model's token ids stand for other text; padding may differ."""
     draft, wanted = _vocabulary(directory), _vocabulary(target_directory)
     if draft is None or wanted is None:
         draft, wanted = config.vocab_size, target.vocab_size

@@ -1,4 +1,4 @@
-"""What a pool or a program needs of a device's memory, and what the device has."""
+"""Memory that pools and programs need, and memory that a device has free."""
 
 import dataclasses
 import math
@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from jaxspec.cache import pages_for
-from jaxspec.config import CacheConfig
+from jaxspec.config.cache import CacheConfig
 from jaxspec.functional import EngineParams, init_pool
 from jaxspec.sharding import named_shardings
 from jaxspec.state import Pool
@@ -102,11 +102,11 @@ class _Room:
 
 
 def check_program(program: jax.stages.Compiled, name: str, advice: str) -> None:
-    """Raise ValueError if a compiled program needs more memory than is free, beside its arguments.
+    """Raise ValueError if a compiled program's temporaries need more memory than is free.
 
     Args:
-      name: of the program, for the message.
-      advice: what to make smaller.
+      name: name of the program in the message.
+      advice: what the message says should be made smaller.
     """
     analysis, device = program.memory_analysis(), jax.local_devices()[0]
     free = free_bytes(device)
@@ -135,7 +135,7 @@ def pool_bytes(
 
 
 def free_bytes(device: Any) -> int | None:
-    """Memory that a device has left; of a CPU, the host's. None: it does not say."""
+    """Free bytes of a device; of a CPU, of the host. None: the device does not report them."""
     if device.platform == "cpu":
         return _host_bytes()
     stats = device.memory_stats() or {}
@@ -145,7 +145,7 @@ def free_bytes(device: Any) -> int | None:
 
 
 def _host_bytes() -> int | None:
-    """Available memory of the host: Linux counts what its file cache would give back, too."""
+    """Available memory of the host, reclaimable file cache included."""
     info = Path("/proc/meminfo")
     if info.exists():
         for line in info.read_text().splitlines():

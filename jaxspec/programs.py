@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxspec import functional, memory
 from jaxspec.cache import pages_for
-from jaxspec.config import TreeShape
+from jaxspec.config.speculation import TreeShape
 from jaxspec.functional import EngineParams, SavedRow
 from jaxspec.sampling import make_sampling
 from jaxspec.scheduling.requests import SamplingParams

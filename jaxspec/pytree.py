@@ -1,9 +1,12 @@
-"""Frozen pytrees: flax.struct dataclasses whose array fields declare their logical axes."""
+"""Frozen pytrees: dataclasses whose array fields declare their logical axes.
+
+They are what flax.struct makes, without importing flax: that takes a fifth of the time of jax.
+"""
 
 import dataclasses
 from typing import Any, Self, dataclass_transform
 
-from flax import struct
+import jax
 
 
 class Pytree:
@@ -21,7 +24,7 @@ def array(*axes: str, **options: Any) -> Any:
 
 def static(**options: Any) -> Any:
     """Declare a hashable field that is part of the tree's structure, not a leaf."""
-    return struct.field(pytree_node=False, **options)
+    return dataclasses.field(metadata={"pytree_node": False}, **options)
 
 
 def is_static(field: dataclasses.Field[Any]) -> bool:
@@ -33,5 +36,9 @@ def is_static(field: dataclasses.Field[Any]) -> bool:
     frozen_default=True, kw_only_default=True, field_specifiers=(array, static, dataclasses.field)
 )
 def pytree[T](cls: type[T]) -> type[T]:
-    """Class decorator: a frozen, keyword-only flax.struct dataclass, compared by identity."""
-    return struct.dataclass(cls, kw_only=True, eq=False)
+    """Class decorator: a frozen, keyword-only dataclass that is a pytree, compared by identity."""
+    made = dataclasses.dataclass(frozen=True, kw_only=True, eq=False)(cls)
+    parts: dict[bool, list[str]] = {True: [], False: []}
+    for field in dataclasses.fields(made):  # pyright: ignore[reportArgumentType]
+        parts[is_static(field)].append(field.name)
+    return jax.tree_util.register_dataclass(made, parts[False], parts[True])

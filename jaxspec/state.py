@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxspec.cache import ModelState
-from jaxspec.config import SpeculationConfig
+from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.pytree import Pytree, array, pytree, static
 from jaxspec.sampling import Sampling
 
@@ -30,7 +30,7 @@ class Ending(enum.IntEnum):
     NOT_FINITE = 3  # error: the model's logits were NaN or infinite
     TOO_LONG = 4  # error: its prompt or its limit does not fit its pages or its token buffer
     NOT_GREEDY = 5  # error: it samples, but the call was for greedy rows only
-    MISPLACED = 6  # error, emitted only: listed in another device's share; unchanged
+    MISPLACED = 6  # error, emitted only: listed in another device's part of ``rows``; unchanged
 
 
 ERRORS = (Ending.NOT_FINITE, Ending.TOO_LONG, Ending.NOT_GREEDY, Ending.MISPLACED)
@@ -86,7 +86,7 @@ class Rows(Pytree):
     stop_tokens: Array = array("batch", "stops")  # int32 [R, E], padded with -1
     page_table: Array = array("batch", "table")  # int32 [R, M]
     sampling: Sampling
-    draft: Any  # the drafter's own, [R, ...] each, split as rows are
+    draft: Any  # the drafter's arrays, each [R, ...], split as rows are
     stats: Statistics
 
     @property

@@ -56,9 +56,9 @@ Tensors = Mapping[str, Array]
 class Source(Protocol):
     """The checkpoint tensors of one Linear: ``<name>.<kind>``, [out, in] or [out].
 
-    Kinds are ``weight`` and ``bias``. Other kinds of Linear may have more, such as scales: their
-    arrays have the axes of the weight ([in, *out], one of them shorter if values are packed or
-    share a scale) or of the bias.
+    Kinds are ``weight`` and ``bias``. Quantized formats may have more, such as scales. Those arrays
+    have the axes of the weight ([in, *out], one of them shorter if values are packed or share a
+    scale) or of the bias.
     """
 
     @property
@@ -233,7 +233,7 @@ class Filler:
 
     Every component of a model has a method ``filled``, which names its tensors. It returns the
     component with every array replaced by the filler's result: a Split, or an array joined on a
-    device. A filler may also replace every Linear by one of another kind.
+    device. A filler may also replace every Linear by one of another format.
 
     Attributes:
       vector: (name, array or shape) -> result, for arrays with the tensor's layout.

@@ -1,4 +1,4 @@
-"""What every operation's ``cases.py`` offers for timing: calls of known cost."""
+"""The interface of ``cases.py`` to benchmarks: calls with a known number of bytes and FLOPs."""
 
 import dataclasses
 from collections.abc import Callable

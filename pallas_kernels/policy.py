@@ -1,4 +1,4 @@
-"""Device policy for an H100: rows of a pass, and thread blocks that share a row.
+"""Choices made for an H100: rows of a pass, and thread blocks that share a row.
 
 The tuning of attention is in paged_attention/tuning.py, that of matrix products in split_k.py.
 """

@@ -1,4 +1,4 @@
-"""Which operations run as Mosaic kernels. Chosen once, from what the device supports."""
+"""Which operations run as Mosaic kernels: chosen once, by what the device supports."""
 
 import dataclasses
 import importlib

@@ -2,10 +2,10 @@
 
 from pallas_kernels.policy import MULTIPROCESSORS, largest_fitting
 
-MAX_ROWS = 256  # of a product that is split
-MIN_DEPTH = 128  # of one split
-UNSPLIT_DEPTH = 3072  # XLA does not split a product of this depth again, but does one of 3584
-SPLIT_AGAIN_ROWS = range(6, 65)  # rows with which it does
+MAX_ROWS = 256  # most rows of a product that is split
+MIN_DEPTH = 128  # least depth (length of K) of one split
+UNSPLIT_DEPTH = 3072  # XLA does not split a product of this depth again; it does at depth 3584
+SPLIT_AGAIN_ROWS = range(6, 65)  # numbers of rows with which XLA splits deeper products again
 
 
 def choose_split_k(rows: int, depth: int, width: int) -> int:
@@ -20,9 +20,9 @@ def choose_split_k(rows: int, depth: int, width: int) -> int:
     the times were within 4 %. More splits cost the consumer more time.
 
     Exception: with 6 to 64 rows XLA splits each of the four products of depth 14336 / 4 again, in
-    one more launch. 8 splits avoid this. Whole rounds over 16 layers were then faster by 17 us with
-    6 rows, 12 with 8, 16 with 32, 21 with 48 and 33 with 60. (With 128 rows, where XLA does not
-    split again, 8 splits were 213 us slower over 32 layers, in another run.)
+    one more launch. 8 splits avoid this. Rounds of a model with 16 layers were then faster by 17 us
+    with 6 rows, 12 with 8, 16 with 32, 21 with 48 and 33 with 60. (With 128 rows, where XLA does
+    not split again, 8 splits were 213 us slower over 32 layers, in another run.)
     """
     if rows > MAX_ROWS:
         return 1

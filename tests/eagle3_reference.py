@@ -219,7 +219,7 @@ def _attention(
 
 
 def _rotate(x: np.ndarray, position: int, theta: float) -> np.ndarray:
-    """Llama's rotary embedding [..., D]: element d turns with element d + D/2."""
+    """Llama's rotary embedding [..., D]: elements d and d + D/2 are rotated together."""
     half = x.shape[-1] // 2
     angles = position * theta ** (-np.arange(half) / half)  # [D/2]
     first, second = x[..., :half], x[..., half:]

@@ -1,4 +1,4 @@
-"""An engine on one device, laid out anew for a mesh."""
+"""Converts the weights of an engine on one device to the layout of a mesh."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Marks of single cases."""
+"""Marks for single cases of a parametrized test."""
 
 import functools
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Looking at compiled programs."""
+"""Options and helpers for compiled programs."""
 
 import functools
 from collections.abc import Callable

@@ -6,7 +6,8 @@ import jax
 import pytest
 
 from jaxspec import memory
-from jaxspec.config import PLAIN, CacheConfig, SpeculationConfig
+from jaxspec.config.cache import CacheConfig
+from jaxspec.config.speculation import PLAIN, SpeculationConfig
 from jaxspec.engine import Engine
 from jaxspec.functional import EngineParams, init_pool
 from jaxspec.scheduling.requests import SamplingParams

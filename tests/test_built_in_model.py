@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxspec import BUILT_IN_HEAD, BUILT_IN_MODEL, LLM, SamplingParams, SpeculationConfig
-from jaxspec.config import default_speculation
+from jaxspec.config.speculation import default_speculation
 from jaxspec.loading import choose_drafter, load
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend

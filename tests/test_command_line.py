@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 import jaxspec.__main__ as command_line
-from jaxspec.commands import generate, shell
+from jaxspec.commands import generation, shell
 from jaxspec.commands.program_cache import default_folder
 
 ROOT = Path(__file__).parent.parent
@@ -98,8 +98,8 @@ def test_every_option_says_what_it_does_and_its_default(command: str):
 
 def test_generate_loads_nothing_of_training():
     code = (
-        "import sys, jaxspec.commands.generate\n"
-        "names = ('jaxspec.training', 'optax', 'matplotlib')\n"
+        "import sys, jaxspec.commands.generation\n"
+        "names = ('jaxspec.training', 'optax', 'matplotlib', 'flax', 'transformers', 'jinja2')\n"
         "assert not set(names) & set(sys.modules), sys.modules.keys()"
     )
     result = subprocess.run(
@@ -121,7 +121,7 @@ def test_ctrl_c_ends_in_one_line(monkeypatch, capsys: pytest.CaptureFixture[str]
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(generate, "make_llm", interrupted)
+    monkeypatch.setattr(generation, "make_llm", interrupted)
     assert command_line.main(["generate", "--no-compilation-cache"]) == 130
     assert capsys.readouterr().err.splitlines() == ["jaxspec generate: interrupted"]
 

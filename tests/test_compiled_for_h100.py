@@ -119,7 +119,7 @@ def test_two_devices():
 
 
 def test_graphs_of_two_devices():
-    """A fact, not a wish: XLA 0.11 captures no all-reduce of its own, and the round falls apart.
+    """A limitation: XLA 0.11 does not capture its own all-reduces, so a round is several graphs.
 
     A graph needs five launches, so stretches of fewer between two all-reduces stay outside.
     """

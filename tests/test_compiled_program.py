@@ -1,4 +1,4 @@
-"""What the compiler makes of the decode program: nothing large is copied, one trace serves all."""
+"""The compiled decode program: no copies of large arrays, one trace for equal shapes."""
 
 import re
 
@@ -8,7 +8,7 @@ import pytest
 
 from jaxspec import functional
 from jaxspec.cache import PagedKV
-from jaxspec.config import PLAIN, SpeculationConfig, TreeShape
+from jaxspec.config.speculation import PLAIN, SpeculationConfig, TreeShape
 from jaxspec.functional import EngineParams
 from jaxspec.state import EngineState
 from tests.marks import slow
@@ -79,7 +79,7 @@ def test_no_kv_pages_are_copied(
         assert not copies(hlo, pages)
 
 
-def test_copies_are_seen():
+def test_without_donation_pages_are_copied():
     """A caller who keeps the old state makes the program copy its pages."""
     params = make_params("none", CHAIN)
     state = empty_state(params)

@@ -196,14 +196,16 @@ def test_every_style_says_the_same(flags, num_captured, target_dir, embeddings, 
         assert np.isfinite(result.drafts.logits).all()
 
 
-def test_what_is_recycled(target_dir: Path, embeddings: np.ndarray, tmp_path: Path):
+def test_norm_output_changes_only_later_drafting_steps(
+    target_dir: Path, embeddings: np.ndarray, tmp_path: Path
+):
     inputs = prompt(3)
     heads = [
         tiny_eagle31_head(tmp_path / str(norm), target_dir, norm_output=norm)
         for norm in (False, True)
     ]
     plain, normed = (reference(head, embeddings, *inputs) for head in heads)
-    # The prompt's logits and the first draft do not depend on what is recycled; the others do.
+    # The prompt's logits and the first draft do not depend on norm_output; later drafts do.
     np.testing.assert_array_equal(plain.prompt.logits, normed.prompt.logits)
     np.testing.assert_array_equal(plain.drafts.logits[0], normed.drafts.logits[0])
     assert np.abs(plain.drafts.logits[1] - normed.drafts.logits[1]).max() > 0.1
@@ -212,7 +214,9 @@ def test_what_is_recycled(target_dir: Path, embeddings: np.ndarray, tmp_path: Pa
 
 
 @pytest.mark.parametrize("flag", ["fc_norm", "norm_before_fc"])
-def test_what_the_norms_before_fc_take_away(flag, target_dir, embeddings, tmp_path: Path):
+def test_norms_before_fc_remove_the_scale_of_captured_states(
+    flag, target_dir, embeddings, tmp_path: Path
+):
     options = {flag: True, "norm_output": True, "rms_norm_eps": 1e-12}
     directory = tiny_eagle31_head(tmp_path, target_dir, **options)
     tokens, captured, positions = prompt(3)
@@ -227,7 +231,9 @@ def test_what_the_norms_before_fc_take_away(flag, target_dir, embeddings, tmp_pa
     assert each_on_its_own == (flag == "fc_norm")
 
 
-def test_one_state_has_one_norm(target_dir: Path, embeddings: np.ndarray, tmp_path: Path):
+def test_with_one_captured_state_fc_norm_equals_norm_before_fc(
+    target_dir: Path, embeddings: np.ndarray, tmp_path: Path
+):
     results = []
     for flag in ("fc_norm", "norm_before_fc"):
         options: dict[str, Any] = {flag: True, "capture": (2,)}

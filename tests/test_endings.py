@@ -1,4 +1,4 @@
-"""Why rows end, and what is refused: nothing wrong goes on quietly."""
+"""Why rows end, and invalid arguments: every error is reported."""
 
 import functools
 from typing import Any
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxspec import functional
-from jaxspec.config import SpeculationConfig
+from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.functional import EngineParams
 from jaxspec.models.decoder import Decoder
 from jaxspec.pytree import pytree
@@ -46,7 +46,7 @@ def finished(params: EngineParams, state: EngineState, *, greedy: bool = False) 
     return decode(params, state, LENGTH, max_rounds=LENGTH, greedy=greedy)[0]
 
 
-def test_a_new_state_has_no_rows_at_work():
+def test_rows_of_a_new_state_are_empty_and_stay_so():
     params = params_of("ngram")
     state = functional.init_state(params, 3, LENGTH)
     assert state.rows.status.tolist() == [Status.EMPTY] * 3
@@ -145,7 +145,7 @@ def test_a_sampling_row_is_refused_between_two_calls_and_keeps_its_text():
 
 
 def broken_target(token: int) -> Decoder:
-    """Whoever reads ``token`` gets NaN."""
+    """A target whose logits are NaN after it has read ``token``."""
     target = random_target()
     return target.replace(embed=target.embed.at[token].set(jnp.nan))
 

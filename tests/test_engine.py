@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from jaxspec import functional
-from jaxspec.config import PLAIN, CacheConfig, SpeculationConfig, TreeShape
+from jaxspec.config.cache import CacheConfig
+from jaxspec.config.speculation import PLAIN, SpeculationConfig, TreeShape
 from jaxspec.engine import Engine
 from jaxspec.generation import Generation
 from jaxspec.models import decoder

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import jaxspec
-from jaxspec import EngineParams, SpeculationConfig, admit, decode, init_state, prefill
+from jaxspec import LLM, EngineParams, SpeculationConfig, admit, decode, init_state, prefill
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
 from tests.programs import FAST_COMPILE
@@ -22,25 +22,32 @@ PAGE = Path(__file__).parent.parent / "docs/extending.md"
 PROMPT = [71, 102, 279, 71, 102]
 
 
-LIKELIEST = 100  # of 320: enough that some guess is among them
+LIKELIEST = 100  # of 320 tokens: enough that some drafted token is among them
+
+
+BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+LLM_EXAMPLE = [block for block in BLOCKS if "LLM(" in block]
 
 
 @pytest.fixture(scope="module")
 def page() -> dict[str, Any]:
-    """What the page's code defines, with a tiny model in the place of the built-in one."""
-    # Nearly a bigram model: its greedy text soon goes round in a circle, which the drafter sees.
+    """What the page's code defines, with a tiny model instead of the built-in one.
+
+    The example of LLM is left out: it needs the built-in model.
+    """
+    # Nearly a bigram model: its greedy text soon repeats itself, which the drafter finds.
     target = random_target(dataclasses.replace(CONFIG, vocab_size=320), context=0.05)
     tiny = make_params("none", SpeculationConfig.chain(0), target)
-    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     names: dict[str, Any] = {"__name__": "extending"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jaxspec, "load", lambda **_: tiny)
-        for block in blocks:
-            exec(compile(block, str(PAGE), "exec"), names)
+        for block in BLOCKS:
+            if block not in LLM_EXAMPLE:
+                exec(compile(block, str(PAGE), "exec"), names)
     return names
 
 
-def texts(params: EngineParams) -> list[int]:
+def text_of(params: EngineParams) -> list[int]:
     @functools.partial(jax.jit, compiler_options=FAST_COMPILE)
     def generate(params: EngineParams) -> jax.Array:
         state = init_state(params, num_rows=1, max_length=64)
@@ -51,21 +58,31 @@ def texts(params: EngineParams) -> list[int]:
     return np.asarray(generate(params))[0, :40].tolist()
 
 
-def test_a_drafter_of_ones_own_changes_nothing_but_speed(page: dict[str, Any]):
+@pytest.mark.slow
+def test_the_example_of_llm_writes_the_text_of_plain_decoding(page: dict[str, Any]):
+    [example] = LLM_EXAMPLE
+    exec(compile(example, str(PAGE), "exec"), page)
+    completion = page["completion"]
+    [plain] = LLM(drafter="none").generate([completion.prompt_token_ids], page["sampling"])
+    assert completion.token_ids == plain.token_ids
+    assert completion.acceptance_length > 1, "no draft was accepted"
+
+
+def test_a_user_defined_drafter_changes_only_the_speed(page: dict[str, Any]):
     plain = EngineParams(
         target=page["loaded"].target,
         drafter=page["loaded"].drafter,
         speculation=SpeculationConfig.chain(0),
     )
-    assert texts(page["lossless"]) == texts(plain)
+    assert text_of(page["lossless"]) == text_of(plain)
     assert page["emitted"].accepted.sum() > 0, "no draft was accepted"
 
 
-def test_a_rule_of_ones_own_is_followed(page: dict[str, Any]):
+def test_a_user_defined_rule_is_followed(page: dict[str, Any]):
     """Every token of the lossy text is among the target's likeliest, and not all are the first."""
     rule = page["TopKRule"](k=LIKELIEST)
     lossy = page["lossy"].replace(speculation=SpeculationConfig.chain(4, acceptance=rule))
-    target, text = lossy.target, texts(lossy)
+    target, text = lossy.target, text_of(lossy)
     tokens = jnp.array([text])
     positions = jnp.arange(len(text))[None]
     hidden, _, _ = decoder.run(target, tokens, positions, target.no_states(), dense_causal_attend)

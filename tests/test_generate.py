@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from jaxspec import BUILT_IN_MODEL, LLM, SamplingParams, SpeculationConfig
-from jaxspec.commands import chat, generate
+from jaxspec.commands import chat, generate, generation
+from jaxspec.tokenizer import TextTokenizer
 from tests.checkpoints import tiny_byte_llama
 
 ROOT = Path(__file__).parent.parent
@@ -36,14 +37,14 @@ def compiled() -> dict[str, LLM]:
 @pytest.fixture
 def loaded_once(compiled: dict[str, LLM], monkeypatch) -> None:
     """An engine of each drafter is loaded and compiled by the first test that asks for it."""
-    make_llm = generate.make_llm
+    make_llm = generation.make_llm
 
-    def make(arguments, drafter: str) -> LLM:
+    def make(arguments, drafter: str, tokenizer: TextTokenizer) -> LLM:
         if drafter not in compiled:
-            compiled[drafter] = make_llm(arguments, drafter)
+            compiled[drafter] = make_llm(arguments, drafter, tokenizer)
         return compiled[drafter]
 
-    monkeypatch.setattr(generate, "make_llm", make)
+    monkeypatch.setattr(generation, "make_llm", make)
 
 
 @pytest.mark.parametrize(
@@ -56,13 +57,13 @@ def loaded_once(compiled: dict[str, LLM], monkeypatch) -> None:
 )
 def test_the_tree_is_one_option(text: str, tree: SpeculationConfig):
     arguments = generate.make_parser().parse_args(["--tree", text])
-    assert generate.speculation_config(arguments) == tree
+    assert generation.speculation_config(arguments) == tree
 
 
 def test_top_k_is_of_sampling():
     arguments = generate.make_parser().parse_args(["--top-k", "7"])
-    assert generate.sampling_params(arguments).top_k == 7
-    assert generate.speculation_config(arguments).top_k == 1
+    assert generation.sampling_params(arguments).top_k == 7
+    assert generation.speculation_config(arguments).top_k == 1
 
 
 @pytest.mark.parametrize("option", ["--nodes", "--depth", "--sample-top-k"])
@@ -87,7 +88,7 @@ def test_old_options_are_refused(option: str, capsys: pytest.CaptureFixture[str]
 def test_what_cannot_run_is_refused_before_the_weights_are_read(
     arguments: list[str], message: str, monkeypatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr(generate, "make_llm", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr(generation, "make_llm", lambda *_: pytest.fail("weights were read"))
     assert generate.main(arguments) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert message in line
@@ -95,9 +96,9 @@ def test_what_cannot_run_is_refused_before_the_weights_are_read(
 
 def test_programs_are_kept_unless_told_otherwise(monkeypatch, tmp_path: Path):
     kept: list[Path | None] = []
-    monkeypatch.setattr(generate, "keep_compiled_programs", kept.append)
-    monkeypatch.setattr(generate, "generate", lambda arguments: None)
-    monkeypatch.setattr(generate, "default_folder", lambda: tmp_path)
+    monkeypatch.setattr(generation, "keep_compiled_programs", kept.append)
+    monkeypatch.setattr(generation, "generate", lambda *_: None)
+    monkeypatch.setattr(generation, "default_folder", lambda: tmp_path)
     other = tmp_path / "other"
     for arguments in ([], [NO_CACHE], ["--compilation-cache", str(other)]):
         assert generate.main(arguments) == 0
@@ -109,9 +110,9 @@ def test_a_home_that_cannot_be_written_to_costs_one_line(
     monkeypatch, capsys: pytest.CaptureFixture[str]
 ):
     kept: list[Path | None] = []
-    monkeypatch.setattr(generate, "keep_compiled_programs", kept.append)
-    monkeypatch.setattr(generate, "generate", lambda arguments: None)
-    monkeypatch.setattr(generate, "default_folder", lambda: Path("/dev/null/cache"))
+    monkeypatch.setattr(generation, "keep_compiled_programs", kept.append)
+    monkeypatch.setattr(generation, "generate", lambda *_: None)
+    monkeypatch.setattr(generation, "default_folder", lambda: Path("/dev/null/cache"))
     assert generate.main([]) == 0
     assert kept == [None]
     [line] = capsys.readouterr().err.splitlines()
@@ -128,7 +129,7 @@ def test_the_comparison_is_of_alternating_pairs(model: Path, capsys: pytest.Capt
     assert sorted(results["speedups"])[1] == results["speedup"]
     assert results["identical"] is True and results["first_difference"] is None
     assert results["decode_tokens_per_second"] > 0 < results["plain_decode_tokens_per_second"]
-    text, number = generate.summary(results), r"\d+\.\d\d"
+    text, number = generation.summary(results), r"\d+\.\d\d"
     assert re.search(rf"speed-up: {number}x \({number} to {number}\), .* 3 alternating", text)
     assert text.count("tokens identical") == 1
     assert len(re.findall(r"decode [\d.]+ tokens/s", text)) == 1
@@ -138,10 +139,10 @@ def test_ten_pairs_are_the_default(monkeypatch):
     def compare(speculative, plain, prompt, sampling, pairs):
         raise ValueError(f"{pairs} pairs")
 
-    monkeypatch.setattr(generate, "compare", compare)
-    monkeypatch.setattr(generate, "make_llm", lambda *_: None)
-    monkeypatch.setattr(generate, "stream", lambda *_: None)
-    monkeypatch.setattr(generate, "report", lambda *_: {})
+    monkeypatch.setattr(generation, "compare", compare)
+    monkeypatch.setattr(generation, "make_llm", lambda *_: None)
+    monkeypatch.setattr(generation, "stream", lambda *_: None)
+    monkeypatch.setattr(generation, "report", lambda *_: {})
     with pytest.raises(ValueError, match="10 pairs"):
         generate.run(generate.make_parser().parse_args([NO_CACHE, "--compare", "--json"]))
 
@@ -173,7 +174,7 @@ def test_a_chat_remembers_and_shows_acceptance(
 @pytest.mark.usefixtures("loaded_once")
 def test_a_chat_that_is_too_long_can_be_cleared(model: Path, capsys: pytest.CaptureFixture[str]):
     arguments = generate.make_parser().parse_args(["--model", str(model), *SMALL])
-    llm = generate.make_llm(arguments, "ngram")
+    llm = generation.make_llm(arguments, "ngram", TextTokenizer(model))
     chat.chat(llm, SamplingParams(max_tokens=4), ["x" * 200, "/clear", "y"])
     printed = capsys.readouterr().out
     assert "/clear forgets the chat so far" in printed

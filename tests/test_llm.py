@@ -1,4 +1,4 @@
-"""LLM: text in, text out, in batches, streamed, with clear errors."""
+"""LLM: completions, batches, streams, and errors."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -82,8 +82,8 @@ def test_a_stream_of_several_batches_does_not_mix_requests(llm):
 def word_llm(request, tmp_path_factory) -> LLM:
     """A model of random weights with a tokenizer of each published kind.
 
-    It says anything, so SentencePiece's have no byte tokens here: a decoder that finds a broken run
-    of bytes takes back whole characters before.
+    Random models generate invalid UTF-8, so the SentencePiece tokenizers have no byte tokens here:
+    their decoder replaces whole characters before an invalid run of bytes.
     """
     tokenizers = {
         "sentencepiece": sentencepiece_like(120, byte_fallback=False),
@@ -365,7 +365,7 @@ def test_sizes_that_are_no_numbers_are_clear_errors(model, field):
         LLM(model, "none", **cast(Any, {field: 1.5}))
 
 
-def test_rounds_between_looks_are_whole(llm):
+def test_rounds_per_call_must_be_an_integer(llm):
     with pytest.raises(ValueError, match="rounds_per_call must be an integer"):
         list(llm.stream(["x"], GREEDY, rounds_per_call=1.5))
 

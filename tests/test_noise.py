@@ -1,4 +1,4 @@
-"""The noise that replaces a random state."""
+"""Random numbers as a function of seed, stream, position and token."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Rows come and go in any order, over pages that are handed on: each text is the one it has alone.
+"""Rows admitted and released in any order, on reused pages, give the texts of separate runs.
 
 The histories are random. Before every step all memory that no live row may read is NaN.
 """
@@ -17,7 +17,7 @@ from jax import Array
 
 from jaxspec import functional
 from jaxspec.cache import PagedKV, pages_for
-from jaxspec.config import PLAIN, SpeculationConfig, TreeShape
+from jaxspec.config.speculation import PLAIN, SpeculationConfig, TreeShape
 from jaxspec.functional import EngineParams
 from jaxspec.sampling import make_sampling
 from jaxspec.state import Emitted, Ending, EngineState, Status
@@ -287,7 +287,7 @@ def test_the_requests_end_for_different_reasons():
 
 @given(history=steps)
 @settings(deadline=None, max_examples=25)
-def test_each_text_is_the_one_it_has_alone(history: list[tuple[str, int]]):
+def test_texts_equal_those_of_separate_runs(history: list[tuple[str, int]]):
     run("eagle3", history)
 
 
@@ -295,7 +295,7 @@ def test_each_text_is_the_one_it_has_alone(history: list[tuple[str, int]]):
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @given(history=steps)
 @settings(deadline=None, max_examples=200)
-def test_of_200_histories_each_text_is_the_one_it_has_alone(
+def test_in_200_random_histories_texts_equal_those_of_separate_runs(
     drafter: str, history: list[tuple[str, int]]
 ):
     run(drafter, history)
@@ -303,7 +303,7 @@ def test_of_200_histories_each_text_is_the_one_it_has_alone(
 
 @given(history=steps)
 @settings(deadline=None, max_examples=15)
-def test_drafts_too_do_not_depend_on_memory_that_is_not_the_rows(history: list[tuple[str, int]]):
+def test_drafts_do_not_depend_on_other_rows_memory(history: list[tuple[str, int]]):
     """What is accepted is the same, round by round, with NaN there and without."""
     poisoned_log, log = (run("eagle3", history, poison=poison) for poison in (True, False))
     for found, wanted in zip(poisoned_log, log, strict=True):

@@ -149,7 +149,7 @@ def test_no_value_of_a_parameter_compiles_anew():
     assert traces(process) == 1
 
 
-def test_work_that_no_row_asks_for_may_be_left_out():
+def test_steps_that_no_row_needs_may_be_skipped():
     logits, greedy = random_logits(2, NODES, VOCAB), make_sampling(2, top_k=3, top_p=0.5)
     assert process_logits(logits, greedy, greedy=True) is logits
     np.testing.assert_array_equal(process_logits(logits, greedy), logits)

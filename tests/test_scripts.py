@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from jaxspec import BUILT_IN_MODEL
-from jaxspec.commands import generate
+from jaxspec.commands import generate, generation
 from tests.checkpoints import tiny_eagle3_head, tiny_llama
 
 ROOT = Path(__file__).parent.parent
@@ -62,7 +62,7 @@ def test_an_error_is_shown():
         "acceptance_by_depth": [], "finish_reason": "error", "error": "no finite logits",
         "prefill_tokens_per_second": 1.0, "compile_seconds": 1.0,
     }  # fmt: skip
-    printed = generate.summary(shown)
+    printed = generation.summary(shown)
     assert "(error)" in printed and "error: no finite logits" in printed
 
 

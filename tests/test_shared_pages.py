@@ -10,7 +10,7 @@ import pytest
 
 from jaxspec import functional
 from jaxspec.cache import pages_for
-from jaxspec.config import PLAIN, SpeculationConfig
+from jaxspec.config.speculation import PLAIN, SpeculationConfig
 from jaxspec.functional import EngineParams
 from jaxspec.sampling import make_sampling
 from jaxspec.state import Emitted, EngineState, Status

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxspec import functional
-from jaxspec.config import SpeculationConfig
+from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.functional import EngineParams
 from jaxspec.sampling import Sampling, make_sampling
 from jaxspec.sharding import make_mesh
@@ -30,7 +30,7 @@ SPECULATIONS = {
     "eagle1": SpeculationConfig(num_nodes=6, max_depth=2, top_k=3),
     "eagle3": SpeculationConfig.chain(2),
     "eagle3 tree": SpeculationConfig(num_nodes=6, max_depth=2, top_k=3),
-    # What is drafted is drawn, from a distribution over a split and reduced vocabulary.
+    # Draft tokens are sampled from a distribution over a split and reduced vocabulary.
     "eagle3 rejection": SpeculationConfig.chain(2, "rejection"),
     "draft_model rejection": SpeculationConfig.chain(2, "rejection"),
 }

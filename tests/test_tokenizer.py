@@ -1,4 +1,4 @@
-"""Tokenizers and chats: as transformers has them, without torch, and with errors that help."""
+"""Tokenizers and chats: equal to transformers, without torch; error messages."""
 
 import json
 import subprocess
@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import transformers
 
-from jaxspec import tokenizer as tokenizers
-from jaxspec.tokenizer import load_tokenizer, tokenize, tokenize_chats
+from jaxspec import BUILT_IN_MODEL
+from jaxspec.tokenizer import TextTokenizer, load_tokenizer, tokenize, tokenize_chats
+from jaxspec.tokenizer.text import plain_tokenizer
 from tests.checkpoints import TINY
 from tests.small_tokenizers import byte_level, metaspace, save, sentencepiece_like
 
@@ -149,8 +150,70 @@ def test_a_model_without_a_template_says_what_to_do(tmp_path):
     with pytest.raises(ValueError, match=r"has no chat template: pass one with chat_template="):
         tokenize_chats(tokenizer, [USER])
     assert tokenize_chats(tokenizer, [USER], "{{ messages[0].content }}") == tokenize(
-        tokenizer, ["hello"]
+        TextTokenizer(tmp_path), ["hello"]
     )
+
+
+HARD = [
+    *TEXTS,
+    "",
+    "x <|endoftext|> y",
+    "<|endoftext|>",
+    "\r\n\t\0",
+    "it's 1234.5 !",
+    "\u0301e\U0001f600",
+]
+
+
+def both_ways(model) -> tuple[TextTokenizer, Any]:
+    return TextTokenizer(model), load_tokenizer(model)
+
+
+@pytest.mark.parametrize("text", HARD)
+def test_the_built_in_model_needs_no_transformers_for_the_same_tokens(text):
+    assert plain_tokenizer(BUILT_IN_MODEL) is not None
+    ours, theirs = both_ways(BUILT_IN_MODEL)
+    ids = ours.encode(text)
+    assert ids == theirs(text, verbose=False)["input_ids"]
+    assert ours.decode(ids) == theirs.decode(ids)
+
+
+def test_every_token_of_the_built_in_model_is_the_same_text():
+    ours, theirs = both_ways(BUILT_IN_MODEL)
+    for token in range(len(theirs)):
+        assert ours.decode([token]) == theirs.decode([token])
+    source = (BUILT_IN_MODEL / "README.md").read_text(encoding="utf-8")
+    assert ours.encode(source) == theirs(source, verbose=False)["input_ids"]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"add_bos_token": True, "bos_token": "<s>"},
+        {"eos_token": "</s>"},
+        {"eos_token": "a new one"},
+        {"extra_special_tokens": ["quick"]},
+        {"clean_up_tokenization_spaces": True},
+        {"split_special_tokens": True},
+        {"tokenizer_class": "LlamaTokenizerFast"},
+    ],
+)
+@pytest.mark.parametrize("maker", [byte_level, metaspace, sentencepiece_like])
+def test_text_is_what_transformers_makes_of_it(tmp_path, maker, config):
+    """Whichever of the two ways is taken."""
+    save_model(tmp_path, maker(), **{"tokenizer_class": "PreTrainedTokenizerFast"} | config)
+    ours, theirs = both_ways(tmp_path)
+    for text in TEXTS:
+        ids = ours.encode(text)
+        assert ids == theirs(text)["input_ids"]
+        assert ours.decode(ids) == theirs.decode(ids)
+
+
+def test_a_tokenizer_that_is_more_than_its_file_is_left_to_transformers(tmp_path):
+    save_model(tmp_path, byte_level(), tokenizer_class="PreTrainedTokenizerFast")
+    assert plain_tokenizer(tmp_path) is not None
+    (tmp_path / "added_tokens.json").write_text("{}")
+    assert plain_tokenizer(tmp_path) is None
 
 
 CODE = """
@@ -172,4 +235,4 @@ def test_loading_and_chatting_is_silent_and_without_torch(chat_model, before):
 
 
 def test_the_logger_of_transformers_is_left_as_it_was():
-    assert tokenizers.transformers.logging.get_logger("transformers").filters == []
+    assert transformers.logging.get_logger("transformers").filters == []

@@ -36,7 +36,7 @@ from jaxspec.benchmarking.modes import Mode, make_params
 from jaxspec.benchmarking.rounds import Workload
 from jaxspec.benchmarking.shapes import eagle3_config
 from jaxspec.cache import PagedKV
-from jaxspec.config import ModelConfig
+from jaxspec.config.model import ModelConfig
 from jaxspec.models.decoder import decoder_shapes
 from jaxspec.models.heads import head_shapes
 from jaxspec.sharding import (

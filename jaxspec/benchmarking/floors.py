@@ -1,4 +1,4 @@
-"""The bytes that a round must read, on each device."""
+"""The least number of bytes that a round must read on each device."""
 
 import dataclasses
 import math

@@ -148,7 +148,7 @@ class Bench:
         return self._decode.as_text() or ""
 
     def new_state(self, repeat: int = 0) -> EngineState:
-        """A state with the prompts admitted, on the device of the programs' results.
+        """A state with the prompts admitted, with the shardings of the programs' results.
 
         Each ``repeat`` has other seeds, so other tokens and other acceptance lengths.
         """

@@ -22,7 +22,7 @@ from pallas_kernels.selection import Kernels
 class Geometry:
     """Sizes of an engine's memory.
 
-    ``num_pages`` includes the null pages. ``num_rows`` is for states with an entry per row.
+    ``num_pages`` includes the null pages. ``num_rows`` is used by states with an entry per row.
     """
 
     num_pages: int

@@ -1,1 +1,1 @@
-"""The commands of the command line, a file each; ``jaxspec.__main__`` has their table."""
+"""The commands of the command line, one file each; ``jaxspec.__main__`` lists them."""

@@ -1,8 +1,8 @@
-"""A head adapts to a new domain while it serves it: acceptance before, on the way, and after.
+"""Train a draft head on a new domain while it serves it, and measure its acceptance.
 
-The text of every served batch becomes training data for the head, which serves the next batch with
-its new weights; the text itself does not depend on them. Acceptance before and after is measured on
-held-out files of --data.
+The head is trained on the text of every served batch, and drafts the next batch with its new
+weights. The text itself does not depend on them. Acceptance is measured before and after on
+held-out files of --data, and on every batch served.
 """
 
 import argparse
@@ -45,16 +45,16 @@ def make_parser() -> argparse.ArgumentParser:
     add("--data", type=Path, nargs="+", required=True, help="folders or files of the new domain")
     add_suffixes_option(parser)
     add("--mode", default="chain:5", help="chain:K or NODES:DEPTH:TOPK")
-    add("--batch", type=int, default=16, help="requests served together, and rows of a step")
+    add("--batch", type=int, default=16, help="requests decoded together; rows of a training step")
     add("--batches", type=int, default=40, help="batches served")
-    add("--steps-per-batch", type=int, default=4, help="training steps after each")
+    add("--steps-per-batch", type=int, default=4, help="training steps after each batch")
     add("--prompt-tokens", type=int, default=64, help="tokens of a prompt")
     add("--max-tokens", type=int, default=128, help="new tokens of each prompt")
-    add("--temperature", type=float, default=0.0, help="of sampling; 0 is greedy")
+    add("--temperature", type=float, default=0.0, help="sampling temperature; 0 is greedy")
     add("--held-out", type=int, default=32, help="prompts to measure before and after")
     add("--unroll", type=int, default=4, help="steps of the training-time test")
     add("--lr", type=float, default=5e-4, help="highest learning rate")
-    add("--seed", type=int, default=0, help="of all random numbers")
+    add("--seed", type=int, default=0, help="seed of all random numbers")
     add("--dtype", choices=("float32", "bfloat16"), help="(default: float32 on CPU, else bfloat16)")
     add("--out", type=Path, help="export the adapted head to this folder")
     add("--plot", type=Path, help="write the acceptance length by batch as a PNG")
@@ -121,7 +121,7 @@ def serve(
     sampling: SamplingParams,
     progress: Console,
 ) -> list[dict[str, float]]:
-    """Batches of the domain's training part, learning after each; a record for each."""
+    """Serve batches of the training prompts and train after each; returns a record per batch."""
     prompts = train.spread(args.batch * args.batches).prompts()
     order = np.random.default_rng(args.seed).permutation(len(prompts))
     records = []
@@ -150,7 +150,7 @@ def summary(results: dict[str, Any]) -> str:
 
 
 def plot_served(results: dict[str, Any], path: Path) -> None:
-    """Acceptance length of each served batch, between the held-out figures before and after."""
+    """Acceptance length of each served batch; dashed lines: held-out prompts, before and after."""
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     axes.plot([record["acceptance_length"] for record in results["served"]], ".-", label="served")

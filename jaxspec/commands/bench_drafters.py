@@ -1,13 +1,12 @@
-"""Real speed-ups with real acceptance: plain decoding against drafters, batch size by batch size.
+"""Measure the speed-up of drafters over plain decoding, with real text, for each batch size.
 
-Every batch of held-out prompts goes through plain decoding and each --run in turn, after a warm-up;
-medians over the batches are reported. A run is a drafter (as in generate) and a mode, `chain:K`
-or `NODES:DEPTH:TOPK`. Texts go on to --max-tokens, past stop tokens.
+After a warm-up, every batch of held-out prompts is decoded plainly and with each --run; medians
+over the batches are reported. A run is a drafter (as in generate) and a mode, `chain:K` or
+`NODES:DEPTH:TOPK`. All texts have --max-tokens tokens: stop tokens do not end them.
 """
 
 import argparse
 import dataclasses
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,14 +23,15 @@ from jaxspec.commands.shell import (
     command_parser,
     progress_console,
     run_command,
-    table_console,
+    show_results,
 )
 from jaxspec.comparison import race
-from jaxspec.llm import load_tokenizer
 from jaxspec.loading import choose_drafter
+from jaxspec.tokenizer import load_tokenizer
 from jaxspec.training.draft_data import held_out_prompts
 
 DEFAULT_RUNS = (("ngram", "chain:5"), ("auto", "chain:5"))
+TABLE_WIDTH = 110  # where the output is not a terminal
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -52,12 +52,13 @@ def make_parser() -> argparse.ArgumentParser:
     add("--batches", type=int, default=6, help="batches of each size")
     add("--prompt-tokens", type=int, default=64, help="tokens of a prompt")
     add("--max-tokens", type=int, default=192, help="new tokens of each prompt")
-    add("--temperature", type=float, default=0.0, help="of sampling; 0 is greedy")
+    add("--temperature", type=float, default=0.0, help="sampling temperature; 0 is greedy")
     add("--top-p", type=float, default=1.0, help="probability kept in sampling; 1 keeps all")
-    add("--acceptance", choices=("match", "rejection"), default="match", help="the rule")
-    add("--verify-width", type=int, help="of plain decoding too, so that rounding cannot differ")
+    add("--acceptance", choices=("match", "rejection"), default="match", help="acceptance rule")
+    add("--verify-width", type=int, help="nodes that every verification is padded to, plain "
+        "decoding's too, so that all round alike (default: not padded)")  # fmt: skip
     add("--dtype", choices=("float32", "bfloat16"), help="(default: float32 on CPU, else bfloat16)")
-    add("--seed", type=int, default=0, help="of all random numbers")
+    add("--seed", type=int, default=0, help="seed of all random numbers")
     add("--plot", type=Path, help="write the speed-ups as a PNG")
     add("--json", action="store_true", help="JSON on stdout, the table on stderr")
     return parser
@@ -172,9 +173,7 @@ def plot_speedups(results: dict[str, Any], path: Path) -> None:
 
 def run(args: argparse.Namespace) -> None:
     results = measure(args, progress_console())
-    table_console(stderr=args.json, width=110).print(make_table(results))
-    if args.json:
-        print(json.dumps(results))
+    show_results(results, make_table(results), as_json=args.json, width=TABLE_WIDTH)
     if args.plot is not None:
         args.plot.parent.mkdir(parents=True, exist_ok=True)
         plot_speedups(results, args.plot)

@@ -2,16 +2,14 @@
 
 Draft tokens are accepted at a fixed mean length ("synthetic" acceptance), so that the speed of a
 round can be measured without a checkpoint; the text means nothing. Modes are `plain`, `chain:K`
-and `NODES:DEPTH:TOPK` (root included), each of the latter with `@ACCEPTANCE_LENGTH`; they
-draft with an EAGLE-3 head. Every figure stands beside the memory floor: the bytes that a round
-must read over the bandwidth measured in the same run.
+and `NODES:DEPTH:TOPK` (root included); the latter two may end in `@ACCEPTANCE_LENGTH` and draft
+with an EAGLE-3 head. Every figure stands beside the memory floor: the bytes that a round must
+read, divided by the bandwidth measured in the same run.
 """
 
 import argparse
 import dataclasses
-import datetime
 import itertools
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,33 +26,33 @@ from jaxspec.benchmarking.random_params import random_decoder, random_eagle3_hea
 from jaxspec.benchmarking.rounds import SAMPLING, Bench, Timing, Workload, time_mode
 from jaxspec.benchmarking.shapes import SHAPES
 from jaxspec.benchmarking.timing import Bandwidth, measure_bandwidth
+from jaxspec.commands.run_facts import run_facts
 from jaxspec.commands.shell import (
     command_parser,
     progress_console,
     run_command,
-    table_console,
-    typed_command,
+    show_results,
 )
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import DraftHead
 from jaxspec.sharding import make_mesh
 from pallas_kernels.selection import Kernels
 
-MOST_JOBS = 4  # that compile side by side, each with a state in memory for a moment
+MOST_JOBS = 4  # modes compiled at a time; each needs memory for a state for a moment
 DEFAULT_MODES = "plain,chain:3,chain:5,tree:60:7:10"
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = command_parser("bench engine", __doc__)
     add = parser.add_argument
-    add("--shape", choices=SHAPES, default="llama-3.1-8b", help="of the model")
-    add("--modes", default=DEFAULT_MODES, help="comma list")
-    add("--batch", default="1", help="comma list of numbers of sequences")
+    add("--shape", choices=SHAPES, default="llama-3.1-8b", help="shape of the model")
+    add("--modes", default=DEFAULT_MODES, help="modes, separated by commas")
+    add("--batch", default="1", help="batch sizes, separated by commas")
     add("--context", type=int, default=512, help="prompt tokens of each sequence")
-    add("--new-tokens", type=int, default=256, help="tokens a sequence grows by in a timed call")
-    add("--repeats", type=int, default=5, help="timed calls; their median counts")
+    add("--new-tokens", type=int, default=256, help="new tokens of a sequence in a timed call")
+    add("--repeats", type=int, default=5, help="timed calls; the median is reported")
     add("--page-size", type=int, default=64, help="tokens of a page of the KV cache")
-    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of weights and cache")
+    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="weights and cache")
     add("--tp", type=int, default=1, help="devices that share the model")
     add("--sampling", choices=SAMPLING, default="greedy", help="how rows sample; anything but "
         "greedy times the general sampling program")  # fmt: skip
@@ -64,7 +62,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def choose(args: argparse.Namespace) -> list[tuple[Workload, Mode]]:
-    """What is to be timed."""
+    """The workloads and modes to time."""
     modes = [parse_mode(text) for text in args.modes.split(",")]
     batches = [int(text) for text in args.batch.split(",")]
     if min(*batches, args.context, args.new_tokens, args.page_size, args.repeats) < 1:
@@ -94,10 +92,7 @@ def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     timings = measure_modes(args, console, chosen, kernels)
     memory = jax.devices()[0].memory_stats() or {}
     return {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": typed_command(),
-        "jax": jax.__version__,
-        "device": jax.devices()[0].device_kind,
+        **run_facts(),
         "own_kernels": str(kernels),
         "peak_bytes": memory.get("peak_bytes_in_use"),
         "arguments": vars(args),
@@ -195,9 +190,7 @@ def make_table(results: dict[str, Any]) -> Table:
 
 def run(args: argparse.Namespace) -> None:
     results = measure(args, progress_console())
-    table_console(stderr=args.json).print(make_table(results))
-    if args.json:
-        print(json.dumps(results, indent=2))
+    show_results(results, make_table(results), as_json=args.json)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

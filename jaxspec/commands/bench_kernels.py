@@ -1,18 +1,16 @@
-"""Time every kernel over its cases, beside its jnp reference (XLA) and the floor of the hardware.
+"""Time every kernel over its cases, beside its jnp reference (XLA) and a hardware lower bound.
 
-Without a GPU that the kernels are for, the references stand in for them.
+Where the kernels are not supported, their references are timed in their place.
 
-A call is timed in a chain inside one program, fed by the one before it, and over more data than
-the caches hold; but top_k, truncate and kv_compact work on what is in the cache, as in the engine.
-The floor is the time that its bytes take at the copy bandwidth, or its FLOPs at the rate of a large
-bfloat16 product, whichever is longer; both rates are measured in the same run.
-Errors are ||out - exact|| / ||exact||, where exact is the reference in float32.
+Calls are timed in a chain inside one program; each reads a result of the one before it. The data of
+a chain exceed the GPU's cache, except for top_k, truncate and kv_compact: in the engine their data
+are in the cache. The floor is the time that a call's bytes take at the copy bandwidth, or its FLOPs
+at the rate of a large bfloat16 product, whichever is longer; both rates are measured in the same
+run. Errors are ||out - exact|| / ||exact||, where exact is the reference in float32.
 """
 
 import argparse
 import dataclasses
-import datetime
-import json
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -31,12 +29,12 @@ from jaxspec.benchmarking.kernels import (
     time_benchmark,
 )
 from jaxspec.benchmarking.timing import measure_bandwidth, measure_product_rate
+from jaxspec.commands.run_facts import run_facts
 from jaxspec.commands.shell import (
     command_parser,
     progress_console,
     run_command,
-    table_console,
-    typed_command,
+    show_results,
 )
 from pallas_kernels.add_rms_norm import cases as add_rms_norm
 from pallas_kernels.benchmark import Benchmark
@@ -57,15 +55,15 @@ OPERATIONS: Mapping[str, Callable[[], Sequence[Benchmark]]] = MappingProxyType(
     }
 )
 ROTATION_BYTES = 200 << 20  # four times an H100's L2 cache
-MOST_JOBS = 12  # that compile side by side
+MOST_JOBS = 12  # cases compiled at a time
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = command_parser("bench kernels", __doc__)
     add = parser.add_argument
-    add("--only", default="", help="cases whose 'operation: case' contains this text")
-    add("--repeats", type=int, default=5, help="timed programs a case; their median counts")
-    add("--seconds", type=float, default=0.02, help="of one timed program, at least about")
+    add("--only", default="", help="only cases whose 'operation: case' contains this text")
+    add("--repeats", type=int, default=5, help="timed programs of a case; the median is reported")
+    add("--seconds", type=float, default=0.02, help="approximate least duration of a timed program")
     add("--json", action="store_true", help="JSON on stdout, the table on stderr")
     return parser
 
@@ -98,10 +96,7 @@ def measure(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
             f"XLA {row['reference_us']:.1f}, floor {row['floor_us']:.1f}"
         )
     return {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": typed_command(),
-        "jax": jax.__version__,
-        "device": jax.devices()[0].device_kind,
+        **run_facts(),
         "arguments": vars(args),
         "peaks": dataclasses.asdict(peaks),
         "timings": rows,
@@ -175,9 +170,7 @@ def make_table(results: dict[str, Any]) -> Table:
 
 def run(args: argparse.Namespace) -> None:
     results = measure(args, progress_console())
-    table_console(stderr=args.json).print(make_table(results))
-    if args.json:
-        print(json.dumps(results, indent=2))
+    show_results(results, make_table(results), as_json=args.json)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,8 +1,8 @@
-"""Time swapping a target's weights in a running engine, as RL and distillation loops do.
+"""Time replacing a target's weights in a running engine, as RL and distillation loops do.
 
-Random weights of a public shape, and new ones as a flax parameter tree on the device. Timed are the
-first and the second swap of each kind: `use_target` of a jaxspec Decoder, and of a flax tree, which
-is transposed and joined first. Nothing passes through the host; no program may be compiled again.
+All weights are random, of a public shape, and on the device. The first and the second `use_target`
+are timed, with a jaxspec Decoder and with a flax parameter tree; the latter is transposed and
+concatenated first. The command fails if a program is compiled again.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from jaxspec import Engine, EngineParams, SamplingParams, SpeculationConfig
 from jaxspec.benchmarking.random_params import random_decoder
 from jaxspec.benchmarking.shapes import SHAPES
 from jaxspec.commands.shell import command_parser, run_command
-from jaxspec.config import CacheConfig
+from jaxspec.config.cache import CacheConfig
 from jaxspec.loading import resolve_dtype
 from jaxspec.models.decoder import Decoder
 from jaxspec.speculation.drafters import NGramDrafter
@@ -31,11 +31,11 @@ PROMPT, SAMPLING = [1, 2, 3, 4], SamplingParams(max_tokens=16)
 
 def make_parser() -> argparse.ArgumentParser:
     parser = command_parser("bench swap", __doc__)
-    parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b", help="of the model")
+    parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b", help="model shape")
     parser.add_argument(
         "--dtype",
         choices=("bfloat16", "float32"),
-        help="of weights (default: float32 on CPU, else bfloat16)",
+        help="dtype of weights (default: float32 on CPU, else bfloat16)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
@@ -75,7 +75,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     traces = [program._cache_size() for program in programs]
     swaps = [functools.partial(engine.use_target, one) for one in (second, first)]
     seconds = {"Decoder": [timed(swap, engine) for swap in swaps]}
-    del first, second, params, swaps  # memory: the engine's own and the flax tree are enough
+    del first, second, params, swaps  # frees memory: only the engine's weights are needed now
     tree, names = flax_tree(engine.params.target)
     jax.block_until_ready(tree)
 

@@ -1,18 +1,20 @@
-"""A small chat on the terminal, which shows how many drafted tokens each answer accepted."""
+"""A small terminal chat that shows the acceptance length of each answer."""
 
 from collections.abc import Iterable, Iterator
-
-import transformers
+from typing import TYPE_CHECKING
 
 from jaxspec import LLM, Completion, SamplingParams
 from jaxspec.commands.streaming import stream
 from jaxspec.comparison import decode_rate
 
+if TYPE_CHECKING:
+    from jaxspec.tokenizer import Tokenizer
+
 Message = dict[str, str]  # role, content
 
 
-def check_chat_template(tokenizer: transformers.PreTrainedTokenizerBase, model: str) -> None:
-    """Raises ValueError for a tokenizer that does not say how a chat is written."""
+def check_chat_template(tokenizer: "Tokenizer", model: str) -> None:
+    """Raises ValueError for a tokenizer without a chat template."""
     if not tokenizer.chat_template:
         raise ValueError(
             f"{model} has no chat template: --chat needs an instruction-tuned model (without "
@@ -21,7 +23,7 @@ def check_chat_template(tokenizer: transformers.PreTrainedTokenizerBase, model: 
 
 
 def typed_lines() -> Iterator[str]:
-    """What the user types, until Ctrl-D."""
+    """The lines that the user types, until Ctrl-D."""
     while True:
         try:
             yield input("> ")
@@ -31,7 +33,7 @@ def typed_lines() -> Iterator[str]:
 
 
 def chat(llm: LLM, sampling: SamplingParams, lines: Iterable[str]) -> None:
-    """Answer each line, knowing those before it, until ``/exit``; ``/clear`` forgets them."""
+    """Answer each line until ``/exit``. Earlier lines are part of the prompt until ``/clear``."""
     messages: list[Message] = []
     for line in map(str.strip, lines):
         if line == "/exit":
@@ -45,7 +47,10 @@ def chat(llm: LLM, sampling: SamplingParams, lines: Iterable[str]) -> None:
 
 
 def converse(llm: LLM, sampling: SamplingParams, messages: list[Message]) -> list[Message]:
-    """Show the answer to the last message. Returns the chat with it, or without both."""
+    """Show the answer to the last message; returns the messages with it.
+
+    If the chat has become too long, returns the messages without the last one.
+    """
     try:
         completion = stream(llm, llm.chat_prompts(messages)[0], sampling)
     except ValueError as error:  # a chat that has become too long

@@ -1,9 +1,9 @@
 """Generate from many prompts plainly and speculatively, and compare the tokens.
 
-In float32 they are the same. In bfloat16, products of different widths round differently and a
-near-tie can flip: with --verify-width both run at one width and must agree; without it, the share
-of equal texts and the logit gap at each first difference are reported. The prompts are the first
-lines of Python's own library modules, so that no data is needed.
+In float32 they are the same. In bfloat16, matrix products of different widths round differently, so
+near-ties between two tokens can flip. With --verify-width both use the same width and must agree.
+Without it, the share of equal texts and the logit gap at each first difference are reported. The
+prompts are the first tokens of modules of Python's standard library, so no data is needed.
 """
 
 import argparse
@@ -34,12 +34,13 @@ def make_parser() -> argparse.ArgumentParser:
         action="append",
         help="chain:K or NODES:DEPTH:TOPK; may be repeated (default: chain:5)",
     )
-    add("--verify-width", type=int, help="of plain decoding too, so that rounding cannot differ")
+    add("--verify-width", type=int, help="nodes that every verification is padded to, plain "
+        "decoding's too, so that all round alike (default: not padded)")  # fmt: skip
     add("--dtype", choices=("float32", "bfloat16"), help="(default: float32 on CPU, else bfloat16)")
     add("--prompts", type=int, default=64, help="number of prompts")
     add("--prompt-tokens", type=int, default=96, help="tokens of a prompt")
     add("--max-tokens", type=int, default=256, help="new tokens of each prompt")
-    add("--temperature", type=float, default=0.0, help="of sampling; 0 is greedy")
+    add("--temperature", type=float, default=0.0, help="sampling temperature; 0 is greedy")
     add("--top-p", type=float, default=1.0, help="probability kept in sampling; 1 keeps all")
     add("--kernels", default="auto", help="auto (all on a Hopper GPU), all, none or a comma list")
     add("--json", action="store_true", help="print one JSON object")
@@ -47,7 +48,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def library_prompts(llm: LLM, count: int, length: int) -> list[list[int]]:
-    """The first ``length`` tokens of the ``count`` first library modules that are long enough."""
+    """The first ``length`` tokens of the first ``count`` library modules that are long enough."""
     prompts = []
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
         tokens = llm.tokenizer(path.read_text(encoding="utf-8"))["input_ids"][:length]

@@ -1,22 +1,21 @@
-"""Compile the decode program for H100s on a machine without a GPU, and say what came of it.
+"""Compile the decode program for H100s on a machine without a GPU, and report what was compiled.
 
-Launches inside and outside CUDA graphs, copies of KV pages, all-reduces, memory, and the registers
-and spills of every Mosaic kernel. The compiler comes from wheels in a folder of their own (730 MB,
-nothing is installed), of the same version as jaxlib:
+It reports launches inside and outside CUDA graphs, copies of KV pages, all-reduces, memory, and the
+registers and spills of every Mosaic kernel. The compiler comes from wheels of jaxlib's version,
+which are unpacked into a folder (730 MB) and not installed:
 
     V=$(python3 -c "import jaxlib; print(jaxlib.__version__)")
     pip install --target .cache/aot-wheels --no-deps jax-cuda13-pjrt==$V jax-cuda13-plugin==$V \\
         nvidia-cuda-nvcc nvidia-cuda-crt nvidia-nvvm
 
-Flags in XLA_FLAGS are passed on. Products are not tuned without the device, so XLA may divide some
-of them otherwise there.
+Flags in XLA_FLAGS are passed on. Matrix products cannot be autotuned without the device, so XLA may
+split some of them differently on a real GPU.
 """
 
 import argparse
 import dataclasses
 import datetime
 import functools
-import json
 import os
 import shlex
 import subprocess
@@ -40,24 +39,24 @@ from jaxspec.benchmarking.compiled_round import CompiledRound
 from jaxspec.benchmarking.modes import parse_mode
 from jaxspec.benchmarking.rounds import Workload
 from jaxspec.benchmarking.shapes import SHAPES
-from jaxspec.commands.shell import command_parser, run_command, table_console
-from jaxspec.config import ModelConfig
+from jaxspec.commands.shell import command_parser, run_command, show_results
+from jaxspec.config.model import ModelConfig
 
-ROOT = Path(__file__).resolve().parent.parent.parent  # what holds the package
-NEW_TOKENS = 256  # room for them after the context, as in bench_engine
+ROOT = Path(__file__).resolve().parent.parent.parent  # the folder that contains the package
+NEW_TOKENS = 256  # room for new tokens after the context, as in bench_engine
 LOG = "log.txt"
-TABLE_WIDTH = 100  # where the output is no terminal
+TABLE_WIDTH = 100  # where the output is not a terminal
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = command_parser("compile-ahead", __doc__)
     add = parser.add_argument
-    add("--shape", choices=SHAPES, default="llama-3.1-8b", help="of the model")
+    add("--shape", choices=SHAPES, default="llama-3.1-8b", help="shape of the model")
     add("--mode", default="chain:5", help="plain, chain:K or NODES:DEPTH:TOPK")
     add(
         "--layers",
         type=int,
-        help="of the target, fewer than the shape's to be quick (default: the shape's)",
+        help="layers of the target; fewer compile faster (default: the shape's)",
     )
     add("--batch", type=int, default=1, help="number of sequences")
     add("--context", type=int, default=512, help="prompt tokens of each sequence")
@@ -67,7 +66,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--sampling",
         choices=("greedy", "general"),
         default="greedy",
-        help="the program for greedy rows alone, or for all",
+        help="the program for greedy rows only, or the one for any sampling",
     )
     add("--kernels", default="auto", help="auto, all, none, or a comma list of operations")
     add("--wheels", type=Path, default=Path(".cache/aot-wheels"), help="folder of the compiler")
@@ -78,7 +77,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raise ValueError or FileNotFoundError for what cannot be compiled, before that is tried."""
+    """Raise ValueError or FileNotFoundError for options that cannot be compiled."""
     parse_mode(args.mode)
     layers = model_config(args).num_layers
     if min(layers, args.batch, args.context, args.page_size, args.tp) < 1:
@@ -96,7 +95,7 @@ def model_config(args: argparse.Namespace) -> ModelConfig:
 
 
 def compile_here(args: argparse.Namespace) -> None:
-    """In a process whose environment is right."""
+    """Compile in this process, which was started in the compiler's environment."""
     mode = parse_mode(args.mode)
     workload = Workload(
         batch=args.batch,
@@ -110,9 +109,9 @@ def compile_here(args: argparse.Namespace) -> None:
 
 
 def compile_elsewhere(args: argparse.Namespace, arguments: Sequence[str]) -> CompiledRound:
-    """In a process of its own: the environment of this one is read when jax starts.
+    """Compile in a new process, as jax reads the environment only when it starts.
 
-    Raises RuntimeError with the last thing that process said if it fails.
+    Raises RuntimeError with the last line of the process's output if it fails.
     """
     with tempfile.TemporaryDirectory(prefix="compile_ahead.") as folder:
         dump = args.dump or Path(folder)
@@ -137,7 +136,7 @@ def compile_elsewhere(args: argparse.Namespace, arguments: Sequence[str]) -> Com
 
 
 def measure(arguments: Sequence[str]) -> dict[str, Any]:
-    """Compile what a command line asks for. The results hold a CompiledRound as ``round``."""
+    """Compile for the options of a command line. The results have a CompiledRound as ``round``."""
     args = make_parser().parse_args(arguments)
     check(args)
     started = time.perf_counter()
@@ -186,9 +185,8 @@ def make_table(results: dict[str, Any]) -> Table:
 
 def run(args: argparse.Namespace, arguments: Sequence[str]) -> None:
     results = measure(arguments)
-    table_console(stderr=args.json, width=TABLE_WIDTH).print(make_table(results))
-    if args.json:
-        print(json.dumps(results | {"round": dataclasses.asdict(results["round"])}, indent=2))
+    facts = results | {"round": dataclasses.asdict(results["round"])}
+    show_results(facts, make_table(results), as_json=args.json, width=TABLE_WIDTH)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -10,5 +10,5 @@ def add_suffixes_option(parser: argparse.ArgumentParser) -> None:
         "--suffixes",
         nargs="+",
         default=list(data.DEFAULT_SUFFIXES),
-        help="of the files read in folders",
+        help="suffixes of the files to read in folders",
     )

@@ -1,13 +1,13 @@
-"""How many tokens of a draft are accepted: by mode, temperature and rule, on held-out prompts.
+"""Measure a drafter's acceptance by mode, temperature and rule, on held-out prompts.
 
-Modes are `chain:K` and `NODES:DEPTH:TOPK` (root included). Rules are `coupled` and `top_k`
-(matching rule, children ranked under the target's noise or by the drafter alone; the same at
-temperature 0) and `rejection`. Prompts are the beginnings of held-out rows of --data.
+Modes are `chain:K` and `NODES:DEPTH:TOPK` (root included). Rules are `coupled`, `top_k` and
+`rejection`. The first two are the matching rule; the drafter ranks children with the target's
+sampling noise added, or without it. All are the same at temperature 0. Prompts are the first tokens
+of held-out rows of --data.
 """
 
 import argparse
 import dataclasses
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,11 @@ from jaxspec.commands.shell import (
     command_parser,
     progress_console,
     run_command,
-    table_console,
+    show_results,
 )
 from jaxspec.evaluation import measure_acceptance
-from jaxspec.llm import load_tokenizer
 from jaxspec.loading import choose_drafter, resolve_dtype
+from jaxspec.tokenizer import load_tokenizer
 from jaxspec.training.draft_data import held_out_prompts
 
 RULES = ("coupled", "top_k", "rejection")
@@ -46,15 +46,15 @@ def make_parser() -> argparse.ArgumentParser:
     add("--data", type=Path, nargs="+", required=True, help="folders, text or .jsonl files, named "
         "as in training: a file is held out by the hash of its name below them")  # fmt: skip
     add_suffixes_option(parser)
-    add("--modes", default="chain:5,tree:60:8:8", help="comma list")
-    add("--temperatures", type=float, nargs="+", default=[0.0, 1.0], help="of sampling")
-    add("--rules", nargs="+", choices=RULES, default=list(RULES), help="see above")
+    add("--modes", default="chain:5,tree:60:8:8", help="modes, separated by commas")
+    add("--temperatures", type=float, nargs="+", default=[0.0, 1.0], help="sampling temperatures")
+    add("--rules", nargs="+", choices=RULES, default=list(RULES), help="rules, see above")
     add("--prompts", type=int, default=64, help="held-out rows that text is generated from")
     add("--prompt-tokens", type=int, default=64, help="tokens of a prompt")
     add("--max-tokens", type=int, default=192, help="new tokens of each prompt")
-    add("--batch", type=int, default=16, help="prompts that run together")
+    add("--batch", type=int, default=16, help="prompts decoded together")
     add("--dtype", choices=("float32", "bfloat16"), help="(default: float32 on CPU, else bfloat16)")
-    add("--seed", type=int, default=0, help="of all random numbers")
+    add("--seed", type=int, default=0, help="seed of all random numbers")
     add("--json", action="store_true", help="JSON on stdout, the table on stderr")
     return parser
 
@@ -90,7 +90,7 @@ def evaluate(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
             )
             for temperature in args.temperatures:
                 if temperature == 0 and rule != args.rules[0]:
-                    continue  # greedy text is drafted and accepted alike under every rule
+                    continue  # at temperature 0 all rules are the same
                 progress.print(f"{mode}, {rule}, temperature {temperature:g}")
                 sampling = SamplingParams(
                     temperature=temperature, seed=args.seed, max_tokens=args.max_tokens
@@ -126,9 +126,7 @@ def make_table(results: dict[str, Any]) -> Table:
 
 def run(args: argparse.Namespace) -> None:
     results = evaluate(args, progress_console())
-    table_console(stderr=args.json, width=130).print(make_table(results))
-    if args.json:
-        print(json.dumps(results))
+    show_results(results, make_table(results), as_json=args.json)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

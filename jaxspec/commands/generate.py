@@ -1,38 +1,17 @@
-"""Generate text speculatively, and say how fast it went.
+"""Generate text by speculative decoding, and report the speed.
 
-Needs no arguments: the built-in model continues a built-in prompt.
+Without arguments, the built-in model continues a built-in prompt.
 """
 
+# The options alone, so that --help and a slip of the pen do not wait for jax: the work is in
+# generation.py.
+
 import argparse
-import dataclasses
-import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import jax
-
-from jaxspec import (
-    LLM,
-    Completion,
-    SamplingParams,
-    SpeculationConfig,
-    check_prompts,
-    make_mesh,
-)
-from jaxspec.commands.chat import chat, check_chat_template, typed_lines
-from jaxspec.commands.program_cache import (
-    default_folder,
-    keep_compiled_programs,
-    make_folder,
-)
-from jaxspec.commands.shell import add_model_option, command_parser, progress_console, run_command
-from jaxspec.commands.streaming import stream
-from jaxspec.comparison import compare, decode_rate
-from jaxspec.config import default_speculation
-from jaxspec.llm import load_tokenizer
-from jaxspec.loading import choose_drafter
+from jaxspec.commands.importing import import_command
+from jaxspec.commands.shell import add_model_option, command_parser, run_command
 
 PAIRS = 10
 PROMPT = '''import json
@@ -56,7 +35,7 @@ def make_parser() -> argparse.ArgumentParser:
     add(
         "--dtype",
         choices=("float32", "bfloat16"),
-        help="of weights and cache (default: float32 on CPU, else bfloat16)",
+        help="dtype of weights and cache (default: float32 on CPU, else bfloat16)",
     )
     add("--tp", type=int, default=1, help="devices that share the model (tensor parallel)")
     add("--shard-drafter", action="store_true", help="split the drafter over the devices too")
@@ -77,7 +56,7 @@ def add_prompt_options(parser: argparse.ArgumentParser) -> None:
         "--prompt-file",
         type=Path,
         metavar="FILE",
-        help="holds the text to continue (default: none)",
+        help="file with the text to continue (default: none)",
     )
     group.add_argument(
         "--chat",
@@ -91,14 +70,14 @@ def add_comparison_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--compare",
         action="store_true",
-        help="also decode plainly: are the tokens identical, and what is the speed-up?",
+        help="also decode plainly; report the speed-up and whether the tokens are identical",
     )
     group.add_argument(
         "--pairs",
         type=int,
         metavar="N",
-        help="of a plain and a speculative run, in turns, after a warm-up: the medians are shown "
-        f"(default: {PAIRS})",
+        help="alternating pairs of a plain and a speculative run, after a warm-up; the medians are "
+        f"reported (default: {PAIRS})",
     )
 
 
@@ -107,14 +86,14 @@ def add_tree_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--tree",
         metavar="SHAPE",
-        help="of the draft tree: NODES:DEPTH:TOPK (nodes with the root, children of a node), or "
-        "chain:K (default: chain:5, on a GPU chain:7)",
+        help="shape of the draft tree: NODES:DEPTH:TOPK (the root is a node; TOPK children of a "
+        "node), or chain:K (default: chain:5, on a GPU chain:7)",
     )
     group.add_argument(
         "--acceptance",
         choices=("match", "rejection"),
         default="match",
-        help="the rule: match gives the text of plain decoding, rejection its distribution",
+        help="acceptance rule: match keeps the text of plain decoding, rejection its distribution",
     )
     group.add_argument(
         "--proposal",
@@ -125,8 +104,8 @@ def add_tree_options(parser: argparse.ArgumentParser) -> None:
         "--verify-width",
         type=int,
         metavar="N",
-        help="verify, and decode plainly, at this width, so that rounding cannot differ "
-        "(default: not fixed)",
+        help="nodes that every verification is padded to, plain decoding's too, so that all round "
+        "alike (default: not padded)",
     )
 
 
@@ -155,51 +134,11 @@ def add_memory_options(parser: argparse.ArgumentParser) -> None:
         "--compilation-cache",
         type=Path,
         metavar="FOLDER",
-        help="keeps compiled programs, so that the next start is short (default: "
+        help="folder of compiled programs, for faster later starts (default: "
         "$JAX_COMPILATION_CACHE_DIR, else $XDG_CACHE_HOME/jaxspec/compilation, else "
         "~/.cache/jaxspec/compilation)",
     )
-    group.add_argument("--no-compilation-cache", action="store_true", help="keep none")
-
-
-def speculation_config(arguments: argparse.Namespace) -> SpeculationConfig:
-    if arguments.tree is None:
-        tree = default_speculation(jax.default_backend())
-    else:
-        tree = SpeculationConfig.parse(arguments.tree)
-    return dataclasses.replace(
-        tree,
-        acceptance=arguments.acceptance,
-        proposal=arguments.proposal,
-        verify_width=arguments.verify_width,
-    )
-
-
-def sampling_params(arguments: argparse.Namespace) -> SamplingParams:
-    return SamplingParams(
-        temperature=arguments.temperature,
-        top_k=arguments.top_k,
-        top_p=arguments.top_p,
-        min_p=arguments.min_p,
-        seed=arguments.seed,
-        max_tokens=arguments.max_tokens,
-    )
-
-
-def make_llm(arguments: argparse.Namespace, drafter: str) -> LLM:
-    return LLM(
-        arguments.model,
-        drafter,
-        speculation=speculation_config(arguments),
-        dtype=arguments.dtype,
-        mesh=make_mesh(arguments.tp) if arguments.tp != 1 else None,
-        shard_drafter=arguments.shard_drafter,
-        kernels=arguments.kernels,
-        page_size=arguments.page_size,
-        max_length=arguments.max_length,
-        num_pages=arguments.num_pages,
-        max_batch=1,
-    )
+    group.add_argument("--no-compilation-cache", action="store_true", help="store no programs")
 
 
 def check(arguments: argparse.Namespace) -> None:
@@ -210,20 +149,6 @@ def check(arguments: argparse.Namespace) -> None:
         raise ValueError("--no-compilation-cache goes without --compilation-cache")
     if arguments.chat and (arguments.compare or arguments.json):
         raise ValueError("--chat goes with neither --compare nor --json")
-
-
-def program_folder(arguments: argparse.Namespace) -> Path | None:
-    """Where compiled programs are kept, None: nowhere. Raises ValueError for a folder that was
-    asked for and cannot be had; the default one may be missing, which is said."""
-    if arguments.no_compilation_cache:
-        return None
-    if arguments.compilation_cache is not None:
-        return make_folder(arguments.compilation_cache)
-    try:
-        return make_folder(default_folder())
-    except ValueError as error:
-        print(f"{error}; going on without", file=sys.stderr)
-        return None
 
 
 def read_prompt(arguments: argparse.Namespace) -> str:
@@ -240,94 +165,11 @@ def read_prompt(arguments: argparse.Namespace) -> str:
     return text
 
 
-def report(arguments: argparse.Namespace, llm: LLM, completion: Completion) -> dict[str, Any]:
-    timings, prompt_tokens = completion.timings, len(completion.prompt_token_ids)
-    return {
-        "text": completion.text,
-        "token_ids": completion.token_ids,
-        "num_tokens": len(completion.token_ids),
-        "num_prompt_tokens": prompt_tokens,
-        "finish_reason": completion.finish_reason,
-        "error": completion.error,
-        "seed": completion.seed,
-        "num_rounds": completion.num_rounds,
-        "acceptance_length": completion.acceptance_length,
-        "acceptance_by_depth": completion.acceptance_by_depth,
-        "prefill_tokens_per_second": prompt_tokens / timings.prefill,
-        "decode_tokens_per_second": decode_rate([completion]),
-        "prefill_seconds": timings.prefill,
-        "decode_seconds": timings.decode,
-        "compile_seconds": timings.compile,
-        "model": arguments.model,
-        "drafter": str(choose_drafter(arguments.model, arguments.drafter)),
-        "device": str(jax.devices()[0].device_kind),
-        "kernels": str(llm.engine.kernels),
-    }
-
-
-def summary(results: dict[str, Any]) -> str:
-    lines = [f"error: {results['error']}"] if results["error"] else []
-    depths = " ".join(f"{share:.0%}" for share in results["acceptance_by_depth"]) or "-"
-    lines += [
-        f"{results['num_tokens']} tokens in {results['num_rounds']} rounds "
-        f"({results['finish_reason']}), acceptance length {results['acceptance_length']:.2f}",
-        f"accepted by depth: {depths}",
-        f"prefill {results['prefill_tokens_per_second']:.0f} tokens/s, decode "
-        f"{results['decode_tokens_per_second']:.1f} tokens/s on {results['device']} "
-        f"(kernels: {results['kernels']}; programs ready in {results['compile_seconds']:.1f} s)",
-    ]
-    if "speedups" in results:
-        lines += comparison_lines(results)
-    return "\n".join(lines)
-
-
-def comparison_lines(results: dict[str, Any]) -> list[str]:
-    speedups, place = results["speedups"], results["first_difference"]
-    plain = results["plain_decode_tokens_per_second"]
-    tokens = "identical" if results["identical"] else f"different from number {place} on"
-    return [
-        f"plain decoding: {plain:.1f} tokens/s; tokens {tokens}",
-        f"speed-up: {results['speedup']:.2f}x ({min(speedups):.2f} to {max(speedups):.2f}), like "
-        f"both decoding speeds the median of {len(speedups)} alternating pairs",
-    ]
-
-
-def generate(arguments: argparse.Namespace) -> None:
-    progress, prompt = progress_console(), read_prompt(arguments)
-    sampling, show = sampling_params(arguments), not arguments.json
-    check_prompts(arguments.model, [prompt], sampling, arguments.max_length)  # before any weight
-    with progress.status(f"loading {Path(arguments.model).name}"):
-        llm = make_llm(arguments, arguments.drafter)
-    if show:
-        sys.stdout.write(prompt)
-        sys.stdout.flush()
-    completion = stream(llm, prompt, sampling, show)
-    results = report(arguments, llm, completion)
-    if show:
-        print("\n")
-    if arguments.compare:
-        pairs = PAIRS if arguments.pairs is None else arguments.pairs
-        with progress.status(f"comparing with plain decoding, {pairs} pairs"):
-            plain = make_llm(arguments, "none")
-            comparison = compare(llm, plain, prompt, sampling, pairs)
-        results |= dataclasses.asdict(comparison)  # its decoding speed, a median, takes the place
-    print(summary(results) if show else json.dumps(results))
-
-
-def run_chat(arguments: argparse.Namespace) -> None:
-    check_chat_template(load_tokenizer(arguments.model), arguments.model)
-    with progress_console().status(f"loading {Path(arguments.model).name}"):
-        llm = make_llm(arguments, arguments.drafter)
-    chat(llm, sampling_params(arguments), typed_lines())
-
-
 def run(arguments: argparse.Namespace) -> None:
     check(arguments)
-    keep_compiled_programs(program_folder(arguments))
-    if arguments.chat:
-        run_chat(arguments)
-    else:
-        generate(arguments)
+    prompt = None if arguments.chat else read_prompt(arguments)
+    generation = import_command("jaxspec.commands.generation", "jaxspec generate")
+    generation.run(arguments, prompt)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

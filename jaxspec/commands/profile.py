@@ -1,16 +1,15 @@
-"""Where the milliseconds of one decoding round go: draft, verify, accept, compact, and gaps.
+"""Profile one decoding round: the time of its phases (draft, verify, accept, compact) and gaps.
 
 Two calls of a model shape with random weights and synthetic acceptance (see bench engine) run
 under the profiler. Each kernel is attributed to the scope (jax.named_scope) that the compiled
-program gives it; a fused kernel counts for the product in it, or for its result. Times leave out
-what overlaps with earlier kernels, so that they and the gaps, in which nothing ran, make the round.
+program gives it: a fused kernel to the scope of the matrix product in it, else of its result. Time
+that overlaps with earlier kernels is not counted, so that the kernels' times and the gaps, in which
+nothing ran, add up to the round.
 """
 
 import argparse
 import dataclasses
-import datetime
 import itertools
-import json
 import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -31,33 +30,33 @@ from jaxspec.benchmarking.random_params import random_decoder, random_eagle3_hea
 from jaxspec.benchmarking.rounds import Bench, Workload
 from jaxspec.benchmarking.shapes import SHAPES
 from jaxspec.benchmarking.timing import timed
+from jaxspec.commands.run_facts import run_facts
 from jaxspec.commands.shell import (
     command_parser,
     progress_console,
     run_command,
-    table_console,
-    typed_command,
+    show_results,
 )
 from pallas_kernels.selection import Kernels
 
-NUM_CALLS = 2  # under the profiler
-LONG_CALL = 5  # times the rounds of a call
-PAIRS = 3  # of a call and a long one
-TABLE_WIDTH = 100  # where the output is no terminal
+NUM_CALLS = 2  # calls under the profiler
+LONG_CALL = 5  # a long call has so many times the rounds of a short one
+PAIRS = 3  # pairs of a short and a long call, timed without the profiler
+TABLE_WIDTH = 100  # where the output is not a terminal
 LANES = (*PHASES, OTHER)
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = command_parser("profile", __doc__)
     add = parser.add_argument
-    add("--shape", choices=SHAPES, default="llama-3.1-8b", help="of the model")
+    add("--shape", choices=SHAPES, default="llama-3.1-8b", help="shape of the model")
     add("--mode", default="chain:5", help="plain, chain:K or NODES:DEPTH:TOPK, the latter two with "
         "@ACCEPTANCE_LENGTH")  # fmt: skip
     add("--batch", type=int, default=1, help="number of sequences")
     add("--context", type=int, default=512, help="prompt tokens of each sequence")
     add("--page-size", type=int, default=64, help="tokens of a page of the KV cache")
     add("--rounds", type=int, default=8, help="rounds in one call; all but the last are profiled")
-    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of weights and cache")
+    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="weights and cache")
     add("--kernels", default="auto", help="auto (all on a Hopper GPU), all, none or a comma list")
     add("--plot", type=Path, help="write one round's timeline as a PNG")
     add("--json", action="store_true", help="JSON on stdout, the table on stderr")
@@ -72,7 +71,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def run_profiled(args: argparse.Namespace, progress: Console) -> tuple[Profile, dict[str, Any]]:
-    """The profile, and what else is known of the run."""
+    """The profile, and other facts about the run."""
     mode, kernels = parse_mode(args.mode), Kernels.parse(args.kernels)
     config, dtype = SHAPES[args.shape], jnp.dtype(args.dtype)
     progress.print(f"making random weights of {args.shape}")
@@ -111,7 +110,7 @@ def run_profiled(args: argparse.Namespace, progress: Console) -> tuple[Profile, 
 
 
 def unprofiled_round_us(bench: Bench, rounds: int) -> float:
-    """From the difference of a long and a short call, which cancels the fixed cost of a call."""
+    """Microseconds per round, from a long call minus a short one: the fixed cost cancels out."""
     state = bench.fill(bench.new_state())
     state, seconds = timed(bench.decode, state, rounds)
     _, long_seconds = timed(bench.decode, state, LONG_CALL * rounds)
@@ -127,10 +126,7 @@ def measure(args: argparse.Namespace, progress: Console) -> tuple[Profile, dict[
     costs = summarize(rounds, lambda span: span.scope)
     kernels = summarize(rounds, lambda span: (span.name, span.scope))
     return profile, {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": typed_command(),
-        "jax": jax.__version__,
-        "device": jax.devices()[0].device_kind,
+        **run_facts(),
         "own_kernels": run["own_kernels"],
         "arguments": vars(args) | {"plot": args.plot and str(args.plot)},
         "config": dataclasses.asdict(config),
@@ -155,7 +151,8 @@ def in_order(scopes: Iterable[Scope]) -> list[Scope]:
 
 
 def as_row(scope: Scope, cost: Cost, round_us: float, layer_runs: dict[str, int]) -> dict[str, Any]:
-    """``launches_per_layer`` counts each run of a layer: drafting runs its layers several times."""
+    """One row of the results. ``launches_per_layer`` is per run of a layer: drafting runs its
+    layers several times in a round."""
     runs = layer_runs.get(scope.phase) if scope.part in LAYER_PARTS else None
     return {
         **dataclasses.asdict(scope),
@@ -224,9 +221,7 @@ def plot_round(one: Round, title: str, path: Path) -> None:
 def run(args: argparse.Namespace) -> None:
     progress = progress_console()
     profile, results = measure(args, progress)
-    table_console(stderr=args.json, width=TABLE_WIDTH).print(make_table(results))
-    if args.json:
-        print(json.dumps(results, indent=2))
+    show_results(results, make_table(results), as_json=args.json, width=TABLE_WIDTH)
     if args.plot:
         by_length = sorted(profile.rounds, key=lambda one: one.length_us)
         title = f"{args.shape}, {results['mode']}, batch {args.batch}, context {args.context}"

@@ -1,4 +1,4 @@
-"""Compiled programs, kept in a folder for the next start."""
+"""The folder in which compiled programs are stored between runs (jax's compilation cache)."""
 
 import os
 from pathlib import Path
@@ -20,7 +20,7 @@ def default_folder() -> Path:
 
 
 def make_folder(folder: Path) -> Path:
-    """The folder, made if it was not there. Raises ValueError if programs cannot be kept in it."""
+    """Create the folder if necessary. Raises ValueError if it cannot be written."""
     folder = folder.expanduser()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -32,7 +32,7 @@ def make_folder(folder: Path) -> Path:
 
 
 def keep_compiled_programs(folder: Path | None) -> None:
-    """Take compiled programs from a folder, and put new ones into it; None: keep none."""
+    """Read compiled programs from a folder, and store new ones in it; None: no folder."""
     jax.config.update("jax_compilation_cache_dir", folder and str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

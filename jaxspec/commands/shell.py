@@ -1,22 +1,25 @@
-"""What all commands share: the look of their help, and how they end."""
+"""What the commands share: parsers, error handling and consoles. Imports no jax."""
 
 import argparse
+import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
-from jaxspec import BUILT_IN_MODEL
+from jaxspec.built_in import BUILT_IN_MODEL
+from jaxspec.commands.importing import INTERRUPTED
 
-TABLE_WIDTH = 130  # at least, where the output is no terminal
-INTERRUPTED = 130  # the exit status of what SIGINT ended, by convention
+TABLE_WIDTH = 130  # least width where the output is not a terminal
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Keeps the description's lines, and adds to an option's help its default."""
+    """Keeps the line breaks of the description, and adds the default to the help of an option."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         text, default = action.help or "", action.default
@@ -53,11 +56,11 @@ def run_command(
     arguments: Sequence[str] | None,
     expected: tuple[type[Exception], ...] = (ValueError, OSError),
 ) -> int:
-    """Run a command; returns its exit status. Expected errors and Ctrl-C end it in one line."""
+    """Run a command; returns its exit status. Expected errors and Ctrl-C print one line."""
     try:
         run(parser.parse_args(arguments))
-    except BrokenPipeError:  # who reads our output went away, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+    except BrokenPipeError:  # the reader of our output has ended, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or flushing at exit fails
         return 1
     except expected as error:
         print(f"{parser.prog}: {' '.join(str(error).split())}", file=sys.stderr)
@@ -69,19 +72,28 @@ def run_command(
 
 
 def progress_console() -> Console:
-    """Where progress is shown: stderr."""
+    """The console for progress, on stderr."""
     return Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 def table_console(*, stderr: bool, width: int = TABLE_WIDTH) -> Console:
-    """For tables, which are at least so wide where the output is no terminal."""
+    """A console for tables, at least ``width`` wide where the output is not a terminal."""
     console = Console(stderr=stderr, highlight=False)
     console.width = max(console.width, width)
     return console
 
 
+def show_results(
+    results: Mapping[str, Any], table: Table, *, as_json: bool, width: int = TABLE_WIDTH
+) -> None:
+    """Print the table; with ``as_json``, the results on stdout and the table on stderr."""
+    table_console(stderr=as_json, width=width).print(table)
+    if as_json:
+        print(json.dumps(results, indent=2))
+
+
 def typed_command() -> str:
-    """The command line as it was typed, for records of a run."""
+    """The command line as it was typed, for the records of a run."""
     program = Path(sys.argv[0])
     if program.name == "__main__.py":
         words = ["python3", "-m", program.parent.name]

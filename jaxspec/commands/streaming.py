@@ -1,4 +1,4 @@
-"""Text on the terminal as it comes."""
+"""Streaming of generated text to the terminal."""
 
 import sys
 
@@ -7,7 +7,7 @@ from jaxspec.llm import Prompt
 
 
 def stream(llm: LLM, prompt: Prompt, sampling: SamplingParams, show: bool = True) -> Completion:
-    """Generate, writing the text to stdout as it comes unless ``show`` is False."""
+    """Generate; with ``show``, write the text to stdout as it is generated."""
     try:
         for event in llm.stream([prompt], sampling):
             if not isinstance(event, TextChunk):
@@ -17,6 +17,6 @@ def stream(llm: LLM, prompt: Prompt, sampling: SamplingParams, show: bool = True
                 sys.stdout.flush()
     except KeyboardInterrupt:
         if show:
-            sys.stdout.write("\n")  # what is said next begins a line
+            sys.stdout.write("\n")  # the next output begins on a new line
         raise
     raise AssertionError("a stream ends with its completion")

@@ -1,8 +1,8 @@
 """Train an EAGLE-3 (or EAGLE-1) draft head for a model, and export it in the official layout.
 
-Data are folders or files of text, or .jsonl files with `text` or chat `messages` on each line
-(learned in the assistant's turns only). With --regenerate the model first continues every row
-itself: a head learns best from what it will have to draft.
+Data are folders or files of text, or .jsonl files with `text` or chat `messages` on each line (of a
+chat, only the assistant's messages are learned). With --regenerate the model first writes the
+answers itself: a head learns best from the text that it will draft.
 """
 
 import argparse
@@ -17,10 +17,10 @@ from rich.console import Console
 
 from jaxspec import LLM, SpeculationConfig
 from jaxspec.commands.shell import add_model_option, command_parser, run_command, typed_command
-from jaxspec.config import LayerConfig, ModelConfig
-from jaxspec.llm import load_tokenizer
+from jaxspec.config.model import LayerConfig, ModelConfig
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.hf_config import load_model_config
+from jaxspec.tokenizer import load_tokenizer
 from jaxspec.training import data, draft_data
 from jaxspec.training.draft_data import ExampleReport, Examples
 from jaxspec.training.draft_loss import LossConfig
@@ -37,9 +37,11 @@ from jaxspec.training.schedule import Schedule, deadline_of
 from jaxspec.weights.hub import resolve_directory
 from jaxspec.weights.safetensors_io import load_decoder
 
-EXPORT_SHARE = 0.03  # of a time budget, kept for the last export
-ANSWERS_UNTIL = {"held-out": 0.1, "train": 0.5}  # shares of a time budget; written in this order
-STATES_UNTIL = 0.75  # share of a time budget in which --store-states must be done
+# Shares of a time budget: reserved for the last export; at whose end each part of --regenerate must
+# be done, in this order; and at whose end --store-states must be done.
+EXPORT_SHARE = 0.03
+ANSWERS_UNTIL = {"held-out": 0.1, "train": 0.5}
+STATES_UNTIL = 0.75
 HELD_OUT_ANSWERS = 256
 DEFAULT_LICENSE = "Trained on the data and for the model named above, each under its own licence."
 
@@ -52,13 +54,13 @@ def make_parser() -> argparse.ArgumentParser:
     add("--out", type=Path, required=True, help="folder of the exported head")
     add("--method", choices=("eagle3", "eagle1"), default="eagle3", help="layout of the head")
     add("--work", type=Path, default=Path("runs/drafter"), help="checkpoints, log, answers, states")
-    add("--resume", action="store_true", help="go on from the last checkpoint in --work, with "
-        "the answers written by then; without it, checkpoints there are dropped")  # fmt: skip
+    add("--resume", action="store_true", help="resume from the last checkpoint in --work, with the "
+        "answers written by then; without it, checkpoints there are deleted")  # fmt: skip
     length = parser.add_mutually_exclusive_group(required=True)
     length.add_argument("--steps", type=int, help="training steps")
-    length.add_argument("--minutes", type=float, help="for everything, start-up and export too; "
-        "--regenerate stops when half of them are over, and training goes on with the answers "
-        "written by then")  # fmt: skip
+    length.add_argument("--minutes", type=float, help="time for everything, start-up and export "
+        "included; --regenerate stops after half of it, and the answers written by then are "
+        "used")  # fmt: skip
     rows = parser.add_argument_group("data")
     rows.add_argument(
         "--suffixes",
@@ -77,16 +79,18 @@ def make_parser() -> argparse.ArgumentParser:
         "--regenerate-temperatures",
         type=float,
         nargs="+",
-        help="of the answers, in turns (default: 0 1)",
+        help="temperatures of the answers; row i uses the i-th, cyclically (default: 0 1)",
     )
-    rows.add_argument("--regenerate-batch", type=int, help="rows written together (default: 64)")
-    rows.add_argument("--keep-text", action="store_true", help="learn from the data's own text too")
-    rows.add_argument("--prompt-tokens", type=int, help="of a text row, to continue (default: 64)")
+    rows.add_argument("--regenerate-batch", type=int, help="batch size of it (default: 64)")
+    rows.add_argument("--keep-text", action="store_true", help="train on the data's own text too")
+    rows.add_argument("--prompt-tokens", type=int, help="prompt of a text row (default: 64)")
     rows.add_argument("--store-states", action="store_true", help="keep hidden states on disk "
         "(an error if they would take more than three quarters of --minutes)")  # fmt: skip
     head = parser.add_argument_group("head")
-    head.add_argument("--draft-vocab", type=int, help="most frequent tokens only (default: all)")
-    head.add_argument("--capture", type=int, nargs="+", help="layers read (default: the official)")
+    head.add_argument("--draft-vocab", type=int, help="size of the draft vocabulary, the most "
+        "frequent tokens (default: the whole vocabulary)")  # fmt: skip
+    head.add_argument("--capture", type=int, nargs="+", help="target layers whose hidden states "
+        "the head reads (default: as in the method's official code)")  # fmt: skip
     head.add_argument("--ff", type=int, help="width of the MLP (default: the model's)")
     head.add_argument("--layers", type=int, default=1, help="layers of the head")
     train = parser.add_argument_group("training")
@@ -94,10 +98,10 @@ def make_parser() -> argparse.ArgumentParser:
         "--unroll", type=int, help="steps of the training-time test (default: the method's)"
     )
     train.add_argument("--batch", type=int, default=32, help="rows of a step")
-    train.add_argument("--accumulation", type=int, default=1, help="parts a batch is computed in")
+    train.add_argument("--accumulation", type=int, default=1, help="micro-batches of a step")
     train.add_argument("--lr", type=float, default=1e-3, help="highest learning rate")
-    train.add_argument("--warmup", type=int, default=100, help="steps until then")
-    train.add_argument("--seed", type=int, default=0, help="of all random numbers")
+    train.add_argument("--warmup", type=int, default=100, help="steps of learning rate warm-up")
+    train.add_argument("--seed", type=int, default=0, help="seed of all random numbers")
     train.add_argument(
         "--attention",
         choices=("auto", "xla", "cudnn"),
@@ -108,10 +112,10 @@ def make_parser() -> argparse.ArgumentParser:
         "--dtype",
         choices=("auto", "bfloat16", "float32"),
         default="auto",
-        help="of the computation; auto: bfloat16 on a GPU, else float32",
+        help="dtype of the computation; auto: bfloat16 on a GPU, else float32",
     )
     train.add_argument(
-        "--steps-per-call", type=int, default=10, help="steps between two looks at the results"
+        "--steps-per-call", type=int, default=10, help="most steps between log records"
     )
     train.add_argument(
         "--evaluate-every",
@@ -122,7 +126,7 @@ def make_parser() -> argparse.ArgumentParser:
     train.add_argument(
         "--save-every", type=int, default=1000, help="steps between checkpoints and exports"
     )
-    add("--license-note", default=DEFAULT_LICENSE, help="goes into the model card")
+    add("--license-note", default=DEFAULT_LICENSE, help="licence note in the model card")
     return parser
 
 
@@ -141,7 +145,7 @@ def train_config(args: argparse.Namespace, head_dim: int) -> DraftTrainConfig:
 
 
 def check_options(args: argparse.Namespace, model: ModelConfig) -> None:
-    """Refuse lengths that the model does not have, and options that would do nothing."""
+    """Raise ValueError for rows longer than the model allows, and for options without effect."""
     if args.length > model.max_position:
         raise ValueError(f"--length {args.length} exceeds the model's {model.max_position}")
     counts = {
@@ -166,7 +170,7 @@ def own_answers(
 ) -> tuple[Examples, Examples]:
     """Rows (training, held out) with the model's own answers, as many as there is time for.
 
-    A resumed run goes on with those that it began with.
+    A resumed run uses the answers of the run that it resumes.
     """
     llm = LLM(
         args.model,
@@ -195,7 +199,7 @@ def own_answers(
                 console.print(
                     f"answers, {name}: {len(answers[name])} of {len(wanted[name])} rows written "
                     + ("when the run began" if args.resume else f"in {share:.0%} of --minutes")
-                    + ", going on with those"
+                    + ", which are used"
                 )
     return answers["train"], answers["held-out"]
 
@@ -203,7 +207,7 @@ def own_answers(
 def prepare_rows(
     args: argparse.Namespace, console: Console, started: float
 ) -> tuple[Examples, Examples, ExampleReport]:
-    """Training rows, held-out rows, and what they came from."""
+    """Training rows, held-out rows, and a report on the data."""
     console.print("reading and tokenizing --data")
     train, held_out, report = draft_data.read_examples(
         args.data,
@@ -250,7 +254,7 @@ def store_states(
 
 
 def head_config(args: argparse.Namespace, target: ModelConfig) -> ModelConfig:
-    """The target's own sizes, in as many layers as wanted, without its families' specialities."""
+    """Llama layers of the target's sizes, without its windows, biases and norms of q and k."""
     first = target.layers[0]
     attention = dataclasses.replace(
         first.mixer, window=None, qkv_bias=False, o_bias=False, qk_norm=False
@@ -280,7 +284,7 @@ def train(args: argparse.Namespace, console: Console, started: float) -> None:
     check_options(args, model)
     if args.resume:
         check_resumable(args.work)
-    args.out.mkdir(parents=True, exist_ok=True)  # what is no folder is an error now, not later
+    args.out.mkdir(parents=True, exist_ok=True)  # fails now, not after training
     config = train_config(args, model.layers[0].mixer.head_dim)
     schedule = Schedule(
         steps=args.steps,
@@ -305,8 +309,8 @@ def train(args: argparse.Namespace, console: Console, started: float) -> None:
     states = store_states(args, console, target, train_rows, head.capture, config, started)
     if schedule.deadline is not None and time.monotonic() >= schedule.deadline:
         raise ValueError(
-            "--minutes were over before training began: give more (answers and hidden states "
-            "written are kept)"
+            "--minutes were over before training began: give more (answers and hidden states in "
+            "--work are reused)"
         )
     run = DraftTraining(
         head, target, config, train_rows, held_out, schedule, args.work,
@@ -331,7 +335,7 @@ def train(args: argparse.Namespace, console: Console, started: float) -> None:
         exported = record.saved
         if exported:
             export_head(run, model, card, args.out)
-    if not exported:  # a resumed run that had ended already
+    if not exported:  # the resumed run was complete already
         export_head(run, model, card, args.out)
     console.print(f"{args.out}: written after {time.monotonic() - started:.1f} s")
 

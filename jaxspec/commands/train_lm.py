@@ -10,7 +10,7 @@ from rich.console import Console
 
 from jaxspec.commands.data_options import add_suffixes_option
 from jaxspec.commands.shell import command_parser, run_command, typed_command
-from jaxspec.config import ModelConfig, dense_model
+from jaxspec.config.model import ModelConfig, dense_model
 from jaxspec.training import data
 from jaxspec.training.lm import TrainConfig, num_parameters
 from jaxspec.training.precision import resolve_precision
@@ -19,7 +19,7 @@ from jaxspec.training.progress import follow
 from jaxspec.training.report import Card, export
 from jaxspec.training.schedule import Schedule, deadline_of
 
-EXPORT_SHARE = 0.05  # of a time budget, kept for the sample and the last export
+EXPORT_SHARE = 0.05  # share of a time budget, reserved for the sample and the last export
 DEFAULT_LICENSE = "Trained on the sources named above, each under its own licence."
 
 
@@ -30,23 +30,23 @@ def make_parser() -> argparse.ArgumentParser:
     add("--out", type=Path, required=True, help="folder of the exported model")
     add("--work", type=Path, default=Path("runs/lm"), help="cached tokens, checkpoints, log")
     add_suffixes_option(parser)
-    add("--resume", action="store_true", help="go on from the last checkpoint in --work")
+    add("--resume", action="store_true", help="resume from the last checkpoint in --work")
     length = parser.add_mutually_exclusive_group(required=True)
     length.add_argument("--steps", type=int, help="training steps")
-    length.add_argument("--minutes", type=float, help="for everything, start-up and export too")
+    length.add_argument("--minutes", type=float, help="for everything, with start-up and export")
     add("--hidden", type=int, default=256, help="width of the hidden states")
     add("--layers", type=int, default=8, help="layers of the model")
     add("--heads", type=int, default=4, help="query heads")
     add("--kv-heads", type=int, default=2, help="key and value heads")
     add("--head-dim", type=int, default=64, help="width of a head")
     add("--ff", type=int, default=448, help="width of the MLP")
-    add("--vocab", type=int, default=4096, help="tokens of the tokenizer, which is trained too")
+    add("--vocab", type=int, default=4096, help="vocabulary of the tokenizer, which is trained too")
     add("--max-position", type=int, default=2048, help="longest text that the model allows")
     add("--context", type=int, default=1024, help="tokens of a training row")
     add("--batch", type=int, default=128, help="rows of a step")
     add("--lr", type=float, default=3e-3, help="highest learning rate")
-    add("--warmup", type=int, default=200, help="steps until then")
-    add("--seed", type=int, default=0, help="of all random numbers")
+    add("--warmup", type=int, default=200, help="steps of learning rate warm-up")
+    add("--seed", type=int, default=0, help="seed of all random numbers")
     add(
         "--attention",
         choices=("auto", "xla", "cudnn"),
@@ -57,9 +57,9 @@ def make_parser() -> argparse.ArgumentParser:
         "--dtype",
         choices=("auto", "bfloat16", "float32"),
         default="auto",
-        help="of the computation; auto: bfloat16 on a GPU, else float32",
+        help="dtype of the computation; auto: bfloat16 on a GPU, else float32",
     )
-    add("--steps-per-call", type=int, default=20, help="steps between two looks at the results")
+    add("--steps-per-call", type=int, default=20, help="most steps between log records")
     add(
         "--evaluate-every",
         type=int,
@@ -70,10 +70,10 @@ def make_parser() -> argparse.ArgumentParser:
     add(
         "--prompt",
         default='import numpy as np\n\n\ndef mean(x, axis=None):\n    """',
-        help="of the sample in the model card (default: the beginning of a Python file)",
+        help="prompt of the sample in the model card (default: the beginning of a Python file)",
     )
-    add("--sample-tokens", type=int, default=128, help="length of that sample")
-    add("--license-note", default=DEFAULT_LICENSE, help="goes into the model card")
+    add("--sample-tokens", type=int, default=128, help="tokens of that sample")
+    add("--license-note", default=DEFAULT_LICENSE, help="licence note in the model card")
     return parser
 
 

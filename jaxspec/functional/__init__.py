@@ -1,8 +1,8 @@
 """The engine as pure functions over pytrees, for use inside your own ``jit``, ``vmap`` or ``scan``.
 
 ``params`` holds the weights and every static option. ``state`` holds everything that changes: a
-pool of cache memory, and one row per sequence. A row is admitted with its prompt, reads it in
-chunks, decodes, and is released:
+pool of cache memory, and one row per sequence. A prompt is admitted to a row, read in chunks
+(prefill) and continued (decode); then the row is released:
 
     params = load("model-dir", drafter="ngram")
     state = init_state(params, num_rows=1, max_length=512)

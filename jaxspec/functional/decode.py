@@ -1,4 +1,4 @@
-"""Many rounds in one call, and the tokens that they emit."""
+"""Decode: many rounds in one call, and the tokens that they emit."""
 
 import functools
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
-from jaxspec.config import TreeShape
+from jaxspec.config.speculation import TreeShape
 from jaxspec.functional.params import EngineParams, Integers, on_mesh, row_spec
 from jaxspec.functional.subset import check_split, local_rows, on_rows, put_rows, take_rows
 from jaxspec.sharding import partition_specs

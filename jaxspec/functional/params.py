@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
-from jaxspec.config import PLAIN, SpeculationConfig, TreeShape
+from jaxspec.config.speculation import PLAIN, SpeculationConfig, TreeShape
 from jaxspec.models.decoder import Decoder
 from jaxspec.pytree import Pytree, pytree, static
 from jaxspec.sharding import Layout, axes_size, partition_specs

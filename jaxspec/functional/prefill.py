@@ -37,7 +37,7 @@ def prefill(
     Args:
       rows: [B] distinct row indices. Indices outside 0 .. R - 1 are padding, and rows that are not
         reading stay unchanged. None: all rows. Under data parallelism the list is split evenly over
-        the devices, and each share may name rows of its own device only. In a traced list, other
+        the devices, and each part may only list rows of its own device. In a traced list, other
         rows are emitted as MISPLACED.
       counts: [B] most tokens to read of each row; None: ``width``.
       width: tokens per row that the program has room for.

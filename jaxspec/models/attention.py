@@ -18,7 +18,7 @@ from pallas_kernels.paged_attention import paged_attention
 
 @dataclasses.dataclass(frozen=True)
 class PagedAttend:
-    """The places of a pass's T tokens, and an Attend over paged caches.
+    """Positions and slots of a pass's T tokens, and an Attend function over paged caches.
 
     When called, it writes the tokens' keys and values, then attends. A mixer that is not attention
     reads the fields instead.
@@ -29,7 +29,8 @@ class PagedAttend:
       context_lens: [B] committed slots.
       slots: [B, T] slots that the tokens' keys and values are written to (0: the null page).
       positions: [B, T] positions of the tokens in slots, for sliding windows.
-      kv_lens: [B] end of each sequence's slots: kv_lens - context_lens of the T tokens are real.
+      kv_lens: [B] end of each sequence's slots; kv_lens - context_lens of the T tokens are not
+        padding.
       ancestors: [B, T, words] tree mask past the context, or None for consecutive tokens.
       first_slot, order_invariant: see paged_attention.
     """
@@ -66,7 +67,7 @@ class PagedAttend:
 def dense_causal_attend(
     state: None, heads: Heads, window: int | None, implementation: Literal["xla", "cudnn"] = "xla"
 ) -> tuple[Array, None]:
-    """An Attend over the pass's own T tokens, without a cache."""
+    """An Attend function over the pass's own T tokens, without a cache."""
     return dense_causal_attention(*heads.rotated(), window, implementation), state
 
 

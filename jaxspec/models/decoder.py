@@ -1,4 +1,4 @@
-"""The decoder-only transformer that serves every supported family.
+"""The decoder-only transformer of all supported model families.
 
 Weights have one layout, whatever the checkpoint's. Query, key and value projections form one
 Linear, grouped by KV head. Gate and up projections form another. Products contract a weight's first
@@ -13,7 +13,7 @@ from jax import Array
 
 from jaxspec.cache import Geometry, LayerStates, ModelState
 from jaxspec.collectives import all_reduce, shard_offset
-from jaxspec.config import ModelConfig
+from jaxspec.config.model import ModelConfig
 from jaxspec.models.forward import Attend, make_pass
 from jaxspec.models.layer import Layer, layer_shape, run_layers
 from jaxspec.models.linear import Linear, linear_shape
@@ -138,7 +138,7 @@ def run(
 
 @jax.named_scope("lm_head")
 def logits(decoder: Decoder, hidden: Array, kernels: Kernels = NO_KERNELS) -> Array:
-    """Float32 logits of normed hidden states, this shard's: [..., H] -> [..., V / shards]."""
+    """This shard's float32 logits of normed hidden states: [..., H] -> [..., V / shards]."""
     if decoder.lm_head is None:
         scores = einsum_f32("...h,vh->...v", hidden, decoder.embed)
     else:

@@ -1,4 +1,4 @@
-"""One pass of a model over a few tokens: what its layers share.
+"""What the layers of a model share during one forward pass.
 
 This file and attention.py are the one place where model code calls kernels by operation name
 (add_rms_norm and rope_kv_write here, paged_attention there). Mixers and MLPs name none: they hand
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxspec.config import LayerConfig, RopeConfig
+from jaxspec.config.model import LayerConfig, RopeConfig
 from jaxspec.models.linear import Addend, Product
 from jaxspec.models.rope import rope_angles
 from jaxspec.sharding import Layout
@@ -31,11 +31,11 @@ Attend = Callable[[Any, "Heads", int | None], tuple[Array, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class ForwardPass:
-    """What all layers of one pass share.
+    """What all layers share during one forward pass.
 
     Attributes:
       attend: how the tokens attend to the past. In an engine it is a PagedAttend; a mixer that is
-        not attention reads the places of its tokens from it.
+        not attention reads the tokens' rows, slots and positions from it.
       ropes: results of ``rope_angles``, by rope config.
       eps: epsilon of the norms.
     """
@@ -51,7 +51,7 @@ class ForwardPass:
         return rms_norm(x, weight, self.eps)
 
     def add_norm(self, x: Array, product: Addend, weight: Array | None) -> tuple[Array, Array]:
-        """x plus what a block adds to it, and the norm of the sum (without a weight, the sum)."""
+        """(x + product, its norm); without a weight the second is the sum itself."""
         taking = self._taking("add_rms_norm", takes_partials)
         partials = product.partial_sums(self.layout, self.kernels, taking)
         with jax.named_scope("norm"):
@@ -80,7 +80,8 @@ class ForwardPass:
     def _taking(
         self, operation: str, fits: Callable[[jnp.dtype, int], bool]
     ) -> Callable[[jnp.dtype, int], bool]:
-        """``fits`` if the operation runs as a kernel; its jnp reference takes unsplit products."""
+        """``fits`` if the operation runs as a kernel, else a function that always says no: the jnp
+        reference takes no partial sums."""
         return fits if operation in self.kernels else lambda dtype, width: False
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxspec.config import (
+from jaxspec.config.model import (
     AttentionConfig,
     DenseConfig,
     Llama3RopeScaling,
@@ -29,7 +29,7 @@ from jaxspec.models.hf_values import (
     shown,
 )
 
-MOST_LAYERS = 1000  # a slip of the pen beyond that would take the host's memory
+MOST_LAYERS = 1000  # a mistyped number of layers must not fill the host's memory
 
 
 def load_model_config(directory: str | Path, whose: str = "target") -> ModelConfig:
@@ -153,7 +153,7 @@ def _head_dim(hf: Mapping[str, Any]) -> int:
 
 
 def _rope_parameters(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of transformers 5 (``rope_parameters``) from either version's keys."""
+    """Rope parameters as in transformers 5 (``rope_parameters``), from keys of either version."""
     given = hf["rope_scaling"] or hf["rope_parameters"] or {}
     if not isinstance(given, dict):
         raise ValueError(f"rope parameters must be an object, got {shown(given)}")
@@ -273,13 +273,13 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
 
 
 def _alike(config: ModelConfig) -> tuple[AttentionConfig, DenseConfig]:
-    """What all layers have in common, windows apart.
+    """The configs that all layers share, except for the windows.
 
-    Raises ValueError for layers that differ in more: no supported family has such.
+    Raises ValueError for layers that differ in more, as in no supported family.
     """
     kinds = {(dataclasses.replace(layer.mixer, window=None), layer.mlp) for layer in config.layers}
     if len(kinds) != 1:
-        raise ValueError("no supported Hugging Face family has layers that differ so")
+        raise ValueError("no supported Hugging Face family has layers that differ in this way")
     return kinds.pop()
 
 

@@ -1,16 +1,15 @@
-"""``config.json`` of an EAGLE draft head, checked against the target that it is to draft for.
+"""Reading ``config.json`` of an EAGLE draft head, and checking it against the target.
 
-EAGLE-3.1 (arXiv 2605.09992) is EAGLE-3 with options. Heads are published in three styles: flat,
-as EAGLE, SpecForge and TorchSpec write them; with options in ``eagle_config``, as ModelOpt writes
-them; and as vLLM's speculators write them, with the layer's config inside. As everywhere, a key
-that is not understood is an error.
+EAGLE-3.1 (arXiv 2605.09992) is EAGLE-3 with options. Three formats are published: flat, by EAGLE,
+SpecForge and TorchSpec; with options in ``eagle_config``, by ModelOpt; and with the layer's config
+in ``transformer_layer_config``, by vLLM's speculators library. An unknown key is an error.
 """
 
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jaxspec.config import LayerConfig, ModelConfig
+from jaxspec.config.model import LayerConfig, ModelConfig
 from jaxspec.models import hf_keys
 from jaxspec.models.heads import EagleMethod, HeadConfig, check_capture, default_capture
 from jaxspec.models.hf_config import check_keys, parse_model_config
@@ -42,12 +41,13 @@ def _architectures(raw: Mapping[str, Any]) -> list[str]:
 def eagle_head_config(
     raw: Mapping[str, Any], target: ModelConfig, method: EagleMethod | None = None
 ) -> HeadConfig:
-    """What ``config.json`` of an EAGLE head says.
+    """The HeadConfig of an EAGLE head's ``config.json``.
 
-    ``method``: what the weights are. None: EAGLE-3 if the config says so, else EAGLE-1.
-    ``fc_bias`` and ``own_embed`` are the method's defaults where only the weights can tell.
+    ``method``: the kind of the weights. None: EAGLE-3 if the config says so, else EAGLE-1.
+    ``fc_bias`` and ``own_embed`` of the result are the method's defaults where the config does not
+    give them; the caller corrects them from the weights.
 
-    Raises ValueError for a head that does not fit the target or that is not computed exactly.
+    Raises ValueError for a head that does not fit the target or has unsupported features.
     """
     if method is None:
         method = "eagle3" if says_eagle3(raw) else "eagle1"
@@ -87,7 +87,7 @@ def eagle_head_config(
 
 
 def _check_sizes(extra: Mapping[str, Any], nested: Mapping[str, Any]) -> None:
-    """Raise ValueError for values of a type that a head's own keys cannot have."""
+    """Raise ValueError for values of a wrong type under the keys that only heads have."""
     for key in ("bias", "qkv_bias"):
         if extra.get(key) is not None:
             check_flag(key, extra[key])
@@ -100,7 +100,7 @@ def _check_sizes(extra: Mapping[str, Any], nested: Mapping[str, Any]) -> None:
 
 
 def _flattened(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """A config of vLLM's speculators as a flat one. There norm_before_residual is the default."""
+    """A config of vLLM's speculators in the flat format; norm_before_residual is on by default."""
     where = "a config of the speculators library"
     known = hf_keys.HARMLESS_KEYS | hf_keys.SPECULATORS_HARMLESS_KEYS | hf_keys.HEAD_KEYS
     known |= {"architectures", "transformer_layer_config"}
@@ -122,7 +122,7 @@ def _flattened(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _options(extra: Mapping[str, Any], nested: Mapping[str, Any]) -> dict[str, bool]:
-    """The flags of EAGLE-3.1: inside ``eagle_config``, else outside; absent ones are off."""
+    """The flags of EAGLE-3.1, from ``eagle_config`` or else the top level; absent ones are off."""
 
     def flag(names: tuple[str, ...]) -> bool:
         values = [where.get(name) for where in (nested, extra) for name in names]
@@ -144,8 +144,11 @@ def with_qkv_bias(layer: LayerConfig, bias: bool) -> LayerConfig:
 
 
 def _head_model(raw: Mapping[str, Any]) -> ModelConfig:
-    """Official heads are Llama layers, whatever ``model_type`` (llama or qwen2) they carry. Window
-    keys beside an unused window are the target's, such as ``layer_types`` of all its layers."""
+    """The config of a head's layers. They are Llama layers, also under ``model_type`` qwen2.
+
+    If no window is in use, window keys are ignored: they were copied from the target, such as
+    ``layer_types`` of all its layers.
+    """
     llama = {key: value for key, value in raw.items() if key not in hf_keys.HEAD_KEYS}
     is_qwen2, windows = llama.get("model_type") == "qwen2", llama.get("use_sliding_window")
     if windows is False or (is_qwen2 and not windows):
@@ -165,9 +168,10 @@ def _captured_layers(
     """Hidden states the head reads; id ``i`` is the target's residual stream after ``i`` layers.
 
     ``eagle_aux_hidden_state_layer_ids`` at the top level (speculators, vLLM) counts the same way.
-    Inside ``eagle_config`` two conventions are in use: exporters that name the layer whose output
-    is taken start at layer 1 (so one is added), the others count as here. This is SGLang's rule
-    (pull request 25454). All engines concatenate in the order of the layers.
+    Inside ``eagle_config`` two conventions are in use. Some exporters give the index of the layer
+    whose output is read; their lists start at layer 1, and one is added to each id. The others
+    count as here. This is SGLang's rule (pull request 25454). All engines concatenate in the order
+    of the layers.
     """
     nested_ids = nested.get("eagle_aux_hidden_state_layer_ids") or []
     ids = extra.get("eagle_aux_hidden_state_layer_ids") or [

@@ -1,4 +1,4 @@
-"""The keys of a Hugging Face ``config.json``, by what jaxspec makes of them: tables only."""
+"""Tables of the keys of a Hugging Face ``config.json``, by how jaxspec treats them."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -27,8 +27,7 @@ COMMON_KEYS = words(
     eos_token_id"""
 )
 WINDOW_KEYS = words("use_sliding_window sliding_window max_window_layers layer_types")
-# What a config.json that lacks a key means, as transformers fills it in. A default of None here is
-# filled in from other keys.
+# transformers' values of absent keys. None: computed from other keys.
 COMMON_DEFAULTS = MappingProxyType(
     {
         "vocab_size": 32000,
@@ -88,13 +87,13 @@ FAMILIES = MappingProxyType(
         ),
     }
 )
-# What the values must be. Sizes are at least 1.
+# Keys by the type of their values. Sizes are at least 1.
 SIZES = words(
     """vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
     num_key_value_heads head_dim max_position_embeddings"""
 )
 FLAGS = words("tie_word_embeddings attention_bias mlp_bias use_sliding_window")
-# By rope_type, the parameters that it must have, and may have besides the type itself.
+# For each rope_type: the parameters it must have, and those it may have besides the type itself.
 ROPE_NEEDS = MappingProxyType(
     {
         "default": words("rope_theta"),
@@ -105,7 +104,7 @@ ROPE_NEEDS = MappingProxyType(
     }
 )
 
-# Training, labels, defaults of generate(), bookkeeping: none of it changes what the model computes.
+# Keys that do not change the result: training, labels, defaults of generate(), bookkeeping.
 HARMLESS_KEYS = words(
     """initializer_range use_cache attention_dropout pretraining_tp dtype torch_dtype
     bos_token_id pad_token_id sep_token_id decoder_start_token_id tokenizer_class prefix
@@ -122,7 +121,7 @@ HARMLESS_KEYS = words(
     is_llama_config transformers.js_config"""
 )
 
-# Keys understood at these values only, in families that do not read them.
+# Keys that must have one of these values, in families that do not read them.
 Allowed = Mapping[str, tuple[Any, ...]]
 FIXED_VALUES: Allowed = MappingProxyType(
     {
@@ -147,7 +146,7 @@ HEAD_ARCHITECTURES = words(
     """LlamaForCausalLMEagle3 Eagle3LlamaForCausalLM LlamaForCausalLMEagle EagleLlamaForCausalLM
     LlamaForCausalLM Qwen2ForCausalLM"""
 )
-# What EAGLE-3.1 adds, each by the names that it goes by; inside eagle_config, else outside.
+# Flags of EAGLE-3.1 and the names under which they are published.
 HEAD_FLAGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "fc_norm": ("fc_norm", "use_aux_norm"),
@@ -158,7 +157,7 @@ HEAD_FLAGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 HEAD_FLAG_NAMES = frozenset(name for names in HEAD_FLAGS.values() for name in names)
 # Keys that may stand inside eagle_config too.
 NESTED_HEAD_KEYS = HEAD_FLAG_NAMES | words("eagle_aux_hidden_state_layer_ids num_aux_hidden_states")
-# Keys that only draft heads have (target_model_type informs the reader, nothing more).
+# Keys that only draft heads have (target_model_type has no effect).
 HEAD_KEYS = NESTED_HEAD_KEYS | words(
     """draft_vocab_size target_hidden_size bias qkv_bias eagle_config norm_before_residual
     target_model_type use_aux_hidden_state"""
@@ -176,7 +175,7 @@ EAGLE_CONFIG_FIXED_VALUES: Allowed = MappingProxyType(
     }
 )
 
-# vLLM's speculators: the layer is a config inside.
+# Configs of vLLM's speculators library.
 SPECULATORS_ARCHITECTURES = words("Eagle3DraftModel Eagle3Speculator")
 SPECULATORS_HARMLESS_KEYS = words(
     """model_type auto_map speculators_config speculators_version embed_requires_grad

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jax import Array
 
-from jaxspec.config import LayerConfig
+from jaxspec.config.model import LayerConfig
 from jaxspec.models.forward import ForwardPass
 from jaxspec.models.mixers import Mixer, mixer_shape
 from jaxspec.models.mlps import Mlp, mlp_shape

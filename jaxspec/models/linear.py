@@ -1,7 +1,7 @@
 """Linear projections: shape, logical axes, bias, and the product itself.
 
-A quantized kind is a class in its own file with the same methods (see AnyLinear). It takes the
-place of a Linear when its checkpoint is loaded (see weights.safetensors_io.load_decoder).
+A quantized format is a class in its own file with the same methods (see AnyLinear). It replaces
+Linear when its checkpoint is loaded (see weights.safetensors_io.load_decoder).
 """
 
 import dataclasses
@@ -24,8 +24,8 @@ from pallas_kernels.split_k import choose_split_k
 class AnyLinear(Protocol):
     """A frozen pytree of one projection's weights, in any format.
 
-    Model code calls it, or asks for its ``product``; the other methods serve Product. ``kernels``
-    are the operations that may run as kernels: a kind with its own kernel checks it for its name.
+    Model code calls it, or its ``product``; the other methods are for Product. ``kernels`` lists
+    the operations that may run as kernels: a format with a kernel looks for its name there.
     """
 
     @property
@@ -59,7 +59,7 @@ class AnyLinear(Protocol):
         ...
 
     def product(self, x: Array, scope: str) -> "Product":
-        """x [..., in] times the weight, computed when its consumer asks; ``scope`` names it in
+        """x [..., in] times the weight, not computed yet (see Product); ``scope`` is its name in
         profiles."""
         ...
 
@@ -152,7 +152,7 @@ class Addend(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """A product that is not computed yet: its consumer decides whether it may be split over K.
+    """A matrix product that is not computed yet, so that its consumer can choose split-K.
 
     Some kernels add up split-K partial sums while they read them, which saves a launch.
     """

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxspec.config import Llama3RopeScaling, RopeConfig
+from jaxspec.config.model import Llama3RopeScaling, RopeConfig
 
 
 def rope_frequencies(rope: RopeConfig) -> np.ndarray:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 
 def array_shape(*sizes: int, dtype: Any, when: bool = True) -> Any:
-    """A ShapeDtypeStruct, or None if ``when`` is False: the model has no such array."""
+    """A ShapeDtypeStruct; None if ``when`` is False, for an array that the model does not have."""
     return jax.ShapeDtypeStruct(sizes, jnp.dtype(dtype)) if when else None
 
 

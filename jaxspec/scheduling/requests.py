@@ -1,4 +1,4 @@
-"""What a user asks for, checked before anything runs."""
+"""Requests: sampling parameters, and the checks of prompts before anything runs."""
 
 import dataclasses
 import reprlib
@@ -7,7 +7,7 @@ from typing import TypeGuard
 
 import numpy as np
 
-LARGEST_NUMBER = 3e38  # of float32
+LARGEST_NUMBER = 3e38  # just below float32's largest number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +69,7 @@ def _is_number(value: object) -> bool:
 
 
 def is_integer(value: object) -> TypeGuard[int]:
-    """Whether it is a whole number by type; True and False are none."""
+    """Whether the value has an integer type other than bool."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
@@ -80,8 +80,7 @@ def check_count(name: str, value: object) -> None:
 
 
 def with_own_seeds(sampling: SamplingParams, count: int) -> list[SamplingParams]:
-    """``count`` requests that sample alike but for their seeds: ``sampling.seed + i``, from 0 on
-    where it has none."""
+    """``count`` copies of ``sampling`` with seeds ``sampling.seed + i``; without a seed, ``i``."""
     first = sampling.seed or 0
     return [dataclasses.replace(sampling, seed=(first + index) % 2**32) for index in range(count)]
 
@@ -97,7 +96,7 @@ def check_requests(
 
     Args:
       max_length: most tokens of a request, the generated ones included.
-      max_position: the most that the model could be given as ``max_length``.
+      max_position: the largest ``max_length`` that the model allows.
     """
     if len(prompts) == 0:
         raise ValueError("no prompts were given")

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxspec import collectives
-from jaxspec.config import Proposal, sound_proposals
+from jaxspec.config.speculation import Proposal, sound_proposals
 from jaxspec.noise import Stream, uniform
 from jaxspec.pytree import Pytree, array, pytree
 from jaxspec.sampling import Sampling, perturb, probabilities, vocab_ids
@@ -76,7 +76,7 @@ class AcceptanceRule(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Match:
-    """Follow the target's own samples."""
+    """Follow the children that hold the target's own samples."""
 
     def proposals(self, is_chain: bool) -> tuple[Proposal, ...]:
         return sound_proposals("match", is_chain)

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from jaxspec.config import SpeculationConfig
+from jaxspec.config.speculation import SpeculationConfig
 from pallas_kernels.selection import Kernels
 
 

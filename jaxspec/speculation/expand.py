@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array
 
 from jaxspec import collectives
-from jaxspec.config import SpeculationConfig, TreeShape
+from jaxspec.config.speculation import SpeculationConfig, TreeShape
 from jaxspec.noise import Stream
 from jaxspec.sampling import Sampling, perturb, probabilities, process_logits, vocab_ids
 from jaxspec.sharding import Layout

@@ -1,1 +1,1 @@
-"""Training of target models and draft heads: pure steps, and the host loops around them."""
+"""Training of target models and draft heads: pure training steps, and their host loops."""

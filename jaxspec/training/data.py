@@ -13,19 +13,19 @@ import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 END_OF_TEXT = "<|endoftext|>"
-# GPT-4's words, but every digit is a token of its own and no English contraction is special: in
-# code an apostrophe opens a string more often than it ends a word.
+# The pre-tokenization pattern of GPT-4, with two changes: every digit is a token of its own, and
+# English contractions are not special (in code an apostrophe usually opens a string).
 WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 DEFAULT_SUFFIXES = (".py", ".txt", ".md")
 PROSE_SUFFIXES = frozenset({".txt", ".md", ".rst"})  # a paragraph may be one line
-# Installed packages below a standard library folder are other projects' text.
+# Packages installed inside a standard library folder are not part of the standard library.
 SKIPPED_FOLDERS = frozenset({"__pycache__", "dist-packages", "node_modules", "site-packages"})
 GENERATED = re.compile(r"auto(matically)?[- ]?generated|do not edit", re.IGNORECASE)
 MAX_FILE_BYTES = 1 << 20
 MAX_LINE = 1000  # characters
 MAX_MEAN_LINE = 120
-MIN_LETTERS = 0.35  # of the bytes that are not blank; tables of numbers and escapes have less
+MIN_LETTERS = 0.35  # share of the non-blank bytes; tables of numbers and escapes have fewer
 BLANKS = b" \t\r\n"
 NO_LETTERS = bytes(byte for byte in range(128) if not chr(byte).isalpha())
 
@@ -43,9 +43,10 @@ class Document:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What went into a corpus: counts of files, of UTF-8 bytes and of tokens.
+    """What a corpus was made from: counts of files, of UTF-8 bytes and of tokens.
 
-    ``sources`` maps each root folder to (files, bytes) kept, ``skipped`` a reason to files.
+    ``sources`` maps each root folder to the (files, bytes) kept. ``skipped`` maps each reason for
+    skipping a file to the number of files.
     """
 
     sources: dict[str, tuple[int, int]]
@@ -60,9 +61,9 @@ class Report:
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """Tokens [N] of the training and the held-out files, each file closed by END_OF_TEXT.
+    """Tokens [N] of the training and the held-out files; END_OF_TEXT ends each file.
 
-    uint16, or uint32 where the vocabulary needs it.
+    The dtype is uint16, or uint32 where the vocabulary needs it.
     """
 
     train: np.ndarray
@@ -72,9 +73,10 @@ class Corpus:
 
 
 def list_files(root: Path, suffixes: tuple[str, ...]) -> Iterator[Path]:
-    """Files under ``root`` with one of ``suffixes``, in a fixed order; a file is its own root.
+    """Files under ``root`` with one of ``suffixes``, in a fixed order.
 
-    Hidden folders, caches and installed packages below the root are left out.
+    A root that is a file is listed whatever its suffix. Hidden folders, caches and installed
+    packages below the root are left out.
     """
     if root.is_file():
         yield root
@@ -86,7 +88,7 @@ def list_files(root: Path, suffixes: tuple[str, ...]) -> Iterator[Path]:
 
 
 def reason_to_skip(content: bytes, prose: bool = False) -> str | None:
-    """Why a file is no use as training text, or None if it is. Prose may have long lines."""
+    """Why a file is not used as training text; None if it is used. Prose may have long lines."""
     if len(content) > MAX_FILE_BYTES:
         return "too large"
     try:
@@ -147,7 +149,7 @@ def gather(
 def split[T](
     documents: Sequence[T], names: Sequence[str], held_out_fraction: float
 ) -> tuple[list[T], list[T]]:
-    """(training, held out): a document is held out by the hash of its name, at least one of them.
+    """(training, held-out) documents, chosen by the hash of the name; at least one is held out.
 
     Raises ValueError for fewer than two documents.
     """
@@ -162,9 +164,9 @@ def split[T](
 
 
 def train_tokenizer(documents: list[Document], vocab_size: int, sample_bytes: int) -> Tokenizer:
-    """A byte-level BPE tokenizer: any text comes back as it went in.
+    """Train a byte-level BPE tokenizer, which decodes any encoded text to the same text.
 
-    It learns from about ``sample_bytes`` of the files, picked by the hash of their names.
+    It is trained on about ``sample_bytes`` of the files, picked by the hash of their names.
     """
     smallest = len(pre_tokenizers.ByteLevel.alphabet()) + 1
     if vocab_size < smallest:
@@ -218,11 +220,11 @@ def end_of_text_id(tokenizer: Tokenizer) -> int:
 
 
 def encode(tokenizer: Tokenizer, documents: list[Document]) -> np.ndarray:
-    """Tokens [N] of all documents, each closed by END_OF_TEXT, as uint16 or uint32."""
+    """Tokens [N] of all documents, END_OF_TEXT after each, as uint16 or uint32."""
     dtype = np.uint16 if tokenizer.get_vocab_size() <= 1 << 16 else np.uint32
     end = np.array([end_of_text_id(tokenizer)], dtype)
     plain = Tokenizer.from_str(tokenizer.to_str())
-    plain.encode_special_tokens = True  # a file that mentions <|endoftext|> does not end there
+    plain.encode_special_tokens = True  # <|endoftext|> inside a file is ordinary text
     parts = []
     for texts in _batches(documents):
         for encoding in plain.encode_batch_fast(texts):
@@ -263,10 +265,10 @@ def build_corpus(
     held_out_fraction: float = HELD_OUT_FRACTION,
     sample_bytes: int = 32 << 20,
 ) -> Corpus:
-    """Gather, split, train the tokenizer and encode; or read all that back from ``cache``.
+    """Read and split the files, train the tokenizer and encode; or read the result from ``cache``.
 
-    The cache holds train.npy, held_out.npy, tokenizer.json and corpus.json, and is used again
-    while the files' contents and the options stay the same.
+    The cache holds train.npy, held_out.npy, tokenizer.json and corpus.json. It is reused while the
+    files' contents and the options stay the same.
     """
     documents, sources, skipped = gather(paths, suffixes)
     options = {"vocab": vocab_size, "held_out": held_out_fraction, "sample": sample_bytes}
@@ -292,7 +294,7 @@ def build_corpus(
         held_out_tokens=len(tokens["held_out"]),
     )
     cache.mkdir(parents=True, exist_ok=True)
-    manifest.unlink(missing_ok=True)  # until the new files are complete
+    manifest.unlink(missing_ok=True)  # written again once the new files are complete
     for name, array in tokens.items():
         np.save(cache / f"{name}.npy", array)
     tokenizer.save(str(cache / "tokenizer.json"))

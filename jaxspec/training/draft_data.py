@@ -1,7 +1,8 @@
-"""What draft heads learn from: text, JSONL of texts or chats -> rows of tokens, and which to learn.
+"""Training data of draft heads: text files and JSONL of texts or chats -> rows of tokens.
 
-A file (or line) is held out by the hash of its name (or content), as for training a language
-model: a head is judged on the same files as its target.
+Each row has a mask of the tokens that the head is trained to predict ("learned" tokens). A file is
+held out by the hash of its name, a JSONL line by the hash of its content. Training a language model
+uses the same rule for files, so a head is evaluated on the files that its target has not seen.
 """
 
 import collections
@@ -18,15 +19,17 @@ import transformers
 from jaxspec.training import data
 
 Tokenizer = transformers.PreTrainedTokenizerBase
-TEXTS_A_CALL = 256  # that the tokenizer's threads share
+TEXTS_A_CALL = 256  # the tokenizer encodes the texts of one call in parallel
 
 
 @dataclasses.dataclass(frozen=True)
 class Examples:
-    """Rows of tokens [N, L] int32; ``learned`` [N, L] marks those that a head learns to predict.
+    """Rows of tokens for training a head.
 
-    ``prompt_lens`` [N] tokens of each row come before the target's own answer; where the target is
-    to write its own, it continues from there.
+    Attributes:
+      tokens: int32 [N, L].
+      learned: bool [N, L], the tokens that a head is trained to predict.
+      prompt_lens: [N], tokens of each row before the answer; regenerate() continues from there.
     """
 
     tokens: np.ndarray
@@ -37,7 +40,7 @@ class Examples:
         return len(self.tokens)
 
     def prompt(self, row: int) -> list[int]:
-        """What the target continues in a row: at least a token, with room for one after it."""
+        """The prompt of a row: at least one token, and short enough to leave room for another."""
         count = min(max(1, int(self.prompt_lens[row])), self.tokens.shape[1] - 1)
         return self.tokens[row, :count].tolist()
 
@@ -45,20 +48,20 @@ class Examples:
         return [self.prompt(row) for row in range(len(self))]
 
     def take(self, rows: np.ndarray) -> "Examples":
-        """Some rows, in that order."""
+        """The given rows, in the given order."""
         return Examples(self.tokens[rows], self.learned[rows], self.prompt_lens[rows])
 
     def spread(self, count: int | None) -> "Examples":
-        """At most ``count`` rows, evenly spread; all for None."""
+        """At most ``count`` evenly spaced rows; None: all rows."""
         return self if count is None else self.take(spread_rows(len(self), count))
 
     def shuffled(self) -> "Examples":
-        """All rows in a fixed random order, of which any beginning is a fair sample."""
+        """All rows in a fixed random order, so that the first rows are a random sample."""
         return self.take(np.random.default_rng(0).permutation(len(self)))
 
 
 def spread_rows(rows: int, count: int) -> np.ndarray:
-    """Indices int [min(count, rows)], evenly spread over ``rows`` and ascending.
+    """Indices int [min(count, rows)], evenly spaced over ``rows`` and ascending.
 
     Raises ValueError for a count below 1.
     """
@@ -69,7 +72,10 @@ def spread_rows(rows: int, count: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class ExampleReport:
-    """Documents (files, or lines of JSONL) read and skipped, by reason; and what they came to."""
+    """Documents (files, or lines of JSONL) read and skipped, and the rows made from them.
+
+    ``skipped`` maps each reason to a number of documents.
+    """
 
     documents: int
     skipped: dict[str, int]
@@ -106,10 +112,10 @@ def read_examples(
 ) -> tuple[Examples, Examples, ExampleReport]:
     """(training, held out, report) of some files and folders.
 
-    ``.jsonl`` files hold an object a line with ``text``, or with ``messages`` that go through the
-    tokenizer's chat template and are learned in the assistant's turns only; a chat is one row. All
-    else is text: documents follow each other, cut into rows of ``length``, learned everywhere. Rows
-    begin with what the tokenizer puts before every text (``<bos>``).
+    A ``.jsonl`` file has one object per line, with ``text`` or ``messages``. Messages are formatted
+    by the tokenizer's chat template; each chat is one row, and only the assistant's messages are
+    learned. All other text is concatenated and cut into rows of ``length``, and all of it is
+    learned. Every row begins with the tokens that the tokenizer puts before a text (``<bos>``).
 
     Raises ValueError if a path is missing, nothing usable is left for either part, or rows are too
     short for any text.
@@ -154,8 +160,9 @@ def held_out_prompts(
     max_tokens: int,
     suffixes: tuple[str, ...] = data.DEFAULT_SUFFIXES,
 ) -> tuple[list[list[int]], ExampleReport]:
-    """At most ``count`` prompts: beginnings of held-out rows of ``prompt_tokens + max_tokens``,
-    evenly spread.
+    """At most ``count`` prompts: the first tokens of evenly spaced held-out rows.
+
+    The rows have ``prompt_tokens + max_tokens`` tokens.
 
     Raises ValueError as read_examples does, and for sizes below 1.
     """
@@ -175,7 +182,7 @@ def held_out_prompts(
 
 
 def _encode(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
-    # Text that looks like a special token is text.
+    # A special token's name inside a text is encoded as ordinary text.
     encoded = tokenizer(texts, add_special_tokens=False, split_special_tokens=True, verbose=False)
     return encoded["input_ids"]  # pyright: ignore[reportReturnType]
 
@@ -209,7 +216,7 @@ def _read_lines(
 def _line_document(
     line: str, content: object, tokenizer: Tokenizer, length: int
 ) -> _Document | str:
-    """A document, or why the line is none."""
+    """A document, or the reason to skip the line."""
     if not isinstance(content, dict) or not ({"text", "messages"} & content.keys()):
         return "without text or messages"
     if "messages" not in content:
@@ -238,9 +245,10 @@ def _chat_document(
     tokenizer: Tokenizer,
     length: int,
 ) -> _Document | str:
-    """The template's text, with the assistant's turns found as what each adds to the text before.
+    """The tokens of a formatted chat, with the assistant's messages as learned spans.
 
-    A template that rewrites earlier turns (to drop their reasoning, say) leaves those unlearned.
+    A message's span is the text that it adds to the formatted messages before it. Messages that the
+    template rewrites later (to drop their reasoning, say) are not learned.
     """
     whole = _render(tokenizer, messages, False)
     spans = []

@@ -1,11 +1,11 @@
 """The loss of a draft head, unrolled on its own outputs (EAGLE-3's training-time test).
 
-While drafting, a head reads true features of the target up to the root and its own outputs after
-it. Training imitates that at every position at once (arXiv 2503.01840, section 3.2): step 1 reads
-true features everywhere, step ``s`` reads the outputs of step ``s - 1``, and a query of step ``s``
-at position ``i`` attends to what it would find in the cache when drafting there: entries of true
-features up to ``i - s + 1``, and of step ``r`` at ``i - s + r``, for ``r = 2 .. s``. The head's own
-layers run here as they do in serving; only what they attend to differs.
+While drafting, a head reads true features of the target up to the root, and its own outputs after
+the root. Training imitates that at every position at once (arXiv 2503.01840, section 3.2). Step 1
+reads true features everywhere; step ``s`` reads the outputs of step ``s - 1``. A query of step
+``s`` at position ``i`` attends to what would be in the cache when drafting there: the entries of
+step 1 up to ``i - s + 1``, and the entry of step ``r`` at ``i - s + r``, for ``r = 2 .. s``.
+The layers are the same as in serving; only the attention function differs.
 """
 
 import dataclasses
@@ -29,10 +29,10 @@ StepKeys = tuple[tuple[Array, Array], ...]  # keys and values [B, T, G, D] of th
 
 @pytree
 class DraftBatch(Pytree):
-    """Token sequences, and which of their tokens a head learns to predict.
+    """Token sequences, and a mask of the tokens that a head is trained to predict.
 
-    Optionally what the target makes of them, so that it need not run: ``features`` [B, T, C], the
-    captured hidden states, and ``hidden`` [B, T, H], those after the last norm.
+    Optionally the target's precomputed hidden states, so that it need not run: ``features``
+    [B, T, C], the captured layers side by side, and ``hidden`` [B, T, H], after the final norm.
     """
 
     tokens: Array = array("batch", "length")  # int32 [B, T]
@@ -43,13 +43,13 @@ class DraftBatch(Pytree):
 
 @dataclasses.dataclass(frozen=True)
 class LossConfig:
-    """What is minimized.
+    """Terms of the loss.
 
     Attributes:
-      steps: how many steps the head is unrolled.
+      steps: unrolled steps of the head.
       step_decay: weight of a step's loss relative to the step before.
-      hidden_weight: of the smooth-L1 distance to the target's next hidden state (EAGLE-1).
-      token_weight: of the cross entropy to the target's distribution.
+      hidden_weight: weight of the smooth-L1 distance to the target's next hidden state (EAGLE-1).
+      token_weight: weight of the cross entropy to the target's distribution.
     """
 
     steps: int = 6
@@ -63,7 +63,8 @@ class LossConfig:
 
     @classmethod
     def for_method(cls, method: str, steps: int | None = None) -> "LossConfig":
-        """As the papers have it: EAGLE-1 (arXiv 2401.15077) predicts hidden states in one step."""
+        """The paper's loss for a method. EAGLE-1 (arXiv 2401.15077) uses one step and also predicts
+        hidden states; ``steps`` replaces the number of steps."""
         if method == "eagle1":
             return cls(steps=1 if steps is None else steps, hidden_weight=1.0, token_weight=0.1)
         return cls(steps=6 if steps is None else steps)
@@ -72,7 +73,7 @@ class LossConfig:
 def target_states(
     target: Decoder, batch: DraftBatch, capture: tuple[int, ...], attend: Attend
 ) -> tuple[Array, Array]:
-    """(features [B, T, C], hidden after the last norm [B, T, H]) of a batch; no gradient."""
+    """(features [B, T, C], hidden after the final norm [B, T, H]) of a batch; no gradient."""
     if batch.features is not None and batch.hidden is not None:
         return batch.features, batch.hidden
     positions = jnp.broadcast_to(jnp.arange(batch.tokens.shape[1]), batch.tokens.shape)
@@ -84,13 +85,13 @@ def target_states(
 
 
 def attend_unrolled(cache: StepKeys, heads: Heads, window: int | None) -> tuple[Array, StepKeys]:
-    """An Attend over the steps so far, of which ``heads`` are the current one's.
+    """An ``Attend`` function over the keys of all steps so far; ``heads`` are the current step's.
 
     Slot 0 is never read, as in serving: token 0 has no hidden state before it.
     """
     q, k, v = heads.rotated()
     steps = (*cache, (k, v))
-    late = len(steps) - 1  # the context's true entries end this many positions before the query
+    late = len(steps) - 1  # step 1's visible entries end this many positions before the query
     batch, length, num_heads, head_dim = q.shape
     kv_heads = k.shape[2]
     grouped = q.reshape(batch, length, kv_heads, -1, head_dim)
@@ -115,7 +116,7 @@ def attend_unrolled(cache: StepKeys, heads: Heads, window: int | None) -> tuple[
 
 
 def _shifted(x: Array, distance: int) -> Array:
-    """x [B, T, ...] moved ``distance`` positions later, zeros first."""
+    """x [B, T, ...] moved ``distance`` positions later; the first ones become zero."""
     return x if distance == 0 else jnp.pad(x[:, :-distance], _padding(x.ndim, distance))
 
 
@@ -126,11 +127,12 @@ def _padding(ndim: int, distance: int) -> list[tuple[int, int]]:
 def unroll(
     head: DraftHead, target: Decoder, tokens: Array, features: Array, steps: int
 ) -> list[tuple[Array, Array]]:
-    """Outputs [B, T, H] of each step, and the same normed for the LM head; step ``s`` is meaningful
-    from position ``s`` on.
+    """Outputs [B, T, H] of each step, and the same after the norm before the LM head.
 
-    Entry ``i`` reads token ``i`` beside the hidden state of token ``i - 1`` and predicts token
-    ``i + 1``. Args: tokens [B, T], features [B, T, C].
+    Entry ``i`` reads the embedding of token ``i`` and the hidden state of token ``i - 1``, and
+    predicts token ``i + 1``. The outputs of step ``s`` are valid from position ``s`` on.
+
+    Args: tokens [B, T], features [B, T, C].
     """
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]) - 1, tokens.shape)
     states: tuple[Any, ...] = ((),) * len(head.layers)
@@ -151,15 +153,15 @@ def draft_loss(
     attend: Attend = dense_causal_attend,
     counts: Array | None = None,
 ) -> tuple[Array, dict[str, Array]]:
-    """Loss float32 [] of a head on a batch, and metrics, one entry a step: float32 [steps].
+    """Loss float32 [] of a head on a batch, and metrics float32 [steps], one entry per step.
 
-    The target is not trained. A pure function: differentiate it, or part of it, as you like.
-    ``counts`` [steps] divides each step's sums, for a batch that is part of a larger one; by
-    default they are the batch's own learned_counts.
+    The target is not trained. The function is pure and may be differentiated. ``counts`` [steps]
+    divides each step's sums; give those of the whole batch if this is a micro-batch of it. The
+    default is this batch's learned_counts.
 
     Metrics: ``loss``; ``accuracy``, how often the head's likeliest token is the target's;
     ``overlap``, the mean of sum(min(p, q)), which is the share accepted by rejection sampling at
-    temperature 1. All are given that the tokens before were right.
+    temperature 1. All are conditional on the earlier tokens of the draft being right.
     """
     features, hidden = target_states(target, batch, head.capture, attend)
     counts = learned_counts(batch.learned, config.steps) if counts is None else counts
@@ -168,7 +170,7 @@ def draft_loss(
         unroll(head, target, batch.tokens, features, config.steps)
     ):
         first = index + 1
-        learned = batch.learned[:, first + 1 :]  # of the tokens that entries first .. T - 2 predict
+        learned = batch.learned[:, first + 1 :]  # entries first .. T - 2 predict these tokens
         part = slice(first, -1)
         step_loss, step_metrics = _step_loss(
             _step_loss_of_logits(head, target, normed[:, part], hidden[:, part]),
@@ -184,7 +186,7 @@ def draft_loss(
 
 
 def learned_counts(learned: Array, steps: int) -> Array:
-    """How many tokens each step learns of learned [B, T], at least 1: float32 [steps]."""
+    """Learned tokens of each step, at least 1: float32 [steps], from ``learned`` [B, T]."""
     counts = [jnp.sum(learned[:, step + 1 :]) for step in range(1, steps + 1)]
     return jnp.maximum(jnp.stack(counts), 1).astype(jnp.float32)
 
@@ -193,11 +195,11 @@ def learned_counts(learned: Array, steps: int) -> Array:
 def _step_loss_of_logits(
     head: DraftHead, target: Decoder, normed: Array, hidden: Array
 ) -> tuple[Array, Array, Array, Array]:
-    """(cross entropy, in the draft vocabulary, right, overlap), [B, T] each.
+    """(cross entropy, in the draft vocabulary, right, overlap), each [B, T].
 
-    The target's probabilities are renormalized over the draft vocabulary; positions whose
-    likeliest token is outside it are skipped. Recomputed in the backward pass: logits of
-    all steps would fill the memory.
+    The target's probabilities are renormalized over the draft vocabulary. Positions whose
+    likeliest token is outside it are skipped. The backward pass recomputes this function, as the
+    logits of all steps together would not fit in memory.
     """
     wanted = decoder.logits(target, hidden)
     drafted = head.logits(target, normed)
@@ -223,8 +225,10 @@ def _step_loss(
     count: Array,
     config: LossConfig,
 ) -> tuple[Array, dict[str, Array]]:
-    """Loss and metrics of one step from what its logits gave: outputs and hidden [B, T, H],
-    learned bool [B, T], sums divided by count float32 []."""
+    """Loss and metrics of one step, from the results of _step_loss_of_logits.
+
+    Outputs and hidden are [B, T, H], learned is bool [B, T]; sums are divided by count, float32 [].
+    """
 
     def mean(values: Array, where: Array) -> Array:
         return jnp.sum(jnp.where(where, values.astype(jnp.float32), 0)) / count

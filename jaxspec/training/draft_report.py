@@ -1,4 +1,4 @@
-"""A trained head as a folder to hand on: weights, curves and card."""
+"""Export of a trained head: a folder with weights, training curves and a model card."""
 
 import dataclasses
 import json
@@ -7,7 +7,7 @@ from pathlib import Path
 import jax.numpy as jnp
 from matplotlib.figure import Figure
 
-from jaxspec.config import ModelConfig
+from jaxspec.config.model import ModelConfig
 from jaxspec.training.draft_data import ExampleReport
 from jaxspec.training.draft_run import DraftRecord, DraftTraining
 from jaxspec.training.lm import num_parameters
@@ -17,8 +17,10 @@ from jaxspec.weights.eagle import save_eagle_head
 
 @dataclasses.dataclass(frozen=True)
 class DraftCard:
-    """What the card says that the run itself does not know. ``coverage`` is the share of learned
-    tokens that the draft vocabulary has."""
+    """Fields of the model card that the run itself does not know.
+
+    ``coverage``: the share of learned tokens that are in the draft vocabulary.
+    """
 
     name: str
     target: str
@@ -31,7 +33,7 @@ class DraftCard:
 
 def export_head(run: DraftTraining, target: ModelConfig, card: DraftCard, directory: Path) -> None:
     """Write the head in the official layout (bfloat16 safetensors, config.json), with log.jsonl,
-    training.png and README.md; a folder that is there already is overwritten file by file."""
+    training.png and README.md. Files of these names in an existing folder are replaced."""
     directory.mkdir(parents=True, exist_ok=True)
     save_eagle_head(cast_weights(run.head, jnp.bfloat16), directory, target)
     lines = [json.dumps(dataclasses.asdict(record)) for record in run.records]
@@ -41,7 +43,7 @@ def export_head(run: DraftTraining, target: ModelConfig, card: DraftCard, direct
 
 
 def plot_training(records: list[DraftRecord], path: Path) -> None:
-    """Loss and accuracy of each unrolled step by tokens seen, as a PNG; dots are held out."""
+    """Loss and accuracy of each unrolled step by tokens seen, as a PNG. Dots: held-out rows."""
     figure = Figure(figsize=(10, 4), layout="constrained")
     axes = figure.subplots(1, 2)
     steps = len(next(r.held_out_loss for r in records if r.held_out_loss))
@@ -99,8 +101,8 @@ seed {config.seed} |
 | data | {card.report} |
 | time | {last.seconds:.0f} s on {card.device} |
 
-Held-out rows after step {evaluated.step}, given that the tokens before were right (accuracy: the
-likeliest token is the target's; overlap: sum of min(p, q)):
+Held-out rows after step {evaluated.step}, on condition that the earlier tokens of the draft were
+right (accuracy: the likeliest token is the target's; overlap: sum of min(p, q)):
 
 | unrolled step | loss | accuracy | overlap |
 |---|---|---|---|

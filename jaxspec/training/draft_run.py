@@ -1,4 +1,4 @@
-"""The host loop around draft_step.train_steps: order of the data, checkpoints and records."""
+"""The host loop around draft_step.train_steps: order of the data, checkpoints and log records."""
 
 import dataclasses
 import math
@@ -30,7 +30,7 @@ from jaxspec.weights.orbax_io import static_choices
 
 @dataclasses.dataclass(frozen=True)
 class DraftRecord:
-    """One line of the training log. Lists have an entry for each step of the unrolled head."""
+    """One line of the training log. Lists have one entry per unrolled step of the head."""
 
     step: int
     total_steps: int | None  # None: not known yet
@@ -93,7 +93,7 @@ class DraftTraining:
         windows = held_out_batches(held_out, config, schedule)
         whole = None if split is None else NamedSharding(split.mesh, P(None, DATA_AXIS))
         even = windows.tokens.shape[1] % data_parallel == 0
-        # [1, B, T] each: one program, and a look at the clock between them.
+        # Each is [1, B, T], so that one program runs them all and time is checked between them.
         batches = [
             jax.device_put(
                 jax.tree.map(lambda x, i=i: x[i : i + 1], windows), whole if even else replicated
@@ -117,13 +117,13 @@ class DraftTraining:
         return self.state.head
 
     def run(self, note: Callable[[str], None] = lambda text: None) -> Iterator[DraftRecord]:
-        """Train to the end, yielding a record at the start and after each look at the results.
+        """Train to the end, yielding a record at the start and after each call on the device.
 
         A checkpoint is written before a record with ``saved`` is yielded. The first and the last
-        are such: what cannot be saved fails before time is spent on it.
+        record have it set: a folder that cannot be written fails before any time is spent.
 
         Args:
-          note: told what is being done where that takes long, in a few words.
+          note: called with a short description when a long operation begins.
         """
         started, pace = time.monotonic(), Pace(self.schedule, self.config.decay_fraction)
         before = self.records[-1].seconds if self.records else 0.0
@@ -157,7 +157,7 @@ class DraftTraining:
             yield self._add(self._save(record) if self._due("save_every") else record)
 
     def _compile(self, note: Callable[[str], None]) -> None:
-        """Ahead of the first call, so that its time says how long a step takes."""
+        """Compile before the first call, so that its time does not include compilation."""
         note("compiling the evaluation")
         evaluation = draft_step.evaluate.lower(
             self.head, self._target, self._held_out.first, self.config
@@ -193,7 +193,7 @@ class DraftTraining:
         return jax.device_put(batch, self._split)
 
     def _rows(self, step: int) -> np.ndarray:
-        """Rows of a step's batch: every epoch is a shuffle fixed by the seed."""
+        """Rows of a step's batch. Each epoch has its own order, fixed by the seed."""
         size, per_epoch = self.config.batch_size, len(self._train) // self.config.batch_size
         epoch, index = divmod(step, per_epoch)
         order = np.random.default_rng((self.config.seed, epoch)).permutation(len(self._train))
@@ -232,7 +232,7 @@ class DraftTraining:
         return record
 
     def _fingerprint(self) -> dict[str, Any]:
-        """What must not change between a checkpoint and its continuation."""
+        """What must not change between a checkpoint and the run that resumes from it."""
         return {
             "head": static_choices(self.head),
             "token_ids": fingerprint.of_weights(self.head.token_ids),
@@ -245,9 +245,9 @@ class DraftTraining:
 def held_out_batches(
     held_out: Examples, config: DraftTrainConfig, schedule: Schedule
 ) -> DraftBatch:
-    """Evenly spread rows as batches [E, B, T], about ``schedule.evaluation_tokens`` in all.
+    """Evenly spaced rows as batches [E, B, T], about ``schedule.evaluation_tokens`` in all.
 
-    The batch is halved until one fits.
+    If there are fewer rows than one batch, the batch size is halved until there are enough.
     """
     length, batch = held_out.tokens.shape[1], config.batch_size // config.accumulation
     available = max(1, min(len(held_out), schedule.evaluation_tokens // length))

@@ -1,4 +1,4 @@
-"""A target's hidden states on disk, so that it runs once however often a head sees its data."""
+"""A target's hidden states on disk, so that it runs once over the data, not once per epoch."""
 
 import dataclasses
 import functools
@@ -18,8 +18,12 @@ from jaxspec.training import fingerprint
 from jaxspec.training.draft_data import Examples
 from jaxspec.training.draft_loss import DraftBatch, target_states
 
-SHARD_BYTES = 1 << 30  # about; a shard is held in memory while it is made
+SHARD_BYTES = 1 << 30  # about; one shard is held in memory while it is computed
 MANIFEST = "states.json"
+ADVICE = (
+    "leave out --store-states (hidden states are then computed while training), take fewer or "
+    "shorter rows"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +35,7 @@ class StoredStates:
     rows_per_shard: int
 
     def read(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(features [*rows, T, C], hidden [*rows, T, H]) of some rows."""
+        """(features [*rows.shape, T, C], hidden [*rows.shape, T, H]) of the rows given by index."""
         return self._gather("features", rows), self._gather("hidden", rows)
 
     def _gather(self, name: str, rows: np.ndarray) -> np.ndarray:
@@ -58,16 +62,16 @@ def capture_states(
     deadline: float | None = None,
     report: Callable[[int, int], None] = lambda done, rows: None,
 ) -> StoredStates:
-    """Run the target over all rows and keep what a head reads, in the target's dtype.
+    """Run the target over all rows and store what a head reads, in the target's dtype.
 
-    Shards that an interrupted call left complete are kept.
+    Complete shards of an interrupted call are reused.
 
     Args:
-      deadline: time.monotonic() when all must be done; None: whenever it is.
-      report: told rows done and in all, after each batch.
+      deadline: time.monotonic() when all must be done; None: no limit.
+      report: called after each batch with the rows done and the number of rows.
 
-    Raises ValueError if the disk has no room, the folder holds states of something else, or the
-    first batches show that the deadline cannot be held.
+    Raises ValueError if the disk has too little room, the folder holds states of another model or
+    other data, or the time of the first batches shows that the deadline cannot be met.
     """
     directory.mkdir(parents=True, exist_ok=True)
     dtype, length = target.embed.dtype, examples.tokens.shape[1]
@@ -82,29 +86,35 @@ def capture_states(
             f"{directory} holds hidden states of another model or other data: remove it"
         )
     missing = [s for s in range(-(-len(examples) // per_shard)) if not _done(directory, s)]
-    needed = len(missing) * per_shard * row_bytes
-    free = shutil.disk_usage(directory).free
-    if needed > free:
-        raise ValueError(
-            f"hidden states need {needed / 1e9:.1f} GB and {directory} has {free / 1e9:.1f} GB "
-            "free: leave them to be computed on the fly"
-        )
-    manifest.write_text(json.dumps(described))
-    run = jax.jit(functools.partial(target_states, capture=capture, attend=attend))
     todo = [
         np.arange(shard * per_shard, min((shard + 1) * per_shard, len(examples)))
         for shard in missing
     ]
-    watch = _Watch(sum(map(len, todo)), len(examples), deadline, report)
+    num_rows = sum(map(len, todo))
+    _check_room(directory, num_rows, row_bytes)
+    manifest.write_text(json.dumps(described))
+    run = jax.jit(functools.partial(target_states, capture=capture, attend=attend))
+    watch = _Watch(num_rows, len(examples), deadline, report)
     for shard, rows in zip(missing, todo, strict=True):
         features, hidden = _run_rows(run, target, examples, rows, batch_size, watch)
         _write(directory / f"hidden-{shard:05d}.npy", hidden)
-        _write(directory / f"features-{shard:05d}.npy", features)  # last: it marks the shard done
+        _write(directory / f"features-{shard:05d}.npy", features)  # last: marks a complete shard
     return stored
 
 
+def _check_room(directory: Path, num_rows: int, row_bytes: int) -> None:
+    """Raise ValueError if the disk has no room for more rows."""
+    needed, free = num_rows * row_bytes, shutil.disk_usage(directory).free
+    if needed > free:
+        raise ValueError(
+            f"hidden states of {num_rows} rows need {needed / 1e9:.1f} GB, "
+            f"{row_bytes / 1e6:.1f} MB each, and {directory} has {free / 1e9:.1f} GB "
+            f"free, enough for {free // row_bytes} rows: {ADVICE}, or use a folder on a larger disk"
+        )
+
+
 class _Watch:
-    """Counts rows, and gives up when those that are left will not be done by a deadline."""
+    """Counts rows, and raises an error once the rest cannot be done by the deadline."""
 
     def __init__(
         self, todo: int, rows: int, deadline: float | None, report: Callable[[int, int], None]
@@ -114,7 +124,7 @@ class _Watch:
         report(rows - todo, rows)
 
     def ran(self, count: int) -> None:
-        """So many more are done."""
+        """``count`` more rows are done."""
         self._done, now = self._done + count, time.monotonic()
         self._report(self._rows - self._todo + self._done, self._rows)
         if self._done == count:  # the first batch: its time included the compilation
@@ -124,10 +134,11 @@ class _Watch:
         seconds = (now - first_time) / (self._done - first_done) * (self._todo - self._done)
         if self._deadline is not None and now + seconds > self._deadline:
             left = max(0.0, self._deadline - now)
+            more = self._todo - self._done
             raise ValueError(
-                f"hidden states of {self._todo - self._done} more rows would take {seconds:.0f} s, "
-                f"and the time budget leaves {left:.0f} s for them: leave them to be computed on "
-                "the fly, or give more time or fewer rows"
+                f"hidden states of {more} more rows would take {seconds:.0f} s, and the time "
+                f"budget leaves {left:.0f} s, enough for {int(more * left / seconds)} rows: "
+                f"{ADVICE}, or give more time"
             )
 
 
@@ -159,7 +170,7 @@ def _run_rows(
     parts: list[tuple[np.ndarray, np.ndarray]] = []
     for start in range(0, len(rows), batch_size):
         chosen = rows[start : start + batch_size]
-        padded = np.resize(chosen, batch_size)  # one shape, one program
+        padded = np.resize(chosen, batch_size)  # one batch shape, so one compiled program
         batch = DraftBatch(
             tokens=jnp.asarray(examples.tokens[padded]),
             learned=jnp.asarray(examples.learned[padded]),
@@ -172,7 +183,10 @@ def _run_rows(
 
 
 def _write(path: Path, values: np.ndarray) -> None:
-    """As integers: NumPy's files know no bfloat16. Complete or not there at all."""
+    """Write an array as integers of its width, as .npy files have no bfloat16.
+
+    The file gets its name only when it is complete.
+    """
     partial = path.with_suffix(".partial")
     with partial.open("wb") as file:
         np.save(file, values.view(f"u{values.dtype.itemsize}"))

@@ -1,6 +1,6 @@
 """Training of a draft head: initial weights and the jitted step.
 
-Weights and AdamW moments are float32, the target and the activations ``compute_dtype``.
+Weights and AdamW moments are float32; the target and the activations are ``compute_dtype``.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ import numpy as np
 import optax
 from jax import Array
 
-from jaxspec.config import ModelConfig
+from jaxspec.config.model import ModelConfig
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import (
     DraftHead,
@@ -39,9 +39,9 @@ class DraftTrainConfig(OptimizerConfig):
 
     Attributes:
       batch_size: sequences of one step.
-      accumulation: parts that a step's batch is computed in, to save memory.
+      accumulation: micro-batches of a step; their gradients are added up, which saves memory.
       seed: of the initial weights and the order of the data.
-      attention: of the target's forward pass; ``cudnn`` is for bfloat16 on NVIDIA GPUs.
+      attention: attention of the target's forward pass; ``cudnn``: bfloat16 on NVIDIA GPUs.
     """
 
     loss: LossConfig = dataclasses.field(default_factory=LossConfig)
@@ -64,7 +64,7 @@ class DraftTrainConfig(OptimizerConfig):
 
 @pytree
 class DraftTrainState(Pytree):
-    """Everything that a step changes. ``step`` is int32 []: the steps taken."""
+    """Everything that a step updates. ``step``, int32 [], counts the steps taken."""
 
     head: DraftHead  # float32
     moments: optax.OptState
@@ -80,13 +80,13 @@ def init_head(
     token_ids: np.ndarray | None = None,
     seed: int = 0,
 ) -> DraftHead:
-    """A float32 head to train: random, but for what it can take from the target.
+    """A float32 head to train, with random weights except for these.
 
-    ``fc`` passes on the last captured state (EAGLE-1: the hidden state) from the start, and
-    EAGLE-3's LM head and norm begin as the target's.
+    ``fc`` starts as the identity on the last captured state (EAGLE-1: on the hidden state).
+    EAGLE-3's LM head and norm start as copies of the target's.
 
     Args:
-      config: of the head's own layers.
+      config: config of the head's own layers.
       token_ids: target ids of the draft vocabulary [W], ascending; None for the whole vocabulary.
     """
     if min([config.num_layers, *(layer.mlp.intermediate_size for layer in config.layers)]) < 1:
@@ -121,14 +121,14 @@ def init_head(
     if hidden == target.config.hidden_size:
         rows = target.embed if target.lm_head is None else target.lm_head.weight.T
         rows = rows[: target.config.vocab_size] if ids is None else rows[ids]
-        # Copies: training donates its state, and must leave the target alone.
+        # Copies, as training donates its state and the target's arrays must stay valid.
         weight, norm = (jnp.array(x, jnp.float32) for x in (rows.T, target.norm))
         head = head.replace(lm_head=head.lm_head.replace(weight=weight), norm=norm)
     return head.replace(token_ids=ids)
 
 
 def trainable(head: DraftHead) -> DraftHead:
-    """The head without its table of token ids, which is no weight."""
+    """The head without its table of token ids, which is not trained."""
     return head.replace(token_ids=None)
 
 
@@ -150,13 +150,14 @@ def train_step(
 
     Args:
       target: in the compute dtype; not trained.
-      batch: B rows, computed in ``config.accumulation`` parts.
+      batch: B rows, computed in ``config.accumulation`` micro-batches.
 
     Metrics are float32: ``loss``, ``accuracy`` and ``overlap`` [steps] (see draft_loss), and
     ``total_loss``, ``grad_norm``, ``learning_rate`` [].
     """
     token_ids = state.head.token_ids
-    # Of the whole batch, lest a part with few learned tokens weighs as much as one with many.
+    # Counted over the whole batch, so that every learned token has the same weight, however the
+    # tokens are distributed over the micro-batches.
     counts = learned_counts(batch.learned, config.loss.steps) / config.accumulation
 
     def loss(weights: DraftHead, part: DraftBatch) -> tuple[Array, dict[str, Array]]:
@@ -183,13 +184,15 @@ def train_step(
 
 
 def _parts(x: Array, count: int) -> Array:
-    """x [B, ...] -> [count, B / count, ...]; every ``count``-th row, so that each device of a
-    split batch has its share of every part."""
+    """Micro-batches: x [B, ...] -> [count, B / count, ...].
+
+    Each takes every ``count``-th row, so that its rows lie on all devices of a split batch.
+    """
     return x.reshape(-1, count, *x.shape[1:]).swapaxes(0, 1)
 
 
 def _shapes(loss: Any, weights: DraftHead, parts: DraftBatch) -> tuple[Any, Any]:
-    """(metrics, gradients) as ShapeDtypeStructs, for the sums to start from."""
+    """(metrics, gradients) as ShapeDtypeStructs, to allocate the sums."""
     part = jax.tree.map(lambda x: x[0], parts)
     value, metrics = jax.eval_shape(loss, weights, part)
     return metrics | {"total_loss": value}, weights
@@ -205,9 +208,9 @@ def train_steps(
     total_steps: int,
     config: DraftTrainConfig,
 ) -> tuple[DraftTrainState, dict[str, np.ndarray]]:
-    """A step on each batch, one launched after the other; one program, however many they are.
+    """One step on each batch. One program serves any number of batches.
 
-    Waits for them, and returns the means of the metrics (of the learning rate, the last).
+    Waits for the results, and returns the means of the metrics; of the learning rate, the last.
     """
     taken: list[Any] = []
     for batch in batches:
@@ -222,7 +225,7 @@ def train_steps(
 def evaluate(
     head: DraftHead, target: Decoder, batches: DraftBatch, config: DraftTrainConfig
 ) -> dict[str, Array]:
-    """The metrics of draft_loss, means over the learned tokens of batches [S, B, ...]."""
+    """The metrics of draft_loss: means over the learned tokens of batches [S, B, ...]."""
     working = cast_weights(head, config.compute_dtype)
     attend = attention_of(config.attention)
 

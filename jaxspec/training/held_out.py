@@ -1,4 +1,4 @@
-"""Held-out batches, of which a time budget may leave the first ones only."""
+"""Held-out batches; under a time budget, only the first ones are evaluated."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -10,10 +10,11 @@ from jaxspec.training.schedule import EVALUATION_SHARE, Schedule
 
 
 class HeldOut[T]:
-    """Batches to evaluate on, in a shuffled order that is always the same.
+    """Batches to evaluate on, in a fixed shuffled order.
 
-    Under a time budget the first evaluation stops when it has taken EVALUATION_SHARE of what is
-    left, after one batch at least. Later ones take the same batches, so that they can be compared.
+    Under a time budget the first evaluation stops when it has taken EVALUATION_SHARE of the time
+    left, but after one batch at the earliest. Later evaluations use the same batches, so that their
+    results can be compared.
     """
 
     def __init__(self, batches: Sequence[T], schedule: Schedule):
@@ -24,16 +25,16 @@ class HeldOut[T]:
 
     @property
     def first(self) -> T:
-        """A batch to compile for."""
+        """The first batch, for its shapes."""
         return self._batches[0]
 
     @property
     def batches(self) -> list[T]:
-        """Those that are evaluated."""
+        """The batches that are evaluated."""
         return self._batches
 
     def evaluate[V](self, function: Callable[[T], V]) -> list[V]:
-        """What ``function`` gives for each batch, waiting for it."""
+        """The result of ``function`` on each batch; waits for every result."""
         started, results = time.monotonic(), []
         until = None
         if self._deadline is not None and not self._measured:

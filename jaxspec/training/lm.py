@@ -1,7 +1,7 @@
 """Training of a target model: initial weights, loss, and the jitted step.
 
-Weights and AdamW moments are float32, activations bfloat16. A batch is a function of the seed and
-the step number alone, so a run continues from a checkpoint exactly as if it had never stopped.
+Weights and AdamW moments are float32, activations ``compute_dtype``. A batch is a function of the
+seed and the step number alone, so a resumed run gives the same result as an uninterrupted one.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ import optax
 from jax import Array
 from jax.sharding import NamedSharding
 
-from jaxspec.config import ModelConfig
+from jaxspec.config.model import ModelConfig
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.decoder import Decoder, decoder_shapes
@@ -41,9 +41,9 @@ class TrainConfig(OptimizerConfig):
     """How to train.
 
     Attributes:
-      context: tokens that a training sequence predicts.
+      context: predicted tokens of each training sequence.
       attention: ``cudnn`` is a flash kernel for bfloat16 on NVIDIA GPUs.
-      compute_dtype: of activations and of the weights' working copy.
+      compute_dtype: dtype of the activations and of the copy of the weights that computes them.
     """
 
     batch_size: int = 128
@@ -60,7 +60,7 @@ class TrainConfig(OptimizerConfig):
 
 @pytree
 class TrainState(Pytree):
-    """Everything that a step changes. ``step`` is int32 []: the steps taken."""
+    """Everything that a step updates. ``step``, int32 [], counts the steps taken."""
 
     params: Decoder  # float32
     moments: optax.OptState
@@ -68,8 +68,11 @@ class TrainState(Pytree):
 
 
 def init_decoder(config: ModelConfig, seed: int) -> Decoder:
-    """Random float32 weights: normal, scaled by each matrix's inputs and, where a matrix adds to
-    the residual stream, by the number of layers. Drawn on the host: nothing to compile."""
+    """Random float32 weights: normal, scaled by the fan-in of each matrix.
+
+    Matrices that add to the residual stream are also scaled by the number of layers. The numbers
+    are drawn on the host, which needs no compilation.
+    """
     generator = np.random.default_rng(seed)
 
     def init(path: tuple[Any, ...], shape: jax.ShapeDtypeStruct) -> Array:
@@ -124,7 +127,7 @@ def train_step(
 
 
 def sample_batch(tokens: Array, step: Array, config: TrainConfig) -> Array:
-    """int32 [B, T + 1]: windows at random offsets of tokens [N], fixed by the seed and step."""
+    """int32 [B, T + 1]: windows of tokens [N] at random offsets, fixed by the seed and step."""
     key = jax.random.fold_in(jax.random.key(config.seed), step)
     last = tokens.shape[0] - config.context
     offsets = jax.random.randint(key, (config.batch_size, 1), 0, last)
@@ -144,7 +147,7 @@ def train_steps(
 ) -> tuple[TrainState, dict[str, Array]]:
     """``num_steps`` steps in one call, on batches drawn from tokens [N] on the device.
 
-    Returns the state and the last step's metrics, ``loss`` being the mean over the steps.
+    Returns the state and the last step's metrics, except that ``loss`` is the mean over the steps.
     """
 
     def body(_: Array, carry: tuple[TrainState, dict[str, Array]]):
@@ -162,15 +165,16 @@ def train_steps(
 
 
 def held_out_windows(tokens: np.ndarray, config: TrainConfig, max_tokens: int) -> np.ndarray:
-    """Evenly spread windows int32 [E, B, T + 1] of tokens [N], about ``max_tokens`` in all.
+    """Evenly spaced windows int32 [E, B, T + 1] of tokens [N], about ``max_tokens`` in all.
 
-    The batch is halved until one fits. Raises ValueError for less text than one window.
+    If there are fewer windows than one batch, the batch size is halved until there are enough.
+    Raises ValueError for less text than one window.
     """
     width, batch = config.context + 1, config.batch_size
     if len(tokens) < width:
         raise ValueError(
-            f"the held-out text has {len(tokens)} tokens, less than the context of "
-            f"{config.context} and one: give more data or a smaller context"
+            f"the held-out text has {len(tokens)} tokens and needs at least {config.context + 1}, "
+            "the context and one: give more data or a smaller context"
         )
     available = min(len(tokens), max_tokens) // width or 1
     while batch > available:
@@ -194,9 +198,9 @@ def evaluate(params: Decoder, windows: Array, config: TrainConfig) -> Array:
 def continue_text(
     params: Decoder, tokens: Array, length: Array, temperature: Array, key: Array
 ) -> Array:
-    """Fill int32 [T] from position ``length`` on by dense forwards; temperature 0 is greedy.
+    """Fill int32 [T] from position ``length`` on; temperature 0 is greedy.
 
-    For a look at a model: it recomputes the whole text for each token.
+    There is no cache: each token recomputes the whole text. It is for short samples only.
     """
     positions = jnp.arange(tokens.shape[0])[None]
 

@@ -1,4 +1,4 @@
-"""A head that goes on learning from what it serves."""
+"""Online training of a draft head on the completions of the LLM that it serves."""
 
 import collections
 from collections.abc import Sequence
@@ -19,13 +19,13 @@ from jaxspec.training.schedule import UNKNOWN_STEPS
 
 
 class HeadAdapter:
-    """Trains the EAGLE head of a running LLM on its own completions, and serves with the result.
+    """Trains the EAGLE head of a running LLM on the LLM's completions, and puts it to use.
 
     >>> adapter = HeadAdapter(llm, DraftTrainConfig(learning_rate=3e-4), length=256)
     >>> completions = llm.generate(prompts, sampling)
     >>> adapter.learn(completions, steps=4)  # the next generate drafts with the new weights
 
-    In float32 the text does not change, only how much of it is drafted right; in bfloat16 near-ties
+    In float32 the text does not change, only the share of accepted drafts; in bfloat16 near-ties
     may flip. Nothing is compiled again.
 
     Args:
@@ -48,9 +48,9 @@ class HeadAdapter:
         self._random = np.random.default_rng(config.seed)
 
     def learn(self, completions: Sequence[Completion], steps: int) -> dict[str, float]:
-        """Remember completions, train ``steps`` steps on what is remembered, and serve with that.
+        """Add completions to the memory, train ``steps`` steps on it, and draft with the result.
 
-        Returns the loss and the accuracy of the unrolled head's first step, means over the steps.
+        Returns the loss and the accuracy of the first unrolled step, as means over the steps.
         """
         for completion in completions:
             prompt, ids = completion.prompt_token_ids, completion.token_ids
@@ -69,7 +69,7 @@ class HeadAdapter:
         return [self._batch() for _ in range(steps)]
 
     def _batch(self) -> DraftBatch:
-        """Random rows [B, length]; the target's own tokens are learned."""
+        """Random rows [B, length]; generated tokens are learned, prompts are not."""
         shape = self._config.batch_size, self._length
         tokens, learned = np.zeros(shape, np.int32), np.zeros(shape, bool)
         for index, row in enumerate(self._random.integers(len(self._rows), size=shape[0])):
@@ -80,5 +80,5 @@ class HeadAdapter:
 
 
 def _copy(head: DraftHead, dtype: DTypeLike) -> DraftHead:
-    """Training donates its own weights, so none may be shared with it."""
+    """A copy in ``dtype``. Training donates its weights, so the engine needs arrays of its own."""
     return jax.tree.map(jnp.copy, cast_weights(head, dtype))

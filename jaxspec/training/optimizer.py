@@ -1,4 +1,4 @@
-"""AdamW and its learning rate, for every kind of training."""
+"""AdamW and its learning rate schedule, for language models and draft heads."""
 
 import dataclasses
 from typing import Any
@@ -15,9 +15,9 @@ MATRICES = frozenset({"embed", "qkv", "o", "gate_up", "down", "lm_head", "fc"})
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """The learning rate rises linearly, stays, and falls linearly to zero.
+    """Settings of AdamW. The learning rate rises linearly, stays, and falls linearly to zero.
 
-    ``decay_fraction`` is the part of all steps at the end over which it falls.
+    ``decay_fraction``: the share of all steps, at the end, over which the learning rate falls.
     """
 
     learning_rate: float = 3e-3
@@ -34,7 +34,7 @@ class OptimizerConfig:
 
 
 def adamw(config: OptimizerConfig) -> optax.GradientTransformation:
-    """AdamW without the learning-rate factor; weight decay is for matrices only."""
+    """AdamW without the learning-rate factor. Weight decay applies to matrices only."""
 
     def decays(params: Any) -> Any:
         return jax.tree_util.tree_map_with_path(

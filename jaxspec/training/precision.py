@@ -17,7 +17,7 @@ Attention = Literal["xla", "cudnn"]
 def resolve_precision(
     dtype: ComputeDtype | Literal["auto"], attention: Attention | Literal["auto"], head_dim: int
 ) -> tuple[ComputeDtype, Attention]:
-    """What ``auto`` stands for on this machine: bfloat16 on a GPU, and cudnn where it works.
+    """(dtype, attention) with ``auto`` replaced: bfloat16 on a GPU, and cudnn where it works.
 
     Raises ValueError if cudnn is asked for and does not work.
     """
@@ -55,7 +55,7 @@ def attention_of(implementation: Attention) -> Attend:
 
 
 def cast_weights[T](weights: T, dtype: DTypeLike) -> T:
-    """Weights in ``dtype``; leaves that are no floats, such as token ids, as they are."""
+    """Weights in ``dtype``; leaves that are not floats, such as token ids, are not changed."""
     return jax.tree.map(
         lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, weights
     )

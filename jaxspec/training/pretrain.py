@@ -1,4 +1,4 @@
-"""The host loop around lm.train_steps: pace, checkpoints, evaluation and records."""
+"""The host loop around lm.train_steps: number of steps, checkpoints, evaluation, log records."""
 
 import dataclasses
 import math
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec import memory
-from jaxspec.config import ModelConfig
+from jaxspec.config.model import ModelConfig
 from jaxspec.models.decoder import Decoder
 from jaxspec.training import fingerprint, lm
 from jaxspec.training.data import Corpus
@@ -23,7 +23,7 @@ from jaxspec.training.schedule import UNKNOWN_STEPS, Pace, Schedule
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """One line of the training log. Losses are nats a token, seconds are since the start."""
+    """One line of the training log. Losses are in nats per token, seconds count from the start."""
 
     step: int
     total_steps: int | None  # None: not known yet
@@ -64,7 +64,7 @@ class Pretraining:
         self.model, self.config, self.corpus, self.schedule = model, config, corpus, schedule
         self._replicated, self._batch_sharding = batch_shardings(config.batch_size, data_parallel)
         windows = lm.held_out_windows(corpus.held_out, config, schedule.evaluation_tokens)
-        # [1, B, T + 1] each: one program, and a look at the clock between them.
+        # Each is [1, B, T + 1], so that one program runs them all and time is checked between them.
         batches = [jax.device_put(one[None], self._replicated) for one in windows]
         self._held_out = HeldOut(batches, schedule)
         self._tokens = jax.device_put(corpus.train, self._replicated)
@@ -86,10 +86,10 @@ class Pretraining:
         """Train to the end, yielding a record at the start and after each call on the device.
 
         A checkpoint is written before a record with ``saved`` is yielded. The first and the last
-        are such: what cannot be saved fails before time is spent on it.
+        record have it set: a folder that cannot be written fails before any time is spent.
 
         Args:
-          note: told what is being done where that takes long, in a few words.
+          note: called with a short description when a long operation begins.
         """
         started, pace = time.monotonic(), Pace(self.schedule, self.config.decay_fraction)
         before = self.records[-1].seconds if self.records else 0.0
@@ -121,7 +121,7 @@ class Pretraining:
             yield self._add(self._save(record) if self._due("save_every") else record)
 
     def _compile(self, note: Callable[[str], None]) -> None:
-        """Ahead of the first call, so that its time says how long a step takes."""
+        """Compile before the first call, so that its time does not include compilation."""
         note("compiling the evaluation")
         evaluation = lm.evaluate.lower(self.params, self._held_out.first, self.config).compile()
         note("compiling the training step")
@@ -166,7 +166,7 @@ class Pretraining:
         return record
 
     def _fingerprint(self) -> dict[str, object]:
-        """What must not change between a checkpoint and its continuation."""
+        """What must not change between a checkpoint and the run that resumes from it."""
         return {
             "model": dataclasses.asdict(self.model),
             "config": dataclasses.asdict(self.config),

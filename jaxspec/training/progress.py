@@ -10,7 +10,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from jaxspec.training.draft_run import DraftRecord
 from jaxspec.training.pretrain import Record
 
-QUIET_SECONDS = 10  # that a file may go without a line
+QUIET_SECONDS = 10  # most time between two lines where the output is not a terminal
 
 
 def progress_bar(console: Console) -> Progress:
@@ -20,7 +20,7 @@ def progress_bar(console: Console) -> Progress:
 
 
 def counting(progress: Progress, what: str) -> Callable[[int, int], None]:
-    """A callback that shows how many there are done, and in all."""
+    """A callback, called with the number done and the total, that shows both."""
     task, printed = progress.add_task(what, total=None), -math.inf
 
     def show(done: int, rows: int) -> None:
@@ -40,15 +40,15 @@ def follow[R: (Record, DraftRecord)](
     console: Console,
     started: float,
 ) -> Iterator[R]:
-    """The records of a run, each shown beside a bar; those with an evaluation stay as lines.
+    """Yields the records of a run, and shows each beside a progress bar.
 
-    Where nobody sees a bar (a pipe, a file), what is being done and a record every few seconds are
-    lines too.
+    Records with an evaluation are also printed as lines. Where the output is not a terminal, there
+    is no bar: notes, and a record every few seconds, are printed as lines too.
 
     Args:
       run: ``run`` of a Pretraining or DraftTraining.
-      describe: a record in a line.
-      started: time.monotonic() that the lines count from.
+      describe: formats a record as one line.
+      started: time.monotonic() at the start; lines begin with the seconds since then.
     """
     with progress_bar(console) as progress:
         task = progress.add_task("starting", total=None)

@@ -1,4 +1,4 @@
-"""Self-distillation: the target continues every row itself, so that a head learns its own text."""
+"""Self-distillation: the target writes the answers that a head is trained on."""
 
 import json
 import time
@@ -22,22 +22,23 @@ def regenerate(
     deadline: float | None = None,
     report: Callable[[int, int], None] = lambda done, rows: None,
 ) -> Examples:
-    """Each row's prompt, continued by the target to the row's length; only that is learned.
+    """Each row's prompt, continued by the target to the row's length; only the answer is learned.
 
-    Rows take the temperatures in turn, and their number as seed. Every finished batch is appended
-    to ``path`` (JSONL), from which an interrupted call goes on.
+    Row ``i`` uses temperature ``i`` modulo their number, and seed ``i``. Every finished batch is
+    appended to ``path`` (JSONL); a later call continues after those.
 
     Args:
-      deadline: time.monotonic() when to stop with the first rows only, at least one batch: none
-        begins that would not end by then if it took as long as the one before. None: all rows.
-      report: told rows done and in all, after each batch.
+      deadline: time.monotonic() when to stop, perhaps with the first rows only. A batch is started
+        only if it will end by then when it takes as long as the one before; one batch always runs.
+        None: all rows.
+      report: called after each batch with the rows done and the number of rows.
 
     Raises ValueError if ``path`` holds the answers of another model or to other rows.
     """
     length = examples.tokens.shape[1]
     rows = _restore(path, _described(llm, examples, temperatures))
     report(len(rows), len(examples))
-    seconds = 0.0  # that the batch before took
+    seconds = 0.0  # of the batch before
     while len(rows) < len(examples):
         started = time.monotonic()
         if rows and deadline is not None and started + seconds > deadline:
@@ -55,7 +56,7 @@ def regenerate(
 def _answers(
     llm: LLM, examples: Examples, batch: range, temperatures: tuple[float, ...]
 ) -> list[list]:
-    """[tokens of the prompt, token ids of prompt and answer] of some rows."""
+    """[prompt length, token ids of prompt and answer] for each of some rows."""
     prompts = [examples.prompt(row) for row in batch]
     sampling = [
         SamplingParams(
@@ -79,7 +80,7 @@ def _described(llm: LLM, examples: Examples, temperatures: tuple[float, ...]) ->
 
 
 def _restore(path: Path, described: dict[str, object]) -> list[list]:
-    """Answers that an interrupted call left; a line cut short is dropped."""
+    """The answers of an interrupted call; an incomplete last line is dropped."""
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(described) + "\n")

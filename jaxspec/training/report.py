@@ -1,4 +1,4 @@
-"""A trained model as a folder to hand on: weights, tokenizer, loss curve and model card."""
+"""Export of a trained model: a folder with weights, tokenizer, loss curve and model card."""
 
 import dataclasses
 import json
@@ -7,7 +7,7 @@ from pathlib import Path
 import jax.numpy as jnp
 from matplotlib.figure import Figure
 
-from jaxspec.config import ModelConfig
+from jaxspec.config.model import ModelConfig
 from jaxspec.training.data import Report, end_of_text_id, save_tokenizer
 from jaxspec.training.lm import num_parameters
 from jaxspec.training.precision import cast_weights
@@ -17,7 +17,7 @@ from jaxspec.weights.safetensors_io import save_decoder
 
 @dataclasses.dataclass(frozen=True)
 class Card:
-    """What the model card says that the run itself does not know."""
+    """Fields of the model card that the run itself does not know."""
 
     name: str
     device: str
@@ -29,7 +29,7 @@ class Card:
 def export(run: Pretraining, card: Card, directory: Path) -> None:
     """Write a HF folder: bfloat16 safetensors, configs, tokenizer, loss.jsonl, loss.png, README.
 
-    transformers and vLLM open it; a folder that is there already is overwritten file by file.
+    transformers and vLLM open it. Files of these names in an existing folder are replaced.
     """
     directory.mkdir(parents=True, exist_ok=True)
     save_decoder(cast_weights(run.params, jnp.bfloat16), directory)

@@ -17,10 +17,11 @@ MAX_KEPT = 2
 class RunFolder:
     """The folder ``directory`` with ``checkpoints/`` and ``log.jsonl``.
 
-    A fresh run drops what an earlier one left; one that resumes goes on from the latest checkpoint.
+    A new run deletes the checkpoints and the log of an earlier one; a resumed run continues from
+    the latest checkpoint.
 
     Args:
-      fingerprint: what must not change between a checkpoint and its continuation (JSON values).
+      fingerprint: JSON values that must be the same in a checkpoint and the run that resumes it.
     """
 
     def __init__(self, directory: Path, fingerprint: dict[str, Any], resume: bool):
@@ -50,9 +51,9 @@ class RunFolder:
         """(step, state, total steps, log records up to that step) of the latest checkpoint.
 
         Args:
-          state: arrays of the shapes, dtypes and shardings wanted.
+          state: arrays of the wanted shapes, dtypes and shardings.
 
-        Raises ValueError if there is none, or it is of another run.
+        Raises ValueError if there is no checkpoint, or it is of another run.
         """
         step = self._manager.latest_step()
         if step is None:
@@ -74,7 +75,7 @@ class RunFolder:
         return step, state, position["total_steps"], records
 
     def log(self, record: dict[str, Any]) -> None:
-        """Append a record; it has a ``step``."""
+        """Append a record, which must have the key ``step``."""
         with self._log.open("a") as log:
             log.write(_line(record))
 
@@ -94,7 +95,7 @@ def _line(record: dict[str, Any]) -> str:
 
 
 def batch_shardings(batch_size: int, devices: int) -> tuple[NamedSharding, NamedSharding | None]:
-    """(replicated over the devices, batches split over them; None for one device).
+    """Shardings (replicated, batch split over the devices); the second is None for one device.
 
     Raises ValueError for a batch that cannot be split evenly.
     """

@@ -3,26 +3,26 @@
 import dataclasses
 import time
 
-UNKNOWN_STEPS = 1 << 30  # total steps while a time budget has not been measured against yet
-EVALUATION_SHARE = 0.05  # most of what is left of a time budget that one evaluation may take
-SLACK = 1.1  # lest the deadline cuts off the end of the learning rate's fall
+UNKNOWN_STEPS = 1 << 30  # total steps under a time budget, before any step has been timed
+EVALUATION_SHARE = 0.05  # largest share of the remaining time budget for one evaluation
+SLACK = 1.1  # reserve, so that the deadline does not cut off the end of the learning rate decay
 
 
 def deadline_of(started: float, minutes: float | None, share: float) -> float | None:
-    """time.monotonic() when ``share`` of a budget of ``minutes`` since ``started`` is spent; None
-    without a budget."""
+    """time.monotonic() when ``share`` of ``minutes`` has passed since ``started``; None if
+    ``minutes`` is None."""
     return None if minutes is None else started + 60 * minutes * share
 
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """When to stop and what to do on the way.
+    """When to stop, to evaluate and to save.
 
     Attributes:
       steps: total steps, or None to take as many as fit before ``deadline``.
-      deadline: time.monotonic() at which training must have ended, or None.
-      steps_per_call, seconds_per_call: most steps that training goes on without a look at the
-        results, and about the longest that it does so. The first time it is one step.
+      deadline: time.monotonic() by which training must end, or None.
+      steps_per_call, seconds_per_call: limits of one call on the device, in steps and (about) in
+        seconds. The first call takes one step.
       evaluate_every, save_every: steps between evaluations and between checkpoints.
       evaluation_tokens: held-out tokens of one evaluation.
     """
@@ -43,7 +43,7 @@ class Schedule:
             raise ValueError("steps, and steps between events, must be at least 1")
 
     def is_due(self, event: str, step: int, total_steps: int) -> bool:
-        """Whether ``evaluate_every`` or ``save_every`` asks for something after ``step`` steps."""
+        """Whether ``event`` (``evaluate_every`` or ``save_every``) is due after ``step`` steps."""
         return step % getattr(self, event) == 0 or step == total_steps
 
     def until_event(self, step: int, total_steps: int) -> int:
@@ -53,10 +53,10 @@ class Schedule:
 
 
 class Pace:
-    """Total steps under a time budget, and steps of the next call, by what has been measured.
+    """Total steps under a time budget, and steps of the next call, from measured step times.
 
-    The total is re-estimated until the learning rate begins to fall. The first call takes one step:
-    nobody knows yet how long that is.
+    The total is estimated again until the learning rate begins to fall. The first call takes one
+    step, as the time of a step is not known yet.
     """
 
     def __init__(self, schedule: Schedule, decay_fraction: float):
@@ -67,19 +67,19 @@ class Pace:
         self._last_save = 0.0
 
     def begins(self, step: int) -> None:
-        """Training goes on from ``step`` now; everything is compiled."""
+        """Training starts, or resumes, at ``step`` now; everything is compiled."""
         self._first = step, time.monotonic()
 
     def saved(self, seconds: float) -> None:
-        """Record how long evaluating and saving took, to keep that time back at the end."""
+        """Record how long evaluating and saving took, to reserve that time at the end."""
         self._last_save = seconds
 
     def steps_of_call(self, step: int, total_steps: int) -> int:
-        """Steps of the next call: what was measured says how many take ``seconds_per_call``."""
+        """Steps of the next call: as many as fit in ``seconds_per_call`` at the last rate."""
         return min(self._count, self._schedule.until_event(step, total_steps))
 
     def ended(self, steps: int, seconds: float) -> None:
-        """A call of so many steps took so long."""
+        """Record that a call of ``steps`` steps took ``seconds``."""
         self._step_seconds = seconds / steps
         fitting = min(
             self._schedule.steps_per_call,
@@ -88,7 +88,7 @@ class Pace:
         self._count = max(1, int(fitting))
 
     def total_steps(self, step: int, total: int) -> int:
-        """The new total after ``step`` steps have ended now; never less than ``step``."""
+        """A new estimate of the total, ``step`` steps being done now; at least ``step``."""
         if self._schedule.deadline is None:
             return total
         now, end = time.monotonic(), self._schedule.deadline - self._last_save

@@ -1,4 +1,4 @@
-"""EAGLE heads from and to their official checkpoint layout; whether a directory holds one."""
+"""Loading, saving and recognizing EAGLE heads in their official checkpoint layout."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxspec.config import ModelConfig
+from jaxspec.config.model import ModelConfig
 from jaxspec.models.heads import DraftHead, Eagle3Front, EagleMethod, HeadConfig, head_shapes
 from jaxspec.models.hf_config import read_json, to_hf_config
 from jaxspec.models.hf_heads import eagle_head_config, says_head, with_qkv_bias
@@ -25,13 +25,13 @@ from jaxspec.weights.safetensors_io import (
     scan,
 )
 
-MARK_DTYPES = ("BOOL", "U8", "I8", "I32", "I64")  # of t2d
+MARK_DTYPES = ("BOOL", "U8", "I8", "I32", "I64")  # accepted for t2d
 
 
 def head_method(directory: str | Path) -> EagleMethod | None:
     """The kind of draft head that a directory holds; None for a language model.
 
-    Raises ValueError for a head whose tensors are not those of its kind.
+    Raises ValueError for a head of an unsupported kind.
     """
     directory = Path(directory)
     return _method(directory, scan(directory), read_json(directory / "config.json"))
@@ -40,7 +40,7 @@ def head_method(directory: str | Path) -> EagleMethod | None:
 def _method(
     directory: Path, stored: Mapping[str, StoredTensor], raw: Mapping[str, Any]
 ) -> EagleMethod | None:
-    if "fc.weight" not in stored:  # which no language model has
+    if "fc.weight" not in stored:  # every EAGLE head has it, no language model does
         with naming(f"draft head's {directory / 'config.json'}"):
             is_head = says_head(raw)
         if is_head or _looks_like_head(stored):
@@ -60,7 +60,7 @@ def _method(
 
 
 def _looks_like_head(stored: Mapping[str, StoredTensor]) -> bool:
-    """Whether there is a layer but no final norm, so that it is not a language model."""
+    """Whether these are a head's tensors: a layer without a final norm, or EAGLE-3's midlayer."""
     layer = "layers.0.self_attn.q_proj.weight" in stored and "norm.weight" not in stored
     return layer or any(name.startswith("midlayer.") for name in stored)
 
@@ -75,7 +75,7 @@ def load_eagle_head(
 ) -> DraftHead:
     """Read an EAGLE-3 or EAGLE-1/2 head for a target, onto ``mesh`` or the default device.
 
-    ``sharded`` splits it over the mesh's model axis; otherwise every device holds it whole.
+    ``sharded`` splits it over the mesh's model axis; otherwise it is replicated.
     ``kind``: see safetensors_io.load_decoder.
 
     Raises ValueError for a head that does not fit the target, saying what does not fit.
@@ -105,7 +105,7 @@ def load_eagle_head(
 
 
 def save_eagle_head(head: DraftHead, directory: str | Path, target: ModelConfig) -> None:
-    """Write a head as a directory in the official layout, with safetensors."""
+    """Write a head as a directory in the official layout: config.json and safetensors."""
     eagle3 = head.method == "eagle3"
     config = _hf_head_config(head, target)
     extra: dict[str, np.ndarray] = {}
@@ -170,7 +170,7 @@ def _check_norms(directory: Path, config: HeadConfig, stored: Mapping[str, Store
 def _draft_vocab_size(
     config: HeadConfig, stored: dict[str, StoredTensor], target: ModelConfig
 ) -> int | None:
-    """None when draft ids are the target's ids."""
+    """Size of the draft vocabulary; None when draft ids are the target's ids."""
     size = config.draft_vocab_size or target.vocab_size
     same = "d2t" not in stored or not stored["d2t"].read().any()
     return None if size == target.vocab_size and same else size
@@ -202,7 +202,8 @@ def _token_ids(
 
 
 def _hf_head_config(head: DraftHead, target: ModelConfig) -> dict[str, Any]:
-    # A bias on q, k and v but not o is a key of its own in heads, not another model family.
+    # to_hf_config writes a bias on q, k and v but not on o as model_type qwen2. Heads stay llama
+    # and have a key for it.
     attention, front = head.config.layers[0].mixer, head.front
     llama = head.config.map_layers(lambda layer: with_qkv_bias(layer, attention.o_bias))
     config = to_hf_config(llama) | {

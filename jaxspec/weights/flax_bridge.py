@@ -1,4 +1,4 @@
-"""Targets and draft heads from flax parameter trees, on the device: for RL and distillation loops.
+"""Targets and draft heads from flax parameter trees, for RL and distillation loops.
 
     table = {
         "model.embed_tokens.weight": "embed.embedding",
@@ -8,7 +8,7 @@
     target = target_from_flax(engine.params.target, params, table)
     engine.use_target(target)
 
-Nothing goes through the host or a file; the arrays are transposed and joined where they lie.
+The arrays are transposed and concatenated on the device; nothing goes through the host or a file.
 """
 
 import math
@@ -25,20 +25,20 @@ from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import DraftHead
 from jaxspec.tensors import joining, splitting, tensor_shapes
 
-Names = Mapping[str, str]  # checkpoint's tensor -> path in the flax tree; {i} is a layer's index
+Names = Mapping[str, str]  # checkpoint tensor name -> flax path; {i} stands for a layer's index
 
 
 def target_from_flax(like: Decoder, params: Any, names: Names) -> Decoder:
-    """A target with the shapes, dtypes and places of ``like`` from a flax tree.
+    """A target with the shapes, dtypes and shardings of ``like`` from a flax tree.
 
     Args:
       params: a linen dict of parameters (with or without its ``params`` level) or an nnx.State.
-      names: where each tensor of a Hugging Face checkpoint is. A path that ends in ``kernel`` is
-        taken as flax has it, inputs first ([in, out], or with its heads apart, [in, heads, dim] and
-        [heads, dim, out]); any other as the checkpoint has it.
+      names: the flax path of each tensor of a Hugging Face checkpoint. An array whose path ends in
+        ``kernel`` has flax's layout: [in, out], or with separate heads [in, heads, dim] and
+        [heads, dim, out]. Any other has the checkpoint's layout.
 
-    Raises ValueError that lists the tensors that are missing or misshapen, and the arrays of the
-    flax tree that no tensor is.
+    Raises ValueError that lists missing and misshapen tensors, and arrays of the flax tree that no
+    name refers to.
     """
     splits = like.filled(splitting(like.config.vocab_size))
     tensors = _tensors(_leaves(like, splits), params, names)
@@ -48,9 +48,9 @@ def target_from_flax(like: Decoder, params: Any, names: Names) -> Decoder:
 def head_from_flax(
     like: DraftHead, params: Any, names: Names, *, first_layer: str = "midlayer"
 ) -> DraftHead:
-    """As target_from_flax, for a draft head whose tensors are named as in its checkpoint.
+    """The same as target_from_flax for a draft head, with the tensor names of its checkpoint.
 
-    The table of draft ids (``token_ids``) stays as it is.
+    The table of draft ids (``token_ids``) is taken from ``like``.
     """
     without_ids = like.replace(token_ids=None)
     splits = without_ids.filled(first_layer, splitting())
@@ -68,8 +68,10 @@ def _in_place[T](like: T, new: T) -> T:
 
 
 class _Tensors(Mapping[str, Array]):
-    """A checkpoint's tensors, [out, in], made of a flax tree's arrays one by one as they are asked
-    for: all of them together would need the memory of another model."""
+    """A checkpoint's tensors, [out, in], converted from a flax tree one at a time on access.
+
+    Converting all at once would need the memory of a second model.
+    """
 
     def __init__(self, arrays: Mapping[str, Array], paths: Mapping[str, str], shapes: Mapping):
         self._arrays, self._paths, self._shapes = arrays, paths, shapes
@@ -86,7 +88,7 @@ class _Tensors(Mapping[str, Array]):
 
 
 def _tensors(leaves: list[tuple[Any, Any]], params: Any, names: Names) -> _Tensors:
-    """Every tensor of a checkpoint, of (array, Split) pairs, from the flax tree."""
+    """Every tensor that the (array, Split) pairs are made of, from the flax tree."""
     shapes = {name: tensor.shape for name, tensor in tensor_shapes(leaves).items()}
     arrays, problems = _flat(params), []
     paths: dict[str, str] = {}
@@ -115,7 +117,7 @@ def _as_tensor(array: Array, shape: tuple[int, ...], is_kernel: bool) -> Array:
 
 
 def _path_of(name: str, names: Names) -> str | None:
-    """The flax path of a tensor: by its own name, or with its layer's index in place of {i}."""
+    """The flax path of a tensor: that of its full name, or of its name with {i} for the layer."""
     if name in names:
         return names[name]
     index = re.search(r"\.(\d+)\.", name)

@@ -1,16 +1,16 @@
-"""Where a model's files are: a directory as it is, or one downloaded from the Hugging Face hub."""
+"""The directory of a model's files: a local one, or one downloaded from the Hugging Face hub."""
 
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
+import huggingface_hub  # which loads the rest of itself when it is asked for
 
 FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.tiktoken", "merges.txt")
 
 
 def resolve_directory(name_or_path: str | Path) -> Path:
-    """An existing directory, or that of a hub repository, downloaded if need be.
+    """An existing directory, or that of a hub repository, which is downloaded if necessary.
 
-    Raises ValueError if there is no such directory, or the hub does not give the repository.
+    Raises ValueError if there is no such directory, or the download fails.
     """
     path = Path(name_or_path).expanduser()
     if path.is_dir():
@@ -19,8 +19,8 @@ def resolve_directory(name_or_path: str | Path) -> Path:
     if path.exists() or name.startswith(("/", ".", "~")) or name.count("/") > 1:
         raise ValueError(f"no directory {name}: give a model directory or a hub id, owner/name")
     try:
-        return Path(snapshot_download(name, allow_patterns=list(FILES)))
-    except Exception as error:  # the hub client has a dozen kinds, some of its HTTP library
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(FILES)))
+    except Exception as error:  # the hub client raises many types, some of its HTTP library
         reason = " ".join(str(error).split())
         raise ValueError(
             f"{name} is not a directory here, and the Hugging Face hub does not give it: {reason}"

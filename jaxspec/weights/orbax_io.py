@@ -1,7 +1,7 @@
 """Any pytree of arrays, sharded or not, to disk and back with orbax.
 
-Beside the arrays lies what the tree's static fields say: a snapshot does not come back as a tree of
-other choices, such as a head that reads other layers.
+The values of the tree's static fields are stored too, and checked when a snapshot is restored: a
+head that reads certain layers is not restored as a head that reads others.
 """
 
 import dataclasses
@@ -21,12 +21,12 @@ from jaxspec.sharding import Layout
 from pallas_kernels.selection import Kernels
 
 CHOICES = "jaxspec_choices.json"
-WHERE_IT_RUNS = (Layout, Mesh, Kernels)  # static fields that may differ: they change no value
+WHERE_IT_RUNS = (Layout, Mesh, Kernels)  # types of static fields that may differ when restoring
 MOST_LISTED = 5
 
 
 def save_pytree(directory: str | Path, tree: Any) -> None:
-    """Write a pytree to a new directory: its arrays, and what its static fields say."""
+    """Write a pytree to a new directory: its arrays and the values of its static fields."""
     path = Path(directory).absolute()
     if path.exists() and any(path.iterdir()):
         raise ValueError(f"{path} is not empty: give a new directory")
@@ -39,12 +39,11 @@ def save_pytree(directory: str | Path, tree: Any) -> None:
 def restore_pytree(directory: str | Path, like: Any, *, check_choices: bool = True) -> Any:
     """Read a pytree of the structure, shapes, dtypes, shardings and static fields of ``like``.
 
-    ``like`` holds arrays or ShapeDtypeStructs; it may be split over devices in another way than
-    what was saved. ``check_choices`` False takes other static fields than those saved.
+    ``like`` holds arrays or ShapeDtypeStructs; its shardings may differ from the saved ones.
+    ``check_choices``: whether its static fields must equal the saved ones.
 
     Raises ValueError that lists what is missing, surplus or misshapen on disk, or which static
-    fields differ; and for a snapshot that does not say its static fields, as jaxspec wrote them
-    until 0.1.
+    fields differ; also for a snapshot without static fields, as written by jaxspec 0.1 and earlier.
     """
     path = Path(directory).absolute()
     leaves = named_leaves(like)
@@ -64,12 +63,12 @@ def restore_pytree(directory: str | Path, like: Any, *, check_choices: bool = Tr
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:
-    """Leaves by their path, in order. Orbax then need not know our classes."""
+    """Leaves by their path, in order: a plain dict, so that orbax does not see our classes."""
     return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
 
 
 def _stored(leaves: dict[str, Any]) -> dict[str, Any]:
-    """Those with any elements: orbax refuses the others, which say nothing anyhow."""
+    """The leaves that are not empty: orbax refuses empty arrays, and they hold no data."""
     return {name: leaf for name, leaf in leaves.items() if math.prod(leaf.shape)}
 
 
@@ -92,7 +91,7 @@ def _check(path: Path, wanted: dict[str, Any], checkpointer: ocp.StandardCheckpo
 
 
 def static_choices(tree: Any) -> dict[str, str]:
-    """What the static fields of a tree say, by path; configs field by field."""
+    """The static fields of a tree as text, by path; configs field by field."""
     return dict(_choices(tree, "", inside_static=False))
 
 
@@ -122,7 +121,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _said(value: Any) -> str:
-    """A value in words that are the same in another process."""
+    """A value as text that is the same in every process."""
     if type(value).__repr__ is object.__repr__ or callable(value):
         return getattr(value, "__qualname__", type(value).__qualname__)
     return repr(value)

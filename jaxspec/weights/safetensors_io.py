@@ -1,7 +1,7 @@
-"""Decoders from and to Hugging Face safetensors directories, one array at a time.
+"""Loading and saving decoders as Hugging Face safetensors directories, one array at a time.
 
-A shard of an array is read straight from the file slices that make it up, a few megabytes at a
-time, and cast and transposed on the way: at its peak the host holds one array and one chunk.
+A shard of an array is read from the file slices that it consists of, a few megabytes at a time.
+Each slice is cast and transposed as it is read. The host holds at most one array and one slice.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from jaxspec.config import ModelConfig
+from jaxspec.config.model import ModelConfig
 from jaxspec.models.decoder import Decoder, decoder_shapes
 from jaxspec.models.hf_config import to_hf_config
 from jaxspec.models.hf_values import one_line, read_json, shown, shown_name
@@ -33,11 +33,12 @@ FLOATS = (jnp.dtype("float32"), jnp.dtype("bfloat16"), jnp.dtype("float16"))
 INTEGER_DTYPES = MappingProxyType(
     {"I8": np.dtype("int8"), "U8": np.dtype("uint8"), "I32": np.dtype("int32")}
 )
-CHUNK_ELEMENTS = 4 << 20  # read at a time
+CHUNK_ELEMENTS = 4 << 20  # most elements read at a time
 STRIP = 128  # columns copied at a time: transposing whole matrices is several times slower
 MAX_FILE_BYTES = 4 << 30
-MOST_PROBLEMS = 20  # named in an error
-# What to do about pickled weights: all shards in one file; clones, as tied tensors share memory.
+MOST_PROBLEMS = 20  # most that are listed in an error
+# Converts pickled weights: all shards into one file. It clones, as tied tensors share memory, which
+# safetensors refuses.
 CONVERSION = (
     "import glob, torch, safetensors.torch as s; "
     'tensors = {k: v.clone().contiguous() for f in glob.glob("*model*.bin") '
@@ -48,7 +49,7 @@ CONVERSION = (
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a checkpoint: where it lies, its shape, and its dtype in safetensors' words."""
+    """A tensor of a checkpoint: its file, name, shape, and dtype as safetensors names it."""
 
     file: Path
     name: str
@@ -56,7 +57,7 @@ class StoredTensor:
     dtype: str
 
     def read(self, *index: slice) -> np.ndarray:
-        """The part at ``index``. The file is mapped only meanwhile."""
+        """The slice at ``index``. The file is mapped only during the call."""
         with open_safetensors(self.file) as file:
             return file.get_slice(self.name)[index or slice(None)]
 
@@ -73,9 +74,10 @@ def load_decoder(
     """Read a model's weights, cast to ``dtype``, onto ``mesh`` or the default device.
 
     Args:
-      sharded: False: every device of the mesh's model axis holds the whole model.
-      kind: a function of (a Linear of shapes, its source) that returns the projection to load: that
-        Linear, or another kind, say a quantized one, of shapes too (see models.linear.AnyLinear).
+      sharded: False: the model is replicated over the mesh's model axis.
+      kind: chooses the weight format of each projection. It is called with a ``Linear`` of shapes
+        and its source, and returns that ``Linear`` or another format's shapes, such as a quantized
+        one's (see models.linear.AnyLinear).
 
     Raises ValueError that lists all missing, surplus and misshapen tensors, or names a broken file.
     """
@@ -108,7 +110,7 @@ def open_safetensors(path: Path) -> Any:
 
 
 def scan(directory: str | Path) -> dict[str, StoredTensor]:
-    """All tensors of a checkpoint directory, by name; only file headers are read."""
+    """All tensors of a checkpoint directory, by name. Only the file headers are read."""
     stored: dict[str, StoredTensor] = {}
     for path in _checkpoint_files(Path(directory)):
         with open_safetensors(path) as file:
@@ -135,8 +137,9 @@ def _checkpoint_files(directory: Path) -> list[Path]:
             f"where torch is installed: cd there and run python -c '{CONVERSION}'"
         )
     raise ValueError(
-        f"no *.safetensors file in {directory}: is it a model directory? A hub repository of "
-        "pickled weights (*.bin) alone must be downloaded whole and converted"
+        f"no *.safetensors file in {directory}: is it a model directory? A hub repository that has "
+        "only pickled weights (*.bin) must be downloaded whole (hf download OWNER/NAME --local-dir "
+        "DIR) and converted: give DIR, and the error says how"
     )
 
 
@@ -156,7 +159,7 @@ def _indexed_files(index: Path) -> list[Path]:
 
 
 def placements(shapes: Any, mesh: Mesh | None) -> Any:
-    """A tree of shardings for a tree of shapes: as the arrays' axes say, or a single device."""
+    """A tree of shardings for a tree of shapes, by the arrays' logical axes; None: one device."""
     if mesh is not None:
         return named_shardings(mesh, shapes)
     device = SingleDeviceSharding(jnp.zeros(()).device)
@@ -201,7 +204,7 @@ def check_tensors(
 
 
 def _readable_as(dtype: np.dtype) -> tuple[str, ...]:
-    """Stored dtypes that may be read as ``dtype``: floats are cast, integers are what they are."""
+    """Stored dtypes that may be read as ``dtype``: floats are cast, integers must be the same."""
     if dtype in FLOATS:
         return FLOAT_DTYPES
     return tuple(name for name, own in INTEGER_DTYPES.items() if own == dtype)
@@ -210,7 +213,7 @@ def _readable_as(dtype: np.dtype) -> tuple[str, ...]:
 def _load_array(
     stored: dict[str, StoredTensor], shape: jax.ShapeDtypeStruct, split: Split, sharding: Sharding
 ) -> Array:
-    @functools.cache  # devices that hold the same block share one
+    @functools.cache  # replicas of a block are read once
     def read_block(*bounds: tuple[int, int]) -> np.ndarray:
         block = np.zeros([stop - start for start, stop in bounds], shape.dtype)
         for piece in split(block, tuple(start for start, _ in bounds)):
@@ -222,13 +225,13 @@ def _load_array(
         return read_block(*(part.indices(size)[:2] for part, size in sizes))
 
     array = jax.make_array_from_callback(shape.shape, sharding, block_at)
-    return jax.block_until_ready(array)  # or the host would run ahead of the copies to the device
+    return jax.block_until_ready(array)  # bounds host memory: copies to the device are asynchronous
 
 
 def _read_piece(tensor: StoredTensor, piece: Piece) -> None:
-    """Fill a piece's view, chunk by chunk of its leading axis."""
+    """Fill a piece's view in chunks of its leading axis."""
     step = max(1, CHUNK_ELEMENTS // math.prod(piece.view.shape[1:]))
-    size = math.prod(piece.row_shape[1:])  # rows of each index of the leading axis
+    size = math.prod(piece.row_shape[1:])  # rows for each index of the leading axis
     for first in range(0, len(piece.view), step):
         part = piece.view[first : first + step]
         row = piece.row + first * size
@@ -238,7 +241,7 @@ def _read_piece(tensor: StoredTensor, piece: Piece) -> None:
 
 
 def _copy(destination: np.ndarray, source: np.ndarray) -> None:
-    """Copy strip by strip, as one of the two arrays is usually transposed."""
+    """Copy in strips of columns, as one of the two arrays is usually transposed."""
     if source.ndim > 2:
         for part, rows in zip(destination, source, strict=True):
             _copy(part, rows)
@@ -257,7 +260,7 @@ def save_tree(
     config: dict[str, Any],
     extra: dict[str, np.ndarray] | None = None,
 ) -> None:
-    """Write a tree of arrays, more tensors as they are, and config.json."""
+    """Write a tree of arrays, further tensors given by name, and config.json."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     leaves = list(zip(jax.tree.leaves(tree), jax.tree.leaves(splits), strict=True))
@@ -284,7 +287,7 @@ def save_tree(
 
 
 def _groups(leaves: list[tuple[Array, Split]]) -> list[list[tuple[Array, Split]]]:
-    """Runs of leaves that fit in a file."""
+    """Consecutive leaves, grouped so that each group fits in a file."""
     groups, used = [[]], 0
     for leaf, split in leaves:
         if groups[-1] and used + leaf.nbytes > MAX_FILE_BYTES:

@@ -1,4 +1,4 @@
-"""Moves a few rows of every layer's KV cache, many caches in one launch."""
+"""Compaction: moves a few rows in the KV caches of many layers, in one launch."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from pallas_kernels.kv_compact.reference import kv_compact_reference
 from pallas_kernels.selection import Implementation, kernel_module
 
 HEAD_STEP = 128  # the kernel was tested with multiples of this head dimension
-MAX_ROWS = 32  # of a sequence; all are held in shared memory
+MAX_ROWS = 32  # most rows of a sequence; all are held in shared memory
 
 
 def kv_compact(

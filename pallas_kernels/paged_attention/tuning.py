@@ -7,7 +7,7 @@ from pallas_kernels.policy import MULTIPROCESSORS, largest_fitting
 ROWS = 64  # query rows of one warpgroup matrix product (wgmma)
 LONG_SPLIT = 1024  # context slots from which a split uses 128-slot blocks
 REGISTERS = 65536  # of a multiprocessor
-MIN_REGISTERS = 24  # the fewest that a thread can be left with
+MIN_REGISTERS = 24  # fewest registers that a thread may have
 
 
 @dataclasses.dataclass(frozen=True)

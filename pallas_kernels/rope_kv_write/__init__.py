@@ -10,7 +10,7 @@ from pallas_kernels.gradients import with_reference_gradient
 from pallas_kernels.rope_kv_write.reference import rope_kv_write_reference
 from pallas_kernels.selection import Implementation, kernel_module
 
-HEAD_DIM = 128  # that the kernel takes: one entry for each thread of a warpgroup
+HEAD_DIM = 128  # the kernel's head dimension: one entry for each thread of a warpgroup
 
 
 @jax.named_scope("rope_kv_write")

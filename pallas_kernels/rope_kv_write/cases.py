@@ -108,7 +108,7 @@ def _benchmark(case: Case) -> Benchmark:
 
 
 def _feed(arguments: Arguments, output: tuple[Array, ...]) -> Arguments:
-    """The pages go from call to call, so that no call has to copy them."""
+    """Each call gets the pages of the call before, so that they are updated in place."""
     partials, rope, _, _, slots = arguments
     _, k_pages, v_pages = output
     return partials, rope, k_pages, v_pages, slots

@@ -1,4 +1,4 @@
-"""Reading what XLA and ptxas leave behind, on pieces of it."""
+"""Parsing of the files of XLA and ptxas, on excerpts of real ones."""
 
 import json
 from pathlib import Path
@@ -172,7 +172,7 @@ def test_a_round_is_read_from_a_folder(dump: Path):
     assert compiled.kernels == parse_kernels(PTXAS)
 
 
-def test_a_round_that_would_be_judged_blindly_is_refused(dump: Path):
+def test_missing_compiler_output_is_an_error(dump: Path):
     with pytest.raises(ValueError, match="ptxas printed nothing"):
         read_round(dump, "")
     facts = json.loads((dump / FACTS).read_text()) | {"page_shapes": [[1, 2, 3, 4]]}

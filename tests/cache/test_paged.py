@@ -39,7 +39,7 @@ jit_write, jit_compact = jax.jit(write), jax.jit(compact)
 
 
 class Model:
-    """What the cache should hold: rows [G, D] of keys and values by slot; page 0 is anything."""
+    """What the cache should hold: rows [G, D] of keys and values by slot; page 0 is not checked."""
 
     def __init__(self, page_size: int):
         self.page_size = page_size
@@ -198,7 +198,7 @@ def test_a_commit_moves_the_accepted_nodes_of_every_layer_and_no_more():
         assert jnp.array_equal(cache.v[1:], -cache.k[1:])
 
 
-def test_a_chain_is_committed_where_it_lies():
+def test_committing_a_chain_moves_nothing():
     table = jnp.asarray(random_table(np.random.default_rng(0)))
     states, path = [numbered(4, table)], jnp.array([[0, 1, 2], [0, 1, 2]])
     lens, counts = jnp.array([6, 3]), jnp.array([3, 1])

@@ -71,7 +71,7 @@ def test_on_the_device_it_is_the_reference(case: Case):
     ],
     ids=["width", "dtype"],
 )
-def test_what_it_cannot_take_is_named(case: Case, dtype: Any, message: str):
+def test_unsupported_arguments_are_named(case: Case, dtype: Any, message: str):
     with pytest.raises(ValueError, match=f"the kernel cannot take .*{message}"):
         add_rms_norm(*make_arguments(case, dtype), eps=EPS, implementation="mosaic_gpu")
 

@@ -14,7 +14,7 @@ from pallas_kernels.kv_compact.mosaic_gpu import kv_compact_mosaic
 
 
 def expected(case: Case) -> list[np.ndarray]:
-    """All but the null page, whose content nobody reads."""
+    """The caches without the null page, whose content is unspecified."""
     pages, source, destination = make_arguments(case, jnp.bfloat16)
     moved = []
     for one in map(np.array, pages):
@@ -67,6 +67,6 @@ def test_on_the_device_it_does_the_same(case: Case):
     ],
     ids=["dtype", "width", "rows"],
 )
-def test_what_it_cannot_take_is_named(case: Case, dtype: Any, message: str):
+def test_unsupported_arguments_are_named(case: Case, dtype: Any, message: str):
     with pytest.raises(ValueError, match=f"the kernel cannot take .*{message}"):
         kv_compact(*make_arguments(case, dtype), "mosaic_gpu")

@@ -102,7 +102,7 @@ def test_by_default_kv_lens_ends_with_the_queries_or_their_mask():
 
 
 def test_a_sequence_may_end_before_its_context():
-    """One without work, say: its queries see nothing, and nobody sees its slots."""
+    """As for an empty row: its queries see no slot, and no query sees its slots."""
     case = TEST_CASES[1]
     arguments: Any = (*make_arguments(case)[:7], jnp.array([0, 0, 5]))
     found = attend(case, poisoned(case, arguments, np.nan))
@@ -111,7 +111,7 @@ def test_a_sequence_may_end_before_its_context():
 
 
 @first_is_fast(TEST_CASES, 3)
-def test_what_nobody_sees_may_be_anything(case: Case):
+def test_unseen_slots_may_hold_nan_or_infinity(case: Case):
     arguments = make_arguments(case)
     function = jax.jit(lambda *a: paged_attention(*a, **case.options))
     expected = function(*arguments)
@@ -119,7 +119,7 @@ def test_what_nobody_sees_may_be_anything(case: Case):
         np.testing.assert_array_equal(function(*poisoned(case, arguments, poison)), expected)
 
 
-def test_order_invariant_sums_do_not_see_it_either():
+def test_unseen_slots_do_not_change_order_invariant_sums():
     case = next(case for case in TEST_CASES if case.name == "padded tree")
     arguments = make_arguments(case)
     found = attend(case, poisoned(case, arguments, np.nan), order_invariant=True)
@@ -127,7 +127,7 @@ def test_order_invariant_sums_do_not_see_it_either():
 
 
 def test_a_node_that_no_query_sees_may_be_anything():
-    """The kernel wants it finite."""
+    """Only finite values: the kernel requires them between the context and kv_lens."""
     case = next(case for case in TEST_CASES if case.name == "small tree")
     arguments: list[Any] = list(make_arguments(case))
     arguments[6] &= ~jnp.uint32(1 << 2)
@@ -140,7 +140,7 @@ def test_a_node_that_no_query_sees_may_be_anything():
     np.testing.assert_array_equal(attend(case, arguments), expected)
 
 
-def test_it_may_be_anything_in_a_gradient_too():
+def test_unseen_slots_do_not_change_gradients():
     case = next(case for case in TEST_CASES if case.name == "window")
 
     def gradients(arguments: Any) -> tuple[jax.Array, ...]:

@@ -163,7 +163,7 @@ def test_it_has_its_references_gradient(case: Case):
     ],
     ids=["head", "dtype", "page", "group"],
 )
-def test_what_it_cannot_take_is_named(case: Case, dtype, message: str):
+def test_unsupported_arguments_are_named(case: Case, dtype, message: str):
     arguments = make_arguments(case, dtype)
     assert message in str(misfit(*arguments[:3], order_invariant=False))
     with pytest.raises(ValueError, match=f"the kernel cannot take .*{message}"):

@@ -30,7 +30,7 @@ def assert_same(found: Any, case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", TEST_CASES, ids=str)
-def test_heads_are_normed_turned_and_written(case: Case):
+def test_heads_are_normed_rotated_and_written(case: Case):
     arguments = make_arguments(case)
     partials, rope, q_norm, k_norm, k_pages, v_pages, slots = arguments
     heads = np.asarray(partials).sum(0)[: case.batch]
@@ -83,7 +83,7 @@ def test_on_the_device_it_is_the_reference(case: Case):
     ],
     ids=["width", "dtype"],
 )
-def test_what_it_cannot_take_is_named(case: Case, dtype: Any, message: str):
+def test_unsupported_arguments_are_named(case: Case, dtype: Any, message: str):
     arguments = make_arguments(case, dtype)
     assert message in str(misfit(arguments[0], *arguments[4:6]))
     with pytest.raises(ValueError, match=f"the kernel cannot take .*{message}"):

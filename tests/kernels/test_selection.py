@@ -98,7 +98,7 @@ def test_a_name_without_a_kernel_is_an_error_of_one_line(text: str):
 
 
 def test_auto_is_the_kernel_wherever_the_arguments_fit():
-    """On any device: whoever says so has chosen."""
+    """On any device: "auto" looks at the arguments only, and the caller chooses by device."""
     assert kernel_module("top_k", "reference", None) is None
     assert kernel_module("top_k", "auto", "that") is None
     for implementation in ("auto", "mosaic_gpu"):
@@ -120,7 +120,7 @@ def test_kernels_say_which_products_they_take_as_partial_sums():
 
 
 def test_importing_jaxspec_does_not_load_mosaic():
-    """It takes nearly as long as everything else, and only a kernel that runs needs it."""
+    """Importing Mosaic takes nearly as long as the rest, and only a running kernel needs it."""
     code = "import jaxspec, sys; print('jax.experimental.pallas.mosaic_gpu' in sys.modules)"
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     result = subprocess.run(

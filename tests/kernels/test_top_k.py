@@ -108,6 +108,6 @@ def test_on_the_device_it_does_the_same(case: Case):
         (jnp.zeros((1, 32_000)), 17, "k = 17"),
     ],
 )
-def test_what_it_cannot_take_is_named(x: jax.Array, k: int, message: str):
+def test_unsupported_arguments_are_named(x: jax.Array, k: int, message: str):
     with pytest.raises(ValueError, match=f"the kernel cannot take {message}"):
         top_k(x, k, "mosaic_gpu")

@@ -92,7 +92,7 @@ def test_interpreted_it_ends_for_rows_without_an_answer():
     assert interpreted(logits, *make_arguments(case)[1:]).shape == (len(rules), len(rows))
 
 
-def test_a_nan_beside_it_changes_no_row():
+def test_a_row_of_nan_does_not_change_other_rows():
     case = Case("", 256, (Rule(top_k=3, top_p=0.9), Rule(top_k=3, top_p=0.9)))
     logits, *parameters = make_arguments(case)
     functions: Any = (jax.jit(truncation_threshold), interpreted)
@@ -159,7 +159,7 @@ def test_on_the_device_it_ends_for_rows_without_an_answer(size: int):
         (jnp.zeros((1, 1, 262_272)), "rows of 262272"),
     ],
 )
-def test_what_it_cannot_take_is_named(logits: jax.Array, message: str):
+def test_unsupported_arguments_are_named(logits: jax.Array, message: str):
     parameters = make_arguments(Case("", 128, (Rule(),)))[1:]
     with pytest.raises(ValueError, match=f"the kernel cannot take {message}"):
         KERNEL(logits, *parameters)
@@ -177,7 +177,7 @@ def test_digits_of_a_threshold_are_found_by_bits_as_by_nibbles():
         np.testing.assert_array_equal(by_bit, by_nibble)
 
 
-def test_a_program_has_one_condition_around_all_of_it():
+def test_one_outer_condition_guards_the_whole_search():
     arguments = jax.eval_shape(lambda: make_arguments(SMALL_CASES[0]))
     (call,) = jax.make_jaxpr(truncation_threshold)(*arguments).eqns
     jaxpr: Any = call.params["jaxpr"]

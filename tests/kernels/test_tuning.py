@@ -72,7 +72,7 @@ def test_a_row_of_logits_is_shared_by_its_size(size: int, shares: int):
 
 
 def test_threads_cannot_ask_for_more_registers_than_there_are():
-    """3 warpgroups start with 168 a thread; those who wait for more would never run."""
+    """3 warpgroups start with 168 registers a thread; a request for too many would wait forever."""
     assert AttentionTuning(128, 2, warpgroups=2, registers=240).producer_registers == 24
     with pytest.raises(ValueError, match="leave 8 to the producer: it needs 24"):
         AttentionTuning(128, 2, warpgroups=2, registers=248)

@@ -1,4 +1,4 @@
-"""The attention kernel beside NaN and infinity in slots that nobody sees."""
+"""The attention kernel with NaN or infinity in slots that no query sees."""
 
 import dataclasses
 import functools
@@ -81,7 +81,7 @@ def run(case: Case, arguments: Any, config: AttentionTuning | None, interpret: A
         for one in INTERPRETED
     ],
 )
-def test_interpreted_it_does_not_reach_the_output(case: Case, config: AttentionTuning):
+def test_interpreted_unseen_slots_do_not_change_the_output(case: Case, config: AttentionTuning):
     arguments = make_arguments(case, jnp.bfloat16)
     poison = np.inf if case.real_tokens else np.nan
     found = run(case, poisoned(case, arguments, poison), config, plgpu.InterpretGPUParams()).astype(
@@ -113,7 +113,7 @@ def test_its_configurations_lower_for_cuda(name: str):
     ],
     ids=str,
 )
-def test_on_the_device_it_does_not_reach_the_output(case: Case, name: str):
+def test_on_the_device_unseen_slots_do_not_change_the_output(case: Case, name: str):
     config = CONFIGS[name]
     if config is not None and case.kv_heads % config.heads:
         pytest.skip("an odd number of heads")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import transformers
 
-from jaxspec.config import (
+from jaxspec.config.model import (
     AttentionConfig,
     DenseConfig,
     Llama3RopeScaling,
@@ -270,7 +270,7 @@ def test_absent_keys_take_the_defaults_of_transformers(kind: str):
         {"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {"a": 1}},
     ],
 )
-def test_keys_that_say_nothing(more: dict[str, Any]):
+def test_keys_without_effect_are_accepted(more: dict[str, Any]):
     assert parse_model_config(LLAMA | more) == parse_model_config(LLAMA)
 
 

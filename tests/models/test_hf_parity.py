@@ -85,7 +85,7 @@ def test_logits_equal_transformers(checkpoint, name: str):
     assert_close(run(model, jnp.asarray(tokens)), expected)
 
 
-class InParts(Kernels):
+class SplitK(Kernels):
     """Operations that take split-K partial sums, as kernels do, and add them up in XLA."""
 
     def implementation(self, operation: str) -> Implementation:
@@ -93,11 +93,11 @@ class InParts(Kernels):
 
 
 @pytest.mark.slow
-def test_products_in_parts_make_the_same_logits(checkpoint, monkeypatch: pytest.MonkeyPatch):
-    """As they do on a GPU, for kernels that add up the partial sums."""
+def test_split_k_products_give_the_same_logits(checkpoint, monkeypatch: pytest.MonkeyPatch):
+    """On a GPU products are split like this for kernels that add up the partial sums."""
     directory, tokens, _ = checkpoint("llama-gqa")
     model = cast_weights(load(directory), jnp.bfloat16)
-    kernels = InParts(frozenset({"add_rms_norm", "rope_kv_write"}))
+    kernels = SplitK(frozenset({"add_rms_norm", "rope_kv_write"}))
 
     def dense_logits(tokens: np.ndarray) -> jax.Array:
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)

@@ -1,4 +1,4 @@
-"""A kind of Linear of one's own: 4-bit integers with group scales and zeros, loader included.
+"""A user-defined weight format: 4-bit integers with group scales and zeros, loader included.
 
 Nothing of the package knows it. It stands here as the proof that quantized kinds fit; the format is
 the one of GPTQ: eight inputs in a word, zeros packed along the outputs.

@@ -1,4 +1,4 @@
-"""A mixer and a layer state of one's own: a recurrence that keeps one vector for each row.
+"""A user-defined mixer and layer state: a recurrence that keeps one vector for each row.
 
 Nothing of the package knows it. It stands here as the proof that recurrent layers fit: trees are
 verified and committed, prompts read in chunks and by index, rows handed on to other requests.
@@ -16,7 +16,8 @@ from jax import Array
 
 from jaxspec import functional
 from jaxspec.cache import CommittedPath, Geometry
-from jaxspec.config import PLAIN, LayerConfig, RopeConfig, SpeculationConfig, TreeShape
+from jaxspec.config.model import LayerConfig, RopeConfig
+from jaxspec.config.speculation import PLAIN, SpeculationConfig, TreeShape
 from jaxspec.functional import EngineParams
 from jaxspec.models import decoder
 from jaxspec.models.attention import PagedAttend, dense_causal_attend
@@ -168,7 +169,7 @@ def expected(target: Decoder) -> list[list[int]]:
     return results
 
 
-def test_rows_that_come_and_go_have_their_texts(target: Decoder, expected: list[list[int]]):
+def test_rows_admitted_at_any_time_have_the_same_texts(target: Decoder, expected: list[list[int]]):
     params = EngineParams(target=target, drafter=NGramDrafter(), speculation=CAPACITY)
     state: EngineState = functional.init_state(params, ROWS, LENGTH, page_size=4)
     rng, waiting, accepted = np.random.default_rng(0), list(range(len(PROMPTS))), 0

@@ -17,7 +17,7 @@ import pytest
 from jax import Array
 from scipy import stats
 
-from jaxspec.config import SpeculationConfig
+from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.noise import Stream
 from jaxspec.sampling import Sampling, make_sampling, process_logits
 from jaxspec.sharding import WHOLE
@@ -183,7 +183,7 @@ def test_the_synthetic_rule_accepts_so_many_tokens_a_round(mean_length: float):
     assert abs(depth + 1 - mean_length) < 0.02
 
 
-# Wrong rules: each must fail the test above.
+# Wrong rules, which the test above must detect.
 
 
 def claim_flat_draws(tree: DraftTree) -> DraftTree:
@@ -191,7 +191,7 @@ def claim_flat_draws(tree: DraftTree) -> DraftTree:
     return tree.replace(probs=jnp.full_like(tree.probs, 1 / VOCAB))
 
 
-def test_a_false_claim_about_the_draws_is_caught():
+def test_the_chi_square_test_detects_false_draft_probabilities():
     options = SAMPLINGS["plain"]
     spec = with_rule(CHAIN, "rejection")
     pairs, _ = commit_pairs(spec, Rejection(), options, distort=claim_flat_draws)
@@ -199,7 +199,9 @@ def test_a_false_claim_about_the_draws_is_caught():
 
 
 @pytest.mark.parametrize("shared", ["RESIDUAL", slow("ACCEPT")])
-def test_noise_shared_with_the_draws_is_caught(shared: str, monkeypatch: pytest.MonkeyPatch):
+def test_the_chi_square_test_detects_noise_shared_with_the_draft(
+    shared: str, monkeypatch: pytest.MonkeyPatch
+):
     streams = {stream.name: stream for stream in Stream} | {shared: Stream.DRAFT}
     monkeypatch.setattr(acceptance, "Stream", SimpleNamespace(**streams))
     options = SAMPLINGS["plain"]
@@ -228,7 +230,7 @@ def test_a_wrong_residual_is_caught(name, spec, monkeypatch: pytest.MonkeyPatch)
     assert p_value(pairs, options) < 1e-9
 
 
-def test_a_rule_that_always_accepts_is_caught(monkeypatch: pytest.MonkeyPatch):
+def test_the_chi_square_test_detects_a_rule_that_always_accepts(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(acceptance, "uniform", lambda *args: jnp.zeros((ROWS, 1, 1)))
     options = SAMPLINGS["plain"]
     pairs, _ = commit_pairs(with_rule(CHAIN, "rejection"), Rejection(), options)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax import Array
 
-from jaxspec.config import SpeculationConfig
+from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.speculation.batch_expansion import score_by_batch_expansion
 from jaxspec.speculation.round import verify
 from tests.marks import slow

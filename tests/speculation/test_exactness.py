@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.config import SpeculationConfig
+from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.functional import EngineParams
 from jaxspec.sampling import Sampling, make_sampling
 from jaxspec.state import Emitted, Ending, EngineState

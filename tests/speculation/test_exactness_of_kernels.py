@@ -1,4 +1,4 @@
-"""With the Hopper kernels, too, speculation leaves bfloat16 text as it is at one width.
+"""With the Hopper kernels, too, bfloat16 text is that of plain decoding at a fixed width.
 
 At one width verification's attention is the reference, whose sums do not depend on the order of
 slots; drafting's and prefill's is the kernel.
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxspec.config import SpeculationConfig
+from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.functional import EngineParams
 from jaxspec.speculation.drafters import EagleDrafter, NoDrafter
 from pallas_kernels.selection import OPERATIONS, Kernels

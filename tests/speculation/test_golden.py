@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from jax import Array
 
-from jaxspec.config import SpeculationConfig
+from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.functional import EngineParams
 from jaxspec.models.decoder import Decoder, decoder_shapes
 from jaxspec.speculation.drafters import DraftState, EagleDrafter, PrefillChunk

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxspec import functional
-from jaxspec.config import PLAIN, SpeculationConfig, TreeShape
+from jaxspec.config.speculation import PLAIN, SpeculationConfig, TreeShape
 from jaxspec.functional import EngineParams
 from jaxspec.sampling import make_sampling
 from jaxspec.state import Emitted, EngineState

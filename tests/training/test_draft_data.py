@@ -108,7 +108,7 @@ def test_rewritten_turns_are_not_learned(tokenizer, tmp_path):
     assert {learned_text(tokenizer, part) for part in (train, held_out)} == {"d", "h"}
 
 
-def test_what_looks_like_a_special_token_in_a_text_is_text(tokenizer, tmp_path):
+def test_the_name_of_a_special_token_inside_a_text_is_text(tokenizer, tmp_path):
     texts = ["a<|endoftext|>b", "c\u2028d"]  # a line of JSON may hold other line ends
     lines = (json.dumps({"text": text}, ensure_ascii=False) for text in texts)
     path = write_lines(tmp_path / "texts.jsonl", *lines)

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import math
 import time
+import types
 from pathlib import Path
 
 import jax
@@ -21,7 +22,7 @@ from jaxspec.models.heads import DraftHead
 from jaxspec.sharding import DATA_AXIS, make_mesh
 from jaxspec.speculation.drafters import EagleDrafter
 from jaxspec.speculation.tree import DraftTree
-from jaxspec.training import draft_step
+from jaxspec.training import draft_states, draft_step
 from jaxspec.training.draft_data import Examples
 from jaxspec.training.draft_loss import DraftBatch, LossConfig
 from jaxspec.training.draft_report import plot_training
@@ -77,7 +78,7 @@ def start(directory: Path, *, resume: bool = False, states: StoredStates | None 
 
 
 def curve(records: list[DraftRecord]) -> list[tuple]:
-    """Evaluations: a run that goes on takes its first steps in other calls."""
+    """The evaluations of a run. (A resumed run splits its first steps into other calls.)"""
     return [(r.step, r.held_out_loss, r.held_out_accuracy) for r in records if r.held_out_loss]
 
 
@@ -120,7 +121,7 @@ def test_a_checkpoint_of_another_run_is_refused(uninterrupted, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["eagle3", "eagle1"])
-def test_parts_weigh_by_what_they_learn(method):
+def test_micro_batches_weigh_by_their_learned_tokens(method):
     learned = np.tile(np.arange(8)[:, None] < 2, 16) & TRAIN.learned[:8]
     learned[7, -3:] = True  # parts learn very different numbers of tokens
     batch = DraftBatch(tokens=jnp.asarray(TRAIN.tokens[:8]), learned=jnp.asarray(learned))
@@ -137,7 +138,7 @@ def test_parts_weigh_by_what_they_learn(method):
     np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
 
 
-def test_each_device_has_its_share_of_every_part():
+def test_each_device_has_rows_of_every_micro_batch():
     mesh = make_mesh(data_parallel=4)
     rows = jax.device_put(jnp.arange(16), NamedSharding(mesh, P(DATA_AXIS)))
     parts = jax.jit(draft_step._parts, static_argnums=1)(rows, 2)
@@ -161,7 +162,7 @@ def test_few_held_out_rows_are_evaluated_on_every_device(tmp_path):
 
 
 @pytest.mark.slow
-def test_held_out_batches_weigh_by_what_they_learn():
+def test_held_out_batches_weigh_by_their_learned_tokens():
     part = random_examples(4, 3)
     learned = part.learned.copy()
     learned[:2, :-1] = False
@@ -175,7 +176,7 @@ def test_held_out_batches_weigh_by_what_they_learn():
 
 
 @pytest.mark.slow
-def test_other_data_of_the_same_sum_is_other_data(uninterrupted, tmp_path):
+def test_reordered_rows_and_scaled_weights_are_other_data(uninterrupted, tmp_path):
     list(itertools.islice(start(tmp_path).run(), 1))
     swapped = Examples(TRAIN.tokens[::-1].copy(), TRAIN.learned[::-1].copy(), TRAIN.prompt_lens)
     louder = jax.tree.map(lambda x: 2 * x, TARGET)
@@ -230,9 +231,18 @@ def test_stored_states_train_as_computed_ones_do(uninterrupted, tmp_path):
                        batch_size=8)  # fmt: skip
 
 
+def test_stored_states_beyond_the_disk_are_an_error_with_the_numbers(tmp_path, monkeypatch):
+    row_bytes = 16 * 4 * CONFIG.hidden_size * 4  # tokens, 3 captured states and the final one
+    free = types.SimpleNamespace(free=7 * row_bytes)
+    monkeypatch.setattr(draft_states.shutil, "disk_usage", lambda path: free)
+    message = r"of 40 rows need .* GB free, enough for 7 rows: leave out --store-states .* fewer or"
+    with pytest.raises(ValueError, match=message):
+        capture_states(TARGET, TRAIN, (0, 1, 2), dense_causal_attend, tmp_path, batch_size=8)
+
+
 def test_stored_states_that_would_take_too_long_are_an_error(tmp_path):
     rows: list[tuple[int, int]] = []
-    with pytest.raises(ValueError, match=r"states of 24 more rows would take \d+ s, and the time"):
+    with pytest.raises(ValueError, match=r"of 24 more rows would take .* for 0 rows: leave out"):
         capture_states(
             TARGET, TRAIN, (0, 1, 2), dense_causal_attend, tmp_path, batch_size=8,
             deadline=time.monotonic(), report=lambda *counts: rows.append(counts),

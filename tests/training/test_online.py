@@ -64,7 +64,7 @@ def test_only_a_drafter_of_the_same_shapes_is_taken(model, head, tmp_path):
     assert isinstance(drafter, EagleDrafter)
     recycling = drafter.replace(head=drafter.head.replace(recycle_normed=True))
     for wrong in (other, recycling):
-        with pytest.raises(ValueError, match="other shapes or choices"):
+        with pytest.raises(ValueError, match="other shapes or static fields"):
             llm.use_drafter(wrong)
 
 

@@ -1,4 +1,4 @@
-"""What ``auto`` stands for, and what is cast."""
+"""The dtype and attention that ``auto`` chooses, and the cast of weights."""
 
 import jax.numpy as jnp
 import pytest

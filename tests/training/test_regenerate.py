@@ -1,4 +1,4 @@
-"""The target writes its own answers, in turns and within a time budget."""
+"""Self-distillation: the target writes the answers, also under a time budget."""
 
 import time
 from types import SimpleNamespace
@@ -75,7 +75,7 @@ def test_no_batch_begins_that_would_end_too_late(
     assert len(answers) == written
 
 
-def test_any_beginning_of_shuffled_rows_is_spread(examples):
+def test_the_first_shuffled_rows_are_a_random_sample(examples):
     rows = Examples(np.arange(1000)[:, None], np.ones((1000, 1), bool), np.ones(1000, int))
     shuffled = rows.shuffled()
     assert sorted(shuffled.tokens[:, 0]) == list(range(1000))

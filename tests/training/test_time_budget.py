@@ -1,4 +1,4 @@
-"""--minutes holds however slow the device, and somebody who waits sees what for."""
+"""--minutes holds on slow devices too, and progress is shown from the start."""
 
 import io
 import types
@@ -11,7 +11,6 @@ import pytest
 from rich.console import Console
 
 from jaxspec import memory
-from jaxspec.config import ModelConfig, dense_model
 from jaxspec.training import data, held_out, lm, pretrain, progress, schedule
 from jaxspec.training.data import Corpus
 from jaxspec.training.held_out import HeldOut
@@ -19,6 +18,7 @@ from jaxspec.training.lm import TrainConfig
 from jaxspec.training.pretrain import Pretraining, Record
 from jaxspec.training.progress import counting, follow, progress_bar
 from jaxspec.training.schedule import EVALUATION_SHARE, SLACK, UNKNOWN_STEPS, Pace, Schedule
+from tests.training.tiny_lm import tiny_lm
 
 CONFIG = TrainConfig(batch_size=2, context=16, warmup_steps=4, compute_dtype="float32")
 STEP_SECONDS, EVALUATION_SECONDS = 25.0, 8.0  # as two CPU cores take by default
@@ -26,7 +26,7 @@ BUDGET = 85.0
 
 
 class Clock:
-    """Stands for the module time: nothing passes but what is added."""
+    """Replaces the module time: the clock advances only when a test adds to ``now``."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.now = 0.0
@@ -43,23 +43,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 @pytest.fixture
 def corpus(sources: Path, tmp_path: Path) -> Corpus:
     return data.build_corpus([sources], tmp_path / "cache", 260)
-
-
-def tiny_model(corpus: Corpus) -> ModelConfig:
-    return dense_model(
-        vocab_size=corpus.tokenizer.get_vocab_size(),
-        hidden_size=8,
-        intermediate_size=8,
-        num_layers=1,
-        num_heads=1,
-        num_kv_heads=1,
-        head_dim=8,
-        rms_norm_eps=1e-5,
-        rope_theta=10000.0,
-        max_position=64,
-        tie_word_embeddings=True,
-        stop_token_ids=(data.end_of_text_id(corpus.tokenizer),),
-    )
 
 
 def test_a_slow_device_holds_the_budget(
@@ -85,7 +68,7 @@ def test_a_slow_device_holds_the_budget(
 
     monkeypatch.setattr(lm, "train_steps", SlowSteps())
     monkeypatch.setattr(lm, "evaluate", SlowEvaluation())
-    run = Pretraining(tiny_model(corpus), CONFIG, corpus, Schedule(deadline=BUDGET), tmp_path)
+    run = Pretraining(tiny_lm(corpus), CONFIG, corpus, Schedule(deadline=BUDGET), tmp_path)
     records = list(run.run())
     assert calls == [1, 1], "one step, to see how long it takes, and one more"
     assert clock.now == 2 * (EVALUATION_SECONDS + STEP_SECONDS) <= BUDGET
@@ -96,7 +79,7 @@ def test_a_slow_device_holds_the_budget(
 def test_a_step_beyond_the_memory_is_an_error_before_it_runs(
     corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    run = Pretraining(tiny_model(corpus), CONFIG, corpus, Schedule(steps=1), tmp_path)
+    run = Pretraining(tiny_lm(corpus), CONFIG, corpus, Schedule(steps=1), tmp_path)
     monkeypatch.setattr(memory, "free_bytes", lambda device: 1000)
     with pytest.raises(ValueError, match=r"a training step needs 0.00 GB, .* smaller batch or con"):
         next(run.run())

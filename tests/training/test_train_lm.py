@@ -1,4 +1,4 @@
-"""Training a tiny model on this repository's own sources, and what comes out of it."""
+"""Training a tiny language model on this repository's sources, and its export."""
 
 import dataclasses
 import math
@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from jaxspec.commands import train_lm
-from jaxspec.config import ModelConfig, dense_model
+from jaxspec.config.model import ModelConfig
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
 from jaxspec.training import data
@@ -24,6 +24,7 @@ from jaxspec.training.optimizer import learning_rate
 from jaxspec.training.pretrain import Pretraining, sample
 from jaxspec.training.report import Card, export
 from jaxspec.training.schedule import Schedule
+from tests.training.tiny_lm import tiny_lm
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = TrainConfig(
@@ -47,20 +48,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 
 @pytest.fixture(scope="module")
 def model(corpus: Corpus) -> ModelConfig:
-    return dense_model(
-        vocab_size=corpus.tokenizer.get_vocab_size(),
-        hidden_size=32,
-        intermediate_size=64,
-        num_layers=1,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=16,
-        rms_norm_eps=1e-5,
-        rope_theta=10000.0,
-        max_position=64,
-        tie_word_embeddings=True,
-        stop_token_ids=(data.end_of_text_id(corpus.tokenizer),),
-    )
+    return tiny_lm(corpus)
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""EAGLE heads from and to the official layout, and those that do not fit."""
+"""Loading and saving EAGLE heads in the official layout; errors for heads that do not fit."""
 
 import json
 import shutil
@@ -9,10 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file
 
 from jaxspec import loading
-from jaxspec.config import ModelConfig, SpeculationConfig, dense_model
+from jaxspec.config.model import ModelConfig, dense_model
+from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.decoder import FINAL_NORM
 from jaxspec.models.heads import DraftHead, Eagle3Front
@@ -341,7 +343,20 @@ def test_a_language_model_is_not_a_head(target_dir: Path, target: ModelConfig):
         load(target_dir, target)
 
 
-def test_pickled_heads_are_refused_with_the_way_out(target: ModelConfig, tmp_path: Path):
-    (tmp_path / "pytorch_model.bin").touch()
-    with pytest.raises(ValueError, match=r"Convert them .* run python -c '"):
+@pytest.mark.parametrize("kind", ["eagle3", "eagle1"])
+def test_the_advice_for_pickled_weights_works_for_heads(
+    kind: str, target: ModelConfig, tmp_path: Path, monkeypatch, request
+):
+    original = request.getfixturevalue(kind)
+    shutil.copy(original / "config.json", tmp_path)
+    tensors = load_file(original / "model.safetensors")
+    torch.save(
+        {name: torch.from_numpy(value) for name, value in tensors.items()},
+        tmp_path / "pytorch_model.bin",
+    )
+    with pytest.raises(ValueError, match=r"Convert them .* run python -c '") as caught:
         load(tmp_path, target)
+    _, command, _ = str(caught.value).split("'")
+    monkeypatch.chdir(tmp_path)
+    exec(command, {})  # what python -c would run, without importing torch again
+    assert_heads_equal(load(tmp_path, target), load(original, target))

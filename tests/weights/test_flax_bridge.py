@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from jaxspec import Engine, EngineParams, SamplingParams, SpeculationConfig
-from jaxspec.config import CacheConfig
+from jaxspec.config.cache import CacheConfig
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.decoder import Decoder

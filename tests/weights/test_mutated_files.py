@@ -1,4 +1,4 @@
-"""Files that went wrong in any way: they load, or end as a ValueError of one line that names them.
+"""Mutated files either load, or give a ValueError of one line that names the file.
 
 2,000 mutations of a small target and head, of their configs, indexes and safetensors headers.
 """

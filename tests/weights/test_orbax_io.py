@@ -11,7 +11,8 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxspec.config import RopeConfig, SpeculationConfig
+from jaxspec.config.model import RopeConfig
+from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.functional import init_state
 from jaxspec.pytree import Pytree, array, pytree, static
 from jaxspec.sharding import MODEL_AXIS, Layout, make_mesh
@@ -151,13 +152,13 @@ def test_other_static_choices_are_refused(tmp_path: Path, case: str):
     assert jax.tree.structure(restored) == jax.tree.structure(tree)
 
 
-def test_where_a_tree_lies_is_no_choice(tmp_path: Path):
+def test_another_layout_may_be_restored(tmp_path: Path):
     save_pytree(tmp_path / "x", HEAD)
     split = HEAD.replace(layout=Layout(batch=("data",)))
     assert restore_pytree(tmp_path / "x", split).layout == split.layout
 
 
-def test_a_snapshot_that_does_not_say_its_choices(tmp_path: Path):
+def test_a_snapshot_without_static_fields_is_an_error(tmp_path: Path):
     save_pytree(tmp_path / "x", HEAD)
     (tmp_path / "x" / CHOICES).unlink()
     with pytest.raises(ValueError, match="static fields were is not known"):

@@ -16,7 +16,7 @@ import torch
 from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file
 
-from jaxspec.config import dense_model
+from jaxspec.config.model import dense_model
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.decoder import Decoder
@@ -211,7 +211,7 @@ def test_all_misfits_are_listed(llama: Path, tmp_path: Path):
     assert "\n" not in message
 
 
-def test_harmless_tensors_are_passed_over(tmp_path: Path):
+def test_unused_tensors_of_a_checkpoint_are_ignored(tmp_path: Path):
     directory = tiny_llama(tmp_path / "tied", tie_word_embeddings=True)
     tensors, config = read(directory)
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
@@ -280,7 +280,7 @@ def test_the_advice_for_pickled_weights_works(tied: bool, tmp_path: Path, monkey
         {"a": "model.bin"}, {"a": ""}, {"a": "a\0.safetensors"}, {"a": "a\nb.safetensors"},
     ],
 )  # fmt: skip
-def test_an_index_of_another_make_is_named(weight_map: Any, llama: Path, tmp_path: Path):
+def test_an_invalid_index_file_is_named(weight_map: Any, llama: Path, tmp_path: Path):
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": weight_map}))
     shutil.copy(llama / "config.json", tmp_path)

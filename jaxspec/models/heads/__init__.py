@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 
-from jaxspec.config import ModelConfig
+from jaxspec.config.model import ModelConfig
 from jaxspec.models.heads.config import EagleMethod, HeadConfig, check_capture, default_capture
 from jaxspec.models.heads.eagle1 import Eagle1Front, eagle1_front_shape
 from jaxspec.models.heads.eagle3 import Eagle3Front, eagle3_front_shape

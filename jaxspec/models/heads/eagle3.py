@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxspec.config import ModelConfig
+from jaxspec.config.model import ModelConfig
 from jaxspec.models.forward import ForwardPass, rms_norm
 from jaxspec.models.heads.config import HeadConfig
 from jaxspec.models.heads.head import FrontOutput, FrontShape

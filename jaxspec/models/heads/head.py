@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxspec.cache import Geometry, LayerStates, ModelState
-from jaxspec.config import ModelConfig
+from jaxspec.config.model import ModelConfig
 from jaxspec.models import decoder
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.forward import Attend, ForwardPass, make_pass
@@ -149,7 +149,7 @@ class DraftHead(Pytree):
         return HeadOutput(normed if self.recycle_normed else after[-1], normed, states)
 
     def logits(self, target: Decoder, normed: Array, kernels: Kernels = NO_KERNELS) -> Array:
-        """Float32 draft logits, this shard's: [..., H] -> [..., W / shards] (or V / shards)."""
+        """This shard's float32 draft logits: [..., H] -> [..., W / shards] (or V / shards)."""
         if self.lm_head is None:
             return decoder.logits(target, normed, kernels)
         with jax.named_scope("lm_head"):

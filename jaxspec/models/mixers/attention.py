@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxspec.cache import Geometry, PagedKV
-from jaxspec.config import AttentionConfig
+from jaxspec.config.model import AttentionConfig
 from jaxspec.models.forward import ForwardPass
 from jaxspec.models.linear import Linear, Product, linear_shape
 from jaxspec.models.shapes import vector

@@ -1,4 +1,4 @@
-"""Drafters: they propose DraftTrees."""
+"""Drafters, which propose DraftTrees."""
 
 from jaxspec.speculation.drafters.base import (
     Drafter,

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from jax import Array
 
 from jaxspec.cache import Geometry
-from jaxspec.config import SpeculationConfig
+from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.models.decoder import Decoder
 from jaxspec.pytree import Pytree, pytree
 from jaxspec.speculation.call import Call

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxspec.cache import Geometry, LayerStates, ModelState
-from jaxspec.config import SpeculationConfig
+from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import DraftHead
 from jaxspec.pytree import Pytree, array, pytree

@@ -8,7 +8,7 @@ the best match that continues with a different token.
 import jax.numpy as jnp
 from jax import Array
 
-from jaxspec.config import TreeShape
+from jaxspec.config.speculation import TreeShape
 from jaxspec.models.decoder import Decoder
 from jaxspec.pytree import pytree, static
 from jaxspec.speculation.call import Call

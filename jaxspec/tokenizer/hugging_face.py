@@ -1,6 +1,6 @@
-"""Text and chats to token ids, with the model's own tokenizer.
+"""The tokenizers of transformers, and chats.
 
-Only this file imports transformers, which takes a fifth of the time of `import jaxspec`.
+In the serving path only this file imports transformers, which takes half a second.
 """
 
 import contextlib
@@ -12,12 +12,13 @@ from typing import Any
 
 import jinja2
 
+from jaxspec.tokenizer.text import Conversation, check_unicode
 from jaxspec.weights.hub import resolve_directory
 
 
 @contextlib.contextmanager
 def _without_advice() -> Iterator[None]:
-    """Where torch is absent, transformers says so when it is imported. Nothing here needs torch."""
+    """Hides the advice to install torch that transformers logs on import. It is not needed here."""
     logger, level = logging.getLogger("transformers"), logging.ERROR
 
     def is_grave(record: logging.LogRecord) -> bool:
@@ -34,16 +35,13 @@ with _without_advice():
     import transformers
 
 type Tokenizer = transformers.PreTrainedTokenizerBase
-Prompt = str | Sequence[int]
-Message = Mapping[str, Any]
-Conversation = Sequence[Message]
 
 
 def load_tokenizer(model: str | Path) -> Tokenizer:
-    """The model's own tokenizer. Raises ValueError if it has none that loads.
+    """The model's own tokenizer. Raises ValueError if there is none or it cannot be loaded.
 
-    A tokenizer.json is read as it is. Only a model without one needs transformers' AutoTokenizer,
-    which imports torch where it is installed.
+    A tokenizer.json is read directly. Only a model without one needs transformers' AutoTokenizer,
+    which imports torch where torch is installed.
     """
     directory = resolve_directory(model)
     has_file = (directory / "tokenizer.json").is_file()
@@ -55,52 +53,20 @@ def load_tokenizer(model: str | Path) -> Tokenizer:
         raise ValueError(f"{directory} holds no tokenizer that loads: {reason}") from error
 
 
-def tokenize(tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> list[list[int]]:
-    """Token ids of every prompt; those that are token ids already are copied.
-
-    Raises ValueError for anything else, and for empty text.
-    """
-    if isinstance(prompts, (str, bytes, Mapping)) or not hasattr(prompts, "__len__"):
-        raise ValueError(f"prompts must be a list of prompts, not one {type(prompts).__name__}")
-    return [_tokenize(tokenizer, index, prompt) for index, prompt in enumerate(prompts)]
-
-
-def _tokenize(tokenizer: Tokenizer, index: int, prompt: Prompt) -> list[int]:
-    if isinstance(prompt, str):
-        if not prompt:
-            raise ValueError(f"prompt {index} is empty: give it at least one character")
-        _check_unicode(f"prompt {index}", prompt)
-        return list(tokenizer(prompt, verbose=False)["input_ids"])
-    if isinstance(prompt, (bytes, bytearray, Mapping)) or not hasattr(prompt, "__len__"):
-        raise ValueError(
-            f"prompt {index} must be text or a list of token ids, not {type(prompt).__name__}"
-        )
-    return list(prompt)
-
-
-def _check_unicode(name: str, text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"{name} is no valid Unicode: character {error.start} is half a surrogate pair"
-        ) from None
-
-
 def tokenize_chats(
     tokenizer: Tokenizer,
     messages: Conversation | Sequence[Conversation],
     chat_template: str | None = None,
     template_variables: Mapping[str, Any] | None = None,
 ) -> list[list[int]]:
-    """Token ids of one conversation, or of each of several, up to where the assistant answers.
+    """Token ids of one conversation, or of each of several, up to the assistant's answer.
 
     Args:
       messages: objects with ``role`` and ``content``, or a list of such lists.
       chat_template: a Jinja template to use instead of the model's own.
-      template_variables: what the template reads beside messages, such as ``enable_thinking``.
+      template_variables: further variables of the template, such as ``enable_thinking``.
 
-    Raises ValueError for messages that are none, or that the template refuses, and where there is
+    Raises ValueError for invalid messages, for messages that the template refuses, and if there is
     no template.
     """
     if chat_template is None and tokenizer.chat_template is None:
@@ -115,7 +81,7 @@ def tokenize_chats(
     conversations = [messages] if isinstance(messages[0], Mapping) else messages
     for conversation in conversations:
         _check_conversation(conversation)
-    apply: Any = tokenizer.apply_chat_template  # its types say less than it takes
+    apply: Any = tokenizer.apply_chat_template  # its annotations do not cover all valid arguments
     try:
         return [
             apply(
@@ -143,4 +109,4 @@ def _check_conversation(conversation: object) -> None:
             )
         content = message.get("content")
         if isinstance(content, str):
-            _check_unicode("a message", content)
+            check_unicode("a message", content)

@@ -1,0 +1,182 @@
+"""What the command `jaxspec generate` does; its options are in generate.py."""
+
+import argparse
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxspec import (
+    LLM,
+    Completion,
+    SamplingParams,
+    SpeculationConfig,
+    check_prompts,
+    make_mesh,
+)
+from jaxspec.commands.chat import chat, check_chat_template, typed_lines
+from jaxspec.commands.generate import PAIRS
+from jaxspec.commands.program_cache import (
+    default_folder,
+    keep_compiled_programs,
+    make_folder,
+)
+from jaxspec.commands.shell import progress_console
+from jaxspec.commands.streaming import stream
+from jaxspec.comparison import compare, decode_rate
+from jaxspec.config.speculation import default_speculation
+from jaxspec.loading import choose_drafter
+from jaxspec.tokenizer import TextTokenizer
+
+
+def speculation_config(arguments: argparse.Namespace) -> SpeculationConfig:
+    if arguments.tree is None:
+        tree = default_speculation(jax.default_backend())
+    else:
+        tree = SpeculationConfig.parse(arguments.tree)
+    return dataclasses.replace(
+        tree,
+        acceptance=arguments.acceptance,
+        proposal=arguments.proposal,
+        verify_width=arguments.verify_width,
+    )
+
+
+def sampling_params(arguments: argparse.Namespace) -> SamplingParams:
+    return SamplingParams(
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        top_p=arguments.top_p,
+        min_p=arguments.min_p,
+        seed=arguments.seed,
+        max_tokens=arguments.max_tokens,
+    )
+
+
+def make_llm(arguments: argparse.Namespace, drafter: str, tokenizer: TextTokenizer) -> LLM:
+    return LLM(
+        arguments.model,
+        drafter,
+        speculation=speculation_config(arguments),
+        dtype=arguments.dtype,
+        mesh=make_mesh(arguments.tp) if arguments.tp != 1 else None,
+        shard_drafter=arguments.shard_drafter,
+        kernels=arguments.kernels,
+        page_size=arguments.page_size,
+        max_length=arguments.max_length,
+        num_pages=arguments.num_pages,
+        max_batch=1,
+        tokenizer=tokenizer,
+    )
+
+
+def program_folder(arguments: argparse.Namespace) -> Path | None:
+    """The folder of compiled programs; None: they are not stored.
+
+    Raises ValueError if the folder that was asked for cannot be written. If that is the default
+    folder, a message is printed instead.
+    """
+    if arguments.no_compilation_cache:
+        return None
+    if arguments.compilation_cache is not None:
+        return make_folder(arguments.compilation_cache)
+    try:
+        return make_folder(default_folder())
+    except ValueError as error:
+        print(f"{error}; going on without", file=sys.stderr)
+        return None
+
+
+def report(arguments: argparse.Namespace, llm: LLM, completion: Completion) -> dict[str, Any]:
+    timings, prompt_tokens = completion.timings, len(completion.prompt_token_ids)
+    return {
+        "text": completion.text,
+        "token_ids": completion.token_ids,
+        "num_tokens": len(completion.token_ids),
+        "num_prompt_tokens": prompt_tokens,
+        "finish_reason": completion.finish_reason,
+        "error": completion.error,
+        "seed": completion.seed,
+        "num_rounds": completion.num_rounds,
+        "acceptance_length": completion.acceptance_length,
+        "acceptance_by_depth": completion.acceptance_by_depth,
+        "prefill_tokens_per_second": prompt_tokens / timings.prefill,
+        "decode_tokens_per_second": decode_rate([completion]),
+        "prefill_seconds": timings.prefill,
+        "decode_seconds": timings.decode,
+        "compile_seconds": timings.compile,
+        "model": arguments.model,
+        "drafter": str(choose_drafter(arguments.model, arguments.drafter)),
+        "device": str(jax.devices()[0].device_kind),
+        "kernels": str(llm.engine.kernels),
+    }
+
+
+def summary(results: dict[str, Any]) -> str:
+    lines = [f"error: {results['error']}"] if results["error"] else []
+    depths = " ".join(f"{share:.0%}" for share in results["acceptance_by_depth"]) or "-"
+    lines += [
+        f"{results['num_tokens']} tokens in {results['num_rounds']} rounds "
+        f"({results['finish_reason']}), acceptance length {results['acceptance_length']:.2f}",
+        f"accepted by depth: {depths}",
+        f"prefill {results['prefill_tokens_per_second']:.0f} tokens/s, decode "
+        f"{results['decode_tokens_per_second']:.1f} tokens/s on {results['device']} "
+        f"(kernels: {results['kernels']}; programs ready in {results['compile_seconds']:.1f} s)",
+    ]
+    if "speedups" in results:
+        lines += comparison_lines(results)
+    return "\n".join(lines)
+
+
+def comparison_lines(results: dict[str, Any]) -> list[str]:
+    speedups, place = results["speedups"], results["first_difference"]
+    plain = results["plain_decode_tokens_per_second"]
+    tokens = "identical" if results["identical"] else f"different from number {place} on"
+    return [
+        f"plain decoding: {plain:.1f} tokens/s; tokens {tokens}",
+        f"speed-up: {results['speedup']:.2f}x ({min(speedups):.2f} to {max(speedups):.2f}), like "
+        f"both decoding speeds the median of {len(speedups)} alternating pairs",
+    ]
+
+
+def generate(arguments: argparse.Namespace, prompt: str) -> None:
+    progress, tokenizer = progress_console(), TextTokenizer(arguments.model)
+    sampling, show = sampling_params(arguments), not arguments.json
+    # Before any weight is read.
+    check_prompts(arguments.model, [prompt], sampling, arguments.max_length, tokenizer)
+    with progress.status(f"loading {Path(arguments.model).name}"):
+        llm = make_llm(arguments, arguments.drafter, tokenizer)
+    if show:
+        sys.stdout.write(prompt)
+        sys.stdout.flush()
+    completion = stream(llm, prompt, sampling, show)
+    results = report(arguments, llm, completion)
+    if show:
+        print("\n")
+    if arguments.compare:
+        pairs = PAIRS if arguments.pairs is None else arguments.pairs
+        with progress.status(f"comparing with plain decoding, {pairs} pairs"):
+            plain = make_llm(arguments, "none", tokenizer)
+            comparison = compare(llm, plain, prompt, sampling, pairs)
+        results |= dataclasses.asdict(comparison)  # replaces the decoding speed by a median
+    print(summary(results) if show else json.dumps(results))
+
+
+def run_chat(arguments: argparse.Namespace) -> None:
+    tokenizer = TextTokenizer(arguments.model)
+    check_chat_template(tokenizer.full, arguments.model)
+    with progress_console().status(f"loading {Path(arguments.model).name}"):
+        llm = make_llm(arguments, arguments.drafter, tokenizer)
+    chat(llm, sampling_params(arguments), typed_lines())
+
+
+def run(arguments: argparse.Namespace, prompt: str | None) -> None:
+    """``prompt`` None: chat."""
+    keep_compiled_programs(program_folder(arguments))
+    if prompt is None:
+        run_chat(arguments)
+    else:
+        generate(arguments, prompt)

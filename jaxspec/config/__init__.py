@@ -1,0 +1,1 @@
+"""Configuration of models, the cache and speculation: frozen, hashable dataclasses."""

@@ -1,0 +1,28 @@
+"""Geometry of the paged KV cache."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheConfig:
+    """Geometry of the paged KV cache.
+
+    Attributes:
+      page_size: slots of a page.
+      max_length: most tokens of a sequence, prompt included.
+      num_pages: pages of all sequences together. Sequences that do not fit wait for the next batch.
+        None: as many as the engine's rows can need.
+    """
+
+    page_size: int = 16
+    max_length: int = 1024
+    num_pages: int | None = None
+
+    def __post_init__(self):
+        if self.page_size < 1 or self.max_length < 2:
+            raise ValueError(
+                f"page_size must be >= 1 and max_length >= 2, got {self.page_size} and "
+                f"{self.max_length}"
+            )
+        if self.num_pages is not None and self.num_pages < 1:
+            raise ValueError(f"num_pages must be at least 1, got {self.num_pages}")

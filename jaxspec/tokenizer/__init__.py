@@ -1,0 +1,34 @@
+"""Text and chats to token ids, and back, with the model's own tokenizer.
+
+Only ``hugging_face`` needs transformers, which takes as long to import as jax: it is loaded for
+chats, and for models whose tokenizer is more than their tokenizer.json.
+"""
+
+from typing import TYPE_CHECKING
+
+from jaxspec.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from jaxspec.tokenizer.hugging_face import Tokenizer, load_tokenizer, tokenize_chats
+    from jaxspec.tokenizer.text import Conversation, Message, Prompt, TextTokenizer, tokenize
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "jaxspec.tokenizer.hugging_face": ("Tokenizer", "load_tokenizer", "tokenize_chats"),
+        "jaxspec.tokenizer.text": (
+            *("Conversation", "Message", "Prompt", "TextTokenizer", "tokenize"),
+        ),
+    },
+)
+
+__all__ = [
+    "Conversation",
+    "Message",
+    "Prompt",
+    "TextTokenizer",
+    "Tokenizer",
+    "load_tokenizer",
+    "tokenize",
+    "tokenize_chats",
+]

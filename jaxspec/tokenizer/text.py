@@ -1,0 +1,115 @@
+"""Text to token ids, and back."""
+
+import functools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tokenizers
+
+from jaxspec import tokenizer as package  # its names load transformers when they are asked for
+from jaxspec.models.hf_values import read_json
+from jaxspec.weights.hub import resolve_directory
+
+if TYPE_CHECKING:
+    from jaxspec.tokenizer.hugging_face import Tokenizer
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]
+Conversation = Sequence[Message]
+
+# Keys of tokenizer_config.json that change no token, as long as the tokens they name are there.
+_NAMES = {"bos_token", "eos_token", "pad_token", "unk_token"}
+_HARMLESS = _NAMES | {"tokenizer_class", "model_max_length", "clean_up_tokenization_spaces"}
+_MORE_FILES = ("added_tokens.json", "special_tokens_map.json")
+
+
+class TextTokenizer:
+    """The model's own tokenizer, for text. Raises ValueError if it has none that loads.
+
+    Where tokenizer.json is all there is to it, as in models that ``jaxspec train-lm`` makes, the
+    tokenizers library reads it alone. Else transformers does.
+    """
+
+    def __init__(self, model: str | Path):
+        self.directory = resolve_directory(model)
+        plain = plain_tokenizer(self.directory)
+        if plain is None:
+            full = self.full
+            self._encode = lambda text: full(text, verbose=False)["input_ids"]
+            self._decode = full.decode
+        else:
+            self._encode = lambda text: plain.encode(text).ids
+            self._decode = functools.partial(plain.decode, skip_special_tokens=False)
+
+    @functools.cached_property
+    def full(self) -> "Tokenizer":
+        """The tokenizer of transformers, with the chat template; loaded when first asked for."""
+        return package.load_tokenizer(self.directory)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids, with those that the tokenizer puts around every text."""
+        return list(self._encode(text))
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text, special tokens included."""
+        return str(self._decode(list(token_ids)))
+
+
+def plain_tokenizer(directory: Path) -> tokenizers.Tokenizer | None:
+    """The tokenizer of tokenizer.json, if transformers would make the same of it, else None."""
+    try:
+        model, config = (
+            read_json(directory / name) for name in ("tokenizer.json", "tokenizer_config.json")
+        )
+        if not _is_plain(model, config) or any((directory / name).exists() for name in _MORE_FILES):
+            return None
+        return tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+    except Exception:  # of any kind, from the tokenizers library too: transformers will say why
+        return None
+
+
+def _is_plain(model: dict[str, Any], config: dict[str, Any]) -> bool:
+    added = {token["content"] for token in model["added_tokens"] if token["special"]}
+    return (
+        config.keys() <= _HARMLESS
+        and config.get("tokenizer_class") == "PreTrainedTokenizerFast"
+        and config.get("clean_up_tokenization_spaces", False) is False
+        and all(config[name] in added for name in _NAMES & config.keys())
+        and model["model"]["type"] == "BPE"
+        and len(model["model"]["vocab"]) < 100_000  # beyond, transformers may mend the splitting
+        and all(model[part] is None for part in ("truncation", "padding", "post_processor"))
+    )
+
+
+def tokenize(tokenizer: TextTokenizer, prompts: Sequence[Prompt]) -> list[list[int]]:
+    """Token ids of every prompt; those that are token ids already are copied.
+
+    Raises ValueError for anything else, and for empty text.
+    """
+    if isinstance(prompts, (str, bytes, Mapping)) or not hasattr(prompts, "__len__"):
+        raise ValueError(f"prompts must be a list of prompts, not one {type(prompts).__name__}")
+    return [_tokenize(tokenizer, index, prompt) for index, prompt in enumerate(prompts)]
+
+
+def _tokenize(tokenizer: TextTokenizer, index: int, prompt: Prompt) -> list[int]:
+    if isinstance(prompt, str):
+        if not prompt:
+            raise ValueError(f"prompt {index} is empty: give it at least one character")
+        check_unicode(f"prompt {index}", prompt)
+        return tokenizer.encode(prompt)
+    if isinstance(prompt, (bytes, bytearray, Mapping)) or not hasattr(prompt, "__len__"):
+        raise ValueError(
+            f"prompt {index} must be text or a list of token ids, not {type(prompt).__name__}"
+        )
+    return list(prompt)
+
+
+def check_unicode(name: str, text: str) -> None:
+    """Raises ValueError for text that cannot be encoded."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{name} is no valid Unicode: character {error.start} is half a surrogate pair"
+        ) from None
