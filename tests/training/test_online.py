@@ -46,14 +46,14 @@ def test_a_head_learns_what_it_serves_and_the_text_stays(model, head):
     )
     adapter = HeadAdapter(llm, config, length=64)
     before = llm.generate(PROMPTS, SAMPLING)
-    compiled = traces(llm.engine.decode)
+    compiled = traces(llm.engine.programs.decode)
     accuracies = [adapter.learn(before, steps=20)["accuracy"] for _ in range(6)]
     after = llm.generate(PROMPTS, SAMPLING)
     assert [c.token_ids for c in after] == [c.token_ids for c in before]
     lengths = [np.mean([c.acceptance_length for c in each]) for each in (before, after)]
     assert accuracies[0] < 0.3 and accuracies[-1] > 0.6
     assert lengths[0] < 1.2 and lengths[1] > 2
-    assert traces(llm.engine.decode) == compiled
+    assert traces(llm.engine.programs.decode) == compiled
 
 
 def test_only_a_drafter_of_the_same_shapes_is_taken(model, head, tmp_path):
