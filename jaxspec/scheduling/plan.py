@@ -1,0 +1,248 @@
+"""What the scheduler and the engine say to each other."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Literal
+
+from jaxspec.scheduling.pages import pages_for
+from jaxspec.scheduling.requests import check_count, is_integer
+from jaxspec.scheduling.sequence import Request, Sequence
+
+Preemption = Literal["auto", "recompute", "swap"]
+
+
+class QueueFull(Exception):
+    """The queue has as many requests as it may have: try again later."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What the engine has room for.
+
+    Attributes:
+      num_rows: rows of all shards together, the same number in each.
+      num_pages: pages of each shard, the null page not counted.
+      max_length: most tokens of a sequence, prompt included.
+      scratch_slots: slots that a draft tree needs past the context.
+      tokens_per_round: most tokens that a round commits.
+      prefill_budget: most prompt tokens that a plan reads, of all rows together.
+      max_rounds: most rounds of a call.
+      waiting_rounds: most rounds of a call while a request waits for a row or for pages.
+      max_queue: most requests that may wait; None: any number.
+      watermark: share of a shard's pages that an admission leaves available for running sequences.
+      prefix_caching: whether requests use the pages of earlier ones.
+      preemption: "auto" takes what PreemptionCosts say is cheaper.
+    """
+
+    num_rows: int
+    num_pages: int
+    page_size: int
+    max_length: int
+    scratch_slots: int
+    tokens_per_round: int
+    shards: int = 1
+    prefill_budget: int = 2048
+    max_rounds: int = 16
+    waiting_rounds: int = 1
+    max_queue: int | None = None
+    watermark: float = 0.01
+    prefix_caching: bool = True
+    preemption: Preemption = "auto"
+
+    def __post_init__(self):
+        """Raises ValueError for values that no scheduler can work with."""
+        for name in ("num_rows", "num_pages", "page_size", "max_length", "tokens_per_round"):
+            check_count(name, getattr(self, name))
+        for name in ("shards", "max_rounds", "waiting_rounds"):
+            check_count(name, getattr(self, name))
+        if not (is_integer(self.scratch_slots) and self.scratch_slots >= 0):
+            raise ValueError(
+                f"scratch_slots must be an integer, at least 0, got {self.scratch_slots!r}"
+            )
+        if self.num_rows % self.shards:
+            raise ValueError(f"num_rows={self.num_rows} must be a multiple of shards={self.shards}")
+        if self.prefill_budget < self.num_rows:
+            raise ValueError(
+                f"prefill_budget must be at least num_rows={self.num_rows}, so that every reading "
+                f"row gets a token, got {self.prefill_budget}"
+            )
+        if self.max_queue is not None:
+            check_count("max_queue", self.max_queue)
+        if not 0 <= self.watermark < 1:
+            raise ValueError(f"watermark must be a share in [0, 1), got {self.watermark}")
+        if self.preemption not in ("auto", "recompute", "swap"):
+            raise ValueError(
+                f'preemption must be "auto", "recompute" or "swap", got {self.preemption!r}'
+            )
+
+    def check(self, request: Request) -> int:
+        """Most tokens that the request can have. Raises ValueError if it can never run."""
+        name, length = f"request {request.request_id!r}", len(request.prompt)
+        if not request.prompt:
+            raise ValueError(f"{name}: the prompt is empty: give at least one token")
+        check_count("max_tokens", request.max_tokens)
+        if length >= self.max_length:
+            raise ValueError(
+                f"{name}: the prompt has {length} tokens; with those generated at most "
+                f"{self.max_length} fit: shorten it, or raise max_length"
+            )
+        most = min(length + request.max_tokens, self.max_length)
+        needed = pages_for(most + self.scratch_slots, self.page_size)
+        if needed > self.num_pages:
+            raise ValueError(
+                f"{name}: {most} tokens and a tree of {self.scratch_slots} slots need {needed} "
+                f"pages of {self.page_size}, there are {self.num_pages}: shorten the prompt or "
+                "max_tokens, shrink the tree, or raise num_pages"
+            )
+        return most
+
+
+@dataclasses.dataclass(frozen=True)
+class PreemptionCosts:
+    """Measured by the engine.
+
+    Attributes:
+      recompute_token: seconds to read one token again.
+      swap_page: seconds to move one page to host memory and back.
+    """
+
+    recompute_token: float = 1.0
+    swap_page: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    """A request that the scheduler ended: "cancelled", "timeout", or as ``cancel`` was told."""
+
+    request_id: str
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class SwapOut:
+    """Copy a row, and these pages of it in order, to host memory."""
+
+    row: int
+    sequence: Sequence
+    pages: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class SwapIn:
+    """Put a swapped row back, and its first pages into the first ``restored`` of its table."""
+
+    row: int
+    sequence: Sequence
+    restored: int
+    table: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class PageCopy:
+    """Copy one page of a shard to another."""
+
+    shard: int
+    source: int
+    destination: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Admission:
+    """Give a row to a sequence, which reads ``sequence.tokens`` as its prompt.
+
+    The table holds the KV of the first ``cached`` tokens. Reading starts at the last of them, whose
+    KV is not written again.
+    """
+
+    row: int
+    sequence: Sequence
+    cached: int
+    table: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """A row's new page table."""
+
+    row: int
+    table: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Read:
+    """Read a row's next ``count`` prompt tokens."""
+
+    row: int
+    count: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What the device does next, in the order of the fields from ``swap_out`` on.
+
+    Sequences go on changing: use what a plan says of them before the next call to the scheduler.
+
+    Attributes:
+      ended: requests that the scheduler ended since the last plan.
+      dropped: request ids whose swapped copy is no longer needed.
+      settle: rows that are done, whose drafter reads its pending tokens, since their pages become
+        known to the prefix cache.
+      release: rows that become empty.
+      decode_rows: rows that decode, those included that finish reading in this plan.
+      rounds: rounds of the decode call.
+      sequences: the sequence of each row that reads or decodes.
+    """
+
+    index: int
+    ended: tuple[Ended, ...] = ()
+    dropped: tuple[str, ...] = ()
+    swap_out: tuple[SwapOut, ...] = ()
+    settle: tuple[int, ...] = ()
+    release: tuple[int, ...] = ()
+    swap_in: tuple[SwapIn, ...] = ()
+    copies: tuple[PageCopy, ...] = ()
+    admissions: tuple[Admission, ...] = ()
+    tables: tuple[Table, ...] = ()
+    reads: tuple[Read, ...] = ()
+    decode_rows: tuple[int, ...] = ()
+    rounds: int = 0
+    sequences: Mapping[int, Sequence] = dataclasses.field(default_factory=dict)
+
+    @property
+    def calls(self) -> bool:
+        """Whether rows read or decode, so that ``update`` must be told what they emitted."""
+        return bool(self.reads or self.decode_rows)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to do for the device. ``ended`` and ``dropped`` may be set."""
+        steps = (self.swap_out, self.settle, self.release, self.swap_in, self.copies)
+        return not (any(steps) or self.admissions or self.tables or self.calls)
+
+
+@dataclasses.dataclass(frozen=True)
+class RowResult:
+    """What a row did in a plan's calls.
+
+    Attributes:
+      tokens: new tokens, in order.
+      pending: tokens at the end of its context whose draft KV is not yet written (the root is not
+        part of the context).
+      ended: why the row is done; None: it is not.
+      failed: whether it ended by an error: then the prefix cache learns nothing of it.
+    """
+
+    row: int
+    tokens: tuple[int, ...] = ()
+    pending: int = 0
+    ended: str | None = None
+    failed: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Delivery:
+    """New tokens of a request. ``ended``: why it has ended, or None."""
+
+    request_id: str
+    tokens: tuple[int, ...]
+    ended: str | None

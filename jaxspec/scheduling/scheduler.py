@@ -1,0 +1,344 @@
+"""Which request does what next. Owns all rows and pages; the engine owns the arrays."""
+
+import heapq
+from bisect import insort
+from collections import deque
+from collections.abc import Iterable, Mapping
+
+from jaxspec.scheduling.draft import Draft, Flight
+from jaxspec.scheduling.pages import PageUsage, page_usage, pages_for
+from jaxspec.scheduling.plan import (
+    Delivery,
+    Ended,
+    Limits,
+    Plan,
+    PreemptionCosts,
+    QueueFull,
+    Read,
+    RowResult,
+    SwapOut,
+)
+from jaxspec.scheduling.sequence import Request, Sequence, State
+from jaxspec.scheduling.shard import Placement, Shard
+
+
+class Scheduler:
+    """Plans calls for requests that come and go.
+
+    The engine calls ``plan``, does what it says, and tells ``update`` what each plan with ``calls``
+    emitted, in the same order. It may make further plans before that: they are right whatever the
+    calls in flight turn out to emit. All methods are called from one thread.
+
+    Attributes:
+      preemptions: how many sequences were preempted, by "recompute" and "swap".
+    """
+
+    def __init__(self, limits: Limits, costs: PreemptionCosts | None = None):
+        self.limits = limits
+        self.costs = costs or PreemptionCosts()
+        self.shards = tuple(Shard(index, limits) for index in range(limits.shards))
+        self.preemptions = {"recompute": 0, "swap": 0}
+        self._sequences: dict[str, Sequence] = {}  # that have not ended
+        self._waiting: list[Sequence] = []  # by queue_rank
+        self._leaving: list[Sequence] = []  # ended, but their rows are not yet released
+        self._deadlines: list[tuple[float, int, Sequence]] = []  # a heap
+        self._ended: list[Ended] = []  # to be told by the next plan
+        self._dropped: list[str] = []  # to be told by the next plan
+        self._in_flight: deque[tuple[int, dict[int, Flight]]] = deque()
+        self._num_added = 0
+        self._num_planned = 0
+        self._rounds = 1  # of the next call while nothing waits
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._sequences) - len(self._waiting)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is left, no call is in flight, and no row is still to be released."""
+        return not (
+            self._sequences or self._leaving or self._in_flight or self._ended or self._dropped
+        )
+
+    def usage(self) -> PageUsage:
+        """What the pages are used for. The whole prompt of a reading row counts as its tokens."""
+        tables = (
+            (shard.pages, [(s.pages, len(s.tokens)) for s in shard.running])
+            for shard in self.shards
+        )
+        return page_usage(tables, self.limits.page_size)
+
+    def cache_statistics(self) -> tuple[int, int]:
+        """Prompt tokens that were looked up in the prefix cache, and those that were found.
+
+        Each request counts once, when it first gets a row; one that shares a sibling's does not.
+        """
+        caches = [shard.cache for shard in self.shards]
+        return sum(cache.queries for cache in caches), sum(cache.hits for cache in caches)
+
+    def add(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises ValueError for one that can never run, or whose id is in use; QueueFull.
+        """
+        if request.request_id in self._sequences:
+            raise ValueError(f"request {request.request_id!r} is already here: give it another id")
+        limit = self.limits.check(request)
+        if self.limits.max_queue is not None and self.num_waiting >= self.limits.max_queue:
+            raise QueueFull(f"{self.num_waiting} requests wait, max_queue={self.limits.max_queue}")
+        sequence = Sequence(request, self._num_added, limit, list(request.prompt))
+        self._num_added += 1
+        self._sequences[request.request_id] = sequence
+        self._enqueue(sequence)
+        if request.deadline is not None:
+            heapq.heappush(self._deadlines, (request.deadline, sequence.order, sequence))
+
+    def cancel(self, request_id: str, reason: str = "cancelled") -> None:
+        """End a request, whatever it is doing. Does nothing if it has ended."""
+        sequence = self._sequences.get(request_id)
+        if sequence is not None:
+            self._end(sequence)
+            self._ended.append(Ended(request_id, reason))
+
+    def plan(self, now: float) -> Plan:
+        """What the device does next; a plan that is_empty if it can only wait."""
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, _, sequence = heapq.heappop(self._deadlines)
+            if sequence.state is not State.ENDED:
+                self.cancel(sequence.request_id, "timeout")
+        draft = Draft()
+        self._release_ended(draft)
+        if self._keep_decoding(draft):  # nobody comes in while others must go
+            self._admit(draft)
+        self._read(draft)
+        self._decode(draft)
+        return self._launch(draft)
+
+    def update(self, plan: Plan, results: Iterable[RowResult]) -> list[Delivery]:
+        """Take in what a plan's calls emitted; rows that are not named emitted nothing.
+
+        Returns what requests get that have not ended in the meantime.
+
+        Raises ValueError for a plan that is not the next one, or results that it cannot have.
+        """
+        by_row = {result.row: result for result in results}
+        deliveries = []
+        for row, flight in self._take_flights(plan, by_row).items():
+            result, sequence = by_row.get(row, RowResult(row)), flight.sequence
+            sequence.flights -= 1
+            sequence.least -= flight.least
+            sequence.most -= flight.most
+            if sequence.state is State.ENDED:
+                continue
+            self._advance(flight, result)
+            if result.tokens or result.ended:
+                deliveries.append(Delivery(sequence.request_id, result.tokens, result.ended))
+        return deliveries
+
+    # Requests that come and go.
+
+    def _enqueue(self, sequence: Sequence) -> None:
+        sequence.state = State.WAITING
+        insort(self._waiting, sequence, key=lambda other: other.queue_rank)
+
+    def _end(self, sequence: Sequence) -> None:
+        del self._sequences[sequence.request_id]
+        if sequence.state is State.WAITING:
+            self._waiting.remove(sequence)
+        if sequence.swapped:
+            self._dropped.append(sequence.request_id)
+        if sequence.has_row:
+            self._leaving.append(sequence)
+        sequence.state = State.ENDED
+
+    def _shard_of(self, row: int) -> Shard:
+        return self.shards[row * self.limits.shards // self.limits.num_rows]
+
+    # The steps of a plan.
+
+    def _release_ended(self, draft: Draft) -> None:
+        for sequence in self._leaving:
+            shard = self._shard_of(sequence.row)
+            if sequence.unsettled:
+                draft.settle.append(sequence.row)
+                sequence.settled = len(sequence.tokens) - 1
+                shard.register(sequence)
+            draft.release.append(sequence.row)
+            shard.leave(sequence)
+        self._leaving.clear()
+
+    def _keep_decoding(self, draft: Draft) -> bool:
+        """Give every decoding row the pages of one round; the worst rows go where they lack.
+
+        Returns whether nobody had to go.
+        """
+        before = sum(self.preemptions.values())
+        for shard in self.shards:
+            for sequence in sorted(shard.running, key=lambda other: other.rank):
+                if sequence.state is not State.DECODING or sequence.is_surely_done:
+                    continue
+                while sequence.has_row and not shard.grow(sequence, 1):
+                    self._preempt(max(shard.running, key=lambda other: other.rank), shard, draft)
+        return sum(self.preemptions.values()) == before
+
+    def _preempt(self, sequence: Sequence, shard: Shard, draft: Draft) -> None:
+        """Take a sequence's row and pages, to go on later."""
+        context = sequence.most_context
+        num_pages = pages_for(context, self.limits.page_size)
+        is_swapped = sequence.state is State.DECODING and self._swap_is_better(context, num_pages)
+        if is_swapped:
+            pages = tuple(sequence.pages[:num_pages])
+            draft.swap_out.append(SwapOut(sequence.row, sequence, pages))
+            sequence.swapped = num_pages
+        draft.release.append(sequence.row)
+        shard.leave(sequence)
+        self.preemptions["swap" if is_swapped else "recompute"] += 1
+        sequence.preemptions += 1
+        self._enqueue(sequence)
+
+    def _swap_is_better(self, num_tokens: int, num_pages: int) -> bool:
+        if self.limits.preemption == "auto":
+            swapping = num_pages * self.costs.swap_page
+            return swapping < num_tokens * self.costs.recompute_token
+        return self.limits.preemption == "swap"
+
+    def _admit(self, draft: Draft) -> None:
+        """Give free rows to those who wait, in order.
+
+        One that lacks pages blocks those behind it. One that waits for calls in flight, or for KV
+        that a running row is computing, does not.
+        """
+        for sequence in self._waiting[: 2 * self.limits.num_rows]:
+            shards = [shard for shard in self.shards if shard.free_rows]
+            if not shards:
+                return
+            if sequence.flights:
+                continue
+            placements = [shard.placement(sequence) for shard in shards]
+            ready = [p for p in placements if not p.shard.should_wait(p, sequence)]
+            if not ready:
+                continue
+            fitting = [p for p in ready if p.shard.fits(p, sequence)]
+            if not fitting:
+                return
+            best = max(fitting, key=lambda p: (p.cached, p.shard.pages.available))
+            self._place(best, sequence, draft)
+
+    def _place(self, placement: Placement, sequence: Sequence, draft: Draft) -> None:
+        copy = placement.shard.place(placement, sequence)
+        self._waiting.remove(sequence)
+        if sequence.swapped:
+            sequence.state = State.DECODING
+            sequence.swapped = 0
+            context = len(sequence.tokens) - 1
+            draft.restored.append((sequence, pages_for(context, self.limits.page_size)))
+            return
+        if copy is not None:
+            draft.copies.append(copy)
+        if placement.source is None and sequence.preemptions == 0:
+            placement.shard.cache.count(len(sequence.tokens), placement.cached)
+        sequence.state = State.READING
+        sequence.goal = len(sequence.tokens)
+        sequence.settled, sequence.unsettled = placement.cached, False
+        sequence.read = max(0, placement.cached - 1)  # the last cached token is read once more
+        draft.admitted.append((sequence, placement.cached))
+
+    def _read(self, draft: Draft) -> None:
+        """Share the budget among the rows that read; who finishes decodes in this very plan."""
+        readers = [s for shard in self.shards for s in shard.running if s.state is State.READING]
+        counts = fair_shares([s.goal - s.read for s in readers], self.limits.prefill_budget)
+        for sequence, count in zip(readers, counts, strict=True):
+            draft.reads.append(Read(sequence.row, count))
+            sequence.read += count
+            is_read = sequence.read == sequence.goal
+            if is_read:
+                sequence.state = State.DECODING
+            draft.add_flight(sequence, least=int(is_read), most=int(is_read))
+
+    def _decode(self, draft: Draft) -> None:
+        """Let all rows decode for as many rounds as the load and the pages allow."""
+        groups = [
+            [s for s in shard.running if s.state is State.DECODING and not s.is_surely_done]
+            for shard in self.shards
+        ]
+        if not any(groups):
+            return
+        rounds = self._rounds_for_load(bool(draft.reads))
+        rounds = min(rounds, max(s.most_rounds for group in groups for s in group))
+        while rounds > 1 and any(
+            shard.missing(group, rounds) > shard.pages.available
+            for shard, group in zip(self.shards, groups, strict=True)
+        ):
+            rounds //= 2
+        draft.rounds = rounds
+        for shard, group in zip(self.shards, groups, strict=True):
+            for sequence in group:
+                has_grown = shard.grow(sequence, rounds)
+                assert has_grown, "pages for one round were reserved, those for more were counted"
+                draft.decode_rows.append(sequence.row)
+                draft.add_flight(sequence, least=rounds, most=rounds * self.limits.tokens_per_round)
+
+    def _rounds_for_load(self, is_reading: bool) -> int:
+        """Few rounds while a row reads or a request waits, else more from call to call."""
+        if is_reading or self._waiting:
+            self._rounds = 1
+            return 1 if is_reading else min(self.limits.waiting_rounds, self.limits.max_rounds)
+        rounds = self._rounds
+        self._rounds = min(2 * rounds, self.limits.max_rounds)
+        return rounds
+
+    def _launch(self, draft: Draft) -> Plan:
+        """The finished plan. Its calls are in flight from now on."""
+        running = [sequence for shard in self.shards for sequence in shard.running]
+        plan = draft.finish(self._num_planned, running, self._ended, self._dropped)
+        self._num_planned += 1
+        self._ended.clear()
+        self._dropped.clear()
+        if plan.calls:
+            self._in_flight.append((plan.index, draft.flights))
+        return plan
+
+    # What came out of it.
+
+    def _take_flights(self, plan: Plan, results: Mapping[int, RowResult]) -> dict[int, Flight]:
+        """The flights of the earliest plan whose results are not known yet."""
+        index, flights = self._in_flight[0] if self._in_flight else (None, {})
+        if index != plan.index:
+            raise ValueError(f"plan {plan.index} is updated, but the next one is {index}")
+        for row, result in results.items():
+            most = flights[row].most if row in flights else 0
+            if len(result.tokens) > most:
+                raise ValueError(
+                    f"row {row} emitted {len(result.tokens)} tokens, planned were at most {most}"
+                )
+        self._in_flight.popleft()
+        return flights
+
+    def _advance(self, flight: Flight, result: RowResult) -> None:
+        """Add a row's new tokens, and make the pages known that they complete."""
+        sequence = flight.sequence
+        sequence.tokens += result.tokens
+        context = len(sequence.tokens) - 1 if len(sequence.tokens) > sequence.goal else flight.read
+        if sequence.has_row and not result.failed:  # no row: preempted meanwhile
+            sequence.settled = max(sequence.settled, context - result.pending)
+            self._shard_of(sequence.row).register(sequence)
+            missing = context // self.limits.page_size - len(sequence.chain)
+            sequence.unsettled = self.limits.prefix_caching and missing > 0
+        if result.ended:
+            self._end(sequence)
+
+
+def fair_shares(wanted: list[int], budget: int) -> list[int]:
+    """A budget shared so that the smallest share is as large as possible, then the next, ...
+
+    Those who want little get it all; the others get equal shares of the rest.
+    """
+    shares = [0] * len(wanted)
+    for place, index in enumerate(sorted(range(len(wanted)), key=wanted.__getitem__)):
+        shares[index] = min(wanted[index], budget // (len(wanted) - place))
+        budget -= shares[index]
+    return shares

@@ -1,0 +1,145 @@
+"""The host's view of one request that waits or runs."""
+
+import dataclasses
+import enum
+from collections.abc import Hashable
+
+from jaxspec.scheduling.prefix_cache import Node
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What the scheduler must know of a request.
+
+    Attributes:
+      prompt: token ids, at least one.
+      priority: smaller goes first.
+      arrival: seconds, on the clock that the scheduler is told; earlier goes first.
+      deadline: when it ends as "timeout", on that clock; None: never.
+      cache_salt: requests with other salts share no pages with this one.
+      kv_key: whatever else its KV depends on, an adapter for example.
+      group: samples of one prompt have the same group; one reads the prompt, the others share its
+        pages.
+      payload: the engine's own; the scheduler does not look at it.
+    """
+
+    request_id: str
+    prompt: tuple[int, ...]
+    max_tokens: int
+    arrival: float
+    priority: int = 0
+    deadline: float | None = None
+    cache_salt: str | None = None
+    kv_key: Hashable = None
+    group: str | None = None
+    payload: object = None
+
+
+class State(enum.Enum):
+    WAITING = enum.auto()  # for a row: new, or preempted
+    READING = enum.auto()  # its prompt
+    DECODING = enum.auto()  # as far as planned: its prompt may still be read by a call in flight
+    ENDED = enum.auto()
+
+
+@dataclasses.dataclass(eq=False)
+class Sequence:
+    """A request, its tokens so far, and what it holds.
+
+    Calls in flight have been planned, but what they emitted is not yet known; so the number of
+    tokens is known within bounds only.
+
+    Attributes:
+      order: number of requests that were added before.
+      limit: most tokens, prompt included.
+      tokens: prompt, then those generated as far as known. The last one, the root, has no KV yet
+        once the prompt is read.
+      row: row that it holds; -1: none.
+      pages: pages that it holds, in the order of its page table.
+      table_changed: whether the device must be told of the pages.
+      chain: the nodes of its first pages in the prefix cache.
+      goal: tokens that it reads before it decodes: those known when it was admitted.
+      read: how many of them are read once the calls in flight are done.
+      settled: tokens whose KV, the drafter's included, is known to be complete.
+      unsettled: whether it ended with full pages that the drafter must complete.
+      flights: calls in flight that it is part of.
+      least, most: bounds of the tokens that these calls add, unless it ends.
+      swapped: pages of it in host memory.
+    """
+
+    request: Request
+    order: int
+    limit: int
+    tokens: list[int]
+    state: State = State.WAITING
+    row: int = -1
+    pages: list[int] = dataclasses.field(default_factory=list)
+    table_changed: bool = False
+    chain: list[Node] = dataclasses.field(default_factory=list)
+    goal: int = 0
+    read: int = 0
+    settled: int = 0
+    unsettled: bool = False
+    flights: int = 0
+    least: int = 0
+    most: int = 0
+    swapped: int = 0
+    preemptions: int = 0
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def has_row(self) -> bool:
+        return self.row >= 0
+
+    @property
+    def prompt_length(self) -> int:
+        return len(self.request.prompt)
+
+    @property
+    def namespace(self) -> tuple[Hashable, ...]:
+        """What its KV depends on beside its tokens."""
+        return (self.request.kv_key, self.request.cache_salt)
+
+    @property
+    def rank(self) -> tuple[int, float, int]:
+        """Smaller ranks run first, and are preempted last."""
+        return (self.request.priority, self.request.arrival, self.order)
+
+    @property
+    def queue_rank(self) -> tuple[int, bool, float, int]:
+        """Place in the queue: who was preempted goes to the head of its priority."""
+        return (self.request.priority, self.preemptions == 0, self.request.arrival, self.order)
+
+    @property
+    def is_new(self) -> bool:
+        """Whether it has generated nothing."""
+        return len(self.tokens) == self.prompt_length
+
+    @property
+    def most_context(self) -> int:
+        """Most tokens that have KV after the calls in flight, and once its prompt is read."""
+        if self.state is State.DECODING:
+            return min(len(self.tokens) + self.most, self.limit) - 1
+        return len(self.tokens)
+
+    @property
+    def is_surely_done(self) -> bool:
+        """Whether the calls in flight end it in any case."""
+        return len(self.tokens) + self.least >= self.limit
+
+    @property
+    def most_rounds(self) -> int:
+        """Most rounds that are of use to it."""
+        return self.limit - len(self.tokens) - self.least
+
+    def slots(self, rounds: int, tokens_per_round: int, scratch_slots: int) -> int:
+        """Slots that it may write in a call of so many rounds, those before included."""
+        return min(self.most_context + rounds * tokens_per_round, self.limit) + scratch_slots
+
+    def take_table(self) -> tuple[int, ...]:
+        """Its page table, which the device is told now."""
+        self.table_changed = False
+        return tuple(self.pages)

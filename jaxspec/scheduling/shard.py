@@ -1,0 +1,196 @@
+"""Rows and pages of one data shard, and the sequences that hold them."""
+
+import dataclasses
+import heapq
+import math
+
+from jaxspec.scheduling.pages import PageAllocator, pages_for
+from jaxspec.scheduling.plan import Limits, PageCopy
+from jaxspec.scheduling.prefix_cache import Node, PrefixCache
+from jaxspec.scheduling.sequence import Sequence, State
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """How a waiting sequence would start in a shard.
+
+    Attributes:
+      cached: tokens whose KV it finds there.
+      chain: known pages that it shares.
+      source: a sibling whose prompt it shares instead, the partly filled page included.
+    """
+
+    shard: "Shard"
+    cached: int
+    chain: list[Node]
+    source: Sequence | None = None
+
+    @property
+    def shared(self) -> list[int]:
+        """Pages that it would share."""
+        if self.source is not None:
+            return self.source.pages[: self.cached // self.shard.page_size]
+        return [node.page for node in self.chain]
+
+
+class Shard:
+    """Rows ``index * n .. (index + 1) * n - 1``, and pages with numbers of their own."""
+
+    def __init__(self, index: int, limits: Limits):
+        num_rows = limits.num_rows // limits.shards
+        self.index = index
+        self.limits = limits
+        self.page_size = limits.page_size
+        self.cache = PrefixCache(limits.page_size)
+        self.pages = PageAllocator(limits.num_pages, on_evict=self.cache.remove)
+        self.free_rows = list(range(index * num_rows, (index + 1) * num_rows))  # a heap
+        self.running: list[Sequence] = []
+        self._spare_pages = math.ceil(limits.watermark * limits.num_pages)
+
+    def placement(self, sequence: Sequence) -> Placement:
+        """Where the sequence would start: with the most tokens that it can share."""
+        if sequence.swapped:
+            return Placement(self, 0, [])
+        source = self._sibling(sequence)
+        if source is not None:
+            return Placement(self, sequence.prompt_length, [], source)
+        if not self.limits.prefix_caching:
+            return Placement(self, 0, [])
+        chain = self.cache.match(sequence.tokens, sequence.namespace)
+        return Placement(self, len(chain) * self.page_size, chain)
+
+    def should_wait(self, placement: Placement, sequence: Sequence) -> bool:
+        """Whether it could share more once running rows have read what they are reading."""
+        if sequence.swapped or placement.source is not None:
+            return False
+        if any(self._is_sibling(sequence, other) for other in self._reading()):
+            return True
+        return self.limits.prefix_caching and any(
+            self._common(sequence, other) > placement.cached for other in self._reading()
+        )
+
+    def fits(self, placement: Placement, sequence: Sequence) -> bool:
+        """Whether there are pages for it to read and to decode one round.
+
+        If other sequences run, the watermark stays available for them.
+        """
+        shared = placement.shared
+        needed = self._pages_needed(sequence, 1) - len(shared)
+        needed += self._spare_pages if self.running else 0
+
+        def enough() -> bool:
+            return self.pages.available - self.pages.num_idle_of(shared) >= needed
+
+        if not enough():
+            self._trim()
+        return enough()
+
+    def place(self, placement: Placement, sequence: Sequence) -> PageCopy | None:
+        """Give it a row and pages. Returns the page that must be copied for it, if any."""
+        table = placement.shared
+        if placement.source is None:
+            partial = 0
+            self.pages.share(table)
+            sequence.chain = list(placement.chain)
+        else:
+            held = placement.source.pages
+            table, partial = self.pages.fork(held, placement.cached, self.page_size)
+            sequence.chain = placement.source.chain[: len(table)]
+        fresh = self.pages.allocate(self._pages_needed(sequence, 1) - len(table))
+        sequence.pages = table + fresh
+        sequence.table_changed = False  # the device is told when it gets the row
+        sequence.row = heapq.heappop(self.free_rows)
+        self.running.append(sequence)
+        return PageCopy(self.index, partial, fresh[0]) if partial else None
+
+    def leave(self, sequence: Sequence) -> None:
+        """Take its row and pages back."""
+        self.running.remove(sequence)
+        self.pages.release(sequence.pages)
+        heapq.heappush(self.free_rows, sequence.row)
+        sequence.row, sequence.pages, sequence.chain = -1, [], []
+        sequence.table_changed = False
+
+    def grow(self, sequence: Sequence, rounds: int) -> bool:
+        """Extend its pages for a call of so many rounds, if enough are available."""
+        if self.missing([sequence], rounds) > self.pages.available:
+            self._trim()
+        missing = self.missing([sequence], rounds)
+        if missing > self.pages.available:
+            return False
+        if missing:
+            sequence.pages += self.pages.allocate(missing)
+            sequence.table_changed = True
+        return True
+
+    def missing(self, sequences: list[Sequence], rounds: int) -> int:
+        """Pages that these sequences lack for a call of so many rounds."""
+        return sum(max(0, self._pages_needed(s, rounds) - len(s.pages)) for s in sequences)
+
+    def register(self, sequence: Sequence) -> None:
+        """Make its settled full pages known to the prefix cache.
+
+        Where the cache knows the same tokens already, the sequence takes over the known page: its
+        table then always holds the whole chain.
+        """
+        if not self.limits.prefix_caching:
+            return
+        size, chain = self.page_size, sequence.chain
+        for index in range(len(chain), sequence.settled // size):
+            tokens = sequence.tokens[index * size : (index + 1) * size]
+            page = sequence.pages[index]
+            node = self.cache.insert(chain, sequence.namespace, tokens, page)
+            if node.page == page:
+                self.pages.keep(page)
+            else:
+                self.pages.share([node.page])
+                self.pages.release([page])
+                sequence.pages[index] = node.page
+                sequence.table_changed = True
+            chain.append(node)
+
+    def _trim(self) -> None:
+        """Take back the pages that running sequences hold for more than one round."""
+        for sequence in self.running:
+            kept = self._pages_needed(sequence, 1)
+            if len(sequence.pages) > kept:
+                self.pages.release(sequence.pages[kept:])
+                del sequence.pages[kept:]
+                sequence.table_changed = True
+
+    def _pages_needed(self, sequence: Sequence, rounds: int) -> int:
+        limits = self.limits
+        slots = sequence.slots(rounds, limits.tokens_per_round, limits.scratch_slots)
+        return pages_for(slots, self.page_size)
+
+    def _sibling(self, sequence: Sequence) -> Sequence | None:
+        """A running sample of the same prompt, which is read when this plan begins."""
+        for other in self.running:
+            if other.state is State.DECODING and self._is_sibling(sequence, other):
+                return other
+        return None
+
+    def _is_sibling(self, sequence: Sequence, other: Sequence) -> bool:
+        """Whether a sequence that has generated nothing is a sample of the other's prompt."""
+        mine, its = sequence.request, other.request
+        return (
+            mine.group is not None
+            and mine.group == its.group
+            and sequence.is_new
+            and sequence.namespace == other.namespace
+            and mine.prompt == its.prompt
+        )
+
+    def _reading(self) -> list[Sequence]:
+        """Running sequences that have not read all, as far as known."""
+        return [other for other in self.running if other.settled < other.goal]
+
+    def _common(self, sequence: Sequence, reader: Sequence) -> int:
+        """Tokens of the full pages that both begin with, as far as the reader reads them."""
+        if sequence.namespace != reader.namespace:
+            return 0
+        size, end = self.page_size, min(len(sequence.tokens), reader.goal)
+        for start in range(0, end - size + 1, size):
+            if sequence.tokens[start : start + size] != reader.tokens[start : start + size]:
+                return start
+        return end // size * size
