@@ -270,7 +270,7 @@ class Scheduler:
         rounds = self._rounds_for_load(bool(draft.reads))
         rounds = min(rounds, max(s.most_rounds for group in groups for s in group))
         while rounds > 1 and any(
-            shard.missing(group, rounds) > shard.pages.available
+            sum(shard.missing(s, rounds) for s in group) > shard.pages.available
             for shard, group in zip(self.shards, groups, strict=True)
         ):
             rounds //= 2

@@ -113,9 +113,10 @@ class Shard:
 
     def grow(self, sequence: Sequence, rounds: int) -> bool:
         """Extend its pages for a call of so many rounds, if enough are available."""
-        if self.missing([sequence], rounds) > self.pages.available:
+        missing = self.missing(sequence, rounds)
+        if missing > self.pages.available:
             self._trim()
-        missing = self.missing([sequence], rounds)
+            missing = self.missing(sequence, rounds)
         if missing > self.pages.available:
             return False
         if missing:
@@ -123,9 +124,9 @@ class Shard:
             sequence.table_changed = True
         return True
 
-    def missing(self, sequences: list[Sequence], rounds: int) -> int:
-        """Pages that these sequences lack for a call of so many rounds."""
-        return sum(max(0, self._pages_needed(s, rounds) - len(s.pages)) for s in sequences)
+    def missing(self, sequence: Sequence, rounds: int) -> int:
+        """Pages that it lacks for a call of so many rounds."""
+        return max(0, self._pages_needed(sequence, rounds) - len(sequence.pages))
 
     def register(self, sequence: Sequence) -> None:
         """Make its settled full pages known to the prefix cache.
