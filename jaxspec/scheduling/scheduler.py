@@ -323,7 +323,9 @@ class Scheduler:
         sequence = flight.sequence
         sequence.tokens += result.tokens
         context = len(sequence.tokens) - 1 if len(sequence.tokens) > sequence.goal else flight.read
-        if sequence.has_row and not result.failed:  # no row: preempted meanwhile
+        if result.failed:
+            sequence.unsettled = False
+        elif sequence.has_row:  # it was not preempted meanwhile
             sequence.settled = max(sequence.settled, context - result.pending)
             self._shard_of(sequence.row).register(sequence)
             missing = context // self.limits.page_size - len(sequence.chain)

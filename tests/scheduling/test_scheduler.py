@@ -301,15 +301,20 @@ def test_updates_come_in_the_order_of_plans_and_within_their_bounds():
     assert run.scheduler.update(plan, [RowResult(0, (1, 2))])[0].tokens == (1, 2)
 
 
-def test_a_failed_row_ends_and_its_pages_are_not_used_again():
+def test_a_failed_row_ends_and_the_prefix_cache_learns_nothing_more_of_it():
     run = Run(LIMITS)
     name = run.add(prompt(20), max_tokens=30)
     plan = run.scheduler.plan(0)
-    (delivery,) = run.scheduler.update(plan, [RowResult(0, (), 0, "not finite", failed=True)])
+    run.scheduler.update(plan, [RowResult(0, (1, 2, 3, 4), pending=3)])  # 5 pages settled
+    later = run.scheduler.plan(0)
+    run.scheduler.update(later, [RowResult(0, (5, 6), pending=2)])  # of 25 tokens 23 settled
+    last = run.scheduler.plan(0)
+    result = RowResult(0, (), pending=0, ended="not finite", failed=True)
+    (delivery,) = run.scheduler.update(last, [result])
     assert (delivery.request_id, delivery.ended) == (name, "not finite")
-    run.scheduler.plan(0)
+    assert run.scheduler.plan(0).settle == ()
     assert run.scheduler.is_idle
-    assert run.scheduler.usage().free == LIMITS.num_pages
+    assert run.scheduler.usage().idle == 5
 
 
 # The prefix cache.
