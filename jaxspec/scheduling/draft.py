@@ -35,8 +35,8 @@ class Draft:
     swap_out: list[SwapOut] = dataclasses.field(default_factory=list)
     settle: list[int] = dataclasses.field(default_factory=list)
     release: list[int] = dataclasses.field(default_factory=list)
-    copies: list[PageCopy] = dataclasses.field(default_factory=list)
     restored: list[tuple[Sequence, int]] = dataclasses.field(default_factory=list)
+    copies: list[PageCopy] = dataclasses.field(default_factory=list)
     admitted: list[tuple[Sequence, int]] = dataclasses.field(default_factory=list)
     reads: list[Read] = dataclasses.field(default_factory=list)
     decode_rows: list[int] = dataclasses.field(default_factory=list)
@@ -69,8 +69,8 @@ class Draft:
             swap_out=tuple(self.swap_out),
             settle=tuple(self.settle),
             release=tuple(self.release),
-            copies=tuple(self.copies),
             swap_in=tuple(swap_in),
+            copies=tuple(self.copies),
             admissions=tuple(admissions),
             tables=tuple(tables),
             reads=tuple(self.reads),

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from jaxspec.scheduling.pages import pages_for
-from jaxspec.scheduling.requests import check_count
+from jaxspec.scheduling.requests import check_count, is_integer
 from jaxspec.scheduling.sequence import Request, Sequence
 
 Preemption = Literal["auto", "recompute", "swap"]
@@ -55,6 +55,10 @@ class Limits:
             check_count(name, getattr(self, name))
         for name in ("shards", "max_rounds", "waiting_rounds"):
             check_count(name, getattr(self, name))
+        if not (is_integer(self.scratch_slots) and self.scratch_slots >= 0):
+            raise ValueError(
+                f"scratch_slots must be an integer, at least 0, got {self.scratch_slots!r}"
+            )
         if self.num_rows % self.shards:
             raise ValueError(f"num_rows={self.num_rows} must be a multiple of shards={self.shards}")
         if self.prefill_budget < self.num_rows:
@@ -195,8 +199,8 @@ class Plan:
     swap_out: tuple[SwapOut, ...] = ()
     settle: tuple[int, ...] = ()
     release: tuple[int, ...] = ()
-    copies: tuple[PageCopy, ...] = ()
     swap_in: tuple[SwapIn, ...] = ()
+    copies: tuple[PageCopy, ...] = ()
     admissions: tuple[Admission, ...] = ()
     tables: tuple[Table, ...] = ()
     reads: tuple[Read, ...] = ()
@@ -212,7 +216,7 @@ class Plan:
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to do for the device. ``ended`` and ``dropped`` may be set."""
-        steps = (self.swap_out, self.settle, self.release, self.copies, self.swap_in)
+        steps = (self.swap_out, self.settle, self.release, self.swap_in, self.copies)
         return not (any(steps) or self.admissions or self.tables or self.calls)
 
 

@@ -213,17 +213,17 @@ class Scheduler:
     def _admit(self, draft: Draft) -> None:
         """Give free rows to those who wait, in order.
 
-        One that lacks pages blocks those behind it. One that waits for KV which is just being
-        computed does not.
+        One that lacks pages blocks those behind it. One that waits for calls in flight, or for KV
+        that a running row is computing, does not.
         """
         for sequence in self._waiting[: 2 * self.limits.num_rows]:
             shards = [shard for shard in self.shards if shard.free_rows]
             if not shards:
                 return
-            if sequence.flights or any(s.sibling_reads(sequence) for s in self.shards):
+            if sequence.flights:
                 continue
             placements = [shard.placement(sequence) for shard in shards]
-            ready = [p for p in placements if not p.shard.should_wait(sequence, p.cached)]
+            ready = [p for p in placements if not p.shard.should_wait(p, sequence)]
             if not ready:
                 continue
             fitting = [p for p in ready if p.shard.fits(p, sequence)]
@@ -274,14 +274,15 @@ class Scheduler:
         rounds = self._rounds_for_load(bool(draft.reads))
         rounds = min(rounds, most_rounds, max(s.most_rounds for group in groups for s in group))
         while rounds > 1 and any(
-            shard.missing(group, rounds) > shard.pages.available
+            sum(shard.missing(s, rounds) for s in group) > shard.pages.available
             for shard, group in zip(self.shards, groups, strict=True)
         ):
             rounds //= 2
         draft.rounds = rounds
         for shard, group in zip(self.shards, groups, strict=True):
             for sequence in group:
-                shard.grow(sequence, rounds)
+                has_grown = shard.grow(sequence, rounds)
+                assert has_grown, "pages for one round were reserved, those for more were counted"
                 draft.decode_rows.append(sequence.row)
                 draft.add_flight(sequence, least=rounds, most=rounds * self.limits.tokens_per_round)
 
@@ -326,7 +327,9 @@ class Scheduler:
         sequence = flight.sequence
         sequence.tokens += result.tokens
         context = len(sequence.tokens) - 1 if len(sequence.tokens) > sequence.goal else flight.read
-        if sequence.has_row and not result.failed:  # None: preempted in the meantime
+        if result.failed:
+            sequence.unsettled = False
+        elif sequence.has_row:  # it was not preempted meanwhile
             sequence.settled = max(sequence.settled, context - result.pending)
             self._shard_of(sequence.row).register(sequence)
             missing = context // self.limits.page_size - len(sequence.chain)

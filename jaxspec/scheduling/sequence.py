@@ -65,6 +65,7 @@ class Sequence:
       flights: calls in flight that it is part of.
       least, most: bounds of the tokens that these calls add, unless it ends.
       swapped: pages of it in host memory.
+      preemptions: times that it lost its row to others.
     """
 
     request: Request

@@ -59,21 +59,14 @@ class Shard:
         chain = self.cache.match(sequence.tokens, sequence.namespace)
         return Placement(self, len(chain) * self.page_size, chain)
 
-    def should_wait(self, sequence: Sequence, cached: int) -> bool:
-        """Whether more than ``cached`` tokens could be shared once a running row has read them."""
-        if sequence.swapped or not self.limits.prefix_caching:
+    def should_wait(self, placement: Placement, sequence: Sequence) -> bool:
+        """Whether it could share more once running rows have read what they are reading."""
+        if sequence.swapped or placement.source is not None:
             return False
-        readers = [other for other in self.running if other.settled < other.goal]
-        return any(
-            other.namespace == sequence.namespace and self._common(sequence, other) > cached
-            for other in readers
-        )
-
-    def sibling_reads(self, sequence: Sequence) -> bool:
-        """Whether another sample of a new sequence's prompt is reading it."""
-        return sequence.is_new and any(
-            other.state is State.READING and self._is_sibling(sequence, other)
-            for other in self.running
+        if any(self._is_sibling(sequence, other) for other in self._reading()):
+            return True
+        return self.limits.prefix_caching and any(
+            self._common(sequence, other) > placement.cached for other in self._reading()
         )
 
     def fits(self, placement: Placement, sequence: Sequence) -> bool:
@@ -120,9 +113,10 @@ class Shard:
 
     def grow(self, sequence: Sequence, rounds: int) -> bool:
         """Extend its pages for a call of so many rounds, if enough are available."""
-        if self.missing([sequence], rounds) > self.pages.available:
+        missing = self.missing(sequence, rounds)
+        if missing > self.pages.available:
             self._trim()
-        missing = self.missing([sequence], rounds)
+            missing = self.missing(sequence, rounds)
         if missing > self.pages.available:
             return False
         if missing:
@@ -130,9 +124,9 @@ class Shard:
             sequence.table_changed = True
         return True
 
-    def missing(self, sequences: list[Sequence], rounds: int) -> int:
-        """Pages that these sequences lack for a call of so many rounds."""
-        return sum(max(0, self._pages_needed(s, rounds) - len(s.pages)) for s in sequences)
+    def missing(self, sequence: Sequence, rounds: int) -> int:
+        """Pages that it lacks for a call of so many rounds."""
+        return max(0, self._pages_needed(sequence, rounds) - len(sequence.pages))
 
     def register(self, sequence: Sequence) -> None:
         """Make its settled full pages known to the prefix cache.
@@ -171,25 +165,31 @@ class Shard:
         return pages_for(slots, self.page_size)
 
     def _sibling(self, sequence: Sequence) -> Sequence | None:
-        """A running sample of a new sequence's prompt, which is read when this plan begins."""
-        if not sequence.is_new:
-            return None
+        """A running sample of the same prompt, which is read when this plan begins."""
         for other in self.running:
             if other.state is State.DECODING and self._is_sibling(sequence, other):
                 return other
         return None
 
     def _is_sibling(self, sequence: Sequence, other: Sequence) -> bool:
+        """Whether a sequence that has generated nothing is a sample of the other's prompt."""
         mine, its = sequence.request, other.request
         return (
             mine.group is not None
             and mine.group == its.group
+            and sequence.is_new
             and sequence.namespace == other.namespace
             and mine.prompt == its.prompt
         )
 
+    def _reading(self) -> list[Sequence]:
+        """Running sequences that have not read all, as far as known."""
+        return [other for other in self.running if other.settled < other.goal]
+
     def _common(self, sequence: Sequence, reader: Sequence) -> int:
         """Tokens of the full pages that both begin with, as far as the reader reads them."""
+        if sequence.namespace != reader.namespace:
+            return 0
         size, end = self.page_size, min(len(sequence.tokens), reader.goal)
         for start in range(0, end - size + 1, size):
             if sequence.tokens[start : start + size] != reader.tokens[start : start + size]:

@@ -1,0 +1,94 @@
+"""Whatever happens, in whatever order, every request gets its own text and no page is lost."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from jaxspec.scheduling.pages import pages_for
+from jaxspec.scheduling.plan import Limits
+from tests.marks import slow
+from tests.scheduling.fake_device import Run
+
+STEMS = ([1] * 24, [1] * 11 + [2] * 13, [3, 4] * 12)  # prompts share beginnings of these
+
+
+@st.composite
+def limits(draw: st.DrawFn) -> Limits:
+    shards = draw(st.integers(1, 2))
+    rows = shards * draw(st.integers(1, 5))
+    scratch = draw(st.integers(1, 6))
+    return Limits(
+        num_rows=rows,
+        num_pages=pages_for(40 + scratch, 4) + draw(st.integers(0, 8)),
+        page_size=4,
+        max_length=40,
+        scratch_slots=scratch,
+        tokens_per_round=draw(st.integers(1, 4)),
+        shards=shards,
+        prefill_budget=draw(st.integers(rows, 40)),
+        max_rounds=draw(st.integers(1, 8)),
+        waiting_rounds=draw(st.integers(1, 2)),
+        watermark=draw(st.sampled_from([0.0, 0.1, 0.3])),
+        prefix_caching=draw(st.booleans()),
+        preemption=draw(st.sampled_from(["auto", "recompute", "swap"])),
+    )
+
+
+class Histories(RuleBasedStateMachine):
+    run: Run
+
+    @initialize(limits=limits(), has_drafter=st.booleans(), seed=st.integers(0, 999))
+    def start(self, limits: Limits, has_drafter: bool, seed: int):
+        self.run = Run(limits, seed=seed, has_drafter=has_drafter)
+        self.groups = 0
+
+    @rule(
+        stem=st.sampled_from(STEMS),
+        length=st.integers(1, 24),
+        own=st.lists(st.integers(5, 6), max_size=6),
+        max_tokens=st.integers(1, 20),
+        samples=st.integers(1, 3),
+        priority=st.integers(0, 1),
+        patience=st.none() | st.integers(1, 30),
+        salt=st.sampled_from([None, None, "salt"]),
+    )
+    def add(self, stem, length, own, max_tokens, samples, priority, patience, salt):
+        group = f"group {self.groups}" if samples > 1 else None
+        self.groups += 1
+        for _ in range(samples):
+            self.run.add(
+                [*stem[:length], *own],
+                max_tokens,
+                priority=priority,
+                deadline=None if patience is None else self.run.now + patience,
+                cache_salt=salt,
+                group=group,
+            )
+
+    @precondition(lambda self: self.run.requests)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject):
+        self.run.scheduler.cancel(data.draw(st.sampled_from(sorted(self.run.requests))))
+
+    @rule(lag=st.integers(0, 1), steps=st.integers(1, 5))
+    def go_on(self, lag: int, steps: int):
+        for _ in range(steps):
+            self.run.step(lag)
+
+    def teardown(self):
+        if hasattr(self, "run"):
+            self.run.finish(lag=1)
+
+
+@pytest.mark.parametrize("examples", [30, slow(300)])
+def test_every_history_ends_well(examples: int):
+    run_state_machine_as_test(
+        Histories, settings=settings(max_examples=examples, stateful_step_count=30, deadline=None)
+    )

@@ -1,0 +1,519 @@
+"""What the scheduler promises, one behaviour at a time."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxspec.scheduling.plan import Limits, PreemptionCosts, QueueFull, RowResult
+from jaxspec.scheduling.scheduler import fair_shares
+from jaxspec.scheduling.sequence import State
+from tests.scheduling.fake_device import ENDLESS, Run
+
+LIMITS = Limits(
+    num_rows=4,
+    num_pages=200,
+    page_size=4,
+    max_length=200,
+    scratch_slots=3,
+    tokens_per_round=3,
+    prefill_budget=32,
+    max_rounds=8,
+    watermark=0.0,
+)
+
+
+def made(**changes: Any) -> Limits:
+    return dataclasses.replace(LIMITS, **changes)
+
+
+def prompt(length: int, first: int = 1) -> list[int]:
+    """Prompts of different ``first`` share nothing."""
+    return [first, *range(10, 9 + length)]
+
+
+def long_texts(run: Run, count: int, max_tokens: int = 40, **options: Any) -> list[str]:
+    """Add requests whose texts do not stop early."""
+    first = 1000 * (1 + len(run.requests))
+    return [
+        run.add(prompt(5, first + index), max_tokens, payload=ENDLESS, **options)
+        for index in range(count)
+    ]
+
+
+# Admission.
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_many_requests_all_get_their_own_texts(lag: int):
+    run = Run(LIMITS)
+    for index in range(40):
+        run.add(prompt(1 + index % 30, index), max_tokens=1 + index % 17)
+    run.finish(lag)
+    assert max(len(plan.decode_rows) for plan in run.plans) == LIMITS.num_rows
+
+
+def test_smaller_priorities_go_first_then_earlier_arrivals():
+    run = Run(made(num_rows=1))
+    late, early = run.add([1], 1, arrival=5), run.add([2], 1, arrival=4)
+    urgent = run.add([3], 1, arrival=9, priority=-1)
+    run.finish()
+    assert list(run.endings) == [urgent, early, late]
+
+
+def test_what_can_never_fit_is_refused_at_once_with_the_numbers():
+    run = Run(made(num_pages=20))
+    with pytest.raises(
+        ValueError,
+        match=r"'r0': 90 tokens and a tree of 3 slots need 24 pages of 4, there are 20: shorten",
+    ):
+        run.add(prompt(60), max_tokens=30)
+    with pytest.raises(ValueError, match=r"the prompt has 200 tokens; .* at most 200 fit"):
+        run.add(prompt(200))
+    with pytest.raises(ValueError, match="the prompt is empty"):
+        run.add([])
+    with pytest.raises(ValueError, match="max_tokens must be an integer, at least 1, got 0"):
+        run.add([1], max_tokens=0)
+    assert run.scheduler.is_idle
+
+
+def test_a_request_that_just_fits_runs():
+    run = Run(made(num_pages=20, watermark=0.5, preemption="recompute"))
+    run.add(prompt(60), max_tokens=17)
+    run.finish()
+
+
+def test_an_id_cannot_be_used_twice_at_a_time():
+    run = Run(LIMITS)
+    run.add([1])
+    with pytest.raises(ValueError, match="'r0' is already here"):
+        run.scheduler.add(run.requests["r0"])
+
+
+def test_a_full_queue_says_so():
+    run = Run(made(max_queue=2))
+    run.add([1])
+    run.add([2])
+    with pytest.raises(QueueFull, match="2 requests wait, max_queue=2"):
+        run.add([3])
+    run.step()
+    run.add([3])
+    run.finish()
+
+
+def test_the_watermark_stays_available_for_those_who_run():
+    run = Run(made(num_pages=100, watermark=0.2))
+    for first in range(4):
+        run.add(prompt(100, first), max_tokens=4)
+    run.step()
+    assert run.scheduler.num_running == 2  # 27 pages each; a third would leave 19
+    run.finish()
+
+
+def test_the_head_of_the_queue_is_not_overtaken_while_it_lacks_pages():
+    run = Run(made(num_pages=60))
+    run.add(prompt(150), max_tokens=3)
+    large, small = run.add(prompt(150, 2), max_tokens=3), run.add([3], max_tokens=1)
+    run.finish()
+    admitted = [new.sequence.request_id for plan in run.plans for new in plan.admissions]
+    assert admitted.index(large) < admitted.index(small)
+
+
+def test_shards_fill_evenly():
+    run = Run(made(num_rows=8, shards=4, num_pages=60))
+    for first in range(8):
+        run.add(prompt(20, first))
+    plan = run.step()
+    assert sorted(new.row for new in plan.admissions) == list(range(8))
+    assert {new.row // 2 for new in plan.admissions[:4]} == {0, 1, 2, 3}
+    run.finish()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_rows": 0}, "num_rows must be an integer, at least 1, got 0"),
+        ({"shards": 3}, "num_rows=4 must be a multiple of shards=3"),
+        ({"prefill_budget": 3}, "prefill_budget must be at least num_rows=4"),
+        ({"watermark": 1.0}, r"watermark must be a share in \[0, 1\), got 1.0"),
+        ({"preemption": "none"}, 'preemption must be "auto", "recompute" or "swap", got \'none\''),
+        ({"max_queue": 0}, "max_queue must be an integer, at least 1, got 0"),
+        ({"max_rounds": 0}, "max_rounds must be an integer, at least 1, got 0"),
+        ({"scratch_slots": -1}, "scratch_slots must be an integer, at least 0, got -1"),
+    ],
+)
+def test_limits_are_checked(changes: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        made(**changes)
+
+
+# Reading prompts.
+
+
+def test_a_long_prompt_is_read_in_pieces_while_others_decode():
+    run = Run(made(max_length=2000, num_pages=600))
+    long_texts(run, 1, max_tokens=150)
+    run.step()
+    run.add(prompt(1000), max_tokens=2)
+    for _ in range(1000 // 32):
+        plan = run.step()
+        assert sum(read.count for read in plan.reads) <= 32
+        assert (len(plan.decode_rows), plan.rounds) == (1, 1)
+    run.finish()
+
+
+def test_readers_share_the_budget_and_short_prompts_do_not_wait_for_a_long_one():
+    run = Run(made(prefix_caching=False))
+    run.add(prompt(150))
+    for first in (2, 3):
+        run.add(prompt(5, first))
+    plan = run.step()
+    assert [read.count for read in plan.reads] == [22, 5, 5]
+    assert len(plan.decode_rows) == 2  # who has read its prompt decodes in the same plan
+    run.finish()
+
+
+@given(st.lists(st.integers(1, 50), max_size=12), st.integers(12, 200))
+def test_fair_shares(wanted: list[int], budget: int):
+    shares = fair_shares(wanted, budget)
+    assert sum(shares) == min(sum(wanted), budget) or sum(shares) > budget - len(wanted)
+    assert sum(shares) <= budget
+    for share, want in zip(shares, wanted, strict=True):
+        assert 1 <= share <= want
+        assert share == want or all(other <= share + 1 for other in shares)
+
+
+def test_a_long_prompt_comes_through_beside_an_endless_stream_of_short_ones():
+    run = Run(made(num_rows=2, num_pages=60, prefill_budget=8))
+    long = run.add(prompt(100, 2), max_tokens=20)
+    steps = 0
+    while long not in run.endings:
+        while run.scheduler.num_waiting < 3:
+            run.add(prompt(6, 1000 + len(run.requests)), max_tokens=2)
+        run.step(lag=1)
+        steps += 1
+    assert steps < 60  # alone: 13 to read it, at most 20 to decode
+    assert len(run.endings) > 5
+    run.finish()
+
+
+# Rounds of a call.
+
+
+def test_rounds_grow_while_nothing_waits_and_fall_back_for_a_newcomer():
+    run = Run(made(max_length=400, num_pages=400, tokens_per_round=1))
+    long_texts(run, 1, max_tokens=60)
+    assert [run.step().rounds for _ in range(6)] == [1, 1, 2, 4, 8, 8]
+    run.add(prompt(40, 3), max_tokens=30)
+    assert [run.step().rounds for _ in range(4)] == [1, 1, 1, 2]
+    run.finish()
+
+
+def test_calls_are_short_while_a_request_waits_for_a_row():
+    run = Run(made(num_rows=1, waiting_rounds=2))
+    (first,) = long_texts(run, 1)
+    run.add([2])
+    run.step()
+    while first not in run.endings:
+        assert run.step().rounds <= 2
+    run.finish()
+
+
+def test_rounds_are_no_more_than_the_pages_allow():
+    run = Run(made(num_pages=14, max_length=50))
+    long_texts(run, 1, max_tokens=45)
+    run.finish()
+    assert run.scheduler.preemptions == {"recompute": 0, "swap": 0}
+    assert max(plan.rounds for plan in run.plans) > 1
+
+
+def test_no_call_is_planned_for_a_row_that_is_surely_done():
+    run = Run(LIMITS)
+    run.add(prompt(5), max_tokens=1)
+    assert run.step(lag=1).decode_rows == ()
+    assert not run.step(lag=1).calls
+    run.finish()
+
+
+# Ends.
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("steps", [0, 1, 2, 3, 4, 6])
+def test_a_request_is_cancelled_at_any_moment(steps: int, lag: int):
+    run = Run(made(prefill_budget=8))
+    (other,) = long_texts(run, 1)
+    gone = run.add(prompt(30), max_tokens=60)
+    for _ in range(steps):
+        run.step(lag)
+    run.scheduler.cancel(gone)
+    plan = run.step(lag)
+    assert [ended.request_id for ended in plan.ended] == [gone]
+    assert len(plan.release) == (steps > 0)
+    assert run.scheduler.num_running == 1
+    run.finish(lag)
+    assert (run.endings[gone], run.endings[other]) == ("cancelled", "length")
+
+
+def test_cancelling_what_has_ended_or_never_was_does_nothing():
+    run = Run(LIMITS)
+    name = run.add([1], max_tokens=1)
+    run.finish()
+    run.scheduler.cancel(name)
+    run.scheduler.cancel("nobody")
+    assert run.scheduler.plan(0).is_empty and run.scheduler.is_idle
+
+
+def test_a_reason_can_be_given():
+    run = Run(LIMITS)
+    name = run.add([1], max_tokens=30)
+    run.step()
+    run.scheduler.cancel(name, "stop string")
+    run.finish()
+    assert run.endings[name] == "stop string"
+
+
+def test_deadlines_end_waiting_and_running_requests():
+    run = Run(made(num_rows=1))
+    (first,) = long_texts(run, 1, max_tokens=100, deadline=4.0)
+    waiting = run.add([3], deadline=2.0)
+    in_time = run.add([4], deadline=1000.0)
+    for _ in range(4):
+        run.step(lag=1)
+    assert run.endings == {waiting: "timeout", first: "timeout"}
+    run.finish()
+    assert run.endings[in_time] in ("stop", "length")
+
+
+def test_updates_come_in_the_order_of_plans_and_within_their_bounds():
+    run = Run(LIMITS)
+    run.add(prompt(5), max_tokens=30)
+    plan = run.scheduler.plan(0)
+    later = run.scheduler.plan(0)
+    with pytest.raises(ValueError, match="plan 1 is updated, but the next one is 0"):
+        run.scheduler.update(later, [])
+    with pytest.raises(ValueError, match="row 0 emitted 5 tokens, planned were at most 4"):
+        run.scheduler.update(plan, [RowResult(0, (1, 2, 3, 4, 5))])
+    with pytest.raises(ValueError, match="row 3 emitted 1 tokens, planned were at most 0"):
+        run.scheduler.update(plan, [RowResult(3, (1,))])
+    assert run.scheduler.update(plan, [RowResult(0, (1, 2))])[0].tokens == (1, 2)
+
+
+def test_a_failed_row_ends_and_the_prefix_cache_learns_nothing_more_of_it():
+    run = Run(LIMITS)
+    name = run.add(prompt(20), max_tokens=30)
+    plan = run.scheduler.plan(0)
+    run.scheduler.update(plan, [RowResult(0, (1, 2, 3, 4), pending=3)])  # 5 pages settled
+    later = run.scheduler.plan(0)
+    run.scheduler.update(later, [RowResult(0, (5, 6), pending=2)])  # of 25 tokens 23 settled
+    last = run.scheduler.plan(0)
+    result = RowResult(0, (), pending=0, ended="not finite", failed=True)
+    (delivery,) = run.scheduler.update(last, [result])
+    assert (delivery.request_id, delivery.ended) == (name, "not finite")
+    assert run.scheduler.plan(0).settle == ()
+    assert run.scheduler.is_idle
+    assert run.scheduler.usage().idle == 5
+
+
+# The prefix cache.
+
+
+def test_a_second_request_finds_the_whole_pages_of_the_first():
+    run = Run(LIMITS)
+    run.add(prompt(22), max_tokens=1)
+    run.finish()
+    run.add(prompt(22), max_tokens=1)
+    plan = run.step()
+    assert plan.admissions[0].cached == 20
+    assert [read.count for read in plan.reads] == [3]  # the last cached token is read once more
+    run.finish()
+    assert run.scheduler.cache_statistics() == (44, 20)
+
+
+def test_a_prompt_of_full_pages_is_found_whole():
+    run = Run(LIMITS)
+    for _ in range(2):
+        run.add(prompt(20), max_tokens=1)
+        run.finish()
+    assert run.scheduler.cache_statistics() == (40, 20)
+    assert run.plans[-2].reads[0].count == 1
+
+
+def test_generated_tokens_are_found_too_equally_many_with_and_without_a_drafter():
+    hits = []
+    for has_drafter in (False, True):
+        for seed in range(8):
+            run = Run(LIMITS, seed=seed, has_drafter=has_drafter)
+            (name,) = long_texts(run, 1, max_tokens=30)
+            run.finish(lag=1)
+            run.add([*run.requests[name].prompt, *run.texts[name], 7], max_tokens=1)
+            run.finish()
+            hits.append(run.scheduler.cache_statistics()[1])
+    assert set(hits) == {32}  # of 35 tokens; the last of them has no KV
+
+
+def test_without_the_prefix_cache_nothing_is_found():
+    run = Run(made(prefix_caching=False))
+    for _ in range(2):
+        run.add(prompt(22), max_tokens=1)
+        run.finish()
+    assert run.scheduler.cache_statistics() == (44, 0)
+    assert run.scheduler.usage().free == LIMITS.num_pages
+
+
+def test_salts_and_adapters_share_nothing():
+    run = Run(LIMITS)
+    for options in ({}, {"cache_salt": "mine"}, {"kv_key": "adapter"}):
+        run.add(prompt(22), max_tokens=1, **options)
+        run.finish()
+    assert run.scheduler.cache_statistics() == (66, 0)
+
+
+def test_requests_that_come_together_read_a_common_beginning_once():
+    run = Run(made(num_rows=8, max_length=300, num_pages=400))
+    for own in range(8):
+        run.add([*prompt(100), 500 + own], max_tokens=4)
+    run.add(prompt(9, 2), max_tokens=1)  # has another prompt, and does not wait
+    assert len(run.step(lag=1).admissions) == 2
+    run.finish(lag=1)
+    assert run.scheduler.cache_statistics() == (8 * 101 + 9, 7 * 100)
+
+
+def test_old_pages_are_given_out_when_they_are_needed():
+    run = Run(made(num_pages=30))
+    for first in range(6):
+        run.add(prompt(40, first), max_tokens=1)
+        run.finish()
+    assert run.scheduler.usage().idle > 10
+    assert run.scheduler.preemptions == {"recompute": 0, "swap": 0}
+
+
+# Samples of one prompt.
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+@pytest.mark.parametrize("length", [3, 21, 24])
+def test_samples_share_the_pages_of_their_prompt(length: int, prefix_caching: bool):
+    run = Run(made(prefix_caching=prefix_caching, prefill_budget=8))
+    long_prompt = prompt(length)
+    for _ in range(3):
+        run.add(long_prompt, max_tokens=12, group="g")
+    while len(run.plans) == 0 or run.scheduler.num_running != 3:
+        plan = run.step(lag=1)
+    assert [new.cached for new in plan.admissions] == [length, length]
+    assert [read.count for read in plan.reads] == [1, 1]
+    assert len(plan.copies) == (2 if length % 4 else 0)
+    first, *others = run.scheduler.shards[0].running
+    for other in others:
+        assert other.pages[: length // 4] == first.pages[: length // 4]
+        assert set(other.pages[length // 4 :]).isdisjoint(first.pages[length // 4 :])
+    run.finish(lag=1)
+
+
+def test_a_sample_whose_sibling_is_gone_reads_the_prompt_itself():
+    run = Run(made(num_rows=1, prefix_caching=False))
+    names = [run.add(prompt(9), max_tokens=3, group="g") for _ in range(2)]
+    run.finish(lag=1)
+    assert set(run.endings) == set(names)
+    assert [new.cached for plan in run.plans for new in plan.admissions] == [0, 0]
+
+
+# Preemption.
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("kind", ["recompute", "swap"])
+def test_preempted_requests_go_on_with_the_same_text(kind: str, lag: int):
+    run = Run(made(num_pages=30, preemption=kind))
+    names = long_texts(run, 4, max_tokens=40)
+    run.finish(lag)
+    other = "swap" if kind == "recompute" else "recompute"
+    assert run.scheduler.preemptions[kind] > 0
+    assert run.scheduler.preemptions[other] == 0
+    assert next(iter(run.endings)) == names[0]  # the first to come is never the one that goes
+
+
+def test_the_worst_priority_goes_first():
+    run = Run(made(num_pages=30, preemption="recompute"))
+    (low,) = long_texts(run, 1, max_tokens=40, priority=1)
+    long_texts(run, 3, max_tokens=40)
+    out = None
+    while out is None:
+        before = {s.row: s.request_id for s in run.scheduler.shards[0].running}
+        plan = run.step()
+        if run.scheduler.preemptions["recompute"]:
+            out = before[plan.release[0]]
+    assert out == low
+    run.finish()
+
+
+@pytest.mark.parametrize(("page_cost", "kind"), [(0.1, "swap"), (100.0, "recompute")])
+def test_the_cheaper_preemption_is_taken(page_cost: float, kind: str):
+    costs = PreemptionCosts(recompute_token=1.0, swap_page=page_cost)
+    run = Run(made(num_pages=30), costs=costs)
+    long_texts(run, 4, max_tokens=40)
+    run.finish()
+    assert [name for name, count in run.scheduler.preemptions.items() if count] == [kind]
+
+
+def test_a_row_that_reads_is_always_recomputed():
+    run = Run(made(num_pages=24, preemption="swap", prefill_budget=4))
+    long_texts(run, 1, max_tokens=80)
+    for _ in range(4):
+        run.step()
+    run.add(prompt(60, 2), max_tokens=2)
+    run.finish()
+    assert run.scheduler.preemptions["recompute"] > 0
+
+
+def test_pages_for_many_rounds_are_taken_back_before_anybody_goes():
+    run = Run(made(num_pages=40, max_length=150))
+    (first,) = long_texts(run, 1, max_tokens=100)
+    for _ in range(6):
+        run.step(lag=1)
+    held = run.scheduler.usage()
+    assert held.lookahead > 5
+    run.add(prompt(60, 2), max_tokens=1)
+    run.step(lag=1)
+    assert run.scheduler.num_running == 2
+    assert run.scheduler.preemptions == {"recompute": 0, "swap": 0}
+    run.finish(lag=1)
+
+
+def test_a_swapped_request_that_is_cancelled_is_dropped():
+    run = Run(made(num_pages=30, preemption="swap"))
+    names = long_texts(run, 4, max_tokens=40)
+    while not run.device.host:
+        run.step(lag=1)
+    (swapped,) = run.device.host
+    run.scheduler.cancel(swapped)
+    assert run.step(lag=1).dropped == (swapped,)
+    run.finish(lag=1)
+    assert [run.endings[name] for name in names].count("cancelled") == 1
+
+
+# Statistics.
+
+
+def test_waste_of_running_requests_leaves_out_what_trees_need():
+    run = Run(made(num_rows=3, page_size=16, max_length=300, prefill_budget=1000, scratch_slots=60))
+    for length, first in ((60, 1), (200, 2), (35, 3)):
+        run.add(prompt(length, first), max_tokens=50)
+    run.scheduler.plan(0)
+    usage = run.scheduler.usage()
+    assert usage.waste <= 0.08
+    assert (usage.context, usage.tokens) == (20, 295)
+    assert usage.lookahead >= 3 * 60 // 16
+
+
+def test_counts_of_requests():
+    run = Run(made(num_rows=1))
+    run.add([1], max_tokens=30)
+    run.add([2], max_tokens=30)
+    run.step()
+    assert (run.scheduler.num_running, run.scheduler.num_waiting) == (1, 1)
+    assert run.scheduler.shards[0].running[0].state is State.DECODING
+    run.finish()
+    assert (run.scheduler.num_running, run.scheduler.num_waiting) == (0, 0)
