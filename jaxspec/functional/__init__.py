@@ -11,9 +11,13 @@ chunks, decodes, and is released:
     state, emitted = decode(params, state, 100)
     state = release(params, state, rows)
 
+Where the host restricts the tokens of each node (structured output), a round is two calls,
+``draft`` and ``verify_drafts``.
+
 Each function may be jitted with its state donated.
 """
 
+from jaxspec.functional.constrained import draft, verify_drafts
 from jaxspec.functional.decode import decode
 from jaxspec.functional.params import EngineParams
 from jaxspec.functional.prefill import prefill
@@ -23,9 +27,11 @@ __all__ = [
     "EngineParams",
     "admit",
     "decode",
+    "draft",
     "init_pool",
     "init_rows",
     "init_state",
     "prefill",
     "release",
+    "verify_drafts",
 ]

@@ -85,6 +85,26 @@ def refuse_sampling(rows: Rows, chosen: Array) -> Rows:
     )
 
 
+def rows_to_decode(call: Call, rows: Rows) -> Rows:
+    """The rows as the rounds of a call see them: none samples in a greedy call."""
+    return refuse_sampling(rows, rows.active) if call.greedy else _without_idle_sampling(rows)
+
+
+def room_when_behind(params: EngineParams, call: Call, state: EngineState) -> int | None:
+    """Most pending tokens of the drafter, if it must catch up in this call (see
+    _loop_catching_up); else None."""
+    smaller = call.speculation.max_depth < state.capacity.max_depth
+    return params.drafter.most_pending(state.capacity) if smaller else None
+
+
+def catch_up(params: EngineParams, call: Call, state: EngineState) -> EngineState:
+    """The state after the drafter has read all pending tokens."""
+    with jax.named_scope("draft"):
+        draft = params.drafter.catch_up(params.target, state, call)
+    pool, rows = state.pool.replace(draft=draft.pool), state.rows.replace(draft=draft.rows)
+    return state.replace(pool=pool, rows=rows)
+
+
 def _without_idle_sampling(rows: Rows) -> Rows:
     """The rows, with temperature 0 for those that are done or empty: no work is done for them."""
     idle = (rows.status == Status.DONE) | (rows.status == Status.EMPTY)
@@ -115,16 +135,9 @@ class _Carry(NamedTuple):
 def _decode(
     call: Call, max_rounds: int, params: EngineParams, state: EngineState, limit: Array
 ) -> tuple[EngineState, Emitted]:
-    rows = state.rows
-    if call.greedy:
-        state = state.replace(rows=refuse_sampling(rows, rows.active))
-    else:
-        state = state.replace(rows=_without_idle_sampling(rows))
-    room = params.drafter.most_pending(state.capacity)
-    if room is not None and call.speculation.max_depth < state.capacity.max_depth:
-        loop = _loop_catching_up(params, call, room)
-    else:
-        loop = _loop(params, call)
+    state = state.replace(rows=rows_to_decode(call, state.rows))
+    room = room_when_behind(params, call, state)
+    loop = _loop(params, call) if room is None else _loop_catching_up(params, call, room)
     start = _Carry(jnp.int32(0), state, _empty_record(params, call, state, max_rounds))
     index, state, record = loop(start, limit)
     *_, counts, accepted, drafted = jnp.moveaxis(record.integers, -1, 0)
@@ -185,21 +198,17 @@ def _loop_catching_up(params: EngineParams, call: Call, room: int) -> Loop:
     """
     inner = _loop(params, call)
 
-    def catch_up(carry: _Carry) -> _Carry:
-        state = carry.state
-        with jax.named_scope("draft"):
-            draft = params.drafter.catch_up(params.target, state, call)
-        pool, rows = state.pool.replace(draft=draft.pool), state.rows.replace(draft=draft.rows)
-        return carry._replace(state=state.replace(pool=pool, rows=rows))
+    def caught_up(carry: _Carry) -> _Carry:
+        return carry._replace(state=catch_up(params, call, carry.state))
 
     def loop(carry: _Carry, limit: Array) -> _Carry:
         if not call.speculation.is_plain:
-            return inner(catch_up(carry), limit)
+            return inner(caught_up(carry), limit)
 
         def body(carry: tuple[_Carry, Array]) -> tuple[_Carry, Array]:
             start, _ = carry
             stop = jnp.minimum(start.index + room - 1, limit)
-            after = inner(catch_up(start), stop)
+            after = inner(caught_up(start), stop)
             return after, after.index == stop
 
         def unfinished(carry: tuple[_Carry, Array]) -> Array:

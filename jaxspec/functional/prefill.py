@@ -3,20 +3,19 @@
 import functools
 
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
-from jax.core import Tracer
 
 from jaxspec import collectives
 from jaxspec.functional.decode import emitted_specs, refuse_sampling
 from jaxspec.functional.params import EngineParams, Integers, on_mesh, row_spec
-from jaxspec.functional.rows import local_rows, put_rows, take_rows
+from jaxspec.functional.rows import check_split, choose_rows, put_chosen
 from jaxspec.models import decoder
 from jaxspec.sampling import perturb, process_logits, vocab_ids
 from jaxspec.speculation.call import Call
 from jaxspec.speculation.drafters import PrefillChunk
 from jaxspec.speculation.drafters.paged import causal_attend, prompt_tokens
 from jaxspec.speculation.round import split_captured, token_logprobs
+from jaxspec.speculation.token_masks import check_masks, restrict
 from jaxspec.state import Emitted, Ending, EngineState, Status
 
 
@@ -30,6 +29,7 @@ def prefill(
     greedy: bool = False,
     logprobs: bool = False,
     hidden: tuple[int, ...] = (),
+    masks: Array | None = None,
 ) -> tuple[EngineState, Emitted]:
     """Read the next prompt tokens of some rows.
 
@@ -44,40 +44,30 @@ def prefill(
       width: tokens per row that the program has room for.
       greedy: compile a program without sampling. A row that samples ends as NOT_GREEDY.
       logprobs, hidden: see decode.
+      masks: uint32 [B, ceil(V / 32)], the tokens that each row may sample at the end of its prompt
+        (see speculation.token_masks); None: all.
 
     Returns the state, and what the B rows emitted: at most one token each. ``num_rounds`` is 0.
 
-    Raises ValueError for a width below 1, and for a list of rows that cannot be split over the
-    devices.
+    Raises ValueError for a width below 1, for a list of rows that cannot be split over the
+    devices, and for masks of another shape or dtype.
     """
     params.check(state)
     if width < 1:
         raise ValueError(f"width must be at least 1, got {width}")
     call = params.call(greedy=greedy, logprobs=logprobs, hidden=hidden)
     if rows is not None:
-        _check_split(params, rows, state.rows.status.shape[0])
+        check_split(params, rows, state.rows.status.shape[0])
         rows = jnp.asarray(rows, jnp.int32)
     counts = None if counts is None else jnp.asarray(counts, jnp.int32)
+    if masks is not None:
+        batch = state.rows.status.shape if rows is None else rows.shape
+        check_masks(masks, batch, params.target.config.vocab_size)
     spec = row_spec(params)
     function = functools.partial(_prefill, call, min(width, state.rows.tokens.shape[1]))
-    specs = tuple(None if x is None else spec for x in (rows, counts))
-    return on_mesh(function, params, state, (rows, counts), specs, emitted_specs(params, call))
-
-
-def _check_split(params: EngineParams, rows: Integers, num_rows: int) -> None:
-    shards = params.data_parallel
-    if shards == 1 or isinstance(rows, Tracer):
-        return
-    listed = np.asarray(rows)
-    if listed.size % shards:
-        raise ValueError(f"{listed.size} rows cannot be split over {shards} data shards")
-    own = np.repeat(np.arange(shards), listed.size // shards)
-    inside = (listed >= 0) & (listed < num_rows)
-    if (listed // (num_rows // shards) != own)[inside].any():
-        raise ValueError(
-            f"rows {listed.tolist()}: each of {shards} devices can read its own "
-            f"{num_rows // shards} rows only, so each share of the list must name those"
-        )
+    arguments = (rows, counts, masks)
+    specs = tuple(None if x is None else spec for x in arguments)
+    return on_mesh(function, params, state, arguments, specs, emitted_specs(params, call))
 
 
 def _prefill(
@@ -87,26 +77,23 @@ def _prefill(
     state: EngineState,
     rows: Array | None,
     counts: Array | None,
+    masks: Array | None,
 ) -> tuple[EngineState, Emitted]:
-    index = None
-    chosen = state.rows
-    if rows is not None:
-        index = local_rows(rows, chosen.status.shape[0], params.layout.batch)
-        chosen = take_rows(chosen, index).replace(index=index)
+    chosen, index = choose_rows(params, state, rows)
     if call.greedy:
-        chosen = refuse_sampling(chosen, chosen.status == Status.READING)
-    read, emitted = _read_chunk(call, width, params, state.replace(rows=chosen), counts)
-    if rows is not None and index is not None:
-        num_rows = state.rows.status.shape[0]
-        read = read.replace(rows=put_rows(state.rows, index, read.rows))
-        elsewhere = (rows >= 0) & (rows < num_rows * params.data_parallel) & (index == num_rows)
-        ending = jnp.where(elsewhere, Ending.MISPLACED, emitted.ending)
-        emitted = emitted.replace(ending=ending)
-    return read, emitted
+        refused = refuse_sampling(chosen.rows, chosen.rows.status == Status.READING)
+        chosen = chosen.replace(rows=refused)
+    read, emitted = _read_chunk(call, width, params, chosen, counts, masks)
+    return put_chosen(params, state, rows, index, read, emitted)
 
 
 def _read_chunk(
-    call: Call, width: int, params: EngineParams, state: EngineState, limits: Array | None
+    call: Call,
+    width: int,
+    params: EngineParams,
+    state: EngineState,
+    limits: Array | None,
+    masks: Array | None,
 ) -> tuple[EngineState, Emitted]:
     """Read the next chunk of all rows of ``state`` that are reading."""
     rows, target = state.rows, params.target
@@ -131,8 +118,9 @@ def _read_chunk(
     last = jnp.maximum(counts - 1, 0)[:, None, None]
     logits = decoder.logits(target, jnp.take_along_axis(hidden, last, axis=1), call.kernels)
     ends = reading & (counts == left)
-    roots = _sample(logits, state, rows.context_lens + counts, call, params)
-    finite = collectives.all_finite(logits, target.layout)[:, 0]
+    legal = logits if masks is None else restrict(logits, masks[:, None], target.layout)
+    roots = _sample(legal, state, rows.context_lens + counts, call, params)
+    finite = collectives.all_finite(legal, target.layout)[:, 0]
     draft = params.drafter.prefill(
         target, state, PrefillChunk(tokens=run.tokens, counts=counts), features, call
     )

@@ -4,14 +4,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
+from jax.core import Tracer
 from jax.sharding import PartitionSpec as P
 
 from jaxspec.cache import Geometry, pages_for, sequential_page_table
 from jaxspec.functional.params import EngineParams, Integers, on_mesh
 from jaxspec.sampling import Sampling, make_sampling
 from jaxspec.sharding import Axes, named_shardings
-from jaxspec.state import Ending, EngineState, Pool, Rows, Status, empty_statistics
+from jaxspec.state import Emitted, Ending, EngineState, Pool, Rows, Status, empty_statistics
 
 
 def init_state(
@@ -253,6 +255,53 @@ def local_rows(rows: Array, num_rows: int, axes: Axes) -> Array:
     first = lax.axis_index(axes) * num_rows if axes else 0
     local = rows - first
     return jnp.where((local >= 0) & (local < num_rows), local, num_rows)
+
+
+def choose_rows(
+    params: EngineParams, state: EngineState, rows: Array | None
+) -> tuple[EngineState, Array | None]:
+    """The state with global rows [B] only, and their local indices; None: all rows, None."""
+    if rows is None:
+        return state, None
+    own = state.rows
+    index = local_rows(rows, own.status.shape[0], params.layout.batch)
+    return state.replace(rows=take_rows(own, index).replace(index=index)), index
+
+
+def put_chosen(
+    params: EngineParams,
+    state: EngineState,
+    rows: Array | None,
+    index: Array | None,
+    chosen: EngineState,
+    emitted: Emitted,
+) -> tuple[EngineState, Emitted]:
+    """``state`` after a call on the rows of choose_rows, and what they emitted; rows of other
+    devices are emitted as MISPLACED."""
+    if rows is None or index is None:
+        return chosen, emitted
+    num_rows = state.rows.status.shape[0]
+    after = chosen.replace(rows=put_rows(state.rows, index, chosen.rows))
+    elsewhere = (rows >= 0) & (rows < num_rows * params.data_parallel) & (index == num_rows)
+    ending = jnp.where(elsewhere, Ending.MISPLACED, emitted.ending)
+    return after, emitted.replace(ending=ending)
+
+
+def check_split(params: EngineParams, rows: Integers, num_rows: int) -> None:
+    """Raise ValueError for a list of rows that cannot be split over the devices."""
+    shards = params.data_parallel
+    if shards == 1 or isinstance(rows, Tracer):
+        return
+    listed = np.asarray(rows)
+    if listed.size % shards:
+        raise ValueError(f"{listed.size} rows cannot be split over {shards} data shards")
+    own = np.repeat(np.arange(shards), listed.size // shards)
+    inside = (listed >= 0) & (listed < num_rows)
+    if (listed // (num_rows // shards) != own)[inside].any():
+        raise ValueError(
+            f"rows {listed.tolist()}: each of {shards} devices can read its own "
+            f"{num_rows // shards} rows only, so each share of the list must name those"
+        )
 
 
 def take_rows[T](tree: T, index: Array) -> T:
