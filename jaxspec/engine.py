@@ -314,10 +314,10 @@ class Engine:
         programs.settle(plan.settle)
         programs.release([row for row in plan.release if row not in self._idle_rows])
         self._idle_rows |= set(plan.release)
-        programs.copy_pages([(copy.shard, copy.source, copy.destination) for copy in plan.copies])
         for back in plan.swap_in:
             saved = jax.device_get(self._saved.pop(back.sequence.request_id))
             programs.restore(saved, back.row, back.restored, back.table)
+        programs.copy_pages([(copy.shard, copy.source, copy.destination) for copy in plan.copies])
         programs.admit([self._new_row(admission) for admission in plan.admissions])
         self._idle_rows -= {step.row for step in (*plan.swap_in, *plan.admissions)}
         programs.assign_pages((table.row, table.table) for table in plan.tables)

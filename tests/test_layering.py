@@ -42,6 +42,7 @@ LAYERS = (
     "jaxspec.memory",
     "jaxspec.loading",
     "jaxspec.benchmarking",
+    "jaxspec.structured",
     "jaxspec.scheduling",
     "jaxspec.programs",
     "jaxspec.generation",
@@ -59,7 +60,11 @@ LAYERS = (
 )
 # Host code. It may use nothing of jaxspec but these, and only these may use it.
 SCHEDULING = "jaxspec.scheduling"
-SCHEDULING_MAY_USE = {SCHEDULING, "jaxspec.config"}
+STRUCTURED = "jaxspec.structured"
+HOST_MAY_USE = {
+    STRUCTURED: {STRUCTURED},
+    SCHEDULING: {SCHEDULING, STRUCTURED, "jaxspec.config"},
+}
 SCHEDULING_USERS = {SCHEDULING, *LAYERS[LAYERS.index("jaxspec.programs") :]}
 DEVICE_LIBRARIES = {"jax", "jaxlib", "flax", "optax", "orbax", "pallas_kernels"}
 
@@ -67,7 +72,7 @@ DEVICE_LIBRARIES = {"jax", "jaxlib", "flax", "optax", "orbax", "pallas_kernels"}
 KERNEL_CALLERS = {"jaxspec.models.forward", "jaxspec.models.attention"}
 
 JIT_NAMES = {"jit", "pjit", "pmap"}
-JIT_HOMES = {"jaxspec.engine", "jaxspec.training", "jaxspec.benchmarking"}
+JIT_HOMES = {"jaxspec.programs", "jaxspec.training", "jaxspec.benchmarking"}
 
 MAX_LINES = 400
 
@@ -79,7 +84,7 @@ def python_files(*folders: str) -> list[Path]:
 SOURCES = python_files("pallas_kernels", "jaxspec", "scripts")
 LIBRARY_SOURCES = python_files("pallas_kernels", "jaxspec")
 JAXSPEC_SOURCES = python_files("jaxspec")
-SCHEDULING_SOURCES = python_files("jaxspec/scheduling")
+HOST_SOURCES = python_files("jaxspec/scheduling", "jaxspec/structured")
 
 
 def label(path: Path) -> str:
@@ -120,8 +125,8 @@ def imports(tree: ast.Module, module: str, is_package: bool) -> Iterator[tuple[i
 def broken_import_rule(importer: str, imported: str) -> str | None:
     """Why module `importer` must not import `imported`, or None if it may."""
     above, below = layer_of(importer), layer_of(imported)
-    if above == SCHEDULING and imported.split(".")[0] in DEVICE_LIBRARIES:
-        return "scheduling/ is host code and never touches device code; let engine.py translate"
+    if above in HOST_MAY_USE and imported.split(".")[0] in DEVICE_LIBRARIES:
+        return f"{above} is host code and never touches device code; let engine.py translate"
     if below is None or above is None:
         return None
     if LAYERS.index(below) > LAYERS.index(above):
@@ -129,8 +134,8 @@ def broken_import_rule(importer: str, imported: str) -> str | None:
             f"{below} is a layer above {above}, and imports point down only. Move what both need "
             "to the lower one, or pass it in as an argument"
         )
-    if above == SCHEDULING and below not in SCHEDULING_MAY_USE:
-        return f"scheduling/ is host code; of jaxspec it may use {sorted(SCHEDULING_MAY_USE)} only"
+    if above in HOST_MAY_USE and below not in HOST_MAY_USE[above]:
+        return f"{above} is host code; of jaxspec it may use {sorted(HOST_MAY_USE[above])} only"
     if below == SCHEDULING and above not in SCHEDULING_USERS:
         return "device code never sees a request object; only the engine and above know scheduling/"
     return None
@@ -171,7 +176,10 @@ def run_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 # The rules on the source.
 
 
-@pytest.mark.parametrize("folder", ["pallas_kernels", "jaxspec", "jaxspec/scheduling", "scripts"])
+@pytest.mark.parametrize(
+    "folder",
+    ["pallas_kernels", "jaxspec", "jaxspec/scheduling", "jaxspec/structured", "scripts"],
+)
 def test_the_sources_are_found(folder: str):
     assert python_files(folder), f"no Python file in {folder}/: the rules below would check nothing"
 
@@ -214,7 +222,7 @@ def test_jit_is_called_in_one_module(path: Path):
         return
     broken = [f"{label(path)}:{line}" for line in jit_uses(parse(path))]
     assert not broken, (
-        f"jit outside engine.py: {', '.join(broken)}. Write a pure function here and jit it in "
+        f"jit outside programs.py: {', '.join(broken)}. Write a pure function here and jit it in "
         "engine.py, where donation, static arguments and trace counts are seen in one place"
     )
 
@@ -275,7 +283,7 @@ def test_importing_jaxspec_does_not_import_torch():
     assert result.returncode == 0, result.stderr
 
 
-def test_scheduling_runs_without_jax():
+def test_host_code_runs_without_jax():
     # None in sys.modules makes `import jax` fail. The empty root stands for jaxspec/__init__.py,
     # which offers the engine and so does import jax.
     result = run_python(
@@ -285,10 +293,10 @@ def test_scheduling_runs_without_jax():
         "root.__path__ = ['jaxspec']\n"
         "for name in sys.argv[1:]:\n"
         "    importlib.import_module(name)\n",
-        *map(module_name, SCHEDULING_SOURCES),
+        *map(module_name, HOST_SOURCES),
     )
     assert result.returncode == 0, (
-        f"scheduling/ is host code, but something that it imports needs jax:\n{result.stderr}"
+        f"host code, or something that it imports, needs jax:\n{result.stderr}"
     )
 
 
@@ -308,6 +316,9 @@ def test_scheduling_runs_without_jax():
         ("jaxspec.scheduling.pages", "jax.numpy", False),
         ("jaxspec.scheduling.pages", "jaxspec.sampling", False),
         ("jaxspec.scheduling.pages", "jaxspec.config.cache.CacheConfig", True),
+        ("jaxspec.scheduling.requests", "jaxspec.structured.StructuredOutput", True),
+        ("jaxspec.structured.matcher", "jax.numpy", False),
+        ("jaxspec.structured.matcher", "jaxspec.tokenizer", False),
         ("jaxspec.training.loop", "jaxspec.scheduling.request", True),
         ("jaxspec.engine", "jaxspec.scheduling.request", True),
         ("jaxspec", "jaxspec.llm.LLM", True),

@@ -11,9 +11,13 @@ pool of cache memory, and one row per sequence. A prompt is admitted to a row, r
     state, emitted = decode(params, state, 100)
     state = release(params, state, rows)
 
+Where the host restricts the tokens of each node (structured output), a round is two calls,
+``draft`` and ``verify_drafts``.
+
 Each function may be jitted with its state donated.
 """
 
+from jaxspec.functional.constrained import draft, verify_drafts
 from jaxspec.functional.decode import decode, settle
 from jaxspec.functional.pages import SavedRow, copy_pages, restore_row, save_row
 from jaxspec.functional.params import EngineParams
@@ -34,6 +38,7 @@ __all__ = [
     "assign_pages",
     "copy_pages",
     "decode",
+    "draft",
     "init_pool",
     "init_rows",
     "init_state",
@@ -42,4 +47,5 @@ __all__ = [
     "restore_row",
     "save_row",
     "settle",
+    "verify_drafts",
 ]

@@ -14,7 +14,14 @@ from jax.typing import ArrayLike
 
 from jaxspec.config.speculation import TreeShape
 from jaxspec.functional.params import EngineParams, Integers, on_mesh, row_spec
-from jaxspec.functional.subset import check_split, local_rows, on_rows, put_rows, take_rows
+from jaxspec.functional.subset import (
+    check_split,
+    choose_rows,
+    local_rows,
+    put_chosen,
+    put_rows,
+    take_rows,
+)
 from jaxspec.sharding import partition_specs
 from jaxspec.speculation.call import Call
 from jaxspec.speculation.round import RoundOutput, run_round
@@ -70,11 +77,11 @@ def decode(
 
 
 def settle(params: EngineParams, state: EngineState, rows: Integers) -> EngineState:
-    """Let the drafter read the last tokens of rows [B] that are done.
+    """Let the drafter read the last tokens of rows [B] that decode or are done.
 
     While a row decodes, its drafter reads the tokens of a round in the next one. Afterwards the
     drafter's cache, too, holds the whole context, and the row's full pages may be kept for others.
-    Row indices outside 0 .. R - 1 are padding; rows that are not done stay unchanged.
+    Row indices outside 0 .. R - 1 are padding; empty rows and those that read stay unchanged.
     """
     params.check(state)
     check_split(params, rows, state.rows.status.shape[0])
@@ -86,9 +93,10 @@ def _settle(params: EngineParams, state: EngineState, rows: Array) -> EngineStat
     own, call = state.rows, params.call()
     index = local_rows(rows, own.status.shape[0], params.layout.batch)
     chosen = take_rows(own, index).replace(index=index)
-    done = jnp.where(chosen.status == Status.DONE, Status.DECODING, Status.EMPTY)
-    reading = chosen.replace(status=done.astype(jnp.int32), room=chosen.context_lens)
-    draft = params.drafter.catch_up(params.target, state.replace(rows=reading), call)
+    behind = (chosen.status == Status.DECODING) | (chosen.status == Status.DONE)
+    status = jnp.where(behind, Status.DECODING, Status.EMPTY).astype(jnp.int32)
+    active = chosen.replace(status=status, room=chosen.context_lens)
+    draft = params.drafter.catch_up(params.target, state.replace(rows=active), call)
     rows_after = put_rows(own, index, chosen.replace(draft=draft.rows))
     return state.replace(pool=state.pool.replace(draft=draft.pool), rows=rows_after)
 
@@ -117,6 +125,26 @@ def refuse_sampling(rows: Rows, chosen: Array) -> Rows:
         status=jnp.where(refused, Status.DONE, rows.status),
         ending=jnp.where(refused, Ending.NOT_GREEDY, rows.ending),
     )
+
+
+def rows_to_decode(call: Call, rows: Rows) -> Rows:
+    """The rows as the rounds of a call see them: none samples in a greedy call."""
+    return refuse_sampling(rows, rows.active) if call.greedy else _without_idle_sampling(rows)
+
+
+def room_when_behind(params: EngineParams, call: Call, state: EngineState) -> int | None:
+    """Most pending tokens of the drafter, if it must catch up in this call (see
+    _loop_catching_up); else None."""
+    smaller = call.speculation.max_depth < state.capacity.max_depth
+    return params.drafter.most_pending(state.capacity) if smaller else None
+
+
+def catch_up(params: EngineParams, call: Call, state: EngineState) -> EngineState:
+    """The state after the drafter has read all pending tokens."""
+    with jax.named_scope("draft"):
+        draft = params.drafter.catch_up(params.target, state, call)
+    pool, rows = state.pool.replace(draft=draft.pool), state.rows.replace(draft=draft.rows)
+    return state.replace(pool=pool, rows=rows)
 
 
 def _without_idle_sampling(rows: Rows) -> Rows:
@@ -155,25 +183,17 @@ def _decode(
     limit: Array,
     rows: Array | None,
 ) -> tuple[EngineState, Emitted]:
-    def run(state: EngineState) -> tuple[EngineState, Emitted]:
-        return _run_rounds(call, max_rounds, params, state, limit)
-
-    return on_rows(params, state, rows, columns, run)
+    chosen, index = choose_rows(params, state, rows, columns)
+    after, emitted = _run_rounds(call, max_rounds, params, chosen, limit)
+    return put_chosen(params, state, rows, index, after, emitted)
 
 
 def _run_rounds(
     call: Call, max_rounds: int, params: EngineParams, state: EngineState, limit: Array
 ) -> tuple[EngineState, Emitted]:
-    rows = state.rows
-    if call.greedy:
-        state = state.replace(rows=refuse_sampling(rows, rows.active))
-    else:
-        state = state.replace(rows=_without_idle_sampling(rows))
-    room = params.drafter.most_pending(state.capacity)
-    if room is not None and call.speculation.max_depth < state.capacity.max_depth:
-        loop = _loop_catching_up(params, call, room)
-    else:
-        loop = _loop(params, call)
+    state = state.replace(rows=rows_to_decode(call, state.rows))
+    room = room_when_behind(params, call, state)
+    loop = _loop(params, call) if room is None else _loop_catching_up(params, call, room)
     start = _Carry(jnp.int32(0), state, _empty_record(params, call, state, max_rounds))
     index, state, record = loop(start, limit)
     *_, counts, accepted, drafted = jnp.moveaxis(record.integers, -1, 0)
@@ -234,21 +254,17 @@ def _loop_catching_up(params: EngineParams, call: Call, room: int) -> Loop:
     """
     inner = _loop(params, call)
 
-    def catch_up(carry: _Carry) -> _Carry:
-        state = carry.state
-        with jax.named_scope("draft"):
-            draft = params.drafter.catch_up(params.target, state, call)
-        pool, rows = state.pool.replace(draft=draft.pool), state.rows.replace(draft=draft.rows)
-        return carry._replace(state=state.replace(pool=pool, rows=rows))
+    def caught_up(carry: _Carry) -> _Carry:
+        return carry._replace(state=catch_up(params, call, carry.state))
 
     def loop(carry: _Carry, limit: Array) -> _Carry:
         if not call.speculation.is_plain:
-            return inner(catch_up(carry), limit)
+            return inner(caught_up(carry), limit)
 
         def body(carry: tuple[_Carry, Array]) -> tuple[_Carry, Array]:
             start, _ = carry
             stop = jnp.minimum(start.index + room - 1, limit)
-            after = inner(catch_up(start), stop)
+            after = inner(caught_up(start), stop)
             return after, after.index == stop
 
         def unfinished(carry: tuple[_Carry, Array]) -> Array:

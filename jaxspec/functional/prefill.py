@@ -8,13 +8,14 @@ from jax import Array
 from jaxspec import collectives
 from jaxspec.functional.decode import emitted_specs, refuse_sampling
 from jaxspec.functional.params import EngineParams, Integers, on_mesh, row_spec
-from jaxspec.functional.subset import check_split, on_rows
+from jaxspec.functional.subset import check_split, choose_rows, put_chosen
 from jaxspec.models import decoder
 from jaxspec.sampling import perturb, process_logits, vocab_ids
 from jaxspec.speculation.call import Call
 from jaxspec.speculation.drafters import PrefillChunk
 from jaxspec.speculation.drafters.paged import causal_attend, prompt_tokens
 from jaxspec.speculation.round import split_captured, token_logprobs
+from jaxspec.speculation.token_masks import check_masks, restrict
 from jaxspec.state import Emitted, Ending, EngineState, Status
 
 
@@ -29,6 +30,7 @@ def prefill(
     greedy: bool = False,
     logprobs: bool = False,
     hidden: tuple[int, ...] = (),
+    masks: Array | None = None,
 ) -> tuple[EngineState, Emitted]:
     """Read the next prompt tokens of some rows.
 
@@ -45,11 +47,13 @@ def prefill(
         chunk must fit it.
       greedy: compile a program without sampling. A row that samples ends as NOT_GREEDY.
       logprobs, hidden: see decode.
+      masks: uint32 [B, ceil(V / 32)], the tokens that each row may sample at the end of its prompt
+        (see speculation.token_masks); None: all.
 
     Returns the state, and what the B rows emitted: at most one token each. ``num_rounds`` is 0.
 
-    Raises ValueError for a width below 1, and for a list of rows that cannot be split over the
-    devices.
+    Raises ValueError for a width below 1, for a list of rows that cannot be split over the
+    devices, and for masks of another shape or dtype.
     """
     params.check(state)
     if width < 1:
@@ -59,11 +63,15 @@ def prefill(
         check_split(params, rows, state.rows.status.shape[0])
         rows = jnp.asarray(rows, jnp.int32)
     counts = None if counts is None else jnp.asarray(counts, jnp.int32)
+    if masks is not None:
+        batch = state.rows.status.shape if rows is None else rows.shape
+        check_masks(masks, batch, params.target.config.vocab_size)
     spec = row_spec(params)
     width = min(width, state.rows.tokens.shape[1])
     function = functools.partial(_prefill, call, width, columns)
-    specs = tuple(None if x is None else spec for x in (rows, counts))
-    return on_mesh(function, params, state, (rows, counts), specs, emitted_specs(params, call))
+    arguments = (rows, counts, masks)
+    specs = tuple(None if x is None else spec for x in arguments)
+    return on_mesh(function, params, state, arguments, specs, emitted_specs(params, call))
 
 
 def _prefill(
@@ -74,18 +82,23 @@ def _prefill(
     state: EngineState,
     rows: Array | None,
     counts: Array | None,
+    masks: Array | None,
 ) -> tuple[EngineState, Emitted]:
-    def run(state: EngineState) -> tuple[EngineState, Emitted]:
-        if call.greedy:
-            reading = state.rows.status == Status.READING
-            state = state.replace(rows=refuse_sampling(state.rows, reading))
-        return _read_chunk(call, width, params, state, counts)
-
-    return on_rows(params, state, rows, columns, run)
+    chosen, index = choose_rows(params, state, rows, columns)
+    if call.greedy:
+        refused = refuse_sampling(chosen.rows, chosen.rows.status == Status.READING)
+        chosen = chosen.replace(rows=refused)
+    read, emitted = _read_chunk(call, width, params, chosen, counts, masks)
+    return put_chosen(params, state, rows, index, read, emitted)
 
 
 def _read_chunk(
-    call: Call, width: int, params: EngineParams, state: EngineState, limits: Array | None
+    call: Call,
+    width: int,
+    params: EngineParams,
+    state: EngineState,
+    limits: Array | None,
+    masks: Array | None,
 ) -> tuple[EngineState, Emitted]:
     """Read the next chunk of all rows of ``state`` that are reading."""
     rows, target = state.rows, params.target
@@ -110,8 +123,9 @@ def _read_chunk(
     last = jnp.maximum(counts - 1, 0)[:, None, None]
     logits = decoder.logits(target, jnp.take_along_axis(hidden, last, axis=1), call.kernels)
     ends = reading & (counts == left)
-    roots = _sample(logits, state, rows.context_lens + counts, call, params)
-    finite = collectives.all_finite(logits, target.layout)[:, 0]
+    legal = logits if masks is None else restrict(logits, masks[:, None], target.layout)
+    roots = _sample(legal, state, rows.context_lens + counts, call, params)
+    finite = collectives.all_finite(legal, target.layout)[:, 0]
     draft = params.drafter.prefill(
         target, state, PrefillChunk(tokens=run.tokens, counts=counts), features, call
     )

@@ -1,7 +1,5 @@
 """Some rows of a state: a call may run on a list of rows, and leave the others as they are."""
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -38,31 +36,41 @@ def check_split(params: EngineParams, rows: Integers, num_rows: int) -> None:
         )
 
 
-def on_rows(
+def choose_rows(
+    params: EngineParams, state: EngineState, rows: Array | None, columns: int | None = None
+) -> tuple[EngineState, Array | None]:
+    """The state with global rows [B] only, and their local indices; None: all rows, None.
+
+    Args:
+      columns: width of their page tables, None: all of it. Rows that would outgrow it wait.
+    """
+    if rows is None:
+        return state.replace(rows=_narrow(state, columns)), None
+    own = state.rows
+    index = local_rows(rows, own.status.shape[0], params.layout.batch)
+    chosen = state.replace(rows=take_rows(own, index).replace(index=index))
+    return chosen.replace(rows=_narrow(chosen, columns)), index
+
+
+def put_chosen(
     params: EngineParams,
     state: EngineState,
     rows: Array | None,
-    columns: int | None,
-    run: Callable[[EngineState], tuple[EngineState, Emitted]],
+    index: Array | None,
+    chosen: EngineState,
+    emitted: Emitted,
 ) -> tuple[EngineState, Emitted]:
-    """``run`` on the listed rows [B] only; None: on all.
-
-    Args:
-      columns: width of the page table that ``run`` sees; None: all of it. Rows that would outgrow
-        it wait.
-    """
+    """``state`` after a call on the rows of choose_rows, and what they emitted; rows of other
+    devices are emitted as MISPLACED."""
     own = state.rows
-    if rows is None:
-        part, emitted = run(state.replace(rows=_narrow(state, columns)))
-        return part.replace(rows=_widened(own, part.rows)), emitted
+    if rows is None or index is None:
+        return chosen.replace(rows=widened(own, chosen.rows)), emitted
     num_rows = own.status.shape[0]
-    index = local_rows(rows, num_rows, params.layout.batch)
-    all_columns = take_rows(own, index).replace(index=index)
-    part, emitted = run(state.replace(rows=_narrow(state.replace(rows=all_columns), columns)))
-    part = part.replace(rows=put_rows(own, index, _widened(all_columns, part.rows)))
+    changed = widened(take_rows(own, index), chosen.rows)
+    after = chosen.replace(rows=put_rows(own, index, changed))
     elsewhere = (rows >= 0) & (rows < num_rows * params.data_parallel) & (index == num_rows)
     ending = jnp.where(elsewhere, Ending.MISPLACED, emitted.ending)
-    return part, emitted.replace(ending=ending)
+    return after, emitted.replace(ending=ending)
 
 
 def _narrow(state: EngineState, columns: int | None) -> Rows:
@@ -79,7 +87,7 @@ def _narrow(state: EngineState, columns: int | None) -> Rows:
     )
 
 
-def _widened(before: Rows, after: Rows) -> Rows:
+def widened(before: Rows, after: Rows) -> Rows:
     """``after``, with the columns and the room of ``before`` that _narrow cut off."""
     if after.page_table.shape == before.page_table.shape:
         return after

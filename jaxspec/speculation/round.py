@@ -15,6 +15,7 @@ from jaxspec.sampling import process_logits
 from jaxspec.speculation.acceptance import Accepted, Verified, acceptance_rule
 from jaxspec.speculation.call import Call
 from jaxspec.speculation.drafters import Drafter
+from jaxspec.speculation.token_masks import restrict
 from jaxspec.speculation.tree import DraftTree, pad_tree, root_only
 from jaxspec.state import Ending, EngineState, Statistics, Status, write_tokens
 from pallas_kernels.policy import fewest_rows
@@ -47,10 +48,26 @@ def run_round(
 
     Raises ValueError if the drafter's tree is larger than the call's.
     """
-    tree, state = _draft(target, drafter, call, state)
+    tree, state = draft_tree(target, drafter, call, state)
+    return verify_tree(target, drafter, call, state, tree)
+
+
+def verify_tree(
+    target: Decoder,
+    drafter: Drafter,
+    call: Call,
+    state: EngineState,
+    tree: DraftTree,
+    masks: Array | None = None,
+) -> tuple[EngineState, RoundOutput]:
+    """The second half of a round: score a tree of draft_tree, accept a path and commit it.
+
+    ``masks`` uint32 [R, N, W] (see token_masks) say which tokens may be sampled after each node.
+    """
     scores = verify(target, state, tree, call, drafter.capture)
-    accepted = accept(tree, scores.logits, call, state, target)
-    counts, ending = _limit(accepted, state, _finite(accepted, scores.logits, target))
+    logits = scores.logits if masks is None else restrict(scores.logits, masks, target.layout)
+    accepted = accept(tree, logits, call, state, target)
+    counts, ending = _limit(accepted, state, _finite(accepted, logits, target))
     rows, path = state.rows, accepted.path
     committed = CommittedPath(
         rows.index, rows.page_table, rows.context_lens, path, counts, is_chain=tree.is_chain
@@ -73,10 +90,14 @@ def run_round(
 
 
 @jax.named_scope("draft")
-def _draft(
+def draft_tree(
     target: Decoder, drafter: Drafter, call: Call, state: EngineState
 ) -> tuple[DraftTree, EngineState]:
-    """The tree to verify, padded to its final width, and the state after drafting."""
+    """The first half of a round: the tree to verify, padded to its final width, and the state
+    after drafting.
+
+    Raises ValueError if the drafter's tree is larger than the call's.
+    """
     shape = call.speculation
     if shape.is_plain:
         tree = root_only(state.rows.roots)

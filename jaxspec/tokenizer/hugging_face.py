@@ -53,6 +53,19 @@ def load_tokenizer(model: str | Path) -> Tokenizer:
         raise ValueError(f"{directory} holds no tokenizer that loads: {reason}") from error
 
 
+def tokenizer_json(tokenizer: Tokenizer) -> str:
+    """The text of the tokenizer's tokenizer.json, added tokens included.
+
+    Raises ValueError for a tokenizer that has none.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise ValueError(
+            f"{tokenizer.name_or_path} has no tokenizer.json: save it as a fast tokenizer"
+        )
+    return backend.to_str()
+
+
 def tokenize_chats(
     tokenizer: Tokenizer,
     messages: Conversation | Sequence[Conversation],

@@ -1,0 +1,101 @@
+"""What a request's output must look like."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+KINDS = ("json_schema", "regex", "grammar", "choice", "json_object")
+JSON_KINDS = ("json_schema", "json_object")
+
+
+@dataclasses.dataclass(frozen=True)
+class StructuredOutput:
+    """A description of the whole output; exactly one kind is given.
+
+    Attributes:
+      json_schema: a JSON schema, as an object or as text; it is kept as text. The order of its
+        properties is the order of the output's.
+      regex: a regular expression that the whole output matches, in the syntax of Rust's regex.
+      grammar: a grammar in llguidance's variant of Lark, with a rule ``start``.
+      choice: the possible outputs.
+      json_object: any JSON object.
+      whitespace: whether JSON may hold white space between its tokens, as much as the model likes;
+        False: none at all.
+
+    Equal descriptions are equal and have one hash. Raises ValueError for none or several kinds, and
+    for values that are none. What only a compiler can see, GrammarCompiler refuses.
+    """
+
+    json_schema: Mapping[str, Any] | str | None = None
+    regex: str | None = None
+    grammar: str | None = None
+    choice: tuple[str, ...] | None = None
+    json_object: bool = False
+    whitespace: bool = True
+
+    def __post_init__(self):
+        for name in ("json_object", "whitespace"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r:.80}")
+        given = [name for name in KINDS if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            raise ValueError(
+                f"a structured output needs exactly one of {', '.join(KINDS)}, got "
+                f"{' and '.join(given) or 'none'}"
+            )
+        if not self.whitespace and self.kind not in JSON_KINDS:
+            raise ValueError(f"whitespace=False is for JSON: a {self.kind} says so itself")
+        if self.kind == "json_schema":
+            object.__setattr__(self, "json_schema", _schema_text(self.json_schema))
+        if self.kind == "choice":
+            object.__setattr__(self, "choice", _checked_choice(self.choice))
+        if self.kind in ("regex", "grammar"):
+            _check_text(self.kind, getattr(self, self.kind))
+
+    @property
+    def kind(self) -> str:
+        """The name of the kind that is given, one of KINDS."""
+        return next(name for name in KINDS if getattr(self, name) not in (None, False))
+
+
+def _schema_text(schema: Any) -> str:
+    """The schema as JSON text without line breaks."""
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except ValueError as error:
+            raise ValueError(f"json_schema is not JSON: {error}") from error
+    if not isinstance(schema, Mapping):
+        raise ValueError(f"json_schema must be an object, got {type(schema).__name__}")
+    try:
+        text = json.dumps(dict(schema), allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"json_schema cannot be written as JSON: {error}") from error
+    return text
+
+
+def _checked_choice(choice: Any) -> tuple[str, ...]:
+    if isinstance(choice, str) or not hasattr(choice, "__iter__"):
+        raise ValueError(f"choice must be a list of texts, not {type(choice).__name__}")
+    choices = tuple(choice)
+    if not choices:
+        raise ValueError("choice must hold at least one text")
+    for text in choices:
+        _check_text("choice", text)
+    if len(set(choices)) != len(choices):
+        raise ValueError("choice holds the same text twice")
+    return choices
+
+
+def _check_text(name: str, text: Any) -> None:
+    if not isinstance(text, str):
+        raise ValueError(f"{name} must be text, got {type(text).__name__}")
+    if not text:
+        raise ValueError(f"{name} must not be empty")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{name} is no valid Unicode: character {error.start} is half a surrogate pair"
+        ) from None

@@ -1,0 +1,213 @@
+"""Masks of tree nodes: each equals the mask of a fresh matcher that was fed the node's path."""
+
+import random
+
+import numpy as np
+import pytest
+
+from jaxspec.structured import GrammarCompiler, GrammarError, StructuredOutput, tree_masks
+from jaxspec.structured import compiler as compiler_module
+from tests.constrained_rounds import is_allowed
+from tests.structured_outputs import END, VOCAB, compiler, random_schema, tokenizer
+
+OUTPUTS = [
+    StructuredOutput(json_schema=random_schema(random.Random(3), 3)),
+    StructuredOutput(json_schema={"type": "array", "items": {"type": "number"}}),
+    StructuredOutput(json_schema={"type": "integer"}, whitespace=False),
+    StructuredOutput(json_object=True),
+    StructuredOutput(regex=r"[a-z]+(, [a-z]+)*"),
+    StructuredOutput(
+        grammar='start: expr\nexpr: NUM | expr "+" expr | "(" expr ")"\nNUM: /[0-9]+/'
+    ),
+    StructuredOutput(choice=("yes", "no", "yes, but", 'a "b"\n\x7f\\')),
+]
+FULL = np.full(VOCAB // 32, 0xFFFFFFFF, np.uint32)
+
+
+def tokens_of(mask: np.ndarray) -> list[int]:
+    return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+
+
+def fresh_mask(output: StructuredOutput, path: list[int]) -> np.ndarray | None:
+    """The mask after a path, None if the path is illegal or over."""
+    matcher = compiler().matcher(output)
+    try:
+        matcher.advance(path)
+    except GrammarError:
+        return None
+    return None if matcher.finished else matcher.mask()
+
+
+def random_tree(output: StructuredOutput, prefix: list[int], rng: random.Random, size: int):
+    """Tokens and parents; about half of the children are legal, some are stop tokens."""
+    tokens, parents, paths = [rng.randrange(VOCAB)], [-1], [list(prefix)]
+    while len(tokens) < size:
+        parent = rng.randrange(len(tokens))
+        mask = fresh_mask(output, paths[parent])
+        choices = range(VOCAB) if mask is None or rng.random() < 0.4 else tokens_of(mask)
+        token = END if rng.random() < 0.1 else rng.choice(choices)
+        tokens.append(token)
+        parents.append(parent)
+        paths.append([*paths[parent], token])
+    return tokens, parents, paths
+
+
+@pytest.mark.parametrize("output", OUTPUTS, ids=lambda output: output.kind)
+def test_every_node_has_the_mask_of_its_path(output: StructuredOutput):
+    rng, matcher, prefix = random.Random(1), compiler().matcher(output), []
+    for _ in range(12):
+        tokens, parents, paths = random_tree(output, prefix, rng, 24)
+        masks, legal = matcher.masks(np.array(tokens), np.array(parents), 22)
+        for node, path in enumerate(paths):
+            wanted = fresh_mask(output, path) if node < 22 else None
+            np.testing.assert_array_equal(masks[node], FULL if wanted is None else wanted)
+            if node in range(1, 22):
+                before = fresh_mask(output, paths[parents[node]])
+                possible = before is not None and is_allowed(before, tokens[node])
+                assert legal[node] == possible
+        assert not legal[22:].any() and legal[0]
+        # A walk leaves the matcher where it was.
+        root = fresh_mask(output, prefix)
+        assert root is not None
+        np.testing.assert_array_equal(matcher.mask(), root)
+        assert is_allowed(root, END) == matcher.complete
+        going_on = [token for token in tokens_of(root) if token != END]
+        if not going_on:
+            break
+        prefix.append(rng.choice(going_on))
+        matcher.advance(prefix[-1:])
+
+
+def test_a_closed_grammar_takes_the_stop_token_only():
+    matcher = compiler().matcher(StructuredOutput(choice=("yes",)))
+    ids = tokenizer()("yes")["input_ids"]
+    matcher.advance(ids)
+    assert tokens_of(matcher.mask()) == [END] and matcher.complete and not matcher.finished
+    masks, legal = matcher.masks([ids[-1], END, ids[0], END], [-1, 0, 0, 1], 4)
+    assert legal.tolist() == [True, True, False, False]
+    assert tokens_of(masks[0]) == [END] and (masks[1:] == FULL).all()
+    assert tokens_of(matcher.mask()) == [END], "the walk has taken nothing"
+    matcher.advance([END])
+    assert matcher.finished and matcher.complete
+    masks, legal = matcher.masks([END], [-1], 1)
+    assert (masks == FULL).all() and not legal.any()
+    with pytest.raises(GrammarError, match="comes after the end of a structured output"):
+        matcher.advance([5])
+
+
+def test_an_integer_may_end_or_go_on():
+    matcher = compiler().matcher(StructuredOutput(json_schema={"type": "integer"}))
+    (one,) = tokenizer()("1")["input_ids"]
+    matcher.advance([one])
+    allowed = tokens_of(matcher.mask())
+    assert END in allowed and one in allowed
+    masks, legal = matcher.masks([one, one, END, one], [-1, 0, 0, 1], 4)
+    assert legal.all() and END in tokens_of(masks[3])
+    matcher.advance([one, END])
+    assert matcher.finished
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [("{x", "does not match the grammar after 1 tokens"), ("", "token 0 does not match the gramm")],
+)
+def test_tokens_that_do_not_match_are_errors(tokens: str, message: str):
+    matcher = compiler().matcher(StructuredOutput(json_object=True))
+    with pytest.raises(GrammarError, match=message):
+        matcher.advance([*(tokenizer()(text)["input_ids"][0] for text in tokens), END])
+
+
+def test_a_copy_goes_its_own_way():
+    matcher = compiler().matcher(StructuredOutput(regex="a*b"))
+    (a,), (b,) = tokenizer()("a")["input_ids"], tokenizer()("b")["input_ids"]
+    matcher.advance([a])
+    other = matcher.copy()
+    other.advance([b, END])
+    assert other.finished and not matcher.finished
+    assert a in tokens_of(matcher.mask())
+
+
+def test_the_trees_of_a_batch():
+    outputs = [OUTPUTS[3], None, OUTPUTS[4]]
+    matchers = [output and compiler().matcher(output) for output in outputs]
+    rng, size = random.Random(2), 10
+    trees = [random_tree(output or OUTPUTS[0], [], rng, size)[:2] for output in outputs]
+    tokens, parents = (np.array(x) for x in zip(*trees, strict=True))
+    found = tree_masks(matchers, tokens, parents, np.full(3, size), compiler().num_words)
+    assert found.masks.shape == (3, size, VOCAB // 32) and not found.errors
+    for row, matcher in enumerate(matchers):
+        if matcher is None:
+            assert (found.masks[row] == FULL).all() and found.legal[row].all()
+        else:
+            masks, legal = matcher.masks(tokens[row], parents[row], size)
+            np.testing.assert_array_equal(found.masks[row], masks)
+            np.testing.assert_array_equal(found.legal[row], legal)
+
+
+def test_a_grammar_that_gives_up_fails_its_own_row():
+    matchers = [compiler().matcher(OUTPUTS[3]) for _ in range(2)]
+    matchers[0]._grammar.consume_token(END)  # what exceeds a limit of llguidance ends so too
+    tokens, parents = np.zeros((2, 3), int), np.tile(np.arange(3) - 1, (2, 1))
+    found = tree_masks(matchers, tokens, parents, np.full(2, 3), compiler().num_words)
+    assert list(found.errors) == [0] and "the grammar gave up: " in str(found.errors[0])
+    assert (found.masks[0] == FULL).all() and not (found.masks[1, 0] == FULL).all()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"json_schema": {"type": "foo"}}, "json_schema: Invalid type: foo"),
+        ({"json_schema": {"not": {"type": "null"}}}, 'json_schema: Unimplemented keys: ["not"]'),
+        ({"json_schema": {"uniqueItems": True, "type": "array"}}, "uniqueItems"),
+        ({"json_schema": {"minimum": 5, "maximum": 2, "type": "integer"}}, "minimum (5)"),
+        ({"json_schema": {"$ref": "#/$defs/x"}}, "'/$defs/x' does not exist"),
+        ({"json_schema": {"type": "string", "pattern": "(?=a)b"}}, "look-ahead"),
+        ({"json_schema": {"title": "\ud800"}}, "json_schema: "),
+        ({"regex": "(a"}, "unclosed group"),
+        ({"grammar": "start: foo"}, 'grammar: at 1(8): unknown name: "foo"'),
+        ({"grammar": 'other: "a"'}, "grammar: no start rule found"),
+        ({"grammar": "%%%"}, "lexer error"),
+    ],
+)
+def test_bad_grammars_are_one_line_errors(given, message: str):
+    with pytest.raises(ValueError) as error:
+        compiler().matcher(StructuredOutput(**given))
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_few_grammars_are_kept():
+    own = GrammarCompiler(tokenizer().backend_tokenizer.to_str(), VOCAB, [END], max_grammars=2)
+    first, second, third = (StructuredOutput(regex=text) for text in "abc")
+    own.matcher(first)
+    own.matcher(second)
+    own.matcher(first)
+    own.matcher(third)
+    assert list(own._compiled) == [first, third]
+
+
+def test_padding_of_the_vocabulary_is_never_allowed():
+    padded = GrammarCompiler(tokenizer().backend_tokenizer.to_str(), VOCAB + 40, [END])
+    assert padded.num_words == 130
+    mask = padded.matcher(OUTPUTS[3]).mask()
+    assert mask.shape == (130,) and max(tokens_of(mask)) < VOCAB
+
+
+def test_bad_compilers_are_refused(monkeypatch: pytest.MonkeyPatch):
+    text = tokenizer().backend_tokenizer.to_str()
+    with pytest.raises(ValueError, match="needs a model with a stop token"):
+        GrammarCompiler(text, VOCAB, [])
+    with pytest.raises(ValueError, match="structured output: vocab size too small; 100 vs 4096"):
+        GrammarCompiler(text, 100, [END])
+    with pytest.raises(ValueError, match="out of range"):
+        GrammarCompiler(text, VOCAB, [VOCAB])
+    with pytest.raises(ValueError, match="must be the text of a tokenizer"):
+        GrammarCompiler("tokenizer.json", VOCAB, [END])
+    with pytest.raises(ValueError, match="max_grammars must be at least 1"):
+        GrammarCompiler(text, VOCAB, [END], max_grammars=0)
+
+    def missing(name: str):
+        raise ModuleNotFoundError(name)
+
+    monkeypatch.setattr(compiler_module.importlib, "import_module", missing)
+    with pytest.raises(ValueError, match=r"pip install 'jaxspec\[structured\]'"):
+        GrammarCompiler(text, VOCAB, [END])
