@@ -120,7 +120,10 @@ class Ended:
 
 @dataclasses.dataclass(frozen=True)
 class SwapOut:
-    """Copy a row, and these pages of it in order, to host memory."""
+    """Copy a row, and the content of these pages in order, to host memory.
+
+    The row's table on the device may still name other pages of the same content.
+    """
 
     row: int
     sequence: Sequence

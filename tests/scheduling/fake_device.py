@@ -115,7 +115,9 @@ class FakeDevice:
         for out in plan.swap_out:
             state = self.rows[out.row]
             assert state.sequence is out.sequence
-            assert out.pages == state.table[: len(out.pages)]
+            # A page may be the prefix cache's equal of the one that the device still has.
+            state.table = (*out.pages, *state.table[len(out.pages) :])
+            self._check_context(out.row, state.context, state.drafted)
             assert len(out.pages) >= pages_for(state.context, self.limits.page_size)
             saved = [_copied(self._page(out.row, page)) for page in out.pages]
             self.host[out.sequence.request_id] = (state, saved)
