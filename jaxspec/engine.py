@@ -9,25 +9,27 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxspec import memory
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.speculation import TreeShape
-from jaxspec.functional import EngineParams, SavedRow
+from jaxspec.functional import EngineParams
 from jaxspec.generation import FinishReason, Generation, RequestStatistics, Timings
 from jaxspec.models.decoder import Decoder
-from jaxspec.programs import Call, Load, NewRow, Programs, Sizes
-from jaxspec.scheduling.plan import Limits, Plan, Preemption, PreemptionCosts, RowResult
+from jaxspec.plan_runner import PlanRunner
+from jaxspec.program_sizes import Load, Sizes
+from jaxspec.programs import Call, Programs
+from jaxspec.scheduling.plan import Limits, Plan, Preemption, PreemptionCosts
 from jaxspec.scheduling.requests import SamplingParams, check_count, check_requests
 from jaxspec.scheduling.scheduler import Scheduler
 from jaxspec.scheduling.sequence import Request
 from jaxspec.speculation.drafters import Drafter
-from jaxspec.state import Emitted, Ending, Status
+from jaxspec.state import Emitted, Ending
+from jaxspec.weights.in_place import committed, in_place_of
 from pallas_kernels.selection import Kernels
 
 MOST_PROGRAMS = 64
@@ -95,7 +97,7 @@ class Engine:
         check_count("prefill_budget", prefill_budget)
         check_count("max_programs", max_programs)
         # Committed to their devices, as swapped weights are: else the first swap would recompile.
-        params = jax.tree.map(_committed, params)
+        params = jax.tree.map(committed, params)
         self.cache = CacheConfig() if cache is None else cache
         self.shape = shape
         shards = params.data_parallel
@@ -137,10 +139,9 @@ class Engine:
     def _start(self) -> None:
         self.scheduler = Scheduler(self.limits, PreemptionCosts())
         self._running: dict[str, _Running] = {}
-        self._saved: dict[str, SavedRow] = {}
-        self._in_flight: collections.deque[tuple[Plan, list[Call]]] = collections.deque()
+        self._runner = PlanRunner(self.programs)
+        self._in_flight: collections.deque[_Launched] = collections.deque()
         self._load = Load()
-        self._idle_rows: set[int] = set(range(self.limits.num_rows))  # on the device
 
     @property
     def params(self) -> EngineParams:
@@ -253,11 +254,11 @@ class Engine:
             for ended in plan.ended:
                 if ended.request_id in self._running:
                     self._end(self._running[ended.request_id].generation, _reason(ended.reason))
-            calls = self._launch(plan)
+            calls = self._runner.launch(plan, self._load, self.shape)
             if plan.calls:
-                self._in_flight.append((plan, calls))
+                self._in_flight.append(_Launched(plan, calls, self.shape))
             while len(self._in_flight) > plan.calls:
-                self._read(*self._in_flight.popleft())
+                self._read(self._in_flight.popleft())
         except BaseException as error:
             self._fail(error)
             raise
@@ -305,103 +306,15 @@ class Engine:
         self._start()
         self.programs.reset()
 
-    def _launch(self, plan: Plan) -> list[Call]:
-        programs = self.programs
-        for request_id in plan.dropped:
-            self._saved.pop(request_id, None)
-        for out in plan.swap_out:
-            self._saved[out.sequence.request_id] = programs.save(out.row, out.pages)
-        programs.settle(plan.settle)
-        programs.release([row for row in plan.release if row not in self._idle_rows])
-        self._idle_rows |= set(plan.release)
-        for back in plan.swap_in:
-            saved = jax.device_get(self._saved.pop(back.sequence.request_id))
-            programs.restore(saved, back.row, back.restored, back.table)
-        programs.copy_pages([(copy.shard, copy.source, copy.destination) for copy in plan.copies])
-        programs.admit([self._new_row(admission) for admission in plan.admissions])
-        self._idle_rows -= {step.row for step in (*plan.swap_in, *plan.admissions)}
-        programs.assign_pages((table.row, table.table) for table in plan.tables)
-        return [*self._launch_reads(plan), *self._launch_rounds(plan)]
-
-    def _new_row(self, admission: Any) -> NewRow:
-        sequence = admission.sequence
-        sampling = sequence.request.payload.sampling
-        return NewRow(
-            row=admission.row,
-            prompt=tuple(sequence.tokens),
-            max_len=sequence.limit,
-            sampling=sampling,
-            stop_token_ids=self.stop_ids(sampling),
-            table=admission.table,
-            cached=admission.cached,
-        )
-
-    def _launch_reads(self, plan: Plan) -> list[Call]:
-        if not plan.reads:
-            return []
-        sequences = [plan.sequences[read.row] for read in plan.reads]
-        reads = [
-            (read.row, read.count, sequence.limit)
-            for read, sequence in zip(plan.reads, sequences, strict=True)
-        ]
-        return self.programs.read(reads, self._load, greedy=_greedy(sequences))
-
-    def _launch_rounds(self, plan: Plan) -> list[Call]:
-        if not plan.decode_rows:
-            return []
-        sequences = [plan.sequences[row] for row in plan.decode_rows]
-        call = self.programs.run_rounds(
-            plan.decode_rows,
-            max(sequence.limit for sequence in sequences),
-            plan.rounds,
-            self._load,
-            shape=self.shape,
-            greedy=_greedy(sequences),
-        )
-        return [call]
-
-    def _read(self, plan: Plan, calls: list[Call]) -> None:
+    def _read(self, launched: "_Launched") -> None:
         """Wait for the calls of a plan, and hand out what they emitted."""
-        emitted: list[Call] = jax.device_get(calls)
-        results: dict[int, RowResult] = {}
-        for call in emitted:
+        plan, calls = launched.plan, jax.device_get(launched.calls)
+        for call in calls:
             for place, row in enumerate(call.rows.tolist()):
                 if row < self.limits.num_rows:
-                    result = self._row_result(row, place, call.emitted)
-                    earlier = results.get(row)
-                    if earlier is not None:
-                        tokens = earlier.tokens + result.tokens
-                        result = dataclasses.replace(result, tokens=tokens)
-                    results[row] = result
                     self._count(plan.sequences[row].request_id, call.emitted, place)
-        for row, result in results.items():
-            if result.ended is not None:
-                self._idle_rows.add(row)
-        for delivery in self.scheduler.update(plan, results.values()):
+        for delivery in self.scheduler.update(plan, self._runner.results(calls, launched.shape)):
             self._deliver(delivery)
-
-    def _row_result(self, row: int, place: int, emitted: Emitted) -> RowResult:
-        counts = np.asarray(emitted.counts)[:, place]
-        kept = np.arange(emitted.tokens.shape[2]) < counts[:, None]
-        ending, done = Ending(int(emitted.ending[place])), emitted.status[place] == Status.DONE
-        return RowResult(
-            row=row,
-            tokens=tuple(np.asarray(emitted.tokens)[:, place][kept].tolist()),
-            pending=self._pending(counts) if emitted.num_rounds else 0,
-            ended=ending.name if done else None,
-            failed=bool(done) and ending in _ERRORS,
-        )
-
-    def _pending(self, counts: np.ndarray) -> int:
-        """Tokens of the context that the drafter has not read after rounds that committed
-        ``counts``; it reads those of a round in the next one."""
-        most = self.params.drafter.most_pending(self.params.speculation)
-        ran = counts[counts > 0]
-        if most is None or not len(ran):
-            return 0
-        if self.shape is not None and self.shape.is_plain:
-            return most - 1  # at most: it reads them once in a while
-        return int(ran[-1]) - 1
 
     def _count(self, request_id: str, emitted: Emitted, place: int) -> None:
         """Add the rounds of one call to a request's; the token of a prefill belongs to none."""
@@ -454,11 +367,11 @@ class Engine:
         Raises ValueError for weights of other shapes or choices, and RuntimeError while requests
         are under way.
         """
-        self._use(self.params.replace(target=_in_place_of(self.params.target, target)))
+        self._use(self.params.replace(target=in_place_of(self.params.target, target)))
 
     def use_drafter(self, drafter: Drafter) -> None:
         """As use_target, for the drafter."""
-        self._use(self.params.replace(drafter=_in_place_of(self.params.drafter, drafter)))
+        self._use(self.params.replace(drafter=in_place_of(self.params.drafter, drafter)))
 
     def _use(self, params: EngineParams) -> None:
         if not self.is_idle:
@@ -468,6 +381,14 @@ class Engine:
         self._drain()
         self._start()
         self.programs.params = params
+
+
+class _Launched(NamedTuple):
+    """A plan whose calls run on the device."""
+
+    plan: Plan
+    calls: list[Call]
+    shape: TreeShape | None
 
 
 @dataclasses.dataclass
@@ -480,29 +401,5 @@ class _Running:
     first_token: float | None = None
 
 
-def _greedy(sequences: Sequence[Any]) -> bool:
-    return all(sequence.request.payload.sampling.temperature == 0 for sequence in sequences)
-
-
 def _reason(text: str) -> FinishReason:
     return "timeout" if text == "timeout" else "cancelled"
-
-
-def _committed(leaf: Any) -> jax.Array:
-    array = jnp.asarray(leaf)
-    return jax.device_put(array, array.sharding)
-
-
-def _in_place_of(current: Any, new: Any) -> Any:
-    """``new`` where ``current`` lies, if their structure and shapes are the same."""
-    if _shapes(new) != _shapes(current):
-        raise ValueError(
-            "the weights have other shapes or choices than those in use: make a new engine with "
-            "them instead"
-        )
-    return jax.device_put(new, jax.tree.map(lambda leaf: leaf.sharding, current))
-
-
-def _shapes(tree: Any) -> tuple[Any, list[Any]]:
-    leaves, structure = jax.tree.flatten(tree)
-    return structure, [(leaf.shape, leaf.dtype) for leaf in leaves]

@@ -2,10 +2,6 @@
 
 The one module of the serving path that calls ``jax.jit``, so that donation, static arguments and
 the number of traces can be seen in one place.
-
-A program is compiled for a size: rows, page-table columns, prompt tokens of a call. Sizes are
-powers of two, so there are few. A call runs in the smallest program that is ready and holds it; if
-there is none, in one that is compiled for it.
 """
 
 import contextlib
@@ -22,6 +18,15 @@ from jaxspec import functional, memory
 from jaxspec.cache import pages_for
 from jaxspec.config.speculation import TreeShape
 from jaxspec.functional import EngineParams, SavedRow
+from jaxspec.program_sizes import (
+    Load,
+    ReadKey,
+    RoundsKey,
+    Sizes,
+    choose_reading,
+    choose_rounds,
+    power_of_two,
+)
 from jaxspec.sampling import make_sampling
 from jaxspec.scheduling.requests import SamplingParams
 from jaxspec.state import Emitted, EngineState
@@ -29,27 +34,6 @@ from jaxspec.state import Emitted, EngineState
 SMALLEST_TABLE = 256  # tokens
 SMALLEST_CHUNK = 16  # prompt tokens of a row in a call
 ADMISSIONS = 4  # rows that one call of the program admits
-MOST_WASTE = 4  # a prompt is read by a program of at most this many times its size
-
-
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-    """Of an engine's state, and of the largest call.
-
-    Attributes:
-      num_pages: null pages included.
-      max_stops: most stop tokens of a row.
-      max_chunk: most prompt tokens of a row in a call.
-      max_rounds: most rounds of a call.
-    """
-
-    num_rows: int
-    max_length: int
-    page_size: int
-    num_pages: int
-    max_stops: int
-    max_chunk: int
-    max_rounds: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,69 +49,12 @@ class NewRow:
     cached: int = 0
 
 
-@dataclasses.dataclass
-class Load:
-    """What was asked for since the engine was last idle; programs are compiled for that size.
-
-    Attributes:
-      rows: most requests at once.
-      tokens: of the longest of them, prompt included.
-      greedy: none of them samples.
-    """
-
-    rows: int = 0
-    tokens: int = 0
-    greedy: bool = True
-
-
 class Call(NamedTuple):
     """What a program was launched for: ``rows`` [B] of what it emits (those past the last row are
     padding)."""
 
     rows: np.ndarray
     emitted: Emitted
-
-
-class ReadKey(NamedTuple):
-    """Sizes of a program that reads prompts; ``rows`` of each shard."""
-
-    rows: int
-    columns: int
-    width: int
-    greedy: bool
-
-    def holds(self, other: "ReadKey") -> bool:
-        return (
-            self.rows >= other.rows
-            and self.columns >= other.columns
-            and self.width >= other.width
-            and (other.greedy or not self.greedy)
-        )
-
-    @property
-    def cost(self) -> int:
-        return self.rows * self.width
-
-
-class RoundsKey(NamedTuple):
-    """Sizes of a program of rounds; ``rows`` of each shard."""
-
-    rows: int
-    columns: int
-    shape: TreeShape
-    greedy: bool
-
-    def holds(self, other: "RoundsKey") -> bool:
-        return (
-            self.rows >= other.rows
-            and self.columns >= other.columns
-            and self.shape == other.shape
-            and (other.greedy or not self.greedy)
-        )
-
-    @property
-    def cost(self) -> int:
-        return self.rows * self.columns
 
 
 class Programs:
@@ -327,11 +254,7 @@ class Programs:
     def _read_key(self, wanted: ReadKey, load: Load) -> ReadKey:
         columns = max(wanted.columns, self.columns_for(load.tokens))
         target = wanted._replace(columns=columns, greedy=load.greedy)
-        fitting = [key for key in self._ready if isinstance(key, ReadKey) and key.holds(wanted)]
-        if not self.sealed:
-            fitting = [key for key in fitting if key.cost <= MOST_WASTE * target.cost]
-            fitting = [key for key in fitting if key.greedy or not target.greedy]
-        return min(fitting, key=lambda key: (key.cost, key.columns, not key.greedy), default=target)
+        return choose_reading(self._ready, wanted, target, sealed=self.sealed)
 
     def _read(self, key: ReadKey, reads: Sequence[tuple[int, int, int]]) -> Call:
         rows = self._listed([row for row, *_ in reads], key.rows)
@@ -389,11 +312,7 @@ class Programs:
             columns=max(wanted.columns, self.columns_for(load.tokens)),
             greedy=load.greedy,
         )
-        fitting = [key for key in self._ready if isinstance(key, RoundsKey) and key.holds(wanted)]
-        if not self.sealed:
-            fitting = [key for key in fitting if key.cost <= target.cost]
-            fitting = [key for key in fitting if key.greedy or not target.greedy]
-        return min(fitting, key=lambda key: (key.cost, not key.greedy), default=target)
+        return choose_rounds(self._ready, wanted, target, sealed=self.sealed)
 
     def _decode(self, key: RoundsKey, rows: np.ndarray, rounds: int) -> Emitted:
         self.state, emitted = self.decode(
@@ -461,8 +380,3 @@ class Programs:
         for program in programs:
             program.clear_cache()
         self._ready.clear()
-
-
-def power_of_two(number: int) -> int:
-    """The smallest that is not below ``number``."""
-    return 1 << max(0, number - 1).bit_length()

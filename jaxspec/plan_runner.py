@@ -1,0 +1,125 @@
+"""Carries out the scheduler's plans: launches programs, and reads what they emitted."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxspec.config.speculation import TreeShape
+from jaxspec.functional import SavedRow
+from jaxspec.program_sizes import Load
+from jaxspec.programs import Call, NewRow, Programs
+from jaxspec.scheduling.plan import Plan, RowResult
+from jaxspec.state import ERRORS, Emitted, Ending, Status
+
+
+class PlanRunner:
+    """The arrays behind a scheduler's rows and pages. It has no opinion on what to do next."""
+
+    def __init__(self, programs: Programs):
+        self.programs = programs
+        self._saved: dict[str, SavedRow] = {}  # by request id
+        self._idle_rows = set(range(programs.sizes.num_rows))  # empty, or done, on the device
+
+    def launch(self, plan: Plan, load: Load, shape: TreeShape | None) -> list[Call]:
+        """Start everything that a plan says, in its order. Nothing is waited for."""
+        programs = self.programs
+        for request_id in plan.dropped:
+            self._saved.pop(request_id, None)
+        for out in plan.swap_out:
+            self._saved[out.sequence.request_id] = programs.save(out.row, out.pages)
+        programs.settle(plan.settle)
+        programs.release([row for row in plan.release if row not in self._idle_rows])
+        self._idle_rows |= set(plan.release)
+        for back in plan.swap_in:
+            saved = jax.device_get(self._saved.pop(back.sequence.request_id))
+            programs.restore(saved, back.row, back.restored, back.table)
+        programs.copy_pages([(copy.shard, copy.source, copy.destination) for copy in plan.copies])
+        programs.admit([self._new_row(admission) for admission in plan.admissions])
+        self._idle_rows -= {step.row for step in (*plan.swap_in, *plan.admissions)}
+        programs.assign_pages((table.row, table.table) for table in plan.tables)
+        return [*self._reads(plan, load), *self._rounds(plan, load, shape)]
+
+    def _new_row(self, admission: Any) -> NewRow:
+        sequence = admission.sequence
+        sampling = sequence.request.payload.sampling
+        return NewRow(
+            row=admission.row,
+            prompt=tuple(sequence.tokens),
+            max_len=sequence.limit,
+            sampling=sampling,
+            stop_token_ids=self.stop_ids(sampling),
+            table=admission.table,
+            cached=admission.cached,
+        )
+
+    def _reads(self, plan: Plan, load: Load) -> list[Call]:
+        if not plan.reads:
+            return []
+        sequences = [plan.sequences[read.row] for read in plan.reads]
+        reads = [
+            (read.row, read.count, sequence.limit)
+            for read, sequence in zip(plan.reads, sequences, strict=True)
+        ]
+        return self.programs.read(reads, load, greedy=_greedy(sequences))
+
+    def _rounds(self, plan: Plan, load: Load, shape: TreeShape | None) -> list[Call]:
+        if not plan.decode_rows:
+            return []
+        sequences = [plan.sequences[row] for row in plan.decode_rows]
+        call = self.programs.run_rounds(
+            plan.decode_rows,
+            max(sequence.limit for sequence in sequences),
+            plan.rounds,
+            load,
+            shape=shape,
+            greedy=_greedy(sequences),
+        )
+        return [call]
+
+    def results(self, calls: list[Call], shape: TreeShape | None) -> list[RowResult]:
+        """What each row did in the calls of a plan, which were read from the device."""
+        results: dict[int, RowResult] = {}
+        for call in calls:
+            for place, row in enumerate(call.rows.tolist()):
+                if row < self.programs.sizes.num_rows:
+                    result = self._row_result(row, place, call.emitted, shape)
+                    earlier = results.get(row)
+                    if earlier is not None:
+                        tokens = earlier.tokens + result.tokens
+                        result = dataclasses.replace(result, tokens=tokens)
+                    results[row] = result
+        self._idle_rows |= {row for row, result in results.items() if result.ended is not None}
+        return list(results.values())
+
+    def _row_result(
+        self, row: int, place: int, emitted: Emitted, shape: TreeShape | None
+    ) -> RowResult:
+        counts = np.asarray(emitted.counts)[:, place]
+        kept = np.arange(emitted.tokens.shape[2]) < counts[:, None]
+        ending, done = Ending(int(emitted.ending[place])), emitted.status[place] == Status.DONE
+        return RowResult(
+            row=row,
+            tokens=tuple(np.asarray(emitted.tokens)[:, place][kept].tolist()),
+            pending=self._pending(counts, shape) if emitted.num_rounds else 0,
+            ended=ending.name if done else None,
+            failed=bool(done) and ending in ERRORS,
+        )
+
+    def _pending(self, counts: np.ndarray, shape: TreeShape | None) -> int:
+        """Tokens of the context that the drafter has not read after rounds that committed
+        ``counts``; it reads those of a round in the next one."""
+        params = self.programs.params
+        most = params.drafter.most_pending(params.speculation)
+        ran = counts[counts > 0]
+        if most is None or not len(ran):
+            return 0
+        if shape is not None and shape.is_plain:
+            return most - 1  # at most: it reads them once in a while
+        return int(ran[-1]) - 1
+
+
+def _greedy(sequences: Sequence[Any]) -> bool:
+    return all(sequence.request.payload.sampling.temperature == 0 for sequence in sequences)

@@ -1,0 +1,27 @@
+"""Weights that take the place of others on the devices."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def committed(leaf: Any) -> jax.Array:
+    """The array, committed to the devices that it is on."""
+    array = jnp.asarray(leaf)
+    return jax.device_put(array, array.sharding)
+
+
+def in_place_of(current: Any, new: Any) -> Any:
+    """``new`` where ``current`` lies, if their structure and shapes are the same."""
+    if _shapes(new) != _shapes(current):
+        raise ValueError(
+            "the weights have other shapes or choices than those in use: make a new engine with "
+            "them instead"
+        )
+    return jax.device_put(new, jax.tree.map(lambda leaf: leaf.sharding, current))
+
+
+def _shapes(tree: Any) -> tuple[Any, list[Any]]:
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, [(leaf.shape, leaf.dtype) for leaf in leaves]
