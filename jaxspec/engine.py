@@ -136,8 +136,7 @@ class Engine:
         )
 
     def stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
-        own = self.params.target.config.stop_token_ids
-        return own if params.stop_token_ids is None else params.stop_token_ids
+        return params.stops(self.params.target.config.stop_token_ids)
 
     def begin(self, plan: BatchPlan, owner: object) -> EngineState:
         """A state that has admitted a batch, with the engine's pool in it.

@@ -326,6 +326,7 @@ _ERRORS = MappingProxyType(
         "its dtype is too narrow for them",
         Ending.TOO_LONG: "the prompt and its limit do not fit the cache",
         Ending.NOT_GREEDY: "a sampled request ran in a program for greedy ones",
+        Ending.UNCONTROLLED: "a request with penalties or bias ran in a program without them",
     }
 )
 

@@ -14,10 +14,11 @@ from jax.typing import ArrayLike
 
 from jaxspec.config import TreeShape
 from jaxspec.functional.params import EngineParams, on_mesh
+from jaxspec.sampling import Logprobs
 from jaxspec.sharding import partition_specs
 from jaxspec.speculation.call import Call
 from jaxspec.speculation.round import RoundOutput, run_round
-from jaxspec.state import Emitted, Ending, EngineState, Rows, Status
+from jaxspec.state import Emitted, Ending, EngineState, PromptLogprobs, Rows, Status
 
 
 def decode(
@@ -28,7 +29,9 @@ def decode(
     max_rounds: int | None = None,
     shape: TreeShape | None = None,
     greedy: bool = False,
+    controls: bool = False,
     logprobs: bool = False,
+    top_logprobs: int = 0,
     hidden: tuple[int, ...] = (),
 ) -> tuple[EngineState, Emitted]:
     """Run up to ``num_rounds`` rounds. Stops early when no row is decoding any more.
@@ -39,21 +42,31 @@ def decode(
       shape: shape of this call's draft trees, within ``params.speculation``; config.PLAIN drafts
         nothing. None: the largest. In float32 the text does not depend on it.
       greedy: compile a program without sampling. A row that samples ends as NOT_GREEDY.
+      controls: compile a program that applies the rows' controls (see sampling.make_controls). In
+        another call a row that has some ends as UNCONTROLLED.
       logprobs: emit the log-probability of every token under the model's raw logits.
+      top_logprobs: the number of likeliest tokens to emit beside every token, with ``logprobs``.
       hidden: target hidden states to emit with every token, at the position it was sampled from:
         ``i`` is the residual stream after ``i`` layers, -1 the state after the final norm.
 
     Returns the state, and what was emitted in each round.
 
-    Raises ValueError for a shape that the engine has no room for, and for a traced number of rounds
-    without ``max_rounds``.
+    Raises ValueError for a shape that the engine has no room for, for a traced number of rounds
+    without ``max_rounds``, and for controls if the state has none.
     """
-    params.check(state)
+    params.check(state, controls=controls)
     if max_rounds is None:
         if isinstance(num_rounds, Tracer):
             raise ValueError("num_rounds is traced: give max_rounds, an int, as well")
         max_rounds = int(np.asarray(num_rounds))
-    call = params.call(shape, greedy=greedy, logprobs=logprobs, hidden=hidden)
+    call = params.call(
+        shape,
+        greedy=greedy,
+        controls=controls,
+        logprobs=logprobs,
+        top_logprobs=top_logprobs,
+        hidden=hidden,
+    )
     function = functools.partial(_decode, call, max(1, max_rounds))
     limit = jnp.minimum(jnp.asarray(num_rounds, jnp.int32), max_rounds)
     return on_mesh(function, params, state, (limit,), (P(),), emitted_specs(params, call))
@@ -62,6 +75,9 @@ def decode(
 def emitted_specs(params: EngineParams, call: Call) -> Emitted:
     """Partition specs of a call's Emitted."""
     array = jnp.zeros(())
+    top = array if call.top_logprobs else None
+    prompt = PromptLogprobs(valid=array, logprobs=array, top_tokens=top, top_logprobs=top)
+    top = top if call.logprobs else None
     emitted = Emitted(
         num_rounds=array,
         tokens=array,
@@ -72,16 +88,31 @@ def emitted_specs(params: EngineParams, call: Call) -> Emitted:
         ending=array,
         logprobs=array if call.logprobs else None,
         hidden=array if call.hidden else None,
+        top_tokens=top,
+        top_logprobs=top,
+        prompt=prompt if call.prompt_logprobs else None,
     )
     return partition_specs(emitted, params.layout)
 
 
-def refuse_sampling(rows: Rows, chosen: Array) -> Rows:
-    """The rows; of those ``chosen`` (bool [R]), rows that sample are DONE with NOT_GREEDY."""
-    refused = chosen & rows.sampling.drawn
+def refuse_rows(call: Call, state: EngineState, status: Status) -> EngineState:
+    """The state with the rows of ``status`` DONE that this kind of call cannot serve.
+
+    Rows that sample end a greedy call with NOT_GREEDY, rows with controls end one that applies none
+    with UNCONTROLLED.
+    """
+    rows, controls = state.rows, state.controls
+    if call.greedy:
+        rows = _refuse(rows, (rows.status == status) & rows.sampling.drawn, Ending.NOT_GREEDY)
+    if controls is not None and not call.controls:
+        rows = _refuse(rows, (rows.status == status) & controls.used, Ending.UNCONTROLLED)
+    return state.replace(rows=rows)
+
+
+def _refuse(rows: Rows, refused: Array, ending: Ending) -> Rows:
     return rows.replace(
         status=jnp.where(refused, Status.DONE, rows.status),
-        ending=jnp.where(refused, Ending.NOT_GREEDY, rows.ending),
+        ending=jnp.where(refused, ending, rows.ending),
     )
 
 
@@ -96,7 +127,7 @@ class _Record(NamedTuple):
     """What the rounds so far emitted. The integers share one array, written in one launch."""
 
     integers: Array  # int32 [C, R, A + 3]: tokens, count, accepted, drafted
-    logprobs: Array | None  # [C, R, A]
+    logprobs: Logprobs | None  # [C, R, A] each
     hidden: Array | None  # [C, R, A, n * H]
 
     def with_round(self, index: Array, output: RoundOutput) -> "_Record":
@@ -115,11 +146,9 @@ class _Carry(NamedTuple):
 def _decode(
     call: Call, max_rounds: int, params: EngineParams, state: EngineState, limit: Array
 ) -> tuple[EngineState, Emitted]:
-    rows = state.rows
-    if call.greedy:
-        state = state.replace(rows=refuse_sampling(rows, rows.active))
-    else:
-        state = state.replace(rows=_without_idle_sampling(rows))
+    state = refuse_rows(call, state, Status.DECODING)
+    if not call.greedy:
+        state = state.replace(rows=_without_idle_sampling(state.rows))
     room = params.drafter.most_pending(state.capacity)
     if room is not None and call.speculation.max_depth < state.capacity.max_depth:
         loop = _loop_catching_up(params, call, room)
@@ -128,6 +157,7 @@ def _decode(
     start = _Carry(jnp.int32(0), state, _empty_record(params, call, state, max_rounds))
     index, state, record = loop(start, limit)
     *_, counts, accepted, drafted = jnp.moveaxis(record.integers, -1, 0)
+    logprobs, top_tokens, top_logprobs = record.logprobs or (None, None, None)
     return state, Emitted(
         num_rounds=index,
         tokens=record.integers[..., :-3],
@@ -136,8 +166,10 @@ def _decode(
         drafted=drafted,
         status=state.rows.status,
         ending=state.rows.ending,
-        logprobs=record.logprobs,
+        logprobs=logprobs,
         hidden=record.hidden,
+        top_tokens=top_tokens,
+        top_logprobs=top_logprobs,
     )
 
 
@@ -147,9 +179,16 @@ def _empty_record(params: EngineParams, call: Call, state: EngineState, max_roun
     hidden_size = len(call.hidden) * params.target.config.hidden_size
     return _Record(
         integers=jnp.zeros((*size[:2], width + 3), jnp.int32),
-        logprobs=jnp.zeros(size, jnp.float32) if call.logprobs else None,
+        logprobs=_empty_logprobs(size, call.top_logprobs) if call.logprobs else None,
         hidden=jnp.zeros((*size, hidden_size), params.target.dtype) if call.hidden else None,
     )
+
+
+def _empty_logprobs(size: tuple[int, ...], alternatives: int) -> Logprobs:
+    own, wide = jnp.zeros(size, jnp.float32), (*size, alternatives)
+    if not alternatives:
+        return Logprobs(own, None, None)
+    return Logprobs(own, jnp.zeros(wide, jnp.int32), jnp.zeros(wide, jnp.float32))
 
 
 Loop = Callable[[_Carry, Array], _Carry]

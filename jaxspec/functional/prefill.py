@@ -2,22 +2,34 @@
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from jax.core import Tracer
 
 from jaxspec import collectives
-from jaxspec.functional.decode import emitted_specs, refuse_sampling
+from jaxspec.functional.decode import emitted_specs, refuse_rows
 from jaxspec.functional.params import EngineParams, Integers, on_mesh, row_spec
 from jaxspec.functional.rows import local_rows, put_rows, take_rows
 from jaxspec.models import decoder
-from jaxspec.sampling import perturb, process_logits, vocab_ids
+from jaxspec.models.decoder import Decoder
+from jaxspec.sampling import (
+    History,
+    Logprobs,
+    control_logits,
+    perturb,
+    process_logits,
+    token_logprobs,
+    vocab_ids,
+)
 from jaxspec.speculation.call import Call
 from jaxspec.speculation.drafters import PrefillChunk
 from jaxspec.speculation.drafters.paged import causal_attend, prompt_tokens
-from jaxspec.speculation.round import split_captured, token_logprobs
-from jaxspec.state import Emitted, Ending, EngineState, Status
+from jaxspec.speculation.round import split_captured
+from jaxspec.state import Emitted, Ending, EngineState, PromptLogprobs, Status
+
+SCORED_AT_ONCE = 256  # prompt tokens whose logits are in memory together, for their logprobs
 
 
 def prefill(
@@ -28,7 +40,10 @@ def prefill(
     *,
     width: int,
     greedy: bool = False,
+    controls: bool = False,
     logprobs: bool = False,
+    top_logprobs: int = 0,
+    prompt_logprobs: bool = False,
     hidden: tuple[int, ...] = (),
 ) -> tuple[EngineState, Emitted]:
     """Read the next prompt tokens of some rows.
@@ -43,17 +58,26 @@ def prefill(
       counts: [B] most tokens to read of each row; None: ``width``.
       width: tokens per row that the program has room for.
       greedy: compile a program without sampling. A row that samples ends as NOT_GREEDY.
-      logprobs, hidden: see decode.
+      controls, logprobs, top_logprobs, hidden: see decode.
+      prompt_logprobs: emit the log-probabilities of the prompt's own tokens, and ``top_logprobs``
+        alternatives of each (see state.PromptLogprobs).
 
     Returns the state, and what the B rows emitted: at most one token each. ``num_rounds`` is 0.
 
-    Raises ValueError for a width below 1, and for a list of rows that cannot be split over the
-    devices.
+    Raises ValueError for a width below 1, for a list of rows that cannot be split over the devices,
+    and for controls if the state has none.
     """
-    params.check(state)
+    params.check(state, controls=controls)
     if width < 1:
         raise ValueError(f"width must be at least 1, got {width}")
-    call = params.call(greedy=greedy, logprobs=logprobs, hidden=hidden)
+    call = params.call(
+        greedy=greedy,
+        controls=controls,
+        logprobs=logprobs,
+        top_logprobs=top_logprobs,
+        prompt_logprobs=prompt_logprobs,
+        hidden=hidden,
+    )
     if rows is not None:
         _check_split(params, rows, state.rows.status.shape[0])
         rows = jnp.asarray(rows, jnp.int32)
@@ -89,16 +113,19 @@ def _prefill(
     counts: Array | None,
 ) -> tuple[EngineState, Emitted]:
     index = None
-    chosen = state.rows
+    chosen = state
     if rows is not None:
-        index = local_rows(rows, chosen.status.shape[0], params.layout.batch)
-        chosen = take_rows(chosen, index).replace(index=index)
-    if call.greedy:
-        chosen = refuse_sampling(chosen, chosen.status == Status.READING)
-    read, emitted = _read_chunk(call, width, params, state.replace(rows=chosen), counts)
+        index = local_rows(rows, state.rows.status.shape[0], params.layout.batch)
+        chosen = state.replace(
+            rows=take_rows(state.rows, index).replace(index=index),
+            controls=take_rows(state.controls, index),
+        )
+    chosen = refuse_rows(call, chosen, Status.READING)
+    read, emitted = _read_chunk(call, width, params, chosen, counts)
     if rows is not None and index is not None:
         num_rows = state.rows.status.shape[0]
-        read = read.replace(rows=put_rows(state.rows, index, read.rows))
+        rows_after = put_rows(state.rows, index, read.rows)
+        read = read.replace(rows=rows_after, controls=state.controls)
         elsewhere = (rows >= 0) & (rows < num_rows * params.data_parallel) & (index == num_rows)
         ending = jnp.where(elsewhere, Ending.MISPLACED, emitted.ending)
         emitted = emitted.replace(ending=ending)
@@ -131,8 +158,9 @@ def _read_chunk(
     last = jnp.maximum(counts - 1, 0)[:, None, None]
     logits = decoder.logits(target, jnp.take_along_axis(hidden, last, axis=1), call.kernels)
     ends = reading & (counts == left)
-    roots = _sample(logits, state, rows.context_lens + counts, call, params)
-    finite = collectives.all_finite(logits, target.layout)[:, 0]
+    controlled = _controlled(logits, state, rows.context_lens + counts, call, params)
+    roots = _sample(controlled, state, rows.context_lens + counts, call, params)
+    finite = collectives.all_finite(controlled, target.layout)[:, 0]
     draft = params.drafter.prefill(
         target, state, PrefillChunk(tokens=run.tokens, counts=counts), features, call
     )
@@ -153,7 +181,14 @@ def _read_chunk(
         draft=draft.rows,
     )
     asked = None if asked is None else jnp.take_along_axis(asked, last, axis=1)[None]
-    own = token_logprobs(logits, roots[:, None], target)[None] if call.logprobs else None
+    own = top_tokens = top_logprobs = prompt = None
+    if call.logprobs:
+        scores = token_logprobs(
+            logits, roots[:, None], call.top_logprobs, target.layout, call.kernels
+        )
+        own, top_tokens, top_logprobs = jax.tree.map(lambda x: x[None], scores)
+    if call.prompt_logprobs:
+        prompt = _prompt_logprobs(hidden, state, counts, call, target)
     none = jnp.zeros_like(counts)[None]
     emitted = Emitted(
         num_rounds=jnp.int32(0),  # no draft was verified
@@ -165,16 +200,64 @@ def _read_chunk(
         ending=after.ending,
         logprobs=own,
         hidden=asked,
+        top_tokens=top_tokens,
+        top_logprobs=top_logprobs,
+        prompt=prompt,
     )
     return state.replace(pool=pool, rows=after), emitted
+
+
+def _controlled(
+    logits: Array, state: EngineState, lens: Array, call: Call, params: EngineParams
+) -> Array:
+    """Raw logits [B, 1, V / shards] after ``lens`` [B] tokens, with the rows' controls applied."""
+    if not call.controls or state.controls is None:
+        return logits
+    rows = state.rows
+    nothing = jnp.zeros((*logits.shape[:2], 0), jnp.int32)
+    history = History(rows.tokens, lens, nothing)
+    return control_logits(logits, state.controls, history, rows.stop_tokens, params.target.layout)
 
 
 def _sample(
     logits: Array, state: EngineState, positions: Array, call: Call, params: EngineParams
 ) -> Array:
-    """Sample [B] tokens at ``positions`` [B] from raw logits [B, 1, V / shards]."""
+    """Sample [B] tokens at ``positions`` [B] from logits [B, 1, V / shards]."""
     sampling, layout = state.rows.sampling, params.target.layout
     processed = process_logits(logits, sampling, layout, greedy=call.greedy, kernels=call.kernels)
     ids = vocab_ids(logits.shape[-1], layout)
     noisy = perturb(processed, sampling, positions[:, None], ids, greedy=call.greedy)
     return collectives.argmax(noisy, layout)[:, 0]
+
+
+def _prompt_logprobs(
+    hidden: Array, state: EngineState, counts: Array, call: Call, target: Decoder
+) -> PromptLogprobs:
+    """Of the tokens after each of a chunk's, from its hidden states [B, T, H].
+
+    Logits are computed for a few positions at a time: all of them would need gigabytes.
+    """
+    rows, (batch, width, _) = state.rows, hidden.shape
+    place = rows.context_lens[:, None] + 1 + jnp.arange(width)
+    valid = (jnp.arange(width) < counts[:, None]) & (place < rows.prompt_lens[:, None])
+    place = jnp.minimum(place, rows.tokens.shape[1] - 1)
+    tokens = jnp.take_along_axis(rows.tokens, place, axis=1)
+    block = min(width, max(1, SCORED_AT_ONCE // batch))
+
+    def in_blocks(x: Array) -> Array:  # [B, T, ...] -> [T / block, B, block, ...]
+        padded = jnp.pad(x, ((0, 0), (0, -width % block), *((0, 0),) * (x.ndim - 2)))
+        return jnp.moveaxis(padded.reshape(batch, -1, block, *x.shape[2:]), 1, 0)
+
+    def whole(x: Array) -> Array:  # the inverse
+        return jnp.moveaxis(x, 0, 1).reshape(batch, -1, *x.shape[3:])[:, :width]
+
+    def score(block: tuple[Array, Array]) -> Logprobs:
+        hidden, tokens = block
+        logits = decoder.logits(target, hidden, call.kernels)
+        return token_logprobs(logits, tokens, call.top_logprobs, target.layout, call.kernels)
+
+    scores = lax.map(score, (in_blocks(hidden), in_blocks(tokens)))
+    own, top_tokens, top_logprobs = jax.tree.map(whole, scores)
+    return PromptLogprobs(
+        valid=valid, logprobs=own, top_tokens=top_tokens, top_logprobs=top_logprobs
+    )

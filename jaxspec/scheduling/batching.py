@@ -125,7 +125,7 @@ def plan_batch(
     length = min(max(_power_of_two(max(limits)), SMALLEST_LENGTH), room)
     longest = max(len(prompt) for prompt in prompts)
     chunk = min(max(_power_of_two(longest), SMALLEST_CHUNK), LARGEST_CHUNK, length)
-    stops = [model_stops if p.stop_token_ids is None else p.stop_token_ids for p in sampling]
+    stops = [params.stops(model_stops) for params in sampling]
     width = max(MOST_STOPS, *(_power_of_two(len(ids)) for ids in stops))
     return BatchPlan(
         prompts=tuple(map(tuple, prompts)),

@@ -11,11 +11,11 @@ from jaxspec.cache import CommittedPath, LayerStates, page_slots
 from jaxspec.models import decoder
 from jaxspec.models.attention import PagedAttend
 from jaxspec.models.decoder import Decoder
-from jaxspec.sampling import process_logits
+from jaxspec.sampling import History, Logprobs, control_logits, process_logits, token_logprobs
 from jaxspec.speculation.acceptance import Accepted, Verified, acceptance_rule
 from jaxspec.speculation.call import Call
 from jaxspec.speculation.drafters import Drafter
-from jaxspec.speculation.tree import DraftTree, pad_tree, root_only
+from jaxspec.speculation.tree import DraftTree, pad_tree, path_tokens, root_only
 from jaxspec.state import Ending, EngineState, Statistics, Status, write_tokens
 from pallas_kernels.policy import fewest_rows
 
@@ -27,7 +27,7 @@ class RoundOutput(NamedTuple):
     counts: Array  # int32 [R] tokens committed
     accepted: Array  # int32 [R] drafted tokens accepted
     drafted: Array  # int32 [R] drafted tokens verified
-    logprobs: Array | None  # float32 [R, A], of ``tokens``
+    logprobs: Logprobs | None  # [R, A] each, of ``tokens``
     hidden: Array | None  # [R, A, n * H], at the node that each token was sampled from
 
 
@@ -49,8 +49,9 @@ def run_round(
     """
     tree, state = _draft(target, drafter, call, state)
     scores = verify(target, state, tree, call, drafter.capture)
-    accepted = accept(tree, scores.logits, call, state, target)
-    counts, ending = _limit(accepted, state, _finite(accepted, scores.logits, target))
+    logits = _controlled(tree, scores.logits, call, state, target)
+    accepted = accept(tree, logits, call, state, target)
+    counts, ending = _limit(accepted, state, _finite(accepted, logits, target))
     rows, path = state.rows, accepted.path
     committed = CommittedPath(
         rows.index, rows.page_table, rows.context_lens, path, counts, is_chain=tree.is_chain
@@ -144,10 +145,22 @@ def split_captured(
 
 
 @jax.named_scope("accept")
+def _controlled(
+    tree: DraftTree, logits: Array, call: Call, state: EngineState, target: Decoder
+) -> Array:
+    """Raw target logits [R, N, V / shards] with bias and penalties, of each node's own path."""
+    rows, controls = state.rows, state.controls
+    if not call.controls or controls is None:
+        return logits
+    history = History(rows.tokens, rows.context_lens + 1, path_tokens(tree))
+    return control_logits(logits, controls, history, rows.stop_tokens, target.layout)
+
+
+@jax.named_scope("accept")
 def accept(
     tree: DraftTree, logits: Array, call: Call, state: EngineState, target: Decoder
 ) -> Accepted:
-    """Apply the acceptance rule to raw target logits [R, N, V / shards]."""
+    """Apply the acceptance rule to the target's logits [R, N, V / shards], not yet processed."""
     rows, layout = state.rows, target.layout
     processed = process_logits(
         logits, rows.sampling, layout, greedy=call.greedy, kernels=call.kernels
@@ -212,8 +225,12 @@ def _output(
     logprobs = hidden = None
     if call.logprobs:
         at_path = jnp.take_along_axis(scores.logits, path[..., None], axis=1)
-        logprobs = token_logprobs(at_path, accepted.tokens, target)
-        logprobs = jnp.pad(logprobs, ((0, 0), (0, room)))
+        logprobs = token_logprobs(
+            at_path, accepted.tokens, call.top_logprobs, target.layout, call.kernels
+        )
+        logprobs = jax.tree.map(
+            lambda x: jnp.pad(x, ((0, 0), (0, room), *((0, 0),) * (x.ndim - 2))), logprobs
+        )
     if scores.hidden is not None:
         hidden = jnp.take_along_axis(scores.hidden, path[..., None], axis=1)
         hidden = jnp.pad(hidden, ((0, 0), (0, room), (0, 0)))
@@ -225,9 +242,3 @@ def _output(
         logprobs=logprobs,
         hidden=hidden,
     )
-
-
-def token_logprobs(logits: Array, tokens: Array, target: Decoder) -> Array:
-    """log softmax(raw logits [..., V / shards]) at ``tokens`` [...]: float32 [...]."""
-    own = collectives.take(logits, tokens, target.layout)
-    return own - collectives.log_sum_exp(logits, target.layout)
