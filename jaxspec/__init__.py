@@ -8,7 +8,7 @@ from jaxspec.engine import Engine
 from jaxspec.functional import EngineParams, admit, decode, init_state, prefill, release
 from jaxspec.llm import LLM, Completion, TextChunk, check_prompts
 from jaxspec.loading import BUILT_IN_HEAD, BUILT_IN_MODEL, load
-from jaxspec.sampling import make_sampling
+from jaxspec.sampling import make_controls, make_sampling
 from jaxspec.scheduling.requests import SamplingParams
 from jaxspec.sharding import make_mesh
 from jaxspec.state import Ending, Status
@@ -40,6 +40,7 @@ __all__ = [
     "decode",
     "init_state",
     "load",
+    "make_controls",
     "make_mesh",
     "make_sampling",
     "prefill",

@@ -322,8 +322,8 @@ def _completions(run: Run, outputs: list[list[int]], texts: list[str]) -> Iterat
 _FINISH_REASONS = MappingProxyType({Ending.STOP: "stop", Ending.LENGTH: "length"})
 _ERRORS = MappingProxyType(
     {
-        Ending.NOT_FINITE: "the model's logits were not finite numbers: its weights are broken, or "
-        "its dtype is too narrow for them",
+        Ending.NOT_FINITE: "the model's logits were not finite numbers: its weights are broken, "
+        "its dtype is too narrow for them, or the request's options allow no token",
         Ending.TOO_LONG: "the prompt and its limit do not fit the cache",
         Ending.NOT_GREEDY: "a sampled request ran in a program for greedy ones",
         Ending.UNCONTROLLED: "a request with penalties or bias ran in a program without them",
