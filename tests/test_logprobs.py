@@ -86,7 +86,7 @@ def test_they_are_those_of_the_raw_logits(drafter: str, monkeypatch: pytest.Monk
 def test_what_is_not_asked_for_is_not_emitted():
     params = make_params("none", TREE)
     state = empty_state(params, 3, LENGTH, 4)
-    _, emitted = jax.eval_shape(lambda *args: functional.decode(*args, 1), params, state)
+    _, emitted = jax.eval_shape(lambda state: functional.decode(params, state, 1), state)
     for name in ("logprobs", "top_tokens", "top_logprobs", "prompt"):
         assert getattr(emitted, name) is None
 
