@@ -12,7 +12,7 @@ if TYPE_CHECKING:  # what a type checker sees; at run time a name loads its modu
     from jaxspec.generation import Generation
     from jaxspec.llm import LLM, Completion, TextChunk, check_prompts
     from jaxspec.loading import BUILT_IN_HEAD, BUILT_IN_MODEL, load
-    from jaxspec.sampling import make_sampling
+    from jaxspec.sampling import make_controls, make_sampling
     from jaxspec.scheduling.requests import SamplingParams
     from jaxspec.sharding import make_mesh
     from jaxspec.state import Ending, Status
@@ -30,7 +30,7 @@ __getattr__, __dir__ = lazy_names(
         "jaxspec.generation": ("Generation",),
         "jaxspec.llm": ("LLM", "Completion", "TextChunk", "check_prompts"),
         "jaxspec.loading": ("BUILT_IN_HEAD", "BUILT_IN_MODEL", "load"),
-        "jaxspec.sampling": ("make_sampling",),
+        "jaxspec.sampling": ("make_controls", "make_sampling"),
         "jaxspec.scheduling.requests": ("SamplingParams",),
         "jaxspec.sharding": ("make_mesh",),
         "jaxspec.state": ("Ending", "Status"),
@@ -60,6 +60,7 @@ __all__ = [
     "decode",
     "init_state",
     "load",
+    "make_controls",
     "make_mesh",
     "make_sampling",
     "prefill",

@@ -168,8 +168,8 @@ class Engine:
                 raise ValueError(f"stop_token_ids may have at most {MOST_STOPS} tokens")
 
     def stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
-        own = self.params.target.config.stop_token_ids
-        return own if params.stop_token_ids is None else params.stop_token_ids
+        """Tokens that end a request's text."""
+        return params.stops(self.params.target.config.stop_token_ids)
 
     def add(
         self,

@@ -50,7 +50,7 @@ class PlanRunner:
             prompt=tuple(sequence.tokens),
             max_len=sequence.limit,
             sampling=sampling,
-            stop_token_ids=self.stop_ids(sampling),
+            stop_token_ids=sampling.stops(self.programs.params.target.config.stop_token_ids),
             table=admission.table,
             cached=admission.cached,
         )

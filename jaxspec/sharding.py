@@ -36,8 +36,8 @@ LOGICAL_AXES: Mapping[str, str] = MappingProxyType(
 # Logical axes that are never split.
 WHOLE_AXES = frozenset(
     (
-        *("depth", "draft_ids", "embed_rows", "features", "group", "head_dim", "hidden", "length"),
-        *("nodes", "rounds", "slot", "stops", "table", "two", "words"),
+        *("alternatives", "depth", "draft_ids", "embed_rows", "features", "group", "head_dim"),
+        *("hidden", "length", "nodes", "rounds", "slot", "stops", "table", "two", "words"),
     )
 )
 

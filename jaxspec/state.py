@@ -9,7 +9,7 @@ from jax import Array
 from jaxspec.cache import ModelState
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.pytree import Pytree, array, pytree, static
-from jaxspec.sampling import Sampling
+from jaxspec.sampling import Controls, Sampling
 
 
 class Status(enum.IntEnum):
@@ -27,13 +27,20 @@ class Ending(enum.IntEnum):
     NONE = 0  # it is not done
     STOP = 1  # its last token is a stop token
     LENGTH = 2  # it has reached its limit of tokens
-    NOT_FINITE = 3  # error: the model's logits were NaN or infinite
+    NOT_FINITE = 3  # error: the logits were NaN or infinite, or no token was allowed
     TOO_LONG = 4  # error: its prompt or its limit does not fit its pages or its token buffer
     NOT_GREEDY = 5  # error: it samples, but the call was for greedy rows only
     MISPLACED = 6  # error, emitted only: listed in another device's part of ``rows``; unchanged
+    UNCONTROLLED = 7  # error: it has controls, but the call applied none
 
 
-ERRORS = (Ending.NOT_FINITE, Ending.TOO_LONG, Ending.NOT_GREEDY, Ending.MISPLACED)
+ERRORS = (
+    Ending.NOT_FINITE,
+    Ending.TOO_LONG,
+    Ending.NOT_GREEDY,
+    Ending.MISPLACED,
+    Ending.UNCONTROLLED,
+)
 
 
 @pytree
@@ -110,14 +117,31 @@ class EngineState(Pytree):
     """A pool and the rows that use it.
 
     Attributes:
+      controls: bias and penalties of the R rows, which only ``admit`` changes; None if the state
+        was made without them.
       capacity: the speculation config that the state was made for: the largest tree and the rules.
       drafter: the kind of drafter that the state was made for.
     """
 
     pool: Pool
     rows: Rows
+    controls: Controls | None = None
     capacity: SpeculationConfig = static()
     drafter: str = static()
+
+
+@pytree
+class PromptLogprobs(Pytree):
+    """Of the prompt's tokens, under the model's raw logits.
+
+    Entry ``t`` of a row belongs to the token after the ``t``-th that the call read; there is none
+    for the first token of a prompt. Entries are valid where ``valid`` is true.
+    """
+
+    valid: Array = array("batch", "length")  # bool [B, T]
+    logprobs: Array = array("batch", "length")  # float32 [B, T]
+    top_tokens: Array | None = array("batch", "length", "alternatives")  # int32 [B, T, K]
+    top_logprobs: Array | None = array("batch", "length", "alternatives")  # float32 [B, T, K]
 
 
 @pytree
@@ -126,7 +150,7 @@ class Emitted(Pytree):
 
     It is small and never donated, so the host can read it while the next call runs. C is the
     largest number of rounds of the call, A the most tokens that a round may commit, B the rows of
-    the call.
+    the call, K the alternatives that were asked for, the likeliest first.
     """
 
     num_rounds: Array = array()  # int32 [], rounds that were run
@@ -138,6 +162,9 @@ class Emitted(Pytree):
     ending: Array = array("batch")  # int32 [B] of Ending
     logprobs: Array | None = array("rounds", "batch", "depth")  # float32 [C, B, A], if asked for
     hidden: Array | None = array("rounds", "batch", "depth", "hidden")  # [C, B, A, n * H]
+    top_tokens: Array | None = array("rounds", "batch", "depth", "alternatives")  # int32 [C,B,A,K]
+    top_logprobs: Array | None = array("rounds", "batch", "depth", "alternatives")  # float32
+    prompt: PromptLogprobs | None = None
 
 
 def empty_statistics(num_rows: int, max_depth: int) -> Statistics:

@@ -56,11 +56,13 @@ DRAFTERS = ("ngram", "draft_model", "eagle3", "eagle1")
 PREFILL_WIDTH, NEW_TOKENS = 32, 256
 MAX_LENGTH = PREFILL_WIDTH + NEW_TOKENS
 
-_CHOICES = ("greedy", "logprobs", "hidden")
+_CHOICES = ("greedy", "controls", "logprobs", "top_logprobs", "prompt_logprobs", "hidden")
 jit_admit = jax.jit(admit, compiler_options=FAST_COMPILE)
 jit_prefill = jax.jit(prefill, static_argnames=("width", *_CHOICES), compiler_options=FAST_COMPILE)
 jit_decode = jax.jit(
-    decode, static_argnames=("max_rounds", "shape", *_CHOICES), compiler_options=FAST_COMPILE
+    decode,
+    static_argnames=("max_rounds", "shape", *(name for name in _CHOICES if "prompt" not in name)),
+    compiler_options=FAST_COMPILE,
 )
 
 
@@ -241,12 +243,12 @@ def admit_prompts(
 
 
 def read_prompts(
-    params: EngineParams, state: EngineState, chunk: int = PREFILL_WIDTH, *, greedy: bool = False
+    params: EngineParams, state: EngineState, chunk: int = PREFILL_WIDTH, **options: Any
 ) -> EngineState:
     """Prefill all rows that were admitted, at most ``chunk`` tokens of each a call."""
     counts = np.full(state.rows.status.shape, chunk, np.int32)
     while (state.rows.status == Status.READING).any():
-        state, _ = jit_prefill(params, state, None, counts, width=PREFILL_WIDTH, greedy=greedy)
+        state, _ = jit_prefill(params, state, None, counts, width=PREFILL_WIDTH, **options)
     return state
 
 

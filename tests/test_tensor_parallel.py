@@ -13,9 +13,9 @@ import pytest
 from jaxspec import functional
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.functional import EngineParams
-from jaxspec.sampling import Sampling, make_sampling
+from jaxspec.sampling import Sampling, make_controls, make_sampling
 from jaxspec.sharding import make_mesh
-from jaxspec.state import Emitted, Ending, EngineState, Status
+from jaxspec.state import Emitted, Ending, EngineState, Rows, Status
 from tests.layouts import on_mesh
 from tests.marks import slow
 from tests.programs import decode_hlo, new_jit, traces
@@ -128,6 +128,61 @@ def test_sharding_changes_nothing(name: str, model: int, data: int, shard_drafte
     for found, expected in zip(jax.tree.leaves(emitted), jax.tree.leaves(one_emitted), strict=True):
         np.testing.assert_array_equal(found, expected)
     assert name in ("none", "ngram") or accepted[:, 1].sum() > 0
+
+
+def generate_controlled(params: EngineParams, state: EngineState, prompts: Any, counts: Any):
+    """Every control, and every log-probability, beside a row without controls."""
+    vocab = TARGET.vocab_size
+    state = functional.admit(
+        params, state, jnp.arange(BATCH), prompts, counts,
+        sampling=make_sampling(BATCH, temperature=jnp.array([0.0, 0.8, 0.8, 0.0])),
+        controls=make_controls(
+            BATCH,
+            vocab,
+            bias=jnp.where(jnp.arange(BATCH)[:, None] == 1, jnp.arange(vocab) % 7 * 0.5, 0.0),
+            repetition_penalty=jnp.array([1.0, 1.0, 1.5, 1.2]),
+            frequency_penalty=jnp.array([0.0, 0.5, 0.0, 0.5]),
+            prompt_lens=counts,
+            min_tokens=jnp.array([0, 9, 0, 12]),
+        ),
+        stop_token_ids=tuple(range(90, 94)),
+    )  # fmt: skip
+    ask: Any = {"controls": True, "logprobs": True, "top_logprobs": 4}
+    state, read = functional.prefill(params, state, width=PROMPT, prompt_logprobs=True, **ask)
+    return *functional.decode(params, state, LENGTH, **ask), read
+
+
+@functools.cache
+def run_controlled(name: str, model: int = 1, data: int = 1) -> tuple[Rows, list[Emitted]]:
+    params = one_device(name)
+    if model * data > 1:
+        params = on_mesh(params, make_mesh(model, data), shard_drafter=False)
+    prompts = np.random.default_rng(1).integers(
+        TARGET.vocab_size, size=(BATCH, PROMPT), dtype=np.int32
+    )
+    state = functional.init_state(params, BATCH, LENGTH, page_size=PAGE_SIZE, controls=True)
+    counts = np.array([PROMPT, 5, PROMPT, 2], np.int32)
+    state, *emitted = jax.device_get(new_jit(generate_controlled)(params, state, prompts, counts))
+    return state.rows, emitted
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "data"),
+    [slow("ngram", 2, 2), slow("eagle3 tree", 4, 1), slow("eagle3 tree", 2, 2)],
+)
+def test_sharding_changes_no_control_and_no_log_probability(name: str, model: int, data: int):
+    rows, emitted = run_controlled(name, model, data)
+    one_rows, one_emitted = run_controlled(name)
+    np.testing.assert_array_equal(rows.tokens, one_rows.tokens)
+    np.testing.assert_array_equal(rows.tokens, run_controlled("none")[0].tokens)
+    np.testing.assert_array_equal(rows.stats.accepted, one_rows.stats.accepted)
+    for found, expected in zip(emitted, one_emitted, strict=True):
+        np.testing.assert_array_equal(found.top_tokens, expected.top_tokens)
+        for field in ("logprobs", "top_logprobs"):
+            np.testing.assert_allclose(getattr(found, field), getattr(expected, field), atol=1e-5)
+    for field in ("valid", "logprobs", "top_tokens", "top_logprobs"):
+        parts = [getattr(one[-1].prompt, field) for one in (emitted, one_emitted)]
+        np.testing.assert_allclose(*parts, atol=1e-5)
 
 
 @pytest.mark.parametrize(("name", "data"), [("none", 1), slow("eagle3", 1), slow("eagle3", 2)])

@@ -38,6 +38,7 @@ def draft(
     shape: TreeShape | None = None,
     columns: int | None = None,
     greedy: bool = False,
+    controls: bool = False,
 ) -> tuple[EngineState, DraftTree]:
     """Draft a tree for some rows: the first half of a round.
 
@@ -47,15 +48,15 @@ def draft(
     Args:
       rows: [B] distinct row indices, as in prefill; trees of padding, and of rows that are not
         decoding, have no meaning. None: all rows.
-      shape, columns, greedy: see decode.
+      shape, columns, greedy, controls: see decode.
 
     Returns the state, and the trees of the B rows, all of one width N.
 
     Raises ValueError for a shape that the engine has no room for, and for a list of rows that
     cannot be split over the devices.
     """
-    params.check(state)
-    call = params.call(shape, greedy=greedy)
+    params.check(state, controls=controls)
+    call = params.call(shape, greedy=greedy, controls=controls)
     rows, spec = _listed(params, state, rows)
     function = functools.partial(_draft, call, columns)
     run = functools.partial(on_mesh, function, params, state, (rows,), spec)
@@ -76,7 +77,9 @@ def verify_drafts(
     shape: TreeShape | None = None,
     columns: int | None = None,
     greedy: bool = False,
+    controls: bool = False,
     logprobs: bool = False,
+    top_logprobs: int = 0,
     hidden: tuple[int, ...] = (),
 ) -> tuple[EngineState, Emitted]:
     """Verify trees under masks, and commit: the second half of a round.
@@ -90,15 +93,22 @@ def verify_drafts(
       masks: uint32 [B, N, ceil(V / 32)]; bit ``t % 32`` of word ``t // 32`` says whether token
         ``t`` may follow the node. All ones: no restriction. A row that reaches an empty mask ends
         as NOT_FINITE.
-      rows, shape, columns, greedy: as they were given to draft.
-      logprobs, hidden: see decode.
+      rows, shape, columns, greedy, controls: as they were given to draft.
+      logprobs, top_logprobs, hidden: see decode.
 
     Returns the state, and what the B rows emitted in this round.
 
     Raises ValueError for masks of another shape or dtype, and for a tree of another call.
     """
-    params.check(state)
-    call = params.call(shape, greedy=greedy, logprobs=logprobs, hidden=hidden)
+    params.check(state, controls=controls)
+    call = params.call(
+        shape,
+        greedy=greedy,
+        controls=controls,
+        logprobs=logprobs,
+        top_logprobs=top_logprobs,
+        hidden=hidden,
+    )
     rows, specs = _listed(params, state, rows)
     masks = jnp.asarray(masks)
     batch = state.rows.status.shape if rows is None else rows.shape
@@ -142,7 +152,7 @@ def _draft(
     rows: Array | None,
 ) -> tuple[EngineState, DraftTree]:
     chosen, index = choose_rows(params, state, rows, columns)
-    chosen = chosen.replace(rows=rows_to_decode(call, chosen.rows))
+    chosen = rows_to_decode(call, chosen)
     if room_when_behind(params, call, chosen) is not None:
         chosen = catch_up(params, call, chosen)
     tree, after = draft_tree(params.target, params.drafter, call, chosen)
@@ -150,7 +160,8 @@ def _draft(
     if index is None:
         return after.replace(rows=widened(own, after.rows)), tree
     changed = widened(take_rows(own, index), after.rows)
-    return after.replace(rows=put_rows(own, index, changed)), tree
+    rows_after = put_rows(own, index, changed)
+    return after.replace(rows=rows_after, controls=state.controls), tree
 
 
 def _verify(
@@ -164,15 +175,19 @@ def _verify(
 ) -> tuple[EngineState, Emitted]:
     chosen, index = choose_rows(params, state, rows, columns)
     after, output = verify_tree(params.target, params.drafter, call, chosen, tree, masks)
+    output = jax.tree.map(lambda x: x[None], output)  # one round
+    logprobs, top_tokens, top_logprobs = output.logprobs or (None, None, None)
     emitted = Emitted(
         num_rounds=jnp.int32(1),
-        tokens=output.tokens[None],
-        counts=output.counts[None],
-        accepted=output.accepted[None],
-        drafted=output.drafted[None],
+        tokens=output.tokens,
+        counts=output.counts,
+        accepted=output.accepted,
+        drafted=output.drafted,
         status=after.rows.status,
         ending=after.rows.ending,
-        logprobs=None if output.logprobs is None else output.logprobs[None],
-        hidden=None if output.hidden is None else output.hidden[None],
+        logprobs=logprobs,
+        hidden=output.hidden,
+        top_tokens=top_tokens,
+        top_logprobs=top_logprobs,
     )
     return put_chosen(params, state, rows, index, after, emitted)

@@ -22,10 +22,11 @@ from jaxspec.functional.subset import (
     put_rows,
     take_rows,
 )
+from jaxspec.sampling import Logprobs
 from jaxspec.sharding import partition_specs
 from jaxspec.speculation.call import Call
 from jaxspec.speculation.round import RoundOutput, run_round
-from jaxspec.state import Emitted, Ending, EngineState, Rows, Status
+from jaxspec.state import Emitted, Ending, EngineState, PromptLogprobs, Rows, Status
 
 
 def decode(
@@ -38,7 +39,9 @@ def decode(
     shape: TreeShape | None = None,
     columns: int | None = None,
     greedy: bool = False,
+    controls: bool = False,
     logprobs: bool = False,
+    top_logprobs: int = 0,
     hidden: tuple[int, ...] = (),
 ) -> tuple[EngineState, Emitted]:
     """Run up to ``num_rounds`` rounds. Stops early when no row can go on.
@@ -52,21 +55,31 @@ def decode(
       columns: width of the page table that the program sees, None: all of it. Rows that would
         outgrow it wait.
       greedy: compile a program without sampling. A row that samples ends as NOT_GREEDY.
+      controls: compile a program that applies the rows' controls (see sampling.make_controls). In
+        another call a row that has some ends as UNCONTROLLED.
       logprobs: emit the log-probability of every token under the model's raw logits.
+      top_logprobs: the number of likeliest tokens to emit beside every token, with ``logprobs``.
       hidden: target hidden states to emit with every token, at the position it was sampled from:
         ``i`` is the residual stream after ``i`` layers, -1 the state after the final norm.
 
     Returns the state, and what was emitted in each round.
 
-    Raises ValueError for a shape that the engine has no room for, and for a traced number of rounds
-    without ``max_rounds``.
+    Raises ValueError for a shape that the engine has no room for, for a traced number of rounds
+    without ``max_rounds``, and for controls if the state has none.
     """
-    params.check(state)
+    params.check(state, controls=controls)
     if max_rounds is None:
         if isinstance(num_rounds, Tracer):
             raise ValueError("num_rounds is traced: give max_rounds, an int, as well")
         max_rounds = int(np.asarray(num_rounds))
-    call = params.call(shape, greedy=greedy, logprobs=logprobs, hidden=hidden)
+    call = params.call(
+        shape,
+        greedy=greedy,
+        controls=controls,
+        logprobs=logprobs,
+        top_logprobs=top_logprobs,
+        hidden=hidden,
+    )
     function = functools.partial(_decode, call, max(1, max_rounds), columns)
     limit = jnp.minimum(jnp.asarray(num_rounds, jnp.int32), max_rounds)
     if rows is not None:
@@ -104,6 +117,9 @@ def _settle(params: EngineParams, state: EngineState, rows: Array) -> EngineStat
 def emitted_specs(params: EngineParams, call: Call) -> Emitted:
     """Partition specs of a call's Emitted."""
     array = jnp.zeros(())
+    top = array if call.top_logprobs else None
+    prompt = PromptLogprobs(valid=array, logprobs=array, top_tokens=top, top_logprobs=top)
+    top = top if call.logprobs else None
     emitted = Emitted(
         num_rounds=array,
         tokens=array,
@@ -114,22 +130,41 @@ def emitted_specs(params: EngineParams, call: Call) -> Emitted:
         ending=array,
         logprobs=array if call.logprobs else None,
         hidden=array if call.hidden else None,
+        top_tokens=top,
+        top_logprobs=top,
+        prompt=prompt if call.prompt_logprobs else None,
     )
     return partition_specs(emitted, params.layout)
 
 
-def refuse_sampling(rows: Rows, chosen: Array) -> Rows:
-    """The rows; of those ``chosen`` (bool [R]), rows that sample are DONE with NOT_GREEDY."""
-    refused = chosen & rows.sampling.drawn
+def refuse_rows(call: Call, state: EngineState, status: Status) -> EngineState:
+    """The state with the rows of ``status`` DONE that this kind of call cannot serve.
+
+    Rows that sample end a greedy call with NOT_GREEDY, rows with controls end one that applies none
+    with UNCONTROLLED.
+    """
+    rows, controls = state.rows, state.controls
+    if call.greedy:
+        rows = _refuse(rows, (rows.status == status) & rows.sampling.drawn, Ending.NOT_GREEDY)
+    if controls is not None and not call.controls:
+        rows = _refuse(rows, (rows.status == status) & controls.used, Ending.UNCONTROLLED)
+    return state.replace(rows=rows)
+
+
+def _refuse(rows: Rows, refused: Array, ending: Ending) -> Rows:
     return rows.replace(
         status=jnp.where(refused, Status.DONE, rows.status),
-        ending=jnp.where(refused, Ending.NOT_GREEDY, rows.ending),
+        ending=jnp.where(refused, ending, rows.ending),
     )
 
 
-def rows_to_decode(call: Call, rows: Rows) -> Rows:
-    """The rows as the rounds of a call see them: none samples in a greedy call."""
-    return refuse_sampling(rows, rows.active) if call.greedy else _without_idle_sampling(rows)
+def rows_to_decode(call: Call, state: EngineState) -> EngineState:
+    """The state as the rounds of a call see it: without rows that this kind of call cannot serve,
+    and without work for idle ones."""
+    state = refuse_rows(call, state, Status.DECODING)
+    if call.greedy:
+        return state
+    return state.replace(rows=_without_idle_sampling(state.rows))
 
 
 def room_when_behind(params: EngineParams, call: Call, state: EngineState) -> int | None:
@@ -158,7 +193,7 @@ class _Record(NamedTuple):
     """What the rounds so far emitted. The integers share one array, written in one launch."""
 
     integers: Array  # int32 [C, R, A + 3]: tokens, count, accepted, drafted
-    logprobs: Array | None  # [C, R, A]
+    logprobs: Logprobs | None  # [C, R, A] each
     hidden: Array | None  # [C, R, A, n * H]
 
     def with_round(self, index: Array, output: RoundOutput) -> "_Record":
@@ -191,12 +226,13 @@ def _decode(
 def _run_rounds(
     call: Call, max_rounds: int, params: EngineParams, state: EngineState, limit: Array
 ) -> tuple[EngineState, Emitted]:
-    state = state.replace(rows=rows_to_decode(call, state.rows))
+    state = rows_to_decode(call, state)
     room = room_when_behind(params, call, state)
     loop = _loop(params, call) if room is None else _loop_catching_up(params, call, room)
     start = _Carry(jnp.int32(0), state, _empty_record(params, call, state, max_rounds))
     index, state, record = loop(start, limit)
     *_, counts, accepted, drafted = jnp.moveaxis(record.integers, -1, 0)
+    logprobs, top_tokens, top_logprobs = record.logprobs or (None, None, None)
     return state, Emitted(
         num_rounds=index,
         tokens=record.integers[..., :-3],
@@ -205,8 +241,10 @@ def _run_rounds(
         drafted=drafted,
         status=state.rows.status,
         ending=state.rows.ending,
-        logprobs=record.logprobs,
+        logprobs=logprobs,
         hidden=record.hidden,
+        top_tokens=top_tokens,
+        top_logprobs=top_logprobs,
     )
 
 
@@ -216,9 +254,16 @@ def _empty_record(params: EngineParams, call: Call, state: EngineState, max_roun
     hidden_size = len(call.hidden) * params.target.config.hidden_size
     return _Record(
         integers=jnp.zeros((*size[:2], width + 3), jnp.int32),
-        logprobs=jnp.zeros(size, jnp.float32) if call.logprobs else None,
+        logprobs=_empty_logprobs(size, call.top_logprobs) if call.logprobs else None,
         hidden=jnp.zeros((*size, hidden_size), params.target.dtype) if call.hidden else None,
     )
+
+
+def _empty_logprobs(size: tuple[int, ...], alternatives: int) -> Logprobs:
+    own, wide = jnp.zeros(size, jnp.float32), (*size, alternatives)
+    if not alternatives:
+        return Logprobs(own, None, None)
+    return Logprobs(own, jnp.zeros(wide, jnp.int32), jnp.zeros(wide, jnp.float32))
 
 
 Loop = Callable[[_Carry, Array], _Carry]

@@ -56,13 +56,16 @@ class EngineParams(Pytree):
         shape: TreeShape | None = None,
         *,
         greedy: bool = False,
+        controls: bool = False,
         logprobs: bool = False,
+        top_logprobs: int = 0,
+        prompt_logprobs: bool = False,
         hidden: tuple[int, ...] = (),
     ) -> Call:
         """The static options of one call; ``shape`` None: the largest tree.
 
-        Raises ValueError for a shape that the engine has no room for, or layers that the target
-        does not have.
+        Raises ValueError for a shape that the engine has no room for, layers that the target does
+        not have, or more alternatives than there are tokens.
         """
         if isinstance(shape, SpeculationConfig):
             raise ValueError(
@@ -76,16 +79,35 @@ class EngineParams(Pytree):
         speculation = self.speculation
         if shape is not None and shape.shape != speculation.shape:
             speculation = speculation.with_shape(shape.shape)
+        vocab = self.target.config.vocab_size
+        if not 0 <= top_logprobs <= vocab:
+            raise ValueError(f"top_logprobs must be 0 to {vocab}, got {top_logprobs}")
+        if top_logprobs and not (logprobs or prompt_logprobs):
+            raise ValueError("top_logprobs needs logprobs=True or prompt_logprobs=True beside it")
         layers = self.target.config.num_layers
         if not set(hidden) <= set(range(-1, layers + 1)):
             raise ValueError(
                 f"hidden states {list(hidden)} cannot be given: the target has 0 to {layers}, and "
                 "-1, the one after the final norm"
             )
-        return Call(speculation, greedy, self.kernels, logprobs, tuple(hidden))
+        return Call(
+            speculation,
+            greedy,
+            self.kernels,
+            logprobs,
+            tuple(hidden),
+            top_logprobs,
+            prompt_logprobs,
+            controls,
+        )
 
-    def check(self, state: EngineState) -> None:
-        """Raises ValueError for a state that was made with other options than these."""
+    def check(self, state: EngineState, *, controls: bool = False) -> None:
+        """Raises ValueError for a state that was made with other options than these, and for one
+        without controls where they are needed."""
+        if controls and state.controls is None:
+            raise ValueError(
+                "the state has no room for controls: make it with init_state(..., controls=True)"
+            )
         if state.capacity != self.speculation:
             raise ValueError(
                 f"the state was made for {state.capacity}, these parameters have "

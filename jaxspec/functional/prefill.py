@@ -2,21 +2,33 @@
 
 import functools
 
+import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from jaxspec import collectives
-from jaxspec.functional.decode import emitted_specs, refuse_sampling
+from jaxspec.functional.decode import emitted_specs, refuse_rows
 from jaxspec.functional.params import EngineParams, Integers, on_mesh, row_spec
 from jaxspec.functional.subset import check_split, choose_rows, put_chosen
 from jaxspec.models import decoder
-from jaxspec.sampling import perturb, process_logits, vocab_ids
+from jaxspec.models.decoder import Decoder
+from jaxspec.sampling import (
+    History,
+    Logprobs,
+    control_logits,
+    perturb,
+    process_logits,
+    token_logprobs,
+    vocab_ids,
+)
 from jaxspec.speculation.call import Call
 from jaxspec.speculation.drafters import PrefillChunk
 from jaxspec.speculation.drafters.paged import causal_attend, prompt_tokens
-from jaxspec.speculation.round import split_captured, token_logprobs
+from jaxspec.speculation.round import split_captured
 from jaxspec.speculation.token_masks import check_masks, restrict
-from jaxspec.state import Emitted, Ending, EngineState, Status
+from jaxspec.state import Emitted, Ending, EngineState, PromptLogprobs, Status
+
+SCORED_AT_ONCE = 256  # prompt tokens whose logits are in memory together, for their logprobs
 
 
 def prefill(
@@ -28,7 +40,10 @@ def prefill(
     width: int,
     columns: int | None = None,
     greedy: bool = False,
+    controls: bool = False,
     logprobs: bool = False,
+    top_logprobs: int = 0,
+    prompt_logprobs: bool = False,
     hidden: tuple[int, ...] = (),
     masks: Array | None = None,
 ) -> tuple[EngineState, Emitted]:
@@ -46,19 +61,28 @@ def prefill(
       columns: width of the page table that the program sees, None: all of it. The rows and the
         chunk must fit it.
       greedy: compile a program without sampling. A row that samples ends as NOT_GREEDY.
-      logprobs, hidden: see decode.
+      controls, logprobs, top_logprobs, hidden: see decode.
+      prompt_logprobs: emit the log-probabilities of the prompt's own tokens, and ``top_logprobs``
+        alternatives of each (see state.PromptLogprobs).
       masks: uint32 [B, ceil(V / 32)], the tokens that each row may sample at the end of its prompt
         (see speculation.token_masks); None: all.
 
     Returns the state, and what the B rows emitted: at most one token each. ``num_rounds`` is 0.
 
     Raises ValueError for a width below 1, for a list of rows that cannot be split over the
-    devices, and for masks of another shape or dtype.
+    devices, for controls if the state has none, and for masks of another shape or dtype.
     """
-    params.check(state)
+    params.check(state, controls=controls)
     if width < 1:
         raise ValueError(f"width must be at least 1, got {width}")
-    call = params.call(greedy=greedy, logprobs=logprobs, hidden=hidden)
+    call = params.call(
+        greedy=greedy,
+        controls=controls,
+        logprobs=logprobs,
+        top_logprobs=top_logprobs,
+        prompt_logprobs=prompt_logprobs,
+        hidden=hidden,
+    )
     if rows is not None:
         check_split(params, rows, state.rows.status.shape[0])
         rows = jnp.asarray(rows, jnp.int32)
@@ -85,9 +109,7 @@ def _prefill(
     masks: Array | None,
 ) -> tuple[EngineState, Emitted]:
     chosen, index = choose_rows(params, state, rows, columns)
-    if call.greedy:
-        refused = refuse_sampling(chosen.rows, chosen.rows.status == Status.READING)
-        chosen = chosen.replace(rows=refused)
+    chosen = refuse_rows(call, chosen, Status.READING)
     read, emitted = _read_chunk(call, width, params, chosen, counts, masks)
     return put_chosen(params, state, rows, index, read, emitted)
 
@@ -124,8 +146,9 @@ def _read_chunk(
     logits = decoder.logits(target, jnp.take_along_axis(hidden, last, axis=1), call.kernels)
     ends = reading & (counts == left)
     legal = logits if masks is None else restrict(logits, masks[:, None], target.layout)
-    roots = _sample(legal, state, rows.context_lens + counts, call, params)
-    finite = collectives.all_finite(legal, target.layout)[:, 0]
+    controlled = _controlled(legal, state, rows.context_lens + counts, call, params)
+    roots = _sample(controlled, state, rows.context_lens + counts, call, params)
+    finite = collectives.all_finite(controlled, target.layout)[:, 0]
     draft = params.drafter.prefill(
         target, state, PrefillChunk(tokens=run.tokens, counts=counts), features, call
     )
@@ -146,7 +169,14 @@ def _read_chunk(
         draft=draft.rows,
     )
     asked = None if asked is None else jnp.take_along_axis(asked, last, axis=1)[None]
-    own = token_logprobs(logits, roots[:, None], target)[None] if call.logprobs else None
+    own = top_tokens = top_logprobs = prompt = None
+    if call.logprobs:
+        scores = token_logprobs(
+            logits, roots[:, None], call.top_logprobs, target.layout, call.kernels
+        )
+        own, top_tokens, top_logprobs = jax.tree.map(lambda x: x[None], scores)
+    if call.prompt_logprobs:
+        prompt = _prompt_logprobs(hidden, state, counts, call, target)
     none = jnp.zeros_like(counts)[None]
     emitted = Emitted(
         num_rounds=jnp.int32(0),  # no draft was verified
@@ -158,16 +188,64 @@ def _read_chunk(
         ending=after.ending,
         logprobs=own,
         hidden=asked,
+        top_tokens=top_tokens,
+        top_logprobs=top_logprobs,
+        prompt=prompt,
     )
     return state.replace(pool=pool, rows=after), emitted
+
+
+def _controlled(
+    logits: Array, state: EngineState, lens: Array, call: Call, params: EngineParams
+) -> Array:
+    """Raw logits [B, 1, V / shards] after ``lens`` [B] tokens, with the rows' controls applied."""
+    if not call.controls or state.controls is None:
+        return logits
+    rows = state.rows
+    nothing = jnp.zeros((*logits.shape[:2], 0), jnp.int32)
+    history = History(rows.tokens, lens, nothing)
+    return control_logits(logits, state.controls, history, rows.stop_tokens, params.target.layout)
 
 
 def _sample(
     logits: Array, state: EngineState, positions: Array, call: Call, params: EngineParams
 ) -> Array:
-    """Sample [B] tokens at ``positions`` [B] from raw logits [B, 1, V / shards]."""
+    """Sample [B] tokens at ``positions`` [B] from logits [B, 1, V / shards]."""
     sampling, layout = state.rows.sampling, params.target.layout
     processed = process_logits(logits, sampling, layout, greedy=call.greedy, kernels=call.kernels)
     ids = vocab_ids(logits.shape[-1], layout)
     noisy = perturb(processed, sampling, positions[:, None], ids, greedy=call.greedy)
     return collectives.argmax(noisy, layout)[:, 0]
+
+
+def _prompt_logprobs(
+    hidden: Array, state: EngineState, counts: Array, call: Call, target: Decoder
+) -> PromptLogprobs:
+    """Of the tokens after each of a chunk's, from its hidden states [B, T, H].
+
+    Logits are computed for a few positions at a time: all of them would need gigabytes.
+    """
+    rows, (batch, width, _) = state.rows, hidden.shape
+    place = rows.context_lens[:, None] + 1 + jnp.arange(width)
+    valid = (jnp.arange(width) < counts[:, None]) & (place < rows.prompt_lens[:, None])
+    place = jnp.minimum(place, rows.tokens.shape[1] - 1)
+    tokens = jnp.take_along_axis(rows.tokens, place, axis=1)
+    block = min(width, max(1, SCORED_AT_ONCE // batch))
+
+    def in_blocks(x: Array) -> Array:  # [B, T, ...] -> [T / block, B, block, ...]
+        padded = jnp.pad(x, ((0, 0), (0, -width % block), *((0, 0),) * (x.ndim - 2)))
+        return jnp.moveaxis(padded.reshape(batch, -1, block, *x.shape[2:]), 1, 0)
+
+    def whole(x: Array) -> Array:  # the inverse
+        return jnp.moveaxis(x, 0, 1).reshape(batch, -1, *x.shape[3:])[:, :width]
+
+    def score(block: tuple[Array, Array]) -> Logprobs:
+        hidden, tokens = block
+        logits = decoder.logits(target, hidden, call.kernels)
+        return token_logprobs(logits, tokens, call.top_logprobs, target.layout, call.kernels)
+
+    scores = lax.map(score, (in_blocks(hidden), in_blocks(tokens)))
+    own, top_tokens, top_logprobs = jax.tree.map(whole, scores)
+    return PromptLogprobs(
+        valid=valid, logprobs=own, top_tokens=top_tokens, top_logprobs=top_logprobs
+    )

@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec as P
 from jaxspec.cache import Geometry, pages_for, sequential_page_table
 from jaxspec.functional.params import EngineParams, Integers, on_mesh
 from jaxspec.functional.subset import local_rows, put_rows, take_rows
-from jaxspec.sampling import Sampling, make_sampling
-from jaxspec.sharding import named_shardings
+from jaxspec.sampling import Controls, Sampling, make_controls, make_sampling
+from jaxspec.sharding import Layout, named_shardings, partition_specs
 from jaxspec.state import Ending, EngineState, Pool, Rows, Status, empty_statistics
 
 
@@ -25,6 +25,7 @@ def init_state(
     page_table: Array | None = None,
     num_pages: int | None = None,
     max_stops: int = 4,
+    controls: bool = False,
 ) -> EngineState:
     """A state of ``num_rows`` empty rows of at most ``max_length`` tokens each.
 
@@ -33,6 +34,7 @@ def init_state(
         room for ``max_length`` tokens and the tree after them.
       num_pages: total number of pages, null pages included; required with ``page_table``.
       max_stops: most stop tokens of a row.
+      controls: make room for bias and penalties: 4 V bytes a row.
 
     Raises ValueError if the rows cannot be split over the mesh, the table is too narrow, or the
     tree is too deep for a sliding window.
@@ -43,7 +45,9 @@ def init_state(
     if num_pages is None:
         num_pages = num_rows * needed + params.data_parallel
     pool = init_pool(params, num_pages, page_size, num_rows)
-    return init_rows(params, pool, num_rows, max_length, page_table, max_stops=max_stops)
+    return init_rows(
+        params, pool, num_rows, max_length, page_table, max_stops=max_stops, controls=controls
+    )
 
 
 def init_pool(params: EngineParams, num_pages: int, page_size: int, num_rows: int) -> Pool:
@@ -71,6 +75,7 @@ def init_rows(
     page_table: Array | None = None,
     *,
     max_stops: int = 4,
+    controls: bool = False,
 ) -> EngineState:
     """A state of empty rows and a given pool; see init_state.
 
@@ -96,11 +101,24 @@ def init_rows(
         )
     index = jnp.arange(num_rows, dtype=jnp.int32) % (num_rows // shards)
     rows = _empty_rows(params, index, page_table, max_length, max(1, max_stops))
+    own = _no_controls(params, num_rows) if controls else None
     if params.mesh is not None:
-        rows = jax.tree.map(jax.device_put, rows, named_shardings(params.mesh, rows, params.layout))
+        rows, own = (
+            jax.tree.map(jax.device_put, tree, named_shardings(params.mesh, tree, params.layout))
+            for tree in (rows, own)
+        )
     return EngineState(
-        pool=pool, rows=rows, capacity=params.speculation, drafter=params.drafter_name
+        pool=pool,
+        rows=rows,
+        controls=own,
+        capacity=params.speculation,
+        drafter=params.drafter_name,
     )
+
+
+def _no_controls(params: EngineParams, num_rows: int) -> Controls:
+    # A separate array for each field: a shared one would be donated twice.
+    return jax.tree.map(jnp.array, make_controls(num_rows, params.target.local_vocab))
 
 
 def _empty_rows(
@@ -137,6 +155,7 @@ def admit(
     prompt_lens: Integers,
     *,
     sampling: Sampling | None = None,
+    controls: Controls | None = None,
     max_lens: Integers | None = None,
     stop_token_ids: Integers = (),
     page_table: Array | None = None,
@@ -151,6 +170,7 @@ def admit(
       rows: [B] distinct row indices; those outside 0 .. R - 1 are padding.
       prompts: int32 [B, T], of which the first ``prompt_lens`` [B] are the prompt.
       sampling: sampling of the B rows, from make_sampling; greedy by default.
+      controls: bias and penalties of the B rows, from make_controls; none by default.
       max_lens: [B] most tokens of each row, prompt included; by default the length of the token
         buffer.
       stop_token_ids: ids that end a row: a tuple for all rows, or [B, E] padded with -1.
@@ -166,9 +186,10 @@ def admit(
     token buffer or ``prompts``, or if its pages are not in the pool. A row whose prompt is as long
     as its limit still gets the token after the prompt.
 
-    Raises ValueError for shapes that do not fit.
+    Raises ValueError for shapes that do not fit, and for controls if the state has no room for
+    them.
     """
-    params.check(state)
+    params.check(state, controls=controls is not None)
     rows, prompts = jnp.asarray(rows, jnp.int32), jnp.asarray(prompts, jnp.int32)
     batch, length = rows.shape[0], state.rows.tokens.shape[1]
     if prompts.shape[1] > length:
@@ -187,8 +208,24 @@ def admit(
         "page_table": page_table,
         "cached_lens": jnp.zeros(batch) if cached_lens is None else jnp.asarray(cached_lens),
     }
-    function = functools.partial(_admit, may_wait)
-    return on_mesh(function, params, state, (rows, arrived), (P(), P()), None)
+    if controls is not None:
+        controls = _padded_controls(params, controls, batch)
+    # Every device gets all arriving rows, but only its own part of the vocabulary.
+    controls_spec = partition_specs(controls, Layout(vocab=params.layout.vocab))
+    arguments, specs = (rows, arrived, controls), (P(), P(), controls_spec)
+    return on_mesh(functools.partial(_admit, may_wait), params, state, arguments, specs, None)
+
+
+def _padded_controls(params: EngineParams, controls: Controls, batch: int) -> Controls:
+    """With the vocabulary as wide as the target's arrays. Raises ValueError for other shapes."""
+    padded, vocab = params.target.local_vocab, params.target.config.vocab_size
+    if controls.bias.shape not in ((batch, vocab), (batch, padded)):
+        raise ValueError(
+            f"controls for {batch} rows of {vocab} tokens must have a bias of {[batch, vocab]}, "
+            f"not {list(controls.bias.shape)}"
+        )
+    missing = padded - controls.bias.shape[1]
+    return controls.replace(bias=jnp.pad(controls.bias, ((0, 0), (0, missing))))
 
 
 def _stop_table(ids: Any, batch: int, width: int) -> Array:
@@ -204,7 +241,12 @@ def _stop_table(ids: Any, batch: int, width: int) -> Array:
 
 
 def _admit(
-    may_wait: bool, params: EngineParams, state: EngineState, rows: Array, arrived: dict[str, Any]
+    may_wait: bool,
+    params: EngineParams,
+    state: EngineState,
+    rows: Array,
+    arrived: dict[str, Any],
+    controls: Controls | None,
 ) -> EngineState:
     own = state.rows
     index = local_rows(rows, own.status.shape[0], params.layout.batch)
@@ -237,7 +279,10 @@ def _admit(
         target=state.pool.target.reset(index),
         draft=params.drafter.reset(state.pool.draft, index),
     )
-    return state.replace(pool=pool, rows=put_rows(own, index, new))
+    if state.controls is not None:
+        controls = _no_controls(params, rows.shape[0]) if controls is None else controls
+        controls = put_rows(state.controls, index, controls)
+    return state.replace(pool=pool, rows=put_rows(own, index, new), controls=controls)
 
 
 def _held_slots(table: Array, page_size: int) -> Array:

@@ -48,7 +48,9 @@ def choose_rows(
         return state.replace(rows=_narrow(state, columns)), None
     own = state.rows
     index = local_rows(rows, own.status.shape[0], params.layout.batch)
-    chosen = state.replace(rows=take_rows(own, index).replace(index=index))
+    chosen = state.replace(
+        rows=take_rows(own, index).replace(index=index), controls=take_rows(state.controls, index)
+    )
     return chosen.replace(rows=_narrow(chosen, columns)), index
 
 
@@ -67,7 +69,7 @@ def put_chosen(
         return chosen.replace(rows=widened(own, chosen.rows)), emitted
     num_rows = own.status.shape[0]
     changed = widened(take_rows(own, index), chosen.rows)
-    after = chosen.replace(rows=put_rows(own, index, changed))
+    after = chosen.replace(rows=put_rows(own, index, changed), controls=state.controls)
     elsewhere = (rows >= 0) & (rows < num_rows * params.data_parallel) & (index == num_rows)
     ending = jnp.where(elsewhere, Ending.MISPLACED, emitted.ending)
     return after, emitted.replace(ending=ending)

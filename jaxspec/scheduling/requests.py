@@ -1,18 +1,24 @@
 """Requests: sampling parameters, and the checks of prompts before anything runs."""
 
 import dataclasses
+import math
 import reprlib
-from collections.abc import Sequence
-from typing import TypeGuard
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, TypeGuard
 
 import numpy as np
 
 LARGEST_NUMBER = 3e38  # just below float32's largest number
+MOST_LOGPROBS = 20  # alternatives, as in other servers
 
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
-    """How one request samples.
+    """How one request samples. Immutable and hashable: lists and mappings are kept as tuples.
+
+    Logits go through, in this order: logit_bias, allowed and bad tokens, min_tokens, repetition,
+    frequency and presence penalty, temperature, top_k, top_p, min_p.
 
     Attributes:
       temperature: 0 always takes the likeliest token.
@@ -21,7 +27,25 @@ class SamplingParams:
       seed: in float32 and under the matching rule, equal seeds and prompts give equal texts, in any
         batch and with any drafter. None: the engine gives each request a seed of its own.
       max_tokens: most tokens to generate.
+      min_tokens: tokens to generate before a stop token may be sampled.
       stop_token_ids: tokens that end the text; None takes the model's own.
+      ignore_eos: the model's own stop tokens do not end the text.
+      stop: strings that end the text.
+      repetition_penalty: divides positive logits of tokens that occur in the prompt or the text,
+        and multiplies negative ones; 1 changes nothing.
+      presence_penalty, frequency_penalty: subtracted from the logits of tokens that occur in the
+        text, once, or as many times as they do.
+      logit_bias: token ids and what is added to their logits.
+      allowed_token_ids: the only tokens that may be sampled; None: all.
+      bad_token_ids: tokens that are never sampled.
+      logprobs: give the log-probability of every token under the model's raw logits, and this
+        number of likeliest tokens beside it. None: do not.
+      prompt_logprobs: the same for the tokens of the prompt.
+      n: texts to return.
+      best_of: texts to generate, of which the n of the highest cumulative log-probability are
+        returned; None: n.
+      priority: smaller is served earlier.
+      cache_salt: requests share cached pages only with those of the same salt.
     """
 
     temperature: float = 0.0
@@ -31,46 +55,188 @@ class SamplingParams:
     seed: int | None = None
     max_tokens: int = 128
     stop_token_ids: tuple[int, ...] | None = None
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop: tuple[str, ...] = ()
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    n: int = 1
+    best_of: int | None = None
+    priority: int = 0
+    cache_salt: str | None = None
 
     def __post_init__(self):
-        temperature, top_p, min_p = self.temperature, self.top_p, self.min_p
-        top_k, seed, stops = self.top_k, self.seed, self.stop_token_ids
-        checks = {  # NaN is in no range
-            "temperature": (
-                _is_number(temperature) and 0 <= temperature <= LARGEST_NUMBER,
-                "a finite number, at least 0",
-            ),
-            "top_k": (
-                is_integer(top_k) and 0 <= top_k < 2**31,
-                "an integer, at least 0 (0 keeps all tokens)",
-            ),
-            "top_p": (_is_number(top_p) and 0 < top_p <= 1, "a number in (0, 1]"),
-            "min_p": (_is_number(min_p) and 0 <= min_p <= 1, "a number in [0, 1]"),
-            "max_tokens": (
-                is_integer(self.max_tokens) and self.max_tokens >= 1,
-                "an integer, at least 1",
-            ),
-            "seed": (
-                seed is None or (is_integer(seed) and 0 <= seed < 2**32),
-                "an integer in [0, 2**32), or None",
-            ),
-            "stop_token_ids": (
-                stops is None or (isinstance(stops, (tuple, list)) and all(map(is_integer, stops))),
-                "a tuple of token ids, or None",
-            ),
-        }
-        for name, (holds, rule) in checks.items():
-            if not holds:
-                raise ValueError(f"{name} must be {rule}, got {reprlib.repr(getattr(self, name))}")
+        for name, (holds, rule) in _RULES.items():
+            value = getattr(self, name)
+            if not holds(value):
+                raise ValueError(f"{name} must be {rule}, got {reprlib.repr(value)}")
+        for name, freeze in _FROZEN.items():
+            object.__setattr__(self, name, freeze(getattr(self, name)))
+        self._check_together()
+
+    def _check_together(self) -> None:
+        """Raise ValueError for values that contradict one another."""
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(
+                f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}"
+            )
+        if self.best_of is not None and self.best_of < self.n:
+            raise ValueError(f"best_of must be at least n ({self.n}), got {self.best_of}")
+        if self.num_samples > 1 and self.temperature == 0:
+            name = "n" if self.best_of is None else "best_of"
+            raise ValueError(
+                f"{name} must be 1 at temperature 0, where all texts are equal, "
+                f"got {self.num_samples}"
+            )
+        allowed = set(self.allowed_token_ids or ())
+        if allowed and allowed <= set(self.bad_token_ids):
+            raise ValueError("bad_token_ids has all of allowed_token_ids: allow another token")
+        if allowed and self.min_tokens and allowed <= set(self.stop_token_ids or ()):
+            raise ValueError(
+                "min_tokens needs a token in allowed_token_ids that is not in stop_token_ids"
+            )
+
+    @property
+    def num_samples(self) -> int:
+        """Texts to generate."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether some tokens' logits are changed whatever comes before."""
+        return bool(self.logit_bias or self.bad_token_ids or self.allowed_token_ids)
+
+    @property
+    def needs_controls(self) -> bool:
+        """Whether the request runs in programs that apply controls, and there alone."""
+        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+        return self.has_bias or self.min_tokens > 0 or penalties != (1, 0, 0)
+
+    def stops(self, model_stops: tuple[int, ...]) -> tuple[int, ...]:
+        """The tokens that end the text; ``model_stops`` are the model's own."""
+        if self.stop_token_ids is not None:
+            return self.stop_token_ids
+        return () if self.ignore_eos else model_stops
+
+    def dense_bias(self, vocab_size: int) -> np.ndarray:
+        """What is added to the logits of each token: float32 [V], -inf for those not allowed."""
+        bias = np.zeros(vocab_size, np.float32)
+        for token, value in dict(self.logit_bias).items():
+            bias[token] = value
+        bias[list(self.bad_token_ids)] = -np.inf
+        if self.allowed_token_ids is not None:
+            forbidden = np.ones(vocab_size, bool)
+            forbidden[list(self.allowed_token_ids)] = False
+            bias[forbidden] = -np.inf
+        return bias
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[float]:
     return is_integer(value) or isinstance(value, (float, np.floating))
 
 
 def is_integer(value: object) -> TypeGuard[int]:
     """Whether the value has an integer type other than bool."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def _is_within(low: float, high: float) -> Callable[[Any], bool]:
+    return lambda value: _is_number(value) and low <= value <= high  # NaN is in no range
+
+
+def _is_integer_within(low: int, high: float) -> Callable[[Any], bool]:
+    return lambda value: is_integer(value) and low <= value <= high
+
+
+def _or_none(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is None or holds(value)
+
+
+def _is_list(value: object) -> TypeGuard[tuple | list]:
+    return isinstance(value, (tuple, list))
+
+
+def _is_token_ids(value: object) -> bool:
+    return _is_list(value) and all(map(is_integer, value))
+
+
+def _is_stop(value: object) -> bool:
+    strings = [value] if isinstance(value, str) else value
+    return _is_list(strings) and all(isinstance(s, str) and s for s in strings)
+
+
+def _is_bias(value: object) -> bool:
+    """Whether it is a mapping from token ids to biases, or the pairs that are kept of one."""
+    pairs = list(value.items()) if isinstance(value, Mapping) else value
+    is_bias = _is_within(-100, 100)
+    return _is_list(pairs) and all(
+        _is_list(pair) and len(pair) == 2 and is_integer(pair[0]) and is_bias(pair[1])
+        for pair in pairs
+    )
+
+
+# What each parameter must be.
+_RULES: Mapping[str, tuple[Callable[[Any], bool], str]] = MappingProxyType(
+    {
+        "temperature": (_is_within(0, LARGEST_NUMBER), "a finite number, at least 0"),
+        "top_k": (
+            _is_integer_within(0, 2**31 - 1),
+            "an integer, at least 0 (0 keeps all tokens)",
+        ),
+        "top_p": (lambda value: _is_within(0, 1)(value) and value > 0, "a number in (0, 1]"),
+        "min_p": (_is_within(0, 1), "a number in [0, 1]"),
+        "seed": (_or_none(_is_integer_within(0, 2**32 - 1)), "an integer in [0, 2**32), or None"),
+        "max_tokens": (_is_integer_within(1, math.inf), "an integer, at least 1"),
+        "min_tokens": (_is_integer_within(0, math.inf), "an integer, at least 0"),
+        "stop_token_ids": (_or_none(_is_token_ids), "a tuple of token ids, or None"),
+        "ignore_eos": (lambda value: isinstance(value, bool), "True or False"),
+        "stop": (_is_stop, "a string or a tuple of strings, none of them empty"),
+        "repetition_penalty": (
+            _is_within(0.01, 100),
+            "a number in [0.01, 100] (1 changes nothing)",
+        ),
+        "presence_penalty": (_is_within(-2, 2), "a number in [-2, 2]"),
+        "frequency_penalty": (_is_within(-2, 2), "a number in [-2, 2]"),
+        "logit_bias": (_is_bias, "a mapping from token ids to numbers in [-100, 100]"),
+        "allowed_token_ids": (
+            _or_none(lambda value: _is_token_ids(value) and len(value) > 0),
+            "a tuple of at least one token id, or None",
+        ),
+        "bad_token_ids": (_is_token_ids, "a tuple of token ids"),
+        "logprobs": (
+            _or_none(_is_integer_within(0, MOST_LOGPROBS)),
+            f"an integer in [0, {MOST_LOGPROBS}], or None",
+        ),
+        "prompt_logprobs": (
+            _or_none(_is_integer_within(0, MOST_LOGPROBS)),
+            f"an integer in [0, {MOST_LOGPROBS}], or None",
+        ),
+        "n": (_is_integer_within(1, math.inf), "an integer, at least 1"),
+        "best_of": (_or_none(_is_integer_within(1, math.inf)), "an integer, at least 1, or None"),
+        "priority": (is_integer, "an integer"),
+        "cache_salt": (
+            _or_none(lambda value: isinstance(value, str) and value != ""),
+            "a string that is not empty, or None",
+        ),
+    }
+)
+
+# How lists and mappings are kept.
+_FROZEN: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
+    {
+        "stop_token_ids": lambda ids: None if ids is None else tuple(ids),
+        "allowed_token_ids": lambda ids: None if ids is None else tuple(ids),
+        "bad_token_ids": tuple,
+        "stop": lambda stop: (stop,) if isinstance(stop, str) else tuple(stop),
+        "logit_bias": lambda bias: tuple(sorted(dict(bias).items())),
+    }
+)
 
 
 def check_count(name: str, value: object) -> None:
@@ -115,9 +281,46 @@ def check_requests(
             raise ValueError(
                 f"{room}{max_position} fit this model: shorten the prompt to fewer than that"
             )
-        wrong = [token for token in params.stop_token_ids or () if not 0 <= token < vocab_size]
+        _check_token_ids(params, vocab_size)
+        _refuse_unsupported(params)
+
+
+def _check_token_ids(params: SamplingParams, vocab_size: int) -> None:
+    lists = {
+        "stop_token_ids": params.stop_token_ids,
+        "allowed_token_ids": params.allowed_token_ids,
+        "bad_token_ids": params.bad_token_ids,
+        "logit_bias": tuple(dict(params.logit_bias)),
+    }
+    for name, ids in lists.items():
+        wrong = [token for token in ids or () if not 0 <= token < vocab_size]
         if wrong:
-            raise ValueError(f"stop_token_ids has {wrong[0]}, outside 0..{vocab_size - 1}")
+            raise ValueError(f"{name} has {wrong[0]}, outside 0..{vocab_size - 1}")
+    if len(set(params.bad_token_ids)) == vocab_size:
+        raise ValueError("bad_token_ids must leave a token, it has the whole vocabulary")
+
+
+def _refuse_unsupported(params: SamplingParams) -> None:
+    """Raise ValueError for what this engine does not do yet. To be deleted when it does."""
+    asked = {
+        "min_tokens": params.min_tokens > 0,
+        "stop": bool(params.stop),
+        "repetition_penalty": params.repetition_penalty != 1,
+        "presence_penalty": params.presence_penalty != 0,
+        "frequency_penalty": params.frequency_penalty != 0,
+        "logit_bias": bool(params.logit_bias),
+        "allowed_token_ids": params.allowed_token_ids is not None,
+        "bad_token_ids": bool(params.bad_token_ids),
+        "logprobs": params.logprobs is not None,
+        "prompt_logprobs": params.prompt_logprobs is not None,
+        "n": params.n > 1,
+        "best_of": params.best_of is not None,
+        "priority": params.priority != 0,
+        "cache_salt": params.cache_salt is not None,
+    }
+    for name, is_asked in asked.items():
+        if is_asked:
+            raise ValueError(f"{name} is not supported by this engine yet: leave it out")
 
 
 def _check_prompt(index: int, prompt: Sequence[int], vocab_size: int) -> None:

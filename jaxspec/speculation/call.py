@@ -15,6 +15,9 @@ class Call:
       greedy: no row samples, so the program does no sampling.
       kernels: the operations that run as kernels.
       logprobs: emit the log-probability of every token.
+      top_logprobs: how many of the likeliest tokens to emit beside every token.
+      prompt_logprobs: emit these of the prompt's tokens too.
+      controls: apply the controls of the rows.
       hidden: target hidden states to emit with every token (see models.decoder.run).
     """
 
@@ -23,3 +26,6 @@ class Call:
     kernels: Kernels = dataclasses.field(default_factory=Kernels)
     logprobs: bool = False
     hidden: tuple[int, ...] = ()
+    top_logprobs: int = 0
+    prompt_logprobs: bool = False
+    controls: bool = False

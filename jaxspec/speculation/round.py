@@ -11,12 +11,12 @@ from jaxspec.cache import CommittedPath, LayerStates, page_slots
 from jaxspec.models import decoder
 from jaxspec.models.attention import PagedAttend
 from jaxspec.models.decoder import Decoder
-from jaxspec.sampling import process_logits
+from jaxspec.sampling import History, Logprobs, control_logits, process_logits, token_logprobs
 from jaxspec.speculation.acceptance import Accepted, Verified, acceptance_rule
 from jaxspec.speculation.call import Call
 from jaxspec.speculation.drafters import Drafter
 from jaxspec.speculation.token_masks import restrict
-from jaxspec.speculation.tree import DraftTree, pad_tree, root_only
+from jaxspec.speculation.tree import DraftTree, pad_tree, path_tokens, root_only
 from jaxspec.state import Ending, EngineState, Statistics, Status, write_tokens
 from pallas_kernels.policy import fewest_rows
 
@@ -28,7 +28,7 @@ class RoundOutput(NamedTuple):
     counts: Array  # int32 [R] tokens committed
     accepted: Array  # int32 [R] drafted tokens accepted
     drafted: Array  # int32 [R] drafted tokens verified
-    logprobs: Array | None  # float32 [R, A], of ``tokens``
+    logprobs: Logprobs | None  # [R, A] each, of ``tokens``
     hidden: Array | None  # [R, A, n * H], at the node that each token was sampled from
 
 
@@ -66,6 +66,7 @@ def verify_tree(
     """
     scores = verify(target, state, tree, call, drafter.capture)
     logits = scores.logits if masks is None else restrict(scores.logits, masks, target.layout)
+    logits = _controlled(tree, logits, call, state, target)
     accepted = accept(tree, logits, call, state, target)
     counts, ending = _limit(accepted, state, _finite(accepted, logits, target))
     rows, path = state.rows, accepted.path
@@ -165,10 +166,22 @@ def split_captured(
 
 
 @jax.named_scope("accept")
+def _controlled(
+    tree: DraftTree, logits: Array, call: Call, state: EngineState, target: Decoder
+) -> Array:
+    """Raw target logits [R, N, V / shards] with bias and penalties, of each node's own path."""
+    rows, controls = state.rows, state.controls
+    if not call.controls or controls is None:
+        return logits
+    history = History(rows.tokens, rows.context_lens + 1, path_tokens(tree))
+    return control_logits(logits, controls, history, rows.stop_tokens, target.layout)
+
+
+@jax.named_scope("accept")
 def accept(
     tree: DraftTree, logits: Array, call: Call, state: EngineState, target: Decoder
 ) -> Accepted:
-    """Apply the acceptance rule to raw target logits [R, N, V / shards]."""
+    """Apply the acceptance rule to the target's logits [R, N, V / shards], not yet processed."""
     rows, layout = state.rows, target.layout
     processed = process_logits(
         logits, rows.sampling, layout, greedy=call.greedy, kernels=call.kernels
@@ -233,8 +246,12 @@ def _output(
     logprobs = hidden = None
     if call.logprobs:
         at_path = jnp.take_along_axis(scores.logits, path[..., None], axis=1)
-        logprobs = token_logprobs(at_path, accepted.tokens, target)
-        logprobs = jnp.pad(logprobs, ((0, 0), (0, room)))
+        logprobs = token_logprobs(
+            at_path, accepted.tokens, call.top_logprobs, target.layout, call.kernels
+        )
+        logprobs = jax.tree.map(
+            lambda x: jnp.pad(x, ((0, 0), (0, room), *((0, 0),) * (x.ndim - 2))), logprobs
+        )
     if scores.hidden is not None:
         hidden = jnp.take_along_axis(scores.hidden, path[..., None], axis=1)
         hidden = jnp.pad(hidden, ((0, 0), (0, room), (0, 0)))
@@ -246,9 +263,3 @@ def _output(
         logprobs=logprobs,
         hidden=hidden,
     )
-
-
-def token_logprobs(logits: Array, tokens: Array, target: Decoder) -> Array:
-    """log softmax(raw logits [..., V / shards]) at ``tokens`` [...]: float32 [...]."""
-    own = collectives.take(logits, tokens, target.layout)
-    return own - collectives.log_sum_exp(logits, target.layout)

@@ -92,6 +92,23 @@ def pad_tree(tree: DraftTree, width: int) -> DraftTree:
     )
 
 
+def path_tokens(tree: DraftTree) -> Array:
+    """Tokens of each node and its ancestors, root not included, from the node upwards.
+
+    int32 [B, N, max_depth], padded with -1.
+    """
+    batch, size = tree.tokens.shape
+    node = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), (batch, size))
+    tokens = []
+    for _ in range(tree.max_depth):
+        parent, token = (jnp.take_along_axis(x, node, axis=1) for x in (tree.parents, tree.tokens))
+        tokens.append(jnp.where(parent >= 0, token, -1))
+        node = jnp.maximum(parent, 0)
+    if not tokens:
+        return jnp.zeros((batch, size, 0), jnp.int32)
+    return jnp.stack(tokens, axis=-1)
+
+
 def ancestor_closure(parents: Array, max_depth: int) -> Array:
     """Whether node j is node i or one of its ancestors: parents [B, N] -> bool [B, N, N]."""
     size = parents.shape[1]

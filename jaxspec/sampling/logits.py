@@ -1,4 +1,4 @@
-"""From logits to tokens.
+"""Temperature, truncation and noise.
 
 The target's token at absolute position ``t`` is ``argmax(processed_logits + gumbel(seed, t))``,
 an exact sample from softmax(processed_logits) by the Gumbel-max trick. The noise is a function of
@@ -56,26 +56,28 @@ def make_sampling(
     """
     own = np.arange(batch, dtype=np.uint32) if np.ndim(seeds) == 0 else np.uint32(0)
     sampling = Sampling(
-        temperature=_rows(temperature, batch, jnp.float32),
-        top_k=_rows(top_k, batch, jnp.int32),
-        top_p=_rows(top_p, batch, jnp.float32),
-        min_p=_rows(min_p, batch, jnp.float32),
-        seeds=_rows(seeds, batch, jnp.uint32) + own,
+        temperature=per_row(temperature, batch, jnp.float32),
+        top_k=per_row(top_k, batch, jnp.int32),
+        top_p=per_row(top_p, batch, jnp.float32),
+        min_p=per_row(min_p, batch, jnp.float32),
+        seeds=per_row(seeds, batch, jnp.uint32) + own,
     )
-    _check_range("temperature", temperature, lambda x: x >= 0, "at least 0")
-    _check_range("top_k", top_k, lambda x: x >= 0, "at least 0 (0 keeps all tokens)")
-    _check_range("top_p", top_p, lambda x: (x > 0) & (x <= 1), "in (0, 1]")
-    _check_range("min_p", min_p, lambda x: (x >= 0) & (x <= 1), "in [0, 1]")
+    check_range("temperature", temperature, lambda x: x >= 0, "at least 0")
+    check_range("top_k", top_k, lambda x: x >= 0, "at least 0 (0 keeps all tokens)")
+    check_range("top_p", top_p, lambda x: (x > 0) & (x <= 1), "in (0, 1]")
+    check_range("min_p", min_p, lambda x: (x >= 0) & (x <= 1), "in [0, 1]")
     return sampling
 
 
-def _rows(value: ArrayLike, batch: int, dtype: DTypeLike) -> Array:
+def per_row(value: ArrayLike, batch: int, dtype: DTypeLike) -> Array:
+    """A scalar or [B] array as [B]."""
     if not isinstance(value, Array):  # jax would take a large Python int for an int32
         value = np.asarray(value).astype(dtype)
     return jnp.broadcast_to(jnp.asarray(value).astype(dtype), (batch,))
 
 
-def _check_range(name: str, value: ArrayLike, is_ok: Callable, rule: str) -> None:
+def check_range(name: str, value: ArrayLike, is_ok: Callable, rule: str) -> None:
+    """Raise ValueError with ``rule`` for the first wrong value; traced ones are not checked."""
     if isinstance(value, Tracer):
         return
     values = np.atleast_1d(np.asarray(value))

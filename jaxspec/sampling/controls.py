@@ -1,0 +1,190 @@
+"""Bias, penalties and a minimum length: what changes a row's logits before temperature.
+
+A penalty counts the tokens before the one that is sampled. At a tree node these are the committed
+tokens and those on the path to the node, so every node has counts of its own. A text is then the
+same with speculation and without.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.core import Tracer
+from jax.typing import ArrayLike
+
+from jaxspec.collectives import shard_offset
+from jaxspec.pytree import Pytree, array, pytree
+from jaxspec.sampling.logits import check_range, per_row, vocab_ids
+from jaxspec.sharding import WHOLE, Layout
+
+LARGEST_REPETITION_PENALTY = 100.0
+LARGEST_PENALTY = 2.0
+
+
+@pytree
+class Controls(Pytree):
+    """Controls of each row. All are data: no value causes a compilation.
+
+    ``prompt_lens`` says which tokens count as prompt and which as output. It is a request's own: a
+    row that reads generated tokens again, after a preemption, does not count them as prompt.
+    """
+
+    used: Array = array("batch")  # bool [B]; False: the row's logits stay as they are
+    bias: Array = array("batch", "vocab")  # float32 [B, V / shards]; -inf: never sampled
+    repetition_penalty: Array = array("batch")  # float32 [B], of prompt and output; 1: none
+    presence_penalty: Array = array("batch")  # float32 [B], of output; 0: none
+    frequency_penalty: Array = array("batch")  # float32 [B], of output; 0: none
+    prompt_lens: Array = array("batch")  # int32 [B]
+    min_lens: Array = array("batch")  # int32 [B], tokens before which no stop token is sampled
+
+    @property
+    def penalized(self) -> Array:
+        """Rows with a penalty: bool [B]."""
+        repetition = self.repetition_penalty != 1
+        others = (self.presence_penalty != 0) | (self.frequency_penalty != 0)
+        return self.used & (repetition | others)
+
+
+def make_controls(
+    batch: int,
+    vocab_size: int,
+    *,
+    bias: ArrayLike | None = None,
+    repetition_penalty: ArrayLike = 1.0,
+    presence_penalty: ArrayLike = 0.0,
+    frequency_penalty: ArrayLike = 0.0,
+    prompt_lens: ArrayLike = 0,
+    min_tokens: ArrayLike = 0,
+) -> Controls:
+    """Controls of ``batch`` rows, from scalars or [B] arrays, which may be traced.
+
+    Args:
+      bias: float [B, V] or [V], added to the logits; -inf for a token that must not be sampled.
+      repetition_penalty: divides positive logits of tokens that occur in the prompt or the output,
+        and multiplies negative ones.
+      presence_penalty, frequency_penalty: subtracted from the logits of tokens that occur in the
+        output, once, or as many times as they do.
+      prompt_lens: tokens that count as prompt, not as output.
+      min_tokens: generated tokens before which no stop token of the row is sampled.
+
+    Raises ValueError for a value out of range (traced values are not checked), and for a bias of
+    another shape.
+    """
+    shape = (batch, vocab_size)
+    if bias is None:
+        bias = np.zeros(shape, np.float32)
+    elif np.shape(bias) not in (shape, shape[1:]):
+        raise ValueError(f"bias must be {list(shape)}, not {list(np.shape(bias))}")
+    check_range("bias", bias, lambda x: x < np.inf, "finite, or -inf")
+    check_range(
+        "repetition_penalty",
+        repetition_penalty,
+        lambda x: (x >= 1 / LARGEST_REPETITION_PENALTY) & (x <= LARGEST_REPETITION_PENALTY),
+        f"in [{1 / LARGEST_REPETITION_PENALTY}, {LARGEST_REPETITION_PENALTY}]",
+    )
+    for name, value in (
+        ("presence_penalty", presence_penalty),
+        ("frequency_penalty", frequency_penalty),
+    ):
+        rule = f"in [-{LARGEST_PENALTY}, {LARGEST_PENALTY}]"
+        check_range(name, value, lambda x: np.abs(x) <= LARGEST_PENALTY, rule)
+    check_range("prompt_lens", prompt_lens, lambda x: x >= 0, "at least 0")
+    check_range("min_tokens", min_tokens, lambda x: x >= 0, "at least 0")
+    if not isinstance(bias, Tracer | Array):
+        bias = np.asarray(bias, np.float32)
+    bias = jnp.broadcast_to(jnp.asarray(bias, jnp.float32), shape)
+    least = per_row(min_tokens, batch, jnp.int32)
+    prompts = per_row(prompt_lens, batch, jnp.int32)
+    controls = Controls(
+        used=jnp.ones(batch, bool),
+        bias=bias,
+        repetition_penalty=per_row(repetition_penalty, batch, jnp.float32),
+        presence_penalty=per_row(presence_penalty, batch, jnp.float32),
+        frequency_penalty=per_row(frequency_penalty, batch, jnp.float32),
+        prompt_lens=prompts,
+        min_lens=jnp.where(least > 0, prompts + least, 0),
+    )
+    return controls.replace(used=controls.penalized | (least > 0) | jnp.any(bias != 0, axis=1))
+
+
+class History(NamedTuple):
+    """The tokens before the one that is sampled at each of N nodes."""
+
+    tokens: Array  # int32 [B, S]
+    lens: Array  # int32 [B], how many of ``tokens`` are committed
+    path: Array  # int32 [B, N, D], those after them up to each node, padded with -1
+
+    @property
+    def sizes(self) -> Array:
+        """Number of tokens before each node's sample: int32 [B, N]."""
+        return self.lens[:, None] + jnp.sum(self.path >= 0, axis=-1)
+
+
+def control_logits(
+    logits: Array,
+    controls: Controls,
+    history: History,
+    stop_tokens: Array,
+    layout: Layout = WHOLE,
+) -> Array:
+    """Apply bias, minimum length and penalties, in that order.
+
+    Masks are added, so NaN stays NaN. Penalties are skipped at run time if no row has any.
+
+    Args:
+      logits: [B, N, V / shards] float32.
+      stop_tokens: int32 [B, E], padded with -1.
+
+    Returns the same shape. Rows without controls keep their logits.
+    """
+    ids = vocab_ids(logits.shape[-1], layout)
+    stops = jnp.any(ids == stop_tokens[..., None], axis=1)  # [B, V / shards]
+    too_early = history.sizes < controls.min_lens[:, None]  # [B, N]
+    masked = too_early[..., None] & stops[:, None]
+    logits = logits + controls.bias[:, None] + jnp.where(masked, -jnp.inf, 0.0)
+
+    def penalized(logits: Array) -> Array:
+        return _penalized(logits, controls, history, layout)
+
+    return lax.cond(jnp.any(controls.penalized), penalized, lambda logits: logits, logits)
+
+
+def _penalized(logits: Array, controls: Controls, history: History, layout: Layout) -> Array:
+    repetition, presence, frequency = (
+        x[:, None, None]
+        for x in (
+            controls.repetition_penalty,
+            controls.presence_penalty,
+            controls.frequency_penalty,
+        )
+    )
+    ids = vocab_ids(logits.shape[-1], layout)
+    in_prompt, in_output = _counts(controls, history, logits.shape[-1], layout)
+    # One comparison for each token of the path. All this is elementwise, so a compiler does it in
+    # one pass over the logits, and the counts of nodes are never written to memory.
+    counts = in_output[:, None]
+    for depth in range(history.path.shape[-1]):
+        counts = counts + (ids == history.path[:, :, depth, None])
+    generated = counts > 0
+    scaled = jnp.where(logits > 0, logits / repetition, logits * repetition)
+    logits = jnp.where(in_prompt[:, None] | generated, scaled, logits)
+    return logits - frequency * counts - presence * generated
+
+
+def _counts(controls: Controls, history: History, size: int, layout: Layout) -> tuple[Array, Array]:
+    """The committed tokens of each row by token id, of this shard's ``size`` ids.
+
+    Returns whether the prompt has it, bool [B, size], and how often the output does, int32.
+    """
+    tokens = history.tokens
+    batch, length = tokens.shape
+    place, row = jnp.arange(length), jnp.arange(batch)[:, None]
+    local = tokens - shard_offset(size, layout.vocab)
+    here = (local >= 0) & (local < size) & (place < history.lens[:, None])
+    is_prompt = place < controls.prompt_lens[:, None]
+    prompt, output = (jnp.where(here & part, local, size) for part in (is_prompt, ~is_prompt))
+    return (
+        jnp.zeros((batch, size), bool).at[row, prompt].set(True, mode="drop"),
+        jnp.zeros((batch, size), jnp.int32).at[row, output].add(1, mode="drop"),
+    )

@@ -1,0 +1,110 @@
+"""Decoding token by token, with transformers' logits processors and this package's noise."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+import transformers
+from jax import Array
+
+from jaxspec.models import decoder
+from jaxspec.models.attention import dense_causal_attend
+from jaxspec.models.decoder import Decoder
+from jaxspec.noise import Stream, gumbel
+from jaxspec.scheduling.requests import SamplingParams
+from tests.programs import FAST_COMPILE
+
+
+class OutputPenalties(transformers.LogitsProcessor):
+    """OpenAI's presence and frequency penalties, which transformers does not have."""
+
+    def __init__(self, prompt_len: int, presence: float, frequency: float):
+        self.prompt_len, self.presence, self.frequency = prompt_len, presence, frequency
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        output = input_ids[0, self.prompt_len :].numpy()
+        counts = np.bincount(output, minlength=scores.shape[1]).astype(np.float32)
+        penalty = np.float32(self.frequency) * counts + np.float32(self.presence) * (counts > 0)
+        return scores - torch.from_numpy(penalty)[None]
+
+
+def processors(params: SamplingParams, prompt_len: int) -> transformers.LogitsProcessorList:
+    """In the order that SamplingParams gives. Those that change nothing are left out."""
+    chain: list[transformers.LogitsProcessor] = []
+    if params.logit_bias:
+        bias: Any = {(token,): float(value) for token, value in dict(params.logit_bias).items()}
+        chain.append(transformers.SequenceBiasLogitsProcessor(bias))
+    if params.allowed_token_ids is not None:
+        allowed = list(params.allowed_token_ids)
+        chain.append(transformers.PrefixConstrainedLogitsProcessor(lambda batch, ids: allowed, 1))
+    if params.bad_token_ids:
+        chain.append(transformers.SuppressTokensLogitsProcessor(list(params.bad_token_ids)))
+    if params.min_tokens and params.stop_token_ids:
+        stops = list(params.stop_token_ids)
+        chain.append(
+            transformers.MinNewTokensLengthLogitsProcessor(prompt_len, params.min_tokens, stops)
+        )
+    if params.repetition_penalty != 1:
+        chain.append(transformers.RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
+    if params.presence_penalty or params.frequency_penalty:
+        penalties = params.presence_penalty, params.frequency_penalty
+        chain.append(OutputPenalties(prompt_len, *penalties))
+    if params.temperature > 0:
+        chain.append(transformers.TemperatureLogitsWarper(params.temperature))
+        if params.top_k:
+            chain.append(transformers.TopKLogitsWarper(params.top_k))
+        if params.top_p < 1:
+            chain.append(transformers.TopPLogitsWarper(params.top_p))
+        if params.min_p:
+            chain.append(transformers.MinPLogitsWarper(params.min_p))
+    return transformers.LogitsProcessorList(chain)
+
+
+@functools.partial(jax.jit, compiler_options=FAST_COMPILE)
+def plain_logits(target: Decoder, tokens: Array) -> Array:
+    """Raw logits after every token, by a dense pass: int32 [B, S] -> [B, S, V]."""
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    states = target.no_states()
+    hidden, _, _ = decoder.run(target, tokens, positions, states, dense_causal_attend)
+    return decoder.logits(target, hidden)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def noise_at(seeds: Array, positions: Array, vocab: int) -> Array:
+    """[B], [B] -> [B, V]"""
+    return gumbel(seeds, Stream.TARGET, positions[:, None], jnp.arange(vocab))[:, 0]
+
+
+def reference_texts(
+    target: Decoder, prompts: Sequence[np.ndarray], sampling: Sequence[SamplingParams], length: int
+) -> list[list[int]]:
+    """Prompts and what follows them, at most ``length`` tokens each."""
+    texts = [prompt.tolist() for prompt in prompts]
+    chains = [processors(params, len(text)) for params, text in zip(sampling, texts, strict=True)]
+    limits = [
+        min(length, len(text) + params.max_tokens)
+        for params, text in zip(sampling, texts, strict=True)
+    ]
+    seeds = np.array([params.seed for params in sampling], np.uint32)
+    done = [False] * len(texts)
+    while not all(done):
+        tokens = np.zeros((len(texts), length), np.int32)
+        for row, text in enumerate(texts):
+            tokens[row, : len(text)] = text
+        sizes = np.array([len(text) for text in texts], np.int32)
+        logits = np.asarray(plain_logits(target, tokens))
+        noise = np.asarray(noise_at(seeds, sizes, logits.shape[-1]))
+        for row, (text, params) in enumerate(zip(texts, sampling, strict=True)):
+            if done[row]:
+                continue
+            ids: Any = torch.tensor([text])
+            raw: Any = torch.from_numpy(logits[row, len(text) - 1][None].copy())
+            scores = chains[row](ids, raw).numpy()[0]
+            text.append(int(np.argmax(scores + noise[row] if params.temperature else scores)))
+            stopped = text[-1] in (params.stop_token_ids or ())
+            done[row] = stopped or len(text) == limits[row]
+    return texts
