@@ -11,26 +11,20 @@ from typing import Any
 import jax
 import pytest
 
+from jaxspec.memory import maps_are_scarce
+
 jax.config.update("jax_num_cpu_devices", 8)
 
 # When the GPU tests last passed. Written here, by a run of all of them that passed.
 GPU_RECORD = Path(__file__).parent.parent / "docs/gpu_tests.json"
 
 
-# Linux allows a process 65,530 memory maps; XLA aborts beyond. A compiled program takes about 50.
-MOST_MEMORY_MAPS = 30_000
-
-
 @pytest.fixture(autouse=True)
 def few_programs(request: pytest.FixtureRequest) -> Iterator[None]:
     """Forget the compiled programs before they are too many; only slow runs compile so many."""
     yield
-    maps = Path("/proc/self/maps")
-    if request.node.get_closest_marker("slow") and maps.exists():
-        with maps.open() as lines:
-            too_many = sum(1 for _ in lines) > MOST_MEMORY_MAPS
-        if too_many:
-            jax.clear_caches()
+    if request.node.get_closest_marker("slow") and maps_are_scarce():
+        jax.clear_caches()
 
 
 @pytest.fixture

@@ -206,6 +206,7 @@ def all_traces(engine: Any) -> tuple[int, int, int]:
     return *num_traces(engine), engine.admit._cache_size()
 
 
+@pytest.mark.slow
 def test_ten_calls_of_one_bucket_trace_once(model):
     engine = (llm := LLM(model, "ngram", max_length=128, page_size=8)).engine
     before = num_traces(engine)

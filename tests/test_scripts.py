@@ -11,7 +11,7 @@ import pytest
 
 from jaxspec import BUILT_IN_MODEL
 from jaxspec.commands import generate, generation
-from tests.checkpoints import tiny_eagle3_head, tiny_llama
+from tests.checkpoints import tiny_byte_llama, tiny_eagle3_head, tiny_llama
 
 ROOT = Path(__file__).parent.parent
 
@@ -45,9 +45,10 @@ def test_generate_compares_with_plain_decoding_as_json(capsys: pytest.CaptureFix
 
 
 def test_generate_prints_a_summary_and_keeps_compiled_programs(tmp_path: Path):
-    cache, found = tmp_path / "programs", []
+    model, cache, found = tiny_byte_llama(tmp_path / "model"), tmp_path / "programs", []
+    arguments = ("--model", model, "--max-tokens", 16, "--compilation-cache", cache)
     for _ in range(2):
-        result = run_script("generate", "--max-tokens", 16, "--compilation-cache", cache)
+        result = run_script("generate", *arguments)
         assert result.returncode == 0, result.stderr
         assert "def read_config(path):" in result.stdout
         *_, rounds, depths, speed = result.stdout.splitlines()  # lines of a pipe are not wrapped

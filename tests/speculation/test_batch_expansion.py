@@ -11,6 +11,7 @@ from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.speculation.batch_expansion import score_by_batch_expansion
 from jaxspec.speculation.round import verify
 from tests.marks import slow
+from tests.programs import FAST_COMPILE
 from tests.random_models import (
     admit_prompts,
     empty_state,
@@ -41,7 +42,8 @@ def both_scores(
         lambda params, state, tree: (
             verify(params.target, state, tree, params.call()).logits,
             score_by_batch_expansion(params.target, state, tree),
-        )
+        ),
+        compiler_options=FAST_COMPILE,
     )
     rng, roots = np.random.default_rng(0), np.asarray(state.rows.roots)
     trees = [random_tree(rng, roots, sizes, TREE.num_nodes, TREE.max_depth) for sizes in SIZES]

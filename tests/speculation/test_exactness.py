@@ -52,9 +52,9 @@ class Case(NamedTuple):
 
 CHOICES = (DRAFTERS, tuple(TREES), PAGE_SIZES, BATCHES, TEMPERATURES)
 ALL_CASES = [Case(*choice) for choice in itertools.product(*CHOICES)]
-# The slow cases are all others.
+# The slow cases are all others. The first has the programs of the tests further down.
 FAST_CASES = [
-    Case("draft_model", "tree12", 64, 1, 0.8),
+    Case("draft_model", "tree12", 4, 3, 0.8),
     Case("eagle3", "tree12", 4, 8, 0.8),
 ]
 
@@ -100,7 +100,7 @@ def test_text_is_that_of_plain_decoding_in_every_other_case(case: Case):
 # The rest runs one small tree in batches of three, sampled, unless it says otherwise: these tests
 # share their compiled programs.
 
-TREE = SpeculationConfig(num_nodes=10, max_depth=3, top_k=3)
+TREE = TREES["tree12"]
 SAMPLED = 0.8
 ROWS = (0, 1, 2)
 
@@ -123,7 +123,8 @@ def started(drafter: str, max_lens: list[int] | None = None) -> tuple[EnginePara
 
 
 def decode(params: EngineParams, state: EngineState, rounds: int) -> tuple[EngineState, Emitted]:
-    return jit_decode(params, state, rounds, max_rounds=NEW_TOKENS)
+    """By the program of ``generate``: jit takes an argument left out for another one."""
+    return jit_decode(params, state, rounds, max_rounds=NEW_TOKENS, shape=None, greedy=False)
 
 
 @pytest.mark.slow
@@ -178,17 +179,18 @@ def test_finished_rows_stay_as_they_are():
     assert before.rows.active.tolist() == [False, True, False]
     after, emitted = decode(params, before, 5)
     assert after.rows.context_lens[1] > before.rows.context_lens[1]
+    before, after, emitted = jax.device_get((before, after, emitted))  # numpy compiles nothing
     assert not emitted.counts[:, done].any()
     for old, new in zip(
         jax.tree.leaves(before.rows.replace(sampling=None)),
         jax.tree.leaves(after.rows.replace(sampling=None)),
         strict=True,
     ):
-        assert jnp.array_equal(old[done], new[done])
+        assert np.array_equal(old[done], new[done])
     assert after.rows.sampling.drawn.tolist() == [False, True, False], "they cost no sampling"
     pages = before.rows.page_table[done]
     for old, new in zip(jax.tree.leaves(before.pool), jax.tree.leaves(after.pool), strict=True):
-        assert jnp.array_equal(old[pages], new[pages])
+        assert np.array_equal(old[pages], new[pages])
 
 
 @pytest.mark.parametrize("drafter", [slow("ngram"), "draft_model", slow("eagle3")])
@@ -210,7 +212,7 @@ def test_statistics_add_up(drafter: str):
 
 def test_what_is_emitted_is_the_text():
     params, start = started("draft_model")
-    state, emitted = decode(params, start, 20)
+    start, (state, emitted) = jax.device_get((start, decode(params, start, 20)))
     for row in ROWS:
         new = [
             token

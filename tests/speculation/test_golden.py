@@ -4,6 +4,7 @@ tests/data/eagle*_tree hold small heads in the official format, and what the off
 with them. Its ``depth`` counts expansions below the root's children: our max_depth less one.
 """
 
+import functools
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from jaxspec.speculation.tree import DraftTree, unpack_mask
 from jaxspec.state import EngineState, Status
 from jaxspec.weights.eagle import load_eagle_head
 from tests.marks import slow
+from tests.programs import FAST_COMPILE
 from tests.random_models import empty_state, random_arrays, tiny_config
 
 DATA = Path(__file__).parent.parent / "data"
@@ -81,13 +83,13 @@ def append(state: EngineState, start: int, ids: np.ndarray, draft: DraftState) -
     return state.replace(pool=state.pool.replace(draft=draft.pool), rows=rows)
 
 
-@jax.jit
+@functools.partial(jax.jit, compiler_options=FAST_COMPILE)
 def prefill(params: EngineParams, state: EngineState, tokens: Array, features: Array) -> DraftState:
     chunk = PrefillChunk(tokens=tokens, counts=jnp.array([tokens.shape[1]]))
     return params.drafter.prefill(params.target, state, chunk, features, params.call())
 
 
-@jax.jit
+@functools.partial(jax.jit, compiler_options=FAST_COMPILE)
 def propose(params: EngineParams, state: EngineState) -> tuple[DraftTree, DraftState]:
     return params.drafter.propose(params.target, state, params.call())
 

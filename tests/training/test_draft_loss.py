@@ -99,7 +99,7 @@ def drafted(head: DraftHead, features: jax.Array, root: int) -> list[jax.Array]:
         *(slow("eagle3", *shape, {}) for shape in ((1, None), (2, None))),
         *(slow("eagle1", *shape, {}) for shape in ((1, None), (1, 5))),
         slow("eagle3", 1, 5, {}),
-        ("eagle1", 2, None, {}),
+        slow("eagle1", 2, None, {}),
         ("eagle3", 1, None, {"fc_norm": True, "norm_output": True}),
         slow("eagle3", 1, None, {"norm_before_fc": True, "norm_before_residual": True}),
         slow("eagle3", 1, None, {"capture": (1,)}),

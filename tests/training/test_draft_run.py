@@ -34,6 +34,7 @@ from jaxspec.training.schedule import Schedule
 from jaxspec.weights.eagle import load_eagle_head, save_eagle_head
 from tests.checkpoints import tiny_byte_llama
 from tests.marks import slow
+from tests.programs import FAST_COMPILE
 from tests.random_models import CONFIG, random_target, tiny_config
 
 TARGET = random_target()
@@ -264,7 +265,7 @@ def test_a_step_is_a_pure_function_that_learns(method):
     config = dataclasses.replace(TRAIN_CONFIG, loss=LossConfig.for_method(method, 2))
     state = draft_step.init_state(make_head(method), config)
     batch = DraftBatch(tokens=jnp.asarray(TRAIN.tokens[:8]), learned=jnp.asarray(TRAIN.learned[:8]))
-    step = jax.jit(train_step, static_argnames="config")
+    step = jax.jit(train_step, static_argnames="config", compiler_options=FAST_COMPILE)
     _, before = step(state, TARGET, batch, 100, config=config)
     for _ in range(20):
         state, metrics = step(state, TARGET, batch, 100, config=config)

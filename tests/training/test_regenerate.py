@@ -107,7 +107,7 @@ def test_a_time_budget_bounds_the_answers_and_a_resumed_run_keeps_to_them(
     assert [len(part) for part in begun] == [4, 4]
     assert "answers, train: 4 of 9 rows written in 0% of --minutes" in capsys.readouterr().out
     resumed = prepare("--minutes", "600", "--resume")
-    assert "4 of 9 rows written when the run began, going on" in capsys.readouterr().out
+    assert "4 of 9 rows written when the run began, which are used" in capsys.readouterr().out
     rest = prepare("--minutes", "600")
     assert len(rest[0]) == 9
     for one, other, more in zip(begun, resumed, rest, strict=True):
