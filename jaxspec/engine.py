@@ -18,7 +18,7 @@ from jaxspec import memory
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.speculation import TreeShape
 from jaxspec.functional import EngineParams
-from jaxspec.generation import FinishReason, Generation, RequestStatistics, Timings
+from jaxspec.generation import ERRORS, REASONS, FinishReason, Generation, RequestStatistics, Timings
 from jaxspec.models.decoder import Decoder
 from jaxspec.plan_runner import PlanRunner
 from jaxspec.program_sizes import Load, Sizes
@@ -35,14 +35,6 @@ from pallas_kernels.selection import Kernels
 MOST_PROGRAMS = 64
 MOST_STOPS = 16
 LARGEST_CHUNK = 512  # prompt tokens of a row in a call
-
-_REASONS: dict[Ending, FinishReason] = {Ending.STOP: "stop", Ending.LENGTH: "length"}
-_ERRORS = {
-    Ending.NOT_FINITE: "the model's logits were not finite numbers: its weights are broken, or "
-    "its dtype is too narrow for them",
-    Ending.TOO_LONG: "the prompt and its limit do not fit the cache",
-    Ending.NOT_GREEDY: "a sampled request ran in a program for greedy ones",
-}
 
 
 class Engine:
@@ -163,9 +155,10 @@ class Engine:
         config = self.params.target.config
         limits = config.vocab_size, self.cache.max_length, config.max_position
         check_requests(prompts, sampling, *limits)
-        for params in sampling:
+        for index, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
             if len(self.stop_ids(params)) > MOST_STOPS:
                 raise ValueError(f"stop_token_ids may have at most {MOST_STOPS} tokens")
+            self.limits.check(Request(str(index), tuple(prompt), int(params.max_tokens), 0.0))
 
     def stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
         """Tokens that end a request's text."""
@@ -339,8 +332,8 @@ class Engine:
         generation.token_ids.extend(delivery.tokens)
         if delivery.ended is not None:
             ending = Ending[delivery.ended]
-            generation.error = _ERRORS.get(ending)
-            self._end(generation, _REASONS.get(ending, "error"))
+            generation.error = ERRORS.get(ending)
+            self._end(generation, REASONS.get(ending, "error"))
 
     def _end(self, generation: Generation, reason: FinishReason) -> None:
         running = self._running.pop(generation.request_id)

@@ -1,11 +1,26 @@
 """A request under way, and what has come of it so far."""
 
 import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Literal
 
 from jaxspec.scheduling.requests import SamplingParams
+from jaxspec.state import Ending
 
 FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
+REASONS: Mapping[Ending, FinishReason] = MappingProxyType(
+    {Ending.STOP: "stop", Ending.LENGTH: "length"}
+)
+ERRORS = MappingProxyType(
+    {
+        Ending.NOT_FINITE: "the model's logits were not finite numbers: its weights are broken, "
+        "its dtype is too narrow for them, or the request's options allow no token",
+        Ending.TOO_LONG: "the prompt and its limit do not fit the cache",
+        Ending.NOT_GREEDY: "a sampled request ran in a program for greedy ones",
+        Ending.UNCONTROLLED: "a request with penalties or bias ran in a program without them",
+    }
+)
 
 
 @dataclasses.dataclass

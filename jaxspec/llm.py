@@ -169,10 +169,10 @@ class LLM:
         sampling: SamplingParams | Sequence[SamplingParams],
         rounds_per_call: int = 4,
     ) -> Iterator[TextChunk | Completion]:
-        """As generate, but yields text as it is generated: TextChunks, then a Completion.
+        """As generate, but yields text as it is generated: TextChunks, then Completions in order.
 
-        The chunks of a request, concatenated, are the text of its Completion, which follows the
-        last of them. Closing the stream early cancels its requests.
+        The chunks of a request, concatenated, are the text of its Completion. Closing the stream
+        early cancels its requests.
         """
         check_count("rounds_per_call", rounds_per_call)
         generations = self._add(prompts, sampling)
@@ -184,8 +184,8 @@ class LLM:
                     chunk = text.next_chunk(index, self._visible(text.generation))
                     if chunk is not None:
                         yield chunk
-                    if chunk is not None and chunk.done:
-                        yield self._completion(text.generation, text.text)
+            for text in texts:
+                yield self._completion(text.generation, text.text)
         finally:
             for generation in generations:
                 self.engine.cancel(generation)

@@ -27,7 +27,7 @@ from jaxspec.program_sizes import (
     choose_rounds,
     power_of_two,
 )
-from jaxspec.sampling import make_sampling
+from jaxspec.sampling import Sampling
 from jaxspec.scheduling.requests import SamplingParams
 from jaxspec.state import Emitted, EngineState
 
@@ -99,19 +99,23 @@ class Programs:
 
     def _new_state(self) -> EngineState:
         sizes, params = self.sizes, self.params
-        state = functional.init_state(
-            params,
-            sizes.num_rows,
-            sizes.max_length,
-            page_size=sizes.page_size,
-            page_table=jnp.asarray(self.tables),
-            num_pages=sizes.num_pages,
-            max_stops=sizes.max_stops,
-        )
+
+        def make() -> EngineState:
+            return functional.init_state(
+                params,
+                sizes.num_rows,
+                sizes.max_length,
+                page_size=sizes.page_size,
+                page_table=jnp.zeros((sizes.num_rows, self.columns), jnp.int32),
+                num_pages=sizes.num_pages,
+                max_stops=sizes.max_stops,
+            )
+
         if params.mesh is not None:
-            return state
-        # Committed to its device as the programs' results are: else each would compile twice.
-        return jax.device_put(state, params.target.embed.sharding)
+            return make()
+        # One program, not one for each array. Its results are committed to their device as those of
+        # the other programs are: else each of these would compile twice.
+        return jax.jit(make, out_shardings=params.target.embed.sharding)()
 
     def reset(self) -> None:
         """Start from an empty state: a call that was interrupted may have taken the old one."""
@@ -139,18 +143,12 @@ class Programs:
             table[place, : len(new.table)] = new.table
         for place, new in enumerate(rows):
             self.tables[new.row] = table[place]
-        params = [new.sampling for new in padded]
-
-        def values(name: str, dtype: type = np.float32) -> np.ndarray:
-            return np.array([getattr(one, name) for one in params], dtype)
-
-        sampling = make_sampling(
-            ADMISSIONS,
-            temperature=values("temperature"),
-            top_k=values("top_k", np.int32),
-            top_p=values("top_p"),
-            min_p=values("min_p"),
-            seeds=values("seed", np.uint32),
+        sampling = Sampling(
+            temperature=_values(padded, "temperature", np.float32),
+            top_k=_values(padded, "top_k", np.int32),
+            top_p=_values(padded, "top_p", np.float32),
+            min_p=_values(padded, "min_p", np.float32),
+            seeds=_values(padded, "seed", np.uint32),
         )
         arguments = index, prompts, np.array([len(new.prompt) for new in padded], np.int32)
         with self._counted("admit"):
@@ -380,3 +378,8 @@ class Programs:
         for program in programs:
             program.clear_cache()
         self._ready.clear()
+
+
+def _values(rows: Sequence[NewRow], name: str, dtype: type) -> Any:
+    """A sampling parameter of each row, as an array of numpy: no program is compiled for it."""
+    return np.array([getattr(row.sampling, name) for row in rows], dtype)

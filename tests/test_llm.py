@@ -163,26 +163,22 @@ def test_a_seed_that_was_given_is_the_completions(llm):
     assert completion.seed == 2**32 - 1
 
 
-def test_a_stream_that_is_closed_frees_the_engine(llm):
-    [expected] = llm.generate(["hello"], GREEDY)
+def test_streams_and_calls_share_the_engine(llm):
+    expected = [c.token_ids for c in llm.generate(["hello", "def f(x):"], GREEDY)]
+    stream = llm.stream(["hello"], GREEDY)
+    first = next(stream)
+    [found] = llm.generate(["def f(x):"], GREEDY)
+    *chunks, completion = stream
+    assert found.token_ids == expected[1] and completion.token_ids == expected[0]
+    assert [token for c in [first, *chunks] for token in c.token_ids] == expected[0]
+
+
+def test_a_stream_that_is_closed_cancels_its_requests(llm):
     stream = llm.stream(["hello"], GREEDY)
     next(stream)
-    with pytest.raises(RuntimeError, match="another batch"):
-        llm.generate(["hello"], GREEDY)
+    assert not llm.engine.is_idle
     stream.close()
-    [found] = llm.generate(["hello"], GREEDY)
-    assert found.token_ids == expected.token_ids
-
-
-def test_batches_of_a_call_and_later_calls_share_one_pool(llm, monkeypatch):
-    llm.generate(["a", "b"], GREEDY)
-
-    def no_pool(*sizes: int):
-        raise AssertionError("a second pool")
-
-    monkeypatch.setattr(llm.engine, "_new_pool", no_pool)
-    assert len(llm.generate(["a", "b", "c"], GREEDY)) == 3, "two batches"
-    llm.generate(["d"], GREEDY)
+    assert llm.engine.is_idle
 
 
 def test_a_completion_of_broken_weights_says_so(model):
@@ -199,11 +195,11 @@ def test_a_completion_of_broken_weights_says_so(model):
 
 
 def num_traces(engine: Any) -> tuple[int, int]:
-    return engine.prefill._cache_size(), engine.decode._cache_size()
+    return engine.programs.prefill._cache_size(), engine.programs.decode._cache_size()
 
 
 def all_traces(engine: Any) -> tuple[int, int, int]:
-    return *num_traces(engine), engine.admit._cache_size()
+    return *num_traces(engine), engine.programs.admit_rows._cache_size()
 
 
 @pytest.mark.slow
@@ -237,7 +233,6 @@ def test_warmed_up_requests_trace_nothing(model):
 @pytest.mark.parametrize(
     ("batch_sizes", "prompt_tokens", "message"),
     [
-        ((9,), (20,), "9 requests cannot run together"),
         ((1,), (600,), "600 tokens"),
         ((0,), (20,), "batch_sizes must be"),
         ((1,), (2.5,), "prompt_tokens must be"),
@@ -379,18 +374,18 @@ def test_max_length_beyond_the_model_is_an_error(model):
 def test_a_request_beyond_the_page_budget_is_an_error(model):
     tree = SpeculationConfig(num_nodes=60, max_depth=8, top_k=8)
     llm = LLM(model, "ngram", speculation=tree, max_length=128, page_size=16, num_pages=8)
-    with pytest.raises(ValueError, match=r"request 1: .* need 10 pages of 16, the budget is num_p"):
+    message = "request '1': .* need 10 pages of 16, there are 8: shorten"
+    with pytest.raises(ValueError, match=message):
         llm.generate(["x", [7] * 50], GREEDY)
 
 
 @pytest.mark.slow
-def test_a_batch_beyond_the_page_budget_is_split(llm, model):
+def test_requests_beyond_the_page_budget_wait(llm, model):
     prompts = ["x", "def f(x):", "hello"]
     few = LLM(model, "ngram", max_length=128, max_batch=4, num_pages=8)
     found = few.generate(prompts, GREEDY)
     expected = llm.generate(prompts, GREEDY)
     assert [c.token_ids for c in found] == [c.token_ids for c in expected]
-    assert len({id(c.timings) for c in found}) > 1, "all ran in one batch"
 
 
 def test_a_drafter_of_another_vocabulary_is_an_error(model, tmp_path):
