@@ -5,6 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from pallas_kernels.selection import Implementation, is_hopper
@@ -43,3 +45,15 @@ class Benchmark:
 def implementation_to_time() -> Implementation:
     """The kernel on a Hopper GPU, the reference elsewhere."""
     return "mosaic_gpu" if is_hopper(jax.devices()[0]) else "reference"
+
+
+def noise(seed: int, index: int, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
+    """Standard normal numbers on the device; ``index`` tells the arrays of one seed apart.
+
+    A CPU takes NumPy's: XLA would compile its generator for half a second for every shape.
+    """
+    if jax.default_backend() == "cpu":
+        numbers = np.random.default_rng([seed, index]).standard_normal(shape, np.float32)
+        return jnp.asarray(numbers.astype(jnp.dtype(dtype)))
+    key = jax.random.fold_in(jax.random.key(seed, impl="rbg"), index)
+    return jax.random.normal(key, shape, dtype)

@@ -1,5 +1,6 @@
 """Reductions over a sharded last dimension give what they give over the whole one."""
 
+import functools
 from typing import Any
 
 import jax
@@ -29,20 +30,32 @@ def rows(size: int) -> jax.Array:
     return jnp.asarray(x)
 
 
-def sharded(function, x: jax.Array):
-    """``function(shard, layout)`` on every shard of x's last dimension; results by shard."""
-    shards = x.reshape(len(x), SHARDS, -1)
-    return jax.vmap(lambda part: function(part, SPLIT), 1, axis_name="model")(shards)
+@functools.partial(jax.jit, static_argnums=1, compiler_options=FAST_COMPILE)
+def top_log_probs(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    indices = lax.top_k(x, k)[1]
+    return jnp.take_along_axis(jax.nn.log_softmax(x), indices, axis=-1), indices
+
+
+def split_and_whole(function, x: jax.Array) -> tuple[Any, Any]:
+    """``function(part, layout)`` on every shard of the last dimension, and on all of x."""
+
+    @functools.partial(jax.jit, compiler_options=FAST_COMPILE)
+    def both(x: jax.Array) -> tuple[Any, Any]:
+        shards = x.reshape(len(x), SHARDS, -1)
+        parts = jax.vmap(lambda part: function(part, SPLIT), 1, axis_name="model")(shards)
+        return parts, function(x, WHOLE)
+
+    return jax.device_get(both(x))
 
 
 @pytest.mark.parametrize("size", [40, 1000, 4000])
 @pytest.mark.parametrize("k", [1, 4, 17])
 def test_top_log_probs_takes_the_first_of_equals_and_none_twice(size: int, k: int):
     x = rows(size)
-    indices, log_probs = lax.top_k(x, k)[1], jax.nn.log_softmax(x)
-    values = jnp.take_along_axis(log_probs, indices, axis=-1)
-    whole = collectives.top_log_probs(x, k, WHOLE, Kernels())
-    parts = sharded(lambda part, layout: collectives.top_log_probs(part, k, layout, Kernels()), x)
+    values, indices = jax.device_get(top_log_probs(x, k))
+    parts, whole = split_and_whole(
+        lambda part, layout: collectives.top_log_probs(part, k, layout, Kernels()), x
+    )
     for found in (whole, *zip(*parts, strict=True)):
         # Where logits are in the thousands, so coarse is the logarithm of their sum. The last row
         # has no entry, and so no probabilities.
@@ -57,8 +70,9 @@ def test_one_mesh_axis_does_not_split_batch_and_model():
 
 def test_the_log_of_a_sum_over_shards_is_that_of_the_whole():
     x = rows(40)[:5]
-    for shard in sharded(collectives.log_sum_exp, x):
-        np.testing.assert_allclose(shard, collectives.log_sum_exp(x, WHOLE), rtol=1e-6)
+    parts, whole = split_and_whole(collectives.log_sum_exp, x)
+    for shard in parts:
+        np.testing.assert_allclose(shard, whole, rtol=1e-6)
 
 
 def test_sharded_reductions_are_those_of_the_whole():
@@ -70,8 +84,9 @@ def test_sharded_reductions_are_those_of_the_whole():
         collectives.all_finite,
         lambda part, layout: collectives.take(part, index, layout),
     ):
-        for shard in sharded(function, x):
-            np.testing.assert_allclose(shard, function(x, WHOLE), rtol=1e-6)
+        parts, whole = split_and_whole(function, x)
+        for shard in parts:
+            np.testing.assert_allclose(shard, whole, rtol=1e-6)
 
 
 def test_the_argmax_of_a_row_with_a_nan_is_an_index_all_the_same():
@@ -82,10 +97,11 @@ def test_the_argmax_of_a_row_with_a_nan_is_an_index_all_the_same():
     off_the_cpu = collectives.one_reduction_argmax(jnp.asarray(x))
     assert off_the_cpu.tolist() == [13, 39, 0, 5, 7, 0], "the first NaN's"
     mesh = Mesh(np.array(jax.devices()[:SHARDS]), "model")  # whose collectives drop NaN
-    found = jax.shard_map(
+    on_mesh = jax.shard_map(
         lambda part: collectives.argmax(part, SPLIT)[None],
         mesh=mesh, in_specs=P(None, "model"), out_specs=P("model"),
-    )(jnp.asarray(x))  # fmt: skip
+    )  # fmt: skip
+    found = jax.device_get(jax.jit(on_mesh, compiler_options=FAST_COMPILE)(x))
     assert (found == found[0]).all() and ((found >= 0) & (found < 40)).all()
     assert found[0, 3:].tolist() == [5, 7, 0]
 
@@ -96,10 +112,11 @@ def test_a_row_is_finite_while_its_largest_entry_is():
     expected = [False, False, True, True, True, False]
     assert collectives.all_finite(jnp.asarray(x), WHOLE).tolist() == expected
     mesh = Mesh(np.array(jax.devices()[:SHARDS]), "model")  # whose collectives drop NaN
-    found = jax.shard_map(
+    on_mesh = jax.shard_map(
         lambda part: collectives.all_finite(part, SPLIT)[None],
         mesh=mesh, in_specs=P(None, "model"), out_specs=P("model"),
-    )(jnp.asarray(x))  # fmt: skip
+    )  # fmt: skip
+    found = jax.device_get(jax.jit(on_mesh, compiler_options=FAST_COMPILE)(x))
     assert found.tolist() == [expected] * SHARDS
 
 
@@ -123,21 +140,23 @@ def test_a_vocabulary_may_be_split_over_two_mesh_axes():
         lambda part: reduced(part, layout),
         mesh=mesh, in_specs=split, out_specs=P(), check_vma=False,
     )  # fmt: skip
-    found, expected = jax.jit(on_mesh, compiler_options=FAST_COMPILE)(x), reduced(x, WHOLE)
+    whole = jax.jit(reduced, static_argnums=1, compiler_options=FAST_COMPILE)
+    found, expected = jax.jit(on_mesh, compiler_options=FAST_COMPILE)(x), whole(x, WHOLE)
     jax.tree.map(lambda *pair: np.testing.assert_allclose(*pair, rtol=1e-6), found, expected)
 
 
 def test_an_argmax_says_what_rows_are_finite():
     x = np.array(rows(40))
     x[0, 13], x[1, 39], x[2, 0], x[3] = np.nan, np.inf, np.nan, -np.inf
-    index, finite = collectives.finite_argmax(jnp.asarray(x), jnp.asarray(x), WHOLE)
+    index, finite = jax.device_get(collectives.finite_argmax(jnp.asarray(x), jnp.asarray(x), WHOLE))
     assert finite.tolist() == [False] * 4 + [True, False]
     assert index[4] == np.argmax(x[4])
     mesh = Mesh(np.array(jax.devices()[:SHARDS]), "model")  # whose collectives drop NaN
-    found = jax.shard_map(
+    on_mesh = jax.shard_map(
         lambda part: jnp.stack(collectives.finite_argmax(part, part, SPLIT))[None],
         mesh=mesh, in_specs=P(None, "model"), out_specs=P("model"),
-    )(jnp.asarray(x))  # fmt: skip
+    )  # fmt: skip
+    found = jax.device_get(jax.jit(on_mesh, compiler_options=FAST_COMPILE)(x))
     assert (found == found[0]).all(), "devices agree"
     assert found[0, 0].tolist() == [0, 0, 0, 0, index[4], 0]
     assert found[0, 1].astype(bool).tolist() == finite.tolist()
@@ -149,5 +168,7 @@ def test_sharded_rows_join_to_those_of_the_whole():
         collectives.log_softmax,
         lambda part, layout: collectives.one_hot(index, part.shape[-1], layout),
     ):
-        joined = sharded(function, x).swapaxes(0, 1).reshape(x.shape)
+        shards = x.reshape(len(x), SHARDS, -1)
+        parts = jax.vmap(lambda part, of=function: of(part, SPLIT), 1, axis_name="model")(shards)
+        joined = parts.swapaxes(0, 1).reshape(x.shape)
         np.testing.assert_allclose(joined, function(x, WHOLE), rtol=1e-6)

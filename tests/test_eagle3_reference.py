@@ -22,7 +22,7 @@ from tests.eagle3_reference import Outputs, Result, read_and_draft
 from tests.eagle31_checkpoint import tiny_eagle31_head
 from tests.marks import slow
 
-LENGTH, DRAFTS = 9, 5
+LENGTH, DRAFTS = 9, 3
 HIDDEN, VOCAB = 64, 320
 
 

@@ -5,13 +5,12 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.add_rms_norm import add_rms_norm
 from pallas_kernels.add_rms_norm.reference import add_rms_norm_reference
-from pallas_kernels.benchmark import Arguments, Benchmark, implementation_to_time
+from pallas_kernels.benchmark import Arguments, Benchmark, implementation_to_time, noise
 
 EPS = 1e-5
 
@@ -46,14 +45,13 @@ def make_arguments(
     case: Case, dtype: Any = jnp.float32, seed: int = 0
 ) -> tuple[Array, Array, Array]:
     """Positional arguments of add_rms_norm, without eps."""
-    x_key, partials_key, weight_key = jax.random.split(jax.random.key(seed, impl="rbg"), 3)
     shape = (case.rows, case.hidden)
     partial_dtype = dtype if case.num_splits == 1 else jnp.float32
     padded = (case.num_splits, case.rows + (case.rows == 1), case.hidden)
     return (
-        jax.random.normal(x_key, shape, dtype),
-        jax.random.normal(partials_key, padded, partial_dtype),
-        1 + 0.1 * jax.random.normal(weight_key, shape[1:], dtype),
+        noise(seed, 0, shape, dtype),
+        noise(seed, 1, padded, partial_dtype),
+        1 + 0.1 * noise(seed, 2, shape[1:], dtype),
     )
 
 

@@ -4,12 +4,11 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from pallas_kernels.benchmark import Arguments, Benchmark, implementation_to_time
+from pallas_kernels.benchmark import Arguments, Benchmark, implementation_to_time, noise
 from pallas_kernels.kv_compact import kv_compact
 from pallas_kernels.kv_compact.reference import kv_compact_reference
 
@@ -55,9 +54,8 @@ def make_arguments(case: Case, dtype: Any = jnp.float32, seed: int = 0) -> tuple
     for slots in (source, destination):
         slots[0, -1:] = 0  # in the null page
     pool = (1 + case.batch * columns, case.kv_heads, case.page_size, case.head_dim)
-    keys = jax.random.split(jax.random.key(seed, impl="rbg"), case.num_caches)
-    pages = tuple(jax.random.normal(key, pool, dtype) for key in keys)
-    return pages, jnp.asarray(source, jnp.int32), jnp.asarray(destination, jnp.int32)
+    pages = tuple(noise(seed, index, pool, dtype) for index in range(case.num_caches))
+    return pages, jnp.asarray(source.astype("i4")), jnp.asarray(destination.astype("i4"))
 
 
 def benchmarks() -> Sequence[Benchmark]:

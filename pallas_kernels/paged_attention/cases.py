@@ -4,12 +4,11 @@ import dataclasses
 import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from pallas_kernels.benchmark import Arguments, Benchmark, implementation_to_time
+from pallas_kernels.benchmark import Arguments, Benchmark, implementation_to_time, noise
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.reference import paged_attention_reference
 
@@ -174,7 +173,6 @@ def make_arguments(
     num_pages = 1 + batch * columns
     queries = (batch, case.num_tokens, case.num_heads, case.head_dim)
     pool = (num_pages, case.kv_heads, case.page_size, case.head_dim)
-    random_bits = jax.random.split(jax.random.key(seed, impl="rbg"), 3)
     depth = np.tile(np.arange(case.num_tokens), (batch, 1))
     ancestors = None
     if case.tree:
@@ -185,19 +183,16 @@ def make_arguments(
         words, depths = zip(*trees, strict=True)
         ancestors, depth = jnp.asarray(np.stack(words)), np.stack(depths)
     context_lens = np.array(case.context_lens, np.int32)
-    q, k, v = (
-        jax.random.normal(key, shape, dtype)
-        for key, shape in zip(random_bits, (queries, pool, pool), strict=True)
-    )
+    q, k, v = (noise(seed, i, shape, dtype) for i, shape in enumerate((queries, pool, pool)))
     return (
         q,
         k,
         v,
-        jnp.asarray(1 + rng.permutation(batch * columns).reshape(batch, columns), jnp.int32),
+        jnp.asarray((1 + rng.permutation(batch * columns)).reshape(batch, columns).astype("i4")),
         jnp.asarray(context_lens),
-        jnp.asarray(context_lens[:, None] + depth, jnp.int32),
+        jnp.asarray((context_lens[:, None] + depth).astype("i4")),
         ancestors,
-        jnp.asarray(context_lens + (case.real_tokens or case.num_tokens), jnp.int32),
+        jnp.asarray((context_lens + (case.real_tokens or case.num_tokens)).astype("i4")),
     )
 
 
@@ -208,23 +203,25 @@ def poisoned(case: Case, arguments: Any, poison: float) -> Any:
     sequence, and slots past ``kv_lens``, before ``first_slot`` or left of every query's window.
     """
     q, k_pages, v_pages, table, context_lens, positions, ancestors, kv_lens = arguments
+    table = np.asarray(table)
     slots = np.arange(case.columns * case.page_size).reshape(case.columns, case.page_size)
     first = np.full(len(case.context_lens), case.first_slot)
     if case.window is not None:
         in_window = np.min(positions, axis=1) - case.window + 1
         first = np.maximum(first, np.minimum(in_window, context_lens))
     first, end = first[:, None, None], np.asarray(kv_lens)[:, None, None]
-    table = jnp.where(slots[:, 0] < end[:, 0], table, 0)
+    table = np.where(slots[:, 0] < end[:, 0], table, 0)
     hidden = np.ones((len(k_pages) + 1, case.page_size), bool)
-    hidden[np.asarray(table)] = (slots < first) | (slots >= end)
+    hidden[table] = (slots < first) | (slots >= end)
     hidden[0] = True
 
     def spoiled(pages: Array) -> Array:
-        more = jnp.concatenate([pages, jnp.zeros_like(pages[:1])])
-        return jnp.where(hidden[:, None, :, None], jnp.asarray(poison, pages.dtype), more)
+        kept = np.asarray(pages)
+        more = np.concatenate([kept, np.zeros_like(kept[:1])])
+        return jnp.asarray(np.where(hidden[:, None, :, None], kept.dtype.type(poison), more))
 
     pages = spoiled(k_pages), spoiled(v_pages)
-    return q, *pages, table, context_lens, positions, ancestors, kv_lens
+    return q, *pages, jnp.asarray(table), context_lens, positions, ancestors, kv_lens
 
 
 def benchmarks(dtype: Any = jnp.bfloat16) -> tuple[Benchmark, ...]:

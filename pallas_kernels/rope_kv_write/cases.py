@@ -5,11 +5,11 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
-from pallas_kernels.benchmark import Arguments, Benchmark, implementation_to_time
+from pallas_kernels.benchmark import Arguments, Benchmark, implementation_to_time, noise
 from pallas_kernels.rope_kv_write import rope_kv_write
 from pallas_kernels.rope_kv_write.reference import rope_kv_write_reference
 
@@ -54,29 +54,31 @@ BENCHMARK_CASES = tuple(
 
 def make_arguments(case: Case, dtype: Any = jnp.float32, seed: int = 0) -> tuple[Any, ...]:
     """Positional arguments of rope_kv_write. The last token is padding: its slot is in page 0."""
-    keys = jax.random.split(jax.random.key(seed, impl="rbg"), 7)
+    rng = np.random.default_rng(seed)
     tokens = (case.batch, case.num_tokens)
     slots_needed = 1 + case.batch * case.num_tokens
     num_pages = 2 + slots_needed // case.page_size
     pool = (num_pages, case.kv_heads, case.page_size, case.head_dim)
     rows = case.batch + (case.batch == 1)  # a padding row
     heads = (case.num_splits, rows, *tokens[1:], case.kv_heads, case.group + 2, case.head_dim)
-    angles = 10 * jax.random.normal(keys[0], (*tokens, case.head_dim // 2))
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
-    places = jax.random.permutation(keys[1], jnp.arange(case.page_size, num_pages * case.page_size))
-    slots = places[: case.batch * case.num_tokens].reshape(tokens).astype(jnp.int32)
+    angles = 10 * rng.standard_normal((*tokens, case.head_dim // 2), np.float32)
+    cos, sin = np.cos(angles), np.sin(angles)
+    rope = np.stack([np.stack([cos, cos], axis=2), np.stack([-sin, sin], axis=2)], axis=2)
+    places = rng.permutation(np.arange(case.page_size, num_pages * case.page_size))
+    slots = places[: case.batch * case.num_tokens].reshape(tokens).astype(np.int32)
+    slots[-1, -1] = 0
     q_norm, k_norm = (
-        1 + 0.1 * jax.random.normal(key, (case.head_dim,), dtype) if case.norms else None
-        for key in keys[2:4]
+        1 + 0.1 * noise(seed, index, (case.head_dim,), dtype) if case.norms else None
+        for index in (0, 1)
     )
     return (
-        jax.random.normal(keys[4], heads, dtype if case.num_splits == 1 else jnp.float32),
-        jnp.stack([jnp.stack([cos, cos], axis=2), jnp.stack([-sin, sin], axis=2)], axis=2),
+        noise(seed, 2, heads, dtype if case.num_splits == 1 else jnp.float32),
+        jnp.asarray(rope),
         q_norm,
         k_norm,
-        jax.random.normal(keys[5], pool, dtype),
-        jax.random.normal(keys[6], pool, dtype),
-        slots.at[-1, -1].set(0),
+        noise(seed, 3, pool, dtype),
+        noise(seed, 4, pool, dtype),
+        jnp.asarray(slots),
     )
 
 

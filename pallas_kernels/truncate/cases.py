@@ -5,11 +5,10 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.benchmark import Benchmark, implementation_to_time
+from pallas_kernels.benchmark import Benchmark, implementation_to_time, noise
 from pallas_kernels.truncate import truncation_threshold
 from pallas_kernels.truncate.reference import truncation_threshold_reference
 
@@ -93,7 +92,7 @@ BENCHMARK_CASES = tuple(
 def make_arguments(case: Case, seed: int = 0) -> tuple[Array, ...]:
     """Positional arguments of truncation_threshold."""
     shape = (len(case.rules), case.nodes, case.size)
-    logits = 3 * jax.random.normal(jax.random.key(seed, impl="rbg"), shape)
+    logits = 3 * noise(seed, 0, shape)
     if case.ties:
         logits = jnp.round(4 * logits) / 4
     logits = jnp.where(jnp.arange(case.size) < case.size - case.padding, logits, -jnp.inf)

@@ -1,5 +1,6 @@
 """Paged attention against a loop over queries in float64."""
 
+import functools
 from typing import Any
 
 import jax
@@ -16,6 +17,13 @@ from pallas_kernels.paged_attention.cases import (
     poisoned,
 )
 from tests.marks import first_is_fast, slow
+from tests.programs import FAST_COMPILE
+
+run = jax.jit(
+    paged_attention,
+    static_argnames=("window", "first_slot", "order_invariant", "implementation"),
+    compiler_options=FAST_COMPILE,
+)
 
 
 def visible(case: Case, context: int, position: int, token: int, words) -> list[int]:
@@ -53,10 +61,8 @@ def naive(case: Case, arguments) -> np.ndarray:
 
 
 def attend(case: Case, arguments, order_invariant: bool = False) -> np.ndarray:
-    function = jax.jit(
-        lambda *a: paged_attention(*a, **case.options, order_invariant=order_invariant)
-    )
-    return np.asarray(function(*arguments).astype(jnp.float32))
+    found = run(*arguments, **case.options, order_invariant=order_invariant)
+    return np.asarray(found).astype(np.float32)
 
 
 @pytest.mark.parametrize("order_invariant", [False, slow(True)])
@@ -80,31 +86,31 @@ def test_any_number_of_queries(num_tokens: int, tree: bool):
 
 def test_nodes_past_kv_lens_are_hidden():
     case = next(case for case in TEST_CASES if case.name == "tree of two mask words")
-    arguments: list[Any] = list(make_arguments(case))
+    arguments: list[Any] = list(jax.device_get(make_arguments(case)))
     lens, _, ancestors, _ = arguments[4:]
     for limit in (1, 20, 33):
         bits = (1 << limit) - 1
         kept = np.array([bits & 0xFFFFFFFF, bits >> 32], np.uint32)
         np.testing.assert_array_equal(
-            paged_attention(*arguments[:7], kv_lens=lens + limit),
-            paged_attention(*arguments[:6], ancestors=ancestors & kept),
+            run(*arguments[:7], kv_lens=lens + limit),
+            run(*arguments[:6], ancestors=ancestors & kept),
         )
 
 
 def test_by_default_kv_lens_ends_with_the_queries_or_their_mask():
     for case in (TEST_CASES[0], TEST_CASES[9]):  # causal, a tree
-        arguments: list[Any] = list(make_arguments(case))
+        arguments: list[Any] = list(jax.device_get(make_arguments(case)))
         ancestors, lens = arguments[6], arguments[4]
         length = case.num_tokens if ancestors is None else 32 * ancestors.shape[2]
-        found = paged_attention(*arguments[:7], **case.options)
-        wanted = paged_attention(*arguments[:7], kv_lens=lens + length, **case.options)
+        found = run(*arguments[:7], **case.options)
+        wanted = run(*arguments[:7], kv_lens=lens + length, **case.options)
         np.testing.assert_array_equal(found, wanted)
 
 
 def test_a_sequence_may_end_before_its_context():
     """As for an empty row: its queries see no slot, and no query sees its slots."""
     case = TEST_CASES[1]
-    arguments: Any = (*make_arguments(case)[:7], jnp.array([0, 0, 5]))
+    arguments: Any = (*make_arguments(case)[:7], np.array([0, 0, 5], np.int32))
     found = attend(case, poisoned(case, arguments, np.nan))
     assert np.isfinite(found).all()
     np.testing.assert_allclose(found[2], naive(case, arguments)[2], atol=2e-6, rtol=1e-5)
@@ -113,10 +119,11 @@ def test_a_sequence_may_end_before_its_context():
 @first_is_fast(TEST_CASES, 3)
 def test_unseen_slots_may_hold_nan_or_infinity(case: Case):
     arguments = make_arguments(case)
-    function = jax.jit(lambda *a: paged_attention(*a, **case.options))
-    expected = function(*arguments)
+    arguments = jax.device_get(arguments)
+    expected = run(*arguments, **case.options)
     for poison in (np.nan, np.inf, -np.inf):
-        np.testing.assert_array_equal(function(*poisoned(case, arguments, poison)), expected)
+        spoiled = poisoned(case, arguments, poison)
+        np.testing.assert_array_equal(run(*spoiled, **case.options), expected)
 
 
 def test_unseen_slots_do_not_change_order_invariant_sums():
@@ -129,20 +136,21 @@ def test_unseen_slots_do_not_change_order_invariant_sums():
 def test_a_node_that_no_query_sees_may_be_anything():
     """Only finite values: the kernel requires them between the context and kv_lens."""
     case = next(case for case in TEST_CASES if case.name == "small tree")
-    arguments: list[Any] = list(make_arguments(case))
-    arguments[6] &= ~jnp.uint32(1 << 2)
+    arguments: list[Any] = [np.array(one) for one in make_arguments(case)]
+    arguments[6] &= ~np.uint32(1 << 2)
     slots = np.array(case.context_lens) + 2
-    pages = np.asarray(arguments[3])[np.arange(len(slots)), slots // case.page_size]
+    pages = arguments[3][np.arange(len(slots)), slots // case.page_size]
     expected = attend(case, arguments)
     for index in (1, 2):
         rows = (pages, slice(None), slots % case.page_size)
-        arguments[index] = arguments[index].at[rows].set(jnp.nan)
+        arguments[index][rows] = np.nan
     np.testing.assert_array_equal(attend(case, arguments), expected)
 
 
 def test_unseen_slots_do_not_change_gradients():
     case = next(case for case in TEST_CASES if case.name == "window")
 
+    @functools.partial(jax.jit, compiler_options=FAST_COMPILE)
     def gradients(arguments: Any) -> tuple[jax.Array, ...]:
         def total(*q_and_pages: jax.Array) -> jax.Array:
             return paged_attention(*q_and_pages, *arguments[3:], **case.options).sum()
@@ -152,7 +160,7 @@ def test_unseen_slots_do_not_change_gradients():
     clean, *_ = gradients(make_arguments(case))
     found, *of_pages = gradients(poisoned(case, make_arguments(case), np.nan))
     np.testing.assert_array_equal(found, clean)
-    assert all(jnp.isfinite(one).all() for one in of_pages)
+    assert all(np.isfinite(one).all() for one in of_pages)
 
 
 def test_bfloat16_is_rounded_only_between_steps():
@@ -166,21 +174,24 @@ def test_order_invariant_sums_do_not_depend_on_where_keys_lie(dtype):
     """A path spread over a tree's slots scores as the same path right after the context."""
     case = Case("", (50,), 40, 4, 2, 16, 16, tree=True)
     path = np.array([0, 3, 11, 30, 39])
-    q, k, v, table, context_lens, positions, *_ = make_arguments(case, dtype)
+    arguments = jax.device_get(make_arguments(case, dtype))
+    q, k, v, table, context_lens, positions, *_ = arguments
     slots = 50 + np.arange(case.num_tokens)
-    page, offset = np.asarray(table)[0, slots // 16], slots % 16
+    page, offset = table[0, slots // 16], slots % 16
 
-    def score(k, v, nodes) -> jax.Array:
+    def score(k, v, nodes) -> np.ndarray:
         words = np.zeros((1, case.num_tokens, 2), np.uint32)
         for node in nodes:
             words[..., node // 32] |= np.uint32(1 << (node % 32))
-        mask = jnp.asarray(words)
-        return paged_attention(q, k, v, table, context_lens, positions, mask, order_invariant=True)
+        rest = table, context_lens, positions, words
+        return np.asarray(run(q, k, v, *rest, order_invariant=True))
 
-    def moved(pages: jax.Array) -> jax.Array:
-        return pages.at[page[:5], :, offset[:5]].set(pages[page[path], :, offset[path]])
+    def moved(pages: np.ndarray) -> np.ndarray:
+        pages = pages.copy()
+        pages[page[:5], :, offset[:5]] = pages[page[path], :, offset[path]]
+        return pages
 
-    assert jnp.array_equal(score(k, v, path), score(moved(k), moved(v), range(5)))
+    assert np.array_equal(score(k, v, path), score(moved(k), moved(v), range(5)))
 
 
 @pytest.mark.parametrize("order_invariant", [False, True])

@@ -14,26 +14,28 @@ from pallas_kernels.rope_kv_write.cases import EPS, TEST_CASES, Case, make_argum
 from pallas_kernels.rope_kv_write.mosaic_gpu import rope_kv_write_mosaic
 from pallas_kernels.rope_kv_write.reference import rope_kv_write_reference
 from tests.marks import first_is_fast
+from tests.programs import FAST_COMPILE
 
 reference = functools.partial(rope_kv_write_reference, eps=EPS)
+run_reference = jax.jit(reference, compiler_options=FAST_COMPILE)
 kernel = functools.partial(rope_kv_write, eps=EPS, implementation="mosaic_gpu")
 
 
 def assert_same(found: Any, case: Case) -> None:
     """As the reference, but for the last bits of a bfloat16; the null page holds anything."""
-    expected = reference(*make_arguments(case, jnp.bfloat16))
+    found, expected = jax.device_get((found, run_reference(*make_arguments(case, jnp.bfloat16))))
     for index, (one, other) in enumerate(zip(found, expected, strict=True)):
         keep = slice(None) if index == 0 else slice(1, None)
         np.testing.assert_allclose(
-            one[keep].astype(jnp.float32), other[keep].astype(jnp.float32), rtol=2**-6, atol=2**-7
+            one[keep].astype(np.float32), other[keep].astype(np.float32), rtol=2**-6, atol=2**-7
         )
 
 
 @pytest.mark.parametrize("case", TEST_CASES, ids=str)
 def test_heads_are_normed_rotated_and_written(case: Case):
-    arguments = make_arguments(case)
+    arguments = jax.device_get(make_arguments(case, jnp.float32))
     partials, rope, q_norm, k_norm, k_pages, v_pages, slots = arguments
-    heads = np.asarray(partials).sum(0)[: case.batch]
+    heads = partials.sum(0)[: case.batch]
     queries, keys, values = heads[..., :-2, :], heads[..., -2, :], heads[..., -1, :]
     half = case.head_dim // 2
 
@@ -45,7 +47,8 @@ def test_heads_are_normed_rotated_and_written(case: Case):
         pairs = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angle)
         return np.concatenate([pairs.real, pairs.imag], axis=-1)
 
-    q, new_k, new_v = rope_kv_write(*arguments, eps=EPS)
+    run = jax.jit(functools.partial(rope_kv_write, eps=EPS), compiler_options=FAST_COMPILE)
+    q, new_k, new_v = jax.device_get(run(*arguments))
     np.testing.assert_allclose(q.reshape(queries.shape), turned(queries, q_norm), atol=2e-5)
     wanted_k, wanted_v = np.array(k_pages), np.array(v_pages)
     page, offset = np.asarray(slots) // case.page_size, np.asarray(slots) % case.page_size

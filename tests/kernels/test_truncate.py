@@ -24,7 +24,9 @@ from pallas_kernels.truncate.cases import (
 from pallas_kernels.truncate.mosaic_gpu import truncation_threshold_mosaic
 from pallas_kernels.truncate.reference import ordered_keys, search_digits
 from tests.marks import first_is_fast
+from tests.programs import FAST_COMPILE
 
+run = jax.jit(truncation_threshold, compiler_options=FAST_COMPILE)
 SUM_ROUNDING = 3e-6  # relative, of float32 sums in different orders
 KERNEL: Any = functools.partial(truncation_threshold, implementation="mosaic_gpu")
 
@@ -48,12 +50,12 @@ def by_sorting(logits: np.ndarray, rule: Rule, slack: float) -> np.ndarray:
     return np.max(thresholds, axis=0)
 
 
-def assert_are_thresholds(found: jax.Array, case: Case, arguments: tuple[jax.Array, ...]) -> None:
+def assert_are_thresholds(found: Any, case: Case, arguments: tuple[jax.Array, ...]) -> None:
     """Entries of their rows, and those of sorting but for the rounding of sums."""
-    logits = np.asarray(arguments[0])
+    logits, found = np.asarray(arguments[0]), np.asarray(found)
     for row, rule in enumerate(case.rules):
         low, high = (by_sorting(logits[row], rule, s) for s in (SUM_ROUNDING, -SUM_ROUNDING))
-        own = np.asarray(found[row])
+        own = found[row]
         assert ((low <= own) & (own <= high)).all(), (rule, low, own, high)
         assert (np.isneginf(own) | (logits[row] == own[:, None]).any(axis=-1)).all(), rule
 
@@ -68,7 +70,7 @@ def interpreted(*arguments: jax.Array, held: int = 96) -> jax.Array:
 @pytest.mark.parametrize("case", [*SMALL_CASES, *LARGE_CASES[:2]], ids=str)
 def test_the_reference_takes_what_sorting_takes(case: Case):
     arguments = make_arguments(case)
-    assert_are_thresholds(jax.jit(truncation_threshold)(*arguments), case, arguments)
+    assert_are_thresholds(run(*arguments), case, arguments)
 
 
 @first_is_fast([*SMALL_CASES, LARGE_CASES[0]])
@@ -85,20 +87,23 @@ def test_interpreted_with_entries_that_registers_do_not_hold():
 
 def test_interpreted_it_ends_for_rows_without_an_answer():
     rules = (*MIXED, *EXTREME)
-    broken = jnp.zeros(256).at[7].set(jnp.nan)
-    rows = [jnp.full(256, value) for value in (jnp.nan, jnp.inf, -jnp.inf)] + [broken]
+    broken = np.where(np.arange(256) == 7, np.nan, 0)
+    rows = [np.full(256, value) for value in (np.nan, np.inf, -np.inf)] + [broken]
     case = Case("broken", 256, rules, nodes=len(rows))
-    logits = jnp.broadcast_to(jnp.stack(rows), (len(rules), len(rows), 256))
+    logits = jnp.asarray(np.tile(np.stack(rows).astype(np.float32), (len(rules), 1, 1)))
     assert interpreted(logits, *make_arguments(case)[1:]).shape == (len(rules), len(rows))
 
 
 def test_a_row_of_nan_does_not_change_other_rows():
     case = Case("", 256, (Rule(top_k=3, top_p=0.9), Rule(top_k=3, top_p=0.9)))
-    logits, *parameters = make_arguments(case)
-    functions: Any = (jax.jit(truncation_threshold), interpreted)
+    logits, *parameters = jax.device_get(make_arguments(case))
+    spoiled = logits.copy()
+    spoiled[0] = np.nan
+    functions: Any = (run, interpreted)
     for function in functions:
-        alone = function(logits, *parameters)
-        beside = function(logits.at[0].set(jnp.nan), *parameters)
+        alone, beside = jax.device_get(
+            [function(jnp.asarray(rows), *parameters) for rows in (logits, spoiled)]
+        )
         np.testing.assert_array_equal(beside[1], alone[1])
 
 
@@ -167,13 +172,15 @@ def test_unsupported_arguments_are_named(logits: jax.Array, message: str):
 
 def test_digits_of_a_threshold_are_found_by_bits_as_by_nibbles():
     """A CPU searches bit by bit, other devices four bits at once: the same threshold."""
-    logits = 3 * jax.random.normal(jax.random.key(0), (2, 3, 777))
-    keys, weights = ordered_keys(logits), jax.nn.softmax(logits)
+
+    @functools.partial(jax.jit, compiler_options=FAST_COMPILE)
+    def searched(logits: jax.Array, mass: jax.Array) -> list[jax.Array]:
+        keys, weights = ordered_keys(logits), jax.nn.softmax(logits)
+        return [search_digits(keys, weights, mass, digit_bits=bits) for bits in (1, 4)]
+
+    logits = 3 * np.random.default_rng(0).standard_normal((2, 3, 777)).astype(np.float32)
     for mass in (1e-6, 0.1, 0.5, 0.9, 0.999, 2.0):
-        wanted = jnp.full((2, 3), mass)
-        by_bit, by_nibble = (
-            search_digits(keys, weights, wanted, digit_bits=bits) for bits in (1, 4)
-        )
+        by_bit, by_nibble = searched(logits, np.full((2, 3), mass, np.float32))
         np.testing.assert_array_equal(by_bit, by_nibble)
 
 

@@ -1,6 +1,7 @@
 """Weights of flax models, linen and nnx: the same logits, and swapped without a compile."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import flax.linen as nn
@@ -17,6 +18,7 @@ from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.decoder import Decoder
 from jaxspec.speculation.drafters import EagleDrafter
 from jaxspec.weights.flax_bridge import head_from_flax, target_from_flax
+from tests.programs import FAST_COMPILE
 from tests.random_models import CONFIG, eagle3_head, random_target
 
 ATTENTION = CONFIG.layers[0].mixer
@@ -80,12 +82,13 @@ class Llama(nn.Module):
         return nn.Dense(CONFIG.vocab_size, use_bias=False, name="lm_head")(x)
 
 
-TOKENS = jnp.arange(14).reshape(2, 7) * 5 % CONFIG.vocab_size
+TOKENS = np.arange(14, dtype=np.int32).reshape(2, 7) * 5 % CONFIG.vocab_size
 
 
 @pytest.fixture(scope="module")
 def params() -> Any:
-    return Llama().init(jax.random.key(1), TOKENS)
+    init = jax.jit(Llama().init, compiler_options=FAST_COMPILE)
+    return init(jax.random.key(1), TOKENS)
 
 
 @pytest.fixture(scope="module")
@@ -93,16 +96,17 @@ def like() -> Decoder:
     return random_target()
 
 
-def our_logits(target: Decoder) -> np.ndarray:
+@functools.partial(jax.jit, compiler_options=FAST_COMPILE)
+def our_logits(target: Decoder) -> jax.Array:
     positions = jnp.broadcast_to(jnp.arange(TOKENS.shape[1]), TOKENS.shape)
     states = target.no_states()
-    hidden, _, _ = decoder.run(target, TOKENS, positions, states, dense_causal_attend)
-    return np.asarray(decoder.logits(target, hidden))
+    hidden, _, _ = decoder.run(target, jnp.asarray(TOKENS), positions, states, dense_causal_attend)
+    return decoder.logits(target, hidden)
 
 
 def test_a_linen_model_has_the_same_logits(params: Any, like: Decoder):
     target = target_from_flax(like, params, NAMES)
-    expected: Any = Llama().apply(params, TOKENS)
+    expected: Any = jax.jit(Llama().apply, compiler_options=FAST_COMPILE)(params, TOKENS)
     np.testing.assert_allclose(our_logits(target), expected, atol=1e-4)
 
 
