@@ -15,6 +15,13 @@ from jaxspec.memory import maps_are_scarce
 
 jax.config.update("jax_num_cpu_devices", 8)
 
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The default tests compile quickly; the slow ones run what users run."""
+    if config.option.markexpr == "not slow and not gpu":
+        jax.config.update("jax_disable_most_optimizations", True)
+
+
 # When the GPU tests last passed. Written here, by a run of all of them that passed.
 GPU_RECORD = Path(__file__).parent.parent / "docs/gpu_tests.json"
 

@@ -92,7 +92,7 @@ def run(name: str, model: int = 1, data: int = 1, shard_drafter: bool = True):
     [
         slow("none", 4, 1, True),
         slow("eagle3", 4, 1, True),
-        ("eagle3 tree", 2, 2, False),
+        slow("eagle3 tree", 2, 2, False),
         slow("eagle3 rejection", 4, 1, True),
         slow("eagle3 rejection", 2, 2, False),
         slow("draft_model rejection", 2, 1, True),
@@ -104,7 +104,7 @@ def run(name: str, model: int = 1, data: int = 1, shard_drafter: bool = True):
         slow("eagle1", 2, 2, False),
         slow("eagle3", 2, 1, True),
         slow("eagle3", 4, 1, False),
-        slow("eagle3", 2, 2, False),
+        ("eagle3", 2, 2, False),
         slow("eagle3", 2, 2, True),
         slow("eagle3 tree", 2, 1, True),
         slow("eagle3 tree", 4, 1, True),

@@ -22,7 +22,7 @@ SHAPES = {"tree": None, "chain": TreeShape(3, 2), "plain": PLAIN}
 LENGTH, WIDTH, ROUNDS = 96, 16, 5  # more plain rounds than the drafters can let wait
 
 each_drafter = pytest.mark.parametrize(
-    "drafter", ["draft_model", *(slow(name) for name in DRAFTERS if name != "draft_model")]
+    "drafter", ["ngram", *(slow(name) for name in DRAFTERS if name != "ngram")]
 )
 admit = new_jit(functional.admit)
 prefill = new_jit(functional.prefill, "width")

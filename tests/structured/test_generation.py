@@ -123,7 +123,8 @@ def check_random_schemas(name: str, count: int, rows: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "count", "rows"), [("ngram", 10, 10), slow("eagle3", 40, 20), slow("ngram", 500, 50)]
+    ("name", "count", "rows"),
+    [slow("ngram", 10, 10), slow("eagle3", 40, 20), slow("ngram", 500, 50)],
 )
 def test_the_outputs_of_random_schemas_parse_and_conform(name: str, count: int, rows: int):
     check_random_schemas(name, count, rows)
