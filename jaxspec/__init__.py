@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from jaxspec.lazy import lazy_names
 
 if TYPE_CHECKING:  # what a type checker sees; at run time a name loads its module when asked for
+    from jaxspec.async_engine import AsyncEngine
     from jaxspec.config.cache import CacheConfig
     from jaxspec.config.speculation import PLAIN, SpeculationConfig, TreeShape
     from jaxspec.engine import Engine
@@ -21,6 +22,7 @@ if TYPE_CHECKING:  # what a type checker sees; at run time a name loads its modu
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
+        "jaxspec.async_engine": ("AsyncEngine",),
         "jaxspec.config.cache": ("CacheConfig",),
         "jaxspec.config.speculation": ("PLAIN", "SpeculationConfig", "TreeShape"),
         "jaxspec.engine": ("Engine",),
@@ -43,6 +45,7 @@ __all__ = [
     "BUILT_IN_MODEL",
     "LLM",
     "PLAIN",
+    "AsyncEngine",
     "CacheConfig",
     "Completion",
     "Ending",

@@ -20,6 +20,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "bench drafters": "time drafters against plain decoding, on real text",
         "bench engine": "time rounds of a public model shape, with random weights",
         "bench kernels": "time every kernel and its jnp reference",
+        "bench serving": "serve many requests as they arrive, and measure what clients see",
         "bench swap": "time replacing a target's weights in a running engine",
         "profile": "show where the time of one round goes",
         "compile-ahead": "compile the decode program for H100s on a machine without a GPU",

@@ -8,7 +8,7 @@ import collections
 import dataclasses
 import itertools
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -66,6 +66,7 @@ class Engine:
     Attributes:
       shape: of the draft trees; None: the largest. In float32 the text does not depend on it. It
         may be set at any time. A new shape compiles a program.
+      on_launch: called with the calls that were launched, for measurements.
 
     Raises ValueError for values that cannot work, and for a cache that the device has no room for.
     """
@@ -124,6 +125,7 @@ class Engine:
             preemption=preemption if shards == 1 else "recompute",
         )
         self.programs = Programs(params, sizes, max_programs)
+        self.on_launch: Callable[[list[Call]], None] | None = None
         self._start()
         self._ids = map(str, itertools.count())
         self._seeds = np.random.default_rng()
@@ -250,18 +252,27 @@ class Engine:
             calls = self._runner.launch(plan, self._load, self.shape)
             if plan.calls:
                 self._in_flight.append(_Launched(plan, calls, self.shape))
+            if calls and self.on_launch is not None:
+                self.on_launch(calls)
             while len(self._in_flight) > plan.calls:
                 self._read(self._in_flight.popleft())
         except BaseException as error:
             self._fail(error)
             raise
 
-    def finish(self, generations: Iterable[Generation]) -> None:
-        """Step until these requests have ended. They are cancelled if that is interrupted."""
+    def finish(
+        self, generations: Iterable[Generation], on_step: Callable[[], None] | None = None
+    ) -> None:
+        """Step until these requests have ended, and call ``on_step`` after each step.
+
+        They are cancelled if that is interrupted.
+        """
         generations = list(generations)
         try:
             while not all(generation.done for generation in generations):
                 self.step()
+                if on_step is not None:
+                    on_step()
         finally:
             for generation in generations:
                 self.cancel(generation)

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from jaxspec.generation import Generation, Timings
 from jaxspec.loading import load
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.hf_config import load_model_config
+from jaxspec.progress import progress_bar
 from jaxspec.scheduling.requests import SamplingParams, check_count, check_requests
 from jaxspec.speculation.drafters import Drafter
 from jaxspec.tokenizer.text import Conversation, Prompt, TextTokenizer, tokenize
@@ -148,14 +150,22 @@ class LLM:
         self.engine.use_target(target)
 
     def generate(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams]
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams],
+        *,
+        progress: bool = False,
     ) -> list[Completion]:
         """Complete every prompt (text, or token ids), in order.
+
+        Args:
+          progress: show a progress bar with tokens/s and acceptance on stderr.
 
         Raises ValueError for a bad prompt or sampling value.
         """
         generations = self._add(prompts, sampling)
-        self.engine.finish(generations)
+        with progress_bar(generations) if progress else nullcontext() as update:
+            self.engine.finish(generations, update)
         return [
             self._completion(
                 generation, self._detokenizer(generation).push(self._visible(generation), last=True)

@@ -40,6 +40,15 @@ def test_generate_gives_one_completion_a_prompt_in_order(llm):
         assert completion.text == llm.tokenizer.decode(completion.token_ids)
 
 
+def test_generate_shows_a_progress_bar_when_asked(llm, capsys):
+    quiet = llm.generate(["a", "b"], GREEDY)
+    assert capsys.readouterr().err == ""
+    shown = llm.generate(["a", "b"], GREEDY, progress=True)
+    printed = capsys.readouterr()
+    assert "2/2" in printed.err and "tokens a round" in printed.err and printed.out == ""
+    assert [one.text for one in shown] == [one.text for one in quiet]
+
+
 def test_statistics_add_up(llm):
     [completion] = llm.generate(["abcabcabcabc"], GREEDY)
     tokens = completion.acceptance_length * completion.num_rounds

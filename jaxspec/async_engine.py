@@ -1,0 +1,219 @@
+"""AsyncEngine: streams of tokens for asyncio, from an engine that runs in a thread of its own."""
+
+import asyncio
+import dataclasses
+import logging
+import queue
+import threading
+from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import Future
+from typing import Self
+
+from jaxspec.engine import Engine
+from jaxspec.generation import FinishReason, Generation
+from jaxspec.scheduling.requests import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """New tokens of one request.
+
+    Attributes:
+      token_ids: tokens since the last chunk; the last chunk may have none.
+      generation: the request; its statistics and timings are complete when ``done``.
+      done: whether this is the last chunk. Only then ``finish_reason`` is set.
+      error: what went wrong, if the finish_reason is ``error``.
+    """
+
+    token_ids: list[int]
+    generation: Generation
+    done: bool = False
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+
+
+class AsyncEngine:
+    """Streams what an engine generates for many requests at once.
+
+    >>> async with AsyncEngine(engine) as serving:
+    ...     async for chunk in serving.generate(prompt, SamplingParams()):
+    ...         print(chunk.token_ids)
+
+    The engine belongs to this object's thread from now on; ``run`` is the way to reach it. The
+    thread steps while there is something to do, and sleeps otherwise. Close the object, or the
+    engine's memory stays in use.
+
+    Args:
+      most_rounds: most rounds of a call. Fewer give shorter and more frequent chunks, and let new
+        requests begin sooner. None: the engine's own limit.
+    """
+
+    def __init__(self, engine: Engine, most_rounds: int | None = None):
+        self._engine, self._most_rounds = engine, most_rounds
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._streams: dict[str, _Stream] = {}  # by request id; used by the thread alone
+        self._lock = threading.Lock()  # so that no job comes after the one that ends the thread
+        self._closed = False
+        # A daemon: a program that forgets to close it still ends.
+        self._thread = threading.Thread(target=self._work, name="jaxspec engine", daemon=True)
+        self._thread.start()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def generate(
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        priority: int = 0,
+        timeout: float | None = None,
+        cache_salt: str | None = None,
+    ) -> AsyncGenerator[Chunk, None]:
+        """Chunks of a request's tokens; see Engine.add for the arguments.
+
+        When the task is cancelled, or the generator closed, the request is cancelled: its pages are
+        free in the next plan. An error of the engine ends it with the finish_reason ``error``.
+
+        Raises ValueError for a request that could not run, QueueFull if too many wait, and
+        RuntimeError if the engine is closed.
+        """
+        stream = _Stream(asyncio.get_running_loop())
+        options = {"priority": priority, "timeout": timeout, "cache_salt": cache_salt}
+
+        def add(engine: Engine) -> None:
+            stream.generation = engine.add(prompt, sampling, **options)
+            self._streams[stream.generation.request_id] = stream
+
+        done = False
+        try:
+            await self.run(add)
+            while not done:
+                chunk = await stream.chunks.get()
+                done = chunk.done
+                yield chunk
+        finally:
+            if not done:  # also if we were cancelled while ``add`` was waiting for the thread
+                self._post(lambda: self._cancel(stream))
+
+    async def run[T](self, function: Callable[[Engine], T]) -> T:
+        """The result of a function of the engine, called in its thread between two steps.
+
+        Raises what the function raises, and RuntimeError if the engine is closed.
+        """
+        future: Future[T] = Future()
+
+        def job() -> None:
+            try:
+                future.set_result(function(self._engine))
+            except Exception as error:
+                future.set_exception(error)
+
+        if not self._post(job):
+            raise RuntimeError("the AsyncEngine is closed: make another one")
+        # Shielded: the job runs even if nobody waits for it any more.
+        return await asyncio.shield(asyncio.wrap_future(future))
+
+    async def close(self) -> None:
+        """Cancel what is under way, and end the thread. May be called more than once."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._jobs.put(None)
+        await asyncio.to_thread(self._thread.join)
+
+    def _post(self, job: Callable[[], None]) -> bool:
+        """Let the thread do something; False if it has ended, or is about to."""
+        with self._lock:
+            if not self._closed:
+                self._jobs.put(job)
+            return not self._closed
+
+    # What the thread does.
+
+    def _work(self) -> None:
+        while True:
+            for job in self._waiting_jobs():
+                if job is None:
+                    self._end()
+                    return
+                job()
+            self._step()
+            self._hand_out()
+
+    @property
+    def _is_idle(self) -> bool:
+        """Whether no request is left, and nothing is left to do for those that have ended."""
+        return self._engine.is_idle and self._engine.scheduler.is_idle
+
+    def _waiting_jobs(self) -> list[Callable[[], None] | None]:
+        """All that there are now. Sleeps for one if there is nothing else to do."""
+        jobs = [self._jobs.get()] if self._is_idle else []
+        while not self._jobs.empty():  # only this thread takes from it
+            jobs.append(self._jobs.get())
+        return jobs
+
+    def _step(self) -> None:
+        try:
+            if not self._is_idle:
+                self._engine.step(self._most_rounds)
+        except Exception:  # the engine has ended its requests with it, and starts anew
+            logger.exception("a step of the engine failed")
+
+    def _cancel(self, stream: "_Stream") -> None:
+        if stream.generation is not None:  # else ``add`` was refused
+            self._engine.cancel(stream.generation)
+
+    def _hand_out(self) -> None:
+        """Pass on what is new: one wake-up of each event loop."""
+        new: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, Chunk]]] = {}
+        for stream in list(self._streams.values()):
+            chunk = stream.next_chunk()
+            if chunk is not None:
+                new.setdefault(stream.loop, []).append((stream, chunk))
+                if chunk.done:
+                    del self._streams[chunk.generation.request_id]
+        for loop, chunks in new.items():
+            try:
+                loop.call_soon_threadsafe(_put_all, chunks)
+            except RuntimeError:  # the loop is closed: nobody reads these any more
+                for stream, _ in chunks:
+                    self._cancel(stream)
+
+    def _end(self) -> None:
+        for stream in self._streams.values():
+            self._cancel(stream)
+        while not self._is_idle:
+            self._step()
+        self._hand_out()
+
+
+class _Stream:
+    """A request and the way to its reader."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop):
+        self.loop = loop
+        self.chunks: asyncio.Queue[Chunk] = asyncio.Queue()
+        self.generation: Generation | None = None
+        self._seen = 0  # tokens
+
+    def next_chunk(self) -> Chunk | None:
+        """What is new since the last one; None: nothing."""
+        generation = self.generation
+        assert generation is not None
+        ids = generation.token_ids[self._seen :]
+        if not (ids or generation.done):
+            return None
+        self._seen += len(ids)
+        reason, error = generation.finish_reason, generation.error
+        return Chunk(ids, generation, generation.done, reason, error)
+
+
+def _put_all(chunks: list[tuple[_Stream, Chunk]]) -> None:
+    for stream, chunk in chunks:
+        stream.chunks.put_nowait(chunk)

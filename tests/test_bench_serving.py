@@ -1,0 +1,99 @@
+"""Serving a workload and measuring it, on tiny models."""
+
+import dataclasses
+import json
+
+import pytest
+
+from jaxspec.benchmarking import workloads
+from jaxspec.benchmarking.shapes import SHAPES
+from jaxspec.benchmarking.workloads import Arrival
+from jaxspec.commands import bench_serving
+from jaxspec.config.cache import CacheConfig
+from jaxspec.config.speculation import SpeculationConfig
+from jaxspec.engine import Engine
+from jaxspec.load_test import DeviceWatch, LoadTest, percentiles
+from tests.random_models import make_params
+
+TINY = ["--shape", "tiny", "--page-size", "8", "--dtype", "float32"]
+FIGURES = {"first_token", "between_tokens", "between_deliveries"}
+
+
+def test_a_workload_is_served_and_measured():
+    params = make_params("ngram", SpeculationConfig.chain(2))
+    engine = Engine(params, CacheConfig(page_size=8, max_length=64), max_rows=2)
+    times, shared = workloads.arrival_times(7, 20.0, seed=0), (1,) * 24
+    arrivals = [Arrival(time, (*shared, 7 * i), 4 + i) for i, time in enumerate(times)]
+    test = LoadTest(engine, arrivals)
+    test.warm_up()
+    result = test.run()
+    assert (result.requests, result.failed, result.compiled) == (7, 0, 0)
+    assert result.prompt_tokens == 7 * 25 and result.generated_tokens == sum(range(4, 11))
+    assert result.seconds >= times[-1]
+    assert result.generated_per_second == pytest.approx(result.generated_tokens / result.seconds)
+    assert result.total_per_second > result.generated_per_second
+    for name in FIGURES:
+        low, middle, high = getattr(result, name).values()
+        assert 0 <= low <= middle <= high
+    assert result.between_deliveries["p99"] <= result.longest_gap
+    assert 0 <= result.without_requests <= result.device_idle < 1
+    assert 0 < result.kv_used <= 1 and 0 <= result.kv_waste < 1
+    # All but the first find the prefix, of which 3 full pages were read once.
+    assert result.prompt_hits == pytest.approx(6 * 24 / (7 * 25))
+    assert 1 <= result.tokens_per_round <= 3 and len(result.accepted_by_depth) == 2
+    assert sum(result.preemptions.values()) == 0
+
+
+def test_the_device_is_idle_between_calls():
+    with DeviceWatch() as watch:
+        pass
+    watch.calls = [(1.0, 3.0), (2.0, 5.0), (6.0, 8.0)]  # the second was launched during the first
+    assert watch.idle(0.0, 9.0) == 1 + 1 + 1
+    assert watch.idle(1.0, 8.0) == 1
+
+
+def test_percentiles():
+    assert percentiles(list(range(101))) == {"p50": 50, "p90": 90, "p99": 99}
+    assert percentiles([]) == {"p50": 0, "p90": 0, "p99": 0}
+
+
+@pytest.mark.slow
+def test_the_command_prints_a_table_and_json_and_draws(monkeypatch, capsys, tmp_path):
+    tiny = SHAPES["tiny"]
+    small = dataclasses.replace(tiny, layers=tiny.layers[:2])
+    monkeypatch.setattr(bench_serving, "SHAPES", {"tiny": small})
+    counts = ["--requests", "6", "--rows", "2", "--prompt-tokens", "12", "--new-tokens", "10"]
+    more = ["--tree", "chain:2@2", "--rate", "50", "--spread", "0.3", "--shared-prefix", "16"]
+    outputs = ["--compare", "plain", "--json", "--png", str(tmp_path / "times.png")]
+    assert bench_serving.main([*TINY, *counts, *more, *outputs]) == 0
+    printed = capsys.readouterr()
+    results = json.loads(printed.out)
+    assert list(results["runs"]) == ["speculative", "plain"]
+    for run in results["runs"].values():
+        assert run["requests"] == 6 and run["failed"] == run["compiled"] == 0
+        assert run["prompt_hits"] > 0.3
+    assert results["runs"]["plain"]["tokens_per_round"] == 1
+    assert results["runs"]["speculative"]["tokens_per_round"] == pytest.approx(2, abs=0.5)
+    assert "tiny, 6 requests at 50 a second, 2 rows" in printed.err
+    assert "device idle" in printed.err and "compiled after warm-up" in printed.err
+    assert (tmp_path / "times.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--requests", "0"], "--requests must be at least 1, got 0"),
+        (["--new-tokens", "0"], "--new-tokens must be at least 1"),
+        (["--rate", "0"], "--rate must be a positive number"),
+        (["--spread", "1"], "--spread must be a share"),
+        (["--shared-prefix", "-1"], "--shared-prefix must be at least 0"),
+        (["--drafter", "ngram"], "--drafter is for models"),
+        (["--tree", "chain:4"], "say which acceptance length"),
+        (["--lengths", "nothing.json"], "nothing.json"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(arguments, message, capsys):
+    assert bench_serving.main([*TINY, *arguments]) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if "loading" not in line]
+    assert len(lines) == 1 and lines[0].startswith("jaxspec bench serving: ")
+    assert message in lines[0]

@@ -1,0 +1,28 @@
+"""The progress bar of a batch."""
+
+import io
+
+from rich.console import Console
+
+from jaxspec import SamplingParams
+from jaxspec.generation import Generation, RequestStatistics
+from jaxspec.progress import progress_bar, speed
+
+
+def generations() -> list[Generation]:
+    statistics = RequestStatistics(rounds=4, drafted=8, accepted=[4, 3, 2])
+    ended = Generation("0", (1,), SamplingParams(), statistics, [1] * 11, "length")
+    waiting = Generation("1", (1,), SamplingParams(), RequestStatistics(0, 0, [0] * 3))
+    return [ended, waiting]
+
+
+def test_speed_is_that_of_all_and_leaves_out_tokens_of_no_round():
+    assert speed(generations(), 2.0) == "6 tokens/s, 2.50 tokens a round"
+    assert speed(generations()[1:], 0.0) == "0 tokens/s"
+
+
+def test_the_bar_counts_requests_that_have_ended():
+    text = io.StringIO()
+    with progress_bar(generations(), Console(file=text, width=80)) as update:
+        update()
+    assert "1/2" in text.getvalue() and "2.50 tokens a round" in text.getvalue()
