@@ -1,0 +1,245 @@
+"""Which draft tree a call should use: the one that commits the most tokens a second, or none.
+
+All rows of a call draft trees of one shape. What a round costs is measured once, by the engine;
+what it yields is estimated from what rows have accepted (see survival).
+"""
+
+from collections.abc import Hashable, Mapping, Sequence
+
+import numpy as np
+
+from jaxspec.config.speculation import TreeShape
+from jaxspec.scheduling.survival import AcceptanceEstimate, family_of
+
+SHORT_CALL = 4  # rounds of a call that explores
+ENOUGH_SEEN = 32  # rounds of a family: before that, calls are short
+
+
+class RoundCosts:
+    """Seconds of a round by shape and rows, from a few measured points.
+
+    Args:
+      measured: seconds by (rows, shape); rows are those of the compiled program.
+
+    Raises ValueError for values that are not positive, and if plain decoding was not measured.
+    """
+
+    def __init__(self, measured: Mapping[tuple[int, TreeShape], float]):
+        points: dict[TreeShape, list[tuple[int, float]]] = {}
+        for (rows, shape), seconds in measured.items():
+            if rows < 1 or not 0 < seconds < float("inf"):
+                raise ValueError(
+                    f"a round must take a positive time and have at least 1 row, got {seconds} s "
+                    f"and {rows} rows"
+                )
+            points.setdefault(shape, []).append((rows, seconds))
+        if not any(shape.is_plain for shape in points):
+            raise ValueError("measure plain decoding too: it is what drafting is compared with")
+        self._curves = {shape: _rising(sorted(curve)) for shape, curve in points.items()}
+
+    @property
+    def shapes(self) -> tuple[TreeShape, ...]:
+        """Those that were measured, with fewer nodes first."""
+        return tuple(sorted(self._curves, key=lambda shape: (shape.num_nodes, shape.max_depth)))
+
+    def seconds(self, rows: int, shape: TreeShape) -> float:
+        """Of a round of so many rows, padded to a power of two as programs are.
+
+        Between measured points on a straight line; never less for more rows. Past the last point
+        the last line goes on.
+
+        Raises KeyError for a shape that was not measured.
+        """
+        sizes, times = self._curves[shape]
+        size = 1 << max(rows - 1, 0).bit_length()
+        if size <= sizes[-1]:
+            return float(np.interp(size, sizes, times))
+        before = (sizes[-2], times[-2]) if len(sizes) > 1 else (0, 0.0)
+        slope = (times[-1] - before[1]) / (sizes[-1] - before[0])
+        return float(times[-1] + slope * (size - sizes[-1]))
+
+
+def _rising(points: Sequence[tuple[int, float]]) -> tuple[np.ndarray, np.ndarray]:
+    """Sizes and times. Noise of the measurement must not make more rows cheaper."""
+    sizes, times = np.array(points, float).T
+    return sizes, np.maximum.accumulate(times)
+
+
+class ShapePolicy:
+    """Chooses the shape of each call, and learns from what calls accepted.
+
+    >>> plan = scheduler.plan(now, policy.most_rounds)
+    >>> shape = policy.choose(request_ids, costs, rounds=plan.rounds)
+    >>> policy.observe(request_ids, shape, accepted, committed)  # later, also after more choices
+    >>> policy.forget(request_id)  # it has ended
+
+    It stays with a shape unless another is better by more than ``hysteresis``. Where nothing, or
+    only short chains, are drafted, the estimates of what else could be grow old. So now and then a
+    short call tries the most promising other shape. These calls are expected to cost at most
+    ``exploration`` of the time, and cost at most four times that if nothing new is accepted.
+
+    Args:
+      shapes: those that may be chosen; plain decoding must be one.
+      hysteresis: least gain, as a share, for which the shape changes.
+      exploration: share of the time that trying may cost.
+
+    Raises ValueError without plain decoding, and for negative shares or an exploration above 0.5.
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[TreeShape],
+        *,
+        hysteresis: float = 0.01,
+        exploration: float = 0.01,
+        estimate: AcceptanceEstimate | None = None,
+    ):
+        if not any(shape.is_plain for shape in shapes):
+            raise ValueError("shapes must include plain decoding")
+        if hysteresis < 0 or not 0 <= exploration <= 0.5:
+            raise ValueError(
+                "hysteresis must not be negative and exploration must be a share of at most 0.5, "
+                f"got {hysteresis} and {exploration}"
+            )
+        self.shapes = tuple(shapes)
+        self.estimate = AcceptanceEstimate(shapes) if estimate is None else estimate
+        self.hysteresis, self.exploration = hysteresis, exploration
+        self.shape: TreeShape | None = None  # of the last call that did not explore
+        self.most_rounds: int | None = None
+        """Most rounds of the next call: it may explore, or too little is known. None: any."""
+        drafting = [shape for shape in self.shapes if not shape.is_plain]
+        self._credit = {family_of(shape): 0.0 for shape in drafting}  # seconds
+
+    def choose(
+        self,
+        rows: Sequence[Hashable],
+        costs: RoundCosts,
+        *,
+        rounds: int = 1,
+        size: int | None = None,
+    ) -> TreeShape:
+        """The shape of the next call.
+
+        Args:
+          rows: keys of the rows that decode.
+          rounds: of the call.
+          size: rows of the program that will run; None: the number of rows.
+
+        Raises ValueError without rows.
+        """
+        if not rows:
+            raise ValueError("choose needs at least one row")
+        outlook = _Outlook(self.shapes, self.estimate.hazards(rows), self.estimate, costs, size)
+        self.shape = best = outlook.settle(self.shape, self.hysteresis)
+        candidates = outlook.candidates()
+        explored = self._explore(outlook, candidates, rounds)
+        due = any(self._affordable(outlook, shape, SHORT_CALL) for shape in candidates)
+        self.most_rounds = SHORT_CALL if due or self._is_new(best) else None
+        return explored or best
+
+    def _explore(
+        self, outlook: "_Outlook", candidates: Sequence[TreeShape], rounds: int
+    ) -> TreeShape | None:
+        """A shape to try in place of the best, if it can be afforded; else time earns credit."""
+        for shape in candidates:
+            if self._affordable(outlook, shape, rounds):
+                family = family_of(shape)
+                self._credit[family] -= min(self._credit[family], rounds * outlook.loss(shape))
+                return shape
+        earned = rounds * outlook.seconds[outlook.best] * self.exploration / max(len(candidates), 1)
+        for shape in candidates:
+            # No more than one call costs: what is saved up must not pay for many in a row.
+            most = max(rounds, SHORT_CALL) * outlook.loss(shape)
+            family = family_of(shape)
+            self._credit[family] = min(self._credit[family] + earned, most)
+        return None
+
+    def _affordable(self, outlook: "_Outlook", shape: TreeShape, rounds: int) -> bool:
+        if self.exploration == 0:
+            return False
+        loss = outlook.loss(shape)
+        first = rounds <= SHORT_CALL and loss <= outlook.seconds[outlook.best]
+        return (first and self._is_new(shape)) or rounds * loss <= self._credit[family_of(shape)]
+
+    def _is_new(self, shape: TreeShape) -> bool:
+        return not shape.is_plain and self.estimate.rounds_seen(shape) < ENOUGH_SEEN
+
+    def observe(
+        self,
+        rows: Sequence[Hashable],
+        shape: TreeShape,
+        accepted: np.ndarray,
+        committed: np.ndarray,
+    ) -> None:
+        """Learn from the rounds of a call: int [C, B] each, see AcceptanceEstimate.observe."""
+        self.estimate.observe(rows, shape, accepted, committed)
+
+    def forget(self, row: Hashable) -> None:
+        """The row has ended."""
+        self.estimate.forget(row)
+
+
+class _Outlook:
+    """What a round of each shape costs, and is expected to yield, for the rows of one call.
+
+    Args:
+      hazards: of the rows, float64 [B, families, depths].
+      size: rows of the program; None: those of the call.
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[TreeShape],
+        hazards: np.ndarray,
+        estimate: AcceptanceEstimate,
+        costs: RoundCosts,
+        size: int | None,
+    ):
+        self.shapes, self.num_rows = shapes, len(hazards)
+        self.seconds = {
+            shape: costs.seconds(self.num_rows if size is None else size, shape) for shape in shapes
+        }
+        # Rows that are expected to accept a token at each depth.
+        self.expected = {shape: estimate.of_shape(hazards, shape).sum(axis=0) for shape in shapes}
+        self.best = max(shapes, key=self.rate)
+
+    def settle(self, current: TreeShape | None, hysteresis: float) -> TreeShape:
+        """The best shape from now on: the current one, unless another is clearly better."""
+        if current is not None and self.rate(self.best) <= self.rate(current) * (1 + hysteresis):
+            self.best = current
+        return self.best
+
+    def rate(self, shape: TreeShape) -> float:
+        """Expected tokens a second."""
+        return (self.num_rows + float(self.expected[shape].sum())) / self.seconds[shape]
+
+    def candidates(self) -> list[TreeShape]:
+        """The most promising shape of each family, of those that show more than the best one does
+        and could be better."""
+        found: dict[TreeShape | None, TreeShape] = {}
+        for shape in sorted(self.shapes, key=self.rate, reverse=True):
+            shows_more = shape.max_depth > self._known(shape)
+            if shows_more and self._highest_rate(shape) > self.rate(self.best):
+                found.setdefault(family_of(shape), shape)
+        return list(found.values())
+
+    def loss(self, shape: TreeShape) -> float:
+        """Seconds that a round of this shape is expected to lose. The estimate may be too good, so
+        at least a quarter of what is lost if it accepts only what the best one would."""
+        best_rate = self.rate(self.best)
+        least = self.num_rows + float(self.expected[self.best][: self._known(shape)].sum())
+        worst = max(0.0, self.seconds[shape] - least / best_rate)
+        return max(self.seconds[shape] * (1 - self.rate(shape) / best_rate), worst / 4)
+
+    def _highest_rate(self, shape: TreeShape) -> float:
+        """Tokens a second, if it accepted all that the best one does not show."""
+        known, expected = self._known(shape), self.expected[self.best]
+        survivors = expected[known - 1] if known else self.num_rows
+        most = self.num_rows + expected[:known].sum() + survivors * (shape.max_depth - known)
+        return float(most) / self.seconds[shape]
+
+    def _known(self, shape: TreeShape) -> int:
+        """Depths of this shape that rounds of the best one show."""
+        best = self.best
+        same = not best.is_plain and family_of(best) == family_of(shape)
+        return best.max_depth if same else 0

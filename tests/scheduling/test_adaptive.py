@@ -1,0 +1,193 @@
+"""The policy that chooses draft trees, on a simulated H100 (see adaptive_simulation)."""
+
+import numpy as np
+import pytest
+
+from jaxspec.config.speculation import PLAIN, TreeShape
+from jaxspec.scheduling.adaptive import RoundCosts, ShapePolicy
+from tests.marks import slow
+from tests.scheduling.adaptive_simulation import (
+    CHAINS,
+    MIXED,
+    SHAPES,
+    TREE,
+    Fixed,
+    Phase,
+    draw_accepted,
+    h100_costs,
+    overall,
+    simulate,
+    steady,
+)
+
+CHAIN = TreeShape.parse("chain:3")
+
+
+# Costs.
+
+
+def test_costs_between_measured_points_lie_on_a_line():
+    costs = RoundCosts({(1, PLAIN): 1.0, (8, PLAIN): 2.0, (32, PLAIN): 5.0})
+    assert costs.seconds(8, PLAIN) == 2
+    assert costs.seconds(16, PLAIN) == 3
+    assert costs.seconds(9, PLAIN) == costs.seconds(16, PLAIN)  # programs are padded
+    assert costs.seconds(64, PLAIN) == 9  # the last line goes on
+
+
+def test_noise_never_makes_more_rows_cheaper():
+    costs = RoundCosts({(1, PLAIN): 2.0, (2, PLAIN): 1.9, (4, PLAIN): 3.0, (8, PLAIN): 2.9})
+    times = [costs.seconds(rows, PLAIN) for rows in range(1, 20)]
+    assert times == sorted(times)
+
+
+def test_one_point_grows_in_proportion():
+    costs = RoundCosts({(4, PLAIN): 1.0})
+    assert [costs.seconds(rows, PLAIN) for rows in (1, 4, 8)] == [1, 1, 2]
+
+
+def test_costs_know_their_shapes():
+    assert h100_costs().shapes == (PLAIN, *CHAINS, TREE)
+    with pytest.raises(KeyError):
+        h100_costs().seconds(1, TreeShape(9, 4, 3))
+
+
+@pytest.mark.parametrize(
+    ("measured", "message"),
+    [
+        ({(1, PLAIN): 0.0}, "positive"),
+        ({(1, PLAIN): float("nan")}, "positive"),
+        ({(0, PLAIN): 1.0}, "at least 1 row"),
+        ({(1, CHAIN): 1.0}, "plain"),
+        ({}, "plain"),
+    ],
+)
+def test_bad_costs_are_refused(measured: dict[tuple[int, TreeShape], float], message: str):
+    with pytest.raises(ValueError, match=message):
+        RoundCosts(measured)
+
+
+# Choices.
+
+
+def settled(level: float, rows: int) -> TreeShape:
+    """What a policy has come to after some seconds."""
+    policy = ShapePolicy(SHAPES)
+    simulate(policy, [steady(rows, level, seconds=3.0)])
+    assert policy.shape is not None
+    return policy.shape
+
+
+def test_many_rows_of_hard_text_decode_plainly():
+    assert settled(0.1, 128) == PLAIN
+
+
+def test_few_rows_of_easy_text_draft_much():
+    assert settled(0.9, 8) == CHAINS[-1]
+
+
+def test_a_little_better_is_not_enough_to_change():
+    costs = RoundCosts({(1, PLAIN): 1.0, (1, CHAIN): 1.0})
+    ones = np.ones((200, 1), int)
+    for hysteresis, chosen in ((0.2, PLAIN), (0.0, CHAIN)):
+        policy = ShapePolicy([PLAIN, CHAIN], hysteresis=hysteresis, exploration=0)
+        policy.shape = PLAIN
+        policy.observe(["a"], CHAIN, 0 * ones, ones)  # so its survival is near 0
+        assert policy.choose(["a"], costs) == chosen
+
+
+def test_without_exploration_only_the_best_is_chosen():
+    policy = ShapePolicy(SHAPES, exploration=0)
+    ones = np.ones((200, 64), int)
+    rows = list(range(64))
+    policy.observe(rows, CHAINS[-1], 0 * ones, ones)
+    assert {policy.choose(rows, h100_costs(), rounds=8) for _ in range(200)} == {PLAIN}
+
+
+@pytest.mark.parametrize("rows", [1, 16, 128])
+def test_exploration_keeps_to_its_budget_even_if_nothing_is_ever_accepted(rows: int):
+    policy, costs, keys = ShapePolicy(SHAPES), h100_costs(), list(range(rows))
+    spent = total = 0.0
+    explored = 0
+    for _ in range(1000):
+        rounds = min(8, policy.most_rounds or 8)
+        shape = policy.choose(keys, costs, rounds=rounds)
+        seconds = rounds * costs.seconds(rows, shape)
+        total += seconds
+        spent += seconds - rounds * costs.seconds(rows, PLAIN)
+        explored += shape != PLAIN
+        policy.observe(keys, shape, np.zeros((rounds, rows)), np.ones((rounds, rows), int))
+    assert explored > 3
+    assert spent / total < 0.02
+
+
+def test_a_row_that_decodes_plainly_learns_that_drafting_pays_again():
+    policy = ShapePolicy(SHAPES)
+    simulate(policy, [Phase(64, (0.05,), 40_000)])
+    assert policy.shape == PLAIN
+    random, keys, seconds, costs = np.random.default_rng(0), list(range(64)), 0.0, h100_costs()
+    while policy.shape == PLAIN:
+        rounds = min(8, policy.most_rounds or 8)
+        shape = policy.choose(keys, costs, rounds=rounds)
+        accepted = draw_accepted(random, np.full(64, 0.9), shape, rounds)
+        policy.observe(keys, shape, accepted, accepted + 1)
+        seconds += rounds * costs.seconds(64, shape)
+        assert seconds < 10
+    assert policy.shape in SHAPES[1:]
+
+
+def test_calls_are_short_until_something_is_known():
+    policy = ShapePolicy([PLAIN, CHAIN])
+    costs = RoundCosts({(1, PLAIN): 1.0, (1, CHAIN): 1.1})
+    assert policy.choose(["a"], costs) == CHAIN
+    assert policy.most_rounds is not None
+    ones = np.ones((100, 1), int)
+    policy.observe(["a"], CHAIN, 3 * ones, 4 * ones)
+    policy.choose(["a"], costs)
+    assert policy.most_rounds is None
+
+
+def test_the_size_of_the_program_may_be_given():
+    # Two rows run in a program of 128: there drafting is dear.
+    policy = ShapePolicy(SHAPES, exploration=0)
+    accepted = np.tile([[0], [0], [0], [1]], (50, 2))
+    policy.observe(["a", "b"], CHAIN, accepted, accepted + 1)
+    assert policy.choose(["a", "b"], h100_costs()) != PLAIN
+    policy.shape = None
+    assert policy.choose(["a", "b"], h100_costs(), size=128) == PLAIN
+
+
+def test_bad_options_are_refused():
+    with pytest.raises(ValueError, match="plain"):
+        ShapePolicy(CHAINS)
+    with pytest.raises(ValueError, match="hysteresis"):
+        ShapePolicy(SHAPES, hysteresis=-1)
+    with pytest.raises(ValueError, match="exploration"):
+        ShapePolicy(SHAPES, exploration=0.9)
+    with pytest.raises(ValueError, match="at least one row"):
+        ShapePolicy(SHAPES).choose([], h100_costs())
+
+
+# Throughput.
+
+LEVELS = (0.05, 0.3, 0.5, 0.7, 0.8, 0.9, 0.97)
+
+
+@pytest.mark.parametrize(
+    ("rows", "level"),
+    [
+        (128, 0.05),
+        (32, 0.8),
+        *(slow(rows, level) for rows in (1, 2, 4, 8, 16, 32, 64, 128) for level in LEVELS),
+    ],
+)
+def test_close_to_the_best_fixed_shape_and_to_plain(rows: int, level: float):
+    phases = [steady(rows, level, seconds=120 if rows <= 8 else 40)]
+    fixed = {shape: simulate(Fixed(shape), phases)[0] for shape in SHAPES}
+    (rate,) = simulate(ShapePolicy(SHAPES), phases)
+    assert rate >= 0.97 * max(fixed.values())
+    assert rate >= 0.98 * fixed[PLAIN]
+
+
+def test_better_than_any_fixed_shape_on_a_changing_load():
+    fixed = max(overall(simulate(Fixed(shape), MIXED), MIXED) for shape in SHAPES)
+    assert overall(simulate(ShapePolicy(SHAPES), MIXED), MIXED) >= 1.1 * fixed

@@ -1,0 +1,153 @@
+"""Estimates of acceptance: they converge, and what a round cannot show does not count."""
+
+import numpy as np
+import pytest
+
+from jaxspec.config.speculation import PLAIN, TreeShape
+from jaxspec.scheduling.survival import AcceptanceEstimate, count_rounds
+from tests.scheduling.adaptive_simulation import cut, draw_accepted
+
+SHORT, LONG, TREE = (TreeShape.parse(text) for text in ("chain:3", "chain:7", "60:7:10"))
+SHAPES = (PLAIN, SHORT, LONG, TREE)
+
+
+def remembering(rounds: float = 1e6) -> AcceptanceEstimate:
+    return AcceptanceEstimate(SHAPES, memory=rounds, shared_memory=rounds)
+
+
+def test_counts_of_one_round_at_each_depth():
+    counted = count_rounds(np.array([[2]]), np.array([[3]]), depth=5)
+    np.testing.assert_array_equal(counted.tries, [[1, 1, 1, 0, 0]])
+    np.testing.assert_array_equal(counted.hits, [[1, 1, 0, 0, 0]])
+
+
+def test_a_text_that_ended_tells_nothing_of_what_was_cut_off():
+    # Four drafted tokens were accepted, the second of them ended the text.
+    counted = count_rounds(np.array([[4]]), np.array([[2]]), depth=5)
+    np.testing.assert_array_equal(counted.tries, [[1, 1, 0, 0, 0]])
+    np.testing.assert_array_equal(counted.hits, [[1, 1, 0, 0, 0]])
+    # It ended with the bonus token: nothing was cut.
+    counted = count_rounds(np.array([[2]]), np.array([[3]]), depth=3)
+    np.testing.assert_array_equal(counted.tries, [[1, 1, 1]])
+
+
+def test_rounds_in_which_a_row_did_not_run_do_not_count():
+    counted = count_rounds(np.array([[3, 0], [0, 0]]), np.array([[4, 0], [0, 0]]), 3, forget=0.5)
+    np.testing.assert_array_equal(counted.tries, [[1, 1, 1], [0, 0, 0]])
+    np.testing.assert_array_equal(counted.kept, [0.5, 1])
+
+
+def test_later_rounds_of_a_call_weigh_more():
+    counted = count_rounds(np.array([[1], [0]]), np.array([[2], [1]]), depth=1, forget=0.25)
+    np.testing.assert_allclose(counted.tries, [[1.75]])
+    np.testing.assert_allclose(counted.hits, [[0.75]])
+    np.testing.assert_allclose(counted.kept, [0.75**2])
+
+
+@pytest.mark.parametrize("level", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("shape", [LONG, TREE], ids=["chain", "tree"])
+def test_the_estimate_converges(level: float, shape: TreeShape):
+    random, estimate = np.random.default_rng(0), remembering()
+    accepted = draw_accepted(random, np.full(1, level), shape, 20_000)
+    estimate.observe(["a"], shape, accepted, accepted + 1)
+    expected = [(accepted >= depth).mean() for depth in range(1, 8)]
+    for row in ("a", "new"):
+        np.testing.assert_allclose(estimate.survival([row], shape)[0], expected, atol=0.015)
+
+
+def test_short_trees_and_ends_of_text_do_not_bias_the_estimate():
+    random = np.random.default_rng(1)
+    hazards, estimate = np.array([0.9, 0.5, 0.7, 0.3, 0.8, 0.6, 0.4]), remembering()
+    for shape in (SHORT, LONG):
+        matched = random.random((200_000, shape.max_depth)) < hazards[: shape.max_depth]
+        accepted = np.cumprod(matched, axis=1).sum(axis=1)[:, None]
+        # Texts end anywhere: no round commits more than its room.
+        committed = np.minimum(accepted + 1, random.integers(1, 9, (200_000, 1)))
+        estimate.observe(["a"], shape, accepted, committed)
+    np.testing.assert_allclose(estimate.hazards(["a"])[0, 0], hazards, atol=0.03)
+    # The mean over rounds is biased, so this test could fail.
+    assert abs((committed - 1).mean() - np.cumprod(hazards).sum()) > 0.2
+
+
+def test_a_short_chain_tells_nothing_of_deeper_levels():
+    random, estimate = np.random.default_rng(2), remembering()
+    deep = draw_accepted(random, np.full(1, 0.9), LONG, 500)
+    estimate.observe(["a"], LONG, deep, deep + 1)
+    before = estimate.hazards(["new"])[0, 0, 3:]
+    shallow = draw_accepted(random, np.full(1, 0.9), SHORT, 500)
+    estimate.observe(["b"], SHORT, shallow, shallow + 1)
+    np.testing.assert_allclose(estimate.hazards(["new"])[0, 0, 3:], before, atol=1e-3)
+
+
+def test_a_plain_round_tells_nothing():
+    estimate = AcceptanceEstimate(SHAPES)
+    ones = np.ones((50, 1), int)
+    estimate.observe(["a"], LONG, 3 * ones, 4 * ones)
+    before = estimate.hazards(["a", "new"])
+    estimate.observe(["a"], PLAIN, 0 * ones, ones)
+    np.testing.assert_array_equal(estimate.hazards(["a", "new"]), before)
+    assert estimate.survival(["a"], PLAIN).shape == (1, 0)
+
+
+def test_a_row_that_changes_is_followed():
+    random, estimate = np.random.default_rng(3), AcceptanceEstimate(SHAPES)
+    for level in (0.9, 0.2):
+        accepted = draw_accepted(random, np.full(1, level), LONG, 400)
+        estimate.observe(["a"], LONG, accepted, accepted + 1)
+    assert estimate.survival(["a"], LONG)[0, 0] == pytest.approx(0.2, abs=0.15)
+
+
+def test_rows_are_told_apart_at_depths_that_they_have_not_reached():
+    random, estimate = np.random.default_rng(4), AcceptanceEstimate(SHAPES)
+    levels = np.array([0.9, 0.9, 0.4, 0.4])
+    for _ in range(8):
+        accepted = draw_accepted(random, levels, SHORT, 8)
+        estimate.observe(list("abcd"), SHORT, accepted, accepted + 1)
+    chains, trees = estimate.hazards(list("abcd"))[:, 0], estimate.hazards(list("abcd"))[:, 1]
+    for hazards in (chains[:, 6], trees[:, 6]):
+        assert min(hazards[:2]) > max(hazards[2:]) + 0.1
+    assert (trees >= chains - 0.05).all()  # nothing is known of trees but that they miss less
+
+
+def test_a_new_row_starts_where_others_are_and_an_ended_one_is_forgotten():
+    estimate = AcceptanceEstimate(SHAPES)
+    ones = np.ones((100, 1), int)
+    estimate.observe(["easy"], LONG, 7 * ones, 8 * ones)
+    assert estimate.survival(["new"], LONG)[0, 6] > 0.6
+    estimate.forget("easy")
+    np.testing.assert_array_equal(*estimate.hazards(["easy", "new"]))
+    # Those that come later find nothing of it in its place.
+    estimate.observe(["next"], PLAIN, 0 * ones, ones)
+    np.testing.assert_array_equal(*estimate.hazards(["next", "new"]))
+
+
+def test_many_rows_keep_their_own_estimates():
+    random, estimate = np.random.default_rng(5), AcceptanceEstimate(SHAPES)
+    rows = list(range(50))
+    accepted = random.integers(0, 8, (6, 50))
+    estimate.observe(rows, LONG, accepted, accepted + 1)
+    for row in rows[::2]:
+        estimate.forget(row)
+    later = random.integers(0, 8, (6, 30))
+    estimate.observe(list(range(100, 130)), LONG, later, later + 1)
+    others = AcceptanceEstimate(SHAPES)
+    others.observe(rows, LONG, accepted, accepted + 1)
+    others.observe(list(range(200, 230)), LONG, later, later + 1)
+    np.testing.assert_array_equal(estimate.hazards(rows[1::2]), others.hazards(rows[1::2]))
+    np.testing.assert_array_equal(estimate.hazards([105]), others.hazards([205]))
+
+
+def test_texts_that_end_at_random_are_cut_as_the_engine_cuts_them():
+    accepted = np.array([[3], [2], [1]])
+    np.testing.assert_array_equal(cut(accepted, np.array([6])), [[4], [2], [0]])
+
+
+@pytest.mark.parametrize("memory", [0, -1, 0.5])
+def test_a_bad_memory_is_refused(memory: float):
+    with pytest.raises(ValueError, match="memory"):
+        AcceptanceEstimate(SHAPES, memory=memory)
+
+
+def test_arrays_of_other_shapes_are_refused():
+    with pytest.raises(ValueError, match=r"\[rounds, 2\]"):
+        AcceptanceEstimate(SHAPES).observe(["a", "b"], LONG, np.zeros((1, 3)), np.zeros((1, 3)))
