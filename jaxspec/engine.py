@@ -18,7 +18,7 @@ from jaxspec import memory
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.speculation import TreeShape
 from jaxspec.functional import EngineParams
-from jaxspec.generation import FinishReason, Generation, RequestStatistics, Timings
+from jaxspec.generation import FinishReason, Generation, RequestStatistics, Timings, outcome
 from jaxspec.models.decoder import Decoder
 from jaxspec.plan_runner import PlanRunner
 from jaxspec.program_sizes import Load, Sizes
@@ -28,21 +28,13 @@ from jaxspec.scheduling.requests import SamplingParams, check_count, check_reque
 from jaxspec.scheduling.scheduler import Scheduler
 from jaxspec.scheduling.sequence import Request
 from jaxspec.speculation.drafters import Drafter
-from jaxspec.state import Emitted, Ending
+from jaxspec.state import Emitted
 from jaxspec.weights.in_place import committed, in_place_of
 from pallas_kernels.selection import Kernels
 
 MOST_PROGRAMS = 64
 MOST_STOPS = 16
 LARGEST_CHUNK = 512  # prompt tokens of a row in a call
-
-_REASONS: dict[Ending, FinishReason] = {Ending.STOP: "stop", Ending.LENGTH: "length"}
-_ERRORS = {
-    Ending.NOT_FINITE: "the model's logits were not finite numbers: its weights are broken, or "
-    "its dtype is too narrow for them",
-    Ending.TOO_LONG: "the prompt and its limit do not fit the cache",
-    Ending.NOT_GREEDY: "a sampled request ran in a program for greedy ones",
-}
 
 
 class Engine:
@@ -235,11 +227,11 @@ class Engine:
             raise
         return added
 
-    def cancel(self, generation: Generation) -> None:
+    def cancel(self, generation: Generation, reason: FinishReason = "cancelled") -> None:
         """End a request with what it has; does nothing if it has ended."""
         if not generation.done:
-            self.scheduler.cancel(generation.request_id)
-            self._end(generation, "cancelled")
+            self.scheduler.cancel(generation.request_id, reason)
+            self._end(generation, reason)
 
     def step(self, most_rounds: int | None = None) -> None:
         """Launch the next calls, then wait for those before them and add what they emitted.
@@ -321,13 +313,9 @@ class Engine:
         running = self._running.get(request_id)
         if running is None or emitted.num_rounds == 0:
             return
-        statistics = running.generation.statistics
-        ran = emitted.counts[:, place] > 0
-        accepted = np.asarray(emitted.accepted)[:, place][ran]
-        statistics.rounds += int(ran.sum())
-        statistics.drafted += int(np.asarray(emitted.drafted)[:, place][ran].sum())
-        for depth in range(len(statistics.accepted)):
-            statistics.accepted[depth] += int((accepted >= depth).sum())
+        running.generation.statistics.add(
+            *(np.asarray(x)[:, place] for x in (emitted.counts, emitted.accepted, emitted.drafted))
+        )
 
     def _deliver(self, delivery: Any) -> None:
         running = self._running.get(delivery.request_id)
@@ -338,9 +326,8 @@ class Engine:
             running.first_token = self._clock()
         generation.token_ids.extend(delivery.tokens)
         if delivery.ended is not None:
-            ending = Ending[delivery.ended]
-            generation.error = _ERRORS.get(ending)
-            self._end(generation, _REASONS.get(ending, "error"))
+            reason, generation.error = outcome(delivery.ended)
+            self._end(generation, reason)
 
     def _end(self, generation: Generation, reason: FinishReason) -> None:
         running = self._running.pop(generation.request_id)

@@ -3,9 +3,20 @@
 import dataclasses
 from typing import Literal
 
+import numpy as np
+
 from jaxspec.scheduling.requests import SamplingParams
+from jaxspec.state import Ending
 
 FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
+
+_REASONS: dict[Ending, FinishReason] = {Ending.STOP: "stop", Ending.LENGTH: "length"}
+_ERRORS = {
+    Ending.NOT_FINITE: "the model's logits were not finite numbers: its weights are broken, or "
+    "its dtype is too narrow for them",
+    Ending.TOO_LONG: "the prompt and its limit do not fit the cache",
+    Ending.NOT_GREEDY: "a sampled request ran in a program for greedy ones",
+}
 
 
 @dataclasses.dataclass
@@ -15,6 +26,14 @@ class RequestStatistics:
     rounds: int
     drafted: int
     accepted: list[int]
+
+    def add(self, counts: np.ndarray, accepted: np.ndarray, drafted: np.ndarray) -> None:
+        """Count the rounds of a call, [C] each; those that committed nothing did not run."""
+        ran = counts > 0
+        self.rounds += int(ran.sum())
+        self.drafted += int(drafted[ran].sum())
+        for depth in range(len(self.accepted)):
+            self.accepted[depth] += int((accepted[ran] >= depth).sum())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,3 +85,8 @@ class Generation:
     @property
     def done(self) -> bool:
         return self.finish_reason is not None
+
+
+def outcome(ending: str) -> tuple[FinishReason, str | None]:
+    """Why a request ended whose row did, by the name of its Ending; and the error, if it is one."""
+    return _REASONS.get(Ending[ending], "error"), _ERRORS.get(Ending[ending])

@@ -49,6 +49,7 @@ LAYERS = (
     "jaxspec.plan_runner",
     "jaxspec.generation",
     "jaxspec.engine",
+    "jaxspec.completion",
     "jaxspec.llm",
     "jaxspec.comparison",
     "jaxspec.evaluation",

@@ -161,7 +161,6 @@ def test_not_every_token_can_be_bad():
     ("name", "value"),
     [
         ("min_tokens", 1),
-        ("stop", "x"),
         ("repetition_penalty", 1.1),
         ("presence_penalty", 0.1),
         ("frequency_penalty", 0.1),

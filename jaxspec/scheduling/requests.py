@@ -30,7 +30,7 @@ class SamplingParams:
       min_tokens: tokens to generate before a stop token may be sampled.
       stop_token_ids: tokens that end the text; None takes the model's own.
       ignore_eos: the model's own stop tokens do not end the text.
-      stop: strings that end the text.
+      stop: strings that end the text, if they are complete after min_tokens; not part of it.
       repetition_penalty: divides positive logits of tokens that occur in the prompt or the text,
         and multiplies negative ones; 1 changes nothing.
       presence_penalty, frequency_penalty: subtracted from the logits of tokens that occur in the
@@ -304,7 +304,6 @@ def _refuse_unsupported(params: SamplingParams) -> None:
     """Raise ValueError for what this engine does not do yet. To be deleted when it does."""
     asked = {
         "min_tokens": params.min_tokens > 0,
-        "stop": bool(params.stop),
         "repetition_penalty": params.repetition_penalty != 1,
         "presence_penalty": params.presence_penalty != 0,
         "frequency_penalty": params.frequency_penalty != 0,
