@@ -21,7 +21,7 @@ from jaxspec.functional import EngineParams
 from jaxspec.generation import FinishReason, Generation, RequestStatistics, Timings, outcome
 from jaxspec.models.decoder import Decoder
 from jaxspec.plan_runner import PlanRunner
-from jaxspec.program_sizes import Load, Sizes
+from jaxspec.program_sizes import Kind, Load, Sizes
 from jaxspec.programs import Call, Programs
 from jaxspec.scheduling.plan import Limits, Plan, Preemption, PreemptionCosts
 from jaxspec.scheduling.requests import SamplingParams, check_count, check_requests
@@ -168,17 +168,13 @@ class Engine:
         prompt: Sequence[int],
         sampling: SamplingParams,
         *,
-        priority: int = 0,
         timeout: float | None = None,
-        cache_salt: str | None = None,
         request_id: str | None = None,
     ) -> Generation:
         """Queue a request; without a seed it gets one of its own.
 
         Args:
-          priority: smaller goes first.
           timeout: seconds after which it ends, with what it has.
-          cache_salt: requests with other salts share no cached pages with this one.
 
         Raises ValueError for a request that could not run, QueueFull if too many wait.
         """
@@ -197,9 +193,9 @@ class Engine:
             prompt=generation.prompt,
             max_tokens=int(sampling.max_tokens),
             arrival=now,
-            priority=priority,
+            priority=int(sampling.priority),
             deadline=None if timeout is None else now + timeout,
-            cache_salt=cache_salt,
+            cache_salt=sampling.cache_salt,
             payload=generation,
         )
         idle = self.is_idle
@@ -207,7 +203,7 @@ class Engine:
         self._load = Load() if idle else self._load
         self._load.rows = max(self._load.rows, len(self._running) + 1)
         self._load.tokens = max(self._load.tokens, len(prompt) + request.max_tokens)
-        self._load.greedy &= sampling.temperature == 0
+        self._load.kind = max(self._load.kind, min(Kind.of(sampling), Kind.SAMPLED))
         compiled = self.programs.compile_seconds
         self._running[request.request_id] = _Running(generation, self._clock(), compiled)
         return generation
@@ -272,7 +268,10 @@ class Engine:
         """
         vocab = self.params.target.config.vocab_size
         generations = [
-            self.add([index % vocab] * prompt_tokens, sampling, cache_salt=f"prepare {index}")
+            self.add(
+                [index % vocab] * prompt_tokens,
+                dataclasses.replace(sampling, cache_salt=f"prepare {index}"),
+            )
             for index in range(requests)
         ]
         try:

@@ -12,10 +12,11 @@ FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
 
 _REASONS: dict[Ending, FinishReason] = {Ending.STOP: "stop", Ending.LENGTH: "length"}
 _ERRORS = {
-    Ending.NOT_FINITE: "the model's logits were not finite numbers: its weights are broken, or "
-    "its dtype is too narrow for them",
+    Ending.NOT_FINITE: "the model's logits were not finite numbers, or no token was allowed: its "
+    "weights are broken, its dtype is too narrow for them, or the request allows too little",
     Ending.TOO_LONG: "the prompt and its limit do not fit the cache",
     Ending.NOT_GREEDY: "a sampled request ran in a program for greedy ones",
+    Ending.UNCONTROLLED: "a request with bias or penalties ran in a program without them",
 }
 
 

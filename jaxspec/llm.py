@@ -215,8 +215,8 @@ class LLM:
 
         Args:
           prompt_tokens: lengths of prompts, without the new tokens (``sampling.max_tokens``).
-          sampling: sampling of the requests; by default temperature 0 and 1. Only ``max_tokens``,
-            and whether a request samples, have an effect.
+          sampling: sampling of the requests; by default temperature 0 and 1. Only ``max_tokens``
+            has an effect, and whether a request samples, or has bias, penalties or logprobs.
           on_progress: called with the number of sizes that are ready and of all sizes.
 
         Returns the seconds it took. Raises ValueError for sizes that are invalid for requests.

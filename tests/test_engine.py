@@ -274,8 +274,10 @@ def run_history(own: Engine, history: list[tuple[str, int]]) -> None:
         live = [generation for generation in generations if not generation.done]
         if name == "add":
             temperature = 0.8 * (number % 2)
-            sampling = SamplingParams(temperature, seed=number % 3, max_tokens=1 + number % 23)
-            generations.append(own.add(prompt_of(number % 12), sampling, priority=number % 2))
+            sampling = SamplingParams(
+                temperature, seed=number % 3, max_tokens=1 + number % 23, priority=number % 2
+            )
+            generations.append(own.add(prompt_of(number % 12), sampling))
         elif name == "cancel" and live:
             own.cancel(live[number % len(live)])
         elif name == "step":

@@ -303,19 +303,10 @@ def _check_token_ids(params: SamplingParams, vocab_size: int) -> None:
 def _refuse_unsupported(params: SamplingParams) -> None:
     """Raise ValueError for what this engine does not do yet. To be deleted when it does."""
     asked = {
-        "min_tokens": params.min_tokens > 0,
-        "repetition_penalty": params.repetition_penalty != 1,
-        "presence_penalty": params.presence_penalty != 0,
-        "frequency_penalty": params.frequency_penalty != 0,
-        "logit_bias": bool(params.logit_bias),
-        "allowed_token_ids": params.allowed_token_ids is not None,
-        "bad_token_ids": bool(params.bad_token_ids),
         "logprobs": params.logprobs is not None,
         "prompt_logprobs": params.prompt_logprobs is not None,
         "n": params.n > 1,
         "best_of": params.best_of is not None,
-        "priority": params.priority != 0,
-        "cache_salt": params.cache_salt is not None,
     }
     for name, is_asked in asked.items():
         if is_asked:
