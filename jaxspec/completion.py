@@ -4,7 +4,8 @@ import dataclasses
 from collections.abc import Sequence
 
 from jaxspec.detokenizer import Detokenizer, StopStrings
-from jaxspec.generation import Generation, Timings
+from jaxspec.generation import Generation, Timings, TokenLogprob
+from jaxspec.scheduling.requests import SamplingParams
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +35,9 @@ class Completion:
       acceptance_length: mean tokens committed per round, bonus included.
       acceptance_by_depth: share of rounds that accepted at least 1, 2, ... drafted tokens.
       timings: timings of the request.
+      logprobs: of each of token_ids; None: not asked for.
+      prompt_logprobs: of each of prompt_token_ids, None for the first; None: not asked for.
+      cumulative_logprob: the sum over token_ids, if best_of or logprobs asks for it.
     """
 
     text: str
@@ -47,6 +51,9 @@ class Completion:
     acceptance_length: float
     acceptance_by_depth: list[float]
     timings: Timings
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    cumulative_logprob: float | None = None
 
 
 class GrowingText:
@@ -113,11 +120,12 @@ class GrowingText:
         """Once it is done, and its request has ended."""
         generation = self.generation
         statistics, seed = generation.statistics, generation.sampling.seed
-        rounds = max(statistics.rounds, 1)
+        rounds, ids = max(statistics.rounds, 1), self.token_ids
+        own = None if generation.logprobs is None else generation.logprobs[: len(ids)]
         assert generation.finish_reason and generation.timings and seed is not None
         return Completion(
             text=self.text,
-            token_ids=self.token_ids,
+            token_ids=ids,
             prompt_token_ids=list(generation.prompt),
             finish_reason="stop" if self.stopped else generation.finish_reason,
             error=None if self.stopped else generation.error,
@@ -127,6 +135,9 @@ class GrowingText:
             acceptance_length=max(len(generation.token_ids) - 1, 0) / rounds,
             acceptance_by_depth=[count / rounds for count in statistics.accepted[1:]],
             timings=generation.timings,
+            logprobs=own,
+            prompt_logprobs=generation.prompt_logprobs,
+            cumulative_logprob=None if own is None else sum(one.logprob for one in own),
         )
 
 
@@ -136,3 +147,14 @@ def decode_rate(completions: Sequence[Completion]) -> float:
     times = [completion.timings for completion in completions]
     seconds = max(t.finished for t in times) - min(t.first_token for t in times)
     return sum(len(c.token_ids) - 1 for c in completions) / seconds if seconds else 0.0
+
+
+def best(sampling: SamplingParams, samples: list[Completion]) -> list[Completion]:
+    """The ``n`` most likely texts of a prompt, if more than those were generated."""
+    if len(samples) == sampling.n:
+        return samples
+    ranked = sorted(samples, key=lambda sample: -(sample.cumulative_logprob or 0.0))
+    kept = ranked[: sampling.n]
+    if sampling.logprobs is None:  # they were computed to choose
+        kept = [dataclasses.replace(sample, logprobs=None) for sample in kept]
+    return kept

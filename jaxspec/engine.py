@@ -18,7 +18,8 @@ from jaxspec import memory
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.speculation import TreeShape
 from jaxspec.functional import EngineParams
-from jaxspec.generation import FinishReason, Generation, RequestStatistics, Timings, outcome
+from jaxspec.generation import FinishReason, Generation, RequestStatistics, Running, outcome
+from jaxspec.logprobs import take_logprobs
 from jaxspec.models.decoder import Decoder
 from jaxspec.plan_runner import PlanRunner
 from jaxspec.program_sizes import Kind, Load, Sizes
@@ -130,7 +131,7 @@ class Engine:
 
     def _start(self) -> None:
         self.scheduler = Scheduler(self.limits, PreemptionCosts())
-        self._running: dict[str, _Running] = {}
+        self._running: dict[str, Running] = {}
         self._runner = PlanRunner(self.programs)
         self._in_flight: collections.deque[_Launched] = collections.deque()
         self._load = Load()
@@ -169,16 +170,21 @@ class Engine:
         sampling: SamplingParams,
         *,
         timeout: float | None = None,
+        group: str | None = None,
         request_id: str | None = None,
     ) -> Generation:
         """Queue a request; without a seed it gets one of its own.
 
         Args:
           timeout: seconds after which it ends, with what it has.
+          group: requests of one group and prompt share its pages.
 
-        Raises ValueError for a request that could not run, QueueFull if too many wait.
+        Raises ValueError for a request that could not run, and for several samples (see add_all);
+        QueueFull if too many wait.
         """
         self.check([prompt], [sampling])
+        if sampling.num_samples > 1:
+            raise ValueError("add starts one sample: use add_all for n or best_of above 1")
         if sampling.seed is None:
             sampling = dataclasses.replace(sampling, seed=int(self._seeds.integers(2**32)))
         depth, now = self.params.speculation.max_depth, time.perf_counter()
@@ -196,6 +202,8 @@ class Engine:
             priority=int(sampling.priority),
             deadline=None if timeout is None else now + timeout,
             cache_salt=sampling.cache_salt,
+            reads_all=sampling.prompt_logprobs is not None,
+            group=group,
             payload=generation,
         )
         idle = self.is_idle
@@ -205,18 +213,23 @@ class Engine:
         self._load.tokens = max(self._load.tokens, len(prompt) + request.max_tokens)
         self._load.kind = max(self._load.kind, min(Kind.of(sampling), Kind.SAMPLED))
         compiled = self.programs.compile_seconds
-        self._running[request.request_id] = _Running(generation, self._clock(), compiled)
+        self._running[request.request_id] = Running(generation, self._clock(), compiled)
         return generation
 
     def add_all(
         self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]
     ) -> list[Generation]:
-        """Queue requests, all or none of them; see add."""
+        """Queue requests, all or none of them; see add.
+
+        Each gives as many generations as it has samples, one after the other.
+        """
         self.check(prompts, sampling)
         added: list[Generation] = []
         try:
             for prompt, params in zip(prompts, sampling, strict=True):
-                added.append(self.add(prompt, params))
+                group = next(self._ids) if params.num_samples > 1 else None
+                for sample in params.samples(int(self._seeds.integers(2**32))):
+                    added.append(self.add(prompt, sample, group=group))
         except BaseException:
             for generation in added:
                 self.cancel(generation)
@@ -242,6 +255,9 @@ class Engine:
             for ended in plan.ended:
                 if ended.request_id in self._running:
                     self._end(self._running[ended.request_id].generation, _reason(ended.reason))
+            for admission in plan.admissions:
+                running = self._running[admission.sequence.request_id]
+                running.generation.forget_prompt()
             calls = self._runner.launch(plan, self._load, self.shape)
             if plan.calls:
                 self._in_flight.append(_Launched(plan, calls, self.shape))
@@ -303,18 +319,18 @@ class Engine:
         for call in calls:
             for place, row in enumerate(call.rows.tolist()):
                 if row < self.limits.num_rows:
-                    self._count(plan.sequences[row].request_id, call.emitted, place)
+                    self._take(plan.sequences[row].request_id, call.emitted, place)
         for delivery in self.scheduler.update(plan, self._runner.results(calls, launched.shape)):
             self._deliver(delivery)
 
-    def _count(self, request_id: str, emitted: Emitted, place: int) -> None:
-        """Add the rounds of one call to a request's; the token of a prefill belongs to none."""
+    def _take(self, request_id: str, emitted: Emitted, place: int) -> None:
+        """Add a row's rounds and log-probabilities in one call to those of its request."""
         running = self._running.get(request_id)
-        if running is None or emitted.num_rounds == 0:
-            return
-        running.generation.statistics.add(
-            *(np.asarray(x)[:, place] for x in (emitted.counts, emitted.accepted, emitted.drafted))
-        )
+        if running is not None:
+            take_logprobs(running.generation, emitted, place)
+        if running is not None and emitted.num_rounds:  # a prefill's token belongs to none
+            counts = (emitted.counts, emitted.accepted, emitted.drafted)
+            running.generation.statistics.add(*(np.asarray(x)[:, place] for x in counts))
 
     def _deliver(self, delivery: Any) -> None:
         running = self._running.get(delivery.request_id)
@@ -332,12 +348,7 @@ class Engine:
         running = self._running.pop(generation.request_id)
         generation.finish_reason = reason
         now = self._clock()
-        generation.timings = Timings(
-            arrived=running.arrived,
-            first_token=now if running.first_token is None else running.first_token,
-            finished=now,
-            compile=self.programs.compile_seconds - running.compile_seconds,
-        )
+        generation.timings = running.timings(now, self.programs.compile_seconds)
 
     def _clock(self) -> float:
         """Seconds, without those in which programs were compiled."""
@@ -375,16 +386,6 @@ class _Launched(NamedTuple):
     plan: Plan
     calls: list[Call]
     shape: TreeShape | None
-
-
-@dataclasses.dataclass
-class _Running:
-    """A request that has not ended. Times are on the engine's clock."""
-
-    generation: Generation
-    arrived: float
-    compile_seconds: float  # of the engine, when it arrived
-    first_token: float | None = None
 
 
 def _reason(text: str) -> FinishReason:

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from jaxspec import tokenizer as tokenizing  # chats load transformers when they are asked for
 from jaxspec.built_in import BUILT_IN_MODEL
-from jaxspec.completion import Completion, GrowingText, TextChunk
+from jaxspec.completion import Completion, GrowingText, TextChunk, best
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.detokenizer import Detokenizer
@@ -111,6 +111,9 @@ class LLM:
     ) -> list[Completion]:
         """Complete every prompt (text, or token ids), in order.
 
+        Returns one completion a prompt; with ``n`` above 1 that many, one after the other: in the
+        order of their seeds, or with ``best_of`` the most likely first.
+
         Raises ValueError for a bad prompt or sampling value.
         """
         texts = self._add(prompts, sampling)
@@ -122,7 +125,12 @@ class LLM:
             self._cancel(texts)
         for text in texts:
             text.update()
-        return [text.completion() for text in texts]
+        completions = iter([text.completion() for text in texts])
+        return [
+            completion
+            for params in _for_each(sampling, len(prompts))
+            for completion in best(params, list(itertools.islice(completions, params.num_samples)))
+        ]
 
     def stream(
         self,
@@ -133,9 +141,14 @@ class LLM:
         """As generate, but yields text as it is generated: TextChunks, then a Completion.
 
         The chunks of a request, concatenated, are the text of its Completion, which follows the
-        last of them. Closing the stream early cancels its requests.
+        last of them. Closing the stream early cancels its requests. With ``n`` above 1 each text is
+        a request, as in the list that generate returns.
+
+        Raises ValueError for ``best_of`` above ``n``, besides what generate raises it for.
         """
         check_count("rounds_per_call", rounds_per_call)
+        if any(params.num_samples > params.n for params in _for_each(sampling, len(prompts))):
+            raise ValueError("best_of cannot be streamed, as all texts must end first: use n")
         texts = self._add(prompts, sampling)
         running = list(enumerate(texts))
         try:

@@ -68,7 +68,7 @@ class PlanRunner:
             (read.row, read.count, sequence.limit)
             for read, sequence in zip(plan.reads, sequences, strict=True)
         ]
-        return self.programs.read(reads, load, kind=_kind(sequences))
+        return self.programs.read(reads, load, kind=_kind(sequences, reads=True))
 
     def _rounds(self, plan: Plan, load: Load, shape: TreeShape | None) -> list[Call]:
         if not plan.decode_rows:
@@ -126,9 +126,9 @@ class PlanRunner:
         return int(ran[-1]) - 1
 
 
-def _kind(sequences: Iterable[scheduling.Sequence]) -> Kind:
+def _kind(sequences: Iterable[scheduling.Sequence], *, reads: bool = False) -> Kind:
     """What serves all of them."""
-    return max(Kind.of(_sampling(sequence)) for sequence in sequences)
+    return max(Kind.of(_sampling(sequence), reads=reads) for sequence in sequences)
 
 
 def _sampling(sequence: scheduling.Sequence) -> SamplingParams:

@@ -41,10 +41,13 @@ class Kind(enum.IntEnum):
     GREEDY = 0
     SAMPLED = 1
     FULL = 2  # controls and log-probabilities
+    PROMPT = 3  # of the tokens of the prompt too: for reading only
 
     @classmethod
-    def of(cls, sampling: SamplingParams) -> "Kind":
-        """The first that serves the request."""
+    def of(cls, sampling: SamplingParams, *, reads: bool = False) -> "Kind":
+        """The first that serves the request, when it ``reads`` or decodes."""
+        if reads and sampling.prompt_logprobs is not None:
+            return cls.PROMPT
         if sampling.needs_controls or sampling.logprobs is not None:
             return cls.FULL
         return cls.GREEDY if sampling.temperature == 0 else cls.SAMPLED
@@ -55,7 +58,9 @@ class Kind(enum.IntEnum):
 
     def options(self, alternatives: int) -> dict[str, Any]:
         """Of functional.prefill and functional.decode; ``alternatives`` beside each token."""
+        prompt = {"prompt_logprobs": True} if self is Kind.PROMPT else {}
         return {
+            **prompt,
             "greedy": self is Kind.GREEDY,
             "controls": self.controls,
             "logprobs": self.controls,

@@ -58,9 +58,12 @@ class Programs:
         self.params, self.sizes, self.max_programs = params, sizes, max_programs
         self.compiled, self.compile_seconds, self.sealed = 0, 0.0, False
         choices = ("columns", "greedy", "controls", "logprobs", "top_logprobs")
+        own = ("width", "prompt_logprobs")
         self.admit_rows = jax.jit(functional.admit, donate_argnums=1, static_argnames="may_wait")
         self.prefill = jax.jit(
-            functional.prefill, donate_argnums=1, static_argnames=("width", *choices)
+            functional.prefill,
+            donate_argnums=1,
+            static_argnames=(*own, *choices),
         )
         self.decode = jax.jit(
             functional.decode, donate_argnums=1, static_argnames=("max_rounds", "shape", *choices)

@@ -49,6 +49,7 @@ LAYERS = (
     "jaxspec.new_rows",
     "jaxspec.programs",
     "jaxspec.plan_runner",
+    "jaxspec.logprobs",
     "jaxspec.engine",
     "jaxspec.completion",
     "jaxspec.llm",

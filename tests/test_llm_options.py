@@ -79,3 +79,38 @@ def test_what_may_have_become_a_stop_string_comes_at_the_end(llm: LLM):
     chunks, [end] = stream(llm, ["hello"], dataclasses.replace(GREEDY, stop=stop))
     assert end.text == whole.text == "".join(chunk.text for chunk in chunks)
     assert end.finish_reason == "length"
+
+
+def test_samples_follow_one_another(llm: LLM, plain: LLM):
+    two = dataclasses.replace(WARM, n=2)
+    found = llm.generate(["hello", "a", "hello"], [two, GREEDY, dataclasses.replace(two, seed=9)])
+    assert [completion.seed for completion in found[:2]] == [5, 6]
+    assert [completion.seed for completion in found[3:]] == [9, 10]
+    alone = plain.generate(["hello"] * 2, [WARM, dataclasses.replace(WARM, seed=6)])
+    assert [completion.text for completion in found[:2]] == [one.text for one in alone]
+    chunks, ends = stream(llm, ["hello", "a"], [two, GREEDY])
+    for index, wanted in enumerate(found[:3]):
+        assert "".join(chunk.text for chunk in chunks if chunk.index == index) == wanted.text
+    assert {end.text for end in ends} == {one.text for one in found[:3]}
+
+
+def test_the_best_samples_come_back(llm: LLM):
+    every = llm.generate(["hello"], dataclasses.replace(WARM, n=4, logprobs=1))
+    found = llm.generate(["hello"], dataclasses.replace(WARM, n=2, best_of=4))
+    sums = [sum(one.logprob for one in sample.logprobs or ()) for sample in every]
+    assert sums == [sample.cumulative_logprob for sample in every]
+    order = sorted(range(4), key=lambda index: -sums[index])
+    assert [one.token_ids for one in found] == [every[index].token_ids for index in order[:2]]
+    assert all(one.logprobs is None and one.cumulative_logprob is not None for one in found)
+    with pytest.raises(ValueError, match="best_of cannot be streamed"):
+        next(llm.stream(["hello"], dataclasses.replace(WARM, n=2, best_of=4)))
+
+
+def test_logprobs_end_with_the_text(llm: LLM):
+    [whole] = llm.generate(["hello"], dataclasses.replace(GREEDY, logprobs=2, prompt_logprobs=1))
+    assert [one.token_id for one in whole.logprobs or ()] == whole.token_ids
+    prompt = whole.prompt_logprobs or []
+    assert [one and one.token_id for one in prompt] == [None, *whole.prompt_token_ids[1:]]
+    stop = inner(whole.text, 9)
+    [cut] = llm.generate(["hello"], dataclasses.replace(GREEDY, logprobs=2, stop=stop))
+    assert cut.logprobs == (whole.logprobs or [])[: len(cut.token_ids)]

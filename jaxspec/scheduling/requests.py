@@ -25,7 +25,8 @@ class SamplingParams:
       top_k, top_p, min_p: keep the k likeliest tokens (0: all), the smallest set of mass top_p,
         those at least min_p times as likely as the likeliest; applied in this order.
       seed: in float32 and under the matching rule, equal seeds and prompts give equal texts, in any
-        batch and with any drafter. None: the engine gives each request a seed of its own.
+        batch and with any drafter. None: the engine gives each request a seed of its own. Further
+        samples of a prompt have the seeds after it.
       max_tokens: most tokens to generate.
       min_tokens: tokens to generate before a stop token may be sampled.
       stop_token_ids: tokens that end the text; None takes the model's own.
@@ -106,6 +107,17 @@ class SamplingParams:
     def num_samples(self) -> int:
         """Texts to generate."""
         return self.n if self.best_of is None else self.best_of
+
+    def samples(self, seed: int) -> list["SamplingParams"]:
+        """One for each text to generate, with seeds counted from its own, or else from ``seed``."""
+        if self.num_samples == 1:
+            return [dataclasses.replace(self, n=1, best_of=None)]
+        chooses = self.num_samples > self.n
+        logprobs = 0 if chooses and self.logprobs is None else self.logprobs
+        one = dataclasses.replace(self, n=1, best_of=None, logprobs=logprobs)
+        return with_own_seeds(
+            one if one.seed is not None else dataclasses.replace(one, seed=seed), self.num_samples
+        )
 
     @property
     def has_bias(self) -> bool:
@@ -282,7 +294,6 @@ def check_requests(
                 f"{room}{max_position} fit this model: shorten the prompt to fewer than that"
             )
         _check_token_ids(params, vocab_size)
-        _refuse_unsupported(params)
 
 
 def _check_token_ids(params: SamplingParams, vocab_size: int) -> None:
@@ -298,19 +309,6 @@ def _check_token_ids(params: SamplingParams, vocab_size: int) -> None:
             raise ValueError(f"{name} has {wrong[0]}, outside 0..{vocab_size - 1}")
     if len(set(params.bad_token_ids)) == vocab_size:
         raise ValueError("bad_token_ids must leave a token, it has the whole vocabulary")
-
-
-def _refuse_unsupported(params: SamplingParams) -> None:
-    """Raise ValueError for what this engine does not do yet. To be deleted when it does."""
-    asked = {
-        "logprobs": params.logprobs is not None,
-        "prompt_logprobs": params.prompt_logprobs is not None,
-        "n": params.n > 1,
-        "best_of": params.best_of is not None,
-    }
-    for name, is_asked in asked.items():
-        if is_asked:
-            raise ValueError(f"{name} is not supported by this engine yet: leave it out")
 
 
 def _check_prompt(index: int, prompt: Sequence[int], vocab_size: int) -> None:
