@@ -6,12 +6,13 @@ from jaxspec.lazy import lazy_names
 
 if TYPE_CHECKING:  # what a type checker sees; at run time a name loads its module when asked for
     from jaxspec.async_engine import AsyncEngine
+    from jaxspec.completion import Completion, TextChunk
     from jaxspec.config.cache import CacheConfig
     from jaxspec.config.speculation import PLAIN, SpeculationConfig, TreeShape
     from jaxspec.engine import Engine
     from jaxspec.functional import EngineParams, admit, decode, init_state, prefill, release
     from jaxspec.generation import Generation
-    from jaxspec.llm import LLM, Completion, TextChunk, check_prompts
+    from jaxspec.llm import LLM, check_prompts
     from jaxspec.loading import BUILT_IN_HEAD, BUILT_IN_MODEL, load
     from jaxspec.sampling import make_controls, make_sampling
     from jaxspec.scheduling.requests import SamplingParams
@@ -23,6 +24,7 @@ __getattr__, __dir__ = lazy_names(
     __name__,
     {
         "jaxspec.async_engine": ("AsyncEngine",),
+        "jaxspec.completion": ("Completion", "TextChunk"),
         "jaxspec.config.cache": ("CacheConfig",),
         "jaxspec.config.speculation": ("PLAIN", "SpeculationConfig", "TreeShape"),
         "jaxspec.engine": ("Engine",),
@@ -30,7 +32,7 @@ __getattr__, __dir__ = lazy_names(
             *("EngineParams", "admit", "decode", "init_state", "prefill", "release"),
         ),
         "jaxspec.generation": ("Generation",),
-        "jaxspec.llm": ("LLM", "Completion", "TextChunk", "check_prompts"),
+        "jaxspec.llm": ("LLM", "check_prompts"),
         "jaxspec.loading": ("BUILT_IN_HEAD", "BUILT_IN_MODEL", "load"),
         "jaxspec.sampling": ("make_controls", "make_sampling"),
         "jaxspec.scheduling.requests": ("SamplingParams",),

@@ -71,9 +71,7 @@ class AsyncEngine:
         prompt: Sequence[int],
         sampling: SamplingParams,
         *,
-        priority: int = 0,
         timeout: float | None = None,
-        cache_salt: str | None = None,
     ) -> AsyncGenerator[Chunk, None]:
         """Chunks of a request's tokens; see Engine.add for the arguments.
 
@@ -84,10 +82,9 @@ class AsyncEngine:
         RuntimeError if the engine is closed.
         """
         stream = _Stream(asyncio.get_running_loop())
-        options = {"priority": priority, "timeout": timeout, "cache_salt": cache_salt}
 
         def add(engine: Engine) -> None:
-            stream.generation = engine.add(prompt, sampling, **options)
+            stream.generation = engine.add(prompt, sampling, timeout=timeout)
             self._streams[stream.generation.request_id] = stream
 
         done = False

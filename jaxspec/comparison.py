@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.llm import LLM, Completion, Prompt, decode_rate
+from jaxspec.completion import Completion, decode_rate
+from jaxspec.llm import LLM, Prompt
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.decoder import Decoder

@@ -61,3 +61,41 @@ def _common_length(first: str, second: str) -> int:
         return len(first)
     pairs = enumerate(zip(first, second, strict=False))
     return next((index for index, (one, other) in pairs if one != other), len(second))
+
+
+class StopStrings:
+    """Finds where a text ends that grows piece by piece.
+
+    The end of the text that may be the beginning of a stop string is held back.
+    """
+
+    def __init__(self, strings: Sequence[str]):
+        self._strings = tuple(strings)
+        self._held = ""
+        self.found = False
+
+    def push(self, piece: str, *, search: bool = True) -> str:
+        """The text that is known to come before any stop string, with what was held back.
+
+        With ``search`` False, stop strings that are complete in this piece do not count.
+        """
+        text = self._held + piece
+        places = [text.find(string) for string in self._strings] if search else []
+        places = [place for place in places if place >= 0]
+        if places:
+            self.found, self._held = True, ""
+            return text[: min(places)]
+        keep = max((_overlap(text, string) for string in self._strings), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def rest(self) -> str:
+        """What was held back, as no text follows."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, string: str) -> int:
+    """Characters at the end of the text that begin the string, not all of it."""
+    most = min(len(text), len(string) - 1)
+    return next((n for n in range(most, 0, -1) if text.endswith(string[:n])), 0)

@@ -18,17 +18,18 @@ from jaxspec import memory
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.speculation import TreeShape
 from jaxspec.functional import EngineParams
-from jaxspec.generation import ERRORS, REASONS, FinishReason, Generation, RequestStatistics, Timings
+from jaxspec.generation import FinishReason, Generation, RequestStatistics, Running, outcome
+from jaxspec.logprobs import take_logprobs
 from jaxspec.models.decoder import Decoder
 from jaxspec.plan_runner import PlanRunner
-from jaxspec.program_sizes import Load, Sizes
+from jaxspec.program_sizes import Kind, Load, Sizes
 from jaxspec.programs import Call, Programs
 from jaxspec.scheduling.plan import Limits, Plan, Preemption, PreemptionCosts
 from jaxspec.scheduling.requests import SamplingParams, check_count, check_requests
 from jaxspec.scheduling.scheduler import Scheduler
 from jaxspec.scheduling.sequence import Request
 from jaxspec.speculation.drafters import Drafter
-from jaxspec.state import Emitted, Ending
+from jaxspec.state import Emitted
 from jaxspec.weights.in_place import committed, in_place_of
 from pallas_kernels.selection import Kernels
 
@@ -40,9 +41,7 @@ LARGEST_CHUNK = 512  # prompt tokens of a row in a call
 class Engine:
     """Generates for many requests at once. Each gets the text that it would get alone.
 
-    >>> generation = engine.add([1, 2, 3], SamplingParams(max_tokens=16))
-    >>> while not generation.done:
-    ...     engine.step()
+    >>> engine.finish([generation := engine.add([1, 2, 3], SamplingParams(max_tokens=16))])
     >>> generation.token_ids
 
     Requests come and go at any time. ``add``, ``cancel`` and ``step`` belong to one thread.
@@ -59,9 +58,8 @@ class Engine:
       preemption: what happens to running requests when there are too few pages: ``recompute`` them
         later, ``swap`` their pages to host memory, or ``auto``, what is quicker. In bfloat16 only
         swapping is exact, because recomputing takes products of other shapes.
-      max_programs: most compiled programs that are kept. Beyond them, or when the process runs out
-        of memory maps (a program compiled for a CPU holds hundreds, and Linux allows 65,530), all
-        are forgotten, and compiled again as they are needed.
+      max_programs: most compiled programs that are kept. Beyond them, or when memory maps are
+        scarce (see memory.py), all are forgotten, and compiled again as they are needed.
 
     Attributes:
       shape: of the draft trees; None: the largest. In float32 the text does not depend on it. It
@@ -132,7 +130,7 @@ class Engine:
 
     def _start(self) -> None:
         self.scheduler = Scheduler(self.limits, PreemptionCosts())
-        self._running: dict[str, _Running] = {}
+        self._running: dict[str, Running] = {}
         self._runner = PlanRunner(self.programs)
         self._in_flight: collections.deque[_Launched] = collections.deque()
         self._load = Load()
@@ -163,7 +161,6 @@ class Engine:
             self.limits.check(Request(str(index), tuple(prompt), int(params.max_tokens), 0.0))
 
     def stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
-        """Tokens that end a request's text."""
         return params.stops(self.params.target.config.stop_token_ids)
 
     def add(
@@ -171,21 +168,22 @@ class Engine:
         prompt: Sequence[int],
         sampling: SamplingParams,
         *,
-        priority: int = 0,
         timeout: float | None = None,
-        cache_salt: str | None = None,
+        group: str | None = None,
         request_id: str | None = None,
     ) -> Generation:
         """Queue a request; without a seed it gets one of its own.
 
         Args:
-          priority: smaller goes first.
           timeout: seconds after which it ends, with what it has.
-          cache_salt: requests with other salts share no cached pages with this one.
+          group: requests of one group and prompt share its pages.
 
-        Raises ValueError for a request that could not run, QueueFull if too many wait.
+        Raises ValueError for a request that could not run, and for several samples (see add_all);
+        QueueFull if too many wait.
         """
         self.check([prompt], [sampling])
+        if sampling.num_samples > 1:
+            raise ValueError("add starts one sample: use add_all for n or best_of above 1")
         if sampling.seed is None:
             sampling = dataclasses.replace(sampling, seed=int(self._seeds.integers(2**32)))
         depth, now = self.params.speculation.max_depth, time.perf_counter()
@@ -200,9 +198,11 @@ class Engine:
             prompt=generation.prompt,
             max_tokens=int(sampling.max_tokens),
             arrival=now,
-            priority=priority,
+            priority=int(sampling.priority),
             deadline=None if timeout is None else now + timeout,
-            cache_salt=cache_salt,
+            cache_salt=sampling.cache_salt,
+            reads_all=sampling.prompt_logprobs is not None,
+            group=group,
             payload=generation,
         )
         idle = self.is_idle
@@ -210,31 +210,36 @@ class Engine:
         self._load = Load() if idle else self._load
         self._load.rows = max(self._load.rows, len(self._running) + 1)
         self._load.tokens = max(self._load.tokens, len(prompt) + request.max_tokens)
-        self._load.greedy &= sampling.temperature == 0
+        self._load.kind = max(self._load.kind, min(Kind.of(sampling), Kind.SAMPLED))
         compiled = self.programs.compile_seconds
-        self._running[request.request_id] = _Running(generation, self._clock(), compiled)
+        self._running[request.request_id] = Running(generation, self._clock(), compiled)
         return generation
 
     def add_all(
         self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]
     ) -> list[Generation]:
-        """Queue requests, all or none of them; see add."""
+        """Queue requests, all or none of them; see add.
+
+        Each gives as many generations as it has samples, one after the other.
+        """
         self.check(prompts, sampling)
         added: list[Generation] = []
         try:
             for prompt, params in zip(prompts, sampling, strict=True):
-                added.append(self.add(prompt, params))
+                group = next(self._ids) if params.num_samples > 1 else None
+                for sample in params.samples(int(self._seeds.integers(2**32))):
+                    added.append(self.add(prompt, sample, group=group))
         except BaseException:
             for generation in added:
                 self.cancel(generation)
             raise
         return added
 
-    def cancel(self, generation: Generation) -> None:
+    def cancel(self, generation: Generation, reason: FinishReason = "cancelled") -> None:
         """End a request with what it has; does nothing if it has ended."""
         if not generation.done:
-            self.scheduler.cancel(generation.request_id)
-            self._end(generation, "cancelled")
+            self.scheduler.cancel(generation.request_id, reason)
+            self._end(generation, reason)
 
     def step(self, most_rounds: int | None = None) -> None:
         """Launch the next calls, then wait for those before them and add what they emitted.
@@ -249,6 +254,9 @@ class Engine:
             for ended in plan.ended:
                 if ended.request_id in self._running:
                     self._end(self._running[ended.request_id].generation, _reason(ended.reason))
+            for admission in plan.admissions:
+                running = self._running[admission.sequence.request_id]
+                running.generation.forget_prompt()
             calls = self._runner.launch(plan, self._load, self.shape)
             if plan.calls:
                 self._in_flight.append(_Launched(plan, calls, self.shape))
@@ -284,7 +292,10 @@ class Engine:
         """
         vocab = self.params.target.config.vocab_size
         generations = [
-            self.add([index % vocab] * prompt_tokens, sampling, cache_salt=f"prepare {index}")
+            self.add(
+                [index % vocab] * prompt_tokens,
+                dataclasses.replace(sampling, cache_salt=f"prepare {index}"),
+            )
             for index in range(requests)
         ]
         try:
@@ -316,22 +327,18 @@ class Engine:
         for call in calls:
             for place, row in enumerate(call.rows.tolist()):
                 if row < self.limits.num_rows:
-                    self._count(plan.sequences[row].request_id, call.emitted, place)
+                    self._take(plan.sequences[row].request_id, call.emitted, place)
         for delivery in self.scheduler.update(plan, self._runner.results(calls, launched.shape)):
             self._deliver(delivery)
 
-    def _count(self, request_id: str, emitted: Emitted, place: int) -> None:
-        """Add the rounds of one call to a request's; the token of a prefill belongs to none."""
+    def _take(self, request_id: str, emitted: Emitted, place: int) -> None:
+        """Add a row's rounds and log-probabilities in one call to those of its request."""
         running = self._running.get(request_id)
-        if running is None or emitted.num_rounds == 0:
-            return
-        statistics = running.generation.statistics
-        ran = emitted.counts[:, place] > 0
-        accepted = np.asarray(emitted.accepted)[:, place][ran]
-        statistics.rounds += int(ran.sum())
-        statistics.drafted += int(np.asarray(emitted.drafted)[:, place][ran].sum())
-        for depth in range(len(statistics.accepted)):
-            statistics.accepted[depth] += int((accepted >= depth).sum())
+        if running is not None:
+            take_logprobs(running.generation, emitted, place)
+        if running is not None and emitted.num_rounds:  # a prefill's token belongs to none
+            counts = (emitted.counts, emitted.accepted, emitted.drafted)
+            running.generation.statistics.add(*(np.asarray(x)[:, place] for x in counts))
 
     def _deliver(self, delivery: Any) -> None:
         running = self._running.get(delivery.request_id)
@@ -342,20 +349,14 @@ class Engine:
             running.first_token = self._clock()
         generation.token_ids.extend(delivery.tokens)
         if delivery.ended is not None:
-            ending = Ending[delivery.ended]
-            generation.error = ERRORS.get(ending)
-            self._end(generation, REASONS.get(ending, "error"))
+            reason, generation.error = outcome(delivery.ended)
+            self._end(generation, reason)
 
     def _end(self, generation: Generation, reason: FinishReason) -> None:
         running = self._running.pop(generation.request_id)
         generation.finish_reason = reason
         now = self._clock()
-        generation.timings = Timings(
-            arrived=running.arrived,
-            first_token=now if running.first_token is None else running.first_token,
-            finished=now,
-            compile=self.programs.compile_seconds - running.compile_seconds,
-        )
+        generation.timings = running.timings(now, self.programs.compile_seconds)
 
     def _clock(self) -> float:
         """Seconds, without those in which programs were compiled."""
@@ -368,7 +369,7 @@ class Engine:
         devices. They are not copied there: a caller must not donate them while they serve. What the
         prefix cache holds is forgotten.
 
-        Raises ValueError for weights of other shapes or choices, and RuntimeError while requests
+        Raises ValueError for weights of other shapes, and RuntimeError while requests
         are under way.
         """
         self._use(self.params.replace(target=in_place_of(self.params.target, target)))
@@ -393,16 +394,6 @@ class _Launched(NamedTuple):
     plan: Plan
     calls: list[Call]
     shape: TreeShape | None
-
-
-@dataclasses.dataclass
-class _Running:
-    """A request that has not ended. Times are on the engine's clock."""
-
-    generation: Generation
-    arrived: float
-    compile_seconds: float  # of the engine, when it arrived
-    first_token: float | None = None
 
 
 def _reason(text: str) -> FinishReason:

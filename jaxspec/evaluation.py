@@ -5,7 +5,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxspec.llm import LLM, Completion, decode_rate
+from jaxspec.completion import Completion, decode_rate
+from jaxspec.llm import LLM
 from jaxspec.scheduling.requests import SamplingParams, with_own_seeds
 
 CONFIDENCE = 0.95

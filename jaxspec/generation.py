@@ -1,26 +1,35 @@
 """A request under way, and what has come of it so far."""
 
 import dataclasses
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Literal
+import itertools
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
+
+import numpy as np
 
 from jaxspec.scheduling.requests import SamplingParams
 from jaxspec.state import Ending
 
 FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
-REASONS: Mapping[Ending, FinishReason] = MappingProxyType(
-    {Ending.STOP: "stop", Ending.LENGTH: "length"}
-)
-ERRORS = MappingProxyType(
-    {
-        Ending.NOT_FINITE: "the model's logits were not finite numbers: its weights are broken, "
-        "its dtype is too narrow for them, or the request's options allow no token",
-        Ending.TOO_LONG: "the prompt and its limit do not fit the cache",
-        Ending.NOT_GREEDY: "a sampled request ran in a program for greedy ones",
-        Ending.UNCONTROLLED: "a request with penalties or bias ran in a program without them",
-    }
-)
+_REASONS: dict[Ending, FinishReason] = {Ending.STOP: "stop", Ending.LENGTH: "length"}
+_ERRORS = {
+    Ending.NOT_FINITE: "the model's logits were not finite numbers, or no token was allowed: its "
+    "weights are broken, its dtype is too narrow for them, or the request allows too little",
+    Ending.TOO_LONG: "the prompt and its limit do not fit the cache",
+    Ending.NOT_GREEDY: "a sampled request ran in a program for greedy ones",
+    Ending.UNCONTROLLED: "a request with bias or penalties ran in a program without them",
+}
+
+
+class TokenLogprob(NamedTuple):
+    """The log-probability of a token, and of the likeliest tokens in its place, likeliest first.
+
+    They are those of the model itself: no temperature, bias or penalty changes them.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
 
 
 @dataclasses.dataclass
@@ -30,6 +39,14 @@ class RequestStatistics:
     rounds: int
     drafted: int
     accepted: list[int]
+
+    def add(self, counts: np.ndarray, accepted: np.ndarray, drafted: np.ndarray) -> None:
+        """Count the rounds of a call, [C] each; those that committed nothing did not run."""
+        ran = counts > 0
+        self.rounds += int(ran.sum())
+        self.drafted += int(drafted[ran].sum())
+        for depth in range(len(self.accepted)):
+            self.accepted[depth] += int((accepted[ran] >= depth).sum())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +81,9 @@ class Generation:
     Attributes:
       sampling: with the seed that it got, if it had none.
       token_ids: new tokens so far.
+      logprobs: of the new tokens so far; None: not asked for.
+      prompt_logprobs: of the prompt's tokens, as far as it is read; None for the first of them, and
+        if not asked for.
       finish_reason: None until it has ended.
       error: what went wrong, if its finish_reason is ``error``.
       timings: None until it has ended.
@@ -74,10 +94,51 @@ class Generation:
     sampling: SamplingParams
     statistics: RequestStatistics
     token_ids: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
     finish_reason: FinishReason | None = None
     error: str | None = None
     timings: Timings | None = None
 
+    def __post_init__(self):
+        if self.sampling.logprobs is not None:
+            self.logprobs = []
+        self.forget_prompt()
+
+    def forget_prompt(self) -> None:
+        """It is read from its beginning, perhaps again."""
+        if self.sampling.prompt_logprobs is not None:
+            self.prompt_logprobs = [None]
+
+    def add_prompt_logprobs(self, new: Iterable[TokenLogprob]) -> None:
+        """Of the prompt's next tokens; what comes after the prompt is left out."""
+        if self.prompt_logprobs is not None:
+            missing = len(self.prompt) - len(self.prompt_logprobs)
+            self.prompt_logprobs.extend(itertools.islice(new, missing))
+
     @property
     def done(self) -> bool:
         return self.finish_reason is not None
+
+
+@dataclasses.dataclass
+class Running:
+    """A request that has not ended. Times are on the engine's clock.
+
+    ``compile_seconds`` are those of the engine when it arrived.
+    """
+
+    generation: Generation
+    arrived: float
+    compile_seconds: float
+    first_token: float | None = None
+
+    def timings(self, now: float, compile_seconds: float) -> Timings:
+        """Its times, if it ends now."""
+        first = now if self.first_token is None else self.first_token
+        return Timings(self.arrived, first, now, compile_seconds - self.compile_seconds)
+
+
+def outcome(ending: str) -> tuple[FinishReason, str | None]:
+    """Why a request ended whose row did, by the name of its Ending; and the error, if it is one."""
+    return _REASONS.get(Ending[ending], "error"), _ERRORS.get(Ending[ending])

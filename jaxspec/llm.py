@@ -1,6 +1,5 @@
 """LLM: text generation from text prompts and chats."""
 
-import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,12 +11,13 @@ from jax.sharding import Mesh
 
 from jaxspec import tokenizer as tokenizing  # chats load transformers when they are asked for
 from jaxspec.built_in import BUILT_IN_MODEL
+from jaxspec.completion import Completion, GrowingText, TextChunk, best
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.detokenizer import Detokenizer
 from jaxspec.engine import Engine
 from jaxspec.functional import EngineParams
-from jaxspec.generation import Generation, Timings
+from jaxspec.generation import Generation
 from jaxspec.loading import load
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.hf_config import load_model_config
@@ -32,47 +32,6 @@ if TYPE_CHECKING:
 
 DEFAULT_MAX_LENGTH = 2048
 _GREEDY_AND_SAMPLED = (SamplingParams(), SamplingParams(temperature=1.0))
-
-
-@dataclasses.dataclass(frozen=True)
-class TextChunk:
-    """Newly generated text of one request; ``done`` marks the request's last chunk.
-
-    ``index`` is the request's place in the caller's list. ``token_ids`` may be ahead of ``text``,
-    as text that ends inside a character is held back.
-    """
-
-    index: int
-    text: str
-    token_ids: list[int]
-    done: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class Completion:
-    """A finished request.
-
-    Attributes:
-      text: the text after the prompt, including a leading space.
-      finish_reason: ``stop`` for a stop token (not part of the text), ``length``, ``cancelled``,
-        ``timeout``, or ``error``.
-      error: what went wrong; ``text`` is what was generated before the error.
-      acceptance_length: mean tokens committed per round, bonus included.
-      acceptance_by_depth: share of rounds that accepted at least 1, 2, ... drafted tokens.
-      timings: timings of the request.
-    """
-
-    text: str
-    token_ids: list[int]
-    prompt_token_ids: list[int]
-    finish_reason: str
-    error: str | None
-    seed: int
-    num_rounds: int
-    num_drafted: int
-    acceptance_length: float
-    acceptance_by_depth: list[float]
-    timings: Timings
 
 
 class LLM:
@@ -158,19 +117,32 @@ class LLM:
     ) -> list[Completion]:
         """Complete every prompt (text, or token ids), in order.
 
+        Returns one completion a prompt; with ``n`` above 1 that many, one after the other: in the
+        order of their seeds, or with ``best_of`` the most likely first.
+
         Args:
           progress: show a progress bar with tokens/s and acceptance on stderr.
 
         Raises ValueError for a bad prompt or sampling value.
         """
-        generations = self._add(prompts, sampling)
-        with progress_bar(generations) if progress else nullcontext() as update:
-            self.engine.finish(generations, update)
+        texts = self._add(prompts, sampling)
+        with_stop = [text for text in texts if text.generation.sampling.stop]
+        bar = progress_bar([text.generation for text in texts]) if progress else nullcontext()
+        try:
+            with bar as update:
+                while not all(text.generation.done for text in texts):
+                    self._step(with_stop)
+                    if update is not None:
+                        update()
+        finally:
+            self._cancel(texts)
+        for text in texts:
+            text.update()
+        completions = iter([text.completion() for text in texts])
         return [
-            self._completion(
-                generation, self._detokenizer(generation).push(self._visible(generation), last=True)
-            )
-            for generation in generations
+            completion
+            for params in _for_each(sampling, len(prompts))
+            for completion in best(params, list(itertools.islice(completions, params.num_samples)))
         ]
 
     def stream(
@@ -182,23 +154,28 @@ class LLM:
         """As generate, but yields text as it is generated: TextChunks, then Completions in order.
 
         The chunks of a request, concatenated, are the text of its Completion. Closing the stream
-        early cancels its requests.
+        early cancels its requests. With ``n`` above 1 each text is a request, as in the list that
+        generate returns.
+
+        Raises ValueError for ``best_of`` above ``n``, besides what generate raises it for.
         """
         check_count("rounds_per_call", rounds_per_call)
-        generations = self._add(prompts, sampling)
-        texts = [_Text(generation, self._detokenizer(generation)) for generation in generations]
+        if any(params.num_samples > params.n for params in _for_each(sampling, len(prompts))):
+            raise ValueError("best_of cannot be streamed, as all texts must end first: use n")
+        texts = self._add(prompts, sampling)
+        running = list(enumerate(texts))
         try:
-            while not all(text.done for text in texts):
-                self.engine.step(rounds_per_call)
-                for index, text in enumerate(texts):
-                    chunk = text.next_chunk(index, self._visible(text.generation))
+            while running:
+                self._step([text for _, text in running], rounds_per_call)
+                for index, text in running:
+                    chunk = text.next_chunk(index)
                     if chunk is not None:
                         yield chunk
+                running = [one for one in running if not one[1].done]
             for text in texts:
-                yield self._completion(text.generation, text.text)
+                yield text.completion()
         finally:
-            for generation in generations:
-                self.engine.cancel(generation)
+            self._cancel(texts)
 
     def chat(
         self,
@@ -264,8 +241,8 @@ class LLM:
 
         Args:
           prompt_tokens: lengths of prompts, without the new tokens (``sampling.max_tokens``).
-          sampling: sampling of the requests; by default temperature 0 and 1. Only ``max_tokens``,
-            and whether a request samples, have an effect.
+          sampling: sampling of the requests; by default temperature 0 and 1. Only ``max_tokens``
+            has an effect, and whether a request samples, or has bias, penalties or logprobs.
           on_progress: called with the number of sizes that are ready and of all sizes.
 
         Returns the seconds it took. Raises ValueError for sizes that are invalid for requests.
@@ -284,63 +261,26 @@ class LLM:
 
     def _add(
         self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams]
-    ) -> list[Generation]:
+    ) -> list[GrowingText]:
         tokens = tokenize(self._text, prompts)
         params = _for_each(sampling, len(tokens))
-        return self.engine.add_all(tokens, params)
+        return [self._growing(one) for one in self.engine.add_all(tokens, params)]
 
-    def _detokenizer(self, generation: Generation) -> Detokenizer:
-        return Detokenizer(self._text.decode, generation.prompt)
+    def _growing(self, generation: Generation) -> GrowingText:
+        detokenizer = Detokenizer(self._text.decode, generation.prompt)
+        return GrowingText(generation, detokenizer, self.engine.stop_ids(generation.sampling))
 
-    def _visible(self, generation: Generation) -> list[int]:
-        """The tokens without a final stop token."""
-        ids, stops = generation.token_ids, self.engine.stop_ids(generation.sampling)
-        return ids[:-1] if ids and ids[-1] in stops else ids
+    def _cancel(self, texts: Sequence[GrowingText]) -> None:
+        for text in texts:
+            self.engine.cancel(text.generation)
 
-    def _completion(self, generation: Generation, text: str) -> Completion:
-        statistics, seed = generation.statistics, generation.sampling.seed
-        rounds = max(statistics.rounds, 1)
-        assert generation.finish_reason and generation.timings and seed is not None
-        return Completion(
-            text=text,
-            token_ids=generation.token_ids,
-            prompt_token_ids=list(generation.prompt),
-            finish_reason=generation.finish_reason,
-            error=generation.error,
-            seed=seed,
-            num_rounds=statistics.rounds,
-            num_drafted=statistics.drafted,
-            acceptance_length=max(len(generation.token_ids) - 1, 0) / rounds,
-            acceptance_by_depth=[count / rounds for count in statistics.accepted[1:]],
-            timings=generation.timings,
-        )
-
-
-class _Text:
-    """The text of a generation, as it grows."""
-
-    def __init__(self, generation: Generation, detokenizer: Detokenizer):
-        self.generation, self.text, self.done = generation, "", False
-        self._detokenizer = detokenizer
-        self._seen = self._pushed = 0  # tokens
-
-    def next_chunk(self, index: int, visible: list[int]) -> TextChunk | None:
-        """What is new since the last chunk; None: nothing."""
-        ids, done = self.generation.token_ids, self.generation.done
-        if self.done or (len(ids) == self._seen and not done):
-            return None
-        piece = self._detokenizer.push(visible[self._pushed :], last=done)
-        new, self._seen, self._pushed = ids[self._seen :], len(ids), len(visible)
-        self.text, self.done = self.text + piece, done
-        return TextChunk(index, piece, new, done)
-
-
-def decode_rate(completions: Sequence[Completion]) -> float:
-    """Tokens a second of requests that were generated together, from the earliest first token to
-    the last token; each one's first token comes from reading its prompt and does not count."""
-    times = [completion.timings for completion in completions]
-    seconds = max(t.finished for t in times) - min(t.first_token for t in times)
-    return sum(len(c.token_ids) - 1 for c in completions) / seconds if seconds else 0.0
+    def _step(self, texts: Sequence[GrowingText], most_rounds: int | None = None) -> None:
+        """A step of the engine. These texts grow, and requests end whose text has ended."""
+        self.engine.step(most_rounds)
+        for text in texts:
+            text.update()
+            if text.stopped:
+                self.engine.cancel(text.generation, "stop")
 
 
 def check_prompts(

@@ -231,8 +231,9 @@ class LoadTest:
             seed=len(self.clients),
             max_tokens=arrival.new_tokens,
             stop_token_ids=(),
+            cache_salt=salt,
         )
-        generation = self.engine.add(arrival.prompt, sampling, cache_salt=salt)
+        generation = self.engine.add(arrival.prompt, sampling)
         client = Client(started + arrival.time, generation)
         self.clients.append(client)
         return client

@@ -1,17 +1,20 @@
 """Carries out the scheduler's plans: launches programs, and reads what they emitted."""
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable
 
 import jax
 import numpy as np
 
 from jaxspec.config.speculation import TreeShape
 from jaxspec.functional import SavedRow
-from jaxspec.program_sizes import Load
-from jaxspec.programs import Call, NewRow, Programs
-from jaxspec.scheduling.plan import Plan, RowResult
+from jaxspec.generation import Generation
+from jaxspec.new_rows import NewRow
+from jaxspec.program_sizes import Kind, Load
+from jaxspec.programs import Call, Programs
+from jaxspec.scheduling import sequence as scheduling
+from jaxspec.scheduling.plan import Admission, Plan, RowResult, SwapIn
+from jaxspec.scheduling.requests import SamplingParams
 from jaxspec.state import ERRORS, Emitted, Ending, Status
 
 
@@ -38,21 +41,23 @@ class PlanRunner:
             programs.restore(saved, back.row, back.restored, back.table)
         programs.copy_pages([(copy.shard, copy.source, copy.destination) for copy in plan.copies])
         programs.admit([self._new_row(admission) for admission in plan.admissions])
+        programs.set_controls([self._new_row(step) for step in (*plan.swap_in, *plan.admissions)])
         self._idle_rows -= {step.row for step in (*plan.swap_in, *plan.admissions)}
         programs.assign_pages((table.row, table.table) for table in plan.tables)
         return [*self._reads(plan, load), *self._rounds(plan, load, shape)]
 
-    def _new_row(self, admission: Any) -> NewRow:
-        sequence = admission.sequence
-        sampling = sequence.request.payload.sampling
+    def _new_row(self, step: Admission | SwapIn) -> NewRow:
+        sequence = step.sequence
+        sampling = _sampling(sequence)
         return NewRow(
-            row=admission.row,
+            row=step.row,
             prompt=tuple(sequence.tokens),
             max_len=sequence.limit,
             sampling=sampling,
             stop_token_ids=sampling.stops(self.programs.params.target.config.stop_token_ids),
-            table=admission.table,
-            cached=admission.cached,
+            own_prompt=sequence.prompt_length,
+            table=step.table,
+            cached=step.cached if isinstance(step, Admission) else 0,
         )
 
     def _reads(self, plan: Plan, load: Load) -> list[Call]:
@@ -63,7 +68,7 @@ class PlanRunner:
             (read.row, read.count, sequence.limit)
             for read, sequence in zip(plan.reads, sequences, strict=True)
         ]
-        return self.programs.read(reads, load, greedy=_greedy(sequences))
+        return self.programs.read(reads, load, kind=_kind(sequences, reads=True))
 
     def _rounds(self, plan: Plan, load: Load, shape: TreeShape | None) -> list[Call]:
         if not plan.decode_rows:
@@ -75,7 +80,7 @@ class PlanRunner:
             plan.rounds,
             load,
             shape=shape,
-            greedy=_greedy(sequences),
+            kind=_kind(sequences),
         )
         return [call]
 
@@ -121,5 +126,12 @@ class PlanRunner:
         return int(ran[-1]) - 1
 
 
-def _greedy(sequences: Sequence[Any]) -> bool:
-    return all(sequence.request.payload.sampling.temperature == 0 for sequence in sequences)
+def _kind(sequences: Iterable[scheduling.Sequence], *, reads: bool = False) -> Kind:
+    """What serves all of them."""
+    return max(Kind.of(_sampling(sequence), reads=reads) for sequence in sequences)
+
+
+def _sampling(sequence: scheduling.Sequence) -> SamplingParams:
+    generation = sequence.request.payload
+    assert isinstance(generation, Generation)
+    return generation.sampling

@@ -5,10 +5,12 @@ holds it; if there is none, in one that is compiled for the load.
 """
 
 import dataclasses
+import enum
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxspec.config.speculation import TreeShape
+from jaxspec.scheduling.requests import SamplingParams
 
 MOST_WASTE = 4  # a prompt is read by a program of at most this many times its size
 
@@ -33,6 +35,39 @@ class Sizes:
     max_rounds: int
 
 
+class Kind(enum.IntEnum):
+    """What the rows of a call may ask for. A later kind serves the requests of those before."""
+
+    GREEDY = 0
+    SAMPLED = 1
+    FULL = 2  # controls and log-probabilities
+    PROMPT = 3  # of the tokens of the prompt too: for reading only
+
+    @classmethod
+    def of(cls, sampling: SamplingParams, *, reads: bool = False) -> "Kind":
+        """The first that serves the request, when it ``reads`` or decodes."""
+        if reads and sampling.prompt_logprobs is not None:
+            return cls.PROMPT
+        if sampling.needs_controls or sampling.logprobs is not None:
+            return cls.FULL
+        return cls.GREEDY if sampling.temperature == 0 else cls.SAMPLED
+
+    @property
+    def controls(self) -> bool:
+        return self >= Kind.FULL
+
+    def options(self, alternatives: int) -> dict[str, Any]:
+        """Of functional.prefill and functional.decode; ``alternatives`` beside each token."""
+        prompt = {"prompt_logprobs": True} if self is Kind.PROMPT else {}
+        return {
+            **prompt,
+            "greedy": self is Kind.GREEDY,
+            "controls": self.controls,
+            "logprobs": self.controls,
+            "top_logprobs": alternatives if self.controls else 0,
+        }
+
+
 @dataclasses.dataclass
 class Load:
     """What was asked for since the engine was last idle; programs are compiled for that size.
@@ -40,12 +75,12 @@ class Load:
     Attributes:
       rows: most requests at once.
       tokens: of the longest of them, prompt included.
-      greedy: none of them samples.
+      kind: SAMPLED if one of them samples. FULL programs are compiled for calls that need them.
     """
 
     rows: int = 0
     tokens: int = 0
-    greedy: bool = True
+    kind: Kind = Kind.GREEDY
 
 
 class ReadKey(NamedTuple):
@@ -54,14 +89,14 @@ class ReadKey(NamedTuple):
     rows: int
     columns: int
     width: int
-    greedy: bool
+    kind: Kind
 
     def holds(self, other: "ReadKey") -> bool:
         return (
             self.rows >= other.rows
             and self.columns >= other.columns
             and self.width >= other.width
-            and (other.greedy or not self.greedy)
+            and self.kind >= other.kind
         )
 
     @property
@@ -75,14 +110,14 @@ class RoundsKey(NamedTuple):
     rows: int
     columns: int
     shape: TreeShape
-    greedy: bool
+    kind: Kind
 
     def holds(self, other: "RoundsKey") -> bool:
         return (
             self.rows >= other.rows
             and self.columns >= other.columns
             and self.shape == other.shape
-            and (other.greedy or not self.greedy)
+            and self.kind >= other.kind
         )
 
     @property
@@ -97,8 +132,8 @@ def choose_reading(
     fitting = [key for key in ready if isinstance(key, ReadKey) and key.holds(wanted)]
     if not sealed:
         fitting = [key for key in fitting if key.cost <= MOST_WASTE * target.cost]
-        fitting = [key for key in fitting if key.greedy or not target.greedy]
-    return min(fitting, key=lambda key: (key.cost, key.columns, not key.greedy), default=target)
+        fitting = [key for key in fitting if key.kind <= target.kind]
+    return min(fitting, key=lambda key: (key.cost, key.columns, key.kind), default=target)
 
 
 def choose_rounds(
@@ -108,8 +143,8 @@ def choose_rounds(
     fitting = [key for key in ready if isinstance(key, RoundsKey) and key.holds(wanted)]
     if not sealed:
         fitting = [key for key in fitting if key.cost <= target.cost]
-        fitting = [key for key in fitting if key.greedy or not target.greedy]
-    return min(fitting, key=lambda key: (key.cost, not key.greedy), default=target)
+        fitting = [key for key in fitting if key.kind <= target.kind]
+    return min(fitting, key=lambda key: (key.cost, key.kind), default=target)
 
 
 def power_of_two(number: int) -> int:

@@ -5,7 +5,6 @@ the number of traces can be seen in one place.
 """
 
 import contextlib
-import dataclasses
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -18,7 +17,9 @@ from jaxspec import functional, memory
 from jaxspec.cache import pages_for
 from jaxspec.config.speculation import TreeShape
 from jaxspec.functional import EngineParams, SavedRow
+from jaxspec.new_rows import NewRow, admission, new_controls
 from jaxspec.program_sizes import (
+    Kind,
     Load,
     ReadKey,
     RoundsKey,
@@ -27,26 +28,13 @@ from jaxspec.program_sizes import (
     choose_rounds,
     power_of_two,
 )
-from jaxspec.sampling import Sampling
-from jaxspec.scheduling.requests import SamplingParams
+from jaxspec.sampling import Controls
+from jaxspec.scheduling.requests import MOST_LOGPROBS
 from jaxspec.state import Emitted, EngineState
 
 SMALLEST_TABLE = 256  # tokens
 SMALLEST_CHUNK = 16  # prompt tokens of a row in a call
 ADMISSIONS = 4  # rows that one call of the program admits
-
-
-@dataclasses.dataclass(frozen=True)
-class NewRow:
-    """A request to be admitted; see functional.admit."""
-
-    row: int
-    prompt: Sequence[int]
-    max_len: int
-    sampling: SamplingParams
-    stop_token_ids: Sequence[int]
-    table: Sequence[int]
-    cached: int = 0
 
 
 class Call(NamedTuple):
@@ -69,10 +57,13 @@ class Programs:
     def __init__(self, params: EngineParams, sizes: Sizes, max_programs: int):
         self.params, self.sizes, self.max_programs = params, sizes, max_programs
         self.compiled, self.compile_seconds, self.sealed = 0, 0.0, False
-        choices = ("columns", "greedy", "logprobs", "hidden")
+        choices = ("columns", "greedy", "controls", "logprobs", "top_logprobs")
+        own = ("width", "prompt_logprobs")
         self.admit_rows = jax.jit(functional.admit, donate_argnums=1, static_argnames="may_wait")
         self.prefill = jax.jit(
-            functional.prefill, donate_argnums=1, static_argnames=("width", *choices)
+            functional.prefill,
+            donate_argnums=1,
+            static_argnames=(*own, *choices),
         )
         self.decode = jax.jit(
             functional.decode, donate_argnums=1, static_argnames=("max_rounds", "shape", *choices)
@@ -85,6 +76,7 @@ class Programs:
                 functional.copy_pages,
                 functional.save_row,
                 functional.restore_row,
+                functional.set_controls,
             )
         }
         self._ready: set[Any] = set()
@@ -92,6 +84,8 @@ class Programs:
         self.columns = pages_for(sizes.max_length + slots, sizes.page_size)
         self.tables = np.zeros((sizes.num_rows, self.columns), np.int32)
         self.state = self._new_state()
+        self._controls: Controls | None = None
+        self._rows_with_controls: set[int] = set()
 
     @property
     def shards(self) -> int:
@@ -113,14 +107,20 @@ class Programs:
 
         if params.mesh is not None:
             return make()
-        # One program, not one for each array. Its results are committed to their device as those of
-        # the other programs are: else each of these would compile twice.
+        # One program, not one for each array. Its results are committed, see _placed.
         return jax.jit(make, out_shardings=params.target.embed.sharding)()
+
+    def _placed[T](self, tree: T) -> T:
+        """Committed to its device as the programs' results are: else each would compile twice."""
+        if self.params.mesh is not None:
+            return tree
+        return jax.device_put(tree, self.params.target.embed.sharding)
 
     def reset(self) -> None:
         """Start from an empty state: a call that was interrupted may have taken the old one."""
         self.tables[:] = 0
-        self.state = self._new_state()
+        self.state, self._controls = self._new_state(), None
+        self._rows_with_controls.clear()
 
     # What rows hold.
 
@@ -130,39 +130,25 @@ class Programs:
             self._admit(rows[start : start + ADMISSIONS])
 
     def _admit(self, rows: Sequence[NewRow]) -> None:
-        sizes, last = self.sizes, rows[-1]
-        padded = [*rows, *[last] * (ADMISSIONS - len(rows))]  # padding repeats, in no row
-        index = np.full(ADMISSIONS, sizes.num_rows, np.int32)
-        index[: len(rows)] = [new.row for new in rows]
-        prompts = np.zeros((ADMISSIONS, sizes.max_length), np.int32)
-        stops = np.full((ADMISSIONS, sizes.max_stops), -1, np.int32)
-        table = np.zeros((ADMISSIONS, self.columns), np.int32)
-        for place, new in enumerate(padded):
-            prompts[place, : len(new.prompt)] = new.prompt
-            stops[place, : len(new.stop_token_ids)] = new.stop_token_ids
-            table[place, : len(new.table)] = new.table
-        for place, new in enumerate(rows):
-            self.tables[new.row] = table[place]
-        sampling = Sampling(
-            temperature=_values(padded, "temperature", np.float32),
-            top_k=_values(padded, "top_k", np.int32),
-            top_p=_values(padded, "top_p", np.float32),
-            min_p=_values(padded, "min_p", np.float32),
-            seeds=_values(padded, "seed", np.uint32),
-        )
-        arguments = index, prompts, np.array([len(new.prompt) for new in padded], np.int32)
+        arguments, options = admission(rows, ADMISSIONS, self.sizes, self.columns)
+        for new, table in zip(rows, options["page_table"], strict=False):
+            self.tables[new.row] = table
         with self._counted("admit"):
             self.state = self.admit_rows(
-                self.params,
-                self.state,
-                *arguments,
-                sampling=sampling,
-                max_lens=np.array([new.max_len for new in padded], np.int32),
-                stop_token_ids=stops,
-                page_table=table,
-                cached_lens=np.array([new.cached for new in padded], np.int32),
-                may_wait=True,
+                self.params, self.state, *arguments, may_wait=True, **options
             )
+
+    def set_controls(self, rows: Sequence[NewRow]) -> None:
+        """Give rows the bias and penalties of their requests."""
+        # A row without any need not be told so, unless its last request had some.
+        changed = [new for new in rows if new.has_controls or new.row in self._rows_with_controls]
+        for start in range(0, len(changed), ADMISSIONS):
+            part = changed[start : start + ADMISSIONS]
+            arguments = new_controls(part, ADMISSIONS, self.sizes.num_rows, self.params)
+            with self._controlled(Kind.FULL):
+                self._small("set_controls", *arguments)
+        self._rows_with_controls -= {new.row for new in changed}
+        self._rows_with_controls |= {new.row for new in changed if new.has_controls}
 
     def assign_pages(self, tables: Iterable[tuple[int, Sequence[int]]]) -> None:
         """Give rows other page tables. No program does it: the tables are replaced as they are."""
@@ -229,9 +215,7 @@ class Programs:
 
     # Calls that run the model.
 
-    def read(
-        self, reads: Sequence[tuple[int, int, int]], load: Load, *, greedy: bool
-    ) -> list[Call]:
+    def read(self, reads: Sequence[tuple[int, int, int]], load: Load, *, kind: Kind) -> list[Call]:
         """Read prompt tokens: (row, how many, most tokens of the row) each."""
         calls = []
         by_width: dict[int, list[tuple[int, int, int]]] = {}
@@ -244,14 +228,14 @@ class Programs:
                 power_of_two(max(map(len, self._by_shard(rows)))),
                 self.columns_for(max(tokens for *_, tokens in group)),
                 width,
-                greedy,
+                kind,
             )
             calls.append(self._read(self._read_key(wanted, load), group))
         return calls
 
     def _read_key(self, wanted: ReadKey, load: Load) -> ReadKey:
         columns = max(wanted.columns, self.columns_for(load.tokens))
-        target = wanted._replace(columns=columns, greedy=load.greedy)
+        target = wanted._replace(columns=columns, kind=max(wanted.kind, load.kind))
         return choose_reading(self._ready, wanted, target, sealed=self.sealed)
 
     def _read(self, key: ReadKey, reads: Sequence[tuple[int, int, int]]) -> Call:
@@ -262,15 +246,9 @@ class Programs:
         return Call(rows, self._prefill(key, rows, counts))
 
     def _prefill(self, key: ReadKey, rows: np.ndarray, counts: np.ndarray) -> Emitted:
-        self.state, emitted = self.prefill(
-            self.params,
-            self.state,
-            rows,
-            counts,
-            width=key.width,
-            columns=key.columns,
-            greedy=key.greedy,
-        )
+        options = {"width": key.width, "columns": key.columns, **self._options(key.kind)}
+        with self._controlled(key.kind):
+            self.state, emitted = self.prefill(self.params, self.state, rows, counts, **options)
         return emitted
 
     def prepare_reading(self, key: ReadKey) -> None:
@@ -288,7 +266,7 @@ class Programs:
         load: Load,
         *,
         shape: TreeShape | None,
-        greedy: bool,
+        kind: Kind,
     ) -> Call:
         """Run up to ``rounds`` rounds of some rows.
 
@@ -297,7 +275,7 @@ class Programs:
         """
         own = power_of_two(max(map(len, self._by_shard(rows))))
         columns, shape = self.columns_for(tokens), self.params.call(shape).speculation.shape
-        key = self._rounds_key(RoundsKey(own, columns, shape, greedy), load)
+        key = self._rounds_key(RoundsKey(own, columns, shape, kind), load)
         self.prepare_rounds(key)
         listed = self._listed(rows, key.rows)
         return Call(listed, self._decode(key, listed, rounds))
@@ -308,21 +286,17 @@ class Programs:
         target = wanted._replace(
             rows=max(wanted.rows, rows),
             columns=max(wanted.columns, self.columns_for(load.tokens)),
-            greedy=load.greedy,
+            kind=max(wanted.kind, load.kind),
         )
         return choose_rounds(self._ready, wanted, target, sealed=self.sealed)
 
     def _decode(self, key: RoundsKey, rows: np.ndarray, rounds: int) -> Emitted:
-        self.state, emitted = self.decode(
-            self.params,
-            self.state,
-            np.int32(rounds),
-            rows,
-            max_rounds=self.sizes.max_rounds,
-            columns=key.columns,
-            shape=key.shape,
-            greedy=key.greedy,
-        )
+        options = {"columns": key.columns, "shape": key.shape, **self._options(key.kind)}
+        most = self.sizes.max_rounds
+        with self._controlled(key.kind):
+            self.state, emitted = self.decode(
+                self.params, self.state, np.int32(rounds), rows, max_rounds=most, **options
+            )
         return emitted
 
     def prepare_rounds(self, key: RoundsKey) -> None:
@@ -330,6 +304,26 @@ class Programs:
         if key not in self._ready:
             with self._counted(key):
                 self._decode(key, self._listed([], key.rows), 0)
+
+    def _options(self, kind: Kind) -> dict[str, Any]:
+        return kind.options(min(MOST_LOGPROBS, self.params.target.config.vocab_size))
+
+    @contextlib.contextmanager
+    def _controlled(self, kind: Kind) -> Iterator[None]:
+        """Around a program of this kind. If it applies controls, the state has them meanwhile.
+
+        They stay out of the state otherwise, so other programs do not depend on them, and memory
+        for them is taken when the first request needs it.
+        """
+        if not kind.controls:
+            yield
+            return
+        if self._controls is None:
+            controls = functional.no_controls(self.params, self.sizes.num_rows)
+            self._controls = self._placed(controls)
+        self.state = self.state.replace(controls=self._controls)
+        yield
+        self._controls, self.state = self.state.controls, self.state.replace(controls=None)
 
     # Sizes.
 

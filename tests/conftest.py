@@ -22,6 +22,21 @@ def pytest_configure(config: pytest.Config) -> None:
         jax.config.update("jax_disable_most_optimizations", True)
 
 
+# Files that take longest, so that the workers of pytest-xdist begin with them and end together.
+LONGEST = (
+    "test_engine", "test_llm", "test_tensor_parallel", "test_exactness", "test_sampling_options",
+    "test_llm_options", "test_endings", "test_functional", "test_rows", "test_scripts",
+    "test_layering", "test_flax_bridge", "test_shared_pages", "test_extending", "test_logprobs",
+    "test_draft_loss", "test_golden", "test_shapes", "test_constrained", "test_controls",
+    "test_eagle3_reference", "test_readme", "test_paged_attention_kernel", "test_async_engine",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    order = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
+
+
 # When the GPU tests last passed. Written here, by a run of all of them that passed.
 GPU_RECORD = Path(__file__).parent.parent / "docs/gpu_tests.json"
 

@@ -146,6 +146,7 @@ def test_a_request_may_have_a_time_limit():
     assert other.token_ids == expected()[1]
 
 
+@pytest.mark.slow
 def test_a_full_queue_refuses_and_keeps_what_it_has():
     own = new_engine(max_rows=1, max_queue=2)
     generations = [own.add(prompt, GREEDY) for prompt in PROMPTS[:2]]
@@ -211,6 +212,7 @@ def test_weights_are_not_swapped_under_requests():
     assert texts(own, start(own)) == expected()
 
 
+@pytest.mark.slow
 def test_other_weights_find_no_pages_of_the_old_ones():
     own, prompt = new_engine(), [*range(1, 30)]
     [old] = texts(own, [own.add(prompt, GREEDY)])
@@ -274,8 +276,10 @@ def run_history(own: Engine, history: list[tuple[str, int]]) -> None:
         live = [generation for generation in generations if not generation.done]
         if name == "add":
             temperature = 0.8 * (number % 2)
-            sampling = SamplingParams(temperature, seed=number % 3, max_tokens=1 + number % 23)
-            generations.append(own.add(prompt_of(number % 12), sampling, priority=number % 2))
+            sampling = SamplingParams(
+                temperature, seed=number % 3, max_tokens=1 + number % 23, priority=number % 2
+            )
+            generations.append(own.add(prompt_of(number % 12), sampling))
         elif name == "cancel" and live:
             own.cancel(live[number % len(live)])
         elif name == "step":

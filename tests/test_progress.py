@@ -11,7 +11,7 @@ from jaxspec.progress import progress_bar, speed
 
 def generations() -> list[Generation]:
     statistics = RequestStatistics(rounds=4, drafted=8, accepted=[4, 3, 2])
-    ended = Generation("0", (1,), SamplingParams(), statistics, [1] * 11, "length")
+    ended = Generation("0", (1,), SamplingParams(), statistics, [1] * 11, finish_reason="length")
     waiting = Generation("1", (1,), SamplingParams(), RequestStatistics(0, 0, [0] * 3))
     return [ended, waiting]
 

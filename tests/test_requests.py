@@ -155,28 +155,3 @@ def test_tokens_outside_the_vocabulary_are_named(name: str, value: Any):
 def test_not_every_token_can_be_bad():
     with pytest.raises(ValueError, match="bad_token_ids must leave a token"):
         check(bad_token_ids=tuple(range(10)))
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("min_tokens", 1),
-        ("stop", "x"),
-        ("repetition_penalty", 1.1),
-        ("presence_penalty", 0.1),
-        ("frequency_penalty", 0.1),
-        ("logit_bias", {1: 1.0}),
-        ("allowed_token_ids", (1,)),
-        ("bad_token_ids", (1,)),
-        ("logprobs", 0),
-        ("prompt_logprobs", 0),
-        ("n", 2),
-        ("best_of", 2),
-        ("priority", 1),
-        ("cache_salt", "a"),
-    ],
-)
-def test_what_the_engine_does_not_do_yet_is_refused(name: str, value: Any):
-    """To be deleted with _refuse_unsupported."""
-    with pytest.raises(ValueError, match=f"{name} is not supported by this engine yet"):
-        check(temperature=1.0, **{name: value})

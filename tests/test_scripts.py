@@ -88,7 +88,7 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         (["--temperature", "-1"], "temperature must be a finite number, at least 0"),
         (
             ["--tree", "60:8:8", "--num-pages", "4"],
-            "the budget is num_pages=4",
+            "pages of 16, there are 4",
         ),
         (["--drafter", "{head}"], "vocab_size is 320, not 4096"),
         (["--drafter", "{model}"], "share a tokenizer"),

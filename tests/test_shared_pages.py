@@ -174,6 +174,7 @@ def test_a_row_waits_until_it_has_pages(drafter: str):
     assert own.text(1) == alone("none", tuple(PROMPT))[0]
 
 
+@pytest.mark.slow
 def test_a_call_decodes_the_rows_it_lists():
     own = Sequences("eagle3")
     for row in range(ROWS):
@@ -220,7 +221,8 @@ def test_a_row_goes_on_in_another_place(drafter: str):
     assert (first + accepted(emitted, 2))[: len(rounds)] == rounds
 
 
-@EACH_DRAFTER
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", DRAFTERS)
 def test_a_fork_copies_the_page_that_both_would_write(drafter: str):
     own, prompt = Sequences(drafter), PROMPT[:18]  # four pages and a half
     own.admit(0, prompt, pages := own.take(COLUMNS))

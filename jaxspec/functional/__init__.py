@@ -28,7 +28,9 @@ from jaxspec.functional.rows import (
     init_pool,
     init_rows,
     init_state,
+    no_controls,
     release,
+    set_controls,
 )
 
 __all__ = [
@@ -42,10 +44,12 @@ __all__ = [
     "init_pool",
     "init_rows",
     "init_state",
+    "no_controls",
     "prefill",
     "release",
     "restore_row",
     "save_row",
+    "set_controls",
     "settle",
     "verify_drafts",
 ]

@@ -101,19 +101,25 @@ def init_rows(
         )
     index = jnp.arange(num_rows, dtype=jnp.int32) % (num_rows // shards)
     rows = _empty_rows(params, index, page_table, max_length, max(1, max_stops))
-    own = _no_controls(params, num_rows) if controls else None
     if params.mesh is not None:
-        rows, own = (
-            jax.tree.map(jax.device_put, tree, named_shardings(params.mesh, tree, params.layout))
-            for tree in (rows, own)
-        )
+        shardings = named_shardings(params.mesh, rows, params.layout)
+        rows = jax.tree.map(jax.device_put, rows, shardings)
     return EngineState(
         pool=pool,
         rows=rows,
-        controls=own,
+        controls=no_controls(params, num_rows) if controls else None,
         capacity=params.speculation,
         drafter=params.drafter_name,
     )
+
+
+def no_controls(params: EngineParams, num_rows: int) -> Controls:
+    """Controls of a state's rows that change nothing, on the devices of the weights."""
+    controls = _no_controls(params, num_rows)
+    if params.mesh is None:
+        return controls
+    shardings = named_shardings(params.mesh, controls, params.layout)
+    return jax.tree.map(jax.device_put, controls, shardings)
 
 
 def _no_controls(params: EngineParams, num_rows: int) -> Controls:
@@ -283,6 +289,29 @@ def _admit(
         controls = _no_controls(params, rows.shape[0]) if controls is None else controls
         controls = put_rows(state.controls, index, controls)
     return state.replace(pool=pool, rows=put_rows(own, index, new), controls=controls)
+
+
+def set_controls(
+    params: EngineParams, state: EngineState, rows: Integers, controls: Controls
+) -> EngineState:
+    """Give rows [B] other controls, from make_controls, as admit does.
+
+    Row indices outside 0 .. R - 1 are padding.
+
+    Raises ValueError for controls of another shape, and if the state has no room for them.
+    """
+    params.check(state, controls=True)
+    index = jnp.asarray(rows, jnp.int32)
+    controls = _padded_controls(params, controls, index.shape[0])
+    spec = partition_specs(controls, Layout(vocab=params.layout.vocab))
+    return on_mesh(_set_controls, params, state, (index, controls), (P(), spec), None)
+
+
+def _set_controls(
+    params: EngineParams, state: EngineState, rows: Array, controls: Controls
+) -> EngineState:
+    index = local_rows(rows, state.rows.status.shape[0], params.layout.batch)
+    return state.replace(controls=put_rows(state.controls, index, controls))
 
 
 def _held_slots(table: Array, page_size: int) -> Array:

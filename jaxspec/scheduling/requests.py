@@ -25,12 +25,13 @@ class SamplingParams:
       top_k, top_p, min_p: keep the k likeliest tokens (0: all), the smallest set of mass top_p,
         those at least min_p times as likely as the likeliest; applied in this order.
       seed: in float32 and under the matching rule, equal seeds and prompts give equal texts, in any
-        batch and with any drafter. None: the engine gives each request a seed of its own.
+        batch and with any drafter. None: the engine gives each request a seed of its own. Further
+        samples of a prompt have the seeds after it.
       max_tokens: most tokens to generate.
       min_tokens: tokens to generate before a stop token may be sampled.
       stop_token_ids: tokens that end the text; None takes the model's own.
       ignore_eos: the model's own stop tokens do not end the text.
-      stop: strings that end the text.
+      stop: strings that end the text, if they are complete after min_tokens; not part of it.
       repetition_penalty: divides positive logits of tokens that occur in the prompt or the text,
         and multiplies negative ones; 1 changes nothing.
       presence_penalty, frequency_penalty: subtracted from the logits of tokens that occur in the
@@ -106,6 +107,17 @@ class SamplingParams:
     def num_samples(self) -> int:
         """Texts to generate."""
         return self.n if self.best_of is None else self.best_of
+
+    def samples(self, seed: int) -> list["SamplingParams"]:
+        """One for each text to generate, with seeds counted from its own, or else from ``seed``."""
+        if self.num_samples == 1:
+            return [dataclasses.replace(self, n=1, best_of=None)]
+        chooses = self.num_samples > self.n
+        logprobs = 0 if chooses and self.logprobs is None else self.logprobs
+        one = dataclasses.replace(self, n=1, best_of=None, logprobs=logprobs)
+        return with_own_seeds(
+            one if one.seed is not None else dataclasses.replace(one, seed=seed), self.num_samples
+        )
 
     @property
     def has_bias(self) -> bool:
@@ -282,7 +294,6 @@ def check_requests(
                 f"{room}{max_position} fit this model: shorten the prompt to fewer than that"
             )
         _check_token_ids(params, vocab_size)
-        _refuse_unsupported(params)
 
 
 def _check_token_ids(params: SamplingParams, vocab_size: int) -> None:
@@ -298,29 +309,6 @@ def _check_token_ids(params: SamplingParams, vocab_size: int) -> None:
             raise ValueError(f"{name} has {wrong[0]}, outside 0..{vocab_size - 1}")
     if len(set(params.bad_token_ids)) == vocab_size:
         raise ValueError("bad_token_ids must leave a token, it has the whole vocabulary")
-
-
-def _refuse_unsupported(params: SamplingParams) -> None:
-    """Raise ValueError for what this engine does not do yet. To be deleted when it does."""
-    asked = {
-        "min_tokens": params.min_tokens > 0,
-        "stop": bool(params.stop),
-        "repetition_penalty": params.repetition_penalty != 1,
-        "presence_penalty": params.presence_penalty != 0,
-        "frequency_penalty": params.frequency_penalty != 0,
-        "logit_bias": bool(params.logit_bias),
-        "allowed_token_ids": params.allowed_token_ids is not None,
-        "bad_token_ids": bool(params.bad_token_ids),
-        "logprobs": params.logprobs is not None,
-        "prompt_logprobs": params.prompt_logprobs is not None,
-        "n": params.n > 1,
-        "best_of": params.best_of is not None,
-        "priority": params.priority != 0,
-        "cache_salt": params.cache_salt is not None,
-    }
-    for name, is_asked in asked.items():
-        if is_asked:
-            raise ValueError(f"{name} is not supported by this engine yet: leave it out")
 
 
 def _check_prompt(index: int, prompt: Sequence[int], vocab_size: int) -> None:

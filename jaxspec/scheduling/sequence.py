@@ -20,6 +20,7 @@ class Request:
       kv_key: whatever else its KV depends on, an adapter for example.
       group: samples of one prompt have the same group; one reads the prompt, the others share its
         pages.
+      reads_all: it reads its whole prompt, even what is cached.
       payload: the engine's own; the scheduler does not look at it.
     """
 
@@ -32,6 +33,7 @@ class Request:
     cache_salt: str | None = None
     kv_key: Hashable = None
     group: str | None = None
+    reads_all: bool = False
     payload: object = None
 
 

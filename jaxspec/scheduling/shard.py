@@ -49,7 +49,7 @@ class Shard:
 
     def placement(self, sequence: Sequence) -> Placement:
         """Where the sequence would start: with the most tokens that it can share."""
-        if sequence.swapped:
+        if sequence.swapped or sequence.request.reads_all:
             return Placement(self, 0, [])
         source = self._sibling(sequence)
         if source is not None:
@@ -61,7 +61,7 @@ class Shard:
 
     def should_wait(self, placement: Placement, sequence: Sequence) -> bool:
         """Whether it could share more once running rows have read what they are reading."""
-        if sequence.swapped or placement.source is not None:
+        if sequence.swapped or sequence.request.reads_all or placement.source is not None:
             return False
         if any(self._is_sibling(sequence, other) for other in self._reading()):
             return True

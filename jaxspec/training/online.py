@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxspec.llm import LLM, Completion
+from jaxspec.completion import Completion
+from jaxspec.llm import LLM
 from jaxspec.models.heads import DraftHead
 from jaxspec.speculation.drafters import EagleDrafter
 from jaxspec.training import draft_step

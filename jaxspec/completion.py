@@ -1,0 +1,160 @@
+"""Texts of requests: while they grow, and when they are finished."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from jaxspec.detokenizer import Detokenizer, StopStrings
+from jaxspec.generation import Generation, Timings, TokenLogprob
+from jaxspec.scheduling.requests import SamplingParams
+
+
+@dataclasses.dataclass(frozen=True)
+class TextChunk:
+    """Newly generated text of one request; ``done`` marks the request's last chunk.
+
+    ``index`` is the request's place in the caller's list. ``token_ids`` may be ahead of ``text``,
+    as text that ends inside a character, or may begin a stop string, is held back.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    done: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """A finished request.
+
+    Attributes:
+      text: the text after the prompt, including a leading space, up to a stop string.
+      token_ids: the generated tokens, up to the one that ends the text.
+      finish_reason: ``stop`` for a stop token or string (not part of the text), ``length``,
+        ``cancelled``, ``timeout``, or ``error``.
+      error: what went wrong; ``text`` is what was generated before the error.
+      acceptance_length: mean tokens committed per round, bonus included.
+      acceptance_by_depth: share of rounds that accepted at least 1, 2, ... drafted tokens.
+      timings: timings of the request.
+      logprobs: of each of token_ids; None: not asked for.
+      prompt_logprobs: of each of prompt_token_ids, None for the first; None: not asked for.
+      cumulative_logprob: the sum over token_ids, if best_of or logprobs asks for it.
+    """
+
+    text: str
+    token_ids: list[int]
+    prompt_token_ids: list[int]
+    finish_reason: str
+    error: str | None
+    seed: int
+    num_rounds: int
+    num_drafted: int
+    acceptance_length: float
+    acceptance_by_depth: list[float]
+    timings: Timings
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    cumulative_logprob: float | None = None
+
+
+class GrowingText:
+    """The text of a generation, as it grows.
+
+    Attributes:
+      text: so far; what may still change is held back.
+      stopped: whether a stop string has ended it.
+    """
+
+    def __init__(self, generation: Generation, detokenizer: Detokenizer, stops: Sequence[int]):
+        """``stops`` are the tokens that end the text and are not part of it."""
+        self.generation, self.text, self.done = generation, "", False
+        self._detokenizer, self._stop_tokens = detokenizer, stops
+        self._strings = StopStrings(generation.sampling.stop)
+        self._pushed = 0  # tokens that the detokenizer has
+        self._told = 0, 0  # tokens and characters of the chunks so far
+
+    @property
+    def stopped(self) -> bool:
+        return self._strings.found
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens so far, up to the one that completes a stop string."""
+        ids = self.generation.token_ids
+        return ids[: self._pushed] if self.stopped else ids
+
+    def update(self) -> None:
+        """Add the text of the generation's new tokens."""
+        ids, ended = self.generation.token_ids, self.generation.done
+        if self.done or (len(ids) == self._pushed and not ended):
+            return
+        visible = ids[:-1] if ids and ids[-1] in self._stop_tokens else ids
+        if self.generation.sampling.stop:
+            self._push_one_by_one(visible, ended)
+        else:
+            self.text += self._detokenizer.push(visible[self._pushed :], last=ended)
+            self._pushed = len(visible)
+        self.done = ended or self.stopped
+
+    def _push_one_by_one(self, visible: Sequence[int], ended: bool) -> None:
+        """So it is known which token completes a stop string, however many came together."""
+        least = self.generation.sampling.min_tokens
+        while self._pushed < len(visible) and not self.stopped:
+            token, self._pushed = visible[self._pushed], self._pushed + 1
+            piece = self._detokenizer.push([token])
+            self.text += self._strings.push(piece, search=self._pushed >= least)
+        if ended and not self.stopped:
+            self.text += self._strings.push(self._detokenizer.push([], last=True))
+        if ended and not self.stopped:
+            self.text += self._strings.rest()
+
+    def next_chunk(self, index: int) -> TextChunk | None:
+        """What is new since the last chunk; None: nothing."""
+        tokens, characters = self._told
+        ids = self.token_ids
+        if len(ids) == tokens and not self.done:
+            return None
+        self._told = len(ids), len(self.text)
+        return TextChunk(index, self.text[characters:], ids[tokens:], self.done)
+
+    def completion(self) -> Completion:
+        """Once it is done, and its request has ended."""
+        generation = self.generation
+        statistics, seed = generation.statistics, generation.sampling.seed
+        rounds, ids = max(statistics.rounds, 1), self.token_ids
+        own = None if generation.logprobs is None else generation.logprobs[: len(ids)]
+        assert generation.finish_reason and generation.timings and seed is not None
+        return Completion(
+            text=self.text,
+            token_ids=ids,
+            prompt_token_ids=list(generation.prompt),
+            finish_reason="stop" if self.stopped else generation.finish_reason,
+            error=None if self.stopped else generation.error,
+            seed=seed,
+            num_rounds=statistics.rounds,
+            num_drafted=statistics.drafted,
+            acceptance_length=max(len(generation.token_ids) - 1, 0) / rounds,
+            acceptance_by_depth=[count / rounds for count in statistics.accepted[1:]],
+            timings=generation.timings,
+            logprobs=own,
+            prompt_logprobs=generation.prompt_logprobs,
+            cumulative_logprob=None if own is None else sum(one.logprob for one in own),
+        )
+
+
+def decode_rate(completions: Sequence[Completion]) -> float:
+    """Tokens a second of requests that were generated together, from the earliest first token to
+    the last token; each one's first token comes from reading its prompt and does not count."""
+    times = [completion.timings for completion in completions]
+    seconds = max(t.finished for t in times) - min(t.first_token for t in times)
+    return sum(len(c.token_ids) - 1 for c in completions) / seconds if seconds else 0.0
+
+
+def best(sampling: SamplingParams, samples: list[Completion]) -> list[Completion]:
+    """The ``n`` most likely texts of a prompt, if more than those were generated."""
+    if len(samples) == sampling.n:
+        return samples
+    ranked = sorted(samples, key=lambda sample: -(sample.cumulative_logprob or 0.0))
+    kept = ranked[: sampling.n]
+    if sampling.logprobs is None:  # they were computed to choose
+        kept = [dataclasses.replace(sample, logprobs=None) for sample in kept]
+    return kept

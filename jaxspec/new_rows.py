@@ -1,0 +1,90 @@
+"""Requests that get rows, as the arrays that the programs take."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxspec.functional import EngineParams
+from jaxspec.program_sizes import Sizes
+from jaxspec.sampling import Controls, Sampling, make_controls
+from jaxspec.scheduling.requests import SamplingParams
+
+
+@dataclasses.dataclass(frozen=True)
+class NewRow:
+    """A request to be admitted; see functional.admit.
+
+    Attributes:
+      prompt: what it reads; tokens after the first ``own_prompt`` are its output so far.
+    """
+
+    row: int
+    prompt: Sequence[int]
+    max_len: int
+    sampling: SamplingParams
+    stop_token_ids: Sequence[int]
+    own_prompt: int
+    table: Sequence[int]
+    cached: int = 0
+
+    @property
+    def has_controls(self) -> bool:
+        return self.sampling.needs_controls
+
+
+def admission(
+    rows: Sequence[NewRow], size: int, sizes: Sizes, columns: int
+) -> tuple[tuple[np.ndarray, ...], dict[str, Any]]:
+    """Arguments and options of functional.admit for ``size`` rows; the rest is padding."""
+    padded = [*rows, *[rows[-1]] * (size - len(rows))]
+    prompts = np.zeros((size, sizes.max_length), np.int32)
+    stops = np.full((size, sizes.max_stops), -1, np.int32)
+    table = np.zeros((size, columns), np.int32)
+    for place, new in enumerate(padded):
+        prompts[place, : len(new.prompt)] = new.prompt
+        stops[place, : len(new.stop_token_ids)] = new.stop_token_ids
+        table[place, : len(new.table)] = new.table
+    lens = np.array([len(new.prompt) for new in padded], np.int32)
+    sampling = Sampling(  # of arrays of numpy: make_sampling would compile a program for each
+        temperature=_values(padded, "temperature", np.float32),
+        top_k=_values(padded, "top_k", np.int32),
+        top_p=_values(padded, "top_p", np.float32),
+        min_p=_values(padded, "min_p", np.float32),
+        seeds=_values(padded, "seed", np.uint32),
+    )
+    options = {
+        "sampling": sampling,
+        "max_lens": np.array([new.max_len for new in padded], np.int32),
+        "stop_token_ids": stops,
+        "page_table": table,
+        "cached_lens": np.array([new.cached for new in padded], np.int32),
+    }
+    return (_index(rows, size, sizes.num_rows), prompts, lens), options
+
+
+def new_controls(
+    rows: Sequence[NewRow], size: int, num_rows: int, params: EngineParams
+) -> tuple[np.ndarray, Controls]:
+    """Arguments of functional.set_controls for ``size`` rows; the rest is padding."""
+    padded, vocab = [*rows, *[rows[-1]] * (size - len(rows))], params.target.config.vocab_size
+    names = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+    controls = make_controls(
+        size,
+        vocab,
+        bias=np.stack([new.sampling.dense_bias(vocab) for new in padded]),
+        prompt_lens=np.array([new.own_prompt for new in padded], np.int32),
+        min_tokens=_values(padded, "min_tokens", np.int32),
+        **{name: _values(padded, name, np.float32) for name in names},
+    )
+    return _index(rows, size, num_rows), controls
+
+
+def _index(rows: Sequence[NewRow], size: int, num_rows: int) -> np.ndarray:
+    """Row indices; those of padding are past the last row."""
+    return np.array([*(new.row for new in rows), *[num_rows] * (size - len(rows))], np.int32)
+
+
+def _values(rows: Sequence[NewRow], name: str, dtype: type) -> Any:
+    return np.array([getattr(new.sampling, name) for new in rows], dtype)

@@ -1,0 +1,152 @@
+"""The engine with every sampling option, against plain references, with preemptions."""
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxspec.config.cache import CacheConfig
+from jaxspec.config.speculation import SpeculationConfig
+from jaxspec.engine import Engine
+from jaxspec.generation import Generation
+from jaxspec.scheduling.requests import SamplingParams
+from tests.marks import slow
+from tests.programs import traces
+from tests.random_models import make_params, random_prompts, random_target
+from tests.sampling_reference import plain_logits
+from tests.speculation.test_sampling_options import LENGTH, all_options, expected, prompts_of
+
+CHAIN = SpeculationConfig.chain(2)
+PROMPT = random_prompts((19,), seed=2)[0].tolist()
+
+
+def new_engine(drafter: str = "ngram", num_pages: int | None = None, **options: Any) -> Engine:
+    cache = CacheConfig(page_size=8, max_length=LENGTH, num_pages=num_pages)
+    options = {"rounds_per_call": 4, "max_rows": 4} | options
+    return Engine(make_params(drafter, CHAIN), cache, **options)
+
+
+@functools.cache
+def engine() -> Engine:
+    return new_engine()
+
+
+@functools.cache
+def plain() -> Engine:
+    return new_engine("none", max_rows=1, prefix_caching=False)
+
+
+def run(own: Engine, prompt: list[int], sampling: SamplingParams) -> Generation:
+    generation = own.add(prompt, sampling)
+    own.finish([generation])
+    return generation
+
+
+@pytest.mark.parametrize("drafter", ["ngram", slow("eagle3")])
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+def test_texts_are_those_of_transformers_processors(drafter: str, preemption: str):
+    own, sampling = new_engine(drafter, num_pages=18, preemption=preemption), all_options()
+    prompts = [prompt.tolist() for prompt in prompts_of(len(sampling))]
+    generations = own.add_all(prompts, sampling)
+    own.finish(generations)
+    for generation, wanted in zip(generations, expected(), strict=True):
+        found = [*generation.prompt, *generation.token_ids]
+        assert found == wanted, generation.sampling
+    assert own.scheduler.preemptions[preemption] > 0
+
+
+def test_requests_without_controls_keep_their_programs():
+    own, ordinary = new_engine(), SamplingParams(max_tokens=12)
+    text = run(own, PROMPT, ordinary).token_ids
+    before = traces(own.programs.decode), traces(own.programs.prefill)
+    for bias in ({3: 2.0}, {4: -1.0}):
+        run(own, PROMPT, SamplingParams(max_tokens=12, logit_bias=bias))
+    # The next one in the row of a request with bias has none.
+    assert run(own, PROMPT, ordinary).token_ids == text
+    both = [ordinary, SamplingParams(max_tokens=12, bad_token_ids=(text[0],))]
+    generations = own.add_all([PROMPT] * 2, both)
+    own.finish(generations)
+    assert generations[0].token_ids == text
+    assert text[0] not in generations[1].token_ids
+    after = traces(own.programs.decode), traces(own.programs.prefill)
+    # One kind of program was added: in sizes of one and of two rows.
+    assert after[0] - before[0] <= 2 and after[1] - before[1] <= 2
+
+
+def test_priority_and_salt_reach_the_scheduler():
+    own = new_engine(max_rows=1)
+    later, first = own.add_all(
+        [PROMPT] * 2,
+        [SamplingParams(max_tokens=5, priority=p, cache_salt=f"salt {p}") for p in (1, 0)],
+    )
+    while not first.done:
+        assert not later.token_ids
+        own.step()
+    own.finish([later])
+    assert own.scheduler.cache_statistics()[1] == 0, "pages were shared over salts"
+    run(own, PROMPT, SamplingParams(max_tokens=5, cache_salt="salt 1"))
+    assert own.scheduler.cache_statistics()[1] == 16
+
+
+def reference_logprobs(tokens: list[int]) -> np.ndarray:
+    """After each token, of every token, by a dense pass: [S, V]."""
+    logits = plain_logits(random_target(), np.array([tokens], np.int32))
+    return np.asarray(jax.nn.log_softmax(logits, axis=-1))[0]
+
+
+def check_entry(found: Any, token: int, logprobs: np.ndarray, alternatives: int) -> None:
+    assert found.token_id == token
+    np.testing.assert_allclose(found.logprob, logprobs[token], atol=2e-5)
+    likeliest = np.sort(logprobs)[::-1][:alternatives]
+    np.testing.assert_allclose([value for _, value in found.top], likeliest, atol=2e-5)
+    np.testing.assert_allclose([logprobs[i] for i, _ in found.top], likeliest, atol=2e-5)
+
+
+@pytest.mark.parametrize("num_pages", [None, 17])  # few pages: requests are preempted
+def test_logprobs_are_those_of_the_raw_logits(num_pages: int | None):
+    own = new_engine(num_pages=num_pages, preemption="recompute")
+    common: dict[str, Any] = {"max_tokens": 25, "temperature": 0.8, "seed": 3}
+    sampling = [
+        SamplingParams(**common),
+        SamplingParams(**common, logprobs=0, prompt_logprobs=2),
+        SamplingParams(**common, logprobs=4, logit_bias={5: 3.0}),
+        SamplingParams(max_tokens=25, logprobs=20, prompt_logprobs=0),
+    ]
+    for _ in range(2):  # the second time there is a prefix that could be hit
+        generations = own.add_all([PROMPT] * 4, sampling)
+        own.finish(generations)
+        for generation, params in zip(generations, sampling, strict=True):
+            tokens = [*PROMPT, *generation.token_ids]
+            wanted = reference_logprobs(tokens)[:-1]
+            entries = [*(generation.prompt_logprobs or [None] * len(PROMPT))]
+            assert len(entries) == len(PROMPT) and entries[0] is None
+            for place in range(1, len(PROMPT)):
+                if params.prompt_logprobs is not None:
+                    least = params.prompt_logprobs
+                    check_entry(entries[place], tokens[place], wanted[place - 1], least)
+            assert (generation.logprobs is None) == (params.logprobs is None)
+            for place, entry in enumerate(generation.logprobs or ()):
+                at = len(PROMPT) + place
+                check_entry(entry, tokens[at], wanted[at - 1], params.logprobs or 0)
+            if params.logprobs is not None:
+                assert len(generation.logprobs or ()) == len(generation.token_ids) == 25
+    preempted = own.scheduler.preemptions["recompute"]
+    assert (preempted > 0) == (num_pages is not None)
+
+
+def test_samples_share_their_prompt_and_have_the_seeds_after_the_first():
+    own = new_engine(max_rows=4)
+    sampling = SamplingParams(temperature=1.0, seed=2**32 - 1, max_tokens=9, n=2, best_of=3)
+    generations = own.add_all([PROMPT, PROMPT[:5]], [sampling, SamplingParams(max_tokens=9)])
+    own.finish(generations)
+    assert len(generations) == 4
+    for seed, generation in zip((2**32 - 1, 0, 1), generations, strict=False):
+        alone = run(plain(), PROMPT, SamplingParams(temperature=1.0, seed=seed, max_tokens=9))
+        assert generation.token_ids == alone.token_ids and generation.sampling.seed == seed
+    assert len({tuple(generation.token_ids) for generation in generations}) == 4
+    queries, hits = own.scheduler.cache_statistics()
+    assert (queries, hits) == (len(PROMPT) + 5, 0), "more than one sample read the prompt"
+    with pytest.raises(ValueError, match="add starts one sample"):
+        own.add(PROMPT, sampling)
