@@ -9,13 +9,20 @@ from typing import TYPE_CHECKING
 from jaxspec.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from jaxspec.tokenizer.hugging_face import Tokenizer, load_tokenizer, tokenize_chats
+    from jaxspec.tokenizer.hugging_face import (
+        Tokenizer,
+        load_tokenizer,
+        tokenize_chats,
+        tokenizer_json,
+    )
     from jaxspec.tokenizer.text import Conversation, Message, Prompt, TextTokenizer, tokenize
 
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        "jaxspec.tokenizer.hugging_face": ("Tokenizer", "load_tokenizer", "tokenize_chats"),
+        "jaxspec.tokenizer.hugging_face": (
+            *("Tokenizer", "load_tokenizer", "tokenize_chats", "tokenizer_json"),
+        ),
         "jaxspec.tokenizer.text": (
             *("Conversation", "Message", "Prompt", "TextTokenizer", "tokenize"),
         ),
@@ -31,4 +38,5 @@ __all__ = [
     "load_tokenizer",
     "tokenize",
     "tokenize_chats",
+    "tokenizer_json",
 ]
