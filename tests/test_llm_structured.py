@@ -66,6 +66,7 @@ def test_structured_texts_match_and_are_those_of_plain_decoding(llm: LLM, expect
     assert [reason for *_, reason in expected[:1] + expected[5:6]] == ["length"] * 2
 
 
+@pytest.mark.slow
 def test_structured_requests_survive_preemption(model: Any, expected: Any):
     few = LLM(model, "ngram", max_length=128, max_batch=8, page_size=8, num_pages=14)
     assert found(few) == expected
