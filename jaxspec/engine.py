@@ -18,7 +18,7 @@ from jaxspec import memory
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.speculation import TreeShape
 from jaxspec.functional import EngineParams
-from jaxspec.generation import FinishReason, Generation, RequestStatistics, Running, outcome
+from jaxspec.generation import FinishReason, Generation, Grammar, Running, new_generation, outcome
 from jaxspec.logprobs import take_logprobs
 from jaxspec.models.decoder import Decoder
 from jaxspec.plan_runner import PlanRunner
@@ -27,9 +27,9 @@ from jaxspec.programs import Call, Programs
 from jaxspec.scheduling.plan import Limits, Plan, Preemption, PreemptionCosts
 from jaxspec.scheduling.requests import SamplingParams, check_count, check_requests
 from jaxspec.scheduling.scheduler import Scheduler
-from jaxspec.scheduling.sequence import Request
 from jaxspec.speculation.drafters import Drafter
 from jaxspec.state import Emitted
+from jaxspec.structured import Matcher, StructuredOutput
 from jaxspec.weights.in_place import committed, in_place_of
 from pallas_kernels.selection import Kernels
 
@@ -58,6 +58,8 @@ class Engine:
       preemption: what happens to running requests when there are too few pages: ``recompute`` them
         later, ``swap`` their pages to host memory, or ``auto``, what is quicker. In bfloat16 only
         swapping is exact, because recomputing takes products of other shapes.
+      make_matcher: of a structured output, with all stop tokens of the model; see
+        structured.GrammarCompiler. None: there are no such requests.
       max_programs: most compiled programs that are kept. Beyond them, or when memory maps are
         scarce (see memory.py), all are forgotten, and compiled again as they are needed.
 
@@ -82,6 +84,7 @@ class Engine:
         preemption: Preemption = "auto",
         shape: TreeShape | None = None,
         max_programs: int = MOST_PROGRAMS,
+        make_matcher: Callable[[StructuredOutput], Matcher] | None = None,
     ):
         check_count("max_rows", max_rows)
         check_count("rounds_per_call", rounds_per_call)
@@ -125,6 +128,7 @@ class Engine:
         self.programs = Programs(params, sizes, max_programs)
         self.on_launch: Callable[[list[Call]], None] | None = None
         self._start()
+        self._make_matcher = make_matcher
         self._ids = map(str, itertools.count())
         self._seeds = np.random.default_rng()
 
@@ -186,25 +190,14 @@ class Engine:
             raise ValueError("add starts one sample: use add_all for n or best_of above 1")
         if sampling.seed is None:
             sampling = dataclasses.replace(sampling, seed=int(self._seeds.integers(2**32)))
-        depth, now = self.params.speculation.max_depth, time.perf_counter()
-        generation = Generation(
-            request_id=next(self._ids) if request_id is None else request_id,
-            prompt=tuple(int(token) for token in prompt),
-            sampling=sampling,
-            statistics=RequestStatistics(0, 0, [0] * (depth + 1)),
+        generation = new_generation(
+            next(self._ids) if request_id is None else request_id,
+            prompt,
+            sampling,
+            self.params.speculation.max_depth,
+            self._grammar(sampling),
         )
-        request = Request(
-            request_id=generation.request_id,
-            prompt=generation.prompt,
-            max_tokens=int(sampling.max_tokens),
-            arrival=now,
-            priority=int(sampling.priority),
-            deadline=None if timeout is None else now + timeout,
-            cache_salt=sampling.cache_salt,
-            reads_all=sampling.prompt_logprobs is not None,
-            group=group,
-            payload=generation,
-        )
+        request = generation.request(time.perf_counter(), timeout, group)
         idle = self.is_idle
         self.scheduler.add(request)
         self._load = Load() if idle else self._load
@@ -214,6 +207,13 @@ class Engine:
         compiled = self.programs.compile_seconds
         self._running[request.request_id] = Running(generation, self._clock(), compiled)
         return generation
+
+    def _grammar(self, sampling: SamplingParams) -> Grammar | None:
+        if sampling.structured is None:
+            return None
+        if self._make_matcher is None:
+            raise ValueError("structured needs an engine with make_matcher")
+        return Grammar(self._make_matcher(sampling.structured))
 
     def add_all(
         self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]
@@ -254,9 +254,6 @@ class Engine:
             for ended in plan.ended:
                 if ended.request_id in self._running:
                     self._end(self._running[ended.request_id].generation, _reason(ended.reason))
-            for admission in plan.admissions:
-                running = self._running[admission.sequence.request_id]
-                running.generation.forget_prompt()
             calls = self._runner.launch(plan, self._load, self.shape)
             if plan.calls:
                 self._in_flight.append(_Launched(plan, calls, self.shape))
@@ -264,6 +261,9 @@ class Engine:
                 self.on_launch(calls)
             while len(self._in_flight) > plan.calls:
                 self._read(self._in_flight.popleft())
+            calls += self._runner.verify()
+            for generation in self._runner.take_failed():
+                self.cancel(generation, "error")
         except BaseException as error:
             self._fail(error)
             raise

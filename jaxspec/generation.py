@@ -2,13 +2,15 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
 
 from jaxspec.scheduling.requests import SamplingParams
+from jaxspec.scheduling.sequence import Request
 from jaxspec.state import Ending
+from jaxspec.structured import Matcher
 
 FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
 _REASONS: dict[Ending, FinishReason] = {Ending.STOP: "stop", Ending.LENGTH: "length"}
@@ -74,6 +76,20 @@ class Timings:
         return self.finished - self.first_token
 
 
+@dataclasses.dataclass
+class Grammar:
+    """A matcher, and how many tokens of its request it has taken."""
+
+    matcher: Matcher
+    taken: int = 0
+
+    def follow(self, tokens: Sequence[int]) -> Matcher:
+        """The matcher after all tokens of its request. Raises GrammarError if they do not match."""
+        self.matcher.advance(tokens[self.taken :])
+        self.taken = len(tokens)
+        return self.matcher
+
+
 @dataclasses.dataclass(eq=False)
 class Generation:
     """A request that an engine generates; the engine's ``step`` extends it.
@@ -85,6 +101,7 @@ class Generation:
       prompt_logprobs: of the prompt's tokens, as far as it is read; None for the first of them, and
         if not asked for.
       finish_reason: None until it has ended.
+      grammar: where it stands in the description of a structured output.
       error: what went wrong, if its finish_reason is ``error``.
       timings: None until it has ended.
     """
@@ -96,6 +113,7 @@ class Generation:
     token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
+    grammar: "Grammar | None" = None
     finish_reason: FinishReason | None = None
     error: str | None = None
     timings: Timings | None = None
@@ -116,9 +134,43 @@ class Generation:
             missing = len(self.prompt) - len(self.prompt_logprobs)
             self.prompt_logprobs.extend(itertools.islice(new, missing))
 
+    def request(self, now: float, timeout: float | None, group: str | None) -> Request:
+        """What the scheduler must know of it."""
+        sampling = self.sampling
+        return Request(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            max_tokens=int(sampling.max_tokens),
+            arrival=now,
+            priority=int(sampling.priority),
+            deadline=None if timeout is None else now + timeout,
+            cache_salt=sampling.cache_salt,
+            reads_all=sampling.prompt_logprobs is not None,
+            group=group,
+            masked=sampling.structured is not None,
+            payload=self,
+        )
+
     @property
     def done(self) -> bool:
         return self.finish_reason is not None
+
+
+def new_generation(
+    request_id: str,
+    prompt: Sequence[int],
+    sampling: SamplingParams,
+    max_depth: int,
+    grammar: Grammar | None,
+) -> Generation:
+    """A generation of nothing yet, with trees of at most ``max_depth``."""
+    return Generation(
+        request_id=request_id,
+        prompt=tuple(int(token) for token in prompt),
+        sampling=sampling,
+        statistics=RequestStatistics(0, 0, [0] * (max_depth + 1)),
+        grammar=grammar,
+    )
 
 
 @dataclasses.dataclass

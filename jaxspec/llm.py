@@ -1,5 +1,6 @@
 """LLM: text generation from text prompts and chats."""
 
+import functools
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from jaxspec.models.hf_config import load_model_config
 from jaxspec.progress import progress_bar
 from jaxspec.scheduling.requests import SamplingParams, check_count, check_requests
 from jaxspec.speculation.drafters import Drafter
+from jaxspec.structured import GrammarCompiler
 from jaxspec.tokenizer.text import Conversation, Prompt, TextTokenizer, tokenize
 from jaxspec.weights.hub import resolve_directory
 
@@ -84,8 +86,20 @@ class LLM:
         self._text = tokenizer or TextTokenizer(model)
         length = _max_length(max_length, params.target.config.max_position)
         cache = CacheConfig(page_size, length, num_pages)
-        self.engine = Engine(params, cache, max_rows=max_batch, rounds_per_call=rounds_per_call)
+        self.engine = Engine(
+            params,
+            cache,
+            max_rows=max_batch,
+            rounds_per_call=rounds_per_call,
+            make_matcher=lambda spec: self._grammars.matcher(spec),
+        )
         self.max_batch = max_batch
+
+    @functools.cached_property
+    def _grammars(self) -> GrammarCompiler:
+        config = self.params.target.config
+        text = tokenizing.tokenizer_json(self.tokenizer)
+        return GrammarCompiler(text, config.vocab_size, config.stop_token_ids)
 
     @property
     def tokenizer(self) -> "Tokenizer":

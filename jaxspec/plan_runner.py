@@ -1,7 +1,6 @@
 """Carries out the scheduler's plans: launches programs, and reads what they emitted."""
 
 import dataclasses
-from collections.abc import Iterable
 
 import jax
 import numpy as np
@@ -9,12 +8,11 @@ import numpy as np
 from jaxspec.config.speculation import TreeShape
 from jaxspec.functional import SavedRow
 from jaxspec.generation import Generation
+from jaxspec.masked_rounds import MaskedRounds, generation_of, kind_of, sampling_of
 from jaxspec.new_rows import NewRow
-from jaxspec.program_sizes import Kind, Load
+from jaxspec.program_sizes import Load
 from jaxspec.programs import Call, Programs
-from jaxspec.scheduling import sequence as scheduling
 from jaxspec.scheduling.plan import Admission, Plan, RowResult, SwapIn
-from jaxspec.scheduling.requests import SamplingParams
 from jaxspec.state import ERRORS, Emitted, Ending, Status
 
 
@@ -23,6 +21,7 @@ class PlanRunner:
 
     def __init__(self, programs: Programs):
         self.programs = programs
+        self._masked = MaskedRounds(programs)
         self._saved: dict[str, SavedRow] = {}  # by request id
         self._idle_rows = set(range(programs.sizes.num_rows))  # empty, or done, on the device
 
@@ -40,15 +39,28 @@ class PlanRunner:
             saved = jax.device_get(self._saved.pop(back.sequence.request_id))
             programs.restore(saved, back.row, back.restored, back.table)
         programs.copy_pages([(copy.shard, copy.source, copy.destination) for copy in plan.copies])
+        for admission in plan.admissions:
+            generation_of(admission.sequence).forget_prompt()
         programs.admit([self._new_row(admission) for admission in plan.admissions])
         programs.set_controls([self._new_row(step) for step in (*plan.swap_in, *plan.admissions)])
         self._idle_rows -= {step.row for step in (*plan.swap_in, *plan.admissions)}
         programs.assign_pages((table.row, table.table) for table in plan.tables)
-        return [*self._reads(plan, load), *self._rounds(plan, load, shape)]
+        reads = self._reads(plan, load)
+        if plan.masked_rows:
+            self._masked.draft(plan, reads, load, shape)
+        return [*reads, *self._rounds(plan, load, shape)]
+
+    def verify(self) -> list[Call]:
+        """Run the second half of a plan's masked rounds, once all plans before it are read."""
+        return self._masked.verify()
+
+    def take_failed(self) -> list[Generation]:
+        """Those that cannot go on since the last call; they have their error."""
+        return self._masked.take_failed()
 
     def _new_row(self, step: Admission | SwapIn) -> NewRow:
         sequence = step.sequence
-        sampling = _sampling(sequence)
+        sampling = sampling_of(sequence)
         return NewRow(
             row=step.row,
             prompt=tuple(sequence.tokens),
@@ -68,7 +80,8 @@ class PlanRunner:
             (read.row, read.count, sequence.limit)
             for read, sequence in zip(plan.reads, sequences, strict=True)
         ]
-        return self.programs.read(reads, load, kind=_kind(sequences, reads=True))
+        masks = self._masked.first_masks(plan)
+        return self.programs.read(reads, load, masks, kind=kind_of(sequences, reads=True))
 
     def _rounds(self, plan: Plan, load: Load, shape: TreeShape | None) -> list[Call]:
         if not plan.decode_rows:
@@ -80,7 +93,7 @@ class PlanRunner:
             plan.rounds,
             load,
             shape=shape,
-            kind=_kind(sequences),
+            kind=kind_of(sequences),
         )
         return [call]
 
@@ -124,14 +137,3 @@ class PlanRunner:
         if shape is not None and shape.is_plain:
             return most - 1  # at most: it reads them once in a while
         return int(ran[-1]) - 1
-
-
-def _kind(sequences: Iterable[scheduling.Sequence], *, reads: bool = False) -> Kind:
-    """What serves all of them."""
-    return max(Kind.of(_sampling(sequence), reads=reads) for sequence in sequences)
-
-
-def _sampling(sequence: scheduling.Sequence) -> SamplingParams:
-    generation = sequence.request.payload
-    assert isinstance(generation, Generation)
-    return generation.sampling

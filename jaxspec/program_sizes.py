@@ -84,12 +84,16 @@ class Load:
 
 
 class ReadKey(NamedTuple):
-    """Sizes of a program that reads prompts; ``rows`` of each shard."""
+    """Sizes of a program that reads prompts; ``rows`` of each shard.
+
+    ``masked``: the host restricts the first token.
+    """
 
     rows: int
     columns: int
     width: int
     kind: Kind
+    masked: bool = False
 
     def holds(self, other: "ReadKey") -> bool:
         return (
@@ -97,6 +101,7 @@ class ReadKey(NamedTuple):
             and self.columns >= other.columns
             and self.width >= other.width
             and self.kind >= other.kind
+            and self.masked == other.masked
         )
 
     @property
@@ -105,12 +110,16 @@ class ReadKey(NamedTuple):
 
 
 class RoundsKey(NamedTuple):
-    """Sizes of a program of rounds; ``rows`` of each shard."""
+    """Sizes of a program of rounds; ``rows`` of each shard.
+
+    ``masked``: of one round in two programs, between which the host restricts the tokens.
+    """
 
     rows: int
     columns: int
     shape: TreeShape
     kind: Kind
+    masked: bool = False
 
     def holds(self, other: "RoundsKey") -> bool:
         return (
@@ -118,6 +127,7 @@ class RoundsKey(NamedTuple):
             and self.columns >= other.columns
             and self.shape == other.shape
             and self.kind >= other.kind
+            and self.masked == other.masked
         )
 
     @property

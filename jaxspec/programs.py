@@ -6,7 +6,7 @@ the number of traces can be seen in one place.
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -31,10 +31,16 @@ from jaxspec.program_sizes import (
 from jaxspec.sampling import Controls
 from jaxspec.scheduling.requests import MOST_LOGPROBS
 from jaxspec.state import Emitted, EngineState
+from jaxspec.structured.matcher import ALL_TOKENS
 
 SMALLEST_TABLE = 256  # tokens
 SMALLEST_CHUNK = 16  # prompt tokens of a row in a call
 ADMISSIONS = 4  # rows that one call of the program admits
+
+
+Read = tuple[int, int, int]  # a row, how many tokens, most tokens of the row
+Reads = Sequence[Read]
+Masks = Mapping[int, np.ndarray]  # by row: uint32 [W]
 
 
 class Call(NamedTuple):
@@ -58,16 +64,16 @@ class Programs:
         self.params, self.sizes, self.max_programs = params, sizes, max_programs
         self.compiled, self.compile_seconds, self.sealed = 0, 0.0, False
         choices = ("columns", "greedy", "controls", "logprobs", "top_logprobs")
-        own = ("width", "prompt_logprobs")
+        reading = ("width", "prompt_logprobs", *choices)
         self.admit_rows = jax.jit(functional.admit, donate_argnums=1, static_argnames="may_wait")
-        self.prefill = jax.jit(
-            functional.prefill,
-            donate_argnums=1,
-            static_argnames=(*own, *choices),
-        )
+        self.prefill = jax.jit(functional.prefill, donate_argnums=1, static_argnames=reading)
         self.decode = jax.jit(
             functional.decode, donate_argnums=1, static_argnames=("max_rounds", "shape", *choices)
         )
+        choices = ("columns", "shape", "greedy", "controls")
+        self.draft = jax.jit(functional.draft, donate_argnums=1, static_argnames=choices)
+        last = (*choices, "logprobs", "top_logprobs")
+        self.verify = jax.jit(functional.verify_drafts, donate_argnums=1, static_argnames=last)
         self.small = {
             function.__name__: jax.jit(function, donate_argnums=1)
             for function in (
@@ -79,7 +85,7 @@ class Programs:
                 functional.set_controls,
             )
         }
-        self._ready: set[Any] = set()
+        self.ready: set[Any] = set()
         slots = params.speculation.scratch_slots
         self.columns = pages_for(sizes.max_length + slots, sizes.page_size)
         self.tables = np.zeros((sizes.num_rows, self.columns), np.int32)
@@ -133,7 +139,7 @@ class Programs:
         arguments, options = admission(rows, ADMISSIONS, self.sizes, self.columns)
         for new, table in zip(rows, options["page_table"], strict=False):
             self.tables[new.row] = table
-        with self._counted("admit"):
+        with self.counted("admit"):
             self.state = self.admit_rows(
                 self.params, self.state, *arguments, may_wait=True, **options
             )
@@ -145,7 +151,7 @@ class Programs:
         for start in range(0, len(changed), ADMISSIONS):
             part = changed[start : start + ADMISSIONS]
             arguments = new_controls(part, ADMISSIONS, self.sizes.num_rows, self.params)
-            with self._controlled(Kind.FULL):
+            with self.controlled(Kind.FULL):
                 self._small("set_controls", *arguments)
         self._rows_with_controls -= {new.row for new in changed}
         self._rows_with_controls |= {new.row for new in changed if new.has_controls}
@@ -177,7 +183,7 @@ class Programs:
         """Let the drafter read the last tokens of rows that are done."""
         if rows:
             size = power_of_two(max(map(len, self._by_shard(rows))))
-            self._small("settle", self._listed(rows, size))
+            self._small("settle", self.listed(rows, size))
 
     def copy_pages(self, copies: Sequence[tuple[int, int, int]]) -> None:
         """Copy pages: (shard, source, destination) each."""
@@ -208,55 +214,60 @@ class Programs:
     def _small(self, name: str, *arguments: Any) -> Any:
         """Run one of the programs that run no target."""
         shapes, saved = tuple(leaf.shape for leaf in jax.tree.leaves(arguments)), None
-        with self._counted((name, shapes)):
+        with self.counted((name, shapes)):
             result = self.small[name](self.params, self.state, *arguments)
             self.state, saved = result if name == "save_row" else (result, None)
         return saved
 
     # Calls that run the model.
 
-    def read(self, reads: Sequence[tuple[int, int, int]], load: Load, *, kind: Kind) -> list[Call]:
-        """Read prompt tokens: (row, how many, most tokens of the row) each."""
+    def read(self, reads: Reads, load: Load, masks: Masks, *, kind: Kind) -> list[Call]:
+        """Read prompt tokens; ``masks`` are of rows whose first token is restricted."""
         calls = []
-        by_width: dict[int, list[tuple[int, int, int]]] = {}
+        by_width: dict[tuple[int, bool], list[Read]] = {}
         for read in reads:
             width = max(SMALLEST_CHUNK, power_of_two(read[1]))
-            by_width.setdefault(min(width, self.sizes.max_chunk), []).append(read)
-        for width, group in sorted(by_width.items()):
+            place = min(width, self.sizes.max_chunk), read[0] in masks
+            by_width.setdefault(place, []).append(read)
+        for (width, masked), group in sorted(by_width.items()):
             rows = [row for row, *_ in group]
             wanted = ReadKey(
                 power_of_two(max(map(len, self._by_shard(rows)))),
                 self.columns_for(max(tokens for *_, tokens in group)),
                 width,
                 kind,
+                masked,
             )
-            calls.append(self._read(self._read_key(wanted, load), group))
+            calls.append(self._read(self._read_key(wanted, load), group, masks))
         return calls
 
     def _read_key(self, wanted: ReadKey, load: Load) -> ReadKey:
         columns = max(wanted.columns, self.columns_for(load.tokens))
         target = wanted._replace(columns=columns, kind=max(wanted.kind, load.kind))
-        return choose_reading(self._ready, wanted, target, sealed=self.sealed)
+        return choose_reading(self.ready, wanted, target, sealed=self.sealed)
 
-    def _read(self, key: ReadKey, reads: Sequence[tuple[int, int, int]]) -> Call:
-        rows = self._listed([row for row, *_ in reads], key.rows)
+    def _read(self, key: ReadKey, reads: Reads, masks: Masks) -> Call:
+        rows = self.listed([row for row, *_ in reads], key.rows)
         tokens = {row: count for row, count, _ in reads}
         self.prepare_reading(key)
         counts = np.array([tokens.get(int(row), 0) for row in rows], np.int32)
-        return Call(rows, self._prefill(key, rows, counts))
+        return Call(rows, self._prefill(key, rows, counts, masks))
 
-    def _prefill(self, key: ReadKey, rows: np.ndarray, counts: np.ndarray) -> Emitted:
-        options = {"width": key.width, "columns": key.columns, **self._options(key.kind)}
-        with self._controlled(key.kind):
+    def _prefill(self, key: ReadKey, rows: np.ndarray, counts: np.ndarray, masks: Masks) -> Emitted:
+        options = {"width": key.width, "columns": key.columns, **self.options(key.kind)}
+        if key.masked:
+            every = self.all_tokens()
+            options["masks"] = np.stack([masks.get(int(row), every) for row in rows])
+        with self.controlled(key.kind):
             self.state, emitted = self.prefill(self.params, self.state, rows, counts, **options)
         return emitted
 
     def prepare_reading(self, key: ReadKey) -> None:
         """Compile a program, by running it on nothing, unless it is ready."""
-        if key not in self._ready:
-            rows = self._listed([], key.rows)
-            with self._counted(key):
-                self._prefill(key, rows, np.zeros(len(rows), np.int32))
+        if key not in self.ready:
+            rows = self.listed([], key.rows)
+            with self.counted(key):
+                self._prefill(key, rows, np.zeros(len(rows), np.int32), {})
 
     def run_rounds(
         self,
@@ -273,43 +284,60 @@ class Programs:
         Args:
           tokens: most tokens of any of them, at the end of its life.
         """
-        own = power_of_two(max(map(len, self._by_shard(rows))))
-        columns, shape = self.columns_for(tokens), self.params.call(shape).speculation.shape
-        key = self._rounds_key(RoundsKey(own, columns, shape, kind), load)
+        key = self.rounds_key(rows, tokens, load, shape, kind)
         self.prepare_rounds(key)
-        listed = self._listed(rows, key.rows)
+        listed = self.listed(rows, key.rows)
         return Call(listed, self._decode(key, listed, rounds))
 
-    def _rounds_key(self, wanted: RoundsKey, load: Load) -> RoundsKey:
+    def rounds_key(
+        self,
+        rows: Sequence[int],
+        tokens: int,
+        load: Load,
+        shape: TreeShape | None,
+        kind: Kind,
+        *,
+        masked: bool = False,
+    ) -> RoundsKey:
+        """The program that runs rounds of these rows; see run_rounds."""
+        own = power_of_two(max(map(len, self._by_shard(rows))))
+        columns, shape = self.columns_for(tokens), self.params.call(shape).speculation.shape
+        return self._chosen(RoundsKey(own, columns, shape, kind, masked), load)
+
+    def _chosen(self, wanted: RoundsKey, load: Load) -> RoundsKey:
         share = self.sizes.num_rows // self.shards
         rows = power_of_two(min(-(-load.rows // self.shards), share))
         target = wanted._replace(
-            rows=max(wanted.rows, rows),
+            rows=wanted.rows if wanted.masked else max(wanted.rows, rows),
             columns=max(wanted.columns, self.columns_for(load.tokens)),
             kind=max(wanted.kind, load.kind),
         )
-        return choose_rounds(self._ready, wanted, target, sealed=self.sealed)
+        return choose_rounds(self.ready, wanted, target, sealed=self.sealed)
 
     def _decode(self, key: RoundsKey, rows: np.ndarray, rounds: int) -> Emitted:
-        options = {"columns": key.columns, "shape": key.shape, **self._options(key.kind)}
+        options = {"columns": key.columns, "shape": key.shape, **self.options(key.kind)}
         most = self.sizes.max_rounds
-        with self._controlled(key.kind):
+        with self.controlled(key.kind):
             self.state, emitted = self.decode(
                 self.params, self.state, np.int32(rounds), rows, max_rounds=most, **options
             )
         return emitted
 
+    def all_tokens(self) -> np.ndarray:
+        """The mask that restricts nothing: uint32 [W]."""
+        return np.full(-(-self.params.target.config.vocab_size // 32), ALL_TOKENS)
+
     def prepare_rounds(self, key: RoundsKey) -> None:
         """Compile a program, by running it on nothing, unless it is ready."""
-        if key not in self._ready:
-            with self._counted(key):
-                self._decode(key, self._listed([], key.rows), 0)
+        if key not in self.ready:
+            with self.counted(key):
+                self._decode(key, self.listed([], key.rows), 0)
 
-    def _options(self, kind: Kind) -> dict[str, Any]:
+    def options(self, kind: Kind) -> dict[str, Any]:
         return kind.options(min(MOST_LOGPROBS, self.params.target.config.vocab_size))
 
     @contextlib.contextmanager
-    def _controlled(self, kind: Kind) -> Iterator[None]:
+    def controlled(self, kind: Kind) -> Iterator[None]:
         """Around a program of this kind. If it applies controls, the state has them meanwhile.
 
         They stay out of the state otherwise, so other programs do not depend on them, and memory
@@ -340,7 +368,7 @@ class Programs:
             lists[row // share].append(row)
         return lists
 
-    def _listed(self, rows: Sequence[int], size: int) -> np.ndarray:
+    def listed(self, rows: Sequence[int], size: int) -> np.ndarray:
         """Rows as programs take them: ``size`` of each shard, padded."""
         return np.concatenate([self._padded(own, size) for own in self._by_shard(rows)])
 
@@ -350,9 +378,9 @@ class Programs:
     # Compiling.
 
     @contextlib.contextmanager
-    def _counted(self, key: Any) -> Iterator[None]:
+    def counted(self, key: Any) -> Iterator[None]:
         """Around the run of a program: the first run compiles it, which is measured."""
-        if key in self._ready:
+        if key in self.ready:
             yield
             return
         self._make_room()
@@ -362,18 +390,14 @@ class Programs:
         jax.block_until_ready(self.state)
         self.compiled += 1
         self.compile_seconds += time.perf_counter() - started
-        self._ready.add(key)
+        self.ready.add(key)
 
     def _make_room(self) -> None:
         """Forget all programs if there are too many."""
-        if len(self._ready) < self.max_programs and not memory.maps_are_scarce():
+        if len(self.ready) < self.max_programs and not memory.maps_are_scarce():
             return
-        programs: list[Any] = [self.admit_rows, self.prefill, self.decode, *self.small.values()]
+        programs: list[Any] = [self.admit_rows, self.prefill, self.decode, self.draft, self.verify]
+        programs += self.small.values()
         for program in programs:
             program.clear_cache()
-        self._ready.clear()
-
-
-def _values(rows: Sequence[NewRow], name: str, dtype: type) -> Any:
-    """A sampling parameter of each row, as an array of numpy: no program is compiled for it."""
-    return np.array([getattr(row.sampling, name) for row in rows], dtype)
+        self.ready.clear()

@@ -104,7 +104,7 @@ def check_entry(found: Any, token: int, logprobs: np.ndarray, alternatives: int)
     np.testing.assert_allclose([logprobs[i] for i, _ in found.top], likeliest, atol=2e-5)
 
 
-@pytest.mark.parametrize("num_pages", [None, 17])  # few pages: requests are preempted
+@pytest.mark.parametrize("num_pages", [None, 14])  # few pages: requests are preempted
 def test_logprobs_are_those_of_the_raw_logits(num_pages: int | None):
     own = new_engine(num_pages=num_pages, preemption="recompute")
     common: dict[str, Any] = {"max_tokens": 25, "temperature": 0.8, "seed": 3}
@@ -114,11 +114,12 @@ def test_logprobs_are_those_of_the_raw_logits(num_pages: int | None):
         SamplingParams(**common, logprobs=4, logit_bias={5: 3.0}),
         SamplingParams(max_tokens=25, logprobs=20, prompt_logprobs=0),
     ]
+    prompts = [prompt.tolist() for prompt in random_prompts((len(PROMPT),) * 4, seed=8)]
     for _ in range(2):  # the second time there is a prefix that could be hit
-        generations = own.add_all([PROMPT] * 4, sampling)
+        generations = own.add_all(prompts, sampling)
         own.finish(generations)
         for generation, params in zip(generations, sampling, strict=True):
-            tokens = [*PROMPT, *generation.token_ids]
+            tokens = [*generation.prompt, *generation.token_ids]
             wanted = reference_logprobs(tokens)[:-1]
             entries = [*(generation.prompt_logprobs or [None] * len(PROMPT))]
             assert len(entries) == len(PROMPT) and entries[0] is None

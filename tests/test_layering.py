@@ -48,6 +48,8 @@ LAYERS = (
     "jaxspec.program_sizes",
     "jaxspec.new_rows",
     "jaxspec.programs",
+    "jaxspec.masked_programs",
+    "jaxspec.masked_rounds",
     "jaxspec.plan_runner",
     "jaxspec.logprobs",
     "jaxspec.progress",
@@ -73,7 +75,7 @@ HOST_MAY_USE = {
     STRUCTURED: {STRUCTURED},
     SCHEDULING: {SCHEDULING, STRUCTURED, "jaxspec.config"},
 }
-SCHEDULING_USERS = {SCHEDULING, *LAYERS[LAYERS.index("jaxspec.programs") :]}
+SCHEDULING_USERS = {SCHEDULING, *LAYERS[LAYERS.index("jaxspec.generation") :]}
 DEVICE_LIBRARIES = {"jax", "jaxlib", "flax", "optax", "orbax", "pallas_kernels"}
 
 # The one place where model code calls kernels by operation name; mixers and MLPs know none.

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxspec.scheduling.requests import SamplingParams, check_requests
+from jaxspec.structured import StructuredOutput
 
 
 @pytest.mark.parametrize(
@@ -115,6 +116,27 @@ def test_others_need_no_controls():
     options: dict[str, Any] = {"temperature": 1.0, "top_k": 3, "logprobs": 5, "n": 2, "stop": "x"}
     assert not SamplingParams(**options, ignore_eos=True, priority=1).needs_controls
     assert SamplingParams(temperature=1.0, n=2, best_of=5).num_samples == 5
+
+
+def test_structured_output_ends_with_the_models_stop_tokens():
+    structured = StructuredOutput(choice=("a",))
+    assert SamplingParams(structured=structured).stops((1, 2)) == (1, 2)
+    assert SamplingParams(structured=structured, stop_token_ids=(3, 1)).stops((1, 2)) == (3, 1, 2)
+    for name, value in (("ignore_eos", True), ("min_tokens", 2)):
+        options: dict[str, Any] = {name: value}
+        with pytest.raises(ValueError, match=f"{name} cannot be with structured"):
+            SamplingParams(structured=structured, **options)
+    text: Any = "[a-z]"
+    with pytest.raises(ValueError, match=r"structured must be a structured\.StructuredOutput"):
+        SamplingParams(structured=text)
+
+
+def test_samples_have_seeds_of_their_own():
+    params = SamplingParams(temperature=1.0, n=2, best_of=3)
+    samples = params.samples(7)
+    assert [one.seed for one in samples] == [7, 8, 9]
+    assert all((one.n, one.best_of, one.logprobs) == (1, None, 0) for one in samples)
+    assert SamplingParams().samples(7) == [SamplingParams()]
 
 
 def test_stop_tokens():

@@ -41,6 +41,7 @@ class Draft:
     reads: list[Read] = dataclasses.field(default_factory=list)
     decode_rows: list[int] = dataclasses.field(default_factory=list)
     rounds: int = 0
+    masked_rows: list[int] = dataclasses.field(default_factory=list)
     flights: dict[int, Flight] = dataclasses.field(default_factory=dict)
 
     def add_flight(self, sequence: Sequence, least: int, most: int) -> None:
@@ -76,5 +77,6 @@ class Draft:
             reads=tuple(self.reads),
             decode_rows=tuple(self.decode_rows),
             rounds=self.rounds,
+            masked_rows=tuple(self.masked_rows),
             sequences={row: flight.sequence for row, flight in self.flights.items()},
         )

@@ -27,6 +27,7 @@ class Limits:
       tokens_per_round: most tokens that a round commits.
       prefill_budget: most prompt tokens that a plan reads, of all rows together.
       max_rounds: most rounds of a call.
+      masked_rounds: most rounds of a call beside masked rows, which run one.
       waiting_rounds: most rounds of a call while a request waits for a row or for pages.
       max_queue: most requests that may wait; None: any number.
       watermark: share of a shard's pages that an admission leaves available for running sequences.
@@ -43,6 +44,7 @@ class Limits:
     shards: int = 1
     prefill_budget: int = 2048
     max_rounds: int = 16
+    masked_rounds: int = 8
     waiting_rounds: int = 1
     max_queue: int | None = None
     watermark: float = 0.01
@@ -53,7 +55,7 @@ class Limits:
         """Raises ValueError for values that no scheduler can work with."""
         for name in ("num_rows", "num_pages", "page_size", "max_length", "tokens_per_round"):
             check_count(name, getattr(self, name))
-        for name in ("shards", "max_rounds", "waiting_rounds"):
+        for name in ("shards", "max_rounds", "masked_rounds", "waiting_rounds"):
             check_count(name, getattr(self, name))
         if not (is_integer(self.scratch_slots) and self.scratch_slots >= 0):
             raise ValueError(
@@ -193,6 +195,7 @@ class Plan:
       release: rows that become empty.
       decode_rows: rows that decode, those included that finish reading in this plan.
       rounds: rounds of the decode call.
+      masked_rows: further rows that decode: one round, whose tokens the host restricts.
       sequences: the sequence of each row that reads or decodes.
     """
 
@@ -209,12 +212,13 @@ class Plan:
     reads: tuple[Read, ...] = ()
     decode_rows: tuple[int, ...] = ()
     rounds: int = 0
+    masked_rows: tuple[int, ...] = ()
     sequences: Mapping[int, Sequence] = dataclasses.field(default_factory=dict)
 
     @property
     def calls(self) -> bool:
         """Whether rows read or decode, so that ``update`` must be told what they emitted."""
-        return bool(self.reads or self.decode_rows)
+        return bool(self.reads or self.decode_rows or self.masked_rows)
 
     @property
     def is_empty(self) -> bool:

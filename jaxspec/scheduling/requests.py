@@ -9,6 +9,8 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
+from jaxspec.structured.spec import StructuredOutput
+
 LARGEST_NUMBER = 3e38  # just below float32's largest number
 MOST_LOGPROBS = 20  # alternatives, as in other servers
 
@@ -45,6 +47,7 @@ class SamplingParams:
       n: texts to return.
       best_of: texts to generate, of which the n of the highest cumulative log-probability are
         returned; None: n.
+      structured: what the text must look like. Stop tokens of the model then always end it.
       priority: smaller is served earlier.
       cache_salt: requests share cached pages only with those of the same salt.
     """
@@ -69,6 +72,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     n: int = 1
     best_of: int | None = None
+    structured: StructuredOutput | None = None
     priority: int = 0
     cache_salt: str | None = None
 
@@ -95,6 +99,10 @@ class SamplingParams:
                 f"{name} must be 1 at temperature 0, where all texts are equal, "
                 f"got {self.num_samples}"
             )
+        if self.structured is not None and self.ignore_eos:
+            raise ValueError("ignore_eos cannot be with structured: a stop token ends the output")
+        if self.structured is not None and self.min_tokens:
+            raise ValueError("min_tokens cannot be with structured, whose output may have to end")
         allowed = set(self.allowed_token_ids or ())
         if allowed and allowed <= set(self.bad_token_ids):
             raise ValueError("bad_token_ids has all of allowed_token_ids: allow another token")
@@ -133,7 +141,8 @@ class SamplingParams:
     def stops(self, model_stops: tuple[int, ...]) -> tuple[int, ...]:
         """The tokens that end the text; ``model_stops`` are the model's own."""
         if self.stop_token_ids is not None:
-            return self.stop_token_ids
+            further = () if self.structured is None else set(model_stops) - set(self.stop_token_ids)
+            return (*self.stop_token_ids, *sorted(further))
         return () if self.ignore_eos else model_stops
 
     def dense_bias(self, vocab_size: int) -> np.ndarray:
@@ -231,6 +240,10 @@ _RULES: Mapping[str, tuple[Callable[[Any], bool], str]] = MappingProxyType(
         ),
         "n": (_is_integer_within(1, math.inf), "an integer, at least 1"),
         "best_of": (_or_none(_is_integer_within(1, math.inf)), "an integer, at least 1, or None"),
+        "structured": (
+            _or_none(lambda value: isinstance(value, StructuredOutput)),
+            "a structured.StructuredOutput, or None",
+        ),
         "priority": (is_integer, "an integer"),
         "cache_salt": (
             _or_none(lambda value: isinstance(value, str) and value != ""),

@@ -273,6 +273,8 @@ class Scheduler:
             return
         rounds = self._rounds_for_load(bool(draft.reads))
         rounds = min(rounds, most_rounds, max(s.most_rounds for group in groups for s in group))
+        if any(s.request.masked for group in groups for s in group):
+            rounds = min(rounds, self.limits.masked_rounds)
         while rounds > 1 and any(
             sum(shard.missing(s, rounds) for s in group) > shard.pages.available
             for shard, group in zip(self.shards, groups, strict=True)
@@ -281,10 +283,12 @@ class Scheduler:
         draft.rounds = rounds
         for shard, group in zip(self.shards, groups, strict=True):
             for sequence in group:
-                has_grown = shard.grow(sequence, rounds)
+                own = 1 if sequence.request.masked else rounds
+                has_grown = shard.grow(sequence, own)
                 assert has_grown, "pages for one round were reserved, those for more were counted"
-                draft.decode_rows.append(sequence.row)
-                draft.add_flight(sequence, least=rounds, most=rounds * self.limits.tokens_per_round)
+                rows = draft.masked_rows if sequence.request.masked else draft.decode_rows
+                rows.append(sequence.row)
+                draft.add_flight(sequence, least=own, most=own * self.limits.tokens_per_round)
 
     def _rounds_for_load(self, is_reading: bool) -> int:
         """Few rounds while a row reads or a request waits, else more from call to call."""

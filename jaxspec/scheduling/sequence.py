@@ -21,6 +21,7 @@ class Request:
       group: samples of one prompt have the same group; one reads the prompt, the others share its
         pages.
       reads_all: it reads its whole prompt, even what is cached.
+      masked: the host restricts its tokens before every round.
       payload: the engine's own; the scheduler does not look at it.
     """
 
@@ -34,6 +35,7 @@ class Request:
     kv_key: Hashable = None
     group: str | None = None
     reads_all: bool = False
+    masked: bool = False
     payload: object = None
 
 

@@ -16,8 +16,8 @@ def in_place_of(current: Any, new: Any) -> Any:
     """``new`` where ``current`` lies, if their structure and shapes are the same."""
     if _shapes(new) != _shapes(current):
         raise ValueError(
-            "the weights have other shapes or static fields than those in use: make a new engine with "
-            "them instead"
+            "the weights have other shapes or static fields than those in use: make a new engine "
+            "with them instead"
         )
     return jax.device_put(new, jax.tree.map(lambda leaf: leaf.sharding, current))
 

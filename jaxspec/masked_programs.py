@@ -1,0 +1,59 @@
+"""The two programs of a round whose tokens the host restricts, as calls on an engine's state."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxspec.config.speculation import TreeShape
+from jaxspec.program_sizes import Kind, Load, RoundsKey
+from jaxspec.programs import Call, Programs
+from jaxspec.speculation.tree import DraftTree
+
+
+class Drafted(NamedTuple):
+    """Trees of rows [B], some of them padding, that wait for their masks."""
+
+    key: RoundsKey
+    rows: np.ndarray
+    tree: DraftTree
+
+
+def run_draft(
+    programs: Programs,
+    rows: Sequence[int],
+    tokens: int,
+    load: Load,
+    *,
+    shape: TreeShape | None,
+    kind: Kind,
+) -> Drafted:
+    """The first half of a round of some rows; see Programs.run_rounds."""
+    key = programs.rounds_key(rows, tokens, load, shape, kind, masked=True)
+    if key not in programs.ready:  # compile both, by running them on nothing
+        with programs.counted(key):
+            drafted = _draft(programs, key, programs.listed([], key.rows))
+            words = programs.all_tokens()
+            masks = np.broadcast_to(words, (*drafted.tree.tokens.shape, words.size))
+            run_verify(programs, drafted, masks)
+    return _draft(programs, key, programs.listed(rows, key.rows))
+
+
+def _draft(programs: Programs, key: RoundsKey, rows: np.ndarray) -> Drafted:
+    kind = {"greedy": key.kind is Kind.GREEDY, "controls": key.kind.controls}
+    with programs.controlled(key.kind):
+        programs.state, tree = programs.draft(
+            programs.params, programs.state, rows, columns=key.columns, shape=key.shape, **kind
+        )
+    return Drafted(key, rows, tree)
+
+
+def run_verify(programs: Programs, drafted: Drafted, masks: np.ndarray) -> Call:
+    """The second half, with the masks of functional.verify_drafts."""
+    key, rows, tree = drafted
+    options = {"columns": key.columns, "shape": key.shape, **programs.options(key.kind)}
+    with programs.controlled(key.kind):
+        programs.state, emitted = programs.verify(
+            programs.params, programs.state, tree, masks, rows, **options
+        )
+    return Call(rows, emitted)

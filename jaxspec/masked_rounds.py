@@ -1,0 +1,134 @@
+"""Rounds of rows whose tokens a grammar restricts: the host is in the middle of each."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from jaxspec.config.speculation import TreeShape
+from jaxspec.generation import Generation
+from jaxspec.masked_programs import Drafted, run_draft, run_verify
+from jaxspec.program_sizes import Kind, Load
+from jaxspec.programs import Call, Programs
+from jaxspec.scheduling.plan import Plan
+from jaxspec.scheduling.requests import SamplingParams
+from jaxspec.scheduling.sequence import Sequence
+from jaxspec.structured import GrammarError, Matcher, tree_masks
+
+
+class MaskedRounds:
+    """Drafts when a plan is launched, and verifies when all plans before it have been read.
+
+    In the meantime the device runs the other rows' rounds, and the host computes the masks.
+    """
+
+    def __init__(self, programs: Programs):
+        self.programs = programs
+        self._pending: _Pending | None = None
+        self._failed: list[Generation] = []
+
+    def take_failed(self) -> list[Generation]:
+        """Those that cannot go on since the last call; they have their error."""
+        failed, self._failed = self._failed, []
+        return failed
+
+    def _fail(self, sequence: Sequence, error: GrammarError) -> None:
+        generation = generation_of(sequence)
+        generation.error = str(error)
+        self._failed.append(generation)
+
+    def first_masks(self, plan: Plan) -> dict[int, np.ndarray]:
+        """Masks of the first tokens of rows that finish reading in a plan, which was just made."""
+        masks = {}
+        for read in plan.reads:
+            sequence = plan.sequences[read.row]
+            if sequence.request.masked and sequence.read == sequence.goal:
+                matcher = self._matcher(sequence, [])
+                masks[read.row] = self.programs.all_tokens()
+                try:
+                    masks[read.row] = masks[read.row] if matcher is None else matcher.mask()
+                except GrammarError as error:
+                    self._fail(sequence, error)
+        return masks
+
+    def draft(self, plan: Plan, reads: list[Call], load: Load, shape: TreeShape | None) -> None:
+        """Launch the first half of the round of a plan's masked rows; ``reads`` are its calls."""
+        sequences = [plan.sequences[row] for row in plan.masked_rows]
+        drafted = run_draft(
+            self.programs,
+            plan.masked_rows,
+            max(sequence.limit for sequence in sequences),
+            load,
+            shape=shape,
+            kind=kind_of(sequences),
+        )
+        self._pending = _Pending(plan, reads, drafted)
+
+    def verify(self) -> list[Call]:
+        """Launch the second half, if there is one."""
+        if self._pending is None:
+            return []
+        (plan, reads, drafted), self._pending = self._pending, None
+        tree = drafted.tree
+        tokens, parents, sizes = jax.device_get((tree.tokens, tree.parents, tree.num_nodes))
+        fresh = _first_tokens(jax.device_get(reads))
+        matchers: list[Matcher | None] = [None] * len(drafted.rows)
+        sequences: dict[int, Sequence] = {}
+        for place, row in enumerate(drafted.rows.tolist()):
+            if row in plan.masked_rows:
+                sequence = plan.sequences[row]
+                sequences[place] = sequence
+                matchers[place] = self._matcher(sequence, fresh.get(row, []))
+        words = self.programs.all_tokens().size
+        found = tree_masks(matchers, tokens, parents, sizes, words)
+        for place, error in found.errors.items():
+            self._fail(sequences[place], error)
+        return [run_verify(self.programs, drafted, found.masks)]
+
+    def _matcher(self, sequence: Sequence, fresh: list[int]) -> Matcher | None:
+        """The matcher after all tokens of a request, the ``fresh`` ones too; None if it has ended,
+        or its tokens do not match."""
+        generation = generation_of(sequence)
+        if generation.done or generation.grammar is None:
+            return None
+        try:
+            tokens = [*sequence.tokens[sequence.prompt_length :], *fresh]
+            return generation.grammar.follow(tokens)
+        except GrammarError as error:
+            self._fail(sequence, error)
+            return None
+
+
+class _Pending(NamedTuple):
+    """A plan whose masked rows have trees, and its calls that read prompts."""
+
+    plan: Plan
+    reads: list[Call]
+    drafted: Drafted
+
+
+def _first_tokens(reads: list[Call]) -> dict[int, list[int]]:
+    """The token that each row has sampled at the end of its prompt, by row."""
+    return {
+        row: call.emitted.tokens[0, place].tolist()
+        for call in reads
+        for place, row in enumerate(call.rows.tolist())
+        if call.emitted.counts[0, place]
+    }
+
+
+def kind_of(sequences: Iterable[Sequence], *, reads: bool = False) -> Kind:
+    """The kind of programs that serves all of them."""
+    return max(Kind.of(sampling_of(sequence), reads=reads) for sequence in sequences)
+
+
+def sampling_of(sequence: Sequence) -> SamplingParams:
+    return generation_of(sequence).sampling
+
+
+def generation_of(sequence: Sequence) -> Generation:
+    """The engine's own of a request."""
+    generation = sequence.request.payload
+    assert isinstance(generation, Generation)
+    return generation

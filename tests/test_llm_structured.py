@@ -1,0 +1,106 @@
+"""Structured output through LLM: it matches, equal to plain decoding, beside free requests."""
+
+import json
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxspec import LLM, SamplingParams
+from jaxspec.structured import GrammarError, StructuredOutput
+from tests.checkpoints import save_byte_tokenizer, tiny_llama
+
+PATTERN = "[a-f]{3}(, [0-9]{2}){2,6}"
+LIST = StructuredOutput(regex=PATTERN)
+SCHEMA = StructuredOutput(
+    json_schema={"type": "array", "items": {"enum": [1, 22, "x"]}, "maxItems": 5}, whitespace=False
+)
+CHOICE = StructuredOutput(choice=("yes", "no", "yes, but"))
+FREE = SamplingParams(max_tokens=30)
+SAMPLING = [
+    FREE,
+    SamplingParams(max_tokens=60, structured=LIST),
+    SamplingParams(max_tokens=60, temperature=0.8, seed=2, structured=LIST),
+    SamplingParams(max_tokens=60, temperature=1.0, seed=3, structured=SCHEMA),
+    SamplingParams(max_tokens=60, structured=CHOICE, logit_bias={110: 5.0}, logprobs=1),
+    SamplingParams(max_tokens=30, temperature=0.7, seed=4),
+    SamplingParams(max_tokens=9, structured=LIST, stop_token_ids=(50,)),
+]
+PROMPTS = ["abc, 12, 12", "abc, 12, 12", "fed, 00", "[1,22,", "yes or no? ", "abc", "abc, 11"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory):
+    path = tmp_path_factory.mktemp("structured")
+    tiny_llama(path, vocab_size=257, num_hidden_layers=2, eos_token_id=256)
+    save_byte_tokenizer(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def llm(model: Any) -> LLM:
+    return LLM(model, "ngram", max_length=128, max_batch=8, page_size=8)
+
+
+@pytest.fixture(scope="module")
+def expected(model: Any) -> list[tuple[str, list[int], str]]:
+    """Texts, tokens and finish reasons of plain decoding, one request after the other."""
+    plain = LLM(model, "none", max_length=128, max_batch=1, page_size=8)
+    return found(plain)
+
+
+def found(llm: LLM) -> list[tuple[str, list[int], str]]:
+    completions = llm.generate(PROMPTS, SAMPLING)
+    return [(one.text, one.token_ids, one.finish_reason) for one in completions]
+
+
+def test_structured_texts_match_and_are_those_of_plain_decoding(llm: LLM, expected: Any):
+    assert found(llm) == expected
+    texts = [text for text, _, reason in expected if reason == "stop"]
+    assert len(texts) >= 4
+    for text in (expected[1][0], expected[2][0]):
+        assert re.fullmatch(PATTERN, text)
+    assert isinstance(json.loads(expected[3][0]), list)
+    assert expected[4][0] in (CHOICE.choice or ())
+    assert [reason for *_, reason in expected[:1] + expected[5:6]] == ["length"] * 2
+
+
+@pytest.mark.slow
+def test_structured_requests_survive_preemption(model: Any, expected: Any):
+    few = LLM(model, "ngram", max_length=128, max_batch=8, page_size=8, num_pages=14)
+    assert found(few) == expected
+    assert sum(few.engine.scheduler.preemptions.values()) > 0
+
+
+class Broken:
+    """A matcher whose grammar gives up."""
+
+    def __init__(self, matcher: Any):
+        self.advance = matcher.advance
+
+    def masks(self, *arguments: Any) -> np.ndarray:
+        raise GrammarError("the grammar gave up")
+
+
+def test_an_error_of_a_grammar_ends_that_request_alone(llm: LLM, expected: Any):
+    engine = llm.engine
+    others = llm.generate(PROMPTS[:3], SAMPLING[:3])
+    generations = engine.add_all([one.prompt_token_ids for one in others], SAMPLING[:3])
+    broken = generations[1]
+    while len(broken.token_ids) < 3:
+        engine.step(1)
+    assert broken.grammar is not None
+    matcher: Any = Broken(broken.grammar.matcher)
+    broken.grammar.matcher = matcher
+    engine.finish(generations)
+    assert (broken.finish_reason, broken.error) == ("error", "the grammar gave up")
+    for index in (0, 2):
+        assert generations[index].token_ids == expected[index][1]
+        assert generations[index].error is None
+
+
+def test_a_grammar_that_does_not_compile_is_refused(llm: LLM):
+    with pytest.raises(ValueError, match=r"^regex: [^\n]*$"):
+        llm.generate(["x", "y"], [FREE, SamplingParams(structured=StructuredOutput(regex="(a"))])
+    assert llm.engine.is_idle
