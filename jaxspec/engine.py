@@ -27,6 +27,7 @@ from jaxspec.programs import Call, Programs
 from jaxspec.scheduling.plan import Limits, Plan, Preemption, PreemptionCosts
 from jaxspec.scheduling.requests import SamplingParams, check_count, check_requests
 from jaxspec.scheduling.scheduler import Scheduler
+from jaxspec.scheduling.sequence import Request
 from jaxspec.speculation.drafters import Drafter
 from jaxspec.state import Emitted
 from jaxspec.structured import Matcher, StructuredOutput
@@ -151,7 +152,6 @@ class Engine:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request is left."""
         return not self._running
 
     def check(self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]) -> None:

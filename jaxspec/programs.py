@@ -1,7 +1,6 @@
 """The compiled programs of an engine, and the device state that they work on.
 
-The one module of the serving path that calls ``jax.jit``, so that donation, static arguments and
-the number of traces can be seen in one place.
+The one module that calls ``jax.jit`` for serving: donation and traces can be seen in one place.
 """
 
 import contextlib
@@ -118,9 +117,8 @@ class Programs:
 
     def _placed[T](self, tree: T) -> T:
         """Committed to its device as the programs' results are: else each would compile twice."""
-        if self.params.mesh is not None:
-            return tree
-        return jax.device_put(tree, self.params.target.embed.sharding)
+        own = self.params.target.embed.sharding
+        return tree if self.params.mesh is not None else jax.device_put(tree, own)
 
     def reset(self) -> None:
         """Start from an empty state: a call that was interrupted may have taken the old one."""
@@ -212,7 +210,6 @@ class Programs:
         return table
 
     def _small(self, name: str, *arguments: Any) -> Any:
-        """Run one of the programs that run no target."""
         shapes, saved = tuple(leaf.shape for leaf in jax.tree.leaves(arguments)), None
         with self.counted((name, shapes)):
             result = self.small[name](self.params, self.state, *arguments)
