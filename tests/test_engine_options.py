@@ -45,7 +45,7 @@ def run(own: Engine, prompt: list[int], sampling: SamplingParams) -> Generation:
 
 
 @pytest.mark.parametrize("drafter", ["ngram", slow("eagle3")])
-@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+@pytest.mark.parametrize("preemption", ["recompute", slow("swap")])
 def test_texts_are_those_of_transformers_processors(drafter: str, preemption: str):
     own, sampling = new_engine(drafter, num_pages=18, preemption=preemption), all_options()
     prompts = [prompt.tolist() for prompt in prompts_of(len(sampling))]
@@ -104,7 +104,7 @@ def check_entry(found: Any, token: int, logprobs: np.ndarray, alternatives: int)
     np.testing.assert_allclose([logprobs[i] for i, _ in found.top], likeliest, atol=2e-5)
 
 
-@pytest.mark.parametrize("num_pages", [None, 14])  # few pages: requests are preempted
+@pytest.mark.parametrize("num_pages", [slow(None), 14])  # few pages: requests are preempted
 def test_logprobs_are_those_of_the_raw_logits(num_pages: int | None):
     own = new_engine(num_pages=num_pages, preemption="recompute")
     common: dict[str, Any] = {"max_tokens": 25, "temperature": 0.8, "seed": 3}

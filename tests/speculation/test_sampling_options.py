@@ -216,7 +216,7 @@ def random_options(rng: np.random.Generator) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("drafter", "tree", "seed"),
     [
-        ("ngram", "tree", 0),
+        slow("ngram", "tree", 0),
         *(slow("ngram", "tree", seed) for seed in range(1, 6)),
         *(slow("eagle3", "tree", seed) for seed in range(6)),
         *(slow("eagle3", "chain", seed) for seed in range(6)),
@@ -230,7 +230,7 @@ def test_random_mixtures_in_one_batch(drafter: str, tree: str, seed: int):
     assert found == reference_texts(random_target(), prompts, sampling, LENGTH)
 
 
-@pytest.mark.parametrize("drafter", ["ngram", slow("eagle3")])
+@pytest.mark.parametrize("drafter", [slow("ngram"), slow("eagle3")])
 def test_a_row_that_reads_its_own_output_again_goes_on_as_before(drafter: str):
     """After a preemption generated tokens are read like a prompt, but do not count as one."""
     sampling, prompts = all_options(), prompts_of(len(all_options()))
