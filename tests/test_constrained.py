@@ -74,6 +74,7 @@ def expected():
     return generate(make("none"))[0]
 
 
+@pytest.mark.slow
 def test_plain_rounds_are_the_restricted_argmax_of_a_dense_pass():
     target = make("none").target
     greedy = [row for row in range(4) if not MIXED.drawn[row]]
@@ -90,7 +91,9 @@ def test_plain_rounds_are_the_restricted_argmax_of_a_dense_pass():
     assert restricted > NEW, "the masks must matter"
 
 
-@pytest.mark.parametrize("name", ["ngram", slow("eagle3"), slow("draft_model"), slow("eagle1")])
+@pytest.mark.parametrize(
+    "name", [slow("ngram"), slow("eagle3"), slow("draft_model"), slow("eagle1")]
+)
 def test_speculation_does_not_change_a_restricted_text(name: str):
     found, state = generate(make(name))
     assert found == expected()

@@ -147,6 +147,7 @@ def admitted(params: EngineParams, **options) -> EngineState:
     return admit(params, state, np.arange(3), padded(PROMPTS, 16), LENS, **options)
 
 
+@pytest.mark.slow
 def test_a_row_with_controls_ends_a_call_that_applies_none():
     params = params_of()
     controls = make_controls(3, CONFIG.vocab_size, presence_penalty=np.array([0.0, 1.0, 0.0]))
@@ -168,6 +169,7 @@ def test_a_row_with_no_token_left_ends_with_an_error():
     assert state.rows.ending.tolist() == [Ending.NONE, Ending.NOT_FINITE, Ending.NONE]
 
 
+@pytest.mark.slow
 def test_rows_that_are_listed_have_their_own_controls_and_later_ones_get_new_ones():
     params, vocab = params_of(), CONFIG.vocab_size
     bias = np.full((3, vocab), -np.inf, np.float32)

@@ -5,7 +5,6 @@ with them. Its ``depth`` counts expansions below the root's children: our max_de
 """
 
 import functools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,15 +29,6 @@ DATA = Path(__file__).parent.parent / "data"
 CONFIG = tiny_config(
     vocab_size=320, hidden_size=64, intermediate_size=16, num_layers=6, max_position=512
 )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def optimised() -> Iterator[None]:
-    """Some nodes score alike but for the last bits, so their order needs the usual rounding."""
-    before = jax.config.jax_disable_most_optimizations
-    jax.config.update("jax_disable_most_optimizations", False)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 class Nodes(NamedTuple):
@@ -88,6 +78,7 @@ def append(state: EngineState, start: int, ids: np.ndarray, draft: DraftState) -
         status=jnp.array([Status.DECODING]),
         tokens=state.rows.tokens.at[0, start:end].set(ids),
         context_lens=jnp.array([end - 1]),
+        room=jnp.array([end]),
         draft=draft.rows,
     )
     return state.replace(pool=state.pool.replace(draft=draft.pool), rows=rows)

@@ -154,7 +154,7 @@ def check(params: EngineParams) -> None:
 
 
 CASES = [
-    ("ngram", "tree"),
+    slow("ngram", "tree"),
     slow("eagle3", "tree"),
     slow("eagle3", "chain"),
     slow("ngram", "chain"),
@@ -177,6 +177,7 @@ def test_texts_are_those_of_transformers_processors(drafter: str, tree: str):
     assert counts.accepted.sum() >= least * counts.rounds.sum(), "hardly a draft was accepted"
 
 
+@pytest.mark.slow
 def test_every_option_changes_the_text():
     """Else the test above would not notice that it is ignored."""
     own = all_options()
