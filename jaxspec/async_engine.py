@@ -81,6 +81,8 @@ class AsyncEngine:
         Raises ValueError for a request that could not run, QueueFull if too many wait, and
         RuntimeError if the engine is closed.
         """
+        if sampling.stop:
+            raise ValueError("stop strings need the text, and this engine gives tokens: use LLM")
         stream = _Stream(asyncio.get_running_loop())
 
         def add(engine: Engine) -> None:

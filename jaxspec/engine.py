@@ -22,7 +22,7 @@ from jaxspec.generation import FinishReason, Generation, Grammar, Running, new_g
 from jaxspec.logprobs import take_logprobs
 from jaxspec.models.decoder import Decoder
 from jaxspec.plan_runner import PlanRunner
-from jaxspec.program_sizes import Kind, Load, Sizes
+from jaxspec.program_sizes import Kind, Load, RoundsKey, Sizes
 from jaxspec.programs import Call, Programs
 from jaxspec.scheduling.plan import Limits, Plan, Preemption, PreemptionCosts
 from jaxspec.scheduling.requests import SamplingParams, check_count, check_requests
@@ -37,6 +37,14 @@ from pallas_kernels.selection import Kernels
 MOST_PROGRAMS = 64
 MOST_STOPS = 16
 LARGEST_CHUNK = 512  # prompt tokens of a row in a call
+
+
+class _Launched(NamedTuple):
+    """A plan whose calls run on the device."""
+
+    plan: Plan
+    calls: list[Call]
+    shape: TreeShape | None
 
 
 class Engine:
@@ -56,9 +64,8 @@ class Engine:
         prompt does not hold up the requests that are running.
       max_queue: most requests that may wait; None: any number.
       prefix_caching: keep the pages of earlier requests for prompts that begin alike.
-      preemption: what happens to running requests when there are too few pages: ``recompute`` them
-        later, ``swap`` their pages to host memory, or ``auto``, what is quicker. In bfloat16 only
-        swapping is exact, because recomputing takes products of other shapes.
+      preemption: with too few pages, ``recompute`` some requests later, or ``swap`` their pages to
+        host memory; ``auto`` swaps where it can. In bfloat16 only swapping is exact.
       make_matcher: of a structured output, with all stop tokens of the model; see
         structured.GrammarCompiler. None: there are no such requests.
       max_programs: most compiled programs that are kept. Beyond them, or when memory maps are
@@ -174,7 +181,6 @@ class Engine:
         *,
         timeout: float | None = None,
         group: str | None = None,
-        request_id: str | None = None,
     ) -> Generation:
         """Queue a request; without a seed it gets one of its own.
 
@@ -182,16 +188,27 @@ class Engine:
           timeout: seconds after which it ends, with what it has.
           group: requests of one group and prompt share its pages.
 
+        Stop strings are left to the caller, who has the text: see LLM.
+
         Raises ValueError for a request that could not run, and for several samples (see add_all);
         QueueFull if too many wait.
         """
         self.check([prompt], [sampling])
         if sampling.num_samples > 1:
             raise ValueError("add starts one sample: use add_all for n or best_of above 1")
+        return self._add(prompt, sampling, timeout, group)
+
+    def _add(
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        timeout: float | None = None,
+        group: str | None = None,
+    ) -> Generation:
         if sampling.seed is None:
             sampling = dataclasses.replace(sampling, seed=int(self._seeds.integers(2**32)))
         generation = new_generation(
-            next(self._ids) if request_id is None else request_id,
+            next(self._ids),
             prompt,
             sampling,
             self.params.speculation.max_depth,
@@ -228,7 +245,7 @@ class Engine:
             for prompt, params in zip(prompts, sampling, strict=True):
                 group = next(self._ids) if params.num_samples > 1 else None
                 for sample in params.samples(int(self._seeds.integers(2**32))):
-                    added.append(self.add(prompt, sample, group=group))
+                    added.append(self._add(prompt, sample, group=group))
         except BaseException:
             for generation in added:
                 self.cancel(generation)
@@ -244,24 +261,25 @@ class Engine:
     def step(self, most_rounds: int | None = None) -> None:
         """Launch the next calls, then wait for those before them and add what they emitted.
 
-        Args:
-          most_rounds: of the call, to see results sooner.
-
-        An error of a program ends all requests that are under way, and is raised.
+        Fewer rounds in the call (``most_rounds``) give results sooner. An error of a program ends
+        all requests that are under way, and is raised.
         """
         try:
-            plan = self.scheduler.plan(time.perf_counter(), most_rounds)
+            # The first tokens are read before the first program of rounds is compiled.
+            first = not any(isinstance(key, RoundsKey) for key in self.programs.ready)
+            plan = self.scheduler.plan(time.perf_counter(), most_rounds, reads_apart=first)
             for ended in plan.ended:
-                if ended.request_id in self._running:
-                    self._end(self._running[ended.request_id].generation, _reason(ended.reason))
+                if ended.request_id in self._running:  # what was cancelled has ended already
+                    self._end(self._running[ended.request_id].generation, "timeout")
             calls = self._runner.launch(plan, self._load, self.shape)
             if plan.calls:
                 self._in_flight.append(_Launched(plan, calls, self.shape))
             if calls and self.on_launch is not None:
                 self.on_launch(calls)
-            while len(self._in_flight) > plan.calls:
+            ahead = plan.calls and not (first and plan.reads)
+            while len(self._in_flight) > ahead:
                 self._read(self._in_flight.popleft())
-            calls += self._runner.verify()
+            calls += self._runner.verify()  # to the list that is in flight
             for generation in self._runner.take_failed():
                 self.cancel(generation, "error")
         except BaseException as error:
@@ -314,14 +332,12 @@ class Engine:
     def _fail(self, error: BaseException) -> None:
         """End all requests, and start anew: the interrupted call may have taken the state."""
         for running in list(self._running.values()):
-            running.generation.error = (
-                f"the engine was interrupted: {type(error).__name__}: {error}"
-            )
+            running.generation.error = f"interrupted: {type(error).__name__}: {error}"
             self._end(running.generation, "error")
         self._start()
         self.programs.reset()
 
-    def _read(self, launched: "_Launched") -> None:
+    def _read(self, launched: _Launched) -> None:
         """Wait for the calls of a plan, and hand out what they emitted."""
         plan, calls = launched.plan, jax.device_get(launched.calls)
         for call in calls:
@@ -355,8 +371,7 @@ class Engine:
     def _end(self, generation: Generation, reason: FinishReason) -> None:
         running = self._running.pop(generation.request_id)
         generation.finish_reason = reason
-        now = self._clock()
-        generation.timings = running.timings(now, self.programs.compile_seconds)
+        generation.timings = running.timings(self._clock(), self.programs.compile_seconds)
 
     def _clock(self) -> float:
         """Seconds, without those in which programs were compiled."""
@@ -369,8 +384,7 @@ class Engine:
         devices. They are not copied there: a caller must not donate them while they serve. What the
         prefix cache holds is forgotten.
 
-        Raises ValueError for weights of other shapes, and RuntimeError while requests
-        are under way.
+        Raises ValueError for other shapes, and RuntimeError while requests are under way.
         """
         self._use(self.params.replace(target=in_place_of(self.params.target, target)))
 
@@ -380,21 +394,7 @@ class Engine:
 
     def _use(self, params: EngineParams) -> None:
         if not self.is_idle:
-            raise RuntimeError(
-                "requests are under way on this engine: let them finish, or cancel them, first"
-            )
+            raise RuntimeError("requests are under way: let them finish, or cancel them, first")
         self._drain()
         self._start()
         self.programs.params = params
-
-
-class _Launched(NamedTuple):
-    """A plan whose calls run on the device."""
-
-    plan: Plan
-    calls: list[Call]
-    shape: TreeShape | None
-
-
-def _reason(text: str) -> FinishReason:
-    return "timeout" if text == "timeout" else "cancelled"

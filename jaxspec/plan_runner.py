@@ -41,9 +41,11 @@ class PlanRunner:
         programs.copy_pages([(copy.shard, copy.source, copy.destination) for copy in plan.copies])
         for admission in plan.admissions:
             generation_of(admission.sequence).forget_prompt()
-        programs.admit([self._new_row(admission) for admission in plan.admissions])
-        programs.set_controls([self._new_row(step) for step in (*plan.swap_in, *plan.admissions)])
-        self._idle_rows -= {step.row for step in (*plan.swap_in, *plan.admissions)}
+        admitted = [self._new_row(admission) for admission in plan.admissions]
+        programs.admit(admitted)
+        restored = [self._new_row(back) for back in plan.swap_in]
+        programs.set_controls([*restored, *admitted])
+        self._idle_rows -= {new.row for new in (*restored, *admitted)}
         programs.assign_pages((table.row, table.table) for table in plan.tables)
         reads = self._reads(plan, load)
         if plan.masked_rows:

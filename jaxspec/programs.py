@@ -36,7 +36,6 @@ SMALLEST_TABLE = 256  # tokens
 SMALLEST_CHUNK = 16  # prompt tokens of a row in a call
 ADMISSIONS = 4  # rows that one call of the program admits
 
-
 Read = tuple[int, int, int]  # a row, how many tokens, most tokens of the row
 Reads = Sequence[Read]
 Masks = Mapping[int, np.ndarray]  # by row: uint32 [W]
@@ -117,12 +116,13 @@ class Programs:
 
     def _placed[T](self, tree: T) -> T:
         """Committed to its device as the programs' results are: else each would compile twice."""
-        own = self.params.target.embed.sharding
-        return tree if self.params.mesh is not None else jax.device_put(tree, own)
+        return tree if self.params.mesh else jax.device_put(tree, self.params.target.embed.sharding)
 
     def reset(self) -> None:
         """Start from an empty state: a call that was interrupted may have taken the old one."""
         self.tables[:] = 0
+        for array in jax.tree.leaves((self.state, self._controls)):
+            array.delete()  # there is no room for two pools
         self.state, self._controls = self._new_state(), None
         self._rows_with_controls.clear()
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import gc
 import random
@@ -178,6 +179,8 @@ def test_bad_requests_and_a_full_queue_are_raised_to_the_caller():
         async with AsyncEngine(engine(), most_rounds=1) as serving:
             with pytest.raises(ValueError, match="prompt"):
                 await text(serving, [], GREEDY)
+            with pytest.raises(ValueError, match="stop strings need the text"):
+                await text(serving, PROMPTS[0], dataclasses.replace(GREEDY, stop=("x",)))
             running = [serving.generate(PROMPTS[0], LONG) for _ in range(4)]
             for stream in running:
                 await anext(stream)

@@ -183,6 +183,16 @@ def test_a_state_that_an_interrupted_call_took_is_made_anew(monkeypatch: pytest.
     assert texts(own, start(own)) == expected()
 
 
+def test_the_first_tokens_come_before_the_rounds_are_compiled():
+    own = new_engine(rounds_per_call=3)
+    before, generations = traces(own.programs.decode), start(own)
+    while not all(generation.token_ids for generation in generations):
+        own.step()
+    assert traces(own.programs.decode) == before
+    assert texts(own, generations) == expected()
+    assert traces(own.programs.decode) == before + 1
+
+
 def test_the_shape_may_change_between_calls():
     own, generations = new_engine(), []
     generations = start(own)

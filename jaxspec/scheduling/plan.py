@@ -101,7 +101,7 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True)
 class PreemptionCosts:
-    """Measured by the engine.
+    """What "auto" weighs. With the defaults it always swaps: the engine measures no costs yet.
 
     Attributes:
       recompute_token: seconds to read one token again.

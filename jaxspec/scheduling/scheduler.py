@@ -104,11 +104,14 @@ class Scheduler:
             self._end(sequence)
             self._ended.append(Ended(request_id, reason))
 
-    def plan(self, now: float, most_rounds: int | None = None) -> Plan:
+    def plan(
+        self, now: float, most_rounds: int | None = None, *, reads_apart: bool = False
+    ) -> Plan:
         """What the device does next; a plan that is_empty if it can only wait.
 
         Args:
           most_rounds: of the plan's call, if fewer than the limits allow.
+          reads_apart: no row decodes in a plan that reads.
         """
         while self._deadlines and self._deadlines[0][0] <= now:
             _, _, sequence = heapq.heappop(self._deadlines)
@@ -119,7 +122,8 @@ class Scheduler:
         if self._keep_decoding(draft):  # nobody comes in while others must go
             self._admit(draft)
         self._read(draft)
-        self._decode(draft, most_rounds or self.limits.max_rounds)
+        if not (reads_apart and draft.reads):
+            self._decode(draft, most_rounds or self.limits.max_rounds)
         return self._launch(draft)
 
     def update(self, plan: Plan, results: Iterable[RowResult]) -> list[Delivery]:
