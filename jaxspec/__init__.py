@@ -8,6 +8,7 @@ if TYPE_CHECKING:  # what a type checker sees; at run time a name loads its modu
     from jaxspec.async_engine import AsyncEngine
     from jaxspec.completion import Completion, TextChunk
     from jaxspec.config.cache import CacheConfig
+    from jaxspec.config.engine import EngineConfig
     from jaxspec.config.speculation import PLAIN, SpeculationConfig, TreeShape
     from jaxspec.engine import Engine
     from jaxspec.functional import EngineParams, admit, decode, init_state, prefill, release
@@ -26,6 +27,7 @@ __getattr__, __dir__ = lazy_names(
         "jaxspec.async_engine": ("AsyncEngine",),
         "jaxspec.completion": ("Completion", "TextChunk"),
         "jaxspec.config.cache": ("CacheConfig",),
+        "jaxspec.config.engine": ("EngineConfig",),
         "jaxspec.config.speculation": ("PLAIN", "SpeculationConfig", "TreeShape"),
         "jaxspec.engine": ("Engine",),
         "jaxspec.functional": (
@@ -52,6 +54,7 @@ __all__ = [
     "Completion",
     "Ending",
     "Engine",
+    "EngineConfig",
     "EngineParams",
     "Generation",
     "SamplingParams",

@@ -14,18 +14,19 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxspec import memory
 from jaxspec.config.cache import CacheConfig
+from jaxspec.config.engine import EngineConfig
 from jaxspec.config.speculation import TreeShape
+from jaxspec.engine_limits import MOST_STOPS, engine_sizes, scheduler_limits
 from jaxspec.functional import EngineParams
 from jaxspec.generation import FinishReason, Generation, Grammar, Running, new_generation, outcome
 from jaxspec.logprobs import take_logprobs
 from jaxspec.models.decoder import Decoder
 from jaxspec.plan_runner import PlanRunner
-from jaxspec.program_sizes import Kind, Load, RoundsKey, Sizes
+from jaxspec.program_sizes import Kind, Load, RoundsKey
 from jaxspec.programs import Call, Programs
-from jaxspec.scheduling.plan import Limits, Plan, Preemption, PreemptionCosts
-from jaxspec.scheduling.requests import SamplingParams, check_count, check_requests
+from jaxspec.scheduling.plan import Plan, PreemptionCosts
+from jaxspec.scheduling.requests import SamplingParams, check_requests
 from jaxspec.scheduling.scheduler import Scheduler
 from jaxspec.scheduling.sequence import Request
 from jaxspec.speculation.drafters import Drafter
@@ -33,10 +34,6 @@ from jaxspec.state import Emitted
 from jaxspec.structured import Matcher, StructuredOutput
 from jaxspec.weights.in_place import committed, in_place_of
 from pallas_kernels.selection import Kernels
-
-MOST_PROGRAMS = 64
-MOST_STOPS = 16
-LARGEST_CHUNK = 512  # prompt tokens of a row in a call
 
 
 class _Launched(NamedTuple):
@@ -58,18 +55,9 @@ class Engine:
     Args:
       params: as made by load.
       cache: geometry of the paged cache; ``max_length`` bounds every request.
-      max_rows: most requests that run together.
-      rounds_per_call: most rounds between two looks at the results.
-      prefill_budget: most prompt tokens that are read between two calls of rounds, so that a long
-        prompt does not hold up the requests that are running.
-      max_queue: most requests that may wait; None: any number.
-      prefix_caching: keep the pages of earlier requests for prompts that begin alike.
-      preemption: with too few pages, ``recompute`` some requests later, or ``swap`` their pages to
-        host memory; ``auto`` swaps where it can. In bfloat16 only swapping is exact.
+      config: how many requests run together, and how.
       make_matcher: of a structured output, with all stop tokens of the model; see
         structured.GrammarCompiler. None: there are no such requests.
-      max_programs: most compiled programs that are kept. Beyond them, or when memory maps are
-        scarce (see memory.py), all are forgotten, and compiled again as they are needed.
 
     Attributes:
       shape: of the draft trees; None: the largest. In float32 the text does not depend on it. It
@@ -83,57 +71,18 @@ class Engine:
         self,
         params: EngineParams,
         cache: CacheConfig | None = None,
+        config: EngineConfig | None = None,
         *,
-        max_rows: int = 16,
-        rounds_per_call: int = 32,
-        prefill_budget: int = 2048,
-        max_queue: int | None = None,
-        prefix_caching: bool = True,
-        preemption: Preemption = "auto",
-        shape: TreeShape | None = None,
-        max_programs: int = MOST_PROGRAMS,
         make_matcher: Callable[[StructuredOutput], Matcher] | None = None,
     ):
-        check_count("max_rows", max_rows)
-        check_count("rounds_per_call", rounds_per_call)
-        check_count("prefill_budget", prefill_budget)
-        check_count("max_programs", max_programs)
         # Committed to their devices, as swapped weights are: else the first swap would recompile.
         params = jax.tree.map(committed, params)
         self.cache = CacheConfig() if cache is None else cache
-        self.shape = shape
-        shards = params.data_parallel
-        num_rows = -(-max_rows // shards) * shards
-        num_pages = memory.num_pages(params, self.cache, num_rows)
-        sizes = Sizes(
-            num_rows=num_rows,
-            max_length=self.cache.max_length,
-            page_size=self.cache.page_size,
-            num_pages=num_pages,
-            max_stops=MOST_STOPS,
-            max_chunk=LARGEST_CHUNK,
-            max_rounds=rounds_per_call,
-        )
-        if preemption == "swap" and shards > 1:
-            raise ValueError(
-                "preemption must be recompute or auto where rows are split over devices: such rows "
-                "cannot be swapped"
-            )
-        self.limits = Limits(
-            num_rows=num_rows,
-            num_pages=num_pages // shards - 1,
-            page_size=sizes.page_size,
-            max_length=sizes.max_length,
-            scratch_slots=params.speculation.scratch_slots,
-            tokens_per_round=params.speculation.max_depth + 1,
-            shards=shards,
-            prefill_budget=max(prefill_budget, num_rows),
-            max_rounds=rounds_per_call,
-            max_queue=max_queue,
-            prefix_caching=prefix_caching,
-            preemption=preemption if shards == 1 else "recompute",
-        )
-        self.programs = Programs(params, sizes, max_programs)
+        self.config = EngineConfig() if config is None else config
+        self.shape: TreeShape | None = None
+        sizes = engine_sizes(params, self.cache, self.config)
+        self.limits = scheduler_limits(params, sizes, self.config)
+        self.programs = Programs(params, sizes, self.config.max_programs)
         self.on_launch: Callable[[list[Call]], None] | None = None
         self._start()
         self._make_matcher = make_matcher

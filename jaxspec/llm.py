@@ -14,6 +14,8 @@ from jaxspec import tokenizer as tokenizing  # chats load transformers when they
 from jaxspec.built_in import BUILT_IN_MODEL
 from jaxspec.completion import Completion, GrowingText, TextChunk, best
 from jaxspec.config.cache import CacheConfig
+from jaxspec.config.checks import check_count
+from jaxspec.config.engine import EngineConfig
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.detokenizer import Detokenizer
 from jaxspec.engine import Engine
@@ -23,7 +25,7 @@ from jaxspec.loading import load
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.hf_config import load_model_config
 from jaxspec.progress import progress_bar
-from jaxspec.scheduling.requests import SamplingParams, check_count, check_requests
+from jaxspec.scheduling.requests import SamplingParams, check_requests
 from jaxspec.speculation.drafters import Drafter
 from jaxspec.structured import GrammarCompiler
 from jaxspec.tokenizer.text import Conversation, Prompt, TextTokenizer, tokenize
@@ -48,8 +50,7 @@ class LLM:
       page_size, num_pages: see config.CacheConfig.
       max_length: most tokens of a request, prompt included; by default what the model allows, at
         most 2048.
-      max_batch: most requests that run together; further requests wait until one of them ends.
-      rounds_per_call: most rounds of one call, after which the results are read.
+      engine: how many requests run together, and how; see config.EngineConfig.
       tokenizer: the model's, if it has been read already.
 
     Raises ValueError for files that cannot be loaded, and options that cannot be combined.
@@ -68,12 +69,9 @@ class LLM:
         page_size: int = 16,
         max_length: int | None = None,
         num_pages: int | None = None,
-        max_batch: int = 16,
-        rounds_per_call: int = 32,
+        engine: EngineConfig | None = None,
         tokenizer: TextTokenizer | None = None,
     ):
-        check_count("max_batch", max_batch)
-        check_count("rounds_per_call", rounds_per_call)
         params = load(
             model,
             drafter,
@@ -89,11 +87,9 @@ class LLM:
         self.engine = Engine(
             params,
             cache,
-            max_rows=max_batch,
-            rounds_per_call=rounds_per_call,
+            engine,
             make_matcher=lambda spec: self._grammars.matcher(spec),
         )
-        self.max_batch = max_batch
 
     @functools.cached_property
     def _grammars(self) -> GrammarCompiler:

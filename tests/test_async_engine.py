@@ -17,6 +17,7 @@ import pytest
 
 from jaxspec.async_engine import AsyncEngine
 from jaxspec.config.cache import CacheConfig
+from jaxspec.config.engine import EngineConfig
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.engine import Engine
 from jaxspec.scheduling.plan import QueueFull
@@ -35,7 +36,8 @@ def new_engine(max_rows: int, max_queue: int | None = None) -> Engine:
     """A small engine whose programs are compiled."""
     params = make_params("ngram", SpeculationConfig.chain(2))
     cache = CacheConfig(page_size=8, max_length=128)
-    own = Engine(params, cache, max_rows=max_rows, rounds_per_call=4, max_queue=max_queue)
+    config = EngineConfig(max_rows=max_rows, rounds_per_call=4, max_queue=max_queue)
+    own = Engine(params, cache, config)
     own.prepare(max_rows, 60, SamplingParams(temperature=1.0, max_tokens=60))
     own.programs.sealed = True
     return own

@@ -10,6 +10,7 @@ from jaxspec.benchmarking.shapes import SHAPES
 from jaxspec.benchmarking.workloads import Arrival
 from jaxspec.commands import bench_serving
 from jaxspec.config.cache import CacheConfig
+from jaxspec.config.engine import EngineConfig
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.engine import Engine
 from jaxspec.load_test import DeviceWatch, LoadTest, percentiles
@@ -21,7 +22,7 @@ FIGURES = {"first_token", "between_tokens", "between_deliveries"}
 
 def test_a_workload_is_served_and_measured():
     params = make_params("ngram", SpeculationConfig.chain(2))
-    engine = Engine(params, CacheConfig(page_size=8, max_length=64), max_rows=2)
+    engine = Engine(params, CacheConfig(page_size=8, max_length=64), EngineConfig(max_rows=2))
     times, shared = workloads.arrival_times(7, 20.0, seed=0), (1,) * 24
     arrivals = [Arrival(time, (*shared, 7 * i), 4 + i) for i, time in enumerate(times)]
     test = LoadTest(engine, arrivals)

@@ -7,6 +7,7 @@ import pytest
 
 from jaxspec import memory
 from jaxspec.config.cache import CacheConfig
+from jaxspec.config.engine import EngineConfig
 from jaxspec.config.speculation import PLAIN, SpeculationConfig
 from jaxspec.engine import Engine
 from jaxspec.functional import EngineParams, init_pool
@@ -81,7 +82,7 @@ def test_without_a_number_there_are_pages_for_all_rows_or_as_many_as_fit(
 
 def test_a_page_size_of_a_million_is_an_error_before_anything_is_allocated():
     with pytest.raises(ValueError, match=r"pages of 1000000000000 tokens need .* GB beside"):
-        Engine(make_params("ngram", CHAIN), CacheConfig(10**12, 64), max_rows=4)
+        Engine(make_params("ngram", CHAIN), CacheConfig(10**12, 64), EngineConfig(max_rows=4))
     assert (memory.free_bytes(jax.devices()[0]) or 0) > 1 << 20
 
 
@@ -92,7 +93,9 @@ def test_programs_are_forgotten_when_they_are_many_or_memory_maps_scarce(
     monkeypatch: pytest.MonkeyPatch,
 ):
     sampling = SamplingParams(max_tokens=4)
-    own = Engine(make_params("none", CHAIN), CacheConfig(8, 64), max_rows=1, max_programs=4)
+    own = Engine(
+        make_params("none", CHAIN), CacheConfig(8, 64), EngineConfig(max_rows=1, max_programs=4)
+    )
     programs: list[Any] = [own.programs.admit_rows, own.programs.prefill, own.programs.decode]
     for program in programs:
         program.clear_cache()  # the engines of a process share them

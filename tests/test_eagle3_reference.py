@@ -11,6 +11,7 @@ from jax import Array
 from safetensors.numpy import load_file
 
 from jaxspec import LLM, SamplingParams, SpeculationConfig
+from jaxspec.config.engine import EngineConfig
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.forward import Heads
 from jaxspec.models.heads import DraftHead
@@ -167,7 +168,7 @@ def test_text_is_that_of_plain_decoding(flags: str, tmp_path: Path):
     texts = []
     for drafter in ("none", head):
         llm = LLM(
-            model, drafter, dtype="float32", max_length=64, max_batch=2,
+            model, drafter, dtype="float32", max_length=64, engine=EngineConfig(max_rows=2),
             speculation=SpeculationConfig(num_nodes=9, max_depth=3, top_k=3),
         )  # fmt: skip
         texts.append([c.token_ids for c in llm.generate(["def f(x):", "import os"], sampling)])

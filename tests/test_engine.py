@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from jaxspec import functional
-from jaxspec.config.cache import CacheConfig
 from jaxspec.config.speculation import PLAIN, SpeculationConfig, TreeShape
 from jaxspec.engine import Engine
 from jaxspec.generation import Generation
@@ -22,26 +21,19 @@ from jaxspec.sampling import make_sampling
 from jaxspec.scheduling.plan import QueueFull
 from jaxspec.scheduling.requests import SamplingParams
 from jaxspec.speculation.drafters import DraftModelDrafter
+from tests.engines import new_engine, plain_engine
 from tests.marks import slow
 from tests.programs import new_jit, traces
 from tests.random_models import (
     DRAFTERS,
-    make_params,
     noisy,
     random_prompts,
     random_target,
     tiny_config,
 )
 
-CHAIN = SpeculationConfig.chain(2)
 PROMPTS = [prompt.tolist() for prompt in random_prompts((5, 9, 2), seed=6)]
 GREEDY = SamplingParams(max_tokens=20)
-
-
-def new_engine(drafter: str = "ngram", num_pages: int | None = None, **options: Any) -> Engine:
-    cache = CacheConfig(page_size=8, max_length=64, num_pages=num_pages)
-    options = {"rounds_per_call": 4, "max_rows": 4} | options
-    return Engine(make_params(drafter, CHAIN), cache, **options)
 
 
 @functools.cache
@@ -50,15 +42,10 @@ def engine() -> Engine:
 
 
 @functools.cache
-def plain() -> Engine:
-    return new_engine("none", max_rows=1, prefix_caching=False)
-
-
-@functools.cache
 def alone(prompt: tuple[int, ...], sampling: SamplingParams) -> list[int]:
     """A request's text without speculation, on an engine of one row."""
-    generation = plain().add(prompt, sampling)
-    plain().finish([generation])
+    generation = plain_engine().add(prompt, sampling)
+    plain_engine().finish([generation])
     return generation.token_ids
 
 

@@ -7,35 +7,22 @@ import jax
 import numpy as np
 import pytest
 
-from jaxspec.config.cache import CacheConfig
-from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.engine import Engine
 from jaxspec.generation import Generation
 from jaxspec.scheduling.requests import SamplingParams
+from tests.engines import new_engine, plain_engine
 from tests.marks import slow
 from tests.programs import traces
-from tests.random_models import make_params, random_prompts, random_target
+from tests.random_models import random_prompts, random_target
 from tests.sampling_reference import plain_logits
 from tests.speculation.test_sampling_options import LENGTH, all_options, expected, prompts_of
 
-CHAIN = SpeculationConfig.chain(2)
 PROMPT = random_prompts((19,), seed=2)[0].tolist()
-
-
-def new_engine(drafter: str = "ngram", num_pages: int | None = None, **options: Any) -> Engine:
-    cache = CacheConfig(page_size=8, max_length=LENGTH, num_pages=num_pages)
-    options = {"rounds_per_call": 4, "max_rows": 4} | options
-    return Engine(make_params(drafter, CHAIN), cache, **options)
 
 
 @functools.cache
 def engine() -> Engine:
-    return new_engine()
-
-
-@functools.cache
-def plain() -> Engine:
-    return new_engine("none", max_rows=1, prefix_caching=False)
+    return new_engine(max_length=LENGTH)
 
 
 def run(own: Engine, prompt: list[int], sampling: SamplingParams) -> Generation:
@@ -47,7 +34,10 @@ def run(own: Engine, prompt: list[int], sampling: SamplingParams) -> Generation:
 @pytest.mark.parametrize("drafter", ["ngram", slow("eagle3")])
 @pytest.mark.parametrize("preemption", ["recompute", slow("swap")])
 def test_texts_are_those_of_transformers_processors(drafter: str, preemption: str):
-    own, sampling = new_engine(drafter, num_pages=18, preemption=preemption), all_options()
+    own, sampling = (
+        new_engine(drafter, max_length=LENGTH, num_pages=18, preemption=preemption),
+        all_options(),
+    )
     prompts = [prompt.tolist() for prompt in prompts_of(len(sampling))]
     generations = own.add_all(prompts, sampling)
     own.finish(generations)
@@ -58,7 +48,7 @@ def test_texts_are_those_of_transformers_processors(drafter: str, preemption: st
 
 
 def test_requests_without_controls_keep_their_programs():
-    own, ordinary = new_engine(), SamplingParams(max_tokens=12)
+    own, ordinary = new_engine(max_length=LENGTH), SamplingParams(max_tokens=12)
     text = run(own, PROMPT, ordinary).token_ids
     before = traces(own.programs.decode), traces(own.programs.prefill)
     for bias in ({3: 2.0}, {4: -1.0}):
@@ -76,7 +66,7 @@ def test_requests_without_controls_keep_their_programs():
 
 
 def test_priority_and_salt_reach_the_scheduler():
-    own = new_engine(max_rows=1)
+    own = new_engine(max_length=LENGTH, max_rows=1)
     later, first = own.add_all(
         [PROMPT] * 2,
         [SamplingParams(max_tokens=5, priority=p, cache_salt=f"salt {p}") for p in (1, 0)],
@@ -106,7 +96,7 @@ def check_entry(found: Any, token: int, logprobs: np.ndarray, alternatives: int)
 
 @pytest.mark.parametrize("num_pages", [slow(None), 14])  # few pages: requests are preempted
 def test_logprobs_are_those_of_the_raw_logits(num_pages: int | None):
-    own = new_engine(num_pages=num_pages, preemption="recompute")
+    own = new_engine(max_length=LENGTH, num_pages=num_pages, preemption="recompute")
     common: dict[str, Any] = {"max_tokens": 25, "temperature": 0.8, "seed": 3}
     sampling = [
         SamplingParams(**common),
@@ -138,13 +128,15 @@ def test_logprobs_are_those_of_the_raw_logits(num_pages: int | None):
 
 
 def test_samples_share_their_prompt_and_have_the_seeds_after_the_first():
-    own = new_engine(max_rows=4)
+    own = new_engine(max_length=LENGTH, max_rows=4)
     sampling = SamplingParams(temperature=1.0, seed=2**32 - 1, max_tokens=9, n=2, best_of=3)
     generations = own.add_all([PROMPT, PROMPT[:5]], [sampling, SamplingParams(max_tokens=9)])
     own.finish(generations)
     assert len(generations) == 4
     for seed, generation in zip((2**32 - 1, 0, 1), generations, strict=False):
-        alone = run(plain(), PROMPT, SamplingParams(temperature=1.0, seed=seed, max_tokens=9))
+        alone = run(
+            plain_engine(LENGTH), PROMPT, SamplingParams(temperature=1.0, seed=seed, max_tokens=9)
+        )
         assert generation.token_ids == alone.token_ids and generation.sampling.seed == seed
     assert len({tuple(generation.token_ids) for generation in generations}) == 4
     queries, hits = own.scheduler.cache_statistics()

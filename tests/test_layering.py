@@ -53,6 +53,7 @@ LAYERS = (
     "jaxspec.plan_runner",
     "jaxspec.logprobs",
     "jaxspec.progress",
+    "jaxspec.engine_limits",
     "jaxspec.engine",
     "jaxspec.async_engine",
     "jaxspec.load_test",

@@ -10,6 +10,7 @@ import pytest
 
 from jaxspec import LLM, Completion, SamplingParams, SpeculationConfig, TextChunk, check_prompts
 from jaxspec.comparison import compare
+from jaxspec.config.engine import EngineConfig
 from jaxspec.scheduling.requests import with_own_seeds
 from tests.checkpoints import tiny_byte_llama, tiny_llama
 from tests.marks import slow
@@ -23,7 +24,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def llm(model) -> LLM:
-    return LLM(model, "ngram", max_length=128, max_batch=2)
+    return LLM(model, "ngram", max_length=128, engine=EngineConfig(max_rows=2))
 
 
 GREEDY = SamplingParams(max_tokens=40)
@@ -82,7 +83,7 @@ def streamed(events: Iterable[TextChunk | Completion], count: int) -> tuple[list
 def test_a_stream_of_several_batches_does_not_mix_requests(llm):
     prompts = ["def f(x):", "hello", "class A:", "a", "import"]
     expected = [c.text for c in llm.generate(prompts, GREEDY)]
-    assert len(set(expected)) == 5 and llm.max_batch == 2
+    assert len(set(expected)) == 5 and llm.engine.config.max_rows == 2
     texts, completions = streamed(llm.stream(prompts, GREEDY), 5)
     assert texts == expected == completions
 
@@ -101,7 +102,7 @@ def word_llm(request, tmp_path_factory) -> LLM:
     tokenizer = tokenizers[request.param]
     path = tiny_llama(tmp_path_factory.mktemp("words"), vocab_size=tokenizer.get_vocab_size())
     save(tokenizer, path, eos_token="</s>")
-    return LLM(path, "none", max_length=128, max_batch=8)
+    return LLM(path, "none", max_length=128, engine=EngineConfig(max_rows=8))
 
 
 def test_a_text_follows_its_prompt_space_included(word_llm):
@@ -223,7 +224,7 @@ def test_ten_calls_of_one_bucket_trace_once(model):
 
 @pytest.mark.slow
 def test_warmed_up_requests_trace_nothing(model):
-    llm = LLM(model, "ngram", max_length=512, max_batch=4)
+    llm = LLM(model, "ngram", max_length=512, engine=EngineConfig(max_rows=4))
     short = SamplingParams(max_tokens=8)
     warm = dataclasses.replace(short, temperature=1.0)
     calls = []
@@ -364,10 +365,9 @@ def test_bad_sampling_values_are_clear_errors(field, value):
         dataclasses.replace(GREEDY, **{field: value})
 
 
-@pytest.mark.parametrize("field", ["max_batch", "rounds_per_call", "max_length"])
-def test_sizes_that_are_no_numbers_are_clear_errors(model, field):
-    with pytest.raises(ValueError, match=f"{field} must be an integer, at least 1, got 1.5"):
-        LLM(model, "none", **cast(Any, {field: 1.5}))
+def test_sizes_that_are_no_numbers_are_clear_errors(model):
+    with pytest.raises(ValueError, match=r"max_length must be an integer, at least 1, got 1\.5"):
+        LLM(model, "none", max_length=cast(Any, 1.5))
 
 
 def test_rounds_per_call_must_be_an_integer(llm):
@@ -391,7 +391,7 @@ def test_a_request_beyond_the_page_budget_is_an_error(model):
 @pytest.mark.slow
 def test_requests_beyond_the_page_budget_wait(llm, model):
     prompts = ["x", "def f(x):", "hello"]
-    few = LLM(model, "ngram", max_length=128, max_batch=4, num_pages=8)
+    few = LLM(model, "ngram", max_length=128, engine=EngineConfig(max_rows=4), num_pages=8)
     found = few.generate(prompts, GREEDY)
     expected = llm.generate(prompts, GREEDY)
     assert [c.token_ids for c in found] == [c.token_ids for c in expected]

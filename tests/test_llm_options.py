@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from jaxspec import LLM, Completion, SamplingParams, TextChunk
+from jaxspec.config.engine import EngineConfig
 from tests.checkpoints import tiny_byte_llama
 
 PROMPTS = ["def f(x):", "hello", "class A:"]
@@ -20,12 +21,12 @@ def model(tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.fixture(scope="module")
 def llm(model: Any) -> LLM:
-    return LLM(model, "ngram", max_length=128, max_batch=4, page_size=8)
+    return LLM(model, "ngram", max_length=128, engine=EngineConfig(max_rows=4), page_size=8)
 
 
 @pytest.fixture(scope="module")
 def plain(model: Any) -> LLM:
-    return LLM(model, "none", max_length=128, max_batch=1, page_size=8)
+    return LLM(model, "none", max_length=128, engine=EngineConfig(max_rows=1), page_size=8)
 
 
 def stream(llm: LLM, prompts: list[str], sampling: Any) -> tuple[list[TextChunk], list[Completion]]:

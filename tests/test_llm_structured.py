@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxspec import LLM, SamplingParams
+from jaxspec.config.engine import EngineConfig
 from jaxspec.structured import GrammarError, StructuredOutput
 from tests.checkpoints import save_byte_tokenizer, tiny_llama
 
@@ -40,13 +41,13 @@ def model(tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.fixture(scope="module")
 def llm(model: Any) -> LLM:
-    return LLM(model, "ngram", max_length=128, max_batch=8, page_size=8)
+    return LLM(model, "ngram", max_length=128, engine=EngineConfig(max_rows=8), page_size=8)
 
 
 @pytest.fixture(scope="module")
 def expected(model: Any) -> list[tuple[str, list[int], str]]:
     """Texts, tokens and finish reasons of plain decoding, one request after the other."""
-    plain = LLM(model, "none", max_length=128, max_batch=1, page_size=8)
+    plain = LLM(model, "none", max_length=128, engine=EngineConfig(max_rows=1), page_size=8)
     return found(plain)
 
 
@@ -68,7 +69,9 @@ def test_structured_texts_match_and_are_those_of_plain_decoding(llm: LLM, expect
 
 @pytest.mark.slow
 def test_structured_requests_survive_preemption(model: Any, expected: Any):
-    few = LLM(model, "ngram", max_length=128, max_batch=8, page_size=8, num_pages=14)
+    few = LLM(
+        model, "ngram", max_length=128, engine=EngineConfig(max_rows=8), page_size=8, num_pages=14
+    )
     assert found(few) == expected
     assert sum(few.engine.scheduler.preemptions.values()) > 0
 

@@ -24,6 +24,7 @@ from rich.progress import track
 from jaxspec import BUILT_IN_HEAD, LLM, SamplingParams, SpeculationConfig
 from jaxspec.commands.data_options import add_suffixes_option
 from jaxspec.commands.shell import add_model_option, command_parser, progress_console, run_command
+from jaxspec.config.engine import EngineConfig
 from jaxspec.evaluation import Acceptance, measure_acceptance, summarize
 from jaxspec.training.draft_data import Examples, read_examples
 from jaxspec.training.draft_loss import LossConfig
@@ -72,7 +73,7 @@ def adapt(args: argparse.Namespace, progress: Console) -> tuple[dict[str, Any], 
         speculation=SpeculationConfig.parse(args.mode),
         dtype=args.dtype,
         max_length=length,
-        max_batch=args.batch,
+        engine=EngineConfig(max_rows=args.batch),
     )
     head = getattr(llm.params.drafter, "head", None)
     config = DraftTrainConfig(

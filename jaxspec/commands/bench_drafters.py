@@ -26,6 +26,7 @@ from jaxspec.commands.shell import (
     show_results,
 )
 from jaxspec.comparison import race
+from jaxspec.config.engine import EngineConfig
 from jaxspec.loading import choose_drafter
 from jaxspec.tokenizer import load_tokenizer
 from jaxspec.training.draft_data import held_out_prompts
@@ -74,7 +75,7 @@ def make_llm(args: argparse.Namespace, drafter: str, mode: str) -> LLM:
         speculation=speculation,
         dtype=args.dtype,
         max_length=args.prompt_tokens + args.max_tokens,
-        max_batch=max(args.batch),
+        engine=EngineConfig(max_rows=max(args.batch)),
     )
 
 

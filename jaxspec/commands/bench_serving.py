@@ -33,6 +33,7 @@ from jaxspec.commands.shell import (
     show_results,
 )
 from jaxspec.config.cache import CacheConfig
+from jaxspec.config.engine import EngineConfig
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.engine import Engine
 from jaxspec.functional import EngineParams
@@ -131,10 +132,12 @@ def make_engine(args: argparse.Namespace, arrivals: Sequence[Arrival], *, plain:
     return Engine(
         random_params(args, plain) if args.shape else loaded_params(args, plain),
         CacheConfig(page_size=args.page_size, max_length=longest, num_pages=args.pages),
-        max_rows=args.rows,
-        rounds_per_call=args.rounds_per_call,
-        prefill_budget=args.prefill_budget,
-        prefix_caching=not args.no_prefix_cache,
+        EngineConfig(
+            max_rows=args.rows,
+            rounds_per_call=args.rounds_per_call,
+            prefill_budget=args.prefill_budget,
+            prefix_caching=not args.no_prefix_cache,
+        ),
     )
 
 

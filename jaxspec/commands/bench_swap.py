@@ -19,6 +19,7 @@ from jaxspec.benchmarking.random_params import random_decoder
 from jaxspec.benchmarking.shapes import SHAPES
 from jaxspec.commands.shell import command_parser, run_command
 from jaxspec.config.cache import CacheConfig
+from jaxspec.config.engine import EngineConfig
 from jaxspec.loading import resolve_dtype
 from jaxspec.models.decoder import Decoder
 from jaxspec.speculation.drafters import NGramDrafter
@@ -67,7 +68,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         speculation=SpeculationConfig.chain(3),
         kernels=Kernels.for_device(),
     )
-    engine = Engine(params, CacheConfig(page_size=64, max_length=256), max_rows=1)
+    engine = Engine(params, CacheConfig(page_size=64, max_length=256), EngineConfig(max_rows=1))
     texts = [generate(engine)]
     programs: list[Any] = [
         getattr(engine.programs, name) for name in ("admit_rows", "prefill", "decode")

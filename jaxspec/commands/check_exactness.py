@@ -21,6 +21,7 @@ from rich.console import Console
 from jaxspec import LLM, SamplingParams, SpeculationConfig
 from jaxspec.commands.shell import add_model_option, command_parser, progress_console, run_command
 from jaxspec.comparison import first_difference, logit_gap
+from jaxspec.config.engine import EngineConfig
 from jaxspec.evaluation import summarize
 
 
@@ -66,7 +67,7 @@ def make_llm(arguments: argparse.Namespace, drafter: str, speculation: Speculati
         speculation=speculation,
         dtype=arguments.dtype,
         kernels=arguments.kernels,
-        max_batch=arguments.prompts,
+        engine=EngineConfig(max_rows=arguments.prompts),
     )
 
 

@@ -25,6 +25,7 @@ from jaxspec.commands.shell import (
     run_command,
     show_results,
 )
+from jaxspec.config.engine import EngineConfig
 from jaxspec.evaluation import measure_acceptance
 from jaxspec.loading import choose_drafter, resolve_dtype
 from jaxspec.tokenizer import load_tokenizer
@@ -86,7 +87,7 @@ def evaluate(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
                 speculation=speculation,
                 dtype=args.dtype,
                 max_length=args.prompt_tokens + args.max_tokens,
-                max_batch=args.batch,
+                engine=EngineConfig(max_rows=args.batch),
             )
             for temperature in args.temperatures:
                 if temperature == 0 and rule != args.rules[0]:

@@ -27,6 +27,7 @@ from jaxspec.commands.program_cache import (
 from jaxspec.commands.shell import progress_console
 from jaxspec.commands.streaming import stream
 from jaxspec.comparison import compare, decode_rate
+from jaxspec.config.engine import EngineConfig
 from jaxspec.config.speculation import default_speculation
 from jaxspec.loading import choose_drafter
 from jaxspec.tokenizer import TextTokenizer
@@ -68,7 +69,7 @@ def make_llm(arguments: argparse.Namespace, drafter: str, tokenizer: TextTokeniz
         page_size=arguments.page_size,
         max_length=arguments.max_length,
         num_pages=arguments.num_pages,
-        max_batch=1,
+        engine=EngineConfig(max_rows=1),
         tokenizer=tokenizer,
     )
 

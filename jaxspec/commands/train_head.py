@@ -17,6 +17,7 @@ from rich.console import Console
 
 from jaxspec import LLM, SpeculationConfig
 from jaxspec.commands.shell import add_model_option, command_parser, run_command, typed_command
+from jaxspec.config.engine import EngineConfig
 from jaxspec.config.model import LayerConfig, ModelConfig
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.hf_config import load_model_config
@@ -177,7 +178,7 @@ def own_answers(
         "ngram",
         speculation=SpeculationConfig.chain(3),
         max_length=args.length,
-        max_batch=64 if args.regenerate_batch is None else args.regenerate_batch,
+        engine=EngineConfig(max_rows=args.regenerate_batch or 64),
         dtype=None if args.dtype == "auto" else args.dtype,
     )
     wanted = {

@@ -2,13 +2,11 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Literal
 
+from jaxspec.config.checks import check_count, is_integer
+from jaxspec.config.engine import Preemption
 from jaxspec.scheduling.pages import pages_for
-from jaxspec.scheduling.requests import check_count, is_integer
 from jaxspec.scheduling.sequence import Request, Sequence
-
-Preemption = Literal["auto", "recompute", "swap"]
 
 
 class QueueFull(Exception):

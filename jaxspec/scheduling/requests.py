@@ -9,6 +9,7 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
+from jaxspec.config.checks import is_integer
 from jaxspec.structured.spec import StructuredOutput
 
 LARGEST_NUMBER = 3e38  # just below float32's largest number
@@ -162,11 +163,6 @@ def _is_number(value: object) -> TypeGuard[float]:
     return is_integer(value) or isinstance(value, (float, np.floating))
 
 
-def is_integer(value: object) -> TypeGuard[int]:
-    """Whether the value has an integer type other than bool."""
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-
-
 def _is_within(low: float, high: float) -> Callable[[Any], bool]:
     return lambda value: _is_number(value) and low <= value <= high  # NaN is in no range
 
@@ -262,12 +258,6 @@ _FROZEN: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
         "logit_bias": lambda bias: tuple(sorted(dict(bias).items())),
     }
 )
-
-
-def check_count(name: str, value: object) -> None:
-    """Raise ValueError unless it is an integer of at least 1."""
-    if not (is_integer(value) and value >= 1):
-        raise ValueError(f"{name} must be an integer, at least 1, got {reprlib.repr(value)}")
 
 
 def with_own_seeds(sampling: SamplingParams, count: int) -> list[SamplingParams]:

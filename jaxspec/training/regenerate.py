@@ -43,7 +43,7 @@ def regenerate(
         started = time.monotonic()
         if rows and deadline is not None and started + seconds > deadline:
             break
-        batch = range(len(rows), min(len(rows) + llm.max_batch, len(examples)))
+        batch = range(len(rows), min(len(rows) + llm.engine.config.max_rows, len(examples)))
         answers = _answers(llm, examples, batch, temperatures)
         with path.open("a") as file:
             file.writelines(json.dumps(answer) + "\n" for answer in answers)

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from jaxspec import BUILT_IN_MODEL, LLM, SamplingParams, SpeculationConfig
 from jaxspec.commands import train_head
+from jaxspec.config.engine import EngineConfig
 from jaxspec.training.draft_data import Examples
 from jaxspec.training.regenerate import regenerate
 from tests.checkpoints import tiny_byte_llama
@@ -17,7 +18,7 @@ from tests.checkpoints import tiny_byte_llama
 @pytest.fixture(scope="module")
 def llm() -> LLM:
     return LLM(BUILT_IN_MODEL, "ngram", speculation=SpeculationConfig.chain(2), max_length=32,
-               max_batch=2)  # fmt: skip
+               engine=EngineConfig(max_rows=2))  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ from flax import nnx
 
 from jaxspec import Engine, EngineParams, SamplingParams, SpeculationConfig
 from jaxspec.config.cache import CacheConfig
+from jaxspec.config.engine import EngineConfig
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.decoder import Decoder
@@ -183,7 +184,7 @@ def test_weights_are_swapped_without_a_compile(params: Any, like: Decoder):
     speculation = SpeculationConfig.chain(2)
     drafter = EagleDrafter(head=eagle3_head(like))
     started = EngineParams(target=like, drafter=drafter, speculation=speculation)
-    engine = Engine(started, CacheConfig(page_size=4, max_length=32), max_rows=1)
+    engine = Engine(started, CacheConfig(page_size=4, max_length=32), EngineConfig(max_rows=1))
     sampling = SamplingParams(max_tokens=8)
 
     def text() -> list[int]:
@@ -211,7 +212,7 @@ def test_weights_of_other_shapes_are_refused(like: Decoder):
         drafter=EagleDrafter(head=eagle3_head(like)),
         speculation=SpeculationConfig.chain(2),
     )
-    engine = Engine(params, CacheConfig(page_size=4, max_length=32), max_rows=1)
+    engine = Engine(params, CacheConfig(page_size=4, max_length=32), EngineConfig(max_rows=1))
     wider = random_target(dataclasses.replace(CONFIG, vocab_size=97))
     with pytest.raises(ValueError, match="other shapes"):
         engine.use_target(wider)

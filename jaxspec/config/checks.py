@@ -1,0 +1,17 @@
+"""Checks of values that users give."""
+
+import reprlib
+from typing import TypeGuard
+
+import numpy as np
+
+
+def is_integer(value: object) -> TypeGuard[int]:
+    """Whether the value has an integer type other than bool."""
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def check_count(name: str, value: object) -> None:
+    """Raise ValueError unless it is an integer of at least 1."""
+    if not (is_integer(value) and value >= 1):
+        raise ValueError(f"{name} must be an integer, at least 1, got {reprlib.repr(value)}")

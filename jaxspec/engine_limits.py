@@ -1,0 +1,53 @@
+"""What an engine has room for: the sizes of its programs, and the limits of its scheduler."""
+
+from jaxspec import memory
+from jaxspec.config.cache import CacheConfig
+from jaxspec.config.engine import EngineConfig
+from jaxspec.functional import EngineParams
+from jaxspec.program_sizes import Sizes
+from jaxspec.scheduling.plan import Limits
+
+MOST_STOPS = 16
+LARGEST_CHUNK = 512  # prompt tokens of a row in a call
+
+
+def engine_sizes(params: EngineParams, cache: CacheConfig, config: EngineConfig) -> Sizes:
+    """Rows are split evenly over the shards, so there may be a few more than asked for.
+
+    Raises ValueError for a cache that the device has no room for.
+    """
+    shards = params.data_parallel
+    num_rows = -(-config.max_rows // shards) * shards
+    return Sizes(
+        num_rows=num_rows,
+        max_length=cache.max_length,
+        page_size=cache.page_size,
+        num_pages=memory.num_pages(params, cache, num_rows),
+        max_stops=MOST_STOPS,
+        max_chunk=LARGEST_CHUNK,
+        max_rounds=config.rounds_per_call,
+    )
+
+
+def scheduler_limits(params: EngineParams, sizes: Sizes, config: EngineConfig) -> Limits:
+    """Raises ValueError for swapping where rows are split over devices."""
+    shards = params.data_parallel
+    if config.preemption == "swap" and shards > 1:
+        raise ValueError(
+            "preemption must be recompute or auto where rows are split over devices: such rows "
+            "cannot be swapped"
+        )
+    return Limits(
+        num_rows=sizes.num_rows,
+        num_pages=sizes.num_pages // shards - 1,
+        page_size=sizes.page_size,
+        max_length=sizes.max_length,
+        scratch_slots=params.speculation.scratch_slots,
+        tokens_per_round=params.speculation.max_depth + 1,
+        shards=shards,
+        prefill_budget=max(config.prefill_budget, sizes.num_rows),
+        max_rounds=sizes.max_rounds,
+        max_queue=config.max_queue,
+        prefix_caching=config.prefix_caching,
+        preemption=config.preemption if shards == 1 else "recompute",
+    )

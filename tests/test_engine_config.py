@@ -1,0 +1,21 @@
+"""EngineConfig: values that cannot work are clear errors."""
+
+from typing import Any
+
+import pytest
+
+from jaxspec.config.engine import EngineConfig
+
+
+@pytest.mark.parametrize(
+    "field", ["max_rows", "rounds_per_call", "prefill_budget", "max_queue", "max_programs"]
+)
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, "2"])
+def test_counts_must_be_positive_integers(field: str, value: Any):
+    with pytest.raises(ValueError, match=f"^{field} must be an integer, at least 1, got [^\n]*$"):
+        EngineConfig(**{field: value})
+
+
+def test_preemption_must_be_one_of_the_known():
+    with pytest.raises(ValueError, match="preemption must be"):
+        EngineConfig(preemption="never")  # pyright: ignore[reportArgumentType]
