@@ -4,6 +4,7 @@ The one module that calls ``jax.jit`` for serving: donation and traces can be se
 """
 
 import contextlib
+import functools
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ import numpy as np
 
 from jaxspec import functional, memory
 from jaxspec.cache import pages_for
+from jaxspec.compiler_options import compiler_options
 from jaxspec.config.speculation import TreeShape
 from jaxspec.functional import EngineParams, SavedRow
 from jaxspec.new_rows import NewRow, admission, new_controls
@@ -63,17 +65,17 @@ class Programs:
         self.compiled, self.compile_seconds, self.sealed = 0, 0.0, False
         choices = ("columns", "greedy", "controls", "logprobs", "top_logprobs")
         reading = ("width", "prompt_logprobs", *choices)
-        self.admit_rows = jax.jit(functional.admit, donate_argnums=1, static_argnames="may_wait")
-        self.prefill = jax.jit(functional.prefill, donate_argnums=1, static_argnames=reading)
-        self.decode = jax.jit(
-            functional.decode, donate_argnums=1, static_argnames=("max_rounds", "shape", *choices)
-        )
+        options = compiler_options(params.target.embed)
+        jit = functools.partial(jax.jit, donate_argnums=1, compiler_options=options)
+        self.admit_rows = jit(functional.admit, static_argnames="may_wait")
+        self.prefill = jit(functional.prefill, static_argnames=reading)
+        self.decode = jit(functional.decode, static_argnames=("max_rounds", "shape", *choices))
         choices = ("columns", "shape", "greedy", "controls")
-        self.draft = jax.jit(functional.draft, donate_argnums=1, static_argnames=choices)
-        last = (*choices, "logprobs", "top_logprobs")
-        self.verify = jax.jit(functional.verify_drafts, donate_argnums=1, static_argnames=last)
+        self.draft = jit(functional.draft, static_argnames=choices)
+        choices += ("logprobs", "top_logprobs")
+        self.verify = jit(functional.verify_drafts, static_argnames=choices)
         self.small = {
-            function.__name__: jax.jit(function, donate_argnums=1)
+            function.__name__: jit(function)
             for function in (
                 functional.release,
                 functional.settle,
@@ -245,8 +247,8 @@ class Programs:
 
     def _read(self, key: ReadKey, reads: Reads, masks: Masks) -> Call:
         rows = self.listed([row for row, *_ in reads], key.rows)
-        tokens = {row: count for row, count, _ in reads}
         self.prepare_reading(key)
+        tokens = {row: count for row, count, _ in reads}
         counts = np.array([tokens.get(int(row), 0) for row in rows], np.int32)
         return Call(rows, self._prefill(key, rows, counts, masks))
 
@@ -298,8 +300,8 @@ class Programs:
     ) -> RoundsKey:
         """The program that runs rounds of these rows; see run_rounds."""
         own = power_of_two(max(map(len, self._by_shard(rows))))
-        columns, shape = self.columns_for(tokens), self.params.call(shape).speculation.shape
-        return self._chosen(RoundsKey(own, columns, shape, kind, masked), load)
+        shape = self.params.call(shape).speculation.shape
+        return self._chosen(RoundsKey(own, self.columns_for(tokens), shape, kind, masked), load)
 
     def _chosen(self, wanted: RoundsKey, load: Load) -> RoundsKey:
         share = self.sizes.num_rows // self.shards
@@ -355,8 +357,8 @@ class Programs:
     def columns_for(self, tokens: int) -> int:
         """Columns of the narrowest table that programs see for rows of so many tokens."""
         slots = self.params.speculation.scratch_slots + 1  # see functional.subset
-        table = max(SMALLEST_TABLE, power_of_two(tokens))
-        return min(pages_for(table + slots, self.sizes.page_size), self.columns)
+        slots += max(SMALLEST_TABLE, power_of_two(tokens))
+        return min(pages_for(slots, self.sizes.page_size), self.columns)
 
     def _by_shard(self, rows: Sequence[int]) -> list[list[int]]:
         share = self.sizes.num_rows // self.shards
@@ -393,8 +395,7 @@ class Programs:
         """Forget all programs if there are too many."""
         if len(self.ready) < self.max_programs and not memory.maps_are_scarce():
             return
-        programs: list[Any] = [self.admit_rows, self.prefill, self.decode, self.draft, self.verify]
-        programs += self.small.values()
-        for program in programs:
+        large: list[Any] = [self.admit_rows, self.prefill, self.decode, self.draft, self.verify]
+        for program in (*large, *self.small.values()):
             program.clear_cache()
         self.ready.clear()

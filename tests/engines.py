@@ -1,5 +1,6 @@
 """Small engines on random models, for tests of the engine."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -7,10 +8,13 @@ from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.engine import Engine
+from jaxspec.scheduling.requests import SamplingParams
 from tests.random_models import make_params
 
 CHAIN = SpeculationConfig.chain(2)
 LENGTH = 64
+SAMPLED = SamplingParams(temperature=1.0, max_tokens=8)
+FULL = dataclasses.replace(SAMPLED, logprobs=1, prompt_logprobs=1)  # every program serves all
 
 
 def new_engine(
@@ -22,7 +26,20 @@ def new_engine(
     return Engine(make_params(drafter, CHAIN), cache, EngineConfig(**options))
 
 
+def ready_engine(drafter: str = "ngram", num_pages: int | None = None, **options: Any) -> Engine:
+    """The same with few programs, for its largest calls, which are compiled: smaller calls run in
+    them too."""
+    return seal(new_engine(drafter, num_pages, **options))
+
+
+def seal(own: Engine, sampling: SamplingParams = SAMPLED, prompt_tokens: int = 17) -> Engine:
+    """Compile the programs of the largest calls with ``sampling``; others run in them too."""
+    own.prepare(own.config.max_rows, prompt_tokens, sampling)
+    own.programs.sealed = True
+    return own
+
+
 @functools.cache
 def plain_engine(max_length: int = LENGTH) -> Engine:
     """Decodes one request after the other, without speculation."""
-    return new_engine("none", max_length=max_length, max_rows=1, prefix_caching=False)
+    return ready_engine("none", max_length=max_length, max_rows=1, prefix_caching=False)

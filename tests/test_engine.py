@@ -21,7 +21,7 @@ from jaxspec.sampling import make_sampling
 from jaxspec.scheduling.plan import QueueFull
 from jaxspec.scheduling.requests import SamplingParams
 from jaxspec.speculation.drafters import DraftModelDrafter
-from tests.engines import new_engine, plain_engine
+from tests.engines import new_engine, plain_engine, ready_engine
 from tests.marks import slow
 from tests.programs import new_jit, traces
 from tests.random_models import (
@@ -38,7 +38,7 @@ GREEDY = SamplingParams(max_tokens=20)
 
 @functools.cache
 def engine() -> Engine:
-    return new_engine()
+    return ready_engine()
 
 
 @functools.cache
@@ -102,7 +102,7 @@ def test_requests_that_come_later_join_those_that_run():
 
 
 def test_more_requests_than_rows_wait_for_their_turn():
-    own = new_engine(max_rows=2)
+    own = ready_engine(max_rows=2)
     prompts = [prompt.tolist() for prompt in random_prompts((3, 17, 1, 30, 8, 8, 5), seed=4)]
     sampling = [SamplingParams(0.8 * (i % 2), seed=i, max_tokens=5 + 4 * i) for i in range(7)]
     found = texts(own, own.add_all(prompts, sampling))
@@ -143,7 +143,7 @@ def test_a_full_queue_refuses_and_keeps_what_it_has():
 
 
 def test_an_error_ends_all_requests_and_the_engine_goes_on(monkeypatch: pytest.MonkeyPatch):
-    own = new_engine()
+    own = ready_engine()
     generations = start(own)
     own.step(1)
 
@@ -160,7 +160,7 @@ def test_an_error_ends_all_requests_and_the_engine_goes_on(monkeypatch: pytest.M
 
 
 def test_a_state_that_an_interrupted_call_took_is_made_anew(monkeypatch: pytest.MonkeyPatch):
-    own = new_engine()
+    own = ready_engine()
     start(own)
     own.step(1)
     for leaf in jax.tree.leaves(own.programs.state):
@@ -224,12 +224,13 @@ def test_other_weights_find_no_pages_of_the_old_ones():
 @pytest.mark.parametrize("drafter", ["eagle3", *(slow(d) for d in DRAFTERS if d != "eagle3")])
 @pytest.mark.parametrize("preemption", [slow("recompute"), "swap"])
 def test_preempted_requests_have_their_texts(drafter: str, preemption: str):
-    own = new_engine(drafter, num_pages=14, preemption=preemption)
+    own = ready_engine(drafter, num_pages=14, preemption=preemption)
+    before = own.scheduler.preemptions[preemption]
     prompts = [prompt.tolist() for prompt in random_prompts((20, 9, 14, 3, 25), seed=3)]
     sampling = [SamplingParams(0.8 * (i % 2), seed=i, max_tokens=30) for i in range(5)]
     found = texts(own, own.add_all(prompts, sampling))
     assert found == [alone(tuple(p), s) for p, s in zip(prompts, sampling, strict=True)]
-    assert own.scheduler.preemptions[preemption] > 0
+    assert own.scheduler.preemptions[preemption] > before
     check_pages(own)
 
 
@@ -294,7 +295,7 @@ def run_history(own: Engine, history: list[tuple[str, int]]) -> None:
 
 @functools.cache
 def crowded(drafter: str, preemption: str) -> Engine:
-    return new_engine(drafter, num_pages=16, max_rows=3, preemption=preemption)
+    return ready_engine(drafter, num_pages=16, max_rows=3, preemption=preemption)
 
 
 @given(history=steps)

@@ -46,6 +46,7 @@ LAYERS = (
     "jaxspec.scheduling",
     "jaxspec.generation",
     "jaxspec.program_sizes",
+    "jaxspec.compiler_options",
     "jaxspec.new_rows",
     "jaxspec.programs",
     "jaxspec.masked_programs",

@@ -13,6 +13,7 @@ from jaxspec.comparison import compare
 from jaxspec.config.engine import EngineConfig
 from jaxspec.scheduling.requests import with_own_seeds
 from tests.checkpoints import tiny_byte_llama, tiny_llama
+from tests.engines import seal
 from tests.marks import slow
 from tests.small_tokenizers import metaspace, save, sentencepiece_like
 
@@ -24,7 +25,9 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def llm(model) -> LLM:
-    return LLM(model, "ngram", max_length=128, engine=EngineConfig(max_rows=2))
+    llm = LLM(model, "ngram", max_length=128, engine=EngineConfig(max_rows=2))
+    seal(llm.engine)
+    return llm
 
 
 GREEDY = SamplingParams(max_tokens=40)

@@ -8,6 +8,7 @@ import pytest
 from jaxspec import LLM, Completion, SamplingParams, TextChunk
 from jaxspec.config.engine import EngineConfig
 from tests.checkpoints import tiny_byte_llama
+from tests.engines import FULL, seal
 
 PROMPTS = ["def f(x):", "hello", "class A:"]
 GREEDY = SamplingParams(max_tokens=40)
@@ -21,12 +22,16 @@ def model(tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.fixture(scope="module")
 def llm(model: Any) -> LLM:
-    return LLM(model, "ngram", max_length=128, engine=EngineConfig(max_rows=4), page_size=8)
+    llm = LLM(model, "ngram", max_length=128, engine=EngineConfig(max_rows=4), page_size=8)
+    seal(llm.engine, FULL)
+    return llm
 
 
 @pytest.fixture(scope="module")
 def plain(model: Any) -> LLM:
-    return LLM(model, "none", max_length=128, engine=EngineConfig(max_rows=1), page_size=8)
+    llm = LLM(model, "none", max_length=128, engine=EngineConfig(max_rows=1), page_size=8)
+    seal(llm.engine, FULL)
+    return llm
 
 
 def stream(llm: LLM, prompts: list[str], sampling: Any) -> tuple[list[TextChunk], list[Completion]]:

@@ -1,5 +1,6 @@
 """Structured output through LLM: it matches, equal to plain decoding, beside free requests."""
 
+import dataclasses
 import json
 import re
 from typing import Any
@@ -11,6 +12,7 @@ from jaxspec import LLM, SamplingParams
 from jaxspec.config.engine import EngineConfig
 from jaxspec.structured import GrammarError, StructuredOutput
 from tests.checkpoints import save_byte_tokenizer, tiny_llama
+from tests.engines import FULL, seal
 
 PATTERN = "[a-f]{3}(, [0-9]{2}){2,6}"
 LIST = StructuredOutput(regex=PATTERN)
@@ -41,13 +43,18 @@ def model(tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.fixture(scope="module")
 def llm(model: Any) -> LLM:
-    return LLM(model, "ngram", max_length=128, engine=EngineConfig(max_rows=8), page_size=8)
+    llm = LLM(model, "ngram", max_length=128, engine=EngineConfig(max_rows=8), page_size=8)
+    seal(llm.engine, FULL)
+    seal(llm.engine, dataclasses.replace(FULL, structured=CHOICE))
+    return llm
 
 
 @pytest.fixture(scope="module")
 def expected(model: Any) -> list[tuple[str, list[int], str]]:
     """Texts, tokens and finish reasons of plain decoding, one request after the other."""
     plain = LLM(model, "none", max_length=128, engine=EngineConfig(max_rows=1), page_size=8)
+    seal(plain.engine, FULL)
+    seal(plain.engine, dataclasses.replace(FULL, structured=CHOICE))
     return found(plain)
 
 
