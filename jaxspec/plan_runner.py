@@ -46,7 +46,7 @@ class PlanRunner:
         restored = [self._new_row(back) for back in plan.swap_in]
         programs.set_controls([*restored, *admitted])
         self._idle_rows -= {new.row for new in (*restored, *admitted)}
-        programs.assign_pages((table.row, table.table) for table in plan.tables)
+        programs.assign_pages([(table.row, table.table) for table in plan.tables])
         reads = self._reads(plan, load)
         if plan.masked_rows:
             self._masked.draft(plan, reads, load, shape)

@@ -6,7 +6,7 @@ The one module that calls ``jax.jit`` for serving: donation and traces can be se
 import contextlib
 import functools
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -156,15 +156,13 @@ class Programs:
         self._rows_with_controls -= {new.row for new in changed}
         self._rows_with_controls |= {new.row for new in changed if new.has_controls}
 
-    def assign_pages(self, tables: Iterable[tuple[int, Sequence[int]]]) -> None:
+    def assign_pages(self, tables: Sequence[tuple[int, Sequence[int]]]) -> None:
         """Give rows other page tables. No program does it: the tables are replaced as they are."""
-        changed = False
+        if not tables:
+            return
         for row, table in tables:
             self.tables[row] = 0
             self.tables[row, : len(table)] = table
-            changed = True
-        if not changed:
-            return
         rows = self.state.rows
         held = np.cumprod(self.tables > 0, axis=1).sum(axis=1) * self.sizes.page_size
         room = (held - self.params.speculation.scratch_slots).astype(np.int32)
