@@ -74,7 +74,7 @@ class Programs:
         self.draft = jit(functional.draft, static_argnames=choices)
         choices += ("logprobs", "top_logprobs")
         self.verify = jit(functional.verify_drafts, static_argnames=choices)
-        self.small = {
+        self.small: dict[str, Any] = {
             function.__name__: jit(function)
             for function in (
                 functional.release,
