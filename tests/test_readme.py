@@ -32,7 +32,7 @@ def anchors(page: Path) -> set[str]:
 
 
 PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in ROOT.glob("docs/*.md"))]
-WITH_EXAMPLES = {"README.md", "docs/training.md", "docs/extending.md"}
+WITH_EXAMPLES = {"README.md", "docs/training.md", "docs/extending.md", "docs/serving.md"}
 
 
 def test_no_page_is_left_out():
@@ -40,7 +40,9 @@ def test_no_page_is_left_out():
     assert len(examples("README.md")) >= 3
 
 
-@pytest.mark.parametrize("page", [slow("README.md"), slow("docs/training.md")])
+@pytest.mark.parametrize(
+    "page", [slow(f"{name}.md") for name in ("README", "docs/training", "docs/serving")]
+)
 def test_examples_run(page: str):
     names: dict[str, Any] = {}
     for example in examples(page):
