@@ -11,17 +11,20 @@ has returned.
 
 import argparse
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
 from jaxspec.benchmarking import workloads
-from jaxspec.benchmarking.modes import make_params, parse_mode
+from jaxspec.benchmarking.compiling import compile_side_by_side
+from jaxspec.benchmarking.modes import Mode, make_params, parse_mode
 from jaxspec.benchmarking.random_params import random_decoder, random_eagle3_head
+from jaxspec.benchmarking.rounds import Bench, Workload, time_mode
 from jaxspec.benchmarking.shapes import SHAPES
 from jaxspec.benchmarking.workloads import Arrival, Lengths
 from jaxspec.commands.run_facts import run_facts
@@ -31,19 +34,23 @@ from jaxspec.commands.shell import (
     progress_console,
     run_command,
     show_results,
+    table_console,
 )
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.engine import Engine
 from jaxspec.functional import EngineParams
-from jaxspec.load_test import Client, LoadTest
+from jaxspec.load_test import Client, LoadResult, LoadTest
 from jaxspec.loading import load, resolve_dtype
+from jaxspec.models.decoder import Decoder
+from jaxspec.models.heads import DraftHead
 from jaxspec.tokenizer import TextTokenizer
 from pallas_kernels.selection import Kernels
 
 SYNTHETIC = "chain:5@3.5"
-COUNTS = ("requests", "rows", "prompt_tokens", "new_tokens", "max_length")
+MOST_JOBS = 4  # batches compiled at a time; each needs memory for a state for a moment
+COUNTS = "rows", "prompt_tokens", "new_tokens", "max_length", "repeats", "load_requests"
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -55,8 +62,13 @@ def make_parser() -> argparse.ArgumentParser:
         "tokenizer then only counts the tokens of --lengths")  # fmt: skip
     add("--tree", help="draft tree: chain:K or NODES:DEPTH:TOPK, with --shape also @ACCEPTANCE; "
         f"(default: generate's, with --shape {SYNTHETIC})")  # fmt: skip
-    add("--requests", type=int, default=100, help="number of requests")
+    add("--requests", default="100", help="numbers of requests, separated by commas; each is a "
+        "run of its own")  # fmt: skip
     add("--rate", type=float, help="requests a second, as a Poisson process (default: all at once)")
+    add("--load", type=shares, default=(), help="then also Poisson arrivals at these shares of the "
+        "highest throughput, separated by commas")  # fmt: skip
+    add("--load-requests", type=int, default=100, help="number of requests of --load")
+    add("--repeats", type=int, default=1, help="measure each this often, and show the median")
     add("--prompt-tokens", type=int, default=64, help="tokens of a prompt")
     add("--new-tokens", type=int, default=64, help="tokens that a request generates")
     add("--spread", type=float, default=0.0, help="lengths are drawn evenly from those at most "
@@ -77,6 +89,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--dtype", choices=("bfloat16", "float32"), help="(default: float32 on CPU, else bfloat16)")
     add("--kernels", default="auto", help="auto (all on a Hopper GPU), all, none or a comma list")
     add("--compare", choices=("plain",), help="run the same without speculation, too")
+    add("--bare", action="store_true", help="time the same without a scheduler, too; with --shape")
     add("--json", action="store_true", help="JSON on stdout, the table on stderr")
     add("--png", type=Path, help="write the distribution of the times as a PNG")
     return parser
@@ -85,7 +98,26 @@ def make_parser() -> argparse.ArgumentParser:
 # The workload.
 
 
-def make_arrivals(args: argparse.Namespace) -> list[Arrival]:
+def shares(text: str) -> tuple[float, ...]:
+    """Of an option: positive numbers, separated by commas."""
+    found = tuple(float(part) for part in text.split(","))
+    if not all(0 < share < float("inf") for share in found):
+        raise argparse.ArgumentTypeError(f"must be positive numbers, got {text}")
+    return found
+
+
+def counts_of(args: argparse.Namespace) -> list[int]:
+    """Numbers of requests."""
+    try:
+        counts = [int(part) for part in args.requests.split(",")]
+    except ValueError:
+        counts = []
+    if not counts or min(counts) < 1:
+        raise ValueError(f"--requests must be numbers, at least 1 each, got {args.requests}")
+    return counts
+
+
+def make_arrivals(args: argparse.Namespace, count: int, rate: float | None) -> list[Arrival]:
     """Raises ValueError for options that make no workload."""
     for name in COUNTS:
         if getattr(args, name) < 1:
@@ -95,24 +127,28 @@ def make_arrivals(args: argparse.Namespace) -> list[Arrival]:
         raise ValueError(f"--shared-prefix must be at least 0, got {args.shared_prefix}")
     if args.shape and args.drafter != "auto":
         raise ValueError("--drafter is for models: with --shape the drafter is an EAGLE-3 head")
-    times = workloads.arrival_times(args.requests, args.rate, args.seed)
-    prompts, new_tokens = make_prompts(args)
+    if args.bare and not args.shape:
+        raise ValueError("--bare is for random weights: give --shape as well")
+    if args.load and args.rate is not None:
+        raise ValueError("--load gives the rates itself: leave out --rate")
+    times = workloads.arrival_times(count, rate, args.seed)
+    prompts, new_tokens = make_prompts(args, count)
     return [Arrival(*one) for one in zip(times, map(tuple, prompts), new_tokens, strict=True)]
 
 
-def make_prompts(args: argparse.Namespace) -> tuple[list[list[int]], list[int]]:
+def make_prompts(args: argparse.Namespace, count: int) -> tuple[list[list[int]], list[int]]:
     """Prompts, and how many tokens each is to get."""
     encode = None if args.shape and not args.lengths else TextTokenizer(args.model).encode
     prompts = None
     if args.lengths:
         assert encode is not None
         pairs = workloads.tokenized_conversations(
-            args.lengths, encode, args.requests, args.max_length, args.seed
+            args.lengths, encode, count, args.max_length, args.seed
         )
         prompts, lengths = [prompt for prompt, _ in pairs], [Lengths(len(p), n) for p, n in pairs]
     else:
         middle = Lengths(args.prompt_tokens, args.new_tokens)
-        lengths = workloads.drawn_lengths(args.requests, middle, args.spread, args.seed)
+        lengths = workloads.drawn_lengths(count, middle, args.spread, args.seed)
     wanted = [args.shared_prefix, *(own.prompt for own in lengths)]
     if args.shape:
         vocab_size = SHAPES[args.shape].vocab_size
@@ -127,10 +163,9 @@ def make_prompts(args: argparse.Namespace) -> tuple[list[list[int]], list[int]]:
 # The engines.
 
 
-def make_engine(args: argparse.Namespace, arrivals: Sequence[Arrival], *, plain: bool) -> Engine:
-    longest = max(len(arrival.prompt) + arrival.new_tokens for arrival in arrivals)
+def make_engine(args: argparse.Namespace, params: EngineParams, longest: int) -> Engine:
     return Engine(
-        random_params(args, plain) if args.shape else loaded_params(args, plain),
+        params,
         CacheConfig(page_size=args.page_size, max_length=longest, num_pages=args.pages),
         EngineConfig(
             max_rows=args.rows,
@@ -141,44 +176,137 @@ def make_engine(args: argparse.Namespace, arrivals: Sequence[Arrival], *, plain:
     )
 
 
-def random_params(args: argparse.Namespace, plain: bool) -> EngineParams:
-    config, dtype = SHAPES[args.shape], resolve_dtype(args.dtype)
-    mode = parse_mode("plain" if plain else args.tree or SYNTHETIC)
-    target, head = random_decoder(config, dtype, None, seed=0), None
-    if mode.speculation:
-        head = random_eagle3_head(config, dtype, None, seed=1)
-    return make_params(mode, target, head, None, Kernels.parse(args.kernels))
+class Models:
+    """The weights of all runs, on the device once."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.args = args
+        self._random = self._random_weights() if args.shape else None
+
+    def _random_weights(self) -> tuple[Decoder, DraftHead]:
+        config, dtype = SHAPES[self.args.shape], resolve_dtype(self.args.dtype)
+        target = random_decoder(config, dtype, None, seed=0)
+        return target, random_eagle3_head(config, dtype, None, seed=1)
+
+    def mode(self, name: str) -> Mode:
+        """Of random weights: how a run decodes."""
+        return parse_mode("plain" if name == "plain" else self.args.tree or SYNTHETIC)
+
+    def params(self, name: str) -> EngineParams:
+        args = self.args
+        if self._random is not None:
+            return make_params(self.mode(name), *self._random, None, Kernels.parse(args.kernels))
+        if name == "plain":
+            return load(args.model, "none", dtype=args.dtype, kernels=args.kernels)
+        tree = None if args.tree is None else SpeculationConfig.parse(args.tree)
+        return load(
+            args.model, args.drafter, speculation=tree, dtype=args.dtype, kernels=args.kernels
+        )
 
 
-def loaded_params(args: argparse.Namespace, plain: bool) -> EngineParams:
-    tree = None if plain or args.tree is None else SpeculationConfig.parse(args.tree)
-    drafter = "none" if plain else args.drafter
-    return load(args.model, drafter, speculation=tree, dtype=args.dtype, kernels=args.kernels)
+class Run(NamedTuple):
+    """Results of one workload, and of the test that gave them.
+
+    Attributes:
+      mode: "speculative" or "plain".
+      rate: requests a second; None: all at once.
+      bare: what the same rows give without a scheduler; see bare_rounds.
+    """
+
+    mode: str
+    rate: float | None
+    result: LoadResult
+    clients: list[Client]
+    bare: dict[str, float]
 
 
-def measure(
-    args: argparse.Namespace, console: Console
-) -> tuple[dict[str, Any], dict[str, list[Client]]]:
-    """All results, and the clients of each run."""
-    arrivals = make_arrivals(args)
-    runs, clients, kernels = {}, {}, ""
+def measure(args: argparse.Namespace, console: Console) -> tuple[dict[str, Any], list[Run]]:
+    """All results, and the runs."""
+    workloads = [make_arrivals(args, count, args.rate) for count in counts_of(args)]
+    console.print("loading")
+    models, runs, kernels = Models(args), [], ""
     for name in ["speculative", *([args.compare] if args.compare else [])]:
-        console.print(f"{name}: loading")
-        engine = make_engine(args, arrivals, plain=name == "plain")
-        kernels, test = str(engine.kernels), LoadTest(engine, arrivals, args.temperature)
-        console.print(f"{name}: compiling, with the whole workload")
-        test.warm_up()
-        console.print(f"{name}: {engine.programs.compiled} programs; measuring")
-        runs[name] = dataclasses.asdict(test.run())
-        clients[name] = test.clients
-        del engine, test  # its memory is for the next one
+        longest = max(len(one.prompt) + one.new_tokens for one in itertools.chain(*workloads))
+        engine = make_engine(args, models.params(name), longest)
+        kernels = str(engine.kernels)
+        own = serve(args, engine, name, workloads, console)
+        del engine  # its memory is for the next one
+        if args.bare:
+            bare = bare_rounds(args, models.params(name), models.mode(name), console)
+            own = [run._replace(bare=bare.get(run.result.requests, {})) for run in own]
+        runs += own
     results = {
         **run_facts(),
         "own_kernels": kernels,
         "arguments": {name: str(v) if isinstance(v, Path) else v for name, v in vars(args).items()},
-        "runs": runs,
+        "runs": [as_record(run) for run in runs],
     }
-    return results, clients
+    return results, runs
+
+
+def as_record(run: Run) -> dict[str, Any]:
+    own = {"mode": run.mode, "rate": run.rate, **dataclasses.asdict(run.result)}
+    return own | ({"bare": run.bare} if run.bare else {})
+
+
+def serve(
+    args: argparse.Namespace,
+    engine: Engine,
+    name: str,
+    workloads: Sequence[Sequence[Arrival]],
+    console: Console,
+) -> list[Run]:
+    """Run all workloads on an engine, each first to compile."""
+    runs = []
+    for arrivals in workloads:
+        test = LoadTest(engine, arrivals, args.temperature)
+        console.print(f"{name}, {len(arrivals)} requests: compiling, with the whole workload")
+        test.warm_up()
+        console.print(f"{name}: {engine.programs.compiled} programs; measuring")
+        runs.append(repeated(args, name, test, args.rate))
+    fastest = max(run.result.requests / run.result.seconds for run in runs)
+    for share in args.load:
+        rate = share * fastest
+        test = LoadTest(engine, make_arrivals(args, args.load_requests, rate), args.temperature)
+        console.print(f"{name}: measuring at {rate:.2f} requests a second")
+        runs.append(repeated(args, name, test, rate))
+    return runs
+
+
+def repeated(args: argparse.Namespace, name: str, test: LoadTest, rate: float | None) -> Run:
+    """The run of median throughput."""
+    runs = []
+    for _ in range(args.repeats):
+        result = test.run()
+        runs.append(Run(name, rate, result, test.clients, {}))
+    return sorted(runs, key=lambda run: run.result.total_per_second)[len(runs) // 2]
+
+
+def bare_rounds(
+    args: argparse.Namespace, params: EngineParams, mode: Mode, console: Console
+) -> dict[int, dict[str, float]]:
+    """What a batch of each size gives without a scheduler: all prompts are read, then all rounds
+    run, as `jaxspec bench engine` times them."""
+
+    def compiled(count: int) -> Bench:
+        rounds = mode.rounds(args.new_tokens)
+        workload = Workload(count, args.prompt_tokens, rounds, args.page_size, repeats=3)
+        return Bench(mode, params, workload)
+
+    counts = [count for count in counts_of(args) if count <= args.rows]
+    benches = compile_side_by_side(compiled, counts, "bare batches", MOST_JOBS, console.print)
+    found = {}
+    for count, bench in list(zip(counts, benches, strict=True)):
+        timing = time_mode(bench, lambda _: None)
+        rounds = (args.new_tokens - 1) / timing.acceptance_length
+        seconds = 1e-3 * (timing.prefill_ms + rounds * timing.round_ms)
+        found[count] = {
+            "prefill_ms": timing.prefill_ms,
+            "round_ms": timing.round_ms,
+            "acceptance_length": timing.acceptance_length,
+            "total_per_second": count * (args.prompt_tokens + args.new_tokens) / seconds,
+        }
+    return found
 
 
 # What is shown.
@@ -192,11 +320,19 @@ def as_lines(run: dict[str, Any]) -> dict[str, str]:
     """The figures of a run as the table shows them."""
     depths = " ".join(f"{share:.2f}" for share in run["accepted_by_depth"])
     preempted = ", ".join(f"{count} by {how}" for how, count in run["preemptions"].items())
+    bare = run.get("bare")
+    beside = {
+        "bare rounds: prefill ms, ms/round": f"{bare['prefill_ms']:.1f}, {bare['round_ms']:.3f}",
+        "bare rounds: total tokens/s": f"{bare['total_per_second']:,.0f}",
+        "share of them": f"{run['total_per_second'] / bare['total_per_second']:.1%}",
+    } if bare else {}  # fmt: skip
     return {
         "requests, failed": f"{run['requests']}, {run['failed']}",
-        "seconds": f"{run['seconds']:.2f}",
+        "arrivals": "at once" if run["rate"] is None else f"{run['rate']:.2f} a second",
+        "seconds": f"{run['seconds']:.3f}",
         "generated tokens/s": f"{run['generated_per_second']:,.0f}",
         "total tokens/s": f"{run['total_per_second']:,.0f}",
+        **beside,
         "first token, ms (p50 / p90 / p99)": as_ms(run["first_token"]),
         "between tokens, ms": as_ms(run["between_tokens"]),
         "between deliveries, ms": as_ms(run["between_deliveries"]),
@@ -213,37 +349,37 @@ def as_lines(run: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def title(results: dict[str, Any]) -> str:
+def title(results: dict[str, Any], mode: str = "") -> str:
     arguments = results["arguments"]
     model = arguments["shape"] or Path(arguments["model"]).name
-    rate = arguments["rate"]
-    arrivals = "at once" if rate is None else f"at {rate:g} a second"
     return (
-        f"{model}, {arguments['requests']} requests {arrivals}, {arguments['rows']} rows, "
-        f"{results['device']}, jax {results['jax']}, {results['date']}"
+        f"{model}, {mode}{', ' if mode else ''}{arguments['rows']} rows, {results['device']}, "
+        f"jax {results['jax']}, {results['date']}"
     )
 
 
-def make_table(results: dict[str, Any]) -> Table:
-    caption = f"kernels: {results['own_kernels']}\n{results['command']}"
-    table = Table(
-        title=title(results), caption=caption, title_justify="left", caption_justify="left"
-    )
-    table.add_column("")
-    for name in results["runs"]:
-        table.add_column(name, justify="right")
-    columns = [as_lines(run) for run in results["runs"].values()]
-    for line in columns[0]:
-        table.add_row(line, *(column[line] for column in columns))
-    return table
+def make_tables(results: dict[str, Any]) -> list[Table]:
+    """One for each mode."""
+    tables = []
+    for mode in dict.fromkeys(run["mode"] for run in results["runs"]):
+        caption = f"kernels: {results['own_kernels']}\n{results['command']}"
+        table = Table(title=title(results, mode), caption=caption, show_header=False)
+        table.title_justify = table.caption_justify = "left"
+        columns = [as_lines(run) for run in results["runs"] if run["mode"] == mode]
+        for line in dict.fromkeys(itertools.chain(*columns)):
+            table.add_row(line, *(column.get(line, "-") for column in columns))
+        tables.append(table)
+    return tables
 
 
-def plot_times(results: dict[str, Any], runs: dict[str, list[Client]], path: Path) -> None:
+def plot_times(results: dict[str, Any], runs: Sequence[Run], path: Path) -> None:
     """For each run, the share of the requests that waited at most so long."""
     figure = Figure(figsize=(9, 4), layout="constrained")
     first, between = figure.subplots(1, 2)
-    for name, clients in runs.items():
-        own = [client for client in clients if client.times]
+    for run in runs:
+        own = [client for client in run.clients if client.times]
+        arrivals = "at once" if run.rate is None else f"at {run.rate:.3g} a second"
+        name = f"{run.mode}, {len(run.clients)} {arrivals}"
         first.ecdf([client.first_token for client in own], label=name)
         between.ecdf([1e3 * client.between_tokens for client in own])
     first.set(xlabel="time to first token, s", ylabel="share of requests", xlim=(0, None))
@@ -255,10 +391,13 @@ def plot_times(results: dict[str, Any], runs: dict[str, list[Client]], path: Pat
 
 
 def run(args: argparse.Namespace) -> None:
-    results, clients = measure(args, progress_console())
-    show_results(results, make_table(results), as_json=args.json)
+    results, runs = measure(args, progress_console())
+    *first, last = make_tables(results)
+    for table in first:
+        table_console(stderr=args.json).print(table)
+    show_results(results, last, as_json=args.json)
     if args.png is not None:
-        plot_times(results, clients, args.png)
+        plot_times(results, runs, args.png)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
