@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -42,7 +42,7 @@ def _continues(call: Call, after: Call) -> bool:
 def _joined(parts: Sequence[Emitted]) -> Emitted:
     """Rounds one after the other; what is not of a round is the last part's."""
     *_, last = parts
-    rounds = {"num_rounds": sum(int(part.num_rounds) for part in parts)}
+    rounds: dict[str, Any] = {"num_rounds": sum(int(part.num_rounds) for part in parts)}
     for field in dataclasses.fields(Emitted):  # pyright: ignore[reportArgumentType]
         if (
             field.metadata.get("axes", ())[:1] == ("rounds",)

@@ -36,9 +36,7 @@ from jaxspec.state import Emitted, EngineState
 from jaxspec.structured.matcher import ALL_TOKENS
 
 SMALLEST_TABLE = 256  # tokens
-ADMISSIONS = 4, 32  # rows that a program admits: one for a few, one for many
-COPIES = 4  # pages that a program copies
-READ_AT_ONCE = 2048  # prompt tokens of a call of several rows; larger ones are no faster
+ADMISSIONS, MANY_ADMISSIONS = 4, 32  # rows that a program admits: one for a few, one for many
 
 Masks = Mapping[int, np.ndarray]  # by row: uint32 [W]
 
@@ -126,8 +124,7 @@ class Programs:
 
     def admit(self, rows: Sequence[NewRow]) -> None:
         """Assign requests to rows."""
-        few, many = ADMISSIONS
-        size = few if len(rows) <= few else many
+        size = ADMISSIONS if len(rows) <= ADMISSIONS else MANY_ADMISSIONS
         for start in range(0, len(rows), size):
             self._admit(rows[start : start + size], size)
 
@@ -144,10 +141,9 @@ class Programs:
         """Give rows the bias and penalties of their requests."""
         # A row without any need not be told so, unless its last request had some.
         changed = [new for new in rows if new.has_controls or new.row in self._rows_with_controls]
-        size, _ = ADMISSIONS
-        for start in range(0, len(changed), size):
-            part = changed[start : start + size]
-            arguments = new_controls(part, size, self.sizes.num_rows, self.params)
+        for start in range(0, len(changed), ADMISSIONS):
+            part = changed[start : start + ADMISSIONS]
+            arguments = new_controls(part, ADMISSIONS, self.sizes.num_rows, self.params)
             with self.controlled(Kind.FULL):
                 self._small("set_controls", *arguments)
         self._rows_with_controls -= {new.row for new in changed}
@@ -184,9 +180,9 @@ class Programs:
 
     def copy_pages(self, copies: Sequence[tuple[int, int, int]]) -> None:
         """Copy pages: (shard, source, destination) each."""
-        for start in range(0, len(copies), COPIES):
-            lists = np.zeros((2, self.shards, COPIES), np.int32)
-            for place, (shard, *pages) in enumerate(copies[start : start + COPIES]):
+        for start in range(0, len(copies), ADMISSIONS):
+            lists = np.zeros((2, self.shards, ADMISSIONS), np.int32)
+            for place, (shard, *pages) in enumerate(copies[start : start + ADMISSIONS]):
                 lists[:, shard, place] = pages
             self._small("copy_pages", *lists.reshape(2, -1))
 
@@ -222,9 +218,8 @@ class Programs:
         calls = []
         for (width, masked), group in groups_of_reads(reads, self.sizes.max_chunk, set(masks)):
             shards = self._by_shard([row for row, *_ in group])
-            longest, most = max(map(len, shards)), max(1, READ_AT_ONCE // width)
             wanted = ReadKey(
-                min(longest, most),
+                longest := max(map(len, shards)),
                 self.columns_for(max(tokens for *_, tokens in group)),
                 width,
                 kind,

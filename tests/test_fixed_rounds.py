@@ -1,16 +1,18 @@
 """Programs that run a fixed number of rounds, as on GPUs."""
 
+import dataclasses
+from typing import Any
+
 import numpy as np
 import pytest
 
 from jaxspec.calls import Call, joined
-from jaxspec.config.speculation import PLAIN
+from jaxspec.config.speculation import PLAIN, TreeShape
 from jaxspec.engine import Engine
 from jaxspec.program_sizes import Kind, ReadKey, RoundsKey, choose_reading
 from jaxspec.scheduling.requests import SamplingParams
 from jaxspec.state import Emitted
 from tests.engines import new_engine, plain_engine
-from tests.marks import first_is_fast
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9], list(range(20)), [7], [3, 1] * 8, [9] * 5]
 SAMPLING = [
@@ -34,9 +36,11 @@ def alone() -> list[list[int]]:
     return found
 
 
-@first_is_fast([("ngram", None), ("eagle3", None), ("eagle3", PLAIN), ("none", None)])
-def test_texts_are_the_same(case):
-    drafter, shape = case
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("drafter", "shape"), [("ngram", None), ("eagle3", None), ("eagle3", PLAIN), ("none", None)]
+)
+def test_texts_are_the_same(drafter: str, shape: TreeShape | None):
     engine = new_engine(drafter, fixed_rounds=True)
     engine.shape = shape
     assert texts(engine) == alone()
@@ -44,20 +48,31 @@ def test_texts_are_the_same(case):
     assert lengths == {1, 4}
 
 
-def test_calls_of_the_same_rows_are_joined():
-    def call(rows: list[int], rounds: int, first: int) -> Call:
-        tokens = first + np.arange(rounds * len(rows)).reshape(rounds, len(rows), 1)
-        counts = np.ones(tokens.shape[:2], np.int32)
-        status = np.full(len(rows), first)
-        emitted = Emitted(
-            num_rounds=np.int32(rounds),  # pyright: ignore[reportArgumentType]
-            **{"tokens": tokens, "counts": counts, "accepted": counts, "drafted": counts},
-            status=status,  # pyright: ignore[reportArgumentType]
-            ending=status,  # pyright: ignore[reportArgumentType]
-        )
-        return Call(np.array(rows), emitted)
+def rounds(rows: list[int], count: int, first: int) -> Call:
+    """A call that emitted ``first``, ``first`` + 1, ... one token of each row a round."""
+    tokens = first + np.arange(count * len(rows)).reshape(count, len(rows), 1)
+    each, last = np.ones(tokens.shape[:2], np.int32), np.full(len(rows), first)
+    fields: dict[str, Any] = dict.fromkeys(
+        field.name
+        for field in dataclasses.fields(Emitted)  # pyright: ignore[reportArgumentType]
+    )
+    fields |= {"num_rounds": np.int32(count), "tokens": tokens, "status": last, "ending": last}
+    fields |= {"counts": each, "accepted": each, "drafted": each}
+    return Call(np.array(rows), Emitted(**fields))
 
-    calls = [call([0, 1], 0, 1), call([0, 1], 2, 10), call([0, 1], 1, 20), call([1, 0], 1, 30)]
+
+def test_a_short_text_is_the_same():
+    engine = new_engine("none", fixed_rounds=True, max_rows=1, rounds_per_call=2)
+    sampling = SamplingParams(max_tokens=6)
+    engine.finish([generation := engine.add([1, 2, 3], sampling)])
+    other = plain_engine()
+    other.finish([expected := other.add([1, 2, 3], sampling)])
+    assert generation.token_ids == expected.token_ids
+    assert generation.statistics.rounds == 5
+
+
+def test_calls_of_the_same_rows_are_joined():
+    calls = [rounds([0, 1], 0, 1), rounds([0, 1], 2, 10), rounds([0, 1], 1, 20), rounds([1], 1, 30)]
     first, both, last = joined(calls)
     assert first is calls[0] and last is calls[3]
     assert both.emitted.num_rounds == 3

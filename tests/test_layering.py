@@ -47,6 +47,7 @@ LAYERS = (
     "jaxspec.generation",
     "jaxspec.program_sizes",
     "jaxspec.new_rows",
+    "jaxspec.calls",
     "jaxspec.programs",
     "jaxspec.masked_programs",
     "jaxspec.masked_rounds",

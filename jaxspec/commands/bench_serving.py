@@ -16,9 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from matplotlib.figure import Figure
 from rich.console import Console
-from rich.table import Table
 
 from jaxspec.benchmarking import workloads
 from jaxspec.benchmarking.compiling import compile_side_by_side
@@ -28,6 +26,7 @@ from jaxspec.benchmarking.rounds import Bench, Workload, time_mode
 from jaxspec.benchmarking.shapes import SHAPES
 from jaxspec.benchmarking.workloads import Arrival, Lengths
 from jaxspec.commands.run_facts import run_facts
+from jaxspec.commands.serving_tables import make_tables, plot_times
 from jaxspec.commands.shell import (
     add_model_option,
     command_parser,
@@ -89,7 +88,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--dtype", choices=("bfloat16", "float32"), help="(default: float32 on CPU, else bfloat16)")
     add("--kernels", default="auto", help="auto (all on a Hopper GPU), all, none or a comma list")
     add("--compare", choices=("plain",), help="run the same without speculation, too")
-    add("--bare", action="store_true", help="time the same without a scheduler, too; with --shape")
+    add("--bare", action="store_true", help="time the same without a scheduler, too, up to --rows; "
+        "with --shape")  # fmt: skip
     add("--json", action="store_true", help="JSON on stdout, the table on stderr")
     add("--png", type=Path, help="write the distribution of the times as a PNG")
     return parser
@@ -219,13 +219,19 @@ class Run(NamedTuple):
     clients: list[Client]
     bare: dict[str, float]
 
+    @property
+    def name(self) -> str:
+        arrivals = "at once" if self.rate is None else f"at {self.rate:.3g} a second"
+        return f"{self.mode}, {len(self.clients)} {arrivals}"
+
 
 def measure(args: argparse.Namespace, console: Console) -> tuple[dict[str, Any], list[Run]]:
     """All results, and the runs."""
     workloads = [make_arrivals(args, count, args.rate) for count in counts_of(args)]
     console.print("loading")
     models, runs, kernels = Models(args), [], ""
-    for name in ["speculative", *([args.compare] if args.compare else [])]:
+    first = "plain" if args.tree == "plain" else "speculative"
+    for name in [first] if args.compare in (None, first) else [first, args.compare]:
         longest = max(len(one.prompt) + one.new_tokens for one in itertools.chain(*workloads))
         engine = make_engine(args, models.params(name), longest)
         kernels = str(engine.kernels)
@@ -264,13 +270,23 @@ def serve(
         test.warm_up()
         console.print(f"{name}: {engine.programs.compiled} programs; measuring")
         runs.append(repeated(args, name, test, args.rate))
+        console.print(summary(runs[-1]))
     fastest = max(run.result.requests / run.result.seconds for run in runs)
     for share in args.load:
         rate = share * fastest
         test = LoadTest(engine, make_arrivals(args, args.load_requests, rate), args.temperature)
         console.print(f"{name}: measuring at {rate:.2f} requests a second")
         runs.append(repeated(args, name, test, rate))
+        console.print(summary(runs[-1]))
     return runs
+
+
+def summary(run: Run) -> str:
+    result = run.result
+    return (
+        f"{run.name}: {result.seconds:.3f} s, {result.total_per_second:,.0f} tokens/s in all, "
+        f"{result.generated_per_second:,.0f} generated, device idle {result.device_idle:.1%}"
+    )
 
 
 def repeated(args: argparse.Namespace, name: str, test: LoadTest, rate: float | None) -> Run:
@@ -290,13 +306,14 @@ def bare_rounds(
 
     def compiled(count: int) -> Bench:
         rounds = mode.rounds(args.new_tokens)
-        workload = Workload(count, args.prompt_tokens, rounds, args.page_size, repeats=3)
+        context = args.shared_prefix + args.prompt_tokens
+        workload = Workload(count, context, rounds, args.page_size, repeats=3)
         return Bench(mode, params, workload)
 
     counts = [count for count in counts_of(args) if count <= args.rows]
     benches = compile_side_by_side(compiled, counts, "bare batches", MOST_JOBS, console.print)
     found = {}
-    for count, bench in list(zip(counts, benches, strict=True)):
+    for count, bench in zip(counts, list(benches), strict=True):
         timing = time_mode(bench, lambda _: None)
         rounds = (args.new_tokens - 1) / timing.acceptance_length
         seconds = 1e-3 * (timing.prefill_ms + rounds * timing.round_ms)
@@ -304,90 +321,9 @@ def bare_rounds(
             "prefill_ms": timing.prefill_ms,
             "round_ms": timing.round_ms,
             "acceptance_length": timing.acceptance_length,
-            "total_per_second": count * (args.prompt_tokens + args.new_tokens) / seconds,
+            "total_per_second": count * (bench.workload.context + args.new_tokens) / seconds,
         }
     return found
-
-
-# What is shown.
-
-
-def as_ms(times: dict[str, float]) -> str:
-    return " / ".join(f"{1e3 * value:,.1f}" for value in times.values())
-
-
-def as_lines(run: dict[str, Any]) -> dict[str, str]:
-    """The figures of a run as the table shows them."""
-    depths = " ".join(f"{share:.2f}" for share in run["accepted_by_depth"])
-    preempted = ", ".join(f"{count} by {how}" for how, count in run["preemptions"].items())
-    bare = run.get("bare")
-    beside = {
-        "bare rounds: prefill ms, ms/round": f"{bare['prefill_ms']:.1f}, {bare['round_ms']:.3f}",
-        "bare rounds: total tokens/s": f"{bare['total_per_second']:,.0f}",
-        "share of them": f"{run['total_per_second'] / bare['total_per_second']:.1%}",
-    } if bare else {}  # fmt: skip
-    return {
-        "requests, failed": f"{run['requests']}, {run['failed']}",
-        "arrivals": "at once" if run["rate"] is None else f"{run['rate']:.2f} a second",
-        "seconds": f"{run['seconds']:.3f}",
-        "generated tokens/s": f"{run['generated_per_second']:,.0f}",
-        "total tokens/s": f"{run['total_per_second']:,.0f}",
-        **beside,
-        "first token, ms (p50 / p90 / p99)": as_ms(run["first_token"]),
-        "between tokens, ms": as_ms(run["between_tokens"]),
-        "between deliveries, ms": as_ms(run["between_deliveries"]),
-        "longest gap, ms": f"{1e3 * run['longest_gap']:,.1f}",
-        "device idle": f"{run['device_idle']:.1%}",
-        "without requests": f"{run['without_requests']:.1%}",
-        "KV waste": f"{run['kv_waste']:.1%}",
-        "most KV pages held": f"{run['kv_used']:.1%}",
-        "prefix hits": f"{run['prompt_hits']:.1%} of the prompts' tokens",
-        "tokens a round": f"{run['tokens_per_round']:.2f}",
-        "accepted by depth": depths or "-",
-        "preemptions": preempted,
-        "compiled after warm-up": str(run["compiled"]),
-    }
-
-
-def title(results: dict[str, Any], mode: str = "") -> str:
-    arguments = results["arguments"]
-    model = arguments["shape"] or Path(arguments["model"]).name
-    return (
-        f"{model}, {mode}{', ' if mode else ''}{arguments['rows']} rows, {results['device']}, "
-        f"jax {results['jax']}, {results['date']}"
-    )
-
-
-def make_tables(results: dict[str, Any]) -> list[Table]:
-    """One for each mode."""
-    tables = []
-    for mode in dict.fromkeys(run["mode"] for run in results["runs"]):
-        caption = f"kernels: {results['own_kernels']}\n{results['command']}"
-        table = Table(title=title(results, mode), caption=caption, show_header=False)
-        table.title_justify = table.caption_justify = "left"
-        columns = [as_lines(run) for run in results["runs"] if run["mode"] == mode]
-        for line in dict.fromkeys(itertools.chain(*columns)):
-            table.add_row(line, *(column.get(line, "-") for column in columns))
-        tables.append(table)
-    return tables
-
-
-def plot_times(results: dict[str, Any], runs: Sequence[Run], path: Path) -> None:
-    """For each run, the share of the requests that waited at most so long."""
-    figure = Figure(figsize=(9, 4), layout="constrained")
-    first, between = figure.subplots(1, 2)
-    for run in runs:
-        own = [client for client in run.clients if client.times]
-        arrivals = "at once" if run.rate is None else f"at {run.rate:.3g} a second"
-        name = f"{run.mode}, {len(run.clients)} {arrivals}"
-        first.ecdf([client.first_token for client in own], label=name)
-        between.ecdf([1e3 * client.between_tokens for client in own])
-    first.set(xlabel="time to first token, s", ylabel="share of requests", xlim=(0, None))
-    between.set(xlabel="mean time between tokens, ms", xlim=(0, None))
-    first.legend()
-    figure.suptitle(title(results), fontsize="small")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -397,7 +333,7 @@ def run(args: argparse.Namespace) -> None:
         table_console(stderr=args.json).print(table)
     show_results(results, last, as_json=args.json)
     if args.png is not None:
-        plot_times(results, runs, args.png)
+        plot_times(results, [(run.name, run.clients) for run in runs], args.png)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
