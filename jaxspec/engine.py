@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxspec.calls import Call, joined
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.speculation import TreeShape
@@ -24,7 +25,7 @@ from jaxspec.logprobs import take_logprobs
 from jaxspec.models.decoder import Decoder
 from jaxspec.plan_runner import PlanRunner
 from jaxspec.program_sizes import Kind, Load, RoundsKey
-from jaxspec.programs import Call, Programs
+from jaxspec.programs import Programs
 from jaxspec.scheduling.plan import Plan, PreemptionCosts
 from jaxspec.scheduling.requests import SamplingParams, check_requests
 from jaxspec.scheduling.scheduler import Scheduler
@@ -288,7 +289,7 @@ class Engine:
 
     def _read(self, launched: _Launched) -> None:
         """Wait for the calls of a plan, and hand out what they emitted."""
-        plan, calls = launched.plan, jax.device_get(launched.calls)
+        plan, calls = launched.plan, joined(jax.device_get(launched.calls))
         for call in calls:
             for place, row in enumerate(call.rows.tolist()):
                 if row < self.limits.num_rows:

@@ -1,6 +1,7 @@
 """What an engine has room for: the sizes of its programs, and the limits of its scheduler."""
 
 from jaxspec import memory
+from jaxspec.cache import pages_for
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
 from jaxspec.functional import EngineParams
@@ -9,6 +10,7 @@ from jaxspec.scheduling.plan import Limits
 
 MOST_STOPS = 16
 LARGEST_CHUNK = 512  # prompt tokens of a row in a call
+FIXED_ROUNDS = 8  # of a program that runs a fixed number, unless that is one
 
 
 def engine_sizes(params: EngineParams, cache: CacheConfig, config: EngineConfig) -> Sizes:
@@ -26,7 +28,14 @@ def engine_sizes(params: EngineParams, cache: CacheConfig, config: EngineConfig)
         max_stops=MOST_STOPS,
         max_chunk=LARGEST_CHUNK,
         max_rounds=config.rounds_per_call,
+        fixed_rounds=min(FIXED_ROUNDS, config.rounds_per_call) if _is_fixed(params, config) else 0,
     )
+
+
+def _is_fixed(params: EngineParams, config: EngineConfig) -> bool:
+    if config.fixed_rounds is not None:
+        return config.fixed_rounds
+    return next(iter(params.target.embed.devices())).platform == "gpu"
 
 
 def scheduler_limits(params: EngineParams, sizes: Sizes, config: EngineConfig) -> Limits:
@@ -37,6 +46,8 @@ def scheduler_limits(params: EngineParams, sizes: Sizes, config: EngineConfig) -
             "preemption must be recompute or auto where rows are split over devices: such rows "
             "cannot be swapped"
         )
+    longest = pages_for(sizes.max_length + params.speculation.scratch_slots, sizes.page_size)
+    holds_all = sizes.num_pages // shards > sizes.num_rows // shards * longest
     return Limits(
         num_rows=sizes.num_rows,
         num_pages=sizes.num_pages // shards - 1,
@@ -47,7 +58,9 @@ def scheduler_limits(params: EngineParams, sizes: Sizes, config: EngineConfig) -
         shards=shards,
         prefill_budget=max(config.prefill_budget, sizes.num_rows),
         max_rounds=sizes.max_rounds,
+        runs_all_rounds=sizes.fixed_rounds > 0,
         max_queue=config.max_queue,
+        watermark=0.0 if holds_all else Limits.watermark,
         prefix_caching=config.prefix_caching,
         preemption=config.preemption if shards == 1 else "recompute",
     )

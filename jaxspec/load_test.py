@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import queue
+import secrets
 import sys
 import threading
 import time
@@ -13,9 +14,9 @@ import jax
 import numpy as np
 
 from jaxspec.benchmarking.workloads import Arrival
+from jaxspec.calls import Call
 from jaxspec.engine import Engine
 from jaxspec.generation import Generation
-from jaxspec.programs import Call
 from jaxspec.scheduling.requests import SamplingParams
 
 PERCENTILES = (50, 90, 99)
@@ -161,11 +162,12 @@ class LoadTest:
     def warm_up(self) -> None:
         """Compile, by running the workload; its pages are not found again. Then compile no more
         where a program is ready."""
+        self.engine.programs.sealed = False
 
         def clock() -> float:  # as if programs were ready: else the requests would pile up
             return time.perf_counter() - self.engine.programs.compile_seconds
 
-        self._drive("warm-up", clock)
+        self._drive(clock)
         self.engine.programs.sealed = True
 
     def run(self) -> LoadResult:
@@ -176,7 +178,7 @@ class LoadTest:
         with DeviceWatch() as watch, _frequent_switches():
             engine.on_launch = watch.launched
             started = time.perf_counter()
-            self._drive("run", time.perf_counter)
+            self._drive(time.perf_counter)
             engine.on_launch = None
         ends = [client.times[-1] for client in self.clients if client.times]
         if not ends:
@@ -201,8 +203,9 @@ class LoadTest:
             compiled=engine.programs.compiled - compiled,
         )
 
-    def _drive(self, salt: str, clock: Callable[[], float]) -> None:
+    def _drive(self, clock: Callable[[], float]) -> None:
         """Add requests as they arrive, and step until all have ended."""
+        salt = secrets.token_hex()  # the pages of other runs are not found
         engine, coming = self.engine, list(reversed(self.arrivals))
         self.clients, live = [], []
         self.usage, self.without_requests = _Usage(), 0.0

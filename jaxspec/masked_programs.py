@@ -5,9 +5,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxspec.calls import Call
 from jaxspec.config.speculation import TreeShape
 from jaxspec.program_sizes import Kind, Load, RoundsKey
-from jaxspec.programs import Call, Programs
+from jaxspec.programs import Programs
 from jaxspec.speculation.tree import DraftTree
 
 

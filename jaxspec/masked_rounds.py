@@ -6,11 +6,12 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from jaxspec.calls import Call
 from jaxspec.config.speculation import TreeShape
 from jaxspec.generation import Generation
 from jaxspec.masked_programs import Drafted, run_draft, run_verify
 from jaxspec.program_sizes import Kind, Load
-from jaxspec.programs import Call, Programs
+from jaxspec.programs import Programs
 from jaxspec.scheduling.plan import Plan
 from jaxspec.scheduling.requests import SamplingParams
 from jaxspec.scheduling.sequence import Sequence

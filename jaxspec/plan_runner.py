@@ -5,13 +5,14 @@ import dataclasses
 import jax
 import numpy as np
 
+from jaxspec.calls import Call
 from jaxspec.config.speculation import TreeShape
 from jaxspec.functional import SavedRow
 from jaxspec.generation import Generation
 from jaxspec.masked_rounds import MaskedRounds, generation_of, kind_of, sampling_of
 from jaxspec.new_rows import NewRow
 from jaxspec.program_sizes import Load
-from jaxspec.programs import Call, Programs
+from jaxspec.programs import Programs
 from jaxspec.scheduling.plan import Admission, Plan, RowResult, SwapIn
 from jaxspec.state import ERRORS, Emitted, Ending, Status
 
@@ -89,7 +90,7 @@ class PlanRunner:
         if not plan.decode_rows:
             return []
         sequences = [plan.sequences[row] for row in plan.decode_rows]
-        call = self.programs.run_rounds(
+        return self.programs.run_rounds(
             plan.decode_rows,
             max(sequence.limit for sequence in sequences),
             plan.rounds,
@@ -97,7 +98,6 @@ class PlanRunner:
             shape=shape,
             kind=kind_of(sequences),
         )
-        return [call]
 
     def results(self, calls: list[Call], shape: TreeShape | None) -> list[RowResult]:
         """What each row did in the calls of a plan, which were read from the device."""

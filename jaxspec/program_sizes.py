@@ -6,13 +6,18 @@ holds it; if there is none, in one that is compiled for the load.
 
 import dataclasses
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from jaxspec.config.speculation import TreeShape
 from jaxspec.scheduling.requests import SamplingParams
 
+SMALLEST_CHUNK = 16  # prompt tokens of a row in a call
 MOST_WASTE = 4  # a prompt is read by a program of at most this many times its size
+READ_CALL = 256  # prompt tokens that a call could read while it reads the weights
+
+Read = tuple[int, int, int]  # a row, how many tokens, most tokens of the row
+Reads = Sequence[Read]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +29,8 @@ class Sizes:
       max_stops: most stop tokens of a row.
       max_chunk: most prompt tokens of a row in a call.
       max_rounds: most rounds of a call.
+      fixed_rounds: programs run one round or so many, see functional.decode; 0: as many as a call
+        asks for.
     """
 
     num_rows: int
@@ -33,6 +40,7 @@ class Sizes:
     max_stops: int
     max_chunk: int
     max_rounds: int
+    fixed_rounds: int = 0
 
 
 class Kind(enum.IntEnum):
@@ -113,6 +121,7 @@ class RoundsKey(NamedTuple):
     """Sizes of a program of rounds; ``rows`` of each shard.
 
     ``masked``: of one round in two programs, between which the host restricts the tokens.
+    ``rounds``: that it runs; 0: as many as a call asks for.
     """
 
     rows: int
@@ -120,12 +129,13 @@ class RoundsKey(NamedTuple):
     shape: TreeShape
     kind: Kind
     masked: bool = False
+    rounds: int = 0
 
     def holds(self, other: "RoundsKey") -> bool:
         return (
             self.rows >= other.rows
             and self.columns >= other.columns
-            and self.shape == other.shape
+            and (self.shape, self.rounds) == (other.shape, other.rounds)
             and self.kind >= other.kind
             and self.masked == other.masked
         )
@@ -135,15 +145,37 @@ class RoundsKey(NamedTuple):
         return self.rows * self.columns
 
 
+def groups_of_reads(
+    reads: Reads, max_chunk: int, masked: set[int]
+) -> list[tuple[tuple[int, bool], list[Read]]]:
+    """Those that a program can read together: by width, and whether their rows are ``masked``."""
+    groups: dict[tuple[int, bool], list[Read]] = {}
+    for read in reads:
+        width = min(max(SMALLEST_CHUNK, power_of_two(read[1])), max_chunk)
+        groups.setdefault((width, read[0] in masked), []).append(read)
+    return sorted(groups.items())
+
+
 def choose_reading(
     ready: Iterable[object], wanted: ReadKey, target: ReadKey, *, sealed: bool
 ) -> ReadKey:
-    """The program that reads: one of those ready, or ``target``, which is then compiled."""
-    fitting = [key for key in ready if isinstance(key, ReadKey) and key.holds(wanted)]
-    if not sealed:
+    """The program that reads: one of those ready, or ``target``, which is then compiled.
+
+    Once ``sealed`` it may have fewer rows than wanted: then it is called several times.
+    """
+    keys = [key for key in ready if isinstance(key, ReadKey)]
+    if sealed:
+        fitting = [key for key in keys if key.holds(wanted._replace(rows=0))]
+    else:
+        fitting = [key for key in keys if key.holds(wanted)]
         fitting = [key for key in fitting if key.cost <= MOST_WASTE * target.cost]
         fitting = [key for key in fitting if key.kind <= target.kind]
-    return min(fitting, key=lambda key: (key.cost, key.columns, key.kind), default=target)
+
+    def cost(key: ReadKey) -> tuple[int, ...]:
+        calls = -(-wanted.rows // key.rows)
+        return calls * (key.cost + READ_CALL), calls, key.columns, key.kind
+
+    return min(fitting, key=cost, default=target)
 
 
 def choose_rounds(

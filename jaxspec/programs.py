@@ -7,7 +7,7 @@ import contextlib
 import functools
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxspec import functional, memory
 from jaxspec.cache import pages_for
+from jaxspec.calls import Call
 from jaxspec.compiler_options import compiler_options
 from jaxspec.config.speculation import TreeShape
 from jaxspec.functional import EngineParams, SavedRow
@@ -23,10 +24,12 @@ from jaxspec.program_sizes import (
     Kind,
     Load,
     ReadKey,
+    Reads,
     RoundsKey,
     Sizes,
     choose_reading,
     choose_rounds,
+    groups_of_reads,
     power_of_two,
 )
 from jaxspec.sampling import Controls
@@ -35,20 +38,9 @@ from jaxspec.state import Emitted, EngineState
 from jaxspec.structured.matcher import ALL_TOKENS
 
 SMALLEST_TABLE = 256  # tokens
-SMALLEST_CHUNK = 16  # prompt tokens of a row in a call
-ADMISSIONS = 4  # rows that one call of the program admits
+ADMISSIONS, MANY_ADMISSIONS = 4, 32  # rows that a program admits: one for a few, one for many
 
-Read = tuple[int, int, int]  # a row, how many tokens, most tokens of the row
-Reads = Sequence[Read]
 Masks = Mapping[int, np.ndarray]  # by row: uint32 [W]
-
-
-class Call(NamedTuple):
-    """What a program was launched for: ``rows`` [B] of what it emits (those past the last row are
-    padding)."""
-
-    rows: np.ndarray
-    emitted: Emitted
 
 
 class Programs:
@@ -69,7 +61,8 @@ class Programs:
         jit = functools.partial(jax.jit, donate_argnums=1, compiler_options=options)
         self.admit_rows = jit(functional.admit, static_argnames="may_wait")
         self.prefill = jit(functional.prefill, static_argnames=reading)
-        self.decode = jit(functional.decode, static_argnames=("max_rounds", "shape", *choices))
+        decoding = ("max_rounds", "fixed", "shape", *choices)
+        self.decode = jit(functional.decode, static_argnames=decoding)
         choices = ("columns", "shape", "greedy", "controls")
         self.draft = jit(functional.draft, static_argnames=choices)
         choices += ("logprobs", "top_logprobs")
@@ -132,14 +125,15 @@ class Programs:
 
     def admit(self, rows: Sequence[NewRow]) -> None:
         """Assign requests to rows."""
-        for start in range(0, len(rows), ADMISSIONS):
-            self._admit(rows[start : start + ADMISSIONS])
+        size = ADMISSIONS if len(rows) <= ADMISSIONS else MANY_ADMISSIONS
+        for start in range(0, len(rows), size):
+            self._admit(rows[start : start + size], size)
 
-    def _admit(self, rows: Sequence[NewRow]) -> None:
-        arguments, options = admission(rows, ADMISSIONS, self.sizes, self.columns)
+    def _admit(self, rows: Sequence[NewRow], size: int) -> None:
+        arguments, options = admission(rows, size, self.sizes, self.columns)
         for new, table in zip(rows, options["page_table"], strict=False):
             self.tables[new.row] = table
-        with self.counted("admit"):
+        with self.counted(("admit", size)):
             self.state = self.admit_rows(
                 self.params, self.state, *arguments, may_wait=True, **options
             )
@@ -221,26 +215,25 @@ class Programs:
     def read(self, reads: Reads, load: Load, masks: Masks, *, kind: Kind) -> list[Call]:
         """Read prompt tokens; ``masks`` are of rows whose first token is restricted."""
         calls = []
-        by_width: dict[tuple[int, bool], list[Read]] = {}
-        for read in reads:
-            width = max(SMALLEST_CHUNK, power_of_two(read[1]))
-            place = min(width, self.sizes.max_chunk), read[0] in masks
-            by_width.setdefault(place, []).append(read)
-        for (width, masked), group in sorted(by_width.items()):
-            rows = [row for row, *_ in group]
+        for (width, masked), group in groups_of_reads(reads, self.sizes.max_chunk, set(masks)):
+            shards = self._by_shard([row for row, *_ in group])
             wanted = ReadKey(
-                power_of_two(max(map(len, self._by_shard(rows)))),
+                longest := max(map(len, shards)),
                 self.columns_for(max(tokens for *_, tokens in group)),
                 width,
                 kind,
                 masked,
             )
-            calls.append(self._read(self._read_key(wanted, load), group, masks))
+            key = self._read_key(wanted, load)
+            for start in range(0, longest, key.rows):
+                part = {row for shard in shards for row in shard[start : start + key.rows]}
+                calls.append(self._read(key, [read for read in group if read[0] in part], masks))
         return calls
 
     def _read_key(self, wanted: ReadKey, load: Load) -> ReadKey:
         columns = max(wanted.columns, self.columns_for(load.tokens))
-        target = wanted._replace(columns=columns, kind=max(wanted.kind, load.kind))
+        rows, kind = power_of_two(wanted.rows), max(wanted.kind, load.kind)
+        target = wanted._replace(rows=rows, columns=columns, kind=kind)
         return choose_reading(self.ready, wanted, target, sealed=self.sealed)
 
     def _read(self, key: ReadKey, reads: Reads, masks: Masks) -> Call:
@@ -275,16 +268,21 @@ class Programs:
         *,
         shape: TreeShape | None,
         kind: Kind,
-    ) -> Call:
+    ) -> list[Call]:
         """Run up to ``rounds`` rounds of some rows.
 
         Args:
           tokens: most tokens of any of them, at the end of its life.
         """
-        key = self.rounds_key(rows, tokens, load, shape, kind)
-        self.prepare_rounds(key)
-        listed = self.listed(rows, key.rows)
-        return Call(listed, self._decode(key, listed, rounds))
+        calls, fixed = [], self.sizes.fixed_rounds
+        while rounds > 0:
+            own = fixed and (fixed if rounds >= fixed else 1)
+            key = self.rounds_key(rows, tokens, load, shape, kind, rounds=own)
+            self.prepare_rounds(key)
+            listed = self.listed(rows, key.rows)
+            calls.append(Call(listed, self._decode(key, listed, rounds)))
+            rounds -= own or rounds
+        return calls
 
     def rounds_key(
         self,
@@ -295,11 +293,13 @@ class Programs:
         kind: Kind,
         *,
         masked: bool = False,
+        rounds: int = 0,
     ) -> RoundsKey:
         """The program that runs rounds of these rows; see run_rounds."""
         own = power_of_two(max(map(len, self._by_shard(rows))))
         shape = self.params.call(shape).speculation.shape
-        return self._chosen(RoundsKey(own, self.columns_for(tokens), shape, kind, masked), load)
+        wanted = RoundsKey(own, self.columns_for(tokens), shape, kind, masked, rounds)
+        return self._chosen(wanted, load)
 
     def _chosen(self, wanted: RoundsKey, load: Load) -> RoundsKey:
         share = self.sizes.num_rows // self.shards
@@ -313,11 +313,11 @@ class Programs:
 
     def _decode(self, key: RoundsKey, rows: np.ndarray, rounds: int) -> Emitted:
         options = {"columns": key.columns, "shape": key.shape, **self.options(key.kind)}
-        most = self.sizes.max_rounds
+        options["max_rounds"] = key.rounds or self.sizes.max_rounds
+        options["fixed"] = key.rounds > 0
         with self.controlled(key.kind):
-            self.state, emitted = self.decode(
-                self.params, self.state, np.int32(rounds), rows, max_rounds=most, **options
-            )
+            limit = np.int32(rounds)
+            self.state, emitted = self.decode(self.params, self.state, limit, rows, **options)
         return emitted
 
     def all_tokens(self) -> np.ndarray:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 
 import pytest
+from pytest import approx
 
 from jaxspec.benchmarking import workloads
 from jaxspec.benchmarking.shapes import SHAPES
@@ -63,19 +64,21 @@ def test_the_command_prints_a_table_and_json_and_draws(monkeypatch, capsys, tmp_
     tiny = SHAPES["tiny"]
     small = dataclasses.replace(tiny, layers=tiny.layers[:2])
     monkeypatch.setattr(bench_serving, "SHAPES", {"tiny": small})
-    counts = ["--requests", "6", "--rows", "2", "--prompt-tokens", "12", "--new-tokens", "10"]
-    more = ["--tree", "chain:2@2", "--rate", "50", "--spread", "0.3", "--shared-prefix", "16"]
-    outputs = ["--compare", "plain", "--json", "--png", str(tmp_path / "times.png")]
+    counts = ["--requests", "1,6", "--rows", "2", "--prompt-tokens", "12", "--new-tokens", "10"]
+    more = ["--tree", "chain:2@2", "--load", "0.5", "--load-requests", "3", "--shared-prefix", "16"]
+    outputs = ["--compare", "plain", "--bare", "--json", "--png", str(tmp_path / "times.png")]
     assert bench_serving.main([*TINY, *counts, *more, *outputs]) == 0
     printed = capsys.readouterr()
-    results = json.loads(printed.out)
-    assert list(results["runs"]) == ["speculative", "plain"]
-    for run in results["runs"].values():
-        assert run["requests"] == 6 and run["failed"] == run["compiled"] == 0
-        assert run["prompt_hits"] > 0.3
-    assert results["runs"]["plain"]["tokens_per_round"] == 1
-    assert results["runs"]["speculative"]["tokens_per_round"] == pytest.approx(2, abs=0.5)
-    assert "tiny, 6 requests at 50 a second, 2 rows" in printed.err
+    runs = json.loads(printed.out)["runs"]
+    assert [run["mode"] for run in runs] == 3 * ["speculative"] + 3 * ["plain"]
+    assert [run["requests"] for run in runs] == 2 * [1, 6, 3]
+    for run in runs:
+        assert run["failed"] == run["compiled"] == 0
+        assert (run["prompt_hits"] > 0.1) == (run["requests"] > 2)
+        assert run["tokens_per_round"] == (1 if run["mode"] == "plain" else approx(2, abs=0.5))
+        assert (run["rate"] is None) == (run["requests"] != 3)
+    assert [run["bare"]["total_per_second"] > 0 for run in runs if "bare" in run] == [True, True]
+    assert "tiny, speculative, 2 rows" in printed.err and "tiny, plain, 2 rows" in printed.err
     assert "device idle" in printed.err and "compiled after warm-up" in printed.err
     assert (tmp_path / "times.png").read_bytes().startswith(b"\x89PNG")
 
@@ -83,7 +86,7 @@ def test_the_command_prints_a_table_and_json_and_draws(monkeypatch, capsys, tmp_
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--requests", "0"], "--requests must be at least 1, got 0"),
+        (["--requests", "0"], "--requests must be numbers, at least 1 each, got 0"),
         (["--new-tokens", "0"], "--new-tokens must be at least 1"),
         (["--rate", "0"], "--rate must be a positive number"),
         (["--spread", "1"], "--spread must be a share"),

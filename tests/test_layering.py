@@ -48,6 +48,7 @@ LAYERS = (
     "jaxspec.program_sizes",
     "jaxspec.compiler_options",
     "jaxspec.new_rows",
+    "jaxspec.calls",
     "jaxspec.programs",
     "jaxspec.masked_programs",
     "jaxspec.masked_rounds",

@@ -11,39 +11,45 @@ has returned.
 
 import argparse
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from matplotlib.figure import Figure
 from rich.console import Console
-from rich.table import Table
 
 from jaxspec.benchmarking import workloads
-from jaxspec.benchmarking.modes import make_params, parse_mode
+from jaxspec.benchmarking.compiling import compile_side_by_side
+from jaxspec.benchmarking.modes import Mode, make_params, parse_mode
 from jaxspec.benchmarking.random_params import random_decoder, random_eagle3_head
+from jaxspec.benchmarking.rounds import Bench, Workload, time_mode
 from jaxspec.benchmarking.shapes import SHAPES
 from jaxspec.benchmarking.workloads import Arrival, Lengths
 from jaxspec.commands.run_facts import run_facts
+from jaxspec.commands.serving_tables import make_tables, plot_times
 from jaxspec.commands.shell import (
     add_model_option,
     command_parser,
     progress_console,
     run_command,
     show_results,
+    table_console,
 )
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.engine import Engine
 from jaxspec.functional import EngineParams
-from jaxspec.load_test import Client, LoadTest
+from jaxspec.load_test import Client, LoadResult, LoadTest
 from jaxspec.loading import load, resolve_dtype
+from jaxspec.models.decoder import Decoder
+from jaxspec.models.heads import DraftHead
 from jaxspec.tokenizer import TextTokenizer
 from pallas_kernels.selection import Kernels
 
 SYNTHETIC = "chain:5@3.5"
-COUNTS = ("requests", "rows", "prompt_tokens", "new_tokens", "max_length")
+MOST_JOBS = 4  # batches compiled at a time; each needs memory for a state for a moment
+COUNTS = "rows", "prompt_tokens", "new_tokens", "max_length", "repeats", "load_requests"
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -55,8 +61,13 @@ def make_parser() -> argparse.ArgumentParser:
         "tokenizer then only counts the tokens of --lengths")  # fmt: skip
     add("--tree", help="draft tree: chain:K or NODES:DEPTH:TOPK, with --shape also @ACCEPTANCE; "
         f"(default: generate's, with --shape {SYNTHETIC})")  # fmt: skip
-    add("--requests", type=int, default=100, help="number of requests")
+    add("--requests", default="100", help="numbers of requests, separated by commas; each is a "
+        "run of its own")  # fmt: skip
     add("--rate", type=float, help="requests a second, as a Poisson process (default: all at once)")
+    add("--load", type=shares, default=(), help="then also Poisson arrivals at these shares of the "
+        "highest throughput, separated by commas")  # fmt: skip
+    add("--load-requests", type=int, default=100, help="number of requests of --load")
+    add("--repeats", type=int, default=1, help="measure each this often, and show the median")
     add("--prompt-tokens", type=int, default=64, help="tokens of a prompt")
     add("--new-tokens", type=int, default=64, help="tokens that a request generates")
     add("--spread", type=float, default=0.0, help="lengths are drawn evenly from those at most "
@@ -77,6 +88,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--dtype", choices=("bfloat16", "float32"), help="(default: float32 on CPU, else bfloat16)")
     add("--kernels", default="auto", help="auto (all on a Hopper GPU), all, none or a comma list")
     add("--compare", choices=("plain",), help="run the same without speculation, too")
+    add("--bare", action="store_true", help="time the same without a scheduler, too, up to --rows; "
+        "with --shape")  # fmt: skip
     add("--json", action="store_true", help="JSON on stdout, the table on stderr")
     add("--png", type=Path, help="write the distribution of the times as a PNG")
     return parser
@@ -85,7 +98,26 @@ def make_parser() -> argparse.ArgumentParser:
 # The workload.
 
 
-def make_arrivals(args: argparse.Namespace) -> list[Arrival]:
+def shares(text: str) -> tuple[float, ...]:
+    """Of an option: positive numbers, separated by commas."""
+    found = tuple(float(part) for part in text.split(","))
+    if not all(0 < share < float("inf") for share in found):
+        raise argparse.ArgumentTypeError(f"must be positive numbers, got {text}")
+    return found
+
+
+def counts_of(args: argparse.Namespace) -> list[int]:
+    """Numbers of requests."""
+    try:
+        counts = [int(part) for part in args.requests.split(",")]
+    except ValueError:
+        counts = []
+    if not counts or min(counts) < 1:
+        raise ValueError(f"--requests must be numbers, at least 1 each, got {args.requests}")
+    return counts
+
+
+def make_arrivals(args: argparse.Namespace, count: int, rate: float | None) -> list[Arrival]:
     """Raises ValueError for options that make no workload."""
     for name in COUNTS:
         if getattr(args, name) < 1:
@@ -95,24 +127,28 @@ def make_arrivals(args: argparse.Namespace) -> list[Arrival]:
         raise ValueError(f"--shared-prefix must be at least 0, got {args.shared_prefix}")
     if args.shape and args.drafter != "auto":
         raise ValueError("--drafter is for models: with --shape the drafter is an EAGLE-3 head")
-    times = workloads.arrival_times(args.requests, args.rate, args.seed)
-    prompts, new_tokens = make_prompts(args)
+    if args.bare and not args.shape:
+        raise ValueError("--bare is for random weights: give --shape as well")
+    if args.load and args.rate is not None:
+        raise ValueError("--load gives the rates itself: leave out --rate")
+    times = workloads.arrival_times(count, rate, args.seed)
+    prompts, new_tokens = make_prompts(args, count)
     return [Arrival(*one) for one in zip(times, map(tuple, prompts), new_tokens, strict=True)]
 
 
-def make_prompts(args: argparse.Namespace) -> tuple[list[list[int]], list[int]]:
+def make_prompts(args: argparse.Namespace, count: int) -> tuple[list[list[int]], list[int]]:
     """Prompts, and how many tokens each is to get."""
     encode = None if args.shape and not args.lengths else TextTokenizer(args.model).encode
     prompts = None
     if args.lengths:
         assert encode is not None
         pairs = workloads.tokenized_conversations(
-            args.lengths, encode, args.requests, args.max_length, args.seed
+            args.lengths, encode, count, args.max_length, args.seed
         )
         prompts, lengths = [prompt for prompt, _ in pairs], [Lengths(len(p), n) for p, n in pairs]
     else:
         middle = Lengths(args.prompt_tokens, args.new_tokens)
-        lengths = workloads.drawn_lengths(args.requests, middle, args.spread, args.seed)
+        lengths = workloads.drawn_lengths(count, middle, args.spread, args.seed)
     wanted = [args.shared_prefix, *(own.prompt for own in lengths)]
     if args.shape:
         vocab_size = SHAPES[args.shape].vocab_size
@@ -127,10 +163,9 @@ def make_prompts(args: argparse.Namespace) -> tuple[list[list[int]], list[int]]:
 # The engines.
 
 
-def make_engine(args: argparse.Namespace, arrivals: Sequence[Arrival], *, plain: bool) -> Engine:
-    longest = max(len(arrival.prompt) + arrival.new_tokens for arrival in arrivals)
+def make_engine(args: argparse.Namespace, params: EngineParams, longest: int) -> Engine:
     return Engine(
-        random_params(args, plain) if args.shape else loaded_params(args, plain),
+        params,
         CacheConfig(page_size=args.page_size, max_length=longest, num_pages=args.pages),
         EngineConfig(
             max_rows=args.rows,
@@ -141,124 +176,164 @@ def make_engine(args: argparse.Namespace, arrivals: Sequence[Arrival], *, plain:
     )
 
 
-def random_params(args: argparse.Namespace, plain: bool) -> EngineParams:
-    config, dtype = SHAPES[args.shape], resolve_dtype(args.dtype)
-    mode = parse_mode("plain" if plain else args.tree or SYNTHETIC)
-    target, head = random_decoder(config, dtype, None, seed=0), None
-    if mode.speculation:
-        head = random_eagle3_head(config, dtype, None, seed=1)
-    return make_params(mode, target, head, None, Kernels.parse(args.kernels))
+class Models:
+    """The weights of all runs, on the device once."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.args = args
+        self._random = self._random_weights() if args.shape else None
+
+    def _random_weights(self) -> tuple[Decoder, DraftHead]:
+        config, dtype = SHAPES[self.args.shape], resolve_dtype(self.args.dtype)
+        target = random_decoder(config, dtype, None, seed=0)
+        return target, random_eagle3_head(config, dtype, None, seed=1)
+
+    def mode(self, name: str) -> Mode:
+        """Of random weights: how a run decodes."""
+        return parse_mode("plain" if name == "plain" else self.args.tree or SYNTHETIC)
+
+    def params(self, name: str) -> EngineParams:
+        args = self.args
+        if self._random is not None:
+            return make_params(self.mode(name), *self._random, None, Kernels.parse(args.kernels))
+        if name == "plain":
+            return load(args.model, "none", dtype=args.dtype, kernels=args.kernels)
+        tree = None if args.tree is None else SpeculationConfig.parse(args.tree)
+        return load(
+            args.model, args.drafter, speculation=tree, dtype=args.dtype, kernels=args.kernels
+        )
 
 
-def loaded_params(args: argparse.Namespace, plain: bool) -> EngineParams:
-    tree = None if plain or args.tree is None else SpeculationConfig.parse(args.tree)
-    drafter = "none" if plain else args.drafter
-    return load(args.model, drafter, speculation=tree, dtype=args.dtype, kernels=args.kernels)
+class Run(NamedTuple):
+    """Results of one workload, and of the test that gave them.
+
+    Attributes:
+      mode: "speculative" or "plain".
+      rate: requests a second; None: all at once.
+      bare: what the same rows give without a scheduler; see bare_rounds.
+    """
+
+    mode: str
+    rate: float | None
+    result: LoadResult
+    clients: list[Client]
+    bare: dict[str, float]
+
+    @property
+    def name(self) -> str:
+        arrivals = "at once" if self.rate is None else f"at {self.rate:.3g} a second"
+        return f"{self.mode}, {len(self.clients)} {arrivals}"
 
 
-def measure(
-    args: argparse.Namespace, console: Console
-) -> tuple[dict[str, Any], dict[str, list[Client]]]:
-    """All results, and the clients of each run."""
-    arrivals = make_arrivals(args)
-    runs, clients, kernels = {}, {}, ""
-    for name in ["speculative", *([args.compare] if args.compare else [])]:
-        console.print(f"{name}: loading")
-        engine = make_engine(args, arrivals, plain=name == "plain")
-        kernels, test = str(engine.kernels), LoadTest(engine, arrivals, args.temperature)
-        console.print(f"{name}: compiling, with the whole workload")
-        test.warm_up()
-        console.print(f"{name}: {engine.programs.compiled} programs; measuring")
-        runs[name] = dataclasses.asdict(test.run())
-        clients[name] = test.clients
-        del engine, test  # its memory is for the next one
+def measure(args: argparse.Namespace, console: Console) -> tuple[dict[str, Any], list[Run]]:
+    """All results, and the runs."""
+    workloads = [make_arrivals(args, count, args.rate) for count in counts_of(args)]
+    console.print("loading")
+    models, runs, kernels = Models(args), [], ""
+    first = "plain" if args.tree == "plain" else "speculative"
+    for name in [first] if args.compare in (None, first) else [first, args.compare]:
+        longest = max(len(one.prompt) + one.new_tokens for one in itertools.chain(*workloads))
+        engine = make_engine(args, models.params(name), longest)
+        kernels = str(engine.kernels)
+        own = serve(args, engine, name, workloads, console)
+        del engine  # its memory is for the next one
+        if args.bare:
+            bare = bare_rounds(args, models.params(name), models.mode(name), console)
+            own = [run._replace(bare=bare.get(run.result.requests, {})) for run in own]
+        runs += own
     results = {
         **run_facts(),
         "own_kernels": kernels,
         "arguments": {name: str(v) if isinstance(v, Path) else v for name, v in vars(args).items()},
-        "runs": runs,
+        "runs": [as_record(run) for run in runs],
     }
-    return results, clients
+    return results, runs
 
 
-# What is shown.
+def as_record(run: Run) -> dict[str, Any]:
+    own = {"mode": run.mode, "rate": run.rate, **dataclasses.asdict(run.result)}
+    return own | ({"bare": run.bare} if run.bare else {})
 
 
-def as_ms(times: dict[str, float]) -> str:
-    return " / ".join(f"{1e3 * value:,.1f}" for value in times.values())
+def serve(
+    args: argparse.Namespace,
+    engine: Engine,
+    name: str,
+    workloads: Sequence[Sequence[Arrival]],
+    console: Console,
+) -> list[Run]:
+    """Run all workloads on an engine, each first to compile."""
+    runs = []
+    for arrivals in workloads:
+        test = LoadTest(engine, arrivals, args.temperature)
+        console.print(f"{name}, {len(arrivals)} requests: compiling, with the whole workload")
+        test.warm_up()
+        console.print(f"{name}: {engine.programs.compiled} programs; measuring")
+        runs.append(repeated(args, name, test, args.rate))
+        console.print(summary(runs[-1]))
+    fastest = max(run.result.requests / run.result.seconds for run in runs)
+    for share in args.load:
+        rate = share * fastest
+        test = LoadTest(engine, make_arrivals(args, args.load_requests, rate), args.temperature)
+        console.print(f"{name}: measuring at {rate:.2f} requests a second")
+        runs.append(repeated(args, name, test, rate))
+        console.print(summary(runs[-1]))
+    return runs
 
 
-def as_lines(run: dict[str, Any]) -> dict[str, str]:
-    """The figures of a run as the table shows them."""
-    depths = " ".join(f"{share:.2f}" for share in run["accepted_by_depth"])
-    preempted = ", ".join(f"{count} by {how}" for how, count in run["preemptions"].items())
-    return {
-        "requests, failed": f"{run['requests']}, {run['failed']}",
-        "seconds": f"{run['seconds']:.2f}",
-        "generated tokens/s": f"{run['generated_per_second']:,.0f}",
-        "total tokens/s": f"{run['total_per_second']:,.0f}",
-        "first token, ms (p50 / p90 / p99)": as_ms(run["first_token"]),
-        "between tokens, ms": as_ms(run["between_tokens"]),
-        "between deliveries, ms": as_ms(run["between_deliveries"]),
-        "longest gap, ms": f"{1e3 * run['longest_gap']:,.1f}",
-        "device idle": f"{run['device_idle']:.1%}",
-        "without requests": f"{run['without_requests']:.1%}",
-        "KV waste": f"{run['kv_waste']:.1%}",
-        "most KV pages held": f"{run['kv_used']:.1%}",
-        "prefix hits": f"{run['prompt_hits']:.1%} of the prompts' tokens",
-        "tokens a round": f"{run['tokens_per_round']:.2f}",
-        "accepted by depth": depths or "-",
-        "preemptions": preempted,
-        "compiled after warm-up": str(run["compiled"]),
-    }
-
-
-def title(results: dict[str, Any]) -> str:
-    arguments = results["arguments"]
-    model = arguments["shape"] or Path(arguments["model"]).name
-    rate = arguments["rate"]
-    arrivals = "at once" if rate is None else f"at {rate:g} a second"
+def summary(run: Run) -> str:
+    result = run.result
     return (
-        f"{model}, {arguments['requests']} requests {arrivals}, {arguments['rows']} rows, "
-        f"{results['device']}, jax {results['jax']}, {results['date']}"
+        f"{run.name}: {result.seconds:.3f} s, {result.total_per_second:,.0f} tokens/s in all, "
+        f"{result.generated_per_second:,.0f} generated, device idle {result.device_idle:.1%}"
     )
 
 
-def make_table(results: dict[str, Any]) -> Table:
-    caption = f"kernels: {results['own_kernels']}\n{results['command']}"
-    table = Table(
-        title=title(results), caption=caption, title_justify="left", caption_justify="left"
-    )
-    table.add_column("")
-    for name in results["runs"]:
-        table.add_column(name, justify="right")
-    columns = [as_lines(run) for run in results["runs"].values()]
-    for line in columns[0]:
-        table.add_row(line, *(column[line] for column in columns))
-    return table
+def repeated(args: argparse.Namespace, name: str, test: LoadTest, rate: float | None) -> Run:
+    """The run of median throughput."""
+    runs = []
+    for _ in range(args.repeats):
+        result = test.run()
+        runs.append(Run(name, rate, result, test.clients, {}))
+    return sorted(runs, key=lambda run: run.result.total_per_second)[len(runs) // 2]
 
 
-def plot_times(results: dict[str, Any], runs: dict[str, list[Client]], path: Path) -> None:
-    """For each run, the share of the requests that waited at most so long."""
-    figure = Figure(figsize=(9, 4), layout="constrained")
-    first, between = figure.subplots(1, 2)
-    for name, clients in runs.items():
-        own = [client for client in clients if client.times]
-        first.ecdf([client.first_token for client in own], label=name)
-        between.ecdf([1e3 * client.between_tokens for client in own])
-    first.set(xlabel="time to first token, s", ylabel="share of requests", xlim=(0, None))
-    between.set(xlabel="mean time between tokens, ms", xlim=(0, None))
-    first.legend()
-    figure.suptitle(title(results), fontsize="small")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+def bare_rounds(
+    args: argparse.Namespace, params: EngineParams, mode: Mode, console: Console
+) -> dict[int, dict[str, float]]:
+    """What a batch of each size gives without a scheduler: all prompts are read, then all rounds
+    run, as `jaxspec bench engine` times them."""
+
+    def compiled(count: int) -> Bench:
+        rounds = mode.rounds(args.new_tokens)
+        context = args.shared_prefix + args.prompt_tokens
+        workload = Workload(count, context, rounds, args.page_size, repeats=3)
+        return Bench(mode, params, workload)
+
+    counts = [count for count in counts_of(args) if count <= args.rows]
+    benches = compile_side_by_side(compiled, counts, "bare batches", MOST_JOBS, console.print)
+    found = {}
+    for count, bench in zip(counts, list(benches), strict=True):
+        timing = time_mode(bench, lambda _: None)
+        rounds = (args.new_tokens - 1) / timing.acceptance_length
+        seconds = 1e-3 * (timing.prefill_ms + rounds * timing.round_ms)
+        found[count] = {
+            "prefill_ms": timing.prefill_ms,
+            "round_ms": timing.round_ms,
+            "acceptance_length": timing.acceptance_length,
+            "total_per_second": count * (bench.workload.context + args.new_tokens) / seconds,
+        }
+    return found
 
 
 def run(args: argparse.Namespace) -> None:
-    results, clients = measure(args, progress_console())
-    show_results(results, make_table(results), as_json=args.json)
+    results, runs = measure(args, progress_console())
+    *first, last = make_tables(results)
+    for table in first:
+        table_console(stderr=args.json).print(table)
+    show_results(results, last, as_json=args.json)
     if args.png is not None:
-        plot_times(results, clients, args.png)
+        plot_times(results, [(run.name, run.clients) for run in runs], args.png)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

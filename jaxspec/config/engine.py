@@ -21,6 +21,9 @@ class EngineConfig:
       prefix_caching: keep the pages of earlier requests for prompts that begin alike.
       preemption: with too few pages, ``recompute`` some requests later, or ``swap`` their pages to
         host memory; ``auto`` swaps where it can. In bfloat16 only swapping is exact.
+      fixed_rounds: programs run one round or several, as many as they are made for, so that no
+        launch waits for the device; on a GPU, a launch of a program that decides after each round
+        returns only when they have run. None: on GPUs.
       max_programs: most compiled programs that are kept. Beyond them, or when memory maps are
         scarce (see memory.py), all are forgotten, and compiled again as they are needed.
 
@@ -33,6 +36,7 @@ class EngineConfig:
     max_queue: int | None = None
     prefix_caching: bool = True
     preemption: Preemption = "auto"
+    fixed_rounds: bool | None = None
     max_programs: int = 64
 
     def __post_init__(self):

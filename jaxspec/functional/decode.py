@@ -36,6 +36,7 @@ def decode(
     rows: Integers | None = None,
     *,
     max_rounds: int | None = None,
+    fixed: bool = False,
     shape: TreeShape | None = None,
     columns: int | None = None,
     greedy: bool = False,
@@ -50,6 +51,9 @@ def decode(
       num_rounds: an int, or a traced int32 together with ``max_rounds``.
       rows: [B] rows to decode, as in prefill; None: all. The others stay unchanged.
       max_rounds: number of rounds that the result has room for; ``num_rounds`` by default.
+      fixed: run ``max_rounds`` rounds, whatever ``num_rounds`` is, even if no row can go on. On a
+        GPU the host then need not wait for the launch: it decides after each round of any other
+        call whether there is another.
       shape: shape of this call's draft trees, within ``params.speculation``; config.PLAIN drafts
         nothing. None: the largest. In float32 the text does not depend on it.
       columns: width of the page table that the program sees, None: all of it. Rows that would
@@ -80,7 +84,7 @@ def decode(
         top_logprobs=top_logprobs,
         hidden=hidden,
     )
-    function = functools.partial(_decode, call, max(1, max_rounds), columns)
+    function = functools.partial(_decode, call, max(1, max_rounds), fixed, columns)
     limit = jnp.minimum(jnp.asarray(num_rounds, jnp.int32), max_rounds)
     if rows is not None:
         check_split(params, rows, state.rows.status.shape[0])
@@ -212,6 +216,7 @@ class _Carry(NamedTuple):
 def _decode(
     call: Call,
     max_rounds: int,
+    fixed: bool,
     columns: int | None,
     params: EngineParams,
     state: EngineState,
@@ -219,16 +224,19 @@ def _decode(
     rows: Array | None,
 ) -> tuple[EngineState, Emitted]:
     chosen, index = choose_rows(params, state, rows, columns)
-    after, emitted = _run_rounds(call, max_rounds, params, chosen, limit)
+    after, emitted = _run_rounds(call, max_rounds, fixed, params, chosen, limit)
     return put_chosen(params, state, rows, index, after, emitted)
 
 
 def _run_rounds(
-    call: Call, max_rounds: int, params: EngineParams, state: EngineState, limit: Array
+    call: Call, max_rounds: int, fixed: bool, params: EngineParams, state: EngineState, limit: Array
 ) -> tuple[EngineState, Emitted]:
     state = rows_to_decode(call, state)
     room = room_when_behind(params, call, state)
-    loop = _loop(params, call) if room is None else _loop_catching_up(params, call, room)
+    if fixed:
+        loop = _fixed_loop(params, call, room, max_rounds)
+    else:
+        loop = _loop(params, call) if room is None else _loop_catching_up(params, call, room)
     start = _Carry(jnp.int32(0), state, _empty_record(params, call, state, max_rounds))
     index, state, record = loop(start, limit)
     *_, counts, accepted, drafted = jnp.moveaxis(record.integers, -1, 0)
@@ -269,13 +277,35 @@ def _empty_logprobs(size: tuple[int, ...], alternatives: int) -> Logprobs:
 Loop = Callable[[_Carry, Array], _Carry]
 
 
+def _next_round(params: EngineParams, call: Call, carry: _Carry) -> _Carry:
+    state, output = run_round(params.target, params.drafter, call, carry.state)
+    return _Carry(carry.index + 1, state, carry.record.with_round(carry.index, output))
+
+
+def _fixed_loop(params: EngineParams, call: Call, room: int | None, rounds: int) -> Loop:
+    """Runs so many rounds, whatever the limit. ``room``: see _loop_catching_up."""
+    plain = call.speculation.is_plain
+    most = rounds if room is None or not plain else min(rounds, room - 1)
+    between = max(count for count in range(1, most + 1) if rounds % count == 0)
+
+    def some_rounds(carry: _Carry) -> _Carry:
+        if room is not None:
+            carry = carry._replace(state=catch_up(params, call, carry.state))
+        return _repeat(functools.partial(_next_round, params, call), between, carry)
+
+    return lambda carry, _: _repeat(some_rounds, rounds // between, carry)
+
+
+def _repeat(body: Callable[[_Carry], _Carry], times: int, carry: _Carry) -> _Carry:
+    if times == 1:
+        return body(carry)
+    return lax.fori_loop(0, times, lambda _, carry: body(carry), carry)
+
+
 def _loop(params: EngineParams, call: Call) -> Loop:
     """Runs rounds up to a limit, or until no row can go on."""
     batch = params.layout.batch
-
-    def body(carry: _Carry) -> _Carry:
-        state, output = run_round(params.target, params.drafter, call, carry.state)
-        return _Carry(carry.index + 1, state, carry.record.with_round(carry.index, output))
+    body = functools.partial(_next_round, params, call)
 
     def loop(carry: _Carry, limit: Array) -> _Carry:
         def unfinished(carry: _Carry) -> Array:

@@ -25,6 +25,7 @@ class Limits:
       tokens_per_round: most tokens that a round commits.
       prefill_budget: most prompt tokens that a plan reads, of all rows together.
       max_rounds: most rounds of a call.
+      runs_all_rounds: a call runs all its rounds, even if every row ends before.
       masked_rounds: most rounds of a call beside masked rows, which run one.
       waiting_rounds: most rounds of a call while a request waits for a row or for pages.
       max_queue: most requests that may wait; None: any number.
@@ -42,6 +43,7 @@ class Limits:
     shards: int = 1
     prefill_budget: int = 2048
     max_rounds: int = 16
+    runs_all_rounds: bool = False
     masked_rounds: int = 8
     waiting_rounds: int = 1
     max_queue: int | None = None

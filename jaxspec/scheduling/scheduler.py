@@ -21,6 +21,8 @@ from jaxspec.scheduling.plan import (
 from jaxspec.scheduling.sequence import Request, Sequence, State
 from jaxspec.scheduling.shard import Placement, Shard
 
+RATE_WEIGHT = 0.05  # of a row's latest tokens a round in the mean
+
 
 class Scheduler:
     """Plans calls for requests that come and go.
@@ -48,6 +50,7 @@ class Scheduler:
         self._num_added = 0
         self._num_planned = 0
         self._rounds = 1  # of the next call while nothing waits
+        self._rate = 1.0  # tokens of a round, as seen lately
 
     @property
     def num_waiting(self) -> int:
@@ -143,6 +146,9 @@ class Scheduler:
             if sequence.state is State.ENDED:
                 continue
             self._advance(flight, result)
+            if not result.ended and flight.least:
+                rate = len(result.tokens) / flight.least
+                self._rate += RATE_WEIGHT * (rate - self._rate)
             if result.tokens or result.ended:
                 deliveries.append(Delivery(sequence.request_id, result.tokens, result.ended))
         return deliveries
@@ -277,6 +283,9 @@ class Scheduler:
             return
         rounds = self._rounds_for_load(bool(draft.reads))
         rounds = min(rounds, most_rounds, max(s.most_rounds for group in groups for s in group))
+        if self.limits.runs_all_rounds:
+            expected = max(s.expected_rounds(self._rate) for group in groups for s in group)
+            rounds = max(1, min(rounds, expected))
         if any(s.request.masked for group in groups for s in group):
             rounds = min(rounds, self.limits.masked_rounds)
         while rounds > 1 and any(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+import math
 from collections.abc import Hashable
 
 from jaxspec.scheduling.prefix_cache import Node
@@ -139,6 +140,10 @@ class Sequence:
     def most_rounds(self) -> int:
         """Most rounds that are of use to it."""
         return self.limit - len(self.tokens) - self.least
+
+    def expected_rounds(self, rate: float) -> int:
+        """Rounds after those in flight until it ends, at so many tokens a round."""
+        return math.ceil((self.limit - len(self.tokens)) / max(1.0, rate)) - self.least
 
     def slots(self, rounds: int, tokens_per_round: int, scratch_slots: int) -> int:
         """Slots that it may write in a call of so many rounds, those before included."""

@@ -1,0 +1,52 @@
+"""Calls of programs, and what they emitted."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxspec.state import Emitted
+
+
+class Call(NamedTuple):
+    """What a program was launched for: ``rows`` [B] of what it emits (those past the last row are
+    padding)."""
+
+    rows: np.ndarray
+    emitted: Emitted
+
+
+def joined(calls: Sequence[Call]) -> list[Call]:
+    """The same calls, in order, but as one where several in a row ran rounds of the same rows.
+
+    They have been read from the device.
+    """
+    groups: list[list[Call]] = []
+    for call in calls:
+        if groups and _continues(groups[-1][-1], call):
+            groups[-1].append(call)
+        else:
+            groups.append([call])
+    return [
+        group[0] if len(group) == 1 else Call(group[0].rows, _joined([c.emitted for c in group]))
+        for group in groups
+    ]
+
+
+def _continues(call: Call, after: Call) -> bool:
+    are_rounds = call.emitted.num_rounds > 0 and after.emitted.num_rounds > 0
+    return bool(are_rounds) and np.array_equal(call.rows, after.rows)
+
+
+def _joined(parts: Sequence[Emitted]) -> Emitted:
+    """Rounds one after the other; what is not of a round is the last part's."""
+    *_, last = parts
+    rounds: dict[str, Any] = {"num_rounds": sum(int(part.num_rounds) for part in parts)}
+    for field in dataclasses.fields(Emitted):  # pyright: ignore[reportArgumentType]
+        if (
+            field.metadata.get("axes", ())[:1] == ("rounds",)
+            and getattr(last, field.name) is not None
+        ):
+            rounds[field.name] = np.concatenate([getattr(part, field.name) for part in parts])
+    return last.replace(**rounds)

@@ -1,0 +1,89 @@
+"""Tables and a plot of the results of `jaxspec bench serving`."""
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+from rich.table import Table
+
+from jaxspec.load_test import Client
+
+
+def as_ms(times: dict[str, float]) -> str:
+    return " / ".join(f"{1e3 * value:,.1f}" for value in times.values())
+
+
+def as_lines(run: dict[str, Any]) -> dict[str, str]:
+    """The figures of a run as the table shows them."""
+    depths = " ".join(f"{share:.2f}" for share in run["accepted_by_depth"])
+    preempted = ", ".join(f"{count} by {how}" for how, count in run["preemptions"].items())
+    bare = run.get("bare")
+    beside = {
+        "bare rounds: prefill ms, ms/round": f"{bare['prefill_ms']:.1f}, {bare['round_ms']:.3f}",
+        "bare rounds: total tokens/s": f"{bare['total_per_second']:,.0f}",
+        "share of them": f"{run['total_per_second'] / bare['total_per_second']:.1%}",
+    } if bare else {}  # fmt: skip
+    return {
+        "requests, failed": f"{run['requests']}, {run['failed']}",
+        "arrivals": "at once" if run["rate"] is None else f"{run['rate']:.2f} a second",
+        "seconds": f"{run['seconds']:.3f}",
+        "generated tokens/s": f"{run['generated_per_second']:,.0f}",
+        "total tokens/s": f"{run['total_per_second']:,.0f}",
+        **beside,
+        "first token, ms (p50 / p90 / p99)": as_ms(run["first_token"]),
+        "between tokens, ms": as_ms(run["between_tokens"]),
+        "between deliveries, ms": as_ms(run["between_deliveries"]),
+        "longest gap, ms": f"{1e3 * run['longest_gap']:,.1f}",
+        "device idle": f"{run['device_idle']:.1%}",
+        "without requests": f"{run['without_requests']:.1%}",
+        "KV waste": f"{run['kv_waste']:.1%}",
+        "most KV pages held": f"{run['kv_used']:.1%}",
+        "prefix hits": f"{run['prompt_hits']:.1%} of the prompts' tokens",
+        "tokens a round": f"{run['tokens_per_round']:.2f}",
+        "accepted by depth": depths or "-",
+        "preemptions": preempted,
+        "compiled after warm-up": str(run["compiled"]),
+    }
+
+
+def title(results: dict[str, Any], mode: str = "") -> str:
+    arguments = results["arguments"]
+    model = arguments["shape"] or Path(arguments["model"]).name
+    return (
+        f"{model}, {mode}{', ' if mode else ''}{arguments['rows']} rows, {results['device']}, "
+        f"jax {results['jax']}, {results['date']}"
+    )
+
+
+def make_tables(results: dict[str, Any]) -> list[Table]:
+    """One for each mode."""
+    tables = []
+    for mode in dict.fromkeys(run["mode"] for run in results["runs"]):
+        caption = f"kernels: {results['own_kernels']}\n{results['command']}"
+        table = Table(title=title(results, mode), caption=caption, show_header=False)
+        table.title_justify = table.caption_justify = "left"
+        columns = [as_lines(run) for run in results["runs"] if run["mode"] == mode]
+        for line in dict.fromkeys(itertools.chain(*columns)):
+            table.add_row(line, *(column.get(line, "-") for column in columns))
+        tables.append(table)
+    return tables
+
+
+def plot_times(
+    results: dict[str, Any], runs: Sequence[tuple[str, list[Client]]], path: Path
+) -> None:
+    """For each run, by its name, the share of the requests that waited at most so long."""
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    first, between = figure.subplots(1, 2)
+    for name, clients in runs:
+        own = [client for client in clients if client.times]
+        first.ecdf([client.first_token for client in own], label=name)
+        between.ecdf([1e3 * client.between_tokens for client in own])
+    first.set(xlabel="time to first token, s", ylabel="share of requests", xlim=(0, None))
+    between.set(xlabel="mean time between tokens, ms", xlim=(0, None))
+    first.legend()
+    figure.suptitle(title(results), fontsize="small")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
