@@ -180,8 +180,7 @@ class Programs:
     def settle(self, rows: Sequence[int]) -> None:
         """Let the drafter read the last tokens of rows that are done."""
         if rows:
-            size = power_of_two(max(map(len, self._by_shard(rows))))
-            self._small("settle", self.listed(rows, size))
+            self._small("settle", self.listed(rows, self.size_for(rows)))
 
     def copy_pages(self, copies: Sequence[tuple[int, int, int]]) -> None:
         """Copy pages: (shard, source, destination) each."""
@@ -228,13 +227,8 @@ class Programs:
             by_width.setdefault(place, []).append(read)
         for (width, masked), group in sorted(by_width.items()):
             rows = [row for row, *_ in group]
-            wanted = ReadKey(
-                power_of_two(max(map(len, self._by_shard(rows)))),
-                self.columns_for(max(tokens for *_, tokens in group)),
-                width,
-                kind,
-                masked,
-            )
+            columns = self.columns_for(max(tokens for *_, tokens in group))
+            wanted = ReadKey(self.size_for(rows), columns, width, kind, masked)
             calls.append(self._read(self._read_key(wanted, load), group, masks))
         return calls
 
@@ -297,9 +291,8 @@ class Programs:
         masked: bool = False,
     ) -> RoundsKey:
         """The program that runs rounds of these rows; see run_rounds."""
-        own = power_of_two(max(map(len, self._by_shard(rows))))
         columns, shape = self.columns_for(tokens), self.params.call(shape).speculation.shape
-        return self._chosen(RoundsKey(own, columns, shape, kind, masked), load)
+        return self._chosen(RoundsKey(self.size_for(rows), columns, shape, kind, masked), load)
 
     def _chosen(self, wanted: RoundsKey, load: Load) -> RoundsKey:
         share = self.sizes.num_rows // self.shards
@@ -357,6 +350,10 @@ class Programs:
         slots = self.params.speculation.scratch_slots + 1  # see functional.subset
         table = max(SMALLEST_TABLE, power_of_two(tokens))
         return min(pages_for(table + slots, self.sizes.page_size), self.columns)
+
+    def size_for(self, rows: Sequence[int]) -> int:
+        """Rows, of each shard, of the smallest program that holds these."""
+        return power_of_two(max(map(len, self._by_shard(rows))))
 
     def _by_shard(self, rows: Sequence[int]) -> list[list[int]]:
         share = self.sizes.num_rows // self.shards

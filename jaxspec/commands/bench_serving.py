@@ -76,7 +76,10 @@ def make_parser() -> argparse.ArgumentParser:
     add("--no-prefix-cache", action="store_true", help="keep no pages for later requests")
     add("--dtype", choices=("bfloat16", "float32"), help="(default: float32 on CPU, else bfloat16)")
     add("--kernels", default="auto", help="auto (all on a Hopper GPU), all, none or a comma list")
-    add("--compare", choices=("plain",), help="run the same without speculation, too")
+    add("--adaptive", action="store_true", help="choose the tree of each call, or none, by what a "
+        "round costs and what is accepted; --tree is the largest")  # fmt: skip
+    add("--compare", choices=("plain", "fixed"), help="run the same without speculation, or with "
+        "--adaptive in the largest tree always, too")  # fmt: skip
     add("--json", action="store_true", help="JSON on stdout, the table on stderr")
     add("--png", type=Path, help="write the distribution of the times as a PNG")
     return parser
@@ -95,6 +98,8 @@ def make_arrivals(args: argparse.Namespace) -> list[Arrival]:
         raise ValueError(f"--shared-prefix must be at least 0, got {args.shared_prefix}")
     if args.shape and args.drafter != "auto":
         raise ValueError("--drafter is for models: with --shape the drafter is an EAGLE-3 head")
+    if args.compare == "fixed" and not args.adaptive:
+        raise ValueError("--compare fixed is for --adaptive: without it the tree is fixed already")
     times = workloads.arrival_times(args.requests, args.rate, args.seed)
     prompts, new_tokens = make_prompts(args)
     return [Arrival(*one) for one in zip(times, map(tuple, prompts), new_tokens, strict=True)]
@@ -127,7 +132,9 @@ def make_prompts(args: argparse.Namespace) -> tuple[list[list[int]], list[int]]:
 # The engines.
 
 
-def make_engine(args: argparse.Namespace, arrivals: Sequence[Arrival], *, plain: bool) -> Engine:
+def make_engine(args: argparse.Namespace, arrivals: Sequence[Arrival], name: str) -> Engine:
+    """Raises ValueError for options that do not go together."""
+    plain = name == "plain"
     longest = max(len(arrival.prompt) + arrival.new_tokens for arrival in arrivals)
     return Engine(
         random_params(args, plain) if args.shape else loaded_params(args, plain),
@@ -137,6 +144,7 @@ def make_engine(args: argparse.Namespace, arrivals: Sequence[Arrival], *, plain:
             rounds_per_call=args.rounds_per_call,
             prefill_budget=args.prefill_budget,
             prefix_caching=not args.no_prefix_cache,
+            adaptive=name == "adaptive",
         ),
     )
 
@@ -162,9 +170,10 @@ def measure(
     """All results, and the clients of each run."""
     arrivals = make_arrivals(args)
     runs, clients, kernels = {}, {}, ""
-    for name in ["speculative", *([args.compare] if args.compare else [])]:
+    names = ["adaptive" if args.adaptive else "speculative"]
+    for name in [*names, *([args.compare] if args.compare else [])]:
         console.print(f"{name}: loading")
-        engine = make_engine(args, arrivals, plain=name == "plain")
+        engine = make_engine(args, arrivals, name)
         kernels, test = str(engine.kernels), LoadTest(engine, arrivals, args.temperature)
         console.print(f"{name}: compiling, with the whole workload")
         test.warm_up()
@@ -192,6 +201,7 @@ def as_lines(run: dict[str, Any]) -> dict[str, str]:
     """The figures of a run as the table shows them."""
     depths = " ".join(f"{share:.2f}" for share in run["accepted_by_depth"])
     preempted = ", ".join(f"{count} by {how}" for how, count in run["preemptions"].items())
+    rounds = ", ".join(f"{count:,} {name}" for name, count in run["rounds_by_shape"].items())
     return {
         "requests, failed": f"{run['requests']}, {run['failed']}",
         "seconds": f"{run['seconds']:.2f}",
@@ -208,6 +218,7 @@ def as_lines(run: dict[str, Any]) -> dict[str, str]:
         "prefix hits": f"{run['prompt_hits']:.1%} of the prompts' tokens",
         "tokens a round": f"{run['tokens_per_round']:.2f}",
         "accepted by depth": depths or "-",
+        "rounds": rounds,
         "preemptions": preempted,
         "compiled after warm-up": str(run["compiled"]),
     }
