@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxspec.adaptive_shapes import CallShapes
 from jaxspec.calls import Call, joined
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
@@ -33,6 +34,7 @@ from jaxspec.scheduling.sequence import Request
 from jaxspec.speculation.drafters import Drafter
 from jaxspec.state import Emitted
 from jaxspec.structured import Matcher, StructuredOutput
+from jaxspec.warm_up import GREEDY_AND_SAMPLED, Progress
 from jaxspec.weights.in_place import committed, in_place_of
 from pallas_kernels.selection import Kernels
 
@@ -42,7 +44,7 @@ class _Launched(NamedTuple):
 
     plan: Plan
     calls: list[Call]
-    shape: TreeShape | None
+    shape: TreeShape
 
 
 class Engine:
@@ -61,8 +63,9 @@ class Engine:
         structured.GrammarCompiler. None: there are no such requests.
 
     Attributes:
-      shape: of the draft trees; None: the largest. In float32 the text does not depend on it. It
-        may be set at any time. A new shape compiles a program.
+      shape: of the draft trees; None: the largest, or what an adaptive engine chooses. In float32
+        the text does not depend on it. It may be set at any time. A new shape compiles a program.
+      shapes: what chooses them, with the rounds that each has run.
       on_launch: called with the calls that were launched, for measurements.
 
     Raises ValueError for values that cannot work, and for a cache that the device has no room for.
@@ -84,6 +87,7 @@ class Engine:
         sizes = engine_sizes(params, self.cache, self.config)
         self.limits = scheduler_limits(params, sizes, self.config)
         self.programs = Programs(params, sizes, self.config.max_programs)
+        self.shapes = CallShapes(self.programs, self.limits, self.config)
         self.on_launch: Callable[[list[Call]], None] | None = None
         self._start()
         self._make_matcher = make_matcher
@@ -215,15 +219,20 @@ class Engine:
         all requests that are under way, and is raised.
         """
         try:
+            if self.shapes.must_be_measured and not self.is_idle:  # it was not warmed up
+                asked = [running.generation.sampling for running in self._running.values()]
+                self.shapes.prepare(asked, self.shape, self._load.tokens)
             # The first tokens are read before the first program of rounds is compiled.
             first = not any(isinstance(key, RoundsKey) for key in self.programs.ready)
-            plan = self.scheduler.plan(time.perf_counter(), most_rounds, reads_apart=first)
+            most = self.shapes.most_rounds(most_rounds)
+            plan = self.scheduler.plan(time.perf_counter(), most, reads_apart=first)
             for ended in plan.ended:
                 if ended.request_id in self._running:  # what was cancelled has ended already
                     self._end(self._running[ended.request_id].generation, "timeout")
-            calls = self._runner.launch(plan, self._load, self.shape)
+            shape = self.shapes.choose(plan, self.shape)
+            calls = self._runner.launch(plan, self._load, shape)
             if plan.calls:
-                self._in_flight.append(_Launched(plan, calls, self.shape))
+                self._in_flight.append(_Launched(plan, calls, shape))
             if calls and self.on_launch is not None:
                 self.on_launch(calls)
             ahead = plan.calls and not (first and plan.reads)
@@ -274,6 +283,33 @@ class Engine:
                 self.cancel(generation)
         self._drain()
 
+    def warm_up(
+        self,
+        sampling: Sequence[SamplingParams] = GREEDY_AND_SAMPLED,
+        *,
+        tokens: int | None = None,
+        rows: Iterable[int] | None = None,
+        on_progress: Progress | None = None,
+    ) -> float:
+        """Compile all programs of a load, so that nothing compiles while it is served.
+
+        An adaptive engine does so for each tree, and measures what a round costs. What the prefix
+        cache holds is forgotten.
+
+        Args:
+          sampling: of the requests; what counts is whether one samples, has bias, penalties or
+            log-probabilities, or a structured output.
+          tokens: most tokens of a request, prompt included; None: as many as fit.
+          rows: numbers of rows that rounds are compiled for, rounded up to powers of two, and
+            ``max_rows``; other numbers run in the next larger program. None: all.
+          on_progress: called with the number of programs that are compiled, and of all.
+
+        Returns the seconds it took. Raises RuntimeError while requests are under way, and
+        ValueError for bad sizes, and for more programs than ``max_programs``.
+        """
+        self._restart()
+        return self.shapes.prepare(sampling, self.shape, tokens, rows, on_progress)
+
     def _drain(self) -> None:
         """Carry out what is left to do for requests that have ended."""
         while not self.scheduler.is_idle:
@@ -294,6 +330,7 @@ class Engine:
             for place, row in enumerate(call.rows.tolist()):
                 if row < self.limits.num_rows:
                     self._take(plan.sequences[row].request_id, call.emitted, place)
+        self.shapes.observe(plan, launched.shape, calls, self._running)
         for delivery in self.scheduler.update(plan, self._runner.results(calls, launched.shape)):
             self._deliver(delivery)
 
@@ -320,6 +357,7 @@ class Engine:
 
     def _end(self, generation: Generation, reason: FinishReason) -> None:
         running = self._running.pop(generation.request_id)
+        self.shapes.forget(generation.request_id)
         generation.finish_reason = reason
         generation.timings = running.timings(self._clock(), self.programs.compile_seconds)
 
@@ -343,8 +381,13 @@ class Engine:
         self._use(self.params.replace(drafter=in_place_of(self.params.drafter, drafter)))
 
     def _use(self, params: EngineParams) -> None:
+        self._restart()
+        self.programs.params = params
+        self.shapes.restart()
+
+    def _restart(self) -> None:
+        """Forget what the prefix cache holds."""
         if not self.is_idle:
             raise RuntimeError("requests are under way: let them finish, or cancel them, first")
         self._drain()
         self._start()
-        self.programs.params = params

@@ -29,13 +29,13 @@ from jaxspec.scheduling.requests import SamplingParams, check_requests
 from jaxspec.speculation.drafters import Drafter
 from jaxspec.structured import GrammarCompiler
 from jaxspec.tokenizer.text import Conversation, Prompt, TextTokenizer, tokenize
+from jaxspec.warm_up import GREEDY_AND_SAMPLED
 from jaxspec.weights.hub import resolve_directory
 
 if TYPE_CHECKING:
     from jaxspec.tokenizer import Tokenizer
 
 DEFAULT_MAX_LENGTH = 2048
-_GREEDY_AND_SAMPLED = (SamplingParams(), SamplingParams(temperature=1.0))
 
 
 class LLM:
@@ -241,13 +241,14 @@ class LLM:
         self,
         batch_sizes: Sequence[int] = (1,),
         prompt_tokens: Sequence[int] = (64,),
-        sampling: SamplingParams | Sequence[SamplingParams] = _GREEDY_AND_SAMPLED,
+        sampling: SamplingParams | Sequence[SamplingParams] = GREEDY_AND_SAMPLED,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> float:
         """Compile the programs for requests of given sizes ahead of the first request.
 
         Sizes are rounded up to powers of two, as for requests: a batch of 3 uses the programs of 4,
-        and a request of 600 prompt tokens and 200 new ones those of 1024.
+        and a request of 600 prompt tokens and 200 new ones those of 1024. An adaptive engine
+        compiles for all numbers of rows and lengths up to the largest, see Engine.warm_up.
 
         Args:
           prompt_tokens: lengths of prompts, without the new tokens (``sampling.max_tokens``).
@@ -262,6 +263,9 @@ class LLM:
             for value in values:
                 check_count(name, value)
         own = [sampling] if isinstance(sampling, SamplingParams) else sampling
+        if self.engine.config.adaptive:
+            tokens = max(prompt_tokens) + max(int(params.max_tokens) for params in own)
+            return self.engine.warm_up(own, tokens=tokens, on_progress=on_progress)
         sets = sorted(itertools.product(batch_sizes, prompt_tokens, own), key=_size, reverse=True)
         for done, (batch_size, length, params) in enumerate(sets, 1):
             self.engine.prepare(batch_size, length, params)

@@ -7,7 +7,7 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import jax
@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxspec.benchmarking.workloads import Arrival
 from jaxspec.calls import Call
+from jaxspec.config.speculation import TreeShape
 from jaxspec.engine import Engine
 from jaxspec.generation import Generation
 from jaxspec.scheduling.requests import SamplingParams
@@ -41,6 +42,7 @@ class LoadResult:
       prompt_hits: share of the prompts' tokens that the prefix cache had.
       tokens_per_round: tokens that a round committed on average, bonus included.
       accepted_by_depth: share of the rounds that accepted at least 1, 2, ... drafted tokens.
+      rounds_by_shape: rounds that calls ran, by the shape of their trees.
       compiled: programs that were compiled meanwhile.
     """
 
@@ -63,6 +65,7 @@ class LoadResult:
     tokens_per_round: float
     accepted_by_depth: list[float]
     preemptions: dict[str, int]
+    rounds_by_shape: dict[str, int]
     compiled: int
 
 
@@ -161,12 +164,16 @@ class LoadTest:
 
     def warm_up(self) -> None:
         """Compile, by running the workload; its pages are not found again. Then compile no more
-        where a program is ready."""
+        where a program is ready. An adaptive engine compiles for all its trees, and measures them,
+        before that."""
         self.engine.programs.sealed = False
 
         def clock() -> float:  # as if programs were ready: else the requests would pile up
             return time.perf_counter() - self.engine.programs.compile_seconds
 
+        if self.engine.config.adaptive:
+            longest = max(len(arrival.prompt) + arrival.new_tokens for arrival in self.arrivals)
+            self.engine.warm_up([SamplingParams(temperature=self.temperature)], tokens=longest)
         self._drive(clock)
         self.engine.programs.sealed = True
 
@@ -174,7 +181,7 @@ class LoadTest:
         """Run the workload, and measure. Raises RuntimeError if no request got a token."""
         engine = self.engine
         compiled, cache = engine.programs.compiled, engine.scheduler.cache_statistics()
-        preempted = dict(engine.scheduler.preemptions)
+        preempted, rounds = dict(engine.scheduler.preemptions), engine.shapes.rounds.copy()
         with DeviceWatch() as watch, _frequent_switches():
             engine.on_launch = watch.launched
             started = time.perf_counter()
@@ -200,6 +207,7 @@ class LoadTest:
             preemptions={
                 how: count - preempted[how] for how, count in engine.scheduler.preemptions.items()
             },
+            rounds_by_shape=rounds_by_name(engine.shapes.rounds - rounds),
             compiled=engine.programs.compiled - compiled,
         )
 
@@ -275,6 +283,12 @@ class LoadTest:
             "tokens_per_round": committed / max(1, rounds),
             "accepted_by_depth": (accepted / max(1, rounds)).tolist(),
         }
+
+
+def rounds_by_name(rounds: Mapping[TreeShape, int]) -> dict[str, int]:
+    """Those of smaller trees first."""
+    shapes = sorted(rounds, key=lambda shape: (shape.num_nodes, shape.max_depth))
+    return {shape.name: rounds[shape] for shape in shapes}
 
 
 def percentiles(values: Sequence[float] | np.ndarray) -> dict[str, float]:

@@ -31,13 +31,18 @@ def run_draft(
 ) -> Drafted:
     """The first half of a round of some rows; see Programs.run_rounds."""
     key = programs.rounds_key(rows, tokens, load, shape, kind, masked=True)
-    if key not in programs.ready:  # compile both, by running them on nothing
+    prepare_masked(programs, key)
+    return _draft(programs, key, programs.listed(rows, key.rows))
+
+
+def prepare_masked(programs: Programs, key: RoundsKey) -> None:
+    """Compile both programs, by running them on nothing, unless they are ready."""
+    if key not in programs.ready:
         with programs.counted(key):
             drafted = _draft(programs, key, programs.listed([], key.rows))
             words = programs.all_tokens()
             masks = np.broadcast_to(words, (*drafted.tree.tokens.shape, words.size))
             run_verify(programs, drafted, masks)
-    return _draft(programs, key, programs.listed(rows, key.rows))
 
 
 def _draft(programs: Programs, key: RoundsKey, rows: np.ndarray) -> Drafted:

@@ -174,8 +174,7 @@ class Programs:
     def settle(self, rows: Sequence[int]) -> None:
         """Let the drafter read the last tokens of rows that are done."""
         if rows:
-            size = power_of_two(max(map(len, self._by_shard(rows))))
-            self._small("settle", self.listed(rows, size))
+            self._small("settle", self.listed(rows, self.size_for(rows)))
 
     def copy_pages(self, copies: Sequence[tuple[int, int, int]]) -> None:
         """Copy pages: (shard, source, destination) each."""
@@ -217,14 +216,8 @@ class Programs:
         calls = []
         for (width, masked), group in groups_of_reads(reads, self.sizes.max_chunk, set(masks)):
             shards = self._by_shard([row for row, *_ in group])
-            wanted = ReadKey(
-                longest := max(map(len, shards)),
-                self.columns_for(max(tokens for *_, tokens in group)),
-                width,
-                kind,
-                masked,
-            )
-            key = self._read_key(wanted, load)
+            longest, columns = max(map(len, shards)), self.columns_for(max(one[2] for one in group))
+            key = self._read_key(ReadKey(longest, columns, width, kind, masked), load)
             for start in range(0, longest, key.rows):
                 part = {row for shard in shards for row in shard[start : start + key.rows]}
                 calls.append(self._read(key, [read for read in group if read[0] in part], masks))
@@ -296,9 +289,8 @@ class Programs:
         rounds: int = 0,
     ) -> RoundsKey:
         """The program that runs rounds of these rows; see run_rounds."""
-        own = power_of_two(max(map(len, self._by_shard(rows))))
-        shape = self.params.call(shape).speculation.shape
-        wanted = RoundsKey(own, self.columns_for(tokens), shape, kind, masked, rounds)
+        columns, shape = self.columns_for(tokens), self.params.call(shape).speculation.shape
+        wanted = RoundsKey(self.size_for(rows), columns, shape, kind, masked, rounds)
         return self._chosen(wanted, load)
 
     def _chosen(self, wanted: RoundsKey, load: Load) -> RoundsKey:
@@ -312,13 +304,15 @@ class Programs:
         return choose_rounds(self.ready, wanted, target, sealed=self.sealed)
 
     def _decode(self, key: RoundsKey, rows: np.ndarray, rounds: int) -> Emitted:
-        options = {"columns": key.columns, "shape": key.shape, **self.options(key.kind)}
-        options["max_rounds"] = key.rounds or self.sizes.max_rounds
-        options["fixed"] = key.rounds > 0
+        options, limit = self.rounds_options(key), np.int32(rounds)
         with self.controlled(key.kind):
-            limit = np.int32(rounds)
             self.state, emitted = self.decode(self.params, self.state, limit, rows, **options)
         return emitted
+
+    def rounds_options(self, key: RoundsKey) -> dict[str, Any]:
+        """Of functional.decode, for a program that is not masked."""
+        most = {"max_rounds": key.rounds or self.sizes.max_rounds, "fixed": key.rounds > 0}
+        return {"columns": key.columns, "shape": key.shape, **most, **self.options(key.kind)}
 
     def all_tokens(self) -> np.ndarray:
         """The mask that restricts nothing: uint32 [W]."""
@@ -357,6 +351,10 @@ class Programs:
         slots = self.params.speculation.scratch_slots + 1  # see functional.subset
         slots += max(SMALLEST_TABLE, power_of_two(tokens))
         return min(pages_for(slots, self.sizes.page_size), self.columns)
+
+    def size_for(self, rows: Sequence[int]) -> int:
+        """Rows, of each shard, of the smallest program that holds these."""
+        return power_of_two(max(map(len, self._by_shard(rows))))
 
     def _by_shard(self, rows: Sequence[int]) -> list[list[int]]:
         share = self.sizes.num_rows // self.shards

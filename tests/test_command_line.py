@@ -26,6 +26,7 @@ SCRIPTS = {
     "bench_drafters": "bench drafters",
     "bench_engine": "bench engine",
     "bench_kernels": "bench kernels",
+    "bench_adaptive": "bench adaptive",
     "bench_serving": "bench serving",
     "bench_swap": "bench swap",
     "profile_round": "profile",

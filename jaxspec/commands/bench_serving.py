@@ -87,7 +87,10 @@ def make_parser() -> argparse.ArgumentParser:
     add("--no-prefix-cache", action="store_true", help="keep no pages for later requests")
     add("--dtype", choices=("bfloat16", "float32"), help="(default: float32 on CPU, else bfloat16)")
     add("--kernels", default="auto", help="auto (all on a Hopper GPU), all, none or a comma list")
-    add("--compare", choices=("plain",), help="run the same without speculation, too")
+    add("--adaptive", action="store_true", help="choose the tree of each call, or none, by what a "
+        "round costs and what is accepted; --tree is the largest")  # fmt: skip
+    add("--compare", choices=("plain", "fixed"), help="run the same without speculation, or with "
+        "--adaptive in the largest tree always, too")  # fmt: skip
     add("--bare", action="store_true", help="time the same without a scheduler, too, up to --rows; "
         "with --shape")  # fmt: skip
     add("--json", action="store_true", help="JSON on stdout, the table on stderr")
@@ -131,6 +134,8 @@ def make_arrivals(args: argparse.Namespace, count: int, rate: float | None) -> l
         raise ValueError("--bare is for random weights: give --shape as well")
     if args.load and args.rate is not None:
         raise ValueError("--load gives the rates itself: leave out --rate")
+    if args.compare == "fixed" and not args.adaptive:
+        raise ValueError("--compare fixed is for --adaptive: without it the tree is fixed already")
     times = workloads.arrival_times(count, rate, args.seed)
     prompts, new_tokens = make_prompts(args, count)
     return [Arrival(*one) for one in zip(times, map(tuple, prompts), new_tokens, strict=True)]
@@ -163,7 +168,8 @@ def make_prompts(args: argparse.Namespace, count: int) -> tuple[list[list[int]],
 # The engines.
 
 
-def make_engine(args: argparse.Namespace, params: EngineParams, longest: int) -> Engine:
+def make_engine(args: argparse.Namespace, params: EngineParams, longest: int, name: str) -> Engine:
+    """Raises ValueError for options that do not go together."""
     return Engine(
         params,
         CacheConfig(page_size=args.page_size, max_length=longest, num_pages=args.pages),
@@ -172,6 +178,7 @@ def make_engine(args: argparse.Namespace, params: EngineParams, longest: int) ->
             rounds_per_call=args.rounds_per_call,
             prefill_budget=args.prefill_budget,
             prefix_caching=not args.no_prefix_cache,
+            adaptive=name == "adaptive",
         ),
     )
 
@@ -208,7 +215,7 @@ class Run(NamedTuple):
     """Results of one workload, and of the test that gave them.
 
     Attributes:
-      mode: "speculative" or "plain".
+      mode: "speculative", "adaptive", "fixed" or "plain".
       rate: requests a second; None: all at once.
       bare: what the same rows give without a scheduler; see bare_rounds.
     """
@@ -231,9 +238,10 @@ def measure(args: argparse.Namespace, console: Console) -> tuple[dict[str, Any],
     console.print("loading")
     models, runs, kernels = Models(args), [], ""
     first = "plain" if args.tree == "plain" else "speculative"
+    first = "adaptive" if args.adaptive else first
     for name in [first] if args.compare in (None, first) else [first, args.compare]:
         longest = max(len(one.prompt) + one.new_tokens for one in itertools.chain(*workloads))
-        engine = make_engine(args, models.params(name), longest)
+        engine = make_engine(args, models.params(name), longest, name)
         kernels = str(engine.kernels)
         own = serve(args, engine, name, workloads, console)
         del engine  # its memory is for the next one

@@ -18,6 +18,7 @@ def as_ms(times: dict[str, float]) -> str:
 def as_lines(run: dict[str, Any]) -> dict[str, str]:
     """The figures of a run as the table shows them."""
     depths = " ".join(f"{share:.2f}" for share in run["accepted_by_depth"])
+    rounds = ", ".join(f"{count:,} {name}" for name, count in run["rounds_by_shape"].items())
     preempted = ", ".join(f"{count} by {how}" for how, count in run["preemptions"].items())
     bare = run.get("bare")
     beside = {
@@ -43,6 +44,7 @@ def as_lines(run: dict[str, Any]) -> dict[str, str]:
         "prefix hits": f"{run['prompt_hits']:.1%} of the prompts' tokens",
         "tokens a round": f"{run['tokens_per_round']:.2f}",
         "accepted by depth": depths or "-",
+        "rounds": rounds,
         "preemptions": preempted,
         "compiled after warm-up": str(run["compiled"]),
     }

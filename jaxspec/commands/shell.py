@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.table import Table
 
 from jaxspec.built_in import BUILT_IN_MODEL
@@ -84,7 +84,7 @@ def table_console(*, stderr: bool, width: int = TABLE_WIDTH) -> Console:
 
 
 def show_results(
-    results: Mapping[str, Any], table: Table, *, as_json: bool, width: int = TABLE_WIDTH
+    results: Mapping[str, Any], table: Table | Group, *, as_json: bool, width: int = TABLE_WIDTH
 ) -> None:
     """Print the table; with ``as_json``, the results on stdout and the table on stderr."""
     table_console(stderr=as_json, width=width).print(table)

@@ -1,9 +1,10 @@
 """How an engine serves requests."""
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 from jaxspec.config.checks import check_count
+from jaxspec.config.speculation import TreeShape
 
 Preemption = Literal["auto", "recompute", "swap"]
 
@@ -26,6 +27,12 @@ class EngineConfig:
         returns only when they have run. None: on GPUs.
       max_programs: most compiled programs that are kept. Beyond them, or when memory maps are
         scarce (see memory.py), all are forgotten, and compiled again as they are needed.
+      adaptive: choose the draft tree of each call, or none, by what a round costs and what the rows
+        have accepted. In float32 texts stay as they are; so does their distribution under the
+        ``rejection`` rule, but there a seed may give another text each time. The costs are measured
+        by ``warm_up``, or else before the first request is served, which then waits for that.
+      shapes: trees to choose from besides plain decoding, which is always a choice. None: chains of
+        1, 3 and 5, where they are shorter than the largest tree, and that tree.
 
     Raises ValueError for values that cannot work.
     """
@@ -37,7 +44,9 @@ class EngineConfig:
     prefix_caching: bool = True
     preemption: Preemption = "auto"
     fixed_rounds: bool | None = None
-    max_programs: int = 64
+    max_programs: int = 128
+    adaptive: bool = False
+    shapes: tuple[TreeShape, ...] | None = None
 
     def __post_init__(self):
         for name in ("max_rows", "rounds_per_call", "prefill_budget", "max_programs"):
@@ -48,3 +57,16 @@ class EngineConfig:
             raise ValueError(
                 f'preemption must be "auto", "recompute" or "swap", got {self.preemption!r}'
             )
+        if not isinstance(self.adaptive, bool):
+            raise ValueError(f"adaptive must be True or False, got {self.adaptive!r}")
+        if self.shapes is not None:
+            self._check_shapes(self.shapes)
+
+    def _check_shapes(self, shapes: Any) -> None:
+        if not self.adaptive:
+            raise ValueError("shapes are what adaptive chooses from: set adaptive=True, too")
+        kinds = isinstance(shapes, tuple) and {type(shape) for shape in shapes}
+        if kinds != {TreeShape}:
+            raise ValueError(f"shapes must be a tuple of TreeShape, not empty, got {shapes!r}")
+        if len(set(shapes)) != len(shapes):
+            raise ValueError("shapes must not name a tree twice")

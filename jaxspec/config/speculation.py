@@ -61,6 +61,15 @@ class TreeShape:
         """The shape without the fields of a subclass."""
         return TreeShape(self.num_nodes, self.max_depth, self.top_k)
 
+    @property
+    def name(self) -> str:
+        """As parse reads it."""
+        if self.is_plain:
+            return "plain"
+        if self.is_chain:
+            return f"chain:{self.max_depth}"
+        return f"{self.num_nodes}:{self.max_depth}:{self.top_k}"
+
     @classmethod
     def parse(cls, text: str):
         """``plain``, ``chain:K`` or ``NODES:DEPTH:TOPK``, as the command lines write trees.
