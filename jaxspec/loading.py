@@ -16,6 +16,7 @@ from jaxspec.speculation.drafters import (
     Drafter,
     DraftModelDrafter,
     EagleDrafter,
+    MixedDrafter,
     NGramDrafter,
     NoDrafter,
 )
@@ -24,6 +25,8 @@ from jaxspec.weights.eagle import head_method, load_eagle_head
 from jaxspec.weights.hub import resolve_directory
 from jaxspec.weights.safetensors_io import load_decoder
 from pallas_kernels.selection import Kernels
+
+MIXED = "ngram+"  # and the drafter that n-gram lookup is mixed with
 
 
 def load(
@@ -41,7 +44,9 @@ def load(
     Args:
       model: a Hugging Face model directory or hub id; the built-in model by default.
       drafter: ``none``, ``ngram``, or a directory or hub id of an EAGLE head or a draft model;
-        ``auto``: see choose_drafter. A Drafter object is used as given.
+        ``ngram+`` and such a directory or id: n-gram lookup in rows where it finds a long match,
+        the head or model in the others (see drafters.MixedDrafter); ``auto``: see choose_drafter.
+        A Drafter object is used as given.
       speculation: the draft tree and the acceptance rule; by default
         config.speculation.default_speculation.
       dtype: ``float32`` or ``bfloat16``; by default float32 on CPU and bfloat16 elsewhere.
@@ -73,10 +78,11 @@ def load(
 
 
 def choose_drafter(model: str | Path, drafter: str | Path) -> str | Path:
-    """Replaces ``auto``: the built-in head for the built-in model, ``ngram`` for others."""
+    """Replaces ``auto``: lookup and the built-in head for the built-in model, else ``ngram``."""
     if drafter != "auto":
         return drafter
-    return BUILT_IN_HEAD if Path(model).resolve() == BUILT_IN_MODEL.resolve() else "ngram"
+    own = Path(model).resolve() == BUILT_IN_MODEL.resolve()
+    return f"{MIXED}{BUILT_IN_HEAD}" if own else "ngram"
 
 
 def resolve_dtype(name: str | None) -> jnp.dtype:
@@ -101,6 +107,15 @@ def _load_drafter(
         return NoDrafter()
     if drafter == "ngram":
         return NGramDrafter()
+    if isinstance(drafter, str) and drafter.startswith(MIXED):
+        mixed = drafter.removeprefix(MIXED)
+        if mixed in ("", "none", "ngram", "auto") or mixed.startswith(MIXED):
+            raise ValueError(
+                f"drafter {drafter!r}: after {MIXED} give the directory or hub id of an EAGLE head "
+                "or a draft model"
+            )
+        rest = (model_directory, target, speculation, dtype, mesh, sharded)
+        return MixedDrafter(model=_load_drafter(mixed, *rest))
     directory = resolve_directory(drafter)
     if head_method(directory) is not None:
         head = load_eagle_head(directory, target, dtype, mesh, sharded)

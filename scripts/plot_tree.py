@@ -17,7 +17,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 import jaxspec
-from jaxspec import BUILT_IN_MODEL, EngineParams, SpeculationConfig
+from jaxspec import BUILT_IN_HEAD, BUILT_IN_MODEL, EngineParams, SpeculationConfig
 from jaxspec.speculation.acceptance import Accepted
 from jaxspec.speculation.round import accept, verify
 from jaxspec.speculation.tree import DraftTree
@@ -34,7 +34,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     )
     add = parser.add_argument
     add("--model", default=str(BUILT_IN_MODEL), help="model directory or hub id")
-    add("--drafter", default="auto", help="as in generate.py; default: the built-in head")
+    add("--drafter", default=str(BUILT_IN_HEAD), help="as in generate.py (default: the head)")
     add("--tree", default="tree:24:5:3", help="chain:K or tree:NODES:DEPTH:TOPK (%(default)s)")
     add("--prompt", default=PROMPT, help="text to continue")
     add("--skip", type=int, default=8, help="rounds to decode before the one drawn (%(default)s)")

@@ -11,12 +11,15 @@ from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import DraftHead
 from jaxspec.models.layer import Layer
 from jaxspec.sharding import MODEL_AXIS, Layout, mesh_layout, named_shardings
-from jaxspec.speculation.drafters import DraftModelDrafter, EagleDrafter
+from jaxspec.speculation.drafters import DraftModelDrafter, EagleDrafter, MixedDrafter
 
 
 def on_mesh(params: EngineParams, mesh: Mesh, *, shard_drafter: bool = True) -> EngineParams:
     """The same weights over ``mesh``. The drafter's are repeated where it is not sharded."""
     drafter, devices = params.drafter, mesh.shape[MODEL_AXIS]
+    if isinstance(drafter, MixedDrafter):
+        inner = on_mesh(params.replace(drafter=drafter.model), mesh, shard_drafter=shard_drafter)
+        return inner.replace(drafter=drafter.replace(model=inner.drafter))
     layout = mesh_layout(mesh, split_model=shard_drafter)
     shards = devices if shard_drafter else 1
     if isinstance(drafter, EagleDrafter):

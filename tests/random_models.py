@@ -27,6 +27,7 @@ from jaxspec.speculation.drafters import (
     Drafter,
     DraftModelDrafter,
     EagleDrafter,
+    MixedDrafter,
     NGramDrafter,
     NoDrafter,
 )
@@ -52,7 +53,7 @@ def tiny_config(**changes: Any) -> ModelConfig:
 
 
 CONFIG = tiny_config()
-DRAFTERS = ("ngram", "draft_model", "eagle3", "eagle1")
+DRAFTERS = ("ngram", "draft_model", "eagle3", "eagle1", "mixed")
 PREFILL_WIDTH, NEW_TOKENS = 32, 256
 MAX_LENGTH = PREFILL_WIDTH + NEW_TOKENS
 
@@ -191,6 +192,9 @@ def make_drafter(name: str, target: Decoder) -> Drafter:
             return NGramDrafter()
         case "draft_model":
             return DraftModelDrafter(model=draft_model(target))
+        case "mixed":
+            lookup = NGramDrafter(min_match=2)  # found often, not always
+            return MixedDrafter(model=make_drafter("eagle3", target), lookup=lookup)
         case _:
             return EagleDrafter(
                 head=eagle3_head(target) if name == "eagle3" else eagle1_head(target)

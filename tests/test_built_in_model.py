@@ -9,10 +9,10 @@ import pytest
 
 from jaxspec import BUILT_IN_HEAD, BUILT_IN_MODEL, LLM, SamplingParams, SpeculationConfig
 from jaxspec.config.speculation import default_speculation
-from jaxspec.loading import choose_drafter, load
+from jaxspec.loading import MIXED, choose_drafter, load
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
-from jaxspec.speculation.drafters import EagleDrafter, NGramDrafter
+from jaxspec.speculation.drafters import EagleDrafter, MixedDrafter, NGramDrafter
 from tests.checkpoints import hf_logits
 from tests.marks import slow
 
@@ -57,9 +57,10 @@ def test_logits_are_those_of_transformers(plain: LLM):
         slow("ngram", SpeculationConfig(num_nodes=60, max_depth=8, top_k=8), 1.5),
         slow(BUILT_IN_MODEL, SpeculationConfig(num_nodes=16, max_depth=4, top_k=3), 4.0),
         slow(BUILT_IN_HEAD, SpeculationConfig.chain(5), 3.0),
+        slow("auto", SpeculationConfig.chain(5), 3.0),
         slow(BUILT_IN_HEAD, SpeculationConfig(num_nodes=60, max_depth=8, top_k=8), 4.0),
     ],
-    ids=["ngram-chain", "ngram-tree", "itself-tree", "head-chain", "head-tree"],
+    ids=["ngram-chain", "ngram-tree", "itself-tree", "head-chain", "mixed-chain", "head-tree"],
 )
 def test_text_does_not_depend_on_the_drafter(expected, drafter, speculation, greedy_length):
     llm = LLM(drafter=drafter, dtype="float32", max_length=512, speculation=speculation)
@@ -69,9 +70,10 @@ def test_text_does_not_depend_on_the_drafter(expected, drafter, speculation, gre
 
 
 @pytest.mark.slow
-def test_the_head_drafts_by_default_and_well():
+def test_lookup_and_the_head_draft_by_default_and_well():
     llm = LLM(max_length=256)
-    assert isinstance(llm.params.drafter, EagleDrafter)
+    drafter = llm.params.drafter
+    assert isinstance(drafter, MixedDrafter) and isinstance(drafter.model, EagleDrafter)
     completions = llm.generate(PROMPTS, SamplingParams(max_tokens=128, stop_token_ids=()))
     assert np.mean([c.acceptance_length for c in completions]) >= 3.0
 
@@ -83,7 +85,7 @@ def test_model_and_head_stay_small():
 
 
 def test_other_models_are_drafted_for_without_weights(tmp_path):
-    assert choose_drafter(BUILT_IN_MODEL, "auto") == BUILT_IN_HEAD
+    assert choose_drafter(BUILT_IN_MODEL, "auto") == f"{MIXED}{BUILT_IN_HEAD}"
     assert choose_drafter(tmp_path, "auto") == choose_drafter("owner/name", "auto") == "ngram"
     assert choose_drafter(BUILT_IN_MODEL, "none") == "none"
 

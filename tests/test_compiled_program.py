@@ -63,10 +63,11 @@ def test_every_float32_product_has_full_precision_on_a_gpu(drafter: str):
         slow("draft_model", CHAIN, None),
         slow("eagle3", CHAIN, None),
         ("eagle3", TREE, None),
+        ("mixed", CHAIN, None),
         slow("eagle3", TREE, PLAIN),  # and the drafter catches up
         slow("draft_model", CHAIN, TreeShape(2, 1)),
     ],
-    ids=["none", "ngram", "draft_model", "chain", "tree", "plain call", "call of a shorter chain"],
+    ids=["none", "ngram", "draft_model", "chain", "tree", "mixed", "plain call", "shorter chain"],
 )
 def test_no_kv_pages_are_copied(
     drafter: str, speculation: SpeculationConfig, shape: TreeShape | None

@@ -33,6 +33,8 @@ SPECULATIONS = {
     # Draft tokens are sampled from a distribution over a split and reduced vocabulary.
     "eagle3 rejection": SpeculationConfig.chain(2, "rejection"),
     "draft_model rejection": SpeculationConfig.chain(2, "rejection"),
+    "mixed": SpeculationConfig.chain(2),
+    "mixed rejection": SpeculationConfig.chain(2, "rejection"),
 }
 BATCH, LENGTH, PAGE_SIZE, PROMPT = 4, 40, 4, 9
 
@@ -114,6 +116,9 @@ def run(name: str, model: int = 1, data: int = 1, shard_drafter: bool = True):
         slow("draft_model", 4, 1, True),
         slow("draft_model", 4, 1, False),
         slow("draft_model", 2, 2, False),
+        slow("mixed", 4, 1, False),
+        slow("mixed", 2, 2, True),
+        slow("mixed rejection", 2, 2, True),
     ],
 )
 def test_sharding_changes_nothing(name: str, model: int, data: int, shard_drafter: bool):

@@ -27,7 +27,7 @@ from jaxspec.commands.shell import (
 )
 from jaxspec.comparison import race
 from jaxspec.config.engine import EngineConfig
-from jaxspec.loading import choose_drafter
+from jaxspec.loading import MIXED, choose_drafter
 from jaxspec.tokenizer import load_tokenizer
 from jaxspec.training.draft_data import held_out_prompts
 
@@ -130,7 +130,10 @@ def measure(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
 
 
 def label(row: dict[str, Any]) -> str:
-    return "plain" if row["mode"] == "plain" else f"{Path(row['drafter']).name} {row['mode']}"
+    if row["mode"] == "plain":
+        return "plain"
+    mixed = MIXED if row["drafter"].startswith(MIXED) else ""
+    return f"{mixed}{Path(row['drafter']).name.removeprefix(mixed)} {row['mode']}"
 
 
 def make_table(results: dict[str, Any]) -> Table:

@@ -27,7 +27,7 @@ from jaxspec.commands.shell import (
 )
 from jaxspec.config.engine import EngineConfig
 from jaxspec.evaluation import measure_acceptance
-from jaxspec.loading import choose_drafter, resolve_dtype
+from jaxspec.loading import MIXED, choose_drafter, resolve_dtype
 from jaxspec.tokenizer import load_tokenizer
 from jaxspec.training.draft_data import held_out_prompts
 
@@ -41,8 +41,8 @@ def make_parser() -> argparse.ArgumentParser:
     add(
         "--drafter",
         default="auto",
-        help="ngram, or directory or hub id of a head or model (default: the built-in head for the "
-        "built-in model, ngram for others)",
+        help="as in generate, but not none (default: the built-in head for the built-in model, "
+        "ngram for others)",
     )
     add("--data", type=Path, nargs="+", required=True, help="folders, text or .jsonl files, named "
         "as in training: a file is held out by the hash of its name below them")  # fmt: skip
@@ -77,13 +77,16 @@ def evaluate(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
         suffixes=tuple(args.suffixes),
     )
     progress.print(str(report))
+    drafter = args.drafter
+    if drafter == "auto":  # of the default mixture the head is measured alone
+        drafter = str(choose_drafter(args.model, drafter)).removeprefix(MIXED)
     rows = []
     for mode in args.modes.split(","):
         for rule in args.rules:
             speculation = speculation_of(mode, rule)
             llm = LLM(
                 args.model,
-                args.drafter,
+                drafter,
                 speculation=speculation,
                 dtype=args.dtype,
                 max_length=args.prompt_tokens + args.max_tokens,
@@ -101,7 +104,7 @@ def evaluate(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
                 rows.append(setting | dataclasses.asdict(found))
     return {
         "model": str(args.model),
-        "drafter": str(choose_drafter(args.model, args.drafter)),
+        "drafter": drafter,
         "device": jax.devices()[0].device_kind,
         "dtype": resolve_dtype(args.dtype).name,
         "results": rows,

@@ -29,8 +29,9 @@ def make_parser() -> argparse.ArgumentParser:
     add(
         "--drafter",
         default="auto",
-        help="none, ngram, or directory or hub id of an EAGLE head or a draft model (default: the "
-        "built-in head for the built-in model, ngram for others)",
+        help="none, ngram, directory or hub id of an EAGLE head or a draft model, or ngram+ and "
+        "such a directory or id: the n-gram's draft where it finds a long match, else the other's "
+        "(default: ngram+ the built-in head for the built-in model, ngram for others)",
     )
     add(
         "--dtype",

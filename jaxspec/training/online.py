@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from jaxspec.completion import Completion
 from jaxspec.llm import LLM
 from jaxspec.models.heads import DraftHead
-from jaxspec.speculation.drafters import EagleDrafter
+from jaxspec.speculation.drafters import EagleDrafter, MixedDrafter
 from jaxspec.training import draft_step
 from jaxspec.training.draft_loss import DraftBatch
 from jaxspec.training.draft_step import DraftTrainConfig
@@ -38,6 +38,8 @@ class HeadAdapter:
 
     def __init__(self, llm: LLM, config: DraftTrainConfig, *, length: int, memory: int = 256):
         drafter = llm.params.drafter
+        if isinstance(drafter, MixedDrafter):
+            drafter = drafter.model
         if not isinstance(drafter, EagleDrafter):
             raise ValueError("only an EAGLE head learns while it serves: give one as drafter")
         if llm.params.mesh is not None:
@@ -63,7 +65,10 @@ class HeadAdapter:
             self.state, self.llm.params.target, batches, UNKNOWN_STEPS, self._config
         )
         head = _copy(self.state.head, self._drafter.head.dtype)
-        self.llm.use_drafter(self._drafter.replace(head=head))
+        own, drafter = self.llm.params.drafter, self._drafter.replace(head=head)
+        self.llm.use_drafter(
+            own.replace(model=drafter) if isinstance(own, MixedDrafter) else drafter
+        )
         return {name: float(metrics[name][0]) for name in ("loss", "accuracy")}
 
     def _batches(self, steps: int) -> list[DraftBatch]:

@@ -56,6 +56,7 @@ ALL_CASES = [Case(*choice) for choice in itertools.product(*CHOICES)]
 FAST_CASES = [
     Case("draft_model", "tree12", 4, 3, 0.8),
     Case("eagle3", "tree12", 4, 8, 0.8),
+    Case("mixed", "chain5", 4, 3, 0.8),
 ]
 
 

@@ -8,6 +8,7 @@ from jaxspec.speculation.drafters.base import (
 )
 from jaxspec.speculation.drafters.draft_model import DraftModelDrafter
 from jaxspec.speculation.drafters.eagle import EagleDrafter
+from jaxspec.speculation.drafters.mixed import MixedDrafter
 from jaxspec.speculation.drafters.ngram import NGramDrafter
 from jaxspec.speculation.drafters.none import NoDrafter
 
@@ -16,6 +17,7 @@ __all__ = [
     "DraftState",
     "Drafter",
     "EagleDrafter",
+    "MixedDrafter",
     "NGramDrafter",
     "NoDrafter",
     "PrefillChunk",

@@ -40,9 +40,11 @@ class NGramDrafter(StatelessDrafter):
         for length in _branch_lengths(shape):
             best = jnp.argmax(scores, axis=1)  # where a match ends
             found = jnp.take_along_axis(scores, best[:, None], axis=1) > 0
-            source = best[:, None] + 1 + jnp.arange(length)
-            valid.append(found & (source <= end[:, None]))
-            source = jnp.minimum(source, tokens.shape[1] - 1)
+            # What follows a match near the end reaches the end, and then goes on from its start:
+            # text that repeats every few tokens gets a whole branch.
+            period = jnp.maximum(end - best, 1)[:, None]
+            source = best[:, None] + 1 + jnp.arange(length) % period
+            valid.append(jnp.broadcast_to(found, source.shape))
             node_tokens.append(jnp.take_along_axis(tokens, source, axis=1))
             inner = jnp.arange(start, start + length - 1)
             parents = jnp.concatenate([jnp.zeros(1, inner.dtype), inner])

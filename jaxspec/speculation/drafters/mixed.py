@@ -1,0 +1,143 @@
+"""Two drafters in one: n-gram lookup in rows where a long match is found, a model in the others.
+
+Text that repeats what was there before is drafted for free, and better than by a small model.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jaxspec import collectives
+from jaxspec.cache import Geometry
+from jaxspec.config.speculation import SpeculationConfig
+from jaxspec.models.decoder import Decoder
+from jaxspec.pytree import Pytree, pytree, static
+from jaxspec.speculation.call import Call
+from jaxspec.speculation.drafters.base import Drafter, DraftState, PrefillChunk
+from jaxspec.speculation.drafters.ngram import NGramDrafter
+from jaxspec.speculation.tree import DraftTree, pad_tree
+from jaxspec.state import EngineState
+
+Proposal = tuple[DraftTree, DraftState]
+
+
+@pytree
+class MixedDrafter(Pytree):
+    """Drafts with ``lookup`` in each row where it finds a match, and with ``model`` in the others.
+
+    The choice depends on the row's own tokens alone. The model reads every committed token, so it
+    drafts as if it had always been used. In rounds in which no row needs its tree, reading is all
+    that it does.
+
+    Attributes:
+      model: any drafter; its cache is this drafter's whole state.
+      lookup: its ``min_match`` is the shortest match that is preferred to the model.
+      may_skip: compile a branch for the rounds that need no tree of the model. Without it the model
+        drafts in every round.
+    """
+
+    model: Drafter
+    lookup: NGramDrafter = NGramDrafter(min_match=3, max_match=8)
+    may_skip: bool = static(default=True)
+
+    @property
+    def capture(self) -> tuple[int, ...]:
+        return self.model.capture
+
+    def init_pool(self, geometry: Geometry) -> Any:
+        return self.model.init_pool(geometry)
+
+    def init_rows(self, num_rows: int, target: Decoder, capacity: SpeculationConfig) -> Any:
+        return self.model.init_rows(num_rows, target, capacity)
+
+    def reset(self, pool: Any, rows: Array) -> Any:
+        return self.model.reset(pool, rows)
+
+    def most_pending(self, capacity: SpeculationConfig) -> int | None:
+        return self.model.most_pending(capacity)
+
+    def catch_up(self, target: Decoder, state: EngineState, call: Call) -> DraftState:
+        return self.model.catch_up(target, state, call)
+
+    def prefill(
+        self,
+        target: Decoder,
+        state: EngineState,
+        chunk: PrefillChunk,
+        features: Array | None,
+        call: Call,
+    ) -> DraftState:
+        return self.model.prefill(target, state, chunk, features, call)
+
+    def propose(
+        self, target: Decoder, state: EngineState, call: Call
+    ) -> tuple[DraftTree, DraftState]:
+        looked_up, _ = self.lookup.propose(target, state, call)
+        found = looked_up.num_nodes > 1
+        looked_up = _alike(looked_up, target, call)
+
+        def draft(before: Proposal) -> Proposal:
+            _, own = before
+            tree, after = self.model.propose(target, _with(state, own), call)
+            return _choose(found, looked_up, _alike(tree, target, call)), after
+
+        def read(before: Proposal) -> Proposal:
+            tree, own = before
+            return tree, self.model.catch_up(target, _with(state, own), call)
+
+        start = looked_up, DraftState(pool=state.pool.draft, rows=state.rows.draft)
+        if not self.may_skip:
+            return draft(start)
+        needed = jnp.any(state.rows.active & ~found)
+        if target.layout.batch:  # the model may move data between devices: all take one branch
+            needed = lax.pmax(needed.astype(jnp.int32), target.layout.batch) > 0
+        return _run_if(~needed, read, _run_if(needed, draft, start))
+
+    def commit(
+        self, state: EngineState, features: Array | None, path: Array, counts: Array, call: Call
+    ) -> DraftState:
+        return self.model.commit(state, features, path, counts, call)
+
+
+def _with(state: EngineState, own: DraftState) -> EngineState:
+    pool, rows = state.pool.replace(draft=own.pool), state.rows.replace(draft=own.rows)
+    return state.replace(pool=pool, rows=rows)
+
+
+def _run_if[T](condition: Array, function: Callable[[T], T], value: T) -> T:
+    """``function(value)`` if ``condition`` [], else ``value``.
+
+    XLA updates large arrays in place in a loop, even one of at most one iteration. The branches of
+    lax.cond copy them.
+    """
+
+    def body(carry: tuple[Array, T]) -> tuple[Array, T]:
+        return jnp.bool_(False), function(carry[1])
+
+    return lax.while_loop(lambda carry: carry[0], body, (condition, value))[1]
+
+
+def _alike(tree: DraftTree, target: Decoder, call: Call) -> DraftTree:
+    """The tree with as many nodes, and the same static fields, as any other of this call.
+
+    Where tokens are drawn, a tree that was not drawn gets its distributions: all of the probability
+    is on the node's own token. Rejection sampling is exact with them.
+    """
+    shape = call.speculation
+    if shape.resolved_proposal == "sampled" and tree.probs is None:
+        own = collectives.one_hot(tree.tokens, target.local_vocab, target.layout)
+        tree = tree.replace(probs=own.astype(jnp.float32))
+    tree = pad_tree(tree, max(shape.num_nodes, tree.tokens.shape[1]))
+    return tree.replace(max_depth=max(shape.max_depth, tree.max_depth), is_chain=shape.is_chain)
+
+
+def _choose(first: Array, tree: DraftTree, other: DraftTree) -> DraftTree:
+    """``tree`` in the rows where ``first`` [B] is true, ``other`` elsewhere."""
+
+    def choose(x: Array, y: Array) -> Array:
+        return jnp.where(first.reshape(-1, *(1,) * (x.ndim - 1)), x, y)
+
+    return jax.tree.map(choose, tree, other)

@@ -1,0 +1,225 @@
+"""MixedDrafter: lookup's tree where it finds a match, the model's elsewhere."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec import BUILT_IN_HEAD, functional
+from jaxspec.config.speculation import SpeculationConfig
+from jaxspec.functional import EngineParams
+from jaxspec.loading import load
+from jaxspec.sampling import make_sampling
+from jaxspec.speculation.drafters import (
+    DraftState,
+    EagleDrafter,
+    MixedDrafter,
+    NGramDrafter,
+)
+from jaxspec.speculation.tree import DraftTree, unpack_mask
+from jaxspec.state import Emitted, EngineState
+from tests.marks import slow
+from tests.programs import FAST_COMPILE, new_jit
+from tests.random_models import (
+    empty_state,
+    make_drafter,
+    make_params,
+    padded,
+    random_prompts,
+    random_target,
+    texts,
+)
+
+CHAIN = SpeculationConfig.chain(5)
+TREE = SpeculationConfig(num_nodes=10, max_depth=3, top_k=3)
+DRAWN = SpeculationConfig.chain(3, "rejection")
+LENGTH, WIDTH = 160, 32
+REPEATS = np.tile(np.array([5, 17, 60, 33, 8], np.int32), 4)[:-1]
+NEW, OTHER = random_prompts((14, 9), seed=4)
+
+either_shape = pytest.mark.parametrize("spec", [CHAIN, slow(TREE)], ids=["chain", "tree"])
+admit, prefill = new_jit(functional.admit), new_jit(functional.prefill, "width")
+decode = new_jit(functional.decode, "max_rounds")
+
+
+@functools.partial(jax.jit, compiler_options=FAST_COMPILE)
+def propose(params: EngineParams, state: EngineState) -> tuple[DraftTree, DraftState]:
+    return params.drafter.propose(params.target, state, params.call())
+
+
+@functools.partial(jax.jit, compiler_options=FAST_COMPILE)
+def catch_up(params: EngineParams, state: EngineState) -> DraftState:
+    return params.drafter.catch_up(params.target, state, params.call())
+
+
+@functools.cache
+def mixed(spec: SpeculationConfig, **changes: Any) -> EngineParams:
+    params = make_params("mixed", spec)
+    drafter: Any = params.drafter
+    return params.replace(drafter=drafter.replace(**changes))
+
+
+def alone(params: EngineParams) -> EngineParams:
+    """The same, with the model of the mixture as drafter."""
+    drafter: Any = params.drafter
+    return params.replace(drafter=drafter.model)
+
+
+def looking_up(spec: SpeculationConfig = CHAIN, min_match: int = 2) -> EngineParams:
+    """The same target, with lookup as drafter."""
+    return mixed(spec).replace(drafter=NGramDrafter(min_match=min_match))
+
+
+def start(
+    params: EngineParams, prompts: list[Any], temperature: float = 0.0, roots: Any = None
+) -> EngineState:
+    """A state that has read the prompts; ``roots`` replace the tokens that were sampled."""
+    lens = np.array([len(prompt) for prompt in prompts])
+    seeds = 3 + np.arange(len(prompts))
+    sampling = make_sampling(len(prompts), temperature=temperature, seeds=seeds)
+    state = empty_state(params, len(prompts), LENGTH, 4)
+    tokens = padded(prompts, LENGTH)
+    state = admit(params, state, np.arange(len(prompts)), tokens, lens, sampling=sampling)
+    for _ in range(-(-max(lens) // WIDTH)):
+        state, _ = prefill(params, state, width=WIDTH)
+    if roots is not None:
+        rows = state.rows
+        tokens = rows.tokens.at[np.arange(len(prompts)), lens].set(np.asarray(roots))
+        state = state.replace(rows=rows.replace(tokens=tokens))
+    return state
+
+
+def run(params: EngineParams, state: EngineState, rounds: int) -> tuple[EngineState, Emitted]:
+    return decode(params, jax.tree.map(jnp.copy, state), rounds, max_rounds=LENGTH)
+
+
+def paths(tree: DraftTree, row: int) -> set[tuple[int, ...]]:
+    """The tokens from the root to each node of a row's tree."""
+    masks = np.asarray(unpack_mask(tree.ancestors, tree.tokens.shape[1]))[row]
+    tokens, count = np.asarray(tree.tokens)[row], int(tree.num_nodes[row])
+    return {tuple(tokens[masks[node]].tolist()) for node in range(count)}
+
+
+# What is proposed.
+
+
+@either_shape
+def test_each_row_gets_the_tree_of_its_drafter(spec: SpeculationConfig):
+    params = mixed(spec)
+    # The second row repeats itself, the others do not.
+    state = start(params, [NEW, REPEATS, OTHER], roots=[1, 8, 2])
+    tree, _ = propose(params, state)
+    of_model, _ = propose(alone(params), state)
+    of_lookup, _ = propose(looking_up(spec), state)
+    assert of_lookup.num_nodes.tolist()[::2] == [1, 1] and of_lookup.num_nodes[1] > 1
+    for row, chosen in enumerate([of_model, of_lookup, of_model]):
+        assert paths(tree, row) == paths(chosen, row)
+        assert tree.num_nodes[row] == chosen.num_nodes[row]
+    assert paths(of_model, 1) != paths(of_lookup, 1)
+    chain = (8, 5, 17, 60, 33, 8)[: 1 + spec.max_depth]
+    assert chain in paths(tree, 1), "repeated text is continued as it was"
+
+
+def test_a_match_near_the_end_goes_on_in_a_circle():
+    prompts = [[4, 4], [1, 2, 1, 2], [1, 2, 3, 9, 1]]
+    state = start(mixed(CHAIN), [np.array(prompt) for prompt in prompts], roots=[4, 1, 2])
+    tree, _ = propose(looking_up(), state)
+    assert tree.tokens.tolist() == [[4, 4, 4, 4, 4, 4], [1, 2, 1, 2, 1, 2], [2, 3, 9, 1, 2, 3]]
+
+
+def test_matches_have_a_least_length():
+    repeats = [np.array([7, 1, 2, 3, 50, 60, 1, 2])] * 3
+    state = start(mixed(CHAIN), repeats, roots=[3, 3, 7])
+    for least, nodes in ((3, [6, 6, 1]), (4, [1, 1, 1])):
+        tree, _ = propose(looking_up(min_match=least), state)
+        assert tree.num_nodes.tolist() == nodes
+
+
+# What the model does meanwhile.
+
+
+def test_where_every_row_looks_up_the_model_only_reads():
+    params = mixed(CHAIN)
+    state = start(params, [REPEATS] * 3, roots=[8, 8, 8])
+    _, after = propose(params, state)
+    assert same(after.pool, catch_up(params, state).pool)
+    _, drafted = propose(alone(params), state)
+    assert not same(after.pool, drafted.pool), "drafting writes scratch slots"
+
+
+def same(first: Any, second: Any) -> bool:
+    pairs = zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True)
+    return all(np.array_equal(one, other) for one, other in pairs)
+
+
+@pytest.mark.parametrize(
+    ("spec", "temperature"),
+    [slow(CHAIN, 0.0), (CHAIN, 0.8), slow(TREE, 0.0), slow(TREE, 0.8)],
+    ids=["chain, greedy", "chain", "tree, greedy", "tree"],
+)
+def test_the_model_drafts_afterwards_as_if_it_had_always_drafted(
+    spec: SpeculationConfig, temperature: float
+):
+    params = mixed(spec)
+    prompts = [REPEATS, REPEATS[1:], REPEATS[2:]]  # in the first round, all rows look up
+    state, emitted = run(params, start(params, prompts, temperature, roots=[8, 8, 8]), 12)
+    assert emitted.accepted.sum() > 0
+    own = alone(params)
+    fresh = start(own, [np.array(text[:-1]) for text in texts(state)], temperature)
+    assert texts(fresh) == texts(state)
+    _, resumed = run(own, state.replace(drafter=own.drafter_name), 4)
+    _, expected = run(own, fresh, 4)
+    assert same(resumed, expected)
+
+
+@pytest.mark.slow
+def test_skipping_changes_nothing_that_is_emitted():
+    states = [
+        run(params, start(params, [REPEATS, NEW, OTHER]), 16)
+        for params in (mixed(CHAIN), mixed(CHAIN, may_skip=False))
+    ]
+    assert same(states[0][1], states[1][1])
+
+
+@pytest.mark.slow
+def test_any_drafter_can_be_the_model():
+    target = random_target()
+    params = make_params("none", CHAIN)
+    prompts = [REPEATS, NEW, OTHER]
+    plain = texts(run(params, start(params, prompts, 0.8), LENGTH)[0])
+    for name in ("draft_model", "eagle1"):
+        own = params.replace(drafter=MixedDrafter(model=make_drafter(name, target)))
+        assert texts(run(own, start(own, prompts, 0.8), LENGTH)[0]) == plain
+
+
+# Rejection sampling.
+
+
+@pytest.mark.slow
+def test_under_rejection_a_looked_up_token_has_all_of_the_probability():
+    params = mixed(DRAWN)
+    state = start(params, [NEW, REPEATS, OTHER], 0.8, roots=[1, 8, 2])
+    tree, _ = propose(params, state)
+    drawn, _ = propose(alone(params), state)
+    assert tree.probs is not None and drawn.probs is not None
+    np.testing.assert_array_equal(tree.probs[0], drawn.probs[0])
+    own = np.eye(tree.probs.shape[-1])[np.asarray(tree.tokens[1])]
+    np.testing.assert_array_equal(tree.probs[1], own)
+
+
+# By name.
+
+
+@pytest.mark.slow
+def test_a_mixture_is_loaded_by_name():
+    drafter = load(drafter=f"ngram+{BUILT_IN_HEAD}").drafter
+    assert isinstance(drafter, MixedDrafter) and isinstance(drafter.model, EagleDrafter)
+
+
+@pytest.mark.parametrize("name", ["", "none", "ngram", "auto", "ngram+x"])
+def test_lookup_is_mixed_with_a_head_or_a_model(name: str):
+    with pytest.raises(ValueError, match="give the directory or hub id of an EAGLE head or"):
+        load(drafter=f"ngram+{name}")
