@@ -1,6 +1,7 @@
 """Calls of programs, and what they emitted."""
 
 import dataclasses
+import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -10,11 +11,21 @@ from jaxspec.state import Emitted
 
 
 class Call(NamedTuple):
-    """What a program was launched for: ``rows`` [B] of what it emits (those past the last row are
-    padding)."""
+    """What a program was launched for.
+
+    Attributes:
+      rows: [B] of what it emits; those past the last row are padding.
+      launched: when its launch returned, by time.perf_counter.
+    """
 
     rows: np.ndarray
     emitted: Emitted
+    launched: float
+
+    @classmethod
+    def now(cls, rows: np.ndarray, emitted: Emitted) -> "Call":
+        """Of a program that was just launched."""
+        return cls(rows, emitted, time.perf_counter())
 
 
 def joined(calls: Sequence[Call]) -> list[Call]:
@@ -29,7 +40,9 @@ def joined(calls: Sequence[Call]) -> list[Call]:
         else:
             groups.append([call])
     return [
-        group[0] if len(group) == 1 else Call(group[0].rows, _joined([c.emitted for c in group]))
+        group[0]
+        if len(group) == 1
+        else group[0]._replace(emitted=_joined([call.emitted for call in group]))
         for group in groups
     ]
 

@@ -101,11 +101,12 @@ class DeviceWatch:
 
     def __init__(self):
         self.calls: list[tuple[float, float]] = []  # launched, ready
-        self._launched: queue.SimpleQueue[tuple[float, list[Call]] | None] = queue.SimpleQueue()
+        self._launched: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._wait, name="device watch", daemon=True)
 
     def launched(self, calls: list[Call]) -> None:
-        self._launched.put((time.perf_counter(), calls))
+        for call in calls:
+            self._launched.put(call)
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -116,10 +117,9 @@ class DeviceWatch:
         self._thread.join()
 
     def _wait(self) -> None:
-        while (item := self._launched.get()) is not None:
-            launched, calls = item
-            jax.block_until_ready([call.emitted for call in calls])
-            self.calls.append((launched, time.perf_counter()))
+        while (call := self._launched.get()) is not None:
+            jax.block_until_ready(call.emitted)
+            self.calls.append((call.launched, time.perf_counter()))
 
     def idle(self, started: float, finished: float) -> float:
         """Seconds in which no call was in flight."""

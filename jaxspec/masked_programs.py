@@ -62,4 +62,4 @@ def run_verify(programs: Programs, drafted: Drafted, masks: np.ndarray) -> Call:
         programs.state, emitted = programs.verify(
             programs.params, programs.state, tree, masks, rows, **options
         )
-    return Call(rows, emitted)
+    return Call.now(rows, emitted)

@@ -234,7 +234,7 @@ class Programs:
         self.prepare_reading(key)
         tokens = {row: count for row, count, _ in reads}
         counts = np.array([tokens.get(int(row), 0) for row in rows], np.int32)
-        return Call(rows, self._prefill(key, rows, counts, masks))
+        return Call.now(rows, self._prefill(key, rows, counts, masks))
 
     def _prefill(self, key: ReadKey, rows: np.ndarray, counts: np.ndarray, masks: Masks) -> Emitted:
         options = {"width": key.width, "columns": key.columns, **self.options(key.kind)}
@@ -273,7 +273,7 @@ class Programs:
             key = self.rounds_key(rows, tokens, load, shape, kind, rounds=own)
             self.prepare_rounds(key)
             listed = self.listed(rows, key.rows)
-            calls.append(Call(listed, self._decode(key, listed, rounds)))
+            calls.append(Call.now(listed, self._decode(key, listed, rounds)))
             rounds -= own or rounds
         return calls
 

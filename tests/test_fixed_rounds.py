@@ -58,7 +58,7 @@ def rounds(rows: list[int], count: int, first: int) -> Call:
     )
     fields |= {"num_rounds": np.int32(count), "tokens": tokens, "status": last, "ending": last}
     fields |= {"counts": each, "accepted": each, "drafted": each}
-    return Call(np.array(rows), Emitted(**fields))
+    return Call.now(np.array(rows), Emitted(**fields))
 
 
 def test_a_short_text_is_the_same():

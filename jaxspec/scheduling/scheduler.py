@@ -21,7 +21,7 @@ from jaxspec.scheduling.plan import (
 from jaxspec.scheduling.sequence import Request, Sequence, State
 from jaxspec.scheduling.shard import Placement, Shard
 
-RATE_WEIGHT = 0.05  # of a row's latest tokens a round in the mean
+REMEMBERED = 0.98  # share of earlier tokens and rounds in a mean, after each further row
 
 
 class Scheduler:
@@ -50,7 +50,7 @@ class Scheduler:
         self._num_added = 0
         self._num_planned = 0
         self._rounds = 1  # of the next call while nothing waits
-        self._rate = 1.0  # tokens of a round, as seen lately
+        self._seen_tokens, self._seen_rounds = 1.0, 1.0  # lately, for the mean tokens of a round
 
     @property
     def num_waiting(self) -> int:
@@ -147,8 +147,8 @@ class Scheduler:
                 continue
             self._advance(flight, result)
             if not result.ended and flight.least:
-                rate = len(result.tokens) / flight.least
-                self._rate += RATE_WEIGHT * (rate - self._rate)
+                self._seen_tokens = REMEMBERED * self._seen_tokens + len(result.tokens)
+                self._seen_rounds = REMEMBERED * self._seen_rounds + flight.least
             if result.tokens or result.ended:
                 deliveries.append(Delivery(sequence.request_id, result.tokens, result.ended))
         return deliveries
@@ -284,7 +284,8 @@ class Scheduler:
         rounds = self._rounds_for_load(bool(draft.reads))
         rounds = min(rounds, most_rounds, max(s.most_rounds for group in groups for s in group))
         if self.limits.runs_all_rounds:
-            expected = max(s.expected_rounds(self._rate) for group in groups for s in group)
+            rate = self._seen_tokens / self._seen_rounds
+            expected = max(s.expected_rounds(rate) for group in groups for s in group)
             rounds = max(1, min(rounds, expected))
         if any(s.request.masked for group in groups for s in group):
             rounds = min(rounds, self.limits.masked_rounds)

@@ -517,3 +517,13 @@ def test_counts_of_requests():
     assert run.scheduler.shards[0].running[0].state is State.DECODING
     run.finish()
     assert (run.scheduler.num_running, run.scheduler.num_waiting) == (0, 0)
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_few_rounds_are_wasted_where_a_call_runs_all_its_rounds(lag: int):
+    limits = made(runs_all_rounds=True, max_rounds=64, max_length=1000, num_pages=600)
+    run = Run(limits)
+    run.add([1], 600, payload=ENDLESS)
+    run.finish(lag)
+    assert sum(plan.rounds for plan in run.plans) <= 1.1 * 600 / 2  # a round gives 2 on average
+    assert len(run.plans) < 30
