@@ -4,6 +4,7 @@ The one module that calls ``jax.jit`` for serving: donation and traces can be se
 """
 
 import contextlib
+import functools
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -13,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec import functional, memory
-from jaxspec.cache import pages_for
 from jaxspec.config.speculation import TreeShape
+from jaxspec.deterministic import COMPILER_OPTIONS
 from jaxspec.functional import EngineParams, SavedRow
 from jaxspec.new_rows import NewRow, admission, new_controls
 from jaxspec.program_sizes import (
@@ -25,15 +26,12 @@ from jaxspec.program_sizes import (
     Sizes,
     choose_reading,
     choose_rounds,
-    power_of_two,
 )
 from jaxspec.sampling import Controls
 from jaxspec.scheduling.requests import MOST_LOGPROBS
 from jaxspec.state import Emitted, EngineState
 from jaxspec.structured.matcher import ALL_TOKENS
 
-SMALLEST_TABLE = 256  # tokens
-SMALLEST_CHUNK = 16  # prompt tokens of a row in a call
 ADMISSIONS = 4  # rows that one call of the program admits
 
 Read = tuple[int, int, int]  # a row, how many tokens, most tokens of the row
@@ -61,17 +59,17 @@ class Programs:
     def __init__(self, params: EngineParams, sizes: Sizes, max_programs: int):
         self.params, self.sizes, self.max_programs = params, sizes, max_programs
         self.compiled, self.compile_seconds, self.sealed = 0, 0.0, False
-        choices = ("columns", "greedy", "controls", "logprobs", "top_logprobs")
-        reading = ("width", "prompt_logprobs", *choices)
-        self.admit_rows = jax.jit(functional.admit, donate_argnums=1, static_argnames="may_wait")
-        self.prefill = jax.jit(functional.prefill, donate_argnums=1, static_argnames=reading)
-        self.decode = jax.jit(
-            functional.decode, donate_argnums=1, static_argnames=("max_rounds", "shape", *choices)
-        )
-        choices = ("columns", "shape", "greedy", "controls")
-        self.draft = jax.jit(functional.draft, donate_argnums=1, static_argnames=choices)
-        last = (*choices, "logprobs", "top_logprobs")
-        self.verify = jax.jit(functional.verify_drafts, donate_argnums=1, static_argnames=last)
+        choices, logprobs = ("columns", "greedy", "controls"), ("logprobs", "top_logprobs")
+        reading = ("width", "prompt_logprobs", "order_invariant", *choices, *logprobs)
+        jit = functools.partial(jax.jit, donate_argnums=1)
+        self.admit_rows = jit(functional.admit, static_argnames="may_wait")
+        if sizes.fixed:
+            jit = functools.partial(jit, compiler_options=dict(COMPILER_OPTIONS))
+        self.prefill = jit(functional.prefill, static_argnames=reading)
+        choices = ("shape", *choices)
+        self.decode = jit(functional.decode, static_argnames=("max_rounds", *choices, *logprobs))
+        self.draft = jit(functional.draft, static_argnames=choices)
+        self.verify = jit(functional.verify_drafts, static_argnames=(*choices, *logprobs))
         self.small = {
             function.__name__: jax.jit(function, donate_argnums=1)
             for function in (
@@ -84,8 +82,7 @@ class Programs:
             )
         }
         self.ready: set[Any] = set()
-        slots = params.speculation.scratch_slots
-        self.columns = pages_for(sizes.max_length + slots, sizes.page_size)
+        self.columns = sizes.columns
         self.tables = np.zeros((sizes.num_rows, self.columns), np.int32)
         self.state = self._new_state()
         self._controls: Controls | None = None
@@ -180,8 +177,7 @@ class Programs:
     def settle(self, rows: Sequence[int]) -> None:
         """Let the drafter read the last tokens of rows that are done."""
         if rows:
-            size = power_of_two(max(map(len, self._by_shard(rows))))
-            self._small("settle", self.listed(rows, size))
+            self._small("settle", self.listed(rows, self._rows_for(rows)))
 
     def copy_pages(self, copies: Sequence[tuple[int, int, int]]) -> None:
         """Copy pages: (shard, source, destination) each."""
@@ -223,23 +219,21 @@ class Programs:
         calls = []
         by_width: dict[tuple[int, bool], list[Read]] = {}
         for read in reads:
-            width = max(SMALLEST_CHUNK, power_of_two(read[1]))
-            place = min(width, self.sizes.max_chunk), read[0] in masks
+            place = self.sizes.width_for(read[1]), read[0] in masks
             by_width.setdefault(place, []).append(read)
         for (width, masked), group in sorted(by_width.items()):
-            rows = [row for row, *_ in group]
             wanted = ReadKey(
-                power_of_two(max(map(len, self._by_shard(rows)))),
-                self.columns_for(max(tokens for *_, tokens in group)),
+                self._rows_for([row for row, *_ in group]),
+                self.sizes.columns_for(max(tokens for *_, tokens in group)),
                 width,
-                kind,
+                self.sizes.kind_for(kind),
                 masked,
             )
             calls.append(self._read(self._read_key(wanted, load), group, masks))
         return calls
 
     def _read_key(self, wanted: ReadKey, load: Load) -> ReadKey:
-        columns = max(wanted.columns, self.columns_for(load.tokens))
+        columns = max(wanted.columns, self.sizes.columns_for(load.tokens))
         target = wanted._replace(columns=columns, kind=max(wanted.kind, load.kind))
         return choose_reading(self.ready, wanted, target, sealed=self.sealed)
 
@@ -252,6 +246,7 @@ class Programs:
 
     def _prefill(self, key: ReadKey, rows: np.ndarray, counts: np.ndarray, masks: Masks) -> Emitted:
         options = {"width": key.width, "columns": key.columns, **self.options(key.kind)}
+        options["order_invariant"] = self.sizes.fixed
         if key.masked:
             every = self.all_tokens()
             options["masks"] = np.stack([masks.get(int(row), every) for row in rows])
@@ -297,16 +292,16 @@ class Programs:
         masked: bool = False,
     ) -> RoundsKey:
         """The program that runs rounds of these rows; see run_rounds."""
-        own = power_of_two(max(map(len, self._by_shard(rows))))
-        columns, shape = self.columns_for(tokens), self.params.call(shape).speculation.shape
+        own, columns = self._rows_for(rows), self.sizes.columns_for(tokens)
+        shape, kind = self.params.call(shape).speculation.shape, self.sizes.kind_for(kind)
         return self._chosen(RoundsKey(own, columns, shape, kind, masked), load)
 
     def _chosen(self, wanted: RoundsKey, load: Load) -> RoundsKey:
         share = self.sizes.num_rows // self.shards
-        rows = power_of_two(min(-(-load.rows // self.shards), share))
+        rows = self.sizes.rows_for(min(-(-load.rows // self.shards), share))
         target = wanted._replace(
             rows=wanted.rows if wanted.masked else max(wanted.rows, rows),
-            columns=max(wanted.columns, self.columns_for(load.tokens)),
+            columns=max(wanted.columns, self.sizes.columns_for(load.tokens)),
             kind=max(wanted.kind, load.kind),
         )
         return choose_rounds(self.ready, wanted, target, sealed=self.sealed)
@@ -350,13 +345,11 @@ class Programs:
         yield
         self._controls, self.state = self.state.controls, self.state.replace(controls=None)
 
-    # Sizes.
+    # Lists of rows.
 
-    def columns_for(self, tokens: int) -> int:
-        """Columns of the narrowest table that programs see for rows of so many tokens."""
-        slots = self.params.speculation.scratch_slots + 1  # see functional.subset
-        table = max(SMALLEST_TABLE, power_of_two(tokens))
-        return min(pages_for(table + slots, self.sizes.page_size), self.columns)
+    def _rows_for(self, rows: Sequence[int]) -> int:
+        """Rows of each shard in the smallest program for these."""
+        return self.sizes.rows_for(max(map(len, self._by_shard(rows))))
 
     def _by_shard(self, rows: Sequence[int]) -> list[list[int]]:
         share = self.sizes.num_rows // self.shards

@@ -46,6 +46,7 @@ LAYERS = (
     "jaxspec.scheduling",
     "jaxspec.generation",
     "jaxspec.program_sizes",
+    "jaxspec.deterministic",
     "jaxspec.new_rows",
     "jaxspec.programs",
     "jaxspec.masked_programs",

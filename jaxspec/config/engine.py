@@ -21,6 +21,9 @@ class EngineConfig:
       prefix_caching: keep the pages of earlier requests for prompts that begin alike.
       preemption: with too few pages, ``recompute`` some requests later, or ``swap`` their pages to
         host memory; ``auto`` swaps where it can. In bfloat16 only swapping is exact.
+      deterministic: in bfloat16, too, the text of a request is the same alone and in any batch,
+        with any drafter and tree, and with prefix hits and swaps, in engines of equal sizes. It
+        costs time; see docs/exactness.md.
       max_programs: most compiled programs that are kept. Beyond them, or when memory maps are
         scarce (see memory.py), all are forgotten, and compiled again as they are needed.
 
@@ -33,6 +36,7 @@ class EngineConfig:
     max_queue: int | None = None
     prefix_caching: bool = True
     preemption: Preemption = "auto"
+    deterministic: bool = False
     max_programs: int = 64
 
     def __post_init__(self):
@@ -43,4 +47,9 @@ class EngineConfig:
         if self.preemption not in ("auto", "recompute", "swap"):
             raise ValueError(
                 f'preemption must be "auto", "recompute" or "swap", got {self.preemption!r}'
+            )
+        if self.deterministic and self.preemption == "recompute":
+            raise ValueError(
+                'preemption="recompute" is not exact in bfloat16: with deterministic=True give '
+                '"swap", or leave it out'
             )

@@ -24,12 +24,14 @@ class Limits:
       scratch_slots: slots that a draft tree needs past the context.
       tokens_per_round: most tokens that a round commits.
       prefill_budget: most prompt tokens that a plan reads, of all rows together.
+      largest_read: most prompt tokens of a row that a plan reads; None: any number.
       max_rounds: most rounds of a call.
       masked_rounds: most rounds of a call beside masked rows, which run one.
       waiting_rounds: most rounds of a call while a request waits for a row or for pages.
       max_queue: most requests that may wait; None: any number.
       watermark: share of a shard's pages that an admission leaves available for running sequences.
       prefix_caching: whether requests use the pages of earlier ones.
+      share_generated: whether these may hold generated tokens, too.
       preemption: "auto" takes what PreemptionCosts say is cheaper.
     """
 
@@ -41,12 +43,14 @@ class Limits:
     tokens_per_round: int
     shards: int = 1
     prefill_budget: int = 2048
+    largest_read: int | None = None
     max_rounds: int = 16
     masked_rounds: int = 8
     waiting_rounds: int = 1
     max_queue: int | None = None
     watermark: float = 0.01
     prefix_caching: bool = True
+    share_generated: bool = True
     preemption: Preemption = "auto"
 
     def __post_init__(self):
@@ -66,8 +70,9 @@ class Limits:
                 f"prefill_budget must be at least num_rows={self.num_rows}, so that every reading "
                 f"row gets a token, got {self.prefill_budget}"
             )
-        if self.max_queue is not None:
-            check_count("max_queue", self.max_queue)
+        for name in ("max_queue", "largest_read"):
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name))
         if not 0 <= self.watermark < 1:
             raise ValueError(f"watermark must be a share in [0, 1), got {self.watermark}")
         if self.preemption not in ("auto", "recompute", "swap"):

@@ -53,7 +53,7 @@ def paged_attention(
         or plus the number of mask bits.
       first_slot: slots before it are hidden.
       order_invariant: accumulate in float64, so that the rounded result does not depend on which
-        slots hold the visible keys. Slower.
+        slots hold the visible keys, nor on any shape. Slower.
       implementation: "auto" takes the Hopper kernel where it fits (bfloat16, heads
         of 64 or 128, pages of 8 to 128 slots), else the reference.
 
