@@ -3,16 +3,20 @@
 Every request runs alone first, decoded plainly. Then all of them run together, in another order for
 each drafter and tree; where the table says "few", with so few pages that requests are swapped. The
 prompts are cut from the source files of Python's standard library, and half of them begin like
-others, so that the prefix cache has them. Every second request samples. The same load runs in
-ordinary mode, too, to show the price; its texts are compared with those of plain decoding there.
+others, so that the prefix cache has them. Every second request samples.
+
+The price is that of a batch for which nothing waits: its tokens/s in deterministic and in ordinary
+mode, each the median of several runs in turn.
 
 The exit status is 2 if a text differs in deterministic mode.
 """
 
 import argparse
+import concurrent.futures
 import dataclasses
+import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -42,7 +46,8 @@ from jaxspec.tokenizer import TextTokenizer
 PAGE_SIZE = 16
 PREFIXES = 8  # that half of the prompts begin with
 SHOWN = 5  # differences of a run
-FEW = 0.7  # share of the pages that full rows need
+FEW = 0.5  # share of the pages that full rows need
+LAPS = 5  # of the price
 COUNTS = ("requests", "rows", "prompt_tokens", "new_tokens", "verify_width")
 
 Request = tuple[list[int], SamplingParams]
@@ -77,27 +82,20 @@ class Setup:
     deterministic: bool = True
     alone: bool = False
 
-    def describe(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
     @property
     def name(self) -> str:
-        words = [self.drafter if self.drafter in ("none", "ngram") else "head", self.tree]
-        words.append("deterministic" if self.deterministic else "ordinary")
-        return " ".join([*words, "alone" if self.alone else "batch"])
+        drafter = {"none": "", "ngram": "n-gram "}.get(self.drafter, "head ")
+        return f"{drafter}{self.tree}{', alone' if self.alone else ''}"
 
 
 def setups(args: argparse.Namespace) -> list[Setup]:
-    """The first is the reference. Ordinary mode runs what has all pages."""
-    tree = f"tree:{args.tree}"
+    """The first is the reference."""
     return [
         Setup("none", "plain", alone=True),
         Setup("none", "plain"),
-        Setup("ngram", "chain:5", few_pages=True),
         Setup(args.head, "chain:5"),
-        Setup(args.head, tree, few_pages=True),
-        Setup("none", "plain", deterministic=False),
-        Setup(args.head, "chain:5", deterministic=False),
+        Setup("ngram", "chain:5", few_pages=True),
+        Setup(args.head, f"tree:{args.tree}", few_pages=True),
     ]
 
 
@@ -120,6 +118,10 @@ def make_requests(args: argparse.Namespace) -> list[Request]:
     return requests
 
 
+def longest(requests: Sequence[Request]) -> int:
+    return max(len(prompt) + sampling.max_tokens for prompt, sampling in requests)
+
+
 def make_engine(args: argparse.Namespace, setup: Setup, requests: Sequence[Request]) -> Engine:
     tree = SpeculationConfig.parse(setup.tree)
     if setup.deterministic:
@@ -127,14 +129,12 @@ def make_engine(args: argparse.Namespace, setup: Setup, requests: Sequence[Reque
     params = load(
         args.model, setup.drafter, speculation=tree, dtype=args.dtype, kernels=args.kernels
     )
-    longest = max(len(prompt) + sampling.max_tokens for prompt, sampling in requests)
-    slots = params.speculation.scratch_slots
-    pages = args.rows * pages_for(longest + slots, PAGE_SIZE)
-    if setup.few_pages:
-        pages = max(int(FEW * pages), pages_for(longest + slots, PAGE_SIZE))
+    length = longest(requests)
+    own = pages_for(length + params.speculation.scratch_slots, PAGE_SIZE)
+    pages = max(own, int(FEW * args.rows * own)) if setup.few_pages else args.rows * own
     return Engine(
         params,
-        CacheConfig(page_size=PAGE_SIZE, max_length=longest, num_pages=pages + 1),
+        CacheConfig(page_size=PAGE_SIZE, max_length=length, num_pages=pages + 1),
         EngineConfig(
             max_rows=args.rows,
             prefix_caching=not setup.alone,
@@ -143,46 +143,93 @@ def make_engine(args: argparse.Namespace, setup: Setup, requests: Sequence[Reque
     )
 
 
-def generate(engine: Engine, setup: Setup, requests: Sequence[Request], seed: int) -> Texts:
-    order = np.random.default_rng(seed).permutation(len(requests)).tolist()
-    texts: Texts = [[] for _ in requests]
-    groups = [[index] for index in order] if setup.alone else [order]
+def make_engines(
+    args: argparse.Namespace, requests: Sequence[Request]
+) -> tuple[dict[Setup, Engine], float]:
+    """Engines that have their programs, also those of ordinary mode, and the seconds it took.
+
+    They are compiled side by side.
+    """
+    checked = setups(args)
+    ordinary = [dataclasses.replace(one, deterministic=False) for one in priced(checked)]
+    started = time.perf_counter()
+
+    def make(setup: Setup) -> Engine:
+        engine = make_engine(args, setup, requests)
+        generate(engine, [full_batch(args, requests)])
+        return engine
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        engines = dict(zip([*checked, *ordinary], pool.map(make, checked + ordinary), strict=True))
+    return engines, time.perf_counter() - started
+
+
+def priced(checked: Sequence[Setup]) -> list[Setup]:
+    return [one for one in checked if not one.few_pages and not one.alone]
+
+
+def full_batch(args: argparse.Namespace, requests: Sequence[Request]) -> list[Request]:
+    """As many requests as there are rows, each as long as it may be."""
+    length = longest(requests)
+    return [
+        (prompt, dataclasses.replace(sampling, max_tokens=length - len(prompt)))
+        for prompt, sampling in requests[: args.rows]
+    ]
+
+
+def generate(engine: Engine, groups: Sequence[Sequence[Request]]) -> Texts:
+    """The texts of all requests; one group after the other runs."""
+    texts: Texts = []
     for group in groups:
-        prompts, sampling = zip(*(requests[index] for index in group), strict=True)
+        prompts, sampling = zip(*group, strict=True)
         generations = engine.add_all(prompts, sampling)
         engine.finish(generations)
-        for index, generation in zip(group, generations, strict=True):
-            texts[index] = generation.token_ids
+        texts += [generation.token_ids for generation in generations]
     return texts
 
 
 def run_setup(
-    args: argparse.Namespace, setup: Setup, requests: Sequence[Request], seed: int
+    setup: Setup, engine: Engine, requests: Sequence[Request], seed: int
 ) -> tuple[dict[str, Any], Texts]:
-    """What was measured, and the texts. Compiling takes no part in the time."""
-    engine = make_engine(args, setup, requests)
-    generate(engine, setup, requests[: 1 if setup.alone else args.rows], seed)
-    compiled, started = engine.programs.compile_seconds, time.perf_counter()
-    hits_before, swaps_before = engine.scheduler.cache_statistics()[1], swaps(engine)
-    texts = generate(engine, setup, requests, seed)
-    compiled = engine.programs.compile_seconds - compiled
-    seconds = time.perf_counter() - started - compiled
+    """What was measured, and the texts."""
+    order = np.random.default_rng(seed).permutation(len(requests)).tolist()
+    shuffled = [requests[index] for index in order]
+    hits, swaps = engine.scheduler.cache_statistics()[1], engine.scheduler.preemptions["swap"]
+    started = time.perf_counter()
+    found = generate(engine, [[one] for one in shuffled] if setup.alone else [shuffled])
+    seconds = time.perf_counter() - started
+    texts = [text for _, text in sorted(zip(order, found, strict=True))]
     result = {
-        **setup.describe(),
+        **dataclasses.asdict(setup),
         "name": setup.name,
         "pages": engine.limits.num_pages,
         "seconds": seconds,
-        "tokens": sum(map(len, texts)),
         "tokens_per_second": sum(map(len, texts)) / seconds,
-        "hits": engine.scheduler.cache_statistics()[1] - hits_before,
-        "swaps": swaps(engine) - swaps_before,
-        "programs": engine.programs.compiled,
+        "hits": engine.scheduler.cache_statistics()[1] - hits,
+        "swaps": engine.scheduler.preemptions["swap"] - swaps,
     }
     return result, texts
 
 
-def swaps(engine: Engine) -> int:
-    return engine.scheduler.preemptions["swap"]
+def price(
+    args: argparse.Namespace, engines: Mapping[Setup, Engine], requests: Sequence[Request]
+) -> dict[str, dict[str, float]]:
+    """Tokens/s of a full batch in both modes, and the share that is left, by drafter and tree."""
+    batch, result = full_batch(args, requests), {}
+    for setup in (one for one in engines if not one.deterministic):
+        both = {name: engines[dataclasses.replace(setup, deterministic=name == "deterministic")]
+                for name in ("deterministic", "ordinary")}  # fmt: skip
+        speeds: dict[str, list[float]] = {name: [] for name in both}
+        for _ in range(LAPS):
+            for name, engine in both.items():
+                started = time.perf_counter()
+                texts = generate(engine, [batch])
+                seconds = time.perf_counter() - started
+                speeds[name].append(sum(map(len, texts)) / seconds)
+        medians = {name: statistics.median(own) for name, own in speeds.items()}
+        share = medians["deterministic"] / medians["ordinary"]
+        result[setup.name] = {**medians, "share": share}
+    return result
 
 
 def differences(expected: Texts, found: Texts, requests: Sequence[Request]) -> list[dict[str, Any]]:
@@ -209,39 +256,44 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     for name in COUNTS:
         check_count(f"--{name.replace('_', '-')}", getattr(args, name))
     progress, requests = progress_console(), make_requests(args)
+    engines, seconds = make_engines(args, requests)
+    progress.print(f"{len(engines)} engines are ready after {seconds:.0f} s")
+    cost = price(args, engines, requests)
+    for name, own in cost.items():
+        progress.print(f"{name}: {price_line(own)}")
     rows: list[dict[str, Any]] = []
-    references: dict[bool, Texts] = {}  # by deterministic
+    expected: Texts = []
     for seed, setup in enumerate(setups(args), args.seed):
-        result, texts = run_setup(args, setup, requests, seed)
-        expected = references.setdefault(setup.deterministic, texts)
+        result, texts = run_setup(setup, engines[setup], requests, seed)
+        expected = expected or texts
         differing = differences(expected, texts, requests)
         result["identical"] = len(texts) - len(differing)
         result["differing_first_tokens"] = sum(one["token"] == 0 for one in differing)
         result["differences"] = differing[:SHOWN]
         rows.append(result)
         progress.print(
-            f"{setup.name}: {result['identical']} of {len(texts)} identical, "
-            f"{result['tokens_per_second']:.0f} tokens/s, {result['hits']} cached tokens, "
-            f"{result['swaps']} swaps; compiled {result['programs']}"
+            f"{setup.name}: {result['identical']} of {len(texts)} identical in "
+            f"{result['seconds']:.0f} s, {result['hits']} cached tokens, {result['swaps']} swaps"
         )
         for one in result["differences"]:
             progress.print(f"  {one}")
-    facts = {"dtype": args.dtype, "verify_width": args.verify_width, "rows": args.rows}
-    return run_facts() | facts | {"requests": len(requests), "runs": rows, "price": price(rows)}
+    facts = {
+        "dtype": args.dtype,
+        "verify_width": args.verify_width,
+        "rows": args.rows,
+        "kernels": str(engines[setups(args)[0]].kernels),
+        "compile_seconds": seconds,
+        "requests": len(requests),
+        "tokens": sum(map(len, expected)),
+    }
+    return run_facts() | facts | {"runs": rows, "price": cost}
 
 
-def price(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Tokens/s in deterministic mode as a share of those in ordinary mode, by tree."""
-    batches = {
-        (row["tree"], row["deterministic"]): row["tokens_per_second"]
-        for row in rows
-        if not row["alone"]
-    }
-    return {
-        tree: speed / batches[tree, False]
-        for (tree, deterministic), speed in batches.items()
-        if deterministic and (tree, False) in batches
-    }
+def price_line(own: Mapping[str, float]) -> str:
+    return (
+        f"{own['deterministic']:.0f} tokens/s in deterministic mode, {own['ordinary']:.0f} in "
+        f"ordinary mode ({own['share']:.0%})"
+    )
 
 
 def make_table(results: dict[str, Any]) -> Table:
@@ -252,20 +304,19 @@ def make_table(results: dict[str, Any]) -> Table:
         table.add_column(heading, justify="left" if heading == "run" else "right")
     for row in results["runs"]:
         pages = "few" if row["few_pages"] else "all"
-        counts = (pages, row["hits"], row["swaps"], f"{row['tokens_per_second']:.0f}")
-        table.add_row(row["name"], *map(str, counts), str(row["identical"]))
-    shares = ", ".join(f"{tree} {share:.0%}" for tree, share in results["price"].items())
-    table.caption = f"speed in deterministic mode, of that in ordinary mode: {shares}"
+        counts = (row["hits"], row["swaps"], f"{row['tokens_per_second']:.0f}", row["identical"])
+        table.add_row(row["name"], pages, *map(str, counts))
+    lines = [f"{name}: {price_line(own)}" for name, own in results["price"].items()]
+    table.caption = "\n".join(["a full batch:", *lines])
     return table
 
 
 def run(args: argparse.Namespace) -> None:
     results = measure(args)
     show_results(results, make_table(results), as_json=args.json)
-    wrong = [row for row in results["runs"] if row["deterministic"]]
-    missing = sum(results["requests"] - row["identical"] for row in wrong)
-    if missing:
-        raise ValueError(f"{missing} texts differ in deterministic mode")
+    wrong = sum(results["requests"] - row["identical"] for row in results["runs"])
+    if wrong:
+        raise ValueError(f"{wrong} texts differ in deterministic mode")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
