@@ -17,6 +17,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "adapt": "adapt a draft head to a new domain while it serves",
         "eval": "measure how many draft tokens are accepted",
         "check-exactness": "compare the tokens of speculative and plain decoding",
+        "check-deterministic": "compare the tokens of requests alone and in full batches",
         "bench adaptive": "compare adaptive speculation with fixed trees, at several loads",
         "bench drafters": "time drafters against plain decoding, on real text",
         "bench engine": "time rounds of a public model shape, with random weights",

@@ -4,6 +4,7 @@ from jaxspec import memory
 from jaxspec.cache import pages_for
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
+from jaxspec.deterministic import fixed_chunk
 from jaxspec.functional import EngineParams
 from jaxspec.program_sizes import Sizes
 from jaxspec.scheduling.plan import Limits
@@ -20,15 +21,21 @@ def engine_sizes(params: EngineParams, cache: CacheConfig, config: EngineConfig)
     """
     shards = params.data_parallel
     num_rows = -(-config.max_rows // shards) * shards
+    chunk = LARGEST_CHUNK
+    if config.deterministic:
+        chunk = fixed_chunk(num_rows, cache.max_length, config.prefill_budget, LARGEST_CHUNK)
     return Sizes(
         num_rows=num_rows,
+        shards=shards,
         max_length=cache.max_length,
         page_size=cache.page_size,
         num_pages=memory.num_pages(params, cache, num_rows),
         max_stops=MOST_STOPS,
-        max_chunk=LARGEST_CHUNK,
+        scratch_slots=params.speculation.scratch_slots,
+        max_chunk=chunk,
         max_rounds=config.rounds_per_call,
         fixed_rounds=min(FIXED_ROUNDS, config.rounds_per_call) if _is_fixed(params, config) else 0,
+        fixed=config.deterministic,
     )
 
 
@@ -40,12 +47,16 @@ def _is_fixed(params: EngineParams, config: EngineConfig) -> bool:
 
 def scheduler_limits(params: EngineParams, sizes: Sizes, config: EngineConfig) -> Limits:
     """Raises ValueError for swapping where rows are split over devices."""
-    shards = params.data_parallel
+    shards, preemption = params.data_parallel, config.preemption
     if config.preemption == "swap" and shards > 1:
         raise ValueError(
             "preemption must be recompute or auto where rows are split over devices: such rows "
             "cannot be swapped"
         )
+    if shards > 1:
+        preemption = "recompute"
+    elif config.deterministic:  # what is generated was computed by other products than a prompt
+        preemption = "swap"
     longest = pages_for(sizes.max_length + params.speculation.scratch_slots, sizes.page_size)
     holds_all = sizes.num_pages // shards > sizes.num_rows // shards * longest
     return Limits(
@@ -57,10 +68,12 @@ def scheduler_limits(params: EngineParams, sizes: Sizes, config: EngineConfig) -
         tokens_per_round=params.speculation.max_depth + 1,
         shards=shards,
         prefill_budget=max(config.prefill_budget, sizes.num_rows),
+        largest_read=sizes.max_chunk,
         max_rounds=sizes.max_rounds,
         runs_all_rounds=sizes.fixed_rounds > 0,
         max_queue=config.max_queue,
         watermark=0.0 if holds_all else Limits.watermark,
         prefix_caching=config.prefix_caching,
-        preemption=config.preemption if shards == 1 else "recompute",
+        share_generated=not config.deterministic,
+        preemption=preemption,
     )

@@ -1,7 +1,8 @@
 """Sizes that programs are compiled for, and which compiled program serves a call.
 
 Sizes are powers of two, so there are few. A call runs in the smallest program that is ready and
-holds it; if there is none, in one that is compiled for the load.
+holds it; if there is none, in one that is compiled for the load. In deterministic mode all calls
+run in programs of the largest sizes.
 """
 
 import dataclasses
@@ -9,9 +10,11 @@ import enum
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+from jaxspec.cache import pages_for
 from jaxspec.config.speculation import TreeShape
 from jaxspec.scheduling.requests import SamplingParams
 
+SMALLEST_TABLE = 256  # tokens
 SMALLEST_CHUNK = 16  # prompt tokens of a row in a call
 MOST_WASTE = 4  # a prompt is read by a program of at most this many times its size
 READ_CALL = 256  # prompt tokens that a call could read while it reads the weights
@@ -25,22 +28,55 @@ class Sizes:
     """Of an engine's state, and of the largest call.
 
     Attributes:
+      num_rows: of all shards together.
       num_pages: null pages included.
       max_stops: most stop tokens of a row.
+      scratch_slots: slots that a draft tree needs past the context.
       max_chunk: most prompt tokens of a row in a call.
       max_rounds: most rounds of a call.
       fixed_rounds: programs run one round or so many, see functional.decode; 0: as many as a call
         asks for.
+      fixed: all calls have the largest sizes, and one kind serves greedy and sampled rows.
     """
 
     num_rows: int
+    shards: int
     max_length: int
     page_size: int
     num_pages: int
     max_stops: int
+    scratch_slots: int
     max_chunk: int
     max_rounds: int
     fixed_rounds: int = 0
+    fixed: bool = False
+
+    @property
+    def columns(self) -> int:
+        """Columns of the widest page table."""
+        return pages_for(self.max_length + self.scratch_slots, self.page_size)
+
+    def columns_for(self, tokens: int) -> int:
+        """Columns of the narrowest table that programs see for rows of so many tokens."""
+        if self.fixed:
+            return self.columns
+        table = max(SMALLEST_TABLE, power_of_two(tokens))
+        slots = table + self.scratch_slots + 1  # see functional.subset
+        return min(pages_for(slots, self.page_size), self.columns)
+
+    def rows_for(self, count: int) -> int:
+        """Rows of the smallest program for so many rows of a shard."""
+        return self.num_rows // self.shards if self.fixed else power_of_two(count)
+
+    def width_for(self, tokens: int) -> int:
+        """Tokens of a row in the smallest program that reads so many."""
+        if self.fixed:
+            return self.max_chunk
+        return min(max(SMALLEST_CHUNK, power_of_two(tokens)), self.max_chunk)
+
+    def kind_for(self, kind: "Kind") -> "Kind":
+        """The kind of program for rows of this kind."""
+        return max(kind, Kind.SAMPLED) if self.fixed else kind
 
 
 class Kind(enum.IntEnum):
@@ -146,13 +182,12 @@ class RoundsKey(NamedTuple):
 
 
 def groups_of_reads(
-    reads: Reads, max_chunk: int, masked: set[int]
+    reads: Reads, sizes: Sizes, masked: set[int]
 ) -> list[tuple[tuple[int, bool], list[Read]]]:
     """Those that a program can read together: by width, and whether their rows are ``masked``."""
     groups: dict[tuple[int, bool], list[Read]] = {}
     for read in reads:
-        width = min(max(SMALLEST_CHUNK, power_of_two(read[1])), max_chunk)
-        groups.setdefault((width, read[0] in masked), []).append(read)
+        groups.setdefault((sizes.width_for(read[1]), read[0] in masked), []).append(read)
     return sorted(groups.items())
 
 

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec import functional, memory
-from jaxspec.cache import pages_for
 from jaxspec.calls import Call
 from jaxspec.compiler_options import compiler_options
 from jaxspec.config.speculation import TreeShape
@@ -30,14 +29,12 @@ from jaxspec.program_sizes import (
     choose_reading,
     choose_rounds,
     groups_of_reads,
-    power_of_two,
 )
 from jaxspec.sampling import Controls
 from jaxspec.scheduling.requests import MOST_LOGPROBS
 from jaxspec.state import Emitted, EngineState
 from jaxspec.structured.matcher import ALL_TOKENS
 
-SMALLEST_TABLE = 256  # tokens
 ADMISSIONS, MANY_ADMISSIONS = 4, 32  # rows that a program admits: one for a few, one for many
 
 Masks = Mapping[int, np.ndarray]  # by row: uint32 [W]
@@ -55,18 +52,17 @@ class Programs:
     def __init__(self, params: EngineParams, sizes: Sizes, max_programs: int):
         self.params, self.sizes, self.max_programs = params, sizes, max_programs
         self.compiled, self.compile_seconds, self.sealed = 0, 0.0, False
-        choices = ("columns", "greedy", "controls", "logprobs", "top_logprobs")
-        reading = ("width", "prompt_logprobs", *choices)
-        options = compiler_options(params.target.embed)
+        choices, logprobs = ("columns", "greedy", "controls"), ("logprobs", "top_logprobs")
+        reading = ("width", "prompt_logprobs", "order_invariant", *choices, *logprobs)
+        options = compiler_options(params.target.embed, deterministic=sizes.fixed)
         jit = functools.partial(jax.jit, donate_argnums=1, compiler_options=options)
         self.admit_rows = jit(functional.admit, static_argnames="may_wait")
         self.prefill = jit(functional.prefill, static_argnames=reading)
-        decoding = ("max_rounds", "fixed", "shape", *choices)
+        choices = ("shape", *choices)
+        decoding = ("max_rounds", "fixed", *choices, *logprobs)
         self.decode = jit(functional.decode, static_argnames=decoding)
-        choices = ("columns", "shape", "greedy", "controls")
         self.draft = jit(functional.draft, static_argnames=choices)
-        choices += ("logprobs", "top_logprobs")
-        self.verify = jit(functional.verify_drafts, static_argnames=choices)
+        self.verify = jit(functional.verify_drafts, static_argnames=(*choices, *logprobs))
         self.small: dict[str, Any] = {
             function.__name__: jit(function)
             for function in (
@@ -79,8 +75,7 @@ class Programs:
             )
         }
         self.ready: set[Any] = set()
-        slots = params.speculation.scratch_slots
-        self.columns = pages_for(sizes.max_length + slots, sizes.page_size)
+        self.columns = sizes.columns
         self.tables = np.zeros((sizes.num_rows, self.columns), np.int32)
         self.state = self._new_state()
         self._controls: Controls | None = None
@@ -214,18 +209,20 @@ class Programs:
     def read(self, reads: Reads, load: Load, masks: Masks, *, kind: Kind) -> list[Call]:
         """Read prompt tokens; ``masks`` are of rows whose first token is restricted."""
         calls = []
-        for (width, masked), group in groups_of_reads(reads, self.sizes.max_chunk, set(masks)):
+        for (width, masked), group in groups_of_reads(reads, self.sizes, set(masks)):
             shards = self._by_shard([row for row, *_ in group])
-            longest, columns = max(map(len, shards)), self.columns_for(max(one[2] for one in group))
-            key = self._read_key(ReadKey(longest, columns, width, kind, masked), load)
+            longest, tokens = max(map(len, shards)), max(one[2] for one in group)
+            wanted = ReadKey(longest, self.sizes.columns_for(tokens), width, kind, masked)
+            key = self._read_key(wanted, load)
             for start in range(0, longest, key.rows):
                 part = {row for shard in shards for row in shard[start : start + key.rows]}
                 calls.append(self._read(key, [read for read in group if read[0] in part], masks))
         return calls
 
     def _read_key(self, wanted: ReadKey, load: Load) -> ReadKey:
-        columns = max(wanted.columns, self.columns_for(load.tokens))
-        rows, kind = power_of_two(wanted.rows), max(wanted.kind, load.kind)
+        columns = max(wanted.columns, self.sizes.columns_for(load.tokens))
+        rows, kind = self.sizes.rows_for(wanted.rows), max(wanted.kind, load.kind)
+        kind = self.sizes.kind_for(kind)
         target = wanted._replace(rows=rows, columns=columns, kind=kind)
         return choose_reading(self.ready, wanted, target, sealed=self.sealed)
 
@@ -238,6 +235,7 @@ class Programs:
 
     def _prefill(self, key: ReadKey, rows: np.ndarray, counts: np.ndarray, masks: Masks) -> Emitted:
         options = {"width": key.width, "columns": key.columns, **self.options(key.kind)}
+        options["order_invariant"] = self.sizes.fixed
         if key.masked:
             every = self.all_tokens()
             options["masks"] = np.stack([masks.get(int(row), every) for row in rows])
@@ -289,16 +287,17 @@ class Programs:
         rounds: int = 0,
     ) -> RoundsKey:
         """The program that runs rounds of these rows; see run_rounds."""
-        columns, shape = self.columns_for(tokens), self.params.call(shape).speculation.shape
+        columns, shape = self.sizes.columns_for(tokens), self.params.call(shape).speculation.shape
+        kind = self.sizes.kind_for(kind)
         wanted = RoundsKey(self.size_for(rows), columns, shape, kind, masked, rounds)
         return self._chosen(wanted, load)
 
     def _chosen(self, wanted: RoundsKey, load: Load) -> RoundsKey:
         share = self.sizes.num_rows // self.shards
-        rows = power_of_two(min(-(-load.rows // self.shards), share))
+        rows = self.sizes.rows_for(min(-(-load.rows // self.shards), share))
         target = wanted._replace(
             rows=wanted.rows if wanted.masked else max(wanted.rows, rows),
-            columns=max(wanted.columns, self.columns_for(load.tokens)),
+            columns=max(wanted.columns, self.sizes.columns_for(load.tokens)),
             kind=max(wanted.kind, load.kind),
         )
         return choose_rounds(self.ready, wanted, target, sealed=self.sealed)
@@ -344,17 +343,11 @@ class Programs:
         yield
         self._controls, self.state = self.state.controls, self.state.replace(controls=None)
 
-    # Sizes.
-
-    def columns_for(self, tokens: int) -> int:
-        """Columns of the narrowest table that programs see for rows of so many tokens."""
-        slots = self.params.speculation.scratch_slots + 1  # see functional.subset
-        slots += max(SMALLEST_TABLE, power_of_two(tokens))
-        return min(pages_for(slots, self.sizes.page_size), self.columns)
+    # Lists of rows.
 
     def size_for(self, rows: Sequence[int]) -> int:
         """Rows, of each shard, of the smallest program that holds these."""
-        return power_of_two(max(map(len, self._by_shard(rows))))
+        return self.sizes.rows_for(max(map(len, self._by_shard(rows))))
 
     def _by_shard(self, rows: Sequence[int]) -> list[list[int]]:
         share = self.sizes.num_rows // self.shards

@@ -74,7 +74,8 @@ def coverage(
     if tokens is not None:
         check_count("tokens", tokens)
     masked = [one.structured is not None for one in sampling]
-    rounds = {(Kind.of(one), mask) for one, mask in zip(sampling, masked, strict=True)}
+    of = programs.sizes.kind_for
+    rounds = {(of(Kind.of(one)), mask) for one, mask in zip(sampling, masked, strict=True)}
     # Prompts of greedy requests are read by programs that could sample: one token of a row each.
     kinds = [max(Kind.of(one, reads=True), Kind.SAMPLED) for one in sampling]
     return Coverage(
@@ -90,17 +91,17 @@ def coverage(
 
 def _row_sizes(programs: Programs, wanted: Iterable[int] | None = None) -> tuple[int, ...]:
     """Powers of two; the largest is always one of them."""
-    most = power_of_two(programs.sizes.num_rows // programs.shards)
-    if wanted is None:
-        return tuple(1 << exponent for exponent in range(most.bit_length()))
-    sizes = list(wanted)
-    for rows in sizes:
-        check_count("rows", rows)
-    return tuple(sorted({most, *(min(most, power_of_two(rows)) for rows in sizes)}))
+    share, sizes = programs.sizes.num_rows // programs.shards, programs.sizes
+    counts = [1 << exponent for exponent in range(share.bit_length())]
+    if wanted is not None:
+        counts = list(wanted)
+        for rows in counts:
+            check_count("rows", rows)
+    return tuple(sorted({sizes.rows_for(min(share, rows)) for rows in (share, *counts)}))
 
 
 def rounds_keys(programs: Programs, cover: Coverage) -> list[RoundsKey]:
-    columns, fixed = programs.columns_for(cover.tokens), programs.sizes.fixed_rounds
+    columns, fixed = programs.sizes.columns_for(cover.tokens), programs.sizes.fixed_rounds
     lengths = {1, fixed} if fixed else {0}
     return [
         RoundsKey(rows, columns, shape, kind, masked, rounds)
@@ -113,9 +114,12 @@ def rounds_keys(programs: Programs, cover: Coverage) -> list[RoundsKey]:
 
 def reading_keys(programs: Programs, cover: Coverage) -> list[ReadKey]:
     """Few sizes: a prompt may be read by a program that is larger than it needs."""
-    columns = programs.columns_for(cover.tokens)
-    widest = min(programs.sizes.max_chunk, max(SMALLEST_CHUNK, power_of_two(cover.tokens)))
-    widths, shorter = steps(SMALLEST_CHUNK, widest), 0
+    columns = programs.sizes.columns_for(cover.tokens)
+    sizes = programs.sizes
+    if sizes.fixed:
+        one = cover.sizes[-1], columns, sizes.max_chunk
+        return [ReadKey(*one, kind, masked) for kind, masked in cover.reads]
+    widths, shorter = steps(SMALLEST_CHUNK, sizes.width_for(cover.tokens)), 0
     keys = []
     for width in widths:
         most = min(cover.sizes[-1], power_of_two(max(1, cover.budget // (shorter + 1))))

@@ -22,6 +22,7 @@ SCRIPTS = {
     "train_lm": "train-lm",
     "adapt_drafter": "adapt",
     "eval_drafter": "eval",
+    "check_deterministic": "check-deterministic",
     "check_exactness": "check-exactness",
     "bench_drafters": "bench drafters",
     "bench_engine": "bench engine",

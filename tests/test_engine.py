@@ -197,6 +197,16 @@ def test_how_a_text_is_cut_into_calls_does_not_change_it():
     assert texts(own, generations) == expected()
 
 
+@pytest.mark.slow
+def test_a_prompt_longer_than_the_widest_program_is_read_in_pieces():
+    prompt, sampling = random_prompts((700,))[0].tolist(), SamplingParams(max_tokens=9)
+    found = []
+    for budget in (2048, 100):
+        own = new_engine(max_length=1024, prefill_budget=budget)
+        found += texts(own, [own.add(prompt, sampling)])
+    assert found[0] == found[1] and len(found[0]) == 9
+
+
 def test_weights_are_not_swapped_under_requests():
     own = engine()
     generations = start(own)

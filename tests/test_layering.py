@@ -47,6 +47,7 @@ LAYERS = (
     "jaxspec.generation",
     "jaxspec.program_sizes",
     "jaxspec.compiler_options",
+    "jaxspec.deterministic",
     "jaxspec.new_rows",
     "jaxspec.calls",
     "jaxspec.programs",

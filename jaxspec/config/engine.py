@@ -25,6 +25,9 @@ class EngineConfig:
       fixed_rounds: programs run one round or several, as many as they are made for, so that no
         launch waits for the device; on a GPU, a launch of a program that decides after each round
         returns only when they have run. None: on GPUs.
+      deterministic: in bfloat16, too, the text of a request is the same alone and in any batch,
+        with any drafter and tree, and with prefix hits and swaps, in engines of equal sizes. It
+        costs time; see docs/exactness.md.
       max_programs: most compiled programs that are kept. Beyond them, or when memory maps are
         scarce (see memory.py), all are forgotten, and compiled again as they are needed.
       adaptive: choose the draft tree of each call, or none, by what a round costs and what the rows
@@ -44,6 +47,7 @@ class EngineConfig:
     prefix_caching: bool = True
     preemption: Preemption = "auto"
     fixed_rounds: bool | None = None
+    deterministic: bool = False
     max_programs: int = 128
     adaptive: bool = False
     shapes: tuple[TreeShape, ...] | None = None
@@ -57,8 +61,14 @@ class EngineConfig:
             raise ValueError(
                 f'preemption must be "auto", "recompute" or "swap", got {self.preemption!r}'
             )
-        if not isinstance(self.adaptive, bool):
-            raise ValueError(f"adaptive must be True or False, got {self.adaptive!r}")
+        if self.deterministic and self.preemption == "recompute":
+            raise ValueError(
+                'preemption="recompute" is not exact in bfloat16: with deterministic=True give '
+                '"swap", or leave it out'
+            )
+        for name in ("adaptive", "deterministic"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.shapes is not None:
             self._check_shapes(self.shapes)
 

@@ -126,7 +126,7 @@ class SpeculationConfig(TreeShape):
         (only for chains under ``rejection``). None: the first proposal that the rule allows.
       verify_width: pad every verification (also in plain decoding) to this many nodes, and make
         attention sums independent of slot order. In bf16 the text then does not depend on the tree,
-        in the same batch bucket and page-table width.
+        in the same batch bucket; with EngineConfig.deterministic in any batch.
     """
 
     acceptance: Acceptance | Any = "match"

@@ -61,6 +61,7 @@ class EngineParams(Pytree):
         top_logprobs: int = 0,
         prompt_logprobs: bool = False,
         hidden: tuple[int, ...] = (),
+        order_invariant: bool = False,
     ) -> Call:
         """The static options of one call; ``shape`` None: the largest tree.
 
@@ -99,6 +100,7 @@ class EngineParams(Pytree):
             top_logprobs,
             prompt_logprobs,
             controls,
+            order_invariant,
         )
 
     def check(self, state: EngineState, *, controls: bool = False) -> None:

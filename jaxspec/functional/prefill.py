@@ -45,6 +45,7 @@ def prefill(
     top_logprobs: int = 0,
     prompt_logprobs: bool = False,
     hidden: tuple[int, ...] = (),
+    order_invariant: bool = False,
     masks: Array | None = None,
 ) -> tuple[EngineState, Emitted]:
     """Read the next prompt tokens of some rows.
@@ -64,6 +65,8 @@ def prefill(
       controls, logprobs, top_logprobs, hidden: see decode.
       prompt_logprobs: emit the log-probabilities of the prompt's own tokens, and ``top_logprobs``
         alternatives of each (see state.PromptLogprobs).
+      order_invariant: make attention sums independent of slot order. In bfloat16 the result is then
+        the same however a prompt is cut into chunks, if ``width`` and the number of rows are.
       masks: uint32 [B, ceil(V / 32)], the tokens that each row may sample at the end of its prompt
         (see speculation.token_masks); None: all.
 
@@ -82,6 +85,7 @@ def prefill(
         top_logprobs=top_logprobs,
         prompt_logprobs=prompt_logprobs,
         hidden=hidden,
+        order_invariant=order_invariant,
     )
     if rows is not None:
         check_split(params, rows, state.rows.status.shape[0])
@@ -137,13 +141,15 @@ def _read_chunk(
         run.tokens,
         run.positions,
         states.layers,
-        causal_attend(state, run),
+        causal_attend(state, run, order_invariant=call.order_invariant),
         (*capture, *call.hidden),
         call.kernels,
+        apart=call.order_invariant,
     )
     features, asked = split_captured(captured, len(capture), len(call.hidden))
     last = jnp.maximum(counts - 1, 0)[:, None, None]
-    logits = decoder.logits(target, jnp.take_along_axis(hidden, last, axis=1), call.kernels)
+    ended = jnp.take_along_axis(hidden, last, axis=1)
+    logits = decoder.logits(target, ended, call.kernels, apart=call.order_invariant)
     ends = reading & (counts == left)
     legal = logits if masks is None else restrict(logits, masks[:, None], target.layout)
     controlled = _controlled(legal, state, rows.context_lens + counts, call, params)

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from jaxspec.cache import Geometry, LayerStates, ModelState
 from jaxspec.collectives import all_reduce, shard_offset
@@ -118,16 +118,22 @@ def run(
     attend: Attend,
     capture: tuple[int, ...] = (),
     kernels: Kernels = NO_KERNELS,
+    *,
+    apart: bool = False,
 ) -> tuple[Array, LayerStates, Array | None]:
     """Run all layers over tokens [B, T] at rotary positions [B, T].
 
     ``capture`` lists hidden states to return, concatenated: ``i`` is the residual stream after
     ``i`` layers, FINAL_NORM the output itself.
 
+    ``apart``: XLA compiles each block by itself (see ForwardPass), so that programs which capture
+    other states, or do other things with the results, round alike.
+
     Returns (hidden after the final norm [B, T, H], states, captured [B, T, C] or None).
     """
     config = decoder.config
-    step = make_pass(config.layers, positions, attend, config.rms_norm_eps, decoder.layout, kernels)
+    eps, layout = config.rms_norm_eps, decoder.layout
+    step = make_pass(config.layers, positions, attend, eps, layout, kernels, apart=apart)
     x = embed(decoder, tokens)
     first = step.norm(x, decoder.layers[0].input_norm)
     after, normed, states = run_layers(decoder.layers, x, first, states, step, decoder.norm)
@@ -137,8 +143,16 @@ def run(
 
 
 @jax.named_scope("lm_head")
-def logits(decoder: Decoder, hidden: Array, kernels: Kernels = NO_KERNELS) -> Array:
-    """This shard's float32 logits of normed hidden states: [..., H] -> [..., V / shards]."""
+def logits(
+    decoder: Decoder, hidden: Array, kernels: Kernels = NO_KERNELS, *, apart: bool = False
+) -> Array:
+    """This shard's float32 logits of normed hidden states: [..., H] -> [..., V / shards].
+
+    ``apart``: as in ``run``.
+    """
+    if apart:
+        hidden = lax.optimization_barrier(hidden)
+        return lax.optimization_barrier(logits(decoder, hidden, kernels))
     if decoder.lm_head is None:
         scores = einsum_f32("...h,vh->...v", hidden, decoder.embed)
     else:

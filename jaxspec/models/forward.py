@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from jaxspec.config.model import LayerConfig, RopeConfig
 from jaxspec.models.linear import Addend, Product
@@ -38,6 +38,8 @@ class ForwardPass:
         not attention reads the tokens' rows, slots and positions from it.
       ropes: results of ``rope_angles``, by rope config.
       eps: epsilon of the norms.
+      apart: XLA fuses nothing over the residual stream between two blocks. A block then rounds
+        alike in all programs that contain it.
     """
 
     attend: Attend
@@ -45,6 +47,7 @@ class ForwardPass:
     eps: float
     layout: Layout
     kernels: Kernels
+    apart: bool = False
 
     def norm(self, x: Array, weight: Array | None) -> Array:
         """rms_norm with the model's eps."""
@@ -55,11 +58,14 @@ class ForwardPass:
         taking = self._taking("add_rms_norm", takes_partials)
         partials = product.partial_sums(self.layout, self.kernels, taking)
         with jax.named_scope("norm"):
+            if self.apart:
+                partials = lax.optimization_barrier(partials)
             if weight is None:
                 total = x + sum_partials(partials, len(x), x.dtype)
                 return total, total
             implementation = self.kernels.implementation("add_rms_norm")
-            return add_rms_norm(x, partials, weight, self.eps, implementation)
+            both = add_rms_norm(x, partials, weight, self.eps, implementation)
+            return lax.optimization_barrier(both) if self.apart else both
 
     def heads(
         self, product: Product, rope: RopeConfig, q_norm: Array | None, k_norm: Array | None
@@ -136,11 +142,16 @@ def make_pass(
     eps: float,
     layout: Layout,
     kernels: Kernels,
+    *,
+    apart: bool = False,
 ) -> ForwardPass:
     """A pass over tokens at ``positions`` through layers with these configs."""
     ropes = dict.fromkeys(rope for layer in layers for rope in layer.mixer.ropes)
-    angles = {rope: rope_angles(rope, positions) for rope in ropes}
-    return ForwardPass(attend=attend, ropes=angles, eps=eps, layout=layout, kernels=kernels)
+    angles = [rope_angles(rope, positions) for rope in ropes]
+    if apart:
+        angles = lax.optimization_barrier(angles)
+    by_rope = dict(zip(ropes, angles, strict=True))
+    return ForwardPass(attend, by_rope, eps, layout, kernels, apart)
 
 
 @jax.named_scope("norm")

@@ -24,6 +24,7 @@ class Limits:
       scratch_slots: slots that a draft tree needs past the context.
       tokens_per_round: most tokens that a round commits.
       prefill_budget: most prompt tokens that a plan reads, of all rows together.
+      largest_read: most prompt tokens of a row that a plan reads; None: any number.
       max_rounds: most rounds of a call.
       runs_all_rounds: a call runs all its rounds, even if every row ends before.
       masked_rounds: most rounds of a call beside masked rows, which run one.
@@ -31,6 +32,7 @@ class Limits:
       max_queue: most requests that may wait; None: any number.
       watermark: share of a shard's pages that an admission leaves available for running sequences.
       prefix_caching: whether requests use the pages of earlier ones.
+      share_generated: whether these may hold generated tokens, too.
       preemption: "auto" takes what PreemptionCosts say is cheaper.
     """
 
@@ -42,6 +44,7 @@ class Limits:
     tokens_per_round: int
     shards: int = 1
     prefill_budget: int = 2048
+    largest_read: int | None = None
     max_rounds: int = 16
     runs_all_rounds: bool = False
     masked_rounds: int = 8
@@ -49,6 +52,7 @@ class Limits:
     max_queue: int | None = None
     watermark: float = 0.01
     prefix_caching: bool = True
+    share_generated: bool = True
     preemption: Preemption = "auto"
 
     def __post_init__(self):
@@ -68,8 +72,9 @@ class Limits:
                 f"prefill_budget must be at least num_rows={self.num_rows}, so that every reading "
                 f"row gets a token, got {self.prefill_budget}"
             )
-        if self.max_queue is not None:
-            check_count("max_queue", self.max_queue)
+        for name in ("max_queue", "largest_read"):
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name))
         if not 0 <= self.watermark < 1:
             raise ValueError(f"watermark must be a share in [0, 1), got {self.watermark}")
         if self.preemption not in ("auto", "recompute", "swap"):

@@ -264,7 +264,9 @@ class Scheduler:
     def _read(self, draft: Draft) -> None:
         """Share the budget among the rows that read; who finishes decodes in this very plan."""
         readers = [s for shard in self.shards for s in shard.running if s.state is State.READING]
-        counts = fair_shares([s.goal - s.read for s in readers], self.limits.prefill_budget)
+        most = self.limits.largest_read or self.limits.prefill_budget
+        wanted = [min(s.goal - s.read, most) for s in readers]
+        counts = fair_shares(wanted, self.limits.prefill_budget)
         for sequence, count in zip(readers, counts, strict=True):
             draft.reads.append(Read(sequence.row, count))
             sequence.read += count
@@ -349,8 +351,9 @@ class Scheduler:
             sequence.unsettled = False
         elif sequence.has_row:  # it was not preempted meanwhile
             sequence.settled = max(sequence.settled, context - result.pending)
-            self._shard_of(sequence.row).register(sequence)
-            missing = context // self.limits.page_size - len(sequence.chain)
+            shard = self._shard_of(sequence.row)
+            shard.register(sequence)
+            missing = shard.full_pages(sequence, context) - len(sequence.chain)
             sequence.unsettled = self.limits.prefix_caching and missing > 0
         if result.ended:
             self._end(sequence)

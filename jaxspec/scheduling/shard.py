@@ -137,7 +137,7 @@ class Shard:
         if not self.limits.prefix_caching:
             return
         size, chain = self.page_size, sequence.chain
-        for index in range(len(chain), sequence.settled // size):
+        for index in range(len(chain), self.full_pages(sequence, sequence.settled)):
             tokens = sequence.tokens[index * size : (index + 1) * size]
             page = sequence.pages[index]
             node = self.cache.insert(chain, sequence.namespace, tokens, page)
@@ -149,6 +149,11 @@ class Shard:
                 sequence.pages[index] = node.page
                 sequence.table_changed = True
             chain.append(node)
+
+    def full_pages(self, sequence: Sequence, tokens: int) -> int:
+        """Full pages of its first ``tokens`` tokens that may be shared."""
+        read = tokens if self.limits.share_generated else min(tokens, sequence.goal)
+        return read // self.page_size
 
     def _trim(self) -> None:
         """Take back the pages that running sequences hold for more than one round."""

@@ -18,6 +18,8 @@ class Call:
       top_logprobs: how many of the likeliest tokens to emit beside every token.
       prompt_logprobs: emit these of the prompt's tokens too.
       controls: apply the controls of the rows.
+      order_invariant: a prompt is read like trees are verified at a fixed width: see
+        SpeculationConfig.verify_width.
       hidden: target hidden states to emit with every token (see models.decoder.run).
     """
 
@@ -29,3 +31,4 @@ class Call:
     top_logprobs: int = 0
     prompt_logprobs: bool = False
     controls: bool = False
+    order_invariant: bool = False

@@ -132,6 +132,7 @@ def verify(
     context = rows.context_lens[:, None]
     positions = context + tree.depth
     valid = (index < tree.num_nodes[:, None]) & rows.active[:, None]
+    fixed = call.speculation.verify_width is not None
     attend = PagedAttend(
         rows=rows.index,
         page_table=rows.page_table,
@@ -140,7 +141,7 @@ def verify(
         positions=positions,
         kv_lens=rows.context_lens + tree.num_nodes,
         ancestors=tree.ancestors,
-        order_invariant=call.speculation.verify_width is not None,
+        order_invariant=fixed,
     )
     hidden, layers, captured = decoder.run(
         target,
@@ -150,9 +151,11 @@ def verify(
         attend,
         (*capture, *call.hidden),
         call.kernels,
+        apart=fixed,
     )
     features, asked = split_captured(captured, len(capture), len(call.hidden))
-    return Scores(decoder.logits(target, hidden, call.kernels), features, asked, layers)
+    logits = decoder.logits(target, hidden, call.kernels, apart=fixed)
+    return Scores(logits, features, asked, layers)
 
 
 def split_captured(

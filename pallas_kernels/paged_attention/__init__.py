@@ -53,7 +53,8 @@ def paged_attention(
         or plus the number of mask bits.
       first_slot: slots before it are hidden.
       order_invariant: accumulate in float64, so that the rounded result does not depend on which
-        slots hold the visible keys. Slower.
+        slots hold the visible keys, nor on the width of the page table (in float32 on a CPU it
+        may in the last bit, where exp does). Slower.
       implementation: "auto" takes the Hopper kernel where it fits (bfloat16, heads
         of 64 or 128, pages of 8 to 128 slots), else the reference.
 

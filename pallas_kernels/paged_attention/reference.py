@@ -38,8 +38,12 @@ def paged_attention_reference(
     )
     rows = num_tokens * num_heads // kv_heads  # queries that share a KV head, of all T tokens
     grouped = q.reshape(batch, num_tokens, kv_heads, -1, head_dim).swapaxes(1, 2)
-    scores = scores_f32(grouped.reshape(batch, kv_heads, rows, head_dim), k)  # [B, G, T * R, S]
-    by_token = scores.reshape(batch, kv_heads, num_tokens, -1, num_slots) * head_dim**-0.5
+    grouped = grouped.reshape(batch, kv_heads, rows, head_dim)
+    if order_invariant:
+        scores = _scaled_scores_f64(grouped, k)  # [B, G, T * R, S]
+    else:
+        scores = scores_f32(grouped, k) * head_dim**-0.5
+    by_token = scores.reshape(batch, kv_heads, num_tokens, -1, num_slots)
     scores = jnp.where(visible[:, None, :, None], by_token, MASKED).reshape(scores.shape)
     out = _softmax_times_values(scores, v, order_invariant)
     out = out.reshape(batch, kv_heads, num_tokens, -1, head_dim).swapaxes(1, 2)
@@ -89,11 +93,21 @@ def _bit_of(mask: Array, index: Array) -> Array:
     return (chosen >> (index % 32).astype(jnp.uint32)) & 1 == 1
 
 
+def _scaled_scores_f64(q: Array, k: Array) -> Array:
+    """q [B, G, M, D] times k [B, G, S, D] over D, over sqrt(D): float32 [B, G, M, S].
+
+    Summed in float64, since a product of another number of slots may add up in another order.
+    """
+    with jax.enable_x64(True):
+        scores = jnp.einsum("bgmd,bgsd->bgms", q.astype(jnp.float64), k.astype(jnp.float64))
+        return (scores * q.shape[-1] ** -0.5).astype(jnp.float32)
+
+
 def _softmax_times_values(scores: Array, v: Array, order_invariant: bool) -> Array:
     """softmax(scores [B, G, M, S]) times v [B, G, S, D], normalized last: float32 [B, G, M, D].
 
     With ``order_invariant`` the sums over slots are in float64: they round to the same float32 in
-    (nearly) any order. Scores are not sums over slots, so they stay in float32.
+    (nearly) any order.
     """
     exps = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
     if not order_invariant:

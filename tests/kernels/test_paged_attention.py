@@ -194,6 +194,16 @@ def test_order_invariant_sums_do_not_depend_on_where_keys_lie(dtype):
     assert np.array_equal(score(k, v, path), score(moved(k), moved(v), range(5)))
 
 
+def test_order_invariant_sums_in_bfloat16_do_not_depend_on_the_width_of_the_table():
+    case = Case("", (50, 7), 5, 4, 2, 16, 16, tree=False)
+    q, k, v, table, *rest = jax.device_get(make_arguments(case, jnp.bfloat16))
+    expected = run(q, k, v, table, *rest, order_invariant=True)
+    for width in (1, 4, 9, 27):
+        wider = np.pad(table, ((0, 0), (0, width)))
+        found = run(q, k, v, wider, *rest, order_invariant=True)
+        np.testing.assert_array_equal(found, expected)
+
+
 @pytest.mark.parametrize("order_invariant", [False, True])
 @pytest.mark.parametrize("case", [TEST_CASES[0], TEST_CASES[13], BENCHMARK_CASES[2]], ids=str)
 def test_it_lowers_for_cuda(case: Case, order_invariant: bool):

@@ -136,6 +136,7 @@ def test_shards_fill_evenly():
     [
         ({"num_rows": 0}, "num_rows must be an integer, at least 1, got 0"),
         ({"shards": 3}, "num_rows=4 must be a multiple of shards=3"),
+        ({"largest_read": 0}, "largest_read must be an integer, at least 1"),
         ({"prefill_budget": 3}, "prefill_budget must be at least num_rows=4"),
         ({"watermark": 1.0}, r"watermark must be a share in \[0, 1\), got 1.0"),
         ({"preemption": "none"}, 'preemption must be "auto", "recompute" or "swap", got \'none\''),
@@ -492,6 +493,33 @@ def test_a_swapped_request_that_is_cancelled_is_dropped():
     assert run.step(lag=1).dropped == (swapped,)
     run.finish(lag=1)
     assert [run.endings[name] for name in names].count("cancelled") == 1
+
+
+@pytest.mark.parametrize("share_generated", [False, True])
+def test_pages_with_generated_tokens_are_shared_unless_that_is_off(share_generated):
+    run = Run(made(share_generated=share_generated))
+    for number in (1, 2):  # two texts after one prompt
+        run.add(prompt(9), max_tokens=40, payload=ENDLESS)
+        run.finish(lag=1)
+        assert len(run.scheduler.shards[0].cache) == 2 + 10 * number * share_generated
+    assert run.scheduler.cache_statistics()[1] == 8
+
+
+def test_swapped_sequences_share_their_prompts_alone_where_generated_pages_are_not_shared():
+    run = Run(made(num_pages=30, preemption="swap", share_generated=False))
+    long_texts(run, 4, max_tokens=40)
+    run.finish(lag=1)
+    assert run.scheduler.preemptions["swap"] > 0
+    cached = len(run.scheduler.shards[0].cache)
+    assert 0 < cached <= 4  # a page of each prompt, if it was not evicted
+
+
+def test_a_row_reads_no_more_than_its_program_can():
+    run = Run(made(largest_read=5))
+    run.add(prompt(23), max_tokens=3)
+    run.finish(lag=1)
+    counts = [read.count for plan in run.plans for read in plan.reads]
+    assert counts == [5, 5, 5, 5, 3]
 
 
 # Statistics.

@@ -56,7 +56,9 @@ def prompt_tokens(state: EngineState, tokens: Array, counts: Array) -> TokenRun:
     return TokenRun(tokens, positions, valid, valid & (positions >= rows.cached_lens[:, None]))
 
 
-def causal_attend(state: EngineState, run: TokenRun, first_slot: int = 0) -> PagedAttend:
+def causal_attend(
+    state: EngineState, run: TokenRun, first_slot: int = 0, *, order_invariant: bool = False
+) -> PagedAttend:
     """Attention of consecutive tokens, each written to the slot of its position."""
     start = run.positions[:, 0]
     return PagedAttend(
@@ -67,6 +69,7 @@ def causal_attend(state: EngineState, run: TokenRun, first_slot: int = 0) -> Pag
         positions=run.positions,
         kv_lens=start + jnp.sum(run.valid, axis=1, dtype=jnp.int32),
         first_slot=first_slot,
+        order_invariant=order_invariant,
     )
 
 

@@ -1,0 +1,323 @@
+"""Generate the same texts alone and in full batches in deterministic mode, and compare the tokens.
+
+Every request runs alone first, decoded plainly. Then all of them run together, in another order for
+each drafter and tree; where the table says "few", with so few pages that requests are swapped. The
+prompts are cut from the source files of Python's standard library, and half of them begin like
+others, so that the prefix cache has them. Every second request samples.
+
+The price is that of a batch for which nothing waits: its tokens/s in deterministic and in ordinary
+mode, each the median of several runs in turn.
+
+The exit status is 2 if a text differs in deterministic mode.
+"""
+
+import argparse
+import concurrent.futures
+import dataclasses
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+from jaxspec.benchmarking.workloads import Lengths, drawn_lengths, source_prompts
+from jaxspec.built_in import BUILT_IN_HEAD
+from jaxspec.cache import pages_for
+from jaxspec.commands.run_facts import run_facts
+from jaxspec.commands.shell import (
+    add_model_option,
+    command_parser,
+    progress_console,
+    run_command,
+    show_results,
+)
+from jaxspec.comparison import first_difference
+from jaxspec.config.cache import CacheConfig
+from jaxspec.config.checks import check_count
+from jaxspec.config.engine import EngineConfig
+from jaxspec.config.speculation import SpeculationConfig
+from jaxspec.engine import Engine
+from jaxspec.loading import load
+from jaxspec.scheduling.requests import SamplingParams
+from jaxspec.tokenizer import TextTokenizer
+
+PAGE_SIZE = 16
+PREFIXES = 8  # that half of the prompts begin with
+SHOWN = 5  # differences of a run
+FEW = 0.5  # share of the pages that full rows need
+LAPS = 5  # of the price
+COUNTS = ("requests", "rows", "prompt_tokens", "new_tokens", "verify_width")
+
+Request = tuple[list[int], SamplingParams]
+Texts = list[list[int]]
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = command_parser("check-deterministic", __doc__)
+    add = parser.add_argument
+    add_model_option(parser)
+    add("--head", default=str(BUILT_IN_HEAD), help="draft head: a directory or hub id")
+    add("--tree", default="16:5:4", help="the head's tree, beside its chain of 5")
+    add("--verify-width", type=int, default=16, help="nodes that every verification is padded to")
+    add("--requests", type=int, default=1000, help="number of requests")
+    add("--rows", type=int, default=16, help="requests that run together")
+    add("--prompt-tokens", type=int, default=96, help="tokens of a prompt, on average")
+    add("--new-tokens", type=int, default=64, help="tokens that a request generates, on average")
+    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the weights")
+    add("--kernels", default="auto", help="auto (all on a Hopper GPU), all, none or a comma list")
+    add("--seed", type=int, default=0, help="seed of lengths, prompts and order")
+    add("--json", action="store_true", help="JSON on stdout, the table on stderr")
+    return parser
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """An engine to be checked."""
+
+    drafter: str
+    tree: str
+    few_pages: bool = False
+    deterministic: bool = True
+    alone: bool = False
+
+    @property
+    def name(self) -> str:
+        drafter = {"none": "", "ngram": "n-gram "}.get(self.drafter, "head ")
+        return f"{drafter}{self.tree}{', alone' if self.alone else ''}"
+
+
+def setups(args: argparse.Namespace) -> list[Setup]:
+    """The first is the reference."""
+    return [
+        Setup("none", "plain", alone=True),
+        Setup("none", "plain"),
+        Setup(args.head, "chain:5"),
+        Setup("ngram", "chain:5", few_pages=True),
+        Setup(args.head, f"tree:{args.tree}", few_pages=True),
+    ]
+
+
+def make_requests(args: argparse.Namespace) -> list[Request]:
+    encode, middle = TextTokenizer(args.model).encode, Lengths(args.prompt_tokens, args.new_tokens)
+    lengths = drawn_lengths(args.requests, middle, 0.5, args.seed)
+    wanted = [args.prompt_tokens] * PREFIXES + [own.prompt for own in lengths]
+    texts = source_prompts(wanted, encode, args.seed)
+    prefixes, prompts = texts[:PREFIXES], texts[PREFIXES:]
+    requests = []
+    for index, (prompt, own) in enumerate(zip(prompts, lengths, strict=True)):
+        if index % 4 < 2:  # of both kinds of sampling
+            half = len(prompt) // 2
+            prompt = prefixes[index % PREFIXES][:half] + prompt[half:]
+        temperature = 0.8 if index % 2 else 0.0
+        sampling = SamplingParams(
+            temperature=temperature, seed=index, max_tokens=own.new, stop_token_ids=()
+        )
+        requests.append((prompt, sampling))
+    return requests
+
+
+def longest(requests: Sequence[Request]) -> int:
+    return max(len(prompt) + sampling.max_tokens for prompt, sampling in requests)
+
+
+def make_engine(args: argparse.Namespace, setup: Setup, requests: Sequence[Request]) -> Engine:
+    tree = SpeculationConfig.parse(setup.tree)
+    if setup.deterministic:
+        tree = dataclasses.replace(tree, verify_width=args.verify_width)
+    params = load(
+        args.model, setup.drafter, speculation=tree, dtype=args.dtype, kernels=args.kernels
+    )
+    length = longest(requests)
+    own = pages_for(length + params.speculation.scratch_slots, PAGE_SIZE)
+    pages = max(own, int(FEW * args.rows * own)) if setup.few_pages else args.rows * own
+    return Engine(
+        params,
+        CacheConfig(page_size=PAGE_SIZE, max_length=length, num_pages=pages + 1),
+        EngineConfig(
+            max_rows=args.rows,
+            prefix_caching=not setup.alone,
+            deterministic=setup.deterministic,
+        ),
+    )
+
+
+def make_engines(
+    args: argparse.Namespace, requests: Sequence[Request]
+) -> tuple[dict[Setup, Engine], float]:
+    """Engines that have their programs, also those of ordinary mode, and the seconds it took.
+
+    They are compiled side by side.
+    """
+    checked = setups(args)
+    ordinary = [dataclasses.replace(one, deterministic=False) for one in priced(checked)]
+    started = time.perf_counter()
+
+    def make(setup: Setup) -> Engine:
+        engine = make_engine(args, setup, requests)
+        generate(engine, [full_batch(args, requests)])
+        return engine
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        engines = dict(zip([*checked, *ordinary], pool.map(make, checked + ordinary), strict=True))
+    return engines, time.perf_counter() - started
+
+
+def priced(checked: Sequence[Setup]) -> list[Setup]:
+    return [one for one in checked if not one.few_pages and not one.alone]
+
+
+def full_batch(args: argparse.Namespace, requests: Sequence[Request]) -> list[Request]:
+    """As many requests as there are rows, each as long as it may be."""
+    length = longest(requests)
+    return [
+        (prompt, dataclasses.replace(sampling, max_tokens=length - len(prompt)))
+        for prompt, sampling in requests[: args.rows]
+    ]
+
+
+def generate(engine: Engine, groups: Sequence[Sequence[Request]]) -> Texts:
+    """The texts of all requests; one group after the other runs."""
+    texts: Texts = []
+    for group in groups:
+        prompts, sampling = zip(*group, strict=True)
+        generations = engine.add_all(prompts, sampling)
+        engine.finish(generations)
+        texts += [generation.token_ids for generation in generations]
+    return texts
+
+
+def run_setup(
+    setup: Setup, engine: Engine, requests: Sequence[Request], seed: int
+) -> tuple[dict[str, Any], Texts]:
+    """What was measured, and the texts."""
+    order = np.random.default_rng(seed).permutation(len(requests)).tolist()
+    shuffled = [requests[index] for index in order]
+    hits, swaps = engine.scheduler.cache_statistics()[1], engine.scheduler.preemptions["swap"]
+    started = time.perf_counter()
+    found = generate(engine, [[one] for one in shuffled] if setup.alone else [shuffled])
+    seconds = time.perf_counter() - started
+    texts = [text for _, text in sorted(zip(order, found, strict=True))]
+    result = {
+        **dataclasses.asdict(setup),
+        "name": setup.name,
+        "pages": engine.limits.num_pages,
+        "seconds": seconds,
+        "tokens_per_second": sum(map(len, texts)) / seconds,
+        "hits": engine.scheduler.cache_statistics()[1] - hits,
+        "swaps": engine.scheduler.preemptions["swap"] - swaps,
+    }
+    return result, texts
+
+
+def price(
+    args: argparse.Namespace, engines: Mapping[Setup, Engine], requests: Sequence[Request]
+) -> dict[str, dict[str, float]]:
+    """Tokens/s of a full batch in both modes, and the share that is left, by drafter and tree."""
+    batch, result = full_batch(args, requests), {}
+    for setup in (one for one in engines if not one.deterministic):
+        both = {name: engines[dataclasses.replace(setup, deterministic=name == "deterministic")]
+                for name in ("deterministic", "ordinary")}  # fmt: skip
+        speeds: dict[str, list[float]] = {name: [] for name in both}
+        for _ in range(LAPS):
+            for name, engine in both.items():
+                started = time.perf_counter()
+                texts = generate(engine, [batch])
+                seconds = time.perf_counter() - started
+                speeds[name].append(sum(map(len, texts)) / seconds)
+        medians = {name: statistics.median(own) for name, own in speeds.items()}
+        share = medians["deterministic"] / medians["ordinary"]
+        result[setup.name] = {**medians, "share": share}
+    return result
+
+
+def differences(expected: Texts, found: Texts, requests: Sequence[Request]) -> list[dict[str, Any]]:
+    """Where texts differ first. Token 0 comes from reading the prompt, later ones from rounds."""
+    shown = []
+    for index, (one, other) in enumerate(zip(expected, found, strict=True)):
+        place = first_difference(one, other)
+        if place is not None:
+            prompt, sampling = requests[index]
+            shown.append(
+                {
+                    "request": index,
+                    "prompt_tokens": len(prompt),
+                    "temperature": sampling.temperature,
+                    "token": place,
+                    "expected": one[place : place + 4],
+                    "found": other[place : place + 4],
+                }
+            )
+    return shown
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    for name in COUNTS:
+        check_count(f"--{name.replace('_', '-')}", getattr(args, name))
+    progress, requests = progress_console(), make_requests(args)
+    engines, seconds = make_engines(args, requests)
+    progress.print(f"{len(engines)} engines are ready after {seconds:.0f} s")
+    cost = price(args, engines, requests)
+    for name, own in cost.items():
+        progress.print(f"{name}: {price_line(own)}")
+    rows: list[dict[str, Any]] = []
+    expected: Texts = []
+    for seed, setup in enumerate(setups(args), args.seed):
+        result, texts = run_setup(setup, engines[setup], requests, seed)
+        expected = expected or texts
+        differing = differences(expected, texts, requests)
+        result["identical"] = len(texts) - len(differing)
+        result["differing_first_tokens"] = sum(one["token"] == 0 for one in differing)
+        result["differences"] = differing[:SHOWN]
+        rows.append(result)
+        progress.print(
+            f"{setup.name}: {result['identical']} of {len(texts)} identical in "
+            f"{result['seconds']:.0f} s, {result['hits']} cached tokens, {result['swaps']} swaps"
+        )
+        for one in result["differences"]:
+            progress.print(f"  {one}")
+    facts = {
+        "dtype": args.dtype,
+        "verify_width": args.verify_width,
+        "rows": args.rows,
+        "kernels": str(engines[setups(args)[0]].kernels),
+        "compile_seconds": seconds,
+        "requests": len(requests),
+        "tokens": sum(map(len, expected)),
+    }
+    return run_facts() | facts | {"runs": rows, "price": cost}
+
+
+def price_line(own: Mapping[str, float]) -> str:
+    return (
+        f"{own['deterministic']:.0f} tokens/s in deterministic mode, {own['ordinary']:.0f} in "
+        f"ordinary mode ({own['share']:.0%})"
+    )
+
+
+def make_table(results: dict[str, Any]) -> Table:
+    device = results["device"]
+    title = f"{results['requests']} requests, {results['rows']} rows, {results['dtype']}, {device}"
+    table = Table(title=title)
+    for heading in ("run", "pages", "cached tokens", "swaps", "tokens/s", "identical"):
+        table.add_column(heading, justify="left" if heading == "run" else "right")
+    for row in results["runs"]:
+        pages = "few" if row["few_pages"] else "all"
+        counts = (row["hits"], row["swaps"], f"{row['tokens_per_second']:.0f}", row["identical"])
+        table.add_row(row["name"], pages, *map(str, counts))
+    lines = [f"{name}: {price_line(own)}" for name, own in results["price"].items()]
+    table.caption = "\n".join(["a full batch:", *lines])
+    return table
+
+
+def run(args: argparse.Namespace) -> None:
+    results = measure(args)
+    show_results(results, make_table(results), as_json=args.json)
+    wrong = sum(results["requests"] - row["identical"] for row in results["runs"])
+    if wrong:
+        raise ValueError(f"{wrong} texts differ in deterministic mode")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return run_command(make_parser(), run, arguments)
