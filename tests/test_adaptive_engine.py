@@ -16,7 +16,7 @@ from jaxspec.engine import Engine
 from jaxspec.scheduling.adaptive import RoundCosts
 from jaxspec.scheduling.requests import SamplingParams
 from tests.engines import LENGTH
-from tests.random_models import make_params, random_prompts
+from tests.random_models import make_params
 
 CHAIN = TreeShape.parse("chain:2")
 SAMPLED = SamplingParams(temperature=1.0)
@@ -31,9 +31,10 @@ def new_adaptive(drafter: str = "ngram", **options: Any) -> Engine:
 
 @functools.cache
 def warm_engine() -> Engine:
-    """Plain decoding or a chain of two; programs that sample serve greedy requests, too."""
+    """Plain decoding or a chain of two, for requests of 16 tokens. Few programs: those that sample
+    serve greedy requests, too, and those of two rows single ones."""
     engine = new_adaptive(shapes=(CHAIN,))
-    engine.warm_up([SAMPLED], rows=[2])
+    engine.warm_up([SAMPLED], tokens=16, rows=[2])
     return engine
 
 
@@ -60,23 +61,17 @@ def alone(engine: Engine, prompt: list[int], sampling: SamplingParams) -> list[i
     return generation.token_ids
 
 
-def requests(count: int, temperatures: tuple[float, ...], seed: int) -> list[Any]:
-    """Prompts with their sampling, of many lengths; some of them begin alike."""
-    rng = np.random.default_rng(seed)
-    lengths = rng.integers(1, 30, count).tolist()
-    prompts = [prompt.tolist() for prompt in random_prompts(tuple(lengths), seed=seed)]
-    shared = random_prompts((17,), seed=99)[0].tolist()
-    return [
-        (
-            [*shared, *prompt] if index % 3 == 2 else prompt,
-            SamplingParams(
-                temperature=temperatures[index % len(temperatures)],
-                seed=index,
-                max_tokens=int(rng.integers(2, 16)),
-            ),
-        )
-        for index, prompt in enumerate(prompts)
-    ]
+def requests(count: int, seed: int, most: int = LENGTH) -> list[Any]:
+    """Prompts with their sampling, of at most so many tokens together; some begin alike."""
+    rng, shared = np.random.default_rng(seed), list(range(most // 2))
+    load = []
+    for index in range(count):
+        prompt = rng.integers(96, size=rng.integers(1, most // 4)).tolist()
+        prompt = [*shared, *prompt] if index % 3 == 2 else prompt
+        new = int(rng.integers(1, most - len(prompt) + 1))
+        sampling = SamplingParams(temperature=(0.0, 0.8)[index % 2], seed=index, max_tokens=new)
+        load.append((prompt, sampling))
+    return load
 
 
 def serve(engine: Engine, load: list[Any], seed: int) -> list[list[int]]:
@@ -87,18 +82,18 @@ def serve(engine: Engine, load: list[Any], seed: int) -> list[list[int]]:
     while left or not all(one.done for one in added):
         if left and rng.random() < 0.5:
             added.append(engine.add(*left.pop(0)))
-            costs = {(rows, shape): rng.uniform(1, 3) for rows in (1, 2) for shape in shapes}
+            cheap = shapes[rng.integers(len(shapes))]
+            costs = {(1, shape): 1.0 if shape == cheap else 9.0 for shape in shapes}
             engine.shapes.set_costs(RoundCosts(costs))
         engine.step()
     return [one.token_ids for one in added]
 
 
-def check_load(engine: Engine, compilations: list[str], seed: int) -> None:
+def check_load(engine: Engine, compilations: list[str], load: list[Any], seed: int = 0) -> None:
     """Texts of a random load are those of plain decoding, and nothing compiles."""
     compiled = engine.programs.compiled
     compilations.clear()
     engine.shapes.rounds.clear()
-    load = requests(20, (0.0, 0.8), seed)
     texts = serve(engine, load, seed)
     assert compilations == [] and engine.programs.compiled == compiled
     assert set(engine.shapes.rounds) == set(engine.shapes.choices or ())
@@ -112,7 +107,8 @@ def check_load(engine: Engine, compilations: list[str], seed: int) -> None:
 
 
 def test_texts_stay_and_nothing_compiles_while_shapes_change(compilations: list[str]):
-    check_load(warm_engine(), compilations, seed=3)
+    engine = warm_engine()
+    check_load(engine, compilations, requests(40, seed=3, most=16))
 
 
 @pytest.mark.slow
@@ -122,7 +118,7 @@ def test_the_same_with_every_kind_of_program(drafter: str, compilations: list[st
     engine.warm_up()
     assert engine.shapes.choices == (PLAIN, TreeShape.parse("chain:1"), CHAIN)
     for seed in range(3):
-        check_load(engine, compilations, seed)
+        check_load(engine, compilations, requests(24, seed), seed)
 
 
 @pytest.mark.slow
@@ -134,7 +130,7 @@ def test_structured_and_full_requests_compile_nothing_either(compilations: list[
     before = compilations.copy()
     engine.shapes.rounds.clear()
     load = [(prompt, full if index % 2 else SAMPLED) for index, (prompt, _) in
-            enumerate(requests(8, (0.8,), seed=1))]  # fmt: skip
+            enumerate(requests(8, seed=1))]  # fmt: skip
     serve(engine, load, seed=1)
     assert compilations == before and set(engine.shapes.rounds) == {PLAIN, CHAIN}
 
@@ -143,7 +139,7 @@ def test_structured_and_full_requests_compile_nothing_either(compilations: list[
 def test_without_warm_up_the_first_request_waits_for_it():
     engine = new_adaptive(shapes=(CHAIN,))
     assert engine.shapes.must_be_measured
-    prompt, sampling = [1, 2, 3], SamplingParams(max_tokens=30)
+    prompt, sampling = [1, 2, 3], SamplingParams(max_tokens=12)
     generation = engine.add(prompt, sampling)
     engine.step()
     assert not engine.shapes.must_be_measured and engine.programs.sealed
@@ -154,7 +150,7 @@ def test_without_warm_up_the_first_request_waits_for_it():
 
 def test_other_weights_are_learnt_anew_at_the_same_costs():
     engine = warm_engine()
-    engine.finish([engine.add([5, 6, 7], SamplingParams(max_tokens=20))])
+    engine.finish([engine.add([5, 6, 7], SamplingParams(max_tokens=12))])
     policy, seconds = engine.shapes.policy, engine.shapes.seconds(2, CHAIN)
     engine.use_target(engine.params.target)
     assert engine.shapes.policy is not policy and engine.shapes.policy is not None
@@ -165,7 +161,7 @@ def test_a_shape_may_be_fixed_for_a_while():
     engine = warm_engine()
     engine.shape = CHAIN
     engine.shapes.rounds.clear()
-    engine.finish([engine.add([5, 6, 7], SamplingParams(max_tokens=20))])
+    engine.finish([engine.add([5, 6, 7], SamplingParams(max_tokens=12))])
     engine.shape = None
     assert set(engine.shapes.rounds) == {CHAIN}
 
