@@ -166,9 +166,17 @@ def test_a_shape_may_be_fixed_for_a_while():
     assert set(engine.shapes.rounds) == {CHAIN}
 
 
-def test_costs_are_those_of_rounds_that_ran():
-    shapes = warm_engine().shapes
-    assert 0 < shapes.seconds(2, PLAIN) < 10 and 0 < shapes.seconds(2, CHAIN) < 10
+def test_a_second_warm_up_only_measures(compilations: list[str]):
+    engine, prompt, sampling = warm_engine(), [5, 6, 7], SamplingParams(max_tokens=12)
+    text = alone(engine, prompt, sampling)
+    engine.shapes.set_costs(RoundCosts({(1, shape): 1e6 for shape in (PLAIN, CHAIN)}))
+    compilations.clear()
+    engine.warm_up([SAMPLED], tokens=16, rows=[2])
+    assert compilations == []
+    assert 0 < engine.shapes.seconds(2, PLAIN) < 100 and 0 < engine.shapes.seconds(2, CHAIN) < 100
+    # Rows that were measured are empty, and what they left in the pages is not found.
+    assert engine.scheduler.cache_statistics() == (0, 0)
+    assert alone(engine, prompt, sampling) == text
 
 
 @pytest.mark.parametrize(
