@@ -2,7 +2,7 @@
 
 import collections
 import time
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 import numpy as np
 
@@ -61,7 +61,7 @@ class CallShapes:
         self.policy: ShapePolicy | None = None
         self.rounds: collections.Counter[TreeShape] = collections.Counter()
         self._costs: RoundCosts | None = None
-        self._sizes: list[int] = []  # rows for which rounds were measured
+        self._sizes: tuple[int, ...] = ()  # rows of programs, of each shard
 
     @property
     def must_be_measured(self) -> bool:
@@ -84,14 +84,13 @@ class CallShapes:
         cover = coverage(self.programs, self.limits, shapes, sampling, tokens, rows)
         compile_all(self.programs, cover, on_progress)
         if self.choices is not None:
-            self.set_costs(measure_rounds(self.programs, cover))
+            self._costs, self._sizes = measure_rounds(self.programs, cover), cover.sizes
             self.restart()
         return time.perf_counter() - started
 
-    def set_costs(self, seconds: Mapping[tuple[int, TreeShape], float]) -> None:
+    def set_costs(self, costs: RoundCosts) -> None:
         """Choose by these costs of a round, by rows of the program (of each shard) and shape."""
-        self._costs = RoundCosts(seconds)
-        self._sizes = sorted({rows for rows, _ in seconds})
+        self._costs = costs
 
     def seconds(self, rows: int, shape: TreeShape) -> float:
         """Of a round, as it was measured. Raises RuntimeError before that."""

@@ -6,6 +6,7 @@ programs that serve: on rows of random prompts, at a typical length.
 
 import dataclasses
 import os
+import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +22,7 @@ from jaxspec.masked_programs import prepare_masked
 from jaxspec.new_rows import NewRow
 from jaxspec.program_sizes import SMALLEST_CHUNK, Kind, Load, ReadKey, RoundsKey, power_of_two
 from jaxspec.programs import Programs
+from jaxspec.scheduling.adaptive import RoundCosts
 from jaxspec.scheduling.plan import Limits
 from jaxspec.scheduling.requests import SamplingParams
 
@@ -214,8 +216,8 @@ def _new_row(
     return NewRow(row, prompt, max_len, sampling, (), len(prompt), table, cached)
 
 
-def measure_rounds(programs: Programs, cover: Coverage) -> dict[tuple[int, TreeShape], float]:
-    """Seconds of a round by rows (of each shard) and shape, through programs that are ready.
+def measure_rounds(programs: Programs, cover: Coverage) -> RoundCosts:
+    """Costs by rows (of each shard) and shape, through programs that are ready.
 
     Sizes for which there are too few pages are left out, but for the smallest. The rows must be
     empty, and are so afterwards. What the pages held is overwritten.
@@ -230,7 +232,8 @@ def measure_rounds(programs: Programs, cover: Coverage) -> dict[tuple[int, TreeS
         for shape in cover.shapes
     }
     programs.release(range(programs.sizes.num_rows))
-    return measured
+    rounds = {point: seconds for point, (seconds, _) in measured.items()}
+    return RoundCosts(rounds, statistics.median(call for _, call in measured.values()))
 
 
 class _Bench:
@@ -281,15 +284,21 @@ class _Bench:
         for start in range(0, len(rows), together):
             self._read(rows[start : start + together], context)
 
-    def seconds(self, size: int, shape: TreeShape) -> float:
-        """Of a round, in the fastest of a few calls. All of them start from the prompts."""
-        programs, context = self.programs, self.prompts.shape[1]
-        rows = self._rows(min(size, self.share))
+    def seconds(self, size: int, shape: TreeShape) -> tuple[float, float]:
+        """Of a round, and of a call besides its rounds."""
+        rows, context = self._rows(min(size, self.share)), self.prompts.shape[1]
         most = (self.length - context - 1) // (shape.max_depth + 1)
-        rounds = max(1, min(most, MEASURED_ROUNDS, programs.sizes.max_rounds))
-        fastest = float("inf")
+        rounds = max(2, min(most, MEASURED_ROUNDS, self.programs.sizes.max_rounds))
+        (_, one), (ran, many) = (self._call(rows, shape, count) for count in (1, rounds))
+        further = (many - one) / (ran - 1) if ran > 1 else many
+        seconds = max(further, 0.5 * many / ran)  # noise must not make a round cost nothing
+        return seconds, max(0.0, one - seconds)
+
+    def _call(self, rows: Sequence[int], shape: TreeShape, rounds: int) -> tuple[int, float]:
+        """Rounds that a call ran, and its seconds: the fastest of a few, all from the prompts."""
+        programs, timed = self.programs, []
         for _ in range(MEASURED_CALLS):
-            self._admit(rows, cached=context)
+            self._admit(rows, cached=self.prompts.shape[1])
             self._read(rows, 1)
             jax.block_until_ready(programs.state)
             started = time.perf_counter()
@@ -297,5 +306,6 @@ class _Bench:
                 rows, self.length, rounds, self.load, shape=shape, kind=self.kind
             )
             ran = sum(int(call.emitted.num_rounds) for call in calls)  # waits
-            fastest = min(fastest, (time.perf_counter() - started) / max(1, ran))
-        return fastest
+            timed.append((time.perf_counter() - started, ran))
+        seconds, ran = min(timed)
+        return max(1, ran), seconds

@@ -44,6 +44,7 @@ def test_a_workload_is_served_and_measured():
     assert result.prompt_hits == pytest.approx(6 * 24 / (7 * 25))
     assert 1 <= result.tokens_per_round <= 3 and len(result.accepted_by_depth) == 2
     assert sum(result.preemptions.values()) == 0
+    assert list(result.rounds_by_shape) == ["chain:2"]
 
 
 def test_the_device_is_idle_between_calls():
@@ -83,6 +84,22 @@ def test_the_command_prints_a_table_and_json_and_draws(monkeypatch, capsys, tmp_
     assert (tmp_path / "times.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
+def test_adaptive_shapes_beside_the_fixed_one(monkeypatch, capsys):
+    tiny = SHAPES["tiny"]
+    small = dataclasses.replace(tiny, layers=tiny.layers[:2])
+    monkeypatch.setattr(bench_serving, "SHAPES", {"tiny": small})
+    counts = ["--requests", "6", "--rows", "2", "--prompt-tokens", "12", "--new-tokens", "10"]
+    more = ["--tree", "chain:2@2", "--adaptive", "--compare", "fixed", "--json"]
+    assert bench_serving.main([*TINY, *counts, *more]) == 0
+    printed = capsys.readouterr()
+    runs = json.loads(printed.out)["runs"]
+    assert list(runs) == ["adaptive", "fixed"]
+    assert list(runs["fixed"]["rounds_by_shape"]) == ["chain:2"]
+    assert set(runs["adaptive"]["rounds_by_shape"]) <= {"plain", "chain:1", "chain:2"}
+    assert all(run["requests"] == 6 and run["compiled"] == 0 for run in runs.values())
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -92,6 +109,7 @@ def test_the_command_prints_a_table_and_json_and_draws(monkeypatch, capsys, tmp_
         (["--spread", "1"], "--spread must be a share"),
         (["--shared-prefix", "-1"], "--shared-prefix must be at least 0"),
         (["--drafter", "ngram"], "--drafter is for models"),
+        (["--compare", "fixed"], "--compare fixed is for --adaptive"),
         (["--tree", "chain:4"], "say which acceptance length"),
         (["--lengths", "nothing.json"], "nothing.json"),
     ],

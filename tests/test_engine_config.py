@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from jaxspec.config.engine import EngineConfig
+from jaxspec.config.speculation import PLAIN, SpeculationConfig
 
 
 @pytest.mark.parametrize(
@@ -19,3 +20,19 @@ def test_counts_must_be_positive_integers(field: str, value: Any):
 def test_preemption_must_be_one_of_the_known():
     with pytest.raises(ValueError, match="preemption must be"):
         EngineConfig(preemption="never")  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"adaptive": 1}, "adaptive must be True or False"),
+        ({"shapes": (PLAIN,)}, "set adaptive=True"),
+        ({"adaptive": True, "shapes": ()}, "shapes must be a tuple of TreeShape, not empty"),
+        ({"adaptive": True, "shapes": [PLAIN]}, "shapes must be a tuple of TreeShape"),
+        ({"adaptive": True, "shapes": (SpeculationConfig(),)}, "shapes must be a tuple"),
+        ({"adaptive": True, "shapes": (PLAIN, PLAIN)}, "shapes must not name a tree twice"),
+    ],
+)
+def test_bad_options_of_adaptive_are_refused(options: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=f"^[^\n]*{message}[^\n]*$"):
+        EngineConfig(**options)

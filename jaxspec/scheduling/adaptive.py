@@ -20,11 +20,15 @@ class RoundCosts:
 
     Args:
       measured: seconds by (rows, shape); rows are those of the compiled program.
+      call: seconds that a call takes besides its rounds.
 
     Raises ValueError for values that are not positive, and if plain decoding was not measured.
     """
 
-    def __init__(self, measured: Mapping[tuple[int, TreeShape], float]):
+    def __init__(self, measured: Mapping[tuple[int, TreeShape], float], call: float = 0.0):
+        if not 0 <= call < float("inf"):
+            raise ValueError(f"a call must take a finite time that is not negative, got {call} s")
+        self.call = call
         points: dict[TreeShape, list[tuple[int, float]]] = {}
         for (rows, shape), seconds in measured.items():
             if rows < 1 or not 0 < seconds < float("inf"):
@@ -144,12 +148,13 @@ class ShapePolicy:
         for shape in candidates:
             if self._affordable(outlook, shape, rounds):
                 family = family_of(shape)
-                self._credit[family] -= min(self._credit[family], rounds * outlook.loss(shape))
+                price = outlook.price(shape, rounds)
+                self._credit[family] -= min(self._credit[family], price)
                 return shape
         earned = rounds * outlook.seconds[outlook.best] * self.exploration / max(len(candidates), 1)
         for shape in candidates:
             # No more than one call costs: what is saved up must not pay for many in a row.
-            most = max(rounds, SHORT_CALL) * outlook.loss(shape)
+            most = max(outlook.price(shape, count) for count in (rounds, SHORT_CALL))
             family = family_of(shape)
             self._credit[family] = min(self._credit[family] + earned, most)
         return None
@@ -159,7 +164,9 @@ class ShapePolicy:
             return False
         loss = outlook.loss(shape)
         first = rounds <= SHORT_CALL and loss <= outlook.seconds[outlook.best]
-        return (first and self._is_new(shape)) or rounds * loss <= self._credit[family_of(shape)]
+        if first and self._is_new(shape):
+            return True
+        return outlook.price(shape, rounds) <= self._credit[family_of(shape)]
 
     def _is_new(self, shape: TreeShape) -> bool:
         return not shape.is_plain and self.estimate.rounds_seen(shape) < ENOUGH_SEEN
@@ -195,7 +202,7 @@ class _Outlook:
         costs: RoundCosts,
         size: int | None,
     ):
-        self.shapes, self.num_rows = shapes, len(hazards)
+        self.shapes, self.num_rows, self.call_seconds = shapes, len(hazards), costs.call
         self.seconds = {
             shape: costs.seconds(self.num_rows if size is None else size, shape) for shape in shapes
         }
@@ -230,6 +237,12 @@ class _Outlook:
         least = self.num_rows + float(self.expected[self.best][: self._known(shape)].sum())
         worst = max(0.0, self.seconds[shape] - least / best_rate)
         return max(self.seconds[shape] * (1 - self.rate(shape) / best_rate), worst / 4)
+
+    def price(self, shape: TreeShape, rounds: int) -> float:
+        """Seconds that a call is expected to lose. A short one would be part of another if it did
+        not try something."""
+        extra = self.call_seconds if rounds <= SHORT_CALL else 0.0
+        return rounds * self.loss(shape) + extra
 
     def _highest_rate(self, shape: TreeShape) -> float:
         """Tokens a second, if it accepted all that the best one does not show."""
