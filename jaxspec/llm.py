@@ -259,10 +259,12 @@ class LLM:
         Returns the seconds it took. Raises ValueError for sizes that are invalid for requests.
         """
         started = time.perf_counter()
+        own = [sampling] if isinstance(sampling, SamplingParams) else sampling
+        if not (len(batch_sizes) and len(prompt_tokens) and len(own)):
+            raise ValueError("batch_sizes, prompt_tokens and sampling must not be empty")
         for name, values in (("batch_sizes", batch_sizes), ("prompt_tokens", prompt_tokens)):
             for value in values:
                 check_count(name, value)
-        own = [sampling] if isinstance(sampling, SamplingParams) else sampling
         if self.engine.config.adaptive:
             tokens = max(prompt_tokens) + max(int(params.max_tokens) for params in own)
             return self.engine.warm_up(own, tokens=tokens, on_progress=on_progress)

@@ -106,6 +106,7 @@ def check_load(engine: Engine, compilations: list[str], load: list[Any], seed: i
     assert usage.free + usage.idle == usage.total
 
 
+@pytest.mark.slow
 def test_texts_stay_and_nothing_compiles_while_shapes_change(compilations: list[str]):
     engine = warm_engine()
     check_load(engine, compilations, requests(40, seed=3, most=16))
@@ -148,6 +149,7 @@ def test_without_warm_up_the_first_request_waits_for_it():
     assert generation.token_ids == alone(engine, prompt, sampling)
 
 
+@pytest.mark.slow
 def test_other_weights_are_learnt_anew_at_the_same_costs():
     engine = warm_engine()
     engine.finish([engine.add([5, 6, 7], SamplingParams(max_tokens=12))])
@@ -157,6 +159,7 @@ def test_other_weights_are_learnt_anew_at_the_same_costs():
     assert engine.shapes.seconds(2, CHAIN) == seconds > 0
 
 
+@pytest.mark.slow
 def test_a_shape_may_be_fixed_for_a_while():
     engine = warm_engine()
     engine.shape = CHAIN
@@ -166,6 +169,7 @@ def test_a_shape_may_be_fixed_for_a_while():
     assert set(engine.shapes.rounds) == {CHAIN}
 
 
+@pytest.mark.slow
 def test_a_second_warm_up_only_measures(compilations: list[str]):
     engine, prompt, sampling = warm_engine(), [5, 6, 7], SamplingParams(max_tokens=12)
     text = alone(engine, prompt, sampling)
@@ -179,6 +183,7 @@ def test_a_second_warm_up_only_measures(compilations: list[str]):
     assert alone(engine, prompt, sampling) == text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -201,6 +206,7 @@ def test_bad_arguments_of_warm_up_are_one_line(arguments: dict[str, Any], messag
         engine.programs.max_programs = engine.config.max_programs
 
 
+@pytest.mark.slow
 def test_warm_up_waits_for_nobody():
     engine = warm_engine()
     generation = engine.add([1, 2], SamplingParams(max_tokens=4))

@@ -89,6 +89,7 @@ def test_a_page_size_of_a_million_is_an_error_before_anything_is_allocated():
 # Compiled programs
 
 
+@pytest.mark.slow
 def test_programs_are_forgotten_when_they_are_many_or_memory_maps_scarce(
     monkeypatch: pytest.MonkeyPatch,
 ):

@@ -10,7 +10,7 @@ import pytest
 from jaxspec.engine import Engine
 from jaxspec.generation import Generation
 from jaxspec.scheduling.requests import SamplingParams
-from tests.engines import new_engine, plain_engine
+from tests.engines import FULL, new_engine, plain_engine, seal
 from tests.marks import slow
 from tests.programs import traces
 from tests.random_models import random_prompts, random_target
@@ -22,7 +22,7 @@ PROMPT = random_prompts((19,), seed=2)[0].tolist()
 
 @functools.cache
 def engine() -> Engine:
-    return new_engine(max_length=LENGTH)
+    return seal(new_engine(max_length=LENGTH), FULL)
 
 
 def run(own: Engine, prompt: list[int], sampling: SamplingParams) -> Generation:
@@ -34,17 +34,16 @@ def run(own: Engine, prompt: list[int], sampling: SamplingParams) -> Generation:
 @pytest.mark.parametrize("drafter", ["ngram", slow("eagle3")])
 @pytest.mark.parametrize("preemption", ["recompute", slow("swap")])
 def test_texts_are_those_of_transformers_processors(drafter: str, preemption: str):
-    own, sampling = (
-        new_engine(drafter, max_length=LENGTH, num_pages=18, preemption=preemption),
-        all_options(),
-    )
+    own, sampling = new_engine(drafter, 18, LENGTH, preemption=preemption), all_options()
+    seal(own, FULL)
+    before = own.scheduler.preemptions[preemption]
     prompts = [prompt.tolist() for prompt in prompts_of(len(sampling))]
     generations = own.add_all(prompts, sampling)
     own.finish(generations)
     for generation, wanted in zip(generations, expected(), strict=True):
         found = [*generation.prompt, *generation.token_ids]
         assert found == wanted, generation.sampling
-    assert own.scheduler.preemptions[preemption] > 0
+    assert own.scheduler.preemptions[preemption] > before
 
 
 def test_requests_without_controls_keep_their_programs():
@@ -96,7 +95,7 @@ def check_entry(found: Any, token: int, logprobs: np.ndarray, alternatives: int)
 
 @pytest.mark.parametrize("num_pages", [slow(None), 14])  # few pages: requests are preempted
 def test_logprobs_are_those_of_the_raw_logits(num_pages: int | None):
-    own = new_engine(max_length=LENGTH, num_pages=num_pages, preemption="recompute")
+    own = seal(new_engine("ngram", num_pages, LENGTH, preemption="recompute"), FULL)
     common: dict[str, Any] = {"max_tokens": 25, "temperature": 0.8, "seed": 3}
     sampling = [
         SamplingParams(**common),
@@ -128,7 +127,8 @@ def test_logprobs_are_those_of_the_raw_logits(num_pages: int | None):
 
 
 def test_samples_share_their_prompt_and_have_the_seeds_after_the_first():
-    own = new_engine(max_length=LENGTH, max_rows=4)
+    own = seal(new_engine(max_length=LENGTH), FULL)
+    before = own.scheduler.cache_statistics()
     sampling = SamplingParams(temperature=1.0, seed=2**32 - 1, max_tokens=9, n=2, best_of=3)
     generations = own.add_all([PROMPT, PROMPT[:5]], [sampling, SamplingParams(max_tokens=9)])
     own.finish(generations)
@@ -139,7 +139,7 @@ def test_samples_share_their_prompt_and_have_the_seeds_after_the_first():
         )
         assert generation.token_ids == alone.token_ids and generation.sampling.seed == seed
     assert len({tuple(generation.token_ids) for generation in generations}) == 4
-    queries, hits = own.scheduler.cache_statistics()
+    queries, hits = np.subtract(own.scheduler.cache_statistics(), before)
     assert (queries, hits) == (len(PROMPT) + 5, 0), "more than one sample read the prompt"
     with pytest.raises(ValueError, match="add starts one sample"):
         own.add(PROMPT, sampling)

@@ -68,6 +68,7 @@ def test_the_example_of_llm_writes_the_text_of_plain_decoding(page: dict[str, An
     assert completion.acceptance_length > 1, "no draft was accepted"
 
 
+@pytest.mark.slow
 def test_a_user_defined_drafter_changes_only_the_speed(page: dict[str, Any]):
     plain = EngineParams(
         target=page["loaded"].target,

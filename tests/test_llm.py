@@ -249,6 +249,7 @@ def test_warmed_up_requests_trace_nothing(model):
         ((1,), (600,), "600 tokens"),
         ((0,), (20,), "batch_sizes must be"),
         ((1,), (2.5,), "prompt_tokens must be"),
+        ((), (20,), "must not be empty"),
     ],
 )
 def test_sizes_that_cannot_be_warmed_up_are_clear_errors(llm, batch_sizes, prompt_tokens, message):

@@ -190,6 +190,7 @@ def test_a_call_decodes_the_rows_it_lists():
     ]
 
 
+@pytest.mark.slow
 def test_a_row_waits_at_the_end_of_a_narrow_table():
     own = Sequences("eagle3")
     own.admit(0, PROMPT, own.take(COLUMNS))

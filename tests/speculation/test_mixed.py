@@ -106,6 +106,7 @@ def paths(tree: DraftTree, row: int) -> set[tuple[int, ...]]:
 # What is proposed.
 
 
+@pytest.mark.slow
 @either_shape
 def test_each_row_gets_the_tree_of_its_drafter(spec: SpeculationConfig):
     params = mixed(spec)
@@ -155,6 +156,7 @@ def same(first: Any, second: Any) -> bool:
     return all(np.array_equal(one, other) for one, other in pairs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "temperature"),
     [slow(CHAIN, 0.0), (CHAIN, 0.8), slow(TREE, 0.0), slow(TREE, 0.8)],
