@@ -46,6 +46,7 @@ def test_texts_are_those_of_transformers_processors(drafter: str, preemption: st
     assert own.scheduler.preemptions[preemption] > before
 
 
+@pytest.mark.slow
 def test_requests_without_controls_keep_their_programs():
     own, ordinary = new_engine(max_length=LENGTH), SamplingParams(max_tokens=12)
     text = run(own, PROMPT, ordinary).token_ids
