@@ -26,7 +26,7 @@ def run_draft(
     tokens: int,
     load: Load,
     *,
-    shape: TreeShape | None,
+    shape: TreeShape,
     kind: Kind,
 ) -> Drafted:
     """The first half of a round of some rows; see Programs.run_rounds."""

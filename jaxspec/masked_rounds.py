@@ -53,7 +53,7 @@ class MaskedRounds:
                     self._fail(sequence, error)
         return masks
 
-    def draft(self, plan: Plan, reads: list[Call], load: Load, shape: TreeShape | None) -> None:
+    def draft(self, plan: Plan, reads: list[Call], load: Load, shape: TreeShape) -> None:
         """Launch the first half of the round of a plan's masked rows; ``reads`` are its calls."""
         sequences = [plan.sequences[row] for row in plan.masked_rows]
         drafted = run_draft(

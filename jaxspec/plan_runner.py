@@ -26,7 +26,7 @@ class PlanRunner:
         self._saved: dict[str, SavedRow] = {}  # by request id
         self._idle_rows = set(range(programs.sizes.num_rows))  # empty, or done, on the device
 
-    def launch(self, plan: Plan, load: Load, shape: TreeShape | None) -> list[Call]:
+    def launch(self, plan: Plan, load: Load, shape: TreeShape) -> list[Call]:
         """Start everything that a plan says, in its order. Nothing is waited for."""
         programs = self.programs
         for request_id in plan.dropped:
@@ -86,7 +86,7 @@ class PlanRunner:
         masks = self._masked.first_masks(plan)
         return self.programs.read(reads, load, masks, kind=kind_of(sequences, reads=True))
 
-    def _rounds(self, plan: Plan, load: Load, shape: TreeShape | None) -> list[Call]:
+    def _rounds(self, plan: Plan, load: Load, shape: TreeShape) -> list[Call]:
         if not plan.decode_rows:
             return []
         sequences = [plan.sequences[row] for row in plan.decode_rows]
@@ -99,7 +99,7 @@ class PlanRunner:
             kind=kind_of(sequences),
         )
 
-    def results(self, calls: list[Call], shape: TreeShape | None) -> list[RowResult]:
+    def results(self, calls: list[Call], shape: TreeShape) -> list[RowResult]:
         """What each row did in the calls of a plan, which were read from the device."""
         results: dict[int, RowResult] = {}
         for call in calls:
@@ -114,9 +114,7 @@ class PlanRunner:
         self._idle_rows |= {row for row, result in results.items() if result.ended is not None}
         return list(results.values())
 
-    def _row_result(
-        self, row: int, place: int, emitted: Emitted, shape: TreeShape | None
-    ) -> RowResult:
+    def _row_result(self, row: int, place: int, emitted: Emitted, shape: TreeShape) -> RowResult:
         counts = np.asarray(emitted.counts)[:, place]
         kept = np.arange(emitted.tokens.shape[2]) < counts[:, None]
         ending, done = Ending(int(emitted.ending[place])), emitted.status[place] == Status.DONE
@@ -128,7 +126,7 @@ class PlanRunner:
             failed=bool(done) and ending in ERRORS,
         )
 
-    def _pending(self, counts: np.ndarray, shape: TreeShape | None) -> int:
+    def _pending(self, counts: np.ndarray, shape: TreeShape) -> int:
         """Tokens of the context that the drafter has not read after rounds that committed
         ``counts``; it reads those of a round in the next one."""
         params = self.programs.params
@@ -136,6 +134,6 @@ class PlanRunner:
         ran = counts[counts > 0]
         if most is None or not len(ran):
             return 0
-        if shape is not None and shape.is_plain:
+        if shape.is_plain:
             return most - 1  # at most: it reads them once in a while
         return int(ran[-1]) - 1

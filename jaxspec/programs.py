@@ -257,7 +257,7 @@ class Programs:
         rounds: int,
         load: Load,
         *,
-        shape: TreeShape | None,
+        shape: TreeShape,
         kind: Kind,
     ) -> list[Call]:
         """Run up to ``rounds`` rounds of some rows.
@@ -280,16 +280,15 @@ class Programs:
         rows: Sequence[int],
         tokens: int,
         load: Load,
-        shape: TreeShape | None,
+        shape: TreeShape,
         kind: Kind,
         *,
         masked: bool = False,
         rounds: int = 0,
     ) -> RoundsKey:
         """The program that runs rounds of these rows; see run_rounds."""
-        columns, shape = self.sizes.columns_for(tokens), self.params.call(shape).speculation.shape
-        kind = self.sizes.kind_for(kind)
-        wanted = RoundsKey(self.size_for(rows), columns, shape, kind, masked, rounds)
+        size, columns = self.size_for(rows), self.sizes.columns_for(tokens)
+        wanted = RoundsKey(size, columns, shape, self.sizes.kind_for(kind), masked, rounds)
         return self._chosen(wanted, load)
 
     def _chosen(self, wanted: RoundsKey, load: Load) -> RoundsKey:

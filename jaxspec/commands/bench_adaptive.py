@@ -13,7 +13,7 @@ load everything is counted, admissions and what it takes to learn, too.
 
 import argparse
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console, Group
@@ -180,8 +180,7 @@ class Bench:
                     self._use(name)
                     outcome = self.clients.run(phase, work, settle=settle)
                     rates[name], rounds = outcome.rate, rounds_by_name(outcome.rounds)
-                fixed = {name: rate for name, rate in rates.items() if name != ADAPTIVE}
-                best = max(fixed, key=lambda name: fixed[name])
+                best = best_fixed(rates)
                 row = {
                     "clients": count,
                     "level": level,
@@ -218,9 +217,7 @@ class Bench:
             seconds = sum(outcome.seconds for outcome in outcomes)
             total[name] = sum(outcome.tokens for outcome in outcomes) / seconds
             self.console.print(f"mixed load, {name}: {total[name]:,.0f} tokens/s")
-        fixed = {name: rate for name, rate in total.items() if name != ADAPTIVE}
-        best = max(fixed, key=lambda name: fixed[name])
-        levels = self.choices.levels
+        best, levels = best_fixed(total), self.choices.levels
         return {
             "phases": [
                 {"clients": phase.clients, "level": levels[phase.level], "tokens": count}
@@ -231,6 +228,11 @@ class Bench:
             "best": best,
             "of_best": total[ADAPTIVE] / total[best],
         }
+
+
+def best_fixed(rates: Mapping[str, float]) -> str:
+    """The tree with the highest rate, of those that the engine did not choose."""
+    return max((name for name in rates if name != ADAPTIVE), key=rates.__getitem__)
 
 
 def _index(values: Sequence[Any], share: float) -> int:

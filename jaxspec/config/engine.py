@@ -66,7 +66,9 @@ class EngineConfig:
                 'preemption="recompute" is not exact in bfloat16: with deterministic=True give '
                 '"swap", or leave it out'
             )
-        for name in ("adaptive", "deterministic"):
+        if not (self.fixed_rounds is None or isinstance(self.fixed_rounds, bool)):
+            raise ValueError(f"fixed_rounds must be True, False or None, got {self.fixed_rounds!r}")
+        for name in ("prefix_caching", "adaptive", "deterministic"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.shapes is not None:
