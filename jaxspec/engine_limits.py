@@ -69,7 +69,7 @@ def scheduler_limits(params: EngineParams, sizes: Sizes, config: EngineConfig) -
         shards=shards,
         prefill_budget=max(config.prefill_budget, sizes.num_rows),
         largest_read=sizes.max_chunk,
-        max_rounds=sizes.max_rounds,
+        max_rounds=sizes.fixed_rounds or sizes.max_rounds,
         runs_all_rounds=sizes.fixed_rounds > 0,
         max_queue=config.max_queue,
         watermark=0.0 if holds_all else Limits.watermark,

@@ -166,7 +166,7 @@ def new_generation(
     """A generation of nothing yet, with trees of at most ``max_depth``."""
     return Generation(
         request_id=request_id,
-        prompt=tuple(int(token) for token in prompt),
+        prompt=tuple(map(int, prompt)),
         sampling=sampling,
         statistics=RequestStatistics(0, 0, [0] * (max_depth + 1)),
         grammar=grammar,

@@ -308,11 +308,12 @@ class Scheduler:
 
     def _rounds_for_load(self, is_reading: bool) -> int:
         """Few rounds while a row reads or a request waits, else more from call to call."""
+        limits = self.limits
         if is_reading or self._waiting:
-            self._rounds = 1
-            return 1 if is_reading else min(self.limits.waiting_rounds, self.limits.max_rounds)
+            self._rounds = limits.max_rounds if limits.runs_all_rounds else 1
+            return 1 if is_reading else min(limits.waiting_rounds, limits.max_rounds)
         rounds = self._rounds
-        self._rounds = min(2 * rounds, self.limits.max_rounds)
+        self._rounds = min(2 * rounds, limits.max_rounds)
         return rounds
 
     def _launch(self, draft: Draft) -> Plan:

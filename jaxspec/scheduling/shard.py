@@ -193,8 +193,8 @@ class Shard:
 
     def _common(self, sequence: Sequence, reader: Sequence) -> int:
         """Tokens of the full pages that both begin with, as far as the reader reads them."""
-        if sequence.namespace != reader.namespace:
-            return 0
+        if sequence.tokens[0] != reader.tokens[0] or sequence.namespace != reader.namespace:
+            return 0  # the first token alone tells most apart
         size, end = self.page_size, min(len(sequence.tokens), reader.goal)
         for start in range(0, end - size + 1, size):
             if sequence.tokens[start : start + size] != reader.tokens[start : start + size]:
