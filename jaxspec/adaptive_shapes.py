@@ -11,7 +11,7 @@ from jaxspec.config.engine import EngineConfig
 from jaxspec.config.speculation import PLAIN, TreeShape
 from jaxspec.functional import EngineParams
 from jaxspec.programs import Programs
-from jaxspec.scheduling.adaptive import RoundCosts, ShapePolicy
+from jaxspec.scheduling.adaptive import SHORT_CALL, RoundCosts, ShapePolicy
 from jaxspec.scheduling.plan import Limits, Plan
 from jaxspec.scheduling.requests import SamplingParams
 from jaxspec.warm_up import Progress, compile_all, coverage, measure_rounds
@@ -98,10 +98,17 @@ class CallShapes:
             raise RuntimeError("the costs of rounds are not known yet: call warm_up")
         return self._costs.seconds(rows, shape)
 
+    @property
+    def call_seconds(self) -> float:
+        """Of a call besides its rounds; 0 before it was measured."""
+        return 0.0 if self._costs is None else self._costs.call
+
     def restart(self) -> None:
         """Forget what was accepted, as when the weights have changed. The costs stay."""
         if self.choices is not None and self._costs is not None:
-            self.policy = ShapePolicy(self.choices)
+            # Where programs have a fixed number of rounds, fewer are calls of one round each.
+            short = self.programs.sizes.fixed_rounds or SHORT_CALL
+            self.policy = ShapePolicy(self.choices, short_call=short)
 
     def _resolved(self, shape: TreeShape | None) -> TreeShape:
         return self.programs.params.call(shape).speculation.shape

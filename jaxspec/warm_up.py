@@ -26,7 +26,7 @@ from jaxspec.scheduling.adaptive import RoundCosts
 from jaxspec.scheduling.plan import Limits
 from jaxspec.scheduling.requests import SamplingParams
 
-MOST_JOBS = 8  # programs compiled at a time
+MOST_JOBS = 16  # programs compiled at a time
 STEP = 4  # between the sizes of programs that read prompts
 CONTEXT = 512  # tokens of a row when its rounds are measured, if it has room for them
 MEASURED_ROUNDS = 8  # of a call that is measured

@@ -1,7 +1,6 @@
 """Adaptive speculation beside fixed trees, on a tiny model, and its synthetic acceptance."""
 
 import dataclasses
-import json
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +13,7 @@ from jaxspec.sampling import make_sampling
 from jaxspec.sharding import Layout
 from jaxspec.speculation.acceptance import Verified
 from jaxspec.speculation.tree import make_chain
+from tests.json_lines import joined
 
 TINY = ["--shape", "tiny", "--page-size", "8", "--dtype", "float32"]
 
@@ -52,7 +52,7 @@ def test_the_command_prints_tables_and_json(monkeypatch, capsys):
     times = ["--seconds", "0.05", "--settle", "0.02", "--phase-seconds", "0.05"]
     assert bench_adaptive.main([*TINY, *sizes, *times, "--json"]) == 0
     printed = capsys.readouterr()
-    results = json.loads(printed.out)
+    results = joined(printed.out, "steady")
     assert [(row["clients"], row["level"]) for row in results["steady"]] == [
         (1, 0.1), (1, 0.9), (2, 0.1), (2, 0.9)
     ]  # fmt: skip
