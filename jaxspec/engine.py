@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from jaxspec.adaptive_shapes import CallShapes
+from jaxspec.ahead import compile_first
 from jaxspec.calls import Call, joined
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
@@ -233,6 +234,8 @@ class Engine:
                 if ended.request_id in self._running:  # what was cancelled has ended already
                     self._end(self._running[ended.request_id].generation, "timeout")
             shape = self.shapes.choose(plan, self.shape)
+            if first:
+                compile_first(self.programs, plan, self._load)
             calls = self._runner.launch(plan, self._load, shape)
             if plan.calls:
                 self._in_flight.append(_Launched(plan, calls, shape))

@@ -11,10 +11,15 @@ from jaxspec.functional import SavedRow
 from jaxspec.generation import Generation
 from jaxspec.masked_rounds import MaskedRounds, generation_of, kind_of, sampling_of
 from jaxspec.new_rows import NewRow
-from jaxspec.program_sizes import Load
+from jaxspec.program_sizes import Load, Reads
 from jaxspec.programs import Programs
 from jaxspec.scheduling.plan import Admission, Plan, RowResult, SwapIn
 from jaxspec.state import ERRORS, Emitted, Ending, Status
+
+
+def reads_of(plan: Plan) -> Reads:
+    """What a plan reads, as Programs takes it."""
+    return [(read.row, read.count, plan.sequences[read.row].limit) for read in plan.reads]
 
 
 class PlanRunner:
@@ -79,12 +84,9 @@ class PlanRunner:
         if not plan.reads:
             return []
         sequences = [plan.sequences[read.row] for read in plan.reads]
-        reads = [
-            (read.row, read.count, sequence.limit)
-            for read, sequence in zip(plan.reads, sequences, strict=True)
-        ]
         masks = self._masked.first_masks(plan)
-        return self.programs.read(reads, load, masks, kind=kind_of(sequences, reads=True))
+        kind = kind_of(sequences, reads=True)
+        return self.programs.read(reads_of(plan), load, masks, kind=kind)
 
     def _rounds(self, plan: Plan, load: Load, shape: TreeShape) -> list[Call]:
         if not plan.decode_rows:

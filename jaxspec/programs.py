@@ -7,6 +7,7 @@ import contextlib
 import functools
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from typing import Any
 
 import jax
@@ -46,6 +47,7 @@ class Programs:
     Attributes:
       state: what the last program launched returns.
       compiled: programs compiled so far, and ``compile_seconds`` what that took.
+      ready, coming: keys of the compiled programs, and of those that other threads compile.
       sealed: compile nothing any more where a ready program would do.
     """
 
@@ -75,6 +77,7 @@ class Programs:
             )
         }
         self.ready: set[Any] = set()
+        self.coming: dict[Any, Future[Any]] = {}
         self.columns = sizes.columns
         self.tables = np.zeros((sizes.num_rows, self.columns), np.int32)
         self.state = self._new_state()
@@ -208,16 +211,20 @@ class Programs:
 
     def read(self, reads: Reads, load: Load, masks: Masks, *, kind: Kind) -> list[Call]:
         """Read prompt tokens; ``masks`` are of rows whose first token is restricted."""
-        calls = []
-        for (width, masked), group in groups_of_reads(reads, self.sizes, set(masks)):
+        return [self._read(*part, masks) for part in self.readings(reads, load, set(masks), kind)]
+
+    def readings(
+        self, reads: Reads, load: Load, masked_rows: set[int], kind: Kind
+    ) -> Iterator[tuple[ReadKey, Reads]]:
+        """The calls that read these tokens: each one's program, and what it reads."""
+        for (width, masked), group in groups_of_reads(reads, self.sizes, masked_rows):
             shards = self._by_shard([row for row, *_ in group])
             longest, tokens = max(map(len, shards)), max(one[2] for one in group)
             wanted = ReadKey(longest, self.sizes.columns_for(tokens), width, kind, masked)
             key = self._read_key(wanted, load)
             for start in range(0, longest, key.rows):
                 part = {row for shard in shards for row in shard[start : start + key.rows]}
-                calls.append(self._read(key, [read for read in group if read[0] in part], masks))
-        return calls
+                yield key, [read for read in group if read[0] in part]
 
     def _read_key(self, wanted: ReadKey, load: Load) -> ReadKey:
         columns = max(wanted.columns, self.sizes.columns_for(load.tokens))
@@ -234,14 +241,17 @@ class Programs:
         return Call.now(rows, self._prefill(key, rows, counts, masks))
 
     def _prefill(self, key: ReadKey, rows: np.ndarray, counts: np.ndarray, masks: Masks) -> Emitted:
-        options = {"width": key.width, "columns": key.columns, **self.options(key.kind)}
-        options["order_invariant"] = self.sizes.fixed
+        options = self.reading_options(key)
         if key.masked:
-            every = self.all_tokens()
-            options["masks"] = np.stack([masks.get(int(row), every) for row in rows])
+            options["masks"] = np.stack([masks.get(int(row), self.all_tokens()) for row in rows])
         with self.controlled(key.kind):
             self.state, emitted = self.prefill(self.params, self.state, rows, counts, **options)
         return emitted
+
+    def reading_options(self, key: ReadKey) -> dict[str, Any]:
+        """Of functional.prefill, but for masks."""
+        own = {"width": key.width, "columns": key.columns, "order_invariant": self.sizes.fixed}
+        return {**own, **self.options(key.kind)}
 
     def prepare_reading(self, key: ReadKey) -> None:
         """Compile a program, by running it on nothing, unless it is ready."""
@@ -373,6 +383,7 @@ class Programs:
         self._make_room()
         jax.block_until_ready(self.state)
         started = time.perf_counter()
+        wait([self.coming.pop(key)] if key in self.coming else [])  # its errors come again below
         yield
         jax.block_until_ready(self.state)
         self.compiled += 1

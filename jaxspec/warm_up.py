@@ -5,16 +5,15 @@ programs that serve: on rows of random prompts, at a typical length.
 """
 
 import dataclasses
-import os
+import functools
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import jax
 import numpy as np
 
+from jaxspec.ahead import compile_program, compiling_threads
 from jaxspec.cache import pages_for
 from jaxspec.config.checks import check_count
 from jaxspec.config.speculation import TreeShape
@@ -26,7 +25,6 @@ from jaxspec.scheduling.adaptive import RoundCosts
 from jaxspec.scheduling.plan import Limits
 from jaxspec.scheduling.requests import SamplingParams
 
-MOST_JOBS = 16  # programs compiled at a time
 STEP = 4  # between the sizes of programs that read prompts
 CONTEXT = 512  # tokens of a row when its rounds are measured, if it has room for them
 MEASURED_ROUNDS = 8  # of a call that is measured
@@ -154,8 +152,9 @@ def compile_all(programs: Programs, cover: Coverage, on_progress: Progress | Non
             "it, or name fewer shapes, sizes of rows, or ways of sampling"
         )
     started = time.perf_counter()
-    with ThreadPoolExecutor(min(MOST_JOBS, os.cpu_count() or 1)) as pool:
-        for done, _ in enumerate(pool.map(lambda key: _compile(programs, key), keys), 1):
+    with compiling_threads() as pool:
+        compiled = pool.map(functools.partial(compile_program, programs), keys)
+        for done, _ in enumerate(compiled, 1):
             if on_progress is not None:
                 on_progress(done, len(keys))
     programs.compile_seconds += time.perf_counter() - started
@@ -168,25 +167,6 @@ def compile_all(programs: Programs, cover: Coverage, on_progress: Progress | Non
             programs.prepare_rounds(key)
     compile_small(programs, cover)
     programs.sealed = True
-
-
-def _compile(programs: Programs, key: ReadKey | RoundsKey) -> None:
-    """Fill jax's cache with a program that has no controls or masks; others compile when they run.
-
-    The arguments are those of Programs, so that it finds the program there.
-    """
-    if key.kind.controls or key.masked:
-        return
-    rows = programs.listed([], key.rows)
-    arguments: list[Any] = [programs.params, programs.state]
-    if isinstance(key, ReadKey):
-        options: dict[str, Any] = {"columns": key.columns, **programs.options(key.kind)}
-        arguments += [rows, np.zeros(len(rows), np.int32)]
-        lowered = programs.prefill.lower(*arguments, width=key.width, **options)
-    else:
-        arguments += [np.int32(0), rows]
-        lowered = programs.decode.lower(*arguments, **programs.rounds_options(key))
-    lowered.compile()
 
 
 def compile_small(programs: Programs, cover: Coverage) -> None:

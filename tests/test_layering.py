@@ -54,6 +54,7 @@ LAYERS = (
     "jaxspec.masked_programs",
     "jaxspec.masked_rounds",
     "jaxspec.plan_runner",
+    "jaxspec.ahead",
     "jaxspec.logprobs",
     "jaxspec.progress",
     "jaxspec.engine_limits",
