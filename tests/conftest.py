@@ -28,7 +28,7 @@ LONGEST = (
     "test_acceptance", "test_engine_options", "test_rows", "test_shared_pages", "test_llm_options",
     "test_layering", "test_endings", "test_scripts", "test_mixed", "test_compiled_program",
     "test_own_mixer", "test_train_lm", "test_generate", "test_extending", "test_async_engine",
-    "test_paged_attention", "test_eagle3_reference", "test_functional", "test_golden", "test_shapes",
+    "test_paged_attention", "test_eagle3_reference", "test_functional", "test_golden",
 )  # fmt: skip
 
 
