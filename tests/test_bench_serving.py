@@ -15,6 +15,7 @@ from jaxspec.config.engine import EngineConfig
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.engine import Engine
 from jaxspec.load_test import DeviceWatch, LoadTest, percentiles
+from tests.marks import slow
 from tests.random_models import make_params
 
 TINY = ["--shape", "tiny", "--page-size", "8", "--dtype", "float32"]
@@ -110,7 +111,7 @@ def test_adaptive_shapes_beside_the_fixed_one(monkeypatch, capsys):
         (["--shared-prefix", "-1"], "--shared-prefix must be at least 0"),
         (["--drafter", "ngram"], "--drafter is for models"),
         (["--compare", "fixed"], "--compare fixed is for --adaptive"),
-        (["--tree", "chain:4"], "say which acceptance length"),
+        slow(["--tree", "chain:4"], "say which acceptance length"),
         (["--lengths", "nothing.json"], "nothing.json"),
     ],
 )
