@@ -18,6 +18,7 @@ from tests.json_lines import joined
 TINY = ["--shape", "tiny", "--page-size", "8", "--dtype", "float32"]
 
 
+@pytest.mark.slow
 def test_each_request_has_its_own_level():
     seeds, drafted = np.arange(600, dtype=np.uint32), 3
     levels = (0.2, 0.5, 0.9)

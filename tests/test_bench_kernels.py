@@ -14,13 +14,17 @@ from jaxspec.benchmarking.kernels import (
 from jaxspec.commands import bench_kernels
 from pallas_kernels.benchmark import Benchmark
 from pallas_kernels.paged_attention.cases import TEST_CASES, Case, as_benchmark, benchmarks
+<<<<<<< HEAD
 from tests.json_lines import joined
 from tests.marks import slow
+=======
+>>>>>>> w-ci
 
 TREE = next(case for case in TEST_CASES if case.name == "small tree")
 
 
-@pytest.mark.parametrize("name", ["one query", slow("small tree")])  # without a mask, and with one
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["one query", "small tree"])  # without a mask, and with one
 def test_every_kernel_is_timed_beside_its_reference(name, monkeypatch, capsys):
     cases = (as_benchmark(TEST_CASES[0], jnp.bfloat16), as_benchmark(TREE, jnp.bfloat16))
     monkeypatch.setattr(bench_kernels, "OPERATIONS", {"paged_attention": lambda: cases})

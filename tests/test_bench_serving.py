@@ -19,6 +19,7 @@ from jaxspec.engine import Engine
 from jaxspec.load_test import DeviceWatch, LoadTest, percentiles
 from jaxspec.structured import GrammarCompiler, StructuredOutput
 from tests.json_lines import joined
+from tests.marks import slow
 from tests.random_models import make_params
 
 TINY = ["--shape", "tiny", "--page-size", "8", "--dtype", "float32"]
@@ -199,7 +200,7 @@ def test_too_small_a_vocabulary_is_refused():
         (["--compare", "uncached", "--no-prefix-cache"], "--compare uncached needs the prefix"),
         (["--structured", "-1"], "--structured must be numbers, at least 0"),
         (["--requests", "2,8", "--structured", "3"], "--structured must be at most 2"),
-        (["--tree", "chain:4"], "say which acceptance length"),
+        slow(["--tree", "chain:4"], "say which acceptance length"),
         (["--lengths", "nothing.json"], "nothing.json"),
     ],
 )
