@@ -40,9 +40,13 @@ def prepare_masked(programs: Programs, key: RoundsKey) -> None:
     if key not in programs.ready:
         with programs.counted(key):
             drafted = _draft(programs, key, programs.listed([], key.rows))
-            words = programs.all_tokens()
-            masks = np.broadcast_to(words, (*drafted.tree.tokens.shape, words.size))
-            run_verify(programs, drafted, masks)
+            run_verify(programs, drafted, no_masks(programs, drafted))
+
+
+def no_masks(programs: Programs, drafted: Drafted) -> np.ndarray:
+    """Masks of these trees that restrict nothing."""
+    words = programs.all_tokens()
+    return np.broadcast_to(words, (*drafted.tree.tokens.shape, words.size))
 
 
 def _draft(programs: Programs, key: RoundsKey, rows: np.ndarray) -> Drafted:

@@ -17,6 +17,7 @@ from jaxspec.scheduling.requests import SamplingParams
 SMALLEST_TABLE = 256  # tokens
 SMALLEST_CHUNK = 16  # prompt tokens of a row in a call
 MOST_WASTE = 4  # a prompt is read by a program of at most this many times its size
+SWAPPED_TOKENS = 256  # of a row that are moved to host memory at a time
 READ_CALL = 256  # prompt tokens that a call could read while it reads the weights
 
 Read = tuple[int, int, int]  # a row, how many tokens, most tokens of the row
@@ -55,6 +56,11 @@ class Sizes:
     def columns(self) -> int:
         """Columns of the widest page table."""
         return pages_for(self.max_length + self.scratch_slots, self.page_size)
+
+    @property
+    def part_pages(self) -> int:
+        """Pages that are moved to host memory at a time."""
+        return min(self.columns, max(1, SWAPPED_TOKENS // self.page_size))
 
     def columns_for(self, tokens: int) -> int:
         """Columns of the narrowest table that programs see for rows of so many tokens."""
@@ -130,7 +136,7 @@ class Load:
 class ReadKey(NamedTuple):
     """Sizes of a program that reads prompts; ``rows`` of each shard.
 
-    ``masked``: the host restricts the first token.
+    ``masked``: the host may restrict the first token.
     """
 
     rows: int
@@ -145,7 +151,7 @@ class ReadKey(NamedTuple):
             and self.columns >= other.columns
             and self.width >= other.width
             and self.kind >= other.kind
-            and self.masked == other.masked
+            and self.masked >= other.masked
         )
 
     @property
@@ -208,7 +214,7 @@ def choose_reading(
 
     def cost(key: ReadKey) -> tuple[int, ...]:
         calls = -(-wanted.rows // key.rows)
-        return calls * (key.cost + READ_CALL), calls, key.columns, key.kind
+        return calls * (key.cost + READ_CALL), calls, key.columns, key.kind, key.masked
 
     return min(fitting, key=cost, default=target)
 

@@ -86,23 +86,13 @@ class Programs:
         return self.params.data_parallel
 
     def _new_state(self) -> EngineState:
-        sizes, params = self.sizes, self.params
-
         def make() -> EngineState:
-            return functional.init_state(
-                params,
-                sizes.num_rows,
-                sizes.max_length,
-                page_size=sizes.page_size,
-                page_table=jnp.zeros((sizes.num_rows, self.columns), jnp.int32),
-                num_pages=sizes.num_pages,
-                max_stops=sizes.max_stops,
-            )
+            return empty_state(self.params, self.sizes)
 
-        if params.mesh is not None:
+        if self.params.mesh is not None:
             return make()
         # One program, not one for each array. Its results are committed, see _placed.
-        return jax.jit(make, out_shardings=params.target.embed.sharding)()
+        return jax.jit(make, out_shardings=self.params.target.embed.sharding)()
 
     def _placed[T](self, tree: T) -> T:
         """Committed to its device as the programs' results are: else each would compile twice."""
@@ -180,22 +170,20 @@ class Programs:
             self._small("copy_pages", *lists.reshape(2, -1))
 
     def save(self, row: int, pages: Sequence[int]) -> SavedRow:
-        """A row with the contents of its pages, on its way to host memory."""
-        saved = self._small("save_row", np.array([row], np.int32), self._row_table(pages)[0])
+        """A row with the contents of pages, at most a part, on its way to host memory."""
+        arguments = np.array([row], np.int32), _page_list(pages, self.sizes.part_pages)
+        saved = self._small("save_row", *arguments)
         for leaf in jax.tree.leaves(saved):
             leaf.copy_to_host_async()
         return saved
 
-    def restore(self, saved: SavedRow, row: int, restored: int, table: Sequence[int]) -> None:
-        """Put a saved row back; its contents go to the first ``restored`` pages of its table."""
-        new, pages = self._row_table(table), self._row_table(table[:restored])
-        self.tables[row] = new[0]
-        self._small("restore_row", saved, np.array([row], np.int32), pages[0], new)
-
-    def _row_table(self, pages: Sequence[int]) -> np.ndarray:
-        table = np.zeros((1, self.columns), np.int32)
-        table[0, : len(pages)] = pages
-        return table
+    def restore(
+        self, saved: SavedRow, row: int, pages: Sequence[int], table: Sequence[int]
+    ) -> None:
+        """Put a saved row back, with this table; its contents go to ``pages``, in order."""
+        self.tables[row] = _page_list(table, self.columns)
+        listed = _page_list(pages, self.sizes.part_pages)
+        self._small("restore_row", saved, np.array([row], np.int32), listed, self.tables[[row]])
 
     def _small(self, name: str, *arguments: Any) -> Any:
         shapes, saved = tuple(leaf.shape for leaf in jax.tree.leaves(arguments)), None
@@ -387,3 +375,21 @@ class Programs:
         for program in (*large, *self.small.values()):
             program.clear_cache()
         self.ready.clear()
+
+
+def empty_state(params: EngineParams, sizes: Sizes) -> EngineState:
+    """Of these sizes, without controls."""
+    return functional.init_state(
+        params,
+        sizes.num_rows,
+        sizes.max_length,
+        page_size=sizes.page_size,
+        page_table=jnp.zeros((sizes.num_rows, sizes.columns), jnp.int32),
+        num_pages=sizes.num_pages,
+        max_stops=sizes.max_stops,
+    )
+
+
+def _page_list(pages: Sequence[int], size: int) -> np.ndarray:
+    """Padded with the null page: int32 [size]."""
+    return np.array([*pages, *[0] * (size - len(pages))], np.int32)
