@@ -1,7 +1,6 @@
 """Which draft tree each call of an engine uses: the link between its plans and the policy."""
 
 import collections
-import time
 from collections.abc import Container, Iterable, Sequence
 
 import numpy as np
@@ -10,11 +9,12 @@ from jaxspec.calls import Call
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.speculation import PLAIN, TreeShape
 from jaxspec.functional import EngineParams
+from jaxspec.measuring import measure_rounds
 from jaxspec.programs import Programs
 from jaxspec.scheduling.adaptive import SHORT_CALL, RoundCosts, ShapePolicy
 from jaxspec.scheduling.plan import Limits, Plan
 from jaxspec.scheduling.requests import SamplingParams
-from jaxspec.warm_up import Progress, compile_all, coverage, measure_rounds
+from jaxspec.warm_up import Coverage, Progress, compile_all, coverage
 
 CHAINS = (1, 3, 5)  # tokens of the chains that are choices by default
 
@@ -74,19 +74,18 @@ class CallShapes:
         tokens: int | None,
         rows: Iterable[int] | None = None,
         on_progress: Progress | None = None,
-    ) -> float:
+    ) -> Coverage:
         """Compile and measure, while no row is in use and no page is known; see Engine.warm_up.
 
-        Returns the seconds it took.
+        Returns what programs are ready for.
         """
-        started = time.perf_counter()
         shapes = self.choices or (self._resolved(shape),)
         cover = coverage(self.programs, self.limits, shapes, sampling, tokens, rows)
         compile_all(self.programs, cover, on_progress)
         if self.choices is not None:
             self._costs, self._sizes = measure_rounds(self.programs, cover), cover.sizes
             self.restart()
-        return time.perf_counter() - started
+        return cover
 
     def set_costs(self, costs: RoundCosts) -> None:
         """Choose by these costs of a round, by rows of the program (of each shard) and shape."""
@@ -124,7 +123,7 @@ class CallShapes:
         if shape is not None or self.policy is None or self._costs is None or not rows:
             return self._resolved(shape)
         keys = [plan.sequences[row].request_id for row in (*plan.decode_rows, *plan.masked_rows)]
-        least = self.programs.size_for(rows)
+        least = self.programs.sizes.size_for(rows)
         size = min((own for own in self._sizes if own >= least), default=least)
         return self.policy.choose(keys, self._costs, rounds=max(1, plan.rounds), size=size)
 

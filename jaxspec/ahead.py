@@ -59,7 +59,7 @@ def compile_program(programs: Programs, key: ReadKey | RoundsKey) -> None:
 
 
 def _lowered(programs: Programs, key: ReadKey | RoundsKey) -> jax.stages.Lowered:
-    own, rows = (programs.params, programs.state), programs.listed([], key.rows)
+    own, rows = (programs.params, programs.state), programs.sizes.listed([], key.rows)
     if isinstance(key, ReadKey):
         counts, options = np.zeros(len(rows), np.int32), programs.reading_options(key)
         return programs.prefill.lower(*own, rows, counts, **options)

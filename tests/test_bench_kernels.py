@@ -14,11 +14,7 @@ from jaxspec.benchmarking.kernels import (
 from jaxspec.commands import bench_kernels
 from pallas_kernels.benchmark import Benchmark
 from pallas_kernels.paged_attention.cases import TEST_CASES, Case, as_benchmark, benchmarks
-<<<<<<< HEAD
 from tests.json_lines import joined
-from tests.marks import slow
-=======
->>>>>>> w-ci
 
 TREE = next(case for case in TEST_CASES if case.name == "small tree")
 

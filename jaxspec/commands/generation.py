@@ -18,6 +18,7 @@ from jaxspec import (
     make_mesh,
 )
 from jaxspec.commands.chat import chat, check_chat_template, typed_lines
+from jaxspec.commands.engine_config import engine_config
 from jaxspec.commands.generate import PAIRS
 from jaxspec.commands.program_cache import (
     default_folder,
@@ -27,7 +28,6 @@ from jaxspec.commands.program_cache import (
 from jaxspec.commands.shell import progress_console
 from jaxspec.commands.streaming import stream
 from jaxspec.comparison import compare, decode_rate
-from jaxspec.config.engine import EngineConfig
 from jaxspec.config.speculation import default_speculation
 from jaxspec.loading import choose_drafter
 from jaxspec.tokenizer import TextTokenizer
@@ -69,7 +69,7 @@ def make_llm(arguments: argparse.Namespace, drafter: str, tokenizer: TextTokeniz
         page_size=arguments.page_size,
         max_length=arguments.max_length,
         num_pages=arguments.num_pages,
-        engine=EngineConfig(max_rows=1),
+        engine=engine_config(arguments, max_rows=1, plain=drafter == "none"),
         tokenizer=tokenizer,
     )
 
