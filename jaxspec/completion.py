@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from jaxspec.detokenizer import Detokenizer, StopStrings
-from jaxspec.generation import Generation, Timings, TokenLogprob
+from jaxspec.generation import Generation, RoundTree, Timings, TokenLogprob
 from jaxspec.scheduling.requests import SamplingParams
 
 
@@ -38,6 +38,7 @@ class Completion:
       logprobs: of each of token_ids; None: not asked for.
       prompt_logprobs: of each of prompt_token_ids, None for the first; None: not asked for.
       cumulative_logprob: the sum over token_ids, if best_of or logprobs asks for it.
+      trees: of its rounds; None: not asked for.
     """
 
     text: str
@@ -54,6 +55,7 @@ class Completion:
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
     cumulative_logprob: float | None = None
+    trees: list[RoundTree] | None = None
 
 
 class GrowingText:
@@ -138,6 +140,7 @@ class GrowingText:
             logprobs=own,
             prompt_logprobs=generation.prompt_logprobs,
             cumulative_logprob=None if own is None else sum(one.logprob for one in own),
+            trees=generation.trees,
         )
 
 

@@ -34,7 +34,7 @@ class Detokenizer:
             return ""
         text = self._decode(self._context + self._pending)
         # The known text is a prefix of it, unless the context starts inside a character.
-        piece = text[_common_length(self._known, text) :]
+        piece = text[common_length(self._known, text) :]
         incomplete = not piece or piece.endswith(REPLACEMENT)
         if incomplete and not last and len(self._pending) < MOST_PENDING:
             return ""
@@ -55,7 +55,7 @@ def _beginning(decode: Callable[[list[int]], str], context: list[int]) -> tuple[
         size *= 2
 
 
-def _common_length(first: str, second: str) -> int:
+def common_length(first: str, second: str) -> int:
     """Number of characters at the beginning that are the same."""
     if second.startswith(first):
         return len(first)

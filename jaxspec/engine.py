@@ -28,6 +28,7 @@ from jaxspec.models.decoder import Decoder
 from jaxspec.plan_runner import PlanRunner
 from jaxspec.program_sizes import Kind, Load, RoundsKey
 from jaxspec.programs import Programs
+from jaxspec.round_trees import check_trees, take_rounds
 from jaxspec.scheduling.plan import Plan, PreemptionCosts
 from jaxspec.scheduling.requests import SamplingParams, check_requests
 from jaxspec.scheduling.scheduler import Scheduler
@@ -123,6 +124,7 @@ class Engine:
         config = self.params.target.config
         limits = config.vocab_size, self.cache.max_length, config.max_position
         check_requests(prompts, sampling, *limits)
+        check_trees(sampling, self.config.trees)
         for index, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
             if len(self.stop_ids(params)) > MOST_STOPS:
                 raise ValueError(f"stop_token_ids may have at most {MOST_STOPS} tokens")
@@ -342,9 +344,7 @@ class Engine:
         running = self._running.get(request_id)
         if running is not None:
             take_logprobs(running.generation, emitted, place)
-        if running is not None and emitted.num_rounds:  # a prefill's token belongs to none
-            counts = (emitted.counts, emitted.accepted, emitted.drafted)
-            running.generation.statistics.add(*(np.asarray(x)[:, place] for x in counts))
+            take_rounds(running.generation, emitted, place)
 
     def _deliver(self, delivery: Any) -> None:
         running = self._running.get(delivery.request_id)

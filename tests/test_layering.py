@@ -45,6 +45,7 @@ LAYERS = (
     "jaxspec.structured",
     "jaxspec.scheduling",
     "jaxspec.generation",
+    "jaxspec.round_trees",
     "jaxspec.program_sizes",
     "jaxspec.compiler_options",
     "jaxspec.deterministic",
