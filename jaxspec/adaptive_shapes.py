@@ -1,7 +1,6 @@
 """Which draft tree each call of an engine uses: the link between its plans and the policy."""
 
 import collections
-import time
 from collections.abc import Container, Iterable, Sequence
 
 import numpy as np
@@ -11,11 +10,12 @@ from jaxspec.config.engine import EngineConfig
 from jaxspec.config.speculation import PLAIN, TreeShape
 from jaxspec.functional import EngineParams
 from jaxspec.masked_rounds import sampling_of
+from jaxspec.measuring import measure_rounds
 from jaxspec.programs import Programs
-from jaxspec.scheduling.adaptive import RoundCosts, ShapePolicy
+from jaxspec.scheduling.adaptive import SHORT_CALL, RoundCosts, ShapePolicy
 from jaxspec.scheduling.plan import Limits, Plan
 from jaxspec.scheduling.requests import SamplingParams
-from jaxspec.warm_up import Progress, compile_all, coverage, measure_rounds
+from jaxspec.warm_up import Coverage, Progress, compile_all, coverage
 
 CHAINS = (1, 3, 5)  # tokens of the chains that are choices by default
 
@@ -75,12 +75,11 @@ class CallShapes:
         tokens: int | None,
         rows: Iterable[int] | None = None,
         on_progress: Progress | None = None,
-    ) -> float:
+    ) -> Coverage:
         """Compile and measure, while no row is in use and no page is known; see Engine.warm_up.
 
-        Returns the seconds it took.
+        Returns what programs are ready for.
         """
-        started = time.perf_counter()
         shapes = self.choices or (self._resolved(shape),)
         if any(one.plain for one in sampling):
             shapes = tuple(dict.fromkeys([*shapes, PLAIN]))
@@ -89,7 +88,7 @@ class CallShapes:
         if self.choices is not None:
             self._costs, self._sizes = measure_rounds(self.programs, cover), cover.sizes
             self.restart()
-        return time.perf_counter() - started
+        return cover
 
     def set_costs(self, costs: RoundCosts) -> None:
         """Choose by these costs of a round, by rows of the program (of each shard) and shape."""
@@ -101,10 +100,17 @@ class CallShapes:
             raise RuntimeError("the costs of rounds are not known yet: call warm_up")
         return self._costs.seconds(rows, shape)
 
+    @property
+    def call_seconds(self) -> float:
+        """Of a call besides its rounds; 0 before it was measured."""
+        return 0.0 if self._costs is None else self._costs.call
+
     def restart(self) -> None:
         """Forget what was accepted, as when the weights have changed. The costs stay."""
         if self.choices is not None and self._costs is not None:
-            self.policy = ShapePolicy(self.choices)
+            # Where programs have a fixed number of rounds, fewer are calls of one round each.
+            short = self.programs.sizes.fixed_rounds or SHORT_CALL
+            self.policy = ShapePolicy(self.choices, short_call=short)
 
     def _resolved(self, shape: TreeShape | None) -> TreeShape:
         return self.programs.params.call(shape).speculation.shape
@@ -126,7 +132,7 @@ class CallShapes:
         if shape is not None or self.policy is None or self._costs is None or not rows:
             return self._resolved(shape)
         keys = [sequence.request_id for sequence in running]
-        least = self.programs.size_for(rows)
+        least = self.programs.sizes.size_for(rows)
         size = min((own for own in self._sizes if own >= least), default=least)
         return self.policy.choose(keys, self._costs, rounds=max(1, plan.rounds), size=size)
 

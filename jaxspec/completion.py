@@ -13,13 +13,15 @@ class TextChunk:
     """Newly generated text of one request; ``done`` marks the request's last chunk.
 
     ``index`` is the request's place in the caller's list. ``token_ids`` may be ahead of ``text``,
-    as text that ends inside a character, or may begin a stop string, is held back.
+    as text that ends inside a character, or may begin a stop string, is held back. ``trees`` are of
+    the rounds since the last chunk, if they are asked for.
     """
 
     index: int
     text: str
     token_ids: list[int]
     done: bool
+    trees: list[RoundTree] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +74,7 @@ class GrowingText:
         self._detokenizer, self._stop_tokens = detokenizer, stops
         self._strings = StopStrings(generation.sampling.stop)
         self._pushed = 0  # tokens that the detokenizer has
-        self._told = 0, 0  # tokens and characters of the chunks so far
+        self._told = 0, 0, 0  # tokens, characters and rounds of the chunks so far
 
     @property
     def stopped(self) -> bool:
@@ -111,12 +113,14 @@ class GrowingText:
 
     def next_chunk(self, index: int) -> TextChunk | None:
         """What is new since the last chunk; None: nothing."""
-        tokens, characters = self._told
+        tokens, characters, rounds = self._told
         ids = self.token_ids
         if len(ids) == tokens and not self.done:
             return None
-        self._told = len(ids), len(self.text)
-        return TextChunk(index, self.text[characters:], ids[tokens:], self.done)
+        known = self.generation.trees
+        trees = None if known is None else known[rounds:]
+        self._told = len(ids), len(self.text), rounds + len(trees or ())
+        return TextChunk(index, self.text[characters:], ids[tokens:], self.done, trees)
 
     def completion(self) -> Completion:
         """Once it is done, and its request has ended."""

@@ -9,13 +9,14 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
 from jaxspec.adaptive_shapes import CallShapes
-from jaxspec.calls import Call, joined
+from jaxspec.ahead import compile_first
+from jaxspec.calls import Call
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.speculation import TreeShape
@@ -23,30 +24,21 @@ from jaxspec.deterministic import deterministic_params
 from jaxspec.engine_limits import MOST_STOPS, engine_sizes, scheduler_limits
 from jaxspec.functional import EngineParams
 from jaxspec.generation import FinishReason, Generation, Grammar, Running, new_generation, outcome
-from jaxspec.logprobs import take_logprobs
+from jaxspec.measuring import measure_preemption
 from jaxspec.models.decoder import Decoder
-from jaxspec.plan_runner import PlanRunner
+from jaxspec.plan_runner import Launched, PlanRunner
 from jaxspec.program_sizes import Kind, Load, RoundsKey
 from jaxspec.programs import Programs
-from jaxspec.round_trees import check_trees, take_rounds
-from jaxspec.scheduling.plan import Plan, PreemptionCosts
+from jaxspec.round_trees import check_trees, take_emitted
+from jaxspec.scheduling.preemption import PreemptionCosts
 from jaxspec.scheduling.requests import SamplingParams, check_requests
 from jaxspec.scheduling.scheduler import Scheduler
 from jaxspec.scheduling.sequence import Request
 from jaxspec.speculation.drafters import Drafter
-from jaxspec.state import Emitted
 from jaxspec.structured import Matcher, StructuredOutput
 from jaxspec.warm_up import GREEDY_AND_SAMPLED, Progress
 from jaxspec.weights.in_place import committed, in_place_of
 from pallas_kernels.selection import Kernels
-
-
-class _Launched(NamedTuple):
-    """A plan whose calls run on the device."""
-
-    plan: Plan
-    calls: list[Call]
-    shape: TreeShape
 
 
 class Engine:
@@ -68,6 +60,7 @@ class Engine:
       shape: of the draft trees; None: the largest, or what an adaptive engine chooses. In float32
         the text does not depend on it. It may be set at any time. A new shape compiles a program.
       shapes: what chooses them, with the rounds that each has run.
+      preemption_costs: what decides between swapping and recomputing, as far as it was measured.
       on_launch: called with the calls that were launched, for measurements.
 
     Raises ValueError for values that cannot work, and for a cache that the device has no room for.
@@ -93,16 +86,17 @@ class Engine:
         self.programs = Programs(params, sizes, self.config.max_programs)
         self.shapes = CallShapes(self.programs, self.limits, self.config)
         self.on_launch: Callable[[list[Call]], None] | None = None
+        self.preemption_costs = PreemptionCosts()
         self._start()
         self._make_matcher = make_matcher
         self._ids = map(str, itertools.count())
         self._seeds = np.random.default_rng()
 
     def _start(self) -> None:
-        self.scheduler = Scheduler(self.limits, PreemptionCosts())
+        self.scheduler = Scheduler(self.limits, self.preemption_costs)
         self._running: dict[str, Running] = {}
-        self._runner = PlanRunner(self.programs)
-        self._in_flight: collections.deque[_Launched] = collections.deque()
+        self._runner = PlanRunner(self.programs, self.preemption_costs)
+        self._in_flight: collections.deque[Launched] = collections.deque()
         self._load = Load()
 
     @property
@@ -118,6 +112,11 @@ class Engine:
     @property
     def is_idle(self) -> bool:
         return not self._running
+
+    @property
+    def swapped_bytes(self) -> int:
+        """Host memory that swapped requests use now."""
+        return self._runner.swapped.bytes
 
     def check(self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]) -> None:
         """Raise ValueError for requests that could not run."""
@@ -174,12 +173,9 @@ class Engine:
             self._grammar(sampling),
         )
         request = generation.request(time.perf_counter(), timeout, group)
-        idle = self.is_idle
         self.scheduler.add(request)
-        self._load = Load() if idle else self._load
-        self._load.rows = max(self._load.rows, len(self._running) + 1)
-        self._load.tokens = max(self._load.tokens, len(prompt) + request.max_tokens)
-        self._load.kind = max(self._load.kind, min(Kind.of(sampling), Kind.SAMPLED))
+        self._load = Load() if self.is_idle else self._load
+        self._load.add(len(self._running) + 1, len(prompt) + request.max_tokens, Kind.of(sampling))
         compiled = self.programs.compile_seconds
         self._running[request.request_id] = Running(generation, self._clock(), compiled)
         return generation
@@ -235,9 +231,11 @@ class Engine:
                 if ended.request_id in self._running:  # what was cancelled has ended already
                     self._end(self._running[ended.request_id].generation, "timeout")
             shape = self.shapes.choose(plan, self.shape)
+            if first:
+                compile_first(self.programs, plan, self._load)
             calls = self._runner.launch(plan, self._load, shape)
             if plan.calls:
-                self._in_flight.append(_Launched(plan, calls, shape))
+                self._in_flight.append(Launched(plan, calls, shape))
             if calls and self.on_launch is not None:
                 self.on_launch(calls)
             ahead = plan.calls and not (first and plan.reads)
@@ -298,8 +296,8 @@ class Engine:
     ) -> float:
         """Compile all programs of a load, so that nothing compiles while it is served.
 
-        An adaptive engine does so for each tree, and measures what a round costs. What the prefix
-        cache holds is forgotten.
+        An adaptive engine does so for each tree, and measures what a round costs. What preemption
+        costs is measured too, if that decides. What the prefix cache holds is forgotten.
 
         Args:
           sampling: of the requests; what counts is whether one samples, has bias, penalties or
@@ -313,7 +311,11 @@ class Engine:
         ValueError for bad sizes, and for more programs than ``max_programs``.
         """
         self._restart()
-        return self.shapes.prepare(sampling, self.shape, tokens, rows, on_progress)
+        started = time.perf_counter()
+        cover = self.shapes.prepare(sampling, self.shape, tokens, rows, on_progress)
+        if self.limits.preemption == "auto":
+            measure_preemption(self.programs, cover, self.preemption_costs)
+        return time.perf_counter() - started
 
     def _drain(self) -> None:
         """Carry out what is left to do for requests that have ended."""
@@ -328,23 +330,18 @@ class Engine:
         self._start()
         self.programs.reset()
 
-    def _read(self, launched: _Launched) -> None:
+    def _read(self, launched: Launched) -> None:
         """Wait for the calls of a plan, and hand out what they emitted."""
-        plan, calls = launched.plan, joined(jax.device_get(launched.calls))
+        plan, calls = launched.plan, self._runner.wait(launched.calls)
         for call in calls:
             for place, row in enumerate(call.rows.tolist()):
                 if row < self.limits.num_rows:
-                    self._take(plan.sequences[row].request_id, call.emitted, place)
+                    running = self._running.get(plan.sequences[row].request_id)
+                    if running is not None:
+                        take_emitted(running.generation, call.emitted, place)
         self.shapes.observe(plan, launched.shape, calls, self._running)
         for delivery in self.scheduler.update(plan, self._runner.results(calls, launched.shape)):
             self._deliver(delivery)
-
-    def _take(self, request_id: str, emitted: Emitted, place: int) -> None:
-        """Add a row's rounds and log-probabilities in one call to those of its request."""
-        running = self._running.get(request_id)
-        if running is not None:
-            take_logprobs(running.generation, emitted, place)
-            take_rounds(running.generation, emitted, place)
 
     def _deliver(self, delivery: Any) -> None:
         running = self._running.get(delivery.request_id)

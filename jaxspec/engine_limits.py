@@ -8,6 +8,7 @@ from jaxspec.deterministic import fixed_chunk
 from jaxspec.functional import EngineParams
 from jaxspec.program_sizes import Sizes
 from jaxspec.scheduling.plan import Limits
+from jaxspec.swapping import part_bytes
 
 MOST_STOPS = 16
 LARGEST_CHUNK = 512  # prompt tokens of a row in a call
@@ -60,6 +61,9 @@ def scheduler_limits(params: EngineParams, sizes: Sizes, config: EngineConfig) -
         preemption = "swap"
     longest = pages_for(sizes.max_length + params.speculation.scratch_slots, sizes.page_size)
     holds_all = sizes.num_pages // shards > sizes.num_rows // shards * longest
+    host_parts = 0
+    if preemption != "recompute" and not holds_all:  # else nobody is swapped
+        host_parts = int(config.swap_memory * 2**30 / part_bytes(params, sizes))
     return Limits(
         num_rows=sizes.num_rows,
         num_pages=sizes.num_pages // shards - 1,
@@ -77,4 +81,7 @@ def scheduler_limits(params: EngineParams, sizes: Sizes, config: EngineConfig) -
         prefix_caching=config.prefix_caching,
         share_generated=not config.deterministic,
         preemption=preemption,
+        part_pages=sizes.part_pages,
+        host_parts=host_parts,
+        swaps_only=config.deterministic,
     )

@@ -19,9 +19,12 @@ from jaxspec.config.speculation import TreeShape
 from jaxspec.engine import Engine
 from jaxspec.generation import Generation
 from jaxspec.scheduling.requests import SamplingParams
+from jaxspec.structured import StructuredOutput
 
 PERCENTILES = (50, 90, 99)
 USAGE_EVERY = 0.05  # seconds between two looks at the pages
+# A JSON string that no request is long enough to end, so that each gets its number of tokens.
+ENDLESS = StructuredOutput(json_schema={"type": "string", "minLength": 100_000})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,10 +42,15 @@ class LoadResult:
       without_requests: share of the time in which there was no request to run, either.
       kv_waste: mean share of the slots, in pages that hold tokens, without one.
       kv_used: largest share of the pages that requests held.
-      prompt_hits: share of the prompts' tokens that the prefix cache had.
+      prompt_hits: share of the prompts' tokens that the prefix cache had; ``prompt_hit_tokens`` is
+        their number.
       tokens_per_round: tokens that a round committed on average, bonus included.
       accepted_by_depth: share of the rounds that accepted at least 1, 2, ... drafted tokens.
       rounds_by_shape: rounds that calls ran, by the shape of their trees.
+      structured: requests with a structured output.
+      unstructured_seconds: from the start to the end of the last request without one; 0 if all are
+        structured. ``unstructured_per_second`` are new tokens of these requests in that time.
+      structured_between_tokens, unstructured_between_tokens: as between_tokens, of these requests.
       compiled: programs that were compiled meanwhile.
     """
 
@@ -62,10 +70,16 @@ class LoadResult:
     kv_waste: float
     kv_used: float
     prompt_hits: float
+    prompt_hit_tokens: int
     tokens_per_round: float
     accepted_by_depth: list[float]
     preemptions: dict[str, int]
     rounds_by_shape: dict[str, int]
+    structured: int
+    unstructured_seconds: float
+    unstructured_per_second: float
+    structured_between_tokens: dict[str, float]
+    unstructured_between_tokens: dict[str, float]
     compiled: int
 
 
@@ -82,6 +96,10 @@ class Client:
         if len(self.generation.token_ids) > self.seen:
             self.seen = len(self.generation.token_ids)
             self.times.append(now)
+
+    @property
+    def is_structured(self) -> bool:
+        return self.generation.sampling.structured is not None
 
     @property
     def first_token(self) -> float:
@@ -199,11 +217,13 @@ class LoadTest:
             **self._tokens(seconds),
             **self._times(),
             **self._rounds(),
+            **self._by_kind(started),
             device_idle=watch.idle(started, finished) / seconds,
             without_requests=self.without_requests / seconds,
             kv_waste=float(np.mean(self.usage.wastes)) if self.usage.wastes else 0.0,
             kv_used=self.usage.used,
             prompt_hits=hits / looked if looked else 0.0,
+            prompt_hit_tokens=hits,
             preemptions={
                 how: count - preempted[how] for how, count in engine.scheduler.preemptions.items()
             },
@@ -243,6 +263,7 @@ class LoadTest:
             max_tokens=arrival.new_tokens,
             stop_token_ids=(),
             cache_salt=salt,
+            structured=ENDLESS if arrival.structured else None,
         )
         generation = self.engine.add(arrival.prompt, sampling)
         client = Client(started + arrival.time, generation)
@@ -272,6 +293,23 @@ class LoadTest:
             "between_tokens": percentiles([client.between_tokens for client in clients]),
             "between_deliveries": percentiles(gaps),
             "longest_gap": float(np.max(gaps, initial=0.0)),
+        }
+
+    def _by_kind(self, started: float) -> dict[str, Any]:
+        """Of requests with a structured output, and of the others."""
+        clients = [client for client in self.clients if client.times]
+        own = [client for client in clients if client.is_structured]
+        others = [client for client in clients if not client.is_structured]
+        seconds = max([client.times[-1] for client in others], default=started) - started
+        tokens = sum(client.seen for client in others)
+        return {
+            "structured": sum(client.is_structured for client in self.clients),
+            "unstructured_seconds": seconds,
+            "unstructured_per_second": tokens / seconds if seconds else 0.0,
+            "structured_between_tokens": percentiles([client.between_tokens for client in own]),
+            "unstructured_between_tokens": percentiles(
+                [client.between_tokens for client in others]
+            ),
         }
 
     def _rounds(self) -> dict[str, Any]:

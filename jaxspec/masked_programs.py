@@ -32,17 +32,21 @@ def run_draft(
     """The first half of a round of some rows; see Programs.run_rounds."""
     key = programs.rounds_key(rows, tokens, load, shape, kind, masked=True)
     prepare_masked(programs, key)
-    return _draft(programs, key, programs.listed(rows, key.rows))
+    return _draft(programs, key, programs.sizes.listed(rows, key.rows))
 
 
 def prepare_masked(programs: Programs, key: RoundsKey) -> None:
     """Compile both programs, by running them on nothing, unless they are ready."""
     if key not in programs.ready:
         with programs.counted(key):
-            drafted = _draft(programs, key, programs.listed([], key.rows))
-            words = programs.all_tokens()
-            masks = np.broadcast_to(words, (*drafted.tree.tokens.shape, words.size))
-            run_verify(programs, drafted, masks)
+            drafted = _draft(programs, key, programs.sizes.listed([], key.rows))
+            run_verify(programs, drafted, no_masks(programs, drafted))
+
+
+def no_masks(programs: Programs, drafted: Drafted) -> np.ndarray:
+    """Masks of these trees that restrict nothing."""
+    words = programs.all_tokens()
+    return np.broadcast_to(words, (*drafted.tree.tokens.shape, words.size))
 
 
 def _draft(programs: Programs, key: RoundsKey, rows: np.ndarray) -> Drafted:

@@ -34,6 +34,12 @@ class NewRow:
         return self.sampling.needs_controls
 
 
+def empty_prompts(rows: Sequence[int], sampling: SamplingParams) -> list[NewRow]:
+    """Requests that are done at once, since they have no pages."""
+    sampling = dataclasses.replace(sampling, seed=0)
+    return [NewRow(row, (0,), 1, sampling, (), 1, ()) for row in rows]
+
+
 def admission(
     rows: Sequence[NewRow], size: int, sizes: Sizes, columns: int
 ) -> tuple[tuple[np.ndarray, ...], dict[str, Any]]:

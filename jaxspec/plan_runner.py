@@ -1,44 +1,65 @@
 """Carries out the scheduler's plans: launches programs, and reads what they emitted."""
 
 import dataclasses
+from typing import NamedTuple
 
-import jax
 import numpy as np
 
 from jaxspec.calls import Call
 from jaxspec.config.speculation import TreeShape
-from jaxspec.functional import SavedRow
 from jaxspec.generation import Generation
 from jaxspec.masked_rounds import MaskedRounds, generation_of, kind_of, sampling_of
 from jaxspec.new_rows import NewRow
-from jaxspec.program_sizes import Load
+from jaxspec.plan_timer import PlanTimer
+from jaxspec.program_sizes import Load, Reads
 from jaxspec.programs import Programs
 from jaxspec.scheduling.plan import Admission, Plan, RowResult, SwapIn
+from jaxspec.scheduling.preemption import PreemptionCosts
 from jaxspec.state import ERRORS, Emitted, Ending, Status
+from jaxspec.swapping import SwappedRows
+
+
+class Launched(NamedTuple):
+    """A plan whose calls run on the device."""
+
+    plan: Plan
+    calls: list[Call]
+    shape: TreeShape
+
+
+def reads_of(plan: Plan) -> Reads:
+    """What a plan reads, as Programs takes it."""
+    return [(read.row, read.count, plan.sequences[read.row].limit) for read in plan.reads]
 
 
 class PlanRunner:
-    """The arrays behind a scheduler's rows and pages. It has no opinion on what to do next."""
+    """The arrays behind a scheduler's rows and pages. It has no opinion on what to do next.
 
-    def __init__(self, programs: Programs):
+    What reading and swapping take is added to ``costs``.
+    """
+
+    def __init__(self, programs: Programs, costs: PreemptionCosts):
         self.programs = programs
+        self.swapped = SwappedRows(programs, costs)
+        self._timer = PlanTimer(programs, costs)
         self._masked = MaskedRounds(programs)
-        self._saved: dict[str, SavedRow] = {}  # by request id
         self._idle_rows = set(range(programs.sizes.num_rows))  # empty, or done, on the device
 
     def launch(self, plan: Plan, load: Load, shape: TreeShape) -> list[Call]:
         """Start everything that a plan says, in its order. Nothing is waited for."""
         programs = self.programs
+        if plan.calls:
+            self._timer.start(plan)
+        self.swapped.finish_saving()
         for request_id in plan.dropped:
-            self._saved.pop(request_id, None)
+            self.swapped.drop(request_id)
         for out in plan.swap_out:
-            self._saved[out.sequence.request_id] = programs.save(out.row, out.pages)
+            self.swapped.save(out)
         programs.settle(plan.settle)
         programs.release([row for row in plan.release if row not in self._idle_rows])
         self._idle_rows |= set(plan.release)
         for back in plan.swap_in:
-            saved = jax.device_get(self._saved.pop(back.sequence.request_id))
-            programs.restore(saved, back.row, back.restored, back.table)
+            self.swapped.restore(back)
         programs.copy_pages([(copy.shard, copy.source, copy.destination) for copy in plan.copies])
         for admission in plan.admissions:
             generation_of(admission.sequence).forget_prompt()
@@ -79,12 +100,9 @@ class PlanRunner:
         if not plan.reads:
             return []
         sequences = [plan.sequences[read.row] for read in plan.reads]
-        reads = [
-            (read.row, read.count, sequence.limit)
-            for read, sequence in zip(plan.reads, sequences, strict=True)
-        ]
         masks = self._masked.first_masks(plan)
-        return self.programs.read(reads, load, masks, kind=kind_of(sequences, reads=True))
+        kind = kind_of(sequences, reads=True)
+        return self.programs.read(reads_of(plan), load, masks, kind=kind)
 
     def _rounds(self, plan: Plan, load: Load, shape: TreeShape) -> list[Call]:
         if not plan.decode_rows:
@@ -98,6 +116,10 @@ class PlanRunner:
             shape=shape,
             kind=kind_of(sequences),
         )
+
+    def wait(self, calls: list[Call]) -> list[Call]:
+        """The calls of the earliest plan that has not been waited for, read from the device."""
+        return self._timer.wait(calls)
 
     def results(self, calls: list[Call], shape: TreeShape) -> list[RowResult]:
         """What each row did in the calls of a plan, which were read from the device."""

@@ -10,6 +10,8 @@ import enum
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from jaxspec.cache import pages_for
 from jaxspec.config.speculation import TreeShape
 from jaxspec.scheduling.requests import SamplingParams
@@ -17,6 +19,7 @@ from jaxspec.scheduling.requests import SamplingParams
 SMALLEST_TABLE = 256  # tokens
 SMALLEST_CHUNK = 16  # prompt tokens of a row in a call
 MOST_WASTE = 4  # a prompt is read by a program of at most this many times its size
+SWAPPED_TOKENS = 256  # of a row that are moved to host memory at a time
 READ_CALL = 256  # prompt tokens that a call could read while it reads the weights
 
 Read = tuple[int, int, int]  # a row, how many tokens, most tokens of the row
@@ -58,6 +61,11 @@ class Sizes:
         """Columns of the widest page table."""
         return pages_for(self.max_length + self.scratch_slots, self.page_size)
 
+    @property
+    def part_pages(self) -> int:
+        """Pages that are moved to host memory at a time."""
+        return min(self.columns, max(1, SWAPPED_TOKENS // self.page_size))
+
     def columns_for(self, tokens: int) -> int:
         """Columns of the narrowest table that programs see for rows of so many tokens."""
         if self.fixed:
@@ -79,6 +87,27 @@ class Sizes:
     def kind_for(self, kind: "Kind") -> "Kind":
         """The kind of program for rows of this kind."""
         return max(kind, Kind.SAMPLED) if self.fixed else kind
+
+    # Lists of rows.
+
+    def size_for(self, rows: Sequence[int]) -> int:
+        """Rows, of each shard, of the smallest program that holds these."""
+        return self.rows_for(max(map(len, self.by_shard(rows))))
+
+    def by_shard(self, rows: Sequence[int]) -> list[list[int]]:
+        share = self.num_rows // self.shards
+        lists: list[list[int]] = [[] for _ in range(self.shards)]
+        for row in rows:
+            lists[row // share].append(row)
+        return lists
+
+    def listed(self, rows: Sequence[int], size: int) -> np.ndarray:
+        """Rows as programs take them: ``size`` of each shard, padded."""
+        return np.concatenate([self.padded(own, size) for own in self.by_shard(rows)])
+
+    def padded(self, rows: Sequence[int], size: int) -> np.ndarray:
+        """Row indices; those of padding are past the last row: int32 [size]."""
+        return np.array([*rows, *[self.num_rows] * (size - len(rows))], np.int32)
 
 
 class Kind(enum.IntEnum):
@@ -128,11 +157,16 @@ class Load:
     tokens: int = 0
     kind: Kind = Kind.GREEDY
 
+    def add(self, rows: int, tokens: int, kind: Kind) -> None:
+        """A request of so many tokens came, of this kind; ``rows`` are under way with it."""
+        self.rows, self.tokens = max(self.rows, rows), max(self.tokens, tokens)
+        self.kind = max(self.kind, min(kind, Kind.SAMPLED))
+
 
 class ReadKey(NamedTuple):
     """Sizes of a program that reads prompts; ``rows`` of each shard.
 
-    ``masked``: the host restricts the first token.
+    ``masked``: the host may restrict the first token.
     """
 
     rows: int
@@ -147,7 +181,7 @@ class ReadKey(NamedTuple):
             and self.columns >= other.columns
             and self.width >= other.width
             and self.kind >= other.kind
-            and self.masked == other.masked
+            and self.masked >= other.masked
         )
 
     @property
@@ -210,7 +244,7 @@ def choose_reading(
 
     def cost(key: ReadKey) -> tuple[int, ...]:
         calls = -(-wanted.rows // key.rows)
-        return calls * (key.cost + READ_CALL), calls, key.columns, key.kind
+        return calls * (key.cost + READ_CALL), calls, key.columns, key.kind, key.masked
 
     return min(fitting, key=cost, default=target)
 

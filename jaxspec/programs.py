@@ -7,6 +7,7 @@ import contextlib
 import functools
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from typing import Any
 
 import jax
@@ -46,6 +47,7 @@ class Programs:
     Attributes:
       state: what the last program launched returns.
       compiled: programs compiled so far, and ``compile_seconds`` what that took.
+      ready, coming: keys of the compiled programs, and of those that other threads compile.
       sealed: compile nothing any more where a ready program would do.
     """
 
@@ -75,6 +77,7 @@ class Programs:
             )
         }
         self.ready: set[Any] = set()
+        self.coming: dict[Any, Future[Any]] = {}
         self.columns = sizes.columns
         self.tables = np.zeros((sizes.num_rows, self.columns), np.int32)
         self.state = self._new_state()
@@ -86,23 +89,13 @@ class Programs:
         return self.params.data_parallel
 
     def _new_state(self) -> EngineState:
-        sizes, params = self.sizes, self.params
-
         def make() -> EngineState:
-            return functional.init_state(
-                params,
-                sizes.num_rows,
-                sizes.max_length,
-                page_size=sizes.page_size,
-                page_table=jnp.zeros((sizes.num_rows, self.columns), jnp.int32),
-                num_pages=sizes.num_pages,
-                max_stops=sizes.max_stops,
-            )
+            return empty_state(self.params, self.sizes)
 
-        if params.mesh is not None:
+        if self.params.mesh is not None:
             return make()
         # One program, not one for each array. Its results are committed, see _placed.
-        return jax.jit(make, out_shardings=params.target.embed.sharding)()
+        return jax.jit(make, out_shardings=self.params.target.embed.sharding)()
 
     def _placed[T](self, tree: T) -> T:
         """Committed to its device as the programs' results are: else each would compile twice."""
@@ -164,12 +157,12 @@ class Programs:
     def release(self, rows: Sequence[int]) -> None:
         """Empty rows that are not done."""
         if rows:
-            self._small("release", self._padded(rows, self.sizes.num_rows))
+            self._small("release", self.sizes.padded(rows, self.sizes.num_rows))
 
     def settle(self, rows: Sequence[int]) -> None:
         """Let the drafter read the last tokens of rows that are done."""
         if rows:
-            self._small("settle", self.listed(rows, self.size_for(rows)))
+            self._small("settle", self.sizes.listed(rows, self.sizes.size_for(rows)))
 
     def copy_pages(self, copies: Sequence[tuple[int, int, int]]) -> None:
         """Copy pages: (shard, source, destination) each."""
@@ -180,22 +173,20 @@ class Programs:
             self._small("copy_pages", *lists.reshape(2, -1))
 
     def save(self, row: int, pages: Sequence[int]) -> SavedRow:
-        """A row with the contents of its pages, on its way to host memory."""
-        saved = self._small("save_row", np.array([row], np.int32), self._row_table(pages)[0])
+        """A row with the contents of pages, at most a part, on its way to host memory."""
+        arguments = np.array([row], np.int32), _page_list(pages, self.sizes.part_pages)
+        saved = self._small("save_row", *arguments)
         for leaf in jax.tree.leaves(saved):
             leaf.copy_to_host_async()
         return saved
 
-    def restore(self, saved: SavedRow, row: int, restored: int, table: Sequence[int]) -> None:
-        """Put a saved row back; its contents go to the first ``restored`` pages of its table."""
-        new, pages = self._row_table(table), self._row_table(table[:restored])
-        self.tables[row] = new[0]
-        self._small("restore_row", saved, np.array([row], np.int32), pages[0], new)
-
-    def _row_table(self, pages: Sequence[int]) -> np.ndarray:
-        table = np.zeros((1, self.columns), np.int32)
-        table[0, : len(pages)] = pages
-        return table
+    def restore(
+        self, saved: SavedRow, row: int, pages: Sequence[int], table: Sequence[int]
+    ) -> None:
+        """Put a saved row back, with this table; its contents go to ``pages``, in order."""
+        self.tables[row] = _page_list(table, self.columns)
+        listed = _page_list(pages, self.sizes.part_pages)
+        self._small("restore_row", saved, np.array([row], np.int32), listed, self.tables[[row]])
 
     def _small(self, name: str, *arguments: Any) -> Any:
         shapes, saved = tuple(leaf.shape for leaf in jax.tree.leaves(arguments)), None
@@ -208,16 +199,20 @@ class Programs:
 
     def read(self, reads: Reads, load: Load, masks: Masks, *, kind: Kind) -> list[Call]:
         """Read prompt tokens; ``masks`` are of rows whose first token is restricted."""
-        calls = []
-        for (width, masked), group in groups_of_reads(reads, self.sizes, set(masks)):
-            shards = self._by_shard([row for row, *_ in group])
+        return [self._read(*part, masks) for part in self.readings(reads, load, set(masks), kind)]
+
+    def readings(
+        self, reads: Reads, load: Load, masked_rows: set[int], kind: Kind
+    ) -> Iterator[tuple[ReadKey, Reads]]:
+        """The calls that read these tokens: each one's program, and what it reads."""
+        for (width, masked), group in groups_of_reads(reads, self.sizes, masked_rows):
+            shards = self.sizes.by_shard([row for row, *_ in group])
             longest, tokens = max(map(len, shards)), max(one[2] for one in group)
             wanted = ReadKey(longest, self.sizes.columns_for(tokens), width, kind, masked)
             key = self._read_key(wanted, load)
             for start in range(0, longest, key.rows):
                 part = {row for shard in shards for row in shard[start : start + key.rows]}
-                calls.append(self._read(key, [read for read in group if read[0] in part], masks))
-        return calls
+                yield key, [read for read in group if read[0] in part]
 
     def _read_key(self, wanted: ReadKey, load: Load) -> ReadKey:
         columns = max(wanted.columns, self.sizes.columns_for(load.tokens))
@@ -227,26 +222,29 @@ class Programs:
         return choose_reading(self.ready, wanted, target, sealed=self.sealed)
 
     def _read(self, key: ReadKey, reads: Reads, masks: Masks) -> Call:
-        rows = self.listed([row for row, *_ in reads], key.rows)
+        rows = self.sizes.listed([row for row, *_ in reads], key.rows)
         self.prepare_reading(key)
         tokens = {row: count for row, count, _ in reads}
         counts = np.array([tokens.get(int(row), 0) for row in rows], np.int32)
         return Call.now(rows, self._prefill(key, rows, counts, masks))
 
     def _prefill(self, key: ReadKey, rows: np.ndarray, counts: np.ndarray, masks: Masks) -> Emitted:
-        options = {"width": key.width, "columns": key.columns, **self.options(key.kind)}
-        options["order_invariant"] = self.sizes.fixed
+        options = self.reading_options(key)
         if key.masked:
-            every = self.all_tokens()
-            options["masks"] = np.stack([masks.get(int(row), every) for row in rows])
+            options["masks"] = np.stack([masks.get(int(row), self.all_tokens()) for row in rows])
         with self.controlled(key.kind):
             self.state, emitted = self.prefill(self.params, self.state, rows, counts, **options)
         return emitted
 
+    def reading_options(self, key: ReadKey) -> dict[str, Any]:
+        """Of functional.prefill, but for masks."""
+        own = {"width": key.width, "columns": key.columns, "order_invariant": self.sizes.fixed}
+        return {**own, **self.options(key.kind)}
+
     def prepare_reading(self, key: ReadKey) -> None:
         """Compile a program, by running it on nothing, unless it is ready."""
         if key not in self.ready:
-            rows = self.listed([], key.rows)
+            rows = self.sizes.listed([], key.rows)
             with self.counted(key):
                 self._prefill(key, rows, np.zeros(len(rows), np.int32), {})
 
@@ -270,7 +268,7 @@ class Programs:
             own = fixed and (fixed if rounds >= fixed else 1)
             key = self.rounds_key(rows, tokens, load, shape, kind, rounds=own)
             self.prepare_rounds(key)
-            listed = self.listed(rows, key.rows)
+            listed = self.sizes.listed(rows, key.rows)
             calls.append(Call.now(listed, self._decode(key, listed, rounds)))
             rounds -= own or rounds
         return calls
@@ -287,7 +285,7 @@ class Programs:
         rounds: int = 0,
     ) -> RoundsKey:
         """The program that runs rounds of these rows; see run_rounds."""
-        size, columns = self.size_for(rows), self.sizes.columns_for(tokens)
+        size, columns = self.sizes.size_for(rows), self.sizes.columns_for(tokens)
         wanted = RoundsKey(size, columns, shape, self.sizes.kind_for(kind), masked, rounds)
         return self._chosen(wanted, load)
 
@@ -321,7 +319,7 @@ class Programs:
         """Compile a program, by running it on nothing, unless it is ready."""
         if key not in self.ready:
             with self.counted(key):
-                self._decode(key, self.listed([], key.rows), 0)
+                self._decode(key, self.sizes.listed([], key.rows), 0)
 
     def options(self, kind: Kind) -> dict[str, Any]:
         return kind.options(min(MOST_LOGPROBS, self.params.target.config.vocab_size))
@@ -343,26 +341,6 @@ class Programs:
         yield
         self._controls, self.state = self.state.controls, self.state.replace(controls=None)
 
-    # Lists of rows.
-
-    def size_for(self, rows: Sequence[int]) -> int:
-        """Rows, of each shard, of the smallest program that holds these."""
-        return self.sizes.rows_for(max(map(len, self._by_shard(rows))))
-
-    def _by_shard(self, rows: Sequence[int]) -> list[list[int]]:
-        share = self.sizes.num_rows // self.shards
-        lists: list[list[int]] = [[] for _ in range(self.shards)]
-        for row in rows:
-            lists[row // share].append(row)
-        return lists
-
-    def listed(self, rows: Sequence[int], size: int) -> np.ndarray:
-        """Rows as programs take them: ``size`` of each shard, padded."""
-        return np.concatenate([self._padded(own, size) for own in self._by_shard(rows)])
-
-    def _padded(self, rows: Sequence[int], size: int) -> np.ndarray:
-        return np.array([*rows, *[self.sizes.num_rows] * (size - len(rows))], np.int32)
-
     # Compiling.
 
     @contextlib.contextmanager
@@ -374,6 +352,7 @@ class Programs:
         self._make_room()
         jax.block_until_ready(self.state)
         started = time.perf_counter()
+        wait([self.coming.pop(key)] if key in self.coming else [])  # its errors come again below
         yield
         jax.block_until_ready(self.state)
         self.compiled += 1
@@ -388,3 +367,21 @@ class Programs:
         for program in (*large, *self.small.values()):
             program.clear_cache()
         self.ready.clear()
+
+
+def empty_state(params: EngineParams, sizes: Sizes) -> EngineState:
+    """Of these sizes, without controls."""
+    return functional.init_state(
+        params,
+        sizes.num_rows,
+        sizes.max_length,
+        page_size=sizes.page_size,
+        page_table=jnp.zeros((sizes.num_rows, sizes.columns), jnp.int32),
+        num_pages=sizes.num_pages,
+        max_stops=sizes.max_stops,
+    )
+
+
+def _page_list(pages: Sequence[int], size: int) -> np.ndarray:
+    """Padded with the null page: int32 [size]."""
+    return np.array([*pages, *[0] * (size - len(pages))], np.int32)

@@ -7,6 +7,7 @@ import numpy as np
 
 from jaxspec.detokenizer import common_length
 from jaxspec.generation import Generation, RoundTree
+from jaxspec.logprobs import take_logprobs
 from jaxspec.scheduling.requests import SamplingParams
 from jaxspec.state import Emitted
 
@@ -19,9 +20,10 @@ def check_trees(sampling: Iterable[SamplingParams], emitted: bool) -> None:
         raise ValueError("trees needs an engine that emits them: make it with trees=True")
 
 
-def take_rounds(generation: Generation, emitted: Emitted, place: int) -> None:
-    """Add the rounds of a row, in ``place`` of what one call emitted, to those of its request."""
-    if not emitted.num_rounds:  # a prefill's token belongs to none
+def take_emitted(generation: Generation, emitted: Emitted, place: int) -> None:
+    """Add the rounds and log-probabilities of a row, in ``place`` of what one call emitted."""
+    take_logprobs(generation, emitted, place)
+    if not emitted.num_rounds:  # a prefill's token belongs to no round
         return
     counts = (emitted.counts, emitted.accepted, emitted.drafted)
     generation.statistics.add(*(np.asarray(x)[:, place] for x in counts))

@@ -1,36 +1,26 @@
-"""Compiles an engine's programs before the load comes, and measures what a round costs.
+"""Compiles an engine's programs before the load comes: side by side, and then they run on nothing.
 
-Programs are compiled side by side, and then run on nothing. Rounds are measured through the very
-programs that serve: on rows of random prompts, at a typical length.
+What they cost is measured by measuring.py.
 """
 
 import dataclasses
-import os
-import statistics
+import functools
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import jax
-import numpy as np
 
-from jaxspec.cache import pages_for
+from jaxspec.ahead import compile_program, compiling_threads
 from jaxspec.config.checks import check_count
 from jaxspec.config.speculation import TreeShape
 from jaxspec.masked_programs import prepare_masked
-from jaxspec.new_rows import NewRow
-from jaxspec.program_sizes import SMALLEST_CHUNK, Kind, Load, ReadKey, RoundsKey, power_of_two
-from jaxspec.programs import Programs
-from jaxspec.scheduling.adaptive import RoundCosts
+from jaxspec.new_rows import empty_prompts
+from jaxspec.program_sizes import SMALLEST_CHUNK, Kind, ReadKey, RoundsKey, power_of_two
+from jaxspec.programs import ADMISSIONS, Programs
 from jaxspec.scheduling.plan import Limits
 from jaxspec.scheduling.requests import SamplingParams
 
-MOST_JOBS = 8  # programs compiled at a time
 STEP = 4  # between the sizes of programs that read prompts
-CONTEXT = 512  # tokens of a row when its rounds are measured, if it has room for them
-MEASURED_ROUNDS = 8  # of a call that is measured
-MEASURED_CALLS = 3  # the fastest counts
 
 GREEDY_AND_SAMPLED = (SamplingParams(), SamplingParams(temperature=1.0))
 
@@ -146,7 +136,7 @@ def compile_all(programs: Programs, cover: Coverage, on_progress: Progress | Non
     """
     keys = [*reading_keys(programs, cover), *rounds_keys(programs, cover)]
     keys = [key for key in dict.fromkeys(keys) if key not in programs.ready]
-    small = 6 + len(_row_sizes(programs))  # see compile_small
+    small = 7 + len(_row_sizes(programs))  # see compile_small
     needed = len(programs.ready) + len(keys) + small
     if needed > programs.max_programs:
         raise ValueError(
@@ -154,8 +144,9 @@ def compile_all(programs: Programs, cover: Coverage, on_progress: Progress | Non
             "it, or name fewer shapes, sizes of rows, or ways of sampling"
         )
     started = time.perf_counter()
-    with ThreadPoolExecutor(min(MOST_JOBS, os.cpu_count() or 1)) as pool:
-        for done, _ in enumerate(pool.map(lambda key: _compile(programs, key), keys), 1):
+    with compiling_threads() as pool:
+        compiled = pool.map(functools.partial(compile_program, programs), keys)
+        for done, _ in enumerate(compiled, 1):
             if on_progress is not None:
                 on_progress(done, len(keys))
     programs.compile_seconds += time.perf_counter() - started
@@ -170,142 +161,18 @@ def compile_all(programs: Programs, cover: Coverage, on_progress: Progress | Non
     programs.sealed = True
 
 
-def _compile(programs: Programs, key: ReadKey | RoundsKey) -> None:
-    """Fill jax's cache with a program that has no controls or masks; others compile when they run.
-
-    The arguments are those of Programs, so that it finds the program there.
-    """
-    if key.kind.controls or key.masked:
-        return
-    rows = programs.listed([], key.rows)
-    arguments: list[Any] = [programs.params, programs.state]
-    if isinstance(key, ReadKey):
-        options: dict[str, Any] = {"columns": key.columns, **programs.options(key.kind)}
-        arguments += [rows, np.zeros(len(rows), np.int32)]
-        lowered = programs.prefill.lower(*arguments, width=key.width, **options)
-    else:
-        arguments += [np.int32(0), rows]
-        lowered = programs.decode.lower(*arguments, **programs.rounds_options(key))
-    lowered.compile()
-
-
 def compile_small(programs: Programs, cover: Coverage) -> None:
     """Compile what moves rows and pages, by running it on empty rows and the null page."""
-    programs.admit([_new_row(0, (0,), 1, (), SamplingParams())])  # done at once: it has no pages
+    rows = range(programs.sizes.num_rows)
+    for few in {1, min(len(rows), ADMISSIONS + 1)}:
+        programs.admit(empty_prompts(rows[:few], SamplingParams()))
     if any(kind.controls for kind, _ in cover.rounds):
         for sampling in (SamplingParams(logit_bias={0: 1.0}), SamplingParams()):
-            programs.set_controls([_new_row(0, (0,), 1, (), sampling)])
-    programs.release([0])
+            programs.set_controls(empty_prompts([0], sampling))
+    programs.release(rows)
     share = programs.sizes.num_rows // programs.shards
     for size in _row_sizes(programs):
         programs.settle(range(min(size, share)))
     programs.copy_pages([(0, 0, 0)])
     if cover.swaps:
-        programs.restore(jax.device_get(programs.save(0, ())), 0, 0, ())
-
-
-def _new_row(
-    row: int,
-    prompt: Sequence[int],
-    max_len: int,
-    table: Sequence[int],
-    sampling: SamplingParams,
-    cached: int = 0,
-) -> NewRow:
-    sampling = dataclasses.replace(sampling, seed=row)
-    return NewRow(row, prompt, max_len, sampling, (), len(prompt), table, cached)
-
-
-def measure_rounds(programs: Programs, cover: Coverage) -> RoundCosts:
-    """Costs by rows (of each shard) and shape, through programs that are ready.
-
-    Sizes for which there are too few pages are left out, but for the smallest. The rows must be
-    empty, and are so afterwards. What the pages held is overwritten.
-    """
-    kind = max([kind for kind, _ in cover.rounds if kind <= Kind.SAMPLED], default=Kind.SAMPLED)
-    bench = _Bench(programs, cover, kind)
-    bench.read_prompts()
-    measured = {
-        (size, shape): bench.seconds(size, shape)
-        for size in cover.sizes
-        if min(size, bench.share) <= bench.filled or size == cover.sizes[0]
-        for shape in cover.shapes
-    }
-    programs.release(range(programs.sizes.num_rows))
-    rounds = {point: seconds for point, (seconds, _) in measured.items()}
-    return RoundCosts(rounds, statistics.median(call for _, call in measured.values()))
-
-
-class _Bench:
-    """Rows with random prompts, which are read once and then found in their pages.
-
-    Attributes:
-      share: rows of a shard; ``filled``: those of them that the pages suffice for.
-    """
-
-    def __init__(self, programs: Programs, cover: Coverage, kind: Kind):
-        self.programs, self.kind, self.budget = programs, kind, cover.budget
-        sizes, params = programs.sizes, programs.params
-        self.share = sizes.num_rows // programs.shards
-        scratch = params.speculation.scratch_slots
-        wanted = pages_for(min(cover.tokens, 2 * CONTEXT) + scratch, sizes.page_size)
-        least = pages_for(min(cover.tokens, SMALLEST_CHUNK) + scratch, sizes.page_size)
-        pages = sizes.num_pages // programs.shards - 1
-        self.pages = min(wanted, max(least, pages // self.share))
-        self.filled = min(self.share, pages // self.pages)
-        self.length = min(cover.tokens, self.pages * sizes.page_size - scratch)
-        shape = sizes.num_rows, max(1, min(CONTEXT, self.length // 2))
-        vocab = params.target.config.vocab_size
-        self.prompts = np.random.default_rng(0).integers(vocab, size=shape, dtype=np.int32)
-        self.sampling = SamplingParams(temperature=float(kind is not Kind.GREEDY))
-        self.load = Load(tokens=self.length, kind=kind)
-
-    def _rows(self, count: int) -> list[int]:
-        """The first rows of each shard."""
-        return [s * self.share + row for s in range(self.programs.shards) for row in range(count)]
-
-    def _admit(self, rows: Iterable[int], cached: int) -> None:
-        new = []
-        for row in rows:
-            first = 1 + row % self.share * self.pages
-            pages, prompt = range(first, first + self.pages), self.prompts[row].tolist()
-            new.append(_new_row(row, prompt, self.length, pages, self.sampling, cached))
-        self.programs.admit(new)
-
-    def _read(self, rows: Sequence[int], count: int) -> None:
-        reads = [(row, count, self.length) for row in rows]
-        self.programs.read(reads, self.load, {}, kind=Kind.SAMPLED)
-
-    def read_prompts(self) -> None:
-        """Fill the pages, a few rows at a time."""
-        rows, context = self._rows(self.filled), self.prompts.shape[1]
-        self._admit(rows, cached=0)
-        together = max(1, self.budget // self.programs.sizes.max_chunk)
-        for start in range(0, len(rows), together):
-            self._read(rows[start : start + together], context)
-
-    def seconds(self, size: int, shape: TreeShape) -> tuple[float, float]:
-        """Of a round, and of a call besides its rounds."""
-        rows, context = self._rows(min(size, self.share)), self.prompts.shape[1]
-        most = (self.length - context - 1) // (shape.max_depth + 1)
-        rounds = max(2, min(most, MEASURED_ROUNDS, self.programs.sizes.max_rounds))
-        (_, one), (ran, many) = (self._call(rows, shape, count) for count in (1, rounds))
-        further = (many - one) / (ran - 1) if ran > 1 else many
-        seconds = max(further, 0.5 * many / ran)  # noise must not make a round cost nothing
-        return seconds, max(0.0, one - seconds)
-
-    def _call(self, rows: Sequence[int], shape: TreeShape, rounds: int) -> tuple[int, float]:
-        """Rounds that a call ran, and its seconds: the fastest of a few, all from the prompts."""
-        programs, timed = self.programs, []
-        for _ in range(MEASURED_CALLS):
-            self._admit(rows, cached=self.prompts.shape[1])
-            self._read(rows, 1)
-            jax.block_until_ready(programs.state)
-            started = time.perf_counter()
-            calls = programs.run_rounds(
-                rows, self.length, rounds, self.load, shape=shape, kind=self.kind
-            )
-            ran = sum(int(call.emitted.num_rounds) for call in calls)  # waits
-            timed.append((time.perf_counter() - started, ran))
-        seconds, ran = min(timed)
-        return max(1, ran), seconds
+        programs.restore(jax.device_get(programs.save(0, ())), 0, (), ())

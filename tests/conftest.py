@@ -24,11 +24,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 # Files that take longest, so that the workers of pytest-xdist begin with them and end together.
 LONGEST = (
-    "test_engine", "test_llm", "test_tensor_parallel", "test_exactness", "test_sampling_options",
-    "test_llm_options", "test_endings", "test_functional", "test_rows", "test_scripts",
-    "test_layering", "test_flax_bridge", "test_shared_pages", "test_extending", "test_logprobs",
-    "test_draft_loss", "test_golden", "test_shapes", "test_constrained", "test_controls",
-    "test_eagle3_reference", "test_readme", "test_paged_attention_kernel", "test_async_engine",
+    "test_engine", "test_llm", "test_exactness", "test_tensor_parallel", "test_llm_structured",
+    "test_acceptance", "test_engine_options", "test_rows", "test_shared_pages", "test_llm_options",
+    "test_layering", "test_endings", "test_scripts", "test_mixed", "test_compiled_program",
+    "test_own_mixer", "test_train_lm", "test_generate", "test_extending", "test_async_engine",
+    "test_paged_attention", "test_eagle3_reference", "test_functional", "test_golden",
 )  # fmt: skip
 
 

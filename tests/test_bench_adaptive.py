@@ -1,7 +1,6 @@
 """Adaptive speculation beside fixed trees, on a tiny model, and its synthetic acceptance."""
 
 import dataclasses
-import json
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,10 +13,12 @@ from jaxspec.sampling import make_sampling
 from jaxspec.sharding import Layout
 from jaxspec.speculation.acceptance import Verified
 from jaxspec.speculation.tree import make_chain
+from tests.json_lines import joined
 
 TINY = ["--shape", "tiny", "--page-size", "8", "--dtype", "float32"]
 
 
+@pytest.mark.slow
 def test_each_request_has_its_own_level():
     seeds, drafted = np.arange(600, dtype=np.uint32), 3
     levels = (0.2, 0.5, 0.9)
@@ -52,7 +53,7 @@ def test_the_command_prints_tables_and_json(monkeypatch, capsys):
     times = ["--seconds", "0.05", "--settle", "0.02", "--phase-seconds", "0.05"]
     assert bench_adaptive.main([*TINY, *sizes, *times, "--json"]) == 0
     printed = capsys.readouterr()
-    results = json.loads(printed.out)
+    results = joined(printed.out, "steady")
     assert [(row["clients"], row["level"]) for row in results["steady"]] == [
         (1, 0.1), (1, 0.9), (2, 0.1), (2, 0.9)
     ]  # fmt: skip

@@ -1,6 +1,5 @@
 """`jaxspec bench drafters`: the speed of drafters beside that of plain decoding."""
 
-import json
 from dataclasses import asdict
 
 import pytest
@@ -8,6 +7,7 @@ from matplotlib.axes import Axes
 
 from jaxspec.commands import bench_drafters
 from jaxspec.comparison import RaceResult
+from tests.json_lines import joined
 
 
 @pytest.mark.slow
@@ -19,7 +19,7 @@ def test_every_run_is_raced_at_every_batch_size(sources, tmp_path, capsys):
     )  # fmt: skip
     printed = capsys.readouterr()
     assert code == 0, printed.err
-    rows = json.loads(printed.out)["rows"]
+    rows = joined(printed.out, "rows")["rows"]
     assert [(row["batch"], row["mode"], row["texts"]) for row in rows] == [
         (1, "plain", 2), (1, "chain:3", 2), (2, "plain", 4), (2, "chain:3", 4)
     ]  # fmt: skip

@@ -1,12 +1,12 @@
 """Timing of the engine on a tiny model; the figures are for a GPU."""
 
 import dataclasses
-import json
 
 import pytest
 
 from jaxspec.benchmarking.shapes import SHAPES
 from jaxspec.commands import bench_engine
+from tests.json_lines import joined
 from tests.marks import slow
 
 TINY = ["--shape", "tiny", "--context", "20", "--page-size", "16", "--dtype", "float32"]
@@ -21,7 +21,7 @@ def test_every_mode_is_timed_beside_its_floor(sampling, monkeypatch, capsys):
     counts = ["--repeats", "2", "--new-tokens", "6", "--sampling", sampling]
     assert bench_engine.main([*TINY, *modes, *counts, "--json"]) == 0
     printed = capsys.readouterr()
-    results = json.loads(printed.out)
+    results = joined(printed.out, "timings")
     assert results["own_kernels"] == "none"
     assert f"sampling: {sampling}; kernels: none" in printed.err
     timings = results["timings"]

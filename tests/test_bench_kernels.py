@@ -1,7 +1,5 @@
 """Timing of kernels on tiny cases; the figures are for a GPU."""
 
-import json
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -16,19 +14,20 @@ from jaxspec.benchmarking.kernels import (
 from jaxspec.commands import bench_kernels
 from pallas_kernels.benchmark import Benchmark
 from pallas_kernels.paged_attention.cases import TEST_CASES, Case, as_benchmark, benchmarks
-from tests.marks import slow
+from tests.json_lines import joined
 
 TREE = next(case for case in TEST_CASES if case.name == "small tree")
 
 
-@pytest.mark.parametrize("name", ["one query", slow("small tree")])  # without a mask, and with one
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["one query", "small tree"])  # without a mask, and with one
 def test_every_kernel_is_timed_beside_its_reference(name, monkeypatch, capsys):
     cases = (as_benchmark(TEST_CASES[0], jnp.bfloat16), as_benchmark(TREE, jnp.bfloat16))
     monkeypatch.setattr(bench_kernels, "OPERATIONS", {"paged_attention": lambda: cases})
     arguments = ["--json", "--repeats", "1", "--seconds", "1e-3", "--only", name]
     assert bench_kernels.main(arguments) == 0
     printed = capsys.readouterr()
-    results = json.loads(printed.out)
+    results = joined(printed.out, "timings")
     [row] = results["timings"]
     assert (row["operation"], row["case"]) == ("paged_attention", name)
     assert row["us"] > 0 and row["reference_us"] > 0

@@ -1,20 +1,25 @@
 """Serving a workload and measuring it, on tiny models."""
 
 import dataclasses
-import json
 
+import numpy as np
 import pytest
 from pytest import approx
 
 from jaxspec.benchmarking import workloads
 from jaxspec.benchmarking.shapes import SHAPES
+from jaxspec.benchmarking.vocabulary import synthetic_tokenizer
 from jaxspec.benchmarking.workloads import Arrival
 from jaxspec.commands import bench_serving
+from jaxspec.commands.shell import collect_parts
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.engine import Engine
 from jaxspec.load_test import DeviceWatch, LoadTest, percentiles
+from jaxspec.structured import GrammarCompiler, StructuredOutput
+from tests.json_lines import joined
+from tests.marks import slow
 from tests.random_models import make_params
 
 TINY = ["--shape", "tiny", "--page-size", "8", "--dtype", "float32"]
@@ -70,7 +75,7 @@ def test_the_command_prints_a_table_and_json_and_draws(monkeypatch, capsys, tmp_
     outputs = ["--compare", "plain", "--bare", "--json", "--png", str(tmp_path / "times.png")]
     assert bench_serving.main([*TINY, *counts, *more, *outputs]) == 0
     printed = capsys.readouterr()
-    runs = json.loads(printed.out)["runs"]
+    runs = joined(printed.out, "runs")["runs"]
     assert [run["mode"] for run in runs] == 3 * ["speculative"] + 3 * ["plain"]
     assert [run["requests"] for run in runs] == 2 * [1, 6, 3]
     for run in runs:
@@ -93,11 +98,93 @@ def test_adaptive_shapes_beside_the_fixed_one(monkeypatch, capsys):
     more = ["--tree", "chain:2@2", "--adaptive", "--compare", "fixed", "--json"]
     assert bench_serving.main([*TINY, *counts, *more]) == 0
     printed = capsys.readouterr()
-    runs = json.loads(printed.out)["runs"]
-    assert list(runs) == ["adaptive", "fixed"]
-    assert list(runs["fixed"]["rounds_by_shape"]) == ["chain:2"]
-    assert set(runs["adaptive"]["rounds_by_shape"]) <= {"plain", "chain:1", "chain:2"}
-    assert all(run["requests"] == 6 and run["compiled"] == 0 for run in runs.values())
+    runs = joined(printed.out, "runs")["runs"]
+    assert [run["mode"] for run in runs] == ["adaptive", "fixed"]
+    assert set(runs[0]["rounds_by_shape"]) <= {"plain", "chain:1", "chain:2"}
+    assert list(runs[1]["rounds_by_shape"]) == ["chain:2"]
+    assert all(run["requests"] == 6 and run["compiled"] == 0 for run in runs)
+
+
+@pytest.mark.slow
+def test_structured_requests_beside_none(monkeypatch, capsys):
+    tiny = SHAPES["tiny"]
+    small = dataclasses.replace(tiny, layers=tiny.layers[:2])
+    monkeypatch.setattr(bench_serving, "SHAPES", {"tiny": small})
+    counts = ["--requests", "4", "--rows", "4", "--prompt-tokens", "12", "--new-tokens", "24"]
+    more = ["--tree", "chain:2@2", "--structured", "0,1", "--json"]
+    assert bench_serving.main([*TINY, *counts, *more]) == 0
+    printed = capsys.readouterr()
+    without, beside = joined(printed.out, "runs")["runs"]
+    assert (without["structured"], beside["structured"]) == (0, 1)
+    assert without["requests"] == beside["requests"] == 4  # a failed grammar would end one
+    assert without["generated_tokens"] == beside["generated_tokens"] == 4 * 24
+    assert without["unstructured_seconds"] == approx(without["seconds"])
+    assert without["structured_between_tokens"]["p50"] == 0
+    assert beside["structured_between_tokens"]["p50"] > 0
+    assert "beside" not in without
+    own, other = beside["unstructured_per_second"], without["unstructured_per_second"]
+    assert beside["beside"]["unstructured_per_second"] == approx(own / other)
+    assert "requests with structured output" in printed.err
+
+
+@pytest.mark.slow
+def test_a_shared_prefix_with_and_without_the_cache(monkeypatch, capsys):
+    tiny = SHAPES["tiny"]
+    small = dataclasses.replace(tiny, layers=tiny.layers[:2])
+    monkeypatch.setattr(bench_serving, "SHAPES", {"tiny": small})
+    counts = ["--requests", "5", "--rows", "2", "--prompt-tokens", "3", "--new-tokens", "6"]
+    more = ["--tree", "chain:2@2", "--shared-prefix", "64", "--compare", "plain,uncached", "--json"]
+    assert bench_serving.main([*TINY, *counts, *more]) == 0
+    runs = joined(capsys.readouterr().out, "runs")["runs"]
+    assert [(run["mode"], run["prefix_cache"]) for run in runs] == [
+        ("speculative", True), ("speculative", False), ("plain", True), ("plain", False)
+    ]  # fmt: skip
+    assert [run["prompt_hit_tokens"] for run in runs] == [4 * 64, 0, 4 * 64, 0]
+    assert [run.get("beside", {}).get("run") for run in runs] == [
+        None, "speculative, 5 at once", None, "plain, 5 at once"
+    ]  # fmt: skip
+    for cached, run in (runs[:2], runs[2:]):
+        ratio = run["first_token"]["p50"] / cached["first_token"]["p50"]
+        assert run["beside"]["first_token"]["p50"] == approx(ratio)
+
+
+def test_a_run_that_is_cut_off_leaves_its_finished_parts(capsys):
+    def parts():
+        yield {"device": "cpu", "runs": [1]}
+        yield {"device": "cpu", "runs": [2]}
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        collect_parts(parts(), "runs", as_json=True)
+    assert joined(capsys.readouterr().out, "runs") == {"device": "cpu", "runs": [1, 2]}
+
+
+def test_parts_are_one_result(capsys):
+    parts = [{"seconds": 1, "runs": [1]}, {"seconds": 2, "runs": [2, 3]}]
+    assert collect_parts(parts, "runs", as_json=False) == {"seconds": 2, "runs": [1, 2, 3]}
+    assert not capsys.readouterr().out
+
+
+@pytest.mark.parametrize("vocab_size", [128, 1000])
+def test_made_up_words_spell_a_json_string_in_any_order(vocab_size: int):
+    end, string = vocab_size - 1, StructuredOutput(json_schema={"type": "string", "minLength": 99})
+    compiler = GrammarCompiler(synthetic_tokenizer(vocab_size), vocab_size, [end])
+    matcher = compiler.matcher(string)
+
+    def allowed() -> np.ndarray:
+        return np.flatnonzero(np.unpackbits(matcher.mask().view(np.uint8), bitorder="little"))
+
+    (quote,) = allowed()
+    matcher.advance([int(quote)])
+    inside = allowed()
+    assert set(range(vocab_size)) - set(inside) == {quote, end}
+    matcher.advance(np.random.default_rng(0).permutation(inside)[:40].tolist())
+    assert not matcher.complete
+
+
+def test_too_small_a_vocabulary_is_refused():
+    with pytest.raises(ValueError, match="at least 128 tokens"):
+        synthetic_tokenizer(100)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +197,10 @@ def test_adaptive_shapes_beside_the_fixed_one(monkeypatch, capsys):
         (["--shared-prefix", "-1"], "--shared-prefix must be at least 0"),
         (["--drafter", "ngram"], "--drafter is for models"),
         (["--compare", "fixed"], "--compare fixed is for --adaptive"),
-        (["--tree", "chain:4"], "say which acceptance length"),
+        (["--compare", "uncached", "--no-prefix-cache"], "--compare uncached needs the prefix"),
+        (["--structured", "-1"], "--structured must be numbers, at least 0"),
+        (["--requests", "2,8", "--structured", "3"], "--structured must be at most 2"),
+        slow(["--tree", "chain:4"], "say which acceptance length"),
         (["--lengths", "nothing.json"], "nothing.json"),
     ],
 )

@@ -59,15 +59,24 @@ def test_every_float32_product_has_full_precision_on_a_gpu(drafter: str):
     ("drafter", "speculation", "shape"),
     [
         ("none", CHAIN, None),
-        ("ngram", CHAIN, None),
+        slow("ngram", CHAIN, None),
         slow("draft_model", CHAIN, None),
         slow("eagle3", CHAIN, None),
-        ("eagle3", TREE, None),
-        ("mixed", CHAIN, None),
+        slow("eagle3", TREE, None),
+        ("mixed", TREE, None),  # all that an EAGLE-3 tree does, and a lookup
         slow("eagle3", TREE, PLAIN),  # and the drafter catches up
         slow("draft_model", CHAIN, TreeShape(2, 1)),
     ],
-    ids=["none", "ngram", "draft_model", "chain", "tree", "mixed", "plain call", "shorter chain"],
+    ids=[
+        "none",
+        "ngram",
+        "draft_model",
+        "chain",
+        "tree",
+        "mixed tree",
+        "plain call",
+        "shorter chain",
+    ],
 )
 def test_no_kv_pages_are_copied(
     drafter: str, speculation: SpeculationConfig, shape: TreeShape | None
@@ -80,6 +89,7 @@ def test_no_kv_pages_are_copied(
         assert not copies(hlo, pages)
 
 
+@pytest.mark.slow
 def test_without_donation_pages_are_copied():
     """A caller who keeps the old state makes the program copy its pages."""
     params = make_params("none", CHAIN)
@@ -88,7 +98,8 @@ def test_without_donation_pages_are_copied():
     assert all(copies(hlo, shape) for shape in page_shapes(state))
 
 
-@pytest.mark.parametrize("drafter", ["none", slow("eagle3")])
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", ["none", "eagle3"])
 def test_equal_shapes_are_traced_once(drafter: str):
     params = make_params(drafter, CHAIN)
     state = empty_state(params)

@@ -215,7 +215,7 @@ def test_a_mask_does_not_hide_a_broken_model():
 
 
 def test_bad_arguments_are_refused():
-    params = make("eagle3")
+    params = make("ngram")
     state = empty_state(params, 4, 40)
     with pytest.raises(ValueError, match=r"masks must be uint32 \[4, 4\].* not uint32 \[4, 3\]"):
         functional.prefill(params, state, width=4, masks=jnp.zeros((4, 3), jnp.uint32))

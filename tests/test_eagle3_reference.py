@@ -21,7 +21,7 @@ from jaxspec.weights.safetensors_io import load_decoder
 from tests.checkpoints import tiny_byte_llama, tiny_llama
 from tests.eagle3_reference import Outputs, Result, read_and_draft
 from tests.eagle31_checkpoint import tiny_eagle31_head
-from tests.marks import slow
+from tests.marks import first_is_fast, slow
 
 LENGTH, DRAFTS = 9, 3
 HIDDEN, VOCAB = 64, 320
@@ -119,7 +119,7 @@ def target(target_dir: Path) -> Decoder:
     return load_decoder(target_dir, load_model_config(target_dir), jnp.dtype("float32"))
 
 
-@pytest.mark.parametrize("case", PLAIN)
+@first_is_fast([*PLAIN])
 def test_plain_heads_agree_with_jaxspec(case: str, target_dir: Path, target, tmp_path: Path):
     options = PLAIN[case]
     directory = tiny_eagle31_head(tmp_path, target_dir, **options)

@@ -41,6 +41,9 @@ def admitted(params: EngineParams, **options: Any) -> EngineState:
     return admit(params, state, np.arange(3), padded(PROMPTS, 16), LENS, **options)
 
 
+# Of static arguments none is left out: jit takes one that is left out for another one.
+
+
 def finished(params: EngineParams, state: EngineState, *, greedy: bool = False) -> EngineState:
     state, _ = prefill(params, state, width=16, greedy=greedy)
     return decode(params, state, LENGTH, max_rounds=LENGTH, greedy=greedy)[0]
@@ -48,9 +51,9 @@ def finished(params: EngineParams, state: EngineState, *, greedy: bool = False) 
 
 def test_rows_of_a_new_state_are_empty_and_stay_so():
     params = params_of("ngram")
-    state = functional.init_state(params, 3, LENGTH)
+    state = functional.init_state(params, 3, LENGTH, page_size=4)
     assert state.rows.status.tolist() == [Status.EMPTY] * 3
-    after = finished(params, functional.init_state(params, 3, LENGTH))
+    after = finished(params, functional.init_state(params, 3, LENGTH, page_size=4))
     for found, expected in zip(
         jax.tree.leaves(after.rows), jax.tree.leaves(state.rows), strict=True
     ):
@@ -135,8 +138,8 @@ def test_a_sampling_row_is_refused_by_programs_for_greedy_ones():
 
 def test_a_sampling_row_is_refused_between_two_calls_and_keeps_its_text():
     params = params_of("ngram")
-    state, _ = prefill(params, admitted(params, sampling=SAMPLING), width=16)
-    state, _ = decode(params, state, 2, max_rounds=LENGTH)
+    state, _ = prefill(params, admitted(params, sampling=SAMPLING), width=16, greedy=False)
+    state, _ = decode(params, state, 2, max_rounds=LENGTH, greedy=False)
     before = texts(state)
     state, emitted = decode(params, state, LENGTH, max_rounds=LENGTH, greedy=True)
     assert state.rows.ending.tolist() == [Ending.LENGTH, Ending.NOT_GREEDY, Ending.LENGTH]
@@ -175,10 +178,10 @@ def test_a_prompt_that_gives_no_numbers_leaves_its_neighbours_alone():
     whole = texts(finished(params_of("none"), admitted(params_of("none"))))
     alone = set(PROMPTS[0].tolist()) - set(whole[1]) - set(whole[2])
     params = params_of("none").replace(target=broken_target(min(alone)))
-    state, emitted = prefill(params, admitted(params), width=16)
+    state, emitted = prefill(params, admitted(params), width=16, greedy=False)
     assert state.rows.ending.tolist() == [Ending.NOT_FINITE, Ending.NONE, Ending.NONE]
     assert emitted.counts[0].tolist() == [0, 1, 1]
-    state, _ = decode(params, state, LENGTH, max_rounds=LENGTH)
+    state, _ = decode(params, state, LENGTH, max_rounds=LENGTH, greedy=False)
     assert texts(state)[1:] == whole[1:]
 
 

@@ -34,11 +34,18 @@ from tests.random_models import (
 
 PROMPTS = [prompt.tolist() for prompt in random_prompts((5, 9, 2), seed=6)]
 GREEDY = SamplingParams(max_tokens=20)
+SHAPES = (None, PLAIN, TreeShape(2, 1))
 
 
 @functools.cache
 def engine() -> Engine:
     return ready_engine()
+
+
+@functools.cache
+def crowded(drafter: str, preemption: str) -> Engine:
+    """An engine that has too few pages for its rows."""
+    return ready_engine(drafter, num_pages=14, max_rows=3, preemption=preemption)
 
 
 @functools.cache
@@ -70,7 +77,7 @@ def check_pages(own: Engine) -> None:
 
 
 def test_two_traces_serve_all_sampling_parameters():
-    own, rng = new_engine(), np.random.default_rng(0)
+    own, rng = new_engine("none"), np.random.default_rng(0)
     before = traces(own.programs.decode), traces(own.programs.prefill)
     for index in range(8):
         sampling = [
@@ -102,7 +109,7 @@ def test_requests_that_come_later_join_those_that_run():
 
 
 def test_more_requests_than_rows_wait_for_their_turn():
-    own = ready_engine(max_rows=2)
+    own = engine()
     prompts = [prompt.tolist() for prompt in random_prompts((3, 17, 1, 30, 8, 8, 5), seed=4)]
     sampling = [SamplingParams(0.8 * (i % 2), seed=i, max_tokens=5 + 4 * i) for i in range(7)]
     found = texts(own, own.add_all(prompts, sampling))
@@ -171,7 +178,7 @@ def test_a_state_that_an_interrupted_call_took_is_made_anew(monkeypatch: pytest.
 
 
 def test_the_first_tokens_come_before_the_rounds_are_compiled():
-    own = new_engine(rounds_per_call=3)
+    own = new_engine("none", rounds_per_call=3)
     before, generations = traces(own.programs.decode), start(own)
     while not all(generation.token_ids for generation in generations):
         own.step()
@@ -181,11 +188,12 @@ def test_the_first_tokens_come_before_the_rounds_are_compiled():
 
 
 def test_the_shape_may_change_between_calls():
-    own, generations = new_engine(), []
+    own = engine()
     generations = start(own)
     for index in range(40):
-        own.shape = [PLAIN, None, TreeShape(2, 1)][index % 3]
+        own.shape = SHAPES[index % 3]
         own.step(2)
+    own.shape = None
     assert texts(own, generations) == expected()
 
 
@@ -234,7 +242,7 @@ def test_other_weights_find_no_pages_of_the_old_ones():
 @pytest.mark.parametrize("drafter", ["eagle3", *(slow(d) for d in DRAFTERS if d != "eagle3")])
 @pytest.mark.parametrize("preemption", [slow("recompute"), "swap"])
 def test_preempted_requests_have_their_texts(drafter: str, preemption: str):
-    own = ready_engine(drafter, num_pages=14, preemption=preemption)
+    own = crowded(drafter, preemption)
     before = own.scheduler.preemptions[preemption]
     prompts = [prompt.tolist() for prompt in random_prompts((20, 9, 14, 3, 25), seed=3)]
     sampling = [SamplingParams(0.8 * (i % 2), seed=i, max_tokens=30) for i in range(5)]
@@ -247,14 +255,15 @@ def test_preempted_requests_have_their_texts(drafter: str, preemption: str):
 @pytest.mark.parametrize("drafter", ["eagle3", slow("none"), slow("draft_model")])
 def test_the_hits_of_the_prefix_cache_are_those_of_plain_decoding(drafter: str):
     """A conversation: each prompt is the one before with its answer, and a little more."""
-    own, prompt, texts_ = new_engine(drafter), PROMPTS[0], []
+    own, prompt, texts_ = crowded(drafter, "swap"), PROMPTS[0], []
+    before = own.scheduler.cache_statistics()
     for turn in range(4):
         sampling = SamplingParams(max_tokens=9 + turn)
         [text] = texts(own, [own.add(prompt, sampling)])
         assert text == alone(tuple(prompt), sampling)
         prompt = [*prompt, *text, 7]
         texts_.append(len(prompt))
-    queries, hits = own.scheduler.cache_statistics()
+    queries, hits = np.subtract(own.scheduler.cache_statistics(), before)
     assert queries == 5 + sum(texts_[:3])
     # Of an answer all but its last token, the root, has KV; full pages of 8 are found.
     assert hits == sum((length - 2) // 8 * 8 for length in texts_[:3])
@@ -278,7 +287,9 @@ def prompt_of(number: int) -> list[int]:
     return [*shared, *rng.integers(96, size=rng.integers(1, 8)).tolist()]
 
 
-def run_history(own: Engine, history: list[tuple[str, int]]) -> None:
+def run_history(
+    own: Engine, history: list[tuple[str, int]], shapes: tuple[TreeShape | None, ...] = SHAPES
+) -> None:
     generations: list[Generation] = []
     for name, number in history:
         live = [generation for generation in generations if not generation.done]
@@ -293,7 +304,7 @@ def run_history(own: Engine, history: list[tuple[str, int]]) -> None:
         elif name == "step":
             own.step(1 + number % 4)
         elif name == "shape":
-            own.shape = [None, PLAIN, TreeShape(2, 1)][number % 3]
+            own.shape = shapes[number % len(shapes)]
     own.finish([generation for generation in generations if not generation.done])
     for generation in generations:
         text = alone(generation.prompt, generation.sampling)
@@ -303,15 +314,10 @@ def run_history(own: Engine, history: list[tuple[str, int]]) -> None:
     check_pages(own)
 
 
-@functools.cache
-def crowded(drafter: str, preemption: str) -> Engine:
-    return ready_engine(drafter, num_pages=16, max_rows=3, preemption=preemption)
-
-
 @given(history=steps)
 @settings(deadline=None, max_examples=8)
 def test_each_text_is_the_one_it_has_alone(history: list[tuple[str, int]]):
-    run_history(crowded("eagle3", "swap"), history)
+    run_history(crowded("eagle3", "swap"), history, SHAPES[:2])
 
 
 @pytest.mark.slow

@@ -21,8 +21,11 @@ PROMPT = random_prompts((19,), seed=2)[0].tolist()
 
 
 @functools.cache
-def engine() -> Engine:
-    return seal(new_engine(max_length=LENGTH), FULL)
+def engine(
+    drafter: str = "ngram", num_pages: int | None = 16, preemption: str = "recompute"
+) -> Engine:
+    """It has too few pages for its rows; None: enough."""
+    return seal(new_engine(drafter, num_pages, LENGTH, preemption=preemption), FULL)
 
 
 def run(own: Engine, prompt: list[int], sampling: SamplingParams) -> Generation:
@@ -34,8 +37,7 @@ def run(own: Engine, prompt: list[int], sampling: SamplingParams) -> Generation:
 @pytest.mark.parametrize("drafter", ["ngram", slow("eagle3")])
 @pytest.mark.parametrize("preemption", ["recompute", slow("swap")])
 def test_texts_are_those_of_transformers_processors(drafter: str, preemption: str):
-    own, sampling = new_engine(drafter, 18, LENGTH, preemption=preemption), all_options()
-    seal(own, FULL)
+    own, sampling = engine(drafter, preemption=preemption), all_options()
     before = own.scheduler.preemptions[preemption]
     prompts = [prompt.tolist() for prompt in prompts_of(len(sampling))]
     generations = own.add_all(prompts, sampling)
@@ -66,7 +68,7 @@ def test_requests_without_controls_keep_their_programs():
 
 
 def test_priority_and_salt_reach_the_scheduler():
-    own = new_engine(max_length=LENGTH, max_rows=1)
+    own = new_engine("none", max_length=LENGTH, max_rows=1)
     later, first = own.add_all(
         [PROMPT] * 2,
         [SamplingParams(max_tokens=5, priority=p, cache_salt=f"salt {p}") for p in (1, 0)],
@@ -94,9 +96,10 @@ def check_entry(found: Any, token: int, logprobs: np.ndarray, alternatives: int)
     np.testing.assert_allclose([logprobs[i] for i, _ in found.top], likeliest, atol=2e-5)
 
 
-@pytest.mark.parametrize("num_pages", [slow(None), 14])  # few pages: requests are preempted
+@pytest.mark.parametrize("num_pages", [slow(None), 16])  # few pages: requests are preempted
 def test_logprobs_are_those_of_the_raw_logits(num_pages: int | None):
-    own = seal(new_engine("ngram", num_pages, LENGTH, preemption="recompute"), FULL)
+    own = engine(num_pages=num_pages)
+    before = own.scheduler.preemptions["recompute"]
     common: dict[str, Any] = {"max_tokens": 25, "temperature": 0.8, "seed": 3}
     sampling = [
         SamplingParams(**common),
@@ -123,12 +126,12 @@ def test_logprobs_are_those_of_the_raw_logits(num_pages: int | None):
                 check_entry(entry, tokens[at], wanted[at - 1], params.logprobs or 0)
             if params.logprobs is not None:
                 assert len(generation.logprobs or ()) == len(generation.token_ids) == 25
-    preempted = own.scheduler.preemptions["recompute"]
+    preempted = own.scheduler.preemptions["recompute"] - before
     assert (preempted > 0) == (num_pages is not None)
 
 
 def test_samples_share_their_prompt_and_have_the_seeds_after_the_first():
-    own = seal(new_engine(max_length=LENGTH), FULL)
+    own = engine()
     before = own.scheduler.cache_statistics()
     sampling = SamplingParams(temperature=1.0, seed=2**32 - 1, max_tokens=9, n=2, best_of=3)
     generations = own.add_all([PROMPT, PROMPT[:5]], [sampling, SamplingParams(max_tokens=9)])
@@ -136,7 +139,7 @@ def test_samples_share_their_prompt_and_have_the_seeds_after_the_first():
     assert len(generations) == 4
     for seed, generation in zip((2**32 - 1, 0, 1), generations, strict=False):
         alone = run(
-            plain_engine(LENGTH), PROMPT, SamplingParams(temperature=1.0, seed=seed, max_tokens=9)
+            plain_engine(), PROMPT, SamplingParams(temperature=1.0, seed=seed, max_tokens=9)
         )
         assert generation.token_ids == alone.token_ids and generation.sampling.seed == seed
     assert len({tuple(generation.token_ids) for generation in generations}) == 4

@@ -27,13 +27,15 @@ LIKELIEST = 100  # of 320 tokens: enough that some drafted token is among them
 
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
 LLM_EXAMPLE = [block for block in BLOCKS if "LLM(" in block]
+CONTROLS_EXAMPLE = [block for block in BLOCKS if "make_controls(" in block]
 
 
 @pytest.fixture(scope="module")
 def page() -> dict[str, Any]:
     """What the page's code defines, with a tiny model instead of the built-in one.
 
-    The example of LLM is left out: it needs the built-in model.
+    The example of LLM is left out: it needs the built-in model. So is that of bias and penalties,
+    which has a test of its own.
     """
     # Nearly a bigram model: its greedy text soon repeats itself, which the drafter finds.
     target = random_target(dataclasses.replace(CONFIG, vocab_size=320), context=0.05)
@@ -42,7 +44,7 @@ def page() -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jaxspec, "load", lambda **_: tiny)
         for block in BLOCKS:
-            if block not in LLM_EXAMPLE:
+            if block not in LLM_EXAMPLE + CONTROLS_EXAMPLE:
                 exec(compile(block, str(PAGE), "exec"), names)
     return names
 
@@ -66,6 +68,12 @@ def test_the_example_of_llm_writes_the_text_of_plain_decoding(page: dict[str, An
     [plain] = LLM(drafter="none").generate([completion.prompt_token_ids], page["sampling"])
     assert completion.token_ids == plain.token_ids
     assert completion.acceptance_length > 1, "no draft was accepted"
+
+
+@pytest.mark.slow
+def test_the_example_of_bias_and_penalties_holds(page: dict[str, Any]):
+    [example] = CONTROLS_EXAMPLE
+    exec(compile(example, str(PAGE), "exec"), page)  # it ends with an assertion
 
 
 @pytest.mark.slow

@@ -184,7 +184,8 @@ def test_a_chat_remembers_and_shows_acceptance(
 
     chat_prompts = LLM.chat_prompts
     monkeypatch.setattr(LLM, "chat_prompts", record)
-    assert generate.main(["--chat", "--model", str(model), *SMALL, "--max-tokens", "8"]) == 0
+    options = [*SMALL, "--temperature", "0", "--max-tokens", "8"]
+    assert generate.main(["--chat", "--model", str(model), *options]) == 0
     roles = [[message["role"] for message in messages] for messages in asked]
     assert roles == [["user"], ["user", "assistant", "user"], ["user"]]
     printed = capsys.readouterr().out

@@ -26,8 +26,13 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="module")
 def llm(model) -> LLM:
     llm = LLM(model, "ngram", max_length=128, engine=EngineConfig(max_rows=2))
-    seal(llm.engine)
+    seal(llm.engine, prompt_tokens=40)
     return llm
+
+
+@pytest.fixture(scope="module")
+def plain(model) -> LLM:
+    return LLM(model, "none", max_length=128)
 
 
 GREEDY = SamplingParams(max_tokens=40)
@@ -194,13 +199,13 @@ def test_a_stream_that_is_closed_cancels_its_requests(llm):
     assert llm.engine.is_idle
 
 
-def test_a_completion_of_broken_weights_says_so(model):
-    broken = LLM(model, "none", max_length=64)
-    [whole] = broken.generate(["hello"], GREEDY)
+def test_a_completion_of_broken_weights_says_so(plain):
+    [whole] = plain.generate(["hello"], GREEDY)
     token = whole.token_ids[7]
-    target = broken.params.target
-    broken.use_target(target.replace(embed=target.embed.at[token].set(jnp.nan)))
-    [completion] = broken.generate(["hello"], GREEDY)
+    target = plain.params.target
+    plain.use_target(target.replace(embed=target.embed.at[token].set(jnp.nan)))
+    [completion] = plain.generate(["hello"], GREEDY)
+    plain.use_target(target)
     cut = whole.token_ids.index(token) + 1
     assert completion.token_ids == whole.token_ids[:cut]
     assert completion.finish_reason == "error"
@@ -258,14 +263,13 @@ def test_sizes_that_cannot_be_warmed_up_are_clear_errors(llm, batch_sizes, promp
     llm.generate(["x"], GREEDY)  # the engine is free
 
 
-def test_compare_finds_equal_tokens(llm, model):
-    result = compare(llm, LLM(model, "none", max_length=128), "abcabcabc", GREEDY, pairs=1)
+def test_compare_finds_equal_tokens(llm, plain):
+    result = compare(llm, plain, "abcabcabc", GREEDY, pairs=1)
     assert result.identical and result.first_difference is None
     assert result.speedup > 0
 
 
-def test_compare_gives_every_pair(llm, model):
-    plain = LLM(model, "none", max_length=128)
+def test_compare_gives_every_pair(llm, plain):
     result = compare(llm, plain, "abcabcabc", GREEDY, pairs=4)
     assert len(result.speedups) == 4
     assert min(result.speedups) <= result.speedup <= max(result.speedups)

@@ -30,7 +30,7 @@ def llm(model: Any) -> LLM:
 @pytest.fixture(scope="module")
 def plain(model: Any) -> LLM:
     llm = LLM(model, "none", max_length=128, engine=EngineConfig(max_rows=1), page_size=8)
-    seal(llm.engine, FULL)
+    seal(llm.engine)
     return llm
 
 

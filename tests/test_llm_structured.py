@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -44,22 +45,32 @@ def model(tmp_path_factory: pytest.TempPathFactory):
 @pytest.fixture(scope="module")
 def llm(model: Any) -> LLM:
     llm = LLM(model, "ngram", max_length=128, engine=EngineConfig(max_rows=8), page_size=8)
-    seal(llm.engine, FULL)
+    seal(llm.engine)
     seal(llm.engine, dataclasses.replace(FULL, structured=CHOICE))
     return llm
 
 
 @pytest.fixture(scope="module")
-def expected(model: Any) -> list[tuple[str, list[int], str]]:
-    """Texts, tokens and finish reasons of plain decoding, one request after the other."""
+def expected(model: Any, llm: LLM) -> list[tuple[str, list[int], str]]:
+    """Texts, tokens and finish reasons of plain decoding, one request after the other.
+
+    Those of the free requests are from ``llm`` itself, when no structured one runs beside them.
+    """
     plain = LLM(model, "none", max_length=128, engine=EngineConfig(max_rows=1), page_size=8)
-    seal(plain.engine, FULL)
     seal(plain.engine, dataclasses.replace(FULL, structured=CHOICE))
-    return found(plain)
+    free = [index for index, sampling in enumerate(SAMPLING) if sampling.structured is None]
+    structured = [index for index in range(len(SAMPLING)) if index not in free]
+    results = dict(zip(free, found(llm, free), strict=True))
+    results |= dict(zip(structured, found(plain, structured), strict=True))
+    return [results[index] for index in range(len(SAMPLING))]
 
 
-def found(llm: LLM) -> list[tuple[str, list[int], str]]:
-    completions = llm.generate(PROMPTS, SAMPLING)
+def found(
+    llm: LLM, chosen: Sequence[int] = range(len(SAMPLING))
+) -> list[tuple[str, list[int], str]]:
+    """Of some of the requests, by their indices."""
+    prompts, sampling = [PROMPTS[i] for i in chosen], [SAMPLING[i] for i in chosen]
+    completions = llm.generate(prompts, sampling)
     return [(one.text, one.token_ids, one.finish_reason) for one in completions]
 
 

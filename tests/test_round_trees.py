@@ -1,6 +1,7 @@
 """The trees of rounds: they say how every token of a text came, and change none."""
 
 import dataclasses
+import functools
 import itertools
 import json
 import re
@@ -12,26 +13,34 @@ import jax
 import numpy as np
 import pytest
 
-from jaxspec import LLM, make_mesh
+from jaxspec import LLM, TextChunk, functional, make_mesh
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
-from jaxspec.config.speculation import SpeculationConfig
+from jaxspec.config.speculation import PLAIN, SpeculationConfig, TreeShape
 from jaxspec.engine import Engine
 from jaxspec.generation import Generation, RoundTree
 from jaxspec.round_trees import RoundTexts
 from jaxspec.scheduling.requests import SamplingParams
+from jaxspec.state import EngineState
 from jaxspec.structured import StructuredOutput
 from jaxspec.tokenizer import TextTokenizer
 from tests.checkpoints import tiny_byte_llama
 from tests.engines import CHAIN, LENGTH, new_engine
 from tests.layouts import on_mesh
 from tests.marks import slow
-from tests.random_models import make_params, random_prompts, random_target, tiny_config
+from tests.random_models import (
+    empty_state,
+    make_params,
+    random_prompts,
+    random_target,
+    tiny_config,
+)
 from tests.sampling_reference import plain_logits
 
 TREE = SpeculationConfig(num_nodes=8, max_depth=3, top_k=3)
 PROMPTS = [prompt.tolist() for prompt in random_prompts((5, 9), seed=3)]
 PROMPTS[0] = [7, 8, 9, 7, 8]  # the n-gram drafter finds something at once
+WIDTHS = {"tokens": "N", "parents": "N", "num_nodes": "", "path": "A", "logprobs": "N"}
 GREEDY = SamplingParams(max_tokens=24, trees=True)
 SAMPLED = SamplingParams(max_tokens=20, temperature=0.8, seed=5)
 
@@ -98,7 +107,7 @@ def check_probabilities(tree: RoundTree, context: Sequence[int], engine: Engine)
 @pytest.mark.parametrize(
     ("drafter", "speculation"),
     [
-        ("eagle3", TREE),
+        slow("eagle3", TREE),
         slow("ngram", CHAIN),
         slow("mixed", TREE),
         slow("mixed", CHAIN),
@@ -131,7 +140,13 @@ def test_restricted_rows_have_trees_and_texts(tmp_path: Path):
     restricted = dataclasses.replace(free, structured=StructuredOutput(regex="(abcab|c){4,}"))
     prompts = ["abcabcabcabca", "xyzzy é🙂"]
     text = TextTokenizer(tmp_path)
-    for completion, prompt in zip(llm.generate(prompts, [restricted, free]), prompts, strict=True):
+    streamed: list[list[RoundTree]] = [[], []]
+    for event in llm.stream(prompts, [restricted, free], rounds_per_call=2):
+        if isinstance(event, TextChunk):
+            streamed[event.index] += event.trees or []
+    completions = llm.generate(prompts, [restricted, free])
+    assert [completion.trees for completion in completions] == streamed
+    for completion, prompt in zip(completions, prompts, strict=True):
         ids = completion.prompt_token_ids
         rounds = RoundTexts(text.decode, ids).add(completion.trees or ())
         committed = [tree.committed_tokens for tree in completion.trees or ()]
@@ -150,6 +165,26 @@ def test_restricted_rows_have_trees_and_texts(tmp_path: Path):
 def committed_text(round_: dict[str, Any]) -> str:
     nodes = [round_["nodes"][node]["text"] for node in round_["path"][1:]]
     return "".join([*nodes, round_["bonus"]["text"]][: round_["committed"]])
+
+
+@pytest.mark.parametrize("shape", [None, PLAIN, TreeShape(3, 2, 1)], ids=str)
+def test_trees_have_the_size_of_the_calls_shape(shape: TreeShape | None):
+    params = make_params("eagle3", TREE)
+    state = empty_state(params, 3, LENGTH)
+
+    def decode(state: EngineState, trees: bool) -> Any:
+        return functional.decode(params, state, 5, [0, 2], shape=shape, trees=trees)[1]
+
+    without, emitted = (
+        jax.eval_shape(functools.partial(decode, trees=trees), state) for trees in (False, True)
+    )
+    nodes, depth = (TREE if shape is None else shape).num_nodes, emitted.tokens.shape[2]
+    assert {name: getattr(emitted.trees, name).shape for name in WIDTHS} == {
+        name: (5, 2, *[{"N": nodes, "A": depth}[axis] for axis in axes])
+        for name, axes in WIDTHS.items()
+    }
+    assert without.trees is None
+    assert emitted.replace(trees=None) == without
 
 
 def test_a_token_has_the_text_that_it_adds():

@@ -47,6 +47,7 @@ def test_generate_compares_with_plain_decoding_as_json(capsys: pytest.CaptureFix
 def test_generate_prints_a_summary_and_keeps_compiled_programs(tmp_path: Path):
     model, cache, found = tiny_byte_llama(tmp_path / "model"), tmp_path / "programs", []
     arguments = ("--model", model, "--max-tokens", 16, "--compilation-cache", cache)
+    arguments += ("--temperature", 0, "--tree", "chain:2")  # small programs
     for _ in range(2):
         result = run_script("generate", *arguments)
         assert result.returncode == 0, result.stderr

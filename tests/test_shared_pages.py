@@ -136,13 +136,15 @@ def test_a_prompt_past_a_cached_prefix_has_the_same_text_and_drafts(drafter: str
     assert accepted(emitted, 2) == alone(drafter, tuple(other), 9)[1]
 
 
-@pytest.mark.parametrize("shape", [None, slow(PLAIN)])
+@pytest.mark.parametrize("shape", [{}, slow({"shape": PLAIN})], ids=["tree", "plain"])
 @EACH_DRAFTER
-def test_pages_of_generated_tokens_are_cached_once_they_are_settled(drafter: str, shape: Any):
+def test_pages_of_generated_tokens_are_cached_once_they_are_settled(
+    drafter: str, shape: dict[str, Any]
+):
     own = Sequences(drafter)
     own.admit(0, PROMPT[:8], pages := own.take(COLUMNS))
     own.read(0)
-    own.decode(shape=shape)
+    own.decode(**shape)
     text = own.text(0)
     own.state = settle(own.params, own.state, np.array([0, ROWS]))
     assert own.text(0) == text and own.state.rows.status[0] == Status.DONE

@@ -12,6 +12,7 @@ import pytest
 import jaxspec
 import jaxspec.__main__ as command_line
 from jaxspec import tokenizer
+from tests.marks import slow
 
 ROOT = Path(__file__).parent.parent
 HEAVY = ("jax", "numpy", "transformers", "flax", "huggingface_hub")
@@ -61,11 +62,11 @@ def test_what_needs_no_model_imports_no_jax(arguments: list[str]):
     ("program", "module"),
     [
         (["scripts/generate.py"], "jaxspec.built_in"),
-        (["scripts/generate.py"], "rich.console"),
+        slow(["scripts/generate.py"], "rich.console"),
         (["scripts/generate.py"], "numpy.dtypes"),
-        (["scripts/generate.py"], "jax._src.core"),
+        slow(["scripts/generate.py"], "jax._src.core"),
         (["-m", "jaxspec", "generate"], "jaxspec.functional"),
-        (["scripts/bench_engine.py"], "jax._src.lax"),
+        slow(["scripts/bench_engine.py"], "jax._src.lax"),
     ],
 )
 def test_ctrl_c_while_modules_load_is_one_line(program: list[str], module: str):

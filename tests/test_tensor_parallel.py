@@ -125,8 +125,6 @@ def test_sharding_changes_nothing(name: str, model: int, data: int, shard_drafte
     tokens, rounds, accepted, emitted = run(name, model, data, shard_drafter)
     one_tokens, one_rounds, one_accepted, one_emitted = run(name)
     np.testing.assert_array_equal(tokens, one_tokens)
-    if "rejection" not in name:
-        np.testing.assert_array_equal(tokens, run("none")[0])
     # Else a drafter that draws nonsense when it is sharded would not be noticed.
     np.testing.assert_array_equal(rounds, one_rounds)
     np.testing.assert_array_equal(accepted, one_accepted)

@@ -12,11 +12,15 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Arrival:
-    """A request to come, ``time`` seconds after the start."""
+    """A request to come, ``time`` seconds after the start.
+
+    ``structured``: a grammar restricts its tokens.
+    """
 
     time: float
     prompt: tuple[int, ...]
     new_tokens: int
+    structured: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Console
 from rich.table import Table
 
 from jaxspec.benchmarking.acceptance_levels import AcceptanceLevels
@@ -24,7 +24,14 @@ from jaxspec.benchmarking.random_params import random_decoder, random_eagle3_hea
 from jaxspec.benchmarking.shapes import SHAPES
 from jaxspec.client_load import Clients, Phase, Requests
 from jaxspec.commands.run_facts import run_facts
-from jaxspec.commands.shell import command_parser, progress_console, run_command, show_results
+from jaxspec.commands.shell import (
+    JSON_PARTS,
+    collect_parts,
+    command_parser,
+    progress_console,
+    run_command,
+    table_console,
+)
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.speculation import PLAIN, SpeculationConfig, TreeShape
@@ -52,16 +59,16 @@ def make_parser() -> argparse.ArgumentParser:
     add("--prompt-tokens", type=int, default=512, help="tokens of a prompt")
     add("--new-tokens", type=int, default=512, help="most tokens that a request generates; each "
         "has between half of them and all")  # fmt: skip
-    add("--seconds", type=float, default=1.2, help="work at a load: so many seconds of plain "
+    add("--seconds", type=float, default=2.0, help="work at a load: so many seconds of plain "
         "decoding")  # fmt: skip
-    add("--settle", type=float, default=0.4, help="such seconds before that, not counted")
+    add("--settle", type=float, default=1.0, help="such seconds before that, not counted")
     add("--phase-seconds", type=float, default=1.0, help="such seconds of a phase of the mixed "
         "load; 0: no mixed load")  # fmt: skip
     add("--rounds-per-call", type=int, default=16, help="most rounds of a call")
     add("--page-size", type=int, default=64, help="tokens of a page of the KV cache")
     add("--dtype", choices=("bfloat16", "float32"), help="(default: float32 on CPU, else bfloat16)")
     add("--kernels", default="auto", help="auto (all on a Hopper GPU), all, none or a comma list")
-    add("--json", action="store_true", help="JSON on stdout, the tables on stderr")
+    add("--json", action="store_true", help=JSON_PARTS)
     return parser
 
 
@@ -118,7 +125,8 @@ def make_engine(args: argparse.Namespace, choices: Choices) -> Engine:
     )
 
 
-def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
+def measure(args: argparse.Namespace, console: Console) -> Iterator[dict[str, Any]]:
+    """One load after the other, and then the mixed one."""
     choices = Choices.of(args)
     console.print(f"making random weights of {args.shape}")
     engine = make_engine(args, choices)
@@ -131,16 +139,20 @@ def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     vocab = engine.params.target.config.vocab_size
     requests = Requests(vocab, args.prompt_tokens, args.new_tokens, len(choices.levels))
     bench = Bench(args, choices, Clients(engine, requests), console)
-    return {
+    facts = {
         **run_facts(),
         "own_kernels": str(engine.kernels),
         "arguments": vars(args),
         "warm_up_seconds": seconds,
         "round_ms": bench.round_ms(),
-        "steady": list(bench.steady()),
-        "mixed": bench.mixed() if args.phase_seconds else None,
-        "compiled": engine.programs.compiled,
+        "call_ms": 1e3 * engine.shapes.call_seconds,
+        "mixed": None,
     }
+    for row in bench.steady():
+        yield facts | {"steady": [row], "compiled": engine.programs.compiled}
+    if args.phase_seconds:
+        parts = {"steady": [], "mixed": bench.mixed(), "compiled": engine.programs.compiled}
+        yield facts | parts
 
 
 class Bench:
@@ -297,8 +309,9 @@ def make_mixed_table(results: dict[str, Any], trees: Sequence[str]) -> Table:
 
 
 def run(args: argparse.Namespace) -> None:
-    results = measure(args, progress_console())
-    show_results(results, Group(*make_tables(results)), as_json=args.json)
+    results = collect_parts(measure(args, progress_console()), "steady", as_json=args.json)
+    for table in make_tables(results):
+        table_console(stderr=args.json).print(table)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -7,7 +7,7 @@ over the batches are reported. A run is a drafter (as in generate) and a mode, `
 
 import argparse
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,13 @@ from rich.table import Table
 from jaxspec import LLM, SamplingParams, SpeculationConfig
 from jaxspec.commands.data_options import add_suffixes_option
 from jaxspec.commands.shell import (
+    JSON_PARTS,
     add_model_option,
+    collect_parts,
     command_parser,
     progress_console,
     run_command,
-    show_results,
+    table_console,
 )
 from jaxspec.comparison import race
 from jaxspec.config.engine import EngineConfig
@@ -61,7 +63,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--dtype", choices=("float32", "bfloat16"), help="(default: float32 on CPU, else bfloat16)")
     add("--seed", type=int, default=0, help="seed of all random numbers")
     add("--plot", type=Path, help="write the speed-ups as a PNG")
-    add("--json", action="store_true", help="JSON on stdout, the table on stderr")
+    add("--json", action="store_true", help=JSON_PARTS)
     return parser
 
 
@@ -79,7 +81,8 @@ def make_llm(args: argparse.Namespace, drafter: str, mode: str) -> LLM:
     )
 
 
-def measure(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
+def measure(args: argparse.Namespace, progress: Console) -> Iterator[dict[str, Any]]:
+    """One batch size after the other."""
     if min(*args.batch, args.batches) < 1:
         raise ValueError("--batch and --batches must be at least 1")
     prompts, report = held_out_prompts(
@@ -105,16 +108,7 @@ def measure(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
         max_tokens=args.max_tokens,
         stop_token_ids=(),
     )
-    rows = []
-    for size in args.batch:
-        batches = [prompts[i : i + size] for i in range(0, len(prompts) - size + 1, size)]
-        with progress.status(f"batch {size}"):
-            paces = race(engines, batches[: args.batches], sampling)
-        for (drafter, mode), pace in zip(runs, paces, strict=True):
-            setting = {"batch": size, "drafter": str(choose_drafter(args.model, drafter))}
-            setting["mode"] = "plain" if drafter == "none" else mode
-            rows.append(setting | dataclasses.asdict(pace))
-    return {
+    facts = {
         "model": str(args.model),
         "device": jax.devices()[0].device_kind,
         "dtype": str(engines[0].params.target.embed.dtype),
@@ -125,8 +119,17 @@ def measure(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
         "acceptance": args.acceptance,
         "verify_width": args.verify_width,
         "seed": args.seed,
-        "rows": rows,
     }
+    for size in args.batch:
+        rows = []
+        batches = [prompts[i : i + size] for i in range(0, len(prompts) - size + 1, size)]
+        with progress.status(f"batch {size}"):
+            paces = race(engines, batches[: args.batches], sampling)
+        for (drafter, mode), pace in zip(runs, paces, strict=True):
+            setting = {"batch": size, "drafter": str(choose_drafter(args.model, drafter))}
+            setting["mode"] = "plain" if drafter == "none" else mode
+            rows.append(setting | dataclasses.asdict(pace))
+        yield facts | {"rows": rows}
 
 
 def label(row: dict[str, Any]) -> str:
@@ -176,8 +179,8 @@ def plot_speedups(results: dict[str, Any], path: Path) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    results = measure(args, progress_console())
-    show_results(results, make_table(results), as_json=args.json, width=TABLE_WIDTH)
+    results = collect_parts(measure(args, progress_console()), "rows", as_json=args.json)
+    table_console(stderr=args.json, width=TABLE_WIDTH).print(make_table(results))
     if args.plot is not None:
         args.plot.parent.mkdir(parents=True, exist_ok=True)
         plot_speedups(results, args.plot)

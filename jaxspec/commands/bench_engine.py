@@ -10,7 +10,7 @@ read, divided by the bandwidth measured in the same run.
 import argparse
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -28,10 +28,12 @@ from jaxspec.benchmarking.shapes import SHAPES
 from jaxspec.benchmarking.timing import Bandwidth, measure_bandwidth
 from jaxspec.commands.run_facts import run_facts
 from jaxspec.commands.shell import (
+    JSON_PARTS,
+    collect_parts,
     command_parser,
     progress_console,
     run_command,
-    show_results,
+    table_console,
 )
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import DraftHead
@@ -57,7 +59,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--sampling", choices=SAMPLING, default="greedy", help="how rows sample; anything but "
         "greedy times the general sampling program")  # fmt: skip
     add("--kernels", default="auto", help="auto (all on a Hopper GPU), all, none or a comma list")
-    add("--json", action="store_true", help="JSON on stdout, the table on stderr")
+    add("--json", action="store_true", help=JSON_PARTS)
     return parser
 
 
@@ -83,23 +85,23 @@ def choose(args: argparse.Namespace) -> list[tuple[Workload, Mode]]:
     return chosen
 
 
-def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """All timings, and everything needed to read them later."""
+def measure(args: argparse.Namespace, console: Console) -> Iterator[dict[str, Any]]:
+    """One timing after the other, each with everything needed to read it later."""
     chosen, kernels = choose(args), Kernels.parse(args.kernels)
     on_gpu = jax.default_backend() == "gpu"
     console.print("measuring the memory bandwidth")
     bandwidth = measure_bandwidth((2 << 30) if on_gpu else (64 << 20))
-    timings = measure_modes(args, console, chosen, kernels)
-    memory = jax.devices()[0].memory_stats() or {}
-    return {
+    facts = {
         **run_facts(),
         "own_kernels": str(kernels),
-        "peak_bytes": memory.get("peak_bytes_in_use"),
         "arguments": vars(args),
         "config": dataclasses.asdict(SHAPES[args.shape]),
         "bandwidth": dataclasses.asdict(bandwidth),
-        "timings": [as_row(timing, bandwidth) for timing in timings],
     }
+    for timing in measure_modes(args, console, chosen, kernels):
+        memory = jax.devices()[0].memory_stats() or {}
+        peak = {"peak_bytes": memory.get("peak_bytes_in_use")}
+        yield facts | peak | {"timings": [as_row(timing, bandwidth)]}
 
 
 def measure_modes(
@@ -107,7 +109,7 @@ def measure_modes(
     console: Console,
     chosen: Sequence[tuple[Workload, Mode]],
     kernels: Kernels,
-) -> list[Timing]:
+) -> Iterator[Timing]:
     mesh = make_mesh(args.tp) if args.tp > 1 else None
     config, dtype = SHAPES[args.shape], jnp.dtype(args.dtype)
     console.print(f"making random weights of {args.shape}")
@@ -116,11 +118,9 @@ def measure_modes(
         head = random_eagle3_head(config, dtype, mesh, seed=1)
     jax.block_until_ready((target, head))
     console.print(f"{local_bytes((target, head)) / 1e9:.2f} GB of weights a device")
-    timings = []
     for bench in compile_all(chosen, target, head, mesh, kernels, console):
         name = f"{bench.mode.name}, batch {bench.workload.batch}: "
-        timings.append(time_mode(bench, lambda text, name=name: console.print(name + text)))
-    return timings
+        yield time_mode(bench, lambda text, name=name: console.print(name + text))
 
 
 def compile_all(
@@ -189,8 +189,8 @@ def make_table(results: dict[str, Any]) -> Table:
 
 
 def run(args: argparse.Namespace) -> None:
-    results = measure(args, progress_console())
-    show_results(results, make_table(results), as_json=args.json)
+    results = collect_parts(measure(args, progress_console()), "timings", as_json=args.json)
+    table_console(stderr=args.json).print(make_table(results))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

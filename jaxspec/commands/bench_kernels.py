@@ -11,7 +11,7 @@ run. Errors are ||out - exact|| / ||exact||, where exact is the reference in flo
 
 import argparse
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -31,10 +31,12 @@ from jaxspec.benchmarking.kernels import (
 from jaxspec.benchmarking.timing import measure_bandwidth, measure_product_rate
 from jaxspec.commands.run_facts import run_facts
 from jaxspec.commands.shell import (
+    JSON_PARTS,
+    collect_parts,
     command_parser,
     progress_console,
     run_command,
-    show_results,
+    table_console,
 )
 from pallas_kernels.add_rms_norm import cases as add_rms_norm
 from pallas_kernels.benchmark import Benchmark
@@ -64,12 +66,12 @@ def make_parser() -> argparse.ArgumentParser:
     add("--only", default="", help="only cases whose 'operation: case' contains this text")
     add("--repeats", type=int, default=5, help="timed programs of a case; the median is reported")
     add("--seconds", type=float, default=0.02, help="approximate least duration of a timed program")
-    add("--json", action="store_true", help="JSON on stdout, the table on stderr")
+    add("--json", action="store_true", help=JSON_PARTS)
     return parser
 
 
-def measure(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
-    """All timings, and everything needed to read them later."""
+def measure(args: argparse.Namespace, progress: Console) -> Iterator[dict[str, Any]]:
+    """One timing after the other, each with everything needed to read it later."""
     if args.repeats < 1 or args.seconds <= 0:
         raise ValueError("--repeats must be at least 1 and --seconds more than 0")
     chosen = [
@@ -87,20 +89,14 @@ def measure(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
         product_rate=measure_product_rate(8192 if on_gpu else 128),
     )
     plan = Plan(ROTATION_BYTES if on_gpu else 0, args.seconds, args.repeats)
-    rows = []
+    facts = {**run_facts(), "arguments": vars(args), "peaks": dataclasses.asdict(peaks)}
     for index, (operation, compiled) in enumerate(compile_all(chosen, peaks, plan, progress)):
         row = as_row(operation, time_benchmark(compiled, peaks, plan))
-        rows.append(row)
         progress.print(
             f"{index + 1}/{len(chosen)} {operation}: {row['case']}: {row['us']:.1f} us, "
             f"XLA {row['reference_us']:.1f}, floor {row['floor_us']:.1f}"
         )
-    return {
-        **run_facts(),
-        "arguments": vars(args),
-        "peaks": dataclasses.asdict(peaks),
-        "timings": rows,
-    }
+        yield facts | {"timings": [row]}
 
 
 def compile_all(
@@ -169,8 +165,8 @@ def make_table(results: dict[str, Any]) -> Table:
 
 
 def run(args: argparse.Namespace) -> None:
-    results = measure(args, progress_console())
-    show_results(results, make_table(results), as_json=args.json)
+    results = collect_parts(measure(args, progress_console()), "timings", as_json=args.json)
+    table_console(stderr=args.json).print(make_table(results))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

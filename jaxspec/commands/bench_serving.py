@@ -12,27 +12,35 @@ has returned.
 import argparse
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from jaxspec.benchmarking import workloads
 from jaxspec.benchmarking.compiling import compile_side_by_side
 from jaxspec.benchmarking.modes import Mode, make_params, parse_mode
 from jaxspec.benchmarking.random_params import random_decoder, random_eagle3_head
 from jaxspec.benchmarking.rounds import Bench, Workload, time_mode
 from jaxspec.benchmarking.shapes import SHAPES
-from jaxspec.benchmarking.workloads import Arrival, Lengths
 from jaxspec.commands.run_facts import run_facts
 from jaxspec.commands.serving_tables import make_tables, plot_times
+from jaxspec.commands.serving_workloads import (
+    check_options,
+    comparisons,
+    make_arrivals,
+    make_matchers,
+    requests_of,
+    shares,
+    structured_of,
+)
 from jaxspec.commands.shell import (
+    JSON_PARTS,
     add_model_option,
+    collect_parts,
     command_parser,
     progress_console,
     run_command,
-    show_results,
     table_console,
 )
 from jaxspec.config.cache import CacheConfig
@@ -44,12 +52,10 @@ from jaxspec.load_test import Client, LoadResult, LoadTest
 from jaxspec.loading import load, resolve_dtype
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import DraftHead
-from jaxspec.tokenizer import TextTokenizer
 from pallas_kernels.selection import Kernels
 
 SYNTHETIC = "chain:5@3.5"
 MOST_JOBS = 4  # batches compiled at a time; each needs memory for a state for a moment
-COUNTS = "rows", "prompt_tokens", "new_tokens", "max_length", "repeats", "load_requests"
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -77,6 +83,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--max-length", type=int, default=2048, help="most tokens of a request from --lengths")
     add("--shared-prefix", type=int, default=0, metavar="N", help="the same N tokens come before "
         "every prompt")  # fmt: skip
+    add("--structured", default="0", help="requests with a structured output (a JSON string "
+        "without an end); several numbers, separated by commas, are runs of their own")  # fmt: skip
     add("--temperature", type=float, default=0.0, help="sampling temperature; 0 is greedy")
     add("--seed", type=int, default=0, help="seed of arrivals, lengths and prompts")
     add("--rows", type=int, default=16, help="requests that run together")
@@ -89,87 +97,27 @@ def make_parser() -> argparse.ArgumentParser:
     add("--kernels", default="auto", help="auto (all on a Hopper GPU), all, none or a comma list")
     add("--adaptive", action="store_true", help="choose the tree of each call, or none, by what a "
         "round costs and what is accepted; --tree is the largest")  # fmt: skip
-    add("--compare", choices=("plain", "fixed"), help="run the same without speculation, or with "
-        "--adaptive in the largest tree always, too")  # fmt: skip
+    add("--compare", type=comparisons, default=(), help="run the same, too, without speculation "
+        "(plain), with --adaptive in the largest tree always (fixed), or each without the prefix "
+        "cache (uncached); separated by commas")  # fmt: skip
     add("--bare", action="store_true", help="time the same without a scheduler, too, up to --rows; "
         "with --shape")  # fmt: skip
-    add("--json", action="store_true", help="JSON on stdout, the table on stderr")
+    add("--json", action="store_true", help=JSON_PARTS)
     add("--png", type=Path, help="write the distribution of the times as a PNG")
     return parser
-
-
-# The workload.
-
-
-def shares(text: str) -> tuple[float, ...]:
-    """Of an option: positive numbers, separated by commas."""
-    found = tuple(float(part) for part in text.split(","))
-    if not all(0 < share < float("inf") for share in found):
-        raise argparse.ArgumentTypeError(f"must be positive numbers, got {text}")
-    return found
-
-
-def counts_of(args: argparse.Namespace) -> list[int]:
-    """Numbers of requests."""
-    try:
-        counts = [int(part) for part in args.requests.split(",")]
-    except ValueError:
-        counts = []
-    if not counts or min(counts) < 1:
-        raise ValueError(f"--requests must be numbers, at least 1 each, got {args.requests}")
-    return counts
-
-
-def make_arrivals(args: argparse.Namespace, count: int, rate: float | None) -> list[Arrival]:
-    """Raises ValueError for options that make no workload."""
-    for name in COUNTS:
-        if getattr(args, name) < 1:
-            option = name.replace("_", "-")
-            raise ValueError(f"--{option} must be at least 1, got {getattr(args, name)}")
-    if args.shared_prefix < 0:
-        raise ValueError(f"--shared-prefix must be at least 0, got {args.shared_prefix}")
-    if args.shape and args.drafter != "auto":
-        raise ValueError("--drafter is for models: with --shape the drafter is an EAGLE-3 head")
-    if args.bare and not args.shape:
-        raise ValueError("--bare is for random weights: give --shape as well")
-    if args.load and args.rate is not None:
-        raise ValueError("--load gives the rates itself: leave out --rate")
-    if args.compare == "fixed" and not args.adaptive:
-        raise ValueError("--compare fixed is for --adaptive: without it the tree is fixed already")
-    times = workloads.arrival_times(count, rate, args.seed)
-    prompts, new_tokens = make_prompts(args, count)
-    return [Arrival(*one) for one in zip(times, map(tuple, prompts), new_tokens, strict=True)]
-
-
-def make_prompts(args: argparse.Namespace, count: int) -> tuple[list[list[int]], list[int]]:
-    """Prompts, and how many tokens each is to get."""
-    encode = None if args.shape and not args.lengths else TextTokenizer(args.model).encode
-    prompts = None
-    if args.lengths:
-        assert encode is not None
-        pairs = workloads.tokenized_conversations(
-            args.lengths, encode, count, args.max_length, args.seed
-        )
-        prompts, lengths = [prompt for prompt, _ in pairs], [Lengths(len(p), n) for p, n in pairs]
-    else:
-        middle = Lengths(args.prompt_tokens, args.new_tokens)
-        lengths = workloads.drawn_lengths(count, middle, args.spread, args.seed)
-    wanted = [args.shared_prefix, *(own.prompt for own in lengths)]
-    if args.shape:
-        vocab_size = SHAPES[args.shape].vocab_size
-        prefix, *prompts = workloads.random_prompts(wanted, vocab_size, args.seed)
-    else:
-        assert encode is not None
-        prefix, *cut = workloads.source_prompts(wanted, encode, args.seed)
-        prompts = prompts or cut
-    return [prefix + prompt for prompt in prompts], [own.new for own in lengths]
 
 
 # The engines.
 
 
-def make_engine(args: argparse.Namespace, params: EngineParams, longest: int, name: str) -> Engine:
+def make_engine(
+    args: argparse.Namespace, params: EngineParams, longest: int, name: str, cached: bool
+) -> Engine:
     """Raises ValueError for options that do not go together."""
+    config = params.target.config
+    matchers = None
+    if any(structured_of(args)):
+        matchers = make_matchers(args, config.vocab_size, config.stop_token_ids)
     return Engine(
         params,
         CacheConfig(page_size=args.page_size, max_length=longest, num_pages=args.pages),
@@ -177,9 +125,10 @@ def make_engine(args: argparse.Namespace, params: EngineParams, longest: int, na
             max_rows=args.rows,
             rounds_per_call=args.rounds_per_call,
             prefill_budget=args.prefill_budget,
-            prefix_caching=not args.no_prefix_cache,
+            prefix_caching=cached,
             adaptive=name == "adaptive",
         ),
+        make_matcher=matchers,
     )
 
 
@@ -217,76 +166,116 @@ class Run(NamedTuple):
     Attributes:
       mode: "speculative", "adaptive", "fixed" or "plain".
       rate: requests a second; None: all at once.
+      prefix_cache: whether pages were kept for later requests.
       bare: what the same rows give without a scheduler; see bare_rounds.
+      beside: against the same without a structured request, or with the prefix cache.
     """
 
     mode: str
     rate: float | None
+    prefix_cache: bool
     result: LoadResult
     clients: list[Client]
     bare: dict[str, float]
+    beside: dict[str, Any]
 
     @property
     def name(self) -> str:
         arrivals = "at once" if self.rate is None else f"at {self.rate:.3g} a second"
-        return f"{self.mode}, {len(self.clients)} {arrivals}"
+        structured = f", {self.result.structured} structured" if self.result.structured else ""
+        cached = "" if self.prefix_cache else ", uncached"
+        return f"{self.mode}, {len(self.clients)} {arrivals}{structured}{cached}"
+
+    @property
+    def kind(self) -> tuple[str, int, float | None]:
+        """Runs of one kind can be compared."""
+        return self.mode, len(self.clients), self.rate
+
+    def as_record(self) -> dict[str, Any]:
+        own = {"mode": self.mode, "rate": self.rate, "prefix_cache": self.prefix_cache}
+        more = {"bare": self.bare, "beside": self.beside}
+        given = {name: value for name, value in more.items() if value}
+        return own | dataclasses.asdict(self.result) | given
 
 
-def measure(args: argparse.Namespace, console: Console) -> tuple[dict[str, Any], list[Run]]:
-    """All results, and the runs."""
-    workloads = [make_arrivals(args, count, args.rate) for count in counts_of(args)]
+def measure(
+    args: argparse.Namespace, console: Console, runs: list[Run]
+) -> Iterator[dict[str, Any]]:
+    """One run after the other, each with everything needed to read it later; ``runs`` gets all."""
+    check_options(args)
+    workloads = [make_arrivals(args, count, args.rate) for count in requests_of(args)]
+    longest = max(len(one.prompt) + one.new_tokens for one in itertools.chain(*workloads))
     console.print("loading")
-    models, runs, kernels = Models(args), [], ""
+    models = Models(args)
     first = "plain" if args.tree == "plain" else "speculative"
     first = "adaptive" if args.adaptive else first
-    for name in [first] if args.compare in (None, first) else [first, args.compare]:
-        longest = max(len(one.prompt) + one.new_tokens for one in itertools.chain(*workloads))
-        engine = make_engine(args, models.params(name), longest, name)
-        kernels = str(engine.kernels)
-        own = serve(args, engine, name, workloads, console)
-        del engine  # its memory is for the next one
-        if args.bare:
-            bare = bare_rounds(args, models.params(name), models.mode(name), console)
-            own = [run._replace(bare=bare.get(run.result.requests, {})) for run in own]
-        runs += own
-    results = {
-        **run_facts(),
-        "own_kernels": kernels,
-        "arguments": {name: str(v) if isinstance(v, Path) else v for name, v in vars(args).items()},
-        "runs": [as_record(run) for run in runs],
-    }
-    return results, runs
+    caches = [not args.no_prefix_cache, *([False] if "uncached" in args.compare else [])]
+    for name in dict.fromkeys([first, *(one for one in args.compare if one != "uncached")]):
+        params = models.params(name)
+        bare = bare_rounds(args, params, models.mode(name), console) if args.bare else {}
+        for cached in caches:
+            engine = make_engine(args, params, longest, name, cached)
+            facts = {
+                **run_facts(),
+                "own_kernels": str(engine.kernels),
+                "arguments": {
+                    name: str(v) if isinstance(v, Path) else v for name, v in vars(args).items()
+                },
+            }
+            for run in serve(args, engine, name, console):
+                if run.rate is None and cached and not run.result.structured:
+                    run = run._replace(bare=bare.get(run.result.requests, {}))
+                run = run._replace(beside=beside(run, runs))
+                console.print(summary(run))
+                runs.append(run)
+                yield facts | {"runs": [run.as_record()]}
+            del engine  # its memory is for the next one
 
 
-def as_record(run: Run) -> dict[str, Any]:
-    own = {"mode": run.mode, "rate": run.rate, **dataclasses.asdict(run.result)}
-    return own | ({"bare": run.bare} if run.bare else {})
-
-
-def serve(
-    args: argparse.Namespace,
-    engine: Engine,
-    name: str,
-    workloads: Sequence[Sequence[Arrival]],
-    console: Console,
-) -> list[Run]:
+def serve(args: argparse.Namespace, engine: Engine, name: str, console: Console) -> Iterator[Run]:
     """Run all workloads on an engine, each first to compile."""
-    runs = []
-    for arrivals in workloads:
+    fastest = 0.0
+    for count, structured in itertools.product(requests_of(args), structured_of(args)):
+        arrivals = make_arrivals(args, count, args.rate, structured)
         test = LoadTest(engine, arrivals, args.temperature)
-        console.print(f"{name}, {len(arrivals)} requests: compiling, with the whole workload")
+        console.print(f"{name}, {count} requests: compiling, with the whole workload")
         test.warm_up()
         console.print(f"{name}: {engine.programs.compiled} programs; measuring")
-        runs.append(repeated(args, name, test, args.rate))
-        console.print(summary(runs[-1]))
-    fastest = max(run.result.requests / run.result.seconds for run in runs)
+        run = repeated(args, name, test, args.rate)
+        if not structured:
+            fastest = max(fastest, run.result.requests / run.result.seconds)
+        yield run
     for share in args.load:
         rate = share * fastest
         test = LoadTest(engine, make_arrivals(args, args.load_requests, rate), args.temperature)
         console.print(f"{name}: measuring at {rate:.2f} requests a second")
-        runs.append(repeated(args, name, test, rate))
-        console.print(summary(runs[-1]))
-    return runs
+        yield repeated(args, name, test, rate)
+
+
+def beside(run: Run, earlier: Sequence[Run]) -> dict[str, Any]:
+    """A run against one of the same workload without a structured request, or if it has none, with
+    the prefix cache: how many times as long, or as fast, it was. Nothing if there is no such run.
+    """
+    structured, cached = run.result.structured, run.prefix_cache
+    wanted = (0, cached) if structured else (0, True)
+    for other in earlier:
+        if other.kind == run.kind and (other.result.structured, other.prefix_cache) == wanted:
+            own, base = run.result, other.result
+            return {
+                "run": other.name,
+                "first_token": ratios(own.first_token, base.first_token),
+                "unstructured_between_tokens": ratios(
+                    own.unstructured_between_tokens, base.unstructured_between_tokens
+                ),
+                "unstructured_per_second": own.unstructured_per_second
+                / base.unstructured_per_second,
+            }
+    return {}
+
+
+def ratios(own: Mapping[str, float], base: Mapping[str, float]) -> dict[str, float | None]:
+    """None where there is nothing to compare with."""
+    return {name: value / base[name] if base[name] else None for name, value in own.items()}
 
 
 def summary(run: Run) -> str:
@@ -302,7 +291,8 @@ def repeated(args: argparse.Namespace, name: str, test: LoadTest, rate: float | 
     runs = []
     for _ in range(args.repeats):
         result = test.run()
-        runs.append(Run(name, rate, result, test.clients, {}))
+        cached = test.engine.config.prefix_caching
+        runs.append(Run(name, rate, cached, result, test.clients, {}, {}))
     return sorted(runs, key=lambda run: run.result.total_per_second)[len(runs) // 2]
 
 
@@ -318,7 +308,7 @@ def bare_rounds(
         workload = Workload(count, context, rounds, args.page_size, repeats=3)
         return Bench(mode, params, workload)
 
-    counts = [count for count in counts_of(args) if count <= args.rows]
+    counts = [count for count in requests_of(args) if count <= args.rows]
     benches = compile_side_by_side(compiled, counts, "bare batches", MOST_JOBS, console.print)
     found = {}
     for count, bench in zip(counts, list(benches), strict=True):
@@ -335,11 +325,10 @@ def bare_rounds(
 
 
 def run(args: argparse.Namespace) -> None:
-    results, runs = measure(args, progress_console())
-    *first, last = make_tables(results)
-    for table in first:
+    runs: list[Run] = []
+    results = collect_parts(measure(args, progress_console(), runs), "runs", as_json=args.json)
+    for table in make_tables(results):
         table_console(stderr=args.json).print(table)
-    show_results(results, last, as_json=args.json)
     if args.png is not None:
         plot_times(results, [(run.name, run.clients) for run in runs], args.png)
 

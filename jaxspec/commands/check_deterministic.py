@@ -16,7 +16,7 @@ import concurrent.futures
 import dataclasses
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,11 +27,13 @@ from jaxspec.built_in import BUILT_IN_HEAD
 from jaxspec.cache import pages_for
 from jaxspec.commands.run_facts import run_facts
 from jaxspec.commands.shell import (
+    JSON_PARTS,
     add_model_option,
+    collect_parts,
     command_parser,
     progress_console,
     run_command,
-    show_results,
+    table_console,
 )
 from jaxspec.comparison import first_difference
 from jaxspec.config.cache import CacheConfig
@@ -68,7 +70,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the weights")
     add("--kernels", default="auto", help="auto (all on a Hopper GPU), all, none or a comma list")
     add("--seed", type=int, default=0, help="seed of lengths, prompts and order")
-    add("--json", action="store_true", help="JSON on stdout, the table on stderr")
+    add("--json", action="store_true", help=JSON_PARTS)
     return parser
 
 
@@ -252,7 +254,8 @@ def differences(expected: Texts, found: Texts, requests: Sequence[Request]) -> l
     return shown
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The price, then one run after the other."""
     for name in COUNTS:
         check_count(f"--{name.replace('_', '-')}", getattr(args, name))
     progress, requests = progress_console(), make_requests(args)
@@ -261,7 +264,16 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     cost = price(args, engines, requests)
     for name, own in cost.items():
         progress.print(f"{name}: {price_line(own)}")
-    rows: list[dict[str, Any]] = []
+    facts = {
+        **run_facts(),
+        "dtype": args.dtype,
+        "verify_width": args.verify_width,
+        "rows": args.rows,
+        "kernels": str(engines[setups(args)[0]].kernels),
+        "compile_seconds": seconds,
+        "requests": len(requests),
+    }
+    yield facts | {"runs": [], "price": cost}
     expected: Texts = []
     for seed, setup in enumerate(setups(args), args.seed):
         result, texts = run_setup(setup, engines[setup], requests, seed)
@@ -270,23 +282,14 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         result["identical"] = len(texts) - len(differing)
         result["differing_first_tokens"] = sum(one["token"] == 0 for one in differing)
         result["differences"] = differing[:SHOWN]
-        rows.append(result)
         progress.print(
             f"{setup.name}: {result['identical']} of {len(texts)} identical in "
             f"{result['seconds']:.0f} s, {result['hits']} cached tokens, {result['swaps']} swaps"
         )
         for one in result["differences"]:
             progress.print(f"  {one}")
-    facts = {
-        "dtype": args.dtype,
-        "verify_width": args.verify_width,
-        "rows": args.rows,
-        "kernels": str(engines[setups(args)[0]].kernels),
-        "compile_seconds": seconds,
-        "requests": len(requests),
-        "tokens": sum(map(len, expected)),
-    }
-    return run_facts() | facts | {"runs": rows, "price": cost}
+        tokens = sum(map(len, expected))
+        yield facts | {"tokens": tokens, "runs": [result], "price": cost}
 
 
 def price_line(own: Mapping[str, float]) -> str:
@@ -312,8 +315,8 @@ def make_table(results: dict[str, Any]) -> Table:
 
 
 def run(args: argparse.Namespace) -> None:
-    results = measure(args)
-    show_results(results, make_table(results), as_json=args.json)
+    results = collect_parts(measure(args), "runs", as_json=args.json)
+    table_console(stderr=args.json).print(make_table(results))
     wrong = sum(results["requests"] - row["identical"] for row in results["runs"])
     if wrong:
         raise ValueError(f"{wrong} texts differ in deterministic mode")

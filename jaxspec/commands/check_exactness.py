@@ -19,9 +19,10 @@ import jax
 from rich.console import Console
 
 from jaxspec import LLM, SamplingParams, SpeculationConfig
+from jaxspec.commands.engine_config import engine_config, with_memory
+from jaxspec.commands.engine_options import add_memory_options, add_mode_options
 from jaxspec.commands.shell import add_model_option, command_parser, progress_console, run_command
 from jaxspec.comparison import first_difference, logit_gap
-from jaxspec.config.engine import EngineConfig
 from jaxspec.evaluation import summarize
 
 
@@ -45,6 +46,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--top-p", type=float, default=1.0, help="probability kept in sampling; 1 keeps all")
     add("--kernels", default="auto", help="auto (all on a Hopper GPU), all, none or a comma list")
     add("--json", action="store_true", help="print one JSON object")
+    add_mode_options(parser)
+    add_memory_options(parser)
     return parser
 
 
@@ -61,13 +64,15 @@ def library_prompts(llm: LLM, count: int, length: int) -> list[list[int]]:
 
 
 def make_llm(arguments: argparse.Namespace, drafter: str, speculation: SpeculationConfig) -> LLM:
+    config = engine_config(arguments, arguments.prompts, plain=drafter == "none")
     return LLM(
         arguments.model,
         drafter,
         speculation=speculation,
         dtype=arguments.dtype,
         kernels=arguments.kernels,
-        engine=EngineConfig(max_rows=arguments.prompts),
+        num_pages=arguments.pages,
+        engine=with_memory(config, arguments),
     )
 
 
@@ -94,7 +99,8 @@ def measure(arguments: argparse.Namespace) -> dict:
     for drafter in arguments.drafter or ["ngram"]:
         for tree in trees:
             progress.print(f"{drafter}, {tree.num_nodes} nodes, depth {tree.max_depth}")
-            got = make_llm(arguments, drafter, tree).generate(prompts, sampling)
+            llm = make_llm(arguments, drafter, tree)
+            got = llm.generate(prompts, sampling)
             gaps = []
             for one, other in zip(expected, got, strict=True):
                 index = first_difference(one.token_ids, other.token_ids)
@@ -109,13 +115,14 @@ def measure(arguments: argparse.Namespace) -> dict:
                     "identical": len(prompts) - len(gaps),
                     "prompts": len(prompts),
                     "acceptance_length": summarize(got).length,
+                    "preemptions": dict(llm.engine.scheduler.preemptions),
                     "logit_gaps": gaps,
                 }
             )
     return {
         "model": arguments.model,
         "dtype": str(plain.params.target.embed.dtype),
-        "verify_width": arguments.verify_width,
+        "verify_width": plain.params.speculation.verify_width,
         "tokens": sum(len(c.token_ids) for c in expected),
         "kernels": str(plain.engine.kernels),
         "device": jax.devices()[0].device_kind,
@@ -137,6 +144,8 @@ def print_report(results: dict) -> None:
             f"{row['identical']} of {row['prompts']} identical, "
             f"acceptance length {row['acceptance_length']:.2f}"
         )
+        for kind, count in row["preemptions"].items():
+            line += f", {count} preempted by {kind}" if count else ""
         if row["logit_gaps"]:
             gaps = row["logit_gaps"]
             line += (

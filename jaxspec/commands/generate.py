@@ -10,6 +10,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from jaxspec.commands.engine_options import add_mode_options
 from jaxspec.commands.importing import import_command
 from jaxspec.commands.shell import add_model_option, command_parser, run_command
 
@@ -52,6 +53,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_comparison_options(parser)
     add_tree_options(parser)
     add_sampling_options(parser)
+    add_mode_options(parser)
     add_memory_options(parser)
     return parser
 

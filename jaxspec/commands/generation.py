@@ -18,6 +18,7 @@ from jaxspec import (
     make_mesh,
 )
 from jaxspec.commands.chat import chat, check_chat_template, typed_lines
+from jaxspec.commands.engine_config import engine_config
 from jaxspec.commands.generate import PAIRS
 from jaxspec.commands.program_cache import (
     default_folder,
@@ -28,7 +29,6 @@ from jaxspec.commands.shell import progress_console
 from jaxspec.commands.streaming import stream
 from jaxspec.commands.tree_page import check_page_path, tree_page
 from jaxspec.comparison import compare, decode_rate
-from jaxspec.config.engine import EngineConfig
 from jaxspec.config.speculation import default_speculation
 from jaxspec.loading import choose_drafter
 from jaxspec.tokenizer import TextTokenizer
@@ -60,6 +60,7 @@ def sampling_params(arguments: argparse.Namespace) -> SamplingParams:
 
 
 def make_llm(arguments: argparse.Namespace, drafter: str, tokenizer: TextTokenizer) -> LLM:
+    config = engine_config(arguments, max_rows=1, plain=drafter == "none")
     return LLM(
         arguments.model,
         drafter,
@@ -71,7 +72,7 @@ def make_llm(arguments: argparse.Namespace, drafter: str, tokenizer: TextTokeniz
         page_size=arguments.page_size,
         max_length=arguments.max_length,
         num_pages=arguments.num_pages,
-        engine=EngineConfig(max_rows=1, trees=arguments.show_trees is not None),
+        engine=dataclasses.replace(config, trees=arguments.show_trees is not None),
         tokenizer=tokenizer,
     )
 

@@ -15,6 +15,36 @@ def as_ms(times: dict[str, float]) -> str:
     return " / ".join(f"{1e3 * value:,.1f}" for value in times.values())
 
 
+def as_times(ratios: dict[str, float | None]) -> str:
+    return " / ".join("-" if ratio is None else f"{ratio:.3g}x" for ratio in ratios.values())
+
+
+def structured_lines(run: dict[str, Any]) -> dict[str, str]:
+    """Of a run that has requests with a structured output."""
+    if not run["structured"]:
+        return {}
+    return {
+        "requests with structured output": str(run["structured"]),
+        "between tokens of these, ms": as_ms(run["structured_between_tokens"]),
+        "of the others, ms": as_ms(run["unstructured_between_tokens"]),
+        "others: seconds, new tokens/s": f"{run['unstructured_seconds']:.3f}, "
+        f"{run['unstructured_per_second']:,.0f}",
+    }
+
+
+def beside_lines(run: dict[str, Any]) -> dict[str, str]:
+    """Of a run that was compared with another; requests with structured output do not count."""
+    beside = run.get("beside")
+    if not beside:
+        return {}
+    return {
+        "beside": beside["run"],
+        "first token, times as long": as_times(beside["first_token"]),
+        "between tokens, times as long": as_times(beside["unstructured_between_tokens"]),
+        "new tokens/s, times as many": f"{beside['unstructured_per_second']:.3g}x",
+    }
+
+
 def as_lines(run: dict[str, Any]) -> dict[str, str]:
     """The figures of a run as the table shows them."""
     depths = " ".join(f"{share:.2f}" for share in run["accepted_by_depth"])
@@ -41,12 +71,16 @@ def as_lines(run: dict[str, Any]) -> dict[str, str]:
         "without requests": f"{run['without_requests']:.1%}",
         "KV waste": f"{run['kv_waste']:.1%}",
         "most KV pages held": f"{run['kv_used']:.1%}",
-        "prefix hits": f"{run['prompt_hits']:.1%} of the prompts' tokens",
+        "prefix cache": "on" if run["prefix_cache"] else "off",
+        "prefix hits": f"{run['prompt_hits']:.1%} of the prompts' tokens, "
+        f"{run['prompt_hit_tokens']:,}",
         "tokens a round": f"{run['tokens_per_round']:.2f}",
         "accepted by depth": depths or "-",
         "rounds": rounds,
         "preemptions": preempted,
         "compiled after warm-up": str(run["compiled"]),
+        **structured_lines(run),
+        **beside_lines(run),
     }
 
 

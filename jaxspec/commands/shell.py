@@ -5,7 +5,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from jaxspec.built_in import BUILT_IN_MODEL
 from jaxspec.commands.importing import INTERRUPTED
 
 TABLE_WIDTH = 130  # least width where the output is not a terminal
+JSON_PARTS = "a line of JSON on stdout for each part, as it is measured; tables on stderr"
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -89,7 +90,29 @@ def show_results(
     """Print the table; with ``as_json``, the results on stdout and the table on stderr."""
     table_console(stderr=as_json, width=width).print(table)
     if as_json:
-        print(json.dumps(results, indent=2))
+        print_json(results)
+
+
+def print_json(results: Mapping[str, Any]) -> None:
+    """As one line on stdout, at once."""
+    print(json.dumps(results), flush=True)
+
+
+def collect_parts(parts: Iterable[Mapping[str, Any]], of: str, *, as_json: bool) -> dict[str, Any]:
+    """The results of all parts of a measurement in one: the lists called ``of`` are joined, and of
+    everything else the last value counts.
+
+    With ``as_json`` each part is a line of JSON on stdout as soon as it is measured, so that a run
+    which is cut off leaves what it has.
+    """
+    joined: list[Any] = []
+    results: dict[str, Any] = {}
+    for part in parts:
+        if as_json:
+            print_json(part)
+        joined += part[of]
+        results |= part
+    return results | {of: joined}
 
 
 def typed_command() -> str:

@@ -11,6 +11,11 @@ def is_integer(value: object) -> TypeGuard[int]:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether the value is an integer or a float."""
+    return is_integer(value) or isinstance(value, (float, np.floating))
+
+
 def check_count(name: str, value: object) -> None:
     """Raise ValueError unless it is an integer of at least 1."""
     if not (is_integer(value) and value >= 1):

@@ -1,9 +1,10 @@
 """How an engine serves requests."""
 
 import dataclasses
+import math
 from typing import Any, Literal
 
-from jaxspec.config.checks import check_count
+from jaxspec.config.checks import check_count, is_number
 from jaxspec.config.speculation import TreeShape
 
 Preemption = Literal["auto", "recompute", "swap"]
@@ -21,7 +22,10 @@ class EngineConfig:
       max_queue: most requests that may wait; None: any number.
       prefix_caching: keep the pages of earlier requests for prompts that begin alike.
       preemption: with too few pages, ``recompute`` some requests later, or ``swap`` their pages to
-        host memory; ``auto`` swaps where it can. In bfloat16 only swapping is exact.
+        host memory; ``auto`` does what is cheaper, by what ``warm_up`` and calls since have shown,
+        and swaps until that is known. In bfloat16 only swapping is exact.
+      swap_memory: GiB of host memory for swapped requests. Those that do not fit are recomputed; in
+        deterministic mode, requests wait instead until all that run could be swapped.
       fixed_rounds: programs run one round or several, as many as they are made for, so that no
         launch waits for the device; on a GPU, a launch of a program that decides after each round
         returns only when they have run. None: on GPUs.
@@ -48,6 +52,7 @@ class EngineConfig:
     max_queue: int | None = None
     prefix_caching: bool = True
     preemption: Preemption = "auto"
+    swap_memory: float = 4.0
     fixed_rounds: bool | None = None
     deterministic: bool = False
     max_programs: int = 128
@@ -64,6 +69,8 @@ class EngineConfig:
             raise ValueError(
                 f'preemption must be "auto", "recompute" or "swap", got {self.preemption!r}'
             )
+        if not (is_number(self.swap_memory) and 0 <= self.swap_memory < math.inf):
+            raise ValueError(f"swap_memory must be GiB, at least 0, got {self.swap_memory!r}")
         if self.deterministic and self.preemption == "recompute":
             raise ValueError(
                 'preemption="recompute" is not exact in bfloat16: with deterministic=True give '

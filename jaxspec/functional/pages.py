@@ -57,7 +57,8 @@ def save_row(
 ) -> tuple[EngineState, SavedRow]:
     """The state as it is, and a copy of one row (an index [1]) with the contents of its pages [n].
 
-    ``pages`` may be padded with the null page. restore_row continues the row, exactly.
+    ``pages`` may be padded with the null page. restore_row continues the row, exactly. A row with
+    many pages may be saved in parts: then each has a copy of the row beside its pages.
 
     Raises ValueError under data parallelism.
     """
@@ -88,12 +89,12 @@ def restore_row(
     pages: Integers,
     page_table: Array,
 ) -> EngineState:
-    """Put a saved row back, as row ``row`` [1] with other pages.
+    """Put a saved row back, as row ``row`` [1] with other pages. Of several parts, put all back.
 
     Args:
       pages: [n] pages for the contents of those that were saved, in the same order; the null page
         for those that are not needed.
-      page_table: [1, M] the row's pages from now on; the first n are ``pages``.
+      page_table: [1, M] the row's pages from now on.
     """
     params.check(state)
     _check_one_shard(params)

@@ -13,6 +13,11 @@ from jaxspec.scheduling.survival import AcceptanceEstimate, family_of
 
 SHORT_CALL = 4  # rounds of a call that explores
 ENOUGH_SEEN = 32  # rounds of a family: before that, calls are short
+# What n rounds of a family yield may be this much better on average than they showed, divided by
+# the square root of n: about the deviation of one round, as a share. An estimate from other
+# families is worth a few rounds.
+DEVIATION = 0.7
+LEAST_SEEN = 4
 
 
 class RoundCosts:
@@ -80,14 +85,17 @@ class ShapePolicy:
     It stays with a shape unless another is better by more than ``hysteresis``. Where nothing, or
     only short chains, are drafted, the estimates of what else could be grow old. So now and then a
     short call tries the most promising other shape. These calls are expected to cost at most
-    ``exploration`` of the time, and cost at most four times that if nothing new is accepted.
+    ``exploration`` of the time, and cost at most four times that if nothing new is accepted. What
+    is hardly known is tried at once, as long as it may be the best.
 
     Args:
       shapes: those that may be chosen; plain decoding must be one.
       hysteresis: least gain, as a share, for which the shape changes.
       exploration: share of the time that trying may cost.
+      short_call: rounds of a call that tries a shape.
 
-    Raises ValueError without plain decoding, and for negative shares or an exploration above 0.5.
+    Raises ValueError without plain decoding, for negative shares or an exploration above 0.5, and
+    for a short call without a round.
     """
 
     def __init__(
@@ -96,6 +104,7 @@ class ShapePolicy:
         *,
         hysteresis: float = 0.01,
         exploration: float = 0.01,
+        short_call: int = SHORT_CALL,
         estimate: AcceptanceEstimate | None = None,
     ):
         if not any(shape.is_plain for shape in shapes):
@@ -105,9 +114,12 @@ class ShapePolicy:
                 "hysteresis must not be negative and exploration must be a share of at most 0.5, "
                 f"got {hysteresis} and {exploration}"
             )
+        if short_call < 1:
+            raise ValueError(f"short_call must be at least 1 round, got {short_call}")
         self.shapes = tuple(shapes)
         self.estimate = AcceptanceEstimate(shapes) if estimate is None else estimate
         self.hysteresis, self.exploration = hysteresis, exploration
+        self.short_call = short_call
         self.shape: TreeShape | None = None  # of the last call that did not explore
         self.most_rounds: int | None = None
         """Most rounds of the next call: it may explore, or too little is known. None: any."""
@@ -133,12 +145,13 @@ class ShapePolicy:
         """
         if not rows:
             raise ValueError("choose needs at least one row")
-        outlook = _Outlook(self.shapes, self.estimate.hazards(rows), self.estimate, costs, size)
+        hazards = self.estimate.hazards(rows)
+        outlook = _Outlook(self.shapes, hazards, self.estimate, costs, size)
         self.shape = best = outlook.settle(self.shape, self.hysteresis)
         candidates = outlook.candidates()
         explored = self._explore(outlook, candidates, rounds)
-        due = any(self._affordable(outlook, shape, SHORT_CALL) for shape in candidates)
-        self.most_rounds = SHORT_CALL if due or self._is_new(best) else None
+        due = any(self._affordable(outlook, shape, self.short_call) for shape in candidates)
+        self.most_rounds = self.short_call if due or self._is_new(best) else None
         return explored or best
 
     def _explore(
@@ -148,13 +161,13 @@ class ShapePolicy:
         for shape in candidates:
             if self._affordable(outlook, shape, rounds):
                 family = family_of(shape)
-                price = outlook.price(shape, rounds)
+                price = self._price(outlook, shape, rounds)
                 self._credit[family] -= min(self._credit[family], price)
                 return shape
         earned = rounds * outlook.seconds[outlook.best] * self.exploration / max(len(candidates), 1)
         for shape in candidates:
             # No more than one call costs: what is saved up must not pay for many in a row.
-            most = max(outlook.price(shape, count) for count in (rounds, SHORT_CALL))
+            most = max(self._price(outlook, shape, count) for count in (rounds, self.short_call))
             family = family_of(shape)
             self._credit[family] = min(self._credit[family] + earned, most)
         return None
@@ -162,14 +175,23 @@ class ShapePolicy:
     def _affordable(self, outlook: "_Outlook", shape: TreeShape, rounds: int) -> bool:
         if self.exploration == 0:
             return False
-        loss = outlook.loss(shape)
-        first = rounds <= SHORT_CALL and loss <= outlook.seconds[outlook.best]
-        if first and self._is_new(shape):
+        if rounds <= self.short_call and self._is_new(shape) and self._may_be_best(outlook, shape):
             return True
-        return outlook.price(shape, rounds) <= self._credit[family_of(shape)]
+        return self._price(outlook, shape, rounds) <= self._credit[family_of(shape)]
 
     def _is_new(self, shape: TreeShape) -> bool:
         return not shape.is_plain and self.estimate.rounds_seen(shape) < ENOUGH_SEEN
+
+    def _may_be_best(self, outlook: "_Outlook", shape: TreeShape) -> bool:
+        """Whether the few rounds that were seen do not show that another shape is better."""
+        seen = max(self.estimate.rounds_seen(shape), LEAST_SEEN)
+        return outlook.rate(shape) * (1 + DEVIATION / seen**0.5) > outlook.rate(outlook.best)
+
+    def _price(self, outlook: "_Outlook", shape: TreeShape, rounds: int) -> float:
+        """Seconds that a call is expected to lose. A short one would be part of another if it did
+        not try something."""
+        extra = outlook.call_seconds if rounds <= self.short_call else 0.0
+        return rounds * outlook.loss(shape) + extra
 
     def observe(
         self,
@@ -237,12 +259,6 @@ class _Outlook:
         least = self.num_rows + float(self.expected[self.best][: self._known(shape)].sum())
         worst = max(0.0, self.seconds[shape] - least / best_rate)
         return max(self.seconds[shape] * (1 - self.rate(shape) / best_rate), worst / 4)
-
-    def price(self, shape: TreeShape, rounds: int) -> float:
-        """Seconds that a call is expected to lose. A short one would be part of another if it did
-        not try something."""
-        extra = self.call_seconds if rounds <= SHORT_CALL else 0.0
-        return rounds * self.loss(shape) + extra
 
     def _highest_rate(self, shape: TreeShape) -> float:
         """Tokens a second, if it accepted all that the best one does not show."""

@@ -33,7 +33,12 @@ class Limits:
       watermark: share of a shard's pages that an admission leaves available for running sequences.
       prefix_caching: whether requests use the pages of earlier ones.
       share_generated: whether these may hold generated tokens, too.
-      preemption: "auto" takes what PreemptionCosts say is cheaper.
+      preemption: "auto" takes what PreemptionCosts say is cheaper. Who does not fit host memory, or
+        is still reading its prompt, is recomputed.
+      part_pages: pages that are moved to host memory at a time.
+      host_parts: most such parts in host memory; None: any number.
+      swaps_only: what was generated is never recomputed: only so many run that host memory holds
+        all who may have to go (see HostMemory.never_lacks).
     """
 
     num_rows: int
@@ -54,17 +59,20 @@ class Limits:
     prefix_caching: bool = True
     share_generated: bool = True
     preemption: Preemption = "auto"
+    part_pages: int = 1
+    host_parts: int | None = None
+    swaps_only: bool = False
 
     def __post_init__(self):
         """Raises ValueError for values that no scheduler can work with."""
         for name in ("num_rows", "num_pages", "page_size", "max_length", "tokens_per_round"):
             check_count(name, getattr(self, name))
-        for name in ("shards", "max_rounds", "masked_rounds", "waiting_rounds"):
+        for name in ("shards", "max_rounds", "masked_rounds", "waiting_rounds", "part_pages"):
             check_count(name, getattr(self, name))
-        if not (is_integer(self.scratch_slots) and self.scratch_slots >= 0):
-            raise ValueError(
-                f"scratch_slots must be an integer, at least 0, got {self.scratch_slots!r}"
-            )
+        for name, value in (("scratch_slots", self.scratch_slots), ("host_parts", self.host_parts)):
+            is_none = value is None and name == "host_parts"
+            if not (is_none or (is_integer(value) and value >= 0)):
+                raise ValueError(f"{name} must be an integer, at least 0, got {value!r}")
         if self.num_rows % self.shards:
             raise ValueError(f"num_rows={self.num_rows} must be a multiple of shards={self.shards}")
         if self.prefill_budget < self.num_rows:
@@ -81,6 +89,8 @@ class Limits:
             raise ValueError(
                 f'preemption must be "auto", "recompute" or "swap", got {self.preemption!r}'
             )
+        if self.swaps_only and (self.preemption != "swap" or self.shards > 1):
+            raise ValueError('swaps_only needs preemption="swap", and one shard')
 
     def check(self, request: Request) -> int:
         """Most tokens that the request can have. Raises ValueError if it can never run."""
@@ -102,19 +112,6 @@ class Limits:
                 "max_tokens, shrink the tree, or raise num_pages"
             )
         return most
-
-
-@dataclasses.dataclass(frozen=True)
-class PreemptionCosts:
-    """What "auto" weighs. With the defaults it always swaps: the engine measures no costs yet.
-
-    Attributes:
-      recompute_token: seconds to read one token again.
-      swap_page: seconds to move one page to host memory and back.
-    """
-
-    recompute_token: float = 1.0
-    swap_page: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from jaxspec.config.checks import is_integer
+from jaxspec.config.checks import is_integer, is_number
 from jaxspec.structured.spec import StructuredOutput
 
 LARGEST_NUMBER = 3e38  # just below float32's largest number
@@ -164,12 +164,8 @@ class SamplingParams:
         return bias
 
 
-def _is_number(value: object) -> TypeGuard[float]:
-    return is_integer(value) or isinstance(value, (float, np.floating))
-
-
 def _is_within(low: float, high: float) -> Callable[[Any], bool]:
-    return lambda value: _is_number(value) and low <= value <= high  # NaN is in no range
+    return lambda value: is_number(value) and low <= value <= high  # NaN is in no range
 
 
 def _is_integer_within(low: int, high: float) -> Callable[[Any], bool]:

@@ -12,12 +12,12 @@ from jaxspec.scheduling.plan import (
     Ended,
     Limits,
     Plan,
-    PreemptionCosts,
     QueueFull,
     Read,
     RowResult,
     SwapOut,
 )
+from jaxspec.scheduling.preemption import HostMemory, PreemptionCosts
 from jaxspec.scheduling.sequence import Request, Sequence, State
 from jaxspec.scheduling.shard import Placement, Shard
 
@@ -32,12 +32,15 @@ class Scheduler:
     calls in flight turn out to emit. All methods are called from one thread.
 
     Attributes:
+      costs: what decides how a sequence is preempted; it may learn meanwhile.
+      host: what is in host memory now.
       preemptions: how many sequences were preempted, by "recompute" and "swap".
     """
 
     def __init__(self, limits: Limits, costs: PreemptionCosts | None = None):
         self.limits = limits
-        self.costs = costs or PreemptionCosts()
+        self.costs = PreemptionCosts() if costs is None else costs
+        self.host = HostMemory(limits)
         self.shards = tuple(Shard(index, limits) for index in range(limits.shards))
         self.preemptions = {"recompute": 0, "swap": 0}
         self._sequences: dict[str, Sequence] = {}  # that have not ended
@@ -164,6 +167,7 @@ class Scheduler:
         if sequence.state is State.WAITING:
             self._waiting.remove(sequence)
         if sequence.swapped:
+            self.host.give_back(sequence)
             self._dropped.append(sequence.request_id)
         if sequence.has_row:
             self._leaving.append(sequence)
@@ -207,7 +211,7 @@ class Scheduler:
         if is_swapped:
             pages = tuple(sequence.pages[:num_pages])
             draft.swap_out.append(SwapOut(sequence.row, sequence, pages))
-            sequence.swapped = num_pages
+            self.host.take(sequence, num_pages)
         draft.release.append(sequence.row)
         shard.leave(sequence)
         self.preemptions["swap" if is_swapped else "recompute"] += 1
@@ -215,10 +219,12 @@ class Scheduler:
         self._enqueue(sequence)
 
     def _swap_is_better(self, num_tokens: int, num_pages: int) -> bool:
-        if self.limits.preemption == "auto":
-            swapping = num_pages * self.costs.swap_page
-            return swapping < num_tokens * self.costs.recompute_token
-        return self.limits.preemption == "swap"
+        if self.limits.preemption == "recompute" or not self.host.has_room(num_pages):
+            assert not self.limits.swaps_only, "too many were admitted to swap them all"
+            return False
+        if self.limits.preemption == "swap":
+            return True
+        return self.costs.swap_is_cheaper(num_tokens, self.host.parts_for(num_pages))
 
     def _admit(self, draft: Draft) -> None:
         """Give free rows to those who wait, in order.
@@ -237,17 +243,24 @@ class Scheduler:
             if not ready:
                 continue
             fitting = [p for p in ready if p.shard.fits(p, sequence)]
-            if not fitting:
+            if not fitting or not self._can_swap_all(sequence):
                 return
             best = max(fitting, key=lambda p: (p.cached, p.shard.pages.available))
             self._place(best, sequence, draft)
+
+    def _can_swap_all(self, new: Sequence) -> bool:
+        """Whether nobody has to be recomputed if this one runs too, where that is forbidden."""
+        if not self.limits.swaps_only or new.swapped:
+            return True
+        swapped = [sequence for sequence in self._waiting if sequence.swapped]
+        return self.host.never_lacks([*self.shards[0].running, *swapped, new])
 
     def _place(self, placement: Placement, sequence: Sequence, draft: Draft) -> None:
         copy = placement.shard.place(placement, sequence)
         self._waiting.remove(sequence)
         if sequence.swapped:
             sequence.state = State.DECODING
-            sequence.swapped = 0
+            self.host.give_back(sequence)
             context = len(sequence.tokens) - 1
             draft.restored.append((sequence, pages_for(context, self.limits.page_size)))
             return

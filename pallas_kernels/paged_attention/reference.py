@@ -1,5 +1,7 @@
 """The specification of paged attention in jnp; it runs where the kernel does not."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -9,6 +11,8 @@ from pallas_kernels.products import scores_f32, weighted_sum_f32
 MASKED = -1e30  # finite, so that a row that sees no slot gives no NaN
 
 
+# jit: traced and lowered once for all layers of a program.
+@functools.partial(jax.jit, static_argnames=("window", "first_slot", "order_invariant"))
 def paged_attention_reference(
     q: Array,  # [B, T, Q, D]
     k_pages: Array,  # [P, G, K, D]

@@ -1,5 +1,7 @@
 """The specification of rope_kv_write in jnp; it runs where the kernel does not."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -47,6 +49,8 @@ def write_rows(pages: Array, rows: Array, slots: Array) -> Array:
     )
 
 
+# jit: traced and lowered once for all layers of a program.
+@functools.partial(jax.jit, static_argnames="eps")
 def rope_kv_write_reference(
     partials: Array,
     rope: Array,

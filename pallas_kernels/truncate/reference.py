@@ -98,6 +98,7 @@ def _number(keys: Array) -> Array:
     return jnp.where(keys == 0, -jnp.inf, lax.bitcast_convert_type(bits, jnp.float32))
 
 
+@functools.partial(jax.jit, static_argnames="reductions")
 def _search(keys: Array, weights: Array, wanted: Array, reductions: Reductions) -> Array:
     """The largest key such that entries at or above it weigh at least ``wanted``; 0 if none.
 

@@ -21,7 +21,7 @@ from pallas_kernels.paged_attention.cases import (
 from pallas_kernels.paged_attention.mosaic_gpu import paged_attention_mosaic
 from pallas_kernels.paged_attention.reference import paged_attention_reference
 from pallas_kernels.paged_attention.tuning import AttentionTuning
-from tests.marks import slow
+from tests.marks import first_is_fast, slow
 from tests.programs import FAST_COMPILE
 
 run_reference = jax.jit(
@@ -95,6 +95,7 @@ def test_ping_pong_scheduling_changes_nothing(config: AttentionTuning):
     assert jnp.array_equal(alternating, interpreted(case, config))
 
 
+@pytest.mark.slow
 def test_blocks_of_128_slots_suit_one_warpgroup_too():
     interpreted(named("K: pages of 16, a tree"), AttentionTuning(block=128, stages=2))
 
@@ -107,7 +108,7 @@ def test_blocks_of_128_slots_suit_one_warpgroup_too():
         slow(AttentionTuning(block=64, stages=2, warpgroups=2, splits=2, ping_pong=True)),
     ],
 )
-@pytest.mark.parametrize("case", KERNEL_CASES, ids=str)
+@first_is_fast(KERNEL_CASES[::-1], 5)  # the last ones: windows, first slots, chunks
 def test_it_lowers_for_cuda(case: Case, config: AttentionTuning | None):
     arguments = jax.eval_shape(lambda: make_arguments(case, jnp.bfloat16))
     function = functools.partial(paged_attention_mosaic, **case.options, config=config)

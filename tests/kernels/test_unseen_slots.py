@@ -55,7 +55,7 @@ INTERPRETED = (
     (Case("first slot in the third block", (150, 20), 3, 4, 1, 128, 64, first_slot=140), NARROW),
 )
 FAST = {"first slot, two heads"}
-FAST_TO_LOWER = {"tuned", "two heads", "ping-pong", "two splits"}
+FAST_TO_LOWER = {"tuned", "two splits"}
 # Left edges with more blocks than the ring holds, and with fewer.
 EDGES: tuple[tuple[int, int, dict[str, Any]], ...] = (  # query tokens, page size, options
     (1, 64, {"first_slot": 5}),

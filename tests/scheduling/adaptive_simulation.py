@@ -101,12 +101,22 @@ def cut(accepted: np.ndarray, room: np.ndarray) -> np.ndarray:
 
 
 def simulate(
-    policy: Policy, phases: Sequence[Phase], *, rounds: int = 8, length: int = 768, seed: int = 0
+    policy: Policy,
+    phases: Sequence[Phase],
+    *,
+    rounds: int = 8,
+    length: int = 768,
+    seed: int = 0,
+    fixed: int = 1,
+    call: float = 0.0,
 ) -> list[float]:
     """Tokens a second of each phase.
 
     Calls have so many rounds, and are observed one call late, as in the engine. A request that has
     ended is replaced before the next call; texts have between half of ``length`` tokens and all.
+
+    Programs run ``fixed`` rounds or one, so a call may launch several; each launch costs ``call``
+    seconds besides its rounds.
     """
     random, costs = np.random.default_rng(seed), h100_costs()
     rates, next_row, late = [], 0, None
@@ -121,7 +131,8 @@ def simulate(
             shape = policy.choose(keys.tolist(), costs, rounds=count)
             accepted = draw_accepted(random, levels, shape, count)
             committed = cut(accepted, room)
-            seconds += count * costs.seconds(phase.rows, shape)
+            launches = count // fixed + count % fixed if call else 0
+            seconds += count * costs.seconds(phase.rows, shape) + launches * call
             tokens += int(committed.sum())
             room = room - committed.sum(axis=0)
             if late is not None:

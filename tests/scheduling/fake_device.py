@@ -121,11 +121,17 @@ class FakeDevice:
             assert len(out.pages) >= pages_for(state.context, self.limits.page_size)
             saved = [_copied(self._page(out.row, page)) for page in out.pages]
             self.host[out.sequence.request_id] = (state, saved)
+        self._check_host_memory()
         for row in plan.settle:
             assert self.rows[row].drafted < self.rows[row].context
             self._draft(row)
         for row in plan.release:
             del self.rows[row]
+
+    def _check_host_memory(self) -> None:
+        size, most = self.limits.part_pages, self.limits.host_parts
+        parts = sum(-(-len(saved) // size) for _, saved in self.host.values())
+        assert most is None or parts <= most
 
     def _change_tables(self, plan: Plan) -> None:
         for back in plan.swap_in:
@@ -140,6 +146,7 @@ class FakeDevice:
             pages[step.destination] = _copied(pages[step.source])
         for new in plan.admissions:
             assert new.row not in self.rows
+            assert new.sequence.is_new or not self.limits.swaps_only
             tokens = list(new.sequence.tokens)
             context = max(0, new.cached - 1)
             self.rows[new.row] = Row(
@@ -333,6 +340,7 @@ class Run:
             assert shard.pages.num_held == 0 and not shard.running
             assert len(shard.cache) == shard.pages.num_idle
         assert not self.device.rows and not self.device.host
+        assert self.scheduler.host.parts == 0
 
     def _end(self, name: str, reason: str) -> None:
         assert name not in self.endings, f"{name} ended twice"

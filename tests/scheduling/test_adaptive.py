@@ -1,5 +1,7 @@
 """The policy that chooses draft trees, on a simulated H100 (see adaptive_simulation)."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
@@ -13,6 +15,7 @@ from tests.scheduling.adaptive_simulation import (
     TREE,
     Fixed,
     Phase,
+    Policy,
     draw_accepted,
     h100_costs,
     overall,
@@ -146,6 +149,42 @@ def test_calls_are_short_until_something_is_known():
     assert policy.most_rounds is None
 
 
+def test_what_is_clearly_worse_is_not_tried_for_long():
+    """The tree of 60 is new, but what chains accept, and its first rounds, speak against it."""
+    policy, costs, random = (
+        ShapePolicy([PLAIN, CHAIN, TREE]),
+        h100_costs(),
+        np.random.default_rng(0),
+    )
+    tried = 0
+    for _ in range(40):
+        shape = policy.choose(["a"], costs, rounds=4)
+        accepted = draw_accepted(random, np.array([0.2]), shape, 4)
+        policy.observe(["a"], shape, accepted, accepted + 1)
+        tried += 4 * (shape == TREE)
+    assert tried < 32
+
+
+def test_what_may_be_the_best_is_tried_at_once():
+    policy, costs, random = (
+        ShapePolicy([PLAIN, CHAIN, TREE]),
+        h100_costs(),
+        np.random.default_rng(0),
+    )
+    shapes = []
+    for _ in range(12):
+        shapes.append(policy.choose(["a"], costs, rounds=4))
+        accepted = draw_accepted(random, np.array([0.85]), shapes[-1], 4)
+        policy.observe(["a"], shapes[-1], accepted, accepted + 1)
+    assert shapes[6:] == [TREE] * 6
+
+
+def test_calls_that_try_are_as_short_as_the_engine_says():
+    policy = ShapePolicy([PLAIN, CHAIN], short_call=8)
+    policy.choose(["a"], h100_costs())
+    assert policy.most_rounds == 8
+
+
 def test_the_size_of_the_program_may_be_given():
     # Two rows run in a program of 128: there drafting is dear.
     policy = ShapePolicy(SHAPES, exploration=0)
@@ -163,6 +202,8 @@ def test_bad_options_are_refused():
         ShapePolicy(SHAPES, hysteresis=-1)
     with pytest.raises(ValueError, match="exploration"):
         ShapePolicy(SHAPES, exploration=0.9)
+    with pytest.raises(ValueError, match="short_call"):
+        ShapePolicy(SHAPES, short_call=0)
     with pytest.raises(ValueError, match="at least one row"):
         ShapePolicy(SHAPES).choose([], h100_costs())
 
@@ -186,6 +227,21 @@ def test_close_to_the_best_fixed_shape_and_to_plain(rows: int, level: float):
     (rate,) = simulate(ShapePolicy(SHAPES), phases)
     assert rate >= 0.97 * max(fixed.values())
     assert rate >= 0.98 * fixed[PLAIN]
+
+
+@pytest.mark.parametrize("level", [0.2, slow(0.5), slow(0.85)])
+@pytest.mark.parametrize("rows", [1, slow(8), slow(32)])
+def test_a_new_policy_soon_finds_the_best_shape(rows: int, level: float):
+    """What `jaxspec bench adaptive` measures on a GPU: programs of 8 rounds or one, a launch that
+    takes a millisecond, and a second of plain decoding to learn in."""
+    phases = [steady(rows, level, seconds) for seconds in (1.0, 2.0)]
+    options = {"rounds": 16, "length": 512, "fixed": 8, "call": 1e-3}
+
+    def rate(make: Callable[[], Policy]) -> float:
+        return sum(simulate(make(), phases, seed=seed, **options)[1] for seed in range(16)) / 16
+
+    best = max(rate(lambda shape=shape: Fixed(shape)) for shape in SHAPES)
+    assert rate(lambda: ShapePolicy(SHAPES, short_call=8)) >= 0.95 * best
 
 
 def test_better_than_any_fixed_shape_on_a_changing_load():

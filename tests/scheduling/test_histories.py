@@ -11,6 +11,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from jaxspec.config.engine import Preemption
 from jaxspec.scheduling.pages import pages_for
 from jaxspec.scheduling.plan import Limits
 from tests.marks import slow
@@ -24,6 +25,7 @@ def limits(draw: st.DrawFn) -> Limits:
     shards = draw(st.integers(1, 2))
     rows = shards * draw(st.integers(1, 5))
     scratch = draw(st.integers(1, 6))
+    preemption: Preemption = draw(st.sampled_from(["auto", "recompute", "swap"]))
     return Limits(
         num_rows=rows,
         num_pages=pages_for(40 + scratch, 4) + draw(st.integers(0, 8)),
@@ -37,7 +39,10 @@ def limits(draw: st.DrawFn) -> Limits:
         waiting_rounds=draw(st.integers(1, 2)),
         watermark=draw(st.sampled_from([0.0, 0.1, 0.3])),
         prefix_caching=draw(st.booleans()),
-        preemption=draw(st.sampled_from(["auto", "recompute", "swap"])),
+        preemption=preemption,
+        part_pages=draw(st.integers(1, 3)),
+        host_parts=draw(st.none() | st.integers(0, 30)),
+        swaps_only=preemption == "swap" and shards == 1 and draw(st.booleans()),
     )
 
 
@@ -48,6 +53,12 @@ class Histories(RuleBasedStateMachine):
     def start(self, limits: Limits, has_drafter: bool, seed: int):
         self.run = Run(limits, seed=seed, has_drafter=has_drafter)
         self.groups = 0
+
+    @rule(part=st.sampled_from([0.5, 50.0]))
+    def measure(self, part: float):
+        """Reading a token takes 1 s, moving a part little or much more."""
+        self.run.scheduler.costs.add_reading(1, 1.0)
+        self.run.scheduler.costs.add_swap(1, part)
 
     @rule(
         stem=st.sampled_from(STEMS),

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxspec.scheduling.plan import Limits, PreemptionCosts, QueueFull, RowResult
+from jaxspec.scheduling.plan import Limits, QueueFull, RowResult
+from jaxspec.scheduling.preemption import PreemptionCosts
 from jaxspec.scheduling.scheduler import fair_shares
 from jaxspec.scheduling.sequence import State
 from tests.scheduling.fake_device import ENDLESS, Run
@@ -140,6 +141,9 @@ def test_shards_fill_evenly():
         ({"prefill_budget": 3}, "prefill_budget must be at least num_rows=4"),
         ({"watermark": 1.0}, r"watermark must be a share in \[0, 1\), got 1.0"),
         ({"preemption": "none"}, 'preemption must be "auto", "recompute" or "swap", got \'none\''),
+        ({"part_pages": 0}, "part_pages must be an integer, at least 1, got 0"),
+        ({"host_parts": -1}, "host_parts must be an integer, at least 0, got -1"),
+        ({"swaps_only": True}, 'swaps_only needs preemption="swap", and one shard'),
         ({"max_queue": 0}, "max_queue must be an integer, at least 1, got 0"),
         ({"max_rounds": 0}, "max_rounds must be an integer, at least 1, got 0"),
         ({"scratch_slots": -1}, "scratch_slots must be an integer, at least 0, got -1"),
@@ -450,13 +454,79 @@ def test_the_worst_priority_goes_first():
     run.finish()
 
 
-@pytest.mark.parametrize(("page_cost", "kind"), [(0.1, "swap"), (100.0, "recompute")])
-def test_the_cheaper_preemption_is_taken(page_cost: float, kind: str):
-    costs = PreemptionCosts(recompute_token=1.0, swap_page=page_cost)
+def costs_of(token: float, part: float) -> PreemptionCosts:
+    costs = PreemptionCosts()
+    costs.add_reading(10, 10 * token)
+    costs.add_swap(2, 2 * part)
+    return costs
+
+
+@pytest.mark.parametrize(
+    ("costs", "kind"),
+    [
+        (costs_of(1.0, 0.1), "swap"),
+        (costs_of(1.0, 100.0), "recompute"),
+        (PreemptionCosts(), "swap"),  # while nothing is known
+    ],
+)
+def test_the_cheaper_preemption_is_taken(costs: PreemptionCosts, kind: str):
     run = Run(made(num_pages=30), costs=costs)
     long_texts(run, 4, max_tokens=40)
     run.finish()
     assert [name for name, count in run.scheduler.preemptions.items() if count] == [kind]
+
+
+def test_the_choice_follows_what_is_measured_meanwhile():
+    run = Run(made(num_pages=30), costs=costs_of(1.0, 0.1))
+    names = long_texts(run, 12, max_tokens=40)
+    while len(run.endings) < len(names) // 2:
+        run.step()
+    assert run.scheduler.preemptions["recompute"] == 0 < run.scheduler.preemptions["swap"]
+    run.scheduler.costs.add_swap(1, 1e9)
+    swaps = run.scheduler.preemptions["swap"]
+    run.finish()
+    assert run.scheduler.preemptions["swap"] == swaps
+    assert run.scheduler.preemptions["recompute"] > 0
+
+
+# With 30 pages, sequences of 45 tokens, 12 pages each, are preempted.
+
+
+def test_what_does_not_fit_host_memory_is_recomputed():
+    run = Run(made(num_pages=30, preemption="swap", part_pages=4, host_parts=2))
+    long_texts(run, 6, max_tokens=40)
+    run.finish(lag=1)  # the device checks that no more than two parts are in host memory
+    assert min(run.scheduler.preemptions.values()) > 0
+
+
+def test_host_memory_is_used_again():
+    run = Run(made(num_pages=30, preemption="swap", part_pages=4, host_parts=9))
+    used = set()
+    long_texts(run, 12, max_tokens=40)
+    while not run.scheduler.is_idle:
+        run.step(lag=1)
+        used.add(run.scheduler.host.parts)
+    assert max(used) > 2 and run.scheduler.host.parts == 0
+    assert run.scheduler.preemptions["recompute"] == 0 < run.scheduler.preemptions["swap"]
+
+
+@pytest.mark.parametrize(("host_parts", "together"), [(0, 2), (6, 3), (9, 4), (None, 4)])
+def test_no_more_run_than_can_be_swapped_where_nobody_is_recomputed(
+    host_parts: int | None, together: int
+):
+    """Two fit 30 pages to their ends. A third needs room for all but one: 2 times 3 parts."""
+    limits = made(num_pages=30, preemption="swap", part_pages=4, host_parts=host_parts)
+    run = Run(dataclasses.replace(limits, swaps_only=True))
+    long_texts(run, 8, max_tokens=40)
+    most = 0
+    while not run.scheduler.is_idle:
+        run.step(lag=1)
+        in_host = len(run.device.host)
+        most = max(most, run.scheduler.num_running + in_host)
+    run.check()
+    assert most == together
+    assert run.scheduler.preemptions["recompute"] == 0
+    assert (run.scheduler.preemptions["swap"] > 0) == (together > 2)
 
 
 def test_a_row_that_reads_is_always_recomputed():

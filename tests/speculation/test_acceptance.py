@@ -167,6 +167,7 @@ def test_a_reduced_draft_vocabulary_changes_nothing(name: str):
     assert p_value(pairs, options) > P_VALUE
 
 
+@pytest.mark.slow
 def test_coupled_drafts_are_accepted_more_often_than_likeliest_ones():
     depths = [
         commit_pairs(with_rule(CHAIN, "match", proposal), Match(), {"temperature": 1.0})[1]
@@ -191,6 +192,7 @@ def claim_flat_draws(tree: DraftTree) -> DraftTree:
     return tree.replace(probs=jnp.full_like(tree.probs, 1 / VOCAB))
 
 
+@pytest.mark.slow
 def test_the_chi_square_test_detects_false_draft_probabilities():
     options = SAMPLINGS["plain"]
     spec = with_rule(CHAIN, "rejection")
@@ -198,7 +200,8 @@ def test_the_chi_square_test_detects_false_draft_probabilities():
     assert p_value(pairs, options) < 1e-9
 
 
-@pytest.mark.parametrize("shared", ["RESIDUAL", slow("ACCEPT")])
+@pytest.mark.slow
+@pytest.mark.parametrize("shared", ["RESIDUAL", "ACCEPT"])
 def test_the_chi_square_test_detects_noise_shared_with_the_draft(
     shared: str, monkeypatch: pytest.MonkeyPatch
 ):
@@ -220,7 +223,7 @@ WRONG_RESIDUALS = {
     [
         ("draws from p after a refusal", CHAIN),
         slow("draws from p after a refusal", TREE),
-        ("forgets to normalize", TREE),  # seen by the next sibling; a last draw needs no norm
+        slow("forgets to normalize", TREE),  # seen by the next sibling; a last draw needs no norm
     ],
 )
 def test_a_wrong_residual_is_caught(name, spec, monkeypatch: pytest.MonkeyPatch):

@@ -95,6 +95,13 @@ def propose(params: EngineParams, state: EngineState) -> tuple[DraftTree, DraftS
     return params.drafter.propose(params.target, state, params.call())
 
 
+@functools.partial(jax.jit, compiler_options=FAST_COMPILE)
+def commit(
+    params: EngineParams, state: EngineState, features: Array, path: Array, counts: Array
+) -> DraftState:
+    return params.drafter.commit(state, features, path, counts, params.call())
+
+
 def padded(features: np.ndarray, width: int) -> Array:
     return jnp.zeros((1, width, features.shape[1])).at[0, : len(features)].set(features)
 
@@ -127,7 +134,7 @@ def test_trees_are_the_official_ones(name: str, page_size: int):
     width = spec.max_depth + 1  # features of as many tree nodes; here the accepted ones come first
     path, counts = jnp.arange(width)[None], jnp.array([len(new_ids)])
     after = state.replace(pool=state.pool.replace(draft=draft.pool))
-    committed = drafter.commit(after, padded(hidden, width), path, counts, params.call())
+    committed = commit(params, after, padded(hidden, width), path, counts)
     state = append(after, len(ids), new_ids, committed)
     tree, *_ = propose(params, state)
     assert_same(ours(tree), official(golden, name, 2))

@@ -142,6 +142,7 @@ def test_matches_have_a_least_length():
 # What the model does meanwhile.
 
 
+@pytest.mark.slow
 def test_where_every_row_looks_up_the_model_only_reads():
     params = mixed(CHAIN)
     state = start(params, [REPEATS] * 3, roots=[8, 8, 8])

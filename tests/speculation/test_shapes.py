@@ -60,7 +60,8 @@ def run(
 
 @functools.cache
 def plain_texts() -> list[list[int]]:
-    params = params_of("none")
+    """By plain rounds of an n-gram drafter, which are those without a drafter: test_engine.py."""
+    params = params_of("ngram")
     return texts(run(params, start(params, PROMPTS), "plain", LENGTH)[0])
 
 

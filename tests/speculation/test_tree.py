@@ -20,6 +20,7 @@ from jaxspec.speculation.tree import (
     unpack_mask,
 )
 from pallas_kernels.paged_attention.cases import random_parents
+from tests.marks import slow
 from tests.random_trees import path_from_root
 
 WIDTH, MAX_DEPTH = 70, 12
@@ -112,7 +113,7 @@ def test_plain_decoding_is_a_tree_of_one_node():
     assert tree.ancestors.tolist() == [[[1]], [[1]]]
 
 
-@pytest.mark.parametrize("width", [32, 33, 64])
+@pytest.mark.parametrize("width", [slow(32), 33, slow(64)])
 def test_padding_adds_nothing_to_a_tree(width: int):
     rng = np.random.default_rng(0)
     parents = jnp.asarray(random_parents(rng, 32, 6)[None])

@@ -30,6 +30,10 @@ LENGTH, STEPS, PAGE = 14, 4, 4
 TOKENS = np.random.default_rng(0).integers(CONFIG.vocab_size, size=(2, LENGTH)).astype(np.int32)
 
 
+jit_loss = jax.jit(draft_loss, static_argnums=3, compiler_options=FAST_COMPILE)
+jit_states = jax.jit(target_states, static_argnums=(2, 3), compiler_options=FAST_COMPILE)
+
+
 def random_head(
     method: EagleMethod, num_layers: int = 1, window: int | None = None, **options: Any
 ):
@@ -55,7 +59,7 @@ def batch_of(tokens: np.ndarray, learned: np.ndarray | None = None) -> DraftBatc
 
 
 def features_of(head: DraftHead):
-    return target_states(TARGET, batch_of(TOKENS), head.capture, dense_causal_attend)[0]
+    return jit_states(TARGET, batch_of(TOKENS), head.capture, dense_causal_attend)[0]
 
 
 @functools.partial(jax.jit, compiler_options=FAST_COMPILE)
@@ -144,10 +148,11 @@ def test_only_marked_tokens_are_learned():
     head, config = random_head("eagle3"), LossConfig(steps=2)
     learned = np.zeros(TOKENS.shape, bool)
     learned[0, 7] = True
-    _, metrics = draft_loss(head, TARGET, batch_of(TOKENS, learned), config)
-    features, hidden = target_states(TARGET, batch_of(TOKENS), head.capture, dense_causal_attend)
+    _, metrics = jit_loss(head, TARGET, batch_of(TOKENS, learned), config)
+    features, hidden = jit_states(TARGET, batch_of(TOKENS), head.capture, dense_causal_attend)
     wanted = jax.nn.softmax(hidden[0, 6] @ LM_HEAD)
-    for step, (_, normed) in enumerate(unroll(head, TARGET, jnp.asarray(TOKENS), features, 2)):
+    unrolled = jax.jit(unroll, static_argnums=4, compiler_options=FAST_COMPILE)
+    for step, (_, normed) in enumerate(unrolled(head, TARGET, TOKENS, features, 2)):
         logits = head.logits(TARGET, normed[0, 6])
         expected = -jnp.sum(wanted * jax.nn.log_softmax(logits))
         np.testing.assert_allclose(metrics["loss"][step], expected, rtol=1e-4)
@@ -158,23 +163,23 @@ def test_only_marked_tokens_are_learned():
 
 def test_a_target_outside_the_draft_vocabulary_is_not_learned_but_counted():
     head = random_head("eagle3", draft_vocab_size=4)
-    _, hidden = target_states(TARGET, batch_of(TOKENS), head.capture, dense_causal_attend)
+    _, hidden = jit_states(TARGET, batch_of(TOKENS), head.capture, dense_causal_attend)
     best = np.asarray(jnp.argmax(hidden @ LM_HEAD, axis=-1))[:, 1:-1]
     unknown = ~np.isin(best, np.asarray(head.token_ids))
     assert unknown.any()
     learned = np.zeros(TOKENS.shape, bool)
     learned[:, 2:] = unknown
-    loss, metrics = draft_loss(head, TARGET, batch_of(TOKENS, learned), LossConfig(steps=1))
+    loss, metrics = jit_loss(head, TARGET, batch_of(TOKENS, learned), LossConfig(steps=1))
     assert loss == 0 and metrics["accuracy"] == 0 and 0 < metrics["overlap"] < 1
 
 
 def test_states_given_with_the_batch_are_used():
     head, batch = random_head("eagle3"), batch_of(TOKENS)
-    features, hidden = target_states(TARGET, batch, head.capture, dense_causal_attend)
+    features, hidden = jit_states(TARGET, batch, head.capture, dense_causal_attend)
     given = batch.replace(features=features, hidden=hidden)
     for one, other in zip(
-        draft_loss(head, TARGET, batch, LossConfig(steps=2))[1].values(),
-        draft_loss(head, TARGET, given, LossConfig(steps=2))[1].values(),
+        jit_loss(head, TARGET, batch, LossConfig(steps=2))[1].values(),
+        jit_loss(head, TARGET, given, LossConfig(steps=2))[1].values(),
         strict=True,
     ):
         np.testing.assert_allclose(one, other, rtol=1e-5)

@@ -278,6 +278,7 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments, message, tmp_path, cap
     assert line.startswith("jaxspec train-lm: ") and message in line
 
 
+@pytest.mark.slow
 def test_the_script_reports_a_user_error_in_one_line(tmp_path: Path):
     result = subprocess.run(
         [sys.executable, ROOT / "scripts/train_lm.py", "--data", tmp_path, "--out", tmp_path / "o",

@@ -85,25 +85,27 @@ class Answer {
     if (chunk.error) throw new Error(chunk.error.message);
     const choice = chunk.choices?.[0];
     this.text += choice?.delta?.content ?? choice?.text ?? "";
-    this.rounds.push(...(chunk.speculation?.trees ?? []));
-    if (choice || chunk.speculation) {
+    const speculation = choice?.speculation ?? chunk.speculation;
+    this.rounds.push(...(speculation?.trees ?? []));
+    if (choice || speculation) {
       const now = performance.now();
       this.started ??= now;
-      if (this.started === now) this.before = this.count;
+      if (this.started === now) this.before = this.count ?? 1;
       this.ended = now;
     }
     show(this);
   }
 
-  /** Tokens so far; the first comes from reading the prompt. */
+  /** Tokens so far; the first comes from reading the prompt. Null if the server sends no rounds. */
   get count() {
-    return this.rounds.reduce((sum, round) => sum + round.committed, this.text ? 1 : 0);
+    if (!this.rounds.length) return null;
+    return this.rounds.reduce((sum, round) => sum + round.committed, 1);
   }
 
   /** Tokens a second after the first chunk; null while there is only one. */
   get rate() {
     const seconds = (this.ended - this.started) / 1000;
-    return seconds > 0 ? (this.count - this.before) / seconds : null;
+    return seconds > 0 && this.rounds.length ? (this.count - this.before) / seconds : null;
   }
 
   draw(selected) {

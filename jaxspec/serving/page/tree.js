@@ -103,8 +103,9 @@ function shortened(text) {
 function percent(probability) {
   if (probability === null || probability === undefined) return "";
   const value = 100 * probability;
-  if (value < 1) return value < 0.1 ? "<0.1%" : `${value.toFixed(1)}%`;
-  return `${value > 99 && value < 100 ? value.toFixed(1) : Math.round(value)}%`;
+  if (value < 0.1) return "<0.1%";
+  if (value > 99.9) return ">99.9%";
+  return `${value < 1 || value > 99 ? value.toFixed(1) : Math.round(value)}%`;
 }
 
 /** The nodes to draw, the bonus last: [{text, parent, chance, kind}]. */

@@ -1,0 +1,27 @@
+"""From the options of engine_options.py to an engine's configuration."""
+
+import argparse
+import dataclasses
+
+from jaxspec.config.engine import EngineConfig
+
+
+def engine_config(arguments: argparse.Namespace, max_rows: int, *, plain: bool) -> EngineConfig:
+    """Of a command with add_mode_options. Raises ValueError for bad values.
+
+    Args:
+      plain: there is no drafter, and so no tree to choose.
+    """
+    return EngineConfig(
+        max_rows=max_rows,
+        prefix_caching=not arguments.no_prefix_cache,
+        deterministic=arguments.deterministic,
+        adaptive=arguments.adaptive and not plain,
+    )
+
+
+def with_memory(config: EngineConfig, arguments: argparse.Namespace) -> EngineConfig:
+    """Of a command with add_memory_options, too. Raises ValueError for bad values."""
+    return dataclasses.replace(
+        config, preemption=arguments.preemption, swap_memory=arguments.swap_memory
+    )

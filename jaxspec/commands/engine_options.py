@@ -1,0 +1,48 @@
+"""Options of the engine that several commands have. Imports no jax; see engine_config.py."""
+
+import argparse
+
+PREEMPTION = ("auto", "recompute", "swap")
+SWAP_MEMORY = 4.0  # GiB, as EngineConfig has it
+
+
+def add_mode_options(parser: argparse.ArgumentParser) -> None:
+    """How requests are served, be it one or many."""
+    add = parser.add_argument_group("engine").add_argument
+    add(
+        "--deterministic",
+        action="store_true",
+        help="in bfloat16, too, the text depends on nothing but the request; it costs time",
+    )
+    add(
+        "--adaptive",
+        action="store_true",
+        help="choose the tree of each call, or none, by what a round costs, which is measured "
+        "first, and what is accepted; --tree is the largest",
+    )
+    add(
+        "--no-prefix-cache",
+        action="store_true",
+        help="keep no pages of the KV cache for later prompts that begin alike",
+    )
+
+
+def add_memory_options(parser: argparse.ArgumentParser) -> None:
+    """What happens when many requests need more pages than there are."""
+    add = parser.add_argument_group("few pages").add_argument
+    add("--pages", type=int, help="pages of the KV cache (default: as the rows need, or as fit)")
+    add(
+        "--preemption",
+        choices=PREEMPTION,
+        default="auto",
+        help="with too few pages, recompute some requests later, swap their pages to host memory, "
+        "or (auto) do what was measured to be cheaper",
+    )
+    add(
+        "--swap-memory",
+        type=float,
+        default=SWAP_MEMORY,
+        metavar="GIB",
+        help="host memory for swapped requests, in GiB; those that do not fit are recomputed, "
+        "with --deterministic requests wait instead",
+    )

@@ -1,0 +1,128 @@
+"""The requests of `jaxspec bench serving`, as its options describe them."""
+
+import argparse
+from collections.abc import Callable
+
+from jaxspec.benchmarking import workloads
+from jaxspec.benchmarking.shapes import SHAPES
+from jaxspec.benchmarking.vocabulary import synthetic_tokenizer
+from jaxspec.benchmarking.workloads import Arrival, Lengths
+from jaxspec.structured import GrammarCompiler, Matcher, StructuredOutput
+from jaxspec.tokenizer import TextTokenizer, load_tokenizer, tokenizer_json
+
+COMPARED = ("plain", "fixed", "uncached")
+AT_LEAST_ONE = (
+    "rows", "prompt_tokens", "new_tokens", "max_length", "repeats", "load_requests"
+)  # fmt: skip
+
+
+# Types of options.
+
+
+def shares(text: str) -> tuple[float, ...]:
+    """Positive numbers, separated by commas."""
+    found = tuple(float(part) for part in text.split(","))
+    if not all(0 < share < float("inf") for share in found):
+        raise argparse.ArgumentTypeError(f"must be positive numbers, got {text}")
+    return found
+
+
+def comparisons(text: str) -> tuple[str, ...]:
+    """Some of COMPARED, separated by commas."""
+    found = tuple(dict.fromkeys(text.split(",")))
+    if not set(found) <= set(COMPARED):
+        raise argparse.ArgumentTypeError(f"must be some of {', '.join(COMPARED)}, got {text}")
+    return found
+
+
+def requests_of(args: argparse.Namespace) -> list[int]:
+    """Numbers of requests, of a run each."""
+    return _counts(args.requests, "requests", least=1)
+
+
+def structured_of(args: argparse.Namespace) -> list[int]:
+    """Numbers of those with a structured output, of a run each."""
+    return _counts(args.structured, "structured", least=0)
+
+
+def _counts(text: str, option: str, least: int) -> list[int]:
+    try:
+        counts = [int(part) for part in text.split(",")]
+    except ValueError:
+        counts = []
+    if not counts or min(counts) < least:
+        raise ValueError(f"--{option} must be numbers, at least {least} each, got {text}")
+    return counts
+
+
+def check_options(args: argparse.Namespace) -> None:
+    """Raises ValueError for options that make no workload, or do not go together."""
+    for name in AT_LEAST_ONE:
+        if getattr(args, name) < 1:
+            option = name.replace("_", "-")
+            raise ValueError(f"--{option} must be at least 1, got {getattr(args, name)}")
+    if args.shared_prefix < 0:
+        raise ValueError(f"--shared-prefix must be at least 0, got {args.shared_prefix}")
+    if args.shape and args.drafter != "auto":
+        raise ValueError("--drafter is for models: with --shape the drafter is an EAGLE-3 head")
+    if args.bare and not args.shape:
+        raise ValueError("--bare is for random weights: give --shape as well")
+    if args.load and args.rate is not None:
+        raise ValueError("--load gives the rates itself: leave out --rate")
+    if "fixed" in args.compare and not args.adaptive:
+        raise ValueError("--compare fixed is for --adaptive: without it the tree is fixed already")
+    if "uncached" in args.compare and args.no_prefix_cache:
+        raise ValueError("--compare uncached needs the prefix cache: leave out --no-prefix-cache")
+    fewest = min(requests_of(args))
+    if max(structured_of(args)) > fewest:
+        raise ValueError(f"--structured must be at most {fewest} requests, got {args.structured}")
+
+
+# Requests.
+
+
+def make_arrivals(
+    args: argparse.Namespace, count: int, rate: float | None, structured: int = 0
+) -> list[Arrival]:
+    """So many requests, the first of which have a structured output."""
+    times = workloads.arrival_times(count, rate, args.seed)
+    prompts, new_tokens = make_prompts(args, count)
+    return [
+        Arrival(time, tuple(prompt), new, structured=index < structured)
+        for index, (time, prompt, new) in enumerate(zip(times, prompts, new_tokens, strict=True))
+    ]
+
+
+def make_prompts(args: argparse.Namespace, count: int) -> tuple[list[list[int]], list[int]]:
+    """Prompts, and how many tokens each is to get."""
+    encode = None if args.shape and not args.lengths else TextTokenizer(args.model).encode
+    prompts = None
+    if args.lengths:
+        assert encode is not None
+        pairs = workloads.tokenized_conversations(
+            args.lengths, encode, count, args.max_length, args.seed
+        )
+        prompts, lengths = [prompt for prompt, _ in pairs], [Lengths(len(p), n) for p, n in pairs]
+    else:
+        middle = Lengths(args.prompt_tokens, args.new_tokens)
+        lengths = workloads.drawn_lengths(count, middle, args.spread, args.seed)
+    wanted = [args.shared_prefix, *(own.prompt for own in lengths)]
+    if args.shape:
+        vocab_size = SHAPES[args.shape].vocab_size
+        prefix, *prompts = workloads.random_prompts(wanted, vocab_size, args.seed)
+    else:
+        assert encode is not None
+        prefix, *cut = workloads.source_prompts(wanted, encode, args.seed)
+        prompts = prompts or cut
+    return [prefix + prompt for prompt in prompts], [own.new for own in lengths]
+
+
+def make_matchers(
+    args: argparse.Namespace, vocab_size: int, stop_token_ids: tuple[int, ...]
+) -> Callable[[StructuredOutput], Matcher]:
+    """For an engine of the model, or of random weights, which get a tokenizer of made-up words."""
+    if args.shape:
+        text, stop_token_ids = synthetic_tokenizer(vocab_size), (vocab_size - 1,)
+    else:
+        text = tokenizer_json(load_tokenizer(args.model))
+    return GrammarCompiler(text, vocab_size, stop_token_ids).matcher

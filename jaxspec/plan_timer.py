@@ -1,0 +1,58 @@
+"""Learns what reading costs from the plans of a running engine: see PreemptionCosts."""
+
+import collections
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxspec.calls import Call, joined
+from jaxspec.programs import Programs
+from jaxspec.scheduling.plan import Plan
+from jaxspec.scheduling.preemption import PreemptionCosts
+
+
+class _Started(NamedTuple):
+    """A plan whose calls run.
+
+    Attributes:
+      compiled: programs that were compiled before its launch.
+      plain: it does nothing but read and run rounds that the host does not restrict.
+    """
+
+    tokens: int
+    plain: bool
+    compiled: int
+    at: float
+
+
+class PlanTimer:
+    """Times the calls of plans, which are launched and waited for in the same order."""
+
+    def __init__(self, programs: Programs, costs: PreemptionCosts):
+        self.programs, self.costs = programs, costs
+        self._started: collections.deque[_Started] = collections.deque()
+        self._free = 0.0  # when the device had finished the plan before
+
+    def start(self, plan: Plan) -> None:
+        """A plan with calls is about to be launched."""
+        plain = not (plan.swap_out or plan.swap_in or plan.settle or plan.masked_rows)
+        tokens = sum(read.count for read in plan.reads)
+        started = _Started(tokens, plain, self.programs.compiled, time.perf_counter())
+        self._started.append(started)
+
+    def wait(self, calls: Sequence[Call]) -> list[Call]:
+        """The calls of the next plan, read from the device.
+
+        Its time is known if the host had to wait for it, and compiled nothing meanwhile.
+        """
+        statuses: list[Any] = [call.emitted.status for call in calls]
+        is_running = not all(status.is_ready() for status in statuses)
+        found: list[Call] = jax.device_get(list(calls))
+        now, started = time.perf_counter(), self._started.popleft()
+        if is_running and started.plain and started.compiled == self.programs.compiled:
+            rounds = sum(int(call.emitted.num_rounds) for call in found)
+            self.costs.add_call(started.tokens, rounds, now - max(started.at, self._free))
+        self._free = now
+        return joined(found)

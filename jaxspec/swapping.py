@@ -1,0 +1,85 @@
+"""Rows in host memory. Their pages are moved a part at a time, by the same two programs for all."""
+
+import time
+
+import jax
+import numpy as np
+
+from jaxspec import functional
+from jaxspec.functional import EngineParams, SavedRow
+from jaxspec.program_sizes import Sizes
+from jaxspec.programs import Programs, empty_state
+from jaxspec.scheduling.plan import SwapIn, SwapOut
+from jaxspec.scheduling.preemption import PreemptionCosts
+
+MEASURED = 3  # times that a part is moved to see what it costs; the fastest counts
+
+
+class SwappedRows:
+    """What the plans of a scheduler have moved to host memory, by request id."""
+
+    def __init__(self, programs: Programs, costs: PreemptionCosts):
+        self.programs, self.costs = programs, costs
+        self._parts: dict[str, list[SavedRow]] = {}
+        self._leaving: list[str] = []  # their parts are still in device memory, too
+
+    @property
+    def bytes(self) -> int:
+        """In host memory now."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self._parts))
+
+    def save(self, out: SwapOut) -> None:
+        """Start copying a row to host memory. The first time it is measured what that costs."""
+        if self.costs.swap_part is None:
+            measure_swapping(self.programs, self.costs, out.row)
+        size, request_id = self.programs.sizes.part_pages, out.sequence.request_id
+        self._parts[request_id] = [
+            self.programs.save(out.row, out.pages[first : first + size])
+            for first in range(0, len(out.pages), size)
+        ]
+        self._leaving.append(request_id)
+
+    def finish_saving(self) -> None:
+        """Wait for what was started, and give the device's copies up."""
+        for request_id in self._leaving:
+            if request_id in self._parts:
+                self._parts[request_id] = jax.device_get(self._parts[request_id])
+        self._leaving.clear()
+
+    def restore(self, back: SwapIn) -> None:
+        """Put a row back, with other pages."""
+        size = self.programs.sizes.part_pages
+        parts = self._parts.pop(back.sequence.request_id)
+        for saved, first in zip(parts, range(0, back.restored, size), strict=False):
+            pages = back.table[first : min(first + size, back.restored)]
+            self.programs.restore(saved, back.row, pages, back.table)
+
+    def drop(self, request_id: str) -> None:
+        self._parts.pop(request_id, None)
+
+
+def measure_swapping(programs: Programs, costs: PreemptionCosts, row: int) -> None:
+    """Time moving a part to host memory and back. The row stays as it is, and so do all pages but
+    the null page."""
+    pages, table = range(1, 1 + programs.sizes.part_pages), programs.tables[row].tolist()
+
+    def move() -> None:
+        saved = jax.device_get(programs.save(row, pages))
+        programs.restore(saved, row, (), table)
+        jax.block_until_ready(programs.state)
+
+    move()  # compiles the programs
+    timed = []
+    for _ in range(MEASURED):
+        started = time.perf_counter()
+        move()
+        timed.append(time.perf_counter() - started)
+    costs.add_swap(1, min(timed))
+
+
+def part_bytes(params: EngineParams, sizes: Sizes) -> int:
+    """Bytes of a part in host memory. Nothing is allocated."""
+    state = jax.eval_shape(lambda: empty_state(params, sizes))
+    row, pages = np.zeros(1, np.int32), np.zeros(sizes.part_pages, np.int32)
+    _, saved = jax.eval_shape(functional.save_row, params, state, row, pages)
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(saved))

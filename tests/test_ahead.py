@@ -1,0 +1,82 @@
+"""Programs that other threads compile are those that run: none is compiled twice."""
+
+import collections
+import threading
+from collections.abc import Iterator
+
+import jax
+import jax.monitoring
+import pytest
+
+from jaxspec.config.cache import CacheConfig
+from jaxspec.config.engine import EngineConfig
+from jaxspec.config.speculation import SpeculationConfig
+from jaxspec.engine import Engine
+from jaxspec.program_sizes import ReadKey
+from jaxspec.scheduling.requests import SamplingParams
+from tests.random_models import make_params
+
+Compilations = list[tuple[str, threading.Thread]]
+
+
+def new_engine(max_length: int) -> Engine:
+    """``max_length`` of its own: engines of a process share compiled programs."""
+    cache, config = CacheConfig(page_size=4, max_length=max_length), EngineConfig(max_rows=1)
+    return Engine(make_params("ngram", SpeculationConfig.chain(1)), cache, config)
+
+
+@pytest.fixture
+def compilations() -> Iterator[Compilations]:
+    """What XLA compiles meanwhile: names, and the threads that wait for it."""
+    found: Compilations = []
+
+    def note(event: str, duration_secs: float, **kwargs: str | int) -> None:
+        if event.endswith("backend_compile_duration"):
+            found.append((str(kwargs["fun_name"]), threading.current_thread()))
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    yield found
+    jax.monitoring.unregister_event_duration_listener(note)
+
+
+def test_the_first_programs_are_compiled_once_beside_this_thread(compilations: Compilations):
+    own = new_engine(max_length=52)
+    compilations.clear()  # the state's
+    generation = own.add([1, 2, 3], SamplingParams(max_tokens=2))
+    own.finish([generation])
+    here = {name: thread is threading.current_thread() for name, thread in compilations}
+    assert here == {"jit(admit)": False, "jit(prefill)": False, "jit(decode)": True}
+    assert len(compilations) == 3
+    assert own.programs.compiled == 3 and not own.programs.coming
+    assert generation.timings is not None and generation.timings.compile > 0.1
+
+
+@pytest.mark.slow
+def test_a_program_that_cannot_be_compiled_ahead_is_compiled_when_it_runs(
+    compilations: Compilations, monkeypatch: pytest.MonkeyPatch
+):
+    own = new_engine(max_length=56)
+    compile_program = jax.stages.Lowered.compile
+
+    def fail_elsewhere(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError("not here")
+        return compile_program(lowered)
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", fail_elsewhere)
+    compilations.clear()
+    generation = own.add([1, 2, 3], SamplingParams(max_tokens=1))
+    own.finish([generation])
+    assert len(generation.token_ids) == 1
+    here = threading.current_thread()
+    assert compilations == [("jit(admit)", here), ("jit(prefill)", here)]
+
+
+@pytest.mark.slow
+def test_warm_up_compiles_each_program_once(compilations: Compilations):
+    own = new_engine(max_length=60)
+    compilations.clear()
+    own.warm_up([SamplingParams()], tokens=20)
+    counts = collections.Counter(name for name, _ in compilations)
+    assert counts["jit(prefill)"] == sum(isinstance(key, ReadKey) for key in own.programs.ready)
+    assert counts["jit(decode)"] == 1
