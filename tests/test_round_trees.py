@@ -245,3 +245,10 @@ def test_a_mesh_emits_the_same_trees():
         )
         own, other = (np.array(tree.probabilities[1:]) for tree in (one, split))
         np.testing.assert_allclose(own, other, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_calls_of_a_fixed_number_of_rounds_are_read_as_one():
+    engine = tree_engine("ngram", CHAIN, fixed_rounds=True, rounds_per_call=3)
+    [generation] = run(engine, GREEDY)
+    check(generation, engine)
