@@ -188,7 +188,11 @@ class Engine:
         return Grammar(self._make_matcher(sampling.structured))
 
     def add_all(
-        self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sequence[SamplingParams],
+        *,
+        timeout: float | None = None,
     ) -> list[Generation]:
         """Queue requests, all or none of them; see add.
 
@@ -200,7 +204,7 @@ class Engine:
             for prompt, params in zip(prompts, sampling, strict=True):
                 group = next(self._ids) if params.num_samples > 1 else None
                 for sample in params.samples(int(self._seeds.integers(2**32))):
-                    added.append(self._add(prompt, sample, group=group))
+                    added.append(self._add(prompt, sample, timeout, group))
         except BaseException:
             for generation in added:
                 self.cancel(generation)

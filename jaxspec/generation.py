@@ -133,6 +133,9 @@ class Generation:
       grammar: where it stands in the description of a structured output.
       error: what went wrong, if its finish_reason is ``error``.
       timings: None until it has ended.
+      cached_tokens: of the prompt, whose KV it found when it got its first row.
+      waited: seconds until it got that row; None: it never had one.
+      preemptions: times that it lost its row to others, as far as it got one again.
     """
 
     request_id: str
@@ -147,6 +150,9 @@ class Generation:
     finish_reason: FinishReason | None = None
     error: str | None = None
     timings: Timings | None = None
+    cached_tokens: int = 0
+    waited: float | None = None
+    preemptions: int = 0
 
     def __post_init__(self):
         if self.sampling.logprobs is not None:
@@ -155,8 +161,15 @@ class Generation:
             self.trees = []
         self.forget_prompt()
 
+    def admitted(self, cached: int, waited: float, preemptions: int) -> None:
+        """It got a row; its prompt is read from its beginning, perhaps again."""
+        if self.waited is None:
+            self.cached_tokens, self.waited = cached, waited
+        self.preemptions = preemptions
+        self.forget_prompt()
+
     def forget_prompt(self) -> None:
-        """It is read from its beginning, perhaps again."""
+        """Nothing of it has been read."""
         if self.sampling.prompt_logprobs is not None:
             self.prompt_logprobs = [None]
 

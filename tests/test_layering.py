@@ -70,6 +70,7 @@ LAYERS = (
     "jaxspec.client_load",
     "jaxspec.completion",
     "jaxspec.llm",
+    "jaxspec.async_llm",
     "jaxspec.comparison",
     "jaxspec.evaluation",
     "jaxspec.training",
