@@ -6,6 +6,7 @@ from jaxspec.lazy import lazy_names
 
 if TYPE_CHECKING:  # what a type checker sees; at run time a name loads its module when asked for
     from jaxspec.async_engine import AsyncEngine
+    from jaxspec.async_llm import AsyncLLM
     from jaxspec.completion import Completion, TextChunk
     from jaxspec.config.cache import CacheConfig
     from jaxspec.config.engine import EngineConfig
@@ -25,6 +26,7 @@ __getattr__, __dir__ = lazy_names(
     __name__,
     {
         "jaxspec.async_engine": ("AsyncEngine",),
+        "jaxspec.async_llm": ("AsyncLLM",),
         "jaxspec.completion": ("Completion", "TextChunk"),
         "jaxspec.config.cache": ("CacheConfig",),
         "jaxspec.config.engine": ("EngineConfig",),
@@ -50,6 +52,7 @@ __all__ = [
     "LLM",
     "PLAIN",
     "AsyncEngine",
+    "AsyncLLM",
     "CacheConfig",
     "Completion",
     "Ending",

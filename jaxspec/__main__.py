@@ -12,6 +12,7 @@ from jaxspec.commands.importing import INTERRUPTED, import_command
 COMMANDS: Mapping[str, str] = MappingProxyType(
     {
         "generate": "generate text speculatively, compare with plain decoding, or chat",
+        "serve": "serve a model over HTTP, as OpenAI's API does",
         "train-head": "train a draft head for a model",
         "train-lm": "train a small language model from scratch",
         "adapt": "adapt a draft head to a new domain while it serves",

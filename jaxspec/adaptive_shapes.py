@@ -9,6 +9,7 @@ from jaxspec.calls import Call
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.speculation import PLAIN, TreeShape
 from jaxspec.functional import EngineParams
+from jaxspec.masked_rounds import sampling_of
 from jaxspec.measuring import measure_rounds
 from jaxspec.programs import Programs
 from jaxspec.scheduling.adaptive import SHORT_CALL, RoundCosts, ShapePolicy
@@ -80,6 +81,8 @@ class CallShapes:
         Returns what programs are ready for.
         """
         shapes = self.choices or (self._resolved(shape),)
+        if any(one.plain for one in sampling):
+            shapes = tuple(dict.fromkeys([*shapes, PLAIN]))
         cover = coverage(self.programs, self.limits, shapes, sampling, tokens, rows)
         compile_all(self.programs, cover, on_progress)
         if self.choices is not None:
@@ -118,11 +121,17 @@ class CallShapes:
         return min((rounds for rounds in (asked, own) if rounds is not None), default=None)
 
     def choose(self, plan: Plan, shape: TreeShape | None) -> TreeShape:
-        """The tree of a plan's rounds: ``shape``, or if it is None, the policy's or the largest."""
+        """The tree of a plan's rounds: ``shape``, or if it is None, the policy's or the largest.
+
+        Requests that are all plain get none.
+        """
         rows = plan.decode_rows or plan.masked_rows
+        running = [plan.sequences[row] for row in (*plan.decode_rows, *plan.masked_rows)]
+        if running and all(sampling_of(sequence).plain for sequence in running):
+            return PLAIN
         if shape is not None or self.policy is None or self._costs is None or not rows:
             return self._resolved(shape)
-        keys = [plan.sequences[row].request_id for row in (*plan.decode_rows, *plan.masked_rows)]
+        keys = [sequence.request_id for sequence in running]
         least = self.programs.sizes.size_for(rows)
         size = min((own for own in self._sizes if own >= least), default=least)
         return self.policy.choose(keys, self._costs, rounds=max(1, plan.rounds), size=size)

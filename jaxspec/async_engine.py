@@ -1,6 +1,7 @@
 """AsyncEngine: streams of tokens for asyncio, from an engine that runs in a thread of its own."""
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import queue
@@ -25,6 +26,7 @@ class Chunk:
       generation: the request; its statistics and timings are complete when ``done``.
       done: whether this is the last chunk. Only then ``finish_reason`` is set.
       error: what went wrong, if the finish_reason is ``error``.
+      index: of the request, among those of generate_all.
     """
 
     token_ids: list[int]
@@ -32,6 +34,7 @@ class Chunk:
     done: bool = False
     finish_reason: FinishReason | None = None
     error: str | None = None
+    index: int = 0
 
 
 class AsyncEngine:
@@ -48,12 +51,18 @@ class AsyncEngine:
     Args:
       most_rounds: most rounds of a call. Fewer give shorter and more frequent chunks, and let new
         requests begin sooner. None: the engine's own limit.
+      on_chunk: called in the thread with every chunk, also of requests that nobody reads any more.
     """
 
-    def __init__(self, engine: Engine, most_rounds: int | None = None):
-        self._engine, self._most_rounds = engine, most_rounds
+    def __init__(
+        self,
+        engine: Engine,
+        most_rounds: int | None = None,
+        on_chunk: Callable[[Chunk], None] | None = None,
+    ):
+        self._engine, self._most_rounds, self._on_chunk = engine, most_rounds, on_chunk
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._streams: dict[str, _Stream] = {}  # by request id; used by the thread alone
+        self._requests: dict[str, _Request] = {}  # by request id; used by the thread alone
         self._lock = threading.Lock()  # so that no job comes after the one that ends the thread
         self._closed = False
         # A daemon: a program that forgets to close it still ends.
@@ -82,23 +91,52 @@ class AsyncEngine:
         RuntimeError if the engine is closed.
         """
         if sampling.stop:
-            raise ValueError("stop strings need the text, and this engine gives tokens: use LLM")
+            raise ValueError(
+                "stop strings need the text, and this engine gives tokens: use AsyncLLM"
+            )
+        if sampling.num_samples > 1:
+            raise ValueError("generate gives one sample: use generate_all for n or best_of above 1")
+        async with contextlib.aclosing(
+            self.generate_all([prompt], [sampling], timeout=timeout)
+        ) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    async def generate_all(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sequence[SamplingParams],
+        *,
+        timeout: float | None = None,
+    ) -> AsyncGenerator[Chunk, None]:
+        """Chunks of several requests, as they come; all are queued, or none (see Engine.add_all).
+
+        Each prompt gives as many requests as it has samples, one after the other. Stop strings are
+        left to the caller, who may end a request early with ``end``. Ends as ``generate`` does, for
+        all of them.
+        """
         stream = _Stream(asyncio.get_running_loop())
 
         def add(engine: Engine) -> None:
-            stream.generation = engine.add(prompt, sampling, timeout=timeout)
-            self._streams[stream.generation.request_id] = stream
+            added = engine.add_all(prompts, sampling, timeout=timeout)
+            stream.requests = [_Request(one, stream, index) for index, one in enumerate(added)]
+            self._requests |= {one.generation.request_id: one for one in stream.requests}
 
-        done = False
+        left: int | None = None
         try:
             await self.run(add)
-            while not done:
+            left = len(stream.requests)
+            while left:
                 chunk = await stream.chunks.get()
-                done = chunk.done
+                left -= chunk.done
                 yield chunk
         finally:
-            if not done:  # also if we were cancelled while ``add`` was waiting for the thread
+            if left != 0:  # also if we were cancelled while ``add`` was waiting for the thread
                 self._post(lambda: self._cancel(stream))
+
+    def end(self, generation: Generation, reason: FinishReason = "stop") -> None:
+        """End one request soon; its last chunk follows. Does nothing if it has ended."""
+        self._post(lambda: self._engine.cancel(generation, reason))
 
     async def run[T](self, function: Callable[[Engine], T]) -> T:
         """The result of a function of the engine, called in its thread between two steps.
@@ -165,18 +203,20 @@ class AsyncEngine:
             logger.exception("a step of the engine failed")
 
     def _cancel(self, stream: "_Stream") -> None:
-        if stream.generation is not None:  # else ``add`` was refused
-            self._engine.cancel(stream.generation)
+        for request in stream.requests:  # none: ``add`` was refused
+            self._engine.cancel(request.generation)
 
     def _hand_out(self) -> None:
         """Pass on what is new: one wake-up of each event loop."""
         new: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, Chunk]]] = {}
-        for stream in list(self._streams.values()):
-            chunk = stream.next_chunk()
+        for request in list(self._requests.values()):
+            chunk = request.next_chunk()
             if chunk is not None:
-                new.setdefault(stream.loop, []).append((stream, chunk))
+                new.setdefault(request.stream.loop, []).append((request.stream, chunk))
                 if chunk.done:
-                    del self._streams[chunk.generation.request_id]
+                    del self._requests[chunk.generation.request_id]
+                if self._on_chunk is not None:
+                    self._on_chunk(chunk)
         for loop, chunks in new.items():
             try:
                 loop.call_soon_threadsafe(_put_all, chunks)
@@ -185,32 +225,38 @@ class AsyncEngine:
                     self._cancel(stream)
 
     def _end(self) -> None:
-        for stream in self._streams.values():
-            self._cancel(stream)
+        for request in self._requests.values():
+            self._engine.cancel(request.generation)
         while not self._is_idle:
             self._step()
         self._hand_out()
 
 
 class _Stream:
-    """A request and the way to its reader."""
+    """The way to a reader, and the requests whose chunks it gets."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
         self.loop = loop
         self.chunks: asyncio.Queue[Chunk] = asyncio.Queue()
-        self.generation: Generation | None = None
+        self.requests: list[_Request] = []
+
+
+class _Request:
+    """A request, and how much of it its reader has."""
+
+    def __init__(self, generation: Generation, stream: _Stream, index: int):
+        self.generation, self.stream, self.index = generation, stream, index
         self._seen = 0  # tokens
 
     def next_chunk(self) -> Chunk | None:
         """What is new since the last one; None: nothing."""
         generation = self.generation
-        assert generation is not None
         ids = generation.token_ids[self._seen :]
         if not (ids or generation.done):
             return None
         self._seen += len(ids)
         reason, error = generation.finish_reason, generation.error
-        return Chunk(ids, generation, generation.done, reason, error)
+        return Chunk(ids, generation, generation.done, reason, error, self.index)
 
 
 def _put_all(chunks: list[tuple[_Stream, Chunk]]) -> None:

@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from jaxspec.state import Emitted
@@ -62,4 +63,7 @@ def _joined(parts: Sequence[Emitted]) -> Emitted:
             and getattr(last, field.name) is not None
         ):
             rounds[field.name] = np.concatenate([getattr(part, field.name) for part in parts])
+    if last.trees is not None:
+        trees = [part.trees for part in parts]
+        rounds["trees"] = jax.tree.map(lambda *arrays: np.concatenate(arrays), *trees)
     return last.replace(**rounds)

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from jaxspec.detokenizer import Detokenizer, StopStrings
-from jaxspec.generation import Generation, Timings, TokenLogprob
+from jaxspec.generation import Generation, RoundTree, Timings, TokenLogprob
 from jaxspec.scheduling.requests import SamplingParams
 
 
@@ -13,13 +13,16 @@ class TextChunk:
     """Newly generated text of one request; ``done`` marks the request's last chunk.
 
     ``index`` is the request's place in the caller's list. ``token_ids`` may be ahead of ``text``,
-    as text that ends inside a character, or may begin a stop string, is held back.
+    as text that ends inside a character, or may begin a stop string, is held back. ``logprobs`` are
+    those of ``token_ids``, and ``trees`` of the rounds since the last chunk, if they are asked for.
     """
 
     index: int
     text: str
     token_ids: list[int]
     done: bool
+    logprobs: list[TokenLogprob] | None = None
+    trees: list[RoundTree] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,9 +38,12 @@ class Completion:
       acceptance_length: mean tokens committed per round, bonus included.
       acceptance_by_depth: share of rounds that accepted at least 1, 2, ... drafted tokens.
       timings: timings of the request.
+      cached_tokens: tokens of the prompt whose KV was found in the prefix cache, or read by another
+        sample of the same prompt.
       logprobs: of each of token_ids; None: not asked for.
       prompt_logprobs: of each of prompt_token_ids, None for the first; None: not asked for.
       cumulative_logprob: the sum over token_ids, if best_of or logprobs asks for it.
+      trees: of its rounds; None: not asked for.
     """
 
     text: str
@@ -51,9 +57,22 @@ class Completion:
     acceptance_length: float
     acceptance_by_depth: list[float]
     timings: Timings
+    cached_tokens: int = 0
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
     cumulative_logprob: float | None = None
+    trees: list[RoundTree] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class TextOptions:
+    """What is part of a text: special tokens, and a stop string that ends it (``keep_stop``)."""
+
+    skip_special: bool = False
+    keep_stop: bool = False
+
+
+WHOLE_TEXT = TextOptions()
 
 
 class GrowingText:
@@ -64,13 +83,22 @@ class GrowingText:
       stopped: whether a stop string has ended it.
     """
 
-    def __init__(self, generation: Generation, detokenizer: Detokenizer, stops: Sequence[int]):
-        """``stops`` are the tokens that end the text and are not part of it."""
+    def __init__(
+        self,
+        generation: Generation,
+        detokenizer: Detokenizer,
+        stops: Sequence[int],
+        *,
+        keep_stop: bool = False,
+    ):
+        """``stops`` are the tokens that end the text and are not part of it. With ``keep_stop``, a
+        stop string that ends it is."""
         self.generation, self.text, self.done = generation, "", False
         self._detokenizer, self._stop_tokens = detokenizer, stops
-        self._strings = StopStrings(generation.sampling.stop)
+        self._strings = StopStrings(generation.sampling.stop, keep=keep_stop)
+        self._ids: list[int] = []
         self._pushed = 0  # tokens that the detokenizer has
-        self._told = 0, 0  # tokens and characters of the chunks so far
+        self._told = 0, 0, 0  # tokens, characters and rounds of the chunks so far
 
     @property
     def stopped(self) -> bool:
@@ -79,12 +107,20 @@ class GrowingText:
     @property
     def token_ids(self) -> list[int]:
         """The tokens so far, up to the one that completes a stop string."""
-        ids = self.generation.token_ids
-        return ids[: self._pushed] if self.stopped else ids
+        return self._ids[: self._pushed] if self.stopped else self._ids
 
     def update(self) -> None:
         """Add the text of the generation's new tokens."""
-        ids, ended = self.generation.token_ids, self.generation.done
+        self.push(self.generation.token_ids[len(self._ids) :], self.generation.done)
+
+    def push(self, token_ids: Sequence[int], ended: bool) -> None:
+        """Add the text of new tokens. As ``update``, but reads nothing that another thread changes.
+
+        Args:
+          ended: they are the last ones.
+        """
+        ids = self._ids
+        ids += token_ids
         if self.done or (len(ids) == self._pushed and not ended):
             return
         visible = ids[:-1] if ids and ids[-1] in self._stop_tokens else ids
@@ -109,12 +145,16 @@ class GrowingText:
 
     def next_chunk(self, index: int) -> TextChunk | None:
         """What is new since the last chunk; None: nothing."""
-        tokens, characters = self._told
+        tokens, characters, rounds = self._told
         ids = self.token_ids
         if len(ids) == tokens and not self.done:
             return None
-        self._told = len(ids), len(self.text)
-        return TextChunk(index, self.text[characters:], ids[tokens:], self.done)
+        own = self.generation.logprobs  # at least as many as tokens
+        logprobs = None if own is None else own[tokens : len(ids)]
+        known = self.generation.trees
+        trees = None if known is None else known[rounds:]
+        self._told = len(ids), len(self.text), rounds + len(trees or ())
+        return TextChunk(index, self.text[characters:], ids[tokens:], self.done, logprobs, trees)
 
     def completion(self) -> Completion:
         """Once it is done, and its request has ended."""
@@ -135,9 +175,11 @@ class GrowingText:
             acceptance_length=max(len(generation.token_ids) - 1, 0) / rounds,
             acceptance_by_depth=[count / rounds for count in statistics.accepted[1:]],
             timings=generation.timings,
+            cached_tokens=generation.cached_tokens,
             logprobs=own,
             prompt_logprobs=generation.prompt_logprobs,
             cumulative_logprob=None if own is None else sum(one.logprob for one in own),
+            trees=generation.trees,
         )
 
 

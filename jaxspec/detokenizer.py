@@ -34,7 +34,7 @@ class Detokenizer:
             return ""
         text = self._decode(self._context + self._pending)
         # The known text is a prefix of it, unless the context starts inside a character.
-        piece = text[_common_length(self._known, text) :]
+        piece = text[common_length(self._known, text) :]
         incomplete = not piece or piece.endswith(REPLACEMENT)
         if incomplete and not last and len(self._pending) < MOST_PENDING:
             return ""
@@ -55,7 +55,7 @@ def _beginning(decode: Callable[[list[int]], str], context: list[int]) -> tuple[
         size *= 2
 
 
-def _common_length(first: str, second: str) -> int:
+def common_length(first: str, second: str) -> int:
     """Number of characters at the beginning that are the same."""
     if second.startswith(first):
         return len(first)
@@ -66,11 +66,12 @@ def _common_length(first: str, second: str) -> int:
 class StopStrings:
     """Finds where a text ends that grows piece by piece.
 
-    The end of the text that may be the beginning of a stop string is held back.
+    The end of the text that may be the beginning of a stop string is held back. With ``keep`` the
+    text includes the stop string that ends it.
     """
 
-    def __init__(self, strings: Sequence[str]):
-        self._strings = tuple(strings)
+    def __init__(self, strings: Sequence[str], *, keep: bool = False):
+        self._strings, self._keep = tuple(strings), keep
         self._held = ""
         self.found = False
 
@@ -80,12 +81,14 @@ class StopStrings:
         With ``search`` False, stop strings that are complete in this piece do not count.
         """
         text = self._held + piece
-        places = [text.find(string) for string in self._strings] if search else []
-        places = [place for place in places if place >= 0]
+        strings = self._strings if search else ()
+        places = [(text.find(string), len(string)) for string in strings]
+        places = [(place, length) for place, length in places if place >= 0]
         if places:
             self.found, self._held = True, ""
-            return text[: min(places)]
-        keep = max((_overlap(text, string) for string in self._strings), default=0)
+            place, length = min(places)
+            return text[: place + length * self._keep]
+        keep = max((overlap(text, string) for string in self._strings), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
@@ -95,7 +98,7 @@ class StopStrings:
         return held
 
 
-def _overlap(text: str, string: str) -> int:
+def overlap(text: str, string: str) -> int:
     """Characters at the end of the text that begin the string, not all of it."""
     most = min(len(text), len(string) - 1)
     return next((n for n in range(most, 0, -1) if text.endswith(string[:n])), 0)

@@ -24,18 +24,17 @@ from jaxspec.deterministic import deterministic_params
 from jaxspec.engine_limits import MOST_STOPS, engine_sizes, scheduler_limits
 from jaxspec.functional import EngineParams
 from jaxspec.generation import FinishReason, Generation, Grammar, Running, new_generation, outcome
-from jaxspec.logprobs import take_logprobs
 from jaxspec.measuring import measure_preemption
 from jaxspec.models.decoder import Decoder
 from jaxspec.plan_runner import Launched, PlanRunner
 from jaxspec.program_sizes import Kind, Load, RoundsKey
 from jaxspec.programs import Programs
+from jaxspec.round_trees import check_trees, take_emitted
 from jaxspec.scheduling.preemption import PreemptionCosts
 from jaxspec.scheduling.requests import SamplingParams, check_requests
 from jaxspec.scheduling.scheduler import Scheduler
 from jaxspec.scheduling.sequence import Request
 from jaxspec.speculation.drafters import Drafter
-from jaxspec.state import Emitted
 from jaxspec.structured import Matcher, StructuredOutput
 from jaxspec.warm_up import GREEDY_AND_SAMPLED, Progress
 from jaxspec.weights.in_place import committed, in_place_of
@@ -124,6 +123,7 @@ class Engine:
         config = self.params.target.config
         limits = config.vocab_size, self.cache.max_length, config.max_position
         check_requests(prompts, sampling, *limits)
+        check_trees(sampling, self.config.trees)
         for index, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
             if len(self.stop_ids(params)) > MOST_STOPS:
                 raise ValueError(f"stop_token_ids may have at most {MOST_STOPS} tokens")
@@ -188,7 +188,11 @@ class Engine:
         return Grammar(self._make_matcher(sampling.structured))
 
     def add_all(
-        self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sequence[SamplingParams],
+        *,
+        timeout: float | None = None,
     ) -> list[Generation]:
         """Queue requests, all or none of them; see add.
 
@@ -200,7 +204,7 @@ class Engine:
             for prompt, params in zip(prompts, sampling, strict=True):
                 group = next(self._ids) if params.num_samples > 1 else None
                 for sample in params.samples(int(self._seeds.integers(2**32))):
-                    added.append(self._add(prompt, sample, group=group))
+                    added.append(self._add(prompt, sample, timeout, group))
         except BaseException:
             for generation in added:
                 self.cancel(generation)
@@ -336,19 +340,12 @@ class Engine:
         for call in calls:
             for place, row in enumerate(call.rows.tolist()):
                 if row < self.limits.num_rows:
-                    self._take(plan.sequences[row].request_id, call.emitted, place)
+                    running = self._running.get(plan.sequences[row].request_id)
+                    if running is not None:
+                        take_emitted(running.generation, call.emitted, place)
         self.shapes.observe(plan, launched.shape, calls, self._running)
         for delivery in self.scheduler.update(plan, self._runner.results(calls, launched.shape)):
             self._deliver(delivery)
-
-    def _take(self, request_id: str, emitted: Emitted, place: int) -> None:
-        """Add a row's rounds and log-probabilities in one call to those of its request."""
-        running = self._running.get(request_id)
-        if running is not None:
-            take_logprobs(running.generation, emitted, place)
-        if running is not None and emitted.num_rounds:  # a prefill's token belongs to none
-            counts = (emitted.counts, emitted.accepted, emitted.drafted)
-            running.generation.statistics.add(*(np.asarray(x)[:, place] for x in counts))
 
     def _deliver(self, delivery: Any) -> None:
         running = self._running.get(delivery.request_id)

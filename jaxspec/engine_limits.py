@@ -37,6 +37,7 @@ def engine_sizes(params: EngineParams, cache: CacheConfig, config: EngineConfig)
         max_rounds=config.rounds_per_call,
         fixed_rounds=min(FIXED_ROUNDS, config.rounds_per_call) if _is_fixed(params, config) else 0,
         fixed=config.deterministic,
+        trees=config.trees,
     )
 
 

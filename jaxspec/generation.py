@@ -34,6 +34,34 @@ class TokenLogprob(NamedTuple):
     top: tuple[tuple[int, float], ...]
 
 
+@dataclasses.dataclass(frozen=True)
+class RoundTree:
+    """One round of a request: the tree that was drafted, and what came of it.
+
+    Attributes:
+      tokens: of the N nodes. Node 0, the root, is the last token before the round.
+      parents: of each node; -1 for the root. A parent comes before its children.
+      probabilities: of each node's token after its parent, by the model itself: no temperature,
+        bias or penalty changes them. None for the root.
+      path: the accepted nodes, from the root down.
+      bonus: the model's own token after the last of them.
+      committed: tokens that the round added to the text: those of the path without the root, then
+        the bonus, unless the text ended before.
+    """
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+    probabilities: tuple[float | None, ...]
+    path: tuple[int, ...]
+    bonus: int
+    committed: int
+
+    @property
+    def committed_tokens(self) -> list[int]:
+        """The tokens that the round added to the text."""
+        return [*(self.tokens[node] for node in self.path[1:]), self.bonus][: self.committed]
+
+
 @dataclasses.dataclass
 class RequestStatistics:
     """Rounds of one request; ``accepted[d]`` counts those that accepted at least d tokens."""
@@ -101,9 +129,13 @@ class Generation:
       prompt_logprobs: of the prompt's tokens, as far as it is read; None for the first of them, and
         if not asked for.
       finish_reason: None until it has ended.
+      trees: of its rounds so far; None: not asked for.
       grammar: where it stands in the description of a structured output.
       error: what went wrong, if its finish_reason is ``error``.
       timings: None until it has ended.
+      cached_tokens: of the prompt, whose KV it found when it got its first row.
+      waited: seconds until it got that row; None: it never had one.
+      preemptions: times that it lost its row to others, as far as it got one again.
     """
 
     request_id: str
@@ -113,18 +145,31 @@ class Generation:
     token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
+    trees: list[RoundTree] | None = None
     grammar: "Grammar | None" = None
     finish_reason: FinishReason | None = None
     error: str | None = None
     timings: Timings | None = None
+    cached_tokens: int = 0
+    waited: float | None = None
+    preemptions: int = 0
 
     def __post_init__(self):
         if self.sampling.logprobs is not None:
             self.logprobs = []
+        if self.sampling.trees:
+            self.trees = []
+        self.forget_prompt()
+
+    def admitted(self, cached: int, waited: float, preemptions: int) -> None:
+        """It got a row; its prompt is read from its beginning, perhaps again."""
+        if self.waited is None:
+            self.cached_tokens, self.waited = cached, waited
+        self.preemptions = preemptions
         self.forget_prompt()
 
     def forget_prompt(self) -> None:
-        """It is read from its beginning, perhaps again."""
+        """Nothing of it has been read."""
         if self.sampling.prompt_logprobs is not None:
             self.prompt_logprobs = [None]
 

@@ -12,7 +12,14 @@ from jax.sharding import Mesh
 
 from jaxspec import tokenizer as tokenizing  # chats load transformers when they are asked for
 from jaxspec.built_in import BUILT_IN_MODEL
-from jaxspec.completion import Completion, GrowingText, TextChunk, best
+from jaxspec.completion import (
+    WHOLE_TEXT,
+    Completion,
+    GrowingText,
+    TextChunk,
+    TextOptions,
+    best,
+)
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.checks import check_count
 from jaxspec.config.engine import EngineConfig
@@ -47,7 +54,7 @@ class LLM:
 
     Args:
       model, drafter, speculation, dtype, mesh, shard_drafter, kernels: see loading.load.
-      page_size, num_pages: see config.CacheConfig.
+      page_size, num_pages: see config.CacheConfig; ``kv_memory`` is its ``memory``.
       max_length: most tokens of a request, prompt included; by default what the model allows, at
         most 2048.
       engine: how many requests run together, and how; see config.EngineConfig.
@@ -69,6 +76,7 @@ class LLM:
         page_size: int = 16,
         max_length: int | None = None,
         num_pages: int | None = None,
+        kv_memory: int | None = None,
         engine: EngineConfig | None = None,
         tokenizer: TextTokenizer | None = None,
     ):
@@ -83,16 +91,17 @@ class LLM:
         )
         self._text = tokenizer or TextTokenizer(model)
         length = _max_length(max_length, params.target.config.max_position)
-        cache = CacheConfig(page_size, length, num_pages)
+        cache = CacheConfig(page_size, length, num_pages, kv_memory)
         self.engine = Engine(
             params,
             cache,
             engine,
-            make_matcher=lambda spec: self._grammars.matcher(spec),
+            make_matcher=lambda spec: self.grammars.matcher(spec),
         )
 
     @functools.cached_property
-    def _grammars(self) -> GrammarCompiler:
+    def grammars(self) -> GrammarCompiler:
+        """The compiler of structured outputs. Raises ValueError if there cannot be one."""
         config = self.params.target.config
         text = tokenizing.tokenizer_json(self.tokenizer)
         return GrammarCompiler(text, config.vocab_size, config.stop_token_ids)
@@ -151,7 +160,7 @@ class LLM:
         completions = iter([text.completion() for text in texts])
         return [
             completion
-            for params in _for_each(sampling, len(prompts))
+            for params in for_each(sampling, len(prompts))
             for completion in best(params, list(itertools.islice(completions, params.num_samples)))
         ]
 
@@ -170,7 +179,7 @@ class LLM:
         Raises ValueError for ``best_of`` above ``n``, besides what generate raises it for.
         """
         check_count("rounds_per_call", rounds_per_call)
-        if any(params.num_samples > params.n for params in _for_each(sampling, len(prompts))):
+        if any(params.num_samples > params.n for params in for_each(sampling, len(prompts))):
             raise ValueError("best_of cannot be streamed, as all texts must end first: use n")
         texts = self._add(prompts, sampling)
         running = list(enumerate(texts))
@@ -275,16 +284,32 @@ class LLM:
                 on_progress(done, len(sets))
         return time.perf_counter() - started
 
+    def tokenize(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        """The token ids of each prompt as generate has them; ids stay as they are.
+
+        Raises ValueError for what is neither text nor a list of ids, and for empty text.
+        """
+        return tokenize(self._text, prompts)
+
+    def detokenize(self, token_ids: Sequence[int], *, skip_special: bool = False) -> str:
+        """The text of tokens, special ones included unless ``skip_special``."""
+        return self._text.decode(token_ids, skip_special=skip_special)
+
+    def growing_text(
+        self, generation: Generation, options: TextOptions = WHOLE_TEXT
+    ) -> GrowingText:
+        """The text of a request of this engine, to be told its tokens."""
+        decode = functools.partial(self._text.decode, skip_special=options.skip_special)
+        stops = self.engine.stop_ids(generation.sampling)
+        detokenizer = Detokenizer(decode, generation.prompt)
+        return GrowingText(generation, detokenizer, stops, keep_stop=options.keep_stop)
+
     def _add(
         self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams]
     ) -> list[GrowingText]:
-        tokens = tokenize(self._text, prompts)
-        params = _for_each(sampling, len(tokens))
-        return [self._growing(one) for one in self.engine.add_all(tokens, params)]
-
-    def _growing(self, generation: Generation) -> GrowingText:
-        detokenizer = Detokenizer(self._text.decode, generation.prompt)
-        return GrowingText(generation, detokenizer, self.engine.stop_ids(generation.sampling))
+        tokens = self.tokenize(prompts)
+        params = for_each(sampling, len(tokens))
+        return [self.growing_text(one) for one in self.engine.add_all(tokens, params)]
 
     def _cancel(self, texts: Sequence[GrowingText]) -> None:
         for text in texts:
@@ -317,14 +342,15 @@ def check_prompts(
     config = load_model_config(directory)
     length = _max_length(max_length, config.max_position)
     tokens = tokenize(tokenizer or TextTokenizer(directory), prompts)
-    params = _for_each(sampling, len(tokens))
+    params = for_each(sampling, len(tokens))
     check_requests(tokens, params, config.vocab_size, length, config.max_position)
     return tokens
 
 
-def _for_each(
+def for_each(
     sampling: SamplingParams | Sequence[SamplingParams], count: int
 ) -> list[SamplingParams]:
+    """Sampling of each prompt. Raises ValueError for what is none."""
     if isinstance(sampling, SamplingParams):
         return [sampling] * count
     if not isinstance(sampling, (list, tuple)):

@@ -61,7 +61,8 @@ def _draft(programs: Programs, key: RoundsKey, rows: np.ndarray) -> Drafted:
 def run_verify(programs: Programs, drafted: Drafted, masks: np.ndarray) -> Call:
     """The second half, with the masks of functional.verify_drafts."""
     key, rows, tree = drafted
-    options = {"columns": key.columns, "shape": key.shape, **programs.options(key.kind)}
+    shape = {"columns": key.columns, "shape": key.shape, "trees": programs.sizes.trees}
+    options = {**shape, **programs.options(key.kind)}
     with programs.controlled(key.kind):
         programs.state, emitted = programs.verify(
             programs.params, programs.state, tree, masks, rows, **options

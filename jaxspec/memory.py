@@ -33,6 +33,8 @@ def num_pages(params: EngineParams, cache: CacheConfig, num_rows: int) -> int:
         room.check(wanted)
         return wanted
     wanted = num_rows * longest + shards
+    if cache.memory is not None:
+        wanted = min(wanted, room.within(cache.memory, longest))
     if room.holds(wanted):
         return wanted
     least = shards * (longest + 1)
@@ -80,6 +82,19 @@ class _Room:
         """Pages that fit, null pages not counted."""
         assert self.free is not None
         return self.params.data_parallel * max(0, (self.free - self.null) // self.page)
+
+    def within(self, memory: int, longest: int) -> int:
+        """Pages that fit so many bytes, null pages included. Raises ValueError if they are fewer
+        than the ``longest`` row needs."""
+        shards = self.params.data_parallel
+        pages = shards * (max(0, memory - self.null) // self.page + 1)
+        least = shards * (longest + 1)
+        if pages < least:
+            raise ValueError(
+                f"a cache of {memory} bytes is too small: the longest request needs "
+                f"{self.needed(least)}; give it that, or a smaller max_length"
+            )
+        return pages
 
     def check(self, pages: int) -> None:
         """Raise ValueError for a pool that does not fit."""

@@ -1,6 +1,7 @@
 """Carries out the scheduler's plans: launches programs, and reads what they emitted."""
 
 import dataclasses
+import time
 from typing import NamedTuple
 
 import numpy as np
@@ -60,9 +61,12 @@ class PlanRunner:
         self._idle_rows |= set(plan.release)
         for back in plan.swap_in:
             self.swapped.restore(back)
+            generation_of(back.sequence).preemptions = back.sequence.preemptions
         programs.copy_pages([(copy.shard, copy.source, copy.destination) for copy in plan.copies])
         for admission in plan.admissions:
-            generation_of(admission.sequence).forget_prompt()
+            sequence = admission.sequence
+            waited = time.perf_counter() - sequence.request.arrival
+            generation_of(sequence).admitted(admission.cached, waited, sequence.preemptions)
         admitted = [self._new_row(admission) for admission in plan.admissions]
         programs.admit(admitted)
         restored = [self._new_row(back) for back in plan.swap_in]

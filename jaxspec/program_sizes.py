@@ -40,6 +40,7 @@ class Sizes:
       fixed_rounds: programs run one round or so many, see functional.decode; 0: as many as a call
         asks for.
       fixed: all calls have the largest sizes, and one kind serves greedy and sampled rows.
+      trees: programs of rounds emit their trees.
     """
 
     num_rows: int
@@ -53,6 +54,7 @@ class Sizes:
     max_rounds: int
     fixed_rounds: int = 0
     fixed: bool = False
+    trees: bool = False
 
     @property
     def columns(self) -> int:

@@ -61,10 +61,10 @@ class Programs:
         self.admit_rows = jit(functional.admit, static_argnames="may_wait")
         self.prefill = jit(functional.prefill, static_argnames=reading)
         choices = ("shape", *choices)
-        decoding = ("max_rounds", "fixed", *choices, *logprobs)
+        decoding = ("max_rounds", "fixed", "trees", *choices, *logprobs)
         self.decode = jit(functional.decode, static_argnames=decoding)
         self.draft = jit(functional.draft, static_argnames=choices)
-        self.verify = jit(functional.verify_drafts, static_argnames=(*choices, *logprobs))
+        self.verify = jit(functional.verify_drafts, static_argnames=("trees", *choices, *logprobs))
         self.small: dict[str, Any] = {
             function.__name__: jit(function)
             for function in (
@@ -308,7 +308,8 @@ class Programs:
     def rounds_options(self, key: RoundsKey) -> dict[str, Any]:
         """Of functional.decode, for a program that is not masked."""
         most = {"max_rounds": key.rounds or self.sizes.max_rounds, "fixed": key.rounds > 0}
-        return {"columns": key.columns, "shape": key.shape, **most, **self.options(key.kind)}
+        shape = {"columns": key.columns, "shape": key.shape, "trees": self.sizes.trees}
+        return {**shape, **most, **self.options(key.kind)}
 
     def all_tokens(self) -> np.ndarray:
         """The mask that restricts nothing: uint32 [W]."""

@@ -145,6 +145,23 @@ class PromptLogprobs(Pytree):
 
 
 @pytree
+class RoundTrees(Pytree):
+    """The trees that rounds verified, and the path that each accepted.
+
+    C and A are those of Emitted, N is the most nodes of the call's trees. Node 0, the root, is the
+    token before the round. Of a path the first ``accepted + 1`` nodes are valid, the root first.
+    ``logprobs`` are of each node's token after its parent, under the model's raw logits; the root's
+    has no meaning.
+    """
+
+    tokens: Array = array("rounds", "batch", "nodes")  # int32 [C, B, N]
+    parents: Array = array("rounds", "batch", "nodes")  # int32 [C, B, N]; -1: root and padding
+    num_nodes: Array = array("rounds", "batch")  # int32 [C, B]
+    path: Array = array("rounds", "batch", "depth")  # int32 [C, B, A]
+    logprobs: Array = array("rounds", "batch", "nodes")  # float32 [C, B, N]
+
+
+@pytree
 class Emitted(Pytree):
     """The output of one call of ``prefill`` or ``decode``.
 
@@ -165,6 +182,7 @@ class Emitted(Pytree):
     top_tokens: Array | None = array("rounds", "batch", "depth", "alternatives")  # int32 [C,B,A,K]
     top_logprobs: Array | None = array("rounds", "batch", "depth", "alternatives")  # float32
     prompt: PromptLogprobs | None = None
+    trees: RoundTrees | None = None
 
 
 def empty_statistics(num_rows: int, max_depth: int) -> Statistics:

@@ -116,7 +116,7 @@ async def many(own: Engine, count: int, seed: int) -> tuple[int, dict[int, list[
 
     async with AsyncEngine(own) as serving:
         await asyncio.gather(*(one(serving, index) for index in range(count)))
-        assert not serving._streams
+        assert not serving._requests
     return len(victims), texts
 
 

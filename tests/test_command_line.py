@@ -29,6 +29,7 @@ SCRIPTS = {
     "bench_kernels": "bench kernels",
     "bench_adaptive": "bench adaptive",
     "bench_serving": "bench serving",
+    "serve": "serve",
     "bench_swap": "bench swap",
     "profile_round": "profile",
     "compile_ahead": "compile-ahead",

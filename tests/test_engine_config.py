@@ -22,7 +22,7 @@ def test_preemption_must_be_one_of_the_known():
         EngineConfig(preemption="never")  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.parametrize("field", ["prefix_caching", "deterministic", "fixed_rounds"])
+@pytest.mark.parametrize("field", ["prefix_caching", "deterministic", "fixed_rounds", "trees"])
 @pytest.mark.parametrize("value", [1, "no"])
 def test_switches_are_true_or_false(field: str, value: Any):
     with pytest.raises(ValueError, match=f"^{field} must be True[^\n]* got [^\n]*$"):

@@ -80,6 +80,10 @@ def test_old_options_are_refused(option: str, capsys: pytest.CaptureFixture[str]
         (["--prompt", "", NO_CACHE], "the prompt is empty"),
         (["--pairs", "3"], "--pairs would do nothing: add --compare"),
         (["--chat", "--json"], "--chat goes with neither --compare nor --json"),
+        (["--chat", "--show-trees", "x.html"], "--show-trees goes with neither --chat nor"),
+        (["--compare", "--show-trees", "x.html"], "--show-trees goes with neither --chat nor"),
+        (["--show-trees", "/nowhere/x.html", NO_CACHE], "there is no folder /nowhere"),
+        (["--show-trees", "/", NO_CACHE], "cannot write /: it is a folder"),
         (["--chat", NO_CACHE], "has no chat template: --chat needs an instruction-tuned model"),
         ([NO_CACHE, "--compilation-cache", "x"], "goes without --compilation-cache"),
         (["--compilation-cache", "/dev/null/here"], "cannot keep compiled programs: "),
@@ -145,6 +149,25 @@ def test_ten_pairs_are_the_default(monkeypatch):
     monkeypatch.setattr(generation, "report", lambda *_: {})
     with pytest.raises(ValueError, match="10 pairs"):
         generate.run(generate.make_parser().parse_args([NO_CACHE, "--compare", "--json"]))
+
+
+@pytest.mark.slow
+def test_the_page_of_trees_is_one_file(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    page = tmp_path / "trees.html"
+    arguments = ["--model", str(model), *SMALL, "--prompt", "abcabcabc", "--max-tokens", "24"]
+    assert generate.main([*arguments, "--json", "--show-trees", str(page)]) == 0
+    results = json.loads(capsys.readouterr().out)
+    html = page.read_text(encoding="utf-8")
+    assert re.findall(r"(?:src|href)=.(?!data:)|@import|url\(", html) == []
+    [data] = re.findall(r'<script type="application/json" id="data">(.*?)</script>', html, re.S)
+    shown = json.loads(data)
+    assert (shown["prompt"], shown["text"]) == ("abcabcabc", results["text"])
+    trees = shown["speculation"]["trees"]
+    assert len(trees) == shown["speculation"]["rounds"] == results["num_rounds"]
+    assert 1 + sum(tree["committed"] for tree in trees) == results["num_tokens"]
+    assert "/* " + "TREE" not in html and "class RoundPanel" in html
 
 
 @pytest.mark.usefixtures("loaded_once")

@@ -43,6 +43,12 @@ def make_parser() -> argparse.ArgumentParser:
     add("--shard-drafter", action="store_true", help="split the drafter over the devices too")
     add("--kernels", default="auto", help="auto (all on a Hopper GPU), all, none or a comma list")
     add("--json", action="store_true", help="print one JSON object instead of text")
+    add(
+        "--show-trees",
+        type=Path,
+        metavar="FILE",
+        help="write an HTML page that shows the draft tree of every round and how each token came",
+    )
     add_prompt_options(parser)
     add_comparison_options(parser)
     add_tree_options(parser)
@@ -152,6 +158,8 @@ def check(arguments: argparse.Namespace) -> None:
         raise ValueError("--no-compilation-cache goes without --compilation-cache")
     if arguments.chat and (arguments.compare or arguments.json):
         raise ValueError("--chat goes with neither --compare nor --json")
+    if arguments.show_trees is not None and (arguments.chat or arguments.compare):
+        raise ValueError("--show-trees goes with neither --chat nor --compare")
 
 
 def read_prompt(arguments: argparse.Namespace) -> str:

@@ -27,6 +27,7 @@ from jaxspec.commands.program_cache import (
 )
 from jaxspec.commands.shell import progress_console
 from jaxspec.commands.streaming import stream
+from jaxspec.commands.tree_page import check_page_path, tree_page
 from jaxspec.comparison import compare, decode_rate
 from jaxspec.config.speculation import default_speculation
 from jaxspec.loading import choose_drafter
@@ -54,10 +55,12 @@ def sampling_params(arguments: argparse.Namespace) -> SamplingParams:
         min_p=arguments.min_p,
         seed=arguments.seed,
         max_tokens=arguments.max_tokens,
+        trees=arguments.show_trees is not None,
     )
 
 
 def make_llm(arguments: argparse.Namespace, drafter: str, tokenizer: TextTokenizer) -> LLM:
+    config = engine_config(arguments, max_rows=1, plain=drafter == "none")
     return LLM(
         arguments.model,
         drafter,
@@ -69,7 +72,7 @@ def make_llm(arguments: argparse.Namespace, drafter: str, tokenizer: TextTokeniz
         page_size=arguments.page_size,
         max_length=arguments.max_length,
         num_pages=arguments.num_pages,
-        engine=engine_config(arguments, max_rows=1, plain=drafter == "none"),
+        engine=dataclasses.replace(config, trees=arguments.show_trees is not None),
         tokenizer=tokenizer,
     )
 
@@ -143,10 +146,22 @@ def comparison_lines(results: dict[str, Any]) -> list[str]:
     ]
 
 
+def about(results: dict[str, Any]) -> str:
+    """What the page of --show-trees says of a run."""
+    drafter = "+".join(Path(part).name for part in results["drafter"].split("+"))
+    return (
+        f"{Path(results['model']).name} with {drafter}: "
+        f"{results['num_tokens']} tokens in {results['num_rounds']} rounds, "
+        f"{results['acceptance_length']:.2f} tokens a round, on {results['device']}"
+    )
+
+
 def generate(arguments: argparse.Namespace, prompt: str) -> None:
     progress, tokenizer = progress_console(), TextTokenizer(arguments.model)
     sampling, show = sampling_params(arguments), not arguments.json
     # Before any weight is read.
+    if arguments.show_trees is not None:
+        check_page_path(arguments.show_trees)
     check_prompts(arguments.model, [prompt], sampling, arguments.max_length, tokenizer)
     with progress.status(f"loading {Path(arguments.model).name}"):
         llm = make_llm(arguments, arguments.drafter, tokenizer)
@@ -155,6 +170,9 @@ def generate(arguments: argparse.Namespace, prompt: str) -> None:
         sys.stdout.flush()
     completion = stream(llm, prompt, sampling, show)
     results = report(arguments, llm, completion)
+    if arguments.show_trees is not None:
+        page = tree_page(completion, tokenizer.decode, about(results))
+        arguments.show_trees.write_text(page, encoding="utf-8")
     if show:
         print("\n")
     if arguments.compare:

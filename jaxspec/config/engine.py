@@ -40,6 +40,8 @@ class EngineConfig:
         by ``warm_up``, or else before the first request is served, which then waits for that.
       shapes: trees to choose from besides plain decoding, which is always a choice. None: chains of
         1, 3 and 5, where they are shorter than the largest tree, and that tree.
+      trees: programs emit the draft tree of every round, for requests that ask for it (see
+        SamplingParams.trees). It costs a little time, for all requests.
 
     Raises ValueError for values that cannot work.
     """
@@ -56,6 +58,7 @@ class EngineConfig:
     max_programs: int = 128
     adaptive: bool = False
     shapes: tuple[TreeShape, ...] | None = None
+    trees: bool = False
 
     def __post_init__(self):
         for name in ("max_rows", "rounds_per_call", "prefill_budget", "max_programs"):
@@ -75,7 +78,7 @@ class EngineConfig:
             )
         if not (self.fixed_rounds is None or isinstance(self.fixed_rounds, bool)):
             raise ValueError(f"fixed_rounds must be True, False or None, got {self.fixed_rounds!r}")
-        for name in ("prefix_caching", "adaptive", "deterministic"):
+        for name in ("prefix_caching", "adaptive", "deterministic", "trees"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.shapes is not None:

@@ -81,6 +81,7 @@ def verify_drafts(
     logprobs: bool = False,
     top_logprobs: int = 0,
     hidden: tuple[int, ...] = (),
+    trees: bool = False,
 ) -> tuple[EngineState, Emitted]:
     """Verify trees under masks, and commit: the second half of a round.
 
@@ -94,7 +95,7 @@ def verify_drafts(
         ``t`` may follow the node. All ones: no restriction. A row that reaches an empty mask ends
         as NOT_FINITE.
       rows, shape, columns, greedy, controls: as they were given to draft.
-      logprobs, top_logprobs, hidden: see decode.
+      logprobs, top_logprobs, hidden, trees: see decode.
 
     Returns the state, and what the B rows emitted in this round.
 
@@ -108,6 +109,7 @@ def verify_drafts(
         logprobs=logprobs,
         top_logprobs=top_logprobs,
         hidden=hidden,
+        trees=trees,
     )
     rows, specs = _listed(params, state, rows)
     masks = jnp.asarray(masks)
@@ -189,5 +191,6 @@ def _verify(
         hidden=output.hidden,
         top_tokens=top_tokens,
         top_logprobs=top_logprobs,
+        trees=output.trees,
     )
     return put_chosen(params, state, rows, index, after, emitted)

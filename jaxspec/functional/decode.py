@@ -26,7 +26,15 @@ from jaxspec.sampling import Logprobs
 from jaxspec.sharding import partition_specs
 from jaxspec.speculation.call import Call
 from jaxspec.speculation.round import RoundOutput, run_round
-from jaxspec.state import Emitted, Ending, EngineState, PromptLogprobs, Rows, Status
+from jaxspec.state import (
+    Emitted,
+    Ending,
+    EngineState,
+    PromptLogprobs,
+    RoundTrees,
+    Rows,
+    Status,
+)
 
 
 def decode(
@@ -44,6 +52,7 @@ def decode(
     logprobs: bool = False,
     top_logprobs: int = 0,
     hidden: tuple[int, ...] = (),
+    trees: bool = False,
 ) -> tuple[EngineState, Emitted]:
     """Run up to ``num_rounds`` rounds. Stops early when no row can go on.
 
@@ -65,6 +74,7 @@ def decode(
       top_logprobs: the number of likeliest tokens to emit beside every token, with ``logprobs``.
       hidden: target hidden states to emit with every token, at the position it was sampled from:
         ``i`` is the residual stream after ``i`` layers, -1 the state after the final norm.
+      trees: emit the tree of every round.
 
     Returns the state, and what was emitted in each round.
 
@@ -83,6 +93,7 @@ def decode(
         logprobs=logprobs,
         top_logprobs=top_logprobs,
         hidden=hidden,
+        trees=trees,
     )
     function = functools.partial(_decode, call, max(1, max_rounds), fixed, columns)
     limit = jnp.minimum(jnp.asarray(num_rounds, jnp.int32), max_rounds)
@@ -137,6 +148,7 @@ def emitted_specs(params: EngineParams, call: Call) -> Emitted:
         top_tokens=top,
         top_logprobs=top,
         prompt=prompt if call.prompt_logprobs else None,
+        trees=_empty_trees((1, 1, 1), 1) if call.trees else None,
     )
     return partition_specs(emitted, params.layout)
 
@@ -199,11 +211,12 @@ class _Record(NamedTuple):
     integers: Array  # int32 [C, R, A + 3]: tokens, count, accepted, drafted
     logprobs: Logprobs | None  # [C, R, A] each
     hidden: Array | None  # [C, R, A, n * H]
+    trees: RoundTrees | None
 
     def with_round(self, index: Array, output: RoundOutput) -> "_Record":
         columns = [x[:, None] for x in (output.counts, output.accepted, output.drafted)]
         integers = jnp.concatenate([output.tokens, *columns], axis=1)
-        new = _Record(integers, output.logprobs, output.hidden)
+        new = _Record(integers, output.logprobs, output.hidden, output.trees)
         return jax.tree.map(lambda all_, one: all_.at[index].set(one), self, new)
 
 
@@ -253,6 +266,7 @@ def _run_rounds(
         hidden=record.hidden,
         top_tokens=top_tokens,
         top_logprobs=top_logprobs,
+        trees=record.trees,
     )
 
 
@@ -264,7 +278,15 @@ def _empty_record(params: EngineParams, call: Call, state: EngineState, max_roun
         integers=jnp.zeros((*size[:2], width + 3), jnp.int32),
         logprobs=_empty_logprobs(size, call.top_logprobs) if call.logprobs else None,
         hidden=jnp.zeros((*size, hidden_size), params.target.dtype) if call.hidden else None,
+        trees=_empty_trees(size, call.speculation.num_nodes) if call.trees else None,
     )
+
+
+def _empty_trees(size: tuple[int, int, int], num_nodes: int) -> RoundTrees:
+    nodes = jnp.zeros((*size[:2], num_nodes), jnp.int32)
+    path, number = jnp.zeros(size, jnp.int32), jnp.zeros(size[:2], jnp.int32)
+    logprobs = nodes.astype(jnp.float32)
+    return RoundTrees(tokens=nodes, parents=nodes, num_nodes=number, path=path, logprobs=logprobs)
 
 
 def _empty_logprobs(size: tuple[int, ...], alternatives: int) -> Logprobs:

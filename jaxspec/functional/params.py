@@ -62,6 +62,7 @@ class EngineParams(Pytree):
         prompt_logprobs: bool = False,
         hidden: tuple[int, ...] = (),
         order_invariant: bool = False,
+        trees: bool = False,
     ) -> Call:
         """The static options of one call; ``shape`` None: the largest tree.
 
@@ -101,6 +102,7 @@ class EngineParams(Pytree):
             prompt_logprobs,
             controls,
             order_invariant,
+            trees,
         )
 
     def check(self, state: EngineState, *, controls: bool = False) -> None:

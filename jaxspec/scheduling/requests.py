@@ -49,6 +49,9 @@ class SamplingParams:
       best_of: texts to generate, of which the n of the highest cumulative log-probability are
         returned; None: n.
       structured: what the text must look like. Stop tokens of the model then always end it.
+      trees: keep the draft tree of every round; the engine must have been made with trees=True.
+      plain: draft nothing while all requests that run are plain; beside others it is drafted for
+        like them. In float32 and under the matching rule the text is the same.
       priority: smaller is served earlier.
       cache_salt: requests share cached pages only with those of the same salt.
     """
@@ -74,6 +77,8 @@ class SamplingParams:
     n: int = 1
     best_of: int | None = None
     structured: StructuredOutput | None = None
+    trees: bool = False
+    plain: bool = False
     priority: int = 0
     cache_salt: str | None = None
 
@@ -208,7 +213,10 @@ _RULES: Mapping[str, tuple[Callable[[Any], bool], str]] = MappingProxyType(
         "max_tokens": (_is_integer_within(1, math.inf), "an integer, at least 1"),
         "min_tokens": (_is_integer_within(0, math.inf), "an integer, at least 0"),
         "stop_token_ids": (_or_none(_is_token_ids), "a tuple of token ids, or None"),
-        "ignore_eos": (lambda value: isinstance(value, bool), "True or False"),
+        **{
+            name: (lambda value: isinstance(value, bool), "True or False")
+            for name in ("ignore_eos", "trees", "plain")
+        },
         "stop": (_is_stop, "a string or a tuple of strings, none of them empty"),
         "repetition_penalty": (
             _is_within(0.01, 100),

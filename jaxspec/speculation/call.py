@@ -21,6 +21,7 @@ class Call:
       order_invariant: a prompt is read like trees are verified at a fixed width: see
         SpeculationConfig.verify_width.
       hidden: target hidden states to emit with every token (see models.decoder.run).
+      trees: emit the tree of every round.
     """
 
     speculation: SpeculationConfig
@@ -32,3 +33,4 @@ class Call:
     prompt_logprobs: bool = False
     controls: bool = False
     order_invariant: bool = False
+    trees: bool = False

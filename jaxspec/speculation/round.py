@@ -17,7 +17,7 @@ from jaxspec.speculation.call import Call
 from jaxspec.speculation.drafters import Drafter
 from jaxspec.speculation.token_masks import restrict
 from jaxspec.speculation.tree import DraftTree, pad_tree, path_tokens, root_only
-from jaxspec.state import Ending, EngineState, Statistics, Status, write_tokens
+from jaxspec.state import Ending, EngineState, RoundTrees, Statistics, Status, write_tokens
 from pallas_kernels.policy import fewest_rows
 
 
@@ -30,6 +30,7 @@ class RoundOutput(NamedTuple):
     drafted: Array  # int32 [R] drafted tokens verified
     logprobs: Logprobs | None  # [R, A] each, of ``tokens``
     hidden: Array | None  # [R, A, n * H], at the node that each token was sampled from
+    trees: RoundTrees | None  # of this round: without the axis of rounds
 
 
 class Scores(NamedTuple):
@@ -265,4 +266,25 @@ def _output(
         drafted=once * (tree.num_nodes - 1),
         logprobs=logprobs,
         hidden=hidden,
+        trees=_trees(tree, scores.logits, path, call, target) if call.trees else None,
+    )
+
+
+def _trees(tree: DraftTree, logits: Array, path: Array, call: Call, target: Decoder) -> RoundTrees:
+    """The tree at the width of the call's shape; logits float32 [R, N, V / shards], raw."""
+    shape, size = call.speculation, tree.tokens.shape[1]
+    at_parents = jnp.take_along_axis(logits, jnp.maximum(tree.parents, 0)[..., None], axis=1)
+    own = token_logprobs(at_parents, tree.tokens, 0, target.layout, call.kernels).own
+
+    def fitted(nodes: Array, fill: int = 0) -> Array:
+        room = max(0, shape.num_nodes - size)
+        padded = jnp.pad(nodes, ((0, 0), (0, room)), constant_values=fill)
+        return padded[:, : shape.num_nodes]  # what is cut off is padding
+
+    return RoundTrees(
+        tokens=fitted(tree.tokens),
+        parents=fitted(tree.parents, -1),
+        num_nodes=tree.num_nodes,
+        path=jnp.pad(path, ((0, 0), (0, shape.max_depth + 1 - path.shape[1]))),
+        logprobs=fitted(own),
     )

@@ -100,10 +100,9 @@ def tokenize_chats(
             apply(
                 conversation,
                 chat_template=chat_template,
-                add_generation_prompt=True,
                 tokenize=True,
                 return_dict=False,
-                **(template_variables or {}),
+                **({"add_generation_prompt": True} | dict(template_variables or {})),
             )
             for conversation in conversations
         ]

@@ -1,7 +1,7 @@
 """Text to token ids, and back."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,10 +37,10 @@ class TextTokenizer:
         if plain is None:
             full = self.full
             self._encode = lambda text: full(text, verbose=False)["input_ids"]
-            self._decode = full.decode
+            self._decode: Callable[..., Any] = full.decode
         else:
             self._encode = lambda text: plain.encode(text).ids
-            self._decode = functools.partial(plain.decode, skip_special_tokens=False)
+            self._decode = plain.decode
 
     @functools.cached_property
     def full(self) -> "Tokenizer":
@@ -51,9 +51,9 @@ class TextTokenizer:
         """Token ids, with those that the tokenizer puts around every text."""
         return list(self._encode(text))
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text, special tokens included."""
-        return str(self._decode(list(token_ids)))
+    def decode(self, token_ids: Sequence[int], *, skip_special: bool = False) -> str:
+        """Text, special tokens included unless ``skip_special``."""
+        return str(self._decode(list(token_ids), skip_special_tokens=skip_special))
 
 
 def plain_tokenizer(directory: Path) -> tokenizers.Tokenizer | None:

@@ -1,0 +1,146 @@
+"""AsyncLLM: streams of text for asyncio, from an LLM whose engine runs in a thread of its own."""
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Self
+
+from jaxspec.async_engine import AsyncEngine, Chunk
+from jaxspec.completion import (
+    WHOLE_TEXT,
+    Completion,
+    GrowingText,
+    TextChunk,
+    TextOptions,
+    best,
+)
+from jaxspec.engine import Engine
+from jaxspec.llm import LLM, for_each
+from jaxspec.scheduling.requests import SamplingParams
+from jaxspec.tokenizer.text import Prompt
+
+LONG_TEXT = 20_000  # characters of a prompt that is tokenized beside the event loop
+
+
+class AsyncLLM:
+    """Generates text for many requests at once.
+
+    >>> async with AsyncLLM(LLM()) as llm:
+    ...     [completion] = await llm.generate(["def f("], SamplingParams())
+    ...     async for event in llm.stream(["def f("], SamplingParams()):
+    ...         print(event.text)
+
+    The LLM's engine belongs to a thread of this object from now on (see AsyncEngine). Close it, or
+    the engine's memory stays in use.
+
+    Args:
+      most_rounds, on_chunk: see AsyncEngine.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        most_rounds: int | None = None,
+        on_chunk: Callable[[Chunk], None] | None = None,
+    ):
+        self.llm = llm
+        self.engine = AsyncEngine(llm.engine, most_rounds, on_chunk)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Cancel what is under way, and end the thread. May be called more than once."""
+        await self.engine.close()
+
+    async def run[T](self, function: Callable[[Engine], T]) -> T:
+        """See AsyncEngine.run."""
+        return await self.engine.run(function)
+
+    async def tokenize(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        """The token ids of each prompt, see LLM.tokenize."""
+        if sum(len(one) for one in prompts if isinstance(one, str)) > LONG_TEXT:
+            return await asyncio.to_thread(self.llm.tokenize, prompts)
+        return self.llm.tokenize(prompts)
+
+    async def generate(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams],
+        *,
+        timeout: float | None = None,
+        options: TextOptions = WHOLE_TEXT,
+    ) -> list[Completion]:
+        """Complete every prompt; see LLM.generate for what is returned, and stream for the rest."""
+        events = self._events(prompts, sampling, timeout, options)
+        async with contextlib.aclosing(events):
+            completions = iter([one async for one in events if isinstance(one, Completion)])
+        return [
+            completion
+            for params in for_each(sampling, len(prompts))
+            for completion in best(params, list(itertools.islice(completions, params.num_samples)))
+        ]
+
+    async def stream(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams],
+        *,
+        timeout: float | None = None,
+        options: TextOptions = WHOLE_TEXT,
+    ) -> AsyncGenerator[TextChunk | Completion, None]:
+        """Text as it is generated: TextChunks, then Completions in order; see LLM.stream.
+
+        When the task is cancelled, or the generator closed, its requests are cancelled, and their
+        pages are free in the next plan.
+
+        Args:
+          timeout: seconds after which requests end with the finish_reason ``timeout``.
+          options: what is part of the texts.
+
+        Raises ValueError for requests that could not run, and for ``best_of`` above ``n``;
+        QueueFull if too many wait; RuntimeError if it is closed.
+        """
+        if any(params.num_samples > params.n for params in for_each(sampling, len(prompts))):
+            raise ValueError("best_of cannot be streamed, as all texts must end first: use n")
+        events = self._events(prompts, sampling, timeout, options)
+        async with contextlib.aclosing(events):
+            async for event in events:
+                yield event
+
+    async def _events(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams],
+        timeout: float | None,
+        options: TextOptions,
+    ) -> AsyncGenerator[TextChunk | Completion, None]:
+        tokens = await self.tokenize(prompts)
+        params = for_each(sampling, len(tokens))
+        await self._compile_grammars(params)
+        texts: dict[int, GrowingText] = {}
+        chunks = self.engine.generate_all(tokens, params, timeout=timeout)
+        async with contextlib.aclosing(chunks):
+            async for chunk in chunks:
+                text = texts.get(chunk.index)
+                if text is None:
+                    text = texts[chunk.index] = self.llm.growing_text(chunk.generation, options)
+                if text.done:  # the engine did not know yet that the text had ended
+                    continue
+                text.push(chunk.token_ids, chunk.done)
+                if text.stopped:
+                    self.engine.end(chunk.generation)
+                new = text.next_chunk(chunk.index)
+                if new is not None:
+                    yield new
+        for index in sorted(texts):
+            yield texts[index].completion()
+
+    async def _compile_grammars(self, sampling: Sequence[SamplingParams]) -> None:
+        """Beside the event loop and the engine; the engine then finds them compiled."""
+        for spec in {one.structured for one in sampling} - {None}:
+            await asyncio.to_thread(lambda spec=spec: self.llm.grammars.matcher(spec))

@@ -1,0 +1,110 @@
+"""Serve a model over HTTP, as OpenAI's API does.
+
+Without arguments, the built-in model is served at http://127.0.0.1:8000/v1.
+"""
+
+# The options alone; the work is in serving.py of this folder.
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxspec.commands.importing import import_command
+from jaxspec.commands.shell import add_model_option, command_parser, run_command
+
+SERVE_EXTRA = ("fastapi", "prometheus_client", "pydantic", "starlette", "uvicorn")
+UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = command_parser("serve", __doc__)
+    add = parser.add_argument
+    add_model_option(parser)
+    add("--served-model-name", metavar="NAME", help="the model's name (default: --model's)")
+    add("--drafter", default="auto", help="as in generate")
+    add("--tree", metavar="SHAPE", help="shape of the draft tree, as in generate")
+    add("--dtype", choices=("float32", "bfloat16"), help="(default: float32 on CPU, else bfloat16)")
+    add("--tp", type=int, default=1, help="devices that share the model (tensor parallel)")
+    add("--kernels", default="auto", help="auto (all on a Hopper GPU), all, none or a comma list")
+    add_http_options(parser)
+    add_chat_options(parser)
+    add_engine_options(parser)
+    return parser
+
+
+def add_http_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("HTTP").add_argument
+    add("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0 is all of this machine")
+    add("--port", type=int, default=8000, help="port to listen at; 0 takes a free one")
+    add("--api-key", action="append", default=[], metavar="KEY", help="key that clients must give; "
+        "may be repeated (default: $JAXSPEC_API_KEY, else none is needed)")  # fmt: skip
+    add("--max-body", type=size, default=size("16MiB"), help="largest request (default: 16MiB)")
+    add("--request-timeout", type=float, help="seconds after which a request ends (default: never)")
+    add("--drain-seconds", type=int, default=30, help="seconds that requests have to end after "
+        "SIGTERM; a second one ends them at once")  # fmt: skip
+
+
+def add_chat_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("chat").add_argument
+    add("--chat-template", type=Path, metavar="FILE", help="Jinja template (default: the model's)")
+    add("--tool-format", choices=("hermes", "json"), help="how the model writes calls of tools "
+        "(default: as its chat template tells)")  # fmt: skip
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("engine").add_argument
+    add("--max-rows", type=int, default=16, help="requests that run together")
+    add("--max-queue", type=int, default=1024, help="requests that may wait; beyond them clients "
+        "get status 429")  # fmt: skip
+    add("--max-length", type=int, help="most tokens of a request, prompt included (default: what "
+        "the model allows, at most 2048)")  # fmt: skip
+    add("--kv-memory", type=size, metavar="BYTES", help="of the KV cache, such as 2GiB (default: "
+        "as the rows need, or as fit)")  # fmt: skip
+    add("--page-size", type=int, default=16, help="tokens of a page of the KV cache")
+    add("--rounds-per-call", type=int, default=8, help="most rounds between two looks at results")
+    add("--prefill-budget", type=int, default=2048, help="most prompt tokens between two calls")
+    add("--no-prefix-cache", action="store_true", help="keep no pages for later requests")
+    add("--adaptive", action="store_true", help="choose the tree of each call by what a round "
+        "costs and what is accepted; --tree is the largest")  # fmt: skip
+    add("--deterministic", action="store_true", help="in bfloat16, too, texts do not depend on the "
+        "batch")  # fmt: skip
+    add(
+        "--no-trees",
+        action="store_true",
+        help="emit no draft trees, which return_speculation and "
+        "the page show; it saves a little time",
+    )
+    add("--warm-up", choices=("none", "quick", "full"), default="quick", help="what is compiled "
+        "before the first request: the largest programs, or all that sampling, controls, "
+        "log-probabilities and structured outputs need")  # fmt: skip
+    add("--compilation-cache", type=Path, metavar="FOLDER", help="as in generate")
+    add("--no-compilation-cache", action="store_true", help="store no programs")
+
+
+def size(text: str) -> int:
+    """Of an option: bytes, such as 2GiB, 500MB or 1000000."""
+    number = text.strip().upper().removesuffix("B")
+    unit = number.lstrip("0123456789.").strip()
+    try:
+        value = float(number.removesuffix(unit)) * UNITS[unit]
+    except (KeyError, ValueError):
+        value = 0
+    if not 1 <= value < 2**63:
+        raise argparse.ArgumentTypeError(f"must be a size such as 2GiB or 500MB, got {text!r}")
+    return int(value)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    if arguments.no_compilation_cache and arguments.compilation_cache is not None:
+        raise ValueError("--no-compilation-cache goes without --compilation-cache")
+    try:
+        serving = import_command("jaxspec.commands.serving", "jaxspec serve")
+    except ModuleNotFoundError as error:
+        if error.name not in SERVE_EXTRA:
+            raise
+        raise ValueError(f"{error.name} is not installed: pip install 'jaxspec[serve]'") from error
+    serving.run(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return run_command(make_parser(), run, arguments)

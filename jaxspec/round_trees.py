@@ -1,0 +1,94 @@
+"""The rounds of a request: what they committed, their draft trees, and these as JSON."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxspec.detokenizer import common_length
+from jaxspec.generation import Generation, RoundTree
+from jaxspec.logprobs import take_logprobs
+from jaxspec.scheduling.requests import SamplingParams
+from jaxspec.state import Emitted
+
+CONTEXT = 4  # tokens decoded before a token, for its space and for characters of several tokens
+
+
+def check_trees(sampling: Iterable[SamplingParams], emitted: bool) -> None:
+    """Raise ValueError for requests that want trees, unless the engine's programs emit them."""
+    if not emitted and any(params.trees for params in sampling):
+        raise ValueError("trees needs an engine that emits them: make it with trees=True")
+
+
+def take_emitted(generation: Generation, emitted: Emitted, place: int) -> None:
+    """Add the rounds and log-probabilities of a row, in ``place`` of what one call emitted."""
+    take_logprobs(generation, emitted, place)
+    if not emitted.num_rounds:  # a prefill's token belongs to no round
+        return
+    counts = (emitted.counts, emitted.accepted, emitted.drafted)
+    generation.statistics.add(*(np.asarray(x)[:, place] for x in counts))
+    if generation.trees is not None:
+        generation.trees.extend(_trees(emitted, place))
+
+
+def _trees(emitted: Emitted, place: int) -> Iterator[RoundTree]:
+    trees = emitted.trees
+    assert trees is not None
+    for round_ in np.flatnonzero(np.asarray(emitted.counts)[:, place]):
+        at, accepted = (round_, place), int(emitted.accepted[round_, place])
+        size = int(trees.num_nodes[at])
+        chances = np.exp(np.asarray(trees.logprobs[at])[1:size])
+        yield RoundTree(
+            tokens=_integers(trees.tokens[at], size),
+            parents=_integers(trees.parents[at], size),
+            probabilities=(None, *chances.tolist()),
+            path=_integers(trees.path[at], accepted + 1),
+            bonus=int(emitted.tokens[at][accepted]),
+            committed=int(emitted.counts[at]),
+        )
+
+
+def _integers(values: Any, count: int) -> tuple[int, ...]:
+    return tuple(np.asarray(values)[:count].tolist())
+
+
+class RoundTexts:
+    """Turns the rounds of one request into JSON, in their order.
+
+    Args:
+      decode: token ids to text, special tokens included.
+      prompt: of the request.
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str], prompt: Sequence[int]):
+        self._decode, self._before = decode, list(prompt[-CONTEXT:])
+
+    def add(self, trees: Iterable[RoundTree]) -> list[dict[str, Any]]:
+        """The next rounds, each ``{"nodes": [{"token", "text", "parent", "probability"}], "path",
+        "bonus": {"token", "text"}, "committed"}``; see RoundTree.
+
+        A token's text is what it adds to the text before it.
+        """
+        return [self._add(tree) for tree in trees]
+
+    def _add(self, tree: RoundTree) -> dict[str, Any]:
+        if self._before[-1:] == [tree.tokens[0]]:
+            self._before.pop()
+        nodes, contexts = [], []
+        rows = zip(tree.tokens, tree.parents, tree.probabilities, strict=True)
+        for token, parent, probability in rows:
+            before = self._before if parent < 0 else contexts[parent]
+            contexts.append([*before, token][-CONTEXT:])
+            text = self._text(before, token)
+            nodes.append(
+                {"token": token, "text": text, "parent": parent, "probability": probability}
+            )
+        bonus = {"token": tree.bonus, "text": self._text(contexts[tree.path[-1]], tree.bonus)}
+        self._before = [*self._before, tree.tokens[0], *tree.committed_tokens][-CONTEXT:]
+        path, committed = list(tree.path), tree.committed
+        return {"nodes": nodes, "path": path, "bonus": bonus, "committed": committed}
+
+    def _text(self, before: Sequence[int], token: int) -> str:
+        known = self._decode(list(before)) if before else ""
+        text = self._decode([*before, token])
+        return text[common_length(known, text) :]

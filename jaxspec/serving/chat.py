@@ -1,0 +1,300 @@
+"""`/v1/chat/completions`: answers to conversations, which may call tools."""
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from jaxspec.completion import Completion, TextChunk, TextOptions
+from jaxspec.generation import TokenLogprob
+from jaxspec.round_trees import RoundTexts
+from jaxspec.scheduling.requests import SamplingParams
+from jaxspec.serving import results
+from jaxspec.serving.errors import ApiError
+from jaxspec.serving.messages import template_messages, template_variables
+from jaxspec.serving.protocol.base import FieldError
+from jaxspec.serving.protocol.chat import (
+    ChatChoice,
+    ChatDelta,
+    ChatLogprob,
+    ChatLogprobs,
+    ChatMessage,
+    ChatRequest,
+    ChatResponse,
+    FunctionCall,
+    ToolCall,
+    TopLogprob,
+)
+from jaxspec.serving.protocol.sampling import Speculation
+from jaxspec.serving.sampling import sampling_params, text_options, tokens_left
+from jaxspec.serving.service import Service
+from jaxspec.serving.structured import structured_output
+from jaxspec.serving.tools import (
+    Part,
+    ToolFormat,
+    ToolParser,
+    offered_tools,
+    tool_format,
+    tool_grammar,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """A request, ready for the engine. ``form``: how tools are called, if they may be."""
+
+    request: ChatRequest
+    service: Service
+    prompt: list[int]
+    sampling: SamplingParams
+    options: TextOptions
+    form: ToolFormat | None
+    id: str
+    created: int
+
+    def response(self, kind: Any, choices: list[ChatChoice]) -> ChatResponse:
+        name = self.service.name
+        return ChatResponse(
+            id=self.id, object=kind, created=self.created, model=name, choices=choices
+        )
+
+
+async def chat(service: Service, request: ChatRequest) -> ChatResponse:
+    """The whole answer. Raises ApiError, and what AsyncLLM.generate raises."""
+    plan = await _plan(service, request)
+    completions = await service.llm.generate(
+        [plan.prompt], plan.sampling, timeout=service.request_timeout, options=plan.options
+    )
+    choices = [_choice(plan, index, one) for index, one in enumerate(completions)]
+    response = plan.response("chat.completion", choices)
+    response.usage = results.usage(completions, len(completions))
+    return response
+
+
+async def stream(service: Service, request: ChatRequest) -> AsyncGenerator[ChatResponse, None]:
+    """The answer in chunks, those of several choices as they come."""
+    plan = await _plan(service, request)
+    options, generated = request.stream_options, 0
+    writers = [_Writer(plan, index) for index in range(plan.sampling.n)]
+    completions: list[Completion] = []
+    events = service.llm.stream(
+        [plan.prompt], plan.sampling, timeout=service.request_timeout, options=plan.options
+    )
+    async with contextlib.aclosing(events):
+        async for event in events:
+            if isinstance(event, Completion):
+                choices = [writers[len(completions)].last(event)]
+                completions.append(event)
+            else:
+                generated += len(event.token_ids)
+                choices = writers[event.index].chunks(event)
+            for choice in choices:
+                response = plan.response("chat.completion.chunk", [choice])
+                if options is not None and options.continuous_usage_stats:
+                    response.usage = results.partial_usage(len(plan.prompt), generated, 0)
+                yield response
+    if options is not None and options.include_usage:
+        response = plan.response("chat.completion.chunk", [])
+        response.usage = results.usage(completions, len(completions))
+        yield response
+
+
+async def _plan(service: Service, request: ChatRequest) -> _Plan:
+    service.check_model(request.model)
+    _check_together(request)
+    tools = offered_tools(request)
+    structured = structured_output(request)
+    form = tool_format(service.tool_format, chat_template(service)) if tools else None
+    if form is not None:
+        if structured is not None:
+            raise FieldError("tools", "tools cannot be with response_format: give one of them")
+        structured = tool_grammar(request, tools, form)
+    prompt = await prompt_ids(service, request)
+    logprobs = (request.top_logprobs or 0) if request.logprobs else None
+    wanted = request.max_completion_tokens or request.max_tokens
+    sampling = sampling_params(
+        request,
+        max_tokens=1,
+        logprobs=logprobs,
+        structured=structured,
+        model_stops=service.llm.llm.params.target.config.stop_token_ids,
+        trees=service.shows_trees and request.return_speculation,
+    )
+    if wanted is not None and wanted < 1:
+        raise FieldError("max_tokens", f"max_tokens must be at least 1, got {wanted}")
+    most = tokens_left(prompt, wanted, service.max_length, None)
+    sampling = dataclasses.replace(sampling, max_tokens=most)
+    options = text_options(request)
+    if form is not None:  # calls may be written with special tokens
+        options = dataclasses.replace(options, skip_special=False)
+    ids, created = results.new_id("chatcmpl"), results.now()
+    return _Plan(request, service, prompt, sampling, options, form, ids, created)
+
+
+def _check_together(request: ChatRequest) -> None:
+    """Raise FieldError for fields that do not go together."""
+    if request.stream_options is not None and not request.stream:
+        raise FieldError("stream_options", "stream_options is for streams: set stream to true")
+    if request.top_logprobs is not None and not request.logprobs:
+        raise FieldError("top_logprobs", "top_logprobs needs logprobs to be true")
+    if request.stream and request.prompt_logprobs is not None:
+        raise FieldError("prompt_logprobs", "prompt_logprobs cannot be streamed")
+    if request.continue_final_message and request.add_generation_prompt:
+        raise FieldError(
+            "continue_final_message", "continue_final_message needs add_generation_prompt false"
+        )
+
+
+def chat_template(service: Service) -> str:
+    """The template of chats. Raises ApiError if there is none."""
+    template = service.chat_template or service.llm.llm.tokenizer.chat_template
+    if isinstance(template, dict):  # templates of several uses, by name
+        template = template.get("default")
+    if not template:
+        raise ApiError(
+            400,
+            f"{service.name} has no chat template: use /v1/completions, or start the server with "
+            "--chat-template",
+            param="messages",
+            code="no_chat_template",
+        )
+    return str(template)
+
+
+async def prompt_ids(service: Service, request: ChatRequest) -> list[int]:
+    """The tokens of a conversation, up to where the answer begins."""
+    template = chat_template(service)
+    messages, variables = template_messages(request.messages), template_variables(request)
+    most = service.max_length * 128
+    if sum(len(str(message.get("content") or "")) for message in messages) > most:
+        raise FieldError("messages", f"too long: at most {service.max_length} tokens fit")
+    try:
+        [prompt] = await asyncio.to_thread(
+            service.llm.llm.chat_prompts, messages, template, variables
+        )
+    except ValueError as error:
+        raise FieldError("messages", str(error)) from error
+    keep = request.truncate_prompt_tokens
+    return prompt if keep is None else prompt[-keep:]
+
+
+# Answers.
+
+
+def _choice(plan: _Plan, index: int, completion: Completion) -> ChatChoice:
+    request, texts = plan.request, plan.service.texts
+    reason = results.finish_reason(completion)
+    message = ChatMessage(content=completion.text)
+    if plan.form is not None:
+        parser = ToolParser(plan.form)
+        message = _message(parser.push(completion.text, last=True))
+    if message.tool_calls and reason == "stop":
+        reason = "tool_calls"
+    choice = ChatChoice(index=index, message=message, finish_reason=reason)
+    if completion.logprobs is not None and request.logprobs:
+        own = _without_stop(plan, completion.logprobs, completion.token_ids)
+        choice.logprobs = chat_logprobs(texts, own)
+    if request.prompt_logprobs is not None and completion.prompt_logprobs is not None:
+        choice.prompt_logprobs = texts.prompt_logprobs(completion.prompt_logprobs)
+    if request.return_token_ids:
+        choice.token_ids = completion.token_ids
+        choice.prompt_token_ids = completion.prompt_token_ids
+    if request.return_speculation:
+        choice.speculation = results.speculation_with_trees(plan.service.llm.llm, completion)
+    return choice
+
+
+def _message(parts: Sequence[Part]) -> ChatMessage:
+    content = "".join(part.text for part in parts if part.call is None)
+    names = {part.call: part.name for part in parts if part.name is not None}
+    calls = [
+        ToolCall(
+            id=results.new_id("call"),
+            type="function",
+            function=FunctionCall(
+                name=name, arguments="".join(part.text for part in parts if part.call == call)
+            ),
+        )
+        for call, name in names.items()
+    ]
+    return ChatMessage(content=content or (None if calls else ""), tool_calls=calls or None)
+
+
+class _Writer:
+    """Chunks of one choice of a stream."""
+
+    def __init__(self, plan: _Plan, index: int):
+        self._plan, self._index, self._begun = plan, index, False
+        self._parser = None if plan.form is None else ToolParser(plan.form)
+        self._rounds = RoundTexts(plan.service.llm.llm.detokenize, plan.prompt)
+
+    def chunks(self, event: TextChunk) -> list[ChatChoice]:
+        deltas = self._deltas(event)
+        if not self._begun:
+            self._begun = True
+            beginning = deltas[0] if deltas and deltas[0].tool_calls is None else ChatDelta()
+            deltas = deltas[1:] if beginning in deltas else deltas
+            beginning.role, beginning.content = "assistant", beginning.content or ""
+            deltas = [beginning, *deltas]
+        if not deltas and (event.logprobs or event.trees):
+            deltas = [ChatDelta(content="")]
+        choices = [ChatChoice(index=self._index, delta=delta) for delta in deltas]
+        if choices and event.logprobs is not None:
+            own = _without_stop(self._plan, event.logprobs, event.token_ids)
+            choices[0].logprobs = chat_logprobs(self._plan.service.texts, own)
+        if choices and self._plan.request.return_token_ids:
+            choices[0].token_ids = event.token_ids
+        if choices and event.trees is not None:
+            choices[0].speculation = Speculation(trees=self._rounds.add(event.trees))
+        return choices
+
+    def _deltas(self, event: TextChunk) -> list[ChatDelta]:
+        if self._parser is None:
+            return [ChatDelta(content=event.text)] if event.text else []
+        return [_delta(part) for part in self._parser.push(event.text, last=event.done)]
+
+    def last(self, completion: Completion) -> ChatChoice:
+        reason = results.finish_reason(completion)
+        if self._parser is not None and self._parser.calls and reason == "stop":
+            reason = "tool_calls"
+        choice = ChatChoice(index=self._index, delta=ChatDelta(), finish_reason=reason)
+        if self._plan.request.return_speculation:
+            choice.speculation = results.speculation(completion)
+        return choice
+
+
+def _delta(part: Part) -> ChatDelta:
+    if part.call is None:
+        return ChatDelta(content=part.text)
+    call = ToolCall(index=part.call, function=FunctionCall(name=part.name, arguments=part.text))
+    if part.name is not None:
+        call.id, call.type = results.new_id("call"), "function"
+    return ChatDelta(tool_calls=[call])
+
+
+def _without_stop(
+    plan: _Plan, entries: Sequence[TokenLogprob], token_ids: Sequence[int]
+) -> Sequence[TokenLogprob]:
+    """Those of the text: the token that ends it is no part of it."""
+    stops = plan.service.llm.llm.engine.stop_ids(plan.sampling)
+    return entries[:-1] if token_ids and token_ids[-1] in stops else entries
+
+
+def chat_logprobs(texts: results.TokenTexts, entries: Sequence[TokenLogprob]) -> ChatLogprobs:
+    return ChatLogprobs(
+        content=[
+            ChatLogprob(
+                **_logprob(texts, entry.token_id, entry.logprob),
+                top_logprobs=[TopLogprob(**_logprob(texts, *one)) for one in entry.top],
+            )
+            for entry in entries
+        ]
+    )
+
+
+def _logprob(texts: results.TokenTexts, token_id: int, logprob: float) -> dict[str, Any]:
+    text = texts.of(token_id)
+    # A part of a character is shown as U+FFFD, whose bytes are not the token's.
+    own = None if "\ufffd" in text else list(text.encode())
+    return {"token": text, "logprob": logprob, "bytes": own}

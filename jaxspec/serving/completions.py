@@ -1,0 +1,232 @@
+"""`/v1/completions`: prompts as text or token ids, one or many, each continued n times."""
+
+import contextlib
+import dataclasses
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from jaxspec.completion import Completion, TextChunk
+from jaxspec.generation import TokenLogprob
+from jaxspec.round_trees import RoundTexts
+from jaxspec.scheduling.requests import SamplingParams
+from jaxspec.serving import results
+from jaxspec.serving.protocol.base import FieldError
+from jaxspec.serving.protocol.completions import (
+    DEFAULT_MAX_TOKENS,
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionRequest,
+    CompletionResponse,
+)
+from jaxspec.serving.protocol.sampling import Speculation
+from jaxspec.serving.sampling import sampling_params, text_options, tokens_left
+from jaxspec.serving.service import Service
+from jaxspec.serving.structured import structured_output
+
+MOST_PROMPTS = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """A request, ready for the engine: token ids and sampling of each prompt."""
+
+    request: CompletionRequest
+    service: Service
+    prompts: list[list[int]]
+    sampling: list[SamplingParams]
+    id: str
+    created: int
+
+    @property
+    def samples(self) -> int:
+        return self.request.n or 1
+
+    def response(self, choices: list[CompletionChoice]) -> CompletionResponse:
+        name = self.service.name
+        return CompletionResponse(id=self.id, created=self.created, model=name, choices=choices)
+
+    def echoed(self, index: int) -> str:
+        """The prompt's text, if a choice begins with it."""
+        if not self.request.echo:
+            return ""
+        prompt = self.request.prompt
+        if isinstance(prompt, str) and self.request.truncate_prompt_tokens is None:
+            return prompt
+        return self.service.llm.llm.detokenize(self.prompts[index // self.samples])
+
+
+async def complete(service: Service, request: CompletionRequest) -> CompletionResponse:
+    """The whole answer. Raises ApiError, and what AsyncLLM.generate raises."""
+    plan = await _plan(service, request)
+    completions = await service.llm.generate(
+        plan.prompts, plan.sampling, timeout=service.request_timeout, options=text_options(request)
+    )
+    choices = [_choice(plan, index, one) for index, one in enumerate(completions)]
+    response = plan.response(choices)
+    response.usage = results.usage(completions, plan.samples)
+    return response
+
+
+async def stream(
+    service: Service, request: CompletionRequest
+) -> AsyncGenerator[CompletionResponse, None]:
+    """The answer in chunks, those of several choices as they come."""
+    plan = await _plan(service, request)
+    options = request.stream_options
+    offsets: dict[int, int] = {}
+    rounds: dict[int, RoundTexts] = {}
+    generated, completions = 0, []
+    prompt_tokens = sum(map(len, plan.prompts))
+    chunks = service.llm.stream(
+        plan.prompts, plan.sampling, timeout=service.request_timeout, options=text_options(request)
+    )
+    async with contextlib.aclosing(chunks):
+        async for event in chunks:
+            if isinstance(event, Completion):
+                completions.append(event)
+                response = plan.response([_last_chunk(plan, len(completions) - 1, event)])
+            else:
+                generated += len(event.token_ids)
+                response = plan.response([_chunk(plan, event, offsets, rounds)])
+            if options is not None and options.continuous_usage_stats:
+                response.usage = results.partial_usage(prompt_tokens, generated, 0)
+            yield response
+    if options is not None and options.include_usage:
+        response = plan.response([])
+        response.usage = results.usage(completions, plan.samples)
+        yield response
+
+
+async def _plan(service: Service, request: CompletionRequest) -> _Plan:
+    service.check_model(request.model)
+    _check_together(request)
+    tokens = await service.llm.tokenize(_prompts(request, service.max_length))
+    if request.truncate_prompt_tokens is not None:
+        tokens = [ids[-request.truncate_prompt_tokens :] for ids in tokens]
+    structured, length = structured_output(request), service.max_length
+    stops = service.llm.llm.params.target.config.stop_token_ids
+    other: dict[str, Any] = {"trees": service.shows_trees and request.return_speculation}
+    if request.echo and request.logprobs is not None and request.prompt_logprobs is None:
+        other["prompt_logprobs"] = request.logprobs
+    if request.best_of is not None:
+        other["best_of"] = request.best_of
+    sampling = [
+        sampling_params(
+            request,
+            max_tokens=tokens_left(ids, request.max_tokens, length, DEFAULT_MAX_TOKENS),
+            logprobs=request.logprobs,
+            structured=structured,
+            model_stops=stops,
+            **other,
+        )
+        for ids in tokens
+    ]
+    return _Plan(request, service, tokens, sampling, results.new_id("cmpl"), results.now())
+
+
+def _check_together(request: CompletionRequest) -> None:
+    """Raise FieldError for fields that do not go together."""
+    if request.stream_options is not None and not request.stream:
+        raise FieldError("stream_options", "stream_options is for streams: set stream to true")
+    if request.stream and request.prompt_logprobs is not None:
+        raise FieldError("prompt_logprobs", "prompt_logprobs cannot be streamed")
+    if request.stream and request.echo and request.logprobs is not None:
+        raise FieldError("echo", "echo with logprobs cannot be streamed")
+    if request.stream and (request.best_of or 1) > (request.n or 1):
+        raise FieldError("best_of", "best_of cannot be streamed: use n")
+
+
+def _prompts(request: CompletionRequest, max_length: int) -> Sequence[str | list[int]]:
+    given: Any = request.prompt
+    is_one = isinstance(given, str) or (given and isinstance(given[0], int))
+    prompts: list[str | list[int]] = [given] if is_one else list(given)
+    if not prompts or not all(prompts):
+        raise FieldError("prompt", "a prompt is empty: give at least one token")
+    if len(prompts) > MOST_PROMPTS:
+        raise FieldError("prompt", f"{len(prompts)} prompts are more than {MOST_PROMPTS}")
+    for prompt in prompts:
+        check_length("prompt", prompt, max_length)
+    return prompts
+
+
+MOST_CHARACTERS = 128  # of a token; longer texts need not be tokenized to see that they do not fit
+
+
+def check_length(param: str, prompt: str | Sequence[int], max_length: int) -> None:
+    """Raise FieldError for a prompt that is far too long, before any work is done for it."""
+    most = max_length * MOST_CHARACTERS if isinstance(prompt, str) else max_length
+    if len(prompt) > most:
+        raise FieldError(param, f"the {param} is too long: at most {max_length} tokens fit")
+
+
+def _choice(plan: _Plan, index: int, completion: Completion) -> CompletionChoice:
+    texts, request = plan.service.texts, plan.request
+    choice = CompletionChoice(
+        index=index,
+        text=plan.echoed(index) + completion.text,
+        finish_reason=results.finish_reason(completion),
+    )
+    if request.logprobs is not None:
+        choice.logprobs = _all_logprobs(plan, completion)
+    if request.prompt_logprobs is not None and completion.prompt_logprobs is not None:
+        choice.prompt_logprobs = texts.prompt_logprobs(completion.prompt_logprobs)
+    if request.return_token_ids:
+        choice.token_ids = completion.token_ids
+        choice.prompt_token_ids = completion.prompt_token_ids
+    if request.return_speculation:
+        choice.speculation = results.speculation_with_trees(plan.service.llm.llm, completion)
+    return choice
+
+
+def _all_logprobs(plan: _Plan, completion: Completion) -> CompletionLogprobs:
+    texts = plan.service.texts
+    own = _without_stop(plan, completion.logprobs or [], completion.token_ids)
+    if not plan.request.echo:
+        return texts.logprobs(own, 0)
+    first = texts.of(completion.prompt_token_ids[0])
+    found = texts.logprobs([*(completion.prompt_logprobs or []), *own], len(first))
+    return CompletionLogprobs(
+        tokens=[first, *found.tokens],
+        token_logprobs=[None, *found.token_logprobs],
+        top_logprobs=[None, *found.top_logprobs],
+        text_offset=[0, *found.text_offset],
+    )
+
+
+def _without_stop(
+    plan: _Plan, entries: Sequence[TokenLogprob], token_ids: Sequence[int]
+) -> Sequence[TokenLogprob]:
+    """Those of the text: the token that ends it is no part of it."""
+    stops = plan.service.llm.llm.engine.stop_ids(plan.sampling[0])
+    return entries[:-1] if token_ids and token_ids[-1] in stops else entries
+
+
+def _chunk(
+    plan: _Plan, event: TextChunk, offsets: dict[int, int], rounds: dict[int, RoundTexts]
+) -> CompletionChoice:
+    """A piece of a choice. ``offsets``: where the next token of each begins."""
+    index, texts = event.index, plan.service.texts
+    text = event.text
+    if index not in offsets:
+        offsets[index] = len(plan.echoed(index))
+        text = plan.echoed(index) + text
+    choice = CompletionChoice(index=index, text=text)
+    if event.logprobs is not None:
+        own = _without_stop(plan, event.logprobs, event.token_ids)
+        choice.logprobs = texts.logprobs(own, offsets[index])
+        offsets[index] += sum(map(len, choice.logprobs.tokens))
+    if plan.request.return_token_ids:
+        choice.token_ids = event.token_ids
+    if event.trees is not None:
+        prompt, decode = plan.prompts[index // plan.samples], plan.service.llm.llm.detokenize
+        texts_of_rounds = rounds.setdefault(index, RoundTexts(decode, prompt))
+        choice.speculation = Speculation(trees=texts_of_rounds.add(event.trees))
+    return choice
+
+
+def _last_chunk(plan: _Plan, index: int, completion: Completion) -> CompletionChoice:
+    reason = results.finish_reason(completion)
+    choice = CompletionChoice(index=index, text="", finish_reason=reason)
+    if plan.request.return_speculation:
+        choice.speculation = results.speculation(completion)
+    return choice

@@ -1,0 +1,113 @@
+"""Errors that clients see, in OpenAI's shape. None holds a path or a stack trace."""
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from jaxspec.scheduling.plan import QueueFull
+from jaxspec.serving.protocol.base import FieldError
+from jaxspec.serving.protocol.errors import ErrorDetails, ErrorResponse
+
+logger = logging.getLogger(__name__)
+
+RETRY_AFTER = 1  # seconds; a call of the engine takes less
+MOST_MESSAGE = 500  # characters
+
+
+class ApiError(Exception):
+    """What a request is answered with. ``status`` is the HTTP status."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ):
+        super().__init__(message)
+        self.status, self.message, self.kind = status, message, kind
+        self.param, self.code, self.headers = param, code, dict(headers or {})
+
+    def body(self) -> dict[str, Any]:
+        message = self.message
+        if len(message) > MOST_MESSAGE:
+            message = f"{message[: MOST_MESSAGE - 3]}..."
+        details = ErrorDetails(message=message, type=self.kind, param=self.param, code=self.code)
+        return ErrorResponse(error=details).model_dump()
+
+    def text(self) -> str:
+        """JSON in ASCII: a message may quote what is no valid Unicode."""
+        return json.dumps(self.body())
+
+    def response(self) -> Response:
+        media_type = "application/json"
+        return Response(self.text(), self.status, headers=self.headers, media_type=media_type)
+
+
+class NotReady(ApiError):
+    """The server starts, or ends."""
+
+    def __init__(self, state: str):
+        headers = {"Retry-After": str(RETRY_AFTER)}
+        message = f"the server is {state}: try again later"
+        super().__init__(503, message, kind="server_error", code="not_ready", headers=headers)
+
+
+def api_error(error: Exception) -> ApiError:
+    """What a client is told of an exception."""
+    match error:
+        case ApiError():
+            return error
+        case FieldError():
+            return ApiError(400, str(error), param=error.param)
+        case RequestValidationError():
+            return _invalid(error)
+        case HTTPException():
+            return ApiError(error.status_code, str(error.detail), headers=error.headers)
+        case ValueError():  # of the engine: a request that cannot be
+            return ApiError(400, str(error))
+        case QueueFull():
+            headers = {"Retry-After": str(RETRY_AFTER)}
+            message = "too many requests wait: try again later"
+            kind, code = "rate_limit_error", "queue_full"
+            return ApiError(429, message, kind=kind, code=code, headers=headers)
+    logger.error("a request failed", exc_info=error)
+    return ApiError(500, "an internal error; see the server's log", kind="server_error")
+
+
+def _invalid(error: RequestValidationError) -> ApiError:
+    """The first thing that is wrong with a body."""
+    first = next(iter(error.errors()))
+    cause = first.get("ctx", {}).get("error")
+    if isinstance(cause, FieldError):
+        return api_error(cause)
+    names = [str(part) for part in first["loc"][1:]]  # after "body"
+    param = ".".join(names) or None
+    if first["type"] == "extra_forbidden":
+        return ApiError(400, f"unknown field {param}", param=param, code="unknown_field")
+    if first["type"] == "json_invalid":
+        return ApiError(400, "the body is not JSON", code="invalid_json")
+    message = str(first["msg"])
+    return ApiError(400, f"{param}: {message}" if param else message, param=param)
+
+
+def add_handlers(app: FastAPI, on_full: Callable[[], None]) -> None:
+    """Answer every exception in OpenAI's shape. ``on_full`` is called when the queue is full."""
+
+    async def handle(_: Request, error: Exception) -> Response:
+        if isinstance(error, QueueFull):
+            on_full()
+        return api_error(error).response()
+
+    for kind in (ApiError, RequestValidationError, HTTPException, ValueError, QueueFull):
+        app.add_exception_handler(kind, handle)
+    app.add_exception_handler(Exception, handle)

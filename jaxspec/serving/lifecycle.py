@@ -1,0 +1,104 @@
+"""From the start of a server to its end: loading beside the event loop, signals, draining."""
+
+import asyncio
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator
+
+import uvicorn
+from fastapi import FastAPI
+
+from jaxspec.async_llm import AsyncLLM
+from jaxspec.serving.service import Service
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server, whose signals are ours."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def serve(
+    app: FastAPI,
+    service: Service,
+    load: Callable[[], AsyncLLM],
+    *,
+    host: str,
+    port: int,
+    drain_seconds: int,
+    on_ready: Callable[[str], None],
+) -> None:
+    """Serve until SIGTERM or SIGINT, then until what is under way has ended; a second one ends it.
+
+    The port is open from the beginning: `/health` says 503 until the model is loaded.
+
+    Args:
+      load: called in a thread of its own.
+      on_ready: called with the address once requests are served.
+
+    Raises what ``load`` raises, and OSError for an address that cannot be listened at.
+    """
+    options = uvicorn.Config(
+        app,
+        host=host,
+        port=port,
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=drain_seconds,
+        lifespan="off",
+    )
+    server = _Server(options)
+    _end_on_signals(server, service)
+    sockets = [options.bind_socket()]
+    own_port = sockets[0].getsockname()[1]
+    serving = asyncio.create_task(server.serve(sockets=sockets))
+    loading = _in_a_thread(load)
+    try:
+        await asyncio.wait({serving, loading}, return_when=asyncio.FIRST_COMPLETED)
+        if loading.done():
+            service.start(loading.result())
+            if not server.should_exit:
+                shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
+                on_ready(f"http://{shown}:{own_port}")
+        await serving
+    finally:
+        server.should_exit = True
+        await asyncio.gather(serving, return_exceptions=True)
+        await service.close()
+
+
+def _in_a_thread[T](function: Callable[[], T]) -> asyncio.Future[T]:
+    """Its result. The thread is a daemon: the process may end before it has."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def tell(set_it: Callable[[], None]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(lambda: None if future.done() else set_it())
+
+    def work() -> None:
+        try:
+            result = function()
+        except Exception as raised:
+            error = raised
+            tell(lambda: future.set_exception(error))
+        else:
+            tell(lambda: future.set_result(result))
+
+    threading.Thread(target=work, name="jaxspec loading", daemon=True).start()
+    return future
+
+
+def _end_on_signals(server: uvicorn.Server, service: Service) -> None:
+    def end() -> None:
+        server.force_exit = server.should_exit  # the second time
+        server.should_exit = True
+        service.state = "ending"
+
+    for one in SIGNALS:
+        asyncio.get_running_loop().add_signal_handler(one, end)

@@ -1,0 +1,90 @@
+"""From OpenAI's messages to what chat templates read."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxspec.serving.protocol.base import FieldError
+from jaxspec.serving.protocol.chat import ChatRequest
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+# Arguments of apply_chat_template that are no variables of a template.
+RESERVED = frozenset(
+    {
+        *("chat_template", "conversation", "continue_final_message", "documents", "padding"),
+        *(
+            "add_generation_prompt",
+            "max_length",
+            "processor_kwargs",
+            "return_assistant_tokens_mask",
+        ),
+        *("return_dict", "return_tensors", "tokenize", "tokenizer_kwargs", "tools", "truncation"),
+        *("load_audio_from_video", "sampling_rate"),
+    }
+)
+
+
+def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages with content as text, and arguments of calls as objects.
+
+    Raises FieldError for what is no message, and for what is not text.
+    """
+    return [_message(index, message) for index, message in enumerate(messages)]
+
+
+def _message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
+    name, role = f"messages.{index}", message.get("role")
+    if role not in ROLES:
+        raise FieldError(f"{name}.role", f"{name}.role must be one of {', '.join(ROLES)}")
+    found = {key: value for key, value in message.items() if value is not None}
+    found["role"] = "system" if role == "developer" else role  # templates know no developer
+    found["content"] = _content(f"{name}.content", message.get("content"), role)
+    if "tool_calls" in found:
+        found["tool_calls"] = [_call(f"{name}.tool_calls", one) for one in found["tool_calls"]]
+    return found
+
+
+def _content(name: str, content: Any, role: str) -> str:
+    if isinstance(content, str):
+        return content
+    if content is None and role == "assistant":
+        return ""
+    if not isinstance(content, list):
+        raise FieldError(name, f"{name} must be text, or a list of parts of type text")
+    texts = []
+    for part in content:
+        if not (isinstance(part, Mapping) and part.get("type") in ("text", "refusal")):
+            raise FieldError(name, f"{name}: only parts of type text are supported")
+        text = part.get(part["type"])
+        if not isinstance(text, str):
+            raise FieldError(name, f"{name}: a part has no text")
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _call(name: str, call: Any) -> dict[str, Any]:
+    """A call whose arguments are an object: templates write them as JSON themselves."""
+    match call:
+        case {"function": {"name": str(), "arguments": str(text)} as function}:
+            try:
+                arguments = json.loads(text)
+            except (ValueError, RecursionError):
+                raise FieldError(name, f"{name}: the arguments are not JSON") from None
+            return {**call, "function": {**function, "arguments": arguments}}
+    raise FieldError(name, f"{name}: a call needs a function with name and arguments")
+
+
+def template_variables(request: ChatRequest) -> dict[str, Any]:
+    """What a chat template gets beside the messages. Raises FieldError for reserved names."""
+    variables = dict(request.chat_template_kwargs or {})
+    wrong = sorted(RESERVED & variables.keys())
+    if wrong:
+        name = "chat_template_kwargs"
+        raise FieldError(name, f"{name} must not have {wrong[0]}: it is no variable of a template")
+    if request.reasoning_effort is not None:
+        variables["reasoning_effort"] = request.reasoning_effort
+    if request.tools and request.tool_choice != "none":
+        variables["tools"] = [tool.model_dump(exclude_none=True) for tool in request.tools]
+    variables["add_generation_prompt"] = request.add_generation_prompt
+    variables["continue_final_message"] = request.continue_final_message
+    return variables

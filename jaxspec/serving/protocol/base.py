@@ -1,0 +1,108 @@
+"""What all requests and responses share: which fields are known, tolerated and refused."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, model_serializer
+from pydantic import model_validator as validator
+
+# Fields that routers add to every request, and the values that ask for nothing (None: any value).
+ROUTER_FIELDS: Mapping[str, tuple[Any, ...] | None] = MappingProxyType(
+    {
+        "continue_final_message": (False,),
+        "ignore_eos": (False,),
+        "include_reasoning": None,  # there is no reasoning to leave out
+        "no_stop_trim": (False,),
+        "return_hidden_states": (False,),
+        "separate_reasoning": None,
+        "skip_special_tokens": (True,),
+        "stream_reasoning": None,
+    }
+)
+# Fields of OpenAI's that change no text: they name the caller, or are hints to OpenAI's own caches.
+HINTS = frozenset(
+    {"metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user"}
+)
+
+# Fields that cannot be honoured: the values that ask for nothing (besides null), and what to do.
+type Refused = Mapping[str, tuple[tuple[Any, ...], str]]
+
+REFUSED: Refused = MappingProxyType(
+    {
+        "add_special_tokens": ((True,), "give the prompt as token ids"),
+        "bad_words": (([],), "forbid tokens with logit_bias -100"),
+        "detokenize": ((True,), "ask for return_token_ids"),
+        "early_stopping": ((False,), "there is no beam search: sample n texts"),
+        "guided_choice": ((), "use structured_outputs.choice"),
+        "guided_grammar": ((), "use structured_outputs.grammar"),
+        "guided_json": ((), "use structured_outputs.json"),
+        "guided_regex": ((), "use structured_outputs.regex"),
+        "kv_transfer_params": ((), "leave it out"),
+        "length_penalty": ((1.0,), "there is no beam search: sample n texts"),
+        "lora_path": ((), "merge the adapter into the model"),
+        "return_tokens_as_token_ids": ((False,), "ask for return_token_ids"),
+        "service_tier": (("auto", "default"), "use priority"),
+        "spaces_between_special_tokens": ((True,), "leave it out"),
+        "store": ((False,), "nothing is stored: leave it out"),
+        "thinking_token_budget": ((), "leave it out"),
+        "use_beam_search": ((False,), "sample n texts"),
+        "vllm_xargs": ((), "leave it out"),
+    }
+)
+
+
+class FieldError(ValueError):
+    """A field of a request that cannot be; ``param`` names it."""
+
+    def __init__(self, param: str, message: str):
+        super().__init__(message)
+        self.param = param
+
+
+class RequestBody(BaseModel):
+    """A request. An unknown field is an error that names it, unless it asks for nothing."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    refused: ClassVar[Refused] = REFUSED
+
+    @validator(mode="before")
+    @classmethod
+    def _without_idle_fields(cls, body: Any) -> Any:
+        if not isinstance(body, dict):
+            return body
+        return {name: value for name, value in body.items() if not cls._is_idle(name, value)}
+
+    @classmethod
+    def _is_idle(cls, name: str, value: Any) -> bool:
+        """Whether a field asks for nothing. Raises FieldError for one that is refused."""
+        if name in cls.model_fields:
+            return False
+        if name in cls.refused:
+            idle, advice = cls.refused[name]
+            if value is None or value in idle:
+                return True
+            raise FieldError(name, f"{name} is not supported: {advice}")
+        if name in HINTS or (name in ROUTER_FIELDS and value is None):
+            return True
+        if name in ROUTER_FIELDS:
+            values = ROUTER_FIELDS[name]
+            if values is None or value in values:
+                return True
+            raise FieldError(name, f"{name} is not supported here: leave it out")
+        return False  # unknown: refused by name
+
+
+class ResponseBody(BaseModel):
+    """A response. Those of its fields that are ``optional`` are left out where they are None."""
+
+    optional: ClassVar[frozenset[str]] = frozenset()
+
+    @model_serializer(mode="wrap")
+    def _without_optional(self, serialize: SerializerFunctionWrapHandler):
+        fields = serialize(self)
+        return {
+            name: value
+            for name, value in fields.items()
+            if value is not None or name not in self.optional
+        }

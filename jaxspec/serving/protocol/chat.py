@@ -1,0 +1,147 @@
+"""`/v1/chat/completions`."""
+
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from jaxspec.serving.protocol.base import REFUSED, Refused, RequestBody, ResponseBody
+from jaxspec.serving.protocol.sampling import (
+    PromptLogprobs,
+    SamplingFields,
+    Speculation,
+    Usage,
+)
+
+
+class Function(RequestBody):
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.\-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None  # arguments always match the schema
+
+
+class Tool(RequestBody):
+    type: Literal["function"] = "function"
+    function: Function
+
+
+class NamedFunction(RequestBody):
+    name: str
+
+
+class NamedTool(RequestBody):
+    type: Literal["function"] = "function"
+    function: NamedFunction
+
+
+class ChatRequest(SamplingFields):
+    refused: ClassVar[Refused] = MappingProxyType(
+        {
+            **REFUSED,
+            "add_special_tokens": ((False,), "the chat template has the special tokens"),
+            "audio": ((), "only text is generated"),
+            "best_of": ((1,), "use n"),
+            "chat_template": ((), "give it to the server, with --chat-template"),
+            "documents": (([],), "put them into a message"),
+            "echo": ((False,), "use /v1/completions"),
+            "function_call": ((), "use tool_choice"),
+            "functions": (([],), "use tools"),
+            "mm_processor_kwargs": ((), "only text is read"),
+            "modalities": ((["text"],), "only text is generated"),
+            "moderation": ((), "leave it out"),
+            "prediction": ((), "the server drafts by itself: leave it out"),
+            "verbosity": ((), "ask for it in a message"),
+            "web_search_options": ((), "give a tool of your own"),
+        }
+    )
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = False
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = True
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+
+class TopLogprob(ResponseBody):
+    """``bytes`` is None for a token that holds only a part of a character."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChatLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(ResponseBody):
+    content: list[ChatLogprob]
+
+
+class FunctionCall(ResponseBody):
+    optional: ClassVar = frozenset({"name"})
+
+    name: str | None = None  # in a stream: in the call's first chunk
+    arguments: str = ""
+
+
+class ToolCall(ResponseBody):
+    optional: ClassVar = frozenset({"index", "id", "type"})
+
+    index: int | None = None  # in a stream
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionCall
+
+
+class ChatMessage(ResponseBody):
+    optional: ClassVar = frozenset({"tool_calls"})
+
+    role: Literal["assistant"] = "assistant"
+    content: str | None = None
+    refusal: None = None
+    tool_calls: list[ToolCall] | None = None
+
+
+class ChatDelta(ResponseBody):
+    optional: ClassVar = frozenset({"role", "content", "tool_calls"})
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+    tool_calls: list[ToolCall] | None = None
+
+
+class ChatChoice(ResponseBody):
+    """``message`` of a whole answer, ``delta`` of a chunk."""
+
+    optional: ClassVar = frozenset(
+        {"message", "delta", "token_ids", "prompt_token_ids", "prompt_logprobs", "speculation"}
+    )
+
+    index: int
+    message: ChatMessage | None = None
+    delta: ChatDelta | None = None
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    speculation: Speculation | None = None
+
+
+class ChatResponse(ResponseBody):
+    """Also a chunk of a stream."""
+
+    id: str
+    object: Literal["chat.completion", "chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage | None = None

@@ -1,0 +1,71 @@
+"""`/v1/completions`."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import BeforeValidator, FailFast, Field
+
+from jaxspec.serving.protocol.base import REFUSED, Refused, ResponseBody
+from jaxspec.serving.protocol.sampling import (
+    PromptLogprobs,
+    SamplingFields,
+    Speculation,
+    Texts,
+    TokenIds,
+    Usage,
+)
+
+type TokenIdLists = Annotated[list[TokenIds], FailFast()]
+DEFAULT_MAX_TOKENS = 16
+
+
+class CompletionRequest(SamplingFields):
+    refused: ClassVar[Refused] = MappingProxyType(
+        {
+            **REFUSED,
+            "prompt_embeds": ((), "give the prompt as text or token ids"),
+            "suffix": (("",), "put it into the prompt, in the form that the model was trained on"),
+        }
+    )
+
+    prompt: Annotated[str | TokenIds | Texts | TokenIdLists, Field(union_mode="left_to_right")]
+    best_of: int | None = Field(None, ge=1, le=128)
+    echo: bool | None = False
+    # Routers send false for "none".
+    logprobs: Annotated[int | None, BeforeValidator(lambda v: None if v is False else v)] = None
+
+
+class CompletionLogprobs(ResponseBody):
+    """One entry a token; of an echoed prompt's first token there are no log-probabilities."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[Mapping[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(ResponseBody):
+    optional: ClassVar = frozenset(
+        {"token_ids", "prompt_token_ids", "prompt_logprobs", "speculation"}
+    )
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    speculation: Speculation | None = None
+
+
+class CompletionResponse(ResponseBody):
+    """Also a chunk of a stream; ``usage`` is in its last one, if it is asked for."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None

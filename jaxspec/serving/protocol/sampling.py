@@ -1,0 +1,115 @@
+"""The fields that chat and text completions share."""
+
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BeforeValidator, ConfigDict, FailFast, Field
+
+from jaxspec.serving.protocol.base import RequestBody, ResponseBody
+
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+type TokenIds = Annotated[list[TokenId], FailFast()]
+type Texts = Annotated[list[str], FailFast()]
+
+
+def _bias(value: Any) -> Any:
+    """OpenAI's object of token ids as strings, with integer keys."""
+    if not isinstance(value, dict):
+        return value
+    return {int(key) if str(key).isdecimal() else key: bias for key, bias in value.items()}
+
+
+class StreamOptions(RequestBody):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class StructuredOutputs(RequestBody):
+    """vLLM's: exactly one of these describes the whole text."""
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=(), populate_by_name=True)
+
+    json_schema: dict[str, Any] | str | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: Texts | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool = False
+
+
+class SamplingFields(RequestBody):
+    """How to sample, and what to return. None: the default of the engine, or of OpenAI."""
+
+    model: str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    n: int | None = Field(None, ge=1, le=128)
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    stop: str | Texts | None = None
+    stop_token_ids: TokenIds | None = None
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Annotated[dict[int, float], BeforeValidator(_bias)] | None = None
+    allowed_token_ids: TokenIds | None = None
+    prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = Field(None, ge=1)
+    structured_outputs: StructuredOutputs | None = None
+    response_format: dict[str, Any] | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    return_speculation: bool = False
+    plain: bool = False  # draft nothing, see SamplingParams
+
+
+class PromptTokensDetails(ResponseBody):
+    cached_tokens: int
+
+
+class Usage(ResponseBody):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class Speculation(ResponseBody):
+    """How a text came about.
+
+    Attributes:
+      rounds: of draft and verification.
+      drafted: tokens that were drafted.
+      acceptance_length: tokens committed in a round, on average, the bonus token included.
+      acceptance_by_depth: share of rounds that accepted at least 1, 2, ... drafted tokens.
+      trees: of each round, see round_trees.RoundTexts; a chunk of a stream has them alone.
+    """
+
+    optional: ClassVar = frozenset(
+        {"rounds", "drafted", "acceptance_length", "acceptance_by_depth", "trees"}
+    )
+
+    rounds: int | None = None
+    drafted: int | None = None
+    acceptance_length: float | None = None
+    acceptance_by_depth: list[float] | None = None
+    trees: list[dict[str, Any]] | None = None
+
+
+class PromptLogprob(ResponseBody):
+    """``rank`` is None for a token that is not among the likeliest that were asked for."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+type PromptLogprobs = list[dict[str, PromptLogprob] | None]

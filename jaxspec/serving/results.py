@@ -1,0 +1,129 @@
+"""Parts of responses that are made from completions."""
+
+import functools
+import time
+import uuid
+from collections.abc import Sequence
+
+from jaxspec.completion import Completion
+from jaxspec.generation import TokenLogprob
+from jaxspec.llm import LLM
+from jaxspec.round_trees import RoundTexts
+from jaxspec.serving.errors import ApiError
+from jaxspec.serving.protocol.completions import CompletionLogprobs
+from jaxspec.serving.protocol.sampling import (
+    PromptLogprob,
+    PromptLogprobs,
+    PromptTokensDetails,
+    Speculation,
+    Usage,
+)
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}-{uuid.uuid4().hex}"
+
+
+def now() -> int:
+    return int(time.time())
+
+
+def usage(completions: Sequence[Completion], samples: int) -> Usage:
+    """Of all prompts of a request; each was generated from ``samples`` times, in a row."""
+    prompts = completions[::samples]
+    read = sum(len(one.prompt_token_ids) for one in prompts)
+    generated = sum(len(one.token_ids) for one in completions)
+    return partial_usage(read, generated, sum(one.cached_tokens for one in prompts))
+
+
+def partial_usage(prompt: int, generated: int, cached: int) -> Usage:
+    return Usage(
+        prompt_tokens=prompt,
+        completion_tokens=generated,
+        total_tokens=prompt + generated,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
+    )
+
+
+def speculation(completion: Completion) -> Speculation:
+    return Speculation(
+        rounds=completion.num_rounds,
+        drafted=completion.num_drafted,
+        acceptance_length=completion.acceptance_length,
+        acceptance_by_depth=completion.acceptance_by_depth,
+    )
+
+
+def speculation_with_trees(llm: LLM, completion: Completion) -> Speculation:
+    """The trees only if they were asked for, and the engine emits them."""
+    own = speculation(completion)
+    if completion.trees is not None:
+        own.trees = RoundTexts(llm.detokenize, completion.prompt_token_ids).add(completion.trees)
+    return own
+
+
+def finish_reason(completion: Completion) -> str:
+    """``stop`` or ``length``. Raises ApiError for a request that could not end so."""
+    match completion.finish_reason:
+        case "stop" | "length":
+            return completion.finish_reason
+        case "timeout":
+            kind, code = "timeout_error", "timeout"
+            raise ApiError(504, "the request took too long", kind=kind, code=code)
+        case "cancelled":
+            kind, code = "server_error", "cancelled"
+            raise ApiError(503, "the server is ending", kind=kind, code=code)
+    # The model's own troubles are told; what went wrong in the engine stands in the log.
+    message = completion.error or ""
+    if message.startswith("interrupted"):
+        message = "an internal error; see the server's log"
+    raise ApiError(500, message, kind="server_error")
+
+
+class TokenTexts:
+    """The text of single tokens, as they stand inside a text."""
+
+    def __init__(self, llm: LLM):
+        self._decode = llm.detokenize
+        self.of = functools.lru_cache(maxsize=100_000)(self._of)
+
+    def _of(self, token_id: int) -> str:
+        """Some decoders drop a space at the beginning: so the second of two is looked at."""
+        first, both = self._decode([token_id]), self._decode([token_id, token_id])
+        return both.removeprefix(first) if both.startswith(first) else first
+
+    def logprobs(self, entries: Sequence[TokenLogprob | None], offset: int) -> CompletionLogprobs:
+        """In the shape of `/v1/completions`; ``offset`` is where the first token's text begins.
+
+        The entry of an echoed prompt's first token is None: it must be added by the caller.
+        """
+        known = [entry for entry in entries if entry is not None]
+        tokens = [self.of(entry.token_id) for entry in known]
+        offsets = []
+        for text in tokens:
+            offsets.append(offset)
+            offset += len(text)
+        return CompletionLogprobs(
+            tokens=tokens,
+            token_logprobs=[entry.logprob for entry in known],
+            top_logprobs=[
+                {self.of(entry.token_id): entry.logprob}
+                | {self.of(token): logprob for token, logprob in entry.top}
+                for entry in known
+            ],
+            text_offset=offsets,
+        )
+
+    def prompt_logprobs(self, entries: Sequence[TokenLogprob | None]) -> PromptLogprobs:
+        """In vLLM's shape: by token id, for each token of the prompt."""
+        return [None if entry is None else self._by_id(entry) for entry in entries]
+
+    def _by_id(self, entry: TokenLogprob) -> dict[str, PromptLogprob]:
+        ranked: dict[int, tuple[float, int | None]] = {
+            token: (logprob, rank) for rank, (token, logprob) in enumerate(entry.top, 1)
+        }
+        ranked.setdefault(entry.token_id, (entry.logprob, None))
+        return {
+            str(token): PromptLogprob(logprob=logprob, rank=rank, decoded_token=self.of(token))
+            for token, (logprob, rank) in ranked.items()
+        }

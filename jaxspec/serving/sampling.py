@@ -1,0 +1,84 @@
+"""From the fields of a request to SamplingParams."""
+
+from typing import Any
+
+from jaxspec.completion import TextOptions
+from jaxspec.scheduling.requests import SamplingParams
+from jaxspec.serving.errors import ApiError
+from jaxspec.serving.protocol.base import FieldError
+from jaxspec.serving.protocol.sampling import SamplingFields
+from jaxspec.structured import StructuredOutput
+
+SEEDS = 2**32
+
+# Fields that mean the same, under the same name.
+_SAME = (
+    *("temperature", "top_p", "min_p", "n", "max_tokens", "min_tokens", "ignore_eos", "priority"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "cache_salt"),
+    *("allowed_token_ids", "prompt_logprobs", "plain"),
+)
+
+
+def sampling_params(
+    request: SamplingFields,
+    *,
+    max_tokens: int,
+    logprobs: int | None,
+    structured: StructuredOutput | None,
+    model_stops: tuple[int, ...],
+    **other: Any,
+) -> SamplingParams:
+    """How a request samples; the temperature is 1 by default, as OpenAI has it.
+
+    Args:
+      model_stops: tokens that end the model's texts; those of the request come in addition.
+      other: fields of SamplingParams.
+
+    Raises FieldError, which names the field, for values out of range.
+    """
+    values: dict[str, Any] = {"temperature": 1.0, "max_tokens": max_tokens}
+    for name in _SAME:
+        if getattr(request, name) is not None:
+            values[name] = getattr(request, name)
+    if request.seed is not None:
+        values["seed"] = request.seed % SEEDS
+    if request.top_k is not None:
+        values["top_k"] = max(0, request.top_k)  # vLLM says -1 for all
+    if request.stop:
+        values["stop"] = request.stop
+    if request.stop_token_ids:
+        own = () if request.ignore_eos else model_stops
+        values["stop_token_ids"] = tuple(dict.fromkeys((*request.stop_token_ids, *own)))
+    values |= {"logprobs": logprobs, "structured": structured, **other}
+    try:
+        return SamplingParams(**values)
+    except ValueError as error:
+        name = str(error).split(" ", 1)[0]
+        param = name if name in type(request).model_fields else None
+        if param is None:
+            raise ApiError(400, str(error)) from error
+        raise FieldError(param, str(error)) from error
+
+
+def text_options(request: SamplingFields) -> TextOptions:
+    return TextOptions(request.skip_special_tokens, request.include_stop_str_in_output)
+
+
+def tokens_left(prompt: list[int], wanted: int | None, max_length: int, default: int | None) -> int:
+    """Most new tokens of a request: what it asks for, ``default``, or (None) all that fit.
+
+    Raises ApiError if the prompt, or it and what is asked for, are too long.
+    """
+    room = max_length - len(prompt)
+    if room < 1 or (wanted or 0) > room:
+        asked = "" if wanted is None else f" and {wanted} new ones"
+        raise ApiError(
+            400,
+            f"the prompt's {len(prompt)} tokens{asked} do not fit {max_length}: shorten the prompt"
+            + ("" if wanted is None else ", or ask for fewer tokens"),
+            param="prompt" if room < 1 else "max_tokens",
+            code="context_length_exceeded",
+        )
+    if wanted is not None:
+        return wanted
+    return room if default is None else min(default, room)

@@ -1,0 +1,80 @@
+"""What the routes share: the model, its name, and whether it serves."""
+
+import dataclasses
+from typing import Literal
+
+from jaxspec.async_llm import AsyncLLM
+from jaxspec.serving.errors import ApiError, NotReady
+from jaxspec.serving.results import TokenTexts, now
+
+State = Literal["loading", "ready", "ending"]
+
+
+@dataclasses.dataclass
+class Service:
+    """A model that is loading, serves, or ends.
+
+    Attributes:
+      names: of the model, as clients may call it; the first one is shown.
+      chat_template: a Jinja template instead of the model's own.
+      tool_format: how the model writes calls of tools, see tools.FORMATS; None: as its chat
+        template tells.
+      request_timeout: seconds after which a request ends; None: never.
+    """
+
+    names: tuple[str, ...]
+    chat_template: str | None = None
+    tool_format: str | None = None
+    request_timeout: float | None = None
+    state: State = "loading"
+    created: int = dataclasses.field(default_factory=now)
+    _llm: AsyncLLM | None = None
+    _texts: TokenTexts | None = None
+
+    def start(self, llm: AsyncLLM) -> None:
+        """From now on requests are served."""
+        self._llm, self._texts = llm, TokenTexts(llm.llm)
+        self.state = "ready" if self.state == "loading" else self.state
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def llm(self) -> AsyncLLM:
+        """Raises NotReady."""
+        if self._llm is None or self.state != "ready":
+            raise NotReady(self.state)
+        return self._llm
+
+    @property
+    def texts(self) -> TokenTexts:
+        """Raises NotReady."""
+        if self._texts is None:
+            raise NotReady(self.state)
+        return self._texts
+
+    @property
+    def shows_trees(self) -> bool:
+        """Whether the engine emits the tree of every round."""
+        return self.llm.llm.engine.config.trees
+
+    @property
+    def max_length(self) -> int:
+        return self.llm.llm.engine.cache.max_length
+
+    def check_model(self, name: str | None) -> None:
+        """Raise ApiError for a model that is not served here."""
+        if name is not None and name not in self.names:
+            raise ApiError(
+                404,
+                f"the model {name!r} does not exist: this server has {self.name!r}",
+                kind="not_found_error",
+                param="model",
+                code="model_not_found",
+            )
+
+    async def close(self) -> None:
+        self.state = "ending"
+        if self._llm is not None:
+            await self._llm.close()

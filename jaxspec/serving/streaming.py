@@ -1,0 +1,84 @@
+"""Streams of server-sent events, and clients that go away."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Awaitable, Coroutine
+from typing import Any
+
+from pydantic import BaseModel
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from jaxspec.serving.errors import api_error
+
+DONE = b"data: [DONE]\n\n"
+
+
+class ClientGone(Exception):
+    """The client has closed the connection: nobody reads an answer."""
+
+
+async def until_gone[T](receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of ``work``, which is cancelled when the client goes away.
+
+    ``receive`` must be that of a request whose body has been read. Raises ClientGone.
+    """
+    task, gone = asyncio.create_task(work), asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGone
+    finally:
+        for one in (task, gone):
+            one.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def first[T](items: AsyncGenerator[T, None]) -> T:
+    """The first of what a generator gives."""
+    return await anext(items)
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events of responses, then ``[DONE]``.
+
+    The first response is known already: its errors had a status of their own. A later error is an
+    event. When the client goes away, the generator is closed, which cancels its requests.
+    """
+
+    def __init__(self, beginning: BaseModel, rest: AsyncGenerator[BaseModel, None]):
+        self._rest = rest
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        content = self._events(beginning)
+        super().__init__(content, media_type="text/event-stream", headers=headers)
+
+    async def _events(self, beginning: BaseModel) -> AsyncGenerator[bytes, None]:
+        try:
+            yield _event(beginning.model_dump_json())
+            async for response in self._rest:
+                yield _event(response.model_dump_json())
+        except Exception as error:
+            yield _event(api_error(error).text())
+        yield DONE
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sending: Awaitable[None] = self.stream_response(send)
+        try:
+            with contextlib.suppress(ClientGone, OSError):
+                await until_gone(receive, _awaited(sending))
+        finally:
+            await self._rest.aclose()
+
+
+async def _awaited(work: Awaitable[None]) -> None:
+    await work
+
+
+def _event(text: str) -> bytes:
+    return b"data: " + text.encode() + b"\n\n"

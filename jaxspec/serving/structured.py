@@ -1,0 +1,61 @@
+"""From response_format and structured_outputs to StructuredOutput."""
+
+from typing import Any
+
+from jaxspec.serving.protocol.base import FieldError
+from jaxspec.serving.protocol.sampling import SamplingFields, StructuredOutputs
+from jaxspec.structured import StructuredOutput
+
+MOST_CHARACTERS = 100_000  # of a schema, regular expression, grammar or list of choices
+
+
+def structured_output(request: SamplingFields) -> StructuredOutput | None:
+    """What the text of a request must look like. Raises FieldError, which names the field."""
+    given = request.response_format
+    if given is not None and given.get("type") == "text":
+        given = None
+    if given is not None and request.structured_outputs is not None:
+        raise FieldError("structured_outputs", "give response_format or structured_outputs")
+    name = "structured_outputs" if given is None else "response_format"
+    try:
+        if given is not None:
+            return _of_format(given)
+        return None if request.structured_outputs is None else _of(request.structured_outputs)
+    except ValueError as error:
+        raise FieldError(name, f"{name}: {error}") from error
+
+
+def _of_format(given: dict[str, Any]) -> StructuredOutput:
+    match given:
+        case {"type": "json_object"}:
+            return StructuredOutput(json_object=True)
+        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
+            return _checked(StructuredOutput(json_schema=schema))
+        case {"type": "json_schema"}:
+            raise ValueError("json_schema must be an object with a schema")
+        case {"type": kind}:
+            raise ValueError(
+                f"type {kind!r} is not supported: use text, json_object or json_schema, or "
+                "structured_outputs for a regex, grammar or choice"
+            )
+    raise ValueError("type is missing: use text, json_object or json_schema")
+
+
+def _of(given: StructuredOutputs) -> StructuredOutput:
+    spec = StructuredOutput(
+        json_schema=given.json_schema,
+        regex=given.regex,
+        choice=None if given.choice is None else tuple(given.choice),
+        grammar=given.grammar,
+        json_object=bool(given.json_object),
+        whitespace=not given.disable_any_whitespace,
+    )
+    return _checked(spec)
+
+
+def _checked(spec: StructuredOutput) -> StructuredOutput:
+    texts = (spec.json_schema, spec.regex, spec.grammar, *(spec.choice or ()))
+    size = sum(len(text) for text in texts if isinstance(text, str))
+    if size > MOST_CHARACTERS:
+        raise ValueError(f"{size} characters are too many: at most {MOST_CHARACTERS} are compiled")
+    return spec

@@ -1,0 +1,201 @@
+"""Calls of tools: a grammar that the model's text must match, and calls parsed out of that text.
+
+The grammar writes every call in one way, so that the parser meets no other.
+"""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from types import MappingProxyType
+
+from jaxspec.detokenizer import overlap
+from jaxspec.serving.protocol.base import FieldError
+from jaxspec.serving.protocol.chat import ChatRequest, NamedTool, Tool
+from jaxspec.structured import StructuredOutput
+
+MOST_CHARACTERS = 100_000  # of the tools together
+
+
+@dataclasses.dataclass(frozen=True)
+class ToolFormat:
+    """How a model writes a call: ``begin {"name": NAME, ARGUMENTS: {...}} end``.
+
+    Attributes:
+      begin: what begins a call in the midst of text; empty: a call is the whole text.
+    """
+
+    begin: str
+    end: str
+    arguments: str
+
+    @property
+    def opening(self) -> str:
+        """What comes before the name."""
+        return f'{self.begin}{{"name": "'
+
+    @property
+    def middle(self) -> str:
+        """What comes between the name and the arguments."""
+        return f'", "{self.arguments}": '
+
+    @property
+    def closing(self) -> str:
+        return f"}}{self.end}"
+
+
+FORMATS = MappingProxyType(
+    {
+        "hermes": ToolFormat("<tool_call>\n", "\n</tool_call>", "arguments"),  # Hermes, Qwen
+        "json": ToolFormat("", "", "parameters"),  # Llama 3
+    }
+)
+
+
+def tool_format(name: str | None, template: str) -> ToolFormat:
+    """The format of this name; None: the one that a chat template speaks of."""
+    if name is None:
+        name = "json" if '"parameters"' in template and "<tool_call>" not in template else "hermes"
+    return FORMATS[name]
+
+
+def offered_tools(request: ChatRequest) -> list[Tool]:
+    """The tools that the text may call. Raises FieldError for fields that do not go together."""
+    tools, choice = request.tools or [], request.tool_choice
+    names = [tool.function.name for tool in tools]
+    if len(set(names)) < len(names):
+        raise FieldError("tools", "two tools have the same name")
+    if choice in (None, "auto", "none"):
+        return [] if choice == "none" else tools
+    if not tools:
+        raise FieldError("tool_choice", "tool_choice needs tools")
+    if isinstance(choice, NamedTool):
+        tools = [tool for tool in tools if tool.function.name == choice.function.name]
+        if not tools:
+            raise FieldError("tool_choice", f"there is no tool {choice.function.name!r}")
+    return tools
+
+
+def tool_grammar(request: ChatRequest, tools: Sequence[Tool], form: ToolFormat) -> StructuredOutput:
+    """What a text that may call these tools must look like."""
+    free = request.tool_choice in (None, "auto")
+    several = bool(request.parallel_tool_calls) and not isinstance(request.tool_choice, NamedTool)
+    rules = [f"tool{i}: {_tool(tool, form)}" for i, tool in enumerate(tools)]
+    rules.append("body: " + " | ".join(f"tool{i}" for i in range(len(tools))))
+    call = f"body {json.dumps(form.closing)}"
+    if not form.begin:
+        rules += [f"call: {json.dumps(form.opening)} {call}"]
+        start = "call | text" if free else "call"
+        rules += [r"text: /([^{](.|\n)*)?/"] if free else []
+    elif free:
+        tag, rest = form.begin.rstrip("\n"), form.opening.removeprefix(form.begin.rstrip("\n"))
+        rules += [
+            f"trigger[lazy]: TEXT {json.dumps(tag)}",
+            f"call: trigger {json.dumps(rest)} {call}",
+            "tail: TEXT",
+            r"TEXT: /(.|\n)*/",
+        ]
+        start = "call* tail" if several else "call | tail"
+    else:
+        rules += [f"call: {json.dumps(form.opening)} {call}"]
+        start = r'call ("\n" call)*' if several else "call"
+    grammar = "\n".join(["%llguidance {}", f"start: {start}", *rules])
+    if len(grammar) > MOST_CHARACTERS:
+        raise FieldError("tools", f"the tools are too large: at most {MOST_CHARACTERS} characters")
+    return StructuredOutput(grammar=grammar)
+
+
+def _tool(tool: Tool, form: ToolFormat) -> str:
+    schema = tool.function.parameters or {"type": "object", "properties": {}}
+    beginning = json.dumps(f"{tool.function.name}{form.middle}")
+    return f"{beginning} %json {json.dumps(schema)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A piece of an answer: text, or of the call ``call`` its name or more of its arguments."""
+
+    text: str = ""
+    call: int | None = None
+    name: str | None = None
+
+
+class ToolParser:
+    """Splits a growing text into free text and calls of tools."""
+
+    def __init__(self, form: ToolFormat):
+        self._form, self._calls = form, 0
+        self._state = "text" if form.begin else "start"
+        self._pending = ""  # of a state that waits for more
+
+    @property
+    def calls(self) -> int:
+        """That have begun."""
+        return self._calls
+
+    def push(self, piece: str, last: bool = False) -> list[Part]:
+        """What is new. With ``last`` nothing is held back."""
+        self._pending += piece
+        parts: list[Part] = []
+        while (step := self._step(last)) is not None:
+            parts += step
+        return [part for part in parts if part.text or part.name is not None]
+
+    def _step(self, last: bool) -> list[Part] | None:
+        """One part, and what is pending gets shorter; None: nothing to do."""
+        form, pending = self._form, self._pending
+        if not pending:
+            return None
+        match self._state:
+            case "start":  # a call is the whole text
+                if pending.startswith(form.opening):
+                    return self._enter("name", len(form.opening))
+                if form.opening.startswith(pending) and not last:
+                    return None
+                return self._enter("free", 0)
+            case "after":  # a call: the line that it stands on ends
+                return self._enter("text", int(pending.startswith("\n")))
+            case "free":
+                return self._text(len(pending))
+            case "text":
+                place = pending.find(form.opening)
+                if place >= 0:
+                    self._enter("name", place + len(form.opening))
+                    return [Part(pending[:place])]
+                return self._text(len(pending) - (0 if last else overlap(pending, form.opening)))
+            case "name":
+                place = pending.find(form.middle)
+                if place < 0:
+                    return None
+                self._calls += 1
+                self._enter("arguments", place + len(form.middle))
+                return [Part(call=self._calls - 1, name=pending[:place])]
+            case _:
+                return self._arguments(last)
+
+    def _arguments(self, last: bool) -> list[Part] | None:
+        form, pending = self._form, self._pending
+        call = self._calls - 1
+        if not form.begin:  # up to the end of the text, where the closing brace is
+            stays = len(pending) - len(pending.rstrip("}"))
+            if last:
+                text, self._pending = pending.removesuffix(form.closing), ""
+                return [Part(text, call)]
+            return self._cut(len(pending) - stays, call)
+        place = pending.find(form.closing)
+        if place < 0:
+            return self._cut(len(pending) - (0 if last else overlap(pending, form.closing)), call)
+        self._enter("after", place + len(form.closing))
+        return [Part(pending[:place], call)]
+
+    def _enter(self, state: str, characters: int) -> list[Part]:
+        self._state, self._pending = state, self._pending[characters:]
+        return []
+
+    def _text(self, characters: int) -> list[Part] | None:
+        return self._cut(characters, None)
+
+    def _cut(self, characters: int, call: int | None) -> list[Part] | None:
+        if not characters:
+            return None
+        text, self._pending = self._pending[:characters], self._pending[characters:]
+        return [Part(text, call)]

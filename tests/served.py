@@ -1,0 +1,102 @@
+"""A tiny model behind the application, and OpenAI's own client in front of it."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+
+from jaxspec import LLM
+from jaxspec.async_llm import AsyncLLM
+from jaxspec.config.engine import EngineConfig
+from jaxspec.config.speculation import SpeculationConfig
+from jaxspec.serving.app import make_app
+from jaxspec.serving.metrics import Metrics
+from jaxspec.serving.service import Service
+from tests.checkpoints import save_byte_tokenizer, tiny_llama
+from tests.engines import FULL, seal
+
+MODEL = "tiny"
+APP_OPTIONS = ("api_keys", "max_body")
+TEMPLATE = (
+    "{% if tools %}[{{ tools[0].function.name }}]{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.arguments.city }}{% endfor %}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def tiny_model(path: Path) -> Path:
+    """Two layers of random weights whose tokens are bytes."""
+    tiny_llama(path, vocab_size=257, num_hidden_layers=2, eos_token_id=256)
+    save_byte_tokenizer(path)
+    return path
+
+
+def tiny_llm(path: Path, drafter: str = "ngram", **options: Any) -> LLM:
+    """Four rows, with few programs, which are compiled."""
+    config = EngineConfig(**{"max_rows": 4, "rounds_per_call": 4, "max_queue": 64} | options)
+    speculation = SpeculationConfig.chain(2)
+    llm = LLM(path, drafter, speculation=speculation, max_length=256, page_size=8, engine=config)
+    seal(llm.engine, FULL)
+    return llm
+
+
+class Served:
+    """An application and its clients, for the length of a ``with`` block."""
+
+    def __init__(self, llm: LLM, **options: Any):
+        self.metrics = Metrics(MODEL)
+        app_options = {name: options.pop(name) for name in APP_OPTIONS if name in options}
+        self.service = Service(names=(MODEL,), **{"chat_template": TEMPLATE} | options)
+        self.app = make_app(self.service, self.metrics, **app_options)
+        self.llm = llm
+
+    async def __aenter__(self) -> "Served":
+        self.service.start(AsyncLLM(self.llm, on_chunk=self.metrics.observe))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.service.close()
+
+    @contextlib.asynccontextmanager
+    async def http(self) -> AsyncIterator[httpx.AsyncClient]:
+        transport = httpx.ASGITransport(app=self.app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            yield client
+
+    @contextlib.asynccontextmanager
+    async def client(self, api_key: str = "none") -> AsyncIterator[Any]:
+        """OpenAI's. Its types do not know the further fields."""
+        async with self.http() as http:
+            own: Any = http
+            yield openai.AsyncOpenAI(
+                base_url="http://test/v1", api_key=api_key, http_client=own, max_retries=0
+            )
+
+
+def run[T](test: Coroutine[Any, Any, T]) -> T:
+    async def limited() -> T:
+        async with asyncio.timeout(120):
+            return await test
+
+    return asyncio.run(limited())
+
+
+def with_client[T](llm: LLM, test: Callable[[Any], Coroutine[Any, Any, T]], **options: Any) -> T:
+    """The result of a test that talks to a server of this model."""
+
+    async def served() -> T:
+        async with Served(llm, **options) as server, server.client() as client:
+            return await test(client)
+
+    return run(served())
+
+
+def idle_pages(llm: LLM) -> bool:
+    """Whether no request is left, and every page is free, or kept for others."""
+    usage = llm.engine.scheduler.usage()
+    return llm.engine.is_idle and usage.free + usage.idle == usage.total

@@ -1,0 +1,23 @@
+"""One tiny model for all tests of the server."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from jaxspec import LLM
+from jaxspec.structured import StructuredOutput
+from tests.engines import FULL, seal
+from tests.served import tiny_llm, tiny_model
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("served"))
+
+
+@pytest.fixture(scope="session")
+def llm(model: Path) -> LLM:
+    llm = tiny_llm(model)
+    seal(llm.engine, dataclasses.replace(FULL, structured=StructuredOutput(json_object=True)))
+    return llm

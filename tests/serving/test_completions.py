@@ -1,0 +1,147 @@
+"""`/v1/completions`, through OpenAI's own client."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxspec import LLM, SamplingParams
+from tests.served import MODEL, Served, idle_pages, run, tiny_llm, with_client
+
+PROMPT = "abcabcabcabc"
+SAMPLED = {"model": MODEL, "prompt": PROMPT, "max_tokens": 20, "temperature": 0.8, "seed": 3}
+
+
+def test_a_text_is_that_of_the_library(llm: LLM):
+    [expected] = llm.generate([PROMPT], SamplingParams(temperature=0.8, seed=3, max_tokens=20))
+
+    async def test(client: Any) -> Any:
+        return await client.completions.create(**SAMPLED, extra_body={"return_speculation": True})
+
+    answer = with_client(llm, test)
+    [choice] = answer.choices
+    assert (choice.text, choice.finish_reason) == (expected.text, "length")
+    assert answer.model == MODEL and answer.id.startswith("cmpl-")
+    usage = answer.usage
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (12, 20, 32)
+    assert choice.speculation["rounds"] == expected.num_rounds
+    assert choice.speculation["acceptance_by_depth"] == expected.acceptance_by_depth
+
+
+def test_a_repeated_prompt_is_found_in_the_cache(llm: LLM):
+    async def test(client: Any) -> list[int]:
+        request = {"model": MODEL, "prompt": "x" * 41, "max_tokens": 1, "temperature": 0}
+        answers = [await client.completions.create(**request) for _ in range(2)]
+        return [answer.usage.prompt_tokens_details.cached_tokens for answer in answers]
+
+    assert with_client(llm, test) == [0, 40]
+
+
+@pytest.mark.parametrize("more", [{}, {"n": 3}, {"stop": ["a", "\n"]}, {"n": 2, "echo": True}])
+def test_a_stream_is_the_whole_answer_in_pieces(llm: LLM, more: dict[str, Any]):
+    prompts = ["abcabc", "xyz"]
+
+    async def test(client: Any) -> Any:
+        request = {**SAMPLED, "prompt": prompts, **more}
+        whole = await client.completions.create(**request)
+        options = {"include_usage": True}
+        stream = await client.completions.create(**request, stream=True, stream_options=options)
+        return whole, [chunk async for chunk in stream]
+
+    whole, chunks = with_client(llm, test)
+    texts, reasons = [""] * len(whole.choices), [[] for _ in whole.choices]
+    *chunks, last = chunks
+    for chunk in chunks:
+        assert chunk.usage is None
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+            reasons[choice.index] += [choice.finish_reason] if choice.finish_reason else []
+    assert texts == [choice.text for choice in whole.choices]
+    assert reasons == [[choice.finish_reason] for choice in whole.choices]
+    assert len(texts) == 2 * more.get("n", 1) and len(set(texts)) == len(texts)
+    assert last.choices == []
+    assert last.usage.completion_tokens == whole.usage.completion_tokens
+
+
+def test_logprobs_of_the_text_and_of_an_echoed_prompt(llm: LLM):
+    async def test(client: Any) -> Any:
+        request = {**SAMPLED, "logprobs": 1}
+        whole = await client.completions.create(**request, echo=True)
+        stream = await client.completions.create(**request, stream=True)
+        return whole, [chunk.choices[0].logprobs async for chunk in stream]
+
+    answer, streamed = with_client(llm, test)
+    [choice] = answer.choices
+    found = choice.logprobs
+    assert "".join(found.tokens) == choice.text
+    assert found.token_logprobs[0] is None and len(found.tokens) == 32
+    assert all(value <= 0 for value in found.token_logprobs[1:])
+    assert found.text_offset[:3] == [0, 1, 2]
+    assert all(1 <= len(top) <= 2 for top in found.top_logprobs[1:])
+    tokens = [token for one in streamed if one for token in one.tokens]
+    assert tokens == found.tokens[12:]
+
+
+def test_a_stop_string_ends_the_text_and_may_be_kept(llm: LLM):
+    async def test(client: Any) -> list[Any]:
+        whole = (await client.completions.create(**SAMPLED)).choices[0].text
+        stop = whole[5:7]
+        kept = {"include_stop_str_in_output": True}
+        answers = [
+            await client.completions.create(**SAMPLED, stop=stop, extra_body=body)
+            for body in ({}, kept)
+        ]
+        return [whole, stop, *(answer.choices[0] for answer in answers)]
+
+    whole, stop, cut, kept = with_client(llm, test)
+    assert cut.text == whole[: whole.index(stop)] and cut.finish_reason == "stop"
+    assert kept.text == cut.text + stop
+
+
+def test_prompts_may_be_token_ids(llm: LLM):
+    [ids] = llm.tokenize([PROMPT])
+
+    async def test(client: Any) -> list[Any]:
+        prompts = [PROMPT, ids, [PROMPT, PROMPT], [ids, ids]]
+        body = {"return_token_ids": True}
+        return [
+            await client.completions.create(**{**SAMPLED, "prompt": one}, extra_body=body)
+            for one in prompts
+        ]
+
+    answers = with_client(llm, test)
+    choices = [choice for answer in answers for choice in answer.choices]
+    assert len(choices) == 6 and len({choice.text for choice in choices}) == 1
+    assert all(choice.prompt_token_ids == ids for choice in choices)
+
+
+def test_the_text_is_that_of_plain_decoding(llm: LLM, model: Path):
+    plain = tiny_llm(model, "none")
+
+    async def test(client: Any) -> list[str]:
+        requests = [SAMPLED, {**SAMPLED, "temperature": 0}, {**SAMPLED, "n": 3, "top_p": 0.9}]
+        answers = await asyncio.gather(*(client.completions.create(**one) for one in requests))
+        return [choice.text for answer in answers for choice in answer.choices]
+
+    assert with_client(llm, test) == with_client(plain, test)
+
+
+def test_a_client_that_goes_away_frees_its_pages(llm: LLM):
+    async def test() -> None:
+        async with Served(llm) as server, server.client() as client:
+            request = {**SAMPLED, "max_tokens": 200}
+            stream = await client.completions.create(**request, stream=True)
+            await anext(aiter(stream))
+            task = asyncio.create_task(client.completions.create(**request))
+            await asyncio.sleep(0.05)
+            await stream.close()
+            task.cancel()
+            for _ in range(200):
+                if await server.service.llm.run(lambda engine: engine.is_idle):
+                    break
+                await asyncio.sleep(0.02)
+            assert await server.service.llm.run(lambda engine: engine.is_idle)
+
+    run(test())
+    assert idle_pages(llm)
