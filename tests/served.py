@@ -24,7 +24,7 @@ APP_OPTIONS = ("api_keys", "max_body")
 TEMPLATE = (
     "{% if tools %}[{{ tools[0].function.name }}]{% endif %}"
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}{{ c.function.arguments.city }}{% endfor %}\n{% endfor %}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.arguments.city }}{% endfor %}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 
@@ -36,9 +36,9 @@ def tiny_model(path: Path) -> Path:
     return path
 
 
-def tiny_llm(path: Path, drafter: str = "ngram", **options: Any) -> LLM:
+def tiny_llm(path: Path, drafter: str = "ngram") -> LLM:
     """Four rows, with few programs, which are compiled."""
-    config = EngineConfig(**{"max_rows": 4, "rounds_per_call": 4, "max_queue": 64} | options)
+    config = EngineConfig(max_rows=4, rounds_per_call=4, max_queue=64)
     speculation = SpeculationConfig.chain(2)
     llm = LLM(path, drafter, speculation=speculation, max_length=256, page_size=8, engine=config)
     seal(llm.engine, FULL)
@@ -51,7 +51,8 @@ class Served:
     def __init__(self, llm: LLM, **options: Any):
         self.metrics = Metrics(MODEL)
         app_options = {name: options.pop(name) for name in APP_OPTIONS if name in options}
-        self.service = Service(names=(MODEL,), **{"chat_template": TEMPLATE} | options)
+        options.setdefault("chat_template", TEMPLATE)
+        self.service = Service(names=(MODEL,), **options)
         self.app = make_app(self.service, self.metrics, **app_options)
         self.llm = llm
 

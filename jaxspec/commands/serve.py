@@ -75,8 +75,8 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         "the page show; it saves a little time",
     )
     add("--warm-up", choices=("none", "quick", "full"), default="quick", help="what is compiled "
-        "before the first request: the largest programs, or all that sampling, controls, "
-        "log-probabilities and structured outputs need")  # fmt: skip
+        "before the first request: two sizes of short requests, or all that sampling, controls, "
+        "log-probabilities and structured outputs need; the rest compiles when needed")  # fmt: skip
     add("--compilation-cache", type=Path, metavar="FOLDER", help="as in generate")
     add("--no-compilation-cache", action="store_true", help="store no programs")
 

@@ -70,12 +70,14 @@ def make_llm(arguments: argparse.Namespace) -> LLM:
 
 def warm_up(engine: Engine, what: str, show: Callable[[str], None]) -> None:
     """Compile programs before the first request comes."""
-    if what == "none":
-        return
-    sampling, rows = (EVERYTHING, None) if what == "full" else ((SAMPLED,), (1,))
-    engine.warm_up(
-        sampling, rows=rows, on_progress=lambda done, count: show(f"compiling {done}/{count}")
-    )
+    if what == "full":
+        engine.warm_up(
+            EVERYTHING, on_progress=lambda done, count: show(f"compiling program {done} of {count}")
+        )
+    if what == "quick":
+        for rows in sorted({1, engine.config.max_rows}):
+            show(f"compiling for {rows} rows")
+            engine.prepare(rows, 8, dataclasses.replace(SAMPLED, max_tokens=8))
 
 
 def read_template(path: Path | None) -> str | None:
@@ -111,11 +113,17 @@ async def _serve(arguments: argparse.Namespace, service: Service, metrics: Metri
     own = os.environ.get("JAXSPEC_API_KEY")
     keys = arguments.api_key or ([own] if own else [])
     app = make_app(service, metrics, api_keys=keys, max_body=arguments.max_body)
-    with console.status(f"loading {service.name}") as status:
+    with console.status("starting") as status:
+
+        def show(text: str) -> None:
+            status.update(text)
+            if not console.is_terminal:
+                console.print(text)
 
         def load() -> AsyncLLM:
+            show(f"loading {service.name}")
             llm = make_llm(arguments)
-            warm_up(llm.engine, arguments.warm_up, status.update)
+            warm_up(llm.engine, arguments.warm_up, show)
             metrics.watch(llm.engine)
             return AsyncLLM(llm, on_chunk=metrics.observe)
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator
 
@@ -45,8 +46,6 @@ async def serve(
     """
     options = uvicorn.Config(
         app,
-        host=host,
-        port=port,
         log_level="warning",
         access_log=False,
         timeout_graceful_shutdown=drain_seconds,
@@ -54,7 +53,7 @@ async def serve(
     )
     server = _Server(options)
     _end_on_signals(server, service)
-    sockets = [options.bind_socket()]
+    sockets = [_listen(host, port)]
     own_port = sockets[0].getsockname()[1]
     serving = asyncio.create_task(server.serve(sockets=sockets))
     loading = _in_a_thread(load)
@@ -70,6 +69,15 @@ async def serve(
         server.should_exit = True
         await asyncio.gather(serving, return_exceptions=True)
         await service.close()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Raises OSError that names the address."""
+    try:
+        [first, *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        return socket.create_server(first[4][:2], family=first[0])
+    except OSError as error:
+        raise OSError(f"cannot listen at {host}:{port}: {error.strerror}") from error
 
 
 def _in_a_thread[T](function: Callable[[], T]) -> asyncio.Future[T]:

@@ -3,6 +3,7 @@
 import hmac
 from collections.abc import Sequence
 
+from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxspec.serving.errors import ApiError
@@ -54,8 +55,8 @@ class BodyLimit:
             nonlocal read
             message = await receive()
             read += len(message.get("body", b""))
-            if read > self._most:
-                raise self._error()
+            if read > self._most:  # of the kind that FastAPI passes on while it reads a body
+                raise HTTPException(413, self._error().message)
             return message
 
         await self._app(scope, limited, send)

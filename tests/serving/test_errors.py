@@ -1,0 +1,192 @@
+"""What is refused, and how: in OpenAI's shape, by name, without paths and stack traces."""
+
+import asyncio
+from typing import Any
+
+import openai
+import pytest
+
+from jaxspec import LLM
+from tests.served import MODEL, Served, run, with_client
+
+TEXT = {"model": MODEL, "prompt": "abc", "max_tokens": 4}
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "abc"}], "max_tokens": 4}
+
+
+async def post(server: Served, path: str, **options: Any) -> Any:
+    async with server.http() as http:
+        return await http.post(path, **options)
+
+
+@pytest.fixture(scope="module")
+def refuse(llm: LLM):
+    """The error that a request gets, with its status."""
+
+    def refuse(path: str, body: Any) -> tuple[int, dict[str, Any]]:
+        async def test() -> Any:
+            async with Served(llm) as server:
+                options = {"content": body} if isinstance(body, bytes) else {"json": body}
+                return await post(server, path, **options)
+
+        answer = run(test())
+        error = answer.json()["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert not any(word in error["message"] for word in ("/tmp", ".py", "Traceback"))
+        return answer.status_code, error
+
+    return refuse
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("completions", {"colour": 1}, "colour"),
+        ("completions", {"suffix": "x"}, "suffix"),
+        ("completions", {"use_beam_search": True}, "use_beam_search"),
+        ("completions", {"guided_json": {}}, "guided_json"),
+        ("completions", {"temperature": -1}, "temperature"),
+        ("completions", {"temperature": "hot"}, "temperature"),
+        ("completions", {"n": 2, "temperature": 0}, "n"),
+        ("completions", {"max_tokens": 0}, "max_tokens"),
+        ("completions", {"max_tokens": 1000}, "max_tokens"),
+        ("completions", {"logprobs": 21}, "logprobs"),
+        ("completions", {"prompt": ""}, "prompt"),
+        ("completions", {"prompt": [1, 2, 300]}, None),
+        ("completions", {"prompt": [1] * 300}, "prompt"),
+        ("completions", {"logit_bias": {"400": 1}}, None),
+        ("completions", {"stream": True, "best_of": 2}, "best_of"),
+        ("completions", {"stream_options": {}}, "stream_options"),
+        ("completions", {"response_format": {"type": "xml"}}, "response_format"),
+        ("completions", {"structured_outputs": {"regex": "("}}, None),
+        (
+            "completions",
+            {"structured_outputs": {"regex": "a", "choice": ["b"]}},
+            "structured_outputs",
+        ),
+        ("chat/completions", {"audio": {}}, "audio"),
+        ("chat/completions", {"functions": [{}]}, "functions"),
+        ("chat/completions", {"top_logprobs": 2}, "top_logprobs"),
+        ("chat/completions", {"messages": []}, "messages"),
+        ("chat/completions", {"messages": [{"role": "x", "content": ""}]}, "messages.0.role"),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages.0.content",
+        ),
+        ("chat/completions", {"tool_choice": "required"}, "tool_choice"),
+        ("chat/completions", {"chat_template": "{{ 1 }}"}, "chat_template"),
+        ("chat/completions", {"chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs"),
+    ],
+    ids=str,
+)
+def test_a_bad_field_is_refused_by_name(refuse: Any, path: str, fields: Any, param: str | None):
+    base = TEXT if path == "completions" else CHAT
+    body = {**base, **fields}
+    status, error = refuse(f"/v1/{path}", body)
+    assert (status, error["type"]) == (400, "invalid_request_error")
+    assert error["param"] == param
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(rb'{"prompt": "\ud800"}', b"{", b'{"prompt": "\xff"}', b"[1]", b""),
+        *(b"[" * 100_000, b'{"prompt": ' + b"[" * 5000),
+    ],
+    ids=["surrogate", "cut", "no UTF-8", "a list", "empty", "deep", "deep field"],
+)
+def test_a_body_that_is_no_request_is_refused(refuse: Any, body: bytes):
+    status, _ = refuse("/v1/completions", body)
+    assert status == 400
+
+
+def test_fields_of_routers_and_hints_are_tolerated(llm: LLM):
+    async def test(client: Any) -> Any:
+        body = {
+            **{"no_stop_trim": False, "separate_reasoning": True, "stream_reasoning": True},
+            **{"continue_final_message": False, "return_hidden_states": False, "logprobs": False},
+            **{"skip_special_tokens": True, "ignore_eos": False, "suffix": None},
+        }
+        return await client.completions.create(**TEXT, user="me", extra_body=body)
+
+    assert with_client(llm, test).choices[0].text
+
+
+def test_another_model_is_not_found(llm: LLM):
+    async def test(client: Any) -> None:
+        with pytest.raises(openai.NotFoundError) as caught:
+            await client.completions.create(**{**TEXT, "model": "other"})
+        assert caught.value.code == "model_not_found"
+        with pytest.raises(openai.NotFoundError):
+            await client.models.retrieve("other")
+        assert [card.id async for card in client.models.list()] == [MODEL]
+
+    with_client(llm, test)
+
+
+def test_a_key_is_needed_where_there_is_one(llm: LLM):
+    async def test() -> None:
+        async with Served(llm, api_keys=["right", "also right"]) as server:
+            async with server.client("wrong") as client:
+                with pytest.raises(openai.AuthenticationError):
+                    await client.completions.create(**TEXT)
+            async with server.client("also right") as client:
+                await client.completions.create(**TEXT)
+            async with server.http() as http:
+                assert (await http.get("/health")).status_code == 200
+
+    run(test())
+
+
+def test_a_large_body_is_refused(llm: LLM):
+    async def test() -> None:
+        async with Served(llm, max_body=1000) as server:
+
+            async def pieces():
+                for _ in range(10):
+                    yield b" " * 200
+
+            for content in (b" " * 2000, pieces()):
+                answer = await post(server, "/v1/completions", content=content)
+                assert answer.status_code == 413
+
+    run(test())
+
+
+def test_a_full_queue_is_429(llm: LLM):
+    async def test() -> None:
+        async with Served(llm) as server, server.client() as client:
+            many = {**TEXT, "max_tokens": 100, "prompt": ["abc"] * 100, "temperature": 0}
+            with pytest.raises(openai.RateLimitError) as caught:
+                await client.completions.create(**many)
+            assert caught.value.response.headers["Retry-After"]
+            assert "admission_rejections_total" in server.metrics.text().decode()
+            assert (await client.completions.create(**TEXT)).choices
+
+    run(test())
+
+
+def test_a_time_limit_is_504(llm: LLM):
+    async def test() -> None:
+        async with Served(llm, request_timeout=1e-9) as server:
+            answer = await post(server, "/v1/completions", json=TEXT)
+            assert answer.status_code == 504
+            answer = await post(server, "/v1/completions", json={**TEXT, "stream": True})
+            assert answer.status_code in (200, 504) and "took too long" in answer.text
+
+    run(test())
+
+
+def test_before_it_is_ready_it_says_so(llm: LLM):
+    async def test() -> None:
+        server = Served(llm)
+        async with server.http() as http:
+            assert (await http.get("/health")).status_code == 503
+            answer = await http.post("/v1/completions", json=TEXT)
+            assert answer.status_code == 503 and answer.headers["Retry-After"]
+            assert (await http.get("/version")).status_code == 200
+            assert (await http.get("/metrics")).status_code == 200
+            assert (await http.get("/nothing")).json()["error"]["type"]
+            await asyncio.sleep(0)
+
+    run(test())
