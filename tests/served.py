@@ -36,9 +36,9 @@ def tiny_model(path: Path) -> Path:
     return path
 
 
-def tiny_llm(path: Path, drafter: str = "ngram") -> LLM:
+def tiny_llm(path: Path, drafter: str = "ngram", *, trees: bool = False) -> LLM:
     """Four rows, with few programs, which are compiled."""
-    config = EngineConfig(max_rows=4, rounds_per_call=4, max_queue=64)
+    config = EngineConfig(max_rows=4, rounds_per_call=4, max_queue=64, trees=trees)
     speculation = SpeculationConfig.chain(2)
     llm = LLM(path, drafter, speculation=speculation, max_length=256, page_size=8, engine=config)
     seal(llm.engine, FULL)
