@@ -18,6 +18,7 @@ from jaxspec.completion import (
 from jaxspec.engine import Engine
 from jaxspec.llm import LLM, for_each
 from jaxspec.scheduling.requests import SamplingParams
+from jaxspec.structured import GrammarError, StructuredOutput
 from jaxspec.tokenizer.text import Prompt
 
 LONG_TEXT = 20_000  # characters of a prompt that is tokenized beside the event loop
@@ -142,5 +143,12 @@ class AsyncLLM:
 
     async def _compile_grammars(self, sampling: Sequence[SamplingParams]) -> None:
         """Beside the event loop and the engine; the engine then finds them compiled."""
-        for spec in {one.structured for one in sampling} - {None}:
-            await asyncio.to_thread(lambda spec=spec: self.llm.grammars.matcher(spec))
+        for spec in {one.structured for one in sampling if one.structured is not None}:
+            await asyncio.to_thread(self._compile_grammar, spec)
+
+    def _compile_grammar(self, spec: StructuredOutput) -> None:
+        """The first mask is what takes long; its lexer is shared by later matchers."""
+        try:
+            self.llm.grammars.matcher(spec).mask()
+        except GrammarError as error:
+            raise ValueError(f"{spec.kind}: {error}") from error

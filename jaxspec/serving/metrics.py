@@ -1,5 +1,6 @@
 """Prometheus metrics: vLLM's names where they mean the same, with the prefix ``jaxspec:``."""
 
+import contextlib
 import threading
 import time
 from collections.abc import Iterable
@@ -63,7 +64,8 @@ class DeviceTime:
                 if self._ended:
                     return
                 call = self._calls.pop(0)
-            jax.block_until_ready(call.emitted)
+            with contextlib.suppress(Exception):  # the engine tells of a call that failed
+                jax.block_until_ready(call.emitted)
             ready = time.perf_counter()
             self.busy += ready - max(self._ready, call.launched)
             self._ready = ready
