@@ -9,6 +9,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from jaxspec.commands.engine_options import add_mode_options
 from jaxspec.commands.importing import import_command
 from jaxspec.commands.shell import add_model_option, command_parser, run_command
 
@@ -28,7 +29,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--kernels", default="auto", help="auto (all on a Hopper GPU), all, none or a comma list")
     add_http_options(parser)
     add_chat_options(parser)
-    add_engine_options(parser)
+    add_capacity_options(parser)
+    add_mode_options(parser)
     return parser
 
 
@@ -51,8 +53,8 @@ def add_chat_options(parser: argparse.ArgumentParser) -> None:
         "(default: as its chat template tells)")  # fmt: skip
 
 
-def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("engine").add_argument
+def add_capacity_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("capacity").add_argument
     add("--max-rows", type=int, default=16, help="requests that run together")
     add("--max-queue", type=int, default=1024, help="requests that may wait; beyond them clients "
         "get status 429")  # fmt: skip
@@ -63,11 +65,6 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     add("--page-size", type=int, default=16, help="tokens of a page of the KV cache")
     add("--rounds-per-call", type=int, default=8, help="most rounds between two looks at results")
     add("--prefill-budget", type=int, default=2048, help="most prompt tokens between two calls")
-    add("--no-prefix-cache", action="store_true", help="keep no pages for later requests")
-    add("--adaptive", action="store_true", help="choose the tree of each call by what a round "
-        "costs and what is accepted; --tree is the largest")  # fmt: skip
-    add("--deterministic", action="store_true", help="in bfloat16, too, texts do not depend on the "
-        "batch")  # fmt: skip
     add(
         "--no-trees",
         action="store_true",

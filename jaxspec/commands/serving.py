@@ -11,11 +11,10 @@ import jax
 
 from jaxspec import LLM, SpeculationConfig, make_mesh
 from jaxspec.async_llm import AsyncLLM
+from jaxspec.commands.engine_config import engine_config
 from jaxspec.commands.generation import program_folder
 from jaxspec.commands.program_cache import keep_compiled_programs
 from jaxspec.commands.shell import progress_console
-from jaxspec.config.engine import EngineConfig
-from jaxspec.config.speculation import default_speculation
 from jaxspec.engine import Engine
 from jaxspec.scheduling.requests import SamplingParams
 from jaxspec.serving.app import make_app
@@ -38,29 +37,21 @@ EVERYTHING = (
 def make_llm(arguments: argparse.Namespace) -> LLM:
     """Raises ValueError for options that do not go together, and files that cannot be read."""
     tree = arguments.tree
-    speculation = (
-        default_speculation(jax.default_backend())
-        if tree is None
-        else SpeculationConfig.parse(tree)
-    )
     llm = LLM(
         arguments.model,
         arguments.drafter,
-        speculation=speculation,
+        speculation=None if tree is None else SpeculationConfig.parse(tree),
         dtype=arguments.dtype,
         mesh=make_mesh(arguments.tp) if arguments.tp != 1 else None,
         kernels=arguments.kernels,
         page_size=arguments.page_size,
         max_length=arguments.max_length,
         kv_memory=arguments.kv_memory,
-        engine=EngineConfig(
-            max_rows=arguments.max_rows,
+        engine=dataclasses.replace(
+            engine_config(arguments, arguments.max_rows, plain=False),
             max_queue=arguments.max_queue,
             rounds_per_call=arguments.rounds_per_call,
             prefill_budget=arguments.prefill_budget,
-            prefix_caching=not arguments.no_prefix_cache,
-            adaptive=arguments.adaptive,
-            deterministic=arguments.deterministic,
             trees=not arguments.no_trees,
         ),
     )

@@ -16,7 +16,8 @@ class EngineConfig:
 
     Attributes:
       max_rows: most requests that run together; further ones wait until one of them ends.
-      rounds_per_call: most rounds between two looks at the results.
+      rounds_per_call: most rounds between two looks at the results; where programs run a fixed
+        number (see ``fixed_rounds``), at most 8.
       prefill_budget: most prompt tokens that are read between two calls of rounds, so that a long
         prompt does not hold up the requests that are running.
       max_queue: most requests that may wait; None: any number.

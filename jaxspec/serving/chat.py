@@ -27,7 +27,13 @@ from jaxspec.serving.protocol.chat import (
     TopLogprob,
 )
 from jaxspec.serving.protocol.sampling import Speculation
-from jaxspec.serving.sampling import sampling_params, text_options, tokens_left
+from jaxspec.serving.sampling import (
+    MOST_CHARACTERS,
+    check_stream,
+    sampling_params,
+    text_options,
+    tokens_left,
+)
 from jaxspec.serving.service import Service
 from jaxspec.serving.structured import structured_output
 from jaxspec.serving.tools import (
@@ -58,6 +64,11 @@ class _Plan:
         return ChatResponse(
             id=self.id, object=kind, created=self.created, model=name, choices=choices
         )
+
+    def text_logprobs(
+        self, entries: Sequence[TokenLogprob], token_ids: Sequence[int]
+    ) -> Sequence[TokenLogprob]:
+        return results.without_stop(self.service.llm.llm, self.sampling, entries, token_ids)
 
 
 async def chat(service: Service, request: ChatRequest) -> ChatResponse:
@@ -134,12 +145,9 @@ async def _plan(service: Service, request: ChatRequest) -> _Plan:
 
 def _check_together(request: ChatRequest) -> None:
     """Raise FieldError for fields that do not go together."""
-    if request.stream_options is not None and not request.stream:
-        raise FieldError("stream_options", "stream_options is for streams: set stream to true")
+    check_stream(request)
     if request.top_logprobs is not None and not request.logprobs:
         raise FieldError("top_logprobs", "top_logprobs needs logprobs to be true")
-    if request.stream and request.prompt_logprobs is not None:
-        raise FieldError("prompt_logprobs", "prompt_logprobs cannot be streamed")
     if request.continue_final_message and request.add_generation_prompt:
         raise FieldError(
             "continue_final_message", "continue_final_message needs add_generation_prompt false"
@@ -166,7 +174,7 @@ async def prompt_ids(service: Service, request: ChatRequest) -> list[int]:
     """The tokens of a conversation, up to where the answer begins."""
     template = chat_template(service)
     messages, variables = template_messages(request.messages), template_variables(request)
-    most = service.max_length * 128
+    most = service.max_length * MOST_CHARACTERS
     if sum(len(str(message.get("content") or "")) for message in messages) > most:
         raise FieldError("messages", f"too long: at most {service.max_length} tokens fit")
     try:
@@ -193,15 +201,9 @@ def _choice(plan: _Plan, index: int, completion: Completion) -> ChatChoice:
         reason = "tool_calls"
     choice = ChatChoice(index=index, message=message, finish_reason=reason)
     if completion.logprobs is not None and request.logprobs:
-        own = _without_stop(plan, completion.logprobs, completion.token_ids)
+        own = plan.text_logprobs(completion.logprobs, completion.token_ids)
         choice.logprobs = chat_logprobs(texts, own)
-    if request.prompt_logprobs is not None and completion.prompt_logprobs is not None:
-        choice.prompt_logprobs = texts.prompt_logprobs(completion.prompt_logprobs)
-    if request.return_token_ids:
-        choice.token_ids = completion.token_ids
-        choice.prompt_token_ids = completion.prompt_token_ids
-    if request.return_speculation:
-        choice.speculation = results.speculation_with_trees(plan.service.llm.llm, completion)
+    results.add_asked(choice, request, completion, plan.service.llm.llm, texts)
     return choice
 
 
@@ -241,7 +243,7 @@ class _Writer:
             deltas = [ChatDelta(content="")]
         choices = [ChatChoice(index=self._index, delta=delta) for delta in deltas]
         if choices and event.logprobs is not None:
-            own = _without_stop(self._plan, event.logprobs, event.token_ids)
+            own = self._plan.text_logprobs(event.logprobs, event.token_ids)
             choices[0].logprobs = chat_logprobs(self._plan.service.texts, own)
         if choices and self._plan.request.return_token_ids:
             choices[0].token_ids = event.token_ids
@@ -271,14 +273,6 @@ def _delta(part: Part) -> ChatDelta:
     if part.name is not None:
         call.id, call.type = results.new_id("call"), "function"
     return ChatDelta(tool_calls=[call])
-
-
-def _without_stop(
-    plan: _Plan, entries: Sequence[TokenLogprob], token_ids: Sequence[int]
-) -> Sequence[TokenLogprob]:
-    """Those of the text: the token that ends it is no part of it."""
-    stops = plan.service.llm.llm.engine.stop_ids(plan.sampling)
-    return entries[:-1] if token_ids and token_ids[-1] in stops else entries
 
 
 def chat_logprobs(texts: results.TokenTexts, entries: Sequence[TokenLogprob]) -> ChatLogprobs:

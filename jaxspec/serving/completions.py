@@ -19,7 +19,13 @@ from jaxspec.serving.protocol.completions import (
     CompletionResponse,
 )
 from jaxspec.serving.protocol.sampling import Speculation
-from jaxspec.serving.sampling import sampling_params, text_options, tokens_left
+from jaxspec.serving.sampling import (
+    check_length,
+    check_stream,
+    sampling_params,
+    text_options,
+    tokens_left,
+)
 from jaxspec.serving.service import Service
 from jaxspec.serving.structured import structured_output
 
@@ -44,6 +50,11 @@ class _Plan:
     def response(self, choices: list[CompletionChoice]) -> CompletionResponse:
         name = self.service.name
         return CompletionResponse(id=self.id, created=self.created, model=name, choices=choices)
+
+    def text_logprobs(
+        self, entries: Sequence[TokenLogprob], token_ids: Sequence[int]
+    ) -> Sequence[TokenLogprob]:
+        return results.without_stop(self.service.llm.llm, self.sampling[0], entries, token_ids)
 
     def echoed(self, index: int) -> str:
         """The prompt's text, if a choice begins with it."""
@@ -126,10 +137,7 @@ async def _plan(service: Service, request: CompletionRequest) -> _Plan:
 
 def _check_together(request: CompletionRequest) -> None:
     """Raise FieldError for fields that do not go together."""
-    if request.stream_options is not None and not request.stream:
-        raise FieldError("stream_options", "stream_options is for streams: set stream to true")
-    if request.stream and request.prompt_logprobs is not None:
-        raise FieldError("prompt_logprobs", "prompt_logprobs cannot be streamed")
+    check_stream(request)
     if request.stream and request.echo and request.logprobs is not None:
         raise FieldError("echo", "echo with logprobs cannot be streamed")
     if request.stream and (request.best_of or 1) > (request.n or 1):
@@ -149,16 +157,6 @@ def _prompts(request: CompletionRequest, max_length: int) -> Sequence[str | list
     return prompts
 
 
-MOST_CHARACTERS = 128  # of a token; longer texts need not be tokenized to see that they do not fit
-
-
-def check_length(param: str, prompt: str | Sequence[int], max_length: int) -> None:
-    """Raise FieldError for a prompt that is far too long, before any work is done for it."""
-    most = max_length * MOST_CHARACTERS if isinstance(prompt, str) else max_length
-    if len(prompt) > most:
-        raise FieldError(param, f"the {param} is too long: at most {max_length} tokens fit")
-
-
 def _choice(plan: _Plan, index: int, completion: Completion) -> CompletionChoice:
     texts, request = plan.service.texts, plan.request
     choice = CompletionChoice(
@@ -168,19 +166,13 @@ def _choice(plan: _Plan, index: int, completion: Completion) -> CompletionChoice
     )
     if request.logprobs is not None:
         choice.logprobs = _all_logprobs(plan, completion)
-    if request.prompt_logprobs is not None and completion.prompt_logprobs is not None:
-        choice.prompt_logprobs = texts.prompt_logprobs(completion.prompt_logprobs)
-    if request.return_token_ids:
-        choice.token_ids = completion.token_ids
-        choice.prompt_token_ids = completion.prompt_token_ids
-    if request.return_speculation:
-        choice.speculation = results.speculation_with_trees(plan.service.llm.llm, completion)
+    results.add_asked(choice, request, completion, plan.service.llm.llm, texts)
     return choice
 
 
 def _all_logprobs(plan: _Plan, completion: Completion) -> CompletionLogprobs:
     texts = plan.service.texts
-    own = _without_stop(plan, completion.logprobs or [], completion.token_ids)
+    own = plan.text_logprobs(completion.logprobs or [], completion.token_ids)
     if not plan.request.echo:
         return texts.logprobs(own, 0)
     first = texts.of(completion.prompt_token_ids[0])
@@ -191,14 +183,6 @@ def _all_logprobs(plan: _Plan, completion: Completion) -> CompletionLogprobs:
         top_logprobs=[None, *found.top_logprobs],
         text_offset=[0, *found.text_offset],
     )
-
-
-def _without_stop(
-    plan: _Plan, entries: Sequence[TokenLogprob], token_ids: Sequence[int]
-) -> Sequence[TokenLogprob]:
-    """Those of the text: the token that ends it is no part of it."""
-    stops = plan.service.llm.llm.engine.stop_ids(plan.sampling[0])
-    return entries[:-1] if token_ids and token_ids[-1] in stops else entries
 
 
 def _chunk(
@@ -212,7 +196,7 @@ def _chunk(
         text = plan.echoed(index) + text
     choice = CompletionChoice(index=index, text=text)
     if event.logprobs is not None:
-        own = _without_stop(plan, event.logprobs, event.token_ids)
+        own = plan.text_logprobs(event.logprobs, event.token_ids)
         choice.logprobs = texts.logprobs(own, offsets[index])
         offsets[index] += sum(map(len, choice.logprobs.tokens))
     if plan.request.return_token_ids:

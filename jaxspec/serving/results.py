@@ -9,12 +9,15 @@ from jaxspec.completion import Completion
 from jaxspec.generation import TokenLogprob
 from jaxspec.llm import LLM
 from jaxspec.round_trees import RoundTexts
+from jaxspec.scheduling.requests import SamplingParams
 from jaxspec.serving.errors import ApiError
-from jaxspec.serving.protocol.completions import CompletionLogprobs
+from jaxspec.serving.protocol.chat import ChatChoice
+from jaxspec.serving.protocol.completions import CompletionChoice, CompletionLogprobs
 from jaxspec.serving.protocol.sampling import (
     PromptLogprob,
     PromptLogprobs,
     PromptTokensDetails,
+    SamplingFields,
     Speculation,
     Usage,
 )
@@ -60,6 +63,31 @@ def speculation_with_trees(llm: LLM, completion: Completion) -> Speculation:
     if completion.trees is not None:
         own.trees = RoundTexts(llm.detokenize, completion.prompt_token_ids).add(completion.trees)
     return own
+
+
+def add_asked(
+    choice: ChatChoice | CompletionChoice,
+    request: SamplingFields,
+    completion: Completion,
+    llm: LLM,
+    texts: "TokenTexts",
+) -> None:
+    """What a whole choice has beside its text, where the request asks for it."""
+    if request.prompt_logprobs is not None and completion.prompt_logprobs is not None:
+        choice.prompt_logprobs = texts.prompt_logprobs(completion.prompt_logprobs)
+    if request.return_token_ids:
+        choice.token_ids = completion.token_ids
+        choice.prompt_token_ids = completion.prompt_token_ids
+    if request.return_speculation:
+        choice.speculation = speculation_with_trees(llm, completion)
+
+
+def without_stop(
+    llm: LLM, sampling: SamplingParams, entries: Sequence[TokenLogprob], token_ids: Sequence[int]
+) -> Sequence[TokenLogprob]:
+    """Those of the text: the token that ends it is no part of it."""
+    ended = token_ids and token_ids[-1] in llm.engine.stop_ids(sampling)
+    return entries[:-1] if ended else entries
 
 
 def finish_reason(completion: Completion) -> str:

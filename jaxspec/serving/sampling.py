@@ -1,5 +1,6 @@
 """From the fields of a request to SamplingParams."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from jaxspec.completion import TextOptions
@@ -10,6 +11,7 @@ from jaxspec.serving.protocol.sampling import SamplingFields
 from jaxspec.structured import StructuredOutput
 
 SEEDS = 2**32
+MOST_CHARACTERS = 128  # of a token; longer texts need not be tokenized to see that they do not fit
 
 # Fields that mean the same, under the same name.
 _SAME = (
@@ -82,3 +84,18 @@ def tokens_left(prompt: list[int], wanted: int | None, max_length: int, default:
     if wanted is not None:
         return wanted
     return room if default is None else min(default, room)
+
+
+def check_length(param: str, prompt: str | Sequence[int], max_length: int) -> None:
+    """Raise FieldError for a prompt that is far too long, before any work is done for it."""
+    most = max_length * MOST_CHARACTERS if isinstance(prompt, str) else max_length
+    if len(prompt) > most:
+        raise FieldError(param, f"the {param} is too long: at most {max_length} tokens fit")
+
+
+def check_stream(request: SamplingFields) -> None:
+    """Raise FieldError for fields that do not go with the request's ``stream``."""
+    if request.stream_options is not None and not request.stream:
+        raise FieldError("stream_options", "stream_options is for streams: set stream to true")
+    if request.stream and request.prompt_logprobs is not None:
+        raise FieldError("prompt_logprobs", "prompt_logprobs cannot be streamed")

@@ -1,7 +1,6 @@
 """`/tokenize` and `/detokenize`."""
 
 from jaxspec.serving.chat import prompt_ids
-from jaxspec.serving.completions import check_length
 from jaxspec.serving.protocol.base import FieldError
 from jaxspec.serving.protocol.chat import ChatRequest
 from jaxspec.serving.protocol.tokens import (
@@ -10,6 +9,7 @@ from jaxspec.serving.protocol.tokens import (
     TokenizeRequest,
     TokenizeResponse,
 )
+from jaxspec.serving.sampling import check_length
 from jaxspec.serving.service import Service
 
 
