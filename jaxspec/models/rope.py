@@ -5,7 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
 from jaxspec.config.model import Llama3RopeScaling, RopeConfig
 
@@ -31,8 +31,11 @@ def rope_angles(rope: RopeConfig, positions: Array) -> Array:
 
     The fourth dimension is for the two halves of a head; the sine of the first half is negated. The
     result is a single array so that XLA computes it in one kernel: every drafting step needs it.
+    On CPUs XLA would compute it again in every layer, for every head, if it could look through.
     """
     angles = positions[..., None, None, None].astype(jnp.float32) * rope_frequencies(rope)
     is_cosine = np.array([True, False])[:, None, None]
     sign = np.array([-1.0, 1.0], np.float32)[:, None]
-    return jnp.where(is_cosine, jnp.cos(angles), jnp.sin(angles) * sign)
+    return lax.optimization_barrier(
+        jnp.where(is_cosine, jnp.cos(angles), jnp.sin(angles) * sign)
+    )
