@@ -168,3 +168,18 @@ def test_health_waits_for_all_and_a_closed_server_ends_all(replicas: list[LLM]):
             return [answer.status_code for answer in (before, during, after)]
 
     assert run(test()) == [503, 200, 503]
+
+
+@pytest.mark.slow
+def test_engines_of_several_devices_work_at_the_same_time(model: Path, llm: LLM):
+    """Sums over the devices of one engine do not wait for those of the other."""
+    split = [tiny_llm(model, mesh=mesh) for mesh in replica_meshes(2, 2)]
+    assert [devices(one) for one in split] == [{0, 1}, {2, 3}]
+    expected = llm.generate(PROMPTS, PARAMS)
+
+    async def test() -> list[list[Completion]]:
+        async with ReplicatedLLM([AsyncLLM(one) for one in split]) as own:
+            return await asyncio.gather(*(own.generate(PROMPTS, PARAMS) for _ in range(4)))
+
+    for completions in run(test()):
+        assert [one.text for one in completions] == [one.text for one in expected]
