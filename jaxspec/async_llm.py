@@ -54,6 +54,11 @@ class AsyncLLM:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
+    @property
+    def replicas(self) -> "tuple[AsyncLLM, ...]":
+        """Those that generate: this one alone; see ReplicatedLLM."""
+        return (self,)
+
     async def close(self) -> None:
         """Cancel what is under way, and end the thread. May be called more than once."""
         await self.engine.close()

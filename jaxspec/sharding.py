@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -123,8 +123,12 @@ class Shards:
 ONE_SHARD = Shards()
 
 
-def make_mesh(tensor_parallel: int = 1, data_parallel: int = 1) -> Mesh:
-    """A ``(data, model)`` mesh over the first devices.
+def make_mesh(
+    tensor_parallel: int = 1,
+    data_parallel: int = 1,
+    devices: Sequence[Any] | None = None,
+) -> Mesh:
+    """A ``(data, model)`` mesh over the first of these devices; None: of all.
 
     Raises ValueError for sizes below 1, and if there are fewer devices than needed.
     """
@@ -132,13 +136,33 @@ def make_mesh(tensor_parallel: int = 1, data_parallel: int = 1) -> Mesh:
         raise ValueError(
             f"parallel sizes must be >= 1, got tp {tensor_parallel}, dp {data_parallel}"
         )
-    needed, devices = tensor_parallel * data_parallel, jax.devices()
+    needed, devices = tensor_parallel * data_parallel, devices or jax.devices()
     if needed > len(devices):
         raise ValueError(
             f"tensor x data parallel needs {needed} devices, this process has {len(devices)}"
         )
     grid = np.array(devices[:needed]).reshape(data_parallel, tensor_parallel)
     return Mesh(grid, (DATA_AXIS, MODEL_AXIS))
+
+
+def replica_meshes(replicas: int, tensor_parallel: int = 1) -> list[Mesh | None]:
+    """The devices of engines side by side, ``tensor_parallel`` each; None: the default device.
+
+    Raises ValueError for sizes below 1, and if there are fewer devices than needed.
+    """
+    if replicas < 1 or tensor_parallel < 1:
+        raise ValueError(f"parallel sizes must be >= 1, got tp {tensor_parallel}, dp {replicas}")
+    needed, devices = replicas * tensor_parallel, jax.devices()
+    if needed > len(devices):
+        raise ValueError(
+            f"dp {replicas} x tp {tensor_parallel} needs {needed} devices, this process has "
+            f"{len(devices)}"
+        )
+    if needed == 1:
+        return [None]
+    starts = range(0, needed, tensor_parallel)
+    groups = [devices[start : start + tensor_parallel] for start in starts]
+    return [make_mesh(tensor_parallel, devices=group) for group in groups]
 
 
 def mesh_layout(mesh: Mesh | None, *, split_model: bool = True) -> Layout:

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from jaxspec import LLM
 from jaxspec.async_llm import AsyncLLM
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.speculation import SpeculationConfig
+from jaxspec.replicated_llm import ReplicatedLLM
 from jaxspec.serving.app import make_app
 from jaxspec.serving.metrics import Metrics
 from jaxspec.serving.service import Service
@@ -36,28 +37,34 @@ def tiny_model(path: Path) -> Path:
     return path
 
 
-def tiny_llm(path: Path, drafter: str = "ngram", *, trees: bool = False) -> LLM:
+def tiny_llm(path: Path, drafter: str = "ngram", *, trees: bool = False, **other: Any) -> LLM:
     """Four rows, with few programs, which are compiled."""
     config = EngineConfig(max_rows=4, rounds_per_call=4, max_queue=64, trees=trees)
     speculation = SpeculationConfig.chain(2)
-    llm = LLM(path, drafter, speculation=speculation, max_length=256, page_size=8, engine=config)
+    other |= {"speculation": speculation, "max_length": 256, "page_size": 8, "engine": config}
+    llm = LLM(path, drafter, **other)
     seal(llm.engine, FULL)
     return llm
 
 
 class Served:
-    """An application and its clients, for the length of a ``with`` block."""
+    """An application and its clients, for the length of a ``with`` block.
 
-    def __init__(self, llm: LLM, **options: Any):
+    With ``replicas``, further models like the first share its work.
+    """
+
+    def __init__(self, llm: LLM, replicas: Sequence[LLM] = (), **options: Any):
         self.metrics = Metrics(MODEL)
         app_options = {name: options.pop(name) for name in APP_OPTIONS if name in options}
         options.setdefault("chat_template", TEMPLATE)
         self.service = Service(names=(MODEL,), **options)
         self.app = make_app(self.service, self.metrics, **app_options)
-        self.llm = llm
+        self.llm, self.others = llm, replicas
 
     async def __aenter__(self) -> "Served":
-        self.service.start(AsyncLLM(self.llm, on_chunk=self.metrics.observe))
+        first = AsyncLLM(self.llm, on_chunk=self.metrics.observe)
+        others = [AsyncLLM(llm, on_chunk=self.metrics.beside().observe) for llm in self.others]
+        self.service.start(ReplicatedLLM([first, *others]) if others else first)
         return self
 
     async def __aexit__(self, *_: object) -> None:

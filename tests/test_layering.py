@@ -71,6 +71,7 @@ LAYERS = (
     "jaxspec.completion",
     "jaxspec.llm",
     "jaxspec.async_llm",
+    "jaxspec.replicated_llm",
     "jaxspec.comparison",
     "jaxspec.evaluation",
     "jaxspec.training",

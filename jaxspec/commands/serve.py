@@ -26,6 +26,9 @@ def make_parser() -> argparse.ArgumentParser:
     add("--tree", metavar="SHAPE", help="shape of the draft tree, as in generate")
     add("--dtype", choices=("float32", "bfloat16"), help="(default: float32 on CPU, else bfloat16)")
     add("--tp", type=int, default=1, help="devices that share the model (tensor parallel)")
+    add("--dp", type=int, default=1, metavar="N", help="engines side by side, each with the model "
+        "on --tp devices of its own; a request goes to the one that knows its beginning, or has "
+        "the least to do (data parallel)")  # fmt: skip
     add("--kernels", default="auto", help="auto (all on a Hopper GPU), all, none or a comma list")
     add_http_options(parser)
     add_chat_options(parser)
@@ -55,13 +58,13 @@ def add_chat_options(parser: argparse.ArgumentParser) -> None:
 
 def add_capacity_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("capacity").add_argument
-    add("--max-rows", type=int, default=16, help="requests that run together")
-    add("--max-queue", type=int, default=1024, help="requests that may wait; beyond them clients "
-        "get status 429")  # fmt: skip
+    add("--max-rows", type=int, default=16, help="requests that run together, in each engine")
+    add("--max-queue", type=int, default=1024, help="requests that may wait, in each engine; "
+        "beyond them clients get status 429")  # fmt: skip
     add("--max-length", type=int, help="most tokens of a request, prompt included (default: what "
         "the model allows, at most 2048)")  # fmt: skip
-    add("--kv-memory", type=size, metavar="BYTES", help="of the KV cache, such as 2GiB (default: "
-        "as the rows need, or as fit)")  # fmt: skip
+    add("--kv-memory", type=size, metavar="BYTES", help="of each KV cache, such as 2GiB "
+        "(default: as the rows need, or as fit)")  # fmt: skip
     add("--page-size", type=int, default=16, help="tokens of a page of the KV cache")
     add("--rounds-per-call", type=int, default=8, help="most rounds between two looks at results")
     add("--prefill-budget", type=int, default=2048, help="most prompt tokens between two calls")

@@ -4,24 +4,28 @@ import argparse
 import asyncio
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
+from jax.sharding import Mesh
 
-from jaxspec import LLM, SpeculationConfig, make_mesh
+from jaxspec import LLM, SpeculationConfig
 from jaxspec.async_llm import AsyncLLM
 from jaxspec.commands.engine_config import engine_config
 from jaxspec.commands.generation import program_folder
 from jaxspec.commands.program_cache import keep_compiled_programs
 from jaxspec.commands.shell import progress_console
 from jaxspec.engine import Engine
+from jaxspec.replicated_llm import ReplicatedLLM
 from jaxspec.scheduling.requests import SamplingParams
 from jaxspec.serving.app import make_app
 from jaxspec.serving.lifecycle import serve
 from jaxspec.serving.metrics import Metrics
 from jaxspec.serving.service import Service
+from jaxspec.sharding import replica_meshes
 from jaxspec.structured import StructuredOutput
+from jaxspec.tokenizer.text import TextTokenizer
 from jaxspec.weights.hub import resolve_directory
 
 SAMPLED = SamplingParams(temperature=1.0)
@@ -34,7 +38,7 @@ EVERYTHING = (
 )
 
 
-def make_llm(arguments: argparse.Namespace) -> LLM:
+def make_llm(arguments: argparse.Namespace, mesh: Mesh | None, tokenizer: TextTokenizer) -> LLM:
     """Raises ValueError for options that do not go together, and files that cannot be read."""
     tree = arguments.tree
     llm = LLM(
@@ -42,11 +46,12 @@ def make_llm(arguments: argparse.Namespace) -> LLM:
         arguments.drafter,
         speculation=None if tree is None else SpeculationConfig.parse(tree),
         dtype=arguments.dtype,
-        mesh=make_mesh(arguments.tp) if arguments.tp != 1 else None,
+        mesh=mesh,
         kernels=arguments.kernels,
         page_size=arguments.page_size,
         max_length=arguments.max_length,
         kv_memory=arguments.kv_memory,
+        tokenizer=tokenizer,
         engine=dataclasses.replace(
             engine_config(arguments, arguments.max_rows, plain=False),
             max_queue=arguments.max_queue,
@@ -71,6 +76,25 @@ def warm_up(engine: Engine, what: str, show: Callable[[str], None]) -> None:
             engine.prepare(rows, 8, dataclasses.replace(SAMPLED, max_tokens=8))
 
 
+def load_engines(
+    arguments: argparse.Namespace,
+    name: str,
+    meshes: Sequence[Mesh | None],
+    metrics: Metrics,
+    show: Callable[[str], None],
+) -> AsyncLLM | ReplicatedLLM:
+    """An engine on each mesh. Later ones find the programs that the first has compiled, on GPUs."""
+    tokenizer, engines = TextTokenizer(arguments.model), []
+    for mesh, own in zip(meshes, metrics.members, strict=True):
+        which = f"engine {len(engines) + 1} of {len(meshes)}: " if len(meshes) > 1 else ""
+        show(f"{which}loading {name}")
+        llm = make_llm(arguments, mesh, tokenizer)
+        warm_up(llm.engine, arguments.warm_up, lambda text, which=which: show(which + text))
+        own.watch(llm.engine)
+        engines.append(AsyncLLM(llm, on_chunk=own.observe))
+    return engines[0] if len(engines) == 1 else ReplicatedLLM(engines)
+
+
 def read_template(path: Path | None) -> str | None:
     if path is None:
         return None
@@ -92,14 +116,20 @@ def run(arguments: argparse.Namespace) -> None:
         tool_format=arguments.tool_format,
         request_timeout=arguments.request_timeout,
     )
+    meshes = replica_meshes(arguments.dp, arguments.tp)
     metrics = Metrics(name)
+    for _ in meshes[1:]:
+        metrics.beside()
     try:
-        asyncio.run(_serve(arguments, service, metrics))
+        asyncio.run(_serve(arguments, meshes, service, metrics))
     finally:
-        metrics.close()
+        for own in metrics.members:
+            own.close()
 
 
-async def _serve(arguments: argparse.Namespace, service: Service, metrics: Metrics) -> None:
+async def _serve(
+    arguments: argparse.Namespace, meshes: Sequence[Mesh | None], service: Service, metrics: Metrics
+) -> None:
     console = progress_console()
     own = os.environ.get("JAXSPEC_API_KEY")
     keys = arguments.api_key or ([own] if own else [])
@@ -111,16 +141,13 @@ async def _serve(arguments: argparse.Namespace, service: Service, metrics: Metri
             if not console.is_terminal:
                 console.print(text)
 
-        def load() -> AsyncLLM:
-            show(f"loading {service.name}")
-            llm = make_llm(arguments)
-            warm_up(llm.engine, arguments.warm_up, show)
-            metrics.watch(llm.engine)
-            return AsyncLLM(llm, on_chunk=metrics.observe)
+        def load() -> AsyncLLM | ReplicatedLLM:
+            return load_engines(arguments, service.name, meshes, metrics, show)
 
         def ready(address: str) -> None:
             status.stop()
-            rows = f"{arguments.max_rows} rows on {jax.devices()[0].device_kind}"
+            engines = f"{len(meshes)} engines of " if len(meshes) > 1 else ""
+            rows = f"{engines}{arguments.max_rows} rows on {jax.devices()[0].device_kind}"
             console.print(f"serving {service.name} ({rows}) at {address}/v1")
 
         await serve(

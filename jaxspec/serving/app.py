@@ -40,7 +40,8 @@ def make_app(
     """The application of a service.
 
     Args:
-      metrics: of the service; its ``observe`` must be the AsyncLLM's on_chunk.
+      metrics: of the service; its ``observe`` must be the AsyncLLM's on_chunk. With replicas, it
+        has a member for each of them.
       api_keys: of which one must be given; none: everyone is served.
       max_body: most bytes of a request.
     """
@@ -70,7 +71,8 @@ def _add_status(app: FastAPI, service: Service, metrics: Metrics) -> None:
     @app.get("/metrics")
     async def show_metrics() -> Response:
         if service.state == "ready":
-            await service.llm.run(metrics.read)
+            for llm, own in zip(service.llm.replicas, metrics.members, strict=True):
+                await llm.run(own.read)
         return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/v1/models")

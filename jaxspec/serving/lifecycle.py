@@ -11,6 +11,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from jaxspec.async_llm import AsyncLLM
+from jaxspec.replicated_llm import ReplicatedLLM
 from jaxspec.serving.service import Service
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -27,7 +28,7 @@ class _Server(uvicorn.Server):
 async def serve(
     app: FastAPI,
     service: Service,
-    load: Callable[[], AsyncLLM],
+    load: Callable[[], AsyncLLM | ReplicatedLLM],
     *,
     host: str,
     port: int,

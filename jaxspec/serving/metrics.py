@@ -3,7 +3,8 @@
 import contextlib
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import jax
 from prometheus_client import (
@@ -72,20 +73,31 @@ class DeviceTime:
 
 
 class Metrics:
-    """What happens in a server, for `/metrics`.
+    """What happens in an engine of a server, for `/metrics`.
 
     ``observe`` is AsyncEngine's on_chunk. What the engine counts itself is read when it is asked
     for.
+
+    Attributes:
+      members: those of all engines, in order; ``beside`` adds one.
     """
 
-    def __init__(self, model: str):
-        self.registry = CollectorRegistry()
-        self._labels = {"model_name": model, "engine": "0"}
+    def __init__(self, model: str, first: "Metrics | None" = None):
+        self.registry = CollectorRegistry() if first is None else first.registry
+        self.members: list[Metrics] = [] if first is None else first.members
+        self._made: dict[str, Any] = {} if first is None else first._made  # by name
+        self._model = model
+        self._labels = {"model_name": model, "engine": str(len(self.members))}
+        self.members.append(self)
         self._known: dict[str, tuple[float, int]] = {}  # when a request's last chunk came
         self._engine_counts: dict[str, float] = {}
         self._device: DeviceTime | None = None
         self._request_metrics()
         self._engine_metrics()
+
+    def beside(self) -> "Metrics":
+        """Those of the next engine: the same names with another label."""
+        return Metrics(self._model, self)
 
     def watch(self, engine: Engine) -> None:
         """Measure how busy the device is. Belongs before the engine's first call."""
@@ -97,17 +109,23 @@ class Metrics:
             self._device.close()
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        names = (*self._labels, *labels)
-        return Counter(f"jaxspec:{name}", text, names, registry=self.registry)
+        return self._metric(Counter, name, text, *labels)
 
     def _gauge(self, name: str, text: str) -> Gauge:
-        made = Gauge(f"jaxspec:{name}", text, tuple(self._labels), registry=self.registry)
-        return made.labels(**self._labels)
+        return self._metric(Gauge, name, text).labels(**self._labels)
 
     def _histogram(self, name: str, text: str, buckets: Iterable[float]) -> Histogram:
-        names, own = tuple(self._labels), tuple(buckets)
-        made = Histogram(f"jaxspec:{name}", text, names, buckets=own, registry=self.registry)
+        made = self._metric(Histogram, name, text, buckets=tuple(buckets))
         return made.labels(**self._labels)
+
+    def _metric[T](
+        self, kind: Callable[..., T], name: str, text: str, *labels: str, **own: Any
+    ) -> T:
+        """The engines share a metric, and have labels of their own."""
+        if name not in self._made:
+            names = (*self._labels, *labels)
+            self._made[name] = kind(f"jaxspec:{name}", text, names, registry=self.registry, **own)
+        return self._made[name]
 
     def _request_metrics(self) -> None:
         counter, histogram = self._counter, self._histogram

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Literal
 
 from jaxspec.async_llm import AsyncLLM
+from jaxspec.replicated_llm import ReplicatedLLM
 from jaxspec.serving.errors import ApiError, NotReady
 from jaxspec.serving.results import TokenTexts, now
 
@@ -28,10 +29,10 @@ class Service:
     request_timeout: float | None = None
     state: State = "loading"
     created: int = dataclasses.field(default_factory=now)
-    _llm: AsyncLLM | None = None
+    _llm: AsyncLLM | ReplicatedLLM | None = None
     _texts: TokenTexts | None = None
 
-    def start(self, llm: AsyncLLM) -> None:
+    def start(self, llm: AsyncLLM | ReplicatedLLM) -> None:
         """From now on requests are served."""
         self._llm, self._texts = llm, TokenTexts(llm.llm)
         self.state = "ready" if self.state == "loading" else self.state
@@ -41,7 +42,7 @@ class Service:
         return self.names[0]
 
     @property
-    def llm(self) -> AsyncLLM:
+    def llm(self) -> AsyncLLM | ReplicatedLLM:
         """Raises NotReady."""
         if self._llm is None or self.state != "ready":
             raise NotReady(self.state)

@@ -21,19 +21,25 @@ from jaxspec.commands.serve import size
 from tests.served import MODEL
 
 ROOT = Path(__file__).parent.parent.parent
-READY = re.compile(r"serving tiny \(2 rows on .*\) at (http://127\.0\.0\.1:\d+)/v1")
+READY = re.compile(
+    r"serving tiny \((?:2 engines of )?2 rows on .*\) at (http://127\.0\.0\.1:\d+)/v1"
+)
 LIMIT = 120  # seconds
 
 
 @contextlib.contextmanager
-def server(model: Path, cache: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def server(
+    model: Path, cache: Path, engines: int = 1
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A process that serves, and its address."""
     command = [
         *(sys.executable, "-m", "jaxspec", "serve", "--model", str(model), "--port", "0"),
         *("--max-rows", "2", "--served-model-name", MODEL, "--drafter", "ngram", "--kv-memory"),
         *("64MiB", "--warm-up", "none", "--compilation-cache", str(cache), "--max-length", "256"),
+        *("--dp", str(engines)),
     ]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    devices = f"--xla_force_host_platform_device_count={engines}"
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": devices}
     with subprocess.Popen(
         command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True
     ) as process:
@@ -77,6 +83,30 @@ def test_sigterm_lets_requests_end_and_a_second_one_does_not(model: Path, tmp_pa
         assert process.wait(LIMIT) == 0
 
 
+@pytest.mark.slow
+def test_sigterm_lets_the_requests_of_all_engines_end(model: Path, tmp_path: Path):
+    request = {"model": MODEL, "prompt": ["abcabc", "xyz"], "max_tokens": 200, "temperature": 0}
+
+    async def drain(process: subprocess.Popen[str], address: str) -> tuple[list[str], list[str]]:
+        async with openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="none") as client:
+            whole = await client.completions.create(**request)
+            metrics = httpx.get(f"{address}/metrics", timeout=LIMIT).text
+            for engine in (0, 1):  # each has generated one of the two
+                count = f'generation_tokens_total{{engine="{engine}",model_name="tiny"}} 200.0'
+                assert count in metrics
+            stream = await client.completions.create(**request, stream=True)
+            texts = ["", ""]
+            async for chunk in stream:
+                if not any(texts):
+                    process.send_signal(signal.SIGTERM)
+                texts[chunk.choices[0].index] += chunk.choices[0].text
+            return texts, [choice.text for choice in whole.choices]
+
+    with server(model, tmp_path, engines=2) as (process, address):
+        streamed, whole = asyncio.run(drain(process, address))
+        assert streamed == whole and process.wait(LIMIT) == 0
+
+
 def unfinished_request(address: str) -> socket.socket:
     """A connection with the beginning of a request."""
     host, _, port = address.removeprefix("http://").partition(":")
@@ -93,6 +123,8 @@ def test_what_is_wrong_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path:
         (["--model", str(tmp_path / "none")], "none"),
         (["--chat-template", str(tmp_path / "none")], "cannot read"),
         (["--no-compilation-cache", "--compilation-cache", "x"], "goes without"),
+        (["--dp", "9"], "dp 9 x tp 1 needs 9 devices, this process has 8"),
+        (["--dp", "0"], "must be >= 1"),
     ):
         assert main(["serve", *arguments]) == 2
         [line] = capsys.readouterr().err.splitlines()

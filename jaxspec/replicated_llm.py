@@ -1,0 +1,200 @@
+"""ReplicatedLLM: one AsyncLLM out of several that hold the same model on different devices."""
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from typing import Any, Self
+
+from jaxspec.async_llm import AsyncLLM
+from jaxspec.completion import WHOLE_TEXT, Completion, TextChunk, TextOptions
+from jaxspec.llm import LLM, for_each
+from jaxspec.scheduling.balancer import Balancer, Share
+from jaxspec.scheduling.requests import SamplingParams
+from jaxspec.tokenizer.text import Prompt
+
+
+class ReplicatedLLM:
+    """Generates as an AsyncLLM does, with several of them.
+
+    Each prompt goes to one of them, with all its samples: see scheduling.balancer.Balancer. The
+    replicas share nothing: a text is the same whichever of them generates it.
+
+    Args:
+      replicas: of the same model with the same options. They are closed with this object.
+    """
+
+    def __init__(self, replicas: Sequence[AsyncLLM]):
+        self.replicas = tuple(replicas)
+        self.balancer = _balancer([replica.llm for replica in replicas])
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    @property
+    def llm(self) -> LLM:
+        """For what is the same in all: the tokenizer, the model's config, limits."""
+        return self.replicas[0].llm
+
+    async def close(self) -> None:
+        """Cancel what is under way, and end the threads. May be called more than once."""
+        await asyncio.gather(*(replica.close() for replica in self.replicas))
+
+    async def tokenize(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        """The token ids of each prompt, see LLM.tokenize."""
+        return await self.replicas[0].tokenize(prompts)
+
+    async def generate(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams],
+        *,
+        timeout: float | None = None,
+        options: TextOptions = WHOLE_TEXT,
+    ) -> list[Completion]:
+        """See AsyncLLM.generate."""
+        async with self._placed(prompts, sampling) as parts:
+            lists = await _gather(
+                [
+                    part.replica.generate(
+                        part.prompts, part.sampling, timeout=timeout, options=options
+                    )
+                    for part in parts
+                ]
+            )
+        found: dict[int, list[Completion]] = {}
+        for part, completions in zip(parts, lists, strict=True):
+            rest = iter(completions)
+            for place, params in zip(part.places, part.sampling, strict=True):
+                found[place] = [next(rest) for _ in range(params.n)]
+        return [completion for place in sorted(found) for completion in found[place]]
+
+    async def stream(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams],
+        *,
+        timeout: float | None = None,
+        options: TextOptions = WHOLE_TEXT,
+    ) -> AsyncGenerator[TextChunk | Completion, None]:
+        """See AsyncLLM.stream."""
+        async with self._placed(prompts, sampling) as parts:
+            streams = [
+                part.replica.stream(part.prompts, part.sampling, timeout=timeout, options=options)
+                for part in parts
+            ]
+            completions: dict[int, Completion] = {}
+            ended = [iter(part.requests) for part in parts]
+            async with contextlib.aclosing(_merged(streams)) as events:
+                async for source, event in events:
+                    if isinstance(event, Completion):
+                        completions[next(ended[source])] = event
+                    else:
+                        index = parts[source].requests[event.index]
+                        yield dataclasses.replace(event, index=index)
+            for index in sorted(completions):
+                yield completions[index]
+
+    @contextlib.asynccontextmanager
+    async def _placed(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams]
+    ) -> "AsyncGenerator[list[_Part], None]":
+        """What each replica has to do; it counts as its load inside the ``with`` block."""
+        tokens = await self.tokenize(prompts)
+        params = for_each(sampling, len(tokens))
+        self.llm.engine.check(tokens, params)  # so that what follows is of sane sizes
+        with contextlib.ExitStack() as stack:
+            parts: dict[int, _Part] = {}
+            first = 0
+            for place, (prompt, own) in enumerate(zip(tokens, params, strict=True)):
+                share = self._place(prompt, own)
+                stack.callback(self.balancer.end, share)
+                part = parts.setdefault(share.engine, _Part(self.replicas[share.engine]))
+                part.add(place, prompt, own, first)
+                first += own.num_samples
+            yield list(parts.values())
+
+    def _place(self, prompt: Sequence[int], params: SamplingParams) -> Share:
+        return self.balancer.place(
+            prompt,
+            int(params.max_tokens),
+            requests=params.num_samples,
+            namespace=params.cache_salt,
+        )
+
+
+@dataclasses.dataclass
+class _Part:
+    """What one replica does of a call.
+
+    Attributes:
+      places: of its prompts, in the call.
+      requests: the place in the call of each request; a prompt has one for each sample.
+    """
+
+    replica: AsyncLLM
+    prompts: list[list[int]] = dataclasses.field(default_factory=list)
+    sampling: list[SamplingParams] = dataclasses.field(default_factory=list)
+    places: list[int] = dataclasses.field(default_factory=list)
+    requests: list[int] = dataclasses.field(default_factory=list)
+
+    def add(self, place: int, prompt: list[int], params: SamplingParams, first: int) -> None:
+        self.prompts.append(prompt)
+        self.sampling.append(params)
+        self.places.append(place)
+        self.requests += range(first, first + params.num_samples)
+
+
+def _balancer(llms: Sequence[LLM]) -> Balancer:
+    """For engines that are all like the first."""
+    engine = llms[0].engine
+    config, limits = engine.config, engine.limits
+    return Balancer(
+        len(llms),
+        slack=config.max_rows // 2,
+        most_requests=None if config.max_queue is None else config.max_rows + config.max_queue,
+        block=limits.page_size,
+        known_blocks=limits.num_pages if config.prefix_caching else 0,
+    )
+
+
+async def _gather[T](work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results. When one fails, or the caller is cancelled, all have ended."""
+    tasks = [asyncio.create_task(one) for one in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        await _end(tasks)
+
+
+async def _merged[T](streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T]]:
+    """What several generators give, as it comes, each with the number of its generator.
+
+    When one fails, or this one is closed, all are closed.
+    """
+    events: asyncio.Queue[tuple[int, T] | None] = asyncio.Queue()
+
+    async def read(source: int, stream: AsyncGenerator[T, None]) -> None:
+        async with contextlib.aclosing(stream):
+            async for event in stream:
+                events.put_nowait((source, event))
+
+    tasks = [asyncio.create_task(read(*one)) for one in enumerate(streams)]
+    reading = asyncio.gather(*tasks)
+    reading.add_done_callback(lambda _: events.put_nowait(None))
+    try:
+        while (event := await events.get()) is not None:
+            yield event
+        await reading
+    finally:
+        reading.cancel()
+        await _end([reading, *tasks])
+
+
+async def _end(tasks: Sequence[asyncio.Future[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

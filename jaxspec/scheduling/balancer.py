@@ -1,0 +1,115 @@
+"""Which of several engines a request goes to."""
+
+import dataclasses
+import itertools
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator, Sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """Work that an engine was given.
+
+    Attributes:
+      engine: its number.
+      requests, tokens: how much it is.
+    """
+
+    engine: int
+    requests: int
+    tokens: int
+
+
+class Balancer:
+    """Places requests on engines that hold the same model.
+
+    A request goes to the engine that was given most of the beginning of its prompt before, as that
+    engine has its KV cached. Engines with over ``slack`` requests more than another one are left
+    out. Where that leaves several: the one with the fewest requests (running and waiting), then the
+    fewest tokens, then the shortest memory of prompts.
+
+    What the caches hold is remembered here, not asked for: the answer would have to wait for a call
+    of each engine, and would not know of prompts that wait. Old prompts are forgotten as the caches
+    forget them, about. A wrong memory costs time, and changes no text.
+
+    Args:
+      engines: how many there are.
+      slack: requests that an engine may have beyond the fewest of any.
+      most_requests: that an engine takes; further ones go to the engine with the fewest. None: any
+        number.
+      block: tokens of a page of the caches.
+      known_blocks: pages of a cache; 0: nothing is cached.
+    """
+
+    def __init__(
+        self,
+        engines: int,
+        *,
+        slack: int,
+        most_requests: int | None = None,
+        block: int = 16,
+        known_blocks: int = 0,
+    ):
+        self.requests = [0] * engines
+        self.tokens = [0] * engines
+        self._slack, self._most = slack, most_requests
+        self._block, self._known_blocks = block, known_blocks
+        # The marks of blocks that an engine was given, the least recently used first.
+        self._known: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(engines)]
+
+    def place(
+        self,
+        prompt: Sequence[int],
+        new_tokens: int,
+        *,
+        requests: int = 1,
+        namespace: Hashable = None,
+    ) -> Share:
+        """The engine for requests of one prompt, which count as its work until ``end``.
+
+        Args:
+          new_tokens: most tokens that each request generates.
+          requests: samples of the prompt.
+          namespace: what else the cached KV depends on, such as a cache salt.
+        """
+        marks = list(itertools.islice(self._marks(prompt, namespace), self._known_blocks))
+
+        def preference(engine: int) -> tuple[int, ...]:
+            known = sum(1 for _ in itertools.takewhile(self._known[engine].__contains__, marks))
+            load = self.requests[engine], self.tokens[engine], len(self._known[engine])
+            return known, *(-value for value in load)
+
+        chosen = max(self._open(requests), key=preference)
+        self._remember(chosen, marks)
+        share = Share(chosen, requests, len(prompt) + requests * new_tokens)
+        self.requests[chosen] += share.requests
+        self.tokens[chosen] += share.tokens
+        return share
+
+    def end(self, share: Share) -> None:
+        """The work is done, or was cancelled."""
+        self.requests[share.engine] -= share.requests
+        self.tokens[share.engine] -= share.tokens
+
+    def _open(self, requests: int) -> list[int]:
+        """Engines that may get so many requests more. Never empty."""
+        fewest = min(self.requests)
+        most = fewest + self._slack
+        if self._most is not None:
+            most = max(fewest, min(most, self._most - requests))
+        return [engine for engine, own in enumerate(self.requests) if own <= most]
+
+    def _marks(self, prompt: Sequence[int], namespace: Hashable) -> Iterator[int]:
+        """A number for each full block, which depends on all tokens up to the block's end."""
+        mark = hash(namespace)
+        for end in range(self._block, len(prompt) + 1, self._block):
+            mark = hash((mark, tuple(prompt[end - self._block : end])))
+            yield mark
+
+    def _remember(self, engine: int, marks: Sequence[int]) -> None:
+        known = self._known[engine]
+        for mark in reversed(marks):  # so that the end of a prompt is forgotten first
+            known[mark] = None
+            known.move_to_end(mark)
+        while len(known) > self._known_blocks:
+            known.popitem(last=False)
