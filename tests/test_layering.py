@@ -73,6 +73,7 @@ LAYERS = (
     "jaxspec.async_llm",
     "jaxspec.comparison",
     "jaxspec.evaluation",
+    "jaxspec.batch",
     "jaxspec.training",
     "jaxspec",  # the package's own __init__.py: the public names
     "jaxspec.serving",
