@@ -135,7 +135,7 @@ class Lines:
                 raise
             message = f"lines of OpenAI's kind need {error.name}: pip install 'jaxspec[serve]'"
             raise ValueError(message) from error
-        names = dict.fromkeys((model, resolve_directory(model).name))
+        names = {resolve_directory(model).name: None, model: None}  # requests may name either
         return batch.batch_lines(self._serving, tuple(names), self._job.template, seed).answer
 
 

@@ -219,7 +219,8 @@ def test_openai_lines_get_openai_results(files: Batch, model: Path, tmp_path: Pa
     assert text["custom_id"] == "text" and text["error"] is None
     assert text["response"]["status_code"] == 200
     body = text["response"]["body"]
-    assert body["object"] == "text_completion" and body["usage"]["completion_tokens"] <= 4
+    assert (body["object"], body["model"]) == ("text_completion", model.name)
+    assert body["usage"]["completion_tokens"] <= 4
     assert answer["response"]["body"]["choices"][0]["message"]["role"] == "assistant"
     assert own["id"] == "own" and own["text"]
     found = {
