@@ -74,6 +74,7 @@ LAYERS = (
     "jaxspec.replicated_llm",
     "jaxspec.comparison",
     "jaxspec.evaluation",
+    "jaxspec.batch",
     "jaxspec.training",
     "jaxspec",  # the package's own __init__.py: the public names
     "jaxspec.serving",

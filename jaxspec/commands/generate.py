@@ -12,9 +12,10 @@ from pathlib import Path
 
 from jaxspec.commands.engine_options import add_mode_options
 from jaxspec.commands.importing import import_command
-from jaxspec.commands.shell import add_model_option, command_parser, run_command
+from jaxspec.commands.shell import add_model_option, command_parser, read_text, run_command
 
 PAIRS = 10
+BATCH_ROWS = 16  # of --out, unless told otherwise
 PROMPT = '''import json
 
 
@@ -50,6 +51,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="write an HTML page that shows the draft tree of every round and how each token came",
     )
     add_prompt_options(parser)
+    add_batch_options(parser)
     add_comparison_options(parser)
     add_tree_options(parser)
     add_sampling_options(parser)
@@ -65,13 +67,28 @@ def add_prompt_options(parser: argparse.ArgumentParser) -> None:
         "--prompt-file",
         type=Path,
         metavar="FILE",
-        help="file with the text to continue (default: none)",
+        help="file with the text to continue; with --out, prompts as JSON lines (default: none)",
     )
     group.add_argument(
         "--chat",
         action="store_true",
         help="chat on the terminal, through the model's chat template; /exit or Ctrl-D ends it",
     )
+
+
+def add_batch_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("file of prompts").add_argument
+    add("--out", type=Path, metavar="FILE", help="write a line of JSON for each line of "
+        "--prompt-file, in its order; a run that was cut off goes on when it is started again. "
+        "Lines have prompt, messages or prompt_token_ids, and may have id and the sampling options "
+        "of SamplingParams; or they are those of OpenAI's batches")  # fmt: skip
+    add("--shard", metavar="I/N", help="do part I (from 0) of N, into FILE-0000I-of-0000N; slurm: "
+        "the part of this task of an array job")  # fmt: skip
+    add("--max-rows", type=int, metavar="N", help="requests that run together "
+        f"(default: {BATCH_ROWS})")  # fmt: skip
+    add("--token-ids", action="store_true", help="results also have token ids")
+    add("--chat-template", type=Path, metavar="FILE", help="Jinja template for lines with messages "
+        "(default: the model's)")  # fmt: skip
 
 
 def add_comparison_options(parser: argparse.ArgumentParser) -> None:
@@ -160,6 +177,22 @@ def check(arguments: argparse.Namespace) -> None:
         raise ValueError("--chat goes with neither --compare nor --json")
     if arguments.show_trees is not None and (arguments.chat or arguments.compare):
         raise ValueError("--show-trees goes with neither --chat nor --compare")
+    check_batch(arguments)
+
+
+def check_batch(arguments: argparse.Namespace) -> None:
+    """Raises ValueError for options that do not go together with or without --out."""
+    if arguments.out is None:
+        for name in ("shard", "max_rows", "token_ids", "chat_template"):
+            if getattr(arguments, name) not in (None, False):
+                raise ValueError(f"--{name.replace('_', '-')} is for files of prompts: add --out")
+        if arguments.prompt_file is not None and arguments.prompt_file.suffix == ".jsonl":
+            raise ValueError(f"{arguments.prompt_file} looks like a file of prompts: add --out")
+        return
+    if arguments.prompt_file is None:
+        raise ValueError("--out needs --prompt-file, with one prompt a line")
+    if arguments.compare or arguments.show_trees is not None:
+        raise ValueError("--out goes with neither --compare nor --show-trees")
 
 
 def read_prompt(arguments: argparse.Namespace) -> str:
@@ -167,10 +200,7 @@ def read_prompt(arguments: argparse.Namespace) -> str:
     if arguments.prompt_file is None:
         text = PROMPT if arguments.prompt is None else arguments.prompt
     else:
-        try:
-            text = arguments.prompt_file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"cannot read {arguments.prompt_file}: {error}") from error
+        text = read_text(arguments.prompt_file)
     if not text:
         raise ValueError("the prompt is empty")
     return text
@@ -178,6 +208,9 @@ def read_prompt(arguments: argparse.Namespace) -> str:
 
 def run(arguments: argparse.Namespace) -> None:
     check(arguments)
+    if arguments.out is not None:
+        import_command("jaxspec.commands.batch", "jaxspec generate").run(arguments)
+        return
     prompt = None if arguments.chat else read_prompt(arguments)
     generation = import_command("jaxspec.commands.generation", "jaxspec generate")
     generation.run(arguments, prompt)

@@ -19,7 +19,7 @@ from jaxspec import (
 )
 from jaxspec.commands.chat import chat, check_chat_template, typed_lines
 from jaxspec.commands.engine_config import engine_config
-from jaxspec.commands.generate import PAIRS
+from jaxspec.commands.generate import BATCH_ROWS, PAIRS
 from jaxspec.commands.program_cache import (
     default_folder,
     keep_compiled_programs,
@@ -60,7 +60,8 @@ def sampling_params(arguments: argparse.Namespace) -> SamplingParams:
 
 
 def make_llm(arguments: argparse.Namespace, drafter: str, tokenizer: TextTokenizer) -> LLM:
-    config = engine_config(arguments, max_rows=1, plain=drafter == "none")
+    rows = 1 if arguments.out is None else arguments.max_rows or BATCH_ROWS
+    config = engine_config(arguments, rows, plain=drafter == "none")
     return LLM(
         arguments.model,
         drafter,

@@ -15,7 +15,7 @@ from jaxspec.async_llm import AsyncLLM
 from jaxspec.commands.engine_config import engine_config
 from jaxspec.commands.generation import program_folder
 from jaxspec.commands.program_cache import keep_compiled_programs
-from jaxspec.commands.shell import progress_console
+from jaxspec.commands.shell import progress_console, read_text
 from jaxspec.engine import Engine
 from jaxspec.replicated_llm import ReplicatedLLM
 from jaxspec.scheduling.requests import SamplingParams
@@ -96,12 +96,7 @@ def load_engines(
 
 
 def read_template(path: Path | None) -> str | None:
-    if path is None:
-        return None
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"cannot read {path}: {error}") from error
+    return None if path is None else read_text(path)
 
 
 def run(arguments: argparse.Namespace) -> None:

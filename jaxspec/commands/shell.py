@@ -72,6 +72,14 @@ def run_command(
     return 0
 
 
+def read_text(path: Path) -> str:
+    """The text of a file. Raises ValueError if it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read {path}: {error}") from error
+
+
 def progress_console() -> Console:
     """The console for progress, on stderr."""
     return Console(stderr=True, highlight=False, soft_wrap=True)

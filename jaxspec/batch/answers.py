@@ -1,0 +1,94 @@
+"""From a line of a file of prompts to its result."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from jaxspec.batch.requests import BatchRequest, line_id, read_request
+from jaxspec.completion import Completion
+from jaxspec.generation import TokenLogprob
+from jaxspec.llm import LLM
+from jaxspec.scheduling.requests import SamplingParams
+from jaxspec.tokenizer.text import Prompt
+
+
+class Generator(Protocol):
+    """What is used of an AsyncLLM."""
+
+    @property
+    def llm(self) -> LLM: ...
+
+    async def generate(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams
+    ) -> list[Completion]: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Answers:
+    """Answers lines.
+
+    Attributes:
+      sampling: of lines that say nothing else.
+      chat_template: a Jinja template; None: the model's own.
+      token_ids: results have the token ids of prompt and text.
+    """
+
+    llm: Generator
+    sampling: SamplingParams
+    chat_template: str | None = None
+    token_ids: bool = False
+
+    async def answer(self, index: int, line: Mapping[str, Any]) -> dict[str, Any]:
+        """The result of a line; one with an ``error`` if the line cannot be served."""
+        result: dict[str, Any] = {"id": None}
+        try:
+            result["id"] = line_id(line)
+            request = read_request(index, line, self.sampling)
+            prompt = self._prompt(request)
+            completions = await self.llm.generate([prompt], request.sampling)
+        except ValueError as error:
+            message = " ".join(str(error).split()).replace("prompt 0 ", "the prompt ", 1)
+            return result | {"error": message}
+        return result | self._result(completions)
+
+    def _prompt(self, request: BatchRequest) -> Prompt:
+        if request.messages is None:
+            assert request.prompt is not None
+            return request.prompt
+        [prompt] = self.llm.llm.chat_prompts([request.messages], self.chat_template)
+        return prompt
+
+    def _result(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        """Several samples are ``choices``."""
+        prompt = completions[0].prompt_token_ids
+        generated = sum(len(one.token_ids) for one in completions)
+        usage = {
+            "prompt_tokens": len(prompt),
+            "completion_tokens": generated,
+            "total_tokens": len(prompt) + generated,
+        }
+        choices = [self._choice(one) for one in completions]
+        result: dict[str, Any] = choices[0] if len(choices) == 1 else {"choices": choices}
+        result["usage"] = usage
+        if self.token_ids:
+            result["prompt_token_ids"] = prompt
+        if completions[0].prompt_logprobs is not None:
+            result["prompt_logprobs"] = list(map(_logprob, completions[0].prompt_logprobs))
+        errors = [one.error for one in completions if one.error is not None]
+        return result | ({"error": errors[0]} if errors else {})
+
+    def _choice(self, completion: Completion) -> dict[str, Any]:
+        choice: dict[str, Any] = {
+            "text": completion.text,
+            "finish_reason": completion.finish_reason,
+            "seed": completion.seed,
+        }
+        if self.token_ids:
+            choice["token_ids"] = completion.token_ids
+        if completion.logprobs is not None:
+            choice["logprobs"] = list(map(_logprob, completion.logprobs))
+        return choice
+
+
+def _logprob(entry: TokenLogprob | None) -> dict[str, Any] | None:
+    return None if entry is None else entry._asdict()
