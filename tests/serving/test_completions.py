@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from jaxspec import LLM, SamplingParams
+from jaxspec.async_llm import AsyncLLM
 from tests.served import MODEL, Served, idle_pages, run, tiny_llm, with_client
 
 PROMPT = "abcabcabcabc"
@@ -137,11 +138,13 @@ def test_a_client_that_goes_away_frees_its_pages(llm: LLM):
             await asyncio.sleep(0.05)
             await stream.close()
             task.cancel()
+            serving = server.service.llm
+            assert isinstance(serving, AsyncLLM)
             for _ in range(200):
-                if await server.service.llm.run(lambda engine: engine.is_idle):
+                if await serving.run(lambda engine: engine.is_idle):
                     break
                 await asyncio.sleep(0.02)
-            assert await server.service.llm.run(lambda engine: engine.is_idle)
+            assert await serving.run(lambda engine: engine.is_idle)
 
     run(test())
     assert idle_pages(llm)
