@@ -10,9 +10,9 @@ from pathlib import Path
 import jax
 from jax.sharding import Mesh
 
-from jaxspec import LLM, SpeculationConfig
+from jaxspec import LLM
 from jaxspec.async_llm import AsyncLLM
-from jaxspec.commands.engine_config import engine_config
+from jaxspec.commands.engine_config import engine_config, speculation_config, with_memory
 from jaxspec.commands.generation import program_folder
 from jaxspec.commands.program_cache import keep_compiled_programs
 from jaxspec.commands.shell import progress_console
@@ -40,23 +40,26 @@ EVERYTHING = (
 
 def make_llm(arguments: argparse.Namespace, mesh: Mesh | None, tokenizer: TextTokenizer) -> LLM:
     """Raises ValueError for options that do not go together, and files that cannot be read."""
-    tree = arguments.tree
+    engine = engine_config(arguments, arguments.max_rows, plain=False)
     llm = LLM(
         arguments.model,
         arguments.drafter,
-        speculation=None if tree is None else SpeculationConfig.parse(tree),
+        speculation=speculation_config(arguments),
         dtype=arguments.dtype,
         mesh=mesh,
+        shard_drafter=arguments.shard_drafter,
         kernels=arguments.kernels,
         page_size=arguments.page_size,
         max_length=arguments.max_length,
+        num_pages=arguments.num_pages,
         kv_memory=arguments.kv_memory,
         tokenizer=tokenizer,
         engine=dataclasses.replace(
-            engine_config(arguments, arguments.max_rows, plain=False),
+            with_memory(engine, arguments),
             max_queue=arguments.max_queue,
             rounds_per_call=arguments.rounds_per_call,
             prefill_budget=arguments.prefill_budget,
+            max_programs=arguments.max_programs,
             trees=not arguments.no_trees,
         ),
     )
