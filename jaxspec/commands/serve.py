@@ -80,9 +80,10 @@ def add_capacity_options(parser: argparse.ArgumentParser) -> None:
         help="emit no draft trees, which return_speculation and "
         "the page show; it saves a little time",
     )
-    add("--warm-up", choices=("none", "quick", "full"), default="quick", help="what is compiled "
-        "before the first request: two sizes of short requests, or all that sampling, controls, "
-        "log-probabilities and structured outputs need; the rest compiles when needed")  # fmt: skip
+    add("--warm-up", choices=("none", "quick", "background", "full"), default="background",
+        help="what is compiled before the first request: two sizes of short requests (quick), "
+        "these, and then the rest while no request runs (background), or all sizes of all that "
+        "requests may ask (full)")  # fmt: skip
     add("--compilation-cache", type=Path, metavar="FOLDER", help="as in generate")
     add("--no-compilation-cache", action="store_true", help="store no programs")
 

@@ -20,6 +20,7 @@ from jaxspec.engine import Engine
 from jaxspec.replicated_llm import ReplicatedLLM
 from jaxspec.scheduling.requests import SamplingParams
 from jaxspec.serving.app import make_app
+from jaxspec.serving.background import warm_in_background
 from jaxspec.serving.lifecycle import serve
 from jaxspec.serving.metrics import Metrics
 from jaxspec.serving.service import Service
@@ -73,10 +74,12 @@ def warm_up(engine: Engine, what: str, show: Callable[[str], None]) -> None:
         engine.warm_up(
             EVERYTHING, on_progress=lambda done, count: show(f"compiling program {done} of {count}")
         )
-    if what == "quick":
+    if what in ("quick", "background"):
         for rows in sorted({1, engine.config.max_rows}):
             show(f"compiling for {rows} rows")
             engine.prepare(rows, 8, dataclasses.replace(SAMPLED, max_tokens=8))
+    if what == "background":  # greedy and sampled requests share programs
+        engine.programs.sealed = True
 
 
 def load_engines(
@@ -152,13 +155,27 @@ async def _serve(
             engines = f"{len(meshes)} engines of " if len(meshes) > 1 else ""
             rows = f"{engines}{arguments.max_rows} rows on {jax.devices()[0].device_kind}"
             console.print(f"serving {service.name} ({rows}) at {address}/v1")
+            if arguments.warm_up == "background":
+                background.extend(map(asyncio.create_task, map(compile_rest, service.llm.replicas)))
 
-        await serve(
-            app,
-            service,
-            load,
-            host=arguments.host,
-            port=arguments.port,
-            drain_seconds=arguments.drain_seconds,
-            on_ready=ready,
-        )
+        async def compile_rest(llm: AsyncLLM) -> None:
+            try:
+                await warm_in_background(llm)
+                console.print("all programs are ready")
+            except RuntimeError as error:
+                if service.state == "ready":  # else its engine was closed
+                    console.print(f"no more programs are compiled ahead: {error}")
+
+        background: list[asyncio.Task[None]] = []
+        try:
+            await serve(
+                app,
+                service,
+                load,
+                host=arguments.host,
+                port=arguments.port,
+                drain_seconds=arguments.drain_seconds,
+                on_ready=ready,
+            )
+        finally:
+            await asyncio.gather(*background)

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from jaxspec.commands import serve
+from jaxspec.commands import bench_http, serve
 from jaxspec.serving.metrics import Metrics
 
 ROOT = Path(__file__).parent.parent.parent
@@ -164,3 +164,34 @@ def test_its_comments_use_its_own_arguments(command: str):
             assert "EXTRAS=serve" in instructions("ARG")
         if word.endswith(":/cache"):
             assert instructions("VOLUME") == ["/cache"]
+
+
+# The commands of docs/serving.md.
+
+
+def commands() -> list[list[str]]:
+    text = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
+    blocks = "\n".join(re.findall(r"```bash\n(.*?)```", text, re.DOTALL)).replace("\\\n", " ")
+    return [shlex.split(line.removesuffix("&"), comments=True) for line in blocks.splitlines()]
+
+
+def test_options_in_the_docs_exist():
+    servers = [words[2:] for words in commands() if words[:2] == ["jaxspec", "serve"]]
+    runs = [words for words in commands() if words[:2] == ["docker", "run"]]
+    # After the image's name, which is the only word of a run that begins so.
+    servers += [
+        " ".join(words).rpartition(" jaxspec")[2].partition(" ")[2].split() for words in runs
+    ]
+    assert len(servers) >= 5
+    for words in servers:
+        serve.make_parser().parse_args(words)
+    [bench] = [words[3:] for words in commands() if words[:3] == ["jaxspec", "bench", "http"]]
+    bench_http.make_parser().parse_args(bench)
+
+
+def test_files_in_the_docs_exist():
+    for words in commands():
+        for word in words:
+            path = word.partition("=")[2] if word.startswith("--") else word
+            if path.startswith(("docs/", "scripts/")):
+                assert (ROOT / path).exists(), path

@@ -1,7 +1,9 @@
 """Tokens and metrics."""
 
 import asyncio
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -167,3 +169,15 @@ def test_metrics_have_the_names_types_and_labels_of_vllms(llm: LLM):
     assert total("rounds") > 0 and total("iteration_tokens_total") > 1
     reasons = {one.labels["finished_reason"] for one in found["request_success"].samples}
     assert reasons == {*own_metrics.REASONS.values()}
+
+
+def test_every_metric_stands_in_the_docs():
+    text = (Path(__file__).parent.parent.parent / "docs" / "serving.md").read_text()
+    _, section = text.split("### Metrics\n")
+    rows = re.findall(
+        r"^\| (gauges|counters|histograms|its own) \| (.*) \|$", section, re.MULTILINE
+    )
+    found = {
+        name for _, cell in rows for name in re.findall(r"`(\w+)`", re.sub(r"\([^)]*\)", "", cell))
+    }
+    assert found == set(METRICS)
