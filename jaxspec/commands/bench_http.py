@@ -100,17 +100,21 @@ async def _rate(one: Callable[[int], Awaitable[int]], count: int) -> float:
     return tokens / (time.perf_counter() - started)
 
 
-async def from_server(address: str, streams: Streams) -> float:
-    """The same over HTTP. Raises RuntimeError if a request fails."""
+async def from_server(address: str, streams: Streams) -> tuple[float, float]:
+    """The same over HTTP; and the share of the time in which this thread, the server's, computed.
+
+    Raises RuntimeError if a request fails.
+    """
     host, _, port = address.removeprefix("http://").partition(":")
     command = [sys.executable, "-m", "jaxspec.commands.http_clients", host, port]
-    pipe = asyncio.subprocess.PIPE
+    pipe, before = asyncio.subprocess.PIPE, time.thread_time()
     clients = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
     shown, _ = await clients.communicate(json.dumps(streams.bodies()).encode())
     if clients.returncode:
         raise RuntimeError("the clients failed")
     found = json.loads(shown)
-    return found["tokens"] / found["seconds"]
+    busy = (time.thread_time() - before) / found["seconds"]
+    return found["tokens"] / found["seconds"], busy
 
 
 @asynccontextmanager
@@ -139,6 +143,7 @@ async def serving(llm: AsyncLLM, metrics: Metrics) -> AsyncIterator[str]:
 
 async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     console, rates = progress_console(), {name: list[float]() for name in NAMES}
+    busy: list[float] = []
     config = EngineConfig(
         max_rows=arguments.streams, rounds_per_call=arguments.rounds_per_call, trees=True
     )
@@ -154,26 +159,29 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     own = AsyncLLM(llm, on_chunk=metrics.observe)
     async with serving(own, metrics) as address:
         for run in range(arguments.repeats + 1):
-            found = (
-                await from_engine(own, Streams(arguments, vocab, 3 * run)),
-                await from_text(own, Streams(arguments, vocab, 3 * run + 1)),
-                await from_server(address, Streams(arguments, vocab, 3 * run + 2)),
-            )
+            engine = await from_engine(own, Streams(arguments, vocab, 3 * run))
+            text = await from_text(own, Streams(arguments, vocab, 3 * run + 1))
+            http, own_busy = await from_server(address, Streams(arguments, vocab, 3 * run + 2))
+            found = engine, text, http
             console.print(
                 ", ".join(f"{name} {rate:,.0f}" for name, rate in zip(NAMES, found, strict=True))
             )
             if run:  # the first one warms up
                 for name, rate in zip(NAMES, found, strict=True):
                     rates[name].append(rate)
+                busy.append(own_busy)
     metrics.close()
     medians = {name: statistics.median(own) for name, own in rates.items()}
     shares = {name: rate / medians["engine"] for name, rate in medians.items()}
     options = {"streams": arguments.streams, "new_tokens": arguments.new_tokens}
-    return {**run_facts(), **options, "tokens_per_second": rates, "of_engine": shares}
+    return {**run_facts(), **options, "tokens_per_second": rates, "of_engine": shares} | {
+        "server_thread_busy": statistics.median(busy)
+    }
 
 
 def make_table(results: dict[str, Any]) -> Table:
-    table = Table(title=f"{results['streams']} streams on {results['device']}")
+    busy = f"the server's thread computes {results['server_thread_busy']:.1%} of the time"
+    table = Table(title=f"{results['streams']} streams on {results['device']}", caption=busy)
     for heading in ("", "tokens/s", "lowest", "highest", "of the engine's"):
         table.add_column(heading, justify="left" if not heading else "right")
     for name, text in zip(NAMES, MEANING, strict=True):
