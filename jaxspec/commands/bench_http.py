@@ -7,6 +7,7 @@ no more than count. Runs of the three take turns, after one of each that is not 
 import argparse
 import asyncio
 import json
+import signal
 import statistics
 import sys
 import time
@@ -137,8 +138,8 @@ async def serving(llm: AsyncLLM, metrics: Metrics) -> AsyncIterator[str]:
     try:
         yield ready.result() if ready.done() else await ready
     finally:
-        server.cancel()
-        await asyncio.gather(server, return_exceptions=True)
+        signal.raise_signal(signal.SIGTERM)  # the server's own way to end
+        await server
 
 
 async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
