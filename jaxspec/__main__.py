@@ -22,6 +22,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "bench adaptive": "compare adaptive speculation with fixed trees, at several loads",
         "bench drafters": "time drafters against plain decoding, on real text",
         "bench engine": "time rounds of a public model shape, with random weights",
+        "bench http": "measure what HTTP costs beside the engine, at many streams",
         "bench kernels": "time every kernel and its jnp reference",
         "bench serving": "serve many requests as they arrive, and measure what clients see",
         "bench swap": "time replacing a target's weights in a running engine",
@@ -29,7 +30,10 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "compile-ahead": "compile the decode program for H100s on a machine without a GPU",
     }
 )
-TRAIN_EXTRA = ("matplotlib", "optax")
+EXTRAS: Mapping[str, str] = MappingProxyType(
+    {"matplotlib": "train", "optax": "train", "fastapi": "serve", "prometheus_client": "serve"}
+    | {"pydantic": "serve", "starlette": "serve", "uvicorn": "serve"}
+)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -52,10 +56,11 @@ def run(name: str, arguments: Sequence[str]) -> int:
     try:
         command = import_command(module, f"jaxspec {name}")
     except ModuleNotFoundError as error:
-        if error.name not in TRAIN_EXTRA:
+        extra = EXTRAS.get(error.name or "")
+        if extra is None:
             raise
         print(
-            f"jaxspec {name}: {error.name} is not installed: pip install 'jaxspec[train]'",
+            f"jaxspec {name}: {error.name} is not installed: pip install 'jaxspec[{extra}]'",
             file=sys.stderr,
         )
         return 2

@@ -44,6 +44,8 @@ class Completion:
       prompt_logprobs: of each of prompt_token_ids, None for the first; None: not asked for.
       cumulative_logprob: the sum over token_ids, if best_of or logprobs asks for it.
       trees: of its rounds; None: not asked for.
+      left_out_tokens: of the first of a prompt's completions: tokens that were generated for those
+        samples that best_of has left out.
     """
 
     text: str
@@ -62,6 +64,7 @@ class Completion:
     prompt_logprobs: list[TokenLogprob | None] | None = None
     cumulative_logprob: float | None = None
     trees: list[RoundTree] | None = None
+    left_out_tokens: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,4 +202,5 @@ def best(sampling: SamplingParams, samples: list[Completion]) -> list[Completion
     kept = ranked[: sampling.n]
     if sampling.logprobs is None:  # they were computed to choose
         kept = [dataclasses.replace(sample, logprobs=None) for sample in kept]
-    return kept
+    left_out = sum(len(sample.token_ids) for sample in ranked[sampling.n :])
+    return [dataclasses.replace(kept[0], left_out_tokens=left_out), *kept[1:]]

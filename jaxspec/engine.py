@@ -9,7 +9,6 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -30,6 +29,7 @@ from jaxspec.plan_runner import Launched, PlanRunner
 from jaxspec.program_sizes import Kind, Load, RoundsKey
 from jaxspec.programs import Programs
 from jaxspec.round_trees import check_trees, take_emitted
+from jaxspec.scheduling.plan import Delivery, Plan
 from jaxspec.scheduling.preemption import PreemptionCosts
 from jaxspec.scheduling.requests import SamplingParams, check_requests
 from jaxspec.scheduling.scheduler import Scheduler
@@ -62,6 +62,7 @@ class Engine:
       shapes: what chooses them, with the rounds that each has run.
       preemption_costs: what decides between swapping and recomputing, as far as it was measured.
       on_launch: called with the calls that were launched, for measurements.
+      on_read: called with a plan and what its calls gave, for measurements.
 
     Raises ValueError for values that cannot work, and for a cache that the device has no room for.
     """
@@ -86,6 +87,7 @@ class Engine:
         self.programs = Programs(params, sizes, self.config.max_programs)
         self.shapes = CallShapes(self.programs, self.limits, self.config)
         self.on_launch: Callable[[list[Call]], None] | None = None
+        self.on_read: Callable[[Plan, list[Delivery]], None] | None = None
         self.preemption_costs = PreemptionCosts()
         self._start()
         self._make_matcher = make_matcher
@@ -344,13 +346,14 @@ class Engine:
                     if running is not None:
                         take_emitted(running.generation, call.emitted, place)
         self.shapes.observe(plan, launched.shape, calls, self._running)
-        for delivery in self.scheduler.update(plan, self._runner.results(calls, launched.shape)):
-            self._deliver(delivery)
+        deliveries = self.scheduler.update(plan, self._runner.results(calls, launched.shape))
+        for delivery in deliveries:
+            if delivery.request_id in self._running:
+                self._deliver(delivery, self._running[delivery.request_id])
+        if self.on_read is not None:
+            self.on_read(plan, deliveries)
 
-    def _deliver(self, delivery: Any) -> None:
-        running = self._running.get(delivery.request_id)
-        if running is None:
-            return
+    def _deliver(self, delivery: Delivery, running: Running) -> None:
         generation = running.generation
         if delivery.tokens and not generation.token_ids:
             running.first_token = self._clock()

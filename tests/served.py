@@ -62,13 +62,19 @@ class Served:
         self.llm, self.others = llm, replicas
 
     async def __aenter__(self) -> "Served":
-        first = AsyncLLM(self.llm, on_chunk=self.metrics.observe)
-        others = [AsyncLLM(llm, on_chunk=self.metrics.beside().observe) for llm in self.others]
+        first, *others = [self._started(llm) for llm in (self.llm, *self.others)]
         self.service.start(ReplicatedLLM([first, *others]) if others else first)
         return self
 
+    def _started(self, llm: LLM) -> AsyncLLM:
+        metrics = self.metrics if llm is self.llm else self.metrics.beside()
+        metrics.watch(llm.engine)
+        return AsyncLLM(llm, on_chunk=metrics.observe)
+
     async def __aexit__(self, *_: object) -> None:
         await self.service.close()
+        for metrics in self.metrics.members:
+            metrics.close()
 
     @contextlib.asynccontextmanager
     async def http(self) -> AsyncIterator[httpx.AsyncClient]:

@@ -26,6 +26,7 @@ SCRIPTS = {
     "check_exactness": "check-exactness",
     "bench_drafters": "bench drafters",
     "bench_engine": "bench engine",
+    "bench_http": "bench http",
     "bench_kernels": "bench kernels",
     "bench_adaptive": "bench adaptive",
     "bench_serving": "bench serving",

@@ -1,14 +1,16 @@
 """The engine's options on the command line: what they mean, and their defaults."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import get_args
 
 import pytest
 
-from jaxspec.commands import check_exactness, engine_options, generate
-from jaxspec.commands.engine_config import engine_config, with_memory
+from jaxspec.commands import check_exactness, engine_options, generate, serve, serving
+from jaxspec.commands.engine_config import engine_config, speculation_config, with_memory
 from jaxspec.config.engine import EngineConfig, Preemption
+from jaxspec.tokenizer.text import TextTokenizer
 from tests.checkpoints import tiny_byte_llama
 
 MODES = ["--deterministic", "--adaptive", "--no-prefix-cache"]
@@ -36,6 +38,37 @@ def test_each_option_is_a_field_of_the_engine():
         swap_memory=0.5,
     )
     assert not engine_config(arguments, 3, plain=True).adaptive
+
+
+@pytest.mark.slow
+def test_the_server_takes_the_options_of_both(tmp_path: Path):
+    model = tiny_byte_llama(tmp_path)
+    words = ["--model", str(model), "--drafter", "ngram", "--tree", "chain:3", "--num-pages", "40"]
+    words += ["--acceptance", "rejection", "--proposal", "top_k", "--verify-width", "8"]
+    words += ["--preemption", "swap", "--swap-memory", "0.5", "--max-programs", "99"]
+    words += ["--adaptive", "--no-prefix-cache", "--max-rows", "3", "--max-length", "64"]
+    arguments = serve.make_parser().parse_args(words)
+    speculation = speculation_config(arguments)
+    assert (speculation.name, speculation.acceptance, speculation.proposal) == (
+        *("chain:3", "rejection", "top_k"),
+    )
+    llm = serving.make_llm(arguments, None, TextTokenizer(model))
+    assert llm.params.speculation == speculation
+    config = llm.engine.config
+    assert (config.preemption, config.swap_memory, config.max_programs) == ("swap", 0.5, 99)
+    assert config.adaptive and not config.prefix_caching
+    assert llm.engine.cache.num_pages == 40
+
+
+def test_every_option_of_the_engine_is_on_the_command_line():
+    """But for those that ``serve`` names in its own words, or chooses itself."""
+    own = {"fixed_rounds", "shapes", "trees", "prefix_caching"}
+    arguments = vars(serve.make_parser().parse_args([]))
+    fields = {field.name for field in dataclasses.fields(EngineConfig)}
+    assert fields - own <= set(arguments) and "no_trees" in arguments
+    assert arguments["max_programs"] == EngineConfig().max_programs
+    shared = {"tree", "acceptance", "proposal", "verify_width", "shard_drafter", "num_pages"}
+    assert shared <= set(arguments) & set(vars(generate.make_parser().parse_args([])))
 
 
 def test_what_cannot_be_combined_is_one_line(capsys: pytest.CaptureFixture[str]):

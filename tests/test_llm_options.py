@@ -108,6 +108,8 @@ def test_the_best_samples_come_back(llm: LLM):
     order = sorted(range(4), key=lambda index: -sums[index])
     assert [one.token_ids for one in found] == [every[index].token_ids for index in order[:2]]
     assert all(one.logprobs is None and one.cumulative_logprob is not None for one in found)
+    left_out = sum(len(every[index].token_ids) for index in order[2:])
+    assert [one.left_out_tokens for one in found] == [left_out, 0]
     with pytest.raises(ValueError, match="best_of cannot be streamed"):
         next(llm.stream(["hello"], dataclasses.replace(WARM, n=2, best_of=4)))
 

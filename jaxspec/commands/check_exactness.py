@@ -71,7 +71,7 @@ def make_llm(arguments: argparse.Namespace, drafter: str, speculation: Speculati
         speculation=speculation,
         dtype=arguments.dtype,
         kernels=arguments.kernels,
-        num_pages=arguments.pages,
+        num_pages=arguments.num_pages,
         engine=with_memory(config, arguments),
     )
 

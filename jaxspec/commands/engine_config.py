@@ -3,7 +3,10 @@
 import argparse
 import dataclasses
 
+import jax
+
 from jaxspec.config.engine import EngineConfig
+from jaxspec.config.speculation import SpeculationConfig, default_speculation
 
 
 def engine_config(arguments: argparse.Namespace, max_rows: int, *, plain: bool) -> EngineConfig:
@@ -24,4 +27,18 @@ def with_memory(config: EngineConfig, arguments: argparse.Namespace) -> EngineCo
     """Of a command with add_memory_options, too. Raises ValueError for bad values."""
     return dataclasses.replace(
         config, preemption=arguments.preemption, swap_memory=arguments.swap_memory
+    )
+
+
+def speculation_config(arguments: argparse.Namespace) -> SpeculationConfig:
+    """Of a command with add_tree_options. Raises ValueError for bad values."""
+    if arguments.tree is None:
+        tree = default_speculation(jax.default_backend())
+    else:
+        tree = SpeculationConfig.parse(arguments.tree)
+    return dataclasses.replace(
+        tree,
+        acceptance=arguments.acceptance,
+        proposal=arguments.proposal,
+        verify_width=arguments.verify_width,
     )

@@ -27,10 +27,48 @@ def add_mode_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_tree_options(parser: argparse.ArgumentParser) -> None:
+    """How tokens are drafted and accepted; see engine_config.speculation_config."""
+    group = parser.add_argument_group("speculation")
+    group.add_argument(
+        "--tree",
+        metavar="SHAPE",
+        help="shape of the draft tree: NODES:DEPTH:TOPK (the root is a node; TOPK children of a "
+        "node), or chain:K (default: chain:5, on a GPU chain:7)",
+    )
+    group.add_argument(
+        "--acceptance",
+        choices=("match", "rejection"),
+        default="match",
+        help="acceptance rule: match keeps the text of plain decoding, rejection its distribution",
+    )
+    group.add_argument(
+        "--proposal",
+        choices=("top_k", "coupled", "sampled"),
+        help="how draft tokens are chosen (default: the best that the rule allows)",
+    )
+    group.add_argument(
+        "--verify-width",
+        type=int,
+        metavar="N",
+        help="nodes that every verification is padded to, plain decoding's too, so that all round "
+        "alike (default: not padded)",
+    )
+    group.add_argument(
+        "--shard-drafter", action="store_true", help="with --tp, split the drafter, too"
+    )
+
+
 def add_memory_options(parser: argparse.ArgumentParser) -> None:
     """What happens when many requests need more pages than there are."""
     add = parser.add_argument_group("few pages").add_argument
-    add("--pages", type=int, help="pages of the KV cache (default: as the rows need, or as fit)")
+    add(
+        "--num-pages",
+        "--pages",
+        type=int,
+        metavar="N",
+        help="pages of the KV cache (default: as the rows need, or as fit)",
+    )
     add(
         "--preemption",
         choices=PREEMPTION,

@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxspec.commands.engine_options import add_mode_options
+from jaxspec.commands.engine_options import add_mode_options, add_tree_options
 from jaxspec.commands.importing import import_command
 from jaxspec.commands.shell import add_model_option, command_parser, read_text, run_command
 
@@ -41,7 +41,6 @@ def make_parser() -> argparse.ArgumentParser:
         help="dtype of weights and cache (default: float32 on CPU, else bfloat16)",
     )
     add("--tp", type=int, default=1, help="devices that share the model (tensor parallel)")
-    add("--shard-drafter", action="store_true", help="split the drafter over the devices too")
     add("--kernels", default="auto", help="auto (all on a Hopper GPU), all, none or a comma list")
     add("--json", action="store_true", help="print one JSON object instead of text")
     add(
@@ -104,34 +103,6 @@ def add_comparison_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="alternating pairs of a plain and a speculative run, after a warm-up; the medians are "
         f"reported (default: {PAIRS})",
-    )
-
-
-def add_tree_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("speculation")
-    group.add_argument(
-        "--tree",
-        metavar="SHAPE",
-        help="shape of the draft tree: NODES:DEPTH:TOPK (the root is a node; TOPK children of a "
-        "node), or chain:K (default: chain:5, on a GPU chain:7)",
-    )
-    group.add_argument(
-        "--acceptance",
-        choices=("match", "rejection"),
-        default="match",
-        help="acceptance rule: match keeps the text of plain decoding, rejection its distribution",
-    )
-    group.add_argument(
-        "--proposal",
-        choices=("top_k", "coupled", "sampled"),
-        help="how draft tokens are chosen (default: the best that the rule allows)",
-    )
-    group.add_argument(
-        "--verify-width",
-        type=int,
-        metavar="N",
-        help="nodes that every verification is padded to, plain decoding's too, so that all round "
-        "alike (default: not padded)",
     )
 
 

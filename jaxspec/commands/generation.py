@@ -13,12 +13,11 @@ from jaxspec import (
     LLM,
     Completion,
     SamplingParams,
-    SpeculationConfig,
     check_prompts,
     make_mesh,
 )
 from jaxspec.commands.chat import chat, check_chat_template, typed_lines
-from jaxspec.commands.engine_config import engine_config
+from jaxspec.commands.engine_config import engine_config, speculation_config
 from jaxspec.commands.generate import BATCH_ROWS, PAIRS
 from jaxspec.commands.program_cache import (
     default_folder,
@@ -29,22 +28,8 @@ from jaxspec.commands.shell import progress_console
 from jaxspec.commands.streaming import stream
 from jaxspec.commands.tree_page import check_page_path, tree_page
 from jaxspec.comparison import compare, decode_rate
-from jaxspec.config.speculation import default_speculation
 from jaxspec.loading import choose_drafter
 from jaxspec.tokenizer import TextTokenizer
-
-
-def speculation_config(arguments: argparse.Namespace) -> SpeculationConfig:
-    if arguments.tree is None:
-        tree = default_speculation(jax.default_backend())
-    else:
-        tree = SpeculationConfig.parse(arguments.tree)
-    return dataclasses.replace(
-        tree,
-        acceptance=arguments.acceptance,
-        proposal=arguments.proposal,
-        verify_width=arguments.verify_width,
-    )
 
 
 def sampling_params(arguments: argparse.Namespace) -> SamplingParams:

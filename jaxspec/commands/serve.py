@@ -9,7 +9,11 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxspec.commands.engine_options import add_mode_options
+from jaxspec.commands.engine_options import (
+    add_memory_options,
+    add_mode_options,
+    add_tree_options,
+)
 from jaxspec.commands.importing import import_command
 from jaxspec.commands.shell import add_model_option, command_parser, run_command
 
@@ -23,7 +27,6 @@ def make_parser() -> argparse.ArgumentParser:
     add_model_option(parser)
     add("--served-model-name", metavar="NAME", help="the model's name (default: --model's)")
     add("--drafter", default="auto", help="as in generate")
-    add("--tree", metavar="SHAPE", help="shape of the draft tree, as in generate")
     add("--dtype", choices=("float32", "bfloat16"), help="(default: float32 on CPU, else bfloat16)")
     add("--tp", type=int, default=1, help="devices that share the model (tensor parallel)")
     add("--dp", type=int, default=1, metavar="N", help="engines side by side, each with the model "
@@ -34,6 +37,8 @@ def make_parser() -> argparse.ArgumentParser:
     add_chat_options(parser)
     add_capacity_options(parser)
     add_mode_options(parser)
+    add_tree_options(parser)
+    add_memory_options(parser)
     return parser
 
 
@@ -68,15 +73,17 @@ def add_capacity_options(parser: argparse.ArgumentParser) -> None:
     add("--page-size", type=int, default=16, help="tokens of a page of the KV cache")
     add("--rounds-per-call", type=int, default=8, help="most rounds between two looks at results")
     add("--prefill-budget", type=int, default=2048, help="most prompt tokens between two calls")
+    add("--max-programs", type=int, default=128, help="compiled programs that are kept")
     add(
         "--no-trees",
         action="store_true",
         help="emit no draft trees, which return_speculation and "
         "the page show; it saves a little time",
     )
-    add("--warm-up", choices=("none", "quick", "full"), default="quick", help="what is compiled "
-        "before the first request: two sizes of short requests, or all that sampling, controls, "
-        "log-probabilities and structured outputs need; the rest compiles when needed")  # fmt: skip
+    add("--warm-up", choices=("none", "quick", "background", "full"), default="background",
+        help="what is compiled before the first request: two sizes of short requests (quick), "
+        "these, and then the rest while no request runs (background), or all sizes of all that "
+        "requests may ask (full)")  # fmt: skip
     add("--compilation-cache", type=Path, metavar="FOLDER", help="as in generate")
     add("--no-compilation-cache", action="store_true", help="store no programs")
 

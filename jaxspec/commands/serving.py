@@ -10,9 +10,9 @@ from pathlib import Path
 import jax
 from jax.sharding import Mesh
 
-from jaxspec import LLM, SpeculationConfig
+from jaxspec import LLM
 from jaxspec.async_llm import AsyncLLM
-from jaxspec.commands.engine_config import engine_config
+from jaxspec.commands.engine_config import engine_config, speculation_config, with_memory
 from jaxspec.commands.generation import program_folder
 from jaxspec.commands.program_cache import keep_compiled_programs
 from jaxspec.commands.shell import progress_console, read_text
@@ -20,6 +20,7 @@ from jaxspec.engine import Engine
 from jaxspec.replicated_llm import ReplicatedLLM
 from jaxspec.scheduling.requests import SamplingParams
 from jaxspec.serving.app import make_app
+from jaxspec.serving.background import warm_in_background
 from jaxspec.serving.lifecycle import serve
 from jaxspec.serving.metrics import Metrics
 from jaxspec.serving.service import Service
@@ -40,23 +41,26 @@ EVERYTHING = (
 
 def make_llm(arguments: argparse.Namespace, mesh: Mesh | None, tokenizer: TextTokenizer) -> LLM:
     """Raises ValueError for options that do not go together, and files that cannot be read."""
-    tree = arguments.tree
+    engine = engine_config(arguments, arguments.max_rows, plain=False)
     llm = LLM(
         arguments.model,
         arguments.drafter,
-        speculation=None if tree is None else SpeculationConfig.parse(tree),
+        speculation=speculation_config(arguments),
         dtype=arguments.dtype,
         mesh=mesh,
+        shard_drafter=arguments.shard_drafter,
         kernels=arguments.kernels,
         page_size=arguments.page_size,
         max_length=arguments.max_length,
+        num_pages=arguments.num_pages,
         kv_memory=arguments.kv_memory,
         tokenizer=tokenizer,
         engine=dataclasses.replace(
-            engine_config(arguments, arguments.max_rows, plain=False),
+            with_memory(engine, arguments),
             max_queue=arguments.max_queue,
             rounds_per_call=arguments.rounds_per_call,
             prefill_budget=arguments.prefill_budget,
+            max_programs=arguments.max_programs,
             trees=not arguments.no_trees,
         ),
     )
@@ -70,10 +74,12 @@ def warm_up(engine: Engine, what: str, show: Callable[[str], None]) -> None:
         engine.warm_up(
             EVERYTHING, on_progress=lambda done, count: show(f"compiling program {done} of {count}")
         )
-    if what == "quick":
+    if what in ("quick", "background"):
         for rows in sorted({1, engine.config.max_rows}):
             show(f"compiling for {rows} rows")
             engine.prepare(rows, 8, dataclasses.replace(SAMPLED, max_tokens=8))
+    if what == "background":  # greedy and sampled requests share programs
+        engine.programs.sealed = True
 
 
 def load_engines(
@@ -144,13 +150,27 @@ async def _serve(
             engines = f"{len(meshes)} engines of " if len(meshes) > 1 else ""
             rows = f"{engines}{arguments.max_rows} rows on {jax.devices()[0].device_kind}"
             console.print(f"serving {service.name} ({rows}) at {address}/v1")
+            if arguments.warm_up == "background":
+                background.extend(map(asyncio.create_task, map(compile_rest, service.llm.replicas)))
 
-        await serve(
-            app,
-            service,
-            load,
-            host=arguments.host,
-            port=arguments.port,
-            drain_seconds=arguments.drain_seconds,
-            on_ready=ready,
-        )
+        async def compile_rest(llm: AsyncLLM) -> None:
+            try:
+                await warm_in_background(llm)
+                console.print("all programs are ready")
+            except RuntimeError as error:
+                if service.state == "ready":  # else its engine was closed
+                    console.print(f"no more programs are compiled ahead: {error}")
+
+        background: list[asyncio.Task[None]] = []
+        try:
+            await serve(
+                app,
+                service,
+                load,
+                host=arguments.host,
+                port=arguments.port,
+                drain_seconds=arguments.drain_seconds,
+                on_ready=ready,
+            )
+        finally:
+            await asyncio.gather(*background)

@@ -36,6 +36,4 @@ def rope_angles(rope: RopeConfig, positions: Array) -> Array:
     angles = positions[..., None, None, None].astype(jnp.float32) * rope_frequencies(rope)
     is_cosine = np.array([True, False])[:, None, None]
     sign = np.array([-1.0, 1.0], np.float32)[:, None]
-    return lax.optimization_barrier(
-        jnp.where(is_cosine, jnp.cos(angles), jnp.sin(angles) * sign)
-    )
+    return lax.optimization_barrier(jnp.where(is_cosine, jnp.cos(angles), jnp.sin(angles) * sign))

@@ -45,6 +45,7 @@ class Scheduler:
         self.preemptions = {"recompute": 0, "swap": 0}
         self._sequences: dict[str, Sequence] = {}  # that have not ended
         self._waiting: list[Sequence] = []  # by queue_rank
+        self._deferred: list[Sequence] = []  # passed over by the last plan, see num_deferred
         self._leaving: list[Sequence] = []  # ended, but their rows are not yet released
         self._deadlines: list[tuple[float, int, Sequence]] = []  # a heap
         self._ended: list[Ended] = []  # to be told by the next plan
@@ -58,6 +59,12 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
+
+    @property
+    def num_deferred(self) -> int:
+        """Those of the waiting that the last plan passed over, though a row was free: calls of
+        theirs are in flight, or a running row computes KV that they can share."""
+        return sum(sequence.state is State.WAITING for sequence in self._deferred)
 
     @property
     def num_running(self) -> int:
@@ -124,6 +131,7 @@ class Scheduler:
             if sequence.state is not State.ENDED:
                 self.cancel(sequence.request_id, "timeout")
         draft = Draft()
+        self._deferred = []
         self._release_ended(draft)
         if self._keep_decoding(draft):  # nobody comes in while others must go
             self._admit(draft)
@@ -236,11 +244,10 @@ class Scheduler:
             shards = [shard for shard in self.shards if shard.free_rows]
             if not shards:
                 return
-            if sequence.flights:
-                continue
             placements = [shard.placement(sequence) for shard in shards]
             ready = [p for p in placements if not p.shard.should_wait(p, sequence)]
-            if not ready:
+            if sequence.flights or not ready:
+                self._deferred.append(sequence)
                 continue
             fitting = [p for p in ready if p.shard.fits(p, sequence)]
             if not fitting or not self._can_swap_all(sequence):

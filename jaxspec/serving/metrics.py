@@ -3,7 +3,8 @@
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from prometheus_client import (
 from jaxspec.async_engine import Chunk
 from jaxspec.calls import Call
 from jaxspec.engine import Engine
+from jaxspec.scheduling.plan import Delivery, Plan
 
 FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5)
 FIRST_TOKEN += (10, 20, 40, 80, 160, 640, 2560)
@@ -26,7 +28,12 @@ BETWEEN_TOKENS += (1, 2.5, 5, 7.5, 10, 20, 40, 80)
 REQUEST = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 REQUEST += (1920, 7680)
 TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
+STEP_TOKENS = TOKENS[:13]  # up to 10,000
 PREEMPTIONS = (0.0, 1.0, 2.0, 5.0, 10.0)
+# How requests end, by vLLM's names where it has one.
+REASONS: Mapping[str, str] = MappingProxyType(
+    {name: name for name in ("stop", "length", "error", "timeout")} | {"cancelled": "abort"}
+)
 
 
 class DeviceTime:
@@ -89,9 +96,10 @@ class Metrics:
         self._model = model
         self._labels = {"model_name": model, "engine": str(len(self.members))}
         self.members.append(self)
-        self._known: dict[str, tuple[float, int]] = {}  # when a request's last chunk came
+        self._known: dict[str, float] = {}  # when a request's last chunk came
         self._engine_counts: dict[str, float] = {}
         self._device: DeviceTime | None = None
+        self._watched: Engine | None = None
         self._request_metrics()
         self._engine_metrics()
 
@@ -100,19 +108,27 @@ class Metrics:
         return Metrics(self._model, self)
 
     def watch(self, engine: Engine) -> None:
-        """Measure how busy the device is. Belongs before the engine's first call."""
-        self._device = DeviceTime()
-        engine.on_launch = self._device.launched
+        """Measure its calls, and how busy the device is. Belongs before the engine's first call."""
+        self._device, self._watched = DeviceTime(), engine
+        engine.on_launch, engine.on_read = self._device.launched, self._step
+        for depth in range(engine.params.speculation.max_depth):
+            self._by_depth.labels(**self._labels, position=str(depth))
 
     def close(self) -> None:
+        """End what ``watch`` has begun."""
+        if self._watched is not None:
+            self._watched.on_launch = self._watched.on_read = None
         if self._device is not None:
             self._device.close()
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return self._metric(Counter, name, text, *labels)
+        made = self._metric(Counter, name, text, *labels)
+        if not labels:
+            made.labels(**self._labels)  # it is there from the beginning, as 0
+        return made
 
-    def _gauge(self, name: str, text: str) -> Gauge:
-        return self._metric(Gauge, name, text).labels(**self._labels)
+    def _gauge(self, name: str, text: str, **labels: str) -> Gauge:
+        return self._metric(Gauge, name, text, *labels).labels(**self._labels, **labels)
 
     def _histogram(self, name: str, text: str, buckets: Iterable[float]) -> Histogram:
         made = self._metric(Histogram, name, text, buckets=tuple(buckets))
@@ -130,6 +146,8 @@ class Metrics:
     def _request_metrics(self) -> None:
         counter, histogram = self._counter, self._histogram
         self._success = counter("request_success", "requests that ended", "finished_reason")
+        for reason in REASONS.values():
+            self._success.labels(**self._labels, finished_reason=reason)
         self._prompt = counter("prompt_tokens", "tokens of prompts")
         self._cached = counter("prompt_tokens_cached", "of them, those whose KV was found")
         self._generated = counter("generation_tokens", "generated tokens")
@@ -160,9 +178,18 @@ class Metrics:
     def _engine_metrics(self) -> None:
         self._running = self._gauge("num_requests_running", "requests with a row")
         self._waiting = self._gauge("num_requests_waiting", "requests without a row")
+        name, text = (
+            "num_requests_waiting_by_reason",
+            "deferred: for calls in flight, or KV to share",
+        )
+        self._capacity = self._gauge(name, text, reason="capacity")
+        self._deferred = self._gauge(name, text, reason="deferred")
         self._usage = self._gauge("kv_cache_usage_perc", "share of the pages in use, 0 to 1")
         self._waste = self._gauge("kv_cache_waste_perc", "share of used slots without a token")
         self._idle = self._gauge("device_idle_share", "share of the time without a call in flight")
+        self._steps = self._histogram(
+            "iteration_tokens_total", "prompt and new tokens of a step", STEP_TOKENS
+        )
         counter = self._counter
         self._busy = counter("device_busy_seconds", "seconds with a call in flight")
         self._queries = counter("prefix_cache_queries", "prompt tokens looked up")
@@ -171,6 +198,11 @@ class Metrics:
         self._compiled = counter("programs_compiled", "programs that were compiled or loaded")
         text = "rounds by draft tree: nodes, depth and children"
         self._shapes = counter("rounds", text, "shape")
+
+    def _step(self, plan: Plan, deliveries: list[Delivery]) -> None:
+        """What an engine read and generated in a step, of one call or several."""
+        read = sum(read.count for read in plan.reads)
+        self._steps.observe(read + sum(len(one.tokens) for one in deliveries))
 
     def rejected(self) -> None:
         """A request was refused, as too many wait."""
@@ -182,8 +214,11 @@ class Metrics:
         if chunk.token_ids:
             self._generated.labels(**self._labels).inc(len(chunk.token_ids))
             if key in self._known:
-                self._between.observe(now - self._known[key][0])
-            self._known[key] = now, 0
+                self._between.observe(now - self._known[key])
+            else:
+                self._prompt.labels(**self._labels).inc(len(chunk.generation.prompt))
+                self._cached.labels(**self._labels).inc(chunk.generation.cached_tokens)
+            self._known[key] = now
         if chunk.done:
             self._known.pop(key, None)
             self._ended(chunk)
@@ -192,9 +227,7 @@ class Metrics:
         generation, labels = chunk.generation, self._labels
         statistics, times = generation.statistics, generation.timings
         prompt, tokens = len(generation.prompt), len(generation.token_ids)
-        self._success.labels(**labels, finished_reason=str(chunk.finish_reason)).inc()
-        self._prompt.labels(**labels).inc(prompt)
-        self._cached.labels(**labels).inc(generation.cached_tokens)
+        self._success.labels(**labels, finished_reason=REASONS[str(chunk.finish_reason)]).inc()
         self._rounds.labels(**labels).inc(statistics.rounds)
         self._drafted.labels(**labels).inc(statistics.drafted)
         self._accepted.labels(**labels).inc(sum(statistics.accepted[1:]))
@@ -219,7 +252,10 @@ class Metrics:
         """Take what the engine counts. Called in its thread."""
         usage, scheduler = engine.scheduler.usage(), engine.scheduler
         self._running.set(scheduler.num_running)
-        self._waiting.set(scheduler.num_waiting)
+        waiting, deferred = scheduler.num_waiting, scheduler.num_deferred
+        self._waiting.set(waiting)
+        self._capacity.set(waiting - deferred)
+        self._deferred.set(deferred)
         self._usage.set(usage.used)
         self._waste.set(usage.waste)
         queries, hits = scheduler.cache_statistics()
@@ -230,7 +266,8 @@ class Metrics:
         if self._device is not None:
             self._idle.set(self._device.idle_share)
             self._advance("busy", self._busy, self._device.busy)
-        for shape, rounds in engine.shapes.rounds.items():
+        counted = dict.fromkeys(engine.shapes.choices or (), 0) | engine.shapes.rounds
+        for shape, rounds in counted.items():
             self._advance(f"rounds {shape.name}", self._shapes, rounds, shape=shape.name)
 
     def _advance(self, key: str, counter: Counter, value: float, **labels: str) -> None:

@@ -32,10 +32,13 @@ def now() -> int:
 
 
 def usage(completions: Sequence[Completion], samples: int) -> Usage:
-    """Of all prompts of a request; each was generated from ``samples`` times, in a row."""
+    """Of all prompts of a request, of each of which there are ``samples`` completions in a row.
+
+    What best_of has left out was generated, too, and counts, as OpenAI counts it.
+    """
     prompts = completions[::samples]
     read = sum(len(one.prompt_token_ids) for one in prompts)
-    generated = sum(len(one.token_ids) for one in completions)
+    generated = sum(len(one.token_ids) + one.left_out_tokens for one in completions)
     return partial_usage(read, generated, sum(one.cached_tokens for one in prompts))
 
 

@@ -382,7 +382,13 @@ def test_requests_that_come_together_read_a_common_beginning_once():
         run.add([*prompt(100), 500 + own], max_tokens=4)
     run.add(prompt(9, 2), max_tokens=1)  # has another prompt, and does not wait
     assert len(run.step(lag=1).admissions) == 2
+    assert (run.scheduler.num_waiting, run.scheduler.num_deferred) == (7, 7)
+    run.scheduler.cancel("r7")
+    assert (run.scheduler.num_waiting, run.scheduler.num_deferred) == (6, 6)
+    run.add([*prompt(100), 600], max_tokens=4)
+    assert (run.scheduler.num_waiting, run.scheduler.num_deferred) == (7, 6)
     run.finish(lag=1)
+    assert run.scheduler.num_deferred == 0
     assert run.scheduler.cache_statistics() == (8 * 101 + 9, 7 * 100)
 
 
@@ -612,6 +618,7 @@ def test_counts_of_requests():
     run.add([2], max_tokens=30)
     run.step()
     assert (run.scheduler.num_running, run.scheduler.num_waiting) == (1, 1)
+    assert run.scheduler.num_deferred == 0
     assert run.scheduler.shards[0].running[0].state is State.DECODING
     run.finish()
     assert (run.scheduler.num_running, run.scheduler.num_waiting) == (0, 0)

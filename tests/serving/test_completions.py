@@ -30,6 +30,21 @@ def test_a_text_is_that_of_the_library(llm: LLM):
     assert choice.speculation["acceptance_by_depth"] == expected.acceptance_by_depth
 
 
+def test_usage_counts_all_that_was_generated_for_the_best(llm: LLM):
+    """Of two prompts: three samples of each, of which one comes back."""
+
+    async def test(client: Any) -> Any:
+        request = {**SAMPLED, "prompt": [PROMPT, "xyz"], "max_tokens": 7}
+        more = {"n": 1, "best_of": 3, "extra_body": {"ignore_eos": True}}
+        return await client.completions.create(**request, **more)
+
+    answer = with_client(llm, test)
+    usage = answer.usage
+    assert len(answer.choices) == 2
+    assert (usage.prompt_tokens, usage.completion_tokens) == (12 + 3, 2 * 3 * 7)
+    assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+
+
 def test_a_repeated_prompt_is_found_in_the_cache(llm: LLM):
     async def test(client: Any) -> list[int]:
         request = {"model": MODEL, "prompt": "x" * 41, "max_tokens": 1, "temperature": 0}

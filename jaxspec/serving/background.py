@@ -1,0 +1,105 @@
+"""Compiles, while no request runs, what later ones may ask for.
+
+A server is ready with few programs. A request that needs another one would wait for its compiler:
+one with log-probabilities, penalties, a structured output, long texts. So their programs are
+compiled one by one whenever the engine has nothing to do, from the likeliest on.
+"""
+
+import asyncio
+import dataclasses
+
+from jaxspec.async_llm import AsyncLLM
+from jaxspec.config.speculation import PLAIN, TreeShape
+from jaxspec.engine import Engine
+from jaxspec.masked_programs import prepare_masked
+from jaxspec.program_sizes import SMALLEST_TABLE, ReadKey, RoundsKey
+from jaxspec.scheduling.requests import SamplingParams
+from jaxspec.structured import StructuredOutput
+from jaxspec.warm_up import Coverage, compile_small, coverage, reading_keys, rounds_keys, steps
+
+SAMPLED = SamplingParams(temperature=1.0)
+FULL = dataclasses.replace(SAMPLED, logprobs=1, presence_penalty=0.5)
+MASKED = dataclasses.replace(FULL, structured=StructuredOutput(json_object=True))
+PROMPT = dataclasses.replace(FULL, prompt_logprobs=1)
+SMALL = 16  # programs that move rows and pages, at most
+PAUSE = 0.2  # seconds between two looks whether the engine is idle
+
+type Key = ReadKey | RoundsKey
+
+
+async def warm_in_background(llm: AsyncLLM) -> None:
+    """Compile them all.
+
+    The engine's thread compiles one program at a time, so a request that comes meanwhile waits for
+    one at most. Under a load without pauses nothing is compiled but what requests need.
+
+    Raises RuntimeError if the AsyncLLM is closed, or a program cannot be compiled.
+    """
+    for key in await llm.run(missing_programs):
+        while not await llm.run(lambda engine, key=key: _compile(engine, key)):
+            await asyncio.sleep(PAUSE)
+    while not await llm.run(_compile_small):
+        await asyncio.sleep(PAUSE)
+
+
+def missing_programs(engine: Engine) -> list[Key]:
+    """Those that serve every request and are not ready, the likeliest first.
+
+    No more than may be kept.
+    """
+    keys = [*_keys(engine, SAMPLED), *_keys(engine, FULL), *_keys(engine, MASKED)]
+    keys += [*_keys(engine, dataclasses.replace(FULL, plain=True)), *_keys(engine, PROMPT)]
+    keys += _keys(engine, dataclasses.replace(MASKED, plain=True))
+    programs = engine.programs
+    missing = [key for key in dict.fromkeys(keys) if key not in programs.ready]
+    return missing[: max(0, programs.max_programs - len(programs.ready) - SMALL)]
+
+
+def _keys(engine: Engine, sampling: SamplingParams) -> list[Key]:
+    """Of requests like this: in several sizes if they are the usual ones, else in the largest, and
+    the smallest number of rows. Prompts of the others are read one after the other."""
+    most = engine.programs.sizes.num_rows // engine.programs.shards
+    is_usual, longest = sampling == SAMPLED, engine.limits.max_length
+    few = steps(1, most) if is_usual else [1]
+    lengths = (longest, min(longest, SMALLEST_TABLE)) if is_usual else (longest,)
+    covers = [_cover(engine, sampling, tokens, few) for tokens in lengths]
+    rounds = [key for cover in covers for key in rounds_keys(engine.programs, cover)]
+    reads = reading_keys(engine.programs, covers[0])
+    if not is_usual:
+        widths = [key.width for key in reads]
+        least = min(key.rows for key in reads), (min(widths), max(widths))
+        reads = [key for key in reads if key.rows == least[0] and key.width in least[1]]
+    return [*rounds, *reads]
+
+
+def _cover(engine: Engine, sampling: SamplingParams, tokens: int, few: list[int]) -> Coverage:
+    """Of requests like this alone; those without a drafter have no tree."""
+    shapes: tuple[TreeShape, ...] = engine.shapes.choices or (
+        engine.params.call(engine.shape).speculation.shape,
+    )
+    own = (PLAIN,) if sampling.plain else shapes
+    return coverage(engine.programs, engine.limits, own, (sampling,), tokens, few)
+
+
+def _is_idle(engine: Engine) -> bool:
+    return engine.is_idle and engine.scheduler.is_idle
+
+
+def _compile(engine: Engine, key: Key) -> bool:
+    """Compile a program by running it on nothing; False: the engine is busy."""
+    if not _is_idle(engine):
+        return False
+    if isinstance(key, ReadKey):
+        engine.programs.prepare_reading(key)
+    elif key.masked:
+        prepare_masked(engine.programs, key)
+    else:
+        engine.programs.prepare_rounds(key)
+    return True
+
+
+def _compile_small(engine: Engine) -> bool:
+    if not _is_idle(engine):
+        return False
+    compile_small(engine.programs, _cover(engine, FULL, engine.limits.max_length, [1]))
+    return True

@@ -1,0 +1,92 @@
+"""Programs that are compiled while no request runs."""
+
+import asyncio
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from jaxspec import LLM, EngineConfig, SamplingParams, SpeculationConfig
+from jaxspec.async_llm import AsyncLLM
+from jaxspec.engine import Engine
+from jaxspec.program_sizes import Kind, ReadKey, RoundsKey
+from jaxspec.serving.background import missing_programs, warm_in_background
+from jaxspec.structured import StructuredOutput
+from tests.served import run, tiny_llm
+
+SAMPLED = SamplingParams(temperature=1.0, max_tokens=4)
+MASKED = dataclasses.replace(SAMPLED, structured=StructuredOutput(regex="[a-z]{2,9}"))
+KINDS = (
+    SamplingParams(max_tokens=4),
+    SAMPLED,
+    dataclasses.replace(SAMPLED, logprobs=2),
+    dataclasses.replace(SAMPLED, presence_penalty=0.5, prompt_logprobs=1),
+    dataclasses.replace(SAMPLED, plain=True),
+    dataclasses.replace(SAMPLED, plain=True, logprobs=0),
+    MASKED,
+    dataclasses.replace(MASKED, frequency_penalty=0.5),
+    dataclasses.replace(MASKED, plain=True),
+)
+
+
+def test_the_likeliest_programs_come_first_and_no_more_than_may_be_kept(llm: LLM):
+    keys = missing_programs(llm.engine)
+    rounds = [key for key in keys if isinstance(key, RoundsKey)]
+    assert len(set(keys)) == len(keys) < llm.engine.programs.max_programs
+    assert not set(keys) & llm.engine.programs.ready
+    plain = [key.shape.is_plain for key in rounds]
+    assert plain == sorted(plain), "plain decoding comes last"
+    assert {key.kind for key in keys if isinstance(key, ReadKey)} <= set(Kind)
+
+
+@pytest.mark.slow
+def test_afterwards_no_request_waits_for_a_compiler(model: Path):
+    config = EngineConfig(max_rows=2, rounds_per_call=4)
+    speculation = SpeculationConfig.chain(2)
+    llm = LLM(model, "ngram", speculation=speculation, max_length=300, page_size=8, engine=config)
+    llm.engine.prepare(1, 8, SAMPLED)
+    llm.engine.programs.sealed = True
+
+    async def test() -> tuple[int, int]:
+        async with AsyncLLM(llm) as own:
+            await warm_in_background(own)
+            before = llm.engine.programs.compiled
+            for params in KINDS:
+                for prompts in (["abc"], ["xyz", "a" * 280]):
+                    await own.generate(prompts, params)
+            await own.generate(["ab"], dataclasses.replace(SAMPLED, max_tokens=290))
+            await own.generate(["ab"] * 2, KINDS[:2])
+            await own.generate(["abcabc"], dataclasses.replace(SAMPLED, n=2))
+            return before, llm.engine.programs.compiled
+
+    before, after = run(test())
+    assert after == before > 7
+
+
+def test_a_request_goes_first(model: Path):
+    """While one runs, nothing is compiled; a closed engine ends the work."""
+    llm = tiny_llm(model)
+
+    async def test() -> list[int]:
+        counts = []
+        async with AsyncLLM(llm) as own:
+            running = asyncio.create_task(
+                own.generate(["abc"], SamplingParams(max_tokens=200, temperature=0))
+            )
+            await asyncio.sleep(0)
+            while llm.engine.is_idle:
+                await asyncio.sleep(0.001)
+            warming = asyncio.create_task(warm_in_background(own))
+
+            def count(engine: Engine) -> None:
+                if not engine.is_idle:
+                    counts.append(engine.programs.compiled)
+
+            while not running.done():
+                await own.run(count)
+        with pytest.raises(RuntimeError, match="closed"):
+            await warming
+        return counts
+
+    counts = run(test())
+    assert counts and len(set(counts)) == 1

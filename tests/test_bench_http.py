@@ -1,0 +1,27 @@
+"""`jaxspec bench http` on a tiny model: all three ways give all tokens."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from jaxspec.commands import bench_http
+from tests.served import tiny_model
+
+
+@pytest.mark.slow
+def test_all_ways_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    words = ["--model", str(tiny_model(tmp_path)), "--drafter", "ngram", "--streams", "2"]
+    words += ["--new-tokens", "8", "--repeats", "1", "--json"]
+    assert bench_http.main(words) == 0
+    results = json.loads(capsys.readouterr().out)
+    assert set(results["tokens_per_second"]) == set(bench_http.NAMES)
+    assert all(rate > 0 for [rate] in results["tokens_per_second"].values())
+    assert results["of_engine"]["engine"] == 1
+    assert 0 < results["server_thread_busy"] < 1
+
+
+def test_a_number_that_cannot_be_is_one_line(capsys: pytest.CaptureFixture[str]):
+    assert bench_http.main(["--streams", "0"]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("jaxspec bench http: ") and "streams" in line
