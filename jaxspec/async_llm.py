@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Self
 
 from jaxspec.async_engine import AsyncEngine, Chunk
@@ -17,11 +18,14 @@ from jaxspec.completion import (
 )
 from jaxspec.engine import Engine
 from jaxspec.llm import LLM, for_each
+from jaxspec.scheduling.plan import QueueFull
 from jaxspec.scheduling.requests import SamplingParams
-from jaxspec.structured import GrammarError, StructuredOutput
+from jaxspec.structured import StructuredOutput
 from jaxspec.tokenizer.text import Prompt
 
 LONG_TEXT = 20_000  # characters of a prompt that is tokenized beside the event loop
+GRAMMAR_THREADS = 2
+GRAMMAR_SECONDS = 0.9  # until a grammar is compiled; its CPU time has a limit of its own
 
 
 class AsyncLLM:
@@ -47,6 +51,7 @@ class AsyncLLM:
     ):
         self.llm = llm
         self.engine = AsyncEngine(llm.engine, most_rounds, on_chunk)
+        self._compilers = ThreadPoolExecutor(GRAMMAR_THREADS, "jaxspec grammar")
 
     async def __aenter__(self) -> Self:
         return self
@@ -60,7 +65,8 @@ class AsyncLLM:
         return (self,)
 
     async def close(self) -> None:
-        """Cancel what is under way, and end the thread. May be called more than once."""
+        """Cancel what is under way, and end the threads. May be called more than once."""
+        self._compilers.shutdown(wait=False)
         await self.engine.close()
 
     async def run[T](self, function: Callable[[Engine], T]) -> T:
@@ -149,11 +155,19 @@ class AsyncLLM:
     async def _compile_grammars(self, sampling: Sequence[SamplingParams]) -> None:
         """Beside the event loop and the engine; the engine then finds them compiled."""
         for spec in {one.structured for one in sampling if one.structured is not None}:
-            await asyncio.to_thread(self._compile_grammar, spec)
+            if self.llm.grammars.is_known(spec):
+                self.llm.grammars.matcher(spec)  # or why there is none
+            else:
+                await self._compile_grammar(spec)
 
-    def _compile_grammar(self, spec: StructuredOutput) -> None:
-        """The first mask is what takes long; its lexer is shared by later matchers."""
+    async def _compile_grammar(self, spec: StructuredOutput) -> None:
+        """In threads of their own, which nothing else waits for."""
+        compiling = self._compilers.submit(self.llm.grammars.matcher, spec)
         try:
-            self.llm.grammars.matcher(spec).mask()
-        except GrammarError as error:
-            raise ValueError(f"{spec.kind}: {error}") from error
+            await asyncio.wait_for(asyncio.wrap_future(compiling), GRAMMAR_SECONDS)
+        except TimeoutError:
+            if compiling.cancelled():  # it has not begun: others compile theirs
+                raise QueueFull("too many grammars wait to be compiled") from None
+            raise ValueError(
+                f"{spec.kind}: it takes too long to compile: make it smaller"
+            ) from None

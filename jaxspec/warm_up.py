@@ -70,13 +70,17 @@ def coverage(
     rounds = {(of(Kind.of(one)), mask) for one, mask in zip(sampling, masked, strict=True)}
     # Prompts of greedy requests are read by programs that could sample: one token of a row each.
     kinds = [max(Kind.of(one, reads=True), Kind.SAMPLED) for one in sampling]
+    reads = set(zip(kinds, masked, strict=True))
+    # Prompts of masked rows may be read beside those of any others.
+    least = min((kind for kind, mask in reads if mask), default=None)
+    reads |= {(kind, True) for kind in kinds if least is not None and kind >= least}
     return Coverage(
         sizes=_row_sizes(programs, rows),
         shapes=shapes,
         tokens=min(tokens or limits.max_length, limits.max_length),
         budget=limits.prefill_budget,
         rounds=tuple(sorted(rounds)),
-        reads=tuple(sorted(set(zip(kinds, masked, strict=True)))),
+        reads=tuple(sorted(reads)),
         swaps=limits.preemption != "recompute",
     )
 

@@ -15,13 +15,14 @@ from jaxspec.config.engine import EngineConfig
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.replicated_llm import ReplicatedLLM
 from jaxspec.serving.app import make_app
+from jaxspec.serving.lifecycle import listen, make_server
 from jaxspec.serving.metrics import Metrics
 from jaxspec.serving.service import Service
 from tests.checkpoints import save_byte_tokenizer, tiny_llama
 from tests.engines import FULL, seal
 
 MODEL = "tiny"
-APP_OPTIONS = ("api_keys", "max_body")
+APP_OPTIONS = ("api_keys", "max_body", "body_seconds", "rates", "cors_origins")
 TEMPLATE = (
     "{% if tools %}[{{ tools[0].function.name }}]{% endif %}"
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
@@ -81,6 +82,19 @@ class Served:
         transport = httpx.ASGITransport(app=self.app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             yield client
+
+    @contextlib.asynccontextmanager
+    async def address(self) -> AsyncIterator[tuple[str, int]]:
+        """Listens as `jaxspec serve` does: host and port."""
+        server, own = make_server(self.app, drain_seconds=1), listen("127.0.0.1", 0)
+        serving = asyncio.create_task(server.serve(sockets=[own]))
+        try:
+            while not server.started:
+                await asyncio.sleep(0.01)
+            yield own.getsockname()[:2]
+        finally:
+            server.should_exit = True
+            await serving
 
     @contextlib.asynccontextmanager
     async def client(self, api_key: str = "none") -> AsyncIterator[Any]:

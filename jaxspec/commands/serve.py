@@ -6,6 +6,7 @@ Without arguments, the built-in model is served at http://127.0.0.1:8000/v1.
 # The options alone; the work is in serving.py of this folder.
 
 import argparse
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -48,8 +49,21 @@ def add_http_options(parser: argparse.ArgumentParser) -> None:
     add("--port", type=int, default=8000, help="port to listen at; 0 takes a free one")
     add("--api-key", action="append", default=[], metavar="KEY", help="key that clients must give; "
         "may be repeated (default: $JAXSPEC_API_KEY, else none is needed)")  # fmt: skip
-    add("--max-body", type=size, default=size("16MiB"), help="largest request (default: 16MiB)")
-    add("--request-timeout", type=float, help="seconds after which a request ends (default: never)")
+    add("--max-body", type=size, default=size("8MiB"), help="largest request (default: 8MiB)")
+    add("--body-timeout", type=seconds, default=60.0, metavar="SECONDS", help="until all of a "
+        "request must have come (default: 60)")  # fmt: skip
+    add("--request-timeout", type=seconds, metavar="SECONDS", help="after which a request ends "
+        "(default: never)")  # fmt: skip
+    add("--requests-per-minute", type=count, metavar="N", help="of each API key, or, where "
+        "there are none, of each address; beyond them clients get status 429 (default: no "
+        "limit)")  # fmt: skip
+    add("--tokens-per-minute", type=count, metavar="N", help="the same for tokens, read and "
+        "generated (default: no limit)")  # fmt: skip
+    add("--max-tokens-per-request", type=count, metavar="N", help="most tokens that one text may "
+        "have (default: all that fit)")  # fmt: skip
+    add("--cors-origin", action="append", default=[], metavar="ORIGIN", help="another origin whose "
+        "pages may ask this server, such as https://example.org, or *; may be repeated (default: "
+        "none)")  # fmt: skip
     add("--drain-seconds", type=int, default=30, help="seconds that requests have to end after "
         "SIGTERM; a second one ends them at once")  # fmt: skip
 
@@ -99,6 +113,24 @@ def size(text: str) -> int:
     if not 1 <= value < 2**63:
         raise argparse.ArgumentTypeError(f"must be a size such as 2GiB or 500MB, got {text!r}")
     return int(value)
+
+
+def count(text: str) -> int:
+    """Of an option: a number of at least 1."""
+    if not (text.isdecimal() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
+    return int(text)
+
+
+def seconds(text: str) -> float:
+    """Of an option: a time above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number of seconds above 0, got {text!r}")
+    return value
 
 
 def run(arguments: argparse.Namespace) -> None:

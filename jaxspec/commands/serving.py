@@ -23,6 +23,7 @@ from jaxspec.serving.app import make_app
 from jaxspec.serving.background import warm_in_background
 from jaxspec.serving.lifecycle import serve
 from jaxspec.serving.metrics import Metrics
+from jaxspec.serving.rates import Rates
 from jaxspec.serving.service import Service
 from jaxspec.sharding import replica_meshes
 from jaxspec.structured import StructuredOutput
@@ -116,6 +117,7 @@ def run(arguments: argparse.Namespace) -> None:
         chat_template=read_template(arguments.chat_template),
         tool_format=arguments.tool_format,
         request_timeout=arguments.request_timeout,
+        max_new_tokens=arguments.max_tokens_per_request,
     )
     meshes = replica_meshes(arguments.dp, arguments.tp)
     metrics = Metrics(name)
@@ -134,7 +136,15 @@ async def _serve(
     console = progress_console()
     own = os.environ.get("JAXSPEC_API_KEY")
     keys = arguments.api_key or ([own] if own else [])
-    app = make_app(service, metrics, api_keys=keys, max_body=arguments.max_body)
+    app = make_app(
+        service,
+        metrics,
+        api_keys=keys,
+        max_body=arguments.max_body,
+        body_seconds=arguments.body_timeout,
+        rates=Rates(arguments.requests_per_minute, arguments.tokens_per_minute),
+        cors_origins=arguments.cors_origin,
+    )
     with console.status("starting") as status:
 
         def show(text: str) -> None:

@@ -1,19 +1,22 @@
 """The application: which path does what."""
 
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import FileResponse, JSONResponse, Response
+from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
+from starlette.middleware.cors import CORSMiddleware
 
 from jaxspec.serving import chat, completions, models, tokens
 from jaxspec.serving.errors import ApiError, add_handlers
 from jaxspec.serving.metrics import Metrics
 from jaxspec.serving.protocol.chat import ChatRequest, ChatResponse
 from jaxspec.serving.protocol.completions import CompletionRequest, CompletionResponse
+from jaxspec.serving.protocol.errors import ErrorResponse
 from jaxspec.serving.protocol.models import ModelCard, ModelList
 from jaxspec.serving.protocol.tokens import (
     DetokenizeRequest,
@@ -21,13 +24,29 @@ from jaxspec.serving.protocol.tokens import (
     TokenizeRequest,
     TokenizeResponse,
 )
-from jaxspec.serving.security import MOST_BYTES, PAGE, ApiKeys, BodyLimit
+from jaxspec.serving.rates import Rates
+from jaxspec.serving.security import (
+    MOST_BYTES,
+    MOST_SECONDS,
+    PAGE,
+    ApiKeys,
+    BodyLimit,
+    RateLimit,
+    client_of,
+)
 from jaxspec.serving.service import Service
 from jaxspec.serving.streaming import ClientGone, EventStream, first, until_gone
 from jaxspec.version import __version__
 
 FOLDER = Path(__file__).parent / "page"
 CLIENT_GONE = 499  # nobody sees it but the log
+ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": ErrorResponse},
+    "5XX": {"model": ErrorResponse},
+}
+EVENTS: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
+}
 
 
 def make_app(
@@ -36,6 +55,9 @@ def make_app(
     *,
     api_keys: Sequence[str] = (),
     max_body: int = MOST_BYTES,
+    body_seconds: float = MOST_SECONDS,
+    rates: Rates | None = None,
+    cors_origins: Sequence[str] = (),
 ) -> FastAPI:
     """The application of a service.
 
@@ -44,16 +66,33 @@ def make_app(
         has a member for each of them.
       api_keys: of which one must be given; none: everyone is served.
       max_body: most bytes of a request.
+      body_seconds: most seconds until all of it has come.
+      rates: what each client may ask for in a minute; None: as much as it likes.
+      cors_origins: other origins whose pages may ask this server, such as https://example.org;
+        "*": all. None: pages of this server alone.
     """
-    app = FastAPI(title="jaxspec", version=__version__, docs_url=None, redoc_url=None)
+    rates = rates or Rates()
+    app = FastAPI(
+        title="jaxspec", version=__version__, docs_url=None, redoc_url=None, responses=ERRORS
+    )
     add_handlers(app, metrics.rejected)
     _add_status(app, service, metrics)
-    _add_generation(app, service)
+    _add_generation(app, service, rates)
     _add_tokens(app, service)
     _add_page(app)
-    app.add_middleware(BodyLimit, most=max_body)
+    app.add_middleware(BodyLimit, most=max_body, seconds=body_seconds)
+    app.add_middleware(RateLimit, rates=rates)
     if api_keys:
         app.add_middleware(ApiKeys, keys=api_keys)
+    if cors_origins:  # outside of the keys: browsers ask without one before they send it
+        methods, headers = ("GET", "POST"), ("Authorization", "Content-Type")
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=cors_origins,
+            allow_methods=methods,
+            allow_headers=headers,
+            expose_headers=("Retry-After",),
+        )
     return app
 
 
@@ -68,7 +107,7 @@ def _add_status(app: FastAPI, service: Service, metrics: Metrics) -> None:
     async def version() -> Response:
         return JSONResponse({"version": __version__})
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def show_metrics() -> Response:
         if service.state == "ready":
             for llm, own in zip(service.llm.replicas, metrics.members, strict=True):
@@ -85,18 +124,20 @@ def _add_status(app: FastAPI, service: Service, metrics: Metrics) -> None:
         return next(card for card in models.model_list(service).data if card.id == name)
 
 
-def _add_generation(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/completions", response_model=CompletionResponse)
+def _add_generation(app: FastAPI, service: Service, rates: Rates) -> None:
+    @app.post("/v1/completions", response_model=CompletionResponse, responses=EVENTS)
     async def complete(body: CompletionRequest, request: Request) -> Response:
+        spend = partial(rates.spend, client_of(request.scope))
         if body.stream:
-            return await _streamed(request, completions.stream(service, body))
-        return await _answered(request, completions.complete(service, body))
+            return await _streamed(request, completions.stream(service, body, spend))
+        return await _answered(request, completions.complete(service, body, spend))
 
-    @app.post("/v1/chat/completions", response_model=ChatResponse)
+    @app.post("/v1/chat/completions", response_model=ChatResponse, responses=EVENTS)
     async def answer(body: ChatRequest, request: Request) -> Response:
+        spend = partial(rates.spend, client_of(request.scope))
         if body.stream:
-            return await _streamed(request, chat.stream(service, body))
-        return await _answered(request, chat.chat(service, body))
+            return await _streamed(request, chat.stream(service, body, spend))
+        return await _answered(request, chat.chat(service, body, spend))
 
 
 def _add_tokens(app: FastAPI, service: Service) -> None:

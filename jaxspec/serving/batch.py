@@ -53,8 +53,14 @@ class BatchLines:
         body = _checked_body(line)
         body = {"seed": (self.seed + index) % 2**32, **body}
         if line["url"] == PATHS[0]:
-            return await completions.complete(self.service, _validated(CompletionRequest, body))
-        return await chat.chat(self.service, _validated(ChatRequest, body))
+            return await completions.complete(
+                self.service, _validated(CompletionRequest, body), _free
+            )
+        return await chat.chat(self.service, _validated(ChatRequest, body), _free)
+
+
+def _free(_: int) -> None:
+    """Tokens of a file of prompts count for no client."""
 
 
 def _checked_body(line: Mapping[str, Any]) -> dict[str, Any]:

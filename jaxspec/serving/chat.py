@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 from jaxspec.completion import Completion, TextChunk, TextOptions
@@ -71,21 +71,31 @@ class _Plan:
         return results.without_stop(self.service.llm.llm, self.sampling, entries, token_ids)
 
 
-async def chat(service: Service, request: ChatRequest) -> ChatResponse:
-    """The whole answer. Raises ApiError, and what AsyncLLM.generate raises."""
+async def chat(
+    service: Service, request: ChatRequest, spend: Callable[[int], None]
+) -> ChatResponse:
+    """The whole answer. ``spend`` is told of the tokens, as they come.
+
+    Raises ApiError, and what AsyncLLM.generate raises.
+    """
     plan = await _plan(service, request)
+    spend(len(plan.prompt))
     completions = await service.llm.generate(
         [plan.prompt], plan.sampling, timeout=service.request_timeout, options=plan.options
     )
     choices = [_choice(plan, index, one) for index, one in enumerate(completions)]
     response = plan.response("chat.completion", choices)
     response.usage = results.usage(completions, len(completions))
+    spend(response.usage.completion_tokens)
     return response
 
 
-async def stream(service: Service, request: ChatRequest) -> AsyncGenerator[ChatResponse, None]:
+async def stream(
+    service: Service, request: ChatRequest, spend: Callable[[int], None]
+) -> AsyncGenerator[ChatResponse, None]:
     """The answer in chunks, those of several choices as they come."""
     plan = await _plan(service, request)
+    spend(len(plan.prompt))
     options, generated = request.stream_options, 0
     writers = [_Writer(plan, index) for index in range(plan.sampling.n)]
     completions: list[Completion] = []
@@ -99,6 +109,7 @@ async def stream(service: Service, request: ChatRequest) -> AsyncGenerator[ChatR
                 completions.append(event)
             else:
                 generated += len(event.token_ids)
+                spend(len(event.token_ids))
                 choices = writers[event.index].chunks(event)
             for choice in choices:
                 response = plan.response("chat.completion.chunk", [choice])
@@ -134,7 +145,7 @@ async def _plan(service: Service, request: ChatRequest) -> _Plan:
     )
     if wanted is not None and wanted < 1:
         raise FieldError("max_tokens", f"max_tokens must be at least 1, got {wanted}")
-    most = tokens_left(prompt, wanted, service.max_length, None)
+    most = tokens_left(prompt, wanted, service, None)
     sampling = dataclasses.replace(sampling, max_tokens=most)
     options = text_options(request)
     if form is not None:  # calls may be written with special tokens
@@ -173,6 +184,8 @@ def chat_template(service: Service) -> str:
 async def prompt_ids(service: Service, request: ChatRequest) -> list[int]:
     """The tokens of a conversation, up to where the answer begins."""
     template = chat_template(service)
+    if len(request.messages) > service.max_length:  # each has a token at least
+        raise FieldError("messages", f"too many: at most {service.max_length} tokens fit")
     messages, variables = template_messages(request.messages), template_variables(request)
     most = service.max_length * MOST_CHARACTERS
     if sum(len(str(message.get("content") or "")) for message in messages) > most:
@@ -192,7 +205,7 @@ async def prompt_ids(service: Service, request: ChatRequest) -> list[int]:
 
 def _choice(plan: _Plan, index: int, completion: Completion) -> ChatChoice:
     request, texts = plan.request, plan.service.texts
-    reason = results.finish_reason(completion)
+    reason = results.finish_reason(completion, request)
     message = ChatMessage(content=completion.text)
     if plan.form is not None:
         parser = ToolParser(plan.form)
@@ -257,7 +270,7 @@ class _Writer:
         return [_delta(part) for part in self._parser.push(event.text, last=event.done)]
 
     def last(self, completion: Completion) -> ChatChoice:
-        reason = results.finish_reason(completion)
+        reason = results.finish_reason(completion, self._plan.request)
         if self._parser is not None and self._parser.calls and reason == "stop":
             reason = "tool_calls"
         choice = ChatChoice(index=self._index, delta=ChatDelta(), finish_reason=reason)

@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 from jaxspec.completion import Completion, TextChunk
@@ -28,8 +28,6 @@ from jaxspec.serving.sampling import (
 )
 from jaxspec.serving.service import Service
 from jaxspec.serving.structured import structured_output
-
-MOST_PROMPTS = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,20 +64,27 @@ class _Plan:
         return self.service.llm.llm.detokenize(self.prompts[index // self.samples])
 
 
-async def complete(service: Service, request: CompletionRequest) -> CompletionResponse:
-    """The whole answer. Raises ApiError, and what AsyncLLM.generate raises."""
+async def complete(
+    service: Service, request: CompletionRequest, spend: Callable[[int], None]
+) -> CompletionResponse:
+    """The whole answer. ``spend`` is told of the tokens, as they come.
+
+    Raises ApiError, and what AsyncLLM.generate raises.
+    """
     plan = await _plan(service, request)
+    spend(sum(map(len, plan.prompts)))
     completions = await service.llm.generate(
         plan.prompts, plan.sampling, timeout=service.request_timeout, options=text_options(request)
     )
     choices = [_choice(plan, index, one) for index, one in enumerate(completions)]
     response = plan.response(choices)
     response.usage = results.usage(completions, plan.samples)
+    spend(response.usage.completion_tokens)
     return response
 
 
 async def stream(
-    service: Service, request: CompletionRequest
+    service: Service, request: CompletionRequest, spend: Callable[[int], None]
 ) -> AsyncGenerator[CompletionResponse, None]:
     """The answer in chunks, those of several choices as they come."""
     plan = await _plan(service, request)
@@ -88,6 +93,7 @@ async def stream(
     rounds: dict[int, RoundTexts] = {}
     generated, completions = 0, []
     prompt_tokens = sum(map(len, plan.prompts))
+    spend(prompt_tokens)
     chunks = service.llm.stream(
         plan.prompts, plan.sampling, timeout=service.request_timeout, options=text_options(request)
     )
@@ -98,6 +104,7 @@ async def stream(
                 response = plan.response([_last_chunk(plan, len(completions) - 1, event)])
             else:
                 generated += len(event.token_ids)
+                spend(len(event.token_ids))
                 response = plan.response([_chunk(plan, event, offsets, rounds)])
             if options is not None and options.continuous_usage_stats:
                 response.usage = results.partial_usage(prompt_tokens, generated, 0)
@@ -114,7 +121,7 @@ async def _plan(service: Service, request: CompletionRequest) -> _Plan:
     tokens = await service.llm.tokenize(_prompts(request, service.max_length))
     if request.truncate_prompt_tokens is not None:
         tokens = [ids[-request.truncate_prompt_tokens :] for ids in tokens]
-    structured, length = structured_output(request), service.max_length
+    structured = structured_output(request)
     stops = service.llm.llm.params.target.config.stop_token_ids
     other: dict[str, Any] = {"trees": service.shows_trees and request.return_speculation}
     if request.echo and request.logprobs is not None and request.prompt_logprobs is None:
@@ -124,7 +131,7 @@ async def _plan(service: Service, request: CompletionRequest) -> _Plan:
     sampling = [
         sampling_params(
             request,
-            max_tokens=tokens_left(ids, request.max_tokens, length, DEFAULT_MAX_TOKENS),
+            max_tokens=tokens_left(ids, request.max_tokens, service, DEFAULT_MAX_TOKENS),
             logprobs=request.logprobs,
             structured=structured,
             model_stops=stops,
@@ -150,8 +157,6 @@ def _prompts(request: CompletionRequest, max_length: int) -> Sequence[str | list
     prompts: list[str | list[int]] = [given] if is_one else list(given)
     if not prompts or not all(prompts):
         raise FieldError("prompt", "a prompt is empty: give at least one token")
-    if len(prompts) > MOST_PROMPTS:
-        raise FieldError("prompt", f"{len(prompts)} prompts are more than {MOST_PROMPTS}")
     for prompt in prompts:
         check_length("prompt", prompt, max_length)
     return prompts
@@ -162,7 +167,7 @@ def _choice(plan: _Plan, index: int, completion: Completion) -> CompletionChoice
     choice = CompletionChoice(
         index=index,
         text=plan.echoed(index) + completion.text,
-        finish_reason=results.finish_reason(completion),
+        finish_reason=results.finish_reason(completion, request),
     )
     if request.logprobs is not None:
         choice.logprobs = _all_logprobs(plan, completion)
@@ -209,7 +214,7 @@ def _chunk(
 
 
 def _last_chunk(plan: _Plan, index: int, completion: Completion) -> CompletionChoice:
-    reason = results.finish_reason(completion)
+    reason = results.finish_reason(completion, plan.request)
     choice = CompletionChoice(index=index, text="", finish_reason=reason)
     if plan.request.return_speculation:
         choice.speculation = results.speculation(completion)

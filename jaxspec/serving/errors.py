@@ -1,5 +1,6 @@
 """Errors that clients see, in OpenAI's shape. None holds a path or a stack trace."""
 
+import itertools
 import json
 import logging
 from collections.abc import Callable, Mapping
@@ -91,6 +92,8 @@ def _invalid(error: RequestValidationError) -> ApiError:
     if isinstance(cause, FieldError):
         return api_error(cause)
     names = [str(part) for part in first["loc"][1:]]  # after "body"
+    # Up to where pydantic names the kinds of a union.
+    names = list(itertools.takewhile(lambda name: name.isidentifier() or name.isdigit(), names))
     param = ".".join(names) or None
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"unknown field {param}", param=param, code="unknown_field")

@@ -9,12 +9,43 @@ from collections.abc import Callable, Iterator
 
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jaxspec.async_llm import AsyncLLM
 from jaxspec.replicated_llm import ReplicatedLLM
 from jaxspec.serving.service import Service
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+HEADER_SECONDS = 30.0  # until a connection has sent the head of a request
+
+
+class Connection(H11Protocol):
+    """uvicorn's, which ends when no request comes: half-open connections are not kept for ever."""
+
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_watching()
+        super().connection_lost(exc)
+
+    def _watch(self) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._stop_watching()
+        elif self._timer is None:
+            self._timer = self.loop.call_later(HEADER_SECONDS, self.transport.close)
+
+    def _stop_watching(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
 
 class _Server(uvicorn.Server):
@@ -23,6 +54,19 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+def make_server(app: FastAPI, drain_seconds: int) -> uvicorn.Server:
+    """uvicorn's, whose signals are left to the caller."""
+    options = uvicorn.Config(
+        app,
+        http=Connection,
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=drain_seconds,
+        lifespan="off",
+    )
+    return _Server(options)
 
 
 async def serve(
@@ -45,16 +89,9 @@ async def serve(
 
     Raises what ``load`` raises, and OSError for an address that cannot be listened at.
     """
-    options = uvicorn.Config(
-        app,
-        log_level="warning",
-        access_log=False,
-        timeout_graceful_shutdown=drain_seconds,
-        lifespan="off",
-    )
-    server = _Server(options)
+    server = make_server(app, drain_seconds)
     _end_on_signals(server, service)
-    sockets = [_listen(host, port)]
+    sockets = [listen(host, port)]
     own_port = sockets[0].getsockname()[1]
     serving = asyncio.create_task(server.serve(sockets=sockets))
     loading = _in_a_thread(load)
@@ -72,8 +109,8 @@ async def serve(
         await service.close()
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    """Raises OSError that names the address."""
+def listen(host: str, port: int) -> socket.socket:
+    """A socket; port 0 takes a free one. Raises OSError that names the address."""
     try:
         [first, *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         return socket.create_server(first[4][:2], family=first[0])

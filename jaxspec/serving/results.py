@@ -22,6 +22,8 @@ from jaxspec.serving.protocol.sampling import (
     Usage,
 )
 
+NOT_FINITE = "the model's logits were not finite"  # generation.py says so
+
 
 def new_id(prefix: str) -> str:
     return f"{prefix}-{uuid.uuid4().hex}"
@@ -93,7 +95,7 @@ def without_stop(
     return entries[:-1] if ended else entries
 
 
-def finish_reason(completion: Completion) -> str:
+def finish_reason(completion: Completion, request: SamplingFields) -> str:
     """``stop`` or ``length``. Raises ApiError for a request that could not end so."""
     match completion.finish_reason:
         case "stop" | "length":
@@ -106,9 +108,19 @@ def finish_reason(completion: Completion) -> str:
             raise ApiError(503, "the server is ending", kind=kind, code=code)
     # The model's own troubles are told; what went wrong in the engine stands in the log.
     message = completion.error or ""
+    if message.startswith("the grammar gave up"):  # it exceeds a limit: the request is at fault
+        raise ApiError(400, message, code="grammar_too_large")
+    if message.startswith(NOT_FINITE) and _restricts(request):
+        raise ApiError(400, message, code="no_token_allowed")
     if message.startswith("interrupted"):
         message = "an internal error; see the server's log"
     raise ApiError(500, message, kind="server_error")
+
+
+def _restricts(request: SamplingFields) -> bool:
+    """Whether a request may leave no token: the model is not at fault then."""
+    fields = (request.allowed_token_ids, request.logit_bias, request.structured_outputs)
+    return any((*fields, request.response_format, request.min_tokens))
 
 
 class TokenTexts:

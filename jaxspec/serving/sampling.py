@@ -8,9 +8,11 @@ from jaxspec.scheduling.requests import SamplingParams
 from jaxspec.serving.errors import ApiError
 from jaxspec.serving.protocol.base import FieldError
 from jaxspec.serving.protocol.sampling import SamplingFields
+from jaxspec.serving.service import Service
 from jaxspec.structured import StructuredOutput
 
 SEEDS = 2**32
+LEAST_TEMPERATURE = 1e-5  # below it is 0, as in vLLM: logits would not be finite
 MOST_CHARACTERS = 128  # of a token; longer texts need not be tokenized to see that they do not fit
 
 # Fields that mean the same, under the same name.
@@ -42,6 +44,8 @@ def sampling_params(
     for name in _SAME:
         if getattr(request, name) is not None:
             values[name] = getattr(request, name)
+    if 0 < values["temperature"] < LEAST_TEMPERATURE:
+        values["temperature"] = 0.0
     if request.seed is not None:
         values["seed"] = request.seed % SEEDS
     if request.top_k is not None:
@@ -66,12 +70,14 @@ def text_options(request: SamplingFields) -> TextOptions:
     return TextOptions(request.skip_special_tokens, request.include_stop_str_in_output)
 
 
-def tokens_left(prompt: list[int], wanted: int | None, max_length: int, default: int | None) -> int:
+def tokens_left(
+    prompt: list[int], wanted: int | None, service: Service, default: int | None
+) -> int:
     """Most new tokens of a request: what it asks for, ``default``, or (None) all that fit.
 
     Raises ApiError if the prompt, or it and what is asked for, are too long.
     """
-    room = max_length - len(prompt)
+    room, max_length = service.max_length - len(prompt), service.max_length
     if room < 1 or (wanted or 0) > room:
         asked = "" if wanted is None else f" and {wanted} new ones"
         raise ApiError(
@@ -81,16 +87,19 @@ def tokens_left(prompt: list[int], wanted: int | None, max_length: int, default:
             param="prompt" if room < 1 else "max_tokens",
             code="context_length_exceeded",
         )
+    most = room if service.max_new_tokens is None else min(room, service.max_new_tokens)
+    if wanted is not None and wanted > most:
+        raise FieldError("max_tokens", f"at most {most} tokens may be asked for, got {wanted}")
     if wanted is not None:
         return wanted
-    return room if default is None else min(default, room)
+    return most if default is None else min(default, most)
 
 
 def check_length(param: str, prompt: str | Sequence[int], max_length: int) -> None:
     """Raise FieldError for a prompt that is far too long, before any work is done for it."""
     most = max_length * MOST_CHARACTERS if isinstance(prompt, str) else max_length
     if len(prompt) > most:
-        raise FieldError(param, f"the {param} is too long: at most {max_length} tokens fit")
+        raise FieldError(param, f"{param}: too long, at most {max_length} tokens fit")
 
 
 def check_stream(request: SamplingFields) -> None:

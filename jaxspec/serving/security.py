@@ -1,5 +1,7 @@
-"""Middleware that refuses requests early: without a key, or too large."""
+"""Middleware that refuses requests early: without a key, too many, too large or too slow."""
 
+import asyncio
+import contextlib
 import hmac
 from collections.abc import Sequence
 
@@ -7,10 +9,14 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxspec.serving.errors import ApiError
+from jaxspec.serving.rates import Rates
 
 PAGE = ("/", "/style.css", "/tree.js", "/app.js")
 OPEN = (*PAGE, "/health", "/ping", "/version", "/metrics")  # paths that need no key
-MOST_BYTES = 16 * 2**20  # of a body
+MOST_BYTES = 8 * 2**20  # of a body; while JSON is read, nobody else is served
+MOST_SECONDS = 60.0  # until all of it has come
+DRAIN_SECONDS = 0.5
+CLIENT = "jaxspec.client"  # in a request's scope, see client_of
 
 
 class ApiKeys:
@@ -20,26 +26,54 @@ class ApiKeys:
         self._app, self._keys = app, [key.encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN or self._is_known(scope):
+        if scope["type"] != "http" or scope["path"] in OPEN:
             await self._app(scope, receive, send)
+            return
+        key = self._known_key(scope)
+        if key is not None:
+            await self._app({**scope, CLIENT: f"key {key}"}, receive, send)
             return
         headers = {"WWW-Authenticate": "Bearer"}
         kind, code = "authentication_error", "invalid_api_key"
         error = ApiError(401, "a valid API key is needed", kind=kind, code=code, headers=headers)
         await error.response()(scope, receive, send)
 
-    def _is_known(self, scope: Scope) -> bool:
+    def _known_key(self, scope: Scope) -> int | None:
+        """The number of the key that is given, if it is one of ours."""
         given = dict(scope["headers"]).get(b"authorization", b"")
         scheme, _, token = given.partition(b" ")
         equal = [hmac.compare_digest(token.strip(), key) for key in self._keys]  # all of them
-        return scheme.lower() == b"bearer" and any(equal)
+        return equal.index(True) if scheme.lower() == b"bearer" and any(equal) else None
+
+
+def client_of(scope: Scope) -> str:
+    """Who asks: the API key by its number; where there are none, the address."""
+    address = scope.get("client")
+    return scope.get(CLIENT) or (address[0] if address else "")
+
+
+class RateLimit:
+    """Refuses requests of clients that have asked for too much in the last minute."""
+
+    def __init__(self, app: ASGIApp, rates: Rates):
+        self._app, self._rates = app, rates
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in OPEN:
+            try:
+                self._rates.admit(client_of(scope))
+            except ApiError as error:
+                await error.response()(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
 
 
 class BodyLimit:
-    """Refuses bodies of more than ``most`` bytes, before they are read."""
+    """Refuses bodies of more than ``most`` bytes, before they are read, and those that take more
+    than ``seconds`` to come."""
 
-    def __init__(self, app: ASGIApp, most: int = MOST_BYTES):
-        self._app, self._most = app, most
+    def __init__(self, app: ASGIApp, most: int = MOST_BYTES, seconds: float = MOST_SECONDS):
+        self._app, self._most, self._seconds = app, most, seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -47,19 +81,46 @@ class BodyLimit:
             return
         declared = dict(scope["headers"]).get(b"content-length", b"0")
         if not declared.isdigit() or int(declared[:20]) > self._most:
-            await self._error().response()(scope, receive, send)
+            await _drain(receive)
+            await self._too_large().response()(scope, receive, send)
             return
-        read = 0
+        read, is_whole = 0, False
+        until = asyncio.get_running_loop().time() + self._seconds
 
         async def limited() -> Message:
-            nonlocal read
-            message = await receive()
+            nonlocal read, is_whole
+            try:
+                async with asyncio.timeout_at(None if is_whole else until):
+                    message = await receive()
+            except TimeoutError:
+                raise _as_http(self._too_slow()) from None
             read += len(message.get("body", b""))
-            if read > self._most:  # of the kind that FastAPI passes on while it reads a body
-                raise HTTPException(413, self._error().message)
+            is_whole = not message.get("more_body", False)
+            if read > self._most:
+                await _drain(receive)
+                raise _as_http(self._too_large())
             return message
 
         await self._app(scope, limited, send)
 
-    def _error(self) -> ApiError:
-        return ApiError(413, f"the body is larger than {self._most} bytes", code="too_large")
+    def _too_large(self) -> ApiError:
+        message, headers = f"the body is larger than {self._most} bytes", {"Connection": "close"}
+        return ApiError(413, message, code="too_large", headers=headers)
+
+    def _too_slow(self) -> ApiError:
+        message, headers = f"the body took more than {self._seconds:g} s", {"Connection": "close"}
+        return ApiError(408, message, code="too_slow", headers=headers)
+
+
+async def _drain(receive: Receive) -> None:
+    """Take what still comes, for a moment: a client that is sending when the connection closes may
+    never see the answer."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(DRAIN_SECONDS):
+            while (await receive()).get("more_body"):
+                pass
+
+
+def _as_http(error: ApiError) -> HTTPException:
+    """Of the kind that FastAPI passes on while it reads a body."""
+    return HTTPException(error.status, error.message, headers=error.headers)

@@ -21,12 +21,14 @@ class Service:
       tool_format: how the model writes calls of tools, see tools.FORMATS; None: as its chat
         template tells.
       request_timeout: seconds after which a request ends; None: never.
+      max_new_tokens: most tokens that one text may have; None: all that fit.
     """
 
     names: tuple[str, ...]
     chat_template: str | None = None
     tool_format: str | None = None
     request_timeout: float | None = None
+    max_new_tokens: int | None = None
     state: State = "loading"
     created: int = dataclasses.field(default_factory=now)
     _llm: AsyncLLM | ReplicatedLLM | None = None

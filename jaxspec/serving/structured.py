@@ -6,7 +6,8 @@ from jaxspec.serving.protocol.base import FieldError
 from jaxspec.serving.protocol.sampling import SamplingFields, StructuredOutputs
 from jaxspec.structured import StructuredOutput
 
-MOST_CHARACTERS = 100_000  # of a schema, regular expression, grammar or list of choices
+MOST_CHARACTERS = 100_000  # of a schema, regular expression or list of choices
+MOST_OF_GRAMMAR = 30_000  # characters: no limit of the compiler is on reading them
 
 
 def structured_output(request: SamplingFields) -> StructuredOutput | None:
@@ -56,6 +57,7 @@ def _of(given: StructuredOutputs) -> StructuredOutput:
 def _checked(spec: StructuredOutput) -> StructuredOutput:
     texts = (spec.json_schema, spec.regex, spec.grammar, *(spec.choice or ()))
     size = sum(len(text) for text in texts if isinstance(text, str))
-    if size > MOST_CHARACTERS:
-        raise ValueError(f"{size} characters are too many: at most {MOST_CHARACTERS} are compiled")
+    most = MOST_CHARACTERS if spec.grammar is None else MOST_OF_GRAMMAR
+    if size > most:
+        raise ValueError(f"{size} characters are too many: at most {most} are compiled")
     return spec

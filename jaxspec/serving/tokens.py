@@ -34,8 +34,10 @@ async def tokenize(service: Service, request: TokenizeRequest) -> TokenizeRespon
 
 
 async def detokenize(service: Service, request: DetokenizeRequest) -> DetokenizeResponse:
-    """The text of tokens, special ones included. Raises FieldError for unknown tokens."""
+    """The text of tokens, special ones included. Raises FieldError for unknown tokens, and for more
+    than a text may have."""
     service.check_model(request.model)
+    check_length("tokens", request.tokens, service.max_length)
     most = service.llm.llm.params.target.config.vocab_size
     if any(token >= most for token in request.tokens):
         raise FieldError("tokens", f"tokens has one outside 0..{most - 1}")

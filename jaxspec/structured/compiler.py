@@ -4,18 +4,38 @@ import collections
 import importlib
 import json
 import threading
+import time
 from collections.abc import Iterable
+from types import MappingProxyType
 from typing import Any
 
-from jaxspec.structured.matcher import Matcher, one_line
+import numpy as np
+
+from jaxspec.structured.matcher import GrammarError, Matcher, one_line
 from jaxspec.structured.spec import StructuredOutput
+
+# Most that llguidance may do, in its own units. With these numbers no description that was tried
+# took more than 0.3 s of a CPU to compile or to refuse, and no later mask more than 10 ms; with
+# llguidance's own a regular expression of 17 characters took 1.6 s, and a grammar 2 s.
+LIMITS = MappingProxyType(
+    {
+        "initial_lexer_fuel": 200_000,
+        "step_lexer_fuel": 50_000,
+        "step_max_items": 5_000,
+        "max_lexer_states": 50_000,
+        "max_grammar_size": 20_000,
+    }
+)
+MOST_TRIED = 64  # tokens
+MOST_SECONDS = 0.5  # of CPU time, for what the limits do not foresee
 
 
 class GrammarCompiler:
     """Compiles grammars for one model. Threads may share it.
 
-    The compiled grammars are kept, the least recently used is dropped first. Requests of one
-    grammar share what llguidance's lexer has learned, so that later ones find it warm.
+    The compiled grammars are kept, the least recently used is dropped first, and so is the error of
+    one that does not compile. Requests of one grammar share what llguidance's lexer has learned, so
+    that later ones find it warm.
     """
 
     def __init__(
@@ -25,6 +45,7 @@ class GrammarCompiler:
         stop_token_ids: Iterable[int],
         *,
         max_grammars: int = 64,
+        max_seconds: float = MOST_SECONDS,
     ):
         """
         Args:
@@ -33,6 +54,8 @@ class GrammarCompiler:
             allowed.
           stop_token_ids: tokens that may end an output. The device must stop rows at each of them.
           max_grammars: most compiled grammars to keep.
+          max_seconds: CPU time after which a grammar is refused. It is looked at when the grammar
+            is compiled; what ends the work itself are the LIMITS.
 
         Raises ValueError if llguidance is not installed, or does not read the tokenizer, and for
         values out of range.
@@ -53,7 +76,7 @@ class GrammarCompiler:
             raise ValueError(f"structured output: {one_line(str(error))}") from error
         self.vocab_size = vocab_size
         self.stop_token_ids = tuple(stops)
-        self._max_grammars = max_grammars
+        self._max_grammars, self._max_seconds = max_grammars, max_seconds
         self._compiled: collections.OrderedDict[StructuredOutput, Any] = collections.OrderedDict()
         self._lock = threading.Lock()  # guards _compiled
 
@@ -65,30 +88,69 @@ class GrammarCompiler:
     def matcher(self, spec: StructuredOutput) -> Matcher:
         """The matcher of a new request.
 
-        Raises ValueError, in one line, for a grammar that does not compile; it names the keyword of
-        a JSON schema that is not supported.
+        Raises ValueError, in one line, for a grammar that does not compile, or is too large; it
+        names the keyword of a JSON schema that is not supported.
         """
         with self._lock:
             compiled = self._compiled.get(spec)
         if compiled is None:
-            compiled = self._compile(spec)
+            compiled = self._compile_or_refuse(spec)
         with self._lock:
             self._compiled[spec] = compiled
             self._compiled.move_to_end(spec)
             if len(self._compiled) > self._max_grammars:
                 self._compiled.popitem(last=False)
+        if isinstance(compiled, ValueError):
+            raise ValueError(str(compiled))
+        return self._new(compiled)
+
+    def is_known(self, spec: StructuredOutput) -> bool:
+        """Whether ``matcher`` has nothing to compile for this one."""
+        with self._lock:
+            return spec in self._compiled
+
+    def _new(self, compiled: Any) -> Matcher:
         return Matcher(compiled.deep_copy(), self.num_words, frozenset(self.stop_token_ids))
 
+    def _compile_or_refuse(self, spec: StructuredOutput) -> Any:
+        """An llguidance.LLMatcher, or the ValueError that says why there is none."""
+        started = time.thread_time()
+        try:
+            compiled = self._compile(spec)
+            self._try(compiled)
+        except (ValueError, GrammarError) as error:
+            return ValueError(f"{spec.kind}: {error}")
+        if time.thread_time() - started > self._max_seconds:
+            return ValueError(f"{spec.kind}: it takes too long to compile: make it smaller")
+        return compiled
+
     def _compile(self, spec: StructuredOutput) -> Any:
-        limits = self._library.LLParserLimits(verbose_errors=False)
+        limits = self._library.LLParserLimits(verbose_errors=False, **LIMITS)
         try:
             grammar = self._grammar(spec)
-            compiled = self._library.LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
         except ValueError as error:
-            raise ValueError(f"{spec.kind}: {one_line(str(error))}") from error
+            raise ValueError(one_line(str(error))) from error
+        compiled = self._library.LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
         if compiled.is_error():
-            raise ValueError(f"{spec.kind}: {one_line(compiled.get_error())}")
+            raise ValueError(one_line(compiled.get_error()))
         return compiled
+
+    def _try(self, compiled: Any) -> None:
+        """The first mask takes the longest, and tokens show limits that masks do not.
+
+        Goes on while only one token may follow, and one further. Raises GrammarError if the
+        grammar exceeds a limit.
+        """
+        matcher = self._new(compiled)
+        for _ in range(MOST_TRIED):
+            legal = np.flatnonzero(np.unpackbits(matcher.mask().view(np.uint8), bitorder="little"))
+            legal = [int(one) for one in legal[:MOST_TRIED] if one not in self.stop_token_ids]
+            if not legal:
+                return
+            matcher.advance(legal[:1])
+            if len(legal) > 1:
+                matcher.mask()
+                return
 
     def _grammar(self, spec: StructuredOutput) -> str:
         """The description in llguidance's own terms."""

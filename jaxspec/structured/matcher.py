@@ -148,5 +148,5 @@ def _children(parents: list[int], num_nodes: int) -> list[list[int]]:
 def one_line(message: str) -> str:
     """A message of llguidance in one line, without the lines that only point at a place."""
     lines = (line.strip() for line in message.splitlines())
-    text = " ".join(line for line in lines if line.strip("^~ |"))
+    text = " ".join(line for line in lines if line.strip("^~ |") and line != "<non-verbose/>")
     return text if len(text) <= 300 else f"{text[:297]}..."

@@ -63,6 +63,8 @@ def refuse(llm: LLM):
             {"structured_outputs": {"regex": "a", "choice": ["b"]}},
             "structured_outputs",
         ),
+        ("completions", {"allowed_token_ids": [97], "structured_outputs": {"regex": "b+"}}, None),
+        ("completions", {"allowed_token_ids": [True]}, "allowed_token_ids.0"),
         ("chat/completions", {"audio": {}}, "audio"),
         ("chat/completions", {"functions": [{}]}, "functions"),
         ("chat/completions", {"top_logprobs": 2}, "top_logprobs"),
@@ -110,6 +112,15 @@ def test_fields_of_routers_and_hints_are_tolerated(llm: LLM):
         return await client.completions.create(**TEXT, user="me", extra_body=body)
 
     assert with_client(llm, test).choices[0].text
+
+
+def test_a_tiny_temperature_is_none(llm: LLM):
+    async def test(client: Any) -> Any:
+        answers = [client.completions.create(**TEXT, temperature=own) for own in (0, 1e-38)]
+        return [(await answer).choices[0].text for answer in answers]
+
+    first, second = with_client(llm, test)
+    assert first == second
 
 
 def test_another_model_is_not_found(llm: LLM):

@@ -2,14 +2,10 @@
 
 import asyncio
 import contextlib
-import os
-import re
 import signal
 import socket
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -18,79 +14,87 @@ import pytest
 
 from jaxspec.__main__ import main
 from jaxspec.commands.serve import size
+from tests.serve_process import ServeProcess, serve_process
 from tests.served import MODEL
 
-ROOT = Path(__file__).parent.parent.parent
-READY = re.compile(
-    r"serving tiny \((?:2 engines of )?2 rows on .*\) at (http://127\.0\.0\.1:\d+)/v1"
-)
 LIMIT = 120  # seconds
 
 
-@contextlib.contextmanager
 def server(
     model: Path, cache: Path, engines: int = 1
-) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A process that serves, and its address."""
-    command = [
-        *(sys.executable, "-m", "jaxspec", "serve", "--model", str(model), "--port", "0"),
-        *("--max-rows", "2", "--served-model-name", MODEL, "--drafter", "ngram", "--kv-memory"),
-        *("64MiB", "--warm-up", "none", "--compilation-cache", str(cache), "--max-length", "256"),
-        *("--dp", str(engines)),
-    ]
-    devices = f"--xla_force_host_platform_device_count={engines}"
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": devices}
-    with subprocess.Popen(
-        command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True
-    ) as process:
-        try:
-            assert process.stderr is not None
-            shown = ""
-            for line in process.stderr:
-                shown += line
-                if found := READY.search(line):
-                    yield process, found[1]
-                    break
-            else:
-                pytest.fail(f"the server did not start:\n{shown}")
-        finally:
-            process.kill()
+) -> contextlib.AbstractContextManager[ServeProcess]:
+    """A process that serves two rows, with each of its engines."""
+    return serve_process(
+        *("--model", str(model), "--max-rows", "2", "--served-model-name", MODEL),
+        *("--drafter", "ngram", "--kv-memory", "64MiB", "--max-length", "256"),
+        *("--warm-up", "none", "--compilation-cache", str(cache), "--dp", str(engines)),
+        devices=engines,
+    )
+
+
+async def texts_under_sigterm(own: ServeProcess, count: int) -> list[str | None]:
+    """How so many requests end, half of them streams, that began before the signal."""
+    request = {"model": MODEL, "max_tokens": 100, "temperature": 0}
+    async with openai.AsyncOpenAI(base_url=f"{own.address}/v1", api_key="none") as client:
+
+        async def whole(index: int) -> str | None:
+            answer = await client.completions.create(**request, prompt=f"abc{index}")
+            return answer.choices[0].finish_reason
+
+        async def streamed(index: int) -> str | None:
+            stream = await client.completions.create(**request, prompt=f"abc{index}", stream=True)
+            return [chunk async for chunk in stream][-1].choices[0].finish_reason
+
+        kinds = (whole, streamed)
+        tasks = [asyncio.create_task(kinds[index % 2](index)) for index in range(count)]
+        while own.metric("num_requests_running") + own.metric("num_requests_waiting") < count:
+            await asyncio.sleep(0.05)
+        own.process.send_signal(signal.SIGTERM)
+        return list(await asyncio.gather(*tasks))
 
 
 @pytest.mark.slow
 def test_sigterm_lets_requests_end_and_a_second_one_does_not(model: Path, tmp_path: Path):
-    request = {"model": MODEL, "prompt": "abcabc", "max_tokens": 200, "temperature": 0}
+    with server(model, tmp_path) as own:
+        assert httpx.get(f"{own.address}/health").json() == {"status": "ready"}
+        reasons = asyncio.run(texts_under_sigterm(own, 16))
+        assert set(reasons) <= {"length", "stop"} and len(reasons) == 16
+        assert own.process.wait(LIMIT) == 0
 
-    async def drain(process: subprocess.Popen[str], address: str) -> None:
-        async with openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="none") as client:
-            assert httpx.get(f"{address}/health").json() == {"status": "ready"}
-            stream = await client.completions.create(**request, stream=True)
-            chunks = [await anext(aiter(stream))]
-            process.send_signal(signal.SIGTERM)
-            chunks += [chunk async for chunk in stream]
-            assert chunks[-1].choices[0].finish_reason == "length"
-
-    with server(model, tmp_path) as (process, address):
-        asyncio.run(drain(process, address))
-        assert process.wait(LIMIT) == 0
-
-    with server(model, tmp_path) as (process, address), unfinished_request(address):
+    with server(model, tmp_path) as own, unfinished_request(own.address):
         time.sleep(0.5)
-        process.send_signal(signal.SIGTERM)
+        own.process.send_signal(signal.SIGTERM)
         time.sleep(1)
-        assert process.poll() is None  # it waits for the rest of the request
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(LIMIT) == 0
+        assert own.process.poll() is None  # it waits for the rest of the request
+        with pytest.raises(httpx.ConnectError):  # and takes no other
+            httpx.get(f"{own.address}/health")
+        own.process.send_signal(signal.SIGTERM)
+        assert own.process.wait(LIMIT) == 0
+
+
+@pytest.mark.slow
+def test_after_kill_9_it_serves_again(model: Path, tmp_path: Path):
+    """The stored programs are used again."""
+    request = {"model": MODEL, "prompt": "abc", "max_tokens": 8, "temperature": 0}
+    texts = []
+    for _ in range(2):
+        started = time.perf_counter()
+        with server(model, tmp_path) as own:
+            print(f"ready after {time.perf_counter() - started:.1f} s")
+            answer = httpx.post(f"{own.address}/v1/completions", json=request, timeout=LIMIT)
+            texts.append(answer.json()["choices"][0]["text"])
+            own.process.kill()
+    assert texts[0] == texts[1]
 
 
 @pytest.mark.slow
 def test_sigterm_lets_the_requests_of_all_engines_end(model: Path, tmp_path: Path):
     request = {"model": MODEL, "prompt": ["abcabc", "xyz"], "max_tokens": 200, "temperature": 0}
 
-    async def drain(process: subprocess.Popen[str], address: str) -> tuple[list[str], list[str]]:
-        async with openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="none") as client:
+    async def drain(own: ServeProcess) -> tuple[list[str], list[str]]:
+        async with openai.AsyncOpenAI(base_url=f"{own.address}/v1", api_key="none") as client:
             whole = await client.completions.create(**request)
-            metrics = httpx.get(f"{address}/metrics", timeout=LIMIT).text
+            metrics = httpx.get(f"{own.address}/metrics", timeout=LIMIT).text
             for engine in (0, 1):  # each has generated one of the two
                 count = f'generation_tokens_total{{engine="{engine}",model_name="tiny"}} 200.0'
                 assert count in metrics
@@ -98,13 +102,13 @@ def test_sigterm_lets_the_requests_of_all_engines_end(model: Path, tmp_path: Pat
             texts = ["", ""]
             async for chunk in stream:
                 if not any(texts):
-                    process.send_signal(signal.SIGTERM)
+                    own.process.send_signal(signal.SIGTERM)
                 texts[chunk.choices[0].index] += chunk.choices[0].text
             return texts, [choice.text for choice in whole.choices]
 
-    with server(model, tmp_path, engines=2) as (process, address):
-        streamed, whole = asyncio.run(drain(process, address))
-        assert streamed == whole and process.wait(LIMIT) == 0
+    with server(model, tmp_path, engines=2) as own:
+        streamed, whole = asyncio.run(drain(own))
+        assert streamed == whole and own.process.wait(LIMIT) == 0
 
 
 def unfinished_request(address: str) -> socket.socket:

@@ -1,6 +1,7 @@
 """Masks of tree nodes: each equals the mask of a fresh matcher that was fed the node's path."""
 
 import random
+import time
 
 import numpy as np
 import pytest
@@ -173,6 +174,34 @@ def test_bad_grammars_are_one_line_errors(given, message: str):
     with pytest.raises(ValueError) as error:
         compiler().matcher(StructuredOutput(**given))
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"regex": "(a{1000}){1000}"},
+        {"regex": "x(a{1000}){1000}"},
+        {"json_schema": {"type": "string", "pattern": "^(a{1000}){1000}$"}},
+        {"json_schema": {"multipleOf": 999983, "minimum": 1, "maximum": 10**15, "type": "integer"}},
+        {"grammar": "start: " + "r " * 12_000 + '\nr: "a"? "b"?'},
+    ],
+    ids=["regex", "after a token", "pattern", "number", "grammar"],
+)
+def test_what_is_too_large_is_refused_soon(given):
+    own, spec = compiler(), StructuredOutput(**given)
+    started = time.thread_time()
+    for _ in range(2):  # the second time it is known
+        with pytest.raises(ValueError, match=rf"^{spec.kind}: [^\n]*$"):
+            own.matcher(spec)
+        assert own.is_known(spec)
+    assert time.thread_time() - started < 0.8
+
+
+def test_what_takes_too_long_is_refused():
+    text = tokenizer().backend_tokenizer.to_str()
+    own = GrammarCompiler(text, VOCAB, [END], max_seconds=0)
+    with pytest.raises(ValueError, match="regex: it takes too long to compile"):
+        own.matcher(StructuredOutput(regex="[a-z]+"))
 
 
 def test_few_grammars_are_kept():

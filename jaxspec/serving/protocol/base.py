@@ -25,6 +25,8 @@ HINTS = frozenset(
     {"metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user"}
 )
 
+MOST_FIELDS = 200  # each unknown one would be an error of its own
+
 # Fields that cannot be honoured: the values that ask for nothing (besides null), and what to do.
 type Refused = Mapping[str, tuple[tuple[Any, ...], str]]
 
@@ -71,6 +73,8 @@ class RequestBody(BaseModel):
     def _without_idle_fields(cls, body: Any) -> Any:
         if not isinstance(body, dict):
             return body
+        if len(body) > MOST_FIELDS:
+            raise FieldError("body", f"{len(body)} fields are more than {MOST_FIELDS}")
         return {name: value for name, value in body.items() if not cls._is_idle(name, value)}
 
     @classmethod

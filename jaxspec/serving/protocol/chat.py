@@ -1,9 +1,9 @@
 """`/v1/chat/completions`."""
 
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import FailFast, Field
 
 from jaxspec.serving.protocol.base import REFUSED, Refused, RequestBody, ResponseBody
 from jaxspec.serving.protocol.sampling import (
@@ -12,6 +12,8 @@ from jaxspec.serving.protocol.sampling import (
     Speculation,
     Usage,
 )
+
+MOST_TOOLS = 128
 
 
 class Function(RequestBody):
@@ -33,6 +35,9 @@ class NamedFunction(RequestBody):
 class NamedTool(RequestBody):
     type: Literal["function"] = "function"
     function: NamedFunction
+
+
+type Tools = Annotated[list[Tool], FailFast(), Field(max_length=MOST_TOOLS)]
 
 
 class ChatRequest(SamplingFields):
@@ -60,7 +65,7 @@ class ChatRequest(SamplingFields):
     max_completion_tokens: int | None = None
     logprobs: bool | None = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    tools: list[Tool] | None = None
+    tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = True
     reasoning_effort: str | None = None

@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, FailFast, Field
 
-from jaxspec.serving.protocol.base import REFUSED, Refused, ResponseBody
+from jaxspec.serving.protocol.base import REFUSED, FieldError, Refused, ResponseBody
 from jaxspec.serving.protocol.sampling import (
     PromptLogprobs,
     SamplingFields,
@@ -18,6 +18,18 @@ from jaxspec.serving.protocol.sampling import (
 
 type TokenIdLists = Annotated[list[TokenIds], FailFast()]
 DEFAULT_MAX_TOKENS = 16
+MOST_PROMPTS = 128
+
+
+def _few(prompts: Any) -> Any:
+    """Seen before each is looked at. Raises FieldError for too many."""
+    if (
+        isinstance(prompts, list)
+        and len(prompts) > MOST_PROMPTS
+        and not isinstance(prompts[0], int)
+    ):
+        raise FieldError("prompt", f"{len(prompts)} prompts are more than {MOST_PROMPTS}")
+    return prompts
 
 
 class CompletionRequest(SamplingFields):
@@ -29,7 +41,11 @@ class CompletionRequest(SamplingFields):
         }
     )
 
-    prompt: Annotated[str | TokenIds | Texts | TokenIdLists, Field(union_mode="left_to_right")]
+    prompt: Annotated[
+        str | TokenIds | Texts | TokenIdLists,
+        Field(union_mode="left_to_right"),
+        BeforeValidator(_few),
+    ]
     best_of: int | None = Field(None, ge=1, le=128)
     echo: bool | None = False
     # Routers send false for "none".

@@ -6,15 +6,31 @@ from pydantic import BeforeValidator, ConfigDict, FailFast, Field
 
 from jaxspec.serving.protocol.base import RequestBody, ResponseBody
 
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31, strict=True)]  # no "1", and no true
 type TokenIds = Annotated[list[TokenId], FailFast()]
 type Texts = Annotated[list[str], FailFast()]
 
 
+# Most of each: more of them would take the server's time before they are refused, or kept.
+MOST_STOPS = 64
+MOST_STOP_CHARACTERS = 1000
+MOST_STOP_TOKENS = 1024
+MOST_BIASES = 16_384
+MOST_ALLOWED = 2**18
+MOST_SALT_CHARACTERS = 1000
+type Stop = Annotated[str, Field(max_length=MOST_STOP_CHARACTERS)]
+type Stops = Annotated[list[Stop], FailFast(), Field(max_length=MOST_STOPS)]
+
+
 def _bias(value: Any) -> Any:
-    """OpenAI's object of token ids as strings, with integer keys."""
+    """OpenAI's object of token ids as strings, with integer keys.
+
+    Raises ValueError for too many.
+    """
     if not isinstance(value, dict):
         return value
+    if len(value) > MOST_BIASES:
+        raise ValueError(f"at most {MOST_BIASES} tokens may have a bias")
     return {int(key) if str(key).isdecimal() else key: bias for key, bias in value.items()}
 
 
@@ -48,8 +64,8 @@ class SamplingFields(RequestBody):
     seed: int | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
-    stop: str | Texts | None = None
-    stop_token_ids: TokenIds | None = None
+    stop: Stop | Stops | None = None
+    stop_token_ids: TokenIds | None = Field(None, max_length=MOST_STOP_TOKENS)
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
@@ -57,13 +73,13 @@ class SamplingFields(RequestBody):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: Annotated[dict[int, float], BeforeValidator(_bias)] | None = None
-    allowed_token_ids: TokenIds | None = None
+    allowed_token_ids: TokenIds | None = Field(None, max_length=MOST_ALLOWED)
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = Field(None, ge=1)
     structured_outputs: StructuredOutputs | None = None
     response_format: dict[str, Any] | None = None
     priority: int | None = None
-    cache_salt: str | None = None
+    cache_salt: str | None = Field(None, max_length=MOST_SALT_CHARACTERS)
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None

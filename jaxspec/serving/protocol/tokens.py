@@ -1,6 +1,8 @@
 """`/tokenize` and `/detokenize`."""
 
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from jaxspec.serving.protocol.base import RequestBody, ResponseBody
 from jaxspec.serving.protocol.sampling import TokenIds
@@ -11,7 +13,7 @@ class TokenizeRequest(RequestBody):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1)] | None = None
     add_generation_prompt: bool = True
     return_token_strs: bool = False
 

@@ -1,0 +1,150 @@
+"""A mixed load on a server of the built-in model, a part of whose clients is killed.
+
+`python -m tests.http_load --seconds 600` prints what happens in ten minutes.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import json
+import random
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import httpx
+
+from tests.serve_process import ServeProcess, serve_process
+
+PROMPTS = (
+    "def read_config(path):\n",
+    "class Stack:\n    def __init__(self):\n",
+    "import os\n\n\ndef walk(folder):\n    for name in os.listdir(folder):\n",
+    "for name in names:\n    print(",
+    "def fib(n):\n    if n < 2:\n        return n\n" * 4,
+    "# a long file\n" + "x = compute(x, 1)\n" * 16,
+)
+OPTIONS: Sequence[dict[str, Any]] = (
+    {"temperature": 0},
+    {"temperature": 0.8, "top_p": 0.9},
+    {"temperature": 1.0, "top_k": 20, "presence_penalty": 0.5},
+    {"temperature": 0, "logprobs": 2},
+    {"temperature": 1.0, "stop": ["\n\n", "return"]},
+    {"temperature": 0.7, "n": 2},
+    {"temperature": 0, "structured_outputs": {"regex": "[a-z]{5,12}"}},
+    {"temperature": 1.0, "repetition_penalty": 1.2, "min_tokens": 4},
+)
+SERVER = ("--max-rows", "8", "--max-length", "256", "--warm-up", "full", "--no-trees")
+LIMIT = 300  # seconds of one request
+COMPILED = "programs_compiled_total"
+
+
+def requests(count: int) -> list[dict[str, Any]]:
+    """Different ones."""
+    rng = random.Random(0)
+    return [
+        {
+            "prompt": rng.choice(PROMPTS),
+            "max_tokens": rng.choice((4, 16, 32, 64)),
+            "seed": index,
+            "stream": rng.random() < 0.5,
+            **OPTIONS[index % len(OPTIONS)],
+        }
+        for index in range(count)
+    ]
+
+
+async def answer(http: httpx.AsyncClient, request: dict[str, Any]) -> list[str]:
+    """The text of each choice. Raises RuntimeError for any error."""
+    if not request["stream"]:
+        whole = await http.post("/v1/completions", json=request)
+        if whole.status_code != 200:
+            raise RuntimeError(f"{whole.status_code}: {whole.text}")
+        return [choice["text"] for choice in whole.json()["choices"]]
+    texts = [""] * request.get("n", 1)
+    async with http.stream("POST", "/v1/completions", json=request) as stream:
+        async for line in stream.aiter_lines():
+            data = line.removeprefix("data: ")
+            if not data or data == "[DONE]":
+                continue
+            event = json.loads(data)
+            if "choices" not in event:
+                raise RuntimeError(data)
+            for choice in event["choices"]:
+                texts[choice["index"]] += choice["text"]
+    return texts
+
+
+@dataclasses.dataclass
+class Report:
+    """``wrong``: requests that failed, or whose text is not the one that they get alone."""
+
+    requests: int = 0
+    killed: int = 0
+    seconds: float = 0.0
+    compiled: int = 0  # during the load
+    resident: list[int] = dataclasses.field(default_factory=list)  # MiB, every half minute
+    wrong: list[str] = dataclasses.field(default_factory=list)
+
+
+async def load(
+    server: ServeProcess, count: int, seconds: float, clients: int, different: int = 64
+) -> Report:
+    """Send so many requests, and go on for so long."""
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=server.address, timeout=LIMIT, limits=limits) as http:
+        kinds = requests(different)
+        alone = [await answer(http, kind) for kind in kinds]
+        report, rng, compiled = Report(), random.Random(1), server.metric(COMPILED)
+        started = time.perf_counter()
+
+        async def client() -> None:
+            while report.requests < count or time.perf_counter() - started < seconds:
+                report.requests += 1
+                which, dies, after = rng.randrange(different), rng.random() < 0.1, rng.random()
+                if dies:
+                    report.killed += 1
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(2 * after):
+                            await answer(http, kinds[which])
+                    continue
+                try:
+                    texts = await answer(http, kinds[which])
+                    if texts != alone[which]:
+                        report.wrong.append(f"{kinds[which]}: {texts} is not {alone[which]}")
+                except (RuntimeError, httpx.HTTPError) as error:
+                    report.wrong.append(f"{kinds[which]}: {error!r}")
+
+        async def watch() -> None:
+            while True:
+                report.resident.append(server.resident())
+                await asyncio.sleep(30)
+
+        watching = asyncio.create_task(watch())
+        await asyncio.gather(*(client() for _ in range(clients)))
+        watching.cancel()
+        report.seconds = time.perf_counter() - started
+        report.resident.append(server.resident())
+        report.compiled = int(await asyncio.to_thread(server.metric, COMPILED) - compiled)
+        return report
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument("--seconds", type=float, default=0)
+    parser.add_argument("--clients", type=int, default=64)
+    parser.add_argument("--cache", required=True, help="folder of compiled programs")
+    arguments = parser.parse_args()
+    started = time.perf_counter()
+    with serve_process(*SERVER, "--compilation-cache", arguments.cache) as server:
+        print(f"ready after {time.perf_counter() - started:.1f} s", flush=True)
+        report = asyncio.run(load(server, arguments.requests, arguments.seconds, arguments.clients))
+        running = [server.metric(f"num_requests_{one}") for one in ("running", "waiting")]
+    print(json.dumps(dataclasses.asdict(report)))
+    print(f"left running, waiting: {running}")
+
+
+if __name__ == "__main__":
+    main()
