@@ -15,6 +15,11 @@ from jaxspec import tokenizer
 from tests.marks import slow
 
 ROOT = Path(__file__).parent.parent
+# Runs a command that heeds SIGINT, which a shell's background jobs ignore.
+AS_IN_A_TERMINAL = (
+    "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); "
+    "os.execv(sys.argv[1], sys.argv[1:])"
+)
 HEAVY = ("jax", "numpy", "transformers", "flax", "huggingface_hub")
 
 
@@ -73,7 +78,11 @@ def test_ctrl_c_while_modules_load_is_one_line(program: list[str], module: str):
     """SIGINT, sent when Python says that it has imported a module."""
     command = [sys.executable, "-X", "importtime", *program]
     with subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", AS_IN_A_TERMINAL, *command],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     ) as process:
         assert process.stderr is not None
         for line in process.stderr:

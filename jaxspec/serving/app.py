@@ -100,7 +100,7 @@ def _add_status(app: FastAPI, service: Service, metrics: Metrics) -> None:
     @app.get("/health")
     @app.get("/ping")
     async def health() -> Response:
-        _ = service.llm  # or the state, and 503
+        service.check_ready()  # or the state, and 503
         return JSONResponse({"status": service.state})
 
     @app.get("/version")

@@ -123,6 +123,7 @@ async def stream(
 
 
 async def _plan(service: Service, request: ChatRequest) -> _Plan:
+    service.check_ready()
     service.check_model(request.model)
     _check_together(request)
     tools = offered_tools(request)

@@ -116,6 +116,7 @@ async def stream(
 
 
 async def _plan(service: Service, request: CompletionRequest) -> _Plan:
+    service.check_ready()
     service.check_model(request.model)
     _check_together(request)
     tokens = await service.llm.tokenize(_prompts(request, service.max_length))

@@ -45,8 +45,8 @@ class Service:
 
     @property
     def llm(self) -> AsyncLLM | ReplicatedLLM:
-        """Raises NotReady."""
-        if self._llm is None or self.state != "ready":
+        """Also while the server ends, for what is under way. Raises NotReady while it loads."""
+        if self._llm is None:
             raise NotReady(self.state)
         return self._llm
 
@@ -65,6 +65,11 @@ class Service:
     @property
     def max_length(self) -> int:
         return self.llm.llm.engine.cache.max_length
+
+    def check_ready(self) -> None:
+        """Raise NotReady if no request may begin."""
+        if self.state != "ready":
+            raise NotReady(self.state)
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError for a model that is not served here."""
