@@ -76,6 +76,7 @@ def scheduler_limits(params: EngineParams, sizes: Sizes, config: EngineConfig) -
         largest_read=sizes.max_chunk,
         max_rounds=sizes.fixed_rounds or sizes.max_rounds,
         runs_all_rounds=sizes.fixed_rounds > 0,
+        unseen_rounds=1 if config.adaptive else None,
         max_queue=config.max_queue,
         watermark=0.0 if holds_all else Limits.watermark,
         prefix_caching=config.prefix_caching,

@@ -56,10 +56,14 @@ class Programs:
         self.compiled, self.compile_seconds, self.sealed = 0, 0.0, False
         choices, logprobs = ("columns", "greedy", "controls"), ("logprobs", "top_logprobs")
         reading = ("width", "prompt_logprobs", "order_invariant", *choices, *logprobs)
-        options = compiler_options(params.target.embed, deterministic=sizes.fixed)
-        jit = functools.partial(jax.jit, donate_argnums=1, compiler_options=options)
+        options = functools.partial(
+            compiler_options, params.target.embed, deterministic=sizes.fixed
+        )
+        jit = functools.partial(jax.jit, donate_argnums=1, compiler_options=options())
         self.admit_rows = jit(functional.admit, static_argnames="may_wait")
-        self.prefill = jit(functional.prefill, static_argnames=reading)
+        self.prefill = jit(
+            functional.prefill, static_argnames=reading, compiler_options=options(reads=True)
+        )
         choices = ("shape", *choices)
         decoding = ("max_rounds", "fixed", "trees", *choices, *logprobs)
         self.decode = jit(functional.decode, static_argnames=decoding)

@@ -29,6 +29,8 @@ class Limits:
       runs_all_rounds: a call runs all its rounds, even if every row ends before.
       masked_rounds: most rounds of a call beside masked rows, which run one.
       waiting_rounds: most rounds of a call while a request waits for a row or for pages.
+      unseen_rounds: most rounds of a call most of whose rows have shown no round yet; None: any.
+        What such rows accept is not known, so an adaptive engine may choose the wrong tree.
       max_queue: most requests that may wait; None: any number.
       watermark: share of a shard's pages that an admission leaves available for running sequences.
       prefix_caching: whether requests use the pages of earlier ones.
@@ -54,6 +56,7 @@ class Limits:
     runs_all_rounds: bool = False
     masked_rounds: int = 8
     waiting_rounds: int = 1
+    unseen_rounds: int | None = None
     max_queue: int | None = None
     watermark: float = 0.01
     prefix_caching: bool = True
@@ -80,7 +83,7 @@ class Limits:
                 f"prefill_budget must be at least num_rows={self.num_rows}, so that every reading "
                 f"row gets a token, got {self.prefill_budget}"
             )
-        for name in ("max_queue", "largest_read"):
+        for name in ("max_queue", "largest_read", "unseen_rounds"):
             if getattr(self, name) is not None:
                 check_count(name, getattr(self, name))
         if not 0 <= self.watermark < 1:

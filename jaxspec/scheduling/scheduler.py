@@ -5,6 +5,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Iterable, Mapping
 
+from jaxspec.scheduling.call_rounds import CallRounds
 from jaxspec.scheduling.draft import Draft, Flight
 from jaxspec.scheduling.pages import PageUsage, page_usage, pages_for
 from jaxspec.scheduling.plan import (
@@ -20,8 +21,6 @@ from jaxspec.scheduling.plan import (
 from jaxspec.scheduling.preemption import HostMemory, PreemptionCosts
 from jaxspec.scheduling.sequence import Request, Sequence, State
 from jaxspec.scheduling.shard import Placement, Shard
-
-REMEMBERED = 0.98  # share of earlier tokens and rounds in a mean, after each further row
 
 
 class Scheduler:
@@ -53,8 +52,7 @@ class Scheduler:
         self._in_flight: deque[tuple[int, dict[int, Flight]]] = deque()
         self._num_added = 0
         self._num_planned = 0
-        self._rounds = 1  # of the next call while nothing waits
-        self._seen_tokens, self._seen_rounds = 1.0, 1.0  # lately, for the mean tokens of a round
+        self._rounds = CallRounds(limits)
 
     @property
     def num_waiting(self) -> int:
@@ -158,8 +156,7 @@ class Scheduler:
                 continue
             self._advance(flight, result)
             if not result.ended and flight.least:
-                self._seen_tokens = REMEMBERED * self._seen_tokens + len(result.tokens)
-                self._seen_rounds = REMEMBERED * self._seen_rounds + flight.least
+                self._rounds.observe(len(result.tokens), flight.least)
             if result.tokens or result.ended:
                 deliveries.append(Delivery(sequence.request_id, result.tokens, result.ended))
         return deliveries
@@ -296,21 +293,23 @@ class Scheduler:
             draft.add_flight(sequence, least=int(is_read), most=int(is_read))
 
     def _decode(self, draft: Draft, most_rounds: int) -> None:
-        """Let all rows decode for as many rounds as the load and the pages allow."""
+        """Let all rows decode for as many rounds as the load and the pages allow.
+
+        Where all of them end their prompts in this plan, they decode in the next one, which is
+        launched before this one's results are read: so first tokens wait for no round.
+        """
         groups = [
             [s for s in shard.running if s.state is State.DECODING and not s.is_surely_done]
             for shard in self.shards
         ]
         if not any(groups):
             return
-        rounds = self._rounds_for_load(bool(draft.reads))
-        rounds = min(rounds, most_rounds, max(s.most_rounds for group in groups for s in group))
-        if self.limits.runs_all_rounds:
-            rate = self._seen_tokens / self._seen_rounds
-            expected = max(s.expected_rounds(rate) for group in groups for s in group)
-            rounds = max(1, min(rounds, expected))
-        if any(s.request.masked for group in groups for s in group):
-            rounds = min(rounds, self.limits.masked_rounds)
+        reading = {read.row for read in draft.reads}
+        running = [sequence for group in groups for sequence in group]
+        waits = bool(self._waiting)
+        rounds = self._rounds.choose(running, most_rounds, reads=bool(reading), waits=waits)
+        if all(sequence.row in reading for sequence in running):
+            return
         while rounds > 1 and any(
             sum(shard.missing(s, rounds) for s in group) > shard.pages.available
             for shard, group in zip(self.shards, groups, strict=True)
@@ -325,16 +324,6 @@ class Scheduler:
                 rows = draft.masked_rows if sequence.request.masked else draft.decode_rows
                 rows.append(sequence.row)
                 draft.add_flight(sequence, least=own, most=own * self.limits.tokens_per_round)
-
-    def _rounds_for_load(self, is_reading: bool) -> int:
-        """Few rounds while a row reads or a request waits, else more from call to call."""
-        limits = self.limits
-        if is_reading or self._waiting:
-            self._rounds = limits.max_rounds if limits.runs_all_rounds else 1
-            return 1 if is_reading else min(limits.waiting_rounds, limits.max_rounds)
-        rounds = self._rounds
-        self._rounds = min(2 * rounds, limits.max_rounds)
-        return rounds
 
     def _launch(self, draft: Draft) -> Plan:
         """The finished plan. Its calls are in flight from now on."""

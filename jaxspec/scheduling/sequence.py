@@ -145,6 +145,11 @@ class Sequence:
         """Rounds after those in flight until it ends, at so many tokens a round."""
         return math.ceil((self.limit - len(self.tokens)) / max(1.0, rate)) - self.least
 
+    @property
+    def is_unseen(self) -> bool:
+        """Whether no round since it read its tokens has shown what it accepts."""
+        return len(self.tokens) <= self.goal + 1
+
     def slots(self, rounds: int, tokens_per_round: int, scratch_slots: int) -> int:
         """Slots that it may write in a call of so many rounds, those before included."""
         return min(self.most_context + rounds * tokens_per_round, self.limit) + scratch_slots

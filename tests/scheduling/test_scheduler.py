@@ -176,7 +176,20 @@ def test_readers_share_the_budget_and_short_prompts_do_not_wait_for_a_long_one()
         run.add(prompt(5, first))
     plan = run.step()
     assert [read.count for read in plan.reads] == [22, 5, 5]
-    assert len(plan.decode_rows) == 2  # who has read its prompt decodes in the same plan
+    assert not plan.decode_rows  # no row decoded before: the first tokens wait for no round
+    plan = run.step()
+    assert (len(plan.reads), len(plan.decode_rows)) == (1, 2)
+    run.finish()
+
+
+def test_rows_that_decode_do_not_wait_for_those_that_read():
+    run = Run(made(prefix_caching=False))
+    run.add(prompt(5))
+    run.step()
+    run.step()
+    run.add(prompt(5, 2))
+    plan = run.step()
+    assert (len(plan.reads), len(plan.decode_rows), plan.rounds) == (1, 2, 1)
     run.finish()
 
 
@@ -210,7 +223,7 @@ def test_a_long_prompt_comes_through_beside_an_endless_stream_of_short_ones():
 def test_rounds_grow_while_nothing_waits_and_fall_back_for_a_newcomer():
     run = Run(made(max_length=400, num_pages=400, tokens_per_round=1))
     long_texts(run, 1, max_tokens=60)
-    assert [run.step().rounds for _ in range(6)] == [1, 1, 2, 4, 8, 8]
+    assert [run.step().rounds for _ in range(6)] == [0, 1, 2, 4, 8, 8]
     run.add(prompt(40, 3), max_tokens=30)
     assert [run.step().rounds for _ in range(4)] == [1, 1, 1, 2]
     run.finish()
@@ -299,18 +312,21 @@ def test_updates_come_in_the_order_of_plans_and_within_their_bounds():
     later = run.scheduler.plan(0)
     with pytest.raises(ValueError, match="plan 1 is updated, but the next one is 0"):
         run.scheduler.update(later, [])
-    with pytest.raises(ValueError, match="row 0 emitted 5 tokens, planned were at most 4"):
-        run.scheduler.update(plan, [RowResult(0, (1, 2, 3, 4, 5))])
+    with pytest.raises(ValueError, match="row 0 emitted 2 tokens, planned were at most 1"):
+        run.scheduler.update(plan, [RowResult(0, (1, 2))])
     with pytest.raises(ValueError, match="row 3 emitted 1 tokens, planned were at most 0"):
         run.scheduler.update(plan, [RowResult(3, (1,))])
-    assert run.scheduler.update(plan, [RowResult(0, (1, 2))])[0].tokens == (1, 2)
+    assert run.scheduler.update(plan, [RowResult(0, (1,))])[0].tokens == (1,)
+    assert run.scheduler.update(later, [RowResult(0, (1, 2))])[0].tokens == (1, 2)
 
 
 def test_a_failed_row_ends_and_the_prefix_cache_learns_nothing_more_of_it():
     run = Run(LIMITS)
     name = run.add(prompt(20), max_tokens=30)
     plan = run.scheduler.plan(0)
-    run.scheduler.update(plan, [RowResult(0, (1, 2, 3, 4), pending=3)])  # 5 pages settled
+    run.scheduler.update(plan, [RowResult(0, (1,))])
+    plan = run.scheduler.plan(0)
+    run.scheduler.update(plan, [RowResult(0, (2, 3, 4), pending=3)])  # 5 pages settled
     later = run.scheduler.plan(0)
     run.scheduler.update(later, [RowResult(0, (5, 6), pending=2)])  # of 25 tokens 23 settled
     last = run.scheduler.plan(0)
@@ -632,3 +648,16 @@ def test_few_rounds_are_wasted_where_a_call_runs_all_its_rounds(lag: int):
     run.finish(lag)
     assert sum(plan.rounds for plan in run.plans) <= 1.1 * 600 / 2  # a round gives 2 on average
     assert len(run.plans) < 30
+
+
+def test_calls_are_short_until_most_rows_have_shown_a_round():
+    run = Run(made(runs_all_rounds=True, max_rounds=8, unseen_rounds=1))
+    for first in range(3):
+        run.add(prompt(5, first), max_tokens=60)
+    plans = [run.step(lag=1) for _ in range(5)]
+    # Reads; a round; another, planned before the first was seen; then long calls.
+    assert [plan.rounds for plan in plans] == [0, 1, 1, 8, 8]
+    run.add(prompt(5, 3), max_tokens=60)
+    run.step(lag=1)
+    assert run.step(lag=1).rounds > 1  # one of four is new
+    run.finish()

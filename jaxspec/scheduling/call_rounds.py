@@ -1,0 +1,50 @@
+"""How many rounds a call runs."""
+
+from collections.abc import Collection
+
+from jaxspec.scheduling.plan import Limits
+from jaxspec.scheduling.sequence import Sequence
+
+REMEMBERED = 0.98  # share of earlier tokens and rounds in a mean, after each further row
+
+
+class CallRounds:
+    """Few rounds while a row reads or a request waits, else more from call to call."""
+
+    def __init__(self, limits: Limits):
+        self.limits = limits
+        self._next = 1  # while nothing waits
+        self._tokens, self._rounds = 1.0, 1.0  # lately, for the mean tokens of a round
+
+    def observe(self, tokens: int, rounds: int) -> None:
+        """A row got so many tokens in a call of so many rounds."""
+        self._tokens = REMEMBERED * self._tokens + tokens
+        self._rounds = REMEMBERED * self._rounds + rounds
+
+    def choose(self, rows: Collection[Sequence], most: int, *, reads: bool, waits: bool) -> int:
+        """Rounds of the next call of these rows, if there are pages for so many.
+
+        Args:
+          most: the caller's limit.
+          reads: whether a row reads its prompt in the same plan.
+          waits: whether a request waits for a row or for pages.
+        """
+        limits = self.limits
+        rounds = min(self._for_load(reads, waits), most, max(row.most_rounds for row in rows))
+        if limits.runs_all_rounds:
+            rate = self._tokens / self._rounds
+            rounds = max(1, min(rounds, max(row.expected_rounds(rate) for row in rows)))
+        if any(row.request.masked for row in rows):
+            rounds = min(rounds, limits.masked_rounds)
+        if limits.unseen_rounds and 2 * sum(row.is_unseen for row in rows) > len(rows):
+            rounds = min(rounds, limits.unseen_rounds)
+        return rounds
+
+    def _for_load(self, reads: bool, waits: bool) -> int:
+        limits = self.limits
+        if reads or waits:
+            self._next = limits.max_rounds if limits.runs_all_rounds else 1
+            return 1 if reads else min(limits.waiting_rounds, limits.max_rounds)
+        rounds = self._next
+        self._next = min(2 * rounds, limits.max_rounds)
+        return rounds
