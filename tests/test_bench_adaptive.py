@@ -70,7 +70,8 @@ def test_the_command_prints_tables_and_json(monkeypatch, capsys):
     ("arguments", "message"),
     [
         (["--clients", "0"], "must be at least 1"),
-        (["--seconds", "0"], "--seconds must be positive"),
+        (["--seconds", "-1"], "--seconds, --settle and --phase-seconds must be at least 0"),
+        (["--seconds", "0", "--phase-seconds", "0"], "there is nothing to run"),
         (["--trees", "chain:1,chain:3"], "--trees must begin with plain"),
         (["--trees", "plain"], "--trees must begin with plain"),
         (["--levels", "2"], "acceptance levels must lie in 0 .. 1"),

@@ -60,7 +60,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--new-tokens", type=int, default=512, help="most tokens that a request generates; each "
         "has between half of them and all")  # fmt: skip
     add("--seconds", type=float, default=2.0, help="work at a load: so many seconds of plain "
-        "decoding")  # fmt: skip
+        "decoding; 0: the mixed load only")  # fmt: skip
     add("--settle", type=float, default=1.0, help="such seconds before that, not counted")
     add("--phase-seconds", type=float, default=1.0, help="such seconds of a phase of the mixed "
         "load; 0: no mixed load")  # fmt: skip
@@ -89,8 +89,10 @@ class Choices:
                 "--clients, --prompt-tokens, --rounds-per-call and --page-size must be at least 1, "
                 "and --new-tokens at least 2"
             )
-        if args.seconds <= 0 or min(args.settle, args.phase_seconds) < 0:
-            raise ValueError("--seconds must be positive, --settle and --phase-seconds at least 0")
+        if min(args.seconds, args.settle, args.phase_seconds) < 0:
+            raise ValueError("--seconds, --settle and --phase-seconds must be at least 0")
+        if not (args.seconds or args.phase_seconds):
+            raise ValueError("there is nothing to run: raise --seconds or --phase-seconds")
         trees = tuple(TreeShape.parse(text) for text in args.trees.split(","))
         if not trees[0].is_plain or trees[-1].is_plain:
             raise ValueError("--trees must begin with plain and end with the largest tree")
@@ -148,7 +150,7 @@ def measure(args: argparse.Namespace, console: Console) -> Iterator[dict[str, An
         "call_ms": 1e3 * engine.shapes.call_seconds,
         "mixed": None,
     }
-    for row in bench.steady():
+    for row in bench.steady() if args.seconds else ():
         yield facts | {"steady": [row], "compiled": engine.programs.compiled}
     if args.phase_seconds:
         parts = {"steady": [], "mixed": bench.mixed(), "compiled": engine.programs.compiled}
