@@ -14,18 +14,34 @@ DETERMINISTIC: Mapping[str, bool | int] = MappingProxyType(
     }
 )
 
+# XLA's own all-reduces run outside of CUDA graphs, so that a round falls into many graphs; NCCL's
+# can be nodes of one. On two H200s that took a token of an 8B model from 3.44 to 3.15 ms.
+ONE_GRAPH: Mapping[str, str] = MappingProxyType(
+    {
+        "xla_gpu_experimental_use_collective_kernels": "",
+        # XLA's default and collectives. An option of a program replaces the list; unlike a flag, it
+        # cannot add to it.
+        "xla_gpu_enable_command_buffer": (
+            "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,COLLECTIVES"
+        ),
+    }
+)
+
 
 def compiler_options(array: jax.Array, *, deterministic: bool) -> dict[str, str | int | bool]:
     """For programs that run where an array is, as jax.jit takes them.
 
-    ``deterministic``: see deterministic.py.
+    ``deterministic``: see deterministic.py. Programs over several GPUs get ONE_GRAPH too.
 
     A CPU's programs are compiled in three quarters of the time at LLVM's level 1, and are as fast:
     their time goes into matrix products, which are library calls.
     """
     own: dict[str, str | int | bool] = dict(DETERMINISTIC) if deterministic else {}
     # With this setting JAX asks for less than level 1.
-    platforms = {device.platform for device in array.sharding.device_set}
+    devices = array.sharding.device_set
+    platforms = {device.platform for device in devices}
+    if platforms == {"gpu"} and len(devices) > 1:
+        own |= ONE_GRAPH
     if platforms != {"cpu"} or jax.config.read("jax_disable_most_optimizations"):
         return own
     return own | {"xla_backend_optimization_level": 1}
