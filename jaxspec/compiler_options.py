@@ -14,6 +14,19 @@ DETERMINISTIC: Mapping[str, bool | int] = MappingProxyType(
     }
 )
 
+# XLA's own all-reduces run outside of CUDA graphs, so that a round falls into many graphs; NCCL's
+# can be nodes of one. On two H200s that took a token of an 8B model from 3.44 to 3.15 ms.
+ONE_GRAPH: Mapping[str, str] = MappingProxyType(
+    {
+        "xla_gpu_experimental_use_collective_kernels": "",
+        # XLA's default and collectives. An option of a program replaces the list; unlike a flag, it
+        # cannot add to it.
+        "xla_gpu_enable_command_buffer": (
+            "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,COLLECTIVES"
+        ),
+    }
+)
+
 
 # A program that reads prompts has hundreds of kernels, most of them longer than their launch. As a
 # CUDA graph they would start only when the graph has been updated to this call's buffers.
@@ -27,15 +40,19 @@ def compiler_options(
 
     Args:
       deterministic: see deterministic.py.
-      reads: whether they read prompts.
+      reads: whether they read prompts. Others over several GPUs get ONE_GRAPH.
 
     A CPU's programs are compiled in three quarters of the time at LLVM's level 1, and are as fast:
     their time goes into matrix products, which are library calls.
     """
     own: dict[str, str | int | bool] = dict(DETERMINISTIC) if deterministic else {}
-    platforms = {device.platform for device in array.sharding.device_set}
-    if reads and platforms == {"gpu"}:
-        return {**own, **LAUNCHED_ONE_BY_ONE}
+    devices = array.sharding.device_set
+    platforms = {device.platform for device in devices}
+    if platforms == {"gpu"}:
+        if reads:
+            own |= LAUNCHED_ONE_BY_ONE
+        elif len(devices) > 1:
+            own |= ONE_GRAPH
     # With this setting JAX asks for less than level 1.
     if platforms != {"cpu"} or jax.config.read("jax_disable_most_optimizations"):
         return own

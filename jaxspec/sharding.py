@@ -30,13 +30,23 @@ LOGICAL_AXES: Mapping[str, str] = MappingProxyType(
         "kv_heads": "heads",
         "ff": "ff",
         "experts": "experts",
+        "peers": "heads",  # devices that add up a row-parallel product
     }
 )
 
 # Logical axes that are never split.
 WHOLE_AXES = frozenset(
     (
-        *("alternatives", "depth", "draft_ids", "embed_rows", "features", "group", "head_dim"),
+        *(
+            "alternatives",
+            "cells",
+            "depth",
+            "draft_ids",
+            "embed_rows",
+            "features",
+            "group",
+            "head_dim",
+        ),
         *("hidden", "length", "nodes", "rounds", "slot", "stops", "table", "two", "words"),
     )
 )

@@ -11,6 +11,7 @@ OPERATIONS = (
     "paged_attention",
     "rope_kv_write",
     "add_rms_norm",
+    "reduce_add_rms_norm",
     "kv_compact",
     "top_k",
     "truncate",

@@ -2,7 +2,7 @@
 
     pytest -m slow tests/test_compiled_for_h100.py
 
-About three minutes on two cores. Widths and vocabulary are Llama-3.1-8B's, layers are few. The
+About eight minutes on two cores. Widths and vocabulary are Llama-3.1-8B's, layers are few. The
 compiler comes from wheels in a folder, see scripts/compile_ahead.py; JAXSPEC_AOT_WHEELS names
 another one than `.cache/aot-wheels`. Numbers here are those of jax 0.11.2 and 0.12.0.1, November
 2026; where there is room above them, it is for what XLA fuses otherwise in another version.
@@ -12,7 +12,6 @@ import functools
 import os
 from pathlib import Path
 
-import jax
 import pytest
 
 from jaxspec.benchmarking.ahead_of_time import install_command
@@ -43,10 +42,15 @@ pytestmark = [
 
 @functools.cache
 def compiled(
-    mode: str, layers: int = LAYERS, tp: int = 1, sampling: str = "greedy"
+    mode: str,
+    layers: int = LAYERS,
+    tp: int = 1,
+    sampling: str = "greedy",
+    kernels: str = "auto",
 ) -> CompiledRound:
     arguments = ["--shape", SHAPE, "--mode", mode, "--layers", str(layers), "--tp", str(tp)]
     arguments += ["--context", str(CONTEXT), "--wheels", str(WHEELS), "--sampling", sampling]
+    arguments += ["--kernels", kernels]
     return compile_ahead.measure(arguments)["round"]
 
 
@@ -101,33 +105,40 @@ def test_a_round_of_rows_that_sample_is_one_graph():
     assert not [kernel for kernel in one.kernels if kernel.spilled_bytes]
 
 
-def test_two_devices():
-    one = compiled("chain:5", tp=2)
-    # Two reductions a layer, after its row-parallel products, and one of embeddings.
-    assert one.all_reduces["verify/embed"] == 1
+@pytest.mark.parametrize("tp", [2, 4, 8])
+@pytest.mark.parametrize("mode", ["plain", "chain:5"])
+def test_products_are_summed_over_devices_where_they_are_added_and_normed(mode: str, tp: int):
+    one = compiled(mode, tp=tp)
+    names = {kernel.name for kernel in one.kernels}
+    assert names == KERNELS - {"add_rms_norm"} | {"reduce_add_rms_norm"}
+    assert not [kernel for kernel in one.kernels if kernel.spilled_bytes]
+    # All-reduces that are left: of embeddings, and two for a choice among the shards' best tokens,
+    # for its value and its index.
+    expected = {"verify/embed": 1, "accept/other": 2}
+    if mode != "plain":
+        expected |= {"draft/embed": DRAFT_PASSES, "draft/sample": 2 * DRAFT_PASSES}
+    assert one.all_reduces == expected
+    assert one.page_copies == 0
+    assert one.temporary_bytes <= most_temporary_bytes(mode, tp=tp)  # no copy of an exchange
+
+
+@pytest.mark.parametrize("tp", [2, 4, 8])
+def test_a_round_of_several_devices_is_one_graph(tp: int):
+    launches = compiled("chain:5", tp=tp).launches
+    assert (launches.graphs, launches.outside) == (1, OUTSIDE)
+    assert launches.all_reduces_in_graphs == launches.all_reduces == 3 + 3 * DRAFT_PASSES
+    assert launches.in_graphs <= 180  # 173
+
+
+def test_without_the_kernel_a_round_is_one_graph_too():
+    """NCCL's all-reduces can be nodes of a graph; XLA's own cannot."""
+    one = compiled("chain:5", tp=2, kernels="add_rms_norm,paged_attention,rope_kv_write")
+    # Two reductions a layer, after its row-parallel products; the head has one layer.
     assert one.all_reduces["verify/o"] == one.all_reduces["verify/mlp"] == LAYERS
-    # The head has one layer.
-    for part in ("embed", "o", "mlp"):
-        assert one.all_reduces[f"draft/{part}"] == DRAFT_PASSES
-    # A token is chosen among the shards' best: one reduction for its value, one for its index.
-    assert one.all_reduces["draft/sample"] == 2 * DRAFT_PASSES
-    total = 3 * DRAFT_PASSES + 2 * DRAFT_PASSES + 2 * LAYERS + 1 + 2
+    assert one.all_reduces["draft/o"] == one.all_reduces["draft/mlp"] == DRAFT_PASSES
+    total = 3 + 3 * DRAFT_PASSES + 2 * DRAFT_PASSES + 2 * LAYERS
     assert one.launches.all_reduces == sum(one.all_reduces.values()) == total
+    assert (one.launches.graphs, one.launches.outside) == (1, OUTSIDE)
+    assert one.launches.all_reduces_in_graphs == total
     assert one.page_copies == 0
     assert one.temporary_bytes <= most_temporary_bytes("chain:5", tp=2)
-    assert not [kernel for kernel in one.kernels if kernel.spilled_bytes]
-
-
-def test_graphs_of_two_devices():
-    """A limitation: XLA 0.11 does not capture its own all-reduces, so a round is several graphs.
-
-    A graph needs five launches, so stretches of fewer between two all-reduces stay outside.
-    """
-    launches = compiled("chain:5", tp=2).launches
-    if jax.__version_info__ >= (0, 12):
-        assert (launches.graphs, launches.outside) == (1, OUTSIDE)
-        assert launches.all_reduces_in_graphs == launches.all_reduces
-    else:
-        assert launches.graphs <= 18  # 16
-        assert launches.outside <= 80  # 72, of which 32 are all-reduces
-    assert launches.in_graphs + launches.outside <= 190  # 183; of 0.12 182

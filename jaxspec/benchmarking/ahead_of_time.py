@@ -36,6 +36,7 @@ from jaxspec.benchmarking.modes import Mode, make_params
 from jaxspec.benchmarking.rounds import Workload
 from jaxspec.benchmarking.shapes import eagle3_config
 from jaxspec.cache import PagedKV
+from jaxspec.compiler_options import compiler_options
 from jaxspec.config.model import ModelConfig
 from jaxspec.models.decoder import decoder_shapes
 from jaxspec.models.heads import head_shapes
@@ -159,16 +160,18 @@ def decode_program(
         return functional.init_state(whole, workload.batch, length, page_size=page_size)
 
     state = _place(jax.eval_shape(new_state), devices, mesh, layout)
+    params = _place(params, devices, mesh, layout)
     function = jax.jit(
         functools.partial(
             functional.decode, max_rounds=workload.rounds, greedy=workload.sampling == "greedy"
         ),
         donate_argnums=1,
+        compiler_options=compiler_options(params.target.embed, deterministic=False),
     )
     num_rounds = _place(jax.ShapeDtypeStruct((), jnp.int32), devices, mesh, layout)
     return Program(
         function=function,
-        arguments=(_place(params, devices, mesh, layout), state, num_rounds),
+        arguments=(params, state, num_rounds),
         page_shapes=_page_shapes(state),
     )
 

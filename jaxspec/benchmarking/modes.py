@@ -3,14 +3,17 @@
 import dataclasses
 import math
 
+import jax
 from jax.sharding import Mesh
 
 from jaxspec.config.speculation import SpeculationConfig
+from jaxspec.exchanges import with_exchanges
 from jaxspec.functional import EngineParams
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import DraftHead
 from jaxspec.speculation.acceptance import Synthetic
 from jaxspec.speculation.drafters import EagleDrafter, NoDrafter
+from pallas_kernels.reduce_add_rms_norm.exchange import exchange_shape, make_exchange
 from pallas_kernels.selection import Kernels
 
 CHAIN_LENGTHS = ((3, 3.0), (5, 3.5))  # drafted tokens -> default acceptance length
@@ -90,6 +93,8 @@ def make_params(
         if head is None:
             raise ValueError(f"mode {mode.name} needs a draft head")
         drafter, speculation = EagleDrafter(head=head), mode.speculation
-    return EngineParams(
+    params = EngineParams(
         target=target, drafter=drafter, speculation=speculation, kernels=kernels, mesh=mesh
     )
+    real = isinstance(target.embed, jax.Array)  # or a ShapeDtypeStruct
+    return with_exchanges(params, make_exchange if real else exchange_shape)

@@ -1,6 +1,7 @@
 """Times prefill and rounds of the engine on random prompts."""
 
 import dataclasses
+import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -14,6 +15,7 @@ from jaxspec import functional
 from jaxspec.benchmarking.floors import FloorBytes, floor_bytes
 from jaxspec.benchmarking.modes import Mode
 from jaxspec.benchmarking.timing import timed
+from jaxspec.compiler_options import compiler_options
 from jaxspec.functional import EngineParams
 from jaxspec.sampling import make_sampling
 from jaxspec.state import EngineState
@@ -130,13 +132,13 @@ class Bench:
         shape = (workload.batch, workload.context)
         self.prompts = rng.integers(config.vocab_size, size=shape, dtype=np.int32)
         started = time.perf_counter()
-        self._admit = jax.jit(functional.admit, donate_argnums=1)
+        options = compiler_options(params.target.embed, deterministic=False)
+        jit = functools.partial(jax.jit, donate_argnums=1, compiler_options=options)
+        self._admit = jit(functional.admit)
         state = jax.tree.map(_shape_of, self.new_state())
         greedy = workload.sampling == "greedy"
-        prefill = jax.jit(functional.prefill, donate_argnums=1, static_argnames=("width", "greedy"))
-        decode = jax.jit(
-            functional.decode, donate_argnums=1, static_argnames=("max_rounds", "greedy")
-        )
+        prefill = jit(functional.prefill, static_argnames=("width", "greedy"))
+        decode = jit(functional.decode, static_argnames=("max_rounds", "greedy"))
         self._prefill = prefill.lower(params, state, width=self.chunk, greedy=greedy).compile()
         self._decode = decode.lower(
             params, state, np.int32(0), max_rounds=workload.rounds, greedy=greedy

@@ -33,6 +33,9 @@ class Decoder(Pytree):
 
     Vocabulary rows past ``config.vocab_size`` are padding, so that ``layout`` can split the
     vocabulary evenly.
+
+    Attributes:
+      exchange: memory in which devices add up row-parallel products; see exchanges.py.
     """
 
     embed: Array = array("vocab", "hidden")
@@ -41,6 +44,7 @@ class Decoder(Pytree):
     lm_head: Linear | None  # [H, V]; None: tied to embed
     config: ModelConfig = static()
     layout: Layout = static(default=WHOLE)
+    exchange: Array | None = array("peers", "cells", default=None)
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -133,7 +137,8 @@ def run(
     """
     config = decoder.config
     eps, layout = config.rms_norm_eps, decoder.layout
-    step = make_pass(config.layers, positions, attend, eps, layout, kernels, apart=apart)
+    options: dict[str, Any] = {"apart": apart, "exchange": decoder.exchange}
+    step = make_pass(config.layers, positions, attend, eps, layout, kernels, **options)
     x = embed(decoder, tokens)
     first = step.norm(x, decoder.layers[0].input_norm)
     after, normed, states = run_layers(decoder.layers, x, first, states, step, decoder.norm)

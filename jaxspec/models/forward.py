@@ -1,8 +1,8 @@
 """What the layers of a model share during one forward pass.
 
 This file and attention.py are the one place where model code calls kernels by operation name
-(add_rms_norm and rope_kv_write here, paged_attention there). Mixers and MLPs name none: they hand
-Products and Heads to the methods of a ForwardPass.
+(add_rms_norm, reduce_add_rms_norm and rope_kv_write here, paged_attention there). Mixers and MLPs
+name none: they hand Products and Heads to the methods of a ForwardPass.
 """
 
 import dataclasses
@@ -20,6 +20,8 @@ from jaxspec.sharding import Layout
 from pallas_kernels.add_rms_norm import add_rms_norm, takes_partials
 from pallas_kernels.add_rms_norm.reference import rms_norm as rms_norm_reference
 from pallas_kernels.products import sum_partials
+from pallas_kernels.reduce_add_rms_norm import misfit, reduce_add_rms_norm
+from pallas_kernels.reduce_add_rms_norm import takes_partials as exchange_takes_partials
 from pallas_kernels.rope_kv_write import rope_kv_write
 from pallas_kernels.rope_kv_write import takes_partials as heads_take_partials
 from pallas_kernels.rope_kv_write.reference import rotated_heads
@@ -40,6 +42,7 @@ class ForwardPass:
       eps: epsilon of the norms.
       apart: XLA fuses nothing over the residual stream between two blocks. A block then rounds
         alike in all programs that contain it.
+      exchange: memory in which devices add up row-parallel products (see exchanges.py), or None.
     """
 
     attend: Attend
@@ -48,6 +51,7 @@ class ForwardPass:
     layout: Layout
     kernels: Kernels
     apart: bool = False
+    exchange: Array | None = None
 
     def norm(self, x: Array, weight: Array | None) -> Array:
         """rms_norm with the model's eps."""
@@ -55,6 +59,10 @@ class ForwardPass:
 
     def add_norm(self, x: Array, product: Addend, weight: Array | None) -> tuple[Array, Array]:
         """(x + product, its norm); without a weight the second is the sum itself."""
+        if isinstance(product, Product) and weight is not None:
+            axis = self._axis_of_kernel(x, product, weight)
+            if axis is not None:
+                return self._reduce_add_norm(x, product, weight, axis)
         taking = self._taking("add_rms_norm", takes_partials)
         partials = product.partial_sums(self.layout, self.kernels, taking)
         with jax.named_scope("norm"):
@@ -65,6 +73,28 @@ class ForwardPass:
                 return total, total
             implementation = self.kernels.implementation("add_rms_norm")
             both = add_rms_norm(x, partials, weight, self.eps, implementation)
+            return lax.optimization_barrier(both) if self.apart else both
+
+    def _axis_of_kernel(self, x: Array, product: Product, weight: Array) -> str | None:
+        """The mesh axis over which a kernel sums the product while it adds and norms, if any."""
+        axes = product.input_axes(self.layout)
+        if "reduce_add_rms_norm" not in self.kernels or len(axes) != 1:
+            return None
+        if product.linear.bias is not None or misfit(x, weight, axes[0], self.exchange):
+            return None
+        return axes[0]
+
+    def _reduce_add_norm(
+        self, x: Array, product: Product, weight: Array, axis: str
+    ) -> tuple[Array, Array]:
+        taking = self._taking("reduce_add_rms_norm", exchange_takes_partials)
+        partials = product.own_sums(self.kernels, taking)
+        with jax.named_scope("norm"):
+            if self.apart:
+                partials = lax.optimization_barrier(partials)
+            both = reduce_add_rms_norm(
+                x, partials, weight, self.eps, axis, self.exchange, "mosaic_gpu"
+            )
             return lax.optimization_barrier(both) if self.apart else both
 
     def heads(
@@ -144,6 +174,7 @@ def make_pass(
     kernels: Kernels,
     *,
     apart: bool = False,
+    exchange: Array | None = None,
 ) -> ForwardPass:
     """A pass over tokens at ``positions`` through layers with these configs."""
     ropes = dict.fromkeys(rope for layer in layers for rope in layer.mixer.ropes)
@@ -151,7 +182,7 @@ def make_pass(
     if apart:
         angles = lax.optimization_barrier(angles)
     by_rope = dict(zip(ropes, angles, strict=True))
-    return ForwardPass(attend, by_rope, eps, layout, kernels, apart)
+    return ForwardPass(attend, by_rope, eps, layout, kernels, apart, exchange)
 
 
 @jax.named_scope("norm")

@@ -170,19 +170,29 @@ class Product:
         an output whose last dimension is ``width``. If it does not, S is 1 and the dtype is x's.
         The result is summed over the devices that the input is split over.
         """
-        linear, split = self.linear, self.input_axes(layout)
+        split, bias = self.input_axes(layout), self.linear.bias
+        partials = self.own_sums(kernels, _never if split else takes_partials)
         with jax.named_scope(self.scope):
-            can_split = not split and linear.bias is None
-            can_split = can_split and takes_partials(self.x.dtype, linear.out_shape[-1])
-            num_splits = linear.best_num_splits(self.x) if can_split else 1
-            partials = linear.partial_sums(self.x, num_splits, kernels)
             if split:
                 partials = jax.lax.psum(partials, split)
-            return partials if linear.bias is None else partials + linear.bias
+            return partials if bias is None else partials + bias
+
+    def own_sums(self, kernels: Kernels, takes_partials: Callable[[jnp.dtype, int], bool]) -> Array:
+        """As ``partial_sums``, but of this device's part of the product, and without the bias."""
+        linear = self.linear
+        with jax.named_scope(self.scope):
+            can_split = linear.bias is None
+            can_split = can_split and takes_partials(self.x.dtype, linear.out_shape[-1])
+            num_splits = linear.best_num_splits(self.x) if can_split else 1
+            return linear.partial_sums(self.x, num_splits, kernels)
 
     def input_axes(self, layout: Layout) -> Axes:
         """Mesh axes that the product must be summed over."""
         return layout.axes(self.linear.axes[0])
+
+
+def _never(dtype: jnp.dtype, width: int) -> bool:
+    return False
 
 
 def linear_shape(

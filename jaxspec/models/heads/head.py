@@ -88,6 +88,7 @@ class DraftHead(Pytree):
       embed: embeddings; None: the target's.
       capture: the target's hidden states that it reads (see decoder.run).
       recycle_normed: the next drafting step reads the normed output (EAGLE-3.1's ``norm_output``).
+      exchange: memory in which devices add up row-parallel products; see exchanges.py.
     """
 
     front: Front
@@ -100,6 +101,7 @@ class DraftHead(Pytree):
     capture: tuple[int, ...] = static()
     recycle_normed: bool = static(default=False)
     layout: Layout = static(default=WHOLE)
+    exchange: Array | None = array("peers", "cells", default=None)
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -138,9 +140,9 @@ class DraftHead(Pytree):
     ) -> HeadOutput:
         """One pass over tokens, each with the hidden state of the token before it."""
         embedded = decoder.embed(target, tokens) if self.embed is None else self.embed[tokens]
-        config = self.config
+        layers, eps = self.config.layers, self.config.rms_norm_eps
         step = make_pass(
-            config.layers, positions, attend, config.rms_norm_eps, self.layout, kernels
+            layers, positions, attend, eps, self.layout, kernels, exchange=self.exchange
         )
         front = self.front(embedded.astype(self.dtype), hidden, self.layers[0], step)
         after, normed, states = run_layers(
