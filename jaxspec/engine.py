@@ -21,6 +21,7 @@ from jaxspec.config.engine import EngineConfig
 from jaxspec.config.speculation import TreeShape
 from jaxspec.deterministic import deterministic_params
 from jaxspec.engine_limits import MOST_STOPS, engine_sizes, scheduler_limits
+from jaxspec.exchanges import replacement
 from jaxspec.functional import EngineParams
 from jaxspec.generation import FinishReason, Generation, Grammar, Running, new_generation, outcome
 from jaxspec.measuring import measure_preemption
@@ -37,7 +38,7 @@ from jaxspec.scheduling.sequence import Request
 from jaxspec.speculation.drafters import Drafter
 from jaxspec.structured import Matcher, StructuredOutput
 from jaxspec.warm_up import GREEDY_AND_SAMPLED, Progress
-from jaxspec.weights.in_place import committed, in_place_of
+from jaxspec.weights.in_place import committed
 from pallas_kernels.selection import Kernels
 
 
@@ -257,10 +258,7 @@ class Engine:
     def finish(
         self, generations: Iterable[Generation], on_step: Callable[[], None] | None = None
     ) -> None:
-        """Step until these requests have ended, and call ``on_step`` after each step.
-
-        They are cancelled if that is interrupted.
-        """
+        """Step, and call ``on_step``, until these requests end; an interruption cancels them."""
         generations = list(generations)
         try:
             while not all(generation.done for generation in generations):
@@ -381,15 +379,15 @@ class Engine:
 
         Raises ValueError for other shapes, and RuntimeError while requests are under way.
         """
-        self._use(self.params.replace(target=in_place_of(self.params.target, target)))
+        self._use(self.params.replace(target=replacement(self.params.target, target)))
 
     def use_drafter(self, drafter: Drafter) -> None:
         """As use_target, for the drafter."""
-        self._use(self.params.replace(drafter=in_place_of(self.params.drafter, drafter)))
+        self._use(self.params.replace(drafter=replacement(self.params.drafter, drafter)))
 
     def _use(self, params: EngineParams) -> None:
         self._restart()
-        self.programs.params = params
+        self.programs.use(params)
         self.shapes.restart()
 
     def _restart(self) -> None:

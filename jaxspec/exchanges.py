@@ -10,34 +10,47 @@ from jaxspec.functional import EngineParams
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import DraftHead
 from jaxspec.pytree import is_static
+from jaxspec.weights.in_place import in_place_of
 from pallas_kernels.reduce_add_rms_norm.exchange import make_exchange
 
 Make = Callable[[Mesh, str, int], Any]  # mesh, axis and width -> an exchange or None
 
 
 def with_exchanges(params: EngineParams, make: Make = make_exchange) -> EngineParams:
-    """The parameters with an exchange in each model that is split over one mesh axis, if their
+    """The parameters with a new exchange in each model that is split over one mesh axis, if their
     kernels use it and the devices can (see pallas_kernels/reduce_add_rms_norm/exchange.py).
 
-    Each model has its own, because no two calls may use one at once. Engines on the same devices
-    must not share it either: make one set of parameters for each.
+    Each model has its own, because no two calls may use one at once. Programs that may run at the
+    same time must not share it either, so each engine makes its own. Without one, devices sum
+    through XLA.
     """
-    if params.mesh is None or "reduce_add_rms_norm" not in params.kernels:
+    mesh = params.mesh
+    if mesh is None or "reduce_add_rms_norm" not in params.kernels:
         return params
-    return _with_exchanges(params, params.mesh, make)
+    return _replaced(params, lambda axis, width: make(mesh, axis, width))
 
 
-def _with_exchanges[T](tree: T, mesh: Mesh, make: Make) -> T:
+def without_exchanges[T](tree: T) -> T:
+    """A model, or a drafter with its models, as it was loaded."""
+    return _replaced(tree, lambda axis, width: None)
+
+
+def replacement[T](current: T, new: T) -> T:
+    """``new`` where ``current`` lies (see weights.in_place), both without exchanges."""
+    return in_place_of(without_exchanges(current), without_exchanges(new))
+
+
+def _replaced[T](tree: T, make: Callable[[str, int], Any]) -> T:
     if isinstance(tree, Decoder | DraftHead):
         axes = {tree.layout.heads, tree.layout.ff}
         axis = axes.pop()
         if axes or len(axis) != 1:
             return tree
-        return tree.replace(exchange=make(mesh, axis[0], tree.config.hidden_size))
+        return tree.replace(exchange=make(axis[0], tree.config.hidden_size))
     if not dataclasses.is_dataclass(tree) or isinstance(tree, type):
         return tree
     parts = {
-        field.name: _with_exchanges(getattr(tree, field.name), mesh, make)
+        field.name: _replaced(getattr(tree, field.name), make)
         for field in dataclasses.fields(tree)
         if not is_static(field)
     }

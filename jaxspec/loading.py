@@ -9,7 +9,6 @@ from jax.sharding import Mesh
 from jaxspec.built_in import BUILT_IN_HEAD, BUILT_IN_MODEL
 from jaxspec.config.model import ModelConfig
 from jaxspec.config.speculation import PLAIN, SpeculationConfig, default_speculation
-from jaxspec.exchanges import with_exchanges
 from jaxspec.functional import EngineParams
 from jaxspec.models.hf_config import load_model_config
 from jaxspec.models.hf_values import read_json, shown
@@ -69,14 +68,13 @@ def load(
     if isinstance(drafter, str | Path):
         name = choose_drafter(model, drafter)
         drafter = _load_drafter(name, directory, config, speculation, resolved, mesh, shard_drafter)
-    params = EngineParams(
+    return EngineParams(
         drafter=drafter,
         target=load_decoder(directory, config, resolved, mesh),
         speculation=speculation,
         kernels=chosen,
         mesh=mesh,
     )
-    return with_exchanges(params)
 
 
 def choose_drafter(model: str | Path, drafter: str | Path) -> str | Path:

@@ -18,6 +18,7 @@ from jaxspec import functional, memory
 from jaxspec.calls import Call
 from jaxspec.compiler_options import compiler_options
 from jaxspec.config.speculation import TreeShape
+from jaxspec.exchanges import with_exchanges
 from jaxspec.functional import EngineParams, SavedRow
 from jaxspec.new_rows import NewRow, admission, new_controls
 from jaxspec.program_sizes import (
@@ -52,7 +53,7 @@ class Programs:
     """
 
     def __init__(self, params: EngineParams, sizes: Sizes, max_programs: int):
-        self.params, self.sizes, self.max_programs = params, sizes, max_programs
+        self.params, self.sizes, self.max_programs = with_exchanges(params), sizes, max_programs
         self.compiled, self.compile_seconds, self.sealed = 0, 0.0, False
         choices, logprobs = ("columns", "greedy", "controls"), ("logprobs", "top_logprobs")
         reading = ("width", "prompt_logprobs", "order_invariant", *choices, *logprobs)
@@ -105,8 +106,13 @@ class Programs:
         """Committed to its device as the programs' results are: else each would compile twice."""
         return tree if self.params.mesh else jax.device_put(tree, self.params.target.embed.sharding)
 
+    def use(self, params: EngineParams) -> None:
+        """Run with other weights of the same shapes from now on."""
+        self.params = with_exchanges(params)
+
     def reset(self) -> None:
         """Start from an empty state: a call that was interrupted may have taken the old one."""
+        self.use(self.params)
         self.tables[:] = 0
         for array in jax.tree.leaves((self.state, self._controls)):
             array.delete()  # there is no room for two pools

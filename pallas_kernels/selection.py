@@ -17,6 +17,9 @@ OPERATIONS = (
     "truncate",
 )
 
+# Compiled for Hopper GPUs, but not yet run on several of them: "auto" leaves these out.
+NOT_YET_MEASURED = frozenset({"reduce_add_rms_norm"})
+
 Implementation = Literal["auto", "mosaic_gpu", "reference"]
 
 
@@ -37,9 +40,9 @@ class Kernels:
 
     @classmethod
     def for_device(cls, device: Any = None) -> Self:
-        """All operations on a Hopper GPU, none elsewhere. ``device`` None: jax's default device."""
+        """Those measured on a Hopper GPU, none elsewhere. ``device`` None: jax's default device."""
         if is_hopper(_default_device() if device is None else device):
-            return cls(frozenset(OPERATIONS))
+            return cls(frozenset(OPERATIONS) - NOT_YET_MEASURED)
         return cls()
 
     @classmethod

@@ -132,12 +132,16 @@ class Bench:
         shape = (workload.batch, workload.context)
         self.prompts = rng.integers(config.vocab_size, size=shape, dtype=np.int32)
         started = time.perf_counter()
-        options = compiler_options(params.target.embed, deterministic=False)
-        jit = functools.partial(jax.jit, donate_argnums=1, compiler_options=options)
+        options = functools.partial(compiler_options, params.target.embed, deterministic=False)
+        jit = functools.partial(jax.jit, donate_argnums=1, compiler_options=options())
         self._admit = jit(functional.admit)
         state = jax.tree.map(_shape_of, self.new_state())
         greedy = workload.sampling == "greedy"
-        prefill = jit(functional.prefill, static_argnames=("width", "greedy"))
+        prefill = jit(
+            functional.prefill,
+            static_argnames=("width", "greedy"),
+            compiler_options=options(reads=True),
+        )
         decode = jit(functional.decode, static_argnames=("max_rounds", "greedy"))
         self._prefill = prefill.lower(params, state, width=self.chunk, greedy=greedy).compile()
         self._decode = decode.lower(
