@@ -186,6 +186,11 @@ class GrowingText:
         )
 
 
+def generated_tokens(completions: Sequence[Completion]) -> int:
+    """All tokens that were generated for them: what best_of has left out counts, too."""
+    return sum(len(one.token_ids) + one.left_out_tokens for one in completions)
+
+
 def decode_rate(completions: Sequence[Completion]) -> float:
     """Tokens a second of requests that were generated together, from the earliest first token to
     the last token; each one's first token comes from reading its prompt and does not count."""

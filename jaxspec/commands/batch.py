@@ -19,9 +19,8 @@ from jaxspec.batch.prompt_file import PromptFile, open_prompts, read_shard
 from jaxspec.batch.result_file import ResultFile
 from jaxspec.batch.run import Answer, EngineFailed, Tally, run_batch
 from jaxspec.commands.generation import make_llm, program_folder, sampling_params
-from jaxspec.commands.importing import import_command
+from jaxspec.commands.importing import MissingExtra, import_command
 from jaxspec.commands.program_cache import keep_compiled_programs
-from jaxspec.commands.serve import SERVE_EXTRA
 from jaxspec.commands.shell import print_json, progress_console, read_text
 from jaxspec.progress import request_bar
 from jaxspec.tokenizer import TextTokenizer
@@ -126,15 +125,12 @@ class Lines:
 
     @functools.cached_property
     def _openai(self) -> Answer:
-        """Loaded when the first such line comes. Raises ValueError without the extra ``serve``."""
+        """Loaded when the first such line comes. Raises MissingExtra without ``serve``."""
         model, seed = self._job.arguments.model, self._job.arguments.seed
         try:
             batch = import_command("jaxspec.serving.batch", "jaxspec generate")
-        except ModuleNotFoundError as error:
-            if error.name not in SERVE_EXTRA:
-                raise
-            message = f"lines of OpenAI's kind need {error.name}: pip install 'jaxspec[serve]'"
-            raise ValueError(message) from error
+        except MissingExtra as error:
+            raise MissingExtra(f"lines of OpenAI's kind: {error}") from error
         names = {resolve_directory(model).name: None, model: None}  # requests may name either
         return batch.batch_lines(self._serving, tuple(names), self._job.template, seed).answer
 

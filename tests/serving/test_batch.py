@@ -1,5 +1,6 @@
 """`jaxspec generate --out`: a file of prompts to a file of results."""
 
+import importlib
 import json
 import os
 import signal
@@ -8,6 +9,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -234,6 +236,34 @@ def test_openai_lines_get_openai_results(files: Batch, model: Path, tmp_path: Pa
     assert "use structured_outputs.regex" in found["refused"][1]
     assert "url must be one of /v1/completions, /v1/chat/completions" in found["url"][1]
     assert [one["index"] for one in results] == list(range(9))
+
+
+@pytest.mark.usefixtures("loads")
+def test_usage_counts_what_best_of_has_left_out(files: Batch):
+    fields = {"prompt": "abc", "n": 2, "best_of": 3, "max_tokens": 6, "ignore_eos": True}
+    files.write([fields, openai_line("openai", temperature=1, **fields)])
+    assert files.run() == 0
+    own, openai = files.results()
+    for usage in (own["usage"], openai["response"]["body"]["usage"]):
+        assert (usage["prompt_tokens"], usage["completion_tokens"]) == (3, 3 * 6)
+        assert usage["total_tokens"] == 3 + 3 * 6
+
+
+@pytest.mark.usefixtures("loads")
+def test_openai_lines_without_the_extra_say_what_to_install(files: Batch, capsys, monkeypatch):
+    files.write([openai_line("text", prompt="a")])
+
+    import_module = importlib.import_module
+
+    def without_fastapi(name: str) -> ModuleType:
+        if name == "jaxspec.serving.batch":
+            raise ModuleNotFoundError("No module named 'fastapi'", name="fastapi")
+        return import_module(name)
+
+    monkeypatch.setattr(importlib, "import_module", without_fastapi)
+    assert files.run() == 2
+    *_, line = capsys.readouterr().err.splitlines()
+    assert "lines of OpenAI's kind: fastapi is not installed: pip install 'jaxspec[serve]'" in line
 
 
 def test_a_failure_of_the_engine_ends_the_run(files: Batch, llm: LLM, loads, capsys, monkeypatch):
