@@ -66,6 +66,11 @@ class Completion:
     trees: list[RoundTree] | None = None
     left_out_tokens: int = 0
 
+    @property
+    def interrupted(self) -> bool:
+        """Whether the engine has failed, and not the request or the model."""
+        return (self.error or "").startswith("interrupted")
+
 
 @dataclasses.dataclass(frozen=True)
 class TextOptions:

@@ -112,6 +112,7 @@ def _add_status(app: FastAPI, service: Service, metrics: Metrics) -> None:
         if service.state == "ready":
             for llm, own in zip(service.llm.replicas, metrics.members, strict=True):
                 await llm.run(own.read)
+                own.failed(llm.engine.failures)
         return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/v1/models")

@@ -112,7 +112,7 @@ def finish_reason(completion: Completion, request: SamplingFields) -> str:
         raise ApiError(400, message, code="grammar_too_large")
     if message.startswith(NOT_FINITE) and _restricts(request):
         raise ApiError(400, message, code="no_token_allowed")
-    if message.startswith("interrupted"):
+    if completion.interrupted:
         message = "an internal error; see the server's log"
     raise ApiError(500, message, kind="server_error")
 

@@ -170,6 +170,42 @@ def test_health_waits_for_all_and_a_closed_server_ends_all(replicas: list[LLM]):
     assert run(test()) == [503, 200, 503]
 
 
+def test_an_engine_whose_steps_fail_gets_no_more_requests_until_it_works_again(
+    replicas: list[LLM], monkeypatch: pytest.MonkeyPatch
+):
+    broken, sampling = replicas[0].engine, SamplingParams(max_tokens=4)
+    step, is_broken = broken.step, True
+
+    def fail(most_rounds: int | None = None) -> None:
+        if not is_broken:
+            step(most_rounds)
+            return
+        error = RuntimeError("out of memory")
+        broken._fail(error)
+        raise error
+
+    monkeypatch.setattr(broken, "step", fail)
+
+    async def test() -> tuple[list[str], str]:
+        nonlocal is_broken
+        async with Served(replicas[0], replicas[1:]) as server, server.http() as http:
+            own: Any = server.service.llm
+            reasons = [(await own.generate(["a"], sampling))[0].finish_reason for _ in range(8)]
+            streamed = [event async for event in own.stream(PROMPTS[:3], sampling)]
+            reasons += [one.finish_reason for one in streamed if isinstance(one, Completion)]
+            metrics, is_broken = (await http.get("/metrics")).text, False
+            before = broken.scheduler.cache_statistics()[0]
+            async with asyncio.timeout(20):
+                while broken.scheduler.cache_statistics()[0] == before:
+                    [one] = await own.generate(["b"], sampling)
+                    assert one.finish_reason == "length"
+            return reasons, metrics
+
+    reasons, metrics = run(test())
+    assert reasons.count("error") == 1 and reasons.count("length") == 10
+    assert [value(metrics, "engine_failures_total", engine) for engine in (0, 1)] == [1, 0]
+
+
 @pytest.mark.slow
 def test_engines_of_several_devices_work_at_the_same_time(model: Path, llm: LLM):
     """Sums over the devices of one engine do not wait for those of the other."""
