@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from typing import Any, Self
 
 from jaxspec.async_llm import AsyncLLM
@@ -57,10 +57,11 @@ class ReplicatedLLM:
         *,
         timeout: float | None = None,
         options: TextOptions = WHOLE_TEXT,
+        on_tokens: Callable[[int], None] | None = None,
     ) -> list[Completion]:
         """See AsyncLLM.generate."""
         async with self._placed(prompts, sampling) as parts:
-            lists = await _gather([part.generate(timeout, options) for part in parts])
+            lists = await _gather([part.generate(timeout, options, on_tokens) for part in parts])
         found: dict[int, list[Completion]] = {}
         for part, completions in zip(parts, lists, strict=True):
             rest = iter(completions)
@@ -149,10 +150,15 @@ class _Part:
         self.places.append(place)
         self.requests += range(first, first + params.num_samples)
 
-    async def generate(self, timeout: float | None, options: TextOptions) -> list[Completion]:
+    async def generate(
+        self,
+        timeout: float | None,
+        options: TextOptions,
+        on_tokens: Callable[[int], None] | None,
+    ) -> list[Completion]:
         with self._watched():
             completions = await self.replica.generate(
-                self.prompts, self.sampling, timeout=timeout, options=options
+                self.prompts, self.sampling, timeout=timeout, options=options, on_tokens=on_tokens
             )
         self._see(completions)
         return completions
