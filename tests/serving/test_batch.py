@@ -132,6 +132,15 @@ def test_shards_in_order_are_the_whole(files: Batch, loads: list[str], monkeypat
     assert len(loads) == 4
 
 
+def test_too_many_engines_are_refused_and_fewer_go_on(files: Batch, loads: list[str], capsys):
+    files.write(MANY[:2])
+    assert files.run("--dp", "9") == files.run("--dp", "0") == 2
+    many, none = capsys.readouterr().err.splitlines()
+    assert "dp 9 x tp 1 needs 9 devices, this process has 8" in many
+    assert "parallel sizes must be >= 1, got tp 1, dp 0" in none
+    assert loads == [] and files.run("--dp", "1") == 0
+
+
 @pytest.mark.usefixtures("loads")
 def test_a_line_that_cannot_be_served_says_why(files: Batch, capsys):
     files.write(
@@ -295,6 +304,7 @@ def test_a_failure_of_the_engine_ends_the_run(files: Batch, llm: LLM, loads, cap
         (["--out", "x.jsonl", "--prompt", "a"], "--out needs --prompt-file"),
         (["--shard", "0/2"], "--shard is for files of prompts: add --out"),
         (["--max-rows", "4"], "--max-rows is for files of prompts: add --out"),
+        (["--dp", "2"], "--dp is for files of prompts: add --out"),
         (["--token-ids"], "--token-ids is for files of prompts: add --out"),
         (["--chat-template", "x"], "--chat-template is for files of prompts: add --out"),
         (["--prompt-file", "x.jsonl"], "x.jsonl looks like a file of prompts: add --out"),

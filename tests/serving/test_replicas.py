@@ -1,6 +1,7 @@
 """Several engines behind one server, each on a device of its own."""
 
 import asyncio
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from jaxspec import LLM, SamplingParams
 from jaxspec.async_llm import AsyncLLM
+from jaxspec.commands import batch, generate
 from jaxspec.completion import Completion, TextChunk
 from jaxspec.replicated_llm import ReplicatedLLM
 from jaxspec.sharding import replica_meshes
@@ -69,6 +71,35 @@ def test_texts_are_those_of_one_engine(replicas: list[LLM]):
     tokens = [value(metrics, "generation_tokens_total", engine) for engine in (0, 1)]
     assert min(tokens) > 0 and sum(tokens) == 2 * sum(len(one.token_ids) for one in expected)
     assert all(value(metrics, "programs_compiled_total", engine) > 0 for engine in (0, 1))
+
+
+def test_a_file_of_prompts_is_done_by_all(
+    replicas: list[LLM], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    loaded: list[Any] = []
+
+    def make_llm(arguments: Any, drafter: str, tokenizer: Any, mesh: Any) -> LLM:
+        loaded.append(mesh)
+        return replicas[len(loaded) - 1]
+
+    monkeypatch.setattr(batch, "make_llm", make_llm)
+    lines, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    lines.write_text(
+        "".join(json.dumps({"prompt": one, "seed": 7}) + "\n" for one in PROMPTS)
+        + '{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a"}}'
+    )
+    before = [one.engine.scheduler.cache_statistics()[0] for one in replicas]
+    options = ["--max-tokens", "9", "--temperature", "0.8", "--no-compilation-cache", "--dp", "2"]
+    files = ["--prompt-file", str(lines), "--out", str(out)]
+    assert generate.main(["--model", str(model), *files, *options]) == 0
+    assert [sorted(one.id for one in mesh.devices.flat) for mesh in loaded] == [[0], [1]]
+    read = [one.engine.scheduler.cache_statistics()[0] for one in replicas]
+    assert all(after > earlier for earlier, after in zip(before, read, strict=True))
+    *own, openai_line = map(json.loads, out.read_text().splitlines())
+    params = SamplingParams(temperature=0.8, top_p=0.9, max_tokens=9, seed=7)
+    expected = [replicas[0].generate([prompt], params)[0].text for prompt in PROMPTS]
+    assert [one["text"] for one in own] == expected
+    assert openai_line["response"]["status_code"] == 200
 
 
 def test_samples_stay_together_and_in_order(replicas: list[LLM]):
