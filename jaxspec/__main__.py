@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 import jaxspec
-from jaxspec.commands.importing import INTERRUPTED, import_command
+from jaxspec.commands.importing import INTERRUPTED, MissingExtra, import_command
 
 # What each command does. Its module has the same name, with underscores, in jaxspec/commands/.
 COMMANDS: Mapping[str, str] = MappingProxyType(
@@ -30,10 +30,6 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "compile-ahead": "compile the decode program for H100s on a machine without a GPU",
     }
 )
-EXTRAS: Mapping[str, str] = MappingProxyType(
-    {"matplotlib": "train", "optax": "train", "fastapi": "serve", "prometheus_client": "serve"}
-    | {"pydantic": "serve", "starlette": "serve", "uvicorn": "serve"}
-)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -55,14 +51,8 @@ def run(name: str, arguments: Sequence[str]) -> int:
     module = "jaxspec.commands." + name.replace(" ", "_").replace("-", "_")
     try:
         command = import_command(module, f"jaxspec {name}")
-    except ModuleNotFoundError as error:
-        extra = EXTRAS.get(error.name or "")
-        if extra is None:
-            raise
-        print(
-            f"jaxspec {name}: {error.name} is not installed: pip install 'jaxspec[{extra}]'",
-            file=sys.stderr,
-        )
+    except MissingExtra as error:
+        print(f"jaxspec {name}: {error}", file=sys.stderr)
         return 2
     return command.main(arguments)
 

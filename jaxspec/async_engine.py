@@ -52,6 +52,9 @@ class AsyncEngine:
       most_rounds: most rounds of a call. Fewer give shorter and more frequent chunks, and let new
         requests begin sooner. None: the engine's own limit.
       on_chunk: called in the thread with every chunk, also of requests that nobody reads any more.
+
+    Attributes:
+      failures: steps that ended with an error, and all requests with them.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class AsyncEngine:
         most_rounds: int | None = None,
         on_chunk: Callable[[Chunk], None] | None = None,
     ):
+        self.failures = 0
         self._engine, self._most_rounds, self._on_chunk = engine, most_rounds, on_chunk
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._requests: dict[str, _Request] = {}  # by request id; used by the thread alone
@@ -200,6 +204,7 @@ class AsyncEngine:
             if not self._is_idle:
                 self._engine.step(self._most_rounds)
         except Exception:  # the engine has ended its requests with it, and starts anew
+            self.failures += 1
             logger.exception("a step of the engine failed")
 
     def _cancel(self, stream: "_Stream") -> None:

@@ -86,15 +86,26 @@ class AsyncLLM:
         *,
         timeout: float | None = None,
         options: TextOptions = WHOLE_TEXT,
+        on_tokens: Callable[[int], None] | None = None,
     ) -> list[Completion]:
-        """Complete every prompt; see LLM.generate for what is returned, and stream for the rest."""
+        """Complete every prompt; see LLM.generate for what is returned, and stream for the rest.
+
+        ``on_tokens`` is told how many new tokens there are, whenever some come: so it is known what
+        was generated if this is cancelled.
+        """
+        completions: list[Completion] = []
         events = self._events(prompts, sampling, timeout, options)
         async with contextlib.aclosing(events):
-            completions = iter([one async for one in events if isinstance(one, Completion)])
+            async for event in events:
+                if isinstance(event, Completion):
+                    completions.append(event)
+                elif on_tokens is not None:
+                    on_tokens(len(event.token_ids))
+        rest = iter(completions)
         return [
             completion
             for params in for_each(sampling, len(prompts))
-            for completion in best(params, list(itertools.islice(completions, params.num_samples)))
+            for completion in best(params, list(itertools.islice(rest, params.num_samples)))
         ]
 
     async def stream(

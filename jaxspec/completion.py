@@ -66,6 +66,11 @@ class Completion:
     trees: list[RoundTree] | None = None
     left_out_tokens: int = 0
 
+    @property
+    def interrupted(self) -> bool:
+        """Whether the engine has failed, and not the request or the model."""
+        return (self.error or "").startswith("interrupted")
+
 
 @dataclasses.dataclass(frozen=True)
 class TextOptions:
@@ -184,6 +189,11 @@ class GrowingText:
             cumulative_logprob=None if own is None else sum(one.logprob for one in own),
             trees=generation.trees,
         )
+
+
+def generated_tokens(completions: Sequence[Completion]) -> int:
+    """All tokens that were generated for them: what best_of has left out counts, too."""
+    return sum(len(one.token_ids) + one.left_out_tokens for one in completions)
 
 
 def decode_rate(completions: Sequence[Completion]) -> float:

@@ -3,15 +3,18 @@
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from typing import Any, Self
 
 from jaxspec.async_llm import AsyncLLM
 from jaxspec.completion import WHOLE_TEXT, Completion, TextChunk, TextOptions
 from jaxspec.llm import LLM, for_each
 from jaxspec.scheduling.balancer import Balancer, Share
+from jaxspec.scheduling.plan import QueueFull
 from jaxspec.scheduling.requests import SamplingParams
 from jaxspec.tokenizer.text import Prompt
+
+WHOLE = ("stop", "length")  # how texts end that are done
 
 
 class ReplicatedLLM:
@@ -54,17 +57,11 @@ class ReplicatedLLM:
         *,
         timeout: float | None = None,
         options: TextOptions = WHOLE_TEXT,
+        on_tokens: Callable[[int], None] | None = None,
     ) -> list[Completion]:
         """See AsyncLLM.generate."""
         async with self._placed(prompts, sampling) as parts:
-            lists = await _gather(
-                [
-                    part.replica.generate(
-                        part.prompts, part.sampling, timeout=timeout, options=options
-                    )
-                    for part in parts
-                ]
-            )
+            lists = await _gather([part.generate(timeout, options, on_tokens) for part in parts])
         found: dict[int, list[Completion]] = {}
         for part, completions in zip(parts, lists, strict=True):
             rest = iter(completions)
@@ -82,10 +79,7 @@ class ReplicatedLLM:
     ) -> AsyncGenerator[TextChunk | Completion, None]:
         """See AsyncLLM.stream."""
         async with self._placed(prompts, sampling) as parts:
-            streams = [
-                part.replica.stream(part.prompts, part.sampling, timeout=timeout, options=options)
-                for part in parts
-            ]
+            streams = [part.stream(timeout, options) for part in parts]
             completions: dict[int, Completion] = {}
             ended = [iter(part.requests) for part in parts]
             async with contextlib.aclosing(_merged(streams)) as events:
@@ -106,16 +100,19 @@ class ReplicatedLLM:
         tokens = await self.tokenize(prompts)
         params = for_each(sampling, len(tokens))
         self.llm.engine.check(tokens, params)  # so that what follows is of sane sizes
-        with contextlib.ExitStack() as stack:
-            parts: dict[int, _Part] = {}
-            first = 0
+        parts: dict[int, _Part] = {}
+        first = 0
+        try:
             for place, (prompt, own) in enumerate(zip(tokens, params, strict=True)):
                 share = self._place(prompt, own)
-                stack.callback(self.balancer.end, share)
                 part = parts.setdefault(share.engine, _Part(self.replicas[share.engine]))
-                part.add(place, prompt, own, first)
+                part.add(share, place, prompt, own, first)
                 first += own.num_samples
             yield list(parts.values())
+        finally:
+            for part in parts.values():
+                for share in part.shares:
+                    self.balancer.end(share, part.works)
 
     def _place(self, prompt: Sequence[int], params: SamplingParams) -> Share:
         return self.balancer.place(
@@ -133,19 +130,66 @@ class _Part:
     Attributes:
       places: of its prompts, in the call.
       requests: the place in the call of each request; a prompt has one for each sample.
+      works: whether a text of it was done, or the replica has failed; None: neither.
     """
 
     replica: AsyncLLM
+    shares: list[Share] = dataclasses.field(default_factory=list)
     prompts: list[list[int]] = dataclasses.field(default_factory=list)
     sampling: list[SamplingParams] = dataclasses.field(default_factory=list)
     places: list[int] = dataclasses.field(default_factory=list)
     requests: list[int] = dataclasses.field(default_factory=list)
+    works: bool | None = None
 
-    def add(self, place: int, prompt: list[int], params: SamplingParams, first: int) -> None:
+    def add(
+        self, share: Share, place: int, prompt: list[int], params: SamplingParams, first: int
+    ) -> None:
+        self.shares.append(share)
         self.prompts.append(prompt)
         self.sampling.append(params)
         self.places.append(place)
         self.requests += range(first, first + params.num_samples)
+
+    async def generate(
+        self,
+        timeout: float | None,
+        options: TextOptions,
+        on_tokens: Callable[[int], None] | None,
+    ) -> list[Completion]:
+        with self._watched():
+            completions = await self.replica.generate(
+                self.prompts, self.sampling, timeout=timeout, options=options, on_tokens=on_tokens
+            )
+        self._see(completions)
+        return completions
+
+    async def stream(
+        self, timeout: float | None, options: TextOptions
+    ) -> AsyncGenerator[TextChunk | Completion, None]:
+        events = self.replica.stream(self.prompts, self.sampling, timeout=timeout, options=options)
+        with self._watched():
+            async with contextlib.aclosing(events):
+                async for event in events:
+                    if isinstance(event, Completion):  # all have ended then
+                        self._see([event])
+                    yield event
+
+    def _see(self, completions: Sequence[Completion]) -> None:
+        if any(one.interrupted for one in completions):
+            self.works = False
+        elif self.works is None and any(one.finish_reason in WHOLE for one in completions):
+            self.works = True
+
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Notes an error that is not the request's."""
+        try:
+            yield
+        except (ValueError, QueueFull):
+            raise
+        except Exception:
+            self.works = False
+            raise
 
 
 def _balancer(llms: Sequence[LLM]) -> Balancer:

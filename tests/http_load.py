@@ -35,7 +35,8 @@ OPTIONS: Sequence[dict[str, Any]] = (
     {"temperature": 0, "structured_outputs": {"regex": "[a-z]{5,12}"}},
     {"temperature": 1.0, "repetition_penalty": 1.2, "min_tokens": 4},
 )
-SERVER = ("--max-rows", "8", "--max-length", "256", "--warm-up", "full", "--no-trees")
+SERVER = ("--max-length", "256", "--warm-up", "full", "--no-trees")
+ROWS = ("--max-rows", "8")
 LIMIT = 300  # seconds of one request
 COMPILED = "programs_compiled_total"
 
@@ -138,7 +139,7 @@ def main() -> None:
     parser.add_argument("--cache", required=True, help="folder of compiled programs")
     arguments = parser.parse_args()
     started = time.perf_counter()
-    with serve_process(*SERVER, "--compilation-cache", arguments.cache) as server:
+    with serve_process(*SERVER, *ROWS, "--compilation-cache", arguments.cache) as server:
         print(f"ready after {time.perf_counter() - started:.1f} s", flush=True)
         report = asyncio.run(load(server, arguments.requests, arguments.seconds, arguments.clients))
         running = [server.metric(f"num_requests_{one}") for one in ("running", "waiting")]

@@ -26,6 +26,14 @@ TINY = ["--shape", "tiny", "--page-size", "8", "--dtype", "float32"]
 FIGURES = {"first_token", "between_tokens", "between_deliveries"}
 
 
+@pytest.fixture
+def two_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command's shape ``tiny`` has two layers."""
+    tiny = SHAPES["tiny"]
+    small = dataclasses.replace(tiny, layers=tiny.layers[:2])
+    monkeypatch.setattr(bench_serving, "SHAPES", {"tiny": small})
+
+
 def test_a_workload_is_served_and_measured():
     params = make_params("ngram", SpeculationConfig.chain(2))
     engine = Engine(params, CacheConfig(page_size=8, max_length=64), EngineConfig(max_rows=2))
@@ -66,10 +74,8 @@ def test_percentiles():
 
 
 @pytest.mark.slow
-def test_the_command_prints_a_table_and_json_and_draws(monkeypatch, capsys, tmp_path):
-    tiny = SHAPES["tiny"]
-    small = dataclasses.replace(tiny, layers=tiny.layers[:2])
-    monkeypatch.setattr(bench_serving, "SHAPES", {"tiny": small})
+@pytest.mark.usefixtures("two_layers")
+def test_the_command_prints_a_table_and_json_and_draws(capsys, tmp_path):
     counts = ["--requests", "1,6", "--rows", "2", "--prompt-tokens", "12", "--new-tokens", "10"]
     more = ["--tree", "chain:2@2", "--load", "0.5", "--load-requests", "3", "--shared-prefix", "16"]
     outputs = ["--compare", "plain", "--bare", "--json", "--png", str(tmp_path / "times.png")]
@@ -90,10 +96,8 @@ def test_the_command_prints_a_table_and_json_and_draws(monkeypatch, capsys, tmp_
 
 
 @pytest.mark.slow
-def test_adaptive_shapes_beside_the_fixed_one(monkeypatch, capsys):
-    tiny = SHAPES["tiny"]
-    small = dataclasses.replace(tiny, layers=tiny.layers[:2])
-    monkeypatch.setattr(bench_serving, "SHAPES", {"tiny": small})
+@pytest.mark.usefixtures("two_layers")
+def test_adaptive_shapes_beside_the_fixed_one(capsys):
     counts = ["--requests", "6", "--rows", "2", "--prompt-tokens", "12", "--new-tokens", "10"]
     more = ["--tree", "chain:2@2", "--adaptive", "--compare", "fixed", "--json"]
     assert bench_serving.main([*TINY, *counts, *more]) == 0
@@ -106,10 +110,8 @@ def test_adaptive_shapes_beside_the_fixed_one(monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_structured_requests_beside_none(monkeypatch, capsys):
-    tiny = SHAPES["tiny"]
-    small = dataclasses.replace(tiny, layers=tiny.layers[:2])
-    monkeypatch.setattr(bench_serving, "SHAPES", {"tiny": small})
+@pytest.mark.usefixtures("two_layers")
+def test_structured_requests_beside_none(capsys):
     counts = ["--requests", "4", "--rows", "4", "--prompt-tokens", "12", "--new-tokens", "24"]
     more = ["--tree", "chain:2@2", "--structured", "0,1", "--json"]
     assert bench_serving.main([*TINY, *counts, *more]) == 0
@@ -128,10 +130,8 @@ def test_structured_requests_beside_none(monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_a_shared_prefix_with_and_without_the_cache(monkeypatch, capsys):
-    tiny = SHAPES["tiny"]
-    small = dataclasses.replace(tiny, layers=tiny.layers[:2])
-    monkeypatch.setattr(bench_serving, "SHAPES", {"tiny": small})
+@pytest.mark.usefixtures("two_layers")
+def test_a_shared_prefix_with_and_without_the_cache(capsys):
     counts = ["--requests", "5", "--rows", "2", "--prompt-tokens", "3", "--new-tokens", "6"]
     more = ["--tree", "chain:2@2", "--shared-prefix", "64", "--compare", "plain,uncached", "--json"]
     assert bench_serving.main([*TINY, *counts, *more]) == 0

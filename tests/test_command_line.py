@@ -115,13 +115,28 @@ def test_generate_loads_nothing_of_training():
     assert result.returncode == 0, result.stderr
 
 
-def test_a_missing_extra_is_one_line(monkeypatch, capsys: pytest.CaptureFixture[str]):
-    def without_optax(name: str) -> ModuleType:
-        raise ModuleNotFoundError("No module named 'optax'", name="optax")
+@pytest.mark.parametrize(
+    ("command", "module", "package", "extra"),
+    [
+        ("train-head", "train_head", "optax", "train"),
+        ("serve", "serving", "fastapi", "serve"),
+    ],
+)
+def test_a_missing_extra_is_one_line(
+    command: str, module: str, package: str, extra: str, monkeypatch, capsys
+):
+    import_module = importlib.import_module
 
-    monkeypatch.setattr(importlib, "import_module", without_optax)
-    assert command_line.main(["train-head"]) == 2
-    assert "optax is not installed: pip install 'jaxspec[train]'" in capsys.readouterr().err
+    def without_package(name: str) -> ModuleType:
+        if name == f"jaxspec.commands.{module}":
+            raise ModuleNotFoundError(f"No module named {package!r}", name=package)
+        return import_module(name)
+
+    monkeypatch.setattr(importlib, "import_module", without_package)
+    assert command_line.main([command]) == 2
+    assert capsys.readouterr().err == (
+        f"jaxspec {command}: {package} is not installed: pip install 'jaxspec[{extra}]'\n"
+    )
 
 
 def test_ctrl_c_ends_in_one_line(monkeypatch, capsys: pytest.CaptureFixture[str]):

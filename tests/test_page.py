@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+pytest.importorskip("playwright", reason="the extra test has playwright")
+
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from jaxspec.commands.tree_page import tree_page

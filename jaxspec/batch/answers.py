@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from jaxspec.batch.requests import BatchRequest, line_id, read_request
-from jaxspec.completion import Completion
+from jaxspec.completion import Completion, generated_tokens
 from jaxspec.generation import TokenLogprob
 from jaxspec.llm import LLM
 from jaxspec.scheduling.requests import SamplingParams
@@ -61,7 +61,7 @@ class Answers:
     def _result(self, completions: Sequence[Completion]) -> dict[str, Any]:
         """Several samples are ``choices``."""
         prompt = completions[0].prompt_token_ids
-        generated = sum(len(one.token_ids) for one in completions)
+        generated = generated_tokens(completions)
         usage = {
             "prompt_tokens": len(prompt),
             "completion_tokens": generated,

@@ -13,17 +13,19 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxspec import LLM
 from jaxspec.async_llm import AsyncLLM
 from jaxspec.batch.answers import Answers
 from jaxspec.batch.prompt_file import PromptFile, open_prompts, read_shard
 from jaxspec.batch.result_file import ResultFile
 from jaxspec.batch.run import Answer, EngineFailed, Tally, run_batch
 from jaxspec.commands.generation import make_llm, program_folder, sampling_params
-from jaxspec.commands.importing import import_command
+from jaxspec.commands.importing import MissingExtra, import_command
 from jaxspec.commands.program_cache import keep_compiled_programs
-from jaxspec.commands.serve import SERVE_EXTRA
 from jaxspec.commands.shell import print_json, progress_console, read_text
 from jaxspec.progress import request_bar
+from jaxspec.replicated_llm import ReplicatedLLM
+from jaxspec.sharding import replica_meshes
 from jaxspec.tokenizer import TextTokenizer
 from jaxspec.weights.hub import resolve_directory
 
@@ -88,14 +90,13 @@ def run(arguments: argparse.Namespace) -> None:
 def generate(job: Job, results: ResultFile, tally: Tally) -> None:
     """All results that are not there yet."""
     keep_compiled_programs(program_folder(job.arguments))
-    model = job.arguments.model
-    with progress_console().status(f"loading {Path(model).name}"):
-        llm = make_llm(job.arguments, job.arguments.drafter, TextTokenizer(model))
-    in_flight = IN_FLIGHT * llm.engine.config.max_rows
+    llms = load(job.arguments)
+    in_flight = IN_FLIGHT * sum(llm.engine.config.max_rows for llm in llms)
     lines = (line for line in job.prompts.lines(job.part) if not results.has(line[0]))
 
     async def run_all() -> None:
-        async with AsyncLLM(llm, on_chunk=tally.observe) as serving:
+        engines = [AsyncLLM(llm, on_chunk=tally.observe) for llm in llms]
+        async with engines[0] if len(engines) == 1 else ReplicatedLLM(engines) as serving:
             with progress(results, len(job.part), tally) as update:
 
                 def keep(index: int, result: dict[str, Any]) -> None:
@@ -111,10 +112,18 @@ def generate(job: Job, results: ResultFile, tally: Tally) -> None:
         raise ValueError(f"the engine failed: {error}; the same command goes on") from error
 
 
+def load(arguments: argparse.Namespace) -> list[LLM]:
+    """An engine for each of --dp. Raises ValueError where there are too few devices."""
+    meshes = replica_meshes(1 if arguments.dp is None else arguments.dp, arguments.tp)
+    model, tokenizer = arguments.model, TextTokenizer(arguments.model)
+    with progress_console().status(f"loading {Path(model).name}"):
+        return [make_llm(arguments, arguments.drafter, tokenizer, mesh) for mesh in meshes]
+
+
 class Lines:
     """Answers lines of both kinds: the project's own, and OpenAI's."""
 
-    def __init__(self, job: Job, serving: AsyncLLM):
+    def __init__(self, job: Job, serving: AsyncLLM | ReplicatedLLM):
         self._job, self._serving = job, serving
         sampling = sampling_params(job.arguments)
         self._own = Answers(serving, sampling, job.template, job.arguments.token_ids)
@@ -126,15 +135,12 @@ class Lines:
 
     @functools.cached_property
     def _openai(self) -> Answer:
-        """Loaded when the first such line comes. Raises ValueError without the extra ``serve``."""
+        """Loaded when the first such line comes. Raises MissingExtra without ``serve``."""
         model, seed = self._job.arguments.model, self._job.arguments.seed
         try:
             batch = import_command("jaxspec.serving.batch", "jaxspec generate")
-        except ModuleNotFoundError as error:
-            if error.name not in SERVE_EXTRA:
-                raise
-            message = f"lines of OpenAI's kind need {error.name}: pip install 'jaxspec[serve]'"
-            raise ValueError(message) from error
+        except MissingExtra as error:
+            raise MissingExtra(f"lines of OpenAI's kind: {error}") from error
         names = {resolve_directory(model).name: None, model: None}  # requests may name either
         return batch.batch_lines(self._serving, tuple(names), self._job.template, seed).answer
 

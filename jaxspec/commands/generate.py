@@ -83,8 +83,9 @@ def add_batch_options(parser: argparse.ArgumentParser) -> None:
         "of SamplingParams; or they are those of OpenAI's batches")  # fmt: skip
     add("--shard", metavar="I/N", help="do part I (from 0) of N, into FILE-0000I-of-0000N; slurm: "
         "the part of this task of an array job")  # fmt: skip
-    add("--max-rows", type=int, metavar="N", help="requests that run together "
+    add("--max-rows", type=int, metavar="N", help="requests that run together, in each engine "
         f"(default: {BATCH_ROWS})")  # fmt: skip
+    add("--dp", type=int, metavar="N", help="engines side by side, as in serve (default: 1)")
     add("--token-ids", action="store_true", help="results also have token ids")
     add("--chat-template", type=Path, metavar="FILE", help="Jinja template for lines with messages "
         "(default: the model's)")  # fmt: skip
@@ -154,7 +155,7 @@ def check(arguments: argparse.Namespace) -> None:
 def check_batch(arguments: argparse.Namespace) -> None:
     """Raises ValueError for options that do not go together with or without --out."""
     if arguments.out is None:
-        for name in ("shard", "max_rows", "token_ids", "chat_template"):
+        for name in ("shard", "max_rows", "dp", "token_ids", "chat_template"):
             if getattr(arguments, name) not in (None, False):
                 raise ValueError(f"--{name.replace('_', '-')} is for files of prompts: add --out")
         if arguments.prompt_file is not None and arguments.prompt_file.suffix == ".jsonl":

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from jaxspec import (
     LLM,
@@ -44,7 +45,15 @@ def sampling_params(arguments: argparse.Namespace) -> SamplingParams:
     )
 
 
-def make_llm(arguments: argparse.Namespace, drafter: str, tokenizer: TextTokenizer) -> LLM:
+def make_llm(
+    arguments: argparse.Namespace,
+    drafter: str,
+    tokenizer: TextTokenizer,
+    mesh: Mesh | None = None,
+) -> LLM:
+    """``mesh`` None: the one that the options ask for."""
+    if mesh is None and arguments.tp != 1:
+        mesh = make_mesh(arguments.tp)
     rows = 1 if arguments.out is None else arguments.max_rows or BATCH_ROWS
     config = engine_config(arguments, rows, plain=drafter == "none")
     return LLM(
@@ -52,7 +61,7 @@ def make_llm(arguments: argparse.Namespace, drafter: str, tokenizer: TextTokeniz
         drafter,
         speculation=speculation_config(arguments),
         dtype=arguments.dtype,
-        mesh=make_mesh(arguments.tp) if arguments.tp != 1 else None,
+        mesh=mesh,
         shard_drafter=arguments.shard_drafter,
         kernels=arguments.kernels,
         page_size=arguments.page_size,

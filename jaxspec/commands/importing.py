@@ -4,16 +4,35 @@ import contextlib
 import importlib
 import os
 import signal
-from collections.abc import Iterator
-from types import ModuleType
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType, ModuleType
 
 INTERRUPTED = 130  # the exit status of what SIGINT ended, by convention
+# Packages that a plain installation lacks, and the extra that has them.
+EXTRAS: Mapping[str, str] = MappingProxyType(
+    {"matplotlib": "train", "optax": "train", "fastapi": "serve", "prometheus_client": "serve"}
+    | {"pydantic": "serve", "starlette": "serve", "uvicorn": "serve"}
+)
+
+
+class MissingExtra(ValueError):
+    """A package of an extra is not installed; the message says how to get it."""
 
 
 def import_command(module: str, program: str) -> ModuleType:
-    """A module. Ctrl-C meanwhile ends the process in one line, which names the program."""
-    with _ended_by_ctrl_c(program):
-        return importlib.import_module(module)
+    """A module. Ctrl-C meanwhile ends the process in one line, which names the program.
+
+    Raises MissingExtra if it needs a package of an extra.
+    """
+    try:
+        with _ended_by_ctrl_c(program):
+            return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        extra = EXTRAS.get(error.name or "")
+        if extra is None:
+            raise
+        message = f"{error.name} is not installed: pip install 'jaxspec[{extra}]'"
+        raise MissingExtra(message) from error
 
 
 @contextlib.contextmanager

@@ -18,7 +18,6 @@ from jaxspec.commands.engine_options import (
 from jaxspec.commands.importing import import_command
 from jaxspec.commands.shell import add_model_option, command_parser, run_command
 
-SERVE_EXTRA = ("fastapi", "prometheus_client", "pydantic", "starlette", "uvicorn")
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
 
@@ -136,13 +135,7 @@ def seconds(text: str) -> float:
 def run(arguments: argparse.Namespace) -> None:
     if arguments.no_compilation_cache and arguments.compilation_cache is not None:
         raise ValueError("--no-compilation-cache goes without --compilation-cache")
-    try:
-        serving = import_command("jaxspec.commands.serving", "jaxspec serve")
-    except ModuleNotFoundError as error:
-        if error.name not in SERVE_EXTRA:
-            raise
-        raise ValueError(f"{error.name} is not installed: pip install 'jaxspec[serve]'") from error
-    serving.run(arguments)
+    import_command("jaxspec.commands.serving", "jaxspec serve").run(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -5,8 +5,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request, Security
 from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse, Response
+from fastapi.security import HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 from starlette.middleware.cors import CORSMiddleware
@@ -40,6 +41,8 @@ from jaxspec.version import __version__
 
 FOLDER = Path(__file__).parent / "page"
 CLIENT_GONE = 499  # nobody sees it but the log
+# For the OpenAPI document; ApiKeys looks at the keys, before anything of a request is read.
+API_KEY = HTTPBearer(scheme_name="api_key", description="an API key", auto_error=False)
 ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": ErrorResponse},
     "5XX": {"model": ErrorResponse},
@@ -77,9 +80,12 @@ def make_app(
     )
     add_handlers(app, metrics.rejected)
     _add_status(app, service, metrics)
-    _add_generation(app, service, rates)
-    _add_tokens(app, service)
     _add_page(app)
+    keyed = APIRouter(dependencies=[Security(API_KEY)] if api_keys else [])
+    _add_models(keyed, service)
+    _add_generation(keyed, service, rates)
+    _add_tokens(keyed, service)
+    app.include_router(keyed)
     app.add_middleware(BodyLimit, most=max_body, seconds=body_seconds)
     app.add_middleware(RateLimit, rates=rates)
     if api_keys:
@@ -112,8 +118,11 @@ def _add_status(app: FastAPI, service: Service, metrics: Metrics) -> None:
         if service.state == "ready":
             for llm, own in zip(service.llm.replicas, metrics.members, strict=True):
                 await llm.run(own.read)
+                own.failed(llm.engine.failures)
         return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
+
+def _add_models(app: APIRouter, service: Service) -> None:
     @app.get("/v1/models")
     async def list_models() -> ModelList:
         return models.model_list(service)
@@ -124,7 +133,7 @@ def _add_status(app: FastAPI, service: Service, metrics: Metrics) -> None:
         return next(card for card in models.model_list(service).data if card.id == name)
 
 
-def _add_generation(app: FastAPI, service: Service, rates: Rates) -> None:
+def _add_generation(app: APIRouter, service: Service, rates: Rates) -> None:
     @app.post("/v1/completions", response_model=CompletionResponse, responses=EVENTS)
     async def complete(body: CompletionRequest, request: Request) -> Response:
         spend = partial(rates.spend, client_of(request.scope))
@@ -140,7 +149,7 @@ def _add_generation(app: FastAPI, service: Service, rates: Rates) -> None:
         return await _answered(request, chat.chat(service, body, spend))
 
 
-def _add_tokens(app: FastAPI, service: Service) -> None:
+def _add_tokens(app: APIRouter, service: Service) -> None:
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> TokenizeResponse:
         return await tokens.tokenize(service, body)

@@ -8,6 +8,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 
 from jaxspec.async_llm import AsyncLLM
+from jaxspec.replicated_llm import ReplicatedLLM
 from jaxspec.serving import chat, completions
 from jaxspec.serving.errors import ApiError, api_error
 from jaxspec.serving.protocol.base import FieldError
@@ -94,7 +95,7 @@ def _validated[T: BaseModel](kind: type[T], body: dict[str, Any]) -> T:
 
 
 def batch_lines(
-    llm: AsyncLLM, names: tuple[str, ...], chat_template: str | None, seed: int
+    llm: AsyncLLM | ReplicatedLLM, names: tuple[str, ...], chat_template: str | None, seed: int
 ) -> BatchLines:
     """Of a model by these names."""
     service = Service(names, chat_template)

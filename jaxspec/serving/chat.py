@@ -81,12 +81,15 @@ async def chat(
     plan = await _plan(service, request)
     spend(len(plan.prompt))
     completions = await service.llm.generate(
-        [plan.prompt], plan.sampling, timeout=service.request_timeout, options=plan.options
+        [plan.prompt],
+        plan.sampling,
+        timeout=service.request_timeout,
+        options=plan.options,
+        on_tokens=spend,
     )
     choices = [_choice(plan, index, one) for index, one in enumerate(completions)]
     response = plan.response("chat.completion", choices)
     response.usage = results.usage(completions, len(completions))
-    spend(response.usage.completion_tokens)
     return response
 
 

@@ -74,12 +74,15 @@ async def complete(
     plan = await _plan(service, request)
     spend(sum(map(len, plan.prompts)))
     completions = await service.llm.generate(
-        plan.prompts, plan.sampling, timeout=service.request_timeout, options=text_options(request)
+        plan.prompts,
+        plan.sampling,
+        timeout=service.request_timeout,
+        options=text_options(request),
+        on_tokens=spend,
     )
     choices = [_choice(plan, index, one) for index, one in enumerate(completions)]
     response = plan.response(choices)
     response.usage = results.usage(completions, plan.samples)
-    spend(response.usage.completion_tokens)
     return response
 
 

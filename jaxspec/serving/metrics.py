@@ -195,6 +195,7 @@ class Metrics:
         self._queries = counter("prefix_cache_queries", "prompt tokens looked up")
         self._hits = counter("prefix_cache_hits", "of them, those that were found")
         self._preemptions = counter("num_preemptions", "requests that lost their row")
+        self._failures = counter("engine_failures", "steps that failed, and ended all requests")
         self._compiled = counter("programs_compiled", "programs that were compiled or loaded")
         text = "rounds by draft tree: nodes, depth and children"
         self._shapes = counter("rounds", text, "shape")
@@ -269,6 +270,10 @@ class Metrics:
         counted = dict.fromkeys(engine.shapes.choices or (), 0) | engine.shapes.rounds
         for shape, rounds in counted.items():
             self._advance(f"rounds {shape.name}", self._shapes, rounds, shape=shape.name)
+
+    def failed(self, times: int) -> None:
+        """How often steps of the engine have failed so far."""
+        self._advance("failures", self._failures, times)
 
     def _advance(self, key: str, counter: Counter, value: float, **labels: str) -> None:
         """Bring a counter to the engine's own count, which begins anew after an error."""

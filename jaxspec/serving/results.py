@@ -5,7 +5,7 @@ import time
 import uuid
 from collections.abc import Sequence
 
-from jaxspec.completion import Completion
+from jaxspec.completion import Completion, generated_tokens
 from jaxspec.generation import TokenLogprob
 from jaxspec.llm import LLM
 from jaxspec.round_trees import RoundTexts
@@ -40,8 +40,8 @@ def usage(completions: Sequence[Completion], samples: int) -> Usage:
     """
     prompts = completions[::samples]
     read = sum(len(one.prompt_token_ids) for one in prompts)
-    generated = sum(len(one.token_ids) + one.left_out_tokens for one in completions)
-    return partial_usage(read, generated, sum(one.cached_tokens for one in prompts))
+    cached = sum(one.cached_tokens for one in prompts)
+    return partial_usage(read, generated_tokens(completions), cached)
 
 
 def partial_usage(prompt: int, generated: int, cached: int) -> Usage:
@@ -112,7 +112,7 @@ def finish_reason(completion: Completion, request: SamplingFields) -> str:
         raise ApiError(400, message, code="grammar_too_large")
     if message.startswith(NOT_FINITE) and _restricts(request):
         raise ApiError(400, message, code="no_token_allowed")
-    if message.startswith("interrupted"):
+    if completion.interrupted:
         message = "an internal error; see the server's log"
     raise ApiError(500, message, kind="server_error")
 

@@ -1,14 +1,32 @@
 """Requests go to the engine that knows their beginning, else to the one with the least to do."""
 
+import collections
+import itertools
 import random
 
-from jaxspec.scheduling.balancer import Balancer, Share
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxspec.scheduling.balancer import LONGEST_PAUSE, PAUSE, Balancer, Share
 
 SYSTEM = list(range(32))
 
 
+class Clock:
+    def __init__(self):
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 def new_balancer(engines: int = 2, slack: int = 4, most: int | None = None) -> Balancer:
     return Balancer(engines, slack=slack, most_requests=most, block=8, known_blocks=64)
+
+
+def clocked(engines: int) -> tuple[Balancer, Clock]:
+    clock = Clock()
+    return Balancer(engines, slack=4, block=8, known_blocks=64, clock=clock), clock
 
 
 def prompt(seed: int, tokens: int = 32) -> list[int]:
@@ -107,3 +125,127 @@ def test_the_oldest_prompts_are_forgotten():
 def test_without_a_cache_only_load_counts():
     balancer = Balancer(2, slack=4)
     assert place_all(balancer, [SYSTEM] * 4) == [0, 1, 0, 1]
+
+
+# Engines that fail.
+
+
+def serve(balancer: Balancer, broken: set[int], seed: int) -> int:
+    """The engine of a request that ends at once."""
+    share = balancer.place(prompt(seed), 8)
+    balancer.end(share, works=share.engine not in broken)
+    return share.engine
+
+
+def test_an_engine_that_fails_is_tried_again_after_ever_longer_pauses():
+    balancer, clock = clocked(2)
+    tried = []
+    for tick in range(4 * 400):  # four requests a second; engine 0 has the fewest of all, always
+        if serve(balancer, {0}, tick) == 0:
+            tried.append(clock.now - 1000)
+        clock.now += 0.25
+    pauses = [later - earlier for earlier, later in itertools.pairwise(tried)]
+    assert tried[0] == 0 and pauses[:9] == [1, 2, 4, 8, 16, 32, 64, 64, 64]
+    assert balancer.failures == [len(tried), 0]
+
+
+def test_one_prompt_that_ends_well_brings_an_engine_back():
+    balancer, clock = clocked(2)
+    assert [serve(balancer, {0}, seed) for seed in range(4)] == [0, 1, 1, 1]
+    clock.now += PAUSE
+    trial = balancer.place(prompt(4), 8)
+    assert trial.engine == 0
+    assert place_all(balancer, [prompt(seed) for seed in range(5, 9)]) == [1, 1, 1, 1]
+    balancer.end(trial, works=True)
+    assert place_all(balancer, [prompt(seed) for seed in range(9, 13)]) == [0, 0, 0, 0]
+    balancer.end(Share(0, 0, 0, failures=1), works=False)
+    clock.now += PAUSE  # the row has begun anew
+    assert balancer.place(prompt(13), 8).engine == 0
+
+
+def test_a_long_or_cancelled_trial_does_not_keep_an_engine_out():
+    balancer, clock = clocked(2)
+    serve(balancer, {0}, 0)
+    for seed in range(1, 4):  # none of them ends
+        clock.now += PAUSE
+        assert place_all(balancer, [prompt(10 * seed), prompt(10 * seed + 1)]) == [0, 1]
+    trial = balancer.place(prompt(50), 8)
+    balancer.end(trial)
+    clock.now += PAUSE
+    assert balancer.place(prompt(51), 8).engine == 0
+
+
+def test_all_that_a_failure_interrupts_is_one_failure():
+    balancer, clock = clocked(2)
+    shares = [balancer.place(prompt(seed), 8) for seed in range(8)]
+    for share in shares:
+        balancer.end(share, works=share.engine != 0)
+    assert balancer.failures == [1, 0]
+    clock.now += PAUSE
+    assert balancer.place(prompt(9), 8).engine == 0
+
+
+def test_what_was_done_before_a_failure_does_not_bring_an_engine_back():
+    balancer, _ = clocked(2)
+    first, _, second = (balancer.place(prompt(seed), 8) for seed in range(3))
+    assert first.engine == second.engine == 0
+    balancer.end(first, works=False)
+    balancer.end(second, works=True)
+    assert balancer.place(prompt(3), 8).engine == 1
+
+
+def test_an_engine_that_fails_has_lost_its_cache():
+    balancer, clock = clocked(2)
+    share = balancer.place(SYSTEM, 8)
+    balancer.end(share, works=False)
+    clock.now += PAUSE
+    balancer.place(prompt(1), 8)
+    assert balancer.place(SYSTEM, 8).engine == 1
+
+
+def test_where_all_fail_those_that_failed_least_serve():
+    balancer, clock = clocked(3)
+    chosen = collections.Counter(serve(balancer, {0, 1, 2}, seed) for seed in range(30))
+    assert set(chosen.values()) == {10}
+    clock.now += LONGEST_PAUSE
+    repaired = [serve(balancer, {0, 1}, 100 + seed) for seed in range(20)]
+    assert repaired.count(2) == 18 and set(repaired[3:]) == {2}
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    engines=st.integers(1, 4),
+    steps=st.lists(
+        st.one_of(
+            st.tuples(st.just("place"), st.integers(0, 5)),
+            st.tuples(st.just("end"), st.integers(0, 50), st.sampled_from([True, False, None])),
+            st.tuples(st.just("wait"), st.floats(0.1, 100)),
+        ),
+        max_size=60,
+    ),
+)
+def test_any_history(engines: int, steps: list[tuple]):
+    """Loads are those of what is under way, and a failed engine has no turn before its time."""
+    balancer, clock = clocked(engines)
+    under_way: list[Share] = []
+    rests = [0.0] * engines  # until when an engine that failed must have nothing
+    for what, *values in steps:
+        if what == "wait":
+            clock.now += values[0]
+        elif what == "end" and under_way:
+            share, works = under_way.pop(values[0] % len(under_way)), values[1]
+            before = balancer.failures[share.engine]
+            balancer.end(share, works)
+            if balancer.failures[share.engine] > before:
+                assert works is False and share.failures == before
+                rests[share.engine] = clock.now + PAUSE
+            elif works and share.failures == before:
+                rests[share.engine] = 0.0
+        elif what == "place":
+            share = balancer.place(prompt(values[0]), 8)
+            under_way.append(share)
+            assert clock.now >= rests[share.engine] or all(clock.now < rest for rest in rests)
+        for engine in range(engines):
+            own = [share for share in under_way if share.engine == engine]
+            assert balancer.requests[engine] == len(own)
+            assert balancer.tokens[engine] == sum(share.tokens for share in own)

@@ -1,5 +1,6 @@
 """`jaxspec generate --out`: a file of prompts to a file of results."""
 
+import importlib
 import json
 import os
 import signal
@@ -8,6 +9,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -130,6 +132,15 @@ def test_shards_in_order_are_the_whole(files: Batch, loads: list[str], monkeypat
     assert len(loads) == 4
 
 
+def test_too_many_engines_are_refused_and_fewer_go_on(files: Batch, loads: list[str], capsys):
+    files.write(MANY[:2])
+    assert files.run("--dp", "9") == files.run("--dp", "0") == 2
+    many, none = capsys.readouterr().err.splitlines()
+    assert "dp 9 x tp 1 needs 9 devices, this process has 8" in many
+    assert "parallel sizes must be >= 1, got tp 1, dp 0" in none
+    assert loads == [] and files.run("--dp", "1") == 0
+
+
 @pytest.mark.usefixtures("loads")
 def test_a_line_that_cannot_be_served_says_why(files: Batch, capsys):
     files.write(
@@ -236,6 +247,34 @@ def test_openai_lines_get_openai_results(files: Batch, model: Path, tmp_path: Pa
     assert [one["index"] for one in results] == list(range(9))
 
 
+@pytest.mark.usefixtures("loads")
+def test_usage_counts_what_best_of_has_left_out(files: Batch):
+    fields = {"prompt": "abc", "n": 2, "best_of": 3, "max_tokens": 6, "ignore_eos": True}
+    files.write([fields, openai_line("openai", temperature=1, **fields)])
+    assert files.run() == 0
+    own, openai = files.results()
+    for usage in (own["usage"], openai["response"]["body"]["usage"]):
+        assert (usage["prompt_tokens"], usage["completion_tokens"]) == (3, 3 * 6)
+        assert usage["total_tokens"] == 3 + 3 * 6
+
+
+@pytest.mark.usefixtures("loads")
+def test_openai_lines_without_the_extra_say_what_to_install(files: Batch, capsys, monkeypatch):
+    files.write([openai_line("text", prompt="a")])
+
+    import_module = importlib.import_module
+
+    def without_fastapi(name: str) -> ModuleType:
+        if name == "jaxspec.serving.batch":
+            raise ModuleNotFoundError("No module named 'fastapi'", name="fastapi")
+        return import_module(name)
+
+    monkeypatch.setattr(importlib, "import_module", without_fastapi)
+    assert files.run() == 2
+    *_, line = capsys.readouterr().err.splitlines()
+    assert "lines of OpenAI's kind: fastapi is not installed: pip install 'jaxspec[serve]'" in line
+
+
 def test_a_failure_of_the_engine_ends_the_run(files: Batch, llm: LLM, loads, capsys, monkeypatch):
     files.write(MANY)
     step, calls = llm.engine.step, []
@@ -265,6 +304,7 @@ def test_a_failure_of_the_engine_ends_the_run(files: Batch, llm: LLM, loads, cap
         (["--out", "x.jsonl", "--prompt", "a"], "--out needs --prompt-file"),
         (["--shard", "0/2"], "--shard is for files of prompts: add --out"),
         (["--max-rows", "4"], "--max-rows is for files of prompts: add --out"),
+        (["--dp", "2"], "--dp is for files of prompts: add --out"),
         (["--token-ids"], "--token-ids is for files of prompts: add --out"),
         (["--chat-template", "x"], "--chat-template is for files of prompts: add --out"),
         (["--prompt-file", "x.jsonl"], "x.jsonl looks like a file of prompts: add --out"),

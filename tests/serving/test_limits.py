@@ -1,5 +1,6 @@
 """What a client may ask for: rates, sizes, times and origins."""
 
+import asyncio
 from typing import Any
 
 import httpx
@@ -9,9 +10,10 @@ from jaxspec import LLM
 from jaxspec.__main__ import main
 from jaxspec.serving.errors import ApiError
 from jaxspec.serving.rates import MOST_CLIENTS, Rates
-from tests.served import MODEL, Served, run
+from tests.served import MODEL, Served, idle_pages, run
 
 TEXT = {"model": MODEL, "prompt": "abc", "max_tokens": 4, "temperature": 0}
+MESSAGES = [{"role": "user", "content": "abc"}]
 
 
 class Clock:
@@ -88,6 +90,35 @@ def test_each_key_has_its_rate(llm: LLM, stream: bool):
     run(test())
 
 
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_what_was_generated_for_a_client_that_has_gone_counts(llm: LLM, path: str):
+    """A prompt of 3 tokens (of a chat, of 20), and what came until then."""
+    body = {"max_tokens": 200, "ignore_eos": True, "seed": 1}
+    prompt = {"prompt": "abc"} if path == "completions" else {"messages": MESSAGES}
+    spent: list[int] = []
+
+    class Watched(Rates):
+        def spend(self, client: str, tokens: int) -> None:
+            spent.append(tokens)
+
+    async def test() -> None:
+        rates = Watched(tokens=1000)
+        async with Served(llm, rates=rates) as server, server.http() as http:
+            asked = asyncio.create_task(http.post(f"/v1/{path}", json=body | prompt))
+            async with asyncio.timeout(30):
+                while len(spent) < 3:
+                    await asyncio.sleep(0.001)
+            asked.cancel()
+            await asyncio.gather(asked, return_exceptions=True)
+            async with asyncio.timeout(20):
+                while not idle_pages(llm):
+                    await asyncio.sleep(0.01)
+
+    run(test())
+    assert spent[0] == (3 if path == "completions" else 20)
+    assert 2 <= sum(spent[1:]) < 200
+
+
 def test_without_keys_the_rate_is_that_of_an_address(llm: LLM):
     async def test() -> list[int]:
         async with Served(llm, rates=Rates(requests=2)) as server, server.http() as http:
@@ -97,8 +128,6 @@ def test_without_keys_the_rate_is_that_of_an_address(llm: LLM):
 
 
 def test_a_text_has_at_most_so_many_tokens(llm: LLM):
-    messages = [{"role": "user", "content": "abc"}]
-
     async def test() -> None:
         async with Served(llm, max_new_tokens=5) as server, server.http() as http:
             for more in ({}, {"max_tokens": None}, {"max_tokens": 5}):
@@ -107,7 +136,7 @@ def test_a_text_has_at_most_so_many_tokens(llm: LLM):
                 assert usage["completion_tokens"] == (4 if more == {} else 5)
             answer = await http.post("/v1/completions", json={**TEXT, "max_tokens": 6})
             assert answer.status_code == 400 and answer.json()["error"]["param"] == "max_tokens"
-            body = {"messages": messages, "ignore_eos": True}
+            body = {"messages": MESSAGES, "ignore_eos": True}
             usage = (await http.post("/v1/chat/completions", json=body)).json()["usage"]
             assert usage["completion_tokens"] == 5
 

@@ -1,6 +1,7 @@
 """Several engines behind one server, each on a device of its own."""
 
 import asyncio
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from jaxspec import LLM, SamplingParams
 from jaxspec.async_llm import AsyncLLM
+from jaxspec.commands import batch, generate
 from jaxspec.completion import Completion, TextChunk
 from jaxspec.replicated_llm import ReplicatedLLM
 from jaxspec.sharding import replica_meshes
@@ -69,6 +71,35 @@ def test_texts_are_those_of_one_engine(replicas: list[LLM]):
     tokens = [value(metrics, "generation_tokens_total", engine) for engine in (0, 1)]
     assert min(tokens) > 0 and sum(tokens) == 2 * sum(len(one.token_ids) for one in expected)
     assert all(value(metrics, "programs_compiled_total", engine) > 0 for engine in (0, 1))
+
+
+def test_a_file_of_prompts_is_done_by_all(
+    replicas: list[LLM], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    loaded: list[Any] = []
+
+    def make_llm(arguments: Any, drafter: str, tokenizer: Any, mesh: Any) -> LLM:
+        loaded.append(mesh)
+        return replicas[len(loaded) - 1]
+
+    monkeypatch.setattr(batch, "make_llm", make_llm)
+    lines, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    lines.write_text(
+        "".join(json.dumps({"prompt": one, "seed": 7}) + "\n" for one in PROMPTS)
+        + '{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a"}}'
+    )
+    before = [one.engine.scheduler.cache_statistics()[0] for one in replicas]
+    options = ["--max-tokens", "9", "--temperature", "0.8", "--no-compilation-cache", "--dp", "2"]
+    files = ["--prompt-file", str(lines), "--out", str(out)]
+    assert generate.main(["--model", str(model), *files, *options]) == 0
+    assert [sorted(one.id for one in mesh.devices.flat) for mesh in loaded] == [[0], [1]]
+    read = [one.engine.scheduler.cache_statistics()[0] for one in replicas]
+    assert all(after > earlier for earlier, after in zip(before, read, strict=True))
+    *own, openai_line = map(json.loads, out.read_text().splitlines())
+    params = SamplingParams(temperature=0.8, top_p=0.9, max_tokens=9, seed=7)
+    expected = [replicas[0].generate([prompt], params)[0].text for prompt in PROMPTS]
+    assert [one["text"] for one in own] == expected
+    assert openai_line["response"]["status_code"] == 200
 
 
 def test_samples_stay_together_and_in_order(replicas: list[LLM]):
@@ -168,6 +199,42 @@ def test_health_waits_for_all_and_a_closed_server_ends_all(replicas: list[LLM]):
             return [answer.status_code for answer in (before, during, after)]
 
     assert run(test()) == [503, 200, 503]
+
+
+def test_an_engine_whose_steps_fail_gets_no_more_requests_until_it_works_again(
+    replicas: list[LLM], monkeypatch: pytest.MonkeyPatch
+):
+    broken, sampling = replicas[0].engine, SamplingParams(max_tokens=4)
+    step, is_broken = broken.step, True
+
+    def fail(most_rounds: int | None = None) -> None:
+        if not is_broken:
+            step(most_rounds)
+            return
+        error = RuntimeError("out of memory")
+        broken._fail(error)
+        raise error
+
+    monkeypatch.setattr(broken, "step", fail)
+
+    async def test() -> tuple[list[str], str]:
+        nonlocal is_broken
+        async with Served(replicas[0], replicas[1:]) as server, server.http() as http:
+            own: Any = server.service.llm
+            reasons = [(await own.generate(["a"], sampling))[0].finish_reason for _ in range(8)]
+            streamed = [event async for event in own.stream(PROMPTS[:3], sampling)]
+            reasons += [one.finish_reason for one in streamed if isinstance(one, Completion)]
+            metrics, is_broken = (await http.get("/metrics")).text, False
+            before = broken.scheduler.cache_statistics()[0]
+            async with asyncio.timeout(20):
+                while broken.scheduler.cache_statistics()[0] == before:
+                    [one] = await own.generate(["b"], sampling)
+                    assert one.finish_reason == "length"
+            return reasons, metrics
+
+    reasons, metrics = run(test())
+    assert reasons.count("error") == 1 and reasons.count("length") == 10
+    assert [value(metrics, "engine_failures_total", engine) for engine in (0, 1)] == [1, 0]
 
 
 @pytest.mark.slow

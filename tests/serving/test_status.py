@@ -49,6 +49,7 @@ METRICS: Mapping[str, str] = MappingProxyType(
         "kv_cache_waste_perc": "gauge",
         "device_idle_share": "gauge",
         "device_busy_seconds": "counter",
+        "engine_failures": "counter",
         "programs_compiled": "counter",
         "rounds": "counter",
     }

@@ -1,0 +1,154 @@
+"""The OpenAPI document: what it says of keys, and requests that are made from it.
+
+test_fuzz.py does the latter at length, with schemathesis.
+"""
+
+import asyncio
+import collections
+import json
+import urllib.parse
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxspec import LLM
+from jaxspec.serving.app import make_app
+from jaxspec.serving.errors import MOST_MESSAGE
+from jaxspec.serving.metrics import Metrics
+from jaxspec.serving.security import OPEN
+from jaxspec.serving.service import Service
+from tests.openapi_bodies import Bodies
+from tests.served import MODEL, Served
+
+
+def document(**options: Any) -> dict[str, Any]:
+    return make_app(Service((MODEL,)), Metrics(MODEL), **options).openapi()
+
+
+def secured(document: dict[str, Any]) -> dict[str, bool]:
+    """Of each path, whether all of its operations ask for a key."""
+    return {
+        path: all("security" in one for one in operations.values())
+        for path, operations in document["paths"].items()
+    }
+
+
+def test_the_document_says_where_a_key_is_needed():
+    found = document(api_keys=["x"])
+    [(name, scheme)] = found["components"]["securitySchemes"].items()
+    assert (scheme["type"], scheme["scheme"]) == ("http", "bearer")
+    assert secured(found) == {path: path not in OPEN for path in found["paths"]}
+    assert {path for path, needs in secured(found).items() if needs} >= {
+        *("/v1/models", "/v1/completions", "/v1/chat/completions", "/tokenize")
+    }
+    assert found["paths"]["/v1/completions"]["post"]["security"] == [{name: []}]
+
+
+def test_a_server_without_keys_asks_for_none():
+    found = document()
+    assert "securitySchemes" not in found["components"]
+    assert not any(secured(found).values())
+
+
+# Requests that are made from the document.
+
+BODIES = Bodies(
+    document(),
+    {
+        "model": st.just(MODEL),
+        "messages": st.just([{"role": "user", "content": "ab"}]),
+        "prompt": st.sampled_from(["abc", [1, 2, 3], ["a", "b"]]),
+        "max_tokens": st.integers(1, 4),
+    },
+)
+PATHS = st.sampled_from(BODIES.paths())
+ALLOWED = PATHS.flatmap(lambda path: st.tuples(st.just(path), BODIES.allowed(path)))
+MUTATED = PATHS.flatmap(lambda path: st.tuples(st.just(path), BODIES.mutated(path)))
+SECONDS = 20  # of a request
+
+type Ask = Callable[[str, bytes | None], httpx.Response]
+
+
+@pytest.fixture(scope="module")
+def ask(llm: LLM) -> Iterator[Ask]:
+    """Sends a body, or asks for a path, and checks what each answer must be."""
+    with asyncio.Runner() as runner:
+        server = Served(llm, max_new_tokens=4)
+        client = httpx.AsyncClient(
+            transport=httpx.ASGITransport(server.app, raise_app_exceptions=False),
+            base_url="http://test",
+        )
+
+        async def send(path: str, body: bytes | None) -> httpx.Response:
+            async with asyncio.timeout(SECONDS):
+                if body is None:
+                    return await client.get(path)
+                headers = {"Content-Type": "application/json"}
+                return await client.post(path, content=body, headers=headers)
+
+        runner.run(server.__aenter__())
+        yield lambda path, body: checked(runner.run(send(path, body)))
+        runner.run(client.aclose())
+        runner.run(server.__aexit__())
+
+
+def checked(answer: httpx.Response) -> httpx.Response:
+    assert answer.status_code < 500, answer.text
+    if answer.status_code >= 400:
+        check_error(answer.json())
+    elif answer.headers["content-type"].startswith("text/event-stream"):
+        *events, done, end = answer.text.split("\n\n")
+        assert (done, end) == ("data: [DONE]", "") and events
+        for event in map(json.loads, (event.removeprefix("data: ") for event in events)):
+            if "error" in event:
+                check_error(event)
+            else:
+                assert "choices" in event
+    else:
+        assert answer.status_code == 200 and "error" not in answer.json()
+    return answer
+
+
+def check_error(body: dict[str, Any]) -> None:
+    """OpenAI's shape, and nothing went wrong in the server."""
+    assert body.keys() == {"error"}
+    error = body["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert 0 < len(error["message"]) <= MOST_MESSAGE and "\n" not in error["message"]
+    assert error["type"] != "server_error"
+
+
+def test_what_the_document_allows_is_answered_or_refused(ask: Ask):
+    statuses: collections.Counter[int] = collections.Counter()
+
+    @settings(max_examples=120, deadline=None, derandomize=True)
+    @given(ALLOWED)
+    def send(request: tuple[str, Any]) -> None:
+        path, body = request
+        statuses[ask(path, json.dumps(body).encode()).status_code] += 1
+
+    send()
+    assert statuses[200] >= 20 and statuses[400] >= 20, statuses
+
+
+def test_what_is_almost_that_breaks_nothing(ask: Ask):
+    statuses: collections.Counter[int] = collections.Counter()
+
+    @settings(max_examples=120, deadline=None, derandomize=True)
+    @given(MUTATED)
+    def send(request: tuple[str, bytes]) -> None:
+        statuses[ask(*request).status_code] += 1
+
+    send()
+    assert statuses[400] >= 60, statuses
+
+
+@settings(max_examples=20, deadline=None)
+@given(name=st.text(max_size=8))
+def test_models_of_any_name(ask: Ask, name: str):
+    path = f"/v1/models/{urllib.parse.quote(name, safe='')}"
+    assert ask(path, None).status_code == (200 if name == MODEL else 404)
