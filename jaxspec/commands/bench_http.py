@@ -1,7 +1,9 @@
 """Measure what HTTP costs: the same streams from the engine, as text, and from a server.
 
 The server runs in this process, as `jaxspec serve` does; its clients in another one, where they do
-no more than count. Runs of the three take turns, after one of each that is not counted.
+no more than count. Runs of the three take turns, after one of each that is not counted. The share
+of the engine's rate is the median over the turns: a machine that is slow for a while slows all
+three of a turn.
 """
 
 import argparse
@@ -15,6 +17,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+import numpy as np
 from rich.table import Table
 
 from jaxspec import LLM, EngineConfig, SamplingParams
@@ -172,18 +175,20 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
                     rates[name].append(rate)
                 busy.append(own_busy)
     metrics.close()
-    medians = {name: statistics.median(own) for name, own in rates.items()}
-    shares = {name: rate / medians["engine"] for name, rate in medians.items()}
+    turns = {name: np.divide(own, rates["engine"]).tolist() for name, own in rates.items()}
+    shares = {name: statistics.median(own) for name, own in turns.items()}
     options = {"streams": arguments.streams, "new_tokens": arguments.new_tokens}
-    return {**run_facts(), **options, "tokens_per_second": rates, "of_engine": shares} | {
-        "server_thread_busy": statistics.median(busy)
+    return {**run_facts(), **options, "tokens_per_second": rates} | {
+        "of_engine": shares,
+        "of_engine_by_turn": turns,
+        "server_thread_busy": statistics.median(busy),
     }
 
 
 def make_table(results: dict[str, Any]) -> Table:
     busy = f"the server's thread computes {results['server_thread_busy']:.1%} of the time"
     table = Table(title=f"{results['streams']} streams on {results['device']}", caption=busy)
-    for heading in ("", "tokens/s", "lowest", "highest", "of the engine's"):
+    for heading in ("", "tokens/s", "lowest", "highest", "of the engine's, in its turn"):
         table.add_column(heading, justify="left" if not heading else "right")
     for name, text in zip(NAMES, MEANING, strict=True):
         own = results["tokens_per_second"][name]
