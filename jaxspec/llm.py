@@ -53,7 +53,8 @@ class LLM:
     >>> print(completion.text)
 
     Args:
-      model, drafter, speculation, dtype, mesh, shard_drafter, kernels: see loading.load.
+      model, drafter, speculation, dtype, mesh, shard_drafter, drafter_bits, kernels: see
+        loading.load.
       page_size, num_pages: see config.CacheConfig; ``kv_memory`` is its ``memory``.
       max_length: most tokens of a request, prompt included; by default what the model allows, at
         most 2048.
@@ -72,6 +73,7 @@ class LLM:
         dtype: str | None = None,
         mesh: Mesh | None = None,
         shard_drafter: bool = False,
+        drafter_bits: int | None = None,
         kernels: str = "auto",
         page_size: int = 16,
         max_length: int | None = None,
@@ -87,6 +89,7 @@ class LLM:
             dtype=dtype,
             mesh=mesh,
             shard_drafter=shard_drafter,
+            drafter_bits=drafter_bits,
             kernels=kernels,
         )
         self._text = tokenizer or TextTokenizer(model)

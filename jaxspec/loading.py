@@ -12,6 +12,7 @@ from jaxspec.config.speculation import PLAIN, SpeculationConfig, default_specula
 from jaxspec.functional import EngineParams
 from jaxspec.models.hf_config import load_model_config
 from jaxspec.models.hf_values import read_json, shown
+from jaxspec.quantization.scaled import in_eight_bits
 from jaxspec.speculation.drafters import (
     Drafter,
     DraftModelDrafter,
@@ -37,6 +38,7 @@ def load(
     dtype: str | None = None,
     mesh: Mesh | None = None,
     shard_drafter: bool = False,
+    drafter_bits: int | None = None,
     kernels: str = "auto",
 ) -> EngineParams:
     """Load a target and its drafter.
@@ -52,6 +54,8 @@ def load(
       dtype: ``float32`` or ``bfloat16``; by default float32 on CPU and bfloat16 elsewhere.
       mesh: as made by sharding.make_mesh; None for the default device.
       shard_drafter: split the drafter's weights over the mesh too, instead of repeating them.
+      drafter_bits: 8: the drafter's matrices as 8-bit integers with a scale for each output, which
+        halves what a draft step reads; None: as loaded. The text does not depend on it.
       kernels: operations that run as kernels: ``auto`` (all on a Hopper GPU, none elsewhere),
         ``all``, ``none``, or a comma list of names.
 
@@ -68,6 +72,7 @@ def load(
     if isinstance(drafter, str | Path):
         name = choose_drafter(model, drafter)
         drafter = _load_drafter(name, directory, config, speculation, resolved, mesh, shard_drafter)
+    drafter = _in_bits(drafter, drafter_bits)
     return EngineParams(
         drafter=drafter,
         target=load_decoder(directory, config, resolved, mesh),
@@ -75,6 +80,16 @@ def load(
         kernels=chosen,
         mesh=mesh,
     )
+
+
+def _in_bits(drafter: Drafter, bits: int | None) -> Drafter:
+    if bits is None:
+        return drafter
+    if bits != 8:
+        raise ValueError(f"drafter_bits must be 8, or None for the weights as loaded, got {bits}")
+    if not jax.tree.leaves(drafter):
+        raise ValueError("drafter_bits needs a drafter with weights: a head or a draft model")
+    return in_eight_bits(drafter)
 
 
 def choose_drafter(model: str | Path, drafter: str | Path) -> str | Path:

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from jaxspec.exchanges import without_exchanges
 from jaxspec.functional import EngineParams
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import DraftHead
@@ -36,7 +37,7 @@ def floor_bytes(params: EngineParams, batch: int, context: float) -> FloorBytes:
     """
     target, drafter = params.target, params.drafter
     rows = batch // params.data_parallel
-    weights = local_bytes(target)
+    weights = local_bytes(without_exchanges(target))
     if target.lm_head is not None:
         weights -= local_bytes(target.embed)
     kv = rows * _kv_bytes(target, context)
@@ -44,7 +45,7 @@ def floor_bytes(params: EngineParams, batch: int, context: float) -> FloorBytes:
         return FloorBytes(weights, kv, 0, 0)
     head, passes = drafter.head, params.speculation.max_depth
     once = local_bytes(head.front.fc)
-    each = local_bytes(head) - once - local_bytes((head.embed, head.token_ids))
+    each = local_bytes(without_exchanges(head)) - once - local_bytes((head.embed, head.token_ids))
     return FloorBytes(
         weights, kv, once + passes * each, round(passes * rows * _kv_bytes(head, context))
     )
@@ -67,5 +68,5 @@ def _kv_bytes(model: Decoder | DraftHead, context: float) -> int:
 def _cached_bytes(attention: Attention, context: float) -> int:
     config, weight = attention.config, attention.qkv.weight
     kv_heads = weight.sharding.shard_shape(weight.shape)[1]
-    slot = 2 * kv_heads * config.head_dim * weight.dtype.itemsize
+    slot = 2 * kv_heads * config.head_dim * attention.qkv.dtype.itemsize
     return round(min(context, config.window or math.inf) * slot)

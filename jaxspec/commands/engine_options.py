@@ -57,6 +57,18 @@ def add_tree_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--shard-drafter", action="store_true", help="with --tp, split the drafter, too"
     )
+    add_drafter_bits(group)
+
+
+def add_drafter_bits(group: argparse._ActionsContainer) -> None:
+    """The option --drafter-bits, see loading.load."""
+    group.add_argument(
+        "--drafter-bits",
+        type=int,
+        choices=(8,),
+        help="8: the drafter's matrices as 8-bit integers, of which half as many bytes are read; "
+        "the text stays the same (default: as loaded)",
+    )
 
 
 def add_memory_options(parser: argparse.ArgumentParser) -> None:

@@ -1,0 +1,1 @@
+"""Weights in fewer bits: formats of Linear, and what makes them."""
