@@ -90,7 +90,6 @@ def in_eight_bits[T](weights: T) -> T:
     )
 
 
-@jax.jit
 def rounded_to_nearest(linear: Linear) -> ScaledLinear:
     """The nearest ScaledLinear whose largest weight of each output is exact."""
     weight = linear.weight.astype(jnp.float32)
