@@ -60,11 +60,24 @@ def test_reading_prompts_neither():
     assert one.kernels == {"paged_attention": LAYERS}  # the head only writes keys and values
 
 
-def test_without_the_kernel_contexts_are_gathered():
-    """What the kernel saves, and that the bound above can be broken."""
+def test_kernels_are_chosen_by_name():
     kernel, gathered = (compiled("plain", "v6e:2x2", "--kernels", name) for name in ("all", "none"))
     assert gathered.kernels == {} and kernel.kernels == {"paged_attention": LAYERS}
-    assert gathered.temporary_bytes > 2 * kernel.temporary_bytes
+    assert gathered.temporary_bytes > kernel.temporary_bytes
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--tpu", "v6e:9x9x9x9"], "no topology 'v6e:9x9x9x9', such as v5e:2x2 or v6e:2x2"),
+        (["--tpu", "v6e:2x2", "--tp", "8"], "v6e:2x2 has 4 devices, 8 are needed"),
+        (["--tpu", "v6e:2x2", "--kernels", "top_k"], "no kernel for TPUs is called 'top_k'"),
+    ],
+)
+def test_bad_targets_are_one_line(options: list[str], message: str, capsys):
+    assert compile_ahead.main(["--layers", "1", "--libtpu", str(LIBTPU), *options]) == 2
+    [line] = [line for line in capsys.readouterr().err.splitlines() if line.strip()]
+    assert message in line
 
 
 def test_collectives_of_a_round():

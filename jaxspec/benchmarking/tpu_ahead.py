@@ -96,6 +96,7 @@ def libtpu_environment(folder: Path, inherited: Mapping[str, str]) -> dict[str, 
         **inherited,
         "TPU_LIBRARY_PATH": str(folder.resolve() / "libtpu/libtpu.so"),
         "TPU_SKIP_MDS_QUERY": "1",  # asks no metadata server which TPU this is
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # several processes may compile: none holds a TPU
         "JAX_PLATFORMS": "cpu",
         "JAX_ENABLE_COMPILATION_CACHE": "false",
     }
