@@ -52,8 +52,8 @@ def load(
       dtype: ``float32`` or ``bfloat16``; by default float32 on CPU and bfloat16 elsewhere.
       mesh: as made by sharding.make_mesh; None for the default device.
       shard_drafter: split the drafter's weights over the mesh too, instead of repeating them.
-      kernels: operations that run as kernels: ``auto`` (all on a Hopper GPU, none elsewhere),
-        ``all``, ``none``, or a comma list of names.
+      kernels: operations that run as kernels: ``auto`` (all on a Hopper GPU, attention on a TPU
+        v5e or v6e, none elsewhere), ``all``, ``none``, or a comma list of names.
 
     Raises ValueError that names the file or option for what cannot be found, read or combined.
     """
