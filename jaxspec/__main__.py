@@ -26,8 +26,9 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "bench kernels": "time every kernel and its jnp reference",
         "bench serving": "serve many requests as they arrive, and measure what clients see",
         "bench swap": "time replacing a target's weights in a running engine",
+        "compare-runs": "set the figures of benchmarks side by side, of any devices",
         "profile": "show where the time of one round goes",
-        "compile-ahead": "compile the decode program for H100s on a machine without a GPU",
+        "compile-ahead": "compile the decode program for H100s or TPUs on a machine without them",
     }
 )
 

@@ -56,8 +56,8 @@ def load(
       shard_drafter: split the drafter's weights over the mesh too, instead of repeating them.
       drafter_bits: 8: the drafter's matrices as 8-bit integers with a scale for each output, which
         halves what a draft step reads; None: as loaded. The text does not depend on it.
-      kernels: operations that run as kernels: ``auto`` (all on a Hopper GPU, none elsewhere),
-        ``all``, ``none``, or a comma list of names.
+      kernels: operations that run as kernels: ``auto`` (all on a Hopper GPU, attention on a TPU
+        v5e or v6e, none elsewhere), ``all``, ``none``, or a comma list of names.
 
     Raises ValueError that names the file or option for what cannot be found, read or combined.
     """

@@ -1,4 +1,7 @@
-"""Which operations run as Mosaic kernels: chosen once, by what the device supports."""
+"""Which operations run as Mosaic kernels: chosen once, by what the device supports.
+
+Hopper GPUs have a kernel for every operation, TPUs for some.
+"""
 
 import dataclasses
 import importlib
@@ -20,7 +23,12 @@ OPERATIONS = (
 # Compiled for Hopper GPUs, but not yet run on several of them: "auto" leaves these out.
 NOT_YET_MEASURED = frozenset({"reduce_add_rms_norm"})
 
-Implementation = Literal["auto", "mosaic_gpu", "reference"]
+TPU_OPERATIONS = ("paged_attention",)
+TPU_KINDS = ("TPU v5 lite", "TPU v6 lite")  # v5e and v6e: what the kernels were compiled for
+
+Backend = Literal["mosaic_gpu", "mosaic_tpu"]
+# "auto" and "auto_tpu": the kernel of that backend where it can take the arguments.
+Implementation = Literal["auto", "auto_tpu", "mosaic_gpu", "mosaic_tpu", "reference"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,48 +37,60 @@ class Kernels:
 
     Hashable, because it is a static argument of compiled programs.
 
-    Raises ValueError for an unknown operation.
+    Attributes:
+      backend: whose kernels they are.
+
+    Raises ValueError for an operation that has no kernel on the backend.
     """
 
     operations: frozenset[str] = frozenset()
+    backend: Backend = "mosaic_gpu"
 
     def __post_init__(self) -> None:
-        if unknown := sorted(self.operations - set(OPERATIONS)):
-            raise _no_kernel(unknown[0])
+        if unknown := sorted(self.operations - set(_operations_of(self.backend))):
+            raise _no_kernel(unknown[0], self.backend)
 
     @classmethod
     def for_device(cls, device: Any = None) -> Self:
-        """Those measured on a Hopper GPU, none elsewhere. ``device`` None: jax's default device."""
-        if is_hopper(_default_device() if device is None else device):
-            return cls(frozenset(OPERATIONS) - NOT_YET_MEASURED)
-        return cls()
+        """Those measured on a Hopper GPU, attention on a TPU, else none.
+
+        ``device`` None: jax's default device.
+        """
+        backend = backend_of(_default_device() if device is None else device)
+        if backend is None:
+            return cls()
+        return cls(frozenset(_operations_of(backend)) - NOT_YET_MEASURED, backend)
 
     @classmethod
     def parse(cls, text: str, device: Any = None) -> Self:
         """Parse "auto" (see ``for_device``), "all", "none", or a comma list of operations.
 
-        Raises ValueError for an unknown operation, and for any kernel on a device that is not a
-        Hopper GPU.
+        Raises ValueError for an operation without a kernel on the device, and for any kernel on a
+        device that is neither a Hopper GPU nor a TPU.
         """
         if text == "auto":
             return cls.for_device(device)
         if text == "none":
             return cls()
-        names = OPERATIONS if text == "all" else [name.strip() for name in text.split(",")]
-        kernels = cls(frozenset(names))
         device = _default_device() if device is None else device
-        if not is_hopper(device):
+        backend = backend_of(device)
+        has = _operations_of(backend or "mosaic_gpu")
+        names = has if text == "all" else [name.strip() for name in text.split(",")]
+        kernels = cls(frozenset(names), backend or "mosaic_gpu")
+        if backend is None:
             raise ValueError(f"the kernels are for Hopper GPUs, not for {device.device_kind}")
         return kernels
 
     def implementation(self, operation: str) -> Implementation:
-        """The ``implementation`` argument for the operation: "auto" or "reference".
+        """The ``implementation`` argument for the operation: "auto", "auto_tpu" or "reference".
 
         Raises ValueError for an unknown operation.
         """
         if operation not in OPERATIONS:
             raise _no_kernel(operation)
-        return "auto" if operation in self else "reference"
+        if operation not in self:
+            return "reference"
+        return "auto_tpu" if self.backend == "mosaic_tpu" else "auto"
 
     def __contains__(self, operation: str) -> bool:
         return operation in self.operations
@@ -85,10 +105,31 @@ def is_hopper(device: Any) -> bool:
     return device.platform == "gpu" and capability.startswith("9.")
 
 
+def is_tpu(device: Any) -> bool:
+    """Whether a jax.Device is a TPU of a kind that the kernels were compiled for."""
+    return device.platform == "tpu" and device.device_kind in TPU_KINDS
+
+
+def backend_of(device: Any) -> Backend | None:
+    """Whose kernels a device can run; None: no one's."""
+    if is_hopper(device):
+        return "mosaic_gpu"
+    return "mosaic_tpu" if is_tpu(device) else None
+
+
+def _operations_of(backend: Backend) -> tuple[str, ...]:
+    return TPU_OPERATIONS if backend == "mosaic_tpu" else OPERATIONS
+
+
+def wants_tpu(implementation: Implementation) -> bool:
+    """Whether an ``implementation`` argument asks for a TPU kernel."""
+    return implementation in ("auto_tpu", "mosaic_tpu")
+
+
 def kernel_module(
     operation: str, implementation: Implementation, misfit: str | None
 ) -> ModuleType | None:
-    """``pallas_kernels.<operation>.mosaic_gpu`` if the kernel is to run, None for the reference.
+    """``pallas_kernels.<operation>.<backend>`` if the kernel is to run, None for the reference.
 
     The module is imported on first use: loading Mosaic takes 1.7 s, nearly as long as the rest of
     jaxspec.
@@ -98,17 +139,19 @@ def kernel_module(
 
     Raises ValueError if ``implementation`` asks for the kernel and it cannot take the arguments.
     """
-    if implementation == "mosaic_gpu" and misfit is not None:
+    if implementation in ("mosaic_gpu", "mosaic_tpu") and misfit is not None:
         raise ValueError(f"the kernel cannot take {misfit}")
     if implementation == "reference" or misfit is not None:
         return None
-    return importlib.import_module(f"pallas_kernels.{operation}.mosaic_gpu")
+    backend = "mosaic_tpu" if wants_tpu(implementation) else "mosaic_gpu"
+    return importlib.import_module(f"pallas_kernels.{operation}.{backend}")
 
 
-def _no_kernel(name: str) -> ValueError:
+def _no_kernel(name: str, backend: Backend = "mosaic_gpu") -> ValueError:
+    where = " for TPUs" if backend == "mosaic_tpu" else ""
     return ValueError(
-        f"no kernel is called {name!r}: choose auto, all, none, or a comma list of "
-        f"{', '.join(OPERATIONS)}"
+        f"no kernel{where} is called {name!r}: choose auto, all, none, or a comma list of "
+        f"{', '.join(_operations_of(backend))}"
     )
 
 

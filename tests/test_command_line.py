@@ -34,6 +34,7 @@ SCRIPTS = {
     "bench_swap": "bench swap",
     "profile_round": "profile",
     "compile_ahead": "compile-ahead",
+    "compare_runs": "compare-runs",
 }
 
 

@@ -33,7 +33,7 @@ from jaxspec.benchmarking.compiled_round import (
     parse_launches,
 )
 from jaxspec.benchmarking.modes import Mode, make_params
-from jaxspec.benchmarking.rounds import Workload
+from jaxspec.benchmarking.rounds import LARGEST_CHUNK, Workload
 from jaxspec.benchmarking.shapes import eagle3_config
 from jaxspec.cache import PagedKV
 from jaxspec.compiler_options import compiler_options
@@ -47,6 +47,7 @@ from jaxspec.sharding import (
     Shards,
     mesh_layout,
     named_shardings,
+    weight_place,
 )
 from jaxspec.state import EngineState
 from pallas_kernels.selection import Kernels
@@ -118,9 +119,9 @@ def make_devices(count: int, target: Path = H100_SXM) -> list[Any]:
     return list(topology.devices)
 
 
-def compile_ahead(function: Any, arguments: Sequence[Any]) -> Any:
+def compile_ahead(function: Any, arguments: Sequence[Any], platform: str = "cuda") -> Any:
     """Compile a jitted function for the devices on which its ShapeDtypeStructs are placed."""
-    return function.trace(*arguments).lower(lowering_platforms=("cuda",)).compile()
+    return function.trace(*arguments).lower(lowering_platforms=(platform,)).compile()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,11 +130,13 @@ class Program:
 
     Attributes:
       page_shapes: shapes of the layers' KV pages: one device's shard, and the whole array.
+      weight_shapes: the same of the weights of the target's and the drafter's layers.
     """
 
     function: Any
     arguments: tuple[Any, ...]
     page_shapes: tuple[tuple[int, ...], ...]
+    weight_shapes: tuple[tuple[int, ...], ...]
 
 
 def decode_program(
@@ -141,8 +144,35 @@ def decode_program(
 ) -> Program:
     """The decode program, sharded over all devices.
 
-    Only this function depends on the engine's functions. Raises ValueError for sizes that cannot be
-    split evenly.
+    Raises ValueError for sizes that cannot be split evenly.
+    """
+    greedy = workload.sampling == "greedy"
+    decode = functools.partial(functional.decode, max_rounds=workload.rounds, greedy=greedy)
+    return _program(decode, config, mode, workload, devices, kernels, counted=True)
+
+
+def prefill_program(
+    config: ModelConfig, mode: Mode, workload: Workload, devices: Sequence[Any], kernels: str
+) -> Program:
+    """The program that reads a chunk of every row's prompt; see ``decode_program``."""
+    greedy, width = workload.sampling == "greedy", min(workload.context, LARGEST_CHUNK)
+    prefill = functools.partial(functional.prefill, width=width, greedy=greedy)
+    return _program(prefill, config, mode, workload, devices, kernels, counted=False)
+
+
+def _program(
+    function: Any,
+    config: ModelConfig,
+    mode: Mode,
+    workload: Workload,
+    devices: Sequence[Any],
+    kernels: str,
+    *,
+    counted: bool,
+) -> Program:
+    """A function of the engine as a program. ``counted``: it takes a number of rounds, too.
+
+    Only this function depends on the engine's functions.
     """
     mesh = None
     if len(devices) > 1:
@@ -160,19 +190,27 @@ def decode_program(
         return functional.init_state(whole, workload.batch, length, page_size=page_size)
 
     state = _place(jax.eval_shape(new_state), devices, mesh, layout)
+    rounds = [jax.ShapeDtypeStruct((), jnp.int32)] if counted else []
     params = _place(params, devices, mesh, layout)
-    function = jax.jit(
-        functools.partial(
-            functional.decode, max_rounds=workload.rounds, greedy=workload.sampling == "greedy"
+    # Weights have a layout, too, see sharding.weight_place.
+    weights = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=weight_place(x.shape, x.sharding)
         ),
-        donate_argnums=1,
-        compiler_options=compiler_options(params.target.embed, deterministic=False),
+        params,
     )
-    num_rounds = _place(jax.ShapeDtypeStruct((), jnp.int32), devices, mesh, layout)
+    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, PagedKV))
     return Program(
-        function=function,
-        arguments=(params, state, num_rounds),
-        page_shapes=_page_shapes(state),
+        function=jax.jit(
+            function,
+            donate_argnums=1,
+            compiler_options=compiler_options(
+                params.target.embed, deterministic=False, reads=not counted
+            ),
+        ),
+        arguments=(weights, state, *_place(rounds, devices, mesh, layout)),
+        page_shapes=_shapes([node.k for node in nodes if isinstance(node, PagedKV)]),
+        weight_shapes=_shapes([x for x in jax.tree.leaves(params) if x.ndim > 1]),
     )
 
 
@@ -190,10 +228,9 @@ def _place(tree: Any, devices: Sequence[Any], mesh: Mesh | None, layout: Layout)
     )
 
 
-def _page_shapes(state: Any) -> tuple[tuple[int, ...], ...]:
-    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, PagedKV))
-    pages: list[Any] = [node.k for node in nodes if isinstance(node, PagedKV)]
-    shapes = {shape for x in pages for shape in (x.shape, x.sharding.shard_shape(x.shape))}
+def _shapes(arrays: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
+    """Shapes of the arrays: of one device's shards, and of the whole."""
+    shapes = {shape for x in arrays for shape in (x.shape, x.sharding.shard_shape(x.shape))}
     return tuple(sorted(shapes))
 
 

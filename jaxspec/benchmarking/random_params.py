@@ -18,7 +18,8 @@ from jaxspec.config.model import ModelConfig
 from jaxspec.models.decoder import Decoder, decoder_shapes
 from jaxspec.models.heads import DraftHead, head_shapes
 from jaxspec.models.shapes import weight_name
-from jaxspec.sharding import Shards, mesh_layout, named_shardings
+from jaxspec.sharding import Shards, mesh_layout
+from jaxspec.weights.safetensors_io import placements
 
 # Standard deviation of the draft head's logits. Trained heads are confident of most tokens, so
 # their trees grow deep. A flat distribution would use the node budget for the first two levels.
@@ -51,13 +52,11 @@ def random_eagle3_head(
 def _random_tree[T: Decoder | DraftHead](shapes: T, mesh: Mesh | None, key: Array) -> T:
     """The tree with every ShapeDtypeStruct replaced by an array of random values."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(shapes)
-    shardings = [None] * len(leaves)
-    if mesh is not None:
-        shardings = jax.tree.leaves(named_shardings(mesh, shapes))
+    places = jax.tree.leaves(placements(shapes, mesh))
     arrays = []
-    for index, ((path, leaf), sharding) in enumerate(zip(leaves, shardings, strict=True)):
+    for index, ((path, leaf), place) in enumerate(zip(leaves, places, strict=True)):
         center, spread = _distribution(weight_name(path), leaf.shape, isinstance(shapes, DraftHead))
-        generate = _generator(leaf.shape, leaf.dtype, center, spread, sharding)
+        generate = _generator(leaf.shape, leaf.dtype, center, spread, place)
         arrays.append(generate(jax.random.fold_in(key, index)))
     return jax.tree.unflatten(structure, arrays)
 
@@ -73,7 +72,7 @@ def _distribution(name: str, shape: tuple[int, ...], is_draft: bool) -> tuple[fl
 
 @functools.cache
 def _generator(
-    shape: tuple[int, ...], dtype: jnp.dtype, center: float, spread: float, sharding: Any
+    shape: tuple[int, ...], dtype: jnp.dtype, center: float, spread: float, place: Any
 ) -> Any:
     """A compiled function from a key to an array of uniform values.
 
@@ -88,4 +87,4 @@ def _generator(
         integers = integers.reshape(*lead, -1)[..., :size]
         return integers.astype(dtype) * jnp.asarray(step, dtype) + jnp.asarray(center, dtype)
 
-    return jax.jit(generate, out_shardings=sharding)
+    return jax.jit(generate, out_shardings=place)

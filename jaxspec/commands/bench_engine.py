@@ -91,9 +91,9 @@ def choose(args: argparse.Namespace) -> list[tuple[Workload, Mode]]:
 def measure(args: argparse.Namespace, console: Console) -> Iterator[dict[str, Any]]:
     """One timing after the other, each with everything needed to read it later."""
     chosen, kernels = choose(args), Kernels.parse(args.kernels)
-    on_gpu = jax.default_backend() == "gpu"
+    on_cpu = jax.default_backend() == "cpu"
     console.print("measuring the memory bandwidth")
-    bandwidth = measure_bandwidth((2 << 30) if on_gpu else (64 << 20))
+    bandwidth = measure_bandwidth((64 << 20) if on_cpu else (2 << 30))
     facts = {
         **run_facts(),
         "own_kernels": str(kernels),

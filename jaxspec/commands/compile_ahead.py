@@ -1,12 +1,17 @@
-"""Compile the decode program for H100s on a machine without a GPU, and report what was compiled.
+"""Compile the decode program for H100s or TPUs on a machine without them, and report the result.
 
-It reports launches inside and outside CUDA graphs, copies of KV pages, all-reduces, memory, and the
-registers and spills of every Mosaic kernel. The compiler comes from wheels of jaxlib's version,
-which are unpacked into a folder (730 MB) and not installed:
+For H100s it reports launches inside and outside CUDA graphs, copies of KV pages, all-reduces,
+memory, and the registers and spills of every Mosaic kernel. The compiler comes from wheels of
+jaxlib's version, which are unpacked into a folder (730 MB) and not installed:
 
     V=$(python3 -c "import jaxlib; print(jaxlib.__version__)")
     pip install --target .cache/aot-wheels --no-deps jax-cuda13-pjrt==$V jax-cuda13-plugin==$V \\
         nvidia-cuda-nvcc nvidia-cuda-crt nvidia-nvvm
+
+With --tpu, for example --tpu v6e:2x2, it compiles for TPUs, and reports memory, collectives, calls
+of kernels, and copies of weights or KV pages into other layouts. Its compiler is libtpu (460 MB):
+
+    pip install --target .cache/libtpu --no-deps "libtpu==0.0.48.*"   # of jax 0.11.2
 
 Flags in XLA_FLAGS are passed on. Matrix products cannot be autotuned without the device, so XLA may
 split some of them differently on a real GPU.
@@ -22,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +44,14 @@ from jaxspec.benchmarking.compiled_round import CompiledRound
 from jaxspec.benchmarking.modes import parse_mode
 from jaxspec.benchmarking.rounds import Workload
 from jaxspec.benchmarking.shapes import SHAPES
+from jaxspec.benchmarking.tpu_ahead import (
+    PROGRAMS,
+    TpuProgram,
+    check_libtpu,
+    compile_program,
+    libtpu_environment,
+    read_program,
+)
 from jaxspec.commands.shell import command_parser, run_command, show_results
 from jaxspec.config.model import ModelConfig
 
@@ -70,6 +83,9 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add("--kernels", default="auto", help="auto, all, none, or a comma list of operations")
     add("--wheels", type=Path, default=Path(".cache/aot-wheels"), help="folder of the compiler")
+    add("--tpu", metavar="TOPOLOGY", help="compile for TPUs of this topology, such as v5e:2x2")
+    add("--program", choices=PROGRAMS, default="decode", help="what to compile; with --tpu")
+    add("--libtpu", type=Path, default=Path(".cache/libtpu"), help="folder of the TPUs' compiler")
     add("--dump", type=Path, help="an empty folder to keep what the compiler writes")
     add("--json", action="store_true", help="JSON on stdout, the table on stderr")
     add("--in-this-process", action="store_true", help=argparse.SUPPRESS)
@@ -84,6 +100,11 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError("--layers, --batch, --context, --page-size and --tp must be at least 1")
     if args.dump and args.dump.is_dir() and any(args.dump.iterdir()):
         raise ValueError(f"{args.dump} is not empty: name another folder with --dump")
+    if args.tpu is not None:
+        check_libtpu(args.libtpu)
+        return
+    if args.program != "decode":
+        raise ValueError(f"--program {args.program} is compiled for TPUs only: add --tpu TOPOLOGY")
     check_wheels(args.wheels)
 
 
@@ -105,10 +126,17 @@ def compile_here(args: argparse.Namespace) -> None:
         repeats=1,
         sampling=args.sampling,
     )
-    compile_decode(model_config(args), mode, workload, args.tp, args.kernels, args.dump)
+    config = model_config(args)
+    if args.tpu is None:
+        compile_decode(config, mode, workload, args.tp, args.kernels, args.dump)
+        return
+    where = (args.tpu, args.tp, args.kernels, args.dump)
+    compile_program(args.program, config, mode, workload, *where)
 
 
-def compile_elsewhere(args: argparse.Namespace, arguments: Sequence[str]) -> CompiledRound:
+def compile_elsewhere(
+    args: argparse.Namespace, arguments: Sequence[str]
+) -> CompiledRound | TpuProgram:
     """Compile in a new process, as jax reads the environment only when it starts.
 
     Raises RuntimeError with the last line of the process's output if it fails.
@@ -119,8 +147,12 @@ def compile_elsewhere(args: argparse.Namespace, arguments: Sequence[str]) -> Com
         log = dump / LOG
         own = [*arguments, "--in-this-process", "--dump", str(dump)]
         command = [sys.executable, "-m", "jaxspec", "compile-ahead", *own]
-        environment = compiler_environment(args.wheels, dump, os.environ)
-        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment["PYTHONPATH"]])
+        if args.tpu is None:
+            environment = compiler_environment(args.wheels, dump, os.environ)
+        else:
+            environment = libtpu_environment(args.libtpu, os.environ)
+        paths = [str(ROOT), environment.get("PYTHONPATH", "")]
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         with log.open("w") as file:
             result = subprocess.run(
                 command, env=environment, stdout=file, stderr=subprocess.STDOUT, check=False
@@ -132,11 +164,14 @@ def compile_elsewhere(args: argparse.Namespace, arguments: Sequence[str]) -> Com
                 f"the compiling process failed ({result.returncode}): "
                 f"{said[-1] if said else 'it said nothing'} (--dump FOLDER keeps its {LOG})"
             )
-        return read_round(dump, printed)
+        return read_round(dump, printed) if args.tpu is None else read_program(dump)
 
 
 def measure(arguments: Sequence[str]) -> dict[str, Any]:
-    """Compile for the options of a command line. The results have a CompiledRound as ``round``."""
+    """Compile for the options of a command line.
+
+    The results have a CompiledRound as ``round``; with --tpu, a TpuProgram as ``program``.
+    """
     args = make_parser().parse_args(arguments)
     check(args)
     started = time.perf_counter()
@@ -149,29 +184,40 @@ def measure(arguments: Sequence[str]) -> dict[str, Any]:
         "mode": parse_mode(args.mode).name,
         "layers": model_config(args).num_layers,
         "seconds": time.perf_counter() - started,
-        "round": compiled,
+        "target": "H100" if args.tpu is None else f"{args.tpu}, {args.program}",
+        "round" if args.tpu is None else "program": compiled,
     }
 
 
 def make_table(results: dict[str, Any]) -> Table:
-    compiled: CompiledRound = results["round"]
-    launches = compiled.launches
-    reduces = [f"{count} {scope}" for scope, count in compiled.all_reduces.items()]
     table = Table(
         title=f"{results['mode']}, {results['layers']} layers, jax {results['jax']}, "
-        f"compiled for H100 in {results['seconds']:.0f} s",
+        f"compiled for {results['target']} in {results['seconds']:.0f} s",
         caption=results["command"],
         title_justify="left",
         caption_justify="left",
     )
     table.add_column("of one round, on one device")
     table.add_column("", justify="right")
+    if "program" in results:
+        add_tpu_rows(table, results["program"])
+    else:
+        add_gpu_rows(table, results["round"])
+    return table
+
+
+def listed(counts: Mapping[str, int]) -> str:
+    return "\n".join(f"{count} {name}" for name, count in counts.items()) or "0"
+
+
+def add_gpu_rows(table: Table, compiled: CompiledRound) -> None:
+    launches = compiled.launches
     graphs = "the loop is in one" if launches.loop_in_graph else str(launches.graphs)
     table.add_row("CUDA graphs", graphs)
     table.add_row("launches inside graphs", str(launches.in_graphs))
     table.add_row("launches outside, condition included", str(launches.outside))
     table.add_row("copies of KV pages", str(compiled.page_copies))
-    table.add_row("all-reduces", "\n".join(reduces) or "0")
+    table.add_row("all-reduces", listed(compiled.all_reduces))
     table.add_row("all-reduces inside graphs", str(launches.all_reduces_in_graphs))
     table.add_row("arguments", f"{compiled.argument_bytes / 2**30:.3f} GiB")
     table.add_row("temporaries", f"{compiled.temporary_bytes / 2**20:.2f} MiB")
@@ -180,12 +226,24 @@ def make_table(results: dict[str, Any]) -> Table:
             f"kernel {kernel.name}",
             f"{kernel.registers} registers, {kernel.spilled_bytes} bytes spilled",
         )
-    return table
+
+
+def add_tpu_rows(table: Table, compiled: TpuProgram) -> None:
+    table.add_row("collectives", listed(compiled.collectives))
+    table.add_row("calls of kernels", listed(compiled.kernels))
+    table.add_row("copies of weights into another layout", str(compiled.weight_copies))
+    table.add_row("copies of KV pages into another layout", str(compiled.page_copies))
+    table.add_row("arguments", f"{compiled.argument_bytes / 2**30:.3f} GiB")
+    table.add_row("temporaries", f"{compiled.temporary_bytes / 2**20:.2f} MiB")
+    table.add_row("the program itself", f"{compiled.code_bytes / 2**20:.2f} MiB")
+    table.add_row("GFLOP, kernels not counted", f"{compiled.flops / 1e9:,.1f}")
+    table.add_row("GB accessed, kernels not counted", f"{compiled.bytes_accessed / 1e9:,.2f}")
 
 
 def run(args: argparse.Namespace, arguments: Sequence[str]) -> None:
     results = measure(arguments)
-    facts = results | {"round": dataclasses.asdict(results["round"])}
+    key = "round" if args.tpu is None else "program"
+    facts = results | {key: dataclasses.asdict(results[key])}
     show_results(facts, make_table(results), as_json=args.json, width=TABLE_WIDTH)
 
 

@@ -24,6 +24,7 @@ from jax import Array
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import DraftHead
 from jaxspec.tensors import joining, splitting, tensor_shapes
+from jaxspec.weights.in_place import place_of
 
 Names = Mapping[str, str]  # checkpoint tensor name -> flax path; {i} stands for a layer's index
 
@@ -64,7 +65,7 @@ def _leaves(tree: Any, splits: Any) -> list[tuple[Any, Any]]:
 
 
 def _in_place[T](like: T, new: T) -> T:
-    return jax.tree.map(lambda old, leaf: jax.device_put(leaf, old.sharding), like, new)
+    return jax.tree.map(lambda old, leaf: jax.device_put(leaf, place_of(old)), like, new)
 
 
 class _Tensors(Mapping[str, Array]):

@@ -5,11 +5,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxspec.sharding import weight_place
+
 
 def committed(leaf: Any) -> jax.Array:
     """The array, committed to the devices that it is on."""
     array = jnp.asarray(leaf)
-    return jax.device_put(array, array.sharding)
+    return jax.device_put(array, place_of(array))
 
 
 def in_place_of(current: Any, new: Any) -> Any:
@@ -19,7 +21,12 @@ def in_place_of(current: Any, new: Any) -> Any:
             "the weights have other shapes or static fields than those in use: make a new engine "
             "with them instead"
         )
-    return jax.device_put(new, jax.tree.map(lambda leaf: leaf.sharding, current))
+    return jax.device_put(new, jax.tree.map(place_of, current))
+
+
+def place_of(leaf: jax.Array) -> Any:
+    """Where a weight lies: see sharding.weight_place."""
+    return weight_place(leaf.shape, leaf.sharding)
 
 
 def _shapes(tree: Any) -> tuple[Any, list[Any]]:

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.experimental.layout import Format
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
@@ -25,7 +26,7 @@ from jaxspec.config.model import ModelConfig
 from jaxspec.models.decoder import Decoder, decoder_shapes
 from jaxspec.models.hf_config import to_hf_config
 from jaxspec.models.hf_values import one_line, read_json, shown, shown_name
-from jaxspec.sharding import Shards, mesh_layout, named_shardings
+from jaxspec.sharding import Shards, mesh_layout, named_shardings, weight_place
 from jaxspec.tensors import Piece, Source, Split, choosing, splitting, tensor_shapes
 
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
@@ -159,11 +160,14 @@ def _indexed_files(index: Path) -> list[Path]:
 
 
 def placements(shapes: Any, mesh: Mesh | None) -> Any:
-    """A tree of shardings for a tree of shapes, by the arrays' logical axes; None: one device."""
+    """Where the arrays of a tree of shapes go: a tree of shardings by their logical axes, on TPUs
+    with layouts (see sharding.weight_place). ``mesh`` None: the default device."""
     if mesh is not None:
-        return named_shardings(mesh, shapes)
-    device = SingleDeviceSharding(jnp.zeros(()).device)
-    return jax.tree.map(lambda _: device, shapes)
+        shardings = named_shardings(mesh, shapes)
+    else:
+        device = SingleDeviceSharding(jnp.zeros(()).device)
+        shardings = jax.tree.map(lambda _: device, shapes)
+    return jax.tree.map(lambda x, sharding: weight_place(x.shape, sharding), shapes, shardings)
 
 
 def load_tree(
@@ -211,7 +215,10 @@ def _readable_as(dtype: np.dtype) -> tuple[str, ...]:
 
 
 def _load_array(
-    stored: dict[str, StoredTensor], shape: jax.ShapeDtypeStruct, split: Split, sharding: Sharding
+    stored: dict[str, StoredTensor],
+    shape: jax.ShapeDtypeStruct,
+    split: Split,
+    place: Sharding | Format,
 ) -> Array:
     @functools.cache  # replicas of a block are read once
     def read_block(*bounds: tuple[int, int]) -> np.ndarray:
@@ -224,7 +231,7 @@ def _load_array(
         sizes = zip(index or (), shape.shape, strict=True)
         return read_block(*(part.indices(size)[:2] for part, size in sizes))
 
-    array = jax.make_array_from_callback(shape.shape, sharding, block_at)
+    array = jax.make_array_from_callback(shape.shape, place, block_at)
     return jax.block_until_ready(array)  # bounds host memory: copies to the device are asynchronous
 
 

@@ -1,6 +1,8 @@
 """Attention of a few query tokens over a paged KV cache, under a tree mask."""
 
 import functools
+import math
+from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +11,12 @@ from jax import Array
 from pallas_kernels.gradients import with_reference_gradient
 from pallas_kernels.paged_attention.reference import paged_attention_reference
 from pallas_kernels.paged_attention.tuning import ROWS
-from pallas_kernels.selection import Implementation, kernel_module
+from pallas_kernels.selection import Implementation, kernel_module, wants_tpu
+
+# Rows of a tile of a TPU's memory, by dtype.
+TPU_TILES = MappingProxyType({jnp.dtype("bfloat16"): 16, jnp.dtype("float32"): 8})
+TPU_PAGE_BYTES = 1 << 20  # most that a page of all KV heads may have
+TPU_TABLE = 1 << 17  # most entries of a page table
 
 
 @jax.named_scope("attention")
@@ -56,12 +63,13 @@ def paged_attention(
         slots hold the visible keys, nor on the width of the page table (in float32 on a CPU it
         may in the last bit, where exp does). Slower.
       implementation: "auto" takes the Hopper kernel where it fits (bfloat16, heads
-        of 64 or 128, pages of 8 to 128 slots), else the reference.
+        of 64 or 128, pages of 8 to 128 slots), "auto_tpu" the TPU kernel (see ``misfit_tpu``), else
+        the reference.
 
     Returns [B, T, Q, D] in q's dtype. Queries that see no slot return a finite value.
 
-    Raises ValueError for shapes that do not match, and if ``implementation`` is "mosaic_gpu" and
-    the kernel cannot take the arguments.
+    Raises ValueError for shapes that do not match, and if ``implementation`` is "mosaic_gpu" or
+    "mosaic_tpu" and the kernel cannot take the arguments.
     """
     if kv_lens is None:
         kv_lens = context_lens + (q.shape[1] if ancestors is None else 32 * ancestors.shape[2])
@@ -73,7 +81,10 @@ def paged_attention(
         first_slot=first_slot,
         order_invariant=order_invariant,
     )
-    problem = misfit(q, k_pages, v_pages, order_invariant)
+    if wants_tpu(implementation):
+        problem = misfit_tpu(q, k_pages, v_pages, page_table, order_invariant)
+    else:
+        problem = misfit(q, k_pages, v_pages, order_invariant)
     mosaic = kernel_module("paged_attention", implementation, problem)
     if mosaic is None:
         return reference(*arguments)
@@ -82,7 +93,7 @@ def paged_attention(
 
 
 def misfit(q: Array, k_pages: Array, v_pages: Array, order_invariant: bool) -> str | None:
-    """Why the kernel cannot take these arguments, None if it can."""
+    """Why the Hopper kernel cannot take these arguments, None if it can."""
     page_size, head_dim = k_pages.shape[2:]
     group = q.shape[2] // k_pages.shape[1]
     if order_invariant:
@@ -95,6 +106,34 @@ def misfit(q: Array, k_pages: Array, v_pages: Array, order_invariant: bool) -> s
         return f"pages of {page_size} slots: they must have 8, 16, 32, 64 or 128"
     if group > ROWS or group * head_dim < 128:
         return f"{group} query heads of {head_dim} to a KV head"
+    return None
+
+
+def misfit_tpu(
+    q: Array, k_pages: Array, v_pages: Array, page_table: Array, order_invariant: bool
+) -> str | None:
+    """Why the TPU kernel cannot take these arguments, None if it can.
+
+    Pages are copied whole, so they must consist of whole tiles: 16 rows in bfloat16, 8 in float32.
+    Two pages of keys and two of values must fit in VMEM, and the page table in SMEM.
+    """
+    page_size, head_dim = k_pages.shape[2:]
+    if order_invariant:
+        return "sums that do not depend on the order of slots"
+    if not q.dtype == k_pages.dtype == v_pages.dtype or q.dtype not in TPU_TILES:
+        return (
+            f"{q.dtype} queries, {k_pages.dtype} and {v_pages.dtype} pages: all must be bfloat16, "
+            "or all float32"
+        )
+    if head_dim % 64:
+        return f"heads of {head_dim}: their width must be a multiple of 64"
+    if page_size % TPU_TILES[q.dtype]:
+        return f"pages of {page_size} slots: a multiple of {TPU_TILES[q.dtype]} is needed"
+    page_bytes = math.prod(k_pages.shape[1:]) * k_pages.dtype.itemsize
+    if page_bytes > TPU_PAGE_BYTES:
+        return f"pages of {page_bytes} bytes: at most {TPU_PAGE_BYTES}"
+    if page_table.size > TPU_TABLE:
+        return f"page tables of {page_table.shape}: at most {TPU_TABLE} entries"
     return None
 
 

@@ -1,13 +1,17 @@
 """The specification of rope_kv_write in jnp; it runs where the kernel does not."""
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from pallas_kernels.add_rms_norm.reference import rms_norm
 from pallas_kernels.products import sum_partials
+
+Index = tuple[Any, ...]
 
 
 def apply_rope(x: Array, rope: Array) -> Array:
@@ -41,12 +45,41 @@ def rotated_heads(
 
 def write_rows(pages: Array, rows: Array, slots: Array) -> Array:
     """Write rows [B, T, G, D] to slots [B, T] of pages [P, G, K, D]."""
-    page_size = pages.shape[2]
+
     # Slots are distinct, except for those of the null page, which is never read. Without
     # unique_indices a GPU would serialize the scatter.
-    return pages.at[slots // page_size, :, slots % page_size].set(
-        rows.astype(pages.dtype), mode="promise_in_bounds", unique_indices=True
-    )
+    def write(pages: Array, rows: Array, index: Index) -> Array:
+        return pages.at[index].set(rows, mode="promise_in_bounds", unique_indices=True)
+
+    return _at_slots(write, pages, rows.astype(pages.dtype), slots)
+
+
+def read_rows(pages: Array, slots: Array) -> Array:
+    """The rows [B, T, G, D] at slots [B, T] of pages [P, G, K, D]."""
+
+    def read(pages: Array, index: Index) -> Array:
+        return pages.at[index].get(mode="promise_in_bounds")
+
+    return _at_slots(read, pages, slots)
+
+
+def _at_slots(act: Callable[..., Array], pages: Array, *rows_and_slots: Array) -> Array:
+    """``act`` on pages, rows and the index of the slots, in the form that suits the device.
+
+    On a TPU every (slot, head) has an index. If only slots had one, XLA would keep the pages of a
+    loop in another layout than attention reads, and copy all of them in every layer.
+    """
+    *rows, slots = rows_and_slots
+    kv_heads, page_size = pages.shape[1:3]
+
+    def by_slot(pages: Array, slots: Array, *rows: Array) -> Array:
+        return act(pages, *rows, (slots // page_size, slice(None), slots % page_size))
+
+    def by_head(pages: Array, slots: Array, *rows: Array) -> Array:
+        page, offset = (slots // page_size)[..., None], (slots % page_size)[..., None]
+        return act(pages, *rows, (page, jnp.arange(kv_heads), offset))
+
+    return lax.platform_dependent(pages, slots, *rows, tpu=by_head, default=by_slot)
 
 
 # jit: traced and lowered once for all layers of a program.

@@ -29,7 +29,9 @@ HOPPERS = [
     Device("NVIDIA H200", "9.0"),
     Device("NVIDIA GH200 480GB", "9.0"),
 ]
+TPUS = [Device("TPU v5 lite", "", "tpu"), Device("TPU v6 lite", "", "tpu")]
 OTHERS = [
+    Device("TPU v4", "", "tpu"),  # no kernel was compiled for it
     Device("NVIDIA A100-SXM4-80GB", "8.0"),
     Device("NVIDIA B200", "10.0"),
     Device("AMD Instinct MI300X", "gfx942"),
@@ -59,6 +61,19 @@ def test_no_other_device_runs_any(device: Any):
     for text in ("all", "top_k"):
         with pytest.raises(ValueError, match=f"for Hopper GPUs, not for {device.device_kind}"):
             Kernels.parse(text, device)
+
+
+@pytest.mark.parametrize("device", TPUS, ids=kind)
+def test_a_tpu_runs_attention_as_a_kernel(device: Any):
+    kernels = Kernels.for_device(device)
+    assert kernels == Kernels.parse("auto", device) == Kernels.parse("all", device)
+    assert kernels == Kernels.parse("paged_attention", device) != Kernels()
+    assert str(kernels) == "paged_attention" and kernels.backend == "mosaic_tpu"
+    assert kernels.implementation("paged_attention") == "auto_tpu"
+    assert kernels.implementation("top_k") == "reference"
+    assert Kernels.parse("none", device) == Kernels()
+    with pytest.raises(ValueError, match=r"no kernel for TPUs is called 'top_k': .*paged_att"):
+        Kernels.parse("top_k", device)
 
 
 def test_without_a_device_the_default_one_counts(monkeypatch: pytest.MonkeyPatch):
@@ -105,8 +120,13 @@ def test_auto_is_the_kernel_wherever_the_arguments_fit():
     for implementation in ("auto", "mosaic_gpu"):
         module = kernel_module("top_k", implementation, None)
         assert module is not None and module.__name__ == "pallas_kernels.top_k.mosaic_gpu"
-    with pytest.raises(ValueError, match="the kernel cannot take that"):
-        kernel_module("top_k", "mosaic_gpu", "that")
+    for implementation in ("auto_tpu", "mosaic_tpu"):
+        module = kernel_module("paged_attention", implementation, None)
+        assert module is not None and module.__name__.endswith("paged_attention.mosaic_tpu")
+    assert kernel_module("paged_attention", "auto_tpu", "that") is None
+    for implementation in ("mosaic_gpu", "mosaic_tpu"):
+        with pytest.raises(ValueError, match="the kernel cannot take that"):
+            kernel_module("paged_attention", implementation, "that")
 
 
 def test_kernels_say_which_products_they_take_as_partial_sums():
