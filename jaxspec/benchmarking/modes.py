@@ -11,6 +11,7 @@ from jaxspec.exchanges import with_exchanges
 from jaxspec.functional import EngineParams
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import DraftHead
+from jaxspec.quantization.scaled import in_eight_bits
 from jaxspec.speculation.acceptance import Synthetic
 from jaxspec.speculation.drafters import EagleDrafter, NoDrafter
 from pallas_kernels.reduce_add_rms_norm.exchange import exchange_shape, make_exchange
@@ -18,6 +19,7 @@ from pallas_kernels.selection import Kernels
 
 CHAIN_LENGTHS = ((3, 3.0), (5, 3.5))  # drafted tokens -> default acceptance length
 TREE_LENGTH = 4.0
+EIGHT_BITS = "+int8"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,11 +30,13 @@ class Mode:
       speculation: the shape of the draft trees and their synthetic acceptance; None: plain
         decoding.
       acceptance_length: mean number of tokens that a round commits.
+      in_eight_bits: whether the head's matrices are 8-bit integers.
     """
 
     name: str
     speculation: SpeculationConfig | None = None
     acceptance_length: float = 1.0
+    in_eight_bits: bool = False
 
     @property
     def most_tokens(self) -> int:
@@ -47,18 +51,22 @@ class Mode:
 
 
 def parse_mode(text: str) -> Mode:
-    """A tree as SpeculationConfig.parse reads it; all but ``plain`` may end in ``@LENGTH``.
+    """A tree as SpeculationConfig.parse reads it; all but ``plain`` may end in ``@LENGTH``, and in
+    ``+int8`` for a head of 8-bit integers.
 
     Raises ValueError for anything else.
     """
-    shape, at, length = text.partition("@")
+    shape, at, length = text.removesuffix(EIGHT_BITS).partition("@")
     try:
         tree = SpeculationConfig.parse(shape)
         if tree.is_plain:
-            if at:
-                raise ValueError("plain decoding has no acceptance length")
+            if at or text.endswith(EIGHT_BITS):
+                raise ValueError("plain decoding has no acceptance length and no head")
             return Mode("plain")
-        return _mode(shape, tree, float(length) if at else _default_length(tree))
+        mode = _mode(shape, tree, float(length) if at else _default_length(tree))
+        if not text.endswith(EIGHT_BITS):
+            return mode
+        return dataclasses.replace(mode, name=mode.name + EIGHT_BITS, in_eight_bits=True)
     except ValueError as error:
         raise ValueError(f"mode {text!r}: {error}") from None
 
@@ -92,9 +100,17 @@ def make_params(
     if mode.speculation is not None:
         if head is None:
             raise ValueError(f"mode {mode.name} needs a draft head")
+        head = _in_eight_bits(head) if mode.in_eight_bits else head
         drafter, speculation = EagleDrafter(head=head), mode.speculation
     params = EngineParams(
         target=target, drafter=drafter, speculation=speculation, kernels=kernels, mesh=mesh
     )
     real = isinstance(target.embed, jax.Array)  # or a ShapeDtypeStruct
     return with_exchanges(params, make_exchange if real else exchange_shape)
+
+
+def _in_eight_bits(head: DraftHead) -> DraftHead:
+    """Also of a head of ShapeDtypeStructs."""
+    if isinstance(head.front.fc.weight, jax.Array):
+        return in_eight_bits(head)
+    return jax.eval_shape(in_eight_bits, head)

@@ -3,8 +3,9 @@
 Draft tokens are accepted at a fixed mean length ("synthetic" acceptance), so that the speed of a
 round can be measured without a checkpoint; the text means nothing. Modes are `plain`, `chain:K`
 and `NODES:DEPTH:TOPK` (root included); the latter two may end in `@ACCEPTANCE_LENGTH` and draft
-with an EAGLE-3 head. Every figure stands beside the memory floor: the bytes that a round must
-read, divided by the bandwidth measured in the same run.
+with an EAGLE-3 head, whose matrices are 8-bit integers after a further `+int8`. Every figure stands
+beside the memory floor: the bytes that a round must read, divided by the bandwidth measured in the
+same run.
 """
 
 import argparse
@@ -26,7 +27,6 @@ from jaxspec.benchmarking.random_params import random_decoder, random_eagle3_hea
 from jaxspec.benchmarking.rounds import SAMPLING, Bench, Timing, Workload, time_mode
 from jaxspec.benchmarking.shapes import SHAPES
 from jaxspec.benchmarking.timing import Bandwidth, measure_bandwidth
-from jaxspec.commands.engine_options import add_drafter_bits
 from jaxspec.commands.run_facts import run_facts
 from jaxspec.commands.shell import (
     JSON_PARTS,
@@ -38,7 +38,6 @@ from jaxspec.commands.shell import (
 )
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import DraftHead
-from jaxspec.quantization.scaled import in_eight_bits
 from jaxspec.sharding import make_mesh
 from pallas_kernels.selection import Kernels
 
@@ -60,7 +59,6 @@ def make_parser() -> argparse.ArgumentParser:
     add("--tp", type=int, default=1, help="devices that share the model")
     add("--sampling", choices=SAMPLING, default="greedy", help="how rows sample; anything but "
         "greedy times the general sampling program")  # fmt: skip
-    add_drafter_bits(parser)
     add("--kernels", default="auto", help="auto (all on a Hopper GPU), all, none or a comma list")
     add("--json", action="store_true", help=JSON_PARTS)
     return parser
@@ -119,7 +117,6 @@ def measure_modes(
     target, head = random_decoder(config, dtype, mesh, seed=0), None
     if any(mode.speculation for _, mode in chosen):
         head = random_eagle3_head(config, dtype, mesh, seed=1)
-        head = in_eight_bits(head) if args.drafter_bits else head
     jax.block_until_ready((target, head))
     console.print(f"{local_bytes((target, head)) / 1e9:.2f} GB of weights a device")
     for bench in compile_all(chosen, target, head, mesh, kernels, console):

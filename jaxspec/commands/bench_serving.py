@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from jaxspec.benchmarking.compiling import compile_side_by_side
-from jaxspec.benchmarking.modes import Mode, make_params, parse_mode
+from jaxspec.benchmarking.modes import EIGHT_BITS, Mode, make_params, parse_mode
 from jaxspec.benchmarking.random_params import random_decoder, random_eagle3_head
 from jaxspec.benchmarking.rounds import Bench, Workload, time_mode
 from jaxspec.benchmarking.shapes import SHAPES
@@ -53,7 +53,6 @@ from jaxspec.load_test import Client, LoadResult, LoadTest
 from jaxspec.loading import load, resolve_dtype
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import DraftHead
-from jaxspec.quantization.scaled import in_eight_bits
 from pallas_kernels.selection import Kernels
 
 SYNTHETIC = "chain:5@3.5"
@@ -145,12 +144,14 @@ class Models:
     def _random_weights(self) -> tuple[Decoder, DraftHead]:
         config, dtype = SHAPES[self.args.shape], resolve_dtype(self.args.dtype)
         target = random_decoder(config, dtype, None, seed=0)
-        head = random_eagle3_head(config, dtype, None, seed=1)
-        return target, in_eight_bits(head) if self.args.drafter_bits else head
+        return target, random_eagle3_head(config, dtype, None, seed=1)
 
     def mode(self, name: str) -> Mode:
         """Of random weights: how a run decodes."""
-        return parse_mode("plain" if name == "plain" else self.args.tree or SYNTHETIC)
+        if name == "plain":
+            return parse_mode(name)
+        bits = EIGHT_BITS if self.args.drafter_bits else ""
+        return parse_mode((self.args.tree or SYNTHETIC) + bits)
 
     def params(self, name: str) -> EngineParams:
         args = self.args

@@ -44,6 +44,8 @@ def test_shapes_have_the_published_number_of_parameters(shape: str, billions: fl
         ("tree:60:7:10", "tree:60:7:10@4", 5, 64),
         ("tree:60:7:10@8", "tree:60:7:10@8", 8, 32),
         ("60:7:10@8", "60:7:10@8", 8, 32),
+        ("chain:5+int8", "chain:5@3.5+int8", 4, 73),
+        ("chain:4@2.5+int8", "chain:4@2.5+int8", 3, 102),
     ],
 )
 def test_modes_are_parsed(text: str, name: str, most_tokens: int, rounds: int):
@@ -56,6 +58,7 @@ def test_modes_are_parsed(text: str, name: str, most_tokens: int, rounds: int):
     [
         "",
         "plain@2",
+        "plain+int8",
         "plain:1",
         "chain",
         "chain:4",
@@ -101,3 +104,15 @@ def test_the_floor_of_a_chain():
         draft_weights=2 * (3 * hidden * hidden + 3 * draft),
         draft_kv=2 * 3 * 5 * 100 * slot,
     )
+
+
+@pytest.mark.slow
+def test_a_head_of_eight_bits_has_about_half_the_floor():
+    target = random_decoder(TINY, BFLOAT16, None, seed=0)
+    head = random_eagle3_head(TINY, BFLOAT16, None, seed=1)
+    own, scaled = (
+        floor_bytes(make_params(parse_mode(mode), target, head, None, Kernels()), 5, 100)
+        for mode in ("chain:3", "chain:3+int8")
+    )
+    assert 0.5 < scaled.draft_weights / own.draft_weights < 0.6  # scales and norms stay
+    assert (scaled.target_weights, scaled.draft_kv) == (own.target_weights, own.draft_kv)
