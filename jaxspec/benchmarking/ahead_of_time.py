@@ -10,15 +10,15 @@ import dataclasses
 import functools
 import importlib.metadata
 import json
+import math
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, SingleDeviceSharding
 from jaxlib.version import __version__ as JAXLIB_VERSION
@@ -32,19 +32,21 @@ from jaxspec.benchmarking.compiled_round import (
     parse_kernels,
     parse_launches,
 )
-from jaxspec.benchmarking.modes import Mode, make_params
+from jaxspec.benchmarking.modes import Mode, make_params, parse_mode
 from jaxspec.benchmarking.rounds import Workload
 from jaxspec.benchmarking.shapes import eagle3_config
 from jaxspec.cache import PagedKV
 from jaxspec.compiler_options import compiler_options
 from jaxspec.config.model import ModelConfig
+from jaxspec.functional import EngineParams
 from jaxspec.models.decoder import decoder_shapes
 from jaxspec.models.heads import head_shapes
 from jaxspec.sharding import (
-    DATA_AXIS,
-    MODEL_AXIS,
     Layout,
     Shards,
+    TensorParallel,
+    grid_of,
+    make_mesh,
     mesh_layout,
     named_shardings,
 )
@@ -137,16 +139,62 @@ class Program:
 
 
 def decode_program(
-    config: ModelConfig, mode: Mode, workload: Workload, devices: Sequence[Any], kernels: str
+    config: ModelConfig,
+    mode: Mode,
+    workload: Workload,
+    devices: Sequence[Any],
+    tensor_parallel: TensorParallel,
+    kernels: str,
 ) -> Program:
-    """The decode program, sharded over all devices.
+    """The decode program, sharded over all devices: as many as ``tensor_parallel`` needs.
 
-    Only this function depends on the engine's functions. Raises ValueError for sizes that cannot be
-    split evenly.
+    Only this function and prefill_program depend on the engine's functions. Raises ValueError for
+    sizes that cannot be split evenly.
     """
-    mesh = None
-    if len(devices) > 1:
-        mesh = Mesh(np.array(devices).reshape(1, -1), (DATA_AXIS, MODEL_AXIS))
+    params, state, place = _arguments(config, mode, workload, devices, tensor_parallel, kernels)
+    function = jax.jit(
+        functools.partial(
+            functional.decode, max_rounds=workload.rounds, greedy=workload.sampling == "greedy"
+        ),
+        donate_argnums=1,
+        compiler_options=compiler_options(params.target.embed, deterministic=False),
+    )
+    num_rounds = place(jax.ShapeDtypeStruct((), jnp.int32))
+    return Program(
+        function=function,
+        arguments=(params, state, num_rounds),
+        page_shapes=_page_shapes(state),
+    )
+
+
+def prefill_program(
+    config: ModelConfig,
+    workload: Workload,
+    devices: Sequence[Any],
+    tensor_parallel: TensorParallel,
+    kernels: str,
+) -> Program:
+    """As decode_program: the program that reads the whole context of all rows at once."""
+    plain = parse_mode("plain")
+    params, state, _ = _arguments(config, plain, workload, devices, tensor_parallel, kernels)
+    function = jax.jit(
+        functools.partial(functional.prefill, width=workload.context, greedy=True),
+        donate_argnums=1,
+        compiler_options=compiler_options(params.target.embed, deterministic=False),
+    )
+    return Program(function, (params, state), _page_shapes(state))
+
+
+def _arguments(
+    config: ModelConfig,
+    mode: Mode,
+    workload: Workload,
+    devices: Sequence[Any],
+    tensor_parallel: TensorParallel,
+    kernels: str,
+) -> tuple[EngineParams, EngineState, Callable[[Any], Any]]:
+    """Parameters and state of ShapeDtypeStructs, and a function that places more of them."""
+    mesh = make_mesh(tensor_parallel, devices=devices) if len(devices) > 1 else None
     dtype, layout = jnp.dtype("bfloat16"), mesh_layout(mesh)
     shards = Shards.over(mesh, layout)
     target = decoder_shapes(config, dtype, shards)
@@ -159,21 +207,8 @@ def decode_program(
         length, page_size = workload.max_length(mode), workload.page_size
         return functional.init_state(whole, workload.batch, length, page_size=page_size)
 
-    state = _place(jax.eval_shape(new_state), devices, mesh, layout)
-    params = _place(params, devices, mesh, layout)
-    function = jax.jit(
-        functools.partial(
-            functional.decode, max_rounds=workload.rounds, greedy=workload.sampling == "greedy"
-        ),
-        donate_argnums=1,
-        compiler_options=compiler_options(params.target.embed, deterministic=False),
-    )
-    num_rounds = _place(jax.ShapeDtypeStruct((), jnp.int32), devices, mesh, layout)
-    return Program(
-        function=function,
-        arguments=(params, state, num_rounds),
-        page_shapes=_page_shapes(state),
-    )
+    place = functools.partial(_place, devices=devices, mesh=mesh, layout=layout)
+    return place(params), place(jax.eval_shape(new_state)), place
 
 
 def _place(tree: Any, devices: Sequence[Any], mesh: Mesh | None, layout: Layout) -> Any:
@@ -198,15 +233,20 @@ def _page_shapes(state: Any) -> tuple[tuple[int, ...], ...]:
 
 
 def compile_decode(
-    config: ModelConfig, mode: Mode, workload: Workload, num_devices: int, kernels: str, dump: Path
+    config: ModelConfig,
+    mode: Mode,
+    workload: Workload,
+    tensor_parallel: TensorParallel,
+    kernels: str,
+    dump: Path,
 ) -> None:
     """Compile the decode program, and write the files that ``read_round`` needs to ``dump``.
 
     The process must run in the ``compiler_environment`` of the same folder.
     """
     jax.devices()  # makes the CPU the backend before the plugin is loaded
-    devices = make_devices(num_devices)
-    program = decode_program(config, mode, workload, devices, kernels)
+    devices = make_devices(math.prod(grid_of(tensor_parallel)))
+    program = decode_program(config, mode, workload, devices, tensor_parallel, kernels)
     compiled = compile_ahead(program.function, program.arguments)
     memory, text = compiled.memory_analysis(), compiled.as_text()
     (dump / PROGRAM).write_text(text)
