@@ -19,8 +19,8 @@ DATA_AXIS = "data"
 MODEL_AXIS = "model"
 HIDDEN_AXIS = "hidden"  # of meshes for 2-D tensor parallelism only
 
-# Devices that share a model: a number, or the sizes (x, y) of a grid. In a grid, hidden states are
-# split over x devices, and heads and hidden units of MLPs over y.
+# Devices that share a model: a number, or the sizes (x, y) of a grid. In a grid, the hidden
+# dimension of weights is split over x devices, and their heads or hidden units of MLPs over y.
 TensorParallel = int | tuple[int, int]
 
 # Logical axis of an array -> the field of Layout that says how it is split. Column-parallel weights
@@ -136,8 +136,16 @@ class Layout:
         return getattr(self, LOGICAL_AXES[logical])
 
     def splits(self, logical: tuple[str, ...]) -> list[Axes]:
-        """The mesh axes of each dimension of an array. A weight's are split along ``hidden`` rather
-        than along another dimension."""
+        """The mesh axes of each dimension of an array. Those of ``hidden`` split no other dimension
+        of an array that has it.
+
+        Raises ValueError for an array with two of them, if they are split.
+        """
+        if self.hidden and logical.count("hidden") > 1:
+            raise ValueError(
+                f"an array with axes {logical} cannot be split along both hidden dimensions: take "
+                "a number of devices, no grid"
+            )
         taken = self.hidden if "hidden" in logical else ()
         return [
             self.axes(name) if name == "hidden" else _without(self.axes(name), taken)

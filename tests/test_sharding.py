@@ -100,6 +100,13 @@ def test_models_that_do_not_fit_a_grid(changes: Any, size: Any, message: str):
         decoder_shapes(tiny_config(**changes), jnp.dtype("float32"), shards)
 
 
+def test_a_weight_from_hidden_states_to_hidden_states_needs_another_layout():
+    square = ("hidden", "hidden")
+    with pytest.raises(ValueError, match="cannot be split along both hidden dimensions"):
+        GRID.spec(square)
+    assert mesh_layout(make_mesh(4)).spec(square) == P(None, None)
+
+
 def test_hidden_states_are_split_over_the_last_axes_of_all_else():
     with pytest.raises(ValueError, match="must split heads over them"):
         Layout(vocab=EVERY, heads=(MODEL_AXIS,), ff=EVERY, hidden=(HIDDEN_AXIS,))

@@ -52,7 +52,8 @@ class AnyLinear(Protocol):
         ...
 
     def __call__(self, x: Array, kernels: Kernels = NO_KERNELS) -> Array:
-        """x [..., in] -> [..., *out] in x's dtype. The input must not be split over devices."""
+        """x [..., in] -> [..., *out] in x's dtype. The input must not be split over devices: hidden
+        states may be, in layers; see Product.result."""
         ...
 
     def float32(self, x: Array, kernels: Kernels = NO_KERNELS) -> Array:
