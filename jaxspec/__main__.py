@@ -20,6 +20,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "check-exactness": "compare the tokens of speculative and plain decoding",
         "check-deterministic": "compare the tokens of requests alone and in full batches",
         "bench adaptive": "compare adaptive speculation with fixed trees, at several loads",
+        "bench collectives": "count what devices send to each other in each layer",
         "bench drafters": "time drafters against plain decoding, on real text",
         "bench engine": "time rounds of a public model shape, with random weights",
         "bench http": "measure what HTTP costs beside the engine, at many streams",

@@ -1,4 +1,4 @@
-"""Reductions over a vocabulary that may be split, inside shard_map.
+"""Sums over devices, and reductions over a vocabulary that may be split, inside shard_map.
 
 ``layout.vocab`` names the mesh axes that the last dimension is split over; () if it is not split.
 Shard ``i`` of ``n`` holds entries ``i * size .. (i + 1) * size - 1``.
@@ -19,6 +19,18 @@ from pallas_kernels.top_k.reference import local_top_k
 def all_reduce(x: Array, axes: Axes) -> Array:
     """Sum over the shards of mesh axes ``axes``."""
     return lax.psum(x, axes) if axes else x
+
+
+def reduce_scatter(x: Array, axes: Axes, dimension: int) -> Array:
+    """Sum over the shards of ``axes``, of which each keeps its part of ``dimension``."""
+    if not axes:
+        return x
+    return lax.psum_scatter(x, axes, scatter_dimension=dimension, tiled=True)
+
+
+def all_gather(x: Array, axes: Axes) -> Array:
+    """The last dimension of all shards of ``axes``, one part after the other."""
+    return lax.all_gather(x, axes, axis=x.ndim - 1, tiled=True) if axes else x
 
 
 def shard_offset(size: int, axes: Axes) -> Array | int:
@@ -134,9 +146,7 @@ def top_log_probs(x: Array, k: int, layout: Layout, kernels: Kernels) -> tuple[A
     values, indices, log_sum = top_k(x, min(k, size), kernels.implementation("top_k"))
     if axes:
         indices = indices + shard_offset(size, axes)
-        values, indices = (
-            lax.all_gather(a, axes, axis=a.ndim - 1, tiled=True) for a in (values, indices)
-        )
+        values, indices = (all_gather(part, axes) for part in (values, indices))
         values, order = local_top_k(values, k)
         indices = jnp.take_along_axis(indices, order, axis=-1)
         log_sum = jax.nn.logsumexp(lax.all_gather(log_sum, axes), axis=0)

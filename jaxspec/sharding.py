@@ -2,9 +2,9 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -19,6 +19,11 @@ Axes = tuple[str, ...]  # mesh axes, the outermost first; (): not split
 
 DATA_AXIS = "data"
 MODEL_AXIS = "model"
+HIDDEN_AXIS = "hidden"  # of meshes for 2-D tensor parallelism only
+
+# Devices that share a model: a number, or the sizes (x, y) of a grid. In a grid, the hidden
+# dimension of weights is split over x devices, and their heads or hidden units of MLPs over y.
+TensorParallel = int | tuple[int, int]
 
 # Logical axis of an array -> the field of Layout that says how it is split. Column-parallel weights
 # are split along kv_heads or ff of their outputs, row-parallel ones along heads or ff of their
@@ -32,11 +37,12 @@ LOGICAL_AXES: Mapping[str, str] = MappingProxyType(
         "kv_heads": "heads",
         "ff": "ff",
         "experts": "experts",
+        "hidden": "hidden",
         "peers": "heads",  # devices that add up a row-parallel product
     }
 )
 
-# Logical axes that are never split.
+# Logical axes that are never split. ``whole_hidden``: a hidden state outside of the layers.
 WHOLE_AXES = frozenset(
     (
         *(
@@ -49,9 +55,28 @@ WHOLE_AXES = frozenset(
             "group",
             "head_dim",
         ),
-        *("hidden", "length", "nodes", "rounds", "slot", "stops", "table", "two", "words"),
+        *("length", "nodes", "rounds", "slot", "stops", "table", "two", "whole_hidden", "words"),
     )
 )
+
+
+class ProductAxes(NamedTuple):
+    """The mesh axes over which devices exchange the input and the output of a product.
+
+    Attributes:
+      gathered: each device gathers its part of the input from these.
+      summed: the product is summed over these, and every device has the sum.
+      scattered: it is summed over these, too, and each device keeps its part of the sum.
+      dimension: the output's dimension that is scattered.
+    """
+
+    gathered: Axes
+    summed: Axes
+    scattered: Axes
+    dimension: int
+
+
+UNSPLIT = ProductAxes((), (), (), 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,17 +88,21 @@ class Layout:
       vocab: the vocabulary of embeddings and logits.
       heads: query and KV heads.
       ff: hidden units of MLPs.
+      hidden: hidden states between the blocks of a layer (2-D tensor parallelism). These mesh axes
+        are the last ones of vocab, heads and ff, too. Weights that have both dimensions are split
+        by them along ``hidden`` only.
       experts, sequence, stages: experts of an MLP, positions of a sequence, layers of a model.
         Splitting these is not supported yet.
 
-    Raises ValueError for a split that is not supported, and if a mesh axis splits both the batch
-    and the model.
+    Raises ValueError for a split that is not supported, if a mesh axis splits both the batch and
+    the model, and if ``hidden`` is not at the end of vocab, heads and ff.
     """
 
     batch: Axes = ()
     vocab: Axes = ()
     heads: Axes = ()
     ff: Axes = ()
+    hidden: Axes = ()
     experts: Axes = ()
     sequence: Axes = ()
     stages: Axes = ()
@@ -92,6 +121,13 @@ class Layout:
                 f"mesh axes {sorted(shared)} split both the batch and the model: sums over the "
                 "model's would mix rows"
             )
+        for name in ("vocab", "heads", "ff"):
+            axes = getattr(self, name)
+            if self.hidden and axes[-len(self.hidden) :] != self.hidden:
+                raise ValueError(
+                    f"a layout that splits hidden over {self.hidden} must split {name} over them, "
+                    f"too, and over them last; it is split over {axes}"
+                )
 
     def axes(self, logical: str) -> Axes:
         """Mesh axes of an array's logical axis. Raises ValueError for an unknown name."""
@@ -101,10 +137,51 @@ class Layout:
             raise ValueError(f"{logical!r} is not a logical axis: add it to jaxspec/sharding.py")
         return getattr(self, LOGICAL_AXES[logical])
 
+    def splits(self, logical: tuple[str, ...]) -> list[Axes]:
+        """The mesh axes of each dimension of an array. Those of ``hidden`` split no other dimension
+        of an array that has it.
+
+        Raises ValueError for an array with two of them, if they are split.
+        """
+        if self.hidden and logical.count("hidden") > 1:
+            raise ValueError(
+                f"an array with axes {logical} cannot be split along both hidden dimensions: take "
+                "a number of devices, no grid"
+            )
+        taken = self.hidden if "hidden" in logical else ()
+        return [
+            self.axes(name) if name == "hidden" else _without(self.axes(name), taken)
+            for name in logical
+        ]
+
     def spec(self, logical: tuple[str, ...]) -> P:
         """The partition spec of an array with these logical axes."""
-        entries = [self.axes(name) for name in logical]
+        entries = self.splits(logical)
         return P(*(axes[0] if len(axes) == 1 else axes or None for axes in entries))
+
+    def product(self, logical: tuple[str, ...]) -> ProductAxes:
+        """What devices exchange for a product with a weight: ``logical`` are the axes of its input,
+        then those of its output. The input and the product are split as ``axes`` says."""
+        own, *outputs = self.splits(logical)
+        wanted = [self.axes(name) for name in logical[1:]]
+        parts = [_without(axes, had) for axes, had in zip(wanted, outputs, strict=True)]
+        dimension = next((index for index, axes in enumerate(parts) if axes), 0)
+        scattered = parts[dimension]
+        return ProductAxes(
+            gathered=_without(self.axes(logical[0]), own),
+            summed=_without(own, scattered),
+            scattered=scattered,
+            dimension=dimension,
+        )
+
+    @property
+    def one_dimensional(self) -> "Layout":
+        """The same devices, with whole hidden states."""
+        return dataclasses.replace(self, hidden=())
+
+
+def _without(axes: Axes, others: Axes) -> Axes:
+    return tuple(axis for axis in axes if axis not in others)
 
 
 WHOLE = Layout()
@@ -131,56 +208,77 @@ class Shards:
         sizes = dict(self.sizes)
         return math.prod(sizes[axis] for axis in self.layout.axes(logical))
 
+    @property
+    def one_dimensional(self) -> "Shards":
+        """The same devices, with whole hidden states."""
+        return dataclasses.replace(self, layout=self.layout.one_dimensional)
+
 
 ONE_SHARD = Shards()
 
 
 def make_mesh(
-    tensor_parallel: int = 1,
+    tensor_parallel: TensorParallel = 1,
     data_parallel: int = 1,
     devices: Sequence[Any] | None = None,
 ) -> Mesh:
     """A ``(data, model)`` mesh over the first of these devices; None: of all.
 
+    ``tensor_parallel`` (x, y) with x above 1 gives a ``(data, model, hidden)`` mesh of y devices
+    along ``model`` and x along ``hidden``, for 2-D tensor parallelism.
+
     Raises ValueError for sizes below 1, and if there are fewer devices than needed.
     """
-    if tensor_parallel < 1 or data_parallel < 1:
+    x, y = grid_of(tensor_parallel)
+    if min(x, y, data_parallel) < 1:
         raise ValueError(
-            f"parallel sizes must be >= 1, got tp {tensor_parallel}, dp {data_parallel}"
+            f"parallel sizes must be >= 1, got tp {shown_size(tensor_parallel)}, dp {data_parallel}"
         )
-    needed, devices = tensor_parallel * data_parallel, devices or jax.devices()
+    needed, devices = x * y * data_parallel, devices or jax.devices()
     if needed > len(devices):
         raise ValueError(
             f"tensor x data parallel needs {needed} devices, this process has {len(devices)}"
         )
-    grid = np.array(devices[:needed]).reshape(data_parallel, tensor_parallel)
-    return Mesh(grid, (DATA_AXIS, MODEL_AXIS))
+    grid = np.array(devices[:needed]).reshape(data_parallel, y, x)
+    if x == 1:
+        return Mesh(grid[..., 0], (DATA_AXIS, MODEL_AXIS))
+    return Mesh(grid, (DATA_AXIS, MODEL_AXIS, HIDDEN_AXIS))
 
 
-def replica_meshes(replicas: int, tensor_parallel: int = 1) -> list[Mesh | None]:
+def grid_of(tensor_parallel: TensorParallel) -> tuple[int, int]:
+    """The sizes (x, y) of the grid of devices."""
+    return (1, tensor_parallel) if isinstance(tensor_parallel, int) else tensor_parallel
+
+
+def shown_size(tensor_parallel: TensorParallel) -> str:
+    """As ``--tp`` takes it: ``4``, ``2x2``."""
+    x, y = grid_of(tensor_parallel)
+    return str(y) if isinstance(tensor_parallel, int) else f"{x}x{y}"
+
+
+def replica_meshes(replicas: int, tensor_parallel: TensorParallel = 1) -> list[Mesh | None]:
     """The devices of engines side by side, ``tensor_parallel`` each; None: the default device.
 
     Raises ValueError for sizes below 1, and if there are fewer devices than needed.
     """
-    if replicas < 1 or tensor_parallel < 1:
-        raise ValueError(f"parallel sizes must be >= 1, got tp {tensor_parallel}, dp {replicas}")
-    needed, devices = replicas * tensor_parallel, jax.devices()
+    size, shown = math.prod(grid_of(tensor_parallel)), shown_size(tensor_parallel)
+    if min(replicas, *grid_of(tensor_parallel)) < 1:
+        raise ValueError(f"parallel sizes must be >= 1, got tp {shown}, dp {replicas}")
+    needed, devices = replicas * size, jax.devices()
     if needed > len(devices):
         raise ValueError(
-            f"dp {replicas} x tp {tensor_parallel} needs {needed} devices, this process has "
-            f"{len(devices)}"
+            f"dp {replicas} x tp {shown} needs {needed} devices, this process has {len(devices)}"
         )
     if needed == 1:
         return [None]
-    starts = range(0, needed, tensor_parallel)
-    groups = [devices[start : start + tensor_parallel] for start in starts]
+    groups = [devices[start : start + size] for start in range(0, needed, size)]
     return [make_mesh(tensor_parallel, devices=group) for group in groups]
 
 
 def mesh_layout(mesh: Mesh | None, *, split_model: bool = True) -> Layout:
     """The layout of a model on a mesh from make_mesh. Axes of one device are left out.
 
-    ``split_model`` False: every device along the model axis holds the whole model.
+    ``split_model`` False: every device along the model axes holds the whole model.
 
     Raises ValueError for a mesh without those axes.
     """
@@ -192,8 +290,27 @@ def mesh_layout(mesh: Mesh | None, *, split_model: bool = True) -> Layout:
             "make it with jaxspec.sharding.make_mesh"
         )
     batch = (DATA_AXIS,) if mesh.shape[DATA_AXIS] > 1 else ()
-    model = (MODEL_AXIS,) if split_model and mesh.shape[MODEL_AXIS] > 1 else ()
-    return Layout(batch=batch, vocab=model, heads=model, ff=model)
+    if not split_model:
+        return Layout(batch=batch)
+    model = (MODEL_AXIS,) if mesh.shape[MODEL_AXIS] > 1 else ()
+    hidden = (HIDDEN_AXIS,) if mesh.shape.get(HIDDEN_AXIS, 1) > 1 else ()
+    every = model + hidden
+    return Layout(batch=batch, vocab=every, heads=every, ff=every, hidden=hidden)
+
+
+def check_divides(what: str, size: int, devices: int) -> None:
+    """Raises ValueError if ``size`` cannot be split evenly; ``what`` is its name."""
+    if size % devices:
+        raise ValueError(
+            f"{what} {size} cannot be split over {devices} devices; {fitting(size, devices)}"
+        )
+
+
+def fitting(size: int, devices: int, fits: Callable[[int], bool] | None = None) -> str:
+    """The end of an error: numbers of devices that would do, of those up to twice ``devices``."""
+    fits = fits or (lambda count: size % count == 0)
+    counts = [str(count) for count in range(1, 2 * devices + 1) if fits(count)]
+    return f"it can over {', '.join(counts)}"
 
 
 def axes_size(mesh: Mesh | None, axes: Axes) -> int:

@@ -178,7 +178,7 @@ class Emitted(Pytree):
     status: Array = array("batch")  # int32 [B] of Status, after the call
     ending: Array = array("batch")  # int32 [B] of Ending
     logprobs: Array | None = array("rounds", "batch", "depth")  # float32 [C, B, A], if asked for
-    hidden: Array | None = array("rounds", "batch", "depth", "hidden")  # [C, B, A, n * H]
+    hidden: Array | None = array("rounds", "batch", "depth", "whole_hidden")  # [C, B, A, n * H]
     top_tokens: Array | None = array("rounds", "batch", "depth", "alternatives")  # int32 [C,B,A,K]
     top_logprobs: Array | None = array("rounds", "batch", "depth", "alternatives")  # float32
     prompt: PromptLogprobs | None = None

@@ -10,20 +10,20 @@ from jaxspec.functional import EngineParams
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import DraftHead
 from jaxspec.models.layer import Layer
-from jaxspec.sharding import MODEL_AXIS, Layout, mesh_layout, named_shardings
+from jaxspec.sharding import Layout, Shards, mesh_layout, named_shardings
 from jaxspec.speculation.drafters import DraftModelDrafter, EagleDrafter, MixedDrafter
 
 
 def on_mesh(params: EngineParams, mesh: Mesh, *, shard_drafter: bool = True) -> EngineParams:
     """The same weights over ``mesh``. The drafter's are repeated where it is not sharded."""
-    drafter, devices = params.drafter, mesh.shape[MODEL_AXIS]
+    drafter, devices = params.drafter, Shards.over(mesh, mesh_layout(mesh)).of("heads")
     if isinstance(drafter, MixedDrafter):
         inner = on_mesh(params.replace(drafter=drafter.model), mesh, shard_drafter=shard_drafter)
         return inner.replace(drafter=drafter.replace(model=inner.drafter))
     layout = mesh_layout(mesh, split_model=shard_drafter)
     shards = devices if shard_drafter else 1
     if isinstance(drafter, EagleDrafter):
-        drafter = drafter.replace(head=_laid_out(drafter.head, layout, shards))
+        drafter = drafter.replace(head=_laid_out(drafter.head, layout.one_dimensional, shards))
     if isinstance(drafter, DraftModelDrafter):
         drafter = drafter.replace(model=_laid_out(drafter.model, layout, shards))
     target = _laid_out(params.target, mesh_layout(mesh), devices)

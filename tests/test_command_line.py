@@ -31,6 +31,7 @@ SCRIPTS = {
     "bench_adaptive": "bench adaptive",
     "bench_serving": "bench serving",
     "serve": "serve",
+    "bench_collectives": "bench collectives",
     "bench_swap": "bench swap",
     "profile_round": "profile",
     "compile_ahead": "compile-ahead",

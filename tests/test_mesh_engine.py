@@ -16,7 +16,7 @@ from jaxspec.engine import Engine
 from jaxspec.generation import Generation
 from jaxspec.scheduling.adaptive import RoundCosts
 from jaxspec.scheduling.requests import SamplingParams
-from jaxspec.sharding import make_mesh
+from jaxspec.sharding import TensorParallel, make_mesh
 from jaxspec.structured import GrammarCompiler, StructuredOutput
 from tests.engines import FULL, seal
 from tests.layouts import on_mesh
@@ -60,9 +60,9 @@ def compiler() -> GrammarCompiler:
     return GrammarCompiler(tokenizer.to_str(), VOCAB, [END])
 
 
-def new_engine(drafter: str, model: int = 1, data: int = 1, **options: Any) -> Engine:
+def new_engine(drafter: str, model: TensorParallel = 1, data: int = 1, **options: Any) -> Engine:
     params = make_params(drafter, CHAIN, TARGET)
-    if model * data > 1:
+    if (model, data) != (1, 1):
         params = on_mesh(params, make_mesh(model, data), shard_drafter=False)
     options = {"max_rows": 4, "rounds_per_call": 4} | options
     config = EngineConfig(**options)
@@ -121,11 +121,17 @@ def check_logprobs(found: list[Any], wanted: list[Any]) -> None:
         np.testing.assert_allclose(ours, theirs, atol=1e-4)
 
 
-MESHES = [slow("eagle3", 2, 2), slow("ngram", 2, 1), slow("eagle3", 1, 2), slow("mixed", 1, 4)]
+MESHES = [
+    slow("eagle3", 2, 2),
+    slow("ngram", 2, 1),
+    slow("eagle3", 1, 2),
+    slow("mixed", 1, 4),
+    slow("eagle3", (2, 2), 1),
+]
 
 
 @pytest.mark.parametrize(("drafter", "model", "data"), MESHES)
-def test_every_option_gives_the_text_of_one_device(drafter: str, model: int, data: int):
+def test_every_option_gives_the_text_of_one_device(drafter: str, model: Any, data: int):
     check(run(sealed(new_engine(drafter, model, data))))
 
 
@@ -165,9 +171,9 @@ def test_an_adaptive_engine_warms_up_on_a_mesh_and_compiles_nothing_more(model: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("preemption", ["swap", "recompute"])
-def test_requests_are_preempted_under_tensor_parallelism(preemption: Any):
-    engine = new_engine("eagle3", 2, 1)
+@pytest.mark.parametrize(("preemption", "model"), [("swap", 2), ("recompute", 2), ("swap", (2, 2))])
+def test_requests_are_preempted_under_tensor_parallelism(preemption: Any, model: Any):
+    engine = new_engine("eagle3", model, 1)
     few = CacheConfig(page_size=8, max_length=64, num_pages=14)
     config = EngineConfig(max_rows=4, preemption=preemption)
     engine = Engine(engine.params, few, config, make_matcher=lambda own: compiler().matcher(own))

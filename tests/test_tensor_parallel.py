@@ -11,18 +11,19 @@ import numpy as np
 import pytest
 
 from jaxspec import functional
+from jaxspec.benchmarking.collective_volume import parse_collectives, totals
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.functional import EngineParams
 from jaxspec.sampling import Sampling, make_controls, make_sampling
-from jaxspec.sharding import make_mesh
+from jaxspec.sharding import TensorParallel, make_mesh
 from jaxspec.state import Emitted, Ending, EngineState, Rows, Status
 from tests.layouts import on_mesh
 from tests.marks import slow
 from tests.programs import decode_hlo, new_jit, traces
 from tests.random_models import make_params, random_target, tiny_config
 
-# On four devices the two KV heads are repeated and the vocabulary is padded.
-TARGET = tiny_config(vocab_size=98, qkv_bias=True)
+# On four and on eight devices the two KV heads are repeated and the vocabulary is padded.
+TARGET = tiny_config(vocab_size=98, num_heads=8, qkv_bias=True)
 SPECULATIONS = {
     "none": SpeculationConfig.chain(1),
     "ngram": SpeculationConfig.chain(2),
@@ -45,8 +46,8 @@ def one_device(name: str) -> EngineParams:
     return make_params(drafter, SPECULATIONS[name], random_target(TARGET))
 
 
-def empty_state(params: EngineParams) -> EngineState:
-    return functional.init_state(params, BATCH, LENGTH, page_size=PAGE_SIZE)
+def empty_state(params: EngineParams, page_size: int = PAGE_SIZE) -> EngineState:
+    return functional.init_state(params, BATCH, LENGTH, page_size=page_size)
 
 
 def generate(
@@ -67,10 +68,16 @@ def generate(
 
 
 @functools.cache
-def run(name: str, model: int = 1, data: int = 1, shard_drafter: bool = True):
+def run(
+    name: str,
+    model: TensorParallel = 1,
+    data: int = 1,
+    shard_drafter: bool = True,
+    page_size: int = PAGE_SIZE,
+):
     """The token buffer, the rounds and accepted tokens of each sequence, and what was emitted."""
     params = one_device(name)
-    if model * data > 1:
+    if (model, data) != (1, 1):
         params = on_mesh(params, make_mesh(model, data), shard_drafter=shard_drafter)
     prompts = np.random.default_rng(0).integers(
         TARGET.vocab_size, size=(BATCH, PROMPT), dtype=np.int32
@@ -84,7 +91,9 @@ def run(name: str, model: int = 1, data: int = 1, shard_drafter: bool = True):
         seeds=np.arange(BATCH),
     )
     arguments = prompts, counts, sampling
-    state, *emitted = jax.device_get(new_jit(generate)(params, empty_state(params), *arguments))
+    state, *emitted = jax.device_get(
+        new_jit(generate)(params, empty_state(params, page_size), *arguments)
+    )
     rows = state.rows
     return rows.tokens, rows.stats.rounds, rows.stats.accepted, emitted
 
@@ -122,7 +131,43 @@ def run(name: str, model: int = 1, data: int = 1, shard_drafter: bool = True):
     ],
 )
 def test_sharding_changes_nothing(name: str, model: int, data: int, shard_drafter: bool):
-    tokens, rounds, accepted, emitted = run(name, model, data, shard_drafter)
+    check_changes_nothing(name, model, data, shard_drafter)
+
+
+# Grids: hidden states over the first size, heads and hidden units of MLPs over both. A drafter that
+# is split is: a head over all devices, a draft model as its target.
+@pytest.mark.parametrize(
+    ("name", "grid", "data", "shard_drafter", "page_size"),
+    [
+        slow("none", (2, 2), 1, True, 4),
+        slow("eagle3", (2, 2), 1, True, 16),
+        slow("eagle3", (2, 2), 1, False, 1),
+        slow("eagle3 tree", (2, 2), 1, True, 1),
+        slow("eagle3 tree", (2, 2), 1, False, 16),
+        slow("eagle3 rejection", (2, 2), 1, True, 4),
+        slow("eagle1", (2, 2), 1, True, 16),
+        slow("eagle1", (2, 2), 1, False, 1),
+        slow("draft_model", (2, 2), 1, True, 1),
+        slow("draft_model", (2, 2), 1, False, 16),
+        slow("draft_model rejection", (2, 2), 1, True, 4),
+        slow("ngram", (2, 2), 1, True, 16),
+        slow("mixed", (2, 2), 1, True, 4),
+        slow("eagle3 tree", (2, 2), 2, True, 4),  # beside data parallelism
+        slow("draft_model", (2, 1), 2, True, 4),  # no second axis
+        slow("eagle3 tree", (2, 4), 1, True, 4),
+        slow("draft_model", (2, 4), 1, True, 4),
+        slow("eagle3 tree", (4, 2), 1, True, 4),
+        slow("draft_model", (4, 2), 1, True, 4),
+    ],
+)
+def test_two_dimensional_sharding_changes_nothing(
+    name: str, grid: tuple[int, int], data: int, shard_drafter: bool, page_size: int
+):
+    check_changes_nothing(name, grid, data, shard_drafter, page_size)
+
+
+def check_changes_nothing(name: str, model: Any, *options: Any) -> None:
+    tokens, rounds, accepted, emitted = run(name, model, *options)
     one_tokens, one_rounds, one_accepted, one_emitted = run(name)
     np.testing.assert_array_equal(tokens, one_tokens)
     # Else a drafter that draws nonsense when it is sharded would not be noticed.
@@ -217,6 +262,35 @@ def test_traced_rows_of_another_device_are_misplaced_and_stay_as_they_are():
     assert emitted.counts.sum(0).tolist() == [1, 0, 0, 1]
     decoding, reading = Status.DECODING, Status.READING
     assert state.rows.status.tolist() == [decoding, reading, decoding, reading]
+
+
+def test_the_collectives_of_a_layer_on_a_grid():
+    params = on_mesh(one_device("none"), make_mesh((2, 2)))
+    state = empty_state(params)
+    found = totals(parse_collectives(decode_hlo(params, state, greedy=True)))
+    layers, tokens, float32 = TARGET.num_layers, BATCH, 4
+    hidden, width = TARGET.hidden_size, TARGET.layers[0].mlp.intermediate_size
+    mixer = TARGET.layers[0].mixer
+    queries = mixer.num_heads * mixer.head_dim
+    qkv = queries + 2 * 4 * mixer.head_dim  # its two KV heads are repeated for four devices
+    # A row-parallel product is summed over the devices along its input, of which each sends half of
+    # its half of the hidden state twice; the norm after it over those along the hidden state.
+    sums, norms = 2 * layers, 2 * layers + 1
+    choice, embedding = 2 * 2 * 3 / 4, 1  # the best token's value and index, over four devices
+    assert found["all-reduce"] == (
+        sums + norms + embedding + 2,
+        tokens * float32 * ((sums + embedding) * hidden / 2 + norms + choice),
+    )
+    # Before attention and the activation. Then each device has a quarter of the heads or units.
+    assert found["reduce-scatter"] == (
+        2 * layers + 1,
+        tokens * float32 * (layers * (qkv / 2 + 2 * width / 2) + hidden) / 2,
+    )
+    # After them, and of the last hidden state.
+    assert found["all-gather"] == (
+        2 * layers + 1,
+        tokens * float32 * (layers * (queries + width) / 2 + hidden) / 2,
+    )
 
 
 def collectives(hlo: str, kind: str) -> list[tuple[int, ...]]:

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import importlib.metadata
 import json
+import math
 import os
 import shlex
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, SingleDeviceSharding
 from jaxlib.version import __version__ as JAXLIB_VERSION
@@ -41,10 +41,11 @@ from jaxspec.config.model import ModelConfig
 from jaxspec.models.decoder import decoder_shapes
 from jaxspec.models.heads import head_shapes
 from jaxspec.sharding import (
-    DATA_AXIS,
-    MODEL_AXIS,
     Layout,
     Shards,
+    TensorParallel,
+    grid_of,
+    make_mesh,
     mesh_layout,
     named_shardings,
     weight_place,
@@ -140,24 +141,36 @@ class Program:
 
 
 def decode_program(
-    config: ModelConfig, mode: Mode, workload: Workload, devices: Sequence[Any], kernels: str
+    config: ModelConfig,
+    mode: Mode,
+    workload: Workload,
+    devices: Sequence[Any],
+    tensor_parallel: TensorParallel,
+    kernels: str,
 ) -> Program:
-    """The decode program, sharded over all devices.
+    """The decode program, sharded over all devices: as many as ``tensor_parallel`` needs.
 
     Raises ValueError for sizes that cannot be split evenly.
     """
     greedy = workload.sampling == "greedy"
     decode = functools.partial(functional.decode, max_rounds=workload.rounds, greedy=greedy)
-    return _program(decode, config, mode, workload, devices, kernels, counted=True)
+    return _program(decode, config, mode, workload, devices, tensor_parallel, kernels, counted=True)
 
 
 def prefill_program(
-    config: ModelConfig, mode: Mode, workload: Workload, devices: Sequence[Any], kernels: str
+    config: ModelConfig,
+    mode: Mode,
+    workload: Workload,
+    devices: Sequence[Any],
+    tensor_parallel: TensorParallel,
+    kernels: str,
 ) -> Program:
     """The program that reads a chunk of every row's prompt; see ``decode_program``."""
     greedy, width = workload.sampling == "greedy", min(workload.context, LARGEST_CHUNK)
     prefill = functools.partial(functional.prefill, width=width, greedy=greedy)
-    return _program(prefill, config, mode, workload, devices, kernels, counted=False)
+    return _program(
+        prefill, config, mode, workload, devices, tensor_parallel, kernels, counted=False
+    )
 
 
 def _program(
@@ -166,6 +179,7 @@ def _program(
     mode: Mode,
     workload: Workload,
     devices: Sequence[Any],
+    tensor_parallel: TensorParallel,
     kernels: str,
     *,
     counted: bool,
@@ -174,9 +188,7 @@ def _program(
 
     Only this function depends on the engine's functions.
     """
-    mesh = None
-    if len(devices) > 1:
-        mesh = Mesh(np.array(devices).reshape(1, -1), (DATA_AXIS, MODEL_AXIS))
+    mesh = make_mesh(tensor_parallel, devices=devices) if len(devices) > 1 else None
     dtype, layout = jnp.dtype("bfloat16"), mesh_layout(mesh)
     shards = Shards.over(mesh, layout)
     target = decoder_shapes(config, dtype, shards)
@@ -235,15 +247,20 @@ def _shapes(arrays: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
 
 
 def compile_decode(
-    config: ModelConfig, mode: Mode, workload: Workload, num_devices: int, kernels: str, dump: Path
+    config: ModelConfig,
+    mode: Mode,
+    workload: Workload,
+    tensor_parallel: TensorParallel,
+    kernels: str,
+    dump: Path,
 ) -> None:
     """Compile the decode program, and write the files that ``read_round`` needs to ``dump``.
 
     The process must run in the ``compiler_environment`` of the same folder.
     """
     jax.devices()  # makes the CPU the backend before the plugin is loaded
-    devices = make_devices(num_devices)
-    program = decode_program(config, mode, workload, devices, kernels)
+    devices = make_devices(math.prod(grid_of(tensor_parallel)))
+    program = decode_program(config, mode, workload, devices, tensor_parallel, kernels)
     compiled = compile_ahead(program.function, program.arguments)
     memory, text = compiled.memory_analysis(), compiled.as_text()
     (dump / PROGRAM).write_text(text)

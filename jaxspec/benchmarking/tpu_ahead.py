@@ -11,6 +11,7 @@ import dataclasses
 import fnmatch
 import importlib.metadata
 import json
+import math
 import re
 import shlex
 from collections.abc import Iterable, Mapping
@@ -27,6 +28,7 @@ from jaxspec.benchmarking.hlo import parse_scope
 from jaxspec.benchmarking.modes import Mode
 from jaxspec.benchmarking.rounds import Workload
 from jaxspec.config.model import ModelConfig
+from jaxspec.sharding import TensorParallel, grid_of
 
 PROGRAMS = {"decode": decode_program, "prefill": prefill_program}
 PROGRAM, FACTS = "program.txt", "facts.json"  # files that the compiling process writes
@@ -129,7 +131,7 @@ def compile_program(
     mode: Mode,
     workload: Workload,
     topology: str,
-    num_devices: int,
+    tensor_parallel: TensorParallel,
     kernels: str,
     folder: Path,
 ) -> None:
@@ -138,9 +140,9 @@ def compile_program(
     The process must run in the ``libtpu_environment``.
     """
     jax.devices()  # makes the CPU the backend before libtpu is loaded
-    devices = make_devices(topology, num_devices)
-    program = PROGRAMS[name](config, mode, workload, devices, kernels)
-    with target_devices(devices) if num_devices == 1 else contextlib.nullcontext():
+    devices = make_devices(topology, math.prod(grid_of(tensor_parallel)))
+    program = PROGRAMS[name](config, mode, workload, devices, tensor_parallel, kernels)
+    with target_devices(devices) if len(devices) == 1 else contextlib.nullcontext():
         compiled = compile_ahead(program.function, program.arguments, "tpu")
     memory, text, cost = compiled.memory_analysis(), compiled.as_text(), compiled.cost_analysis()
     (folder / PROGRAM).write_text(text)

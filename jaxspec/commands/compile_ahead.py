@@ -52,8 +52,10 @@ from jaxspec.benchmarking.tpu_ahead import (
     libtpu_environment,
     read_program,
 )
+from jaxspec.commands.engine_options import add_tensor_parallel_option
 from jaxspec.commands.shell import command_parser, run_command, show_results
 from jaxspec.config.model import ModelConfig
+from jaxspec.sharding import grid_of
 
 ROOT = Path(__file__).resolve().parent.parent.parent  # the folder that contains the package
 NEW_TOKENS = 256  # room for new tokens after the context, as in bench_engine
@@ -74,7 +76,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--batch", type=int, default=1, help="number of sequences")
     add("--context", type=int, default=512, help="prompt tokens of each sequence")
     add("--page-size", type=int, default=64, help="tokens of a page of the KV cache")
-    add("--tp", type=int, default=1, help="devices that share the model")
+    add_tensor_parallel_option(parser)
     add(
         "--sampling",
         choices=("greedy", "general"),
@@ -96,7 +98,7 @@ def check(args: argparse.Namespace) -> None:
     """Raise ValueError or FileNotFoundError for options that cannot be compiled."""
     parse_mode(args.mode)
     layers = model_config(args).num_layers
-    if min(layers, args.batch, args.context, args.page_size, args.tp) < 1:
+    if min(layers, args.batch, args.context, args.page_size, *grid_of(args.tp)) < 1:
         raise ValueError("--layers, --batch, --context, --page-size and --tp must be at least 1")
     if args.dump and args.dump.is_dir() and any(args.dump.iterdir()):
         raise ValueError(f"{args.dump} is not empty: name another folder with --dump")

@@ -1,9 +1,32 @@
 """Options of the engine that several commands have. Imports no jax; see engine_config.py."""
 
 import argparse
+import re
 
+GRID = re.compile(r"(?:(\d+)x)?(\d+)")
 PREEMPTION = ("auto", "recompute", "swap")
 SWAP_MEMORY = 4.0  # GiB, as EngineConfig has it
+
+
+def add_tensor_parallel_option(parser: argparse.ArgumentParser) -> None:
+    """``tp``: a number, or a grid (x, y); see sharding.TensorParallel."""
+    parser.add_argument(
+        "--tp",
+        type=tensor_parallel,
+        default=1,
+        metavar="N|XxY",
+        help="devices that share the model (tensor parallel): N, or a grid of X x Y, in which X "
+        "share hidden states, too (when that pays: docs/parallel.md)",
+    )
+
+
+def tensor_parallel(text: str) -> int | tuple[int, int]:
+    """Raises ArgumentTypeError unless the text is like ``4`` or ``2x2``."""
+    found = GRID.fullmatch(text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of devices, or XxY as in 2x2")
+    x, y = found.groups()
+    return int(y) if x is None else (int(x), int(y))
 
 
 def add_mode_options(parser: argparse.ArgumentParser) -> None:

@@ -10,7 +10,11 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxspec.commands.engine_options import add_mode_options, add_tree_options
+from jaxspec.commands.engine_options import (
+    add_mode_options,
+    add_tensor_parallel_option,
+    add_tree_options,
+)
 from jaxspec.commands.importing import import_command
 from jaxspec.commands.shell import add_model_option, command_parser, read_text, run_command
 
@@ -40,7 +44,7 @@ def make_parser() -> argparse.ArgumentParser:
         choices=("float32", "bfloat16"),
         help="dtype of weights and cache (default: float32 on CPU, else bfloat16)",
     )
-    add("--tp", type=int, default=1, help="devices that share the model (tensor parallel)")
+    add_tensor_parallel_option(parser)
     add("--kernels", default="auto", help="auto (all on a Hopper GPU), all, none or a comma list")
     add("--json", action="store_true", help="print one JSON object instead of text")
     add(

@@ -13,6 +13,7 @@ from pathlib import Path
 from jaxspec.commands.engine_options import (
     add_memory_options,
     add_mode_options,
+    add_tensor_parallel_option,
     add_tree_options,
 )
 from jaxspec.commands.importing import import_command
@@ -28,7 +29,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--served-model-name", metavar="NAME", help="the model's name (default: --model's)")
     add("--drafter", default="auto", help="as in generate")
     add("--dtype", choices=("float32", "bfloat16"), help="(default: float32 on CPU, else bfloat16)")
-    add("--tp", type=int, default=1, help="devices that share the model (tensor parallel)")
+    add_tensor_parallel_option(parser)
     add("--dp", type=int, default=1, metavar="N", help="engines side by side, each with the model "
         "on --tp devices of its own; a request goes to the one that knows its beginning, or has "
         "the least to do (data parallel)")  # fmt: skip

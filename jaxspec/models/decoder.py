@@ -12,14 +12,14 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxspec.cache import Geometry, LayerStates, ModelState
-from jaxspec.collectives import all_reduce, shard_offset
+from jaxspec.collectives import all_gather, all_reduce, reduce_scatter, shard_offset
 from jaxspec.config.model import ModelConfig
 from jaxspec.models.forward import Attend, make_pass
 from jaxspec.models.layer import Layer, layer_shape, run_layers
 from jaxspec.models.linear import Linear, linear_shape
 from jaxspec.models.shapes import array_shape, vector
 from jaxspec.pytree import Pytree, array, pytree, static
-from jaxspec.sharding import ONE_SHARD, WHOLE, Layout, Shards
+from jaxspec.sharding import ONE_SHARD, WHOLE, Layout, Shards, check_divides
 from jaxspec.tensors import Filler, One
 from pallas_kernels.products import einsum_f32
 from pallas_kernels.selection import NO_KERNELS, Kernels
@@ -38,7 +38,7 @@ class Decoder(Pytree):
       exchange: memory in which devices add up row-parallel products; see exchanges.py.
     """
 
-    embed: Array = array("vocab", "hidden")
+    embed: Array = array("vocab", "whole_hidden")
     layers: tuple[Layer, ...]
     norm: Array = array("hidden")
     lm_head: Linear | None  # [H, V]; None: tied to embed
@@ -89,8 +89,9 @@ def decoder_shapes(config: ModelConfig, dtype: jnp.dtype, shards: Shards = ONE_S
     vocab_shards = shards.of("vocab")
     vocab = -(-config.vocab_size // vocab_shards) * vocab_shards
     hidden, head = config.hidden_size, None
+    check_divides("hidden_size", hidden, shards.of("hidden"))
     if not config.tie_word_embeddings:
-        head = linear_shape(("hidden", "vocab"), (hidden, vocab), dtype)
+        head = linear_shape(("whole_hidden", "vocab"), (hidden, vocab), dtype)
     return Decoder(
         embed=array_shape(vocab, hidden, dtype=dtype),
         layers=tuple(layer_shape(one, hidden, dtype, shards) for one in config.layers),
@@ -104,6 +105,19 @@ def decoder_shapes(config: ModelConfig, dtype: jnp.dtype, shards: Shards = ONE_S
 @jax.named_scope("embed")
 def embed(decoder: Decoder, tokens: Array) -> Array:
     """Token embeddings: int [B, T] -> [B, T, H]."""
+    return all_reduce(_own_rows(decoder, tokens), decoder.layout.vocab)
+
+
+@jax.named_scope("embed")
+def _embed_split(decoder: Decoder, tokens: Array) -> Array:
+    """Token embeddings as the layers read them: this device's part of the hidden states."""
+    rows, layout = _own_rows(decoder, tokens), decoder.layout
+    rows = reduce_scatter(rows, layout.hidden, dimension=2)
+    return all_reduce(rows, tuple(axis for axis in layout.vocab if axis not in layout.hidden))
+
+
+def _own_rows(decoder: Decoder, tokens: Array) -> Array:
+    """Embeddings of the tokens that this device has, zeros for the others: [B, T, H]."""
     axes = decoder.layout.vocab
     if not axes:
         return decoder.embed[tokens]
@@ -111,7 +125,7 @@ def embed(decoder: Decoder, tokens: Array) -> Array:
     local = tokens - shard_offset(size, axes)
     here = (local >= 0) & (local < size)
     rows = decoder.embed[jnp.clip(local, 0, size - 1)]
-    return all_reduce(jnp.where(here[..., None], rows, 0), axes)
+    return jnp.where(here[..., None], rows, 0)
 
 
 def run(
@@ -139,12 +153,20 @@ def run(
     eps, layout = config.rms_norm_eps, decoder.layout
     options: dict[str, Any] = {"apart": apart, "exchange": decoder.exchange}
     step = make_pass(config.layers, positions, attend, eps, layout, kernels, **options)
-    x = embed(decoder, tokens)
+    x = _embed_split(decoder, tokens)
     first = step.norm(x, decoder.layers[0].input_norm)
     after, normed, states = run_layers(decoder.layers, x, first, states, step, decoder.norm)
     residuals: dict[int, Any] = dict(enumerate([x, *after])) | {FINAL_NORM: normed}
-    captured = jnp.concatenate([residuals[i] for i in capture], axis=-1) if capture else None
-    return normed, states, captured
+    captured = _side_by_side([residuals[i] for i in capture], layout) if capture else None
+    return all_gather(normed, layout.hidden), states, captured
+
+
+def _side_by_side(states: list[Array], layout: Layout) -> Array:
+    """Hidden states [B, T, H] of this device, gathered and concatenated: [B, T, n * H]."""
+    if not layout.hidden:
+        return jnp.concatenate(states, axis=-1)
+    gathered = all_gather(jnp.stack(states, axis=-2), layout.hidden)
+    return gathered.reshape(*gathered.shape[:2], -1)
 
 
 @jax.named_scope("lm_head")

@@ -16,7 +16,7 @@ from jax import Array, lax
 from jaxspec.config.model import LayerConfig, RopeConfig
 from jaxspec.models.linear import Addend, Product
 from jaxspec.models.rope import rope_angles
-from jaxspec.sharding import Layout
+from jaxspec.sharding import Axes, Layout
 from pallas_kernels.add_rms_norm import add_rms_norm, takes_partials
 from pallas_kernels.add_rms_norm.reference import rms_norm as rms_norm_reference
 from pallas_kernels.products import sum_partials
@@ -54,8 +54,8 @@ class ForwardPass:
     exchange: Array | None = None
 
     def norm(self, x: Array, weight: Array | None) -> Array:
-        """rms_norm with the model's eps."""
-        return rms_norm(x, weight, self.eps)
+        """rms_norm with the model's eps, of hidden states that may be split."""
+        return rms_norm(x, weight, self.eps, self.layout.hidden)
 
     def add_norm(self, x: Array, product: Addend, weight: Array | None) -> tuple[Array, Array]:
         """(x + product, its norm); without a weight the second is the sum itself."""
@@ -68,9 +68,10 @@ class ForwardPass:
         with jax.named_scope("norm"):
             if self.apart:
                 partials = lax.optimization_barrier(partials)
-            if weight is None:
+            if weight is None or self.layout.hidden:  # the kernel's norm is of whole rows
                 total = x + sum_partials(partials, len(x), x.dtype)
-                return total, total
+                both = total, self.norm(total, weight)
+                return lax.optimization_barrier(both) if self.apart else both
             implementation = self.kernels.implementation("add_rms_norm")
             both = add_rms_norm(x, partials, weight, self.eps, implementation)
             return lax.optimization_barrier(both) if self.apart else both
@@ -78,7 +79,7 @@ class ForwardPass:
     def _axis_of_kernel(self, x: Array, product: Product, weight: Array) -> str | None:
         """The mesh axis over which a kernel sums the product while it adds and norms, if any."""
         axes = product.input_axes(self.layout)
-        if "reduce_add_rms_norm" not in self.kernels or len(axes) != 1:
+        if "reduce_add_rms_norm" not in self.kernels or len(axes) != 1 or self.layout.hidden:
             return None
         if product.linear.bias is not None or misfit(x, weight, axes[0], self.exchange):
             return None
@@ -186,9 +187,19 @@ def make_pass(
 
 
 @jax.named_scope("norm")
-def rms_norm(x: Array, weight: Array | None, eps: float) -> Array:
-    """Root-mean-square norm over the last dimension, in float32. No weight: identity."""
-    return x if weight is None else rms_norm_reference(x, weight, eps)
+def rms_norm(x: Array, weight: Array | None, eps: float, axes: Axes = ()) -> Array:
+    """Root-mean-square norm over the last dimension, in float32. No weight: identity.
+
+    ``axes``: mesh axes that the last dimension is split over.
+    """
+    if weight is None:
+        return x
+    if not axes:
+        return rms_norm_reference(x, weight, eps)
+    wide = x.astype(jnp.float32)
+    size = x.shape[-1] * lax.axis_size(axes)
+    mean = lax.psum(jnp.sum(wide * wide, axis=-1, keepdims=True), axes) / size
+    return (wide * lax.rsqrt(mean + eps)).astype(x.dtype) * weight
 
 
 @jax.named_scope("activation")

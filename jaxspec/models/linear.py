@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jaxspec.collectives import all_gather, all_reduce, reduce_scatter
 from jaxspec.pytree import Pytree, array, pytree, static
-from jaxspec.sharding import Axes, Layout
+from jaxspec.sharding import UNSPLIT, Axes, Layout
 from jaxspec.tensors import Filler, Source
 from pallas_kernels.products import einsum_f32, precision_of, split_k_product
 from pallas_kernels.selection import NO_KERNELS, Kernels
@@ -51,7 +52,8 @@ class AnyLinear(Protocol):
         ...
 
     def __call__(self, x: Array, kernels: Kernels = NO_KERNELS) -> Array:
-        """x [..., in] -> [..., *out] in x's dtype. The input must not be split over devices."""
+        """x [..., in] -> [..., *out] in x's dtype. The input must not be split over devices: hidden
+        states may be, in layers; see Product.result."""
         ...
 
     def float32(self, x: Array, kernels: Kernels = NO_KERNELS) -> Array:
@@ -168,14 +170,26 @@ class Product:
 
         ``takes_partials(dtype, width)`` says whether the consumer adds up float32 partial sums of
         an output whose last dimension is ``width``. If it does not, S is 1 and the dtype is x's.
-        The result is summed over the devices that the input is split over.
+        The result is summed over the devices that the weight's input is split over. It is split as
+        the layout splits such activations.
         """
-        split, bias = self.input_axes(layout), self.linear.bias
-        partials = self.own_sums(kernels, _never if split else takes_partials)
+        ways, bias = layout.product(self.linear.axes), self.linear.bias
         with jax.named_scope(self.scope):
-            if split:
-                partials = jax.lax.psum(partials, split)
+            whole = dataclasses.replace(self, x=all_gather(self.x, ways.gathered))
+        is_split = bool(ways.summed or ways.scattered)
+        partials = whole.own_sums(kernels, _never if is_split else takes_partials)
+        with jax.named_scope(self.scope):
+            outputs = len(self.linear.out_shape)
+            dimension = partials.ndim - outputs + ways.dimension
+            partials = reduce_scatter(partials, ways.scattered, dimension)
+            partials = all_reduce(partials, ways.summed)
             return partials if bias is None else partials + bias
+
+    def result(self, layout: Layout, kernels: Kernels) -> Array:
+        """The product itself [..., *out], bias included, in x's dtype."""
+        if layout.product(self.linear.axes) == UNSPLIT:
+            return self.linear(self.x, kernels)
+        return self.partial_sums(layout, kernels, _never)[0]
 
     def own_sums(self, kernels: Kernels, takes_partials: Callable[[jnp.dtype, int], bool]) -> Array:
         """As ``partial_sums``, but of this device's part of the product, and without the bias."""
@@ -187,8 +201,8 @@ class Product:
             return linear.partial_sums(self.x, num_splits, kernels)
 
     def input_axes(self, layout: Layout) -> Axes:
-        """Mesh axes that the product must be summed over."""
-        return layout.axes(self.linear.axes[0])
+        """Mesh axes that the weight's input is split over: the product must be summed over them."""
+        return layout.splits(self.linear.axes)[0]
 
 
 def _never(dtype: jnp.dtype, width: int) -> bool:

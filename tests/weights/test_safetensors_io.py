@@ -23,7 +23,7 @@ from jaxspec.models.decoder import Decoder
 from jaxspec.models.hf_config import load_model_config
 from jaxspec.models.mixers import Attention
 from jaxspec.models.mlps import Dense
-from jaxspec.sharding import DATA_AXIS, MODEL_AXIS, make_mesh, partition_specs
+from jaxspec.sharding import DATA_AXIS, grid_of, make_mesh, partition_specs
 from jaxspec.weights import safetensors_io
 from jaxspec.weights.safetensors_io import StoredTensor, load_decoder, save_decoder
 from tests.checkpoints import (
@@ -77,19 +77,28 @@ def test_the_layout(llama: Path):
 
 
 @pytest.mark.parametrize(
-    ("tensor_parallel", "data_parallel"), [(4, 1), (2, 2)], ids=["tp4", "tp2-dp2"]
+    ("tensor_parallel", "data_parallel"),
+    [(4, 1), (2, 2), ((2, 2), 1)],
+    ids=["tp4", "tp2-dp2", "tp2x2"],
 )
-def test_a_sharded_model_computes_the_same(llama: Path, tensor_parallel: int, data_parallel: int):
+def test_a_sharded_model_computes_the_same(llama: Path, tensor_parallel: Any, data_parallel: int):
     mesh = make_mesh(tensor_parallel, data_parallel)
     model = load(llama, mesh=mesh)  # tp4: KV heads repeat, and 323 tokens are padded to 324
-    assert model.layout.heads == model.layout.vocab == (MODEL_AXIS,)
-    assert model.embed.addressable_shards[0].data.shape == (-(-323 // tensor_parallel), 64)
+    axes = tuple(mesh.shape)[1:]
+    assert model.layout.heads == model.layout.vocab == axes
+    devices = mesh.size // data_parallel
+    assert model.embed.addressable_shards[0].data.shape == (-(-323 // devices), 64)
+    (x, y), mixer = grid_of(tensor_parallel), model.layers[0].mixer
+    assert isinstance(mixer, Attention)
+    groups, queries = max(2, devices), mixer.config.num_heads * mixer.config.head_dim
+    assert mixer.qkv.weight.addressable_shards[0].data.shape[:2] == (64 // x, groups // y)
+    assert mixer.o.weight.addressable_shards[0].data.shape == (queries // y, 64 // x)
 
     @jax.jit
     @jax.shard_map(
         mesh=mesh,
         in_specs=(partition_specs(model), P(DATA_AXIS)),
-        out_specs=P(DATA_AXIS, None, MODEL_AXIS),
+        out_specs=P(DATA_AXIS, None, axes),
         check_vma=False,
     )
     def forward(model, tokens):
@@ -109,7 +118,10 @@ def test_an_unsharded_model_on_a_mesh_is_whole_everywhere(llama: Path):
     assert all(leaf.is_fully_replicated for leaf in jax.tree.leaves(model))
 
 
-def test_each_shard_reads_its_own_slices_once_and_in_chunks(llama: Path, monkeypatch):
+@pytest.mark.parametrize("tensor_parallel", [2, (2, 1)])
+def test_each_shard_reads_its_own_slices_once_and_in_chunks(
+    llama: Path, tensor_parallel: Any, monkeypatch
+):
     sizes: dict[str, list[int]] = {}
     read_part = StoredTensor.read
 
@@ -120,13 +132,14 @@ def test_each_shard_reads_its_own_slices_once_and_in_chunks(llama: Path, monkeyp
 
     monkeypatch.setattr(StoredTensor, "read", record)
     monkeypatch.setattr(safetensors_io, "CHUNK_ELEMENTS", 1024)
-    model = load(llama, mesh=make_mesh(tensor_parallel=2, data_parallel=2))
+    mesh = make_mesh(tensor_parallel, data_parallel=2)
+    model = load(llama, mesh=mesh)
     for name, tensor in read(llama)[0].items():
         # Replicated vectors too: devices that hold the same block share one reading.
         assert sum(sizes[name]) == tensor.size, name
         assert max(sizes[name]) <= 2048, name  # a group's query heads are not divided
     monkeypatch.undo()
-    assert_trees_equal(model, load(llama, mesh=make_mesh(tensor_parallel=2, data_parallel=2)))
+    assert_trees_equal(model, load(llama, mesh=mesh))
 
 
 def test_dtypes_are_cast(llama: Path, tmp_path: Path):
@@ -167,6 +180,9 @@ def test_a_sharded_model_is_saved_whole(llama: Path, tmp_path: Path):
     save_decoder(load(llama, mesh=make_mesh(tensor_parallel=4)), tmp_path)
     tensors, saved = read(llama)[0], read(tmp_path)[0]
     assert saved.keys() == tensors.keys()
+    assert all(np.array_equal(saved[name], tensors[name]) for name in tensors)
+    save_decoder(load(llama, mesh=make_mesh((2, 2))), tmp_path)
+    saved = read(tmp_path)[0]
     assert all(np.array_equal(saved[name], tensors[name]) for name in tensors)
 
 

@@ -10,7 +10,7 @@ from jaxspec.models.heads.head import DraftHead, Front, FrontOutput, FrontShape,
 from jaxspec.models.layer import layer_shape
 from jaxspec.models.linear import linear_shape
 from jaxspec.models.shapes import array_shape, vector
-from jaxspec.sharding import ONE_SHARD, Shards
+from jaxspec.sharding import ONE_SHARD, Shards, fitting
 
 __all__ = [
     "DraftHead",
@@ -32,15 +32,18 @@ def head_shapes(
 ) -> DraftHead:
     """A head of ShapeDtypeStructs, laid out for ``shards``.
 
+    Its hidden states are whole on every device: it has too few layers to gain by splitting them.
+
     Raises ValueError for sizes that cannot be split evenly.
     """
+    shards = shards.one_dimensional
     config, front = head.model, front_shape(head, target, dtype)
     hidden, vocab = config.hidden_size, head.draft_vocab_size or target.vocab_size
     devices = shards.of("vocab")
     if front.own_output and vocab % devices:
         raise ValueError(
-            f"the draft vocabulary {vocab} cannot be split over {devices} devices; leave the head "
-            "unsharded"
+            f"the draft vocabulary {vocab} cannot be split over {devices} devices; "
+            f"{fitting(vocab, devices)}, or leave the head unsharded"
         )
     layers = tuple(
         layer_shape(

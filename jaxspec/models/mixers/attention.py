@@ -11,7 +11,7 @@ from jaxspec.models.forward import ForwardPass
 from jaxspec.models.linear import Linear, Product, linear_shape
 from jaxspec.models.shapes import vector
 from jaxspec.pytree import Pytree, array, pytree, static
-from jaxspec.sharding import Layout, Shards
+from jaxspec.sharding import Layout, Shards, fitting
 from jaxspec.tensors import Filler, GroupedHeads, One
 
 
@@ -87,10 +87,16 @@ def parallel_kv_heads(config: AttentionConfig, devices: int) -> int:
 
     Raises ValueError for heads that cannot be split evenly.
     """
-    kv_heads = max(config.num_kv_heads, devices)
-    if kv_heads % devices or kv_heads % config.num_kv_heads or config.num_heads % kv_heads:
+    if not _fit(config, devices):
+        others = fitting(config.num_heads, devices, lambda count: _fit(config, count))
         raise ValueError(
             f"{config.num_heads} query and {config.num_kv_heads} KV heads cannot be split over "
-            f"{devices} devices"
+            f"{devices} devices; {others}"
         )
-    return kv_heads
+    return max(config.num_kv_heads, devices)
+
+
+def _fit(config: AttentionConfig, devices: int) -> bool:
+    kv_heads = max(config.num_kv_heads, devices)
+    fits = kv_heads % devices == 0 and kv_heads % config.num_kv_heads == 0
+    return fits and config.num_heads % kv_heads == 0

@@ -8,7 +8,7 @@ from jaxspec.config.model import DenseConfig
 from jaxspec.models.forward import ForwardPass, swiglu
 from jaxspec.models.linear import Linear, Product, linear_shape
 from jaxspec.pytree import Pytree, pytree, static
-from jaxspec.sharding import Shards
+from jaxspec.sharding import Shards, check_divides
 from jaxspec.tensors import Filler, One, Stacked
 
 
@@ -23,7 +23,8 @@ class Dense(Pytree):
     def __call__(self, x: Array, step: ForwardPass) -> Product:
         """From normed input [B, T, H] to the addend of the residual stream."""
         with jax.named_scope("mlp"):
-            return self.down.product(swiglu(self.gate_up(x, step.kernels)), "mlp")
+            gate_up = self.gate_up.product(x, "mlp").result(step.layout, step.kernels)
+            return self.down.product(swiglu(gate_up), "mlp")
 
     def filled(self, prefix: str, filler: Filler) -> "Dense":
         """The same, with every array replaced by ``filler``'s result for ``<prefix>mlp``."""
@@ -39,9 +40,8 @@ def dense_shape(config: DenseConfig, hidden_size: int, dtype: jnp.dtype, shards:
 
     Raises ValueError for a width that cannot be split evenly.
     """
-    width, devices = config.intermediate_size, shards.of("ff")
-    if width % devices:
-        raise ValueError(f"intermediate_size {width} cannot be split over {devices} devices")
+    width = config.intermediate_size
+    check_divides("intermediate_size", width, shards.of("ff"))
     return Dense(
         gate_up=linear_shape(
             ("hidden", "two", "ff"), (hidden_size, 2, width), dtype, bias=config.bias

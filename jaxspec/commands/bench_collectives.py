@@ -1,0 +1,175 @@
+"""Count what devices send to each other in each layer, by tensor parallelism of one and two
+dimensions.
+
+The counts are those of the programs that XLA compiles for H100s: a round of plain decoding, and the
+reading of prompts. No GPU is needed, but the compiler from its wheels (see compile-ahead). Each
+program is compiled for a model of one layer and for one of two; the difference is a layer's.
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.table import Table
+
+from jaxspec.benchmarking.ahead_of_time import (
+    Program,
+    check_wheels,
+    compile_ahead,
+    compiler_environment,
+    decode_program,
+    make_devices,
+    prefill_program,
+)
+from jaxspec.benchmarking.collective_volume import parse_collectives, totals
+from jaxspec.benchmarking.modes import parse_mode
+from jaxspec.benchmarking.rounds import Workload
+from jaxspec.benchmarking.shapes import SHAPES
+from jaxspec.commands.engine_options import tensor_parallel
+from jaxspec.commands.shell import command_parser, run_command, show_results
+from jaxspec.config.model import ModelConfig
+from jaxspec.sharding import TensorParallel, grid_of, shown_size
+
+ROOT = Path(__file__).resolve().parent.parent.parent  # the folder that contains the package
+GRIDS = "4,2x2,8,2x4,4x2"
+KINDS = ("all-reduce", "reduce-scatter", "all-gather")
+PAGE_SIZE = 64
+
+Counts = dict[str, tuple[int, float]]  # see collective_volume.totals
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = command_parser("bench collectives", __doc__)
+    add = parser.add_argument
+    add("--shape", choices=SHAPES, default="llama-3.1-8b", help="shape of the model")
+    add("--grids", default=GRIDS, help="values of --tp to compare, separated by commas")
+    add("--batch", type=int, default=8, help="sequences that are decoded")
+    add("--tokens", type=int, default=2048, help="tokens of the prompt that is read")
+    add("--wheels", type=Path, default=Path(".cache/aot-wheels"), help="folder of the compiler")
+    add("--json", action="store_true", help="JSON on stdout, the table on stderr")
+    add("--in-this-process", action="store_true", help=argparse.SUPPRESS)
+    return parser
+
+
+def parse_grids(text: str) -> list[TensorParallel]:
+    """Values of ``--tp``. Raises ValueError for other text, and for one device."""
+    try:
+        grids = [tensor_parallel(part) for part in text.split(",")]
+    except argparse.ArgumentTypeError as error:
+        raise ValueError(f"--grids: {error}") from None
+    if any(math.prod(grid_of(grid)) < 2 for grid in grids):
+        raise ValueError("--grids: each needs at least two devices, or nothing is sent")
+    return grids
+
+
+def count_here(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Compile in this process, which was started in the compiler's environment."""
+    jax.devices()  # makes the CPU the backend before the plugin is loaded
+    for grid in parse_grids(args.grids):
+        devices = make_devices(math.prod(grid_of(grid)))
+        for tokens, program in programs(args, devices, grid):
+            one, two = (count(program, args.shape, layers) for layers in (1, 2))
+            yield {"tp": shown_size(grid), "tokens": tokens, "layer": difference(two, one)}
+
+
+def difference(more: Counts, less: Counts) -> Counts:
+    found = {}
+    for kind, (number, sent) in more.items():
+        other, other_sent = less.get(kind, (0, 0.0))
+        found[kind] = number - other, sent - other_sent
+    return found
+
+
+def programs(
+    args: argparse.Namespace, devices: Sequence[Any], grid: TensorParallel
+) -> Iterator[tuple[int, Callable[[ModelConfig], Program]]]:
+    """Number of tokens, and the program for a config: decoding, then the reading of a prompt."""
+    decoding = Workload(args.batch, args.tokens, rounds=1, page_size=PAGE_SIZE, repeats=1)
+    reading = dataclasses.replace(decoding, batch=1)
+
+    def decode(config: ModelConfig) -> Program:
+        return decode_program(config, parse_mode("plain"), decoding, devices, grid, "auto")
+
+    def prefill(config: ModelConfig) -> Program:
+        return prefill_program(config, parse_mode("plain"), reading, devices, grid, "auto")
+
+    yield args.batch, decode
+    yield args.tokens, prefill
+
+
+def count(program: Callable[[ModelConfig], Program], shape: str, layers: int) -> Counts:
+    config = SHAPES[shape]
+    made = program(dataclasses.replace(config, layers=config.layers[:1] * layers))
+    return totals(parse_collectives(compile_ahead(made.function, made.arguments).as_text()))
+
+
+def count_elsewhere(args: argparse.Namespace, arguments: Sequence[str]) -> list[dict[str, Any]]:
+    """Count in a new process, as jax reads the environment only when it starts.
+
+    Raises RuntimeError with the last line of the process's errors if it fails.
+    """
+    with tempfile.TemporaryDirectory(prefix="bench_collectives.") as folder:
+        environment = compiler_environment(args.wheels, Path(folder), os.environ)
+        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment["PYTHONPATH"]])
+        command = [sys.executable, "-m", "jaxspec", "bench", "collectives", *arguments]
+        result = subprocess.run(
+            [*command, "--in-this-process"],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    if result.returncode:
+        said = [line.strip() for line in result.stderr.splitlines() if line.strip()]
+        raise RuntimeError(f"the compiling process failed: {said[-1] if said else 'no word'}")
+    return [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+
+
+def make_table(counts: Sequence[dict[str, Any]], shape: str) -> Table:
+    table = Table(title=f"{shape}, bfloat16: a layer of one device", title_justify="left")
+    for name in ("tokens", "--tp", *KINDS, "collectives", "KiB sent", "KiB a token"):
+        table.add_column(name, justify="right")
+    for one in sorted(counts, key=lambda one: one["tokens"]):
+        layer = {kind: one["layer"].get(kind, (0, 0.0)) for kind in KINDS}
+        parts = [f"{number}: {sent / 2**10:.1f}" for number, sent in layer.values()]
+        number = sum(number for number, _ in layer.values())
+        sent = sum(sent for _, sent in layer.values()) / 2**10
+        each = f"{sent / one['tokens']:.2f}"
+        table.add_row(str(one["tokens"]), one["tp"], *parts, str(number), f"{sent:.1f}", each)
+    return table
+
+
+def run(args: argparse.Namespace, arguments: Sequence[str]) -> None:
+    parse_grids(args.grids)
+    if min(args.batch, args.tokens) < 1:
+        raise ValueError("--batch and --tokens must be at least 1")
+    check_wheels(args.wheels)
+    counts = count_elsewhere(args, arguments)
+    results = {"shape": args.shape, "jax": jax.__version__, "counts": counts}
+    show_results(results, make_table(counts, args.shape), as_json=args.json)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    parser = make_parser()
+    args = parser.parse_args(arguments)
+    if args.in_this_process:
+        for line in count_here(args):
+            print(json.dumps(line), flush=True)
+        return 0
+    return run_command(
+        parser,
+        functools.partial(run, arguments=arguments),
+        arguments,
+        expected=(ValueError, OSError, RuntimeError),
+    )

@@ -1,0 +1,109 @@
+"""Reading collectives from a program's text, and the command that counts them."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxspec.benchmarking.collective_volume import Collective, parse_collectives, totals
+from jaxspec.commands import bench_collectives
+from jaxspec.commands.bench_collectives import difference, make_table
+
+MESH = "replica_groups=mesh['data'=1,'model'=4,'hidden'=2]"
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (
+            f"%psum.1 = bf16[8,100]{{1,0}} all-reduce(%x), channel_id=1, {MESH} {{'model'}}, "
+            "to_apply=%add",
+            Collective("all-reduce", 4, 2 * 3 / 4 * 1600),
+        ),
+        (
+            f"%psum.2 = (f32[8]{{0}}, f32[2]{{0}}) all-reduce-start(%x, %y), {MESH} "
+            "{'model','hidden'}, to_apply=%add",
+            Collective("all-reduce", 8, 2 * 7 / 8 * 40),
+        ),
+        (
+            "%rs.1 = f32[8,10]{1,0} reduce-scatter(%x), replica_groups={{0,1},{2,3}}, to_apply=%a",
+            Collective("reduce-scatter", 2, 1 / 2 * 640),
+        ),
+        (
+            "%rs.2 = ((f32[8,20]{1,0}), f32[8,10]{1,0}) reduce-scatter-start(%x), "
+            "replica_groups=[2,2]<=[4], to_apply=%add",
+            Collective("reduce-scatter", 2, 1 / 2 * 640),
+        ),
+        (
+            "%ag.1 = s32[4,3]{1,0} all-gather(%x), replica_groups=[1,4]<=[4], dimensions={0}",
+            Collective("all-gather", 4, 3 / 4 * 48),
+        ),
+        (
+            "%ag.2 = (s32[1,3]{1,0}, s32[4,3]{1,0}) all-gather-start(%x), "
+            "replica_groups=[1,4]<=[4], dimensions={0}",
+            Collective("all-gather", 4, 3 / 4 * 48),
+        ),
+    ],
+)
+def test_what_each_device_sends(line: str, expected: Collective):
+    [found] = parse_collectives(f"ENTRY %main {{\n  {line}\n  %y = f32[2] all-gather-done(%x)\n}}")
+    assert found.kind == expected.kind and found.devices == expected.devices
+    assert found.sent_bytes == pytest.approx(expected.sent_bytes)
+    assert totals([found, found]) == {found.kind: (2, 2 * found.sent_bytes)}
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("%x = f32[2] all-to-all(%y), replica_groups=[1,2]<=[2]", "no rule .* all-to-all"),
+        ("%x = c64[2] all-gather(%y), replica_groups=[1,2]<=[2]", "c64 is not a known type"),
+        ("%x = f32[2] all-gather(%y), dimensions={0}", "groups of devices cannot be read"),
+    ],
+)
+def test_what_is_unknown_is_an_error(line: str, message: str):
+    with pytest.raises(ValueError, match=message):
+        parse_collectives(line)
+
+
+def test_a_layer_is_the_difference_of_two_models():
+    one, two = {"all-reduce": (3, 30.0)}, {"all-reduce": (5, 70.0), "all-gather": (1, 1024.0)}
+    layer: Any = difference(two, one)
+    assert layer == {"all-reduce": (2, 40.0), "all-gather": (1, 1024.0)}
+    table = make_table([{"tp": "2x4", "tokens": 2, "layer": layer}], "tiny")
+    cells = [str(next(iter(column.cells))) for column in table.columns]
+    assert cells == ["2", "2x4", "2: 0.0", "0: 0.0", "1: 1.0", "3", "1.0", "0.52"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--grids", "2y2"], "'2y2' is not a number of devices, or XxY as in 2x2"),
+        (["--grids", "4,1"], "each needs at least two devices"),
+        (["--tokens", "0"], "--batch and --tokens must be at least 1"),
+        (["--wheels", "/no/such"], "run: pip install --target /no/such"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], message: str, capsys: Any):
+    assert bench_collectives.main(arguments) == 2
+    [line] = [line for line in capsys.readouterr().err.splitlines() if line.strip()]
+    assert line.startswith("jaxspec bench collectives: ") and message in line
+
+
+WHEELS = Path(os.environ.get("JAXSPEC_AOT_WHEELS", bench_collectives.ROOT / ".cache/aot-wheels"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not WHEELS.is_dir(), reason="no compiler for GPUs, see compile-ahead")
+def test_a_layer_of_an_h100_program():
+    arguments = ["--grids", "2x2", "--tokens", "256", "--wheels", str(WHEELS)]
+    args = bench_collectives.make_parser().parse_args(arguments)
+    counts = bench_collectives.count_elsewhere(args, arguments)
+    assert [one["tokens"] for one in counts] == [8, 256]
+    for one in counts:
+        numbers = {kind: number for kind, (number, _) in one["layer"].items()}
+        assert numbers == {"all-reduce": 4, "reduce-scatter": 2, "all-gather": 2}
+        hidden = 4096 * 2  # bytes
+        sent = sum(sent for _, sent in one["layer"].values()) / one["tokens"]
+        norms = 2 * 4  # two squares of float32, over two devices
+        assert sent == (13 * hidden + 4 * hidden) / 4 + norms
