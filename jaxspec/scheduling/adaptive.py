@@ -18,6 +18,7 @@ ENOUGH_SEEN = 32  # rounds of a family: before that, calls are short
 # families is worth a few rounds.
 DEVIATION = 0.7
 LEAST_SEEN = 4
+SAVED_SECONDS = 5.0  # of serving: what they earn for the first rounds of new rows is kept
 
 
 class RoundCosts:
@@ -86,7 +87,9 @@ class ShapePolicy:
     only short chains, are drafted, the estimates of what else could be grow old. So now and then a
     short call tries the most promising other shape. These calls are expected to cost at most
     ``exploration`` of the time, and cost at most four times that if nothing new is accepted. What
-    is hardly known is tried at once, as long as it may be the best.
+    is hardly known is tried at once, as long as it may be the best. Where plain decoding is the
+    best for rows most of which have shown nothing yet, their first calls draft: a crowd of new
+    requests may be unlike those before it. That costs at most the same share of the time again.
 
     Args:
       shapes: those that may be chosen; plain decoding must be one.
@@ -125,6 +128,7 @@ class ShapePolicy:
         """Most rounds of the next call: it may explore, or too little is known. None: any."""
         drafting = [shape for shape in self.shapes if not shape.is_plain]
         self._credit = {family_of(shape): 0.0 for shape in drafting}  # seconds
+        self._first_credit = 0.0  # seconds, for the first rounds of new rows
 
     def choose(
         self,
@@ -149,10 +153,28 @@ class ShapePolicy:
         outlook = _Outlook(self.shapes, hazards, self.estimate, costs, size)
         self.shape = best = outlook.settle(self.shape, self.hysteresis)
         candidates = outlook.candidates()
-        explored = self._explore(outlook, candidates, rounds)
+        first = self._first_look(outlook, rows, rounds)
+        explored = first or self._explore(outlook, candidates, rounds)
         due = any(self._affordable(outlook, shape, self.short_call) for shape in candidates)
         self.most_rounds = self.short_call if due or self._is_new(best) else None
         return explored or best
+
+    def _first_look(
+        self, outlook: "_Outlook", rows: Sequence[Hashable], rounds: int
+    ) -> TreeShape | None:
+        """The cheapest shape that drafts, for rows of which plain decoding would show nothing."""
+        drafting = [shape for shape in self.shapes if not shape.is_plain]
+        if not drafting:
+            return None
+        shape = min(drafting, key=outlook.loss)
+        price = rounds * outlook.loss(shape)
+        new = sum(not self.estimate.knows(row) for row in rows)
+        if outlook.best.is_plain and 2 * new > len(rows) and price <= self._first_credit:
+            self._first_credit -= price
+            return shape
+        earned = rounds * outlook.seconds[outlook.best] * self.exploration
+        self._first_credit = min(self._first_credit + earned, SAVED_SECONDS * self.exploration)
+        return None
 
     def _explore(
         self, outlook: "_Outlook", candidates: Sequence[TreeShape], rounds: int

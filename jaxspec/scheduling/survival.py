@@ -140,6 +140,10 @@ class AcceptanceEstimate:
             self._counts[slot] = 0
             self._free.append(slot)
 
+    def knows(self, row: Hashable) -> bool:
+        """Whether the row has shown something."""
+        return row in self._slots
+
     def rounds_seen(self, shape: TreeShape) -> float:
         """Rounds of all rows that are remembered of the shape's family."""
         return float(self._shared[0, self.families.index(family_of(shape)), :1].sum())

@@ -138,6 +138,42 @@ def test_a_row_that_decodes_plainly_learns_that_drafting_pays_again():
     assert policy.shape in SHAPES[1:]
 
 
+def after_a_crowd_of_hard_texts() -> ShapePolicy:
+    """It decodes plainly, and has done so for a while."""
+    policy, costs, keys = ShapePolicy(SHAPES), h100_costs(), list(range(128))
+    for _ in range(60):
+        shape = policy.choose(keys, costs, rounds=8)
+        policy.observe(keys, shape, np.zeros((8, 128)), np.ones((8, 128), int))
+    assert policy.shape == PLAIN
+    return policy
+
+
+def test_a_new_crowd_drafts_first_though_the_one_before_accepted_nothing():
+    policy, costs, random = after_a_crowd_of_hard_texts(), h100_costs(), np.random.default_rng(0)
+    keys, shapes = list(range(128, 256)), []
+    for _ in range(6):
+        shapes.append(policy.choose(keys, costs, rounds=1))
+        accepted = draw_accepted(random, np.full(128, 0.85), shapes[-1], 1)
+        policy.observe(keys, shapes[-1], accepted, accepted + 1)
+    assert PLAIN not in shapes
+    assert shapes[0] == CHAINS[0] and shapes[-1].num_nodes > CHAINS[0].num_nodes
+
+
+def test_new_crowds_again_and_again_cost_little_if_they_accept_nothing():
+    """As requests of one round each would be."""
+    policy, costs = after_a_crowd_of_hard_texts(), h100_costs()
+    spent = total = 0.0
+    for crowd in range(1, 2000):
+        keys = list(range(128 * crowd, 128 * (crowd + 1)))
+        shape = policy.choose(keys, costs, rounds=1)
+        total += costs.seconds(128, shape)
+        spent += costs.seconds(128, shape) - costs.seconds(128, PLAIN)
+        policy.observe(keys, shape, np.zeros((1, 128)), np.ones((1, 128), int))
+        for key in keys:
+            policy.forget(key)
+    assert 0 < spent / total < 0.02
+
+
 def test_calls_are_short_until_something_is_known():
     policy = ShapePolicy([PLAIN, CHAIN])
     costs = RoundCosts({(1, PLAIN): 1.0, (1, CHAIN): 1.1})
