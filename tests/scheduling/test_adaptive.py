@@ -171,7 +171,7 @@ def test_new_crowds_again_and_again_cost_little_if_they_accept_nothing():
         policy.observe(keys, shape, np.zeros((1, 128)), np.ones((1, 128), int))
         for key in keys:
             policy.forget(key)
-    assert 0 < spent / total < 0.02
+    assert 0 < spent / total < 0.025
 
 
 def test_calls_are_short_until_something_is_known():
