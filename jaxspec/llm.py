@@ -32,7 +32,6 @@ from jaxspec.loading import load
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.hf_config import load_model_config
 from jaxspec.progress import progress_bar
-from jaxspec.quantization.scaled import EightBits
 from jaxspec.scheduling.requests import SamplingParams, check_requests
 from jaxspec.speculation.drafters import Drafter
 from jaxspec.structured import GrammarCompiler
@@ -54,7 +53,7 @@ class LLM:
     >>> print(completion.text)
 
     Args:
-      model, drafter, speculation, dtype, mesh, shard_drafter, drafter_format, kernels: see
+      model, drafter, speculation, dtype, mesh, shard_drafter, drafter_bits, kernels: see
         loading.load.
       page_size, num_pages: see config.CacheConfig; ``kv_memory`` is its ``memory``.
       max_length: most tokens of a request, prompt included; by default what the model allows, at
@@ -74,7 +73,7 @@ class LLM:
         dtype: str | None = None,
         mesh: Mesh | None = None,
         shard_drafter: bool = False,
-        drafter_format: EightBits | None = None,
+        drafter_bits: int | None = None,
         kernels: str = "auto",
         page_size: int = 16,
         max_length: int | None = None,
@@ -90,7 +89,7 @@ class LLM:
             dtype=dtype,
             mesh=mesh,
             shard_drafter=shard_drafter,
-            drafter_format=drafter_format,
+            drafter_bits=drafter_bits,
             kernels=kernels,
         )
         self._text = tokenizer or TextTokenizer(model)

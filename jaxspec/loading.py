@@ -12,7 +12,7 @@ from jaxspec.config.speculation import PLAIN, SpeculationConfig, default_specula
 from jaxspec.functional import EngineParams
 from jaxspec.models.hf_config import load_model_config
 from jaxspec.models.hf_values import read_json, shown
-from jaxspec.quantization.scaled import FORMATS, EightBits, in_eight_bits
+from jaxspec.quantization.scaled import in_eight_bits
 from jaxspec.speculation.drafters import (
     Drafter,
     DraftModelDrafter,
@@ -38,7 +38,7 @@ def load(
     dtype: str | None = None,
     mesh: Mesh | None = None,
     shard_drafter: bool = False,
-    drafter_format: EightBits | None = None,
+    drafter_bits: int | None = None,
     kernels: str = "auto",
 ) -> EngineParams:
     """Load a target and its drafter.
@@ -54,10 +54,8 @@ def load(
       dtype: ``float32`` or ``bfloat16``; by default float32 on CPU and bfloat16 elsewhere.
       mesh: as made by sharding.make_mesh; None for the default device.
       shard_drafter: split the drafter's weights over the mesh too, instead of repeating them.
-      drafter_format: the drafter's matrices in 8 bits with a scale for each output, which halves
-        what a draft step reads: ``fp8`` (the products are of 8 bits, too, on GPUs that have them:
-        the faster one for more than a few rows) or ``int8``; None: as loaded. The text does not
-        depend on it.
+      drafter_bits: 8: the drafter's matrices as 8-bit integers with a scale for each output, which
+        halves what a draft step reads; None: as loaded. The text does not depend on it.
       kernels: operations that run as kernels: ``auto`` (all on a Hopper GPU, attention on a TPU
         v5e or v6e, none elsewhere), ``all``, ``none``, or a comma list of names.
 
@@ -74,7 +72,7 @@ def load(
     if isinstance(drafter, str | Path):
         name = choose_drafter(model, drafter)
         drafter = _load_drafter(name, directory, config, speculation, resolved, mesh, shard_drafter)
-    drafter = _in_format(drafter, drafter_format)
+    drafter = _in_bits(drafter, drafter_bits)
     return EngineParams(
         drafter=drafter,
         target=load_decoder(directory, config, resolved, mesh),
@@ -84,17 +82,14 @@ def load(
     )
 
 
-def _in_format(drafter: Drafter, kind: EightBits | None) -> Drafter:
-    if kind is None:
+def _in_bits(drafter: Drafter, bits: int | None) -> Drafter:
+    if bits is None:
         return drafter
-    if kind not in FORMATS:
-        raise ValueError(
-            f"drafter_format must be {' or '.join(FORMATS)}, or None for the weights as loaded, "
-            f"got {kind!r}"
-        )
+    if bits != 8:
+        raise ValueError(f"drafter_bits must be 8, or None for the weights as loaded, got {bits}")
     if not jax.tree.leaves(drafter):
-        raise ValueError("drafter_format needs a drafter with weights: a head or a draft model")
-    return in_eight_bits(drafter, kind)
+        raise ValueError("drafter_bits needs a drafter with weights: a head or a draft model")
+    return in_eight_bits(drafter)
 
 
 def choose_drafter(model: str | Path, drafter: str | Path) -> str | Path:

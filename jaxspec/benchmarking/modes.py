@@ -1,7 +1,6 @@
 """The modes to time (plain decoding, chains and trees) and their command-line notation."""
 
 import dataclasses
-import functools
 import math
 
 import jax
@@ -12,7 +11,7 @@ from jaxspec.exchanges import with_exchanges
 from jaxspec.functional import EngineParams
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import DraftHead
-from jaxspec.quantization.scaled import FORMATS, EightBits, in_eight_bits
+from jaxspec.quantization.scaled import in_eight_bits
 from jaxspec.speculation.acceptance import Synthetic
 from jaxspec.speculation.drafters import EagleDrafter, NoDrafter
 from pallas_kernels.reduce_add_rms_norm.exchange import exchange_shape, make_exchange
@@ -20,6 +19,7 @@ from pallas_kernels.selection import Kernels
 
 CHAIN_LENGTHS = ((3, 3.0), (5, 3.5))  # drafted tokens -> default acceptance length
 TREE_LENGTH = 4.0
+EIGHT_BITS = "+int8"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,13 +30,13 @@ class Mode:
       speculation: the shape of the draft trees and their synthetic acceptance; None: plain
         decoding.
       acceptance_length: mean number of tokens that a round commits.
-      head_format: of the head's matrices; None: as they are.
+      in_eight_bits: whether the head's matrices are 8-bit integers.
     """
 
     name: str
     speculation: SpeculationConfig | None = None
     acceptance_length: float = 1.0
-    head_format: EightBits | None = None
+    in_eight_bits: bool = False
 
     @property
     def most_tokens(self) -> int:
@@ -52,24 +52,21 @@ class Mode:
 
 def parse_mode(text: str) -> Mode:
     """A tree as SpeculationConfig.parse reads it; all but ``plain`` may end in ``@LENGTH``, and in
-    ``+int8`` or ``+fp8`` for a head of 8 bits.
+    ``+int8`` for a head of 8-bit integers.
 
     Raises ValueError for anything else.
     """
-    own, plus, kind = text.partition("+")
-    shape, at, length = own.partition("@")
+    shape, at, length = text.removesuffix(EIGHT_BITS).partition("@")
     try:
         tree = SpeculationConfig.parse(shape)
         if tree.is_plain:
-            if at or plus:
+            if at or text.endswith(EIGHT_BITS):
                 raise ValueError("plain decoding has no acceptance length and no head")
             return Mode("plain")
         mode = _mode(shape, tree, float(length) if at else _default_length(tree))
-        if not plus:
+        if not text.endswith(EIGHT_BITS):
             return mode
-        if kind not in FORMATS:
-            raise ValueError(f"a head may be +{' or +'.join(FORMATS)}, not +{kind}")
-        return dataclasses.replace(mode, name=f"{mode.name}+{kind}", head_format=kind)
+        return dataclasses.replace(mode, name=mode.name + EIGHT_BITS, in_eight_bits=True)
     except ValueError as error:
         raise ValueError(f"mode {text!r}: {error}") from None
 
@@ -103,7 +100,7 @@ def make_params(
     if mode.speculation is not None:
         if head is None:
             raise ValueError(f"mode {mode.name} needs a draft head")
-        head = _in_format(head, mode.head_format) if mode.head_format else head
+        head = _in_eight_bits(head) if mode.in_eight_bits else head
         drafter, speculation = EagleDrafter(head=head), mode.speculation
     params = EngineParams(
         target=target, drafter=drafter, speculation=speculation, kernels=kernels, mesh=mesh
@@ -112,9 +109,8 @@ def make_params(
     return with_exchanges(params, make_exchange if real else exchange_shape)
 
 
-def _in_format(head: DraftHead, kind: EightBits) -> DraftHead:
+def _in_eight_bits(head: DraftHead) -> DraftHead:
     """Also of a head of ShapeDtypeStructs."""
-    convert = functools.partial(in_eight_bits, kind=kind)
     if isinstance(head.front.fc.weight, jax.Array):
-        return convert(head)
-    return jax.eval_shape(convert, head)
+        return in_eight_bits(head)
+    return jax.eval_shape(in_eight_bits, head)

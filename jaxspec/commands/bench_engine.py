@@ -3,7 +3,7 @@
 Draft tokens are accepted at a fixed mean length ("synthetic" acceptance), so that the speed of a
 round can be measured without a checkpoint; the text means nothing. Modes are `plain`, `chain:K`
 and `NODES:DEPTH:TOPK` (root included); the latter two may end in `@ACCEPTANCE_LENGTH` and draft
-with an EAGLE-3 head, whose matrices have 8 bits after a further `+int8` or `+fp8`. Every figure stands
+with an EAGLE-3 head, whose matrices are 8-bit integers after a further `+int8`. Every figure stands
 beside the memory floor: the bytes that a round must read, divided by the bandwidth measured in the
 same run.
 """

@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from jaxspec.benchmarking.compiling import compile_side_by_side
-from jaxspec.benchmarking.modes import Mode, make_params, parse_mode
+from jaxspec.benchmarking.modes import EIGHT_BITS, Mode, make_params, parse_mode
 from jaxspec.benchmarking.random_params import random_decoder, random_eagle3_head
 from jaxspec.benchmarking.rounds import Bench, Workload, time_mode
 from jaxspec.benchmarking.shapes import SHAPES
-from jaxspec.commands.engine_options import add_drafter_format
+from jaxspec.commands.engine_options import add_drafter_bits
 from jaxspec.commands.run_facts import run_facts
 from jaxspec.commands.serving_tables import make_tables, plot_times
 from jaxspec.commands.serving_workloads import (
@@ -95,7 +95,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--pages", type=int, help="pages of the KV cache (default: as the rows need, or as fit)")
     add("--no-prefix-cache", action="store_true", help="keep no pages for later requests")
     add("--dtype", choices=("bfloat16", "float32"), help="(default: float32 on CPU, else bfloat16)")
-    add_drafter_format(parser)
+    add_drafter_bits(parser)
     add("--kernels", default="auto", help="auto (all on a Hopper GPU), all, none or a comma list")
     add("--adaptive", action="store_true", help="choose the tree of each call, or none, by what a "
         "round costs and what is accepted; --tree is the largest")  # fmt: skip
@@ -150,8 +150,8 @@ class Models:
         """Of random weights: how a run decodes."""
         if name == "plain":
             return parse_mode(name)
-        kind = f"+{self.args.drafter_format}" if self.args.drafter_format else ""
-        return parse_mode((self.args.tree or SYNTHETIC) + kind)
+        bits = EIGHT_BITS if self.args.drafter_bits else ""
+        return parse_mode((self.args.tree or SYNTHETIC) + bits)
 
     def params(self, name: str) -> EngineParams:
         args = self.args
@@ -165,7 +165,7 @@ class Models:
             args.drafter,
             speculation=tree,
             dtype=args.dtype,
-            drafter_format=args.drafter_format,
+            drafter_bits=args.drafter_bits,
             kernels=args.kernels,
         )
 

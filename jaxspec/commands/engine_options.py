@@ -5,7 +5,6 @@ import re
 
 GRID = re.compile(r"(?:(\d+)x)?(\d+)")
 PREEMPTION = ("auto", "recompute", "swap")
-DRAFTER_FORMATS = ("int8", "fp8")  # quantization.scaled.FORMATS
 SWAP_MEMORY = 4.0  # GiB, as EngineConfig has it
 
 
@@ -81,16 +80,17 @@ def add_tree_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--shard-drafter", action="store_true", help="with --tp, split the drafter, too"
     )
-    add_drafter_format(group)
+    add_drafter_bits(group)
 
 
-def add_drafter_format(group: argparse._ActionsContainer) -> None:
-    """The option --drafter-format, see loading.load."""
+def add_drafter_bits(group: argparse._ActionsContainer) -> None:
+    """The option --drafter-bits, see loading.load."""
     group.add_argument(
-        "--drafter-format",
-        choices=DRAFTER_FORMATS,
-        help="the drafter's matrices in 8 bits, of which half as many bytes are read; the text "
-        "stays the same (default: as loaded)",
+        "--drafter-bits",
+        type=int,
+        choices=(8,),
+        help="8: the drafter's matrices as 8-bit integers, of which half as many bytes are read; "
+        "the text stays the same (default: as loaded)",
     )
 
 

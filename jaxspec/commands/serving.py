@@ -50,7 +50,7 @@ def make_llm(arguments: argparse.Namespace, mesh: Mesh | None, tokenizer: TextTo
         dtype=arguments.dtype,
         mesh=mesh,
         shard_drafter=arguments.shard_drafter,
-        drafter_format=arguments.drafter_format,
+        drafter_bits=arguments.drafter_bits,
         kernels=arguments.kernels,
         page_size=arguments.page_size,
         max_length=arguments.max_length,
