@@ -13,6 +13,7 @@ from jaxspec.functional import EngineParams
 from jaxspec.models.hf_config import load_model_config
 from jaxspec.models.hf_values import read_json, shown
 from jaxspec.quantization.scaled import in_eight_bits
+from jaxspec.sharding import devices_of_model
 from jaxspec.speculation.drafters import (
     Drafter,
     DraftModelDrafter,
@@ -62,7 +63,8 @@ def load(
     Raises ValueError that names the file or option for what cannot be found, read or combined.
     """
     speculation = speculation or default_speculation(jax.default_backend())
-    chosen = Kernels.parse(kernels, mesh.devices.flat[0] if mesh is not None else None)
+    device = None if mesh is None else mesh.devices.flat[0]
+    chosen = Kernels.parse(kernels, device, devices_of_model(mesh))
     resolved = resolve_dtype(dtype)
     directory = resolve_directory(model)
     config = load_model_config(directory)

@@ -245,6 +245,11 @@ def make_mesh(
     return Mesh(grid, (DATA_AXIS, MODEL_AXIS, HIDDEN_AXIS))
 
 
+def devices_of_model(mesh: Mesh | None) -> int:
+    """Number of devices that share a model."""
+    return 1 if mesh is None else mesh.size // mesh.shape[DATA_AXIS]
+
+
 def grid_of(tensor_parallel: TensorParallel) -> tuple[int, int]:
     """The sizes (x, y) of the grid of devices."""
     return (1, tensor_parallel) if isinstance(tensor_parallel, int) else tensor_parallel
