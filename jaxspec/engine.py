@@ -35,6 +35,7 @@ from jaxspec.scheduling.preemption import PreemptionCosts
 from jaxspec.scheduling.requests import SamplingParams, check_requests
 from jaxspec.scheduling.scheduler import Scheduler
 from jaxspec.scheduling.sequence import Request
+from jaxspec.shared_programs import MakePrograms
 from jaxspec.speculation.drafters import Drafter
 from jaxspec.structured import Matcher, StructuredOutput
 from jaxspec.warm_up import GREEDY_AND_SAMPLED, Progress
@@ -56,14 +57,15 @@ class Engine:
       config: how many requests run together, and how.
       make_matcher: of a structured output, with all stop tokens of the model; see
         structured.GrammarCompiler. None: there are no such requests.
+      make_programs: for several processes; see shared_programs.
 
     Attributes:
       shape: of the draft trees; None: the largest, or what an adaptive engine chooses. In float32
         the text does not depend on it. It may be set at any time. A new shape compiles a program.
       shapes: what chooses them, with the rounds that each has run.
-      preemption_costs: what decides between swapping and recomputing, as far as it was measured.
-      on_launch: called with the calls that were launched, for measurements.
-      on_read: called with a plan and what its calls gave, for measurements.
+      preemption_costs: what swapping and recomputing take, as far as it was measured.
+      on_launch, on_read: for measurements; called with the calls that were launched, and with a
+        plan and what its calls gave.
 
     Raises ValueError for values that cannot work, and for a cache that the device has no room for.
     """
@@ -75,6 +77,7 @@ class Engine:
         config: EngineConfig | None = None,
         *,
         make_matcher: Callable[[StructuredOutput], Matcher] | None = None,
+        make_programs: MakePrograms = Programs,
     ):
         # Committed to their devices, as swapped weights are: else the first swap would recompile.
         params = jax.tree.map(committed, params)
@@ -85,7 +88,7 @@ class Engine:
         self.shape: TreeShape | None = None
         sizes = engine_sizes(params, self.cache, self.config)
         self.limits = scheduler_limits(params, sizes, self.config)
-        self.programs = Programs(params, sizes, self.config.max_programs)
+        self.programs = make_programs(params, sizes, self.config.max_programs)
         self.shapes = CallShapes(self.programs, self.limits, self.config)
         self.on_launch: Callable[[list[Call]], None] | None = None
         self.on_read: Callable[[Plan, list[Delivery]], None] | None = None
@@ -179,8 +182,8 @@ class Engine:
         self.scheduler.add(request)
         self._load = Load() if self.is_idle else self._load
         self._load.add(len(self._running) + 1, len(prompt) + request.max_tokens, Kind.of(sampling))
-        compiled = self.programs.compile_seconds
-        self._running[request.request_id] = Running(generation, self._clock(), compiled)
+        started = self._clock(), self.programs.compile_seconds
+        self._running[request.request_id] = Running(generation, *started)
         return generation
 
     def _grammar(self, sampling: SamplingParams) -> Grammar | None:
@@ -274,10 +277,9 @@ class Engine:
 
         Raises ValueError for requests that could not run.
         """
-        vocab = self.params.target.config.vocab_size
         generations = [
             self.add(
-                [index % vocab] * prompt_tokens,
+                [index % self.params.target.config.vocab_size] * prompt_tokens,
                 dataclasses.replace(sampling, cache_salt=f"prepare {index}"),
             )
             for index in range(requests)

@@ -8,6 +8,7 @@ from jaxspec.deterministic import fixed_chunk
 from jaxspec.functional import EngineParams
 from jaxspec.program_sizes import Sizes
 from jaxspec.scheduling.plan import Limits
+from jaxspec.sharding import spans_processes
 from jaxspec.swapping import part_bytes
 
 MOST_STOPS = 16
@@ -48,14 +49,15 @@ def _is_fixed(params: EngineParams, config: EngineConfig) -> bool:
 
 
 def scheduler_limits(params: EngineParams, sizes: Sizes, config: EngineConfig) -> Limits:
-    """Raises ValueError for swapping where rows are split over devices."""
+    """Raises ValueError for swapping where rows are split over devices, or over processes."""
     shards, preemption = params.data_parallel, config.preemption
-    if config.preemption == "swap" and shards > 1:
+    is_split = shards > 1 or spans_processes(params.mesh)
+    if config.preemption == "swap" and is_split:
         raise ValueError(
-            "preemption must be recompute or auto where rows are split over devices: such rows "
-            "cannot be swapped"
+            "preemption must be recompute or auto where rows are split over devices, or a model "
+            "over processes: such rows cannot be swapped"
         )
-    if shards > 1:
+    if is_split:
         preemption = "recompute"
     elif config.deterministic:  # what is generated was computed by other products than a prompt
         preemption = "swap"

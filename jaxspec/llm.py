@@ -31,8 +31,10 @@ from jaxspec.generation import Generation
 from jaxspec.loading import load
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.hf_config import load_model_config
+from jaxspec.processes import Processes
 from jaxspec.progress import progress_bar
 from jaxspec.scheduling.requests import SamplingParams, check_requests
+from jaxspec.shared_programs import FollowingPrograms, make_programs
 from jaxspec.speculation.drafters import Drafter
 from jaxspec.structured import GrammarCompiler
 from jaxspec.tokenizer.text import Conversation, Prompt, TextTokenizer, tokenize
@@ -60,6 +62,7 @@ class LLM:
         most 2048.
       engine: how many requests run together, and how; see config.EngineConfig.
       tokenizer: the model's, if it has been read already.
+      processes: those that share the model, whose devices ``mesh`` has; see follow.
 
     Raises ValueError for files that cannot be loaded, and options that cannot be combined.
     """
@@ -81,6 +84,7 @@ class LLM:
         kv_memory: int | None = None,
         engine: EngineConfig | None = None,
         tokenizer: TextTokenizer | None = None,
+        processes: Processes | None = None,
     ):
         params = load(
             model,
@@ -100,7 +104,16 @@ class LLM:
             cache,
             engine,
             make_matcher=lambda spec: self.grammars.matcher(spec),
+            make_programs=make_programs(processes),
         )
+
+    def follow(self) -> bool:
+        """Run what process 0 launches until it ends, and return True. False, at once, in process 0,
+        and where there is only one."""
+        if not isinstance(self.engine.programs, FollowingPrograms):
+            return False
+        self.engine.programs.follow()
+        return True
 
     @functools.cached_property
     def grammars(self) -> GrammarCompiler:

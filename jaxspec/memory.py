@@ -61,7 +61,8 @@ class _Room:
 
     @classmethod
     def of(cls, params: EngineParams, page_size: int, num_rows: int) -> "_Room":
-        device = next(iter(jax.tree.leaves(params)[0].devices()))
+        sharding = jax.tree.leaves(params)[0].sharding
+        device = min(sharding.addressable_devices, key=lambda one: one.id)
         free, shards = free_bytes(device), params.data_parallel
         null, one = (
             pool_bytes(params, pages, page_size, num_rows, together=device.platform == "cpu")

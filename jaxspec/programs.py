@@ -6,7 +6,7 @@ The one module that calls ``jax.jit`` for serving: donation and traces can be se
 import contextlib
 import functools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from typing import Any
 
@@ -34,6 +34,7 @@ from jaxspec.program_sizes import (
 )
 from jaxspec.sampling import Controls
 from jaxspec.scheduling.requests import MOST_LOGPROBS
+from jaxspec.sharding import named_shardings
 from jaxspec.state import Emitted, EngineState
 from jaxspec.structured.matcher import ALL_TOKENS
 
@@ -94,17 +95,14 @@ class Programs:
         return self.params.data_parallel
 
     def _new_state(self) -> EngineState:
-        def make() -> EngineState:
-            return empty_state(self.params, self.sizes)
+        return self._made(lambda: empty_state(self.params, self.sizes))
 
-        if self.params.mesh is not None:
-            return make()
-        # One program, not one for each array. Its results are committed, see _placed.
-        return jax.jit(make, out_shardings=self.params.target.embed.sharding)()
-
-    def _placed[T](self, tree: T) -> T:
-        """Committed to its device as the programs' results are: else each would compile twice."""
-        return tree if self.params.mesh else jax.device_put(tree, self.params.target.embed.sharding)
+    def _made[T](self, make: Callable[[], T]) -> T:
+        """Placed as the programs' results are: else each would compile twice."""
+        mesh, place = self.params.mesh, self.params.target.embed.sharding
+        if mesh is not None:
+            place = named_shardings(mesh, jax.eval_shape(make), self.params.layout)
+        return jax.jit(make, out_shardings=place)()  # one program, not one for each array
 
     def use(self, params: EngineParams) -> None:
         """Run with other weights of the same shapes from now on."""
@@ -155,14 +153,18 @@ class Programs:
         for row, table in tables:
             self.tables[row] = 0
             self.tables[row, : len(table)] = table
-        rows = self.state.rows
         held = np.cumprod(self.tables > 0, axis=1).sum(axis=1) * self.sizes.page_size
         room = (held - self.params.speculation.scratch_slots).astype(np.int32)
         # A copy: the transfer may still read it when the host's tables change again.
-        new = jax.device_put(
-            (self.tables.copy(), room), (rows.page_table.sharding, rows.room.sharding)
+        new = self.place_tables(self.tables.copy(), room)
+        self.state = self.state.replace(
+            rows=self.state.rows.replace(page_table=new[0], room=new[1])
         )
-        self.state = self.state.replace(rows=rows.replace(page_table=new[0], room=new[1]))
+
+    def place_tables(self, tables: np.ndarray, room: np.ndarray) -> tuple[jax.Array, jax.Array]:
+        """On the devices: tables [R, M] and room [R] of all rows."""
+        rows = self.state.rows
+        return jax.device_put((tables, room), (rows.page_table.sharding, rows.room.sharding))
 
     def release(self, rows: Sequence[int]) -> None:
         """Empty rows that are not done."""
@@ -345,8 +347,8 @@ class Programs:
             yield
             return
         if self._controls is None:
-            controls = functional.no_controls(self.params, self.sizes.num_rows)
-            self._controls = self._placed(controls)
+            make = functools.partial(functional.no_controls, self.params, self.sizes.num_rows)
+            self._controls = self._made(make)
         self.state = self.state.replace(controls=self._controls)
         yield
         self._controls, self.state = self.state.controls, self.state.replace(controls=None)

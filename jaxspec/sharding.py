@@ -250,6 +250,11 @@ def devices_of_model(mesh: Mesh | None) -> int:
     return 1 if mesh is None else mesh.size // mesh.shape[DATA_AXIS]
 
 
+def spans_processes(mesh: Mesh | None) -> bool:
+    """Whether the devices belong to several processes."""
+    return mesh is not None and len({one.process_index for one in mesh.devices.flat}) > 1
+
+
 def grid_of(tensor_parallel: TensorParallel) -> tuple[int, int]:
     """The sizes (x, y) of the grid of devices."""
     return (1, tensor_parallel) if isinstance(tensor_parallel, int) else tensor_parallel

@@ -39,7 +39,7 @@ def loaded_once(compiled: dict[str, LLM], monkeypatch) -> None:
     """An engine of each drafter is loaded and compiled by the first test that asks for it."""
     make_llm = generation.make_llm
 
-    def make(arguments, drafter: str, tokenizer: TextTokenizer) -> LLM:
+    def make(arguments, drafter: str, tokenizer: TextTokenizer, *_: None) -> LLM:
         if drafter not in compiled:
             compiled[drafter] = make_llm(arguments, drafter, tokenizer)
         return compiled[drafter]

@@ -108,6 +108,14 @@ def test_each_task_serves_at_a_port_of_its_own(tmp_path: Path):
     assert list(folder.iterdir()) == []
 
 
+@pytest.mark.parametrize("command", ["generate", "serve --host 0.0.0.0"])
+def test_all_tasks_are_one_engine(command: str, tmp_path: Path):
+    script = ROOT / f"scripts/slurm/{command.split()[0]}_processes.sbatch"
+    done = run(tmp_path, script, "--tp", "2", env=environment(SLURMD_NODENAME="node1"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [f"{command} --coordinator node1:23456 --tp 2"] * 2
+
+
 def test_no_server_without_a_key(tmp_path: Path):
     done = run(tmp_path, SERVE, env=environment(JAXSPEC_API_KEY=""))
     assert done.returncode != 0 and "JAXSPEC_API_KEY: set it and export it" in done.stderr

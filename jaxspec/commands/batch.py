@@ -16,13 +16,15 @@ from typing import Any
 from jaxspec import LLM
 from jaxspec.async_llm import AsyncLLM
 from jaxspec.batch.answers import Answers
-from jaxspec.batch.prompt_file import PromptFile, open_prompts, read_shard
+from jaxspec.batch.prompt_file import PromptFile, Shard, open_prompts, read_shard
 from jaxspec.batch.result_file import ResultFile
 from jaxspec.batch.run import Answer, EngineFailed, Tally, run_batch
 from jaxspec.commands.generation import make_llm, program_folder, sampling_params
 from jaxspec.commands.importing import MissingExtra, import_command
 from jaxspec.commands.program_cache import keep_compiled_programs
+from jaxspec.commands.several_processes import processes_of
 from jaxspec.commands.shell import print_json, progress_console, read_text
+from jaxspec.processes import Processes
 from jaxspec.progress import request_bar
 from jaxspec.replicated_llm import ReplicatedLLM
 from jaxspec.sharding import replica_meshes
@@ -65,13 +67,25 @@ def run(arguments: argparse.Namespace) -> None:
     shard = read_shard(arguments.shard, os.environ)
     template = arguments.chat_template and read_text(arguments.chat_template)
     sampling_params(arguments)  # a bad value is found before a file is read
+    with processes_of(arguments) as processes:
+        if processes is not None and not processes.leads:
+            for llm in load(arguments, processes):
+                llm.follow()
+            return
+        lead(arguments, shard, template, processes)
+
+
+def lead(
+    arguments: argparse.Namespace, shard: Shard, template: str | None, processes: Processes | None
+) -> None:
+    """In the process that reads and writes the files."""
     prompts = open_prompts(arguments.prompt_file)
     job = Job(arguments, template, prompts, shard.part(prompts.count))
     began, tally = time.perf_counter(), Tally()
     with ResultFile(shard.path(arguments.out), job.record(), job.part) as results:
         before = results.num_done
         if before < len(job.part):
-            generate(job, results, tally)
+            generate(job, results, tally, processes)
         results.finish()
     report = {
         "out": str(results.path),
@@ -87,10 +101,11 @@ def run(arguments: argparse.Namespace) -> None:
         print(summary(report))
 
 
-def generate(job: Job, results: ResultFile, tally: Tally) -> None:
+def generate(
+    job: Job, results: ResultFile, tally: Tally, processes: Processes | None = None
+) -> None:
     """All results that are not there yet."""
-    keep_compiled_programs(program_folder(job.arguments))
-    llms = load(job.arguments)
+    llms = load(job.arguments, processes)
     in_flight = IN_FLIGHT * sum(llm.engine.config.max_rows for llm in llms)
     lines = (line for line in job.prompts.lines(job.part) if not results.has(line[0]))
 
@@ -112,12 +127,15 @@ def generate(job: Job, results: ResultFile, tally: Tally) -> None:
         raise ValueError(f"the engine failed: {error}; the same command goes on") from error
 
 
-def load(arguments: argparse.Namespace) -> list[LLM]:
+def load(arguments: argparse.Namespace, processes: Processes | None) -> list[LLM]:
     """An engine for each of --dp. Raises ValueError where there are too few devices."""
+    keep_compiled_programs(program_folder(arguments))
     meshes = replica_meshes(1 if arguments.dp is None else arguments.dp, arguments.tp)
     model, tokenizer = arguments.model, TextTokenizer(arguments.model)
     with progress_console().status(f"loading {Path(model).name}"):
-        return [make_llm(arguments, arguments.drafter, tokenizer, mesh) for mesh in meshes]
+        return [
+            make_llm(arguments, arguments.drafter, tokenizer, mesh, processes) for mesh in meshes
+        ]
 
 
 class Lines:

@@ -94,6 +94,34 @@ def add_drafter_bits(group: argparse._ActionsContainer) -> None:
     )
 
 
+def add_process_options(parser: argparse.ArgumentParser) -> None:
+    """Several processes that share a model; see processes_of."""
+    add = parser.add_argument_group("several processes").add_argument
+    add(
+        "--coordinator",
+        metavar="HOST:PORT",
+        help="share the model with other processes, of this or other hosts, which run the same "
+        "command; HOST is where number 0 runs (docs/parallel.md)",
+    )
+    add(
+        "--num-processes",
+        type=int,
+        metavar="N",
+        help="how many there are (default: $SLURM_NTASKS)",
+    )
+    add(
+        "--process-id",
+        type=int,
+        metavar="I",
+        help="the number of this one, from 0 (default: $SLURM_PROCID)",
+    )
+    add(
+        "--local-devices",
+        metavar="I,J",
+        help="numbers of the GPUs that this process takes (default: all that it sees)",
+    )
+
+
 def add_memory_options(parser: argparse.ArgumentParser) -> None:
     """What happens when many requests need more pages than there are."""
     add = parser.add_argument_group("few pages").add_argument

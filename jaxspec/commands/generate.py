@@ -12,6 +12,7 @@ from pathlib import Path
 
 from jaxspec.commands.engine_options import (
     add_mode_options,
+    add_process_options,
     add_tensor_parallel_option,
     add_tree_options,
 )
@@ -60,6 +61,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_sampling_options(parser)
     add_mode_options(parser)
     add_memory_options(parser)
+    add_process_options(parser)
     return parser
 
 
@@ -153,6 +155,8 @@ def check(arguments: argparse.Namespace) -> None:
         raise ValueError("--chat goes with neither --compare nor --json")
     if arguments.show_trees is not None and (arguments.chat or arguments.compare):
         raise ValueError("--show-trees goes with neither --chat nor --compare")
+    if arguments.compare and arguments.coordinator is not None:
+        raise ValueError("--compare needs two engines, and several processes share one")
     check_batch(arguments)
 
 

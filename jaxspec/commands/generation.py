@@ -25,11 +25,13 @@ from jaxspec.commands.program_cache import (
     keep_compiled_programs,
     make_folder,
 )
+from jaxspec.commands.several_processes import processes_of
 from jaxspec.commands.shell import progress_console
 from jaxspec.commands.streaming import stream
 from jaxspec.commands.tree_page import check_page_path, tree_page
 from jaxspec.comparison import compare, decode_rate
 from jaxspec.loading import choose_drafter
+from jaxspec.processes import Processes
 from jaxspec.tokenizer import TextTokenizer
 
 
@@ -50,6 +52,7 @@ def make_llm(
     drafter: str,
     tokenizer: TextTokenizer,
     mesh: Mesh | None = None,
+    processes: Processes | None = None,
 ) -> LLM:
     """``mesh`` None: the one that the options ask for."""
     if mesh is None and arguments.tp != 1:
@@ -70,6 +73,7 @@ def make_llm(
         num_pages=arguments.num_pages,
         engine=dataclasses.replace(config, trees=arguments.show_trees is not None),
         tokenizer=tokenizer,
+        processes=processes,
     )
 
 
@@ -79,7 +83,9 @@ def program_folder(arguments: argparse.Namespace) -> Path | None:
     Raises ValueError if the folder that was asked for cannot be written. If that is the default
     folder, a message is printed instead.
     """
-    if arguments.no_compilation_cache:
+    if arguments.coordinator is not None and arguments.compilation_cache is not None:
+        raise ValueError("--compilation-cache goes without --coordinator: see docs/parallel.md")
+    if arguments.no_compilation_cache or arguments.coordinator is not None:
         return None
     if arguments.compilation_cache is not None:
         return make_folder(arguments.compilation_cache)
@@ -152,7 +158,7 @@ def about(results: dict[str, Any]) -> str:
     )
 
 
-def generate(arguments: argparse.Namespace, prompt: str) -> None:
+def generate(arguments: argparse.Namespace, prompt: str, processes: Processes | None) -> None:
     progress, tokenizer = progress_console(), TextTokenizer(arguments.model)
     sampling, show = sampling_params(arguments), not arguments.json
     # Before any weight is read.
@@ -160,7 +166,9 @@ def generate(arguments: argparse.Namespace, prompt: str) -> None:
         check_page_path(arguments.show_trees)
     check_prompts(arguments.model, [prompt], sampling, arguments.max_length, tokenizer)
     with progress.status(f"loading {Path(arguments.model).name}"):
-        llm = make_llm(arguments, arguments.drafter, tokenizer)
+        llm = make_llm(arguments, arguments.drafter, tokenizer, None, processes)
+    if processes is not None and llm.follow():
+        return
     if show:
         sys.stdout.write(prompt)
         sys.stdout.flush()
@@ -180,18 +188,20 @@ def generate(arguments: argparse.Namespace, prompt: str) -> None:
     print(summary(results) if show else json.dumps(results))
 
 
-def run_chat(arguments: argparse.Namespace) -> None:
+def run_chat(arguments: argparse.Namespace, processes: Processes | None) -> None:
     tokenizer = TextTokenizer(arguments.model)
     check_chat_template(tokenizer.full, arguments.model)
     with progress_console().status(f"loading {Path(arguments.model).name}"):
-        llm = make_llm(arguments, arguments.drafter, tokenizer)
-    chat(llm, sampling_params(arguments), typed_lines())
+        llm = make_llm(arguments, arguments.drafter, tokenizer, None, processes)
+    if not llm.follow():
+        chat(llm, sampling_params(arguments), typed_lines())
 
 
 def run(arguments: argparse.Namespace, prompt: str | None) -> None:
     """``prompt`` None: chat."""
     keep_compiled_programs(program_folder(arguments))
-    if prompt is None:
-        run_chat(arguments)
-    else:
-        generate(arguments, prompt)
+    with processes_of(arguments) as processes:
+        if prompt is None:
+            run_chat(arguments, processes)
+        else:
+            generate(arguments, prompt, processes)

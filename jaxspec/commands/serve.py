@@ -13,6 +13,7 @@ from pathlib import Path
 from jaxspec.commands.engine_options import (
     add_memory_options,
     add_mode_options,
+    add_process_options,
     add_tensor_parallel_option,
     add_tree_options,
 )
@@ -40,6 +41,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_mode_options(parser)
     add_tree_options(parser)
     add_memory_options(parser)
+    add_process_options(parser)
     return parser
 
 

@@ -15,8 +15,10 @@ from jaxspec.async_llm import AsyncLLM
 from jaxspec.commands.engine_config import engine_config, speculation_config, with_memory
 from jaxspec.commands.generation import program_folder
 from jaxspec.commands.program_cache import keep_compiled_programs
+from jaxspec.commands.several_processes import processes_of
 from jaxspec.commands.shell import progress_console, read_text
 from jaxspec.engine import Engine
+from jaxspec.processes import Processes
 from jaxspec.replicated_llm import ReplicatedLLM
 from jaxspec.scheduling.requests import SamplingParams
 from jaxspec.serving.app import make_app
@@ -40,7 +42,12 @@ EVERYTHING = (
 )
 
 
-def make_llm(arguments: argparse.Namespace, mesh: Mesh | None, tokenizer: TextTokenizer) -> LLM:
+def make_llm(
+    arguments: argparse.Namespace,
+    mesh: Mesh | None,
+    tokenizer: TextTokenizer,
+    processes: Processes | None = None,
+) -> LLM:
     """Raises ValueError for options that do not go together, and files that cannot be read."""
     engine = engine_config(arguments, arguments.max_rows, plain=False)
     llm = LLM(
@@ -65,6 +72,7 @@ def make_llm(arguments: argparse.Namespace, mesh: Mesh | None, tokenizer: TextTo
             max_programs=arguments.max_programs,
             trees=not arguments.no_trees,
         ),
+        processes=processes,
     )
     _ = llm.tokenizer, llm.grammars if llm.params.target.config.stop_token_ids else None
     return llm
@@ -90,13 +98,14 @@ def load_engines(
     meshes: Sequence[Mesh | None],
     metrics: Metrics,
     show: Callable[[str], None],
+    processes: Processes | None,
 ) -> AsyncLLM | ReplicatedLLM:
     """An engine on each mesh. Later ones find the programs that the first has compiled, on GPUs."""
     tokenizer, engines = TextTokenizer(arguments.model), []
     for mesh, own in zip(meshes, metrics.members, strict=True):
         which = f"engine {len(engines) + 1} of {len(meshes)}: " if len(meshes) > 1 else ""
         show(f"{which}loading {name}")
-        llm = make_llm(arguments, mesh, tokenizer)
+        llm = make_llm(arguments, mesh, tokenizer, processes)
         warm_up(llm.engine, arguments.warm_up, lambda text, which=which: show(which + text))
         own.watch(llm.engine)
         engines.append(AsyncLLM(llm, on_chunk=own.observe))
@@ -110,6 +119,16 @@ def read_template(path: Path | None) -> str | None:
 def run(arguments: argparse.Namespace) -> None:
     """Raises ValueError for options that do not go together, and files that cannot be read."""
     keep_compiled_programs(program_folder(arguments))
+    with processes_of(arguments) as processes:
+        if processes is None or processes.leads:
+            lead(arguments, processes)
+            return
+        [mesh] = replica_meshes(1, arguments.tp)
+        make_llm(arguments, mesh, TextTokenizer(arguments.model), processes).follow()
+
+
+def lead(arguments: argparse.Namespace, processes: Processes | None) -> None:
+    """In the process that clients ask."""
     directory = resolve_directory(arguments.model)  # a bad name is found at once
     is_local = Path(arguments.model).exists()
     name = arguments.served_model_name or (directory.name if is_local else arguments.model)
@@ -125,14 +144,18 @@ def run(arguments: argparse.Namespace) -> None:
     for _ in meshes[1:]:
         metrics.beside()
     try:
-        asyncio.run(_serve(arguments, meshes, service, metrics))
+        asyncio.run(_serve(arguments, meshes, service, metrics, processes))
     finally:
         for own in metrics.members:
             own.close()
 
 
 async def _serve(
-    arguments: argparse.Namespace, meshes: Sequence[Mesh | None], service: Service, metrics: Metrics
+    arguments: argparse.Namespace,
+    meshes: Sequence[Mesh | None],
+    service: Service,
+    metrics: Metrics,
+    processes: Processes | None,
 ) -> None:
     console = progress_console()
     own = os.environ.get("JAXSPEC_API_KEY")
@@ -154,7 +177,7 @@ async def _serve(
                 console.print(text)
 
         def load() -> AsyncLLM | ReplicatedLLM:
-            return load_engines(arguments, service.name, meshes, metrics, show)
+            return load_engines(arguments, service.name, meshes, metrics, show, processes)
 
         def ready(address: str) -> None:
             status.stop()

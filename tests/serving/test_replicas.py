@@ -78,7 +78,7 @@ def test_a_file_of_prompts_is_done_by_all(
 ):
     loaded: list[Any] = []
 
-    def make_llm(arguments: Any, drafter: str, tokenizer: Any, mesh: Any) -> LLM:
+    def make_llm(arguments: Any, drafter: str, tokenizer: Any, mesh: Any, _: Any) -> LLM:
         loaded.append(mesh)
         return replicas[len(loaded) - 1]
 

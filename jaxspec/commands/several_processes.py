@@ -1,0 +1,54 @@
+"""Several processes of one command, as add_process_options describes them."""
+
+import argparse
+import contextlib
+import os
+from collections.abc import Mapping
+
+from jaxspec.processes import Processes, ProcessGroup
+
+
+def process_group(
+    arguments: argparse.Namespace, environment: Mapping[str, str]
+) -> ProcessGroup | None:
+    """None: this process alone. Raises ValueError for options that do not go together."""
+    own = arguments.num_processes, arguments.process_id, arguments.local_devices
+    if arguments.coordinator is None:
+        if own != (None, None, None):
+            raise ValueError(
+                "--num-processes, --process-id and --local-devices are for several processes: add "
+                "--coordinator"
+            )
+        return None
+    if arguments.dp not in (None, 1):
+        raise ValueError("--dp goes without --coordinator: several processes share one engine")
+    return ProcessGroup(
+        arguments.coordinator,
+        _number(arguments.num_processes, "--num-processes", "SLURM_NTASKS", environment),
+        _number(arguments.process_id, "--process-id", "SLURM_PROCID", environment),
+        _devices(arguments.local_devices),
+    )
+
+
+def _number(given: int | None, option: str, variable: str, environment: Mapping[str, str]) -> int:
+    text = environment.get(variable, "") if given is None else str(given)
+    if not text.isdecimal():
+        raise ValueError(f"--coordinator needs {option}, or ${variable} as srun sets it")
+    return int(text)
+
+
+def _devices(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    parts = text.split(",")
+    if not all(part.isdecimal() for part in parts):
+        raise ValueError(f"--local-devices must be numbers such as 0,1, got {text!r}")
+    return tuple(map(int, parts))
+
+
+def processes_of(
+    arguments: argparse.Namespace,
+) -> contextlib.AbstractContextManager[Processes | None]:
+    """The processes that the options ask for, for all that the command does with jax."""
+    group = process_group(arguments, os.environ)
+    return contextlib.nullcontext() if group is None else Processes(group)

@@ -1,0 +1,163 @@
+"""The programs of an engine whose mesh has devices of several processes.
+
+The scheduler runs in process 0. Each program that it launches, the others launch too: they are told
+its name and its arguments, which are small. The weights and the state are on the devices of all.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxspec.functional import EngineParams
+from jaxspec.processes import Processes
+from jaxspec.program_sizes import Kind, Sizes
+from jaxspec.programs import Programs
+from jaxspec.sharding import DATA_AXIS
+
+LARGE = ("admit_rows", "prefill", "decode", "draft", "verify")
+
+MakePrograms = Callable[[EngineParams, Sizes, int], Programs]
+
+
+class Launch(NamedTuple):
+    """Run a program, or (``action``) only compile it or forget it.
+
+    Attributes:
+      controlled: whether the state has controls meanwhile, see Programs.controlled.
+      arguments, options: on the host, without the weights and the state.
+    """
+
+    action: str
+    name: str
+    controlled: bool = False
+    arguments: tuple[Any, ...] = ()
+    options: dict[str, Any] | None = None
+
+
+class Tables(NamedTuple):
+    """Take other page tables: see Programs.place_tables."""
+
+    tables: np.ndarray
+    room: np.ndarray
+
+
+def make_programs(processes: Processes | None) -> MakePrograms:
+    """What makes the programs of an engine of these processes; None: of this process alone."""
+    if processes is None:
+        return Programs
+    return functools.partial(LeadingPrograms if processes.leads else FollowingPrograms, processes)
+
+
+class SharedPrograms(Programs):
+    """What process 0 and the others have in common."""
+
+    def place_tables(self, tables: np.ndarray, room: np.ndarray) -> Any:
+        rows = self.state.rows
+        return _global(tables, rows.page_table.sharding), _global(room, rows.room.sharding)
+
+
+class LeadingPrograms(SharedPrograms):
+    """Tells the others what it launches.
+
+    Raises ValueError for a mesh that is not that of all processes' devices, one model on them all.
+    """
+
+    def __init__(self, processes: Processes, params: EngineParams, sizes: Sizes, most: int):
+        check_mesh(params, processes)
+        processes.claim()
+        self._processes = processes
+        processes.tell(sizes)  # others may have other room
+        super().__init__(params, sizes, most)
+        for name in LARGE:
+            setattr(self, name, Told(name, getattr(self, name), processes))
+        self.small = {name: Told(name, own, processes) for name, own in self.small.items()}
+
+    def place_tables(self, tables: np.ndarray, room: np.ndarray) -> Any:
+        self._processes.tell(Tables(tables, room))
+        return super().place_tables(tables, room)
+
+    def use(self, params: EngineParams) -> None:
+        raise ValueError("several processes cannot replace their weights: start them again")
+
+    def reset(self) -> None:
+        """Ends all processes: they cannot be known to have the same state, nor to be idle."""
+        self._processes.fail("a call was interrupted, and several processes cannot start anew")
+
+
+class FollowingPrograms(SharedPrograms):
+    """Launches what process 0 launches."""
+
+    def __init__(self, processes: Processes, params: EngineParams, sizes: Sizes, most: int):
+        check_mesh(params, processes)
+        processes.claim()
+        self._processes = processes
+        super().__init__(params, processes.next() or sizes, most)
+
+    def follow(self) -> None:
+        """Until process 0 ends."""
+        while (message := self._processes.next()) is not None:
+            if isinstance(message, Tables):
+                new = self.place_tables(*message)
+                rows = self.state.rows.replace(page_table=new[0], room=new[1])
+                self.state = self.state.replace(rows=rows)
+            else:
+                self._launch(message)
+
+    def _launch(self, told: Launch) -> None:
+        program = getattr(self, told.name) if told.name in LARGE else self.small[told.name]
+        if told.action == "forget":
+            program.clear_cache()
+            return
+        options = told.options or {}
+        with self.controlled(Kind.FULL if told.controlled else Kind.GREEDY):
+            if told.action == "compile":
+                program.lower(self.params, self.state, *told.arguments, **options).compile()
+                return
+            result = program(self.params, self.state, *told.arguments, **options)
+            self.state = result[0] if isinstance(result, tuple) else result
+
+
+class Told:
+    """A program of process 0. The others are told before it is launched or compiled."""
+
+    def __init__(self, name: str, program: Any, processes: Processes):
+        self._name, self._program, self._processes = name, program, processes
+
+    def __call__(self, params: EngineParams, state: Any, *arguments: Any, **options: Any) -> Any:
+        arguments, options = self._tell("run", state, arguments, options)
+        return self._program(params, state, *arguments, **options)
+
+    def lower(self, params: EngineParams, state: Any, *arguments: Any, **options: Any) -> Any:
+        arguments, options = self._tell("compile", state, arguments, options)
+        return self._program.lower(params, state, *arguments, **options)
+
+    def clear_cache(self) -> None:
+        self._processes.tell(Launch("forget", self._name))
+        self._program.clear_cache()
+
+    def _tell(self, action: str, state: Any, arguments: Any, options: Any) -> Any:
+        arguments, options = jax.device_get((arguments, options))  # a draft tree is on the devices
+        controlled = state.controls is not None
+        self._processes.tell(Launch(action, self._name, controlled, arguments, options))
+        return arguments, options
+
+
+def check_mesh(params: EngineParams, processes: Processes) -> None:
+    """Raise ValueError for a mesh that these processes cannot serve together."""
+    devices, mesh = jax.device_count(), params.mesh
+    if mesh is None or mesh.size != devices:
+        own = 1 if mesh is None else mesh.size
+        raise ValueError(
+            f"{processes.group.size} processes have {devices} devices together, and the model is "
+            f"split over {own}: give tp {devices}"
+        )
+    if mesh.shape[DATA_AXIS] > 1:
+        raise ValueError("rows cannot be split over processes: start a server for each instead")
+
+
+def _global(array: np.ndarray, sharding: Any) -> jax.Array:
+    """The same array in all processes, on the devices of all. Nothing is compared or waited for."""
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])

@@ -1,0 +1,59 @@
+"""One of several processes with a tiny random model: python -m tests.process_worker PORT N I TEXTS REQUESTS.
+
+Process 0 prints the tokens of the first REQUESTS requests as JSON, TEXTS times; 0: without end.
+"""
+
+import itertools
+import json
+import sys
+
+import jax
+
+from jaxspec.config.cache import CacheConfig
+from jaxspec.config.engine import EngineConfig
+from jaxspec.config.speculation import SpeculationConfig
+from jaxspec.engine import Engine
+from jaxspec.processes import Processes, ProcessGroup
+from jaxspec.scheduling.requests import SamplingParams
+from jaxspec.sharding import make_mesh
+from jaxspec.shared_programs import FollowingPrograms, make_programs
+from tests.layouts import on_mesh
+from tests.random_models import make_params
+
+PROMPTS = [[3, 4, 5], list(range(1, 20))]
+SAMPLING = [
+    SamplingParams(max_tokens=12),
+    SamplingParams(max_tokens=12, temperature=0.8, seed=2, presence_penalty=0.7),
+]
+
+
+def new_engine(processes: Processes | None) -> Engine:
+    params = make_params("eagle3", SpeculationConfig.chain(2))
+    if processes is not None:
+        params = on_mesh(params, make_mesh(processes.group.size), shard_drafter=False)
+    # Few pages, so that one request waits for the pages of the other.
+    cache = CacheConfig(page_size=8, max_length=48, num_pages=6)
+    config = EngineConfig(max_rows=2, rounds_per_call=4)
+    return Engine(params, cache, config, make_programs=make_programs(processes))
+
+
+def tokens(engine: Engine, requests: int) -> list[list[int]]:
+    generations = engine.add_all(PROMPTS[:requests], SAMPLING[:requests])
+    engine.finish(generations)
+    return [generation.token_ids for generation in generations]
+
+
+def main(port: str, size: str, index: str, texts: str, requests: str) -> None:
+    jax.config.update("jax_disable_most_optimizations", True)
+    group = ProcessGroup(f"localhost:{port}", int(size), int(index))
+    with Processes(group) as processes:
+        engine = new_engine(processes)
+        if isinstance(engine.programs, FollowingPrograms):
+            engine.programs.follow()
+            return
+        for _ in range(int(texts)) if int(texts) else itertools.count():
+            print(json.dumps(tokens(engine, int(requests))), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
