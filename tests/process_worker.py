@@ -1,4 +1,6 @@
-"""One of several processes with a tiny random model: python -m tests.process_worker PORT N I TEXTS REQUESTS.
+"""One of several processes with a tiny random model.
+
+    python -m tests.process_worker PORT N I TEXTS REQUESTS
 
 Process 0 prints the tokens of the first REQUESTS requests as JSON, TEXTS times; 0: without end.
 """
