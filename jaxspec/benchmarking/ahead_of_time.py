@@ -48,9 +48,9 @@ from jaxspec.sharding import (
     make_mesh,
     mesh_layout,
     named_shardings,
-    weight_place,
 )
 from jaxspec.state import EngineState
+from jaxspec.weight_places import weight_place
 from pallas_kernels.selection import Kernels
 
 H100_SXM = Path(__file__).parent / "data/h100_sxm.txtpb"
@@ -204,7 +204,7 @@ def _program(
     state = _place(jax.eval_shape(new_state), devices, mesh, layout)
     rounds = [jax.ShapeDtypeStruct((), jnp.int32)] if counted else []
     params = _place(params, devices, mesh, layout)
-    # Weights have a layout, too, see sharding.weight_place.
+    # Weights have a layout, too, see weight_places.weight_place.
     weights = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(
             x.shape, x.dtype, sharding=weight_place(x.shape, x.sharding)

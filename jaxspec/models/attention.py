@@ -9,11 +9,19 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from jaxspec.cache import PagedKV
+from jaxspec.cache.spread import own_slots
+from jaxspec.collectives import shard_offset
 from jaxspec.models.forward import Heads
+from jaxspec.sharding import Axes
 from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.paged_attention.partial import (
+    PartialAttention,
+    merge_partials,
+    partial_attention,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +54,8 @@ class PagedAttend:
     order_invariant: bool = False
 
     def __call__(self, state: PagedKV, heads: Heads, window: int | None) -> tuple[Array, PagedKV]:
+        if state.spread:
+            return self._spread(state, heads, window)
         q, k_pages, v_pages = heads.written(state.k, state.v, self.slots)
         out = paged_attention(
             q,
@@ -62,6 +72,43 @@ class PagedAttend:
             implementation=heads.kernels.implementation("paged_attention"),
         )
         return out, state.replace(k=k_pages, v=v_pages)
+
+    def _spread(self, state: PagedKV, heads: Heads, window: int | None) -> tuple[Array, PagedKV]:
+        """As __call__, where devices have a part of every page each: all queries attend to each
+        part, and the parts of their softmaxes are merged.
+
+        Raises ValueError for sums that must not depend on the order of slots.
+        """
+        if self.order_invariant:
+            raise ValueError(
+                "sums that do not depend on the order of slots need whole sequences on a device: "
+                "take sp 1, or leave out deterministic and verify_width"
+            )
+        own_size, axes = state.k.shape[2], state.spread
+        q, k_pages, v_pages = heads.written(state.k, state.v, own_slots(self.slots, own_size, axes))
+        part = partial_attention(
+            q,
+            k_pages,
+            v_pages,
+            self.page_table,
+            self.context_lens,
+            self.positions,
+            self.ancestors,
+            self.kv_lens,
+            shard_offset(own_size, axes),
+            page_size=state.page_size,
+            window=window,
+            first_slot=self.first_slot,
+        )
+        return _merged(part, axes).astype(q.dtype), state.replace(k=k_pages, v=v_pages)
+
+
+@jax.named_scope("attention")
+def _merged(part: PartialAttention, axes: Axes) -> Array:
+    """Attention over the slots of all devices: float32 [B, T, Q, D]. In one collective."""
+    sums = jnp.stack([part.peak, part.total], axis=-1)
+    parts = lax.all_gather(jnp.concatenate([part.weighted, sums], axis=-1), axes)
+    return merge_partials(PartialAttention(parts[..., :-2], parts[..., -2], parts[..., -1]))
 
 
 def dense_causal_attend(
