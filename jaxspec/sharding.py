@@ -194,7 +194,7 @@ class Layout:
         """
         if not self.sequence:
             return self
-        model = self.heads if self.heads == self.ff and not self.hidden else ()
+        model = self.heads if self.heads == self.ff == self.vocab and not self.hidden else ()
         return dataclasses.replace(self, tokens=self.sequence + model)
 
 

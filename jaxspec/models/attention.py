@@ -85,7 +85,8 @@ class PagedAttend:
                 "take sp 1, or leave out deterministic and verify_width"
             )
         own_size, axes = state.k.shape[2], state.spread
-        q, k_pages, v_pages = heads.written(state.k, state.v, own_slots(self.slots, own_size, axes))
+        slots = own_slots(self.slots, own_size, axes)
+        q, k_pages, v_pages = heads.of_all_tokens().written(state.k, state.v, slots)
         part = partial_attention(
             q,
             k_pages,
@@ -100,14 +101,24 @@ class PagedAttend:
             window=window,
             first_slot=self.first_slot,
         )
-        return _merged(part, axes).astype(q.dtype), state.replace(k=k_pages, v=v_pages)
+        count = heads.partials.shape[2] if heads.tokens else None
+        return _merged(part, axes, count).astype(q.dtype), state.replace(k=k_pages, v=v_pages)
 
 
 @jax.named_scope("attention")
-def _merged(part: PartialAttention, axes: Axes) -> Array:
-    """Attention over the slots of all devices: float32 [B, T, Q, D]. In one collective."""
-    sums = jnp.stack([part.peak, part.total], axis=-1)
-    parts = lax.all_gather(jnp.concatenate([part.weighted, sums], axis=-1), axes)
+def _merged(part: PartialAttention, axes: Axes, own_count: int | None) -> Array:
+    """Attention over the slots of all devices: float32 [B, T, Q, D]. In one collective.
+
+    ``own_count``: each device gets the next so many tokens only, with padding after the last.
+    """
+    own = jnp.concatenate([part.weighted, jnp.stack([part.peak, part.total], -1)], axis=-1)
+    if own_count is None:
+        parts = lax.all_gather(own, axes)
+    else:
+        missing = own_count * lax.axis_size(axes) - own.shape[1]
+        padded = jnp.pad(own, ((0, 0), (0, missing), (0, 0), (0, 0)), constant_values=1.0)
+        split = padded.reshape(own.shape[0], -1, own_count, *own.shape[2:])
+        parts = lax.all_to_all(split.swapaxes(0, 1), axes, split_axis=0, concat_axis=0)
     return merge_partials(PartialAttention(parts[..., :-2], parts[..., -2], parts[..., -1]))
 
 
