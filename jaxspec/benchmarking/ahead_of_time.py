@@ -148,7 +148,8 @@ def decode_program(
     tensor_parallel: TensorParallel,
     kernels: str,
 ) -> Program:
-    """The decode program, sharded over all devices: as many as ``tensor_parallel`` needs.
+    """The decode program, sharded over all devices: as many as ``tensor_parallel`` needs, or a
+    multiple, so that so many share each sequence.
 
     Raises ValueError for sizes that cannot be split evenly.
     """
@@ -188,7 +189,9 @@ def _program(
 
     Only this function depends on the engine's functions.
     """
-    mesh = make_mesh(tensor_parallel, devices=devices) if len(devices) > 1 else None
+    mesh, each = None, math.prod(grid_of(tensor_parallel))
+    if len(devices) > 1:
+        mesh = make_mesh(tensor_parallel, devices=devices, sequence_parallel=len(devices) // each)
     dtype, layout = jnp.dtype("bfloat16"), mesh_layout(mesh)
     shards = Shards.over(mesh, layout)
     target = decoder_shapes(config, dtype, shards)
