@@ -342,9 +342,8 @@ def fitting(size: int, devices: int, fits: Callable[[int], bool] | None = None) 
 
 
 def axes_size(mesh: Mesh | None, axes: Axes) -> int:
-    """Number of devices along ``axes`` of a mesh; 1 for no axes."""
-    sizes = dict(mesh.shape) if mesh is not None else {}
-    return math.prod(sizes[name] for name in axes)
+    """Number of devices along ``axes`` of a mesh; 1 for no axes, and without a mesh."""
+    return 1 if mesh is None else math.prod(mesh.shape[name] for name in axes)
 
 
 def partition_specs(tree: Any, layout: Layout = WHOLE, undeclared: tuple[str, ...] = ()) -> Any:

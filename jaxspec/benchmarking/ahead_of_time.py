@@ -165,9 +165,10 @@ def prefill_program(
     devices: Sequence[Any],
     tensor_parallel: TensorParallel,
     kernels: str,
+    largest_chunk: int = LARGEST_CHUNK,
 ) -> Program:
     """The program that reads a chunk of every row's prompt; see ``decode_program``."""
-    greedy, width = workload.sampling == "greedy", min(workload.context, LARGEST_CHUNK)
+    greedy, width = workload.sampling == "greedy", min(workload.context, largest_chunk)
     prefill = functools.partial(functional.prefill, width=width, greedy=greedy)
     return _program(
         prefill, config, mode, workload, devices, tensor_parallel, kernels, counted=False

@@ -102,7 +102,8 @@ def programs(
         return decode_program(config, parse_mode("plain"), decoding, devices, grid, "auto")
 
     def prefill(config: ModelConfig) -> Program:
-        return prefill_program(config, parse_mode("plain"), reading, devices, grid, "auto")
+        mode, chunk = parse_mode("plain"), args.tokens  # all in one call
+        return prefill_program(config, mode, reading, devices, grid, "auto", chunk)
 
     yield args.batch, decode
     yield args.tokens, prefill

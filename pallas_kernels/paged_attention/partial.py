@@ -6,6 +6,7 @@ and Gimelshein, arXiv 1805.02867). This is jnp on every platform: the kernels at
 """
 
 import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -15,7 +16,7 @@ from jax import Array, lax
 from pallas_kernels.paged_attention.reference import by_token, masked_scores, visible_slots
 from pallas_kernels.products import weighted_sum_f32
 
-BLOCK = 1024  # slots whose scores are in memory together
+SCORE_BYTES = 1 << 27  # limit for the scores that are in memory together
 
 
 class PartialAttention(NamedTuple):
@@ -43,22 +44,24 @@ def partial_attention(
     page_size: int,
     window: int | None = None,
     first_slot: int = 0,
-    block: int = BLOCK,
+    block: int | None = None,
 ) -> PartialAttention:
     """Attend to the slots that these pages hold. Other arguments are those of paged_attention.
 
-    Slots are read in blocks, up to the last that any query may see, so that memory for scores does
-    not grow with the context. There is no gradient.
+    If there are scores of many slots, slots are read in blocks, up to the last that any query may
+    see: memory for scores does not grow with the context. There is no gradient.
 
     Args:
       k_pages, v_pages: [P, G, K, D] slots ``offset`` to ``offset + K - 1`` of every page.
       offset: int32 [].
       page_size: slots of a whole page.
-      block: slots that are read at a time, at least one page's.
+      block: slots that are read at a time, at least one page's; None: as fit SCORE_BYTES.
 
     Returns float32 [B, T, Q, D] and [B, T, Q].
     """
     own, (batch, columns) = k_pages.shape[2], page_table.shape
+    if block is None:
+        block = SCORE_BYTES // (4 * math.prod(q.shape[:3]))
     kv_lens = jnp.minimum(kv_lens, columns * page_size)
     width = min(max(1, block // own), columns)  # columns of a block
     table = jnp.pad(page_table, ((0, 0), (0, -columns % width)))
