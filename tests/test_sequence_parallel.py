@@ -28,13 +28,14 @@ from tests.test_tensor_parallel import (
     check_changes_nothing,
     empty_state,
     one_device,
+    run,
 )
 
 SPLIT_CASES = [case for case in TEST_CASES if case.page_size % 2 == 0]
 
 
 @pytest.mark.parametrize("block", [8, slow(None)])
-@first_is_fast(SPLIT_CASES, 4)
+@first_is_fast(SPLIT_CASES, 2)
 def test_merged_parts_are_the_whole_softmax(case: Case, block: int | None):
     """The two halves of every page, read in blocks."""
     arguments = make_arguments(case)
@@ -57,7 +58,7 @@ def test_merged_parts_are_the_whole_softmax(case: Case, block: int | None):
 @pytest.mark.parametrize(
     ("name", "sequence", "model", "data", "shard_drafter", "page_size"),
     [
-        ("eagle3 tree", 2, 1, 1, False, 16),
+        slow("eagle3 tree", 2, 1, 1, False, 16),
         slow("none", 2, 1, 1, False, 2),
         slow("none", 4, 1, 1, False, 64),
         slow("ngram", 2, 1, 1, False, 16),
@@ -92,6 +93,12 @@ def test_spreading_sequences_changes_nothing(
     name: str, sequence: int, model: Any, data: int, shard_drafter: bool, page_size: int
 ):
     check_changes_nothing(name, model, data, shard_drafter, page_size, sequence)
+
+
+def test_trees_on_two_devices_give_the_tokens_of_plain_decoding_on_one():
+    tokens, _, accepted, _ = run("eagle3 tree", page_size=16, sequence=2)
+    np.testing.assert_array_equal(tokens, run("none")[0])
+    assert accepted[:, 1].sum() > 0
 
 
 FLOAT32 = 4
