@@ -13,6 +13,7 @@ from jaxspec.functional import EngineParams
 from jaxspec.models.hf_config import load_model_config
 from jaxspec.models.hf_values import read_json, shown
 from jaxspec.quantization.scaled import in_eight_bits
+from jaxspec.sharding import devices_of_model
 from jaxspec.speculation.drafters import (
     Drafter,
     DraftModelDrafter,
@@ -54,15 +55,17 @@ def load(
       dtype: ``float32`` or ``bfloat16``; by default float32 on CPU and bfloat16 elsewhere.
       mesh: as made by sharding.make_mesh; None for the default device.
       shard_drafter: split the drafter's weights over the mesh too, instead of repeating them.
-      drafter_bits: 8: the drafter's matrices as 8-bit integers with a scale for each output, which
-        halves what a draft step reads; None: as loaded. The text does not depend on it.
+      drafter_bits: 8: the drafter's matrices as 8-bit integers, too, with a scale for each output,
+        which halves what a draft step of up to 48 rows reads; None: only as loaded. The text does
+        not depend on it.
       kernels: operations that run as kernels: ``auto`` (all on a Hopper GPU, attention on a TPU
         v5e or v6e, none elsewhere), ``all``, ``none``, or a comma list of names.
 
     Raises ValueError that names the file or option for what cannot be found, read or combined.
     """
     speculation = speculation or default_speculation(jax.default_backend())
-    chosen = Kernels.parse(kernels, mesh.devices.flat[0] if mesh is not None else None)
+    device = None if mesh is None else mesh.devices.flat[0]
+    chosen = Kernels.parse(kernels, device, devices_of_model(mesh))
     resolved = resolve_dtype(dtype)
     directory = resolve_directory(model)
     config = load_model_config(directory)

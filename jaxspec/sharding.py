@@ -186,16 +186,12 @@ class Layout:
 
     @property
     def split_tokens(self) -> "Layout":
-        """The layout of a pass over many tokens where sequences are split: each device has some of
-        the tokens, of which norms, residuals and products outside of attention are computed.
-
-        Devices that split heads and hidden units gather the tokens before a product, and scatter
-        its sum over the tokens after it (Korthikanti et al., arXiv 2205.05198).
+        """The layout of a pass over many tokens where sequences are split: norms, residuals and
+        products outside of attention are of each device's own tokens. Devices of one line gather
+        them before a product, and scatter its sum after it (Korthikanti et al., arXiv 2205.05198).
         """
-        if not self.sequence:
-            return self
         model = self.heads if self.heads == self.ff == self.vocab and not self.hidden else ()
-        return dataclasses.replace(self, tokens=self.sequence + model)
+        return dataclasses.replace(self, tokens=self.sequence + model) if self.sequence else self
 
 
 def _without(axes: Axes, others: Axes) -> Axes:
@@ -268,6 +264,11 @@ def _check_sizes(tp: TensorParallel, dp: int, sp: int, devices: int) -> None:
     if others * sp > devices:
         fits = f"; sp {devices // others} fits" if devices >= others else ""
         raise ValueError(f"{shown} needs {others * sp} devices, this process has {devices}{fits}")
+
+
+def devices_of_model(mesh: Mesh | None) -> int:
+    """Number of devices that share a model, or its sequences."""
+    return 1 if mesh is None else mesh.size // mesh.shape[DATA_AXIS]
 
 
 def grid_of(tensor_parallel: TensorParallel) -> tuple[int, int]:

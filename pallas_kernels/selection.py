@@ -5,7 +5,8 @@ Hopper GPUs have a kernel for every operation, TPUs for some.
 
 import dataclasses
 import importlib
-from types import ModuleType
+from collections.abc import Mapping
+from types import MappingProxyType, ModuleType
 from typing import Any, Literal, Self
 
 import jax
@@ -20,8 +21,9 @@ OPERATIONS = (
     "truncate",
 )
 
-# Compiled for Hopper GPUs, but not yet run on several of them: "auto" leaves these out.
-NOT_YET_MEASURED = frozenset({"reduce_add_rms_norm"})
+# "auto" leaves these out, unless so many devices share a model. For other numbers they were
+# compiled, but have not run yet.
+MEASURED_SHARING: Mapping[str, tuple[int, ...]] = MappingProxyType({"reduce_add_rms_norm": (2,)})
 
 TPU_OPERATIONS = ("paged_attention",)
 TPU_KINDS = ("TPU v5 lite", "TPU v6 lite")  # v5e and v6e: what the kernels were compiled for
@@ -51,25 +53,28 @@ class Kernels:
             raise _no_kernel(unknown[0], self.backend)
 
     @classmethod
-    def for_device(cls, device: Any = None) -> Self:
+    def for_device(cls, device: Any = None, sharing: int = 1) -> Self:
         """Those measured on a Hopper GPU, attention on a TPU, else none.
 
-        ``device`` None: jax's default device.
+        Args:
+          device: None: jax's default device.
+          sharing: number of devices that share a model.
         """
         backend = backend_of(_default_device() if device is None else device)
         if backend is None:
             return cls()
-        return cls(frozenset(_operations_of(backend)) - NOT_YET_MEASURED, backend)
+        unknown = {name for name, sizes in MEASURED_SHARING.items() if sharing not in sizes}
+        return cls(frozenset(_operations_of(backend)) - unknown, backend)
 
     @classmethod
-    def parse(cls, text: str, device: Any = None) -> Self:
+    def parse(cls, text: str, device: Any = None, sharing: int = 1) -> Self:
         """Parse "auto" (see ``for_device``), "all", "none", or a comma list of operations.
 
         Raises ValueError for an operation without a kernel on the device, and for any kernel on a
         device that is neither a Hopper GPU nor a TPU.
         """
         if text == "auto":
-            return cls.for_device(device)
+            return cls.for_device(device, sharing)
         if text == "none":
             return cls()
         device = _default_device() if device is None else device

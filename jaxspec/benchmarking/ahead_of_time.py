@@ -44,6 +44,7 @@ from jaxspec.sharding import (
     Layout,
     Shards,
     TensorParallel,
+    devices_of_model,
     grid_of,
     make_mesh,
     mesh_layout,
@@ -197,7 +198,8 @@ def _program(
     shards = Shards.over(mesh, layout)
     target = decoder_shapes(config, dtype, shards)
     head = head_shapes(eagle3_config(config), config, dtype, shards) if mode.speculation else None
-    params = make_params(mode, target, head, mesh, Kernels.parse(kernels, devices[0]))
+    own_kernels = Kernels.parse(kernels, devices[0], devices_of_model(mesh))
+    params = make_params(mode, target, head, mesh, own_kernels)
 
     def new_state() -> EngineState:
         # The mesh's devices do not exist, so no array can be placed on them: only shapes are.

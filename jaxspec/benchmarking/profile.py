@@ -80,9 +80,11 @@ def record(run: Callable[[], Any]) -> list[Event]:
 
 
 def read_events(data: Any) -> list[Event]:
-    """The events of a ProfileData: those of GPU streams or, without a GPU, the CPU's operations."""
+    """The events of a ProfileData: those of the first GPU's streams or, without a GPU, the CPU's
+    operations."""
     lines = [(plane.name, line) for plane in data.planes for line in plane.lines]
-    streams = [line for plane, line in lines if "GPU" in plane and "Stream" in line.name]
+    first = min((plane for plane, _ in lines if "GPU" in plane), default=None)
+    streams = [line for plane, line in lines if plane == first and "Stream" in line.name]
     events = []
     for line in streams or [line for _, line in lines]:
         for event in line.events:

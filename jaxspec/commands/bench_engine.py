@@ -39,7 +39,7 @@ from jaxspec.commands.shell import (
 )
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import DraftHead
-from jaxspec.sharding import make_mesh
+from jaxspec.sharding import grid_of, make_mesh
 from pallas_kernels.selection import Kernels
 
 MOST_JOBS = 4  # modes compiled at a time; each needs memory for a state for a moment
@@ -90,7 +90,8 @@ def choose(args: argparse.Namespace) -> list[tuple[Workload, Mode]]:
 
 def measure(args: argparse.Namespace, console: Console) -> Iterator[dict[str, Any]]:
     """One timing after the other, each with everything needed to read it later."""
-    chosen, kernels = choose(args), Kernels.parse(args.kernels)
+    x, y = grid_of(args.tp)
+    chosen, kernels = choose(args), Kernels.parse(args.kernels, sharing=x * y)
     on_cpu = jax.default_backend() == "cpu"
     console.print("measuring the memory bandwidth")
     bandwidth = measure_bandwidth((64 << 20) if on_cpu else (2 << 30))

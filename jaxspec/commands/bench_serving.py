@@ -23,7 +23,7 @@ from jaxspec.benchmarking.modes import EIGHT_BITS, Mode, make_params, parse_mode
 from jaxspec.benchmarking.random_params import random_decoder, random_eagle3_head
 from jaxspec.benchmarking.rounds import Bench, Workload, time_mode
 from jaxspec.benchmarking.shapes import SHAPES
-from jaxspec.commands.engine_options import add_drafter_bits
+from jaxspec.commands.engine_options import add_drafter_bits, add_tensor_parallel_option
 from jaxspec.commands.run_facts import run_facts
 from jaxspec.commands.serving_tables import make_tables, plot_times
 from jaxspec.commands.serving_workloads import (
@@ -53,6 +53,7 @@ from jaxspec.load_test import Client, LoadResult, LoadTest
 from jaxspec.loading import load, resolve_dtype
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import DraftHead
+from jaxspec.sharding import devices_of_model, make_mesh
 from pallas_kernels.selection import Kernels
 
 SYNTHETIC = "chain:5@3.5"
@@ -95,6 +96,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--pages", type=int, help="pages of the KV cache (default: as the rows need, or as fit)")
     add("--no-prefix-cache", action="store_true", help="keep no pages for later requests")
     add("--dtype", choices=("bfloat16", "float32"), help="(default: float32 on CPU, else bfloat16)")
+    add_tensor_parallel_option(parser)
     add_drafter_bits(parser)
     add("--kernels", default="auto", help="auto (all on a Hopper GPU), all, none or a comma list")
     add("--adaptive", action="store_true", help="choose the tree of each call, or none, by what a "
@@ -139,12 +141,13 @@ class Models:
 
     def __init__(self, args: argparse.Namespace):
         self.args = args
+        self.mesh = make_mesh(args.tp) if args.tp != 1 else None
         self._random = self._random_weights() if args.shape else None
 
     def _random_weights(self) -> tuple[Decoder, DraftHead]:
         config, dtype = SHAPES[self.args.shape], resolve_dtype(self.args.dtype)
-        target = random_decoder(config, dtype, None, seed=0)
-        return target, random_eagle3_head(config, dtype, None, seed=1)
+        target = random_decoder(config, dtype, self.mesh, seed=0)
+        return target, random_eagle3_head(config, dtype, self.mesh, seed=1)
 
     def mode(self, name: str) -> Mode:
         """Of random weights: how a run decodes."""
@@ -156,15 +159,17 @@ class Models:
     def params(self, name: str) -> EngineParams:
         args = self.args
         if self._random is not None:
-            return make_params(self.mode(name), *self._random, None, Kernels.parse(args.kernels))
+            kernels = Kernels.parse(args.kernels, sharing=devices_of_model(self.mesh))
+            return make_params(self.mode(name), *self._random, self.mesh, kernels)
         if name == "plain":
-            return load(args.model, "none", dtype=args.dtype, kernels=args.kernels)
+            return load(args.model, "none", dtype=args.dtype, mesh=self.mesh, kernels=args.kernels)
         tree = None if args.tree is None else SpeculationConfig.parse(args.tree)
         return load(
             args.model,
             args.drafter,
             speculation=tree,
             dtype=args.dtype,
+            mesh=self.mesh,
             drafter_bits=args.drafter_bits,
             kernels=args.kernels,
         )

@@ -30,6 +30,7 @@ from jaxspec.benchmarking.random_params import random_decoder, random_eagle3_hea
 from jaxspec.benchmarking.rounds import Bench, Workload
 from jaxspec.benchmarking.shapes import SHAPES
 from jaxspec.benchmarking.timing import timed
+from jaxspec.commands.engine_options import add_tensor_parallel_option
 from jaxspec.commands.run_facts import run_facts
 from jaxspec.commands.shell import (
     command_parser,
@@ -37,6 +38,7 @@ from jaxspec.commands.shell import (
     run_command,
     show_results,
 )
+from jaxspec.sharding import devices_of_model, make_mesh
 from pallas_kernels.selection import Kernels
 
 NUM_CALLS = 2  # calls under the profiler
@@ -57,6 +59,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--page-size", type=int, default=64, help="tokens of a page of the KV cache")
     add("--rounds", type=int, default=8, help="rounds in one call; all but the last are profiled")
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="weights and cache")
+    add_tensor_parallel_option(parser)
     add("--kernels", default="auto", help="auto (all on a Hopper GPU), all, none or a comma list")
     add("--plot", type=Path, help="write one round's timeline as a PNG")
     add("--json", action="store_true", help="JSON on stdout, the table on stderr")
@@ -72,13 +75,15 @@ def check(args: argparse.Namespace) -> None:
 
 def run_profiled(args: argparse.Namespace, progress: Console) -> tuple[Profile, dict[str, Any]]:
     """The profile, and other facts about the run."""
-    mode, kernels = parse_mode(args.mode), Kernels.parse(args.kernels)
+    mesh = make_mesh(args.tp) if args.tp != 1 else None
+    mode = parse_mode(args.mode)
+    kernels = Kernels.parse(args.kernels, sharing=devices_of_model(mesh))
     config, dtype = SHAPES[args.shape], jnp.dtype(args.dtype)
     progress.print(f"making random weights of {args.shape}")
-    target, head = random_decoder(config, dtype, None, seed=0), None
+    target, head = random_decoder(config, dtype, mesh, seed=0), None
     if mode.speculation:
-        head = random_eagle3_head(config, dtype, None, seed=1)
-    params = make_params(mode, target, head, None, kernels)
+        head = random_eagle3_head(config, dtype, mesh, seed=1)
+    params = make_params(mode, target, head, mesh, kernels)
     progress.print("compiling")
     workload = Workload(
         batch=args.batch,

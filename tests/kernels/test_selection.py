@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import add_rms_norm, rope_kv_write
-from pallas_kernels.selection import NOT_YET_MEASURED, OPERATIONS, Kernels, is_hopper, kernel_module
+from pallas_kernels.selection import MEASURED_SHARING, OPERATIONS, Kernels, is_hopper, kernel_module
 
 
 @dataclasses.dataclass
@@ -38,7 +38,7 @@ OTHERS = [
     jax.devices("cpu")[0],
 ]
 ALL = Kernels(frozenset(OPERATIONS))
-AUTO = Kernels(frozenset(OPERATIONS) - NOT_YET_MEASURED)
+AUTO = Kernels(frozenset(OPERATIONS) - set(MEASURED_SHARING))
 
 
 def kind(device: Any) -> str:
@@ -49,6 +49,8 @@ def kind(device: Any) -> str:
 def test_every_hopper_gpu_runs_the_measured_kernels(device: Any):
     assert is_hopper(device)
     assert Kernels.for_device(device) == Kernels.parse("auto", device) == AUTO
+    assert Kernels.for_device(device, sharing=2) == Kernels.parse("auto", device, 2) == ALL
+    assert Kernels.parse("auto", device, 4) == AUTO  # compiled, but never run
     assert Kernels.parse("all", device) == ALL
     assert Kernels.parse("none", device) == Kernels()
 
