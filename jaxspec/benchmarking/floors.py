@@ -34,8 +34,8 @@ def floor_bytes(params: EngineParams, batch: int, context: float) -> FloorBytes:
 
     The drafter runs one pass over the newly committed tokens, and one for each further level. Only
     the first reads ``fc``. Of embedding tables only a few rows are gathered, so a table counts only
-    if it is also the LM head. Of weights of 8 bits beside larger ones only these count. Devices that
-    share sequences each read their part.
+    if it is also the LM head. Of weights of 8 bits beside larger ones only these count. Devices
+    that share sequences each read their part.
     """
     target, drafter = params.target, params.drafter
     rows = batch // params.data_parallel / params.sequence_parallel
