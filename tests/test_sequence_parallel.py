@@ -11,6 +11,7 @@ import pytest
 
 from jaxspec import functional
 from jaxspec.benchmarking.collective_volume import parse_collectives, totals
+from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.sharding import MODEL_AXIS, SEQUENCE_AXIS, Layout, make_mesh, mesh_layout
 from pallas_kernels.paged_attention.cases import TEST_CASES, Case, make_arguments, poisoned
 from pallas_kernels.paged_attention.partial import (
@@ -21,16 +22,17 @@ from pallas_kernels.paged_attention.partial import (
 from pallas_kernels.paged_attention.reference import paged_attention_reference
 from tests.layouts import on_mesh
 from tests.marks import first_is_fast, slow
-from tests.programs import decode_hlo, prefill_hlo
+from tests.programs import decode_hlo, new_jit, prefill_hlo
+from tests.random_models import make_params, random_target, tiny_config
 from tests.test_tensor_parallel import (
     BATCH,
     TARGET,
     check_changes_nothing,
     empty_state,
     one_device,
-    run,
 )
 
+TREE = SpeculationConfig(num_nodes=6, max_depth=2, top_k=3)
 SPLIT_CASES = [case for case in TEST_CASES if case.page_size % 2 == 0]
 
 
@@ -95,10 +97,25 @@ def test_spreading_sequences_changes_nothing(
     check_changes_nothing(name, model, data, shard_drafter, page_size, sequence)
 
 
+def read_and_decode(params: Any, state: Any, prompts: Any) -> Any:
+    lengths = np.array([9, 4], np.int32)
+    state = functional.admit(params, state, np.arange(2), prompts, lengths)
+    state, _ = functional.prefill(params, state, width=9)
+    return functional.decode(params, state, 30)[0]
+
+
 def test_trees_on_two_devices_give_the_tokens_of_plain_decoding_on_one():
-    tokens, _, accepted, _ = run("eagle3 tree", page_size=16, sequence=2)
-    np.testing.assert_array_equal(tokens, run("none")[0])
-    assert accepted[:, 1].sum() > 0
+    target, found = random_target(tiny_config(num_layers=1)), []
+    prompts = np.random.default_rng(0).integers(96, size=(2, 9), dtype=np.int32)
+    for name, spec in (("none", SpeculationConfig.chain(1)), ("eagle1", TREE)):
+        params = make_params(name, spec, target)
+        if name == "eagle1":
+            params = on_mesh(params, make_mesh(sequence_parallel=2), shard_drafter=False)
+        state = functional.init_state(params, 2, 24, page_size=4)
+        found.append(new_jit(read_and_decode)(params, state, prompts).rows)
+    plain, trees = found
+    np.testing.assert_array_equal(trees.tokens, plain.tokens)
+    assert trees.stats.accepted[:, 1].sum() > 0
 
 
 FLOAT32 = 4
