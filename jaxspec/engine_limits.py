@@ -8,11 +8,10 @@ from jaxspec.deterministic import fixed_chunk
 from jaxspec.functional import EngineParams
 from jaxspec.program_sizes import Sizes
 from jaxspec.scheduling.plan import Limits
-from jaxspec.sharding import spans_processes
 from jaxspec.swapping import part_bytes
 
 MOST_STOPS = 16
-LARGEST_CHUNK = 512  # prompt tokens of a row in a call
+LARGEST_CHUNK = 512  # prompt tokens of a row in a call, for each device that shares them
 FIXED_ROUNDS = 8  # of a program that runs a fixed number, unless that is one
 
 
@@ -23,7 +22,7 @@ def engine_sizes(params: EngineParams, cache: CacheConfig, config: EngineConfig)
     """
     shards = params.data_parallel
     num_rows = -(-config.max_rows // shards) * shards
-    chunk = LARGEST_CHUNK
+    chunk = LARGEST_CHUNK * params.sequence_parallel
     if config.deterministic:
         chunk = fixed_chunk(num_rows, cache.max_length, config.prefill_budget, LARGEST_CHUNK)
     return Sizes(
@@ -51,7 +50,8 @@ def _is_fixed(params: EngineParams, config: EngineConfig) -> bool:
 def scheduler_limits(params: EngineParams, sizes: Sizes, config: EngineConfig) -> Limits:
     """Raises ValueError for swapping where rows are split over devices, or over processes."""
     shards, preemption = params.data_parallel, config.preemption
-    is_split = shards > 1 or spans_processes(params.mesh)
+    devices = [] if params.mesh is None else params.mesh.devices.flat
+    is_split = shards > 1 or len({one.process_index for one in devices}) > 1
     if config.preemption == "swap" and is_split:
         raise ValueError(
             "preemption must be recompute or auto where rows are split over devices, or a model "

@@ -56,7 +56,7 @@ def load(
       mesh: as made by sharding.make_mesh; None for the default device.
       shard_drafter: split the drafter's weights over the mesh too, instead of repeating them.
       drafter_bits: 8: the drafter's matrices as 8-bit integers, too, with a scale for each output,
-        which halves what a draft step of up to 32 rows reads; None: only as loaded. The text does
+        which halves what a draft step of up to 48 rows reads; None: only as loaded. The text does
         not depend on it.
       kernels: operations that run as kernels: ``auto`` (all on a Hopper GPU, attention on a TPU
         v5e or v6e, none elsewhere), ``all``, ``none``, or a comma list of names.

@@ -153,7 +153,7 @@ class Processes:
             if kind is None:
                 self._lost(index)
             elif kind == FAIL:
-                self.fail(message)  # the others are told, too
+                self.fail(str(message))  # the others are told, too
             elif kind == END:
                 self._ending = True
                 if not self._claimed:

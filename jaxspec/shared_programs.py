@@ -15,7 +15,7 @@ from jaxspec.functional import EngineParams
 from jaxspec.processes import Processes
 from jaxspec.program_sizes import Kind, Sizes
 from jaxspec.programs import Programs
-from jaxspec.sharding import DATA_AXIS
+from jaxspec.sharding import HIDDEN_AXIS, MODEL_AXIS
 
 LARGE = ("admit_rows", "prefill", "decode", "draft", "verify")
 
@@ -154,8 +154,9 @@ def check_mesh(params: EngineParams, processes: Processes) -> None:
             f"{processes.group.size} processes have {devices} devices together, and the model is "
             f"split over {own}: give tp {devices}"
         )
-    if mesh.shape[DATA_AXIS] > 1:
-        raise ValueError("rows cannot be split over processes: start a server for each instead")
+    others = [name for name in mesh.shape if name not in (MODEL_AXIS, HIDDEN_AXIS)]
+    if any(mesh.shape[name] > 1 for name in others):
+        raise ValueError("several processes split the model alone: neither rows nor sequences")
 
 
 def _global(array: np.ndarray, sharding: Any) -> jax.Array:

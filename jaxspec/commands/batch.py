@@ -130,7 +130,8 @@ def generate(
 def load(arguments: argparse.Namespace, processes: Processes | None) -> list[LLM]:
     """An engine for each of --dp. Raises ValueError where there are too few devices."""
     keep_compiled_programs(program_folder(arguments))
-    meshes = replica_meshes(1 if arguments.dp is None else arguments.dp, arguments.tp)
+    replicas = 1 if arguments.dp is None else arguments.dp
+    meshes = replica_meshes(replicas, arguments.tp, arguments.sp)
     model, tokenizer = arguments.model, TextTokenizer(arguments.model)
     with progress_console().status(f"loading {Path(model).name}"):
         return [

@@ -16,7 +16,7 @@ from pallas_kernels.split_k import choose_split_k
 
 LARGEST = 127  # -128 is not used: values are symmetric
 # With more rows, widening integers takes a GPU longer than reading weights of twice their size.
-MOST_ROWS = 32
+MOST_ROWS = 48
 
 
 @pytree

@@ -90,7 +90,8 @@ def test_many_rows_take_the_weights_as_loaded():
     for num_splits in (1, 4):
         found = both.partial_sums(many, num_splits, NO_KERNELS)
         np.testing.assert_array_equal(found, linear.partial_sums(many, num_splits, NO_KERNELS))
-    assert only_eight_bits([both])[0].loaded is None
+    [only] = only_eight_bits([both])
+    assert isinstance(only, ScaledLinear) and only.loaded is None
 
 
 def test_logits_are_float32():
