@@ -33,6 +33,27 @@ def all_gather(x: Array, axes: Axes) -> Array:
     return lax.all_gather(x, axes, axis=x.ndim - 1, tiled=True) if axes else x
 
 
+def padded_tokens(x: Array, axes: Axes) -> Array:
+    """x [B, T, ...] with zeros after the tokens, so that the shards of ``axes`` can split them."""
+    missing = -x.shape[1] % lax.axis_size(axes)
+    return jnp.pad(x, ((0, 0), (0, missing), *((0, 0),) * (x.ndim - 2)))
+
+
+def own_tokens(x: Array, axes: Axes) -> Array:
+    """This shard's part of the tokens: x [B, n * T, ...] -> [B, T, ...]."""
+    if not axes:
+        return x
+    size = x.shape[1] // lax.axis_size(axes)
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * size, size, axis=1)
+
+
+def all_tokens(x: Array, axes: Axes, count: int | None = None) -> Array:
+    """The tokens of all shards: x [B, T, ...] -> [B, count, ...]; None: [B, n * T, ...]."""
+    if not axes:
+        return x
+    return lax.all_gather(x, axes, axis=1, tiled=True)[:, :count]
+
+
 def shard_offset(size: int, axes: Axes) -> Array | int:
     """Global index of this shard's first entry, for shards of ``size`` entries."""
     return lax.axis_index(axes) * size if axes else 0

@@ -11,7 +11,7 @@ from jaxspec.scheduling.plan import Limits
 from jaxspec.swapping import part_bytes
 
 MOST_STOPS = 16
-LARGEST_CHUNK = 512  # prompt tokens of a row in a call
+LARGEST_CHUNK = 512  # prompt tokens of a row in a call, for each device that shares them
 FIXED_ROUNDS = 8  # of a program that runs a fixed number, unless that is one
 
 
@@ -22,7 +22,7 @@ def engine_sizes(params: EngineParams, cache: CacheConfig, config: EngineConfig)
     """
     shards = params.data_parallel
     num_rows = -(-config.max_rows // shards) * shards
-    chunk = LARGEST_CHUNK
+    chunk = LARGEST_CHUNK * params.sequence_parallel
     if config.deterministic:
         chunk = fixed_chunk(num_rows, cache.max_length, config.prefill_budget, LARGEST_CHUNK)
     return Sizes(

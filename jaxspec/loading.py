@@ -55,8 +55,9 @@ def load(
       dtype: ``float32`` or ``bfloat16``; by default float32 on CPU and bfloat16 elsewhere.
       mesh: as made by sharding.make_mesh; None for the default device.
       shard_drafter: split the drafter's weights over the mesh too, instead of repeating them.
-      drafter_bits: 8: the drafter's matrices as 8-bit integers with a scale for each output, which
-        halves what a draft step reads; None: as loaded. The text does not depend on it.
+      drafter_bits: 8: the drafter's matrices as 8-bit integers, too, with a scale for each output,
+        which halves what a draft step of up to 48 rows reads; None: only as loaded. The text does
+        not depend on it.
       kernels: operations that run as kernels: ``auto`` (all on a Hopper GPU, attention on a TPU
         v5e or v6e, none elsewhere), ``all``, ``none``, or a comma list of names.
 

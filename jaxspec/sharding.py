@@ -8,9 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.experimental.layout import Format
-from jax.experimental.layout import Layout as DeviceLayout
-from jax.sharding import Mesh, NamedSharding, Sharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxspec.pytree import is_static
@@ -18,6 +16,7 @@ from jaxspec.pytree import is_static
 Axes = tuple[str, ...]  # mesh axes, the outermost first; (): not split
 
 DATA_AXIS = "data"
+SEQUENCE_AXIS = "sequence"  # of meshes for sequence parallelism only
 MODEL_AXIS = "model"
 HIDDEN_AXIS = "hidden"  # of meshes for 2-D tensor parallelism only
 
@@ -39,6 +38,7 @@ LOGICAL_AXES: Mapping[str, str] = MappingProxyType(
         "experts": "experts",
         "hidden": "hidden",
         "peers": "heads",  # devices that add up a row-parallel product
+        "slot": "sequence",  # of every page
     }
 )
 
@@ -55,7 +55,7 @@ WHOLE_AXES = frozenset(
             "group",
             "head_dim",
         ),
-        *("length", "nodes", "rounds", "slot", "stops", "table", "two", "whole_hidden", "words"),
+        *("length", "nodes", "rounds", "stops", "table", "two", "whole_hidden", "words"),
     )
 )
 
@@ -91,11 +91,12 @@ class Layout:
       hidden: hidden states between the blocks of a layer (2-D tensor parallelism). These mesh axes
         are the last ones of vocab, heads and ff, too. Weights that have both dimensions are split
         by them along ``hidden`` only.
-      experts, sequence, stages: experts of an MLP, positions of a sequence, layers of a model.
-        Splitting these is not supported yet.
+      sequence: the slots of every page of the KV cache: each device has a part of each sequence.
+      tokens: in one forward pass, its tokens between the blocks of a layer (see split_tokens).
+      experts, stages: experts of an MLP, layers of a model. Splitting these is not supported yet.
 
-    Raises ValueError for a split that is not supported, if a mesh axis splits both the batch and
-    the model, and if ``hidden`` is not at the end of vocab, heads and ff.
+    Raises ValueError for a split that is not supported, if a mesh axis splits two of the batch,
+    the sequence and the model, and if ``hidden`` is not at the end of vocab, heads and ff.
     """
 
     batch: Axes = ()
@@ -105,22 +106,26 @@ class Layout:
     hidden: Axes = ()
     experts: Axes = ()
     sequence: Axes = ()
+    tokens: Axes = ()
     stages: Axes = ()
 
     def __post_init__(self):
-        for name in ("experts", "sequence", "stages"):
+        for name in ("experts", "stages"):
             if getattr(self, name):
                 raise ValueError(
-                    f"a layout that splits {name} is not supported yet: split heads, ff, vocab "
-                    "and batch"
+                    f"a layout that splits {name} is not supported yet: split heads, ff, vocab, "
+                    "sequence and batch"
                 )
 
-        shared = set(self.batch) & {*self.vocab, *self.heads, *self.ff}
+        model = {*self.vocab, *self.heads, *self.ff}
+        shared = set(self.batch) & model
         if shared:
             raise ValueError(
                 f"mesh axes {sorted(shared)} split both the batch and the model: sums over the "
                 "model's would mix rows"
             )
+        if set(self.sequence) & {*self.batch, *model}:
+            raise ValueError(f"the sequence needs mesh axes of its own, not {self.sequence}")
         for name in ("vocab", "heads", "ff"):
             axes = getattr(self, name)
             if self.hidden and axes[-len(self.hidden) :] != self.hidden:
@@ -179,6 +184,15 @@ class Layout:
         """The same devices, with whole hidden states."""
         return dataclasses.replace(self, hidden=())
 
+    @property
+    def split_tokens(self) -> "Layout":
+        """The layout of a pass over many tokens where sequences are split: norms, residuals and
+        products outside of attention are of each device's own tokens. Devices of one line gather
+        them before a product, and scatter its sum after it (Korthikanti et al., arXiv 2205.05198).
+        """
+        model = self.heads if self.heads == self.ff == self.vocab and not self.hidden else ()
+        return dataclasses.replace(self, tokens=self.sequence + model) if self.sequence else self
+
 
 def _without(axes: Axes, others: Axes) -> Axes:
     return tuple(axis for axis in axes if axis not in others)
@@ -221,32 +235,39 @@ def make_mesh(
     tensor_parallel: TensorParallel = 1,
     data_parallel: int = 1,
     devices: Sequence[Any] | None = None,
+    *,
+    sequence_parallel: int = 1,
 ) -> Mesh:
     """A ``(data, model)`` mesh over the first of these devices; None: of all.
 
     ``tensor_parallel`` (x, y) with x above 1 gives a ``(data, model, hidden)`` mesh of y devices
-    along ``model`` and x along ``hidden``, for 2-D tensor parallelism.
+    along ``model`` and x along ``hidden``, for 2-D tensor parallelism. ``sequence_parallel`` above
+    1 adds an axis ``sequence`` before ``model``: its devices share each sequence.
 
     Raises ValueError for sizes below 1, and if there are fewer devices than needed.
     """
-    x, y = grid_of(tensor_parallel)
-    if min(x, y, data_parallel) < 1:
-        raise ValueError(
-            f"parallel sizes must be >= 1, got tp {shown_size(tensor_parallel)}, dp {data_parallel}"
-        )
-    needed, devices = x * y * data_parallel, devices or jax.devices()
-    if needed > len(devices):
-        raise ValueError(
-            f"tensor x data parallel needs {needed} devices, this process has {len(devices)}"
-        )
-    grid = np.array(devices[:needed]).reshape(data_parallel, y, x)
-    if x == 1:
-        return Mesh(grid[..., 0], (DATA_AXIS, MODEL_AXIS))
-    return Mesh(grid, (DATA_AXIS, MODEL_AXIS, HIDDEN_AXIS))
+    (x, y), devices = grid_of(tensor_parallel), devices or jax.devices()
+    _check_sizes(tensor_parallel, data_parallel, sequence_parallel, len(devices))
+    sizes = {DATA_AXIS: data_parallel, SEQUENCE_AXIS: sequence_parallel, MODEL_AXIS: y}
+    sizes[HIDDEN_AXIS] = x
+    kept = {name: n for name, n in sizes.items() if n > 1 or name in (DATA_AXIS, MODEL_AXIS)}
+    grid = np.array(devices[: math.prod(kept.values())])
+    return Mesh(grid.reshape(*kept.values()), tuple(kept))
+
+
+def _check_sizes(tp: TensorParallel, dp: int, sp: int, devices: int) -> None:
+    """Raises ValueError for sizes below 1, and for more devices than there are."""
+    shown = f"tp {shown_size(tp)}, dp {dp}, sp {sp}"
+    if min(*grid_of(tp), dp, sp) < 1:
+        raise ValueError(f"parallel sizes must be >= 1, got {shown}")
+    others = dp * math.prod(grid_of(tp))
+    if others * sp > devices:
+        fits = f"; sp {devices // others} fits" if devices >= others else ""
+        raise ValueError(f"{shown} needs {others * sp} devices, this process has {devices}{fits}")
 
 
 def devices_of_model(mesh: Mesh | None) -> int:
-    """Number of devices that share a model."""
+    """Number of devices that share a model, or its sequences."""
     return 1 if mesh is None else mesh.size // mesh.shape[DATA_AXIS]
 
 
@@ -261,29 +282,31 @@ def shown_size(tensor_parallel: TensorParallel) -> str:
     return str(y) if isinstance(tensor_parallel, int) else f"{x}x{y}"
 
 
-def replica_meshes(replicas: int, tensor_parallel: TensorParallel = 1) -> list[Mesh | None]:
-    """The devices of engines side by side, ``tensor_parallel`` each; None: the default device.
+def replica_meshes(
+    replicas: int, tensor_parallel: TensorParallel = 1, sequence_parallel: int = 1
+) -> list[Mesh | None]:
+    """The devices of engines side by side; None: the default device. Each has
+    ``tensor_parallel`` times ``sequence_parallel``.
 
     Raises ValueError for sizes below 1, and if there are fewer devices than needed.
     """
-    size, shown = math.prod(grid_of(tensor_parallel)), shown_size(tensor_parallel)
-    if min(replicas, *grid_of(tensor_parallel)) < 1:
-        raise ValueError(f"parallel sizes must be >= 1, got tp {shown}, dp {replicas}")
-    needed, devices = replicas * size, jax.devices()
-    if needed > len(devices):
-        raise ValueError(
-            f"dp {replicas} x tp {shown} needs {needed} devices, this process has {len(devices)}"
-        )
-    if needed == 1:
+    devices = jax.devices()
+    _check_sizes(tensor_parallel, replicas, sequence_parallel, len(devices))
+    size = math.prod(grid_of(tensor_parallel)) * sequence_parallel
+    if replicas * size == 1:
         return [None]
-    groups = [devices[start : start + size] for start in range(0, needed, size)]
-    return [make_mesh(tensor_parallel, devices=group) for group in groups]
+    groups = [devices[start : start + size] for start in range(0, replicas * size, size)]
+    return [
+        make_mesh(tensor_parallel, devices=group, sequence_parallel=sequence_parallel)
+        for group in groups
+    ]
 
 
 def mesh_layout(mesh: Mesh | None, *, split_model: bool = True) -> Layout:
     """The layout of a model on a mesh from make_mesh. Axes of one device are left out.
 
-    ``split_model`` False: every device along the model axes holds the whole model.
+    ``split_model`` False: every device along the model axes holds the whole model. Sequences are
+    split all the same.
 
     Raises ValueError for a mesh without those axes.
     """
@@ -295,12 +318,13 @@ def mesh_layout(mesh: Mesh | None, *, split_model: bool = True) -> Layout:
             "make it with jaxspec.sharding.make_mesh"
         )
     batch = (DATA_AXIS,) if mesh.shape[DATA_AXIS] > 1 else ()
+    sequence = (SEQUENCE_AXIS,) if mesh.shape.get(SEQUENCE_AXIS, 1) > 1 else ()
     if not split_model:
-        return Layout(batch=batch)
+        return Layout(batch=batch, sequence=sequence)
     model = (MODEL_AXIS,) if mesh.shape[MODEL_AXIS] > 1 else ()
     hidden = (HIDDEN_AXIS,) if mesh.shape.get(HIDDEN_AXIS, 1) > 1 else ()
     every = model + hidden
-    return Layout(batch=batch, vocab=every, heads=every, ff=every, hidden=hidden)
+    return Layout(batch, every, every, every, hidden, sequence=sequence)
 
 
 def check_divides(what: str, size: int, devices: int) -> None:
@@ -319,9 +343,8 @@ def fitting(size: int, devices: int, fits: Callable[[int], bool] | None = None) 
 
 
 def axes_size(mesh: Mesh | None, axes: Axes) -> int:
-    """Number of devices along ``axes`` of a mesh; 1 for no axes."""
-    sizes = dict(mesh.shape) if mesh is not None else {}
-    return math.prod(sizes[name] for name in axes)
+    """Number of devices along ``axes`` of a mesh; 1 for no axes, and without a mesh."""
+    return 1 if mesh is None else math.prod(mesh.shape[name] for name in axes)
 
 
 def partition_specs(tree: Any, layout: Layout = WHOLE, undeclared: tuple[str, ...] = ()) -> Any:
@@ -374,21 +397,3 @@ def named_shardings(mesh: Mesh, tree: Any, layout: Layout = WHOLE) -> Any:
 
     specs = partition_specs(tree, layout)
     return jax.tree.map(bind, specs, is_leaf=lambda leaf: isinstance(leaf, P))
-
-
-def weight_place(shape: tuple[int, ...], sharding: Sharding) -> Sharding | Format:
-    """Where a weight goes, for ``jax.device_put`` and the like: its sharding, on a TPU with the
-    layout in which products read it.
-
-    A TPU stores an array in tiles of its last two dimensions. By default weights [in, *out] with
-    several output dimensions would have tiles over a short one (two, or the heads of a group), and
-    every program would first copy all of them into a layout with tiles over the input.
-    """
-    if {device.platform for device in sharding.device_set} != {"tpu"} or len(shape) < 3:
-        return sharding
-    return Format(product_layout(len(shape)), sharding)
-
-
-def product_layout(num_dims: int) -> DeviceLayout:
-    """The layout of a weight [in, *out] whose input stands before the last dimension."""
-    return DeviceLayout((*range(1, num_dims - 1), 0, num_dims - 1))

@@ -33,6 +33,16 @@ def decode_hlo(
     """The decode program as XLA's CPU compiler left it; ``options`` are decode's."""
     decode = functools.partial(functional.decode, max_rounds=3, **options)
     jitted = jax.jit(decode, donate_argnums=(1,) if donate else ())
-    text = jitted.lower(params, state, 3).compile(compiler_options=FAST_COMPILE).as_text()
+    return _text(jitted.lower(params, state, 3))
+
+
+def prefill_hlo(params: EngineParams, state: EngineState, **options: Any) -> str:
+    """The prefill program as XLA's CPU compiler left it; ``options`` are prefill's."""
+    prefill = functools.partial(functional.prefill, **options)
+    return _text(jax.jit(prefill, donate_argnums=1).lower(params, state))
+
+
+def _text(lowered: Any) -> str:
+    text = lowered.compile(compiler_options=FAST_COMPILE).as_text()
     assert text is not None
     return text

@@ -27,6 +27,7 @@ LAYERS = (
     "jaxspec.config",
     "jaxspec.sharding",
     "jaxspec.collectives",
+    "jaxspec.weight_places",
     "jaxspec.cache",
     "jaxspec.tensors",
     "jaxspec.models",

@@ -20,7 +20,6 @@ from jaxspec.sharding import TensorParallel, make_mesh
 from jaxspec.structured import GrammarCompiler, StructuredOutput
 from tests.engines import FULL, seal
 from tests.layouts import on_mesh
-from tests.marks import slow
 from tests.random_models import make_params, random_prompts, random_target, tiny_config
 
 VOCAB, END = 257, 256  # a byte each, and the end; two devices pad the vocabulary
@@ -60,10 +59,13 @@ def compiler() -> GrammarCompiler:
     return GrammarCompiler(tokenizer.to_str(), VOCAB, [END])
 
 
-def new_engine(drafter: str, model: TensorParallel = 1, data: int = 1, **options: Any) -> Engine:
+def new_engine(
+    drafter: str, model: TensorParallel = 1, data: int = 1, sequence: int = 1, **options: Any
+) -> Engine:
     params = make_params(drafter, CHAIN, TARGET)
-    if (model, data) != (1, 1):
-        params = on_mesh(params, make_mesh(model, data), shard_drafter=False)
+    if (model, data, sequence) != (1, 1, 1):
+        mesh = make_mesh(model, data, sequence_parallel=sequence)
+        params = on_mesh(params, mesh, shard_drafter=False)
     options = {"max_rows": 4, "rounds_per_call": 4} | options
     config = EngineConfig(**options)
     return Engine(params, CACHE, config, make_matcher=lambda own: compiler().matcher(own))
@@ -121,18 +123,22 @@ def check_logprobs(found: list[Any], wanted: list[Any]) -> None:
         np.testing.assert_allclose(ours, theirs, atol=1e-4)
 
 
-MESHES = [
-    slow("eagle3", 2, 2),
-    slow("ngram", 2, 1),
-    slow("eagle3", 1, 2),
-    slow("mixed", 1, 4),
-    slow("eagle3", (2, 2), 1),
+MESHES = [  # drafter, then the sizes of the mesh
+    ("eagle3", 2, 2),
+    ("ngram", 2, 1),
+    ("eagle3", 1, 2),
+    ("mixed", 1, 4),
+    ("eagle3", (2, 2), 1),
+    ("eagle3", 1, 1, 2),
+    ("mixed", 2, 1, 2),
+    ("ngram", 1, 2, 4),
 ]
 
 
-@pytest.mark.parametrize(("drafter", "model", "data"), MESHES)
-def test_every_option_gives_the_text_of_one_device(drafter: str, model: Any, data: int):
-    check(run(sealed(new_engine(drafter, model, data))))
+@pytest.mark.slow
+@pytest.mark.parametrize("case", MESHES, ids=str)
+def test_every_option_gives_the_text_of_one_device(case: Any):
+    check(run(sealed(new_engine(*case))))
 
 
 def adapting(engine: Engine) -> Any:
@@ -171,9 +177,12 @@ def test_an_adaptive_engine_warms_up_on_a_mesh_and_compiles_nothing_more(model: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("preemption", "model"), [("swap", 2), ("recompute", 2), ("swap", (2, 2))])
-def test_requests_are_preempted_under_tensor_parallelism(preemption: Any, model: Any):
-    engine = new_engine("eagle3", model, 1)
+@pytest.mark.parametrize(
+    ("preemption", "model", "sequence"),
+    [("swap", 2, 1), ("recompute", 2, 1), ("swap", (2, 2), 1), ("swap", 1, 2), ("recompute", 2, 2)],
+)
+def test_requests_are_preempted_on_a_mesh(preemption: Any, model: Any, sequence: int):
+    engine = new_engine("eagle3", model, sequence=sequence)
     few = CacheConfig(page_size=8, max_length=64, num_pages=14)
     config = EngineConfig(max_rows=4, preemption=preemption)
     engine = Engine(engine.params, few, config, make_matcher=lambda own: compiler().matcher(own))

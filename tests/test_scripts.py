@@ -98,6 +98,8 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         (["--tree", "4:5:2"], "num_nodes (4) must exceed max_depth (5)"),
         (["--tp", "64"], "needs 64 devices"),
         (["--tp", "8x8"], "needs 64 devices, this process has 8"),
+        (["--tp", "2", "--sp", "8"], "needs 16 devices, this process has 8; sp 4 fits"),
+        (["--sp", "3"], "page_size 16 cannot be split over 3 devices; it can over 1, 2, 4"),
         (["--tp", "5x1"], "hidden_size 256 cannot be split over 5 devices; it can over 1, 2, 4, 8"),
         (["--proposal", "sampled"], "proposal 'sampled' does not go with acceptance 'match'"),
         (["--kernels", "all"], "the kernels are for Hopper GPUs, not for cpu"),

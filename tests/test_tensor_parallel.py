@@ -74,11 +74,13 @@ def run(
     data: int = 1,
     shard_drafter: bool = True,
     page_size: int = PAGE_SIZE,
+    sequence: int = 1,
 ):
     """The token buffer, the rounds and accepted tokens of each sequence, and what was emitted."""
     params = one_device(name)
-    if (model, data) != (1, 1):
-        params = on_mesh(params, make_mesh(model, data), shard_drafter=shard_drafter)
+    if (model, data, sequence) != (1, 1, 1):
+        mesh = make_mesh(model, data, sequence_parallel=sequence)
+        params = on_mesh(params, mesh, shard_drafter=shard_drafter)
     prompts = np.random.default_rng(0).integers(
         TARGET.vocab_size, size=(BATCH, PROMPT), dtype=np.int32
     )

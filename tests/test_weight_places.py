@@ -11,7 +11,7 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.models.linear import Linear
-from jaxspec.sharding import product_layout, weight_place
+from jaxspec.weight_places import product_layout, weight_place
 from jaxspec.weights.in_place import committed, in_place_of
 from tests.marks import slow
 from tests.random_models import (

@@ -49,9 +49,9 @@ from jaxspec.sharding import (
     make_mesh,
     mesh_layout,
     named_shardings,
-    weight_place,
 )
 from jaxspec.state import EngineState
+from jaxspec.weight_places import weight_place
 from pallas_kernels.selection import Kernels
 
 H100_SXM = Path(__file__).parent / "data/h100_sxm.txtpb"
@@ -149,7 +149,8 @@ def decode_program(
     tensor_parallel: TensorParallel,
     kernels: str,
 ) -> Program:
-    """The decode program, sharded over all devices: as many as ``tensor_parallel`` needs.
+    """The decode program, sharded over all devices: as many as ``tensor_parallel`` needs, or a
+    multiple, so that so many share each sequence.
 
     Raises ValueError for sizes that cannot be split evenly.
     """
@@ -165,9 +166,10 @@ def prefill_program(
     devices: Sequence[Any],
     tensor_parallel: TensorParallel,
     kernels: str,
+    largest_chunk: int = LARGEST_CHUNK,
 ) -> Program:
     """The program that reads a chunk of every row's prompt; see ``decode_program``."""
-    greedy, width = workload.sampling == "greedy", min(workload.context, LARGEST_CHUNK)
+    greedy, width = workload.sampling == "greedy", min(workload.context, largest_chunk)
     prefill = functools.partial(functional.prefill, width=width, greedy=greedy)
     return _program(
         prefill, config, mode, workload, devices, tensor_parallel, kernels, counted=False
@@ -189,7 +191,9 @@ def _program(
 
     Only this function depends on the engine's functions.
     """
-    mesh = make_mesh(tensor_parallel, devices=devices) if len(devices) > 1 else None
+    mesh, each = None, math.prod(grid_of(tensor_parallel))
+    if len(devices) > 1:
+        mesh = make_mesh(tensor_parallel, devices=devices, sequence_parallel=len(devices) // each)
     dtype, layout = jnp.dtype("bfloat16"), mesh_layout(mesh)
     shards = Shards.over(mesh, layout)
     target = decoder_shapes(config, dtype, shards)
@@ -206,7 +210,7 @@ def _program(
     state = _place(jax.eval_shape(new_state), devices, mesh, layout)
     rounds = [jax.ShapeDtypeStruct((), jnp.int32)] if counted else []
     params = _place(params, devices, mesh, layout)
-    # Weights have a layout, too, see sharding.weight_place.
+    # Weights have a layout, too, see weight_places.weight_place.
     weights = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(
             x.shape, x.dtype, sharding=weight_place(x.shape, x.sharding)

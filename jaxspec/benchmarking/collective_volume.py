@@ -6,9 +6,14 @@ import re
 from collections.abc import Iterable, Mapping
 
 # Each of k devices sends (k - 1) / k of an operation's whole array so often: of the result of an
-# all-reduce or all-gather, and of the operand of a reduce-scatter. Rings send as much.
-SENT: Mapping[str, float] = {"all-reduce": 2.0, "all-gather": 1.0, "reduce-scatter": 1.0}
-OTHERS = ("all-to-all", "collective-permute", "collective-broadcast", "ragged-all-to-all")
+# all-reduce, all-gather or all-to-all, and of the operand of a reduce-scatter. Rings send as much.
+SENT: Mapping[str, float] = {
+    "all-reduce": 2.0,
+    "all-gather": 1.0,
+    "reduce-scatter": 1.0,
+    "all-to-all": 1.0,
+}
+OTHERS = ("collective-permute", "collective-broadcast", "ragged-all-to-all")
 
 _NUMBER_TYPES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4}
 _COLLECTIVE = re.compile(rf"= (.*?) ({'|'.join((*SENT, *OTHERS))})(?:-start)?\(")

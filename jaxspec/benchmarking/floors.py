@@ -11,6 +11,7 @@ from jaxspec.functional import EngineParams
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import DraftHead
 from jaxspec.models.mixers import Attention
+from jaxspec.quantization.scaled import only_eight_bits
 from jaxspec.speculation.drafters import EagleDrafter
 
 
@@ -33,17 +34,18 @@ def floor_bytes(params: EngineParams, batch: int, context: float) -> FloorBytes:
 
     The drafter runs one pass over the newly committed tokens, and one for each further level. Only
     the first reads ``fc``. Of embedding tables only a few rows are gathered, so a table counts only
-    if it is also the LM head.
+    if it is also the LM head. Of weights of 8 bits beside larger ones only these count. Devices
+    that share sequences each read their part.
     """
     target, drafter = params.target, params.drafter
-    rows = batch // params.data_parallel
+    rows = batch // params.data_parallel / params.sequence_parallel
     weights = local_bytes(without_exchanges(target))
     if target.lm_head is not None:
         weights -= local_bytes(target.embed)
-    kv = rows * _kv_bytes(target, context)
+    kv = round(rows * _kv_bytes(target, context))
     if not isinstance(drafter, EagleDrafter):
         return FloorBytes(weights, kv, 0, 0)
-    head, passes = drafter.head, params.speculation.max_depth
+    head, passes = only_eight_bits(drafter.head), params.speculation.max_depth
     once = local_bytes(head.front.fc)
     each = local_bytes(without_exchanges(head)) - once - local_bytes((head.embed, head.token_ids))
     return FloorBytes(

@@ -196,7 +196,10 @@ class Bench:
 
 
 def prefill_chunk(params: EngineParams, batch: int, context: int, max_length: int) -> int:
-    """Prompt tokens per call: a power of two, small enough that attention scores fit in memory."""
+    """Prompt tokens per call: small enough that attention scores fit in memory. Devices that share
+    sequences read blocks of them (see paged_attention.partial), and share the tokens."""
+    if params.sequence_parallel > 1:
+        return min(LARGEST_CHUNK * params.sequence_parallel, context)
     slots = max_length + params.speculation.scratch_slots
     heads = max(layer.mixer.num_heads for layer in params.target.config.layers)
     fitting = SCORE_BYTES // (4 * batch * heads * slots)

@@ -11,11 +11,12 @@ from typing import Self
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from jaxspec.cache.layer_state import CommittedPath, Geometry
-from jaxspec.pytree import Pytree, array, pytree
-from jaxspec.sharding import Layout, named_shardings
+from jaxspec.cache.spread import move_rows
+from jaxspec.pytree import Pytree, array, pytree, static
+from jaxspec.sharding import Axes, Layout, named_shardings
 from pallas_kernels.kv_compact import kv_compact
 from pallas_kernels.selection import Kernels
 
@@ -24,11 +25,13 @@ from pallas_kernels.selection import Kernels
 class PagedKV(Pytree):
     """Keys and values of one layer, [P, G, K, D] each: the page of a KV head is contiguous.
 
-    This is the LayerState of attention.
+    This is the LayerState of attention. ``spread``: mesh axes that the slots of every page are
+    spread over (see cache/spread.py).
     """
 
     k: Array = array("pages", "kv_heads", "slot", "head_dim")
     v: Array = array("pages", "kv_heads", "slot", "head_dim")
+    spread: Axes = static(default=())
 
     @classmethod
     def create(
@@ -41,7 +44,7 @@ class PagedKV(Pytree):
             probe = cls(k=jnp.zeros(()), v=jnp.zeros(()))
             sharding = named_shardings(geometry.mesh, probe, layout).k
         k, v = (jnp.zeros(shape, dtype, device=sharding) for _ in range(2))
-        return cls(k=k, v=v)
+        return cls(k=k, v=v, spread=layout.axes("slot"))
 
     @property
     def rereads(self) -> bool:
@@ -49,7 +52,8 @@ class PagedKV(Pytree):
 
     @property
     def page_size(self) -> int:
-        return self.k.shape[2]
+        """Slots of a page, those of other devices included."""
+        return self.k.shape[2] * (lax.axis_size(self.spread) if self.spread else 1)
 
     @classmethod
     @jax.named_scope("compact")
@@ -88,7 +92,10 @@ def move[T: PagedKV](
     All rows are read before any is written, so source and destination may overlap.
     """
     pages = [one for state in states for one in (state.k, state.v)]
-    moved = kv_compact(pages, source, destination, kernels.implementation("kv_compact"))
+    if states[0].spread:
+        moved = move_rows(pages, source, destination, states[0].spread)
+    else:
+        moved = kv_compact(pages, source, destination, kernels.implementation("kv_compact"))
     pairs = zip(states, moved[::2], moved[1::2], strict=True)
     return [state.replace(k=k, v=v) for state, k, v in pairs]
 

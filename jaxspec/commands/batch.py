@@ -114,7 +114,8 @@ def generate(job: Job, results: ResultFile, tally: Tally) -> None:
 
 def load(arguments: argparse.Namespace) -> list[LLM]:
     """An engine for each of --dp. Raises ValueError where there are too few devices."""
-    meshes = replica_meshes(1 if arguments.dp is None else arguments.dp, arguments.tp)
+    replicas = 1 if arguments.dp is None else arguments.dp
+    meshes = replica_meshes(replicas, arguments.tp, arguments.sp)
     model, tokenizer = arguments.model, TextTokenizer(arguments.model)
     with progress_console().status(f"loading {Path(model).name}"):
         return [make_llm(arguments, arguments.drafter, tokenizer, mesh) for mesh in meshes]

@@ -1,5 +1,5 @@
 """Count what devices send to each other in each layer, by tensor parallelism of one and two
-dimensions.
+dimensions, and by sequence parallelism.
 
 The counts are those of the programs that XLA compiles for H100s: a round of plain decoding, and the
 reading of prompts. No GPU is needed, but the compiler from its wheels (see compile-ahead). Each
@@ -35,14 +35,14 @@ from jaxspec.benchmarking.collective_volume import parse_collectives, totals
 from jaxspec.benchmarking.modes import parse_mode
 from jaxspec.benchmarking.rounds import Workload
 from jaxspec.benchmarking.shapes import SHAPES
-from jaxspec.commands.engine_options import tensor_parallel
+from jaxspec.commands.engine_options import add_sequence_parallel_option, tensor_parallel
 from jaxspec.commands.shell import command_parser, run_command, show_results
 from jaxspec.config.model import ModelConfig
 from jaxspec.sharding import TensorParallel, grid_of, shown_size
 
 ROOT = Path(__file__).resolve().parent.parent.parent  # the folder that contains the package
 GRIDS = "4,2x2,8,2x4,4x2"
-KINDS = ("all-reduce", "reduce-scatter", "all-gather")
+KINDS = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all")
 PAGE_SIZE = 64
 
 Counts = dict[str, tuple[int, float]]  # see collective_volume.totals
@@ -53,6 +53,7 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--shape", choices=SHAPES, default="llama-3.1-8b", help="shape of the model")
     add("--grids", default=GRIDS, help="values of --tp to compare, separated by commas")
+    add_sequence_parallel_option(parser)
     add("--batch", type=int, default=8, help="sequences that are decoded")
     add("--tokens", type=int, default=2048, help="tokens of the prompt that is read")
     add("--wheels", type=Path, default=Path(".cache/aot-wheels"), help="folder of the compiler")
@@ -61,13 +62,13 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def parse_grids(text: str) -> list[TensorParallel]:
+def parse_grids(text: str, sequence_parallel: int) -> list[TensorParallel]:
     """Values of ``--tp``. Raises ValueError for other text, and for one device."""
     try:
         grids = [tensor_parallel(part) for part in text.split(",")]
     except argparse.ArgumentTypeError as error:
         raise ValueError(f"--grids: {error}") from None
-    if any(math.prod(grid_of(grid)) < 2 for grid in grids):
+    if any(math.prod(grid_of(grid)) * sequence_parallel < 2 for grid in grids):
         raise ValueError("--grids: each needs at least two devices, or nothing is sent")
     return grids
 
@@ -75,8 +76,8 @@ def parse_grids(text: str) -> list[TensorParallel]:
 def count_here(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Compile in this process, which was started in the compiler's environment."""
     jax.devices()  # makes the CPU the backend before the plugin is loaded
-    for grid in parse_grids(args.grids):
-        devices = make_devices(math.prod(grid_of(grid)))
+    for grid in parse_grids(args.grids, args.sp):
+        devices = make_devices(math.prod(grid_of(grid)) * args.sp)
         for tokens, program in programs(args, devices, grid):
             one, two = (count(program, args.shape, layers) for layers in (1, 2))
             yield {"tp": shown_size(grid), "tokens": tokens, "layer": difference(two, one)}
@@ -101,7 +102,8 @@ def programs(
         return decode_program(config, parse_mode("plain"), decoding, devices, grid, "auto")
 
     def prefill(config: ModelConfig) -> Program:
-        return prefill_program(config, parse_mode("plain"), reading, devices, grid, "auto")
+        mode, chunk = parse_mode("plain"), args.tokens  # all in one call
+        return prefill_program(config, mode, reading, devices, grid, "auto", chunk)
 
     yield args.batch, decode
     yield args.tokens, prefill
@@ -135,8 +137,9 @@ def count_elsewhere(args: argparse.Namespace, arguments: Sequence[str]) -> list[
     return [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
 
 
-def make_table(counts: Sequence[dict[str, Any]], shape: str) -> Table:
-    table = Table(title=f"{shape}, bfloat16: a layer of one device", title_justify="left")
+def make_table(counts: Sequence[dict[str, Any]], shape: str, sequence_parallel: int = 1) -> Table:
+    shared = f", sp {sequence_parallel}" if sequence_parallel > 1 else ""
+    table = Table(title=f"{shape}, bfloat16{shared}: a layer of one device", title_justify="left")
     for name in ("tokens", "--tp", *KINDS, "collectives", "KiB sent", "KiB a token"):
         table.add_column(name, justify="right")
     for one in sorted(counts, key=lambda one: one["tokens"]):
@@ -150,13 +153,13 @@ def make_table(counts: Sequence[dict[str, Any]], shape: str) -> Table:
 
 
 def run(args: argparse.Namespace, arguments: Sequence[str]) -> None:
-    parse_grids(args.grids)
-    if min(args.batch, args.tokens) < 1:
-        raise ValueError("--batch and --tokens must be at least 1")
+    if min(args.batch, args.tokens, args.sp) < 1:
+        raise ValueError("--batch, --tokens and --sp must be at least 1")
+    parse_grids(args.grids, args.sp)
     check_wheels(args.wheels)
     counts = count_elsewhere(args, arguments)
-    results = {"shape": args.shape, "jax": jax.__version__, "counts": counts}
-    show_results(results, make_table(counts, args.shape), as_json=args.json)
+    results = {"shape": args.shape, "sp": args.sp, "jax": jax.__version__, "counts": counts}
+    show_results(results, make_table(counts, args.shape, args.sp), as_json=args.json)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -27,7 +27,7 @@ from jaxspec.benchmarking.random_params import random_decoder, random_eagle3_hea
 from jaxspec.benchmarking.rounds import SAMPLING, Bench, Timing, Workload, time_mode
 from jaxspec.benchmarking.shapes import SHAPES
 from jaxspec.benchmarking.timing import Bandwidth, measure_bandwidth
-from jaxspec.commands.engine_options import add_tensor_parallel_option
+from jaxspec.commands.engine_options import add_sequence_parallel_option, add_tensor_parallel_option
 from jaxspec.commands.run_facts import run_facts
 from jaxspec.commands.shell import (
     JSON_PARTS,
@@ -58,6 +58,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--page-size", type=int, default=64, help="tokens of a page of the KV cache")
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="weights and cache")
     add_tensor_parallel_option(parser)
+    add_sequence_parallel_option(parser)
     add("--sampling", choices=SAMPLING, default="greedy", help="how rows sample; anything but "
         "greedy times the general sampling program")  # fmt: skip
     add("--kernels", default="auto", help="auto (all on a Hopper GPU), all, none or a comma list")
@@ -113,7 +114,9 @@ def measure_modes(
     chosen: Sequence[tuple[Workload, Mode]],
     kernels: Kernels,
 ) -> Iterator[Timing]:
-    mesh = make_mesh(args.tp) if args.tp != 1 else None
+    mesh = None
+    if (args.tp, args.sp) != (1, 1):
+        mesh = make_mesh(args.tp, sequence_parallel=args.sp)
     config, dtype = SHAPES[args.shape], jnp.dtype(args.dtype)
     console.print(f"making random weights of {args.shape}")
     target, head = random_decoder(config, dtype, mesh, seed=0), None
@@ -162,6 +165,7 @@ def make_table(results: dict[str, Any]) -> Table:
     arguments, bandwidth = results["arguments"], results["bandwidth"]
     title = (
         f"{arguments['shape']}, {arguments['dtype']}, tp {arguments['tp']}, "
+        f"sp {arguments.get('sp', 1)}, "
         f"{results['device']}, jax {results['jax']}, {results['date']}"
     )
     caption = (

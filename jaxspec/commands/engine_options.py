@@ -20,6 +20,18 @@ def add_tensor_parallel_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_sequence_parallel_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--sp",
+        type=int,
+        default=1,
+        metavar="N",
+        help="devices that share each sequence, its KV cache and the reading of its prompt "
+        "(sequence parallel); each has the model, or with --tp its part of it; N must divide the "
+        "page size",
+    )
+
+
 def tensor_parallel(text: str) -> int | tuple[int, int]:
     """Raises ArgumentTypeError unless the text is like ``4`` or ``2x2``."""
     found = GRID.fullmatch(text)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from jaxspec.commands.engine_options import (
     add_mode_options,
+    add_sequence_parallel_option,
     add_tensor_parallel_option,
     add_tree_options,
 )
@@ -45,6 +46,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="dtype of weights and cache (default: float32 on CPU, else bfloat16)",
     )
     add_tensor_parallel_option(parser)
+    add_sequence_parallel_option(parser)
     add("--kernels", default="auto", help="auto (all on a Hopper GPU), all, none or a comma list")
     add("--json", action="store_true", help="print one JSON object instead of text")
     add(

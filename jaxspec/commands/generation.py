@@ -52,8 +52,8 @@ def make_llm(
     mesh: Mesh | None = None,
 ) -> LLM:
     """``mesh`` None: the one that the options ask for."""
-    if mesh is None and arguments.tp != 1:
-        mesh = make_mesh(arguments.tp)
+    if mesh is None and (arguments.tp, arguments.sp) != (1, 1):
+        mesh = make_mesh(arguments.tp, sequence_parallel=arguments.sp)
     rows = 1 if arguments.out is None else arguments.max_rows or BATCH_ROWS
     config = engine_config(arguments, rows, plain=drafter == "none")
     return LLM(

@@ -13,6 +13,7 @@ from pathlib import Path
 from jaxspec.commands.engine_options import (
     add_memory_options,
     add_mode_options,
+    add_sequence_parallel_option,
     add_tensor_parallel_option,
     add_tree_options,
 )
@@ -30,9 +31,10 @@ def make_parser() -> argparse.ArgumentParser:
     add("--drafter", default="auto", help="as in generate")
     add("--dtype", choices=("float32", "bfloat16"), help="(default: float32 on CPU, else bfloat16)")
     add_tensor_parallel_option(parser)
+    add_sequence_parallel_option(parser)
     add("--dp", type=int, default=1, metavar="N", help="engines side by side, each with the model "
-        "on --tp devices of its own; a request goes to the one that knows its beginning, or has "
-        "the least to do (data parallel)")  # fmt: skip
+        "on --tp x --sp devices of its own; a request goes to the one that knows its beginning, "
+        "or has the least to do (data parallel)")  # fmt: skip
     add("--kernels", default="auto", help="auto (all on a Hopper GPU), all, none or a comma list")
     add_http_options(parser)
     add_chat_options(parser)

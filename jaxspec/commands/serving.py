@@ -120,7 +120,7 @@ def run(arguments: argparse.Namespace) -> None:
         request_timeout=arguments.request_timeout,
         max_new_tokens=arguments.max_tokens_per_request,
     )
-    meshes = replica_meshes(arguments.dp, arguments.tp)
+    meshes = replica_meshes(arguments.dp, arguments.tp, arguments.sp)
     metrics = Metrics(name)
     for _ in meshes[1:]:
         metrics.beside()

@@ -47,6 +47,11 @@ class EngineParams(Pytree):
         return axes_size(self.mesh, self.layout.batch)
 
     @property
+    def sequence_parallel(self) -> int:
+        """Devices that share each sequence."""
+        return axes_size(self.mesh, self.layout.sequence)
+
+    @property
     def drafter_name(self) -> str:
         kind = type(self.drafter)
         return f"{kind.__module__}.{kind.__qualname__}"

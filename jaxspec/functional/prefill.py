@@ -145,6 +145,7 @@ def _read_chunk(
         (*capture, *call.hidden),
         call.kernels,
         apart=call.order_invariant,
+        many=True,
     )
     features, asked = split_captured(captured, len(capture), len(call.hidden))
     last = jnp.maximum(counts - 1, 0)[:, None, None]

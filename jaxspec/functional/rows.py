@@ -12,7 +12,12 @@ from jaxspec.cache import Geometry, pages_for, sequential_page_table
 from jaxspec.functional.params import EngineParams, Integers, on_mesh
 from jaxspec.functional.subset import local_rows, put_rows, take_rows
 from jaxspec.sampling import Controls, Sampling, make_controls, make_sampling
-from jaxspec.sharding import Layout, named_shardings, partition_specs
+from jaxspec.sharding import (
+    Layout,
+    check_divides,
+    named_shardings,
+    partition_specs,
+)
 from jaxspec.state import Ending, EngineState, Pool, Rows, Status, empty_statistics
 
 
@@ -55,7 +60,13 @@ def init_pool(params: EngineParams, num_pages: int, page_size: int, num_rows: in
 
     ``num_pages`` includes the null pages, one for each device that rows are split over. The pool
     can serve any number of rows up to ``num_rows``, one set of rows at a time.
+
+    Raises ValueError for pages that cannot be split over the devices of a sequence, and if they
+    are, for a verify width: sums over devices depend on the order of slots.
     """
+    check_divides("page_size", page_size, params.sequence_parallel)
+    if params.sequence_parallel > 1 and params.speculation.verify_width is not None:
+        raise ValueError("verify_width needs whole sequences on a device: take sp 1, or leave it")
     params.target.config.check_tree_depth(params.speculation.max_depth)
     geometry = Geometry(num_pages, page_size, num_rows, params.mesh)
     return Pool(

@@ -9,11 +9,19 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from jaxspec.cache import PagedKV
+from jaxspec.cache.spread import own_slots
+from jaxspec.collectives import shard_offset
 from jaxspec.models.forward import Heads
+from jaxspec.sharding import Axes
 from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.paged_attention.partial import (
+    PartialAttention,
+    merge_partials,
+    partial_attention,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +54,8 @@ class PagedAttend:
     order_invariant: bool = False
 
     def __call__(self, state: PagedKV, heads: Heads, window: int | None) -> tuple[Array, PagedKV]:
+        if state.spread:
+            return self._spread(state, heads, window)
         q, k_pages, v_pages = heads.written(state.k, state.v, self.slots)
         out = paged_attention(
             q,
@@ -62,6 +72,54 @@ class PagedAttend:
             implementation=heads.kernels.implementation("paged_attention"),
         )
         return out, state.replace(k=k_pages, v=v_pages)
+
+    def _spread(self, state: PagedKV, heads: Heads, window: int | None) -> tuple[Array, PagedKV]:
+        """As __call__, where devices have a part of every page each: all queries attend to each
+        part, and the parts of their softmaxes are merged.
+
+        Raises ValueError for sums that must not depend on the order of slots.
+        """
+        if self.order_invariant:
+            raise ValueError(
+                "sums that do not depend on the order of slots need whole sequences on a device: "
+                "take sp 1, or leave out deterministic and verify_width"
+            )
+        own_size, axes = state.k.shape[2], state.spread
+        slots = own_slots(self.slots, own_size, axes)
+        q, k_pages, v_pages = heads.of_all_tokens().written(state.k, state.v, slots)
+        part = partial_attention(
+            q,
+            k_pages,
+            v_pages,
+            self.page_table,
+            self.context_lens,
+            self.positions,
+            self.ancestors,
+            self.kv_lens,
+            shard_offset(own_size, axes),
+            page_size=state.page_size,
+            window=window,
+            first_slot=self.first_slot,
+        )
+        count = heads.partials.shape[2] if heads.tokens else None
+        return _merged(part, axes, count).astype(q.dtype), state.replace(k=k_pages, v=v_pages)
+
+
+@jax.named_scope("attention")
+def _merged(part: PartialAttention, axes: Axes, own_count: int | None) -> Array:
+    """Attention over the slots of all devices: float32 [B, T, Q, D]. In one collective.
+
+    ``own_count``: each device gets the next so many tokens only, with padding after the last.
+    """
+    own = jnp.concatenate([part.weighted, jnp.stack([part.peak, part.total], -1)], axis=-1)
+    if own_count is None:
+        parts = lax.all_gather(own, axes)
+    else:
+        missing = own_count * lax.axis_size(axes) - own.shape[1]
+        padded = jnp.pad(own, ((0, 0), (0, missing), (0, 0), (0, 0)), constant_values=1.0)
+        split = padded.reshape(own.shape[0], -1, own_count, *own.shape[2:])
+        parts = lax.all_to_all(split.swapaxes(0, 1), axes, split_axis=0, concat_axis=0)
+    return merge_partials(PartialAttention(parts[..., :-2], parts[..., -2], parts[..., -1]))
 
 
 def dense_causal_attend(

@@ -12,7 +12,15 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxspec.cache import Geometry, LayerStates, ModelState
-from jaxspec.collectives import all_gather, all_reduce, reduce_scatter, shard_offset
+from jaxspec.collectives import (
+    all_gather,
+    all_reduce,
+    all_tokens,
+    own_tokens,
+    padded_tokens,
+    reduce_scatter,
+    shard_offset,
+)
 from jaxspec.config.model import ModelConfig
 from jaxspec.models.forward import Attend, make_pass
 from jaxspec.models.layer import Layer, layer_shape, run_layers
@@ -109,11 +117,18 @@ def embed(decoder: Decoder, tokens: Array) -> Array:
 
 
 @jax.named_scope("embed")
-def _embed_split(decoder: Decoder, tokens: Array) -> Array:
-    """Token embeddings as the layers read them: this device's part of the hidden states."""
-    rows, layout = _own_rows(decoder, tokens), decoder.layout
+def _embed_split(decoder: Decoder, tokens: Array, layout: Layout) -> Array:
+    """Token embeddings as the layers read them: this device's part of the hidden states, and of
+    tokens [B, T] where ``layout`` splits them."""
+    if layout.tokens:  # the sequence first, then the model
+        tokens = padded_tokens(tokens, layout.tokens)
+        tokens = own_tokens(tokens, layout.sequence)
+    rows = _own_rows(decoder, tokens)
+    over = tuple(axis for axis in layout.vocab if axis in layout.tokens)
+    rows = reduce_scatter(rows, over, dimension=1)
     rows = reduce_scatter(rows, layout.hidden, dimension=2)
-    return all_reduce(rows, tuple(axis for axis in layout.vocab if axis not in layout.hidden))
+    rest = {*over, *layout.hidden}
+    return all_reduce(rows, tuple(axis for axis in layout.vocab if axis not in rest))
 
 
 def _own_rows(decoder: Decoder, tokens: Array) -> Array:
@@ -138,6 +153,7 @@ def run(
     kernels: Kernels = NO_KERNELS,
     *,
     apart: bool = False,
+    many: bool = False,
 ) -> tuple[Array, LayerStates, Array | None]:
     """Run all layers over tokens [B, T] at rotary positions [B, T].
 
@@ -147,18 +163,24 @@ def run(
     ``apart``: XLA compiles each block by itself (see ForwardPass), so that programs which capture
     other states, or do other things with the results, round alike.
 
+    ``many``: devices that share sequences split these tokens (see Layout.split_tokens). All of them
+    return all tokens.
+
     Returns (hidden after the final norm [B, T, H], states, captured [B, T, C] or None).
     """
     config = decoder.config
-    eps, layout = config.rms_norm_eps, decoder.layout
+    eps, layout = config.rms_norm_eps, decoder.layout.split_tokens if many else decoder.layout
     options: dict[str, Any] = {"apart": apart, "exchange": decoder.exchange}
     step = make_pass(config.layers, positions, attend, eps, layout, kernels, **options)
-    x = _embed_split(decoder, tokens)
+    x = _embed_split(decoder, tokens, layout)
     first = step.norm(x, decoder.layers[0].input_norm)
     after, normed, states = run_layers(decoder.layers, x, first, states, step, decoder.norm)
     residuals: dict[int, Any] = dict(enumerate([x, *after])) | {FINAL_NORM: normed}
     captured = _side_by_side([residuals[i] for i in capture], layout) if capture else None
-    return all_gather(normed, layout.hidden), states, captured
+    whole = all_tokens(all_gather(normed, layout.hidden), layout.tokens, tokens.shape[1])
+    if captured is not None:
+        captured = all_tokens(captured, layout.tokens, tokens.shape[1])
+    return whole, states, captured
 
 
 def _side_by_side(states: list[Array], layout: Layout) -> Array:

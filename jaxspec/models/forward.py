@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jaxspec.collectives import all_tokens
 from jaxspec.config.model import LayerConfig, RopeConfig
 from jaxspec.models.linear import Addend, Product
 from jaxspec.models.rope import rope_angles
@@ -79,7 +80,9 @@ class ForwardPass:
     def _axis_of_kernel(self, x: Array, product: Product, weight: Array) -> str | None:
         """The mesh axis over which a kernel sums the product while it adds and norms, if any."""
         axes = product.input_axes(self.layout)
-        if "reduce_add_rms_norm" not in self.kernels or len(axes) != 1 or self.layout.hidden:
+        if "reduce_add_rms_norm" not in self.kernels or len(axes) != 1:
+            return None
+        if self.layout.hidden or self.layout.tokens:
             return None
         if product.linear.bias is not None or misfit(x, weight, axes[0], self.exchange):
             return None
@@ -112,6 +115,7 @@ class ForwardPass:
             k_norm=k_norm,
             eps=self.eps,
             kernels=self.kernels,
+            tokens=self.layout.sequence if self.layout.tokens else (),
         )
 
     def _taking(
@@ -133,6 +137,7 @@ class Heads:
       rope: a result of ``rope_angles``.
       q_norm, k_norm: [D] weights, or None.
       eps: epsilon of the norms.
+      tokens: mesh axes that the tokens of ``partials`` are split over; ``rope`` is of all tokens.
     """
 
     partials: Array
@@ -142,6 +147,15 @@ class Heads:
     k_norm: Array | None
     eps: float
     kernels: Kernels
+    tokens: Axes = ()
+
+    def of_all_tokens(self) -> "Heads":
+        """The heads of all tokens, on every device."""
+        if not self.tokens:
+            return self
+        own = sum_partials(self.partials, len(self.rope), self.dtype)
+        whole = all_tokens(own, self.tokens, self.rope.shape[1])
+        return dataclasses.replace(self, partials=whole[None], tokens=())
 
     def rotated(self) -> tuple[Array, Array, Array]:
         """Queries [B, T, Q, D], keys and values [B, T, G, D]."""

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxspec.collectives import all_gather, all_reduce, reduce_scatter
+from jaxspec.collectives import all_gather, all_reduce, all_tokens, reduce_scatter
 from jaxspec.pytree import Pytree, array, pytree, static
 from jaxspec.sharding import UNSPLIT, Axes, Layout
 from jaxspec.tensors import Filler, Source
@@ -171,23 +171,26 @@ class Product:
         ``takes_partials(dtype, width)`` says whether the consumer adds up float32 partial sums of
         an output whose last dimension is ``width``. If it does not, S is 1 and the dtype is x's.
         The result is summed over the devices that the weight's input is split over. It is split as
-        the layout splits such activations.
+        the layout splits such activations, and its tokens as ``layout.tokens`` says.
         """
         ways, bias = layout.product(self.linear.axes), self.linear.bias
+        _, *outputs = layout.splits(self.linear.axes)
         with jax.named_scope(self.scope):
-            whole = dataclasses.replace(self, x=all_gather(self.x, ways.gathered))
+            x = all_tokens(self.x, _among(layout.tokens, *outputs))
+            whole = dataclasses.replace(self, x=all_gather(x, ways.gathered))
         is_split = bool(ways.summed or ways.scattered)
         partials = whole.own_sums(kernels, _never if is_split else takes_partials)
         with jax.named_scope(self.scope):
-            outputs = len(self.linear.out_shape)
-            dimension = partials.ndim - outputs + ways.dimension
-            partials = reduce_scatter(partials, ways.scattered, dimension)
-            partials = all_reduce(partials, ways.summed)
+            first = partials.ndim - len(self.linear.out_shape)  # dimension of the output
+            partials = reduce_scatter(partials, ways.scattered, first + ways.dimension)
+            over = _among(layout.tokens, ways.summed)
+            partials = reduce_scatter(partials, over, first - 1)
+            partials = all_reduce(partials, tuple(a for a in ways.summed if a not in over))
             return partials if bias is None else partials + bias
 
     def result(self, layout: Layout, kernels: Kernels) -> Array:
         """The product itself [..., *out], bias included, in x's dtype."""
-        if layout.product(self.linear.axes) == UNSPLIT:
+        if layout.product(self.linear.axes) == UNSPLIT and not layout.tokens:
             return self.linear(self.x, kernels)
         return self.partial_sums(layout, kernels, _never)[0]
 
@@ -203,6 +206,11 @@ class Product:
     def input_axes(self, layout: Layout) -> Axes:
         """Mesh axes that the weight's input is split over: the product must be summed over them."""
         return layout.splits(self.linear.axes)[0]
+
+
+def _among(tokens: Axes, *splits: Axes) -> Axes:
+    """The mesh axes of ``splits`` that tokens are split over."""
+    return tuple(axis for axes in splits for axis in axes if axis in tokens)
 
 
 def _never(dtype: jnp.dtype, width: int) -> bool:

@@ -1,6 +1,7 @@
 """Weights of 8-bit integers with a scale for each output."""
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,22 +15,26 @@ from pallas_kernels.selection import NO_KERNELS, Kernels
 from pallas_kernels.split_k import choose_split_k
 
 LARGEST = 127  # -128 is not used: values are symmetric
+# With more rows, widening integers takes a GPU longer than reading weights of twice their size.
+MOST_ROWS = 48
 
 
 @pytree
 class ScaledLinear(Pytree):
-    """y = (x W) * scale + b: a Linear of the AnyLinear protocol in half of bfloat16's memory.
+    """y = (x W) * scale + b: a Linear of the AnyLinear protocol that reads half as many bytes.
 
-    The product is one of x's dtype: XLA widens the integers within its matrix product on a GPU, so
-    that half as many bytes are read.
+    The product is one of x's dtype: XLA widens the integers within its matrix product on a GPU.
 
     Attributes:
+      loaded: the weights before they were rounded, for inputs of more than MOST_ROWS rows; None:
+        these take the integers, too.
       activations: the dtype of inputs and outputs.
     """
 
     weight: Array = array()  # int8 [in, *out]
     scale: Array = array()  # float32 [*out]
     bias: Array | None = array(default=None)  # [*out]
+    loaded: Linear | None = None
     axes: tuple[str, ...] = static()
     activations: jnp.dtype = static()
 
@@ -45,9 +50,12 @@ class ScaledLinear(Pytree):
         return self.weight.shape[1:]
 
     def __call__(self, x: Array, kernels: Kernels = NO_KERNELS) -> Array:
-        return self._with_bias(self._multiply(x))
+        other = self._for_many(x)
+        return self._with_bias(self._multiply(x)) if other is None else other(x, kernels)
 
     def float32(self, x: Array, kernels: Kernels = NO_KERNELS) -> Array:
+        if (other := self._for_many(x)) is not None:
+            return other.float32(x, kernels)
         return self._with_bias(einsum_f32("...h,hv->...v", x, self._wide(x)) * self.scale)
 
     def filled(self, source: Source, filler: Filler) -> "ScaledLinear":
@@ -61,6 +69,8 @@ class ScaledLinear(Pytree):
         return Product(self, x, scope)
 
     def partial_sums(self, x: Array, num_splits: int, kernels: Kernels) -> Array:
+        if (other := self._for_many(x)) is not None:
+            return other.partial_sums(x, num_splits, kernels)
         if num_splits == 1:
             return self._multiply(x)[None]
         return split_k_product(x, self._wide(x), num_splits) * self.scale
@@ -68,6 +78,9 @@ class ScaledLinear(Pytree):
     def best_num_splits(self, x: Array) -> int:
         rows, depth = math.prod(x.shape[:-1]), len(self.weight)
         return choose_split_k(rows, depth, math.prod(self.out_shape))
+
+    def _for_many(self, x: Array) -> Linear | None:
+        return self.loaded if math.prod(x.shape[:-1]) > MOST_ROWS else None
 
     def _wide(self, x: Array) -> Array:
         return self.weight.astype(x.dtype)  # exact, also in bfloat16
@@ -82,12 +95,23 @@ class ScaledLinear(Pytree):
 
 
 def in_eight_bits[T](weights: T) -> T:
-    """A pytree of weights with every Linear replaced by the nearest ScaledLinear."""
-    return jax.tree.map(
-        lambda node: rounded_to_nearest(node) if isinstance(node, Linear) else node,
-        weights,
-        is_leaf=lambda node: isinstance(node, Linear),
-    )
+    """A pytree of weights with every Linear replaced by the nearest ScaledLinear, beside it."""
+
+    def replaced(node: Any) -> Any:
+        if not isinstance(node, Linear):
+            return node
+        return rounded_to_nearest(node).replace(loaded=node)
+
+    return jax.tree.map(replaced, weights, is_leaf=lambda node: isinstance(node, Linear))
+
+
+def only_eight_bits[T](weights: T) -> T:
+    """The same without what is kept for many rows."""
+
+    def replaced(node: Any) -> Any:
+        return node.replace(loaded=None) if isinstance(node, ScaledLinear) else node
+
+    return jax.tree.map(replaced, weights, is_leaf=lambda node: isinstance(node, ScaledLinear))
 
 
 def rounded_to_nearest(linear: Linear) -> ScaledLinear:

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxspec.sharding import weight_place
+from jaxspec.weight_places import weight_place
 
 
 def committed(leaf: Any) -> jax.Array:
@@ -25,7 +25,7 @@ def in_place_of(current: Any, new: Any) -> Any:
 
 
 def place_of(leaf: jax.Array) -> Any:
-    """Where a weight lies: see sharding.weight_place."""
+    """Where a weight lies: see weight_places.weight_place."""
     return weight_place(leaf.shape, leaf.sharding)
 
 

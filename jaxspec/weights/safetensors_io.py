@@ -26,8 +26,9 @@ from jaxspec.config.model import ModelConfig
 from jaxspec.models.decoder import Decoder, decoder_shapes
 from jaxspec.models.hf_config import to_hf_config
 from jaxspec.models.hf_values import one_line, read_json, shown, shown_name
-from jaxspec.sharding import Shards, mesh_layout, named_shardings, weight_place
+from jaxspec.sharding import Shards, mesh_layout, named_shardings
 from jaxspec.tensors import Piece, Source, Split, choosing, splitting, tensor_shapes
+from jaxspec.weight_places import weight_place
 
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 FLOATS = (jnp.dtype("float32"), jnp.dtype("bfloat16"), jnp.dtype("float16"))
@@ -161,7 +162,7 @@ def _indexed_files(index: Path) -> list[Path]:
 
 def placements(shapes: Any, mesh: Mesh | None) -> Any:
     """Where the arrays of a tree of shapes go: a tree of shardings by their logical axes, on TPUs
-    with layouts (see sharding.weight_place). ``mesh`` None: the default device."""
+    with layouts (see weight_places.weight_place). ``mesh`` None: the default device."""
     if mesh is not None:
         shardings = named_shardings(mesh, shapes)
     else:

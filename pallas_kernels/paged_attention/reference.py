@@ -28,11 +28,26 @@ def paged_attention_reference(
     order_invariant: bool,
 ) -> Array:
     """See pallas_kernels.paged_attention.paged_attention."""
+    slots = jnp.arange(page_table.shape[1] * k_pages.shape[2])
+    visible = visible_slots(context_lens, positions, ancestors, slots, window, first_slot)
+    visible &= slots < kv_lens[:, None, None]
+    scores, v = masked_scores(q, k_pages, v_pages, page_table, visible, order_invariant)
+    out = _softmax_times_values(scores, v, order_invariant)
+    return by_token(out, q.shape).astype(q.dtype)
+
+
+def masked_scores(
+    q: Array,  # [B, T, Q, D]
+    k_pages: Array,  # [P, G, K, D]
+    v_pages: Array,
+    page_table: Array,  # [B, M]
+    visible: Array,  # bool [B, T, S]
+    order_invariant: bool,
+) -> tuple[Array, Array]:
+    """Scores of the queries of each KV head, MASKED where a slot is not visible, and the values:
+    float32 [B, G, T * R, S] and [B, G, S, D]."""
     batch, num_tokens, num_heads, head_dim = q.shape
-    kv_heads = k_pages.shape[1]
-    num_slots = page_table.shape[1] * k_pages.shape[2]
-    visible = visible_slots(context_lens, positions, ancestors, num_slots, window, first_slot)
-    visible &= jnp.arange(num_slots) < kv_lens[:, None, None]
+    kv_heads, num_slots = k_pages.shape[1], visible.shape[-1]
     # Slots that no query sees may hold NaN. A weight of 0 would not remove it (0 x NaN is NaN),
     # neither from the sum nor from a gradient, so those slots are replaced by 0.
     seen = jnp.any(visible, axis=1)[:, None, :, None]
@@ -47,11 +62,15 @@ def paged_attention_reference(
         scores = _scaled_scores_f64(grouped, k)  # [B, G, T * R, S]
     else:
         scores = scores_f32(grouped, k) * head_dim**-0.5
-    by_token = scores.reshape(batch, kv_heads, num_tokens, -1, num_slots)
-    scores = jnp.where(visible[:, None, :, None], by_token, MASKED).reshape(scores.shape)
-    out = _softmax_times_values(scores, v, order_invariant)
-    out = out.reshape(batch, kv_heads, num_tokens, -1, head_dim).swapaxes(1, 2)
-    return out.reshape(q.shape).astype(q.dtype)
+    split = scores.reshape(batch, kv_heads, num_tokens, -1, num_slots)
+    return jnp.where(visible[:, None, :, None], split, MASKED).reshape(scores.shape), v
+
+
+def by_token(x: Array, shape: tuple[int, ...]) -> Array:
+    """Results of the queries of each KV head [B, G, T * R, D] in the queries' ``shape``."""
+    batch, num_tokens, _, head_dim = shape
+    split = x.reshape(batch, x.shape[1], num_tokens, -1, head_dim)
+    return split.swapaxes(1, 2).reshape(shape)
 
 
 def gather_pages(pages: Array, page_table: Array) -> Array:
@@ -68,12 +87,11 @@ def visible_slots(
     context_lens: Array,  # [B]
     positions: Array,  # [B, T]
     ancestors: Array | None,  # [B, T, words]
-    num_slots: int,
+    slots: Array,  # [S]
     window: int | None,
     first_slot: int,
 ) -> Array:
-    """Which slots each query sees: bool [B, T, S]."""
-    slots = jnp.arange(num_slots)
+    """Which of a sequence's slots each query sees: bool [B, T, S]."""
     beyond = slots - context_lens[:, None]  # [B, S], index past the committed context
     committed = (beyond < 0) & (slots >= first_slot)
     past_context = (beyond >= 0) & (slots >= first_slot)

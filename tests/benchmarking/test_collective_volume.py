@@ -44,6 +44,10 @@ MESH = "replica_groups=mesh['data'=1,'model'=4,'hidden'=2]"
             "replica_groups=[1,4]<=[4], dimensions={0}",
             Collective("all-gather", 4, 3 / 4 * 48),
         ),
+        (
+            "%aa.1 = (f32[1,3]{1,0}, f32[1,3]{1,0}) all-to-all(%x, %y), replica_groups={{0,1}}",
+            Collective("all-to-all", 2, 1 / 2 * 24),
+        ),
     ],
 )
 def test_what_each_device_sends(line: str, expected: Collective):
@@ -56,7 +60,7 @@ def test_what_each_device_sends(line: str, expected: Collective):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("%x = f32[2] all-to-all(%y), replica_groups=[1,2]<=[2]", "no rule .* all-to-all"),
+        ("%x = f32[2] collective-permute(%y), replica_groups=[1,2]<=[2]", "no rule .*permute"),
         ("%x = c64[2] all-gather(%y), replica_groups=[1,2]<=[2]", "c64 is not a known type"),
         ("%x = f32[2] all-gather(%y), dimensions={0}", "groups of devices cannot be read"),
     ],
@@ -72,7 +76,7 @@ def test_a_layer_is_the_difference_of_two_models():
     assert layer == {"all-reduce": (2, 40.0), "all-gather": (1, 1024.0)}
     table = make_table([{"tp": "2x4", "tokens": 2, "layer": layer}], "tiny")
     cells = [str(next(iter(column.cells))) for column in table.columns]
-    assert cells == ["2", "2x4", "2: 0.0", "0: 0.0", "1: 1.0", "3", "1.0", "0.52"]
+    assert cells == ["2", "2x4", "2: 0.0", "0: 0.0", "1: 1.0", "0: 0.0", "3", "1.0", "0.52"]
 
 
 @pytest.mark.parametrize(
@@ -80,7 +84,7 @@ def test_a_layer_is_the_difference_of_two_models():
     [
         (["--grids", "2y2"], "'2y2' is not a number of devices, or XxY as in 2x2"),
         (["--grids", "4,1"], "each needs at least two devices"),
-        (["--tokens", "0"], "--batch and --tokens must be at least 1"),
+        (["--tokens", "0"], "--batch, --tokens and --sp must be at least 1"),
         (["--wheels", "/no/such"], "run: pip install --target /no/such"),
     ],
 )

@@ -13,7 +13,13 @@ from jaxspec.config.engine import EngineConfig
 from jaxspec.engine import Engine
 from jaxspec.functional import EngineParams
 from jaxspec.models.linear import Linear
-from jaxspec.quantization.scaled import ScaledLinear, in_eight_bits, rounded_to_nearest
+from jaxspec.quantization.scaled import (
+    MOST_ROWS,
+    ScaledLinear,
+    in_eight_bits,
+    only_eight_bits,
+    rounded_to_nearest,
+)
 from jaxspec.scheduling.requests import SamplingParams
 from jaxspec.sharding import make_mesh
 from pallas_kernels.selection import NO_KERNELS
@@ -69,6 +75,25 @@ def test_in_bfloat16_the_sum_is_rounded_once():
     np.testing.assert_allclose(found.astype(jnp.float32), exact, rtol=2**-8, atol=1e-4)
 
 
+def test_many_rows_take_the_weights_as_loaded():
+    linear = made(jnp.bfloat16, bias=True)
+    [both] = in_eight_bits([linear])
+    keys = jax.random.split(jax.random.key(1))
+    few, many = (
+        jax.random.normal(key, (rows, IN), jnp.bfloat16)
+        for key, rows in zip(keys, (MOST_ROWS, MOST_ROWS + 1), strict=True)
+    )
+    np.testing.assert_array_equal(both(few), rounded_to_nearest(linear)(few))
+    np.testing.assert_array_equal(both(many), linear(many))
+    [head] = in_eight_bits([logits := Linear(weight=linear.weight[:, 0], axes=("hidden", "vocab"))])
+    np.testing.assert_array_equal(head.float32(many), logits.float32(many))
+    for num_splits in (1, 4):
+        found = both.partial_sums(many, num_splits, NO_KERNELS)
+        np.testing.assert_array_equal(found, linear.partial_sums(many, num_splits, NO_KERNELS))
+    [only] = only_eight_bits([both])
+    assert isinstance(only, ScaledLinear) and only.loaded is None
+
+
 def test_logits_are_float32():
     scaled = rounded_to_nearest(Linear(weight=jnp.ones((IN, 40)), axes=("hidden", "vocab")))
     assert scaled.float32(jnp.ones((2, IN))).dtype == jnp.float32
@@ -88,7 +113,7 @@ def test_a_drafter_in_eight_bits_changes_no_text(drafter: str):
     params = make_params(drafter, CHAIN)
     scaled = params.replace(drafter=in_eight_bits(params.drafter))
     kinds = {type(x) for x in jax.tree.leaves(scaled.drafter, is_leaf=is_weight)}
-    assert ScaledLinear in kinds and Linear not in kinds
+    assert ScaledLinear in kinds and Linear not in kinds  # but in them
     assert run(scaled) == run(params)
 
 

@@ -127,7 +127,7 @@ def test_what_is_wrong_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path:
         (["--model", str(tmp_path / "none")], "none"),
         (["--chat-template", str(tmp_path / "none")], "cannot read"),
         (["--no-compilation-cache", "--compilation-cache", "x"], "goes without"),
-        (["--dp", "9"], "dp 9 x tp 1 needs 9 devices, this process has 8"),
+        (["--dp", "9"], "tp 1, dp 9, sp 1 needs 9 devices, this process has 8"),
         (["--dp", "0"], "must be >= 1"),
     ):
         assert main(["serve", *arguments]) == 2

@@ -43,7 +43,7 @@ def test_each_has_devices_of_its_own():
     ids = [[one.id for one in mesh.devices.flat] for mesh in replica_meshes(3, 2) if mesh]
     assert ids == [[0, 1], [2, 3], [4, 5]]
     assert replica_meshes(1) == [None]
-    with pytest.raises(ValueError, match="dp 3 x tp 4 needs 12 devices, this process has 8"):
+    with pytest.raises(ValueError, match="tp 4, dp 3, sp 1 needs 12 devices, this process has 8"):
         replica_meshes(3, 4)
     with pytest.raises(ValueError, match="must be >= 1, got tp 1, dp 0"):
         replica_meshes(0)

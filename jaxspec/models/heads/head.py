@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxspec.cache import Geometry, LayerStates, ModelState
+from jaxspec.collectives import all_tokens, own_tokens, padded_tokens
 from jaxspec.config.model import ModelConfig
 from jaxspec.models import decoder
 from jaxspec.models.decoder import Decoder
@@ -137,18 +138,28 @@ class DraftHead(Pytree):
         states: LayerStates,
         attend: Attend,
         kernels: Kernels = NO_KERNELS,
+        *,
+        many: bool = False,
     ) -> HeadOutput:
-        """One pass over tokens, each with the hidden state of the token before it."""
+        """One pass over tokens, each with the hidden state of the token before it.
+
+        ``many``: as in decoder.run.
+        """
         embedded = decoder.embed(target, tokens) if self.embed is None else self.embed[tokens]
         layers, eps = self.config.layers, self.config.rms_norm_eps
-        step = make_pass(
-            layers, positions, attend, eps, self.layout, kernels, exchange=self.exchange
-        )
+        layout = self.layout.split_tokens if many else self.layout
+        step = make_pass(layers, positions, attend, eps, layout, kernels, exchange=self.exchange)
+        if layout.tokens:
+            embedded, hidden = (
+                own_tokens(padded_tokens(x, layout.tokens), layout.tokens)
+                for x in (embedded, hidden)
+            )
         front = self.front(embedded.astype(self.dtype), hidden, self.layers[0], step)
         after, normed, states = run_layers(
             self.layers, front.residual, front.mixer_input, states, step, self.norm
         )
-        return HeadOutput(normed if self.recycle_normed else after[-1], normed, states)
+        last, normed = (all_tokens(x, layout.tokens, tokens.shape[1]) for x in (after[-1], normed))
+        return HeadOutput(normed if self.recycle_normed else last, normed, states)
 
     def logits(self, target: Decoder, normed: Array, kernels: Kernels = NO_KERNELS) -> Array:
         """This shard's float32 draft logits: [..., H] -> [..., W / shards] (or V / shards)."""

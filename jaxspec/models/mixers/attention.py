@@ -32,7 +32,7 @@ class Attention(Pytree):
         product = self.qkv.product(x, "qkv")
         heads = step.heads(product, self.config.rope, self.q_norm, self.k_norm)
         out, state = step.attend(state, heads, self.config.window)
-        return self.o.product(out.reshape(*x.shape[:2], -1), "o"), state
+        return self.o.product(out.reshape(*out.shape[:2], -1), "o"), state
 
     def init_state(self, geometry: Geometry, layout: Layout) -> PagedKV:
         """Empty pages of keys and values."""

@@ -70,7 +70,13 @@ class DraftModelDrafter(Pytree):
         run = prompt_tokens(state, chunk.tokens, chunk.counts)
         attend = causal_attend(state, run)
         _, layers, _ = decoder.run(
-            self.model, run.tokens, run.positions, pool.layers, attend, kernels=call.kernels
+            self.model,
+            run.tokens,
+            run.positions,
+            pool.layers,
+            attend,
+            kernels=call.kernels,
+            many=True,
         )
         pending = jnp.where(chunk.counts > 0, 1, rows.pending)
         return DraftState(pool=pool.replace(layers=layers), rows=rows.replace(pending=pending))

@@ -78,7 +78,7 @@ class EagleDrafter(Pytree):
         before = _at(rows.features, rows.pending - 1)
         shifted = jnp.concatenate([before[:, None], features[:, :-1]], axis=1)
         run = prompt_tokens(state, chunk.tokens, chunk.counts)
-        _, _, layers = self._read(target, state, run, shifted, call)
+        _, _, layers = self._read(target, state, run, shifted, call, many=True)
         changed = chunk.counts > 0
         last = _at(features, chunk.counts - 1)
         kept = jnp.where(changed[:, None], last, rows.features[:, 0])
@@ -89,7 +89,14 @@ class EagleDrafter(Pytree):
         return DraftState(pool=pool.replace(layers=layers), rows=rows)
 
     def _read(
-        self, target: Decoder, state: EngineState, run: TokenRun, features: Array, call: Call
+        self,
+        target: Decoder,
+        state: EngineState,
+        run: TokenRun,
+        features: Array,
+        call: Call,
+        *,
+        many: bool = False,
     ) -> tuple[Array, Array, LayerStates]:
         """Run the head on committed tokens and the captured states [B, T, C] before them; see
         HeadOutput."""
@@ -97,7 +104,14 @@ class EagleDrafter(Pytree):
         attend = causal_attend(state, run, FIRST_SLOT)
         hidden = self.head.hidden(features, call.kernels)
         return self.head.run(
-            target, run.tokens, hidden, run.positions - 1, pool.layers, attend, call.kernels
+            target,
+            run.tokens,
+            hidden,
+            run.positions - 1,
+            pool.layers,
+            attend,
+            call.kernels,
+            many=many,
         )
 
     def _read_pending(

@@ -1,0 +1,54 @@
+"""Pages whose slots are spread over the devices of a sequence, inside shard_map.
+
+A page of K slots has K / n on each of n devices, in order. All devices have the same page tables,
+and page 0 is the null page of each. So who allocates pages need not know of it, and every sequence
+is spread evenly.
+"""
+
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jaxspec.collectives import all_reduce, shard_offset
+from jaxspec.sharding import Axes
+from pallas_kernels.rope_kv_write.reference import read_rows, write_rows
+
+
+def own_slots(slots: Array, own_size: int, axes: Axes) -> Array:
+    """Slots ``page * K + offset`` in this device's part of the pages, of ``own_size`` slots each.
+
+    Slots of other devices map to slot 0, of the null page.
+    """
+    page_size = own_size * lax.axis_size(axes)
+    offset = slots % page_size - shard_offset(own_size, axes)
+    here = (offset >= 0) & (offset < own_size)
+    return jnp.where(here, slots // page_size * own_size + offset, 0)
+
+
+def move_rows(pages: Sequence[Array], source: Array, destination: Array, axes: Axes) -> list[Array]:
+    """Move the rows at slots ``source`` [B, A] to ``destination`` [B, A], in each of many caches
+    [P, G, K / n, D] of one dtype.
+
+    Each device gets all of them, because they may go to another one, and writes those of its slots.
+    """
+    sizes = [one.shape[2] for one in pages]
+    rows = [
+        _where_own(read_rows(one, own_slots(source, size, axes)), source, size, axes)
+        for one, size in zip(pages, sizes, strict=True)
+    ]
+    shapes = [one.shape for one in rows]
+    flat = [one.reshape(*source.shape, -1) for one in rows]
+    moved = all_reduce(jnp.concatenate(flat, axis=-1), axes)  # in one collective
+    ends = [sum(one.shape[-1] for one in flat[: i + 1]) for i in range(len(flat) - 1)]
+    parts = jnp.split(moved, ends, axis=-1)
+    return [
+        write_rows(one, part.reshape(shape), own_slots(destination, size, axes))
+        for one, part, shape, size in zip(pages, parts, shapes, sizes, strict=True)
+    ]
+
+
+def _where_own(rows: Array, slots: Array, own_size: int, axes: Axes) -> Array:
+    """Rows [B, A, G, D] of this device's slots, zeros for those of others."""
+    part = slots % (own_size * lax.axis_size(axes)) // own_size
+    return jnp.where((part == lax.axis_index(axes))[..., None, None], rows, 0)

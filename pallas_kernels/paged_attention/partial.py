@@ -1,0 +1,103 @@
+"""Attention over some slots of every page, and the merge of such parts of one softmax.
+
+Where each of several devices holds a part of every page, it attends to that. The parts are then
+weighted by their softmax sums ("flash decoding"; the rescaling is that of online softmax, Milakov
+and Gimelshein, arXiv 1805.02867). This is jnp on every platform: the kernels attend to whole pages.
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from pallas_kernels.paged_attention.reference import by_token, masked_scores, visible_slots
+from pallas_kernels.products import weighted_sum_f32
+
+SCORE_BYTES = 1 << 27  # limit for the scores that are in memory together
+
+
+class PartialAttention(NamedTuple):
+    """Attention over some slots, in float32. The weight of a value is ``exp(score - peak)``."""
+
+    weighted: Array  # [..., Q, D] sum of the weighted values
+    peak: Array  # [..., Q] the largest score; very low if the query sees none of the slots
+    total: Array  # [..., Q] sum of the weights
+
+
+@jax.named_scope("attention")
+# jit: traced and lowered once for all layers of a program.
+@functools.partial(jax.jit, static_argnames=("page_size", "window", "first_slot", "block"))
+def partial_attention(
+    q: Array,
+    k_pages: Array,
+    v_pages: Array,
+    page_table: Array,
+    context_lens: Array,
+    positions: Array,
+    ancestors: Array | None,
+    kv_lens: Array,
+    offset: Array,
+    *,
+    page_size: int,
+    window: int | None = None,
+    first_slot: int = 0,
+    block: int | None = None,
+) -> PartialAttention:
+    """Attend to the slots that these pages hold. Other arguments are those of paged_attention.
+
+    If there are scores of many slots, slots are read in blocks, up to the last that any query may
+    see: memory for scores does not grow with the context. There is no gradient.
+
+    Args:
+      k_pages, v_pages: [P, G, K, D] slots ``offset`` to ``offset + K - 1`` of every page.
+      offset: int32 [].
+      page_size: slots of a whole page.
+      block: slots that are read at a time, at least one page's; None: as fit SCORE_BYTES.
+
+    Returns float32 [B, T, Q, D] and [B, T, Q].
+    """
+    own, (batch, columns) = k_pages.shape[2], page_table.shape
+    if block is None:
+        block = SCORE_BYTES // (4 * math.prod(q.shape[:3]))
+    kv_lens = jnp.minimum(kv_lens, columns * page_size)
+    width = min(max(1, block // own), columns)  # columns of a block
+    table = jnp.pad(page_table, ((0, 0), (0, -columns % width)))
+
+    def attend(index: Array | int) -> PartialAttention:
+        first = index * width
+        pages = lax.dynamic_slice(table, (0, first), (batch, width))
+        slots = (first + jnp.arange(width)[:, None]) * page_size + offset + jnp.arange(own)
+        slots = slots.reshape(-1)
+        seen = visible_slots(context_lens, positions, ancestors, slots, window, first_slot)
+        seen &= slots < kv_lens[:, None, None]
+        scores, v = masked_scores(q, k_pages, v_pages, pages, seen, order_invariant=False)
+        peak = jnp.max(scores, axis=-1)
+        exps = jnp.exp(scores - peak[..., None])
+        return PartialAttention(weighted_sum_f32(exps.astype(v.dtype), v), peak, exps.sum(-1))
+
+    found = attend(0)
+    if width < columns:
+        blocks = -(-jnp.max(kv_lens) // (width * page_size))
+        found = lax.fori_loop(1, blocks, lambda i, before: _both(before, attend(i)), found)
+    per_query = (by_token(x[..., None], (*q.shape[:3], 1))[..., 0] for x in found[1:])
+    return PartialAttention(by_token(found.weighted, q.shape), *per_query)
+
+
+def merge_partials(parts: PartialAttention) -> Array:
+    """Attention over all slots, of stacked parts [n, ..., Q, D]: float32 [..., Q, D]."""
+    weights = jnp.exp(parts.peak - jnp.max(parts.peak, axis=0))
+    total = jnp.sum(parts.total * weights, axis=0)
+    return jnp.sum(parts.weighted * weights[..., None], axis=0) / total[..., None]
+
+
+def _both(one: PartialAttention, other: PartialAttention) -> PartialAttention:
+    peak = jnp.maximum(one.peak, other.peak)
+    weights = [jnp.exp(part.peak - peak) for part in (one, other)]
+    return PartialAttention(
+        weighted=one.weighted * weights[0][..., None] + other.weighted * weights[1][..., None],
+        peak=peak,
+        total=one.total * weights[0] + other.total * weights[1],
+    )

@@ -1,0 +1,210 @@
+"""Sequences spread over devices: the engine computes what it computes on one, and sends little."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec import functional
+from jaxspec.benchmarking.collective_volume import parse_collectives, totals
+from jaxspec.config.speculation import SpeculationConfig
+from jaxspec.sharding import MODEL_AXIS, SEQUENCE_AXIS, Layout, make_mesh, mesh_layout
+from pallas_kernels.paged_attention.cases import TEST_CASES, Case, make_arguments, poisoned
+from pallas_kernels.paged_attention.partial import (
+    PartialAttention,
+    merge_partials,
+    partial_attention,
+)
+from pallas_kernels.paged_attention.reference import paged_attention_reference
+from tests.layouts import on_mesh
+from tests.marks import first_is_fast, slow
+from tests.programs import decode_hlo, new_jit, prefill_hlo
+from tests.random_models import make_params, random_target, tiny_config
+from tests.test_tensor_parallel import (
+    BATCH,
+    TARGET,
+    check_changes_nothing,
+    empty_state,
+    one_device,
+)
+
+TREE = SpeculationConfig(num_nodes=6, max_depth=2, top_k=3)
+SPLIT_CASES = [case for case in TEST_CASES if case.page_size % 2 == 0]
+
+
+@pytest.mark.parametrize("block", [8, slow(None)])
+@first_is_fast(SPLIT_CASES, 2)
+def test_merged_parts_are_the_whole_softmax(case: Case, block: int | None):
+    """The two halves of every page, read in blocks."""
+    arguments = make_arguments(case)
+    expected = paged_attention_reference(*arguments, **case.options, order_invariant=False)
+    q, k_pages, v_pages, *rest = poisoned(case, arguments, np.nan)
+    half, parts = case.page_size // 2, []
+    for offset in (0, half):
+        own = slice(offset, offset + half)
+        parts.append(
+            partial_attention(
+                q, k_pages[:, :, own], v_pages[:, :, own], *rest, jnp.int32(offset),
+                page_size=case.page_size, block=block, **case.options,
+            )
+        )  # fmt: skip
+    found = merge_partials(PartialAttention(*map(jnp.stack, zip(*parts, strict=True))))
+    np.testing.assert_allclose(found, expected, atol=2e-6, rtol=1e-5)
+
+
+# Prompts of 9 tokens are padded for 2 and 4 devices. Pages of 2 and 4 slots are one slot a device.
+@pytest.mark.parametrize(
+    ("name", "sequence", "model", "data", "shard_drafter", "page_size"),
+    [
+        slow("eagle3 tree", 2, 1, 1, False, 16),
+        slow("none", 2, 1, 1, False, 2),
+        slow("none", 4, 1, 1, False, 64),
+        slow("ngram", 2, 1, 1, False, 16),
+        slow("ngram", 4, 1, 1, False, 4),
+        slow("eagle3", 2, 1, 1, False, 64),
+        slow("eagle3", 4, 1, 1, False, 16),
+        slow("eagle3 tree", 2, 1, 1, False, 2),
+        slow("eagle3 tree", 4, 1, 1, False, 4),
+        slow("eagle3 tree", 4, 1, 1, False, 64),
+        slow("eagle3 tree", 8, 1, 1, False, 16),
+        slow("eagle3 rejection", 2, 1, 1, False, 16),
+        slow("eagle1", 2, 1, 1, False, 16),
+        slow("eagle1", 4, 1, 1, False, 4),
+        slow("draft_model", 2, 1, 1, False, 2),
+        slow("draft_model", 4, 1, 1, False, 16),
+        slow("draft_model rejection", 2, 1, 1, False, 64),
+        slow("mixed", 2, 1, 1, False, 16),
+        slow("mixed", 4, 1, 1, False, 4),
+        # Beside tensor parallelism, of which there are grids, too, and data parallelism.
+        slow("eagle3", 2, 2, 1, False, 16),
+        slow("eagle3 tree", 2, 2, 1, True, 16),
+        slow("eagle3 tree", 2, 2, 2, False, 4),
+        slow("eagle3 tree", 2, 1, 2, False, 16),
+        slow("eagle3 tree", 2, (2, 2), 1, True, 16),
+        slow("eagle1", 2, 4, 1, True, 16),
+        slow("draft_model", 2, 2, 1, True, 16),
+        slow("draft_model", 4, 2, 1, False, 4),
+        slow("mixed rejection", 2, 2, 1, True, 16),
+    ],
+)
+def test_spreading_sequences_changes_nothing(
+    name: str, sequence: int, model: Any, data: int, shard_drafter: bool, page_size: int
+):
+    check_changes_nothing(name, model, data, shard_drafter, page_size, sequence)
+
+
+def read_and_decode(params: Any, state: Any, prompts: Any) -> Any:
+    lengths = np.array([9, 4], np.int32)
+    state = functional.admit(params, state, np.arange(2), prompts, lengths)
+    state, _ = functional.prefill(params, state, width=9)
+    return functional.decode(params, state, 30)[0]
+
+
+def test_trees_on_two_devices_give_the_tokens_of_plain_decoding_on_one():
+    target, found = random_target(tiny_config(num_layers=1)), []
+    prompts = np.random.default_rng(0).integers(96, size=(2, 9), dtype=np.int32)
+    for name, spec in (("none", SpeculationConfig.chain(1)), ("eagle1", TREE)):
+        params = make_params(name, spec, target)
+        if name == "eagle1":
+            params = on_mesh(params, make_mesh(sequence_parallel=2), shard_drafter=False)
+        state = functional.init_state(params, 2, 24, page_size=4)
+        found.append(new_jit(read_and_decode)(params, state, prompts).rows)
+    plain, trees = found
+    np.testing.assert_array_equal(trees.tokens, plain.tokens)
+    assert trees.stats.accepted[:, 1].sum() > 0
+
+
+FLOAT32 = 4
+LAYERS, HIDDEN = TARGET.num_layers, TARGET.hidden_size
+MIXER = TARGET.layers[0].mixer
+HEADS, KV_HEADS, HEAD_DIM = MIXER.num_heads, MIXER.num_kv_heads, MIXER.head_dim
+
+
+@functools.cache
+def spread(name: str, model: int = 1) -> functional.EngineParams:
+    mesh = make_mesh(model, sequence_parallel=2)
+    return on_mesh(one_device(name), mesh, shard_drafter=False)
+
+
+def test_the_collectives_of_a_round():
+    params = spread("none")
+    found = totals(parse_collectives(decode_hlo(params, empty_state(params), greedy=True)))
+    # Each layer gathers the weighted values and two sums of each head.
+    sums = BATCH * HEADS * (HEAD_DIM + 2) * FLOAT32
+    assert found == {"all-gather": (LAYERS, LAYERS * sums)}
+
+
+@pytest.mark.parametrize("model", [1, slow(2)])
+def test_the_collectives_of_reading_a_prompt(model: int):
+    params, width = spread("none", model), 16
+    state = empty_state(params)
+    found = totals(parse_collectives(prefill_hlo(params, state, width=width, greedy=True)))
+    tokens = BATCH * width * FLOAT32
+    qkv = (HEADS + 2 * KV_HEADS) * HEAD_DIM / model
+    parts = HEADS * (HEAD_DIM + 2) / model
+    hidden = HIDDEN * (1 - 1 / (2 * model))  # gathered at the end from all devices
+    assert found["all-to-all"] == (LAYERS, tokens * LAYERS * parts / 2)
+    if model == 1:
+        assert set(found) == {"all-to-all", "all-gather"}
+        assert found["all-gather"] == (LAYERS + 1, tokens * (LAYERS * qkv / 2 + hidden))
+        return
+    # Tensor parallelism gathers before qkv and gate_up, and scatters sums after o and down.
+    assert found["reduce-scatter"] == (2 * LAYERS + 1, tokens / 2 * (2 * LAYERS + 1) * HIDDEN / 2)
+    assert found["all-gather"] == (
+        3 * LAYERS + 1,
+        tokens * (LAYERS * qkv / 2 + 2 * LAYERS * HIDDEN / 2 / 2 + hidden),
+    )
+    count, sent = found["all-reduce"]  # of the choice of the next token only
+    assert count <= 3 and sent <= 8 * BATCH * FLOAT32
+
+
+@pytest.mark.slow
+def test_accepted_nodes_move_between_devices_in_one_collective_of_all_layers():
+    params = spread("eagle3 tree")
+    found = totals(parse_collectives(decode_hlo(params, empty_state(params), greedy=True)))
+    depth = params.speculation.max_depth + 1
+    rows = BATCH * depth * LAYERS * 2 * KV_HEADS * HEAD_DIM * FLOAT32
+    assert found["all-reduce"] == (1, rows)
+
+
+def test_pages_are_split_by_slots_and_rows_are_not():
+    params = spread("eagle3 tree")
+    state = empty_state(params, 16)
+    for model in (state.pool.target, state.pool.draft):
+        for layer in model.layers:
+            whole = layer.k.shape
+            assert whole[2] == 16
+            assert layer.k.sharding.shard_shape(whole) == (*whole[:2], 8, whole[3])
+    assert state.rows.page_table.sharding.is_fully_replicated
+    for leaf in jax.tree.leaves(params):
+        assert leaf.sharding.is_fully_replicated
+
+
+def test_what_cannot_be_spread():
+    params = spread("none")
+    with pytest.raises(ValueError, match="page_size 1 cannot be split over 2 devices; it can over"):
+        empty_state(params, 1)
+    with pytest.raises(ValueError, match="sp 1, or leave out deterministic and verify_width"):
+        read = functools.partial(functional.prefill, width=4, order_invariant=True)
+        jax.eval_shape(read, params, empty_state(params))
+    fixed = dataclasses.replace(params.speculation, verify_width=8)
+    with pytest.raises(ValueError, match="verify_width needs whole sequences on a device"):
+        empty_state(params.replace(speculation=fixed))
+    with pytest.raises(ValueError, match=r"tp 2, dp 1, sp 8 needs 16 devices.*; sp 4 fits"):
+        make_mesh(2, sequence_parallel=8)
+    with pytest.raises(ValueError, match="must be >= 1, got tp 1, dp 1, sp 0"):
+        make_mesh(sequence_parallel=0)
+    with pytest.raises(ValueError, match="the sequence needs mesh axes of its own"):
+        Layout(heads=("x",), sequence=("x",))
+
+
+def test_the_tokens_of_a_pass_are_split_over_all_devices_of_a_line():
+    layout = mesh_layout(make_mesh(2, sequence_parallel=2))
+    assert layout.tokens == () and layout.split_tokens.tokens == (SEQUENCE_AXIS, MODEL_AXIS)
+    grid = mesh_layout(make_mesh((2, 2), sequence_parallel=2))
+    assert grid.split_tokens.tokens == (SEQUENCE_AXIS,)
+    assert mesh_layout(make_mesh(2)).split_tokens.tokens == ()
