@@ -65,6 +65,11 @@ class CallShapes:
         self._sizes: tuple[int, ...] = ()  # rows of programs, of each shard
 
     @property
+    def known(self) -> tuple[TreeShape, ...]:
+        """Those that calls choose from; of an engine that does not adapt, its own."""
+        return self.choices or (self._resolved(None),)
+
+    @property
     def must_be_measured(self) -> bool:
         return self.choices is not None and self._costs is None
 

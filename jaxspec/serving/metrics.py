@@ -267,7 +267,7 @@ class Metrics:
         if self._device is not None:
             self._idle.set(self._device.idle_share)
             self._advance("busy", self._busy, self._device.busy)
-        counted = dict.fromkeys(engine.shapes.choices or (), 0) | engine.shapes.rounds
+        counted = dict.fromkeys(engine.shapes.known, 0) | engine.shapes.rounds
         for shape, rounds in counted.items():
             self._advance(f"rounds {shape.name}", self._shapes, rounds, shape=shape.name)
 
