@@ -4,7 +4,6 @@ The scheduler runs in process 0. Each program that it launches, the others launc
 its name and its arguments, which are small. The weights and the state are on the devices of all.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -45,10 +44,20 @@ class Tables(NamedTuple):
 
 
 def make_programs(processes: Processes | None) -> MakePrograms:
-    """What makes the programs of an engine of these processes; None: of this process alone."""
+    """What makes the programs of an engine of these processes; None: of this process alone.
+
+    It raises ValueError for a mesh that is not that of all processes' devices, one model on them
+    all.
+    """
     if processes is None:
         return Programs
-    return functools.partial(LeadingPrograms if processes.leads else FollowingPrograms, processes)
+    kind = LeadingPrograms if processes.leads else FollowingPrograms
+
+    def make(params: EngineParams, sizes: Sizes, most: int) -> Programs:
+        check_mesh(params, processes)
+        return kind(processes, params, sizes, most)
+
+    return make
 
 
 class SharedPrograms(Programs):
@@ -60,13 +69,9 @@ class SharedPrograms(Programs):
 
 
 class LeadingPrograms(SharedPrograms):
-    """Tells the others what it launches.
-
-    Raises ValueError for a mesh that is not that of all processes' devices, one model on them all.
-    """
+    """Tells the others what it launches."""
 
     def __init__(self, processes: Processes, params: EngineParams, sizes: Sizes, most: int):
-        check_mesh(params, processes)
         processes.claim()
         self._processes = processes
         processes.tell(sizes)  # others may have other room
@@ -91,7 +96,6 @@ class FollowingPrograms(SharedPrograms):
     """Launches what process 0 launches."""
 
     def __init__(self, processes: Processes, params: EngineParams, sizes: Sizes, most: int):
-        check_mesh(params, processes)
         processes.claim()
         self._processes = processes
         super().__init__(params, processes.next() or sizes, most)

@@ -16,9 +16,10 @@ from jaxspec.config.engine import EngineConfig
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.engine import Engine
 from jaxspec.processes import Processes, ProcessGroup
+from jaxspec.programs import Programs
 from jaxspec.scheduling.requests import SamplingParams
 from jaxspec.sharding import make_mesh
-from jaxspec.shared_programs import FollowingPrograms, make_programs
+from jaxspec.shared_programs import FollowingPrograms, MakePrograms, make_programs
 from tests.layouts import on_mesh
 from tests.random_models import make_params
 
@@ -29,14 +30,14 @@ SAMPLING = [
 ]
 
 
-def new_engine(processes: Processes | None) -> Engine:
+def new_engine(devices: int = 1, make: MakePrograms = Programs) -> Engine:
     params = make_params("eagle3", SpeculationConfig.chain(2))
-    if processes is not None:
-        params = on_mesh(params, make_mesh(processes.group.size), shard_drafter=False)
+    if devices > 1:
+        params = on_mesh(params, make_mesh(devices), shard_drafter=False)
     # Few pages, so that one request waits for the pages of the other.
     cache = CacheConfig(page_size=8, max_length=48, num_pages=6)
     config = EngineConfig(max_rows=2, rounds_per_call=4)
-    return Engine(params, cache, config, make_programs=make_programs(processes))
+    return Engine(params, cache, config, make_programs=make)
 
 
 def tokens(engine: Engine, requests: int) -> list[list[int]]:
@@ -49,7 +50,7 @@ def main(port: str, size: str, index: str, texts: str, requests: str) -> None:
     jax.config.update("jax_disable_most_optimizations", True)
     group = ProcessGroup(f"localhost:{port}", int(size), int(index))
     with Processes(group) as processes:
-        engine = new_engine(processes)
+        engine = new_engine(group.size, make_programs(processes))
         if isinstance(engine.programs, FollowingPrograms):
             engine.programs.follow()
             return

@@ -2,8 +2,10 @@
 
 import argparse
 import contextlib
+import functools
 import json
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -11,12 +13,16 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, cast
 
+import jax
+import numpy as np
 import pytest
 
 from jaxspec.commands import generate
 from jaxspec.commands.several_processes import process_group
-from jaxspec.processes import ProcessGroup
+from jaxspec.processes import Processes, ProcessGroup
+from jaxspec.shared_programs import FollowingPrograms, LeadingPrograms
 from tests.marks import slow
 from tests.process_worker import new_engine, tokens
 
@@ -69,10 +75,35 @@ def json_line(process: subprocess.Popen[str]) -> list[list[int]]:
     raise AssertionError(process.stderr.read())
 
 
-@pytest.mark.parametrize(("size", "requests"), [(2, 1), slow(2, 2), slow(4, 2)])
+class Told:
+    """Stands for Processes, in one process: what the leader tells is kept, pickled."""
+
+    def __init__(self):
+        self.messages: list[bytes] = []
+
+    def claim(self) -> None: ...
+
+    def tell(self, message: Any) -> None:
+        self.messages.append(pickle.dumps(message))
+
+    def next(self) -> Any:
+        return pickle.loads(self.messages.pop(0)) if self.messages else None
+
+
+def test_a_follower_that_is_told_everything_has_the_state_of_the_leader():
+    processes = cast(Processes, Told())
+    leader = new_engine(make=functools.partial(LeadingPrograms, processes))
+    tokens(leader, 1)
+    programs = leader.programs
+    follower = FollowingPrograms(processes, programs.params, programs.sizes, 100)
+    follower.follow()
+    jax.tree.map(np.testing.assert_array_equal, follower.state, programs.state)
+
+
+@pytest.mark.parametrize(("size", "requests"), [slow(2, 1), slow(2, 2), slow(4, 2)])
 def test_processes_generate_what_one_generates(size: int, requests: int):
     with started(workers(size, 1, requests)) as processes:
-        expected = tokens(new_engine(None), requests)
+        expected = tokens(new_engine(), requests)
         outputs = [process.communicate(timeout=200) for process in processes]
     assert [process.returncode for process in processes] == [0] * size, outputs
     [line] = [line for line in outputs[0][0].splitlines() if line.startswith("[[")]
@@ -138,6 +169,7 @@ def test_the_processes_that_options_and_slurm_name():
         (["--coordinator", "a", "--num-processes", "2", "--process-id", "0"], "HOST:PORT"),
         (["--coordinator", "a:1", "--num-processes", "2", "--process-id", "2"], "no number 2"),
         (["--coordinator", "a:1", "--dp", "2"], "--dp goes without --coordinator"),
+        (["--coordinator", "a:1", "--sp", "2"], "--sp goes without --coordinator"),
     ],
 )
 def test_options_that_make_no_processes(options: list[str], message: str):

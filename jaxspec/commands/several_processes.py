@@ -22,6 +22,8 @@ def process_group(
         return None
     if arguments.dp not in (None, 1):
         raise ValueError("--dp goes without --coordinator: several processes share one engine")
+    if arguments.sp != 1:
+        raise ValueError("--sp goes without --coordinator: split the model over processes by --tp")
     return ProcessGroup(
         arguments.coordinator,
         _number(arguments.num_processes, "--num-processes", "SLURM_NTASKS", environment),
