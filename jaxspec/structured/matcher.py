@@ -134,7 +134,14 @@ class Matcher:
             raise GrammarError(f"the grammar gave up: {one_line(self._grammar.get_error())}")
 
     def _refusal(self, token: int) -> str:
+        """Why it does not take the token. Near its limits llguidance may refuse one that its own
+        mask allows."""
         self._check()
+        mask = np.zeros(self._num_words, np.uint32)
+        self._grammar.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        self._check()
+        if mask[token // 32] >> np.uint32(token % 32) & np.uint32(1):
+            return f"the grammar gave up: it allows token {token} and does not take it"
         return f"token {token} does not match the grammar after {self._length} tokens"
 
 

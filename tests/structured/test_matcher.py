@@ -1,5 +1,6 @@
 """Masks of tree nodes: each equals the mask of a fresh matcher that was fed the node's path."""
 
+import ctypes
 import random
 import time
 
@@ -8,6 +9,7 @@ import pytest
 
 from jaxspec.structured import GrammarCompiler, GrammarError, StructuredOutput, tree_masks
 from jaxspec.structured import compiler as compiler_module
+from jaxspec.structured.matcher import Matcher
 from tests.constrained_rounds import is_allowed
 from tests.structured_outputs import END, VOCAB, compiler, random_schema, tokenizer
 
@@ -106,6 +108,25 @@ def test_an_integer_may_end_or_go_on():
     assert legal.all() and END in tokens_of(masks[3])
     matcher.advance([one, END])
     assert matcher.finished
+
+
+class Contradictory:
+    """A grammar that takes no token, though its mask allows all."""
+
+    def is_error(self) -> bool:
+        return False
+
+    def try_consume_tokens(self, tokens: list[int]) -> int:
+        return 0
+
+    def unsafe_compute_mask_ptr(self, address: int, size: int) -> None:
+        ctypes.memset(address, 0xFF, size)
+
+
+def test_a_grammar_that_contradicts_itself_has_given_up():
+    """Seen once of llguidance: near a limit, it refused a token that it had allowed."""
+    with pytest.raises(GrammarError, match="the grammar gave up: it allows token 40 and does not"):
+        Matcher(Contradictory(), 4, frozenset()).advance([40])
 
 
 @pytest.mark.parametrize(
