@@ -12,8 +12,8 @@ from jaxspec.config.speculation import PLAIN, SpeculationConfig, default_specula
 from jaxspec.functional import EngineParams
 from jaxspec.models.hf_config import load_model_config
 from jaxspec.models.hf_values import read_json, shown
+from jaxspec.parallel import devices_of_model
 from jaxspec.quantization.scaled import in_eight_bits
-from jaxspec.sharding import devices_of_model
 from jaxspec.speculation.drafters import (
     Drafter,
     DraftModelDrafter,

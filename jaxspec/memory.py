@@ -11,7 +11,7 @@ import jax
 from jaxspec.cache import pages_for
 from jaxspec.config.cache import CacheConfig
 from jaxspec.functional import EngineParams, init_pool
-from jaxspec.sharding import named_shardings
+from jaxspec.parallel import named_shardings
 from jaxspec.state import Pool
 
 USABLE = 0.9  # of the free memory; the rest is for what programs compute with

@@ -21,6 +21,7 @@ from jaxspec.config.speculation import TreeShape
 from jaxspec.exchanges import with_exchanges
 from jaxspec.functional import EngineParams, SavedRow
 from jaxspec.new_rows import NewRow, admission, new_controls
+from jaxspec.parallel import named_shardings
 from jaxspec.program_sizes import (
     Kind,
     Load,
@@ -34,7 +35,6 @@ from jaxspec.program_sizes import (
 )
 from jaxspec.sampling import Controls
 from jaxspec.scheduling.requests import MOST_LOGPROBS
-from jaxspec.sharding import named_shardings
 from jaxspec.state import Emitted, EngineState
 from jaxspec.structured.matcher import ALL_TOKENS
 

@@ -11,10 +11,10 @@ import jax
 import numpy as np
 
 from jaxspec.functional import EngineParams
+from jaxspec.parallel import HIDDEN_AXIS, MODEL_AXIS
 from jaxspec.processes import Processes
 from jaxspec.program_sizes import Kind, Sizes
 from jaxspec.programs import Programs
-from jaxspec.sharding import HIDDEN_AXIS, MODEL_AXIS
 
 LARGE = ("admit_rows", "prefill", "decode", "draft", "verify")
 

@@ -10,7 +10,7 @@ from jaxspec.functional import EngineParams
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import DraftHead
 from jaxspec.models.layer import Layer
-from jaxspec.sharding import Layout, Shards, mesh_layout, named_shardings
+from jaxspec.parallel import Layout, Shards, mesh_layout, named_shardings
 from jaxspec.speculation.drafters import DraftModelDrafter, EagleDrafter, MixedDrafter
 
 

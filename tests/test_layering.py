@@ -25,7 +25,7 @@ LAYERS = (
     "jaxspec.built_in",
     "jaxspec.pytree",
     "jaxspec.config",
-    "jaxspec.sharding",
+    "jaxspec.parallel",
     "jaxspec.collectives",
     "jaxspec.weight_places",
     "jaxspec.cache",

@@ -12,7 +12,7 @@ import pytest
 from jaxspec import functional
 from jaxspec.benchmarking.collective_volume import parse_collectives, totals
 from jaxspec.config.speculation import SpeculationConfig
-from jaxspec.sharding import MODEL_AXIS, SEQUENCE_AXIS, Layout, make_mesh, mesh_layout
+from jaxspec.parallel import MODEL_AXIS, SEQUENCE_AXIS, Layout, make_mesh, mesh_layout
 from pallas_kernels.paged_attention.cases import TEST_CASES, Case, make_arguments, poisoned
 from pallas_kernels.paged_attention.partial import (
     PartialAttention,

@@ -18,7 +18,7 @@ from jaxspec.config.model import ModelConfig
 from jaxspec.models.decoder import Decoder, decoder_shapes
 from jaxspec.models.heads import DraftHead, head_shapes
 from jaxspec.models.shapes import weight_name
-from jaxspec.sharding import Shards, mesh_layout
+from jaxspec.parallel import Shards, mesh_layout
 from jaxspec.weights.safetensors_io import placements
 
 # Standard deviation of the draft head's logits. Trained heads are confident of most tokens, so

@@ -28,7 +28,7 @@ from jaxspec.benchmarking.hlo import parse_scope
 from jaxspec.benchmarking.modes import Mode
 from jaxspec.benchmarking.rounds import Workload
 from jaxspec.config.model import ModelConfig
-from jaxspec.sharding import TensorParallel, grid_of
+from jaxspec.parallel import TensorParallel, grid_of
 
 PROGRAMS = {"decode": decode_program, "prefill": prefill_program}
 PROGRAM, FACTS = "program.txt", "facts.json"  # files that the compiling process writes

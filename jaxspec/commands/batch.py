@@ -24,10 +24,10 @@ from jaxspec.commands.importing import MissingExtra, import_command
 from jaxspec.commands.program_cache import keep_compiled_programs
 from jaxspec.commands.several_processes import processes_of
 from jaxspec.commands.shell import print_json, progress_console, read_text
+from jaxspec.parallel import replica_meshes
 from jaxspec.processes import Processes
 from jaxspec.progress import request_bar
 from jaxspec.replicated_llm import ReplicatedLLM
-from jaxspec.sharding import replica_meshes
 from jaxspec.tokenizer import TextTokenizer
 from jaxspec.weights.hub import resolve_directory
 

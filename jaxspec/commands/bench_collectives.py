@@ -38,7 +38,7 @@ from jaxspec.benchmarking.shapes import SHAPES
 from jaxspec.commands.engine_options import add_sequence_parallel_option, tensor_parallel
 from jaxspec.commands.shell import command_parser, run_command, show_results
 from jaxspec.config.model import ModelConfig
-from jaxspec.sharding import TensorParallel, grid_of, shown_size
+from jaxspec.parallel import TensorParallel, grid_of, shown_size
 
 ROOT = Path(__file__).resolve().parent.parent.parent  # the folder that contains the package
 GRIDS = "4,2x2,8,2x4,4x2"

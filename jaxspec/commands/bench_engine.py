@@ -39,7 +39,7 @@ from jaxspec.commands.shell import (
 )
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import DraftHead
-from jaxspec.sharding import grid_of, make_mesh
+from jaxspec.parallel import grid_of, make_mesh
 from pallas_kernels.selection import Kernels
 
 MOST_JOBS = 4  # modes compiled at a time; each needs memory for a state for a moment

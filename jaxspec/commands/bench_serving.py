@@ -53,7 +53,7 @@ from jaxspec.load_test import Client, LoadResult, LoadTest
 from jaxspec.loading import load, resolve_dtype
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import DraftHead
-from jaxspec.sharding import devices_of_model, make_mesh
+from jaxspec.parallel import devices_of_model, make_mesh
 from pallas_kernels.selection import Kernels
 
 SYNTHETIC = "chain:5@3.5"

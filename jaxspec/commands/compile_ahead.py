@@ -55,7 +55,7 @@ from jaxspec.benchmarking.tpu_ahead import (
 from jaxspec.commands.engine_options import add_tensor_parallel_option
 from jaxspec.commands.shell import command_parser, run_command, show_results
 from jaxspec.config.model import ModelConfig
-from jaxspec.sharding import grid_of
+from jaxspec.parallel import grid_of
 
 ROOT = Path(__file__).resolve().parent.parent.parent  # the folder that contains the package
 NEW_TOKENS = 256  # room for new tokens after the context, as in bench_engine

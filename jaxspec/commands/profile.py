@@ -38,7 +38,7 @@ from jaxspec.commands.shell import (
     run_command,
     show_results,
 )
-from jaxspec.sharding import devices_of_model, make_mesh
+from jaxspec.parallel import devices_of_model, make_mesh
 from pallas_kernels.selection import Kernels
 
 NUM_CALLS = 2  # calls under the profiler

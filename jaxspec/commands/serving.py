@@ -18,6 +18,7 @@ from jaxspec.commands.program_cache import keep_compiled_programs
 from jaxspec.commands.several_processes import processes_of
 from jaxspec.commands.shell import progress_console, read_text
 from jaxspec.engine import Engine
+from jaxspec.parallel import replica_meshes
 from jaxspec.processes import Processes
 from jaxspec.replicated_llm import ReplicatedLLM
 from jaxspec.scheduling.requests import SamplingParams
@@ -27,7 +28,6 @@ from jaxspec.serving.lifecycle import serve
 from jaxspec.serving.metrics import Metrics
 from jaxspec.serving.rates import Rates
 from jaxspec.serving.service import Service
-from jaxspec.sharding import replica_meshes
 from jaxspec.structured import StructuredOutput
 from jaxspec.tokenizer.text import TextTokenizer
 from jaxspec.weights.hub import resolve_directory

@@ -10,8 +10,8 @@ from jax.typing import ArrayLike
 
 from jaxspec.config.speculation import PLAIN, SpeculationConfig, TreeShape
 from jaxspec.models.decoder import Decoder
+from jaxspec.parallel import Layout, axes_size, partition_specs
 from jaxspec.pytree import Pytree, pytree, static
-from jaxspec.sharding import Layout, axes_size, partition_specs
 from jaxspec.speculation.call import Call
 from jaxspec.speculation.drafters import Drafter, NoDrafter
 from jaxspec.state import EngineState

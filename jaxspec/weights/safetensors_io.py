@@ -26,7 +26,7 @@ from jaxspec.config.model import ModelConfig
 from jaxspec.models.decoder import Decoder, decoder_shapes
 from jaxspec.models.hf_config import to_hf_config
 from jaxspec.models.hf_values import one_line, read_json, shown, shown_name
-from jaxspec.sharding import Shards, mesh_layout, named_shardings
+from jaxspec.parallel import Shards, mesh_layout, named_shardings
 from jaxspec.tensors import Piece, Source, Split, choosing, splitting, tensor_shapes
 from jaxspec.weight_places import weight_place
 
