@@ -26,9 +26,9 @@ from jaxspec.functional import EngineParams
 from jaxspec.generation import FinishReason, Generation, Grammar, Running, new_generation, outcome
 from jaxspec.measuring import measure_preemption
 from jaxspec.models.decoder import Decoder
+from jaxspec.pipeline.programs import own_programs
 from jaxspec.plan_runner import Launched, PlanRunner
 from jaxspec.program_sizes import Kind, Load, RoundsKey
-from jaxspec.programs import Programs
 from jaxspec.round_trees import check_trees, take_emitted
 from jaxspec.scheduling.plan import Delivery, Plan
 from jaxspec.scheduling.preemption import PreemptionCosts
@@ -77,7 +77,7 @@ class Engine:
         config: EngineConfig | None = None,
         *,
         make_matcher: Callable[[StructuredOutput], Matcher] | None = None,
-        make_programs: MakePrograms = Programs,
+        make_programs: MakePrograms = own_programs,
     ):
         # Committed to their devices, as swapped weights are: else the first swap would recompile.
         params = jax.tree.map(committed, params)

@@ -51,7 +51,10 @@ class Programs:
       compiled: programs compiled so far, and ``compile_seconds`` what that took.
       ready, coming: keys of the compiled programs, and of those that other threads compile.
       sealed: compile nothing any more where a ready program would do.
+      compiles_ahead: whether other threads may compile them before they run (see ahead.py).
     """
+
+    compiles_ahead = True
 
     def __init__(self, params: EngineParams, sizes: Sizes, max_programs: int):
         self.params, self.sizes, self.max_programs = with_exchanges(params), sizes, max_programs

@@ -54,6 +54,7 @@ LAYERS = (
     "jaxspec.new_rows",
     "jaxspec.calls",
     "jaxspec.programs",
+    "jaxspec.pipeline",
     "jaxspec.shared_programs",
     "jaxspec.masked_programs",
     "jaxspec.masked_rounds",
@@ -101,7 +102,7 @@ DEVICE_LIBRARIES = {"jax", "jaxlib", "flax", "optax", "orbax", "pallas_kernels"}
 KERNEL_CALLERS = {"jaxspec.models.forward", "jaxspec.models.attention"}
 
 JIT_NAMES = {"jit", "pjit", "pmap"}
-JIT_HOMES = {"jaxspec.programs", "jaxspec.training", "jaxspec.benchmarking"}
+JIT_HOMES = {"jaxspec.programs", "jaxspec.pipeline", "jaxspec.training", "jaxspec.benchmarking"}
 
 MAX_LINES = 400
 
