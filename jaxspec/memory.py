@@ -198,6 +198,14 @@ def _bytes(make: Callable[[], Any], layout: Layout, mesh: Mesh | None, *, togeth
     return devices * sum(math.prod(shape) * leaf.dtype.itemsize for shape, leaf in leaves)
 
 
+def local_bytes(tree: Any) -> int:
+    """Bytes of the tree's arrays on one device."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+    )
+
+
 def free_bytes(device: Any) -> int | None:
     """Free bytes of a device; of a CPU, of the host. None: the device does not report them."""
     if device.platform == "cpu":

@@ -21,7 +21,6 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxspec.benchmarking.compiling import compile_side_by_side
-from jaxspec.benchmarking.floors import local_bytes
 from jaxspec.benchmarking.modes import Mode, make_params, parse_mode
 from jaxspec.benchmarking.random_params import random_decoder, random_eagle3_head
 from jaxspec.benchmarking.rounds import SAMPLING, Bench, Timing, Workload, time_mode
@@ -37,6 +36,7 @@ from jaxspec.commands.shell import (
     run_command,
     table_console,
 )
+from jaxspec.memory import local_bytes
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import DraftHead
 from jaxspec.parallel import grid_of, make_mesh

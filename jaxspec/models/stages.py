@@ -2,10 +2,8 @@
 
 The last part of the layers belongs to the Decoder, with the embeddings and the LM head. The parts
 before it are Stages. A Passage leaves the embeddings, visits the stages in order, and returns to
-the decoder: see decoder.enter and decoder.run.
+the decoder: see decoder.enter and decoder.run. How a model is cut into stages is in pipeline.py.
 """
-
-from collections.abc import Sequence
 
 from jax import Array
 from jax.sharding import Mesh
@@ -87,39 +85,3 @@ def run_stage(
     own = {stage.first + index: state for index, state in enumerate(entering)}
     captured = {index: own[index] for index in own.keys() & set(capture)}
     return states, passage.replace(x=x, captured=passage.captured | captured)
-
-
-def split_layers(costs: Sequence[float], after: float, stages: int) -> tuple[int, ...]:
-    """How many layers each stage gets, so that the slowest stage is as fast as it can be.
-
-    Args:
-      costs: of each layer.
-      after: what the last stage does besides, such as the LM head and drafting.
-
-    All stages but the last have at least one layer. Raises ValueError for more stages than that.
-    """
-    if not 1 <= stages <= len(costs) + 1:
-        raise ValueError(
-            f"{len(costs)} layers cannot be split over {stages} stages: they can over 1 to "
-            f"{len(costs) + 1}"
-        )
-    sums = [0.0]
-    for cost in costs:
-        sums.append(sums[-1] + cost)
-    # best[n]: the fastest split of the layers before n over the stages so far
-    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
-    for _ in range(stages - 1):
-        best = {
-            end: min(
-                (max(slowest, sums[end] - sums[start]), (*split, end - start))
-                for start, (slowest, split) in best.items()
-                if start < end
-            )
-            for end in range(1 + min(best), len(costs) + 1)
-        }
-    total = sums[-1]
-    options = (
-        (max(slowest, total - sums[end] + after), (*split, len(costs) - end))
-        for end, (slowest, split) in best.items()
-    )
-    return min(options)[1]

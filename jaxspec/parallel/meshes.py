@@ -71,13 +71,29 @@ def _check_sizes(tp: TensorParallel, dp: int, sp: int, pp: int, devices: int) ->
         )
 
 
-def stage_meshes(mesh: Mesh) -> tuple[Mesh, ...]:
-    """The mesh of each stage of a pipeline, in order; the mesh itself if it has no ``stage``."""
-    if STAGE_AXIS not in mesh.shape:
-        return (mesh,)
-    names = tuple(name for name in mesh.axis_names if name != STAGE_AXIS)
-    stages = np.moveaxis(mesh.devices, mesh.axis_names.index(STAGE_AXIS), 0)
-    return tuple(Mesh(devices, names) for devices in stages)
+def stage_meshes(mesh: Mesh | None, drafter_mesh: Mesh | None = None) -> tuple[Any, ...]:
+    """The mesh of each stage of a pipeline, in order; the mesh itself if it has no ``stage``.
+
+    ``drafter_mesh`` is a last stage. None as ``mesh`` then means one device.
+
+    Raises ValueError for a drafter_mesh beside rows, sequences or a hidden dimension that are
+    split, and for one that shares devices with the mesh.
+    """
+    stages: tuple[Mesh | None, ...] = (mesh,)
+    if mesh is not None and STAGE_AXIS in mesh.shape:
+        names = tuple(name for name in mesh.axis_names if name != STAGE_AXIS)
+        parts = np.moveaxis(mesh.devices, mesh.axis_names.index(STAGE_AXIS), 0)
+        stages = tuple(Mesh(devices, names) for devices in parts)
+    if drafter_mesh is None:
+        return stages
+    meshes = [make_mesh(devices=jax.devices()[:1]) if one is None else one for one in stages]
+    if any(one.size != one.shape[MODEL_AXIS] for one in (*meshes, drafter_mesh)):
+        raise ValueError("drafter_mesh goes with tp N and pp alone: leave out dp, sp and a grid")
+    shared = {one.id for mesh in meshes for one in mesh.devices.flat}
+    shared &= {one.id for one in drafter_mesh.devices.flat}
+    if shared:
+        raise ValueError(f"drafter_mesh has devices {sorted(shared)} of the target: give others")
+    return (*meshes, drafter_mesh)
 
 
 def devices_of_model(mesh: Mesh | None) -> int:

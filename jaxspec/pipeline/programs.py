@@ -283,7 +283,7 @@ class PipelinePrograms(Programs):
         state: EngineState,
         rows: Any,
         *rest: Any,
-        **own: Any,
+        **options: Any,
     ) -> EngineState:
         for stage in self.stages:
             stage(stage.reset_rows, rows)
