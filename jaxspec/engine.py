@@ -27,6 +27,7 @@ from jaxspec.generation import FinishReason, Generation, Grammar, Running, new_g
 from jaxspec.measuring import measure_preemption
 from jaxspec.models.decoder import Decoder
 from jaxspec.pipeline.programs import own_programs
+from jaxspec.pipeline.use import PipelineUse
 from jaxspec.plan_runner import Launched, PlanRunner
 from jaxspec.program_sizes import Kind, Load, RoundsKey
 from jaxspec.round_trees import check_trees, take_emitted
@@ -40,7 +41,6 @@ from jaxspec.speculation.drafters import Drafter
 from jaxspec.structured import Matcher, StructuredOutput
 from jaxspec.warm_up import GREEDY_AND_SAMPLED, Progress
 from jaxspec.weights.in_place import committed
-from pallas_kernels.selection import Kernels
 
 
 class Engine:
@@ -111,9 +111,9 @@ class Engine:
         return self.programs.params
 
     @property
-    def kernels(self) -> Kernels:
-        """The operations that run as kernels."""
-        return self.params.kernels
+    def pipeline(self) -> PipelineUse | None:
+        """How busy the stages of a pipeline were; None: it is none."""
+        return self.programs.pipeline
 
     @property
     def is_idle(self) -> bool:

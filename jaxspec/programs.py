@@ -22,6 +22,7 @@ from jaxspec.exchanges import with_exchanges
 from jaxspec.functional import EngineParams, SavedRow
 from jaxspec.new_rows import NewRow, admission, new_controls
 from jaxspec.parallel import named_shardings
+from jaxspec.pipeline.use import PipelineUse
 from jaxspec.program_sizes import (
     Kind,
     Load,
@@ -52,9 +53,11 @@ class Programs:
       ready, coming: keys of the compiled programs, and of those that other threads compile.
       sealed: compile nothing any more where a ready program would do.
       compiles_ahead: whether other threads may compile them before they run (see ahead.py).
+      pipeline: how busy the stages of a pipeline were.
     """
 
     compiles_ahead = True
+    pipeline: PipelineUse | None = None
 
     def __init__(self, params: EngineParams, sizes: Sizes, max_programs: int):
         self.params, self.sizes, self.max_programs = with_exchanges(params), sizes, max_programs

@@ -232,7 +232,7 @@ def measure(
             engine = make_engine(args, params, longest, name, cached)
             facts = {
                 **run_facts(),
-                "own_kernels": str(engine.kernels),
+                "own_kernels": str(engine.params.kernels),
                 "arguments": {
                     name: str(v) if isinstance(v, Path) else v for name, v in vars(args).items()
                 },

@@ -119,7 +119,7 @@ def report(arguments: argparse.Namespace, llm: LLM, completion: Completion) -> d
         "model": arguments.model,
         "drafter": str(choose_drafter(arguments.model, arguments.drafter)),
         "device": str(jax.devices()[0].device_kind),
-        "kernels": str(llm.engine.kernels),
+        "kernels": str(llm.engine.params.kernels),
     }
 
 
