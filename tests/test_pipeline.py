@@ -181,7 +181,7 @@ def test_an_engine_says_how_busy_its_stages_were():
 
 def test_what_a_pipeline_cannot_do_is_said_before_anything_runs():
     params = staged(one_device("ngram"), (2, 2))
-    with pytest.raises(ValueError, match="run it in a jaxspec.Engine"):
+    with pytest.raises(ValueError, match=r"run it in a jaxspec\.Engine"):
         params.check(init_state(params.last_stage, 1, 16))
     with pytest.raises(ValueError, match="deterministic=True runs on one device"):
         Engine(params, CACHE, EngineConfig(deterministic=True))
@@ -206,7 +206,7 @@ def test_layers_that_are_no_split_of_the_model(layers: tuple[int, ...], stages: 
 
 
 def test_meshes_with_stages_that_do_not_fit():
-    with pytest.raises(ValueError, match="pp 9 needs 9 devices.*pp 8 fits"):
+    with pytest.raises(ValueError, match=r"pp 9 needs 9 devices.*pp 8 fits"):
         make_mesh(pipeline_parallel=9)
     sizes: list[tuple[TensorParallel, int, int]] = [(1, 2, 1), ((2, 2), 1, 1), (1, 1, 2)]
     for model, data, sequence in sizes:

@@ -9,7 +9,8 @@ nothing is waited for.
 """
 
 import functools
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -25,7 +26,7 @@ from jaxspec.models.stages import Passage
 from jaxspec.pipeline.results import joined_reads, joined_rounds
 from jaxspec.pipeline.stage_programs import StagePrograms
 from jaxspec.pipeline.use import PipelineUse
-from jaxspec.program_sizes import Sizes
+from jaxspec.program_sizes import RoundsKey, Sizes
 from jaxspec.programs import Programs
 from jaxspec.speculation.tree import DraftTree
 from jaxspec.state import Emitted, EngineState
@@ -94,14 +95,14 @@ class PipelinePrograms(Programs):
         jit = functools.partial(jax.jit, compiler_options=options())
         choices, logprobs = ("columns", "greedy", "controls"), ("logprobs", "top_logprobs")
         rounds = ("shape", *choices)
-        self._open = jit(pipelined.open_round, static_argnames=rounds, donate_argnums=1)
-        self._close = jit(
+        self.open_round = jit(pipelined.open_round, static_argnames=rounds, donate_argnums=1)
+        self.close_round = jit(
             pipelined.close_round, static_argnames=("trees", *rounds, *logprobs), donate_argnums=1
         )
         reads = functools.partial(jax.jit, compiler_options=options(reads=True))
         own = ("width", "columns", "order_invariant")
-        self._open_read = reads(pipelined.open_read, static_argnames=own)
-        self._close_read = reads(
+        self.open_read = reads(pipelined.open_read, static_argnames=own)
+        self.close_read = reads(
             pipelined.close_read,
             static_argnames=("prompt_logprobs", *own, *choices, *logprobs),
             donate_argnums=1,
@@ -110,8 +111,8 @@ class PipelinePrograms(Programs):
         self._join_reads = jit(joined_reads, static_argnames="width")
         last = dict(self.small) | {"admit": self.admit_rows}
         self.admit_rows = Composed(functools.partial(self._admit_all, last["admit"]), last["admit"])
-        self.prefill = Composed(self._run_reads, self._open_read, self._close_read, *self.stages)
-        parts = self._open, self._close, self._join, self._join_reads
+        self.prefill = Composed(self._run_reads, self.open_read, self.close_read, *self.stages)
+        parts = self.open_round, self.close_round, self._join, self._join_reads
         self.decode = Composed(self._run_rounds, *parts)
         self.draft, self.verify = Composed(self._run_draft), Composed(self._run_verify)
         for name, run in (
@@ -181,7 +182,7 @@ class PipelinePrograms(Programs):
     def _start(
         self, params: EngineParams, state: EngineState, rows: np.ndarray, options: dict[str, Any]
     ) -> tuple[EngineState, OpenRound]:
-        state, (tree, passage) = self._open(params, state, rows, **options)
+        state, (tree, passage) = self.open_round(params, state, rows, **options)
         for stage in self.stages:
             passage = stage(stage.run_round, passage)
         return state, OpenRound(tree, self._back(passage))
@@ -195,11 +196,42 @@ class PipelinePrograms(Programs):
         rows: np.ndarray,
         options: dict[str, Any],
     ) -> tuple[EngineState, Emitted]:
-        state, (emitted, path) = self._close(params, state, *opened, rows, masks, **options)
+        state, (emitted, path) = self.close_round(params, state, *opened, rows, masks, **options)
         if not path.is_chain:
             for stage in self.stages:
                 stage(stage.commit, path)
         return state, emitted
+
+    def stage_seconds(self, key: RoundsKey, rows: Sequence[int]) -> list[float]:
+        """What each stage takes for a round of a group of rows that decode, alone.
+
+        For measurements: every program is waited for. The round counts.
+        """
+        options = self.rounds_options(key)
+        drafting = {name: options[name] for name in ("shape", "columns", "greedy", "controls")}
+        emitting = {name: options[name] for name in ("trees", "logprobs", "top_logprobs")}
+        [group, *_], _ = self._groups(self.sizes.listed(rows, key.rows))
+        seconds: list[float] = []
+
+        def timed(run: Callable[[], Any]) -> Any:
+            started = time.perf_counter()
+            result = jax.block_until_ready(run())
+            seconds.append(time.perf_counter() - started)
+            return result
+
+        state, (tree, passage) = timed(
+            lambda: self.open_round(self.params, self.state, group, **drafting)
+        )
+        for stage in self.stages:
+            passage = jax.block_until_ready(stage.placed(passage))
+            passage = timed(lambda stage=stage, own=passage: stage(stage.run_round, own))
+        passage = jax.block_until_ready(self._back(passage))
+        opened = OpenRound(tree, passage)
+        self.state, _ = timed(
+            lambda: self._finish(self.params, state, opened, None, group, drafting | emitting)
+        )
+        opening, *stages, closing = seconds
+        return [*stages, opening + closing]
 
     def _back(self, passage: Passage) -> Passage:
         """On the last stage's devices."""
@@ -251,7 +283,7 @@ class PipelinePrograms(Programs):
             for start in range(0, max(1, int(limits.max())), piece):
                 part = np.clip(limits - start, 0, piece)
                 sizes = {"width": piece, **own}
-                passage = self._open_read(params, state, group, part, np.int32(start), **sizes)
+                passage = self.open_read(params, state, group, part, np.int32(start), **sizes)
                 for stage in self.stages:
                     passage = stage(stage.run_read, passage)
                 opened.append((group, part, sizes, self._back(passage)))
@@ -262,7 +294,7 @@ class PipelinePrograms(Programs):
                 own_masks = np.stack(
                     [allowed.get(row, self.all_tokens()) for row in group.tolist()]
                 )
-            state, one = self._close_read(
+            state, one = self.close_read(
                 params, state, passage, group, part, own_masks, **sizes, **options
             )
             emitted.setdefault(id(group), []).append(one)

@@ -56,10 +56,13 @@ class StagePrograms:
 
     def __call__(self, program: Callable[..., Any], *arguments: Any) -> Any:
         """Launch one of the programs. Arguments are brought to the stage's devices."""
-        placed = jax.device_put(arguments, NamedSharding(self.weights.mesh, P()))
-        result = program(self.weights, self.states, *placed)
+        result = program(self.weights, self.states, *self.placed(arguments))
         self.states, *rest = result if isinstance(result, tuple) else (result,)
         return rest[0] if rest else None
+
+    def placed[T](self, tree: T) -> T:
+        """On the stage's devices."""
+        return jax.device_put(tree, NamedSharding(self.weights.mesh, P()))
 
     def clear_cache(self) -> None:
         for program in vars(self).values():
