@@ -236,9 +236,7 @@ def _make_kernel(plan: _Plan, dtype: Any, interpret: Any) -> Any:
     padded = (*tile[:2], plan.head_dim + 8)
     shared_f32 = plgpu.SMEM(padded, jnp.float32) if config.splits > 1 else None
 
-    # Queries are loaded as 16-bit rows. Where rows are stored in float32 later, 16-bit ones have as
-    # much memory, half of it unused: so no warpgroup stores where another one may still load.
-    rows = (config.consumers, 2 * ROWS, plan.head_dim) if plan.partial else tile
+    # Rows of a part are stored in float32, where queries were.
     rows_f32 = plgpu.SMEM(tile, jnp.float32) if plan.partial else None
 
     heads = (plan.batch, plan.num_tokens, plan.kv_heads * plan.group, plan.head_dim)
@@ -247,12 +245,21 @@ def _make_kernel(plan: _Plan, dtype: Any, interpret: Any) -> Any:
         log_sums = (plan.batch, plan.kv_heads, plan.tiles, ROWS)
         out_types.append(jax.ShapeDtypeStruct(log_sums, jnp.float32))
 
+    def swizzled(shape: tuple[int, ...]) -> Any:
+        return plgpu.SMEM(shape, dtype, transforms=SWIZZLED)
+
+    def and_then(first: list[Any], second: Any | None) -> Any:
+        """Memory for ``first`` and later for ``second``; None: for ``first`` only, nested alike."""
+        if second is None:
+            return [first]
+        # The interpreter knows no unions.
+        return [first, [second]] if plan.interpret else plgpu.RefUnion(first, [second])
+
     def scratch() -> dict[str, Any]:
         refs = {
-            "rows_or_f32": _and_then(plgpu.SMEM(rows, dtype), rows_f32, apart=plan.interpret),
-            "queries": plgpu.SMEM(tile, dtype, transforms=SWIZZLED),
-            "k_or_out": _and_then(plgpu.SMEM(ring, dtype, transforms=SWIZZLED), shared_f32),
-            "v_or_log_sums": _and_then(plgpu.SMEM(ring, dtype, transforms=SWIZZLED), shared_f32),
+            "queries_or_out": and_then([swizzled(tile), plgpu.SMEM(tile, dtype)], rows_f32),
+            "k_or_out": and_then([swizzled(ring)], shared_f32),
+            "v_or_log_sums": and_then([swizzled(ring)], shared_f32),
             "q_full": plgpu.Barrier(num_arrivals=plan.tokens, num_barriers=config.consumers),
             "k_full": plgpu.Barrier(num_arrivals=copies, num_barriers=config.stages),
             # Values of edge blocks have separate barriers, because the producer waits for them too.
@@ -263,7 +270,7 @@ def _make_kernel(plan: _Plan, dtype: Any, interpret: Any) -> Any:
             "k_free": plgpu.Barrier(num_arrivals=config.consumers, num_barriers=config.stages),
             "v_free": plgpu.Barrier(num_arrivals=config.consumers, num_barriers=config.stages),
         }
-        if config.splits > 1:
+        if config.splits > 1 or plan.partial:
             refs["all_read"] = plgpu.Barrier(num_arrivals=config.consumers)
         if plan.partial:
             refs["row_log_sums"] = plgpu.SMEM((config.consumers, ROWS), jnp.float32)
@@ -274,11 +281,8 @@ def _make_kernel(plan: _Plan, dtype: Any, interpret: Any) -> Any:
     def paged_attention_kernel(
         q, k_pages, v_pages, table, context_lens, kv_lens, row_words, *more_and_out, **refs
     ):
-        (refs["rows"],), *out_rows = refs["rows_or_f32"]
-        refs["out_rows"] = refs["rows"]
-        if plan.partial:
-            ((refs["out_rows"],),) = out_rows
-            refs["rows"] = refs["rows"].at[:, pl.ds(0, ROWS)]
+        (refs["queries"], refs["rows"]), *out_rows = refs["queries_or_out"]
+        ((refs["out_rows"],),) = out_rows or [[refs["rows"]]]
         (refs["k"],), *split_out = refs["k_or_out"]
         (refs["v"],), *log_sums = refs["v_or_log_sums"]
         if config.splits > 1:
@@ -331,16 +335,6 @@ def _make_kernel(plan: _Plan, dtype: Any, interpret: Any) -> Any:
         ),
         interpret=interpret,
     )
-
-
-def _and_then(first: Any, second: Any | None, *, apart: bool = False) -> Any:
-    """Memory for ``first`` and later for ``second``; None: for ``first`` only, nested alike.
-
-    ``apart``: each has its own (the interpreter knows no unions).
-    """
-    if second is None:
-        return [[first]]
-    return [[first], [second]] if apart else plgpu.RefUnion([first], [second])
 
 
 class _Work:
@@ -721,16 +715,26 @@ def _store(
     plan: _Plan, work: _Work, state: Any, tile: Array, outputs: Sequence[Any], refs: Any
 ) -> None:
     acc, peak, total = state
-    warpgroup = lax.axis_index("warpgroup")
-    rows = refs["out_rows"].at[warpgroup]
+    if plan.partial:
+        _wait_for_others(plan, refs)
+    rows = refs["out_rows"].at[lax.axis_index("warpgroup")]
     total = jnp.maximum(total, TINY)
     _write(rows, (acc / _by_row(total, plan.head_dim)).astype(rows.dtype))
     if plan.partial:
-        _write(refs["row_log_sums"].at[warpgroup], LN_2 * (peak + jnp.log2(total)))
+        _write(
+            refs["row_log_sums"].at[lax.axis_index("warpgroup")], LN_2 * (peak + jnp.log2(total))
+        )
     plgpu.commit_smem()
     if plan.partial:
         _store_log_sums(work, tile, outputs[1], refs)
     _store_tokens(plan, work, rows, tile, 0, plan.tokens, outputs[0])
+
+
+def _wait_for_others(plan: _Plan, refs: Any) -> None:
+    """Until no other warpgroup reads queries, keys or values: outputs take their place."""
+    if plan.config.consumers > 1:
+        plgpu.barrier_arrive(refs["all_read"])
+        plgpu.barrier_wait(refs["all_read"])
 
 
 def _store_log_sums(work: _Work, tile: Array, log_sums: Any, refs: Any) -> None:
@@ -772,9 +776,7 @@ def _merge_and_store(
     entries = pl.ds(0, plan.head_dim)
     rows, split_out = refs["out_rows"].at[warpgroup], refs["split_out"].at[warpgroup, :, entries]
     log_sums = refs["log_sums"].at[warpgroup, :, entries]
-    if plan.config.consumers > 1:  # other warpgroups may still read keys and values there
-        plgpu.barrier_arrive(refs["all_read"])
-        plgpu.barrier_wait(refs["all_read"])
+    _wait_for_others(plan, refs)
     total = jnp.maximum(total, TINY)
     _write(split_out, acc / _by_row(total, plan.head_dim))
     log_sum = peak + jnp.log2(total)
