@@ -13,11 +13,17 @@ from jaxspec import functional
 from jaxspec.benchmarking.collective_volume import parse_collectives, totals
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.sharding import MODEL_AXIS, SEQUENCE_AXIS, Layout, make_mesh, mesh_layout
-from pallas_kernels.paged_attention.cases import TEST_CASES, Case, make_arguments, poisoned
+from pallas_kernels.paged_attention.cases import (
+    TEST_CASES,
+    Case,
+    make_arguments,
+    parts_of,
+    poisoned,
+)
 from pallas_kernels.paged_attention.partial import (
     PartialAttention,
     merge_partials,
-    partial_attention,
+    partial_attention_reference,
 )
 from pallas_kernels.paged_attention.reference import paged_attention_reference
 from tests.layouts import on_mesh
@@ -42,16 +48,11 @@ def test_merged_parts_are_the_whole_softmax(case: Case, block: int | None):
     """The two halves of every page, read in blocks."""
     arguments = make_arguments(case)
     expected = paged_attention_reference(*arguments, **case.options, order_invariant=False)
-    q, k_pages, v_pages, *rest = poisoned(case, arguments, np.nan)
-    half, parts = case.page_size // 2, []
-    for offset in (0, half):
-        own = slice(offset, offset + half)
-        parts.append(
-            partial_attention(
-                q, k_pages[:, :, own], v_pages[:, :, own], *rest, jnp.int32(offset),
-                page_size=case.page_size, block=block, **case.options,
-            )
-        )  # fmt: skip
+    options = {**case.options, "page_size": case.page_size, "block": block}
+    parts = [
+        partial_attention_reference(*part, **options)
+        for part in parts_of(poisoned(case, arguments, np.nan), 2)
+    ]
     found = merge_partials(PartialAttention(*map(jnp.stack, zip(*parts, strict=True))))
     np.testing.assert_allclose(found, expected, atol=2e-6, rtol=1e-5)
 
