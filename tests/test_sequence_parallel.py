@@ -26,6 +26,7 @@ from pallas_kernels.paged_attention.partial import (
     partial_attention_reference,
 )
 from pallas_kernels.paged_attention.reference import paged_attention_reference
+from pallas_kernels.selection import Kernels
 from tests.layouts import on_mesh
 from tests.marks import first_is_fast, slow
 from tests.programs import decode_hlo, new_jit, prefill_hlo
@@ -183,6 +184,27 @@ def test_pages_are_split_by_slots_and_rows_are_not():
     assert state.rows.page_table.sharding.is_fully_replicated
     for leaf in jax.tree.leaves(params):
         assert leaf.sharding.is_fully_replicated
+
+
+@pytest.mark.parametrize("drafter", ["none", slow("eagle1")])
+def test_on_gpus_attention_to_parts_of_pages_is_a_kernel(drafter: str):
+    target = random_target(tiny_config(hidden_size=64, head_dim=64, num_layers=1))
+    params = make_params(
+        drafter, TREE if drafter == "eagle1" else SpeculationConfig.chain(1), target
+    )
+    params = on_mesh(params, make_mesh(sequence_parallel=2), shard_drafter=False)
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    params = params.replace(kernels=Kernels(frozenset({"paged_attention"})))
+    state = functional.init_state(params, 2, 24, page_size=16)
+
+    def generate(params: Any, state: Any) -> Any:
+        state, _ = functional.prefill(params, state, width=4)
+        return functional.decode(params, state, 2)
+
+    lowered = jax.jit(generate).trace(params, state).lower(lowering_platforms=("cuda",))
+    text = lowered.as_text()
+    assert "call @partial_attention_mosaic" in text
+    assert "partial_attention_reference" not in text
 
 
 def test_what_cannot_be_spread():

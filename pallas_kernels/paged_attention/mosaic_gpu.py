@@ -362,7 +362,7 @@ class _Work:
         offset: Any | None,
     ) -> None:
         self.plan, block = plan, plan.config.block
-        self.offset = None if offset is None else offset[0]
+        self.offset: Any = None if offset is None else offset[0]
         self.sequence = lax.axis_index("sequence")
         self.first_head = lax.axis_index("kv_heads") * plan.config.heads
         self.own_head = lax.axis_index("warpgroup") // plan.config.warpgroups

@@ -39,7 +39,7 @@ def partial_attention(
     positions: Array,
     ancestors: Array | None,
     kv_lens: Array,
-    offset: Array,
+    offset: Array | int,
     *,
     page_size: int,
     window: int | None = None,
@@ -94,7 +94,7 @@ def partial_attention_reference(
     positions: Array,  # [B, T]
     ancestors: Array | None,  # [B, T, words]
     kv_lens: Array,  # [B]
-    offset: Array,  # []
+    offset: Array | int,  # []
     *,
     page_size: int,
     window: int | None,
