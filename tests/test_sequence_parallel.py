@@ -8,9 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 from jaxspec import functional
 from jaxspec.benchmarking.collective_volume import parse_collectives, totals
+from jaxspec.collectives import shard_offset
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.sharding import MODEL_AXIS, SEQUENCE_AXIS, Layout, make_mesh, mesh_layout
 from pallas_kernels.paged_attention.cases import (
@@ -23,6 +25,7 @@ from pallas_kernels.paged_attention.cases import (
 from pallas_kernels.paged_attention.partial import (
     PartialAttention,
     merge_partials,
+    partial_attention,
     partial_attention_reference,
 )
 from pallas_kernels.paged_attention.reference import paged_attention_reference
@@ -56,6 +59,35 @@ def test_merged_parts_are_the_whole_softmax(case: Case, block: int | None):
     ]
     found = merge_partials(PartialAttention(*map(jnp.stack, zip(*parts, strict=True))))
     np.testing.assert_allclose(found, expected, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "implementation", ["reference", pytest.param("mosaic_gpu", marks=pytest.mark.gpu)]
+)
+@pytest.mark.parametrize("tree", [slow(False), True], ids=["causal", "tree"])
+def test_devices_merge_their_parts(tree: bool, implementation: Any):
+    if len(jax.devices()) < 2:
+        pytest.skip("one device")
+    case = Case("", (70, 3), 40, 4, 1, 64, 32, tree=tree)
+    mesh = make_mesh(sequence_parallel=2)
+
+    def attend(*arguments: Any) -> jax.Array:
+        offset = shard_offset(case.page_size // 2, (SEQUENCE_AXIS,))
+        options = {"page_size": case.page_size, "implementation": implementation}
+        part = partial_attention(*arguments, offset, **options)
+        parts = [jax.lax.all_gather(x, SEQUENCE_AXIS) for x in part]
+        return merge_partials(PartialAttention(*parts))
+
+    pages = PartitionSpec(None, None, SEQUENCE_AXIS)
+    specs = (PartitionSpec(), pages, pages, *(PartitionSpec(),) * 5)
+    spread = jax.shard_map(
+        attend, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False
+    )
+    arguments = make_arguments(case, jnp.bfloat16)
+    found = np.asarray(jax.jit(spread)(*arguments))
+    whole = paged_attention_reference(*arguments, **case.options, order_invariant=False)
+    expected = np.asarray(whole).astype(np.float32)
+    assert np.linalg.norm(found - expected) < 8e-3 * np.linalg.norm(expected)
 
 
 # Prompts of 9 tokens are padded for 2 and 4 devices. Pages of 2 and 4 slots are one slot a device.
