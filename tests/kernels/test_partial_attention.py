@@ -17,6 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.paged_attention.cases import (
     KERNEL_CASES,
     LONG_CASES,
+    PARTIAL_BENCHMARK_CASES,
     TEST_CASES,
     Case,
     make_arguments,
@@ -143,10 +144,19 @@ def test_interpreted_parts_are_those_of_the_reference(case: Case, config: Attent
 )
 @first_is_fast([INTERPRETED[index][0] for index in (3, 0, 1, 2)])
 def test_it_lowers_for_cuda(case: Case, name: str):
-    case = fitting(case, CONFIGS[name])
+    check_lowers(fitting(case, CONFIGS[name]), CONFIGS[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", PARTIAL_BENCHMARK_CASES, ids=str)
+def test_what_is_timed_lowers_for_cuda(case: Case):
+    check_lowers(case, None)
+
+
+def check_lowers(case: Case, config: AttentionTuning | None) -> None:
     shapes = jax.eval_shape(lambda: parts_of(make_arguments(case, jnp.bfloat16), 2)[1])
     function = functools.partial(
-        partial_attention_mosaic, **case.options, page_size=case.page_size, config=CONFIGS[name]
+        partial_attention_mosaic, **case.options, page_size=case.page_size, config=config
     )
     assert jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
 
