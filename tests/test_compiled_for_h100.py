@@ -47,10 +47,11 @@ def compiled(
     tp: int = 1,
     sampling: str = "greedy",
     kernels: str = "auto",
+    sp: int = 1,
 ) -> CompiledRound:
     arguments = ["--shape", SHAPE, "--mode", mode, "--layers", str(layers), "--tp", str(tp)]
     arguments += ["--context", str(CONTEXT), "--wheels", str(WHEELS), "--sampling", sampling]
-    arguments += ["--kernels", kernels]
+    arguments += ["--kernels", kernels, "--sp", str(sp)]
     return compile_ahead.measure(arguments)["round"]
 
 
@@ -128,6 +129,19 @@ def test_a_round_of_several_devices_is_one_graph(tp: int):
     assert (launches.graphs, launches.outside) == (1, OUTSIDE)
     assert launches.all_reduces_in_graphs == launches.all_reduces == 3 + 3 * DRAFT_PASSES
     assert launches.in_graphs <= 180  # 173
+
+
+@pytest.mark.parametrize(
+    ("mode", "sp", "tp"), [("plain", 2, 1), ("tree:60:7:10", 2, 1), ("chain:5", 4, 2)]
+)
+def test_attention_of_spread_sequences_is_a_kernel(mode: str, sp: int, tp: int):
+    """Of pages of 64 slots, which devices share."""
+    one = compiled(mode, tp=tp, sp=sp, kernels="paged_attention")
+    assert {kernel.name for kernel in one.kernels} == {"paged_attention"}
+    assert not [kernel for kernel in one.kernels if kernel.spilled_bytes]
+    assert (one.launches.graphs, one.launches.outside) == (1, OUTSIDE)
+    assert one.page_copies == 0
+    assert one.temporary_bytes <= most_temporary_bytes(mode, tp=tp)
 
 
 def test_without_the_kernel_a_round_is_one_graph_too():

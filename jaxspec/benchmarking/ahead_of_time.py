@@ -259,13 +259,14 @@ def compile_decode(
     tensor_parallel: TensorParallel,
     kernels: str,
     dump: Path,
+    sequence_parallel: int = 1,
 ) -> None:
     """Compile the decode program, and write the files that ``read_round`` needs to ``dump``.
 
     The process must run in the ``compiler_environment`` of the same folder.
     """
     jax.devices()  # makes the CPU the backend before the plugin is loaded
-    devices = make_devices(math.prod(grid_of(tensor_parallel)))
+    devices = make_devices(math.prod(grid_of(tensor_parallel)) * sequence_parallel)
     program = decode_program(config, mode, workload, devices, tensor_parallel, kernels)
     compiled = compile_ahead(program.function, program.arguments)
     memory, text = compiled.memory_analysis(), compiled.as_text()

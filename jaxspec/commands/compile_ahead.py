@@ -52,7 +52,7 @@ from jaxspec.benchmarking.tpu_ahead import (
     libtpu_environment,
     read_program,
 )
-from jaxspec.commands.engine_options import add_tensor_parallel_option
+from jaxspec.commands.engine_options import add_sequence_parallel_option, add_tensor_parallel_option
 from jaxspec.commands.shell import command_parser, run_command, show_results
 from jaxspec.config.model import ModelConfig
 from jaxspec.parallel import grid_of
@@ -77,6 +77,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--context", type=int, default=512, help="prompt tokens of each sequence")
     add("--page-size", type=int, default=64, help="tokens of a page of the KV cache")
     add_tensor_parallel_option(parser)
+    add_sequence_parallel_option(parser)
     add(
         "--sampling",
         choices=("greedy", "general"),
@@ -98,11 +99,15 @@ def check(args: argparse.Namespace) -> None:
     """Raise ValueError or FileNotFoundError for options that cannot be compiled."""
     parse_mode(args.mode)
     layers = model_config(args).num_layers
-    if min(layers, args.batch, args.context, args.page_size, *grid_of(args.tp)) < 1:
-        raise ValueError("--layers, --batch, --context, --page-size and --tp must be at least 1")
+    if min(layers, args.batch, args.context, args.page_size, args.sp, *grid_of(args.tp)) < 1:
+        raise ValueError(
+            "--layers, --batch, --context, --page-size, --sp and --tp must be at least 1"
+        )
     if args.dump and args.dump.is_dir() and any(args.dump.iterdir()):
         raise ValueError(f"{args.dump} is not empty: name another folder with --dump")
     if args.tpu is not None:
+        if args.sp > 1:
+            raise ValueError("--sp is compiled for H100s only: leave out --tpu")
         check_libtpu(args.libtpu)
         return
     if args.program != "decode":
@@ -130,7 +135,7 @@ def compile_here(args: argparse.Namespace) -> None:
     )
     config = model_config(args)
     if args.tpu is None:
-        compile_decode(config, mode, workload, args.tp, args.kernels, args.dump)
+        compile_decode(config, mode, workload, args.tp, args.kernels, args.dump, args.sp)
         return
     where = (args.tpu, args.tp, args.kernels, args.dump)
     compile_program(args.program, config, mode, workload, *where)

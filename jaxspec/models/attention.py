@@ -100,6 +100,7 @@ class PagedAttend(Pytree):
             page_size=state.page_size,
             window=window,
             first_slot=self.first_slot,
+            implementation=heads.kernels.implementation("paged_attention"),
         )
         count = heads.partials.shape[2] if heads.tokens else None
         return _merged(part, axes, count).astype(q.dtype), state.replace(k=k_pages, v=v_pages)
