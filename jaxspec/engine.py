@@ -27,7 +27,7 @@ from jaxspec.generation import FinishReason, Generation, Grammar, Running, new_g
 from jaxspec.measuring import measure_preemption
 from jaxspec.models.decoder import Decoder
 from jaxspec.pipeline.programs import own_programs
-from jaxspec.pipeline.use import PipelineUse
+from jaxspec.pipeline_use import PipelineUse
 from jaxspec.plan_runner import Launched, PlanRunner
 from jaxspec.program_sizes import Kind, Load, RoundsKey
 from jaxspec.round_trees import check_trees, take_emitted

@@ -11,7 +11,6 @@ from concurrent.futures import Future, wait
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxspec import functional, memory
@@ -20,9 +19,9 @@ from jaxspec.compiler_options import compiler_options
 from jaxspec.config.speculation import TreeShape
 from jaxspec.exchanges import with_exchanges
 from jaxspec.functional import EngineParams, SavedRow
-from jaxspec.new_rows import NewRow, admission, new_controls
+from jaxspec.new_rows import NewRow, admission, empty_state, new_controls
 from jaxspec.parallel import named_shardings
-from jaxspec.pipeline.use import PipelineUse
+from jaxspec.pipeline_use import PipelineUse
 from jaxspec.program_sizes import (
     Kind,
     Load,
@@ -385,19 +384,6 @@ class Programs:
         for program in (*large, *self.small.values()):
             program.clear_cache()
         self.ready.clear()
-
-
-def empty_state(params: EngineParams, sizes: Sizes) -> EngineState:
-    """Of these sizes, without controls."""
-    return functional.init_state(
-        params,
-        sizes.num_rows,
-        sizes.max_length,
-        page_size=sizes.page_size,
-        page_table=jnp.zeros((sizes.num_rows, sizes.columns), jnp.int32),
-        num_pages=sizes.num_pages,
-        max_stops=sizes.max_stops,
-    )
 
 
 def _page_list(pages: Sequence[int], size: int) -> np.ndarray:

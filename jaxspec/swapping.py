@@ -9,8 +9,9 @@ import numpy as np
 from jaxspec import functional
 from jaxspec.functional import EngineParams, SavedRow
 from jaxspec.functional.pipelined import init_stage
+from jaxspec.new_rows import empty_state
 from jaxspec.program_sizes import Sizes
-from jaxspec.programs import Programs, empty_state
+from jaxspec.programs import Programs
 from jaxspec.scheduling.plan import SwapIn, SwapOut
 from jaxspec.scheduling.preemption import PreemptionCosts
 

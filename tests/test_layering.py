@@ -53,6 +53,7 @@ LAYERS = (
     "jaxspec.deterministic",
     "jaxspec.new_rows",
     "jaxspec.calls",
+    "jaxspec.pipeline_use",
     "jaxspec.programs",
     "jaxspec.pipeline",
     "jaxspec.shared_programs",

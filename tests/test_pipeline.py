@@ -13,7 +13,7 @@ from jaxspec.engine import Engine
 from jaxspec.functional import EngineParams, init_state
 from jaxspec.models.pipeline import check_layers, split_layers
 from jaxspec.parallel import TensorParallel, make_mesh, stage_meshes
-from jaxspec.pipeline.use import PipelineUse
+from jaxspec.pipeline_use import PipelineUse
 from jaxspec.scheduling.requests import SamplingParams
 from tests.layouts import in_stages
 from tests.marks import slow

@@ -25,7 +25,7 @@ from jaxspec.functional import EngineParams, SavedRow, pipelined
 from jaxspec.models.stages import Passage
 from jaxspec.pipeline.results import joined_reads, joined_rounds
 from jaxspec.pipeline.stage_programs import StagePrograms
-from jaxspec.pipeline.use import PipelineUse
+from jaxspec.pipeline_use import PipelineUse
 from jaxspec.program_sizes import RoundsKey, Sizes
 from jaxspec.programs import Programs
 from jaxspec.speculation.tree import DraftTree
