@@ -99,8 +99,7 @@ def load(
             drafted = speculation.max_depth * local_bytes(drafter)
             split = chosen_layers(config, resolved, meshes, drafted, apart=drafter_mesh is not None)
         check_layers(split, config, len(meshes))
-        *before, target = load_pipeline(directory, config, resolved, meshes, split)
-        stages = tuple(before)
+        stages, target = load_pipeline(directory, config, resolved, meshes, split)
     return EngineParams(
         drafter=drafter,
         target=target,

@@ -89,10 +89,9 @@ def test_stages_give_the_text_of_one_device(
     assert texts(params, page_size) == expected(name)
 
 
-def new_engine(layers: tuple[int, ...], drafter: str = "eagle3", **options: Any) -> Engine:
-    params = staged(make_params(drafter, CHAIN, TARGET), layers)
-    cache = options.pop("cache", CACHE)
-    config = EngineConfig(**{"max_rows": 4, "rounds_per_call": 4} | options)
+def new_engine(layers: tuple[int, ...], cache: CacheConfig = CACHE, **options: Any) -> Engine:
+    params = staged(make_params("eagle3", CHAIN, TARGET), layers)
+    config = EngineConfig(max_rows=4, rounds_per_call=4, **options)
     return Engine(params, cache, config, make_matcher=lambda own: compiler().matcher(own))
 
 
@@ -111,6 +110,10 @@ def test_requests_of_a_pipeline_are_preempted(preemption: Any):
     assert engine.scheduler.preemptions[preemption] > 0
 
 
+def fail(_: object) -> None:
+    raise ZeroDivisionError
+
+
 @pytest.mark.slow
 def test_a_pipeline_warms_up_adapts_and_starts_anew_after_an_error():
     engine = new_engine((1, 1), adaptive=True)
@@ -119,7 +122,7 @@ def test_a_pipeline_warms_up_adapts_and_starts_anew_after_an_error():
     engine.finish([first := engine.add(prompt, SamplingParams(max_tokens=8))])
     assert engine.programs.compiled == compiled
     engine.add(prompt, SamplingParams(max_tokens=8))
-    engine.on_launch = lambda calls: 1 // 0
+    engine.on_launch = fail
     with pytest.raises(ZeroDivisionError):
         engine.step()
     engine.on_launch = None
@@ -216,6 +219,6 @@ def test_meshes_with_stages_that_do_not_fit():
     with pytest.raises(ValueError, match=r"devices \[0, 1\] of the target"):
         stage_meshes(mesh, mesh)
     with pytest.raises(ValueError, match="goes with tp N and pp alone"):
-        stage_meshes(make_mesh(1, 2), make_mesh(devices=mesh.devices.flat[:1]))
+        stage_meshes(make_mesh(1, 2), make_mesh(devices=list(mesh.devices.flat[:1])))
     with pytest.raises(ValueError, match="5 stages"):
         split_layers([1.0] * 3, 0.0, 5)

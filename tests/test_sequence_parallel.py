@@ -74,7 +74,7 @@ def test_devices_merge_their_parts(tree: bool, implementation: Any):
     def attend(*arguments: Any) -> jax.Array:
         offset = shard_offset(case.page_size // 2, (SEQUENCE_AXIS,))
         options = {"page_size": case.page_size, "implementation": implementation}
-        part = partial_attention(*arguments, offset, **options)
+        part = partial_attention(*arguments, offset, **options)  # pyright: ignore[reportCallIssue]
         parts = [jax.lax.all_gather(x, SEQUENCE_AXIS) for x in part]
         return merge_partials(PartialAttention(*parts))
 

@@ -45,8 +45,8 @@ def random_pipeline(
     """As random_decoder, for a pipeline of so many layers on each mesh."""
     keys = jax.random.split(jax.random.key(seed, impl="rbg"), len(meshes))
     shapes = pipeline_shapes(config, dtype, meshes, layers)
-    parts = [_random_tree(*one) for one in zip(shapes, meshes, keys, strict=True)]
-    return (*parts[:-1], parts[-1])
+    stages = [_random_tree(*one) for one in zip(shapes.stages, meshes[:-1], keys[:-1], strict=True)]
+    return Pipeline(tuple(stages), _random_tree(shapes.last, meshes[-1], keys[-1]))
 
 
 def random_eagle3_head(

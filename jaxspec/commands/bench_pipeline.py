@@ -18,7 +18,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 from rich.console import Console
 from rich.table import Table
 
@@ -104,8 +103,8 @@ class Arrangement:
             return cls(text, tp=int(target or 1), apart=True)
         return cls(text, tp=int(tp or each or 1), pp=int(pp or 1))
 
-    def meshes(self) -> tuple[Mesh | None, ...]:
-        """Of each stage. Raises ValueError for too few devices."""
+    def meshes(self) -> tuple[Any, ...]:
+        """Of each stage; None: the default device. Raises ValueError for too few devices."""
         if self.apart:
             devices = jax.devices()[self.tp : self.tp + 1]
             if not devices:
@@ -135,8 +134,7 @@ def random_params(args: argparse.Namespace, arrangement: Arrangement, mode: Mode
             drafted = depth * local_bytes((draft, head))
             layers = chosen_layers(config, dtype, meshes, drafted, apart=arrangement.apart)
         check_layers(layers, config, len(meshes))
-        *before, target = random_pipeline(config, dtype, meshes, layers, seed=0)
-        stages = tuple(before)
+        stages, target = random_pipeline(config, dtype, meshes, layers, seed=0)
     if draft is None:
         params = make_params(mode, target, head, meshes[-1], kernels)
     else:

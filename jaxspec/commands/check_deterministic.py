@@ -269,7 +269,7 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         "dtype": args.dtype,
         "verify_width": args.verify_width,
         "rows": args.rows,
-        "kernels": str(engines[setups(args)[0]].kernels),
+        "kernels": str(engines[setups(args)[0]].params.kernels),
         "compile_seconds": seconds,
         "requests": len(requests),
     }

@@ -24,7 +24,7 @@ from jaxspec.functional.params import EngineParams, Integers, on_mesh
 from jaxspec.functional.prefill import next_tokens, read_chunk
 from jaxspec.functional.subset import choose_rows, put_chosen
 from jaxspec.models import decoder
-from jaxspec.models.stages import Passage, Stage, run_stage
+from jaxspec.models.stages import Passage, Stage, captured_here, run_stage
 from jaxspec.parallel import partition_specs
 from jaxspec.speculation.call import Call
 from jaxspec.speculation.drafters.paged import causal_attend
@@ -59,7 +59,7 @@ def _open_round(
     after, tree = draft_rows(call, columns, params, state, rows)
     chosen, _ = choose_rows(params, after, rows, columns)
     attend = tree_attend(rows_to_decode(call, chosen), tree, call)
-    return after, (tree, decoder.enter(params.target, tree.tokens, attend.positions, attend))
+    return after, (tree, decoder.enter(params.target, tree.tokens, attend))
 
 
 def close_round(
@@ -152,7 +152,7 @@ def _open_read(
     chosen = chosen.replace(rows=later)
     run, _ = next_tokens(chosen, width, counts)
     attend = causal_attend(chosen, run, order_invariant=call.order_invariant)
-    return state, decoder.enter(params.target, run.tokens, run.positions, attend)
+    return state, decoder.enter(params.target, run.tokens, attend)
 
 
 def close_read(
@@ -239,8 +239,8 @@ def pass_stage(
         layers, after = run_stage(stage, states.layers, passage, capture, kernels, apart=apart)
         return states.replace(layers=layers), after
 
-    captured = set(capture) & set(range(stage.first, stage.first + len(stage.layers)))
-    after = passage.replace(captured=passage.captured | dict.fromkeys(captured, passage.x))
+    captured = (*passage.captured, *captured_here(stage, capture))
+    after = passage.replace(captured=captured)
     return _on_stage(run, stage, states, (passage,), after)
 
 

@@ -27,7 +27,7 @@ from jaxspec.models.forward import Attend, make_pass
 from jaxspec.models.layer import Layer, layer_shape, run_layers
 from jaxspec.models.linear import Linear, linear_shape
 from jaxspec.models.shapes import array_shape, vector
-from jaxspec.models.stages import Passage
+from jaxspec.models.stages import Passage, new_passage
 from jaxspec.parallel import ONE_SHARD, WHOLE, Layout, Shards, check_divides
 from jaxspec.pytree import Pytree, array, pytree, static
 from jaxspec.tensors import Filler, One
@@ -146,10 +146,10 @@ def _own_rows(decoder: Decoder, tokens: Array) -> Array:
     return jnp.where(here[..., None], rows, 0)
 
 
-def enter(decoder: Decoder, tokens: Array, positions: Array, attend: PagedAttend) -> Passage:
-    """Tokens [B, T] at rotary positions [B, T], before the first stage of a pipeline."""
-    x = embed(decoder, tokens)
-    return Passage(x=x, captured={}, positions=positions, attend=attend)
+def enter(decoder: Decoder, tokens: Array, attend: PagedAttend) -> Passage:
+    """Tokens [B, T] before the first stage of a pipeline, at rotary positions
+    ``attend.positions``."""
+    return new_passage(embed(decoder, tokens), attend)
 
 
 def run(
@@ -189,7 +189,7 @@ def run(
     norms = [layer.input_norm for layer in decoder.layers] + [decoder.norm]
     first = step.norm(x, norms[0])
     after, normed, states = run_layers(decoder.layers, x, first, states, step, decoder.norm)
-    residuals: dict[int, Any] = {} if before is None else dict(before.captured)
+    residuals: dict[int, Any] = {} if before is None else before.residuals
     own = enumerate([x, *after], config.num_layers - len(decoder.layers))
     residuals |= dict(own) | {FINAL_NORM: normed}
     captured = _side_by_side([residuals[i] for i in capture], layout) if capture else None

@@ -1,7 +1,7 @@
 """Cuts a model's layers into the stages of a pipeline."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,16 @@ from jaxspec.models.layer import layer_shape
 from jaxspec.models.stages import Stage
 from jaxspec.parallel import Shards, mesh_layout
 
-Pipeline = tuple[*tuple[Stage, ...], Decoder]  # the decoder has the last layers, if any
+
+class Pipeline(NamedTuple):
+    """A model in stages; the decoder has the last layers, if any."""
+
+    stages: tuple[Stage, ...]
+    last: Decoder
+
+    @property
+    def parts(self) -> tuple[Stage | Decoder, ...]:
+        return (*self.stages, self.last)
 
 
 def pipeline_shapes(
@@ -35,7 +44,7 @@ def pipeline_shapes(
         first += count
     *before, last = stages
     decoder = decoder_shapes(config, dtype, Shards.over(last.mesh, last.layout))
-    return (*before, decoder.replace(layers=last.layers))
+    return Pipeline(tuple(before), decoder.replace(layers=last.layers))
 
 
 def as_one(parts: Sequence[Any]) -> Decoder:
@@ -43,18 +52,14 @@ def as_one(parts: Sequence[Any]) -> Decoder:
     return parts[-1].replace(layers=tuple(layer for part in parts for layer in part.layers))
 
 
-def cut(whole: Decoder, parts: Pipeline) -> Pipeline:
-    """The inverse of as_one, for a pipeline with as many layers in each part as ``parts``."""
-    cuts, first = [], 0
-    for part in parts:
-        cuts.append(whole.layers[first : first + len(part.layers)])
-        first += len(part.layers)
+def cut(whole: Decoder, like: Pipeline) -> Pipeline:
+    """The inverse of as_one, for a pipeline with as many layers in each part as ``like``."""
     stages = [
-        part.replace(layers=own)
-        for part, own in zip(parts, cuts, strict=True)
-        if isinstance(part, Stage)
+        stage.replace(layers=whole.layers[stage.first : stage.first + len(stage.layers)])
+        for stage in like.stages
     ]
-    return (*stages, whole.replace(layers=cuts[-1]))
+    first = len(whole.layers) - len(like.last.layers)
+    return Pipeline(tuple(stages), whole.replace(layers=whole.layers[first:]))
 
 
 def chosen_layers(

@@ -5,6 +5,8 @@ before it are Stages. A Passage leaves the embeddings, visits the stages in orde
 the decoder: see decoder.enter and decoder.run. How a model is cut into stages is in pipeline.py.
 """
 
+import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
@@ -43,19 +45,83 @@ class Stage(Pytree):
 
 @pytree
 class Passage(Pytree):
-    """Tokens [B, T] on their way through a model's stages.
+    """Tokens [B, T] on their way through a model's stages, in two arrays: each array that is moved
+    to other devices costs the host time.
 
     Attributes:
-      x: the residual stream after the layers so far.
-      captured: states that the layers so far were asked for, by index (see decoder.run).
-      positions: rotary positions.
-      attend: how the tokens attend to the past.
+      states: hidden states side by side: the residual stream after the layers so far, and those
+        that the layers so far were asked for (see decoder.run).
+      tokens: what a PagedAttend has, side by side; None after the last stage.
+      captured: indices of the states that were asked for.
+      columns: of the page table.
+      words: of a token's ancestor mask; 0: consecutive tokens.
+      order_invariant: as PagedAttend has it.
     """
 
-    x: Array = array("batch", "length", "whole_hidden")  # [B, T, H]
-    captured: dict[int, Array]
-    positions: Array = array("batch", "length")  # int32 [B, T]
-    attend: PagedAttend
+    states: Array = array("batch", "length", "whole_hidden")  # [B, T, (1 + n) * H]
+    tokens: Array | None = array("batch", "length")  # int32 [B, 3 + columns + (2 + words) * T]
+    captured: tuple[int, ...] = static(default=())
+    columns: int = static()
+    words: int = static()
+    order_invariant: bool = static()
+
+    @property
+    def x(self) -> Array:
+        """The residual stream [B, T, H]."""
+        return self._each()[0]
+
+    @property
+    def residuals(self) -> dict[int, Array]:
+        """The states [B, T, H] that were asked for, by index."""
+        return dict(zip(self.captured, self._each()[1:], strict=True))
+
+    def _each(self) -> list[Array]:
+        return jnp.split(self.states, 1 + len(self.captured), axis=-1)
+
+    @property
+    def attend(self) -> PagedAttend:
+        """How the tokens attend to the past."""
+        assert self.tokens is not None
+        batch, length, _ = self.states.shape
+        sizes = [1, 1, 1, self.columns, length, length]
+        cuts = np.cumsum(sizes).tolist()
+        rows, lens, ends, table, slots, positions, masks = jnp.split(self.tokens, cuts, axis=1)
+        ancestors = masks.astype(jnp.uint32).reshape(batch, length, -1) if self.words else None
+        return PagedAttend(
+            rows=rows[:, 0],
+            page_table=table,
+            context_lens=lens[:, 0],
+            slots=slots,
+            positions=positions,
+            kv_lens=ends[:, 0],
+            ancestors=ancestors,
+            order_invariant=self.order_invariant,
+        )
+
+    def after(self, x: Array, captured: dict[int, Array]) -> "Passage":
+        """With the residual stream after further layers, and what was asked for of them."""
+        every = [x, *self._each()[1:], *captured.values()]
+        return self.replace(
+            states=jnp.concatenate(every, axis=-1), captured=(*self.captured, *captured)
+        )
+
+
+def new_passage(x: Array, attend: PagedAttend) -> Passage:
+    """Tokens with embeddings x [B, T, H], at rotary positions ``attend.positions``."""
+    columns = [attend.rows, attend.context_lens, attend.kv_lens]
+    parts = [one[:, None] for one in columns]
+    parts += [attend.page_table, attend.slots, attend.positions]
+    words = 0
+    if attend.ancestors is not None:
+        words = attend.ancestors.shape[-1]
+        parts.append(attend.ancestors.reshape(len(x), -1))
+    return Passage(
+        states=x,
+        tokens=jnp.concatenate([one.astype(jnp.int32) for one in parts], axis=1),
+        columns=attend.page_table.shape[1],
+        words=words,
+        order_invariant=attend.order_invariant,
+    )
 
 
 def run_stage(
@@ -68,20 +134,24 @@ def run_stage(
     apart: bool = False,
 ) -> tuple[LayerStates, Passage]:
     """Run a stage's layers. ``capture`` and ``apart``: as in decoder.run."""
-    config = stage.config
+    config, attend, start = stage.config, passage.attend, passage.x
     step = make_pass(
         config.layers,
-        passage.positions,
-        passage.attend,
+        attend.positions,
+        attend,
         config.rms_norm_eps,
         stage.layout,
         kernels,
         apart=apart,
         exchange=stage.exchange,
     )
-    normed = step.norm(passage.x, stage.layers[0].input_norm)
-    after, _, states = run_layers(stage.layers, passage.x, normed, states, step, None)
-    *entering, x = [passage.x, *after]
-    own = {stage.first + index: state for index, state in enumerate(entering)}
-    captured = {index: own[index] for index in own.keys() & set(capture)}
-    return states, passage.replace(x=x, captured=passage.captured | captured)
+    normed = step.norm(start, stage.layers[0].input_norm)
+    after, _, states = run_layers(stage.layers, start, normed, states, step, None)
+    *entering, x = [start, *after]
+    own = dict(enumerate(entering, stage.first))
+    return states, passage.after(x, {index: own[index] for index in captured_here(stage, capture)})
+
+
+def captured_here(stage: Stage, capture: tuple[int, ...]) -> list[int]:
+    """Those of ``capture`` that are states before one of the stage's layers."""
+    return sorted({*capture} & {*range(stage.first, stage.first + len(stage.layers))})

@@ -88,7 +88,7 @@ class PipelinePrograms(Programs):
         super().__init__(params, sizes, max_programs)
         self.stages = [StagePrograms(one, params, sizes) for one in self.params.stages]
         self.params = self.params.last_stage
-        self.pipeline = PipelineUse(len(self.stages) + 1)
+        self.pipeline = self.use_so_far = PipelineUse(len(self.stages) + 1)
         options = functools.partial(
             compiler_options, params.target.embed, deterministic=sizes.fixed
         )
@@ -163,7 +163,7 @@ class PipelinePrograms(Programs):
                 emitted[index].append(one)
                 if later:
                     state, opened[index] = self._start(params, state, group, drafting)
-        self.pipeline.add(len(groups), rounds)
+        self.use_so_far.add(len(groups), rounds)
         return state, self._join(emitted, places)
 
     def _groups(self, rows: np.ndarray) -> tuple[list[np.ndarray], np.ndarray]:
@@ -234,9 +234,10 @@ class PipelinePrograms(Programs):
         return [*stages, opening + closing]
 
     def _back(self, passage: Passage) -> Passage:
-        """On the last stage's devices."""
+        """On the last stage's devices: what was computed. How it attends is known there."""
         mesh, embed = self.params.mesh, self.params.target.embed
-        return jax.device_put(passage, embed.sharding if mesh is None else NamedSharding(mesh, P()))
+        place = embed.sharding if mesh is None else NamedSharding(mesh, P())
+        return passage.replace(states=jax.device_put(passage.states, place), tokens=None)
 
     def _run_draft(
         self, params: EngineParams, state: EngineState, rows: np.ndarray, **options: Any

@@ -106,8 +106,8 @@ def load_pipeline(
 ) -> Pipeline:
     """As load_decoder, for a pipeline of so many layers on each mesh."""
     shapes = pipeline_shapes(config, dtype, meshes, layers)
-    places = [placements(part, mesh) for part, mesh in zip(shapes, meshes, strict=True)]
-    whole = as_one(shapes)
+    places = [placements(part, mesh) for part, mesh in zip(shapes.parts, meshes, strict=True)]
+    whole = as_one(shapes.parts)
     loaded = load_tree(
         scan(directory),
         whole,
