@@ -46,12 +46,13 @@ def compiled(
     mode: str,
     layers: int = LAYERS,
     tp: int = 1,
+    sp: int = 1,
     sampling: str = "greedy",
     kernels: str = "auto",
 ) -> CompiledRound:
     arguments = ["--shape", SHAPE, "--mode", mode, "--layers", str(layers), "--tp", str(tp)]
     arguments += ["--context", str(CONTEXT), "--wheels", str(WHEELS), "--sampling", sampling]
-    arguments += ["--kernels", kernels]
+    arguments += ["--kernels", kernels, "--sp", str(sp)]
     return compile_ahead.measure(arguments)["round"]
 
 
@@ -97,6 +98,11 @@ def test_kernels_keep_to_their_registers(mode: str):
     expected = KERNELS | ({"kv_compact", "top_k"} if mode.startswith("tree") else set())
     assert {kernel.name for kernel in kernels} == expected
     assert not [kernel for kernel in kernels if kernel.spilled_bytes]
+
+
+def test_where_devices_share_sequences_a_round_is_one_graph_that_copies_no_context():
+    one = compiled("chain:5", sp=2)
+    assert (one.launches.graphs, one.page_copies) == (1, 0)
 
 
 def test_a_round_of_rows_that_sample_is_one_graph():

@@ -51,10 +51,13 @@ from jaxspec.benchmarking.tpu_ahead import (
     read_program,
 )
 from jaxspec.commands.compiling_process import add_compiler_options, run_compiling, run_or_compile
-from jaxspec.commands.engine_options import add_tensor_parallel_option
+from jaxspec.commands.engine_options import (
+    add_sequence_parallel_option,
+    add_tensor_parallel_option,
+)
 from jaxspec.commands.shell import command_parser, show_results
 from jaxspec.config.model import ModelConfig
-from jaxspec.sharding import grid_of
+from jaxspec.sharding import check_divides, grid_of
 
 NEW_TOKENS = 256  # room for new tokens after the context, as in bench_engine
 LOG = "log.txt"
@@ -75,6 +78,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--context", type=int, default=512, help="prompt tokens of each sequence")
     add("--page-size", type=int, default=64, help="tokens of a page of the KV cache")
     add_tensor_parallel_option(parser)
+    add_sequence_parallel_option(parser)
     add(
         "--sampling",
         choices=("greedy", "general"),
@@ -95,8 +99,11 @@ def check(args: argparse.Namespace) -> None:
     """Raise ValueError or FileNotFoundError for options that cannot be compiled."""
     parse_mode(args.mode)
     layers = model_config(args).num_layers
-    if min(layers, args.batch, args.context, args.page_size, *grid_of(args.tp)) < 1:
-        raise ValueError("--layers, --batch, --context, --page-size and --tp must be at least 1")
+    sizes = (layers, args.batch, args.context, args.page_size, *grid_of(args.tp), args.sp)
+    if min(sizes) < 1:
+        names = "--layers, --batch, --context, --page-size, --tp and --sp"
+        raise ValueError(f"{names} must be at least 1")
+    check_divides("--page-size", args.page_size, args.sp)
     if args.dump and args.dump.is_dir() and any(args.dump.iterdir()):
         raise ValueError(f"{args.dump} is not empty: name another folder with --dump")
     if args.tpu is not None:
@@ -125,7 +132,7 @@ def compile_here(args: argparse.Namespace) -> None:
         repeats=1,
         sampling=args.sampling,
     )
-    job = Job(model_config(args), mode, workload, args.tp, kernels=args.kernels)
+    job = Job(model_config(args), mode, workload, args.tp, args.sp, args.kernels)
     if args.tpu is None:
         compile_decode(job, args.dump)
     else:
