@@ -16,9 +16,9 @@ if TYPE_CHECKING:  # what a type checker sees; at run time a name loads its modu
     from jaxspec.generation import Generation
     from jaxspec.llm import LLM, check_prompts
     from jaxspec.loading import BUILT_IN_HEAD, BUILT_IN_MODEL, load
+    from jaxspec.parallel import make_mesh
     from jaxspec.sampling import make_controls, make_sampling
     from jaxspec.scheduling.requests import SamplingParams
-    from jaxspec.sharding import make_mesh
     from jaxspec.state import Ending, Status
     from jaxspec.version import __version__
 
@@ -40,7 +40,7 @@ __getattr__, __dir__ = lazy_names(
         "jaxspec.loading": ("BUILT_IN_HEAD", "BUILT_IN_MODEL", "load"),
         "jaxspec.sampling": ("make_controls", "make_sampling"),
         "jaxspec.scheduling.requests": ("SamplingParams",),
-        "jaxspec.sharding": ("make_mesh",),
+        "jaxspec.parallel": ("make_mesh",),
         "jaxspec.state": ("Ending", "Status"),
         "jaxspec.version": ("__version__",),
     },

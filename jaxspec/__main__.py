@@ -25,6 +25,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "bench engine": "time rounds of a public model shape, with random weights",
         "bench http": "measure what HTTP costs beside the engine, at many streams",
         "bench kernels": "time every kernel and its jnp reference",
+        "bench pipeline": "time one model on one device, by tensor parallelism and as pipelines",
         "bench serving": "serve many requests as they arrive, and measure what clients see",
         "bench swap": "time replacing a target's weights in a running engine",
         "compare-runs": "set the figures of benchmarks side by side, of any devices",

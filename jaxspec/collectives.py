@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxspec.sharding import Axes, Layout
+from jaxspec.parallel import Axes, Layout
 from pallas_kernels.selection import Kernels
 from pallas_kernels.top_k import top_k
 from pallas_kernels.top_k.reference import local_top_k

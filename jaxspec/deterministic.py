@@ -23,7 +23,7 @@ def deterministic_params(params: EngineParams) -> EngineParams:
     Raises ValueError for options whose texts depend on more than the request.
     """
     speculation = params.speculation
-    if params.mesh is not None and params.mesh.size > 1:
+    if params.stages or (params.mesh is not None and params.mesh.size > 1):
         raise ValueError(
             "deterministic=True runs on one device: sums over several depend on a row's place"
         )

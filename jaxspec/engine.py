@@ -26,9 +26,10 @@ from jaxspec.functional import EngineParams
 from jaxspec.generation import FinishReason, Generation, Grammar, Running, new_generation, outcome
 from jaxspec.measuring import measure_preemption
 from jaxspec.models.decoder import Decoder
+from jaxspec.pipeline.programs import own_programs
+from jaxspec.pipeline_use import PipelineUse
 from jaxspec.plan_runner import Launched, PlanRunner
 from jaxspec.program_sizes import Kind, Load, RoundsKey
-from jaxspec.programs import Programs
 from jaxspec.round_trees import check_trees, take_emitted
 from jaxspec.scheduling.plan import Delivery, Plan
 from jaxspec.scheduling.preemption import PreemptionCosts
@@ -40,7 +41,6 @@ from jaxspec.speculation.drafters import Drafter
 from jaxspec.structured import Matcher, StructuredOutput
 from jaxspec.warm_up import GREEDY_AND_SAMPLED, Progress
 from jaxspec.weights.in_place import committed
-from pallas_kernels.selection import Kernels
 
 
 class Engine:
@@ -77,7 +77,7 @@ class Engine:
         config: EngineConfig | None = None,
         *,
         make_matcher: Callable[[StructuredOutput], Matcher] | None = None,
-        make_programs: MakePrograms = Programs,
+        make_programs: MakePrograms = own_programs,
     ):
         # Committed to their devices, as swapped weights are: else the first swap would recompile.
         params = jax.tree.map(committed, params)
@@ -111,9 +111,9 @@ class Engine:
         return self.programs.params
 
     @property
-    def kernels(self) -> Kernels:
-        """The operations that run as kernels."""
-        return self.params.kernels
+    def pipeline(self) -> PipelineUse | None:
+        """How busy the stages of a pipeline were; None: it is none."""
+        return self.programs.pipeline
 
     @property
     def is_idle(self) -> bool:

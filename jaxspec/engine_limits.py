@@ -42,6 +42,10 @@ def engine_sizes(params: EngineParams, cache: CacheConfig, config: EngineConfig)
 
 
 def _is_fixed(params: EngineParams, config: EngineConfig) -> bool:
+    if params.stages:  # the host launches each round
+        if config.fixed_rounds is False:
+            raise ValueError("a pipeline runs fixed numbers of rounds: leave fixed_rounds out")
+        return True
     if config.fixed_rounds is not None:
         return config.fixed_rounds
     return next(iter(params.target.embed.devices())).platform == "gpu"

@@ -1,6 +1,7 @@
 """Gives models the memory in which devices add up their row-parallel products."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ from jax.sharding import Mesh
 from jaxspec.functional import EngineParams
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import DraftHead
+from jaxspec.models.stages import Stage
 from jaxspec.pytree import is_static
 from jaxspec.weights.in_place import in_place_of
 from pallas_kernels.reduce_add_rms_norm.exchange import make_exchange
@@ -24,10 +26,13 @@ def with_exchanges(params: EngineParams, make: Make = make_exchange) -> EnginePa
     same time must not share it either, so each engine makes its own. Without one, devices sum
     through XLA.
     """
-    mesh = params.mesh
-    if mesh is None or "reduce_add_rms_norm" not in params.kernels:
+    if "reduce_add_rms_norm" not in params.kernels:
         return params
-    return _replaced(params, lambda axis, width: make(mesh, axis, width))
+    stages = tuple(_replaced(stage, functools.partial(make, stage.mesh)) for stage in params.stages)
+    own = params.last_stage
+    if params.mesh is not None:
+        own = _replaced(own, functools.partial(make, params.mesh))
+    return own.replace(stages=stages)
 
 
 def without_exchanges[T](tree: T) -> T:
@@ -41,7 +46,7 @@ def replacement[T](current: T, new: T) -> T:
 
 
 def _replaced[T](tree: T, make: Callable[[str, int], Any]) -> T:
-    if isinstance(tree, Decoder | DraftHead):
+    if isinstance(tree, Decoder | DraftHead | Stage):
         axes = {tree.layout.heads, tree.layout.ff}
         axis = axes.pop()
         if axes or len(axis) != 1:

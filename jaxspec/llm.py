@@ -85,6 +85,8 @@ class LLM:
         engine: EngineConfig | None = None,
         tokenizer: TextTokenizer | None = None,
         processes: Processes | None = None,
+        stage_layers: Sequence[int] | None = None,
+        drafter_mesh: Mesh | None = None,
     ):
         params = load(
             model,
@@ -95,6 +97,8 @@ class LLM:
             shard_drafter=shard_drafter,
             drafter_bits=drafter_bits,
             kernels=kernels,
+            stage_layers=stage_layers,
+            drafter_mesh=drafter_mesh,
         )
         self._text = tokenizer or TextTokenizer(model)
         length = _max_length(max_length, params.target.config.max_position)

@@ -1,5 +1,6 @@
 """Loading of EngineParams: a target and a drafter, by name or directory."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -10,10 +11,13 @@ from jaxspec.built_in import BUILT_IN_HEAD, BUILT_IN_MODEL
 from jaxspec.config.model import ModelConfig
 from jaxspec.config.speculation import PLAIN, SpeculationConfig, default_speculation
 from jaxspec.functional import EngineParams
+from jaxspec.memory import local_bytes
 from jaxspec.models.hf_config import load_model_config
 from jaxspec.models.hf_values import read_json, shown
+from jaxspec.models.pipeline import check_layers, chosen_layers
+from jaxspec.models.stages import Stage
+from jaxspec.parallel import devices_of_model, stage_meshes
 from jaxspec.quantization.scaled import in_eight_bits
-from jaxspec.sharding import devices_of_model
 from jaxspec.speculation.drafters import (
     Drafter,
     DraftModelDrafter,
@@ -25,7 +29,7 @@ from jaxspec.speculation.drafters import (
 from jaxspec.speculation.expand import check_top_k
 from jaxspec.weights.eagle import head_method, load_eagle_head
 from jaxspec.weights.hub import resolve_directory
-from jaxspec.weights.safetensors_io import load_decoder
+from jaxspec.weights.safetensors_io import load_decoder, load_pipeline
 from pallas_kernels.selection import Kernels
 
 MIXED = "ngram+"  # and the drafter that n-gram lookup is mixed with
@@ -41,6 +45,8 @@ def load(
     shard_drafter: bool = False,
     drafter_bits: int | None = None,
     kernels: str = "auto",
+    stage_layers: Sequence[int] | None = None,
+    drafter_mesh: Mesh | None = None,
 ) -> EngineParams:
     """Load a target and its drafter.
 
@@ -60,12 +66,19 @@ def load(
         not depend on it.
       kernels: operations that run as kernels: ``auto`` (all on a Hopper GPU, attention on a TPU
         v5e or v6e, none elsewhere), ``all``, ``none``, or a comma list of names.
+      stage_layers: layers of each stage of a mesh with stages; None: so many that all take about as
+        long for what they read in a round, the last one's drafting and LM head included.
+      drafter_mesh: devices of their own for the drafter, the embeddings and the LM head: a last
+        stage without layers.
 
     Raises ValueError that names the file or option for what cannot be found, read or combined.
     """
     speculation = speculation or default_speculation(jax.default_backend())
-    device = None if mesh is None else mesh.devices.flat[0]
-    chosen = Kernels.parse(kernels, device, devices_of_model(mesh))
+    meshes = stage_meshes(mesh, drafter_mesh)
+    if stage_layers is not None and len(meshes) == 1:
+        raise ValueError("stage_layers needs a mesh with stages: make_mesh(pipeline_parallel=...)")
+    device = None if meshes[0] is None else meshes[0].devices.flat[0]
+    chosen = Kernels.parse(kernels, device, devices_of_model(meshes[0]))
     resolved = resolve_dtype(dtype)
     directory = resolve_directory(model)
     config = load_model_config(directory)
@@ -74,14 +87,27 @@ def load(
         speculation = speculation.with_shape(PLAIN)
     if isinstance(drafter, str | Path):
         name = choose_drafter(model, drafter)
-        drafter = _load_drafter(name, directory, config, speculation, resolved, mesh, shard_drafter)
+        own = (meshes[-1], shard_drafter)
+        drafter = _load_drafter(name, directory, config, speculation, resolved, *own)
     drafter = _in_bits(drafter, drafter_bits)
+    stages: tuple[Stage, ...] = ()
+    if len(meshes) == 1:
+        target = load_decoder(directory, config, resolved, mesh)
+    else:
+        split = stage_layers
+        if split is None:
+            drafted = speculation.max_depth * local_bytes(drafter)
+            split = chosen_layers(config, resolved, meshes, drafted, apart=drafter_mesh is not None)
+        check_layers(split, config, len(meshes))
+        *before, target = load_pipeline(directory, config, resolved, meshes, split)
+        stages = tuple(before)
     return EngineParams(
         drafter=drafter,
-        target=load_decoder(directory, config, resolved, mesh),
+        target=target,
         speculation=speculation,
         kernels=chosen,
-        mesh=mesh,
+        mesh=meshes[-1],
+        stages=stages,
     )
 
 

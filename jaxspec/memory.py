@@ -3,16 +3,18 @@
 import dataclasses
 import math
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from jaxspec.cache import pages_for
 from jaxspec.config.cache import CacheConfig
 from jaxspec.functional import EngineParams, init_pool
-from jaxspec.sharding import named_shardings
-from jaxspec.state import Pool
+from jaxspec.functional.pipelined import init_stage
+from jaxspec.parallel import Layout, named_shardings
 
 USABLE = 0.9  # of the free memory; the rest is for what programs compute with
 USABLE_MAPS = 0.5  # of the memory maps that Linux allows a process
@@ -26,20 +28,59 @@ def num_pages(params: EngineParams, cache: CacheConfig, num_rows: int) -> int:
 
     Raises ValueError if ``cache.num_pages`` do not fit, or not even one of the longest rows does.
     """
-    shards, room = params.data_parallel, _Room.of(params, cache.page_size, num_rows)
+    shards, rooms = params.data_parallel, _rooms(params, cache.page_size, num_rows)
     longest = pages_for(cache.max_length + params.speculation.scratch_slots, cache.page_size)
     if cache.num_pages is not None:
         wanted = shards * (-(-cache.num_pages // shards) + 1)
-        room.check(wanted)
+        for room in rooms:
+            room.check(wanted)
         return wanted
     wanted = num_rows * longest + shards
     if cache.memory is not None:
-        wanted = min(wanted, room.within(cache.memory, longest))
-    if room.holds(wanted):
-        return wanted
+        wanted = min(wanted, *(room.within(cache.memory, longest) for room in rooms))
     least = shards * (longest + 1)
-    room.check(least)
-    return max(least, shards * (room.fitting // shards + 1))
+    for room in rooms:
+        if not room.holds(wanted):
+            room.check(least)
+            wanted = max(least, shards * (room.fitting // shards + 1))
+    return wanted
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """The cache of a stage: a pool of so many pages by ``make``, and where it lies."""
+
+    make: Callable[[int], Any]
+    layout: Layout
+    mesh: Mesh | None
+    device: Any  # one of those that it lies on
+
+    def bytes(self, pages: int) -> int:
+        """On each device; on a CPU, whose devices share its memory, on all of them."""
+        together = self.device.platform == "cpu"
+        return _bytes(lambda: self.make(pages), self.layout, self.mesh, together=together)
+
+
+def _rooms(params: EngineParams, page_size: int, num_rows: int) -> list["_Room"]:
+    """One for each stage, as each is on devices of its own; on a CPU one for all."""
+    own = params.last_stage
+
+    def part(weights: Any, make: Callable[[int], Any], layout: Layout, mesh: Any) -> _Part:
+        devices = jax.tree.leaves(weights)[0].sharding.addressable_devices
+        return _Part(make, layout, mesh, min(devices, key=lambda one: one.id))
+
+    parts = [
+        part(
+            stage,
+            lambda pages, stage=stage: init_stage(stage, pages, page_size, num_rows),
+            stage.layout,
+            stage.mesh,
+        )
+        for stage in params.stages
+    ]
+    parts.append(part(own, lambda n: init_pool(own, n, page_size, num_rows), own.layout, own.mesh))
+    groups = [parts] if parts[0].device.platform == "cpu" else [[one] for one in parts]
+    return [_Room.of(group, params.data_parallel, page_size) for group in groups]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +93,7 @@ class _Room:
       null: bytes of a pool without pages, and ``page`` of a page on each shard.
     """
 
-    params: EngineParams
+    shards: int
     page_size: int
     device: Any
     free: int | None
@@ -60,20 +101,17 @@ class _Room:
     page: int
 
     @classmethod
-    def of(cls, params: EngineParams, page_size: int, num_rows: int) -> "_Room":
-        sharding = jax.tree.leaves(params)[0].sharding
-        device = min(sharding.addressable_devices, key=lambda one: one.id)
-        free, shards = free_bytes(device), params.data_parallel
-        null, one = (
-            pool_bytes(params, pages, page_size, num_rows, together=device.platform == "cpu")
-            for pages in (shards, 2 * shards)
-        )
+    def of(cls, parts: Sequence[_Part], shards: int, page_size: int) -> "_Room":
+        """For the caches of these stages, on one device together."""
+        device = parts[0].device
+        free = free_bytes(device)
+        null, one = (sum(part.bytes(pages) for part in parts) for pages in (shards, 2 * shards))
         usable = None if free is None else int(USABLE * free)
-        return cls(params, page_size, device, usable, null, max(1, one - null))
+        return cls(shards, page_size, device, usable, null, max(1, one - null))
 
     def needed(self, pages: int) -> int:
         """Bytes of a pool of ``pages``, null pages included."""
-        return self.null + self.page * (pages // self.params.data_parallel - 1)
+        return self.null + self.page * (pages // self.shards - 1)
 
     def holds(self, pages: int) -> bool:
         return self.free is None or self.needed(pages) <= self.free
@@ -82,12 +120,12 @@ class _Room:
     def fitting(self) -> int:
         """Pages that fit, null pages not counted."""
         assert self.free is not None
-        return self.params.data_parallel * max(0, (self.free - self.null) // self.page)
+        return self.shards * max(0, (self.free - self.null) // self.page)
 
     def within(self, memory: int, longest: int) -> int:
         """Pages that fit so many bytes, null pages included. Raises ValueError if they are fewer
         than the ``longest`` row needs."""
-        shards = self.params.data_parallel
+        shards = self.shards
         pages = shards * (max(0, memory - self.null) // self.page + 1)
         least = shards * (longest + 1)
         if pages < least:
@@ -137,17 +175,35 @@ def check_program(program: jax.stages.Compiled, name: str, advice: str) -> None:
 def pool_bytes(
     params: EngineParams, num_pages: int, page_size: int, num_rows: int, *, together: bool
 ) -> int:
-    """Bytes of a pool on each device, or (``together``) on all devices of the mesh."""
-    pool: Pool = jax.eval_shape(lambda: init_pool(params, num_pages, page_size, num_rows))
-    shapes: Any = [leaf.shape for leaf in jax.tree.leaves(pool)]
+    """Bytes of a pool on each device, or (``together``) on all devices of the mesh; in a pipeline
+    of the last stage's."""
+
+    def make() -> Any:
+        return init_pool(params.last_stage, num_pages, page_size, num_rows)
+
+    return _bytes(make, params.layout, params.mesh, together=together)
+
+
+def _bytes(make: Callable[[], Any], layout: Layout, mesh: Mesh | None, *, together: bool) -> int:
+    """Of what ``make`` would return."""
+    state = jax.eval_shape(make)
+    shapes: Any = [leaf.shape for leaf in jax.tree.leaves(state)]
     devices = 1
-    if params.mesh is not None:
-        shardings = jax.tree.leaves(named_shardings(params.mesh, pool, params.layout))
+    if mesh is not None:
+        shardings = jax.tree.leaves(named_shardings(mesh, state, layout))
         pairs = zip(shardings, shapes, strict=True)
         shapes = [sharding.shard_shape(shape) for sharding, shape in pairs]
-        devices = params.mesh.size if together else 1
-    leaves = zip(shapes, jax.tree.leaves(pool), strict=True)
+        devices = mesh.size if together else 1
+    leaves = zip(shapes, jax.tree.leaves(state), strict=True)
     return devices * sum(math.prod(shape) * leaf.dtype.itemsize for shape, leaf in leaves)
+
+
+def local_bytes(tree: Any) -> int:
+    """Bytes of the tree's arrays on one device."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+    )
 
 
 def free_bytes(device: Any) -> int | None:

@@ -1,15 +1,30 @@
-"""Requests that get rows, as the arrays that the programs take."""
+"""An engine's empty state, and requests that get its rows, as the arrays that programs take."""
 
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.functional import EngineParams
+from jaxspec.functional import EngineParams, init_state
 from jaxspec.program_sizes import Sizes
 from jaxspec.sampling import Controls, Sampling, make_controls
 from jaxspec.scheduling.requests import SamplingParams
+from jaxspec.state import EngineState
+
+
+def empty_state(params: EngineParams, sizes: Sizes) -> EngineState:
+    """Of these sizes, without controls."""
+    return init_state(
+        params,
+        sizes.num_rows,
+        sizes.max_length,
+        page_size=sizes.page_size,
+        page_table=jnp.zeros((sizes.num_rows, sizes.columns), jnp.int32),
+        num_pages=sizes.num_pages,
+        max_stops=sizes.max_stops,
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,6 @@ from concurrent.futures import Future, wait
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxspec import functional, memory
@@ -20,7 +19,9 @@ from jaxspec.compiler_options import compiler_options
 from jaxspec.config.speculation import TreeShape
 from jaxspec.exchanges import with_exchanges
 from jaxspec.functional import EngineParams, SavedRow
-from jaxspec.new_rows import NewRow, admission, new_controls
+from jaxspec.new_rows import NewRow, admission, empty_state, new_controls
+from jaxspec.parallel import named_shardings
+from jaxspec.pipeline_use import PipelineUse
 from jaxspec.program_sizes import (
     Kind,
     Load,
@@ -34,7 +35,6 @@ from jaxspec.program_sizes import (
 )
 from jaxspec.sampling import Controls
 from jaxspec.scheduling.requests import MOST_LOGPROBS
-from jaxspec.sharding import named_shardings
 from jaxspec.state import Emitted, EngineState
 from jaxspec.structured.matcher import ALL_TOKENS
 
@@ -51,7 +51,12 @@ class Programs:
       compiled: programs compiled so far, and ``compile_seconds`` what that took.
       ready, coming: keys of the compiled programs, and of those that other threads compile.
       sealed: compile nothing any more where a ready program would do.
+      compiles_ahead: whether other threads may compile them before they run (see ahead.py).
+      pipeline: how busy the stages of a pipeline were.
     """
+
+    compiles_ahead = True
+    pipeline: PipelineUse | None = None
 
     def __init__(self, params: EngineParams, sizes: Sizes, max_programs: int):
         self.params, self.sizes, self.max_programs = with_exchanges(params), sizes, max_programs
@@ -379,19 +384,6 @@ class Programs:
         for program in (*large, *self.small.values()):
             program.clear_cache()
         self.ready.clear()
-
-
-def empty_state(params: EngineParams, sizes: Sizes) -> EngineState:
-    """Of these sizes, without controls."""
-    return functional.init_state(
-        params,
-        sizes.num_rows,
-        sizes.max_length,
-        page_size=sizes.page_size,
-        page_table=jnp.zeros((sizes.num_rows, sizes.columns), jnp.int32),
-        num_pages=sizes.num_pages,
-        max_stops=sizes.max_stops,
-    )
 
 
 def _page_list(pages: Sequence[int], size: int) -> np.ndarray:

@@ -18,7 +18,7 @@ class Pytree:
 
 
 def array(*axes: str, **options: Any) -> Any:
-    """Declare an array field and the names of its logical axes, in order (see sharding.py)."""
+    """Declare an array field and the names of its logical axes, in order (see parallel)."""
     return dataclasses.field(metadata={"axes": axes}, **options)
 
 

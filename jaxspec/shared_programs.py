@@ -11,10 +11,11 @@ import jax
 import numpy as np
 
 from jaxspec.functional import EngineParams
+from jaxspec.parallel import HIDDEN_AXIS, MODEL_AXIS
+from jaxspec.pipeline.programs import own_programs
 from jaxspec.processes import Processes
 from jaxspec.program_sizes import Kind, Sizes
 from jaxspec.programs import Programs
-from jaxspec.sharding import HIDDEN_AXIS, MODEL_AXIS
 
 LARGE = ("admit_rows", "prefill", "decode", "draft", "verify")
 
@@ -50,7 +51,7 @@ def make_programs(processes: Processes | None) -> MakePrograms:
     all.
     """
     if processes is None:
-        return Programs
+        return own_programs
     kind = LeadingPrograms if processes.leads else FollowingPrograms
 
     def make(params: EngineParams, sizes: Sizes, most: int) -> Programs:
@@ -151,6 +152,8 @@ class Told:
 
 def check_mesh(params: EngineParams, processes: Processes) -> None:
     """Raise ValueError for a mesh that these processes cannot serve together."""
+    if params.stages:
+        raise ValueError("several processes split the model by tp: a pipeline runs in one process")
     devices, mesh = jax.device_count(), params.mesh
     if mesh is None or mesh.size != devices:
         own = 1 if mesh is None else mesh.size

@@ -1,6 +1,8 @@
 """All state that changes during generation, as one frozen pytree: a pool and rows."""
 
+import dataclasses
 import enum
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -183,6 +185,20 @@ class Emitted(Pytree):
     top_logprobs: Array | None = array("rounds", "batch", "depth", "alternatives")  # float32
     prompt: PromptLogprobs | None = None
     trees: RoundTrees | None = None
+
+
+def joined[T: Pytree](parts: Sequence[T], axis: str) -> T:
+    """Parts of one result, put together along a logical axis of its arrays. An array without that
+    axis is the last part's."""
+    *_, last = parts
+    changes: dict[str, Any] = {}
+    for field in dataclasses.fields(type(last)):  # pyright: ignore[reportArgumentType]
+        values, axes = [getattr(part, field.name) for part in parts], field.metadata.get("axes", ())
+        if isinstance(values[0], Pytree):
+            changes[field.name] = joined(values, axis)
+        elif axis in axes and values[0] is not None:
+            changes[field.name] = jnp.concatenate(values, axis=axes.index(axis))
+    return last.replace(**changes)
 
 
 def empty_statistics(num_rows: int, max_depth: int) -> Statistics:

@@ -1,5 +1,6 @@
 """Rows in host memory. Their pages are moved a part at a time, by the same two programs for all."""
 
+import functools
 import time
 
 import jax
@@ -7,8 +8,10 @@ import numpy as np
 
 from jaxspec import functional
 from jaxspec.functional import EngineParams, SavedRow
+from jaxspec.functional.pipelined import init_stage
+from jaxspec.new_rows import empty_state
 from jaxspec.program_sizes import Sizes
-from jaxspec.programs import Programs, empty_state
+from jaxspec.programs import Programs
 from jaxspec.scheduling.plan import SwapIn, SwapOut
 from jaxspec.scheduling.preemption import PreemptionCosts
 
@@ -79,7 +82,13 @@ def measure_swapping(programs: Programs, costs: PreemptionCosts, row: int) -> No
 
 def part_bytes(params: EngineParams, sizes: Sizes) -> int:
     """Bytes of a part in host memory. Nothing is allocated."""
-    state = jax.eval_shape(lambda: empty_state(params, sizes))
+    own = params.last_stage
+    state = jax.eval_shape(lambda: empty_state(own, sizes))
     row, pages = np.zeros(1, np.int32), np.zeros(sizes.part_pages, np.int32)
-    _, saved = jax.eval_shape(functional.save_row, params, state, row, pages)
+    saved = [jax.eval_shape(functional.save_row, own, state, row, pages)[1]]
+    for stage in params.stages:
+        make = functools.partial(
+            init_stage, stage, sizes.part_pages, sizes.page_size, sizes.num_rows
+        )
+        saved.append(jax.eval_shape(make))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(saved))

@@ -1,5 +1,6 @@
 """Converts the weights of an engine on one device to the layout of a mesh."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -10,7 +11,8 @@ from jaxspec.functional import EngineParams
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import DraftHead
 from jaxspec.models.layer import Layer
-from jaxspec.sharding import Layout, Shards, mesh_layout, named_shardings
+from jaxspec.models.stages import Stage
+from jaxspec.parallel import Layout, Shards, mesh_layout, named_shardings
 from jaxspec.speculation.drafters import DraftModelDrafter, EagleDrafter, MixedDrafter
 
 
@@ -60,3 +62,20 @@ def _repeat_kv_heads(layer: Layer, repeats: int) -> Layer:
         weight=repeat(attention.qkv.weight), bias=repeat(attention.qkv.bias)
     )
     return layer.replace(mixer=attention.replace(qkv=qkv))
+
+
+def in_stages(
+    params: EngineParams, layers: Sequence[int], meshes: Sequence[Mesh], *, shard_drafter: bool
+) -> EngineParams:
+    """The same weights as a pipeline: so many layers on each mesh. The last has the drafter."""
+    whole, stages, first = params.target, [], 0
+    for count, mesh in zip(layers[:-1], meshes, strict=False):
+        layout = mesh_layout(mesh)
+        own = _laid_out(whole, layout, Shards.over(mesh, layout).of("heads"))
+        part = own.layers[first : first + count]
+        stage = Stage(layers=part, first=first, config=whole.config, layout=layout, mesh=mesh)
+        stages.append(jax.tree.map(jax.device_put, stage, named_shardings(mesh, stage)))
+        first += count
+    last = params.replace(target=whole.replace(layers=whole.layers[first:]))
+    last = on_mesh(last, meshes[-1], shard_drafter=shard_drafter)
+    return last.replace(stages=tuple(stages))

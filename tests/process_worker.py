@@ -15,10 +15,10 @@ from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.engine import Engine
+from jaxspec.parallel import make_mesh
 from jaxspec.processes import Processes, ProcessGroup
 from jaxspec.programs import Programs
 from jaxspec.scheduling.requests import SamplingParams
-from jaxspec.sharding import make_mesh
 from jaxspec.shared_programs import FollowingPrograms, MakePrograms, make_programs
 from tests.layouts import on_mesh
 from tests.random_models import make_params

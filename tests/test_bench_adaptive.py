@@ -9,8 +9,8 @@ import pytest
 from jaxspec.benchmarking.acceptance_levels import AcceptanceLevels
 from jaxspec.benchmarking.shapes import SHAPES
 from jaxspec.commands import bench_adaptive
+from jaxspec.parallel import Layout
 from jaxspec.sampling import make_sampling
-from jaxspec.sharding import Layout
 from jaxspec.speculation.acceptance import Verified
 from jaxspec.speculation.tree import make_chain
 from tests.json_lines import joined

@@ -1,5 +1,7 @@
 """Timing of kernels on tiny cases; the figures are for a GPU."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -13,16 +15,24 @@ from jaxspec.benchmarking.kernels import (
 )
 from jaxspec.commands import bench_kernels
 from pallas_kernels.benchmark import Benchmark
-from pallas_kernels.paged_attention.cases import TEST_CASES, Case, as_benchmark, benchmarks
+from pallas_kernels.paged_attention.cases import (
+    TEST_CASES,
+    Case,
+    as_benchmark,
+    as_partial_benchmark,
+    benchmarks,
+)
 from tests.json_lines import joined
 
 TREE = next(case for case in TEST_CASES if case.name == "small tree")
+HALF = dataclasses.replace(TREE, name="half tree")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["one query", "small tree"])  # without a mask, and with one
+@pytest.mark.parametrize("name", ["one query", "small tree", "half tree"])
 def test_every_kernel_is_timed_beside_its_reference(name, monkeypatch, capsys):
-    cases = (as_benchmark(TEST_CASES[0], jnp.bfloat16), as_benchmark(TREE, jnp.bfloat16))
+    cases = [as_benchmark(case, jnp.bfloat16) for case in (TEST_CASES[0], TREE)]
+    cases.append(as_partial_benchmark(HALF, jnp.bfloat16))
     monkeypatch.setattr(bench_kernels, "OPERATIONS", {"paged_attention": lambda: cases})
     arguments = ["--json", "--repeats", "1", "--seconds", "1e-3", "--only", name]
     assert bench_kernels.main(arguments) == 0
@@ -92,6 +102,9 @@ def test_bytes_and_flops_of_attention():
     slots = 64 + 19 + 2 * 3
     assert case.num_bytes(jnp.bfloat16) == 2 * 16 * (2 * 2 * slots + 2 * 2 * 3 * 8)
     assert case.flops == 4 * 3 * 8 * 16 * slots
+    queries = 2 * 3 * 8
+    half = slots * 2 * 16 * 2 + queries * 16 * (2 + 4) + queries * 4
+    assert case.num_partial_bytes(jnp.bfloat16, 2) == half
 
 
 def test_the_longer_of_two_floors_counts():

@@ -11,8 +11,8 @@ from jaxspec.config.engine import EngineConfig
 from jaxspec.config.speculation import PLAIN, SpeculationConfig
 from jaxspec.engine import Engine
 from jaxspec.functional import EngineParams, init_pool
+from jaxspec.parallel import make_mesh
 from jaxspec.scheduling.requests import SamplingParams
-from jaxspec.sharding import make_mesh
 from tests.layouts import on_mesh
 from tests.programs import traces
 from tests.random_models import make_params

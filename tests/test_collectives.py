@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxspec import collectives
-from jaxspec.sharding import WHOLE, Layout
+from jaxspec.parallel import WHOLE, Layout
 from pallas_kernels.selection import NO_KERNELS, Kernels
 from tests.programs import FAST_COMPILE
 

@@ -46,9 +46,9 @@ def compiled(
     mode: str,
     layers: int = LAYERS,
     tp: int = 1,
-    sp: int = 1,
     sampling: str = "greedy",
     kernels: str = "auto",
+    sp: int = 1,
 ) -> CompiledRound:
     arguments = ["--shape", SHAPE, "--mode", mode, "--layers", str(layers), "--tp", str(tp)]
     arguments += ["--context", str(CONTEXT), "--wheels", str(WHEELS), "--sampling", sampling]
@@ -100,11 +100,6 @@ def test_kernels_keep_to_their_registers(mode: str):
     assert not [kernel for kernel in kernels if kernel.spilled_bytes]
 
 
-def test_where_devices_share_sequences_a_round_is_one_graph_that_copies_no_context():
-    one = compiled("chain:5", sp=2)
-    assert (one.launches.graphs, one.page_copies) == (1, 0)
-
-
 def test_a_round_of_rows_that_sample_is_one_graph():
     one = compiled("chain:5", sampling="general")
     assert (one.launches.graphs, one.launches.outside) == (1, OUTSIDE)
@@ -135,6 +130,19 @@ def test_a_round_of_several_devices_is_one_graph(tp: int):
     assert (launches.graphs, launches.outside) == (1, OUTSIDE)
     assert launches.all_reduces_in_graphs == launches.all_reduces == 3 + 3 * DRAFT_PASSES
     assert launches.in_graphs <= 180  # 173
+
+
+@pytest.mark.parametrize(
+    ("mode", "sp", "tp"), [("plain", 2, 1), ("tree:60:7:10", 2, 1), ("chain:5", 4, 2)]
+)
+def test_attention_of_spread_sequences_is_a_kernel(mode: str, sp: int, tp: int):
+    """Of pages of 64 slots, which devices share."""
+    one = compiled(mode, tp=tp, sp=sp, kernels="paged_attention")
+    assert {kernel.name for kernel in one.kernels} == {"paged_attention"}
+    assert not [kernel for kernel in one.kernels if kernel.spilled_bytes]
+    assert (one.launches.graphs, one.launches.outside) == (1, OUTSIDE)
+    assert one.page_copies == 0
+    assert one.temporary_bytes <= most_temporary_bytes(mode, tp=tp)
 
 
 def test_without_the_kernel_a_round_is_one_graph_too():

@@ -10,8 +10,8 @@ from jaxspec import functional
 from jaxspec.config.speculation import PLAIN, SpeculationConfig, TreeShape
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
+from jaxspec.parallel import WHOLE, make_mesh
 from jaxspec.sampling import make_sampling
-from jaxspec.sharding import WHOLE, make_mesh
 from jaxspec.speculation.token_masks import restrict
 from jaxspec.state import Ending, Status
 from tests.constrained_rounds import (

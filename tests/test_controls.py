@@ -8,8 +8,8 @@ import pytest
 from jaxspec import functional
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.functional import EngineParams
+from jaxspec.parallel import Layout
 from jaxspec.sampling import Controls, History, control_logits, make_controls
-from jaxspec.sharding import Layout
 from jaxspec.speculation.tree import DraftTree, path_tokens
 from jaxspec.state import Ending, EngineState, Status
 from tests.programs import FAST_COMPILE, new_jit, traces

@@ -16,9 +16,9 @@ from jaxspec.deterministic import DEFAULT_WIDTH, deterministic_params, fixed_chu
 from jaxspec.engine import Engine
 from jaxspec.generation import Generation
 from jaxspec.models.decoder import Decoder
+from jaxspec.parallel import make_mesh
 from jaxspec.program_sizes import Kind, ReadKey, RoundsKey
 from jaxspec.scheduling.requests import SamplingParams
-from jaxspec.sharding import make_mesh
 from jaxspec.structured import StructuredOutput
 from tests.layouts import on_mesh
 from tests.marks import slow

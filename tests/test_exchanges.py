@@ -13,7 +13,7 @@ from jaxspec.compiler_options import ONE_GRAPH, compiler_options
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.exchanges import with_exchanges
 from jaxspec.functional import EngineParams
-from jaxspec.sharding import make_mesh, partition_specs
+from jaxspec.parallel import make_mesh, partition_specs
 from pallas_kernels.selection import Kernels
 from tests.layouts import on_mesh
 from tests.random_models import make_params, random_target, tiny_config

@@ -25,7 +25,7 @@ LAYERS = (
     "jaxspec.built_in",
     "jaxspec.pytree",
     "jaxspec.config",
-    "jaxspec.sharding",
+    "jaxspec.parallel",
     "jaxspec.collectives",
     "jaxspec.weight_places",
     "jaxspec.cache",
@@ -53,7 +53,9 @@ LAYERS = (
     "jaxspec.deterministic",
     "jaxspec.new_rows",
     "jaxspec.calls",
+    "jaxspec.pipeline_use",
     "jaxspec.programs",
+    "jaxspec.pipeline",
     "jaxspec.shared_programs",
     "jaxspec.masked_programs",
     "jaxspec.masked_rounds",
@@ -101,7 +103,7 @@ DEVICE_LIBRARIES = {"jax", "jaxlib", "flax", "optax", "orbax", "pallas_kernels"}
 KERNEL_CALLERS = {"jaxspec.models.forward", "jaxspec.models.attention"}
 
 JIT_NAMES = {"jit", "pjit", "pmap"}
-JIT_HOMES = {"jaxspec.programs", "jaxspec.training", "jaxspec.benchmarking"}
+JIT_HOMES = {"jaxspec.programs", "jaxspec.pipeline", "jaxspec.training", "jaxspec.benchmarking"}
 
 MAX_LINES = 400
 

@@ -14,9 +14,9 @@ from jaxspec.config.engine import EngineConfig
 from jaxspec.config.speculation import PLAIN, SpeculationConfig, TreeShape
 from jaxspec.engine import Engine
 from jaxspec.generation import Generation
+from jaxspec.parallel import TensorParallel, make_mesh
 from jaxspec.scheduling.adaptive import RoundCosts
 from jaxspec.scheduling.requests import SamplingParams
-from jaxspec.sharding import TensorParallel, make_mesh
 from jaxspec.structured import GrammarCompiler, StructuredOutput
 from tests.engines import FULL, seal
 from tests.layouts import on_mesh

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxspec.parallel import WHOLE, Layout
 from jaxspec.sampling import (
     make_sampling,
     perturb,
@@ -14,7 +15,6 @@ from jaxspec.sampling import (
     process_logits,
     vocab_ids,
 )
-from jaxspec.sharding import WHOLE, Layout
 from tests.programs import traces
 
 VOCAB, ROWS, NODES = 40, 4, 3

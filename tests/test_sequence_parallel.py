@@ -8,18 +8,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 from jaxspec import functional
 from jaxspec.benchmarking.collective_volume import parse_collectives, totals
+from jaxspec.collectives import shard_offset
 from jaxspec.config.speculation import SpeculationConfig
-from jaxspec.sharding import MODEL_AXIS, SEQUENCE_AXIS, Layout, make_mesh, mesh_layout
-from pallas_kernels.paged_attention.cases import TEST_CASES, Case, make_arguments, poisoned
+from jaxspec.parallel import MODEL_AXIS, SEQUENCE_AXIS, Layout, make_mesh, mesh_layout
+from pallas_kernels.paged_attention.cases import (
+    TEST_CASES,
+    Case,
+    make_arguments,
+    parts_of,
+    poisoned,
+)
 from pallas_kernels.paged_attention.partial import (
     PartialAttention,
     merge_partials,
     partial_attention,
+    partial_attention_reference,
 )
 from pallas_kernels.paged_attention.reference import paged_attention_reference
+from pallas_kernels.selection import Kernels
 from tests.layouts import on_mesh
 from tests.marks import first_is_fast, slow
 from tests.programs import decode_hlo, new_jit, prefill_hlo
@@ -42,18 +52,42 @@ def test_merged_parts_are_the_whole_softmax(case: Case, block: int | None):
     """The two halves of every page, read in blocks."""
     arguments = make_arguments(case)
     expected = paged_attention_reference(*arguments, **case.options, order_invariant=False)
-    q, k_pages, v_pages, *rest = poisoned(case, arguments, np.nan)
-    half, parts = case.page_size // 2, []
-    for offset in (0, half):
-        own = slice(offset, offset + half)
-        parts.append(
-            partial_attention(
-                q, k_pages[:, :, own], v_pages[:, :, own], *rest, jnp.int32(offset),
-                page_size=case.page_size, block=block, **case.options,
-            )
-        )  # fmt: skip
+    options = {**case.options, "page_size": case.page_size, "block": block}
+    parts = [
+        partial_attention_reference(*part, **options)
+        for part in parts_of(poisoned(case, arguments, np.nan), 2)
+    ]
     found = merge_partials(PartialAttention(*map(jnp.stack, zip(*parts, strict=True))))
     np.testing.assert_allclose(found, expected, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "implementation", ["reference", pytest.param("mosaic_gpu", marks=pytest.mark.gpu)]
+)
+@pytest.mark.parametrize("tree", [slow(False), True], ids=["causal", "tree"])
+def test_devices_merge_their_parts(tree: bool, implementation: Any):
+    if len(jax.devices()) < 2:
+        pytest.skip("one device")
+    case = Case("", (70, 3), 40, 4, 1, 64, 32, tree=tree)
+    mesh = make_mesh(sequence_parallel=2)
+
+    def attend(*arguments: Any) -> jax.Array:
+        offset = shard_offset(case.page_size // 2, (SEQUENCE_AXIS,))
+        options = {"page_size": case.page_size, "implementation": implementation}
+        part = partial_attention(*arguments, offset, **options)
+        parts = [jax.lax.all_gather(x, SEQUENCE_AXIS) for x in part]
+        return merge_partials(PartialAttention(*parts))
+
+    pages = PartitionSpec(None, None, SEQUENCE_AXIS)
+    specs = (PartitionSpec(), pages, pages, *(PartitionSpec(),) * 5)
+    spread = jax.shard_map(
+        attend, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False
+    )
+    arguments = make_arguments(case, jnp.bfloat16)
+    found = np.asarray(jax.jit(spread)(*arguments))
+    whole = paged_attention_reference(*arguments, **case.options, order_invariant=False)
+    expected = np.asarray(whole).astype(np.float32)
+    assert np.linalg.norm(found - expected) < 8e-3 * np.linalg.norm(expected)
 
 
 # Prompts of 9 tokens are padded for 2 and 4 devices. Pages of 2 and 4 slots are one slot a device.
@@ -182,6 +216,27 @@ def test_pages_are_split_by_slots_and_rows_are_not():
     assert state.rows.page_table.sharding.is_fully_replicated
     for leaf in jax.tree.leaves(params):
         assert leaf.sharding.is_fully_replicated
+
+
+@pytest.mark.parametrize("drafter", ["none", slow("eagle1")])
+def test_on_gpus_attention_to_parts_of_pages_is_a_kernel(drafter: str):
+    target = random_target(tiny_config(hidden_size=64, head_dim=64, num_layers=1))
+    params = make_params(
+        drafter, TREE if drafter == "eagle1" else SpeculationConfig.chain(1), target
+    )
+    params = on_mesh(params, make_mesh(sequence_parallel=2), shard_drafter=False)
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    params = params.replace(kernels=Kernels(frozenset({"paged_attention"})))
+    state = functional.init_state(params, 2, 24, page_size=16)
+
+    def generate(params: Any, state: Any) -> Any:
+        state, _ = functional.prefill(params, state, width=4)
+        return functional.decode(params, state, 2)
+
+    lowered = jax.jit(generate).trace(params, state).lower(lowering_platforms=("cuda",))
+    text = lowered.as_text()
+    assert "call @partial_attention_mosaic" in text
+    assert "partial_attention_reference" not in text
 
 
 def test_what_cannot_be_spread():

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxspec.models.decoder import decoder_shapes
 from jaxspec.models.heads import HeadConfig, head_shapes
-from jaxspec.sharding import (
+from jaxspec.parallel import (
     HIDDEN_AXIS,
     MODEL_AXIS,
     Layout,

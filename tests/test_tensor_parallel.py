@@ -14,8 +14,8 @@ from jaxspec import functional
 from jaxspec.benchmarking.collective_volume import parse_collectives, totals
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.functional import EngineParams
+from jaxspec.parallel import TensorParallel, make_mesh
 from jaxspec.sampling import Sampling, make_controls, make_sampling
-from jaxspec.sharding import TensorParallel, make_mesh
 from jaxspec.state import Emitted, Ending, EngineState, Rows, Status
 from tests.layouts import on_mesh
 from tests.marks import slow

@@ -40,7 +40,7 @@ from jaxspec.compiler_options import compiler_options
 from jaxspec.config.model import ModelConfig
 from jaxspec.models.decoder import decoder_shapes
 from jaxspec.models.heads import head_shapes
-from jaxspec.sharding import (
+from jaxspec.parallel import (
     Layout,
     Shards,
     TensorParallel,

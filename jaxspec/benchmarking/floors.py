@@ -2,12 +2,10 @@
 
 import dataclasses
 import math
-from typing import Any
-
-import jax
 
 from jaxspec.exchanges import without_exchanges
 from jaxspec.functional import EngineParams
+from jaxspec.memory import local_bytes
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import DraftHead
 from jaxspec.models.mixers import Attention
@@ -50,14 +48,6 @@ def floor_bytes(params: EngineParams, batch: int, context: float) -> FloorBytes:
     each = local_bytes(without_exchanges(head)) - once - local_bytes((head.embed, head.token_ids))
     return FloorBytes(
         weights, kv, once + passes * each, round(passes * rows * _kv_bytes(head, context))
-    )
-
-
-def local_bytes(tree: Any) -> int:
-    """Bytes of the tree's arrays on one device."""
-    return sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(tree)
     )
 
 

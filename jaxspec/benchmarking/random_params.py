@@ -5,6 +5,7 @@ merge work and the GPU would use less power, so timings would be too good.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,8 +18,10 @@ from jaxspec.benchmarking.shapes import eagle3_config
 from jaxspec.config.model import ModelConfig
 from jaxspec.models.decoder import Decoder, decoder_shapes
 from jaxspec.models.heads import DraftHead, head_shapes
+from jaxspec.models.pipeline import Pipeline, pipeline_shapes
 from jaxspec.models.shapes import weight_name
-from jaxspec.sharding import Shards, mesh_layout
+from jaxspec.models.stages import Stage
+from jaxspec.parallel import Shards, mesh_layout
 from jaxspec.weights.safetensors_io import placements
 
 # Standard deviation of the draft head's logits. Trained heads are confident of most tokens, so
@@ -30,6 +33,20 @@ def random_decoder(config: ModelConfig, dtype: jnp.dtype, mesh: Mesh | None, see
     """A model of random weights, sharded over the mesh's model axis if there is a mesh."""
     shapes = decoder_shapes(config, dtype, Shards.over(mesh, mesh_layout(mesh)))
     return _random_tree(shapes, mesh, jax.random.key(seed, impl="rbg"))
+
+
+def random_pipeline(
+    config: ModelConfig,
+    dtype: jnp.dtype,
+    meshes: Sequence[Mesh],
+    layers: Sequence[int],
+    seed: int,
+) -> Pipeline:
+    """As random_decoder, for a pipeline of so many layers on each mesh."""
+    keys = jax.random.split(jax.random.key(seed, impl="rbg"), len(meshes))
+    shapes = pipeline_shapes(config, dtype, meshes, layers)
+    parts = [_random_tree(*one) for one in zip(shapes, meshes, keys, strict=True)]
+    return (*parts[:-1], parts[-1])
 
 
 def random_eagle3_head(
@@ -49,7 +66,7 @@ def random_eagle3_head(
     return head.replace(token_ids=ids)
 
 
-def _random_tree[T: Decoder | DraftHead](shapes: T, mesh: Mesh | None, key: Array) -> T:
+def _random_tree[T: Decoder | DraftHead | Stage](shapes: T, mesh: Mesh | None, key: Array) -> T:
     """The tree with every ShapeDtypeStruct replaced by an array of random values."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(shapes)
     places = jax.tree.leaves(placements(shapes, mesh))

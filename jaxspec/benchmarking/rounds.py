@@ -44,6 +44,7 @@ class Workload:
       rounds: rounds of a timed call; the state has room for these after the prompt.
       repeats: number of timed calls; each starts from the prompt, with other seeds.
       sampling: how rows sample: a key of SAMPLING.
+      chunk: most prompt tokens of a sequence in a call; None: LARGEST_CHUNK, or fewer.
     """
 
     batch: int
@@ -52,6 +53,7 @@ class Workload:
     page_size: int
     repeats: int
     sampling: str = "greedy"
+    chunk: int | None = None
 
     def max_length(self, mode: Mode) -> int:
         """Room for the prompt and one call, and one more token, so that no sequence ends."""
@@ -128,7 +130,7 @@ class Bench:
         config, rng = params.target.config, np.random.default_rng(0)
         self.mode, self.params, self.workload = mode, params, workload
         self.max_length = workload.max_length(mode)
-        self.chunk = prefill_chunk(params, workload.batch, workload.context, self.max_length)
+        self.chunk = prefill_chunk(params, workload, self.max_length)
         shape = (workload.batch, workload.context)
         self.prompts = rng.integers(config.vocab_size, size=shape, dtype=np.int32)
         started = time.perf_counter()
@@ -195,15 +197,18 @@ class Bench:
             del state  # before the next one is made
 
 
-def prefill_chunk(params: EngineParams, batch: int, context: int, max_length: int) -> int:
-    """Prompt tokens per call: small enough that attention scores fit in memory. Devices that share
-    sequences read blocks of them (see paged_attention.partial), and share the tokens."""
-    if params.sequence_parallel > 1:
-        return min(LARGEST_CHUNK * params.sequence_parallel, context)
+def prefill_chunk(params: EngineParams, workload: Workload, max_length: int) -> int:
+    """Prompt tokens per call, unless the workload says: few enough that attention scores fit in
+    memory, where they are materialized. Devices that share sequences share the tokens."""
+    if workload.chunk is not None:
+        return min(workload.chunk, workload.context)
+    most = min(LARGEST_CHUNK * params.sequence_parallel, workload.context)
+    if "paged_attention" in params.kernels or params.sequence_parallel > 1:  # it works in blocks
+        return most
     slots = max_length + params.speculation.scratch_slots
     heads = max(layer.mixer.num_heads for layer in params.target.config.layers)
-    fitting = SCORE_BYTES // (4 * batch * heads * slots)
-    return min(LARGEST_CHUNK, 1 << max(4, fitting.bit_length() - 1), context)
+    fitting = SCORE_BYTES // (4 * workload.batch * heads * slots)
+    return min(most, 1 << max(4, fitting.bit_length() - 1))
 
 
 def _shape_of(x: Array) -> jax.ShapeDtypeStruct:

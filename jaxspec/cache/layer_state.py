@@ -13,8 +13,8 @@ from typing import Any, Protocol, Self
 from jax import Array
 from jax.sharding import Mesh
 
-from jaxspec.pytree import Pytree, pytree, static
-from jaxspec.sharding import Layout
+from jaxspec.parallel import Layout
+from jaxspec.pytree import Pytree, array, pytree, static
 from pallas_kernels.selection import Kernels
 
 
@@ -31,8 +31,8 @@ class Geometry:
     mesh: Mesh | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class CommittedPath:
+@pytree
+class CommittedPath(Pytree):
     """The accepted nodes of a verified tree, for B rows.
 
     Attributes:
@@ -44,12 +44,12 @@ class CommittedPath:
       is_chain: the parent of node i is node i - 1, so accepted nodes are in their final slots.
     """
 
-    rows: Array
-    page_table: Array
-    context_lens: Array
-    path: Array
-    counts: Array
-    is_chain: bool
+    rows: Array = array("batch")
+    page_table: Array = array("batch", "table")
+    context_lens: Array = array("batch")
+    path: Array = array("batch", "depth")
+    counts: Array = array("batch")
+    is_chain: bool = static()
 
 
 class LayerState(Protocol):

@@ -15,8 +15,8 @@ from jax import Array, lax
 
 from jaxspec.cache.layer_state import CommittedPath, Geometry
 from jaxspec.cache.spread import move_rows
+from jaxspec.parallel import Axes, Layout, named_shardings
 from jaxspec.pytree import Pytree, array, pytree, static
-from jaxspec.sharding import Axes, Layout, named_shardings
 from pallas_kernels.kv_compact import kv_compact
 from pallas_kernels.selection import Kernels
 

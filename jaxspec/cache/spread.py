@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxspec.collectives import all_reduce, shard_offset
-from jaxspec.sharding import Axes
+from jaxspec.parallel import Axes
 from pallas_kernels.rope_kv_write.reference import read_rows, write_rows
 
 

@@ -21,13 +21,13 @@ from jaxspec.batch.result_file import ResultFile
 from jaxspec.batch.run import Answer, EngineFailed, Tally, run_batch
 from jaxspec.commands.generation import make_llm, program_folder, sampling_params
 from jaxspec.commands.importing import MissingExtra, import_command
+from jaxspec.commands.meshes import engine_meshes
 from jaxspec.commands.program_cache import keep_compiled_programs
 from jaxspec.commands.several_processes import processes_of
 from jaxspec.commands.shell import print_json, progress_console, read_text
 from jaxspec.processes import Processes
 from jaxspec.progress import request_bar
 from jaxspec.replicated_llm import ReplicatedLLM
-from jaxspec.sharding import replica_meshes
 from jaxspec.tokenizer import TextTokenizer
 from jaxspec.weights.hub import resolve_directory
 
@@ -131,7 +131,7 @@ def load(arguments: argparse.Namespace, processes: Processes | None) -> list[LLM
     """An engine for each of --dp. Raises ValueError where there are too few devices."""
     keep_compiled_programs(program_folder(arguments))
     replicas = 1 if arguments.dp is None else arguments.dp
-    meshes = replica_meshes(replicas, arguments.tp, arguments.sp)
+    meshes = engine_meshes(arguments, replicas)
     model, tokenizer = arguments.model, TextTokenizer(arguments.model)
     with progress_console().status(f"loading {Path(model).name}"):
         return [

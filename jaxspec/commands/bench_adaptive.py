@@ -144,7 +144,7 @@ def measure(args: argparse.Namespace, console: Console) -> Iterator[dict[str, An
     bench = Bench(args, choices, Clients(engine, requests), console)
     facts = {
         **run_facts(),
-        "own_kernels": str(engine.kernels),
+        "own_kernels": str(engine.params.kernels),
         "arguments": vars(args),
         "warm_up_seconds": seconds,
         "round_ms": bench.round_ms(),

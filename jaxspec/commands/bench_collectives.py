@@ -36,7 +36,7 @@ from jaxspec.benchmarking.shapes import SHAPES
 from jaxspec.commands.compiling_process import add_compiler_options, run_compiling, run_or_compile
 from jaxspec.commands.engine_options import add_sequence_parallel_option, tensor_parallel
 from jaxspec.commands.shell import command_parser, show_results
-from jaxspec.sharding import TensorParallel, grid_of, shown_size
+from jaxspec.parallel import TensorParallel, grid_of, shown_size
 
 GRIDS = "4,2x2,8,2x4,4x2"
 KINDS = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all")

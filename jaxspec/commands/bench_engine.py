@@ -21,7 +21,6 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxspec.benchmarking.compiling import compile_side_by_side
-from jaxspec.benchmarking.floors import local_bytes
 from jaxspec.benchmarking.modes import Mode, make_params, parse_mode
 from jaxspec.benchmarking.random_params import random_decoder, random_eagle3_head
 from jaxspec.benchmarking.rounds import SAMPLING, Bench, Timing, Workload, time_mode
@@ -37,9 +36,10 @@ from jaxspec.commands.shell import (
     run_command,
     table_console,
 )
+from jaxspec.memory import local_bytes
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import DraftHead
-from jaxspec.sharding import grid_of, replica_meshes
+from jaxspec.parallel import grid_of, replica_meshes
 from pallas_kernels.selection import Kernels
 
 MOST_JOBS = 4  # modes compiled at a time; each needs memory for a state for a moment
@@ -54,6 +54,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--batch", default="1", help="batch sizes, separated by commas")
     add("--context", type=int, default=512, help="prompt tokens of each sequence")
     add("--new-tokens", type=int, default=256, help="new tokens of a sequence in a timed call")
+    add("--chunk", type=int, help="prompt tokens of a sequence in a call (default: at most 512)")
     add("--repeats", type=int, default=5, help="timed calls; the median is reported")
     add("--page-size", type=int, default=64, help="tokens of a page of the KV cache")
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="weights and cache")
@@ -70,9 +71,17 @@ def choose(args: argparse.Namespace) -> list[tuple[Workload, Mode]]:
     """The workloads and modes to time."""
     modes = [parse_mode(text) for text in args.modes.split(",")]
     batches = [int(text) for text in args.batch.split(",")]
-    if min(*batches, args.context, args.new_tokens, args.page_size, args.repeats) < 1:
+    sizes = (
+        args.context,
+        args.new_tokens,
+        args.page_size,
+        args.repeats,
+        1 if args.chunk is None else args.chunk,
+    )
+    if min(*batches, *sizes) < 1:
         raise ValueError(
-            "--batch, --context, --new-tokens, --page-size and --repeats must be at least 1"
+            "--batch, --context, --new-tokens, --page-size, --repeats and --chunk must be at least "
+            "1"
         )
     chosen = []
     for batch, mode in itertools.product(batches, modes):
@@ -83,6 +92,7 @@ def choose(args: argparse.Namespace) -> list[tuple[Workload, Mode]]:
             page_size=args.page_size,
             repeats=args.repeats,
             sampling=args.sampling,
+            chunk=args.chunk,
         )
         chosen.append((workload, mode))
     return chosen

@@ -57,7 +57,7 @@ from jaxspec.load_test import Client, LoadResult, LoadTest
 from jaxspec.loading import load, resolve_dtype
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import DraftHead
-from jaxspec.sharding import devices_of_model, replica_meshes
+from jaxspec.parallel import devices_of_model, replica_meshes
 from pallas_kernels.selection import Kernels
 
 SYNTHETIC = "chain:5@3.5"
@@ -237,7 +237,7 @@ def measure(
             engine = make_engine(args, params, longest, name, cached)
             facts = {
                 **run_facts(),
-                "own_kernels": str(engine.kernels),
+                "own_kernels": str(engine.params.kernels),
                 "arguments": {
                     name: str(v) if isinstance(v, Path) else v for name, v in vars(args).items()
                 },

@@ -124,7 +124,7 @@ def measure(arguments: argparse.Namespace) -> dict:
         "dtype": str(plain.params.target.embed.dtype),
         "verify_width": plain.params.speculation.verify_width,
         "tokens": sum(len(c.token_ids) for c in expected),
-        "kernels": str(plain.engine.kernels),
+        "kernels": str(plain.engine.params.kernels),
         "device": jax.devices()[0].device_kind,
         "python": platform.python_version(),
         "rows": rows,

@@ -57,7 +57,7 @@ from jaxspec.commands.engine_options import (
 )
 from jaxspec.commands.shell import command_parser, show_results
 from jaxspec.config.model import ModelConfig
-from jaxspec.sharding import check_divides, grid_of
+from jaxspec.parallel import check_divides, grid_of
 
 NEW_TOKENS = 256  # room for new tokens after the context, as in bench_engine
 LOG = "log.txt"
@@ -107,6 +107,8 @@ def check(args: argparse.Namespace) -> None:
     if args.dump and args.dump.is_dir() and any(args.dump.iterdir()):
         raise ValueError(f"{args.dump} is not empty: name another folder with --dump")
     if args.tpu is not None:
+        if args.sp > 1:
+            raise ValueError("--sp is compiled for H100s only: leave out --tpu")
         check_libtpu(args.libtpu)
         return
     if args.program != "decode":

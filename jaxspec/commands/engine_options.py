@@ -32,6 +32,40 @@ def add_sequence_parallel_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_pipeline_options(parser: argparse.ArgumentParser) -> None:
+    """``pp``, ``stage_layers`` and ``drafter_devices``; see commands.meshes."""
+    add = parser.add_argument_group("pipeline").add_argument
+    add(
+        "--pp",
+        type=int,
+        default=1,
+        metavar="N",
+        help="stages (pipeline parallel), each with some of the layers on devices of its own; with "
+        "--tp N each stage has N devices",
+    )
+    add(
+        "--stage-layers",
+        type=layer_counts,
+        metavar="L,L,..",
+        help="layers of each stage (default: so many that all stages take about as long)",
+    )
+    add(
+        "--drafter-devices",
+        type=int,
+        default=0,
+        metavar="N",
+        help="draft on N devices of their own, for one group of requests while another is verified",
+    )
+
+
+def layer_counts(text: str) -> tuple[int, ...]:
+    """Raises ArgumentTypeError unless the text is like ``20,12``."""
+    parts = text.split(",")
+    if not all(part.isdecimal() for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of layers, as in 20,12")
+    return tuple(map(int, parts))
+
+
 def tensor_parallel(text: str) -> int | tuple[int, int]:
     """Raises ArgumentTypeError unless the text is like ``4`` or ``2x2``."""
     found = GRID.fullmatch(text)

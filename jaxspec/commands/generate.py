@@ -12,6 +12,7 @@ from pathlib import Path
 
 from jaxspec.commands.engine_options import (
     add_mode_options,
+    add_pipeline_options,
     add_process_options,
     add_sequence_parallel_option,
     add_tensor_parallel_option,
@@ -48,6 +49,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add_tensor_parallel_option(parser)
     add_sequence_parallel_option(parser)
+    add_pipeline_options(parser)
     add("--kernels", default="auto", help="auto (all on a Hopper GPU), all, none or a comma list")
     add("--json", action="store_true", help="print one JSON object instead of text")
     add(

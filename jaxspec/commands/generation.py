@@ -15,11 +15,11 @@ from jaxspec import (
     Completion,
     SamplingParams,
     check_prompts,
-    make_mesh,
 )
 from jaxspec.commands.chat import chat, check_chat_template, typed_lines
 from jaxspec.commands.engine_config import engine_config, speculation_config
 from jaxspec.commands.generate import BATCH_ROWS, PAIRS
+from jaxspec.commands.meshes import drafter_mesh, engine_meshes
 from jaxspec.commands.program_cache import (
     default_folder,
     keep_compiled_programs,
@@ -55,8 +55,8 @@ def make_llm(
     processes: Processes | None = None,
 ) -> LLM:
     """``mesh`` None: the one that the options ask for."""
-    if mesh is None and (arguments.tp, arguments.sp) != (1, 1):
-        mesh = make_mesh(arguments.tp, sequence_parallel=arguments.sp)
+    if mesh is None:
+        [mesh] = engine_meshes(arguments)
     rows = 1 if arguments.out is None else arguments.max_rows or BATCH_ROWS
     config = engine_config(arguments, rows, plain=drafter == "none")
     return LLM(
@@ -74,6 +74,8 @@ def make_llm(
         engine=dataclasses.replace(config, trees=arguments.show_trees is not None),
         tokenizer=tokenizer,
         processes=processes,
+        stage_layers=arguments.stage_layers,
+        drafter_mesh=drafter_mesh(arguments),
     )
 
 
@@ -117,7 +119,7 @@ def report(arguments: argparse.Namespace, llm: LLM, completion: Completion) -> d
         "model": arguments.model,
         "drafter": str(choose_drafter(arguments.model, arguments.drafter)),
         "device": str(jax.devices()[0].device_kind),
-        "kernels": str(llm.engine.kernels),
+        "kernels": str(llm.engine.params.kernels),
     }
 
 

@@ -41,7 +41,7 @@ from jaxspec.commands.shell import (
     run_command,
     show_results,
 )
-from jaxspec.sharding import check_divides, devices_of_model, replica_meshes
+from jaxspec.parallel import check_divides, devices_of_model, replica_meshes
 from pallas_kernels.selection import Kernels
 
 NUM_CALLS = 2  # calls under the profiler

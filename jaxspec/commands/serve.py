@@ -13,6 +13,7 @@ from pathlib import Path
 from jaxspec.commands.engine_options import (
     add_memory_options,
     add_mode_options,
+    add_pipeline_options,
     add_process_options,
     add_sequence_parallel_option,
     add_tensor_parallel_option,
@@ -33,6 +34,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--dtype", choices=("float32", "bfloat16"), help="(default: float32 on CPU, else bfloat16)")
     add_tensor_parallel_option(parser)
     add_sequence_parallel_option(parser)
+    add_pipeline_options(parser)
     add("--dp", type=int, default=1, metavar="N", help="engines side by side, each with the model "
         "on --tp x --sp devices of its own; a request goes to the one that knows its beginning, "
         "or has the least to do (data parallel)")  # fmt: skip

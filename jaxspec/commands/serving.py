@@ -14,6 +14,7 @@ from jaxspec import LLM
 from jaxspec.async_llm import AsyncLLM
 from jaxspec.commands.engine_config import engine_config, speculation_config, with_memory
 from jaxspec.commands.generation import program_folder
+from jaxspec.commands.meshes import drafter_mesh, engine_meshes
 from jaxspec.commands.program_cache import keep_compiled_programs
 from jaxspec.commands.several_processes import processes_of
 from jaxspec.commands.shell import progress_console, read_text
@@ -27,7 +28,6 @@ from jaxspec.serving.lifecycle import serve
 from jaxspec.serving.metrics import Metrics
 from jaxspec.serving.rates import Rates
 from jaxspec.serving.service import Service
-from jaxspec.sharding import replica_meshes
 from jaxspec.structured import StructuredOutput
 from jaxspec.tokenizer.text import TextTokenizer
 from jaxspec.weights.hub import resolve_directory
@@ -73,6 +73,8 @@ def make_llm(
             trees=not arguments.no_trees,
         ),
         processes=processes,
+        stage_layers=arguments.stage_layers,
+        drafter_mesh=drafter_mesh(arguments),
     )
     _ = llm.tokenizer, llm.grammars if llm.params.target.config.stop_token_ids else None
     return llm
@@ -123,7 +125,7 @@ def run(arguments: argparse.Namespace) -> None:
         if processes is None or processes.leads:
             lead(arguments, processes)
             return
-        [mesh] = replica_meshes(1, arguments.tp)
+        [mesh] = engine_meshes(arguments)
         make_llm(arguments, mesh, TextTokenizer(arguments.model), processes).follow()
 
 
@@ -139,7 +141,7 @@ def lead(arguments: argparse.Namespace, processes: Processes | None) -> None:
         request_timeout=arguments.request_timeout,
         max_new_tokens=arguments.max_tokens_per_request,
     )
-    meshes = replica_meshes(arguments.dp, arguments.tp, arguments.sp)
+    meshes = engine_meshes(arguments, arguments.dp)
     metrics = Metrics(name)
     for _ in meshes[1:]:
         metrics.beside()

@@ -7,7 +7,7 @@ from jaxspec.benchmarking import workloads
 from jaxspec.benchmarking.shapes import SHAPES
 from jaxspec.benchmarking.vocabulary import synthetic_tokenizer
 from jaxspec.benchmarking.workloads import Arrival, Lengths
-from jaxspec.sharding import check_divides
+from jaxspec.parallel import check_divides
 from jaxspec.structured import GrammarCompiler, Matcher, StructuredOutput
 from jaxspec.tokenizer import TextTokenizer, load_tokenizer, tokenizer_json
 

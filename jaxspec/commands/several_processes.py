@@ -22,6 +22,8 @@ def process_group(
         return None
     if arguments.dp not in (None, 1):
         raise ValueError("--dp goes without --coordinator: several processes share one engine")
+    if arguments.pp != 1 or arguments.drafter_devices:
+        raise ValueError("a pipeline runs in one process: leave --coordinator out, or --pp")
     if arguments.sp != 1:
         raise ValueError("--sp goes without --coordinator: split the model over processes by --tp")
     return ProcessGroup(

@@ -22,9 +22,9 @@ from jaxspec.functional.subset import (
     take_rows,
     widened,
 )
-from jaxspec.sharding import partition_specs
+from jaxspec.parallel import partition_specs
 from jaxspec.speculation.call import Call
-from jaxspec.speculation.round import draft_tree, verify_tree
+from jaxspec.speculation.round import RoundOutput, draft_tree, verify_tree
 from jaxspec.speculation.token_masks import check_masks
 from jaxspec.speculation.tree import DraftTree
 from jaxspec.state import Emitted, EngineState
@@ -58,7 +58,7 @@ def draft(
     params.check(state, controls=controls)
     call = params.call(shape, greedy=greedy, controls=controls)
     rows, spec = _listed(params, state, rows)
-    function = functools.partial(_draft, call, columns)
+    function = functools.partial(draft_rows, call, columns)
     run = functools.partial(on_mesh, function, params, state, (rows,), spec)
     if params.mesh is None:
         return run(None)
@@ -146,7 +146,7 @@ def _check_tree(call: Call, tree: DraftTree, batch: int) -> None:
         )
 
 
-def _draft(
+def draft_rows(
     call: Call,
     columns: int | None,
     params: EngineParams,
@@ -177,20 +177,24 @@ def _verify(
 ) -> tuple[EngineState, Emitted]:
     chosen, index = choose_rows(params, state, rows, columns)
     after, output = verify_tree(params.target, params.drafter, call, chosen, tree, masks)
-    output = jax.tree.map(lambda x: x[None], output)  # one round
-    logprobs, top_tokens, top_logprobs = output.logprobs or (None, None, None)
-    emitted = Emitted(
+    return put_chosen(params, state, rows, index, after, one_round(after, output))
+
+
+def one_round(after: EngineState, output: RoundOutput) -> Emitted:
+    """What a call of one round emits; ``after``: the rows of the call after it."""
+    own = jax.tree.map(lambda x: x[None], output)
+    logprobs, top_tokens, top_logprobs = own.logprobs or (None, None, None)
+    return Emitted(
         num_rounds=jnp.int32(1),
-        tokens=output.tokens,
-        counts=output.counts,
-        accepted=output.accepted,
-        drafted=output.drafted,
+        tokens=own.tokens,
+        counts=own.counts,
+        accepted=own.accepted,
+        drafted=own.drafted,
         status=after.rows.status,
         ending=after.rows.ending,
         logprobs=logprobs,
-        hidden=output.hidden,
+        hidden=own.hidden,
         top_tokens=top_tokens,
         top_logprobs=top_logprobs,
-        trees=output.trees,
+        trees=own.trees,
     )
-    return put_chosen(params, state, rows, index, after, emitted)

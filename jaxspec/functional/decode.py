@@ -22,8 +22,8 @@ from jaxspec.functional.subset import (
     put_rows,
     take_rows,
 )
+from jaxspec.parallel import partition_specs
 from jaxspec.sampling import Logprobs
-from jaxspec.sharding import partition_specs
 from jaxspec.speculation.call import Call
 from jaxspec.speculation.round import RoundOutput, run_round
 from jaxspec.state import (

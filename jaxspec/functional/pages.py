@@ -10,8 +10,8 @@ from jax.sharding import PartitionSpec as P
 from jaxspec.cache import ModelState
 from jaxspec.functional.params import EngineParams, Integers, on_mesh, row_spec
 from jaxspec.functional.subset import put_rows, take_rows
+from jaxspec.parallel import partition_specs
 from jaxspec.pytree import Pytree, pytree
-from jaxspec.sharding import partition_specs
 from jaxspec.state import EngineState, Rows
 
 

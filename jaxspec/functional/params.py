@@ -10,8 +10,9 @@ from jax.typing import ArrayLike
 
 from jaxspec.config.speculation import PLAIN, SpeculationConfig, TreeShape
 from jaxspec.models.decoder import Decoder
+from jaxspec.models.stages import Stage
+from jaxspec.parallel import Layout, axes_size, partition_specs
 from jaxspec.pytree import Pytree, pytree, static
-from jaxspec.sharding import Layout, axes_size, partition_specs
 from jaxspec.speculation.call import Call
 from jaxspec.speculation.drafters import Drafter, NoDrafter
 from jaxspec.state import EngineState
@@ -28,6 +29,8 @@ class EngineParams(Pytree):
       speculation: the largest draft tree, the acceptance rule, and how draft tokens are chosen.
       kernels: operations that run as kernels where their arguments fit; none by default.
       mesh: the devices; None: one device.
+      stages: of a pipeline, those before the target's own layers (see models.stages). An Engine
+        runs them; the functions of this package need parameters without any.
     """
 
     target: Decoder
@@ -35,6 +38,12 @@ class EngineParams(Pytree):
     speculation: SpeculationConfig = static()
     kernels: Kernels = static(default=Kernels())
     mesh: Mesh | None = static(default=None)
+    stages: tuple[Stage, ...] = ()
+
+    @property
+    def last_stage(self) -> "EngineParams":
+        """Without the stages before: drafter, embeddings, the last layers and the LM head."""
+        return self.replace(stages=())
 
     @property
     def layout(self) -> Layout:
@@ -112,7 +121,9 @@ class EngineParams(Pytree):
 
     def check(self, state: EngineState, *, controls: bool = False) -> None:
         """Raises ValueError for a state that was made with other options than these, and for one
-        without controls where they are needed."""
+        without controls where they are needed; for parameters with stages, too."""
+        if self.stages:
+            raise ValueError("a pipeline's rounds are several programs: run it in a jaxspec.Engine")
         if controls and state.controls is None:
             raise ValueError(
                 "the state has no room for controls: make it with init_state(..., controls=True)"

@@ -12,6 +12,7 @@ from jaxspec.functional.params import EngineParams, Integers, on_mesh, row_spec
 from jaxspec.functional.subset import check_split, choose_rows, put_chosen
 from jaxspec.models import decoder
 from jaxspec.models.decoder import Decoder
+from jaxspec.models.stages import Passage
 from jaxspec.sampling import (
     History,
     Logprobs,
@@ -23,7 +24,7 @@ from jaxspec.sampling import (
 )
 from jaxspec.speculation.call import Call
 from jaxspec.speculation.drafters import PrefillChunk
-from jaxspec.speculation.drafters.paged import causal_attend, prompt_tokens
+from jaxspec.speculation.drafters.paged import TokenRun, causal_attend, prompt_tokens
 from jaxspec.speculation.round import split_captured
 from jaxspec.speculation.token_masks import check_masks, restrict
 from jaxspec.state import Emitted, Ending, EngineState, PromptLogprobs, Status
@@ -114,27 +115,24 @@ def _prefill(
 ) -> tuple[EngineState, Emitted]:
     chosen, index = choose_rows(params, state, rows, columns)
     chosen = refuse_rows(call, chosen, Status.READING)
-    read, emitted = _read_chunk(call, width, params, chosen, counts, masks)
+    read, emitted = read_chunk(call, width, params, chosen, counts, masks)
     return put_chosen(params, state, rows, index, read, emitted)
 
 
-def _read_chunk(
+def read_chunk(
     call: Call,
     width: int,
     params: EngineParams,
     state: EngineState,
     limits: Array | None,
     masks: Array | None,
+    before: Passage | None = None,
 ) -> tuple[EngineState, Emitted]:
     """Read the next chunk of all rows of ``state`` that are reading."""
     rows, target = state.rows, params.target
     reading = rows.status == Status.READING
     left = rows.prompt_lens - rows.context_lens
-    counts = jnp.minimum(left, width)
-    counts = counts if limits is None else jnp.clip(limits, 0, counts)
-    counts = jnp.where(reading, counts, 0)
-    places = jnp.minimum(rows.context_lens[:, None] + jnp.arange(width), rows.tokens.shape[1] - 1)
-    run = prompt_tokens(state, jnp.take_along_axis(rows.tokens, places, axis=1), counts)
+    run, counts = next_tokens(state, width, limits)
     states, capture = state.pool.target, params.drafter.capture
     hidden, layers, captured = decoder.run(
         target,
@@ -146,6 +144,7 @@ def _read_chunk(
         call.kernels,
         apart=call.order_invariant,
         many=True,
+        before=before,
     )
     features, asked = split_captured(captured, len(capture), len(call.hidden))
     last = jnp.maximum(counts - 1, 0)[:, None, None]
@@ -200,6 +199,17 @@ def _read_chunk(
         prompt=prompt,
     )
     return state.replace(pool=pool, rows=after), emitted
+
+
+def next_tokens(state: EngineState, width: int, limits: Array | None) -> tuple[TokenRun, Array]:
+    """What rows that are reading read next, and how many tokens [R] that is: at most ``width``, and
+    at most ``limits`` [R]."""
+    rows = state.rows
+    counts = jnp.minimum(rows.prompt_lens - rows.context_lens, width)
+    counts = counts if limits is None else jnp.clip(limits, 0, counts)
+    counts = jnp.where(rows.status == Status.READING, counts, 0)
+    places = jnp.minimum(rows.context_lens[:, None] + jnp.arange(width), rows.tokens.shape[1] - 1)
+    return prompt_tokens(state, jnp.take_along_axis(rows.tokens, places, axis=1), counts), counts
 
 
 def _controlled(

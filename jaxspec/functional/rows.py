@@ -11,13 +11,13 @@ from jax.sharding import PartitionSpec as P
 from jaxspec.cache import Geometry, pages_for, sequential_page_table
 from jaxspec.functional.params import EngineParams, Integers, on_mesh
 from jaxspec.functional.subset import local_rows, put_rows, take_rows
-from jaxspec.sampling import Controls, Sampling, make_controls, make_sampling
-from jaxspec.sharding import (
+from jaxspec.parallel import (
     Layout,
     check_divides,
     named_shardings,
     partition_specs,
 )
+from jaxspec.sampling import Controls, Sampling, make_controls, make_sampling
 from jaxspec.state import Ending, EngineState, Pool, Rows, Status, empty_statistics
 
 

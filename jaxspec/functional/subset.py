@@ -7,7 +7,7 @@ from jax import Array, lax
 from jax.core import Tracer
 
 from jaxspec.functional.params import EngineParams, Integers
-from jaxspec.sharding import Axes
+from jaxspec.parallel import Axes
 from jaxspec.state import Emitted, Ending, EngineState, Rows
 
 

@@ -4,7 +4,6 @@ This file and forward.py are the one place where model code calls kernels by ope
 (paged_attention here, add_rms_norm and rope_kv_write there). Mixers and MLPs name none.
 """
 
-import dataclasses
 from typing import Literal
 
 import jax
@@ -15,7 +14,8 @@ from jaxspec.cache import PagedKV
 from jaxspec.cache.spread import own_slots
 from jaxspec.collectives import shard_offset
 from jaxspec.models.forward import Heads
-from jaxspec.sharding import Axes
+from jaxspec.parallel import Axes
+from jaxspec.pytree import Pytree, array, pytree, static
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.partial import (
     PartialAttention,
@@ -24,8 +24,8 @@ from pallas_kernels.paged_attention.partial import (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class PagedAttend:
+@pytree
+class PagedAttend(Pytree):
     """Positions and slots of a pass's T tokens, and an Attend function over paged caches.
 
     When called, it writes the tokens' keys and values, then attends. A mixer that is not attention
@@ -43,15 +43,15 @@ class PagedAttend:
       first_slot, order_invariant: see paged_attention.
     """
 
-    rows: Array
-    page_table: Array
-    context_lens: Array
-    slots: Array
-    positions: Array
-    kv_lens: Array
-    ancestors: Array | None = None
-    first_slot: int = 0
-    order_invariant: bool = False
+    rows: Array = array("batch")
+    page_table: Array = array("batch", "table")
+    context_lens: Array = array("batch")
+    slots: Array = array("batch", "length")
+    positions: Array = array("batch", "length")
+    kv_lens: Array = array("batch")
+    ancestors: Array | None = array("batch", "nodes", "words", default=None)
+    first_slot: int = static(default=0)
+    order_invariant: bool = static(default=False)
 
     def __call__(self, state: PagedKV, heads: Heads, window: int | None) -> tuple[Array, PagedKV]:
         if state.spread:
@@ -100,6 +100,7 @@ class PagedAttend:
             page_size=state.page_size,
             window=window,
             first_slot=self.first_slot,
+            implementation=heads.kernels.implementation("paged_attention"),
         )
         count = heads.partials.shape[2] if heads.tokens else None
         return _merged(part, axes, count).astype(q.dtype), state.replace(k=k_pages, v=v_pages)

@@ -22,12 +22,14 @@ from jaxspec.collectives import (
     shard_offset,
 )
 from jaxspec.config.model import ModelConfig
+from jaxspec.models.attention import PagedAttend
 from jaxspec.models.forward import Attend, make_pass
 from jaxspec.models.layer import Layer, layer_shape, run_layers
 from jaxspec.models.linear import Linear, linear_shape
 from jaxspec.models.shapes import array_shape, vector
+from jaxspec.models.stages import Passage
+from jaxspec.parallel import ONE_SHARD, WHOLE, Layout, Shards, check_divides
 from jaxspec.pytree import Pytree, array, pytree, static
-from jaxspec.sharding import ONE_SHARD, WHOLE, Layout, Shards, check_divides
 from jaxspec.tensors import Filler, One
 from pallas_kernels.products import einsum_f32
 from pallas_kernels.selection import NO_KERNELS, Kernels
@@ -43,6 +45,7 @@ class Decoder(Pytree):
     vocabulary evenly.
 
     Attributes:
+      layers: all of them; in a pipeline the last ones (see stages.py).
       exchange: memory in which devices add up row-parallel products; see exchanges.py.
     """
 
@@ -143,6 +146,12 @@ def _own_rows(decoder: Decoder, tokens: Array) -> Array:
     return jnp.where(here[..., None], rows, 0)
 
 
+def enter(decoder: Decoder, tokens: Array, positions: Array, attend: PagedAttend) -> Passage:
+    """Tokens [B, T] at rotary positions [B, T], before the first stage of a pipeline."""
+    x = embed(decoder, tokens)
+    return Passage(x=x, captured={}, positions=positions, attend=attend)
+
+
 def run(
     decoder: Decoder,
     tokens: Array,
@@ -154,6 +163,7 @@ def run(
     *,
     apart: bool = False,
     many: bool = False,
+    before: Passage | None = None,
 ) -> tuple[Array, LayerStates, Array | None]:
     """Run all layers over tokens [B, T] at rotary positions [B, T].
 
@@ -166,16 +176,22 @@ def run(
     ``many``: devices that share sequences split these tokens (see Layout.split_tokens). All of them
     return all tokens.
 
+    ``before``: the tokens as they come from the stages of a pipeline, which have run the layers
+    that the decoder does not have.
+
     Returns (hidden after the final norm [B, T, H], states, captured [B, T, C] or None).
     """
     config = decoder.config
     eps, layout = config.rms_norm_eps, decoder.layout.split_tokens if many else decoder.layout
     options: dict[str, Any] = {"apart": apart, "exchange": decoder.exchange}
     step = make_pass(config.layers, positions, attend, eps, layout, kernels, **options)
-    x = _embed_split(decoder, tokens, layout)
-    first = step.norm(x, decoder.layers[0].input_norm)
+    x = _embed_split(decoder, tokens, layout) if before is None else before.x
+    norms = [layer.input_norm for layer in decoder.layers] + [decoder.norm]
+    first = step.norm(x, norms[0])
     after, normed, states = run_layers(decoder.layers, x, first, states, step, decoder.norm)
-    residuals: dict[int, Any] = dict(enumerate([x, *after])) | {FINAL_NORM: normed}
+    residuals: dict[int, Any] = {} if before is None else dict(before.captured)
+    own = enumerate([x, *after], config.num_layers - len(decoder.layers))
+    residuals |= dict(own) | {FINAL_NORM: normed}
     captured = _side_by_side([residuals[i] for i in capture], layout) if capture else None
     whole = all_tokens(all_gather(normed, layout.hidden), layout.tokens, tokens.shape[1])
     if captured is not None:

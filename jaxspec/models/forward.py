@@ -17,7 +17,7 @@ from jaxspec.collectives import all_tokens
 from jaxspec.config.model import LayerConfig, RopeConfig
 from jaxspec.models.linear import Addend, Product
 from jaxspec.models.rope import rope_angles
-from jaxspec.sharding import Axes, Layout
+from jaxspec.parallel import Axes, Layout
 from pallas_kernels.add_rms_norm import add_rms_norm, takes_partials
 from pallas_kernels.add_rms_norm.reference import rms_norm as rms_norm_reference
 from pallas_kernels.products import sum_partials

@@ -8,8 +8,8 @@ from jaxspec.models.forward import ForwardPass
 from jaxspec.models.mixers import Mixer, mixer_shape
 from jaxspec.models.mlps import Mlp, mlp_shape
 from jaxspec.models.shapes import vector
+from jaxspec.parallel import ONE_SHARD, Shards
 from jaxspec.pytree import Pytree, array, pytree
-from jaxspec.sharding import ONE_SHARD, Shards
 from jaxspec.tensors import Filler
 
 
@@ -47,7 +47,7 @@ def run_layers(
 
     Returns (the residual stream after each layer, the last one normed by ``last_norm``, states).
     """
-    following_norms = [layer.input_norm for layer in layers[1:]] + [last_norm]
+    following_norms = [*(layer.input_norm for layer in layers), last_norm][1:]
     residuals, new_states, normed = [], [], mixer_input
     for layer, state, following in zip(layers, states, following_norms, strict=True):
         mixed, state = layer.mixer(normed, state, step)

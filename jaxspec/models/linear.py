@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxspec.collectives import all_gather, all_reduce, all_tokens, reduce_scatter
+from jaxspec.parallel import UNSPLIT, Axes, Layout
 from jaxspec.pytree import Pytree, array, pytree, static
-from jaxspec.sharding import UNSPLIT, Axes, Layout
 from jaxspec.tensors import Filler, Source
 from pallas_kernels.products import einsum_f32, precision_of, split_k_product
 from pallas_kernels.selection import NO_KERNELS, Kernels
@@ -86,7 +86,7 @@ class AnyLinear(Protocol):
 class Linear(Pytree):
     """y = x W + b over the last dimension of x; the output may have several dimensions.
 
-    ``axes``: logical names of the weight's dimensions, the input first (see sharding.py).
+    ``axes``: logical names of the weight's dimensions, the input first (see parallel/layout.py).
     """
 
     weight: Array = array()  # [in, *out]

@@ -14,9 +14,9 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from jaxspec.collectives import shard_offset
+from jaxspec.parallel import WHOLE, Layout
 from jaxspec.pytree import Pytree, array, pytree
 from jaxspec.sampling.logits import check_range, per_row, vocab_ids
-from jaxspec.sharding import WHOLE, Layout
 
 LARGEST_REPETITION_PENALTY = 100.0
 LARGEST_PENALTY = 2.0

@@ -15,8 +15,8 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jaxspec import collectives
 from jaxspec.noise import Stream, gumbel
+from jaxspec.parallel import WHOLE, Layout
 from jaxspec.pytree import Pytree, array, pytree
-from jaxspec.sharding import WHOLE, Layout
 from pallas_kernels.selection import NO_KERNELS, Kernels
 from pallas_kernels.truncate import truncation_threshold
 from pallas_kernels.truncate.reference import truncation_threshold_reference

@@ -5,7 +5,7 @@ from typing import NamedTuple
 from jax import Array
 
 from jaxspec import collectives
-from jaxspec.sharding import Layout
+from jaxspec.parallel import Layout
 from pallas_kernels.selection import Kernels
 
 

@@ -19,9 +19,9 @@ from jax import Array
 from jaxspec import collectives
 from jaxspec.config.speculation import Proposal, sound_proposals
 from jaxspec.noise import Stream, uniform
+from jaxspec.parallel import Layout
 from jaxspec.pytree import Pytree, array, pytree
 from jaxspec.sampling import Sampling, perturb, probabilities, vocab_ids
-from jaxspec.sharding import Layout
 from jaxspec.speculation.tree import DraftTree, unpack_mask
 
 

@@ -17,8 +17,8 @@ from jax import Array
 from jaxspec import collectives
 from jaxspec.config.speculation import SpeculationConfig, TreeShape
 from jaxspec.noise import Stream
+from jaxspec.parallel import Layout
 from jaxspec.sampling import Sampling, perturb, probabilities, process_logits, vocab_ids
-from jaxspec.sharding import Layout
 from jaxspec.speculation.call import Call
 from jaxspec.speculation.tree import DraftTree, make_chain, make_tree
 from pallas_kernels.top_k.reference import local_top_k

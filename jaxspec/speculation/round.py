@@ -11,6 +11,7 @@ from jaxspec.cache import CommittedPath, LayerStates, page_slots
 from jaxspec.models import decoder
 from jaxspec.models.attention import PagedAttend
 from jaxspec.models.decoder import Decoder
+from jaxspec.models.stages import Passage
 from jaxspec.sampling import History, Logprobs, control_logits, process_logits, token_logprobs
 from jaxspec.speculation.acceptance import Accepted, Verified, acceptance_rule
 from jaxspec.speculation.call import Call
@@ -31,6 +32,7 @@ class RoundOutput(NamedTuple):
     logprobs: Logprobs | None  # [R, A] each, of ``tokens``
     hidden: Array | None  # [R, A, n * H], at the node that each token was sampled from
     trees: RoundTrees | None  # of this round: without the axis of rounds
+    committed: CommittedPath
 
 
 class Scores(NamedTuple):
@@ -60,24 +62,31 @@ def verify_tree(
     state: EngineState,
     tree: DraftTree,
     masks: Array | None = None,
+    before: Passage | None = None,
 ) -> tuple[EngineState, RoundOutput]:
     """The second half of a round: score a tree of draft_tree, accept a path and commit it.
 
     ``masks`` uint32 [R, N, W] (see token_masks) say which tokens may be sampled after each node.
+    ``before``: see decoder.run.
     """
-    scores = verify(target, state, tree, call, drafter.capture)
+    scores = verify(target, state, tree, call, drafter.capture, before)
     logits = scores.logits if masks is None else restrict(scores.logits, masks, target.layout)
     logits = _controlled(tree, logits, call, state, target)
     accepted = accept(tree, logits, call, state, target)
     counts, ending = _limit(accepted, state, _finite(accepted, logits, target))
     rows, path = state.rows, accepted.path
     committed = CommittedPath(
-        rows.index, rows.page_table, rows.context_lens, path, counts, is_chain=tree.is_chain
+        rows=rows.index,
+        page_table=rows.page_table,
+        context_lens=rows.context_lens,
+        path=path,
+        counts=counts,
+        is_chain=tree.is_chain,
     )
     cache = state.pool.target.replace(layers=scores.layers).commit(committed, call.kernels)
     with jax.named_scope("draft"):
         draft = drafter.commit(state, scores.features, path, counts, call)
-    output = _output(tree, scores, accepted, counts, rows.active, call, target)
+    output = _output(tree, scores, accepted, committed, rows.active, call, target)
     done = rows.active & (ending != Ending.NONE)
     rows = rows.replace(
         status=jnp.where(done, Status.DONE, rows.status),
@@ -126,37 +135,42 @@ def verify(
     tree: DraftTree,
     call: Call,
     capture: tuple[int, ...] = (),
+    before: Passage | None = None,
 ) -> Scores:
-    """Score every node in one target pass. Node i is written to slot ``context_lens + i``."""
-    rows = state.rows
-    index = jnp.arange(tree.tokens.shape[1])
-    context = rows.context_lens[:, None]
-    positions = context + tree.depth
-    valid = (index < tree.num_nodes[:, None]) & rows.active[:, None]
-    fixed = call.speculation.verify_width is not None
-    attend = PagedAttend(
-        rows=rows.index,
-        page_table=rows.page_table,
-        context_lens=rows.context_lens,
-        slots=page_slots(rows.page_table, context + index, valid, state.pool.page_size),
-        positions=positions,
-        kv_lens=rows.context_lens + tree.num_nodes,
-        ancestors=tree.ancestors,
-        order_invariant=fixed,
-    )
+    """Score every node in one target pass. ``before``: see decoder.run."""
+    attend = tree_attend(state, tree, call)
     hidden, layers, captured = decoder.run(
         target,
         tree.tokens,
-        positions,
+        attend.positions,
         state.pool.target.layers,
         attend,
         (*capture, *call.hidden),
         call.kernels,
-        apart=fixed,
+        apart=attend.order_invariant,
+        before=before,
     )
     features, asked = split_captured(captured, len(capture), len(call.hidden))
-    logits = decoder.logits(target, hidden, call.kernels, apart=fixed)
+    logits = decoder.logits(target, hidden, call.kernels, apart=attend.order_invariant)
     return Scores(logits, features, asked, layers)
+
+
+def tree_attend(state: EngineState, tree: DraftTree, call: Call) -> PagedAttend:
+    """Attention of a tree's nodes. Node i is written to slot ``context_lens + i``."""
+    rows = state.rows
+    index = jnp.arange(tree.tokens.shape[1])
+    context = rows.context_lens[:, None]
+    valid = (index < tree.num_nodes[:, None]) & rows.active[:, None]
+    return PagedAttend(
+        rows=rows.index,
+        page_table=rows.page_table,
+        context_lens=rows.context_lens,
+        slots=page_slots(rows.page_table, context + index, valid, state.pool.page_size),
+        positions=context + tree.depth,
+        kv_lens=rows.context_lens + tree.num_nodes,
+        ancestors=tree.ancestors,
+        order_invariant=call.speculation.verify_width is not None,
+    )
 
 
 def split_captured(
@@ -240,7 +254,7 @@ def _output(
     tree: DraftTree,
     scores: Scores,
     accepted: Accepted,
-    counts: Array,
+    committed: CommittedPath,
     active: Array,
     call: Call,
     target: Decoder,
@@ -261,12 +275,13 @@ def _output(
         hidden = jnp.pad(hidden, ((0, 0), (0, room), (0, 0)))
     return RoundOutput(
         tokens=jnp.pad(accepted.tokens, ((0, 0), (0, room))),
-        counts=counts,
+        counts=committed.counts,
         accepted=once * accepted.depth,
         drafted=once * (tree.num_nodes - 1),
         logprobs=logprobs,
         hidden=hidden,
         trees=_trees(tree, scores.logits, path, call, target) if call.trees else None,
+        committed=committed,
     )
 
 

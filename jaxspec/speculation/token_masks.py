@@ -3,8 +3,8 @@
 import jax.numpy as jnp
 from jax import Array
 
+from jaxspec.parallel import Layout
 from jaxspec.sampling import vocab_ids
-from jaxspec.sharding import Layout
 
 
 def restrict(logits: Array, masks: Array, layout: Layout) -> Array:

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jaxspec import memory
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import DraftHead
-from jaxspec.sharding import DATA_AXIS
+from jaxspec.parallel import DATA_AXIS
 from jaxspec.training import draft_step, fingerprint
 from jaxspec.training.draft_data import Examples, spread_rows
 from jaxspec.training.draft_loss import DraftBatch, learned_counts

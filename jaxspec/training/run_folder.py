@@ -9,7 +9,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxspec.sharding import DATA_AXIS, make_mesh
+from jaxspec.parallel import DATA_AXIS, make_mesh
 
 MAX_KEPT = 2
 

@@ -15,7 +15,7 @@ from jaxspec.models.heads import DraftHead, Eagle3Front, EagleMethod, HeadConfig
 from jaxspec.models.hf_config import read_json, to_hf_config
 from jaxspec.models.hf_heads import eagle_head_config, says_head, with_qkv_bias
 from jaxspec.models.hf_values import naming, shown_name
-from jaxspec.sharding import Shards, mesh_layout
+from jaxspec.parallel import Shards, mesh_layout
 from jaxspec.tensors import Source, choosing, splitting
 from jaxspec.weights.safetensors_io import (
     StoredTensor,

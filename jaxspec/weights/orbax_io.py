@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 
+from jaxspec.parallel import Layout
 from jaxspec.pytree import is_static
-from jaxspec.sharding import Layout
 from pallas_kernels.selection import Kernels
 
 CHOICES = "jaxspec_choices.json"

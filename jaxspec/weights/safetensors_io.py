@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import json
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -26,7 +26,8 @@ from jaxspec.config.model import ModelConfig
 from jaxspec.models.decoder import Decoder, decoder_shapes
 from jaxspec.models.hf_config import to_hf_config
 from jaxspec.models.hf_values import one_line, read_json, shown, shown_name
-from jaxspec.sharding import Shards, mesh_layout, named_shardings
+from jaxspec.models.pipeline import Pipeline, as_one, cut, pipeline_shapes
+from jaxspec.parallel import Shards, mesh_layout, named_shardings
 from jaxspec.tensors import Piece, Source, Split, choosing, splitting, tensor_shapes
 from jaxspec.weight_places import weight_place
 
@@ -87,14 +88,39 @@ def load_decoder(
     shapes = decoder_shapes(config, dtype, Shards.over(mesh, layout))
     if kind is not None:
         shapes = shapes.filled(choosing(kind))
-    harmless = {"lm_head.weight"} if config.tie_word_embeddings else set()
     return load_tree(
         scan(directory),
         shapes,
         shapes.filled(splitting(config.vocab_size)),
         placements(shapes, mesh),
-        harmless,
+        _harmless(config),
     )
+
+
+def load_pipeline(
+    directory: str | Path,
+    config: ModelConfig,
+    dtype: jnp.dtype,
+    meshes: Sequence[Mesh],
+    layers: Sequence[int],
+) -> Pipeline:
+    """As load_decoder, for a pipeline of so many layers on each mesh."""
+    shapes = pipeline_shapes(config, dtype, meshes, layers)
+    places = [placements(part, mesh) for part, mesh in zip(shapes, meshes, strict=True)]
+    whole = as_one(shapes)
+    loaded = load_tree(
+        scan(directory),
+        whole,
+        whole.filled(splitting(config.vocab_size)),
+        as_one(places),
+        _harmless(config),
+    )
+    return cut(loaded, shapes)
+
+
+def _harmless(config: ModelConfig) -> set[str]:
+    """Tensors that a checkpoint may have, and that are not read."""
+    return {"lm_head.weight"} if config.tie_word_embeddings else set()
 
 
 def save_decoder(decoder: Decoder, directory: str | Path) -> None:

@@ -10,6 +10,11 @@ from jax import Array
 
 from pallas_kernels.benchmark import Arguments, Benchmark, implementation_to_time, noise
 from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.paged_attention.partial import (
+    PartialAttention,
+    partial_attention,
+    partial_attention_reference,
+)
 from pallas_kernels.paged_attention.reference import paged_attention_reference
 
 
@@ -62,6 +67,14 @@ class Case:
         queries = len(self.context_lens) * self.num_tokens * self.num_heads
         rows = 2 * self.visible_slots * self.kv_heads + 2 * queries
         return rows * self.head_dim * jnp.dtype(dtype).itemsize
+
+    def num_partial_bytes(self, dtype: Any, devices: int) -> int:
+        """As ``num_bytes``, of one of several devices; the output is in float32, with a log-sum-exp
+        of each query."""
+        heads = len(self.context_lens) * self.num_tokens * self.num_heads
+        size = jnp.dtype(dtype).itemsize
+        cache = 2 * self.visible_slots * self.kv_heads * self.head_dim * size // devices
+        return cache + heads * (self.head_dim * (size + 4) + 4)
 
     @property
     def flops(self) -> int:
@@ -141,6 +154,28 @@ BENCHMARK_CASES = tuple(
     if page_size == 64 or batch > 1
 )
 
+# One device's part of sequences that are spread over two.
+PARTIAL_BENCHMARK_CASES = tuple(
+    Case(
+        f"half of {batch} x {context}k, {num_tokens} queries, page {page_size}",
+        (1024 * context,) * batch,
+        num_tokens,
+        num_heads=32,
+        kv_heads=8,
+        head_dim=128,
+        page_size=page_size,
+        tree=num_tokens < 512,
+    )
+    for batch, context, num_tokens, page_size in (
+        (1, 32, 1, 128),
+        (1, 32, 8, 128),
+        (1, 32, 64, 128),
+        (1, 32, 1024, 128),
+        (8, 8, 8, 128),
+        (8, 8, 8, 16),
+    )
+)
+
 
 def random_parents(rng: np.random.Generator, size: int, max_depth: int) -> np.ndarray:
     """Parents [N] of a random tree whose node 0 is the root; -1 for the root."""
@@ -196,6 +231,30 @@ def make_arguments(
     )
 
 
+def parts_of(arguments: Any, count: int) -> list[Any]:
+    """Arguments of partial_attention on each of ``count`` devices that share the sequences."""
+    q, k_pages, v_pages, *rest = arguments
+    size = k_pages.shape[2] // count
+    return [
+        (
+            q,
+            k_pages[:, :, offset : offset + size],
+            v_pages[:, :, offset : offset + size],
+            *rest,
+            jnp.int32(offset),
+        )
+        for offset in range(0, count * size, size)
+    ]
+
+
+def normalized(part: PartialAttention) -> tuple[Array, Array]:
+    """The part's own attention [B, T, Q, D] and log-sum-exps [B, T, Q].
+
+    Unlike maxima and sums they do not depend on how the part was computed.
+    """
+    return part.weighted / part.total[..., None], part.peak + jnp.log(part.total)
+
+
 def poisoned(case: Case, arguments: Any, poison: float) -> Any:
     """The same arguments, with ``poison`` in all keys and values that no query sees.
 
@@ -247,3 +306,33 @@ def as_benchmark(case: Case, dtype: Any) -> Benchmark:
 
 def _feed(arguments: Arguments, output: Array) -> Arguments:
     return (output, *arguments[1:])
+
+
+def partial_benchmarks(dtype: Any = jnp.bfloat16) -> tuple[Benchmark, ...]:
+    """As ``benchmarks``, of the first of two devices that share the sequences."""
+    return tuple(as_partial_benchmark(case, dtype) for case in PARTIAL_BENCHMARK_CASES)
+
+
+def as_partial_benchmark(case: Case, dtype: Any, devices: int = 2) -> Benchmark:
+    implementation = implementation_to_time()
+    options = {**case.options, "page_size": case.page_size}
+
+    def part(seed: int) -> Arguments:
+        return parts_of(make_arguments(case, dtype, seed), devices)[0]
+
+    def call(*arguments: Any) -> tuple[Array, Array]:
+        return normalized(partial_attention(*arguments, **options, implementation=implementation))
+
+    def reference(*arguments: Any) -> tuple[Array, Array]:
+        return normalized(partial_attention_reference(*arguments, **options))
+
+    return Benchmark(
+        name=case.name,
+        make_arguments=part,
+        call=call,
+        reference=reference,
+        feed=lambda arguments, output: (output[0].astype(dtype), *arguments[1:]),
+        num_bytes=case.num_partial_bytes(dtype, devices),
+        flops=case.flops // devices,
+        implementation=implementation,
+    )

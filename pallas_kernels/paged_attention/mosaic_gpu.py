@@ -10,12 +10,18 @@ Rows of values that no query sees may hold NaN. A weight of 0 would not remove i
 Such rows lie only in the first and the last block of a context. There the producer overwrites them
 with zeros while the compute warpgroups are busy with scores. (Keys that no query sees need no such
 care: the mask replaces their scores.)
+
+Where sequences are spread over devices, pages hold a part of each page's slots, in the order of the
+sequence. So those before any slot are a prefix of those that are here: blocks are made of the
+slots that are here, and only the mask has to know where in the sequence they lie. Beside the part's
+output, in float32, the kernel then returns the log-sum-exp of each query's scores.
 """
 
 import dataclasses
 import functools
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -26,6 +32,7 @@ import numpy as np
 from jax import Array, lax
 
 from pallas_kernels import cluster
+from pallas_kernels.paged_attention.partial import PartialAttention
 from pallas_kernels.paged_attention.tuning import ROWS, AttentionTuning, attention_tuning
 from pallas_kernels.shared_memory import SWIZZLED, zero_rows_outside
 
@@ -34,6 +41,7 @@ from pallas_kernels.shared_memory import SWIZZLED, zero_rows_outside
 MASKED, LOWEST_PEAK = -1e30, -1e20
 MERGED_ROWS = 32  # rows of all splits merged at a time; more would need more registers
 TINY = 1e-30  # smallest softmax sum to divide by, for rows that see no slot
+LN_2 = math.log(2)
 _ROW_LAYOUT = plgpu.Layout.WGMMA.reduce(1)
 
 
@@ -50,6 +58,7 @@ class _Plan:
     group: int  # query heads of a KV head
     head_dim: int
     page_size: int
+    whole_size: int | None  # slots of a whole page, if pages hold a part of each; else None
     columns: int  # of the page table
     words: int  # of the ancestor mask
     causal: bool  # no mask: a token sees the tokens before it
@@ -59,6 +68,11 @@ class _Plan:
     first_slot: int
     config: AttentionTuning
     interpret: bool
+
+    @property
+    def partial(self) -> bool:
+        """Whether pages hold a part of each page, and log-sum-exps are returned, too."""
+        return self.whole_size is not None
 
     @property
     def row_blocks(self) -> int:
@@ -100,6 +114,60 @@ def paged_attention_mosaic(
 
     ``config`` None: from tuning.py. ``interpret``: plgpu.InterpretGPUParams, for tests.
     """
+    plan = _make_plan(
+        q, k_pages, page_table, ancestors, None, window, first_slot, config, interpret
+    )
+    kernel = _make_kernel(plan, q.dtype, interpret)
+    masks = _row_masks(plan, positions, ancestors)
+    return kernel(q, k_pages, v_pages, page_table, context_lens, kv_lens, *masks)
+
+
+@functools.partial(
+    jax.jit, static_argnames=("page_size", "window", "first_slot", "config", "interpret")
+)
+def partial_attention_mosaic(
+    q: Array,  # [B, T, Q, D]
+    k_pages: Array,  # [P, G, K, D]
+    v_pages: Array,
+    page_table: Array,  # [B, M]
+    context_lens: Array,  # [B]
+    positions: Array,  # [B, T]
+    ancestors: Array | None,  # [B, T, words]
+    kv_lens: Array,  # [B]
+    offset: Array,  # []
+    *,
+    page_size: int,
+    window: int | None,
+    first_slot: int,
+    config: AttentionTuning | None = None,
+    interpret: Any = None,
+) -> PartialAttention:
+    """See pallas_kernels.paged_attention.partial; only for what ``misfit`` accepts.
+
+    The output is normalized: ``peak`` is the log-sum-exp, and ``total`` is 1.
+    """
+    plan = _make_plan(
+        q, k_pages, page_table, ancestors, page_size, window, first_slot, config, interpret
+    )
+    kernel = _make_kernel(plan, q.dtype, interpret)
+    masks = _row_masks(plan, positions, ancestors)
+    lengths = context_lens, kv_lens
+    out, log_sums = kernel(q, k_pages, v_pages, page_table, *lengths, *masks, offset[None])
+    log_sums = _by_token(plan, log_sums)
+    return PartialAttention(out, log_sums, jnp.ones_like(log_sums))
+
+
+def _make_plan(
+    q: Array,
+    k_pages: Array,
+    page_table: Array,
+    ancestors: Array | None,
+    whole_size: int | None,
+    window: int | None,
+    first_slot: int,
+    config: AttentionTuning | None,
+    interpret: Any,
+) -> _Plan:
     batch, num_tokens, num_heads, head_dim = q.shape
     _, kv_heads, page_size, _ = k_pages.shape
     group = num_heads // kv_heads
@@ -108,16 +176,16 @@ def paged_attention_mosaic(
         slots = page_table.shape[1] * page_size
         config = attention_tuning(batch, kv_heads, row_tiles, slots, page_size)
     tiles = -(-row_tiles // config.warpgroups) * config.warpgroups
-    words = 1 if ancestors is None else ancestors.shape[-1]
-    plan = _Plan(
+    return _Plan(
         batch=batch,
         num_tokens=num_tokens,
         kv_heads=kv_heads,
         group=group,
         head_dim=head_dim,
         page_size=page_size,
+        whole_size=whole_size,
         columns=page_table.shape[1],
-        words=words,
+        words=1 if ancestors is None else ancestors.shape[-1],
         causal=ancestors is None,
         tiles=tiles,
         tokens=-(-num_tokens // tiles),
@@ -126,25 +194,35 @@ def paged_attention_mosaic(
         config=config,
         interpret=interpret is not None,
     )
+
+
+def _row_masks(plan: _Plan, positions: Array, ancestors: Array | None) -> list[Array]:
+    """The words of the rows' masks. With a window also the edges of each sequence's windows [B, 2],
+    and the slot from which each row sees its context [B, tiles, ROWS]."""
     token_of_row = np.minimum(
-        np.arange(plan.tiles)[:, None] * plan.tokens + np.arange(ROWS) // group, num_tokens - 1
+        np.arange(plan.tiles)[:, None] * plan.tokens + np.arange(ROWS) // plan.group,
+        plan.num_tokens - 1,
     )
-    if num_tokens == 1 and ancestors is not None:
+    if plan.num_tokens == 1 and ancestors is not None:
         row_words = ancestors[:, 0]  # [B, words], the same for all rows
     elif ancestors is None:
         last_node = token_of_row.astype(np.uint32)[:, None]
         # A constant: otherwise every layer of a draft head would need a launch to compute it.
-        row_words = jnp.asarray(np.broadcast_to(last_node, (batch, tiles, 1, ROWS)))
+        row_words = jnp.asarray(np.broadcast_to(last_node, (plan.batch, plan.tiles, 1, ROWS)))
     else:
         row_words = ancestors[:, token_of_row].transpose(0, 1, 3, 2)  # [B, tiles, words, ROWS]
-    windows = []
-    if window is not None:
-        seen_from = positions - (window - 1)
-        edges = [seen_from.min(axis=1), seen_from.max(axis=1)]
-        windows = [jnp.stack(edges, axis=1), seen_from[:, token_of_row]]
-    kernel = _make_kernel(plan, q.dtype, interpret)
-    lengths = (context_lens, kv_lens)
-    return kernel(q, k_pages, v_pages, page_table, *lengths, row_words, *windows)
+    if plan.window is None:
+        return [row_words]
+    seen_from = positions - (plan.window - 1)
+    edges = [seen_from.min(axis=1), seen_from.max(axis=1)]
+    return [row_words, jnp.stack(edges, axis=1), seen_from[:, token_of_row]]
+
+
+def _by_token(plan: _Plan, rows: Array) -> Array:
+    """A value per row of each tile [B, G, tiles, ROWS] as one per query [B, T, Q]."""
+    used = rows[..., : plan.tokens * plan.group]
+    by_token = used.reshape(plan.batch, plan.kv_heads, -1, plan.group)[:, :, : plan.num_tokens]
+    return by_token.swapaxes(1, 2).reshape(plan.batch, plan.num_tokens, -1)
 
 
 def _make_kernel(plan: _Plan, dtype: Any, interpret: Any) -> Any:
@@ -158,12 +236,30 @@ def _make_kernel(plan: _Plan, dtype: Any, interpret: Any) -> Any:
     padded = (*tile[:2], plan.head_dim + 8)
     shared_f32 = plgpu.SMEM(padded, jnp.float32) if config.splits > 1 else None
 
+    # Rows of a part are stored in float32, where queries were.
+    rows_f32 = plgpu.SMEM(tile, jnp.float32) if plan.partial else None
+
+    heads = (plan.batch, plan.num_tokens, plan.kv_heads * plan.group, plan.head_dim)
+    out_types = [jax.ShapeDtypeStruct(heads, jnp.float32 if plan.partial else dtype)]
+    if plan.partial:
+        log_sums = (plan.batch, plan.kv_heads, plan.tiles, ROWS)
+        out_types.append(jax.ShapeDtypeStruct(log_sums, jnp.float32))
+
+    def swizzled(shape: tuple[int, ...]) -> Any:
+        return plgpu.SMEM(shape, dtype, transforms=SWIZZLED)
+
+    def and_then(first: list[Any], second: Any | None) -> Any:
+        """Memory for ``first`` and later for ``second``; None: for ``first`` only, nested alike."""
+        if second is None:
+            return [first]
+        # The interpreter knows no unions.
+        return [first, [second]] if plan.interpret else plgpu.RefUnion(first, [second])
+
     def scratch() -> dict[str, Any]:
         refs = {
-            "rows": plgpu.SMEM(tile, dtype),
-            "queries": plgpu.SMEM(tile, dtype, transforms=SWIZZLED),
-            "k_or_out": _and_then(plgpu.SMEM(ring, dtype, transforms=SWIZZLED), shared_f32),
-            "v_or_log_sums": _and_then(plgpu.SMEM(ring, dtype, transforms=SWIZZLED), shared_f32),
+            "queries_or_out": and_then([swizzled(tile), plgpu.SMEM(tile, dtype)], rows_f32),
+            "k_or_out": and_then([swizzled(ring)], shared_f32),
+            "v_or_log_sums": and_then([swizzled(ring)], shared_f32),
             "q_full": plgpu.Barrier(num_arrivals=plan.tokens, num_barriers=config.consumers),
             "k_full": plgpu.Barrier(num_arrivals=copies, num_barriers=config.stages),
             # Values of edge blocks have separate barriers, because the producer waits for them too.
@@ -174,21 +270,28 @@ def _make_kernel(plan: _Plan, dtype: Any, interpret: Any) -> Any:
             "k_free": plgpu.Barrier(num_arrivals=config.consumers, num_barriers=config.stages),
             "v_free": plgpu.Barrier(num_arrivals=config.consumers, num_barriers=config.stages),
         }
-        if config.splits > 1:
+        if config.splits > 1 or plan.partial:
             refs["all_read"] = plgpu.Barrier(num_arrivals=config.consumers)
+        if plan.partial:
+            refs["row_log_sums"] = plgpu.SMEM((config.consumers, ROWS), jnp.float32)
         if config.ping_pong:
             refs["tensor_cores"] = plgpu.Barrier(num_barriers=config.consumers)
         return refs
 
     def paged_attention_kernel(
-        q, k_pages, v_pages, table, context_lens, kv_lens, row_words, *windows_and_out, **refs
+        q, k_pages, v_pages, table, context_lens, kv_lens, row_words, *more_and_out, **refs
     ):
-        *windows, out = windows_and_out
+        (refs["queries"], refs["rows"]), *out_rows = refs["queries_or_out"]
+        ((refs["out_rows"],),) = out_rows or [[refs["rows"]]]
         (refs["k"],), *split_out = refs["k_or_out"]
         (refs["v"],), *log_sums = refs["v_or_log_sums"]
         if config.splits > 1:
             ((refs["split_out"],),), ((refs["log_sums"],),) = split_out, log_sums
-        work = _Work(plan, context_lens, kv_lens, windows[0] if windows else None)
+        windows, outputs = more_and_out[: -len(out_types)], more_and_out[-len(out_types) :]
+        offset = None
+        if plan.partial:
+            *windows, offset = windows
+        work = _Work(plan, context_lens, kv_lens, windows[0] if windows else None, offset)
         warpgroup = lax.axis_index("warpgroup")
 
         @pl.when(warpgroup == config.consumers)
@@ -213,15 +316,13 @@ def _make_kernel(plan: _Plan, dtype: Any, interpret: Any) -> Any:
                 seen_from = _row_load(windows[1].at[work.sequence, tile])
             state = _attend(plan, work, words, seen_from, refs)
             if config.splits > 1:
-                _merge_and_store(plan, work, state, tile, out, refs)
+                _merge_and_store(plan, work, state, tile, outputs, refs)
             else:
-                _store(plan, work, state, tile, out, refs)
+                _store(plan, work, state, tile, outputs, refs)
 
     return plgpu.kernel(
         paged_attention_kernel,
-        out_type=jax.ShapeDtypeStruct(
-            (plan.batch, plan.num_tokens, plan.kv_heads * plan.group, plan.head_dim), dtype
-        ),
+        out_type=out_types if plan.partial else out_types[0],
         scratch_types=scratch(),
         grid=(plan.row_blocks, plan.kv_heads // config.heads, plan.batch),
         grid_names=("row_block", "kv_heads", "sequence"),
@@ -236,11 +337,6 @@ def _make_kernel(plan: _Plan, dtype: Any, interpret: Any) -> Any:
     )
 
 
-def _and_then(first: Any, second: Any | None) -> Any:
-    """Memory for ``first`` and later for ``second``; None: for ``first`` only, nested alike."""
-    return [[first]] if second is None else plgpu.RefUnion([first], [second])
-
-
 class _Work:
     """The range of context blocks that this CTA attends to: [start, stop).
 
@@ -249,33 +345,47 @@ class _Work:
       own_head: the KV head of this compute warpgroup, counted from ``first_head``.
       kv_head: the same, counted from 0.
       context: number of committed slots.
+      end: end of the sequence's slots.
+      committed: every row sees the slots before it, but for windows and the first slot. Like the
+        two above it counts all slots of the sequence; the next four, and blocks, those that are
+        here.
       first, kv_len: no row sees slots before ``first`` or from ``kv_len`` on.
       all_see_from, all_see_to: every row sees the slots of this range.
     """
 
     def __init__(
-        self, plan: _Plan, context_lens: Any, kv_lens: Any, window_edges: Any | None
+        self,
+        plan: _Plan,
+        context_lens: Any,
+        kv_lens: Any,
+        window_edges: Any | None,
+        offset: Any | None,
     ) -> None:
         self.plan, block = plan, plan.config.block
+        self.offset: Any = None if offset is None else offset[0]
         self.sequence = lax.axis_index("sequence")
         self.first_head = lax.axis_index("kv_heads") * plan.config.heads
         self.own_head = lax.axis_index("warpgroup") // plan.config.warpgroups
         self.kv_head = self.first_head + self.own_head
         self.split = lax.axis_index("split")
-        self.context = self.all_see_to = context_lens[self.sequence]
-        self.kv_len = end = jnp.minimum(kv_lens[self.sequence], plan.columns * plan.page_size)
-        self.first = self.all_see_from = jnp.int32(plan.first_slot)
+        self.context = self.committed = context_lens[self.sequence]
+        num_slots = plan.columns * (plan.whole_size or plan.page_size)
+        self.end = end = jnp.minimum(kv_lens[self.sequence], num_slots)
+        first = all_see_from = jnp.int32(plan.first_slot)
         if window_edges is not None:
             edges = (window_edges[self.sequence, i] for i in range(2))
-            first, self.all_see_from = (jnp.maximum(edge, plan.first_slot) for edge in edges)
+            first, all_see_from = (jnp.maximum(edge, plan.first_slot) for edge in edges)
             # The window does not hide tree nodes.
-            self.first = jnp.maximum(jnp.minimum(first, self.context), plan.first_slot)
+            first = jnp.maximum(jnp.minimum(first, self.context), plan.first_slot)
         if plan.causal:
             tokens = plan.config.warpgroups * plan.tokens
             before = lax.axis_index("row_block") * tokens
-            self.all_see_to += before
+            self.committed += before
             end = jnp.minimum(end, self.context + before + tokens)
-        self.all_see_to = jnp.minimum(self.all_see_to, self.kv_len)
+        self.committed = jnp.minimum(self.committed, self.end)
+        self.first, self.all_see_from = self._here(first), self._here(all_see_from)
+        self.all_see_to, self.kv_len = self._here(self.committed), self._here(self.end)
+        end = self._here(end)
         # If block 0 is known to be visible, this is a constant and the page lookup need not wait.
         first_block = 0 if plan.window is None and plan.first_slot < block else self.first // block
         num_blocks = jnp.maximum((end + block - 1) // block - first_block, 0)
@@ -283,6 +393,21 @@ class _Work:
         last = first_block + num_blocks
         self.start = jnp.minimum(first_block + self.split * share, last)
         self.stop = jnp.minimum(self.start + share, last)
+
+    def _here(self, slot: Array) -> Array:
+        """How many of the sequence's slots before ``slot`` are here."""
+        whole, part = self.plan.whole_size, self.plan.page_size
+        if whole is None:
+            return slot
+        return slot // whole * part + jnp.clip(slot % whole - self.offset, 0, part)
+
+    def in_sequence(self, slot: Array) -> Array:
+        """Where in the sequence the slots lie that are here: of each, its index there."""
+        whole, part = self.plan.whole_size, self.plan.page_size
+        if whole is None:
+            return slot
+        page = slot >> (part.bit_length() - 1)  # part is a power of 2
+        return slot + page * (whole - part) + self.offset
 
     def is_left_edge(self, block: Array) -> Array:
         """Whether a block starts before the first visible slot, and holds none from ``kv_len``."""
@@ -412,9 +537,9 @@ def _load_words(plan: _Plan, work: _Work, row_words: Any, tile: Array) -> list[A
     """The words of each row's mask: [ROWS] each, or scalars if all rows have the same mask.
 
     For causal queries the index of the last node that a row sees, int32. Either way, nodes from
-    ``kv_len`` on are excluded.
+    ``end`` on are excluded.
     """
-    nodes = work.kv_len - work.context
+    nodes = work.end - work.context
     if len(row_words.shape) == 2:
         words = [row_words[work.sequence, word] for word in range(plan.words)]
     else:
@@ -567,14 +692,14 @@ def _visible(
 ) -> Array:
     """Which of ``width`` slots from ``first`` on each row sees: bool [ROWS, width]."""
     slot = plgpu.broadcasted_iota(jnp.int32, (ROWS, width), 1, layout=plgpu.Layout.WGMMA)
-    slot += first
+    slot = work.in_sequence(slot + first)
     node = slot - work.context
     if plan.causal:
         seen = node <= _by_row(words[0], width)
         if seen_from is not None:
             seen &= slot >= _by_row(seen_from, width)
     else:  # nodes before 0 and past the mask match no word, so their bit is 0
-        committed = slot < work.all_see_to
+        committed = slot < work.committed
         if seen_from is not None:
             committed &= slot >= _by_row(seen_from, width)
         chosen = jnp.zeros((), jnp.uint32)
@@ -586,13 +711,36 @@ def _visible(
     return seen & (slot >= plan.first_slot) if plan.first_slot > 0 else seen
 
 
-def _store(plan: _Plan, work: _Work, state: Any, tile: Array, out: Any, refs: Any) -> None:
-    acc, _, total = state
-    warpgroup = lax.axis_index("warpgroup")
-    rows = refs["rows"].at[warpgroup]
-    _write(rows, (acc / _by_row(jnp.maximum(total, TINY), plan.head_dim)).astype(rows.dtype))
+def _store(
+    plan: _Plan, work: _Work, state: Any, tile: Array, outputs: Sequence[Any], refs: Any
+) -> None:
+    acc, peak, total = state
+    if plan.partial:
+        _wait_for_others(plan, refs)
+    rows = refs["out_rows"].at[lax.axis_index("warpgroup")]
+    total = jnp.maximum(total, TINY)
+    _write(rows, (acc / _by_row(total, plan.head_dim)).astype(rows.dtype))
+    if plan.partial:
+        _write(
+            refs["row_log_sums"].at[lax.axis_index("warpgroup")], LN_2 * (peak + jnp.log2(total))
+        )
     plgpu.commit_smem()
-    _store_tokens(plan, work, rows, tile, 0, plan.tokens, out)
+    if plan.partial:
+        _store_log_sums(work, tile, outputs[1], refs)
+    _store_tokens(plan, work, rows, tile, 0, plan.tokens, outputs[0])
+
+
+def _wait_for_others(plan: _Plan, refs: Any) -> None:
+    """Until no other warpgroup reads queries, keys or values: outputs take their place."""
+    if plan.config.consumers > 1:
+        plgpu.barrier_arrive(refs["all_read"])
+        plgpu.barrier_wait(refs["all_read"])
+
+
+def _store_log_sums(work: _Work, tile: Array, log_sums: Any, refs: Any) -> None:
+    """The tile's log-sum-exps from shared memory to the output; _store_tokens waits for it."""
+    own = refs["row_log_sums"].at[lax.axis_index("warpgroup")]
+    plgpu.copy_smem_to_gmem(own, log_sums.at[work.sequence, work.kv_head, tile])
 
 
 def _store_tokens(
@@ -615,25 +763,26 @@ def _store_tokens(
 
 
 def _merge_and_store(
-    plan: _Plan, work: _Work, state: Any, tile: Array, out: Any, refs: Any
+    plan: _Plan, work: _Work, state: Any, tile: Array, outputs: Sequence[Any], refs: Any
 ) -> None:
     """Merge the cluster's softmaxes. Each CTA merges and stores its share of the tile's tokens.
 
     Every CTA first writes its normalized output and its log-sum-exp to shared memory. The
     log-sum-exp is repeated for each entry of a row, so that both are read in the same layout, and
-    one cluster barrier is enough.
+    one cluster barrier is enough. Those that are returned are merged by the first CTA.
     """
     acc, peak, total = state
     splits, warpgroup = plan.config.splits, lax.axis_index("warpgroup")
     entries = pl.ds(0, plan.head_dim)
-    rows, split_out = refs["rows"].at[warpgroup], refs["split_out"].at[warpgroup, :, entries]
+    rows, split_out = refs["out_rows"].at[warpgroup], refs["split_out"].at[warpgroup, :, entries]
     log_sums = refs["log_sums"].at[warpgroup, :, entries]
-    if plan.config.consumers > 1:  # other warpgroups may still read keys and values there
-        plgpu.barrier_arrive(refs["all_read"])
-        plgpu.barrier_wait(refs["all_read"])
+    _wait_for_others(plan, refs)
     total = jnp.maximum(total, TINY)
     _write(split_out, acc / _by_row(total, plan.head_dim))
-    _write(log_sums, _by_row(peak + jnp.log2(total), plan.head_dim))
+    log_sum = peak + jnp.log2(total)
+    _write(log_sums, _by_row(log_sum, plan.head_dim))
+    if plan.partial:
+        _write(refs["row_log_sums"].at[warpgroup], log_sum)
     cluster.sync()
     share = -(-plan.tokens // splits)
     first = work.split * share
@@ -651,14 +800,33 @@ def _merge_and_store(
             span = pl.ds(begin * plan.group + start, size)
             _write(rows.at[span], _merged(plan, split_out, log_sums, span).astype(rows.dtype))
 
+    if plan.partial:
+
+        @pl.when(work.split == 0)
+        def _merge_log_sums():
+            own = refs["row_log_sums"].at[warpgroup]
+            _write(own, LN_2 * _merged_log_sums(plan, own))  # which no other CTA reads
+
     plgpu.commit_smem()  # makes the rows visible to TMA
     cluster.arrive()
 
     @pl.when(count > 0)
     def _store_share():
-        _store_tokens(plan, work, rows, tile, begin, share, out)
+        if plan.partial:
+            pl.when(work.split == 0)(lambda: _store_log_sums(work, tile, outputs[1], refs))
+        _store_tokens(plan, work, rows, tile, begin, share, outputs[0])
 
     cluster.wait()  # no CTA may exit before all have read its shared memory
+
+
+def _merged_log_sums(plan: _Plan, own: Any) -> Array:
+    """The log-sum-exps of all CTAs together, in powers of 2: [ROWS]."""
+    parts = [
+        _row_load(plgpu.cluster_ref(own, {"split": jnp.int32(i)}))
+        for i in range(plan.config.splits)
+    ]
+    best = functools.reduce(jnp.maximum, parts)
+    return best + jnp.log2(functools.reduce(jnp.add, [jnp.exp2(one - best) for one in parts]))
 
 
 def _merged(plan: _Plan, split_out: Any, log_sums: Any, span: Any) -> Array:

@@ -2,7 +2,7 @@
 
 Where each of several devices holds a part of every page, it attends to that. The parts are then
 weighted by their softmax sums ("flash decoding"; the rescaling is that of online softmax, Milakov
-and Gimelshein, arXiv 1805.02867). This is jnp on every platform: the kernels attend to whole pages.
+and Gimelshein, arXiv 1805.02867).
 """
 
 import functools
@@ -13,8 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels.paged_attention import misfit
 from pallas_kernels.paged_attention.reference import by_token, masked_scores, visible_slots
 from pallas_kernels.products import weighted_sum_f32
+from pallas_kernels.selection import Implementation, kernel_module, wants_tpu
 
 SCORE_BYTES = 1 << 27  # limit for the scores that are in memory together
 
@@ -28,8 +30,6 @@ class PartialAttention(NamedTuple):
 
 
 @jax.named_scope("attention")
-# jit: traced and lowered once for all layers of a program.
-@functools.partial(jax.jit, static_argnames=("page_size", "window", "first_slot", "block"))
 def partial_attention(
     q: Array,
     k_pages: Array,
@@ -39,25 +39,74 @@ def partial_attention(
     positions: Array,
     ancestors: Array | None,
     kv_lens: Array,
-    offset: Array,
+    offset: Array | int,
     *,
     page_size: int,
     window: int | None = None,
     first_slot: int = 0,
-    block: int | None = None,
+    implementation: Implementation = "reference",
 ) -> PartialAttention:
     """Attend to the slots that these pages hold. Other arguments are those of paged_attention.
 
-    If there are scores of many slots, slots are read in blocks, up to the last that any query may
-    see: memory for scores does not grow with the context. There is no gradient.
+    There is no gradient.
 
     Args:
       k_pages, v_pages: [P, G, K, D] slots ``offset`` to ``offset + K - 1`` of every page.
       offset: int32 [].
       page_size: slots of a whole page.
-      block: slots that are read at a time, at least one page's; None: as fit SCORE_BYTES.
+      implementation: "auto" takes the Hopper kernel where it takes whole pages of K slots, else the
+        reference. There is no TPU kernel.
 
     Returns float32 [B, T, Q, D] and [B, T, Q].
+
+    Raises ValueError if ``implementation`` is "mosaic_gpu" or "mosaic_tpu" and there is no kernel
+    that can take the arguments.
+    """
+    problem = misfit(q, k_pages, v_pages, order_invariant=False)
+    if wants_tpu(implementation):
+        problem = "parts of pages: the TPU kernel attends to whole ones"
+    mosaic = kernel_module("paged_attention", implementation, problem)
+    function = mosaic.partial_attention_mosaic if mosaic else partial_attention_reference
+    return function(
+        q,
+        k_pages,
+        v_pages,
+        page_table,
+        context_lens,
+        positions,
+        ancestors,
+        kv_lens,
+        offset,
+        page_size=page_size,
+        window=window,
+        first_slot=first_slot,
+    )
+
+
+# jit: traced and lowered once for all layers of a program.
+@functools.partial(jax.jit, static_argnames=("page_size", "window", "first_slot", "block"))
+def partial_attention_reference(
+    q: Array,  # [B, T, Q, D]
+    k_pages: Array,  # [P, G, K, D]
+    v_pages: Array,
+    page_table: Array,  # [B, M]
+    context_lens: Array,  # [B]
+    positions: Array,  # [B, T]
+    ancestors: Array | None,  # [B, T, words]
+    kv_lens: Array,  # [B]
+    offset: Array | int,  # []
+    *,
+    page_size: int,
+    window: int | None,
+    first_slot: int,
+    block: int | None = None,
+) -> PartialAttention:
+    """See partial_attention.
+
+    If there are scores of many slots, slots are read in blocks, up to the last that any query may
+    see: memory for scores does not grow with the context.
+
+    ``block``: slots that are read at a time, at least one page's; None: as fit SCORE_BYTES.
     """
     own, (batch, columns) = k_pages.shape[2], page_table.shape
     if block is None:

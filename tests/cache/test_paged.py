@@ -17,7 +17,7 @@ from jaxspec.cache import (
     sequential_page_table,
 )
 from jaxspec.cache.paged import move
-from jaxspec.sharding import WHOLE
+from jaxspec.parallel import WHOLE
 from pallas_kernels.rope_kv_write.reference import write_rows
 from pallas_kernels.selection import Kernels
 from tests.marks import slow
@@ -203,7 +203,14 @@ def test_committing_a_chain_moves_nothing():
     table = jnp.asarray(random_table(np.random.default_rng(0)))
     states, path = [numbered(4, table)], jnp.array([[0, 1, 2], [0, 1, 2]])
     lens, counts = jnp.array([6, 3]), jnp.array([3, 1])
-    committed = CommittedPath(jnp.arange(2), table, lens, path, counts, is_chain=True)
+    committed = CommittedPath(
+        rows=jnp.arange(2),
+        page_table=table,
+        context_lens=lens,
+        path=path,
+        counts=counts,
+        is_chain=True,
+    )
     assert PagedKV.commit(states, committed, Kernels()) is states
 
 

@@ -22,8 +22,8 @@ from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.hf_config import load_model_config
 from jaxspec.models.linear import Linear, Product
+from jaxspec.parallel import MODEL_AXIS, make_mesh, partition_specs
 from jaxspec.pytree import Pytree, array, pytree, static
-from jaxspec.sharding import MODEL_AXIS, make_mesh, partition_specs
 from jaxspec.tensors import Filler, InputsFirst, Source, splitting
 from jaxspec.weights.safetensors_io import load_decoder, save_tree
 from pallas_kernels.selection import NO_KERNELS, Kernels

@@ -24,8 +24,8 @@ from jaxspec.models.attention import PagedAttend, dense_causal_attend
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.forward import ForwardPass
 from jaxspec.models.linear import Linear, Product
+from jaxspec.parallel import Layout
 from jaxspec.pytree import Pytree, array, pytree, static
-from jaxspec.sharding import Layout
 from jaxspec.speculation.drafters import DraftModelDrafter, NGramDrafter
 from jaxspec.speculation.tree import unpack_mask
 from jaxspec.state import EngineState, Status

@@ -13,6 +13,7 @@ from jaxspec.config.engine import EngineConfig
 from jaxspec.engine import Engine
 from jaxspec.functional import EngineParams
 from jaxspec.models.linear import Linear
+from jaxspec.parallel import make_mesh
 from jaxspec.quantization.scaled import (
     MOST_ROWS,
     ScaledLinear,
@@ -21,7 +22,6 @@ from jaxspec.quantization.scaled import (
     rounded_to_nearest,
 )
 from jaxspec.scheduling.requests import SamplingParams
-from jaxspec.sharding import make_mesh
 from pallas_kernels.selection import NO_KERNELS
 from tests.engines import CHAIN
 from tests.layouts import on_mesh

@@ -13,8 +13,8 @@ from jaxspec import LLM, SamplingParams
 from jaxspec.async_llm import AsyncLLM
 from jaxspec.commands import batch, generate
 from jaxspec.completion import Completion, TextChunk
+from jaxspec.parallel import replica_meshes
 from jaxspec.replicated_llm import ReplicatedLLM
-from jaxspec.sharding import replica_meshes
 from tests.engines import tiny_llm
 from tests.served import MODEL, Served, idle_pages, run
 

@@ -19,8 +19,8 @@ from scipy import stats
 
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.noise import Stream
+from jaxspec.parallel import WHOLE
 from jaxspec.sampling import Sampling, make_sampling, process_logits
-from jaxspec.sharding import WHOLE
 from jaxspec.speculation import acceptance
 from jaxspec.speculation.acceptance import (
     AcceptanceRule,

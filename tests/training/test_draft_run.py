@@ -19,7 +19,7 @@ from jaxspec.commands import train_head
 from jaxspec.functional import EngineParams, admit, init_state, prefill
 from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.heads import DraftHead
-from jaxspec.sharding import DATA_AXIS, make_mesh
+from jaxspec.parallel import DATA_AXIS, make_mesh
 from jaxspec.speculation.drafters import EagleDrafter
 from jaxspec.speculation.tree import DraftTree
 from jaxspec.training import draft_states, draft_step

@@ -20,7 +20,7 @@ from jaxspec.models.decoder import FINAL_NORM
 from jaxspec.models.heads import DraftHead, Eagle3Front
 from jaxspec.models.hf_config import load_model_config, read_json
 from jaxspec.models.mixers import Attention
-from jaxspec.sharding import MODEL_AXIS, WHOLE, make_mesh
+from jaxspec.parallel import MODEL_AXIS, WHOLE, make_mesh
 from jaxspec.weights.eagle import load_eagle_head, save_eagle_head
 from jaxspec.weights.safetensors_io import load_decoder
 from tests.checkpoints import DATA, save_tensors, tiny_eagle1_head, tiny_eagle3_head, tiny_llama

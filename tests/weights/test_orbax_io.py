@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 from jaxspec.config.model import RopeConfig
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.functional import init_state
+from jaxspec.parallel import MODEL_AXIS, Layout, make_mesh
 from jaxspec.pytree import Pytree, array, pytree, static
-from jaxspec.sharding import MODEL_AXIS, Layout, make_mesh
 from jaxspec.weights.orbax_io import CHOICES, restore_pytree, save_pytree, static_choices
 from tests.random_models import CONFIG, eagle3_head, make_params, random_target
 

@@ -23,7 +23,7 @@ from jaxspec.models.decoder import Decoder
 from jaxspec.models.hf_config import load_model_config
 from jaxspec.models.mixers import Attention
 from jaxspec.models.mlps import Dense
-from jaxspec.sharding import DATA_AXIS, grid_of, make_mesh, partition_specs
+from jaxspec.parallel import DATA_AXIS, grid_of, make_mesh, partition_specs
 from jaxspec.weights import safetensors_io
 from jaxspec.weights.safetensors_io import StoredTensor, load_decoder, save_decoder
 from tests.checkpoints import (

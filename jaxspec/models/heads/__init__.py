@@ -10,7 +10,7 @@ from jaxspec.models.heads.head import DraftHead, Front, FrontOutput, FrontShape,
 from jaxspec.models.layer import layer_shape
 from jaxspec.models.linear import linear_shape
 from jaxspec.models.shapes import array_shape, vector
-from jaxspec.sharding import ONE_SHARD, Shards, fitting
+from jaxspec.parallel import ONE_SHARD, Shards, fitting
 
 __all__ = [
     "DraftHead",

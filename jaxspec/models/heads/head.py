@@ -20,8 +20,8 @@ from jaxspec.models.decoder import Decoder
 from jaxspec.models.forward import Attend, ForwardPass, make_pass
 from jaxspec.models.layer import Layer, run_layers
 from jaxspec.models.linear import Linear
+from jaxspec.parallel import WHOLE, Layout
 from jaxspec.pytree import Pytree, array, pytree, static
-from jaxspec.sharding import WHOLE, Layout
 from jaxspec.tensors import Filler, One
 from pallas_kernels.selection import NO_KERNELS, Kernels
 

@@ -10,7 +10,7 @@ from jaxspec.config.model import AttentionConfig
 from jaxspec.models.forward import ForwardPass
 from jaxspec.models.linear import Addend
 from jaxspec.models.mixers.attention import Attention, attention_shape
-from jaxspec.sharding import ONE_SHARD, Layout, Shards
+from jaxspec.parallel import ONE_SHARD, Layout, Shards
 from jaxspec.tensors import Filler
 
 __all__ = ["Attention", "Mixer", "mixer_shape"]

@@ -10,8 +10,8 @@ from jaxspec.config.model import AttentionConfig
 from jaxspec.models.forward import ForwardPass
 from jaxspec.models.linear import Linear, Product, linear_shape
 from jaxspec.models.shapes import vector
+from jaxspec.parallel import Layout, Shards, fitting
 from jaxspec.pytree import Pytree, array, pytree, static
-from jaxspec.sharding import Layout, Shards, fitting
 from jaxspec.tensors import Filler, GroupedHeads, One
 
 

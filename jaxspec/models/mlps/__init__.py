@@ -9,7 +9,7 @@ from jaxspec.config.model import DenseConfig
 from jaxspec.models.forward import ForwardPass
 from jaxspec.models.linear import Addend
 from jaxspec.models.mlps.dense import Dense, dense_shape
-from jaxspec.sharding import ONE_SHARD, Shards
+from jaxspec.parallel import ONE_SHARD, Shards
 from jaxspec.tensors import Filler
 
 __all__ = ["Dense", "Mlp", "mlp_shape"]

@@ -7,8 +7,8 @@ from jax import Array
 from jaxspec.config.model import DenseConfig
 from jaxspec.models.forward import ForwardPass, swiglu
 from jaxspec.models.linear import Linear, Product, linear_shape
+from jaxspec.parallel import Shards, check_divides
 from jaxspec.pytree import Pytree, pytree, static
-from jaxspec.sharding import Shards, check_divides
 from jaxspec.tensors import Filler, One, Stacked
 
 

@@ -1,0 +1,130 @@
+"""Cuts a model's layers into the stages of a pipeline."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxspec.config.model import ModelConfig
+from jaxspec.models.decoder import Decoder, decoder_shapes
+from jaxspec.models.layer import layer_shape
+from jaxspec.models.stages import Stage
+from jaxspec.parallel import Shards, mesh_layout
+
+Pipeline = tuple[*tuple[Stage, ...], Decoder]  # the decoder has the last layers, if any
+
+
+def pipeline_shapes(
+    config: ModelConfig, dtype: jnp.dtype, meshes: Sequence[Mesh], layers: Sequence[int]
+) -> Pipeline:
+    """A pipeline of ShapeDtypeStructs, with so many layers on each mesh.
+
+    Raises ValueError for sizes that cannot be split evenly.
+    """
+    stages, first = [], 0
+    for mesh, count in zip(meshes, layers, strict=True):
+        layout = mesh_layout(mesh)
+        shards = Shards.over(mesh, layout)
+        own = tuple(
+            layer_shape(one, config.hidden_size, dtype, shards)
+            for one in config.layers[first : first + count]
+        )
+        stages.append(Stage(layers=own, first=first, config=config, layout=layout, mesh=mesh))
+        first += count
+    *before, last = stages
+    decoder = decoder_shapes(config, dtype, Shards.over(last.mesh, last.layout))
+    return (*before, decoder.replace(layers=last.layers))
+
+
+def as_one(parts: Sequence[Any]) -> Decoder:
+    """The decoder of a pipeline with the layers of all parts."""
+    return parts[-1].replace(layers=tuple(layer for part in parts for layer in part.layers))
+
+
+def cut(whole: Decoder, parts: Pipeline) -> Pipeline:
+    """The inverse of as_one, for a pipeline with as many layers in each part as ``parts``."""
+    cuts, first = [], 0
+    for part in parts:
+        cuts.append(whole.layers[first : first + len(part.layers)])
+        first += len(part.layers)
+    stages = [
+        part.replace(layers=own)
+        for part, own in zip(parts, cuts, strict=True)
+        if isinstance(part, Stage)
+    ]
+    return (*stages, whole.replace(layers=cuts[-1]))
+
+
+def chosen_layers(
+    config: ModelConfig, dtype: jnp.dtype, meshes: Sequence[Mesh], drafted: float, *, apart: bool
+) -> tuple[int, ...]:
+    """Layers for each mesh, so that all read about as many bytes in a round.
+
+    Args:
+      drafted: bytes that drafting reads in a round, on each device of the last mesh.
+      apart: the last mesh has no layers.
+    """
+    if apart:
+        return (*split_layers(_layer_bytes(config, dtype), 0.0, len(meshes) - 1), 0)
+    devices = meshes[-1].size
+    head = config.vocab_size * config.hidden_size * jnp.dtype(dtype).itemsize
+    costs = [cost / devices for cost in _layer_bytes(config, dtype)]
+    return split_layers(costs, drafted + head / devices, len(meshes))
+
+
+def _layer_bytes(config: ModelConfig, dtype: jnp.dtype) -> list[float]:
+    shapes = (layer_shape(one, config.hidden_size, dtype) for one in config.layers)
+    return [
+        sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shape)) for shape in shapes
+    ]
+
+
+def check_layers(layers: Sequence[int], config: ModelConfig, stages: int) -> None:
+    """Raise ValueError unless these are layers for each of so many stages."""
+    shown = ",".join(map(str, layers))
+    if len(layers) != stages:
+        raise ValueError(f"layers {shown} are of {len(layers)} stages, there are {stages}")
+    if sum(layers) != config.num_layers:
+        raise ValueError(
+            f"layers {shown} are {sum(layers)} together, the model has {config.num_layers}"
+        )
+    if min(layers[:-1]) < 1 or layers[-1] < 0:
+        raise ValueError(f"layers {shown}: every stage but the last needs at least one")
+
+
+def split_layers(costs: Sequence[float], after: float, stages: int) -> tuple[int, ...]:
+    """How many layers each stage gets, so that the slowest stage is as fast as it can be.
+
+    Args:
+      costs: of each layer.
+      after: what the last stage does besides, such as the LM head and drafting.
+
+    All stages but the last have at least one layer. Raises ValueError for more stages than that.
+    """
+    if not 1 <= stages <= len(costs) + 1:
+        raise ValueError(
+            f"{len(costs)} layers cannot be split over {stages} stages: they can over 1 to "
+            f"{len(costs) + 1}"
+        )
+    sums = [0.0]
+    for cost in costs:
+        sums.append(sums[-1] + cost)
+    # best[n]: the fastest split of the layers before n over the stages so far
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
+    for _ in range(stages - 1):
+        best = {
+            end: min(
+                (max(slowest, sums[end] - sums[start]), (*split, end - start))
+                for start, (slowest, split) in best.items()
+                if start < end
+            )
+            for end in range(1 + min(best), len(costs) + 1)
+        }
+    total = sums[-1]
+    options = (
+        (max(slowest, total - sums[end] + after), (*split, len(costs) - end))
+        for end, (slowest, split) in best.items()
+    )
+    return min(options)[1]

@@ -1,0 +1,58 @@
+"""How arrays are split over devices: layouts, meshes, and the specs derived from them."""
+
+from jaxspec.parallel.layout import (
+    ONE_SHARD,
+    UNSPLIT,
+    WHOLE,
+    Axes,
+    Layout,
+    ProductAxes,
+    Shards,
+    axes_size,
+    check_divides,
+    fitting,
+)
+from jaxspec.parallel.meshes import (
+    DATA_AXIS,
+    HIDDEN_AXIS,
+    MODEL_AXIS,
+    SEQUENCE_AXIS,
+    STAGE_AXIS,
+    TensorParallel,
+    devices_of_model,
+    grid_of,
+    make_mesh,
+    mesh_layout,
+    replica_meshes,
+    shown_size,
+    stage_meshes,
+)
+from jaxspec.parallel.specs import named_shardings, partition_specs
+
+__all__ = [
+    "DATA_AXIS",
+    "HIDDEN_AXIS",
+    "MODEL_AXIS",
+    "ONE_SHARD",
+    "SEQUENCE_AXIS",
+    "STAGE_AXIS",
+    "UNSPLIT",
+    "WHOLE",
+    "Axes",
+    "Layout",
+    "ProductAxes",
+    "Shards",
+    "TensorParallel",
+    "axes_size",
+    "check_divides",
+    "devices_of_model",
+    "fitting",
+    "grid_of",
+    "make_mesh",
+    "mesh_layout",
+    "named_shardings",
+    "partition_specs",
+    "replica_meshes",
+    "shown_size",
+    "stage_meshes",
+]

@@ -1,0 +1,63 @@
+"""Partition specs and shardings of whole pytrees, derived from a Layout."""
+
+import dataclasses
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxspec.parallel.layout import WHOLE, Layout
+from jaxspec.pytree import is_static
+
+
+def partition_specs(tree: Any, layout: Layout = WHOLE, undeclared: tuple[str, ...] = ()) -> Any:
+    """The tree with every array replaced by its PartitionSpec under ``layout``.
+
+    An array's logical axes are declared with its field (see pytree.array), or returned by the
+    method ``logical_axes`` of its pytree. Arrays without a declaration have the leading axes
+    ``undeclared``, or the ``undeclared_axes`` of a pytree around them. A pytree with a field
+    ``layout`` is split by that layout instead.
+    """
+    if not dataclasses.is_dataclass(tree) or isinstance(tree, type):
+        return jax.tree.map(
+            lambda node: (
+                partition_specs(node, layout, undeclared)
+                if dataclasses.is_dataclass(node)
+                else layout.spec(undeclared)
+            ),
+            tree,
+            is_leaf=dataclasses.is_dataclass,
+        )
+    layout = getattr(tree, "layout", layout)
+    undeclared = getattr(tree, "undeclared_axes", undeclared)
+    give_axes = getattr(tree, "logical_axes", dict)
+    own_axes = give_axes()
+    specs = {}
+    for field in dataclasses.fields(tree):
+        if is_static(field):
+            continue
+        value = getattr(tree, field.name)
+        axes = own_axes.get(field.name, field.metadata.get("axes"))
+        if axes is None or value is None:
+            specs[field.name] = partition_specs(value, layout, undeclared)
+        else:
+            specs[field.name] = layout.spec(axes)
+    return dataclasses.replace(tree, **specs)
+
+
+def named_shardings(mesh: Mesh, tree: Any, layout: Layout = WHOLE) -> Any:
+    """As partition_specs, with each spec bound to ``mesh``.
+
+    Trailing Nones are removed from specs, as jax does for the results of a program. Otherwise a new
+    state and a returned one would not share a compiled program.
+    """
+
+    def bind(spec: P) -> NamedSharding:
+        names = list(spec)
+        while names and names[-1] is None:
+            names.pop()
+        return NamedSharding(mesh, P(*names))
+
+    specs = partition_specs(tree, layout)
+    return jax.tree.map(bind, specs, is_leaf=lambda leaf: isinstance(leaf, P))

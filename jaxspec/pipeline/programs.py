@@ -1,0 +1,356 @@
+"""The programs of an engine whose model is a pipeline of stages.
+
+Each stage's devices run programs of their own, which the host launches in the order in which they
+can run. Rows are read and decoded in groups, so that every stage has work while others have theirs:
+while the last stage drafts for one group, the stages before verify another. The last stage has the
+rows, the drafter, embeddings and LM head, and the last layers, if any: with none, it is the
+drafter's own group of devices. Every device runs its programs in the order they were launched, so
+nothing is waited for.
+"""
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxspec.cache import ModelState
+from jaxspec.compiler_options import compiler_options
+from jaxspec.config.speculation import TreeShape
+from jaxspec.functional import EngineParams, SavedRow, pipelined
+from jaxspec.models.stages import Passage
+from jaxspec.pipeline.results import joined_reads, joined_rounds
+from jaxspec.pipeline.stage_programs import StagePrograms
+from jaxspec.pipeline_use import PipelineUse
+from jaxspec.program_sizes import RoundsKey, Sizes
+from jaxspec.programs import Programs
+from jaxspec.speculation.tree import DraftTree
+from jaxspec.state import Emitted, EngineState
+
+LEAST_PIECE = 128  # prompt tokens of a row that are worth a pass of their own
+
+
+class OpenRound(NamedTuple):
+    """The trees of a group of rows, on their way through the stages."""
+
+    tree: DraftTree
+    passage: Passage
+
+    @property
+    def tokens(self) -> jax.Array:
+        return self.tree.tokens
+
+    @property
+    def parents(self) -> jax.Array:
+        return self.tree.parents
+
+    @property
+    def num_nodes(self) -> jax.Array:
+        return self.tree.num_nodes
+
+
+class SavedParts(NamedTuple):
+    """A row of all stages, see functional.save_row."""
+
+    last: SavedRow
+    stages: tuple[ModelState, ...]
+
+
+class Composed:
+    """Programs of all stages, called as the one program of Programs whose place they take."""
+
+    def __init__(self, run: Callable[..., Any], *programs: Any):
+        self._run, self._programs = run, programs
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        return self._run(*arguments, **options)
+
+    def clear_cache(self) -> None:
+        for program in self._programs:
+            program.clear_cache()
+
+
+class PipelinePrograms(Programs):
+    """Programs that visit the stages before the last.
+
+    Attributes:
+      stages: those before the last.
+      use: of all stages by rounds.
+    """
+
+    compiles_ahead = False
+
+    def __init__(self, params: EngineParams, sizes: Sizes, max_programs: int):
+        super().__init__(params, sizes, max_programs)
+        self.stages = [StagePrograms(one, params, sizes) for one in self.params.stages]
+        self.params = self.params.last_stage
+        self.pipeline = PipelineUse(len(self.stages) + 1)
+        options = functools.partial(
+            compiler_options, params.target.embed, deterministic=sizes.fixed
+        )
+        jit = functools.partial(jax.jit, compiler_options=options())
+        choices, logprobs = ("columns", "greedy", "controls"), ("logprobs", "top_logprobs")
+        rounds = ("shape", *choices)
+        self.open_round = jit(pipelined.open_round, static_argnames=rounds, donate_argnums=1)
+        self.close_round = jit(
+            pipelined.close_round, static_argnames=("trees", *rounds, *logprobs), donate_argnums=1
+        )
+        reads = functools.partial(jax.jit, compiler_options=options(reads=True))
+        own = ("width", "columns", "order_invariant")
+        self.open_read = reads(pipelined.open_read, static_argnames=own)
+        self.close_read = reads(
+            pipelined.close_read,
+            static_argnames=("prompt_logprobs", *own, *choices, *logprobs),
+            donate_argnums=1,
+        )
+        self._join = jit(joined_rounds)
+        self._join_reads = jit(joined_reads, static_argnames="width")
+        last = dict(self.small) | {"admit": self.admit_rows}
+        self.admit_rows = Composed(functools.partial(self._admit_all, last["admit"]), last["admit"])
+        self.prefill = Composed(self._run_reads, self.open_read, self.close_read, *self.stages)
+        parts = self.open_round, self.close_round, self._join, self._join_reads
+        self.decode = Composed(self._run_rounds, *parts)
+        self.draft, self.verify = Composed(self._run_draft), Composed(self._run_verify)
+        for name, run in (
+            ("copy_pages", self._copy_all),
+            ("save_row", self._save_all),
+            ("restore_row", self._restore_all),
+        ):
+            self.small[name] = Composed(functools.partial(run, last[name]), last[name])
+
+    def use(self, params: EngineParams) -> None:
+        if params.target is not self.params.target:
+            raise ValueError("a pipeline cannot replace its target's weights: make a new engine")
+        super().use(params)
+
+    def reset(self) -> None:
+        super().reset()
+        for stage in self.stages:
+            stage.restart()
+
+    # Rounds.
+
+    def _run_rounds(
+        self,
+        params: EngineParams,
+        state: EngineState,
+        limit: Any,
+        rows: np.ndarray,
+        *,
+        max_rounds: int,
+        fixed: bool,
+        shape: TreeShape,
+        columns: int,
+        greedy: bool,
+        controls: bool,
+        **emitting: Any,
+    ) -> tuple[EngineState, Emitted]:
+        """As functional.decode, whose other options are ``emitting``."""
+        groups, places = self._groups(rows)
+        rounds = max_rounds if fixed else int(limit)
+        drafting = {"shape": shape, "columns": columns, "greedy": greedy, "controls": controls}
+        options = drafting | emitting
+        opened, emitted = {}, [[] for _ in groups]
+        for index, group in enumerate(groups):
+            state, opened[index] = self._start(params, state, group, drafting)
+        for later in reversed(range(rounds)):
+            for index, group in enumerate(groups):
+                state, one = self._finish(params, state, opened[index], None, group, options)
+                emitted[index].append(one)
+                if later:
+                    state, opened[index] = self._start(params, state, group, drafting)
+        self.pipeline.add(len(groups), rounds)
+        return state, self._join(emitted, places)
+
+    def _groups(self, rows: np.ndarray) -> tuple[list[np.ndarray], np.ndarray]:
+        """Groups of rows [B] for the stages to work on in turn, all of one size, without those that
+        are padding only; and the place of each of the B rows in the groups, one after the other."""
+        count = len(self.stages) + 1
+        size = -(-len(rows) // count)
+        padded = np.append(rows, np.full(size * count - len(rows), self.sizes.num_rows, np.int32))
+        order = padded.reshape(size, count).T  # rows come first, padding last
+        kept = (order < self.sizes.num_rows).any(axis=1)
+        kept[0] = True  # a program that is compiled runs on nothing
+        index = np.arange(len(rows))
+        group = np.minimum(index % count, kept.sum() - 1)  # padding may be anywhere
+        return list(order[kept]), (group * size + index // count).astype(np.int32)
+
+    def _start(
+        self, params: EngineParams, state: EngineState, rows: np.ndarray, options: dict[str, Any]
+    ) -> tuple[EngineState, OpenRound]:
+        state, (tree, passage) = self.open_round(params, state, rows, **options)
+        for stage in self.stages:
+            passage = stage(stage.run_round, passage)
+        return state, OpenRound(tree, self._back(passage))
+
+    def _finish(
+        self,
+        params: EngineParams,
+        state: EngineState,
+        opened: OpenRound,
+        masks: Any,
+        rows: np.ndarray,
+        options: dict[str, Any],
+    ) -> tuple[EngineState, Emitted]:
+        state, (emitted, path) = self.close_round(params, state, *opened, rows, masks, **options)
+        if not path.is_chain:
+            for stage in self.stages:
+                stage(stage.commit, path)
+        return state, emitted
+
+    def stage_seconds(self, key: RoundsKey, rows: Sequence[int]) -> list[float]:
+        """What each stage takes for a round of a group of rows that decode, alone.
+
+        For measurements: every program is waited for. The round counts.
+        """
+        options = self.rounds_options(key)
+        drafting = {name: options[name] for name in ("shape", "columns", "greedy", "controls")}
+        emitting = {name: options[name] for name in ("trees", "logprobs", "top_logprobs")}
+        [group, *_], _ = self._groups(self.sizes.listed(rows, key.rows))
+        seconds: list[float] = []
+
+        def timed(run: Callable[[], Any]) -> Any:
+            started = time.perf_counter()
+            result = jax.block_until_ready(run())
+            seconds.append(time.perf_counter() - started)
+            return result
+
+        state, (tree, passage) = timed(
+            lambda: self.open_round(self.params, self.state, group, **drafting)
+        )
+        for stage in self.stages:
+            passage = jax.block_until_ready(stage.placed(passage))
+            passage = timed(lambda stage=stage, own=passage: stage(stage.run_round, own))
+        passage = jax.block_until_ready(self._back(passage))
+        opened = OpenRound(tree, passage)
+        self.state, _ = timed(
+            lambda: self._finish(self.params, state, opened, None, group, drafting | emitting)
+        )
+        opening, *stages, closing = seconds
+        return [*stages, opening + closing]
+
+    def _back(self, passage: Passage) -> Passage:
+        """On the last stage's devices."""
+        mesh, embed = self.params.mesh, self.params.target.embed
+        return jax.device_put(passage, embed.sharding if mesh is None else NamedSharding(mesh, P()))
+
+    def _run_draft(
+        self, params: EngineParams, state: EngineState, rows: np.ndarray, **options: Any
+    ) -> tuple[EngineState, OpenRound]:
+        """As functional.draft."""
+        return self._start(params, state, rows, options)
+
+    def _run_verify(
+        self,
+        params: EngineParams,
+        state: EngineState,
+        opened: OpenRound,
+        masks: np.ndarray,
+        rows: np.ndarray,
+        **options: Any,
+    ) -> tuple[EngineState, Emitted]:
+        """As functional.verify_drafts."""
+        return self._finish(params, state, opened, masks, rows, options)
+
+    # Reads.
+
+    def _run_reads(
+        self,
+        params: EngineParams,
+        state: EngineState,
+        rows: np.ndarray,
+        counts: np.ndarray,
+        *,
+        width: int,
+        columns: int,
+        order_invariant: bool,
+        masks: np.ndarray | None = None,
+        **options: Any,
+    ) -> tuple[EngineState, Emitted]:
+        """As functional.prefill. A single row's tokens are read in pieces, one after the other."""
+        groups, places = self._groups(rows)
+        given = dict(zip(rows.tolist(), counts.tolist(), strict=True))
+        allowed = None if masks is None else dict(zip(rows.tolist(), masks, strict=True))
+        own = {"columns": columns, "order_invariant": order_invariant}
+        opened = []
+        for group in groups:
+            limits = np.array([given.get(row, 0) for row in group.tolist()], np.int32)
+            piece = self._piece(width, limits, single=len(groups) == 1 and len(group) == 1)
+            for start in range(0, max(1, int(limits.max())), piece):
+                part = np.clip(limits - start, 0, piece)
+                sizes = {"width": piece, **own}
+                passage = self.open_read(params, state, group, part, np.int32(start), **sizes)
+                for stage in self.stages:
+                    passage = stage(stage.run_read, passage)
+                opened.append((group, part, sizes, self._back(passage)))
+        emitted: dict[int, list[Emitted]] = {}
+        for group, part, sizes, passage in opened:
+            own_masks = None
+            if allowed is not None:
+                own_masks = np.stack(
+                    [allowed.get(row, self.all_tokens()) for row in group.tolist()]
+                )
+            state, one = self.close_read(
+                params, state, passage, group, part, own_masks, **sizes, **options
+            )
+            emitted.setdefault(id(group), []).append(one)
+        return state, self._join_reads(list(emitted.values()), places, width=width)
+
+    def _piece(self, width: int, limits: np.ndarray, *, single: bool) -> int:
+        """Tokens of a row that travel together: a part of a single row's."""
+        if not single or width < 2 * LEAST_PIECE:
+            return width
+        return max(LEAST_PIECE, width // (2 * (len(self.stages) + 1)))
+
+    # What rows hold.
+
+    def _admit_all(
+        self,
+        admit: Any,
+        params: EngineParams,
+        state: EngineState,
+        rows: Any,
+        *rest: Any,
+        **options: Any,
+    ) -> EngineState:
+        for stage in self.stages:
+            stage(stage.reset_rows, rows)
+        return admit(params, state, rows, *rest, **options)
+
+    def _copy_all(
+        self, copy: Any, params: EngineParams, state: EngineState, *pages: np.ndarray
+    ) -> EngineState:
+        for stage in self.stages:
+            stage(stage.copy_pages, *pages)
+        return copy(params, state, *pages)
+
+    def _save_all(
+        self, save: Any, params: EngineParams, state: EngineState, *place: np.ndarray
+    ) -> tuple[EngineState, SavedParts]:
+        parts = tuple(stage(stage.save, *place) for stage in self.stages)
+        state, last = save(params, state, *place)
+        return state, SavedParts(last, parts)
+
+    def _restore_all(
+        self,
+        restore: Any,
+        params: EngineParams,
+        state: EngineState,
+        saved: SavedParts,
+        row: np.ndarray,
+        pages: np.ndarray,
+        table: np.ndarray,
+    ) -> EngineState:
+        for stage, part in zip(self.stages, saved.stages, strict=True):
+            stage(stage.restore, part, row, pages)
+        return restore(params, state, saved.last, row, pages, table)
+
+
+def own_programs(params: EngineParams, sizes: Sizes, max_programs: int) -> Programs:
+    """The programs of an engine of one process."""
+    kind = PipelinePrograms if params.stages else Programs
+    return kind(params, sizes, max_programs)

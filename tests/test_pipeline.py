@@ -1,0 +1,221 @@
+"""A pipeline of stages: the text of one device, however the layers are split."""
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxspec.config.cache import CacheConfig
+from jaxspec.config.engine import EngineConfig
+from jaxspec.config.speculation import SpeculationConfig
+from jaxspec.engine import Engine
+from jaxspec.functional import EngineParams, init_state
+from jaxspec.models.pipeline import check_layers, split_layers
+from jaxspec.parallel import TensorParallel, make_mesh, stage_meshes
+from jaxspec.pipeline_use import PipelineUse
+from jaxspec.scheduling.requests import SamplingParams
+from tests.layouts import in_stages
+from tests.marks import slow
+from tests.random_models import make_params, random_prompts, random_target, tiny_config
+from tests.test_mesh_engine import CACHE, CHAIN, TARGET, check, compiler, run, sealed
+
+SPECULATIONS = {
+    "none": SpeculationConfig.chain(1),
+    "ngram": SpeculationConfig.chain(2),
+    "draft_model": SpeculationConfig.chain(2),
+    "eagle1": SpeculationConfig(num_nodes=6, max_depth=2, top_k=3),
+    "eagle3": SpeculationConfig.chain(2),
+    "eagle3 tree": SpeculationConfig(num_nodes=6, max_depth=2, top_k=3),
+    "eagle3 rejection": SpeculationConfig.chain(2, "rejection"),
+    "mixed": SpeculationConfig.chain(2),
+}
+# The vocabulary cannot be split evenly, and on four devices the two KV heads are repeated.
+DEEP = random_target(tiny_config(num_layers=4, vocab_size=97, num_heads=8))
+PROMPTS = [p.tolist() for p in random_prompts((5, 9, 170, 3, 11), seed=6, vocab=97)]
+SAMPLING = [
+    SamplingParams(max_tokens=12, temperature=0.9 * (index % 2), top_p=0.9, seed=index)
+    for index in range(len(PROMPTS))
+]
+
+
+@functools.cache
+def one_device(name: str) -> EngineParams:
+    return make_params(name.split()[0], SPECULATIONS[name], DEEP)
+
+
+def staged(
+    params: EngineParams, layers: tuple[int, ...], model: int = 1, *, shard_drafter: bool = False
+) -> EngineParams:
+    mesh = make_mesh(model, pipeline_parallel=len(layers))
+    return in_stages(params, layers, stage_meshes(mesh), shard_drafter=shard_drafter)
+
+
+def texts(params: EngineParams, page_size: int = 8) -> list[list[int]]:
+    cache = CacheConfig(page_size=page_size, max_length=256)
+    engine = Engine(params, cache, EngineConfig(max_rows=4, rounds_per_call=4))
+    generations = engine.add_all(PROMPTS, SAMPLING)
+    engine.finish(generations)
+    assert not any(one.error for one in generations)
+    return [one.token_ids for one in generations]
+
+
+@functools.cache
+def expected(name: str) -> list[list[int]]:
+    return texts(one_device(name))
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "model", "page_size"),
+    [
+        ("eagle3 tree", (2, 1, 1), 1, 16),
+        slow("none", (2, 2), 1, 8),
+        slow("ngram", (2, 2), 1, 1),
+        slow("draft_model", (3, 1), 1, 8),
+        slow("draft_model", (4, 0), 2, 16),
+        slow("eagle1", (1, 3), 1, 64),
+        slow("eagle3", (4, 0), 1, 8),
+        slow("eagle3", (1, 1, 1, 1), 2, 8),
+        slow("eagle3 tree", (2, 2), 4, 1),
+        slow("eagle3 tree", (2, 2, 0), 1, 64),
+        slow("eagle3 rejection", (2, 2), 2, 8),
+        slow("mixed", (2, 2), 1, 8),
+    ],
+)
+def test_stages_give_the_text_of_one_device(
+    name: str, layers: tuple[int, ...], model: int, page_size: int
+):
+    params = staged(one_device(name), layers, model)
+    assert texts(params, page_size) == expected(name)
+
+
+def new_engine(layers: tuple[int, ...], drafter: str = "eagle3", **options: Any) -> Engine:
+    params = staged(make_params(drafter, CHAIN, TARGET), layers)
+    cache = options.pop("cache", CACHE)
+    config = EngineConfig(**{"max_rows": 4, "rounds_per_call": 4} | options)
+    return Engine(params, cache, config, make_matcher=lambda own: compiler().matcher(own))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layers", [(1, 1), (2, 0)])
+def test_every_option_gives_the_text_of_one_device(layers: tuple[int, ...]):
+    check(run(sealed(new_engine(layers))))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+def test_requests_of_a_pipeline_are_preempted(preemption: Any):
+    few = CacheConfig(page_size=8, max_length=64, num_pages=14)
+    engine = new_engine((1, 1), cache=few, preemption=preemption)
+    check(run(sealed(engine)))
+    assert engine.scheduler.preemptions[preemption] > 0
+
+
+@pytest.mark.slow
+def test_a_pipeline_warms_up_adapts_and_starts_anew_after_an_error():
+    engine = new_engine((1, 1), adaptive=True)
+    engine.warm_up(rows=[4])
+    compiled, prompt = engine.programs.compiled, [5, 6, 7]
+    engine.finish([first := engine.add(prompt, SamplingParams(max_tokens=8))])
+    assert engine.programs.compiled == compiled
+    engine.add(prompt, SamplingParams(max_tokens=8))
+    engine.on_launch = lambda calls: 1 // 0
+    with pytest.raises(ZeroDivisionError):
+        engine.step()
+    engine.on_launch = None
+    engine.finish([again := engine.add(prompt, SamplingParams(max_tokens=8))])
+    assert again.token_ids == first.token_ids
+
+
+def test_layers_are_split_so_that_the_slowest_stage_is_fast():
+    assert split_layers([1.0] * 8, 0.0, 2) == (4, 4)
+    assert split_layers([1.0] * 8, 2.0, 2) == (5, 3)
+    assert split_layers([1.0] * 8, 20.0, 2) == (8, 0)
+    assert split_layers([3.0, 1.0, 1.0, 1.0], 0.0, 2) == (1, 3)
+    assert split_layers([1.0] * 5, 1.0, 1) == (5,)
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        costs, stages = rng.uniform(1, 3, size=6), int(rng.integers(2, 5))
+        split = split_layers(costs.tolist(), 2.5, stages)
+        assert sum(split) == 6 and len(split) == stages and min(split[:-1]) >= 1
+        best = min(slowest(costs, other) for other in all_splits(6, stages))
+        assert slowest(costs, split) == pytest.approx(best)
+
+
+def all_splits(layers: int, stages: int) -> list[tuple[int, ...]]:
+    if stages == 1:
+        return [(layers,)]
+    return [
+        (count, *rest)
+        for count in range(1, layers + 1)
+        for rest in all_splits(layers - count, stages - 1)
+    ]
+
+
+def slowest(costs: np.ndarray, split: tuple[int, ...]) -> float:
+    ends = np.cumsum(split)
+    sums = [costs[end - count : end].sum() for end, count in zip(ends, split, strict=True)]
+    return max(*sums[:-1], sums[-1] + 2.5)
+
+
+def test_stages_wait_as_a_pipeline_is_filled_and_emptied_and_for_missing_rows():
+    use = PipelineUse(stages=4)
+    assert use.bubble == 0
+    use.add(groups=4, rounds=1)
+    assert use.bubble == pytest.approx(3 / (4 + 3)), "(S - 1) / (M + S - 1)"
+    use = PipelineUse(stages=4)
+    use.add(groups=4, rounds=8)
+    assert use.bubble == pytest.approx(3 / (32 + 3)), "rounds follow each other without a gap"
+    use = PipelineUse(stages=2)
+    use.add(groups=1, rounds=8)
+    assert use.bubble == pytest.approx(1 / 2), "a single row is in one stage at a time"
+
+
+def test_an_engine_says_how_busy_its_stages_were():
+    engine = Engine(staged(one_device("ngram"), (2, 2)), CACHE, EngineConfig(max_rows=2))
+    assert engine.pipeline is not None
+    engine.finish(engine.add_all(PROMPTS[:2], SAMPLING[:2]))
+    assert 0 < engine.pipeline.bubble < 0.5
+    assert Engine(one_device("ngram"), CACHE, EngineConfig(max_rows=2)).pipeline is None
+
+
+def test_what_a_pipeline_cannot_do_is_said_before_anything_runs():
+    params = staged(one_device("ngram"), (2, 2))
+    with pytest.raises(ValueError, match=r"run it in a jaxspec\.Engine"):
+        params.check(init_state(params.last_stage, 1, 16))
+    with pytest.raises(ValueError, match="deterministic=True runs on one device"):
+        Engine(params, CACHE, EngineConfig(deterministic=True))
+    with pytest.raises(ValueError, match="leave fixed_rounds out"):
+        Engine(params, CACHE, EngineConfig(fixed_rounds=False))
+    engine = Engine(params, CACHE, EngineConfig(max_rows=2))
+    with pytest.raises(ValueError, match="make a new engine"):
+        engine.use_target(DEEP)
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "message"),
+    [
+        ((2, 1), 2, "layers 2,1 are 3 together, the model has 4"),
+        ((2, 2), 3, "layers 2,2 are of 2 stages, there are 3"),
+        ((0, 4), 2, "every stage but the last needs at least one"),
+    ],
+)
+def test_layers_that_are_no_split_of_the_model(layers: tuple[int, ...], stages: int, message: str):
+    with pytest.raises(ValueError, match=message):
+        check_layers(layers, DEEP.config, stages)
+
+
+def test_meshes_with_stages_that_do_not_fit():
+    with pytest.raises(ValueError, match=r"pp 9 needs 9 devices.*pp 8 fits"):
+        make_mesh(pipeline_parallel=9)
+    sizes: list[tuple[TensorParallel, int, int]] = [(1, 2, 1), ((2, 2), 1, 1), (1, 1, 2)]
+    for model, data, sequence in sizes:
+        with pytest.raises(ValueError, match="pp 2 goes with tp N alone"):
+            make_mesh(model, data, sequence_parallel=sequence, pipeline_parallel=2)
+    mesh = make_mesh(2)
+    with pytest.raises(ValueError, match=r"devices \[0, 1\] of the target"):
+        stage_meshes(mesh, mesh)
+    with pytest.raises(ValueError, match="goes with tp N and pp alone"):
+        stage_meshes(make_mesh(1, 2), make_mesh(devices=mesh.devices.flat[:1]))
+    with pytest.raises(ValueError, match="5 stages"):
+        split_layers([1.0] * 3, 0.0, 5)
