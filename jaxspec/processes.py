@@ -22,6 +22,8 @@ from jax.experimental.multihost_utils import broadcast_one_to_all
 
 BEAT_SECONDS = 2.0  # between two signs of life
 SILENCE_SECONDS = 20.0  # after which a process counts as dead
+JAX_SILENCE_SECONDS = 40  # the same for jax, whose message says less: only if ours does not come
+LAST_SECONDS = 2.0  # for telling the others of an end
 KEY_BYTES = 32
 
 BEAT, SAY, END, FAIL = range(4)  # kinds of messages
@@ -103,10 +105,11 @@ class Processes:
     def fail(self, reason: str) -> None:
         """End all processes, with one line on stderr each."""
         self._ending = True
-        try:
-            self._send(FAIL, reason)
-        finally:
-            _leave(reason)
+        # In a thread: one that is stopped takes nothing, and sending to it does not return.
+        telling = threading.Thread(target=self._send, args=(FAIL, reason), daemon=True)
+        telling.start()
+        telling.join(LAST_SECONDS)
+        _leave(reason)
 
     def __enter__(self) -> "Processes":
         if not self.leads:  # it ends when process 0 does, which may have to finish something
@@ -127,13 +130,15 @@ class Processes:
         self._ending = True
 
     def _send(self, kind: int, message: Any) -> None:
+        lost = []
         with self._sending:
             for index, connection in self._others.items():
                 try:
                     connection.send((kind, message))
-                except OSError:  # its listener says so, unless that is how it should be
-                    if not self._ending:
-                        self._lost(index)
+                except OSError:
+                    lost.append(index)
+        if lost and not self._ending:
+            self._lost(lost[0])
 
     def _beat(self) -> None:
         while not self._ending:
@@ -178,7 +183,7 @@ def _initialize(group: ProcessGroup) -> None:
             group.index,
             group.local_devices,
             cluster_detection_method="deactivate",
-            heartbeat_timeout_seconds=int(SILENCE_SECONDS),
+            heartbeat_timeout_seconds=JAX_SILENCE_SECONDS,
             shutdown_timeout_seconds=int(SILENCE_SECONDS),
         )
     except RuntimeError as error:

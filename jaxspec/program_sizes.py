@@ -1,8 +1,9 @@
 """Sizes that programs are compiled for, and which compiled program serves a call.
 
 Sizes are powers of two, so there are few. A call runs in the smallest program that is ready and
-holds it; if there is none, in one that is compiled for the load. In deterministic mode all calls
-run in programs of the largest sizes.
+holds it; if there is none, in one that is compiled for the load. Prompts are not read by a program
+that takes more than MOST_WASTE times as long as the one that fits: that one is compiled. In
+deterministic mode all calls run in programs of the largest sizes.
 """
 
 import dataclasses
@@ -18,7 +19,7 @@ from jaxspec.scheduling.requests import SamplingParams
 
 SMALLEST_TABLE = 256  # tokens
 SMALLEST_CHUNK = 16  # prompt tokens of a row in a call
-MOST_WASTE = 4  # a prompt is read by a program of at most this many times its size
+MOST_WASTE = 2  # prompts are read by a ready program that takes at most so many times as long
 SWAPPED_TOKENS = 256  # of a row that are moved to host memory at a time
 READ_CALL = 256  # prompt tokens that a call could read while it reads the weights
 
@@ -186,7 +187,8 @@ class ReadKey(NamedTuple):
 
     @property
     def cost(self) -> int:
-        return self.rows * self.width
+        """How long a call takes, as a number of tokens: what it reads, and reading the weights."""
+        return self.rows * self.width + READ_CALL
 
 
 class RoundsKey(NamedTuple):
@@ -244,7 +246,7 @@ def choose_reading(
 
     def cost(key: ReadKey) -> tuple[int, ...]:
         calls = -(-wanted.rows // key.rows)
-        return calls * (key.cost + READ_CALL), calls, key.columns, key.kind, key.masked
+        return calls * key.cost, calls, key.columns, key.kind, key.masked
 
     return min(fitting, key=cost, default=target)
 

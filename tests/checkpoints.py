@@ -29,9 +29,9 @@ def tiny_llama(directory: str | Path, seed: int = 0, **overrides: Any) -> Path:
     return _tiny(directory, transformers.LlamaConfig, seed, {"rms_norm_eps": 1e-5} | overrides)
 
 
-def tiny_byte_llama(directory: str | Path) -> Path:
+def tiny_byte_llama(directory: str | Path, **overrides: Any) -> Path:
     """A Llama of two layers whose tokens are bytes."""
-    path = tiny_llama(directory, vocab_size=257, num_hidden_layers=2)
+    path = tiny_llama(directory, vocab_size=257, num_hidden_layers=2, **overrides)
     save_byte_tokenizer(path)
     return path
 

@@ -1,10 +1,13 @@
 """Several CPU devices, text to train on, few compiled programs, and a record of GPU tests."""
 
 import datetime
+import functools
 import json
 import os
+import re
 import subprocess
-from collections.abc import Iterator
+import tomllib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ import pytest
 from jaxspec.memory import maps_are_scarce
 
 jax.config.update("jax_num_cpu_devices", 8)
+ROOT = Path(__file__).parent.parent
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -37,8 +41,33 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
 
 
+class TestModule(pytest.Module):
+    """Skipped where a package of the extra `test` is not installed."""
+
+    def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
+        try:
+            return super().collect()
+        except self.CollectError as error:
+            missing = error.__cause__
+            if isinstance(missing, ModuleNotFoundError) and missing.name in packages_of_tests():
+                pytest.skip(f"no {missing.name}: install jaxspec[test]", allow_module_level=True)
+            raise
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module:
+    return TestModule.from_parent(parent, path=module_path)
+
+
+@functools.cache
+def packages_of_tests() -> set[str]:
+    """Import names of the extra's packages."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    requirements = project["optional-dependencies"]["test"]
+    return {re.split(r"[^\w-]", own)[0].replace("-", "_") for own in requirements}
+
+
 # When the GPU tests last passed. Written here, by a run of all of them that passed.
-GPU_RECORD = Path(__file__).parent.parent / "docs/gpu_tests.json"
+GPU_RECORD = ROOT / "docs/gpu_tests.json"
 
 
 @pytest.fixture(autouse=True)

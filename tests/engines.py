@@ -2,8 +2,10 @@
 
 import dataclasses
 import functools
+from pathlib import Path
 from typing import Any
 
+from jaxspec import LLM
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.speculation import SpeculationConfig
@@ -37,6 +39,15 @@ def seal(own: Engine, sampling: SamplingParams = SAMPLED, prompt_tokens: int = 1
     own.prepare(own.config.max_rows, prompt_tokens, sampling)
     own.programs.sealed = True
     return own
+
+
+def tiny_llm(path: Path, drafter: str = "ngram", *, trees: bool = False, **other: Any) -> LLM:
+    """Four rows, with few programs, which are compiled."""
+    config = EngineConfig(max_rows=4, rounds_per_call=4, max_queue=64, trees=trees)
+    other |= {"speculation": CHAIN, "max_length": 256, "page_size": 8, "engine": config}
+    llm = LLM(path, drafter, **other)
+    seal(llm.engine, FULL)
+    return llm
 
 
 @functools.cache

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -11,15 +10,11 @@ import openai
 
 from jaxspec import LLM
 from jaxspec.async_llm import AsyncLLM
-from jaxspec.config.engine import EngineConfig
-from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.replicated_llm import ReplicatedLLM
 from jaxspec.serving.app import make_app
 from jaxspec.serving.lifecycle import listen, make_server
 from jaxspec.serving.metrics import Metrics
 from jaxspec.serving.service import Service
-from tests.checkpoints import save_byte_tokenizer, tiny_llama
-from tests.engines import FULL, seal
 
 MODEL = "tiny"
 APP_OPTIONS = ("api_keys", "max_body", "body_seconds", "rates", "cors_origins")
@@ -29,23 +24,6 @@ TEMPLATE = (
     "{% for c in m.tool_calls or [] %}{{ c.function.arguments.city }}{% endfor %}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-
-
-def tiny_model(path: Path) -> Path:
-    """Two layers of random weights whose tokens are bytes."""
-    tiny_llama(path, vocab_size=257, num_hidden_layers=2, eos_token_id=256)
-    save_byte_tokenizer(path)
-    return path
-
-
-def tiny_llm(path: Path, drafter: str = "ngram", *, trees: bool = False, **other: Any) -> LLM:
-    """Four rows, with few programs, which are compiled."""
-    config = EngineConfig(max_rows=4, rounds_per_call=4, max_queue=64, trees=trees)
-    speculation = SpeculationConfig.chain(2)
-    other |= {"speculation": speculation, "max_length": 256, "page_size": 8, "engine": config}
-    llm = LLM(path, drafter, **other)
-    seal(llm.engine, FULL)
-    return llm
 
 
 class Served:

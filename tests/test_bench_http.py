@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 
 from jaxspec.commands import bench_http
-from tests.served import tiny_model
+from tests.checkpoints import tiny_byte_llama
 
 
 @pytest.mark.slow
 def test_all_ways_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    words = ["--model", str(tiny_model(tmp_path)), "--drafter", "ngram", "--streams", "2"]
+    model = tiny_byte_llama(tmp_path, eos_token_id=256)
+    words = ["--model", str(model), "--drafter", "ngram", "--streams", "2"]
     words += ["--new-tokens", "8", "--repeats", "1", "--json"]
     assert bench_http.main(words) == 0
     results = json.loads(capsys.readouterr().out)

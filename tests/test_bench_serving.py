@@ -111,6 +111,16 @@ def test_adaptive_shapes_beside_the_fixed_one(capsys):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("two_layers")
+def test_a_workload_on_devices_that_share_sequences(capsys):
+    counts = ["--requests", "3", "--rows", "2", "--prompt-tokens", "12", "--new-tokens", "10"]
+    devices = ["--tp", "2", "--sp", "2"]
+    assert bench_serving.main([*TINY, *counts, "--tree", "chain:2@2", *devices, "--json"]) == 0
+    [run] = joined(capsys.readouterr().out, "runs")["runs"]
+    assert (run["generated_tokens"], run["failed"], run["compiled"]) == (30, 0, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("two_layers")
 def test_structured_requests_beside_none(capsys):
     counts = ["--requests", "4", "--rows", "4", "--prompt-tokens", "12", "--new-tokens", "24"]
     more = ["--tree", "chain:2@2", "--structured", "0,1", "--json"]
@@ -192,6 +202,8 @@ def test_too_small_a_vocabulary_is_refused():
     [
         (["--requests", "0"], "--requests must be numbers, at least 1 each, got 0"),
         (["--new-tokens", "0"], "--new-tokens must be at least 1"),
+        (["--sp", "3"], "--page-size 8 cannot be split over 3 devices; it can over 1, 2, 4"),
+        (["--sp", "0"], "parallel sizes must be >= 1"),
         (["--rate", "0"], "--rate must be a positive number"),
         (["--spread", "1"], "--spread must be a share"),
         (["--shared-prefix", "-1"], "--shared-prefix must be at least 0"),

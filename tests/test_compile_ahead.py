@@ -43,6 +43,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         (["--layers", "0"], "num_layers must be above 0"),
         (["--tp", "0"], "must be at least 1"),
         (["--sp", "0"], "must be at least 1"),
+        (["--sp", "3"], "--page-size 64 cannot be split over 3 devices; it can over 1, 2, 4"),
         (["--sp", "2", "--tpu", "v6e:2x2"], "for H100s only: leave out --tpu"),
         (["--wheels", "{empty}"], "run: pip install --target {empty} --no-deps jax-cuda13-pjrt=="),
         (["--wheels", "{old}"], "jax-cuda13-pjrt 0.1.2, but jaxlib is"),

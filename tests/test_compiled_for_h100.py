@@ -18,8 +18,9 @@ from jaxspec.benchmarking.ahead_of_time import install_command
 from jaxspec.benchmarking.compiled_round import CompiledRound
 from jaxspec.benchmarking.shapes import SHAPES
 from jaxspec.commands import compile_ahead
+from jaxspec.commands.compiling_process import ROOT
 
-WHEELS = Path(os.environ.get("JAXSPEC_AOT_WHEELS", compile_ahead.ROOT / ".cache/aot-wheels"))
+WHEELS = Path(os.environ.get("JAXSPEC_AOT_WHEELS", ROOT / ".cache/aot-wheels"))
 SHAPE, MODES = "llama-3.1-8b", ("plain", "chain:5", "tree:60:7:10")
 LAYERS, MORE_LAYERS = 2, 4
 CONTEXT = 4096  # one layer's keys are 8.6 MiB or more: larger than the room for temporaries

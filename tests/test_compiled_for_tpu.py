@@ -18,8 +18,9 @@ import pytest
 from jaxspec.benchmarking.shapes import SHAPES
 from jaxspec.benchmarking.tpu_ahead import TpuProgram, install_command, libtpu_environment
 from jaxspec.commands import compile_ahead
+from jaxspec.commands.compiling_process import ROOT
 
-LIBTPU = Path(os.environ.get("JAXSPEC_LIBTPU", compile_ahead.ROOT / ".cache/libtpu"))
+LIBTPU = Path(os.environ.get("JAXSPEC_LIBTPU", ROOT / ".cache/libtpu"))
 TOPOLOGIES = ("v5e:2x2", "v6e:2x2")
 SHAPE, LAYERS, TP, BATCH = "llama-3.1-8b", 2, 4, 8
 CONTEXT = 8192  # the keys of one layer are 34 MB a device: far more than the room for temporaries
@@ -119,7 +120,7 @@ for case in (*most, *KERNEL_CASES, *LONG_CASES):
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_the_kernel_compiles_for_every_case(topology: str, dtype: str):
     environment = libtpu_environment(LIBTPU, os.environ)
-    paths = [str(compile_ahead.ROOT), environment.get("PYTHONPATH", "")]
+    paths = [str(ROOT), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     command = [sys.executable, "-c", KERNEL, topology, dtype]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

@@ -15,13 +15,14 @@ TINY = ["--shape", "tiny", "--context", "32", "--page-size", "16", "--dtype", "f
 # jaxlib's type of event statistics lacks the attribute.
 @pytest.mark.filterwarnings("ignore:builtin type event_stats:DeprecationWarning")
 @pytest.mark.slow
-def test_a_round_is_split_into_its_phases(tmp_path: Path, monkeypatch, capsys):
+@pytest.mark.parametrize("devices", [(), ("--tp", "2", "--sp", "2")], ids=str)
+def test_a_round_is_split_into_its_phases(devices, tmp_path: Path, monkeypatch, capsys):
     tiny = SHAPES["tiny"]
     small = dataclasses.replace(tiny, layers=tiny.layers[:2])
     monkeypatch.setattr(profile, "SHAPES", {"tiny": small})
     plot = tmp_path / "round.png"
     arguments = [*TINY, "--mode", "tree:3:1:2@1.5", "--rounds", "3", "--plot", str(plot), "--json"]
-    assert profile.main(arguments) == 0
+    assert profile.main([*arguments, *devices]) == 0
     printed = capsys.readouterr()
     results = json.loads(printed.out)
     assert results["profiled_rounds"] == 4
@@ -48,6 +49,8 @@ def test_a_round_is_split_into_its_phases(tmp_path: Path, monkeypatch, capsys):
         (["--mode", "chain"], "not plain, chain:K"),
         (["--rounds", "1"], "--rounds 2"),
         (["--batch", "0"], "must be at least 1"),
+        (["--sp", "0"], "parallel sizes must be >= 1"),
+        (["--sp", "3"], "--page-size 16 cannot be split over 3 devices; it can over 1, 2, 4"),
         (["--kernels", "all"], "the kernels are for Hopper GPUs"),
         (["--plot", "/no/such/folder/plot.png"], "no directory /no/such/folder"),
     ],

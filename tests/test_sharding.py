@@ -1,5 +1,6 @@
 """Layouts over meshes of one and two model axes, and the errors of sizes that do not fit."""
 
+import functools
 from typing import Any
 
 import jax
@@ -22,23 +23,28 @@ from jaxspec.parallel import (
 )
 from tests.random_models import tiny_config
 
-GRID = mesh_layout(make_mesh((2, 2)))
 EVERY = (MODEL_AXIS, HIDDEN_AXIS)
 
 
+@functools.cache
+def grid() -> Layout:
+    """Of 2 x 2 devices. A function, so that collecting the tests needs no devices."""
+    return mesh_layout(make_mesh((2, 2)))
+
+
 def test_a_grid_splits_weights_along_both_dimensions_and_activations_over_all_devices():
-    assert GRID.heads == GRID.ff == GRID.vocab == EVERY
-    assert GRID.spec(("hidden", "two", "ff")) == P(HIDDEN_AXIS, None, MODEL_AXIS)
-    assert GRID.spec(("ff", "hidden")) == P(MODEL_AXIS, HIDDEN_AXIS)
-    assert GRID.spec(("two", "ff")) == P(None, EVERY)  # a bias
-    assert GRID.spec(("hidden",)) == P(HIDDEN_AXIS)
-    assert GRID.spec(("vocab", "whole_hidden")) == P(EVERY, None)
+    assert grid().heads == grid().ff == grid().vocab == EVERY
+    assert grid().spec(("hidden", "two", "ff")) == P(HIDDEN_AXIS, None, MODEL_AXIS)
+    assert grid().spec(("ff", "hidden")) == P(MODEL_AXIS, HIDDEN_AXIS)
+    assert grid().spec(("two", "ff")) == P(None, EVERY)  # a bias
+    assert grid().spec(("hidden",)) == P(HIDDEN_AXIS)
+    assert grid().spec(("vocab", "whole_hidden")) == P(EVERY, None)
 
 
 def test_what_devices_exchange_for_a_product():
     column, row = ("hidden", "two", "ff"), ("ff", "hidden")
-    assert GRID.product(column) == ProductAxes((), (), (HIDDEN_AXIS,), 1)
-    assert GRID.product(row) == ProductAxes((HIDDEN_AXIS,), (MODEL_AXIS,), (), 0)
+    assert grid().product(column) == ProductAxes((), (), (HIDDEN_AXIS,), 1)
+    assert grid().product(row) == ProductAxes((HIDDEN_AXIS,), (MODEL_AXIS,), (), 0)
     line = mesh_layout(make_mesh(4))
     assert line.product(column) == ProductAxes((), (), (), 0)
     assert line.product(row) == ProductAxes((), (MODEL_AXIS,), (), 0)
@@ -47,7 +53,7 @@ def test_what_devices_exchange_for_a_product():
 def test_a_head_is_split_over_all_devices_of_its_targets_grid():
     config = tiny_config()
     head = HeadConfig(config.map_layers(lambda layer: layer), "eagle1", (-1,))
-    shapes = head_shapes(head, config, jnp.dtype("float32"), Shards.over(make_mesh((2, 2)), GRID))
+    shapes = head_shapes(head, config, jnp.dtype("float32"), Shards.over(make_mesh((2, 2)), grid()))
     assert shapes.layout == Layout(vocab=EVERY, heads=EVERY, ff=EVERY)
     specs: Any = partition_specs(shapes)
     assert specs.layers[0].mlp.down.weight == P(EVERY, None)
@@ -103,7 +109,7 @@ def test_models_that_do_not_fit_a_grid(changes: Any, size: Any, message: str):
 def test_a_weight_from_hidden_states_to_hidden_states_needs_another_layout():
     square = ("hidden", "hidden")
     with pytest.raises(ValueError, match="cannot be split along both hidden dimensions"):
-        GRID.spec(square)
+        grid().spec(square)
     assert mesh_layout(make_mesh(4)).spec(square) == P(None, None)
 
 

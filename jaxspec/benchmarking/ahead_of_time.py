@@ -141,64 +141,64 @@ class Program:
     weight_shapes: tuple[tuple[int, ...], ...]
 
 
-def decode_program(
-    config: ModelConfig,
-    mode: Mode,
-    workload: Workload,
-    devices: Sequence[Any],
-    tensor_parallel: TensorParallel,
-    kernels: str,
-) -> Program:
-    """The decode program, sharded over all devices: as many as ``tensor_parallel`` needs, or a
-    multiple, so that so many share each sequence.
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What is compiled.
+
+    Attributes:
+      config: of the target; the drafter is an EAGLE-3 head for it.
+      kernels: see Kernels.parse.
+      largest_chunk: most tokens of a row's prompt in a call.
+    """
+
+    config: ModelConfig
+    mode: Mode
+    workload: Workload
+    tensor_parallel: TensorParallel = 1
+    sequence_parallel: int = 1
+    kernels: str = "auto"
+    largest_chunk: int = LARGEST_CHUNK
+
+    @property
+    def num_devices(self) -> int:
+        return math.prod(grid_of(self.tensor_parallel)) * self.sequence_parallel
+
+
+def decode_program(job: Job, devices: Sequence[Any]) -> Program:
+    """The decode program, sharded over ``job.num_devices`` devices.
 
     Raises ValueError for sizes that cannot be split evenly.
     """
+    workload = job.workload
     greedy = workload.sampling == "greedy"
     decode = functools.partial(functional.decode, max_rounds=workload.rounds, greedy=greedy)
-    return _program(decode, config, mode, workload, devices, tensor_parallel, kernels, counted=True)
+    return _program(decode, job, devices, counted=True)
 
 
-def prefill_program(
-    config: ModelConfig,
-    mode: Mode,
-    workload: Workload,
-    devices: Sequence[Any],
-    tensor_parallel: TensorParallel,
-    kernels: str,
-    largest_chunk: int = LARGEST_CHUNK,
-) -> Program:
+def prefill_program(job: Job, devices: Sequence[Any]) -> Program:
     """The program that reads a chunk of every row's prompt; see ``decode_program``."""
-    greedy, width = workload.sampling == "greedy", min(workload.context, largest_chunk)
+    width = min(job.workload.context, job.largest_chunk)
+    greedy = job.workload.sampling == "greedy"
     prefill = functools.partial(functional.prefill, width=width, greedy=greedy)
-    return _program(
-        prefill, config, mode, workload, devices, tensor_parallel, kernels, counted=False
-    )
+    return _program(prefill, job, devices, counted=False)
 
 
-def _program(
-    function: Any,
-    config: ModelConfig,
-    mode: Mode,
-    workload: Workload,
-    devices: Sequence[Any],
-    tensor_parallel: TensorParallel,
-    kernels: str,
-    *,
-    counted: bool,
-) -> Program:
+def _program(function: Any, job: Job, devices: Sequence[Any], *, counted: bool) -> Program:
     """A function of the engine as a program. ``counted``: it takes a number of rounds, too.
 
     Only this function depends on the engine's functions.
     """
-    mesh, each = None, math.prod(grid_of(tensor_parallel))
-    if len(devices) > 1:
-        mesh = make_mesh(tensor_parallel, devices=devices, sequence_parallel=len(devices) // each)
+    config, mode, workload = job.config, job.mode, job.workload
+    mesh = None
+    if job.num_devices > 1:
+        mesh = make_mesh(
+            job.tensor_parallel, devices=devices, sequence_parallel=job.sequence_parallel
+        )
     dtype, layout = jnp.dtype("bfloat16"), mesh_layout(mesh)
     shards = Shards.over(mesh, layout)
     target = decoder_shapes(config, dtype, shards)
     head = head_shapes(eagle3_config(config), config, dtype, shards) if mode.speculation else None
-    own_kernels = Kernels.parse(kernels, devices[0], devices_of_model(mesh))
+    own_kernels = Kernels.parse(job.kernels, devices[0], devices_of_model(mesh))
     params = make_params(mode, target, head, mesh, own_kernels)
 
     def new_state() -> EngineState:
@@ -252,22 +252,13 @@ def _shapes(arrays: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
     return tuple(sorted(shapes))
 
 
-def compile_decode(
-    config: ModelConfig,
-    mode: Mode,
-    workload: Workload,
-    tensor_parallel: TensorParallel,
-    kernels: str,
-    dump: Path,
-    sequence_parallel: int = 1,
-) -> None:
+def compile_decode(job: Job, dump: Path) -> None:
     """Compile the decode program, and write the files that ``read_round`` needs to ``dump``.
 
     The process must run in the ``compiler_environment`` of the same folder.
     """
     jax.devices()  # makes the CPU the backend before the plugin is loaded
-    devices = make_devices(math.prod(grid_of(tensor_parallel)) * sequence_parallel)
-    program = decode_program(config, mode, workload, devices, tensor_parallel, kernels)
+    program = decode_program(job, make_devices(job.num_devices))
     compiled = compile_ahead(program.function, program.arguments)
     memory, text = compiled.memory_analysis(), compiled.as_text()
     (dump / PROGRAM).write_text(text)

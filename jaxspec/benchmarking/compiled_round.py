@@ -11,7 +11,7 @@ import dataclasses
 import re
 from collections.abc import Iterable, Iterator, Mapping
 
-from jaxspec.benchmarking.hlo import parse_scope
+from jaxspec.benchmarking.hlo import scope_of
 
 GRAPH, LOOP = "kCommandBuffer", "kWhile"
 ASYNC_START = "kAsyncStart"  # launches the entries nested in it on another stream
@@ -21,7 +21,6 @@ ALL_REDUCES = {"kCollectiveKernel", "kAllReduce", "kAllReduceStart"}
 
 _LAUNCH = re.compile(r"^( *)\d+: (k\w+)")
 _ALL_REDUCE = re.compile(r"= .*? all-reduce(?:-start)?\(")
-_OP_NAME = re.compile(r'\bop_name="([^"]*)"')
 _KERNEL = re.compile(r"Compiling entry function '(\w+)'")
 _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 _REGISTERS = re.compile(r"Used (\d+) registers")
@@ -143,8 +142,7 @@ def count_all_reduces(text: str) -> dict[str, int]:
     counts = collections.Counter()
     for line in text.splitlines():
         if _ALL_REDUCE.search(line):
-            name = _OP_NAME.search(line)
-            scope = parse_scope(name[1] if name else "")
+            scope = scope_of(line)
             counts[f"{scope.phase}/{scope.part}"] += 1
     return dict(sorted(counts.items()))
 

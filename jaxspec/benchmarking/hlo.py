@@ -60,6 +60,12 @@ def parse_scope(op_name: str) -> Scope:
     return Scope(phase, part)
 
 
+def scope_of(line: str) -> Scope:
+    """The scope of an instruction, from its line in a program's text."""
+    name = _OP_NAME.search(line)
+    return parse_scope(name[1] if name else "")
+
+
 class Program:
     """A compiled program, from ``compiled.as_text()``."""
 

@@ -81,15 +81,17 @@ def record(run: Callable[[], Any]) -> list[Event]:
 
 def read_events(data: Any) -> list[Event]:
     """The events of a ProfileData: those of the first GPU's streams or, without a GPU, the CPU's
-    operations."""
+    operations (where several CPUs are simulated, those of the first)."""
     lines = [(plane.name, line) for plane in data.planes for line in plane.lines]
     first = min((plane for plane, _ in lines if "GPU" in plane), default=None)
     streams = [line for plane, line in lines if plane == first and "Stream" in line.name]
     events = []
     for line in streams or [line for _, line in lines]:
         for event in line.events:
-            hlo_op = str(dict(event.stats).get("hlo_op", ""))
-            if streams or (hlo_op and not event.name.startswith("end: ")):
+            facts = dict(event.stats)
+            hlo_op = str(facts.get("hlo_op", ""))
+            own = hlo_op and not event.name.startswith("end: ") and not facts.get("device_ordinal")
+            if streams or own:
                 events.append(Event(event.name, hlo_op, event.start_ns, event.duration_ns))
     return sorted(events, key=lambda event: event.start_ns)
 

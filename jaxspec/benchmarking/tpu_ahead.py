@@ -11,7 +11,6 @@ import dataclasses
 import fnmatch
 import importlib.metadata
 import json
-import math
 import re
 import shlex
 from collections.abc import Iterable, Mapping
@@ -23,21 +22,22 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
-from jaxspec.benchmarking.ahead_of_time import compile_ahead, decode_program, prefill_program
-from jaxspec.benchmarking.hlo import parse_scope
-from jaxspec.benchmarking.modes import Mode
-from jaxspec.benchmarking.rounds import Workload
-from jaxspec.config.model import ModelConfig
-from jaxspec.parallel import TensorParallel, grid_of
+from jaxspec.benchmarking.ahead_of_time import (
+    FACTS,
+    PROGRAM,
+    Job,
+    compile_ahead,
+    decode_program,
+    prefill_program,
+)
+from jaxspec.benchmarking.hlo import scope_of
 
 PROGRAMS = {"decode": decode_program, "prefill": prefill_program}
-PROGRAM, FACTS = "program.txt", "facts.json"  # files that the compiling process writes
 
 _COLLECTIVE = re.compile(
     r"= .*? (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
 )
 _KERNEL = re.compile(r'%?([\w\-]+?)[.\d]* = .*custom_call_target="tpu_custom_call"')
-_OP_NAME = re.compile(r'\bop_name="([^"]*)"')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,23 +125,14 @@ def target_devices(devices: Any) -> contextlib.AbstractContextManager[Any]:
     return jax.sharding.use_abstract_mesh(Mesh(np.array(devices[:1]), ("x",)).abstract_mesh)
 
 
-def compile_program(
-    name: str,
-    config: ModelConfig,
-    mode: Mode,
-    workload: Workload,
-    topology: str,
-    tensor_parallel: TensorParallel,
-    kernels: str,
-    folder: Path,
-) -> None:
+def compile_program(name: str, job: Job, topology: str, folder: Path) -> None:
     """Compile "decode" or "prefill", and write its text and facts to a folder.
 
     The process must run in the ``libtpu_environment``.
     """
     jax.devices()  # makes the CPU the backend before libtpu is loaded
-    devices = make_devices(topology, math.prod(grid_of(tensor_parallel)))
-    program = PROGRAMS[name](config, mode, workload, devices, tensor_parallel, kernels)
+    devices = make_devices(topology, job.num_devices)
+    program = PROGRAMS[name](job, devices)
     with target_devices(devices) if len(devices) == 1 else contextlib.nullcontext():
         compiled = compile_ahead(program.function, program.arguments, "tpu")
     memory, text, cost = compiled.memory_analysis(), compiled.as_text(), compiled.cost_analysis()
@@ -170,8 +161,7 @@ def count_collectives(text: str) -> dict[str, int]:
     counts = collections.Counter()
     for line in text.splitlines():
         if found := _COLLECTIVE.search(line):
-            name = _OP_NAME.search(line)
-            scope = parse_scope(name[1] if name else "")
+            scope = scope_of(line)
             counts[f"{found[1]} {scope.phase}/{scope.part}"] += 1
     return dict(sorted(counts.items()))
 

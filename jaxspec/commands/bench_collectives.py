@@ -8,12 +8,9 @@ program is compiled for a model of one layer and for one of two; the difference 
 
 import argparse
 import dataclasses
-import functools
 import json
 import math
 import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -23,6 +20,7 @@ import jax
 from rich.table import Table
 
 from jaxspec.benchmarking.ahead_of_time import (
+    Job,
     Program,
     check_wheels,
     compile_ahead,
@@ -35,12 +33,11 @@ from jaxspec.benchmarking.collective_volume import parse_collectives, totals
 from jaxspec.benchmarking.modes import parse_mode
 from jaxspec.benchmarking.rounds import Workload
 from jaxspec.benchmarking.shapes import SHAPES
+from jaxspec.commands.compiling_process import add_compiler_options, run_compiling, run_or_compile
 from jaxspec.commands.engine_options import add_sequence_parallel_option, tensor_parallel
-from jaxspec.commands.shell import command_parser, run_command, show_results
-from jaxspec.config.model import ModelConfig
+from jaxspec.commands.shell import command_parser, show_results
 from jaxspec.parallel import TensorParallel, grid_of, shown_size
 
-ROOT = Path(__file__).resolve().parent.parent.parent  # the folder that contains the package
 GRIDS = "4,2x2,8,2x4,4x2"
 KINDS = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all")
 PAGE_SIZE = 64
@@ -56,9 +53,8 @@ def make_parser() -> argparse.ArgumentParser:
     add_sequence_parallel_option(parser)
     add("--batch", type=int, default=8, help="sequences that are decoded")
     add("--tokens", type=int, default=2048, help="tokens of the prompt that is read")
-    add("--wheels", type=Path, default=Path(".cache/aot-wheels"), help="folder of the compiler")
+    add_compiler_options(parser)
     add("--json", action="store_true", help="JSON on stdout, the table on stderr")
-    add("--in-this-process", action="store_true", help=argparse.SUPPRESS)
     return parser
 
 
@@ -73,14 +69,16 @@ def parse_grids(text: str, sequence_parallel: int) -> list[TensorParallel]:
     return grids
 
 
-def count_here(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Compile in this process, which was started in the compiler's environment."""
+def count_here(args: argparse.Namespace) -> None:
+    """Compile in this process, which was started in the compiler's environment, and print a line of
+    JSON for each program."""
     jax.devices()  # makes the CPU the backend before the plugin is loaded
     for grid in parse_grids(args.grids, args.sp):
-        devices = make_devices(math.prod(grid_of(grid)) * args.sp)
-        for tokens, program in programs(args, devices, grid):
-            one, two = (count(program, args.shape, layers) for layers in (1, 2))
-            yield {"tp": shown_size(grid), "tokens": tokens, "layer": difference(two, one)}
+        for tokens, program, job in programs(args, grid):
+            one, two = (count(program, job, layers) for layers in (1, 2))
+            layer = difference(two, one)
+            line = {"tp": shown_size(grid), "tokens": tokens, "layer": layer}
+            print(json.dumps(line), flush=True)
 
 
 def difference(more: Counts, less: Counts) -> Counts:
@@ -92,49 +90,31 @@ def difference(more: Counts, less: Counts) -> Counts:
 
 
 def programs(
-    args: argparse.Namespace, devices: Sequence[Any], grid: TensorParallel
-) -> Iterator[tuple[int, Callable[[ModelConfig], Program]]]:
-    """Number of tokens, and the program for a config: decoding, then the reading of a prompt."""
+    args: argparse.Namespace, grid: TensorParallel
+) -> Iterator[tuple[int, Callable[[Job, Sequence[Any]], Program], Job]]:
+    """Number of tokens, and what is compiled: decoding, then the reading of a prompt."""
     decoding = Workload(args.batch, args.tokens, rounds=1, page_size=PAGE_SIZE, repeats=1)
+    chunk = args.tokens  # a prompt is read in one call
+    job = Job(SHAPES[args.shape], parse_mode("plain"), decoding, grid, args.sp, largest_chunk=chunk)
+    yield args.batch, decode_program, job
     reading = dataclasses.replace(decoding, batch=1)
-
-    def decode(config: ModelConfig) -> Program:
-        return decode_program(config, parse_mode("plain"), decoding, devices, grid, "auto")
-
-    def prefill(config: ModelConfig) -> Program:
-        mode, chunk = parse_mode("plain"), args.tokens  # all in one call
-        return prefill_program(config, mode, reading, devices, grid, "auto", chunk)
-
-    yield args.batch, decode
-    yield args.tokens, prefill
+    yield args.tokens, prefill_program, dataclasses.replace(job, workload=reading)
 
 
-def count(program: Callable[[ModelConfig], Program], shape: str, layers: int) -> Counts:
-    config = SHAPES[shape]
-    made = program(dataclasses.replace(config, layers=config.layers[:1] * layers))
+def count(program: Callable[[Job, Sequence[Any]], Program], job: Job, layers: int) -> Counts:
+    """Of a model with so many layers."""
+    config = dataclasses.replace(job.config, layers=job.config.layers[:1] * layers)
+    made = program(dataclasses.replace(job, config=config), make_devices(job.num_devices))
     return totals(parse_collectives(compile_ahead(made.function, made.arguments).as_text()))
 
 
 def count_elsewhere(args: argparse.Namespace, arguments: Sequence[str]) -> list[dict[str, Any]]:
-    """Count in a new process, as jax reads the environment only when it starts.
-
-    Raises RuntimeError with the last line of the process's errors if it fails.
-    """
+    """Count in a new process. Raises RuntimeError if it fails."""
     with tempfile.TemporaryDirectory(prefix="bench_collectives.") as folder:
         environment = compiler_environment(args.wheels, Path(folder), os.environ)
-        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment["PYTHONPATH"]])
-        command = [sys.executable, "-m", "jaxspec", "bench", "collectives", *arguments]
-        result = subprocess.run(
-            [*command, "--in-this-process"],
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-    if result.returncode:
-        said = [line.strip() for line in result.stderr.splitlines() if line.strip()]
-        raise RuntimeError(f"the compiling process failed: {said[-1] if said else 'no word'}")
-    return [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+        command = ["bench", "collectives", *arguments]
+        printed = run_compiling(command, environment, Path(folder) / "log.txt")
+    return [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
 
 
 def make_table(counts: Sequence[dict[str, Any]], shape: str, sequence_parallel: int = 1) -> Table:
@@ -163,16 +143,4 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    parser = make_parser()
-    args = parser.parse_args(arguments)
-    if args.in_this_process:
-        for line in count_here(args):
-            print(json.dumps(line), flush=True)
-        return 0
-    return run_command(
-        parser,
-        functools.partial(run, arguments=arguments),
-        arguments,
-        expected=(ValueError, OSError, RuntimeError),
-    )
+    return run_or_compile(make_parser(), run, count_here, arguments)

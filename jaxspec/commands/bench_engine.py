@@ -39,7 +39,7 @@ from jaxspec.commands.shell import (
 from jaxspec.memory import local_bytes
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import DraftHead
-from jaxspec.parallel import grid_of, make_mesh
+from jaxspec.parallel import grid_of, replica_meshes
 from pallas_kernels.selection import Kernels
 
 MOST_JOBS = 4  # modes compiled at a time; each needs memory for a state for a moment
@@ -124,9 +124,7 @@ def measure_modes(
     chosen: Sequence[tuple[Workload, Mode]],
     kernels: Kernels,
 ) -> Iterator[Timing]:
-    mesh = None
-    if (args.tp, args.sp) != (1, 1):
-        mesh = make_mesh(args.tp, sequence_parallel=args.sp)
+    [mesh] = replica_meshes(1, args.tp, args.sp)
     config, dtype = SHAPES[args.shape], jnp.dtype(args.dtype)
     console.print(f"making random weights of {args.shape}")
     target, head = random_decoder(config, dtype, mesh, seed=0), None

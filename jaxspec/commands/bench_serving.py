@@ -23,7 +23,11 @@ from jaxspec.benchmarking.modes import EIGHT_BITS, Mode, make_params, parse_mode
 from jaxspec.benchmarking.random_params import random_decoder, random_eagle3_head
 from jaxspec.benchmarking.rounds import Bench, Workload, time_mode
 from jaxspec.benchmarking.shapes import SHAPES
-from jaxspec.commands.engine_options import add_drafter_bits, add_tensor_parallel_option
+from jaxspec.commands.engine_options import (
+    add_drafter_bits,
+    add_sequence_parallel_option,
+    add_tensor_parallel_option,
+)
 from jaxspec.commands.run_facts import run_facts
 from jaxspec.commands.serving_tables import make_tables, plot_times
 from jaxspec.commands.serving_workloads import (
@@ -53,7 +57,7 @@ from jaxspec.load_test import Client, LoadResult, LoadTest
 from jaxspec.loading import load, resolve_dtype
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import DraftHead
-from jaxspec.parallel import devices_of_model, make_mesh
+from jaxspec.parallel import devices_of_model, replica_meshes
 from pallas_kernels.selection import Kernels
 
 SYNTHETIC = "chain:5@3.5"
@@ -97,6 +101,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--no-prefix-cache", action="store_true", help="keep no pages for later requests")
     add("--dtype", choices=("bfloat16", "float32"), help="(default: float32 on CPU, else bfloat16)")
     add_tensor_parallel_option(parser)
+    add_sequence_parallel_option(parser)
     add_drafter_bits(parser)
     add("--kernels", default="auto", help="auto (all on a Hopper GPU), all, none or a comma list")
     add("--adaptive", action="store_true", help="choose the tree of each call, or none, by what a "
@@ -141,7 +146,7 @@ class Models:
 
     def __init__(self, args: argparse.Namespace):
         self.args = args
-        self.mesh = make_mesh(args.tp) if args.tp != 1 else None
+        [self.mesh] = replica_meshes(1, args.tp, args.sp)
         self._random = self._random_weights() if args.shape else None
 
     def _random_weights(self) -> tuple[Decoder, DraftHead]:

@@ -20,11 +20,8 @@ split some of them differently on a real GPU.
 import argparse
 import dataclasses
 import datetime
-import functools
 import os
 import shlex
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -35,6 +32,7 @@ import jax
 from rich.table import Table
 
 from jaxspec.benchmarking.ahead_of_time import (
+    Job,
     check_wheels,
     compile_decode,
     compiler_environment,
@@ -52,12 +50,15 @@ from jaxspec.benchmarking.tpu_ahead import (
     libtpu_environment,
     read_program,
 )
-from jaxspec.commands.engine_options import add_sequence_parallel_option, add_tensor_parallel_option
-from jaxspec.commands.shell import command_parser, run_command, show_results
+from jaxspec.commands.compiling_process import add_compiler_options, run_compiling, run_or_compile
+from jaxspec.commands.engine_options import (
+    add_sequence_parallel_option,
+    add_tensor_parallel_option,
+)
+from jaxspec.commands.shell import command_parser, show_results
 from jaxspec.config.model import ModelConfig
-from jaxspec.parallel import grid_of
+from jaxspec.parallel import check_divides, grid_of
 
-ROOT = Path(__file__).resolve().parent.parent.parent  # the folder that contains the package
 NEW_TOKENS = 256  # room for new tokens after the context, as in bench_engine
 LOG = "log.txt"
 TABLE_WIDTH = 100  # where the output is not a terminal
@@ -85,13 +86,12 @@ def make_parser() -> argparse.ArgumentParser:
         help="the program for greedy rows only, or the one for any sampling",
     )
     add("--kernels", default="auto", help="auto, all, none, or a comma list of operations")
-    add("--wheels", type=Path, default=Path(".cache/aot-wheels"), help="folder of the compiler")
+    add_compiler_options(parser)
     add("--tpu", metavar="TOPOLOGY", help="compile for TPUs of this topology, such as v5e:2x2")
     add("--program", choices=PROGRAMS, default="decode", help="what to compile; with --tpu")
     add("--libtpu", type=Path, default=Path(".cache/libtpu"), help="folder of the TPUs' compiler")
     add("--dump", type=Path, help="an empty folder to keep what the compiler writes")
     add("--json", action="store_true", help="JSON on stdout, the table on stderr")
-    add("--in-this-process", action="store_true", help=argparse.SUPPRESS)
     return parser
 
 
@@ -99,10 +99,11 @@ def check(args: argparse.Namespace) -> None:
     """Raise ValueError or FileNotFoundError for options that cannot be compiled."""
     parse_mode(args.mode)
     layers = model_config(args).num_layers
-    if min(layers, args.batch, args.context, args.page_size, args.sp, *grid_of(args.tp)) < 1:
-        raise ValueError(
-            "--layers, --batch, --context, --page-size, --sp and --tp must be at least 1"
-        )
+    sizes = (layers, args.batch, args.context, args.page_size, *grid_of(args.tp), args.sp)
+    if min(sizes) < 1:
+        names = "--layers, --batch, --context, --page-size, --tp and --sp"
+        raise ValueError(f"{names} must be at least 1")
+    check_divides("--page-size", args.page_size, args.sp)
     if args.dump and args.dump.is_dir() and any(args.dump.iterdir()):
         raise ValueError(f"{args.dump} is not empty: name another folder with --dump")
     if args.tpu is not None:
@@ -133,44 +134,27 @@ def compile_here(args: argparse.Namespace) -> None:
         repeats=1,
         sampling=args.sampling,
     )
-    config = model_config(args)
+    job = Job(model_config(args), mode, workload, args.tp, args.sp, args.kernels)
     if args.tpu is None:
-        compile_decode(config, mode, workload, args.tp, args.kernels, args.dump, args.sp)
-        return
-    where = (args.tpu, args.tp, args.kernels, args.dump)
-    compile_program(args.program, config, mode, workload, *where)
+        compile_decode(job, args.dump)
+    else:
+        compile_program(args.program, job, args.tpu, args.dump)
 
 
 def compile_elsewhere(
     args: argparse.Namespace, arguments: Sequence[str]
 ) -> CompiledRound | TpuProgram:
-    """Compile in a new process, as jax reads the environment only when it starts.
-
-    Raises RuntimeError with the last line of the process's output if it fails.
-    """
+    """Compile in a new process. Raises RuntimeError if it fails."""
     with tempfile.TemporaryDirectory(prefix="compile_ahead.") as folder:
         dump = args.dump or Path(folder)
         dump.mkdir(parents=True, exist_ok=True)
-        log = dump / LOG
-        own = [*arguments, "--in-this-process", "--dump", str(dump)]
-        command = [sys.executable, "-m", "jaxspec", "compile-ahead", *own]
         if args.tpu is None:
             environment = compiler_environment(args.wheels, dump, os.environ)
         else:
             environment = libtpu_environment(args.libtpu, os.environ)
-        paths = [str(ROOT), environment.get("PYTHONPATH", "")]
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-        with log.open("w") as file:
-            result = subprocess.run(
-                command, env=environment, stdout=file, stderr=subprocess.STDOUT, check=False
-            )
-        printed = log.read_text(errors="replace")
-        if result.returncode:
-            said = [line.strip() for line in printed.splitlines() if line.strip()]
-            raise RuntimeError(
-                f"the compiling process failed ({result.returncode}): "
-                f"{said[-1] if said else 'it said nothing'} (--dump FOLDER keeps its {LOG})"
-            )
+        command = ["compile-ahead", *arguments, "--dump", str(dump)]
+        advice = f" (--dump FOLDER keeps its {LOG})"
+        printed = run_compiling(command, environment, dump / LOG, advice)
         return read_round(dump, printed) if args.tpu is None else read_program(dump)
 
 
@@ -255,15 +239,4 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    parser = make_parser()
-    args = parser.parse_args(arguments)
-    if args.in_this_process:
-        compile_here(args)
-        return 0
-    return run_command(
-        parser,
-        functools.partial(run, arguments=arguments),
-        arguments,
-        expected=(ValueError, OSError, RuntimeError),
-    )
+    return run_or_compile(make_parser(), run, compile_here, arguments)

@@ -30,7 +30,10 @@ from jaxspec.benchmarking.random_params import random_decoder, random_eagle3_hea
 from jaxspec.benchmarking.rounds import Bench, Workload
 from jaxspec.benchmarking.shapes import SHAPES
 from jaxspec.benchmarking.timing import timed
-from jaxspec.commands.engine_options import add_tensor_parallel_option
+from jaxspec.commands.engine_options import (
+    add_sequence_parallel_option,
+    add_tensor_parallel_option,
+)
 from jaxspec.commands.run_facts import run_facts
 from jaxspec.commands.shell import (
     command_parser,
@@ -38,7 +41,7 @@ from jaxspec.commands.shell import (
     run_command,
     show_results,
 )
-from jaxspec.parallel import devices_of_model, make_mesh
+from jaxspec.parallel import check_divides, devices_of_model, replica_meshes
 from pallas_kernels.selection import Kernels
 
 NUM_CALLS = 2  # calls under the profiler
@@ -60,6 +63,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--rounds", type=int, default=8, help="rounds in one call; all but the last are profiled")
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="weights and cache")
     add_tensor_parallel_option(parser)
+    add_sequence_parallel_option(parser)
     add("--kernels", default="auto", help="auto (all on a Hopper GPU), all, none or a comma list")
     add("--plot", type=Path, help="write one round's timeline as a PNG")
     add("--json", action="store_true", help="JSON on stdout, the table on stderr")
@@ -69,13 +73,14 @@ def make_parser() -> argparse.ArgumentParser:
 def check(args: argparse.Namespace) -> None:
     if min(args.batch, args.context, args.page_size) < 1 or args.rounds < 2:
         raise ValueError("--batch, --context and --page-size must be at least 1, --rounds 2")
+    check_divides("--page-size", args.page_size, max(args.sp, 1))
     if args.plot and not args.plot.parent.is_dir():
         raise ValueError(f"no directory {args.plot.parent}")
 
 
 def run_profiled(args: argparse.Namespace, progress: Console) -> tuple[Profile, dict[str, Any]]:
     """The profile, and other facts about the run."""
-    mesh = make_mesh(args.tp) if args.tp != 1 else None
+    [mesh] = replica_meshes(1, args.tp, args.sp)
     mode = parse_mode(args.mode)
     kernels = Kernels.parse(args.kernels, sharing=devices_of_model(mesh))
     config, dtype = SHAPES[args.shape], jnp.dtype(args.dtype)

@@ -7,6 +7,7 @@ from jaxspec.benchmarking import workloads
 from jaxspec.benchmarking.shapes import SHAPES
 from jaxspec.benchmarking.vocabulary import synthetic_tokenizer
 from jaxspec.benchmarking.workloads import Arrival, Lengths
+from jaxspec.parallel import check_divides
 from jaxspec.structured import GrammarCompiler, Matcher, StructuredOutput
 from jaxspec.tokenizer import TextTokenizer, load_tokenizer, tokenizer_json
 
@@ -61,6 +62,7 @@ def check_options(args: argparse.Namespace) -> None:
         if getattr(args, name) < 1:
             option = name.replace("_", "-")
             raise ValueError(f"--{option} must be at least 1, got {getattr(args, name)}")
+    check_divides("--page-size", args.page_size, max(args.sp, 1))
     if args.shared_prefix < 0:
         raise ValueError(f"--shared-prefix must be at least 0, got {args.shared_prefix}")
     if args.shape and args.drafter != "auto":

@@ -1,6 +1,5 @@
 """Shapes of reduce_add_rms_norm that tests and benchmarks share, and random arguments for them."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -10,26 +9,12 @@ from jax import Array
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from pallas_kernels.add_rms_norm.cases import EPS, Case
 from pallas_kernels.benchmark import noise
 from pallas_kernels.reduce_add_rms_norm import reduce_add_rms_norm
 from pallas_kernels.selection import Implementation
 
-EPS = 1e-5
 AXIS = "model"
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """``rows`` rows of ``hidden`` entries. With ``num_splits`` above 1 the products are float32."""
-
-    rows: int
-    hidden: int
-    num_splits: int = 1
-
-    def __str__(self) -> str:
-        partials = f", {self.num_splits} partial sums" if self.num_splits > 1 else ""
-        return f"{self.rows} x {self.hidden}{partials}"
-
 
 # One-shot and two-shot, one row a block and several, a width whose columns 8 devices cannot divide.
 TEST_CASES = (

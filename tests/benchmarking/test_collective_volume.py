@@ -9,6 +9,7 @@ import pytest
 from jaxspec.benchmarking.collective_volume import Collective, parse_collectives, totals
 from jaxspec.commands import bench_collectives
 from jaxspec.commands.bench_collectives import difference, make_table
+from jaxspec.commands.compiling_process import ROOT
 
 MESH = "replica_groups=mesh['data'=1,'model'=4,'hidden'=2]"
 
@@ -94,7 +95,7 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], message: st
     assert line.startswith("jaxspec bench collectives: ") and message in line
 
 
-WHEELS = Path(os.environ.get("JAXSPEC_AOT_WHEELS", bench_collectives.ROOT / ".cache/aot-wheels"))
+WHEELS = Path(os.environ.get("JAXSPEC_AOT_WHEELS", ROOT / ".cache/aot-wheels"))
 
 
 @pytest.mark.slow

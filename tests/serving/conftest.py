@@ -7,13 +7,13 @@ import pytest
 
 from jaxspec import LLM
 from jaxspec.structured import StructuredOutput
-from tests.engines import FULL, seal
-from tests.served import tiny_llm, tiny_model
+from tests.checkpoints import tiny_byte_llama
+from tests.engines import FULL, seal, tiny_llm
 
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("served"))
+    return tiny_byte_llama(tmp_path_factory.mktemp("served"), eos_token_id=256)
 
 
 @pytest.fixture(scope="session")

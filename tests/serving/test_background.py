@@ -12,7 +12,8 @@ from jaxspec.engine import Engine
 from jaxspec.program_sizes import Kind, ReadKey, RoundsKey
 from jaxspec.serving.background import missing_programs, warm_in_background
 from jaxspec.structured import StructuredOutput
-from tests.served import run, tiny_llm
+from tests.engines import tiny_llm
+from tests.served import run
 
 SAMPLED = SamplingParams(temperature=1.0, max_tokens=4)
 MASKED = dataclasses.replace(SAMPLED, structured=StructuredOutput(regex="[a-z]{2,9}"))

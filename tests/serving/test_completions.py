@@ -9,7 +9,8 @@ import pytest
 
 from jaxspec import LLM, SamplingParams
 from jaxspec.async_llm import AsyncLLM
-from tests.served import MODEL, Served, idle_pages, run, tiny_llm, with_client
+from tests.engines import tiny_llm
+from tests.served import MODEL, Served, idle_pages, run, with_client
 
 PROMPT = "abcabcabcabc"
 SAMPLED = {"model": MODEL, "prompt": PROMPT, "max_tokens": 20, "temperature": 0.8, "seed": 3}

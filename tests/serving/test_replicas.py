@@ -15,7 +15,8 @@ from jaxspec.commands import batch, generate
 from jaxspec.completion import Completion, TextChunk
 from jaxspec.parallel import replica_meshes
 from jaxspec.replicated_llm import ReplicatedLLM
-from tests.served import MODEL, Served, idle_pages, run, tiny_llm
+from tests.engines import tiny_llm
+from tests.served import MODEL, Served, idle_pages, run
 
 PROMPTS = ["abcabcabc", "hello", "xyxyxy", "once upon", "a", "bbbb"]
 PARAMS = [

@@ -1,0 +1,58 @@
+"""Tests can be collected on one device, and without the packages that only tests need."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.marks import slow
+
+ROOT = Path(__file__).parent.parent
+MISSING = ("fastapi", "httpx", "hypothesis", "matplotlib", "openai", "optax", "uvicorn")
+COLLECT = f"""
+import importlib.abc
+import sys
+import jax
+import pytest
+
+class Missing(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name in {MISSING}:
+            raise ModuleNotFoundError(name, name=name)
+
+class OneDevice:
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection(self):
+        jax.config.update("jax_num_cpu_devices", 1)
+
+sys.meta_path.insert(0, Missing())
+options = ["--collect-only", "-qrs", "-m", "", "-p", "no:hypothesispytest", *sys.argv[1:]]
+status = pytest.main(options, plugins=[OneDevice()])
+assert len(jax.devices()) == 1
+sys.exit(status)
+"""
+
+
+@pytest.mark.parametrize(
+    ("paths", "missing"),
+    [
+        (("tests/test_sharding.py", "tests/test_plot_tree.py"), "matplotlib"),
+        slow(("tests",), "openai"),
+    ],
+)
+def test_collecting_needs_one_device_and_no_package_of_the_tests(
+    paths: tuple[str, ...], missing: str
+):
+    result = subprocess.run(
+        [sys.executable, "-c", COLLECT, *paths],
+        cwd=ROOT,
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "tests/test_sharding.py::test_a_grid_of_one_line_is_no_grid[4]" in result.stdout
+    assert f"no {missing}: install jaxspec[test]" in result.stdout
