@@ -11,7 +11,9 @@ from jaxspec.scheduling.plan import Limits
 from jaxspec.swapping import part_bytes
 
 MOST_STOPS = 16
-LARGEST_CHUNK = 512  # prompt tokens of a row in a call, for each device that shares them
+# Prompt tokens of a row in a call, for each device that shares them. On GPUs a long prompt is read
+# faster in larger parts, above all where devices sum their products.
+LARGEST_CHUNK, LARGEST_CHUNK_ON_GPUS = 512, 2048
 FIXED_ROUNDS = 8  # of a program that runs a fixed number, unless that is one
 
 
@@ -22,7 +24,8 @@ def engine_sizes(params: EngineParams, cache: CacheConfig, config: EngineConfig)
     """
     shards = params.data_parallel
     num_rows = -(-config.max_rows // shards) * shards
-    chunk = LARGEST_CHUNK * params.sequence_parallel
+    largest = LARGEST_CHUNK_ON_GPUS if _platform(params) == "gpu" else LARGEST_CHUNK
+    chunk = largest * params.sequence_parallel
     if config.deterministic:
         chunk = fixed_chunk(num_rows, cache.max_length, config.prefill_budget, LARGEST_CHUNK)
     return Sizes(
@@ -48,7 +51,11 @@ def _is_fixed(params: EngineParams, config: EngineConfig) -> bool:
         return True
     if config.fixed_rounds is not None:
         return config.fixed_rounds
-    return next(iter(params.target.embed.devices())).platform == "gpu"
+    return _platform(params) == "gpu"
+
+
+def _platform(params: EngineParams) -> str:
+    return next(iter(params.target.embed.devices())).platform
 
 
 def scheduler_limits(params: EngineParams, sizes: Sizes, config: EngineConfig) -> Limits:

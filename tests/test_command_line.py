@@ -28,6 +28,7 @@ SCRIPTS = {
     "bench_engine": "bench engine",
     "bench_http": "bench http",
     "bench_kernels": "bench kernels",
+    "bench_pipeline": "bench pipeline",
     "bench_adaptive": "bench adaptive",
     "bench_serving": "bench serving",
     "serve": "serve",

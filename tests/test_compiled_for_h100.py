@@ -137,7 +137,7 @@ def test_a_round_of_several_devices_is_one_graph(tp: int):
 )
 def test_attention_of_spread_sequences_is_a_kernel(mode: str, sp: int, tp: int):
     """Of pages of 64 slots, which devices share."""
-    one = compiled(mode, tp=tp, sp=sp, kernels="paged_attention")
+    one = compiled(mode, tp=tp, sp=sp, kernels="partial_attention,paged_attention")
     assert {kernel.name for kernel in one.kernels} == {"paged_attention"}
     assert not [kernel for kernel in one.kernels if kernel.spilled_bytes]
     assert (one.launches.graphs, one.launches.outside) == (1, OUTSIDE)

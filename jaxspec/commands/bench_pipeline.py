@@ -53,7 +53,7 @@ from jaxspec.speculation.drafters import DraftModelDrafter
 from pallas_kernels.selection import Kernels
 
 ARRANGEMENT = re.compile(r"1|tp(\d+)|pp(\d+)(?:x(\d+))?|draft(\d*)")
-MEASURED = 5  # rounds of each stage alone; the fastest counts
+MEASURED, ROUNDS = 3, 8  # times, and rounds, of each stage alone; the fastest time counts
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -231,7 +231,7 @@ def measured_stages(
     rows, shape = range(len(prompts)), programs.params.call().speculation.shape
     tokens = len(prompts[0]) + int(sampling[0].max_tokens)
     key = programs.rounds_key(rows, tokens, Load(), shape, Kind.GREEDY, rounds=1)
-    timed = [programs.stage_seconds(key, rows) for _ in range(MEASURED)]
+    timed = [programs.stage_seconds(key, rows, ROUNDS) for _ in range(MEASURED)]
     for one in generations:
         engine.cancel(one)
     return [min(times) for times in zip(*timed, strict=True)]

@@ -1,7 +1,8 @@
 """How the tokens of a pass attend to the past: paged, or dense for training and references.
 
 This file and forward.py are the one place where model code calls kernels by operation name
-(paged_attention here, add_rms_norm and rope_kv_write there). Mixers and MLPs name none.
+(paged_attention and partial_attention here, add_rms_norm and rope_kv_write there). Mixers and MLPs
+name none.
 """
 
 from typing import Literal
@@ -100,7 +101,7 @@ class PagedAttend(Pytree):
             page_size=state.page_size,
             window=window,
             first_slot=self.first_slot,
-            implementation=heads.kernels.implementation("paged_attention"),
+            implementation=heads.kernels.implementation("partial_attention"),
         )
         count = heads.partials.shape[2] if heads.tokens else None
         return _merged(part, axes, count).astype(q.dtype), state.replace(k=k_pages, v=v_pages)

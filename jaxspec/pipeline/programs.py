@@ -202,36 +202,34 @@ class PipelinePrograms(Programs):
                 stage(stage.commit, path)
         return state, emitted
 
-    def stage_seconds(self, key: RoundsKey, rows: Sequence[int]) -> list[float]:
+    def stage_seconds(self, key: RoundsKey, rows: Sequence[int], rounds: int) -> list[float]:
         """What each stage takes for a round of a group of rows that decode, alone.
 
-        For measurements: every program is waited for. The round counts.
+        For measurements: each stage's programs are launched ``rounds`` times, one after the other,
+        the last stage's with the same results of the stages before. So what is generated has no
+        meaning.
         """
         options = self.rounds_options(key)
         drafting = {name: options[name] for name in ("shape", "columns", "greedy", "controls")}
         emitting = {name: options[name] for name in ("trees", "logprobs", "top_logprobs")}
         [group, *_], _ = self._groups(self.sizes.listed(rows, key.rows))
-        seconds: list[float] = []
-
-        def timed(run: Callable[[], Any]) -> Any:
-            started = time.perf_counter()
-            result = jax.block_until_ready(run())
-            seconds.append(time.perf_counter() - started)
-            return result
-
-        state, (tree, passage) = timed(
-            lambda: self.open_round(self.params, self.state, group, **drafting)
-        )
+        state, (tree, passage) = self.open_round(self.params, self.state, group, **drafting)
+        seconds, after = [], passage
         for stage in self.stages:
             passage = jax.block_until_ready(stage.placed(passage))
-            passage = timed(lambda stage=stage, own=passage: stage(stage.run_round, own))
-        passage = jax.block_until_ready(self._back(passage))
-        opened = OpenRound(tree, passage)
-        self.state, _ = timed(
-            lambda: self._finish(self.params, state, opened, None, group, drafting | emitting)
-        )
-        opening, *stages, closing = seconds
-        return [*stages, opening + closing]
+            started = time.perf_counter()
+            for _ in range(rounds):
+                after = stage(stage.run_round, passage)
+            passage = jax.block_until_ready(after)
+            seconds.append((time.perf_counter() - started) / rounds)
+        opened = jax.block_until_ready(OpenRound(tree, self._back(passage)))
+        started = time.perf_counter()
+        for _ in range(rounds):
+            state, _ = self._finish(self.params, state, opened, None, group, drafting | emitting)
+            state, (tree, _) = self.open_round(self.params, state, group, **drafting)
+            opened = opened._replace(tree=tree)
+        self.state = jax.block_until_ready(state)
+        return [*seconds, (time.perf_counter() - started) / rounds]
 
     def _back(self, passage: Passage) -> Passage:
         """On the last stage's devices: what was computed. How it attends is known there."""
