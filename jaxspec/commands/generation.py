@@ -100,6 +100,7 @@ def program_folder(arguments: argparse.Namespace) -> Path | None:
 
 def report(arguments: argparse.Namespace, llm: LLM, completion: Completion) -> dict[str, Any]:
     timings, prompt_tokens = completion.timings, len(completion.prompt_token_ids)
+    pipeline = llm.engine.pipeline
     return {
         "text": completion.text,
         "token_ids": completion.token_ids,
@@ -120,6 +121,7 @@ def report(arguments: argparse.Namespace, llm: LLM, completion: Completion) -> d
         "drafter": str(choose_drafter(arguments.model, arguments.drafter)),
         "device": str(jax.devices()[0].device_kind),
         "kernels": str(llm.engine.params.kernels),
+        "pipeline_bubble": None if pipeline is None else pipeline.bubble,
     }
 
 
@@ -134,6 +136,8 @@ def summary(results: dict[str, Any]) -> str:
         f"{results['decode_tokens_per_second']:.1f} tokens/s on {results['device']} "
         f"(kernels: {results['kernels']}; programs ready in {results['compile_seconds']:.1f} s)",
     ]
+    if results["pipeline_bubble"] is not None:
+        lines.append(f"pipeline: no work in {results['pipeline_bubble']:.0%} of the stages' steps")
     if "speedups" in results:
         lines += comparison_lines(results)
     return "\n".join(lines)
