@@ -3,20 +3,24 @@
 import functools
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
+from jaxspec.benchmarking.collective_volume import parse_collectives, totals
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.engine import Engine
-from jaxspec.functional import EngineParams, init_state
+from jaxspec.functional import EngineParams, init_state, pipelined
 from jaxspec.models.pipeline import check_layers, split_layers
 from jaxspec.parallel import TensorParallel, make_mesh, stage_meshes
 from jaxspec.pipeline_use import PipelineUse
 from jaxspec.scheduling.requests import SamplingParams
+from pallas_kernels.selection import NO_KERNELS
 from tests.layouts import in_stages
 from tests.marks import slow
+from tests.programs import FAST_COMPILE
 from tests.random_models import make_params, random_prompts, random_target, tiny_config
 from tests.test_mesh_engine import CACHE, CHAIN, TARGET, check, compiler, run, sealed
 
@@ -87,6 +91,26 @@ def test_stages_give_the_text_of_one_device(
 ):
     params = staged(one_device(name), layers, model)
     assert texts(params, page_size) == expected(name)
+
+
+@pytest.mark.parametrize("model", [1, 2])
+def test_a_stage_sums_its_products_and_sends_nothing_else(model: int):
+    params = staged(one_device("eagle3"), (3, 1), model)
+    [stage], batch, nodes = params.stages, 4, 3
+    last, capture = params.last_stage, params.drafter.capture
+
+    def arguments() -> Any:
+        state = init_state(last, batch, 16, page_size=8)
+        _, (_, passage) = pipelined.open_round(last, state, np.arange(batch))
+        return pipelined.init_stage(stage, num_pages=9, page_size=8, num_rows=batch), passage
+
+    states, passage = jax.eval_shape(arguments)
+    run = functools.partial(pipelined.pass_stage, capture=capture, kernels=NO_KERNELS)
+    compiled = jax.jit(run).lower(stage, states, passage).compile(FAST_COMPILE)
+    found = totals(parse_collectives(compiled.as_text() or ""))
+    sums, float32 = 2 * len(stage.layers), 4
+    sent = 2 * (model - 1) / model * batch * nodes * DEEP.config.hidden_size * float32
+    assert found == ({} if model == 1 else {"all-reduce": (sums, sums * sent)})
 
 
 def new_engine(layers: tuple[int, ...], cache: CacheConfig = CACHE, **options: Any) -> Engine:

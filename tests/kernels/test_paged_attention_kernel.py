@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import PartitionSpec as P
 
+from jaxspec.parallel import make_mesh
 from pallas_kernels.paged_attention import misfit, paged_attention
 from pallas_kernels.paged_attention.cases import (
     KERNEL_CASES,
@@ -140,6 +142,26 @@ def test_on_the_device_it_is_the_reference(case: Case, splits: int | None):
     found = function(*arguments)
     assert error(case, found, arguments) < 4e-3
     assert all(jnp.array_equal(found, function(*arguments)) for _ in range(5)), "a race"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", LONG_CASES, ids=str)
+def test_devices_attend_with_their_own_heads(case: Case):
+    """As under tensor parallelism: a mesh of two devices, each with half of the heads."""
+    if len(jax.devices()) < 2:
+        pytest.skip("one device")
+    if case.kv_heads % 2:
+        case = dataclasses.replace(case, kv_heads=2, num_heads=2 * case.num_heads)
+    arguments = make_arguments(case, jnp.bfloat16)
+    heads, pages, whole = P(None, None, "model"), P(None, "model"), P()
+    sharded = jax.shard_map(
+        functools.partial(paged_attention_mosaic, **case.options),
+        mesh=make_mesh(2),
+        in_specs=(heads, pages, pages, *(whole,) * (len(arguments) - 3)),
+        out_specs=heads,
+        check_vma=False,
+    )
+    assert error(case, jax.jit(sharded)(*arguments), arguments) < 4e-3
 
 
 @pytest.mark.slow

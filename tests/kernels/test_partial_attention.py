@@ -220,3 +220,20 @@ def test_on_the_device_the_kernel_and_jnp_agree_on_long_contexts(tree: bool):
         parts = [run(*part, implementation=implementation) for part in parts_of(arguments, 2)]
         merged.append(merge_partials(PartialAttention(*map(jnp.stack, zip(*parts, strict=True)))))
     assert error(*map(np.asarray, merged)) < 4e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("tree", [False, True], ids=["causal", "tree"])
+def test_each_of_two_devices_attends_to_its_part(tree: bool, number: int):
+    """As test_devices_merge_their_parts, one device at a time and without a mesh."""
+    if len(jax.devices()) < 2:
+        pytest.skip("one device")
+    case = Case("", (70, 3), 40, 4, 1, 64, 32, tree=tree)
+    part = parts_of(make_arguments(case, jnp.bfloat16), 2)[number]
+    options = {**case.options, "page_size": case.page_size}
+    wide: Any = tuple(map(widened, part))
+    with jax.default_matmul_precision("highest"):
+        expected = run_reference(*wide, **options)
+    placed = jax.device_put(part, jax.devices()[number])
+    check_part(jax.device_get(partial_attention_mosaic(*placed, **options)), expected)
