@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,6 +20,7 @@ from tests.checkpoints import tiny_byte_llama
 ROOT = Path(__file__).parent.parent
 SCRIPTS = sorted((ROOT / "scripts/slurm").glob("*.sbatch"))
 SERVE, ARRAY = ROOT / "scripts/slurm/serve.sbatch", ROOT / "scripts/slurm/generate_array.sbatch"
+TRAIN = ROOT / "scripts/slurm/train.sbatch"
 JAXSPEC = f"{sys.executable} -m jaxspec"
 # What jax.distributed takes for a process of a SLURM job. jaxspec must not wait for the others.
 SEEN_BY_JAX = {
@@ -86,6 +88,38 @@ def test_each_task_of_an_array_does_its_shard(tmp_path: Path):
     assert done.stdout.split()[-2:] == ["--shard", "3/8"]
     done = run(tmp_path, ARRAY, "p.jsonl", env=task(3, 8))
     assert done.returncode == 2 and done.stderr.startswith("usage: sbatch --array=0-N")
+
+
+def test_training_goes_on_from_its_last_checkpoint(tmp_path: Path):
+    started = run(tmp_path, TRAIN, "work", "--data", "d e", env=environment())
+    assert started.stdout == "train-head --work work --data d e\n"
+    (tmp_path / "work/checkpoints/12").mkdir(parents=True)
+    env = environment(TRAIN="train-lm")
+    again = run(tmp_path, TRAIN, "work", "--steps", "20", env=env)
+    assert again.stdout == "train-lm --work work --resume --steps 20\n"
+    done = run(tmp_path, TRAIN, "--data", "d", env=environment())
+    assert done.returncode == 2 and done.stderr == "usage: sbatch train.sbatch WORK [options]\n"
+
+
+@pytest.mark.slow
+def test_a_training_job_that_was_cut_off_gives_what_one_run_gives(tmp_path: Path):
+    for name in "ab":
+        text = "".join(f"{n} and {name} {n + 1} are numbers. " for n in range(400))
+        (tmp_path / f"{name}.md").write_text(text)
+    sizes = ["--hidden", 16, "--layers", 1, "--heads", 2, "--kv-heads", 1, "--head-dim", 8]
+    sizes += ["--ff", 16, "--vocab", 300, "--context", 32, "--batch", 2, "--save-every", 5]
+    options = ["--data", "a.md", "b.md", "--out", "model", "--steps", 10, *sizes]
+    env = environment(JAXSPEC=JAXSPEC, TRAIN="train-lm")
+    whole = run(tmp_path, TRAIN, "whole", *options, env=env)
+    assert whole.returncode == 0, whole.stderr
+    weights = (tmp_path / "model/model.safetensors").read_bytes()
+    cut = run(tmp_path, TRAIN, "cut", *options, env=env)
+    assert cut.returncode == 0, cut.stderr
+    shutil.rmtree(tmp_path / "model")
+    shutil.rmtree(tmp_path / "cut/checkpoints/10")  # as if it had ended after the one before
+    again = run(tmp_path, TRAIN, "cut", *options, env=env)
+    assert again.returncode == 0, again.stderr
+    assert (tmp_path / "model/model.safetensors").read_bytes() == weights
 
 
 def test_each_task_serves_at_a_port_of_its_own(tmp_path: Path):

@@ -50,10 +50,10 @@ def random_pipeline(
 
 
 def random_eagle3_head(
-    target: ModelConfig, dtype: jnp.dtype, mesh: Mesh | None, seed: int
+    target: ModelConfig, dtype: jnp.dtype, mesh: Mesh | None, seed: int, *, sharded: bool = True
 ) -> DraftHead:
-    """An EAGLE-3 head of random weights, sharded as its target is."""
-    shards = Shards.over(mesh, mesh_layout(mesh))
+    """An EAGLE-3 head of random weights, sharded as its target is, or whole on every device."""
+    shards = Shards.over(mesh, mesh_layout(mesh, split_model=sharded))
     shapes = head_shapes(eagle3_config(target), target, dtype, shards)
     assert shapes.token_ids is not None
     vocab = shapes.token_ids.shape[0]

@@ -60,6 +60,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="weights and cache")
     add_tensor_parallel_option(parser)
     add_sequence_parallel_option(parser)
+    add("--whole-drafter", action="store_true", help="with --tp, the whole head on every device")
     add("--sampling", choices=SAMPLING, default="greedy", help="how rows sample; anything but "
         "greedy times the general sampling program")  # fmt: skip
     add("--kernels", default="auto", help="auto (all on a Hopper GPU), all, none or a comma list")
@@ -129,7 +130,7 @@ def measure_modes(
     console.print(f"making random weights of {args.shape}")
     target, head = random_decoder(config, dtype, mesh, seed=0), None
     if any(mode.speculation for _, mode in chosen):
-        head = random_eagle3_head(config, dtype, mesh, seed=1)
+        head = random_eagle3_head(config, dtype, mesh, seed=1, sharded=not args.whole_drafter)
     jax.block_until_ready((target, head))
     console.print(f"{local_bytes((target, head)) / 1e9:.2f} GB of weights a device")
     for bench in compile_all(chosen, target, head, mesh, kernels, console):
