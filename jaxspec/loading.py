@@ -96,7 +96,7 @@ def load(
     else:
         split = stage_layers
         if split is None:
-            drafted = speculation.max_depth * local_bytes(drafter)
+            drafted = speculation.max_depth * _read_bytes(drafter)
             split = chosen_layers(config, resolved, meshes, drafted, apart=drafter_mesh is not None)
         check_layers(split, config, len(meshes))
         stages, target = load_pipeline(directory, config, resolved, meshes, split)
@@ -108,6 +108,19 @@ def load(
         mesh=meshes[-1],
         stages=stages,
     )
+
+
+def _read_bytes(drafter: Drafter) -> int:
+    """Bytes of weights that a device reads to draft a token: not of a table of embeddings."""
+    if isinstance(drafter, MixedDrafter):
+        return _read_bytes(drafter.model)
+    model = None
+    if isinstance(drafter, DraftModelDrafter):
+        model = drafter.model
+    elif isinstance(drafter, EagleDrafter):
+        model = drafter.head
+    embed = None if model is None or model.lm_head is None else model.embed  # else it is the head
+    return local_bytes(drafter) - local_bytes(embed)
 
 
 def _in_bits(drafter: Drafter, bits: int | None) -> Drafter:

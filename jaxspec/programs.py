@@ -1,6 +1,7 @@
 """The compiled programs of an engine, and the device state that they work on.
 
-The one module that calls ``jax.jit`` for serving: donation and traces can be seen in one place.
+This module, and for pipelines jaxspec/pipeline, call ``jax.jit`` for serving: donation and traces
+can be seen in one place.
 """
 
 import contextlib

@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxspec import functional
 from jaxspec.functional import EngineParams, SavedRow
-from jaxspec.functional.pipelined import init_stage
+from jaxspec.functional.pipelined import init_stage, save_from_stage
 from jaxspec.new_rows import empty_state
 from jaxspec.program_sizes import Sizes
 from jaxspec.programs import Programs
@@ -87,8 +87,7 @@ def part_bytes(params: EngineParams, sizes: Sizes) -> int:
     row, pages = np.zeros(1, np.int32), np.zeros(sizes.part_pages, np.int32)
     saved = [jax.eval_shape(functional.save_row, own, state, row, pages)[1]]
     for stage in params.stages:
-        make = functools.partial(
-            init_stage, stage, sizes.part_pages, sizes.page_size, sizes.num_rows
-        )
-        saved.append(jax.eval_shape(make))
+        size = sizes.num_pages, sizes.page_size, sizes.num_rows
+        states = jax.eval_shape(functools.partial(init_stage, stage, *size))
+        saved.append(jax.eval_shape(save_from_stage, stage, states, row, pages)[1])
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(saved))

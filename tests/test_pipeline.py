@@ -15,7 +15,9 @@ from jaxspec.engine import Engine
 from jaxspec.functional import EngineParams, init_state, pipelined
 from jaxspec.models.pipeline import check_layers, split_layers
 from jaxspec.parallel import TensorParallel, make_mesh, stage_meshes
+from jaxspec.pipeline.programs import PipelinePrograms
 from jaxspec.pipeline_use import PipelineUse
+from jaxspec.program_sizes import RoundsKey
 from jaxspec.scheduling.requests import SamplingParams
 from pallas_kernels.selection import NO_KERNELS
 from tests.layouts import in_stages
@@ -134,6 +136,13 @@ def test_requests_of_a_pipeline_are_preempted(preemption: Any):
     assert engine.scheduler.preemptions[preemption] > 0
 
 
+def all_compiled(engine: Engine) -> tuple[int, int, int]:
+    """Programs, and those that join what groups emitted."""
+    programs = engine.programs
+    assert isinstance(programs, PipelinePrograms)
+    return programs.compiled, programs._join._cache_size(), programs._join_reads._cache_size()
+
+
 def fail(_: object) -> None:
     raise ZeroDivisionError
 
@@ -142,9 +151,12 @@ def fail(_: object) -> None:
 def test_a_pipeline_warms_up_adapts_and_starts_anew_after_an_error():
     engine = new_engine((1, 1), adaptive=True)
     engine.warm_up(rows=[4])
-    compiled, prompt = engine.programs.compiled, [5, 6, 7]
-    engine.finish([first := engine.add(prompt, SamplingParams(max_tokens=8))])
-    assert engine.programs.compiled == compiled
+    compiled, prompt = all_compiled(engine), [5, 6, 7]
+    for count in (1, 2, 3, 4):
+        generations = engine.add_all([prompt] * count, [SamplingParams(max_tokens=8)] * count)
+        engine.finish(generations)
+    first = generations[0]
+    assert all_compiled(engine) == compiled
     engine.add(prompt, SamplingParams(max_tokens=8))
     engine.on_launch = fail
     with pytest.raises(ZeroDivisionError):
@@ -152,6 +164,27 @@ def test_a_pipeline_warms_up_adapts_and_starts_anew_after_an_error():
     engine.on_launch = None
     engine.finish([again := engine.add(prompt, SamplingParams(max_tokens=8))])
     assert again.token_ids == first.token_ids
+
+
+def programs_of(layers: tuple[int, ...], rows: int) -> PipelinePrograms:
+    engine = Engine(staged(one_device("ngram"), layers), CACHE, EngineConfig(max_rows=rows))
+    assert isinstance(engine.programs, PipelinePrograms)
+    return engine.programs
+
+
+def test_rows_are_in_groups_of_one_size_and_found_again():
+    programs = programs_of((2, 1, 1), rows=8)
+    rng = np.random.default_rng(0)
+    for count in (1, 2, 3, 4, 8):
+        for real in range(1, count + 1):
+            rows = np.full(count, 8, np.int32)
+            rows[:real] = rng.permutation(8)[:real]
+            for listed in (rows, rng.permutation(rows)):
+                groups, places = programs._groups(listed)
+                assert {len(group) for group in groups} == {-(-count // 3)}
+                assert all((group < 8).any() for group in groups[1:])
+                found = np.concatenate(groups)[places]
+                assert found[listed < 8].tolist() == listed[listed < 8].tolist()
 
 
 def test_layers_are_split_so_that_the_slowest_stage_is_fast():
@@ -203,6 +236,11 @@ def test_an_engine_says_how_busy_its_stages_were():
     assert engine.pipeline is not None
     engine.finish(engine.add_all(PROMPTS[:2], SAMPLING[:2]))
     assert 0 < engine.pipeline.bubble < 0.5
+    busy = engine.pipeline.busy
+    for key in [one for one in engine.programs.ready if isinstance(one, RoundsKey)]:
+        engine.programs.ready.remove(key)
+        engine.programs.prepare_rounds(key)
+    assert engine.pipeline.busy == busy > 0, "compiling is no work"
     assert Engine(one_device("ngram"), CACHE, EngineConfig(max_rows=2)).pipeline is None
 
 

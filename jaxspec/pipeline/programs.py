@@ -79,7 +79,6 @@ class PipelinePrograms(Programs):
 
     Attributes:
       stages: those before the last.
-      use: of all stages by rounds.
     """
 
     compiles_ahead = False
@@ -88,7 +87,7 @@ class PipelinePrograms(Programs):
         super().__init__(params, sizes, max_programs)
         self.stages = [StagePrograms(one, params, sizes) for one in self.params.stages]
         self.params = self.params.last_stage
-        self.pipeline = self.use_so_far = PipelineUse(len(self.stages) + 1)
+        self.pipeline = self._use = PipelineUse(len(self.stages) + 1)
         options = functools.partial(
             compiler_options, params.target.embed, deterministic=sizes.fixed
         )
@@ -163,8 +162,13 @@ class PipelinePrograms(Programs):
                 emitted[index].append(one)
                 if later:
                     state, opened[index] = self._start(params, state, group, drafting)
-        self.use_so_far.add(len(groups), rounds)
-        return state, self._join(emitted, places)
+        if (rows < self.sizes.num_rows).any():  # else a program was compiled
+            self._use.add(len(groups), rounds)
+        return state, self._join(self._for_all_groups(emitted), places)
+
+    def _for_all_groups(self, emitted: list[list[Emitted]]) -> list[list[Emitted]]:
+        """With an entry for each group that was left out, so that one program joins them all."""
+        return [*emitted, *[emitted[-1]] * (len(self.stages) + 1 - len(emitted))]
 
     def _groups(self, rows: np.ndarray) -> tuple[list[np.ndarray], np.ndarray]:
         """Groups of rows [B] for the stages to work on in turn, all of one size, without those that
@@ -176,7 +180,7 @@ class PipelinePrograms(Programs):
         kept = (order < self.sizes.num_rows).any(axis=1)
         kept[0] = True  # a program that is compiled runs on nothing
         index = np.arange(len(rows))
-        group = np.minimum(index % count, kept.sum() - 1)  # padding may be anywhere
+        group = np.maximum(np.cumsum(kept)[index % count] - 1, 0)  # of padding: any
         return list(order[kept]), (group * size + index // count).astype(np.int32)
 
     def _start(
@@ -197,9 +201,8 @@ class PipelinePrograms(Programs):
         options: dict[str, Any],
     ) -> tuple[EngineState, Emitted]:
         state, (emitted, path) = self.close_round(params, state, *opened, rows, masks, **options)
-        if not path.is_chain:
-            for stage in self.stages:
-                stage(stage.commit, path)
+        for stage in self.stages:
+            stage.commit_path(path)
         return state, emitted
 
     def stage_seconds(self, key: RoundsKey, rows: Sequence[int], rounds: int) -> list[float]:
@@ -296,8 +299,12 @@ class PipelinePrograms(Programs):
             state, one = self.close_read(
                 params, state, passage, group, part, own_masks, **sizes, **options
             )
-            emitted.setdefault(id(group), []).append(one)
-        return state, self._join_reads(list(emitted.values()), places, width=width)
+            pieces = emitted.setdefault(id(group), [])
+            if one.prompt is None:
+                pieces.clear()  # the last one says it all
+            pieces.append(one)
+        every = self._for_all_groups(list(emitted.values()))
+        return state, self._join_reads(every, places, width=width)
 
     def _piece(self, width: int, limits: np.ndarray, *, single: bool) -> int:
         """Tokens of a row that travel together: a part of a single row's."""

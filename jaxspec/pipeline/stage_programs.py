@@ -5,10 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
-from jaxspec.cache import ModelState
+from jaxspec.cache import CommittedPath, ModelState, PagedKV
 from jaxspec.compiler_options import compiler_options
 from jaxspec.functional import EngineParams, pipelined
 from jaxspec.models.stages import Stage
@@ -27,7 +25,7 @@ class StagePrograms:
     def __init__(self, stage: Stage, params: EngineParams, sizes: Sizes):
         self.weights, self.sizes = stage, sizes
         weight = jax.tree.leaves(stage)[0]
-        options = functools.partial(compiler_options, weight, deterministic=False)
+        options = functools.partial(compiler_options, weight, deterministic=False)  # refused
         jit = functools.partial(jax.jit, donate_argnums=1, compiler_options=options())
         passing = functools.partial(
             pipelined.pass_stage, capture=params.drafter.capture, kernels=params.kernels
@@ -61,8 +59,15 @@ class StagePrograms:
         return rest[0] if rest else None
 
     def placed[T](self, tree: T) -> T:
-        """On the stage's devices."""
-        return jax.device_put(tree, NamedSharding(self.weights.mesh, P()))
+        """On the stage's devices, split as its weights are."""
+        mesh, layout = self.weights.mesh, self.weights.layout
+        return jax.device_put(tree, named_shardings(mesh, tree, layout))
+
+    def commit_path(self, path: CommittedPath) -> None:
+        """Keep the accepted nodes of a round."""
+        in_place = all(isinstance(state, PagedKV) for state in self.states.layers)
+        if not (path.is_chain and in_place):
+            self(self.commit, path)
 
     def clear_cache(self) -> None:
         for program in vars(self).values():
