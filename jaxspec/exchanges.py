@@ -26,12 +26,10 @@ def with_exchanges(params: EngineParams, make: Make = make_exchange) -> EnginePa
     same time must not share it either, so each engine makes its own. Without one, devices sum
     through XLA.
     """
-    if "reduce_add_rms_norm" not in params.kernels:
+    if params.mesh is None or "reduce_add_rms_norm" not in params.kernels:
         return params
     stages = tuple(_replaced(stage, functools.partial(make, stage.mesh)) for stage in params.stages)
-    own = params.last_stage
-    if params.mesh is not None:
-        own = _replaced(own, functools.partial(make, params.mesh))
+    own = _replaced(params.last_stage, functools.partial(make, params.mesh))
     return own.replace(stages=stages)
 
 

@@ -22,7 +22,7 @@ from jaxspec.scheduling.requests import SamplingParams
 from pallas_kernels.selection import NO_KERNELS
 from tests.layouts import in_stages
 from tests.marks import slow
-from tests.programs import FAST_COMPILE
+from tests.programs import FAST_COMPILE, traces
 from tests.random_models import make_params, random_prompts, random_target, tiny_config
 from tests.test_mesh_engine import CACHE, CHAIN, TARGET, check, compiler, run, sealed
 
@@ -140,7 +140,7 @@ def all_compiled(engine: Engine) -> tuple[int, int, int]:
     """Programs, and those that join what groups emitted."""
     programs = engine.programs
     assert isinstance(programs, PipelinePrograms)
-    return programs.compiled, programs._join._cache_size(), programs._join_reads._cache_size()
+    return programs.compiled, traces(programs._join), traces(programs._join_reads)
 
 
 def fail(_: object) -> None:

@@ -236,7 +236,7 @@ def test_on_gpus_attention_to_parts_of_pages_is_a_kernel(drafter: str):
     )
     params = on_mesh(params, make_mesh(sequence_parallel=2), shard_drafter=False)
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
-    params = params.replace(kernels=Kernels(frozenset({"paged_attention"})))
+    params = params.replace(kernels=Kernels(frozenset({"partial_attention"})))
     state = functional.init_state(params, 2, 24, page_size=16)
 
     def generate(params: Any, state: Any) -> Any:

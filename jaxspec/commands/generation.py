@@ -136,7 +136,7 @@ def summary(results: dict[str, Any]) -> str:
         f"{results['decode_tokens_per_second']:.1f} tokens/s on {results['device']} "
         f"(kernels: {results['kernels']}; programs ready in {results['compile_seconds']:.1f} s)",
     ]
-    if results["pipeline_bubble"] is not None:
+    if results.get("pipeline_bubble") is not None:
         lines.append(f"pipeline: no work in {results['pipeline_bubble']:.0%} of the stages' steps")
     if "speedups" in results:
         lines += comparison_lines(results)
