@@ -1,0 +1,71 @@
+"""What two devices compute in bfloat16, with the kernels of the device, is what one does.
+
+Benchmarks with synthetic acceptance cannot see a wrong token. These tests can, on two GPUs.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.config.cache import CacheConfig
+from jaxspec.config.engine import EngineConfig
+from jaxspec.config.speculation import SpeculationConfig
+from jaxspec.engine import Engine
+from jaxspec.functional import EngineParams
+from jaxspec.parallel import make_mesh, stage_meshes
+from jaxspec.scheduling.requests import SamplingParams
+from pallas_kernels.selection import Kernels
+from tests.layouts import in_stages, on_mesh
+from tests.marks import slow
+from tests.random_models import make_params, random_prompts, random_target, tiny_config
+
+SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_layers": 4}
+TARGET = random_target(tiny_config(num_heads=8, num_kv_heads=4, **SIZES))
+PROMPTS = [prompt.tolist() for prompt in random_prompts((90, 33, 5), seed=1)]
+CLOSE = 0.1  # bound of the differences of log-probabilities: roundings of bfloat16
+
+
+def one_device(sharing: int) -> EngineParams:
+    params = make_params("eagle3", SpeculationConfig.chain(3), TARGET)
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x, params)
+    return params.replace(kernels=Kernels.for_device(sharing=sharing))
+
+
+def logprobs(params: EngineParams) -> list[list[Any]]:
+    """Of each prompt, and of the first tokens after it: (token, log-probability)."""
+    cache = CacheConfig(page_size=32, max_length=128)
+    engine = Engine(params, cache, EngineConfig(max_rows=4, rounds_per_call=2))
+    sampling = SamplingParams(max_tokens=6, logprobs=1, prompt_logprobs=1)
+    generations = engine.add_all(PROMPTS, [sampling] * len(PROMPTS))
+    engine.finish(generations)
+    assert not any(one.error for one in generations)
+    return [
+        [(one.token_id, one.logprob) for one in [*own.prompt_logprobs[1:], *own.logprobs]]
+        for own in generations
+    ]
+
+
+@pytest.mark.parametrize(
+    "how", [pytest.param(how, marks=pytest.mark.gpu) for how in ("tp", "pp", "sp")] + [slow("tp")]
+)
+def test_two_devices_compute_what_one_does(how: str):
+    if len(jax.devices()) < 2:
+        pytest.skip("one device")
+    params = one_device(2 if how == "tp" else 1)
+    if how == "tp":
+        params = on_mesh(params, make_mesh(2), shard_drafter=False)
+    elif how == "sp":
+        params = on_mesh(params, make_mesh(sequence_parallel=2), shard_drafter=False)
+    else:
+        meshes = stage_meshes(make_mesh(pipeline_parallel=2))
+        params = in_stages(params, (3, 1), meshes, shard_drafter=False)
+    for found, expected in zip(logprobs(params), logprobs(one_device(1)), strict=True):
+        same = 0  # tokens before the first that differs, which may be a near tie
+        while same < len(expected) and found[same][0] == expected[same][0]:
+            same += 1
+        assert same >= len(expected) - 3
+        ours, theirs = (np.array([value for _, value in own[:same]]) for own in (found, expected))
+        np.testing.assert_allclose(ours, theirs, atol=CLOSE)
