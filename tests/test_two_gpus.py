@@ -35,17 +35,16 @@ def one_device(sharing: int) -> EngineParams:
 
 
 def logprobs(params: EngineParams) -> list[list[Any]]:
-    """Of each prompt, and of the first tokens after it: (token, log-probability)."""
+    """Of each prompt's tokens but the first, and of those after it: (token, log-probability)."""
     cache = CacheConfig(page_size=32, max_length=128)
     engine = Engine(params, cache, EngineConfig(max_rows=4, rounds_per_call=2))
     sampling = SamplingParams(max_tokens=6, logprobs=1, prompt_logprobs=1)
     generations = engine.add_all(PROMPTS, [sampling] * len(PROMPTS))
     engine.finish(generations)
     assert not any(one.error for one in generations)
-    return [
-        [(one.token_id, one.logprob) for one in [*own.prompt_logprobs[1:], *own.logprobs]]
-        for own in generations
-    ]
+    found = [(own.prompt_logprobs or [])[1:] + (own.logprobs or []) for own in generations]
+    assert all(len(own) > len(prompt) for own, prompt in zip(found, PROMPTS, strict=True))
+    return [[(one.token_id, one.logprob) for one in own] for own in found]
 
 
 @pytest.mark.parametrize(
