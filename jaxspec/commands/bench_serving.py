@@ -25,6 +25,7 @@ from jaxspec.benchmarking.rounds import Bench, Workload, time_mode
 from jaxspec.benchmarking.shapes import SHAPES
 from jaxspec.commands.engine_options import (
     add_drafter_bits,
+    add_quantization_options,
     add_sequence_parallel_option,
     add_tensor_parallel_option,
 )
@@ -102,6 +103,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--dtype", choices=("bfloat16", "float32"), help="(default: float32 on CPU, else bfloat16)")
     add_tensor_parallel_option(parser)
     add_sequence_parallel_option(parser)
+    add_quantization_options(parser)
     add_drafter_bits(parser)
     add("--kernels", default="auto", help="auto (all on a Hopper GPU), all, none or a comma list")
     add("--adaptive", action="store_true", help="choose the tree of each call, or none, by what a "
@@ -151,8 +153,9 @@ class Models:
 
     def _random_weights(self) -> tuple[Decoder, DraftHead]:
         config, dtype = SHAPES[self.args.shape], resolve_dtype(self.args.dtype)
-        target = random_decoder(config, dtype, self.mesh, seed=0)
-        return target, random_eagle3_head(config, dtype, self.mesh, seed=1)
+        own = self.args.drafter_quantization
+        target = random_decoder(config, dtype, self.mesh, 0, self.args.quantization)
+        return target, random_eagle3_head(config, dtype, self.mesh, seed=1, quantization=own)
 
     def mode(self, name: str) -> Mode:
         """Of random weights: how a run decodes."""

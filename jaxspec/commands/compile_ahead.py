@@ -52,6 +52,7 @@ from jaxspec.benchmarking.tpu_ahead import (
 )
 from jaxspec.commands.compiling_process import add_compiler_options, run_compiling, run_or_compile
 from jaxspec.commands.engine_options import (
+    add_quantization_options,
     add_sequence_parallel_option,
     add_tensor_parallel_option,
 )
@@ -79,6 +80,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--page-size", type=int, default=64, help="tokens of a page of the KV cache")
     add_tensor_parallel_option(parser)
     add_sequence_parallel_option(parser)
+    add_quantization_options(parser)
     add(
         "--sampling",
         choices=("greedy", "general"),
@@ -134,7 +136,16 @@ def compile_here(args: argparse.Namespace) -> None:
         repeats=1,
         sampling=args.sampling,
     )
-    job = Job(model_config(args), mode, workload, args.tp, args.sp, args.kernels)
+    job = Job(
+        model_config(args),
+        mode,
+        workload,
+        args.tp,
+        args.sp,
+        args.kernels,
+        quantization=args.quantization,
+        drafter_quantization=args.drafter_quantization,
+    )
     if args.tpu is None:
         compile_decode(job, args.dump)
     else:

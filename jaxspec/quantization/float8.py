@@ -7,7 +7,8 @@ when they are used, with a scale for each token, or for each token and as many i
 import jax.numpy as jnp
 from jax import Array
 
-from jaxspec.models.linear import Product
+from jaxspec.models.linear import Linear, Product
+from jaxspec.models.shapes import array_shape
 from jaxspec.pytree import Pytree, array, pytree, static
 from jaxspec.tensors import Filler, OutputsFirst, Source
 from pallas_kernels.products import input_last_product
@@ -88,6 +89,31 @@ class Float8Linear(Pytree):
         weight = by_group * self.scale.astype(jnp.float32)[..., None]
         x, weight = x.reshape(rounded.shape), weight.reshape(self.values.shape)
         return input_last_product(x.astype(dtype), weight.astype(dtype), jnp.float32)
+
+
+def float8_shape(linear: Linear, num_groups: int, scale_dtype: jnp.dtype) -> Float8Linear:
+    """A Float8Linear of ShapeDtypeStructs in place of a Linear of such."""
+    size, *outputs = linear.weight.shape
+    return Float8Linear(
+        values=array_shape(*outputs, size, dtype=E4M3),
+        scale=array_shape(*outputs, num_groups, dtype=scale_dtype),
+        bias=linear.bias,
+        axes=linear.axes,
+        activations=jnp.dtype(linear.dtype),
+    )
+
+
+def rounded_to_float8(linear: Linear, num_groups: int = 1) -> Float8Linear:
+    """The nearest Float8Linear: the largest weight of each group becomes 448."""
+    weight = jnp.moveaxis(linear.weight, 0, -1)
+    values, scale = round_tokens(weight, num_groups)
+    return Float8Linear(
+        values=values,
+        scale=scale,
+        bias=linear.bias,
+        axes=linear.axes,
+        activations=jnp.dtype(linear.dtype),
+    )
 
 
 def round_tokens(x: Array, num_groups: int = 1) -> tuple[Array, Array]:

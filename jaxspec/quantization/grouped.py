@@ -7,7 +7,8 @@ they are.
 import jax.numpy as jnp
 from jax import Array
 
-from jaxspec.models.linear import Product
+from jaxspec.models.linear import Linear, Product
+from jaxspec.models.shapes import array_shape
 from jaxspec.pytree import Pytree, array, pytree, static
 from jaxspec.tensors import Filler, OutputsFirst, Source
 from pallas_kernels.products import input_last_product
@@ -83,6 +84,71 @@ class GroupedLinear(Pytree):
     def dense(self, dtype: jnp.dtype) -> Array:
         """The weights [*out, in], computed in float32 and rounded to ``dtype``."""
         return dequantized(self.values, self.scale, self.zero, self.groups).astype(dtype)
+
+
+def grouped_shape(
+    linear: Linear,
+    num_groups: int,
+    dtype: jnp.dtype,
+    scale_dtype: jnp.dtype,
+    *,
+    zero: bool = False,
+    mixed: bool = False,
+) -> GroupedLinear:
+    """A GroupedLinear of ShapeDtypeStructs in place of a Linear of such.
+
+    ``zero`` and ``mixed``: whether it has zeros, and groups in mixed order.
+    """
+    size, *outputs = linear.weight.shape
+    by_group = (*outputs, num_groups)
+    return GroupedLinear(
+        values=array_shape(*outputs, size, dtype=dtype),
+        scale=array_shape(*by_group, dtype=scale_dtype),
+        zero=array_shape(*by_group, dtype=dtype) if zero else None,
+        groups=array_shape(size, dtype=jnp.dtype("int32")) if mixed else None,
+        bias=linear.bias,
+        axes=linear.axes,
+        activations=jnp.dtype(linear.dtype),
+    )
+
+
+def rounded_to_groups(
+    linear: Linear, bits: int = 4, group: int = 128, *, symmetric: bool = True
+) -> GroupedLinear:
+    """The nearest GroupedLinear with groups of consecutive inputs.
+
+    Symmetric: the largest weight of each group is exact. Otherwise its smallest and its largest
+    are, nearly, and groups have zeros.
+
+    Raises ValueError for inputs that are no multiple of ``group``.
+    """
+    weight = jnp.moveaxis(linear.weight.astype(jnp.float32), 0, -1)
+    if weight.shape[-1] % group:
+        raise ValueError(f"{weight.shape[-1]} inputs are no multiple of a group of {group}")
+    by_group = weight.reshape(*weight.shape[:-1], -1, group)
+    half, zero = 2 ** (bits - 1), None
+    if symmetric:
+        span = jnp.max(jnp.abs(by_group), axis=-1) / (half - 1)
+    else:
+        lowest, highest = (
+            bound(by_group, axis=-1, initial=0.0) for bound in (jnp.min, jnp.max)
+        )  # 0 stays exact
+        span = (highest - lowest) / (2 * half - 1)
+    scale = jnp.where(span > 0, span, 1.0).astype(linear.dtype)
+    steps = by_group / scale[..., None].astype(jnp.float32)
+    if not symmetric:
+        zero = jnp.clip(jnp.round(-half - jnp.min(steps, axis=-1, initial=0.0)), -half, half - 1)
+        steps = steps + zero[..., None]
+    values = jnp.clip(jnp.round(steps), -half, half - 1).reshape(weight.shape)
+    dtype = jnp.dtype("int4" if bits <= 4 else "int8")
+    return GroupedLinear(
+        values=values.astype(dtype),
+        scale=scale,
+        zero=None if zero is None else zero.astype(dtype),
+        bias=linear.bias,
+        axes=linear.axes,
+        activations=jnp.dtype(linear.dtype),
+    )
 
 
 def dequantized(

@@ -4,14 +4,13 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.models.linear import AnyLinear, Linear
 from jaxspec.parallel import Shards
-from jaxspec.quantization.float8 import E4M3, Float8Linear
-from jaxspec.quantization.grouped import GroupedLinear
+from jaxspec.quantization.float8 import E4M3, float8_shape
+from jaxspec.quantization.grouped import grouped_shape
 from jaxspec.tensors import CheckpointTensor, Source
 
 DTYPES = MappingProxyType(
@@ -54,7 +53,6 @@ def _shapes(
     stored: Mapping[str, CheckpointTensor], name: str, linear: Linear, shards: Shards
 ) -> AnyLinear:
     """A quantized Linear of ShapeDtypeStructs, in the format of the module ``name``."""
-    size, *outputs = linear.weight.shape
     values, scale = (stored[f"{name}.{kind}"] for kind in ("values", "scale"))
     num_groups = scale.shape[1]
     mixed = f"{name}.groups" in stored
@@ -70,27 +68,11 @@ def _shapes(
             "over a grid of devices; take a number of devices, no grid"
         )
 
-    def shape(sizes: tuple[int, ...], dtype: jnp.dtype) -> Any:
-        return jax.ShapeDtypeStruct(sizes, dtype)
-
-    def by_group(dtype: jnp.dtype) -> Any:
-        return shape((*outputs, num_groups), dtype)
-
-    dtype = DTYPES[values.dtype]
-    fields: dict[str, Any] = {
-        "values": shape((*outputs, size), dtype),
-        "scale": by_group(DTYPES[scale.dtype]),
-        "bias": linear.bias,
-        "axes": linear.axes,
-        "activations": jnp.dtype(linear.dtype),
-    }
+    dtype, scale_dtype = DTYPES[values.dtype], DTYPES[scale.dtype]
     if dtype == E4M3:
-        return Float8Linear(**fields)
-    return GroupedLinear(
-        **fields,
-        zero=by_group(dtype) if f"{name}.zero" in stored else None,
-        groups=shape((size,), jnp.dtype("int32")) if mixed else None,
-    )
+        return float8_shape(linear, num_groups, scale_dtype)
+    zero = f"{name}.zero" in stored
+    return grouped_shape(linear, num_groups, dtype, scale_dtype, zero=zero, mixed=mixed)
 
 
 def _check_alike(stored: Mapping[str, CheckpointTensor], names: tuple[str, ...]) -> None:
