@@ -45,9 +45,13 @@ def in_scheme[T](weights: T, name: Scheme | None, *, lm_head: bool) -> T:
         return weights
     if name not in ROUNDINGS:
         raise ValueError(f"no quantization is called {name!r}: choose {', '.join(ROUNDINGS)}")
-    rounding = ROUNDINGS[name]
+    return rounded(weights, ROUNDINGS[name], lm_head=lm_head)
 
-    def rounded(path: tuple[Any, ...], node: Any) -> Any:
+
+def rounded[T](weights: T, rounding: Callable[[Linear], AnyLinear], *, lm_head: bool) -> T:
+    """As ``in_scheme``, by a function that rounds a Linear."""
+
+    def of_node(path: tuple[Any, ...], node: Any) -> Any:
         is_head = any(getattr(part, "name", None) == "lm_head" for part in path)
         if not isinstance(node, Linear) or (is_head and not lm_head):
             return node
@@ -56,5 +60,5 @@ def in_scheme[T](weights: T, name: Scheme | None, *, lm_head: bool) -> T:
         return jax.eval_shape(rounding, node)
 
     return jax.tree_util.tree_map_with_path(
-        rounded, weights, is_leaf=lambda node: isinstance(node, Linear)
+        of_node, weights, is_leaf=lambda node: isinstance(node, Linear)
     )
