@@ -8,11 +8,11 @@ from jax import Array
 
 from pallas_kernels.gradients import with_reference_gradient
 from pallas_kernels.packed_product.reference import packed_product_reference
-from pallas_kernels.packed_product.tuning import OUTPUTS, packed_tuning
+from pallas_kernels.packed_product.tuning import LARGEST_STEP, packed_tuning
 from pallas_kernels.selection import Implementation, kernel_module
 
 MOST_ROWS = 64  # more are faster with widened weights: see docs/kernels.md
-BLOCKS = (64, 128)  # inputs of a block; a group has as many, or a multiple of 128
+SMALL_GROUPS = (32, 64)  # of inputs that share a scale; larger ones are multiples of 128
 
 
 @jax.named_scope("packed_product")
@@ -37,7 +37,7 @@ def packed_product(
         into whole parts.
       dtype: of the result.
       implementation: "auto" takes the Hopper kernel where it fits (bfloat16 x of at most 64 rows,
-        groups of 64 or multiples of 128, V a multiple of 128), else the reference.
+        groups of 32, 64 or multiples of 128, V a multiple of 128), else the reference.
 
     Returns [num_splits, M, V]; summed in float32.
 
@@ -62,12 +62,12 @@ def misfit(x: Array, values: Array, scale: Array, num_splits: int = 1) -> str | 
         return f"{given}: they must be bfloat16, int4, and of 16 bits"
     if rows > MOST_ROWS:
         return f"{rows} rows: at most {MOST_ROWS}"
-    tile = OUTPUTS * packed_tuning(rows, depth, width).warpgroups
+    tile = packed_tuning(rows, width).tile
     if width % tile:
         return f"{width} outputs: a multiple of {tile}"
     group = depth // groups
-    if group not in BLOCKS and group % BLOCKS[-1]:
-        return f"groups of {group} inputs: {BLOCKS[0]}, or a multiple of {BLOCKS[-1]}"
-    if depth % (num_splits * min(group, BLOCKS[-1])):
-        return f"{depth} inputs in {num_splits} parts: they must be whole blocks"
+    if group not in SMALL_GROUPS and group % LARGEST_STEP:
+        return f"groups of {group} inputs: 32, 64, or a multiple of {LARGEST_STEP}"
+    if depth % (num_splits * LARGEST_STEP):
+        return f"{depth} inputs in {num_splits} parts: multiples of {LARGEST_STEP}"
     return None

@@ -51,10 +51,11 @@ TEST_CASES = (
     Case(2, 256, 128),
     Case(5, 512, 256, group=64, zeros=True, num_splits=2),
     Case(13, 512, 128, group=512, num_splits=2),
+    Case(16, 512, 128, group=32, zeros=True),
     Case(64, 1024, 256, zeros=True),
 )
 BENCHMARK_CASES = tuple(
-    Case(rows, *SHAPES[name], num_splits=choose_packed_splits(*SHAPES[name], 128))
+    Case(rows, *SHAPES[name], num_splits=choose_packed_splits(rows, *SHAPES[name]))
     for name in SHAPES
     for rows in (2, 6, 16, 48, 64)
 )

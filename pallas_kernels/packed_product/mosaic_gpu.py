@@ -3,11 +3,13 @@
 Weights are the operand in registers of the tensor cores (64 outputs a warpgroup), and rows of x the
 one in shared memory: so a product of few rows fills the tensor cores, and weights are widened where
 they are used. A warpgroup copies blocks of weights, x and scales into a ring; the others multiply.
-The inputs of a block belong to one group: its scales multiply the block's sums, not the weights.
+Scales multiply the sums of a step (the inputs of a group, or 128 of a larger one), not the weights.
+So a row's sums depend neither on the other rows nor on the size of blocks.
 """
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -16,7 +18,13 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels.packed_product.tuning import OUTPUTS, PackedTuning, packed_tuning
+from pallas_kernels.packed_product.tuning import (
+    LARGEST_STEP,
+    OUTPUTS,
+    PackedTuning,
+    packed_tuning,
+)
+from pallas_kernels.packed_product.widening import BIAS, biased_weights
 from pallas_kernels.shared_memory import swizzled
 
 _OUTPUT_LAYOUT = plgpu.Layout.WGMMA.reduce(1)  # one value for each output of a warpgroup
@@ -31,8 +39,7 @@ class _Plan:
     padded_rows: int  # of the tensor cores' operand
     depth: int
     width: int
-    groups: int  # of inputs
-    block: int  # inputs of a block
+    group: int  # inputs that share a scale
     has_zeros: bool
     num_splits: int
     config: PackedTuning
@@ -41,12 +48,37 @@ class _Plan:
     @property
     def tile(self) -> int:
         """Outputs of a CTA."""
-        return OUTPUTS * self.config.warpgroups
+        return self.config.tile
+
+    @property
+    def stages(self) -> int:
+        """Blocks in the ring."""
+        bytes_by_output = 2 * self.block_groups * (1 + self.has_zeros)
+        return self.config.stages(self.padded_rows, self.block, bytes_by_output)
+
+    @property
+    def block(self) -> int:
+        """Inputs of a block: fewer than the tuning's where parts are shorter."""
+        return math.gcd(self.config.block, self.depth // self.num_splits)
 
     @property
     def blocks(self) -> int:
-        """Blocks of inputs of a CTA."""
+        """Blocks of a CTA."""
         return self.depth // self.num_splits // self.block
+
+    @property
+    def step(self) -> int:
+        """Inputs that are summed before the sums are scaled."""
+        return min(self.group, LARGEST_STEP)
+
+    @property
+    def unit(self) -> int:
+        """Inputs whose weights are in registers at once."""
+        return min(self.config.unit, self.step)
+
+    @property
+    def block_groups(self) -> int:
+        return max(1, self.block // self.group)
 
 
 # Traced once for all layers of a model.
@@ -72,11 +104,10 @@ def packed_product_mosaic(
         padded_rows=-(-rows // 8) * 8,
         depth=depth,
         width=width,
-        groups=groups,
-        block=min(depth // groups, 128),
+        group=depth // groups,
         has_zeros=zero is not None,
         num_splits=num_splits,
-        config=config or packed_tuning(rows, depth, width),
+        config=config or packed_tuning(rows, width),
         interpret=interpret is not None,
     )
     if rows > 8:  # the copy engine fills a single tile of 8 rows with zeros, but not several
@@ -87,19 +118,19 @@ def packed_product_mosaic(
 
 def _make_kernel(plan: _Plan, dtype: Any, scale_dtype: Any, out_dtype: Any, interpret: Any) -> Any:
     config, block = plan.config, plan.block
-    ring = config.stages
-    x_tile = min(TILE_INPUTS, block)
+    ring, scales = plan.stages, (plan.stages, plan.block_groups, plan.tile)
+    x_tile = min(TILE_INPUTS, plan.step)
 
     scratch: dict[str, Any] = {
         "values": plgpu.SMEM((ring, plan.tile, block), jnp.int4, transforms=swizzled(block, 4)),
         "x": plgpu.SMEM((ring, plan.padded_rows, block), dtype, transforms=swizzled(x_tile, 16)),
-        "scale": plgpu.SMEM((ring, plan.tile), scale_dtype),
+        "scale": plgpu.SMEM(scales, scale_dtype),
         "rows": plgpu.SMEM((config.warpgroups, plan.padded_rows, OUTPUTS), out_dtype),
         "full": plgpu.Barrier(num_arrivals=3 + plan.has_zeros, num_barriers=ring),
         "free": plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=ring),
     }
     if plan.has_zeros:
-        scratch["zero"] = plgpu.SMEM((ring, plan.tile), scale_dtype)
+        scratch["zero"] = plgpu.SMEM(scales, scale_dtype)
 
     def packed_product_kernel(x_in, values_in, scale_in, *zero_and_out, **refs):
         *zero_in, out = zero_and_out
@@ -107,14 +138,10 @@ def _make_kernel(plan: _Plan, dtype: Any, scale_dtype: Any, out_dtype: Any, inte
 
         @pl.when(warpgroup == config.warpgroups)
         def _copy():
-            if config.registers:
-                plgpu.set_max_registers(config.producer_registers, action="decrease")
             _copy_blocks(plan, x_in, values_in, [scale_in, *zero_in], refs)
 
         @pl.when(warpgroup < config.warpgroups)
         def _compute():
-            if config.registers:
-                plgpu.set_max_registers(config.registers, action="increase")
             _store(plan, _multiply_blocks(plan, refs), out, refs)
 
     return plgpu.kernel(
@@ -132,7 +159,7 @@ def _make_kernel(plan: _Plan, dtype: Any, scale_dtype: Any, out_dtype: Any, inte
 
 def _copy_blocks(plan: _Plan, x: Any, values: Any, by_group: list[Any], refs: Any) -> None:
     """Copy the blocks in order into the ring."""
-    ring, tile = plan.config.stages, lax.axis_index("tile")
+    ring, tile = plan.stages, lax.axis_index("tile")
     outputs = pl.ds(tile * plan.tile, plan.tile)
     # x may have fewer rows than the tile: a start that is not known keeps the slice from being
     # checked, and the copy engine writes zeros for rows that are not there.
@@ -147,11 +174,11 @@ def _copy_blocks(plan: _Plan, x: Any, values: Any, by_group: list[Any], refs: An
             plgpu.barrier_wait(refs["free"].at[slot])
 
         inputs, full = pl.ds((first + index) * plan.block, plan.block), refs["full"].at[slot]
-        group = (first + index) * plan.block // (plan.depth // plan.groups)
+        groups = pl.ds((first + index) * plan.block // plan.group, plan.block_groups)
         plgpu.copy_gmem_to_smem(values.at[outputs, inputs], refs["values"].at[slot], full)
         plgpu.copy_gmem_to_smem(x.at[rows, inputs], refs["x"].at[slot], full)
         for source, name in zip(by_group, ("scale", "zero"), strict=False):
-            plgpu.copy_gmem_to_smem(source.at[group, outputs], refs[name].at[slot], full)
+            plgpu.copy_gmem_to_smem(source.at[groups, outputs], refs[name].at[slot], full)
 
     lax.fori_loop(0, plan.blocks, copy, None)
     for i in range(min(ring, plan.blocks)):  # every barrier must have completed its last phase
@@ -160,39 +187,60 @@ def _copy_blocks(plan: _Plan, x: Any, values: Any, by_group: list[Any], refs: An
 
 def _multiply_blocks(plan: _Plan, refs: Any) -> Array:
     """A warpgroup's outputs: float32 [OUTPUTS, rows]."""
-    warpgroup, ring = lax.axis_index("warpgroup"), plan.config.stages
+    warpgroup, ring = lax.axis_index("warpgroup"), plan.stages
     own = pl.ds(warpgroup * OUTPUTS, OUTPUTS)
 
-    def step(index: Array, total: Array) -> Array:
+    def multiply_block(index: Array, total: Array) -> Array:
         slot = lax.rem(index, ring)
         plgpu.barrier_wait(refs["full"].at[slot])
-        packed = plgpu.load(
-            refs["values"].at[slot, own], layout=plgpu.Layout.WGMMA_UPCAST_4X, optimized=False
-        )
-        weights = plgpu.layout_cast(packed, plgpu.Layout.WGMMA).astype(refs["x"].dtype)
-        if plan.has_zeros:
-            zero = _by_output(refs["zero"].at[slot, own]).astype(weights.dtype)
-            weights -= lax.broadcast_in_dim(zero, weights.shape, [0])
-        sums = _product(weights, refs["x"].at[slot].transpose((1, 0)), plan)
-        scale = _by_output(refs["scale"].at[slot, own]).astype(jnp.float32)
+        for start in range(0, plan.block, plan.step):
+            sums = _product(plan, refs, slot, own, start)
+            scale = refs["scale"].at[slot, start // plan.group, own]
+            scale = _by_output(scale).astype(jnp.float32)
+            total += sums * lax.broadcast_in_dim(scale, sums.shape, [0])
         plgpu.barrier_arrive(refs["free"].at[slot])
-        return total + sums * lax.broadcast_in_dim(scale, sums.shape, [0])
+        return total
 
     zeros = jnp.zeros((OUTPUTS, plan.padded_rows), jnp.float32)
-    return lax.fori_loop(0, plan.blocks, step, plgpu.layout_cast(zeros, plgpu.Layout.WGMMA))
+    return lax.fori_loop(
+        0, plan.blocks, multiply_block, plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
+    )
+
+
+def _weights(plan: _Plan, refs: Any, slot: Array, own: Any, start: int) -> Array:
+    """Exact differences of values and zeros: bfloat16 [OUTPUTS, unit]."""
+    ref = refs["values"].at[slot, own]
+    biased = biased_weights(ref, start, plan.unit, interpret=plan.interpret)
+    bias = jnp.bfloat16(BIAS)
+    if plan.has_zeros:
+        zero = refs["zero"].at[slot, start // plan.group, own]
+        bias += _by_output(zero).astype(jnp.bfloat16)
+        bias = lax.broadcast_in_dim(bias, biased.shape, [0])
+    return biased - bias
 
 
 def _by_output(ref: Any) -> Array:
     return plgpu.load(ref, layout=_OUTPUT_LAYOUT, optimized=False)
 
 
-def _product(weights: Array, x: Any, plan: _Plan) -> Array:
-    """weights [OUTPUTS, block] times x [block, rows] in shared memory, waited for."""
+def _product(plan: _Plan, refs: Any, slot: Array, own: Any, start: int) -> Array:
+    """The weights of a step times x, float32 [OUTPUTS, rows]."""
+    starts = range(start, start + plan.step, plan.unit)
+
+    def x_of(first: int) -> Any:
+        return refs["x"].at[slot, :, pl.ds(first, plan.unit)].transpose((1, 0))
+
     if plan.interpret:  # the interpreter knows no operands in registers
-        return jnp.dot(weights, x[...], preferred_element_type=jnp.float32)
+        products = [
+            jnp.dot(_weights(plan, refs, slot, own, first), x_of(first)[...].astype(jnp.float32))
+            for first in starts
+        ]
+        return sum(products[1:], products[0])
 
     def multiply(sums: Any) -> Array:
-        plgpu.wgmma(sums, weights, x)
+        for first in starts:
+            plgpu.wgmma(sums, _weights(plan, refs, slot, own, first), x_of(first))
+            plgpu.wgmma_wait(0)  # the registers of these weights are free for the next ones
         return sums[...]
 
     sums = plgpu.WGMMAAccumulatorRef((OUTPUTS, plan.padded_rows), jnp.float32)

@@ -5,7 +5,12 @@ import dataclasses
 from pallas_kernels.policy import MULTIPROCESSORS
 
 OUTPUTS = 64  # of a warpgroup: what the tensor cores take
+LARGEST_STEP = 128  # inputs that are summed before the sums are scaled
 MAX_SPLITS = 8
+MIN_SPLIT_DEPTH = 1024  # inputs: shorter parts end before the copies have come up to speed
+MOST_STAGES = 8
+SHARED_BYTES = 227 << 10  # of a multiprocessor, 1 KiB for each CTA taken off
+BARRIER_BYTES = 2048
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,27 +19,67 @@ class PackedTuning:
 
     Attributes:
       warpgroups: that multiply; each has 64 outputs.
-      stages: blocks in shared memory.
-      registers, producer_registers: of each thread that multiplies, and of those that copy;
-        registers 0: the compiler's choice.
+      block: inputs of a block; fewer where a part of the inputs is no multiple of it.
+      unit: inputs whose weights a warpgroup has in registers at once: 64, or 128.
+      ctas: that share a multiprocessor and its memory.
+      most_stages: most blocks of a CTA in shared memory.
     """
 
     warpgroups: int = 2
-    stages: int = 6
-    registers: int = 0
-    producer_registers: int = 40
+    block: int = 256
+    unit: int = 64
+    ctas: int = 2
+    most_stages: int = MOST_STAGES
+
+    @property
+    def tile(self) -> int:
+        """Outputs of a CTA."""
+        return OUTPUTS * self.warpgroups
+
+    def stages(self, padded_rows: int, block: int, bytes_by_output: int) -> int:
+        """Blocks of a CTA that fit its shared memory.
+
+        Args:
+          bytes_by_output: of the scales and zeros of a block, for each output.
+        """
+        room = SHARED_BYTES // self.ctas - BARRIER_BYTES - 4 * padded_rows * self.tile
+        stage = self.tile * (block // 2 + bytes_by_output) + 2 * padded_rows * block
+        return min(room // stage, self.most_stages)
 
 
-def packed_tuning(rows: int, depth: int, width: int) -> PackedTuning:
-    """The variant for x [rows, depth] and weights [width, depth]."""
-    return PackedTuning()
+# To be timed beside the chosen one, at 6 and at 64 rows: half the registers spent on latency; more
+# and fewer multiplying warpgroups for each producer; shorter lines of weights.
+VARIANTS = (
+    PackedTuning(unit=128, ctas=1),
+    PackedTuning(warpgroups=4, block=128, ctas=1),
+    PackedTuning(block=128),
+)
 
 
-def choose_packed_splits(depth: int, width: int, group: int) -> int:
-    """Parts of the inputs that are summed separately, so that all multiprocessors have work."""
-    tiles, splits = width // (2 * OUTPUTS), 1
-    while splits < MAX_SPLITS and 2 * splits * tiles <= 2 * MULTIPROCESSORS:
-        if depth % (2 * splits * max(group, 128)):
+def packed_tuning(rows: int, width: int) -> PackedTuning:
+    """The variant for x [rows, in] and weights [width, in]; the same for 8 rows and fewer, and so
+    on: rows are padded to a multiple of 8."""
+    if rows <= 24:
+        return PackedTuning()
+    # Each CTA reads all of x: wider ones read it less often, where enough of them remain.
+    if rows > 32 and width % 256 == 0 and width // 256 > 3 * MULTIPROCESSORS // 4:
+        return PackedTuning(warpgroups=4, block=128, ctas=1)
+    return PackedTuning(block=128)
+
+
+def choose_packed_splits(rows: int, depth: int, width: int) -> int:
+    """Parts of the inputs that are summed separately, so that all multiprocessors have work.
+
+    It depends on the padded rows only. Partial sums cost time: where all multiprocessors have work
+    anyway, they have at most an eighth of the weights' bytes.
+    """
+    config, padded_rows = packed_tuning(rows, width), -(-rows // 8) * 8
+    tiles, splits = width // config.tile, 1
+    while 2 * splits * tiles <= config.ctas * MULTIPROCESSORS and splits < MAX_SPLITS:
+        part, has_idle = depth // (2 * splits), splits * tiles < 3 * MULTIPROCESSORS // 4
+        if part < MIN_SPLIT_DEPTH or depth % (2 * splits * LARGEST_STEP):
+            break
+        if not has_idle and 4 * padded_rows > part // 2 // 8:
             break
         splits *= 2
     return splits
