@@ -1,10 +1,11 @@
-"""The product with 4-bit weights on Hopper GPUs.
+"""The product with weights of 4 or 8 bits on Hopper GPUs.
 
-Weights are the operand in registers of the tensor cores (64 outputs a warpgroup), and rows of x the
-one in shared memory: so a product of few rows fills the tensor cores, and weights are widened where
-they are used. A warpgroup copies blocks of weights, x and scales into a ring; the others multiply.
-Scales multiply the sums of a step (the inputs of a group, or 128 of a larger one), not the weights.
-So a row's sums depend neither on the other rows nor on the size of blocks.
+Weights are the first operand of the tensor cores (64 outputs a warpgroup), and rows of x the second
+one: so a product of few rows fills them. Weights of 4 bits are widened in registers; floats of 8
+bits are multiplied as they are. A warpgroup copies blocks of weights, x and scales into a ring; the
+others multiply. Scales multiply the sums of a step (a group's inputs, or 128 of a larger group's),
+not the weights. So sums of 8-bit floats, which tensor cores keep with fewer bits, are short, and a
+row's sums depend neither on the other rows nor on the size of blocks.
 """
 
 import dataclasses
@@ -21,14 +22,15 @@ from jax import Array, lax
 from pallas_kernels.packed_product.tuning import (
     LARGEST_STEP,
     OUTPUTS,
+    SCALED_ROWS,
     PackedTuning,
     packed_tuning,
 )
 from pallas_kernels.packed_product.widening import BIAS, biased_weights
-from pallas_kernels.shared_memory import swizzled
+from pallas_kernels.shared_memory import LINE, swizzled
 
 _OUTPUT_LAYOUT = plgpu.Layout.WGMMA.reduce(1)  # one value for each output of a warpgroup
-TILE_INPUTS = 64  # of x: a row of a swizzled tile is at most 128 bytes
+_ROW_LAYOUT = plgpu.Layout.WGMMA.reduce(0)  # one value for each row of x
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +42,7 @@ class _Plan:
     depth: int
     width: int
     group: int  # inputs that share a scale
-    has_zeros: bool
+    more: tuple[str, ...]  # by group, beside the weights' scales: zero, x_scale
     num_splits: int
     config: PackedTuning
     interpret: bool
@@ -51,15 +53,10 @@ class _Plan:
         return self.config.tile
 
     @property
-    def stages(self) -> int:
-        """Blocks in the ring."""
-        bytes_by_output = 2 * self.block_groups * (1 + self.has_zeros)
-        return self.config.stages(self.padded_rows, self.block, bytes_by_output)
-
-    @property
     def block(self) -> int:
-        """Inputs of a block: fewer than the tuning's where parts are shorter."""
-        return math.gcd(self.config.block, self.depth // self.num_splits)
+        """Inputs of a block: whole lines of weights where the inputs of a CTA are so many."""
+        line = LINE if self.is_float8 else self.config.block
+        return math.gcd(line, self.depth // self.num_splits)
 
     @property
     def blocks(self) -> int:
@@ -73,21 +70,40 @@ class _Plan:
 
     @property
     def unit(self) -> int:
-        """Inputs whose weights are in registers at once."""
-        return min(self.config.unit, self.step)
+        """Inputs of a product of the tensor cores."""
+        return self.step if self.is_float8 else min(self.config.unit, self.step)
 
     @property
     def block_groups(self) -> int:
         return max(1, self.block // self.group)
+
+    @property
+    def stages(self) -> int:
+        """Blocks in the ring."""
+        entry = 2 - self.is_float8  # bytes of an entry of x: four times those of a weight, or once
+        weights = self.tile * self.block * entry // (1 if self.is_float8 else 4)
+        scales = 4 * self.block_groups * (self.tile + self.is_float8 * self.scaled_rows)
+        stage = weights + entry * self.padded_rows * self.block + scales
+        return self.config.stages(stage, 4 * self.padded_rows * self.tile)
+
+    @property
+    def is_float8(self) -> bool:
+        return "x_scale" in self.more
+
+    @property
+    def scaled_rows(self) -> int:
+        """Rows of x that have a scale, padding included."""
+        return -(-self.rows // SCALED_ROWS) * SCALED_ROWS
 
 
 # Traced once for all layers of a model.
 @functools.partial(jax.jit, static_argnames=("num_splits", "dtype", "config", "interpret"))
 def packed_product_mosaic(
     x: Array,  # [M, K]
-    values: Array,  # int4 [V, K]
+    values: Array,  # int4 or e4m3 [V, K]
     scale: Array,  # [n, V]
     zero: Array | None,  # [n, V]
+    x_scale: Array | None = None,  # [n, M], padded to a multiple of SCALED_ROWS
     *,
     num_splits: int,
     dtype: jnp.dtype,
@@ -99,46 +115,55 @@ def packed_product_mosaic(
     ``config`` None: from tuning.py. ``interpret``: plgpu.InterpretGPUParams, for tests.
     """
     (rows, depth), (groups, width) = x.shape, scale.shape
+    given = {"zero": zero, "x_scale": x_scale}
+    more = {name: one for name, one in given.items() if one is not None}
     plan = _Plan(
         rows=rows,
         padded_rows=-(-rows // 8) * 8,
         depth=depth,
         width=width,
         group=depth // groups,
-        has_zeros=zero is not None,
+        more=tuple(more),
         num_splits=num_splits,
         config=config or packed_tuning(rows, width),
         interpret=interpret is not None,
     )
     if rows > 8:  # the copy engine fills a single tile of 8 rows with zeros, but not several
         x = jnp.pad(x, ((0, plan.padded_rows - rows), (0, 0)))
-    zeros = [] if zero is None else [zero]
-    return _make_kernel(plan, x.dtype, scale.dtype, dtype, interpret)(x, values, scale, *zeros)
+    kernel = _make_kernel(plan, x.dtype, scale.dtype, dtype, interpret)
+    return kernel(x, values, scale, *more.values())
 
 
 def _make_kernel(plan: _Plan, dtype: Any, scale_dtype: Any, out_dtype: Any, interpret: Any) -> Any:
     config, block = plan.config, plan.block
-    ring, scales = plan.stages, (plan.stages, plan.block_groups, plan.tile)
-    x_tile = min(TILE_INPUTS, plan.step)
+    ring, bits = plan.stages, 8 * dtype.itemsize
+    by_output = (ring, plan.block_groups, plan.tile)
+    x_tile = min(8 * LINE // bits, plan.unit)
+    values_dtype, values_bits = (dtype, 8) if plan.is_float8 else (jnp.int4, 4)
+    values_transforms = swizzled(block, values_bits)
 
     scratch: dict[str, Any] = {
-        "values": plgpu.SMEM((ring, plan.tile, block), jnp.int4, transforms=swizzled(block, 4)),
-        "x": plgpu.SMEM((ring, plan.padded_rows, block), dtype, transforms=swizzled(x_tile, 16)),
-        "scale": plgpu.SMEM(scales, scale_dtype),
+        "values": plgpu.SMEM((ring, plan.tile, block), values_dtype, transforms=values_transforms),
+        "x": plgpu.SMEM((ring, plan.padded_rows, block), dtype, transforms=swizzled(x_tile, bits)),
+        "scale": plgpu.SMEM(by_output, scale_dtype),
         "rows": plgpu.SMEM((config.warpgroups, plan.padded_rows, OUTPUTS), out_dtype),
-        "full": plgpu.Barrier(num_arrivals=3 + plan.has_zeros, num_barriers=ring),
+        "full": plgpu.Barrier(num_arrivals=3 + len(plan.more), num_barriers=ring),
         "free": plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=ring),
     }
-    if plan.has_zeros:
-        scratch["zero"] = plgpu.SMEM(scales, scale_dtype)
+    if "zero" in plan.more:
+        scratch["zero"] = plgpu.SMEM(by_output, scale_dtype)
+    if plan.is_float8:
+        by_row = (ring, plan.block_groups, plan.scaled_rows)
+        scratch["x_scale"] = plgpu.SMEM(by_row, jnp.float32)
 
-    def packed_product_kernel(x_in, values_in, scale_in, *zero_and_out, **refs):
-        *zero_in, out = zero_and_out
+    def packed_product_kernel(x_in, values_in, scale_in, *more_and_out, **refs):
+        *more_in, out = more_and_out
+        by_group = dict(zip(("scale", *plan.more), (scale_in, *more_in), strict=True))
         warpgroup = lax.axis_index("warpgroup")
 
         @pl.when(warpgroup == config.warpgroups)
         def _copy():
-            _copy_blocks(plan, x_in, values_in, [scale_in, *zero_in], refs)
+            _copy_blocks(plan, x_in, values_in, by_group, refs)
 
         @pl.when(warpgroup < config.warpgroups)
         def _compute():
@@ -157,7 +182,7 @@ def _make_kernel(plan: _Plan, dtype: Any, scale_dtype: Any, out_dtype: Any, inte
     )
 
 
-def _copy_blocks(plan: _Plan, x: Any, values: Any, by_group: list[Any], refs: Any) -> None:
+def _copy_blocks(plan: _Plan, x: Any, values: Any, by_group: dict[str, Any], refs: Any) -> None:
     """Copy the blocks in order into the ring."""
     ring, tile = plan.stages, lax.axis_index("tile")
     outputs = pl.ds(tile * plan.tile, plan.tile)
@@ -177,8 +202,9 @@ def _copy_blocks(plan: _Plan, x: Any, values: Any, by_group: list[Any], refs: An
         groups = pl.ds((first + index) * plan.block // plan.group, plan.block_groups)
         plgpu.copy_gmem_to_smem(values.at[outputs, inputs], refs["values"].at[slot], full)
         plgpu.copy_gmem_to_smem(x.at[rows, inputs], refs["x"].at[slot], full)
-        for source, name in zip(by_group, ("scale", "zero"), strict=False):
-            plgpu.copy_gmem_to_smem(source.at[groups, outputs], refs[name].at[slot], full)
+        for name, source in by_group.items():
+            own = pl.ds(0, plan.scaled_rows) if name == "x_scale" else outputs
+            plgpu.copy_gmem_to_smem(source.at[groups, own], refs[name].at[slot], full)
 
     lax.fori_loop(0, plan.blocks, copy, None)
     for i in range(min(ring, plan.blocks)):  # every barrier must have completed its last phase
@@ -194,57 +220,63 @@ def _multiply_blocks(plan: _Plan, refs: Any) -> Array:
         slot = lax.rem(index, ring)
         plgpu.barrier_wait(refs["full"].at[slot])
         for start in range(0, plan.block, plan.step):
+            group = start // plan.group
             sums = _product(plan, refs, slot, own, start)
-            scale = refs["scale"].at[slot, start // plan.group, own]
-            scale = _by_output(scale).astype(jnp.float32)
+            if plan.is_float8:
+                x_scales = refs["x_scale"].at[slot, group, pl.ds(0, plan.padded_rows)]
+                x_scale = plgpu.load(x_scales, layout=_ROW_LAYOUT, optimized=False)
+                sums *= lax.broadcast_in_dim(x_scale, sums.shape, [1])
+            scale = _by_output(refs["scale"].at[slot, group, own]).astype(jnp.float32)
             total += sums * lax.broadcast_in_dim(scale, sums.shape, [0])
         plgpu.barrier_arrive(refs["free"].at[slot])
         return total
 
     zeros = jnp.zeros((OUTPUTS, plan.padded_rows), jnp.float32)
-    return lax.fori_loop(
-        0, plan.blocks, multiply_block, plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
-    )
-
-
-def _weights(plan: _Plan, refs: Any, slot: Array, own: Any, start: int) -> Array:
-    """Exact differences of values and zeros: bfloat16 [OUTPUTS, unit]."""
-    ref = refs["values"].at[slot, own]
-    biased = biased_weights(ref, start, plan.unit, interpret=plan.interpret)
-    bias = jnp.bfloat16(BIAS)
-    if plan.has_zeros:
-        zero = refs["zero"].at[slot, start // plan.group, own]
-        bias += _by_output(zero).astype(jnp.bfloat16)
-        bias = lax.broadcast_in_dim(bias, biased.shape, [0])
-    return biased - bias
-
-
-def _by_output(ref: Any) -> Array:
-    return plgpu.load(ref, layout=_OUTPUT_LAYOUT, optimized=False)
+    zeros = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
+    return lax.fori_loop(0, plan.blocks, multiply_block, zeros)
 
 
 def _product(plan: _Plan, refs: Any, slot: Array, own: Any, start: int) -> Array:
-    """The weights of a step times x, float32 [OUTPUTS, rows]."""
+    """The weights of a step times x: float32 [OUTPUTS, rows]."""
     starts = range(start, start + plan.step, plan.unit)
+
+    def weights_of(first: int) -> Any:
+        if plan.is_float8:
+            return refs["values"].at[slot, own, pl.ds(first, plan.unit)]
+        return _widened(plan, refs, slot, own, first)
 
     def x_of(first: int) -> Any:
         return refs["x"].at[slot, :, pl.ds(first, plan.unit)].transpose((1, 0))
 
-    if plan.interpret:  # the interpreter knows no operands in registers
-        products = [
-            jnp.dot(_weights(plan, refs, slot, own, first), x_of(first)[...].astype(jnp.float32))
-            for first in starts
-        ]
+    if plan.interpret:  # the interpreter knows no operands in registers, and CPUs no 8-bit floats
+        pairs = [(weights_of(first)[...], x_of(first)[...]) for first in starts]
+        wide = [[one.astype(jnp.float32) for one in pair] for pair in pairs]
+        products = [jnp.dot(*pair, precision=lax.Precision.HIGHEST) for pair in wide]
         return sum(products[1:], products[0])
 
     def multiply(sums: Any) -> Array:
         for first in starts:
-            plgpu.wgmma(sums, _weights(plan, refs, slot, own, first), x_of(first))
+            plgpu.wgmma(sums, weights_of(first), x_of(first))
             plgpu.wgmma_wait(0)  # the registers of these weights are free for the next ones
         return sums[...]
 
     sums = plgpu.WGMMAAccumulatorRef((OUTPUTS, plan.padded_rows), jnp.float32)
     return pl.run_scoped(multiply, sums)
+
+
+def _widened(plan: _Plan, refs: Any, slot: Array, own: Any, start: int) -> Array:
+    """Weights of 4 bits less their zeros, exactly: bfloat16 [OUTPUTS, unit]."""
+    values = refs["values"].at[slot, own]
+    biased = biased_weights(values, start, plan.unit, interpret=plan.interpret)
+    bias = jnp.bfloat16(BIAS)
+    if "zero" in plan.more:
+        zero = _by_output(refs["zero"].at[slot, start // plan.group, own])
+        bias = lax.broadcast_in_dim(zero.astype(jnp.bfloat16) + bias, biased.shape, [0])
+    return biased - bias
+
+
+def _by_output(ref: Any) -> Array:
+    return plgpu.load(ref, layout=_OUTPUT_LAYOUT, optimized=False)
 
 
 def _store(plan: _Plan, total: Array, out: Any, refs: Any) -> None:

@@ -6,6 +6,7 @@ from pallas_kernels.policy import MULTIPROCESSORS
 
 OUTPUTS = 64  # of a warpgroup: what the tensor cores take
 LARGEST_STEP = 128  # inputs that are summed before the sums are scaled
+SCALED_ROWS = 32  # scales of so many rows are copied at once: 128 bytes
 MAX_SPLITS = 8
 MIN_SPLIT_DEPTH = 1024  # inputs: shorter parts end before the copies have come up to speed
 MOST_STAGES = 8
@@ -36,14 +37,9 @@ class PackedTuning:
         """Outputs of a CTA."""
         return OUTPUTS * self.warpgroups
 
-    def stages(self, padded_rows: int, block: int, bytes_by_output: int) -> int:
-        """Blocks of a CTA that fit its shared memory.
-
-        Args:
-          bytes_by_output: of the scales and zeros of a block, for each output.
-        """
-        room = SHARED_BYTES // self.ctas - BARRIER_BYTES - 4 * padded_rows * self.tile
-        stage = self.tile * (block // 2 + bytes_by_output) + 2 * padded_rows * block
+    def stages(self, stage: int, results: int) -> int:
+        """Blocks of ``stage`` bytes that fit the shared memory of a CTA beside its results."""
+        room = SHARED_BYTES // self.ctas - BARRIER_BYTES - results
         return min(room // stage, self.most_stages)
 
 
@@ -59,12 +55,14 @@ VARIANTS = (
 def packed_tuning(rows: int, width: int) -> PackedTuning:
     """The variant for x [rows, in] and weights [width, in]; the same for 8 rows and fewer, and so
     on: rows are padded to a multiple of 8."""
-    if rows <= 24:
+    if rows <= 16:
         return PackedTuning()
-    # Each CTA reads all of x: wider ones read it less often, where enough of them remain.
-    if rows > 32 and width % 256 == 0 and width // 256 > 3 * MULTIPROCESSORS // 4:
-        return PackedTuning(warpgroups=4, block=128, ctas=1)
-    return PackedTuning(block=128)
+    if rows <= 32:
+        return PackedTuning(block=128)
+    # The registers of more rows leave no room for a second CTA. Each CTA reads all of x: wider ones
+    # read it less often, where enough of them remain.
+    wide = width % 256 == 0 and width // 256 > 3 * MULTIPROCESSORS // 4
+    return PackedTuning(warpgroups=4 if wide else 2, block=128, ctas=1)
 
 
 def choose_packed_splits(rows: int, depth: int, width: int) -> int:
