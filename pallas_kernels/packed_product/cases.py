@@ -56,7 +56,7 @@ class Case:
 
 
 TEST_CASES = (
-    Case(2, 256, 128),
+    Case(2, 384, 128),
     Case(5, 512, 256, group=64, zeros=True, num_splits=2),
     Case(13, 512, 128, group=512, num_splits=2),
     Case(16, 512, 128, group=32, zeros=True),

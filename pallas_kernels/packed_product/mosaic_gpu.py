@@ -228,6 +228,7 @@ def _multiply_blocks(plan: _Plan, refs: Any) -> Array:
                 sums *= lax.broadcast_in_dim(x_scale, sums.shape, [1])
             scale = _by_output(refs["scale"].at[slot, group, own]).astype(jnp.float32)
             total += sums * lax.broadcast_in_dim(scale, sums.shape, [0])
+        plgpu.commit_smem()  # what was read comes before what the copy engine writes there next
         plgpu.barrier_arrive(refs["free"].at[slot])
         return total
 

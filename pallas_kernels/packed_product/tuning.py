@@ -21,7 +21,7 @@ class PackedTuning:
     Attributes:
       warpgroups: that multiply; each has 64 outputs.
       block: inputs of a block; fewer where a part of the inputs is no multiple of it.
-      unit: inputs whose weights a warpgroup has in registers at once: 64, or 128.
+      unit: inputs whose weights a warpgroup has in registers at once: 32, 64 or 128.
       ctas: that share a multiprocessor and its memory.
       most_stages: most blocks of a CTA in shared memory.
     """
@@ -38,8 +38,13 @@ class PackedTuning:
         return OUTPUTS * self.warpgroups
 
     def stages(self, stage: int, results: int) -> int:
-        """Blocks of ``stage`` bytes that fit the shared memory of a CTA beside its results."""
+        """Blocks of ``stage`` bytes that fit the shared memory of a CTA beside its results.
+
+        Raises ValueError if it has no room for two.
+        """
         room = SHARED_BYTES // self.ctas - BARRIER_BYTES - results
+        if room < 2 * stage:
+            raise ValueError(f"two blocks of {stage} bytes do not fit {room} bytes: see {self}")
         return min(room // stage, self.most_stages)
 
 

@@ -5,9 +5,8 @@ row: the byte of the thread. So all four read the word and each takes its byte. 
 moves the byte's upper half to the upper half of a register, and a constant exponent makes both
 halves bfloat16: 128 + 8 + value, where the step of bfloat16 is 1.
 
-Compiled for sm_90a, 64 x 128 weights take a thread 8 loads, 32 PRMT, 32 multiplications and
-32 LOP3, and 32 subtractions of the bias. (jax 0.12's conversion took 48 PRMT, 52 LOP3, 25 SHFL and
-the 32 subtractions for them: more than the integer units do while 4 KiB come from memory.)
+For each two weights that is a PRMT, a multiplication, a LOP3, and the subtraction of the bias; see
+tuning.py for what it comes to.
 """
 
 import functools
@@ -27,6 +26,7 @@ from pallas_kernels.shared_memory import swizzled
 
 BIAS = 136  # what ``biased_weights`` adds: 128, where the step of bfloat16 is 1, and 8
 CHUNK = 16  # bytes that a thread loads at once, and that a swizzle moves as one
+HALVES = 0x000F000F  # where a byte's two weights are, once they are apart
 WORD_INPUTS = 8  # weights in 32 bits
 CHUNK_INPUTS = 2 * CHUNK
 _SWIZZLED_BYTES = 128  # lines of shared memory, among which a swizzle permutes chunks
@@ -54,7 +54,7 @@ def _emit(_: Any, tiles: Any, *, line: int, start: int, inputs: int) -> Any:
     i8, i32 = (ir.IntegerType.get_signless(bits) for bits in (8, 32))
     four, pair = ir.VectorType.get((4,), i32), ir.VectorType.get((2,), ir.BF16Type.get())
     thread, pointer = _Word(mgpu.thread_idx()), utils.memref_ptr(tiles)
-    layout: Any = mgpu.WGMMA_LAYOUT
+    mask, layout = _mask_in_register(thread), mgpu.WGMMA_LAYOUT
     registers = np.empty(layout.registers_shape((OUTPUTS, inputs)), dtype=object)
     flat = registers.reshape(-1)  # for each 8 inputs: of the thread's first row, of its second
     for chunk in range(inputs // CHUNK_INPUTS):
@@ -64,7 +64,7 @@ def _emit(_: Any, tiles: Any, *, line: int, start: int, inputs: int) -> Any:
             words = llvm.load(four, at, alignment=CHUNK)
             for i in range(CHUNK_INPUTS // WORD_INPUTS):
                 word = vector.extract(words, dynamic_position=[], static_position=[i])
-                biased = biased_pair(_Word(word), thread, _own_byte).value
+                biased = biased_pair(_Word(word), thread, mask, _own_byte).value
                 flat[2 * (CHUNK_INPUTS // WORD_INPUTS * chunk + i) + half] = utils.bitcast(
                     biased, pair
                 )
@@ -88,13 +88,23 @@ def chunk_offset(thread: Any, chunk: int, half: int, line: int) -> Any:
     return row * line + (swizzle ^ chunk) * CHUNK
 
 
-def biased_pair(word: Any, thread: Any, own_byte: Any) -> Any:
+def biased_pair(word: Any, thread: Any, mask: Any, own_byte: Any) -> Any:
     """Two of a word's 8 weights, plus BIAS, as bfloat16 in a 32-bit word: those of the thread.
 
-    ``own_byte(word, selector)``: the byte of a word that the selector's lowest two bits name.
+    Args:
+      mask: HALVES.
+      own_byte: gives the byte of a word that a number in 0..3 names.
     """
-    byte = own_byte(word, thread % 4)
-    return (byte * 0x1001 & 0x000F000F) ^ 0x43084308
+    return (own_byte(word, thread % 4) * 0x1001 & mask) ^ 0x43084308
+
+
+def _mask_in_register(thread: "_Word") -> "_Word":
+    """HALVES. ptxas would move a constant to a register before every use.
+
+    Bytes 0 and 2 are the same, and so it does not matter which one a thread's selector names.
+    """
+    halves = utils.c(HALVES, ir.IntegerType.get_signless(32))
+    return _Word(utils.prmt(halves, halves, (thread % 2 * 2 | 0x3210).value))
 
 
 def _own_byte(word: "_Word", selector: "_Word") -> "_Word":

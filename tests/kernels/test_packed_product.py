@@ -29,7 +29,13 @@ from pallas_kernels.packed_product.tuning import (
     choose_packed_splits,
     packed_tuning,
 )
-from pallas_kernels.packed_product.widening import BIAS, CHUNK_INPUTS, biased_pair, chunk_offset
+from pallas_kernels.packed_product.widening import (
+    BIAS,
+    CHUNK_INPUTS,
+    HALVES,
+    biased_pair,
+    chunk_offset,
+)
 from pallas_kernels.selection import Kernels
 from tests.marks import first_is_fast
 
@@ -37,7 +43,8 @@ FLOAT32 = jnp.dtype("float32")
 # Of the largest sum of absolute products: products of 16-bit floats and integers are exact, their
 # sums are float32, and scales multiply the sums of a group.
 ERROR = 1e-5
-INTERPRETED = (PackedTuning(most_stages=2), PackedTuning(block=128, unit=128, ctas=1))
+# The first one uses each part of its ring again, even in the smallest cases.
+INTERPRETED = (PackedTuning(block=128, most_stages=2), PackedTuning(block=128, unit=128, ctas=1))
 
 
 def exact(case: Case) -> tuple[np.ndarray, np.ndarray]:
@@ -91,6 +98,14 @@ def test_it_lowers_for_cuda(case: Case, dtype: str):
     options = {"num_splits": case.num_splits, "dtype": dtype, "implementation": "mosaic_gpu"}
     function = functools.partial(packed_product, **options)
     assert jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize("config", VARIANTS, ids=str)
+def test_variants_lower_for_cuda(config: PackedTuning):
+    arguments = jax.eval_shape(lambda: make_arguments(Case(64, 1024, 256, zeros=True)))
+    options = {"num_splits": 1, "dtype": FLOAT32, "config": config}
+    function = jax.jit(functools.partial(packed_product_mosaic, **options))
+    assert function.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
 
 
 @pytest.mark.gpu
@@ -171,7 +186,7 @@ def test_a_thread_widens_the_weights_that_its_tensor_core_multiplies(block: int)
     words = memory.view("<u4")
     for chunk, half, i in itertools.product(range(block // CHUNK_INPUTS), range(2), range(4)):
         word = words[chunk_offset(threads, chunk, half, line) // 4 + i]
-        pair = biased_pair(word, threads, lambda word, byte: word >> 8 * byte & 255)
+        pair = biased_pair(word, threads, HALVES, lambda word, byte: word >> 8 * byte & 255)
         found = np.stack([pair & 0xFFFF, pair >> 16], 1).astype(np.uint16).view(jnp.bfloat16)
         rows = threads // 32 * 16 + threads % 32 // 4 + 8 * half
         inputs = 32 * chunk + 8 * i + 2 * (threads % 4)
@@ -194,10 +209,10 @@ def test_products_of_8_bit_floats_take_the_kernels_where_they_fit():
 
 def test_a_linear_takes_the_kernel_where_it_fits():
     """Its product is the kernel's, split-K partial sums included; elsewhere weights are widened."""
-    weight = jnp.asarray(np.random.default_rng(0).normal(size=(256, 2, 64)), jnp.bfloat16)
+    weight = jnp.asarray(np.random.default_rng(0).normal(size=(2048, 2, 64)), jnp.bfloat16)
     linear = rounded_to_groups(Linear(weight=weight, axes=("hidden", "two", "ff")))
     kernels = Kernels(frozenset({"packed_product"}))
-    x = jnp.zeros((1, 3, 256), jnp.bfloat16)
+    x = jnp.zeros((1, 3, 2048), jnp.bfloat16)
 
     def kernels_in(own: GroupedLinear, x: Any) -> int:
         splits = own.best_num_splits(x, kernels)
@@ -207,8 +222,8 @@ def test_a_linear_takes_the_kernel_where_it_fits():
         return lowered.as_text().count("mosaic_gpu")
 
     assert linear.best_num_splits(x, kernels) == 2 and kernels_in(linear, x) > 0
-    assert kernels_in(linear, jnp.zeros((65, 256), jnp.bfloat16)) == 0
+    assert kernels_in(linear, jnp.zeros((65, 2048), jnp.bfloat16)) == 0
     assert kernels_in(linear, x.astype(jnp.float32)) == 0
-    mixed = dataclasses.replace(linear, groups=jnp.arange(256, dtype=jnp.int32) % 2)
+    mixed = dataclasses.replace(linear, groups=jnp.arange(2048, dtype=jnp.int32) % 2)
     assert kernels_in(mixed, x) == 0
     assert linear.best_num_splits(x, Kernels()) == 1
