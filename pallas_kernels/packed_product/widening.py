@@ -42,7 +42,9 @@ def biased_weights(ref: Any, start: int, inputs: int, *, interpret: bool) -> Arr
     if interpret:  # the interpreter does not support inlined MLIR
         return ref[...][:, start : start + inputs].astype(jnp.bfloat16) + jnp.bfloat16(BIAS)
     block = ref.shape[-1]
-    result: Any = plgpu.ShapeDtypeStruct((OUTPUTS, inputs), jnp.bfloat16, layout=plgpu.Layout.WGMMA)
+    result: Any = plgpu.ShapeDtypeStruct(
+        (OUTPUTS, inputs), jnp.dtype("bfloat16"), layout=plgpu.Layout.WGMMA
+    )
     emit = functools.partial(_emit, line=block // 2, start=start, inputs=inputs)
     inlined: Any = plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(swizzled(block, 4)),), return_type=result
