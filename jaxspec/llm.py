@@ -55,8 +55,8 @@ class LLM:
     >>> print(completion.text)
 
     Args:
-      model, drafter, speculation, dtype, mesh, shard_drafter, drafter_bits, kernels: see
-        loading.load.
+      model, drafter, speculation, dtype, mesh, shard_drafter, drafter_bits, kv_dtype,
+        kernels: see loading.load.
       page_size, num_pages: see config.CacheConfig; ``kv_memory`` is its ``memory``.
       max_length: most tokens of a request, prompt included; by default what the model allows, at
         most 2048.
@@ -77,6 +77,7 @@ class LLM:
         mesh: Mesh | None = None,
         shard_drafter: bool = False,
         drafter_bits: int | None = None,
+        kv_dtype: str | None = None,
         kernels: str = "auto",
         page_size: int = 16,
         max_length: int | None = None,
@@ -96,6 +97,7 @@ class LLM:
             mesh=mesh,
             shard_drafter=shard_drafter,
             drafter_bits=drafter_bits,
+            kv_dtype=kv_dtype,
             kernels=kernels,
             stage_layers=stage_layers,
             drafter_mesh=drafter_mesh,

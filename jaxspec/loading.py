@@ -17,6 +17,7 @@ from jaxspec.models.hf_values import read_json, shown
 from jaxspec.models.pipeline import check_layers, chosen_layers
 from jaxspec.models.stages import Stage
 from jaxspec.parallel import devices_of_model, stage_meshes
+from jaxspec.quantization.kv_cache import check_kv_dtype, has_float8_cache, with_float8_cache
 from jaxspec.quantization.scaled import in_eight_bits
 from jaxspec.speculation.drafters import (
     Drafter,
@@ -44,6 +45,7 @@ def load(
     mesh: Mesh | None = None,
     shard_drafter: bool = False,
     drafter_bits: int | None = None,
+    kv_dtype: str | None = None,
     kernels: str = "auto",
     stage_layers: Sequence[int] | None = None,
     drafter_mesh: Mesh | None = None,
@@ -64,6 +66,9 @@ def load(
       drafter_bits: 8: the drafter's matrices as 8-bit integers, too, with a scale for each output,
         which halves what a draft step of up to 48 rows reads; None: only as loaded. The text does
         not depend on it.
+      kv_dtype: ``fp8``: keys and values of target and drafter as 8-bit floats (e4m3), of which half
+        as many bytes as of bfloat16 are kept and read; None: in the dtype of the weights. The
+        text depends on it, and is the same with and without speculation.
       kernels: operations that run as kernels: ``auto`` (all on a Hopper GPU, attention on a TPU
         v5e or v6e, none elsewhere), ``all``, ``none``, or a comma list of names.
       stage_layers: layers of each stage of a mesh with stages; None: so many that all take about as
@@ -74,6 +79,7 @@ def load(
     Raises ValueError that names the file or option for what cannot be found, read or combined.
     """
     speculation = speculation or default_speculation(jax.default_backend())
+    check_kv_dtype(kv_dtype)
     meshes = stage_meshes(mesh, drafter_mesh)
     if stage_layers is not None and len(meshes) == 1:
         raise ValueError("stage_layers needs a mesh with stages: make_mesh(pipeline_parallel=...)")
@@ -100,7 +106,7 @@ def load(
             split = chosen_layers(config, resolved, meshes, drafted, apart=drafter_mesh is not None)
         check_layers(split, config, len(meshes))
         stages, target = load_pipeline(directory, config, resolved, meshes, split)
-    return EngineParams(
+    params = EngineParams(
         drafter=drafter,
         target=target,
         speculation=speculation,
@@ -108,6 +114,25 @@ def load(
         mesh=meshes[-1],
         stages=stages,
     )
+    return with_kv_dtype(params, kv_dtype)
+
+
+def with_kv_dtype(params: EngineParams, kv_dtype: str | None) -> EngineParams:
+    """The parameters with caches of this dtype: see ``load``. None: as they are.
+
+    Raises ValueError for another name than ``fp8``, and for a target without keys and values.
+    """
+    check_kv_dtype(kv_dtype)
+    if kv_dtype is None:
+        return params
+    made = params.replace(
+        target=with_float8_cache(params.target, params.mesh),
+        drafter=with_float8_cache(params.drafter, params.mesh),
+        stages=tuple(with_float8_cache(stage, stage.mesh) for stage in params.stages),
+    )
+    if not has_float8_cache((made.target, made.stages)):
+        raise ValueError("kv_dtype is for layers of attention, and this model has none: leave it")
+    return made
 
 
 def _read_bytes(drafter: Drafter) -> int:

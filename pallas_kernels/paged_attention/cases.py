@@ -8,7 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from pallas_kernels.benchmark import Arguments, Benchmark, implementation_to_time, noise
+from pallas_kernels.benchmark import (
+    Arguments,
+    Benchmark,
+    float8_noise,
+    implementation_to_time,
+    noise,
+)
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.partial import (
     PartialAttention,
@@ -229,6 +235,13 @@ def make_arguments(
         ancestors,
         jnp.asarray((context_lens + (case.real_tokens or case.num_tokens)).astype("i4")),
     )
+
+
+def with_float8_pages(arguments: Any, seed: int = 0) -> Any:
+    """Arguments of paged_attention with pages of bytes instead, and their scales at the end."""
+    q, pages, _, *rest = arguments
+    (k, k_scale), (v, v_scale) = (float8_noise(seed, index, pages.shape) for index in (3, 4))
+    return q, k, v, *rest, k_scale, v_scale
 
 
 def parts_of(arguments: Any, count: int) -> list[Any]:
