@@ -81,7 +81,8 @@ def paged_attention(
     arguments = (q, k_pages, v_pages, page_table, context_lens, positions, ancestors, kv_lens)
     _check_shapes(*arguments)
     check_scales(k_pages, v_pages, k_scale, v_scale)
-    arguments = (*arguments, k_scale, v_scale)
+    if k_scale is not None:
+        arguments = (*arguments, k_scale, v_scale)
     reference = functools.partial(
         paged_attention_reference,
         window=window,

@@ -104,6 +104,8 @@ def paged_attention_mosaic(
     positions: Array,  # [B, T]
     ancestors: Array | None,  # [B, T, words]
     kv_lens: Array,  # [B]
+    k_scale: Array | None = None,  # [G]
+    v_scale: Array | None = None,
     *,
     window: int | None,
     first_slot: int,
@@ -135,6 +137,8 @@ def partial_attention_mosaic(
     ancestors: Array | None,  # [B, T, words]
     kv_lens: Array,  # [B]
     offset: Array,  # []
+    k_scale: Array | None = None,  # [G]
+    v_scale: Array | None = None,
     *,
     page_size: int,
     window: int | None,
