@@ -38,6 +38,7 @@ from jaxspec.benchmarking.shapes import eagle3_config
 from jaxspec.cache import PagedKV
 from jaxspec.compiler_options import compiler_options
 from jaxspec.config.model import ModelConfig
+from jaxspec.loading import with_kv_dtype
 from jaxspec.models.decoder import decoder_shapes
 from jaxspec.models.heads import head_shapes
 from jaxspec.parallel import (
@@ -147,7 +148,7 @@ class Job:
 
     Attributes:
       config: of the target; the drafter is an EAGLE-3 head for it.
-      kernels: see Kernels.parse.
+      kernels, kv_dtype: see Kernels.parse and loading.load.
       largest_chunk: most tokens of a row's prompt in a call.
     """
 
@@ -158,6 +159,7 @@ class Job:
     sequence_parallel: int = 1
     kernels: str = "auto"
     largest_chunk: int = LARGEST_CHUNK
+    kv_dtype: str | None = None
 
     @property
     def num_devices(self) -> int:
@@ -199,7 +201,7 @@ def _program(function: Any, job: Job, devices: Sequence[Any], *, counted: bool) 
     target = decoder_shapes(config, dtype, shards)
     head = head_shapes(eagle3_config(config), config, dtype, shards) if mode.speculation else None
     own_kernels = Kernels.parse(job.kernels, devices[0], devices_of_model(mesh))
-    params = make_params(mode, target, head, mesh, own_kernels)
+    params = with_kv_dtype(make_params(mode, target, head, mesh, own_kernels), job.kv_dtype)
 
     def new_state() -> EngineState:
         # The mesh's devices do not exist, so no array can be placed on them: only shapes are.

@@ -11,6 +11,7 @@ from jaxspec.models.heads import DraftHead
 from jaxspec.models.mixers import Attention
 from jaxspec.quantization.scaled import only_eight_bits
 from jaxspec.speculation.drafters import EagleDrafter
+from pallas_kernels.float8 import BYTES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,5 +61,6 @@ def _kv_bytes(model: Decoder | DraftHead, context: float) -> int:
 def _cached_bytes(attention: Attention, context: float) -> int:
     config, weight = attention.config, attention.qkv.weight
     kv_heads = weight.sharding.shard_shape(weight.shape)[1]
-    slot = 2 * kv_heads * config.head_dim * attention.qkv.dtype.itemsize
+    size = attention.qkv.dtype.itemsize if attention.kv_scales is None else BYTES.itemsize
+    slot = 2 * kv_heads * config.head_dim * size
     return round(min(context, config.window or math.inf) * slot)

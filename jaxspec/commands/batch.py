@@ -34,7 +34,7 @@ from jaxspec.weights.hub import resolve_directory
 # Options that texts depend on. A run may go on with others.
 RECORDED = (
     *("model", "drafter", "dtype", "tree", "acceptance", "proposal", "verify_width"),
-    *("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "max_length"),
+    *("kv_dtype", "max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "max_length"),
     *("deterministic", "token_ids"),
 )
 OPENAI_FIELDS = {"body", "method", "url"}

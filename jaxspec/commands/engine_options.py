@@ -140,6 +140,16 @@ def add_drafter_bits(group: argparse._ActionsContainer) -> None:
     )
 
 
+def add_kv_dtype(parser: argparse._ActionsContainer) -> None:
+    """The option --kv-dtype, see loading.load."""
+    parser.add_argument(
+        "--kv-dtype",
+        choices=("fp8",),
+        help="fp8: keys and values as 8-bit floats (e4m3), which halves the cache; the text may "
+        "differ a little (default: the dtype of the weights)",
+    )
+
+
 def add_process_options(parser: argparse.ArgumentParser) -> None:
     """Several processes that share a model; see processes_of."""
     add = parser.add_argument_group("several processes").add_argument

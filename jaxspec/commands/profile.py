@@ -31,6 +31,7 @@ from jaxspec.benchmarking.rounds import Bench, Workload
 from jaxspec.benchmarking.shapes import SHAPES
 from jaxspec.benchmarking.timing import timed
 from jaxspec.commands.engine_options import (
+    add_kv_dtype,
     add_sequence_parallel_option,
     add_tensor_parallel_option,
 )
@@ -41,6 +42,7 @@ from jaxspec.commands.shell import (
     run_command,
     show_results,
 )
+from jaxspec.loading import with_kv_dtype
 from jaxspec.parallel import check_divides, devices_of_model, replica_meshes
 from pallas_kernels.selection import Kernels
 
@@ -62,6 +64,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--page-size", type=int, default=64, help="tokens of a page of the KV cache")
     add("--rounds", type=int, default=8, help="rounds in one call; all but the last are profiled")
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="weights and cache")
+    add_kv_dtype(parser)
     add_tensor_parallel_option(parser)
     add_sequence_parallel_option(parser)
     add("--kernels", default="auto", help="auto (all on a Hopper GPU), all, none or a comma list")
@@ -88,7 +91,7 @@ def run_profiled(args: argparse.Namespace, progress: Console) -> tuple[Profile, 
     target, head = random_decoder(config, dtype, mesh, seed=0), None
     if mode.speculation:
         head = random_eagle3_head(config, dtype, mesh, seed=1)
-    params = make_params(mode, target, head, mesh, kernels)
+    params = with_kv_dtype(make_params(mode, target, head, mesh, kernels), args.kv_dtype)
     progress.print("compiling")
     workload = Workload(
         batch=args.batch,

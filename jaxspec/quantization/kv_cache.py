@@ -48,14 +48,34 @@ def with_float8_cache[T](weights: T, mesh: Mesh | None) -> T:
 
 
 def with_kv_scales[T](weights: T, scales: Sequence[KVScales], mesh: Mesh | None) -> T:
-    """The same with given scales, float32 [G] each, one for each attention layer in order."""
+    """The same with given scales, one KVScales for each attention layer in order.
+
+    Raises ValueError for another number of them, and for scales that are not positive and finite or
+    not one for each KV head.
+    """
+    layers = len(list(_attentions(weights)))
+    if len(scales) != layers:
+        raise ValueError(f"{len(scales)} scales for {layers} layers of attention: give one each")
     own = iter(scales)
 
     def scaled(node: Any) -> Any:
-        return node.replace(kv_scales=next(own)) if _is_attention(node) else node
+        if not _is_attention(node):
+            return node
+        return node.replace(kv_scales=_checked(next(own), node.qkv.out_shape[0]))
 
     made = jax.tree.map(scaled, weights, is_leaf=_is_attention)
     return made if mesh is None else _placed(made, mesh)
+
+
+def _checked(scales: KVScales, heads: int) -> KVScales:
+    for name, scale in (("k", scales.k), ("v", scales.v)):
+        values = np.asarray(scale)
+        if values.shape != (heads,) or not (np.isfinite(values) & (values > 0)).all():
+            raise ValueError(
+                f"{name} scales must be {heads} finite numbers above 0, one for each KV head, got "
+                f"{values.tolist()}"
+            )
+    return KVScales(k=jnp.asarray(scales.k, jnp.float32), v=jnp.asarray(scales.v, jnp.float32))
 
 
 def without_kv_scales[T](weights: T) -> T:
@@ -99,7 +119,7 @@ def _is_attention(node: Any) -> bool:
 def _ones(heads: int, like: Any, mesh: Mesh | None) -> KVScales:
     """Scales of 1, beside the weight ``like``."""
     if not isinstance(like, Array):
-        shape = jax.ShapeDtypeStruct((heads,), jnp.float32)
+        shape: Any = jax.ShapeDtypeStruct((heads,), jnp.float32)
         return KVScales(k=shape, v=shape)
     one = np.ones(heads, np.float32)
     place = like.sharding if mesh is None else None

@@ -28,6 +28,7 @@ from jaxspec.models.hf_config import to_hf_config
 from jaxspec.models.hf_values import one_line, read_json, shown, shown_name
 from jaxspec.models.pipeline import Pipeline, as_one, cut, pipeline_shapes
 from jaxspec.parallel import Shards, mesh_layout, named_shardings
+from jaxspec.quantization.kv_cache import without_kv_scales
 from jaxspec.tensors import Piece, Source, Split, choosing, splitting, tensor_shapes
 from jaxspec.weight_places import weight_place
 
@@ -124,7 +125,9 @@ def _harmless(config: ModelConfig) -> set[str]:
 
 
 def save_decoder(decoder: Decoder, directory: str | Path) -> None:
-    """Write a decoder, however sharded, as a directory that transformers and load_decoder read."""
+    """Write a decoder, however sharded, as a directory that transformers and load_decoder read.
+    Scales of 8-bit caches are left out."""
+    decoder = without_kv_scales(decoder)
     config = to_hf_config(decoder.config) | {"torch_dtype": jnp.dtype(decoder.embed.dtype).name}
     save_tree(directory, decoder, decoder.filled(splitting(decoder.config.vocab_size)), config)
 

@@ -73,8 +73,8 @@ def paged_attention(
 
     Returns [B, T, Q, D] in q's dtype. Queries that see no slot return a finite value.
 
-    Raises ValueError for shapes that do not match, for pages of bytes without scales, and if ``implementation`` is "mosaic_gpu" or
-    "mosaic_tpu" and the kernel cannot take the arguments.
+    Raises ValueError for shapes that do not match, for pages of bytes without scales, and if
+    ``implementation`` is "mosaic_gpu" or "mosaic_tpu" and the kernel cannot take the arguments.
     """
     if kv_lens is None:
         kv_lens = context_lens + (q.shape[1] if ancestors is None else 32 * ancestors.shape[2])

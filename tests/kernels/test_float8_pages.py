@@ -29,7 +29,7 @@ def numbers() -> np.ndarray:
     values = np.unique(values[np.isfinite(values)])
     halfway = (values[1:] + values[:-1]) / 2
     near = [np.nextafter(halfway, np.float32(far)) for far in (-np.inf, np.inf)]
-    beyond = np.float32([448.1, 463.9, 464, 465, 1e5, 3e38, np.inf, 1e-12, 1e-40])
+    beyond = np.array([448.1, 463.9, 464, 465, 1e5, 3e38, np.inf, 1e-12, 1e-40], np.float32)
     return np.concatenate([values, halfway, *near, beyond, -beyond]).astype(np.float32)
 
 
