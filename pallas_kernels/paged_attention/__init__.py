@@ -106,10 +106,12 @@ def misfit(q: Array, k_pages: Array, v_pages: Array, order_invariant: bool) -> s
     group = q.shape[2] // k_pages.shape[1]
     if order_invariant:
         return "sums that do not depend on the order of slots"
-    if is_float8(k_pages):
-        return "float8 pages"
-    if not q.dtype == k_pages.dtype == v_pages.dtype == jnp.bfloat16:
-        return f"{q.dtype} queries, {k_pages.dtype} and {v_pages.dtype} pages: all must be bfloat16"
+    takes = k_pages.dtype == jnp.bfloat16 or is_float8(k_pages)
+    if q.dtype != jnp.bfloat16 or k_pages.dtype != v_pages.dtype or not takes:
+        return (
+            f"{q.dtype} queries, {k_pages.dtype} and {v_pages.dtype} pages: all must be bfloat16, "
+            "or pages bytes"
+        )
     if head_dim not in (64, 128):
         return f"heads of {head_dim}: they must be 64 or 128 wide"
     if page_size not in (8, 16, 32, 64, 128):
