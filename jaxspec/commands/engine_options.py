@@ -2,6 +2,7 @@
 
 import argparse
 import re
+from pathlib import Path
 
 GRID = re.compile(r"(?:(\d+)x)?(\d+)")
 PREEMPTION = ("auto", "recompute", "swap")
@@ -147,6 +148,17 @@ def add_kv_dtype(parser: argparse._ActionsContainer) -> None:
         choices=("fp8",),
         help="fp8: keys and values as 8-bit floats (e4m3), which halves the cache; the text may "
         "differ a little (default: the dtype of the weights)",
+    )
+
+
+def add_kv_options(parser: argparse._ActionsContainer) -> None:
+    """``kv_dtype`` and ``kv_scales``."""
+    add_kv_dtype(parser)
+    parser.add_argument(
+        "--kv-scales",
+        type=Path,
+        metavar="FILE",
+        help="with --kv-dtype fp8, scales of keys and values, from jaxspec kv-scales (default: 1)",
     )
 
 

@@ -68,6 +68,7 @@ def make_llm(
         shard_drafter=arguments.shard_drafter,
         drafter_bits=arguments.drafter_bits,
         kv_dtype=arguments.kv_dtype,
+        kv_scales=arguments.kv_scales,
         kernels=arguments.kernels,
         page_size=arguments.page_size,
         max_length=arguments.max_length,

@@ -50,10 +50,12 @@ def with_float8_cache[T](weights: T, mesh: Mesh | None) -> T:
 def with_kv_scales[T](weights: T, scales: Sequence[KVScales], mesh: Mesh | None) -> T:
     """The same with given scales, one KVScales for each attention layer in order.
 
+    Where devices repeat KV heads, so are scales.
+
     Raises ValueError for another number of them, and for scales that are not positive and finite or
     not one for each KV head.
     """
-    layers = len(list(_attentions(weights)))
+    layers = count_attentions(weights)
     if len(scales) != layers:
         raise ValueError(f"{len(scales)} scales for {layers} layers of attention: give one each")
     own = iter(scales)
@@ -61,13 +63,15 @@ def with_kv_scales[T](weights: T, scales: Sequence[KVScales], mesh: Mesh | None)
     def scaled(node: Any) -> Any:
         if not _is_attention(node):
             return node
-        return node.replace(kv_scales=_checked(next(own), node.qkv.out_shape[0]))
+        return node.replace(kv_scales=_checked(next(own), node))
 
     made = jax.tree.map(scaled, weights, is_leaf=_is_attention)
     return made if mesh is None else _placed(made, mesh)
 
 
-def _checked(scales: KVScales, heads: int) -> KVScales:
+def _checked(scales: KVScales, attention: Attention) -> KVScales:
+    heads = attention.config.num_kv_heads
+    found = []
     for name, scale in (("k", scales.k), ("v", scales.v)):
         values = np.asarray(scale)
         if values.shape != (heads,) or not (np.isfinite(values) & (values > 0)).all():
@@ -75,7 +79,9 @@ def _checked(scales: KVScales, heads: int) -> KVScales:
                 f"{name} scales must be {heads} finite numbers above 0, one for each KV head, got "
                 f"{values.tolist()}"
             )
-    return KVScales(k=jnp.asarray(scales.k, jnp.float32), v=jnp.asarray(scales.v, jnp.float32))
+        repeated = np.repeat(values, attention.qkv.out_shape[0] // heads)
+        found.append(jnp.asarray(repeated, jnp.float32))
+    return KVScales(k=found[0], v=found[1])
 
 
 def without_kv_scales[T](weights: T) -> T:
@@ -105,6 +111,11 @@ def with_scales_of[T](current: T, new: T) -> T:
 def has_float8_cache(weights: Any) -> bool:
     """Whether any attention layer of a tree of weights has 8-bit pages."""
     return any(node.kv_scales is not None for node in _attentions(weights))
+
+
+def count_attentions(weights: Any) -> int:
+    """Attention layers of a tree of weights."""
+    return len(list(_attentions(weights)))
 
 
 def _attentions(weights: Any) -> Iterator[Attention]:

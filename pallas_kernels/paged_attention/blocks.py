@@ -28,16 +28,23 @@ def block_pages(plan: Any, work: Any, table: Any, block: Array) -> tuple[Array, 
 
 
 def copy_block(
-    plan: Any, work: Any, source: Any, to: Any, full: Any, block: Array, indices: Any
+    plan: Any,
+    work: Any,
+    source: Any,
+    ring: Any,
+    full: Any,
+    block: Array,
+    slot: Array,
+    indices: Any,
 ) -> None:
-    """Start to copy a block of some pages' keys or values to shared memory [heads, block, D]."""
+    """Start to copy a block of some pages' keys or values to a ring's ``slot``."""
     size = plan.config.block
     rows = min(size, plan.page_size)
     offset = block * size % plan.page_size if plan.page_size > size else 0
     for head, (i, page) in itertools.product(range(plan.config.heads), enumerate(indices)):
         plgpu.copy_gmem_to_smem(
             source.at[page, work.first_head + head, pl.ds(offset, rows)],
-            to.at[head, pl.ds(i * rows, rows)],
+            ring.at[slot, head, pl.ds(i * rows, rows)],
             full,
         )
 
@@ -50,11 +57,11 @@ def wait_until_free(plan: Any, refs: Any, name: str, index: Array) -> None:
         plgpu.barrier_wait(refs[f"{name}_free"].at[lax.rem(index, plan.config.stages)])
 
 
-def wait_until_all_free(plan: Any, work: Any, refs: Any) -> None:
+def wait_until_all_free(plan: Any, refs: Any, num_blocks: Array) -> None:
     """Every barrier must have completed its last phase when the kernel ends."""
     for i in range(plan.config.stages):
-        wait_until_free(plan, refs, "k", work.stop - work.start + i)
-        wait_until_free(plan, refs, "v", work.stop - work.start + i)
+        wait_until_free(plan, refs, "k", num_blocks + i)
+        wait_until_free(plan, refs, "v", num_blocks + i)
 
 
 def produce_wide_blocks(plan: Any, work: Any, table: Any, k: Any, v: Any, refs: Any) -> None:
@@ -68,7 +75,7 @@ def produce_wide_blocks(plan: Any, work: Any, table: Any, k: Any, v: Any, refs: 
     def copy(name: str, source: Any, block: Array, indices: Any) -> None:
         slot = lax.rem(block - work.start, ahead)
         arrived = refs[f"{name}_arrived"].at[slot]
-        copy_block(plan, work, source, refs[f"{name}_bytes"].at[slot], arrived, block, indices)
+        copy_block(plan, work, source, refs[f"{name}_bytes"], arrived, block, slot, indices)
 
     def begin(block: Array, indices: Any) -> Any:
         following = block_pages(plan, work, table, block + 1)
@@ -101,7 +108,7 @@ def produce_wide_blocks(plan: Any, work: Any, table: Any, k: Any, v: Any, refs: 
     begun = jnp.minimum(work.start + ahead, work.stop)
     indices = lax.fori_loop(work.start, begun, begin, first)
     lax.fori_loop(work.start, work.stop, produce, indices)
-    wait_until_all_free(plan, work, refs)
+    wait_until_all_free(plan, refs, work.stop - work.start)
 
 
 def _widen(rows: Any, to: Any) -> None:

@@ -287,6 +287,9 @@ def _make_kernel(plan: _Plan, dtype: Any, interpret: Any) -> Any:
         return [first, [second]] if plan.interpret else plgpu.RefUnion(first, [second])
 
     def scratch() -> dict[str, Any]:
+        cleaned = {}
+        if plan.num_edges:
+            cleaned = {"v_cleaned": plgpu.Barrier(num_barriers=plan.num_edges)}
         refs = {
             "queries_or_out": and_then([swizzled(tile), plgpu.SMEM(tile, dtype)], rows_f32),
             "k_or_out": and_then([swizzled(ring), *in_bytes()], shared_f32),
@@ -297,11 +300,10 @@ def _make_kernel(plan: _Plan, dtype: Any, interpret: Any) -> Any:
             "v_full": plgpu.Barrier(
                 num_arrivals=filled, num_barriers=config.stages + plan.num_edges
             ),
+            **cleaned,
             "k_free": plgpu.Barrier(num_arrivals=config.consumers, num_barriers=config.stages),
             "v_free": plgpu.Barrier(num_arrivals=config.consumers, num_barriers=config.stages),
         }
-        if plan.num_edges:
-            refs["v_cleaned"] = plgpu.Barrier(num_barriers=plan.num_edges)
         if plan.float8:
             for name in ("k_arrived", "v_arrived"):
                 refs[name] = plgpu.Barrier(num_arrivals=copies, num_barriers=config.byte_stages)
@@ -485,7 +487,7 @@ def _produce_blocks(plan: _Plan, work: _Work, table: Any, k: Any, v: Any, refs: 
         ):
             wait_until_free(plan, refs, name, index)
             full = refs[f"{name}_full"].at[barrier]
-            copy_block(plan, work, source, ring.at[slot], full, block, indices)
+            copy_block(plan, work, source, ring, full, block, slot, indices)
         return following
 
     def clean_left_edge(now: Array) -> None:
@@ -502,7 +504,7 @@ def _produce_blocks(plan: _Plan, work: _Work, table: Any, k: Any, v: Any, refs: 
     def _clean_right_edge():
         _clean_values(plan, work, work.stop - 1, jnp.int32(0), refs)
 
-    wait_until_all_free(plan, work, refs)
+    wait_until_all_free(plan, refs, num_blocks)
 
 
 def _clean_values(plan: _Plan, work: _Work, block: Array, edge: Array, refs: Any) -> None:
