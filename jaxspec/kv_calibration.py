@@ -29,13 +29,11 @@ def measured_scales(
     Args:
       llm: on one device, with a cache of the weights' dtype, used for nothing before.
 
-    Raises ValueError for another LLM, and for a margin below 1.
+    Raises ValueError for another LLM.
     """
     params = llm.params
     if params.mesh is not None or params.stages or has_float8_cache(params):
         raise ValueError("scales are measured on one device, with kv_dtype None")
-    if not margin >= 1:
-        raise ValueError(f"margin must be at least 1, got {margin}")
     sampling = SamplingParams(max_tokens=NEW_TOKENS, temperature=1.0, seed=0)
     llm.generate(list(prompts), with_own_seeds(sampling, len(prompts)))
     pool = llm.engine.programs.state.pool

@@ -7,7 +7,6 @@ measured scales, each time by reading it through the cache. --out writes the sca
 """
 
 import argparse
-import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -36,6 +35,7 @@ from jaxspec.kv_calibration import (
 )
 from jaxspec.loading import resolve_dtype
 from jaxspec.quantization.kv_cache import FP8
+from jaxspec.quantization.kv_scales import KVScaleFile
 from jaxspec.tokenizer import load_tokenizer
 from jaxspec.training.draft_data import held_out_prompts
 
@@ -58,10 +58,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def measure(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
-    if args.rows < 2 or args.tokens < 2:
-        raise ValueError("--rows and --tokens must be at least 2")
-    if args.out is not None and not args.out.parent.is_dir():
-        raise ValueError(f"no directory {args.out.parent}")
+    check(args)
     rows, report = held_out_prompts(
         args.data,
         load_tokenizer(args.model),
@@ -74,26 +71,57 @@ def measure(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
     read, scored = rows[::2], rows[1::2]
     if not scored:
         raise ValueError("there is one held-out row only: give more --data")
-    make = functools.partial(
-        LLM,
-        args.model,
-        dtype=args.dtype,
-        max_length=args.tokens + NEW_TOKENS,
-        engine=EngineConfig(max_rows=args.batch, prefix_caching=False),
-    )
     progress.print(f"reading {len(read)} rows for the scales")
-    scales = measured_scales(make(args.drafter), read, args.margin)
+    scales = measured_scales(make_llm(args, args.drafter), read, args.margin)
     about = {"model": str(args.model), "drafter": str(args.drafter), "margin": args.margin}
     if args.out is not None:
         scales.write(args.out, **about)
+    results = compare(args, scored, scales, progress)
+    return about | {"device": jax.devices()[0].device_kind, "results": results}
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raises ValueError for bad values, before anything is loaded."""
+    if args.rows < 2 or args.tokens < 2:
+        raise ValueError("--rows and --tokens must be at least 2")
+    if not args.margin >= 1:
+        raise ValueError(f"--margin must be at least 1, got {args.margin}")
+    if args.out is not None and not args.out.parent.is_dir():
+        raise ValueError(f"no directory {args.out.parent}")
+
+
+def make_llm(
+    args: argparse.Namespace,
+    drafter: str,
+    kv_dtype: str | None = None,
+    kv_scales: KVScaleFile | None = None,
+) -> LLM:
+    return LLM(
+        args.model,
+        drafter,
+        dtype=args.dtype,
+        kv_dtype=kv_dtype,
+        kv_scales=kv_scales,
+        max_length=args.tokens + NEW_TOKENS,
+        engine=EngineConfig(max_rows=args.batch, prefix_caching=False),
+    )
+
+
+def compare(
+    args: argparse.Namespace,
+    rows: Sequence[Sequence[int]],
+    scales: KVScaleFile,
+    progress: Console,
+) -> list[dict[str, Any]]:
+    """The rows' perplexity with each cache, one model after the other."""
     results, wide = [], None
-    for name, options in (
-        (resolve_dtype(args.dtype).name, {}),
-        (f"{FP8}, scales of 1", {"kv_dtype": FP8}),
-        (f"{FP8}, measured scales", {"kv_dtype": FP8, "kv_scales": scales}),
+    for name, kv_dtype, own in (
+        (resolve_dtype(args.dtype).name, None, None),
+        (f"{FP8}, scales of 1", FP8, None),
+        (f"{FP8}, measured scales", FP8, scales),
     ):
-        progress.print(f"scoring {len(scored)} rows, {name}")
-        found = log_probs(make("none", **options), scored)
+        progress.print(f"scoring {len(rows)} rows, {name}")
+        found = log_probs(make_llm(args, "none", kv_dtype, own), rows)
         wide = found if wide is None else wide
         increase, interval = loss_increase(wide, found)
         results.append(
@@ -105,7 +133,7 @@ def measure(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
                 "tokens": sum(map(len, found)),
             }
         )
-    return about | {"device": jax.devices()[0].device_kind, "results": results}
+    return results
 
 
 def make_table(results: dict[str, Any]) -> Table:

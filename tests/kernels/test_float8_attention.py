@@ -73,6 +73,7 @@ def test_bytes_are_numbers_times_their_scales(case: Case, order_invariant: bool)
 @first_is_fast([case for case in TEST_CASES if case.page_size % 2 == 0][2:])
 def test_merged_parts_are_the_whole_softmax(case: Case):
     """The two halves of every page."""
+    arguments: Any
     *arguments, k_scale, v_scale = float8_arguments(case)
     options = {**case.options, "page_size": case.page_size}
     parts = [
@@ -132,11 +133,12 @@ def test_the_kernel_takes_bytes_with_bfloat16_queries(dtype: Any, message: str |
 
 
 def test_pages_and_scales_must_fit():
+    rest: Any
     q, k_pages, v_pages, *rest, k_scale, v_scale = float8_arguments(TEST_CASES[0])
     with pytest.raises(ValueError, match="pages of uint8 without a scale"):
         paged_attention(q, k_pages, v_pages, *rest)
     with pytest.raises(ValueError, match="pages of float32 with a scale"):
-        wide = make_arguments(TEST_CASES[0])
+        wide: Any = make_arguments(TEST_CASES[0])
         paged_attention(*wide, k_scale, v_scale)
     with pytest.raises(ValueError, match=r"scales \(1,\) do not fit pages"):
         paged_attention(q, k_pages, v_pages, *rest, k_scale[:1], v_scale)

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from typing import Any
 
 import jax
 import numpy as np
@@ -79,10 +80,10 @@ def test_a_state_saved_half_way_goes_on(tmp_path):
     limits = np.array([len(prompt) + 60 for prompt in PROMPTS[:3]], np.int32)
     state = admit_prompts(params, empty, PROMPTS[:3], sampling=sampling, max_lens=limits)
     state = read_prompts(params, state)
-    state, _ = jit_decode(params, state, 5, max_rounds=NEW_TOKENS, greedy=False)
+    state, _ = jit_decode(params, state, 5, max_rounds=NEW_TOKENS, shape=None, greedy=False)
     save_pytree(tmp_path / "state", state)
     restored = restore_pytree(tmp_path / "state", like=state)
-    found, _ = jit_decode(params, restored, 100, max_rounds=NEW_TOKENS, greedy=False)
+    found, _ = jit_decode(params, restored, 100, max_rounds=NEW_TOKENS, shape=None, greedy=False)
     plain = plain_float8_texts(0.8)
     assert texts(found) == [
         row[:limit] for row, limit in zip(plain[:3], limits.tolist(), strict=True)
@@ -96,10 +97,10 @@ ENGINE_PROMPTS = [SHARED + p.tolist() for p in random_prompts((7, 1, 12, 9, 3, 1
 SAMPLING = [SamplingParams(0.8 * (i % 2), seed=i, max_tokens=20) for i in range(6)]
 
 
-def engine(params: EngineParams, **options) -> Engine:
-    pages = options.pop("num_pages", None)
-    cache = CacheConfig(page_size=8, max_length=LENGTH, num_pages=pages)
-    return Engine(params, cache, EngineConfig(**{"max_rows": 4, "rounds_per_call": 4} | options))
+def engine(params: EngineParams, num_pages: int | None = None, **options: Any) -> Engine:
+    cache = CacheConfig(page_size=8, max_length=LENGTH, num_pages=num_pages)
+    options = {"max_rows": 4, "rounds_per_call": 4} | options
+    return Engine(params, cache, EngineConfig(**options))
 
 
 def run(own: Engine) -> list[Generation]:
