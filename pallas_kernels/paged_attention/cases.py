@@ -74,6 +74,11 @@ class Case:
         rows = 2 * self.visible_slots * self.kv_heads + 2 * queries
         return rows * self.head_dim * jnp.dtype(dtype).itemsize
 
+    def num_float8_bytes(self, dtype: Any) -> int:
+        """As ``num_bytes``, of keys and values of a byte each."""
+        numbers = 2 * self.visible_slots * self.kv_heads * self.head_dim
+        return self.num_bytes(dtype) - numbers * (jnp.dtype(dtype).itemsize - 1)
+
     def num_partial_bytes(self, dtype: Any, devices: int) -> int:
         """As ``num_bytes``, of one of several devices; the output is in float32, with a log-sum-exp
         of each query."""
@@ -315,6 +320,20 @@ def as_benchmark(case: Case, dtype: Any) -> Benchmark:
         flops=case.flops,
         implementation=implementation,
     )
+
+
+def float8_benchmarks(dtype: Any = jnp.bfloat16) -> tuple[Benchmark, ...]:
+    """As ``benchmarks``, with 8-bit pages."""
+    return tuple(as_float8_benchmark(case, dtype) for case in BENCHMARK_CASES)
+
+
+def as_float8_benchmark(case: Case, dtype: Any) -> Benchmark:
+    wide = as_benchmark(case, dtype)
+
+    def narrow(seed: int) -> Arguments:
+        return with_float8_pages(wide.make_arguments(seed), seed)
+
+    return dataclasses.replace(wide, make_arguments=narrow, num_bytes=case.num_float8_bytes(dtype))
 
 
 def _feed(arguments: Arguments, output: Array) -> Arguments:
