@@ -73,15 +73,12 @@ def test_bytes_are_numbers_times_their_scales(case: Case, order_invariant: bool)
 @first_is_fast([case for case in TEST_CASES if case.page_size % 2 == 0][2:])
 def test_merged_parts_are_the_whole_softmax(case: Case):
     """The two halves of every page."""
-    arguments: Any
-    *arguments, k_scale, v_scale = float8_arguments(case)
-    options = {**case.options, "page_size": case.page_size}
-    parts = [
-        partial_attention(*part, k_scale, v_scale, **options) for part in parts_of(arguments, 2)
-    ]
+    arguments: Any = float8_arguments(case)
+    scales = arguments[-2:]
+    run: Any = functools.partial(partial_attention, **case.options, page_size=case.page_size)
+    parts = [run(*part, *scales) for part in parts_of(arguments[:-2], 2)]
     found = merge_partials(PartialAttention(*map(jnp.stack, zip(*parts, strict=True))))
-    whole = attend(case)(*arguments, k_scale, v_scale)
-    np.testing.assert_allclose(found, whole, atol=2e-5, rtol=2e-5)
+    np.testing.assert_allclose(found, attend(case)(*arguments), atol=2e-5, rtol=2e-5)
 
 
 def error(case: Case, found: Any, arguments: Any) -> float:
@@ -133,12 +130,12 @@ def test_the_kernel_takes_bytes_with_bfloat16_queries(dtype: Any, message: str |
 
 
 def test_pages_and_scales_must_fit():
-    rest: Any
-    q, k_pages, v_pages, *rest, k_scale, v_scale = float8_arguments(TEST_CASES[0])
+    arguments, wide = float8_arguments(TEST_CASES[0]), make_arguments(TEST_CASES[0])
+    k_scale, v_scale = arguments[-2:]
+    run: Any = paged_attention
     with pytest.raises(ValueError, match="pages of uint8 without a scale"):
-        paged_attention(q, k_pages, v_pages, *rest)
+        run(*arguments[:-2])
     with pytest.raises(ValueError, match="pages of float32 with a scale"):
-        wide: Any = make_arguments(TEST_CASES[0])
-        paged_attention(*wide, k_scale, v_scale)
+        run(*wide, k_scale, v_scale)
     with pytest.raises(ValueError, match=r"scales \(1,\) do not fit pages"):
-        paged_attention(q, k_pages, v_pages, *rest, k_scale[:1], v_scale)
+        run(*arguments[:-2], k_scale[:1], v_scale)
