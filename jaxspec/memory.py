@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxspec.cache import pages_for
@@ -201,9 +202,15 @@ def _bytes(make: Callable[[], Any], layout: Layout, mesh: Mesh | None, *, togeth
 def local_bytes(tree: Any) -> int:
     """Bytes of the tree's arrays on one device."""
     return sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        -(-math.prod(leaf.sharding.shard_shape(leaf.shape)) * _bits(leaf.dtype) // 8)
         for leaf in jax.tree.leaves(tree)
     )
+
+
+def _bits(dtype: jnp.dtype) -> int:
+    """Bits of an element on a device: two integers of 4 bits share a byte."""
+    is_integer = jnp.issubdtype(dtype, jnp.integer)
+    return jnp.iinfo(dtype).bits if is_integer else 8 * jnp.dtype(dtype).itemsize
 
 
 def free_bytes(device: Any) -> int | None:

@@ -13,6 +13,7 @@ serve reading and writing. Tensors that are already on a device are joined there
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -51,6 +52,30 @@ class Piece(NamedTuple):
 
 Split = Callable[[np.ndarray, tuple[int, ...]], list[Piece]]
 Tensors = Mapping[str, Array]
+
+
+class CheckpointTensor(Protocol):
+    """A tensor of a checkpoint, as it is stored or computed from others while it is read."""
+
+    @property
+    def file(self) -> Path: ...
+
+    @property
+    def name(self) -> str:
+        """What errors call it."""
+        ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> str:
+        """As safetensors names it; I4 for signed integers of 4 bits."""
+        ...
+
+    def read(self, *index: slice) -> np.ndarray:
+        """The slice at ``index``, of as many dimensions; everything without one."""
+        ...
 
 
 class Source(Protocol):
@@ -202,6 +227,28 @@ class InputsFirst:
     def join(self, kind: str, tensors: Tensors, shape: tuple[int, ...]) -> Array:
         transposed = {f"{name}.{kind}": tensors[f"{name}.{kind}"].T for name in self.names}
         return self.source.join(kind, transposed, shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class OutputsFirst:
+    """The tensors of another source, for arrays that hold the input last: [*out, in]."""
+
+    source: Source
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.source.names
+
+    def split(self, kind: str) -> Split:
+        own = self.source.split(kind)
+
+        def split(block: np.ndarray, start: tuple[int, ...]) -> list[Piece]:
+            return own(np.moveaxis(block, -1, 0), (start[-1], *start[:-1]))
+
+        return split
+
+    def join(self, kind: str, tensors: Tensors, shape: tuple[int, ...]) -> Array:
+        return jnp.moveaxis(self.source.join(kind, tensors, (shape[-1], *shape[:-1])), 0, -1)
 
 
 def _rows_first(

@@ -30,6 +30,17 @@ def einsum_f32(subscripts: str, x: Array, y: Array) -> Array:
     return _widened_on_cpu(functools.partial(jnp.einsum, subscripts), x, y)
 
 
+def input_last_product(x: Array, weight: Array, dtype: jax.typing.DTypeLike) -> Array:
+    """x [..., K] times weight [..., K], whose input stands last, over K: [..., *out] in ``dtype``.
+
+    Float32 results are accumulated as by ``einsum_f32``.
+    """
+    dimensions = (((x.ndim - 1,), (weight.ndim - 1,)), ((), ()))
+    if dtype == jnp.float32:
+        return _widened_on_cpu(_dot_general(dimensions), x, weight)
+    return jax.lax.dot_general(x, weight, dimensions).astype(dtype)
+
+
 def split_k_product(x: Array, weight: Array, num_splits: int) -> Array:
     """Split-K partial sums of x [B, ..., K] times weight [K, ...]; their sum is the product.
 

@@ -38,6 +38,7 @@ from jaxspec.benchmarking.shapes import eagle3_config
 from jaxspec.cache import PagedKV
 from jaxspec.compiler_options import compiler_options
 from jaxspec.config.model import ModelConfig
+from jaxspec.config.quantization import Scheme
 from jaxspec.loading import with_kv_dtype
 from jaxspec.models.decoder import decoder_shapes
 from jaxspec.models.heads import head_shapes
@@ -51,6 +52,7 @@ from jaxspec.parallel import (
     mesh_layout,
     named_shardings,
 )
+from jaxspec.quantization.schemes import in_scheme
 from jaxspec.state import EngineState
 from jaxspec.weight_places import weight_place
 from pallas_kernels.selection import Kernels
@@ -150,6 +152,7 @@ class Job:
       config: of the target; the drafter is an EAGLE-3 head for it.
       kernels, kv_dtype: see Kernels.parse and loading.load.
       largest_chunk: most tokens of a row's prompt in a call.
+      quantization: of the target but for its LM head; drafter_quantization: of the head.
     """
 
     config: ModelConfig
@@ -160,6 +163,8 @@ class Job:
     kernels: str = "auto"
     largest_chunk: int = LARGEST_CHUNK
     kv_dtype: str | None = None
+    quantization: Scheme | None = None
+    drafter_quantization: Scheme | None = None
 
     @property
     def num_devices(self) -> int:
@@ -198,8 +203,9 @@ def _program(function: Any, job: Job, devices: Sequence[Any], *, counted: bool) 
         )
     dtype, layout = jnp.dtype("bfloat16"), mesh_layout(mesh)
     shards = Shards.over(mesh, layout)
-    target = decoder_shapes(config, dtype, shards)
+    target = in_scheme(decoder_shapes(config, dtype, shards), job.quantization, lm_head=False)
     head = head_shapes(eagle3_config(config), config, dtype, shards) if mode.speculation else None
+    head = in_scheme(head, job.drafter_quantization, lm_head=True)
     own_kernels = Kernels.parse(job.kernels, devices[0], devices_of_model(mesh))
     params = with_kv_dtype(make_params(mode, target, head, mesh, own_kernels), job.kv_dtype)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 from jaxspec.exchanges import without_exchanges
 from jaxspec.functional import EngineParams
@@ -9,6 +10,8 @@ from jaxspec.memory import local_bytes
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import DraftHead
 from jaxspec.models.mixers import Attention
+from jaxspec.quantization.float8 import Float8Linear
+from jaxspec.quantization.grouped import GroupedLinear
 from jaxspec.quantization.scaled import only_eight_bits
 from jaxspec.speculation.drafters import EagleDrafter
 from pallas_kernels.float8 import BYTES
@@ -58,9 +61,15 @@ def _kv_bytes(model: Decoder | DraftHead, context: float) -> int:
     return sum(_cached_bytes(mixer, context) for mixer in mixers if isinstance(mixer, Attention))
 
 
+def _local_heads(qkv: Any) -> int:
+    """KV heads of a device."""
+    if isinstance(qkv, GroupedLinear | Float8Linear):
+        return qkv.values.sharding.shard_shape(qkv.values.shape)[0]
+    return qkv.weight.sharding.shard_shape(qkv.weight.shape)[1]
+
+
 def _cached_bytes(attention: Attention, context: float) -> int:
-    config, weight = attention.config, attention.qkv.weight
-    kv_heads = weight.sharding.shard_shape(weight.shape)[1]
+    config, kv_heads = attention.config, _local_heads(attention.qkv)
     size = attention.qkv.dtype.itemsize if attention.kv_scales is None else BYTES.itemsize
     slot = 2 * kv_heads * config.head_dim * size
     return round(min(context, config.window or math.inf) * slot)

@@ -111,6 +111,6 @@ def make_params(
 
 def _in_eight_bits(head: DraftHead) -> DraftHead:
     """Also of a head of ShapeDtypeStructs."""
-    if isinstance(head.front.fc.weight, jax.Array):
+    if isinstance(jax.tree.leaves(head)[0], jax.Array):
         return in_eight_bits(head)
     return jax.eval_shape(in_eight_bits, head)

@@ -14,14 +14,17 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxspec.benchmarking.random_quantized import QUANTIZED, random_quantized
 from jaxspec.benchmarking.shapes import eagle3_config
 from jaxspec.config.model import ModelConfig
+from jaxspec.config.quantization import Scheme
 from jaxspec.models.decoder import Decoder, decoder_shapes
 from jaxspec.models.heads import DraftHead, head_shapes
 from jaxspec.models.pipeline import Pipeline, pipeline_shapes
 from jaxspec.models.shapes import weight_name
 from jaxspec.models.stages import Stage
 from jaxspec.parallel import Shards, mesh_layout
+from jaxspec.quantization.schemes import in_scheme
 from jaxspec.weights.safetensors_io import placements
 
 # Standard deviation of the draft head's logits. Trained heads are confident of most tokens, so
@@ -29,9 +32,19 @@ from jaxspec.weights.safetensors_io import placements
 DRAFT_LOGIT_SCALE = 8.0
 
 
-def random_decoder(config: ModelConfig, dtype: jnp.dtype, mesh: Mesh | None, seed: int) -> Decoder:
-    """A model of random weights, sharded over the mesh's model axis if there is a mesh."""
+def random_decoder(
+    config: ModelConfig,
+    dtype: jnp.dtype,
+    mesh: Mesh | None,
+    seed: int,
+    quantization: Scheme | None = None,
+) -> Decoder:
+    """A model of random weights, sharded over the mesh's model axis if there is a mesh.
+
+    ``quantization``: of all but the LM head; see quantization.schemes.
+    """
     shapes = decoder_shapes(config, dtype, Shards.over(mesh, mesh_layout(mesh)))
+    shapes = in_scheme(shapes, quantization, lm_head=False)
     return _random_tree(shapes, mesh, jax.random.key(seed, impl="rbg"))
 
 
@@ -50,14 +63,23 @@ def random_pipeline(
 
 
 def random_eagle3_head(
-    target: ModelConfig, dtype: jnp.dtype, mesh: Mesh | None, seed: int, *, sharded: bool = True
+    target: ModelConfig,
+    dtype: jnp.dtype,
+    mesh: Mesh | None,
+    seed: int,
+    *,
+    sharded: bool = True,
+    quantization: Scheme | None = None,
 ) -> DraftHead:
-    """An EAGLE-3 head of random weights, sharded as its target is, or whole on every device."""
+    """An EAGLE-3 head of random weights, sharded as its target is, or whole on every device.
+
+    ``quantization``: of all its matrices; see quantization.schemes.
+    """
     shards = Shards.over(mesh, mesh_layout(mesh, split_model=sharded))
     shapes = head_shapes(eagle3_config(target), target, dtype, shards)
     assert shapes.token_ids is not None
     vocab = shapes.token_ids.shape[0]
-    weights = shapes.replace(token_ids=None)
+    weights = in_scheme(shapes.replace(token_ids=None), quantization, lm_head=True)
     weights_key, ids_key = jax.random.split(jax.random.key(seed, impl="rbg"))
     head = _random_tree(weights, mesh, weights_key)
     ids = jnp.sort(jax.random.permutation(ids_key, target.vocab_size)[:vocab]).astype(jnp.int32)
@@ -68,14 +90,22 @@ def random_eagle3_head(
 
 def _random_tree[T: Decoder | DraftHead | Stage](shapes: T, mesh: Mesh | None, key: Array) -> T:
     """The tree with every ShapeDtypeStruct replaced by an array of random values."""
-    leaves, structure = jax.tree_util.tree_flatten_with_path(shapes)
-    places = jax.tree.leaves(placements(shapes, mesh))
-    arrays = []
+    leaves, structure = jax.tree_util.tree_flatten_with_path(shapes, _is_quantized)
+    places = jax.tree.leaves(placements(shapes, mesh), is_leaf=_is_quantized)
+    arrays, is_draft = [], isinstance(shapes, DraftHead)
     for index, ((path, leaf), place) in enumerate(zip(leaves, places, strict=True)):
-        center, spread = _distribution(weight_name(path), leaf.shape, isinstance(shapes, DraftHead))
-        generate = _generator(leaf.shape, leaf.dtype, center, spread, place)
-        arrays.append(generate(jax.random.fold_in(key, index)))
+        own_key, name = jax.random.fold_in(key, index), weight_name(path)
+        if isinstance(leaf, QUANTIZED):
+            _, spread = _distribution(name, leaf.values.shape[::-1], is_draft)
+            arrays.append(random_quantized(leaf, place, own_key, spread))
+        else:
+            center, spread = _distribution(name, leaf.shape, is_draft)
+            arrays.append(_generator(leaf.shape, leaf.dtype, center, spread, place)(own_key))
     return jax.tree.unflatten(structure, arrays)
+
+
+def _is_quantized(node: Any) -> bool:
+    return isinstance(node, QUANTIZED)
 
 
 def _distribution(name: str, shape: tuple[int, ...], is_draft: bool) -> tuple[float, float]:

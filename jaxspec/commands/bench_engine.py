@@ -28,6 +28,7 @@ from jaxspec.benchmarking.shapes import SHAPES
 from jaxspec.benchmarking.timing import Bandwidth, measure_bandwidth
 from jaxspec.commands.engine_options import (
     add_kv_dtype,
+    add_quantization_options,
     add_sequence_parallel_option,
     add_tensor_parallel_option,
 )
@@ -67,6 +68,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_tensor_parallel_option(parser)
     add_sequence_parallel_option(parser)
     add("--whole-drafter", action="store_true", help="with --tp, the whole head on every device")
+    add_quantization_options(parser)
     add("--sampling", choices=SAMPLING, default="greedy", help="how rows sample; anything but "
         "greedy times the general sampling program")  # fmt: skip
     add("--kernels", default="auto", help="auto (all on a Hopper GPU), all, none or a comma list")
@@ -134,9 +136,16 @@ def measure_modes(
     [mesh] = replica_meshes(1, args.tp, args.sp)
     config, dtype = SHAPES[args.shape], jnp.dtype(args.dtype)
     console.print(f"making random weights of {args.shape}")
-    target, head = random_decoder(config, dtype, mesh, seed=0), None
+    target, head = random_decoder(config, dtype, mesh, 0, args.quantization), None
     if any(mode.speculation for _, mode in chosen):
-        head = random_eagle3_head(config, dtype, mesh, seed=1, sharded=not args.whole_drafter)
+        head = random_eagle3_head(
+            config,
+            dtype,
+            mesh,
+            seed=1,
+            sharded=not args.whole_drafter,
+            quantization=args.drafter_quantization,
+        )
     jax.block_until_ready((target, head))
     console.print(f"{local_bytes((target, head)) / 1e9:.2f} GB of weights a device")
     if args.kv_dtype is not None:
@@ -181,7 +190,7 @@ def as_row(timing: Timing, bandwidth: Bandwidth) -> dict[str, Any]:
 def make_table(results: dict[str, Any]) -> Table:
     arguments, bandwidth = results["arguments"], results["bandwidth"]
     title = (
-        f"{arguments['shape']}, {arguments['dtype']}, tp {arguments['tp']}, "
+        f"{arguments['shape']}, {arguments['dtype']}, {formats(arguments)}tp {arguments['tp']}, "
         f"sp {arguments.get('sp', 1)}, "
         f"{results['device']}, jax {results['jax']}, {results['date']}"
     )
@@ -210,6 +219,12 @@ def make_table(results: dict[str, Any]) -> Table:
             f"{100 * row['share_of_floor']:.0f}",
         )
     return table
+
+
+def formats(arguments: dict[str, Any]) -> str:
+    """What is quantized, for the title; of files without these fields, nothing."""
+    target, head = (arguments.get(key) for key in ("quantization", "drafter_quantization"))
+    return (f"weights {target}, " if target else "") + (f"head {head}, " if head else "")
 
 
 def run(args: argparse.Namespace) -> None:

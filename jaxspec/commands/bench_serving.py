@@ -27,6 +27,7 @@ from jaxspec.benchmarking.shapes import SHAPES
 from jaxspec.commands.engine_options import (
     add_drafter_bits,
     add_kv_dtype,
+    add_quantization_options,
     add_sequence_parallel_option,
     add_tensor_parallel_option,
 )
@@ -105,6 +106,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_kv_dtype(parser)
     add_tensor_parallel_option(parser)
     add_sequence_parallel_option(parser)
+    add_quantization_options(parser)
     add_drafter_bits(parser)
     add("--kernels", default="auto", help="auto (all on a Hopper GPU), all, none or a comma list")
     add("--adaptive", action="store_true", help="choose the tree of each call, or none, by what a "
@@ -154,8 +156,9 @@ class Models:
 
     def _random_weights(self) -> tuple[Decoder, DraftHead]:
         config, dtype = SHAPES[self.args.shape], resolve_dtype(self.args.dtype)
-        target = random_decoder(config, dtype, self.mesh, seed=0)
-        return target, random_eagle3_head(config, dtype, self.mesh, seed=1)
+        own = self.args.drafter_quantization
+        target = random_decoder(config, dtype, self.mesh, 0, self.args.quantization)
+        return target, random_eagle3_head(config, dtype, self.mesh, seed=1, quantization=own)
 
     def mode(self, name: str) -> Mode:
         """Of random weights: how a run decodes."""

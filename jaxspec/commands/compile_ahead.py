@@ -53,6 +53,7 @@ from jaxspec.benchmarking.tpu_ahead import (
 from jaxspec.commands.compiling_process import add_compiler_options, run_compiling, run_or_compile
 from jaxspec.commands.engine_options import (
     add_kv_dtype,
+    add_quantization_options,
     add_sequence_parallel_option,
     add_tensor_parallel_option,
 )
@@ -81,6 +82,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_kv_dtype(parser)
     add_tensor_parallel_option(parser)
     add_sequence_parallel_option(parser)
+    add_quantization_options(parser)
     add(
         "--sampling",
         choices=("greedy", "general"),
@@ -144,6 +146,8 @@ def compile_here(args: argparse.Namespace) -> None:
         args.sp,
         args.kernels,
         kv_dtype=args.kv_dtype,
+        quantization=args.quantization,
+        drafter_quantization=args.drafter_quantization,
     )
     if args.tpu is None:
         compile_decode(job, args.dump)

@@ -4,6 +4,8 @@ import argparse
 import re
 from pathlib import Path
 
+from jaxspec.config.quantization import SCHEMES
+
 GRID = re.compile(r"(?:(\d+)x)?(\d+)")
 PREEMPTION = ("auto", "recompute", "swap")
 SWAP_MEMORY = 4.0  # GiB, as EngineConfig has it
@@ -31,6 +33,13 @@ def add_sequence_parallel_option(parser: argparse.ArgumentParser) -> None:
         "(sequence parallel); each has the model, or with --tp its part of it; N must divide the "
         "page size",
     )
+
+
+def add_quantization_options(parser: argparse.ArgumentParser) -> None:
+    """``quantization`` and ``drafter_quantization`` of random weights."""
+    add = parser.add_argument
+    add("--quantization", choices=SCHEMES, help="the target's matrices, but for its LM head")
+    add("--drafter-quantization", choices=SCHEMES, help="the head's matrices, LM head included")
 
 
 def add_pipeline_options(parser: argparse.ArgumentParser) -> None:

@@ -32,6 +32,7 @@ from jaxspec.benchmarking.shapes import SHAPES
 from jaxspec.benchmarking.timing import timed
 from jaxspec.commands.engine_options import (
     add_kv_dtype,
+    add_quantization_options,
     add_sequence_parallel_option,
     add_tensor_parallel_option,
 )
@@ -67,6 +68,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_kv_dtype(parser)
     add_tensor_parallel_option(parser)
     add_sequence_parallel_option(parser)
+    add_quantization_options(parser)
     add("--kernels", default="auto", help="auto (all on a Hopper GPU), all, none or a comma list")
     add("--plot", type=Path, help="write one round's timeline as a PNG")
     add("--json", action="store_true", help="JSON on stdout, the table on stderr")
@@ -88,9 +90,10 @@ def run_profiled(args: argparse.Namespace, progress: Console) -> tuple[Profile, 
     kernels = Kernels.parse(args.kernels, sharing=devices_of_model(mesh))
     config, dtype = SHAPES[args.shape], jnp.dtype(args.dtype)
     progress.print(f"making random weights of {args.shape}")
-    target, head = random_decoder(config, dtype, mesh, seed=0), None
+    target, head = random_decoder(config, dtype, mesh, 0, args.quantization), None
     if mode.speculation:
-        head = random_eagle3_head(config, dtype, mesh, seed=1)
+        own = args.drafter_quantization
+        head = random_eagle3_head(config, dtype, mesh, seed=1, quantization=own)
     params = with_kv_dtype(make_params(mode, target, head, mesh, kernels), args.kv_dtype)
     progress.print("compiling")
     workload = Workload(

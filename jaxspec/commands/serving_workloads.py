@@ -67,8 +67,10 @@ def check_options(args: argparse.Namespace) -> None:
         raise ValueError(f"--shared-prefix must be at least 0, got {args.shared_prefix}")
     if args.shape and args.drafter != "auto":
         raise ValueError("--drafter is for models: with --shape the drafter is an EAGLE-3 head")
-    if args.bare and not args.shape:
-        raise ValueError("--bare is for random weights: give --shape as well")
+    for name in ("bare", "quantization", "drafter_quantization"):
+        if getattr(args, name) and not args.shape:
+            option = name.replace("_", "-")
+            raise ValueError(f"--{option} is for random weights: give --shape as well")
     if args.load and args.rate is not None:
         raise ValueError("--load gives the rates itself: leave out --rate")
     if "fixed" in args.compare and not args.adaptive:

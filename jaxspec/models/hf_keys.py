@@ -104,7 +104,8 @@ ROPE_NEEDS = MappingProxyType(
     }
 )
 
-# Keys that do not change the result: training, labels, defaults of generate(), bookkeeping.
+# Keys that do not change the result: training, labels, defaults of generate(), bookkeeping. How
+# weights are stored is read by quantization.formats.
 HARMLESS_KEYS = words(
     """initializer_range use_cache attention_dropout pretraining_tp dtype torch_dtype
     bos_token_id pad_token_id sep_token_id decoder_start_token_id tokenizer_class prefix
@@ -118,7 +119,7 @@ HARMLESS_KEYS = words(
     return_dict_in_generate forced_bos_token_id forced_eos_token_id remove_invalid_values
     exponential_decay_length_penalty suppress_tokens begin_suppress_tokens max_sequence_length
     tokenizer_model_max_length tokenizer_padding_side unsloth_fixed unsloth_version
-    is_llama_config transformers.js_config"""
+    is_llama_config transformers.js_config quantization_config compression_config"""
 )
 
 # Keys that must have one of these values, in families that do not read them.
@@ -127,7 +128,6 @@ FIXED_VALUES: Allowed = MappingProxyType(
     {
         "hidden_act": ("silu",),
         "partial_rotary_factor": (None, 1.0),
-        "quantization_config": (None,),
         "per_layer_config": (None, {}),
         "pruned_heads": (None, {}),
         "is_encoder_decoder": (None, False),

@@ -17,13 +17,14 @@ from jaxspec.models.hf_heads import eagle_head_config, says_head, with_qkv_bias
 from jaxspec.models.hf_values import naming, shown_name
 from jaxspec.parallel import Shards, mesh_layout
 from jaxspec.quantization.kv_cache import without_kv_scales
-from jaxspec.tensors import Source, choosing, splitting
+from jaxspec.tensors import CheckpointTensor, Source, choosing, splitting
+from jaxspec.weights.checkpoint_files import canonical_tensors
 from jaxspec.weights.safetensors_io import (
-    StoredTensor,
+    check_not_quantized,
     load_tree,
+    open_checkpoint,
     placements,
     save_tree,
-    scan,
 )
 
 MARK_DTYPES = ("BOOL", "U8", "I8", "I32", "I64")  # accepted for t2d
@@ -35,13 +36,13 @@ def head_method(directory: str | Path) -> EagleMethod | None:
     Raises ValueError for a head of an unsupported kind.
     """
     directory = Path(directory)
-    return _method(directory, scan(directory), read_json(directory / "config.json"))
+    return _method(directory, canonical_tensors(directory), read_json(directory / "config.json"))
 
 
 def _method(
-    directory: Path, stored: Mapping[str, StoredTensor], raw: Mapping[str, Any]
+    directory: Path, stored: Mapping[str, CheckpointTensor], raw: Mapping[str, Any]
 ) -> EagleMethod | None:
-    if "fc.weight" not in stored:  # every EAGLE head has it, no language model does
+    if _fc(stored) is None:  # every EAGLE head has it, no language model does
         with naming(f"draft head's {directory / 'config.json'}"):
             is_head = says_head(raw)
         if is_head or _looks_like_head(stored):
@@ -60,9 +61,16 @@ def _method(
     return "eagle3" if eagle3 else "eagle1"
 
 
-def _looks_like_head(stored: Mapping[str, StoredTensor]) -> bool:
+def _fc(stored: Mapping[str, CheckpointTensor]) -> CheckpointTensor | None:
+    """The matrix that joins a head's inputs, quantized or not."""
+    return stored.get("fc.weight", stored.get("fc.values"))
+
+
+def _looks_like_head(stored: Mapping[str, CheckpointTensor]) -> bool:
     """Whether these are a head's tensors: a layer without a final norm, or EAGLE-3's midlayer."""
-    layer = "layers.0.self_attn.q_proj.weight" in stored and "norm.weight" not in stored
+    query = "layers.0.self_attn.q_proj"
+    layer = f"{query}.weight" in stored or f"{query}.values" in stored
+    layer = layer and "norm.weight" not in stored
     return layer or any(name.startswith("midlayer.") for name in stored)
 
 
@@ -82,14 +90,13 @@ def load_eagle_head(
     Raises ValueError for a head that does not fit the target, saying what does not fit.
     """
     directory = Path(directory)
-    stored = scan(directory)
-    config = _head_config(directory, stored, target)
     shards = Shards.over(mesh, mesh_layout(mesh, split_model=sharded))
+    stored, kind = open_checkpoint(directory, shards, kind)
+    config = _head_config(directory, stored, target)
     shapes = head_shapes(config, target, dtype, shards)
     midlayer = any(name.startswith("midlayer.") for name in stored)
     first_layer = "midlayer" if midlayer else "layers.0"
-    if kind is not None:
-        shapes = shapes.filled(first_layer, choosing(kind)).replace(token_ids=shapes.token_ids)
+    shapes = shapes.filled(first_layer, choosing(kind)).replace(token_ids=shapes.token_ids)
     shardings = placements(shapes, mesh)
     without_ids = shapes.replace(token_ids=None)
     head = load_tree(
@@ -107,7 +114,11 @@ def load_eagle_head(
 
 def save_eagle_head(head: DraftHead, directory: str | Path, target: ModelConfig) -> None:
     """Write a head as a directory in the official layout: config.json and safetensors. Scales of
-    8-bit caches are left out."""
+    8-bit caches are left out.
+
+    Raises ValueError for a quantized one.
+    """
+    check_not_quantized(head)
     head = without_kv_scales(head)
     eagle3 = head.method == "eagle3"
     config = _hf_head_config(head, target)
@@ -121,12 +132,13 @@ def save_eagle_head(head: DraftHead, directory: str | Path, target: ModelConfig)
 
 
 def _head_config(
-    directory: Path, stored: dict[str, StoredTensor], target: ModelConfig
+    directory: Path, stored: Mapping[str, CheckpointTensor], target: ModelConfig
 ) -> HeadConfig:
     """What config.json and the tensors together say about a head."""
     raw = read_json(directory / "config.json")
     method = _method(directory, stored, raw)
-    if method is None:
+    fc = _fc(stored)
+    if method is None or fc is None:
         raise ValueError(f"{directory} is not an EAGLE head: it has no fc.weight")
     with naming(f"draft head's {directory / 'config.json'}"):
         config = eagle_head_config(raw, target, method)
@@ -146,17 +158,19 @@ def _head_config(
     width = 2 * hidden
     if method == "eagle3":
         width = target.hidden_size * len(config.capture)
-    if stored["fc.weight"].shape != (hidden, width):
+    if fc.shape != (hidden, width):
         source = f"states {config.capture} of the target"
         source = source if method == "eagle3" else "embedding and hidden"
         raise ValueError(
-            f"{directory} does not fit the target: fc.weight is {stored['fc.weight'].shape}, "
+            f"{directory} does not fit the target: {fc.name} is {fc.shape}, "
             f"but {config.method} needs {(hidden, width)} ({source})"
         )
     return config
 
 
-def _check_norms(directory: Path, config: HeadConfig, stored: Mapping[str, StoredTensor]) -> None:
+def _check_norms(
+    directory: Path, config: HeadConfig, stored: Mapping[str, CheckpointTensor]
+) -> None:
     """Raise ValueError unless the norms before ``fc`` are those that config.json says."""
     checks = (
         ("fc_norm", config.fc_norm, "fc_norm.0.weight"),
@@ -171,7 +185,7 @@ def _check_norms(directory: Path, config: HeadConfig, stored: Mapping[str, Store
 
 
 def _draft_vocab_size(
-    config: HeadConfig, stored: dict[str, StoredTensor], target: ModelConfig
+    config: HeadConfig, stored: Mapping[str, CheckpointTensor], target: ModelConfig
 ) -> int | None:
     """Size of the draft vocabulary; None when draft ids are the target's ids."""
     size = config.draft_vocab_size or target.vocab_size
@@ -180,7 +194,7 @@ def _draft_vocab_size(
 
 
 def _token_ids(
-    directory: Path, stored: dict[str, StoredTensor], draft_vocab: int, target_vocab: int
+    directory: Path, stored: Mapping[str, CheckpointTensor], draft_vocab: int, target_vocab: int
 ) -> np.ndarray:
     """Target ids of the draft ids, int32 [W], from d2t; t2d must agree with it if present."""
     table, marks = stored.get("d2t"), stored.get("t2d")

@@ -4,7 +4,6 @@ A shard of an array is read from the file slices that it consists of, a few mega
 Each slice is cast and transposed as it is read. The host holds at most one array and one slice.
 """
 
-import dataclasses
 import functools
 import json
 import math
@@ -19,51 +18,46 @@ import numpy as np
 from jax import Array
 from jax.experimental.layout import Format
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
-from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from jaxspec.config.model import ModelConfig
 from jaxspec.models.decoder import Decoder, decoder_shapes
 from jaxspec.models.hf_config import to_hf_config
-from jaxspec.models.hf_values import one_line, read_json, shown, shown_name
+from jaxspec.models.hf_values import shown_name
 from jaxspec.models.pipeline import Pipeline, as_one, cut, pipeline_shapes
 from jaxspec.parallel import Shards, mesh_layout, named_shardings
+from jaxspec.quantization.float8 import E4M3, Float8Linear
+from jaxspec.quantization.grouped import GroupedLinear
 from jaxspec.quantization.kv_cache import without_kv_scales
-from jaxspec.tensors import Piece, Source, Split, choosing, splitting, tensor_shapes
+from jaxspec.quantization.scaled import ScaledLinear
+from jaxspec.quantization.stored import as_stored
+from jaxspec.tensors import (
+    CheckpointTensor,
+    Piece,
+    Source,
+    Split,
+    choosing,
+    splitting,
+    tensor_shapes,
+)
 from jaxspec.weight_places import weight_place
+from jaxspec.weights.checkpoint_files import canonical_tensors, scan
 
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 FLOATS = (jnp.dtype("float32"), jnp.dtype("bfloat16"), jnp.dtype("float16"))
-INTEGER_DTYPES = MappingProxyType(
-    {"I8": np.dtype("int8"), "U8": np.dtype("uint8"), "I32": np.dtype("int32")}
+EXACT_DTYPES = MappingProxyType(
+    {
+        "I4": jnp.dtype("int4"),
+        "I8": np.dtype("int8"),
+        "U8": np.dtype("uint8"),
+        "I32": np.dtype("int32"),
+        "F8_E4M3": E4M3,
+    }
 )
 CHUNK_ELEMENTS = 4 << 20  # most elements read at a time
 STRIP = 128  # columns copied at a time: transposing whole matrices is several times slower
 MAX_FILE_BYTES = 4 << 30
 MOST_PROBLEMS = 20  # most that are listed in an error
-# Converts pickled weights: all shards into one file. It clones, as tied tensors share memory, which
-# safetensors refuses.
-CONVERSION = (
-    "import glob, torch, safetensors.torch as s; "
-    'tensors = {k: v.clone().contiguous() for f in glob.glob("*model*.bin") '
-    'for k, v in torch.load(f, map_location="cpu", weights_only=True).items()}; '
-    's.save_file(tensors, "model.safetensors", {"format": "pt"})'
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class StoredTensor:
-    """A tensor of a checkpoint: its file, name, shape, and dtype as safetensors names it."""
-
-    file: Path
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-
-    def read(self, *index: slice) -> np.ndarray:
-        """The slice at ``index``. The file is mapped only during the call."""
-        with open_safetensors(self.file) as file:
-            return file.get_slice(self.name)[index or slice(None)]
 
 
 def load_decoder(
@@ -80,17 +74,17 @@ def load_decoder(
     Args:
       sharded: False: the model is replicated over the mesh's model axis.
       kind: chooses the weight format of each projection. It is called with a ``Linear`` of shapes
-        and its source, and returns that ``Linear`` or another format's shapes, such as a quantized
-        one's (see models.linear.AnyLinear).
+        and its source, and returns that ``Linear`` or another format's shapes (see
+        models.linear.AnyLinear). By default the formats are those that config.json names (see
+        quantization.formats).
 
     Raises ValueError that lists all missing, surplus and misshapen tensors, or names a broken file.
     """
-    layout = mesh_layout(mesh, split_model=sharded)
-    shapes = decoder_shapes(config, dtype, Shards.over(mesh, layout))
-    if kind is not None:
-        shapes = shapes.filled(choosing(kind))
+    shards = Shards.over(mesh, mesh_layout(mesh, split_model=sharded))
+    stored, kind = open_checkpoint(directory, shards, kind)
+    shapes = decoder_shapes(config, dtype, shards).filled(choosing(kind))
     return load_tree(
-        scan(directory),
+        stored,
         shapes,
         shapes.filled(splitting(config.vocab_size)),
         placements(shapes, mesh),
@@ -106,17 +100,34 @@ def load_pipeline(
     layers: Sequence[int],
 ) -> Pipeline:
     """As load_decoder, for a pipeline of so many layers on each mesh."""
+    shards = Shards.over(meshes[0], mesh_layout(meshes[0]))  # of all stages with layers
+    stored, kind = open_checkpoint(directory, shards, None)
     shapes = pipeline_shapes(config, dtype, meshes, layers)
+    whole = as_one(shapes.parts).filled(choosing(kind))
+    shapes = cut(whole, shapes)
     places = [placements(part, mesh) for part, mesh in zip(shapes.parts, meshes, strict=True)]
-    whole = as_one(shapes.parts)
     loaded = load_tree(
-        scan(directory),
+        stored,
         whole,
         whole.filled(splitting(config.vocab_size)),
         as_one(places),
         _harmless(config),
     )
     return cut(loaded, shapes)
+
+
+def open_checkpoint(
+    directory: str | Path, shards: Shards, kind: Callable[[Any, Source], Any] | None
+) -> tuple[dict[str, CheckpointTensor], Callable[[Any, Source], Any]]:
+    """A checkpoint's tensors, and what chooses the format of each projection: ``kind``, or for None
+    what config.json says.
+
+    Raises ValueError for a quantization that is not supported.
+    """
+    if kind is not None:
+        return dict(scan(directory)), kind
+    stored = canonical_tensors(directory)
+    return stored, as_stored(stored, shards)
 
 
 def _harmless(config: ModelConfig) -> set[str]:
@@ -126,67 +137,22 @@ def _harmless(config: ModelConfig) -> set[str]:
 
 def save_decoder(decoder: Decoder, directory: str | Path) -> None:
     """Write a decoder, however sharded, as a directory that transformers and load_decoder read.
-    Scales of 8-bit caches are left out."""
+    Scales of 8-bit caches are left out.
+
+    Raises ValueError for a quantized one.
+    """
+    check_not_quantized(decoder)
     decoder = without_kv_scales(decoder)
     config = to_hf_config(decoder.config) | {"torch_dtype": jnp.dtype(decoder.embed.dtype).name}
     save_tree(directory, decoder, decoder.filled(splitting(decoder.config.vocab_size)), config)
 
 
-def open_safetensors(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="numpy")
-    except (SafetensorError, OSError) as error:
-        reason = one_line(error)
-        raise ValueError(f"{path} is not a readable safetensors file: {reason}") from None
-
-
-def scan(directory: str | Path) -> dict[str, StoredTensor]:
-    """All tensors of a checkpoint directory, by name. Only the file headers are read."""
-    stored: dict[str, StoredTensor] = {}
-    for path in _checkpoint_files(Path(directory)):
-        with open_safetensors(path) as file:
-            for name in file.keys():  # noqa: SIM118, it is not a dict
-                tensor = file.get_slice(name)
-                stored[name] = StoredTensor(
-                    path, name, tuple(tensor.get_shape()), tensor.get_dtype()
-                )
-    return stored
-
-
-def _checkpoint_files(directory: Path) -> list[Path]:
-    index = directory / "model.safetensors.index.json"
-    if index.exists():
-        return _indexed_files(index)
-    if (directory / "model.safetensors").exists():
-        return [directory / "model.safetensors"]
-    files = sorted(directory.glob("*.safetensors"))
-    if files:
-        return files
-    if any(directory.glob("*model*.bin")):
-        raise ValueError(
-            f"{directory} holds pickled weights (*model*.bin), which are not read. Convert them "
-            f"where torch is installed: cd there and run python -c '{CONVERSION}'"
-        )
-    raise ValueError(
-        f"no *.safetensors file in {directory}: is it a model directory? A hub repository that has "
-        "only pickled weights (*.bin) must be downloaded whole (hf download OWNER/NAME --local-dir "
-        "DIR) and converted: give DIR, and the error says how"
-    )
-
-
-def _indexed_files(index: Path) -> list[Path]:
-    """The files that an index names, all in its directory."""
-    files = read_json(index).get("weight_map")
-    if not isinstance(files, dict) or not files:
-        raise ValueError(f"{index}: weight_map must map tensors to files, got {shown(files)}")
-    for name in files.values():
-        inside = isinstance(name, str) and name.isprintable() and ".." not in Path(name).parts
-        if not inside or Path(name).is_absolute() or not name.endswith(".safetensors"):
-            raise ValueError(
-                f"{index}: weight_map names {shown(name)}, which is no *.safetensors file inside "
-                "the directory"
-            )
-    return sorted({index.parent / name for name in files.values()})
+def check_not_quantized(weights: Any) -> None:
+    """Raise ValueError for weights that were rounded: files of these are written by quantizers."""
+    kinds = (GroupedLinear, Float8Linear, ScaledLinear)
+    nodes = jax.tree.leaves(weights, is_leaf=lambda node: isinstance(node, kinds))
+    if any(isinstance(node, kinds) for node in nodes):
+        raise ValueError("quantized weights are not saved: copy the checkpoint they were read from")
 
 
 def placements(shapes: Any, mesh: Mesh | None) -> Any:
@@ -201,7 +167,7 @@ def placements(shapes: Any, mesh: Mesh | None) -> Any:
 
 
 def load_tree(
-    stored: dict[str, StoredTensor],
+    stored: Mapping[str, CheckpointTensor],
     shapes: Any,
     splits: Any,
     shardings: Any,
@@ -214,7 +180,7 @@ def load_tree(
 
 
 def check_tensors(
-    stored: dict[str, StoredTensor],
+    stored: Mapping[str, CheckpointTensor],
     expected: Mapping[str, jax.ShapeDtypeStruct],
     harmless: Collection[str] = (),
 ) -> None:
@@ -222,12 +188,13 @@ def check_tensors(
     problems = [f"{name} is missing" for name in expected if name not in stored]
     for name, tensor in stored.items():
         if name not in expected:
-            if name not in harmless and not name.endswith("rotary_emb.inv_freq"):
+            if name not in harmless and not _has_no_effect(name, tensor):
                 problems.append(f"{shown_name(name)} is not part of this model")
         elif tensor.shape != expected[name].shape:
-            problems.append(f"{name} is {list(tensor.shape)}, not {list(expected[name].shape)}")
+            found, wanted = list(tensor.shape), list(expected[name].shape)
+            problems.append(f"{tensor.name} is {found}, not {wanted}")
         elif tensor.dtype not in _readable_as(expected[name].dtype):
-            problems.append(f"{name} has unsupported dtype {tensor.dtype}")
+            problems.append(f"{tensor.name} has unsupported dtype {tensor.dtype}")
     if problems:
         folders = sorted({str(tensor.file.parent) for tensor in stored.values()})
         where = ", ".join(folders) or "the checkpoint"
@@ -237,15 +204,24 @@ def check_tensors(
         raise ValueError(f"{where} does not fit its config.json: {'; '.join(problems)}")
 
 
+def _has_no_effect(name: str, tensor: CheckpointTensor) -> bool:
+    """Whether a tensor that the model does not have changes nothing: a table that is computed,
+    groups of inputs that several projections share (see quantization.stored), or a bias of zeros,
+    which some quantizers write for every projection."""
+    if name.endswith(("rotary_emb.inv_freq", ".groups")):
+        return True
+    return name.endswith(".bias") and len(tensor.shape) == 1 and not tensor.read().any()
+
+
 def _readable_as(dtype: np.dtype) -> tuple[str, ...]:
-    """Stored dtypes that may be read as ``dtype``: floats are cast, integers must be the same."""
+    """Stored dtypes that may be read as ``dtype``: floats are cast, others must be the same."""
     if dtype in FLOATS:
         return FLOAT_DTYPES
-    return tuple(name for name, own in INTEGER_DTYPES.items() if own == dtype)
+    return tuple(name for name, own in EXACT_DTYPES.items() if own == dtype)
 
 
 def _load_array(
-    stored: dict[str, StoredTensor],
+    stored: Mapping[str, CheckpointTensor],
     shape: jax.ShapeDtypeStruct,
     split: Split,
     place: Sharding | Format,
@@ -265,7 +241,7 @@ def _load_array(
     return jax.block_until_ready(array)  # bounds host memory: copies to the device are asynchronous
 
 
-def _read_piece(tensor: StoredTensor, piece: Piece) -> None:
+def _read_piece(tensor: CheckpointTensor, piece: Piece) -> None:
     """Fill a piece's view in chunks of its leading axis."""
     step = max(1, CHUNK_ELEMENTS // math.prod(piece.view.shape[1:]))
     size = math.prod(piece.row_shape[1:])  # rows for each index of the leading axis

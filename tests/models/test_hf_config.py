@@ -197,7 +197,6 @@ def test_stop_tokens_of_both_files(tmp_path: Path):
         (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
         (LLAMA | {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
          "partial_rotary_factor = 0.5"),
-        (LLAMA | {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         (LLAMA | {"num_experts": 8}, "unknown key 'num_experts'"),
         (LLAMA | {"sliding_window": 8}, "sliding_window = 8"),
         (LLAMA | {"use_sliding_window": True}, "use_sliding_window = True is not supported"),

@@ -15,8 +15,9 @@ import pytest
 
 from jaxspec.models.decoder import Decoder, decoder_shapes
 from jaxspec.models.hf_config import load_model_config
+from jaxspec.weights.checkpoint_files import scan
 from jaxspec.weights.eagle import head_method, load_eagle_head, save_eagle_head
-from jaxspec.weights.safetensors_io import load_decoder, save_decoder, scan
+from jaxspec.weights.safetensors_io import load_decoder, save_decoder
 from tests.random_models import eagle3_head, tiny_config
 
 CASES = 334  # of each kind of file

@@ -25,7 +25,8 @@ from jaxspec.models.mixers import Attention
 from jaxspec.models.mlps import Dense
 from jaxspec.parallel import DATA_AXIS, grid_of, make_mesh, partition_specs
 from jaxspec.weights import safetensors_io
-from jaxspec.weights.safetensors_io import StoredTensor, load_decoder, save_decoder
+from jaxspec.weights.checkpoint_files import StoredTensor
+from jaxspec.weights.safetensors_io import load_decoder, save_decoder
 from tests.checkpoints import (
     hf_logits,
     save_tensors,

@@ -1,0 +1,6 @@
+"""Names of the ways in which weights in memory can be rounded; see quantization.schemes."""
+
+from typing import Literal, get_args
+
+Scheme = Literal["w4a16", "w4a16-zeros", "w8a16", "fp8", "fp8-block"]
+SCHEMES: tuple[Scheme, ...] = get_args(Scheme)

@@ -1,0 +1,52 @@
+"""Quantized checkpoints, whatever their format, as the same few tensors of each module.
+
+A quantized module ``<name>`` has, in place of ``<name>.weight``:
+
+- ``<name>.values``: [out, in] signed integers (I4 or I8), or floats of 8 bits (F8_E4M3),
+- ``<name>.scale``: [out, groups],
+- ``<name>.zero``: [out, groups] whole numbers in the scales' dtype, if they are not all 0,
+- ``<name>.groups``: int32 [in], the group of each input, if groups do not follow each other.
+
+w = (values - zero) * scale.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from jaxspec.models.hf_values import shown
+from jaxspec.quantization.formats.awq import read_awq
+from jaxspec.quantization.formats.compressed_tensors import read_compressed_tensors
+from jaxspec.quantization.formats.float8 import read_float8
+from jaxspec.quantization.formats.gptq import read_gptq
+from jaxspec.quantization.formats.views import Tensors
+from jaxspec.tensors import CheckpointTensor
+
+METHODS = MappingProxyType(
+    {
+        "awq": read_awq,
+        "gptq": read_gptq,
+        "compressed-tensors": read_compressed_tensors,
+        "fp8": read_float8,
+    }
+)
+CONFIG_KEYS = ("quantization_config", "compression_config")
+
+
+def canonical(config: Mapping[str, Any], stored: Tensors) -> dict[str, CheckpointTensor]:
+    """The tensors of a checkpoint as above; unchanged if ``config``, the contents of config.json,
+    names no quantization.
+
+    Raises ValueError that names what is not supported or does not fit.
+    """
+    found = next((config[key] for key in CONFIG_KEYS if config.get(key) is not None), None)
+    if found is None:
+        return dict(stored)
+    method = found.get("quant_method") if isinstance(found, dict) else None
+    if not isinstance(method, str) or method not in METHODS:
+        supported = ", ".join(METHODS)
+        raise ValueError(
+            f"quantization_config: quant_method {shown(method)} is not supported; supported are "
+            f"{supported}"
+        )
+    return METHODS[method](found, stored)

@@ -1,0 +1,218 @@
+"""compressed-tensors: packed integers with 16-bit activations, and floats of 8 bits.
+
+Packed integers (``pack-quantized``): ``weight_packed`` int32 [out, in * bits / 32],
+``weight_scale`` [out, groups], ``weight_shape`` int64 [2], and where they are not symmetric
+``weight_zero_point`` int32 [out * bits / 32, groups], packed along the outputs; ``weight_g_idx``
+int32 [in] for mixed groups. Integers are signed, and packed plus 2^(bits - 1);
+w = (q - zero) * scale.
+
+Floats (``float-quantized``): ``weight`` e4m3 [out, in] and ``weight_scale`` [out, 1], or
+[out / 128, in / 128]; activations are rounded when they are used.
+"""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from jaxspec.models.hf_values import shown
+from jaxspec.quantization.formats.fields import Fields
+from jaxspec.quantization.formats.float8 import float8_module
+from jaxspec.quantization.formats.gptq import mixed_groups
+from jaxspec.quantization.formats.packing import per_word
+from jaxspec.quantization.formats.views import (
+    Tensors,
+    check_divides,
+    check_shape,
+    check_words,
+    checked_scales,
+    modules_of,
+    packed_integers,
+    part_of,
+    zeros_like_scales,
+)
+from jaxspec.tensors import CheckpointTensor
+
+FORMATS = ("pack-quantized", "float-quantized", "mixed-precision")
+PARTS = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
+
+
+@dataclasses.dataclass(frozen=True)
+class Scheme:
+    """How the modules of a config group are quantized.
+
+    Attributes:
+      targets: names of modules, ``re:`` and an expression, or the class ``Linear``.
+      is_float: e4m3 with activations of 8 bits; else integers of ``bits``.
+      group: inputs that share a scale; None: all of them.
+      block: [rows, columns] that share a scale; None: groups.
+    """
+
+    targets: tuple[str, ...]
+    is_float: bool
+    bits: int
+    symmetric: bool
+    group: int | None
+    block: tuple[int, int] | None
+
+    def fits(self, module: str) -> bool:
+        return any(_matches(target, module) for target in self.targets)
+
+
+def read_compressed_tensors(
+    config: Mapping[str, Any], stored: Tensors
+) -> dict[str, CheckpointTensor]:
+    """The tensors of a checkpoint, those of quantized modules as values, scale, zero and groups.
+
+    Raises ValueError that names the field or the tensor that is not supported or does not fit.
+    """
+    schemes = read_schemes(config)
+    tensors = dict(stored)
+    for module in modules_of(stored, "weight_packed"):
+        tensors |= _packed(stored, module, _scheme_of(schemes, module, is_float=False))
+        for part in PARTS:
+            tensors.pop(f"{module}.{part}", None)
+    floats = [
+        module
+        for module in modules_of(stored, "weight_scale")
+        if f"{module}.weight_packed" not in stored
+    ]
+    for module in floats:
+        scheme = _scheme_of(schemes, module, is_float=True)
+        tensors |= float8_module(stored, module, "weight_scale", scheme.block)
+        for part in ("weight", "weight_scale"):
+            del tensors[f"{module}.{part}"]
+    return tensors
+
+
+def read_schemes(config: Mapping[str, Any]) -> list[Scheme]:
+    """The config groups. Raises ValueError that names a field that is not supported."""
+    fields = Fields("quantization_config", config)
+    whole_format = fields.must_be("format", *FORMATS, default="pack-quantized")
+    fields.must_be("quantization_status", "compressed", "frozen", default="compressed")
+    if fields.get("kv_cache_scheme") is not None:
+        raise ValueError(
+            "quantization_config: kv_cache_scheme is not supported: set it to null, and choose the "
+            "KV cache's dtype with an option"
+        )
+    if fields.get("sparsity_config", default={}):
+        raise ValueError("quantization_config: sparsity_config is not supported")
+    if fields.get("transform_config", default={}):
+        raise ValueError("quantization_config: transform_config (rotations) is not supported")
+    groups = fields.get("config_groups")
+    fields.ignored("quant_method", "ignore", "global_compression_ratio", "version")
+    fields.check_all_read()
+    if not isinstance(groups, dict) or not all(isinstance(one, dict) for one in groups.values()):
+        raise ValueError(
+            f"quantization_config: config_groups must be an object of objects, got {shown(groups)}"
+        )
+    return [
+        _read_scheme(f"quantization_config: config_groups.{name}", group, whole_format)
+        for name, group in groups.items()
+    ]
+
+
+def _read_scheme(where: str, group: Mapping[str, Any], whole_format: str) -> Scheme:
+    fields = Fields(where, group)
+    targets, weights = fields.get("targets", default=["Linear"]), fields.get("weights")
+    if not isinstance(targets, list) or not all(isinstance(one, str) for one in targets):
+        raise ValueError(f"{where}: targets must be a list of names, got {shown(targets)}")
+    if not isinstance(weights, dict):
+        raise ValueError(f"{where}: weights must be an object, got {shown(weights)}")
+    if fields.get("output_activations") is not None:
+        raise ValueError(f"{where}: output_activations is not supported")
+    fields.must_be("format", *FORMATS, default=whole_format)
+    inputs = fields.get("input_activations")
+    fields.check_all_read()
+    own = Fields(f"{where}.weights", weights)
+    is_float = own.must_be("type", "int", "float", default="int") == "float"
+    bits = own.must_be("num_bits", *((8,) if is_float else (4, 8)))
+    own.must_be("dynamic", False, default=False)
+    strategy = own.must_be("strategy", "channel", "block" if is_float else "group")
+    block = _block_of(own) if strategy == "block" else None
+    scheme = Scheme(
+        targets=tuple(targets),
+        is_float=is_float,
+        bits=bits,
+        symmetric=own.must_be("symmetric", *((True,) if is_float else (True, False)), default=True),
+        group=own.group_size("group_size") if strategy == "group" else None,
+        block=block,
+    )
+    own.ignored("actorder", "observer", "observer_kwargs", "block_structure", "group_size")
+    own.ignored("scale_dtype", "zp_dtype")
+    own.check_all_read()
+    _check_inputs(f"{where}.input_activations", inputs, scheme)
+    return scheme
+
+
+def _block_of(fields: Fields) -> tuple[int, int]:
+    rows, columns = fields.must_be("block_structure", [128, 128], default=[128, 128])
+    return rows, columns
+
+
+def _check_inputs(where: str, inputs: Any, scheme: Scheme) -> None:
+    """Raise ValueError unless activations are rounded as the scheme's weights need it."""
+    if not scheme.is_float:
+        if inputs is not None:
+            raise ValueError(
+                f"{where} is not supported for integer weights: only 16-bit activations (null)"
+            )
+        return
+    if not isinstance(inputs, dict):
+        raise ValueError(f"{where} must be an object for weights of 8-bit floats")
+    fields = Fields(where, inputs)
+    fields.must_be("type", "float")
+    fields.must_be("num_bits", 8)
+    fields.must_be("dynamic", True)
+    fields.must_be("symmetric", True, default=True)
+    if scheme.block is None:
+        fields.must_be("strategy", "token")
+    else:
+        fields.must_be("strategy", "group", "block")
+        fields.must_be("group_size", scheme.block[1], default=scheme.block[1])
+    fields.ignored("observer", "observer_kwargs", "actorder", "group_size", "block_structure")
+    fields.ignored("scale_dtype", "zp_dtype")
+    fields.check_all_read()
+
+
+def _packed(stored: Tensors, module: str, scheme: Scheme) -> dict[str, CheckpointTensor]:
+    words, scales, shape = (part_of(stored, module, part) for part in PARTS[:3])
+    sizes = [int(size) for size in shape.read()] if shape.shape == (2,) else []
+    if len(sizes) != 2 or min(sizes) < 1:
+        raise ValueError(f"{shape.name} must hold two sizes, got {shown(sizes)}")
+    outputs, size = sizes
+    groups = check_divides(module, size, scheme.group or size)
+    count = per_word(scheme.bits)
+    check_words(words, (outputs, -(-size // count)))
+    check_shape(scales, (outputs, groups))
+    tensors: dict[str, CheckpointTensor] = {
+        f"{module}.values": packed_integers(words, scheme.bits, 1, inputs_first=False, size=size),
+        f"{module}.scale": checked_scales(scales, inputs_first=False),
+    }
+    if not scheme.symmetric:
+        zeros = part_of(stored, module, "weight_zero_point")
+        check_words(zeros, (-(-outputs // count), groups))
+        own_zeros = packed_integers(zeros, scheme.bits, 0, inputs_first=False, size=outputs)
+        tensors[f"{module}.zero"] = zeros_like_scales(own_zeros, scales)
+    mixed = mixed_groups(stored.get(f"{module}.weight_g_idx"), size, groups)
+    return tensors if mixed is None else tensors | {f"{module}.groups": mixed}
+
+
+def _scheme_of(schemes: list[Scheme], module: str, *, is_float: bool) -> Scheme:
+    for scheme in schemes:
+        if scheme.fits(module) and scheme.is_float == is_float:
+            return scheme
+    kind = "8-bit floats" if is_float else "packed integers"
+    raise ValueError(f"{module} holds {kind}, but no group of quantization_config says so")
+
+
+def _matches(target: str, module: str) -> bool:
+    """Whether a config group's target means a module, as compressed-tensors has it."""
+    if target.startswith("re:"):
+        try:
+            return re.match(target.removeprefix("re:"), module) is not None
+        except re.error:
+            raise ValueError(
+                f"quantization_config: target {shown(target)} is no regular expression"
+            ) from None
+    return target in ("Linear", module)

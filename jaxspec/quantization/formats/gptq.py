@@ -1,0 +1,113 @@
+"""GPTQ's formats: 4 or 8 bits, packed along the inputs.
+
+A module has ``qweight`` int32 [in * bits / 32, out], ``qzeros`` int32 [in / group, out * bits /
+32], ``scales`` [in / group, out] and ``g_idx`` int32 [in], the group of each input ("act-order"
+mixes the groups); w = (q - zero) * scale. Version 1 stores zero - 1.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxspec.models.hf_values import shown
+from jaxspec.quantization.formats.fields import Fields
+from jaxspec.quantization.formats.packing import per_word
+from jaxspec.quantization.formats.views import (
+    Tensors,
+    check_divides,
+    check_shape,
+    check_words,
+    checked_scales,
+    modules_of,
+    packed_integers,
+    part_of,
+    zeros_like_scales,
+)
+from jaxspec.tensors import CheckpointTensor
+
+VERSIONS = ("gptq", "gptq_v2")
+PARTS = ("qweight", "qzeros", "scales", "g_idx")
+# Of the tools that wrote the file.
+HARMLESS = (
+    *("quant_method", "damp_percent", "damp_auto_increment", "static_groups", "true_sequential"),
+    *("model_name_or_path", "model_file_base_name", "meta", "lm_head", "pack_dtype", "dataset"),
+    *("tokenizer", "use_cuda_fp16", "model_seqlen", "block_name_to_quantize", "batch_size"),
+    *("module_name_preceding_first_block", "pad_token_id", "use_exllama", "max_input_length"),
+    *("exllama_config", "cache_block_outputs", "modules_in_block_to_quantize", "backend"),
+    *("is_marlin_format", "disable_exllama"),
+)
+
+
+def read_gptq(config: Mapping[str, Any], stored: Tensors) -> dict[str, CheckpointTensor]:
+    """The tensors of a checkpoint, those of quantized modules as values, scale, zero and groups.
+
+    Raises ValueError that names the field or the tensor that is not supported or does not fit.
+    """
+    fields = Fields("quantization_config", config)
+    version = fields.must_be("checkpoint_format", *VERSIONS, default="gptq")
+    bits = fields.must_be("bits", 4, 8)
+    symmetric, ordered = fields.flag("sym", True), fields.flag("desc_act", False)
+    group = fields.group_size("group_size")
+    overrides = fields.get("dynamic", default={})
+    if not isinstance(overrides, dict) or any(not name.startswith("-:") for name in overrides):
+        raise ValueError(
+            f"quantization_config: dynamic (= {shown(overrides)}) may only leave modules out: "
+            "settings of single modules are not supported"
+        )
+    fields.ignored(*HARMLESS)
+    fields.check_all_read()
+    tensors = dict(stored)
+    for module in modules_of(stored, "qweight"):
+        if ordered:
+            part_of(stored, module, "g_idx")
+        tensors |= _module(stored, module, bits, group, add=1 if version == "gptq" else 0)
+        if symmetric:
+            check_zeros_are_middle(tensors.pop(f"{module}.zero"))
+        for part in PARTS:
+            tensors.pop(f"{module}.{part}", None)
+    return tensors
+
+
+def _module(
+    stored: Tensors, module: str, bits: int, group: int | None, add: int
+) -> dict[str, CheckpointTensor]:
+    words, zeros, scales = (part_of(stored, module, part) for part in PARTS[:3])
+    size, outputs = words.shape[0] * per_word(bits), words.shape[-1]
+    groups = check_divides(module, size, group or size)
+    check_words(words, (words.shape[0], outputs))
+    check_words(zeros, (groups, outputs // per_word(bits)))
+    check_shape(scales, (groups, outputs))
+    own_zeros = packed_integers(zeros, bits, 1, inputs_first=True, add=add)
+    tensors: dict[str, CheckpointTensor] = {
+        f"{module}.values": packed_integers(words, bits, 0, inputs_first=True),
+        f"{module}.zero": zeros_like_scales(own_zeros, scales),
+        f"{module}.scale": checked_scales(scales, inputs_first=True),
+    }
+    mixed = mixed_groups(stored.get(f"{module}.g_idx"), size, groups)
+    return tensors if mixed is None else tensors | {f"{module}.groups": mixed}
+
+
+def mixed_groups(index: CheckpointTensor | None, size: int, groups: int) -> CheckpointTensor | None:
+    """The group of each input; None if they follow each other. Raises ValueError for others than
+    there are."""
+    if index is None:
+        return None
+    if index.dtype != "I32" or index.shape != (size,):
+        raise ValueError(f"{index.name} is {index.dtype} {list(index.shape)}, not I32 [{size}]")
+    own = index.read()
+    if own.min() < 0 or own.max() >= groups:
+        raise ValueError(
+            f"{index.file}: {index.name} names groups {own.min()} to {own.max()}, but there are "
+            f"{groups}"
+        )
+    return None if np.array_equal(own, np.arange(size) // (size // groups)) else index
+
+
+def check_zeros_are_middle(zero: CheckpointTensor) -> None:
+    """Raise ValueError unless all zeros are the middle of the range, as ``sym`` says."""
+    if zero.read().any():
+        raise ValueError(
+            f"{zero.file}: {zero.name} has zeros other than the middle, but quantization_config "
+            "says sym: true"
+        )

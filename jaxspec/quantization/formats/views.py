@@ -1,0 +1,166 @@
+"""Tensors that are computed from a checkpoint's others while they are read, and checks of these."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from jaxspec.quantization.formats.packing import per_word, unpack
+from jaxspec.tensors import CheckpointTensor
+
+Tensors = Mapping[str, CheckpointTensor]
+Bounds = tuple[int, int]  # start and stop
+FLOAT_SCALES = ("F16", "BF16", "F32")
+
+
+@dataclasses.dataclass(frozen=True)
+class View:
+    """A tensor computed from one that is stored: the same file, and its name in errors.
+
+    Attributes:
+      compute: from the bounds of each dimension to the values there.
+    """
+
+    stored: CheckpointTensor
+    shape: tuple[int, ...]
+    dtype: str
+    compute: Callable[..., np.ndarray]
+
+    @property
+    def file(self) -> Path:
+        return self.stored.file
+
+    @property
+    def name(self) -> str:
+        return self.stored.name
+
+    def read(self, *index: slice) -> np.ndarray:
+        index = (*index, *(slice(None),) * (len(self.shape) - len(index)))
+        bounds = (one.indices(size)[:2] for one, size in zip(index, self.shape, strict=True))
+        return self.compute(*bounds)
+
+
+def packed_integers(
+    words: CheckpointTensor,
+    bits: int,
+    axis: int,
+    *,
+    inputs_first: bool,
+    size: int | None = None,
+    order: tuple[int, ...] | None = None,
+    add: int = 0,
+) -> View:
+    """Signed integers [out, in] of a stored matrix of words.
+
+    Args:
+      axis: of the stored matrix, along which words hold several integers.
+      inputs_first: it is stored as [in, out].
+      size: integers along that axis, if the last word is not full.
+      order: see packing.unpack.
+      add: is added to the stored integers, modulo 2^bits.
+    """
+    count, half = per_word(bits), 2 ** (bits - 1)
+    sizes = list(words.shape)
+    sizes[axis] = sizes[axis] * count if size is None else size
+
+    def compute(*bounds: Bounds) -> np.ndarray:
+        own = bounds[::-1] if inputs_first else bounds
+        start, stop = own[axis]
+        index = [slice(*each) for each in own]
+        index[axis] = slice(start // count, -(-stop // count))
+        fields = unpack(words.read(*index), bits, axis, order)
+        skipped = start // count * count
+        index = [slice(None)] * 2
+        index[axis] = slice(start - skipped, stop - skipped)
+        shifted = (fields[tuple(index)].astype(np.int16) + add) % 2**bits - half
+        values = shifted.astype(np.int8)
+        return values.T if inputs_first else values
+
+    shape = tuple(sizes[::-1] if inputs_first else sizes)
+    return View(words, shape, "I4" if bits == 4 else "I8", compute)
+
+
+def zeros_like_scales(zeros: View, scales: CheckpointTensor) -> View:
+    """Zeros [out, in / group] as floats of the scales' dtype: they are whole numbers below 2^8."""
+
+    def compute(*bounds: Bounds) -> np.ndarray:
+        return zeros.compute(*bounds).astype(np.float32)
+
+    return View(zeros.stored, zeros.shape, scales.dtype, compute)
+
+
+def checked_scales(scales: CheckpointTensor, *, inputs_first: bool, repeats: int = 1) -> View:
+    """Scales [out, in / group] of a stored matrix.
+
+    Args:
+      inputs_first: it is stored as [in / group, out].
+      repeats: outputs that share a scale; each has its own in the result.
+
+    Reading raises ValueError for scales that are not above 0.
+    """
+    if scales.dtype not in FLOAT_SCALES:
+        raise ValueError(f"{scales.name} has dtype {scales.dtype}: scales are F16, BF16 or F32")
+    shape = scales.shape[::-1] if inputs_first else scales.shape
+
+    def compute(rows: Bounds, columns: Bounds) -> np.ndarray:
+        first, last = rows[0] // repeats, -(-rows[1] // repeats)
+        index = (slice(first, last), slice(*columns))
+        values = scales.read(*index[::-1]).T if inputs_first else scales.read(*index)
+        widened = values.astype(np.float32)
+        if not (np.isfinite(widened).all() and (widened > 0).all()):
+            row, column = np.argwhere(~(np.isfinite(widened) & (widened > 0)))[0]
+            raise ValueError(
+                f"{scales.file}: {scales.name} has the scale {widened[row, column]} for output "
+                f"{(first + row) * repeats}, group {columns[0] + column}: scales must be above 0"
+            )
+        start = rows[0] - first * repeats
+        return np.repeat(values, repeats, axis=0)[start : start + rows[1] - rows[0]]
+
+    return View(scales, (shape[0] * repeats, shape[1]), scales.dtype, compute)
+
+
+def checked_values(values: CheckpointTensor) -> View:
+    """Floats of 8 bits. Reading raises ValueError for values that are no numbers."""
+
+    def compute(*bounds: Bounds) -> np.ndarray:
+        read = values.read(*(slice(*each) for each in bounds))
+        if np.isnan(read.astype(np.float32)).any():
+            raise ValueError(f"{values.file}: {values.name} has values that are no numbers (NaN)")
+        return read
+
+    return View(values, values.shape, values.dtype, compute)
+
+
+def check_words(tensor: CheckpointTensor, shape: tuple[int, ...]) -> None:
+    """Raise ValueError unless the tensor is a matrix of int32 words of this shape."""
+    if tensor.dtype != "I32" or tensor.shape != shape:
+        raise ValueError(
+            f"{tensor.name} is {tensor.dtype} {list(tensor.shape)}, but must be packed as I32 "
+            f"{list(shape)}"
+        )
+
+
+def check_shape(tensor: CheckpointTensor, shape: tuple[int, ...]) -> None:
+    """Raise ValueError unless the tensor has this shape."""
+    if tensor.shape != shape:
+        raise ValueError(f"{tensor.name} is {list(tensor.shape)}, but must be {list(shape)}")
+
+
+def modules_of(stored: Tensors, suffix: str) -> list[str]:
+    """Names of the modules that have a tensor ``<name>.<suffix>``."""
+    return [name.removesuffix(f".{suffix}") for name in stored if name.endswith(f".{suffix}")]
+
+
+def part_of(stored: Tensors, module: str, suffix: str) -> CheckpointTensor:
+    """The tensor of a quantized module. Raises ValueError if there is none."""
+    if (tensor := stored.get(f"{module}.{suffix}")) is None:
+        raise ValueError(f"{module} is quantized, but {module}.{suffix} is missing")
+    return tensor
+
+
+def check_divides(module: str, size: int, group: int) -> int:
+    """The number of groups of inputs. Raises ValueError if they are not of one size."""
+    if size % group:
+        raise ValueError(f"group_size {group} does not divide the {size} inputs of {module}")
+    return size // group

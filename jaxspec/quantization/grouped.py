@@ -1,0 +1,192 @@
+"""Weights of 4 or 8 bits whose scales are shared by groups of inputs: w = (value - zero) * scale.
+
+The format of AWQ, GPTQ and rounding to nearest (see formats/ for their files). Activations stay as
+they are.
+"""
+
+import math
+
+import jax.numpy as jnp
+from jax import Array
+
+from jaxspec.models.linear import Linear, Product
+from jaxspec.models.shapes import array_shape
+from jaxspec.pytree import Pytree, array, pytree, static
+from jaxspec.tensors import Filler, OutputsFirst, Source
+from pallas_kernels.packed_product import misfit, packed_product
+from pallas_kernels.packed_product.reference import dequantized
+from pallas_kernels.packed_product.tuning import choose_packed_splits
+from pallas_kernels.products import input_last_product
+from pallas_kernels.selection import NO_KERNELS, Kernels
+
+
+@pytree
+class GroupedLinear(Pytree):
+    """A Linear of the AnyLinear protocol. ``values`` hold the input last, as kernels read weights.
+
+    Attributes:
+      values: int4 or int8 [*out, in].
+      scale: float [n, *out] of n groups.
+      zero: whole numbers, as ``scale``; None: all 0.
+      groups: int32 [in], the group of each input; None: they follow each other, in / n inputs each.
+      activations: the dtype of inputs and outputs.
+    """
+
+    values: Array = array()
+    scale: Array = array()
+    zero: Array | None = array(default=None)
+    groups: Array | None = array(default=None)
+    bias: Array | None = array(default=None)  # [*out]
+    axes: tuple[str, ...] = static()
+    activations: jnp.dtype = static()
+
+    def logical_axes(self) -> dict[str, tuple[str, ...]]:
+        size, *outputs = self.axes
+        by_group = (size if self.groups is None and len(self.scale) > 1 else "group", *outputs)
+        return {
+            "values": (*outputs, size),
+            "scale": by_group,
+            "zero": by_group,
+            "groups": (size,),
+            "bias": tuple(outputs),
+        }
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return self.activations
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        return self.values.shape[:-1]
+
+    def __call__(self, x: Array, kernels: Kernels = NO_KERNELS) -> Array:
+        [y] = self.partial_sums(x, 1, kernels)
+        return y if self.bias is None else y + self.bias
+
+    def float32(self, x: Array, kernels: Kernels = NO_KERNELS) -> Array:
+        if self._runs_packed(x, kernels):
+            [y] = self._packed(x, 1, jnp.dtype("float32"))
+        else:
+            y = input_last_product(x, self.dense(x.dtype), jnp.float32)
+        return y if self.bias is None else y + self.bias
+
+    def filled(self, source: Source, filler: Filler) -> "GroupedLinear":
+        return self.replace(
+            values=filler.of_source(OutputsFirst(source), "values", self.values),
+            scale=filler.of_source(source, "scale", self.scale),
+            zero=filler.of_source(source, "zero", self.zero),
+            groups=filler.array(f"{source.names[0]}.groups", self.groups),
+            bias=filler.of_source(source, "bias", self.bias),
+        )
+
+    def product(self, x: Array, scope: str) -> Product:
+        return Product(self, x, scope)
+
+    def partial_sums(self, x: Array, num_splits: int, kernels: Kernels) -> Array:
+        if self._runs_packed(x, kernels):
+            return self._packed(x, num_splits, x.dtype if num_splits == 1 else jnp.dtype("float32"))
+        return input_last_product(x, self.dense(x.dtype), x.dtype)[None]
+
+    def best_num_splits(self, x: Array, kernels: Kernels) -> int:
+        if not self._runs_packed(x, kernels):
+            return 1
+        depth, width = self.values.shape[-1], math.prod(self.out_shape)
+        return choose_packed_splits(depth, width, depth // len(self.scale))
+
+    def dense(self, dtype: jnp.dtype) -> Array:
+        """The weights [*out, in], computed in float32 and rounded to ``dtype``."""
+        values, scale, zero = self._flat()
+        if self.groups is None:
+            weights = dequantized(values, scale, zero)
+        else:
+            zero = None if zero is None else zero[self.groups]
+            weights = dequantized(values, scale[self.groups], zero)
+        return weights.astype(dtype).reshape(self.values.shape)
+
+    def _flat(self) -> tuple[Array, Array, Array | None]:
+        """Values, scale and zero with all outputs in one dimension V: [V, in] and [n, V]."""
+        values, scale = self.values, self.scale
+        zero = None if self.zero is None else self.zero.reshape(len(scale), -1)
+        return values.reshape(-1, values.shape[-1]), scale.reshape(len(scale), -1), zero
+
+    def _runs_packed(self, x: Array, kernels: Kernels) -> bool:
+        """Whether the kernel for packed weights takes this product."""
+        if "packed_product" not in kernels or self.groups is not None:
+            return False
+        values, scale, _ = self._flat()
+        return misfit(x.reshape(-1, x.shape[-1]), values, scale) is None
+
+    def _packed(self, x: Array, num_splits: int, dtype: jnp.dtype) -> Array:
+        """[S, ..., *out]"""
+        flat = packed_product(
+            x.reshape(-1, x.shape[-1]),
+            *self._flat(),
+            num_splits=num_splits,
+            dtype=dtype,
+            implementation="mosaic_gpu",
+        )
+        return flat.reshape(num_splits, *x.shape[:-1], *self.out_shape)
+
+
+def grouped_shape(
+    linear: Linear,
+    num_groups: int,
+    dtype: jnp.dtype,
+    scale_dtype: jnp.dtype,
+    *,
+    zero: bool = False,
+    mixed: bool = False,
+) -> GroupedLinear:
+    """A GroupedLinear of ShapeDtypeStructs in place of a Linear of such.
+
+    ``zero`` and ``mixed``: whether it has zeros, and groups in mixed order.
+    """
+    size, *outputs = linear.weight.shape
+    return GroupedLinear(
+        values=array_shape(*outputs, size, dtype=dtype),
+        scale=array_shape(num_groups, *outputs, dtype=scale_dtype),
+        zero=array_shape(num_groups, *outputs, dtype=scale_dtype, when=zero),
+        groups=array_shape(size, dtype=jnp.dtype("int32")) if mixed else None,
+        bias=linear.bias,
+        axes=linear.axes,
+        activations=jnp.dtype(linear.dtype),
+    )
+
+
+def rounded_to_groups(
+    linear: Linear, bits: int = 4, group: int = 128, *, symmetric: bool = True
+) -> GroupedLinear:
+    """The nearest GroupedLinear with groups of consecutive inputs.
+
+    Symmetric: the largest weight of each group is exact. Otherwise its smallest and its largest
+    are, nearly, and groups have zeros.
+
+    Raises ValueError for inputs that are no multiple of ``group``.
+    """
+    weight = jnp.moveaxis(linear.weight.astype(jnp.float32), 0, -1)
+    if weight.shape[-1] % group:
+        raise ValueError(f"{weight.shape[-1]} inputs are no multiple of a group of {group}")
+    by_group = weight.reshape(*weight.shape[:-1], -1, group)
+    half, zero = 2 ** (bits - 1), None
+    if symmetric:
+        span = jnp.max(jnp.abs(by_group), axis=-1) / (half - 1)
+    else:
+        lowest, highest = (
+            bound(by_group, axis=-1, initial=0.0) for bound in (jnp.min, jnp.max)
+        )  # 0 stays exact
+        span = (highest - lowest) / (2 * half - 1)
+    scale = jnp.where(span > 0, span, 1.0).astype(linear.dtype)
+    steps = by_group / scale[..., None].astype(jnp.float32)
+    if not symmetric:
+        zero = jnp.clip(jnp.round(-half - jnp.min(steps, axis=-1, initial=0.0)), -half, half - 1)
+        steps = steps + zero[..., None]
+    values = jnp.clip(jnp.round(steps), -half, half - 1).reshape(weight.shape)
+    dtype = jnp.dtype("int4" if bits <= 4 else "int8")
+    return GroupedLinear(
+        values=values.astype(dtype),
+        scale=jnp.moveaxis(scale, -1, 0),
+        zero=None if zero is None else jnp.moveaxis(zero, -1, 0).astype(scale.dtype),
+        bias=linear.bias,
+        axes=linear.axes,
+        activations=jnp.dtype(linear.dtype),
+    )

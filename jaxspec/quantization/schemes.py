@@ -1,0 +1,64 @@
+"""Quantization schemes by name: every Linear of a tree of weights, rounded to nearest.
+
+For benchmarks and tests, and for drafters, whose weights do not decide the text.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import jax
+
+from jaxspec.config.quantization import Scheme
+from jaxspec.models.linear import AnyLinear, Linear
+from jaxspec.quantization.float8 import rounded_to_float8
+from jaxspec.quantization.grouped import rounded_to_groups
+
+GROUP = 128
+
+
+def _float8_blocks(linear: Linear) -> AnyLinear:
+    return rounded_to_float8(linear, linear.in_size // GROUP)
+
+
+# int4 and int8 with a scale for 128 inputs; e4m3 with a scale for each output, or for 128 inputs.
+ROUNDINGS: Mapping[Scheme, Callable[[Linear], AnyLinear]] = MappingProxyType(
+    {
+        "w4a16": functools.partial(rounded_to_groups, bits=4, group=GROUP),
+        "w4a16-zeros": functools.partial(rounded_to_groups, bits=4, group=GROUP, symmetric=False),
+        "w8a16": functools.partial(rounded_to_groups, bits=8, group=GROUP),
+        "fp8": rounded_to_float8,
+        "fp8-block": _float8_blocks,
+    }
+)
+
+
+def in_scheme[T](weights: T, name: Scheme | None, *, lm_head: bool) -> T:
+    """Weights, or ShapeDtypeStructs of such, with every Linear rounded; name None: as they are.
+
+    ``lm_head``: whether the LM head is rounded, too.
+
+    Raises ValueError for an unknown name, and for a Linear whose inputs are no multiple of GROUP.
+    """
+    if name is None:
+        return weights
+    if name not in ROUNDINGS:
+        raise ValueError(f"no quantization is called {name!r}: choose {', '.join(ROUNDINGS)}")
+    return rounded(weights, ROUNDINGS[name], lm_head=lm_head)
+
+
+def rounded[T](weights: T, rounding: Callable[[Linear], AnyLinear], *, lm_head: bool) -> T:
+    """As ``in_scheme``, by a function that rounds a Linear."""
+
+    def of_node(path: tuple[Any, ...], node: Any) -> Any:
+        is_head = any(getattr(part, "name", None) == "lm_head" for part in path)
+        if not isinstance(node, Linear) or (is_head and not lm_head):
+            return node
+        if isinstance(node.weight, jax.Array):
+            return rounding(node)
+        return jax.eval_shape(rounding, node)
+
+    return jax.tree_util.tree_map_with_path(
+        of_node, weights, is_leaf=lambda node: isinstance(node, Linear)
+    )

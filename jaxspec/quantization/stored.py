@@ -1,0 +1,97 @@
+"""The kind of Linear that each projection of a checkpoint becomes."""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec.models.linear import AnyLinear, Linear
+from jaxspec.parallel import Shards
+from jaxspec.quantization.float8 import E4M3, float8_shape
+from jaxspec.quantization.grouped import grouped_shape
+from jaxspec.tensors import CheckpointTensor, Source
+
+DTYPES = MappingProxyType(
+    {
+        "I4": jnp.dtype("int4"),
+        "I8": jnp.dtype("int8"),
+        "F8_E4M3": E4M3,
+        "F16": jnp.dtype("float16"),
+        "BF16": jnp.dtype("bfloat16"),
+        "F32": jnp.dtype("float32"),
+    }
+)
+
+
+def as_stored(
+    stored: Mapping[str, CheckpointTensor], shards: Shards
+) -> Callable[[Linear, Source], AnyLinear]:
+    """Chooses the weight format of a projection, by the tensors of a checkpoint (see formats).
+
+    The result raises ValueError if the projections of one Linear are stored in several formats, or
+    if ``shards`` would cut a group of inputs.
+    """
+
+    def kind(linear: Linear, source: Source) -> AnyLinear:
+        found = [name for name in source.names if f"{name}.values" in stored]
+        if not found:
+            return linear
+        if missing := [name for name in source.names if name not in found]:
+            raise ValueError(
+                f"{found[0]} is quantized and {missing[0]} is not: projections that are computed "
+                "together must have one format"
+            )
+        _check_alike(stored, source.names)
+        return _shapes(stored, found[0], linear, shards)
+
+    return kind
+
+
+def _shapes(
+    stored: Mapping[str, CheckpointTensor], name: str, linear: Linear, shards: Shards
+) -> AnyLinear:
+    """A quantized Linear of ShapeDtypeStructs, in the format of the module ``name``."""
+    values, scale = (stored[f"{name}.{kind}"] for kind in ("values", "scale"))
+    num_groups = scale.shape[1]
+    mixed = f"{name}.groups" in stored
+    parts = shards.of(linear.axes[0])
+    whole = num_groups == 1 or mixed
+    if not whole and num_groups % parts:
+        raise ValueError(
+            f"the {num_groups} groups of inputs of {name} cannot be split over {parts} devices"
+        )
+    if whole and shards.layout.hidden:
+        raise ValueError(
+            f"{name} has one scale for all inputs, or groups in mixed order: it cannot be split "
+            "over a grid of devices; take a number of devices, no grid"
+        )
+
+    dtype, scale_dtype = DTYPES[values.dtype], DTYPES[scale.dtype]
+    if dtype == E4M3:
+        return float8_shape(linear, num_groups, scale_dtype)
+    zero = f"{name}.zero" in stored
+    return grouped_shape(linear, num_groups, dtype, scale_dtype, zero=zero, mixed=mixed)
+
+
+def _check_alike(stored: Mapping[str, CheckpointTensor], names: tuple[str, ...]) -> None:
+    """Raise ValueError unless these modules are quantized alike."""
+    first, *others = names
+    for other in others:
+        for kind in ("values", "scale", "zero", "groups"):
+            ours, theirs = (stored.get(f"{name}.{kind}") for name in (first, other))
+            if _signature(ours, kind) != _signature(theirs, kind):
+                raise ValueError(
+                    f"{first} and {other} are quantized differently ({kind}): projections that are "
+                    "computed together must have one format"
+                )
+
+
+def _signature(tensor: CheckpointTensor | None, kind: str) -> Any:
+    """What must be the same of a tensor of two modules: inputs, dtype, and which groups."""
+    if tensor is None:
+        return None
+    if kind == "groups":
+        return np.asarray(tensor.read()).tobytes()
+    return tensor.dtype, tensor.shape[1:]

@@ -1,0 +1,118 @@
+"""The tensors of a checkpoint directory: which there are, and reading slices of them."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from jaxspec.models.hf_values import naming, one_line, read_json, shown
+from jaxspec.quantization.formats import canonical
+from jaxspec.tensors import CheckpointTensor
+
+# A dtype that safetensors does not read for NumPy.
+E4M3 = "F8_E4M3"
+
+# Converts pickled weights: all shards into one file. It clones, as tied tensors share memory, which
+# safetensors refuses.
+CONVERSION = (
+    "import glob, torch, safetensors.torch as s; "
+    'tensors = {k: v.clone().contiguous() for f in glob.glob("*model*.bin") '
+    'for k, v in torch.load(f, map_location="cpu", weights_only=True).items()}; '
+    's.save_file(tensors, "model.safetensors", {"format": "pt"})'
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a checkpoint: its file, name, shape, and dtype as safetensors names it."""
+
+    file: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    def read(self, *index: slice) -> np.ndarray:
+        """The slice at ``index``. The file is mapped only during the call."""
+        if self.dtype == E4M3:
+            return self._read_bytes()[index or slice(None)].view(ml_dtypes.float8_e4m3fn)
+        with open_safetensors(self.file) as file:
+            return file.get_slice(self.name)[index or slice(None)]
+
+    def _read_bytes(self) -> np.ndarray:
+        """The tensor's bytes: those after the header, at the offsets that it names."""
+        with self.file.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            start, _ = json.loads(file.read(size))[self.name]["data_offsets"]
+        return np.memmap(self.file, np.uint8, "r", 8 + size + start, self.shape)
+
+
+def open_safetensors(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="numpy")
+    except (SafetensorError, OSError) as error:
+        reason = one_line(error)
+        raise ValueError(f"{path} is not a readable safetensors file: {reason}") from None
+
+
+def scan(directory: str | Path) -> dict[str, StoredTensor]:
+    """All tensors of a checkpoint directory, by name. Only the file headers are read."""
+    stored: dict[str, StoredTensor] = {}
+    for path in _checkpoint_files(Path(directory)):
+        with open_safetensors(path) as file:
+            for name in file.keys():  # noqa: SIM118, it is not a dict
+                tensor = file.get_slice(name)
+                stored[name] = StoredTensor(
+                    path, name, tuple(tensor.get_shape()), tensor.get_dtype()
+                )
+    return stored
+
+
+def canonical_tensors(directory: str | Path) -> dict[str, CheckpointTensor]:
+    """As ``scan``; quantized modules have tensors of quantization.formats in place of their own.
+
+    Raises ValueError for a quantization that is not supported.
+    """
+    stored, config = scan(directory), Path(directory) / "config.json"
+    content = read_json(config) if config.exists() else {}
+    with naming(str(directory)):
+        return canonical(content, stored)
+
+
+def _checkpoint_files(directory: Path) -> list[Path]:
+    index = directory / "model.safetensors.index.json"
+    if index.exists():
+        return _indexed_files(index)
+    if (directory / "model.safetensors").exists():
+        return [directory / "model.safetensors"]
+    files = sorted(directory.glob("*.safetensors"))
+    if files:
+        return files
+    if any(directory.glob("*model*.bin")):
+        raise ValueError(
+            f"{directory} holds pickled weights (*model*.bin), which are not read. Convert them "
+            f"where torch is installed: cd there and run python -c '{CONVERSION}'"
+        )
+    raise ValueError(
+        f"no *.safetensors file in {directory}: is it a model directory? A hub repository that has "
+        "only pickled weights (*.bin) must be downloaded whole (hf download OWNER/NAME --local-dir "
+        "DIR) and converted: give DIR, and the error says how"
+    )
+
+
+def _indexed_files(index: Path) -> list[Path]:
+    """The files that an index names, all in its directory."""
+    files = read_json(index).get("weight_map")
+    if not isinstance(files, dict) or not files:
+        raise ValueError(f"{index}: weight_map must map tensors to files, got {shown(files)}")
+    for name in files.values():
+        inside = isinstance(name, str) and name.isprintable() and ".." not in Path(name).parts
+        if not inside or Path(name).is_absolute() or not name.endswith(".safetensors"):
+            raise ValueError(
+                f"{index}: weight_map names {shown(name)}, which is no *.safetensors file inside "
+                "the directory"
+            )
+    return sorted({index.parent / name for name in files.values()})

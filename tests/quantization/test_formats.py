@@ -1,0 +1,316 @@
+"""Quantized checkpoints of every format: what they mean, over devices, and what is refused."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from jax.sharding import PartitionSpec as P
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from jaxspec.models import decoder
+from jaxspec.models.attention import dense_causal_attend
+from jaxspec.models.decoder import Decoder
+from jaxspec.models.hf_config import load_model_config
+from jaxspec.models.linear import Linear
+from jaxspec.parallel import MODEL_AXIS, make_mesh, partition_specs
+from jaxspec.quantization.float8 import Float8Linear, round_tokens
+from jaxspec.quantization.grouped import GroupedLinear
+from jaxspec.weights.safetensors_io import load_decoder, save_decoder
+from tests.checkpoints import tiny_llama, tiny_qwen2
+from tests.quantized_checkpoints import FORMATS, awq, quantize_checkpoint
+
+TOKENS = np.random.default_rng(3).integers(0, 320, (2, 12))
+FLOATS = ("float8", "float8 blocks")
+SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("source"), **SIZES)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(source: Path, tmp_path_factory) -> dict[str, tuple[Path, Path]]:
+    """Of each format: the quantized checkpoint, and a dense one of the same weights."""
+    folder = tmp_path_factory.mktemp("quantized")
+    return {
+        name: quantize_checkpoint(source, folder / name, form) for name, form in FORMATS.items()
+    }
+
+
+def load(directory: Path, **options: Any) -> Any:
+    return load_decoder(directory, load_model_config(directory), jnp.dtype("float32"), **options)
+
+
+def logits(model: Decoder, tokens: Any) -> Any:
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    hidden, _, _ = decoder.run(model, tokens, positions, model.no_states(), dense_causal_attend)
+    return decoder.logits(model, hidden)
+
+
+def weights_of(linear: Any) -> np.ndarray:
+    """[*out, in] in float32."""
+    if isinstance(linear, GroupedLinear):
+        return np.asarray(linear.dense(jnp.dtype("float32")))
+    if isinstance(linear, Float8Linear):
+        *outputs, size = linear.values.shape
+        scale = np.moveaxis(np.asarray(linear.scale, np.float32), 0, -1)  # [*out, n]
+        by_group = np.asarray(linear.values, np.float32).reshape(*scale.shape, -1)
+        return (by_group * scale[..., None]).reshape(*outputs, size)
+    return np.moveaxis(np.asarray(linear.weight), 0, -1)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_weight_is_what_the_format_says(name: str, checkpoints):
+    quantized, reference = (load(folder) for folder in checkpoints[name])
+    kind = Float8Linear if name in FLOATS else GroupedLinear
+    for ours, theirs in zip(quantized.layers, reference.layers, strict=True):
+        for found, wanted in (
+            (ours.mixer.qkv, theirs.mixer.qkv),
+            (ours.mixer.o, theirs.mixer.o),
+            (ours.mlp.gate_up, theirs.mlp.gate_up),
+            (ours.mlp.down, theirs.mlp.down),
+        ):
+            assert isinstance(found, kind)
+            np.testing.assert_allclose(weights_of(found), weights_of(wanted), rtol=2e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if name not in FLOATS])
+@pytest.mark.parametrize("devices", [1, 2])
+def test_logits_are_those_of_the_dense_weights(name: str, checkpoints, devices: int):
+    quantized, reference = checkpoints[name]
+    mesh = make_mesh(tensor_parallel=devices)
+    model = load(quantized, mesh=mesh)
+    found = np.asarray(sharded_logits(model, mesh))
+    wanted = np.asarray(jax.jit(logits)(load(reference), TOKENS))
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
+
+
+def sharded_logits(model: Decoder, mesh: Any) -> Any:
+    forward = jax.shard_map(
+        logits,
+        mesh=mesh,
+        in_specs=(partition_specs(model), P()),
+        out_specs=P(None, None, MODEL_AXIS),
+        check_vma=False,
+    )
+    return jax.jit(forward)(model, jnp.asarray(TOKENS))
+
+
+@pytest.mark.parametrize("name", FLOATS)
+def test_products_of_floats_round_their_inputs(name: str, checkpoints):
+    quantized, reference = (load(folder).layers[0].mlp.down for folder in checkpoints[name])
+    x = np.random.default_rng(0).normal(size=(3, 256)).astype(np.float32)
+    x[1] = 0  # no scale
+    x[2] *= 1e4
+    groups = x.reshape(3, len(quantized.scale), -1)
+    step = np.maximum(np.abs(groups).max(-1, keepdims=True) / 448, 1e-30)
+    read = ((groups / step).astype(jnp.float8_e4m3fn).astype(np.float32) * step).reshape(x.shape)
+    wanted = read @ np.asarray(reference.weight)
+    np.testing.assert_allclose(quantized(x), wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
+    np.testing.assert_allclose(read, x, rtol=0.07, atol=1e-3 * np.abs(x).max())
+
+
+def test_tokens_are_rounded_by_themselves():
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 64)), jnp.bfloat16)
+    whole, scales = round_tokens(x, 2)
+    for row in range(4):
+        one, scale = round_tokens(x[row : row + 1], 2)
+        np.testing.assert_array_equal(one[0].view(jnp.uint8), whole[row].view(jnp.uint8))
+        np.testing.assert_array_equal(scale[0], scales[row])
+
+
+@pytest.mark.parametrize("name", FLOATS)
+def test_floats_over_devices_are_as_good_as_on_one(name: str, checkpoints):
+    """Each device rounds its part of a product's inputs with a scale of its own."""
+    quantized, reference = checkpoints[name]
+    mesh = make_mesh(tensor_parallel=2)
+    wanted = np.asarray(jax.jit(logits)(load(reference), TOKENS))
+    one = np.asarray(jax.jit(logits)(load(quantized), TOKENS))
+    two = np.asarray(sharded_logits(load(quantized, mesh=mesh), mesh))
+    assert np.square(two - wanted).mean() < 1.5 * np.square(one - wanted).mean()
+
+
+def edited(folder: Path, checkpoint: Path, tensors: dict[str, Any], **config: Any) -> Path:
+    """A copy of a checkpoint with other tensors (None: without) and fields of its quantization."""
+    with safe_open(checkpoint / "model.safetensors", framework="pt") as file:
+        own = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    for name, tensor in tensors.items():
+        own.pop(name)
+        if tensor is not None:
+            own[name] = tensor
+    whole = json.loads((checkpoint / "config.json").read_text())
+    whole["quantization_config"] |= config
+    folder.mkdir()
+    save_file(own, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(whole))
+    return folder
+
+
+def stored(checkpoint: Path, name: str) -> torch.Tensor:
+    with safe_open(checkpoint / "model.safetensors", framework="pt") as file:
+        return file.get_tensor(name).clone()
+
+
+Q = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "change", "message"),
+    [
+        ("awq", "scales", None, f"{Q}.scales is missing"),
+        ("awq", "scales", lambda x: x * 0, f"{Q}.scales has the scale 0.0 for output 0, group 0"),
+        ("awq", "scales", lambda x: x / 0, f"{Q}.scales has the scale inf"),
+        ("awq", "qzeros", lambda x: x[:1], f"{Q}.qzeros is I32 [1, 16], but must be packed as I32"),
+        ("awq", "qweight", lambda x: x.float(), f"{Q}.qweight is F32 [128, 16], but must be"),
+        ("gptq act-order", "g_idx", None, f"{Q}.g_idx is missing"),
+        ("gptq act-order", "g_idx", lambda x: x + 1, f"{Q}.g_idx names groups 1 to 4, but there"),
+        ("gptq act-order", "g_idx", lambda x: x[:5], f"{Q}.g_idx is I32 [5], not I32 [128]"),
+        ("gptq act-order", "g_idx", lambda x: x.flip(0), "q_proj and .*k_proj are quantized diff"),
+        ("gptq", "qzeros", lambda x: x + 1, f"{Q}.qzeros has zeros other than the middle, but"),
+        ("gptq", "qweight", lambda x: x.T.contiguous(), "qzeros is I32"),
+        ("gptq", "bias", lambda x: x + 1, f"{Q}.bias is not part of this model"),
+        ("compressed", "weight_shape", lambda x: x[:1], f"{Q}.weight_shape must hold two sizes"),
+        ("compressed", "weight_packed", lambda x: x[:, :3] + 0, f"{Q}.weight_packed is I32 [128,"),
+        ("compressed", "weight_scale", lambda x: -x, f"{Q}.weight_scale has the scale -"),
+        ("compressed, zeros", "weight_zero_point", None, f"{Q}.weight_zero_point is missing"),
+        ("float8", "weight_scale", lambda x: x[:7], f"{Q}.weight_scale is [7, 1], but must be"),
+        ("float8", "weight", lambda x: x.float(), f"{Q}.weight is F32 [128, 128], not a F8_E4M3"),
+        ("float8", "weight", lambda x: x.view(torch.uint8).fill_(127).view(x.dtype),
+         "weight has values that are no numbers"),
+        ("float8 blocks", "weight_scale_inv", lambda x: x * float("nan"), "has the scale nan for"),
+    ],
+)  # fmt: skip
+def test_bad_tensors_are_named(
+    name: str, part: str, change: Any, message: str, checkpoints, tmp_path: Path
+):
+    quantized, _ = checkpoints[name]
+    whole = f"{Q}.{part}"
+    tensor = None if change is None else change(stored(quantized, whole))
+    bad = edited(tmp_path / "bad", quantized, {whole: tensor})
+    with pytest.raises(ValueError) as error:
+        load(bad)
+    text = str(error.value)
+    assert message in text or re.search(message, text), text
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "message"),
+    [
+        ("awq", {"version": "gemv"}, "version is 'gemv'; supported is 'gemm'"),
+        ("awq", {"bits": 3}, "bits is 3; supported is 4"),
+        ("awq", {"group_size": 0}, "group_size must be a positive integer, or -1"),
+        ("awq", {"group_size": 48}, "group_size 48 does not divide the 256 inputs of model.layers"),
+        ("awq", {"twist": 1}, "field 'twist' (= 1) is not supported"),
+        ("awq", {"quant_method": "aqlm"}, "quant_method 'aqlm' is not supported; supported are"),
+        ("gptq", {"bits": 3}, "bits is 3; supported is 4 or 8"),
+        ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'"),
+        ("gptq", {"dynamic": {"+:.*down.*": {"bits": 8}}}, "dynamic (= {'+:.*down.*'"),
+        ("gptq", {"sym": "yes"}, "sym is 'yes'; supported is True or False"),
+        ("compressed", {"format": "nvfp4-pack-quantized"}, "format is 'nvfp4-pack-quantized'"),
+        ("compressed", {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
+        ("compressed", {"config_groups": []}, "config_groups must be an object of objects"),
+        ("float8 blocks", {"weight_block_size": [64, 64]}, "weight_block_size is [64, 64]"),
+        ("float8 blocks", {"activation_scheme": "static"}, "activation_scheme is 'static'"),
+    ],
+)  # fmt: skip
+def test_unsupported_fields_are_named(
+    name: str, fields: dict[str, Any], message: str, checkpoints, tmp_path: Path
+):
+    bad = edited(tmp_path / "bad", checkpoints[name][0], {}, **fields)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        load(bad)
+
+
+@pytest.mark.parametrize(
+    ("part", "fields", "message"),
+    [
+        ("weights", {"num_bits": 3}, "weights: num_bits is 3; supported is 4 or 8"),
+        ("weights", {"strategy": "tensor"}, "weights: strategy is 'tensor'"),
+        ("weights", {"type": "fp"}, "weights: type is 'fp'"),
+        ("weights", {"scale": 1}, "weights: field 'scale' (= 1) is not supported"),
+        ("input_activations", {"num_bits": 8}, "input_activations is not supported for integer"),
+    ],
+)
+def test_unsupported_fields_of_a_group_are_named(
+    part: str, fields: dict[str, Any], message: str, checkpoints, tmp_path: Path
+):
+    quantized, _ = checkpoints["compressed"]
+    config = json.loads((quantized / "config.json").read_text())["quantization_config"]
+    [group] = config["config_groups"].values()
+    group = group | {part: (group[part] or {}) | fields}
+    bad = edited(tmp_path / "bad", quantized, {}, config_groups={"group_0": group})
+    with pytest.raises(ValueError, match=re.escape(f"config_groups.group_0.{message}")):
+        load(bad)
+
+
+def test_a_group_may_target_modules_by_expression(checkpoints, tmp_path: Path):
+    quantized, _ = checkpoints["compressed"]
+    config = json.loads((quantized / "config.json").read_text())["quantization_config"]
+    [group] = config["config_groups"].values()
+    for index, (targets, message) in enumerate(
+        (
+            (["re:.*_proj$"], None),
+            (["re:.*mlp.*", "re:.*self_attn.*"], None),
+            (["re:.*mlp.*"], "self_attn.k_proj holds packed integers, but no group of quant"),
+            (["re:("], "target 're:(' is no regular expression"),
+        )
+    ):
+        groups = {"group_0": group | {"targets": targets}}
+        folder = edited(tmp_path / str(index), quantized, {}, config_groups=groups)
+        if message is None:
+            load(folder)
+        else:
+            with pytest.raises(ValueError, match=re.escape(message)):
+                load(folder)
+
+
+def test_projections_computed_together_have_one_format(source: Path, tmp_path: Path):
+    form = FORMATS["awq"]
+    quantized, reference = quantize_checkpoint(
+        source, tmp_path, form, lambda name: name.endswith(("gate_proj.weight", "down_proj.weight"))
+    )
+    with pytest.raises(ValueError, match=r"gate_proj is quantized and .*up_proj is not"):
+        load(quantized)
+    assert isinstance(load(reference).layers[0].mlp.down, Linear)
+
+
+def test_modules_left_out_and_a_quantized_lm_head(source: Path, tmp_path: Path):
+    def quantizes(name: str) -> bool:
+        return name.endswith(("gate_proj.weight", "up_proj.weight")) or name == "lm_head.weight"
+
+    folders = quantize_checkpoint(source, tmp_path, FORMATS["gptq"], quantizes)
+    model, reference = (load(folder) for folder in folders)
+    assert isinstance(model.lm_head, GroupedLinear) and isinstance(model.layers[0].mlp.down, Linear)
+    found, wanted = (np.asarray(jax.jit(logits)(one, TOKENS)) for one in (model, reference))
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
+    mesh = make_mesh(tensor_parallel=2)
+    split = np.asarray(sharded_logits(load(folders[0], mesh=mesh), mesh))
+    np.testing.assert_allclose(split, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
+
+
+def test_biases_of_the_model_are_kept(tmp_path: Path):
+    source = tiny_qwen2(tmp_path / "source", **SIZES)
+    for name in ("awq", "compressed"):  # GPTQ's writer here writes zeros in their place
+        folders = quantize_checkpoint(source, tmp_path / name, FORMATS[name])
+        found, wanted = (np.asarray(jax.jit(logits)(load(one), TOKENS)) for one in folders)
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
+
+
+def test_devices_that_would_cut_a_group_are_refused(source: Path, tmp_path: Path):
+    quantized, _ = quantize_checkpoint(source, tmp_path, awq(group=64))
+    with pytest.raises(ValueError, match=r"the 2 groups of inputs of .*o_proj cannot be split"):
+        load(quantized, mesh=make_mesh(tensor_parallel=4))
+
+
+def test_a_quantized_model_is_not_saved_as_another(checkpoints, tmp_path: Path):
+    with pytest.raises(ValueError, match="quantized weights are not saved"):
+        save_decoder(load(checkpoints["awq"][0]), tmp_path)
