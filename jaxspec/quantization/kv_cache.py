@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import Mesh
@@ -40,11 +39,9 @@ def with_float8_cache[T](weights: T, mesh: Mesh | None) -> T:
     def scaled(node: Any) -> Any:
         if not isinstance(node, Attention) or node.kv_scales is not None:
             return node
-        heads = node.qkv.out_shape[0]
-        return node.replace(kv_scales=_ones(heads, jax.tree.leaves(node)[0], mesh))
+        return node.replace(kv_scales=_ones(node))
 
-    made = jax.tree.map(scaled, weights, is_leaf=_is_attention)
-    return made if mesh is None else _placed(made, mesh)
+    return _placed(jax.tree.map(scaled, weights, is_leaf=_is_attention), mesh)
 
 
 def with_kv_scales[T](weights: T, scales: Sequence[KVScales], mesh: Mesh | None) -> T:
@@ -65,23 +62,7 @@ def with_kv_scales[T](weights: T, scales: Sequence[KVScales], mesh: Mesh | None)
             return node
         return node.replace(kv_scales=_checked(next(own), node))
 
-    made = jax.tree.map(scaled, weights, is_leaf=_is_attention)
-    return made if mesh is None else _placed(made, mesh)
-
-
-def _checked(scales: KVScales, attention: Attention) -> KVScales:
-    heads = attention.config.num_kv_heads
-    found = []
-    for name, scale in (("k", scales.k), ("v", scales.v)):
-        values = np.asarray(scale)
-        if values.shape != (heads,) or not (np.isfinite(values) & (values > 0)).all():
-            raise ValueError(
-                f"{name} scales must be {heads} finite numbers above 0, one for each KV head, got "
-                f"{values.tolist()}"
-            )
-        repeated = np.repeat(values, attention.qkv.out_shape[0] // heads)
-        found.append(jnp.asarray(repeated, jnp.float32))
-    return KVScales(k=found[0], v=found[1])
+    return _placed(jax.tree.map(scaled, weights, is_leaf=_is_attention), mesh)
 
 
 def without_kv_scales[T](weights: T) -> T:
@@ -127,23 +108,38 @@ def _is_attention(node: Any) -> bool:
     return isinstance(node, Attention)
 
 
-def _ones(heads: int, like: Any, mesh: Mesh | None) -> KVScales:
-    """Scales of 1, beside the weight ``like``."""
-    if not isinstance(like, Array):
-        shape: Any = jax.ShapeDtypeStruct((heads,), jnp.float32)
-        return KVScales(k=shape, v=shape)
-    one = np.ones(heads, np.float32)
-    place = like.sharding if mesh is None else None
-    return KVScales(k=jax.device_put(one, place), v=jax.device_put(one, place))
+def _checked(scales: KVScales, attention: Attention) -> KVScales:
+    heads = attention.config.num_kv_heads
+    found: list[Any] = []
+    for name, scale in (("k", scales.k), ("v", scales.v)):
+        values = np.asarray(scale)
+        if values.shape != (heads,) or not (np.isfinite(values) & (values > 0)).all():
+            raise ValueError(
+                f"{name} scales must be {heads} finite numbers above 0, one for each KV head, got "
+                f"{values.tolist()}"
+            )
+        repeated = np.repeat(values, attention.qkv.out_shape[0] // heads)
+        found.append(repeated.astype(np.float32))
+    return KVScales(k=found[0], v=found[1])
 
 
-def _placed[T](weights: T, mesh: Mesh) -> T:
-    """The weights, with scales split over the mesh as KV heads are."""
+def _ones(attention: Attention) -> KVScales:
+    """Scales of 1; shapes for an Attention of shapes."""
+    heads = attention.qkv.out_shape[0]
+    one: Any = np.ones(heads, np.float32)
+    if not isinstance(jax.tree.leaves(attention)[0], Array):
+        one = jax.ShapeDtypeStruct(one.shape, one.dtype)
+    return KVScales(k=one, v=one)
 
-    def place(node: Any, shardings: Any) -> Any:
-        if not _is_attention(node) or not isinstance(node.kv_scales.k, Array):
+
+def _placed[T](weights: T, mesh: Mesh | None) -> T:
+    """The weights, with scales split over the mesh as KV heads are, or beside them."""
+
+    def place(node: Any, sharding: Any) -> Any:
+        if not _is_attention(node) or isinstance(node.kv_scales.k, jax.ShapeDtypeStruct):
             return node
-        return node.replace(kv_scales=jax.device_put(node.kv_scales, shardings.kv_scales))
+        place = jax.tree.leaves(node)[0].sharding if mesh is None else sharding.kv_scales
+        return node.replace(kv_scales=jax.device_put(node.kv_scales, place))
 
-    places = named_shardings(mesh, weights)
+    places = weights if mesh is None else named_shardings(mesh, weights)
     return jax.tree.map(place, weights, places, is_leaf=_is_attention)

@@ -15,9 +15,12 @@ from jaxspec.engine import Engine
 from jaxspec.functional import EngineParams
 from jaxspec.generation import Generation
 from jaxspec.parallel import make_mesh, stage_meshes
+from jaxspec.quantization.grouped import rounded_to_groups
+from jaxspec.quantization.schemes import rounded
 from jaxspec.scheduling.requests import SamplingParams
 from jaxspec.weights.orbax_io import restore_pytree, save_pytree
 from pallas_kernels.float8 import BYTES
+from tests import test_mesh_engine
 from tests.engines import CHAIN, LENGTH, SAMPLED, seal
 from tests.float8_caches import with_float8
 from tests.layouts import in_stages, on_mesh
@@ -160,3 +163,31 @@ def test_stages_generate_the_same():
     meshes = stage_meshes(make_mesh(1, pipeline_parallel=2))
     own = engine(with_float8(in_stages(params, (1, 1), meshes, shard_drafter=False)))
     assert [one.token_ids for one in run(own)] == expected()
+
+
+# Every kind of request: grammars, penalties, biases, stop tokens, log-probabilities.
+
+
+def any_request(drafter: str, bits: int | None, **options: Any) -> list[Generation]:
+    params = make_params(drafter, test_mesh_engine.CHAIN, test_mesh_engine.TARGET)
+    if bits is not None:
+        scheme = functools.partial(rounded_to_groups, bits=bits, group=16)
+        params = params.replace(target=rounded(params.target, scheme, lm_head=True))
+    options = {"max_rows": 4, "rounds_per_call": 4} | options
+    own = Engine(
+        with_float8(params),
+        test_mesh_engine.CACHE,
+        EngineConfig(**options),
+        make_matcher=lambda spec: test_mesh_engine.compiler().matcher(spec),
+    )
+    return test_mesh_engine.run(test_mesh_engine.sealed(own))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bits", [None, 4], ids=["float32 weights", "4-bit weights"])
+def test_requests_of_every_kind_have_the_text_that_they_have_alone(bits: int | None):
+    alone = any_request("none", bits, max_rows=1)
+    for drafter in ("ngram", "eagle3"):
+        for one, wanted in zip(any_request(drafter, bits), alone, strict=True):
+            assert one.token_ids == wanted.token_ids, one.sampling
+            assert one.finish_reason == wanted.finish_reason
