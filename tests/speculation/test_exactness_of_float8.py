@@ -20,7 +20,7 @@ from jaxspec.quantization.schemes import rounded
 from jaxspec.scheduling.requests import SamplingParams
 from jaxspec.weights.orbax_io import restore_pytree, save_pytree
 from pallas_kernels.float8 import BYTES
-from tests import test_mesh_engine
+from tests import test_deterministic, test_mesh_engine
 from tests.engines import CHAIN, LENGTH, SAMPLED, seal
 from tests.float8_caches import with_float8
 from tests.layouts import in_stages, on_mesh
@@ -191,3 +191,21 @@ def test_requests_of_every_kind_have_the_text_that_they_have_alone(bits: int | N
         for one, wanted in zip(any_request(drafter, bits), alone, strict=True):
             assert one.token_ids == wanted.token_ids, one.sampling
             assert one.finish_reason == wanted.finish_reason
+
+
+@pytest.mark.slow
+def test_deterministic_mode_holds_in_bfloat16():
+    """Tokens and log-probabilities, to the last bit: alone, and together with too few pages."""
+
+    def deterministic(drafter: str, num_pages: int | None = None, **options: Any) -> Engine:
+        params = make_params(drafter, test_deterministic.CHAIN, test_deterministic.TARGET)
+        cache = CacheConfig(8, test_deterministic.MAX_LENGTH, num_pages)
+        options = {"max_rows": 4, "rounds_per_call": 4, "deterministic": True} | options
+        params = with_float8(test_deterministic.bfloat16(params))
+        return Engine(params, cache, EngineConfig(**options))
+
+    prompts, sampling = test_deterministic.requests(24)
+    plain = deterministic("none", prefix_caching=False)
+    alone = test_deterministic.run_alone(plain, prompts, sampling)
+    crowded = deterministic("eagle3", num_pages=test_deterministic.FEW)
+    assert test_deterministic.run_together(crowded, prompts, sampling) == alone
