@@ -39,7 +39,9 @@ OTHERS = [
 ]
 ALL = Kernels(frozenset(OPERATIONS))
 AUTO = Kernels(frozenset(OPERATIONS) - set(MEASURED_SHARING))
-MEASURED_FOR_TWO = Kernels(frozenset(OPERATIONS) - {"partial_attention", "packed_product"})
+MEASURED_FOR_TWO = Kernels(
+    frozenset(OPERATIONS) - {"partial_attention", "packed_product", "round_tokens"}
+)
 
 
 def kind(device: Any) -> str:
