@@ -118,7 +118,8 @@ def move[T: PagedKV](
     if states[0].spread:
         moved = move_rows(pages, source, destination, states[0].spread)
     else:
-        moved = kv_compact(pages, source, destination, kernels.implementation("kv_compact"))
+        implementation = kernels.over_pages("kv_compact", pages[0])
+        moved = kv_compact(pages, source, destination, implementation)
     pairs = zip(states, moved[::2], moved[1::2], strict=True)
     return [state.replace(k=k, v=v) for state, k, v in pairs]
 

@@ -71,7 +71,7 @@ class PagedAttend(Pytree):
             window=window,
             first_slot=self.first_slot,
             order_invariant=self.order_invariant,
-            implementation=heads.kernels.implementation("paged_attention"),
+            implementation=heads.kernels.over_pages("paged_attention", k_pages),
         )
         return out, state.replace(k=k_pages, v=v_pages)
 
@@ -103,7 +103,7 @@ class PagedAttend(Pytree):
             page_size=state.page_size,
             window=window,
             first_slot=self.first_slot,
-            implementation=heads.kernels.implementation("partial_attention"),
+            implementation=heads.kernels.over_pages("partial_attention", k_pages),
         )
         count = heads.partials.shape[2] if heads.tokens else None
         return _merged(part, axes, count).astype(q.dtype), state.replace(k=k_pages, v=v_pages)

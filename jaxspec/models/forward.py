@@ -193,7 +193,7 @@ class Heads:
             *self.scales,
             eps=self.eps,
             dtype=self.dtype,
-            implementation=self.kernels.implementation("rope_kv_write"),
+            implementation=self.kernels.over_pages("rope_kv_write", k_pages),
         )
 
 
