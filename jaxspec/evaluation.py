@@ -1,7 +1,7 @@
 """Measures a drafter's acceptance on real prompts, with confidence intervals."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -64,6 +64,16 @@ def summarize(completions: Sequence[Completion], seed: int = 0) -> Acceptance:
         by_depth_intervals=[_interval(column) for column in shares.T],
         decode_tokens_per_second=decode_rate(completions),
     )
+
+
+def bootstrap_interval(
+    statistic: Callable[[np.ndarray], np.ndarray], size: int, seed: int = 0
+) -> tuple[float, float]:
+    """The 95 % interval of a statistic over ``size`` rows.
+
+    ``statistic``: from indices of rows, drawn with replacement, [RESAMPLES, N], to [RESAMPLES].
+    """
+    return _interval(statistic(np.random.default_rng(seed).integers(size, size=(RESAMPLES, size))))
 
 
 def _interval(samples: np.ndarray) -> tuple[float, float]:

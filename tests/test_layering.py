@@ -80,6 +80,7 @@ LAYERS = (
     "jaxspec.replicated_llm",
     "jaxspec.comparison",
     "jaxspec.evaluation",
+    "jaxspec.kv_calibration",
     "jaxspec.batch",
     "jaxspec.training",
     "jaxspec",  # the package's own __init__.py: the public names

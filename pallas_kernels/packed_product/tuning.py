@@ -2,10 +2,10 @@
 
 Chosen by counting, as the kernel has never run. An H100's memory gives each of 132 multiprocessors
 12.8 bytes a cycle at 2.96 TB/s and 1.755 GHz: 64 x 128 weights of 4 bits in 320 cycles. Compiled
-for sm_90a by jax 0.12.0.1, they take each of a warpgroup's warps 201 issue slots at 8 rows, 205 at
-16, 234 at 32 and 258 at 64; the integer units have 144 cycles' work of them, the copy engine's lines
-are read with 10 loads. At 64 rows the tensor cores are busy for 256 cycles. For Llama-3.1-8B, groups
-of 128, us of weights and scales at that bandwidth, and of partial sums written and read:
+for sm_90a by jax 0.12.0.1, they take each warp of a warpgroup 201 issue slots at 8 rows, 205 at 16,
+234 at 32 and 258 at 64. The integer units work 144 of the cycles, and at 64 rows the tensor cores
+256. For Llama-3.1-8B, groups of 128, us of weights and scales at that bandwidth, and of partial
+sums written and read:
 
 | rows | product | warpgroups x CTAs | parts | blocks of a CTA | stages | KiB, registers | us |
 |---|---|---|---|---|---|---|---|
