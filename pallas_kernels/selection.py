@@ -20,6 +20,7 @@ OPERATIONS = (
     "kv_compact",
     "top_k",
     "truncate",
+    "packed_product",
 )
 
 # "auto" leaves these out, unless so many devices share a model. For other numbers they were
