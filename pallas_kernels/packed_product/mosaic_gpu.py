@@ -12,6 +12,7 @@ The sum of a group is multiplied by the group's scale once, in float32.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -358,20 +359,37 @@ def _add_block(
 
     weights = weights_of(0)
     for step in range(steps):
-
-        def multiply(acc: Any, step: int = step, weights: Any = tuple(weights)) -> Any:
-            for i, one in enumerate(weights):
-                chunk = (block * config.block + step * plan.step) // unit + i
-                plgpu.wgmma(acc, one, plgpu.transpose_ref(refs["rows"].at[chunk], (1, 0)))
-            following = weights_of(step + 1) if step + 1 < steps else []
-            return acc[...], following
-
-        product, weights = pl.run_scoped(multiply, plgpu.ACC((TILE, plan.padded), jnp.float32))
-        if step + 1 == steps - 1 or steps == 1:
+        chunk = (block * config.block + step * plan.step) // unit
+        rows = [refs["rows"].at[chunk + i] for i in range(units)]
+        last = step == steps - 1
+        meanwhile = (lambda: []) if last else functools.partial(weights_of, step + 1)
+        product, following = _multiply_step(plan, weights, rows, meanwhile)
+        if step == max(steps - 2, 0):  # the last weights have been loaded
             plgpu.barrier_arrive(refs["free"].at[stage])
+        weights = following
         scale = by_output("scales", step).astype(jnp.float32)
         sums += product * lax.broadcast_in_dim(scale, sums.shape, (0,))
     return sums
+
+
+def _multiply_step(
+    plan: _Plan, weights: list[Array], rows: list[Any], meanwhile: Callable[[], list[Array]]
+) -> tuple[Array, list[Array]]:
+    """Weights [64, unit] times rows [N, unit], summed over both lists: [64, N].
+
+    Also what ``meanwhile`` returns, which is called while the tensor cores multiply.
+    """
+    if plan.interpret:  # the interpreter does not take weights from registers
+        pairs = zip(weights, rows, strict=True)
+        return sum(w.astype(jnp.float32) @ x[...].astype(jnp.float32).T for w, x in pairs), meanwhile()
+
+    def multiply(acc: Any) -> tuple[Array, list[Array]]:
+        for one, some in zip(weights, rows, strict=True):
+            plgpu.wgmma(acc, one, plgpu.transpose_ref(some, (1, 0)))
+        following = meanwhile()
+        return acc[...], following  # reading the accumulator waits
+
+    return pl.run_scoped(multiply, plgpu.ACC((TILE, plan.padded), jnp.float32))
 
 
 def _store_item(
