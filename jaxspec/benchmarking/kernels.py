@@ -175,11 +175,12 @@ def _split(sets: Sequence[Arguments]) -> tuple[list[Array | None], list[list[Arr
 
 
 def _is_data(x: Array | None) -> TypeGuard[Array]:
-    return x is not None and jnp.issubdtype(x.dtype, jnp.floating)
+    """Whether it is data and no table: floating-point numbers, and weights of 4 bits."""
+    return x is not None and (jnp.issubdtype(x.dtype, jnp.floating) or x.dtype == jnp.int4)
 
 
 def _pinned(arguments: Arguments) -> Arguments:
-    """The same arguments, with an optimization barrier around the floating-point arrays."""
+    """The same arguments, with an optimization barrier around the data."""
     pinned = iter(lax.optimization_barrier([x for x in arguments if _is_data(x)]))
     return tuple(next(pinned) if _is_data(x) else x for x in arguments)
 
@@ -206,4 +207,9 @@ def relative_error(found: Any, exact: Any) -> Array:
 
 
 def _num_bytes(arguments: Arguments) -> int:
-    return sum(x.size * x.dtype.itemsize for x in arguments if x is not None)
+    bits = (
+        x.size * (4 if x.dtype == jnp.int4 else 8 * x.dtype.itemsize)
+        for x in arguments
+        if x is not None
+    )
+    return sum(bits) // 8

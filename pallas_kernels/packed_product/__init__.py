@@ -80,14 +80,16 @@ def misfit(x: Array, values: Array, scale: Array, num_splits: int) -> str | None
     if width % TILE or depth % BLOCK:
         return f"{depth} inputs and {width} outputs: multiples of {BLOCK} and {TILE}"
     if not takes_groups(depth, groups):
-        return f"{groups} groups of {depth} inputs: 1, or a multiple of {GROUPS_STEP} of 32, 64, ..."
+        return (
+            f"{groups} groups of {depth} inputs: 1, or a multiple of {GROUPS_STEP} of 32, 64, ..."
+        )
     if not fits(padded_rows(rows), depth, num_splits):
         return f"{num_splits} splits of {depth} inputs and {rows} rows: see choose_num_splits"
     return None
 
 
 def takes_groups(depth: int, groups: int) -> bool:
-    """Whether the kernel takes so many groups: one, or such of 32, 64, 128 or more blocks of 256."""
+    """Whether the kernel takes groups of such a size: 32, 64, 128, multiples of 256, or all."""
     group = depth // groups
     whole = BLOCK % group == 0 if group < BLOCK else group % BLOCK == 0
     return groups == 1 or (group >= 32 and whole and groups % GROUPS_STEP == 0)

@@ -21,8 +21,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels.packed_product.places import BIAS
 from pallas_kernels.packed_product.registers import (
-    BIAS,
     load_weights,
     store_x,
     weights_layout,
@@ -57,6 +57,11 @@ class _Plan:
     scale_dtype: Any
     config: ProductTuning
     interpret: bool
+
+    @property
+    def by_group(self) -> tuple[str, ...]:
+        """What is copied for each group of an output."""
+        return ("scales", "zeros") if self.zeros else ("scales",)
 
     @property
     def padded(self) -> int:
@@ -109,7 +114,7 @@ class _Plan:
     @property
     def other_bytes(self) -> int:
         """Shared memory but for weights."""
-        scales = (2 if self.zeros else 1) * SLOTS * TILE * self.scales * 2
+        scales = len(self.by_group) * SLOTS * TILE * self.scales * 2
         sums = self.config.consumers * TILE * self.padded * 4  # one of them to be stored
         return 2 * self.padded * self.split_depth + scales + sums + BARRIER_BYTES
 
@@ -180,7 +185,7 @@ def _make_kernel(plan: _Plan, interpret: Any) -> Any:
             "x_stored": plgpu.Barrier(num_arrivals=config.consumers),
             "full": plgpu.Barrier(num_barriers=stages),
             "free": plgpu.Barrier(num_barriers=stages),
-            "scales_full": plgpu.Barrier(num_arrivals=1 + plan.zeros, num_barriers=SLOTS),
+            "scales_full": plgpu.Barrier(num_arrivals=len(plan.by_group), num_barriers=SLOTS),
             "scales_free": plgpu.Barrier(num_arrivals=config.consumers, num_barriers=SLOTS),
         }
         if plan.zeros:
@@ -254,7 +259,7 @@ def _copy_weights(plan: _Plan, work: _Work, values: Any, by_group: list[Any], re
         outputs = pl.ds(work.first_output(plan, item), TILE)
         slot = lax.rem(item, SLOTS)
         wait_until_free("scales_free", item, SLOTS)
-        for name, source in zip(("scales", "zeros"), by_group):
+        for name, source in zip(plan.by_group, by_group, strict=True):
             if plan.num_groups > 1:
                 source = source.at[outputs, pl.ds(work.first_scale(plan), plan.scales)]
             else:
@@ -362,28 +367,32 @@ def _add_block(
         chunk = (block * config.block + step * plan.step) // unit
         rows = [refs["rows"].at[chunk + i] for i in range(units)]
         last = step == steps - 1
-        meanwhile = (lambda: []) if last else functools.partial(weights_of, step + 1)
-        product, following = _multiply_step(plan, weights, rows, meanwhile)
+
+        def meanwhile(step: int = step, last: bool = last) -> tuple[Array, list[Array]]:
+            return by_output("scales", step), [] if last else weights_of(step + 1)
+
+        product, (scale, weights) = _multiply_step(plan, weights, rows, meanwhile)
         if step == max(steps - 2, 0):  # the last weights have been loaded
             plgpu.barrier_arrive(refs["free"].at[stage])
-        weights = following
-        scale = by_output("scales", step).astype(jnp.float32)
-        sums += product * lax.broadcast_in_dim(scale, sums.shape, (0,))
+        scale = lax.broadcast_in_dim(scale.astype(jnp.float32), sums.shape, (0,))
+        sums += product * scale
     return sums
 
 
 def _multiply_step(
-    plan: _Plan, weights: list[Array], rows: list[Any], meanwhile: Callable[[], list[Array]]
-) -> tuple[Array, list[Array]]:
+    plan: _Plan, weights: list[Array], rows: list[Any], meanwhile: Callable[[], Any]
+) -> tuple[Array, Any]:
     """Weights [64, unit] times rows [N, unit], summed over both lists: [64, N].
 
     Also what ``meanwhile`` returns, which is called while the tensor cores multiply.
     """
     if plan.interpret:  # the interpreter does not take weights from registers
         pairs = zip(weights, rows, strict=True)
-        return sum(w.astype(jnp.float32) @ x[...].astype(jnp.float32).T for w, x in pairs), meanwhile()
+        return sum(
+            w.astype(jnp.float32) @ x[...].astype(jnp.float32).T for w, x in pairs
+        ), meanwhile()
 
-    def multiply(acc: Any) -> tuple[Array, list[Array]]:
+    def multiply(acc: Any) -> tuple[Array, Any]:
         for one, some in zip(weights, rows, strict=True):
             plgpu.wgmma(acc, one, plgpu.transpose_ref(some, (1, 0)))
         following = meanwhile()
@@ -392,9 +401,7 @@ def _multiply_step(
     return pl.run_scoped(multiply, plgpu.ACC((TILE, plan.padded), jnp.float32))
 
 
-def _store_item(
-    plan: _Plan, work: _Work, item: Array, sums: Array, out: Any, refs: Any
-) -> None:
+def _store_item(plan: _Plan, work: _Work, item: Array, sums: Array, out: Any, refs: Any) -> None:
     """Add up the warpgroups' sums [64, N] in the first one, and store their rows."""
     warpgroup, others = lax.axis_index("warpgroup"), plan.config.consumers - 1
     if others:

@@ -1,14 +1,6 @@
-"""From shared memory to the operands of matrix products, below the level of Pallas.
+"""Operands of matrix products, below the level of Pallas: see places.py for what lies where."""
 
-A register of 8 consecutive weights of 4 bits becomes 4 pairs of bfloat16 by a shift, a mask and a
-constant exponent. So that no pair has to be moved to another thread, the inputs of each 32 are
-multiplied in another order than they are stored: place ``8 c + 2 t + e`` of the product holds input
-``8 t + 4 e + c``, for c and t in 0..3 and e in 0..1. Thread t of the four that share a row has the
-8 weights from 8 t on; its pairs are its nibbles c and c + 4. Rows of x are stored to shared memory
-in the same order.
-"""
-
-import functools
+import itertools
 from typing import Any
 
 import jax.experimental.mosaic.gpu as mgpu
@@ -21,12 +13,20 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
+from pallas_kernels.packed_product.places import (
+    BIAS,
+    LINE,
+    PIECE,
+    SPAN,
+    unpacked,
+    weight_offsets,
+    x_offsets,
+    x_pieces,
+    x_span,
+    x_steps,
+)
 from pallas_kernels.packed_product.tuning import BLOCK, TILE
 
-SPAN = 32  # inputs that are reordered among themselves
-BIAS = 136  # what is added to an integer of -8..7: 128, where bfloat16's step is 1, and 8
-LANES = 32  # threads of a warp
-LINE = 128  # bytes of a swizzled row of weights
 LOADS_IN_FLIGHT = 4  # spans of x that a thread has requested before it stores the first one
 
 
@@ -59,35 +59,20 @@ def load_weights(ref: Any, start: int, unit: int, *, interpret: bool) -> Array:
     if interpret:  # the interpreter does not support inlined MLIR
         integers = ref[...][:, start : start + unit].astype(jnp.bfloat16)
         return reordered(integers) + jnp.bfloat16(BIAS)
-    tiles_of_row = ref.shape[1] // BLOCK
 
     def emit(_: Any, tiles: Any) -> Any:
         i8, i32 = (ir.IntegerType.get_signless(bits) for bits in (8, 32))
-        lane, warp = _lane_and_warp(i32)
-        row = arith.shrui(lane, utils.c(2, i32))  # of 8 rows of a tile
-        base = _sum(
-            arith.muli(warp, utils.c(2 * tiles_of_row * 8 * LINE, i32)),
-            arith.muli(row, utils.c(LINE, i32)),
-            arith.muli(arith.andi(lane, utils.c(3, i32)), utils.c(4, i32)),
-        )
-        mask, exponent = utils.c(0x000F000F, i32), utils.c(0x43084308, i32)
+        pair = ir.VectorType.get((2,), ir.BF16Type.get())
         layout = mgpu.WGMMA_LAYOUT
         registers = np.empty(layout.registers_shape((TILE, unit)), dtype=object)
-        flat = registers.reshape(-1)  # of 8 places each: rows from 0 on, rows from 8 on
+        # By span, by 8 places of it, then by row.
+        by_span = registers.reshape(unit // SPAN, 4, 2)
         pointer = utils.memref_ptr(tiles)
-        for span in range(unit // SPAN):
-            tile, chunk = divmod(start // SPAN + span, BLOCK // SPAN)
-            swizzled = arith.xori(row, utils.c(chunk, i32))
-            offset = arith.addi(base, arith.muli(swizzled, utils.c(16, i32)))
-            for half in range(2):
-                fixed = (half * tiles_of_row + tile) * 8 * LINE
-                at = arith.addi(offset, utils.c(fixed, i32))
-                word = llvm.load(i32, utils.getelementptr(pointer, [at], i8))
-                for c in range(4):
-                    shifted = arith.shrui(word, utils.c(4 * c, i32)) if c else word
-                    pair = arith.xori(arith.andi(shifted, mask), exponent)
-                    vector = ir.VectorType.get((2,), ir.BF16Type.get())
-                    flat[2 * (4 * span + c) + half] = utils.bitcast(pair, vector)
+        offsets = weight_offsets(_Word(mgpu.thread_idx()), start, unit, ref.shape[1] // BLOCK)
+        for index, offset in enumerate(offsets):
+            word = llvm.load(i32, utils.getelementptr(pointer, [offset.value], i8))
+            for c, bits in enumerate(unpacked(_Word(word))):
+                by_span[index // 2, c, index % 2] = utils.bitcast(bits.value, pair)
         return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
     result: Any = plgpu.ShapeDtypeStruct((TILE, unit), jnp.bfloat16, layout=plgpu.Layout.WGMMA)
@@ -113,98 +98,94 @@ def store_x(
     """
     chunks, padded, unit = ref.shape
     if interpret:
+
         @pl.when(warpgroup == 0)
         def _():
             some = x[:, pl.ds(start, chunks * unit)]
             rows = jnp.concatenate([some] + [some[-1:]] * (padded - len(some)))
             ref[...] = reordered(rows).reshape(padded, chunks, unit).swapaxes(0, 1)
+
         return
     num_rows, depth = x.shape
     spans = chunks * unit // SPAN
-    units = padded // 8 * spans  # spans of 8 rows
-    at_once = threads // 8
-    steps = -(-units // at_once)
 
     def emit(_: Any, source: Any, tiles: Any, start: Any) -> None:
         i8, i32 = (ir.IntegerType.get_signless(bits) for bits in (8, 32))
-        start = start.registers.item()
-        thread = mgpu.thread_idx()
-        low = arith.remui(thread, utils.c(8, i32))
-        first = arith.divui(thread, utils.c(8, i32))
+        four = ir.VectorType.get((4,), i32)
+        begin, thread = _Word(start.registers.item()), _Word(mgpu.thread_idx())
         gmem, smem = utils.memref_ptr(source), utils.memref_ptr(tiles)
 
-        def place(step: int) -> tuple[Any, Any]:
-            """Row group and span of this thread. Past the end: the last, with the same data."""
-            index = arith.addi(first, utils.c(step * at_once, i32))
-            index = arith.minui(index, utils.c(units - 1, i32))
-            return tuple(op(index, utils.c(spans, i32)) for op in (arith.divui, arith.remui))
-
-        def load(step: int) -> list[Any]:
-            group, span = place(step)
-            row = arith.addi(arith.muli(group, utils.c(8, i32)), low)
-            row = arith.minui(row, utils.c(num_rows - 1, i32))
-            element = _sum(
-                arith.muli(row, utils.c(depth, i32)),
-                start,
-                arith.muli(span, utils.c(SPAN, i32)),
-            )
-            pointer = utils.getelementptr(gmem, [arith.muli(element, utils.c(2, i32))], i8)
-            vector = ir.VectorType.get((4,), i32)
+        def load(row: _Word, span: _Word) -> list[list[_Word]]:
+            element = row.at_most(num_rows - 1) * depth + begin + span * SPAN
+            pointer = utils.getelementptr(gmem, [(element * 2).value], i8)
             pieces = [
-                llvm.load(vector, utils.getelementptr(pointer, [16 * t], i8)) for t in range(4)
+                llvm.load(four, utils.getelementptr(pointer, [PIECE * t], i8)) for t in range(4)
             ]
-            return [[_word(piece, i) for i in range(4)] for piece in pieces]
+            return [
+                [_Word(llvm.extractelement(piece, utils.c(i, i32))) for i in range(4)]
+                for piece in pieces
+            ]
 
-        def store(step: int, words: list[Any]) -> None:
-            group, span = place(step)
-            chunk, part = (op(span, utils.c(unit // SPAN, i32)) for op in (arith.divui, arith.remui))
-            base = _sum(
-                arith.muli(chunk, utils.c(2 * padded * unit, i32)),
-                arith.muli(group, utils.c(2 * 8 * unit, i32)),
-                arith.muli(low, utils.c(2 * unit, i32)),
-            )
-            phase = low if unit == 64 else arith.divui(low, utils.c(2, i32))
-            for c in range(4):
-                # Pairs of inputs c and c + 4 of each 8: low or high halves of two words.
-                order = utils.c(0x7632 if c % 2 else 0x5410, i32)
-                pairs = [utils.prmt(piece[c // 2], piece[2 + c // 2], order) for piece in words]
-                line = arith.addi(arith.muli(part, utils.c(4, i32)), utils.c(c, i32))
-                line = arith.xori(line, phase)
-                at = arith.addi(base, arith.muli(line, utils.c(16, i32)))
-                llvm.store(_vector(pairs, i32), utils.getelementptr(smem, [at], i8))
+        def store(row: _Word, span: _Word, words: list[list[_Word]]) -> None:
+            offsets = x_offsets(row, span, unit, padded)
+            for offset, piece in zip(offsets, x_pieces(words), strict=True):
+                vector = llvm.mlir_undef(four)
+                for i, word in enumerate(piece):
+                    vector = llvm.insertelement(vector, word.value, utils.c(i, i32))
+                llvm.store(vector, utils.getelementptr(smem, [offset.value], i8))
 
-        for begin in range(0, steps, LOADS_IN_FLIGHT):
-            some = range(begin, min(begin + LOADS_IN_FLIGHT, steps))
-            loaded = [load(step) for step in some]
-            for step, words in zip(some, loaded, strict=True):
-                store(step, words)
+        steps = [
+            x_span(thread, step, threads, spans, padded, _Word.at_most)
+            for step in range(x_steps(threads, spans, padded))
+        ]
+        for some in itertools.batched(steps, LOADS_IN_FLIGHT):
+            loaded = [load(*one) for one in some]
+            for one, words in zip(some, loaded, strict=True):
+                store(*one, words)
 
     types = (plgpu.RefType(), plgpu.RefType(x_layout(unit)), plgpu.Layout.WG_SPLAT(()))
     inlined: Any = plgpu.inline_mgpu(arg_types=types)(emit)
     inlined(x, ref, start)
 
 
-def _lane_and_warp(i32: Any) -> tuple[Any, Any]:
-    """Index of this thread in its warp, and of the warp in its warpgroup."""
-    thread = mgpu.thread_idx()
-    warp = arith.divui(thread, utils.c(LANES, i32))
-    return (
-        arith.remui(thread, utils.c(LANES, i32)),
-        arith.remui(warp, utils.c(4, i32)),
-    )
+class _Word:
+    """A register of 32 bits with the operators that places.py uses; numbers are unsigned."""
 
+    def __init__(self, value: Any) -> None:
+        self.value = value
 
-def _sum(*terms: Any) -> Any:
-    return functools.reduce(arith.addi, terms)
+    def __add__(self, other: Any) -> "_Word":
+        return self._with(arith.addi, other)
 
+    def __mul__(self, other: Any) -> "_Word":
+        return self._with(arith.muli, other)
 
-def _word(vector: Any, index: int) -> Any:
-    i32 = ir.IntegerType.get_signless(32)
-    return llvm.extractelement(vector, utils.c(index, i32))
+    def __floordiv__(self, other: Any) -> "_Word":
+        return self._with(arith.divui, other)
 
+    def __mod__(self, other: Any) -> "_Word":
+        return self._with(arith.remui, other)
 
-def _vector(words: list[Any], i32: Any) -> Any:
-    vector = llvm.mlir_undef(ir.VectorType.get((len(words),), i32))
-    for index, word in enumerate(words):
-        vector = llvm.insertelement(vector, word, utils.c(index, i32))
-    return vector
+    def __and__(self, other: Any) -> "_Word":
+        return self._with(arith.andi, other)
+
+    def __or__(self, other: Any) -> "_Word":
+        return self._with(arith.ori, other)
+
+    def __xor__(self, other: Any) -> "_Word":
+        return self._with(arith.xori, other)
+
+    def __lshift__(self, other: Any) -> "_Word":
+        return self._with(arith.shli, other)
+
+    def __rshift__(self, other: Any) -> "_Word":
+        return self._with(arith.shrui, other)
+
+    def at_most(self, last: int) -> "_Word":
+        return self._with(arith.minui, last)
+
+    def _with(self, operation: Any, other: Any) -> "_Word":
+        i32 = ir.IntegerType.get_signless(32)
+        if isinstance(other, int):
+            other = _Word(utils.c(other - (other >> 31 << 32), i32))
+        return _Word(operation(self.value, other.value))

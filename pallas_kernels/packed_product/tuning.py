@@ -82,7 +82,9 @@ def choose_num_splits(rows: int, depth: int, width: int) -> int:
     """
     padded = padded_rows(rows)
     fitting = [splits for splits in range(1, MAX_SPLITS + 1) if fits(padded, depth, splits)]
-    return min(fitting, key=lambda splits: predicted_seconds(padded, depth, width, splits), default=1)
+    return min(
+        fitting, key=lambda splits: predicted_seconds(padded, depth, width, splits), default=1
+    )
 
 
 def fits(padded: int, depth: int, splits: int) -> bool:
