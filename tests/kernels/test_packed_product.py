@@ -1,4 +1,4 @@
-"""Products with 4-bit weights: the reference, where things lie, and the kernel interpreted, lowered.
+"""Products with 4-bit weights: the reference, where things lie; the kernel interpreted, lowered.
 
 The interpreter does not know inlined MLIR, so the arithmetic of addresses is tested in NumPy, and
 the rest of the kernel is interpreted without it. Only GPUs run all of it.
@@ -286,7 +286,7 @@ def test_unsupported_arguments_are_named(case: Case, dtype: Any, message: str):
     arguments = jax.eval_shape(lambda: make_arguments(case, dtype))
     found = misfit(*arguments[:3], case.num_splits)
     assert found is not None and message in found
-    with pytest.raises(ValueError, match="the kernel cannot take .*"):
+    with pytest.raises(ValueError, match="the kernel cannot take "):
         packed_product(*arguments, num_splits=case.num_splits, implementation="mosaic_gpu")
 
 
@@ -311,7 +311,7 @@ def test_splits_keep_the_multiprocessors_busy(name: str, rows: int):
     assert fits(padded_rows(rows), depth, splits)
     items = -(-width // 64 // groups_of(splits, width))
     share = splits * (width // 64) / (items * MULTIPROCESSORS)
-    assert share >= 0.9  # of the multiprocessors' time
+    assert share >= (0.94 if rows <= 16 else 0.84)  # of the multiprocessors' time
     case = Case(rows, depth, width)
     assert misfit(*jax.eval_shape(lambda: make_arguments(case, jnp.bfloat16))[:3], splits) is None
 
