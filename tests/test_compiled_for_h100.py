@@ -165,7 +165,7 @@ COMPILE_PRODUCTS = """
 import functools, jax, jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 from jaxspec.benchmarking.ahead_of_time import compile_ahead, make_devices
-from pallas_kernels.packed_product.cases import LLAMA_8B, Case, make_arguments
+from pallas_kernels.packed_product.cases import LLAMA_8B, Case, argument_shapes
 from pallas_kernels.packed_product.mosaic_gpu import packed_product_mosaic
 from pallas_kernels.packed_product.tuning import DEFAULT, VARIANTS
 
@@ -177,7 +177,7 @@ cases += [(Case(16, 4096, 4096), config) for config in VARIANTS[1:]]
 for case, config in cases:
     arguments = [
         one and jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=place)
-        for one in jax.eval_shape(lambda: make_arguments(case, jnp.bfloat16))
+        for one in argument_shapes(case, jnp.bfloat16)
     ]
     product = functools.partial(packed_product_mosaic, num_splits=case.num_splits, config=config)
     memory = compile_ahead(jax.jit(product), arguments).memory_analysis()

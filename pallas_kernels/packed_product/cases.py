@@ -99,6 +99,17 @@ def make_arguments(
     )
 
 
+def argument_shapes(case: Case, dtype: Any) -> tuple[Any, ...]:
+    """The shapes of ``make_arguments``, without making any."""
+    groups = (case.width, case.depth // case.group)
+    return (
+        jax.ShapeDtypeStruct((case.rows, case.depth), dtype),
+        jax.ShapeDtypeStruct((case.width, case.depth), jnp.int4),
+        jax.ShapeDtypeStruct(groups, case.scale_dtype),
+        jax.ShapeDtypeStruct(groups, jnp.bfloat16) if case.zeros else None,
+    )
+
+
 def _integers(seed: int, index: int, shape: tuple[int, int], dtype: Any) -> Array:
     """All integers of 4 bits, equally likely; made where ``noise`` is."""
     if jax.default_backend() == "cpu":

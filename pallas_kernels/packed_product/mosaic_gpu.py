@@ -394,7 +394,7 @@ def _multiply_step(
 
     def multiply(acc: Any) -> tuple[Array, Any]:
         for one, some in zip(weights, rows, strict=True):
-            plgpu.wgmma(acc, one, plgpu.transpose_ref(some, (1, 0)))
+            plgpu.wgmma(acc, one, some.transpose((1, 0)))
         following = meanwhile()
         return acc[...], following  # reading the accumulator waits
 
@@ -425,7 +425,7 @@ def _store_item(plan: _Plan, work: _Work, item: Array, sums: Array, out: Any, re
             plgpu.barrier_arrive(refs["sums_free"].at[other])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         by_row = plgpu.layout_cast(total, plgpu.Layout.WGMMA_TRANSPOSED)
-        _write(plgpu.transpose_ref(refs["out"].at[0], (1, 0)), by_row)
+        _write(refs["out"].at[0].transpose((1, 0)), by_row)
         plgpu.commit_smem()
         outputs = pl.ds(work.first_output(plan, item), TILE)
         plgpu.copy_smem_to_gmem(

@@ -20,6 +20,7 @@ from pallas_kernels.packed_product.cases import (
     LLAMA_8B,
     TEST_CASES,
     Case,
+    argument_shapes,
     make_arguments,
 )
 from pallas_kernels.packed_product.mosaic_gpu import packed_product_mosaic
@@ -79,6 +80,8 @@ def assert_exact(found: Any, case: Case, arguments: Any) -> None:
 @pytest.mark.parametrize("case", TEST_CASES[:-1], ids=str)
 def test_the_reference_is_the_product_of_dequantized_weights(case: Case):
     arguments = make_arguments(case, jnp.bfloat16)
+    for one, shape in zip(arguments, argument_shapes(case, jnp.bfloat16), strict=True):
+        assert one is shape or (one.shape, one.dtype) == (shape.shape, shape.dtype)
     found = packed_product(*arguments, num_splits=case.num_splits)
     assert_exact(found, case, arguments)
 
@@ -192,7 +195,7 @@ def test_a_row_does_not_depend_on_the_others():
 
 
 def lower(case: Case, config: ProductTuning | None = None) -> str:
-    arguments = jax.eval_shape(lambda: make_arguments(case, jnp.bfloat16))
+    arguments = argument_shapes(case, jnp.bfloat16)
     function = functools.partial(packed_product, implementation="mosaic_gpu")
     if config is not None:
         function = functools.partial(packed_product_mosaic, config=config)
@@ -283,7 +286,7 @@ def test_the_kernel_has_its_references_gradient():
     ids=lambda one: str(one)[:40],
 )
 def test_unsupported_arguments_are_named(case: Case, dtype: Any, message: str):
-    arguments = jax.eval_shape(lambda: make_arguments(case, dtype))
+    arguments = argument_shapes(case, dtype)
     found = misfit(*arguments[:3], case.num_splits)
     assert found is not None and message in found
     with pytest.raises(ValueError, match="the kernel cannot take "):
@@ -313,7 +316,7 @@ def test_splits_keep_the_multiprocessors_busy(name: str, rows: int):
     share = splits * (width // 64) / (items * MULTIPROCESSORS)
     assert share >= (0.94 if rows <= 16 else 0.84)  # of the multiprocessors' time
     case = Case(rows, depth, width)
-    assert misfit(*jax.eval_shape(lambda: make_arguments(case, jnp.bfloat16))[:3], splits) is None
+    assert misfit(*argument_shapes(case, jnp.bfloat16)[:3], splits) is None
 
 
 def test_splits_depend_on_the_padded_rows_only():
