@@ -13,7 +13,8 @@ from jax import Array
 from pallas_kernels.benchmark import Arguments, Benchmark, implementation_to_time, noise
 from pallas_kernels.packed_product import choose_num_splits, packed_product
 from pallas_kernels.packed_product.reference import dense_product
-from pallas_kernels.packed_product.tuning import MULTIPROCESSORS
+from pallas_kernels.packed_product.tuning import MULTIPROCESSORS, VARIANTS, ProductTuning
+from pallas_kernels.selection import kernel_module
 
 HALF = 8  # of the 16 integers of 4 bits
 
@@ -85,6 +86,9 @@ BENCHMARK_CASES = tuple(
 )
 
 
+TUNED_CASES = tuple(case for case in BENCHMARK_CASES if case.rows in (8, 16))[:8]
+
+
 def make_arguments(
     case: Case, dtype: Any = jnp.float32, seed: int = 0
 ) -> tuple[Array, Array, Array, Array | None]:
@@ -120,16 +124,24 @@ def _integers(seed: int, index: int, shape: tuple[int, int], dtype: Any) -> Arra
 
 
 def benchmarks() -> Sequence[Benchmark]:
-    return [_benchmark(case) for case in BENCHMARK_CASES]
+    """All cases; where the kernel is timed, some of them with other tunings, too."""
+    cases = [_benchmark(case) for case in BENCHMARK_CASES]
+    if implementation_to_time() == "reference":
+        return cases
+    return cases + [_benchmark(case, one) for case in TUNED_CASES for one in VARIANTS[1:]]
 
 
-def _benchmark(case: Case) -> Benchmark:
+def _benchmark(case: Case, config: ProductTuning | None = None) -> Benchmark:
     implementation = implementation_to_time()
     splits = case.num_splits
+    call = functools.partial(packed_product, num_splits=splits, implementation=implementation)
+    mosaic = None if config is None else kernel_module("packed_product", implementation, None)
+    if mosaic is not None:
+        call = functools.partial(mosaic.packed_product_mosaic, num_splits=splits, config=config)
     return Benchmark(
-        name=str(case),
+        name=str(case) if config is None else f"{case}; {config}",
         make_arguments=lambda seed: make_arguments(case, jnp.bfloat16, seed),
-        call=functools.partial(packed_product, num_splits=splits, implementation=implementation),
+        call=call,
         reference=functools.partial(dense_product, num_splits=splits),
         feed=_feed,
         num_bytes=case.num_bytes,

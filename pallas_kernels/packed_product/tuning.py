@@ -66,6 +66,9 @@ class ProductTuning:
         if self.most_stages < self.consumers:
             raise ValueError(f"{self.most_stages} blocks for {self.consumers} warpgroups: too few")
 
+    def __str__(self) -> str:
+        return f"{self.consumers} warpgroups, {self.most_stages} blocks of {self.block}"
+
     @property
     def stage_bytes(self) -> int:
         return TILE * self.block // 2

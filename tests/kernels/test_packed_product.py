@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.packed_product import choose_num_splits, misfit, packed_product
+from pallas_kernels.packed_product import cases, choose_num_splits, misfit, packed_product
 from pallas_kernels.packed_product.cases import (
     BENCHMARK_CASES,
     LLAMA_8B,
     TEST_CASES,
+    TUNED_CASES,
     Case,
     argument_shapes,
     make_arguments,
@@ -47,7 +48,7 @@ from pallas_kernels.packed_product.tuning import (
     groups_of,
     padded_rows,
 )
-from tests.marks import first_is_fast, slow
+from tests.marks import first_is_fast
 
 WARPGROUP = np.arange(128, dtype=np.uint32)
 INTERPRETED = TEST_CASES[:-2]  # the others take minutes
@@ -211,9 +212,10 @@ def test_it_lowers_for_cuda(case: Case):
     assert f"tensor<{case.width}x{case.depth}xi8>" not in text and "bitcast_convert" not in text
 
 
-@pytest.mark.parametrize("config", [VARIANTS[1], *(slow(one) for one in VARIANTS[2:])], ids=str)
-def test_every_variant_lowers_for_cuda(config: ProductTuning):
-    assert lower(Case(16, 4096, 4096), config)
+@first_is_fast(TUNED_CASES)
+def test_every_tuning_lowers_for_cuda(case: Case):
+    for config in VARIANTS[1:]:
+        assert lower(case, config)
 
 
 @pytest.mark.gpu
@@ -326,6 +328,15 @@ def test_splits_depend_on_the_padded_rows_only():
         chosen = {choose_num_splits(rows, depth, width) for rows in range(below + 1, padded + 1)}
         assert len(chosen) == 1
         below = padded
+
+
+def test_the_device_times_every_tuning(monkeypatch: pytest.MonkeyPatch):
+    assert len(cases.benchmarks()) == len(BENCHMARK_CASES)
+    monkeypatch.setattr(cases, "implementation_to_time", lambda: "mosaic_gpu")
+    tuned = cases.benchmarks()[len(BENCHMARK_CASES) :]
+    assert len(tuned) == len(TUNED_CASES) * (len(VARIANTS) - 1)
+    assert len({one.name for one in tuned}) == len(tuned)
+    assert {case.name for case in TUNED_CASES} == set(LLAMA_8B) - {"LM head"}
 
 
 def test_a_benchmark_names_its_bytes():
