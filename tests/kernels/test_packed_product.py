@@ -60,13 +60,9 @@ def exact_parts(case: Case, arguments: Any) -> tuple[np.ndarray, np.ndarray]:
     x, values, scale = (np.asarray(one, np.float64) for one in arguments[:3])
     zero = 0 if arguments[3] is None else np.asarray(arguments[3], np.float64)[..., None]
     weights = (values.reshape(*scale.shape, -1) - zero) * scale[..., None]
-    rows = x.reshape(case.rows, case.num_splits, -1)
-    by_split = weights.reshape(case.width, case.num_splits, -1)
-    subscripts = "msk,nsk->smn"
-    return (
-        np.einsum(subscripts, rows, by_split),
-        np.einsum(subscripts, abs(rows), abs(by_split)),
-    )
+    rows = x.reshape(case.rows, case.num_splits, -1).transpose(1, 0, 2)
+    by_split = weights.reshape(case.width, case.num_splits, -1).transpose(1, 2, 0)
+    return rows @ by_split, abs(rows) @ abs(by_split)
 
 
 def assert_exact(found: Any, case: Case, arguments: Any) -> None:
