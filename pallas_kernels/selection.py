@@ -21,13 +21,20 @@ OPERATIONS = (
     "top_k",
     "truncate",
     "packed_product",
+    "round_tokens",
 )
 
 # "auto" leaves these out, unless so many devices share a model. For other numbers they were
 # compiled, but have not run yet. partial_attention: each device's part was right on an H200, but
-# not what two of them merged in the one test of that.
+# not what two of them merged in the one test of that. packed_product and round_tokens have
+# not run on a GPU at all.
 MEASURED_SHARING: Mapping[str, tuple[int, ...]] = MappingProxyType(
-    {"reduce_add_rms_norm": (2,), "partial_attention": ()}
+    {
+        "reduce_add_rms_norm": (2,),
+        "partial_attention": (),
+        "packed_product": (),
+        "round_tokens": (),
+    }
 )
 
 # "auto" leaves these out, too: their kernels were compiled, but never ran. "all" or their names

@@ -4,14 +4,17 @@ For benchmarks and tests, and for drafters, whose weights do not decide the text
 """
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from jaxspec.config.quantization import Scheme
 from jaxspec.models.linear import AnyLinear, Linear
+from jaxspec.parallel import named_shardings
 from jaxspec.quantization.float8 import rounded_to_float8
 from jaxspec.quantization.grouped import rounded_to_groups
 
@@ -46,6 +49,20 @@ def in_scheme[T](weights: T, name: Scheme | None, *, lm_head: bool) -> T:
     if name not in ROUNDINGS:
         raise ValueError(f"no quantization is called {name!r}: choose {', '.join(ROUNDINGS)}")
     return rounded(weights, ROUNDINGS[name], lm_head=lm_head)
+
+
+def in_four_bits[T](weights: T, mesh: Mesh | None) -> T:
+    """Weights on a mesh with every Linear rounded to 4 bits, in groups of 128 inputs, or as many of
+    them as divide the inputs evenly. For drafters."""
+
+    devices = 1 if mesh is None else mesh.size
+
+    def rounding(linear: Linear) -> AnyLinear:
+        group = math.gcd(linear.in_size // devices, GROUP)  # which no device has a part of
+        return rounded_to_groups(linear, 4, group)
+
+    made = rounded(weights, rounding, lm_head=True)
+    return made if mesh is None else jax.device_put(made, named_shardings(mesh, made))
 
 
 def rounded[T](weights: T, rounding: Callable[[Linear], AnyLinear], *, lm_head: bool) -> T:

@@ -1,4 +1,4 @@
-"""The product of few rows with weights of 4 bits, whose scales are shared by groups of inputs."""
+"""The product of a few rows with weights of 4 or 8 bits, which are read as they are stored."""
 
 import functools
 
@@ -8,20 +8,12 @@ from jax import Array
 
 from pallas_kernels.gradients import with_reference_gradient
 from pallas_kernels.packed_product.reference import packed_product_reference
-from pallas_kernels.packed_product.tuning import (
-    BLOCK,
-    MOST_ROWS,
-    TILE,
-    choose_num_splits,
-    fits,
-    padded_rows,
-)
+from pallas_kernels.packed_product.tuning import OUTPUTS, SCALED_ROWS, packed_tuning
 from pallas_kernels.selection import Implementation, kernel_module
 
-__all__ = ["MOST_ROWS", "choose_num_splits", "misfit", "packed_product"]
-
-SCALES = (jnp.bfloat16, jnp.float16)
-GROUPS_STEP = 8  # TMA copies scales of 8 groups, 16 bytes, at a time
+MOST_ROWS = 64  # more are faster with widened weights: see docs/kernels.md
+FLOAT8 = jnp.float8_e4m3fn
+BLOCKS = (64, 128)  # inputs of a block; a group has as many, or a multiple of 128
 
 
 @jax.named_scope("packed_product")
@@ -30,67 +22,81 @@ def packed_product(
     values: Array,
     scale: Array,
     zero: Array | None = None,
+    x_scale: Array | None = None,
     *,
     num_splits: int = 1,
+    dtype: jax.typing.DTypeLike = jnp.float32,
     implementation: Implementation = "reference",
 ) -> Array:
-    """Multiply rows with the weights (values - zero) * scale, which stay packed in memory.
+    """Multiply x with the weights (values - zero) * scale.
 
     Args:
-      x: [M, in]
-      values: int4 [out, in]
-      scale: [out, in / group]
-      zero: integers of -8..7 in any dtype, [out, in / group]; None: 0. The kernel reads them in
-        bfloat16: in another dtype they are converted in every call.
-      num_splits: the number of partial sums; each covers in / num_splits consecutive inputs. See
-        ``choose_num_splits``: the kernel keeps a split's part of x in shared memory, and cannot
-        take all of it where in is large.
-      implementation: "auto" takes the Hopper kernel where it fits (see ``misfit``), else the
-        reference.
+      x: [M, K]; e4m3 if the weights are.
+      values: signed integers of 4 bits, or e4m3 numbers: [V, K].
+      scale: float [n, V], of each output and each of n groups of consecutive inputs.
+      zero: whole numbers, as ``scale``; None: all 0.
+      x_scale: float32 [n, M or more], of each row of x and each group: x stands for x * x_scale.
+        None: all 1.
+      num_splits: parts of K that are summed separately; it divides K into whole groups, or groups
+        into whole parts.
+      dtype: of the result.
+      implementation: "auto" takes the Hopper kernel where it fits (at most 64 rows; bfloat16 x,
+        int4 weights, groups of 64 or multiples of 128; or all e4m3, groups of multiples of 128,
+        x_scale padded to a multiple of 32 rows; V a multiple of 128), else the reference.
 
-    Returns float32 [num_splits, M, out]: split-K partial sums; their sum is the product.
-    Products of integers with rows are exact before they are summed; a group's sum is multiplied by
-    the group's scale, in float32. So a row's result depends on its own numbers, on ``num_splits``
-    and on ``tuning.padded_rows(M)`` only. The error of a partial sum of K inputs is at most
-    2^-22 (K / 16 + K / group + 1) times the sum of its products' magnitudes.
+    Returns [num_splits, M, V]; summed in float32.
 
-    Raises ValueError for inputs that cannot be split evenly, and if ``implementation`` is
-    "mosaic_gpu" and the kernel cannot take the arguments.
+    Raises ValueError if ``implementation`` is "mosaic_gpu" and the kernel cannot take the
+    arguments.
     """
-    if x.shape[-1] % num_splits:
-        raise ValueError(f"{x.shape[-1]} inputs cannot be split evenly in {num_splits}")
-    reference = functools.partial(packed_product_reference, num_splits=num_splits)
-    problem = misfit(x, values, scale, num_splits)
+    problem = misfit(x, values, scale, x_scale, num_splits)
     mosaic = kernel_module("packed_product", implementation, problem)
+    options = {"num_splits": num_splits, "dtype": jnp.dtype(dtype)}
+    reference = functools.partial(packed_product_reference, **options)
     if mosaic is None:
-        return reference(x, values, scale, zero)
-    kernel = functools.partial(mosaic.packed_product_mosaic, num_splits=num_splits)
+        return reference(x, values, scale, zero, x_scale)
+    kernel = functools.partial(mosaic.packed_product_mosaic, **options)
+    if x_scale is not None:
+        return kernel(x, values, scale, zero, x_scale)
     return with_reference_gradient(kernel, reference)(x, values, scale, zero)
 
 
-def misfit(x: Array, values: Array, scale: Array, num_splits: int) -> str | None:
+def misfit(
+    x: Array, values: Array, scale: Array, x_scale: Array | None = None, num_splits: int = 1
+) -> str | None:
     """Why the kernel cannot take these arguments, None if it can."""
-    (rows, depth), (width, groups) = x.shape, scale.shape
-    if x.dtype != jnp.bfloat16 or values.dtype != jnp.int4 or scale.dtype not in SCALES:
-        return (
-            f"{x.dtype} rows, {values.dtype} weights and {scale.dtype} scales: they must be "
-            "bfloat16, int4 and of 16 bits"
-        )
-    if not 0 < rows <= MOST_ROWS:
-        return f"{rows} rows: from 1 to {MOST_ROWS}"
-    if width % TILE or depth % BLOCK:
-        return f"{depth} inputs and {width} outputs: multiples of {BLOCK} and {TILE}"
-    if not takes_groups(depth, groups):
-        return (
-            f"{groups} groups of {depth} inputs: 1, or a multiple of {GROUPS_STEP} of 32, 64, ..."
-        )
-    if not fits(padded_rows(rows), depth, num_splits):
-        return f"{num_splits} splits of {depth} inputs and {rows} rows: see choose_num_splits"
+    (rows, depth), (groups, width) = x.shape, scale.shape
+    if x_scale is not None:
+        if not x.dtype == values.dtype == FLOAT8:
+            return f"scales of {x.dtype} x and {values.dtype} values: both must be e4m3"
+        if x_scale.shape != (groups, -(-rows // SCALED_ROWS) * SCALED_ROWS):
+            return f"scales of x {x_scale.shape}: padded to a multiple of {SCALED_ROWS} rows"
+        return float8_misfit(rows, depth, width, groups, num_splits)
+    if x.dtype != jnp.bfloat16 or values.dtype != jnp.int4 or scale.dtype.itemsize != 2:
+        given = f"{x.dtype} x, {values.dtype} values and {scale.dtype} scales"
+        return f"{given}: they must be bfloat16, int4, and of 16 bits"
+    return _sizes_misfit(rows, depth, width, groups, num_splits, BLOCKS[0])
+
+
+def float8_misfit(
+    rows: int, depth: int, width: int, groups: int, num_splits: int = 1
+) -> str | None:
+    """Why the kernel cannot multiply e4m3 arrays of these sizes, None if it can."""
+    return _sizes_misfit(rows, depth, width, groups, num_splits, BLOCKS[-1])
+
+
+def _sizes_misfit(
+    rows: int, depth: int, width: int, groups: int, num_splits: int, least: int
+) -> str | None:
+    """``least``: inputs of the smallest group."""
+    largest, group = BLOCKS[-1], depth // groups
+    if rows > MOST_ROWS:
+        return f"{rows} rows: at most {MOST_ROWS}"
+    tile = OUTPUTS * packed_tuning(rows, depth, width).warpgroups
+    if width % tile:
+        return f"{width} outputs: a multiple of {tile}"
+    if group != least and group % largest:
+        return f"groups of {group} inputs: {least}, or a multiple of {largest}"
+    if depth % (num_splits * min(group, largest)):
+        return f"{depth} inputs in {num_splits} parts: they must be whole blocks"
     return None
-
-
-def takes_groups(depth: int, groups: int) -> bool:
-    """Whether the kernel takes groups of such a size: 32, 64, 128, multiples of 256, or all."""
-    group = depth // groups
-    whole = BLOCK % group == 0 if group < BLOCK else group % BLOCK == 0
-    return groups == 1 or (group >= 32 and whole and groups % GROUPS_STEP == 0)

@@ -7,151 +7,132 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 from pallas_kernels.benchmark import Arguments, Benchmark, implementation_to_time, noise
-from pallas_kernels.packed_product import choose_num_splits, packed_product
-from pallas_kernels.packed_product.reference import dense_product
-from pallas_kernels.packed_product.tuning import MULTIPROCESSORS, VARIANTS, ProductTuning
-from pallas_kernels.selection import kernel_module
+from pallas_kernels.packed_product import packed_product
+from pallas_kernels.packed_product.reference import packed_product_reference
+from pallas_kernels.packed_product.tuning import choose_packed_splits
+from pallas_kernels.round_tokens import round_tokens
 
-HALF = 8  # of the 16 integers of 4 bits
+# Of a layer of Llama-3.1-8B: name -> inputs, outputs.
+SHAPES = {
+    "gate_up": (4096, 28672),
+    "down": (14336, 4096),
+    "qkv": (4096, 6144),
+    "o": (4096, 4096),
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """[rows, depth] times [width, depth] of 4 bits, with a scale for each ``group`` inputs."""
+    """``rows`` of ``depth`` inputs times ``width`` outputs; ``group`` inputs share a scale.
+
+    ``float8``: x and the weights are e4m3, instead of bfloat16 and int4.
+    """
 
     rows: int
     depth: int
     width: int
     group: int = 128
     zeros: bool = False
-    splits: int = 0  # 0: the chosen number
-    scale_dtype: Any = jnp.bfloat16
-    name: str = ""
+    num_splits: int = 1
+    float8: bool = False
 
     def __str__(self) -> str:
         zeros = ", zeros" if self.zeros else ""
-        name = self.name or f"{self.width} x {self.depth}"
-        return f"{self.rows} rows, {name}, groups of {self.group}{zeros}"
-
-    @property
-    def num_splits(self) -> int:
-        return self.splits or choose_num_splits(self.rows, self.depth, self.width)
-
-    @property
-    def max_error(self) -> float:
-        """Most error of a partial sum, as a share of the sum of its products' magnitudes.
-
-        Products and scaled weights are exact in float32. Each 16 inputs are added to a group's sum,
-        and each group to the total, with errors of at most two units of the last place.
-        """
-        depth = self.depth // self.num_splits
-        return 2.0**-22 * (depth / 16 + depth / min(self.group, depth) + 1)
+        splits = f", {self.num_splits} parts" if self.num_splits > 1 else ""
+        kind = "e4m3, " if self.float8 else ""
+        sizes = f"{self.rows} x {self.depth} x {self.width}"
+        return f"{kind}{sizes}, groups of {self.group}{zeros}{splits}"
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of weights and scales, of the rows and of the partial sums."""
-        scales = 2 * self.width * self.depth // self.group * (2 if self.zeros else 1)
+        """Bytes read and written: weights, scales, zeros, x and partial sums."""
+        scales = (2 + 2 * self.zeros) * self.depth // self.group * self.width
         results = 4 * self.num_splits * self.rows * self.width
-        return self.width * self.depth // 2 + scales + 2 * self.rows * self.depth + results
+        weights = self.depth * self.width // (1 if self.float8 else 2)
+        return weights + scales + 2 * self.rows * self.depth + results
 
 
 TEST_CASES = (
-    Case(5, 1024, 192, 128, zeros=True, splits=2),
-    Case(1, 256, 64, 256, scale_dtype=jnp.float16),
-    Case(16, 1024, 128, 128),
-    Case(17, 512, 128, 64, zeros=True),
-    Case(30, 1024, 64, 32, splits=2),
-    Case(8, 768, 64, 768, splits=3),
-    Case(48, 7168, 128, 64, splits=4, scale_dtype=jnp.float16),
-    Case(64, 2048, 64 * (MULTIPROCESSORS + 1), 64, zeros=True, splits=2),
+    Case(2, 256, 128),
+    Case(5, 512, 256, group=64, zeros=True, num_splits=2),
+    Case(13, 512, 128, group=512, num_splits=2),
+    Case(64, 1024, 256, zeros=True),
+    Case(2, 256, 128, group=256, float8=True),
+    Case(13, 512, 256, num_splits=2, float8=True),
 )
-LLAMA_8B = {  # outputs and inputs of Llama-3.1-8B's projections
-    "qkv": (6144, 4096),
-    "o": (4096, 4096),
-    "gate and up": (28672, 4096),
-    "down": (4096, 14336),
-    "LM head": (128256, 4096),
-}
 BENCHMARK_CASES = tuple(
-    Case(rows, depth, width, name=name)
-    for name, (width, depth) in LLAMA_8B.items()
-    for rows in (1, 8, 16, 64)
+    Case(rows, *SHAPES[name], num_splits=choose_packed_splits(*SHAPES[name], 128))
+    for name in SHAPES
+    for rows in (2, 6, 16, 48, 64)
 ) + tuple(
-    Case(6, 4096, 28672, group, zeros, name="gate and up")
-    for group, zeros in ((32, False), (64, False), (128, True), (4096, False))
+    Case(
+        rows,
+        *SHAPES[name],
+        group=SHAPES[name][0],
+        num_splits=choose_packed_splits(*SHAPES[name], 128),
+        float8=True,
+    )
+    for name in SHAPES
+    for rows in (2, 16, 64)
 )
-
-
-TUNED_CASES = tuple(case for case in BENCHMARK_CASES if case.rows in (8, 16))[:8]
 
 
 def make_arguments(
-    case: Case, dtype: Any = jnp.float32, seed: int = 0
-) -> tuple[Array, Array, Array, Array | None]:
-    """Positional arguments of packed_product. Scales keep the products' size near 1."""
-    groups = (case.width, case.depth // case.group)
-    scale = case.depth**-0.5 / 4 * (1 + 0.5 * jnp.tanh(noise(seed, 1, groups)))
+    case: Case, dtype: Any = jnp.bfloat16, seed: int = 0
+) -> tuple[Array, Array, Array, Any, Any]:
+    """Positional arguments of packed_product."""
+    groups = case.depth // case.group
+    if case.float8:
+        return _float8_arguments(case, dtype, seed)
+    values, zero = (jax.random.fold_in(jax.random.key(seed), index) for index in (1, 2))
+    integers = jax.random.randint(values, (case.width, case.depth), -8, 8, jnp.int8)
+    zeros = jax.random.randint(zero, (groups, case.width), -8, 8).astype(dtype)
+    scale = 0.2 * case.depth**-0.5 * (1 + 0.1 * noise(seed, 3, (groups, case.width), jnp.float32))
     return (
         noise(seed, 0, (case.rows, case.depth), dtype),
-        _integers(seed, 2, (case.width, case.depth), jnp.int4),
-        scale.astype(case.scale_dtype),
-        _integers(seed, 3, groups, jnp.bfloat16) if case.zeros else None,
+        integers.astype(jnp.int4),
+        scale.astype(dtype),
+        zeros if case.zeros else None,
+        None,
     )
 
 
-def argument_shapes(case: Case, dtype: Any) -> tuple[Any, ...]:
-    """The shapes of ``make_arguments``, without making any."""
-    groups = (case.width, case.depth // case.group)
-    return (
-        jax.ShapeDtypeStruct((case.rows, case.depth), dtype),
-        jax.ShapeDtypeStruct((case.width, case.depth), jnp.int4),
-        jax.ShapeDtypeStruct(groups, case.scale_dtype),
-        jax.ShapeDtypeStruct(groups, jnp.bfloat16) if case.zeros else None,
-    )
-
-
-def _integers(seed: int, index: int, shape: tuple[int, int], dtype: Any) -> Array:
-    """All integers of 4 bits, equally likely; made where ``noise`` is."""
-    if jax.default_backend() == "cpu":
-        rng = np.random.default_rng([seed, index])
-        return jnp.asarray(rng.integers(-HALF, HALF, shape, np.int8)).astype(dtype)
-    key = jax.random.fold_in(jax.random.key(seed, impl="rbg"), index)
-    return jax.random.randint(key, shape, -HALF, HALF, jnp.int8).astype(dtype)
+def _float8_arguments(case: Case, dtype: Any, seed: int) -> tuple[Array, Array, Array, Any, Any]:
+    groups = case.depth // case.group
+    x, x_scale = round_tokens(noise(seed, 0, (case.rows, case.depth), dtype), groups)
+    values, scale = round_tokens(noise(seed, 1, (case.width, case.depth), dtype), groups)
+    return x, values, case.depth**-0.5 * scale[:, : case.width], None, x_scale
 
 
 def benchmarks() -> Sequence[Benchmark]:
-    """All cases; where the kernel is timed, some of them with other tunings, too."""
-    cases = [_benchmark(case) for case in BENCHMARK_CASES]
-    if implementation_to_time() == "reference":
-        return cases
-    return cases + [_benchmark(case, one) for case in TUNED_CASES for one in VARIANTS[1:]]
+    return [_benchmark(case) for case in BENCHMARK_CASES]
 
 
-def _benchmark(case: Case, config: ProductTuning | None = None) -> Benchmark:
+def _benchmark(case: Case) -> Benchmark:
     implementation = implementation_to_time()
-    splits = case.num_splits
-    call = functools.partial(packed_product, num_splits=splits, implementation=implementation)
-    mosaic = None if config is None else kernel_module("packed_product", implementation, None)
-    if mosaic is not None:
-        call = functools.partial(mosaic.packed_product_mosaic, num_splits=splits, config=config)
+    options: dict[str, Any] = {"num_splits": case.num_splits}
     return Benchmark(
-        name=str(case) if config is None else f"{case}; {config}",
+        name=str(case),
         make_arguments=lambda seed: make_arguments(case, jnp.bfloat16, seed),
-        call=call,
-        reference=functools.partial(dense_product, num_splits=splits),
-        feed=_feed,
+        call=functools.partial(packed_product, **options, implementation=implementation),
+        reference=functools.partial(
+            packed_product_reference, **options, dtype=jnp.dtype("float32")
+        ),
+        feed=functools.partial(_feed, float8=case.float8),
         num_bytes=case.num_bytes,
         flops=2 * case.rows * case.depth * case.width,
         implementation=implementation,
     )
 
 
-def _feed(arguments: Arguments, output: Array) -> Arguments:
-    """The next call's rows depend on the sums, which are far below their last bit."""
-    x, *weights = arguments
+def _feed(arguments: Arguments, output: Array, *, float8: bool) -> Arguments:
+    """x or its scale depends on the output, and is nearly as before."""
+    x, *rest, x_scale = arguments
+    if float8:
+        assert x_scale is not None
+        return (x, *rest, x_scale + 1e-12 * output[0, 0, 0])
     assert x is not None
-    return (x + (1e-30 * output[0, :, :1]).astype(x.dtype), *weights)
+    return (x + 1e-6 * output[0, :, :1].astype(x.dtype), *rest, x_scale)

@@ -1,18 +1,14 @@
-"""Rows times weights of 4 bits on Hopper GPUs: weights become bfloat16 in registers.
+"""The product with weights of 4 or 8 bits on Hopper GPUs.
 
-Tensor cores take one operand from registers: the weights, 64 output features a warpgroup. Rows of x
-are the columns of the product, padded to a multiple of 8, and lie in shared memory. A work item is
-64 output features of one split of the inputs. A CTA, one on each multiprocessor, takes items of the
-same split in turns, so its part of x is loaded once. A producer warpgroup copies blocks of weights
-by TMA into a ring, across items; from the start, while the others load x. Those multiply blocks in
-turns, each with sums of its own, and the first one adds them up and stores them.
-
-The sum of a group is multiplied by the group's scale once, in float32.
+Weights are the first operand of the tensor cores (64 outputs a warpgroup), and rows of x the second
+one: so a product of few rows fills them. Weights of 4 bits are widened in registers; floats of 8
+bits are multiplied as they are. A warpgroup copies blocks of weights, x and scales into a ring; the
+others multiply. The inputs of a block belong to one group: its scales multiply the block's sums,
+not the weights. So sums of 8-bit floats, which tensor cores keep with fewer bits, are short.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,416 +17,236 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels.packed_product.places import BIAS
-from pallas_kernels.packed_product.registers import (
-    load_weights,
-    store_x,
-    weights_layout,
-    x_layout,
-)
 from pallas_kernels.packed_product.tuning import (
-    BARRIER_BYTES,
-    DEFAULT,
-    SHARED_BYTES,
-    TILE,
-    ProductTuning,
-    groups_of,
-    padded_rows,
+    OUTPUTS,
+    SCALED_ROWS,
+    PackedTuning,
+    packed_tuning,
 )
+from pallas_kernels.shared_memory import LINE, swizzled
 
-SLOTS = 2  # items whose scales are in shared memory
-SCALES_STEP = 8  # scales of 16 bits in 16 bytes, the least that TMA copies
-PRODUCER_REGISTERS, REGISTERS = 40, 232  # of a thread, with two consumers
-_BY_OUTPUT = plgpu.Layout.WGMMA.reduce(1)
+_OUTPUT_LAYOUT = plgpu.Layout.WGMMA.reduce(1)  # one value for each output of a warpgroup
+_ROW_LAYOUT = plgpu.Layout.WGMMA.reduce(0)  # one value for each row of x
 
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """Sizes of a call."""
+    """Sizes of a product: x [rows, depth] times weights [width, depth]."""
 
-    rows: int
+    rows: int  # of x and the result
+    padded_rows: int  # of the tensor cores' operand
     depth: int
     width: int
-    num_groups: int  # groups of inputs that share a scale
-    zeros: bool
-    splits: int
-    scale_dtype: Any
-    config: ProductTuning
+    groups: int  # of inputs
+    block: int  # inputs of a block
+    more: tuple[str, ...]  # by group, beside the weights' scales: zero, x_scale
+    num_splits: int
+    config: PackedTuning
     interpret: bool
 
     @property
-    def by_group(self) -> tuple[str, ...]:
-        """What is copied for each group of an output."""
-        return ("scales", "zeros") if self.zeros else ("scales",)
-
-    @property
-    def padded(self) -> int:
-        return padded_rows(self.rows)
-
-    @property
-    def split_depth(self) -> int:
-        return self.depth // self.splits
+    def tile(self) -> int:
+        """Outputs of a CTA."""
+        return OUTPUTS * self.config.warpgroups
 
     @property
     def blocks(self) -> int:
-        """Blocks of an item."""
-        return self.split_depth // self.config.block
+        """Blocks of inputs of a CTA."""
+        return self.depth // self.num_splits // self.block
 
     @property
-    def group(self) -> int:
-        return self.depth // self.num_groups
+    def is_float8(self) -> bool:
+        return "x_scale" in self.more
 
     @property
-    def step(self) -> int:
-        """Inputs that are summed before the sum is scaled: a group, or its part in a block."""
-        return min(self.group, self.config.block)
-
-    @property
-    def unit(self) -> int:
-        """Inputs of one call of wgmma: a swizzled line of x holds so many."""
-        return min(self.step, 64)
-
-    @property
-    def share(self) -> int:
-        """CTAs that share the items of a split."""
-        return groups_of(self.splits, self.width)
-
-    @property
-    def tiles(self) -> int:
-        return self.width // TILE
-
-    @property
-    def scales(self) -> int:
-        """Scales of a row that are copied for an item, from a multiple of 8 on; 1 of one group."""
-        of_split = -(-self.split_depth // self.group)
-        if self.num_groups == 1 or of_split % SCALES_STEP == 0:
-            return of_split
-        return min(-(-(of_split + SCALES_STEP - 1) // SCALES_STEP) * SCALES_STEP, self.num_groups)
-
-    @property
-    def scales_shape(self) -> tuple[int, ...]:
-        return (TILE,) if self.num_groups == 1 else (TILE, self.scales)
-
-    @property
-    def other_bytes(self) -> int:
-        """Shared memory but for weights."""
-        scales = len(self.by_group) * SLOTS * TILE * self.scales * 2
-        sums = self.config.consumers * TILE * self.padded * 4  # one of them to be stored
-        return 2 * self.padded * self.split_depth + scales + sums + BARRIER_BYTES
-
-    @property
-    def stages(self) -> int:
-        """Blocks of weights in flight."""
-        room = (SHARED_BYTES - self.other_bytes) // self.config.stage_bytes
-        stages = min(room, self.config.most_stages)
-        return stages // self.config.consumers * self.config.consumers
-
-    def check(self) -> None:
-        """Raises ValueError for a tuning that does not suit the call."""
-        if self.split_depth % self.config.block:
-            raise ValueError(f"splits of {self.split_depth} in blocks of {self.config.block}")
-        if not self.stages:
-            raise ValueError(f"{self.other_bytes} bytes of shared memory leave none to weights")
+    def scaled_rows(self) -> int:
+        """Rows of x that have a scale, padding included."""
+        return -(-self.rows // SCALED_ROWS) * SCALED_ROWS
 
 
 # Traced once for all layers of a model.
-@functools.partial(jax.jit, static_argnames=("num_splits", "config", "interpret"))
+@functools.partial(jax.jit, static_argnames=("num_splits", "dtype", "config", "interpret"))
 def packed_product_mosaic(
-    x: Array,  # [M, in]
-    values: Array,  # [out, in]
-    scale: Array,  # [out, in / group]
-    zero: Array | None,
+    x: Array,  # [M, K]
+    values: Array,  # int4 or e4m3 [V, K]
+    scale: Array,  # [n, V]
+    zero: Array | None,  # [n, V]
+    x_scale: Array | None = None,  # [n, M], padded to a multiple of SCALED_ROWS
     *,
     num_splits: int,
-    config: ProductTuning = DEFAULT,
+    dtype: jnp.dtype,
+    config: PackedTuning | None = None,
     interpret: Any = None,
 ) -> Array:
     """See pallas_kernels.packed_product.packed_product; only for what ``misfit`` accepts.
 
-    ``interpret``: plgpu.InterpretGPUParams, for tests.
+    ``config`` None: from tuning.py. ``interpret``: plgpu.InterpretGPUParams, for tests.
     """
-    width, num_groups = scale.shape
+    (rows, depth), (groups, width) = x.shape, scale.shape
+    given = {"zero": zero, "x_scale": x_scale}
+    more = {name: one for name, one in given.items() if one is not None}
     plan = _Plan(
-        rows=len(x),
-        depth=x.shape[1],
+        rows=rows,
+        padded_rows=-(-rows // 8) * 8,
+        depth=depth,
         width=width,
-        num_groups=num_groups,
-        zeros=zero is not None,
-        splits=num_splits,
-        scale_dtype=scale.dtype,
-        config=config,
+        groups=groups,
+        block=min(depth // groups, 128),
+        more=tuple(more),
+        num_splits=num_splits,
+        config=config or packed_tuning(rows, depth, width),
         interpret=interpret is not None,
     )
-    plan.check()
-    by_group = [scale] if zero is None else [scale, zero.astype(jnp.bfloat16)]
-    if num_groups == 1:
-        by_group = [one.reshape(-1) for one in by_group]
-    return _make_kernel(plan, interpret)(x, values, *by_group)
+    if rows > 8:  # the copy engine fills a single tile of 8 rows with zeros, but not several
+        x = jnp.pad(x, ((0, plan.padded_rows - rows), (0, 0)))
+    kernel = _make_kernel(plan, x.dtype, scale.dtype, dtype, interpret)
+    return kernel(x, values, scale, *more.values())
 
 
-def _make_kernel(plan: _Plan, interpret: Any) -> Any:
-    config, stages = plan.config, plan.stages
-    sums = (TILE, plan.padded)
+def _make_kernel(plan: _Plan, dtype: Any, scale_dtype: Any, out_dtype: Any, interpret: Any) -> Any:
+    config, block = plan.config, plan.block
+    ring, bits = config.stages, 8 * dtype.itemsize
+    x_tile = min(8 * LINE // bits, block)
+    values_dtype, values_bits = (dtype, 8) if plan.is_float8 else (jnp.int4, 4)
+    values_transforms = swizzled(block, values_bits)
 
-    def scratch() -> dict[str, Any]:
-        x_shape = (plan.split_depth // plan.unit, plan.padded, plan.unit)
-        scales_shape = (SLOTS, *plan.scales_shape)
-        refs = {
-            "rows": plgpu.SMEM(x_shape, jnp.bfloat16, transforms=x_layout(plan.unit)),
-            "weights": plgpu.SMEM(
-                (stages, TILE, config.block), jnp.int4, transforms=weights_layout()
-            ),
-            "scales": plgpu.SMEM(scales_shape, plan.scale_dtype),
-            "out": plgpu.SMEM((1, *sums[::-1]), jnp.float32),
-            "x_stored": plgpu.Barrier(num_arrivals=config.consumers),
-            "full": plgpu.Barrier(num_barriers=stages),
-            "free": plgpu.Barrier(num_barriers=stages),
-            "scales_full": plgpu.Barrier(num_arrivals=len(plan.by_group), num_barriers=SLOTS),
-            "scales_free": plgpu.Barrier(num_arrivals=config.consumers, num_barriers=SLOTS),
-        }
-        if plan.zeros:
-            refs["zeros"] = plgpu.SMEM(scales_shape, jnp.bfloat16)
-        if config.consumers > 1:
-            others = config.consumers - 1
-            refs["sums"] = plgpu.SMEM((others, *sums), jnp.float32)
-            refs["sums_full"] = plgpu.Barrier(num_barriers=others)
-            refs["sums_free"] = plgpu.Barrier(num_barriers=others)
-        return refs
+    scratch: dict[str, Any] = {
+        "values": plgpu.SMEM((ring, plan.tile, block), values_dtype, transforms=values_transforms),
+        "x": plgpu.SMEM((ring, plan.padded_rows, block), dtype, transforms=swizzled(x_tile, bits)),
+        "scale": plgpu.SMEM((ring, plan.tile), scale_dtype),
+        "rows": plgpu.SMEM((config.warpgroups, plan.padded_rows, OUTPUTS), out_dtype),
+        "full": plgpu.Barrier(num_arrivals=3 + len(plan.more), num_barriers=ring),
+        "free": plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=ring),
+    }
+    if "zero" in plan.more:
+        scratch["zero"] = plgpu.SMEM((ring, plan.tile), scale_dtype)
+    if plan.is_float8:
+        scratch["x_scale"] = plgpu.SMEM((ring, plan.scaled_rows), jnp.float32)
 
-    def packed_product_kernel(x, values, scale, *zero_and_out, **refs):
-        *zero, out = zero_and_out
-        cta, warpgroup = lax.axis_index("cta"), lax.axis_index("warpgroup")
-        split, first = lax.rem(cta, plan.splits), cta // plan.splits
-        num_items = (plan.tiles - 1 - first) // plan.share + 1
-        work = _Work(split, first, num_items)
+    def packed_product_kernel(x_in, values_in, scale_in, *more_and_out, **refs):
+        *more_in, out = more_and_out
+        by_group = dict(zip(("scale", *plan.more), (scale_in, *more_in), strict=True))
+        warpgroup = lax.axis_index("warpgroup")
 
-        @pl.when(warpgroup == config.consumers)
-        def _produce():
-            if config.consumers == 2:
-                plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-            _copy_weights(plan, work, values, [scale, *zero], refs)
+        @pl.when(warpgroup == config.warpgroups)
+        def _copy():
+            if config.registers:
+                plgpu.set_max_registers(config.producer_registers, action="decrease")
+            _copy_blocks(plan, x_in, values_in, by_group, refs)
 
-        @pl.when(warpgroup < config.consumers)
-        def _multiply():
-            if config.consumers == 2:
-                plgpu.set_max_registers(REGISTERS, action="increase")
-            _multiply_items(plan, work, x, out, refs)
+        @pl.when(warpgroup < config.warpgroups)
+        def _compute():
+            if config.registers:
+                plgpu.set_max_registers(config.registers, action="increase")
+            _store(plan, _multiply_blocks(plan, refs), out, refs)
 
     return plgpu.kernel(
         packed_product_kernel,
-        out_type=jax.ShapeDtypeStruct((plan.splits, plan.rows, plan.width), jnp.float32),
-        scratch_types=scratch(),
-        grid=(plan.splits * plan.share,),
-        grid_names=("cta",),
-        num_threads=config.consumers + 1,
+        out_type=jax.ShapeDtypeStruct((plan.num_splits, plan.rows, plan.width), out_dtype),
+        scratch_types=scratch,
+        grid=(plan.width // plan.tile, plan.num_splits),
+        grid_names=("tile", "split"),
+        num_threads=config.warpgroups + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=interpret,
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Work:
-    """The items of a CTA: tiles ``first + i * plan.share`` of one split."""
+def _copy_blocks(plan: _Plan, x: Any, values: Any, by_group: dict[str, Any], refs: Any) -> None:
+    """Copy the blocks in order into the ring."""
+    ring, tile = plan.config.stages, lax.axis_index("tile")
+    outputs = pl.ds(tile * plan.tile, plan.tile)
+    # x may have fewer rows than the tile: a start that is not known keeps the slice from being
+    # checked, and the copy engine writes zeros for rows that are not there.
+    rows = pl.ds(0 * tile, plan.padded_rows)
+    first = lax.axis_index("split") * plan.blocks
 
-    split: Array
-    first: Array
-    num_items: Array
+    def copy(index: Array, carry: None) -> None:
+        slot = lax.rem(index, ring)
 
-    def first_output(self, plan: _Plan, item: Array) -> Array:
-        return (self.first + item * plan.share) * TILE
-
-    def first_scale(self, plan: _Plan) -> Array:
-        """The first group whose scale is copied."""
-        group = self.split * plan.split_depth // plan.group
-        aligned = group // SCALES_STEP * SCALES_STEP
-        return jnp.minimum(aligned, plan.num_groups - plan.scales)
-
-
-def _copy_weights(plan: _Plan, work: _Work, values: Any, by_group: list[Any], refs: Any) -> None:
-    """Copy the blocks of all items in order into the ring, and each item's scales before them."""
-
-    def wait_until_free(name: str, index: Array, number: int) -> None:
-        @pl.when(index >= number)
+        @pl.when(index >= ring)
         def _():
-            plgpu.barrier_wait(refs[name].at[lax.rem(index, number)])
+            plgpu.barrier_wait(refs["free"].at[slot])
 
-    def copy_item(item: Array, carry: None) -> None:
-        outputs = pl.ds(work.first_output(plan, item), TILE)
-        slot = lax.rem(item, SLOTS)
-        wait_until_free("scales_free", item, SLOTS)
-        for name, source in zip(plan.by_group, by_group, strict=True):
-            if plan.num_groups > 1:
-                source = source.at[outputs, pl.ds(work.first_scale(plan), plan.scales)]
-            else:
-                source = source.at[outputs]
-            plgpu.copy_gmem_to_smem(source, refs[name].at[slot], refs["scales_full"].at[slot])
+        inputs, full = pl.ds((first + index) * plan.block, plan.block), refs["full"].at[slot]
+        group = (first + index) * plan.block // (plan.depth // plan.groups)
+        plgpu.copy_gmem_to_smem(values.at[outputs, inputs], refs["values"].at[slot], full)
+        plgpu.copy_gmem_to_smem(x.at[rows, inputs], refs["x"].at[slot], full)
+        for name, source in by_group.items():
+            own = pl.ds(0, plan.scaled_rows) if name == "x_scale" else outputs
+            plgpu.copy_gmem_to_smem(source.at[group, own], refs[name].at[slot], full)
 
-        def copy_block(block: Array, carry: None) -> None:
-            index = item * plan.blocks + block
-            stage = lax.rem(index, plan.stages)
-            wait_until_free("free", index, plan.stages)
-            begin = work.split * plan.split_depth + block * plan.config.block
-            plgpu.copy_gmem_to_smem(
-                values.at[outputs, pl.ds(begin, plan.config.block)],
-                refs["weights"].at[stage],
-                refs["full"].at[stage],
-            )
-
-        lax.fori_loop(0, plan.blocks, copy_block, None)
-
-    lax.fori_loop(0, work.num_items, copy_item, None)
-    # Every barrier must have completed its last phase.
-    for i in range(plan.stages):
-        wait_until_free("free", work.num_items * plan.blocks + i, plan.stages)
-    for i in range(SLOTS):
-        wait_until_free("scales_free", work.num_items + i, SLOTS)
+    lax.fori_loop(0, plan.blocks, copy, None)
+    for i in range(min(ring, plan.blocks)):  # every barrier must have completed its last phase
+        plgpu.barrier_wait(refs["free"].at[lax.rem(plan.blocks - min(ring, plan.blocks) + i, ring)])
 
 
-def _multiply_items(plan: _Plan, work: _Work, x: Any, out: Any, refs: Any) -> None:
-    """All items: this warpgroup takes every so manieth block, counted over items."""
-    consumers, warpgroup = plan.config.consumers, lax.axis_index("warpgroup")
-    store_x(
-        x,
-        work.split * plan.split_depth,
-        refs["rows"],
-        threads=128 * consumers,
-        warpgroup=warpgroup,
-        interpret=plan.interpret,
-    )
+def _multiply_blocks(plan: _Plan, refs: Any) -> Array:
+    """A warpgroup's outputs: float32 [OUTPUTS, rows]."""
+    warpgroup, ring = lax.axis_index("warpgroup"), plan.config.stages
+    own = pl.ds(warpgroup * OUTPUTS, OUTPUTS)
+
+    def step(index: Array, total: Array) -> Array:
+        slot = lax.rem(index, ring)
+        plgpu.barrier_wait(refs["full"].at[slot])
+        x = refs["x"].at[slot].transpose((1, 0))
+        if plan.is_float8:
+            sums = _product(refs["values"].at[slot, own], x, plan)
+            x_scales = refs["x_scale"].at[slot, pl.ds(0, plan.padded_rows)]
+            x_scale = plgpu.load(x_scales, layout=_ROW_LAYOUT, optimized=False)
+            sums *= lax.broadcast_in_dim(x_scale, sums.shape, [1])
+        else:
+            zero = refs["zero"].at[slot, own] if "zero" in plan.more else None
+            sums = _product(_widened(refs["values"].at[slot, own], zero, refs["x"].dtype), x, plan)
+        scale = _by_output(refs["scale"].at[slot, own]).astype(jnp.float32)
+        plgpu.barrier_arrive(refs["free"].at[slot])
+        return total + sums * lax.broadcast_in_dim(scale, sums.shape, [0])
+
+    zeros = jnp.zeros((OUTPUTS, plan.padded_rows), jnp.float32)
+    return lax.fori_loop(0, plan.blocks, step, plgpu.layout_cast(zeros, plgpu.Layout.WGMMA))
+
+
+def _widened(values: Any, zero: Any | None, dtype: Any) -> Array:
+    """Weights of 4 bits [OUTPUTS, block] in ``dtype``, less their zeros [OUTPUTS]."""
+    packed = plgpu.load(values, layout=plgpu.Layout.WGMMA_UPCAST_4X, optimized=False)
+    weights = plgpu.layout_cast(packed, plgpu.Layout.WGMMA).astype(dtype)
+    if zero is None:
+        return weights
+    own = _by_output(zero).astype(dtype)
+    return weights - lax.broadcast_in_dim(own, weights.shape, [0])
+
+
+def _by_output(ref: Any) -> Array:
+    return plgpu.load(ref, layout=_OUTPUT_LAYOUT, optimized=False)
+
+
+def _product(weights: Any, x: Any, plan: _Plan) -> Array:
+    """weights [OUTPUTS, block], an array or a ref, times x [block, rows] in shared memory, waited
+    for."""
+    if plan.interpret:  # the interpreter knows no operands in registers, and CPUs no 8-bit floats
+        wide, rows = weights[...].astype(jnp.float32), x[...].astype(jnp.float32)
+        return jnp.dot(wide, rows, precision=lax.Precision.HIGHEST)
+
+    def multiply(sums: Any) -> Array:
+        plgpu.wgmma(sums, weights, x)
+        return sums[...]
+
+    sums = plgpu.WGMMAAccumulatorRef((OUTPUTS, plan.padded_rows), jnp.float32)
+    return pl.run_scoped(multiply, sums)
+
+
+def _store(plan: _Plan, total: Array, out: Any, refs: Any) -> None:
+    """Store outputs [OUTPUTS, rows] as rows of the result."""
+    warpgroup, tile = lax.axis_index("warpgroup"), lax.axis_index("tile")
+    own = refs["rows"].at[warpgroup]
+    transposed = plgpu.layout_cast(total.astype(own.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
+    _write(own.transpose((1, 0)), transposed)
     plgpu.commit_smem()
-    plgpu.barrier_arrive(refs["x_stored"])
-    plgpu.barrier_wait(refs["x_stored"])
-    # Where the scales of this split start among those that are copied.
-    skipped = work.split * plan.split_depth // plan.group - work.first_scale(plan)
-
-    def multiply_item(item: Array, carry: None) -> None:
-        slot = lax.rem(item, SLOTS)
-        plgpu.barrier_wait(refs["scales_full"].at[slot])
-        begin = item * plan.blocks
-        own = lax.rem(warpgroup - lax.rem(begin, consumers) + consumers, consumers)
-
-        def multiply_block(i: Array, sums: Array) -> Array:
-            block = own + i * consumers
-            stage = lax.rem(begin + block, plan.stages)
-            plgpu.barrier_wait(refs["full"].at[stage])
-            return _add_block(plan, sums, stage, block, slot, skipped, refs)
-
-        zeros = plgpu.layout_cast(jnp.zeros((TILE, plan.padded), jnp.float32), plgpu.Layout.WGMMA)
-        count = (plan.blocks - own + consumers - 1) // consumers
-        sums = lax.fori_loop(0, count, multiply_block, zeros)
-        plgpu.barrier_arrive(refs["scales_free"].at[slot])
-        _store_item(plan, work, item, sums, out, refs)
-
-    lax.fori_loop(0, work.num_items, multiply_item, None)
-
-    @pl.when(warpgroup == 0)
-    def _():
-        plgpu.wait_smem_to_gmem(0)
-
-    @pl.when(warpgroup > 0)
-    def _():
-        if consumers > 1:
-            plgpu.barrier_wait(refs["sums_free"].at[warpgroup - 1])
-
-
-def _add_block(
-    plan: _Plan, sums: Array, stage: Array, block: Array, slot: Array, skipped: Array, refs: Any
-) -> Array:
-    """Add the product of a block to the sums [64, N]. The stage is freed.
-
-    The weights of the next group are converted while the tensor cores multiply those of a group.
-    """
-    config, unit = plan.config, plan.unit
-    steps = config.block // plan.step
-    units = plan.step // unit
-
-    def group_of(step: int) -> Array:
-        return skipped + (block * config.block + step * plan.step) // plan.group
-
-    def by_output(name: str, step: int) -> Array:
-        ref = refs[name].at[slot]
-        ref = ref if plan.num_groups == 1 else ref.at[:, group_of(step)]
-        return plgpu.load(ref, layout=_BY_OUTPUT, optimized=False)
-
-    def weights_of(step: int) -> list[Array]:
-        bias = jnp.bfloat16(BIAS)
-        if plan.zeros:
-            bias = by_output("zeros", step) + bias
-            bias = lax.broadcast_in_dim(bias, (TILE, unit), (0,))
-        starts = [step * plan.step + i * unit for i in range(units)]
-        ref = refs["weights"].at[stage]
-        return [load_weights(ref, start, unit, interpret=plan.interpret) - bias for start in starts]
-
-    weights = weights_of(0)
-    for step in range(steps):
-        chunk = (block * config.block + step * plan.step) // unit
-        rows = [refs["rows"].at[chunk + i] for i in range(units)]
-        last = step == steps - 1
-
-        def meanwhile(step: int = step, last: bool = last) -> tuple[Array, list[Array]]:
-            return by_output("scales", step), [] if last else weights_of(step + 1)
-
-        product, (scale, weights) = _multiply_step(plan, weights, rows, meanwhile)
-        if step == max(steps - 2, 0):  # the last weights have been loaded
-            plgpu.barrier_arrive(refs["free"].at[stage])
-        scale = lax.broadcast_in_dim(scale.astype(jnp.float32), sums.shape, (0,))
-        sums += product * scale
-    return sums
-
-
-def _multiply_step(
-    plan: _Plan, weights: list[Array], rows: list[Any], meanwhile: Callable[[], Any]
-) -> tuple[Array, Any]:
-    """Weights [64, unit] times rows [N, unit], summed over both lists: [64, N].
-
-    Also what ``meanwhile`` returns, which is called while the tensor cores multiply.
-    """
-    if plan.interpret:  # the interpreter does not take weights from registers
-        pairs = zip(weights, rows, strict=True)
-        return sum(
-            w.astype(jnp.float32) @ x[...].astype(jnp.float32).T for w, x in pairs
-        ), meanwhile()
-
-    def multiply(acc: Any) -> tuple[Array, Any]:
-        for one, some in zip(weights, rows, strict=True):
-            plgpu.wgmma(acc, one, some.transpose((1, 0)))
-        following = meanwhile()
-        return acc[...], following  # reading the accumulator waits
-
-    return pl.run_scoped(multiply, plgpu.ACC((TILE, plan.padded), jnp.float32))
-
-
-def _store_item(plan: _Plan, work: _Work, item: Array, sums: Array, out: Any, refs: Any) -> None:
-    """Add up the warpgroups' sums [64, N] in the first one, and store their rows."""
-    warpgroup, others = lax.axis_index("warpgroup"), plan.config.consumers - 1
-    if others:
-
-        @pl.when(warpgroup > 0)
-        def _hand_over():
-            @pl.when(item > 0)
-            def _():
-                plgpu.barrier_wait(refs["sums_free"].at[warpgroup - 1])
-
-            _write(refs["sums"].at[warpgroup - 1], sums)
-            plgpu.barrier_arrive(refs["sums_full"].at[warpgroup - 1])
-
-    @pl.when(warpgroup == 0)
-    def _store():
-        total = sums
-        for other in range(others):
-            plgpu.barrier_wait(refs["sums_full"].at[other])
-            ref = refs["sums"].at[other]
-            total += plgpu.load(ref, layout=plgpu.Layout.WGMMA, optimized=False)
-            plgpu.barrier_arrive(refs["sums_free"].at[other])
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        by_row = plgpu.layout_cast(total, plgpu.Layout.WGMMA_TRANSPOSED)
-        _write(refs["out"].at[0].transpose((1, 0)), by_row)
-        plgpu.commit_smem()
-        outputs = pl.ds(work.first_output(plan, item), TILE)
-        plgpu.copy_smem_to_gmem(
-            refs["out"].at[0, pl.ds(0, plan.rows)], out.at[work.split, :, outputs]
-        )
+    outputs = pl.ds(tile * plan.tile + warpgroup * OUTPUTS, OUTPUTS)
+    rows = pl.ds(0 * tile, plan.padded_rows)  # those that are not there are not written
+    plgpu.copy_smem_to_gmem(own, out.at[lax.axis_index("split"), rows, outputs])
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def _write(ref: Any, value: Array) -> None:

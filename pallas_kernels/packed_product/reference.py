@@ -1,36 +1,36 @@
-"""The specification of packed_product in jnp; it runs where the kernel does not."""
+"""The product with weights of a few bits in plain jnp."""
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.products import einsum_f32
-
 
 def packed_product_reference(
-    x: Array, values: Array, scale: Array, zero: Array | None, num_splits: int
+    x: Array,  # [M, K]
+    values: Array,  # [V, K]
+    scale: Array,  # [n, V]
+    zero: Array | None,  # [n, V]
+    x_scale: Array | None = None,  # [n, M or more]
+    *,
+    num_splits: int,
+    dtype: jnp.dtype,
 ) -> Array:
-    """See pallas_kernels.packed_product.packed_product.
+    """See pallas_kernels.packed_product.packed_product."""
+    weights = dequantized(values, scale, zero).reshape(len(values), num_splits, -1)
+    wide = x.astype(jnp.float32)
+    if x_scale is not None:
+        wide = dequantized(x, x_scale[:, : len(x)])
+    rows = wide.reshape(len(x), num_splits, -1)
+    sums = jnp.einsum("msk,vsk->smv", rows, weights, precision=jax.lax.Precision.HIGHEST)
+    return sums.astype(dtype)
 
-    Weights are exact in float32: a difference of 4-bit integers has 5 bits, a 16-bit scale at most
-    11. Only the sums are rounded.
+
+def dequantized(values: Array, scale: Array, zero: Array | None = None) -> Array:
+    """Float32 weights [V, K] of values [V, K], and scale and zero [n, V]: (values - zero) * scale.
+
+    Each of n groups of consecutive inputs has a scale and a zero.
     """
-    return dense_product(x.astype(jnp.float32), values, scale, zero, num_splits)
-
-
-def dense_product(
-    x: Array, values: Array, scale: Array, zero: Array | None, num_splits: int
-) -> Array:
-    """The same with weights rounded to x's dtype: what XLA does best, and is timed beside."""
-    rows = x.reshape(len(x), num_splits, -1)
-    weights = dequantized(values, scale, zero).astype(x.dtype)
-    by_split = weights.reshape(len(values), num_splits, -1)
-    return einsum_f32("msk,nsk->smn", rows, by_split)
-
-
-def dequantized(values: Array, scale: Array, zero: Array | None) -> Array:
-    """(values - zero) * scale in float32: [out, in]."""
-    out, groups = scale.shape
-    integers = values.astype(jnp.float32).reshape(out, groups, -1)
+    by_group = values.astype(jnp.float32).reshape(len(values), len(scale), -1)  # [V, n, K / n]
     if zero is not None:
-        integers -= zero.astype(jnp.float32)[..., None]
-    return (integers * scale.astype(jnp.float32)[..., None]).reshape(out, -1)
+        by_group = by_group - zero.astype(jnp.float32).T[..., None]
+    return (by_group * scale.astype(jnp.float32).T[..., None]).reshape(values.shape)

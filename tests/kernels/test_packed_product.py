@@ -1,8 +1,4 @@
-"""Products with 4-bit weights: the reference, where things lie; the kernel interpreted, lowered.
-
-The interpreter does not know inlined MLIR, so the arithmetic of addresses is tested in NumPy, and
-the rest of the kernel is interpreted without it. Only GPUs run all of it.
-"""
+"""Products with 4-bit weights: the reference, and the kernel interpreted, lowered, run."""
 
 import dataclasses
 import functools
@@ -14,328 +10,154 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.packed_product import cases, choose_num_splits, misfit, packed_product
-from pallas_kernels.packed_product.cases import (
-    BENCHMARK_CASES,
-    LLAMA_8B,
-    TEST_CASES,
-    TUNED_CASES,
-    Case,
-    argument_shapes,
-    make_arguments,
-)
+from jaxspec.models.linear import Linear
+from jaxspec.quantization.float8 import rounded_to_float8
+from jaxspec.quantization.grouped import GroupedLinear, rounded_to_groups
+from pallas_kernels.packed_product import misfit, packed_product
+from pallas_kernels.packed_product.cases import BENCHMARK_CASES, TEST_CASES, Case, make_arguments
 from pallas_kernels.packed_product.mosaic_gpu import packed_product_mosaic
-from pallas_kernels.packed_product.places import (
-    BIAS,
-    SPAN,
-    unpacked,
-    weight_offsets,
-    x_offsets,
-    x_pieces,
-    x_span,
-    x_steps,
-)
-from pallas_kernels.packed_product.reference import dense_product, packed_product_reference
-from pallas_kernels.packed_product.registers import reordered
-from pallas_kernels.packed_product.tuning import (
-    BLOCK,
-    MOST_ROWS,
-    MULTIPROCESSORS,
-    PADDED_ROWS,
-    VARIANTS,
-    ProductTuning,
-    fits,
-    groups_of,
-    padded_rows,
-)
+from pallas_kernels.packed_product.tuning import PackedTuning, choose_packed_splits
+from pallas_kernels.selection import Kernels
 from tests.marks import first_is_fast
 
-WARPGROUP = np.arange(128, dtype=np.uint32)
-INTERPRETED = TEST_CASES[:-2]  # the others take minutes
-GATE_AND_UP = LLAMA_8B["gate and up"]
+FLOAT32 = jnp.dtype("float32")
+# Of the largest sum of absolute products: products of 16-bit floats and integers are exact, their
+# sums are float32, and scales multiply the sums of a group.
+ERROR = 1e-5
+VARIANTS = (PackedTuning(stages=2), PackedTuning(warpgroups=1), PackedTuning(stages=8))
 
 
-def exact_parts(case: Case, arguments: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Partial sums in float64, and the sums of their products' magnitudes: [S, M, out]."""
-    x, values, scale = (np.asarray(one, np.float64) for one in arguments[:3])
-    zero = 0 if arguments[3] is None else np.asarray(arguments[3], np.float64)[..., None]
-    weights = (values.reshape(*scale.shape, -1) - zero) * scale[..., None]
-    rows = x.reshape(case.rows, case.num_splits, -1).transpose(1, 0, 2)
-    by_split = weights.reshape(case.width, case.num_splits, -1).transpose(1, 2, 0)
-    return rows @ by_split, abs(rows) @ abs(by_split)
-
-
-def assert_exact(found: Any, case: Case, arguments: Any) -> None:
-    """Within the rounding of float32 sums."""
-    wanted, size = exact_parts(case, arguments)
-    assert found.dtype == jnp.float32 and found.shape == wanted.shape
-    error = abs(np.asarray(found, np.float64) - wanted)
-    assert (error <= case.max_error * size).all(), (error / size).max()
-    assert np.linalg.norm(error) <= 1e-5 * np.linalg.norm(wanted)
-
-
-@pytest.mark.parametrize("case", TEST_CASES[:-1], ids=str)
-def test_the_reference_is_the_product_of_dequantized_weights(case: Case):
-    arguments = make_arguments(case, jnp.bfloat16)
-    for one, shape in zip(arguments, argument_shapes(case, jnp.bfloat16), strict=True):
-        assert one is shape or (one.shape, one.dtype) == (shape.shape, shape.dtype)
-    found = packed_product(*arguments, num_splits=case.num_splits)
-    assert_exact(found, case, arguments)
-
-
-def test_the_bound_would_notice_rounded_weights():
-    case = TEST_CASES[0]
-    arguments = make_arguments(case, jnp.bfloat16)
-    with pytest.raises(AssertionError):
-        assert_exact(dense_product(*arguments, case.num_splits), case, arguments)
-
-
-# Where things lie.
-
-
-def in_shared_memory(rows: np.ndarray, line: int) -> np.ndarray:
-    """Rows of bytes [n, bytes] as TMA writes them: tiles of 8 rows of a line, pieces permuted."""
-    num_rows, size = rows.shape
-    flat = np.zeros(num_rows * size, np.uint8)
-    row, byte = np.meshgrid(np.arange(num_rows), np.arange(size), indexing="ij")
-    tile = row // 8 * (size // line) + byte // line
-    address = tile * 8 * line + row % 8 * line + byte % line
-    # Hardware permutes by bits of the address: 4 to 6 with 7 to 9, or 4 and 5 with 7 and 8.
-    swizzled = address ^ ((address >> 7 & (line // 16 - 1)) << 4)
-    flat[swizzled] = rows
-    return flat
-
-
-@pytest.mark.parametrize("block", [256, 512])
-@pytest.mark.parametrize(("start", "unit"), [(0, 64), (192, 64), (224, 32)])
-def test_threads_load_what_tensor_cores_expect_of_them(block: int, start: int, unit: int):
-    values = np.random.default_rng(0).integers(-8, 8, (64, block))
-    nibbles = (values & 15).astype(np.uint8)
-    packed = nibbles[:, ::2] | nibbles[:, 1::2] << 4  # low bits first, as XLA packs
-    words = in_shared_memory(packed, 128).view(np.uint32)
-    offsets = weight_offsets(WARPGROUP, start, unit, block // BLOCK)
-    expected = np.asarray(reordered(jnp.asarray(values[:, start : start + unit])))
-    row, column = WARPGROUP // 32 * 16 + WARPGROUP % 32 // 4, WARPGROUP % 4 * 2
-    for index, offset in enumerate(offsets):
-        assert (offset % 4 == 0).all()
-        for c, pair in enumerate(unpacked(words[offset // 4])):
-            numbers = pair.view(np.uint16).reshape(-1, 2).astype(np.uint32) << 16
-            found = numbers.view(np.float32) - BIAS
-            place = index // 2 * SPAN + 8 * c + column
-            for e in range(2):
-                wanted = expected[row + index % 2 * 8, place + e]
-                np.testing.assert_array_equal(found[:, e], wanted)
-
-
-def test_loads_of_a_warp_hit_every_bank_once():
-    for offset in weight_offsets(WARPGROUP, 0, 64, 1):
-        banks = offset.reshape(4, 32) // 4 % 32
-        assert (np.sort(banks, axis=1) == np.arange(32)).all()
-
-
-@pytest.mark.parametrize(("padded", "depth", "unit"), [(8, 256, 64), (24, 1792, 64), (16, 512, 32)])
-@pytest.mark.parametrize("warpgroups", [2, 4])
-def test_threads_store_rows_as_tensor_cores_read_them(padded, depth, unit, warpgroups):
-    x = np.random.default_rng(0).integers(0, 1 << 16, (padded, depth)).astype(np.uint16)
-    threads, spans = 128 * warpgroups, depth // SPAN
-    stored = np.zeros(padded * depth // 2, np.uint32)
-    times = np.zeros(padded * depth // 8, int)
-    words = x.reshape(padded, spans, 4, 8).copy().view(np.uint32)
-    for step in range(x_steps(threads, spans, padded)):
-        thread = np.arange(threads, dtype=np.uint32)
-        row, span = x_span(thread, step, threads, spans, padded, np.minimum)
-        own = [[words[row, span, t, i] for i in range(4)] for t in range(4)]
-        for offset, piece in zip(x_offsets(row, span, unit, padded), x_pieces(own), strict=True):
-            times[offset // 16] += 1
-            for i, word in enumerate(piece):
-                stored[offset // 4 + i] = word
-    assert (times > 0).all()
-    by_line = np.asarray(reordered(jnp.asarray(x))).reshape(padded, -1, unit).swapaxes(0, 1)
-    expected = [in_shared_memory(chunk.copy().view(np.uint8), 2 * unit) for chunk in by_line]
-    np.testing.assert_array_equal(stored.view(np.uint8), np.concatenate(expected))
-
-
-# The kernel.
-
-
-def interpreted(case: Case, arguments: Any, config: ProductTuning = VARIANTS[0]) -> Any:
-    interpret = plgpu.InterpretGPUParams(detect_races=True)
-    found = packed_product_mosaic(
-        *arguments, num_splits=case.num_splits, config=config, interpret=interpret
+def exact(case: Case) -> tuple[np.ndarray, np.ndarray]:
+    """[S, M, V] in float64: the product, and the sums of the absolute values of its terms."""
+    x, values, scale, zero, x_scale = make_arguments(case)
+    groups = np.arange(case.depth) // case.group
+    steps = np.asarray(values, np.float64)
+    if zero is not None:
+        steps = steps - np.asarray(zero, np.float64).T[:, groups]
+    weights = steps * np.asarray(scale, np.float64).T[:, groups]
+    rows = np.asarray(x, np.float64)
+    if x_scale is not None:
+        rows = rows * np.asarray(x_scale, np.float64).T[: case.rows, groups]
+    rows = rows.reshape(case.rows, case.num_splits, -1)
+    weights = weights.reshape(case.width, case.num_splits, -1)
+    return (
+        np.einsum("msk,vsk->smv", rows, weights),
+        np.einsum("msk,vsk->smv", np.abs(rows), np.abs(weights)),
     )
-    return jax.block_until_ready(found)  # the interpreter's callbacks run jax, too
 
 
-@first_is_fast(INTERPRETED)
-def test_interpreted_it_is_exact(case: Case):
-    arguments = make_arguments(case, jnp.bfloat16)
-    assert_exact(interpreted(case, arguments), case, arguments)
+def assert_exact(found: Any, case: Case) -> None:
+    wanted, terms = exact(case)
+    assert found.shape == wanted.shape
+    assert (np.abs(np.asarray(found, np.float64) - wanted) <= ERROR * terms).all()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("config", VARIANTS[1:], ids=str)
-def test_interpreted_every_variant_is_exact(config: ProductTuning):
-    case = TEST_CASES[0]
-    arguments = make_arguments(case, jnp.bfloat16)
-    assert_exact(interpreted(case, arguments, config), case, arguments)
-
-
-@pytest.mark.slow
-def test_a_row_does_not_depend_on_the_others():
-    case = TEST_CASES[0]
-    x, *weights = make_arguments(case, jnp.bfloat16)
-    together = interpreted(case, (x, *weights))
-    alone = interpreted(case, (x[2:3], *weights))
-    np.testing.assert_array_equal(together[:, 2], alone[:, 0])
-    beside_nan = interpreted(case, (x.at[jnp.array([0, 4])].set(jnp.nan), *weights))
-    np.testing.assert_array_equal(together[:, 2], beside_nan[:, 2])
-
-
-def lower(case: Case, config: ProductTuning | None = None) -> str:
-    arguments = argument_shapes(case, jnp.bfloat16)
-    function = functools.partial(packed_product, implementation="mosaic_gpu")
-    if config is not None:
-        function = functools.partial(packed_product_mosaic, config=config)
-    function = functools.partial(function, num_splits=case.num_splits)
-    return jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
-
-
-@first_is_fast((*TEST_CASES, *BENCHMARK_CASES), 3)
-def test_it_lowers_for_cuda(case: Case):
-    text = lower(case)
-    assert text.count("mosaic_gpu_v2") == 1
-    # The weights go to the kernel as they are, packed.
-    assert f"tensor<{case.width}x{case.depth}xi8>" not in text and "bitcast_convert" not in text
-
-
-@first_is_fast(TUNED_CASES)
-def test_every_tuning_lowers_for_cuda(case: Case):
-    for config in VARIANTS[1:]:
-        assert lower(case, config)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("config", VARIANTS, ids=str)
 @pytest.mark.parametrize("case", TEST_CASES, ids=str)
-def test_on_the_device_it_is_exact(case: Case, config: ProductTuning):
-    if case.depth // case.num_splits % config.block:
-        pytest.skip("no whole blocks")
-    arguments = make_arguments(case, jnp.bfloat16)
-    first = packed_product_mosaic(*arguments, num_splits=case.num_splits, config=config)
-    assert_exact(first, case, arguments)
+def test_the_reference_is_the_product(case: Case):
+    assert_exact(packed_product(*make_arguments(case), num_splits=case.num_splits), case)
+
+
+@first_is_fast(TEST_CASES)
+def test_interpreted_it_is_the_reference(case: Case):
+    for config in (None, *VARIANTS):
+        found = packed_product_mosaic(
+            *make_arguments(case),
+            num_splits=case.num_splits,
+            dtype=FLOAT32,
+            config=config,
+            interpret=plgpu.InterpretGPUParams(detect_races=True),
+        )
+        jax.block_until_ready(found)  # the interpreter's callbacks run jax, too
+        assert_exact(found, case)
+
+
+@pytest.mark.parametrize("case", [*TEST_CASES, *BENCHMARK_CASES[::5]], ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_it_lowers_for_cuda(case: Case, dtype: str):
+    arguments = jax.eval_shape(lambda: make_arguments(case))
+    options = {"num_splits": case.num_splits, "dtype": dtype, "implementation": "mosaic_gpu"}
+    function = functools.partial(packed_product, **options)
+    assert jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [*TEST_CASES, *BENCHMARK_CASES[::3]], ids=str)
+@pytest.mark.parametrize("config", [None, *VARIANTS], ids=str)
+def test_on_the_device_it_is_the_product(case: Case, config: PackedTuning | None):
+    options = {"num_splits": case.num_splits, "dtype": FLOAT32, "config": config}
+    function = jax.jit(functools.partial(packed_product_mosaic, **options))
+    arguments = make_arguments(case)
+    first = function(*arguments)
+    assert_exact(first, case)
     for _ in range(20):
-        again = packed_product_mosaic(*arguments, num_splits=case.num_splits, config=config)
-        assert jnp.array_equal(first, again), "a race"
+        assert jnp.array_equal(first, function(*arguments)), "a race"
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 16, 64])
-@pytest.mark.parametrize("name", LLAMA_8B)
-def test_on_the_device_large_products_are_the_references(name: str, rows: int):
-    width, depth = LLAMA_8B[name]
-    case = Case(rows, depth, width, zeros=rows == 16)
-    arguments = make_arguments(case, jnp.bfloat16)
-    function = jax.jit(functools.partial(packed_product_mosaic, num_splits=case.num_splits))
-    found = function(*arguments)
-    expected = jax.jit(packed_product_reference, static_argnums=4)(*arguments, case.num_splits)
-    error = jnp.linalg.norm((found - expected).ravel()) / jnp.linalg.norm(expected.ravel())
-    assert error < 1e-5
-
-
-@pytest.mark.gpu
-def test_on_the_device_a_row_does_not_depend_on_the_others():
-    case = Case(16, 4096, 4096, zeros=True)
-    x, *weights = make_arguments(case, jnp.bfloat16)
-    function = functools.partial(packed_product_mosaic, num_splits=case.num_splits)
-    together = function(x, *weights)
-    assert jnp.array_equal(function(x[3:12], *weights), together[:, 3:12])
-    beside_nan = function(x.at[1].set(jnp.nan), *weights)
-    assert jnp.array_equal(beside_nan[:, 2:], together[:, 2:])
-
-
-def test_the_kernel_has_its_references_gradient():
-    """A program of the gradient alone holds no kernel, so it runs on a CPU too."""
-    case = TEST_CASES[1]
-    x, *weights = make_arguments(case, jnp.bfloat16)
-
-    def total(x: Any, implementation: Any) -> Any:
-        return packed_product(x, *weights, implementation=implementation).sum()
-
-    gradient, expected = (jax.grad(total)(x, one) for one in ("mosaic_gpu", "reference"))
-    np.testing.assert_array_equal(gradient, expected)
-
-
-# What it takes, and how it divides it.
+def test_on_the_device_a_row_is_the_same_whatever_stands_beside_it():
+    x, *weights, _ = make_arguments(Case(64, 1024, 256, zeros=True))
+    function = jax.jit(functools.partial(packed_product, implementation="mosaic_gpu"))
+    whole = function(x, *weights)
+    for rows in (1, 2, 7, 8, 9, 24, 33):
+        assert jnp.array_equal(function(x[:rows], *weights), whole[:, :rows])
 
 
 @pytest.mark.parametrize(
-    ("case", "dtype", "message"),
+    ("case", "message"),
     [
-        (Case(1, 256, 64), jnp.float32, "must be bfloat16"),
-        (Case(1, 256, 64, scale_dtype=jnp.float32), jnp.bfloat16, "of 16 bits"),
-        (Case(65, 256, 64, splits=1), jnp.bfloat16, "65 rows: from 1 to 64"),
-        (Case(1, 256, 96, 256), jnp.bfloat16, "multiples of 256 and 64"),
-        (Case(1, 384, 64, 384, splits=1), jnp.bfloat16, "multiples of 256 and 64"),
-        (Case(1, 512, 64, 128), jnp.bfloat16, "4 groups of 512"),
-        (Case(1, 256, 64, 16), jnp.bfloat16, "16 groups of 256"),
-        (Case(16, 14336, 64, 128, splits=1), jnp.bfloat16, "see choose_num_splits"),
-        (Case(1, 1024, 64, 128, splits=8), jnp.bfloat16, "8 splits of 1024 inputs"),
+        (Case(65, 256, 128), "65 rows: at most 64"),
+        (Case(2, 256, 96), "96 outputs: a multiple of 128"),
+        (Case(2, 256, 128, group=32), "groups of 32 inputs: 64, or a multiple of 128"),
+        (Case(2, 256, 128, num_splits=4), "256 inputs in 4 parts: they must be whole blocks"),
     ],
-    ids=lambda one: str(one)[:40],
+    ids=["rows", "outputs", "group", "parts"],
 )
-def test_unsupported_arguments_are_named(case: Case, dtype: Any, message: str):
-    arguments = argument_shapes(case, dtype)
-    found = misfit(*arguments[:3], case.num_splits)
-    assert found is not None and message in found
-    with pytest.raises(ValueError, match="the kernel cannot take "):
-        packed_product(*arguments, num_splits=case.num_splits, implementation="mosaic_gpu")
+def test_unsupported_arguments_are_named(case: Case, message: str):
+    with pytest.raises(ValueError, match=f"the kernel cannot take {message}"):
+        packed_product(
+            *make_arguments(case), num_splits=case.num_splits, implementation="mosaic_gpu"
+        )
+    x, values, scale, *_ = make_arguments(TEST_CASES[0])
+    assert "must be bfloat16" in str(misfit(x.astype(FLOAT32), values, scale))
 
 
-def test_uneven_splits_and_impossible_tunings_are_named():
-    with pytest.raises(ValueError, match="256 inputs cannot be split evenly in 3"):
-        packed_product(*make_arguments(TEST_CASES[1]), num_splits=3)
-    with pytest.raises(ValueError, match="multiples of 256"):
-        ProductTuning(block=128)
-    with pytest.raises(ValueError, match="1 blocks for 2 warpgroups"):
-        ProductTuning(most_stages=1)
-    with pytest.raises(ValueError, match="splits of 256 in blocks of 512"):
-        lower(TEST_CASES[1], VARIANTS[1])
-    with pytest.raises(ValueError, match=f"65 rows: at most {MOST_ROWS}"):
-        padded_rows(65)
+def test_splits_are_whole_blocks_and_fill_the_device():
+    for case in BENCHMARK_CASES:
+        splits = choose_packed_splits(case.depth, case.width, case.group)
+        assert case.depth % (splits * 128) == 0
+        assert 132 <= splits * case.width // 128 <= 264
 
 
-@pytest.mark.parametrize("rows", [1, 8, 16, 64])
-@pytest.mark.parametrize("name", LLAMA_8B)
-def test_splits_keep_the_multiprocessors_busy(name: str, rows: int):
-    width, depth = LLAMA_8B[name]
-    splits = choose_num_splits(rows, depth, width)
-    assert fits(padded_rows(rows), depth, splits)
-    items = -(-width // 64 // groups_of(splits, width))
-    share = splits * (width // 64) / (items * MULTIPROCESSORS)
-    assert share >= (0.94 if rows <= 16 else 0.84)  # of the multiprocessors' time
-    case = Case(rows, depth, width)
-    assert misfit(*argument_shapes(case, jnp.bfloat16)[:3], splits) is None
+def test_products_of_8_bit_floats_take_the_kernels_where_they_fit():
+    linear = Linear(weight=jnp.ones((256, 2, 64), jnp.bfloat16), axes=("hidden", "two", "ff"))
+    kernels = Kernels(frozenset({"packed_product", "round_tokens"}))
+    for own, count in ((rounded_to_float8(linear), 2), (rounded_to_float8(linear, 2), 1)):
+        for rows, dtype, found in ((3, jnp.bfloat16, count), (65, jnp.bfloat16, count - 1)):
+            x = jnp.zeros((1, rows, 256), dtype)
+            splits = own.best_num_splits(x, kernels)
+            call = jax.jit(lambda x, own=own, splits=splits: own.partial_sums(x, splits, kernels))
+            lowered = call.trace(x).lower(lowering_platforms=("cuda",))
+            assert lowered.out_info.shape == (splits, 1, rows, 2, 64)
+            assert lowered.as_text().count("custom_call @mosaic_gpu") == found
 
 
-def test_splits_depend_on_the_padded_rows_only():
-    width, depth = GATE_AND_UP
-    below = 0
-    for padded in PADDED_ROWS:
-        chosen = {choose_num_splits(rows, depth, width) for rows in range(below + 1, padded + 1)}
-        assert len(chosen) == 1
-        below = padded
+def test_a_linear_takes_the_kernel_where_it_fits():
+    """Its product is the kernel's, split-K partial sums included; elsewhere weights are widened."""
+    weight = jnp.asarray(np.random.default_rng(0).normal(size=(256, 2, 64)), jnp.bfloat16)
+    linear = rounded_to_groups(Linear(weight=weight, axes=("hidden", "two", "ff")))
+    kernels = Kernels(frozenset({"packed_product"}))
+    x = jnp.zeros((1, 3, 256), jnp.bfloat16)
 
+    def kernels_in(own: GroupedLinear, x: Any) -> int:
+        splits = own.best_num_splits(x, kernels)
+        call = jax.jit(lambda x: own.partial_sums(x, splits, kernels))
+        lowered = call.trace(x).lower(lowering_platforms=("cuda",))
+        assert lowered.out_info.shape == (splits, *x.shape[:-1], 2, 64)
+        return lowered.as_text().count("mosaic_gpu")
 
-def test_the_device_times_every_tuning(monkeypatch: pytest.MonkeyPatch):
-    assert len(cases.benchmarks()) == len(BENCHMARK_CASES)
-    monkeypatch.setattr(cases, "implementation_to_time", lambda: "mosaic_gpu")
-    tuned = cases.benchmarks()[len(BENCHMARK_CASES) :]
-    assert len(tuned) == len(TUNED_CASES) * (len(VARIANTS) - 1)
-    assert len({one.name for one in tuned}) == len(tuned)
-    assert {case.name for case in TUNED_CASES} == set(LLAMA_8B) - {"LM head"}
-
-
-def test_a_benchmark_names_its_bytes():
-    case = Case(2, 4096, 4096, splits=2)
-    assert case.num_bytes == 8388608 + 2 * 4096 * 32 + 2 * 2 * 4096 + 4 * 2 * 2 * 4096
-    assert dataclasses.replace(case, zeros=True).num_bytes == case.num_bytes + 2 * 4096 * 32
+    assert linear.best_num_splits(x, kernels) == 2 and kernels_in(linear, x) > 0
+    assert kernels_in(linear, jnp.zeros((65, 256), jnp.bfloat16)) == 0
+    assert kernels_in(linear, x.astype(jnp.float32)) == 0
+    mixed = dataclasses.replace(linear, groups=jnp.arange(256, dtype=jnp.int32) % 2)
+    assert kernels_in(mixed, x) == 0
+    assert linear.best_num_splits(x, Kernels()) == 1

@@ -20,9 +20,10 @@ from jaxspec.models.decoder import Decoder
 from jaxspec.models.hf_config import load_model_config
 from jaxspec.models.linear import Linear
 from jaxspec.parallel import MODEL_AXIS, make_mesh, partition_specs
-from jaxspec.quantization.float8 import Float8Linear, round_tokens
+from jaxspec.quantization.float8 import Float8Linear
 from jaxspec.quantization.grouped import GroupedLinear
 from jaxspec.weights.safetensors_io import load_decoder, save_decoder
+from pallas_kernels.round_tokens import round_tokens
 from tests.checkpoints import tiny_llama, tiny_qwen2
 from tests.quantized_checkpoints import FORMATS, awq, quantize_checkpoint
 
@@ -45,7 +46,7 @@ def checkpoints(source: Path, tmp_path_factory) -> dict[str, tuple[Path, Path]]:
     }
 
 
-def load(directory: Path, **options: Any) -> Decoder:
+def load(directory: Path, **options: Any) -> Any:
     return load_decoder(directory, load_model_config(directory), jnp.dtype("float32"), **options)
 
 
@@ -60,8 +61,10 @@ def weights_of(linear: Any) -> np.ndarray:
     if isinstance(linear, GroupedLinear):
         return np.asarray(linear.dense(jnp.dtype("float32")))
     if isinstance(linear, Float8Linear):
-        by_group = linear.values.astype(jnp.float32).reshape(*linear.scale.shape, -1)
-        return np.asarray((by_group * linear.scale[..., None]).reshape(linear.values.shape))
+        *outputs, size = linear.values.shape
+        scale = np.moveaxis(np.asarray(linear.scale, np.float32), 0, -1)  # [*out, n]
+        by_group = np.asarray(linear.values, np.float32).reshape(*scale.shape, -1)
+        return (by_group * scale[..., None]).reshape(*outputs, size)
     return np.moveaxis(np.asarray(linear.weight), 0, -1)
 
 
@@ -108,7 +111,7 @@ def test_products_of_floats_round_their_inputs(name: str, checkpoints):
     x = np.random.default_rng(0).normal(size=(3, 256)).astype(np.float32)
     x[1] = 0  # no scale
     x[2] *= 1e4
-    groups = x.reshape(3, quantized.scale.shape[-1], -1)
+    groups = x.reshape(3, len(quantized.scale), -1)
     step = np.maximum(np.abs(groups).max(-1, keepdims=True) / 448, 1e-30)
     read = ((groups / step).astype(jnp.float8_e4m3fn).astype(np.float32) * step).reshape(x.shape)
     wanted = read @ np.asarray(reference.weight)
@@ -122,7 +125,7 @@ def test_tokens_are_rounded_by_themselves():
     for row in range(4):
         one, scale = round_tokens(x[row : row + 1], 2)
         np.testing.assert_array_equal(one[0].view(jnp.uint8), whole[row].view(jnp.uint8))
-        np.testing.assert_array_equal(scale[0], scales[row])
+        np.testing.assert_array_equal(scale[:, 0], scales[:, row])
 
 
 @pytest.mark.parametrize("name", FLOATS)
