@@ -37,10 +37,6 @@ MEASURED_SHARING: Mapping[str, tuple[int, ...]] = MappingProxyType(
     }
 )
 
-# "auto" leaves these out, too: their kernels were compiled, but never ran. "all" or their names
-# choose them.
-NOT_YET_RUN = frozenset({"packed_product"})
-
 TPU_OPERATIONS = ("paged_attention",)
 TPU_KINDS = ("TPU v5 lite", "TPU v6 lite")  # v5e and v6e: what the kernels were compiled for
 
@@ -80,7 +76,7 @@ class Kernels:
         if backend is None:
             return cls()
         unknown = {name for name, sizes in MEASURED_SHARING.items() if sharing not in sizes}
-        return cls(frozenset(_operations_of(backend)) - unknown - NOT_YET_RUN, backend)
+        return cls(frozenset(_operations_of(backend)) - unknown, backend)
 
     @classmethod
     def parse(cls, text: str, device: Any = None, sharing: int = 1) -> Self:

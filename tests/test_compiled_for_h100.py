@@ -10,14 +10,12 @@ another one than `.cache/aot-wheels`. Numbers here are those of jax 0.11.2 and 0
 
 import functools
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from jaxspec.benchmarking.ahead_of_time import compiler_environment, install_command
-from jaxspec.benchmarking.compiled_round import CompiledRound, parse_kernels
+from jaxspec.benchmarking.ahead_of_time import install_command
+from jaxspec.benchmarking.compiled_round import CompiledRound
 from jaxspec.benchmarking.shapes import SHAPES
 from jaxspec.commands import compile_ahead
 from jaxspec.commands.compiling_process import ROOT
@@ -159,51 +157,3 @@ def test_without_the_kernel_a_round_is_one_graph_too():
     assert one.launches.all_reduces_in_graphs == total
     assert one.page_copies == 0
     assert one.temporary_bytes <= most_temporary_bytes("chain:5", tp=2)
-
-
-COMPILE_PRODUCTS = """
-import functools, jax, jax.numpy as jnp
-from jax.sharding import SingleDeviceSharding
-from jaxspec.benchmarking.ahead_of_time import compile_ahead, make_devices
-from pallas_kernels.packed_product.cases import LLAMA_8B, Case, argument_shapes
-from pallas_kernels.packed_product.mosaic_gpu import packed_product_mosaic
-from pallas_kernels.packed_product.tuning import DEFAULT, VARIANTS
-
-jax.devices()
-place = SingleDeviceSharding(make_devices(1)[0])
-cases = [(Case(16, *LLAMA_8B[name][::-1]), DEFAULT) for name in ("qkv", "down", "gate and up")]
-cases += [(Case(64, 4096, 4096, 32, zeros=True), DEFAULT)]
-cases += [(Case(16, 4096, 4096), config) for config in VARIANTS[1:]]
-for case, config in cases:
-    arguments = [
-        one and jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=place)
-        for one in argument_shapes(case, jnp.bfloat16)
-    ]
-    product = functools.partial(packed_product_mosaic, num_splits=case.num_splits, config=config)
-    memory = compile_ahead(jax.jit(product), arguments).memory_analysis()
-    moved = memory.argument_size_in_bytes + memory.output_size_in_bytes
-    print("bytes", moved, case.num_bytes, memory.temp_size_in_bytes)
-"""
-
-
-def test_packed_products_spill_nothing_and_copy_no_weights(tmp_path: Path):
-    """In a process of its own: jax reads the environment only when it starts."""
-    inherited = {**os.environ, "PYTHONPATH": str(ROOT)}
-    result = subprocess.run(
-        [sys.executable, "-c", COMPILE_PRODUCTS],
-        env=compiler_environment(WHEELS, tmp_path, inherited),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout[-2000:]
-    kernels = parse_kernels(result.stdout)
-    assert len(kernels) == 7 and {kernel.name for kernel in kernels} == {"packed_product"}
-    assert not [kernel for kernel in kernels if kernel.spilled_bytes]
-    # 168 is what three warpgroups may have each at launch, 96 what five may.
-    assert sorted({kernel.registers for kernel in kernels})[-1] <= 168
-    lines = [line.split()[1:] for line in result.stdout.splitlines() if line.startswith("bytes ")]
-    assert len(lines) == 7
-    for moved, expected, temporary in lines:
-        assert (moved, temporary) == (expected, "0")  # 4-bit weights stay packed

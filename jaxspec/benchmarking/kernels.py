@@ -180,7 +180,7 @@ def _is_data(x: Array | None) -> TypeGuard[Array]:
 
 
 def _pinned(arguments: Arguments) -> Arguments:
-    """The same arguments, with an optimization barrier around the data."""
+    """The same arguments, with an optimization barrier around the floating-point arrays."""
     pinned = iter(lax.optimization_barrier([x for x in arguments if _is_data(x)]))
     return tuple(next(pinned) if _is_data(x) else x for x in arguments)
 
@@ -207,9 +207,4 @@ def relative_error(found: Any, exact: Any) -> Array:
 
 
 def _num_bytes(arguments: Arguments) -> int:
-    bits = (
-        x.size * (4 if x.dtype == jnp.int4 else 8 * x.dtype.itemsize)
-        for x in arguments
-        if x is not None
-    )
-    return sum(bits) // 8
+    return sum(x.size * x.dtype.itemsize for x in arguments if x is not None)

@@ -12,14 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import add_rms_norm, rope_kv_write
-from pallas_kernels.selection import (
-    MEASURED_SHARING,
-    NOT_YET_RUN,
-    OPERATIONS,
-    Kernels,
-    is_hopper,
-    kernel_module,
-)
+from pallas_kernels.selection import MEASURED_SHARING, OPERATIONS, Kernels, is_hopper, kernel_module
 
 
 @dataclasses.dataclass
@@ -99,14 +92,6 @@ def test_without_a_device_the_default_one_counts(monkeypatch: pytest.MonkeyPatch
     assert (Kernels.for_device(), Kernels.parse("all")) == (AUTO, ALL)
     with jax.default_device(cpu):
         assert Kernels.for_device() == Kernels()
-
-
-def test_kernels_that_never_ran_run_by_name_only():
-    assert set(OPERATIONS) > NOT_YET_RUN
-    for name in NOT_YET_RUN:
-        for sharing in (1, 2, 8):
-            assert name not in Kernels.for_device(HOPPERS[0], sharing)
-        assert name in Kernels.parse(name, HOPPERS[0]) and name in Kernels.parse("all", HOPPERS[0])
 
 
 def test_no_variable_changes_the_choice(monkeypatch: pytest.MonkeyPatch):

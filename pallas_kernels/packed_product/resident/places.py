@@ -18,7 +18,7 @@ want them: the 16-byte pieces of a line are permuted by an exclusive or with the
 from collections.abc import Sequence
 from typing import Any
 
-from pallas_kernels.packed_product.tuning import BLOCK
+from pallas_kernels.packed_product.resident.tuning import BLOCK
 
 Index = Any  # a register or a NumPy array of unsigned 32-bit integers
 

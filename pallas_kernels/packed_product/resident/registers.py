@@ -13,7 +13,7 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from pallas_kernels.packed_product.places import (
+from pallas_kernels.packed_product.resident.places import (
     BIAS,
     LINE,
     PIECE,
@@ -25,7 +25,7 @@ from pallas_kernels.packed_product.places import (
     x_span,
     x_steps,
 )
-from pallas_kernels.packed_product.tuning import BLOCK, TILE
+from pallas_kernels.packed_product.resident.tuning import BLOCK, TILE
 
 LOADS_IN_FLIGHT = 4  # spans of x that a thread has requested before it stores the first one
 
