@@ -232,6 +232,8 @@ def test_every_tuning_lowers_for_cuda(case: Case):
 def test_on_the_device_it_is_exact(case: Case, config: ProductTuning):
     if case.depth // case.num_splits % config.block:
         pytest.skip("no whole blocks")
+    if case.rows == 64 and config.consumers == 4:
+        pytest.skip("their sums leave no shared memory to weights")
     arguments = make_arguments(case, jnp.bfloat16)
     first = resident_product(*arguments, num_splits=case.num_splits, config=config)
     assert_exact(first, case, arguments)

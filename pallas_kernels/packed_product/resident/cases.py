@@ -71,7 +71,7 @@ TEST_CASES = (
     Case(17, 512, 128, 64, zeros=True),
     Case(30, 1024, 64, 32, splits=2),
     Case(8, 768, 64, 768, splits=3),
-    Case(48, 7168, 128, 64, splits=4, scale_dtype=jnp.float16),
+    Case(48, 7168, 128, 64, splits=7, scale_dtype=jnp.float16),
     Case(64, 2048, 64 * (MULTIPROCESSORS + 1), 64, zeros=True, splits=2),
 )
 LLAMA_8B = {  # outputs and inputs of Llama-3.1-8B's projections
