@@ -207,7 +207,7 @@ def test_a_row_does_not_depend_on_the_others():
 
 def lower(case: Case, config: ProductTuning = VARIANTS[0]) -> str:
     arguments = argument_shapes(case, jnp.bfloat16)
-    assert misfit(*arguments[:3], case.num_splits) is None
+    assert misfit(*arguments, case.num_splits) is None
     function = functools.partial(resident_product, num_splits=case.num_splits, config=config)
     return jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
 
@@ -333,13 +333,14 @@ def test_compiled_they_spill_nothing_and_copy_no_weights(tmp_path: Path):
         (Case(1, 768, 64, 192, splits=1), jnp.bfloat16, "groups of 192"),
         (Case(1, 256, 64, 16), jnp.bfloat16, "groups of 16 inputs"),
         (Case(16, 14336, 64, 128, splits=1), jnp.bfloat16, "see choose_num_splits"),
+        (Case(8, 14336, 64, 32, zeros=True, splits=2), jnp.bfloat16, "448 groups: scales of a"),
         (Case(1, 1024, 64, 128, splits=8), jnp.bfloat16, "8 parts of 1024 inputs"),
     ],
     ids=lambda one: str(one)[:40],
 )
 def test_unsupported_arguments_are_named(case: Case, dtype: Any, message: str):
     arguments = argument_shapes(case, dtype)
-    found = misfit(*arguments[:3], case.num_splits)
+    found = misfit(*arguments, case.num_splits)
     assert found is not None and message in found
 
 
@@ -364,7 +365,7 @@ def test_splits_keep_the_multiprocessors_busy(name: str, rows: int):
     share = splits * (width // 64) / (items * MULTIPROCESSORS)
     assert share >= (0.94 if rows <= 16 else 0.84)  # of the multiprocessors' time
     case = Case(rows, depth, width)
-    assert misfit(*argument_shapes(case, jnp.bfloat16)[:3], splits) is None
+    assert misfit(*argument_shapes(case, jnp.bfloat16), splits) is None
 
 
 def test_splits_depend_on_the_padded_rows_only():

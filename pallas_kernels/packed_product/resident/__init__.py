@@ -9,8 +9,10 @@ weights of a group are widened while those of the group before are multiplied.
 
 from jax import Array
 
+from pallas_kernels.packed_product.resident.plan import Plan
 from pallas_kernels.packed_product.resident.tuning import (
     BLOCK,
+    DEFAULT,
     MOST_ROWS,
     TILE,
     choose_num_splits,
@@ -21,7 +23,9 @@ from pallas_kernels.packed_product.resident.tuning import (
 __all__ = ["choose_num_splits", "misfit"]
 
 
-def misfit(x: Array, values: Array, scale: Array, num_splits: int) -> str | None:
+def misfit(
+    x: Array, values: Array, scale: Array, zero: Array | None, num_splits: int
+) -> str | None:
     """Why the kernel cannot take these arguments of packed_product, None if it can."""
     (rows, depth), (groups, width) = x.shape, scale.shape
     if x.dtype != "bfloat16" or values.dtype != "int4" or scale.dtype.itemsize != 2:
@@ -38,4 +42,17 @@ def misfit(x: Array, values: Array, scale: Array, num_splits: int) -> str | None
         return f"{num_splits} parts of {depth} inputs and {rows} rows: see choose_num_splits"
     if depth // num_splits % group and group % (depth // num_splits):
         return f"{num_splits} parts of {depth} inputs: they must be whole groups, or parts of one"
+    plan = Plan(
+        rows=rows,
+        depth=depth,
+        width=width,
+        num_groups=groups,
+        zeros=zero is not None,
+        splits=num_splits,
+        scale_dtype=scale.dtype,
+        config=DEFAULT,
+        interpret=False,
+    )
+    if not plan.stages:
+        return f"{groups} groups: scales of a part of the inputs leave no shared memory to weights"
     return None
