@@ -279,10 +279,11 @@ def _multiply_step(
     Also what ``meanwhile`` returns, which is called while the tensor cores multiply.
     """
     if plan.interpret:  # the interpreter does not take weights from registers
-        pairs = zip(weights, rows, strict=True)
-        return sum(
-            w.astype(jnp.float32) @ x[...].astype(jnp.float32).T for w, x in pairs
-        ), meanwhile()
+        products = [
+            one.astype(jnp.float32) @ some[...].astype(jnp.float32).T
+            for one, some in zip(weights, rows, strict=True)
+        ]
+        return functools.reduce(jnp.add, products), meanwhile()
 
     def multiply(acc: Any) -> tuple[Array, Any]:
         for one, some in zip(weights, rows, strict=True):
@@ -290,7 +291,8 @@ def _multiply_step(
         following = meanwhile()
         return acc[...], following  # reading the accumulator waits
 
-    return pl.run_scoped(multiply, plgpu.ACC((TILE, plan.padded), jnp.float32))
+    sums = plgpu.WGMMAAccumulatorRef((TILE, plan.padded), jnp.float32)
+    return pl.run_scoped(multiply, sums)
 
 
 def _store_item(plan: Plan, work: _Work, item: Array, sums: Array, out: Any, refs: Any) -> None:

@@ -85,7 +85,7 @@ class Plan:
     @property
     def stages(self) -> int:
         """Blocks of weights in flight."""
-        room = (SHARED_BYTES - self.other_bytes) // self.config.stage_bytes
+        room = max(SHARED_BYTES - self.other_bytes, 0) // self.config.stage_bytes
         stages = min(room, self.config.most_stages)
         return stages // self.config.consumers * self.config.consumers
 

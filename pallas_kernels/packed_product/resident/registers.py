@@ -75,7 +75,9 @@ def load_weights(ref: Any, start: int, unit: int, *, interpret: bool) -> Array:
                 by_span[index // 2, c, index % 2] = utils.bitcast(bits.value, pair)
         return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
-    result: Any = plgpu.ShapeDtypeStruct((TILE, unit), jnp.bfloat16, layout=plgpu.Layout.WGMMA)
+    result: Any = plgpu.ShapeDtypeStruct(
+        (TILE, unit), jnp.dtype("bfloat16"), layout=plgpu.Layout.WGMMA
+    )
     inlined: Any = plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(weights_layout()),), return_type=result
     )(emit)
