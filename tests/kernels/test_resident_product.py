@@ -283,7 +283,7 @@ from pallas_kernels.packed_product.resident.tuning import DEFAULT, VARIANTS
 jax.devices()
 place = SingleDeviceSharding(make_devices(1)[0])
 cases = [(Case(16, *LLAMA_8B[name][::-1]), DEFAULT) for name in ("qkv", "down", "gate and up")]
-cases += [(Case(64, 4096, 4096, 32, zeros=True), DEFAULT)]
+cases += [(Case(64, 4096, 4096, 64, zeros=True), DEFAULT)]
 cases += [(Case(16, 4096, 4096), config) for config in VARIANTS[1:]]
 for case, config in cases:
     arguments = [
