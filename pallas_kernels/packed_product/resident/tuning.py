@@ -6,7 +6,7 @@ multiprocessors (1.755 GHz).
 Counted in the machine code for groups of 128 and 16 rows (jax 0.12.0.1, ptxas 13.5): a warp takes
 381 instructions for a block, 8 KiB of weights of which it has a quarter. So four schedulers could
 do 21 bytes a clock: 60 % of them are needed. Of these instructions 112 are shifts and logic (half
-rate, 37 % of it needed), 64 subtract the bias, 64 only move a mask to a register, 16 load weights,
+rate, 35 % of it needed), 64 subtract the bias, 64 only move a mask to a register, 16 load weights,
 16 are matrix products (m64n16k16). These may take up to 40 clocks each. No register is spilled
 (but 3 with 64 rows, groups of 32 and zeros); threads have 168 at launch, 87 with four consumers.
 
