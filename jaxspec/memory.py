@@ -235,8 +235,8 @@ def _host_bytes() -> int | None:
     return None
 
 
-def maps_are_scarce() -> bool:
-    """Whether this process has used up half of the memory maps that Linux allows it.
+def maps_are_scarce(usable: float = USABLE_MAPS) -> bool:
+    """Whether this process has used up a share of the memory maps that Linux allows it.
 
     A compiled CPU program holds hundreds of them, and XLA aborts the process when there are none.
     """
@@ -244,4 +244,4 @@ def maps_are_scarce() -> bool:
     if not (maps.exists() and limit.exists()):
         return False
     with maps.open() as lines:
-        return sum(1 for _ in lines) > USABLE_MAPS * int(limit.read_text())
+        return sum(1 for _ in lines) > usable * int(limit.read_text())

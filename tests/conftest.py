@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import pytest
 
-from jaxspec.memory import maps_are_scarce
+from jaxspec.memory import USABLE_MAPS, maps_are_scarce
 
 jax.config.update("jax_num_cpu_devices", 8)
 ROOT = Path(__file__).parent.parent
@@ -70,9 +70,17 @@ def packages_of_tests() -> set[str]:
 GPU_RECORD = ROOT / "docs/gpu_tests.json"
 
 
+@pytest.fixture(autouse=True, scope="module")
+def few_programs() -> Iterator[None]:
+    """Forget the compiled programs between files, before engines have to do so by themselves."""
+    yield
+    if maps_are_scarce(USABLE_MAPS / 2):
+        jax.clear_caches()
+
+
 @pytest.fixture(autouse=True)
-def few_programs(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Forget the compiled programs before they are too many; only slow runs compile so many."""
+def few_slow_programs(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A file of slow tests alone may compile too many. To count them takes milliseconds."""
     yield
     if request.node.get_closest_marker("slow") and maps_are_scarce():
         jax.clear_caches()
