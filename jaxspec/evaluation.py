@@ -59,14 +59,15 @@ def summarize(completions: Sequence[Completion], seed: int = 0) -> Acceptance:
         tokens=int(drafted.sum()),
         rounds=int(rounds.sum()),
         length=float(drafted.sum() / rounds.sum()),
-        length_interval=_interval(lengths),
+        length_interval=interval(lengths),
         by_depth=(accepted.sum(axis=0) / rounds.sum()).tolist(),
-        by_depth_intervals=[_interval(column) for column in shares.T],
+        by_depth_intervals=[interval(column) for column in shares.T],
         decode_tokens_per_second=decode_rate(completions),
     )
 
 
-def _interval(samples: np.ndarray) -> tuple[float, float]:
+def interval(samples: np.ndarray) -> tuple[float, float]:
+    """The middle CONFIDENCE of resampled values."""
     tail = 50 * (1 - CONFIDENCE)
     low, high = np.percentile(samples, [tail, 100 - tail])
     return float(low), float(high)

@@ -82,6 +82,7 @@ LAYERS = (
     "jaxspec.evaluation",
     "jaxspec.batch",
     "jaxspec.training",
+    "jaxspec.quantizer",
     "jaxspec",  # the package's own __init__.py: the public names
     "jaxspec.serving",
     "jaxspec.commands",
@@ -104,6 +105,7 @@ KERNEL_CALLERS = {"jaxspec.models.forward", "jaxspec.models.attention"}
 
 JIT_NAMES = {"jit", "pjit", "pmap"}
 JIT_HOMES = {"jaxspec.programs", "jaxspec.pipeline", "jaxspec.training", "jaxspec.benchmarking"}
+JIT_HOMES |= {"jaxspec.quantizer"}
 
 MAX_LINES = 400
 
