@@ -62,9 +62,7 @@ def check_plan(plan: Plan, shapes: Mapping[str, tuple[int, ...]]) -> None:
             f"format {name} holds {bits} bits, not {grid.bits}; dense holds what 2 to 8 bits mean"
         )
     if name == "awq" and plan.is_mixed:
-        raise ValueError(
-            "format awq has no order of groups: take --order static, or another format"
-        )
+        raise ValueError("format awq has no mixed groups: take --order static, or another format")
     if name == "awq" and plan.lm_head:
         raise ValueError("format awq leaves the LM head as it is: no --lm-head, or another format")
     for module, (outputs, size) in shapes.items():
