@@ -63,11 +63,13 @@ class WorkFolder:
             parts.setdefault(kind, {})[own] = array
         with safe_open(self._path(index), framework="numpy") as file:
             errors = json.loads(file.metadata()["errors"])
-        changed, values = parts.pop("changed", {}), parts["values"]
-        found = {name: {kind: own.get(name) for kind, own in parts.items()} for name in values}
-        return QuantizedLayer(
-            {name: Rounded(**one) for name, one in found.items()}, changed, errors
-        )
+        zeros: dict[str, Any] = parts.get("zero", {})
+        groups: dict[str, Any] = parts.get("groups", {})
+        projections = {
+            name: Rounded(values, parts["scale"][name], zeros.get(name), groups.get(name))
+            for name, values in parts["values"].items()
+        }
+        return QuantizedLayer(projections, parts.get("changed", {}), errors)
 
     def delete(self) -> None:
         """Remove the run's files, and the folder if nothing else is in it."""

@@ -13,7 +13,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from jaxspec.quantization.formats.awq import ORDER
-from jaxspec.quantization.formats.packing import WORD, pack, per_word
+from jaxspec.quantization.formats.packing import pack, per_word
 from jaxspec.quantizer.gptq import GptqConfig
 from jaxspec.quantizer.methods import Method
 from jaxspec.quantizer.rounding import Grid, Rounded
@@ -70,8 +70,8 @@ def check_plan(plan: Plan, shapes: Mapping[str, tuple[int, ...]]) -> None:
             grid.num_groups(size)
         except ValueError as error:
             raise ValueError(f"{module}: {error}") from None
-        packed = {"awq": outputs, "gptq": math.gcd(outputs, size)}.get(name, WORD)
-        if packed % per_word(grid.bits):
+        packed = {"awq": outputs, "gptq": math.gcd(outputs, size)}.get(name, 0)
+        if packed % per_word(grid.bits):  # other formats fill the last word
             raise ValueError(
                 f"{module} is [{outputs}, {size}]: format {name} packs {per_word(grid.bits)} "
                 f"integers of {grid.bits} bits into a word, which must divide"

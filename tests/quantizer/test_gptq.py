@@ -81,7 +81,9 @@ def test_it_is_the_papers_loop(order: Order, grid: Grid):
 def test_blocks_do_not_change_the_result():
     """96 inputs are three blocks."""
     weight, hessian = problem(1, 96)
-    for order, grid in (("inputs", Grid(4, None, True)), ("static", Grid(4, 16, False))):
+    cases: list[tuple[Order, Grid]]
+    cases = [("inputs", Grid(4, None, True)), ("static", Grid(4, 16, False))]
+    for order, grid in cases:
         found = gptq(jnp.asarray(weight), jnp.asarray(hessian), grid, GptqConfig(order, 0.01))
         wanted = reference(weight, hessian, grid, order, 0.01)
         off = np.abs(np.asarray(found.dense()) - wanted) > 2e-3

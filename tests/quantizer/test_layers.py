@@ -61,9 +61,10 @@ def test_layers_one_by_one_are_the_model(family: str, tmp_path: Path):
         batches = advance(checkpoint.tensors(unit), batches, kind)
     model = load_decoder(tmp_path, load_model_config(tmp_path), jnp.dtype("float32"))
     positions = jnp.broadcast_to(jnp.arange(TOKENS.shape[1]), TOKENS.shape)
-    hidden, _, states = decoder.run(
-        model, TOKENS, positions, model.no_states(), dense_causal_attend, (len(units),)
+    hidden, _, after = decoder.run(
+        model, jnp.asarray(TOKENS), positions, model.no_states(), dense_causal_attend, (len(units),)
     )
+    states = np.asarray(after)
     found = np.concatenate([batch.states for batch in batches])
     np.testing.assert_allclose(found, states, atol=1e-4 * np.abs(states).max())
     scores = perplexity.score(tmp_path, TOKENS, VALID, 2)

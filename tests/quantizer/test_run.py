@@ -26,7 +26,7 @@ from tests.checkpoints import tiny_byte_llama, tiny_eagle3_head
 from tests.marks import slow
 
 ROOT = Path(__file__).parents[2]
-TOKENS = np.random.default_rng(3).integers(0, 257, (2, 12))
+TOKENS = jnp.asarray(np.random.default_rng(3).integers(0, 257, (2, 12)))
 TEXT = ("--samples", "6", "--length", "32", "--batch", "4", "--held-out", "5")
 LEFT_OUT = {"README.md", "quantization.json", "quantization.png"}  # they tell the time
 

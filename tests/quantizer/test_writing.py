@@ -162,3 +162,15 @@ def test_several_files_have_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_what_a_format_cannot_hold_is_refused(plan: Plan, shape: tuple[int, int], message: str):
     with pytest.raises(ValueError, match=message):
         check_plan(plan, {"m": shape})
+
+
+def test_other_formats_fill_the_last_word():
+    for plan in (plan_of("dense", bits=3), plan_of("compressed-tensors"), plan_of("dense", "fp8")):
+        check_plan(plan, {"m": (35, 40)})
+    module = random_module()
+    assert module.zero is not None
+    odd = Rounded(module.values[:21], module.scale[:21], module.zero[:21])
+    found = module_tensors("m", odd, plan_of("compressed-tensors"))
+    assert found["m.weight_zero_point"].shape == (3, SIZE // GROUP)
+    assert bits_of(found["m.weight_zero_point"][2, 1], 16, 4) == module.zero[20, 1] + 8
+    assert bits_of(found["m.weight_zero_point"][2, 1], 20, 12) == 0
