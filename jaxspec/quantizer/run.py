@@ -69,12 +69,12 @@ class Quantization:
     """
 
     def __init__(self, checkpoint: Checkpoint, plan: Plan, text: Text | None, work: Path):
-        if text is None and plan.method in ("awq", "gptq"):
-            raise ValueError(f"{plan.method} needs text to calibrate with: give --data")
         if checkpoint.config is None and plan.method not in ("rtn", "fp8"):
             raise ValueError(
                 f"a draft head is rounded without calibration: take rtn or fp8, not {plan.method}"
             )
+        if text is None and plan.method in ("awq", "gptq"):
+            raise ValueError(f"{plan.method} needs text to calibrate with: give --data")
         self._checkpoint, self._plan = checkpoint, plan
         has_use = checkpoint.config is not None and plan.method != "fp8"
         self._text = text if has_use else None
