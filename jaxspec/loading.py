@@ -18,6 +18,7 @@ from jaxspec.models.pipeline import check_layers, chosen_layers
 from jaxspec.models.stages import Stage
 from jaxspec.parallel import devices_of_model, stage_meshes
 from jaxspec.quantization.scaled import in_eight_bits
+from jaxspec.quantization.schemes import in_four_bits
 from jaxspec.speculation.drafters import (
     Drafter,
     DraftModelDrafter,
@@ -61,7 +62,8 @@ def load(
       dtype: ``float32`` or ``bfloat16``; by default float32 on CPU and bfloat16 elsewhere.
       mesh: as made by sharding.make_mesh; None for the default device.
       shard_drafter: split the drafter's weights over the mesh too, instead of repeating them.
-      drafter_bits: 8: the drafter's matrices as 8-bit integers, too, with a scale for each output,
+      drafter_bits: 4: the drafter's matrices as 4-bit integers, with a scale for up to 128 inputs
+        of each output. 8: as 8-bit integers, too, with a scale for each output,
         which halves what a draft step of up to 48 rows reads; None: only as loaded. The text does
         not depend on it.
       kernels: operations that run as kernels: ``auto`` (all on a Hopper GPU, attention on a TPU
@@ -89,7 +91,7 @@ def load(
         name = choose_drafter(model, drafter)
         own = (meshes[-1], shard_drafter)
         drafter = _load_drafter(name, directory, config, speculation, resolved, *own)
-    drafter = _in_bits(drafter, drafter_bits)
+    drafter = _in_bits(drafter, drafter_bits, meshes[-1])
     stages: tuple[Stage, ...] = ()
     if len(meshes) == 1:
         target = load_decoder(directory, config, resolved, mesh)
@@ -123,14 +125,18 @@ def _read_bytes(drafter: Drafter) -> int:
     return local_bytes(drafter) - local_bytes(embed)
 
 
-def _in_bits(drafter: Drafter, bits: int | None) -> Drafter:
+def _in_bits(drafter: Drafter, bits: int | None, mesh: Mesh | None) -> Drafter:
     if bits is None:
         return drafter
-    if bits != 8:
-        raise ValueError(f"drafter_bits must be 8, or None for the weights as loaded, got {bits}")
+    if bits not in (4, 8):
+        raise ValueError(
+            f"drafter_bits must be 4 or 8, or None for the weights as loaded, got {bits}"
+        )
     if not jax.tree.leaves(drafter):
         raise ValueError("drafter_bits needs a drafter with weights: a head or a draft model")
-    return in_eight_bits(drafter)
+    if bits == 8:
+        return in_eight_bits(drafter)
+    return in_four_bits(drafter, mesh)
 
 
 def choose_drafter(model: str | Path, drafter: str | Path) -> str | Path:

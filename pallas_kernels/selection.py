@@ -20,13 +20,14 @@ OPERATIONS = (
     "kv_compact",
     "top_k",
     "truncate",
+    "packed_product",
 )
 
 # "auto" leaves these out, unless so many devices share a model. For other numbers they were
 # compiled, but have not run yet. partial_attention: each device's part was right on an H200, but
-# not what two of them merged in the one test of that.
+# not what two of them merged in the one test of that. packed_product has not run on a GPU at all.
 MEASURED_SHARING: Mapping[str, tuple[int, ...]] = MappingProxyType(
-    {"reduce_add_rms_norm": (2,), "partial_attention": ()}
+    {"reduce_add_rms_norm": (2,), "partial_attention": (), "packed_product": ()}
 )
 
 TPU_OPERATIONS = ("paged_attention",)

@@ -62,3 +62,10 @@ def zero_rows_outside(ref: Any, first: Array, end: Array, *, interpret: bool) ->
     scalar = plgpu.Layout.WG_SPLAT(())
     inlined: Any = plgpu.inline_mgpu(arg_types=(plgpu.RefType(SWIZZLED), scalar, scalar))(emit)
     inlined(ref, first, end)
+
+
+def swizzled(columns: int, bits: int) -> tuple[Any, ...]:
+    """Transforms of a matrix for the tensor cores: tiles of 8 rows and ``columns`` entries."""
+    tiling: Any = plgpu.TilingTransform
+    swizzle: Any = plgpu.SwizzleTransform
+    return tiling((8, columns)), swizzle(columns * bits // 8)

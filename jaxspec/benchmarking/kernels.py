@@ -144,10 +144,11 @@ def _chain(
 ) -> Callable[..., Any]:
     """A program of one call, and a loop over chains of ``length`` calls that rotate through data.
 
-    *Data* are the floating-point arguments, as marked by ``of_data``. The others (tables, lengths,
-    masks) are those of the first set for all calls. Values computed from them only are computed
-    once per chain, as the layers of a model share them. Each call depends on the one before it and
-    on its data, so no work on data is shared between calls or moved out of the loop.
+    *Data* are floating-point arguments and packed weights, as marked by ``of_data``. The others
+    (tables, lengths, masks) are those of the first set for all calls. Values computed from them
+    only are computed once per chain, as the layers of a model share them. Each call depends on the
+    one before it and on its data, so no work on data is shared between calls or moved out of the
+    loop.
     """
     traced_once = jax.jit(call)
 
@@ -175,7 +176,7 @@ def _split(sets: Sequence[Arguments]) -> tuple[list[Array | None], list[list[Arr
 
 
 def _is_data(x: Array | None) -> TypeGuard[Array]:
-    return x is not None and jnp.issubdtype(x.dtype, jnp.floating)
+    return x is not None and (jnp.issubdtype(x.dtype, jnp.floating) or x.dtype == jnp.int4)
 
 
 def _pinned(arguments: Arguments) -> Arguments:

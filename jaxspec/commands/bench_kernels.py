@@ -41,6 +41,7 @@ from jaxspec.commands.shell import (
 from pallas_kernels.add_rms_norm import cases as add_rms_norm
 from pallas_kernels.benchmark import Benchmark
 from pallas_kernels.kv_compact import cases as kv_compact
+from pallas_kernels.packed_product import cases as packed_product
 from pallas_kernels.paged_attention import cases as paged_attention
 from pallas_kernels.rope_kv_write import cases as rope_kv_write
 from pallas_kernels.top_k import cases as top_k
@@ -55,6 +56,7 @@ OPERATIONS: Mapping[str, Callable[[], Sequence[Benchmark]]] = MappingProxyType(
         "kv_compact": kv_compact.benchmarks,
         "top_k": top_k.benchmarks,
         "truncate": truncate.benchmarks,
+        "packed_product": packed_product.benchmarks,
     }
 )
 ROTATION_BYTES = 200 << 20  # four times an H100's L2 cache

@@ -143,8 +143,8 @@ def add_drafter_bits(group: argparse._ActionsContainer) -> None:
     group.add_argument(
         "--drafter-bits",
         type=int,
-        choices=(8,),
-        help="8: the drafter's matrices as 8-bit integers, of which half as many bytes are read; "
+        choices=(4, 8),
+        help="the drafter's matrices as integers of so many bits, of which fewer bytes are read; "
         "the text stays the same (default: as loaded)",
     )
 

@@ -59,6 +59,7 @@ def make_llm(
         [mesh] = engine_meshes(arguments)
     rows = 1 if arguments.out is None else arguments.max_rows or BATCH_ROWS
     config = engine_config(arguments, rows, plain=drafter == "none")
+    compared = drafter == "none" != arguments.drafter  # the plain side of a comparison
     return LLM(
         arguments.model,
         drafter,
@@ -66,7 +67,7 @@ def make_llm(
         dtype=arguments.dtype,
         mesh=mesh,
         shard_drafter=arguments.shard_drafter,
-        drafter_bits=arguments.drafter_bits,
+        drafter_bits=None if compared else arguments.drafter_bits,
         kernels=arguments.kernels,
         page_size=arguments.page_size,
         max_length=arguments.max_length,

@@ -73,8 +73,9 @@ class AnyLinear(Protocol):
         """
         ...
 
-    def best_num_splits(self, x: Array) -> int:
-        """The fastest number of split-K partial sums for x, if the consumer adds them up."""
+    def best_num_splits(self, x: Array, kernels: Kernels) -> int:
+        """The fastest number of split-K partial sums for x, if the consumer adds them up and these
+        kernels may run."""
         ...
 
     def filled(self, source: Source, filler: Filler) -> Any:
@@ -130,7 +131,7 @@ class Linear(Pytree):
             else split_k_product(x, self.weight, num_splits)
         )
 
-    def best_num_splits(self, x: Array) -> int:
+    def best_num_splits(self, x: Array, kernels: Kernels) -> int:
         rows, depth = math.prod(x.shape[:-1]), self.in_size
         return choose_split_k(rows, depth, math.prod(self.out_shape))
 
@@ -200,7 +201,7 @@ class Product:
         with jax.named_scope(self.scope):
             can_split = linear.bias is None
             can_split = can_split and takes_partials(self.x.dtype, linear.out_shape[-1])
-            num_splits = linear.best_num_splits(self.x) if can_split else 1
+            num_splits = linear.best_num_splits(self.x, kernels) if can_split else 1
             return linear.partial_sums(self.x, num_splits, kernels)
 
     def input_axes(self, layout: Layout) -> Axes:

@@ -11,6 +11,7 @@ from jaxspec.models.linear import Linear, Product
 from jaxspec.models.shapes import array_shape
 from jaxspec.pytree import Pytree, array, pytree, static
 from jaxspec.tensors import Filler, OutputsFirst, Source
+from pallas_kernels.packed_product.reference import dequantized
 from pallas_kernels.products import input_last_product
 from pallas_kernels.selection import NO_KERNELS, Kernels
 
@@ -24,7 +25,7 @@ class Float8Linear(Pytree):
 
     Attributes:
       values: e4m3 [*out, in].
-      scale: float [*out, n] of n groups of consecutive inputs.
+      scale: float [n, *out] of n groups of consecutive inputs.
       activations: the dtype of inputs and outputs.
     """
 
@@ -36,7 +37,7 @@ class Float8Linear(Pytree):
 
     def logical_axes(self) -> dict[str, tuple[str, ...]]:
         size, *outputs = self.axes
-        by_group = (*outputs, size if self.scale.shape[-1] > 1 else "group")
+        by_group = (size if len(self.scale) > 1 else "group", *outputs)
         return {"values": (*outputs, size), "scale": by_group, "bias": tuple(outputs)}
 
     @property
@@ -56,10 +57,9 @@ class Float8Linear(Pytree):
         return y if self.bias is None else y + self.bias
 
     def filled(self, source: Source, filler: Filler) -> "Float8Linear":
-        own = OutputsFirst(source)
         return self.replace(
-            values=filler.of_source(own, "values", self.values),
-            scale=filler.of_source(own, "scale", self.scale),
+            values=filler.of_source(OutputsFirst(source), "values", self.values),
+            scale=filler.of_source(source, "scale", self.scale),
             bias=filler.of_source(source, "bias", self.bias),
         )
 
@@ -69,25 +69,25 @@ class Float8Linear(Pytree):
     def partial_sums(self, x: Array, num_splits: int, kernels: Kernels) -> Array:
         return self._multiply(x).astype(x.dtype)[None]
 
-    def best_num_splits(self, x: Array) -> int:
+    def best_num_splits(self, x: Array, kernels: Kernels) -> int:
         return 1
 
     def _multiply(self, x: Array) -> Array:
         """x [..., in] -> float32 [..., *out]."""
-        num_groups = self.scale.shape[-1]
+        num_groups = len(self.scale)
         rounded, x_scale = round_tokens(x, num_groups)
         if num_groups > 1:
             return self._multiply_groups(rounded, x_scale, x.dtype)
         y = input_last_product(rounded, self.values, jnp.float32)
         x_scale = x_scale.reshape(*x_scale.shape[:-1], *(1,) * len(self.out_shape))
-        return y * x_scale * self.scale[..., 0].astype(jnp.float32)
+        return y * x_scale * self.scale[0].astype(jnp.float32)
 
     def _multiply_groups(self, rounded: Array, x_scale: Array, dtype: jnp.dtype) -> Array:
         """Products of several groups have several scales: both sides are widened before."""
         x = rounded.astype(jnp.float32).reshape(*x_scale.shape, -1) * x_scale[..., None]
-        by_group = self.values.astype(jnp.float32).reshape(*self.scale.shape, -1)
-        weight = by_group * self.scale.astype(jnp.float32)[..., None]
-        x, weight = x.reshape(rounded.shape), weight.reshape(self.values.shape)
+        depth, num_groups = self.values.shape[-1], len(self.scale)
+        flat = dequantized(self.values.reshape(-1, depth), self.scale.reshape(num_groups, -1))
+        x, weight = x.reshape(rounded.shape), flat.reshape(self.values.shape)
         return input_last_product(x.astype(dtype), weight.astype(dtype), jnp.float32)
 
 
@@ -96,7 +96,7 @@ def float8_shape(linear: Linear, num_groups: int, scale_dtype: jnp.dtype) -> Flo
     size, *outputs = linear.weight.shape
     return Float8Linear(
         values=array_shape(*outputs, size, dtype=E4M3),
-        scale=array_shape(*outputs, num_groups, dtype=scale_dtype),
+        scale=array_shape(num_groups, *outputs, dtype=scale_dtype),
         bias=linear.bias,
         axes=linear.axes,
         activations=jnp.dtype(linear.dtype),
@@ -109,7 +109,7 @@ def rounded_to_float8(linear: Linear, num_groups: int = 1) -> Float8Linear:
     values, scale = round_tokens(weight, num_groups)
     return Float8Linear(
         values=values,
-        scale=scale,
+        scale=jnp.moveaxis(scale, -1, 0),
         bias=linear.bias,
         axes=linear.axes,
         activations=jnp.dtype(linear.dtype),

@@ -4,6 +4,8 @@ The format of AWQ, GPTQ and rounding to nearest (see formats/ for their files). 
 they are.
 """
 
+import math
+
 import jax.numpy as jnp
 from jax import Array
 
@@ -11,18 +13,21 @@ from jaxspec.models.linear import Linear, Product
 from jaxspec.models.shapes import array_shape
 from jaxspec.pytree import Pytree, array, pytree, static
 from jaxspec.tensors import Filler, OutputsFirst, Source
+from pallas_kernels.packed_product import misfit, packed_product
+from pallas_kernels.packed_product.reference import dequantized
+from pallas_kernels.packed_product.tuning import choose_packed_splits
 from pallas_kernels.products import input_last_product
 from pallas_kernels.selection import NO_KERNELS, Kernels
 
 
 @pytree
 class GroupedLinear(Pytree):
-    """A Linear of the AnyLinear protocol. Arrays hold the input last, as kernels read weights.
+    """A Linear of the AnyLinear protocol. ``values`` hold the input last, as kernels read weights.
 
     Attributes:
       values: int4 or int8 [*out, in].
-      scale: float [*out, n] of n groups.
-      zero: as ``values``, [*out, n]; None: all 0.
+      scale: float [n, *out] of n groups.
+      zero: whole numbers, as ``scale``; None: all 0.
       groups: int32 [in], the group of each input; None: they follow each other, in / n inputs each.
       activations: the dtype of inputs and outputs.
     """
@@ -37,7 +42,7 @@ class GroupedLinear(Pytree):
 
     def logical_axes(self) -> dict[str, tuple[str, ...]]:
         size, *outputs = self.axes
-        by_group = (*outputs, size if self.groups is None and self.scale.shape[-1] > 1 else "group")
+        by_group = (size if self.groups is None and len(self.scale) > 1 else "group", *outputs)
         return {
             "values": (*outputs, size),
             "scale": by_group,
@@ -59,15 +64,17 @@ class GroupedLinear(Pytree):
         return y if self.bias is None else y + self.bias
 
     def float32(self, x: Array, kernels: Kernels = NO_KERNELS) -> Array:
-        y = input_last_product(x, self.dense(x.dtype), jnp.float32)
+        if self._runs_packed(x, kernels):
+            [y] = self._packed(x, 1, jnp.dtype("float32"))
+        else:
+            y = input_last_product(x, self.dense(x.dtype), jnp.float32)
         return y if self.bias is None else y + self.bias
 
     def filled(self, source: Source, filler: Filler) -> "GroupedLinear":
-        own = OutputsFirst(source)
         return self.replace(
-            values=filler.of_source(own, "values", self.values),
-            scale=filler.of_source(own, "scale", self.scale),
-            zero=filler.of_source(own, "zero", self.zero),
+            values=filler.of_source(OutputsFirst(source), "values", self.values),
+            scale=filler.of_source(source, "scale", self.scale),
+            zero=filler.of_source(source, "zero", self.zero),
             groups=filler.array(f"{source.names[0]}.groups", self.groups),
             bias=filler.of_source(source, "bias", self.bias),
         )
@@ -76,14 +83,49 @@ class GroupedLinear(Pytree):
         return Product(self, x, scope)
 
     def partial_sums(self, x: Array, num_splits: int, kernels: Kernels) -> Array:
+        if self._runs_packed(x, kernels):
+            return self._packed(x, num_splits, x.dtype if num_splits == 1 else jnp.dtype("float32"))
         return input_last_product(x, self.dense(x.dtype), x.dtype)[None]
 
-    def best_num_splits(self, x: Array) -> int:
-        return 1
+    def best_num_splits(self, x: Array, kernels: Kernels) -> int:
+        if not self._runs_packed(x, kernels):
+            return 1
+        depth, width = self.values.shape[-1], math.prod(self.out_shape)
+        return choose_packed_splits(depth, width, depth // len(self.scale))
 
     def dense(self, dtype: jnp.dtype) -> Array:
         """The weights [*out, in], computed in float32 and rounded to ``dtype``."""
-        return dequantized(self.values, self.scale, self.zero, self.groups).astype(dtype)
+        values, scale, zero = self._flat()
+        if self.groups is None:
+            weights = dequantized(values, scale, zero)
+        else:
+            zero = None if zero is None else zero[self.groups]
+            weights = dequantized(values, scale[self.groups], zero)
+        return weights.astype(dtype).reshape(self.values.shape)
+
+    def _flat(self) -> tuple[Array, Array, Array | None]:
+        """Values, scale and zero with all outputs in one dimension V: [V, in] and [n, V]."""
+        values, scale = self.values, self.scale
+        zero = None if self.zero is None else self.zero.reshape(len(scale), -1)
+        return values.reshape(-1, values.shape[-1]), scale.reshape(len(scale), -1), zero
+
+    def _runs_packed(self, x: Array, kernels: Kernels) -> bool:
+        """Whether the kernel for packed weights takes this product."""
+        if "packed_product" not in kernels or self.groups is not None:
+            return False
+        values, scale, _ = self._flat()
+        return misfit(x.reshape(-1, x.shape[-1]), values, scale) is None
+
+    def _packed(self, x: Array, num_splits: int, dtype: jnp.dtype) -> Array:
+        """[S, ..., *out]"""
+        flat = packed_product(
+            x.reshape(-1, x.shape[-1]),
+            *self._flat(),
+            num_splits=num_splits,
+            dtype=dtype,
+            implementation="mosaic_gpu",
+        )
+        return flat.reshape(num_splits, *x.shape[:-1], *self.out_shape)
 
 
 def grouped_shape(
@@ -100,11 +142,10 @@ def grouped_shape(
     ``zero`` and ``mixed``: whether it has zeros, and groups in mixed order.
     """
     size, *outputs = linear.weight.shape
-    by_group = (*outputs, num_groups)
     return GroupedLinear(
         values=array_shape(*outputs, size, dtype=dtype),
-        scale=array_shape(*by_group, dtype=scale_dtype),
-        zero=array_shape(*by_group, dtype=dtype) if zero else None,
+        scale=array_shape(num_groups, *outputs, dtype=scale_dtype),
+        zero=array_shape(num_groups, *outputs, dtype=scale_dtype, when=zero),
         groups=array_shape(size, dtype=jnp.dtype("int32")) if mixed else None,
         bias=linear.bias,
         axes=linear.axes,
@@ -143,21 +184,9 @@ def rounded_to_groups(
     dtype = jnp.dtype("int4" if bits <= 4 else "int8")
     return GroupedLinear(
         values=values.astype(dtype),
-        scale=scale,
-        zero=None if zero is None else zero.astype(dtype),
+        scale=jnp.moveaxis(scale, -1, 0),
+        zero=None if zero is None else jnp.moveaxis(zero, -1, 0).astype(scale.dtype),
         bias=linear.bias,
         axes=linear.axes,
         activations=jnp.dtype(linear.dtype),
     )
-
-
-def dequantized(
-    values: Array, scale: Array, zero: Array | None = None, groups: Array | None = None
-) -> Array:
-    """Float32 weights [*out, in] of a GroupedLinear's arrays."""
-    integers, scale = values.astype(jnp.float32), scale.astype(jnp.float32)
-    zero = jnp.zeros_like(scale) if zero is None else zero.astype(jnp.float32)
-    if groups is not None:
-        return (integers - jnp.take(zero, groups, axis=-1)) * jnp.take(scale, groups, axis=-1)
-    by_group = integers.reshape(*scale.shape, -1)
-    return ((by_group - zero[..., None]) * scale[..., None]).reshape(values.shape)

@@ -75,7 +75,7 @@ class ScaledLinear(Pytree):
             return self._multiply(x)[None]
         return split_k_product(x, self._wide(x), num_splits) * self.scale
 
-    def best_num_splits(self, x: Array) -> int:
+    def best_num_splits(self, x: Array, kernels: Kernels) -> int:
         rows, depth = math.prod(x.shape[:-1]), len(self.weight)
         return choose_split_k(rows, depth, math.prod(self.out_shape))
 

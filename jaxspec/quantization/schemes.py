@@ -4,14 +4,17 @@ For benchmarks and tests, and for drafters, whose weights do not decide the text
 """
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from jaxspec.config.quantization import Scheme
 from jaxspec.models.linear import AnyLinear, Linear
+from jaxspec.parallel import named_shardings
 from jaxspec.quantization.float8 import rounded_to_float8
 from jaxspec.quantization.grouped import rounded_to_groups
 
@@ -45,9 +48,27 @@ def in_scheme[T](weights: T, name: Scheme | None, *, lm_head: bool) -> T:
         return weights
     if name not in ROUNDINGS:
         raise ValueError(f"no quantization is called {name!r}: choose {', '.join(ROUNDINGS)}")
-    rounding = ROUNDINGS[name]
+    return rounded(weights, ROUNDINGS[name], lm_head=lm_head)
 
-    def rounded(path: tuple[Any, ...], node: Any) -> Any:
+
+def in_four_bits[T](weights: T, mesh: Mesh | None) -> T:
+    """Weights on a mesh with every Linear rounded to 4 bits, in groups of 128 inputs, or as many of
+    them as divide the inputs evenly. For drafters."""
+
+    devices = 1 if mesh is None else mesh.size
+
+    def rounding(linear: Linear) -> AnyLinear:
+        group = math.gcd(linear.in_size // devices, GROUP)  # which no device has a part of
+        return rounded_to_groups(linear, 4, group)
+
+    made = rounded(weights, rounding, lm_head=True)
+    return made if mesh is None else jax.device_put(made, named_shardings(mesh, made))
+
+
+def rounded[T](weights: T, rounding: Callable[[Linear], AnyLinear], *, lm_head: bool) -> T:
+    """As ``in_scheme``, by a function that rounds a Linear."""
+
+    def of_node(path: tuple[Any, ...], node: Any) -> Any:
         is_head = any(getattr(part, "name", None) == "lm_head" for part in path)
         if not isinstance(node, Linear) or (is_head and not lm_head):
             return node
@@ -56,5 +77,5 @@ def in_scheme[T](weights: T, name: Scheme | None, *, lm_head: bool) -> T:
         return jax.eval_shape(rounding, node)
 
     return jax.tree_util.tree_map_with_path(
-        rounded, weights, is_leaf=lambda node: isinstance(node, Linear)
+        of_node, weights, is_leaf=lambda node: isinstance(node, Linear)
     )

@@ -39,7 +39,7 @@ OTHERS = [
 ]
 ALL = Kernels(frozenset(OPERATIONS))
 AUTO = Kernels(frozenset(OPERATIONS) - set(MEASURED_SHARING))
-MEASURED_FOR_TWO = Kernels(frozenset(OPERATIONS) - {"partial_attention"})
+MEASURED_FOR_TWO = Kernels(frozenset(OPERATIONS) - {"partial_attention", "packed_product"})
 
 
 def kind(device: Any) -> str:

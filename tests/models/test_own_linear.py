@@ -69,7 +69,7 @@ class Packed(Pytree):
         assert num_splits == 1
         return jnp.tensordot(x, self.dense(), axes=1, precision="highest")[None]
 
-    def best_num_splits(self, x: Array) -> int:
+    def best_num_splits(self, x: Array, kernels: Kernels) -> int:
         return 1
 
     def dense(self) -> Array:

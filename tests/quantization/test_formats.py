@@ -45,7 +45,7 @@ def checkpoints(source: Path, tmp_path_factory) -> dict[str, tuple[Path, Path]]:
     }
 
 
-def load(directory: Path, **options: Any) -> Decoder:
+def load(directory: Path, **options: Any) -> Any:
     return load_decoder(directory, load_model_config(directory), jnp.dtype("float32"), **options)
 
 
@@ -60,8 +60,10 @@ def weights_of(linear: Any) -> np.ndarray:
     if isinstance(linear, GroupedLinear):
         return np.asarray(linear.dense(jnp.dtype("float32")))
     if isinstance(linear, Float8Linear):
-        by_group = linear.values.astype(jnp.float32).reshape(*linear.scale.shape, -1)
-        return np.asarray((by_group * linear.scale[..., None]).reshape(linear.values.shape))
+        *outputs, size = linear.values.shape
+        scale = np.moveaxis(np.asarray(linear.scale, np.float32), 0, -1)  # [*out, n]
+        by_group = np.asarray(linear.values, np.float32).reshape(*scale.shape, -1)
+        return (by_group * scale[..., None]).reshape(*outputs, size)
     return np.moveaxis(np.asarray(linear.weight), 0, -1)
 
 
@@ -108,7 +110,7 @@ def test_products_of_floats_round_their_inputs(name: str, checkpoints):
     x = np.random.default_rng(0).normal(size=(3, 256)).astype(np.float32)
     x[1] = 0  # no scale
     x[2] *= 1e4
-    groups = x.reshape(3, quantized.scale.shape[-1], -1)
+    groups = x.reshape(3, len(quantized.scale), -1)
     step = np.maximum(np.abs(groups).max(-1, keepdims=True) / 448, 1e-30)
     read = ((groups / step).astype(jnp.float8_e4m3fn).astype(np.float32) * step).reshape(x.shape)
     wanted = read @ np.asarray(reference.weight)

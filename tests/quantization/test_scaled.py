@@ -14,6 +14,7 @@ from jaxspec.engine import Engine
 from jaxspec.functional import EngineParams
 from jaxspec.models.linear import Linear
 from jaxspec.parallel import make_mesh
+from jaxspec.quantization.grouped import GroupedLinear
 from jaxspec.quantization.scaled import (
     MOST_ROWS,
     ScaledLinear,
@@ -21,6 +22,7 @@ from jaxspec.quantization.scaled import (
     only_eight_bits,
     rounded_to_nearest,
 )
+from jaxspec.quantization.schemes import in_four_bits
 from jaxspec.scheduling.requests import SamplingParams
 from pallas_kernels.selection import NO_KERNELS
 from tests.engines import CHAIN
@@ -99,6 +101,12 @@ def test_logits_are_float32():
     assert scaled.float32(jnp.ones((2, IN))).dtype == jnp.float32
 
 
+def in_bits(bits: int, params: EngineParams) -> EngineParams:
+    own = params.drafter
+    own = in_eight_bits(own) if bits == 8 else in_four_bits(own, params.mesh)
+    return params.replace(drafter=own)
+
+
 def run(params: EngineParams) -> list[list[int]]:
     engine = Engine(params, CacheConfig(page_size=8, max_length=64), EngineConfig(max_rows=2))
     sampling = SamplingParams(temperature=0.8, seed=3, max_tokens=16, stop_token_ids=())
@@ -109,32 +117,37 @@ def run(params: EngineParams) -> list[list[int]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("drafter", ["eagle3", "draft_model"])
-def test_a_drafter_in_eight_bits_changes_no_text(drafter: str):
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_drafter_in_fewer_bits_changes_no_text(drafter: str, bits: int):
     params = make_params(drafter, CHAIN)
-    scaled = params.replace(drafter=in_eight_bits(params.drafter))
+    scaled = in_bits(bits, params)
     kinds = {type(x) for x in jax.tree.leaves(scaled.drafter, is_leaf=is_weight)}
-    assert ScaledLinear in kinds and Linear not in kinds  # but in them
+    assert {4: GroupedLinear, 8: ScaledLinear}[bits] in kinds and Linear not in kinds  # but in them
     assert run(scaled) == run(params)
 
 
 def is_weight(node: Any) -> bool:
-    return isinstance(node, Linear | ScaledLinear)
+    return isinstance(node, Linear | ScaledLinear | GroupedLinear)
 
 
 @pytest.mark.slow
-def test_over_a_mesh_it_is_split_as_the_weights_were():
+@pytest.mark.parametrize("bits", [4, 8])
+def test_over_a_mesh_it_is_split_as_the_weights_were(bits: int):
     params = make_params("eagle3", CHAIN)
     split = on_mesh(params, make_mesh(2, 1))
-    scaled = split.replace(drafter=in_eight_bits(split.drafter))
+    scaled = in_bits(bits, split)
     drafter: Any = scaled.drafter
     own: Any = split.drafter
     down, before = drafter.head.layers[0].mlp.down, own.head.layers[0].mlp.down
-    assert down.weight.sharding.spec == before.weight.sharding.spec
+    if bits == 8:
+        assert down.weight.sharding.spec == before.weight.sharding.spec
+    else:
+        assert down.values.sharding.spec == (None, *before.weight.sharding.spec)
     assert run(scaled) == run(params)
 
 
 def test_bad_bits_are_refused():
-    with pytest.raises(ValueError, match="drafter_bits must be 8, or None"):
-        load(drafter_bits=4)
+    with pytest.raises(ValueError, match="drafter_bits must be 4 or 8, or None"):
+        load(drafter_bits=3)
     with pytest.raises(ValueError, match="drafter_bits needs a drafter with weights"):
         load(drafter="ngram", drafter_bits=8)

@@ -4,7 +4,7 @@ A quantized module ``<name>`` has, in place of ``<name>.weight``:
 
 - ``<name>.values``: [out, in] signed integers (I4 or I8), or floats of 8 bits (F8_E4M3),
 - ``<name>.scale``: [out, groups],
-- ``<name>.zero``: [out, groups] signed integers, if they are not all 0,
+- ``<name>.zero``: [out, groups] whole numbers in the scales' dtype, if they are not all 0,
 - ``<name>.groups``: int32 [in], the group of each input, if groups do not follow each other.
 
 w = (values - zero) * scale.

@@ -18,6 +18,7 @@ from jaxspec.quantization.formats.views import (
     modules_of,
     packed_integers,
     part_of,
+    zeros_like_scales,
 )
 from jaxspec.tensors import CheckpointTensor
 
@@ -54,8 +55,9 @@ def _module(stored: Tensors, module: str, group: int | None) -> dict[str, Checkp
     check_words(words, (size, columns))
     check_words(zeros, (groups, columns))
     check_shape(scales, (groups, columns * per_word(BITS)))
+    own_zeros = packed_integers(zeros, BITS, 1, inputs_first=True, order=ORDER)
     return {
         f"{module}.values": packed_integers(words, BITS, 1, inputs_first=True, order=ORDER),
-        f"{module}.zero": packed_integers(zeros, BITS, 1, inputs_first=True, order=ORDER),
+        f"{module}.zero": zeros_like_scales(own_zeros, scales),
         f"{module}.scale": checked_scales(scales, inputs_first=True),
     }

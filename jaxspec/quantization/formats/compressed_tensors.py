@@ -29,6 +29,7 @@ from jaxspec.quantization.formats.views import (
     modules_of,
     packed_integers,
     part_of,
+    zeros_like_scales,
 )
 from jaxspec.tensors import CheckpointTensor
 
@@ -191,9 +192,8 @@ def _packed(stored: Tensors, module: str, scheme: Scheme) -> dict[str, Checkpoin
     if not scheme.symmetric:
         zeros = part_of(stored, module, "weight_zero_point")
         check_words(zeros, (-(-outputs // count), groups))
-        tensors[f"{module}.zero"] = packed_integers(
-            zeros, scheme.bits, 0, inputs_first=False, size=outputs
-        )
+        own_zeros = packed_integers(zeros, scheme.bits, 0, inputs_first=False, size=outputs)
+        tensors[f"{module}.zero"] = zeros_like_scales(own_zeros, scales)
     mixed = mixed_groups(stored.get(f"{module}.weight_g_idx"), size, groups)
     return tensors if mixed is None else tensors | {f"{module}.groups": mixed}
 

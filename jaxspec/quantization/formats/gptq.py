@@ -22,6 +22,7 @@ from jaxspec.quantization.formats.views import (
     modules_of,
     packed_integers,
     part_of,
+    zeros_like_scales,
 )
 from jaxspec.tensors import CheckpointTensor
 
@@ -77,9 +78,10 @@ def _module(
     check_words(words, (words.shape[0], outputs))
     check_words(zeros, (groups, outputs // per_word(bits)))
     check_shape(scales, (groups, outputs))
+    own_zeros = packed_integers(zeros, bits, 1, inputs_first=True, add=add)
     tensors: dict[str, CheckpointTensor] = {
         f"{module}.values": packed_integers(words, bits, 0, inputs_first=True),
-        f"{module}.zero": packed_integers(zeros, bits, 1, inputs_first=True, add=add),
+        f"{module}.zero": zeros_like_scales(own_zeros, scales),
         f"{module}.scale": checked_scales(scales, inputs_first=True),
     }
     mixed = mixed_groups(stored.get(f"{module}.g_idx"), size, groups)

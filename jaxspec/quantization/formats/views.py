@@ -81,6 +81,15 @@ def packed_integers(
     return View(words, shape, "I4" if bits == 4 else "I8", compute)
 
 
+def zeros_like_scales(zeros: View, scales: CheckpointTensor) -> View:
+    """Zeros [out, in / group] as floats of the scales' dtype: they are whole numbers below 2^8."""
+
+    def compute(*bounds: Bounds) -> np.ndarray:
+        return zeros.compute(*bounds).astype(np.float32)
+
+    return View(zeros.stored, zeros.shape, scales.dtype, compute)
+
+
 def checked_scales(scales: CheckpointTensor, *, inputs_first: bool, repeats: int = 1) -> View:
     """Scales [out, in / group] of a stored matrix.
 

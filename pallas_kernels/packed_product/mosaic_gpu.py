@@ -1,0 +1,221 @@
+"""The product with 4-bit weights on Hopper GPUs.
+
+Weights are the operand in registers of the tensor cores (64 outputs a warpgroup), and rows of x the
+one in shared memory: so a product of few rows fills the tensor cores, and weights are widened where
+they are used. A warpgroup copies blocks of weights, x and scales into a ring; the others multiply.
+The inputs of a block belong to one group: its scales multiply the block's sums, not the weights.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import Array, lax
+
+from pallas_kernels.packed_product.tuning import OUTPUTS, PackedTuning, packed_tuning
+from pallas_kernels.shared_memory import swizzled
+
+_OUTPUT_LAYOUT = plgpu.Layout.WGMMA.reduce(1)  # one value for each output of a warpgroup
+TILE_INPUTS = 64  # of x: a row of a swizzled tile is at most 128 bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """Sizes of a product: x [rows, depth] times weights [width, depth]."""
+
+    rows: int  # of x and the result
+    padded_rows: int  # of the tensor cores' operand
+    depth: int
+    width: int
+    groups: int  # of inputs
+    block: int  # inputs of a block
+    has_zeros: bool
+    num_splits: int
+    config: PackedTuning
+    interpret: bool
+
+    @property
+    def tile(self) -> int:
+        """Outputs of a CTA."""
+        return OUTPUTS * self.config.warpgroups
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of inputs of a CTA."""
+        return self.depth // self.num_splits // self.block
+
+
+# Traced once for all layers of a model.
+@functools.partial(jax.jit, static_argnames=("num_splits", "dtype", "config", "interpret"))
+def packed_product_mosaic(
+    x: Array,  # [M, K]
+    values: Array,  # int4 [V, K]
+    scale: Array,  # [n, V]
+    zero: Array | None,  # [n, V]
+    *,
+    num_splits: int,
+    dtype: jnp.dtype,
+    config: PackedTuning | None = None,
+    interpret: Any = None,
+) -> Array:
+    """See pallas_kernels.packed_product.packed_product; only for what ``misfit`` accepts.
+
+    ``config`` None: from tuning.py. ``interpret``: plgpu.InterpretGPUParams, for tests.
+    """
+    (rows, depth), (groups, width) = x.shape, scale.shape
+    plan = _Plan(
+        rows=rows,
+        padded_rows=-(-rows // 8) * 8,
+        depth=depth,
+        width=width,
+        groups=groups,
+        block=min(depth // groups, 128),
+        has_zeros=zero is not None,
+        num_splits=num_splits,
+        config=config or packed_tuning(rows, depth, width),
+        interpret=interpret is not None,
+    )
+    if rows > 8:  # the copy engine fills a single tile of 8 rows with zeros, but not several
+        x = jnp.pad(x, ((0, plan.padded_rows - rows), (0, 0)))
+    zeros = [] if zero is None else [zero]
+    return _make_kernel(plan, x.dtype, scale.dtype, dtype, interpret)(x, values, scale, *zeros)
+
+
+def _make_kernel(plan: _Plan, dtype: Any, scale_dtype: Any, out_dtype: Any, interpret: Any) -> Any:
+    config, block = plan.config, plan.block
+    ring = config.stages
+    x_tile = min(TILE_INPUTS, block)
+
+    scratch: dict[str, Any] = {
+        "values": plgpu.SMEM((ring, plan.tile, block), jnp.int4, transforms=swizzled(block, 4)),
+        "x": plgpu.SMEM((ring, plan.padded_rows, block), dtype, transforms=swizzled(x_tile, 16)),
+        "scale": plgpu.SMEM((ring, plan.tile), scale_dtype),
+        "rows": plgpu.SMEM((config.warpgroups, plan.padded_rows, OUTPUTS), out_dtype),
+        "full": plgpu.Barrier(num_arrivals=3 + plan.has_zeros, num_barriers=ring),
+        "free": plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=ring),
+    }
+    if plan.has_zeros:
+        scratch["zero"] = plgpu.SMEM((ring, plan.tile), scale_dtype)
+
+    def packed_product_kernel(x_in, values_in, scale_in, *zero_and_out, **refs):
+        *zero_in, out = zero_and_out
+        warpgroup = lax.axis_index("warpgroup")
+
+        @pl.when(warpgroup == config.warpgroups)
+        def _copy():
+            if config.registers:
+                plgpu.set_max_registers(config.producer_registers, action="decrease")
+            _copy_blocks(plan, x_in, values_in, [scale_in, *zero_in], refs)
+
+        @pl.when(warpgroup < config.warpgroups)
+        def _compute():
+            if config.registers:
+                plgpu.set_max_registers(config.registers, action="increase")
+            _store(plan, _multiply_blocks(plan, refs), out, refs)
+
+    return plgpu.kernel(
+        packed_product_kernel,
+        out_type=jax.ShapeDtypeStruct((plan.num_splits, plan.rows, plan.width), out_dtype),
+        scratch_types=scratch,
+        grid=(plan.width // plan.tile, plan.num_splits),
+        grid_names=("tile", "split"),
+        num_threads=config.warpgroups + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        interpret=interpret,
+    )
+
+
+def _copy_blocks(plan: _Plan, x: Any, values: Any, by_group: list[Any], refs: Any) -> None:
+    """Copy the blocks in order into the ring."""
+    ring, tile = plan.config.stages, lax.axis_index("tile")
+    outputs = pl.ds(tile * plan.tile, plan.tile)
+    # x may have fewer rows than the tile: a start that is not known keeps the slice from being
+    # checked, and the copy engine writes zeros for rows that are not there.
+    rows = pl.ds(0 * tile, plan.padded_rows)
+    first = lax.axis_index("split") * plan.blocks
+
+    def copy(index: Array, carry: None) -> None:
+        slot = lax.rem(index, ring)
+
+        @pl.when(index >= ring)
+        def _():
+            plgpu.barrier_wait(refs["free"].at[slot])
+
+        inputs, full = pl.ds((first + index) * plan.block, plan.block), refs["full"].at[slot]
+        group = (first + index) * plan.block // (plan.depth // plan.groups)
+        plgpu.copy_gmem_to_smem(values.at[outputs, inputs], refs["values"].at[slot], full)
+        plgpu.copy_gmem_to_smem(x.at[rows, inputs], refs["x"].at[slot], full)
+        for source, name in zip(by_group, ("scale", "zero"), strict=False):
+            plgpu.copy_gmem_to_smem(source.at[group, outputs], refs[name].at[slot], full)
+
+    lax.fori_loop(0, plan.blocks, copy, None)
+    for i in range(min(ring, plan.blocks)):  # every barrier must have completed its last phase
+        plgpu.barrier_wait(refs["free"].at[lax.rem(plan.blocks - min(ring, plan.blocks) + i, ring)])
+
+
+def _multiply_blocks(plan: _Plan, refs: Any) -> Array:
+    """A warpgroup's outputs: float32 [OUTPUTS, rows]."""
+    warpgroup, ring = lax.axis_index("warpgroup"), plan.config.stages
+    own = pl.ds(warpgroup * OUTPUTS, OUTPUTS)
+
+    def step(index: Array, total: Array) -> Array:
+        slot = lax.rem(index, ring)
+        plgpu.barrier_wait(refs["full"].at[slot])
+        packed = plgpu.load(
+            refs["values"].at[slot, own], layout=plgpu.Layout.WGMMA_UPCAST_4X, optimized=False
+        )
+        weights = plgpu.layout_cast(packed, plgpu.Layout.WGMMA).astype(refs["x"].dtype)
+        if plan.has_zeros:
+            zero = _by_output(refs["zero"].at[slot, own]).astype(weights.dtype)
+            weights -= lax.broadcast_in_dim(zero, weights.shape, [0])
+        sums = _product(weights, refs["x"].at[slot].transpose((1, 0)), plan)
+        scale = _by_output(refs["scale"].at[slot, own]).astype(jnp.float32)
+        plgpu.barrier_arrive(refs["free"].at[slot])
+        return total + sums * lax.broadcast_in_dim(scale, sums.shape, [0])
+
+    zeros = jnp.zeros((OUTPUTS, plan.padded_rows), jnp.float32)
+    return lax.fori_loop(0, plan.blocks, step, plgpu.layout_cast(zeros, plgpu.Layout.WGMMA))
+
+
+def _by_output(ref: Any) -> Array:
+    return plgpu.load(ref, layout=_OUTPUT_LAYOUT, optimized=False)
+
+
+def _product(weights: Array, x: Any, plan: _Plan) -> Array:
+    """weights [OUTPUTS, block] times x [block, rows] in shared memory, waited for."""
+    if plan.interpret:  # the interpreter knows no operands in registers
+        return jnp.dot(weights, x[...], preferred_element_type=jnp.float32)
+
+    def multiply(sums: Any) -> Array:
+        plgpu.wgmma(sums, weights, x)
+        return sums[...]
+
+    sums = plgpu.WGMMAAccumulatorRef((OUTPUTS, plan.padded_rows), jnp.float32)
+    return pl.run_scoped(multiply, sums)
+
+
+def _store(plan: _Plan, total: Array, out: Any, refs: Any) -> None:
+    """Store outputs [OUTPUTS, rows] as rows of the result."""
+    warpgroup, tile = lax.axis_index("warpgroup"), lax.axis_index("tile")
+    own = refs["rows"].at[warpgroup]
+    transposed = plgpu.layout_cast(total.astype(own.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
+    _write(own.transpose((1, 0)), transposed)
+    plgpu.commit_smem()
+    outputs = pl.ds(tile * plan.tile + warpgroup * OUTPUTS, OUTPUTS)
+    rows = pl.ds(0 * tile, plan.padded_rows)  # those that are not there are not written
+    plgpu.copy_smem_to_gmem(own, out.at[lax.axis_index("split"), rows, outputs])
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _write(ref: Any, value: Array) -> None:
+    """Store to plain shared memory. jax 0.12 has to be told that bank conflicts are allowed."""
+    store = getattr(plgpu, "store", None)
+    if store is None:
+        ref[...] = value
+    else:
+        store(ref, value, optimized=False)

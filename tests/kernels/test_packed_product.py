@@ -1,0 +1,146 @@
+"""Products with 4-bit weights: the reference, and the kernel interpreted, lowered, run."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxspec.models.linear import Linear
+from jaxspec.quantization.grouped import GroupedLinear, rounded_to_groups
+from pallas_kernels.packed_product import misfit, packed_product
+from pallas_kernels.packed_product.cases import BENCHMARK_CASES, TEST_CASES, Case, make_arguments
+from pallas_kernels.packed_product.mosaic_gpu import packed_product_mosaic
+from pallas_kernels.packed_product.tuning import PackedTuning, choose_packed_splits
+from pallas_kernels.selection import Kernels
+from tests.marks import first_is_fast
+
+FLOAT32 = jnp.dtype("float32")
+# Of the largest sum of absolute products: products of 16-bit floats and integers are exact, their
+# sums are float32, and scales multiply the sums of a group.
+ERROR = 1e-5
+VARIANTS = (PackedTuning(stages=2), PackedTuning(warpgroups=1), PackedTuning(stages=8))
+
+
+def exact(case: Case) -> tuple[np.ndarray, np.ndarray]:
+    """[S, M, V] in float64: the product, and the sums of the absolute values of its terms."""
+    x, values, scale, zero = make_arguments(case)
+    groups = np.arange(case.depth) // case.group
+    steps = np.asarray(values, np.float64)
+    if zero is not None:
+        steps = steps - np.asarray(zero, np.float64).T[:, groups]
+    weights = steps * np.asarray(scale, np.float64).T[:, groups]
+    rows = np.asarray(x, np.float64).reshape(case.rows, case.num_splits, -1)
+    weights = weights.reshape(case.width, case.num_splits, -1)
+    return (
+        np.einsum("msk,vsk->smv", rows, weights),
+        np.einsum("msk,vsk->smv", np.abs(rows), np.abs(weights)),
+    )
+
+
+def assert_exact(found: Any, case: Case) -> None:
+    wanted, terms = exact(case)
+    assert found.shape == wanted.shape
+    assert (np.abs(np.asarray(found, np.float64) - wanted) <= ERROR * terms).all()
+
+
+@pytest.mark.parametrize("case", TEST_CASES, ids=str)
+def test_the_reference_is_the_product(case: Case):
+    assert_exact(packed_product(*make_arguments(case), num_splits=case.num_splits), case)
+
+
+@first_is_fast(TEST_CASES)
+def test_interpreted_it_is_the_reference(case: Case):
+    for config in (None, *VARIANTS):
+        found = packed_product_mosaic(
+            *make_arguments(case),
+            num_splits=case.num_splits,
+            dtype=FLOAT32,
+            config=config,
+            interpret=plgpu.InterpretGPUParams(detect_races=True),
+        )
+        jax.block_until_ready(found)  # the interpreter's callbacks run jax, too
+        assert_exact(found, case)
+
+
+@pytest.mark.parametrize("case", [*TEST_CASES, *BENCHMARK_CASES[::5]], ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_it_lowers_for_cuda(case: Case, dtype: str):
+    arguments = jax.eval_shape(lambda: make_arguments(case))
+    options = {"num_splits": case.num_splits, "dtype": dtype, "implementation": "mosaic_gpu"}
+    function = functools.partial(packed_product, **options)
+    assert jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [*TEST_CASES, *BENCHMARK_CASES[::3]], ids=str)
+@pytest.mark.parametrize("config", [None, *VARIANTS], ids=str)
+def test_on_the_device_it_is_the_product(case: Case, config: PackedTuning | None):
+    options = {"num_splits": case.num_splits, "dtype": FLOAT32, "config": config}
+    function = jax.jit(functools.partial(packed_product_mosaic, **options))
+    arguments = make_arguments(case)
+    first = function(*arguments)
+    assert_exact(first, case)
+    for _ in range(20):
+        assert jnp.array_equal(first, function(*arguments)), "a race"
+
+
+@pytest.mark.gpu
+def test_on_the_device_a_row_is_the_same_whatever_stands_beside_it():
+    x, *weights = make_arguments(Case(64, 1024, 256, zeros=True))
+    function = jax.jit(functools.partial(packed_product, implementation="mosaic_gpu"))
+    whole = function(x, *weights)
+    for rows in (1, 2, 7, 8, 9, 24, 33):
+        assert jnp.array_equal(function(x[:rows], *weights), whole[:, :rows])
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        (Case(65, 256, 128), "65 rows: at most 64"),
+        (Case(2, 256, 96), "96 outputs: a multiple of 128"),
+        (Case(2, 256, 128, group=32), "groups of 32 inputs: 64, or a multiple of 128"),
+        (Case(2, 256, 128, num_splits=4), "256 inputs in 4 parts: they must be whole blocks"),
+    ],
+    ids=["rows", "outputs", "group", "parts"],
+)
+def test_unsupported_arguments_are_named(case: Case, message: str):
+    with pytest.raises(ValueError, match=f"the kernel cannot take {message}"):
+        packed_product(
+            *make_arguments(case), num_splits=case.num_splits, implementation="mosaic_gpu"
+        )
+    x, values, scale, _ = make_arguments(TEST_CASES[0])
+    assert "must be bfloat16" in str(misfit(x.astype(FLOAT32), values, scale))
+
+
+def test_splits_are_whole_blocks_and_fill_the_device():
+    for case in BENCHMARK_CASES:
+        splits = choose_packed_splits(case.depth, case.width, case.group)
+        assert case.depth % (splits * 128) == 0
+        assert 132 <= splits * case.width // 128 <= 264
+
+
+def test_a_linear_takes_the_kernel_where_it_fits():
+    """Its product is the kernel's, split-K partial sums included; elsewhere weights are widened."""
+    weight = jnp.asarray(np.random.default_rng(0).normal(size=(256, 2, 64)), jnp.bfloat16)
+    linear = rounded_to_groups(Linear(weight=weight, axes=("hidden", "two", "ff")))
+    kernels = Kernels(frozenset({"packed_product"}))
+    x = jnp.zeros((1, 3, 256), jnp.bfloat16)
+
+    def kernels_in(own: GroupedLinear, x: Any) -> int:
+        splits = own.best_num_splits(x, kernels)
+        call = jax.jit(lambda x: own.partial_sums(x, splits, kernels))
+        lowered = call.trace(x).lower(lowering_platforms=("cuda",))
+        assert lowered.out_info.shape == (splits, *x.shape[:-1], 2, 64)
+        return lowered.as_text().count("mosaic_gpu")
+
+    assert linear.best_num_splits(x, kernels) == 2 and kernels_in(linear, x) > 0
+    assert kernels_in(linear, jnp.zeros((65, 256), jnp.bfloat16)) == 0
+    assert kernels_in(linear, x.astype(jnp.float32)) == 0
+    mixed = dataclasses.replace(linear, groups=jnp.arange(256, dtype=jnp.int32) % 2)
+    assert kernels_in(mixed, x) == 0
+    assert linear.best_num_splits(x, Kernels()) == 1

@@ -1,0 +1,91 @@
+"""Engines with quantized checkpoints: over devices, in stages, and with quantized drafters."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxspec import load
+from jaxspec.config.cache import CacheConfig
+from jaxspec.config.engine import EngineConfig
+from jaxspec.config.speculation import SpeculationConfig
+from jaxspec.engine import Engine
+from jaxspec.parallel import make_mesh
+from jaxspec.quantization.float8 import Float8Linear
+from jaxspec.quantization.grouped import GroupedLinear
+from jaxspec.scheduling.requests import SamplingParams
+from jaxspec.speculation.drafters import DraftModelDrafter, EagleDrafter
+from tests.checkpoints import tiny_eagle3_head, tiny_llama
+from tests.marks import slow
+from tests.quantized_checkpoints import FORMATS, quantize_checkpoint
+
+PROMPTS = [list(range(3, 40)), [7, 2, 9]]
+SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}
+CHAIN = SpeculationConfig.chain(3)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("source"), **SIZES)
+
+
+@pytest.fixture(scope="module")
+def targets(source: Path, tmp_path_factory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("targets")
+    names = ("awq", "gptq act-order", "float8 blocks")
+    return {name: quantize_checkpoint(source, folder / name, FORMATS[name])[0] for name in names}
+
+
+def texts(model: Path, drafter: Any = "ngram", **options: Any) -> list[list[int]]:
+    params = load(model, drafter, dtype="float32", speculation=CHAIN, **options)
+    engine = Engine(params, CacheConfig(page_size=8, max_length=96), EngineConfig(max_rows=2))
+    sampling = SamplingParams(max_tokens=24, stop_token_ids=())
+    generations = engine.add_all(PROMPTS, [sampling] * 2)
+    engine.finish(generations)
+    assert not any(one.error for one in generations)
+    return [one.token_ids for one in generations]
+
+
+@pytest.mark.parametrize("name", ["awq", slow("gptq act-order")])
+@pytest.mark.parametrize(
+    "mesh",
+    [slow({"tensor_parallel": 2}), {"pipeline_parallel": 2}, slow({"sequence_parallel": 2})],
+    ids=str,
+)
+def test_texts_over_devices_are_those_of_one(name: str, mesh: dict[str, Any], targets):
+    assert texts(targets[name], mesh=make_mesh(**mesh)) == texts(targets[name], "none")
+
+
+@pytest.mark.slow
+def test_blocks_of_floats_over_devices(targets):
+    """Groups of inputs are on one device each, and so are their scales."""
+    model = targets["float8 blocks"]
+    assert texts(model, mesh=make_mesh(pipeline_parallel=2)) == texts(model, "none")
+
+
+def test_channels_over_a_grid_are_refused(source: Path, tmp_path: Path):
+    model, _ = quantize_checkpoint(source, tmp_path, FORMATS["gptq 8 bits, channels"])
+    with pytest.raises(ValueError, match="it cannot be split over a grid of devices"):
+        load(model, mesh=make_mesh((2, 2)))
+
+
+@pytest.mark.parametrize("name", ["gptq", "float8"])
+def test_drafters_come_from_quantized_checkpoints(name: str, source: Path, tmp_path: Path):
+    def quantizes(tensor: str) -> bool:
+        return tensor.endswith("proj.weight") or tensor in ("fc.weight", "lm_head.weight")
+
+    kind = Float8Linear if name == "float8" else GroupedLinear
+    head_dir = tiny_eagle3_head(tmp_path / "head", source)
+    head, _ = quantize_checkpoint(head_dir, tmp_path / "quantized", FORMATS[name], quantizes)
+    drafter = load(source, head, speculation=CHAIN).drafter
+    assert isinstance(drafter, EagleDrafter)
+    assert isinstance(drafter.head.front.fc, kind) and isinstance(drafter.head.lm_head, kind)
+    draft, dense = quantize_checkpoint(source, tmp_path / "draft", FORMATS[name])
+    model = load(source, draft, speculation=CHAIN).drafter
+    assert isinstance(model, DraftModelDrafter)
+    mixer: Any = model.model.layers[0].mixer
+    assert isinstance(mixer.o, kind)
+    np.testing.assert_array_equal(
+        model.model.embed, load(dense, "none", speculation=CHAIN).target.embed
+    )

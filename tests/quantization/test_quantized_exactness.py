@@ -1,0 +1,111 @@
+"""Speculation with quantized targets and drafters: the text of plain decoding, token for token."""
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.config.speculation import SpeculationConfig
+from jaxspec.functional import EngineParams
+from jaxspec.models.decoder import Decoder
+from jaxspec.models.linear import Linear
+from jaxspec.quantization.float8 import Float8Linear, rounded_to_float8
+from jaxspec.quantization.grouped import GroupedLinear, rounded_to_groups
+from jaxspec.quantization.schemes import rounded
+from tests.marks import slow
+from tests.random_models import generate, make_params, random_prompts, random_target
+from tests.speculation.test_exactness import sampling_of
+
+PROMPTS = random_prompts((5, 17, 30))
+CHAIN = SpeculationConfig.chain(5)
+TREE = SpeculationConfig(num_nodes=12, max_depth=3, top_k=3)
+
+
+def mixed_groups(linear: Linear) -> GroupedLinear:
+    """Four bits with zeros, and groups in mixed order, as GPTQ's act-order leaves them."""
+    order = np.random.default_rng(linear.in_size).permutation(linear.in_size)
+    sorted_rows = linear.replace(weight=linear.weight[order])
+    made = rounded_to_groups(sorted_rows, 4, 16, symmetric=False)
+    inverse = np.argsort(order)
+    groups = jnp.asarray(inverse // 16, jnp.int32)
+    return made.replace(values=made.values[..., inverse], groups=groups)
+
+
+def float8_groups(linear: Linear) -> Float8Linear:
+    return rounded_to_float8(linear, linear.in_size // 16)
+
+
+ROUNDINGS: dict[str, Callable[[Linear], Any]] = {
+    "4 bits": functools.partial(rounded_to_groups, bits=4, group=16),
+    "mixed groups": mixed_groups,
+    "8 bits": functools.partial(rounded_to_groups, bits=8, group=16),
+    "float8": rounded_to_float8,
+    "float8 groups": float8_groups,
+}
+
+
+@functools.cache
+def target(name: str) -> Decoder:
+    return rounded(random_target(), ROUNDINGS[name], lm_head=True)
+
+
+def text(params: EngineParams, temperature: float) -> tuple[list[list[int]], Any]:
+    sampling = sampling_of(temperature, len(PROMPTS))
+    generated, state = generate(params, PROMPTS, page_size=4, sampling=sampling)
+    return generated, state.rows.stats
+
+
+@functools.cache
+def plain(name: str, temperature: float) -> list[list[int]]:
+    params = make_params("none", CHAIN, random_target())
+    return text(params.replace(target=target(name)), temperature)[0]
+
+
+def check(name: str, drafter: str, spec: SpeculationConfig, temperature: float) -> None:
+    params = make_params(drafter, spec, random_target())
+    own = rounded(params.drafter, ROUNDINGS[name], lm_head=True)
+    params = params.replace(target=target(name), drafter=own)
+    found, stats = text(params, temperature)
+    assert found == plain(name, temperature)
+    assert stats.accepted.sum() / stats.rounds.sum() > 1.2, "hardly a draft was accepted"
+
+
+CASES = list(itertools.product(ROUNDINGS, ("ngram", "draft_model", "eagle3"), (CHAIN, TREE)))
+FAST = (("4 bits", "eagle3", TREE), ("float8", "draft_model", CHAIN))
+
+
+@pytest.mark.parametrize(
+    ("name", "drafter", "spec"),
+    [case if case in FAST else slow(*case) for case in CASES],
+    ids=lambda one: one if isinstance(one, str) else ("chain" if one.is_chain else "tree"),
+)
+def test_the_text_is_that_of_plain_decoding(name: str, drafter: str, spec: SpeculationConfig):
+    for temperature in (0.0, 0.8):
+        check(name, drafter, spec, temperature)
+
+
+def test_rounding_keeps_weights_apart_by_half_a_step():
+    """Each weight is the nearest that its group can have."""
+    linear = Linear(
+        weight=jnp.asarray(np.random.default_rng(0).normal(size=(64, 3, 5)), jnp.float32),
+        axes=("hidden", "two", "ff"),
+    )
+    wanted = np.moveaxis(np.asarray(linear.weight), 0, -1)
+    for name in ("4 bits", "8 bits", "mixed groups"):
+        own = ROUNDINGS[name](linear)
+        groups = np.arange(64) // 16 if own.groups is None else own.groups
+        step = np.moveaxis(np.asarray(own.scale)[groups], 0, -1)
+        found = np.asarray(own.dense(jnp.dtype("float32")))
+        # The ends of a range with zeros may be off by one step: its zero is rounded, too.
+        assert (np.abs(found - wanted) <= (1.01 if own.zero is not None else 0.51) * step).all()
+
+
+def test_quantized_arrays_take_the_bytes_of_their_bits():
+    linear = Linear(weight=jnp.ones((256, 8)), axes=("hidden", "ff"))
+    own = ROUNDINGS["4 bits"](linear)
+    assert own.values.on_device_size_in_bytes() == 256 * 8 // 2
+    assert own.scale.shape == (16, 8)
