@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxspec.quantization.float8 import E4M3, round_tokens
-from jaxspec.quantization.grouped import dequantized
 
 SCALE = jnp.dtype("float16")  # as AWQ and GPTQ files have it
 SMALLEST_SCALE = float(jnp.finfo(SCALE).smallest_subnormal)
@@ -65,7 +64,12 @@ class Rounded(NamedTuple):
 
     def dense(self) -> Array:
         """The float32 weights [out, in] that it stands for."""
-        return dequantized(self.values, self.scale, self.zero, self.groups)
+        values, scale = self.values.astype(jnp.float32), self.scale.astype(jnp.float32)
+        zero = jnp.zeros_like(scale) if self.zero is None else self.zero.astype(jnp.float32)
+        if self.groups is not None:
+            return (values - zero[:, self.groups]) * scale[:, self.groups]
+        grouped = values.reshape(*scale.shape, -1)
+        return ((grouped - zero[..., None]) * scale[..., None]).reshape(values.shape)
 
 
 def fit(weight: Array, grid: Grid) -> tuple[Array, Array]:
