@@ -61,8 +61,8 @@ def check_plan(plan: Plan, shapes: Mapping[str, tuple[int, ...]]) -> None:
         raise ValueError(
             f"format {name} holds {bits} bits, not {grid.bits}; dense holds what 2 to 8 bits mean"
         )
-    if name == "awq" and plan.is_mixed:
-        raise ValueError("format awq has no mixed groups: take --order static, or another format")
+    if name in ("awq", "compressed-tensors") and plan.is_mixed:
+        raise ValueError(f"format {name} has no mixed groups: take --order static, or format gptq")
     if name == "awq" and plan.lm_head:
         raise ValueError("format awq leaves the LM head as it is: no --lm-head, or another format")
     for module, (outputs, size) in shapes.items():
@@ -112,8 +112,6 @@ def compressed_tensors(rounded: Rounded, plan: Plan) -> Named:
     }
     if rounded.zero is not None:
         tensors["weight_zero_point"] = pack(_zeros(rounded) + half, bits, 0)
-    if rounded.groups is not None:
-        tensors["weight_g_idx"] = np.asarray(rounded.groups, np.int32)
     return tensors
 
 
@@ -176,7 +174,7 @@ def _compressed_config(plan: Plan) -> dict[str, Any]:
         "group_size": grid.group if grouped else None,
         "block_structure": None,
         "dynamic": False,
-        "actorder": "group" if plan.is_mixed else None,
+        "actorder": None,
         "observer": "minmax",
         "observer_kwargs": {},
     }

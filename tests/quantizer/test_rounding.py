@@ -20,7 +20,7 @@ WEIGHTS = st.builds(
 
 
 @given(WEIGHTS, GRIDS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_every_weight_is_rounded_to_the_nearest_of_its_group(weight: np.ndarray, grid: Grid):
     found = round_to_nearest(jnp.asarray(weight), grid)
     half, size = 2 ** (grid.bits - 1), grid.group or 16

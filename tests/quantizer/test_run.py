@@ -118,7 +118,8 @@ def test_a_killed_process_goes_on(model: Path, data: Path, tmp_path: Path):
 @pytest.mark.parametrize(
     "options",
     [
-        ("--method", "gptq", "--order", "mixed"),
+        ("--method", "rtn", "--no-symmetric"),
+        slow(("--method", "gptq", "--order", "mixed")),
         slow(("--method", "awq")),
         slow(("--method", "gptq", "--no-symmetric", "--lm-head")),
         slow(("--method", "gptq", "--bits", "8", "--group", "-1")),
@@ -129,12 +130,15 @@ def test_every_format_means_the_same(
     options: tuple[str, ...], model: Path, data: Path, tmp_path: Path
 ):
     """Written from one run, and read by the loader of quantized checkpoints."""
-    found = {}
-    names = ["dense", "compressed-tensors"]
-    names += ["awq"] if "awq" in options else ["gptq"]
+    found, text = {}, None if "rtn" in options else data
+    names = ["dense"]
+    if "--lm-head" not in options:  # 257 outputs do not fill whole words
+        names += ["awq" if "awq" in options else "gptq"]
+    if "mixed" not in options:
+        names += ["compressed-tensors"]
     for name in names:
         more = (*options, "--format", name, "--work", str(tmp_path / "work"))
-        assert quantize.main(command(model, data, tmp_path / name, *more)) == 0
+        assert quantize.main(command(model, text, tmp_path / name, *more)) == 0
         found[name] = logits(tmp_path / name)
     for name in names[1:]:
         close = 2e-5 * np.abs(found["dense"]).max()

@@ -88,14 +88,13 @@ def test_gptq_lists_groups_that_are_not_mixed_and_zeros_that_are_none():
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_compressed_tensors_packs_inputs_of_each_output(bits: int):
-    module, count, half = random_module(bits, mixed=True), 32 // bits, 2 ** (bits - 1)
+    module, count, half = random_module(bits), 32 // bits, 2 ** (bits - 1)
     found = module_tensors("m", module, plan_of("compressed-tensors", bits=bits))
     words, zeros = found["m.weight_packed"], found["m.weight_zero_point"]
     assert words.shape == (OUTPUTS, SIZE // count)
     assert zeros.shape == (OUTPUTS // count, SIZE // GROUP)
     assert found["m.weight_shape"].tolist() == [OUTPUTS, SIZE]
     assert found["m.weight_shape"].dtype == np.int64 and module.zero is not None
-    np.testing.assert_array_equal(found["m.weight_g_idx"], module.groups)
     np.testing.assert_array_equal(found["m.weight_scale"], module.scale)
     for output in range(OUTPUTS):
         for k in range(SIZE):
@@ -152,6 +151,7 @@ def test_several_files_have_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyP
         (plan_of("gptq", bits=3), (32, 32), "format gptq holds 4 or 8 bits, not 3; dense holds"),
         (plan_of("dense", bits=9), (32, 32), "not 9"),
         (plan_of("awq", "gptq", order="mixed"), (32, 32), "format awq has no mixed groups"),
+        (plan_of("compressed-tensors", "gptq", order="mixed"), (32, 32), "has no mixed groups"),
         (plan_of("awq", lm_head=True), (32, 32), "format awq leaves the LM head"),
         (plan_of("awq", "fp8"), (32, 32), "format awq has no 8-bit floats"),
         (plan_of("awq"), (32, 36), "m: a group of 8 does not divide 36 inputs"),
