@@ -5,12 +5,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jaxspec import bootstrap
 from jaxspec.completion import Completion, decode_rate
 from jaxspec.llm import LLM
 from jaxspec.scheduling.requests import SamplingParams, with_own_seeds
-
-CONFIDENCE = 0.95
-RESAMPLES = 2000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,25 +47,16 @@ def summarize(completions: Sequence[Completion], seed: int = 0) -> Acceptance:
     by_depth = np.array([c.acceptance_by_depth for c in completions])  # [N, A]
     if rounds.sum() == 0:
         raise ValueError("every text ended with its first token: nothing was drafted")
-    chosen = np.random.default_rng(seed).integers(len(rounds), size=(RESAMPLES, len(rounds)))
-    chosen = chosen[rounds[chosen].sum(axis=1) > 0]
-    lengths = drafted[chosen].sum(axis=1) / rounds[chosen].sum(axis=1)
     accepted = by_depth * rounds[:, None]
-    shares = accepted[chosen].sum(axis=1) / rounds[chosen].sum(axis=1)[:, None]
+    length, length_interval = bootstrap.ratio(drafted, rounds, seed)
+    depths = [bootstrap.ratio(column, rounds, seed) for column in accepted.T]
     return Acceptance(
         prompts=len(completions),
         tokens=int(drafted.sum()),
         rounds=int(rounds.sum()),
-        length=float(drafted.sum() / rounds.sum()),
-        length_interval=interval(lengths),
-        by_depth=(accepted.sum(axis=0) / rounds.sum()).tolist(),
-        by_depth_intervals=[interval(column) for column in shares.T],
+        length=length,
+        length_interval=length_interval,
+        by_depth=[share for share, _ in depths],
+        by_depth_intervals=[interval for _, interval in depths],
         decode_tokens_per_second=decode_rate(completions),
     )
-
-
-def interval(samples: np.ndarray) -> tuple[float, float]:
-    """The middle CONFIDENCE of resampled values."""
-    tail = 50 * (1 - CONFIDENCE)
-    low, high = np.percentile(samples, [tail, 100 - tail])
-    return float(low), float(high)

@@ -12,6 +12,7 @@ from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import DraftHead
 from jaxspec.models.stages import Stage
 from jaxspec.pytree import is_static
+from jaxspec.quantization.kv_cache import with_scales_of
 from jaxspec.weights.in_place import in_place_of
 from pallas_kernels.reduce_add_rms_norm.exchange import make_exchange
 
@@ -39,8 +40,10 @@ def without_exchanges[T](tree: T) -> T:
 
 
 def replacement[T](current: T, new: T) -> T:
-    """``new`` where ``current`` lies (see weights.in_place), both without exchanges."""
-    return in_place_of(without_exchanges(current), without_exchanges(new))
+    """``new`` where ``current`` lies (see weights.in_place), both without exchanges. If the cache
+    has 8-bit pages, weights without scales take those in use."""
+    new = with_scales_of(current, without_exchanges(new))
+    return in_place_of(without_exchanges(current), new)
 
 
 def _replaced[T](tree: T, make: Callable[[str, int], Any]) -> T:

@@ -33,6 +33,7 @@ from jaxspec.models.decoder import Decoder
 from jaxspec.models.hf_config import load_model_config
 from jaxspec.processes import Processes
 from jaxspec.progress import progress_bar
+from jaxspec.quantization.kv_scales import KVScaleFile
 from jaxspec.scheduling.requests import SamplingParams, check_requests
 from jaxspec.shared_programs import FollowingPrograms, make_programs
 from jaxspec.speculation.drafters import Drafter
@@ -55,8 +56,8 @@ class LLM:
     >>> print(completion.text)
 
     Args:
-      model, drafter, speculation, dtype, mesh, shard_drafter, drafter_bits, kernels: see
-        loading.load.
+      model, drafter, speculation, dtype, mesh, shard_drafter, drafter_bits, kv_dtype,
+        kv_scales, kernels: see loading.load.
       page_size, num_pages: see config.CacheConfig; ``kv_memory`` is its ``memory``.
       max_length: most tokens of a request, prompt included; by default what the model allows, at
         most 2048.
@@ -77,6 +78,8 @@ class LLM:
         mesh: Mesh | None = None,
         shard_drafter: bool = False,
         drafter_bits: int | None = None,
+        kv_dtype: str | None = None,
+        kv_scales: str | Path | KVScaleFile | None = None,
         kernels: str = "auto",
         page_size: int = 16,
         max_length: int | None = None,
@@ -96,6 +99,8 @@ class LLM:
             mesh=mesh,
             shard_drafter=shard_drafter,
             drafter_bits=drafter_bits,
+            kv_dtype=kv_dtype,
+            kv_scales=kv_scales,
             kernels=kernels,
             stage_layers=stage_layers,
             drafter_mesh=drafter_mesh,

@@ -17,6 +17,15 @@ from jaxspec.models.hf_values import read_json, shown
 from jaxspec.models.pipeline import check_layers, chosen_layers
 from jaxspec.models.stages import Stage
 from jaxspec.parallel import devices_of_model, stage_meshes
+from jaxspec.quantization.kv_cache import (
+    FP8,
+    check_kv_dtype,
+    count_attentions,
+    has_float8_cache,
+    with_float8_cache,
+    with_kv_scales,
+)
+from jaxspec.quantization.kv_scales import KVScaleFile
 from jaxspec.quantization.scaled import in_eight_bits
 from jaxspec.quantization.schemes import in_four_bits
 from jaxspec.speculation.drafters import (
@@ -45,6 +54,8 @@ def load(
     mesh: Mesh | None = None,
     shard_drafter: bool = False,
     drafter_bits: int | None = None,
+    kv_dtype: str | None = None,
+    kv_scales: str | Path | KVScaleFile | None = None,
     kernels: str = "auto",
     stage_layers: Sequence[int] | None = None,
     drafter_mesh: Mesh | None = None,
@@ -66,6 +77,11 @@ def load(
         of each output. 8: as 8-bit integers, too, with a scale for each output,
         which halves what a draft step of up to 48 rows reads; None: only as loaded. The text does
         not depend on it.
+      kv_dtype: ``fp8``: keys and values of target and drafter as 8-bit floats (e4m3), of which half
+        as many bytes as of bfloat16 are kept and read; None: in the dtype of the weights. The
+        text depends on it, and is the same with and without speculation.
+      kv_scales: with ``fp8``, scales for its keys and values, or a file of them (see
+        quantization.kv_scales, and ``jaxspec kv-scales``); None: scales of 1.
       kernels: operations that run as kernels: ``auto`` (all on a Hopper GPU, attention on a TPU
         v5e or v6e, none elsewhere), ``all``, ``none``, or a comma list of names.
       stage_layers: layers of each stage of a mesh with stages; None: so many that all take about as
@@ -76,6 +92,7 @@ def load(
     Raises ValueError that names the file or option for what cannot be found, read or combined.
     """
     speculation = speculation or default_speculation(jax.default_backend())
+    scales = read_kv_scales(kv_dtype, kv_scales)
     meshes = stage_meshes(mesh, drafter_mesh)
     if stage_layers is not None and len(meshes) == 1:
         raise ValueError("stage_layers needs a mesh with stages: make_mesh(pipeline_parallel=...)")
@@ -102,7 +119,7 @@ def load(
             split = chosen_layers(config, resolved, meshes, drafted, apart=drafter_mesh is not None)
         check_layers(split, config, len(meshes))
         stages, target = load_pipeline(directory, config, resolved, meshes, split)
-    return EngineParams(
+    params = EngineParams(
         drafter=drafter,
         target=target,
         speculation=speculation,
@@ -110,6 +127,59 @@ def load(
         mesh=meshes[-1],
         stages=stages,
     )
+    return with_kv_dtype(params if scales is None else _scaled(params, scales), kv_dtype)
+
+
+def read_kv_scales(
+    kv_dtype: str | None, path: str | Path | KVScaleFile | None
+) -> KVScaleFile | None:
+    """Raises ValueError for options that do not go together, and for a bad file."""
+    check_kv_dtype(kv_dtype)
+    if path is None:
+        return None
+    if kv_dtype is None:
+        raise ValueError(f'kv_scales is for caches of 8 bits: give kv_dtype="{FP8}", too')
+    return path if isinstance(path, KVScaleFile) else KVScaleFile.read(path)
+
+
+def _scaled(params: EngineParams, scales: KVScaleFile) -> EngineParams:
+    """Raises ValueError for scales of other layers or heads. A file without a drafter leaves its
+    scales at 1."""
+    parts, rest = [], list(scales.target)
+    for part in (*params.stages, params.target):
+        count = count_attentions(part)
+        parts.append((part, rest[:count]))
+        rest = rest[count:]
+    if rest or any(len(own) != count_attentions(part) for part, own in parts):
+        raise ValueError(
+            f"kv_scales has {len(scales.target)} layers of the target, which has "
+            f"{sum(count_attentions(part) for part, _ in parts)}"
+        )
+    *stages, target = (
+        with_kv_scales(part, own, getattr(part, "mesh", params.mesh)) for part, own in parts
+    )
+    drafter = params.drafter
+    if scales.drafter and count_attentions(drafter):
+        drafter = with_kv_scales(drafter, scales.drafter, params.mesh)
+    return params.replace(stages=tuple(stages), target=target, drafter=drafter)
+
+
+def with_kv_dtype(params: EngineParams, kv_dtype: str | None) -> EngineParams:
+    """The parameters with caches of this dtype: see ``load``. None: as they are.
+
+    Raises ValueError for another name than ``fp8``, and for a target without keys and values.
+    """
+    check_kv_dtype(kv_dtype)
+    if kv_dtype is None:
+        return params
+    made = params.replace(
+        target=with_float8_cache(params.target, params.mesh),
+        drafter=with_float8_cache(params.drafter, params.mesh),
+        stages=tuple(with_float8_cache(stage, stage.mesh) for stage in params.stages),
+    )
+    if not has_float8_cache((made.target, made.stages)):
+        raise ValueError("kv_dtype is for layers of attention, and this model has none: leave it")
+    return made
 
 
 def _read_bytes(drafter: Drafter) -> int:

@@ -9,9 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from pallas_kernels.float8 import LARGEST, encode
 from pallas_kernels.selection import Implementation, is_hopper
 
 Arguments = tuple[Array | None, ...]
+LARGEST_NORMAL = 4.0  # about; a few normal numbers are larger
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,3 +59,11 @@ def noise(seed: int, index: int, shape: tuple[int, ...], dtype: Any = jnp.float3
         return jnp.asarray(numbers.astype(jnp.dtype(dtype)))
     key = jax.random.fold_in(jax.random.key(seed, impl="rbg"), index)
     return jax.random.normal(key, shape, dtype)
+
+
+def float8_noise(seed: int, index: int, shape: tuple[int, ...]) -> tuple[Array, Array]:
+    """Pages [P, G, K, D] of bytes and their scales [G], all different: normal numbers, as float8.py
+    has them."""
+    scale = jnp.linspace(1.0, 1.5, shape[1]) * LARGEST_NORMAL / LARGEST
+    rows = noise(seed, index, shape).swapaxes(1, 2)  # heads where ``encode`` has them
+    return encode(rows, scale).swapaxes(1, 2), scale

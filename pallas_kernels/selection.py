@@ -11,6 +11,8 @@ from typing import Any, Literal, Self
 
 import jax
 
+from pallas_kernels.float8 import is_float8
+
 OPERATIONS = (
     "paged_attention",
     "partial_attention",
@@ -21,13 +23,22 @@ OPERATIONS = (
     "top_k",
     "truncate",
     "packed_product",
+    "round_tokens",
+    "float8_pages",  # the kernels that read and write pages, where these hold 8-bit numbers
 )
 
 # "auto" leaves these out, unless so many devices share a model. For other numbers they were
 # compiled, but have not run yet. partial_attention: each device's part was right on an H200, but
-# not what two of them merged in the one test of that. packed_product has not run on a GPU at all.
+# not what two of them merged in the one test of that. packed_product, round_tokens and
+# float8_pages have not run on a GPU at all.
 MEASURED_SHARING: Mapping[str, tuple[int, ...]] = MappingProxyType(
-    {"reduce_add_rms_norm": (2,), "partial_attention": (), "packed_product": ()}
+    {
+        "reduce_add_rms_norm": (2,),
+        "partial_attention": (),
+        "packed_product": (),
+        "round_tokens": (),
+        "float8_pages": (),
+    }
 )
 
 TPU_OPERATIONS = ("paged_attention",)
@@ -101,6 +112,13 @@ class Kernels:
         if operation not in self:
             return "reference"
         return "auto_tpu" if self.backend == "mosaic_tpu" else "auto"
+
+    def over_pages(self, operation: str, pages: jax.Array) -> Implementation:
+        """As ``implementation``, of an operation over these pages: "reference" for bytes (see
+        float8.py), unless "float8_pages" was chosen, too."""
+        if is_float8(pages) and "float8_pages" not in self:
+            return "reference"
+        return self.implementation(operation)
 
     def __contains__(self, operation: str) -> bool:
         return operation in self.operations

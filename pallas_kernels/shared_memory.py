@@ -19,6 +19,13 @@ _tiling = plgpu.TilingTransform((TILE_ROWS, 64))  # pyright: ignore[reportAbstra
 SWIZZLED = (_tiling, plgpu.SwizzleTransform(LINE))  # pyright: ignore[reportAbstractUsage]
 
 
+def swizzled_bytes(width: int) -> tuple[Any, ...]:
+    """Transforms of rows [n, width] of 8-bit numbers; ``width`` is 64 or 128."""
+    tiling = plgpu.TilingTransform((TILE_ROWS, width))  # pyright: ignore[reportAbstractUsage]
+    swizzle = plgpu.SwizzleTransform(width)  # pyright: ignore[reportAbstractUsage]
+    return tiling, swizzle
+
+
 def zero_rows_outside(ref: Any, first: Array, end: Array, *, interpret: bool) -> None:
     """Overwrite the rows before ``first`` and from ``end`` on with zeros, in one warpgroup.
 

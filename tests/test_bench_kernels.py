@@ -19,6 +19,7 @@ from pallas_kernels.paged_attention.cases import (
     TEST_CASES,
     Case,
     as_benchmark,
+    as_float8_benchmark,
     as_partial_benchmark,
     benchmarks,
 )
@@ -26,13 +27,15 @@ from tests.json_lines import joined
 
 TREE = next(case for case in TEST_CASES if case.name == "small tree")
 HALF = dataclasses.replace(TREE, name="half tree")
+BYTES = dataclasses.replace(TREE, name="tree of bytes")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["one query", "small tree", "half tree"])
+@pytest.mark.parametrize("name", ["one query", "small tree", "half tree", "tree of bytes"])
 def test_every_kernel_is_timed_beside_its_reference(name, monkeypatch, capsys):
     cases = [as_benchmark(case, jnp.bfloat16) for case in (TEST_CASES[0], TREE)]
     cases.append(as_partial_benchmark(HALF, jnp.bfloat16))
+    cases.append(as_float8_benchmark(BYTES, jnp.bfloat16))
     monkeypatch.setattr(bench_kernels, "OPERATIONS", {"paged_attention": lambda: cases})
     arguments = ["--json", "--repeats", "1", "--seconds", "1e-3", "--only", name]
     assert bench_kernels.main(arguments) == 0

@@ -25,6 +25,7 @@ SCRIPTS = {
     "eval_drafter": "eval",
     "check_deterministic": "check-deterministic",
     "check_exactness": "check-exactness",
+    "kv_scales": "kv-scales",
     "bench_drafters": "bench drafters",
     "bench_engine": "bench engine",
     "bench_http": "bench http",

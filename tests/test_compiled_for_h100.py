@@ -49,10 +49,12 @@ def compiled(
     sampling: str = "greedy",
     kernels: str = "auto",
     sp: int = 1,
+    kv_dtype: str | None = None,
 ) -> CompiledRound:
     arguments = ["--shape", SHAPE, "--mode", mode, "--layers", str(layers), "--tp", str(tp)]
     arguments += ["--context", str(CONTEXT), "--wheels", str(WHEELS), "--sampling", sampling]
     arguments += ["--kernels", kernels, "--sp", str(sp)]
+    arguments += ["--kv-dtype", kv_dtype] if kv_dtype else []
     return compile_ahead.measure(arguments)["round"]
 
 
@@ -143,6 +145,18 @@ def test_attention_of_spread_sequences_is_a_kernel(mode: str, sp: int, tp: int):
     assert (one.launches.graphs, one.launches.outside) == (1, OUTSIDE)
     assert one.page_copies == 0
     assert one.temporary_bytes <= most_temporary_bytes(mode, tp=tp)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_pages_of_8_bits_take_no_launch_more(mode: str):
+    kernels = "add_rms_norm,float8_pages,kv_compact,paged_attention,rope_kv_write,top_k"
+    one, wide = compiled(mode, kernels=kernels, kv_dtype="fp8"), compiled(mode)
+    assert one.launches == wide.launches
+    assert {kernel.name for kernel in one.kernels} == {kernel.name for kernel in wide.kernels}
+    assert not [kernel for kernel in one.kernels if kernel.spilled_bytes]
+    assert one.page_copies == 0
+    assert one.temporary_bytes <= most_temporary_bytes(mode, tp=1)
+    assert one.argument_bytes < wide.argument_bytes
 
 
 def test_without_the_kernel_a_round_is_one_graph_too():

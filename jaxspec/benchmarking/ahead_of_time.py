@@ -39,6 +39,7 @@ from jaxspec.cache import PagedKV
 from jaxspec.compiler_options import compiler_options
 from jaxspec.config.model import ModelConfig
 from jaxspec.config.quantization import Scheme
+from jaxspec.loading import with_kv_dtype
 from jaxspec.models.decoder import decoder_shapes
 from jaxspec.models.heads import head_shapes
 from jaxspec.parallel import (
@@ -149,7 +150,7 @@ class Job:
 
     Attributes:
       config: of the target; the drafter is an EAGLE-3 head for it.
-      kernels: see Kernels.parse.
+      kernels, kv_dtype: see Kernels.parse and loading.load.
       largest_chunk: most tokens of a row's prompt in a call.
       quantization: of the target but for its LM head; drafter_quantization: of the head.
     """
@@ -161,6 +162,7 @@ class Job:
     sequence_parallel: int = 1
     kernels: str = "auto"
     largest_chunk: int = LARGEST_CHUNK
+    kv_dtype: str | None = None
     quantization: Scheme | None = None
     drafter_quantization: Scheme | None = None
 
@@ -205,7 +207,7 @@ def _program(function: Any, job: Job, devices: Sequence[Any], *, counted: bool) 
     head = head_shapes(eagle3_config(config), config, dtype, shards) if mode.speculation else None
     head = in_scheme(head, job.drafter_quantization, lm_head=True)
     own_kernels = Kernels.parse(job.kernels, devices[0], devices_of_model(mesh))
-    params = make_params(mode, target, head, mesh, own_kernels)
+    params = with_kv_dtype(make_params(mode, target, head, mesh, own_kernels), job.kv_dtype)
 
     def new_state() -> EngineState:
         # The mesh's devices do not exist, so no array can be placed on them: only shapes are.

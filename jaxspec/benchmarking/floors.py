@@ -14,6 +14,7 @@ from jaxspec.quantization.float8 import Float8Linear
 from jaxspec.quantization.grouped import GroupedLinear
 from jaxspec.quantization.scaled import only_eight_bits
 from jaxspec.speculation.drafters import EagleDrafter
+from pallas_kernels.float8 import BYTES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,5 +70,6 @@ def _local_heads(qkv: Any) -> int:
 
 def _cached_bytes(attention: Attention, context: float) -> int:
     config, kv_heads = attention.config, _local_heads(attention.qkv)
-    slot = 2 * kv_heads * config.head_dim * attention.qkv.dtype.itemsize
+    size = attention.qkv.dtype.itemsize if attention.kv_scales is None else BYTES.itemsize
+    slot = 2 * kv_heads * config.head_dim * size
     return round(min(context, config.window or math.inf) * slot)

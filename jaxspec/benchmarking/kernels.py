@@ -16,6 +16,7 @@ from jax import Array, lax
 
 from jaxspec.benchmarking.timing import timed
 from pallas_kernels.benchmark import Arguments, Benchmark
+from pallas_kernels.float8 import is_float8
 
 MIN_CHAIN = 16  # calls in the body of the timed loop; an iteration itself costs about 10 us
 CALL_SECONDS = 1e-5  # expected least duration of a call
@@ -144,7 +145,7 @@ def _chain(
 ) -> Callable[..., Any]:
     """A program of one call, and a loop over chains of ``length`` calls that rotate through data.
 
-    *Data* are floating-point arguments and packed weights, as marked by ``of_data``. The others
+    *Data* are floating-point arguments, packed ones too, as marked by ``of_data``. The others
     (tables, lengths, masks) are those of the first set for all calls. Values computed from them
     only are computed once per chain, as the layers of a model share them. Each call depends on the
     one before it and on its data, so no work on data is shared between calls or moved out of the
@@ -176,7 +177,11 @@ def _split(sets: Sequence[Arguments]) -> tuple[list[Array | None], list[list[Arr
 
 
 def _is_data(x: Array | None) -> TypeGuard[Array]:
-    return x is not None and (jnp.issubdtype(x.dtype, jnp.floating) or x.dtype == jnp.int4)
+    return x is not None and (_is_float(x) or is_float8(x) or x.dtype == jnp.int4)
+
+
+def _is_float(x: Array | None) -> TypeGuard[Array]:
+    return x is not None and jnp.issubdtype(x.dtype, jnp.floating)
 
 
 def _pinned(arguments: Arguments) -> Arguments:
@@ -187,7 +192,7 @@ def _pinned(arguments: Arguments) -> Arguments:
 
 def _errors(benchmark: Benchmark, *arguments: Array | None) -> tuple[Array, Array]:
     """Relative errors of the call and its reference, against the reference in float32."""
-    wide = [x.astype(jnp.float32) if _is_data(x) else x for x in arguments]
+    wide = [x.astype(jnp.float32) if _is_float(x) else x for x in arguments]
     with jax.default_matmul_precision("highest"):
         exact = benchmark.reference(*wide)
     results = benchmark.call(*arguments), benchmark.reference(*arguments)

@@ -7,11 +7,18 @@ from jaxspec.cache.layer_state import (
     LayerStates,
     ModelState,
 )
-from jaxspec.cache.paged import PagedKV, page_slots, pages_for, sequential_page_table
+from jaxspec.cache.paged import (
+    KVScales,
+    PagedKV,
+    page_slots,
+    pages_for,
+    sequential_page_table,
+)
 
 __all__ = [
     "CommittedPath",
     "Geometry",
+    "KVScales",
     "LayerState",
     "LayerStates",
     "ModelState",

@@ -17,13 +17,28 @@ from jaxspec.cache.layer_state import CommittedPath, Geometry
 from jaxspec.cache.spread import move_rows
 from jaxspec.parallel import Axes, Layout, named_shardings
 from jaxspec.pytree import Pytree, array, pytree, static
+from pallas_kernels.float8 import BYTES
 from pallas_kernels.kv_compact import kv_compact
 from pallas_kernels.selection import Kernels
 
 
 @pytree
+class KVScales(Pytree):
+    """What the numbers in 8-bit pages of one layer are multiplied by: float32 [G], above 0.
+
+    They belong to the weights. They never follow what a cache holds: so what is stored of a token
+    is the same wherever and whenever it is written. See pallas_kernels/float8.py.
+    """
+
+    k: Array = array("kv_heads")
+    v: Array = array("kv_heads")
+
+
+@pytree
 class PagedKV(Pytree):
     """Keys and values of one layer, [P, G, K, D] each: the page of a KV head is contiguous.
+
+    In the model's dtype, or as bytes of 8-bit numbers that the layer's KVScales belong to.
 
     This is the LayerState of attention. ``spread``: mesh axes that the slots of every page are
     spread over (see cache/spread.py).
@@ -35,9 +50,17 @@ class PagedKV(Pytree):
 
     @classmethod
     def create(
-        cls, geometry: Geometry, kv_heads: int, head_dim: int, dtype: jnp.dtype, layout: Layout
+        cls,
+        geometry: Geometry,
+        kv_heads: int,
+        head_dim: int,
+        dtype: jnp.dtype,
+        layout: Layout,
+        scales: KVScales | None = None,
     ) -> Self:
-        """Empty pages. With a mesh, they are created on its devices directly."""
+        """Empty pages of ``dtype``, or of bytes if there are scales. With a mesh, they are created
+        on its devices directly."""
+        dtype = dtype if scales is None else BYTES
         shape = (geometry.num_pages, kv_heads, geometry.page_size, head_dim)
         sharding = None
         if geometry.mesh is not None:
@@ -95,7 +118,8 @@ def move[T: PagedKV](
     if states[0].spread:
         moved = move_rows(pages, source, destination, states[0].spread)
     else:
-        moved = kv_compact(pages, source, destination, kernels.implementation("kv_compact"))
+        implementation = kernels.over_pages("kv_compact", pages[0])
+        moved = kv_compact(pages, source, destination, implementation)
     pairs = zip(states, moved[::2], moved[1::2], strict=True)
     return [state.replace(k=k, v=v) for state, k, v in pairs]
 

@@ -35,7 +35,7 @@ from jaxspec.weights.hub import resolve_directory
 RECORDED = (
     *("model", "drafter", "dtype", "tree", "acceptance", "proposal", "verify_width"),
     *("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "max_length"),
-    *("deterministic", "token_ids"),
+    *("deterministic", "token_ids", "kv_dtype"),
 )
 OPENAI_FIELDS = {"body", "method", "url"}
 IN_FLIGHT = 2  # prompts for each row: one that runs, and one that can begin at once
@@ -54,11 +54,13 @@ class Job:
     def record(self) -> dict[str, Any]:
         """What the results depend on."""
         own, template = self.arguments, self.template
+        scales = own.kv_scales and read_text(own.kv_scales)
         return {
             "prompt_file_sha256": self.prompts.digest,
             "part": [self.part.start, self.part.stop],
             **{name: getattr(own, name) for name in RECORDED},
             "chat_template_sha256": template and hashlib.sha256(template.encode()).hexdigest(),
+            "kv_scales_sha256": scales and hashlib.sha256(scales.encode()).hexdigest(),
         }
 
 

@@ -27,6 +27,7 @@ from jaxspec.benchmarking.rounds import SAMPLING, Bench, Timing, Workload, time_
 from jaxspec.benchmarking.shapes import SHAPES
 from jaxspec.benchmarking.timing import Bandwidth, measure_bandwidth
 from jaxspec.commands.engine_options import (
+    add_kv_dtype,
     add_quantization_options,
     add_sequence_parallel_option,
     add_tensor_parallel_option,
@@ -44,6 +45,7 @@ from jaxspec.memory import local_bytes
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import DraftHead
 from jaxspec.parallel import grid_of, replica_meshes
+from jaxspec.quantization.kv_cache import with_float8_cache
 from pallas_kernels.selection import Kernels
 
 MOST_JOBS = 4  # modes compiled at a time; each needs memory for a state for a moment
@@ -62,6 +64,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--repeats", type=int, default=5, help="timed calls; the median is reported")
     add("--page-size", type=int, default=64, help="tokens of a page of the KV cache")
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="weights and cache")
+    add_kv_dtype(parser)
     add_tensor_parallel_option(parser)
     add_sequence_parallel_option(parser)
     add("--whole-drafter", action="store_true", help="with --tp, the whole head on every device")
@@ -145,6 +148,8 @@ def measure_modes(
         )
     jax.block_until_ready((target, head))
     console.print(f"{local_bytes((target, head)) / 1e9:.2f} GB of weights a device")
+    if args.kv_dtype is not None:
+        target, head = with_float8_cache((target, head), mesh)
     for bench in compile_all(chosen, target, head, mesh, kernels, console):
         name = f"{bench.mode.name}, batch {bench.workload.batch}: "
         yield time_mode(bench, lambda text, name=name: console.print(name + text))

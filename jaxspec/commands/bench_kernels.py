@@ -50,6 +50,7 @@ from pallas_kernels.truncate import cases as truncate
 OPERATIONS: Mapping[str, Callable[[], Sequence[Benchmark]]] = MappingProxyType(
     {
         "paged_attention": paged_attention.benchmarks,
+        "float8_attention": paged_attention.float8_benchmarks,
         "partial_attention": paged_attention.partial_benchmarks,
         "rope_kv_write": rope_kv_write.benchmarks,
         "add_rms_norm": add_rms_norm.benchmarks,

@@ -11,6 +11,7 @@ has returned.
 
 import argparse
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ from jaxspec.benchmarking.rounds import Bench, Workload, time_mode
 from jaxspec.benchmarking.shapes import SHAPES
 from jaxspec.commands.engine_options import (
     add_drafter_bits,
+    add_kv_dtype,
     add_quantization_options,
     add_sequence_parallel_option,
     add_tensor_parallel_option,
@@ -55,7 +57,7 @@ from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.engine import Engine
 from jaxspec.functional import EngineParams
 from jaxspec.load_test import Client, LoadResult, LoadTest
-from jaxspec.loading import load, resolve_dtype
+from jaxspec.loading import load, resolve_dtype, with_kv_dtype
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import DraftHead
 from jaxspec.parallel import devices_of_model, replica_meshes
@@ -101,6 +103,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--pages", type=int, help="pages of the KV cache (default: as the rows need, or as fit)")
     add("--no-prefix-cache", action="store_true", help="keep no pages for later requests")
     add("--dtype", choices=("bfloat16", "float32"), help="(default: float32 on CPU, else bfloat16)")
+    add_kv_dtype(parser)
     add_tensor_parallel_option(parser)
     add_sequence_parallel_option(parser)
     add_quantization_options(parser)
@@ -168,16 +171,17 @@ class Models:
         args = self.args
         if self._random is not None:
             kernels = Kernels.parse(args.kernels, sharing=devices_of_model(self.mesh))
-            return make_params(self.mode(name), *self._random, self.mesh, kernels)
+            params = make_params(self.mode(name), *self._random, self.mesh, kernels)
+            return with_kv_dtype(params, args.kv_dtype)
+        own = functools.partial(
+            load, args.model, dtype=args.dtype, kv_dtype=args.kv_dtype, mesh=self.mesh
+        )
         if name == "plain":
-            return load(args.model, "none", dtype=args.dtype, mesh=self.mesh, kernels=args.kernels)
+            return own("none", kernels=args.kernels)
         tree = None if args.tree is None else SpeculationConfig.parse(args.tree)
-        return load(
-            args.model,
+        return own(
             args.drafter,
             speculation=tree,
-            dtype=args.dtype,
-            mesh=self.mesh,
             drafter_bits=args.drafter_bits,
             kernels=args.kernels,
         )

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from jaxspec import LLM, SamplingParams, SpeculationConfig
 from jaxspec.commands.engine_config import engine_config, with_memory
-from jaxspec.commands.engine_options import add_memory_options, add_mode_options
+from jaxspec.commands.engine_options import add_kv_options, add_memory_options, add_mode_options
 from jaxspec.commands.shell import add_model_option, command_parser, progress_console, run_command
 from jaxspec.comparison import first_difference, logit_gap
 from jaxspec.evaluation import summarize
@@ -39,6 +39,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--verify-width", type=int, help="nodes that every verification is padded to, plain "
         "decoding's too, so that all round alike (default: not padded)")  # fmt: skip
     add("--dtype", choices=("float32", "bfloat16"), help="(default: float32 on CPU, else bfloat16)")
+    add_kv_options(parser)
     add("--prompts", type=int, default=64, help="number of prompts")
     add("--prompt-tokens", type=int, default=96, help="tokens of a prompt")
     add("--max-tokens", type=int, default=256, help="new tokens of each prompt")
@@ -70,6 +71,8 @@ def make_llm(arguments: argparse.Namespace, drafter: str, speculation: Speculati
         drafter,
         speculation=speculation,
         dtype=arguments.dtype,
+        kv_dtype=arguments.kv_dtype,
+        kv_scales=arguments.kv_scales,
         kernels=arguments.kernels,
         num_pages=arguments.num_pages,
         engine=with_memory(config, arguments),

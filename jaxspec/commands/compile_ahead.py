@@ -52,6 +52,7 @@ from jaxspec.benchmarking.tpu_ahead import (
 )
 from jaxspec.commands.compiling_process import add_compiler_options, run_compiling, run_or_compile
 from jaxspec.commands.engine_options import (
+    add_kv_dtype,
     add_quantization_options,
     add_sequence_parallel_option,
     add_tensor_parallel_option,
@@ -78,6 +79,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--batch", type=int, default=1, help="number of sequences")
     add("--context", type=int, default=512, help="prompt tokens of each sequence")
     add("--page-size", type=int, default=64, help="tokens of a page of the KV cache")
+    add_kv_dtype(parser)
     add_tensor_parallel_option(parser)
     add_sequence_parallel_option(parser)
     add_quantization_options(parser)
@@ -143,6 +145,7 @@ def compile_here(args: argparse.Namespace) -> None:
         args.tp,
         args.sp,
         args.kernels,
+        kv_dtype=args.kv_dtype,
         quantization=args.quantization,
         drafter_quantization=args.drafter_quantization,
     )

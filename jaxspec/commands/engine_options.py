@@ -2,6 +2,7 @@
 
 import argparse
 import re
+from pathlib import Path
 
 from jaxspec.config.quantization import SCHEMES
 
@@ -146,6 +147,27 @@ def add_drafter_bits(group: argparse._ActionsContainer) -> None:
         choices=(4, 8),
         help="the drafter's matrices as integers of so many bits, of which fewer bytes are read; "
         "the text stays the same (default: as loaded)",
+    )
+
+
+def add_kv_dtype(parser: argparse._ActionsContainer) -> None:
+    """The option --kv-dtype, see loading.load."""
+    parser.add_argument(
+        "--kv-dtype",
+        choices=("fp8",),
+        help="fp8: keys and values as 8-bit floats (e4m3), which halves the cache; the text may "
+        "differ a little (default: the dtype of the weights)",
+    )
+
+
+def add_kv_options(parser: argparse._ActionsContainer) -> None:
+    """``kv_dtype`` and ``kv_scales``."""
+    add_kv_dtype(parser)
+    parser.add_argument(
+        "--kv-scales",
+        type=Path,
+        metavar="FILE",
+        help="with --kv-dtype fp8, scales of keys and values, from jaxspec kv-scales (default: 1)",
     )
 
 

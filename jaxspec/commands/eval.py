@@ -18,6 +18,7 @@ from rich.table import Table
 
 from jaxspec import LLM, SamplingParams, SpeculationConfig
 from jaxspec.commands.data_options import add_suffixes_option
+from jaxspec.commands.engine_options import add_kv_options
 from jaxspec.commands.shell import (
     add_model_option,
     command_parser,
@@ -55,6 +56,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--max-tokens", type=int, default=192, help="new tokens of each prompt")
     add("--batch", type=int, default=16, help="prompts decoded together")
     add("--dtype", choices=("float32", "bfloat16"), help="(default: float32 on CPU, else bfloat16)")
+    add_kv_options(parser)
     add("--seed", type=int, default=0, help="seed of all random numbers")
     add("--json", action="store_true", help="JSON on stdout, the table on stderr")
     return parser
@@ -89,6 +91,8 @@ def evaluate(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
                 drafter,
                 speculation=speculation,
                 dtype=args.dtype,
+                kv_dtype=args.kv_dtype,
+                kv_scales=args.kv_scales,
                 max_length=args.prompt_tokens + args.max_tokens,
                 engine=EngineConfig(max_rows=args.batch),
             )
@@ -107,6 +111,7 @@ def evaluate(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
         "drafter": drafter,
         "device": jax.devices()[0].device_kind,
         "dtype": resolve_dtype(args.dtype).name,
+        "kv_dtype": args.kv_dtype,
         "results": rows,
     }
 

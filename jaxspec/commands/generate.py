@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxspec.commands.engine_options import (
+    add_kv_options,
     add_mode_options,
     add_pipeline_options,
     add_process_options,
@@ -47,6 +48,7 @@ def make_parser() -> argparse.ArgumentParser:
         choices=("float32", "bfloat16"),
         help="dtype of weights and cache (default: float32 on CPU, else bfloat16)",
     )
+    add_kv_options(parser)
     add_tensor_parallel_option(parser)
     add_sequence_parallel_option(parser)
     add_pipeline_options(parser)

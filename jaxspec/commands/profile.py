@@ -31,6 +31,7 @@ from jaxspec.benchmarking.rounds import Bench, Workload
 from jaxspec.benchmarking.shapes import SHAPES
 from jaxspec.benchmarking.timing import timed
 from jaxspec.commands.engine_options import (
+    add_kv_dtype,
     add_quantization_options,
     add_sequence_parallel_option,
     add_tensor_parallel_option,
@@ -42,6 +43,7 @@ from jaxspec.commands.shell import (
     run_command,
     show_results,
 )
+from jaxspec.loading import with_kv_dtype
 from jaxspec.parallel import check_divides, devices_of_model, replica_meshes
 from pallas_kernels.selection import Kernels
 
@@ -63,6 +65,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--page-size", type=int, default=64, help="tokens of a page of the KV cache")
     add("--rounds", type=int, default=8, help="rounds in one call; all but the last are profiled")
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="weights and cache")
+    add_kv_dtype(parser)
     add_tensor_parallel_option(parser)
     add_sequence_parallel_option(parser)
     add_quantization_options(parser)
@@ -91,7 +94,7 @@ def run_profiled(args: argparse.Namespace, progress: Console) -> tuple[Profile, 
     if mode.speculation:
         own = args.drafter_quantization
         head = random_eagle3_head(config, dtype, mesh, seed=1, quantization=own)
-    params = make_params(mode, target, head, mesh, kernels)
+    params = with_kv_dtype(make_params(mode, target, head, mesh, kernels), args.kv_dtype)
     progress.print("compiling")
     workload = Workload(
         batch=args.batch,

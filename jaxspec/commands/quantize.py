@@ -25,14 +25,15 @@ from jaxspec.commands.shell import (
     run_command,
     typed_command,
 )
-from jaxspec.quantizer import perplexity
 from jaxspec.quantizer.checkpoint import Checkpoint
 from jaxspec.quantizer.gptq import GptqConfig, Order
 from jaxspec.quantizer.methods import Method
 from jaxspec.quantizer.report import Report, perplexity_lines, write_report
 from jaxspec.quantizer.rounding import Grid
 from jaxspec.quantizer.run import Quantization, Text
+from jaxspec.quantizer.scoring import score
 from jaxspec.quantizer.writing import FORMATS, FormatName, Plan
+from jaxspec.text_scores import difference, summarize
 from jaxspec.tokenizer import load_tokenizer
 from jaxspec.training.draft_data import Examples, read_examples
 from jaxspec.training.progress import counting, progress_bar
@@ -171,9 +172,9 @@ def measured(
     with progress_bar(console) as progress:
         for what, folder in (("original", directory), ("quantized", args.out)):
             show = counting(progress, f"perplexity, {what}, layer")
-            scores.append(perplexity.score(folder, rows.tokens, rows.learned, args.batch, show))
-    before, after = map(perplexity.summarize, scores)
-    return {"before": before, "after": after, "worse": perplexity.difference(*scores)}
+            scores.append(score(folder, rows.tokens, rows.learned, args.batch, show))
+    before, after = map(summarize, scores)
+    return {"before": before, "after": after, "worse": difference(*scores)}
 
 
 def run(args: argparse.Namespace) -> None:

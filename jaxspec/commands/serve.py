@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxspec.commands.engine_options import (
+    add_kv_options,
     add_memory_options,
     add_mode_options,
     add_pipeline_options,
@@ -32,6 +33,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--served-model-name", metavar="NAME", help="the model's name (default: --model's)")
     add("--drafter", default="auto", help="as in generate")
     add("--dtype", choices=("float32", "bfloat16"), help="(default: float32 on CPU, else bfloat16)")
+    add_kv_options(parser)
     add_tensor_parallel_option(parser)
     add_sequence_parallel_option(parser)
     add_pipeline_options(parser)

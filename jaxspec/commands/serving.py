@@ -58,6 +58,8 @@ def make_llm(
         mesh=mesh,
         shard_drafter=arguments.shard_drafter,
         drafter_bits=arguments.drafter_bits,
+        kv_dtype=arguments.kv_dtype,
+        kv_scales=arguments.kv_scales,
         kernels=arguments.kernels,
         page_size=arguments.page_size,
         max_length=arguments.max_length,

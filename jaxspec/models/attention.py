@@ -66,11 +66,12 @@ class PagedAttend(Pytree):
             self.context_lens,
             self.positions,
             self.ancestors,
-            kv_lens=self.kv_lens,
+            self.kv_lens,
+            *heads.scales,
             window=window,
             first_slot=self.first_slot,
             order_invariant=self.order_invariant,
-            implementation=heads.kernels.implementation("paged_attention"),
+            implementation=heads.kernels.over_pages("paged_attention", k_pages),
         )
         return out, state.replace(k=k_pages, v=v_pages)
 
@@ -98,10 +99,11 @@ class PagedAttend(Pytree):
             self.ancestors,
             self.kv_lens,
             shard_offset(own_size, axes),
+            *heads.scales,
             page_size=state.page_size,
             window=window,
             first_slot=self.first_slot,
-            implementation=heads.kernels.implementation("partial_attention"),
+            implementation=heads.kernels.over_pages("partial_attention", k_pages),
         )
         count = heads.partials.shape[2] if heads.tokens else None
         return _merged(part, axes, count).astype(q.dtype), state.replace(k=k_pages, v=v_pages)

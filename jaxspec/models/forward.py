@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jaxspec.cache import KVScales
 from jaxspec.collectives import all_tokens
 from jaxspec.config.model import LayerConfig, RopeConfig
 from jaxspec.models.linear import Addend, Product
@@ -102,7 +103,12 @@ class ForwardPass:
             return lax.optimization_barrier(both) if self.apart else both
 
     def heads(
-        self, product: Product, rope: RopeConfig, q_norm: Array | None, k_norm: Array | None
+        self,
+        product: Product,
+        rope: RopeConfig,
+        q_norm: Array | None,
+        k_norm: Array | None,
+        kv_scales: KVScales | None = None,
     ) -> "Heads":
         """The heads of a qkv projection, not yet normed and rotated."""
         taking = self._taking("rope_kv_write", heads_take_partials)
@@ -115,6 +121,7 @@ class ForwardPass:
             k_norm=k_norm,
             eps=self.eps,
             kernels=self.kernels,
+            kv_scales=kv_scales,
             tokens=self.layout.sequence if self.layout.tokens else (),
         )
 
@@ -137,6 +144,7 @@ class Heads:
       rope: a result of ``rope_angles``.
       q_norm, k_norm: [D] weights, or None.
       eps: epsilon of the norms.
+      kv_scales: of keys and values in 8-bit pages, or None.
       tokens: mesh axes that the tokens of ``partials`` are split over; ``rope`` is of all tokens.
     """
 
@@ -147,7 +155,14 @@ class Heads:
     k_norm: Array | None
     eps: float
     kernels: Kernels
+    kv_scales: KVScales | None = None
     tokens: Axes = ()
+
+    @property
+    def scales(self) -> tuple[Array | None, Array | None]:
+        """Of keys and of values in 8-bit pages [G], or None."""
+        own = self.kv_scales
+        return (None, None) if own is None else (own.k, own.v)
 
     def of_all_tokens(self) -> "Heads":
         """The heads of all tokens, on every device."""
@@ -175,8 +190,10 @@ class Heads:
             k_pages,
             v_pages,
             slots,
+            *self.scales,
             eps=self.eps,
-            implementation=self.kernels.implementation("rope_kv_write"),
+            dtype=self.dtype,
+            implementation=self.kernels.over_pages("rope_kv_write", k_pages),
         )
 
 

@@ -4,6 +4,9 @@ Weights have a scale for each output, or for each output and 128 inputs. Activat
 when they are used, with a scale for each token, or for each token and as many inputs.
 """
 
+import math
+from typing import Any
+
 import jax.numpy as jnp
 from jax import Array
 
@@ -11,12 +14,14 @@ from jaxspec.models.linear import Linear, Product
 from jaxspec.models.shapes import array_shape
 from jaxspec.pytree import Pytree, array, pytree, static
 from jaxspec.tensors import Filler, OutputsFirst, Source
+from pallas_kernels.packed_product import float8_misfit, packed_product
 from pallas_kernels.packed_product.reference import dequantized
+from pallas_kernels.packed_product.tuning import choose_packed_splits
 from pallas_kernels.products import input_last_product
+from pallas_kernels.round_tokens import round_tokens
 from pallas_kernels.selection import NO_KERNELS, Kernels
 
 E4M3 = jnp.dtype("float8_e4m3fn")
-LARGEST = float(jnp.finfo(E4M3).max)  # 448
 
 
 @pytree
@@ -53,7 +58,7 @@ class Float8Linear(Pytree):
         return y if self.bias is None else y + self.bias
 
     def float32(self, x: Array, kernels: Kernels = NO_KERNELS) -> Array:
-        y = self._multiply(x)
+        [y] = self._multiply(x, 1, kernels)
         return y if self.bias is None else y + self.bias
 
     def filled(self, source: Source, filler: Filler) -> "Float8Linear":
@@ -67,28 +72,49 @@ class Float8Linear(Pytree):
         return Product(self, x, scope)
 
     def partial_sums(self, x: Array, num_splits: int, kernels: Kernels) -> Array:
-        return self._multiply(x).astype(x.dtype)[None]
+        y = self._multiply(x, num_splits, kernels)
+        return y.astype(x.dtype) if num_splits == 1 else y
 
     def best_num_splits(self, x: Array, kernels: Kernels) -> int:
-        return 1
+        if not self._runs_packed(x, kernels):
+            return 1
+        depth, width = self.values.shape[-1], math.prod(self.out_shape)
+        return choose_packed_splits(depth, width, depth // len(self.scale))
 
-    def _multiply(self, x: Array) -> Array:
-        """x [..., in] -> float32 [..., *out]."""
-        num_groups = len(self.scale)
-        rounded, x_scale = round_tokens(x, num_groups)
-        if num_groups > 1:
-            return self._multiply_groups(rounded, x_scale, x.dtype)
-        y = input_last_product(rounded, self.values, jnp.float32)
-        x_scale = x_scale.reshape(*x_scale.shape[:-1], *(1,) * len(self.out_shape))
-        return y * x_scale * self.scale[0].astype(jnp.float32)
+    def _multiply(self, x: Array, num_splits: int, kernels: Kernels) -> Array:
+        """x [..., in] -> float32 [S, ..., *out]."""
+        values, scale = (
+            self.values.reshape(-1, x.shape[-1]),
+            self.scale.reshape(len(self.scale), -1),
+        )
+        rows = x.reshape(-1, x.shape[-1])
+        rounding = kernels.implementation("round_tokens")
+        rounded, x_scale = round_tokens(rows, len(scale), rounding)
+        if self._runs_packed(x, kernels):
+            options: dict[str, Any] = {"num_splits": num_splits, "implementation": "mosaic_gpu"}
+            y = packed_product(rounded, values, scale, None, x_scale, **options)
+        else:
+            y = _product(rounded, x_scale[:, : len(rows)], values, scale, x.dtype)[None]
+        return y.reshape(num_splits, *x.shape[:-1], *self.out_shape)
 
-    def _multiply_groups(self, rounded: Array, x_scale: Array, dtype: jnp.dtype) -> Array:
-        """Products of several groups have several scales: both sides are widened before."""
-        x = rounded.astype(jnp.float32).reshape(*x_scale.shape, -1) * x_scale[..., None]
-        depth, num_groups = self.values.shape[-1], len(self.scale)
-        flat = dequantized(self.values.reshape(-1, depth), self.scale.reshape(num_groups, -1))
-        x, weight = x.reshape(rounded.shape), flat.reshape(self.values.shape)
-        return input_last_product(x.astype(dtype), weight.astype(dtype), jnp.float32)
+    def _runs_packed(self, x: Array, kernels: Kernels) -> bool:
+        """Whether the kernel for packed weights takes this product."""
+        if "packed_product" not in kernels or x.dtype != jnp.bfloat16:
+            return False
+        rows, depth = math.prod(x.shape[:-1]), x.shape[-1]
+        return float8_misfit(rows, depth, math.prod(self.out_shape), len(self.scale)) is None
+
+
+def _product(x: Array, x_scale: Array, values: Array, scale: Array, dtype: jnp.dtype) -> Array:
+    """e4m3 x [M, K] with scales [n, M] times e4m3 values [V, K] with scales [n, V]: float32 [M, V].
+
+    Sums of several groups have several scales: then both sides are widened before.
+    """
+    if len(scale) == 1:
+        y = input_last_product(x, values, jnp.float32)
+        return y * x_scale[0][:, None] * scale[0].astype(jnp.float32)
+    wide, weights = (dequantized(*one).astype(dtype) for one in ((x, x_scale), (values, scale)))
+    return input_last_product(wide, weights, jnp.float32)
 
 
 def float8_shape(linear: Linear, num_groups: int, scale_dtype: jnp.dtype) -> Float8Linear:
@@ -106,21 +132,12 @@ def float8_shape(linear: Linear, num_groups: int, scale_dtype: jnp.dtype) -> Flo
 def rounded_to_float8(linear: Linear, num_groups: int = 1) -> Float8Linear:
     """The nearest Float8Linear: the largest weight of each group becomes 448."""
     weight = jnp.moveaxis(linear.weight, 0, -1)
-    values, scale = round_tokens(weight, num_groups)
+    flat = weight.reshape(-1, weight.shape[-1])
+    values, scale = round_tokens(flat, num_groups)
     return Float8Linear(
-        values=values,
-        scale=jnp.moveaxis(scale, -1, 0),
+        values=values.reshape(weight.shape),
+        scale=scale[:, : len(flat)].reshape(num_groups, *weight.shape[:-1]),
         bias=linear.bias,
         axes=linear.axes,
         activations=jnp.dtype(linear.dtype),
     )
-
-
-def round_tokens(x: Array, num_groups: int = 1) -> tuple[Array, Array]:
-    """x [..., in] as e4m3 [..., in] and float32 scales [..., num_groups]: the largest entry of each
-    group of consecutive inputs becomes 448. Their product is x, rounded."""
-    groups = x.astype(jnp.float32).reshape(*x.shape[:-1], num_groups, -1)
-    largest = jnp.max(jnp.abs(groups), axis=-1)
-    scale = jnp.where(largest > 0, largest, 1.0) / LARGEST
-    rounded = jnp.clip(groups / scale[..., None], -LARGEST, LARGEST).astype(E4M3)
-    return rounded.reshape(x.shape), scale

@@ -7,7 +7,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from jaxspec.quantizer.perplexity import Perplexity
+from jaxspec.text_scores import Perplexity
 
 
 @dataclasses.dataclass(frozen=True)

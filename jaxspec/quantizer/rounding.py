@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from jaxspec.quantization.float8 import E4M3, round_tokens
+from pallas_kernels.round_tokens import round_tokens
 
 SCALE = jnp.dtype("float16")  # as AWQ and GPTQ files have it
 SMALLEST_SCALE = float(jnp.finfo(SCALE).smallest_subnormal)
@@ -133,9 +133,8 @@ def as_rounded(weight: Array, grid: Grid) -> Array:
 
 def round_to_float8(weight: Array) -> Rounded:
     """Weights [out, in] as e4m3 with a scale for each output, as FP8_DYNAMIC stores them."""
-    values, scale = round_tokens(weight)
-    assert values.dtype == E4M3
-    return Rounded(values, scale)
+    values, scale = round_tokens(weight)  # a kernel pads the scales
+    return Rounded(values, scale[0, : len(weight), None])
 
 
 def output_error(weight: Array, changed: Array, hessian: Array) -> Array:

@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 from jaxspec.completion import Completion
 from jaxspec.llm import LLM
 from jaxspec.models.heads import DraftHead
+from jaxspec.quantization.kv_cache import without_kv_scales
 from jaxspec.speculation.drafters import EagleDrafter, MixedDrafter
 from jaxspec.training import draft_step
 from jaxspec.training.draft_loss import DraftBatch
@@ -86,5 +87,6 @@ class HeadAdapter:
 
 
 def _copy(head: DraftHead, dtype: DTypeLike) -> DraftHead:
-    """A copy in ``dtype``. Training donates its weights, so the engine needs arrays of its own."""
-    return jax.tree.map(jnp.copy, cast_weights(head, dtype))
+    """A copy in ``dtype``, without scales of a cache. Training donates its weights, so the engine
+    needs arrays of its own."""
+    return jax.tree.map(jnp.copy, cast_weights(without_kv_scales(head), dtype))

@@ -16,6 +16,7 @@ from jaxspec.models.hf_config import read_json, to_hf_config
 from jaxspec.models.hf_heads import eagle_head_config, says_head, with_qkv_bias
 from jaxspec.models.hf_values import naming, shown_name
 from jaxspec.parallel import Shards, mesh_layout
+from jaxspec.quantization.kv_cache import without_kv_scales
 from jaxspec.tensors import CheckpointTensor, Source, choosing, splitting
 from jaxspec.weights.checkpoint_files import canonical_tensors
 from jaxspec.weights.safetensors_io import (
@@ -112,11 +113,13 @@ def load_eagle_head(
 
 
 def save_eagle_head(head: DraftHead, directory: str | Path, target: ModelConfig) -> None:
-    """Write a head as a directory in the official layout: config.json and safetensors.
+    """Write a head as a directory in the official layout: config.json and safetensors. Scales of
+    8-bit caches are left out.
 
     Raises ValueError for a quantized one.
     """
     check_not_quantized(head)
+    head = without_kv_scales(head)
     eagle3 = head.method == "eagle3"
     config = _hf_head_config(head, target)
     extra: dict[str, np.ndarray] = {}

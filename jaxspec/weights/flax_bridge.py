@@ -23,6 +23,7 @@ from jax import Array
 
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import DraftHead
+from jaxspec.quantization.kv_cache import with_scales_of, without_kv_scales
 from jaxspec.tensors import joining, splitting, tensor_shapes
 from jaxspec.weights.in_place import place_of
 
@@ -41,9 +42,10 @@ def target_from_flax(like: Decoder, params: Any, names: Names) -> Decoder:
     Raises ValueError that lists missing and misshapen tensors, and arrays of the flax tree that no
     name refers to.
     """
-    splits = like.filled(splitting(like.config.vocab_size))
-    tensors = _tensors(_leaves(like, splits), params, names)
-    return _in_place(like, like.filled(joining(tensors)))
+    bare = without_kv_scales(like)
+    splits = bare.filled(splitting(like.config.vocab_size))
+    tensors = _tensors(_leaves(bare, splits), params, names)
+    return with_scales_of(like, _in_place(bare, bare.filled(joining(tensors))))
 
 
 def head_from_flax(
@@ -53,11 +55,12 @@ def head_from_flax(
 
     The table of draft ids (``token_ids``) is taken from ``like``.
     """
-    without_ids = like.replace(token_ids=None)
+    bare = without_kv_scales(like)
+    without_ids = bare.replace(token_ids=None)
     splits = without_ids.filled(first_layer, splitting())
     tensors = _tensors(_leaves(without_ids, splits), params, names)
     joined = without_ids.filled(first_layer, joining(tensors))
-    return _in_place(like, joined.replace(token_ids=like.token_ids))
+    return with_scales_of(like, _in_place(bare, joined.replace(token_ids=like.token_ids)))
 
 
 def _leaves(tree: Any, splits: Any) -> list[tuple[Any, Any]]:

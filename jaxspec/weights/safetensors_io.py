@@ -28,6 +28,7 @@ from jaxspec.models.pipeline import Pipeline, as_one, cut, pipeline_shapes
 from jaxspec.parallel import Shards, mesh_layout, named_shardings
 from jaxspec.quantization.float8 import E4M3, Float8Linear
 from jaxspec.quantization.grouped import GroupedLinear
+from jaxspec.quantization.kv_cache import without_kv_scales
 from jaxspec.quantization.scaled import ScaledLinear
 from jaxspec.quantization.stored import as_stored
 from jaxspec.tensors import (
@@ -136,10 +137,12 @@ def _harmless(config: ModelConfig) -> set[str]:
 
 def save_decoder(decoder: Decoder, directory: str | Path) -> None:
     """Write a decoder, however sharded, as a directory that transformers and load_decoder read.
+    Scales of 8-bit caches are left out.
 
     Raises ValueError for a quantized one.
     """
     check_not_quantized(decoder)
+    decoder = without_kv_scales(decoder)
     config = to_hf_config(decoder.config) | {"torch_dtype": jnp.dtype(decoder.embed.dtype).name}
     save_tree(directory, decoder, decoder.filled(splitting(decoder.config.vocab_size)), config)
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels.float8 import BYTES
 from pallas_kernels.kv_compact.reference import kv_compact_reference
 from pallas_kernels.selection import Implementation, kernel_module
 
@@ -27,7 +28,7 @@ def kv_compact(
         them.
       source, destination: int32 [B, A], ``page * K + offset``. Destinations must be distinct,
         except for slots of the null page 0. No sequence may read what another one writes.
-      implementation: "auto" takes the Hopper kernel where it fits (bfloat16, D a
+      implementation: "auto" takes the Hopper kernel where it fits (bfloat16 or bytes, D a
         multiple of 128, at most 32 rows), else the reference.
 
     Returns the caches, in the same order.
@@ -44,8 +45,9 @@ def kv_compact(
 
 def misfit(pages: Sequence[Array], source: Array) -> str | None:
     """Why the kernel cannot take these caches, None if it can."""
-    if not pages or any((one.shape, one.dtype) != (pages[0].shape, jnp.bfloat16) for one in pages):
-        return f"{len(pages)} caches that are not bfloat16 of one shape"
+    kinds = {(one.shape, one.dtype) for one in pages}
+    if len(kinds) != 1 or pages[0].dtype not in (jnp.bfloat16, BYTES):
+        return f"{len(pages)} caches that are not bfloat16 of one shape, nor bytes of one shape"
     if pages[0].shape[-1] % HEAD_STEP:
         return f"heads of {pages[0].shape[-1]}: they must be a multiple of {HEAD_STEP} wide"
     if source.shape[1] > MAX_ROWS:

@@ -1,4 +1,4 @@
-"""The product of a few rows with weights of 4 bits, which are widened where they are used."""
+"""The product of a few rows with weights of 4 or 8 bits, which are read as they are stored."""
 
 import functools
 
@@ -8,10 +8,11 @@ from jax import Array
 
 from pallas_kernels.gradients import with_reference_gradient
 from pallas_kernels.packed_product.reference import packed_product_reference
-from pallas_kernels.packed_product.tuning import OUTPUTS, packed_tuning
+from pallas_kernels.packed_product.tuning import OUTPUTS, SCALED_ROWS, packed_tuning
 from pallas_kernels.selection import Implementation, kernel_module
 
 MOST_ROWS = 64  # more are faster with widened weights: see docs/kernels.md
+FLOAT8 = jnp.float8_e4m3fn
 BLOCKS = (64, 128)  # inputs of a block; a group has as many, or a multiple of 128
 
 
@@ -21,6 +22,7 @@ def packed_product(
     values: Array,
     scale: Array,
     zero: Array | None = None,
+    x_scale: Array | None = None,
     *,
     num_splits: int = 1,
     dtype: jax.typing.DTypeLike = jnp.float32,
@@ -29,45 +31,72 @@ def packed_product(
     """Multiply x with the weights (values - zero) * scale.
 
     Args:
-      x: [M, K]
-      values: signed integers of 4 bits [V, K].
+      x: [M, K]; e4m3 if the weights are.
+      values: signed integers of 4 bits, or e4m3 numbers: [V, K].
       scale: float [n, V], of each output and each of n groups of consecutive inputs.
       zero: whole numbers, as ``scale``; None: all 0.
+      x_scale: float32 [n, M or more], of each row of x and each group: x stands for x * x_scale.
+        None: all 1.
       num_splits: parts of K that are summed separately; it divides K into whole groups, or groups
         into whole parts.
       dtype: of the result.
-      implementation: "auto" takes the Hopper kernel where it fits (bfloat16 x of at most 64 rows,
-        groups of 64 or multiples of 128, V a multiple of 128), else the reference.
+      implementation: "auto" takes the Hopper kernel where it fits (at most 64 rows; bfloat16 x,
+        int4 weights, groups of 64 or multiples of 128; or all e4m3, groups of multiples of 128,
+        x_scale padded to a multiple of 32 rows; V a multiple of 128), else the reference.
 
     Returns [num_splits, M, V]; summed in float32.
 
     Raises ValueError if ``implementation`` is "mosaic_gpu" and the kernel cannot take the
     arguments.
     """
-    problem = misfit(x, values, scale, num_splits)
+    problem = misfit(x, values, scale, x_scale, num_splits)
     mosaic = kernel_module("packed_product", implementation, problem)
     options = {"num_splits": num_splits, "dtype": jnp.dtype(dtype)}
     reference = functools.partial(packed_product_reference, **options)
     if mosaic is None:
-        return reference(x, values, scale, zero)
+        return reference(x, values, scale, zero, x_scale)
     kernel = functools.partial(mosaic.packed_product_mosaic, **options)
+    if x_scale is not None:
+        return kernel(x, values, scale, zero, x_scale)
     return with_reference_gradient(kernel, reference)(x, values, scale, zero)
 
 
-def misfit(x: Array, values: Array, scale: Array, num_splits: int = 1) -> str | None:
+def misfit(
+    x: Array, values: Array, scale: Array, x_scale: Array | None = None, num_splits: int = 1
+) -> str | None:
     """Why the kernel cannot take these arguments, None if it can."""
     (rows, depth), (groups, width) = x.shape, scale.shape
+    if x_scale is not None:
+        if not x.dtype == values.dtype == FLOAT8:
+            return f"scales of {x.dtype} x and {values.dtype} values: both must be e4m3"
+        if x_scale.shape != (groups, -(-rows // SCALED_ROWS) * SCALED_ROWS):
+            return f"scales of x {x_scale.shape}: padded to a multiple of {SCALED_ROWS} rows"
+        return float8_misfit(rows, depth, width, groups, num_splits)
     if x.dtype != jnp.bfloat16 or values.dtype != jnp.int4 or scale.dtype.itemsize != 2:
         given = f"{x.dtype} x, {values.dtype} values and {scale.dtype} scales"
         return f"{given}: they must be bfloat16, int4, and of 16 bits"
+    return _sizes_misfit(rows, depth, width, groups, num_splits, BLOCKS[0])
+
+
+def float8_misfit(
+    rows: int, depth: int, width: int, groups: int, num_splits: int = 1
+) -> str | None:
+    """Why the kernel cannot multiply e4m3 arrays of these sizes, None if it can."""
+    return _sizes_misfit(rows, depth, width, groups, num_splits, BLOCKS[-1])
+
+
+def _sizes_misfit(
+    rows: int, depth: int, width: int, groups: int, num_splits: int, least: int
+) -> str | None:
+    """``least``: inputs of the smallest group."""
+    largest, group = BLOCKS[-1], depth // groups
     if rows > MOST_ROWS:
         return f"{rows} rows: at most {MOST_ROWS}"
     tile = OUTPUTS * packed_tuning(rows, depth, width).warpgroups
     if width % tile:
         return f"{width} outputs: a multiple of {tile}"
-    group = depth // groups
-    if group not in BLOCKS and group % BLOCKS[-1]:
-        return f"groups of {group} inputs: {BLOCKS[0]}, or a multiple of {BLOCKS[-1]}"
-    if depth % (num_splits * min(group, BLOCKS[-1])):
+    if group != least and group % largest:
+        return f"groups of {group} inputs: {least}, or a multiple of {largest}"
+    if depth % (num_splits * min(group, largest)):
         return f"{depth} inputs in {num_splits} parts: they must be whole blocks"
     return None

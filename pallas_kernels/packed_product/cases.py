@@ -13,6 +13,7 @@ from pallas_kernels.benchmark import Arguments, Benchmark, implementation_to_tim
 from pallas_kernels.packed_product import packed_product
 from pallas_kernels.packed_product.reference import packed_product_reference
 from pallas_kernels.packed_product.tuning import choose_packed_splits
+from pallas_kernels.round_tokens import round_tokens
 
 # Of a layer of Llama-3.1-8B: name -> inputs, outputs.
 SHAPES = {
@@ -25,7 +26,10 @@ SHAPES = {
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """``rows`` of ``depth`` inputs times ``width`` outputs; ``group`` inputs share a scale."""
+    """``rows`` of ``depth`` inputs times ``width`` outputs; ``group`` inputs share a scale.
+
+    ``float8``: x and the weights are e4m3, instead of bfloat16 and int4.
+    """
 
     rows: int
     depth: int
@@ -33,18 +37,22 @@ class Case:
     group: int = 128
     zeros: bool = False
     num_splits: int = 1
+    float8: bool = False
 
     def __str__(self) -> str:
         zeros = ", zeros" if self.zeros else ""
         splits = f", {self.num_splits} parts" if self.num_splits > 1 else ""
-        return f"{self.rows} x {self.depth} x {self.width}, groups of {self.group}{zeros}{splits}"
+        kind = "e4m3, " if self.float8 else ""
+        sizes = f"{self.rows} x {self.depth} x {self.width}"
+        return f"{kind}{sizes}, groups of {self.group}{zeros}{splits}"
 
     @property
     def num_bytes(self) -> int:
         """Bytes read and written: weights, scales, zeros, x and partial sums."""
         scales = (2 + 2 * self.zeros) * self.depth // self.group * self.width
         results = 4 * self.num_splits * self.rows * self.width
-        return self.depth * self.width // 2 + scales + 2 * self.rows * self.depth + results
+        weights = self.depth * self.width // (1 if self.float8 else 2)
+        return weights + scales + 2 * self.rows * self.depth + results
 
 
 TEST_CASES = (
@@ -52,19 +60,33 @@ TEST_CASES = (
     Case(5, 512, 256, group=64, zeros=True, num_splits=2),
     Case(13, 512, 128, group=512, num_splits=2),
     Case(64, 1024, 256, zeros=True),
+    Case(2, 256, 128, group=256, float8=True),
+    Case(13, 512, 256, num_splits=2, float8=True),
 )
 BENCHMARK_CASES = tuple(
     Case(rows, *SHAPES[name], num_splits=choose_packed_splits(*SHAPES[name], 128))
     for name in SHAPES
     for rows in (2, 6, 16, 48, 64)
+) + tuple(
+    Case(
+        rows,
+        *SHAPES[name],
+        group=SHAPES[name][0],
+        num_splits=choose_packed_splits(*SHAPES[name], 128),
+        float8=True,
+    )
+    for name in SHAPES
+    for rows in (2, 16, 64)
 )
 
 
 def make_arguments(
     case: Case, dtype: Any = jnp.bfloat16, seed: int = 0
-) -> tuple[Array, Array, Array, Any]:
+) -> tuple[Array, Array, Array, Any, Any]:
     """Positional arguments of packed_product."""
     groups = case.depth // case.group
+    if case.float8:
+        return _float8_arguments(case, dtype, seed)
     values, zero = (jax.random.fold_in(jax.random.key(seed), index) for index in (1, 2))
     integers = jax.random.randint(values, (case.width, case.depth), -8, 8, jnp.int8)
     zeros = jax.random.randint(zero, (groups, case.width), -8, 8).astype(dtype)
@@ -74,7 +96,15 @@ def make_arguments(
         integers.astype(jnp.int4),
         scale.astype(dtype),
         zeros if case.zeros else None,
+        None,
     )
+
+
+def _float8_arguments(case: Case, dtype: Any, seed: int) -> tuple[Array, Array, Array, Any, Any]:
+    groups = case.depth // case.group
+    x, x_scale = round_tokens(noise(seed, 0, (case.rows, case.depth), dtype), groups)
+    values, scale = round_tokens(noise(seed, 1, (case.width, case.depth), dtype), groups)
+    return x, values, case.depth**-0.5 * scale[:, : case.width], None, x_scale
 
 
 def benchmarks() -> Sequence[Benchmark]:
@@ -91,15 +121,18 @@ def _benchmark(case: Case) -> Benchmark:
         reference=functools.partial(
             packed_product_reference, **options, dtype=jnp.dtype("float32")
         ),
-        feed=_feed,
+        feed=functools.partial(_feed, float8=case.float8),
         num_bytes=case.num_bytes,
         flops=2 * case.rows * case.depth * case.width,
         implementation=implementation,
     )
 
 
-def _feed(arguments: Arguments, output: Array) -> Arguments:
-    """x depends on the output, and is nearly as before."""
-    x, *rest = arguments
+def _feed(arguments: Arguments, output: Array, *, float8: bool) -> Arguments:
+    """x or its scale depends on the output, and is nearly as before."""
+    x, *rest, x_scale = arguments
+    if float8:
+        assert x_scale is not None
+        return (x, *rest, x_scale + 1e-12 * output[0, 0, 0])
     assert x is not None
-    return (x + 1e-6 * output[0, :, :1].astype(x.dtype), *rest)
+    return (x + 1e-6 * output[0, :, :1].astype(x.dtype), *rest, x_scale)

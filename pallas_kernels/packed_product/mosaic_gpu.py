@@ -1,9 +1,10 @@
-"""The product with 4-bit weights on Hopper GPUs.
+"""The product with weights of 4 or 8 bits on Hopper GPUs.
 
-Weights are the operand in registers of the tensor cores (64 outputs a warpgroup), and rows of x the
-one in shared memory: so a product of few rows fills the tensor cores, and weights are widened where
-they are used. A warpgroup copies blocks of weights, x and scales into a ring; the others multiply.
-The inputs of a block belong to one group: its scales multiply the block's sums, not the weights.
+Weights are the first operand of the tensor cores (64 outputs a warpgroup), and rows of x the second
+one: so a product of few rows fills them. Weights of 4 bits are widened in registers; floats of 8
+bits are multiplied as they are. A warpgroup copies blocks of weights, x and scales into a ring; the
+others multiply. The inputs of a block belong to one group: its scales multiply the block's sums,
+not the weights. So sums of 8-bit floats, which tensor cores keep with fewer bits, are short.
 """
 
 import dataclasses
@@ -16,11 +17,16 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels.packed_product.tuning import OUTPUTS, PackedTuning, packed_tuning
-from pallas_kernels.shared_memory import swizzled
+from pallas_kernels.packed_product.tuning import (
+    OUTPUTS,
+    SCALED_ROWS,
+    PackedTuning,
+    packed_tuning,
+)
+from pallas_kernels.shared_memory import LINE, swizzled
 
 _OUTPUT_LAYOUT = plgpu.Layout.WGMMA.reduce(1)  # one value for each output of a warpgroup
-TILE_INPUTS = 64  # of x: a row of a swizzled tile is at most 128 bytes
+_ROW_LAYOUT = plgpu.Layout.WGMMA.reduce(0)  # one value for each row of x
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +39,7 @@ class _Plan:
     width: int
     groups: int  # of inputs
     block: int  # inputs of a block
-    has_zeros: bool
+    more: tuple[str, ...]  # by group, beside the weights' scales: zero, x_scale
     num_splits: int
     config: PackedTuning
     interpret: bool
@@ -48,14 +54,24 @@ class _Plan:
         """Blocks of inputs of a CTA."""
         return self.depth // self.num_splits // self.block
 
+    @property
+    def is_float8(self) -> bool:
+        return "x_scale" in self.more
+
+    @property
+    def scaled_rows(self) -> int:
+        """Rows of x that have a scale, padding included."""
+        return -(-self.rows // SCALED_ROWS) * SCALED_ROWS
+
 
 # Traced once for all layers of a model.
 @functools.partial(jax.jit, static_argnames=("num_splits", "dtype", "config", "interpret"))
 def packed_product_mosaic(
     x: Array,  # [M, K]
-    values: Array,  # int4 [V, K]
+    values: Array,  # int4 or e4m3 [V, K]
     scale: Array,  # [n, V]
     zero: Array | None,  # [n, V]
+    x_scale: Array | None = None,  # [n, M], padded to a multiple of SCALED_ROWS
     *,
     num_splits: int,
     dtype: jnp.dtype,
@@ -67,6 +83,8 @@ def packed_product_mosaic(
     ``config`` None: from tuning.py. ``interpret``: plgpu.InterpretGPUParams, for tests.
     """
     (rows, depth), (groups, width) = x.shape, scale.shape
+    given = {"zero": zero, "x_scale": x_scale}
+    more = {name: one for name, one in given.items() if one is not None}
     plan = _Plan(
         rows=rows,
         padded_rows=-(-rows // 8) * 8,
@@ -74,42 +92,47 @@ def packed_product_mosaic(
         width=width,
         groups=groups,
         block=min(depth // groups, 128),
-        has_zeros=zero is not None,
+        more=tuple(more),
         num_splits=num_splits,
         config=config or packed_tuning(rows, depth, width),
         interpret=interpret is not None,
     )
     if rows > 8:  # the copy engine fills a single tile of 8 rows with zeros, but not several
         x = jnp.pad(x, ((0, plan.padded_rows - rows), (0, 0)))
-    zeros = [] if zero is None else [zero]
-    return _make_kernel(plan, x.dtype, scale.dtype, dtype, interpret)(x, values, scale, *zeros)
+    kernel = _make_kernel(plan, x.dtype, scale.dtype, dtype, interpret)
+    return kernel(x, values, scale, *more.values())
 
 
 def _make_kernel(plan: _Plan, dtype: Any, scale_dtype: Any, out_dtype: Any, interpret: Any) -> Any:
     config, block = plan.config, plan.block
-    ring = config.stages
-    x_tile = min(TILE_INPUTS, block)
+    ring, bits = config.stages, 8 * dtype.itemsize
+    x_tile = min(8 * LINE // bits, block)
+    values_dtype, values_bits = (dtype, 8) if plan.is_float8 else (jnp.int4, 4)
+    values_transforms = swizzled(block, values_bits)
 
     scratch: dict[str, Any] = {
-        "values": plgpu.SMEM((ring, plan.tile, block), jnp.int4, transforms=swizzled(block, 4)),
-        "x": plgpu.SMEM((ring, plan.padded_rows, block), dtype, transforms=swizzled(x_tile, 16)),
+        "values": plgpu.SMEM((ring, plan.tile, block), values_dtype, transforms=values_transforms),
+        "x": plgpu.SMEM((ring, plan.padded_rows, block), dtype, transforms=swizzled(x_tile, bits)),
         "scale": plgpu.SMEM((ring, plan.tile), scale_dtype),
         "rows": plgpu.SMEM((config.warpgroups, plan.padded_rows, OUTPUTS), out_dtype),
-        "full": plgpu.Barrier(num_arrivals=3 + plan.has_zeros, num_barriers=ring),
+        "full": plgpu.Barrier(num_arrivals=3 + len(plan.more), num_barriers=ring),
         "free": plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=ring),
     }
-    if plan.has_zeros:
+    if "zero" in plan.more:
         scratch["zero"] = plgpu.SMEM((ring, plan.tile), scale_dtype)
+    if plan.is_float8:
+        scratch["x_scale"] = plgpu.SMEM((ring, plan.scaled_rows), jnp.float32)
 
-    def packed_product_kernel(x_in, values_in, scale_in, *zero_and_out, **refs):
-        *zero_in, out = zero_and_out
+    def packed_product_kernel(x_in, values_in, scale_in, *more_and_out, **refs):
+        *more_in, out = more_and_out
+        by_group = dict(zip(("scale", *plan.more), (scale_in, *more_in), strict=True))
         warpgroup = lax.axis_index("warpgroup")
 
         @pl.when(warpgroup == config.warpgroups)
         def _copy():
             if config.registers:
                 plgpu.set_max_registers(config.producer_registers, action="decrease")
-            _copy_blocks(plan, x_in, values_in, [scale_in, *zero_in], refs)
+            _copy_blocks(plan, x_in, values_in, by_group, refs)
 
         @pl.when(warpgroup < config.warpgroups)
         def _compute():
@@ -130,7 +153,7 @@ def _make_kernel(plan: _Plan, dtype: Any, scale_dtype: Any, out_dtype: Any, inte
     )
 
 
-def _copy_blocks(plan: _Plan, x: Any, values: Any, by_group: list[Any], refs: Any) -> None:
+def _copy_blocks(plan: _Plan, x: Any, values: Any, by_group: dict[str, Any], refs: Any) -> None:
     """Copy the blocks in order into the ring."""
     ring, tile = plan.config.stages, lax.axis_index("tile")
     outputs = pl.ds(tile * plan.tile, plan.tile)
@@ -150,8 +173,9 @@ def _copy_blocks(plan: _Plan, x: Any, values: Any, by_group: list[Any], refs: An
         group = (first + index) * plan.block // (plan.depth // plan.groups)
         plgpu.copy_gmem_to_smem(values.at[outputs, inputs], refs["values"].at[slot], full)
         plgpu.copy_gmem_to_smem(x.at[rows, inputs], refs["x"].at[slot], full)
-        for source, name in zip(by_group, ("scale", "zero"), strict=False):
-            plgpu.copy_gmem_to_smem(source.at[group, outputs], refs[name].at[slot], full)
+        for name, source in by_group.items():
+            own = pl.ds(0, plan.scaled_rows) if name == "x_scale" else outputs
+            plgpu.copy_gmem_to_smem(source.at[group, own], refs[name].at[slot], full)
 
     lax.fori_loop(0, plan.blocks, copy, None)
     for i in range(min(ring, plan.blocks)):  # every barrier must have completed its last phase
@@ -166,14 +190,15 @@ def _multiply_blocks(plan: _Plan, refs: Any) -> Array:
     def step(index: Array, total: Array) -> Array:
         slot = lax.rem(index, ring)
         plgpu.barrier_wait(refs["full"].at[slot])
-        packed = plgpu.load(
-            refs["values"].at[slot, own], layout=plgpu.Layout.WGMMA_UPCAST_4X, optimized=False
-        )
-        weights = plgpu.layout_cast(packed, plgpu.Layout.WGMMA).astype(refs["x"].dtype)
-        if plan.has_zeros:
-            zero = _by_output(refs["zero"].at[slot, own]).astype(weights.dtype)
-            weights -= lax.broadcast_in_dim(zero, weights.shape, [0])
-        sums = _product(weights, refs["x"].at[slot].transpose((1, 0)), plan)
+        x = refs["x"].at[slot].transpose((1, 0))
+        if plan.is_float8:
+            sums = _product(refs["values"].at[slot, own], x, plan)
+            x_scales = refs["x_scale"].at[slot, pl.ds(0, plan.padded_rows)]
+            x_scale = plgpu.load(x_scales, layout=_ROW_LAYOUT, optimized=False)
+            sums *= lax.broadcast_in_dim(x_scale, sums.shape, [1])
+        else:
+            zero = refs["zero"].at[slot, own] if "zero" in plan.more else None
+            sums = _product(_widened(refs["values"].at[slot, own], zero, refs["x"].dtype), x, plan)
         scale = _by_output(refs["scale"].at[slot, own]).astype(jnp.float32)
         plgpu.barrier_arrive(refs["free"].at[slot])
         return total + sums * lax.broadcast_in_dim(scale, sums.shape, [0])
@@ -182,14 +207,26 @@ def _multiply_blocks(plan: _Plan, refs: Any) -> Array:
     return lax.fori_loop(0, plan.blocks, step, plgpu.layout_cast(zeros, plgpu.Layout.WGMMA))
 
 
+def _widened(values: Any, zero: Any | None, dtype: Any) -> Array:
+    """Weights of 4 bits [OUTPUTS, block] in ``dtype``, less their zeros [OUTPUTS]."""
+    packed = plgpu.load(values, layout=plgpu.Layout.WGMMA_UPCAST_4X, optimized=False)
+    weights = plgpu.layout_cast(packed, plgpu.Layout.WGMMA).astype(dtype)
+    if zero is None:
+        return weights
+    own = _by_output(zero).astype(dtype)
+    return weights - lax.broadcast_in_dim(own, weights.shape, [0])
+
+
 def _by_output(ref: Any) -> Array:
     return plgpu.load(ref, layout=_OUTPUT_LAYOUT, optimized=False)
 
 
-def _product(weights: Array, x: Any, plan: _Plan) -> Array:
-    """weights [OUTPUTS, block] times x [block, rows] in shared memory, waited for."""
-    if plan.interpret:  # the interpreter knows no operands in registers
-        return jnp.dot(weights, x[...], preferred_element_type=jnp.float32)
+def _product(weights: Any, x: Any, plan: _Plan) -> Array:
+    """weights [OUTPUTS, block], an array or a ref, times x [block, rows] in shared memory, waited
+    for."""
+    if plan.interpret:  # the interpreter knows no operands in registers, and CPUs no 8-bit floats
+        wide, rows = weights[...].astype(jnp.float32), x[...].astype(jnp.float32)
+        return jnp.dot(wide, rows, precision=lax.Precision.HIGHEST)
 
     def multiply(sums: Any) -> Array:
         plgpu.wgmma(sums, weights, x)

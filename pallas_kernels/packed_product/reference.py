@@ -10,13 +10,17 @@ def packed_product_reference(
     values: Array,  # [V, K]
     scale: Array,  # [n, V]
     zero: Array | None,  # [n, V]
+    x_scale: Array | None = None,  # [n, M or more]
     *,
     num_splits: int,
     dtype: jnp.dtype,
 ) -> Array:
     """See pallas_kernels.packed_product.packed_product."""
     weights = dequantized(values, scale, zero).reshape(len(values), num_splits, -1)
-    rows = x.astype(jnp.float32).reshape(len(x), num_splits, -1)
+    wide = x.astype(jnp.float32)
+    if x_scale is not None:
+        wide = dequantized(x, x_scale[:, : len(x)])
+    rows = wide.reshape(len(x), num_splits, -1)
     sums = jnp.einsum("msk,vsk->smv", rows, weights, precision=jax.lax.Precision.HIGHEST)
     return sums.astype(dtype)
 

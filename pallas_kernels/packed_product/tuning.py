@@ -6,6 +6,7 @@ from pallas_kernels.policy import MULTIPROCESSORS
 
 OUTPUTS = 64  # of a warpgroup: what the tensor cores take
 MAX_SPLITS = 8
+SCALED_ROWS = 32  # scales of so many rows are copied at once: 128 bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +35,7 @@ def choose_packed_splits(depth: int, width: int, group: int) -> int:
     """Parts of the inputs that are summed separately, so that all multiprocessors have work."""
     tiles, splits = width // (2 * OUTPUTS), 1
     while splits < MAX_SPLITS and 2 * splits * tiles <= 2 * MULTIPROCESSORS:
-        if depth % (2 * splits * max(group, 128)):
+        if depth % (2 * splits * min(group, 128)):
             break
         splits *= 2
     return splits

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels.float8 import check_scales, is_float8
 from pallas_kernels.gradients import with_reference_gradient
 from pallas_kernels.paged_attention.reference import paged_attention_reference
 from pallas_kernels.paged_attention.tuning import ROWS
@@ -29,6 +30,8 @@ def paged_attention(
     positions: Array,
     ancestors: Array | None = None,
     kv_lens: Array | None = None,
+    k_scale: Array | None = None,
+    v_scale: Array | None = None,
     *,
     window: int | None = None,
     first_slot: int = 0,
@@ -58,6 +61,8 @@ def paged_attention(
       kv_lens: [B] int32, end of each sequence's slots. No query of sequence ``b`` sees a slot from
         ``kv_lens[b]`` on, whatever the mask says. None: ``context_lens`` plus T for causal queries,
         or plus the number of mask bits.
+      k_scale, v_scale: float32 [G], for pages of bytes (see float8.py): the bytes' numbers times
+        the scale are the keys and values; else None.
       first_slot: slots before it are hidden.
       order_invariant: accumulate in float64, so that the rounded result does not depend on which
         slots hold the visible keys, nor on the width of the page table (in float32 on a CPU it
@@ -68,13 +73,16 @@ def paged_attention(
 
     Returns [B, T, Q, D] in q's dtype. Queries that see no slot return a finite value.
 
-    Raises ValueError for shapes that do not match, and if ``implementation`` is "mosaic_gpu" or
-    "mosaic_tpu" and the kernel cannot take the arguments.
+    Raises ValueError for shapes that do not match, for pages of bytes without scales, and if
+    ``implementation`` is "mosaic_gpu" or "mosaic_tpu" and the kernel cannot take the arguments.
     """
     if kv_lens is None:
         kv_lens = context_lens + (q.shape[1] if ancestors is None else 32 * ancestors.shape[2])
     arguments = (q, k_pages, v_pages, page_table, context_lens, positions, ancestors, kv_lens)
     _check_shapes(*arguments)
+    check_scales(k_pages, v_pages, k_scale, v_scale)
+    if k_scale is not None:
+        arguments = (*arguments, k_scale, v_scale)
     reference = functools.partial(
         paged_attention_reference,
         window=window,
@@ -98,8 +106,12 @@ def misfit(q: Array, k_pages: Array, v_pages: Array, order_invariant: bool) -> s
     group = q.shape[2] // k_pages.shape[1]
     if order_invariant:
         return "sums that do not depend on the order of slots"
-    if not q.dtype == k_pages.dtype == v_pages.dtype == jnp.bfloat16:
-        return f"{q.dtype} queries, {k_pages.dtype} and {v_pages.dtype} pages: all must be bfloat16"
+    takes = k_pages.dtype == jnp.bfloat16 or is_float8(k_pages)
+    if q.dtype != jnp.bfloat16 or k_pages.dtype != v_pages.dtype or not takes:
+        return (
+            f"{q.dtype} queries, {k_pages.dtype} and {v_pages.dtype} pages: all must be bfloat16, "
+            "or pages bytes"
+        )
     if head_dim not in (64, 128):
         return f"heads of {head_dim}: they must be 64 or 128 wide"
     if page_size not in (8, 16, 32, 64, 128):

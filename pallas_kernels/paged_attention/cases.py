@@ -8,7 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from pallas_kernels.benchmark import Arguments, Benchmark, implementation_to_time, noise
+from pallas_kernels.benchmark import (
+    Arguments,
+    Benchmark,
+    float8_noise,
+    implementation_to_time,
+    noise,
+)
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.partial import (
     PartialAttention,
@@ -67,6 +73,11 @@ class Case:
         queries = len(self.context_lens) * self.num_tokens * self.num_heads
         rows = 2 * self.visible_slots * self.kv_heads + 2 * queries
         return rows * self.head_dim * jnp.dtype(dtype).itemsize
+
+    def num_float8_bytes(self, dtype: Any) -> int:
+        """As ``num_bytes``, of keys and values of a byte each."""
+        numbers = 2 * self.visible_slots * self.kv_heads * self.head_dim
+        return self.num_bytes(dtype) - numbers * (jnp.dtype(dtype).itemsize - 1)
 
     def num_partial_bytes(self, dtype: Any, devices: int) -> int:
         """As ``num_bytes``, of one of several devices; the output is in float32, with a log-sum-exp
@@ -231,6 +242,13 @@ def make_arguments(
     )
 
 
+def with_float8_pages(arguments: Any, seed: int = 0) -> Any:
+    """Arguments of paged_attention with pages of bytes instead, and their scales at the end."""
+    q, pages, _, *rest = arguments
+    (k, k_scale), (v, v_scale) = (float8_noise(seed, index, pages.shape) for index in (3, 4))
+    return q, k, v, *rest, k_scale, v_scale
+
+
 def parts_of(arguments: Any, count: int) -> list[Any]:
     """Arguments of partial_attention on each of ``count`` devices that share the sequences."""
     q, k_pages, v_pages, *rest = arguments
@@ -302,6 +320,20 @@ def as_benchmark(case: Case, dtype: Any) -> Benchmark:
         flops=case.flops,
         implementation=implementation,
     )
+
+
+def float8_benchmarks(dtype: Any = jnp.bfloat16) -> tuple[Benchmark, ...]:
+    """As ``benchmarks``, with 8-bit pages."""
+    return tuple(as_float8_benchmark(case, dtype) for case in BENCHMARK_CASES)
+
+
+def as_float8_benchmark(case: Case, dtype: Any) -> Benchmark:
+    wide = as_benchmark(case, dtype)
+
+    def narrow(seed: int) -> Arguments:
+        return with_float8_pages(wide.make_arguments(seed), seed)
+
+    return dataclasses.replace(wide, make_arguments=narrow, num_bytes=case.num_float8_bytes(dtype))
 
 
 def _feed(arguments: Arguments, output: Array) -> Arguments:

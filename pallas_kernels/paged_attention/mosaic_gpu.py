@@ -19,7 +19,6 @@ output, in float32, the kernel then returns the log-sum-exp of each query's scor
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -32,9 +31,22 @@ import numpy as np
 from jax import Array, lax
 
 from pallas_kernels import cluster
+from pallas_kernels.float8 import BYTES, is_float8
+from pallas_kernels.paged_attention.blocks import (
+    block_pages,
+    copy_block,
+    produce_wide_blocks,
+    wait_until_all_free,
+    wait_until_free,
+)
 from pallas_kernels.paged_attention.partial import PartialAttention
-from pallas_kernels.paged_attention.tuning import ROWS, AttentionTuning, attention_tuning
-from pallas_kernels.shared_memory import SWIZZLED, zero_rows_outside
+from pallas_kernels.paged_attention.tuning import (
+    ROWS,
+    AttentionTuning,
+    attention_tuning,
+    float8_tuning,
+)
+from pallas_kernels.shared_memory import SWIZZLED, swizzled_bytes, zero_rows_outside
 
 # Finite, so that a row that sees no slot gives no NaN. The running maximum starts far above masked
 # scores, so that rounding can never give a masked score any weight.
@@ -66,6 +78,7 @@ class _Plan:
     tokens: int  # of a tile
     window: int | None
     first_slot: int
+    float8: bool  # pages of bytes, with scales
     config: AttentionTuning
     interpret: bool
 
@@ -89,7 +102,10 @@ class _Plan:
 
     @property
     def num_edges(self) -> int:
-        """Blocks that may hold slots that no query sees: the last of a context, maybe the first."""
+        """Blocks whose values are cleaned apart: the last of a context, and maybe the first, may
+        hold slots that no query sees. Those of bytes are cleaned when they are widened."""
+        if self.float8:
+            return 0
         return 2 if self.has_left_edge else 1
 
 
@@ -104,6 +120,8 @@ def paged_attention_mosaic(
     positions: Array,  # [B, T]
     ancestors: Array | None,  # [B, T, words]
     kv_lens: Array,  # [B]
+    k_scale: Array | None = None,  # [G]
+    v_scale: Array | None = None,
     *,
     window: int | None,
     first_slot: int,
@@ -119,7 +137,8 @@ def paged_attention_mosaic(
     )
     kernel = _make_kernel(plan, q.dtype, interpret)
     masks = _row_masks(plan, positions, ancestors)
-    return kernel(q, k_pages, v_pages, page_table, context_lens, kv_lens, *masks)
+    scales = [] if k_scale is None else [k_scale, v_scale]
+    return kernel(q, k_pages, v_pages, page_table, context_lens, kv_lens, *masks, *scales)
 
 
 @functools.partial(
@@ -135,6 +154,8 @@ def partial_attention_mosaic(
     ancestors: Array | None,  # [B, T, words]
     kv_lens: Array,  # [B]
     offset: Array,  # []
+    k_scale: Array | None = None,  # [G]
+    v_scale: Array | None = None,
     *,
     page_size: int,
     window: int | None,
@@ -152,7 +173,8 @@ def partial_attention_mosaic(
     kernel = _make_kernel(plan, q.dtype, interpret)
     masks = _row_masks(plan, positions, ancestors)
     lengths = context_lens, kv_lens
-    out, log_sums = kernel(q, k_pages, v_pages, page_table, *lengths, *masks, offset[None])
+    more = [offset[None]] if k_scale is None else [offset[None], k_scale, v_scale]
+    out, log_sums = kernel(q, k_pages, v_pages, page_table, *lengths, *masks, *more)
     log_sums = _by_token(plan, log_sums)
     return PartialAttention(out, log_sums, jnp.ones_like(log_sums))
 
@@ -174,7 +196,8 @@ def _make_plan(
     row_tiles = -(-num_tokens // (ROWS // group))
     if config is None:
         slots = page_table.shape[1] * page_size
-        config = attention_tuning(batch, kv_heads, row_tiles, slots, page_size)
+        tuning = float8_tuning if is_float8(k_pages) else attention_tuning
+        config = tuning(batch, kv_heads, row_tiles, slots, page_size)
     tiles = -(-row_tiles // config.warpgroups) * config.warpgroups
     return _Plan(
         batch=batch,
@@ -191,6 +214,7 @@ def _make_plan(
         tokens=-(-num_tokens // tiles),
         window=window,
         first_slot=first_slot,
+        float8=is_float8(k_pages),
         config=config,
         interpret=interpret is not None,
     )
@@ -230,6 +254,7 @@ def _make_kernel(plan: _Plan, dtype: Any, interpret: Any) -> Any:
     tile = (config.consumers, ROWS, plan.head_dim)
     ring = (config.stages, config.heads, config.block, plan.head_dim)
     copies = config.heads * plan.pages_of_block  # TMA copies that fill a stage
+    filled = 1 if plan.float8 else copies  # arrivals: of those copies, or of who widens
 
     # The merge comes after the last keys and values and reuses their memory. Rows are padded:
     # otherwise the eight rows that a warp writes at once would start in the same bank.
@@ -248,6 +273,12 @@ def _make_kernel(plan: _Plan, dtype: Any, interpret: Any) -> Any:
     def swizzled(shape: tuple[int, ...]) -> Any:
         return plgpu.SMEM(shape, dtype, transforms=SWIZZLED)
 
+    def in_bytes() -> list[Any]:
+        if not plan.float8:
+            return []
+        shape = (config.byte_stages, *ring[1:])
+        return [plgpu.SMEM(shape, BYTES, transforms=swizzled_bytes(plan.head_dim))]
+
     def and_then(first: list[Any], second: Any | None) -> Any:
         """Memory for ``first`` and later for ``second``; None: for ``first`` only, nested alike."""
         if second is None:
@@ -256,20 +287,26 @@ def _make_kernel(plan: _Plan, dtype: Any, interpret: Any) -> Any:
         return [first, [second]] if plan.interpret else plgpu.RefUnion(first, [second])
 
     def scratch() -> dict[str, Any]:
+        cleaned = {}
+        if plan.num_edges:
+            cleaned = {"v_cleaned": plgpu.Barrier(num_barriers=plan.num_edges)}
         refs = {
             "queries_or_out": and_then([swizzled(tile), plgpu.SMEM(tile, dtype)], rows_f32),
-            "k_or_out": and_then([swizzled(ring)], shared_f32),
-            "v_or_log_sums": and_then([swizzled(ring)], shared_f32),
+            "k_or_out": and_then([swizzled(ring), *in_bytes()], shared_f32),
+            "v_or_log_sums": and_then([swizzled(ring), *in_bytes()], shared_f32),
             "q_full": plgpu.Barrier(num_arrivals=plan.tokens, num_barriers=config.consumers),
-            "k_full": plgpu.Barrier(num_arrivals=copies, num_barriers=config.stages),
+            "k_full": plgpu.Barrier(num_arrivals=filled, num_barriers=config.stages),
             # Values of edge blocks have separate barriers, because the producer waits for them too.
             "v_full": plgpu.Barrier(
-                num_arrivals=copies, num_barriers=config.stages + plan.num_edges
+                num_arrivals=filled, num_barriers=config.stages + plan.num_edges
             ),
-            "v_cleaned": plgpu.Barrier(num_barriers=plan.num_edges),
+            **cleaned,
             "k_free": plgpu.Barrier(num_arrivals=config.consumers, num_barriers=config.stages),
             "v_free": plgpu.Barrier(num_arrivals=config.consumers, num_barriers=config.stages),
         }
+        if plan.float8:
+            for name in ("k_arrived", "v_arrived"):
+                refs[name] = plgpu.Barrier(num_arrivals=copies, num_barriers=config.byte_stages)
         if config.splits > 1 or plan.partial:
             refs["all_read"] = plgpu.Barrier(num_arrivals=config.consumers)
         if plan.partial:
@@ -283,12 +320,16 @@ def _make_kernel(plan: _Plan, dtype: Any, interpret: Any) -> Any:
     ):
         (refs["queries"], refs["rows"]), *out_rows = refs["queries_or_out"]
         ((refs["out_rows"],),) = out_rows or [[refs["rows"]]]
-        (refs["k"],), *split_out = refs["k_or_out"]
-        (refs["v"],), *log_sums = refs["v_or_log_sums"]
+        (refs["k"], *k_bytes), *split_out = refs["k_or_out"]
+        (refs["v"], *v_bytes), *log_sums = refs["v_or_log_sums"]
+        if plan.float8:
+            [refs["k_bytes"]], [refs["v_bytes"]] = k_bytes, v_bytes
         if config.splits > 1:
             ((refs["split_out"],),), ((refs["log_sums"],),) = split_out, log_sums
         windows, outputs = more_and_out[: -len(out_types)], more_and_out[-len(out_types) :]
         offset = None
+        if plan.float8:
+            *windows, refs["k_scale"], refs["v_scale"] = windows
         if plan.partial:
             *windows, offset = windows
         work = _Work(plan, context_lens, kv_lens, windows[0] if windows else None, offset)
@@ -298,7 +339,8 @@ def _make_kernel(plan: _Plan, dtype: Any, interpret: Any) -> Any:
         def _produce():
             if config.registers:
                 plgpu.set_max_registers(config.producer_registers, action="decrease")
-            _produce_blocks(plan, work, table, (k_pages, refs["k"]), (v_pages, refs["v"]), refs)
+            produce = produce_wide_blocks if plan.float8 else _produce_blocks
+            produce(plan, work, table, (k_pages, refs["k"]), (v_pages, refs["v"]), refs)
             if config.splits > 1:  # all threads must take part in both barriers of the merge
                 cluster.sync()
                 cluster.sync()
@@ -432,31 +474,9 @@ class _Work:
 def _produce_blocks(plan: _Plan, work: _Work, table: Any, k: Any, v: Any, refs: Any) -> None:
     """Copy the blocks in order into the ring. Page indices are read one block ahead."""
     config = plan.config
-    rows = min(config.block, plan.page_size)
-
-    def pages(block: Array) -> tuple[Array, ...]:
-        column = block * config.block // plan.page_size
-        last = plan.columns - 1
-        return tuple(
-            table[work.sequence, jnp.minimum(column + i, last)] for i in range(plan.pages_of_block)
-        )
-
-    def copy(source: Any, ring: Any, full: Any, block: Array, slot: Array, indices: Any) -> None:
-        offset = block * config.block % plan.page_size if plan.page_size > config.block else 0
-        for head, (i, page) in itertools.product(range(config.heads), enumerate(indices)):
-            plgpu.copy_gmem_to_smem(
-                source.at[page, work.first_head + head, pl.ds(offset, rows)],
-                ring.at[slot, head, pl.ds(i * rows, rows)],
-                full,
-            )
-
-    def wait_until_free(name: str, index: Array) -> None:
-        @pl.when(index >= config.stages)
-        def _():
-            plgpu.barrier_wait(refs[f"{name}_free"].at[lax.rem(index, config.stages)])
 
     def produce(block: Array, indices: tuple[Array, ...]) -> tuple[Array, ...]:
-        following = pages(block + 1)
+        following = block_pages(plan, work, table, block + 1)
         index = block - work.start
         slot = lax.rem(index, config.stages)
         if plan.has_left_edge:  # once copies for the whole ring have been issued
@@ -465,8 +485,9 @@ def _produce_blocks(plan: _Plan, work: _Work, table: Any, k: Any, v: Any, refs: 
             (k, "k", slot),
             (v, "v", work.values_barrier(block, slot)),
         ):
-            wait_until_free(name, index)
-            copy(source, ring, refs[f"{name}_full"].at[barrier], block, slot, indices)
+            wait_until_free(plan, refs, name, index)
+            full = refs[f"{name}_full"].at[barrier]
+            copy_block(plan, work, source, ring, full, block, slot, indices)
         return following
 
     def clean_left_edge(now: Array) -> None:
@@ -474,7 +495,7 @@ def _produce_blocks(plan: _Plan, work: _Work, table: Any, k: Any, v: Any, refs: 
         def _():
             _clean_values(plan, work, work.start, jnp.int32(1), refs)
 
-    lax.fori_loop(work.start, work.stop, produce, pages(work.start))
+    lax.fori_loop(work.start, work.stop, produce, block_pages(plan, work, table, work.start))
     num_blocks = work.stop - work.start
     if plan.has_left_edge:
         clean_left_edge((num_blocks > 0) & (num_blocks <= config.stages))
@@ -483,9 +504,7 @@ def _produce_blocks(plan: _Plan, work: _Work, table: Any, k: Any, v: Any, refs: 
     def _clean_right_edge():
         _clean_values(plan, work, work.stop - 1, jnp.int32(0), refs)
 
-    for i in range(config.stages):  # every barrier must have completed its last phase
-        wait_until_free("k", num_blocks + i)
-        wait_until_free("v", num_blocks + i)
+    wait_until_all_free(plan, refs, num_blocks)
 
 
 def _clean_values(plan: _Plan, work: _Work, block: Array, edge: Array, refs: Any) -> None:
@@ -580,7 +599,9 @@ def _attend(
     """
     config, warpgroup = plan.config, lax.axis_index("warpgroup")
     q = refs["queries"].at[warpgroup]
-    scale = plan.head_dim**-0.5 * math.log2(math.e)  # exponentials are powers of 2
+    scale: Any = plan.head_dim**-0.5 * math.log2(math.e)  # exponentials are powers of 2
+    if plan.float8:
+        scale = refs["k_scale"][work.kv_head] * scale
 
     def scores_of(block: Array, slot: Array, *, masked: bool) -> Array:
         """[ROWS, block] raw scores of a block."""
@@ -605,7 +626,7 @@ def _attend(
             plgpu.barrier_arrive(refs["tensor_cores"].at[1 - warpgroup])
 
     def wait_for_values(block: Array, slot: Array, *, masked: bool) -> None:
-        if not masked:
+        if not masked or plan.float8:
             plgpu.barrier_wait(refs["v_full"].at[slot])
             return
         barrier = work.values_barrier(block, slot)
@@ -660,6 +681,8 @@ def _attend(
     carry = blocks(tail, work.stop, carry, masked=True)
     if config.ping_pong:  # each barrier needs as many arrivals as waits
         pl.when(warpgroup == 0)(release_tensor_cores)
+    if plan.float8:
+        carry = (carry[0] * refs["v_scale"][work.kv_head], *carry[1:])
     return carry
 
 

@@ -13,8 +13,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels.float8 import check_scales
 from pallas_kernels.paged_attention import misfit
-from pallas_kernels.paged_attention.reference import by_token, masked_scores, visible_slots
+from pallas_kernels.paged_attention.reference import (
+    by_head,
+    by_token,
+    masked_scores,
+    visible_slots,
+)
 from pallas_kernels.products import weighted_sum_f32
 from pallas_kernels.selection import Implementation, kernel_module, wants_tpu
 
@@ -40,6 +46,8 @@ def partial_attention(
     ancestors: Array | None,
     kv_lens: Array,
     offset: Array | int,
+    k_scale: Array | None = None,
+    v_scale: Array | None = None,
     *,
     page_size: int,
     window: int | None = None,
@@ -62,6 +70,7 @@ def partial_attention(
     Raises ValueError if ``implementation`` is "mosaic_gpu" or "mosaic_tpu" and there is no kernel
     that can take the arguments.
     """
+    check_scales(k_pages, v_pages, k_scale, v_scale)
     problem = misfit(q, k_pages, v_pages, order_invariant=False)
     if wants_tpu(implementation):
         problem = "parts of pages: the TPU kernel attends to whole ones"
@@ -77,6 +86,8 @@ def partial_attention(
         ancestors,
         kv_lens,
         offset,
+        k_scale,
+        v_scale,
         page_size=page_size,
         window=window,
         first_slot=first_slot,
@@ -95,6 +106,8 @@ def partial_attention_reference(
     ancestors: Array | None,  # [B, T, words]
     kv_lens: Array,  # [B]
     offset: Array | int,  # []
+    k_scale: Array | None = None,  # [G]
+    v_scale: Array | None = None,
     *,
     page_size: int,
     window: int | None,
@@ -122,7 +135,9 @@ def partial_attention_reference(
         slots = slots.reshape(-1)
         seen = visible_slots(context_lens, positions, ancestors, slots, window, first_slot)
         seen &= slots < kv_lens[:, None, None]
-        scores, v = masked_scores(q, k_pages, v_pages, pages, seen, order_invariant=False)
+        scores, v = masked_scores(
+            q, k_pages, v_pages, pages, seen, order_invariant=False, k_scale=k_scale
+        )
         peak = jnp.max(scores, axis=-1)
         exps = jnp.exp(scores - peak[..., None])
         return PartialAttention(weighted_sum_f32(exps.astype(v.dtype), v), peak, exps.sum(-1))
@@ -132,7 +147,8 @@ def partial_attention_reference(
         blocks = -(-jnp.max(kv_lens) // (width * page_size))
         found = lax.fori_loop(1, blocks, lambda i, before: _both(before, attend(i)), found)
     per_query = (by_token(x[..., None], (*q.shape[:3], 1))[..., 0] for x in found[1:])
-    return PartialAttention(by_token(found.weighted, q.shape), *per_query)
+    weighted = by_head(found.weighted, v_scale)
+    return PartialAttention(by_token(weighted, q.shape), *per_query)
 
 
 def merge_partials(parts: PartialAttention) -> Array:

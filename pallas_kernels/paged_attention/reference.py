@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels.float8 import decode
 from pallas_kernels.products import scores_f32, weighted_sum_f32
 
 MASKED = -1e30  # finite, so that a row that sees no slot gives no NaN
@@ -22,6 +23,8 @@ def paged_attention_reference(
     positions: Array,  # [B, T]
     ancestors: Array | None,  # [B, T, words]
     kv_lens: Array,  # [B]
+    k_scale: Array | None = None,  # [G]
+    v_scale: Array | None = None,
     *,
     window: int | None,
     first_slot: int,
@@ -31,8 +34,8 @@ def paged_attention_reference(
     slots = jnp.arange(page_table.shape[1] * k_pages.shape[2])
     visible = visible_slots(context_lens, positions, ancestors, slots, window, first_slot)
     visible &= slots < kv_lens[:, None, None]
-    scores, v = masked_scores(q, k_pages, v_pages, page_table, visible, order_invariant)
-    out = _softmax_times_values(scores, v, order_invariant)
+    scores, v = masked_scores(q, k_pages, v_pages, page_table, visible, order_invariant, k_scale)
+    out = by_head(_softmax_times_values(scores, v, order_invariant), v_scale)
     return by_token(out, q.shape).astype(q.dtype)
 
 
@@ -43,16 +46,17 @@ def masked_scores(
     page_table: Array,  # [B, M]
     visible: Array,  # bool [B, T, S]
     order_invariant: bool,
+    k_scale: Array | None = None,  # [G]
 ) -> tuple[Array, Array]:
-    """Scores of the queries of each KV head, MASKED where a slot is not visible, and the values:
-    float32 [B, G, T * R, S] and [B, G, S, D]."""
+    """Scores of the queries of each KV head, MASKED where a slot is not visible, and the values,
+    not yet multiplied by their scales: float32 [B, G, T * R, S] and [B, G, S, D]."""
     batch, num_tokens, num_heads, head_dim = q.shape
     kv_heads, num_slots = k_pages.shape[1], visible.shape[-1]
     # Slots that no query sees may hold NaN. A weight of 0 would not remove it (0 x NaN is NaN),
     # neither from the sum nor from a gradient, so those slots are replaced by 0.
     seen = jnp.any(visible, axis=1)[:, None, :, None]
     k, v = (
-        jnp.where(seen, gather_pages(pages, page_table), 0)  # [B, G, S, D]
+        jnp.where(seen, decode(gather_pages(pages, page_table), q.dtype), 0)  # [B, G, S, D]
         for pages in (k_pages, v_pages)
     )
     rows = num_tokens * num_heads // kv_heads  # queries that share a KV head, of all T tokens
@@ -62,8 +66,13 @@ def masked_scores(
         scores = _scaled_scores_f64(grouped, k)  # [B, G, T * R, S]
     else:
         scores = scores_f32(grouped, k) * head_dim**-0.5
-    split = scores.reshape(batch, kv_heads, num_tokens, -1, num_slots)
+    split = by_head(scores, k_scale).reshape(batch, kv_heads, num_tokens, -1, num_slots)
     return jnp.where(visible[:, None, :, None], split, MASKED).reshape(scores.shape), v
+
+
+def by_head(x: Array, scale: Array | None) -> Array:
+    """x [B, G, ...] times the scales [G] of its KV heads; None: x as it is."""
+    return x if scale is None else x * scale.reshape(-1, *(1,) * (x.ndim - 2))
 
 
 def by_token(x: Array, shape: tuple[int, ...]) -> Array:

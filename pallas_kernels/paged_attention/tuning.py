@@ -23,6 +23,7 @@ class AttentionTuning:
       splits: CTAs that share one context.
       ping_pong: two warpgroups alternate: one has the tensor cores while the other computes its
         softmax (ping-pong scheduling of FlashAttention-3, arXiv 2407.08608).
+      byte_stages: blocks of bytes in flight, before they are widened; for 8-bit pages.
       registers: registers of a compute thread, taken from the producer warpgroup; None: as
         compiled.
 
@@ -36,6 +37,7 @@ class AttentionTuning:
     heads: int = 1
     splits: int = 1
     ping_pong: bool = False
+    byte_stages: int = 0
     registers: int | None = None
 
     def __post_init__(self) -> None:
@@ -104,6 +106,22 @@ def attention_tuning(
     if slots // splits < LONG_SPLIT:
         return AttentionTuning(block=64, stages=5, splits=splits)
     return AttentionTuning(block=128, stages=2, splits=splits)
+
+
+def float8_tuning(
+    batch: int, kv_heads: int, row_tiles: int, slots: int, page_size: int
+) -> AttentionTuning:
+    """The tuning for a call with 8-bit pages. Nothing of it was measured.
+
+    Rings of bytes and of what they become share the memory, so blocks have 64 slots. The producer
+    widens numbers: it keeps its registers, and there is no ping-pong scheduling.
+    """
+    pairs = batch * kv_heads
+    if row_tiles > 1:
+        splits = _splits(pairs * -(-row_tiles // 2), slots // 256)
+        return AttentionTuning(block=64, stages=2, byte_stages=4, warpgroups=2, splits=splits)
+    splits = _splits(pairs, slots // (1024 if 4 * pairs > MULTIPROCESSORS else 128))
+    return AttentionTuning(block=64, stages=2, byte_stages=4, splits=splits)
 
 
 def _splits(blocks: int, most: int) -> int:

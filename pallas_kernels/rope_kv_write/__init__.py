@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels.float8 import BYTES, check_scales, is_float8
 from pallas_kernels.gradients import with_reference_gradient
 from pallas_kernels.rope_kv_write.reference import rope_kv_write_reference
 from pallas_kernels.selection import Implementation, kernel_module
@@ -22,8 +23,11 @@ def rope_kv_write(
     k_pages: Array,
     v_pages: Array,
     slots: Array,
+    k_scale: Array | None = None,
+    v_scale: Array | None = None,
     *,
     eps: float,
+    dtype: jax.typing.DTypeLike | None = None,
     implementation: Implementation = "reference",
 ) -> tuple[Array, Array, Array]:
     """Norm and rotate queries and keys; write keys and values to their slots.
@@ -38,30 +42,41 @@ def rope_kv_write(
       q_norm, k_norm: [D] weights of a root-mean-square norm before the rotation, or None.
       k_pages, v_pages: [P, G, K, D]; written in place where the caller donates them.
       slots: int32 [B, T], ``page * K + offset``; distinct, except for slots of the null page 0.
+      k_scale, v_scale: float32 [G], above 0, for pages of bytes (see float8.py); else None.
+      dtype: of the queries, and of keys and values before they become bytes; None: the pages'.
       implementation: "auto" takes the Hopper kernel where it fits (bfloat16, heads
         of 128), else the reference.
 
-    Returns queries [B, T, Q, D], in the pages' dtype, and the pages.
+    Returns queries [B, T, Q, D], and the pages.
 
-    Raises ValueError if ``implementation`` is "mosaic_gpu" and the kernel cannot take the
-    arguments.
+    Raises ValueError for pages of bytes without scales or a dtype, for scales of other pages, and
+    if ``implementation`` is "mosaic_gpu" and the kernel cannot take the arguments.
     """
-    reference = functools.partial(rope_kv_write_reference, eps=eps)
-    arguments = (partials, rope, q_norm, k_norm, k_pages, v_pages, slots)
-    problem = misfit(partials, k_pages, v_pages)
+    check_scales(k_pages, v_pages, k_scale, v_scale)
+    if dtype is None and is_float8(k_pages):
+        raise ValueError("pages of bytes do not say which dtype queries have: give dtype")
+    own = None if dtype is None or dtype == k_pages.dtype else jnp.dtype(dtype)
+    reference = functools.partial(rope_kv_write_reference, eps=eps, dtype=own)
+    arguments = (partials, rope, q_norm, k_norm, k_pages, v_pages, slots, k_scale, v_scale)
+    problem = misfit(partials, k_pages, v_pages, own)
     mosaic = kernel_module("rope_kv_write", implementation, problem)
     if mosaic is None:
         return reference(*arguments)
-    kernel = functools.partial(mosaic.rope_kv_write_mosaic, eps=eps)
+    kernel = functools.partial(mosaic.rope_kv_write_mosaic, eps=eps, dtype=own)
     return with_reference_gradient(kernel, reference)(*arguments)
 
 
-def misfit(partials: Array, k_pages: Array, v_pages: Array) -> str | None:
-    """Why the kernel cannot take these arguments, None if it can."""
-    if not k_pages.dtype == v_pages.dtype == jnp.bfloat16:
-        return f"{k_pages.dtype} and {v_pages.dtype} pages: both must be bfloat16"
-    head_dim = partials.shape[-1]
-    if not takes_partials(k_pages.dtype, head_dim):
+def misfit(
+    partials: Array, k_pages: Array, v_pages: Array, dtype: jnp.dtype | None = None
+) -> str | None:
+    """Why the kernel cannot take these arguments, None if it can. ``dtype``: of the queries, if it
+    is not the pages'."""
+    if k_pages.dtype != v_pages.dtype or k_pages.dtype not in (jnp.bfloat16, BYTES):
+        return f"{k_pages.dtype} and {v_pages.dtype} pages: both must be bfloat16, or bytes"
+    queries, head_dim = k_pages.dtype if dtype is None else dtype, partials.shape[-1]
+    if queries != jnp.bfloat16:
+        return f"{queries} queries: they must be bfloat16"
+    if not takes_partials(queries, head_dim):
         return f"heads of {head_dim}: they must be {HEAD_DIM} wide"
     return None
 

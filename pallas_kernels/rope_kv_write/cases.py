@@ -9,7 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from pallas_kernels.benchmark import Arguments, Benchmark, implementation_to_time, noise
+from pallas_kernels.benchmark import (
+    Arguments,
+    Benchmark,
+    float8_noise,
+    implementation_to_time,
+    noise,
+)
 from pallas_kernels.rope_kv_write import rope_kv_write
 from pallas_kernels.rope_kv_write.reference import rope_kv_write_reference
 
@@ -80,6 +86,13 @@ def make_arguments(case: Case, dtype: Any = jnp.float32, seed: int = 0) -> tuple
         noise(seed, 4, pool, dtype),
         jnp.asarray(slots),
     )
+
+
+def make_float8_arguments(case: Case, dtype: Any = jnp.float32, seed: int = 0) -> tuple[Any, ...]:
+    """As ``make_arguments``, of pages of bytes with scales, which are two more arguments."""
+    *before, k_pages, _, slots = make_arguments(case, dtype, seed)
+    (k, k_scale), (v, v_scale) = (float8_noise(seed, index, k_pages.shape) for index in (5, 6))
+    return *before, k, v, slots, k_scale, v_scale
 
 
 def benchmarks() -> Sequence[Benchmark]:

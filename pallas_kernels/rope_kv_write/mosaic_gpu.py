@@ -9,11 +9,12 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels.float8 import to_bytes
 from pallas_kernels.products import total_f32
 
 
 # Traced once for all layers of a model.
-@functools.partial(jax.jit, static_argnames=("eps", "interpret"))
+@functools.partial(jax.jit, static_argnames=("eps", "dtype", "interpret"))
 def rope_kv_write_mosaic(
     partials: Array,  # [S, B, T, G, R, D]
     rope: Array,
@@ -22,8 +23,11 @@ def rope_kv_write_mosaic(
     k_pages: Array,
     v_pages: Array,
     slots: Array,
+    k_scale: Array | None = None,
+    v_scale: Array | None = None,
     *,
     eps: float,
+    dtype: jnp.dtype | None = None,
     interpret: Any = None,
 ) -> tuple[Array, Array, Array]:
     """See pallas_kernels.rope_kv_write.rope_kv_write; only for arguments that ``misfit`` accepts.
@@ -33,11 +37,13 @@ def rope_kv_write_mosaic(
     num_splits, _, _, kv_heads, rows, head_dim = partials.shape
     batch, num_tokens = slots.shape
     group, page_size, tokens = rows - 2, k_pages.shape[2], batch * num_tokens
-    dtype = k_pages.dtype
+    dtype = k_pages.dtype if dtype is None else dtype
     norms = [weight for weight in (q_norm, k_norm) if weight is not None]
+    scales = [] if k_scale is None else [k_scale, v_scale]
 
     def rope_kv_write_kernel(*refs):
-        partials_ref, rope_ref, slots_ref, k_ref, v_ref, *norm_refs, q_ref, rotation_buffer = refs
+        partials_ref, rope_ref, slots_ref, k_ref, v_ref, *more, q_ref, rotation_buffer = refs
+        norm_refs, scale_refs = more[: len(norms)], more[len(norms) :]
         token, head = lax.axis_index("token"), lax.axis_index("kv_head")
         page, offset = slots_ref[token] // page_size, slots_ref[token] % page_size
         loaded = [
@@ -48,7 +54,8 @@ def rope_kv_write_mosaic(
         q_weight = None if q_norm is None else plgpu.load(norm_refs[0])
         k_weight = None if k_norm is None else plgpu.load(norm_refs[-1])
         heads = [total_f32(row).astype(dtype) for row in loaded]
-        v_ref[page, head, offset] = heads.pop()
+        k_by, v_by = (one[head] for one in scale_refs) if scales else (None, None)
+        v_ref[page, head, offset] = _stored(heads.pop(), v_by)
         for row, x in enumerate(heads):
             weight = q_weight if row < group else k_weight
             heads[row] = x if weight is None else _rms_norm(x, weight, eps)
@@ -62,7 +69,7 @@ def rope_kv_write_mosaic(
             if row < group:
                 q_ref[token, head * group + row] = rotated.astype(dtype)
             else:
-                k_ref[page, head, offset] = rotated.astype(dtype)
+                k_ref[page, head, offset] = _stored(rotated.astype(dtype), k_by)
 
     kernel = plgpu.kernel(
         rope_kv_write_kernel,
@@ -80,8 +87,14 @@ def rope_kv_write_mosaic(
         k_ref,
         v_ref,
         *norms,
+        *scales,
     )
     return q.reshape(batch, num_tokens, -1, head_dim), jax.freeze(k_ref), jax.freeze(v_ref)
+
+
+def _stored(x: Array, scale: Array | None) -> Array:
+    """A key or a value [D] as pages hold it."""
+    return x if scale is None else to_bytes(x.astype(jnp.float32) / scale)
 
 
 def _rms_norm(x: Array, weight: Array, eps: float) -> Array:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels.add_rms_norm.reference import rms_norm
+from pallas_kernels.float8 import encode
 from pallas_kernels.products import sum_partials
 
 Index = tuple[Any, ...]
@@ -83,7 +84,7 @@ def _at_slots(act: Callable[..., Array], pages: Array, *rows_and_slots: Array) -
 
 
 # jit: traced and lowered once for all layers of a program.
-@functools.partial(jax.jit, static_argnames="eps")
+@functools.partial(jax.jit, static_argnames=("eps", "dtype"))
 def rope_kv_write_reference(
     partials: Array,
     rope: Array,
@@ -92,11 +93,16 @@ def rope_kv_write_reference(
     k_pages: Array,
     v_pages: Array,
     slots: Array,
+    k_scale: Array | None = None,
+    v_scale: Array | None = None,
     *,
     eps: float,
+    dtype: jnp.dtype | None = None,
 ) -> tuple[Array, Array, Array]:
     """See pallas_kernels.rope_kv_write.rope_kv_write."""
-    qkv = sum_partials(partials, len(slots), k_pages.dtype)
+    qkv = sum_partials(partials, len(slots), k_pages.dtype if dtype is None else dtype)
     q, k, v = rotated_heads(qkv, rope, q_norm, k_norm, eps)
+    if k_scale is not None and v_scale is not None:
+        k, v = encode(k, k_scale), encode(v, v_scale)
     with jax.named_scope("kv_write"):
         return q, write_rows(k_pages, k, slots), write_rows(v_pages, v, slots)

@@ -11,6 +11,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.models.linear import Linear
+from jaxspec.quantization.float8 import rounded_to_float8
 from jaxspec.quantization.grouped import GroupedLinear, rounded_to_groups
 from pallas_kernels.packed_product import misfit, packed_product
 from pallas_kernels.packed_product.cases import BENCHMARK_CASES, TEST_CASES, Case, make_arguments
@@ -28,13 +29,16 @@ VARIANTS = (PackedTuning(stages=2), PackedTuning(warpgroups=1), PackedTuning(sta
 
 def exact(case: Case) -> tuple[np.ndarray, np.ndarray]:
     """[S, M, V] in float64: the product, and the sums of the absolute values of its terms."""
-    x, values, scale, zero = make_arguments(case)
+    x, values, scale, zero, x_scale = make_arguments(case)
     groups = np.arange(case.depth) // case.group
     steps = np.asarray(values, np.float64)
     if zero is not None:
         steps = steps - np.asarray(zero, np.float64).T[:, groups]
     weights = steps * np.asarray(scale, np.float64).T[:, groups]
-    rows = np.asarray(x, np.float64).reshape(case.rows, case.num_splits, -1)
+    rows = np.asarray(x, np.float64)
+    if x_scale is not None:
+        rows = rows * np.asarray(x_scale, np.float64).T[: case.rows, groups]
+    rows = rows.reshape(case.rows, case.num_splits, -1)
     weights = weights.reshape(case.width, case.num_splits, -1)
     return (
         np.einsum("msk,vsk->smv", rows, weights),
@@ -91,7 +95,7 @@ def test_on_the_device_it_is_the_product(case: Case, config: PackedTuning | None
 
 @pytest.mark.gpu
 def test_on_the_device_a_row_is_the_same_whatever_stands_beside_it():
-    x, *weights = make_arguments(Case(64, 1024, 256, zeros=True))
+    x, *weights, _ = make_arguments(Case(64, 1024, 256, zeros=True))
     function = jax.jit(functools.partial(packed_product, implementation="mosaic_gpu"))
     whole = function(x, *weights)
     for rows in (1, 2, 7, 8, 9, 24, 33):
@@ -113,7 +117,7 @@ def test_unsupported_arguments_are_named(case: Case, message: str):
         packed_product(
             *make_arguments(case), num_splits=case.num_splits, implementation="mosaic_gpu"
         )
-    x, values, scale, _ = make_arguments(TEST_CASES[0])
+    x, values, scale, *_ = make_arguments(TEST_CASES[0])
     assert "must be bfloat16" in str(misfit(x.astype(FLOAT32), values, scale))
 
 
@@ -122,6 +126,19 @@ def test_splits_are_whole_blocks_and_fill_the_device():
         splits = choose_packed_splits(case.depth, case.width, case.group)
         assert case.depth % (splits * 128) == 0
         assert 132 <= splits * case.width // 128 <= 264
+
+
+def test_products_of_8_bit_floats_take_the_kernels_where_they_fit():
+    linear = Linear(weight=jnp.ones((256, 2, 64), jnp.bfloat16), axes=("hidden", "two", "ff"))
+    kernels = Kernels(frozenset({"packed_product", "round_tokens"}))
+    for own, count in ((rounded_to_float8(linear), 2), (rounded_to_float8(linear, 2), 1)):
+        for rows, dtype, found in ((3, jnp.bfloat16, count), (65, jnp.bfloat16, count - 1)):
+            x = jnp.zeros((1, rows, 256), dtype)
+            splits = own.best_num_splits(x, kernels)
+            call = jax.jit(lambda x, own=own, splits=splits: own.partial_sums(x, splits, kernels))
+            lowered = call.trace(x).lower(lowering_platforms=("cuda",))
+            assert lowered.out_info.shape == (splits, 1, rows, 2, 64)
+            assert lowered.as_text().count("custom_call @mosaic_gpu") == found
 
 
 def test_a_linear_takes_the_kernel_where_it_fits():

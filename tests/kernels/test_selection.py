@@ -39,7 +39,9 @@ OTHERS = [
 ]
 ALL = Kernels(frozenset(OPERATIONS))
 AUTO = Kernels(frozenset(OPERATIONS) - set(MEASURED_SHARING))
-MEASURED_FOR_TWO = Kernels(frozenset(OPERATIONS) - {"partial_attention", "packed_product"})
+MEASURED_FOR_TWO = Kernels(
+    frozenset(OPERATIONS) - {"partial_attention", "packed_product", "round_tokens", "float8_pages"}
+)
 
 
 def kind(device: Any) -> str:
@@ -106,6 +108,13 @@ def test_names_choose_operations():
     assert str(chosen) == "add_rms_norm,top_k" and str(Kernels()) == "none"
     assert Kernels.parse(str(chosen), HOPPERS[0]) == chosen
     assert len({chosen, Kernels.parse("add_rms_norm,top_k", HOPPERS[0]), ALL}) == 2
+
+
+def test_pages_of_bytes_need_a_choice_of_their_own():
+    wide, narrow = jnp.zeros(1, jnp.bfloat16), jnp.zeros(1, jnp.uint8)
+    for chosen, expected in ((ALL, "auto"), (AUTO, "reference"), (Kernels(), "reference")):
+        assert chosen.over_pages("kv_compact", narrow) == expected
+    assert AUTO.over_pages("kv_compact", wide) == "auto"
 
 
 @pytest.mark.parametrize("text", ["conv", "top_k,conv", "conv,all"])

@@ -10,7 +10,6 @@ import pytest
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.hf_config import load_model_config
-from jaxspec.quantizer import perplexity
 from jaxspec.quantizer.checkpoint import Checkpoint, layer_kinds
 from jaxspec.quantizer.gptq import GptqConfig
 from jaxspec.quantizer.layers import (
@@ -24,6 +23,7 @@ from jaxspec.quantizer.layers import (
 )
 from jaxspec.quantizer.methods import apply_scale, exact_scale, quantize_layer
 from jaxspec.quantizer.rounding import Grid
+from jaxspec.quantizer.scoring import score
 from jaxspec.weights.safetensors_io import load_decoder
 from tests.checkpoints import tiny_llama, tiny_mistral, tiny_qwen2, tiny_qwen3
 from tests.marks import slow
@@ -67,7 +67,7 @@ def test_layers_one_by_one_are_the_model(family: str, tmp_path: Path):
     states = np.asarray(after)
     found = np.concatenate([batch.states for batch in batches])
     np.testing.assert_allclose(found, states, atol=1e-4 * np.abs(states).max())
-    scores = perplexity.score(tmp_path, TOKENS, VALID, 2)
+    scores = score(tmp_path, TOKENS, VALID, 2)
     chosen = jax.nn.log_softmax(decoder.logits(model, hidden))[:, :-1]
     wanted = -np.take_along_axis(np.asarray(chosen), TOKENS[:, 1:, None], -1).sum((1, 2))
     np.testing.assert_allclose(scores.nats, wanted, rtol=1e-4)
@@ -149,16 +149,3 @@ def test_awq_and_gptq_change_outputs_less_than_rounding(llama: Checkpoint):
     assert max(change["awq"], change["gptq"]) < 0.8 * change["rtn"]
     assert all(errors["gptq"][name] < errors["rtn"][name] for name in errors["rtn"])
     assert np.mean([*errors["awq"].values()]) < np.mean([*errors["rtn"].values()])
-
-
-def test_difference_is_paired():
-    rng = np.random.default_rng(0)
-    counts = np.full(50, 10)
-    nats = rng.uniform(5, 30, 50)
-    before, after = (perplexity.Scores(own, counts) for own in (nats, nats + 0.5))
-    worse, (low, high) = perplexity.difference(before, after)
-    assert worse == pytest.approx(0.05) and low == pytest.approx(0.05) == high
-    found = perplexity.summarize(before)
-    low, high = found.nats_interval
-    assert low < found.nats < high and high - low > 0.05
-    assert found.perplexity == pytest.approx(np.exp(nats.sum() / 500))

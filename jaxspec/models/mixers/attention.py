@@ -5,7 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from jaxspec.cache import Geometry, PagedKV
+from jaxspec.cache import Geometry, KVScales, PagedKV
 from jaxspec.config.model import AttentionConfig
 from jaxspec.models.forward import ForwardPass
 from jaxspec.models.linear import Linear, Product, linear_shape
@@ -18,26 +18,27 @@ from jaxspec.tensors import Filler, GroupedHeads, One
 @pytree
 class Attention(Pytree):
     """Weights of one layer's attention. R = Q / G + 2: the query heads of a KV head, its key and
-    its value."""
+    its value. With ``kv_scales`` the cache has 8-bit pages (see quantization.kv_cache)."""
 
     qkv: Linear  # [in, G, R, D]
     o: Linear  # [Q * D, H]
     q_norm: Array | None = array("head_dim")
     k_norm: Array | None = array("head_dim")
+    kv_scales: KVScales | None = None
     config: AttentionConfig = static()
 
     def __call__(self, x: Array, state: Any, step: ForwardPass) -> tuple[Product, Any]:
         """From normed input [B, T, in] and the layer's state to the addend of the residual stream
         and the new state."""
         product = self.qkv.product(x, "qkv")
-        heads = step.heads(product, self.config.rope, self.q_norm, self.k_norm)
+        heads = step.heads(product, self.config.rope, self.q_norm, self.k_norm, self.kv_scales)
         out, state = step.attend(state, heads, self.config.window)
         return self.o.product(out.reshape(*out.shape[:2], -1), "o"), state
 
     def init_state(self, geometry: Geometry, layout: Layout) -> PagedKV:
         """Empty pages of keys and values."""
-        kv_heads = self.qkv.out_shape[0]
-        return PagedKV.create(geometry, kv_heads, self.config.head_dim, self.qkv.dtype, layout)
+        sizes = self.qkv.out_shape[0], self.config.head_dim
+        return PagedKV.create(geometry, *sizes, self.qkv.dtype, layout, self.kv_scales)
 
     def filled(self, prefix: str, filler: Filler) -> "Attention":
         """The same, with every array replaced by ``filler``'s result for ``<prefix>self_attn``."""

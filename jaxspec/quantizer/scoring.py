@@ -1,8 +1,6 @@
-"""Perplexity of a checkpoint on held-out text, with confidence intervals; one layer at a time."""
+"""Scores text by a checkpoint, one layer at a time."""
 
-import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,39 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jaxspec.evaluation import RESAMPLES, interval
 from jaxspec.models import decoder
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.forward import rms_norm
 from jaxspec.models.layer import Layer
 from jaxspec.quantizer.checkpoint import Streamed, layer_kinds
 from jaxspec.quantizer.layers import LayerKind, run_layer
-
-
-@dataclasses.dataclass(frozen=True)
-class Scores:
-    """Sums over the predicted tokens of each of N sequences.
-
-    Attributes:
-      nats: float [N], the negative log-probability of the tokens.
-      tokens: int [N], how many they are.
-    """
-
-    nats: np.ndarray
-    tokens: np.ndarray
-
-
-@dataclasses.dataclass(frozen=True)
-class Perplexity:
-    """Mean nats a token, and the perplexity, its exponential. Intervals are 95 % bootstrap
-    intervals over sequences."""
-
-    sequences: int
-    tokens: int
-    nats: float
-    nats_interval: tuple[float, float]
-    perplexity: float
-    perplexity_interval: tuple[float, float]
+from jaxspec.text_scores import Scores
 
 
 def score(
@@ -98,31 +70,3 @@ def _nats(ends: Decoder, states: Array, targets: Array, counted: Array) -> Array
         return -jnp.sum(jnp.where(kept, chosen, 0.0))
 
     return lax.map(of_row, (states, targets, counted))
-
-
-def summarize(scores: Scores) -> Perplexity:
-    nats, (low, high) = _mean(scores.nats, scores.tokens)
-    return Perplexity(
-        sequences=len(scores.nats),
-        tokens=int(scores.tokens.sum()),
-        nats=nats,
-        nats_interval=(low, high),
-        perplexity=math.exp(nats),
-        perplexity_interval=(math.exp(low), math.exp(high)),
-    )
-
-
-def difference(before: Scores, after: Scores) -> tuple[float, tuple[float, float]]:
-    """Mean nats a token by which ``after`` is worse on the same sequences, and its interval.
-
-    It is much narrower than those of both, since what a sequence holds counts in neither.
-    """
-    return _mean(after.nats - before.nats, after.tokens)
-
-
-def _mean(sums: np.ndarray, counts: np.ndarray) -> tuple[float, tuple[float, float]]:
-    """Sum of sums over sum of counts, and its bootstrap interval over sequences."""
-    chosen = np.random.default_rng(0).integers(len(sums), size=(RESAMPLES, len(sums)))
-    chosen = chosen[counts[chosen].sum(axis=1) > 0]
-    resampled = sums[chosen].sum(axis=1) / counts[chosen].sum(axis=1)
-    return float(sums.sum() / counts.sum()), interval(resampled)

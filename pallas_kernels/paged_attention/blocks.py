@@ -1,0 +1,137 @@
+"""Blocks of keys and values on their way to shared memory, for the kernel in mosaic_gpu.py.
+
+Pages of bytes (see float8.py) are copied to rings of their own. The producer warpgroup widens each
+block in registers, to bfloat16, and writes it to the ring that the compute warpgroups read. So
+these, and what tensor cores multiply, are the same for all pages; only half as many bytes are read.
+"""
+
+import itertools
+from typing import Any
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import Array, lax
+
+from pallas_kernels.float8 import decode
+from pallas_kernels.paged_attention.tuning import ROWS
+from pallas_kernels.shared_memory import zero_rows_outside
+
+
+def block_pages(plan: Any, work: Any, table: Any, block: Array) -> tuple[Array, ...]:
+    """Pages that a block lies in; past the page table, its last one."""
+    column = block * plan.config.block // plan.page_size
+    last = plan.columns - 1
+    return tuple(
+        table[work.sequence, jnp.minimum(column + i, last)] for i in range(plan.pages_of_block)
+    )
+
+
+def copy_block(
+    plan: Any,
+    work: Any,
+    source: Any,
+    ring: Any,
+    full: Any,
+    block: Array,
+    slot: Array,
+    indices: Any,
+) -> None:
+    """Start to copy a block of some pages' keys or values to a ring's ``slot``."""
+    size = plan.config.block
+    rows = min(size, plan.page_size)
+    offset = block * size % plan.page_size if plan.page_size > size else 0
+    for head, (i, page) in itertools.product(range(plan.config.heads), enumerate(indices)):
+        plgpu.copy_gmem_to_smem(
+            source.at[page, work.first_head + head, pl.ds(offset, rows)],
+            ring.at[slot, head, pl.ds(i * rows, rows)],
+            full,
+        )
+
+
+def wait_until_free(plan: Any, refs: Any, name: str, index: Array) -> None:
+    """Until the ring of ``name`` has room for its block number ``index``."""
+
+    @pl.when(index >= plan.config.stages)
+    def _():
+        plgpu.barrier_wait(refs[f"{name}_free"].at[lax.rem(index, plan.config.stages)])
+
+
+def wait_until_all_free(plan: Any, refs: Any, num_blocks: Array) -> None:
+    """Every barrier must have completed its last phase when the kernel ends."""
+    for i in range(plan.config.stages):
+        wait_until_free(plan, refs, "k", num_blocks + i)
+        wait_until_free(plan, refs, "v", num_blocks + i)
+
+
+def produce_wide_blocks(plan: Any, work: Any, table: Any, k: Any, v: Any, refs: Any) -> None:
+    """Copy blocks of bytes in order into their rings, ``byte_stages`` ahead, and widen them.
+
+    Values that no query sees are overwritten with zeros, as they may be NaN.
+    """
+    config, ahead = plan.config, plan.config.byte_stages
+    rings = (("k", k), ("v", v))
+
+    def copy(name: str, source: Any, block: Array, indices: Any) -> None:
+        slot = lax.rem(block - work.start, ahead)
+        arrived = refs[f"{name}_arrived"].at[slot]
+        copy_block(plan, work, source, refs[f"{name}_bytes"], arrived, block, slot, indices)
+
+    def begin(block: Array, indices: Any) -> Any:
+        following = block_pages(plan, work, table, block + 1)
+        for name, (source, _) in rings:
+            copy(name, source, block, indices)
+        return following
+
+    def produce(block: Array, indices: Any) -> Any:
+        """``indices``: of the block that is ``ahead`` of this one."""
+        following = block_pages(plan, work, table, block + ahead + 1)
+        index = block - work.start
+        slot, byte_slot = lax.rem(index, config.stages), lax.rem(index, ahead)
+        for name, (source, ring) in rings:
+            plgpu.barrier_wait(refs[f"{name}_arrived"].at[byte_slot])
+            wait_until_free(plan, refs, name, index)
+            for head in range(config.heads):
+                _widen(refs[f"{name}_bytes"].at[byte_slot, head], ring.at[slot, head])
+            if name == "v":
+                _clean(plan, work, block, ring.at[slot])
+            plgpu.commit_smem()  # all threads have read the bytes, too
+            plgpu.barrier_arrive(refs[f"{name}_full"].at[slot])
+
+            @pl.when(block + ahead < work.stop)
+            def _(name=name, source=source):
+                copy(name, source, block + ahead, indices)
+
+        return following
+
+    first = block_pages(plan, work, table, work.start)
+    begun = jnp.minimum(work.start + ahead, work.stop)
+    indices = lax.fori_loop(work.start, begun, begin, first)
+    lax.fori_loop(work.start, work.stop, produce, indices)
+    wait_until_all_free(plan, refs, work.stop - work.start)
+
+
+def _widen(rows: Any, to: Any) -> None:
+    """Numbers of the bytes in ``rows`` [block, D], in bfloat16, to ``to``."""
+    for first in range(0, rows.shape[0], ROWS):
+        span = pl.ds(first, ROWS)
+        own = plgpu.load(rows.at[span], layout=plgpu.Layout.WGMMA_UPCAST_2X)
+        own = plgpu.layout_cast(own, plgpu.Layout.WGMMA)
+        # A GPU of this kind has no conversion from e4m3 to bfloat16.
+        to[span] = decode(own, jnp.float32).astype(to.dtype)
+
+
+def _clean(plan: Any, work: Any, block: Array, values: Any) -> None:
+    """Overwrite a block's values [heads, block, D] in slots that no query sees with zeros."""
+
+    @pl.when(work.is_left_edge(block) | work.is_right_edge(block))
+    def _():
+        plgpu.commit_smem()  # they have all been written
+        start = block * plan.config.block
+        for head in range(plan.config.heads):
+            zero_rows_outside(
+                values.at[head],
+                work.first - start,
+                work.kv_len - start,
+                interpret=plan.interpret,
+            )

@@ -1,0 +1,46 @@
+"""Rounds rows to 8-bit floats (e4m3) with a scale for each row, or for each group of its inputs."""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels.packed_product.tuning import SCALED_ROWS
+from pallas_kernels.round_tokens.reference import round_tokens_reference
+from pallas_kernels.selection import Implementation, kernel_module
+
+WIDTH_STEP = 256  # the kernel's row width is a multiple: two entries for each of 128 threads
+MAX_WIDTH = 16384  # widest row that fits the registers of a warpgroup
+
+
+@jax.named_scope("round_tokens")
+def round_tokens(
+    x: Array, num_groups: int = 1, implementation: Implementation = "reference"
+) -> tuple[Array, Array]:
+    """Divide each group of consecutive entries by a scale, so that its largest becomes 448.
+
+    Args:
+      x: [M, K]
+      num_groups: of each row.
+      implementation: "auto" takes the Hopper kernel where it fits (bfloat16, one group, K a
+        multiple of 256 up to 16384), else the reference.
+
+    Returns e4m3 [M, K], rounded to nearest, and float32 scales [num_groups, P]: P is M padded to a
+    multiple of 32 (as packed_product takes them); the padding holds anything.
+
+    Raises ValueError if ``implementation`` is "mosaic_gpu" and the kernel cannot take x.
+    """
+    padded = -(-len(x) // SCALED_ROWS) * SCALED_ROWS
+    mosaic = kernel_module("round_tokens", implementation, misfit(x, num_groups))
+    if mosaic is None:
+        return round_tokens_reference(x, num_groups, padded)
+    return mosaic.round_tokens_mosaic(x, padded)
+
+
+def misfit(x: Array, num_groups: int) -> str | None:
+    """Why the kernel cannot take these rows, None if it can."""
+    width = x.shape[-1]
+    if x.dtype != jnp.bfloat16 or num_groups > 1:
+        return f"{x.dtype} rows in {num_groups} groups: bfloat16 and one group"
+    if width % WIDTH_STEP or width > MAX_WIDTH:
+        return f"rows of {width}: a multiple of {WIDTH_STEP} up to {MAX_WIDTH}"
+    return None

@@ -1,0 +1,27 @@
+"""Rounding of rows to 8-bit floats in plain jnp."""
+
+import jax.numpy as jnp
+from jax import Array
+
+FLOAT8 = jnp.float8_e4m3fn
+LARGEST = 448.0  # of e4m3fn, which has no infinity
+
+
+def round_tokens_reference(x: Array, num_groups: int, padded: int) -> tuple[Array, Array]:
+    """See pallas_kernels.round_tokens.round_tokens; ``padded``: rows that the scales have."""
+    groups = x.astype(jnp.float32).reshape(len(x), num_groups, -1)
+    largest = jnp.max(jnp.abs(groups), axis=-1)  # [M, n]
+    scale = scale_of(largest)
+    rounded = rounded_by(groups, scale[..., None]).reshape(x.shape)
+    return rounded, jnp.pad(scale.T, ((0, 0), (0, padded - len(x))))
+
+
+def scale_of(largest: Array) -> Array:
+    """The scale of entries of which the largest is this. Compilers may turn a division by a
+    constant into this product, so it is one everywhere."""
+    return jnp.where(largest > 0, largest, 1.0) * (1 / LARGEST)
+
+
+def rounded_by(x: Array, scale: Array) -> Array:
+    """Float32 entries over a scale, as e4m3."""
+    return jnp.clip(x / scale, -LARGEST, LARGEST).astype(FLOAT8)

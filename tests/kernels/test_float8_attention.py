@@ -1,0 +1,141 @@
+"""Attention over 8-bit pages: the references, and the Hopper kernel interpreted, lowered, run."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.float8 import decode
+from pallas_kernels.paged_attention import misfit, misfit_tpu, paged_attention
+from pallas_kernels.paged_attention.cases import (
+    KERNEL_CASES,
+    LONG_CASES,
+    TEST_CASES,
+    Case,
+    make_arguments,
+    parts_of,
+    poisoned,
+    with_float8_pages,
+)
+from pallas_kernels.paged_attention.mosaic_gpu import paged_attention_mosaic
+from pallas_kernels.paged_attention.partial import (
+    PartialAttention,
+    merge_partials,
+    partial_attention,
+)
+from pallas_kernels.paged_attention.tuning import AttentionTuning
+from tests.marks import first_is_fast, slow
+from tests.programs import FAST_COMPILE
+
+NAN = 0x7F  # a byte
+ONE = AttentionTuning(block=64, stages=2, byte_stages=3)
+TWO = dataclasses.replace(ONE, warpgroups=2)
+FAST = {"K: window under a tree"}
+INTERPRETED = [case if case.name in FAST else slow(case) for case in KERNEL_CASES]
+
+
+def attend(case: Case, **options: Any) -> Any:
+    function = functools.partial(paged_attention, **case.options, **options)
+    return jax.jit(function, compiler_options=FAST_COMPILE)
+
+
+def float8_arguments(case: Case, dtype: Any = jnp.float32) -> Any:
+    """NaN where no query sees a slot."""
+    *arguments, k_scale, v_scale = with_float8_pages(make_arguments(case, dtype))
+    return *poisoned(case, arguments, NAN), k_scale, v_scale
+
+
+def wide_arguments(arguments: Any) -> Any:
+    """The same keys and values in float32, and so the same attention."""
+    q, k_pages, v_pages, *rest, k_scale, v_scale = arguments
+    pages = [
+        jnp.nan_to_num(decode(one, jnp.float32)) * scale[:, None, None]
+        for one, scale in ((k_pages, k_scale), (v_pages, v_scale))
+    ]
+    return q.astype(jnp.float32), *pages, *rest
+
+
+@pytest.mark.parametrize("order_invariant", [False, slow(True)])
+@first_is_fast([TEST_CASES[11], *TEST_CASES[:11], *TEST_CASES[12:]])
+def test_bytes_are_numbers_times_their_scales(case: Case, order_invariant: bool):
+    arguments = float8_arguments(case)
+    run = attend(case, order_invariant=order_invariant)
+    np.testing.assert_allclose(
+        run(*arguments), run(*wide_arguments(arguments)), atol=2e-5, rtol=2e-5
+    )
+
+
+@first_is_fast([case for case in TEST_CASES if case.page_size % 2 == 0][2:])
+def test_merged_parts_are_the_whole_softmax(case: Case):
+    """The two halves of every page."""
+    arguments: Any = float8_arguments(case)
+    scales = arguments[-2:]
+    run: Any = functools.partial(partial_attention, **case.options, page_size=case.page_size)
+    parts = [run(*part, *scales) for part in parts_of(arguments[:-2], 2)]
+    found = merge_partials(PartialAttention(*map(jnp.stack, zip(*parts, strict=True))))
+    np.testing.assert_allclose(found, attend(case)(*arguments), atol=2e-5, rtol=2e-5)
+
+
+def error(case: Case, found: Any, arguments: Any) -> float:
+    """Relative, against the reference in float32."""
+    expected = np.asarray(attend(case)(*wide_arguments(arguments)))
+    found = np.asarray(found).astype(np.float32)
+    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
+
+
+@pytest.mark.parametrize("case", INTERPRETED, ids=str)
+def test_interpreted_the_kernel_is_the_reference(case: Case):
+    arguments = float8_arguments(case, jnp.bfloat16)
+    config = TWO if case.num_tokens > 16 else ONE
+    found = paged_attention_mosaic(
+        *arguments, **case.options, config=config, interpret=plgpu.InterpretGPUParams()
+    )
+    jax.block_until_ready(found)  # the interpreter's callbacks run jax, too
+    assert error(case, found, arguments) < 4e-3
+
+
+@first_is_fast([*KERNEL_CASES[::-1], *LONG_CASES], 2)
+def test_it_lowers_for_cuda(case: Case):
+    arguments = jax.eval_shape(lambda: with_float8_pages(make_arguments(case, jnp.bfloat16)))
+    run = attend(case, implementation="mosaic_gpu")
+    assert run.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("splits", [None, 1, 2, 8])
+@pytest.mark.parametrize("case", [*KERNEL_CASES, *LONG_CASES], ids=str)
+def test_on_the_device_it_is_the_reference(case: Case, splits: int | None):
+    arguments, config = float8_arguments(case, jnp.bfloat16), None
+    if splits is not None:
+        config = TWO if case.num_tokens > 16 else ONE
+        config = dataclasses.replace(config, splits=splits)
+    run = jax.jit(functools.partial(paged_attention_mosaic, **case.options, config=config))
+    for _ in range(3):
+        assert error(case, run(*arguments), arguments) < 4e-3
+
+
+@pytest.mark.parametrize(
+    ("dtype", "message"), [(jnp.float32, "float32 queries"), (jnp.bfloat16, None)], ids=str
+)
+def test_the_kernel_takes_bytes_with_bfloat16_queries(dtype: Any, message: str | None):
+    q, k_pages, v_pages, *_ = float8_arguments(KERNEL_CASES[0], dtype)
+    found = misfit(q, k_pages, v_pages, order_invariant=False)
+    assert found is None if message is None else message in str(found)
+    assert "uint8" in str(misfit_tpu(q, k_pages, v_pages, jnp.zeros((1, 1)), False))
+
+
+def test_pages_and_scales_must_fit():
+    arguments, wide = float8_arguments(TEST_CASES[0]), make_arguments(TEST_CASES[0])
+    k_scale, v_scale = arguments[-2:]
+    run: Any = paged_attention
+    with pytest.raises(ValueError, match="pages of uint8 without a scale"):
+        run(*arguments[:-2])
+    with pytest.raises(ValueError, match="pages of float32 with a scale"):
+        run(*wide, k_scale, v_scale)
+    with pytest.raises(ValueError, match=r"scales \(1,\) do not fit pages"):
+        run(*arguments[:-2], k_scale[:1], v_scale)

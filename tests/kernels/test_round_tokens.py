@@ -1,0 +1,79 @@
+"""Rounding to 8-bit floats: the reference, and the Hopper kernel interpreted, lowered, run."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.benchmark import noise
+from pallas_kernels.round_tokens import round_tokens
+from pallas_kernels.round_tokens.mosaic_gpu import round_tokens_mosaic
+
+CASES = ((1, 512), (5, 4096), (33, 14336))
+
+
+def rows_of(case: tuple[int, int]) -> Any:
+    x = noise(0, 0, case, jnp.bfloat16)
+    return x.at[-1].multiply(0 if case[0] > 1 else 1e4)
+
+
+def assert_same(found: Any, wanted: Any, rows: int) -> None:
+    ours, theirs = (np.asarray(one[0]).view(np.uint8) for one in (found, wanted))
+    np.testing.assert_array_equal(ours, theirs)
+    np.testing.assert_array_equal(found[1][:, :rows], wanted[1][:, :rows])
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+def test_the_largest_of_each_group_becomes_448(groups: int):
+    x = np.random.default_rng(0).normal(size=(3, 64)).astype(np.float32)
+    x[1, :16] = 0
+    rounded, scale = round_tokens(jnp.asarray(x), groups)
+    assert rounded.shape == x.shape and scale.shape == (groups, 32)
+    by_group = x.reshape(3, groups, -1)
+    largest = np.abs(by_group).max(-1)
+    wanted = np.where(largest > 0, largest, 1).astype(np.float32) * np.float32(1 / 448)
+    np.testing.assert_array_equal(scale[:, :3].T, wanted)
+    steps = (by_group / wanted[..., None]).reshape(x.shape)
+    exact = np.clip(steps, -448, 448).astype(ml_dtypes.float8_e4m3fn)
+    np.testing.assert_array_equal(np.asarray(rounded), exact)
+
+
+@pytest.mark.parametrize("case", CASES[:2], ids=str)
+def test_interpreted_it_is_the_reference(case: tuple[int, int]):
+    x = rows_of(case)
+    found = round_tokens_mosaic(x, 32, interpret=plgpu.InterpretGPUParams(detect_races=True))
+    jax.block_until_ready(found)  # the interpreter's callbacks run jax, too
+    assert_same(found, round_tokens(x), case[0])
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_it_lowers_for_cuda(case: tuple[int, int]):
+    function = jax.jit(lambda x: round_tokens(x, implementation="mosaic_gpu"))
+    x = jax.ShapeDtypeStruct(case, jnp.bfloat16)
+    assert function.trace(x).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_on_the_device_it_is_the_reference(case: tuple[int, int]):
+    x = rows_of(case)
+    function = jax.jit(lambda x: round_tokens(x, implementation="mosaic_gpu"))
+    assert_same(function(x), jax.jit(round_tokens)(x), case[0])
+
+
+@pytest.mark.parametrize(
+    ("x", "groups", "message"),
+    [
+        (jnp.zeros((2, 512)), 1, "float32 rows in 1 groups: bfloat16 and one group"),
+        (jnp.zeros((2, 512), jnp.bfloat16), 2, "rows in 2 groups"),
+        (jnp.zeros((2, 100), jnp.bfloat16), 1, "rows of 100: a multiple of 256 up to 16384"),
+    ],
+    ids=["dtype", "groups", "width"],
+)
+def test_unsupported_arguments_are_named(x: Any, groups: int, message: str):
+    with pytest.raises(ValueError, match=f"the kernel cannot take .*{message}"):
+        round_tokens(x, groups, implementation="mosaic_gpu")
