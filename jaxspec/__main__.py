@@ -15,6 +15,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "serve": "serve a model over HTTP, as OpenAI's API does",
         "train-head": "train a draft head for a model",
         "train-lm": "train a small language model from scratch",
+        "quantize": "quantize a model or a draft head, by AWQ, GPTQ or rounding",
         "adapt": "adapt a draft head to a new domain while it serves",
         "eval": "measure how many draft tokens are accepted",
         "kv-scales": "measure scales for 8-bit keys and values, and what they cost in perplexity",

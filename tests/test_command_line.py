@@ -20,6 +20,7 @@ SCRIPTS = {
     "generate": "generate",
     "train_drafter": "train-head",
     "train_lm": "train-lm",
+    "quantize": "quantize",
     "adapt_drafter": "adapt",
     "eval_drafter": "eval",
     "check_deterministic": "check-deterministic",
