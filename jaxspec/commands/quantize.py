@@ -8,6 +8,7 @@ has zeros, gptq and rtn are symmetric; rtn and fp8 are written as compressed-ten
 
 import argparse
 import dataclasses
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from jaxspec.commands.data_options import add_suffixes_option
 from jaxspec.commands.shell import (
     add_model_option,
     command_parser,
+    print_json,
     progress_console,
     run_command,
     typed_command,
@@ -67,6 +69,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--damping", type=float, default=GptqConfig().damping, help="of gptq's Hessian, a share of "
         "its mean diagonal")  # fmt: skip
     add("--lm-head", action="store_true", help="quantize the LM head, too")
+    add("--json", action="store_true", help="JSON on stdout, the text on stderr")
     add_suffixes_option(parser)
     text = parser.add_argument_group("text")
     text.add_argument("--data", type=Path, nargs="+", help="folders, text or .jsonl files, named "
@@ -179,11 +182,14 @@ def measured(
 
 def run(args: argparse.Namespace) -> None:
     console, started = progress_console(), time.monotonic()
-    report = quantize(args, console, started)
+    report, texts = quantize(args, console, started), sys.stderr if args.json else sys.stdout
     for line in [report.describe(), *perplexity_lines(report)]:
-        print(line)
+        print(line, file=texts)
     seconds = time.monotonic() - started
-    print(f"{args.out}: {report.bytes_after / 1e6:,.1f} MB, written in {seconds:.0f} s")
+    size = f"{report.bytes_after / 1e6:,.1f} MB"
+    print(f"{args.out}: {size}, written in {seconds:.0f} s", file=texts)
+    if args.json:
+        print_json(dataclasses.asdict(report))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
