@@ -18,6 +18,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "quantize": "quantize a model or a draft head, by AWQ, GPTQ or rounding",
         "adapt": "adapt a draft head to a new domain while it serves",
         "eval": "measure how many draft tokens are accepted",
+        "perplexity": "compare how well models predict held-out text",
         "kv-scales": "measure scales for 8-bit keys and values, and what they cost in perplexity",
         "check-exactness": "compare the tokens of speculative and plain decoding",
         "check-deterministic": "compare the tokens of requests alone and in full batches",

@@ -26,6 +26,7 @@ SCRIPTS = {
     "check_deterministic": "check-deterministic",
     "check_exactness": "check-exactness",
     "kv_scales": "kv-scales",
+    "measure_perplexity": "perplexity",
     "bench_drafters": "bench drafters",
     "bench_engine": "bench engine",
     "bench_http": "bench http",
