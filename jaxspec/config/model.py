@@ -3,6 +3,8 @@
 import dataclasses
 from collections.abc import Callable
 
+from jaxspec.config.mtp import MtpConfig
+
 
 def _check_positive(**values: float) -> None:
     """Raise ValueError unless each value is above zero."""
@@ -107,7 +109,10 @@ class LayerConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """One decoder-only transformer: the configs of its layers, and model-wide sizes."""
+    """One decoder-only transformer: the configs of its layers, and model-wide sizes.
+
+    ``mtp``: the layers for multi-token prediction that its checkpoint has beside it.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -116,6 +121,7 @@ class ModelConfig:
     layers: tuple[LayerConfig, ...]
     tie_word_embeddings: bool = False
     stop_token_ids: tuple[int, ...] = ()
+    mtp: MtpConfig | None = None
 
     def __post_init__(self):
         _check_positive(vocab_size=self.vocab_size, hidden_size=self.hidden_size)
@@ -156,6 +162,7 @@ def dense_model(
     mlp_bias: bool = False,
     qk_norm: bool = False,
     stop_token_ids: tuple[int, ...] = (),
+    mtp: MtpConfig | None = None,
 ) -> ModelConfig:
     """A model of attention and SwiGLU layers that differ only in their windows.
 
@@ -182,4 +189,5 @@ def dense_model(
         layers=layers,
         tie_word_embeddings=tie_word_embeddings,
         stop_token_ids=stop_token_ids,
+        mtp=mtp,
     )

@@ -18,6 +18,7 @@ from jaxspec.config.model import (
     ModelConfig,
     dense_model,
 )
+from jaxspec.config.mtp import MtpConfig
 from jaxspec.models import hf_keys
 from jaxspec.models.hf_values import (
     check_flag,
@@ -69,10 +70,12 @@ def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:
         )
     own = family.keys | (hf_keys.WINDOW_KEYS if _windows_are_off(raw, model_type) else set())
     fixed = {key: hf_keys.FIXED_VALUES[key] for key in hf_keys.FIXED_VALUES.keys() - own}
+    fixed |= family.fixed
     check_keys(raw, hf_keys.COMMON_KEYS | hf_keys.HARMLESS_KEYS | own, fixed)
     hf = _with_defaults(raw, family)
     rope_theta, rope_scaling = _rope(_rope_parameters(hf))
-    heads, attention_bias = hf["num_attention_heads"], hf["attention_bias"]
+    heads, is_qwen2 = hf["num_attention_heads"], model_type in ("qwen2", "mimo")
+    attention_bias = hf["attention_bias"] and not is_qwen2
     return dense_model(
         vocab_size=hf["vocab_size"],
         hidden_size=hf["hidden_size"],
@@ -87,12 +90,25 @@ def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:
         sliding_windows=_sliding_windows(hf, model_type),
         rope_scaling=rope_scaling,
         tie_word_embeddings=hf["tie_word_embeddings"],
-        qkv_bias=attention_bias or model_type == "qwen2",
+        qkv_bias=attention_bias or is_qwen2,
         o_bias=attention_bias,
         mlp_bias=hf["mlp_bias"],
         qk_norm=model_type == "qwen3",
         stop_token_ids=_stop_token_ids(hf["eos_token_id"], hf["vocab_size"]),
+        mtp=_mtp_config(hf["num_nextn_predict_layers"], model_type),
     )
+
+
+def _mtp_config(count: Any, model_type: str) -> MtpConfig | None:
+    """The MTP layers that the checkpoint says it has. Those of families that do not say otherwise
+    are as in DeepSeek-V3's checkpoints."""
+    if not is_integer(count) or count < 0:
+        raise ValueError(f"num_nextn_predict_layers must be a number of layers, got {shown(count)}")
+    if count == 0:
+        return None
+    if model_type == "mimo":  # acceptance was published with states before the norm (vLLM 25136)
+        return MtpConfig("mimo", count, normed=False)
+    return MtpConfig("deepseek", count, normed=True)
 
 
 def check_keys(
@@ -234,6 +250,7 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
 
     Raises ValueError if none of the supported families has this combination of features.
     """
+    config = dataclasses.replace(config, mtp=None)  # decoders are written without their MTP layers
     stop, (attention, mlp) = list(config.stop_token_ids), _alike(config)
     scaling, model_type = attention.rope.scaling, _family_of(config)
     hf: dict[str, Any] = {

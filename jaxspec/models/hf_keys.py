@@ -12,19 +12,26 @@ def words(text: str) -> frozenset[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """A ``model_type``: its class name, the keys it reads besides COMMON_KEYS, and transformers'
-    defaults where they are not COMMON_DEFAULTS."""
+    """A ``model_type``.
+
+    Attributes:
+      architecture: its class name.
+      keys: those that it reads besides COMMON_KEYS.
+      defaults: transformers' where they are not COMMON_DEFAULTS.
+      fixed: keys that must have one of these values; see FIXED_VALUES.
+    """
 
     architecture: str
     keys: frozenset[str]
     defaults: Mapping[str, Any]
+    fixed: Mapping[str, tuple[Any, ...]] = MappingProxyType({})
 
 
 COMMON_KEYS = words(
     """architectures model_type vocab_size hidden_size intermediate_size num_hidden_layers
     num_attention_heads num_key_value_heads head_dim rms_norm_eps max_position_embeddings
     original_max_position_embeddings tie_word_embeddings rope_theta rope_scaling rope_parameters
-    eos_token_id"""
+    eos_token_id num_nextn_predict_layers"""
 )
 WINDOW_KEYS = words("use_sliding_window sliding_window max_window_layers layer_types")
 # transformers' values of absent keys. None: computed from other keys.
@@ -45,6 +52,7 @@ COMMON_DEFAULTS = MappingProxyType(
         "attention_bias": False,
         "mlp_bias": False,
         "sliding_window": None,
+        "num_nextn_predict_layers": 0,
     }
 )
 _QWEN = {
@@ -84,6 +92,13 @@ FAMILIES = MappingProxyType(
         "qwen2": Family("Qwen2ForCausalLM", WINDOW_KEYS, _QWEN),
         "qwen3": Family(
             "Qwen3ForCausalLM", WINDOW_KEYS | {"attention_bias"}, _QWEN | {"head_dim": 128}
+        ),
+        # The code of MiMo-7B comes with its checkpoints: layers are those of Qwen2.
+        "mimo": Family(
+            "MiMoForCausalLM",
+            WINDOW_KEYS | {"auto_map"},
+            _QWEN,
+            {"attention_bias": (None, True)},
         ),
     }
 )
