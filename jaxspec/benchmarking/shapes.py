@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from jaxspec.config.model import Llama3RopeScaling, ModelConfig, dense_model
+from jaxspec.config.model import ModelConfig, dense_model
+from jaxspec.config.rope import Llama3RopeScaling
 from jaxspec.models.heads import HeadConfig, default_capture
 
 EAGLE3_VOCAB_SIZE = 32_000  # of the published EAGLE-3 heads

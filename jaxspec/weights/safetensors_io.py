@@ -252,6 +252,8 @@ def _read_piece(tensor: CheckpointTensor, piece: Piece) -> None:
         row = piece.row + first * size
         rows = tensor.read(*piece.of_tensor(slice(row, row + len(part) * size)))
         rows = rows.T if piece.inputs_first else rows
+        if piece.offset:
+            rows = rows.astype(np.float32) + piece.offset
         _copy(part, rows.astype(part.dtype, copy=False).reshape(part.shape))
 
 
@@ -320,6 +322,8 @@ def _whole_tensors(leaf: Array, split: Split) -> dict[str, np.ndarray]:
     for piece in split(block, (0,) * block.ndim):
         count = math.prod(piece.row_shape)
         part = tensors[piece.name][piece.of_tensor(slice(piece.row, piece.row + count))]
+        if piece.offset:
+            piece = piece._replace(view=piece.view.astype(np.float32) - piece.offset)
         if piece.inputs_first:
             part[...] = piece.view.reshape(count, -1).T
         else:

@@ -8,14 +8,10 @@ from typing import Any
 import pytest
 import transformers
 
-from jaxspec.config.model import (
-    AttentionConfig,
-    DenseConfig,
-    Llama3RopeScaling,
-    ModelConfig,
-    RopeConfig,
-    dense_model,
-)
+from jaxspec.config.mixers import AttentionConfig
+from jaxspec.config.mlps import DenseConfig
+from jaxspec.config.model import ModelConfig, dense_model
+from jaxspec.config.rope import Llama3RopeScaling, RopeConfig
 from jaxspec.models.hf_config import load_model_config, parse_model_config, to_hf_config
 
 LLAMA3 = {

@@ -72,8 +72,8 @@ class MtpFront(Pytree):
         own, names = self.names.layer, self.names
         return self.replace(
             fc=filler.linear(self.fc, One(f"{own}{names.fc}")),
-            embed_norm=filler.array(f"{own}{names.embed_norm}.weight", self.embed_norm),
-            hidden_norm=filler.array(f"{own}{names.hidden_norm}.weight", self.hidden_norm),
+            embed_norm=filler.norm(f"{own}{names.embed_norm}.weight", self.embed_norm),
+            hidden_norm=filler.norm(f"{own}{names.hidden_norm}.weight", self.hidden_norm),
         )
 
 

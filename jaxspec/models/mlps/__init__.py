@@ -5,7 +5,7 @@ from typing import Protocol
 import jax.numpy as jnp
 from jax import Array
 
-from jaxspec.config.model import DenseConfig
+from jaxspec.config.mlps import DenseConfig
 from jaxspec.models.forward import ForwardPass
 from jaxspec.models.linear import Addend
 from jaxspec.models.mlps.dense import Dense, dense_shape
