@@ -23,6 +23,8 @@ from pallas_kernels.paged_attention.partial import (
     merge_partials,
     partial_attention,
 )
+from pallas_kernels.paged_attention.reference import MASKED, capped
+from pallas_kernels.products import einsum_f32
 
 
 @pytree
@@ -69,6 +71,8 @@ class PagedAttend(Pytree):
             self.kv_lens,
             *heads.scales,
             window=window,
+            scale=heads.scale,
+            softcap=heads.softcap,
             first_slot=self.first_slot,
             order_invariant=self.order_invariant,
             implementation=heads.kernels.over_pages("paged_attention", k_pages),
@@ -102,6 +106,8 @@ class PagedAttend(Pytree):
             *heads.scales,
             page_size=state.page_size,
             window=window,
+            scale=heads.scale,
+            softcap=heads.softcap,
             first_slot=self.first_slot,
             implementation=heads.kernels.over_pages("partial_attention", k_pages),
         )
@@ -130,7 +136,8 @@ def dense_causal_attend(
     state: None, heads: Heads, window: int | None, implementation: Literal["xla", "cudnn"] = "xla"
 ) -> tuple[Array, None]:
     """An Attend function over the pass's own T tokens, without a cache."""
-    return dense_causal_attention(*heads.rotated(), window, implementation), state
+    how = window, implementation, heads.scale, heads.softcap
+    return dense_causal_attention(*heads.rotated(), *how), state
 
 
 def dense_causal_attention(
@@ -139,14 +146,40 @@ def dense_causal_attention(
     v: Array,
     window: int | None = None,
     implementation: Literal["xla", "cudnn"] = "xla",
+    scale: float | None = None,
+    softcap: float | None = None,
 ) -> Array:
     """Causal attention: q [B, T, Q, D], k and v [B, T, G, D] -> [B, T, Q, D].
 
-    ``cudnn`` is a flash kernel for bfloat16 on NVIDIA GPUs: it never writes the [T, T] scores.
+    ``cudnn`` is a flash kernel for bfloat16 on NVIDIA GPUs: it never writes the [T, T] scores. It
+    has no soft cap: with one ``xla`` runs. ``scale`` and ``softcap``: see AttentionConfig.
     """
+    if softcap is not None:
+        return _soft_capped_attention(q, k, v, window, scale, softcap)
     local = None if window is None else (window - 1, 0)
     with jax.default_matmul_precision("highest" if q.dtype == jnp.float32 else None):
         out = jax.nn.dot_product_attention(
-            q, k, v, is_causal=True, local_window_size=local, implementation=implementation
+            q,
+            k,
+            v,
+            is_causal=True,
+            local_window_size=local,
+            implementation=implementation,
+            scale=scale,
         )
     return jnp.asarray(out)
+
+
+def _soft_capped_attention(
+    q: Array, k: Array, v: Array, window: int | None, scale: float | None, softcap: float
+) -> Array:
+    """As dense_causal_attention."""
+    *outer, head_dim = q.shape
+    grouped = q.reshape(*q.shape[:2], k.shape[2], -1, head_dim)  # [B, T, G, R, D]
+    scores = einsum_f32("btgrd,bsgd->bgrts", grouped, k)
+    scores = capped(scores * (head_dim**-0.5 if scale is None else scale), softcap)
+    behind = jnp.arange(q.shape[1])[:, None] - jnp.arange(q.shape[1])  # [T, S]
+    visible = behind >= 0 if window is None else (behind >= 0) & (behind < window)
+    weights = jax.nn.softmax(jnp.where(visible, scores, MASKED), axis=-1).astype(v.dtype)
+    out = einsum_f32("bgrts,bsgd->btgrd", weights, v)
+    return out.astype(q.dtype).reshape(*outer, head_dim)
