@@ -3,6 +3,7 @@
 import dataclasses
 
 from jaxspec.config.checks import check_positive
+from jaxspec.config.latent import LatentConfig
 from jaxspec.config.rope import RopeConfig
 
 
@@ -61,3 +62,6 @@ class AttentionConfig:
                 f"a tree of depth {max_depth} does not fit the model's sliding window of "
                 f"{self.window} positions: choose a smaller depth"
             )
+
+
+MixerConfig = AttentionConfig | LatentConfig

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from jaxspec.config.checks import check_positive
-from jaxspec.config.mixers import AttentionConfig
+from jaxspec.config.mixers import AttentionConfig, MixerConfig
 from jaxspec.config.mlps import DenseConfig
 from jaxspec.config.mtp import MtpConfig
 from jaxspec.config.rope import RopeConfig, RopeScaling
@@ -20,7 +20,7 @@ class LayerConfig:
       residual_scale: what mixer and MLP give is multiplied by it.
     """
 
-    mixer: AttentionConfig
+    mixer: MixerConfig
     mlp: DenseConfig
     norms: Literal["before", "after", "both"] = "before"
     residual_scale: float = 1.0

@@ -5,16 +5,16 @@ This file and forward.py are the one place where model code calls kernels by ope
 name none.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxspec.cache import PagedKV
+from jaxspec.cache import PagedKV, PagedLatent
 from jaxspec.cache.spread import own_slots
 from jaxspec.collectives import shard_offset
-from jaxspec.models.forward import Heads
+from jaxspec.models.forward import Heads, LatentHeads
 from jaxspec.parallel import Axes
 from jaxspec.pytree import Pytree, array, pytree, static
 from pallas_kernels.paged_attention import paged_attention
@@ -25,6 +25,7 @@ from pallas_kernels.paged_attention.partial import (
 )
 from pallas_kernels.paged_attention.reference import MASKED, capped
 from pallas_kernels.products import einsum_f32
+from pallas_kernels.rope_kv_write.reference import write_rows
 
 
 @pytree
@@ -56,7 +57,12 @@ class PagedAttend(Pytree):
     first_slot: int = static(default=0)
     order_invariant: bool = static(default=False)
 
-    def __call__(self, state: PagedKV, heads: Heads, window: int | None) -> tuple[Array, PagedKV]:
+    def __call__(self, state: Any, heads: Any, window: int | None) -> tuple[Array, Any]:
+        if isinstance(heads, LatentHeads):
+            return self._latent(state, heads)
+        return self._of_heads(state, heads, window)
+
+    def _of_heads(self, state: PagedKV, heads: Heads, window: int | None) -> tuple[Array, PagedKV]:
         if state.spread:
             return self._spread(state, heads, window)
         q, k_pages, v_pages = heads.written(state.k, state.v, self.slots)
@@ -78,6 +84,24 @@ class PagedAttend(Pytree):
             implementation=heads.kernels.over_pages("paged_attention", k_pages),
         )
         return out, state.replace(k=k_pages, v=v_pages)
+
+    def _latent(self, state: PagedLatent, heads: LatentHeads) -> tuple[Array, PagedLatent]:
+        pages = write_rows(state.pages, heads.stored, self.slots)
+        out = paged_attention(
+            heads.queries,
+            pages,
+            pages,
+            self.page_table,
+            self.context_lens,
+            self.positions,
+            self.ancestors,
+            self.kv_lens,
+            scale=heads.scale,
+            first_slot=self.first_slot,
+            order_invariant=self.order_invariant,
+            implementation=heads.kernels.over_pages("paged_attention", pages),
+        )
+        return out, state.replace(pages=pages)
 
     def _spread(self, state: PagedKV, heads: Heads, window: int | None) -> tuple[Array, PagedKV]:
         """As __call__, where devices have a part of every page each: all queries attend to each
@@ -133,7 +157,10 @@ def _merged(part: PartialAttention, axes: Axes, own_count: int | None) -> Array:
 
 
 def dense_causal_attend(
-    state: None, heads: Heads, window: int | None, implementation: Literal["xla", "cudnn"] = "xla"
+    state: None,
+    heads: Heads | LatentHeads,
+    window: int | None,
+    implementation: Literal["xla", "cudnn"] = "xla",
 ) -> tuple[Array, None]:
     """An Attend function over the pass's own T tokens, without a cache."""
     how = window, implementation, heads.scale, heads.softcap

@@ -29,11 +29,12 @@ from pallas_kernels.reduce_add_rms_norm import misfit, reduce_add_rms_norm
 from pallas_kernels.reduce_add_rms_norm import takes_partials as exchange_takes_partials
 from pallas_kernels.rope_kv_write import rope_kv_write
 from pallas_kernels.rope_kv_write import takes_partials as heads_take_partials
-from pallas_kernels.rope_kv_write.reference import rotated_heads
+from pallas_kernels.rope_kv_write.reference import apply_rope, rotated_heads
 from pallas_kernels.selection import Kernels
 
-# How tokens attend to the past: (layer's state, heads, window) -> (output [B, T, Q, D], state)
-Attend = Callable[[Any, "Heads", int | None], tuple[Array, Any]]
+# How tokens attend to the past: (layer's state, Heads or LatentHeads, window) -> (output
+# [B, T, Q, D], state)
+Attend = Callable[[Any, Any, int | None], tuple[Array, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,6 +153,10 @@ class ForwardPass:
             tokens=self.layout.sequence if self.layout.tokens else (),
         )
 
+    def rotated(self, x: Array, rope: RopeConfig) -> Array:
+        """Heads [B, T, R, D], rotated."""
+        return apply_rope(x[:, :, None], self.ropes[rope])[:, :, 0]
+
     def _taking(
         self, operation: str, fits: Callable[[jnp.dtype, int], bool]
     ) -> Callable[[jnp.dtype, int], bool]:
@@ -229,6 +234,28 @@ class Heads:
             dtype=self.dtype,
             implementation=self.kernels.over_pages("rope_kv_write", k_pages),
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class LatentHeads:
+    """The input of latent attention: what stands for Heads in an Attend function. All heads attend
+    to one vector of each token, which is key and value.
+
+    Attributes:
+      queries: [B, T, Q, D].
+      stored: [B, T, 1, D], what is kept of the tokens.
+      scale: of the scores.
+    """
+
+    queries: Array
+    stored: Array
+    scale: float
+    kernels: Kernels
+    softcap: None = None
+
+    def rotated(self) -> tuple[Array, Array, Array]:
+        """Queries, keys and values."""
+        return self.queries, self.stored, self.stored
 
 
 def make_pass(

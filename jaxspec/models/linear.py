@@ -78,6 +78,10 @@ class AnyLinear(Protocol):
         kernels may run."""
         ...
 
+    def dense(self, dtype: jnp.dtype) -> Array:
+        """The weights [*out, in], for products that are no ``x W``."""
+        ...
+
     def filled(self, source: Source, filler: Filler) -> Any:
         """The same, with every array replaced by ``filler``'s result for ``source``."""
         ...
@@ -134,6 +138,9 @@ class Linear(Pytree):
     def best_num_splits(self, x: Array, kernels: Kernels) -> int:
         rows, depth = math.prod(x.shape[:-1]), self.in_size
         return choose_split_k(rows, depth, math.prod(self.out_shape))
+
+    def dense(self, dtype: jnp.dtype) -> Array:
+        return jnp.moveaxis(self.weight, 0, -1).astype(dtype)
 
     def _multiply(self, x: Array) -> Array:
         precision = precision_of(x.dtype, self.weight.dtype)

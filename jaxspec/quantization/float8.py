@@ -82,6 +82,12 @@ class Float8Linear(Pytree):
         rows, width = math.prod(x.shape[:-1]), math.prod(self.out_shape)
         return choose_packed_splits(rows, self.values.shape[-1], width)
 
+    def dense(self, dtype: jnp.dtype) -> Array:
+        """The weights [*out, in], computed in float32 and rounded to ``dtype``."""
+        scale = self.scale.reshape(len(self.scale), -1)
+        flat = dequantized(self.values.reshape(scale.shape[1], -1), scale)
+        return flat.astype(dtype).reshape(self.values.shape)
+
     def _multiply(self, x: Array, num_splits: int, kernels: Kernels) -> Array:
         """x [..., in] -> float32 [S, ..., *out]."""
         values, scale = (

@@ -79,6 +79,10 @@ class ScaledLinear(Pytree):
         rows, depth = math.prod(x.shape[:-1]), len(self.weight)
         return choose_split_k(rows, depth, math.prod(self.out_shape))
 
+    def dense(self, dtype: jnp.dtype) -> Array:
+        """The weights [*out, in], computed in float32 and rounded to ``dtype``."""
+        return jnp.moveaxis(self.weight * self.scale, 0, -1).astype(dtype)
+
     def _for_many(self, x: Array) -> Linear | None:
         return self.loaded if math.prod(x.shape[:-1]) > MOST_ROWS else None
 

@@ -7,6 +7,7 @@ ModelConfig describes (see their ``filled``).
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from jaxspec.models.families.deepseek import DEEPSEEK_V3
 from jaxspec.models.families.family import Family
 from jaxspec.models.families.gemma import GEMMA, GEMMA2, GEMMA3
 from jaxspec.models.families.granite import GRANITE
@@ -35,5 +36,6 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "olmo3": OLMO3,
         "smollm3": SMOLLM3,
         "granite": GRANITE,
+        "deepseek_v3": DEEPSEEK_V3,
     }
 )

@@ -170,6 +170,15 @@ def _yarn(parameters: Keys) -> YarnRopeScaling:
     )
 
 
+def score_factor(hf: Keys) -> float:
+    """What DeepSeek's scores are multiplied by under a rope scaling (``mscale_all_dim``)."""
+    given = hf["rope_scaling"] or hf["rope_parameters"] or {}
+    kind, weight = given.get("rope_type", given.get("type")), given.get("mscale_all_dim")
+    if kind in (None, "default") or not weight:
+        return 1.0
+    return _yarn_factor(given["factor"], weight) ** 2
+
+
 def _yarn_factor(factor: float, weight: float = 1.0) -> float:
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 

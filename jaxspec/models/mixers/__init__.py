@@ -6,14 +6,16 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxspec.cache import Geometry
-from jaxspec.config.mixers import AttentionConfig
+from jaxspec.config.latent import LatentConfig
+from jaxspec.config.mixers import AttentionConfig, MixerConfig
 from jaxspec.models.forward import ForwardPass
 from jaxspec.models.linear import Addend
 from jaxspec.models.mixers.attention import Attention, attention_shape
+from jaxspec.models.mixers.latent import LatentAttention, latent_shape
 from jaxspec.parallel import ONE_SHARD, Layout, Shards
 from jaxspec.tensors import Filler
 
-__all__ = ["Attention", "Mixer", "mixer_shape"]
+__all__ = ["Attention", "LatentAttention", "Mixer", "mixer_shape"]
 
 
 class Mixer(Protocol):
@@ -34,7 +36,7 @@ class Mixer(Protocol):
 
 
 def mixer_shape(
-    config: AttentionConfig,
+    config: MixerConfig,
     hidden_size: int,
     dtype: jnp.dtype,
     shards: Shards = ONE_SHARD,
@@ -48,4 +50,9 @@ def mixer_shape(
     match config:
         case AttentionConfig():
             return attention_shape(config, hidden_size, dtype, shards, input_size=input_size)
+        case LatentConfig():
+            if input_size is not None and input_size != hidden_size:
+                raise ValueError("latent attention reads hidden states alone: EAGLE-3 heads have "
+                    "layers of another kind")  # fmt: skip
+            return latent_shape(config, hidden_size, dtype, shards)
     raise ValueError(f"no mixer is described by {config!r}: add its kind to models/mixers")
