@@ -20,3 +20,10 @@ def check_count(name: str, value: object) -> None:
     """Raise ValueError unless it is an integer of at least 1."""
     if not (is_integer(value) and value >= 1):
         raise ValueError(f"{name} must be an integer, at least 1, got {reprlib.repr(value)}")
+
+
+def check_positive(**values: float) -> None:
+    """Raise ValueError unless each value is above zero."""
+    for name, value in values.items():
+        if not value > 0:
+            raise ValueError(f"{name} must be above 0, got {value!r}")

@@ -3,6 +3,8 @@
 import dataclasses
 from collections.abc import Callable
 
+from jaxspec.config.experts import ExpertsConfig
+
 
 def _check_positive(**values: float) -> None:
     """Raise ValueError unless each value is above zero."""
@@ -102,7 +104,7 @@ class LayerConfig:
     """One transformer layer: a mixer (attention) and an MLP."""
 
     mixer: AttentionConfig
-    mlp: DenseConfig
+    mlp: DenseConfig | ExpertsConfig
 
 
 @dataclasses.dataclass(frozen=True)

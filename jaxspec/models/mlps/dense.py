@@ -28,7 +28,10 @@ class Dense(Pytree):
 
     def filled(self, prefix: str, filler: Filler) -> "Dense":
         """The same, with every array replaced by ``filler``'s result for ``<prefix>mlp``."""
-        own = f"{prefix}mlp."
+        return self.filled_at(f"{prefix}mlp.", filler)
+
+    def filled_at(self, own: str, filler: Filler) -> "Dense":
+        """As ``filled``, where the names of the projections begin with ``own``."""
         return self.replace(
             gate_up=filler.linear(self.gate_up, Stacked((f"{own}gate_proj", f"{own}up_proj"))),
             down=filler.linear(self.down, One(f"{own}down_proj")),
