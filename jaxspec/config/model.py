@@ -99,6 +99,12 @@ class DenseConfig:
         _check_positive(intermediate_size=self.intermediate_size)
 
 
+def dense_like(mlp: DenseConfig | ExpertsConfig) -> DenseConfig:
+    """Without biases, and with as many hidden units as a token goes through: for draft heads."""
+    size = mlp.active_size if isinstance(mlp, ExpertsConfig) else mlp.intermediate_size
+    return DenseConfig(size)
+
+
 @dataclasses.dataclass(frozen=True)
 class LayerConfig:
     """One transformer layer: a mixer (attention) and an MLP."""

@@ -81,8 +81,13 @@ def expert_linear_shape(
     return ExpertLinear(weight=shape(sizes), bias=own_bias, axes=axes)
 
 
+def expert_linears(weights: Any) -> list[ExpertLinear]:
+    """All of a tree of weights."""
+    nodes = jax.tree.leaves(weights, is_leaf=lambda node: isinstance(node, ExpertLinear))
+    return [node for node in nodes if isinstance(node, ExpertLinear)]
+
+
 def check_no_experts(weights: Any, what: str) -> None:
     """Raise ValueError for weights with an ExpertLinear; ``what`` is what they cannot do."""
-    nodes = jax.tree.leaves(weights, is_leaf=lambda node: isinstance(node, ExpertLinear))
-    if any(isinstance(node, ExpertLinear) for node in nodes):
+    if expert_linears(weights):
         raise ValueError(f"experts cannot be {what}: leave it out for a model with experts")

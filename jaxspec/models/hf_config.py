@@ -278,9 +278,10 @@ def _alike(config: ModelConfig) -> tuple[AttentionConfig, DenseConfig]:
     Raises ValueError for layers that differ in more, as in no supported family.
     """
     kinds = {(dataclasses.replace(layer.mixer, window=None), layer.mlp) for layer in config.layers}
-    if len(kinds) != 1:
+    attention, mlp = kinds.pop()
+    if kinds or not isinstance(mlp, DenseConfig):
         raise ValueError("no supported Hugging Face family has layers that differ in this way")
-    return kinds.pop()
+    return attention, mlp
 
 
 def _windows(config: ModelConfig) -> list[int | None]:

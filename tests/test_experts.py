@@ -1,0 +1,137 @@
+"""Models with experts: speculation and devices that share them change no token (float32)."""
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jaxspec.config.experts import ClampedSwiglu, ExpertsConfig, RoutingConfig
+from jaxspec.config.speculation import SpeculationConfig
+from jaxspec.functional import EngineParams
+from jaxspec.models.decoder import Decoder
+from jaxspec.models.forward import make_pass
+from jaxspec.parallel import WHOLE, Layout, TensorParallel, make_mesh, mesh_layout, partition_specs
+from jaxspec.sampling import make_sampling
+from pallas_kernels.selection import NO_KERNELS
+from tests.layouts import on_mesh
+from tests.marks import slow
+from tests.random_experts import EXPERTS, expert_config, random_expert_target
+from tests.random_models import generate, make_params, random_prompts
+
+PROMPTS = random_prompts((5, 1, 17, 9))
+NEW_TOKENS = 40
+KINDS = {
+    "softmax": EXPERTS,
+    "groups": ExpertsConfig(
+        16,
+        RoutingConfig(
+            8, 3, "sigmoid", normalize=True, scale=1.5, num_groups=4, top_groups=2, correction=True
+        ),
+        shared_size=24,
+    ),
+    "chosen": ExpertsConfig(
+        16,
+        RoutingConfig(8, 2, "chosen", bias=True),
+        shared_size=8,
+        shared_gate=True,
+        activation=ClampedSwiglu(1.7, 3.0),
+        bias=True,
+    ),
+}
+CHAIN = SpeculationConfig.chain(4)
+TREE = SpeculationConfig(num_nodes=12, max_depth=3, top_k=3)
+
+
+@functools.cache
+def target(kind: str) -> Decoder:
+    return random_expert_target(expert_config(KINDS[kind], num_heads=8))
+
+
+def texts(params: EngineParams, page_size: int = 4) -> list[list[int]]:
+    """Two greedy rows, and two that sample."""
+    sampling = make_sampling(
+        4, temperature=np.array([0.0, 0.8, 0.8, 0.0], np.float32), seeds=np.arange(4)
+    )
+    limits = [len(prompt) + NEW_TOKENS for prompt in PROMPTS]
+    return generate(params, PROMPTS, page_size=page_size, sampling=sampling, max_lens=limits)[0]
+
+
+@functools.cache
+def plain_texts(kind: str) -> list[list[int]]:
+    return texts(make_params("none", SpeculationConfig.chain(1), target(kind)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "drafter", "speculation"),
+    [
+        ("groups", "ngram", CHAIN),
+        slow("groups", "eagle3", TREE),
+        slow("softmax", "ngram", CHAIN),
+        slow("softmax", "draft_model", TREE),
+        slow("softmax", "eagle3", CHAIN),
+        slow("groups", "draft_model", CHAIN),
+        slow("groups", "mixed", TREE),
+        slow("chosen", "ngram", TREE),
+        slow("chosen", "eagle3", CHAIN),
+        slow("chosen", "draft_model", TREE),
+    ],
+)
+def test_text_is_that_of_plain_decoding(kind: str, drafter: str, speculation: SpeculationConfig):
+    params = make_params(drafter, speculation, target(kind))
+    assert texts(params, page_size=3) == plain_texts(kind)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_experts_matter(kind: str):
+    """Else the other tests would test little."""
+    whole = target(kind)
+    *others, last = whole.layers
+    mlp = last.mlp
+    quiet = last.replace(mlp=mlp.replace(down=jax.tree.map(lambda leaf: 0 * leaf, mlp.down)))
+    silent = whole.replace(layers=(*others, quiet))
+    assert texts(make_params("none", SpeculationConfig.chain(1), silent)) != plain_texts(kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_devices_add_up_one_layer(kind: str):
+    """The guard of the slow test below."""
+    whole = target(kind)
+    mesh = make_mesh(4)
+    layout, layer = mesh_layout(mesh), whole.layers[-1].mlp
+    x = np.random.default_rng(0).standard_normal((2, 7, whole.config.hidden_size), np.float32)
+
+    def run(mlp: Any, x: Any, layout: Layout) -> Any:
+        step = make_pass(whole.config.layers, np.zeros((2, 7)), None, 1e-5, layout, NO_KERNELS)
+        return mlp(x, step).partial_sums(layout, NO_KERNELS, lambda dtype, width: False)[0]
+
+    split = jax.shard_map(
+        functools.partial(run, layout=layout),
+        mesh=mesh,
+        in_specs=(partition_specs(layer, layout), P()),
+        out_specs=P(),
+        check_vma=False,
+    )
+    np.testing.assert_allclose(jax.jit(split)(layer, x), run(layer, x, WHOLE), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "devices", "sequence"),
+    [
+        slow("chosen", 2, 1),
+        slow("groups", 4, 1),
+        slow("softmax", 4, 1),
+        slow("chosen", 4, 1),
+        slow("groups", (2, 2), 1),
+        slow("chosen", (2, 2), 1),
+        slow("groups", 2, 2),
+        slow("chosen", 1, 2),
+    ],
+)
+def test_devices_change_nothing(kind: str, devices: TensorParallel, sequence: int):
+    params = make_params("eagle3", TREE, target(kind))
+    mesh = make_mesh(devices, sequence_parallel=sequence)
+    assert texts(on_mesh(params, mesh)) == plain_texts(kind)
