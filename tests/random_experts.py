@@ -19,7 +19,7 @@ EXPERTS = ExpertsConfig(16, RoutingConfig(8, 2, normalize=True))
 
 def expert_config(experts: ExpertsConfig = EXPERTS, **changes: Any) -> ModelConfig:
     """``tiny_config`` with experts in all layers but the first."""
-    config = tiny_config(**{"num_layers": 3} | changes)
+    config = tiny_config(**changes)
     first, *others = config.layers
     return config.map_layers(
         lambda layer: layer if layer is first else LayerConfig(layer.mixer, experts)
@@ -62,7 +62,7 @@ def random_own(
 
 def random_rows(
     num_rows: int, hidden: int, num_experts: int, k: int, seed: int
-) -> tuple[np.ndarray, Routes]:
+) -> tuple[Any, Routes]:
     """Rows [N, H], each with k random experts."""
     rng = np.random.default_rng(seed)
     ids = np.argsort(rng.random((num_rows, num_experts)), axis=1)[:, :k].astype(np.int32)

@@ -179,7 +179,7 @@ def eagle3_head(
 def _head_config(target: Decoder, **changes: Any) -> ModelConfig:
     """One layer like the target's first, without a window."""
     first = target.config.layers[0]
-    mixer = dataclasses.replace(first.mixer, window=None, **changes)
+    mixer = dataclasses.replace(first.mixer, window=None, sinks=False, **changes)
     layer = LayerConfig(mixer, dense_like(first.mlp))
     return dataclasses.replace(target.config, layers=(layer,))
 

@@ -1,9 +1,11 @@
 """Models with experts: speculation and devices that share them change no token (float32)."""
 
+import dataclasses
 import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
@@ -11,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jaxspec.config.experts import ClampedSwiglu, ExpertsConfig, RoutingConfig
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.functional import EngineParams
+from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.forward import make_pass
 from jaxspec.parallel import WHOLE, Layout, TensorParallel, make_mesh, mesh_layout, partition_specs
@@ -47,7 +50,15 @@ TREE = SpeculationConfig(num_nodes=12, max_depth=3, top_k=3)
 
 @functools.cache
 def target(kind: str) -> Decoder:
-    return random_expert_target(expert_config(KINDS[kind], num_heads=8))
+    config = expert_config(KINDS[kind], num_heads=8)
+    if kind == "chosen":  # as in gpt-oss
+        first, last = config.layers
+        mixers = [dataclasses.replace(first.mixer, sinks=True, window=w) for w in (9, None)]
+        layers = zip((first, last), mixers, strict=True)
+        config = dataclasses.replace(
+            config, layers=tuple(dataclasses.replace(one, mixer=own) for one, own in layers)
+        )
+    return random_expert_target(config)
 
 
 def texts(params: EngineParams, page_size: int = 4) -> list[list[int]]:
@@ -90,7 +101,7 @@ def test_the_experts_matter(kind: str):
     """Else the other tests would test little."""
     whole = target(kind)
     *others, last = whole.layers
-    mlp = last.mlp
+    mlp: Any = last.mlp
     quiet = last.replace(mlp=mlp.replace(down=jax.tree.map(lambda leaf: 0 * leaf, mlp.down)))
     silent = whole.replace(layers=(*others, quiet))
     assert texts(make_params("none", SpeculationConfig.chain(1), silent)) != plain_texts(kind)
@@ -105,7 +116,8 @@ def test_devices_add_up_one_layer(kind: str):
     x = np.random.default_rng(0).standard_normal((2, 7, whole.config.hidden_size), np.float32)
 
     def run(mlp: Any, x: Any, layout: Layout) -> Any:
-        step = make_pass(whole.config.layers, np.zeros((2, 7)), None, 1e-5, layout, NO_KERNELS)
+        positions, attend = jnp.zeros((2, 7), jnp.int32), dense_causal_attend
+        step = make_pass(whole.config.layers, positions, attend, 1e-5, layout, NO_KERNELS)
         return mlp(x, step).partial_sums(layout, NO_KERNELS, lambda dtype, width: False)[0]
 
     split = jax.shard_map(

@@ -134,7 +134,13 @@ def eagle3_config(target: ModelConfig) -> HeadConfig:
     layer = target.layers[0]
     rope = dataclasses.replace(layer.mixer.rope, scaling=None)
     attention = dataclasses.replace(
-        layer.mixer, rope=rope, window=None, qkv_bias=False, qk_norm=False
+        layer.mixer,
+        rope=rope,
+        window=None,
+        qkv_bias=False,
+        o_bias=False,
+        qk_norm=False,
+        sinks=False,
     )
     model = dataclasses.replace(
         target,

@@ -50,6 +50,7 @@ class AttentionConfig:
     """Softmax attention with grouped KV heads.
 
     ``window``: a token attends to this many latest positions, its own included; None: to all.
+    ``sinks``: each query head has a score for attending to nothing (see paged_attention).
     """
 
     num_heads: int
@@ -59,6 +60,7 @@ class AttentionConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: bool = False
+    sinks: bool = False
 
     def __post_init__(self):
         _check_positive(num_heads=self.num_heads, num_kv_heads=self.num_kv_heads)

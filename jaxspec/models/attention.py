@@ -22,7 +22,9 @@ from pallas_kernels.paged_attention.partial import (
     PartialAttention,
     merge_partials,
     partial_attention,
+    with_sinks,
 )
+from pallas_kernels.paged_attention.reference import MASKED
 
 
 @pytree
@@ -68,6 +70,7 @@ class PagedAttend(Pytree):
             self.ancestors,
             self.kv_lens,
             *heads.scales,
+            heads.sinks,
             window=window,
             first_slot=self.first_slot,
             order_invariant=self.order_invariant,
@@ -106,15 +109,21 @@ class PagedAttend(Pytree):
             implementation=heads.kernels.over_pages("partial_attention", k_pages),
         )
         count = heads.partials.shape[2] if heads.tokens else None
-        return _merged(part, axes, count).astype(q.dtype), state.replace(k=k_pages, v=v_pages)
+        out = _merged(part, axes, count, heads.sinks)
+        return out.astype(q.dtype), state.replace(k=k_pages, v=v_pages)
 
 
 @jax.named_scope("attention")
-def _merged(part: PartialAttention, axes: Axes, own_count: int | None) -> Array:
+def _merged(
+    part: PartialAttention, axes: Axes, own_count: int | None, sinks: Array | None
+) -> Array:
     """Attention over the slots of all devices: float32 [B, T, Q, D]. In one collective.
 
     ``own_count``: each device gets the next so many tokens only, with padding after the last.
     """
+    if sinks is not None:  # one device has the slot
+        is_first = lax.axis_index(axes) == 0
+        part = with_sinks(part, jnp.where(is_first, sinks, MASKED))
     own = jnp.concatenate([part.weighted, jnp.stack([part.peak, part.total], -1)], axis=-1)
     if own_count is None:
         parts = lax.all_gather(own, axes)
@@ -130,7 +139,10 @@ def dense_causal_attend(
     state: None, heads: Heads, window: int | None, implementation: Literal["xla", "cudnn"] = "xla"
 ) -> tuple[Array, None]:
     """An Attend function over the pass's own T tokens, without a cache."""
-    return dense_causal_attention(*heads.rotated(), window, implementation), state
+    q, k, v = heads.rotated()
+    if heads.sinks is not None:
+        return _dense_with_sinks(q, k, v, window, heads.sinks), state
+    return dense_causal_attention(q, k, v, window, implementation), state
 
 
 def dense_causal_attention(
@@ -148,5 +160,25 @@ def dense_causal_attention(
     with jax.default_matmul_precision("highest" if q.dtype == jnp.float32 else None):
         out = jax.nn.dot_product_attention(
             q, k, v, is_causal=True, local_window_size=local, implementation=implementation
+        )
+    return jnp.asarray(out)
+
+
+def _dense_with_sinks(q: Array, k: Array, v: Array, window: int | None, sinks: Array) -> Array:
+    """As dense_causal_attention, with one more key for all tokens: its scores are ``sinks`` [Q],
+    its value is zero."""
+    length, num_heads = q.shape[1:3]
+    age = jnp.arange(length)[:, None] - jnp.arange(length)
+    seen = (age >= 0) & (age < (window or length))
+    ends = ((0, 0), (0, 1), (0, 0), (0, 0))
+    bias = jnp.zeros((1, num_heads, length, length + 1), q.dtype)
+    bias = bias.at[..., -1].set(sinks.astype(q.dtype)[:, None])
+    with jax.default_matmul_precision("highest" if q.dtype == jnp.float32 else None):
+        out = jax.nn.dot_product_attention(
+            q,
+            jnp.pad(k, ends),
+            jnp.pad(v, ends),
+            bias=bias,
+            mask=jnp.pad(seen, ((0, 0), (0, 1)), constant_values=True)[None, None],
         )
     return jnp.asarray(out)

@@ -109,6 +109,7 @@ class ForwardPass:
         q_norm: Array | None,
         k_norm: Array | None,
         kv_scales: KVScales | None = None,
+        sinks: Array | None = None,
     ) -> "Heads":
         """The heads of a qkv projection, not yet normed and rotated."""
         taking = self._taking("rope_kv_write", heads_take_partials)
@@ -122,6 +123,7 @@ class ForwardPass:
             eps=self.eps,
             kernels=self.kernels,
             kv_scales=kv_scales,
+            sinks=sinks,
             tokens=self.layout.sequence if self.layout.tokens else (),
         )
 
@@ -145,6 +147,7 @@ class Heads:
       q_norm, k_norm: [D] weights, or None.
       eps: epsilon of the norms.
       kv_scales: of keys and values in 8-bit pages, or None.
+      sinks: float32 [Q] scores of a slot without a value (see paged_attention), or None.
       tokens: mesh axes that the tokens of ``partials`` are split over; ``rope`` is of all tokens.
     """
 
@@ -156,6 +159,7 @@ class Heads:
     eps: float
     kernels: Kernels
     kv_scales: KVScales | None = None
+    sinks: Array | None = None
     tokens: Axes = ()
 
     @property

@@ -24,6 +24,7 @@ class Attention(Pytree):
     o: Linear  # [Q * D, H]
     q_norm: Array | None = array("head_dim")
     k_norm: Array | None = array("head_dim")
+    sinks: Array | None = array("heads", default=None)  # float32
     kv_scales: KVScales | None = None
     config: AttentionConfig = static()
 
@@ -31,7 +32,8 @@ class Attention(Pytree):
         """From normed input [B, T, in] and the layer's state to the addend of the residual stream
         and the new state."""
         product = self.qkv.product(x, "qkv")
-        heads = step.heads(product, self.config.rope, self.q_norm, self.k_norm, self.kv_scales)
+        norms = self.q_norm, self.k_norm
+        heads = step.heads(product, self.config.rope, *norms, self.kv_scales, self.sinks)
         out, state = step.attend(state, heads, self.config.window)
         return self.o.product(out.reshape(*out.shape[:2], -1), "o"), state
 
@@ -50,6 +52,7 @@ class Attention(Pytree):
             o=filler.linear(self.o, One(f"{own}o_proj")),
             q_norm=filler.array(f"{own}q_norm.weight", self.q_norm),
             k_norm=filler.array(f"{own}k_norm.weight", self.k_norm),
+            sinks=filler.array(f"{own}sinks", self.sinks),
         )
 
 
@@ -79,6 +82,7 @@ def attention_shape(
         ),
         q_norm=vector(head_dim, dtype, when=config.qk_norm),
         k_norm=vector(head_dim, dtype, when=config.qk_norm),
+        sinks=vector(config.num_heads, jnp.float32, when=config.sinks),
         config=config,
     )
 
