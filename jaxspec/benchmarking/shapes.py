@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxspec.config.experts import ExpertsConfig, RoutingConfig
 from jaxspec.config.model import (
+    AttentionConfig,
     LayerConfig,
     Llama3RopeScaling,
     ModelConfig,
@@ -133,15 +134,7 @@ def eagle3_config(target: ModelConfig) -> HeadConfig:
     published heads have."""
     layer = target.layers[0]
     rope = dataclasses.replace(layer.mixer.rope, scaling=None)
-    attention = dataclasses.replace(
-        layer.mixer,
-        rope=rope,
-        window=None,
-        qkv_bias=False,
-        o_bias=False,
-        qk_norm=False,
-        sinks=False,
-    )
+    attention = AttentionConfig(layer.mixer.num_heads, layer.mixer.num_kv_heads, rope)
     model = dataclasses.replace(
         target,
         layers=(LayerConfig(attention, dense_like(layer.mlp)),),
