@@ -1,16 +1,14 @@
 """Measures a drafter's acceptance on real prompts, with confidence intervals."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
+from jaxspec import bootstrap
 from jaxspec.completion import Completion, decode_rate
 from jaxspec.llm import LLM
 from jaxspec.scheduling.requests import SamplingParams, with_own_seeds
-
-CONFIDENCE = 0.95
-RESAMPLES = 2000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,34 +47,16 @@ def summarize(completions: Sequence[Completion], seed: int = 0) -> Acceptance:
     by_depth = np.array([c.acceptance_by_depth for c in completions])  # [N, A]
     if rounds.sum() == 0:
         raise ValueError("every text ended with its first token: nothing was drafted")
-    chosen = np.random.default_rng(seed).integers(len(rounds), size=(RESAMPLES, len(rounds)))
-    chosen = chosen[rounds[chosen].sum(axis=1) > 0]
-    lengths = drafted[chosen].sum(axis=1) / rounds[chosen].sum(axis=1)
     accepted = by_depth * rounds[:, None]
-    shares = accepted[chosen].sum(axis=1) / rounds[chosen].sum(axis=1)[:, None]
+    length, length_interval = bootstrap.ratio(drafted, rounds, seed)
+    depths = [bootstrap.ratio(column, rounds, seed) for column in accepted.T]
     return Acceptance(
         prompts=len(completions),
         tokens=int(drafted.sum()),
         rounds=int(rounds.sum()),
-        length=float(drafted.sum() / rounds.sum()),
-        length_interval=_interval(lengths),
-        by_depth=(accepted.sum(axis=0) / rounds.sum()).tolist(),
-        by_depth_intervals=[_interval(column) for column in shares.T],
+        length=length,
+        length_interval=length_interval,
+        by_depth=[share for share, _ in depths],
+        by_depth_intervals=[interval for _, interval in depths],
         decode_tokens_per_second=decode_rate(completions),
     )
-
-
-def bootstrap_interval(
-    statistic: Callable[[np.ndarray], np.ndarray], size: int, seed: int = 0
-) -> tuple[float, float]:
-    """The 95 % interval of a statistic over ``size`` rows.
-
-    ``statistic``: from indices of rows, drawn with replacement, [RESAMPLES, N], to [RESAMPLES].
-    """
-    return _interval(statistic(np.random.default_rng(seed).integers(size, size=(RESAMPLES, size))))
-
-
-def _interval(samples: np.ndarray) -> tuple[float, float]:
-    tail = 50 * (1 - CONFIDENCE)
-    low, high = np.percentile(samples, [tail, 100 - tail])
-    return float(low), float(high)

@@ -7,11 +7,11 @@ import jax
 import numpy as np
 
 from jaxspec.cache import KVScales, PagedKV
-from jaxspec.evaluation import bootstrap_interval
 from jaxspec.llm import LLM
 from jaxspec.quantization.kv_cache import has_float8_cache
 from jaxspec.quantization.kv_scales import KVScaleFile
 from jaxspec.scheduling.requests import SamplingParams, with_own_seeds
+from jaxspec.text_scores import Scores
 from pallas_kernels.float8 import LARGEST
 
 MARGIN = 1.25  # room above the largest entry that was seen; larger ones saturate
@@ -57,36 +57,16 @@ def _scales(own: PagedKV, margin: float) -> KVScales:
     return KVScales(k=scale(own.k), v=scale(own.v))
 
 
-def log_probs(llm: LLM, rows: Sequence[Sequence[int]]) -> list[np.ndarray]:
-    """The log-probability of each token but the first of every row, read through the cache.
+def scores(llm: LLM, rows: Sequence[Sequence[int]]) -> Scores:
+    """Of each token but the first of every row, read through the cache.
 
     Raises ValueError if a row could not be read.
     """
     sampling = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
-    found = []
+    nats = []
     for completion in llm.generate(list(rows), sampling):
         if completion.error or completion.prompt_logprobs is None:
             raise ValueError(f"a row could not be read: {completion.error}")
         own = completion.prompt_logprobs[1:]
-        found.append(np.array([one.logprob for one in own if one is not None]))
-    return found
-
-
-def perplexity(rows: Sequence[np.ndarray]) -> float:
-    """Of log-probabilities, as ``log_probs`` gives them."""
-    return float(np.exp(-np.concatenate(rows).mean()))
-
-
-def loss_increase(
-    rows: Sequence[np.ndarray], others: Sequence[np.ndarray]
-) -> tuple[float, tuple[float, float]]:
-    """By how much the mean loss of ``others``, in nats a token, is above that of the same ``rows``;
-    with a 95 % bootstrap interval over rows."""
-    tokens = np.array([len(row) for row in rows])
-    pairs = zip(rows, others, strict=True)
-    differences = np.array([(row - other).sum() for row, other in pairs])
-
-    def mean(chosen: np.ndarray) -> np.ndarray:
-        return differences[chosen].sum(axis=1) / tokens[chosen].sum(axis=1)
-
-    return float(differences.sum() / tokens.sum()), bootstrap_interval(mean, len(rows))
+        nats.append(-sum(one.logprob for one in own if one is not None))
+    return Scores(np.array(nats), np.array([len(row) - 1 for row in rows]))

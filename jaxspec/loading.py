@@ -73,10 +73,10 @@ def load(
       dtype: ``float32`` or ``bfloat16``; by default float32 on CPU and bfloat16 elsewhere.
       mesh: as made by sharding.make_mesh; None for the default device.
       shard_drafter: split the drafter's weights over the mesh too, instead of repeating them.
-      drafter_bits: 4: the drafter's matrices as 4-bit integers, with a scale for up to 128 inputs
-        of each output. 8: as 8-bit integers, too, with a scale for each output,
-        which halves what a draft step of up to 48 rows reads; None: only as loaded. The text does
-        not depend on it.
+      drafter_bits: 4: the drafter's matrices as 4-bit integers, with a scale and a zero for up to
+        64 inputs of each output. 8: as 8-bit integers, too, with a scale for each output, which
+        halves what a draft step of up to 48 rows reads; None: only as loaded. The text does not
+        depend on it.
       kv_dtype: ``fp8``: keys and values of target and drafter as 8-bit floats (e4m3), of which half
         as many bytes as of bfloat16 are kept and read; None: in the dtype of the weights. The
         text depends on it, and is the same with and without speculation.

@@ -79,8 +79,10 @@ async def answer(http: httpx.AsyncClient, request: dict[str, Any]) -> list[str]:
 
 @dataclasses.dataclass
 class Report:
-    """``wrong``: requests that failed, or whose text is not the one that they get alone."""
+    """``alone``: the texts of requests that run alone. ``wrong``: requests that failed, or whose
+    text is another one."""
 
+    alone: list[list[str]]
     requests: int = 0
     killed: int = 0
     seconds: float = 0.0
@@ -89,15 +91,21 @@ class Report:
     wrong: list[str] = dataclasses.field(default_factory=list)
 
 
+async def answers(server: ServeProcess, different: int) -> list[list[str]]:
+    """To so many different requests, one after the other."""
+    async with httpx.AsyncClient(base_url=server.address, timeout=LIMIT) as http:
+        return [await answer(http, kind) for kind in requests(different)]
+
+
 async def load(
     server: ServeProcess, count: int, seconds: float, clients: int, different: int = 64
 ) -> Report:
     """Send so many requests, and go on for so long."""
+    alone = await answers(server, different)
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=server.address, timeout=LIMIT, limits=limits) as http:
         kinds = requests(different)
-        alone = [await answer(http, kind) for kind in kinds]
-        report, rng, compiled = Report(), random.Random(1), server.metric(COMPILED)
+        report, rng, compiled = Report(alone), random.Random(1), server.metric(COMPILED)
         started = time.perf_counter()
 
         async def client() -> None:
@@ -143,7 +151,9 @@ def main() -> None:
         print(f"ready after {time.perf_counter() - started:.1f} s", flush=True)
         report = asyncio.run(load(server, arguments.requests, arguments.seconds, arguments.clients))
         running = [server.metric(f"num_requests_{one}") for one in ("running", "waiting")]
-    print(json.dumps(dataclasses.asdict(report)))
+    figures = dataclasses.asdict(report)
+    del figures["alone"]
+    print(json.dumps(figures))
     print(f"left running, waiting: {running}")
 
 

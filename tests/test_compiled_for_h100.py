@@ -50,11 +50,13 @@ def compiled(
     kernels: str = "auto",
     sp: int = 1,
     kv_dtype: str | None = None,
+    quantization: str | None = None,
 ) -> CompiledRound:
     arguments = ["--shape", SHAPE, "--mode", mode, "--layers", str(layers), "--tp", str(tp)]
     arguments += ["--context", str(CONTEXT), "--wheels", str(WHEELS), "--sampling", sampling]
     arguments += ["--kernels", kernels, "--sp", str(sp)]
     arguments += ["--kv-dtype", kv_dtype] if kv_dtype else []
+    arguments += ["--quantization", quantization] if quantization else []
     return compile_ahead.measure(arguments)["round"]
 
 
@@ -107,6 +109,19 @@ def test_a_round_of_rows_that_sample_is_one_graph():
     assert (one.launches.graphs, one.launches.outside) == (1, OUTSIDE)
     assert {kernel.name for kernel in one.kernels} == KERNELS | {"truncate"}
     assert not [kernel for kernel in one.kernels if kernel.spilled_bytes]
+
+
+@pytest.mark.parametrize("mode", ["plain", "chain:5"])
+def test_weights_of_4_bits_stay_so(mode: str):
+    """No array of widened weights: temporaries are as without quantization."""
+    one = compiled(mode, kernels="all", quantization="w4a16")
+    assert "packed_product" in {kernel.name for kernel in one.kernels}
+    assert not [kernel for kernel in one.kernels if kernel.spilled_bytes]
+    assert (one.launches.graphs, one.launches.outside) == (1, OUTSIDE)
+    assert one.temporary_bytes <= most_temporary_bytes(mode, tp=1)
+    # Two layers of 218 million weights at 4 bits and 1 / 128 of them 16-bit scales, instead of 16.
+    saved = compiled(mode).argument_bytes - one.argument_bytes
+    assert saved == pytest.approx(LAYERS * 218e6 * (2 - 0.5 - 2 / 128), rel=0.01)
 
 
 @pytest.mark.parametrize("tp", [2, 4, 8])

@@ -79,10 +79,13 @@ LAYERS = (
     "jaxspec.async_llm",
     "jaxspec.replicated_llm",
     "jaxspec.comparison",
+    "jaxspec.bootstrap",
+    "jaxspec.text_scores",
     "jaxspec.evaluation",
     "jaxspec.kv_calibration",
     "jaxspec.batch",
     "jaxspec.training",
+    "jaxspec.quantizer",
     "jaxspec",  # the package's own __init__.py: the public names
     "jaxspec.serving",
     "jaxspec.commands",
@@ -105,6 +108,7 @@ KERNEL_CALLERS = {"jaxspec.models.forward", "jaxspec.models.attention"}
 
 JIT_NAMES = {"jit", "pjit", "pmap"}
 JIT_HOMES = {"jaxspec.programs", "jaxspec.pipeline", "jaxspec.training", "jaxspec.benchmarking"}
+JIT_HOMES |= {"jaxspec.quantizer"}
 
 MAX_LINES = 400
 

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from jaxspec import LLM, SamplingParams, SpeculationConfig
 from jaxspec.commands.data_options import add_suffixes_option
-from jaxspec.commands.engine_options import add_kv_options
+from jaxspec.commands.engine_options import add_drafter_bits, add_kv_options
 from jaxspec.commands.shell import (
     add_model_option,
     command_parser,
@@ -57,6 +57,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--batch", type=int, default=16, help="prompts decoded together")
     add("--dtype", choices=("float32", "bfloat16"), help="(default: float32 on CPU, else bfloat16)")
     add_kv_options(parser)
+    add_drafter_bits(parser)
     add("--seed", type=int, default=0, help="seed of all random numbers")
     add("--json", action="store_true", help="JSON on stdout, the table on stderr")
     return parser
@@ -93,6 +94,7 @@ def evaluate(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
                 dtype=args.dtype,
                 kv_dtype=args.kv_dtype,
                 kv_scales=args.kv_scales,
+                drafter_bits=args.drafter_bits,
                 max_length=args.prompt_tokens + args.max_tokens,
                 engine=EngineConfig(max_rows=args.batch),
             )
@@ -109,6 +111,7 @@ def evaluate(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
     return {
         "model": str(args.model),
         "drafter": drafter,
+        "drafter_bits": args.drafter_bits,
         "device": jax.devices()[0].device_kind,
         "dtype": resolve_dtype(args.dtype).name,
         "kv_dtype": args.kv_dtype,

@@ -25,17 +25,11 @@ from jaxspec.commands.shell import (
     show_results,
 )
 from jaxspec.config.engine import EngineConfig
-from jaxspec.kv_calibration import (
-    MARGIN,
-    NEW_TOKENS,
-    log_probs,
-    loss_increase,
-    measured_scales,
-    perplexity,
-)
+from jaxspec.kv_calibration import MARGIN, NEW_TOKENS, measured_scales, scores
 from jaxspec.loading import resolve_dtype
 from jaxspec.quantization.kv_cache import FP8
 from jaxspec.quantization.kv_scales import KVScaleFile
+from jaxspec.text_scores import difference, summarize
 from jaxspec.tokenizer import load_tokenizer
 from jaxspec.training.draft_data import held_out_prompts
 
@@ -121,16 +115,16 @@ def compare(
         (f"{FP8}, measured scales", FP8, scales),
     ):
         progress.print(f"scoring {len(rows)} rows, {name}")
-        found = log_probs(make_llm(args, "none", kv_dtype, own), rows)
+        found = scores(make_llm(args, "none", kv_dtype, own), rows)
         wide = found if wide is None else wide
-        increase, interval = loss_increase(wide, found)
+        increase, interval = difference(wide, found)
         results.append(
             {
                 "cache": name,
-                "perplexity": perplexity(found),
+                "perplexity": summarize(found).perplexity,
                 "loss_increase": increase,
                 "interval": interval,
-                "tokens": sum(map(len, found)),
+                "tokens": int(found.tokens.sum()),
             }
         )
     return results

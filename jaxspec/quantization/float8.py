@@ -78,8 +78,8 @@ class Float8Linear(Pytree):
     def best_num_splits(self, x: Array, kernels: Kernels) -> int:
         if not self._runs_packed(x, kernels):
             return 1
-        depth, width = self.values.shape[-1], math.prod(self.out_shape)
-        return choose_packed_splits(depth, width, depth // len(self.scale))
+        rows, width = math.prod(x.shape[:-1]), math.prod(self.out_shape)
+        return choose_packed_splits(rows, self.values.shape[-1], width)
 
     def _multiply(self, x: Array, num_splits: int, kernels: Kernels) -> Array:
         """x [..., in] -> float32 [S, ..., *out]."""

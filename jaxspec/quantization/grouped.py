@@ -90,8 +90,8 @@ class GroupedLinear(Pytree):
     def best_num_splits(self, x: Array, kernels: Kernels) -> int:
         if not self._runs_packed(x, kernels):
             return 1
-        depth, width = self.values.shape[-1], math.prod(self.out_shape)
-        return choose_packed_splits(depth, width, depth // len(self.scale))
+        rows, width = math.prod(x.shape[:-1]), math.prod(self.out_shape)
+        return choose_packed_splits(rows, self.values.shape[-1], width)
 
     def dense(self, dtype: jnp.dtype) -> Array:
         """The weights [*out, in], computed in float32 and rounded to ``dtype``."""

@@ -19,7 +19,7 @@ from jaxspec.parallel import named_shardings
 from jaxspec.quantization.float8 import rounded_to_float8
 from jaxspec.quantization.grouped import rounded_to_groups
 
-GROUP = 128
+GROUP, DRAFTER_GROUP = 128, 64
 
 
 def _float8_blocks(linear: Linear) -> AnyLinear:
@@ -54,14 +54,14 @@ def in_scheme[T](weights: T, name: Scheme | None, *, lm_head: bool) -> T:
 
 
 def in_four_bits[T](weights: T, mesh: Mesh | None) -> T:
-    """Weights on a mesh with every Linear rounded to 4 bits, in groups of 128 inputs, or as many of
-    them as divide the inputs evenly. For drafters."""
-
+    """Weights on a mesh with every Linear rounded to 4 bits, with a scale and a zero for groups of
+    64 inputs, or as many of them as divide the inputs evenly. For drafters: without calibration
+    larger groups, and groups without zeros, cost acceptance (docs/quantization.md)."""
     devices = 1 if mesh is None else mesh.size
 
     def rounding(linear: Linear) -> AnyLinear:
-        group = math.gcd(linear.in_size // devices, GROUP)  # which no device has a part of
-        return rounded_to_groups(linear, 4, group)
+        group = math.gcd(linear.in_size // devices, DRAFTER_GROUP)  # no device has a part of one
+        return rounded_to_groups(linear, 4, group, symmetric=False)
 
     made = rounded(weights, rounding, lm_head=True)
     return made if mesh is None else jax.device_put(made, named_shardings(mesh, made))

@@ -8,12 +8,12 @@ from jax import Array
 
 from pallas_kernels.gradients import with_reference_gradient
 from pallas_kernels.packed_product.reference import packed_product_reference
-from pallas_kernels.packed_product.tuning import OUTPUTS, SCALED_ROWS, packed_tuning
+from pallas_kernels.packed_product.tuning import LARGEST_STEP, SCALED_ROWS, packed_tuning
 from pallas_kernels.selection import Implementation, kernel_module
 
 MOST_ROWS = 64  # more are faster with widened weights: see docs/kernels.md
 FLOAT8 = jnp.float8_e4m3fn
-BLOCKS = (64, 128)  # inputs of a block; a group has as many, or a multiple of 128
+SMALL_GROUPS = (32, 64)  # of inputs that share a scale; larger ones are multiples of 128
 
 
 @jax.named_scope("packed_product")
@@ -41,7 +41,7 @@ def packed_product(
         into whole parts.
       dtype: of the result.
       implementation: "auto" takes the Hopper kernel where it fits (at most 64 rows; bfloat16 x,
-        int4 weights, groups of 64 or multiples of 128; or all e4m3, groups of multiples of 128,
+        int4 weights, groups of 32, 64 or multiples of 128; or all e4m3, groups of multiples of 128,
         x_scale padded to a multiple of 32 rows; V a multiple of 128), else the reference.
 
     Returns [num_splits, M, V]; summed in float32.
@@ -75,28 +75,29 @@ def misfit(
     if x.dtype != jnp.bfloat16 or values.dtype != jnp.int4 or scale.dtype.itemsize != 2:
         given = f"{x.dtype} x, {values.dtype} values and {scale.dtype} scales"
         return f"{given}: they must be bfloat16, int4, and of 16 bits"
-    return _sizes_misfit(rows, depth, width, groups, num_splits, BLOCKS[0])
+    return _sizes_misfit(rows, depth, width, groups, num_splits, SMALL_GROUPS)
 
 
 def float8_misfit(
     rows: int, depth: int, width: int, groups: int, num_splits: int = 1
 ) -> str | None:
     """Why the kernel cannot multiply e4m3 arrays of these sizes, None if it can."""
-    return _sizes_misfit(rows, depth, width, groups, num_splits, BLOCKS[-1])
+    return _sizes_misfit(rows, depth, width, groups, num_splits, ())
 
 
 def _sizes_misfit(
-    rows: int, depth: int, width: int, groups: int, num_splits: int, least: int
+    rows: int, depth: int, width: int, groups: int, num_splits: int, small_groups: tuple[int, ...]
 ) -> str | None:
-    """``least``: inputs of the smallest group."""
-    largest, group = BLOCKS[-1], depth // groups
+    """``small_groups``: sizes of groups that are taken beside multiples of LARGEST_STEP."""
+    group = depth // groups
     if rows > MOST_ROWS:
         return f"{rows} rows: at most {MOST_ROWS}"
-    tile = OUTPUTS * packed_tuning(rows, depth, width).warpgroups
+    tile = packed_tuning(rows, width).tile
     if width % tile:
         return f"{width} outputs: a multiple of {tile}"
-    if group != least and group % largest:
-        return f"groups of {group} inputs: {least}, or a multiple of {largest}"
-    if depth % (num_splits * min(group, largest)):
-        return f"{depth} inputs in {num_splits} parts: they must be whole blocks"
+    if group not in small_groups and group % LARGEST_STEP:
+        allowed = ", ".join([*map(str, small_groups), f"multiples of {LARGEST_STEP}"])
+        return f"groups of {group} inputs: {allowed}"
+    if depth % (num_splits * LARGEST_STEP):
+        return f"{depth} inputs in {num_splits} parts: multiples of {LARGEST_STEP}"
     return None

@@ -56,15 +56,16 @@ class Case:
 
 
 TEST_CASES = (
-    Case(2, 256, 128),
+    Case(2, 384, 128),
     Case(5, 512, 256, group=64, zeros=True, num_splits=2),
     Case(13, 512, 128, group=512, num_splits=2),
+    Case(16, 512, 128, group=32, zeros=True),
     Case(64, 1024, 256, zeros=True),
     Case(2, 256, 128, group=256, float8=True),
     Case(13, 512, 256, num_splits=2, float8=True),
 )
 BENCHMARK_CASES = tuple(
-    Case(rows, *SHAPES[name], num_splits=choose_packed_splits(*SHAPES[name], 128))
+    Case(rows, *SHAPES[name], num_splits=choose_packed_splits(rows, *SHAPES[name]))
     for name in SHAPES
     for rows in (2, 6, 16, 48, 64)
 ) + tuple(
@@ -72,7 +73,7 @@ BENCHMARK_CASES = tuple(
         rows,
         *SHAPES[name],
         group=SHAPES[name][0],
-        num_splits=choose_packed_splits(*SHAPES[name], 128),
+        num_splits=choose_packed_splits(rows, *SHAPES[name]),
         float8=True,
     )
     for name in SHAPES

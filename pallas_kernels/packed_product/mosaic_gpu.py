@@ -3,12 +3,14 @@
 Weights are the first operand of the tensor cores (64 outputs a warpgroup), and rows of x the second
 one: so a product of few rows fills them. Weights of 4 bits are widened in registers; floats of 8
 bits are multiplied as they are. A warpgroup copies blocks of weights, x and scales into a ring; the
-others multiply. The inputs of a block belong to one group: its scales multiply the block's sums,
-not the weights. So sums of 8-bit floats, which tensor cores keep with fewer bits, are short.
+others multiply. Scales multiply the sums of a step (a group's inputs, or 128 of a larger group's),
+not the weights. So sums of 8-bit floats, which tensor cores keep with fewer bits, are short, and a
+row's sums depend neither on the other rows nor on the size of blocks.
 """
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -18,11 +20,13 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels.packed_product.tuning import (
+    LARGEST_STEP,
     OUTPUTS,
     SCALED_ROWS,
     PackedTuning,
     packed_tuning,
 )
+from pallas_kernels.packed_product.widening import BIAS, biased_weights
 from pallas_kernels.shared_memory import LINE, swizzled
 
 _OUTPUT_LAYOUT = plgpu.Layout.WGMMA.reduce(1)  # one value for each output of a warpgroup
@@ -37,8 +41,7 @@ class _Plan:
     padded_rows: int  # of the tensor cores' operand
     depth: int
     width: int
-    groups: int  # of inputs
-    block: int  # inputs of a block
+    group: int  # inputs that share a scale
     more: tuple[str, ...]  # by group, beside the weights' scales: zero, x_scale
     num_splits: int
     config: PackedTuning
@@ -47,12 +50,41 @@ class _Plan:
     @property
     def tile(self) -> int:
         """Outputs of a CTA."""
-        return OUTPUTS * self.config.warpgroups
+        return self.config.tile
+
+    @property
+    def block(self) -> int:
+        """Inputs of a block: whole lines of weights where the inputs of a CTA are so many."""
+        line = LINE if self.is_float8 else self.config.block
+        return math.gcd(line, self.depth // self.num_splits)
 
     @property
     def blocks(self) -> int:
-        """Blocks of inputs of a CTA."""
+        """Blocks of a CTA."""
         return self.depth // self.num_splits // self.block
+
+    @property
+    def step(self) -> int:
+        """Inputs that are summed before the sums are scaled."""
+        return min(self.group, LARGEST_STEP)
+
+    @property
+    def unit(self) -> int:
+        """Inputs of a product of the tensor cores."""
+        return self.step if self.is_float8 else min(self.config.unit, self.step)
+
+    @property
+    def block_groups(self) -> int:
+        return max(1, self.block // self.group)
+
+    @property
+    def stages(self) -> int:
+        """Blocks in the ring."""
+        entry = 2 - self.is_float8  # bytes of an entry of x: four times those of a weight, or once
+        weights = self.tile * self.block * entry // (1 if self.is_float8 else 4)
+        scales = 4 * self.block_groups * (self.tile + self.is_float8 * self.scaled_rows)
+        stage = weights + entry * self.padded_rows * self.block + scales
+        return self.config.stages(stage, 4 * self.padded_rows * self.tile)
 
     @property
     def is_float8(self) -> bool:
@@ -90,11 +122,10 @@ def packed_product_mosaic(
         padded_rows=-(-rows // 8) * 8,
         depth=depth,
         width=width,
-        groups=groups,
-        block=min(depth // groups, 128),
+        group=depth // groups,
         more=tuple(more),
         num_splits=num_splits,
-        config=config or packed_tuning(rows, depth, width),
+        config=config or packed_tuning(rows, width),
         interpret=interpret is not None,
     )
     if rows > 8:  # the copy engine fills a single tile of 8 rows with zeros, but not several
@@ -105,23 +136,25 @@ def packed_product_mosaic(
 
 def _make_kernel(plan: _Plan, dtype: Any, scale_dtype: Any, out_dtype: Any, interpret: Any) -> Any:
     config, block = plan.config, plan.block
-    ring, bits = config.stages, 8 * dtype.itemsize
-    x_tile = min(8 * LINE // bits, block)
+    ring, bits = plan.stages, 8 * dtype.itemsize
+    by_output = (ring, plan.block_groups, plan.tile)
+    x_tile = min(8 * LINE // bits, plan.unit)
     values_dtype, values_bits = (dtype, 8) if plan.is_float8 else (jnp.int4, 4)
     values_transforms = swizzled(block, values_bits)
 
     scratch: dict[str, Any] = {
         "values": plgpu.SMEM((ring, plan.tile, block), values_dtype, transforms=values_transforms),
         "x": plgpu.SMEM((ring, plan.padded_rows, block), dtype, transforms=swizzled(x_tile, bits)),
-        "scale": plgpu.SMEM((ring, plan.tile), scale_dtype),
+        "scale": plgpu.SMEM(by_output, scale_dtype),
         "rows": plgpu.SMEM((config.warpgroups, plan.padded_rows, OUTPUTS), out_dtype),
         "full": plgpu.Barrier(num_arrivals=3 + len(plan.more), num_barriers=ring),
         "free": plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=ring),
     }
     if "zero" in plan.more:
-        scratch["zero"] = plgpu.SMEM((ring, plan.tile), scale_dtype)
+        scratch["zero"] = plgpu.SMEM(by_output, scale_dtype)
     if plan.is_float8:
-        scratch["x_scale"] = plgpu.SMEM((ring, plan.scaled_rows), jnp.float32)
+        by_row = (ring, plan.block_groups, plan.scaled_rows)
+        scratch["x_scale"] = plgpu.SMEM(by_row, jnp.float32)
 
     def packed_product_kernel(x_in, values_in, scale_in, *more_and_out, **refs):
         *more_in, out = more_and_out
@@ -130,14 +163,10 @@ def _make_kernel(plan: _Plan, dtype: Any, scale_dtype: Any, out_dtype: Any, inte
 
         @pl.when(warpgroup == config.warpgroups)
         def _copy():
-            if config.registers:
-                plgpu.set_max_registers(config.producer_registers, action="decrease")
             _copy_blocks(plan, x_in, values_in, by_group, refs)
 
         @pl.when(warpgroup < config.warpgroups)
         def _compute():
-            if config.registers:
-                plgpu.set_max_registers(config.registers, action="increase")
             _store(plan, _multiply_blocks(plan, refs), out, refs)
 
     return plgpu.kernel(
@@ -155,7 +184,7 @@ def _make_kernel(plan: _Plan, dtype: Any, scale_dtype: Any, out_dtype: Any, inte
 
 def _copy_blocks(plan: _Plan, x: Any, values: Any, by_group: dict[str, Any], refs: Any) -> None:
     """Copy the blocks in order into the ring."""
-    ring, tile = plan.config.stages, lax.axis_index("tile")
+    ring, tile = plan.stages, lax.axis_index("tile")
     outputs = pl.ds(tile * plan.tile, plan.tile)
     # x may have fewer rows than the tile: a start that is not known keeps the slice from being
     # checked, and the copy engine writes zeros for rows that are not there.
@@ -170,12 +199,12 @@ def _copy_blocks(plan: _Plan, x: Any, values: Any, by_group: dict[str, Any], ref
             plgpu.barrier_wait(refs["free"].at[slot])
 
         inputs, full = pl.ds((first + index) * plan.block, plan.block), refs["full"].at[slot]
-        group = (first + index) * plan.block // (plan.depth // plan.groups)
+        groups = pl.ds((first + index) * plan.block // plan.group, plan.block_groups)
         plgpu.copy_gmem_to_smem(values.at[outputs, inputs], refs["values"].at[slot], full)
         plgpu.copy_gmem_to_smem(x.at[rows, inputs], refs["x"].at[slot], full)
         for name, source in by_group.items():
             own = pl.ds(0, plan.scaled_rows) if name == "x_scale" else outputs
-            plgpu.copy_gmem_to_smem(source.at[group, own], refs[name].at[slot], full)
+            plgpu.copy_gmem_to_smem(source.at[groups, own], refs[name].at[slot], full)
 
     lax.fori_loop(0, plan.blocks, copy, None)
     for i in range(min(ring, plan.blocks)):  # every barrier must have completed its last phase
@@ -184,56 +213,71 @@ def _copy_blocks(plan: _Plan, x: Any, values: Any, by_group: dict[str, Any], ref
 
 def _multiply_blocks(plan: _Plan, refs: Any) -> Array:
     """A warpgroup's outputs: float32 [OUTPUTS, rows]."""
-    warpgroup, ring = lax.axis_index("warpgroup"), plan.config.stages
+    warpgroup, ring = lax.axis_index("warpgroup"), plan.stages
     own = pl.ds(warpgroup * OUTPUTS, OUTPUTS)
 
-    def step(index: Array, total: Array) -> Array:
+    def multiply_block(index: Array, total: Array) -> Array:
         slot = lax.rem(index, ring)
         plgpu.barrier_wait(refs["full"].at[slot])
-        x = refs["x"].at[slot].transpose((1, 0))
-        if plan.is_float8:
-            sums = _product(refs["values"].at[slot, own], x, plan)
-            x_scales = refs["x_scale"].at[slot, pl.ds(0, plan.padded_rows)]
-            x_scale = plgpu.load(x_scales, layout=_ROW_LAYOUT, optimized=False)
-            sums *= lax.broadcast_in_dim(x_scale, sums.shape, [1])
-        else:
-            zero = refs["zero"].at[slot, own] if "zero" in plan.more else None
-            sums = _product(_widened(refs["values"].at[slot, own], zero, refs["x"].dtype), x, plan)
-        scale = _by_output(refs["scale"].at[slot, own]).astype(jnp.float32)
+        for start in range(0, plan.block, plan.step):
+            group = start // plan.group
+            sums = _product(plan, refs, slot, own, start)
+            if plan.is_float8:
+                x_scales = refs["x_scale"].at[slot, group, pl.ds(0, plan.padded_rows)]
+                x_scale = plgpu.load(x_scales, layout=_ROW_LAYOUT, optimized=False)
+                sums *= lax.broadcast_in_dim(x_scale, sums.shape, [1])
+            scale = _by_output(refs["scale"].at[slot, group, own]).astype(jnp.float32)
+            total += sums * lax.broadcast_in_dim(scale, sums.shape, [0])
+        plgpu.commit_smem()  # what was read comes before what the copy engine writes there next
         plgpu.barrier_arrive(refs["free"].at[slot])
-        return total + sums * lax.broadcast_in_dim(scale, sums.shape, [0])
+        return total
 
     zeros = jnp.zeros((OUTPUTS, plan.padded_rows), jnp.float32)
-    return lax.fori_loop(0, plan.blocks, step, plgpu.layout_cast(zeros, plgpu.Layout.WGMMA))
+    zeros = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
+    return lax.fori_loop(0, plan.blocks, multiply_block, zeros)
 
 
-def _widened(values: Any, zero: Any | None, dtype: Any) -> Array:
-    """Weights of 4 bits [OUTPUTS, block] in ``dtype``, less their zeros [OUTPUTS]."""
-    packed = plgpu.load(values, layout=plgpu.Layout.WGMMA_UPCAST_4X, optimized=False)
-    weights = plgpu.layout_cast(packed, plgpu.Layout.WGMMA).astype(dtype)
-    if zero is None:
-        return weights
-    own = _by_output(zero).astype(dtype)
-    return weights - lax.broadcast_in_dim(own, weights.shape, [0])
+def _product(plan: _Plan, refs: Any, slot: Array, own: Any, start: int) -> Array:
+    """The weights of a step times x: float32 [OUTPUTS, rows]."""
+    starts = range(start, start + plan.step, plan.unit)
 
+    def weights_of(first: int) -> Any:
+        if plan.is_float8:
+            return refs["values"].at[slot, own, pl.ds(first, plan.unit)]
+        return _widened(plan, refs, slot, own, first)
 
-def _by_output(ref: Any) -> Array:
-    return plgpu.load(ref, layout=_OUTPUT_LAYOUT, optimized=False)
+    def x_of(first: int) -> Any:
+        return refs["x"].at[slot, :, pl.ds(first, plan.unit)].transpose((1, 0))
 
-
-def _product(weights: Any, x: Any, plan: _Plan) -> Array:
-    """weights [OUTPUTS, block], an array or a ref, times x [block, rows] in shared memory, waited
-    for."""
     if plan.interpret:  # the interpreter knows no operands in registers, and CPUs no 8-bit floats
-        wide, rows = weights[...].astype(jnp.float32), x[...].astype(jnp.float32)
-        return jnp.dot(wide, rows, precision=lax.Precision.HIGHEST)
+        pairs = [(weights_of(first)[...], x_of(first)[...]) for first in starts]
+        wide = [[one.astype(jnp.float32) for one in pair] for pair in pairs]
+        products = [jnp.dot(*pair, precision=lax.Precision.HIGHEST) for pair in wide]
+        return sum(products[1:], products[0])
 
     def multiply(sums: Any) -> Array:
-        plgpu.wgmma(sums, weights, x)
+        for first in starts:
+            plgpu.wgmma(sums, weights_of(first), x_of(first))
+            plgpu.wgmma_wait(0)  # the registers of these weights are free for the next ones
         return sums[...]
 
     sums = plgpu.WGMMAAccumulatorRef((OUTPUTS, plan.padded_rows), jnp.float32)
     return pl.run_scoped(multiply, sums)
+
+
+def _widened(plan: _Plan, refs: Any, slot: Array, own: Any, start: int) -> Array:
+    """Weights of 4 bits less their zeros, exactly: bfloat16 [OUTPUTS, unit]."""
+    values = refs["values"].at[slot, own]
+    biased = biased_weights(values, start, plan.unit, interpret=plan.interpret)
+    bias = jnp.bfloat16(BIAS)
+    if "zero" in plan.more:
+        zero = _by_output(refs["zero"].at[slot, start // plan.group, own])
+        bias = lax.broadcast_in_dim(zero.astype(jnp.bfloat16) + bias, biased.shape, [0])
+    return biased - bias
+
+
+def _by_output(ref: Any) -> Array:
+    return plgpu.load(ref, layout=_OUTPUT_LAYOUT, optimized=False)
 
 
 def _store(plan: _Plan, total: Array, out: Any, refs: Any) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -14,9 +15,27 @@ from jaxspec.models.linear import Linear
 from jaxspec.quantization.float8 import rounded_to_float8
 from jaxspec.quantization.grouped import GroupedLinear, rounded_to_groups
 from pallas_kernels.packed_product import misfit, packed_product
-from pallas_kernels.packed_product.cases import BENCHMARK_CASES, TEST_CASES, Case, make_arguments
+from pallas_kernels.packed_product.cases import (
+    BENCHMARK_CASES,
+    SHAPES,
+    TEST_CASES,
+    Case,
+    make_arguments,
+)
 from pallas_kernels.packed_product.mosaic_gpu import packed_product_mosaic
-from pallas_kernels.packed_product.tuning import PackedTuning, choose_packed_splits
+from pallas_kernels.packed_product.tuning import (
+    VARIANTS,
+    PackedTuning,
+    choose_packed_splits,
+    packed_tuning,
+)
+from pallas_kernels.packed_product.widening import (
+    BIAS,
+    CHUNK_INPUTS,
+    HALVES,
+    biased_pair,
+    chunk_offset,
+)
 from pallas_kernels.selection import Kernels
 from tests.marks import first_is_fast
 
@@ -24,7 +43,8 @@ FLOAT32 = jnp.dtype("float32")
 # Of the largest sum of absolute products: products of 16-bit floats and integers are exact, their
 # sums are float32, and scales multiply the sums of a group.
 ERROR = 1e-5
-VARIANTS = (PackedTuning(stages=2), PackedTuning(warpgroups=1), PackedTuning(stages=8))
+# The first one uses each part of its ring again, even in the smallest cases.
+INTERPRETED = (PackedTuning(block=128, most_stages=2), PackedTuning(block=128, unit=128, ctas=1))
 
 
 def exact(case: Case) -> tuple[np.ndarray, np.ndarray]:
@@ -59,7 +79,7 @@ def test_the_reference_is_the_product(case: Case):
 
 @first_is_fast(TEST_CASES)
 def test_interpreted_it_is_the_reference(case: Case):
-    for config in (None, *VARIANTS):
+    for config in (None, *INTERPRETED):
         found = packed_product_mosaic(
             *make_arguments(case),
             num_splits=case.num_splits,
@@ -80,11 +100,21 @@ def test_it_lowers_for_cuda(case: Case, dtype: str):
     assert jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
 
 
+@pytest.mark.parametrize("config", VARIANTS, ids=str)
+def test_variants_lower_for_cuda(config: PackedTuning):
+    arguments = jax.eval_shape(lambda: make_arguments(Case(64, 1024, 256, zeros=True)))
+    options = {"num_splits": 1, "dtype": FLOAT32, "config": config}
+    function = jax.jit(functools.partial(packed_product_mosaic, **options))
+    assert function.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", [*TEST_CASES, *BENCHMARK_CASES[::3]], ids=str)
 @pytest.mark.parametrize("config", [None, *VARIANTS], ids=str)
 def test_on_the_device_it_is_the_product(case: Case, config: PackedTuning | None):
     options = {"num_splits": case.num_splits, "dtype": FLOAT32, "config": config}
+    if case.width % (config or packed_tuning(case.rows, case.width)).tile:
+        pytest.skip("not of these outputs")
     function = jax.jit(functools.partial(packed_product_mosaic, **options))
     arguments = make_arguments(case)
     first = function(*arguments)
@@ -107,8 +137,8 @@ def test_on_the_device_a_row_is_the_same_whatever_stands_beside_it():
     [
         (Case(65, 256, 128), "65 rows: at most 64"),
         (Case(2, 256, 96), "96 outputs: a multiple of 128"),
-        (Case(2, 256, 128, group=32), "groups of 32 inputs: 64, or a multiple of 128"),
-        (Case(2, 256, 128, num_splits=4), "256 inputs in 4 parts: they must be whole blocks"),
+        (Case(2, 256, 128, group=16), "groups of 16 inputs: 32, 64, multiples of 128"),
+        (Case(2, 256, 128, num_splits=4), "256 inputs in 4 parts: multiples of 128"),
     ],
     ids=["rows", "outputs", "group", "parts"],
 )
@@ -121,11 +151,47 @@ def test_unsupported_arguments_are_named(case: Case, message: str):
     assert "must be bfloat16" in str(misfit(x.astype(FLOAT32), values, scale))
 
 
-def test_splits_are_whole_blocks_and_fill_the_device():
+def test_splits_are_whole_steps_and_most_multiprocessors_have_work():
     for case in BENCHMARK_CASES:
-        splits = choose_packed_splits(case.depth, case.width, case.group)
+        splits = choose_packed_splits(case.rows, case.depth, case.width)
+        config = packed_tuning(case.rows, case.width)
         assert case.depth % (splits * 128) == 0
-        assert 132 <= splits * case.width // 128 <= 264
+        assert 96 <= splits * case.width // config.tile <= config.ctas * 132
+
+
+def test_equally_padded_rows_have_the_same_kernel():
+    for first in range(1, 64, 8):
+        for _, (depth, width) in SHAPES.items():
+            kernels = {
+                (packed_tuning(rows, width), choose_packed_splits(rows, depth, width))
+                for rows in range(first, first + 8)
+            }
+            assert len(kernels) == 1
+
+
+@pytest.mark.parametrize("block", [128, 256])
+def test_a_thread_widens_the_weights_that_its_tensor_core_multiplies(block: int):
+    """The arithmetic of the kernel's threads, on numbers, for one warpgroup.
+
+    Of each 16 inputs a thread holds four registers of two weights: row 16 w + l / 4 of warp w and
+    lane l, inputs 2 (l mod 4) and the next; the same 8 rows further; both again 8 inputs further
+    (PTX ISA, wgmma, the fragment of matrix A).
+    """
+    values = np.random.default_rng(0).integers(-8, 8, (64, block))
+    line, threads = block // 2, np.arange(128)
+    packed = ((values[:, 1::2] & 15) << 4 | values[:, ::2] & 15).astype(np.uint8)
+    memory = np.zeros(64 * line, np.uint8)
+    for address, byte in enumerate(packed.reshape(-1)):  # the copy engine swizzles addresses
+        memory[address ^ (address >> 7 & line // 16 - 1) << 4] = byte
+    words = memory.view("<u4")
+    for chunk, half, i in itertools.product(range(block // CHUNK_INPUTS), range(2), range(4)):
+        word = words[chunk_offset(threads, chunk, half, line) // 4 + i]
+        pair = biased_pair(word, threads, HALVES, lambda word, byte: word >> 8 * byte & 255)
+        found = np.stack([pair & 0xFFFF, pair >> 16], 1).astype(np.uint16).view(jnp.bfloat16)
+        rows = threads // 32 * 16 + threads % 32 // 4 + 8 * half
+        inputs = 32 * chunk + 8 * i + 2 * (threads % 4)
+        expected = np.stack([values[rows, inputs], values[rows, inputs + 1]], 1)
+        assert np.array_equal(found.astype(np.int64) - BIAS, expected)
 
 
 def test_products_of_8_bit_floats_take_the_kernels_where_they_fit():
@@ -143,10 +209,10 @@ def test_products_of_8_bit_floats_take_the_kernels_where_they_fit():
 
 def test_a_linear_takes_the_kernel_where_it_fits():
     """Its product is the kernel's, split-K partial sums included; elsewhere weights are widened."""
-    weight = jnp.asarray(np.random.default_rng(0).normal(size=(256, 2, 64)), jnp.bfloat16)
+    weight = jnp.asarray(np.random.default_rng(0).normal(size=(2048, 2, 64)), jnp.bfloat16)
     linear = rounded_to_groups(Linear(weight=weight, axes=("hidden", "two", "ff")))
     kernels = Kernels(frozenset({"packed_product"}))
-    x = jnp.zeros((1, 3, 256), jnp.bfloat16)
+    x = jnp.zeros((1, 3, 2048), jnp.bfloat16)
 
     def kernels_in(own: GroupedLinear, x: Any) -> int:
         splits = own.best_num_splits(x, kernels)
@@ -156,8 +222,8 @@ def test_a_linear_takes_the_kernel_where_it_fits():
         return lowered.as_text().count("mosaic_gpu")
 
     assert linear.best_num_splits(x, kernels) == 2 and kernels_in(linear, x) > 0
-    assert kernels_in(linear, jnp.zeros((65, 256), jnp.bfloat16)) == 0
+    assert kernels_in(linear, jnp.zeros((65, 2048), jnp.bfloat16)) == 0
     assert kernels_in(linear, x.astype(jnp.float32)) == 0
-    mixed = dataclasses.replace(linear, groups=jnp.arange(256, dtype=jnp.int32) % 2)
+    mixed = dataclasses.replace(linear, groups=jnp.arange(2048, dtype=jnp.int32) % 2)
     assert kernels_in(mixed, x) == 0
     assert linear.best_num_splits(x, Kernels()) == 1

@@ -1,0 +1,100 @@
+"""Measure how well models predict held-out text, and how much worse each is than the first.
+
+All are measured on the same rows, so differences have much narrower intervals than perplexities.
+Weights and sums are float32, and one layer of a model is in memory at a time: models that a device
+could not run can be measured, too. Checkpoints may be quantized.
+"""
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.table import Table
+
+from jaxspec.built_in import BUILT_IN_MODEL
+from jaxspec.commands.data_options import add_suffixes_option
+from jaxspec.commands.shell import command_parser, progress_console, run_command, show_results
+from jaxspec.models.hf_config import load_model_config
+from jaxspec.quantizer.scoring import score
+from jaxspec.text_scores import Scores, difference, summarize
+from jaxspec.tokenizer import load_tokenizer
+from jaxspec.training.draft_data import Examples, read_examples
+from jaxspec.training.progress import counting, progress_bar
+from jaxspec.weights.hub import resolve_directory
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = command_parser("perplexity", __doc__)
+    add = parser.add_argument
+    add("--model", nargs="+", default=[str(BUILT_IN_MODEL)], help="model directories or hub ids "
+        "with one vocabulary (default: the built-in model)")  # fmt: skip
+    add("--data", type=Path, nargs="+", required=True, help="folders, text or .jsonl files, named "
+        "as in training: a file is held out by the hash of its name below them")  # fmt: skip
+    add_suffixes_option(parser)
+    add("--held-out", type=int, default=128, help="rows of held-out text")
+    add("--length", type=int, default=512, help="tokens of a row")
+    add("--batch", type=int, default=8, help="rows computed at a time")
+    add("--json", action="store_true", help="JSON on stdout, the table on stderr")
+    return parser
+
+
+def held_out_rows(args: argparse.Namespace, models: Sequence[Path], console: Console) -> Examples:
+    """Raises ValueError for bad values, before anything long begins."""
+    for name in ("held_out", "length", "batch"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
+    sizes = [load_model_config(model).vocab_size for model in models]
+    if len(set(sizes)) > 1:
+        raise ValueError(f"the models have vocabularies of {', '.join(map(str, sizes))} tokens")
+    tokenizer = load_tokenizer(models[0])
+    _, rows, report = read_examples(
+        args.data, tokenizer, args.length, suffixes=tuple(args.suffixes)
+    )
+    console.print(str(report))
+    return rows.spread(args.held_out)
+
+
+def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
+    models = [resolve_directory(model) for model in args.model]
+    rows = held_out_rows(args, models, console)
+    scores: list[Scores] = []
+    with progress_bar(console) as progress:
+        for name, model in zip(args.model, models, strict=True):
+            show = counting(progress, f"{Path(name).name}, layer")
+            scores.append(score(model, rows.tokens, rows.learned, args.batch, show))
+    results = []
+    for name, own in zip(args.model, scores, strict=True):
+        worse, interval = difference(scores[0], own)
+        found = dataclasses.asdict(summarize(own))
+        results.append({"model": name, **found, "worse": worse, "worse_interval": interval})
+    return {"device": jax.devices()[0].device_kind, "results": results}
+
+
+def make_table(report: dict[str, Any]) -> Table:
+    first, *_ = report["results"]
+    tokens, sequences = first["tokens"], first["sequences"]
+    table = Table(
+        "model",
+        "perplexity (95 %)",
+        "worse than the first, nats a token (95 %)",
+        title=f"{tokens:,} tokens of {sequences} held-out rows, on {report['device']}",
+    )
+    for own in report["results"]:
+        low, high = own["perplexity_interval"]
+        least, most = own["worse_interval"]
+        worse = "" if own is first else f"{own['worse']:+.4f} ({least:+.4f} to {most:+.4f})"
+        table.add_row(own["model"], f"{own['perplexity']:.3f} ({low:.3f} to {high:.3f})", worse)
+    return table
+
+
+def run(args: argparse.Namespace) -> None:
+    report = measure(args, progress_console())
+    show_results(report, make_table(report), as_json=args.json)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return run_command(make_parser(), run, arguments)

@@ -1,0 +1,151 @@
+"""The checkpoint that is quantized: what it holds, and one layer of it at a time."""
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jaxspec.config.model import ModelConfig
+from jaxspec.models.decoder import Decoder, decoder_shapes
+from jaxspec.models.hf_config import load_model_config
+from jaxspec.models.hf_values import read_json
+from jaxspec.models.layer import Layer
+from jaxspec.parallel import ONE_SHARD
+from jaxspec.quantization.formats import CONFIG_KEYS
+from jaxspec.quantization.stored import as_stored
+from jaxspec.quantizer.layers import FLOAT32, LayerKind
+from jaxspec.tensors import CheckpointTensor, choosing, splitting, tensor_shapes
+from jaxspec.weights.checkpoint_files import StoredTensor, canonical_tensors, scan
+from jaxspec.weights.eagle import head_method
+from jaxspec.weights.safetensors_io import check_tensors, load_tree, placements
+
+LAYERS = "model.layers."
+PROJECTIONS = (
+    *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "fc"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    """Projections that are quantized together and saved together.
+
+    ``prefix``: of the names of its tensors in the checkpoint; ``projections`` come after it.
+    """
+
+    prefix: str
+    projections: tuple[str, ...]
+
+
+class Checkpoint:
+    """A language model's directory, or a draft head's. It must not be quantized.
+
+    Attributes:
+      raw: the contents of config.json.
+      config: of a language model; None for a draft head.
+
+    Raises ValueError for anything else.
+    """
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+        self.raw = read_json(directory / "config.json")
+        if any(self.raw.get(key) is not None for key in CONFIG_KEYS):
+            raise ValueError(f"{directory} is quantized already: take the original checkpoint")
+        self.stored = scan(directory)
+        is_head = head_method(directory) is not None
+        self.config = None if is_head else load_model_config(directory)
+
+    def units(self, *, lm_head: bool) -> list[Unit]:
+        """What is quantized, in the order of the forward pass: layers, then the LM head; or all of
+        a draft head.
+
+        Raises ValueError for an LM head that the checkpoint does not have.
+        """
+        if lm_head and "lm_head.weight" not in self.stored:
+            raise ValueError(f"{self.directory} has no lm_head.weight of its own: no --lm-head")
+        head = [Unit("", ("lm_head",))] if lm_head else []
+        if self.config is None:
+            names = (name.removesuffix(".weight") for name in sorted(self.stored))
+            own = tuple(name for name in names if name.split(".")[-1] in PROJECTIONS)
+            return [Unit("", own), *head]
+        layers = enumerate(layer_kinds(self.config))
+        return [Unit(f"{LAYERS}{i}.", tuple(kind.names())) for i, kind in layers] + head
+
+    def tensors(self, unit: Unit) -> dict[str, Array]:
+        """A unit's tensors as they are stored, by their names after its prefix.
+
+        Of a layer these are all that it has. Raises ValueError for tensors that do not fit.
+        """
+        if not unit.prefix:
+            return {
+                f"{name}.weight": jnp.asarray(self.stored[f"{name}.weight"].read())
+                for name in unit.projections
+            }
+        assert self.config is not None
+        kind = layer_kinds(self.config)[int(unit.prefix.split(".")[-2])]
+        own = {name: one for name, one in self.stored.items() if name.startswith(unit.prefix)}
+        shape = kind.shape()
+        splits = shape.filled(unit.prefix, splitting())
+        pairs = zip(jax.tree.leaves(shape), jax.tree.leaves(splits), strict=True)
+        expected = tensor_shapes(pairs)
+        check_tensors(own, expected)
+        return {name.removeprefix(unit.prefix): jnp.asarray(own[name].read()) for name in expected}
+
+    def embedding(self) -> np.ndarray:
+        """The table of embeddings, [V, H]."""
+        return self.stored["model.embed_tokens.weight"].read()
+
+    def shapes(self, units: list[Unit]) -> dict[str, tuple[int, ...]]:
+        """[out, in] of all projections of some units, by their whole names."""
+        names = [f"{unit.prefix}{name}" for unit in units for name in unit.projections]
+        return {name: self.stored[f"{name}.weight"].shape for name in names}
+
+    def fingerprint(self) -> str:
+        """Changes with the config and the sizes of files; contents are not read."""
+        parts = [json.dumps(self.raw, sort_keys=True)]
+        parts += [f"{one}" for one in sorted(map(_described, self.stored.values()))]
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def _described(tensor: StoredTensor) -> tuple[Any, ...]:
+    status = tensor.file.stat()
+    return tensor.name, tensor.shape, tensor.dtype, status.st_size, status.st_mtime_ns
+
+
+def layer_kinds(config: ModelConfig) -> list[LayerKind]:
+    """What the layers of a model are; those that are alike are equal, and share programs."""
+    return [LayerKind(one, config.hidden_size, config.rms_norm_eps) for one in config.layers]
+
+
+class Streamed:
+    """A language model's weights in float32, quantized or not, of one layer at a time."""
+
+    def __init__(self, directory: Path):
+        self.config = load_model_config(directory)
+        self._stored = canonical_tensors(directory)
+        self._kind = as_stored(self._stored, ONE_SHARD)
+
+    def layer(self, index: int) -> Layer:
+        """A layer on the default device, in the format that the checkpoint has."""
+        prefix = f"{LAYERS}{index}."
+        own = {name: one for name, one in self._stored.items() if name.startswith(prefix)}
+        shapes = layer_kinds(self.config)[index].shape().filled(prefix, choosing(self._kind))
+        return self._load(own, shapes, shapes.filled(prefix, splitting()))
+
+    def ends(self) -> Decoder:
+        """The embeddings, the last norm and the LM head: a decoder without layers."""
+        rest = {n: one for n, one in self._stored.items() if not n.startswith(LAYERS)}
+        if self.config.tie_word_embeddings:
+            rest.pop("lm_head.weight", None)
+        shapes = decoder_shapes(self.config, FLOAT32).replace(layers=())
+        shapes = shapes.filled(choosing(self._kind))
+        return self._load(rest, shapes, shapes.filled(splitting(self.config.vocab_size)))
+
+    def _load(self, stored: dict[str, CheckpointTensor], shapes: Any, splits: Any) -> Any:
+        return load_tree(stored, shapes, splits, placements(shapes, None))

@@ -1,0 +1,72 @@
+"""Scores text by a checkpoint, one layer at a time."""
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from jaxspec.models import decoder
+from jaxspec.models.decoder import Decoder
+from jaxspec.models.forward import rms_norm
+from jaxspec.models.layer import Layer
+from jaxspec.quantizer.checkpoint import Streamed, layer_kinds
+from jaxspec.quantizer.layers import LayerKind, run_layer
+from jaxspec.text_scores import Scores
+
+
+def score(
+    directory: Path,
+    tokens: np.ndarray,
+    counted: np.ndarray,
+    batch: int,
+    report: Callable[[int, int], None] | None = None,
+) -> Scores:
+    """Score sequences of tokens, int [N, T], by a checkpoint, computing in float32.
+
+    Args:
+      counted: bool [N, T], the tokens to predict; a sequence's first never is.
+      batch: sequences that a layer runs over at a time.
+      report: called with the layers done and their number.
+
+    Raises ValueError for a checkpoint that cannot be read, and if no token is counted.
+    """
+    counted = counted[:, 1:]
+    if not counted.any():
+        raise ValueError("no token is left to measure perplexity on: give more text")
+    model = Streamed(directory)
+    ends, kinds = model.ends(), layer_kinds(model.config)
+    rows = [slice(start, start + batch) for start in range(0, len(tokens), batch)]
+    states = [np.asarray(decoder.embed(ends, jnp.asarray(tokens[each]))) for each in rows]
+    for index, kind in enumerate(kinds):
+        layer = model.layer(index)
+        states = [np.asarray(_after_layer(layer, each, kind)) for each in states]
+        if report is not None:
+            report(index + 1, len(kinds))
+    nats = [
+        np.asarray(_nats(ends, own[:, :-1], tokens[each, 1:], counted[each]))
+        for own, each in zip(states, rows, strict=True)
+    ]
+    return Scores(np.concatenate(nats).astype(np.float64), counted.sum(1))
+
+
+@functools.partial(jax.jit, static_argnames=("kind",))
+def _after_layer(layer: Layer, states: Array, kind: LayerKind) -> Array:
+    return run_layer(layer, kind, states)
+
+
+@jax.jit
+def _nats(ends: Decoder, states: Array, targets: Array, counted: Array) -> Array:
+    """Sums over the counted targets, [B, T] each, of states [B, T, H] before the last norm."""
+
+    def of_row(row: tuple[Array, Array, Array]) -> Array:
+        own, wanted, kept = row
+        normed = rms_norm(own, ends.norm, ends.config.rms_norm_eps)
+        scores = jax.nn.log_softmax(decoder.logits(ends, normed))
+        chosen = jnp.take_along_axis(scores, wanted[:, None], axis=-1)[:, 0]
+        return -jnp.sum(jnp.where(kept, chosen, 0.0))
+
+    return lax.map(of_row, (states, targets, counted))

@@ -1,0 +1,266 @@
+"""Writes quantized checkpoints in the formats that others read, too (see quantization/formats/)."""
+
+import dataclasses
+import json
+import math
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal, get_args
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from jaxspec.quantization.formats.awq import ORDER
+from jaxspec.quantization.formats.packing import pack, per_word
+from jaxspec.quantizer.gptq import GptqConfig
+from jaxspec.quantizer.methods import Method
+from jaxspec.quantizer.rounding import Grid, Rounded
+from jaxspec.version import __version__
+
+FormatName = Literal["awq", "gptq", "compressed-tensors", "dense"]
+FORMATS: tuple[FormatName, ...] = get_args(FormatName)
+MAX_FILE_BYTES = 1 << 30  # of tensors, which are held until their file is full
+WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt")
+NOT_COPIED = (*WEIGHTS, "config.json", "README.md", "*.png", "*.jsonl", "*.gguf", ".*")
+Named = dict[str, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is done to a checkpoint.
+
+    Attributes:
+      grid: without meaning for fp8.
+      lm_head: whether the LM head is quantized.
+    """
+
+    method: Method
+    grid: Grid
+    gptq: GptqConfig
+    format: FormatName
+    lm_head: bool
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether groups are of inputs in another order than theirs."""
+        return self.method == "gptq" and self.gptq.order == "mixed" and self.grid.group is not None
+
+
+def check_plan(plan: Plan, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise ValueError for what a format cannot hold; ``shapes`` are [out, in] of projections."""
+    grid, name = plan.grid, plan.format
+    if plan.method == "fp8":
+        if name not in ("compressed-tensors", "dense"):
+            raise ValueError(f"format {name} has no 8-bit floats: take compressed-tensors")
+        return
+    allowed = {"awq": (4,), "gptq": (4, 8), "compressed-tensors": (4, 8), "dense": range(2, 9)}
+    if grid.bits not in allowed[name]:
+        bits = " or ".join(map(str, allowed[name]))
+        raise ValueError(
+            f"format {name} holds {bits} bits, not {grid.bits}; dense holds what 2 to 8 bits mean"
+        )
+    if name in ("awq", "compressed-tensors") and plan.is_mixed:
+        raise ValueError(f"format {name} has no mixed groups: take --order static, or format gptq")
+    if name == "awq" and plan.lm_head:
+        raise ValueError("format awq leaves the LM head as it is: no --lm-head, or another format")
+    for module, (outputs, size) in shapes.items():
+        try:
+            grid.num_groups(size)
+        except ValueError as error:
+            raise ValueError(f"{module}: {error}") from None
+        packed = {"awq": outputs, "gptq": math.gcd(outputs, size)}.get(name, 0)
+        if packed % per_word(grid.bits):  # other formats fill the last word
+            raise ValueError(
+                f"{module} is [{outputs}, {size}]: format {name} packs {per_word(grid.bits)} "
+                f"integers of {grid.bits} bits into a word, which must divide"
+            )
+
+
+def awq_tensors(rounded: Rounded, plan: Plan) -> Named:
+    half = -plan.grid.lowest
+    return {
+        "qweight": pack(_wide(rounded.values).T + half, 4, 1, ORDER),
+        "qzeros": pack(_zeros(rounded).T + half, 4, 1, ORDER),
+        "scales": np.ascontiguousarray(np.asarray(rounded.scale).T),
+    }
+
+
+def gptq_tensors(rounded: Rounded, plan: Plan) -> Named:
+    """Version 1: a stored zero is 1 less, and 0 becomes the largest."""
+    bits, half = plan.grid.bits, -plan.grid.lowest
+    size, groups = rounded.values.shape[1], rounded.scale.shape[1]
+    index = np.arange(size) // (size // groups) if rounded.groups is None else rounded.groups
+    return {
+        "qweight": pack(_wide(rounded.values).T + half, bits, 0),
+        "qzeros": pack((_zeros(rounded).T + half - 1) % 2**bits, bits, 1),
+        "scales": np.ascontiguousarray(np.asarray(rounded.scale).T),
+        "g_idx": np.asarray(index, np.int32),
+    }
+
+
+def compressed_tensors(rounded: Rounded, plan: Plan) -> Named:
+    scale = np.asarray(rounded.scale)
+    if plan.method == "fp8":
+        return {"weight": np.asarray(rounded.values), "weight_scale": scale}
+    bits, half = plan.grid.bits, -plan.grid.lowest
+    tensors: Named = {
+        "weight_packed": pack(_wide(rounded.values) + half, bits, 1),
+        "weight_scale": scale,
+        "weight_shape": np.array(rounded.values.shape, np.int64),
+    }
+    if rounded.zero is not None:
+        tensors["weight_zero_point"] = pack(_zeros(rounded) + half, bits, 0)
+    return tensors
+
+
+def dense_tensors(rounded: Rounded, plan: Plan) -> Named:
+    """Float32, whatever the dtype of the other weights: every value is exact."""
+    return {"weight": np.asarray(rounded.dense())}
+
+
+TENSORS: Mapping[FormatName, Callable[[Rounded, Plan], Named]] = MappingProxyType(
+    {
+        "awq": awq_tensors,
+        "gptq": gptq_tensors,
+        "compressed-tensors": compressed_tensors,
+        "dense": dense_tensors,
+    }
+)
+
+
+def quantization_config(plan: Plan) -> dict[str, Any] | None:
+    """What config.json says of a format; None for dense weights."""
+    grid, group = plan.grid, -1 if plan.grid.group is None else plan.grid.group
+    match plan.format:
+        case "dense":
+            return None
+        case "awq":
+            return {
+                "quant_method": "awq",
+                "version": "gemm",
+                "bits": grid.bits,
+                "group_size": group,
+                "zero_point": True,
+                "modules_to_not_convert": None,
+            }
+        case "gptq":
+            return {
+                "quant_method": "gptq",
+                "checkpoint_format": "gptq",
+                "bits": grid.bits,
+                "group_size": group,
+                "sym": grid.symmetric,
+                "desc_act": plan.is_mixed,
+                "static_groups": plan.method == "gptq" and plan.gptq.order == "static",
+                "true_sequential": True,
+                "damp_percent": plan.gptq.damping,
+                "lm_head": plan.lm_head,
+                "pack_dtype": "int32",
+                "meta": {"quantizer": [f"jaxspec:{__version__}"]},
+            }
+    return _compressed_config(plan)
+
+
+def _compressed_config(plan: Plan) -> dict[str, Any]:
+    is_float, grid = plan.method == "fp8", plan.grid
+    grouped = not is_float and grid.group is not None
+    weights: dict[str, Any] = {
+        "num_bits": 8 if is_float else grid.bits,
+        "type": "float" if is_float else "int",
+        "symmetric": is_float or grid.symmetric,
+        "strategy": "group" if grouped else "channel",
+        "group_size": grid.group if grouped else None,
+        "block_structure": None,
+        "dynamic": False,
+        "actorder": None,
+        "observer": "minmax",
+        "observer_kwargs": {},
+    }
+    inputs = None
+    if is_float:
+        inputs = weights | {"strategy": "token", "dynamic": True, "observer": None}
+    group = {
+        "targets": ["Linear"],
+        "weights": weights,
+        "input_activations": inputs,
+        "output_activations": None,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized" if is_float else "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": [] if plan.lm_head else ["lm_head"],
+        "kv_cache_scheme": None,
+        "global_compression_ratio": None,
+    }
+
+
+def module_tensors(module: str, rounded: Rounded, plan: Plan) -> Named:
+    """The tensors of one quantized projection, by their whole names."""
+    own = TENSORS[plan.format](rounded, plan)
+    return {f"{module}.{suffix}": tensor for suffix, tensor in own.items()}
+
+
+def write_checkpoint(
+    source: Path, raw: Mapping[str, Any], tensors: Iterable[Named], plan: Plan, out: Path
+) -> None:
+    """Write a directory: tensors in files of at most about MAX_FILE_BYTES, a copy of everything in
+    ``source`` that is no weight (the tokenizer), and config.json, which comes last.
+
+    ``tensors`` are read as they are written.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    for path in sorted(source.iterdir()):
+        if path.is_file() and not any(path.match(pattern) for pattern in NOT_COPIED):
+            shutil.copyfile(path, out / path.name)
+    sizes: dict[str, int] = {}
+    parts: list[list[str]] = []
+    for part in _filled(tensors):
+        save_file(part, out / f"part-{len(parts)}.safetensors", metadata={"format": "pt"})
+        parts.append(list(part))
+        sizes |= {name: tensor.nbytes for name, tensor in part.items()}
+    _name_parts(out, parts, sum(sizes.values()))
+    config = dict(raw)
+    if (own := quantization_config(plan)) is not None:
+        config["quantization_config"] = own
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _filled(tensors: Iterable[Named]) -> Iterator[Named]:
+    """The same tensors, in dicts of about MAX_FILE_BYTES."""
+    part: Named = {}
+    for own in tensors:
+        total = sum(tensor.nbytes for one in (part, own) for tensor in one.values())
+        if part and total > MAX_FILE_BYTES:
+            yield part
+            part = {}
+        part |= own
+    if part:
+        yield part
+
+
+def _name_parts(out: Path, parts: list[list[str]], total: int) -> None:
+    """Give the files of weights their final names, and write their index if there are several."""
+    if len(parts) == 1:
+        (out / "part-0.safetensors").rename(out / "model.safetensors")
+        return
+    where: dict[str, str] = {}
+    for index, names in enumerate(parts):
+        final = f"model-{index + 1:05}-of-{len(parts):05}.safetensors"
+        (out / f"part-{index}.safetensors").rename(out / final)
+        where |= dict.fromkeys(names, final)
+    content = {"metadata": {"total_size": total}, "weight_map": where}
+    (out / "model.safetensors.index.json").write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _wide(values: Any) -> np.ndarray:
+    return np.asarray(values).astype(np.int32)
+
+
+def _zeros(rounded: Rounded) -> np.ndarray:
+    """[out, n]"""
+    shape = rounded.scale.shape
+    return np.zeros(shape, np.int32) if rounded.zero is None else _wide(rounded.zero)

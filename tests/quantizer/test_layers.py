@@ -1,0 +1,151 @@
+"""Layers by themselves: what runs through them, and what the methods make of them."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.models import decoder
+from jaxspec.models.attention import dense_causal_attend
+from jaxspec.models.hf_config import load_model_config
+from jaxspec.quantizer.checkpoint import Checkpoint, layer_kinds
+from jaxspec.quantizer.gptq import GptqConfig
+from jaxspec.quantizer.layers import (
+    SHARED,
+    Batch,
+    advance,
+    embedded,
+    inputs_of,
+    layer_output,
+    observe,
+)
+from jaxspec.quantizer.methods import apply_scale, exact_scale, quantize_layer
+from jaxspec.quantizer.rounding import Grid
+from jaxspec.quantizer.scoring import score
+from jaxspec.weights.safetensors_io import load_decoder
+from tests.checkpoints import tiny_llama, tiny_mistral, tiny_qwen2, tiny_qwen3
+from tests.marks import slow
+
+FAMILIES = {
+    "llama": tiny_llama,
+    "mistral": lambda folder: tiny_mistral(folder, sliding_window=5),
+    "qwen2": tiny_qwen2,
+    "qwen3": tiny_qwen3,
+}
+TOKENS = np.random.default_rng(0).integers(0, 320, (3, 24))
+VALID = np.ones(TOKENS.shape, bool)
+GRID = Grid(3, 32, False)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    folder = tmp_path_factory.mktemp("model")
+    return Checkpoint(tiny_llama(folder, num_key_value_heads=4, num_hidden_layers=1))
+
+
+def states_of(checkpoint: Checkpoint) -> list[Batch]:
+    return embedded(checkpoint.embedding(), TOKENS, VALID, 2)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", slow("mistral"), slow("qwen2")])
+def test_layers_one_by_one_are_the_model(family: str, tmp_path: Path):
+    """Through the quantizer's layers, and through those of the perplexity."""
+    checkpoint = Checkpoint(FAMILIES[family](tmp_path))
+    assert checkpoint.config is not None
+    batches = states_of(checkpoint)
+    kinds, units = layer_kinds(checkpoint.config), checkpoint.units(lm_head=False)
+    for unit, kind in zip(units, kinds, strict=True):
+        kind.check()
+        batches = advance(checkpoint.tensors(unit), batches, kind)
+    model = load_decoder(tmp_path, load_model_config(tmp_path), jnp.dtype("float32"))
+    positions = jnp.broadcast_to(jnp.arange(TOKENS.shape[1]), TOKENS.shape)
+    hidden, _, after = decoder.run(
+        model, jnp.asarray(TOKENS), positions, model.no_states(), dense_causal_attend, (len(units),)
+    )
+    states = np.asarray(after)
+    found = np.concatenate([batch.states for batch in batches])
+    np.testing.assert_allclose(found, states, atol=1e-4 * np.abs(states).max())
+    scores = score(tmp_path, TOKENS, VALID, 2)
+    chosen = jax.nn.log_softmax(decoder.logits(model, hidden))[:, :-1]
+    wanted = -np.take_along_axis(np.asarray(chosen), TOKENS[:, 1:, None], -1).sum((1, 2))
+    np.testing.assert_allclose(scores.nats, wanted, rtol=1e-4)
+    assert (scores.tokens == TOKENS.shape[1] - 1).all()
+
+
+def test_padding_does_not_count(llama: Checkpoint):
+    assert llama.config is not None
+    [unit], [kind] = llama.units(lm_head=False), layer_kinds(llama.config)
+    tensors, batches = llama.tensors(unit), states_of(llama)
+    valid = VALID.copy()
+    valid[:, 10:] = False
+    short = embedded(llama.embedding(), TOKENS[:, :10], VALID[:, :10], 3)
+    padded = embedded(llama.embedding(), TOKENS, valid, 2)
+    for shared in SHARED[::3]:
+        found, wanted, whole = (
+            observe(tensors, given, kind, shared) for given in (padded, short, batches)
+        )
+        assert found.count == 30 and whole.count == 72
+        for ours, theirs in zip(found, wanted, strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-3)
+        inputs = np.concatenate([inputs_of(tensors, b.states, kind, shared) for b in batches])
+        rows = inputs.reshape(-1, inputs.shape[-1])
+        np.testing.assert_allclose(whole.hessian, rows.T @ rows, rtol=1e-3, atol=1e-3)
+        np.testing.assert_allclose(whole.magnitude, np.abs(rows).sum(0), rtol=1e-4)
+
+
+@pytest.mark.parametrize("heads", [4, 2])
+def test_scales_change_nothing_by_themselves(heads: int, tmp_path: Path):
+    biases = {"attention_bias": True, "mlp_bias": True}
+    checkpoint = Checkpoint(tiny_llama(tmp_path, num_key_value_heads=heads, **biases))
+    assert checkpoint.config is not None
+    unit, kind = checkpoint.units(lm_head=False)[0], layer_kinds(checkpoint.config)[0]
+    tensors, [batch, _] = checkpoint.tensors(unit), states_of(checkpoint)
+    wanted = layer_output(tensors, batch.states, kind)
+    scaled, count, rng = tensors, 0, np.random.default_rng(0)
+    for shared in SHARED:
+        before = tensors[f"{shared.before}.weight"]
+        size = tensors[f"{shared.projections[0]}.weight"].shape[1]
+        if len(before) == size:
+            scale = exact_scale(before, jnp.asarray(rng.uniform(0.3, 3, size), jnp.float32))
+            scaled, count = apply_scale(scaled, shared, scale), count + 1
+    assert count == (4 if heads == 4 else 3)
+    found = layer_output(scaled, batch.states, kind)
+    np.testing.assert_allclose(found, wanted, atol=1e-4 * np.abs(wanted).max())
+
+
+def test_scales_are_those_of_rounded_norms():
+    norm = jnp.asarray([1.0, 0.3, 0.0, 7.1], jnp.bfloat16)
+    scale = jnp.asarray([1.7, 0.13, 2.0, 3.3], jnp.float32)
+    exact = exact_scale(norm, scale)
+    stored = (norm / scale).astype(jnp.bfloat16).astype(jnp.float32)
+    np.testing.assert_allclose(stored * exact, norm.astype(jnp.float32), rtol=1e-6)
+    np.testing.assert_allclose(exact, scale, rtol=5e-3)
+
+
+def test_awq_and_gptq_change_outputs_less_than_rounding(llama: Checkpoint):
+    """Of the layer as a whole, and gptq of every projection."""
+    assert llama.config is not None
+    [unit], [kind] = llama.units(lm_head=False), layer_kinds(llama.config)
+    rng, tensors = np.random.default_rng(0), llama.tensors(unit)
+    norms = {
+        name: jnp.asarray(np.where(rng.random(len(own)) < 0.05, 10, 1) * own)
+        for name, own in tensors.items()
+        if "norm" in name
+    }  # some inputs are much larger, as in real models
+    tensors |= norms
+    batches = states_of(llama)
+    wanted = advance(tensors, batches, kind)
+    change, errors = {}, {}
+    for method in ("rtn", "awq", "gptq"):
+        found = quantize_layer(method, tensors, batches, kind, GRID, GptqConfig())
+        after = advance(found.applied(tensors), batches, kind)
+        pairs = zip(after, wanted, strict=True)
+        change[method] = sum(np.square(ours.states - own.states).sum() for ours, own in pairs)
+        errors[method] = found.errors
+        assert set(found.projections) == set(kind.names()) == set(found.errors)
+        assert bool(found.changed) == (method == "awq")
+    assert max(change["awq"], change["gptq"]) < 0.8 * change["rtn"]
+    assert all(errors["gptq"][name] < errors["rtn"][name] for name in errors["rtn"])
+    assert np.mean([*errors["awq"].values()]) < np.mean([*errors["rtn"].values()])

@@ -1,0 +1,63 @@
+"""`jaxspec perplexity`: models on the same held-out rows."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from jaxspec.commands import perplexity, quantize
+from tests.checkpoints import tiny_byte_llama, tiny_llama
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_byte_llama(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    for i in range(8):
+        (folder / f"{i}.py").write_text("".join(f"value_{i * j} = {j} + {i}\n" for j in range(20)))
+    return folder
+
+
+def options(data: Path, *models: Path) -> list[str]:
+    size = ("--length", "32", "--held-out", "5", "--batch", "4")
+    return ["--model", *map(str, models), "--data", str(data), *size]
+
+
+def test_models_are_compared_with_the_first(
+    model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    rounded = tmp_path / "rounded"
+    words = ["--method", "rtn", "--model", str(model), "--group", "32", "--out", str(rounded)]
+    assert quantize.main(words) == 0
+    capsys.readouterr()
+    assert perplexity.main([*options(data, model, rounded, model), "--json"]) == 0
+    output = capsys.readouterr()
+    first, other, again = json.loads(output.out)["results"]
+    assert first["worse"] == 0 and again["perplexity"] == first["perplexity"]
+    low, high = other["worse_interval"]
+    assert low < other["worse"] < high and other["tokens"] == first["tokens"] > 0
+    assert other["worse"] == pytest.approx(other["nats"] - first["nats"])
+    assert f"{other['perplexity']:.3f}" in output.err
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [("--batch", "--batch must be at least 1"), ("--length", "--length must be at least 1")],
+)
+def test_bad_values_are_named(
+    model: Path, data: Path, word: str, message: str, capsys: pytest.CaptureFixture[str]
+):
+    assert perplexity.main([*options(data, model), word, "0"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_models_must_share_a_vocabulary(
+    model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    other = tiny_llama(tmp_path, vocab_size=96)
+    assert perplexity.main(options(data, model, other)) == 2
+    assert "the models have vocabularies of" in capsys.readouterr().err

@@ -1,0 +1,208 @@
+"""Whole runs: resumed ones, what is written, and what is refused."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.commands import quantize
+from jaxspec.models import decoder
+from jaxspec.models.attention import dense_causal_attend
+from jaxspec.models.hf_config import load_model_config
+from jaxspec.quantizer.checkpoint import Checkpoint
+from jaxspec.quantizer.run import Quantization
+from jaxspec.weights.eagle import load_eagle_head
+from jaxspec.weights.safetensors_io import load_decoder
+from tests.checkpoints import tiny_byte_llama, tiny_eagle3_head
+from tests.marks import slow
+
+ROOT = Path(__file__).parents[2]
+TOKENS = jnp.asarray(np.random.default_rng(3).integers(0, 257, (2, 12)))
+TEXT = ("--samples", "6", "--length", "32", "--batch", "4", "--held-out", "5")
+LEFT_OUT = {"README.md", "quantization.json", "quantization.png"}  # they tell the time
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_byte_llama(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    for i in range(8):
+        (folder / f"{i}.py").write_text("".join(f"value_{i * j} = {j} + {i}\n" for j in range(20)))
+    return folder
+
+
+def command(model: Path, data: Path | None, out: Path, *options: str) -> list[str]:
+    text = [] if data is None else ["--data", str(data), *TEXT]
+    return ["--model", str(model), "--group", "32", "--out", str(out), *text, *options]
+
+
+def logits(directory: Path) -> np.ndarray:
+    model = load_decoder(directory, load_model_config(directory), jnp.dtype("float32"))
+    positions = jnp.broadcast_to(jnp.arange(TOKENS.shape[1]), TOKENS.shape)
+    hidden, _, _ = decoder.run(model, TOKENS, positions, model.no_states(), dense_causal_attend)
+    return np.asarray(decoder.logits(model, hidden))
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name not in LEFT_OUT}
+
+
+def of_arguments(arguments: list[str], directory: Path, work: Path) -> Quantization:
+    args = quantize.make_parser().parse_args(arguments)
+    rows = quantize.read_text(args, directory, quantize.progress_console())
+    text = None if rows is None else quantize.calibration_text(rows[0], args.batch)
+    return Quantization(Checkpoint(directory), quantize.plan_of(args), text, work)
+
+
+@pytest.mark.parametrize("method", ["gptq", slow("awq"), slow("rtn")])
+def test_a_run_that_was_cut_off_gives_the_same_bytes(
+    method: str, model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert quantize.main(command(model, data, whole, "--method", method)) == 0
+    printed = capsys.readouterr().out
+    arguments = command(model, data, cut, "--method", method)
+    first = of_arguments(arguments, model, cut / "work").run()
+    assert not next(first).resumed  # the first of two layers is done, and there it ends
+    again = of_arguments(arguments, model, cut / "work").run()
+    assert [done.resumed for done in again] == [True, False]
+    assert quantize.main(arguments) == 0  # all is there, and is written
+    assert files_of(whole) == files_of(cut)
+    assert {"model.safetensors", "config.json", "tokenizer.json"} <= set(files_of(whole))
+    assert not (cut / "work").exists()
+    report = json.loads((cut / "quantization.json").read_text())
+    assert len(report["errors"]) == 14 and report["after"]["tokens"] == 5 * 31
+    assert report["errors"] == json.loads((whole / "quantization.json").read_text())["errors"]
+    low, high = report["worse"][1]
+    assert low <= report["worse"][0] <= high
+    assert f"{method}, 4 bits, groups of 32" in printed and "worse by" in printed
+    assert (cut / "quantization.png").stat().st_size > 1000
+    assert "quantized by jaxspec" in (cut / "README.md").read_text()
+
+
+@pytest.mark.slow
+def test_a_killed_process_goes_on(model: Path, data: Path, tmp_path: Path):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert quantize.main(command(model, data, whole, "--method", "awq")) == 0
+    arguments = command(model, data, killed, "--method", "awq")
+    line = [sys.executable, "-m", "jaxspec", "quantize", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(line, cwd=ROOT, env=environment, stderr=subprocess.DEVNULL)
+    first = killed / "work" / "unit-00000.safetensors"
+    for _ in range(3000):
+        if first.exists():
+            break
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert first.exists() and not (killed / "config.json").exists()
+    assert quantize.main(arguments) == 0
+    weights = "model.safetensors"
+    one, other = ((folder / weights).read_bytes() for folder in (whole, killed))
+    assert one == other or np.abs(logits(whole) - logits(killed)).max() < 1e-3
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--method", "rtn", "--no-symmetric"),
+        slow(("--method", "gptq", "--order", "mixed")),
+        slow(("--method", "awq")),
+        slow(("--method", "gptq", "--no-symmetric", "--lm-head")),
+        slow(("--method", "gptq", "--bits", "8", "--group", "-1")),
+    ],
+    ids=" ".join,
+)
+def test_every_format_means_the_same(
+    options: tuple[str, ...], model: Path, data: Path, tmp_path: Path
+):
+    """Written from one run, and read by the loader of quantized checkpoints."""
+    found, text = {}, None if "rtn" in options else data
+    names = ["dense"]
+    if "--lm-head" not in options:  # 257 outputs do not fill whole words
+        names += ["awq" if "awq" in options else "gptq"]
+    if "mixed" not in options:
+        names += ["compressed-tensors"]
+    for name in names:
+        more = (*options, "--format", name, "--work", str(tmp_path / "work"))
+        assert quantize.main(command(model, text, tmp_path / name, *more)) == 0
+        found[name] = logits(tmp_path / name)
+    for name in names[1:]:
+        close = 2e-5 * np.abs(found["dense"]).max()
+        np.testing.assert_allclose(found[name], found["dense"], atol=close)
+    assert np.abs(found["dense"] - logits(model)).max() > 10 * close  # it is not the original
+
+
+@pytest.mark.parametrize(("method", "close"), [("rtn", 0.25), slow("fp8", 0.1)])
+def test_a_draft_head_is_rounded(method: str, close: float, model: Path, tmp_path: Path):
+    head, target = tiny_eagle3_head(tmp_path / "head", model), load_model_config(model)
+    original: Any = load_eagle_head(head, target, jnp.dtype("float32"))
+    out = tmp_path / method
+    arguments = ["--model", str(head), "--out", str(out), "--group", "32", "--method", method]
+    assert quantize.main([*arguments, "--lm-head"]) == 0
+    found: Any = load_eagle_head(out, target, jnp.dtype("float32"))
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 192)), jnp.float32)
+    ours, theirs = found.front.fc(x), original.front.fc(x)
+    assert type(found.front.fc) is type(found.lm_head) is not type(original.front.fc)
+    assert 0 < np.abs(ours - theirs).max() < close * np.abs(theirs).max()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--method", "awq"], "awq needs text to calibrate with: give --data"),
+        (["--method", "gptq", "--group", "48"], "a group of 48 does not divide 64 inputs"),
+        (["--method", "awq", "--bits", "8", "--data", "DATA"], "format awq holds 4 bits, not 8"),
+        (["--method", "rtn", "--bits", "3"], "format compressed-tensors holds 4 or 8 bits, not 3"),
+        (["--method", "rtn", "--data", "EMPTY"], "no usable text file"),
+        (["--method", "rtn", "--group", "0"], "--group must be at least 1, or -1"),
+        (["--method", "rtn", "--samples", "0"], "--samples must be at least 1"),
+        (["--method", "gptq", "--damping", "2"], "the damping must be between 0 and 1"),
+        (["--method", "rtn", "--out", "MODEL"], "holds a checkpoint already: choose another --out"),
+        (["--method", "rtn", "--out", "DATA"], "is not empty"),
+        (["--method", "rtn", "--model", "QUANTIZED"], "is quantized already"),
+        (["--method", "gptq", "--model", "HEAD"], "a draft head is rounded without calibration"),
+        (["--method", "rtn", "--model", "HEAD", "--data", "DATA"], "head is rounded without text"),
+        (["--method", "fp8", "--format", "gptq"], "format gptq has no 8-bit floats"),
+        (["--method", "fp8", "--work", "OTHER"], "holds another run, which differs in"),
+    ],
+)
+def test_mistakes_are_named(
+    options: list[str],
+    message: str,
+    model: Path,
+    data: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+):
+    places = {"MODEL": model, "DATA": data, "EMPTY": tmp_path / "empty", "HEAD": tmp_path / "head"}
+    places |= {"QUANTIZED": tmp_path / "quantized", "OTHER": tmp_path / "other"}
+    (tmp_path / "empty").mkdir()
+    if "HEAD" in options:
+        tiny_eagle3_head(tmp_path / "head", model)
+    if "QUANTIZED" in options:
+        assert quantize.main(command(model, None, places["QUANTIZED"], "--method", "rtn")) == 0
+    if "OTHER" in options:
+        work = ["--method", "rtn", "--work", str(places["OTHER"])]
+        assert quantize.main(command(model, None, tmp_path / "first", *work)) == 0
+    given = [str(places.get(option, option)) for option in options]
+    arguments = ["--model", str(model), "--out", str(tmp_path / "out"), "--group", "32", *given]
+    if "gptq" in options and not {"--data", "HEAD", "--format"} & {*options}:
+        arguments += ["--data", str(data), *TEXT]
+    assert quantize.main(arguments) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert message in error, error
+    assert re.match("jaxspec quantize: ", error)
