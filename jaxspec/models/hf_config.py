@@ -19,6 +19,7 @@ from jaxspec.config.model import (
     dense_model,
 )
 from jaxspec.models import hf_keys
+from jaxspec.models.families import glm4_moe, mixtral, qwen3_moe
 from jaxspec.models.hf_values import (
     check_flag,
     is_integer,
@@ -29,6 +30,17 @@ from jaxspec.models.hf_values import (
     shown,
 )
 
+FAMILIES = {
+    **hf_keys.FAMILIES,
+    "mixtral": mixtral.FAMILY,
+    "qwen3_moe": qwen3_moe.FAMILY,
+    "glm4_moe": glm4_moe.FAMILY,
+}
+FINISH = {
+    "mixtral": mixtral.finish,
+    "qwen3_moe": qwen3_moe.finish,
+    "glm4_moe": glm4_moe.finish,
+}
 MOST_LAYERS = 1000  # a mistyped number of layers must not fill the host's memory
 
 
@@ -57,11 +69,11 @@ def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:
     Raises ValueError for a model that the decoder would not compute exactly.
     """
     model_type = raw.get("model_type")
-    if not isinstance(model_type, str) or model_type not in hf_keys.FAMILIES:
-        supported = ", ".join(hf_keys.FAMILIES)
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        supported = ", ".join(FAMILIES)
         given = shown(model_type)
         raise ValueError(f"model_type {given} is not supported; supported are {supported}")
-    family = hf_keys.FAMILIES[model_type]
+    family = FAMILIES[model_type]
     if (raw.get("architectures") or [family.architecture]) != [family.architecture]:
         raise ValueError(
             f"architectures {shown(raw['architectures'])} is not supported for model_type "
@@ -73,7 +85,7 @@ def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:
     hf = _with_defaults(raw, family)
     rope_theta, rope_scaling = _rope(_rope_parameters(hf))
     heads, attention_bias = hf["num_attention_heads"], hf["attention_bias"]
-    return dense_model(
+    model = dense_model(
         vocab_size=hf["vocab_size"],
         hidden_size=hf["hidden_size"],
         intermediate_size=hf["intermediate_size"],
@@ -90,9 +102,11 @@ def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:
         qkv_bias=attention_bias or model_type == "qwen2",
         o_bias=attention_bias,
         mlp_bias=hf["mlp_bias"],
-        qk_norm=model_type == "qwen3",
+        qk_norm=model_type in ("qwen3", "qwen3_moe") or hf.get("use_qk_norm", False),
         stop_token_ids=_stop_token_ids(hf["eos_token_id"], hf["vocab_size"]),
     )
+    finish = FINISH.get(model_type)
+    return model if finish is None else finish(model, hf)
 
 
 def check_keys(
@@ -192,7 +206,9 @@ def _rope(parameters: Mapping[str, Any]) -> tuple[float, Llama3RopeScaling | Non
 
 
 def _sliding_windows(hf: Mapping[str, Any], model_type: str) -> tuple[int | None, ...]:
-    layers, always = hf["num_hidden_layers"], model_type == "mistral"
+    layers = hf["num_hidden_layers"]
+    always = model_type in ("mistral", "mixtral") or model_type == "qwen3_moe"
+    always = always and hf.get("use_sliding_window", True)
     window = hf["sliding_window"] if always or hf["use_sliding_window"] else None
     if window is not None and not is_positive_integer(window):
         raise ValueError(f"sliding_window must be a positive integer, got {shown(window)}")

@@ -90,9 +90,14 @@ FAMILIES = MappingProxyType(
 # Keys by the type of their values. Sizes are at least 1.
 SIZES = words(
     """vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
-    num_key_value_heads head_dim max_position_embeddings"""
+    num_key_value_heads head_dim max_position_embeddings num_local_experts num_experts
+    num_experts_per_tok moe_intermediate_size decoder_sparse_step n_routed_experts n_shared_experts
+    n_group topk_group"""
 )
-FLAGS = words("tie_word_embeddings attention_bias mlp_bias use_sliding_window")
+FLAGS = words(
+    """tie_word_embeddings attention_bias mlp_bias use_sliding_window norm_topk_prob
+    use_qk_norm"""
+)
 # For each rope_type: the parameters it must have, and those it may have besides the type itself.
 ROPE_NEEDS = MappingProxyType(
     {
@@ -119,6 +124,7 @@ HARMLESS_KEYS = words(
     return_dict_in_generate forced_bos_token_id forced_eos_token_id remove_invalid_values
     exponential_decay_length_penalty suppress_tokens begin_suppress_tokens max_sequence_length
     tokenizer_model_max_length tokenizer_padding_side unsloth_fixed unsloth_version
+    output_router_logits router_aux_loss_coef router_jitter_noise
     is_llama_config transformers.js_config quantization_config compression_config"""
 )
 

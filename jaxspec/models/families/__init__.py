@@ -1,0 +1,1 @@
+"""Families of models: what reads their config.json."""
