@@ -10,6 +10,11 @@ from jaxspec.config.checks import check_positive
 Scores = Literal["softmax", "sigmoid", "chosen"]
 
 
+# How checkpoints store a projection of all experts as one tensor. stacked: [E, out, in], the up
+# projection after the gate. interleaved: [E, in, out], gate and up by turns (gpt-oss).
+Fused = Literal["stacked", "interleaved"]
+
+
 @dataclasses.dataclass(frozen=True)
 class RoutingConfig:
     """How each token chooses ``top_k`` of ``num_experts`` experts, and how these are weighted.
@@ -91,6 +96,8 @@ class ExpertsConfig:
       shared_gate: its output is multiplied by a sigmoid of the token.
       activation: None: SwiGLU.
       bias: of the experts' projections.
+      names, fused: what a checkpoint calls the weights. ``fused`` None: each expert has tensors of
+        its own.
     """
 
     intermediate_size: int
@@ -100,6 +107,7 @@ class ExpertsConfig:
     activation: ClampedSwiglu | None = None
     bias: bool = False
     names: ExpertNames = ExpertNames()
+    fused: Fused | None = None
 
     def __post_init__(self):
         check_positive(intermediate_size=self.intermediate_size)

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 
 from jaxspec.config.experts import ExpertsConfig
+from jaxspec.config.yarn import YarnRopeScaling
 
 
 def _check_positive(**values: float) -> None:
@@ -37,7 +38,7 @@ class RopeConfig:
 
     head_dim: int
     theta: float
-    scaling: Llama3RopeScaling | None = None
+    scaling: Llama3RopeScaling | YarnRopeScaling | None = None
 
     def __post_init__(self):
         _check_positive(head_dim=self.head_dim, rope_theta=self.theta)
@@ -159,7 +160,7 @@ def dense_model(
     rope_theta: float,
     max_position: int,
     sliding_windows: tuple[int | None, ...] | None = None,
-    rope_scaling: Llama3RopeScaling | None = None,
+    rope_scaling: Llama3RopeScaling | YarnRopeScaling | None = None,
     tie_word_embeddings: bool = False,
     qkv_bias: bool = False,
     o_bias: bool = False,

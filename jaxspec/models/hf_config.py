@@ -18,8 +18,9 @@ from jaxspec.config.model import (
     ModelConfig,
     dense_model,
 )
+from jaxspec.config.yarn import YarnRopeScaling
 from jaxspec.models import hf_keys
-from jaxspec.models.families import glm4_moe, mixtral, qwen3_moe
+from jaxspec.models.families import glm4_moe, gpt_oss, mixtral, qwen3_moe, yarn
 from jaxspec.models.hf_values import (
     check_flag,
     is_integer,
@@ -35,11 +36,13 @@ FAMILIES = {
     "mixtral": mixtral.FAMILY,
     "qwen3_moe": qwen3_moe.FAMILY,
     "glm4_moe": glm4_moe.FAMILY,
+    "gpt_oss": gpt_oss.FAMILY,
 }
 FINISH = {
     "mixtral": mixtral.finish,
     "qwen3_moe": qwen3_moe.finish,
     "glm4_moe": glm4_moe.finish,
+    "gpt_oss": gpt_oss.finish,
 }
 MOST_LAYERS = 1000  # a mistyped number of layers must not fill the host's memory
 
@@ -173,15 +176,22 @@ def _rope_parameters(hf: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"rope parameters must be an object, got {shown(given)}")
     kind = given.get("rope_type", given.get("type", "default"))
     parameters = {"rope_theta": hf["rope_theta"]} | given | {"rope_type": kind}
-    if kind == "llama3":
+    if kind in ("llama3", "yarn"):
         parameters.setdefault("original_max_position_embeddings", hf["max_position_embeddings"])
     return parameters
 
 
-def _rope(parameters: Mapping[str, Any]) -> tuple[float, Llama3RopeScaling | None]:
+def _rope(
+    parameters: Mapping[str, Any],
+) -> tuple[float, Llama3RopeScaling | YarnRopeScaling | None]:
     kind = parameters["rope_type"]
+    if kind == "yarn":
+        check_keys(parameters, yarn.KEYS, {}, "rope parameters of 'yarn'")
+        scaling = yarn.yarn_scaling(parameters)
+        return float(parameters["rope_theta"]), scaling
     if not isinstance(kind, str) or kind not in hf_keys.ROPE_NEEDS:
-        raise ValueError(f"rope_type {shown(kind)} is not supported, only 'default' and 'llama3'")
+        kinds = "'default', 'llama3' and 'yarn'"
+        raise ValueError(f"rope_type {shown(kind)} is not supported, only {kinds}")
     needed = hf_keys.ROPE_NEEDS[kind]
     fixed = {"partial_rotary_factor": hf_keys.FIXED_VALUES["partial_rotary_factor"]}
     check_keys(parameters, needed | {"rope_type", "type"}, fixed, f"rope parameters of {kind!r}")
@@ -214,10 +224,12 @@ def _sliding_windows(hf: Mapping[str, Any], model_type: str) -> tuple[int | None
         raise ValueError(f"sliding_window must be a positive integer, got {shown(window)}")
     if always:
         return (window,) * layers
-    first = layers if window is None else hf["max_window_layers"]
+    first = layers if window is None else hf.get("max_window_layers", 0)
     if not is_integer(first):
         raise ValueError(f"max_window_layers must be an integer, got {shown(first)}")
     kinds = hf["layer_types"]
+    if kinds is None and model_type == "gpt_oss":
+        kinds = [("sliding_attention", "full_attention")[i % 2] for i in range(layers)]
     if kinds is None:
         kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
     if not isinstance(kinds, list):

@@ -8,13 +8,19 @@ import numpy as np
 from jax import Array, lax
 
 from jaxspec.config.model import Llama3RopeScaling, RopeConfig
+from jaxspec.config.yarn import YarnRopeScaling
 
 
 def rope_frequencies(rope: RopeConfig) -> np.ndarray:
-    """Radians per position, float32 [D / 2], with Llama 3 scaling if the config has it."""
+    """Radians per position, float32 [D / 2], scaled if the config says so."""
     exponents = np.arange(0, rope.head_dim, 2, dtype=np.float32) / np.float32(rope.head_dim)
     frequencies = np.float32(rope.theta) ** -exponents
-    return frequencies if rope.scaling is None else _scale_llama3(frequencies, rope.scaling)
+    match rope.scaling:
+        case Llama3RopeScaling() as scaling:
+            return _scale_llama3(frequencies, scaling)
+        case YarnRopeScaling() as scaling:
+            return _scale_yarn(frequencies, scaling, rope.theta)
+    return frequencies
 
 
 def _scale_llama3(frequencies: np.ndarray, scaling: Llama3RopeScaling) -> np.ndarray:
@@ -23,6 +29,24 @@ def _scale_llama3(frequencies: np.ndarray, scaling: Llama3RopeScaling) -> np.nda
     span = scaling.high_freq_factor - scaling.low_freq_factor
     keep = np.clip((rotations - np.float32(scaling.low_freq_factor)) / np.float32(span), 0.0, 1.0)
     return frequencies * (keep + (1 - keep) / np.float32(scaling.factor))
+
+
+def _scale_yarn(frequencies: np.ndarray, scaling: YarnRopeScaling, theta: float) -> np.ndarray:
+    """High frequencies are kept, low ones divided by ``factor``, those between interpolated by
+    their index."""
+    count, original = len(frequencies), scaling.original_max_position
+
+    def place(turns: float) -> float:
+        """The index, perhaps between two, of the frequency that turns so often."""
+        return count * math.log(original / (2 * math.pi * turns)) / math.log(theta)
+
+    first, last = place(scaling.beta_fast), place(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0.0), min(last, 2.0 * count - 1)
+    divided = np.clip((np.arange(count) - first) / max(last - first, 1e-3), 0.0, 1.0)
+    divided = divided.astype(np.float32)
+    return frequencies * (1 - divided + divided / np.float32(scaling.factor))
 
 
 @jax.named_scope("rope")
@@ -36,4 +60,7 @@ def rope_angles(rope: RopeConfig, positions: Array) -> Array:
     angles = positions[..., None, None, None].astype(jnp.float32) * rope_frequencies(rope)
     is_cosine = np.array([True, False])[:, None, None]
     sign = np.array([-1.0, 1.0], np.float32)[:, None]
-    return lax.optimization_barrier(jnp.where(is_cosine, jnp.cos(angles), jnp.sin(angles) * sign))
+    turns = jnp.where(is_cosine, jnp.cos(angles), jnp.sin(angles) * sign)
+    if isinstance(rope.scaling, YarnRopeScaling):
+        turns = turns * rope.scaling.attention_factor
+    return lax.optimization_barrier(turns)

@@ -15,7 +15,8 @@ FAMILY = Family(
     words(
         """attention_bias partial_rotary_factor use_qk_norm n_routed_experts num_local_experts
         n_shared_experts num_experts_per_tok moe_intermediate_size norm_topk_prob
-        routed_scaling_factor n_group topk_group first_k_dense_replace num_nextn_predict_layers num_mtp_layers"""
+        routed_scaling_factor n_group topk_group first_k_dense_replace num_nextn_predict_layers
+        num_mtp_layers"""
     ),
     MappingProxyType(
         {
