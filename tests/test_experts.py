@@ -1,6 +1,5 @@
 """Models with experts: speculation and devices that share them change no token (float32)."""
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -10,55 +9,78 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxspec.config.experts import ClampedSwiglu, ExpertsConfig, RoutingConfig
+from jaxspec.config.experts import ExpertsConfig, RoutingConfig
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.functional import EngineParams
 from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.forward import make_pass
+from jaxspec.models.hf_config import parse_model_config
 from jaxspec.parallel import WHOLE, Layout, TensorParallel, make_mesh, mesh_layout, partition_specs
 from jaxspec.sampling import make_sampling
 from pallas_kernels.selection import NO_KERNELS
 from tests.layouts import on_mesh
 from tests.marks import slow
-from tests.random_experts import EXPERTS, expert_config, random_expert_target
+from tests.random_experts import expert_config, random_expert_target
 from tests.random_models import generate, make_params, random_prompts
 
 PROMPTS = random_prompts((5, 1, 17, 9))
 NEW_TOKENS = 40
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-5,
+    "eos_token_id": None,
+}
+# config.json of each family
+FAMILIES: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
+    "qwen3_moe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 16,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [0],
+    },
+    "gpt_oss": {
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "sliding_window": 9,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    },
+}
+# Routing of models whose attention comes later, or that no family here has.
 KINDS = {
-    "softmax": EXPERTS,
     "groups": ExpertsConfig(
         16,
         RoutingConfig(
             8, 3, "sigmoid", normalize=True, scale=1.5, num_groups=4, top_groups=2, correction=True
         ),
         shared_size=24,
-    ),
-    "chosen": ExpertsConfig(
-        16,
-        RoutingConfig(8, 2, "chosen", bias=True),
-        shared_size=8,
         shared_gate=True,
-        activation=ClampedSwiglu(1.7, 3.0),
-        bias=True,
     ),
 }
+ALL = (*FAMILIES, *KINDS)
 CHAIN = SpeculationConfig.chain(4)
 TREE = SpeculationConfig(num_nodes=12, max_depth=3, top_k=3)
 
 
 @functools.cache
 def target(kind: str) -> Decoder:
-    config = expert_config(KINDS[kind], num_heads=8)
-    if kind == "chosen":  # as in gpt-oss
-        first, last = config.layers
-        mixers = [dataclasses.replace(first.mixer, sinks=True, window=w) for w in (9, None)]
-        layers = zip((first, last), mixers, strict=True)
-        config = dataclasses.replace(
-            config, layers=tuple(dataclasses.replace(one, mixer=own) for one, own in layers)
-        )
-    return random_expert_target(config)
+    if kind in KINDS:
+        return random_expert_target(expert_config(KINDS[kind], num_heads=8))
+    raw = SIZES | FAMILIES[kind] | {"model_type": kind}
+    return random_expert_target(parse_model_config(raw))
 
 
 def texts(params: EngineParams, page_size: int = 4) -> list[list[int]]:
@@ -78,16 +100,12 @@ def plain_texts(kind: str) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("kind", "drafter", "speculation"),
     [
-        ("groups", "ngram", CHAIN),
-        slow("groups", "eagle3", TREE),
-        slow("softmax", "ngram", CHAIN),
-        slow("softmax", "draft_model", TREE),
-        slow("softmax", "eagle3", CHAIN),
-        slow("groups", "draft_model", CHAIN),
+        ("gpt_oss", "ngram", CHAIN),
+        *(slow(kind, "eagle3", TREE) for kind in ALL),
+        *(slow(kind, "draft_model", CHAIN) for kind in ALL),
+        slow("mixtral", "ngram", TREE),
+        slow("qwen3_moe", "eagle3", CHAIN),
         slow("groups", "mixed", TREE),
-        slow("chosen", "ngram", TREE),
-        slow("chosen", "eagle3", CHAIN),
-        slow("chosen", "draft_model", TREE),
     ],
 )
 def test_text_is_that_of_plain_decoding(kind: str, drafter: str, speculation: SpeculationConfig):
@@ -96,7 +114,7 @@ def test_text_is_that_of_plain_decoding(kind: str, drafter: str, speculation: Sp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL)
 def test_the_experts_matter(kind: str):
     """Else the other tests would test little."""
     whole = target(kind)
@@ -107,7 +125,7 @@ def test_the_experts_matter(kind: str):
     assert texts(make_params("none", SpeculationConfig.chain(1), silent)) != plain_texts(kind)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL)
 def test_devices_add_up_one_layer(kind: str):
     """The guard of the slow test below."""
     whole = target(kind)
@@ -133,14 +151,12 @@ def test_devices_add_up_one_layer(kind: str):
 @pytest.mark.parametrize(
     ("kind", "devices", "sequence"),
     [
-        slow("chosen", 2, 1),
-        slow("groups", 4, 1),
-        slow("softmax", 4, 1),
-        slow("chosen", 4, 1),
+        *(slow(kind, 2, 1) for kind in ALL),
+        *(slow(kind, 4, 1) for kind in ALL),
         slow("groups", (2, 2), 1),
-        slow("chosen", (2, 2), 1),
+        slow("gpt_oss", (2, 2), 1),
         slow("groups", 2, 2),
-        slow("chosen", 1, 2),
+        slow("gpt_oss", 1, 2),
     ],
 )
 def test_devices_change_nothing(kind: str, devices: TensorParallel, sequence: int):
