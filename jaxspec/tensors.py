@@ -29,6 +29,7 @@ class Piece(NamedTuple):
       view: [rows, columns], where rows may be several axes; [rows] for a vector.
       row, column: start of the view in the tensor; ``column`` is None for a vector.
       inputs_first: the tensor itself is stored as [columns, rows].
+      offset: what the view has more than the tensor, in every entry.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Piece(NamedTuple):
     row: int
     column: int | None
     inputs_first: bool = False
+    offset: int = 0
 
     @property
     def row_shape(self) -> tuple[int, ...]:
@@ -100,12 +102,16 @@ class Source(Protocol):
         ...
 
 
-def same(name: str, num_rows: int | None = None) -> Split:
-    """The Split of an array with the tensor's layout. Rows past ``num_rows`` are our padding."""
+def same(name: str, num_rows: int | None = None, offset: int = 0) -> Split:
+    """The Split of an array with the tensor's layout. Rows past ``num_rows`` are our padding.
+
+    ``offset``: what the array has more than the tensor, in every entry.
+    """
 
     def split(block: np.ndarray, start: tuple[int, ...]) -> list[Piece]:
         view = block if num_rows is None else block[: max(0, num_rows - start[0])]
-        return [Piece(name, view, start[0], start[1] if block.ndim > 1 else None)]
+        column = start[1] if block.ndim > 1 else None
+        return [Piece(name, view, start[0], column, offset=offset)]
 
     return split
 
@@ -283,18 +289,29 @@ class Filler:
     device. A filler may also replace every Linear by one of another format.
 
     Attributes:
-      vector: (name, array or shape) -> result, for arrays with the tensor's layout.
+      vector: (name, array or shape, offset) -> result, for arrays with the tensor's layout, plus
+        the offset.
       part: (source, kind, array or shape) -> result, for the arrays of a Linear.
       whole: (Linear, source) -> result, for a whole Linear; None: its arrays are replaced.
+      norm_offset: see ModelConfig.norm_offset.
     """
 
-    vector: Callable[[str, Any], Any]
+    vector: Callable[[str, Any, int], Any]
     part: Callable[[Source, str, Any], Any]
     whole: Callable[[Any, Source], Any] | None = None
+    norm_offset: int = 0
+
+    def with_norms(self, offset: int) -> "Filler":
+        """The same, for a model whose norms have this offset (see ModelConfig.norm_offset)."""
+        return dataclasses.replace(self, norm_offset=offset)
 
     def array(self, name: str, own: Any) -> Any:
         """The result for an array ``own`` with the tensor's layout; None if ``own`` is None."""
-        return None if own is None else self.vector(name, own)
+        return None if own is None else self.vector(name, own, 0)
+
+    def norm(self, name: str, own: Any) -> Any:
+        """As ``array``, for the weight of a norm that has the model's offset."""
+        return None if own is None else self.vector(name, own, self.norm_offset)
 
     def linear(self, own: Any, source: Source) -> Any:
         """The result for a Linear of any kind; None if ``own`` is None."""
@@ -310,8 +327,8 @@ class Filler:
 def splitting(num_rows: int | None = None) -> Filler:
     """Replaces each array by its Split. Rows past ``num_rows`` of an embedding are padding."""
 
-    def vector(name: str, own: Any) -> Split:
-        return same(name, num_rows if len(own.shape) > 1 else None)
+    def vector(name: str, own: Any, offset: int) -> Split:
+        return same(name, num_rows if len(own.shape) > 1 else None, offset)
 
     def part(source: Source, kind: str, own: Any) -> Split:
         return source.split(kind)
@@ -328,15 +345,18 @@ def choosing(kind: Callable[[Any, Source], Any]) -> Filler:
     def part(source: Source, name: str, own: Any) -> Any:
         return own
 
-    return Filler(lambda name, own: own, part, kind)
+    return Filler(lambda name, own, offset: own, part, kind)
 
 
 def joining(tensors: Tensors) -> Filler:
     """Replaces each array by one that is joined on the device from whole tensors."""
 
-    def vector(name: str, own: Any) -> Array:
-        padding = [(0, o - t) for o, t in zip(own.shape, tensors[name].shape, strict=True)]
-        return jnp.pad(tensors[name], padding).astype(own.dtype)
+    def vector(name: str, own: Any, offset: int) -> Array:
+        tensor = tensors[name]
+        if offset:
+            tensor = tensor.astype(jnp.float32) + offset
+        padding = [(0, o - t) for o, t in zip(own.shape, tensor.shape, strict=True)]
+        return jnp.pad(tensor, padding).astype(own.dtype)
 
     def part(source: Source, kind: str, own: Any) -> Array:
         return source.join(kind, tensors, own.shape).astype(own.dtype)

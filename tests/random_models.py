@@ -16,7 +16,8 @@ import numpy as np
 from jax import Array
 
 from jaxspec.cache import pages_for
-from jaxspec.config.model import LayerConfig, ModelConfig, dense_like, dense_model
+from jaxspec.config.mlps import dense_like
+from jaxspec.config.model import LayerConfig, ModelConfig, dense_model
 from jaxspec.config.speculation import SpeculationConfig, TreeShape
 from jaxspec.functional import EngineParams, admit, decode, init_state, prefill
 from jaxspec.models.decoder import FINAL_NORM, Decoder, decoder_shapes

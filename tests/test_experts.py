@@ -48,6 +48,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "mlp_only_layers": [0],
     },
+    "glm4_moe": {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 1.5,
+    },
     "gpt_oss": {
         "num_local_experts": 8,
         "num_experts_per_tok": 2,

@@ -6,14 +6,10 @@ from types import MappingProxyType
 from typing import Any
 
 from jaxspec.config.experts import ExpertsConfig, RoutingConfig
-from jaxspec.config.model import (
-    AttentionConfig,
-    LayerConfig,
-    Llama3RopeScaling,
-    ModelConfig,
-    dense_like,
-    dense_model,
-)
+from jaxspec.config.mixers import AttentionConfig
+from jaxspec.config.mlps import dense_like
+from jaxspec.config.model import LayerConfig, ModelConfig, dense_model
+from jaxspec.config.rope import Llama3RopeScaling
 from jaxspec.models.heads import HeadConfig, default_capture
 
 EAGLE3_VOCAB_SIZE = 32_000  # of the published EAGLE-3 heads

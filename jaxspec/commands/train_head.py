@@ -18,7 +18,9 @@ from rich.console import Console
 from jaxspec import LLM, SpeculationConfig
 from jaxspec.commands.shell import add_model_option, command_parser, run_command, typed_command
 from jaxspec.config.engine import EngineConfig
-from jaxspec.config.model import AttentionConfig, DenseConfig, LayerConfig, ModelConfig, dense_like
+from jaxspec.config.mixers import AttentionConfig
+from jaxspec.config.mlps import DenseConfig, dense_like
+from jaxspec.config.model import LayerConfig, ModelConfig
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.hf_config import load_model_config
 from jaxspec.tokenizer import load_tokenizer

@@ -77,6 +77,7 @@ class Decoder(Pytree):
 
     def filled(self, filler: Filler) -> "Decoder":
         """The same, with every array replaced by ``filler``'s result."""
+        filler = filler.with_norms(self.config.norm_offset)
         head = One("lm_head", self.config.vocab_size)
         return self.replace(
             embed=filler.array("model.embed_tokens.weight", self.embed),
@@ -84,7 +85,7 @@ class Decoder(Pytree):
                 layer.filled(f"model.layers.{index}.", filler)
                 for index, layer in enumerate(self.layers)
             ),
-            norm=filler.array("model.norm.weight", self.norm),
+            norm=filler.norm("model.norm.weight", self.norm),
             lm_head=filler.linear(self.lm_head, head),
         )
 

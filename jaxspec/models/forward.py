@@ -15,7 +15,8 @@ from jax import Array, lax
 
 from jaxspec.cache import KVScales
 from jaxspec.collectives import all_tokens
-from jaxspec.config.model import LayerConfig, RopeConfig
+from jaxspec.config.model import LayerConfig
+from jaxspec.config.rope import RopeConfig
 from jaxspec.models.linear import Addend, Product
 from jaxspec.models.rope import rope_angles
 from jaxspec.parallel import Axes, Layout
@@ -112,12 +113,14 @@ class ForwardPass:
         sinks: Array | None = None,
     ) -> "Heads":
         """The heads of a qkv projection, not yet normed and rotated."""
-        taking = self._taking("rope_kv_write", heads_take_partials)
+        angles = self.ropes[rope]
+        whole = 2 * angles.shape[-1] == rope.head_dim  # else the kernel does not take the heads
+        taking = self._taking("rope_kv_write", heads_take_partials if whole else _takes_none)
         partials = product.partial_sums(self.layout, self.kernels, taking)
         return Heads(
             partials=partials,
             dtype=product.x.dtype,
-            rope=self.ropes[rope],
+            rope=angles,
             q_norm=q_norm,
             k_norm=k_norm,
             eps=self.eps,
@@ -132,7 +135,11 @@ class ForwardPass:
     ) -> Callable[[jnp.dtype, int], bool]:
         """``fits`` if the operation runs as a kernel, else a function that always says no: the jnp
         reference takes no partial sums."""
-        return fits if operation in self.kernels else lambda dtype, width: False
+        return fits if operation in self.kernels else _takes_none
+
+
+def _takes_none(dtype: jnp.dtype, width: int) -> bool:
+    return False
 
 
 @dataclasses.dataclass(frozen=True)

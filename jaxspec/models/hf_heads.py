@@ -11,8 +11,9 @@ from typing import Any
 
 from jaxspec.config.model import LayerConfig, ModelConfig
 from jaxspec.models import hf_keys
+from jaxspec.models.families.family import check_keys
 from jaxspec.models.heads import EagleMethod, HeadConfig, check_capture, default_capture
-from jaxspec.models.hf_config import check_keys, parse_model_config
+from jaxspec.models.hf_config import parse_model_config
 from jaxspec.models.hf_values import check_flag, is_integer, is_positive_integer, shown
 
 

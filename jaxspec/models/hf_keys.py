@@ -1,6 +1,5 @@
 """Tables of the keys of a Hugging Face ``config.json``, by how jaxspec treats them."""
 
-import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -8,16 +7,6 @@ from typing import Any
 
 def words(text: str) -> frozenset[str]:
     return frozenset(text.split())
-
-
-@dataclasses.dataclass(frozen=True)
-class Family:
-    """A ``model_type``: its class name, the keys it reads besides COMMON_KEYS, and transformers'
-    defaults where they are not COMMON_DEFAULTS."""
-
-    architecture: str
-    keys: frozenset[str]
-    defaults: Mapping[str, Any]
 
 
 COMMON_KEYS = words(
@@ -47,67 +36,18 @@ COMMON_DEFAULTS = MappingProxyType(
         "sliding_window": None,
     }
 )
-_QWEN = {
-    "vocab_size": 151936,
-    "intermediate_size": 22016,
-    "max_position_embeddings": 32768,
-    "num_key_value_heads": 32,
-    "eos_token_id": None,
-    "use_sliding_window": False,
-    "sliding_window": 4096,
-    "max_window_layers": 28,
-    "layer_types": None,
-}
-FAMILIES = MappingProxyType(
-    {
-        "llama": Family(
-            "LlamaForCausalLM",
-            words("attention_bias mlp_bias"),
-            {
-                "intermediate_size": 11008,
-                "max_position_embeddings": 2048,
-                "use_sliding_window": False,
-                "max_window_layers": 0,
-                "layer_types": None,
-            },
-        ),
-        "mistral": Family(
-            "MistralForCausalLM",
-            words("sliding_window"),
-            {
-                "intermediate_size": 14336,
-                "num_key_value_heads": 8,
-                "max_position_embeddings": 131072,
-                "sliding_window": 4096,
-            },
-        ),
-        "qwen2": Family("Qwen2ForCausalLM", WINDOW_KEYS, _QWEN),
-        "qwen3": Family(
-            "Qwen3ForCausalLM", WINDOW_KEYS | {"attention_bias"}, _QWEN | {"head_dim": 128}
-        ),
-    }
-)
 # Keys by the type of their values. Sizes are at least 1.
 SIZES = words(
     """vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
     num_key_value_heads head_dim max_position_embeddings num_local_experts num_experts
-    num_experts_per_tok moe_intermediate_size decoder_sparse_step n_routed_experts n_shared_experts
-    n_group topk_group"""
+    num_experts_per_tok experts_per_token moe_intermediate_size decoder_sparse_step
+    n_routed_experts n_shared_experts n_group topk_group"""
 )
 FLAGS = words(
     """tie_word_embeddings attention_bias mlp_bias use_sliding_window norm_topk_prob
     use_qk_norm"""
 )
-# For each rope_type: the parameters it must have, and those it may have besides the type itself.
-ROPE_NEEDS = MappingProxyType(
-    {
-        "default": words("rope_theta"),
-        "llama3": words(
-            """rope_theta factor low_freq_factor high_freq_factor
-            original_max_position_embeddings"""
-        ),
-    }
-)
+NUMBERS = words("rms_norm_eps routed_scaling_factor swiglu_alpha swiglu_limit")  # above 0
 
 # Keys that do not change the result: training, labels, defaults of generate(), bookkeeping. How
 # weights are stored is read by quantization.formats.

@@ -25,9 +25,9 @@ class Layer(Pytree):
     def filled(self, prefix: str, filler: Filler) -> "Layer":
         """The same, with every array replaced by ``filler``'s result for layer ``prefix``."""
         return self.replace(
-            input_norm=filler.array(f"{prefix}input_layernorm.weight", self.input_norm),
+            input_norm=filler.norm(f"{prefix}input_layernorm.weight", self.input_norm),
             mixer=self.mixer.filled(prefix, filler),
-            post_norm=filler.array(f"{prefix}post_attention_layernorm.weight", self.post_norm),
+            post_norm=filler.norm(f"{prefix}post_attention_layernorm.weight", self.post_norm),
             mlp=self.mlp.filled(prefix, filler),
         )
 

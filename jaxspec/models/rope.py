@@ -7,13 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jaxspec.config.model import Llama3RopeScaling, RopeConfig
+from jaxspec.config.rope import Llama3RopeScaling, RopeConfig
 from jaxspec.config.yarn import YarnRopeScaling
 
 
 def rope_frequencies(rope: RopeConfig) -> np.ndarray:
-    """Radians per position, float32 [D / 2], scaled if the config says so."""
-    exponents = np.arange(0, rope.head_dim, 2, dtype=np.float32) / np.float32(rope.head_dim)
+    """Radians per position, float32 [D / 2] or of as many entries as are rotated, scaled if the
+    config says so. Without rotation all D / 2 are 0."""
+    if rope.rotary_dim == 0:
+        return np.zeros(rope.head_dim // 2, np.float32)
+    width = rope.rotary_dim or rope.head_dim
+    exponents = np.arange(0, width, 2, dtype=np.float32) / np.float32(width)
     frequencies = np.float32(rope.theta) ** -exponents
     match rope.scaling:
         case Llama3RopeScaling() as scaling:
@@ -52,6 +56,7 @@ def _scale_yarn(frequencies: np.ndarray, scaling: YarnRopeScaling, theta: float)
 @jax.named_scope("rope")
 def rope_angles(rope: RopeConfig, positions: Array) -> Array:
     """Cosines, then sines, of each position's rotations: int [B, T] -> float32 [B, T, 2, 2, D / 2].
+    If only the first entries of a head are rotated, the last dimension is half of their number.
 
     The fourth dimension is for the two halves of a head; the sine of the first half is negated. The
     result is a single array so that XLA computes it in one kernel: every drafting step needs it.

@@ -95,7 +95,7 @@ class Checkpoint:
         kind = layer_kinds(self.config)[int(unit.prefix.split(".")[-2])]
         own = {name: one for name, one in self.stored.items() if name.startswith(unit.prefix)}
         shape = kind.shape()
-        splits = shape.filled(unit.prefix, splitting())
+        splits = shape.filled(unit.prefix, splitting().with_norms(kind.norm_offset))
         pairs = zip(jax.tree.leaves(shape), jax.tree.leaves(splits), strict=True)
         expected = tensor_shapes(pairs)
         check_tensors(own, expected)
@@ -124,7 +124,8 @@ def _described(tensor: StoredTensor) -> tuple[Any, ...]:
 
 def layer_kinds(config: ModelConfig) -> list[LayerKind]:
     """What the layers of a model are; those that are alike are equal, and share programs."""
-    return [LayerKind(one, config.hidden_size, config.rms_norm_eps) for one in config.layers]
+    shared = config.hidden_size, config.rms_norm_eps, config.norm_offset
+    return [LayerKind(one, *shared) for one in config.layers]
 
 
 class Streamed:
@@ -140,7 +141,8 @@ class Streamed:
         prefix = f"{LAYERS}{index}."
         own = {name: one for name, one in self._stored.items() if name.startswith(prefix)}
         shapes = layer_kinds(self.config)[index].shape().filled(prefix, choosing(self._kind))
-        return self._load(own, shapes, shapes.filled(prefix, splitting()))
+        splits = splitting().with_norms(self.config.norm_offset)
+        return self._load(own, shapes, shapes.filled(prefix, splits))
 
     def ends(self) -> Decoder:
         """The embeddings, the last norm and the LM head: a decoder without layers."""

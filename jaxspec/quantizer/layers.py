@@ -61,12 +61,13 @@ class LayerKind:
     config: LayerConfig
     hidden_size: int
     eps: float
+    norm_offset: int = 0
 
     def shape(self) -> Layer:
         return layer_shape(self.config, self.hidden_size, FLOAT32)
 
     def filled(self, tensors: Tensors) -> Layer:
-        return self.shape().filled("", joining(tensors))
+        return self.shape().filled("", joining(tensors).with_norms(self.norm_offset))
 
     def names(self) -> list[str]:
         """Names of the layer's projections."""
@@ -80,7 +81,10 @@ class LayerKind:
         return found
 
     def check(self) -> None:
-        """Raise ValueError for a layer with projections that SHARED does not have."""
+        """Raise ValueError for a layer with projections that SHARED does not have, or with norms
+        that are stored with an offset."""
+        if self.norm_offset:
+            raise ValueError("norms that multiply by 1 + w cannot take up scales: not supported")
         known = {name for shared in SHARED for name in shared.projections}
         if unknown := [name for name in self.names() if name not in known]:
             raise ValueError(f"{', '.join(unknown)}: no method is written for such projections")

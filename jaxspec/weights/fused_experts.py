@@ -72,7 +72,7 @@ def unfused(
 ) -> dict[str, CheckpointTensor]:
     """The tensors of a checkpoint, those of all experts replaced by one for each."""
     experts = [layer.mlp for layer in config.layers if isinstance(layer.mlp, ExpertsConfig)]
-    fused = next((mlp.fused for mlp in experts), None)
+    fused: Fused | None = next((mlp.fused for mlp in experts), None)
     tensors = dict(stored)
     for name, tensor in stored.items():
         match = FUSED.fullmatch(name) if fused else None

@@ -7,6 +7,7 @@ Each slice is cast and transposed as it is read. The host holds at most one arra
 import functools
 import json
 import math
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -55,6 +56,7 @@ EXACT_DTYPES = MappingProxyType(
         "F8_E4M3": E4M3,
     }
 )
+MTP_LAYER = re.compile(r"(model\.layers\.\d+\.)eh_proj\.weight")
 CHUNK_ELEMENTS = 4 << 20  # most elements read at a time
 STRIP = 128  # columns copied at a time: transposing whole matrices is several times slower
 MAX_FILE_BYTES = 4 << 30
@@ -90,7 +92,7 @@ def load_decoder(
         shapes,
         shapes.filled(splitting(config.vocab_size)),
         placements(shapes, mesh),
-        _harmless(config),
+        _harmless(config, stored),
     )
 
 
@@ -114,7 +116,7 @@ def load_pipeline(
         whole,
         whole.filled(splitting(config.vocab_size)),
         as_one(places),
-        _harmless(config),
+        _harmless(config, stored),
     )
     return cut(loaded, shapes)
 
@@ -133,9 +135,15 @@ def open_checkpoint(
     return stored, as_stored(stored, shards)
 
 
-def _harmless(config: ModelConfig) -> set[str]:
-    """Tensors that a checkpoint may have, and that are not read."""
-    return {"lm_head.weight"} if config.tie_word_embeddings else set()
+def _harmless(config: ModelConfig, names: Collection[str]) -> set[str]:
+    """Tensors that a checkpoint may have, and that are not read: an LM head that is tied, and
+    layers for multi-token prediction (MTP), which come after the model's own and have an
+    ``eh_proj``."""
+    head = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    own = range(config.num_layers)
+    mtp = {match[1] for name in names if (match := MTP_LAYER.fullmatch(name))}
+    mtp -= {f"model.layers.{index}." for index in own}
+    return head | {name for name in names if name.startswith(tuple(mtp))}
 
 
 def save_decoder(decoder: Decoder, directory: str | Path) -> None:
@@ -253,6 +261,8 @@ def _read_piece(tensor: CheckpointTensor, piece: Piece) -> None:
         row = piece.row + first * size
         rows = tensor.read(*piece.of_tensor(slice(row, row + len(part) * size)))
         rows = rows.T if piece.inputs_first else rows
+        if piece.offset:
+            rows = rows.astype(np.float32) + piece.offset
         _copy(part, rows.astype(part.dtype, copy=False).reshape(part.shape))
 
 
@@ -321,6 +331,8 @@ def _whole_tensors(leaf: Array, split: Split) -> dict[str, np.ndarray]:
     for piece in split(block, (0,) * block.ndim):
         count = math.prod(piece.row_shape)
         part = tensors[piece.name][piece.of_tensor(slice(piece.row, piece.row + count))]
+        if piece.offset:
+            piece = piece._replace(view=piece.view.astype(np.float32) - piece.offset)
         if piece.inputs_first:
             part[...] = piece.view.reshape(count, -1).T
         else:

@@ -38,14 +38,15 @@ def rope_kv_write(
         key and its value, in this order. Rows past the batch are padding.
       rope: cosines and sines of the rotations, float32 [B, T, 2, 2, D / 2]: index 0 of the third
         dimension is the cosine, the fourth dimension the two halves of a head. The sine of the
-        first half is negated.
+        first half is negated. A last dimension r below D / 2: only the first 2 r entries of a head
+        are rotated.
       q_norm, k_norm: [D] weights of a root-mean-square norm before the rotation, or None.
       k_pages, v_pages: [P, G, K, D]; written in place where the caller donates them.
       slots: int32 [B, T], ``page * K + offset``; distinct, except for slots of the null page 0.
       k_scale, v_scale: float32 [G], above 0, for pages of bytes (see float8.py); else None.
       dtype: of the queries, and of keys and values before they become bytes; None: the pages'.
       implementation: "auto" takes the Hopper kernel where it fits (bfloat16, heads
-        of 128), else the reference.
+        of 128 that are rotated whole), else the reference.
 
     Returns queries [B, T, Q, D], and the pages.
 
@@ -58,7 +59,7 @@ def rope_kv_write(
     own = None if dtype is None or dtype == k_pages.dtype else jnp.dtype(dtype)
     reference = functools.partial(rope_kv_write_reference, eps=eps, dtype=own)
     arguments = (partials, rope, q_norm, k_norm, k_pages, v_pages, slots, k_scale, v_scale)
-    problem = misfit(partials, k_pages, v_pages, own)
+    problem = misfit(partials, k_pages, v_pages, own, rope.shape[-1])
     mosaic = kernel_module("rope_kv_write", implementation, problem)
     if mosaic is None:
         return reference(*arguments)
@@ -67,10 +68,18 @@ def rope_kv_write(
 
 
 def misfit(
-    partials: Array, k_pages: Array, v_pages: Array, dtype: jnp.dtype | None = None
+    partials: Array,
+    k_pages: Array,
+    v_pages: Array,
+    dtype: jnp.dtype | None = None,
+    pairs: int | None = None,
 ) -> str | None:
-    """Why the kernel cannot take these arguments, None if it can. ``dtype``: of the queries, if it
-    is not the pages'."""
+    """Why the kernel cannot take these arguments, None if it can.
+
+    Args:
+      dtype: of the queries, if it is not the pages'.
+      pairs: of entries that are rotated, the last dimension of ``rope``; None: all.
+    """
     if k_pages.dtype != v_pages.dtype or k_pages.dtype not in (jnp.bfloat16, BYTES):
         return f"{k_pages.dtype} and {v_pages.dtype} pages: both must be bfloat16, or bytes"
     queries, head_dim = k_pages.dtype if dtype is None else dtype, partials.shape[-1]
@@ -78,6 +87,8 @@ def misfit(
         return f"{queries} queries: they must be bfloat16"
     if not takes_partials(queries, head_dim):
         return f"heads of {head_dim}: they must be {HEAD_DIM} wide"
+    if pairs is not None and 2 * pairs != head_dim:
+        return f"heads of {head_dim} of which {2 * pairs} entries are rotated: all must be"
     return None
 
 

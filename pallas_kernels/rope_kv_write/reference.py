@@ -17,10 +17,15 @@ Index = tuple[Any, ...]
 
 def apply_rope(x: Array, rope: Array) -> Array:
     """Rotate heads x [B, T, G, R, D]; entry i is paired with i + D / 2, as in Llama checkpoints.
+    If ``rope`` is for fewer pairs, the entries past them stay as they are.
 
     ``rope``: float32 [B, T, 2, 2, D / 2], see rope_kv_write. The halves are swapped by jnp.flip,
     which XLA fuses with what follows. A concatenation would be a separate kernel in every layer.
     """
+    width = 2 * rope.shape[-1]
+    if width < x.shape[-1]:
+        rotated = apply_rope(x[..., :width], rope)
+        return jnp.concatenate([rotated, x[..., width:]], axis=-1)
     cos, sin = (rope[:, :, None, None, index] for index in range(2))
     halves = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, -1)
     rotated = halves * cos + jnp.flip(halves, axis=-2) * sin

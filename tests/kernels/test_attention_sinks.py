@@ -66,9 +66,10 @@ def test_in_parts():
     """Half of every page at a time; the sinks belong to one of them."""
     own = [pages(x) for x in (KEYS, VALUES)]
     parts = []
-    for offset in (0, 2):
-        keys, values = (x[:, :, offset : offset + 2] for x in own)
-        found = partial_attention(QUERIES, keys, values, *ARGUMENTS, offset, page_size=K)
+    for first in (0, 2):
+        keys, values = (x[:, :, first : first + 2] for x in own)
+        where: Any = (*ARGUMENTS, first)
+        found = partial_attention(QUERIES, keys, values, *where, page_size=K)
         parts.append(found)
     parts[0] = with_sinks(parts[0], jnp.asarray(SINKS))
     out = merge_partials(jax.tree.map(lambda *leaves: jnp.stack(leaves), *parts))

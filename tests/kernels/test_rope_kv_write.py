@@ -93,6 +93,24 @@ def test_unsupported_arguments_are_named(case: Case, dtype: Any, message: str):
         kernel(*arguments)
 
 
+def test_only_the_first_entries_are_rotated():
+    """They are rotated as heads of that width are; the kernel leaves them to the reference."""
+    arguments = make_arguments(Case(2, 3, 4, 2), jnp.float32)
+    partials, rope, _, _, k_pages, v_pages, slots = arguments
+    part = rope[..., :24]
+    found = reference(partials, part, None, None, k_pages, v_pages, slots)
+    narrow = (k_pages[..., :48], v_pages[..., :48])
+    expected = reference(partials[..., :48], part, None, None, *narrow, slots)
+    plain = reference(partials, jnp.zeros_like(rope).at[:, :, 0].set(1.0), None, None, k_pages,
+                      v_pages, slots)  # fmt: skip
+    for mine, rotated, kept in zip(found, expected, plain, strict=True):
+        np.testing.assert_array_equal(mine[..., :48], rotated)
+        np.testing.assert_array_equal(mine[..., 48:], kept[..., 48:])
+    problem = misfit(partials, k_pages.astype(jnp.bfloat16), v_pages.astype(jnp.bfloat16),
+                     jnp.dtype(jnp.bfloat16), part.shape[-1])  # fmt: skip
+    assert "heads of 128 of which 48 entries are rotated" in str(problem)
+
+
 @pytest.mark.slow
 def test_the_kernel_has_its_references_gradient():
     """A program of the gradient alone holds no kernel, so it runs on a CPU too."""

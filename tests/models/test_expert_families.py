@@ -58,6 +58,11 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
         transformers.Qwen3MoeConfig,
         QWEN | {"decoder_sparse_step": 2, "use_sliding_window": True, "sliding_window": 8},
     ),
+    "glm4_moe": (transformers.Glm4MoeConfig, GLM),
+    "glm4_moe-qk-norm": (
+        transformers.Glm4MoeConfig,
+        GLM | {"use_qk_norm": True, "attention_bias": True, "n_group": 1, "topk_group": 1},
+    ),
     "gpt_oss": (transformers.GptOssConfig, OSS),
 }
 LENGTH = 40
@@ -166,3 +171,19 @@ def test_a_missing_expert_is_named(checkpoint, tmp_path: Path):
     (tmp_path / "config.json").write_text((directory / "config.json").read_text())
     with pytest.raises(ValueError, match=f"{missing} is missing"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["eh_proj.weight", "enorm.weight"])
+def test_layers_for_mtp_are_not_read(checkpoint, tmp_path: Path, name: str):
+    """Those that come after the model's own, and have an eh_proj."""
+    directory, _, _ = checkpoint("glm4_moe")
+    tensors = load_file(directory / "model.safetensors")
+    tensors["model.layers.2.mlp.gate.weight"] = np.zeros((8, 64), np.float32)
+    tensors[f"model.layers.2.{name}"] = np.zeros((64, 128), np.float32)
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((directory / "config.json").read_text())
+    if name == "eh_proj.weight":
+        assert len(load(tmp_path).layers) == 2
+    else:
+        with pytest.raises(ValueError, match=r"2\.mlp\.gate\.weight is not part of this model"):
+            load(tmp_path)

@@ -8,14 +8,10 @@ from typing import Any
 import pytest
 import transformers
 
-from jaxspec.config.model import (
-    AttentionConfig,
-    DenseConfig,
-    Llama3RopeScaling,
-    ModelConfig,
-    RopeConfig,
-    dense_model,
-)
+from jaxspec.config.mixers import AttentionConfig
+from jaxspec.config.mlps import DenseConfig
+from jaxspec.config.model import ModelConfig, dense_model
+from jaxspec.config.rope import Llama3RopeScaling, RopeConfig
 from jaxspec.models.hf_config import load_model_config, parse_model_config, to_hf_config
 
 LLAMA3 = {
@@ -186,12 +182,12 @@ def test_stop_tokens_of_both_files(tmp_path: Path):
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        (LLAMA | {"model_type": "mixtral"}, "'mixtral' is not supported; supported are llama"),
+        (LLAMA | {"model_type": "bloom"}, "'bloom' is not supported; supported are llama"),
         (without(LLAMA, "model_type"), "model_type None is not supported"),
         (LLAMA | {"architectures": ["LlamaForSequenceClassification"]}, "SequenceClassification"),
         (LLAMA | {"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported, only 'silu'"),
         (LLAMA | {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type 'linear'"),
-        (LLAMA | {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type 'yarn'"),
+        (LLAMA | {"rope_scaling": {"rope_type": "yarn"}}, "type 'yarn' lack factor"),
         (LLAMA | {"rope_scaling": {"type": "default", "mrope_section": [1]}}, "mrope_section"),
         (LLAMA | {"rope_scaling": {"type": "llama3", "factor": 8.0}}, "high_freq_factor"),
         (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),

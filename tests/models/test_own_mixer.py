@@ -16,7 +16,8 @@ from jax import Array
 
 from jaxspec import functional
 from jaxspec.cache import CommittedPath, Geometry
-from jaxspec.config.model import LayerConfig, RopeConfig
+from jaxspec.config.model import LayerConfig
+from jaxspec.config.rope import RopeConfig
 from jaxspec.config.speculation import PLAIN, SpeculationConfig, TreeShape
 from jaxspec.functional import EngineParams
 from jaxspec.models import decoder

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from jaxspec.config.model import Llama3RopeScaling
+from jaxspec.config.rope import Llama3RopeScaling
 from jaxspec.models.hf_config import parse_model_config
 from jaxspec.models.hf_heads import eagle_head_config
 

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxspec.config.model import RopeConfig
+from jaxspec.config.rope import RopeConfig
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.functional import init_state
 from jaxspec.parallel import MODEL_AXIS, Layout, make_mesh

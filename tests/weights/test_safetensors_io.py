@@ -1,5 +1,6 @@
 """Decoders from and to safetensors: layouts, shards, memory, errors."""
 
+import dataclasses
 import json
 import math
 import shutil
@@ -24,6 +25,7 @@ from jaxspec.models.hf_config import load_model_config
 from jaxspec.models.mixers import Attention
 from jaxspec.models.mlps import Dense
 from jaxspec.parallel import DATA_AXIS, grid_of, make_mesh, partition_specs
+from jaxspec.tensors import joining, splitting
 from jaxspec.weights import safetensors_io
 from jaxspec.weights.checkpoint_files import StoredTensor
 from jaxspec.weights.safetensors_io import load_decoder, save_decoder
@@ -175,6 +177,31 @@ def test_transformers_reads_what_we_save(build: Any, overrides: dict[str, Any], 
     np.testing.assert_allclose(
         hf_logits(tmp_path / "ours", TOKENS), hf_logits(original, TOKENS), rtol=1e-6
     )
+
+
+def test_norms_stored_less_one_are_read_and_written(llama: Path, tmp_path: Path):
+    plain = load(llama)
+    config = dataclasses.replace(load_model_config(llama), norm_offset=1)
+    more = load_decoder(llama, config, jnp.dtype(jnp.float32))
+    for ours, theirs in zip(norms(more), norms(plain), strict=True):
+        np.testing.assert_allclose(ours, theirs + 1, rtol=1e-6)
+    assert_trees_equal(without_norms(more), without_norms(plain))
+    splits = more.filled(splitting(config.vocab_size))
+    safetensors_io.save_tree(tmp_path, more, splits, {})
+    tensors, saved = read(llama)[0], load_file(tmp_path / "model.safetensors")
+    assert saved.keys() == tensors.keys()
+    assert all(np.allclose(saved[name], tensors[name], atol=1e-6) for name in tensors)
+    assert_trees_equal(more.filled(joining(jax.tree.map(jnp.asarray, tensors))), more)
+
+
+def norms(model: Decoder) -> list[Any]:
+    pairs = [(layer.input_norm, layer.post_norm) for layer in model.layers]
+    return [norm for pair in pairs for norm in pair] + [model.norm]
+
+
+def without_norms(model: Decoder) -> Any:
+    layers: list[Any] = [(layer.mixer, layer.mlp) for layer in model.layers]
+    return model.embed, layers, model.lm_head
 
 
 def test_a_sharded_model_is_saved_whole(llama: Path, tmp_path: Path):

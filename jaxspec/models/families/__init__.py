@@ -1,1 +1,33 @@
-"""Families of models: what reads their config.json."""
+"""Model families: one file a group, each from its ``config.json`` to a ModelConfig.
+
+A family is a mapping of keys. The tensors' names are those of the mixers, MLPs and layers that its
+ModelConfig describes (see their ``filled``).
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from jaxspec.models.families.family import Family
+from jaxspec.models.families.glm4_moe import GLM4_MOE
+from jaxspec.models.families.gpt_oss import GPT_OSS
+from jaxspec.models.families.llama import LLAMA
+from jaxspec.models.families.mistral import MISTRAL
+from jaxspec.models.families.mixtral import MIXTRAL
+from jaxspec.models.families.qwen import QWEN2, QWEN3
+from jaxspec.models.families.qwen3_moe import QWEN3_MOE
+
+__all__ = ["FAMILIES", "Family"]
+
+# By model_type. A config is written by the first family that describes the model.
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {
+        "llama": LLAMA,
+        "mistral": MISTRAL,
+        "qwen2": QWEN2,
+        "qwen3": QWEN3,
+        "mixtral": MIXTRAL,
+        "qwen3_moe": QWEN3_MOE,
+        "glm4_moe": GLM4_MOE,
+        "gpt_oss": GPT_OSS,
+    }
+)

@@ -1,43 +1,42 @@
-"""Reads the rope parameters of YaRN."""
+"""The rope parameters of YaRN."""
 
 import math
 from collections.abc import Mapping
 from typing import Any
 
 from jaxspec.config.yarn import YarnRopeScaling
-from jaxspec.models.hf_keys import words
-from jaxspec.models.hf_values import check_flag, is_positive_number, shown
-
-NEEDED = words("rope_theta factor original_max_position_embeddings")
-NUMBERS = NEEDED | words("beta_fast beta_slow attention_factor mscale mscale_all_dim")
-KEYS = NUMBERS | words("rope_type type truncate")
+from jaxspec.models.hf_values import check_flag
 
 
 def yarn_scaling(parameters: Mapping[str, Any]) -> YarnRopeScaling:
-    """The scaling of a ``rope_parameters`` object with the keys KEYS.
+    """The scaling of rope parameters, whose numbers were checked.
 
-    Raises ValueError for parameters that are missing or no positive numbers.
+    Raises ValueError for a ``truncate`` that is no flag.
     """
     given = {key: value for key, value in parameters.items() if value is not None}
-    if missing := NEEDED - given.keys():
-        raise ValueError(f"rope parameters of type 'yarn' lack {', '.join(sorted(missing))}")
-    for key in sorted(NUMBERS & given.keys()):
-        if not is_positive_number(given[key]):
-            raise ValueError(
-                f"rope parameter {key} must be a number above 0, got {shown(given[key])}"
-            )
-    check_flag("rope parameter truncate", given.get("truncate", True))
-    original = given["original_max_position_embeddings"]
-    if original % 1:
-        raise ValueError("rope parameter original_max_position_embeddings must be an integer")
+    truncate = given.get("truncate", True)
+    check_flag("rope parameter truncate", truncate)
     return YarnRopeScaling(
         factor=float(given["factor"]),
-        original_max_position=int(original),
+        original_max_position=int(given["original_max_position_embeddings"]),
         attention_factor=_attention_factor(given),
         beta_fast=float(given.get("beta_fast", 32.0)),
         beta_slow=float(given.get("beta_slow", 1.0)),
-        truncate=given.get("truncate", True),
+        truncate=truncate,
     )
+
+
+def written_yarn(scaling: YarnRopeScaling) -> dict[str, Any]:
+    """The parameters of a scaling."""
+    return {
+        "rope_type": "yarn",
+        "factor": scaling.factor,
+        "original_max_position_embeddings": scaling.original_max_position,
+        "attention_factor": scaling.attention_factor,
+        "beta_fast": scaling.beta_fast,
+        "beta_slow": scaling.beta_slow,
+        "truncate": scaling.truncate,
+    }
 
 
 def _attention_factor(given: Mapping[str, Any]) -> float:

@@ -174,6 +174,7 @@ class DraftHead(Pytree):
         ``first_layer`` is the checkpoint's name of layer 0. ``token_ids`` is None in the result:
         checkpoints store differences of ids.
         """
+        filler = filler.with_norms(self.config.norm_offset)
         prefixes = [f"{first_layer}.", *(f"layers.{i}." for i in range(1, len(self.layers)))]
         return self.replace(
             front=self.front.filled(prefixes[0], filler),
@@ -181,7 +182,7 @@ class DraftHead(Pytree):
                 layer.filled(prefix, filler)
                 for layer, prefix in zip(self.layers, prefixes, strict=True)
             ),
-            norm=filler.array("norm.weight", self.norm),
+            norm=filler.norm("norm.weight", self.norm),
             lm_head=filler.linear(self.lm_head, One("lm_head")),
             token_ids=None,
             embed=filler.array("embed_tokens.weight", self.embed),

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxspec.cache import Geometry
-from jaxspec.config.model import AttentionConfig
+from jaxspec.config.mixers import AttentionConfig
 from jaxspec.models.forward import ForwardPass
 from jaxspec.models.linear import Addend
 from jaxspec.models.mixers.attention import Attention, attention_shape

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxspec.cache import Geometry, KVScales, PagedKV
-from jaxspec.config.model import AttentionConfig
+from jaxspec.config.mixers import AttentionConfig
 from jaxspec.models.forward import ForwardPass
 from jaxspec.models.linear import Linear, Product, linear_shape
 from jaxspec.models.shapes import vector
@@ -50,8 +50,8 @@ class Attention(Pytree):
         return self.replace(
             qkv=filler.linear(self.qkv, source),
             o=filler.linear(self.o, One(f"{own}o_proj")),
-            q_norm=filler.array(f"{own}q_norm.weight", self.q_norm),
-            k_norm=filler.array(f"{own}k_norm.weight", self.k_norm),
+            q_norm=filler.norm(f"{own}q_norm.weight", self.q_norm),
+            k_norm=filler.norm(f"{own}k_norm.weight", self.k_norm),
             sinks=filler.array(f"{own}sinks", self.sinks),
         )
 

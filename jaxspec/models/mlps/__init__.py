@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxspec.config.experts import ExpertsConfig
-from jaxspec.config.model import DenseConfig
+from jaxspec.config.mlps import DenseConfig
 from jaxspec.models.forward import ForwardPass
 from jaxspec.models.linear import Addend
 from jaxspec.models.mlps.dense import Dense, dense_shape

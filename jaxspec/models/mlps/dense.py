@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxspec.config.model import DenseConfig
+from jaxspec.config.mlps import DenseConfig
 from jaxspec.models.forward import ForwardPass, swiglu
 from jaxspec.models.linear import Linear, Product, linear_shape
 from jaxspec.parallel import Shards, check_divides

@@ -14,7 +14,7 @@ from jax import Array
 
 from jaxspec.collectives import all_gather, all_reduce, all_tokens, reduce_scatter, shard_offset
 from jaxspec.config.experts import ExpertsConfig
-from jaxspec.config.model import DenseConfig
+from jaxspec.config.mlps import DenseConfig
 from jaxspec.models.expert_linear import ExpertLinear, PerExpert, expert_linear_shape
 from jaxspec.models.forward import ForwardPass
 from jaxspec.models.linear import Linear, Product, linear_shape

@@ -1,0 +1,51 @@
+"""Configs of mixers: the part of a layer that combines information across tokens."""
+
+import dataclasses
+
+from jaxspec.config.checks import check_positive
+from jaxspec.config.rope import RopeConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionConfig:
+    """Softmax attention with grouped KV heads.
+
+    ``window``: a token attends to this many latest positions, its own included; None: to all.
+    ``sinks``: each query head has a score for attending to nothing (see paged_attention).
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    rope: RopeConfig
+    window: int | None = None
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: bool = False
+    sinks: bool = False
+
+    def __post_init__(self):
+        check_positive(num_heads=self.num_heads, num_kv_heads=self.num_kv_heads)
+        if self.window is not None:
+            check_positive(window=self.window)
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads ({self.num_heads}) must be a multiple of "
+                f"num_kv_heads ({self.num_kv_heads})"
+            )
+
+    @property
+    def head_dim(self) -> int:
+        return self.rope.head_dim
+
+    @property
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        """The rope configs that this mixer uses."""
+        return (self.rope,)
+
+    def check_tree_depth(self, max_depth: int) -> None:
+        """Raises ValueError unless the window shows every node of a tree all its ancestors."""
+        if self.window is not None and self.window <= max_depth:
+            raise ValueError(
+                f"a tree of depth {max_depth} does not fit the model's sliding window of "
+                f"{self.window} positions: choose a smaller depth"
+            )

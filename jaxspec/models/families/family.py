@@ -1,0 +1,145 @@
+"""What a model family is: how its ``config.json`` becomes a ModelConfig, and what families share.
+
+Every key of a config must be one that the family reads or one known not to change the mathematics.
+Any other key, or a value that the decoder cannot honour, is an error that names it. Absent keys
+take transformers' defaults.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from jaxspec.config.mixers import AttentionConfig
+from jaxspec.config.model import LayerConfig, ModelConfig
+from jaxspec.config.rope import RopeConfig
+from jaxspec.models import hf_keys
+from jaxspec.models.hf_values import (
+    check_flag,
+    is_integer,
+    is_positive_integer,
+    is_positive_number,
+    shown,
+)
+
+MOST_LAYERS = 1000  # a mistyped number of layers must not fill the host's memory
+Keys = Mapping[str, Any]
+
+
+def _no_more_keys(raw: Keys) -> frozenset[str]:
+    return frozenset()
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """A ``model_type``.
+
+    Attributes:
+      architecture: its class name in transformers.
+      read: from all keys of hf_keys.COMMON_DEFAULTS and ``defaults``, the absent ones filled in, to
+        a ModelConfig. Raises ValueError for a model that the decoder would not compute exactly.
+      keys: that it reads besides hf_keys.COMMON_KEYS.
+      defaults: transformers' values of absent keys, where they are not hf_keys.COMMON_DEFAULTS.
+      fixed: keys that must have one of these values, besides hf_keys.FIXED_VALUES or in place of
+        them.
+      more_keys: from a config to further keys that have no effect in it.
+      write: the keys of a ModelConfig besides those that all families share. None: configs of this
+        family are not written.
+    """
+
+    architecture: str
+    read: Callable[[Keys], ModelConfig]
+    keys: frozenset[str] = frozenset()
+    defaults: Keys = dataclasses.field(default_factory=dict)
+    fixed: hf_keys.Allowed = dataclasses.field(default_factory=dict)
+    more_keys: Callable[[Keys], frozenset[str]] = _no_more_keys
+    write: Callable[[ModelConfig], dict[str, Any]] | None = None
+
+    def model(self, raw: Keys) -> ModelConfig:
+        """The ModelConfig of the contents of ``config.json``.
+
+        Raises ValueError for a model that the decoder would not compute exactly.
+        """
+        own = self.keys | self.more_keys(raw)
+        fixed = {**hf_keys.FIXED_VALUES, **self.fixed}
+        fixed = {key: values for key, values in fixed.items() if key not in own}
+        check_keys(raw, hf_keys.COMMON_KEYS | hf_keys.HARMLESS_KEYS | own, fixed)
+        return self.read(self._with_defaults(raw))
+
+    def _with_defaults(self, raw: Keys) -> dict[str, Any]:
+        """The keys that are read, the absent ones filled in. Raises ValueError for values of a type
+        that they cannot have."""
+        defaults = {**hf_keys.COMMON_DEFAULTS, **self.defaults}
+        hf = {key: raw.get(key, default) for key, default in defaults.items()}
+        hf |= {key: defaults[key] for key in hf_keys.FLAGS & hf.keys() if hf[key] is None}
+        for key, value in hf.items():
+            if value is None and defaults[key] is None:
+                continue
+            if key in hf_keys.SIZES and not is_positive_integer(value):
+                raise ValueError(f"{key} must be a positive integer, got {shown(value)}")
+            if key in hf_keys.NUMBERS and not is_positive_number(value):
+                raise ValueError(f"{key} must be a number above 0, got {shown(value)}")
+            if key in hf_keys.FLAGS:
+                check_flag(key, value)
+        if hf["num_hidden_layers"] > MOST_LAYERS:
+            count = hf["num_hidden_layers"]
+            raise ValueError(f"num_hidden_layers {count} is more than {MOST_LAYERS}")
+        return hf
+
+
+def check_keys(raw: Keys, known: frozenset[str], fixed: hf_keys.Allowed, inside: str = "") -> None:
+    """Raise ValueError unless each key is known, or has one of the values it is fixed to.
+
+    ``inside`` names the object that has the keys, if it is not the whole file.
+    """
+    where = f"{inside}: " if inside else ""
+    for key, value in raw.items():
+        if key in fixed and value not in fixed[key]:
+            raise ValueError(
+                f"{where}{key} = {shown(value)} is not supported, only {fixed[key][-1]!r}"
+            )
+        if key not in known and key not in fixed:
+            raise ValueError(
+                f"{where}unknown key {shown(key)} (= {shown(value)}); it may change what the model "
+                "computes. Remove it if it does not"
+            )
+
+
+def model_of(hf: Keys, layers: Iterable[LayerConfig], *, norm_offset: int = 0) -> ModelConfig:
+    """A model of these layers, with the sizes that all families read alike."""
+    return ModelConfig(
+        vocab_size=hf["vocab_size"],
+        hidden_size=hf["hidden_size"],
+        rms_norm_eps=hf["rms_norm_eps"],
+        max_position=hf["max_position_embeddings"],
+        layers=tuple(layers),
+        tie_word_embeddings=hf["tie_word_embeddings"],
+        stop_token_ids=stop_token_ids(hf["eos_token_id"], hf["vocab_size"]),
+        norm_offset=norm_offset,
+    )
+
+
+def attention_of(hf: Keys, rope: RopeConfig, window: int | None = None) -> AttentionConfig:
+    """Attention with the heads that all families read alike, without biases and norms."""
+    heads = hf["num_attention_heads"]
+    return AttentionConfig(heads, hf["num_key_value_heads"] or heads, rope, window)
+
+
+def head_dim(hf: Keys) -> int:
+    """Width of a head. Raises ValueError if none is given and heads do not divide hidden_size."""
+    hidden, heads = hf["hidden_size"], hf["num_attention_heads"]
+    if hf["head_dim"] is None and hidden % heads:
+        raise ValueError(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
+    return hf["head_dim"] or hidden // heads
+
+
+def stop_token_ids(eos: Any, vocab_size: int) -> tuple[int, ...]:
+    """The ids of an integer, a list of them, or None. Raises ValueError for anything else."""
+    ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
+    if not all(map(is_integer, ids)):
+        raise ValueError(f"eos_token_id must be an integer or a list of them, got {shown(eos)}")
+    for one in ids:
+        if not 0 <= one < vocab_size:
+            raise ValueError(
+                f"eos_token_id {shown(one)} is no id of a vocabulary of {vocab_size} tokens"
+            )
+    return tuple(dict.fromkeys(ids))
