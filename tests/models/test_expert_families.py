@@ -15,7 +15,9 @@ from jaxspec.config.experts import ExpertsConfig
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.hf_config import load_model_config, parse_model_config
+from jaxspec.quantizer.checkpoint import Checkpoint
 from jaxspec.weights.fused_experts import OfExpert
+from jaxspec.weights.safetensors_io import save_decoder
 from tests.checkpoints import TINY, hf_logits, save_random_model
 from tests.marks import slow
 from tests.models.test_hf_parity import load, paged_logits
@@ -187,3 +189,13 @@ def test_layers_for_mtp_are_not_read(checkpoint, tmp_path: Path, name: str):
     else:
         with pytest.raises(ValueError, match=r"2\.mlp\.gate\.weight is not part of this model"):
             load(tmp_path)
+
+
+def test_what_is_not_written_is_an_error(checkpoint, tmp_path: Path):
+    with pytest.raises(ValueError, match=r"no config\.json is written"):
+        save_decoder(load(checkpoint("mixtral")[0]), tmp_path)
+
+
+def test_quantizing_is_refused(checkpoint):
+    with pytest.raises(ValueError, match="has experts, which are not quantized"):
+        Checkpoint(checkpoint("mixtral")[0])
