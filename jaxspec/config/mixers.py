@@ -10,8 +10,14 @@ from jaxspec.config.rope import RopeConfig
 class AttentionConfig:
     """Softmax attention with grouped KV heads.
 
-    ``window``: a token attends to this many latest positions, its own included; None: to all.
-    ``sinks``: each query head has a score for attending to nothing (see paged_attention).
+    Attributes:
+      window: a token attends to this many latest positions, its own included; None: to all.
+      qk_norm: queries and keys are normed before they are rotated: each head by itself, or with
+        ``whole_qk_norm`` all query heads as one vector, and all key heads.
+      scale: of the scores; None: 1 / sqrt(head_dim).
+      softcap: scores x become softcap * tanh(x / softcap).
+      sinks: each query head has a score for attending to nothing (see paged_attention).
+      fused: checkpoints have the three projections in one tensor, ``qkv_proj``.
     """
 
     num_heads: int
@@ -21,12 +27,20 @@ class AttentionConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: bool = False
+    whole_qk_norm: bool = False
+    scale: float | None = None
+    softcap: float | None = None
     sinks: bool = False
+    fused: bool = False
 
     def __post_init__(self):
         check_positive(num_heads=self.num_heads, num_kv_heads=self.num_kv_heads)
-        if self.window is not None:
-            check_positive(window=self.window)
+        for name in ("window", "scale", "softcap"):
+            value = getattr(self, name)
+            if value is not None:
+                check_positive(**{name: value})
+        if self.whole_qk_norm and not self.qk_norm:
+            raise ValueError("whole_qk_norm says how queries and keys are normed: set qk_norm, too")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads ({self.num_heads}) must be a multiple of "

@@ -2,29 +2,43 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Literal
 
 from jaxspec.config.checks import check_positive
 from jaxspec.config.experts import ExpertsConfig
 from jaxspec.config.mixers import AttentionConfig
 from jaxspec.config.mlps import DenseConfig
-from jaxspec.config.rope import Llama3RopeScaling, RopeConfig
-from jaxspec.config.yarn import YarnRopeScaling
+from jaxspec.config.rope import RopeConfig, RopeScaling
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerConfig:
-    """One transformer layer: a mixer (attention) and an MLP."""
+    """One transformer layer: a mixer (attention) and an MLP.
+
+    Attributes:
+      norms: of what mixer and MLP read (``before``), of what they give (``after``), or ``both``.
+      residual_scale: what mixer and MLP give is multiplied by it.
+    """
 
     mixer: AttentionConfig
     mlp: DenseConfig | ExpertsConfig
+    norms: Literal["before", "after", "both"] = "before"
+    residual_scale: float = 1.0
+
+    def __post_init__(self):
+        check_positive(residual_scale=self.residual_scale)
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """One decoder-only transformer: the configs of its layers, and model-wide sizes.
 
-    ``norm_offset``: what norms multiply by is the checkpoint's weight plus this (Gemma's and Qwen
-    3.5's norms are stored as w and multiply by 1 + w). It is added when weights are read.
+    Attributes:
+      norm_offset: what norms multiply by is the checkpoint's weight plus this (Gemma's and Qwen
+        3.5's norms are stored as w and multiply by 1 + w). It is added when weights are read.
+      embed_scale: embeddings are multiplied by it. Draft heads read them as they are.
+      logit_divisor: logits are divided by it.
+      logit_softcap: logits x become logit_softcap * tanh(x / logit_softcap).
     """
 
     vocab_size: int
@@ -35,11 +49,17 @@ class ModelConfig:
     tie_word_embeddings: bool = False
     stop_token_ids: tuple[int, ...] = ()
     norm_offset: int = 0
+    embed_scale: float = 1.0
+    logit_divisor: float = 1.0
+    logit_softcap: float | None = None
 
     def __post_init__(self):
         check_positive(vocab_size=self.vocab_size, hidden_size=self.hidden_size)
         check_positive(rms_norm_eps=self.rms_norm_eps, max_position=self.max_position)
         check_positive(num_layers=self.num_layers)
+        check_positive(embed_scale=self.embed_scale, logit_divisor=self.logit_divisor)
+        if self.logit_softcap is not None:
+            check_positive(logit_softcap=self.logit_softcap)
 
     @property
     def num_layers(self) -> int:
@@ -68,7 +88,7 @@ def dense_model(
     rope_theta: float,
     max_position: int,
     sliding_windows: tuple[int | None, ...] | None = None,
-    rope_scaling: Llama3RopeScaling | YarnRopeScaling | None = None,
+    rope_scaling: RopeScaling | None = None,
     tie_word_embeddings: bool = False,
     qkv_bias: bool = False,
     o_bias: bool = False,

@@ -24,7 +24,8 @@ from pallas_kernels.paged_attention.partial import (
     partial_attention,
     with_sinks,
 )
-from pallas_kernels.paged_attention.reference import MASKED
+from pallas_kernels.paged_attention.reference import MASKED, capped
+from pallas_kernels.products import einsum_f32
 
 
 @pytree
@@ -72,6 +73,8 @@ class PagedAttend(Pytree):
             *heads.scales,
             heads.sinks,
             window=window,
+            scale=heads.scale,
+            softcap=heads.softcap,
             first_slot=self.first_slot,
             order_invariant=self.order_invariant,
             implementation=heads.kernels.over_pages("paged_attention", k_pages),
@@ -105,6 +108,8 @@ class PagedAttend(Pytree):
             *heads.scales,
             page_size=state.page_size,
             window=window,
+            scale=heads.scale,
+            softcap=heads.softcap,
             first_slot=self.first_slot,
             implementation=heads.kernels.over_pages("partial_attention", k_pages),
         )
@@ -139,10 +144,8 @@ def dense_causal_attend(
     state: None, heads: Heads, window: int | None, implementation: Literal["xla", "cudnn"] = "xla"
 ) -> tuple[Array, None]:
     """An Attend function over the pass's own T tokens, without a cache."""
-    q, k, v = heads.rotated()
-    if heads.sinks is not None:
-        return _dense_with_sinks(q, k, v, window, heads.sinks), state
-    return dense_causal_attention(q, k, v, window, implementation), state
+    how = window, implementation, heads.scale, heads.softcap, heads.sinks
+    return dense_causal_attention(*heads.rotated(), *how), state
 
 
 def dense_causal_attention(
@@ -151,34 +154,53 @@ def dense_causal_attention(
     v: Array,
     window: int | None = None,
     implementation: Literal["xla", "cudnn"] = "xla",
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Array | None = None,
 ) -> Array:
     """Causal attention: q [B, T, Q, D], k and v [B, T, G, D] -> [B, T, Q, D].
 
-    ``cudnn`` is a flash kernel for bfloat16 on NVIDIA GPUs: it never writes the [T, T] scores.
+    ``cudnn`` is a flash kernel for bfloat16 on NVIDIA GPUs: it never writes the [T, T] scores. It
+    has no soft cap and no sinks: with one of them ``xla`` runs. ``scale`` and ``softcap``: see
+    AttentionConfig; ``sinks`` [Q]: see paged_attention.
     """
+    if softcap is not None or sinks is not None:
+        return _written_out_attention(q, k, v, window, scale, softcap, sinks)
     local = None if window is None else (window - 1, 0)
     with jax.default_matmul_precision("highest" if q.dtype == jnp.float32 else None):
         out = jax.nn.dot_product_attention(
-            q, k, v, is_causal=True, local_window_size=local, implementation=implementation
-        )
-    return jnp.asarray(out)
-
-
-def _dense_with_sinks(q: Array, k: Array, v: Array, window: int | None, sinks: Array) -> Array:
-    """As dense_causal_attention, with one more key for all tokens: its scores are ``sinks`` [Q],
-    its value is zero."""
-    length, num_heads = q.shape[1:3]
-    age = jnp.arange(length)[:, None] - jnp.arange(length)
-    seen = (age >= 0) & (age < (window or length))
-    ends = ((0, 0), (0, 1), (0, 0), (0, 0))
-    bias = jnp.zeros((1, num_heads, length, length + 1), q.dtype)
-    bias = bias.at[..., -1].set(sinks.astype(q.dtype)[:, None])
-    with jax.default_matmul_precision("highest" if q.dtype == jnp.float32 else None):
-        out = jax.nn.dot_product_attention(
             q,
-            jnp.pad(k, ends),
-            jnp.pad(v, ends),
-            bias=bias,
-            mask=jnp.pad(seen, ((0, 0), (0, 1)), constant_values=True)[None, None],
+            k,
+            v,
+            is_causal=True,
+            local_window_size=local,
+            implementation=implementation,
+            scale=scale,
         )
     return jnp.asarray(out)
+
+
+def _written_out_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    window: int | None,
+    scale: float | None,
+    softcap: float | None,
+    sinks: Array | None,
+) -> Array:
+    """As dense_causal_attention."""
+    *outer, head_dim = q.shape
+    grouped = q.reshape(*q.shape[:2], k.shape[2], -1, head_dim)  # [B, T, G, R, D]
+    scores = einsum_f32("btgrd,bsgd->bgrts", grouped, k)
+    scores = capped(scores * (head_dim**-0.5 if scale is None else scale), softcap)
+    behind = jnp.arange(q.shape[1])[:, None] - jnp.arange(q.shape[1])  # [T, S]
+    visible = behind >= 0 if window is None else (behind >= 0) & (behind < window)
+    scores = jnp.where(visible, scores, MASKED)
+    if sinks is not None:  # as a last slot, of which no value is added
+        own = sinks.astype(scores.dtype).reshape(*scores.shape[1:3], 1, 1)
+        own = jnp.broadcast_to(own, (*scores.shape[:-1], 1))
+        scores = jnp.concatenate([scores, own], axis=-1)
+    weights = jax.nn.softmax(scores, axis=-1)[..., : k.shape[1]].astype(v.dtype)
+    out = einsum_f32("bgrts,bsgd->btgrd", weights, v)
+    return out.astype(q.dtype).reshape(*outer, head_dim)

@@ -28,6 +28,7 @@ COMMON_DEFAULTS = MappingProxyType(
         "rms_norm_eps": 1e-6,
         "tie_word_embeddings": False,
         "eos_token_id": 2,
+        "original_max_position_embeddings": None,
         "rope_theta": 10000.0,
         "rope_scaling": None,
         "rope_parameters": None,
@@ -39,7 +40,8 @@ COMMON_DEFAULTS = MappingProxyType(
 # Keys by the type of their values. Sizes are at least 1.
 SIZES = words(
     """vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
-    num_key_value_heads head_dim max_position_embeddings num_local_experts num_experts
+    num_key_value_heads head_dim max_position_embeddings original_max_position_embeddings
+    sliding_window_pattern no_rope_layer_interval num_local_experts num_experts
     num_experts_per_tok experts_per_token moe_intermediate_size decoder_sparse_step
     n_routed_experts n_shared_experts n_group topk_group"""
 )
@@ -47,7 +49,12 @@ FLAGS = words(
     """tie_word_embeddings attention_bias mlp_bias use_sliding_window norm_topk_prob
     use_qk_norm"""
 )
-NUMBERS = words("rms_norm_eps routed_scaling_factor swiglu_alpha swiglu_limit")  # above 0
+NUMBERS = words(  # above 0
+    """rms_norm_eps query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping
+    rope_local_base_freq embedding_multiplier logits_scaling residual_multiplier
+    attention_multiplier routed_scaling_factor swiglu_alpha swiglu_limit"""
+)
+OPTIONAL = words("attn_logit_softcapping final_logit_softcapping")  # null: there is none
 
 # Keys that do not change the result: training, labels, defaults of generate(), bookkeeping. How
 # weights are stored is read by quantization.formats.

@@ -154,6 +154,18 @@ class Addend(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
+class Computed:
+    """An Addend that is computed already: [B, T, H], split as the layout splits hidden states."""
+
+    value: Array
+
+    def partial_sums(
+        self, layout: Layout, kernels: Kernels, takes_partials: Callable[[jnp.dtype, int], bool]
+    ) -> Array:
+        return self.value[None]
+
+
+@dataclasses.dataclass(frozen=True)
 class Product:
     """A matrix product that is not computed yet, so that its consumer can choose split-K.
 

@@ -35,6 +35,8 @@ def paged_attention(
     sinks: Array | None = None,
     *,
     window: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
     first_slot: int = 0,
     order_invariant: bool = False,
     implementation: Implementation = "reference",
@@ -59,6 +61,8 @@ def paged_attention(
       ancestors: [B, T, words] uint32 bit mask over the slots past the context, or None.
       window: attend only to the latest ``window`` positions, the query's own included. Tree slots
         are always visible under the mask: the caller must keep trees shallower than the window.
+      scale: of the scores; None: 1 / sqrt(D).
+      softcap: scores x, scaled, become ``softcap * tanh(x / softcap)``; None: they stay.
       kv_lens: [B] int32, end of each sequence's slots. No query of sequence ``b`` sees a slot from
         ``kv_lens[b]`` on, whatever the mask says. None: ``context_lens`` plus T for causal queries,
         or plus the number of mask bits.
@@ -91,6 +95,8 @@ def paged_attention(
     reference = functools.partial(
         paged_attention_reference,
         window=window,
+        scale=scale,
+        softcap=softcap,
         first_slot=first_slot,
         order_invariant=order_invariant,
     )
@@ -100,6 +106,7 @@ def paged_attention(
         problem = misfit_tpu(q, k_pages, v_pages, page_table, order_invariant)
     else:
         problem = misfit(q, k_pages, v_pages, order_invariant)
+    problem = problem or score_misfit(scale, softcap)
     mosaic = kernel_module("paged_attention", implementation, problem)
     if mosaic is None:
         return reference(*arguments, sinks=sinks)
@@ -126,6 +133,13 @@ def misfit(q: Array, k_pages: Array, v_pages: Array, order_invariant: bool) -> s
     if group > ROWS or group * head_dim < 128:
         return f"{group} query heads of {head_dim} to a KV head"
     return None
+
+
+def score_misfit(scale: float | None, softcap: float | None) -> str | None:
+    """Why no kernel can compute such scores, None if they can."""
+    if scale is not None:
+        return f"scores with a scale of their own, {scale}: it must be 1 / sqrt(D)"
+    return None if softcap is None else f"scores with a soft cap of {softcap}"
 
 
 def misfit_tpu(

@@ -10,10 +10,11 @@ from pallas_kernels.float8 import decode
 from pallas_kernels.products import scores_f32, weighted_sum_f32
 
 MASKED = -1e30  # finite, so that a row that sees no slot gives no NaN
+STATIC = ("window", "scale", "softcap", "first_slot", "order_invariant")
 
 
 # jit: traced and lowered once for all layers of a program.
-@functools.partial(jax.jit, static_argnames=("window", "first_slot", "order_invariant"))
+@functools.partial(jax.jit, static_argnames=STATIC)
 def paged_attention_reference(
     q: Array,  # [B, T, Q, D]
     k_pages: Array,  # [P, G, K, D]
@@ -28,6 +29,8 @@ def paged_attention_reference(
     sinks: Array | None = None,  # [Q]
     *,
     window: int | None,
+    scale: float | None = None,
+    softcap: float | None = None,
     first_slot: int,
     order_invariant: bool,
 ) -> Array:
@@ -35,7 +38,8 @@ def paged_attention_reference(
     slots = jnp.arange(page_table.shape[1] * k_pages.shape[2])
     visible = visible_slots(context_lens, positions, ancestors, slots, window, first_slot)
     visible &= slots < kv_lens[:, None, None]
-    scores, v = masked_scores(q, k_pages, v_pages, page_table, visible, order_invariant, k_scale)
+    pages = (k_pages, v_pages, page_table)
+    scores, v = masked_scores(q, *pages, visible, order_invariant, k_scale, scale, softcap)
     rows = None if sinks is None else _sinks_of_rows(sinks, scores.shape)
     out = by_head(_softmax_times_values(scores, v, order_invariant, rows), v_scale)
     return by_token(out, q.shape).astype(q.dtype)
@@ -49,9 +53,12 @@ def masked_scores(
     visible: Array,  # bool [B, T, S]
     order_invariant: bool,
     k_scale: Array | None = None,  # [G]
+    scale: float | None = None,
+    softcap: float | None = None,
 ) -> tuple[Array, Array]:
     """Scores of the queries of each KV head, MASKED where a slot is not visible, and the values,
     not yet multiplied by their scales: float32 [B, G, T * R, S] and [B, G, S, D]."""
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
     batch, num_tokens, num_heads, head_dim = q.shape
     kv_heads, num_slots = k_pages.shape[1], visible.shape[-1]
     # Slots that no query sees may hold NaN. A weight of 0 would not remove it (0 x NaN is NaN),
@@ -65,11 +72,17 @@ def masked_scores(
     grouped = q.reshape(batch, num_tokens, kv_heads, -1, head_dim).swapaxes(1, 2)
     grouped = grouped.reshape(batch, kv_heads, rows, head_dim)
     if order_invariant:
-        scores = _scaled_scores_f64(grouped, k)  # [B, G, T * R, S]
+        scores = _scaled_scores_f64(grouped, k, factor)  # [B, G, T * R, S]
     else:
-        scores = scores_f32(grouped, k) * head_dim**-0.5
-    split = by_head(scores, k_scale).reshape(batch, kv_heads, num_tokens, -1, num_slots)
+        scores = scores_f32(grouped, k) * factor
+    scores = capped(by_head(scores, k_scale), softcap)
+    split = scores.reshape(batch, kv_heads, num_tokens, -1, num_slots)
     return jnp.where(visible[:, None, :, None], split, MASKED).reshape(scores.shape), v
+
+
+def capped(scores: Array, softcap: float | None) -> Array:
+    """softcap * tanh(scores / softcap); None: the scores as they are."""
+    return scores if softcap is None else softcap * jnp.tanh(scores / softcap)
 
 
 def by_head(x: Array, scale: Array | None) -> Array:
@@ -126,14 +139,14 @@ def _bit_of(mask: Array, index: Array) -> Array:
     return (chosen >> (index % 32).astype(jnp.uint32)) & 1 == 1
 
 
-def _scaled_scores_f64(q: Array, k: Array) -> Array:
-    """q [B, G, M, D] times k [B, G, S, D] over D, over sqrt(D): float32 [B, G, M, S].
+def _scaled_scores_f64(q: Array, k: Array, scale: float) -> Array:
+    """q [B, G, M, D] times k [B, G, S, D] over D, times the scale: float32 [B, G, M, S].
 
     Summed in float64, since a product of another number of slots may add up in another order.
     """
     with jax.enable_x64(True):
         scores = jnp.einsum("bgmd,bgsd->bgms", q.astype(jnp.float64), k.astype(jnp.float64))
-        return (scores * q.shape[-1] ** -0.5).astype(jnp.float32)
+        return (scores * scale).astype(jnp.float32)
 
 
 def _sinks_of_rows(sinks: Array, shape: tuple[int, ...]) -> Array:

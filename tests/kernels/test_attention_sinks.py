@@ -58,7 +58,7 @@ def test_paged(window: int | None, order_invariant: bool):
 @pytest.mark.parametrize("window", [None, 3])
 def test_dense(window: int | None):
     q, k, v = map(jnp.asarray, (QUERIES, KEYS, VALUES))
-    out = attention._dense_with_sinks(q, k, v, window, jnp.asarray(SINKS))
+    out = attention.dense_causal_attention(q, k, v, window, sinks=jnp.asarray(SINKS))
     np.testing.assert_allclose(out, expected(window), atol=1e-5)
 
 

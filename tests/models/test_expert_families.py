@@ -20,7 +20,7 @@ from jaxspec.weights.fused_experts import OfExpert
 from jaxspec.weights.safetensors_io import save_decoder
 from tests.checkpoints import TINY, hf_logits, save_random_model
 from tests.marks import slow
-from tests.models.test_hf_parity import load, paged_logits
+from tests.parity import load, paged_logits
 
 YARN = {
     "rope_type": "yarn",

@@ -18,7 +18,7 @@ from jax import Array, lax
 
 from jaxspec.config.experts import ClampedSwiglu
 from jaxspec.models.expert_linear import ExpertLinear
-from jaxspec.models.forward import swiglu
+from jaxspec.models.forward import gated
 from jaxspec.models.mlps.routing import Routes
 from jaxspec.pytree import Pytree, array, pytree, static
 from pallas_kernels.products import einsum_f32
@@ -46,7 +46,7 @@ class Own(Pytree):
         not ``kept``, whatever the values there are."""
         gate_up = gate_up.astype(self.down.dtype)
         kind = self.activation
-        units = swiglu(gate_up) if kind is None else clamped_swiglu(kind, gate_up)
+        units = gated(gate_up, "silu") if kind is None else clamped_swiglu(kind, gate_up)
         units = units.astype(jnp.float32)
         units = jnp.where(kept[..., None], units * weights[..., None], 0.0)
         return units.astype(self.down.dtype)
