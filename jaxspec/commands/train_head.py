@@ -18,6 +18,8 @@ from rich.console import Console
 from jaxspec import LLM, SpeculationConfig
 from jaxspec.commands.shell import add_model_option, command_parser, run_command, typed_command
 from jaxspec.config.engine import EngineConfig
+from jaxspec.config.mixers import AttentionConfig
+from jaxspec.config.mlps import DenseConfig, dense_like
 from jaxspec.config.model import LayerConfig, ModelConfig
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import DraftHead
@@ -264,11 +266,9 @@ def store_states(
 def head_config(args: argparse.Namespace, target: ModelConfig) -> ModelConfig:
     """Llama layers of the target's sizes, without its windows, biases and norms of q and k."""
     first = target.layers[0]
-    attention = dataclasses.replace(
-        first.mixer, window=None, qkv_bias=False, o_bias=False, qk_norm=False
-    )
-    width = first.mlp.intermediate_size if args.ff is None else args.ff
-    mlp = dataclasses.replace(first.mlp, intermediate_size=width, bias=False)
+    own = first.mixer
+    attention = AttentionConfig(own.num_heads, own.num_kv_heads, own.rope)
+    mlp = dense_like(first.mlp) if args.ff is None else DenseConfig(args.ff)
     layers = (LayerConfig(attention, mlp),) * (1 if args.layers is None else args.layers)
     return dataclasses.replace(target, layers=layers, tie_word_embeddings=False)
 

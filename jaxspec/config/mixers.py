@@ -17,6 +17,7 @@ class AttentionConfig:
         ``whole_qk_norm`` all query heads as one vector, and all key heads.
       scale: of the scores; None: 1 / sqrt(head_dim).
       softcap: scores x become softcap * tanh(x / softcap).
+      sinks: each query head has a score for attending to nothing (see paged_attention).
       fused: checkpoints have the three projections in one tensor, ``qkv_proj``.
     """
 
@@ -30,6 +31,7 @@ class AttentionConfig:
     whole_qk_norm: bool = False
     scale: float | None = None
     softcap: float | None = None
+    sinks: bool = False
     fused: bool = False
 
     def __post_init__(self):

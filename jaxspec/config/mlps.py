@@ -4,6 +4,7 @@ import dataclasses
 from typing import Literal
 
 from jaxspec.config.checks import check_positive
+from jaxspec.config.experts import ExpertsConfig
 
 Activation = Literal["silu", "gelu_tanh"]
 
@@ -22,3 +23,9 @@ class DenseConfig:
 
     def __post_init__(self):
         check_positive(intermediate_size=self.intermediate_size)
+
+
+def dense_like(mlp: DenseConfig | ExpertsConfig) -> DenseConfig:
+    """Without biases, and with as many hidden units as a token goes through: for draft heads."""
+    size = mlp.active_size if isinstance(mlp, ExpertsConfig) else mlp.intermediate_size
+    return DenseConfig(size)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from jaxspec.config.checks import check_positive
+from jaxspec.config.experts import ExpertsConfig
 from jaxspec.config.mixers import AttentionConfig, MixerConfig
 from jaxspec.config.mlps import DenseConfig
 from jaxspec.config.mtp import MtpConfig
@@ -21,7 +22,7 @@ class LayerConfig:
     """
 
     mixer: MixerConfig
-    mlp: DenseConfig
+    mlp: DenseConfig | ExpertsConfig
     norms: Literal["before", "after", "both"] = "before"
     residual_scale: float = 1.0
 

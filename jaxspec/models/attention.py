@@ -22,6 +22,7 @@ from pallas_kernels.paged_attention.partial import (
     PartialAttention,
     merge_partials,
     partial_attention,
+    with_sinks,
 )
 from pallas_kernels.paged_attention.reference import MASKED, capped
 from pallas_kernels.products import einsum_f32
@@ -76,6 +77,7 @@ class PagedAttend(Pytree):
             self.ancestors,
             self.kv_lens,
             *heads.scales,
+            heads.sinks,
             window=window,
             scale=heads.scale,
             softcap=heads.softcap,
@@ -136,15 +138,21 @@ class PagedAttend(Pytree):
             implementation=heads.kernels.over_pages("partial_attention", k_pages),
         )
         count = heads.partials.shape[2] if heads.tokens else None
-        return _merged(part, axes, count).astype(q.dtype), state.replace(k=k_pages, v=v_pages)
+        out = _merged(part, axes, count, heads.sinks)
+        return out.astype(q.dtype), state.replace(k=k_pages, v=v_pages)
 
 
 @jax.named_scope("attention")
-def _merged(part: PartialAttention, axes: Axes, own_count: int | None) -> Array:
+def _merged(
+    part: PartialAttention, axes: Axes, own_count: int | None, sinks: Array | None
+) -> Array:
     """Attention over the slots of all devices: float32 [B, T, Q, D]. In one collective.
 
     ``own_count``: each device gets the next so many tokens only, with padding after the last.
     """
+    if sinks is not None:  # one device has the slot
+        is_first = lax.axis_index(axes) == 0
+        part = with_sinks(part, jnp.where(is_first, sinks, MASKED))
     own = jnp.concatenate([part.weighted, jnp.stack([part.peak, part.total], -1)], axis=-1)
     if own_count is None:
         parts = lax.all_gather(own, axes)
@@ -163,7 +171,7 @@ def dense_causal_attend(
     implementation: Literal["xla", "cudnn"] = "xla",
 ) -> tuple[Array, None]:
     """An Attend function over the pass's own T tokens, without a cache."""
-    how = window, implementation, heads.scale, heads.softcap
+    how = window, implementation, heads.scale, heads.softcap, heads.sinks
     return dense_causal_attention(*heads.rotated(), *how), state
 
 
@@ -175,14 +183,16 @@ def dense_causal_attention(
     implementation: Literal["xla", "cudnn"] = "xla",
     scale: float | None = None,
     softcap: float | None = None,
+    sinks: Array | None = None,
 ) -> Array:
     """Causal attention: q [B, T, Q, D], k and v [B, T, G, D] -> [B, T, Q, D].
 
     ``cudnn`` is a flash kernel for bfloat16 on NVIDIA GPUs: it never writes the [T, T] scores. It
-    has no soft cap: with one ``xla`` runs. ``scale`` and ``softcap``: see AttentionConfig.
+    has no soft cap and no sinks: with one of them ``xla`` runs. ``scale`` and ``softcap``: see
+    AttentionConfig; ``sinks`` [Q]: see paged_attention.
     """
-    if softcap is not None:
-        return _soft_capped_attention(q, k, v, window, scale, softcap)
+    if softcap is not None or sinks is not None:
+        return _written_out_attention(q, k, v, window, scale, softcap, sinks)
     local = None if window is None else (window - 1, 0)
     with jax.default_matmul_precision("highest" if q.dtype == jnp.float32 else None):
         out = jax.nn.dot_product_attention(
@@ -197,8 +207,14 @@ def dense_causal_attention(
     return jnp.asarray(out)
 
 
-def _soft_capped_attention(
-    q: Array, k: Array, v: Array, window: int | None, scale: float | None, softcap: float
+def _written_out_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    window: int | None,
+    scale: float | None,
+    softcap: float | None,
+    sinks: Array | None,
 ) -> Array:
     """As dense_causal_attention."""
     *outer, head_dim = q.shape
@@ -207,6 +223,11 @@ def _soft_capped_attention(
     scores = capped(scores * (head_dim**-0.5 if scale is None else scale), softcap)
     behind = jnp.arange(q.shape[1])[:, None] - jnp.arange(q.shape[1])  # [T, S]
     visible = behind >= 0 if window is None else (behind >= 0) & (behind < window)
-    weights = jax.nn.softmax(jnp.where(visible, scores, MASKED), axis=-1).astype(v.dtype)
+    scores = jnp.where(visible, scores, MASKED)
+    if sinks is not None:  # as a last slot, of which no value is added
+        own = sinks.astype(scores.dtype).reshape(*scores.shape[1:3], 1, 1)
+        own = jnp.broadcast_to(own, (*scores.shape[:-1], 1))
+        scores = jnp.concatenate([scores, own], axis=-1)
+    weights = jax.nn.softmax(scores, axis=-1)[..., : k.shape[1]].astype(v.dtype)
     out = einsum_f32("bgrts,bsgd->btgrd", weights, v)
     return out.astype(q.dtype).reshape(*outer, head_dim)

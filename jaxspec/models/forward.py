@@ -125,6 +125,7 @@ class ForwardPass:
         k_norm: Array | None,
         kv_scales: KVScales | None = None,
         qk_norm: Array | None = None,
+        sinks: Array | None = None,
     ) -> "Heads":
         """The heads of a qkv projection, not yet normed and rotated.
 
@@ -150,6 +151,7 @@ class ForwardPass:
             kv_scales=kv_scales,
             scale=config.scale,
             softcap=config.softcap,
+            sinks=sinks,
             tokens=self.layout.sequence if self.layout.tokens else (),
         )
 
@@ -182,6 +184,7 @@ class Heads:
       eps: epsilon of the norms.
       kv_scales: of keys and values in 8-bit pages, or None.
       scale, softcap: of the scores; see AttentionConfig.
+      sinks: float32 [Q] scores of a slot without a value (see paged_attention), or None.
       tokens: mesh axes that the tokens of ``partials`` are split over; ``rope`` is of all tokens.
     """
 
@@ -195,6 +198,7 @@ class Heads:
     kv_scales: KVScales | None = None
     scale: float | None = None
     softcap: float | None = None
+    sinks: Array | None = None
     tokens: Axes = ()
 
     @property

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jaxspec.models.expert_linear import check_no_experts
 from jaxspec.models.linear import Linear, Product
 from jaxspec.pytree import Pytree, array, pytree, static
 from jaxspec.tensors import Filler, Source
@@ -99,7 +100,11 @@ class ScaledLinear(Pytree):
 
 
 def in_eight_bits[T](weights: T) -> T:
-    """A pytree of weights with every Linear replaced by the nearest ScaledLinear, beside it."""
+    """A pytree of weights with every Linear replaced by the nearest ScaledLinear, beside it.
+
+    Raises ValueError for weights with experts.
+    """
+    check_no_experts(weights, "quantized")
 
     def replaced(node: Any) -> Any:
         if not isinstance(node, Linear):

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jaxspec.config.experts import ExpertsConfig
 from jaxspec.config.model import ModelConfig
 from jaxspec.models.decoder import Decoder, decoder_shapes
 from jaxspec.models.hf_config import load_model_config
@@ -60,6 +61,9 @@ class Checkpoint:
         self.stored = scan(directory)
         is_head = head_method(directory) is not None
         self.config = None if is_head else load_model_config(directory)
+        layers = () if self.config is None else self.config.layers
+        if any(isinstance(layer.mlp, ExpertsConfig) for layer in layers):
+            raise ValueError(f"{directory} has experts, which are not quantized")
 
     def units(self, *, lm_head: bool) -> list[Unit]:
         """What is quantized, in the order of the forward pass: layers, then the LM head; or all of

@@ -32,6 +32,7 @@ def paged_attention(
     kv_lens: Array | None = None,
     k_scale: Array | None = None,
     v_scale: Array | None = None,
+    sinks: Array | None = None,
     *,
     window: int | None = None,
     scale: float | None = None,
@@ -67,6 +68,8 @@ def paged_attention(
         or plus the number of mask bits.
       k_scale, v_scale: float32 [G], for pages of bytes (see float8.py): the bytes' numbers times
         the scale are the keys and values; else None.
+      sinks: float32 [Q], for each query head the score of one more slot, whose value is zero
+        (Xiao et al., arXiv 2309.17453; learned scores as in gpt-oss). No kernel takes them.
       first_slot: slots before it are hidden.
       order_invariant: accumulate in float64, so that the rounded result does not depend on which
         slots hold the visible keys, nor on the width of the page table (in float32 on a CPU it
@@ -84,6 +87,8 @@ def paged_attention(
         kv_lens = context_lens + (q.shape[1] if ancestors is None else 32 * ancestors.shape[2])
     arguments = (q, k_pages, v_pages, page_table, context_lens, positions, ancestors, kv_lens)
     _check_shapes(*arguments)
+    if sinks is not None and sinks.shape != q.shape[2:3]:
+        raise ValueError(f"sinks must be {q.shape[2:3]}, got {sinks.shape}")
     check_scales(k_pages, v_pages, k_scale, v_scale)
     if k_scale is not None:
         arguments = (*arguments, k_scale, v_scale)
@@ -95,14 +100,16 @@ def paged_attention(
         first_slot=first_slot,
         order_invariant=order_invariant,
     )
-    if wants_tpu(implementation):
+    if sinks is not None:
+        problem = "attention sinks: leave out the operation paged_attention"
+    elif wants_tpu(implementation):
         problem = misfit_tpu(q, k_pages, v_pages, page_table, order_invariant)
     else:
         problem = misfit(q, k_pages, v_pages, order_invariant)
     problem = problem or score_misfit(scale, softcap)
     mosaic = kernel_module("paged_attention", implementation, problem)
     if mosaic is None:
-        return reference(*arguments)
+        return reference(*arguments, sinks=sinks)
     kernel = functools.partial(mosaic.paged_attention_mosaic, window=window, first_slot=first_slot)
     return with_reference_gradient(kernel, reference)(*arguments)
 

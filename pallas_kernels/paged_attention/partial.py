@@ -165,6 +165,12 @@ def merge_partials(parts: PartialAttention) -> Array:
     return jnp.sum(parts.weighted * weights[..., None], axis=0) / total[..., None]
 
 
+def with_sinks(part: PartialAttention, sinks: Array) -> PartialAttention:
+    """The part with one more slot, whose value is zero and whose scores are ``sinks`` [Q]."""
+    zeros, own = jnp.zeros_like(part.weighted), jnp.broadcast_to(sinks, part.peak.shape)
+    return _both(part, PartialAttention(zeros, own.astype(jnp.float32), jnp.ones_like(part.total)))
+
+
 def _both(one: PartialAttention, other: PartialAttention) -> PartialAttention:
     peak = jnp.maximum(one.peak, other.peak)
     weights = [jnp.exp(part.peak - peak) for part in (one, other)]

@@ -26,6 +26,7 @@ def paged_attention_reference(
     kv_lens: Array,  # [B]
     k_scale: Array | None = None,  # [G]
     v_scale: Array | None = None,
+    sinks: Array | None = None,  # [Q]
     *,
     window: int | None,
     scale: float | None = None,
@@ -39,7 +40,8 @@ def paged_attention_reference(
     visible &= slots < kv_lens[:, None, None]
     pages = (k_pages, v_pages, page_table)
     scores, v = masked_scores(q, *pages, visible, order_invariant, k_scale, scale, softcap)
-    out = by_head(_softmax_times_values(scores, v, order_invariant), v_scale)
+    rows = None if sinks is None else _sinks_of_rows(sinks, scores.shape)
+    out = by_head(_softmax_times_values(scores, v, order_invariant, rows), v_scale)
     return by_token(out, q.shape).astype(q.dtype)
 
 
@@ -147,16 +149,34 @@ def _scaled_scores_f64(q: Array, k: Array, scale: float) -> Array:
         return (scores * scale).astype(jnp.float32)
 
 
-def _softmax_times_values(scores: Array, v: Array, order_invariant: bool) -> Array:
+def _sinks_of_rows(sinks: Array, shape: tuple[int, ...]) -> Array:
+    """Sinks [Q] for scores of ``shape`` [B, G, T * R, S]: float32 [G, T * R, 1]."""
+    _, kv_heads, rows, _ = shape
+    group = len(sinks) // kv_heads
+    per_head = sinks.astype(jnp.float32).reshape(kv_heads, group)
+    return jnp.tile(per_head, (1, rows // group))[..., None]
+
+
+def _softmax_times_values(
+    scores: Array, v: Array, order_invariant: bool, sinks: Array | None = None
+) -> Array:
     """softmax(scores [B, G, M, S]) times v [B, G, S, D], normalized last: float32 [B, G, M, D].
 
-    With ``order_invariant`` the sums over slots are in float64: they round to the same float32 in
-    (nearly) any order.
+    ``sinks``: [G, M, 1] one more score, of a value of zero. With ``order_invariant`` the sums over
+    slots are in float64: they round to the same float32 in (nearly) any order.
     """
-    exps = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
+    peak = jnp.max(scores, axis=-1, keepdims=True)
+    if sinks is not None:
+        peak = jnp.maximum(peak, sinks)
+    exps = jnp.exp(scores - peak)
+    sunk = None if sinks is None else jnp.exp(sinks - peak)
     if not order_invariant:
-        return weighted_sum_f32(exps.astype(v.dtype), v) / jnp.sum(exps, axis=-1)[..., None]
+        total = jnp.sum(exps, axis=-1)[..., None]
+        total = total if sunk is None else total + sunk
+        return weighted_sum_f32(exps.astype(v.dtype), v) / total
     with jax.enable_x64(True):
         wide = exps.astype(v.dtype).astype(jnp.float64)
         out = jnp.einsum("bgms,bgsd->bgmd", wide, v.astype(jnp.float64))
-        return (out / jnp.sum(wide, axis=-1)[..., None]).astype(jnp.float32)
+        total = jnp.sum(wide, axis=-1)[..., None]
+        total = total if sunk is None else total + sunk.astype(jnp.float64)
+        return (out / total).astype(jnp.float32)

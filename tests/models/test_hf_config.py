@@ -182,7 +182,7 @@ def test_stop_tokens_of_both_files(tmp_path: Path):
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        (LLAMA | {"model_type": "mixtral"}, "'mixtral' is not supported; supported are llama"),
+        (LLAMA | {"model_type": "bloom"}, "'bloom' is not supported; supported are llama"),
         (without(LLAMA, "model_type"), "model_type None is not supported"),
         (LLAMA | {"architectures": ["LlamaForSequenceClassification"]}, "SequenceClassification"),
         (LLAMA | {"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported, only 'silu'"),

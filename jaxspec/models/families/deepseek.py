@@ -1,10 +1,10 @@
-"""DeepSeek-V3: latent attention."""
+"""DeepSeek-V3: latent attention, and experts after the first layers."""
 
 from jaxspec.config.latent import LatentConfig
-from jaxspec.config.mlps import DenseConfig
-from jaxspec.config.model import LayerConfig, ModelConfig
-from jaxspec.models.families.family import Family, Keys, model_of
+from jaxspec.config.model import ModelConfig
+from jaxspec.models.families.family import Family, Keys
 from jaxspec.models.families.rope import rope_of, score_factor
+from jaxspec.models.families.routed import after_dense, model_with_experts, sigmoid_experts
 from jaxspec.models.hf_keys import words
 from jaxspec.models.hf_values import is_positive_integer, shown
 
@@ -31,10 +31,7 @@ def _read(hf: Keys) -> ModelConfig:
         interleaved=hf["rope_interleave"],
         bias=hf["attention_bias"],
     )
-    if hf["first_k_dense_replace"] < hf["num_hidden_layers"]:
-        raise ValueError("experts of DeepSeek-V3 are not supported yet")
-    layer = LayerConfig(mixer, DenseConfig(hf["intermediate_size"]))
-    return model_of(hf, [layer] * hf["num_hidden_layers"])
+    return model_with_experts(hf, mixer, sigmoid_experts(hf, 256), after_dense(hf))
 
 
 DEEPSEEK_V3 = Family(
@@ -43,8 +40,8 @@ DEEPSEEK_V3 = Family(
     keys=words(
         """attention_bias kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim qk_head_dim
         v_head_dim rope_interleave first_k_dense_replace moe_intermediate_size n_shared_experts
-        n_routed_experts routed_scaling_factor n_group topk_group num_experts_per_tok
-        norm_topk_prob"""
+        n_routed_experts num_local_experts routed_scaling_factor n_group topk_group
+        num_experts_per_tok norm_topk_prob ep_size"""
     ),
     defaults={
         "vocab_size": 129280,
@@ -61,5 +58,19 @@ DEEPSEEK_V3 = Family(
         "v_head_dim": 128,
         "rope_interleave": True,
         "first_k_dense_replace": 3,
+        "n_routed_experts": None,
+        "num_local_experts": None,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 2048,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "n_group": 8,
+        "topk_group": 4,
+    },
+    fixed={
+        "topk_method": (None, "noaux_tc"),
+        "scoring_func": (None, "sigmoid"),
+        "moe_layer_freq": (None, 1),
     },
 )

@@ -132,9 +132,10 @@ def mtp_of(hf: Keys, layout: MtpLayout, *, normed: bool) -> MtpConfig | None:
 
     Raises ValueError for what is no number of layers.
     """
-    count = hf["num_nextn_predict_layers"]
+    name = "num_nextn_predict_layers" if hf["num_mtp_layers"] is None else "num_mtp_layers"
+    count = hf[name]  # transformers writes the latter
     if not is_integer(count) or count < 0:
-        raise ValueError(f"num_nextn_predict_layers must be a number of layers, got {shown(count)}")
+        raise ValueError(f"{name} must be a number of layers, got {shown(count)}")
     return MtpConfig(layout, count, normed) if count else None
 
 

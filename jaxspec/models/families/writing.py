@@ -17,9 +17,11 @@ def alike(config: ModelConfig) -> tuple[AttentionConfig, DenseConfig]:
     """
     layers = config.layers
     known = all(isinstance(layer.mixer, AttentionConfig) for layer in layers)
-    if not (known and all(isinstance(layer.mlp, DenseConfig) for layer in layers)):
+    mlps = [layer.mlp for layer in layers if isinstance(layer.mlp, DenseConfig)]
+    if not known or len(mlps) != len(layers):
         raise ValueError("no config.json is written for models with layers of such kinds")
-    kinds = {(dataclasses.replace(layer.mixer, window=None), layer.mlp) for layer in layers}
+    mixers = (dataclasses.replace(layer.mixer, window=None) for layer in layers)
+    kinds = set(zip(mixers, mlps, strict=True))
     if len(kinds) != 1:
         raise ValueError("no supported Hugging Face family has layers that differ in this way")
     return kinds.pop()

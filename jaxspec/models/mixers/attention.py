@@ -29,6 +29,7 @@ class Attention(Pytree):
     q_norm: Array | None = array("head_dim")
     k_norm: Array | None = array("head_dim")
     qk_norm: Array | None = array("kv_heads", "group", "head_dim", default=None)
+    sinks: Array | None = array("heads", default=None)  # float32
     kv_scales: KVScales | None = None
     config: AttentionConfig = static()
 
@@ -37,7 +38,7 @@ class Attention(Pytree):
         and the new state."""
         product = self.qkv.product(x, "qkv")
         norms = self.q_norm, self.k_norm
-        heads = step.heads(product, self.config, *norms, self.kv_scales, self.qk_norm)
+        heads = step.heads(product, self.config, *norms, self.kv_scales, self.qk_norm, self.sinks)
         out, state = step.attend(state, heads, self.config.window)
         return self.o.product(out.reshape(*out.shape[:2], -1), "o"), state
 
@@ -62,6 +63,7 @@ class Attention(Pytree):
             q_norm=filler.norm(f"{own}q_norm.weight", self.q_norm),
             k_norm=filler.norm(f"{own}k_norm.weight", self.k_norm),
             qk_norm=filler.of_source(norms, "weight", self.qk_norm),
+            sinks=filler.array(f"{own}sinks", self.sinks),
         )
 
 
@@ -93,6 +95,7 @@ def attention_shape(
         q_norm=vector(head_dim, dtype, when=by_head),
         k_norm=vector(head_dim, dtype, when=by_head),
         qk_norm=array_shape(kv_heads, group - 1, head_dim, dtype=dtype, when=config.whole_qk_norm),
+        sinks=vector(config.num_heads, jnp.float32, when=config.sinks),
         config=config,
     )
 

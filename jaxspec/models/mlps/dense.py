@@ -29,7 +29,10 @@ class Dense(Pytree):
 
     def filled(self, prefix: str, filler: Filler) -> "Dense":
         """The same, with every array replaced by ``filler``'s result for ``<prefix>mlp``."""
-        own = f"{prefix}mlp."
+        return self.filled_at(f"{prefix}mlp.", filler)
+
+    def filled_at(self, own: str, filler: Filler) -> "Dense":
+        """As ``filled``, where the names of the projections begin with ``own``."""
         source: Source = Stacked((f"{own}gate_proj", f"{own}up_proj"))
         if self.config.fused:
             source = Fused(f"{own}gate_up_proj", source, (self.config.intermediate_size,) * 2)
