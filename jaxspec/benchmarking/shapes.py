@@ -129,8 +129,10 @@ def eagle3_config(target: ModelConfig) -> HeadConfig:
     """An EAGLE-3 head with one Llama layer of the target's sizes, and a vocabulary of the size that
     published heads have."""
     layer = target.layers[0]
-    rope = dataclasses.replace(layer.mixer.rope, scaling=None)
-    attention = AttentionConfig(layer.mixer.num_heads, layer.mixer.num_kv_heads, rope)
+    own = layer.attention
+    attention = AttentionConfig(
+        own.num_heads, own.num_kv_heads, dataclasses.replace(own.rope, scaling=None)
+    )
     model = dataclasses.replace(
         target,
         layers=(LayerConfig(attention, dense_like(layer.mlp)),),

@@ -266,7 +266,7 @@ def store_states(
 def head_config(args: argparse.Namespace, target: ModelConfig) -> ModelConfig:
     """Llama layers of the target's sizes, without its windows, biases and norms of q and k."""
     first = target.layers[0]
-    own = first.mixer
+    own = first.attention
     attention = AttentionConfig(own.num_heads, own.num_kv_heads, own.rope)
     mlp = dense_like(first.mlp) if args.ff is None else DenseConfig(args.ff)
     layers = (LayerConfig(attention, mlp),) * (1 if args.layers is None else args.layers)
@@ -306,7 +306,7 @@ def train(args: argparse.Namespace, console: Console, started: float) -> None:
     if args.resume:
         check_resumable(args.work)
     args.out.mkdir(parents=True, exist_ok=True)  # fails now, not after training
-    config = train_config(args, model.layers[0].mixer.head_dim)
+    config = train_config(args, model.layers[0].attention.head_dim)
     schedule = Schedule(
         steps=args.steps,
         deadline=deadline_of(started, args.minutes, 1 - EXPORT_SHARE),

@@ -47,6 +47,11 @@ class LatentConfig:
         return self.key_dim + self.rope.head_dim
 
     @property
+    def heads(self) -> str:
+        """In words."""
+        return f"{self.num_heads} heads over a latent of {self.latent}"
+
+    @property
     def ropes(self) -> tuple[RopeConfig, ...]:
         """The rope configs that this mixer uses."""
         return (self.rope,)

@@ -53,6 +53,11 @@ class AttentionConfig:
         return self.rope.head_dim
 
     @property
+    def heads(self) -> str:
+        """In words."""
+        return f"{self.num_heads} query and {self.num_kv_heads} KV heads of {self.head_dim}"
+
+    @property
     def ropes(self) -> tuple[RopeConfig, ...]:
         """The rope configs that this mixer uses."""
         return (self.rope,)

@@ -29,6 +29,16 @@ class LayerConfig:
     def __post_init__(self):
         check_positive(residual_scale=self.residual_scale)
 
+    @property
+    def attention(self) -> AttentionConfig:
+        """The mixer, if it has grouped KV heads. Raises ValueError for any other kind."""
+        if not isinstance(self.mixer, AttentionConfig):
+            raise ValueError(
+                f"layers of {type(self.mixer).__name__} are not supported here, only attention with "
+                "grouped KV heads"
+            )
+        return self.mixer
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:

@@ -256,6 +256,7 @@ class LatentHeads:
     scale: float
     kernels: Kernels
     softcap: None = None
+    sinks: None = None
 
     def rotated(self) -> tuple[Array, Array, Array]:
         """Queries, keys and values."""

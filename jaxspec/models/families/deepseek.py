@@ -41,7 +41,7 @@ DEEPSEEK_V3 = Family(
         """attention_bias kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim qk_head_dim
         v_head_dim rope_interleave first_k_dense_replace moe_intermediate_size n_shared_experts
         n_routed_experts num_local_experts routed_scaling_factor n_group topk_group
-        num_experts_per_tok norm_topk_prob ep_size"""
+        num_experts_per_tok norm_topk_prob ep_size aux_loss_alpha seq_aux"""
     ),
     defaults={
         "vocab_size": 129280,
