@@ -22,6 +22,7 @@ from jaxspec.config.mixers import AttentionConfig
 from jaxspec.config.mlps import DenseConfig, dense_like
 from jaxspec.config.model import LayerConfig, ModelConfig
 from jaxspec.models.decoder import Decoder
+from jaxspec.models.heads import DraftHead
 from jaxspec.models.hf_config import load_model_config
 from jaxspec.tokenizer import load_tokenizer
 from jaxspec.training import data, draft_data
@@ -30,7 +31,7 @@ from jaxspec.training.draft_loss import LossConfig
 from jaxspec.training.draft_report import DraftCard, export_head
 from jaxspec.training.draft_run import DraftRecord, DraftTraining
 from jaxspec.training.draft_states import StoredStates, capture_states
-from jaxspec.training.draft_step import DraftTrainConfig, init_head
+from jaxspec.training.draft_step import DraftTrainConfig, init_head, init_mtp_layer
 from jaxspec.training.lm import num_parameters
 from jaxspec.training.precision import attention_of, resolve_precision
 from jaxspec.training.progress import counting, follow, progress_bar
@@ -55,7 +56,8 @@ def make_parser() -> argparse.ArgumentParser:
     add_model_option(parser)
     add("--data", type=Path, nargs="+", required=True, help="folders, text files or .jsonl files")
     add("--out", type=Path, required=True, help="folder of the exported head")
-    add("--method", choices=("eagle3", "eagle1"), default="eagle3", help="layout of the head")
+    add("--method", choices=("eagle3", "eagle1", "mtp"), default="eagle3", help="layout of the "
+        "head; mtp: a layer like the model's last one, named as in DeepSeek-V3")  # fmt: skip
     add("--work", type=Path, default=Path("runs/drafter"), help="checkpoints, log, answers, states")
     add("--resume", action="store_true", help="resume from the last checkpoint in --work, with the "
         "answers written by then; without it, checkpoints there are deleted")  # fmt: skip
@@ -95,7 +97,7 @@ def make_parser() -> argparse.ArgumentParser:
     head.add_argument("--capture", type=int, nargs="+", help="target layers whose hidden states "
         "the head reads (default: as in the method's official code)")  # fmt: skip
     head.add_argument("--ff", type=int, help="width of the MLP (default: the model's)")
-    head.add_argument("--layers", type=int, default=1, help="layers of the head")
+    head.add_argument("--layers", type=int, help="layers of the head (default: 1)")
     train = parser.add_argument_group("training")
     train.add_argument(
         "--unroll", type=int, help="steps of the training-time test (default: the method's)"
@@ -151,6 +153,11 @@ def check_options(args: argparse.Namespace, model: ModelConfig) -> None:
     """Raise ValueError for rows longer than the model allows, and for options without effect."""
     if args.length > model.max_position:
         raise ValueError(f"--length {args.length} exceeds the model's {model.max_position}")
+    sizes = {"--draft-vocab": args.draft_vocab, "--capture": args.capture, "--ff": args.ff}
+    sizes["--layers"] = args.layers
+    given = [name for name, value in sizes.items() if value is not None]
+    if given and args.method == "mtp":
+        raise ValueError(f"an MTP layer has the model's own sizes: no {' and '.join(given)}")
     counts = {
         "--prompt-tokens": args.prompt_tokens,
         "--regenerate-rows": args.regenerate_rows,
@@ -262,8 +269,21 @@ def head_config(args: argparse.Namespace, target: ModelConfig) -> ModelConfig:
     own = first.mixer
     attention = AttentionConfig(own.num_heads, own.num_kv_heads, own.rope)
     mlp = dense_like(first.mlp) if args.ff is None else DenseConfig(args.ff)
-    layers = (LayerConfig(attention, mlp),) * args.layers
+    layers = (LayerConfig(attention, mlp),) * (1 if args.layers is None else args.layers)
     return dataclasses.replace(target, layers=layers, tie_word_embeddings=False)
+
+
+def new_head(args: argparse.Namespace, target: Decoder, token_ids: np.ndarray | None) -> DraftHead:
+    if args.method == "mtp":
+        return init_mtp_layer(target, args.seed)
+    return init_head(
+        target,
+        head_config(args, target.config),
+        args.method,
+        capture=None if args.capture is None else tuple(args.capture),
+        token_ids=token_ids,
+        seed=args.seed,
+    )
 
 
 def describe(record: DraftRecord) -> str:
@@ -299,14 +319,7 @@ def train(args: argparse.Namespace, console: Console, started: float) -> None:
     target = load_decoder(directory, model, np.dtype(config.compute_dtype))
     size = model.vocab_size if args.draft_vocab is None else args.draft_vocab
     token_ids = draft_data.draft_vocabulary(train_rows, model.vocab_size, size)
-    head = init_head(
-        target,
-        head_config(args, model),
-        args.method,
-        capture=None if args.capture is None else tuple(args.capture),
-        token_ids=token_ids,
-        seed=args.seed,
-    )
+    head = new_head(args, target, token_ids)
     states = store_states(args, console, target, train_rows, head.capture, config, started)
     if schedule.deadline is not None and time.monotonic() >= schedule.deadline:
         raise ValueError(

@@ -8,6 +8,7 @@ from jaxspec.config.checks import check_positive
 from jaxspec.config.experts import ExpertsConfig
 from jaxspec.config.mixers import AttentionConfig
 from jaxspec.config.mlps import DenseConfig
+from jaxspec.config.mtp import MtpConfig
 from jaxspec.config.rope import RopeConfig, RopeScaling
 
 
@@ -39,6 +40,7 @@ class ModelConfig:
       embed_scale: embeddings are multiplied by it. Draft heads read them as they are.
       logit_divisor: logits are divided by it.
       logit_softcap: logits x become logit_softcap * tanh(x / logit_softcap).
+      mtp: the layers for multi-token prediction that its checkpoint has beside it.
     """
 
     vocab_size: int
@@ -52,6 +54,7 @@ class ModelConfig:
     embed_scale: float = 1.0
     logit_divisor: float = 1.0
     logit_softcap: float | None = None
+    mtp: MtpConfig | None = None
 
     def __post_init__(self):
         check_positive(vocab_size=self.vocab_size, hidden_size=self.hidden_size)

@@ -7,7 +7,6 @@ Each slice is cast and transposed as it is read. The host holds at most one arra
 import functools
 import json
 import math
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -25,6 +24,7 @@ from jaxspec.config.model import ModelConfig
 from jaxspec.models.decoder import Decoder, decoder_shapes
 from jaxspec.models.hf_config import to_hf_config
 from jaxspec.models.hf_values import shown_name
+from jaxspec.models.mtp_names import mtp_tensors
 from jaxspec.models.pipeline import Pipeline, as_one, cut, pipeline_shapes
 from jaxspec.parallel import Shards, mesh_layout, named_shardings
 from jaxspec.quantization.float8 import E4M3, Float8Linear
@@ -56,7 +56,6 @@ EXACT_DTYPES = MappingProxyType(
         "F8_E4M3": E4M3,
     }
 )
-MTP_LAYER = re.compile(r"(model\.layers\.\d+\.)eh_proj\.weight")
 CHUNK_ELEMENTS = 4 << 20  # most elements read at a time
 STRIP = 128  # columns copied at a time: transposing whole matrices is several times slower
 MAX_FILE_BYTES = 4 << 30
@@ -136,14 +135,9 @@ def open_checkpoint(
 
 
 def _harmless(config: ModelConfig, names: Collection[str]) -> set[str]:
-    """Tensors that a checkpoint may have, and that are not read: an LM head that is tied, and
-    layers for multi-token prediction (MTP), which come after the model's own and have an
-    ``eh_proj``."""
+    """Tensors that a checkpoint may have, and that are not read."""
     head = {"lm_head.weight"} if config.tie_word_embeddings else set()
-    own = range(config.num_layers)
-    mtp = {match[1] for name in names if (match := MTP_LAYER.fullmatch(name))}
-    mtp -= {f"model.layers.{index}." for index in own}
-    return head | {name for name in names if name.startswith(tuple(mtp))}
+    return head | mtp_tensors(config, names)
 
 
 def save_decoder(decoder: Decoder, directory: str | Path) -> None:

@@ -17,7 +17,7 @@ from jaxspec.models.families.mistral import MISTRAL
 from jaxspec.models.families.mixtral import MIXTRAL
 from jaxspec.models.families.olmo import OLMO2, OLMO3
 from jaxspec.models.families.phi import PHI3
-from jaxspec.models.families.qwen import QWEN2, QWEN3
+from jaxspec.models.families.qwen import MIMO, QWEN2, QWEN3
 from jaxspec.models.families.qwen3_moe import QWEN3_MOE
 from jaxspec.models.families.smollm import SMOLLM3
 
@@ -42,5 +42,6 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "qwen3_moe": QWEN3_MOE,
         "glm4_moe": GLM4_MOE,
         "gpt_oss": GPT_OSS,
+        "mimo": MIMO,
     }
 )

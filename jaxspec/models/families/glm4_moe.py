@@ -1,7 +1,4 @@
-"""GLM-4.5 and 4.6: experts chosen as DeepSeek-V3's are, grouped KV heads, partial rotary.
-
-Layers for MTP, after the model's own, are not part of the model (see safetensors_io).
-"""
+"""GLM-4.5 and 4.6: experts chosen as DeepSeek-V3's are, grouped KV heads, partial rotary."""
 
 import dataclasses
 
@@ -45,8 +42,7 @@ GLM4_MOE = Family(
     keys=words(
         """attention_bias partial_rotary_factor use_qk_norm n_routed_experts num_local_experts
         n_shared_experts num_experts_per_tok moe_intermediate_size norm_topk_prob
-        routed_scaling_factor n_group topk_group first_k_dense_replace num_nextn_predict_layers
-        num_mtp_layers"""
+        routed_scaling_factor n_group topk_group first_k_dense_replace"""
     ),
     defaults={
         "vocab_size": 151552,
@@ -69,5 +65,6 @@ GLM4_MOE = Family(
         "n_group": 1,
         "topk_group": 1,
         "first_k_dense_replace": 1,
+        "num_nextn_predict_layers": 1,
     },
 )
