@@ -16,6 +16,7 @@ from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.forward import make_pass
 from jaxspec.models.hf_config import parse_model_config
+from jaxspec.models.mlps import mix
 from jaxspec.parallel import WHOLE, Layout, TensorParallel, make_mesh, mesh_layout, partition_specs
 from jaxspec.sampling import make_sampling
 from pallas_kernels.selection import NO_KERNELS
@@ -128,11 +129,25 @@ def test_greedy_text_is_that_of_plain_decoding():
         slow("mixtral", "ngram", TREE),
         slow("qwen3_moe", "eagle3", CHAIN),
         slow("groups", "mixed", TREE),
+        slow("glm4_moe", "mtp", CHAIN),  # an MTP layer with experts, as its checkpoints have
+        slow("glm4_moe", "mtp", TREE),
     ],
 )
 def test_text_is_that_of_plain_decoding(kind: str, drafter: str, speculation: SpeculationConfig):
     params = make_params(drafter, speculation, target(kind))
     assert texts(params, page_size=3) == plain_texts(kind)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["glm4_moe", "gpt_oss"])
+def test_text_is_the_same_by_the_products_that_gpus_run(kind: str, monkeypatch: Any):
+    expected = plain_texts(kind)
+    jax.clear_caches()  # programs with the other products
+    monkeypatch.setattr(mix, "own_blocks", mix.every_expert)
+    try:
+        assert texts(make_params("eagle3", TREE, target(kind))) == expected
+    finally:
+        jax.clear_caches()
 
 
 @pytest.mark.slow
