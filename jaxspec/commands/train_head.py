@@ -18,7 +18,7 @@ from rich.console import Console
 from jaxspec import LLM, SpeculationConfig
 from jaxspec.commands.shell import add_model_option, command_parser, run_command, typed_command
 from jaxspec.config.engine import EngineConfig
-from jaxspec.config.model import LayerConfig, ModelConfig
+from jaxspec.config.model import ModelConfig, draft_layers
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.hf_config import load_model_config
 from jaxspec.tokenizer import load_tokenizer
@@ -255,15 +255,8 @@ def store_states(
 
 
 def head_config(args: argparse.Namespace, target: ModelConfig) -> ModelConfig:
-    """Llama layers of the target's sizes, without its windows, biases and norms of q and k."""
-    first = target.layers[0]
-    attention = dataclasses.replace(
-        first.mixer, window=None, qkv_bias=False, o_bias=False, qk_norm=False
-    )
-    width = first.mlp.intermediate_size if args.ff is None else args.ff
-    mlp = dataclasses.replace(first.mlp, intermediate_size=width, bias=False)
-    layers = (LayerConfig(attention, mlp),) * args.layers
-    return dataclasses.replace(target, layers=layers, tie_word_embeddings=False)
+    """Llama layers of the target's sizes."""
+    return draft_layers(target, args.layers, args.ff)
 
 
 def describe(record: DraftRecord) -> str:
