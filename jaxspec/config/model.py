@@ -7,9 +7,9 @@ from typing import Literal
 from jaxspec.config.checks import check_positive
 from jaxspec.config.experts import ExpertsConfig
 from jaxspec.config.mixers import AttentionConfig
-from jaxspec.config.mlps import DenseConfig
+from jaxspec.config.mlps import DenseConfig, dense_like
 from jaxspec.config.mtp import MtpConfig
-from jaxspec.config.rope import RopeConfig, RopeScaling
+from jaxspec.config.rope import LongRopeScaling, RopeConfig, RopeScaling
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +76,38 @@ class ModelConfig:
     def map_layers(self, change: Callable[[LayerConfig], LayerConfig]) -> "ModelConfig":
         """The same model with every layer's config changed."""
         return dataclasses.replace(self, layers=tuple(map(change, self.layers)))
+
+
+def draft_layers(target: ModelConfig, count: int = 1, width: int | None = None) -> ModelConfig:
+    """Llama layers with the sizes of a target's first attention layer, as draft heads have them:
+    without its windows, biases, sinks, norms of queries and keys, and multipliers.
+
+    ``width``: of the MLP; None: the target's, or what a token goes through of its experts.
+
+    Raises ValueError for a target without such layers.
+    """
+    layers = ((layer.mixer, layer.mlp) for layer in target.layers)
+    dense = (
+        (mixer, mlp)
+        for mixer, mlp in layers
+        if isinstance(mixer, AttentionConfig) and isinstance(mlp, DenseConfig | ExpertsConfig)
+    )
+    mixer, mlp = next(dense, (None, None))
+    if mixer is None or mlp is None:
+        raise ValueError("the target has no layer of attention and an MLP to take sizes from")
+    rope = mixer.rope
+    scaling = None if isinstance(rope.scaling, LongRopeScaling) else rope.scaling
+    plain = RopeConfig(mixer.head_dim, rope.theta, scaling)
+    attention = AttentionConfig(mixer.num_heads, mixer.num_kv_heads, plain)
+    layer = LayerConfig(attention, DenseConfig(width) if width else dense_like(mlp))
+    return ModelConfig(
+        vocab_size=target.vocab_size,
+        hidden_size=target.hidden_size,
+        rms_norm_eps=target.rms_norm_eps,
+        max_position=target.max_position,
+        layers=(layer,) * count,
+        stop_token_ids=target.stop_token_ids,
+    )
 
 
 def dense_model(
