@@ -164,7 +164,7 @@ def eagle3_head(
     described = HeadConfig(config, "eagle3", (0, 1, 2), draft_vocab_size)
     shapes = head_shapes(described, target.config, jnp.dtype(jnp.float32))
     head = random_arrays(shapes, seed)
-    layer, attention = head.layers[0], config.layers[0].mixer
+    layer, attention = head.layers[0], config.layers[0].attention
     groups, head_dim = attention.num_kv_heads, attention.head_dim
     assert groups * head_dim == hidden and target.lm_head is not None
     values = jnp.eye(2 * hidden, hidden).reshape(2 * hidden, groups, head_dim)

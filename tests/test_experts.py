@@ -16,11 +16,12 @@ from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.forward import make_pass
 from jaxspec.models.hf_config import parse_model_config
+from jaxspec.models.mlps import mix
 from jaxspec.parallel import WHOLE, Layout, TensorParallel, make_mesh, mesh_layout, partition_specs
 from jaxspec.sampling import make_sampling
 from pallas_kernels.selection import NO_KERNELS
 from tests.layouts import on_mesh
-from tests.marks import slow
+from tests.marks import first_is_fast, slow
 from tests.random_experts import expert_config, random_expert_target
 from tests.random_models import generate, make_params, random_prompts
 
@@ -105,20 +106,48 @@ def plain_texts(kind: str) -> list[list[int]]:
     return texts(make_params("none", SpeculationConfig.chain(1), target(kind)))
 
 
+def test_greedy_text_is_that_of_plain_decoding():
+    """The guard of the slow test below, in fewer programs."""
+    drafted, plain = (
+        generate(
+            make_params(drafter, speculation, target("gpt_oss")),
+            PROMPTS[:2],
+            page_size=3,
+            max_lens=[20, 16],
+        )[0]
+        for drafter, speculation in (("ngram", CHAIN), ("none", SpeculationConfig.chain(1)))
+    )
+    assert drafted == plain
+
+
 @pytest.mark.parametrize(
     ("kind", "drafter", "speculation"),
     [
-        ("gpt_oss", "ngram", CHAIN),
+        slow("gpt_oss", "ngram", CHAIN),
         *(slow(kind, "eagle3", TREE) for kind in ALL),
         *(slow(kind, "draft_model", CHAIN) for kind in ALL),
         slow("mixtral", "ngram", TREE),
         slow("qwen3_moe", "eagle3", CHAIN),
         slow("groups", "mixed", TREE),
+        slow("glm4_moe", "mtp", CHAIN),  # an MTP layer with experts, as its checkpoints have
+        slow("glm4_moe", "mtp", TREE),
     ],
 )
 def test_text_is_that_of_plain_decoding(kind: str, drafter: str, speculation: SpeculationConfig):
     params = make_params(drafter, speculation, target(kind))
     assert texts(params, page_size=3) == plain_texts(kind)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["glm4_moe", "gpt_oss"])
+def test_text_is_the_same_by_the_products_that_gpus_run(kind: str, monkeypatch: Any):
+    expected = plain_texts(kind)
+    jax.clear_caches()  # programs with the other products
+    monkeypatch.setattr(mix, "own_blocks", mix.every_expert)
+    try:
+        assert texts(make_params("eagle3", TREE, target(kind))) == expected
+    finally:
+        jax.clear_caches()
 
 
 @pytest.mark.slow
@@ -133,10 +162,10 @@ def test_the_experts_matter(kind: str):
     assert texts(make_params("none", SpeculationConfig.chain(1), silent)) != plain_texts(kind)
 
 
-@pytest.mark.parametrize("kind", ALL)
-def test_devices_add_up_one_layer(kind: str):
+@first_is_fast(["gpt_oss", "groups", "mixtral", "qwen3_moe", "glm4_moe"], count=2)
+def test_devices_add_up_one_layer(case: str):
     """The guard of the slow test below."""
-    whole = target(kind)
+    whole = target(case)
     mesh = make_mesh(4)
     layout, layer = mesh_layout(mesh), whole.layers[-1].mlp
     x = np.random.default_rng(0).standard_normal((2, 7, whole.config.hidden_size), np.float32)

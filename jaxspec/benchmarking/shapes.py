@@ -6,9 +6,7 @@ from types import MappingProxyType
 from typing import Any
 
 from jaxspec.config.experts import ExpertsConfig, RoutingConfig
-from jaxspec.config.mixers import AttentionConfig
-from jaxspec.config.mlps import dense_like
-from jaxspec.config.model import LayerConfig, ModelConfig, dense_model
+from jaxspec.config.model import LayerConfig, ModelConfig, dense_model, draft_layers
 from jaxspec.config.rope import Llama3RopeScaling
 from jaxspec.models.heads import HeadConfig, default_capture
 
@@ -125,19 +123,15 @@ SHAPES: Mapping[str, ModelConfig] = MappingProxyType(
 )
 
 
+def _without_scaling(layer: LayerConfig) -> LayerConfig:
+    rope = dataclasses.replace(layer.mixer.rope, scaling=None)
+    return dataclasses.replace(layer, mixer=dataclasses.replace(layer.mixer, rope=rope))
+
+
 def eagle3_config(target: ModelConfig) -> HeadConfig:
     """An EAGLE-3 head with one Llama layer of the target's sizes, and a vocabulary of the size that
     published heads have."""
-    layer = target.layers[0]
-    own = layer.attention
-    attention = AttentionConfig(
-        own.num_heads, own.num_kv_heads, dataclasses.replace(own.rope, scaling=None)
-    )
-    model = dataclasses.replace(
-        target,
-        layers=(LayerConfig(attention, dense_like(layer.mlp)),),
-        tie_word_embeddings=False,
-    )
+    model = draft_layers(target).map_layers(_without_scaling)
     capture = default_capture("eagle3", target.num_layers)
     vocab = min(EAGLE3_VOCAB_SIZE, target.vocab_size)
     return HeadConfig(model, "eagle3", capture, draft_vocab_size=vocab)

@@ -18,9 +18,7 @@ from rich.console import Console
 from jaxspec import LLM, SpeculationConfig
 from jaxspec.commands.shell import add_model_option, command_parser, run_command, typed_command
 from jaxspec.config.engine import EngineConfig
-from jaxspec.config.mixers import AttentionConfig
-from jaxspec.config.mlps import DenseConfig, dense_like
-from jaxspec.config.model import LayerConfig, ModelConfig
+from jaxspec.config.model import ModelConfig, draft_layers
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import DraftHead
 from jaxspec.models.hf_config import load_model_config
@@ -264,13 +262,8 @@ def store_states(
 
 
 def head_config(args: argparse.Namespace, target: ModelConfig) -> ModelConfig:
-    """Llama layers of the target's sizes, without its windows, biases and norms of q and k."""
-    first = target.layers[0]
-    own = first.attention
-    attention = AttentionConfig(own.num_heads, own.num_kv_heads, own.rope)
-    mlp = dense_like(first.mlp) if args.ff is None else DenseConfig(args.ff)
-    layers = (LayerConfig(attention, mlp),) * (1 if args.layers is None else args.layers)
-    return dataclasses.replace(target, layers=layers, tie_word_embeddings=False)
+    """Llama layers of the target's sizes."""
+    return draft_layers(target, 1 if args.layers is None else args.layers, args.ff)
 
 
 def new_head(args: argparse.Namespace, target: Decoder, token_ids: np.ndarray | None) -> DraftHead:

@@ -7,9 +7,9 @@ from typing import Literal
 from jaxspec.config.checks import check_positive
 from jaxspec.config.experts import ExpertsConfig
 from jaxspec.config.mixers import AttentionConfig, MixerConfig
-from jaxspec.config.mlps import DenseConfig
+from jaxspec.config.mlps import DenseConfig, dense_like
 from jaxspec.config.mtp import MtpConfig
-from jaxspec.config.rope import RopeConfig, RopeScaling
+from jaxspec.config.rope import LongRopeScaling, RopeConfig, RopeScaling
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,8 +34,8 @@ class LayerConfig:
         """The mixer, if it has grouped KV heads. Raises ValueError for any other kind."""
         if not isinstance(self.mixer, AttentionConfig):
             raise ValueError(
-                f"layers of {type(self.mixer).__name__} are not supported here, only attention with "
-                "grouped KV heads"
+                f"layers of {type(self.mixer).__name__} are not supported here: only attention "
+                "with grouped KV heads is"
             )
         return self.mixer
 
@@ -47,10 +47,10 @@ class ModelConfig:
     Attributes:
       norm_offset: what norms multiply by is the checkpoint's weight plus this (Gemma's and Qwen
         3.5's norms are stored as w and multiply by 1 + w). It is added when weights are read.
-      mtp: the layers for multi-token prediction that its checkpoint has beside it.
       embed_scale: embeddings are multiplied by it. Draft heads read them as they are.
       logit_divisor: logits are divided by it.
       logit_softcap: logits x become logit_softcap * tanh(x / logit_softcap).
+      mtp: the layers for multi-token prediction that its checkpoint has beside it.
     """
 
     vocab_size: int
@@ -61,10 +61,10 @@ class ModelConfig:
     tie_word_embeddings: bool = False
     stop_token_ids: tuple[int, ...] = ()
     norm_offset: int = 0
-    mtp: MtpConfig | None = None
     embed_scale: float = 1.0
     logit_divisor: float = 1.0
     logit_softcap: float | None = None
+    mtp: MtpConfig | None = None
 
     def __post_init__(self):
         check_positive(vocab_size=self.vocab_size, hidden_size=self.hidden_size)
@@ -86,6 +86,38 @@ class ModelConfig:
     def map_layers(self, change: Callable[[LayerConfig], LayerConfig]) -> "ModelConfig":
         """The same model with every layer's config changed."""
         return dataclasses.replace(self, layers=tuple(map(change, self.layers)))
+
+
+def draft_layers(target: ModelConfig, count: int = 1, width: int | None = None) -> ModelConfig:
+    """Llama layers with the sizes of a target's first attention layer, as draft heads have them:
+    without its windows, biases, sinks, norms of queries and keys, and multipliers.
+
+    ``width``: of the MLP; None: the target's, or what a token goes through of its experts.
+
+    Raises ValueError for a target without such layers.
+    """
+    layers = ((layer.mixer, layer.mlp) for layer in target.layers)
+    dense = (
+        (mixer, mlp)
+        for mixer, mlp in layers
+        if isinstance(mixer, AttentionConfig) and isinstance(mlp, DenseConfig | ExpertsConfig)
+    )
+    mixer, mlp = next(dense, (None, None))
+    if mixer is None or mlp is None:
+        raise ValueError("the target has no layer of attention and an MLP to take sizes from")
+    rope = mixer.rope
+    scaling = None if isinstance(rope.scaling, LongRopeScaling) else rope.scaling
+    plain = RopeConfig(mixer.head_dim, rope.theta, scaling)
+    attention = AttentionConfig(mixer.num_heads, mixer.num_kv_heads, plain)
+    layer = LayerConfig(attention, DenseConfig(width) if width else dense_like(mlp))
+    return ModelConfig(
+        vocab_size=target.vocab_size,
+        hidden_size=target.hidden_size,
+        rms_norm_eps=target.rms_norm_eps,
+        max_position=target.max_position,
+        layers=(layer,) * count,
+        stop_token_ids=target.stop_token_ids,
+    )
 
 
 def dense_model(

@@ -138,7 +138,7 @@ class ForwardPass:
         taking = self._taking("rope_kv_write", heads_take_partials if whole else _takes_none)
         partials = product.partial_sums(self.layout, self.kernels, taking)
         if qk_norm is not None:
-            axes = self.layout.splits(product.linear.axes)[1]
+            axes = self.layout.axes("kv_heads")
             partials = norm_all_heads(partials[0], qk_norm, self.eps, axes)[None]
         return Heads(
             partials=partials,

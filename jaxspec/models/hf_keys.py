@@ -101,6 +101,7 @@ HEAD_ARCHITECTURES = words(
     """LlamaForCausalLMEagle3 Eagle3LlamaForCausalLM LlamaForCausalLMEagle EagleLlamaForCausalLM
     LlamaForCausalLM Qwen2ForCausalLM"""
 )
+HEAD_MODEL_TYPES = words("llama mistral qwen2 qwen3")  # of the layers
 # Flags of EAGLE-3.1 and the names under which they are published.
 HEAD_FLAGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {

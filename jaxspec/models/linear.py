@@ -78,10 +78,6 @@ class AnyLinear(Protocol):
         kernels may run."""
         ...
 
-    def dense(self, dtype: jnp.dtype) -> Array:
-        """The weights [*out, in], for products that are no ``x W``."""
-        ...
-
     def filled(self, source: Source, filler: Filler) -> Any:
         """The same, with every array replaced by ``filler``'s result for ``source``."""
         ...
@@ -140,6 +136,7 @@ class Linear(Pytree):
         return choose_split_k(rows, depth, math.prod(self.out_shape))
 
     def dense(self, dtype: jnp.dtype) -> Array:
+        """The weights [*out, in], for products that are no ``x W``: latent attention's."""
         return jnp.moveaxis(self.weight, 0, -1).astype(dtype)
 
     def _multiply(self, x: Array) -> Array:

@@ -106,11 +106,13 @@ def paged_attention(
         problem = misfit_tpu(q, k_pages, v_pages, page_table, order_invariant)
     else:
         problem = misfit(q, k_pages, v_pages, order_invariant)
-    problem = problem or score_misfit(scale, softcap)
+    problem = problem or softcap_misfit(softcap)
     mosaic = kernel_module("paged_attention", implementation, problem)
     if mosaic is None:
         return reference(*arguments, sinks=sinks)
-    kernel = functools.partial(mosaic.paged_attention_mosaic, window=window, first_slot=first_slot)
+    kernel = functools.partial(
+        mosaic.paged_attention_mosaic, window=window, first_slot=first_slot, scale=scale
+    )
     return with_reference_gradient(kernel, reference)(*arguments)
 
 
@@ -135,10 +137,8 @@ def misfit(q: Array, k_pages: Array, v_pages: Array, order_invariant: bool) -> s
     return None
 
 
-def score_misfit(scale: float | None, softcap: float | None) -> str | None:
-    """Why no kernel can compute such scores, None if they can."""
-    if scale is not None:
-        return f"scores with a scale of their own, {scale}: it must be 1 / sqrt(D)"
+def softcap_misfit(softcap: float | None) -> str | None:
+    """Why no kernel can compute capped scores, None without a cap."""
     return None if softcap is None else f"scores with a soft cap of {softcap}"
 
 

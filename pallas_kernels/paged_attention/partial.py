@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels.float8 import check_scales
-from pallas_kernels.paged_attention import misfit, score_misfit
+from pallas_kernels.paged_attention import misfit, softcap_misfit
 from pallas_kernels.paged_attention.reference import (
     by_head,
     by_token,
@@ -74,15 +74,13 @@ def partial_attention(
     that can take the arguments.
     """
     check_scales(k_pages, v_pages, k_scale, v_scale)
-    problem = misfit(q, k_pages, v_pages, order_invariant=False) or score_misfit(scale, softcap)
+    problem = misfit(q, k_pages, v_pages, order_invariant=False) or softcap_misfit(softcap)
     if wants_tpu(implementation):
         problem = "parts of pages: the TPU kernel attends to whole ones"
     mosaic = kernel_module("paged_attention", implementation, problem)
-    function = (
-        mosaic.partial_attention_mosaic
-        if mosaic
-        else functools.partial(partial_attention_reference, scale=scale, softcap=softcap)
-    )
+    function = functools.partial(partial_attention_reference, softcap=softcap)
+    if mosaic is not None:
+        function = mosaic.partial_attention_mosaic
     return function(
         q,
         k_pages,
@@ -98,6 +96,7 @@ def partial_attention(
         page_size=page_size,
         window=window,
         first_slot=first_slot,
+        scale=scale,
     )
 
 

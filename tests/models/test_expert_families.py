@@ -17,6 +17,7 @@ from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.hf_config import load_model_config, parse_model_config
 from jaxspec.quantizer.checkpoint import Checkpoint
 from jaxspec.weights.fused_experts import OfExpert
+from jaxspec.weights.mtp import load_mtp_head
 from jaxspec.weights.safetensors_io import save_decoder
 from tests.checkpoints import TINY, hf_logits, save_random_model
 from tests.marks import slow
@@ -87,7 +88,7 @@ def checkpoint(tmp_path_factory):
     return make
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", [slow(name) if "-" in name else name for name in VARIANTS])
 def test_logits_equal_transformers(checkpoint, name: str):
     directory, tokens, expected = checkpoint(name)
     model = load(directory)
@@ -175,20 +176,28 @@ def test_a_missing_expert_is_named(checkpoint, tmp_path: Path):
         load(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["eh_proj.weight", "enorm.weight"])
-def test_layers_for_mtp_are_not_read(checkpoint, tmp_path: Path, name: str):
-    """Those that come after the model's own, and have an eh_proj."""
+def test_mtp_layers_are_no_part_of_the_model(checkpoint, tmp_path: Path):
+    """They have experts as the model's last layer has; config.json says how many there are."""
     directory, _, _ = checkpoint("glm4_moe")
     tensors = load_file(directory / "model.safetensors")
-    tensors["model.layers.2.mlp.gate.weight"] = np.zeros((8, 64), np.float32)
-    tensors[f"model.layers.2.{name}"] = np.zeros((64, 128), np.float32)
-    save_file(tensors, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text((directory / "config.json").read_text())
-    if name == "eh_proj.weight":
-        assert len(load(tmp_path).layers) == 2
-    else:
-        with pytest.raises(ValueError, match=r"2\.mlp\.gate\.weight is not part of this model"):
-            load(tmp_path)
+    last = "model.layers.1."
+    copies = [(name.removeprefix(last), one) for name, one in tensors.items() if last in name]
+    own = {f"model.layers.2.{name}": tensor for name, tensor in copies}
+    for name, shape in {
+        "enorm": (64,), "hnorm": (64,), "shared_head.norm": (64,), "eh_proj": (64, 128),
+    }.items():  # fmt: skip
+        own[f"model.layers.2.{name}.weight"] = np.ones(shape, np.float32)
+    save_file(tensors | own, tmp_path / "model.safetensors")
+    raw = json.loads((directory / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    target = load(tmp_path)
+    assert len(target.layers) == 2
+    head = load_mtp_head(tmp_path, target.config, jnp.dtype(jnp.float32))
+    ours, theirs = (jax.tree.leaves(one.layers[-1].mlp) for one in (head, target))
+    assert all(map(np.array_equal, ours, theirs))
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"num_nextn_predict_layers": 0}))
+    with pytest.raises(ValueError, match=r"layers\.2\.\S+ is not part of this model"):
+        load(tmp_path)
 
 
 def test_what_is_not_written_is_an_error(checkpoint, tmp_path: Path):

@@ -46,7 +46,7 @@ def test_devices_add_their_share(monkeypatch):
     own = random_own(8, 32, 40, CLAMPED)
     x, routes = random_rows(24, 32, 8, 3, seed=1)
     monkeypatch.setattr(mix, "MOST_ROWS", 10)  # every_expert in three parts
-    for way in (mix.chosen_experts, mix.every_expert, mix.own_blocks):
+    for way in map(jax.jit, (mix.chosen_experts, mix.every_expert, mix.own_blocks)):
         shares = []
         for first in (0, 4):
             part = jax.tree.map(lambda leaf, first=first: leaf[first : first + 4], own.gate_up)

@@ -58,7 +58,7 @@ def test_qwen2_heads_are_llama_layers_with_a_bias_of_their_own():
         "max_window_layers": 28,
     }
     [layer] = eagle_head_config(raw, TARGET).model.layers
-    own = layer.mixer
+    own = layer.attention
     assert (own.qkv_bias, own.o_bias, own.window) == (True, False, None)
 
 

@@ -116,7 +116,8 @@ TREE = SpeculationConfig(num_nodes=10, max_depth=3, top_k=3)
 
 @pytest.fixture(scope="module")
 def with_mtp(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = transformers.DeepseekV3Config(**TINY | SMALL | {"vocab_size": 257})
+    own: dict[str, Any] = TINY | SMALL | {"vocab_size": 257}
+    config = transformers.DeepseekV3Config(**own)
     path = save_random_model(tmp_path_factory.mktemp("mtp"), config)
     save_byte_tokenizer(path)
     return add_mtp_layer(path, "deepseek")

@@ -31,7 +31,6 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "mistral": MISTRAL,
         "qwen2": QWEN2,
         "qwen3": QWEN3,
-        "mimo": MIMO,
         "gemma": GEMMA,
         "gemma2": GEMMA2,
         "gemma3_text": GEMMA3,
@@ -45,5 +44,6 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "qwen3_moe": QWEN3_MOE,
         "glm4_moe": GLM4_MOE,
         "gpt_oss": GPT_OSS,
+        "mimo": MIMO,
     }
 )

@@ -45,5 +45,6 @@ GLM4_MOE = Family(
         "n_group": 1,
         "topk_group": 1,
         "first_k_dense_replace": 1,
+        "num_nextn_predict_layers": 1,
     },
 )
