@@ -120,9 +120,8 @@ def plain(family: str) -> list[list[int]]:
 def read_whole(family: str, tree: str | None) -> list[list[int]]:
     """Texts of rows side by side, half of them sampled, over pages of an odd size."""
     prompts = [np.asarray(prompt, np.int32) for prompt in PROMPTS]
-    sampling = make_sampling(
-        len(prompts), temperature=[one.temperature for one in SAMPLING], seeds=jnp.arange(4)
-    )
+    temperatures = np.array([one.temperature for one in SAMPLING])
+    sampling = make_sampling(len(prompts), temperature=temperatures, seeds=jnp.arange(4))
     params, ends = params_of(family, tree), [len(prompt) + 40 for prompt in prompts]
     found, state = generate(params, prompts, page_size=5, sampling=sampling, max_lens=ends)
     stats = state.rows.stats
