@@ -262,12 +262,14 @@ def test_refused(raw: dict[str, Any], message: str):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", sorted(FAMILIES.keys() - {"mimo"}))  # transformers has none
 def test_absent_keys_take_the_defaults_of_transformers(kind: str):
-    theirs = transformers.AutoConfig.for_model(kind)
+    # The heads of transformers' own default for GLM do not divide its hidden size.
+    given = {"head_dim": 128} if kind == "glm4_moe" else {}
+    theirs = transformers.AutoConfig.for_model(kind, **given)
     written = {key: value for key, value in theirs.to_dict().items() if value is not None}
     written.pop("_name_or_path", None)
-    assert parse_model_config({"model_type": kind}) == parse_model_config(written)
+    assert parse_model_config({"model_type": kind} | given) == parse_model_config(written)
 
 
 @pytest.mark.parametrize(
