@@ -121,7 +121,9 @@ def read_whole(family: str, tree: str | None) -> list[list[int]]:
     """Texts of rows side by side, half of them sampled, over pages of an odd size."""
     prompts = [np.asarray(prompt, np.int32) for prompt in PROMPTS]
     sampling = make_sampling(
-        len(prompts), temperature=[one.temperature for one in SAMPLING], seeds=jnp.arange(4)
+        len(prompts),
+        temperature=jnp.array([one.temperature for one in SAMPLING]),
+        seeds=jnp.arange(4),
     )
     params, ends = params_of(family, tree), [len(prompt) + 40 for prompt in prompts]
     found, state = generate(params, prompts, page_size=5, sampling=sampling, max_lens=ends)
