@@ -1,7 +1,8 @@
 """Loading of EngineParams: a target and a drafter, by name or directory."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
@@ -39,10 +40,15 @@ from jaxspec.speculation.drafters import (
 from jaxspec.speculation.expand import check_top_k
 from jaxspec.weights.eagle import head_method, load_eagle_head
 from jaxspec.weights.hub import resolve_directory
+from jaxspec.weights.mtp import has_mtp_layers, holds_only_mtp_layers, load_mtp_head
 from jaxspec.weights.safetensors_io import load_decoder, load_pipeline
 from pallas_kernels.selection import Kernels
 
 MIXED = "ngram+"  # and the drafter that n-gram lookup is mixed with
+# Drafting with the model's own MTP layers, on hidden states before or after a norm (see MtpConfig).
+MTP: Mapping[str | Path, bool | None] = MappingProxyType(
+    {"mtp": None, "mtp:before": False, "mtp:after": True}
+)
 
 
 def load(
@@ -64,7 +70,9 @@ def load(
 
     Args:
       model: a Hugging Face model directory or hub id; the built-in model by default.
-      drafter: ``none``, ``ngram``, or a directory or hub id of an EAGLE head or a draft model;
+      drafter: ``none``, ``ngram``, ``mtp`` (the model's own layers for multi-token prediction;
+        ``mtp:before`` and ``mtp:after`` replace the choice of MtpConfig.normed), or a directory or
+        hub id of an EAGLE head, of MTP layers or of a draft model;
         ``ngram+`` and such a directory or id: n-gram lookup in rows where it finds a long match,
         the head or model in the others (see drafters.MixedDrafter); ``auto``: see choose_drafter.
         A Drafter object is used as given.
@@ -210,11 +218,17 @@ def _in_bits(drafter: Drafter, bits: int | None, mesh: Mesh | None) -> Drafter:
 
 
 def choose_drafter(model: str | Path, drafter: str | Path) -> str | Path:
-    """Replaces ``auto``: lookup and the built-in head for the built-in model, else ``ngram``."""
-    if drafter != "auto":
+    """Replaces ``auto``: lookup and the built-in head for the built-in model, the MTP layers of a
+    checkpoint that has some, else ``ngram``. ``mtp`` becomes the kind that the config says."""
+    if drafter == "auto":
+        if Path(model).resolve() == BUILT_IN_MODEL.resolve():
+            return f"{MIXED}{BUILT_IN_HEAD}"
+        directory = resolve_directory(model)
+        drafter = "mtp" if has_mtp_layers(directory, load_model_config(directory)) else "ngram"
+    if drafter not in ("mtp", f"{MIXED}mtp"):
         return drafter
-    own = Path(model).resolve() == BUILT_IN_MODEL.resolve()
-    return f"{MIXED}{BUILT_IN_HEAD}" if own else "ngram"
+    mtp = load_model_config(resolve_directory(model)).mtp
+    return drafter if mtp is None else f"{drafter}:{'after' if mtp.normed else 'before'}"
 
 
 def resolve_dtype(name: str | None) -> jnp.dtype:
@@ -239,6 +253,9 @@ def _load_drafter(
         return NoDrafter()
     if drafter == "ngram":
         return NGramDrafter()
+    if drafter in MTP:
+        own = (speculation, dtype, mesh, sharded)
+        return _mtp_drafter(model_directory, target, *own, normed=MTP[drafter])
     if isinstance(drafter, str) and drafter.startswith(MIXED):
         mixed = drafter.removeprefix(MIXED)
         if mixed in ("", "none", "ngram", "auto") or mixed.startswith(MIXED):
@@ -249,6 +266,8 @@ def _load_drafter(
         rest = (model_directory, target, speculation, dtype, mesh, sharded)
         return MixedDrafter(model=_load_drafter(mixed, *rest))
     directory = resolve_directory(drafter)
+    if holds_only_mtp_layers(directory):
+        return _mtp_drafter(directory, target, speculation, dtype, mesh, sharded)
     if head_method(directory) is not None:
         head = load_eagle_head(directory, target, dtype, mesh, sharded)
         ids = target.vocab_size if head.token_ids is None else head.token_ids.size
@@ -260,6 +279,20 @@ def _load_drafter(
     check_top_k(speculation, config.vocab_size)
     model = load_decoder(directory, config, dtype, mesh, sharded=sharded)
     return DraftModelDrafter(model=model)
+
+
+def _mtp_drafter(
+    directory: Path,
+    target: ModelConfig,
+    speculation: SpeculationConfig,
+    dtype: jnp.dtype,
+    mesh: Mesh | None,
+    sharded: bool,
+    normed: bool | None = None,
+) -> EagleDrafter:
+    check_top_k(speculation, target.vocab_size)
+    head = load_mtp_head(directory, target, dtype, mesh, sharded, normed=normed)
+    return EagleDrafter(head=head)
 
 
 def _check_same_tokenizer(

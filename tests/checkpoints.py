@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 DATA = Path(__file__).parent / "data"
@@ -131,6 +131,38 @@ def tiny_eagle1_head(
     if bias:
         tensors["fc.bias"] = _normal(rng, hidden)
     return save_tensors(directory, tensors, config | {"bias": bias})
+
+
+MTP_NAMES = {
+    "deepseek": ("enorm", "hnorm", "eh_proj", "shared_head.norm"),
+    "mimo": ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
+}
+
+
+def add_mtp_layer(directory: str | Path, layout: str, seed: int = 0) -> Path:
+    """Give a checkpoint a random MTP layer, named as in DeepSeek-V3's or MiMo's checkpoints. Its
+    config then says that it has one."""
+    directory, rng = Path(directory), np.random.default_rng(seed)
+    config = json.loads((directory / "config.json").read_text())
+    tensors = load_file(directory / "model.safetensors")
+    hidden, layers = config["hidden_size"], config["num_hidden_layers"]
+    own = f"model.layers.{layers}." if layout == "deepseek" else "model.mtp_layers.0."
+    embed_norm, hidden_norm, fc, norm = MTP_NAMES[layout]
+    last = f"model.layers.{layers - 1}."
+    for name in [name for name in tensors if name.startswith(last)]:  # like the model's last layer
+        like = tensors[name]
+        noise = 0.3 * rng.standard_normal(like.shape)
+        tensors[name.replace(last, own)] = (rng.permutation(like) + noise).astype(np.float32)
+    for name in (embed_norm, hidden_norm, norm):
+        tensors[f"{own}{name}.weight"] = _scale(rng, hidden)
+    tensors[f"{own}{fc}.weight"] = _normal(rng, hidden, 2 * hidden)
+    config["num_nextn_predict_layers"] = 1
+    if layout == "deepseek":
+        tensors[f"{own}embed_tokens.weight"] = tensors["model.embed_tokens.weight"]
+    else:
+        config |= {"model_type": "mimo", "architectures": ["MiMoForCausalLM"]}
+        config |= {"attention_bias": True, "auto_map": {"AutoConfig": "x.MiMoConfig"}}
+    return save_tensors(directory, tensors, config)
 
 
 def save_tensors(

@@ -17,10 +17,11 @@ from jax import Array
 
 from jaxspec.cache import pages_for
 from jaxspec.config.model import LayerConfig, ModelConfig, dense_model
+from jaxspec.config.mtp import MtpConfig
 from jaxspec.config.speculation import SpeculationConfig, TreeShape
 from jaxspec.functional import EngineParams, admit, decode, init_state, prefill
 from jaxspec.models.decoder import FINAL_NORM, Decoder, decoder_shapes
-from jaxspec.models.heads import DraftHead, HeadConfig, head_shapes
+from jaxspec.models.heads import DraftHead, HeadConfig, head_shapes, mtp_head_config
 from jaxspec.models.linear import Linear
 from jaxspec.sampling import Sampling, make_sampling
 from jaxspec.speculation.drafters import (
@@ -137,6 +138,19 @@ def eagle1_head(target: Decoder, noise: float = 0.1, seed: int = 2) -> DraftHead
     return noisy(head.replace(front=head.front.replace(fc=fc), layers=layers), noise)
 
 
+def mtp_head(
+    target: Decoder, noise: float = 0.1, seed: int = 4, *, normed: bool = True
+) -> DraftHead:
+    """``fc`` passes the embedding on; the layer adds a little."""
+    described = mtp_head_config(target.config, MtpConfig("deepseek", 1, normed))
+    shapes = head_shapes(described, target.config, jnp.dtype(jnp.float32))
+    head, hidden = random_arrays(shapes, seed), target.config.hidden_size
+    weight = jnp.concatenate([jnp.eye(hidden), jnp.zeros((hidden, hidden))])
+    fc = head.front.fc.replace(weight=weight)
+    layers = (_quieted(head.layers[0], 0.1, 0.1),)
+    return noisy(head.replace(front=head.front.replace(fc=fc), layers=layers), noise)
+
+
 def eagle3_head(
     target: Decoder, draft_vocab_size: int | None = 64, noise: float = 0.1, seed: int = 3
 ) -> DraftHead:
@@ -184,7 +198,7 @@ def _head_config(target: Decoder, **changes: Any) -> ModelConfig:
 
 
 def make_drafter(name: str, target: Decoder) -> Drafter:
-    """One of DRAFTERS, or "none"."""
+    """One of DRAFTERS, "mtp" or "none"."""
     match name:
         case "none":
             return NoDrafter()
@@ -195,6 +209,8 @@ def make_drafter(name: str, target: Decoder) -> Drafter:
         case "mixed":
             lookup = NGramDrafter(min_match=2)  # found often, not always
             return MixedDrafter(model=make_drafter("eagle3", target), lookup=lookup)
+        case "mtp":
+            return EagleDrafter(head=mtp_head(target))
         case _:
             return EagleDrafter(
                 head=eagle3_head(target) if name == "eagle3" else eagle1_head(target)

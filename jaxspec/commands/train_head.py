@@ -20,6 +20,7 @@ from jaxspec.commands.shell import add_model_option, command_parser, run_command
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.model import ModelConfig, draft_layers
 from jaxspec.models.decoder import Decoder
+from jaxspec.models.heads import DraftHead
 from jaxspec.models.hf_config import load_model_config
 from jaxspec.tokenizer import load_tokenizer
 from jaxspec.training import data, draft_data
@@ -28,7 +29,7 @@ from jaxspec.training.draft_loss import LossConfig
 from jaxspec.training.draft_report import DraftCard, export_head
 from jaxspec.training.draft_run import DraftRecord, DraftTraining
 from jaxspec.training.draft_states import StoredStates, capture_states
-from jaxspec.training.draft_step import DraftTrainConfig, init_head
+from jaxspec.training.draft_step import DraftTrainConfig, init_head, init_mtp_layer
 from jaxspec.training.lm import num_parameters
 from jaxspec.training.precision import attention_of, resolve_precision
 from jaxspec.training.progress import counting, follow, progress_bar
@@ -53,7 +54,8 @@ def make_parser() -> argparse.ArgumentParser:
     add_model_option(parser)
     add("--data", type=Path, nargs="+", required=True, help="folders, text files or .jsonl files")
     add("--out", type=Path, required=True, help="folder of the exported head")
-    add("--method", choices=("eagle3", "eagle1"), default="eagle3", help="layout of the head")
+    add("--method", choices=("eagle3", "eagle1", "mtp"), default="eagle3", help="layout of the "
+        "head; mtp: a layer like the model's last one, named as in DeepSeek-V3")  # fmt: skip
     add("--work", type=Path, default=Path("runs/drafter"), help="checkpoints, log, answers, states")
     add("--resume", action="store_true", help="resume from the last checkpoint in --work, with the "
         "answers written by then; without it, checkpoints there are deleted")  # fmt: skip
@@ -93,7 +95,7 @@ def make_parser() -> argparse.ArgumentParser:
     head.add_argument("--capture", type=int, nargs="+", help="target layers whose hidden states "
         "the head reads (default: as in the method's official code)")  # fmt: skip
     head.add_argument("--ff", type=int, help="width of the MLP (default: the model's)")
-    head.add_argument("--layers", type=int, default=1, help="layers of the head")
+    head.add_argument("--layers", type=int, help="layers of the head (default: 1)")
     train = parser.add_argument_group("training")
     train.add_argument(
         "--unroll", type=int, help="steps of the training-time test (default: the method's)"
@@ -149,6 +151,11 @@ def check_options(args: argparse.Namespace, model: ModelConfig) -> None:
     """Raise ValueError for rows longer than the model allows, and for options without effect."""
     if args.length > model.max_position:
         raise ValueError(f"--length {args.length} exceeds the model's {model.max_position}")
+    sizes = {"--draft-vocab": args.draft_vocab, "--capture": args.capture, "--ff": args.ff}
+    sizes["--layers"] = args.layers
+    given = [name for name, value in sizes.items() if value is not None]
+    if given and args.method == "mtp":
+        raise ValueError(f"an MTP layer has the model's own sizes: no {' and '.join(given)}")
     counts = {
         "--prompt-tokens": args.prompt_tokens,
         "--regenerate-rows": args.regenerate_rows,
@@ -256,7 +263,20 @@ def store_states(
 
 def head_config(args: argparse.Namespace, target: ModelConfig) -> ModelConfig:
     """Llama layers of the target's sizes."""
-    return draft_layers(target, args.layers, args.ff)
+    return draft_layers(target, 1 if args.layers is None else args.layers, args.ff)
+
+
+def new_head(args: argparse.Namespace, target: Decoder, token_ids: np.ndarray | None) -> DraftHead:
+    if args.method == "mtp":
+        return init_mtp_layer(target, args.seed)
+    return init_head(
+        target,
+        head_config(args, target.config),
+        args.method,
+        capture=None if args.capture is None else tuple(args.capture),
+        token_ids=token_ids,
+        seed=args.seed,
+    )
 
 
 def describe(record: DraftRecord) -> str:
@@ -292,14 +312,7 @@ def train(args: argparse.Namespace, console: Console, started: float) -> None:
     target = load_decoder(directory, model, np.dtype(config.compute_dtype))
     size = model.vocab_size if args.draft_vocab is None else args.draft_vocab
     token_ids = draft_data.draft_vocabulary(train_rows, model.vocab_size, size)
-    head = init_head(
-        target,
-        head_config(args, model),
-        args.method,
-        capture=None if args.capture is None else tuple(args.capture),
-        token_ids=token_ids,
-        seed=args.seed,
-    )
+    head = new_head(args, target, token_ids)
     states = store_states(args, console, target, train_rows, head.capture, config, started)
     if schedule.deadline is not None and time.monotonic() >= schedule.deadline:
         raise ValueError(

@@ -7,6 +7,7 @@ from typing import Literal
 from jaxspec.config.checks import check_positive
 from jaxspec.config.mixers import AttentionConfig
 from jaxspec.config.mlps import DenseConfig
+from jaxspec.config.mtp import MtpConfig
 from jaxspec.config.rope import LongRopeScaling, RopeConfig, RopeScaling
 
 
@@ -38,6 +39,7 @@ class ModelConfig:
       embed_scale: embeddings are multiplied by it. Draft heads read them as they are.
       logit_divisor: logits are divided by it.
       logit_softcap: logits x become logit_softcap * tanh(x / logit_softcap).
+      mtp: the layers for multi-token prediction that its checkpoint has beside it.
     """
 
     vocab_size: int
@@ -51,6 +53,7 @@ class ModelConfig:
     embed_scale: float = 1.0
     logit_divisor: float = 1.0
     logit_softcap: float | None = None
+    mtp: MtpConfig | None = None
 
     def __post_init__(self):
         check_positive(vocab_size=self.vocab_size, hidden_size=self.hidden_size)

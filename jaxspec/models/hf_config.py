@@ -59,6 +59,7 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
 
     Raises ValueError if none of the families that are written has this combination of features.
     """
+    config = dataclasses.replace(config, mtp=None)  # decoders are written without their MTP layers
     common = common_fields(config)
     for model_type, family in FAMILIES.items():
         if family.write is None:

@@ -122,7 +122,7 @@ def _flattened(raw: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _options(extra: Mapping[str, Any], nested: Mapping[str, Any]) -> dict[str, bool]:
+def _options(extra: Mapping[str, Any], nested: Mapping[str, Any]) -> dict[str, Any]:
     """The flags of EAGLE-3.1, from ``eagle_config`` or else the top level; absent ones are off."""
 
     def flag(names: tuple[str, ...]) -> bool:

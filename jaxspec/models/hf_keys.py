@@ -13,7 +13,7 @@ COMMON_KEYS = words(
     """architectures model_type vocab_size hidden_size intermediate_size num_hidden_layers
     num_attention_heads num_key_value_heads head_dim rms_norm_eps max_position_embeddings
     original_max_position_embeddings tie_word_embeddings rope_theta rope_scaling rope_parameters
-    eos_token_id"""
+    eos_token_id num_nextn_predict_layers"""
 )
 WINDOW_KEYS = words("use_sliding_window sliding_window max_window_layers layer_types")
 # transformers' values of absent keys. None: computed from other keys.
@@ -35,6 +35,7 @@ COMMON_DEFAULTS = MappingProxyType(
         "attention_bias": False,
         "mlp_bias": False,
         "sliding_window": None,
+        "num_nextn_predict_layers": 0,
     }
 )
 # Keys by the type of their values. Sizes are at least 1.

@@ -13,6 +13,7 @@ from jaxspec.training.draft_run import DraftRecord, DraftTraining
 from jaxspec.training.lm import num_parameters
 from jaxspec.training.precision import cast_weights
 from jaxspec.weights.eagle import save_eagle_head
+from jaxspec.weights.mtp import save_mtp_head
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +36,8 @@ def export_head(run: DraftTraining, target: ModelConfig, card: DraftCard, direct
     """Write the head in the official layout (bfloat16 safetensors, config.json), with log.jsonl,
     training.png and README.md. Files of these names in an existing folder are replaced."""
     directory.mkdir(parents=True, exist_ok=True)
-    save_eagle_head(cast_weights(run.head, jnp.bfloat16), directory, target)
+    save = save_mtp_head if run.head.method == "mtp" else save_eagle_head
+    save(cast_weights(run.head, jnp.bfloat16), directory, target)
     lines = [json.dumps(dataclasses.asdict(record)) for record in run.records]
     (directory / "log.jsonl").write_text("\n".join(lines) + "\n")
     plot_training(run.records, directory / "training.png")

@@ -15,6 +15,7 @@ import optax
 from jax import Array
 
 from jaxspec.config.model import ModelConfig
+from jaxspec.config.mtp import MtpConfig
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import (
     DraftHead,
@@ -23,6 +24,7 @@ from jaxspec.models.heads import (
     check_capture,
     default_capture,
     head_shapes,
+    mtp_head_config,
 )
 from jaxspec.models.shapes import weight_name
 from jaxspec.pytree import Pytree, pytree
@@ -125,6 +127,30 @@ def init_head(
         weight, norm = (jnp.array(x, jnp.float32) for x in (rows.T, target.norm))
         head = head.replace(lm_head=head.lm_head.replace(weight=weight), norm=norm)
     return head.replace(token_ids=ids)
+
+
+def init_mtp_layer(target: Decoder, seed: int = 0) -> DraftHead:
+    """A float32 MTP layer to train: a copy of the target's last layer and final norm, that reads
+    the hidden state, and the embedding a little.
+
+    Raises ValueError for a target whose last layer is quantized.
+    """
+    mtp = MtpConfig("deepseek", num_layers=1, normed=True)
+    shapes = head_shapes(mtp_head_config(target.config, mtp), target.config, jnp.dtype("float32"))
+    last = target.layers[-1]
+    if jax.tree.structure(last) != jax.tree.structure(shapes.layers[0]):
+        raise ValueError("an MTP layer is trained for a model whose weights are not quantized")
+    hidden = target.config.hidden_size
+    noise = np.random.default_rng(seed).standard_normal((2 * hidden, hidden), np.float32)
+    weight = jnp.asarray(0.1 * noise * (2 * hidden) ** -0.5).at[hidden:].add(jnp.eye(hidden))
+    norms: Any = {name: jnp.ones(hidden, jnp.float32) for name in ("embed_norm", "hidden_norm")}
+    front: Any = shapes.front
+    return shapes.replace(
+        front=front.replace(fc=front.fc.replace(weight=weight), **norms),
+        # Copies, as training donates its state and the target's arrays must stay valid.
+        layers=(jax.tree.map(lambda x: jnp.array(x, jnp.float32), last),),
+        norm=jnp.array(target.norm, jnp.float32),
+    )
 
 
 def trainable(head: DraftHead) -> DraftHead:

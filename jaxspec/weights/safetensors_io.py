@@ -24,6 +24,7 @@ from jaxspec.config.model import ModelConfig
 from jaxspec.models.decoder import Decoder, decoder_shapes
 from jaxspec.models.hf_config import to_hf_config
 from jaxspec.models.hf_values import shown_name
+from jaxspec.models.mtp_names import mtp_tensors
 from jaxspec.models.pipeline import Pipeline, as_one, cut, pipeline_shapes
 from jaxspec.parallel import Shards, mesh_layout, named_shardings
 from jaxspec.quantization.float8 import E4M3, Float8Linear
@@ -88,7 +89,7 @@ def load_decoder(
         shapes,
         shapes.filled(splitting(config.vocab_size)),
         placements(shapes, mesh),
-        _harmless(config),
+        _harmless(config, stored),
     )
 
 
@@ -111,7 +112,7 @@ def load_pipeline(
         whole,
         whole.filled(splitting(config.vocab_size)),
         as_one(places),
-        _harmless(config),
+        _harmless(config, stored),
     )
     return cut(loaded, shapes)
 
@@ -130,9 +131,10 @@ def open_checkpoint(
     return stored, as_stored(stored, shards)
 
 
-def _harmless(config: ModelConfig) -> set[str]:
+def _harmless(config: ModelConfig, names: Collection[str]) -> set[str]:
     """Tensors that a checkpoint may have, and that are not read."""
-    return {"lm_head.weight"} if config.tie_word_embeddings else set()
+    head = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    return head | mtp_tensors(config, names)
 
 
 def save_decoder(decoder: Decoder, directory: str | Path) -> None:

@@ -16,7 +16,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("data")
+    folder = tmp_path_factory.mktemp("texts") / "data"  # held out are files by their names
+    folder.mkdir()
     for i in range(8):
         (folder / f"{i}.py").write_text("".join(f"value_{i * j} = {j} + {i}\n" for j in range(20)))
     return folder

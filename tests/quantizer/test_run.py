@@ -38,7 +38,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("data")
+    folder = tmp_path_factory.mktemp("texts") / "data"  # held out are files by their names
+    folder.mkdir()
     for i in range(8):
         (folder / f"{i}.py").write_text("".join(f"value_{i * j} = {j} + {i}\n" for j in range(20)))
     return folder
@@ -84,7 +85,8 @@ def test_a_run_that_was_cut_off_gives_the_same_bytes(
     assert {"model.safetensors", "config.json", "tokenizer.json"} <= set(files_of(whole))
     assert not (cut / "work").exists()
     report = json.loads((cut / "quantization.json").read_text())
-    assert len(report["errors"]) == 14 and report["after"]["tokens"] == 5 * 31
+    assert len(report["errors"]) == 14
+    assert 4 * 31 < report["after"]["tokens"] <= 5 * 31  # the last row may be shorter
     assert report["errors"] == json.loads((whole / "quantization.json").read_text())["errors"]
     low, high = report["worse"][1]
     assert low <= report["worse"][0] <= high

@@ -50,13 +50,14 @@ class Case(NamedTuple):
         return "-".join(map(str, self))
 
 
-CHOICES = (DRAFTERS, tuple(TREES), PAGE_SIZES, BATCHES, TEMPERATURES)
+CHOICES = ((*DRAFTERS, "mtp"), tuple(TREES), PAGE_SIZES, BATCHES, TEMPERATURES)
 ALL_CASES = [Case(*choice) for choice in itertools.product(*CHOICES)]
 # The slow cases are all others. The first has the programs of the tests further down. EAGLE-3
 # trees by default: test_rows.py and test_engine.py.
 FAST_CASES = [
     Case("draft_model", "tree12", 4, 3, 0.8),
     Case("mixed", "chain5", 4, 3, 0.8),
+    Case("mtp", "tree12", 4, 3, 0.8),
 ]
 
 

@@ -28,10 +28,11 @@ from jaxspec.training.draft_loss import DraftBatch, LossConfig
 from jaxspec.training.draft_report import plot_training
 from jaxspec.training.draft_run import DraftRecord, DraftTraining
 from jaxspec.training.draft_states import StoredStates, capture_states
-from jaxspec.training.draft_step import DraftTrainConfig, init_head, train_step
+from jaxspec.training.draft_step import DraftTrainConfig, init_head, init_mtp_layer, train_step
 from jaxspec.training.precision import cast_weights
 from jaxspec.training.schedule import Schedule
 from jaxspec.weights.eagle import load_eagle_head, save_eagle_head
+from jaxspec.weights.mtp import load_mtp_head, save_mtp_head
 from tests.checkpoints import tiny_byte_llama
 from tests.marks import slow
 from tests.programs import FAST_COMPILE
@@ -46,7 +47,7 @@ TRAIN_CONFIG = DraftTrainConfig(
     warmup_steps=2,
     compute_dtype="float32",
 )
-BOTH_METHODS = pytest.mark.parametrize("method", ["eagle3", slow("eagle1")])
+METHODS = pytest.mark.parametrize("method", ["eagle3", slow("eagle1"), slow("mtp")])
 SCHEDULE = Schedule(
     steps=12, steps_per_call=4, seconds_per_call=math.inf, evaluate_every=6, save_every=4
 )
@@ -62,6 +63,8 @@ TRAIN, HELD_OUT = random_examples(40, 1), random_examples(8, 2)
 
 
 def make_head(method: str = "eagle3"):
+    if method == "mtp":
+        return init_mtp_layer(TARGET)
     ids = np.arange(0, CONFIG.vocab_size, 2, dtype=np.int32)
     return init_head(
         TARGET, HEAD_CONFIG, method,  # pyright: ignore[reportArgumentType]
@@ -260,7 +263,7 @@ def test_devices_share_a_batch(uninterrupted, tmp_path):
     np.testing.assert_allclose(total_losses(run), total_losses(uninterrupted), rtol=1e-3)
 
 
-@BOTH_METHODS
+@METHODS
 def test_a_step_is_a_pure_function_that_learns(method):
     config = dataclasses.replace(TRAIN_CONFIG, loss=LossConfig.for_method(method, 2))
     state = draft_step.init_state(make_head(method), config)
@@ -274,11 +277,13 @@ def test_a_step_is_a_pure_function_that_learns(method):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["eagle3", "eagle1"])
+@pytest.mark.parametrize("method", ["eagle3", "eagle1", "mtp"])
 def test_an_exported_head_comes_back(method, tmp_path):
     head = cast_weights(make_head(method), jnp.bfloat16)
-    save_eagle_head(head, tmp_path, CONFIG)
-    loaded = load_eagle_head(tmp_path, CONFIG, jnp.dtype(jnp.bfloat16))
+    is_mtp = method == "mtp"
+    save, read = (save_mtp_head, load_mtp_head) if is_mtp else (save_eagle_head, load_eagle_head)
+    save(head, tmp_path, CONFIG)
+    loaded = read(tmp_path, CONFIG, jnp.dtype(jnp.bfloat16))
     assert loaded.capture == head.capture
     for one, other in zip(jax.tree.leaves(loaded), jax.tree.leaves(head), strict=True):
         np.testing.assert_array_equal(one, other)
@@ -327,6 +332,10 @@ def test_too_few_rows_are_an_error(tmp_path):
         (["--data", "{text}", "--draft-vocab", "0"], "1 to 4096 tokens"),
         (["--data", "{text}", "--capture", "1", "99"], "distinct, of 0 to 8"),
         (["--data", "{text}", "--method", "eagle1", "--draft-vocab", "9"], "drafts every token"),
+        (
+            ["--data", "{text}", "--method", "mtp", "--ff", "9", "--layers", "2"],
+            "an MTP layer has the model's own sizes: no --ff and --layers",
+        ),
         (["--data", "{text}", "--keep-text"], "--keep-text would do nothing: add --regenerate"),
         (["--data", "{text}", "--regenerate-rows", "0"], "--regenerate-rows would do nothing"),
         (["--data", "{text}", "--regenerate-batch", "8"], "--regenerate-batch would do nothing"),

@@ -14,7 +14,7 @@ from jaxspec.models.families.llama import LLAMA
 from jaxspec.models.families.mistral import MISTRAL
 from jaxspec.models.families.olmo import OLMO2, OLMO3
 from jaxspec.models.families.phi import PHI3
-from jaxspec.models.families.qwen import QWEN2, QWEN3
+from jaxspec.models.families.qwen import MIMO, QWEN2, QWEN3
 from jaxspec.models.families.smollm import SMOLLM3
 
 __all__ = ["FAMILIES", "Family"]
@@ -34,5 +34,6 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "olmo3": OLMO3,
         "smollm3": SMOLLM3,
         "granite": GRANITE,
+        "mimo": MIMO,
     }
 )

@@ -11,6 +11,7 @@ from typing import Any
 
 from jaxspec.config.mixers import AttentionConfig
 from jaxspec.config.model import LayerConfig, ModelConfig
+from jaxspec.config.mtp import MtpConfig, MtpLayout
 from jaxspec.config.rope import LongRopeScaling, RopeConfig
 from jaxspec.models import hf_keys
 from jaxspec.models.hf_values import (
@@ -121,7 +122,20 @@ def model_of(hf: Keys, layers: Iterable[LayerConfig], *, norm_offset: int = 0) -
         tie_word_embeddings=hf["tie_word_embeddings"],
         stop_token_ids=stop_token_ids(hf["eos_token_id"], hf["vocab_size"]),
         norm_offset=norm_offset,
+        mtp=mtp_of(hf, "deepseek", normed=True),
     )
+
+
+def mtp_of(hf: Keys, layout: MtpLayout, *, normed: bool) -> MtpConfig | None:
+    """The MTP layers that a checkpoint has beside its model. Those of families that do not say
+    otherwise are as in DeepSeek-V3's checkpoints.
+
+    Raises ValueError for what is no number of layers.
+    """
+    count = hf["num_nextn_predict_layers"]
+    if not is_integer(count) or count < 0:
+        raise ValueError(f"num_nextn_predict_layers must be a number of layers, got {shown(count)}")
+    return MtpConfig(layout, count, normed) if count else None
 
 
 def attention_of(hf: Keys, rope: RopeConfig, window: int | None = None) -> AttentionConfig:

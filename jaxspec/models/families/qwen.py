@@ -1,11 +1,11 @@
-"""Qwen 2, 2.5 and 3, dense: biases on q, k and v, or norms of queries and keys."""
+"""Qwen 2, 2.5 and 3, dense, and MiMo: biases on q, k and v, or norms of queries and keys."""
 
 import dataclasses
 from typing import Any
 
 from jaxspec.config.mlps import DenseConfig
 from jaxspec.config.model import LayerConfig, ModelConfig
-from jaxspec.models.families.family import Family, Keys, attention_of, model_of
+from jaxspec.models.families.family import Family, Keys, attention_of, model_of, mtp_of
 from jaxspec.models.families.rope import rope_of
 from jaxspec.models.families.windows import FULL, SLIDING, optional_windows
 from jaxspec.models.families.writing import alike, windows_of
@@ -36,6 +36,11 @@ def _read_qwen2(hf: Keys) -> ModelConfig:
     return _read(hf, qkv_bias=True, o_bias=False, qk_norm=False)
 
 
+def _read_mimo(hf: Keys) -> ModelConfig:
+    # Acceptance was published with states before the norm (vLLM issue 25136).
+    return dataclasses.replace(_read_qwen2(hf), mtp=mtp_of(hf, "mimo", normed=False))
+
+
 def _read_qwen3(hf: Keys) -> ModelConfig:
     bias = hf["attention_bias"]
     return _read(hf, qkv_bias=bias, o_bias=bias, qk_norm=True)
@@ -58,6 +63,13 @@ def _write_qwen3(config: ModelConfig) -> dict[str, Any]:
 
 QWEN2 = Family(
     "Qwen2ForCausalLM", _read_qwen2, keys=WINDOW_KEYS, defaults=_DEFAULTS, write=_write_qwen2
+)
+MIMO = Family(  # the code of MiMo-7B comes with its checkpoints: layers are those of Qwen2
+    "MiMoForCausalLM",
+    _read_mimo,
+    keys=WINDOW_KEYS | {"auto_map"},
+    defaults=_DEFAULTS,
+    fixed={"attention_bias": (None, True)},
 )
 QWEN3 = Family(
     "Qwen3ForCausalLM",

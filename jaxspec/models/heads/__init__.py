@@ -7,6 +7,7 @@ from jaxspec.models.heads.config import EagleMethod, HeadConfig, check_capture, 
 from jaxspec.models.heads.eagle1 import Eagle1Front, eagle1_front_shape
 from jaxspec.models.heads.eagle3 import Eagle3Front, eagle3_front_shape
 from jaxspec.models.heads.head import DraftHead, Front, FrontOutput, FrontShape, HeadOutput
+from jaxspec.models.heads.mtp import MtpFront, mtp_front_shape, mtp_head_config
 from jaxspec.models.layer import layer_shape
 from jaxspec.models.linear import linear_shape
 from jaxspec.models.shapes import array_shape, vector
@@ -21,9 +22,11 @@ __all__ = [
     "FrontOutput",
     "HeadConfig",
     "HeadOutput",
+    "MtpFront",
     "check_capture",
     "default_capture",
     "head_shapes",
+    "mtp_head_config",
 ]
 
 
@@ -60,7 +63,7 @@ def head_shapes(
     return DraftHead(
         front=front.front,
         layers=layers,
-        norm=vector(hidden, dtype, when=front.own_output),
+        norm=vector(hidden, dtype, when=front.own_norm),
         lm_head=lm_head if front.own_output else None,
         token_ids=array_shape(vocab, dtype=jnp.int32, when=head.draft_vocab_size is not None),
         embed=array_shape(target.vocab_size, hidden, dtype=dtype, when=head.own_embed),
@@ -78,3 +81,5 @@ def front_shape(head: HeadConfig, target: ModelConfig, dtype: jnp.dtype) -> Fron
             return eagle3_front_shape(head, target, dtype)
         case "eagle1":
             return eagle1_front_shape(head, dtype)
+        case "mtp":
+            return mtp_front_shape(head, dtype)

@@ -6,8 +6,10 @@ from typing import Literal
 
 from jaxspec.config.model import ModelConfig
 from jaxspec.models.decoder import FINAL_NORM
+from jaxspec.models.mtp_names import MtpNames
 
 EagleMethod = Literal["eagle3", "eagle1"]
+HeadMethod = EagleMethod | Literal["mtp"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,10 +24,11 @@ class HeadConfig:
       own_embed: it has its own embeddings instead of the target's.
       fc_bias, fc_norm, norm_before_fc, norm_before_residual: see Eagle3Front.
       norm_output: see DraftHead.recycle_normed.
+      mtp: names of an MTP layer's tensors.
     """
 
     model: ModelConfig
-    method: EagleMethod
+    method: HeadMethod
     capture: tuple[int, ...]
     draft_vocab_size: int | None = None
     own_embed: bool = False
@@ -34,6 +37,7 @@ class HeadConfig:
     norm_before_fc: bool = False
     norm_output: bool = False
     norm_before_residual: bool = False
+    mtp: MtpNames | None = None
 
 
 def default_capture(method: EagleMethod, target_layers: int) -> tuple[int, ...]:

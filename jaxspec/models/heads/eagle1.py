@@ -28,6 +28,10 @@ class Eagle1Front(Pytree):
     def method(self) -> str:
         return "eagle1"
 
+    @property
+    def norm_name(self) -> str:
+        return "norm.weight"
+
     def hidden(self, captured: Array, eps: float, kernels: Kernels) -> Array:
         """The captured state is the hidden state."""
         return captured
@@ -48,4 +52,6 @@ def eagle1_front_shape(head: HeadConfig, dtype: jnp.dtype) -> FrontShape:
     hidden = head.model.hidden_size
     fc = linear_shape(("features", "hidden"), (2 * hidden, hidden), dtype, bias=head.fc_bias)
     front = Eagle1Front(fc=fc)
-    return FrontShape(front, mixer_input_size=hidden, norms_input=False, own_output=False)
+    return FrontShape(
+        front, mixer_input_size=hidden, norms_input=False, own_norm=False, own_output=False
+    )

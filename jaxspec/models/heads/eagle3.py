@@ -44,6 +44,10 @@ class Eagle3Front(Pytree):
     def method(self) -> str:
         return "eagle3"
 
+    @property
+    def norm_name(self) -> str:
+        return "norm.weight"
+
     def hidden(self, captured: Array, eps: float, kernels: Kernels) -> Array:
         """Fuse captured states: [..., C] -> [..., H]."""
         with jax.named_scope("fc"):
@@ -84,4 +88,6 @@ def eagle3_front_shape(head: HeadConfig, target: ModelConfig, dtype: jnp.dtype) 
         input_norm=vector(features, dtype, when=head.norm_before_fc),
         norm_before_residual=head.norm_before_residual,
     )
-    return FrontShape(front, mixer_input_size=2 * hidden, norms_input=True, own_output=True)
+    return FrontShape(
+        front, mixer_input_size=2 * hidden, norms_input=True, own_norm=True, own_output=True
+    )

@@ -42,6 +42,11 @@ class Front(Protocol):
         ...
 
     @property
+    def norm_name(self) -> str:
+        """What checkpoints call the head's final norm."""
+        ...
+
+    @property
     def fc(self) -> Linear:
         """The projection that combines the front's inputs."""
         ...
@@ -67,7 +72,8 @@ class FrontShape(NamedTuple):
     front: Front
     mixer_input_size: int  # width of the first mixer's input
     norms_input: bool  # the first layer has an input norm
-    own_output: bool  # the head has its own final norm and LM head
+    own_norm: bool  # the head has a final norm
+    own_output: bool  # the head has its own LM head
 
 
 class HeadOutput(NamedTuple):
@@ -183,7 +189,7 @@ class DraftHead(Pytree):
                 layer.filled(prefix, filler)
                 for layer, prefix in zip(self.layers, prefixes, strict=True)
             ),
-            norm=filler.norm("norm.weight", self.norm),
+            norm=filler.norm(self.front.norm_name, self.norm),
             lm_head=filler.linear(self.lm_head, One("lm_head")),
             token_ids=None,
             embed=filler.array("embed_tokens.weight", self.embed),

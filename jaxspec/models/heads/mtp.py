@@ -1,0 +1,92 @@
+"""MTP layers of checkpoints as draft heads (DeepSeek-V3, arXiv 2412.19437; MiMo, 2505.07608).
+
+A projection joins the normed embedding of a token and the normed hidden state of the token before.
+A layer like the model's follows, and a norm. Embeddings and the LM head are the target's.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxspec.config.model import ModelConfig
+from jaxspec.config.mtp import MtpConfig
+from jaxspec.models.decoder import FINAL_NORM
+from jaxspec.models.forward import ForwardPass
+from jaxspec.models.heads.config import HeadConfig
+from jaxspec.models.heads.head import FrontOutput, FrontShape
+from jaxspec.models.layer import Layer
+from jaxspec.models.linear import Linear, linear_shape
+from jaxspec.models.mtp_names import MtpNames, mtp_names
+from jaxspec.models.shapes import vector
+from jaxspec.pytree import Pytree, array, pytree, static
+from jaxspec.tensors import Filler, One
+from pallas_kernels.selection import Kernels
+
+
+def mtp_head_config(target: ModelConfig, mtp: MtpConfig) -> HeadConfig:
+    """The HeadConfig of the first of a target's MTP layers."""
+    model = dataclasses.replace(target, layers=target.layers[-1:], mtp=None, stop_token_ids=())
+    return HeadConfig(
+        model=model,
+        method="mtp",
+        capture=(FINAL_NORM if mtp.normed else target.num_layers,),
+        norm_output=mtp.normed,
+        mtp=mtp_names(mtp, target.num_layers),
+    )
+
+
+@pytree
+class MtpFront(Pytree):
+    """The first layer reads ``fc`` [2 * H, H] of a normed embedding and a normed hidden state."""
+
+    fc: Linear
+    embed_norm: Array = array("hidden")
+    hidden_norm: Array = array("hidden")
+    names: MtpNames = static()
+
+    @property
+    def method(self) -> str:
+        return "mtp"
+
+    @property
+    def norm_name(self) -> str:
+        return f"{self.names.layer}{self.names.norm}.weight"
+
+    def hidden(self, captured: Array, eps: float, kernels: Kernels) -> Array:
+        """The captured state is the hidden state."""
+        return captured
+
+    def __call__(
+        self, embedded: Array, hidden: Array, first: Layer, step: ForwardPass
+    ) -> FrontOutput:
+        parts = [step.norm(embedded, self.embed_norm), step.norm(hidden, self.hidden_norm)]
+        if self.names.hidden_first:
+            parts.reverse()
+        with jax.named_scope("fc"):
+            x = self.fc(jnp.concatenate(parts, axis=-1), step.kernels)
+        return FrontOutput(x, step.norm(x, first.input_norm))
+
+    def filled(self, prefix: str, filler: Filler) -> "MtpFront":
+        own, names = self.names.layer, self.names
+        return self.replace(
+            fc=filler.linear(self.fc, One(f"{own}{names.fc}")),
+            embed_norm=filler.norm(f"{own}{names.embed_norm}.weight", self.embed_norm),
+            hidden_norm=filler.norm(f"{own}{names.hidden_norm}.weight", self.hidden_norm),
+        )
+
+
+def mtp_front_shape(head: HeadConfig, dtype: jnp.dtype) -> FrontShape:
+    """A front of ShapeDtypeStructs."""
+    hidden = head.model.hidden_size
+    assert head.mtp is not None
+    front = MtpFront(
+        fc=linear_shape(("features", "hidden"), (2 * hidden, hidden), dtype, bias=head.fc_bias),
+        embed_norm=vector(hidden, dtype),
+        hidden_norm=vector(hidden, dtype),
+        names=head.mtp,
+    )
+    return FrontShape(
+        front, mixer_input_size=hidden, norms_input=True, own_norm=True, own_output=False
+    )

@@ -1,0 +1,67 @@
+"""How checkpoints name layers for multi-token prediction (MTP)."""
+
+import dataclasses
+from collections.abc import Collection
+
+from jaxspec.config.model import ModelConfig
+from jaxspec.config.mtp import MtpConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class MtpNames:
+    """What a checkpoint calls the parts of an MTP layer.
+
+    Attributes:
+      layer: prefix of all its tensors, those of the transformer layer among them.
+      embed_norm, hidden_norm, fc, norm: the rest of their names, without ``weight``.
+      hidden_first: the projection reads the hidden state before the embedding.
+      copies: tensors that repeat the target's embeddings and LM head. They are not read.
+    """
+
+    layer: str
+    embed_norm: str
+    hidden_norm: str
+    fc: str
+    norm: str
+    hidden_first: bool = False
+    copies: tuple[str, ...] = ()
+
+
+def mtp_names(mtp: MtpConfig, num_layers: int) -> MtpNames:
+    """Of the first MTP layer of a model of ``num_layers`` layers."""
+    match mtp.layout:
+        case "deepseek":
+            return MtpNames(
+                layer=f"model.layers.{num_layers}.",
+                embed_norm="enorm",
+                hidden_norm="hnorm",
+                fc="eh_proj",
+                norm="shared_head.norm",
+                copies=("embed_tokens.weight", "shared_head.head.weight"),
+            )
+        case "mimo":
+            return MtpNames(
+                layer="model.mtp_layers.0.",
+                embed_norm="token_layernorm",
+                hidden_norm="hidden_layernorm",
+                fc="input_proj",
+                norm="final_layernorm",
+                hidden_first=True,
+            )
+
+
+def mtp_prefixes(mtp: MtpConfig, num_layers: int) -> tuple[str, ...]:
+    """Prefixes of the tensors of all MTP layers, which are no part of the model."""
+    match mtp.layout:
+        case "deepseek":
+            return tuple(f"model.layers.{num_layers + i}." for i in range(mtp.num_layers))
+        case "mimo":
+            return tuple(f"model.mtp_layers.{i}." for i in range(mtp.num_layers))
+
+
+def mtp_tensors(config: ModelConfig, names: Collection[str]) -> set[str]:
+    """Those of MTP layers, which are no part of the model."""
+    if config.mtp is None:
+        return set()
+    prefixes = mtp_prefixes(config.mtp, config.num_layers)
+    return {name for name in names if name.startswith(prefixes)}

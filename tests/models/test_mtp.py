@@ -1,0 +1,182 @@
+"""Layers for multi-token prediction: transformers' arithmetic, and checkpoints' names."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.numpy import load_file
+from transformers.modeling_layers import MtpModel
+
+from jaxspec import LLM, SamplingParams, SpeculationConfig, load
+from jaxspec.loading import choose_drafter
+from jaxspec.models import decoder
+from jaxspec.models.attention import dense_causal_attend
+from jaxspec.models.decoder import FINAL_NORM
+from jaxspec.models.heads import DraftHead
+from jaxspec.models.hf_config import load_model_config, parse_model_config
+from jaxspec.weights.mtp import load_mtp_head, save_mtp_head
+from jaxspec.weights.safetensors_io import load_decoder
+from tests.checkpoints import MTP_NAMES, add_mtp_layer, save_byte_tokenizer, tiny_llama, tiny_qwen2
+from tests.marks import slow
+
+FLOAT32 = jnp.dtype("float32")
+TOKENS = np.random.default_rng(0).integers(0, 257, (2, 13))
+SMALL: dict[str, Any] = {"vocab_size": 257, "num_hidden_layers": 2}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    made = {
+        "deepseek": tiny_llama(tmp_path_factory.mktemp("deepseek"), **SMALL),
+        "mimo": tiny_qwen2(tmp_path_factory.mktemp("mimo"), **SMALL),
+    }
+    for layout, path in made.items():
+        add_mtp_layer(path, layout)
+        save_byte_tokenizer(path)
+    return made
+
+
+def reference(path: Path, layout: str, kind: Any, *, normed: bool) -> tuple[np.ndarray, np.ndarray]:
+    """transformers' MTP layer over TOKENS: hidden states after its norm, and logits."""
+    config = kind(**json.loads((path / "config.json").read_text()))
+    config.num_mtp_layers = 1
+    if layout == "mimo":
+        config.mtp_layer_types = ["full_attention"]
+    config.mtp_hidden_states_first = layout == "mimo"
+    stored = {
+        name: torch.from_numpy(one) for name, one in load_file(path / "model.safetensors").items()
+    }
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    model.load_state_dict(stored, strict=False)
+    mtp = MtpModel(model, 1)
+    own = (
+        f"model.layers.{config.num_hidden_layers}."
+        if layout == "deepseek"
+        else "model.mtp_layers.0."
+    )
+    names = dict(zip(MTP_NAMES[layout], ("enorm", "hnorm", "eh_proj", "post_norm"), strict=True))
+    state = {}
+    for name, tensor in stored.items():
+        if name.startswith(own) and "embed_tokens" not in name:
+            rest, _, kind_of = name.removeprefix(own).rpartition(".")
+            state[f"layers.0.{names.get(rest, f'mtp_block.{rest}')}.{kind_of}"] = tensor
+    missing, surplus = mtp.load_state_dict(state, strict=False)
+    assert not surplus and not [name for name in missing if name.startswith("layers.")]
+    ids = torch.from_numpy(TOKENS)
+    with torch.no_grad():
+        out = model(ids, output_hidden_states=True)
+        hidden = out.hidden_states[-1]  # transformers norms the last one
+        if not normed:
+            found: list[torch.Tensor] = []
+            hook = model.model.norm.register_forward_pre_hook(lambda _, args: found.append(args[0]))
+            model(ids)
+            hook.remove()
+            [hidden] = found
+        positions = torch.arange(ids.shape[1] - 1)[None]
+        after = mtp.forward_layer(0, hidden[:, :-1], positions, None, input_ids=ids[:, 1:])
+        return after.numpy(), model.lm_head(after).numpy()
+
+
+@pytest.mark.parametrize("normed", [True, slow(False)])
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    [("deepseek", transformers.LlamaConfig), ("mimo", transformers.Qwen2Config)],
+    ids=["deepseek", "mimo"],
+)
+def test_logits_are_those_of_transformers(
+    layout: str, kind: Any, normed: bool, checkpoints: dict[str, Path]
+):
+    path = checkpoints[layout]
+    expected, expected_logits = reference(path, layout, kind, normed=normed)
+    config = load_model_config(path)
+    target = load_decoder(path, config, FLOAT32)
+    head = load_mtp_head(path, config, FLOAT32, normed=normed)
+    assert head.capture == ((FINAL_NORM,) if normed else (config.num_layers,))
+    positions = jnp.broadcast_to(jnp.arange(TOKENS.shape[1]), TOKENS.shape)
+    tokens = jnp.asarray(TOKENS)
+    none = target.no_states()
+    _, _, captured = decoder.run(target, tokens, positions, none, dense_causal_attend, head.capture)
+    assert captured is not None
+    hidden = head.hidden(captured[:, :-1])
+    out = head.run(target, tokens[:, 1:], hidden, positions[:, :-1], (None,), dense_causal_attend)
+    np.testing.assert_allclose(out.normed, expected, atol=1e-4)
+    np.testing.assert_allclose(head.logits(target, out.normed), expected_logits, atol=2e-4)
+    assert np.array_equal(out.hidden, out.normed) == normed  # what the next draft step reads
+
+
+def texts(llm: LLM) -> list[list[int]]:
+    prompts = [TOKENS[0].tolist(), TOKENS[1, :4].tolist()]
+    return [one.token_ids for one in llm.generate(prompts, SamplingParams(max_tokens=24))]
+
+
+@pytest.mark.parametrize(
+    ("layout", "shape"),
+    [
+        ("mimo", SpeculationConfig.chain(3)),
+        slow("deepseek", SpeculationConfig(num_nodes=8, max_depth=3, top_k=2)),
+    ],
+)
+def test_checkpoints_draft_with_their_own_layers(
+    layout: str, shape: SpeculationConfig, checkpoints: dict[str, Path]
+):
+    """By default, and the text is that of plain decoding."""
+    path = checkpoints[layout]
+    options: dict[str, Any] = {"dtype": "float32", "max_length": 64}
+    plain = texts(LLM(path, "none", **options))
+    llm = LLM(path, speculation=shape, **options)
+    drafter: Any = llm.params.drafter
+    assert isinstance(drafter.head, DraftHead) and drafter.head.method == "mtp"
+    assert texts(llm) == plain
+
+
+def test_auto_chooses_the_layers_and_says_what_they_read(checkpoints: dict[str, Path]):
+    assert choose_drafter(checkpoints["deepseek"], "auto") == "mtp:after"
+    assert choose_drafter(checkpoints["mimo"], "auto") == "mtp:before"
+    assert choose_drafter(checkpoints["mimo"], "mtp:after") == "mtp:after"
+    assert choose_drafter(checkpoints["mimo"], "ngram+mtp") == "ngram+mtp:before"
+    params = load(checkpoints["mimo"], "mtp:after", speculation=SpeculationConfig.chain(1))
+    assert params.drafter.capture == (FINAL_NORM,)
+
+
+def test_a_layer_is_saved_and_loaded_by_itself(checkpoints: dict[str, Path], tmp_path: Path):
+    path = checkpoints["deepseek"]
+    config = load_model_config(path)
+    head = load_mtp_head(path, config, FLOAT32)
+    save_mtp_head(head, tmp_path, config)
+    stored = load_file(tmp_path / "model.safetensors")
+    original = load_file(path / "model.safetensors")
+    assert stored and all(np.array_equal(one, original[name]) for name, one in stored.items())
+    drafter: Any = load(path, tmp_path, speculation=SpeculationConfig.chain(1)).drafter
+    np.testing.assert_array_equal(drafter.head.front.fc.weight, head.front.fc.weight)
+
+
+def test_models_without_such_layers_are_named(tmp_path: Path):
+    path = tiny_llama(tmp_path, **SMALL)
+    with pytest.raises(ValueError, match="has no layers for multi-token prediction"):
+        load(path, "mtp")
+    config = path / "config.json"
+    config.write_text(config.read_text().replace("{", '{"num_nextn_predict_layers": 1,', 1))
+    with pytest.raises(ValueError, match=r"no tensors model.layers.2\.\*, though its config.json"):
+        load(path, "mtp")
+    assert choose_drafter(path, "auto") == "ngram"
+
+
+@pytest.mark.parametrize("count", [-1, "1", 1.5, True])
+def test_bad_counts_are_named(count: Any, checkpoints: dict[str, Path]):
+    raw = json.loads((checkpoints["deepseek"] / "config.json").read_text())
+    with pytest.raises(ValueError, match="num_nextn_predict_layers must be a number of layers"):
+        parse_model_config(raw | {"num_nextn_predict_layers": count})
+
+
+def test_misfits_are_named(checkpoints: dict[str, Path]):
+    path = checkpoints["deepseek"]
+    config = load_model_config(path)
+    wider = dataclasses.replace(config, hidden_size=96)
+    with pytest.raises(ValueError, match=r"model.layers.2.eh_proj.weight is \[64, 128\], not"):
+        load_mtp_head(path, wider, FLOAT32)
