@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import transformers
+from transformers import CONFIG_MAPPING
 
 from jaxspec.config.mixers import AttentionConfig
 from jaxspec.config.mlps import DenseConfig
@@ -262,7 +263,7 @@ def test_refused(raw: dict[str, Any], message: str):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", [kind for kind in FAMILIES if kind in CONFIG_MAPPING])
 def test_absent_keys_take_the_defaults_of_transformers(kind: str):
     theirs = transformers.AutoConfig.for_model(kind)
     written = {key: value for key, value in theirs.to_dict().items() if value is not None}
