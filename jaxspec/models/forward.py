@@ -323,5 +323,5 @@ def norm_all_heads(qkv: Array, weight: Array, eps: float, axes: Axes) -> Array:
 @jax.named_scope("activation")
 def gated(gate_up: Array, activation: Activation) -> Array:
     """[..., 2, F] -> [..., F]"""
-    gate, up = gate_up[..., 0, :], gate_up[..., 1, :]
-    return (jax.nn.silu(gate) if activation == "silu" else jax.nn.gelu(gate)) * up
+    function = jax.nn.silu if activation == "silu" else jax.nn.gelu
+    return function(gate_up[..., 0, :]) * gate_up[..., 1, :]

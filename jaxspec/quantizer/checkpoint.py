@@ -102,8 +102,10 @@ class Checkpoint:
         return {name.removeprefix(unit.prefix): jnp.asarray(own[name].read()) for name in expected}
 
     def embedding(self) -> np.ndarray:
-        """The table of embeddings, [V, H]."""
-        return self.stored["model.embed_tokens.weight"].read()
+        """The table of embeddings [V, H], as layers read it."""
+        table = self.stored["model.embed_tokens.weight"].read()
+        scale = 1.0 if self.config is None else self.config.embed_scale
+        return table if scale == 1 else table.astype(np.float32) * np.float32(scale)
 
     def shapes(self, units: list[Unit]) -> dict[str, tuple[int, ...]]:
         """[out, in] of all projections of some units, by their whole names."""
