@@ -195,7 +195,8 @@ def test_mtp_layers_are_no_part_of_the_model(checkpoint, tmp_path: Path):
     head = load_mtp_head(tmp_path, target.config, jnp.dtype(jnp.float32))
     ours, theirs = (jax.tree.leaves(one.layers[-1].mlp) for one in (head, target))
     assert all(map(np.array_equal, ours, theirs))
-    (tmp_path / "config.json").write_text(json.dumps(raw | {"num_nextn_predict_layers": 0}))
+    none = {"num_nextn_predict_layers": 0, "num_mtp_layers": 0}
+    (tmp_path / "config.json").write_text(json.dumps(raw | none))
     with pytest.raises(ValueError, match=r"layers\.2\.\S+ is not part of this model"):
         load(tmp_path)
 
