@@ -32,7 +32,8 @@ def packed_product(
 
     Args:
       x: [M, K]; e4m3 if the weights are.
-      values: signed integers of 4 bits, or e4m3 numbers: [V, K].
+      values: signed integers of 4 bits, with inputs in the order of ``order.kernel_order``; or e4m3
+        numbers: [V, K].
       scale: float [n, V], of each output and each of n groups of consecutive inputs.
       zero: whole numbers, as ``scale``; None: all 0.
       x_scale: float32 [n, M or more], of each row of x and each group: x stands for x * x_scale.

@@ -23,6 +23,7 @@ from pallas_kernels.packed_product.cases import (
     make_arguments,
 )
 from pallas_kernels.packed_product.mosaic_gpu import packed_product_mosaic
+from pallas_kernels.packed_product.order import SPAN, input_order, kernel_order
 from pallas_kernels.packed_product.tuning import (
     VARIANTS,
     PackedTuning,
@@ -31,10 +32,10 @@ from pallas_kernels.packed_product.tuning import (
 )
 from pallas_kernels.packed_product.widening import (
     BIAS,
-    CHUNK_INPUTS,
     HALVES,
-    biased_pair,
-    chunk_offset,
+    WORD,
+    biased_pairs,
+    word_offset,
 )
 from pallas_kernels.selection import Kernels
 from tests.marks import first_is_fast
@@ -51,7 +52,7 @@ def exact(case: Case) -> tuple[np.ndarray, np.ndarray]:
     """[S, M, V] in float64: the product, and the sums of the absolute values of its terms."""
     x, values, scale, zero, x_scale = make_arguments(case)
     groups = np.arange(case.depth) // case.group
-    steps = np.asarray(values, np.float64)
+    steps = np.asarray(values if case.float8 else input_order(values), np.float64)
     if zero is not None:
         steps = steps - np.asarray(zero, np.float64).T[:, groups]
     weights = steps * np.asarray(scale, np.float64).T[:, groups]
@@ -179,19 +180,20 @@ def test_a_thread_widens_the_weights_that_its_tensor_core_multiplies(block: int)
     """
     values = np.random.default_rng(0).integers(-8, 8, (64, block))
     line, threads = block // 2, np.arange(128)
-    packed = ((values[:, 1::2] & 15) << 4 | values[:, ::2] & 15).astype(np.uint8)
+    stored = np.asarray(kernel_order(jnp.asarray(values)))
+    packed = ((stored[:, 1::2] & 15) << 4 | stored[:, ::2] & 15).astype(np.uint8)
     memory = np.zeros(64 * line, np.uint8)
     for address, byte in enumerate(packed.reshape(-1)):  # the copy engine swizzles addresses
         memory[address ^ (address >> 7 & line // 16 - 1) << 4] = byte
     words = memory.view("<u4")
-    for chunk, half, i in itertools.product(range(block // CHUNK_INPUTS), range(2), range(4)):
-        word = words[chunk_offset(threads, chunk, half, line) // 4 + i]
-        pair = biased_pair(word, threads, HALVES, lambda word, byte: word >> 8 * byte & 255)
-        found = np.stack([pair & 0xFFFF, pair >> 16], 1).astype(np.uint16).view(jnp.bfloat16)
-        rows = threads // 32 * 16 + threads % 32 // 4 + 8 * half
-        inputs = 32 * chunk + 8 * i + 2 * (threads % 4)
-        expected = np.stack([values[rows, inputs], values[rows, inputs + 1]], 1)
-        assert np.array_equal(found.astype(np.int64) - BIAS, expected)
+    for span, half in itertools.product(range(block // SPAN), range(2)):
+        word = words[word_offset(threads, span, half, line) // WORD]
+        for j, pair in enumerate(biased_pairs(word, HALVES)):
+            found = np.stack([pair & 0xFFFF, pair >> 16], 1).astype(np.uint16).view(jnp.bfloat16)
+            rows = threads // 32 * 16 + threads % 32 // 4 + 8 * half
+            inputs = SPAN * span + 8 * j + 2 * (threads % 4)
+            expected = np.stack([values[rows, inputs], values[rows, inputs + 1]], 1)
+            assert np.array_equal(found.astype(np.int64) - BIAS, expected)
 
 
 def test_products_of_8_bit_floats_take_the_kernels_where_they_fit():
@@ -224,6 +226,8 @@ def test_a_linear_takes_the_kernel_where_it_fits():
     assert linear.best_num_splits(x, kernels) == 2 and kernels_in(linear, x) > 0
     assert kernels_in(linear, jnp.zeros((65, 2048), jnp.bfloat16)) == 0
     assert kernels_in(linear, x.astype(jnp.float32)) == 0
-    mixed = dataclasses.replace(linear, groups=jnp.arange(2048, dtype=jnp.int32) % 2)
+    mixed = dataclasses.replace(
+        linear, groups=jnp.arange(2048, dtype=jnp.int32) % 2, reordered=False
+    )
     assert kernels_in(mixed, x) == 0
     assert linear.best_num_splits(x, Kernels()) == 1
