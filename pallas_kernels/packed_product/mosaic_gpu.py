@@ -29,6 +29,8 @@ from pallas_kernels.packed_product.tuning import (
 from pallas_kernels.packed_product.widening import BIAS, biased_weights
 from pallas_kernels.shared_memory import LINE, swizzled
 
+MOST_COPIED = 256  # entries of a dimension that the copy engine takes at once
+
 _OUTPUT_LAYOUT = plgpu.Layout.WGMMA.reduce(1)  # one value for each output of a warpgroup
 _ROW_LAYOUT = plgpu.Layout.WGMMA.reduce(0)  # one value for each row of x
 
@@ -87,6 +89,19 @@ class _Plan:
         return self.config.stages(stage, 4 * self.padded_rows * self.tile)
 
     @property
+    def part(self) -> int:
+        """Outputs whose scales are copied at once."""
+        return max(
+            size for size in range(OUTPUTS, MOST_COPIED + 1, OUTPUTS) if not self.tile % size
+        )
+
+    @property
+    def copies(self) -> int:
+        """Copies of a block: x, weights, scales, and ``more``."""
+        by_output = 1 + ("zero" in self.more)
+        return 2 + by_output * (self.tile // self.part) + self.is_float8
+
+    @property
     def is_float8(self) -> bool:
         return "x_scale" in self.more
 
@@ -137,7 +152,7 @@ def packed_product_mosaic(
 def _make_kernel(plan: _Plan, dtype: Any, scale_dtype: Any, out_dtype: Any, interpret: Any) -> Any:
     config, block = plan.config, plan.block
     ring, bits = plan.stages, 8 * dtype.itemsize
-    by_output = (ring, plan.block_groups, plan.tile)
+    by_output = (ring, plan.tile // plan.part, plan.block_groups, plan.part)
     x_tile = min(8 * LINE // bits, plan.unit)
     values_dtype, values_bits = (dtype, 8) if plan.is_float8 else (jnp.int4, 4)
     values_transforms = swizzled(block, values_bits)
@@ -147,7 +162,7 @@ def _make_kernel(plan: _Plan, dtype: Any, scale_dtype: Any, out_dtype: Any, inte
         "x": plgpu.SMEM((ring, plan.padded_rows, block), dtype, transforms=swizzled(x_tile, bits)),
         "scale": plgpu.SMEM(by_output, scale_dtype),
         "rows": plgpu.SMEM((config.warpgroups, plan.padded_rows, OUTPUTS), out_dtype),
-        "full": plgpu.Barrier(num_arrivals=3 + len(plan.more), num_barriers=ring),
+        "full": plgpu.Barrier(num_arrivals=plan.copies, num_barriers=ring),
         "free": plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=ring),
     }
     if "zero" in plan.more:
@@ -184,8 +199,8 @@ def _make_kernel(plan: _Plan, dtype: Any, scale_dtype: Any, out_dtype: Any, inte
 
 def _copy_blocks(plan: _Plan, x: Any, values: Any, by_group: dict[str, Any], refs: Any) -> None:
     """Copy the blocks in order into the ring."""
-    ring, tile = plan.stages, lax.axis_index("tile")
-    outputs = pl.ds(tile * plan.tile, plan.tile)
+    ring, tile, tile_size = plan.stages, lax.axis_index("tile"), plan.tile
+    outputs = pl.ds(tile * tile_size, tile_size)
     # x may have fewer rows than the tile: a start that is not known keeps the slice from being
     # checked, and the copy engine writes zeros for rows that are not there.
     rows = pl.ds(0 * tile, plan.padded_rows)
@@ -203,8 +218,13 @@ def _copy_blocks(plan: _Plan, x: Any, values: Any, by_group: dict[str, Any], ref
         plgpu.copy_gmem_to_smem(values.at[outputs, inputs], refs["values"].at[slot], full)
         plgpu.copy_gmem_to_smem(x.at[rows, inputs], refs["x"].at[slot], full)
         for name, source in by_group.items():
-            own = pl.ds(0, plan.scaled_rows) if name == "x_scale" else outputs
-            plgpu.copy_gmem_to_smem(source.at[groups, own], refs[name].at[slot], full)
+            if name == "x_scale":
+                scales = source.at[groups, pl.ds(0, plan.scaled_rows)]
+                plgpu.copy_gmem_to_smem(scales, refs[name].at[slot], full)
+                continue
+            for part in range(tile_size // plan.part):
+                own = pl.ds(tile * tile_size + part * plan.part, plan.part)
+                plgpu.copy_gmem_to_smem(source.at[groups, own], refs[name].at[slot, part], full)
 
     lax.fori_loop(0, plan.blocks, copy, None)
     for i in range(min(ring, plan.blocks)):  # every barrier must have completed its last phase
@@ -226,7 +246,7 @@ def _multiply_blocks(plan: _Plan, refs: Any) -> Array:
                 x_scales = refs["x_scale"].at[slot, group, pl.ds(0, plan.padded_rows)]
                 x_scale = plgpu.load(x_scales, layout=_ROW_LAYOUT, optimized=False)
                 sums *= lax.broadcast_in_dim(x_scale, sums.shape, [1])
-            scale = _by_output(refs["scale"].at[slot, group, own]).astype(jnp.float32)
+            scale = _by_output(plan, refs["scale"], slot, group).astype(jnp.float32)
             total += sums * lax.broadcast_in_dim(scale, sums.shape, [0])
         plgpu.commit_smem()  # what was read comes before what the copy engine writes there next
         plgpu.barrier_arrive(refs["free"].at[slot])
@@ -271,13 +291,17 @@ def _widened(plan: _Plan, refs: Any, slot: Array, own: Any, start: int) -> Array
     biased = biased_weights(values, start, plan.unit, interpret=plan.interpret)
     bias = jnp.bfloat16(BIAS)
     if "zero" in plan.more:
-        zero = _by_output(refs["zero"].at[slot, start // plan.group, own])
+        zero = _by_output(plan, refs["zero"], slot, start // plan.group)
         bias = lax.broadcast_in_dim(zero.astype(jnp.bfloat16) + bias, biased.shape, [0])
     return biased - bias
 
 
-def _by_output(ref: Any) -> Array:
-    return plgpu.load(ref, layout=_OUTPUT_LAYOUT, optimized=False)
+def _by_output(plan: _Plan, ref: Any, slot: Array, group: int) -> Array:
+    """A warpgroup's scales or zeros of a group."""
+    first = lax.axis_index("warpgroup") * OUTPUTS
+    own = pl.ds(lax.rem(first, plan.part), OUTPUTS)
+    place = ref.at[slot, lax.div(first, plan.part), group, own]
+    return plgpu.load(place, layout=_OUTPUT_LAYOUT, optimized=False)
 
 
 def _store(plan: _Plan, total: Array, out: Any, refs: Any) -> None:
