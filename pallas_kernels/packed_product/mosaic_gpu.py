@@ -3,14 +3,20 @@
 Weights are the first operand of the tensor cores (64 outputs a warpgroup), and rows of x the second
 one: so a product of few rows fills them. Weights of 4 bits are widened in registers; floats of 8
 bits are multiplied as they are. A warpgroup copies blocks of weights, x and scales into a ring; the
-others multiply. Scales multiply the sums of a step (a group's inputs, or 128 of a larger group's),
-not the weights. So sums of 8-bit floats, which tensor cores keep with fewer bits, are short, and a
-row's sums depend neither on the other rows nor on the size of blocks.
+others multiply.
+
+Of up to SUMMED_ROWS rows scales multiply the sums of a step (a group's inputs, or 128 of a larger
+group's), not the weights. So sums of 8-bit floats, which tensor cores keep with fewer bits, are
+short, and a row's sums depend neither on the other rows nor on the size of blocks.
+
+Of more rows registers hold one sum of each output only: then weights are scaled and rounded to
+bfloat16, as in a product with widened weights.
 """
 
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -23,6 +29,7 @@ from pallas_kernels.packed_product.tuning import (
     LARGEST_STEP,
     OUTPUTS,
     SCALED_ROWS,
+    SUMMED_ROWS,
     PackedTuning,
     packed_tuning,
 )
@@ -64,6 +71,11 @@ class _Plan:
     def blocks(self) -> int:
         """Blocks of a CTA."""
         return self.depth // self.num_splits // self.block
+
+    @property
+    def scales_weights(self) -> bool:
+        """Whether weights are scaled, instead of sums."""
+        return self.rows > SUMMED_ROWS
 
     @property
     def step(self) -> int:
@@ -235,6 +247,14 @@ def _multiply_blocks(plan: _Plan, refs: Any) -> Array:
     """A warpgroup's outputs: float32 [OUTPUTS, rows]."""
     warpgroup, ring = lax.axis_index("warpgroup"), plan.stages
     own = pl.ds(warpgroup * OUTPUTS, OUTPUTS)
+    zeros = jnp.zeros((OUTPUTS, plan.padded_rows), jnp.float32)
+    if plan.scales_weights and plan.interpret:
+        return lax.fori_loop(0, plan.blocks, functools.partial(_add_block, plan, refs, own), zeros)
+    if plan.scales_weights:
+        return pl.run_scoped(
+            functools.partial(_sum_blocks, plan, refs, own),
+            plgpu.WGMMAAccumulatorRef(zeros.shape, jnp.float32),
+        )
 
     def multiply_block(index: Array, total: Array) -> Array:
         slot = lax.rem(index, ring)
@@ -252,48 +272,95 @@ def _multiply_blocks(plan: _Plan, refs: Any) -> Array:
         plgpu.barrier_arrive(refs["free"].at[slot])
         return total
 
-    zeros = jnp.zeros((OUTPUTS, plan.padded_rows), jnp.float32)
     zeros = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
     return lax.fori_loop(0, plan.blocks, multiply_block, zeros)
+
+
+def _sum_blocks(plan: _Plan, refs: Any, own: Any, sums: Any) -> Array:
+    """All blocks' products with scaled weights."""
+
+    def add_block(index: Array, carry: None) -> None:
+        slot = lax.rem(index, plan.stages)
+        plgpu.barrier_wait(refs["full"].at[slot])
+        _accumulate(plan, refs, slot, own, range(0, plan.block, plan.unit), sums)
+        plgpu.commit_smem()  # see _multiply_blocks
+        plgpu.barrier_arrive(refs["free"].at[slot])
+
+    lax.fori_loop(0, plan.blocks, add_block, None)
+    return sums[...]
+
+
+def _add_block(plan: _Plan, refs: Any, own: Any, index: Array, total: Array) -> Array:
+    """A step of ``_sum_blocks`` for the interpreter, which knows no accumulators across blocks."""
+    slot = lax.rem(index, plan.stages)
+    plgpu.barrier_wait(refs["full"].at[slot])
+    total += _interpreted(plan, refs, slot, own, range(0, plan.block, plan.unit))
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(refs["free"].at[slot])
+    return total
 
 
 def _product(plan: _Plan, refs: Any, slot: Array, own: Any, start: int) -> Array:
     """The weights of a step times x: float32 [OUTPUTS, rows]."""
     starts = range(start, start + plan.step, plan.unit)
-
-    def weights_of(first: int) -> Any:
-        if plan.is_float8:
-            return refs["values"].at[slot, own, pl.ds(first, plan.unit)]
-        return _widened(plan, refs, slot, own, first)
-
-    def x_of(first: int) -> Any:
-        return refs["x"].at[slot, :, pl.ds(first, plan.unit)].transpose((1, 0))
-
-    if plan.interpret:  # the interpreter knows no operands in registers, and CPUs no 8-bit floats
-        pairs = [(weights_of(first)[...], x_of(first)[...]) for first in starts]
-        wide = [[one.astype(jnp.float32) for one in pair] for pair in pairs]
-        products = [jnp.dot(*pair, precision=lax.Precision.HIGHEST) for pair in wide]
-        return sum(products[1:], products[0])
+    if plan.interpret:
+        return _interpreted(plan, refs, slot, own, starts)
 
     def multiply(sums: Any) -> Array:
-        for first in starts:
-            plgpu.wgmma(sums, weights_of(first), x_of(first))
-            plgpu.wgmma_wait(0)  # the registers of these weights are free for the next ones
+        _accumulate(plan, refs, slot, own, starts, sums)
         return sums[...]
 
     sums = plgpu.WGMMAAccumulatorRef((OUTPUTS, plan.padded_rows), jnp.float32)
     return pl.run_scoped(multiply, sums)
 
 
+def _accumulate(
+    plan: _Plan, refs: Any, slot: Array, own: Any, starts: Sequence[int], sums: Any
+) -> None:
+    """Add the products of the units that begin at ``starts``."""
+    for first in starts:
+        weights = _weights(plan, refs, slot, own, first)
+        plgpu.wgmma(sums, weights, _x(plan, refs, slot, first))
+        plgpu.wgmma_wait(0)  # the registers of these weights are free for the next ones
+
+
+def _interpreted(plan: _Plan, refs: Any, slot: Array, own: Any, starts: Sequence[int]) -> Array:
+    """The same: the interpreter knows no operands in registers, and CPUs no 8-bit floats."""
+    total = jnp.zeros((OUTPUTS, plan.padded_rows), jnp.float32)
+    for first in starts:
+        weights = _weights(plan, refs, slot, own, first)[...].astype(jnp.float32)
+        x = _x(plan, refs, slot, first)[...].astype(jnp.float32)
+        total += jnp.dot(weights, x, precision=lax.Precision.HIGHEST)
+    return total
+
+
+def _weights(plan: _Plan, refs: Any, slot: Array, own: Any, start: int) -> Any:
+    """A unit of them: [OUTPUTS, unit]."""
+    if plan.is_float8:
+        return refs["values"].at[slot, own, pl.ds(start, plan.unit)]
+    return _widened(plan, refs, slot, own, start)
+
+
+def _x(plan: _Plan, refs: Any, slot: Array, start: int) -> Any:
+    """[unit, rows]"""
+    return refs["x"].at[slot, :, pl.ds(start, plan.unit)].transpose((1, 0))
+
+
 def _widened(plan: _Plan, refs: Any, slot: Array, own: Any, start: int) -> Array:
-    """Weights of 4 bits less their zeros, exactly: bfloat16 [OUTPUTS, unit]."""
+    """Weights of 4 bits less their zeros, exactly, or scaled: bfloat16 [OUTPUTS, unit]."""
     values = refs["values"].at[slot, own]
     biased = biased_weights(values, start, plan.unit, interpret=plan.interpret)
     bias = jnp.bfloat16(BIAS)
     if "zero" in plan.more:
         zero = _by_output(plan, refs["zero"], slot, start // plan.group)
         bias = lax.broadcast_in_dim(zero.astype(jnp.bfloat16) + bias, biased.shape, [0])
-    return biased - bias
+    weights = biased - bias
+    if not plan.scales_weights:
+        return weights
+    scale = _by_output(plan, refs["scale"], slot, start // plan.group)
+    dtype = jnp.promote_types(weights.dtype, scale.dtype)  # float32 if scales are float16
+    scale = lax.broadcast_in_dim(scale.astype(dtype), weights.shape, [0])
+    return (weights.astype(dtype) * scale).astype(weights.dtype)
 
 
 def _by_output(plan: _Plan, ref: Any, slot: Array, group: int) -> Array:

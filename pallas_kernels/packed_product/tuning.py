@@ -26,6 +26,7 @@ from pallas_kernels.policy import MULTIPROCESSORS
 
 OUTPUTS = 64  # of a warpgroup: what the tensor cores take
 LARGEST_STEP = 128  # inputs that are summed before the sums are scaled
+SUMMED_ROWS = 64  # of more rows weights are scaled, instead of sums
 SCALED_ROWS = 32  # scales of so many rows are copied at once: 128 bytes
 MAX_SPLITS = 8
 MIN_SPLIT_DEPTH = 1024  # inputs: shorter parts end before the copies have come up to speed
@@ -80,8 +81,12 @@ VARIANTS = (
 def packed_tuning(rows: int, width: int) -> PackedTuning:
     """The variant for x [rows, in] and weights [width, in]; the same for 8 rows and fewer, and so
     on: rows are padded to a multiple of 8."""
+    if rows > SUMMED_ROWS:
+        return PackedTuning(block=64, ctas=1)
+    if rows <= 8:
+        return PackedTuning(warpgroups=1, ctas=6)
     if rows <= 16:
-        return PackedTuning()
+        return PackedTuning(ctas=3)
     if rows <= 32:
         return PackedTuning(block=128)
     # The registers of more rows leave no room for a second CTA. Each CTA reads all of x: wider ones
