@@ -81,20 +81,20 @@ VARIANTS = (
 def packed_tuning(rows: int, width: int) -> PackedTuning:
     """The variant for x [rows, in] and weights [width, in]; the same for 8 rows and fewer, and so
     on: rows are padded to a multiple of 8."""
-    if rows > SUMMED_ROWS:
-        return PackedTuning(block=64, ctas=1)
     if rows <= 8:
         return PackedTuning(warpgroups=1, ctas=6)
     if rows <= 16:
-        return PackedTuning(ctas=3)
+        return PackedTuning(warpgroups=1, ctas=5)
     if rows <= 32:
         return PackedTuning(block=128)
+    if rows > SUMMED_ROWS:
+        return PackedTuning(block=64, ctas=1)
     # The registers of more rows leave no room for a second CTA. Each CTA reads all of x: wider ones
     # read it less often, where enough of them remain.
     wide = width % 256 == 0 and width // 256 > 3 * MULTIPROCESSORS // 4
     if wide:  # 640 threads have 96 registers each
-        return PackedTuning(warpgroups=4, block=128, unit=32, ctas=1)
-    return PackedTuning(block=128, ctas=1)
+        return PackedTuning(warpgroups=4, block=128, ctas=1)
+    return PackedTuning(unit=128, ctas=1)
 
 
 def choose_packed_splits(rows: int, depth: int, width: int) -> int:
