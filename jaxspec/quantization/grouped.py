@@ -5,7 +5,6 @@ they are.
 """
 
 import math
-from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import Array
@@ -171,20 +170,15 @@ def grouped_shape(
     )
 
 
-def in_kernel_order(
-    linear: GroupedLinear, reorder: Callable[[Array], Array] = kernel_order
-) -> GroupedLinear:
+def in_kernel_order(linear: GroupedLinear) -> GroupedLinear:
     """With values in the order in which kernels read them, if kernels can: 4 bits and groups of
-    consecutive spans, so that devices that share the inputs have whole spans, too.
-
-    ``reorder``: ``kernel_order``, or the same compiled for where the values lie.
-    """
+    consecutive spans, so that devices that share the inputs have whole spans, too."""
     size, num_groups = linear.values.shape[-1], len(linear.scale)
     share = size // num_groups if num_groups > 1 else size // MOST_SHARES
     is_packed = linear.values.dtype == jnp.int4 and linear.groups is None
     if linear.reordered or not is_packed or size % num_groups or share % SPAN:
         return linear
-    return linear.replace(values=reorder(linear.values), reordered=True)
+    return linear.replace(values=kernel_order(linear.values), reordered=True)
 
 
 def rounded_to_groups(

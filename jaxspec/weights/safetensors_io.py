@@ -45,7 +45,6 @@ from jaxspec.weight_places import weight_place
 from jaxspec.weights.checkpoint_files import canonical_tensors, scan
 from jaxspec.weights.fused_experts import unfused
 from jaxspec.weights.in_place import place_of
-from pallas_kernels.packed_product.order import kernel_order
 
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 FLOATS = (jnp.dtype("float32"), jnp.dtype("bfloat16"), jnp.dtype("float16"))
@@ -192,11 +191,11 @@ def _is_grouped(node: Any) -> bool:
 
 
 def _reordered(node: Any) -> Any:
-    """A GroupedLinear in the order of kernels; its values are given up. Other nodes as they are."""
+    """A GroupedLinear in the order of kernels, where it was. Other nodes as they are."""
     if not _is_grouped(node):
         return node
-    place = place_of(node.values)
-    return in_kernel_order(node, jax.jit(kernel_order, donate_argnums=0, out_shardings=place))
+    made = in_kernel_order(node)
+    return made.replace(values=jax.device_put(made.values, place_of(node.values), donate=True))
 
 
 def check_tensors(
