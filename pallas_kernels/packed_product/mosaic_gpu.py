@@ -253,7 +253,7 @@ def _multiply_blocks(plan: _Plan, refs: Any) -> Array:
     if plan.scales_weights:
         return pl.run_scoped(
             functools.partial(_sum_blocks, plan, refs, own),
-            plgpu.WGMMAAccumulatorRef(zeros.shape, jnp.float32),
+            plgpu.WGMMAAccumulatorRef((OUTPUTS, plan.padded_rows), jnp.float32),
         )
 
     def multiply_block(index: Array, total: Array) -> Array:
