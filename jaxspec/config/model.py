@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable
 
 from jaxspec.config.checks import check_positive
-from jaxspec.config.mixers import AttentionConfig
+from jaxspec.config.mixers import AttentionConfig, GatedDeltaConfig
 from jaxspec.config.mlps import DenseConfig
 from jaxspec.config.mtp import MtpConfig
 from jaxspec.config.rope import Llama3RopeScaling, RopeConfig
@@ -46,6 +46,11 @@ class ModelConfig:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether a layer keeps a state of each row, so that pages do not hold all of a prefix."""
+        return any(isinstance(layer.mixer, GatedDeltaConfig) for layer in self.layers)
 
     def check_tree_depth(self, max_depth: int) -> None:
         """Raises ValueError unless every layer can verify a tree of ``max_depth``."""

@@ -6,14 +6,15 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxspec.cache import Geometry
-from jaxspec.config.mixers import AttentionConfig
+from jaxspec.config.mixers import AttentionConfig, GatedDeltaConfig
 from jaxspec.models.forward import ForwardPass
 from jaxspec.models.linear import Addend
 from jaxspec.models.mixers.attention import Attention, attention_shape
+from jaxspec.models.mixers.gated_delta import GatedDelta, gated_delta_shape
 from jaxspec.parallel import ONE_SHARD, Layout, Shards
 from jaxspec.tensors import Filler
 
-__all__ = ["Attention", "Mixer", "mixer_shape"]
+__all__ = ["Attention", "GatedDelta", "Mixer", "mixer_shape"]
 
 
 class Mixer(Protocol):
@@ -34,7 +35,7 @@ class Mixer(Protocol):
 
 
 def mixer_shape(
-    config: AttentionConfig,
+    config: AttentionConfig | GatedDeltaConfig,
     hidden_size: int,
     dtype: jnp.dtype,
     shards: Shards = ONE_SHARD,
@@ -48,4 +49,6 @@ def mixer_shape(
     match config:
         case AttentionConfig():
             return attention_shape(config, hidden_size, dtype, shards, input_size=input_size)
+        case GatedDeltaConfig():
+            return gated_delta_shape(config, input_size or hidden_size, dtype, shards)
     raise ValueError(f"no mixer is described by {config!r}: add its kind to models/mixers")
