@@ -165,26 +165,32 @@ class Stacked:
 class GroupedHeads:
     """Query, key and value projections grouped by KV head: [in, G, R, D], biases [G, R, D].
 
-    R = Q / G + 2: the query heads of a KV head, then its key, then its value. ``repeats``: number
-    of neighbouring groups that share one of the checkpoint's KV heads.
+    R = Q / G + 2: the query heads of a KV head, then its key, then its value. ``value`` None: there
+    are no values, and R is Q / G + 1. ``repeats``: number of neighbouring groups that share one of
+    the checkpoint's KV heads.
     """
 
     query: str
     key: str
-    value: str
+    value: str | None
     repeats: int = 1
 
     @property
     def names(self) -> tuple[str, ...]:
-        return (self.query, self.key, self.value)
+        return (self.query, *self._shared)
+
+    @property
+    def _shared(self) -> tuple[str, ...]:
+        """What a KV head has one of, in the order in which it comes after the queries."""
+        return (self.key,) if self.value is None else (self.key, self.value)
 
     def split(self, kind: str) -> Split:
         def split(block: np.ndarray, start: tuple[int, ...]) -> list[Piece]:
             rows, column = _rows_first(block, start, row_axes=3)
             groups, per_group, head_dim = rows.shape[:3]
-            first = start[-3]
+            first, heads = start[-3], per_group - len(self._shared)
             queries = Piece(
-                f"{self.query}.{kind}", rows[:, :-2], first * (per_group - 2) * head_dim, column
+                f"{self.query}.{kind}", rows[:, :heads], first * heads * head_dim, column
             )
             step = groups if self.repeats == 1 else 1
             return [queries] + [
@@ -194,7 +200,7 @@ class GroupedHeads:
                     (first + i) // self.repeats * head_dim,
                     column,
                 )
-                for name, member in ((self.key, -2), (self.value, -1))
+                for member, name in enumerate(self._shared, start=heads)
                 for i in range(0, groups, step)
             ]
 
@@ -208,53 +214,8 @@ class GroupedHeads:
             own = own.reshape(*own.shape[:-1], -1, members, head_dim)
             return jnp.repeat(own, groups // own.shape[-3], axis=-3)
 
-        queries = heads(self.query, per_group - 2)
-        return jnp.concatenate([queries, heads(self.key, 1), heads(self.value, 1)], axis=-2)
-
-
-@dataclasses.dataclass(frozen=True)
-class InputsFirst:
-    """The tensors of another source, stored as [in, out]."""
-
-    source: Source
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return self.source.names
-
-    def split(self, kind: str) -> Split:
-        own = self.source.split(kind)
-
-        def split(block: np.ndarray, start: tuple[int, ...]) -> list[Piece]:
-            return [piece._replace(inputs_first=True) for piece in own(block, start)]
-
-        return split
-
-    def join(self, kind: str, tensors: Tensors, shape: tuple[int, ...]) -> Array:
-        transposed = {f"{name}.{kind}": tensors[f"{name}.{kind}"].T for name in self.names}
-        return self.source.join(kind, transposed, shape)
-
-
-@dataclasses.dataclass(frozen=True)
-class OutputsFirst:
-    """The tensors of another source, for arrays that hold the input last: [*out, in]."""
-
-    source: Source
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return self.source.names
-
-    def split(self, kind: str) -> Split:
-        own = self.source.split(kind)
-
-        def split(block: np.ndarray, start: tuple[int, ...]) -> list[Piece]:
-            return own(np.moveaxis(block, -1, 0), (start[-1], *start[:-1]))
-
-        return split
-
-    def join(self, kind: str, tensors: Tensors, shape: tuple[int, ...]) -> Array:
-        return jnp.moveaxis(self.source.join(kind, tensors, (shape[-1], *shape[:-1])), 0, -1)
+        queries = heads(self.query, per_group - len(self._shared))
+        return jnp.concatenate([queries, *(heads(name, 1) for name in self._shared)], axis=-2)
 
 
 def _rows_first(

@@ -35,7 +35,7 @@ def on_mesh(params: EngineParams, mesh: Mesh, *, shard_drafter: bool = True) -> 
 
 def _laid_out[T: Decoder | DraftHead](model: T, layout: Layout, devices: int) -> T:
     """As decoder_shapes and head_shapes describe it for so many devices, still on one."""
-    repeats = max(1, devices // model.config.layers[0].mixer.num_kv_heads)
+    repeats = max(1, devices // model.config.layers[0].attention.num_kv_heads)
     changes: dict[str, Any] = {
         "layout": layout,
         "layers": tuple(_repeat_kv_heads(layer, repeats) for layer in model.layers),

@@ -16,6 +16,7 @@ import numpy as np
 from jax import Array
 
 from jaxspec.cache import pages_for
+from jaxspec.config.mlps import dense_like
 from jaxspec.config.model import LayerConfig, ModelConfig, dense_model
 from jaxspec.config.mtp import MtpConfig
 from jaxspec.config.speculation import SpeculationConfig, TreeShape
@@ -163,7 +164,7 @@ def eagle3_head(
     described = HeadConfig(config, "eagle3", (0, 1, 2), draft_vocab_size)
     shapes = head_shapes(described, target.config, jnp.dtype(jnp.float32))
     head = random_arrays(shapes, seed)
-    layer, attention = head.layers[0], config.layers[0].mixer
+    layer, attention = head.layers[0], config.layers[0].attention
     groups, head_dim = attention.num_kv_heads, attention.head_dim
     assert groups * head_dim == hidden and target.lm_head is not None
     values = jnp.eye(2 * hidden, hidden).reshape(2 * hidden, groups, head_dim)
@@ -193,7 +194,8 @@ def eagle3_head(
 def _head_config(target: Decoder, **changes: Any) -> ModelConfig:
     """One layer like the target's first, without a window."""
     first = target.config.layers[0]
-    layer = LayerConfig(dataclasses.replace(first.mixer, window=None, **changes), first.mlp)
+    mixer = dataclasses.replace(first.mixer, window=None, sinks=False, **changes)
+    layer = LayerConfig(mixer, dense_like(first.mlp))
     return dataclasses.replace(target.config, layers=(layer,))
 
 

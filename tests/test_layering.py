@@ -30,6 +30,7 @@ LAYERS = (
     "jaxspec.weight_places",
     "jaxspec.cache",
     "jaxspec.tensors",
+    "jaxspec.wrapped_sources",
     "jaxspec.models",
     "jaxspec.quantization",
     "jaxspec.weights",

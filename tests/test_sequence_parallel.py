@@ -164,7 +164,7 @@ def test_trees_on_two_devices_give_the_tokens_of_plain_decoding_on_one():
 
 FLOAT32 = 4
 LAYERS, HIDDEN = TARGET.num_layers, TARGET.hidden_size
-MIXER = TARGET.layers[0].mixer
+MIXER = TARGET.layers[0].attention
 HEADS, KV_HEADS, HEAD_DIM = MIXER.num_heads, MIXER.num_kv_heads, MIXER.head_dim
 
 

@@ -54,7 +54,7 @@ def test_a_head_is_split_over_all_devices_of_its_targets_grid():
     config = tiny_config()
     head = HeadConfig(config.map_layers(lambda layer: layer), "eagle1", (-1,))
     shapes = head_shapes(head, config, jnp.dtype("float32"), Shards.over(make_mesh((2, 2)), grid()))
-    assert shapes.layout == Layout(vocab=EVERY, heads=EVERY, ff=EVERY)
+    assert shapes.layout == Layout(vocab=EVERY, heads=EVERY, ff=EVERY, experts=EVERY)
     specs: Any = partition_specs(shapes)
     assert specs.layers[0].mlp.down.weight == P(EVERY, None)
 

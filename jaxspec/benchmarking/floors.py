@@ -10,10 +10,11 @@ from jaxspec.memory import local_bytes
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import DraftHead
 from jaxspec.models.mixers import Attention
+from jaxspec.models.mlps import Experts
 from jaxspec.quantization.float8 import Float8Linear
 from jaxspec.quantization.grouped import GroupedLinear
 from jaxspec.quantization.scaled import only_eight_bits
-from jaxspec.speculation.drafters import EagleDrafter
+from jaxspec.speculation.drafters import EagleDrafter, NoDrafter
 from pallas_kernels.float8 import BYTES
 
 
@@ -37,11 +38,13 @@ def floor_bytes(params: EngineParams, batch: int, context: float) -> FloorBytes:
     The drafter runs one pass over the newly committed tokens, and one for each further level. Only
     the first reads ``fc``. Of embedding tables only a few rows are gathered, so a table counts only
     if it is also the LM head. Of weights of 8 bits beside larger ones only these count. Devices
-    that share sequences each read their part.
+    that share sequences each read their part. Of experts those count that are chosen (see
+    ``_unread_experts``).
     """
     target, drafter = params.target, params.drafter
     rows = batch // params.data_parallel / params.sequence_parallel
     weights = local_bytes(without_exchanges(target))
+    weights -= _unread_experts(target, batch // params.data_parallel * _verified(params))
     if target.lm_head is not None:
         weights -= local_bytes(target.embed)
     kv = round(rows * _kv_bytes(target, context))
@@ -53,6 +56,24 @@ def floor_bytes(params: EngineParams, batch: int, context: float) -> FloorBytes:
     return FloorBytes(
         weights, kv, once + passes * each, round(passes * rows * _kv_bytes(head, context))
     )
+
+
+def _verified(params: EngineParams) -> int:
+    """Tokens of a row in one pass of the target."""
+    drafts = not isinstance(params.drafter, NoDrafter)
+    return params.speculation.num_nodes if drafts else 1
+
+
+def _unread_experts(model: Decoder, tokens: int) -> int:
+    """Bytes of the experts that none of so many tokens chooses, if every token chooses alike often
+    and independently. Real tokens choose more alike, so they read less."""
+    total = 0.0
+    for layer in model.layers:
+        if isinstance(layer.mlp, Experts):
+            routing = layer.mlp.config.routing
+            unread = (1 - routing.top_k / routing.num_experts) ** tokens
+            total += unread * local_bytes((layer.mlp.gate_up, layer.mlp.down))
+    return round(total)
 
 
 def _kv_bytes(model: Decoder | DraftHead, context: float) -> int:

@@ -19,6 +19,7 @@ from jaxspec.benchmarking.shapes import eagle3_config
 from jaxspec.config.model import ModelConfig
 from jaxspec.config.quantization import Scheme
 from jaxspec.models.decoder import Decoder, decoder_shapes
+from jaxspec.models.expert_linear import expert_linears
 from jaxspec.models.heads import DraftHead, head_shapes
 from jaxspec.models.pipeline import Pipeline, pipeline_shapes
 from jaxspec.models.shapes import weight_name
@@ -93,13 +94,15 @@ def _random_tree[T: Decoder | DraftHead | Stage](shapes: T, mesh: Mesh | None, k
     leaves, structure = jax.tree_util.tree_flatten_with_path(shapes, _is_quantized)
     places = jax.tree.leaves(placements(shapes, mesh), is_leaf=_is_quantized)
     arrays, is_draft = [], isinstance(shapes, DraftHead)
+    of_experts = {id(one.weight) for one in expert_linears(shapes)}
     for index, ((path, leaf), place) in enumerate(zip(leaves, places, strict=True)):
         own_key, name = jax.random.fold_in(key, index), weight_name(path)
         if isinstance(leaf, QUANTIZED):
             _, spread = _distribution(name, leaf.values.shape[::-1], is_draft)
             arrays.append(random_quantized(leaf, place, own_key, spread))
         else:
-            center, spread = _distribution(name, leaf.shape, is_draft)
+            own = leaf.shape[1:] if id(leaf) in of_experts else leaf.shape
+            center, spread = _distribution(name, own, is_draft)
             arrays.append(_generator(leaf.shape, leaf.dtype, center, spread, place)(own_key))
     return jax.tree.unflatten(structure, arrays)
 

@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from jaxspec.config.model import ModelConfig, dense_model
+from jaxspec.config.experts import ExpertsConfig, RoutingConfig
+from jaxspec.config.model import LayerConfig, ModelConfig, dense_model, draft_layers
 from jaxspec.config.rope import Llama3RopeScaling
 from jaxspec.models.heads import HeadConfig, default_capture
 
@@ -25,6 +26,24 @@ def _llama3(num_layers: int, rope_factor: float, **values: Any) -> ModelConfig:
     )
 
 
+def _with_experts(model: ModelConfig, num_experts: int, top_k: int, size: int) -> ModelConfig:
+    """The model with experts of ``size`` hidden units in every layer, chosen as Qwen3's are."""
+    mlp = ExpertsConfig(size, RoutingConfig(num_experts, top_k, normalize=True))
+    return model.map_layers(lambda layer: LayerConfig(layer.mixer, mlp))
+
+
+_TINY = dense_model(  # not a published model: for smoke tests on a CPU
+    num_layers=4,
+    vocab_size=1000,
+    hidden_size=64,
+    intermediate_size=128,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=16,
+    rms_norm_eps=1e-5,
+    rope_theta=10_000.0,
+    max_position=4096,
+)
 SHAPES: Mapping[str, ModelConfig] = MappingProxyType(
     {
         "llama-3.1-8b": _llama3(
@@ -55,6 +74,24 @@ SHAPES: Mapping[str, ModelConfig] = MappingProxyType(
             max_position=40_960,
             qk_norm=True,
         ),
+        "qwen3-30b-a3b": _with_experts(
+            dense_model(
+                num_layers=48,
+                vocab_size=151_936,
+                hidden_size=2048,
+                intermediate_size=6144,
+                num_heads=32,
+                num_kv_heads=4,
+                head_dim=128,
+                rms_norm_eps=1e-6,
+                rope_theta=1_000_000.0,
+                max_position=40_960,
+                qk_norm=True,
+            ),
+            num_experts=128,
+            top_k=8,
+            size=768,
+        ),
         "qwen2.5-7b": dense_model(
             num_layers=28,
             vocab_size=152_064,
@@ -80,35 +117,21 @@ SHAPES: Mapping[str, ModelConfig] = MappingProxyType(
             rope_theta=1_000_000.0,
             max_position=32_768,
         ),
-        "tiny": dense_model(  # not a published model: for smoke tests on a CPU
-            num_layers=4,
-            vocab_size=1000,
-            hidden_size=64,
-            intermediate_size=128,
-            num_heads=8,
-            num_kv_heads=4,
-            head_dim=16,
-            rms_norm_eps=1e-5,
-            rope_theta=10_000.0,
-            max_position=4096,
-        ),
+        "tiny": _TINY,
+        "tiny-experts": _with_experts(_TINY, num_experts=8, top_k=2, size=64),
     }
 )
+
+
+def _without_scaling(layer: LayerConfig) -> LayerConfig:
+    rope = dataclasses.replace(layer.mixer.rope, scaling=None)
+    return dataclasses.replace(layer, mixer=dataclasses.replace(layer.mixer, rope=rope))
 
 
 def eagle3_config(target: ModelConfig) -> HeadConfig:
     """An EAGLE-3 head with one Llama layer of the target's sizes, and a vocabulary of the size that
     published heads have."""
-    layer = target.layers[0]
-    rope = dataclasses.replace(layer.mixer.rope, scaling=None)
-    attention = dataclasses.replace(
-        layer.mixer, rope=rope, window=None, qkv_bias=False, qk_norm=False
-    )
-    model = dataclasses.replace(
-        target,
-        layers=(dataclasses.replace(layer, mixer=attention),),
-        tie_word_embeddings=False,
-    )
+    model = draft_layers(target).map_layers(_without_scaling)
     capture = default_capture("eagle3", target.num_layers)
     vocab = min(EAGLE3_VOCAB_SIZE, target.vocab_size)
     return HeadConfig(model, "eagle3", capture, draft_vocab_size=vocab)

@@ -1,5 +1,6 @@
 """Layer states: the interface that the engine uses, and the paged KV cache."""
 
+from jaxspec.cache.latent import PagedLatent
 from jaxspec.cache.layer_state import (
     CommittedPath,
     Geometry,
@@ -23,6 +24,7 @@ __all__ = [
     "LayerStates",
     "ModelState",
     "PagedKV",
+    "PagedLatent",
     "page_slots",
     "pages_for",
     "sequential_page_table",

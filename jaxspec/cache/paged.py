@@ -86,15 +86,7 @@ class PagedKV(Pytree):
         """Move the keys and values of accepted nodes down to the sequence's next slots."""
         if committed.is_chain:
             return states
-        path, page_size = committed.path, states[0].page_size
-        depth = jnp.arange(path.shape[1])
-        moved = (depth < committed.counts[:, None]) & (path != depth)
-        context = committed.context_lens[:, None]
-        source, destination = (
-            page_slots(committed.page_table, context + offset, moved, page_size)
-            for offset in (path, jnp.broadcast_to(depth, path.shape))
-        )
-        return move(states, source, destination, kernels)
+        return move(states, *moved_slots(committed, states[0].page_size), kernels)
 
     def reset(self, rows: Array) -> Self:
         """Unchanged: a new sequence reads only slots that it has written."""
@@ -105,6 +97,20 @@ class PagedKV(Pytree):
 
     def put(self, saved: Self, pages: Array, rows: Array) -> Self:
         return self.replace(k=self.k.at[pages].set(saved.k), v=self.v.at[pages].set(saved.v))
+
+
+def moved_slots(committed: CommittedPath, page_size: int) -> tuple[Array, Array]:
+    """Slots [B, A] of accepted nodes, and those that they are moved to: the null page's for nodes
+    that are there already."""
+    path = committed.path
+    depth = jnp.arange(path.shape[1])
+    moved = (depth < committed.counts[:, None]) & (path != depth)
+    context = committed.context_lens[:, None]
+    source, destination = (
+        page_slots(committed.page_table, context + offset, moved, page_size)
+        for offset in (path, jnp.broadcast_to(depth, path.shape))
+    )
+    return source, destination
 
 
 def move[T: PagedKV](

@@ -18,7 +18,7 @@ from rich.console import Console
 from jaxspec import LLM, SpeculationConfig
 from jaxspec.commands.shell import add_model_option, command_parser, run_command, typed_command
 from jaxspec.config.engine import EngineConfig
-from jaxspec.config.model import LayerConfig, ModelConfig
+from jaxspec.config.model import ModelConfig, draft_layers
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import DraftHead
 from jaxspec.models.hf_config import load_model_config
@@ -262,15 +262,8 @@ def store_states(
 
 
 def head_config(args: argparse.Namespace, target: ModelConfig) -> ModelConfig:
-    """Llama layers of the target's sizes, without its windows, biases and norms of q and k."""
-    first = target.layers[0]
-    attention = dataclasses.replace(
-        first.mixer, window=None, qkv_bias=False, o_bias=False, qk_norm=False
-    )
-    width = first.mlp.intermediate_size if args.ff is None else args.ff
-    mlp = dataclasses.replace(first.mlp, intermediate_size=width, bias=False)
-    layers = (LayerConfig(attention, mlp),) * (1 if args.layers is None else args.layers)
-    return dataclasses.replace(target, layers=layers, tie_word_embeddings=False)
+    """Llama layers of the target's sizes."""
+    return draft_layers(target, 1 if args.layers is None else args.layers, args.ff)
 
 
 def new_head(args: argparse.Namespace, target: Decoder, token_ids: np.ndarray | None) -> DraftHead:
@@ -306,7 +299,7 @@ def train(args: argparse.Namespace, console: Console, started: float) -> None:
     if args.resume:
         check_resumable(args.work)
     args.out.mkdir(parents=True, exist_ok=True)  # fails now, not after training
-    config = train_config(args, model.layers[0].mixer.head_dim)
+    config = train_config(args, model.layers[0].attention.head_dim)
     schedule = Schedule(
         steps=args.steps,
         deadline=deadline_of(started, args.minutes, 1 - EXPORT_SHARE),

@@ -3,6 +3,8 @@
 import dataclasses
 
 from jaxspec.config.checks import check_positive
+from jaxspec.config.gated_delta import GatedDeltaConfig
+from jaxspec.config.latent import LatentConfig
 from jaxspec.config.rope import RopeConfig
 
 
@@ -10,7 +12,14 @@ from jaxspec.config.rope import RopeConfig
 class AttentionConfig:
     """Softmax attention with grouped KV heads.
 
-    ``window``: a token attends to this many latest positions, its own included; None: to all.
+    Attributes:
+      window: a token attends to this many latest positions, its own included; None: to all.
+      qk_norm: queries and keys are normed before they are rotated: each head by itself, or with
+        ``whole_qk_norm`` all query heads as one vector, and all key heads.
+      scale: of the scores; None: 1 / sqrt(head_dim).
+      softcap: scores x become softcap * tanh(x / softcap).
+      sinks: each query head has a score for attending to nothing (see paged_attention).
+      fused: checkpoints have the three projections in one tensor, ``qkv_proj``.
     """
 
     num_heads: int
@@ -20,11 +29,20 @@ class AttentionConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: bool = False
+    whole_qk_norm: bool = False
+    scale: float | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    fused: bool = False
 
     def __post_init__(self):
         check_positive(num_heads=self.num_heads, num_kv_heads=self.num_kv_heads)
-        if self.window is not None:
-            check_positive(window=self.window)
+        for name in ("window", "scale", "softcap"):
+            value = getattr(self, name)
+            if value is not None:
+                check_positive(**{name: value})
+        if self.whole_qk_norm and not self.qk_norm:
+            raise ValueError("whole_qk_norm says how queries and keys are normed: set qk_norm, too")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads ({self.num_heads}) must be a multiple of "
@@ -34,6 +52,11 @@ class AttentionConfig:
     @property
     def head_dim(self) -> int:
         return self.rope.head_dim
+
+    @property
+    def heads(self) -> str:
+        """In words."""
+        return f"{self.num_heads} query and {self.num_kv_heads} KV heads of {self.head_dim}"
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
@@ -49,41 +72,4 @@ class AttentionConfig:
             )
 
 
-@dataclasses.dataclass(frozen=True)
-class GatedDeltaConfig:
-    """The gated delta rule: a recurrence whose state maps keys to values.
-
-    ``taps``: width of the convolution before it. ``folded``: tokens that are folded into the state
-    at once; those since are kept beside it (see cache/recurrent.py).
-    """
-
-    num_key_heads: int
-    num_value_heads: int
-    key_dim: int
-    value_dim: int
-    taps: int = 4
-    folded: int = 32
-
-    def __post_init__(self):
-        check_positive(num_key_heads=self.num_key_heads, num_value_heads=self.num_value_heads)
-        check_positive(key_dim=self.key_dim, value_dim=self.value_dim, folded=self.folded)
-        if self.taps < 2:
-            raise ValueError(f"taps must be at least 2, got {self.taps}")
-        if self.num_value_heads % self.num_key_heads:
-            raise ValueError(
-                f"num_value_heads ({self.num_value_heads}) must be a multiple of "
-                f"num_key_heads ({self.num_key_heads})"
-            )
-
-    @property
-    def values_per_key(self) -> int:
-        """Value heads of a key head."""
-        return self.num_value_heads // self.num_key_heads
-
-    @property
-    def ropes(self) -> tuple[RopeConfig, ...]:
-        """None: positions do not matter."""
-        return ()
-
-    def check_tree_depth(self, max_depth: int) -> None:
-        """Trees of any depth."""
+MixerConfig = AttentionConfig | GatedDeltaConfig | LatentConfig

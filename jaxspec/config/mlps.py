@@ -1,16 +1,31 @@
 """Configs of MLPs: the part of a layer that works on each token separately."""
 
 import dataclasses
+from typing import Literal
 
 from jaxspec.config.checks import check_positive
+from jaxspec.config.experts import ExpertsConfig
+
+Activation = Literal["silu", "gelu_tanh"]
 
 
 @dataclasses.dataclass(frozen=True)
 class DenseConfig:
-    """A SwiGLU MLP."""
+    """A gated MLP: down(activation(gate(x)) * up(x)).
+
+    ``fused``: checkpoints have gate and up in one tensor, ``gate_up_proj``.
+    """
 
     intermediate_size: int
     bias: bool = False
+    activation: Activation = "silu"
+    fused: bool = False
 
     def __post_init__(self):
         check_positive(intermediate_size=self.intermediate_size)
+
+
+def dense_like(mlp: DenseConfig | ExpertsConfig) -> DenseConfig:
+    """Without biases, and with as many hidden units as a token goes through: for draft heads."""
+    size = mlp.active_size if isinstance(mlp, ExpertsConfig) else mlp.intermediate_size
+    return DenseConfig(size)

@@ -2,20 +2,43 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Literal
 
 from jaxspec.config.checks import check_positive
-from jaxspec.config.mixers import AttentionConfig, GatedDeltaConfig
-from jaxspec.config.mlps import DenseConfig
+from jaxspec.config.experts import ExpertsConfig
+from jaxspec.config.gated_delta import GatedDeltaConfig
+from jaxspec.config.mixers import AttentionConfig, MixerConfig
+from jaxspec.config.mlps import DenseConfig, dense_like
 from jaxspec.config.mtp import MtpConfig
-from jaxspec.config.rope import Llama3RopeScaling, RopeConfig
+from jaxspec.config.rope import LongRopeScaling, RopeConfig, RopeScaling
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerConfig:
-    """One transformer layer: a mixer (attention) and an MLP."""
+    """One transformer layer: a mixer (attention) and an MLP.
 
-    mixer: AttentionConfig
-    mlp: DenseConfig
+    Attributes:
+      norms: of what mixer and MLP read (``before``), of what they give (``after``), or ``both``.
+      residual_scale: what mixer and MLP give is multiplied by it.
+    """
+
+    mixer: MixerConfig
+    mlp: DenseConfig | ExpertsConfig
+    norms: Literal["before", "after", "both"] = "before"
+    residual_scale: float = 1.0
+
+    def __post_init__(self):
+        check_positive(residual_scale=self.residual_scale)
+
+    @property
+    def attention(self) -> AttentionConfig:
+        """The mixer, if it has grouped KV heads. Raises ValueError for any other kind."""
+        if not isinstance(self.mixer, AttentionConfig):
+            raise ValueError(
+                f"layers of {type(self.mixer).__name__} are not supported here: only attention "
+                "with grouped KV heads is"
+            )
+        return self.mixer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +48,9 @@ class ModelConfig:
     Attributes:
       norm_offset: what norms multiply by is the checkpoint's weight plus this (Gemma's and Qwen
         3.5's norms are stored as w and multiply by 1 + w). It is added when weights are read.
+      embed_scale: embeddings are multiplied by it. Draft heads read them as they are.
+      logit_divisor: logits are divided by it.
+      logit_softcap: logits x become logit_softcap * tanh(x / logit_softcap).
       mtp: the layers for multi-token prediction that its checkpoint has beside it.
     """
 
@@ -36,12 +62,18 @@ class ModelConfig:
     tie_word_embeddings: bool = False
     stop_token_ids: tuple[int, ...] = ()
     norm_offset: int = 0
+    embed_scale: float = 1.0
+    logit_divisor: float = 1.0
+    logit_softcap: float | None = None
     mtp: MtpConfig | None = None
 
     def __post_init__(self):
         check_positive(vocab_size=self.vocab_size, hidden_size=self.hidden_size)
         check_positive(rms_norm_eps=self.rms_norm_eps, max_position=self.max_position)
         check_positive(num_layers=self.num_layers)
+        check_positive(embed_scale=self.embed_scale, logit_divisor=self.logit_divisor)
+        if self.logit_softcap is not None:
+            check_positive(logit_softcap=self.logit_softcap)
 
     @property
     def num_layers(self) -> int:
@@ -62,6 +94,38 @@ class ModelConfig:
         return dataclasses.replace(self, layers=tuple(map(change, self.layers)))
 
 
+def draft_layers(target: ModelConfig, count: int = 1, width: int | None = None) -> ModelConfig:
+    """Llama layers with the sizes of a target's first attention layer, as draft heads have them:
+    without its windows, biases, sinks, norms of queries and keys, and multipliers.
+
+    ``width``: of the MLP; None: the target's, or what a token goes through of its experts.
+
+    Raises ValueError for a target without such layers.
+    """
+    layers = ((layer.mixer, layer.mlp) for layer in target.layers)
+    dense = (
+        (mixer, mlp)
+        for mixer, mlp in layers
+        if isinstance(mixer, AttentionConfig) and isinstance(mlp, DenseConfig | ExpertsConfig)
+    )
+    mixer, mlp = next(dense, (None, None))
+    if mixer is None or mlp is None:
+        raise ValueError("the target has no layer of attention and an MLP to take sizes from")
+    rope = mixer.rope
+    scaling = None if isinstance(rope.scaling, LongRopeScaling) else rope.scaling
+    plain = RopeConfig(mixer.head_dim, rope.theta, scaling)
+    attention = AttentionConfig(mixer.num_heads, mixer.num_kv_heads, plain)
+    layer = LayerConfig(attention, DenseConfig(width) if width else dense_like(mlp))
+    return ModelConfig(
+        vocab_size=target.vocab_size,
+        hidden_size=target.hidden_size,
+        rms_norm_eps=target.rms_norm_eps,
+        max_position=target.max_position,
+        layers=(layer,) * count,
+        stop_token_ids=target.stop_token_ids,
+    )
+
+
 def dense_model(
     *,
     vocab_size: int,
@@ -75,7 +139,7 @@ def dense_model(
     rope_theta: float,
     max_position: int,
     sliding_windows: tuple[int | None, ...] | None = None,
-    rope_scaling: Llama3RopeScaling | None = None,
+    rope_scaling: RopeScaling | None = None,
     tie_word_embeddings: bool = False,
     qkv_bias: bool = False,
     o_bias: bool = False,

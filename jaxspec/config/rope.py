@@ -24,6 +24,69 @@ class Llama3RopeScaling:
 
 
 @dataclasses.dataclass(frozen=True)
+class LinearRopeScaling:
+    """Positions are divided by ``factor`` (``rope_type: linear``)."""
+
+    factor: float
+
+    def __post_init__(self):
+        check_positive(factor=self.factor)
+
+
+@dataclasses.dataclass(frozen=True)
+class YarnRopeScaling:
+    """YaRN (arXiv 2309.00071, ``rope_type: yarn``): frequencies of few rotations within the
+    original positions are divided by ``factor``, those of many are kept.
+
+    Attributes:
+      attention_factor: rotated queries and keys are multiplied by it.
+      beta_fast, beta_slow: rotations from which on a frequency is kept, and up to which it is
+        divided; those between are interpolated.
+      truncate: the interpolation begins and ends at whole entries of a head.
+    """
+
+    factor: float
+    original_max_position: int
+    attention_factor: float
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+    def __post_init__(self):
+        check_positive(
+            factor=self.factor,
+            original_max_position=self.original_max_position,
+            attention_factor=self.attention_factor,
+            beta_fast=self.beta_fast,
+            beta_slow=self.beta_slow,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class LongRopeScaling:
+    """Frequencies that are divided by a factor each (LongRoPE, arXiv 2402.13753).
+
+    Attributes:
+      attention_factor: rotated queries and keys are multiplied by it.
+      max_position: longer sequences need other factors, for all their positions; None: the factors
+        are for any length.
+    """
+
+    factors: tuple[float, ...]
+    attention_factor: float
+    max_position: int | None = None
+
+    def __post_init__(self):
+        check_positive(attention_factor=self.attention_factor)
+        check_positive(factor=min(self.factors, default=0))
+        if self.max_position is not None:
+            check_positive(max_position=self.max_position)
+
+
+RopeScaling = Llama3RopeScaling | LinearRopeScaling | YarnRopeScaling | LongRopeScaling
+
+
+@dataclasses.dataclass(frozen=True)
 class RopeConfig:
     """Rotary position embedding of heads of width ``head_dim``.
 
@@ -33,7 +96,7 @@ class RopeConfig:
 
     head_dim: int
     theta: float
-    scaling: Llama3RopeScaling | None = None
+    scaling: RopeScaling | None = None
     rotary_dim: int | None = None
 
     def __post_init__(self):
@@ -45,3 +108,7 @@ class RopeConfig:
             raise ValueError(
                 f"rotary_dim must be even and below head_dim {self.head_dim}, or None, got {own}"
             )
+        if isinstance(self.scaling, LongRopeScaling):
+            pairs, given = (self.head_dim if own is None else own) // 2, len(self.scaling.factors)
+            if given != pairs:
+                raise ValueError(f"longrope has {given} factors for {pairs} frequencies")

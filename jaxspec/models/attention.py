@@ -5,16 +5,16 @@ This file and forward.py are the one place where model code calls kernels by ope
 name none.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxspec.cache import PagedKV
+from jaxspec.cache import PagedKV, PagedLatent
 from jaxspec.cache.spread import own_slots
 from jaxspec.collectives import shard_offset
-from jaxspec.models.forward import Heads
+from jaxspec.models.forward import Heads, LatentHeads
 from jaxspec.parallel import Axes
 from jaxspec.pytree import Pytree, array, pytree, static
 from pallas_kernels.paged_attention import paged_attention
@@ -22,7 +22,11 @@ from pallas_kernels.paged_attention.partial import (
     PartialAttention,
     merge_partials,
     partial_attention,
+    with_sinks,
 )
+from pallas_kernels.paged_attention.reference import MASKED, capped
+from pallas_kernels.products import einsum_f32
+from pallas_kernels.rope_kv_write.reference import write_rows
 
 
 @pytree
@@ -54,7 +58,12 @@ class PagedAttend(Pytree):
     first_slot: int = static(default=0)
     order_invariant: bool = static(default=False)
 
-    def __call__(self, state: PagedKV, heads: Heads, window: int | None) -> tuple[Array, PagedKV]:
+    def __call__(self, state: Any, heads: Any, window: int | None) -> tuple[Array, Any]:
+        if isinstance(heads, LatentHeads):
+            return self._latent(state, heads)
+        return self._of_heads(state, heads, window)
+
+    def _of_heads(self, state: PagedKV, heads: Heads, window: int | None) -> tuple[Array, PagedKV]:
         if state.spread:
             return self._spread(state, heads, window)
         q, k_pages, v_pages = heads.written(state.k, state.v, self.slots)
@@ -68,12 +77,33 @@ class PagedAttend(Pytree):
             self.ancestors,
             self.kv_lens,
             *heads.scales,
+            heads.sinks,
             window=window,
+            scale=heads.scale,
+            softcap=heads.softcap,
             first_slot=self.first_slot,
             order_invariant=self.order_invariant,
             implementation=heads.kernels.over_pages("paged_attention", k_pages),
         )
         return out, state.replace(k=k_pages, v=v_pages)
+
+    def _latent(self, state: PagedLatent, heads: LatentHeads) -> tuple[Array, PagedLatent]:
+        pages = write_rows(state.pages, heads.stored, self.slots)
+        out = paged_attention(
+            heads.queries,
+            pages,
+            pages,
+            self.page_table,
+            self.context_lens,
+            self.positions,
+            self.ancestors,
+            self.kv_lens,
+            scale=heads.scale,
+            first_slot=self.first_slot,
+            order_invariant=self.order_invariant,
+            implementation=heads.kernels.over_pages("paged_attention", pages),
+        )
+        return out, state.replace(pages=pages)
 
     def _spread(self, state: PagedKV, heads: Heads, window: int | None) -> tuple[Array, PagedKV]:
         """As __call__, where devices have a part of every page each: all queries attend to each
@@ -102,19 +132,27 @@ class PagedAttend(Pytree):
             *heads.scales,
             page_size=state.page_size,
             window=window,
+            scale=heads.scale,
+            softcap=heads.softcap,
             first_slot=self.first_slot,
             implementation=heads.kernels.over_pages("partial_attention", k_pages),
         )
         count = heads.partials.shape[2] if heads.tokens else None
-        return _merged(part, axes, count).astype(q.dtype), state.replace(k=k_pages, v=v_pages)
+        out = _merged(part, axes, count, heads.sinks)
+        return out.astype(q.dtype), state.replace(k=k_pages, v=v_pages)
 
 
 @jax.named_scope("attention")
-def _merged(part: PartialAttention, axes: Axes, own_count: int | None) -> Array:
+def _merged(
+    part: PartialAttention, axes: Axes, own_count: int | None, sinks: Array | None
+) -> Array:
     """Attention over the slots of all devices: float32 [B, T, Q, D]. In one collective.
 
     ``own_count``: each device gets the next so many tokens only, with padding after the last.
     """
+    if sinks is not None:  # one device has the slot
+        is_first = lax.axis_index(axes) == 0
+        part = with_sinks(part, jnp.where(is_first, sinks, MASKED))
     own = jnp.concatenate([part.weighted, jnp.stack([part.peak, part.total], -1)], axis=-1)
     if own_count is None:
         parts = lax.all_gather(own, axes)
@@ -127,10 +165,14 @@ def _merged(part: PartialAttention, axes: Axes, own_count: int | None) -> Array:
 
 
 def dense_causal_attend(
-    state: None, heads: Heads, window: int | None, implementation: Literal["xla", "cudnn"] = "xla"
+    state: None,
+    heads: Heads | LatentHeads,
+    window: int | None,
+    implementation: Literal["xla", "cudnn"] = "xla",
 ) -> tuple[Array, None]:
     """An Attend function over the pass's own T tokens, without a cache."""
-    return dense_causal_attention(*heads.rotated(), window, implementation), state
+    how = window, implementation, heads.scale, heads.softcap, heads.sinks
+    return dense_causal_attention(*heads.rotated(), *how), state
 
 
 def dense_causal_attention(
@@ -139,14 +181,53 @@ def dense_causal_attention(
     v: Array,
     window: int | None = None,
     implementation: Literal["xla", "cudnn"] = "xla",
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Array | None = None,
 ) -> Array:
     """Causal attention: q [B, T, Q, D], k and v [B, T, G, D] -> [B, T, Q, D].
 
-    ``cudnn`` is a flash kernel for bfloat16 on NVIDIA GPUs: it never writes the [T, T] scores.
+    ``cudnn`` is a flash kernel for bfloat16 on NVIDIA GPUs: it never writes the [T, T] scores. It
+    has no soft cap and no sinks: with one of them ``xla`` runs. ``scale`` and ``softcap``: see
+    AttentionConfig; ``sinks`` [Q]: see paged_attention.
     """
+    if softcap is not None or sinks is not None:
+        return _written_out_attention(q, k, v, window, scale, softcap, sinks)
     local = None if window is None else (window - 1, 0)
     with jax.default_matmul_precision("highest" if q.dtype == jnp.float32 else None):
         out = jax.nn.dot_product_attention(
-            q, k, v, is_causal=True, local_window_size=local, implementation=implementation
+            q,
+            k,
+            v,
+            is_causal=True,
+            local_window_size=local,
+            implementation=implementation,
+            scale=scale,
         )
     return jnp.asarray(out)
+
+
+def _written_out_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    window: int | None,
+    scale: float | None,
+    softcap: float | None,
+    sinks: Array | None,
+) -> Array:
+    """As dense_causal_attention."""
+    *outer, head_dim = q.shape
+    grouped = q.reshape(*q.shape[:2], k.shape[2], -1, head_dim)  # [B, T, G, R, D]
+    scores = einsum_f32("btgrd,bsgd->bgrts", grouped, k)
+    scores = capped(scores * (head_dim**-0.5 if scale is None else scale), softcap)
+    behind = jnp.arange(q.shape[1])[:, None] - jnp.arange(q.shape[1])  # [T, S]
+    visible = behind >= 0 if window is None else (behind >= 0) & (behind < window)
+    scores = jnp.where(visible, scores, MASKED)
+    if sinks is not None:  # as a last slot, of which no value is added
+        own = sinks.astype(scores.dtype).reshape(*scores.shape[1:3], 1, 1)
+        own = jnp.broadcast_to(own, (*scores.shape[:-1], 1))
+        scores = jnp.concatenate([scores, own], axis=-1)
+    weights = jax.nn.softmax(scores, axis=-1)[..., : k.shape[1]].astype(v.dtype)
+    out = einsum_f32("bgrts,bsgd->btgrd", weights, v)
+    return out.astype(q.dtype).reshape(*outer, head_dim)

@@ -116,8 +116,19 @@ def decoder_shapes(config: ModelConfig, dtype: jnp.dtype, shards: Shards = ONE_S
 
 @jax.named_scope("embed")
 def embed(decoder: Decoder, tokens: Array) -> Array:
-    """Token embeddings: int [B, T] -> [B, T, H]."""
+    """Token embeddings as the model's layers read them: int [B, T] -> [B, T, H]."""
+    return _scaled(decoder, plain_embed(decoder, tokens))
+
+
+@jax.named_scope("embed")
+def plain_embed(decoder: Decoder, tokens: Array) -> Array:
+    """Token embeddings as checkpoints have them, and draft heads read them: [B, T] -> [B, T, H]."""
     return all_reduce(_own_rows(decoder, tokens), decoder.layout.vocab)
+
+
+def _scaled(decoder: Decoder, embedded: Array) -> Array:
+    scale = decoder.config.embed_scale
+    return embedded if scale == 1 else embedded * jnp.asarray(scale, embedded.dtype)
 
 
 @jax.named_scope("embed")
@@ -132,7 +143,8 @@ def _embed_split(decoder: Decoder, tokens: Array, layout: Layout) -> Array:
     rows = reduce_scatter(rows, over, dimension=1)
     rows = reduce_scatter(rows, layout.hidden, dimension=2)
     rest = {*over, *layout.hidden}
-    return all_reduce(rows, tuple(axis for axis in layout.vocab if axis not in rest))
+    whole = all_reduce(rows, tuple(axis for axis in layout.vocab if axis not in rest))
+    return _scaled(decoder, whole)
 
 
 def _own_rows(decoder: Decoder, tokens: Array) -> Array:
@@ -223,7 +235,12 @@ def logits(
         scores = einsum_f32("...h,vh->...v", hidden, decoder.embed)
     else:
         scores = decoder.lm_head.float32(hidden, kernels)
-    vocab, axes = decoder.config.vocab_size, decoder.layout.vocab
+    config, axes = decoder.config, decoder.layout.vocab
+    vocab, cap = config.vocab_size, config.logit_softcap
+    if config.logit_divisor != 1:
+        scores = scores / config.logit_divisor
+    if cap is not None:
+        scores = cap * jnp.tanh(scores / cap)
     if not axes and scores.shape[-1] == vocab:
         return scores
     ids = jnp.arange(scores.shape[-1]) + shard_offset(scores.shape[-1], axes)

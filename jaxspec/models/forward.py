@@ -15,9 +15,11 @@ from jax import Array, lax
 
 from jaxspec.cache import KVScales
 from jaxspec.collectives import all_tokens
+from jaxspec.config.mixers import AttentionConfig
+from jaxspec.config.mlps import Activation
 from jaxspec.config.model import LayerConfig
 from jaxspec.config.rope import RopeConfig
-from jaxspec.models.linear import Addend, Product
+from jaxspec.models.linear import Addend, Computed, Product
 from jaxspec.models.rope import rope_angles
 from jaxspec.parallel import Axes, Layout
 from pallas_kernels.add_rms_norm import add_rms_norm, takes_partials
@@ -27,11 +29,12 @@ from pallas_kernels.reduce_add_rms_norm import misfit, reduce_add_rms_norm
 from pallas_kernels.reduce_add_rms_norm import takes_partials as exchange_takes_partials
 from pallas_kernels.rope_kv_write import rope_kv_write
 from pallas_kernels.rope_kv_write import takes_partials as heads_take_partials
-from pallas_kernels.rope_kv_write.reference import rotated_heads
+from pallas_kernels.rope_kv_write.reference import apply_rope, rotated_heads
 from pallas_kernels.selection import Kernels
 
-# How tokens attend to the past: (layer's state, heads, window) -> (output [B, T, Q, D], state)
-Attend = Callable[[Any, "Heads", int | None], tuple[Array, Any]]
+# How tokens attend to the past: (layer's state, Heads or LatentHeads, window) -> (output
+# [B, T, Q, D], state)
+Attend = Callable[[Any, Any, int | None], tuple[Array, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +82,17 @@ class ForwardPass:
             both = add_rms_norm(x, partials, weight, self.eps, implementation)
             return lax.optimization_barrier(both) if self.apart else both
 
+    def scaled(self, x: Array, addend: Addend, norm: Array | None, scale: float) -> Addend:
+        """What is added to the residual stream x [B, T, H], normed and multiplied first; as it is
+        without a norm and with a scale of 1."""
+        if norm is None and scale == 1:
+            return addend
+        partials = addend.partial_sums(self.layout, self.kernels, _takes_none)
+        if self.apart:
+            partials = lax.optimization_barrier(partials)
+        value = self.norm(sum_partials(partials, len(x), x.dtype), norm)
+        return Computed(value if scale == 1 else value * scale)
+
     def _axis_of_kernel(self, x: Array, product: Product, weight: Array) -> str | None:
         """The mesh axis over which a kernel sums the product while it adds and norms, if any."""
         axes = product.input_axes(self.layout)
@@ -106,16 +120,26 @@ class ForwardPass:
     def heads(
         self,
         product: Product,
-        rope: RopeConfig,
+        config: AttentionConfig,
         q_norm: Array | None,
         k_norm: Array | None,
         kv_scales: KVScales | None = None,
+        qk_norm: Array | None = None,
+        sinks: Array | None = None,
     ) -> "Heads":
-        """The heads of a qkv projection, not yet normed and rotated."""
-        angles = self.ropes[rope]
-        whole = 2 * angles.shape[-1] == rope.head_dim  # else the kernel does not take the heads
+        """The heads of a qkv projection, not yet normed and rotated.
+
+        ``qk_norm``: weights [G, R - 1, D] of a norm over all query heads, and one over all key
+        heads. They are normed with it here.
+        """
+        angles = self.ropes[config.rope]
+        whole = 2 * angles.shape[-1] == config.head_dim  # else the kernel does not take the heads
+        whole = whole and qk_norm is None
         taking = self._taking("rope_kv_write", heads_take_partials if whole else _takes_none)
         partials = product.partial_sums(self.layout, self.kernels, taking)
+        if qk_norm is not None:
+            axes = self.layout.axes("kv_heads")
+            partials = norm_all_heads(partials[0], qk_norm, self.eps, axes)[None]
         return Heads(
             partials=partials,
             dtype=product.x.dtype,
@@ -125,8 +149,15 @@ class ForwardPass:
             eps=self.eps,
             kernels=self.kernels,
             kv_scales=kv_scales,
+            scale=config.scale,
+            softcap=config.softcap,
+            sinks=sinks,
             tokens=self.layout.sequence if self.layout.tokens else (),
         )
+
+    def rotated(self, x: Array, rope: RopeConfig) -> Array:
+        """Heads [B, T, R, D], rotated."""
+        return apply_rope(x[:, :, None], self.ropes[rope])[:, :, 0]
 
     def _taking(
         self, operation: str, fits: Callable[[jnp.dtype, int], bool]
@@ -152,6 +183,8 @@ class Heads:
       q_norm, k_norm: [D] weights, or None.
       eps: epsilon of the norms.
       kv_scales: of keys and values in 8-bit pages, or None.
+      scale, softcap: of the scores; see AttentionConfig.
+      sinks: float32 [Q] scores of a slot without a value (see paged_attention), or None.
       tokens: mesh axes that the tokens of ``partials`` are split over; ``rope`` is of all tokens.
     """
 
@@ -163,6 +196,9 @@ class Heads:
     eps: float
     kernels: Kernels
     kv_scales: KVScales | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    sinks: Array | None = None
     tokens: Axes = ()
 
     @property
@@ -204,6 +240,29 @@ class Heads:
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class LatentHeads:
+    """The input of latent attention: what stands for Heads in an Attend function. All heads attend
+    to one vector of each token, which is key and value.
+
+    Attributes:
+      queries: [B, T, Q, D].
+      stored: [B, T, 1, D], what is kept of the tokens.
+      scale: of the scores.
+    """
+
+    queries: Array
+    stored: Array
+    scale: float
+    kernels: Kernels
+    softcap: None = None
+    sinks: None = None
+
+    def rotated(self) -> tuple[Array, Array, Array]:
+        """Queries, keys and values."""
+        return self.queries, self.stored, self.stored
+
+
 def make_pass(
     layers: Iterable[LayerConfig],
     positions: Array,  # [B, T] rotary positions
@@ -240,7 +299,29 @@ def rms_norm(x: Array, weight: Array | None, eps: float, axes: Axes = ()) -> Arr
     return (wide * lax.rsqrt(mean + eps)).astype(x.dtype) * weight
 
 
+@jax.named_scope("norm")
+def norm_all_heads(qkv: Array, weight: Array, eps: float, axes: Axes) -> Array:
+    """The heads [B, T, G, R, D] of a qkv projection, with all queries normed as one vector, and all
+    keys as another; values stay.
+
+    Args:
+      weight: [G, R - 1, D] of the queries, then of the key.
+      axes: mesh axes that KV heads are split over. A head that several devices repeat counts as
+        often on each, which does not change the mean.
+    """
+    wide = qkv.astype(jnp.float32)
+    squares = wide * wide
+    parts = []
+    for part in (slice(0, -2), slice(-2, -1)):
+        mean = jnp.mean(squares[..., part, :], axis=(-3, -2, -1), keepdims=True)
+        scale = lax.rsqrt((lax.pmean(mean, axes) if axes else mean) + eps)
+        parts.append((wide[..., part, :] * scale).astype(qkv.dtype))
+    normed = jnp.concatenate(parts, axis=-2) * weight
+    return jnp.concatenate([normed, qkv[..., -1:, :]], axis=-2)
+
+
 @jax.named_scope("activation")
-def swiglu(gate_up: Array) -> Array:
+def gated(gate_up: Array, activation: Activation) -> Array:
     """[..., 2, F] -> [..., F]"""
-    return jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :]
+    function = jax.nn.silu if activation == "silu" else jax.nn.gelu
+    return function(gate_up[..., 0, :]) * gate_up[..., 1, :]

@@ -156,6 +156,12 @@ def _head_model(raw: Mapping[str, Any]) -> ModelConfig:
         llama = {key: value for key, value in llama.items() if key not in hf_keys.WINDOW_KEYS}
     if is_qwen2 and not windows:
         llama["model_type"] = "llama"
+    model_type = llama.get("model_type")
+    if isinstance(model_type, str) and model_type not in hf_keys.HEAD_MODEL_TYPES:
+        known = ", ".join(sorted(hf_keys.HEAD_MODEL_TYPES))
+        raise ValueError(
+            f"model_type {shown(model_type)} is not supported for a draft head, only {known}"
+        )
     model = parse_model_config(llama | {"architectures": None})
     return dataclasses.replace(model, tie_word_embeddings=False, stop_token_ids=())
 

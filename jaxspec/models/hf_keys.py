@@ -13,7 +13,7 @@ COMMON_KEYS = words(
     """architectures model_type vocab_size hidden_size intermediate_size num_hidden_layers
     num_attention_heads num_key_value_heads head_dim rms_norm_eps max_position_embeddings
     original_max_position_embeddings tie_word_embeddings rope_theta rope_scaling rope_parameters
-    eos_token_id num_nextn_predict_layers"""
+    eos_token_id num_nextn_predict_layers num_mtp_layers"""
 )
 WINDOW_KEYS = words("use_sliding_window sliding_window max_window_layers layer_types")
 # transformers' values of absent keys. None: computed from other keys.
@@ -28,6 +28,7 @@ COMMON_DEFAULTS = MappingProxyType(
         "rms_norm_eps": 1e-6,
         "tie_word_embeddings": False,
         "eos_token_id": 2,
+        "original_max_position_embeddings": None,
         "rope_theta": 10000.0,
         "rope_scaling": None,
         "rope_parameters": None,
@@ -35,15 +36,27 @@ COMMON_DEFAULTS = MappingProxyType(
         "mlp_bias": False,
         "sliding_window": None,
         "num_nextn_predict_layers": 0,
+        "num_mtp_layers": None,
     }
 )
 # Keys by the type of their values. Sizes are at least 1.
 SIZES = words(
     """vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
-    num_key_value_heads head_dim max_position_embeddings"""
+    num_key_value_heads head_dim max_position_embeddings original_max_position_embeddings
+    sliding_window_pattern no_rope_layer_interval num_local_experts num_experts
+    num_experts_per_tok experts_per_token moe_intermediate_size decoder_sparse_step
+    n_routed_experts n_shared_experts n_group topk_group"""
 )
-FLAGS = words("tie_word_embeddings attention_bias mlp_bias use_sliding_window")
-NUMBERS = words("rms_norm_eps")  # above 0
+FLAGS = words(
+    """tie_word_embeddings attention_bias mlp_bias use_sliding_window norm_topk_prob
+    use_qk_norm"""
+)
+NUMBERS = words(  # above 0
+    """rms_norm_eps query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping
+    rope_local_base_freq embedding_multiplier logits_scaling residual_multiplier
+    attention_multiplier routed_scaling_factor swiglu_alpha swiglu_limit"""
+)
+OPTIONAL = words("attn_logit_softcapping final_logit_softcapping")  # null: there is none
 
 # Keys that do not change the result: training, labels, defaults of generate(), bookkeeping. How
 # weights are stored is read by quantization.formats.
@@ -60,6 +73,7 @@ HARMLESS_KEYS = words(
     return_dict_in_generate forced_bos_token_id forced_eos_token_id remove_invalid_values
     exponential_decay_length_penalty suppress_tokens begin_suppress_tokens max_sequence_length
     tokenizer_model_max_length tokenizer_padding_side unsloth_fixed unsloth_version
+    output_router_logits router_aux_loss_coef router_jitter_noise
     is_llama_config transformers.js_config quantization_config compression_config"""
 )
 
@@ -87,6 +101,7 @@ HEAD_ARCHITECTURES = words(
     """LlamaForCausalLMEagle3 Eagle3LlamaForCausalLM LlamaForCausalLMEagle EagleLlamaForCausalLM
     LlamaForCausalLM Qwen2ForCausalLM"""
 )
+HEAD_MODEL_TYPES = words("llama mistral qwen2 qwen3")  # of the layers
 # Flags of EAGLE-3.1 and the names under which they are published.
 HEAD_FLAGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {

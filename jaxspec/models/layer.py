@@ -1,4 +1,6 @@
-"""A transformer layer: a mixer and an MLP, with a norm before each."""
+"""A transformer layer: a mixer and an MLP, with norms before each, after each, or both."""
+
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
@@ -9,26 +11,47 @@ from jaxspec.models.mixers import Mixer, mixer_shape
 from jaxspec.models.mlps import Mlp, mlp_shape
 from jaxspec.models.shapes import vector
 from jaxspec.parallel import ONE_SHARD, Shards
-from jaxspec.pytree import Pytree, array, pytree
+from jaxspec.pytree import Pytree, array, pytree, static
 from jaxspec.tensors import Filler
 
 
 @pytree
 class Layer(Pytree):
-    """Weights of one layer. ``input_norm`` None: the mixer reads its input without a norm."""
+    """Weights of one layer. Any norm may be None: there is none at its place.
+
+    Attributes:
+      input_norm: of what the mixer reads.
+      post_norm: of what the MLP reads.
+      mixer_norm, mlp_norm: of what mixer and MLP give.
+      residual_scale: what mixer and MLP give is multiplied by it.
+    """
 
     input_norm: Array | None = array("hidden")
     mixer: Mixer
-    post_norm: Array = array("hidden")
+    post_norm: Array | None = array("hidden")
     mlp: Mlp
+    mixer_norm: Array | None = array("hidden", default=None)
+    mlp_norm: Array | None = array("hidden", default=None)
+    residual_scale: float = static(default=1.0)
 
     def filled(self, prefix: str, filler: Filler) -> "Layer":
-        """The same, with every array replaced by ``filler``'s result for layer ``prefix``."""
+        """The same, with every array replaced by ``filler``'s result for layer ``prefix``.
+
+        What checkpoints call post_attention_layernorm is the norm of what the mixer gives, where
+        there is one, else that of what the MLP reads.
+        """
+
+        def norm(name: str, own: Array | None) -> Any:
+            return filler.norm(f"{prefix}{name}_layernorm.weight", own)
+
+        before_mlp = "post_attention" if self.mixer_norm is None else "pre_feedforward"
         return self.replace(
-            input_norm=filler.norm(f"{prefix}input_layernorm.weight", self.input_norm),
+            input_norm=norm("input", self.input_norm),
             mixer=self.mixer.filled(prefix, filler),
-            post_norm=filler.norm(f"{prefix}post_attention_layernorm.weight", self.post_norm),
+            post_norm=norm(before_mlp, self.post_norm),
             mlp=self.mlp.filled(prefix, filler),
+            mixer_norm=norm("post_attention", self.mixer_norm),
+            mlp_norm=norm("post_feedforward", self.mlp_norm),
         )
 
 
@@ -42,8 +65,8 @@ def run_layers(
 ) -> tuple[list[Array], Array, tuple]:
     """Run the layers one after the other.
 
-    The input of each mixer and MLP is the normed residual stream. The norm is computed together
-    with the addition before it.
+    The input of each mixer and MLP is the residual stream, normed where the layer has a norm for
+    it. That norm is computed together with the addition before it.
 
     Returns (the residual stream after each layer, the last one normed by ``last_norm``, states).
     """
@@ -51,8 +74,10 @@ def run_layers(
     residuals, new_states, normed = [], [], mixer_input
     for layer, state, following in zip(layers, states, following_norms, strict=True):
         mixed, state = layer.mixer(normed, state, step)
+        mixed = step.scaled(x, mixed, layer.mixer_norm, layer.residual_scale)
         x, normed = step.add_norm(x, mixed, layer.post_norm)
-        x, normed = step.add_norm(x, layer.mlp(normed, step), following)
+        added = step.scaled(x, layer.mlp(normed, step), layer.mlp_norm, layer.residual_scale)
+        x, normed = step.add_norm(x, added, following)
         residuals.append(x)
         new_states.append(state)
     return residuals, normed, tuple(new_states)
@@ -67,10 +92,15 @@ def layer_shape(
     input_size: int | None = None,
     input_norm: bool = True,
 ) -> Layer:
-    """A layer of ShapeDtypeStructs. ``input_size``: width of the mixer's input."""
+    """A layer of ShapeDtypeStructs. ``input_size``: width of the mixer's input; ``input_norm``
+    False: without a norm of it, whatever the config says."""
+    before, after = config.norms != "after", config.norms != "before"
     return Layer(
-        input_norm=vector(hidden_size, dtype, when=input_norm),
+        input_norm=vector(hidden_size, dtype, when=before and input_norm),
         mixer=mixer_shape(config.mixer, hidden_size, dtype, shards, input_size=input_size),
-        post_norm=vector(hidden_size, dtype),
+        post_norm=vector(hidden_size, dtype, when=before),
         mlp=mlp_shape(config.mlp, hidden_size, dtype, shards),
+        mixer_norm=vector(hidden_size, dtype, when=after),
+        mlp_norm=vector(hidden_size, dtype, when=after),
+        residual_scale=config.residual_scale,
     )

@@ -135,6 +135,10 @@ class Linear(Pytree):
         rows, depth = math.prod(x.shape[:-1]), self.in_size
         return choose_split_k(rows, depth, math.prod(self.out_shape))
 
+    def dense(self, dtype: jnp.dtype) -> Array:
+        """The weights [*out, in], for products that are no ``x W``: latent attention's."""
+        return jnp.moveaxis(self.weight, 0, -1).astype(dtype)
+
     def _multiply(self, x: Array) -> Array:
         precision = precision_of(x.dtype, self.weight.dtype)
         return jnp.tensordot(x, self.weight, axes=1, precision=precision)
@@ -151,6 +155,18 @@ class Addend(Protocol):
     ) -> Array:
         """Partial sums [S, B, T, H], each already summed over devices; see Product."""
         ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Computed:
+    """An Addend that is computed already: [B, T, H], split as the layout splits hidden states."""
+
+    value: Array
+
+    def partial_sums(
+        self, layout: Layout, kernels: Kernels, takes_partials: Callable[[jnp.dtype, int], bool]
+    ) -> Array:
+        return self.value[None]
 
 
 @dataclasses.dataclass(frozen=True)

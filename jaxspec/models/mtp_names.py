@@ -1,10 +1,13 @@
 """How checkpoints name layers for multi-token prediction (MTP)."""
 
 import dataclasses
+import re
 from collections.abc import Collection
 
 from jaxspec.config.model import ModelConfig
 from jaxspec.config.mtp import MtpConfig
+
+_JOINED = re.compile(r"(model\.layers\.\d+\.)eh_proj\.weight")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,8 +63,9 @@ def mtp_prefixes(mtp: MtpConfig, num_layers: int) -> tuple[str, ...]:
 
 
 def mtp_tensors(config: ModelConfig, names: Collection[str]) -> set[str]:
-    """Those of MTP layers, which are no part of the model."""
-    if config.mtp is None:
-        return set()
-    prefixes = mtp_prefixes(config.mtp, config.num_layers)
-    return {name for name in names if name.startswith(prefixes)}
+    """Those of MTP layers, which are no part of the model: those that the config names, and layers
+    after the model's own that have an ``eh_proj``."""
+    prefixes = set() if config.mtp is None else {*mtp_prefixes(config.mtp, config.num_layers)}
+    prefixes |= {match[1] for name in names if (match := _JOINED.fullmatch(name))}
+    prefixes -= {f"model.layers.{index}." for index in range(config.num_layers)}
+    return {name for name in names if name.startswith(tuple(prefixes))}

@@ -42,7 +42,8 @@ WHOLE_AXES = frozenset(
             "group",
             "head_dim",
         ),
-        *("length", "nodes", "rounds", "stops", "table", "two", "whole_hidden", "words"),
+        *("length", "nodes", "rounds", "routes", "stops", "table", "two", "units"),
+        *("whole_hidden", "words"),
     )
 )
 
@@ -76,14 +77,14 @@ class Layout:
       heads: query and KV heads.
       ff: hidden units of MLPs.
       hidden: hidden states between the blocks of a layer (2-D tensor parallelism). These mesh axes
-        are the last ones of vocab, heads and ff, too. Weights that have both dimensions are split
-        by them along ``hidden`` only.
+        are the last ones of vocab, heads, ff and experts, too. Weights that have both dimensions
+        are split by them along ``hidden`` only.
       sequence: the slots of every page of the KV cache: each device has a part of each sequence.
       tokens: in one forward pass, its tokens between the blocks of a layer (see split_tokens).
-      experts: of an MLP. Splitting them is not supported yet.
+      experts: of an MLP. Each device has some of them, whole (see models/mlps/experts.py).
 
-    Raises ValueError for a split that is not supported, if a mesh axis splits two of the batch,
-    the sequence and the model, and if ``hidden`` is not at the end of vocab, heads and ff.
+    Raises ValueError if a mesh axis splits two of the batch, the sequence and the model, and if
+    ``hidden`` is not at the end of vocab, heads, ff and experts.
     """
 
     batch: Axes = ()
@@ -96,12 +97,7 @@ class Layout:
     tokens: Axes = ()
 
     def __post_init__(self):
-        if self.experts:
-            raise ValueError(
-                "a layout that splits experts is not supported yet: split heads, ff, vocab, "
-                "sequence and batch"
-            )
-        model = {*self.vocab, *self.heads, *self.ff}
+        model = {*self.vocab, *self.heads, *self.ff, *self.experts}
         shared = set(self.batch) & model
         if shared:
             raise ValueError(
@@ -110,7 +106,7 @@ class Layout:
             )
         if set(self.sequence) & {*self.batch, *model}:
             raise ValueError(f"the sequence needs mesh axes of its own, not {self.sequence}")
-        for name in ("vocab", "heads", "ff"):
+        for name in ("vocab", "heads", "ff", "experts"):
             axes = getattr(self, name)
             if self.hidden and axes[-len(self.hidden) :] != self.hidden:
                 raise ValueError(

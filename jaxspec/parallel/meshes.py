@@ -157,4 +157,4 @@ def mesh_layout(mesh: Mesh | None, *, split_model: bool = True) -> Layout:
     model = (MODEL_AXIS,) if mesh.shape[MODEL_AXIS] > 1 else ()
     hidden = (HIDDEN_AXIS,) if mesh.shape.get(HIDDEN_AXIS, 1) > 1 else ()
     every = model + hidden
-    return Layout(batch, every, every, every, hidden, sequence=sequence)
+    return Layout(batch, every, every, every, hidden, experts=every, sequence=sequence)

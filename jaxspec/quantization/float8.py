@@ -13,7 +13,8 @@ from jax import Array
 from jaxspec.models.linear import Linear, Product
 from jaxspec.models.shapes import array_shape
 from jaxspec.pytree import Pytree, array, pytree, static
-from jaxspec.tensors import Filler, OutputsFirst, Source
+from jaxspec.tensors import Filler, Source
+from jaxspec.wrapped_sources import OutputsFirst
 from pallas_kernels.packed_product import float8_misfit, packed_product
 from pallas_kernels.packed_product.reference import dequantized
 from pallas_kernels.packed_product.tuning import choose_packed_splits
@@ -80,6 +81,12 @@ class Float8Linear(Pytree):
             return 1
         rows, width = math.prod(x.shape[:-1]), math.prod(self.out_shape)
         return choose_packed_splits(rows, self.values.shape[-1], width)
+
+    def dense(self, dtype: jnp.dtype) -> Array:
+        """The weights [*out, in], computed in float32 and rounded to ``dtype``."""
+        scale = self.scale.reshape(len(self.scale), -1)
+        flat = dequantized(self.values.reshape(scale.shape[1], -1), scale)
+        return flat.astype(dtype).reshape(self.values.shape)
 
     def _multiply(self, x: Array, num_splits: int, kernels: Kernels) -> Array:
         """x [..., in] -> float32 [S, ..., *out]."""

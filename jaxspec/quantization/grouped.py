@@ -12,7 +12,8 @@ from jax import Array
 from jaxspec.models.linear import Linear, Product
 from jaxspec.models.shapes import array_shape
 from jaxspec.pytree import Pytree, array, pytree, static
-from jaxspec.tensors import Filler, OutputsFirst, Source
+from jaxspec.tensors import Filler, Source
+from jaxspec.wrapped_sources import OutputsFirst
 from pallas_kernels.packed_product import misfit, packed_product
 from pallas_kernels.packed_product.reference import dequantized
 from pallas_kernels.packed_product.tuning import choose_packed_splits

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jaxspec.models.expert_linear import check_no_experts
 from jaxspec.models.linear import Linear, Product
 from jaxspec.pytree import Pytree, array, pytree, static
 from jaxspec.tensors import Filler, Source
@@ -79,6 +80,10 @@ class ScaledLinear(Pytree):
         rows, depth = math.prod(x.shape[:-1]), len(self.weight)
         return choose_split_k(rows, depth, math.prod(self.out_shape))
 
+    def dense(self, dtype: jnp.dtype) -> Array:
+        """The weights [*out, in], computed in float32 and rounded to ``dtype``."""
+        return jnp.moveaxis(self.weight * self.scale, 0, -1).astype(dtype)
+
     def _for_many(self, x: Array) -> Linear | None:
         return self.loaded if math.prod(x.shape[:-1]) > MOST_ROWS else None
 
@@ -95,7 +100,11 @@ class ScaledLinear(Pytree):
 
 
 def in_eight_bits[T](weights: T) -> T:
-    """A pytree of weights with every Linear replaced by the nearest ScaledLinear, beside it."""
+    """A pytree of weights with every Linear replaced by the nearest ScaledLinear, beside it.
+
+    Raises ValueError for weights with experts.
+    """
+    check_no_experts(weights, "quantized")
 
     def replaced(node: Any) -> Any:
         if not isinstance(node, Linear):

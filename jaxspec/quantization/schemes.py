@@ -13,6 +13,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxspec.config.quantization import Scheme
+from jaxspec.models.expert_linear import check_no_experts
 from jaxspec.models.linear import AnyLinear, Linear
 from jaxspec.parallel import named_shardings
 from jaxspec.quantization.float8 import rounded_to_float8
@@ -42,7 +43,8 @@ def in_scheme[T](weights: T, name: Scheme | None, *, lm_head: bool) -> T:
 
     ``lm_head``: whether the LM head is rounded, too.
 
-    Raises ValueError for an unknown name, and for a Linear whose inputs are no multiple of GROUP.
+    Raises ValueError for an unknown name, for a Linear whose inputs are no multiple of GROUP, and
+    for weights with experts.
     """
     if name is None:
         return weights
@@ -66,7 +68,11 @@ def in_four_bits[T](weights: T, mesh: Mesh | None) -> T:
 
 
 def rounded[T](weights: T, rounding: Callable[[Linear], AnyLinear], *, lm_head: bool) -> T:
-    """As ``in_scheme``, by a function that rounds a Linear."""
+    """As ``in_scheme``, by a function that rounds a Linear.
+
+    Raises ValueError for weights with experts.
+    """
+    check_no_experts(weights, "quantized")
 
     def of_node(path: tuple[Any, ...], node: Any) -> Any:
         is_head = any(getattr(part, "name", None) == "lm_head" for part in path)

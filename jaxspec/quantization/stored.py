@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from jaxspec.models.expert_linear import ExpertLinear
 from jaxspec.models.linear import AnyLinear, Linear
 from jaxspec.parallel import Shards
 from jaxspec.quantization.float8 import E4M3, float8_shape
@@ -38,6 +39,11 @@ def as_stored(
         found = [name for name in source.names if f"{name}.values" in stored]
         if not found:
             return linear
+        if isinstance(linear, ExpertLinear):
+            raise ValueError(
+                f"{found[0]} is quantized, and experts are read unquantized only: take a "
+                "checkpoint in bfloat16"
+            )
         if missing := [name for name in source.names if name not in found]:
             raise ValueError(
                 f"{found[0]} is quantized and {missing[0]} is not: projections that are computed "

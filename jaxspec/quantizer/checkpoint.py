@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jaxspec.config.experts import ExpertsConfig
 from jaxspec.config.model import ModelConfig
 from jaxspec.models.decoder import Decoder, decoder_shapes
 from jaxspec.models.hf_config import load_model_config
@@ -60,6 +61,9 @@ class Checkpoint:
         self.stored = scan(directory)
         is_head = head_method(directory) is not None
         self.config = None if is_head else load_model_config(directory)
+        layers = () if self.config is None else self.config.layers
+        if any(isinstance(layer.mlp, ExpertsConfig) for layer in layers):
+            raise ValueError(f"{directory} has experts, which are not quantized")
 
     def units(self, *, lm_head: bool) -> list[Unit]:
         """What is quantized, in the order of the forward pass: layers, then the LM head; or all of
@@ -98,8 +102,10 @@ class Checkpoint:
         return {name.removeprefix(unit.prefix): jnp.asarray(own[name].read()) for name in expected}
 
     def embedding(self) -> np.ndarray:
-        """The table of embeddings, [V, H]."""
-        return self.stored["model.embed_tokens.weight"].read()
+        """The table of embeddings [V, H], as layers read it."""
+        table = self.stored["model.embed_tokens.weight"].read()
+        scale = 1.0 if self.config is None else self.config.embed_scale
+        return table if scale == 1 else table.astype(np.float32) * np.float32(scale)
 
     def shapes(self, units: list[Unit]) -> dict[str, tuple[int, ...]]:
         """[out, in] of all projections of some units, by their whole names."""

@@ -81,10 +81,13 @@ class LayerKind:
         return found
 
     def check(self) -> None:
-        """Raise ValueError for a layer with projections that SHARED does not have, or with norms
-        that are stored with an offset."""
-        if self.norm_offset:
-            raise ValueError("norms that multiply by 1 + w cannot take up scales: not supported")
+        """Raise ValueError for a layer with projections that SHARED does not have, or without the
+        norms that it says stand before them."""
+        if self.norm_offset or self.config.norms != "before":
+            raise ValueError(
+                "no method is written for layers with norms other than before mixer and MLP, or "
+                "that multiply by 1 + w"
+            )
         known = {name for shared in SHARED for name in shared.projections}
         if unknown := [name for name in self.names() if name not in known]:
             raise ValueError(f"{', '.join(unknown)}: no method is written for such projections")

@@ -94,7 +94,7 @@ itself it generates nothing.
 |---|---|
 | reads | hidden states {list(head.capture)} of the target |
 | layer | {head.config.num_layers} of hidden {head.config.hidden_size}, \
-{layer.mixer.num_heads} query and {layer.mixer.num_kv_heads} KV heads of {layer.mixer.head_dim}, \
+{layer.mixer.heads}, \
 SwiGLU of {layer.mlp.intermediate_size} |
 | draft vocabulary | {vocabulary}, {card.coverage:.2%} of the learned tokens |
 | training | {last.step} steps of {config.batch_size} rows = {last.tokens / 1e6:.1f} M tokens, \

@@ -115,7 +115,7 @@ flatters the model somewhat. Left out: {_skipped(report)}.
 
 def _architecture(model: ModelConfig) -> str:
     tied = ", tied embeddings" if model.tie_word_embeddings else ""
-    attention, mlp = model.layers[0].mixer, model.layers[0].mlp
+    attention, mlp = model.layers[0].attention, model.layers[0].mlp
     return (
         f"Llama: {model.num_layers} layers, hidden {model.hidden_size}, {attention.num_heads} "
         f"query and {attention.num_kv_heads} KV heads of {attention.head_dim}, SwiGLU of "

@@ -221,7 +221,7 @@ def _token_ids(
 def _hf_head_config(head: DraftHead, target: ModelConfig) -> dict[str, Any]:
     # to_hf_config writes a bias on q, k and v but not on o as model_type qwen2. Heads stay llama
     # and have a key for it.
-    attention, front = head.config.layers[0].mixer, head.front
+    attention, front = head.config.layers[0].attention, head.front
     llama = head.config.map_layers(lambda layer: with_qkv_bias(layer, attention.o_bias))
     config = to_hf_config(llama) | {
         "architectures": ["LlamaForCausalLM"],

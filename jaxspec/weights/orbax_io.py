@@ -40,7 +40,8 @@ def restore_pytree(directory: str | Path, like: Any, *, check_choices: bool = Tr
     """Read a pytree of the structure, shapes, dtypes, shardings and static fields of ``like``.
 
     ``like`` holds arrays or ShapeDtypeStructs; its shardings may differ from the saved ones.
-    ``check_choices``: whether its static fields must equal the saved ones.
+    ``check_choices``: whether its static fields must equal the saved ones. A field that the
+    snapshot does not know, because it was added to jaxspec later, must have its default.
 
     Raises ValueError that lists what is missing, surplus or misshapen on disk, or which static
     fields differ; also for a snapshot without static fields, as written by jaxspec 0.1 and earlier.
@@ -51,7 +52,7 @@ def restore_pytree(directory: str | Path, like: Any, *, check_choices: bool = Tr
     with ocp.StandardCheckpointer() as checkpointer:
         _check(path, wanted, checkpointer)
         if check_choices:
-            _check_choices(path, static_choices(like))
+            _check_choices(path, like)
         arrays = checkpointer.restore(path, wanted)
     filled = [
         arrays[name]
@@ -92,19 +93,26 @@ def _check(path: Path, wanted: dict[str, Any], checkpointer: ocp.StandardCheckpo
 
 def static_choices(tree: Any) -> dict[str, str]:
     """The static fields of a tree as text, by path; configs field by field."""
-    return dict(_choices(tree, "", inside_static=False))
+    return {path: said for path, said, _ in _choices(tree, "", inside_static=False)}
 
 
-def _choices(value: Any, path: str, *, inside_static: bool) -> Iterator[tuple[str, str]]:
+def _choices(
+    value: Any, path: str, *, inside_static: bool, default: bool = False
+) -> Iterator[tuple[str, str, bool]]:
+    """(path, text, whether a field has its default) of each choice."""
     if isinstance(value, WHERE_IT_RUNS):
         return
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        yield path or "the tree", type(value).__name__
+        yield path or "the tree", type(value).__name__, default
         for field in dataclasses.fields(value):
+            own, static = getattr(value, field.name), inside_static or is_static(field)
             yield from _choices(
-                getattr(value, field.name),
+                own,
                 f"{path}.{field.name}",
-                inside_static=inside_static or is_static(field),
+                inside_static=static,
+                default=static
+                and field.default is not dataclasses.MISSING
+                and own == field.default,
             )
     elif isinstance(value, dict):
         for key, item in value.items():
@@ -113,7 +121,7 @@ def _choices(value: Any, path: str, *, inside_static: bool) -> Iterator[tuple[st
         for index, item in enumerate(value):
             yield from _choices(item, f"{path}[{index}]", inside_static=inside_static)
     elif inside_static:
-        yield path, _said(value)
+        yield path, _said(value), default
 
 
 def _is_plain(value: Any) -> bool:
@@ -127,7 +135,7 @@ def _said(value: Any) -> str:
     return repr(value)
 
 
-def _check_choices(path: Path, wanted: dict[str, str]) -> None:
+def _check_choices(path: Path, like: Any) -> None:
     file = path / CHOICES
     if not file.is_file():
         raise ValueError(
@@ -135,6 +143,8 @@ def _check_choices(path: Path, wanted: dict[str, str]) -> None:
             "check_choices=False if you are sure that they are the same, and save it anew"
         )
     saved = json.loads(file.read_text())
+    choices = list(_choices(like, "", inside_static=False))
+    wanted = {name: said for name, said, default in choices if name in saved or not default}
     problems = [
         f"{name} was {saved.get(name, 'not there')}, not {wanted.get(name, 'there')}"
         for name in {**wanted, **saved}

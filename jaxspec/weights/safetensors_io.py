@@ -43,6 +43,7 @@ from jaxspec.tensors import (
 )
 from jaxspec.weight_places import weight_place
 from jaxspec.weights.checkpoint_files import canonical_tensors, scan
+from jaxspec.weights.fused_experts import unfused
 
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 FLOATS = (jnp.dtype("float32"), jnp.dtype("bfloat16"), jnp.dtype("float16"))
@@ -83,6 +84,7 @@ def load_decoder(
     """
     shards = Shards.over(mesh, mesh_layout(mesh, split_model=sharded))
     stored, kind = open_checkpoint(directory, shards, kind)
+    stored = unfused(stored, config)
     shapes = decoder_shapes(config, dtype, shards).filled(choosing(kind))
     return load_tree(
         stored,
@@ -103,6 +105,7 @@ def load_pipeline(
     """As load_decoder, for a pipeline of so many layers on each mesh."""
     shards = Shards.over(meshes[0], mesh_layout(meshes[0]))  # of all stages with layers
     stored, kind = open_checkpoint(directory, shards, None)
+    stored = unfused(stored, config)
     shapes = pipeline_shapes(config, dtype, meshes, layers)
     whole = as_one(shapes.parts).filled(choosing(kind))
     shapes = cut(whole, shapes)

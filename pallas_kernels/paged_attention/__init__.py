@@ -32,8 +32,11 @@ def paged_attention(
     kv_lens: Array | None = None,
     k_scale: Array | None = None,
     v_scale: Array | None = None,
+    sinks: Array | None = None,
     *,
     window: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
     first_slot: int = 0,
     order_invariant: bool = False,
     implementation: Implementation = "reference",
@@ -58,11 +61,15 @@ def paged_attention(
       ancestors: [B, T, words] uint32 bit mask over the slots past the context, or None.
       window: attend only to the latest ``window`` positions, the query's own included. Tree slots
         are always visible under the mask: the caller must keep trees shallower than the window.
+      scale: of the scores; None: 1 / sqrt(D).
+      softcap: scores x, scaled, become ``softcap * tanh(x / softcap)``; None: they stay.
       kv_lens: [B] int32, end of each sequence's slots. No query of sequence ``b`` sees a slot from
         ``kv_lens[b]`` on, whatever the mask says. None: ``context_lens`` plus T for causal queries,
         or plus the number of mask bits.
       k_scale, v_scale: float32 [G], for pages of bytes (see float8.py): the bytes' numbers times
         the scale are the keys and values; else None.
+      sinks: float32 [Q], for each query head the score of one more slot, whose value is zero
+        (Xiao et al., arXiv 2309.17453; learned scores as in gpt-oss). No kernel takes them.
       first_slot: slots before it are hidden.
       order_invariant: accumulate in float64, so that the rounded result does not depend on which
         slots hold the visible keys, nor on the width of the page table (in float32 on a CPU it
@@ -80,23 +87,32 @@ def paged_attention(
         kv_lens = context_lens + (q.shape[1] if ancestors is None else 32 * ancestors.shape[2])
     arguments = (q, k_pages, v_pages, page_table, context_lens, positions, ancestors, kv_lens)
     _check_shapes(*arguments)
+    if sinks is not None and sinks.shape != q.shape[2:3]:
+        raise ValueError(f"sinks must be {q.shape[2:3]}, got {sinks.shape}")
     check_scales(k_pages, v_pages, k_scale, v_scale)
     if k_scale is not None:
         arguments = (*arguments, k_scale, v_scale)
     reference = functools.partial(
         paged_attention_reference,
         window=window,
+        scale=scale,
+        softcap=softcap,
         first_slot=first_slot,
         order_invariant=order_invariant,
     )
-    if wants_tpu(implementation):
+    if sinks is not None:
+        problem = "attention sinks: leave out the operation paged_attention"
+    elif wants_tpu(implementation):
         problem = misfit_tpu(q, k_pages, v_pages, page_table, order_invariant)
     else:
         problem = misfit(q, k_pages, v_pages, order_invariant)
+    problem = problem or softcap_misfit(softcap)
     mosaic = kernel_module("paged_attention", implementation, problem)
     if mosaic is None:
-        return reference(*arguments)
-    kernel = functools.partial(mosaic.paged_attention_mosaic, window=window, first_slot=first_slot)
+        return reference(*arguments, sinks=sinks)
+    kernel = functools.partial(
+        mosaic.paged_attention_mosaic, window=window, first_slot=first_slot, scale=scale
+    )
     return with_reference_gradient(kernel, reference)(*arguments)
 
 
@@ -119,6 +135,11 @@ def misfit(q: Array, k_pages: Array, v_pages: Array, order_invariant: bool) -> s
     if group > ROWS or group * head_dim < 128:
         return f"{group} query heads of {head_dim} to a KV head"
     return None
+
+
+def softcap_misfit(softcap: float | None) -> str | None:
+    """Why no kernel can compute capped scores, None without a cap."""
+    return None if softcap is None else f"scores with a soft cap of {softcap}"
 
 
 def misfit_tpu(

@@ -78,6 +78,7 @@ class _Plan:
     tokens: int  # of a tile
     window: int | None
     first_slot: int
+    scale: float  # of the scores
     float8: bool  # pages of bytes, with scales
     config: AttentionTuning
     interpret: bool
@@ -110,7 +111,9 @@ class _Plan:
 
 
 # Traced once for all layers of a model: building and compiling the kernel takes seconds.
-@functools.partial(jax.jit, static_argnames=("window", "first_slot", "config", "interpret"))
+@functools.partial(
+    jax.jit, static_argnames=("window", "first_slot", "scale", "config", "interpret")
+)
 def paged_attention_mosaic(
     q: Array,  # [B, T, Q, D]
     k_pages: Array,  # [P, G, K, D]
@@ -125,6 +128,7 @@ def paged_attention_mosaic(
     *,
     window: int | None,
     first_slot: int,
+    scale: float | None = None,
     config: AttentionTuning | None = None,
     interpret: Any = None,
 ) -> Array:
@@ -133,7 +137,7 @@ def paged_attention_mosaic(
     ``config`` None: from tuning.py. ``interpret``: plgpu.InterpretGPUParams, for tests.
     """
     plan = _make_plan(
-        q, k_pages, page_table, ancestors, None, window, first_slot, config, interpret
+        q, k_pages, page_table, ancestors, None, window, first_slot, scale, config, interpret
     )
     kernel = _make_kernel(plan, q.dtype, interpret)
     masks = _row_masks(plan, positions, ancestors)
@@ -142,7 +146,7 @@ def paged_attention_mosaic(
 
 
 @functools.partial(
-    jax.jit, static_argnames=("page_size", "window", "first_slot", "config", "interpret")
+    jax.jit, static_argnames=("page_size", "window", "first_slot", "scale", "config", "interpret")
 )
 def partial_attention_mosaic(
     q: Array,  # [B, T, Q, D]
@@ -160,6 +164,7 @@ def partial_attention_mosaic(
     page_size: int,
     window: int | None,
     first_slot: int,
+    scale: float | None = None,
     config: AttentionTuning | None = None,
     interpret: Any = None,
 ) -> PartialAttention:
@@ -168,7 +173,7 @@ def partial_attention_mosaic(
     The output is normalized: ``peak`` is the log-sum-exp, and ``total`` is 1.
     """
     plan = _make_plan(
-        q, k_pages, page_table, ancestors, page_size, window, first_slot, config, interpret
+        q, k_pages, page_table, ancestors, page_size, window, first_slot, scale, config, interpret
     )
     kernel = _make_kernel(plan, q.dtype, interpret)
     masks = _row_masks(plan, positions, ancestors)
@@ -187,6 +192,7 @@ def _make_plan(
     whole_size: int | None,
     window: int | None,
     first_slot: int,
+    scale: float | None,
     config: AttentionTuning | None,
     interpret: Any,
 ) -> _Plan:
@@ -214,6 +220,7 @@ def _make_plan(
         tokens=-(-num_tokens // tiles),
         window=window,
         first_slot=first_slot,
+        scale=head_dim**-0.5 if scale is None else scale,
         float8=is_float8(k_pages),
         config=config,
         interpret=interpret is not None,
@@ -599,7 +606,7 @@ def _attend(
     """
     config, warpgroup = plan.config, lax.axis_index("warpgroup")
     q = refs["queries"].at[warpgroup]
-    scale: Any = plan.head_dim**-0.5 * math.log2(math.e)  # exponentials are powers of 2
+    scale: Any = plan.scale * math.log2(math.e)  # exponentials are powers of 2
     if plan.float8:
         scale = refs["k_scale"][work.kv_head] * scale
 

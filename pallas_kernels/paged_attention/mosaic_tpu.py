@@ -53,6 +53,7 @@ class _Plan:
     pages: int  # of a block
     window: int | None
     first_slot: int
+    scale: float  # of the scores
 
     @property
     def block(self) -> int:
@@ -60,7 +61,13 @@ class _Plan:
 
 
 def _make_plan(
-    q: Array, k_pages: Array, page_table: Array, words: int, window: int | None, first_slot: int
+    q: Array,
+    k_pages: Array,
+    page_table: Array,
+    words: int,
+    window: int | None,
+    first_slot: int,
+    scale: float | None,
 ) -> _Plan:
     batch, num_tokens, num_heads, head_dim = q.shape
     _, kv_heads, page_size, _ = k_pages.shape
@@ -84,11 +91,12 @@ def _make_plan(
         pages=min(pages, page_table.shape[1]),
         window=window,
         first_slot=first_slot,
+        scale=head_dim**-0.5 if scale is None else scale,
     )
 
 
 # Traced once for all layers of a model.
-@functools.partial(jax.jit, static_argnames=("window", "first_slot", "interpret"))
+@functools.partial(jax.jit, static_argnames=("window", "first_slot", "scale", "interpret"))
 def paged_attention_mosaic(
     q: Array,  # [B, T, Q, D]
     k_pages: Array,  # [P, G, K, D]
@@ -101,6 +109,7 @@ def paged_attention_mosaic(
     *,
     window: int | None,
     first_slot: int,
+    scale: float | None = None,
     interpret: Any = False,
 ) -> Array:
     """See pallas_kernels.paged_attention.paged_attention; only for what ``misfit_tpu`` accepts.
@@ -108,7 +117,7 @@ def paged_attention_mosaic(
     ``interpret``: True or pltpu.InterpretParams, for tests.
     """
     words = 0 if ancestors is None else ancestors.shape[-1]
-    plan = _make_plan(q, k_pages, page_table, words, window, first_slot)
+    plan = _make_plan(q, k_pages, page_table, words, window, first_slot, scale)
     first = jnp.full_like(context_lens, first_slot)
     if window is not None:  # it does not hide tree nodes
         in_window = jnp.min(positions, axis=1) - (window - 1)
@@ -242,7 +251,7 @@ def _attend(
         precision=precision_of(keys.dtype, values.dtype),
         preferred_element_type=jnp.float32,
     )
-    scores = product(q[0, 0, head], keys, (((1,), (1,)), ((), ()))) * plan.head_dim**-0.5
+    scores = product(q[0, 0, head], keys, (((1,), (1,)), ((), ()))) * plan.scale
     scores = jnp.where(seen, scores, MASKED)
     before = peak[head][:, :1]
     now = jnp.maximum(before, jnp.max(scores, axis=1, keepdims=True))

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels.float8 import check_scales
-from pallas_kernels.paged_attention import misfit
+from pallas_kernels.paged_attention import misfit, softcap_misfit
 from pallas_kernels.paged_attention.reference import (
     by_head,
     by_token,
@@ -24,6 +24,7 @@ from pallas_kernels.paged_attention.reference import (
 from pallas_kernels.products import weighted_sum_f32
 from pallas_kernels.selection import Implementation, kernel_module, wants_tpu
 
+STATIC = ("page_size", "window", "scale", "softcap", "first_slot", "block")
 SCORE_BYTES = 1 << 27  # limit for the scores that are in memory together
 
 
@@ -51,6 +52,8 @@ def partial_attention(
     *,
     page_size: int,
     window: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
     first_slot: int = 0,
     implementation: Implementation = "reference",
 ) -> PartialAttention:
@@ -71,11 +74,13 @@ def partial_attention(
     that can take the arguments.
     """
     check_scales(k_pages, v_pages, k_scale, v_scale)
-    problem = misfit(q, k_pages, v_pages, order_invariant=False)
+    problem = misfit(q, k_pages, v_pages, order_invariant=False) or softcap_misfit(softcap)
     if wants_tpu(implementation):
         problem = "parts of pages: the TPU kernel attends to whole ones"
     mosaic = kernel_module("paged_attention", implementation, problem)
-    function = mosaic.partial_attention_mosaic if mosaic else partial_attention_reference
+    function = functools.partial(partial_attention_reference, softcap=softcap)
+    if mosaic is not None:
+        function = mosaic.partial_attention_mosaic
     return function(
         q,
         k_pages,
@@ -91,11 +96,12 @@ def partial_attention(
         page_size=page_size,
         window=window,
         first_slot=first_slot,
+        scale=scale,
     )
 
 
 # jit: traced and lowered once for all layers of a program.
-@functools.partial(jax.jit, static_argnames=("page_size", "window", "first_slot", "block"))
+@functools.partial(jax.jit, static_argnames=STATIC)
 def partial_attention_reference(
     q: Array,  # [B, T, Q, D]
     k_pages: Array,  # [P, G, K, D]
@@ -111,6 +117,8 @@ def partial_attention_reference(
     *,
     page_size: int,
     window: int | None,
+    scale: float | None = None,
+    softcap: float | None = None,
     first_slot: int,
     block: int | None = None,
 ) -> PartialAttention:
@@ -135,9 +143,7 @@ def partial_attention_reference(
         slots = slots.reshape(-1)
         seen = visible_slots(context_lens, positions, ancestors, slots, window, first_slot)
         seen &= slots < kv_lens[:, None, None]
-        scores, v = masked_scores(
-            q, k_pages, v_pages, pages, seen, order_invariant=False, k_scale=k_scale
-        )
+        scores, v = masked_scores(q, k_pages, v_pages, pages, seen, False, k_scale, scale, softcap)
         peak = jnp.max(scores, axis=-1)
         exps = jnp.exp(scores - peak[..., None])
         return PartialAttention(weighted_sum_f32(exps.astype(v.dtype), v), peak, exps.sum(-1))
@@ -156,6 +162,12 @@ def merge_partials(parts: PartialAttention) -> Array:
     weights = jnp.exp(parts.peak - jnp.max(parts.peak, axis=0))
     total = jnp.sum(parts.total * weights, axis=0)
     return jnp.sum(parts.weighted * weights[..., None], axis=0) / total[..., None]
+
+
+def with_sinks(part: PartialAttention, sinks: Array) -> PartialAttention:
+    """The part with one more slot, whose value is zero and whose scores are ``sinks`` [Q]."""
+    zeros, own = jnp.zeros_like(part.weighted), jnp.broadcast_to(sinks, part.peak.shape)
+    return _both(part, PartialAttention(zeros, own.astype(jnp.float32), jnp.ones_like(part.total)))
 
 
 def _both(one: PartialAttention, other: PartialAttention) -> PartialAttention:

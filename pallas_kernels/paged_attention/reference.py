@@ -10,10 +10,11 @@ from pallas_kernels.float8 import decode
 from pallas_kernels.products import scores_f32, weighted_sum_f32
 
 MASKED = -1e30  # finite, so that a row that sees no slot gives no NaN
+STATIC = ("window", "scale", "softcap", "first_slot", "order_invariant")
 
 
 # jit: traced and lowered once for all layers of a program.
-@functools.partial(jax.jit, static_argnames=("window", "first_slot", "order_invariant"))
+@functools.partial(jax.jit, static_argnames=STATIC)
 def paged_attention_reference(
     q: Array,  # [B, T, Q, D]
     k_pages: Array,  # [P, G, K, D]
@@ -25,8 +26,11 @@ def paged_attention_reference(
     kv_lens: Array,  # [B]
     k_scale: Array | None = None,  # [G]
     v_scale: Array | None = None,
+    sinks: Array | None = None,  # [Q]
     *,
     window: int | None,
+    scale: float | None = None,
+    softcap: float | None = None,
     first_slot: int,
     order_invariant: bool,
 ) -> Array:
@@ -34,8 +38,10 @@ def paged_attention_reference(
     slots = jnp.arange(page_table.shape[1] * k_pages.shape[2])
     visible = visible_slots(context_lens, positions, ancestors, slots, window, first_slot)
     visible &= slots < kv_lens[:, None, None]
-    scores, v = masked_scores(q, k_pages, v_pages, page_table, visible, order_invariant, k_scale)
-    out = by_head(_softmax_times_values(scores, v, order_invariant), v_scale)
+    pages = (k_pages, v_pages, page_table)
+    scores, v = masked_scores(q, *pages, visible, order_invariant, k_scale, scale, softcap)
+    rows = None if sinks is None else _sinks_of_rows(sinks, scores.shape)
+    out = by_head(_softmax_times_values(scores, v, order_invariant, rows), v_scale)
     return by_token(out, q.shape).astype(q.dtype)
 
 
@@ -47,9 +53,12 @@ def masked_scores(
     visible: Array,  # bool [B, T, S]
     order_invariant: bool,
     k_scale: Array | None = None,  # [G]
+    scale: float | None = None,
+    softcap: float | None = None,
 ) -> tuple[Array, Array]:
     """Scores of the queries of each KV head, MASKED where a slot is not visible, and the values,
     not yet multiplied by their scales: float32 [B, G, T * R, S] and [B, G, S, D]."""
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
     batch, num_tokens, num_heads, head_dim = q.shape
     kv_heads, num_slots = k_pages.shape[1], visible.shape[-1]
     # Slots that no query sees may hold NaN. A weight of 0 would not remove it (0 x NaN is NaN),
@@ -63,11 +72,17 @@ def masked_scores(
     grouped = q.reshape(batch, num_tokens, kv_heads, -1, head_dim).swapaxes(1, 2)
     grouped = grouped.reshape(batch, kv_heads, rows, head_dim)
     if order_invariant:
-        scores = _scaled_scores_f64(grouped, k)  # [B, G, T * R, S]
+        scores = _scaled_scores_f64(grouped, k, factor)  # [B, G, T * R, S]
     else:
-        scores = scores_f32(grouped, k) * head_dim**-0.5
-    split = by_head(scores, k_scale).reshape(batch, kv_heads, num_tokens, -1, num_slots)
+        scores = scores_f32(grouped, k) * factor
+    scores = capped(by_head(scores, k_scale), softcap)
+    split = scores.reshape(batch, kv_heads, num_tokens, -1, num_slots)
     return jnp.where(visible[:, None, :, None], split, MASKED).reshape(scores.shape), v
+
+
+def capped(scores: Array, softcap: float | None) -> Array:
+    """softcap * tanh(scores / softcap); None: the scores as they are."""
+    return scores if softcap is None else softcap * jnp.tanh(scores / softcap)
 
 
 def by_head(x: Array, scale: Array | None) -> Array:
@@ -124,26 +139,44 @@ def _bit_of(mask: Array, index: Array) -> Array:
     return (chosen >> (index % 32).astype(jnp.uint32)) & 1 == 1
 
 
-def _scaled_scores_f64(q: Array, k: Array) -> Array:
-    """q [B, G, M, D] times k [B, G, S, D] over D, over sqrt(D): float32 [B, G, M, S].
+def _scaled_scores_f64(q: Array, k: Array, scale: float) -> Array:
+    """q [B, G, M, D] times k [B, G, S, D] over D, times the scale: float32 [B, G, M, S].
 
     Summed in float64, since a product of another number of slots may add up in another order.
     """
     with jax.enable_x64(True):
         scores = jnp.einsum("bgmd,bgsd->bgms", q.astype(jnp.float64), k.astype(jnp.float64))
-        return (scores * q.shape[-1] ** -0.5).astype(jnp.float32)
+        return (scores * scale).astype(jnp.float32)
 
 
-def _softmax_times_values(scores: Array, v: Array, order_invariant: bool) -> Array:
+def _sinks_of_rows(sinks: Array, shape: tuple[int, ...]) -> Array:
+    """Sinks [Q] for scores of ``shape`` [B, G, T * R, S]: float32 [G, T * R, 1]."""
+    _, kv_heads, rows, _ = shape
+    group = len(sinks) // kv_heads
+    per_head = sinks.astype(jnp.float32).reshape(kv_heads, group)
+    return jnp.tile(per_head, (1, rows // group))[..., None]
+
+
+def _softmax_times_values(
+    scores: Array, v: Array, order_invariant: bool, sinks: Array | None = None
+) -> Array:
     """softmax(scores [B, G, M, S]) times v [B, G, S, D], normalized last: float32 [B, G, M, D].
 
-    With ``order_invariant`` the sums over slots are in float64: they round to the same float32 in
-    (nearly) any order.
+    ``sinks``: [G, M, 1] one more score, of a value of zero. With ``order_invariant`` the sums over
+    slots are in float64: they round to the same float32 in (nearly) any order.
     """
-    exps = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
+    peak = jnp.max(scores, axis=-1, keepdims=True)
+    if sinks is not None:
+        peak = jnp.maximum(peak, sinks)
+    exps = jnp.exp(scores - peak)
+    sunk = None if sinks is None else jnp.exp(sinks - peak)
     if not order_invariant:
-        return weighted_sum_f32(exps.astype(v.dtype), v) / jnp.sum(exps, axis=-1)[..., None]
+        total = jnp.sum(exps, axis=-1)[..., None]
+        total = total if sunk is None else total + sunk
+        return weighted_sum_f32(exps.astype(v.dtype), v) / total
     with jax.enable_x64(True):
         wide = exps.astype(v.dtype).astype(jnp.float64)
         out = jnp.einsum("bgms,bgsd->bgmd", wide, v.astype(jnp.float64))
-        return (out / jnp.sum(wide, axis=-1)[..., None]).astype(jnp.float32)
+        total = jnp.sum(wide, axis=-1)[..., None]
+        total = total if sunk is None else total + sunk.astype(jnp.float64)
+        return (out / total).astype(jnp.float32)

@@ -25,6 +25,7 @@ TINY, BFLOAT16 = SHAPES["tiny"], jnp.dtype("bfloat16")
         ("llama-3.1-70b", 70.554),
         ("llama-3.2-1b", 1.236),
         ("qwen3-8b", 8.191),
+        ("qwen3-30b-a3b", 30.532),
         ("qwen2.5-7b", 7.616),
         ("mistral-7b", 7.248),
     ],
@@ -104,6 +105,26 @@ def test_the_floor_of_a_chain():
         draft_weights=2 * (3 * hidden * hidden + 3 * draft),
         draft_kv=2 * 3 * 5 * 100 * slot,
     )
+
+
+@pytest.mark.parametrize(("mode", "tokens"), [("plain", 1), ("chain:3", 4)])
+def test_of_experts_those_count_that_are_chosen(mode: str, tokens: int):
+    config = SHAPES["tiny-experts"]
+    target = random_decoder(config, BFLOAT16, None, seed=0)
+    head = random_eagle3_head(config, BFLOAT16, None, seed=1)
+    params = make_params(parse_mode(mode), target, head, None, Kernels())
+    hidden, width, vocab, layers = 64, 64, 1000, 4
+    rest = layers * (hidden * (256 + 128 + 8) + 2 * hidden) + hidden + hidden * vocab
+    chosen = 8 * (1 - (1 - 2 / 8) ** (5 * tokens))  # of 8 experts, 2 by each token of 5 rows
+    expected = 2 * (rest + layers * chosen * 3 * hidden * width)
+    assert floor_bytes(params, batch=5, context=100).target_weights == pytest.approx(expected)
+
+
+def test_random_experts_keep_the_size_of_a_row():
+    target: Any = random_decoder(SHAPES["tiny-experts"], jnp.dtype("float32"), None, seed=0)
+    mlp = target.layers[0].mlp
+    for linear in (mlp.gate_up, mlp.down):
+        assert jnp.std(linear.weight) == pytest.approx(linear.weight.shape[1] ** -0.5, rel=0.05)
 
 
 @pytest.mark.slow

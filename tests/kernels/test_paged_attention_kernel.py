@@ -28,7 +28,7 @@ from tests.programs import FAST_COMPILE
 
 run_reference = jax.jit(
     functools.partial(paged_attention_reference, order_invariant=False),
-    static_argnames=("window", "first_slot"),
+    static_argnames=("window", "first_slot", "scale"),
     compiler_options=FAST_COMPILE,
 )
 NARROW = AttentionTuning(block=64, stages=2)
@@ -76,6 +76,25 @@ def interpreted(case: Case, config: AttentionTuning) -> jax.Array:
 
 def named(name: str) -> Case:
     return next(case for case in KERNEL_CASES if case.name == name)
+
+
+@pytest.mark.slow
+def test_scores_may_have_a_scale_of_their_own():
+    """With twice the usual scale, it is what it is for twice the queries."""
+    case = named("K: window under a tree")
+    q, *others = make_arguments(case, jnp.bfloat16)
+    scaled = interpret((q, *others), case.options | {"scale": 2 * case.head_dim**-0.5}, NARROW)
+    assert jnp.array_equal(scaled, interpret((2 * q, *others), case.options, NARROW))
+
+
+def test_a_soft_cap_is_left_to_the_reference():
+    arguments = make_arguments(KERNEL_CASES[0], jnp.bfloat16)
+    with pytest.raises(ValueError, match="cannot take scores with a soft cap of 5"):
+        paged_attention(*arguments, softcap=5.0, implementation="mosaic_gpu")
+    run = functools.partial(paged_attention, *arguments, scale=0.5)
+    auto = jax.jit(functools.partial(run, softcap=5.0, implementation="auto"))()
+    np.testing.assert_array_equal(auto, jax.jit(functools.partial(run, softcap=5.0))())
+    assert np.abs(np.asarray(auto - jax.jit(run)(), np.float32)).max() > 0.01
 
 
 @pytest.mark.parametrize("case", INTERPRETED)

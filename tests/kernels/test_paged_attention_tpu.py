@@ -57,6 +57,16 @@ def named(name: str) -> Case:
     return next(case for case in (*TEST_CASES, *KERNEL_CASES) if case.name == name)
 
 
+@pytest.mark.slow
+def test_scores_may_have_a_scale_of_their_own():
+    """With twice the usual scale, it is what it is for twice the queries."""
+    case = named("K: window under a tree")
+    q, *others = make_arguments(case, jnp.bfloat16)
+    options = case.options | {"interpret": True}
+    scaled = paged_attention_mosaic(q, *others, **options, scale=2 * case.head_dim**-0.5)
+    assert jnp.array_equal(scaled, paged_attention_mosaic(2 * q, *others, **options))
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_interpreted_it_is_the_reference(case: Case):
     arguments = make_arguments(case, jnp.bfloat16)

@@ -14,7 +14,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDel
 
 from jaxspec import functional
 from jaxspec.cache import Geometry
-from jaxspec.config.mixers import GatedDeltaConfig
+from jaxspec.config.gated_delta import GatedDeltaConfig
 from jaxspec.config.model import LayerConfig
 from jaxspec.config.speculation import PLAIN, SpeculationConfig, TreeShape
 from jaxspec.functional import EngineParams

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import transformers
+from transformers import CONFIG_MAPPING
 
 from jaxspec.config.mixers import AttentionConfig
 from jaxspec.config.mlps import DenseConfig
 from jaxspec.config.model import ModelConfig, dense_model
 from jaxspec.config.rope import Llama3RopeScaling, RopeConfig
+from jaxspec.models.families import FAMILIES
 from jaxspec.models.hf_config import load_model_config, parse_model_config, to_hf_config
 
 LLAMA3 = {
@@ -86,6 +88,11 @@ LLAMA = SMALL | {"model_type": "llama", "rope_theta": 10000.0}
 MISTRAL = SMALL | {"model_type": "mistral"}
 QWEN2 = SMALL | {"model_type": "qwen2"}
 QWEN3 = SMALL | {"model_type": "qwen3", "head_dim": 32}
+GEMMA2 = SMALL | {"model_type": "gemma2", "head_dim": 32, "num_attention_heads": 2}
+GEMMA3 = GEMMA2 | {"model_type": "gemma3_text"}
+SMOLLM3 = SMALL | {"model_type": "smollm3"}
+PHI3 = SMALL | {"model_type": "phi3", "original_max_position_embeddings": 64, "eos_token_id": 2}
+LONGROPE = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 
 
 def without(raw: dict[str, Any], *keys: str) -> dict[str, Any]:
@@ -93,11 +100,11 @@ def without(raw: dict[str, Any], *keys: str) -> dict[str, Any]:
 
 
 def attention(config: ModelConfig) -> AttentionConfig:
-    return config.layers[0].mixer
+    return config.layers[0].attention
 
 
 def windows_of(config: ModelConfig) -> tuple[int | None, ...]:
-    return tuple(layer.mixer.window for layer in config.layers)
+    return tuple(layer.attention.window for layer in config.layers)
 
 
 def test_llama_31():
@@ -182,12 +189,20 @@ def test_stop_tokens_of_both_files(tmp_path: Path):
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        (LLAMA | {"model_type": "mixtral"}, "'mixtral' is not supported; supported are llama"),
+        (LLAMA | {"model_type": "bloom"}, "'bloom' is not supported; supported are llama"),
         (without(LLAMA, "model_type"), "model_type None is not supported"),
         (LLAMA | {"architectures": ["LlamaForSequenceClassification"]}, "SequenceClassification"),
         (LLAMA | {"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported, only 'silu'"),
-        (LLAMA | {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type 'linear'"),
-        (LLAMA | {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type 'yarn'"),
+        (LLAMA | {"rope_scaling": {"type": "mrope", "factor": 2.0}}, "rope_type 'mrope' is not"),
+        (LLAMA | {"rope_scaling": {"rope_type": "linear"}}, "of type 'linear' lack factor"),
+        (LLAMA | {"rope_scaling": {"rope_type": "yarn", "truncate": 1}},
+         "truncate must be true or false, got 1"),
+        (LLAMA | {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 4,
+                                   "long_factor": [1.0, "2"]}},
+         "rope parameter long_factor must be a list of numbers"),
+        (LLAMA | {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 4,
+                                   "long_factor": [2.0] * 4}},
+         "longrope has 4 factors for 8 frequencies"),
         (LLAMA | {"rope_scaling": {"type": "default", "mrope_section": [1]}}, "mrope_section"),
         (LLAMA | {"rope_scaling": {"type": "llama3", "factor": 8.0}}, "high_freq_factor"),
         (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
@@ -248,12 +263,14 @@ def test_refused(raw: dict[str, Any], message: str):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", [kind for kind in FAMILIES if kind in CONFIG_MAPPING])
 def test_absent_keys_take_the_defaults_of_transformers(kind: str):
-    theirs = transformers.AutoConfig.for_model(kind)
+    # The heads of transformers' own default for GLM do not divide its hidden size.
+    given = {"head_dim": 128} if kind == "glm4_moe" else {}
+    theirs = transformers.AutoConfig.for_model(kind, **given)
     written = {key: value for key, value in theirs.to_dict().items() if value is not None}
     written.pop("_name_or_path", None)
-    assert parse_model_config({"model_type": kind}) == parse_model_config(written)
+    assert parse_model_config({"model_type": kind} | given) == parse_model_config(written)
 
 
 @pytest.mark.parametrize(
@@ -300,6 +317,49 @@ def test_configs_of_ones_own_are_checked(make: Any, message: str):
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (GEMMA2 | {"hidden_activation": "gelu"}, "hidden_activation = 'gelu' is not supported"),
+        (GEMMA2 | {"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
+        (GEMMA2 | {"final_logit_softcapping": 0}, "final_logit_softcapping must be a number above"),
+        (GEMMA2 | {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+        (GEMMA3 | {"attn_logit_softcapping": 5.0}, "attn_logit_softcapping = 5.0 is not supported"),
+        (GEMMA3 | {"rope_parameters": {"rope_theta": 1e4}}, "must have full_attention and sliding"),
+        (GEMMA3 | {"model_type": "gemma3"}, "model_type 'gemma3' is not supported"),
+        (PHI3 | {"partial_rotary_factor": 1.5}, "partial_rotary_factor must be above 0, at most 1"),
+        (PHI3 | {"lm_head_bias": True}, "lm_head_bias = True is not supported"),
+        (SMOLLM3 | {"no_rope_layers": [1, 0]}, "no_rope_layers has 2 entries for 4 layers"),
+        (SMOLLM3 | {"no_rope_layers": [2] * 4}, "no_rope_layers must be a list of 0 and 1"),
+        (
+            SMALL | {"model_type": "granite", "residual_multiplier": 0},
+            "residual_multiplier must be",
+        ),
+    ],
+)
+def test_refused_in_other_families(raw: dict[str, Any], message: str):
+    with pytest.raises(ValueError) as caught:
+        parse_model_config({"eos_token_id": 2} | raw)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_ropes_that_depend_on_the_length_limit_it():
+    assert parse_model_config(PHI3 | {"rope_scaling": LONGROPE}).max_position == 64
+    old = LONGROPE | {"type": "su"}
+    assert parse_model_config(PHI3 | {"rope_scaling": old}).max_position == 64
+    equal = LONGROPE | {"short_factor": LONGROPE["long_factor"]}
+    assert parse_model_config(PHI3 | {"rope_scaling": equal}).max_position == 512
+    dynamic = parse_model_config(LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 2.0}})
+    assert dynamic == parse_model_config(LLAMA)
+
+
+def test_models_of_other_families_are_not_written():
+    for raw in (GEMMA2, SMOLLM3, PHI3):
+        with pytest.raises(ValueError, match="no supported Hugging Face family"):
+            to_hf_config(parse_model_config({"eos_token_id": 2} | raw))
+
+
 def test_the_callers_dict_is_left_alone():
     raw = json.loads(json.dumps(LLAMA_31_8B))
     parse_model_config(raw)
@@ -326,6 +386,18 @@ def test_an_unreadable_file_is_named(tmp_path: Path, content: bytes | None):
         MISTRAL | {"sliding_window": 8, "eos_token_id": None},
         QWEN2 | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3},
         QWEN3 | {"attention_bias": True},
+        LLAMA | {"rope_scaling": {"type": "linear", "factor": 2.0}},
+        QWEN2
+        | {
+            "rope_scaling": {
+                "type": "yarn",
+                "factor": 4.0,
+                "beta_fast": 8,
+                "mscale": 0.7,
+                "mscale_all_dim": 1.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
     ],
 )
 def test_to_hf_config_round_trips(raw: dict[str, Any]):

@@ -58,7 +58,7 @@ def test_qwen2_heads_are_llama_layers_with_a_bias_of_their_own():
         "max_window_layers": 28,
     }
     [layer] = eagle_head_config(raw, TARGET).model.layers
-    own = layer.mixer
+    own = layer.attention
     assert (own.qkv_bias, own.o_bias, own.window) == (True, False, None)
 
 
@@ -153,6 +153,7 @@ def test_a_config_of_the_speculators_library_is_a_flat_one_folded():
         (SPECULATORS | {"embed_scale": 2.0}, "speculators library: unknown key 'embed_scale'"),
         (HEAD3 | {"architectures": ["DFlashDraftModel"]}, "DFlashDraftModel"),
         (HEAD3 | {"model_type": "gpt2"}, "model_type 'gpt2'"),
+        (HEAD3 | {"model_type": "gemma2"}, "'gemma2' is not supported for a draft head, only"),
     ],
 )
 def test_refused_heads(raw: dict[str, Any], message: str):

@@ -8,16 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.cache import Geometry, page_slots, pages_for
 from jaxspec.models import decoder, forward, linear
-from jaxspec.models.attention import PagedAttend, dense_causal_attend
-from jaxspec.models.decoder import Decoder
-from jaxspec.models.hf_config import load_model_config
+from jaxspec.models.attention import dense_causal_attend
 from jaxspec.training.precision import cast_weights
-from jaxspec.weights.safetensors_io import load_decoder
 from pallas_kernels.selection import Implementation, Kernels
 from tests.checkpoints import hf_logits, tiny_llama, tiny_mistral, tiny_qwen2, tiny_qwen3
 from tests.marks import slow
+from tests.parity import assert_close, load, paged_logits
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -61,14 +58,6 @@ def checkpoint(tmp_path_factory):
         return made[name]
 
     return make
-
-
-def load(directory: Path) -> Decoder:
-    return load_decoder(directory, load_model_config(directory), jnp.dtype(jnp.float32))
-
-
-def assert_close(ours: jax.Array | np.ndarray, theirs: np.ndarray) -> None:
-    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4 * np.abs(theirs).max())
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -128,38 +117,3 @@ def test_split_k_products_give_the_same_logits(checkpoint, monkeypatch: pytest.M
 def test_paged_logits_equal_transformers(checkpoint, page_size: int, step: int):
     directory, tokens, expected = checkpoint("qwen3-biases-windows")  # full and sliding layers
     assert_close(paged_logits(load(directory), tokens, page_size, step), expected)
-
-
-def paged_logits(
-    model: Decoder,
-    tokens: np.ndarray,
-    page_size: int,
-    step: int,
-    kernels: Kernels = decoder.NO_KERNELS,
-) -> np.ndarray:
-    """Logits of a paged forward pass, ``step`` tokens at a time, pages in a random order."""
-    batch, length = tokens.shape
-    pages = pages_for(length, page_size)
-    states = model.init_state(Geometry(1 + batch * pages, page_size, batch)).layers
-    order = np.random.default_rng(2).permutation(batch * pages) + 1
-    table = jnp.asarray(order.reshape(batch, pages), jnp.int32)
-
-    @jax.jit
-    def run(states, tokens, start):
-        positions = jnp.broadcast_to(start + jnp.arange(step), tokens.shape)
-        attend = PagedAttend(
-            rows=jnp.arange(batch),
-            page_table=table,
-            context_lens=jnp.full((batch,), start),
-            slots=page_slots(table, positions, jnp.ones_like(positions, bool), page_size),
-            positions=positions,
-            kv_lens=jnp.full((batch,), start + step),
-        )
-        hidden, states, _ = decoder.run(model, tokens, positions, states, attend, kernels=kernels)
-        return decoder.logits(model, hidden), states
-
-    parts = []
-    for start in range(0, length, step):
-        part, states = run(states, jnp.asarray(tokens[:, start : start + step]), start)
-        parts.append(part)
-    return np.concatenate(parts, axis=1)

@@ -24,8 +24,9 @@ from jaxspec.models.hf_config import load_model_config
 from jaxspec.models.linear import Linear, Product
 from jaxspec.parallel import MODEL_AXIS, make_mesh, partition_specs
 from jaxspec.pytree import Pytree, array, pytree, static
-from jaxspec.tensors import Filler, InputsFirst, Source, splitting
+from jaxspec.tensors import Filler, Source, splitting
 from jaxspec.weights.safetensors_io import load_decoder, save_tree
+from jaxspec.wrapped_sources import InputsFirst
 from pallas_kernels.selection import NO_KERNELS, Kernels
 from tests.checkpoints import save_tensors, tiny_qwen2
 

@@ -139,7 +139,7 @@ def test_a_published_template_is_understood(name: str):
     assert (head.method, head.draft_vocab_size) == ("eagle3", raw["draft_vocab_size"])
     assert (head.capture, head.model.num_layers) == ((2, 18, 33), 1)
     [layer] = head.model.layers
-    own = layer.mixer
+    own = layer.attention
     assert (own.num_heads, own.num_kv_heads) == (
         raw["num_attention_heads"], raw["num_key_value_heads"],
     )  # fmt: skip

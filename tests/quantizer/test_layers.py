@@ -1,11 +1,13 @@
 """Layers by themselves: what runs through them, and what the methods make of them."""
 
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import transformers
 
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
@@ -25,7 +27,15 @@ from jaxspec.quantizer.methods import apply_scale, exact_scale, quantize_layer
 from jaxspec.quantizer.rounding import Grid
 from jaxspec.quantizer.scoring import score
 from jaxspec.weights.safetensors_io import load_decoder
-from tests.checkpoints import tiny_llama, tiny_mistral, tiny_qwen2, tiny_qwen3
+from tests.checkpoints import (
+    TINY,
+    hf_logits,
+    save_random_model,
+    tiny_llama,
+    tiny_mistral,
+    tiny_qwen2,
+    tiny_qwen3,
+)
 from tests.marks import slow
 
 FAMILIES = {
@@ -33,6 +43,19 @@ FAMILIES = {
     "mistral": lambda folder: tiny_mistral(folder, sliding_window=5),
     "qwen2": tiny_qwen2,
     "qwen3": tiny_qwen3,
+    "granite": lambda folder: tiny(
+        folder,
+        transformers.GraniteConfig,
+        embedding_multiplier=3.0,
+        residual_multiplier=0.3,
+        attention_multiplier=0.4,
+        logits_scaling=2.0,
+    ),
+}
+OTHERS = {
+    "gemma2": (transformers.Gemma2Config, {"eos_token_id": 2, "pad_token_id": 0}),
+    "olmo2": (transformers.Olmo2Config, {"eos_token_id": 2}),
+    "phi3": (transformers.Phi3Config, {"eos_token_id": 2, "pad_token_id": 0}),
 }
 TOKENS = np.random.default_rng(0).integers(0, 320, (3, 24))
 VALID = np.ones(TOKENS.shape, bool)
@@ -49,7 +72,13 @@ def states_of(checkpoint: Checkpoint) -> list[Batch]:
     return embedded(checkpoint.embedding(), TOKENS, VALID, 2)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", slow("mistral"), slow("qwen2")])
+def tiny(folder: Path, kind: type, **overrides: Any) -> Path:
+    return save_random_model(folder, kind(**TINY | overrides))
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen3", slow("mistral"), slow("qwen2"), slow("granite")]
+)
 def test_layers_one_by_one_are_the_model(family: str, tmp_path: Path):
     """Through the quantizer's layers, and through those of the perplexity."""
     checkpoint = Checkpoint(FAMILIES[family](tmp_path))
@@ -72,6 +101,21 @@ def test_layers_one_by_one_are_the_model(family: str, tmp_path: Path):
     wanted = -np.take_along_axis(np.asarray(chosen), TOKENS[:, 1:, None], -1).sum((1, 2))
     np.testing.assert_allclose(scores.nats, wanted, rtol=1e-4)
     assert (scores.tokens == TOKENS.shape[1] - 1).all()
+
+
+@pytest.mark.parametrize("family", ["gemma2", slow("olmo2"), slow("phi3")])
+def test_layers_that_no_method_is_written_for_are_refused(family: str, tmp_path: Path):
+    """Their perplexity is that of the model all the same."""
+    kind, changes = OTHERS[family]
+    tiny(tmp_path, kind, num_hidden_layers=1, **changes)
+    config = load_model_config(tmp_path)
+    with pytest.raises(ValueError, match="no method is written for"):
+        layer_kinds(config)[0].check()
+    scores = score(tmp_path, TOKENS, VALID, 2)
+    logits = jnp.asarray(hf_logits(tmp_path, TOKENS))
+    chosen = np.asarray(jax.nn.log_softmax(logits))[:, :-1]
+    wanted = -np.take_along_axis(chosen, TOKENS[:, 1:, None], -1).sum((1, 2))
+    np.testing.assert_allclose(scores.nats, wanted, rtol=1e-4)
 
 
 def test_padding_does_not_count(llama: Checkpoint):

@@ -22,7 +22,7 @@ from jaxspec.weights.flax_bridge import head_from_flax, target_from_flax
 from tests.programs import FAST_COMPILE
 from tests.random_models import CONFIG, eagle3_head, random_target
 
-ATTENTION = CONFIG.layers[0].mixer
+ATTENTION = CONFIG.layers[0].attention
 LAYER = "model.layers.{i}."
 NAMES = {
     "model.embed_tokens.weight": "embed.embedding",

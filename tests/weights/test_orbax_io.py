@@ -1,6 +1,7 @@
 """Pytrees to disk and back."""
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,22 @@ def test_static_fields_are_described_by_path():
     assert choices[".config.layers[0].mixer.rope.theta"] == "10000.0"
     assert choices[".layers[0].mixer.config.qkv_bias"] == "True"
     assert not any("layout" in path for path in choices)
+
+
+def test_a_snapshot_may_lack_fields_that_have_their_default(tmp_path: Path):
+    """As one that was written before jaxspec had them."""
+    target = random_target()
+    save_pytree(tmp_path / "old", target)
+    file = tmp_path / "old" / "jaxspec_choices.json"
+    saved = {
+        name: said for name, said in json.loads(file.read_text()).items() if "scale" not in name
+    }
+    assert len(saved) < len(static_choices(target))
+    file.write_text(json.dumps(saved))
+    restore_pytree(tmp_path / "old", target)
+    other = dataclasses.replace(CONFIG, embed_scale=2.0)
+    with pytest.raises(ValueError, match=r"config.embed_scale was not there, not 2.0$"):
+        restore_pytree(tmp_path / "old", random_target(other))
 
 
 def theta(config: Any, value: float) -> Any:

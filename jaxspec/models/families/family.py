@@ -12,7 +12,7 @@ from typing import Any
 from jaxspec.config.mixers import AttentionConfig
 from jaxspec.config.model import LayerConfig, ModelConfig
 from jaxspec.config.mtp import MtpConfig, MtpLayout
-from jaxspec.config.rope import RopeConfig
+from jaxspec.config.rope import LongRopeScaling, RopeConfig
 from jaxspec.models import hf_keys
 from jaxspec.models.hf_values import (
     check_flag,
@@ -73,7 +73,7 @@ class Family:
         hf = {key: raw.get(key, default) for key, default in defaults.items()}
         hf |= {key: defaults[key] for key in hf_keys.FLAGS & hf.keys() if hf[key] is None}
         for key, value in hf.items():
-            if value is None and defaults[key] is None:
+            if value is None and (defaults[key] is None or key in hf_keys.OPTIONAL):
                 continue
             if key in hf_keys.SIZES and not is_positive_integer(value):
                 raise ValueError(f"{key} must be a positive integer, got {shown(value)}")
@@ -106,13 +106,19 @@ def check_keys(raw: Keys, known: frozenset[str], fixed: hf_keys.Allowed, inside:
 
 
 def model_of(hf: Keys, layers: Iterable[LayerConfig], *, norm_offset: int = 0) -> ModelConfig:
-    """A model of these layers, with the sizes that all families read alike."""
+    """A model of these layers, with the sizes that all families read alike.
+
+    Sequences are no longer than every layer's rope allows.
+    """
+    layers = tuple(layers)
+    scalings = (rope.scaling for layer in layers for rope in layer.mixer.ropes)
+    limits = (one.max_position for one in scalings if isinstance(one, LongRopeScaling))
     return ModelConfig(
         vocab_size=hf["vocab_size"],
         hidden_size=hf["hidden_size"],
         rms_norm_eps=hf["rms_norm_eps"],
-        max_position=hf["max_position_embeddings"],
-        layers=tuple(layers),
+        max_position=min([hf["max_position_embeddings"], *filter(None, limits)]),
+        layers=layers,
         tie_word_embeddings=hf["tie_word_embeddings"],
         stop_token_ids=stop_token_ids(hf["eos_token_id"], hf["vocab_size"]),
         norm_offset=norm_offset,
@@ -126,9 +132,10 @@ def mtp_of(hf: Keys, layout: MtpLayout, *, normed: bool) -> MtpConfig | None:
 
     Raises ValueError for what is no number of layers.
     """
-    count = hf["num_nextn_predict_layers"]
+    name = "num_nextn_predict_layers" if hf["num_mtp_layers"] is None else "num_mtp_layers"
+    count = hf[name]  # transformers writes the latter
     if not is_integer(count) or count < 0:
-        raise ValueError(f"num_nextn_predict_layers must be a number of layers, got {shown(count)}")
+        raise ValueError(f"{name} must be a number of layers, got {shown(count)}")
     return MtpConfig(layout, count, normed) if count else None
 
 

@@ -1,25 +1,52 @@
-"""Rope parameters of a ``config.json``."""
+"""Rope parameters of a ``config.json``.
 
+Two kinds depend on the length of the sequence. A cache holds keys that are rotated already, so
+their rotation cannot change once a sequence has become longer:
+
+- ``dynamic`` is plain up to max_position_embeddings, which is the longest sequence here.
+- ``longrope`` has factors for sequences up to the original length, and others for longer ones. The
+  first are used, and longer sequences are not possible. With equal lists they are.
+"""
+
+import dataclasses
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from jaxspec.config.rope import Llama3RopeScaling, RopeConfig
+from jaxspec.config.rope import (
+    LinearRopeScaling,
+    Llama3RopeScaling,
+    LongRopeScaling,
+    RopeConfig,
+    RopeScaling,
+    YarnRopeScaling,
+)
 from jaxspec.models import hf_keys
 from jaxspec.models.families.family import Keys, check_keys, head_dim
-from jaxspec.models.hf_values import is_positive_number, shown
+from jaxspec.models.hf_values import check_flag, is_positive_number, shown
 
-PARTIAL = "partial_rotary_factor"
-# For each rope_type: the parameters it must have.
+PARTIAL, ORIGINAL = "partial_rotary_factor", "original_max_position_embeddings"
+# For each rope_type: the parameters it must have, and those that it may have.
 NEEDS: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "default": hf_keys.words("rope_theta"),
-        "llama3": hf_keys.words(
-            """rope_theta factor low_freq_factor high_freq_factor
-            original_max_position_embeddings"""
-        ),
+        "linear": hf_keys.words("rope_theta factor"),
+        "dynamic": hf_keys.words("rope_theta factor"),
+        "llama3": hf_keys.words(f"rope_theta factor low_freq_factor high_freq_factor {ORIGINAL}"),
+        "yarn": hf_keys.words(f"rope_theta factor {ORIGINAL}"),
+        "longrope": hf_keys.words(f"rope_theta factor short_factor long_factor {ORIGINAL}"),
     }
 )
+MAY_HAVE: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        "yarn": hf_keys.words(
+            "attention_factor beta_fast beta_slow mscale mscale_all_dim truncate"
+        ),
+        "longrope": hf_keys.words("attention_factor"),
+    }
+)
+LISTS, FLAGS = hf_keys.words("short_factor long_factor"), hf_keys.words("truncate")
 
 
 def rope_of(hf: Keys) -> RopeConfig:
@@ -27,42 +54,75 @@ def rope_of(hf: Keys) -> RopeConfig:
 
     Raises ValueError for parameters that are missing, unknown or of a wrong type.
     """
-    parameters = _parameters(hf)
+    shared = {key: hf[key] for key in (PARTIAL,) if key in hf}
+    return rope_from(hf, hf["rope_scaling"] or hf["rope_parameters"], hf["rope_theta"], shared)
+
+
+def rope_from(hf: Keys, given: Any, theta: float, shared: Keys | None = None) -> RopeConfig:
+    """The rope of parameters ``given`` as in transformers 5 (``rope_parameters``); None: plain.
+
+    Args:
+      theta: if they do not have ``rope_theta``.
+      shared: further parameters that they may lack.
+
+    Raises ValueError as rope_of does.
+    """
+    parameters = _parameters(hf, {} if given is None else given, theta, shared or {})
     _check(parameters, partial=PARTIAL in hf)
-    width, theta = head_dim(hf), float(parameters["rope_theta"])
-    return RopeConfig(width, theta, _scaling(parameters), _rotary_dim(parameters, width))
+    width, scaling = head_dim(hf), _scaling(parameters)
+    return RopeConfig(
+        width, float(parameters["rope_theta"]), scaling, _rotary_dim(parameters, width)
+    )
 
 
-def _parameters(hf: Keys) -> dict[str, Any]:
-    """Rope parameters as in transformers 5 (``rope_parameters``), from keys of either version."""
-    given = hf["rope_scaling"] or hf["rope_parameters"] or {}
+def without_rope(rope: RopeConfig) -> RopeConfig:
+    """Of layers that rotate nothing, in a model whose other layers have this rope."""
+    return dataclasses.replace(rope, scaling=None, rotary_dim=0)
+
+
+def _parameters(hf: Keys, given: Any, theta: float, shared: Keys) -> dict[str, Any]:
     if not isinstance(given, dict):
         raise ValueError(f"rope parameters must be an object, got {shown(given)}")
     kind = given.get("rope_type", given.get("type", "default"))
-    parameters = {key: hf[key] for key in ("rope_theta", PARTIAL) if key in hf}
-    parameters |= given | {"rope_type": kind}
-    if kind == "llama3":
-        parameters.setdefault("original_max_position_embeddings", hf["max_position_embeddings"])
+    parameters = {"rope_theta": theta, **shared, **given, "rope_type": kind}
+    if kind in ("llama3", "yarn", "longrope"):
+        longest, original = hf["max_position_embeddings"], hf[ORIGINAL]
+        if original is not None:
+            parameters[ORIGINAL] = original
+        parameters.setdefault(ORIGINAL, longest)
+        if kind != "llama3" and parameters.get("factor") is None:
+            parameters["factor"] = _ratio(longest, parameters[ORIGINAL])
     return parameters
+
+
+def _ratio(longest: int, original: Any) -> float:
+    return longest / original if is_positive_number(original) else 1.0
 
 
 def _check(parameters: Keys, *, partial: bool) -> None:
     kind = parameters["rope_type"]
     if not isinstance(kind, str) or kind not in NEEDS:
-        raise ValueError(f"rope_type {shown(kind)} is not supported, only 'default' and 'llama3'")
-    needed = NEEDS[kind]
-    known = needed | {"rope_type", "type"} | ({PARTIAL} if partial else set())
+        known = ", ".join(NEEDS)
+        raise ValueError(f"rope_type {shown(kind)} is not supported; supported are {known}")
+    needed, optional = NEEDS[kind], MAY_HAVE.get(kind, frozenset())
+    known = needed | optional | {"rope_type", "type"} | ({PARTIAL} if partial else set())
     fixed = {} if partial else {PARTIAL: hf_keys.FIXED_VALUES[PARTIAL]}
     check_keys(parameters, known, fixed, f"rope parameters of {kind!r}")
-    missing = needed - {key for key, value in parameters.items() if value is not None}
-    if missing:
+    has = {key for key, value in parameters.items() if value is not None}
+    if missing := needed - has:
         raise ValueError(f"rope parameters of type {kind!r} lack {', '.join(sorted(missing))}")
-    for key in needed:
-        if not is_positive_number(parameters[key]):
-            given = shown(parameters[key])
-            raise ValueError(f"rope parameter {key} must be a number above 0, got {given}")
-    if parameters.get("original_max_position_embeddings", 1) % 1:
-        raise ValueError("rope parameter original_max_position_embeddings must be an integer")
+    for key in (needed | optional) & has:
+        value = parameters[key]
+        if key in FLAGS:
+            check_flag(key, value)
+        elif key in LISTS:
+            if not isinstance(value, list) or not all(map(is_positive_number, value)):
+                given = shown(value)
+                raise ValueError(f"rope parameter {key} must be a list of numbers, got {given}")
+        elif not is_positive_number(value):
+            raise ValueError(f"rope parameter {key} must be a number above 0, got {shown(value)}")
+    if parameters.get(ORIGINAL, 1) % 1:
+        raise ValueError(f"rope parameter {ORIGINAL} must be an integer")
 
 
 def _rotary_dim(parameters: Keys, width: int) -> int | None:
@@ -74,27 +134,84 @@ def _rotary_dim(parameters: Keys, width: int) -> int | None:
     return int(width * share)
 
 
-def _scaling(parameters: Keys) -> Llama3RopeScaling | None:
-    if parameters["rope_type"] == "default":
-        return None
-    return Llama3RopeScaling(
-        factor=float(parameters["factor"]),
-        low_freq_factor=float(parameters["low_freq_factor"]),
-        high_freq_factor=float(parameters["high_freq_factor"]),
-        original_max_position=int(parameters["original_max_position_embeddings"]),
+def _scaling(parameters: Keys) -> RopeScaling | None:
+    match parameters["rope_type"]:
+        case "linear":
+            return LinearRopeScaling(float(parameters["factor"]))
+        case "llama3":
+            return Llama3RopeScaling(
+                factor=float(parameters["factor"]),
+                low_freq_factor=float(parameters["low_freq_factor"]),
+                high_freq_factor=float(parameters["high_freq_factor"]),
+                original_max_position=int(parameters[ORIGINAL]),
+            )
+        case "yarn":
+            return _yarn(parameters)
+        case "longrope":
+            return _longrope(parameters)
+    return None
+
+
+def _yarn(parameters: Keys) -> YarnRopeScaling:
+    factor, own = parameters["factor"], parameters.get("attention_factor")
+    if own is None:
+        first, all_dims = parameters.get("mscale"), parameters.get("mscale_all_dim")
+        own = _yarn_factor(factor)
+        if first and all_dims:
+            own = _yarn_factor(factor, first) / _yarn_factor(factor, all_dims)
+    truncate = parameters.get("truncate")
+    return YarnRopeScaling(
+        factor=float(factor),
+        original_max_position=int(parameters[ORIGINAL]),
+        attention_factor=float(own),
+        beta_fast=float(parameters.get("beta_fast") or 32),
+        beta_slow=float(parameters.get("beta_slow") or 1),
+        truncate=True if truncate is None else truncate,
     )
 
 
+def score_factor(hf: Keys) -> float:
+    """What DeepSeek's scores are multiplied by under a rope scaling (``mscale_all_dim``)."""
+    given = hf["rope_scaling"] or hf["rope_parameters"] or {}
+    kind, weight = given.get("rope_type", given.get("type")), given.get("mscale_all_dim")
+    if kind in (None, "default") or not weight:
+        return 1.0
+    return _yarn_factor(given["factor"], weight) ** 2
+
+
+def _yarn_factor(factor: float, weight: float = 1.0) -> float:
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def _longrope(parameters: Keys) -> LongRopeScaling:
+    factor, original = parameters["factor"], int(parameters[ORIGINAL])
+    own = parameters.get("attention_factor")
+    if own is None:
+        own = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    short, long = (tuple(map(float, parameters[key])) for key in ("short_factor", "long_factor"))
+    return LongRopeScaling(short, float(own), None if short == long else original)
+
+
 def written_rope(rope: RopeConfig) -> dict[str, Any]:
-    """The keys of a rope, as every transformers version reads them."""
-    scaling = rope.scaling
-    if scaling is None:
-        return {"rope_theta": rope.theta, "rope_scaling": None}
-    parameters = {
-        "rope_type": "llama3",
-        "factor": scaling.factor,
-        "low_freq_factor": scaling.low_freq_factor,
-        "high_freq_factor": scaling.high_freq_factor,
-        "original_max_position_embeddings": scaling.original_max_position,
-    }
+    """The keys of a rope, as every transformers version reads them.
+
+    Raises ValueError for a kind that is not written.
+    """
+    parameters: dict[str, Any] | None = None
+    match rope.scaling:
+        case Llama3RopeScaling() as scaling:
+            parameters = {
+                "rope_type": "llama3",
+                "factor": scaling.factor,
+                "low_freq_factor": scaling.low_freq_factor,
+                "high_freq_factor": scaling.high_freq_factor,
+                ORIGINAL: scaling.original_max_position,
+            }
+        case LinearRopeScaling(factor):
+            parameters = {"rope_type": "linear", "factor": factor}
+        case YarnRopeScaling() as scaling:
+            parameters = dataclasses.asdict(scaling) | {"rope_type": "yarn"}
+            parameters[ORIGINAL] = parameters.pop("original_max_position")
+        case LongRopeScaling():
+            raise ValueError("no config.json is written for models with longrope")
     return {"rope_theta": rope.theta, "rope_scaling": parameters}

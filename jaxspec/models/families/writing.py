@@ -16,10 +16,12 @@ def alike(config: ModelConfig) -> tuple[AttentionConfig, DenseConfig]:
     written has.
     """
     layers = config.layers
-    known = all(isinstance(layer.mixer, AttentionConfig) for layer in layers)
-    if not (known and all(isinstance(layer.mlp, DenseConfig) for layer in layers)):
+    own = [layer.mixer for layer in layers if isinstance(layer.mixer, AttentionConfig)]
+    mlps = [layer.mlp for layer in layers if isinstance(layer.mlp, DenseConfig)]
+    if not len(own) == len(mlps) == len(layers):
         raise ValueError("no config.json is written for models with layers of such kinds")
-    kinds = {(dataclasses.replace(layer.mixer, window=None), layer.mlp) for layer in layers}
+    mixers = (dataclasses.replace(mixer, window=None) for mixer in own)
+    kinds = set(zip(mixers, mlps, strict=True))
     if len(kinds) != 1:
         raise ValueError("no supported Hugging Face family has layers that differ in this way")
     return kinds.pop()
@@ -27,7 +29,7 @@ def alike(config: ModelConfig) -> tuple[AttentionConfig, DenseConfig]:
 
 def windows_of(config: ModelConfig) -> list[int | None]:
     """The window of each layer; None: it has none."""
-    return [layer.mixer.window for layer in config.layers]
+    return [layer.attention.window for layer in config.layers]
 
 
 def common_fields(config: ModelConfig) -> dict[str, Any]:

@@ -151,7 +151,8 @@ class DraftHead(Pytree):
 
         ``many``: as in decoder.run.
         """
-        embedded = decoder.embed(target, tokens) if self.embed is None else self.embed[tokens]
+        own = self.embed
+        embedded = decoder.plain_embed(target, tokens) if own is None else own[tokens]
         layers, eps = self.config.layers, self.config.rms_norm_eps
         layout = self.layout.split_tokens if many else self.layout
         step = make_pass(layers, positions, attend, eps, layout, kernels, exchange=self.exchange)

@@ -6,15 +6,18 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxspec.cache import Geometry
-from jaxspec.config.mixers import AttentionConfig, GatedDeltaConfig
+from jaxspec.config.gated_delta import GatedDeltaConfig
+from jaxspec.config.latent import LatentConfig
+from jaxspec.config.mixers import AttentionConfig, MixerConfig
 from jaxspec.models.forward import ForwardPass
 from jaxspec.models.linear import Addend
 from jaxspec.models.mixers.attention import Attention, attention_shape
 from jaxspec.models.mixers.gated_delta import GatedDelta, gated_delta_shape
+from jaxspec.models.mixers.latent import LatentAttention, latent_shape
 from jaxspec.parallel import ONE_SHARD, Layout, Shards
 from jaxspec.tensors import Filler
 
-__all__ = ["Attention", "GatedDelta", "Mixer", "mixer_shape"]
+__all__ = ["Attention", "GatedDelta", "LatentAttention", "Mixer", "mixer_shape"]
 
 
 class Mixer(Protocol):
@@ -35,7 +38,7 @@ class Mixer(Protocol):
 
 
 def mixer_shape(
-    config: AttentionConfig | GatedDeltaConfig,
+    config: MixerConfig,
     hidden_size: int,
     dtype: jnp.dtype,
     shards: Shards = ONE_SHARD,
@@ -51,4 +54,9 @@ def mixer_shape(
             return attention_shape(config, hidden_size, dtype, shards, input_size=input_size)
         case GatedDeltaConfig():
             return gated_delta_shape(config, input_size or hidden_size, dtype, shards)
+        case LatentConfig():
+            if input_size is not None and input_size != hidden_size:
+                raise ValueError("latent attention reads hidden states alone: EAGLE-3 heads have "
+                    "layers of another kind")  # fmt: skip
+            return latent_shape(config, hidden_size, dtype, shards)
     raise ValueError(f"no mixer is described by {config!r}: add its kind to models/mixers")

@@ -9,21 +9,27 @@ from jaxspec.cache import Geometry, KVScales, PagedKV
 from jaxspec.config.mixers import AttentionConfig
 from jaxspec.models.forward import ForwardPass
 from jaxspec.models.linear import Linear, Product, linear_shape
-from jaxspec.models.shapes import vector
+from jaxspec.models.shapes import array_shape, vector
 from jaxspec.parallel import Layout, Shards, fitting
 from jaxspec.pytree import Pytree, array, pytree, static
-from jaxspec.tensors import Filler, GroupedHeads, One
+from jaxspec.tensors import Filler, GroupedHeads, One, Source
+from jaxspec.wrapped_sources import Fused
 
 
 @pytree
 class Attention(Pytree):
     """Weights of one layer's attention. R = Q / G + 2: the query heads of a KV head, its key and
-    its value. With ``kv_scales`` the cache has 8-bit pages (see quantization.kv_cache)."""
+    its value. With ``kv_scales`` the cache has 8-bit pages (see quantization.kv_cache).
+
+    ``q_norm`` and ``k_norm`` are norms of each head by itself, ``qk_norm`` [G, R - 1, D] are norms
+    of all query heads as one vector and of all key heads."""
 
     qkv: Linear  # [in, G, R, D]
     o: Linear  # [Q * D, H]
     q_norm: Array | None = array("head_dim")
     k_norm: Array | None = array("head_dim")
+    qk_norm: Array | None = array("kv_heads", "group", "head_dim", default=None)
+    sinks: Array | None = array("heads", default=None)  # float32
     kv_scales: KVScales | None = None
     config: AttentionConfig = static()
 
@@ -31,7 +37,8 @@ class Attention(Pytree):
         """From normed input [B, T, in] and the layer's state to the addend of the residual stream
         and the new state."""
         product = self.qkv.product(x, "qkv")
-        heads = step.heads(product, self.config.rope, self.q_norm, self.k_norm, self.kv_scales)
+        norms = self.q_norm, self.k_norm
+        heads = step.heads(product, self.config, *norms, self.kv_scales, self.qk_norm, self.sinks)
         out, state = step.attend(state, heads, self.config.window)
         return self.o.product(out.reshape(*out.shape[:2], -1), "o"), state
 
@@ -42,14 +49,21 @@ class Attention(Pytree):
 
     def filled(self, prefix: str, filler: Filler) -> "Attention":
         """The same, with every array replaced by ``filler``'s result for ``<prefix>self_attn``."""
-        own = f"{prefix}self_attn."
-        repeats = self.qkv.out_shape[0] // self.config.num_kv_heads
-        source = GroupedHeads(f"{own}q_proj", f"{own}k_proj", f"{own}v_proj", repeats)
+        own, config = f"{prefix}self_attn.", self.config
+        repeats = self.qkv.out_shape[0] // config.num_kv_heads
+        source: Source = GroupedHeads(f"{own}q_proj", f"{own}k_proj", f"{own}v_proj", repeats)
+        if config.fused:
+            heads = config.num_heads, config.num_kv_heads, config.num_kv_heads
+            rows = tuple(count * config.head_dim for count in heads)
+            source = Fused(f"{own}qkv_proj", source, rows)
+        norms = GroupedHeads(f"{own}q_norm", f"{own}k_norm", None, repeats)
         return self.replace(
             qkv=filler.linear(self.qkv, source),
             o=filler.linear(self.o, One(f"{own}o_proj")),
             q_norm=filler.norm(f"{own}q_norm.weight", self.q_norm),
             k_norm=filler.norm(f"{own}k_norm.weight", self.k_norm),
+            qk_norm=filler.of_source(norms, "weight", self.qk_norm),
+            sinks=filler.array(f"{own}sinks", self.sinks),
         )
 
 
@@ -64,6 +78,7 @@ def attention_shape(
     """An Attention of ShapeDtypeStructs. ``input_size``: width of the qkv projection's input."""
     kv_heads, head_dim = parallel_kv_heads(config, shards.of("heads")), config.head_dim
     group = config.num_heads // kv_heads + 2
+    by_head = config.qk_norm and not config.whole_qk_norm
     return Attention(
         qkv=linear_shape(
             ("hidden", "kv_heads", "group", "head_dim"),
@@ -77,8 +92,10 @@ def attention_shape(
             dtype,
             bias=config.o_bias,
         ),
-        q_norm=vector(head_dim, dtype, when=config.qk_norm),
-        k_norm=vector(head_dim, dtype, when=config.qk_norm),
+        q_norm=vector(head_dim, dtype, when=by_head),
+        k_norm=vector(head_dim, dtype, when=by_head),
+        qk_norm=array_shape(kv_heads, group - 1, head_dim, dtype=dtype, when=config.whole_qk_norm),
+        sinks=vector(config.num_heads, jnp.float32, when=config.sinks),
         config=config,
     )
 

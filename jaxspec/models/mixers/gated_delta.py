@@ -7,7 +7,7 @@ from jax import Array, lax
 from jaxspec.cache import Geometry
 from jaxspec.cache.delta_rule import DeltaInputs
 from jaxspec.cache.recurrent import DeltaNodes, DeltaState
-from jaxspec.config.mixers import GatedDeltaConfig
+from jaxspec.config.gated_delta import GatedDeltaConfig
 from jaxspec.models.attention import PagedAttend
 from jaxspec.models.forward import ForwardPass
 from jaxspec.models.linear import Linear, Product, linear_shape

@@ -5,14 +5,16 @@ from typing import Protocol
 import jax.numpy as jnp
 from jax import Array
 
+from jaxspec.config.experts import ExpertsConfig
 from jaxspec.config.mlps import DenseConfig
 from jaxspec.models.forward import ForwardPass
 from jaxspec.models.linear import Addend
 from jaxspec.models.mlps.dense import Dense, dense_shape
+from jaxspec.models.mlps.experts import Experts, experts_shape
 from jaxspec.parallel import ONE_SHARD, Shards
 from jaxspec.tensors import Filler
 
-__all__ = ["Dense", "Mlp", "mlp_shape"]
+__all__ = ["Dense", "Experts", "Mlp", "mlp_shape"]
 
 
 class Mlp(Protocol):
@@ -28,7 +30,10 @@ class Mlp(Protocol):
 
 
 def mlp_shape(
-    config: DenseConfig, hidden_size: int, dtype: jnp.dtype, shards: Shards = ONE_SHARD
+    config: DenseConfig | ExpertsConfig,
+    hidden_size: int,
+    dtype: jnp.dtype,
+    shards: Shards = ONE_SHARD,
 ) -> Mlp:
     """An MLP of ShapeDtypeStructs, of the kind that ``config`` describes.
 
@@ -37,4 +42,6 @@ def mlp_shape(
     match config:
         case DenseConfig():
             return dense_shape(config, hidden_size, dtype, shards)
+        case ExpertsConfig():
+            return experts_shape(config, hidden_size, dtype, shards)
     raise ValueError(f"no MLP is described by {config!r}: add its kind to models/mlps")

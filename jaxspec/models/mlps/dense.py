@@ -1,15 +1,16 @@
-"""The SwiGLU MLP."""
+"""The gated MLP of all dense model families."""
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from jaxspec.config.mlps import DenseConfig
-from jaxspec.models.forward import ForwardPass, swiglu
+from jaxspec.models.forward import ForwardPass, gated
 from jaxspec.models.linear import Linear, Product, linear_shape
 from jaxspec.parallel import Shards, check_divides
 from jaxspec.pytree import Pytree, pytree, static
-from jaxspec.tensors import Filler, One, Stacked
+from jaxspec.tensors import Filler, One, Source, Stacked
+from jaxspec.wrapped_sources import Fused
 
 
 @pytree
@@ -24,13 +25,19 @@ class Dense(Pytree):
         """From normed input [B, T, H] to the addend of the residual stream."""
         with jax.named_scope("mlp"):
             gate_up = self.gate_up.product(x, "mlp").result(step.layout, step.kernels)
-            return self.down.product(swiglu(gate_up), "mlp")
+            return self.down.product(gated(gate_up, self.config.activation), "mlp")
 
     def filled(self, prefix: str, filler: Filler) -> "Dense":
         """The same, with every array replaced by ``filler``'s result for ``<prefix>mlp``."""
-        own = f"{prefix}mlp."
+        return self.filled_at(f"{prefix}mlp.", filler)
+
+    def filled_at(self, own: str, filler: Filler) -> "Dense":
+        """As ``filled``, where the names of the projections begin with ``own``."""
+        source: Source = Stacked((f"{own}gate_proj", f"{own}up_proj"))
+        if self.config.fused:
+            source = Fused(f"{own}gate_up_proj", source, (self.config.intermediate_size,) * 2)
         return self.replace(
-            gate_up=filler.linear(self.gate_up, Stacked((f"{own}gate_proj", f"{own}up_proj"))),
+            gate_up=filler.linear(self.gate_up, source),
             down=filler.linear(self.down, One(f"{own}down_proj")),
         )
 

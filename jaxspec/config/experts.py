@@ -1,0 +1,122 @@
+"""Configs of mixtures of experts."""
+
+import dataclasses
+from typing import Literal
+
+from jaxspec.config.checks import check_positive
+
+# How a router turns its logits into scores. softmax: over all experts. sigmoid: of each expert.
+# chosen: experts are chosen by their logits, and the softmax is over the chosen ones.
+Scores = Literal["softmax", "sigmoid", "chosen"]
+
+
+# How checkpoints store a projection of all experts as one tensor. stacked: [E, out, in], the up
+# projection after the gate. interleaved: [E, in, out], gate and up by turns (gpt-oss).
+Fused = Literal["stacked", "interleaved"]
+
+
+@dataclasses.dataclass(frozen=True)
+class RoutingConfig:
+    """How each token chooses ``top_k`` of ``num_experts`` experts, and how these are weighted.
+
+    Attributes:
+      normalize: the scores of the chosen experts are divided by their sum.
+      scale: factor of the weights, after that.
+      num_groups, top_groups: only experts of the ``top_groups`` best of so many groups are chosen.
+        A group counts by the sum of its two best scores.
+      correction: a vector is added to the scores for the choice, but not for the weights
+        (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
+      bias: of the router's logits.
+    """
+
+    num_experts: int
+    top_k: int
+    scores: Scores = "softmax"
+    normalize: bool = False
+    scale: float = 1.0
+    num_groups: int = 1
+    top_groups: int = 1
+    correction: bool = False
+    bias: bool = False
+
+    def __post_init__(self):
+        check_positive(
+            num_experts=self.num_experts,
+            top_k=self.top_k,
+            num_groups=self.num_groups,
+            top_groups=self.top_groups,
+        )
+        if self.num_experts % self.num_groups:
+            raise ValueError(
+                f"{self.num_experts} experts cannot be split into {self.num_groups} groups"
+            )
+        if self.top_groups > self.num_groups:
+            raise ValueError(f"{self.top_groups} of {self.num_groups} groups cannot be chosen")
+        size = self.num_experts // self.num_groups
+        if self.num_groups > 1 and size < 2:
+            raise ValueError(f"a group counts by two of its experts, and has {size}")
+        if self.top_k > self.top_groups * size:
+            raise ValueError(f"{self.top_k} experts cannot be chosen from {self.top_groups * size}")
+        if self.scores == "chosen" and (self.normalize or self.num_groups > 1):
+            raise ValueError("a softmax over the chosen experts is normalized, and has no groups")
+
+
+@dataclasses.dataclass(frozen=True)
+class ClampedSwiglu:
+    """(up + 1) * gate * sigmoid(alpha * gate), where gate is at most ``limit`` and up is between
+    plus and minus ``limit`` (gpt-oss)."""
+
+    alpha: float
+    limit: float
+
+    def __post_init__(self):
+        check_positive(alpha=self.alpha, limit=self.limit)
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertNames:
+    """Names of a checkpoint's modules inside a layer."""
+
+    block: str = "mlp"
+    router: str = "gate"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    shared: str = "shared_experts"
+    shared_gate: str = "shared_expert_gate"
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertsConfig:
+    """A mixture of SwiGLU experts.
+
+    Attributes:
+      intermediate_size: hidden units of each expert.
+      shared_size: hidden units of the expert that all tokens go through; 0: there is none.
+      shared_gate: its output is multiplied by a sigmoid of the token.
+      activation: None: SwiGLU.
+      bias: of the experts' projections.
+      names, fused: what a checkpoint calls the weights. ``fused`` None: each expert has tensors of
+        its own.
+    """
+
+    intermediate_size: int
+    routing: RoutingConfig
+    shared_size: int = 0
+    shared_gate: bool = False
+    activation: ClampedSwiglu | None = None
+    bias: bool = False
+    names: ExpertNames = ExpertNames()
+    fused: Fused | None = None
+
+    def __post_init__(self):
+        check_positive(intermediate_size=self.intermediate_size)
+        if self.shared_size < 0:
+            raise ValueError(f"shared_size must be 0 or above, got {self.shared_size}")
+        if self.shared_gate and not self.shared_size:
+            raise ValueError("shared_gate needs a shared expert")
+
+    @property
+    def active_size(self) -> int:
+        """Hidden units that a token goes through."""
+        return self.routing.top_k * self.intermediate_size + self.shared_size

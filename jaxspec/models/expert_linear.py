@@ -1,0 +1,93 @@
+"""The same linear projection of every expert, as one weight.
+
+It is no Linear: its product depends on which expert each row goes through (see models/mlps/mix.py).
+Quantized formats of Linear do not take its place; whoever quantizes refuses it.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxspec.pytree import Pytree, array, pytree, static
+from jaxspec.tensors import Filler, Source, Split, Tensors
+
+
+@pytree
+class ExpertLinear(Pytree):
+    """y = x W[e] + b[e] for each expert e.
+
+    ``axes``: logical names of the weight's dimensions: experts, the input, the output.
+    """
+
+    weight: Array = array()  # [E, in, *out]
+    bias: Array | None = array(default=None)  # [E, *out]
+    axes: tuple[str, ...] = static()
+
+    def logical_axes(self) -> dict[str, tuple[str, ...]]:
+        return {"weight": self.axes, "bias": (self.axes[0], *self.axes[2:])}
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return self.weight.dtype
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of this device (inside shard_map: of its shard)."""
+        return self.weight.shape[0]
+
+    def filled(self, source: Source, filler: Filler) -> "ExpertLinear":
+        """The same, with every array replaced by ``filler``'s result for ``source``."""
+        return self.replace(
+            weight=filler.of_source(source, "weight", self.weight),
+            bias=filler.of_source(source, "bias", self.bias),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class PerExpert:
+    """The tensors of the same projection of each expert: [E, in, *out], biases [E, *out]."""
+
+    experts: tuple[Source, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for expert in self.experts for name in expert.names)
+
+    def split(self, kind: str) -> Split:
+        def split(block: Any, start: tuple[int, ...]) -> list[Any]:
+            own = self.experts[start[0] : start[0] + len(block)]
+            pairs = zip(own, block, strict=True)
+            return [piece for one, part in pairs for piece in one.split(kind)(part, start[1:])]
+
+        return split
+
+    def join(self, kind: str, tensors: Tensors, shape: tuple[int, ...]) -> Array:
+        return jnp.stack([one.join(kind, tensors, shape[1:]) for one in self.experts])
+
+
+def expert_linear_shape(
+    axes: tuple[str, ...], sizes: tuple[int, ...], dtype: jnp.dtype, *, bias: bool = False
+) -> ExpertLinear:
+    """An ExpertLinear of ShapeDtypeStructs; ``axes`` and ``sizes`` are of experts, the input, then
+    the output."""
+
+    def shape(dims: tuple[int, ...]) -> Any:
+        return jax.ShapeDtypeStruct(dims, dtype)
+
+    own_bias = shape((sizes[0], *sizes[2:])) if bias else None
+    return ExpertLinear(weight=shape(sizes), bias=own_bias, axes=axes)
+
+
+def expert_linears(weights: Any) -> list[ExpertLinear]:
+    """All of a tree of weights."""
+    nodes = jax.tree.leaves(weights, is_leaf=lambda node: isinstance(node, ExpertLinear))
+    return [node for node in nodes if isinstance(node, ExpertLinear)]
+
+
+def check_no_experts(weights: Any, what: str) -> None:
+    """Raise ValueError for weights with an ExpertLinear; ``what`` is what they cannot do."""
+    if expert_linears(weights):
+        raise ValueError(f"experts cannot be {what}: leave it out for a model with experts")

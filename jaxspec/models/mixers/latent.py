@@ -1,0 +1,143 @@
+"""Multi-head latent attention (DeepSeek-V2 and V3, arXiv 2405.04434, 2412.19437).
+
+Of a token one vector is kept: a latent [L], and a key that is rotated and shared by all heads [R].
+A head's keys and values are projections of the latent. They are never computed: the query is
+projected to the latent's space instead, and what the head attends to is projected to values
+afterwards. So attention is that of many queries to one KV head of L + R entries.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxspec.cache import Geometry
+from jaxspec.cache.latent import PagedLatent
+from jaxspec.config.latent import LatentConfig
+from jaxspec.models.forward import ForwardPass, LatentHeads, rms_norm
+from jaxspec.models.linear import Linear, Product, linear_shape
+from jaxspec.models.shapes import vector
+from jaxspec.parallel import Layout, Shards, check_divides
+from jaxspec.pytree import Pytree, array, pytree, static
+from jaxspec.tensors import Filler, One
+from pallas_kernels.products import einsum_f32
+
+NORM_EPS = 1e-6  # of the norms of latents, in all published models
+
+
+@pytree
+class LatentAttention(Pytree):
+    """Weights of one layer's latent attention.
+
+    Attributes:
+      q_in: to the queries' latent, None if they have none.
+      q: to the queries of all heads [Q * (key_dim + R)], of each those that are rotated last.
+      kv_in: to the latent and the rotated key [L + R].
+      kv: from the latent to all heads' keys and values [Q * (key_dim + value_dim)].
+    """
+
+    q_in: Linear | None
+    q_norm: Array | None = array("features")
+    q: Linear
+    kv_in: Linear
+    kv_norm: Array = array("features")
+    kv: Linear
+    o: Linear
+    config: LatentConfig = static()
+
+    def __call__(self, x: Array, state: Any, step: ForwardPass) -> tuple[Product, Any]:
+        """From normed input [B, T, H] and the layer's state to the addend of the residual stream
+        and the new state."""
+        config, dtype = self.config, x.dtype
+        key_up, value_up = self._up(dtype)
+        plain, rotary = jnp.split(self._queries(x, step), [config.key_dim], axis=-1)
+        with jax.named_scope("attention"):
+            absorbed = einsum_f32("btqk,qkl->btql", plain, key_up).astype(dtype)
+        kept = self.kv_in.product(x, "kv").result(step.layout, step.kernels)
+        latent, key = jnp.split(kept, [config.latent], axis=-1)
+        with jax.named_scope("norm"):
+            latent = rms_norm(latent, self.kv_norm, NORM_EPS)
+        rotary, key = (step.rotated(self._paired(part), config.rope) for part in
+                       (rotary, key[:, :, None]))  # fmt: skip
+        heads = LatentHeads(
+            queries=jnp.concatenate([absorbed, rotary], axis=-1),
+            stored=jnp.concatenate([latent[:, :, None], key], axis=-1),
+            scale=config.scale,
+            kernels=step.kernels,
+        )
+        out, state = step.attend(state, heads, None)
+        with jax.named_scope("attention"):
+            values = einsum_f32("btql,qvl->btqv", out[..., : config.latent], value_up)
+        flat = values.astype(dtype).reshape(*x.shape[:2], -1)
+        return self.o.product(flat, "o"), state
+
+    def _queries(self, x: Array, step: ForwardPass) -> Array:
+        """[B, T, Q, key_dim + R]"""
+        if self.q_in is not None:
+            x = self.q_in.product(x, "q").result(step.layout, step.kernels)
+            with jax.named_scope("norm"):
+                x = rms_norm(x, self.q_norm, NORM_EPS)
+        queries = self.q.product(x, "q").result(step.layout, step.kernels)
+        return queries.reshape(*x.shape[:2], -1, self.config.query_dim)
+
+    def _up(self, dtype: jnp.dtype) -> tuple[Array, Array]:
+        """From the latent to keys [Q, key_dim, L], and to values [Q, value_dim, L]."""
+        config = self.config
+        by_head = self.kv.dense(dtype).reshape(-1, config.key_dim + config.value_dim, config.latent)
+        return by_head[:, : config.key_dim], by_head[:, config.key_dim :]
+
+    def _paired(self, x: Array) -> Array:
+        """x [..., R] in an order in which entries i and i + R / 2 are a pair."""
+        if not self.config.interleaved:
+            return x
+        pairs = x.reshape(*x.shape[:-1], -1, 2)
+        return jnp.moveaxis(pairs, -1, -2).reshape(x.shape)
+
+    def init_state(self, geometry: Geometry, layout: Layout) -> PagedLatent:
+        """Empty pages of latents and rotated keys."""
+        return PagedLatent.create(geometry, self.config.stored_dim, self.kv_in.dtype, layout)
+
+    def filled(self, prefix: str, filler: Filler) -> "LatentAttention":
+        """The same, with every array replaced by ``filler``'s result for ``<prefix>self_attn``."""
+        own = f"{prefix}self_attn."
+        return self.replace(
+            q_in=filler.linear(self.q_in, One(f"{own}q_a_proj")),
+            q_norm=filler.array(f"{own}q_a_layernorm.weight", self.q_norm),
+            q=filler.linear(self.q, One(f"{own}{'q_proj' if self.q_in is None else 'q_b_proj'}")),
+            kv_in=filler.linear(self.kv_in, One(f"{own}kv_a_proj_with_mqa")),
+            kv_norm=filler.array(f"{own}kv_a_layernorm.weight", self.kv_norm),
+            kv=filler.linear(self.kv, One(f"{own}kv_b_proj")),
+            o=filler.linear(self.o, One(f"{own}o_proj")),
+        )
+
+
+def latent_shape(
+    config: LatentConfig, hidden_size: int, dtype: jnp.dtype, shards: Shards
+) -> LatentAttention:
+    """A LatentAttention of ShapeDtypeStructs.
+
+    Raises ValueError for heads that cannot be split evenly.
+    """
+    check_divides("num_attention_heads", config.num_heads, shards.of("heads"))
+    compressed, heads = config.query_latent, config.num_heads
+    queries = heads * config.query_dim
+    q_in, q = None, linear_shape(("hidden", "kv_heads"), (hidden_size, queries), dtype)
+    if compressed is not None:
+        q_in = linear_shape(
+            ("hidden", "features"), (hidden_size, compressed), dtype, bias=config.bias
+        )
+        q = linear_shape(("features", "kv_heads"), (compressed, queries), dtype)
+    up, values = config.key_dim + config.value_dim, heads * config.value_dim
+    return LatentAttention(
+        q_in=q_in,
+        q_norm=vector(compressed or 0, dtype, when=compressed is not None),
+        q=q,
+        kv_in=linear_shape(
+            ("hidden", "features"), (hidden_size, config.stored_dim), dtype, bias=config.bias
+        ),
+        kv_norm=vector(config.latent, dtype),
+        kv=linear_shape(("features", "kv_heads"), (config.latent, heads * up), dtype),
+        o=linear_shape(("heads", "hidden"), (values, hidden_size), dtype, bias=config.bias),
+        config=config,
+    )

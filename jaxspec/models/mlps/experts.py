@@ -1,0 +1,178 @@
+"""A mixture of experts: each token goes through some of many SwiGLU MLPs.
+
+Where experts are split over devices, each device has some of them, whole. It computes what these
+add to all tokens; the sum over the devices is that of a row-parallel product. All devices choose by
+the same hidden states, which are results of collectives and so have the same bits everywhere.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxspec.collectives import all_gather, all_reduce, all_tokens, reduce_scatter, shard_offset
+from jaxspec.config.experts import ExpertsConfig
+from jaxspec.config.mlps import DenseConfig
+from jaxspec.models.expert_linear import ExpertLinear, PerExpert, expert_linear_shape
+from jaxspec.models.forward import ForwardPass
+from jaxspec.models.linear import Linear, Product, linear_shape
+from jaxspec.models.mlps.dense import Dense, dense_shape
+from jaxspec.models.mlps.mix import Own, mix
+from jaxspec.models.mlps.routing import Routes, choose_experts
+from jaxspec.models.shapes import vector
+from jaxspec.parallel import Axes, Layout, Shards, check_divides
+from jaxspec.pytree import Pytree, array, pytree, static
+from jaxspec.tensors import Filler, One, Stacked
+from pallas_kernels.selection import Kernels
+
+
+@pytree
+class Experts(Pytree):
+    """Weights of one layer's experts.
+
+    Attributes:
+      correction: added to the scores by which experts are chosen; always float32.
+      shared: the expert that all tokens go through, and ``shared_gate`` its weight.
+    """
+
+    router: Linear  # [H, E]
+    correction: Array | None = array("routes")  # [E]
+    gate_up: ExpertLinear  # [E, H, 2, F]
+    down: ExpertLinear  # [E, F, H]
+    shared: Dense | None = None
+    shared_gate: Linear | None = None  # [H, 1]
+    config: ExpertsConfig = static()
+
+    def __call__(self, x: Array, step: ForwardPass) -> "Mixture":
+        """From normed input [B, T, H] to the addend of the residual stream."""
+        axes = step.layout.axes("experts")
+        with jax.named_scope("mlp"):
+            tokens = tuple(axis for axis in axes if axis in step.layout.tokens)
+            whole = all_gather(all_tokens(x, tokens), step.layout.hidden)
+            rows = whole.reshape(-1, whole.shape[-1])
+            own = Own(
+                gate_up=self.gate_up,
+                down=self.down,
+                first=shard_offset(self.gate_up.num_experts, axes),
+                activation=self.config.activation,
+            )
+            mixed = mix(own, rows, self.routes(rows), self.config.routing.num_experts)
+        shared = None if self.shared is None else self.shared(x, step)
+        weight = None if self.shared_gate is None else self._weight_of_shared(x, step)
+        return Mixture(mixed.reshape(whole.shape), axes, shared, weight)
+
+    def routes(self, rows: Array) -> Routes:
+        """The chosen experts of rows [N, H]. In float32: near-ties are decided before rounding."""
+        logits = self.router.float32(rows)
+        return choose_experts(logits, self.config.routing, self.correction)
+
+    def _weight_of_shared(self, x: Array, step: ForwardPass) -> Array:
+        """[B, T, 1]"""
+        assert self.shared_gate is not None
+        rows = all_gather(x, step.layout.hidden)
+        return jax.nn.sigmoid(self.shared_gate.float32(rows)).astype(x.dtype)
+
+    def filled(self, prefix: str, filler: Filler) -> "Experts":
+        """The same, with every array replaced by ``filler``'s result."""
+        names = self.config.names
+        own = f"{prefix}{names.block}."
+        modules = [f"{own}experts.{i}." for i in range(self.config.routing.num_experts)]
+        gate_up = tuple(Stacked((f"{one}{names.gate}", f"{one}{names.up}")) for one in modules)
+        down = tuple(One(f"{one}{names.down}") for one in modules)
+        router, shared = f"{own}{names.router}", self.shared
+        return self.replace(
+            router=filler.linear(self.router, One(router)),
+            correction=filler.array(f"{router}.e_score_correction_bias", self.correction),
+            gate_up=filler.linear(self.gate_up, PerExpert(gate_up)),
+            down=filler.linear(self.down, PerExpert(down)),
+            shared=shared and shared.filled_at(f"{own}{names.shared}.", filler),
+            shared_gate=filler.linear(self.shared_gate, One(f"{own}{names.shared_gate}")),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixture:
+    """The addend of a mixture of experts: see linear.Addend.
+
+    Attributes:
+      routed: [B, T, H] what this device's experts add, of all tokens of the devices in ``axes``.
+      axes: mesh axes that the experts are split over.
+      shared: the shared expert's product, not computed yet.
+      weight: [B, T, 1] its weight, or None.
+    """
+
+    routed: Array
+    axes: Axes
+    shared: Product | None
+    weight: Array | None
+
+    def partial_sums(
+        self, layout: Layout, kernels: Kernels, takes_partials: Callable[[jnp.dtype, int], bool]
+    ) -> Array:
+        """The sum over experts and devices, as one partial sum: [1, B, T, H]."""
+        own, rest = self.routed, None
+        if self.shared is not None and self._are_added(layout):
+            own = own + self._weighted(self.shared.own_sums(kernels, _never)[0])
+        elif self.shared is not None:
+            rest = self._weighted(self.shared.result(layout, kernels))
+        with jax.named_scope("mlp"):
+            own = reduce_scatter(own, layout.hidden, own.ndim - 1)
+            over = tuple(axis for axis in self.axes if axis in layout.tokens)
+            own = reduce_scatter(own, over, 1)
+            done = (*layout.hidden, *over)
+            own = all_reduce(own, tuple(axis for axis in self.axes if axis not in done))
+            return (own if rest is None else own + rest)[None]
+
+    def _are_added(self, layout: Layout) -> bool:
+        """Whether the shared expert's product is summed over the same devices, all together."""
+        assert self.shared is not None
+        linear = self.shared.linear
+        alike = layout.splits(linear.axes)[0] == self.axes and linear.bias is None
+        return alike and not layout.hidden and not layout.tokens
+
+    def _weighted(self, shared: Array) -> Array:
+        return shared if self.weight is None else shared * self.weight
+
+
+def _never(dtype: jnp.dtype, width: int) -> bool:
+    return False
+
+
+def experts_shape(
+    config: ExpertsConfig, hidden_size: int, dtype: jnp.dtype, shards: Shards
+) -> Experts:
+    """An Experts of ShapeDtypeStructs.
+
+    Raises ValueError for a number of experts, or a shared width, that cannot be split evenly.
+    """
+    routing, width = config.routing, config.intermediate_size
+    count = routing.num_experts
+    check_divides("num_experts", count, shards.of("experts"))
+    shared = gate = None
+    if config.shared_size:
+        shared = dense_shape(DenseConfig(config.shared_size), hidden_size, dtype, shards)
+    if config.shared_gate:
+        gate = linear_shape(("whole_hidden", "routes"), (hidden_size, 1), dtype)
+    return Experts(
+        router=linear_shape(
+            ("whole_hidden", "routes"), (hidden_size, count), dtype, bias=routing.bias
+        ),
+        correction=vector(count, jnp.float32, when=routing.correction),
+        gate_up=expert_linear_shape(
+            ("experts", "whole_hidden", "two", "units"),
+            (count, hidden_size, 2, width),
+            dtype,
+            bias=config.bias,
+        ),
+        down=expert_linear_shape(
+            ("experts", "units", "whole_hidden"),
+            (count, width, hidden_size),
+            dtype,
+            bias=config.bias,
+        ),
+        shared=shared,
+        shared_gate=gate,
+        config=config,
+    )

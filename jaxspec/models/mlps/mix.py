@@ -1,0 +1,201 @@
+"""What experts add to each row, in three ways that do the same.
+
+Which one runs depends on the number of rows and the platform only, and each adds up a row in an
+order of its own: over its k experts in the order of their scores, or over all experts. So a row's
+result does not depend on which experts the other rows chose. In number of rows it depends as other
+products do (docs/exactness.md).
+
+``jax.lax.ragged_dot`` is not used. In jax 0.12 it becomes, on CPUs and on NVIDIA GPUs, a dense
+product of rows that are repeated for every expert and masked: of 512 rows with 8 of 128 experts,
+4,096 x 128 rows of 2 GiB in memory (compiled for an H100), 8 times the work of ``every_expert``.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jaxspec.config.experts import ClampedSwiglu
+from jaxspec.models.expert_linear import ExpertLinear
+from jaxspec.models.forward import gated
+from jaxspec.models.mlps.routing import Routes
+from jaxspec.pytree import Pytree, array, pytree, static
+from pallas_kernels.products import einsum_f32
+
+MOST_ROWS = 512  # of every_expert at a time, which bounds its memory: [rows, E, 2, F] values
+LARGEST_BLOCK = 64  # rows of one expert that own_blocks multiplies at a time
+
+
+@pytree
+class Own(Pytree):
+    """A device's experts, of which ``first`` is the first.
+
+    Attributes:
+      gate_up: [E, H, 2, F].
+      down: [E, F, H].
+    """
+
+    gate_up: ExpertLinear
+    down: ExpertLinear
+    first: Array | int = array()
+    activation: ClampedSwiglu | None = static()  # None: SwiGLU
+
+    def hidden_units(self, gate_up: Array, weights: Array, kept: Array) -> Array:
+        """From gate and up [..., 2, F] to hidden units [..., F] times weights [...]: zeros where
+        not ``kept``, whatever the values there are."""
+        gate_up = gate_up.astype(self.down.dtype)
+        kind = self.activation
+        units = gated(gate_up, "silu") if kind is None else clamped_swiglu(kind, gate_up)
+        units = units.astype(jnp.float32)
+        units = jnp.where(kept[..., None], units * weights[..., None], 0.0)
+        return units.astype(self.down.dtype)
+
+
+@jax.named_scope("activation")
+def clamped_swiglu(config: ClampedSwiglu, gate_up: Array) -> Array:
+    """[..., 2, F] -> [..., F], as config.experts.ClampedSwiglu says."""
+    gate = jnp.minimum(gate_up[..., 0, :], config.limit)
+    up = jnp.clip(gate_up[..., 1, :], -config.limit, config.limit)
+    return (up + 1) * gate * jax.nn.sigmoid(config.alpha * gate)
+
+
+def mix(own: Own, x: Array, routes: Routes, num_experts: int) -> Array:
+    """What the experts of this device add to rows x [N, H]: [N, H] in x's dtype.
+
+    ``num_experts``: of all devices.
+    """
+    if routes.experts.size <= num_experts:
+        return chosen_experts(own, x, routes).astype(x.dtype)
+    mixed = lax.platform_dependent(own, x, routes, cpu=own_blocks, default=every_expert)
+    return mixed.astype(x.dtype)
+
+
+def chosen_experts(own: Own, x: Array, routes: Routes) -> Array:
+    """For few rows: gathers the weights of each row's experts. Float32 [N, H].
+
+    Reads the weights of the chosen experts and no others. On GPUs, XLA fuses the gather into the
+    product, so nothing is copied (seen in programs compiled for an H100, where one kernel reads
+    weights, rows and indices). A CPU copies the weights of the chosen experts first. On
+    devices that have some of the experts, choices that others have read the first one.
+    """
+    experts, here = _local(own, routes)
+    repeated = jnp.broadcast_to(x[:, None], (*experts.shape, x.shape[-1]))
+    gate_up = einsum_f32("nkh,nkhtf->nktf", repeated, own.gate_up.weight[experts])
+    if own.gate_up.bias is not None:
+        gate_up = gate_up + own.gate_up.bias[experts]
+    units = own.hidden_units(gate_up, routes.weights, here)
+    # With the sum over k inside of the product XLA would copy the weights.
+    mixed = einsum_f32("nkf,nkfh->nkh", units, own.down.weight[experts])
+    if own.down.bias is not None:
+        weights = jnp.where(here, routes.weights, 0.0)
+        mixed = mixed + weights[..., None] * own.down.bias[experts]
+    return _total(mixed)
+
+
+def every_expert(own: Own, x: Array, routes: Routes) -> Array:
+    """For many rows on GPUs: every expert multiplies every row. Float32 [N, H].
+
+    Two dense products, which read each expert once. Up to some hundred rows a GPU takes as long to
+    read the experts as to multiply; then the cost grows with E / k times the needed work.
+    """
+    num_rows = len(x)
+    if num_rows <= MOST_ROWS:
+        return _every_expert(own, x, routes)
+    missing = -num_rows % MOST_ROWS
+
+    def parts(values: Array) -> Array:
+        padded = jnp.pad(values, ((0, missing), (0, 0)))
+        return padded.reshape(-1, MOST_ROWS, values.shape[-1])
+
+    in_parts = parts(x), Routes(*map(parts, routes))
+    mixed = lax.map(lambda part: _every_expert(own, *part), in_parts)
+    return mixed.reshape(-1, x.shape[-1])[:num_rows]
+
+
+def _every_expert(own: Own, x: Array, routes: Routes) -> Array:
+    ids = own.first + jnp.arange(own.gate_up.num_experts)
+    is_route = routes.experts[..., None] == ids  # [N, k, E]
+    is_chosen = jnp.any(is_route, axis=1)
+    weights = jnp.sum(jnp.where(is_route, routes.weights[..., None], 0.0), axis=1)  # [N, E]
+    gate_up = einsum_f32("nh,ehtf->netf", x, own.gate_up.weight).astype(x.dtype)
+    if own.gate_up.bias is not None:
+        gate_up = gate_up + own.gate_up.bias
+    units = own.hidden_units(gate_up, weights, is_chosen)
+    mixed = einsum_f32("nef,efh->nh", units, own.down.weight)
+    if own.down.bias is None:
+        return mixed
+    return mixed + jnp.einsum("ne,eh->nh", weights, own.down.bias.astype(jnp.float32))
+
+
+def own_blocks(own: Own, x: Array, routes: Routes) -> Array:
+    """For many rows on CPUs: one expert after the other multiplies the rows that chose it, in
+    blocks of equal size. Float32 [N, H].
+
+    Rows are sorted by expert; the last block of each is filled up. So the work grows with the rows
+    that chose an expert of this device.
+    """
+    (num_rows, k), num_experts = routes.experts.shape, own.gate_up.num_experts
+    experts, here = _local(own, routes)
+    size = _block_size(num_rows * k, num_experts)
+    # Choices of other devices' experts are sorted behind all others.
+    slots, of_block = _blocks(jnp.where(here, experts, num_experts).reshape(-1), num_experts, size)
+    rows = jnp.repeat(jnp.arange(num_rows), k)
+    inputs = jnp.zeros((len(of_block) * size, x.shape[-1]), x.dtype).at[slots].set(x[rows])
+    weights = jnp.zeros(len(inputs)).at[slots].set(routes.weights.reshape(-1))
+    kept = jnp.zeros(len(inputs), bool).at[slots].set(here.reshape(-1))
+
+    def block(part: tuple[Array, Array, Array, Array]) -> Array:
+        x, weights, kept, expert = part
+        gate_up = einsum_f32("nh,htf->ntf", x, own.gate_up.weight[expert])
+        if own.gate_up.bias is not None:
+            gate_up = gate_up + own.gate_up.bias[expert]
+        units = own.hidden_units(gate_up, weights, kept)
+        mixed = einsum_f32("nf,fh->nh", units, own.down.weight[expert])
+        if own.down.bias is None:
+            return mixed
+        return mixed + jnp.where(kept, weights, 0.0)[:, None] * own.down.bias[expert]
+
+    parts = (
+        inputs.reshape(-1, size, x.shape[-1]),
+        weights.reshape(-1, size),
+        kept.reshape(-1, size),
+        of_block,
+    )
+    mixed = lax.map(block, parts).reshape(-1, x.shape[-1])[slots].reshape(num_rows, k, -1)
+    return _total(mixed)
+
+
+def _total(mixed: Array) -> Array:
+    """The sum over choices [N, k, H] -> [N, H], in their order: that of jnp.sum is XLA's choice."""
+    return functools.reduce(jnp.add, (mixed[:, choice] for choice in range(mixed.shape[1])))
+
+
+def _local(own: Own, routes: Routes) -> tuple[Array, Array]:
+    """Index of each chosen expert among this device's (0 for others), and whether it has it."""
+    local = routes.experts - own.first
+    here = (local >= 0) & (local < own.gate_up.num_experts)
+    return jnp.where(here, local, 0), here
+
+
+def _block_size(choices: int, num_experts: int) -> int:
+    """About as many rows as an expert has: a power of two."""
+    return min(LARGEST_BLOCK, 1 << (choices // num_experts).bit_length())
+
+
+def _blocks(experts: Array, num_experts: int, size: int) -> tuple[Array, Array]:
+    """Where each choice goes: experts int32 [P], of which ``num_experts`` is none.
+
+    Returns (its slot [P], the expert of each block of ``size`` slots; blocks that stay empty have
+    some expert).
+    """
+    counts = jnp.bincount(experts, length=num_experts + 1)
+    blocks = -(-counts // size)
+    ends = jnp.cumsum(blocks)
+    order = jnp.argsort(experts, stable=True)
+    by_expert = experts[order]
+    rank = jnp.arange(len(experts)) - (jnp.cumsum(counts) - counts)[by_expert]
+    slots = jnp.zeros_like(order).at[order].set((ends - blocks)[by_expert] * size + rank)
+    most = len(experts) // size + min(num_experts + 1, len(experts))
+    of_block = jnp.searchsorted(ends, jnp.arange(most), side="right")
+    return slots, jnp.minimum(of_block, num_experts - 1)

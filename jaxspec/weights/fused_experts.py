@@ -1,0 +1,102 @@
+"""Tensors that hold a projection of all experts, read as if each expert had its own.
+
+``<block>.experts.gate_up_proj`` and ``down_proj`` become ``<block>.experts.<i>.gate_proj.weight``
+and so on, as most checkpoints have them.
+"""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from jaxspec.config.experts import ExpertsConfig, Fused
+from jaxspec.config.model import ModelConfig
+from jaxspec.tensors import CheckpointTensor
+
+FUSED = re.compile(r"(?P<experts>.*\.experts)\.(?P<kind>gate_up_proj|down_proj)(?P<bias>_bias)?")
+
+
+@dataclasses.dataclass(frozen=True)
+class OfExpert:
+    """One expert's projection [out, in], or its bias [out], inside of a tensor of all experts.
+
+    Attributes:
+      whole: [E, all, in], [E, in, all] or [E, all].
+      step, first: of all outputs, every ``step``-th from ``first`` on is the projection's.
+      size: number of its outputs.
+      inputs_first: ``whole`` has the input before the outputs.
+    """
+
+    whole: CheckpointTensor
+    expert: int
+    first: int
+    step: int
+    size: int
+    inputs_first: bool
+
+    @property
+    def file(self) -> Path:
+        return self.whole.file
+
+    @property
+    def name(self) -> str:
+        return f"{self.whole.name}[{self.expert}]"
+
+    @property
+    def dtype(self) -> str:
+        return self.whole.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        if len(self.whole.shape) == 2:
+            return (self.size,)
+        return (self.size, self.whole.shape[1 if self.inputs_first else 2])
+
+    def read(self, *index: slice) -> np.ndarray:
+        rows, *columns = index or (slice(0, size) for size in self.shape)
+        start, stop, _ = rows.indices(self.size)
+        last = max(start, stop - 1)
+        outputs = slice(self.first + start * self.step, self.first + last * self.step + 1)
+        own = slice(self.expert, self.expert + 1)
+        if self.inputs_first and columns:
+            block = self.whole.read(own, *columns, outputs)[0].T
+        else:
+            block = self.whole.read(own, outputs, *columns)[0]
+        return block[:: self.step][: stop - start]
+
+
+def unfused(
+    stored: Mapping[str, CheckpointTensor], config: ModelConfig
+) -> dict[str, CheckpointTensor]:
+    """The tensors of a checkpoint, those of all experts replaced by one for each."""
+    experts = [layer.mlp for layer in config.layers if isinstance(layer.mlp, ExpertsConfig)]
+    fused: Fused | None = next((mlp.fused for mlp in experts), None)
+    tensors = dict(stored)
+    for name, tensor in stored.items():
+        match = FUSED.fullmatch(name) if fused else None
+        if fused and match and len(tensor.shape) == (2 if match["bias"] else 3):
+            del tensors[name]
+            suffix = "bias" if match["bias"] else "weight"
+            for expert in range(tensor.shape[0]):
+                for projection, own in _parts(tensor, match["kind"], expert, fused).items():
+                    tensors[f"{match['experts']}.{expert}.{projection}.{suffix}"] = own
+    return tensors
+
+
+def _parts(tensor: CheckpointTensor, kind: str, expert: int, fused: Fused) -> dict[str, OfExpert]:
+    """The projections of an expert in a tensor, by name."""
+    interleaved = fused == "interleaved"
+    total = tensor.shape[-1 if interleaved else 1]
+
+    def part(first: int, step: int, size: int) -> OfExpert:
+        return OfExpert(tensor, expert, first, step, size, interleaved)
+
+    if kind == "down_proj":
+        return {kind: part(0, 1, total)}
+    size, step = total // 2, 2 if interleaved else 1
+    return {
+        "gate_proj": part(0, step, size),
+        "up_proj": part(1 if interleaved else size, step, size),
+    }

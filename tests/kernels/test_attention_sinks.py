@@ -1,0 +1,86 @@
+"""Attention with sinks, against a softmax over one more score."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.models import attention
+from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.paged_attention.partial import (
+    merge_partials,
+    partial_attention,
+    with_sinks,
+)
+
+T, Q, G, D, K = 6, 4, 2, 8, 4
+RNG = np.random.default_rng(0)
+QUERIES: Any
+QUERIES, SINKS = (RNG.standard_normal(s).astype(np.float32) for s in ((1, T, Q, D), (Q,)))
+KEYS, VALUES = RNG.standard_normal((2, 1, T, G, D)).astype(np.float32)
+
+
+def expected(window: int | None) -> np.ndarray:
+    """Causal attention of T tokens to themselves: [1, T, Q, D]."""
+    out = np.zeros(QUERIES.shape)
+    for t in range(T):
+        for head in range(Q):
+            first = 0 if window is None else max(0, t - window + 1)
+            keys, values = (x[0, first : t + 1, head // (Q // G)] for x in (KEYS, VALUES))
+            scores = np.append(keys @ QUERIES[0, t, head] * D**-0.5, SINKS[head])
+            weights = np.exp(scores - scores.max())
+            out[0, t, head] = weights[:-1] @ values / weights.sum()
+    return out
+
+
+def pages(x: np.ndarray) -> jnp.ndarray:
+    """The null page, then those of the T tokens: [3, G, K, D]."""
+    padded = np.pad(x[0], ((K, 2 * K - T), (0, 0), (0, 0)))
+    return jnp.asarray(padded.reshape(3, K, G, D).swapaxes(1, 2))
+
+
+TABLE = jnp.array([[1, 2]])
+ARGUMENTS: Any = (TABLE, jnp.zeros(1, jnp.int32), jnp.arange(T)[None], None, jnp.full(1, T))
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("order_invariant", [False, True])
+def test_paged(window: int | None, order_invariant: bool):
+    out = paged_attention(
+        QUERIES, pages(KEYS), pages(VALUES), *ARGUMENTS, sinks=jnp.asarray(SINKS), window=window,
+        order_invariant=order_invariant,
+    )  # fmt: skip
+    np.testing.assert_allclose(out, expected(window), atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_dense(window: int | None):
+    q, k, v = map(jnp.asarray, (QUERIES, KEYS, VALUES))
+    out = attention.dense_causal_attention(q, k, v, window, sinks=jnp.asarray(SINKS))
+    np.testing.assert_allclose(out, expected(window), atol=1e-5)
+
+
+def test_in_parts():
+    """Half of every page at a time; the sinks belong to one of them."""
+    own = [pages(x) for x in (KEYS, VALUES)]
+    parts = []
+    for first in (0, 2):
+        keys, values = (x[:, :, first : first + 2] for x in own)
+        where: Any = (*ARGUMENTS, first)
+        found = partial_attention(QUERIES, keys, values, *where, page_size=K)
+        parts.append(found)
+    parts[0] = with_sinks(parts[0], jnp.asarray(SINKS))
+    out = merge_partials(jax.tree.map(lambda *leaves: jnp.stack(leaves), *parts))
+    np.testing.assert_allclose(out, expected(None), atol=1e-5)
+
+
+def test_no_kernel_takes_them():
+    with pytest.raises(ValueError, match="the kernel cannot take attention sinks"):
+        paged_attention(
+            QUERIES, pages(KEYS), pages(VALUES), *ARGUMENTS, sinks=jnp.asarray(SINKS),
+            implementation="mosaic_gpu",
+        )  # fmt: skip
+    with pytest.raises(ValueError, match=r"sinks must be \(4,\)"):
+        paged_attention(QUERIES, pages(KEYS), pages(VALUES), *ARGUMENTS, sinks=jnp.zeros(2))

@@ -1,0 +1,105 @@
+"""Routing, and the three ways of multiplying by experts, against what is written out in NumPy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.config.experts import ClampedSwiglu, ExpertsConfig, RoutingConfig
+from jaxspec.models.mlps import mix
+from jaxspec.models.mlps.experts import experts_shape
+from jaxspec.models.mlps.routing import Routes, choose_experts
+from jaxspec.parallel import Layout, Shards
+from jaxspec.quantization.schemes import in_scheme
+from tests.random_experts import random_own, random_rows, written_out
+
+WAYS = tuple(jax.jit(way) for way in (mix.chosen_experts, mix.every_expert, mix.own_blocks))
+CLAMPED = ClampedSwiglu(alpha=1.7, limit=1.0)
+# experts, chosen, rows, units, activation
+CASES = [(8, 2, 24, 40, None), (16, 4, 37, 24, CLAMPED), (6, 3, 1, 8, CLAMPED)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ways_are_what_is_written_out(case):
+    num_experts, k, rows, units, activation = case
+    own = random_own(num_experts, 32, units, activation)
+    x, routes = random_rows(rows, 32, num_experts, k, seed=1)
+    for way in WAYS:
+        np.testing.assert_allclose(way(own, x, routes), written_out(own, x, routes), atol=2e-5)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_a_row_does_not_depend_on_the_others(way):
+    own = random_own(8, 32, 40, None)
+    x, routes = random_rows(24, 32, 8, 2, seed=1)
+    expected = np.asarray(way(own, x, routes))[0]
+    for seed in range(2, 8):
+        others, chosen = random_rows(24, 32, 8, 2, seed)
+        others[seed - 2] = np.nan  # of another row
+        place = seed * 4 - 5
+        others[place] = x[0]
+        moved = Routes(*(o.at[place].set(r[0]) for o, r in zip(chosen, routes, strict=True)))
+        np.testing.assert_array_equal(np.asarray(way(own, others, moved))[place], expected)
+
+
+def test_devices_add_their_share(monkeypatch):
+    own = random_own(8, 32, 40, CLAMPED)
+    x, routes = random_rows(24, 32, 8, 3, seed=1)
+    monkeypatch.setattr(mix, "MOST_ROWS", 10)  # every_expert in three parts
+    for way in map(jax.jit, (mix.chosen_experts, mix.every_expert, mix.own_blocks)):
+        shares = []
+        for first in (0, 4):
+            part = jax.tree.map(lambda leaf, first=first: leaf[first : first + 4], own.gate_up)
+            down = jax.tree.map(lambda leaf, first=first: leaf[first : first + 4], own.down)
+            shares.append(way(own.replace(gate_up=part, down=down, first=first), x, routes))
+        np.testing.assert_allclose(sum(shares), written_out(own, x, routes), atol=2e-5)
+
+
+def test_softmax_of_all_or_of_the_chosen():
+    logits = jnp.array([[0.0, 3.0, 1.0, 3.0, -1.0]])
+    total = np.exp([0.0, 3.0, 1.0, 3.0, -1.0]).sum()
+    routes = choose_experts(logits, RoutingConfig(5, 3))
+    assert routes.experts.tolist() == [[1, 3, 2]]  # of equals the lower index first
+    np.testing.assert_allclose(routes.weights[0], np.exp([3.0, 3.0, 1.0]) / total, rtol=1e-6)
+    share = np.exp([3.0, 3.0, 1.0]) / np.exp([3.0, 3.0, 1.0]).sum()
+    for config in (RoutingConfig(5, 3, normalize=True), RoutingConfig(5, 3, "chosen")):
+        routes = choose_experts(logits, config)
+        assert routes.experts.tolist() == [[1, 3, 2]]
+        np.testing.assert_allclose(routes.weights[0], share, rtol=1e-6)
+
+
+def test_groups_and_a_correction_decide_the_choice_not_the_weights():
+    config = RoutingConfig(
+        8, 2, "sigmoid", normalize=True, scale=2.5, num_groups=4, top_groups=2, correction=True
+    )
+    logits = jnp.array([[5.0, -9.0, 1.0, 1.1, 0.9, 1.0, -9.0, -9.0]])
+    correction = jnp.zeros(8).at[5].set(0.2)
+    routes = choose_experts(logits, config, correction)
+    # Groups (2, 3) and (4, 5) have the largest sums of two; expert 0 is the best, in a bad group.
+    assert routes.experts.tolist() == [[5, 3]]
+    scores = 1 / (1 + np.exp(-np.array([1.0, 1.1])))
+    np.testing.assert_allclose(routes.weights[0], 2.5 * scores / scores.sum(), rtol=1e-6)
+
+
+def test_configs_that_mean_nothing_are_refused():
+    for make, message in [
+        (lambda: RoutingConfig(8, 9), "9 experts cannot be chosen from 8"),
+        (lambda: RoutingConfig(8, 2, num_groups=3), "8 experts cannot be split into 3 groups"),
+        (lambda: RoutingConfig(8, 2, num_groups=2, top_groups=3), "3 of 2 groups"),
+        (lambda: RoutingConfig(8, 5, num_groups=2), "5 experts cannot be chosen from 4"),
+        (lambda: RoutingConfig(8, 2, "chosen", normalize=True), "over the chosen experts"),
+        (lambda: ExpertsConfig(0, RoutingConfig(8, 2)), "intermediate_size must be above 0"),
+        (lambda: ExpertsConfig(8, RoutingConfig(8, 2), shared_gate=True), "needs a shared expert"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            make()
+
+
+def test_what_experts_cannot_do_is_an_error():
+    config = ExpertsConfig(16, RoutingConfig(6, 2))
+    shards = Shards(Layout(experts=("model",)), (("model", 4),))
+    with pytest.raises(ValueError, match="num_experts 6 cannot be split over 4 devices"):
+        experts_shape(config, 32, jnp.dtype("float32"), shards)
+    shapes = experts_shape(config, 32, jnp.dtype("float32"), Shards())
+    with pytest.raises(ValueError, match="experts cannot be quantized"):
+        in_scheme(shapes, "w8a16", lm_head=False)

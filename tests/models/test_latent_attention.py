@@ -1,0 +1,218 @@
+"""DeepSeek-V3: latent attention in transformers' terms, with experts, and MTP layers on top."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import transformers
+
+from jaxspec import LLM, SamplingParams, SpeculationConfig
+from jaxspec import load as load_engine
+from jaxspec.cache import PagedLatent
+from jaxspec.config.cache import CacheConfig
+from jaxspec.config.engine import EngineConfig
+from jaxspec.engine import Engine
+from jaxspec.models.hf_config import load_model_config, parse_model_config
+from jaxspec.parallel import make_mesh
+from tests.checkpoints import TINY, add_mtp_layer, hf_logits, save_byte_tokenizer, save_random_model
+from tests.marks import slow
+from tests.parity import load, paged_logits
+
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 128,
+}
+SMALL: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 40,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_mtp_layers": 0,
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "all": {"rope_parameters": YARN},
+    "no query latent": {"q_lora_rank": None, "attention_bias": True},
+    "halves": {"rope_interleave": False, "first_k_dense_replace": 2},
+}
+LENGTH = 30
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    """name of a variant -> (its directory, tokens [2, T], transformers' logits [2, T, V])"""
+    made: dict[str, tuple[Path, np.ndarray, np.ndarray]] = {}
+
+    def make(name: str) -> tuple[Path, np.ndarray, np.ndarray]:
+        if name not in made:
+            config = transformers.DeepseekV3Config(**TINY | SMALL | VARIANTS[name])
+            directory = save_random_model(tmp_path_factory.mktemp("latent"), config)
+            tokens = np.random.default_rng(1).integers(0, 320, (2, LENGTH))
+            made[name] = directory, tokens, hf_logits(directory, tokens)
+        return made[name]
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("name", "page_size", "step"),
+    [
+        ("all", 3, 1),
+        ("all", 7, LENGTH),
+        *(slow(name, 1, step) for name in ("no query latent", "halves") for step in (1, LENGTH)),
+    ],
+)
+def test_paged_logits_equal_transformers(checkpoint, name: str, page_size: int, step: int):
+    directory, tokens, expected = checkpoint(name)
+    found = paged_logits(load(directory), tokens, page_size, step)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-4)
+
+
+def test_a_token_keeps_one_vector(checkpoint):
+    """Of latent and rotated key, in each layer, whatever the number of heads."""
+    params = load_engine(checkpoint("all")[0], "ngram", dtype="float32")
+    engine = Engine(params, CacheConfig(page_size=4, max_length=16), EngineConfig(max_rows=1))
+    state = engine.programs.state.pool.target.layers
+    assert all(isinstance(own, PagedLatent) for own in state)
+    assert {own.pages.shape[1:] for own in state} == {(1, 4, 48)}
+
+
+PROMPTS = [list(range(3, 30)), [7, 2, 9], [5] * 12]
+
+
+def texts(model: Path, drafter: str, shape: Any = None, **options: Any) -> list[list[int]]:
+    cache = CacheConfig(page_size=options.pop("page_size", 4), max_length=64)
+    pages = options.pop("num_pages", None)
+    if pages is not None:
+        cache = CacheConfig(page_size=4, max_length=64, num_pages=pages)
+    shape = shape or SpeculationConfig.chain(3)
+    params = load_engine(model, drafter, dtype="float32", speculation=shape, **options)
+    engine = Engine(params, cache, EngineConfig(max_rows=3))
+    sampling = SamplingParams(max_tokens=20, stop_token_ids=())
+    generations = engine.add_all(PROMPTS, [sampling] * 3)
+    engine.finish(generations)
+    assert not any(one.error for one in generations)
+    return [one.token_ids for one in generations]
+
+
+TREE = SpeculationConfig(num_nodes=10, max_depth=3, top_k=3)
+
+
+@pytest.fixture(scope="module")
+def with_mtp(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    own: dict[str, Any] = TINY | SMALL | {"vocab_size": 257}
+    config = transformers.DeepseekV3Config(**own)
+    path = save_random_model(tmp_path_factory.mktemp("mtp"), config)
+    save_byte_tokenizer(path)
+    return add_mtp_layer(path, "deepseek")
+
+
+@pytest.fixture(scope="module")
+def plain(with_mtp: Path) -> list[list[int]]:
+    return texts(with_mtp, "none")
+
+
+@pytest.mark.parametrize(
+    ("drafter", "options"),
+    [
+        ("mtp", {"shape": TREE}),
+        slow("mtp", {}),
+        slow("ngram", {"page_size": 1}),
+        slow("ngram", {"shape": TREE, "page_size": 16}),
+        slow("ngram+mtp", {"num_pages": 24}),
+    ],
+)
+def test_texts_are_those_of_plain_decoding(
+    drafter: str, options: dict[str, Any], with_mtp: Path, plain: list[list[int]]
+):
+    assert texts(with_mtp, drafter, **options) == plain
+
+
+@pytest.mark.parametrize("devices", [2, slow(4)])
+def test_devices_give_the_text_of_one(devices: int, with_mtp: Path, plain: list[list[int]]):
+    """Heads and experts are split; every device has all latents."""
+    mesh = make_mesh(tensor_parallel=devices)
+    assert texts(with_mtp, "mtp", TREE, mesh=mesh) == plain
+
+
+def test_the_mtp_layer_has_latent_attention_and_experts(with_mtp: Path):
+    drafter: Any = load_engine(with_mtp, "mtp", dtype="float32").drafter
+    assert drafter.head.config.layers == load_model_config(with_mtp).layers[-1:]
+
+
+@pytest.mark.slow
+def test_prefixes_are_shared(with_mtp: Path):
+    llm = LLM(with_mtp, "mtp", dtype="float32", max_length=64)
+    sampling = SamplingParams(max_tokens=8)
+    first, again = (llm.generate([PROMPTS[0]], sampling)[0] for _ in range(2))
+    assert first.token_ids == again.token_ids
+
+
+def test_sequences_are_not_spread(with_mtp: Path):
+    mesh = make_mesh(sequence_parallel=2)
+    with pytest.raises(ValueError, match="keeps whole sequences on a device: take sp 1"):
+        texts(with_mtp, "ngram", mesh=mesh)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kv_lora_rank": 0}, "kv_lora_rank must be a positive integer, got 0"),
+        ({"q_lora_rank": "x"}, "q_lora_rank must be a positive integer or null, got 'x'"),
+        ({"qk_rope_head_dim": 7}, "rotary embedding needs an even head_dim, not 7"),
+        ({"scoring_func": "softmax"}, "scoring_func = 'softmax' is not supported"),
+        ({"first_k_dense_replace": None}, "first_k_dense_replace must be an integer"),
+        ({"index_topk": 64}, "unknown key 'index_topk'"),
+    ],
+)
+def test_unsupported_configs_are_named(checkpoint, change: dict[str, Any], message: str):
+    raw = json.loads((checkpoint("halves")[0] / "config.json").read_text())
+    with pytest.raises(ValueError, match=message):
+        parse_model_config(raw | change)
+
+
+def test_eagle_heads_have_layers_of_another_kind(checkpoint):
+    layer = load_model_config(checkpoint("halves")[0]).layers[0]
+    with pytest.raises(ValueError, match="LatentConfig are not supported here"):
+        _ = layer.attention
+
+
+def test_published_configs_are_read():
+    """The sizes of DeepSeek-V3, as its config.json has them."""
+    config = parse_model_config(
+        {
+            "model_type": "deepseek_v3",
+            "architectures": ["DeepseekV3ForCausalLM"],
+            "hidden_size": 7168,
+            "num_hidden_layers": 61,
+            "num_nextn_predict_layers": 1,
+            "num_attention_heads": 128,
+            "num_key_value_heads": 128,
+            "topk_method": "noaux_tc",
+            "scoring_func": "sigmoid",
+            "moe_layer_freq": 1,
+            "ep_size": 1,
+            "aux_loss_alpha": 0.001,
+            "seq_aux": True,
+            "rope_scaling": YARN | {"type": "yarn", "factor": 40, "mscale": 1.0},
+        }
+    )
+    mixer: Any = config.layers[0].mixer
+    assert mixer.stored_dim == 576 and config.mtp is not None and config.mtp.num_layers == 1
+    assert mixer.scale == pytest.approx(192**-0.5 * (0.1 * np.log(40) + 1) ** 2)

@@ -1,0 +1,94 @@
+"""Tiny random models with experts, and what experts compute, written out in float64."""
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec.config.experts import ClampedSwiglu, ExpertsConfig, RoutingConfig
+from jaxspec.config.model import LayerConfig, ModelConfig
+from jaxspec.models.decoder import Decoder
+from jaxspec.models.expert_linear import ExpertLinear
+from jaxspec.models.mlps.mix import Own
+from jaxspec.models.mlps.routing import Routes
+from tests.random_models import random_target, tiny_config
+
+EXPERTS = ExpertsConfig(16, RoutingConfig(8, 2, normalize=True))
+
+
+def expert_config(experts: ExpertsConfig = EXPERTS, **changes: Any) -> ModelConfig:
+    """``tiny_config`` with experts in all layers but the first."""
+    config = tiny_config(**changes)
+    first, *others = config.layers
+    return config.map_layers(
+        lambda layer: layer if layer is first else LayerConfig(layer.mixer, experts)
+    )
+
+
+def random_expert_target(config: ModelConfig | None = None, seed: int = 0) -> Decoder:
+    """As random_target, with experts that keep a row's size."""
+    target = random_target(expert_config() if config is None else config, seed)
+
+    def grown(linear: ExpertLinear) -> ExpertLinear:
+        experts, inputs = linear.weight.shape[:2]
+        return linear.replace(weight=linear.weight * math.sqrt(experts / inputs))
+
+    def changed(layer: Any) -> Any:
+        mlp = layer.mlp
+        if not isinstance(mlp.config, ExpertsConfig):
+            return layer
+        return layer.replace(mlp=mlp.replace(gate_up=grown(mlp.gate_up), down=grown(mlp.down)))
+
+    return target.replace(layers=tuple(map(changed, target.layers)))
+
+
+def random_own(
+    num_experts: int, hidden: int, units: int, activation: ClampedSwiglu | None, seed: int = 0
+) -> Own:
+    """Random experts; with biases if they have an activation of their own."""
+    rng, bias = np.random.default_rng(seed), activation is not None
+
+    def linear(inputs: int, *out: int) -> ExpertLinear:
+        weight = rng.standard_normal((num_experts, inputs, *out)) / math.sqrt(inputs)
+        own = jnp.asarray(rng.standard_normal((num_experts, *out)), jnp.float32)
+        return ExpertLinear(
+            weight=jnp.asarray(weight, jnp.float32), bias=own if bias else None, axes=()
+        )
+
+    gate_up, down = linear(hidden, 2, units), linear(units, hidden)
+    return Own(gate_up=gate_up, down=down, first=0, activation=activation)
+
+
+def random_rows(
+    num_rows: int, hidden: int, num_experts: int, k: int, seed: int
+) -> tuple[Any, Routes]:
+    """Rows [N, H], each with k random experts."""
+    rng = np.random.default_rng(seed)
+    ids = np.argsort(rng.random((num_rows, num_experts)), axis=1)[:, :k].astype(np.int32)
+    weights = rng.random((num_rows, k), np.float32)
+    x = rng.standard_normal((num_rows, hidden)).astype(np.float32)
+    return x, Routes(jnp.asarray(ids), jnp.asarray(weights))
+
+
+def written_out(own: Own, x: np.ndarray, routes: Routes) -> np.ndarray:
+    """What experts add to rows, choice by choice: float64 [N, H]."""
+    result = np.zeros(x.shape)
+    for row, (ids, weights) in enumerate(zip(*map(np.asarray, routes), strict=True)):
+        for expert, weight in zip(ids, weights, strict=True):
+            gate, up = _product(own.gate_up, expert, x[row].astype(np.float64))
+            units = _activated(own.activation, gate, up)
+            result[row] += weight * _product(own.down, expert, units)
+    return result
+
+
+def _product(linear: ExpertLinear, expert: int, x: np.ndarray) -> np.ndarray:
+    product = np.tensordot(x, np.asarray(linear.weight[expert], np.float64), 1)
+    return product if linear.bias is None else product + np.asarray(linear.bias[expert])
+
+
+def _activated(activation: ClampedSwiglu | None, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+    if activation is None:
+        return gate / (1 + np.exp(-gate)) * up
+    gate, up = np.minimum(gate, activation.limit), np.clip(up, -activation.limit, activation.limit)
+    return (up + 1) * gate / (1 + np.exp(-activation.alpha * gate))

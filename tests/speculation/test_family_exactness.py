@@ -1,0 +1,171 @@
+"""Families beyond Llama's: speculation does not change their text, sharded or in stages either."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.config.cache import CacheConfig
+from jaxspec.config.engine import EngineConfig
+from jaxspec.config.speculation import SpeculationConfig
+from jaxspec.engine import Engine
+from jaxspec.functional import EngineParams
+from jaxspec.loading import load
+from jaxspec.models.decoder import Decoder, decoder_shapes
+from jaxspec.models.hf_config import parse_model_config
+from jaxspec.parallel import make_mesh
+from jaxspec.sampling import make_sampling
+from jaxspec.scheduling.requests import SamplingParams
+from jaxspec.speculation.drafters import NGramDrafter, NoDrafter
+from jaxspec.tensors import splitting
+from jaxspec.weights.safetensors_io import save_tree
+from tests.marks import slow
+from tests.random_models import generate, make_params, random_arrays, random_prompts
+
+VOCAB = 96
+SMALL = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "eos_token_id": None,
+}
+WINDOW = {"sliding_window": 12}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "gemma": {},
+    "gemma2": WINDOW | {"query_pre_attn_scalar": 20, "attn_logit_softcapping": 3.0},
+    "gemma3_text": WINDOW | {"sliding_window_pattern": 2},
+    "phi3": WINDOW
+    | {
+        "partial_rotary_factor": 0.5,
+        "original_max_position_embeddings": 256,
+        "rope_scaling": {
+            "type": "longrope",
+            "short_factor": [1.0, 1.1, 1.5, 2.0],
+            "long_factor": [2.0] * 4,
+        },
+    },
+    "olmo2": {"num_key_value_heads": 1},
+    "olmo3": WINDOW | {"rope_scaling": {"type": "yarn", "factor": 4.0}},
+    "smollm3": {"no_rope_layer_interval": 2, "use_sliding_window": True} | WINDOW,
+    "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "logits_scaling": 0.5},
+}
+SPECULATIONS = {
+    "chain": SpeculationConfig.chain(4),
+    "tree": SpeculationConfig(num_nodes=12, max_depth=3, top_k=3),
+}
+PROMPTS = [p.tolist() for p in random_prompts((5, 21, 1, 40), vocab=VOCAB)]
+SAMPLING = [
+    SamplingParams(max_tokens=40, temperature=0.7 * (index % 2), seed=index)
+    for index in range(len(PROMPTS))
+]
+
+
+MESHES: dict[str, dict[str, Any]] = {
+    "tp2": {"tensor_parallel": 2},
+    "tp4": {"tensor_parallel": 4},
+    "tp2x2": {"tensor_parallel": (2, 2)},
+    "sp2": {"sequence_parallel": 2},
+    "pp2": {"pipeline_parallel": 2},
+}
+FAST = (("gemma2", "tree"),)
+
+
+def raw_config(family: str) -> dict[str, Any]:
+    return SMALL | {"model_type": family} | CONFIGS[family]
+
+
+@functools.cache
+def target(family: str) -> Decoder:
+    config = parse_model_config(raw_config(family))
+    model = random_arrays(decoder_shapes(config, jnp.dtype(jnp.float32)), 0)
+    assert model.lm_head is not None
+    return model.replace(lm_head=model.lm_head.replace(weight=4 * model.lm_head.weight))
+
+
+def run(params: EngineParams) -> list[list[int]]:
+    """Texts over pages of an odd size, rows joining while others decode."""
+    cache = CacheConfig(page_size=6, max_length=128)
+    engine = Engine(params, cache, EngineConfig(max_rows=2, rounds_per_call=4))
+    generations = engine.add_all(PROMPTS, SAMPLING)
+    engine.finish(generations)
+    assert not any(one.error for one in generations)
+    if not isinstance(params.drafter, NoDrafter):
+        accepting = sum(one.statistics.accepted[1] for one in generations)
+        assert accepting > 4, "hardly a draft was accepted: this run tested little"
+    return [one.token_ids for one in generations]
+
+
+def params_of(family: str, tree: str | None) -> EngineParams:
+    if tree is None:
+        return make_params("none", SpeculationConfig.chain(0), target(family))
+    drafter = NGramDrafter(min_match=1)
+    speculation = SPECULATIONS[tree]
+    return EngineParams(target=target(family), drafter=drafter, speculation=speculation)
+
+
+@functools.cache
+def plain(family: str) -> list[list[int]]:
+    return run(params_of(family, None))
+
+
+def read_whole(family: str, tree: str | None) -> list[list[int]]:
+    """Texts of rows side by side, half of them sampled, over pages of an odd size."""
+    prompts = [np.asarray(prompt, np.int32) for prompt in PROMPTS]
+    sampling = make_sampling(
+        len(prompts),
+        temperature=jnp.array([one.temperature for one in SAMPLING]),
+        seeds=jnp.arange(4),
+    )
+    params, ends = params_of(family, tree), [len(prompt) + 40 for prompt in prompts]
+    found, state = generate(params, prompts, page_size=5, sampling=sampling, max_lens=ends)
+    stats = state.rows.stats
+    assert tree is None or stats.accepted.sum() > 1.1 * stats.rounds.sum(), "this tested little"
+    return found
+
+
+@pytest.mark.parametrize(
+    ("family", "tree"),
+    [*FAST, *(slow(f, t) for f in CONFIGS for t in SPECULATIONS if (f, t) not in FAST)],
+)
+def test_text_is_that_of_plain_decoding(family: str, tree: str):
+    assert read_whole(family, tree) == read_whole(family, None)
+
+
+@pytest.mark.parametrize(
+    ("family", "drafter"),
+    [
+        slow(family, drafter)
+        for family in CONFIGS
+        for drafter in ("draft_model", "eagle1" if family in ("gemma", "olmo2") else "eagle3")
+    ],
+)
+def test_models_and_heads_draft_for_them(family: str, drafter: str):
+    params = make_params(drafter, SPECULATIONS["tree"], target(family))
+    assert run(params) == plain(family)
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh"),
+    [
+        slow(family, mesh)
+        for family in CONFIGS
+        for mesh in MESHES  # on tp4 KV heads are repeated
+    ],
+)
+def test_a_checkpoint_on_a_mesh_has_the_same_text(family: str, mesh: str, tmp_path: Path):
+    model = target(family)
+    save_tree(tmp_path, model, model.filled(splitting()), raw_config(family))
+    speculation = SPECULATIONS["chain"]
+    params = load(
+        tmp_path, NGramDrafter(min_match=1), speculation=speculation, mesh=make_mesh(**MESHES[mesh])
+    )
+    assert run(params) == plain(family)

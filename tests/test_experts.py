@@ -1,0 +1,202 @@
+"""Models with experts: speculation and devices that share them change no token (float32)."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jaxspec.config.experts import ExpertsConfig, RoutingConfig
+from jaxspec.config.speculation import SpeculationConfig
+from jaxspec.functional import EngineParams
+from jaxspec.models.attention import dense_causal_attend
+from jaxspec.models.decoder import Decoder
+from jaxspec.models.forward import make_pass
+from jaxspec.models.hf_config import parse_model_config
+from jaxspec.models.mlps import mix
+from jaxspec.parallel import WHOLE, Layout, TensorParallel, make_mesh, mesh_layout, partition_specs
+from jaxspec.sampling import make_sampling
+from pallas_kernels.selection import NO_KERNELS
+from tests.layouts import on_mesh
+from tests.marks import first_is_fast, slow
+from tests.random_experts import expert_config, random_expert_target
+from tests.random_models import generate, make_params, random_prompts
+
+PROMPTS = random_prompts((5, 1, 17, 9))
+NEW_TOKENS = 40
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-5,
+    "eos_token_id": None,
+}
+# config.json of each family
+FAMILIES: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
+    "qwen3_moe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 16,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [0],
+    },
+    "glm4_moe": {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 1.5,
+    },
+    "gpt_oss": {
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "sliding_window": 9,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    },
+}
+# Routing of models whose attention comes later, or that no family here has.
+KINDS = {
+    "groups": ExpertsConfig(
+        16,
+        RoutingConfig(
+            8, 3, "sigmoid", normalize=True, scale=1.5, num_groups=4, top_groups=2, correction=True
+        ),
+        shared_size=24,
+        shared_gate=True,
+    ),
+}
+ALL = (*FAMILIES, *KINDS)
+CHAIN = SpeculationConfig.chain(4)
+TREE = SpeculationConfig(num_nodes=12, max_depth=3, top_k=3)
+
+
+@functools.cache
+def target(kind: str) -> Decoder:
+    if kind in KINDS:
+        return random_expert_target(expert_config(KINDS[kind], num_heads=8))
+    raw = SIZES | FAMILIES[kind] | {"model_type": kind}
+    return random_expert_target(parse_model_config(raw))
+
+
+def texts(params: EngineParams, page_size: int = 4) -> list[list[int]]:
+    """Two greedy rows, and two that sample."""
+    sampling = make_sampling(
+        4, temperature=np.array([0.0, 0.8, 0.8, 0.0], np.float32), seeds=np.arange(4)
+    )
+    limits = [len(prompt) + NEW_TOKENS for prompt in PROMPTS]
+    return generate(params, PROMPTS, page_size=page_size, sampling=sampling, max_lens=limits)[0]
+
+
+@functools.cache
+def plain_texts(kind: str) -> list[list[int]]:
+    return texts(make_params("none", SpeculationConfig.chain(1), target(kind)))
+
+
+def test_greedy_text_is_that_of_plain_decoding():
+    """The guard of the slow test below, in fewer programs."""
+    drafted, plain = (
+        generate(
+            make_params(drafter, speculation, target("gpt_oss")),
+            PROMPTS[:2],
+            page_size=3,
+            max_lens=[20, 16],
+        )[0]
+        for drafter, speculation in (("ngram", CHAIN), ("none", SpeculationConfig.chain(1)))
+    )
+    assert drafted == plain
+
+
+@pytest.mark.parametrize(
+    ("kind", "drafter", "speculation"),
+    [
+        slow("gpt_oss", "ngram", CHAIN),
+        *(slow(kind, "eagle3", TREE) for kind in ALL),
+        *(slow(kind, "draft_model", CHAIN) for kind in ALL),
+        slow("mixtral", "ngram", TREE),
+        slow("qwen3_moe", "eagle3", CHAIN),
+        slow("groups", "mixed", TREE),
+        slow("glm4_moe", "mtp", CHAIN),  # an MTP layer with experts, as its checkpoints have
+        slow("glm4_moe", "mtp", TREE),
+    ],
+)
+def test_text_is_that_of_plain_decoding(kind: str, drafter: str, speculation: SpeculationConfig):
+    params = make_params(drafter, speculation, target(kind))
+    assert texts(params, page_size=3) == plain_texts(kind)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["glm4_moe", "gpt_oss"])
+def test_text_is_the_same_by_the_products_that_gpus_run(kind: str, monkeypatch: Any):
+    expected = plain_texts(kind)
+    jax.clear_caches()  # programs with the other products
+    monkeypatch.setattr(mix, "own_blocks", mix.every_expert)
+    try:
+        assert texts(make_params("eagle3", TREE, target(kind))) == expected
+    finally:
+        jax.clear_caches()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ALL)
+def test_the_experts_matter(kind: str):
+    """Else the other tests would test little."""
+    whole = target(kind)
+    *others, last = whole.layers
+    mlp: Any = last.mlp
+    quiet = last.replace(mlp=mlp.replace(down=jax.tree.map(lambda leaf: 0 * leaf, mlp.down)))
+    silent = whole.replace(layers=(*others, quiet))
+    assert texts(make_params("none", SpeculationConfig.chain(1), silent)) != plain_texts(kind)
+
+
+@first_is_fast(["gpt_oss", "groups", "mixtral", "qwen3_moe", "glm4_moe"], count=2)
+def test_devices_add_up_one_layer(case: str):
+    """The guard of the slow test below."""
+    whole = target(case)
+    mesh = make_mesh(4)
+    layout, layer = mesh_layout(mesh), whole.layers[-1].mlp
+    x = np.random.default_rng(0).standard_normal((2, 7, whole.config.hidden_size), np.float32)
+
+    def run(mlp: Any, x: Any, layout: Layout) -> Any:
+        positions, attend = jnp.zeros((2, 7), jnp.int32), dense_causal_attend
+        step = make_pass(whole.config.layers, positions, attend, 1e-5, layout, NO_KERNELS)
+        return mlp(x, step).partial_sums(layout, NO_KERNELS, lambda dtype, width: False)[0]
+
+    split = jax.shard_map(
+        functools.partial(run, layout=layout),
+        mesh=mesh,
+        in_specs=(partition_specs(layer, layout), P()),
+        out_specs=P(),
+        check_vma=False,
+    )
+    np.testing.assert_allclose(jax.jit(split)(layer, x), run(layer, x, WHOLE), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "devices", "sequence"),
+    [
+        *(slow(kind, 2, 1) for kind in ALL),
+        *(slow(kind, 4, 1) for kind in ALL),
+        slow("groups", (2, 2), 1),
+        slow("gpt_oss", (2, 2), 1),
+        slow("groups", 2, 2),
+        slow("gpt_oss", 1, 2),
+    ],
+)
+def test_devices_change_nothing(kind: str, devices: TensorParallel, sequence: int):
+    params = make_params("eagle3", TREE, target(kind))
+    mesh = make_mesh(devices, sequence_parallel=sequence)
+    assert texts(on_mesh(params, mesh)) == plain_texts(kind)

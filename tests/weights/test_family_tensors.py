@@ -1,0 +1,65 @@
+"""Tensors of families that name or store them otherwise than Llama: written, read and joined."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from jaxspec.models.decoder import Decoder, decoder_shapes
+from jaxspec.models.hf_config import load_model_config, parse_model_config
+from jaxspec.tensors import joining, splitting
+from jaxspec.weights.safetensors_io import load_decoder, save_tree
+from tests.random_models import random_arrays
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 48,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+    "eos_token_id": None,
+}
+BLOCK = "model.layers.0."
+SHAPES = {
+    "gemma3_text": {
+        "input_layernorm": (32,),
+        "post_attention_layernorm": (32,),
+        "pre_feedforward_layernorm": (32,),
+        "post_feedforward_layernorm": (32,),
+        "self_attn.q_norm": (8,),
+    },
+    "phi3": {"self_attn.qkv_proj": (64, 32), "mlp.gate_up_proj": (96, 32)},
+    "olmo2": {
+        "post_attention_layernorm": (32,),
+        "post_feedforward_layernorm": (32,),
+        "self_attn.q_norm": (32,),
+        "self_attn.k_norm": (16,),
+    },
+}
+
+
+@pytest.mark.parametrize("family", SHAPES)
+def test_tensors_make_the_model_that_they_were_made_of(family: str, tmp_path: Path):
+    raw = SMALL | {"model_type": family}
+    config = parse_model_config(raw)
+    shapes = decoder_shapes(config, jnp.dtype(jnp.float32))
+    model: Decoder = random_arrays(shapes, 0)
+    save_tree(tmp_path, model, model.filled(splitting()), raw)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name, shape in SHAPES[family].items():
+        assert tensors[f"{BLOCK}{name}.weight"].shape == shape
+    loaded = load_decoder(tmp_path, load_model_config(tmp_path), jnp.dtype(jnp.float32))
+    joined = shapes.filled(joining(jax.tree.map(jnp.asarray, tensors)))
+    for found in (loaded, joined):
+        for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(model), strict=True):
+            np.testing.assert_allclose(ours, theirs, atol=1e-6)
+    offset = float(model.norm[0] - tensors["model.norm.weight"][0])
+    assert offset == pytest.approx(config.norm_offset, abs=1e-6)
