@@ -11,7 +11,8 @@ class GatedDeltaConfig:
     """The gated delta rule: a recurrence whose state maps keys to values.
 
     ``taps``: width of the convolution before it. ``folded``: tokens that are folded into the state
-    at once; those since are kept beside it (see cache/recurrent.py).
+    at once; those since are kept beside it (see cache/recurrent.py). ``by_head``: checkpoints have
+    the input's projections in two tensors, ordered by key head, as Qwen3-Next's; else in four.
     """
 
     num_key_heads: int
@@ -20,6 +21,7 @@ class GatedDeltaConfig:
     value_dim: int
     taps: int = 4
     folded: int = 32
+    by_head: bool = False
 
     def __post_init__(self):
         check_positive(num_key_heads=self.num_key_heads, num_value_heads=self.num_value_heads)
@@ -36,6 +38,14 @@ class GatedDeltaConfig:
     def values_per_key(self) -> int:
         """Value heads of a key head."""
         return self.num_value_heads // self.num_key_heads
+
+    @property
+    def heads(self) -> str:
+        """In words."""
+        return (
+            f"a recurrence with {self.num_key_heads} key heads of {self.key_dim} and "
+            f"{self.num_value_heads} value heads of {self.value_dim}"
+        )
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:

@@ -14,7 +14,8 @@ from jaxspec.models.linear import Linear, Product, linear_shape
 from jaxspec.models.shapes import array_shape, vector
 from jaxspec.parallel import Layout, Shards, check_divides
 from jaxspec.pytree import Pytree, array, pytree, static
-from jaxspec.tensors import Filler
+from jaxspec.tensors import Filler, One
+from jaxspec.wrapped_sources import Depthwise, Grouped, Part
 
 NORM_EPS = 1e-6  # of queries and keys, in all families
 
@@ -22,7 +23,7 @@ NORM_EPS = 1e-6  # of queries and keys, in all families
 @pytree
 class GatedDelta(Pytree):
     """Weights of one layer. G key heads with r value heads each; c = 2 Dk + r Dv channels of the
-    convolution in each group: query, key, values."""
+    convolution in each group: query, key, values. What is no matrix is float32."""
 
     qkvz: Linear  # [in, G, c + r * Dv]: the channels, then the values' gates
     ba: Linear  # [in, G, 2 * r]
@@ -67,11 +68,11 @@ class GatedDelta(Pytree):
         convolved = own.convolved(rows, channels, self.taps, ancestors, depth)
         q, k, v = self._split(jax.nn.silu(convolved))
         b, a = jnp.split(ba.astype(jnp.float32), 2, axis=-1)
-        rate = jnp.exp(self.a_log.astype(jnp.float32))
+        rate = jnp.exp(self.a_log)
         inputs = DeltaInputs(
             k=_unit(k),
             v=v,
-            g=-rate * jax.nn.softplus(a + self.dt_bias.astype(jnp.float32)),
+            g=-rate * jax.nn.softplus(a + self.dt_bias),
             beta=jax.nn.sigmoid(b),
         )
         q = _unit(q) / self.config.key_dim**0.5
@@ -91,7 +92,7 @@ class GatedDelta(Pytree):
         """The normed outputs times SiLU of their gates: float32 [B, T, G, r, Dv]."""
         gates = qkvz[..., self.taps.shape[-1] :].reshape(out.shape).astype(jnp.float32)
         scale = lax.rsqrt(jnp.mean(out * out, axis=-1, keepdims=True) + eps)
-        return out * scale * self.norm.astype(jnp.float32) * jax.nn.silu(gates)
+        return out * scale * self.norm * jax.nn.silu(gates)
 
     def init_state(self, geometry: Geometry, layout: Layout) -> DeltaState:
         """Rows without tokens. Raises ValueError for a layout that splits sequences."""
@@ -104,8 +105,40 @@ class GatedDelta(Pytree):
         )
 
     def filled(self, prefix: str, filler: Filler) -> "GatedDelta":
-        """Raises ValueError: no family's checkpoints can be read yet."""
-        raise ValueError(f"{prefix}linear_attn: recurrent layers cannot be read from files yet")
+        """The same, with every array replaced by ``filler``'s result for ``<prefix>linear_attn``.
+
+        The norm multiplies by the checkpoint's weight as it is, whatever the model's offset.
+        """
+        module = f"{prefix}linear_attn"
+        own, config = f"{module}.", self.config
+        groups, values = config.num_key_heads, config.values_per_key
+        keys, wide = config.key_dim, values * config.value_dim
+
+        def channels(name: str) -> tuple[Part, ...]:
+            """Queries of all groups, then keys, then values."""
+            return (
+                Part(name, keys),
+                Part(name, keys, groups * keys),
+                Part(name, wide, 2 * groups * keys),
+            )
+
+        qkvz = (*channels(f"{own}in_proj_qkv"), Part(f"{own}in_proj_z", wide))
+        ba = (Part(f"{own}in_proj_b", values), Part(f"{own}in_proj_a", values))
+        if config.by_head:
+            qkvz = (Part(f"{own}in_proj_qkvz", 2 * (keys + wide)),)
+            ba = (Part(f"{own}in_proj_ba", 2 * values),)
+        by_group = Grouped((Part(module, values),))
+        return self.replace(
+            qkvz=filler.linear(self.qkvz, Grouped(qkvz)),
+            ba=filler.linear(self.ba, Grouped(ba)),
+            taps=filler.of_source(
+                Depthwise(Grouped(channels(f"{own}conv1d"))), "weight", self.taps
+            ),
+            dt_bias=filler.of_source(by_group, "dt_bias", self.dt_bias),
+            a_log=filler.of_source(by_group, "A_log", self.a_log),
+            norm=filler.array(f"{own}norm.weight", self.norm),
+            o=filler.linear(self.o, One(f"{own}out_proj")),
+        )
 
 
 def gated_delta_shape(
@@ -122,9 +155,9 @@ def gated_delta_shape(
         qkvz=linear_shape(columns, (hidden_size, groups, channels + gates), dtype),
         ba=linear_shape(columns, (hidden_size, groups, 2 * values), dtype),
         taps=array_shape(config.taps, groups, channels, dtype=dtype),
-        dt_bias=array_shape(groups, values, dtype=dtype),
-        a_log=array_shape(groups, values, dtype=dtype),
-        norm=vector(config.value_dim, dtype),
+        dt_bias=array_shape(groups, values, dtype=jnp.float32),
+        a_log=array_shape(groups, values, dtype=jnp.float32),
+        norm=vector(config.value_dim, jnp.float32),
         o=linear_shape(("heads", "hidden"), (groups * gates, hidden_size), dtype),
         config=config,
     )
