@@ -141,8 +141,8 @@ MTP_NAMES = {
 
 
 def add_mtp_layer(directory: str | Path, layout: str, seed: int = 0) -> Path:
-    """Give a checkpoint a random MTP layer, named as in DeepSeek-V3's, MiMo's or Qwen's checkpoints.
-    Its config then says that it has one."""
+    """Give a checkpoint a random MTP layer, named as in those of DeepSeek-V3, MiMo or Qwen. Its
+    config then says that it has one."""
     directory, rng = Path(directory), np.random.default_rng(seed)
     config = json.loads((directory / "config.json").read_text())
     tensors = load_file(directory / "model.safetensors")

@@ -76,8 +76,8 @@ def contents(directory: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
 
 
 def save_with_images(directory: Path, text: Path) -> Path:
-    """The text model as part of a model of text and images, as Qwen 3.5 is published. Experts are in
-    tensors of all of them."""
+    """The text model as part of a model of text and images, as Qwen 3.5 is published. Experts are
+    in tensors of all of them."""
     tensors, inner = contents(text)
     tensors = {name.replace("model.", "model.language_model.", 1): x for name, x in tensors.items()}
     tensors = _fused(tensors) | {"model.visual.pos_embed.weight": np.ones((16, 32), np.float32)}

@@ -12,6 +12,7 @@ import numpy as np
 from jax import Array
 
 from jaxspec.config.experts import ExpertsConfig
+from jaxspec.config.mixers import AttentionConfig
 from jaxspec.config.model import ModelConfig
 from jaxspec.models.decoder import Decoder, decoder_shapes
 from jaxspec.models.hf_config import load_model_config
@@ -64,6 +65,12 @@ class Checkpoint:
         layers = () if self.config is None else self.config.layers
         if any(isinstance(layer.mlp, ExpertsConfig) for layer in layers):
             raise ValueError(f"{directory} has experts, which are not quantized")
+        mixers = [layer.mixer for layer in layers]
+        if any(not isinstance(one, AttentionConfig) or one.gated for one in mixers):
+            raise ValueError(
+                f"{directory} has recurrent layers, or attention that is gated or over latents, "
+                "which are not quantized"
+            )
 
     def units(self, *, lm_head: bool) -> list[Unit]:
         """What is quantized, in the order of the forward pass: layers, then the LM head; or all of

@@ -168,9 +168,9 @@ def test_requests_that_lose_their_pages_have_the_same_text(
 @pytest.mark.parametrize(("drafter", "shape"), [("ngram", CHAIN), ("mtp", CHAIN), ("mtp", TREE)])
 def test_texts_stop_where_those_of_plain_decoding_do(checkpoint, drafter: str, shape: Any):
     model = checkpoint("qwen3_5_text")
-    stops = tuple(text[20] for text in plain(model))
+    stops = tuple(max(text, key=text.index) for text in plain(model)[:2])  # that come late
     expected = plain(model, stops=stops)
-    assert any(len(text) < NEW_TOKENS for text in expected)
+    assert any(15 < len(text) < NEW_TOKENS for text in expected)
     assert texts(model, drafter, shape, stops=stops) == expected
 
 
