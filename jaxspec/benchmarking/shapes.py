@@ -152,8 +152,8 @@ SHAPES: Mapping[str, ModelConfig] = MappingProxyType(
 
 
 def _without_scaling(layer: LayerConfig) -> LayerConfig:
-    rope = dataclasses.replace(layer.mixer.rope, scaling=None)
-    return dataclasses.replace(layer, mixer=dataclasses.replace(layer.mixer, rope=rope))
+    rope = dataclasses.replace(layer.attention.rope, scaling=None)
+    return dataclasses.replace(layer, mixer=dataclasses.replace(layer.attention, rope=rope))
 
 
 def head_config(target: ModelConfig) -> HeadConfig:

@@ -19,6 +19,7 @@ from jaxspec.loading import load
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.hf_config import parse_model_config
 from jaxspec.parallel import make_mesh
+from jaxspec.quantizer.checkpoint import Checkpoint
 from jaxspec.scheduling.requests import SamplingParams
 from jaxspec.speculation.drafters import NGramDrafter
 from jaxspec.tensors import splitting
@@ -97,16 +98,15 @@ def texts(
     shape: SpeculationConfig = CHAIN,
     *,
     stops: tuple[int, ...] = (),
+    page_size: int = 5,
     num_pages: int | None = None,
     config: EngineConfig | None = None,
-    devices: int = 1,
     **options: Any,
 ) -> list[list[int]]:
     """More prompts than rows, so rows join while others decode. Half of them are sampled."""
-    mesh = make_mesh(tensor_parallel=devices) if devices > 1 else None
     own = NGramDrafter(min_match=1) if drafter == "ngram" else drafter
-    params = load(model, own, dtype="float32", speculation=shape, mesh=mesh, **options)
-    cache = CacheConfig(page_size=5, max_length=96, num_pages=num_pages)
+    params = load(model, own, dtype="float32", speculation=shape, **options)
+    cache = CacheConfig(page_size=page_size, max_length=96, num_pages=num_pages)
     engine = Engine(params, cache, config or EngineConfig(max_rows=3, rounds_per_call=4))
     sampling = [
         SamplingParams(
@@ -177,17 +177,31 @@ def test_texts_stop_where_those_of_plain_decoding_do(checkpoint, drafter: str, s
 @pytest.mark.parametrize(
     ("family", "devices", "shape"),
     [
-        slow("qwen3_next", 2, TREE),
-        slow("qwen3_next", 4, CHAIN),  # KV heads are repeated
-        slow("qwen3_5_text", 2, CHAIN),
-        slow("qwen3_5_text", 4, TREE),
+        slow("qwen3_next", {"tensor_parallel": 2}, TREE),
+        slow("qwen3_next", {"tensor_parallel": 4}, CHAIN),  # KV heads are repeated
+        slow("qwen3_next", {"tensor_parallel": (2, 2)}, CHAIN),
+        slow("qwen3_next", {"pipeline_parallel": 2}, TREE),
+        slow("qwen3_next", {"data_parallel": 2}, CHAIN),
+        slow("qwen3_5_text", {"tensor_parallel": 2}, CHAIN),
+        slow("qwen3_5_text", {"tensor_parallel": 4}, TREE),
     ],
 )
-def test_devices_give_the_text_of_one(checkpoint, family: str, devices: int, shape: Any):
+def test_devices_give_the_text_of_one(checkpoint, family: str, devices: Any, shape: Any):
     """Key heads and experts are split."""
-    model = checkpoint(family)
-    assert texts(model, "mtp", shape, devices=devices) == plain(model)
-    assert texts(model, "mtp", shape, devices=devices, shard_drafter=True) == plain(model)
+    model, mesh = checkpoint(family), make_mesh(**devices)
+    assert texts(model, "mtp", shape, mesh=mesh) == plain(model)
+    if devices.get("tensor_parallel") in (2, 4):
+        assert texts(model, "mtp", shape, mesh=mesh, shard_drafter=True) == plain(model)
+
+
+def test_what_recurrent_layers_cannot_do_is_named(checkpoint):
+    model = checkpoint("qwen3_5_text")
+    with pytest.raises(ValueError, match="recurrent layers need whole sequences on a device"):
+        texts(model, "ngram", page_size=4, mesh=make_mesh(sequence_parallel=2))
+    with pytest.raises(ValueError, match="this draft model"):
+        texts(model, str(model))
+    with pytest.raises(ValueError, match="which are not quantized"):
+        Checkpoint(model)
 
 
 @pytest.mark.slow
