@@ -15,6 +15,7 @@ from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.decoder import decoder_shapes
 from jaxspec.models.hf_config import load_model_config, parse_model_config
+from jaxspec.quantizer.scoring import score
 from jaxspec.tensors import joining, splitting
 from jaxspec.weights.mtp import load_mtp_head
 from jaxspec.weights.safetensors_io import load_decoder, save_tree
@@ -161,3 +162,16 @@ def test_tensors_are_written_as_they_were_read(checkpoint, tmp_path: Path):
     shapes = decoder_shapes(model.config, jnp.dtype(jnp.float32))
     joined = shapes.filled(joining({name: jnp.asarray(x) for name, x in tensors.items()}))
     assert all(map(np.array_equal, jax.tree.leaves(joined), jax.tree.leaves(model)))
+
+
+@pytest.mark.slow
+def test_texts_are_scored_layer_by_layer(checkpoint, tmp_path: Path):
+    """By jaxspec perplexity, with fused experts and an MTP layer in the checkpoint."""
+    plain, tokens, logits = checkpoint("qwen3_5_moe_text")
+    for path in (plain / "config.json", plain / "model.safetensors"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    whole = save_with_images(tmp_path / "whole", add_mtp_layer(tmp_path, "qwen"))
+    found = score(whole, tokens, np.ones(tokens.shape, bool), batch=2)
+    chances = jax.nn.log_softmax(logits[:, :-1])
+    expected = -np.take_along_axis(chances, tokens[:, 1:, None], axis=-1).sum((1, 2))
+    np.testing.assert_allclose(found.nats, expected, rtol=1e-4)
