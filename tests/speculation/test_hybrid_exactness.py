@@ -180,7 +180,6 @@ def test_texts_stop_where_those_of_plain_decoding_do(checkpoint, drafter: str, s
         slow("qwen3_next", {"tensor_parallel": 2}, TREE),
         slow("qwen3_next", {"tensor_parallel": 4}, CHAIN),  # KV heads are repeated
         slow("qwen3_next", {"tensor_parallel": (2, 2)}, CHAIN),
-        slow("qwen3_next", {"pipeline_parallel": 2}, TREE),
         slow("qwen3_next", {"data_parallel": 2}, CHAIN),
         slow("qwen3_5_text", {"tensor_parallel": 2}, CHAIN),
         slow("qwen3_5_text", {"tensor_parallel": 4}, TREE),
@@ -198,6 +197,8 @@ def test_what_recurrent_layers_cannot_do_is_named(checkpoint):
     model = checkpoint("qwen3_5_text")
     with pytest.raises(ValueError, match="recurrent layers need whole sequences on a device"):
         texts(model, "ngram", page_size=4, mesh=make_mesh(sequence_parallel=2))
+    with pytest.raises(ValueError, match="recurrent layers cannot be split into stages: take pp 1"):
+        texts(model, "ngram", mesh=make_mesh(pipeline_parallel=2))
     with pytest.raises(ValueError, match="this draft model"):
         texts(model, str(model))
     with pytest.raises(ValueError, match="which are not quantized"):
