@@ -15,6 +15,7 @@ from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.decoder import decoder_shapes
 from jaxspec.models.hf_config import load_model_config, parse_model_config
+from jaxspec.models.linear import Linear
 from jaxspec.quantizer.scoring import score
 from jaxspec.tensors import joining, splitting
 from jaxspec.weights.mtp import load_mtp_head
@@ -23,6 +24,7 @@ from tests.checkpoints import add_mtp_layer, hf_logits
 from tests.hybrid_checkpoints import VARIANTS, contents, save_hybrid, save_with_images
 from tests.marks import slow
 from tests.parity import load, paged_logits
+from tests.quantized_checkpoints import FORMATS, quantize_checkpoint
 
 LENGTH, FAST = 40, "qwen3_5_text"
 
@@ -175,3 +177,30 @@ def test_texts_are_scored_layer_by_layer(checkpoint, tmp_path: Path):
     chances = jax.nn.log_softmax(logits[:, :-1])
     expected = -np.take_along_axis(chances, tokens[:, 1:, None], axis=-1).sum((1, 2))
     np.testing.assert_allclose(found.nats, expected, rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["compressed", "gptq act-order", "float8"])
+def test_quantized_checkpoints_are_read(checkpoint, form: str, tmp_path: Path):
+    """Of what makes up a projection of ours all is quantized, or nothing."""
+    directory, tokens, _ = checkpoint("qwen3_5_text")
+    ends = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight", "out_proj.weight")
+    own = (*ends, "in_proj_qkv.weight", "in_proj_z.weight")
+    quantized, dense = quantize_checkpoint(
+        directory, tmp_path, FORMATS[form], lambda name: name.endswith(own)
+    )
+    model, meant = load(quantized), load(dense)
+    mixers: list[Any] = [layer.mixer for layer in model.layers[:2]]
+    assert not isinstance(mixers[0].qkvz, Linear) and isinstance(mixers[0].ba, Linear)
+    assert not isinstance(mixers[1].qkv, Linear)
+    ours, theirs = (paged_logits(one, tokens[:, :12], 5, 12) for one in (model, meant))
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-4)
+
+
+def test_projections_in_two_formats_are_named(checkpoint, tmp_path: Path):
+    directory, _, _ = checkpoint("qwen3_5_text")
+    model, _ = quantize_checkpoint(
+        directory, tmp_path, FORMATS["compressed"], lambda name: name.endswith("in_proj_qkv.weight")
+    )
+    with pytest.raises(ValueError, match=r"in_proj_qkv is quantized and .*in_proj_z is not"):
+        load(model)
