@@ -15,7 +15,7 @@ A row's number of tokens is its ``context_lens``, as in attention; nothing is co
 """
 
 from collections.abc import Sequence
-from typing import Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -81,7 +81,7 @@ class DeltaState(Pytree):
         """
         groups, values, k_dim, v_dim = heads
         rows, wide = geometry.num_rows, jnp.dtype(jnp.float32)
-        struct = jax.ShapeDtypeStruct
+        struct: Any = jax.ShapeDtypeStruct
         shapes = cls(
             s=struct((rows, groups, values, k_dim, v_dim), wide),
             window=DeltaInputs(

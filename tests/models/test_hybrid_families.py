@@ -103,6 +103,10 @@ def raw_config(checkpoint, name: str = "qwen3_5_text") -> dict[str, Any]:
         ({"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype = 'bfloat16' is not supported"),
         ({"mtp_use_dedicated_embeddings": True}, "mtp_use_dedicated_embeddings = True is not"),
         ({"mtp_num_hidden_layers": -1}, "mtp_num_hidden_layers must be a number of layers"),
+        (
+            {"num_nextn_predict_layers": 2},
+            "num_nextn_predict_layers is 2, and mtp_num_hidden_layers 1",
+        ),
         ({"linear_num_key_heads": 0}, "linear_num_key_heads must be a positive integer, got 0"),
         ({"linear_num_value_heads": 6}, r"num_value_heads \(6\) must be a multiple of"),
         ({"linear_conv_kernel_dim": 1}, "taps must be at least 2, got 1"),
@@ -174,7 +178,7 @@ def test_texts_are_scored_layer_by_layer(checkpoint, tmp_path: Path):
         (tmp_path / path.name).write_bytes(path.read_bytes())
     whole = save_with_images(tmp_path / "whole", add_mtp_layer(tmp_path, "qwen"))
     found = score(whole, tokens, np.ones(tokens.shape, bool), batch=2)
-    chances = jax.nn.log_softmax(logits[:, :-1])
+    chances = np.asarray(jax.nn.log_softmax(logits[:, :-1]))
     expected = -np.take_along_axis(chances, tokens[:, 1:, None], axis=-1).sum((1, 2))
     np.testing.assert_allclose(found.nats, expected, rtol=1e-4)
 

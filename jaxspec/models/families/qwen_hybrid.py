@@ -28,7 +28,10 @@ _Mlp = DenseConfig | ExpertsConfig
 
 
 def _model(hf: Keys, mlps: Callable[[int], _Mlp], *, by_head: bool) -> ModelConfig:
-    """Layers with the MLP that ``mlps`` gives for their index."""
+    """Layers with the MLP that ``mlps`` gives for their index.
+
+    Raises ValueError for kinds of layers, or numbers of MTP layers, that do not fit.
+    """
     plain, bias = attention_of(hf, rope_of(_of_text(hf))), hf["attention_bias"]
     attention = dataclasses.replace(plain, qkv_bias=bias, o_bias=bias, qk_norm=True, gated=True)
     recurrence = GatedDeltaConfig(
@@ -45,6 +48,10 @@ def _model(hf: Keys, mlps: Callable[[int], _Mlp], *, by_head: bool) -> ModelConf
     ]
     model = model_of(hf, layers, norm_offset=1)
     mtp = mtp_of(hf, "qwen", normed=True, key="mtp_num_hidden_layers")
+    for other in ("num_nextn_predict_layers", "num_mtp_layers"):
+        if hf[other] and hf[other] != hf["mtp_num_hidden_layers"]:
+            count = hf["mtp_num_hidden_layers"]
+            raise ValueError(f"{other} is {shown(hf[other])}, and mtp_num_hidden_layers {count}")
     return dataclasses.replace(model, mtp=mtp)
 
 
