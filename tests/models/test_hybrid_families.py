@@ -126,6 +126,7 @@ def test_unsupported_configs_are_named(checkpoint, change: dict[str, Any], messa
     ("change", "message"),
     [
         ({"text_config": None}, "text_config must be an object, got None"),
+        ({"text_config": {"model_type": "x"}}, "text_config: model_type 'x' is not supported"),
         ({"audio_config": {}}, "unknown key 'audio_config'"),
         ({"tie_word_embeddings": True}, "tie_word_embeddings is True, and not so in text_config"),
     ],

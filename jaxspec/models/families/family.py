@@ -73,10 +73,15 @@ class Family:
 
     def _inner(self, raw: Keys, inside: str) -> Keys:
         """The keys of the text model. Raises ValueError for unknown keys beside it."""
-        text, tied = raw.get(inside), raw.get("tie_word_embeddings")
+        text, tied = raw.get(inside, {}), raw.get("tie_word_embeddings")
         if not isinstance(text, dict):
             raise ValueError(f"{inside} must be an object, got {shown(text)}")
-        check_keys(raw, hf_keys.AROUND_KEYS | hf_keys.HARMLESS_KEYS | {inside}, {})
+        kind = f"{raw['model_type']}_text"
+        if text.get("model_type", kind) != kind:
+            given = shown(text["model_type"])
+            raise ValueError(f"{inside}: model_type {given} is not supported, only {kind!r}")
+        known = hf_keys.AROUND_KEYS | hf_keys.HARMLESS_KEYS | {inside}
+        check_keys(raw, known, hf_keys.FIXED_VALUES)
         if tied is None:
             return text
         if text.get("tie_word_embeddings", tied) != tied:
