@@ -67,6 +67,7 @@ DEEPSEEK_V3 = Family(
         "routed_scaling_factor": 2.5,
         "n_group": 8,
         "topk_group": 4,
+        "num_nextn_predict_layers": 1,
     },
     fixed={
         "topk_method": (None, "noaux_tc"),
