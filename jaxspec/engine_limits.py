@@ -92,7 +92,7 @@ def scheduler_limits(params: EngineParams, sizes: Sizes, config: EngineConfig) -
         unseen_rounds=1 if config.adaptive else None,
         max_queue=config.max_queue,
         watermark=0.0 if holds_all else Limits.watermark,
-        prefix_caching=config.prefix_caching,
+        prefix_caching=config.prefix_caching and not params.target.config.is_recurrent,
         share_generated=not config.deterministic,
         preemption=preemption,
         part_pages=sizes.part_pages,

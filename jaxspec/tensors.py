@@ -30,6 +30,7 @@ class Piece(NamedTuple):
       row, column: start of the view in the tensor; ``column`` is None for a vector.
       inputs_first: the tensor itself is stored as [columns, rows].
       offset: what the view has more than the tensor, in every entry.
+      depthwise: the tensor itself is stored as [rows, 1, columns].
     """
 
     name: str
@@ -38,6 +39,7 @@ class Piece(NamedTuple):
     column: int | None
     inputs_first: bool = False
     offset: int = 0
+    depthwise: bool = False
 
     @property
     def row_shape(self) -> tuple[int, ...]:
@@ -49,6 +51,8 @@ class Piece(NamedTuple):
         if self.column is None:
             return (rows,)
         columns = slice(self.column, self.column + self.view.shape[-1])
+        if self.depthwise:
+            return (rows, slice(0, 1), columns)
         return (columns, rows) if self.inputs_first else (rows, columns)
 
 

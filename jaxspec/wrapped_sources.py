@@ -1,12 +1,83 @@
-"""Sources that change the layout of another source's tensors."""
+"""Further sources: those of groups of outputs, and those that change another source's layout."""
 
 import dataclasses
+import itertools
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from jaxspec.tensors import Piece, Source, Split, Tensors
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Rows of a projection: for each group ``width`` consecutive ones, from row ``first`` on."""
+
+    name: str
+    width: int
+    first: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Grouped:
+    """Parts of projections, side by side in each group: [in, G, sum of widths], biases [G, ...]."""
+
+    parts: tuple[Part, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(part.name for part in self.parts))
+
+    def split(self, kind: str) -> Split:
+        ends = list(itertools.accumulate(part.width for part in self.parts))
+
+        def split(block: np.ndarray, start: tuple[int, ...]) -> list[Piece]:
+            rows, column = block, None
+            if block.ndim > 2:
+                rows, column = np.moveaxis(block, 0, -1), start[0]
+            return [
+                Piece(
+                    f"{part.name}.{kind}",
+                    rows[:, end - part.width : end],
+                    part.first + start[-2] * part.width,
+                    column,
+                )
+                for part, end in zip(self.parts, ends, strict=True)
+            ]
+
+        return split
+
+    def join(self, kind: str, tensors: Tensors, shape: tuple[int, ...]) -> Array:
+        def own(part: Part) -> Array:
+            last = part.first + shape[-2] * part.width
+            rows = tensors[f"{part.name}.{kind}"][part.first : last].T
+            return rows.reshape(*shape[:-1], part.width)
+
+        return jnp.concatenate([own(part) for part in self.parts], axis=-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Depthwise:
+    """The tensors of another source, stored as those of a depthwise convolution: [out, 1, in]."""
+
+    source: Source
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.source.names
+
+    def split(self, kind: str) -> Split:
+        own = self.source.split(kind)
+
+        def split(block: np.ndarray, start: tuple[int, ...]) -> list[Piece]:
+            return [piece._replace(depthwise=True) for piece in own(block, start)]
+
+        return split
+
+    def join(self, kind: str, tensors: Tensors, shape: tuple[int, ...]) -> Array:
+        flat = {f"{name}.{kind}": tensors[f"{name}.{kind}"][:, 0] for name in self.names}
+        return self.source.join(kind, flat, shape)
 
 
 @dataclasses.dataclass(frozen=True)

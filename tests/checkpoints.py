@@ -136,27 +136,34 @@ def tiny_eagle1_head(
 MTP_NAMES = {
     "deepseek": ("enorm", "hnorm", "eh_proj", "shared_head.norm"),
     "mimo": ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
+    "qwen": ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"),
 }
 
 
 def add_mtp_layer(directory: str | Path, layout: str, seed: int = 0) -> Path:
-    """Give a checkpoint a random MTP layer, named as in DeepSeek-V3's or MiMo's checkpoints. Its
+    """Give a checkpoint a random MTP layer, named as in those of DeepSeek-V3, MiMo or Qwen. Its
     config then says that it has one."""
     directory, rng = Path(directory), np.random.default_rng(seed)
     config = json.loads((directory / "config.json").read_text())
     tensors = load_file(directory / "model.safetensors")
     hidden, layers = config["hidden_size"], config["num_hidden_layers"]
-    own = f"model.layers.{layers}." if layout == "deepseek" else "model.mtp_layers.0."
+    own = {"deepseek": f"model.layers.{layers}.", "mimo": "model.mtp_layers.0.", "qwen": "mtp."}[
+        layout
+    ]
+    block = f"{own}layers.0." if layout == "qwen" else own
     embed_norm, hidden_norm, fc, norm = MTP_NAMES[layout]
     last = f"model.layers.{layers - 1}."
     for name in [name for name in tensors if name.startswith(last)]:  # like the model's last layer
         like = tensors[name]
         noise = 0.3 * rng.standard_normal(like.shape)
-        tensors[name.replace(last, own)] = (rng.permutation(like) + noise).astype(np.float32)
+        tensors[name.replace(last, block)] = (rng.permutation(like) + noise).astype(np.float32)
     for name in (embed_norm, hidden_norm, norm):
-        tensors[f"{own}{name}.weight"] = _scale(rng, hidden)
+        tensors[f"{own}{name}.weight"] = _scale(rng, hidden) - (layout == "qwen")
     tensors[f"{own}{fc}.weight"] = _normal(rng, hidden, 2 * hidden)
-    config["num_nextn_predict_layers"] = 1
+    count = "mtp_num_hidden_layers" if layout == "qwen" else "num_nextn_predict_layers"
+    config[count] = 1
+    if layout == "qwen":
+        return save_tensors(directory, tensors, config)
     if layout == "deepseek":
         tensors[f"{own}embed_tokens.weight"] = tensors["model.embed_tokens.weight"]
     else:

@@ -18,7 +18,7 @@ from jax import Array
 from jaxspec.cache import pages_for
 from jaxspec.config.mlps import dense_like
 from jaxspec.config.model import LayerConfig, ModelConfig, dense_model
-from jaxspec.config.mtp import MtpConfig
+from jaxspec.config.mtp import MtpConfig, MtpLayout
 from jaxspec.config.speculation import SpeculationConfig, TreeShape
 from jaxspec.functional import EngineParams, admit, decode, init_state, prefill
 from jaxspec.models.decoder import FINAL_NORM, Decoder, decoder_shapes
@@ -140,10 +140,15 @@ def eagle1_head(target: Decoder, noise: float = 0.1, seed: int = 2) -> DraftHead
 
 
 def mtp_head(
-    target: Decoder, noise: float = 0.1, seed: int = 4, *, normed: bool = True
+    target: Decoder,
+    noise: float = 0.1,
+    seed: int = 4,
+    *,
+    normed: bool = True,
+    layout: MtpLayout = "deepseek",
 ) -> DraftHead:
     """``fc`` passes the embedding on; the layer adds a little."""
-    described = mtp_head_config(target.config, MtpConfig("deepseek", 1, normed))
+    described = mtp_head_config(target.config, MtpConfig(layout, 1, normed))
     shapes = head_shapes(described, target.config, jnp.dtype(jnp.float32))
     head, hidden = random_arrays(shapes, seed), target.config.hidden_size
     weight = jnp.concatenate([jnp.eye(hidden), jnp.zeros((hidden, hidden))])

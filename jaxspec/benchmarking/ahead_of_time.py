@@ -34,7 +34,7 @@ from jaxspec.benchmarking.compiled_round import (
 )
 from jaxspec.benchmarking.modes import Mode, make_params
 from jaxspec.benchmarking.rounds import LARGEST_CHUNK, Workload
-from jaxspec.benchmarking.shapes import eagle3_config
+from jaxspec.benchmarking.shapes import head_config
 from jaxspec.cache import PagedKV
 from jaxspec.compiler_options import compiler_options
 from jaxspec.config.model import ModelConfig
@@ -149,7 +149,7 @@ class Job:
     """What is compiled.
 
     Attributes:
-      config: of the target; the drafter is an EAGLE-3 head for it.
+      config: of the target; the drafter is that of shapes.head_config.
       kernels, kv_dtype: see Kernels.parse and loading.load.
       largest_chunk: most tokens of a row's prompt in a call.
       quantization: of the target but for its LM head; drafter_quantization: of the head.
@@ -204,7 +204,7 @@ def _program(function: Any, job: Job, devices: Sequence[Any], *, counted: bool) 
     dtype, layout = jnp.dtype("bfloat16"), mesh_layout(mesh)
     shards = Shards.over(mesh, layout)
     target = in_scheme(decoder_shapes(config, dtype, shards), job.quantization, lm_head=False)
-    head = head_shapes(eagle3_config(config), config, dtype, shards) if mode.speculation else None
+    head = head_shapes(head_config(config), config, dtype, shards) if mode.speculation else None
     head = in_scheme(head, job.drafter_quantization, lm_head=True)
     own_kernels = Kernels.parse(job.kernels, devices[0], devices_of_model(mesh))
     params = with_kv_dtype(make_params(mode, target, head, mesh, own_kernels), job.kv_dtype)

@@ -1,16 +1,20 @@
-"""The least number of bytes that a round must read on each device."""
+"""The least number of bytes that a round must read, or write, on each device."""
 
 import dataclasses
 import math
 from typing import Any
 
+import jax
+
+from jaxspec.cache import Geometry
 from jaxspec.exchanges import without_exchanges
 from jaxspec.functional import EngineParams
 from jaxspec.memory import local_bytes
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import DraftHead
-from jaxspec.models.mixers import Attention
+from jaxspec.models.mixers import Attention, GatedDelta
 from jaxspec.models.mlps import Experts
+from jaxspec.parallel import WHOLE
 from jaxspec.quantization.float8 import Float8Linear
 from jaxspec.quantization.grouped import GroupedLinear
 from jaxspec.quantization.scaled import only_eight_bits
@@ -20,23 +24,29 @@ from pallas_kernels.float8 import BYTES
 
 @dataclasses.dataclass(frozen=True)
 class FloorBytes:
-    """Bytes that a round must read: weights once per pass, keys and values of the context."""
+    """Bytes that a round must read: weights once per pass, keys and values of the context. Of
+    recurrent layers also what it must write."""
 
     target_weights: int
     target_kv: int
     draft_weights: int
     draft_kv: int
+    target_state: int = 0
 
     @property
     def total(self) -> int:
         return sum(dataclasses.astuple(self))
 
 
-def floor_bytes(params: EngineParams, batch: int, context: float) -> FloorBytes:
-    """For one round over ``batch`` sequences with ``context`` committed tokens on average.
+def floor_bytes(
+    params: EngineParams, batch: int, context: float, committed: float = 1.0
+) -> FloorBytes:
+    """For one round over ``batch`` sequences with ``context`` committed tokens on average, which
+    commits so many more of each.
 
-    The drafter runs one pass over the newly committed tokens, and one for each further level. Only
-    the first reads ``fc``. Of embedding tables only a few rows are gathered, so a table counts only
+    The drafter runs one pass over the newly committed tokens, and one for each further level. Of an
+    EAGLE-3 head only the first reads ``fc``. A head without an LM head reads the target's. Of
+    embedding tables only a few rows are gathered, so a table counts only
     if it is also the LM head. Of weights of 8 bits beside larger ones only these count. Devices
     that share sequences each read their part. Of experts those count that are chosen (see
     ``_unread_experts``).
@@ -48,14 +58,17 @@ def floor_bytes(params: EngineParams, batch: int, context: float) -> FloorBytes:
     if target.lm_head is not None:
         weights -= local_bytes(target.embed)
     kv = round(rows * _kv_bytes(target, context))
+    state = round(rows * _state_bytes(target, committed))
     if not isinstance(drafter, EagleDrafter):
-        return FloorBytes(weights, kv, 0, 0)
+        return FloorBytes(weights, kv, 0, 0, state)
     head, passes = only_eight_bits(drafter.head), params.speculation.max_depth
-    once = local_bytes(head.front.fc)
+    once = local_bytes(head.front.fc) if head.method == "eagle3" else 0
     each = local_bytes(without_exchanges(head)) - once - local_bytes((head.embed, head.token_ids))
-    return FloorBytes(
-        weights, kv, once + passes * each, round(passes * rows * _kv_bytes(head, context))
-    )
+    each -= _unread_experts(head, batch // params.data_parallel)
+    if head.lm_head is None:
+        each += local_bytes(target.embed if target.lm_head is None else target.lm_head)
+    draft_kv = round(passes * rows * _kv_bytes(head, context))
+    return FloorBytes(weights, kv, once + passes * each, draft_kv, state)
 
 
 def _verified(params: EngineParams) -> int:
@@ -64,7 +77,7 @@ def _verified(params: EngineParams) -> int:
     return params.speculation.num_nodes if drafts else 1
 
 
-def _unread_experts(model: Decoder, tokens: int) -> int:
+def _unread_experts(model: Decoder | DraftHead, tokens: int) -> int:
     """Bytes of the experts that none of so many tokens chooses, if every token chooses alike often
     and independently. Real tokens choose more alike, so they read less."""
     total = 0.0
@@ -82,8 +95,28 @@ def _kv_bytes(model: Decoder | DraftHead, context: float) -> int:
     return sum(_cached_bytes(mixer, context) for mixer in mixers if isinstance(mixer, Attention))
 
 
+def _state_bytes(model: Decoder, committed: float) -> int:
+    """Bytes of recurrent states that a round reads and writes for one sequence."""
+    mixers = (layer.mixer for layer in model.layers)
+    return round(sum(_moved(mixer, committed) for mixer in mixers if isinstance(mixer, GatedDelta)))
+
+
+def _moved(mixer: GatedDelta, committed: float) -> float:
+    """The state is read once, and written when as many tokens as its window holds are folded into
+    it. Of the window half is read, and what is committed is written. The convolution's last inputs
+    are read and written."""
+    state = jax.eval_shape(lambda: mixer.init_state(Geometry(0, 1, 1), WHOLE))
+    s, window, channels = (
+        sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(part))
+        for part in (state.s, state.window, state.channels)
+    )
+    folds = committed / mixer.config.folded
+    share = _local_heads(mixer.qkvz) / mixer.config.num_key_heads
+    return share * (s * (1 + folds) + window * (0.5 + folds) + 2 * channels)
+
+
 def _local_heads(qkv: Any) -> int:
-    """KV heads of a device."""
+    """KV heads of a device, or key heads."""
     if isinstance(qkv, GroupedLinear | Float8Linear):
         return qkv.values.sharding.shard_shape(qkv.values.shape)[0]
     return qkv.weight.sharding.shard_shape(qkv.weight.shape)[1]

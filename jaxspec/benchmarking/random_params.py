@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxspec.benchmarking.random_quantized import QUANTIZED, random_quantized
-from jaxspec.benchmarking.shapes import eagle3_config
+from jaxspec.benchmarking.shapes import head_config
 from jaxspec.config.model import ModelConfig
 from jaxspec.config.quantization import Scheme
 from jaxspec.models.decoder import Decoder, decoder_shapes
@@ -63,7 +63,7 @@ def random_pipeline(
     return Pipeline(tuple(stages), _random_tree(shapes.last, meshes[-1], keys[-1]))
 
 
-def random_eagle3_head(
+def random_head(
     target: ModelConfig,
     dtype: jnp.dtype,
     mesh: Mesh | None,
@@ -72,17 +72,19 @@ def random_eagle3_head(
     sharded: bool = True,
     quantization: Scheme | None = None,
 ) -> DraftHead:
-    """An EAGLE-3 head of random weights, sharded as its target is, or whole on every device.
+    """The head that shapes.head_config describes, of random weights, sharded as its target is, or
+    whole on every device.
 
     ``quantization``: of all its matrices; see quantization.schemes.
     """
     shards = Shards.over(mesh, mesh_layout(mesh, split_model=sharded))
-    shapes = head_shapes(eagle3_config(target), target, dtype, shards)
-    assert shapes.token_ids is not None
-    vocab = shapes.token_ids.shape[0]
+    shapes = head_shapes(head_config(target), target, dtype, shards)
     weights = in_scheme(shapes.replace(token_ids=None), quantization, lm_head=True)
     weights_key, ids_key = jax.random.split(jax.random.key(seed, impl="rbg"))
     head = _random_tree(weights, mesh, weights_key)
+    if shapes.token_ids is None:
+        return head
+    vocab = shapes.token_ids.shape[0]
     ids = jnp.sort(jax.random.permutation(ids_key, target.vocab_size)[:vocab]).astype(jnp.int32)
     if mesh is not None:
         ids = jax.device_put(ids, NamedSharding(mesh, P()))

@@ -16,6 +16,7 @@ from jaxspec.benchmarking.floors import FloorBytes, floor_bytes
 from jaxspec.benchmarking.modes import Mode
 from jaxspec.benchmarking.timing import timed
 from jaxspec.compiler_options import compiler_options
+from jaxspec.config.gated_delta import GatedDeltaConfig
 from jaxspec.functional import EngineParams
 from jaxspec.sampling import make_sampling
 from jaxspec.state import EngineState
@@ -118,7 +119,7 @@ def time_mode(bench: "Bench", report: Callable[[str], None]) -> Timing:
         all_round_ms=tuple(round_ms),
         acceptance_length=acceptance,
         tokens_per_second=1e3 * workload.batch * acceptance / median,
-        floor=floor_bytes(params, workload.batch, middle),
+        floor=floor_bytes(params, workload.batch, middle, acceptance),
         compile_seconds=bench.compile_seconds,
     )
 
@@ -206,7 +207,8 @@ def prefill_chunk(params: EngineParams, workload: Workload, max_length: int) -> 
     if "paged_attention" in params.kernels or params.sequence_parallel > 1:  # it works in blocks
         return most
     slots = max_length + params.speculation.scratch_slots
-    heads = max(layer.mixer.num_heads for layer in params.target.config.layers)
+    mixers = [layer.mixer for layer in params.target.config.layers]
+    heads = max([one.num_heads for one in mixers if not isinstance(one, GatedDeltaConfig)] or [1])
     fitting = SCORE_BYTES // (4 * workload.batch * heads * slots)
     return min(most, 1 << max(4, fitting.bit_length() - 1))
 

@@ -8,7 +8,8 @@ from typing import Any
 from jaxspec.config.experts import ExpertsConfig, RoutingConfig
 from jaxspec.config.model import LayerConfig, ModelConfig, dense_model, draft_layers
 from jaxspec.config.rope import Llama3RopeScaling
-from jaxspec.models.heads import HeadConfig, default_capture
+from jaxspec.models.heads import HeadConfig, default_capture, mtp_head_config
+from jaxspec.models.hf_config import parse_model_config
 
 EAGLE3_VOCAB_SIZE = 32_000  # of the published EAGLE-3 heads
 
@@ -117,15 +118,47 @@ SHAPES: Mapping[str, ModelConfig] = MappingProxyType(
             rope_theta=1_000_000.0,
             max_position=32_768,
         ),
+        "qwen3.5-9b": parse_model_config(  # the values of its config.json are the family's defaults
+            {
+                "model_type": "qwen3_5_text",
+                "max_position_embeddings": 262_144,
+                "rope_theta": 10_000_000.0,
+            }
+        ),
         "tiny": _TINY,
         "tiny-experts": _with_experts(_TINY, num_experts=8, top_k=2, size=64),
+        "tiny-hybrid": parse_model_config(
+            {
+                "model_type": "qwen3_next",
+                "vocab_size": 1000,
+                "hidden_size": 64,
+                "num_hidden_layers": 4,
+                "num_attention_heads": 8,
+                "num_key_value_heads": 4,
+                "head_dim": 16,
+                "max_position_embeddings": 4096,
+                "linear_key_head_dim": 16,
+                "linear_value_head_dim": 16,
+                "linear_num_key_heads": 4,
+                "linear_num_value_heads": 8,
+                "num_experts": 8,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 64,
+                "shared_expert_intermediate_size": 64,
+            }
+        ),
     }
 )
 
 
 def _without_scaling(layer: LayerConfig) -> LayerConfig:
-    rope = dataclasses.replace(layer.mixer.rope, scaling=None)
-    return dataclasses.replace(layer, mixer=dataclasses.replace(layer.mixer, rope=rope))
+    rope = dataclasses.replace(layer.attention.rope, scaling=None)
+    return dataclasses.replace(layer, mixer=dataclasses.replace(layer.attention, rope=rope))
+
+
+def head_config(target: ModelConfig) -> HeadConfig:
+    """The MTP layer of a target that has one, else an EAGLE-3 head for it."""
+    return eagle3_config(target) if target.mtp is None else mtp_head_config(target, target.mtp)
 
 
 def eagle3_config(target: ModelConfig) -> HeadConfig:

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxspec.benchmarking.acceptance_levels import AcceptanceLevels
-from jaxspec.benchmarking.random_params import random_decoder, random_eagle3_head
+from jaxspec.benchmarking.random_params import random_decoder, random_head
 from jaxspec.benchmarking.shapes import SHAPES
 from jaxspec.client_load import Clients, Phase, Requests
 from jaxspec.commands.run_facts import run_facts
@@ -112,7 +112,7 @@ def make_engine(args: argparse.Namespace, choices: Choices) -> Engine:
     )
     params = EngineParams(
         target=random_decoder(config, dtype, None, seed=0),
-        drafter=EagleDrafter(head=random_eagle3_head(config, dtype, None, seed=1)),
+        drafter=EagleDrafter(head=random_head(config, dtype, None, seed=1)),
         speculation=speculation,
         kernels=Kernels.parse(args.kernels),
     )

@@ -3,9 +3,9 @@
 Draft tokens are accepted at a fixed mean length ("synthetic" acceptance), so that the speed of a
 round can be measured without a checkpoint; the text means nothing. Modes are `plain`, `chain:K`
 and `NODES:DEPTH:TOPK` (root included); the latter two may end in `@ACCEPTANCE_LENGTH` and draft
-with an EAGLE-3 head, whose matrices are 8-bit integers after a further `+int8`. Every figure stands
-beside the memory floor: the bytes that a round must read, divided by the bandwidth measured in the
-same run.
+with an EAGLE-3 head, or the MTP layer of a shape that has one, whose matrices are 8-bit integers
+after a further `+int8`. Every figure stands beside the memory floor: the bytes that a round must
+read, divided by the bandwidth measured in the same run.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from rich.table import Table
 
 from jaxspec.benchmarking.compiling import compile_side_by_side
 from jaxspec.benchmarking.modes import Mode, make_params, parse_mode
-from jaxspec.benchmarking.random_params import random_decoder, random_eagle3_head
+from jaxspec.benchmarking.random_params import random_decoder, random_head
 from jaxspec.benchmarking.rounds import SAMPLING, Bench, Timing, Workload, time_mode
 from jaxspec.benchmarking.shapes import SHAPES
 from jaxspec.benchmarking.timing import Bandwidth, measure_bandwidth
@@ -138,7 +138,7 @@ def measure_modes(
     console.print(f"making random weights of {args.shape}")
     target, head = random_decoder(config, dtype, mesh, 0, args.quantization), None
     if any(mode.speculation for _, mode in chosen):
-        head = random_eagle3_head(
+        head = random_head(
             config,
             dtype,
             mesh,

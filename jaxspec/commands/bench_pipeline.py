@@ -24,7 +24,7 @@ from rich.table import Table
 from jaxspec.benchmarking.modes import Mode, make_params, parse_mode
 from jaxspec.benchmarking.random_params import (
     random_decoder,
-    random_eagle3_head,
+    random_head,
     random_pipeline,
 )
 from jaxspec.benchmarking.shapes import SHAPES
@@ -65,7 +65,7 @@ def make_parser() -> argparse.ArgumentParser:
     add(
         "--draft-shape",
         choices=SHAPES,
-        help="shape of a draft model; its vocabulary is the target's (default: an EAGLE-3 head)",
+        help="shape of a draft model; its vocabulary is the target's (default: a head)",
     )
     add("--stage-layers", type=layer_counts, metavar="L,L,..", help="layers of each stage of ppN")
     add("--batch", default="2,8,32", help="numbers of requests, separated by commas")
@@ -124,7 +124,7 @@ def random_params(args: argparse.Namespace, arrangement: Arrangement, mode: Mode
         own = dataclasses.replace(SHAPES[args.draft_shape], vocab_size=config.vocab_size)
         draft = random_decoder(own, dtype, meshes[-1], seed=1)
     elif mode.speculation is not None:
-        head = random_eagle3_head(config, dtype, meshes[-1], seed=1)
+        head = random_head(config, dtype, meshes[-1], seed=1)
     if len(meshes) == 1:
         stages, target = (), random_decoder(config, dtype, meshes[0], seed=0)
     else:

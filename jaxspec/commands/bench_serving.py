@@ -21,7 +21,7 @@ from rich.console import Console
 
 from jaxspec.benchmarking.compiling import compile_side_by_side
 from jaxspec.benchmarking.modes import EIGHT_BITS, Mode, make_params, parse_mode
-from jaxspec.benchmarking.random_params import random_decoder, random_eagle3_head
+from jaxspec.benchmarking.random_params import random_decoder, random_head
 from jaxspec.benchmarking.rounds import Bench, Workload, time_mode
 from jaxspec.benchmarking.shapes import SHAPES
 from jaxspec.commands.engine_options import (
@@ -158,7 +158,7 @@ class Models:
         config, dtype = SHAPES[self.args.shape], resolve_dtype(self.args.dtype)
         own = self.args.drafter_quantization
         target = random_decoder(config, dtype, self.mesh, 0, self.args.quantization)
-        return target, random_eagle3_head(config, dtype, self.mesh, seed=1, quantization=own)
+        return target, random_head(config, dtype, self.mesh, seed=1, quantization=own)
 
     def mode(self, name: str) -> Mode:
         """Of random weights: how a run decodes."""

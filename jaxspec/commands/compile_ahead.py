@@ -20,6 +20,7 @@ split some of them differently on a real GPU.
 import argparse
 import dataclasses
 import datetime
+import itertools
 import os
 import shlex
 import tempfile
@@ -124,7 +125,8 @@ def model_config(args: argparse.Namespace) -> ModelConfig:
     config = SHAPES[args.shape]
     if args.layers is None:
         return config
-    return dataclasses.replace(config, layers=config.layers[:1] * args.layers)
+    layers = itertools.islice(itertools.cycle(config.layers), args.layers)
+    return dataclasses.replace(config, layers=tuple(layers))
 
 
 def compile_here(args: argparse.Namespace) -> None:

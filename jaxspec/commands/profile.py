@@ -26,7 +26,7 @@ from rich.table import Table
 from jaxspec.benchmarking.hlo import LAYER_PARTS, OTHER, PARTS, PHASES, Program, Scope
 from jaxspec.benchmarking.modes import make_params, parse_mode
 from jaxspec.benchmarking.profile import Cost, Profile, Round, profile_rounds, record, summarize
-from jaxspec.benchmarking.random_params import random_decoder, random_eagle3_head
+from jaxspec.benchmarking.random_params import random_decoder, random_head
 from jaxspec.benchmarking.rounds import Bench, Workload
 from jaxspec.benchmarking.shapes import SHAPES
 from jaxspec.benchmarking.timing import timed
@@ -93,7 +93,7 @@ def run_profiled(args: argparse.Namespace, progress: Console) -> tuple[Profile, 
     target, head = random_decoder(config, dtype, mesh, 0, args.quantization), None
     if mode.speculation:
         own = args.drafter_quantization
-        head = random_eagle3_head(config, dtype, mesh, seed=1, quantization=own)
+        head = random_head(config, dtype, mesh, seed=1, quantization=own)
     params = with_kv_dtype(make_params(mode, target, head, mesh, kernels), args.kv_dtype)
     progress.print("compiling")
     workload = Workload(

@@ -66,7 +66,7 @@ def check_options(args: argparse.Namespace) -> None:
     if args.shared_prefix < 0:
         raise ValueError(f"--shared-prefix must be at least 0, got {args.shared_prefix}")
     if args.shape and args.drafter != "auto":
-        raise ValueError("--drafter is for models: with --shape the drafter is an EAGLE-3 head")
+        raise ValueError("--drafter is for models: with --shape the drafter is a random head")
     if args.shape and args.drafter_bits == 4:
         raise ValueError("with --shape give --drafter-quantization w4a16 instead of --drafter-bits")
     for name in ("bare", "quantization", "drafter_quantization"):

@@ -3,6 +3,7 @@
 import dataclasses
 
 from jaxspec.config.checks import check_positive
+from jaxspec.config.gated_delta import GatedDeltaConfig
 from jaxspec.config.latent import LatentConfig
 from jaxspec.config.rope import RopeConfig
 
@@ -19,6 +20,8 @@ class AttentionConfig:
       softcap: scores x become softcap * tanh(x / softcap).
       sinks: each query head has a score for attending to nothing (see paged_attention).
       fused: checkpoints have the three projections in one tensor, ``qkv_proj``.
+      gated: what a head attends to is multiplied by a sigmoid of the token, entry by entry. In
+        checkpoints ``q_proj`` has each head's query, then its gate.
     """
 
     num_heads: int
@@ -33,6 +36,7 @@ class AttentionConfig:
     softcap: float | None = None
     sinks: bool = False
     fused: bool = False
+    gated: bool = False
 
     def __post_init__(self):
         check_positive(num_heads=self.num_heads, num_kv_heads=self.num_kv_heads)
@@ -42,6 +46,8 @@ class AttentionConfig:
                 check_positive(**{name: value})
         if self.whole_qk_norm and not self.qk_norm:
             raise ValueError("whole_qk_norm says how queries and keys are normed: set qk_norm, too")
+        if self.gated and (self.fused or self.whole_qk_norm):
+            raise ValueError("gated attention has projections and norms of each head by itself")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads ({self.num_heads}) must be a multiple of "
@@ -71,4 +77,4 @@ class AttentionConfig:
             )
 
 
-MixerConfig = AttentionConfig | LatentConfig
+MixerConfig = AttentionConfig | GatedDeltaConfig | LatentConfig

@@ -6,6 +6,7 @@ from typing import Literal
 
 from jaxspec.config.checks import check_positive
 from jaxspec.config.experts import ExpertsConfig
+from jaxspec.config.gated_delta import GatedDeltaConfig
 from jaxspec.config.mixers import AttentionConfig, MixerConfig
 from jaxspec.config.mlps import DenseConfig, dense_like
 from jaxspec.config.mtp import MtpConfig
@@ -77,6 +78,11 @@ class ModelConfig:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether a layer keeps a state of each row, so that pages do not hold all of a prefix."""
+        return any(isinstance(layer.mixer, GatedDeltaConfig) for layer in self.layers)
 
     def check_tree_depth(self, max_depth: int) -> None:
         """Raises ValueError unless every layer can verify a tree of ``max_depth``."""

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Literal
 
 # How families name and join the parts of such a layer; see models/heads/mtp.py.
-MtpLayout = Literal["deepseek", "mimo"]
+MtpLayout = Literal["deepseek", "mimo", "qwen"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -13,7 +13,8 @@ class MtpConfig:
 
     Attributes:
       layout: how their tensors are named, and how their inputs are joined.
-      num_layers: how many there are. Each is like the model's last layer.
+      num_layers: how many there are. Each is like the model's last layer that
+        is not recurrent.
       normed: the hidden states that they read, of the model and their own, are those after a norm.
         Families and engines disagree about this. It decides how much is accepted, never the text.
     """

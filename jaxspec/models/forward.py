@@ -119,7 +119,8 @@ class ForwardPass:
 
     def heads(
         self,
-        product: Product,
+        product: Addend,
+        dtype: jnp.dtype,
         config: AttentionConfig,
         q_norm: Array | None,
         k_norm: Array | None,
@@ -127,7 +128,7 @@ class ForwardPass:
         qk_norm: Array | None = None,
         sinks: Array | None = None,
     ) -> "Heads":
-        """The heads of a qkv projection, not yet normed and rotated.
+        """The heads of a qkv projection, not yet normed and rotated. ``dtype`` is that of sums.
 
         ``qk_norm``: weights [G, R - 1, D] of a norm over all query heads, and one over all key
         heads. They are normed with it here.
@@ -142,7 +143,7 @@ class ForwardPass:
             partials = norm_all_heads(partials[0], qk_norm, self.eps, axes)[None]
         return Heads(
             partials=partials,
-            dtype=product.x.dtype,
+            dtype=dtype,
             rope=angles,
             q_norm=q_norm,
             k_norm=k_norm,

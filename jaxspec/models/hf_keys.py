@@ -45,7 +45,9 @@ SIZES = words(
     num_key_value_heads head_dim max_position_embeddings original_max_position_embeddings
     sliding_window_pattern no_rope_layer_interval num_local_experts num_experts
     num_experts_per_tok experts_per_token moe_intermediate_size decoder_sparse_step
-    n_routed_experts n_shared_experts n_group topk_group"""
+    n_routed_experts n_shared_experts n_group topk_group shared_expert_intermediate_size
+    full_attention_interval linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim
+    linear_num_key_heads linear_num_value_heads"""
 )
 FLAGS = words(
     """tie_word_embeddings attention_bias mlp_bias use_sliding_window norm_topk_prob
@@ -75,6 +77,12 @@ HARMLESS_KEYS = words(
     tokenizer_model_max_length tokenizer_padding_side unsloth_fixed unsloth_version
     output_router_logits router_aux_loss_coef router_jitter_noise
     is_llama_config transformers.js_config quantization_config compression_config"""
+)
+
+# Keys beside the config of a text model, in files that have those of other models, too.
+AROUND_KEYS = words(
+    """architectures model_type tie_word_embeddings vision_config eos_token_id image_token_id
+    video_token_id vision_start_token_id vision_end_token_id"""
 )
 
 # Keys that must have one of these values, in families that do not read them.

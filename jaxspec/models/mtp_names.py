@@ -15,12 +15,14 @@ class MtpNames:
     """What a checkpoint calls the parts of an MTP layer.
 
     Attributes:
-      layer: prefix of all its tensors, those of the transformer layer among them.
-      embed_norm, hidden_norm, fc, norm: the rest of their names, without ``weight``.
+      prefix: of all its tensors.
+      layer: prefix of those of the transformer layer.
+      embed_norm, hidden_norm, fc, norm: the rest of the others' names, without ``weight``.
       hidden_first: the projection reads the hidden state before the embedding.
       copies: tensors that repeat the target's embeddings and LM head. They are not read.
     """
 
+    prefix: str
     layer: str
     embed_norm: str
     hidden_norm: str
@@ -29,13 +31,20 @@ class MtpNames:
     hidden_first: bool = False
     copies: tuple[str, ...] = ()
 
+    def have(self, name: str) -> bool:
+        """Whether a tensor is of this layer, and not of another MTP layer."""
+        others = name.startswith(f"{self.prefix}layers.") and not name.startswith(self.layer)
+        return name.startswith(self.prefix) and not others
+
 
 def mtp_names(mtp: MtpConfig, num_layers: int) -> MtpNames:
     """Of the first MTP layer of a model of ``num_layers`` layers."""
     match mtp.layout:
         case "deepseek":
+            own = f"model.layers.{num_layers}."
             return MtpNames(
-                layer=f"model.layers.{num_layers}.",
+                prefix=own,
+                layer=own,
                 embed_norm="enorm",
                 hidden_norm="hnorm",
                 fc="eh_proj",
@@ -44,12 +53,22 @@ def mtp_names(mtp: MtpConfig, num_layers: int) -> MtpNames:
             )
         case "mimo":
             return MtpNames(
+                prefix="model.mtp_layers.0.",
                 layer="model.mtp_layers.0.",
                 embed_norm="token_layernorm",
                 hidden_norm="hidden_layernorm",
                 fc="input_proj",
                 norm="final_layernorm",
                 hidden_first=True,
+            )
+        case "qwen":
+            return MtpNames(
+                prefix="mtp.",
+                layer="mtp.layers.0.",
+                embed_norm="pre_fc_norm_embedding",
+                hidden_norm="pre_fc_norm_hidden",
+                fc="fc",
+                norm="norm",
             )
 
 
@@ -60,6 +79,8 @@ def mtp_prefixes(mtp: MtpConfig, num_layers: int) -> tuple[str, ...]:
             return tuple(f"model.layers.{num_layers + i}." for i in range(mtp.num_layers))
         case "mimo":
             return tuple(f"model.mtp_layers.{i}." for i in range(mtp.num_layers))
+        case "qwen":
+            return ("mtp.",)
 
 
 def mtp_tensors(config: ModelConfig, names: Collection[str]) -> set[str]:

@@ -30,8 +30,11 @@ def pipeline_shapes(
 ) -> Pipeline:
     """A pipeline of ShapeDtypeStructs, with so many layers on each mesh.
 
-    Raises ValueError for sizes that cannot be split evenly.
+    Raises ValueError for sizes that cannot be split evenly, and for recurrent layers: they keep the
+    nodes of one tree at a time, and the rounds of several groups are under way in a pipeline.
     """
+    if config.is_recurrent:
+        raise ValueError("recurrent layers cannot be split into stages: take pp 1")
     stages, first = [], 0
     for mesh, count in zip(meshes, layers, strict=True):
         layout = mesh_layout(mesh)

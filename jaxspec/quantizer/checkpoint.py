@@ -12,11 +12,13 @@ import numpy as np
 from jax import Array
 
 from jaxspec.config.experts import ExpertsConfig
+from jaxspec.config.mixers import AttentionConfig
 from jaxspec.config.model import ModelConfig
 from jaxspec.models.decoder import Decoder, decoder_shapes
 from jaxspec.models.hf_config import load_model_config
 from jaxspec.models.hf_values import read_json
 from jaxspec.models.layer import Layer
+from jaxspec.models.mtp_names import mtp_tensors
 from jaxspec.parallel import ONE_SHARD
 from jaxspec.quantization.formats import CONFIG_KEYS
 from jaxspec.quantization.stored import as_stored
@@ -24,6 +26,7 @@ from jaxspec.quantizer.layers import FLOAT32, LayerKind
 from jaxspec.tensors import CheckpointTensor, choosing, splitting, tensor_shapes
 from jaxspec.weights.checkpoint_files import StoredTensor, canonical_tensors, scan
 from jaxspec.weights.eagle import head_method
+from jaxspec.weights.fused_experts import unfused
 from jaxspec.weights.safetensors_io import check_tensors, load_tree, placements
 
 LAYERS = "model.layers."
@@ -64,6 +67,12 @@ class Checkpoint:
         layers = () if self.config is None else self.config.layers
         if any(isinstance(layer.mlp, ExpertsConfig) for layer in layers):
             raise ValueError(f"{directory} has experts, which are not quantized")
+        mixers = [layer.mixer for layer in layers]
+        if any(not isinstance(one, AttentionConfig) or one.gated for one in mixers):
+            raise ValueError(
+                f"{directory} has recurrent layers, or attention that is gated or over latents, "
+                "which are not quantized"
+            )
 
     def units(self, *, lm_head: bool) -> list[Unit]:
         """What is quantized, in the order of the forward pass: layers, then the LM head; or all of
@@ -135,7 +144,9 @@ class Streamed:
 
     def __init__(self, directory: Path):
         self.config = load_model_config(directory)
-        self._stored = canonical_tensors(directory)
+        stored = unfused(canonical_tensors(directory), self.config)
+        others = mtp_tensors(self.config, stored)
+        self._stored = {name: one for name, one in stored.items() if name not in others}
         self._kind = as_stored(self._stored, ONE_SHARD)
 
     def layer(self, index: int) -> Layer:

@@ -26,6 +26,7 @@ from jaxspec.models.heads import (
     head_shapes,
     mtp_head_config,
 )
+from jaxspec.models.hf_config import to_hf_config
 from jaxspec.models.shapes import weight_name
 from jaxspec.pytree import Pytree, pytree
 from jaxspec.training.draft_loss import DraftBatch, LossConfig, draft_loss, learned_counts
@@ -133,8 +134,10 @@ def init_mtp_layer(target: Decoder, seed: int = 0) -> DraftHead:
     """A float32 MTP layer to train: a copy of the target's last layer and final norm, that reads
     the hidden state, and the embedding a little.
 
-    Raises ValueError for a target whose last layer is quantized.
+    Raises ValueError for a target whose last layer is quantized, or whose config is not written:
+    the layer is saved with it.
     """
+    to_hf_config(target.config)
     mtp = MtpConfig("deepseek", num_layers=1, normed=True)
     shapes = head_shapes(mtp_head_config(target.config, mtp), target.config, jnp.dtype("float32"))
     last = target.layers[-1]

@@ -16,6 +16,9 @@ from jaxspec.tensors import CheckpointTensor
 # A dtype that safetensors does not read for NumPy.
 E4M3 = "F8_E4M3"
 
+# Prefixes of the tensors of models of text and images.
+TEXT_MODEL, VISION_MODEL = "model.language_model.", "model.visual."
+
 # Converts pickled weights: all shards into one file. It clones, as tied tensors share memory, which
 # safetensors refuses.
 CONVERSION = (
@@ -59,7 +62,10 @@ def open_safetensors(path: Path) -> Any:
 
 
 def scan(directory: str | Path) -> dict[str, StoredTensor]:
-    """All tensors of a checkpoint directory, by name. Only the file headers are read."""
+    """All tensors of a checkpoint directory, by name. Only the file headers are read.
+
+    Of a model of text and images those of the text model, named as if it were alone.
+    """
     stored: dict[str, StoredTensor] = {}
     for path in _checkpoint_files(Path(directory)):
         with open_safetensors(path) as file:
@@ -68,7 +74,10 @@ def scan(directory: str | Path) -> dict[str, StoredTensor]:
                 stored[name] = StoredTensor(
                     path, name, tuple(tensor.get_shape()), tensor.get_dtype()
                 )
-    return stored
+    if not any(name.startswith(TEXT_MODEL) for name in stored):
+        return stored
+    of_text = {name: one for name, one in stored.items() if not name.startswith(VISION_MODEL)}
+    return {name.replace(TEXT_MODEL, "model.", 1): one for name, one in of_text.items()}
 
 
 def canonical_tensors(directory: str | Path) -> dict[str, CheckpointTensor]:

@@ -15,6 +15,7 @@ from jaxspec.parallel import Shards, mesh_layout
 from jaxspec.quantization.kv_cache import without_kv_scales
 from jaxspec.tensors import choosing, splitting
 from jaxspec.weights.checkpoint_files import scan
+from jaxspec.weights.fused_experts import unfused
 from jaxspec.weights.safetensors_io import (
     check_not_quantized,
     load_tree,
@@ -22,6 +23,9 @@ from jaxspec.weights.safetensors_io import (
     placements,
     save_tree,
 )
+
+# Ends of the names of what joins an MTP layer's inputs.
+_JOINS = (".eh_proj.weight", ".input_proj.weight", "mtp.fc.weight")
 
 
 def has_mtp_layers(directory: str | Path, config: ModelConfig) -> bool:
@@ -34,7 +38,7 @@ def holds_only_mtp_layers(directory: str | Path) -> bool:
     names = scan(directory)
     if any(name.endswith("embed_tokens.weight") for name in names):
         return False
-    return any(name.endswith((".eh_proj.weight", ".input_proj.weight")) for name in names)
+    return any(name.endswith(_JOINS) for name in names)
 
 
 def load_mtp_head(
@@ -60,7 +64,7 @@ def load_mtp_head(
     if mtp is None:
         raise ValueError(
             f"{directory} has no layers for multi-token prediction: its config.json has no "
-            "num_nextn_predict_layers above 0; choose another drafter"
+            "num_nextn_predict_layers or mtp_num_hidden_layers above 0; choose another drafter"
         )
     if normed is not None:
         mtp = dataclasses.replace(mtp, normed=normed)
@@ -68,10 +72,11 @@ def load_mtp_head(
     assert head.mtp is not None
     shards = Shards.over(mesh, mesh_layout(mesh, split_model=sharded))
     stored, kind = open_checkpoint(directory, shards, None)
-    own = {name: one for name, one in stored.items() if name.startswith(head.mtp.layer)}
+    own = {name: one for name, one in stored.items() if head.mtp.have(name)}
+    own = unfused(own, head.model)
     if not own:
         raise ValueError(
-            f"{directory} has no tensors {head.mtp.layer}*, though its config.json says that it "
+            f"{directory} has no tensors {head.mtp.prefix}*, though its config.json says that it "
             "has layers for multi-token prediction: choose another drafter"
         )
     first_layer = head.mtp.layer.removesuffix(".")
@@ -81,7 +86,7 @@ def load_mtp_head(
         shapes,
         shapes.filled(first_layer, splitting()),
         placements(shapes, mesh),
-        {f"{head.mtp.layer}{name}" for name in head.mtp.copies},
+        {f"{head.mtp.prefix}{name}" for name in head.mtp.copies},
     )
 
 

@@ -1,5 +1,6 @@
 """The benchmark's inputs and its arithmetic; its timings are for a GPU."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -8,9 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.benchmarking.ahead_of_time import Job, decode_program
 from jaxspec.benchmarking.floors import FloorBytes, floor_bytes
 from jaxspec.benchmarking.modes import make_params, parse_mode
-from jaxspec.benchmarking.random_params import random_decoder, random_eagle3_head
+from jaxspec.benchmarking.random_params import random_decoder, random_head
+from jaxspec.benchmarking.rounds import Workload
 from jaxspec.benchmarking.shapes import SHAPES
 from jaxspec.models.decoder import decoder_shapes
 from pallas_kernels.selection import Kernels
@@ -28,6 +31,7 @@ TINY, BFLOAT16 = SHAPES["tiny"], jnp.dtype("bfloat16")
         ("qwen3-30b-a3b", 30.532),
         ("qwen2.5-7b", 7.616),
         ("mistral-7b", 7.248),
+        ("qwen3.5-9b", 8.954),
     ],
 )
 def test_shapes_have_the_published_number_of_parameters(shape: str, billions: float):
@@ -79,7 +83,7 @@ def test_other_modes_are_refused(text: str):
 @pytest.mark.slow
 def test_random_weights_are_all_different_and_of_a_sane_size():
     target = random_decoder(TINY, BFLOAT16, None, seed=0)
-    head = random_eagle3_head(TINY, BFLOAT16, None, seed=1)
+    head = random_head(TINY, BFLOAT16, None, seed=1)
     arrays = [np.asarray(leaf) for leaf in jax.tree.leaves((target, head))]
     assert len({array.tobytes() for array in arrays}) == len(arrays)
     assert {array.dtype for array in arrays} == {BFLOAT16, np.dtype("int32")}
@@ -92,7 +96,7 @@ def test_random_weights_are_all_different_and_of_a_sane_size():
 
 def test_the_floor_of_a_chain():
     target = random_decoder(TINY, BFLOAT16, None, seed=0)
-    head = random_eagle3_head(TINY, BFLOAT16, None, seed=1)
+    head = random_head(TINY, BFLOAT16, None, seed=1)
     params = make_params(parse_mode("chain:3"), target, head, None, Kernels())
     hidden, ff, vocab, layers = 64, 128, 1000, 4  # tiny's; 8 query and 4 KV heads of 16
     layer = hidden * (256 + 128 + 3 * ff) + 2 * hidden
@@ -111,13 +115,50 @@ def test_the_floor_of_a_chain():
 def test_of_experts_those_count_that_are_chosen(mode: str, tokens: int):
     config = SHAPES["tiny-experts"]
     target = random_decoder(config, BFLOAT16, None, seed=0)
-    head = random_eagle3_head(config, BFLOAT16, None, seed=1)
+    head = random_head(config, BFLOAT16, None, seed=1)
     params = make_params(parse_mode(mode), target, head, None, Kernels())
     hidden, width, vocab, layers = 64, 64, 1000, 4
     rest = layers * (hidden * (256 + 128 + 8) + 2 * hidden) + hidden + hidden * vocab
     chosen = 8 * (1 - (1 - 2 / 8) ** (5 * tokens))  # of 8 experts, 2 by each token of 5 rows
     expected = 2 * (rest + layers * chosen * 3 * hidden * width)
     assert floor_bytes(params, batch=5, context=100).target_weights == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("mode", ["plain", "chain:3"])
+def test_the_floor_of_recurrent_layers_and_an_mtp_layer(mode: str):
+    config = SHAPES["tiny-hybrid"]
+    target = random_decoder(config, BFLOAT16, None, seed=0)
+    head = random_head(config, BFLOAT16, None, seed=1)
+    params = make_params(parse_mode(mode), target, head, None, Kernels())
+    found = floor_bytes(params, batch=5, context=100, committed=2)
+    keys, values, width, folded, recurrent = 4, 8, 16, 32, 3
+    state = 4 * values * width * width  # bytes: read, and written every 32 tokens
+    window = 4 * folded * (keys * width + values * (width + 2))
+    channels = 2 * 3 * (2 * keys + values) * width
+    once = state * (1 + 2 / 32) + window * (0.5 + 2 / 32) + 2 * channels
+    assert found.target_state == pytest.approx(5 * recurrent * once)
+    assert found.target_kv == 2 * 5 * 100 * 2 * 4 * 16  # one layer of four
+    if mode == "plain":
+        assert found.draft_weights == 0
+        return
+    hidden, vocab, experts, units = 64, 1000, 8, 64
+    attention = hidden * (2 * 128 + 128) + 128 * hidden + 2 * 16  # queries and their gates
+    chosen = experts * (1 - (1 - 2 / 8) ** 5)  # of 5 rows in a drafting step
+    mlp = hidden * (experts + 1) + 3 * hidden * units * (1 + chosen)
+    norms = 5 * hidden
+    each = 2 * (2 * hidden * hidden + attention + mlp + norms + hidden * vocab)
+    assert found.draft_weights == pytest.approx(3 * each)
+    assert found.draft_kv == 3 * found.target_kv
+
+
+def test_a_round_of_recurrent_layers_is_lowered_for_gpus():
+    config = SHAPES["qwen3.5-9b"]
+    config = dataclasses.replace(config, layers=config.layers[2:4])
+    workload = Workload(batch=2, context=64, rounds=2, page_size=16, repeats=1)
+    job = Job(config, parse_mode("chain:3"), workload, kernels="none")
+    program = decode_program(job, jax.devices())
+    lowered = program.function.trace(*program.arguments).lower(lowering_platforms=("cuda",))
+    assert "2x16x2x128x128xf32" in lowered.as_text(), "the states of two rows"
 
 
 def test_random_experts_keep_the_size_of_a_row():
@@ -130,7 +171,7 @@ def test_random_experts_keep_the_size_of_a_row():
 @pytest.mark.slow
 def test_a_head_of_eight_bits_has_about_half_the_floor():
     target = random_decoder(TINY, BFLOAT16, None, seed=0)
-    head = random_eagle3_head(TINY, BFLOAT16, None, seed=1)
+    head = random_head(TINY, BFLOAT16, None, seed=1)
     own, scaled = (
         floor_bytes(make_params(parse_mode(mode), target, head, None, Kernels()), 5, 100)
         for mode in ("chain:3", "chain:3+int8")

@@ -199,7 +199,7 @@ def test_heads_with_the_fields_of_published_templates_load(
     head = load(changed(eagle3, tmp_path, fields), target)
     rope = fields.get("rope_theta", 10000.0)
     assert (head.method, head.capture) == ("eagle3", (2, 4, 5))
-    assert head.config.layers[0].mixer.rope.theta == rope
+    assert head.config.layers[0].attention.rope.theta == rope
 
 
 def test_a_head_of_the_speculators_library(eagle3: Path, target: ModelConfig, tmp_path: Path):

@@ -20,6 +20,13 @@ from jaxspec.models.families.olmo import OLMO2, OLMO3
 from jaxspec.models.families.phi import PHI3
 from jaxspec.models.families.qwen import MIMO, QWEN2, QWEN3
 from jaxspec.models.families.qwen3_moe import QWEN3_MOE
+from jaxspec.models.families.qwen_hybrid import (
+    QWEN3_5,
+    QWEN3_5_MOE,
+    QWEN3_5_MOE_TEXT,
+    QWEN3_5_TEXT,
+    QWEN3_NEXT,
+)
 from jaxspec.models.families.smollm import SMOLLM3
 
 __all__ = ["FAMILIES", "Family"]
@@ -45,5 +52,10 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "glm4_moe": GLM4_MOE,
         "gpt_oss": GPT_OSS,
         "mimo": MIMO,
+        "qwen3_next": QWEN3_NEXT,
+        "qwen3_5": QWEN3_5,
+        "qwen3_5_text": QWEN3_5_TEXT,
+        "qwen3_5_moe": QWEN3_5_MOE,
+        "qwen3_5_moe_text": QWEN3_5_MOE_TEXT,
     }
 )

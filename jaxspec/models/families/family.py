@@ -43,6 +43,8 @@ class Family:
       fixed: keys that must have one of these values, besides hf_keys.FIXED_VALUES or in place of
         them.
       more_keys: from a config to further keys that have no effect in it.
+      inside: the key of the object that has the model's config, if it is not the whole file: a text
+        model with others beside it, which are not read.
       write: the keys of a ModelConfig besides those that all families share. None: configs of this
         family are not written.
     """
@@ -53,6 +55,7 @@ class Family:
     defaults: Keys = dataclasses.field(default_factory=dict)
     fixed: hf_keys.Allowed = dataclasses.field(default_factory=dict)
     more_keys: Callable[[Keys], frozenset[str]] = _no_more_keys
+    inside: str | None = None
     write: Callable[[ModelConfig], dict[str, Any]] | None = None
 
     def model(self, raw: Keys) -> ModelConfig:
@@ -60,11 +63,30 @@ class Family:
 
         Raises ValueError for a model that the decoder would not compute exactly.
         """
+        if self.inside is not None:
+            raw = self._inner(raw, self.inside)
         own = self.keys | self.more_keys(raw)
         fixed = {**hf_keys.FIXED_VALUES, **self.fixed}
         fixed = {key: values for key, values in fixed.items() if key not in own}
         check_keys(raw, hf_keys.COMMON_KEYS | hf_keys.HARMLESS_KEYS | own, fixed)
         return self.read(self._with_defaults(raw))
+
+    def _inner(self, raw: Keys, inside: str) -> Keys:
+        """The keys of the text model. Raises ValueError for unknown keys beside it."""
+        text, tied = raw.get(inside, {}), raw.get("tie_word_embeddings")
+        if not isinstance(text, dict):
+            raise ValueError(f"{inside} must be an object, got {shown(text)}")
+        kind = f"{raw['model_type']}_text"
+        if text.get("model_type", kind) != kind:
+            given = shown(text["model_type"])
+            raise ValueError(f"{inside}: model_type {given} is not supported, only {kind!r}")
+        known = hf_keys.AROUND_KEYS | hf_keys.HARMLESS_KEYS | {inside}
+        check_keys(raw, known, hf_keys.FIXED_VALUES)
+        if tied is None:
+            return text
+        if text.get("tie_word_embeddings", tied) != tied:
+            raise ValueError(f"tie_word_embeddings is {shown(tied)}, and not so in {inside}")
+        return {**text, "tie_word_embeddings": tied}
 
     def _with_defaults(self, raw: Keys) -> dict[str, Any]:
         """The keys that are read, the absent ones filled in. Raises ValueError for values of a type
@@ -126,14 +148,17 @@ def model_of(hf: Keys, layers: Iterable[LayerConfig], *, norm_offset: int = 0) -
     )
 
 
-def mtp_of(hf: Keys, layout: MtpLayout, *, normed: bool) -> MtpConfig | None:
+def mtp_of(
+    hf: Keys, layout: MtpLayout, *, normed: bool, key: str | None = None
+) -> MtpConfig | None:
     """The MTP layers that a checkpoint has beside its model. Those of families that do not say
-    otherwise are as in DeepSeek-V3's checkpoints.
+    otherwise are as in DeepSeek-V3's checkpoints. ``key`` has their number; None: DeepSeek's key.
 
     Raises ValueError for what is no number of layers.
     """
     name = "num_nextn_predict_layers" if hf["num_mtp_layers"] is None else "num_mtp_layers"
-    count = hf[name]  # transformers writes the latter
+    name = key or name  # transformers writes the latter
+    count = hf[name]
     if not is_integer(count) or count < 0:
         raise ValueError(f"{name} must be a number of layers, got {shown(count)}")
     return MtpConfig(layout, count, normed) if count else None

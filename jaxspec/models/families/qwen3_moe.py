@@ -6,10 +6,9 @@ from jaxspec.config.experts import ExpertsConfig, RoutingConfig
 from jaxspec.config.model import ModelConfig
 from jaxspec.models.families.family import Family, Keys, attention_of
 from jaxspec.models.families.rope import rope_of
-from jaxspec.models.families.routed import model_with_experts, under_either_name
+from jaxspec.models.families.routed import every_few, model_with_experts, under_either_name
 from jaxspec.models.families.windows import window_of
 from jaxspec.models.hf_keys import words
-from jaxspec.models.hf_values import is_integer, shown
 
 
 def _read(hf: Keys) -> ModelConfig:
@@ -25,17 +24,7 @@ def _read(hf: Keys) -> ModelConfig:
         normalize=hf["norm_topk_prob"],
     )
     experts = ExpertsConfig(hf["moe_intermediate_size"], routing)
-    dense, step = _dense_layers(hf), hf["decoder_sparse_step"]
-    return model_with_experts(
-        hf, attention, experts, lambda i: i not in dense and (i + 1) % step == 0
-    )
-
-
-def _dense_layers(hf: Keys) -> list[int]:
-    dense = hf["mlp_only_layers"] or []
-    if not isinstance(dense, list) or not all(map(is_integer, dense)):
-        raise ValueError(f"mlp_only_layers must be a list of integers, got {shown(dense)}")
-    return dense
+    return model_with_experts(hf, attention, experts, every_few(hf))
 
 
 QWEN3_MOE = Family(

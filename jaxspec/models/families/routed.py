@@ -31,6 +31,15 @@ def after_dense(hf: Keys) -> Callable[[int], bool]:
     return lambda layer: layer >= first
 
 
+def every_few(hf: Keys) -> Callable[[int], bool]:
+    """Which layers have experts: every ``decoder_sparse_step``-th, but none of
+    ``mlp_only_layers``. Raises ValueError for what is no list of integers."""
+    dense, step = hf["mlp_only_layers"] or [], hf["decoder_sparse_step"]
+    if not isinstance(dense, list) or not all(map(is_integer, dense)):
+        raise ValueError(f"mlp_only_layers must be a list of integers, got {shown(dense)}")
+    return lambda layer: layer not in dense and (layer + 1) % step == 0
+
+
 def sigmoid_experts(hf: Keys, num_experts: int) -> ExpertsConfig:
     """Experts as DeepSeek-V3 has them; ``num_experts`` if the config does not say how many."""
     routing = RoutingConfig(

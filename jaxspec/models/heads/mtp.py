@@ -1,4 +1,4 @@
-"""MTP layers of checkpoints as draft heads (DeepSeek-V3, arXiv 2412.19437; MiMo, 2505.07608).
+"""MTP layers of checkpoints as draft heads (DeepSeek-V3, arXiv 2412.19437; MiMo, 2505.07608; Qwen).
 
 A projection joins the normed embedding of a token and the normed hidden state of the token before.
 A layer like the model's follows, and a norm. Embeddings and the LM head are the target's.
@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jaxspec.config.gated_delta import GatedDeltaConfig
 from jaxspec.config.model import ModelConfig
 from jaxspec.config.mtp import MtpConfig
 from jaxspec.models.decoder import FINAL_NORM
@@ -26,8 +27,14 @@ from pallas_kernels.selection import Kernels
 
 
 def mtp_head_config(target: ModelConfig, mtp: MtpConfig) -> HeadConfig:
-    """The HeadConfig of the first of a target's MTP layers."""
-    model = dataclasses.replace(target, layers=target.layers[-1:], mtp=None, stop_token_ids=())
+    """The HeadConfig of the first of a target's MTP layers.
+
+    Raises ValueError for a target of recurrent layers only.
+    """
+    attending = [one for one in target.layers if not isinstance(one.mixer, GatedDeltaConfig)]
+    if not attending:
+        raise ValueError("MTP layers have attention, and the model has none to take sizes from")
+    model = dataclasses.replace(target, layers=(attending[-1],), mtp=None, stop_token_ids=())
     return HeadConfig(
         model=model,
         method="mtp",
@@ -52,7 +59,7 @@ class MtpFront(Pytree):
 
     @property
     def norm_name(self) -> str:
-        return f"{self.names.layer}{self.names.norm}.weight"
+        return f"{self.names.prefix}{self.names.norm}.weight"
 
     def hidden(self, captured: Array, eps: float, kernels: Kernels) -> Array:
         """The captured state is the hidden state."""
@@ -69,7 +76,7 @@ class MtpFront(Pytree):
         return FrontOutput(x, step.norm(x, first.input_norm))
 
     def filled(self, prefix: str, filler: Filler) -> "MtpFront":
-        own, names = self.names.layer, self.names
+        own, names = self.names.prefix, self.names
         return self.replace(
             fc=filler.linear(self.fc, One(f"{own}{names.fc}")),
             embed_norm=filler.norm(f"{own}{names.embed_norm}.weight", self.embed_norm),

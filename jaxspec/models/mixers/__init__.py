@@ -6,16 +6,18 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxspec.cache import Geometry
+from jaxspec.config.gated_delta import GatedDeltaConfig
 from jaxspec.config.latent import LatentConfig
 from jaxspec.config.mixers import AttentionConfig, MixerConfig
 from jaxspec.models.forward import ForwardPass
 from jaxspec.models.linear import Addend
 from jaxspec.models.mixers.attention import Attention, attention_shape
+from jaxspec.models.mixers.gated_delta import GatedDelta, gated_delta_shape
 from jaxspec.models.mixers.latent import LatentAttention, latent_shape
 from jaxspec.parallel import ONE_SHARD, Layout, Shards
 from jaxspec.tensors import Filler
 
-__all__ = ["Attention", "LatentAttention", "Mixer", "mixer_shape"]
+__all__ = ["Attention", "GatedDelta", "LatentAttention", "Mixer", "mixer_shape"]
 
 
 class Mixer(Protocol):
@@ -50,6 +52,8 @@ def mixer_shape(
     match config:
         case AttentionConfig():
             return attention_shape(config, hidden_size, dtype, shards, input_size=input_size)
+        case GatedDeltaConfig():
+            return gated_delta_shape(config, input_size or hidden_size, dtype, shards)
         case LatentConfig():
             if input_size is not None and input_size != hidden_size:
                 raise ValueError("latent attention reads hidden states alone: EAGLE-3 heads have "

@@ -2,13 +2,14 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
 from jaxspec.cache import Geometry, KVScales, PagedKV
 from jaxspec.config.mixers import AttentionConfig
 from jaxspec.models.forward import ForwardPass
-from jaxspec.models.linear import Linear, Product, linear_shape
+from jaxspec.models.linear import Addend, Computed, Linear, Product, linear_shape
 from jaxspec.models.shapes import array_shape, vector
 from jaxspec.parallel import Layout, Shards, fitting
 from jaxspec.pytree import Pytree, array, pytree, static
@@ -19,7 +20,8 @@ from jaxspec.wrapped_sources import Fused
 @pytree
 class Attention(Pytree):
     """Weights of one layer's attention. R = Q / G + 2: the query heads of a KV head, its key and
-    its value. With ``kv_scales`` the cache has 8-bit pages (see quantization.kv_cache).
+    its value. Gated attention has a gate after each query head: R = 2 Q / G + 2. With ``kv_scales``
+    the cache has 8-bit pages (see quantization.kv_cache).
 
     ``q_norm`` and ``k_norm`` are norms of each head by itself, ``qk_norm`` [G, R - 1, D] are norms
     of all query heads as one vector and of all key heads."""
@@ -36,11 +38,26 @@ class Attention(Pytree):
     def __call__(self, x: Array, state: Any, step: ForwardPass) -> tuple[Product, Any]:
         """From normed input [B, T, in] and the layer's state to the addend of the residual stream
         and the new state."""
-        product = self.qkv.product(x, "qkv")
+        product, gates = self._projected(x, step)
         norms = self.q_norm, self.k_norm
-        heads = step.heads(product, self.config, *norms, self.kv_scales, self.qk_norm, self.sinks)
+        heads = step.heads(
+            product, x.dtype, self.config, *norms, self.kv_scales, self.qk_norm, self.sinks
+        )
         out, state = step.attend(state, heads, self.config.window)
+        if gates is not None:
+            with jax.named_scope("activation"):
+                opened = jax.nn.sigmoid(gates.reshape(out.shape).astype(jnp.float32))
+                out = (out * opened).astype(out.dtype)
         return self.o.product(out.reshape(*out.shape[:2], -1), "o"), state
+
+    def _projected(self, x: Array, step: ForwardPass) -> tuple[Addend, Array | None]:
+        """Queries, keys and values, and the gates [B, T, G, Q / G, D] of what is attended to."""
+        product = self.qkv.product(x, "qkv")
+        if not self.config.gated:
+            return product, None
+        both = product.result(step.layout, step.kernels)
+        queries, gates = (both[..., first:-2:2, :] for first in range(2))
+        return Computed(jnp.concatenate([queries, both[..., -2:, :]], axis=-2)), gates
 
     def init_state(self, geometry: Geometry, layout: Layout) -> PagedKV:
         """Empty pages of keys and values."""
@@ -77,7 +94,7 @@ def attention_shape(
 ) -> Attention:
     """An Attention of ShapeDtypeStructs. ``input_size``: width of the qkv projection's input."""
     kv_heads, head_dim = parallel_kv_heads(config, shards.of("heads")), config.head_dim
-    group = config.num_heads // kv_heads + 2
+    group = config.num_heads // kv_heads * (2 if config.gated else 1) + 2
     by_head = config.qk_norm and not config.whole_qk_norm
     return Attention(
         qkv=linear_shape(

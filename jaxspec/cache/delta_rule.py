@@ -1,0 +1,229 @@
+"""The gated delta rule: one token after the other, in chunks, and over trees of tokens.
+
+The state S [Dk, Dv] of a value head maps keys to values. A token with query q, key k, value v, log
+of the decay g and strength beta changes it, then reads it (Yang et al., arXiv 2412.06464):
+
+    S <- exp(g) S;  S <- S + k (beta (v - S^T k))^T;  o = S^T q
+
+All functions are of B rows, G key heads with r value heads each, and T tokens, in float32. S is
+[B, G, r, Dk, Dv]. An invalid token changes nothing, whatever its inputs are: it is selected away.
+"""
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jaxspec.pytree import Pytree, array, pytree
+
+
+@pytree
+class DeltaInputs(Pytree):
+    """What tokens do to the state. Without the queries: nothing needs them again."""
+
+    k: Array = array("batch", "length", "kv_heads", "head_dim")  # [B, T, G, Dk], unit length
+    v: Array = array("batch", "length", "kv_heads", "group", "head_dim")  # [B, T, G, r, Dv]
+    g: Array = array("batch", "length", "kv_heads", "group")  # [B, T, G, r], at most 0
+    beta: Array = array("batch", "length", "kv_heads", "group")  # [B, T, G, r]
+
+    def where(self, valid: Array) -> "DeltaInputs":
+        """The same, where tokens that are not ``valid`` [B, T] change nothing."""
+        return DeltaInputs(
+            **{name: select_tokens(valid, x, 0) for name, x in self.fields().items()}
+        )
+
+    def fields(self) -> dict[str, Array]:
+        return {"k": self.k, "v": self.v, "g": self.g, "beta": self.beta}
+
+
+def select_tokens(valid: Array, x: Array, other: Array | float) -> Array:
+    """x [B, T, ...] where valid [B, T], else ``other``."""
+    return jnp.where(valid.reshape(*valid.shape, *(1,) * (x.ndim - 2)), x, other)
+
+
+def recurrence(s: Array, q: Array, inputs: DeltaInputs) -> tuple[Array, Array]:
+    """The definition, token by token: outputs [B, T, G, r, Dv] and the state after the last.
+
+    q is [B, T, G, Dk].
+    """
+
+    def step(s: Array, token: tuple[Array, DeltaInputs]) -> tuple[Array, Array]:
+        q, one = token
+        s = jnp.exp(one.g)[..., None, None] * s
+        written = one.beta[..., None] * (one.v - _einsum("bgd,bgrde->bgre", one.k, s))
+        s = s + one.k[:, :, None, :, None] * written[..., None, :]
+        return s, _einsum("bgd,bgrde->bgre", q, s)
+
+    first = (jnp.moveaxis(q, 1, 0), _tokens_first(inputs))
+    s, out = lax.scan(step, s, first)
+    return jnp.moveaxis(out, 0, 1), s
+
+
+def chunk_writes(s: Array, inputs: DeltaInputs) -> tuple[Array, Array]:
+    """What each of C consecutive tokens writes, and its decay since S.
+
+    XLA compiles this and _after_chunk apart from what is around them, so that all programs round
+    alike.
+
+    Returns d [B, G, r, C, Dv], so that S after token i is the sum of k_j d_j^T over j <= i, each
+    decayed, plus the decayed S; and log decays [B, G, r, C]. The triangular system is that of Yang
+    et al., arXiv 2406.06484 (the UT transform).
+    """
+    s, inputs = lax.optimization_barrier((s, inputs))
+    log_decay = jnp.cumsum(inputs.g, axis=1).transpose(0, 2, 3, 1)
+    beta, v = inputs.beta.transpose(0, 2, 3, 1), inputs.v.transpose(0, 2, 3, 1, 4)
+    gram = _einsum("bigd,bjgd->bgij", inputs.k, inputs.k)[:, :, None]
+    size = gram.shape[-1]
+    before = jnp.tri(size, k=-1, dtype=bool)
+    system = beta[..., None] * _decays(log_decay, before) * gram
+    from_s = jnp.exp(log_decay)[..., None] * _einsum("bigd,bgrde->bgrie", inputs.k, s)
+    writes = _einsum("bgrij,bgrje->bgrie", _inverse(system), beta[..., None] * (v - from_s))
+    return lax.optimization_barrier((writes, log_decay))
+
+
+def fold(s: Array, inputs: DeltaInputs) -> Array:
+    """The state after C consecutive tokens."""
+    writes, log_decay = chunk_writes(s, inputs)
+    return _after_chunk(s, inputs, writes, log_decay)
+
+
+def chunk(s: Array, q: Array, inputs: DeltaInputs) -> tuple[Array, Array]:
+    """Outputs [B, C, G, r, Dv] of C consecutive tokens with queries [B, C, G, Dk], and the state
+    after them, the same as fold's."""
+    writes, log_decay = chunk_writes(s, inputs)
+    size = q.shape[1]
+    scores = _einsum("bigd,bjgd->bgij", q, inputs.k)[:, :, None]
+    scores = scores * _decays(log_decay, jnp.tri(size, dtype=bool))
+    out = jnp.exp(log_decay)[..., None] * _einsum("bigd,bgrde->bgrie", q, s)
+    out = out + _einsum("bgrij,bgrje->bgrie", scores, writes)
+    return out.transpose(0, 3, 1, 2, 4), _after_chunk(s, inputs, writes, log_decay)
+
+
+def tree(
+    s: Array,
+    window: DeltaInputs,
+    q: Array,
+    nodes: DeltaInputs,
+    ancestors: Array,
+    depth: Array,
+) -> Array:
+    """Outputs [B, N, G, r, Dv] of all nodes of a tree, each after its own ancestors and itself.
+
+    Not the states of the nodes are computed, but what their keys and queries read from them: the
+    recurrence, projected. It runs over depths, all nodes of all paths at once. Every step of a node
+    depends on its own path alone, in the order of the path. So where products of vectors round
+    alike, a node has the same bits in every tree, and no node sees another branch's NaN. (Some
+    backends' products depend on the place of a row: then bits differ by rounding.)
+
+    Args:
+      s: the state before the window.
+      window: C consecutive committed tokens before the tree.
+      q: [B, N, G, Dk].
+      ancestors: bool [B, N, N], whether node j is node i or one of its ancestors.
+      depth: int32 [B, N], of a root 0.
+    """
+    readers = jnp.stack([nodes.k, q], axis=1)  # [B, 2, N, G, Dk]
+    read = _after_window(s, window, readers)
+    gram = _einsum("bxigd,bjgd->bgxij", readers, nodes.k)[:, :, None]  # [B, G, 1, 2, N, N]
+    v, beta = nodes.v.transpose(0, 2, 3, 1, 4), nodes.beta.transpose(0, 2, 3, 1)
+    decay = jnp.exp(nodes.g).transpose(0, 2, 3, 1)  # [B, G, r, N]
+
+    def step(level: Array, read: Array) -> Array:
+        """``read`` [B, G, r, 2, N, Dv] after the ancestors at this depth."""
+        at_level = ancestors & (depth == level)[:, None, :]
+        node = jnp.argmax(at_level, axis=-1)  # [B, N]
+        own_decay = _at(decay, node)[..., None]
+        writes = beta[..., None] * (v - decay[..., None] * read[..., 0, :, :])
+        written = jnp.take_along_axis(writes, node[:, None, None, :, None], axis=-2)
+        product = jnp.take_along_axis(gram, node[:, None, None, None, :, None], axis=-1)
+        after = own_decay[..., None, :, :] * read + product * written[..., None, :, :]
+        reached = jnp.any(at_level, axis=-1)[:, None, None, None, :, None]
+        return jnp.where(reached, after, read)
+
+    if q.shape[1] == 1:
+        read = step(jnp.int32(0), read)
+    else:
+        read = lax.fori_loop(0, jnp.max(depth) + 1, step, read)
+    return read[..., 1, :, :].transpose(0, 3, 1, 2, 4)
+
+
+def convolution(taps: Array, weight: Array) -> Array:
+    """Depthwise causal convolution: taps [B, T, K, ...channels], the token itself last, and weight
+    [K, ...channels] -> [B, T, ...channels]. Summed in this order, in float32."""
+    out = taps[:, :, 0].astype(jnp.float32) * weight[0].astype(jnp.float32)
+    for place in range(1, weight.shape[0]):
+        out = out + taps[:, :, place].astype(jnp.float32) * weight[place].astype(jnp.float32)
+    return out
+
+
+def tree_taps(before: Array, nodes: Array, ancestors: Array, depth: Array) -> Array:
+    """Each node with its K - 1 ancestors, the oldest first: [B, N, K, ...channels].
+
+    before: [B, K - 1, ...channels], the last tokens before the tree. nodes: [B, N, ...channels].
+    """
+    past = before.shape[1]
+    every = jnp.concatenate([before, nodes.astype(before.dtype)], axis=1)
+    index = []
+    for distance in range(past, 0, -1):
+        wanted = depth - distance  # the depth of that ancestor; below 0: before the tree
+        found = jnp.argmax(ancestors & (depth[:, None, :] == wanted[..., None]), axis=-1)
+        index.append(jnp.where(wanted >= 0, past + found, past + wanted))
+    index.append(jnp.broadcast_to(past + jnp.arange(nodes.shape[1]), depth.shape))
+    places = jnp.stack(index, axis=-1).reshape(len(nodes), -1)  # [B, N * K]
+    places = places.reshape(*places.shape, *(1,) * (nodes.ndim - 2))
+    taken = jnp.take_along_axis(every, places, axis=1)
+    return taken.reshape(*nodes.shape[:2], past + 1, *nodes.shape[2:])
+
+
+def _after_window(s: Array, window: DeltaInputs, readers: Array) -> Array:
+    """What readers [B, 2, N, G, Dk] read from the state after a window: [B, G, r, 2, N, Dv]."""
+    writes, log_decay = chunk_writes(s, window)
+    total = log_decay[..., -1:]
+    kept = jnp.exp(total - log_decay)[..., None] * writes
+    scores = _einsum("bxigd,bjgd->bgxij", readers, window.k)
+    from_s = _einsum("bxigd,bgrde->bgrxie", readers, s)
+    from_window = _einsum("bgxij,bgrje->bgrxie", scores, kept)
+    return jnp.exp(total)[..., None, None] * from_s + from_window
+
+
+def _inverse(below: Array) -> Array:
+    """The inverse of I + below [..., C, C], which is strictly lower triangular.
+
+    By blocks: those of the diagonal, inverted, give those of twice the size. Products of matrices
+    round alike wherever they are; the solvers of linear algebra libraries need not.
+    """
+    size = below.shape[-1]
+    place, block = jnp.arange(size), 1
+    result = jnp.broadcast_to(jnp.eye(size, dtype=below.dtype), below.shape)
+    while block < size:
+        own = place // block
+        pair = (own[:, None] == own + 1) & (own % 2 == 0)
+        between = _einsum("...ij,...jk->...ik", result, jnp.where(pair, below, 0))
+        result = result - _einsum("...ij,...jk->...ik", between, result)
+        block *= 2
+    return result
+
+
+def _after_chunk(s: Array, inputs: DeltaInputs, writes: Array, log_decay: Array) -> Array:
+    s, k, writes, log_decay = lax.optimization_barrier((s, inputs.k, writes, log_decay))
+    total = log_decay[..., -1:]
+    kept = jnp.exp(total - log_decay)[..., None] * writes
+    after = jnp.exp(total)[..., None] * s + _einsum("bjgd,bgrje->bgrde", k, kept)
+    return lax.optimization_barrier(after)
+
+
+def _decays(log_decay: Array, seen: Array) -> Array:
+    """Decay from token j to token i, 0 where j is not ``seen`` [C, C] by i: [..., C, C]."""
+    difference = log_decay[..., :, None] - log_decay[..., None, :]
+    return jnp.where(seen, jnp.exp(jnp.where(seen, difference, 0)), 0)
+
+
+def _at(x: Array, node: Array) -> Array:
+    """x [B, G, r, N] at node [B, N]."""
+    return jnp.take_along_axis(x, node[:, None, None, :], axis=-1)
+
+
+def _tokens_first(inputs: DeltaInputs) -> DeltaInputs:
+    return DeltaInputs(**{name: jnp.moveaxis(x, 1, 0) for name, x in inputs.fields().items()})
+
+
+def _einsum(equation: str, a: Array, b: Array) -> Array:
+    return jnp.einsum(equation, a, b, precision=lax.Precision.HIGHEST)

@@ -1,0 +1,272 @@
+"""The state of a recurrent layer with the gated delta rule, an entry per row.
+
+Kept are a checkpoint of the recurrence and the inputs of the tokens after it. A tree is verified
+from both in one pass (delta_rule.tree), and its inputs wait for the commit, which appends those of
+the accepted path. Nothing is rolled back, and no state per node exists.
+
+The checkpoint is always that after a multiple of C tokens, the capacity of the window. Every C
+tokens are folded into it in order, by the same code (delta_rule.fold and chunk share it), whether
+they were read from a prompt, decoded one by one, or accepted from trees. So equal inputs give equal
+bits of the state, however chunks and rounds cut the sequence. Inputs themselves come from products,
+which round alike only in passes of one shape, as keys and values of attention do: see
+SpeculationConfig.verify_width. Without it the state is the same up to rounding.
+
+A row's number of tokens is its ``context_lens``, as in attention; nothing is counted here.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jaxspec.cache.delta_rule import (
+    DeltaInputs,
+    chunk,
+    convolution,
+    fold,
+    select_tokens,
+    tree,
+    tree_taps,
+)
+from jaxspec.cache.layer_state import CommittedPath, Geometry
+from jaxspec.parallel import Layout, named_shardings
+from jaxspec.pytree import Pytree, array, pytree, static
+from pallas_kernels.selection import Kernels
+
+
+@pytree
+class DeltaNodes(Pytree):
+    """A tree's inputs, between its verification and its commit."""
+
+    inputs: DeltaInputs  # [B, N, ...]
+    channels: Array = array("batch", "nodes", "kv_heads", "group")  # [B, N, G, c]
+
+
+@pytree
+class DeltaState(Pytree):
+    """The LayerState of a gated delta rule: R rows, G key heads with r value heads each.
+
+    Attributes:
+      s: the state after the last multiple of C tokens, float32.
+      window: inputs of the tokens since, float32 [R, C, ...]; entries past the row's are noise.
+      channels: inputs of the convolution, of the last K - 1 tokens: [R, K - 1, G, c].
+      nodes: of a verified tree that is not committed yet.
+    """
+
+    s: Array = array("batch", "kv_heads", "group", "head_dim", "head_dim")  # [R, G, r, Dk, Dv]
+    window: DeltaInputs
+    channels: Array = array("batch", "length", "kv_heads", "group")
+    nodes: DeltaNodes | None = None
+    folded: int = static()  # C
+
+    @classmethod
+    def create(
+        cls,
+        geometry: Geometry,
+        heads: tuple[int, int, int, int],
+        taps: int,
+        folded: int,
+        dtype: jnp.dtype,
+        layout: Layout,
+    ) -> Self:
+        """Rows without tokens.
+
+        Args:
+          heads: G, r, Dk, Dv.
+          taps: K, the width of the convolution.
+          folded: C, the tokens that are folded into the state at once.
+          dtype: of the convolution's inputs.
+        """
+        groups, values, k_dim, v_dim = heads
+        rows, wide = geometry.num_rows, jnp.dtype(jnp.float32)
+        struct: Any = jax.ShapeDtypeStruct
+        shapes = cls(
+            s=struct((rows, groups, values, k_dim, v_dim), wide),
+            window=DeltaInputs(
+                k=struct((rows, folded, groups, k_dim), wide),
+                v=struct((rows, folded, groups, values, v_dim), wide),
+                g=struct((rows, folded, groups, values), wide),
+                beta=struct((rows, folded, groups, values), wide),
+            ),
+            channels=struct((rows, taps - 1, groups, 2 * k_dim + values * v_dim), dtype),
+            folded=folded,
+        )
+        if geometry.mesh is None:
+            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        places = named_shardings(geometry.mesh, shapes, layout)
+        return jax.tree.map(lambda x, to: jnp.zeros(x.shape, x.dtype, device=to), shapes, places)
+
+    @property
+    def rereads(self) -> bool:
+        return False
+
+    # Reading.
+
+    def convolved(
+        self,
+        rows: Array,
+        channels: Array,
+        weight: Array,
+        ancestors: Array | None,
+        depth: Array | None,
+    ) -> Array:
+        """The causal convolution of a pass's channels [B, T, G, c]: float32, of the same shape.
+
+        weight: [K, G, c]. ancestors, depth: of a tree's nodes (see delta_rule.tree), or None.
+        """
+        before = self.channels[rows]
+        if ancestors is None or depth is None:
+            size, past = channels.shape[1], before.shape[1]
+            every = jnp.concatenate([before, channels.astype(before.dtype)], axis=1)
+            taps = jnp.stack([every[:, i : i + size] for i in range(past + 1)], axis=2)
+        else:
+            taps = tree_taps(before, channels, ancestors, depth)
+        return convolution(taps, weight)
+
+    def read_tree(
+        self,
+        rows: Array,
+        lens: Array,
+        q: Array,
+        nodes: DeltaNodes,
+        ancestors: Array,
+        depth: Array,
+    ) -> tuple[Array, Self]:
+        """Outputs [B, N, G, r, Dv] of a tree's nodes after ``lens`` [B] tokens, and the state that
+        waits for the commit. See delta_rule.tree for the arguments."""
+        window = self._window(rows, lens % self.folded)
+        own = self.s[rows]
+        out = tree(own, window, q, nodes.inputs, ancestors, depth)
+        return out, self.replace(nodes=nodes)
+
+    def read_run(
+        self, rows: Array, lens: Array, counts: Array, q: Array, new: DeltaNodes
+    ) -> tuple[Array, Self]:
+        """Outputs [B, T, G, r, Dv] of the consecutive tokens after ``lens`` [B], and the state
+        after the first ``counts`` [B] of them. The other tokens are padding."""
+        held = lens % self.folded
+        inputs, total = self._aligned(rows, held, new.inputs, counts), held + counts
+        num_chunks = inputs.k.shape[1] // self.folded
+        place = jnp.arange(num_chunks * self.folded) - held[:, None]
+        queries = _tokens(q, jnp.clip(place, 0, q.shape[1] - 1))
+        queries = select_tokens((place >= 0) & (place < counts[:, None]), queries, 0)
+
+        def step(s: Array, part: tuple[Array, Array, DeltaInputs]) -> tuple[Array, Array]:
+            index, queries, inputs = part
+            out, after = chunk(s, queries, inputs)
+            return _rows((index + 1) * self.folded <= total, after, s), out
+
+        parts = (jnp.arange(num_chunks), self._split(queries), self._split_inputs(inputs))
+        s, out = lax.scan(step, self.s[rows], parts)
+        out = jnp.moveaxis(out, 0, 1).reshape(len(rows), -1, *out.shape[3:])
+        out = _tokens(out, held[:, None] + jnp.arange(q.shape[1]))
+        target = self._kept_rows(rows, counts)
+        state = self.replace(s=self.s.at[target].set(s, mode="drop"))
+        return out, state._appended(rows, counts, inputs, total, new.channels)
+
+    # Operations of a LayerState.
+
+    @classmethod
+    @jax.named_scope("compact")
+    def commit(
+        cls, states: Sequence[Self], committed: CommittedPath, kernels: Kernels
+    ) -> Sequence[Self]:
+        """Append the inputs of accepted nodes, and fold windows that are full."""
+        return [state._committed(committed) for state in states]
+
+    def _committed(self, committed: CommittedPath) -> Self:
+        assert self.nodes is not None, "a commit follows the verification of a tree"
+        rows, counts = committed.rows, committed.counts
+        held = committed.context_lens % self.folded
+        nodes = jax.tree.map(lambda x: _tokens(x, committed.path), self.nodes)
+        inputs, total = self._aligned(rows, held, nodes.inputs, counts), held + counts
+        target = self._kept_rows(rows, counts)
+
+        def folded(whole: Array) -> Array:
+            s = whole[rows]
+            for index in range(inputs.k.shape[1] // self.folded):
+                first = index * self.folded
+                part = jax.tree.map(lambda x, at=first: x[:, at : at + self.folded], inputs)
+                s = _rows(first + self.folded <= total, fold(s, part), s)
+            return whole.at[target].set(s, mode="drop")
+
+        full = jnp.any((total >= self.folded) & (counts > 0))
+        state = self.replace(s=lax.cond(full, folded, lambda whole: whole, self.s), nodes=None)
+        return state._appended(rows, counts, inputs, total, nodes.channels)
+
+    def reset(self, rows: Array) -> Self:
+        """Zeros in the rows. Windows stay: entries past a row's tokens are never used."""
+        return self.replace(
+            s=self.s.at[rows].set(0, mode="drop"),
+            channels=self.channels.at[rows].set(0, mode="drop"),
+        )
+
+    def take(self, pages: Array, rows: Array) -> Self:
+        return jax.tree.map(lambda x: x[rows], self)
+
+    def put(self, saved: Self, pages: Array, rows: Array) -> Self:
+        return jax.tree.map(lambda x, one: x.at[rows].set(one), self, saved)
+
+    # Parts of the above.
+
+    def _window(self, rows: Array, held: Array) -> DeltaInputs:
+        """The first ``held`` [B] entries of the rows' windows; the others change nothing."""
+        own = jax.tree.map(lambda x: x[rows], self.window)
+        return own.where(jnp.arange(self.folded) < held[:, None])
+
+    def _aligned(self, rows: Array, held: Array, new: DeltaInputs, counts: Array) -> DeltaInputs:
+        """The windows of the rows with ``counts`` [B] inputs of new [B, T, ...] after them, padded
+        to a multiple of C, with invalid tokens selected away."""
+        width, size = self.folded, new.k.shape[1]
+        length = -(-(width - 1 + size) // width) * width
+        place = jnp.arange(length)
+        source = jnp.where(
+            place < held[:, None],
+            jnp.minimum(place, width - 1),
+            width + jnp.clip(place - held[:, None], 0, size - 1),
+        )
+        both = jax.tree.map(lambda x, y: jnp.concatenate([x[rows], y], axis=1), self.window, new)
+        chosen = jax.tree.map(lambda x: _tokens(x, source), both)
+        return chosen.where(place < (held + counts)[:, None])
+
+    def _appended(
+        self, rows: Array, counts: Array, aligned: DeltaInputs, total: Array, channels: Array
+    ) -> Self:
+        """With the windows that ``total`` [B] of the aligned inputs leave, and the last of the new
+        channels [B, T, G, c]."""
+        target, length = self._kept_rows(rows, counts), aligned.k.shape[1]
+        place = (total // self.folded * self.folded)[:, None] + jnp.arange(self.folded)
+        window = jax.tree.map(lambda x: _tokens(x, jnp.minimum(place, length - 1)), aligned)
+        past = self.channels.shape[1]
+        every = jnp.concatenate([self.channels[rows], channels.astype(self.channels.dtype)], axis=1)
+        last = _tokens(every, counts[:, None] + jnp.arange(past))
+        return self.replace(
+            window=jax.tree.map(
+                lambda x, one: x.at[target].set(one, mode="drop"), self.window, window
+            ),
+            channels=self.channels.at[target].set(last, mode="drop"),
+        )
+
+    def _kept_rows(self, rows: Array, counts: Array) -> Array:
+        """The rows that change; the others out of range."""
+        return jnp.where(counts > 0, rows, self.s.shape[0])
+
+    def _split(self, x: Array) -> Array:
+        """[B, m * C, ...] -> [m, B, C, ...]"""
+        parts = x.reshape(x.shape[0], -1, self.folded, *x.shape[2:])
+        return jnp.moveaxis(parts, 1, 0)
+
+    def _split_inputs(self, inputs: DeltaInputs) -> DeltaInputs:
+        return jax.tree.map(self._split, inputs)
+
+
+def _tokens(x: Array, index: Array) -> Array:
+    """x [B, T, ...] at index [B, n]: [B, n, ...]"""
+    return jnp.take_along_axis(x, index.reshape(*index.shape, *(1,) * (x.ndim - 2)), axis=1)
+
+
+def _rows(chosen: Array, x: Array, other: Array) -> Array:
+    """x [B, ...] where chosen [B], else other."""
+    return jnp.where(chosen.reshape(-1, *(1,) * (x.ndim - 1)), x, other)

@@ -1,0 +1,201 @@
+"""Qwen3-Next and Qwen 3.5 (text): most layers are recurrent, every fourth is gated attention.
+
+Norms multiply by 1 + w, except for those inside of recurrent layers. Qwen 3.5 rotates by three
+positions, of time, height and width. In a text they are equal, so it is plain rotation.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from types import MappingProxyType
+from typing import Any
+
+from jaxspec.config.experts import ExpertNames, ExpertsConfig, Fused, RoutingConfig
+from jaxspec.config.gated_delta import GatedDeltaConfig
+from jaxspec.config.mlps import DenseConfig
+from jaxspec.config.model import LayerConfig, ModelConfig
+from jaxspec.models.families.family import Family, Keys, attention_of, model_of, mtp_of
+from jaxspec.models.families.rope import rope_of
+from jaxspec.models.families.routed import every_few
+from jaxspec.models.families.windows import FULL
+from jaxspec.models.hf_keys import words
+from jaxspec.models.hf_values import shown
+
+LINEAR = "linear_attention"
+# Rope parameters of positions in images.
+_OF_IMAGES = words("mrope_section mrope_interleaved")
+
+_Mlp = DenseConfig | ExpertsConfig
+
+
+def _model(hf: Keys, mlps: Callable[[int], _Mlp], *, by_head: bool) -> ModelConfig:
+    """Layers with the MLP that ``mlps`` gives for their index.
+
+    Raises ValueError for kinds of layers, or numbers of MTP layers, that do not fit.
+    """
+    plain, bias = attention_of(hf, rope_of(_of_text(hf))), hf["attention_bias"]
+    attention = dataclasses.replace(plain, qkv_bias=bias, o_bias=bias, qk_norm=True, gated=True)
+    recurrence = GatedDeltaConfig(
+        num_key_heads=hf["linear_num_key_heads"],
+        num_value_heads=hf["linear_num_value_heads"],
+        key_dim=hf["linear_key_head_dim"],
+        value_dim=hf["linear_value_head_dim"],
+        taps=hf["linear_conv_kernel_dim"],
+        by_head=by_head,
+    )
+    layers = [
+        LayerConfig(attention if kind == FULL else recurrence, mlps(index))
+        for index, kind in enumerate(_kinds(hf))
+    ]
+    model = model_of(hf, layers, norm_offset=1)
+    mtp = mtp_of(hf, "qwen", normed=True, key="mtp_num_hidden_layers")
+    for other in ("num_nextn_predict_layers", "num_mtp_layers"):
+        if hf[other] and hf[other] != hf["mtp_num_hidden_layers"]:
+            count = hf["mtp_num_hidden_layers"]
+            raise ValueError(f"{other} is {shown(hf[other])}, and mtp_num_hidden_layers {count}")
+    return dataclasses.replace(model, mtp=mtp)
+
+
+def _of_text(hf: Keys) -> Keys:
+    """The same, without rope parameters that do not change a text."""
+
+    def rest(given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        return {key: value for key, value in given.items() if key not in _OF_IMAGES}
+
+    return {**hf, **{key: rest(hf[key]) for key in ("rope_parameters", "rope_scaling")}}
+
+
+def _kinds(hf: Keys) -> list[str]:
+    """The kind of each layer. Raises ValueError for a bad list of them."""
+    kinds, layers = hf["layer_types"], hf["num_hidden_layers"]
+    if kinds is None:
+        every = hf["full_attention_interval"]
+        return [LINEAR if (index + 1) % every else FULL for index in range(layers)]
+    if not isinstance(kinds, list) or len(kinds) != layers:
+        raise ValueError(f"layer_types must be a list of {layers} kinds, got {shown(kinds)}")
+    for kind in kinds:
+        if kind not in (LINEAR, FULL):
+            raise ValueError(f"layer_types: {shown(kind)} is not supported")
+    return kinds
+
+
+def _experts(hf: Keys, *, normalize: bool, fused: Fused | None) -> ExpertsConfig:
+    return ExpertsConfig(
+        hf["moe_intermediate_size"],
+        RoutingConfig(hf["num_experts"], hf["num_experts_per_tok"], normalize=normalize),
+        shared_size=hf["shared_expert_intermediate_size"],
+        shared_gate=True,
+        names=ExpertNames(shared="shared_expert"),
+        fused=fused,
+    )
+
+
+def _read_next(hf: Keys) -> ModelConfig:
+    experts, dense = _experts(hf, normalize=hf["norm_topk_prob"], fused=None), _dense(hf)
+    has_experts = every_few(hf)
+    return _model(hf, lambda i: experts if has_experts(i) else dense, by_head=True)
+
+
+def _read_dense(hf: Keys) -> ModelConfig:
+    mlp = _dense(hf)
+    return _model(hf, lambda _: mlp, by_head=False)
+
+
+def _read_moe(hf: Keys) -> ModelConfig:
+    experts = _experts(hf, normalize=True, fused="stacked")
+    return _model(hf, lambda _: experts, by_head=False)
+
+
+def _dense(hf: Keys) -> DenseConfig:
+    return DenseConfig(hf["intermediate_size"])
+
+
+_KEYS = words(
+    """attention_bias partial_rotary_factor layer_types full_attention_interval
+    linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads
+    linear_num_value_heads mtp_num_hidden_layers"""
+)
+_MOE_KEYS = words(
+    "num_experts num_experts_per_tok moe_intermediate_size shared_expert_intermediate_size"
+)
+_DEFAULTS = MappingProxyType(
+    {
+        "max_position_embeddings": 32768,
+        "num_attention_heads": 16,
+        "head_dim": 256,
+        "eos_token_id": None,
+        "partial_rotary_factor": 0.25,
+        "layer_types": None,
+        "full_attention_interval": 4,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "mtp_num_hidden_layers": 1,
+    }
+)
+_MOE_DEFAULTS = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
+_FIXED = {
+    "attn_output_gate": (None, True),
+    "output_gate_type": (None, "silu", "swish"),
+    "mamba_ssm_dtype": (None, "float32"),
+    "mtp_use_dedicated_embeddings": (None, False),
+}
+
+QWEN3_NEXT = Family(
+    "Qwen3NextForCausalLM",
+    _read_next,
+    keys=_KEYS | _MOE_KEYS | words("norm_topk_prob decoder_sparse_step mlp_only_layers"),
+    defaults={
+        **_DEFAULTS,
+        **_MOE_DEFAULTS,
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 2,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": None,
+    },
+    fixed=_FIXED,
+)
+QWEN3_5_TEXT = Family(
+    "Qwen3_5ForCausalLM",
+    _read_dense,
+    keys=_KEYS,
+    defaults={
+        **_DEFAULTS,
+        "vocab_size": 248320,
+        "intermediate_size": 12288,
+        "num_key_value_heads": 4,
+    },
+    fixed=_FIXED,
+)
+QWEN3_5_MOE_TEXT = Family(
+    "Qwen3_5MoeForCausalLM",
+    _read_moe,
+    keys=_KEYS | _MOE_KEYS,
+    defaults={
+        **_DEFAULTS,
+        **_MOE_DEFAULTS,
+        "vocab_size": 248320,
+        "hidden_size": 2048,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 2,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+    },
+    fixed=_FIXED,
+)
+# Models of text and images, of which the text model is read.
+QWEN3_5 = dataclasses.replace(
+    QWEN3_5_TEXT, architecture="Qwen3_5ForConditionalGeneration", inside="text_config"
+)
+QWEN3_5_MOE = dataclasses.replace(
+    QWEN3_5_MOE_TEXT, architecture="Qwen3_5MoeForConditionalGeneration", inside="text_config"
+)

@@ -1,0 +1,177 @@
+"""The gated delta rule with a causal convolution before it, as in Qwen3-Next and Qwen 3.5."""
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jaxspec.cache import Geometry
+from jaxspec.cache.delta_rule import DeltaInputs
+from jaxspec.cache.recurrent import DeltaNodes, DeltaState
+from jaxspec.config.gated_delta import GatedDeltaConfig
+from jaxspec.models.attention import PagedAttend
+from jaxspec.models.forward import ForwardPass
+from jaxspec.models.linear import Linear, Product, linear_shape
+from jaxspec.models.shapes import array_shape, vector
+from jaxspec.parallel import Layout, Shards, check_divides
+from jaxspec.pytree import Pytree, array, pytree, static
+from jaxspec.tensors import Filler, One
+from jaxspec.wrapped_sources import Depthwise, Grouped, Part
+
+NORM_EPS = 1e-6  # of queries and keys, in all families
+
+
+@pytree
+class GatedDelta(Pytree):
+    """Weights of one layer. G key heads with r value heads each; c = 2 Dk + r Dv channels of the
+    convolution in each group: query, key, values. What is no matrix is float32."""
+
+    qkvz: Linear  # [in, G, c + r * Dv]: the channels, then the values' gates
+    ba: Linear  # [in, G, 2 * r]
+    taps: Array = array("length", "kv_heads", "group")  # [K, G, c], the token's own last
+    dt_bias: Array = array("kv_heads", "group")  # [G, r]
+    a_log: Array = array("kv_heads", "group")  # [G, r]
+    norm: Array = array("head_dim")  # [Dv]
+    o: Linear  # [G * r * Dv, H]
+    config: GatedDeltaConfig = static()
+
+    def __call__(
+        self, x: Array, state: DeltaState | None, step: ForwardPass
+    ) -> tuple[Product, DeltaState | None]:
+        """From normed input [B, T, in] and the layer's state to the addend of the residual stream
+        and the new state.
+
+        Raises ValueError for devices that share sequences.
+        """
+        if step.layout.sequence or step.layout.tokens:
+            raise ValueError("recurrent layers need whole sequences on a device: take sp 1")
+        qkvz = self.qkvz.product(x, "qkvz").result(step.layout, step.kernels)
+        ba = self.ba.product(x, "ba").result(step.layout, step.kernels)
+        with jax.named_scope("delta_rule"):
+            out, state = self._mixed(qkvz, ba, state, step)
+            out = self._gated(out, qkvz, step.eps).astype(x.dtype)
+        return self.o.product(out.reshape(*out.shape[:2], -1), "o"), state
+
+    def _mixed(
+        self, qkvz: Array, ba: Array, state: DeltaState | None, step: ForwardPass
+    ) -> tuple[Array, DeltaState | None]:
+        """Outputs float32 [B, T, G, r, Dv] of the recurrence, and the new state. Without a state
+        the tokens are sequences of their own, of which nothing is kept."""
+        channels, (batch, size) = qkvz[..., : self.taps.shape[-1]], qkvz.shape[:2]
+        where, own, ancestors, depth = step.attend, state, None, None
+        rows, lens, counts = jnp.arange(batch), jnp.zeros(batch, int), jnp.full(batch, size)
+        if own is None:
+            own = self.init_state(Geometry(0, 0, batch), step.layout)
+        else:
+            assert isinstance(where, PagedAttend), "states belong to paged passes"
+            rows, lens, counts = where.rows, where.context_lens, where.kv_lens - where.context_lens
+            ancestors, depth = _tree_of(where, size)
+        convolved = own.convolved(rows, channels, self.taps, ancestors, depth)
+        q, k, v = self._split(jax.nn.silu(convolved))
+        b, a = jnp.split(ba.astype(jnp.float32), 2, axis=-1)
+        rate = jnp.exp(self.a_log)
+        inputs = DeltaInputs(
+            k=_unit(k),
+            v=v,
+            g=-rate * jax.nn.softplus(a + self.dt_bias),
+            beta=jax.nn.sigmoid(b),
+        )
+        q = _unit(q) / self.config.key_dim**0.5
+        new = DeltaNodes(inputs=inputs, channels=channels)
+        if ancestors is not None and depth is not None:
+            return own.read_tree(rows, lens, q, new, ancestors, depth)
+        out, after = own.read_run(rows, lens, counts, q, new)
+        return out, None if state is None else after
+
+    def _split(self, channels: Array) -> tuple[Array, Array, Array]:
+        """Queries and keys [B, T, G, Dk] and values [B, T, G, r, Dv]."""
+        width, shape = self.config.key_dim, channels.shape[:-1]
+        q, k, v = jnp.split(channels, [width, 2 * width], axis=-1)
+        return q, k, v.reshape(*shape, -1, self.config.value_dim)
+
+    def _gated(self, out: Array, qkvz: Array, eps: float) -> Array:
+        """The normed outputs times SiLU of their gates: float32 [B, T, G, r, Dv]."""
+        gates = qkvz[..., self.taps.shape[-1] :].reshape(out.shape).astype(jnp.float32)
+        scale = lax.rsqrt(jnp.mean(out * out, axis=-1, keepdims=True) + eps)
+        return out * scale * self.norm * jax.nn.silu(gates)
+
+    def init_state(self, geometry: Geometry, layout: Layout) -> DeltaState:
+        """Rows without tokens. Raises ValueError for a layout that splits sequences."""
+        if layout.sequence:
+            raise ValueError("recurrent layers need whole sequences on a device: take sp 1")
+        own, groups = self.config, self.qkvz.out_shape[0]
+        heads = groups, own.values_per_key, own.key_dim, own.value_dim
+        return DeltaState.create(
+            geometry, heads, own.taps, own.folded, jnp.dtype(self.qkvz.dtype), layout
+        )
+
+    def filled(self, prefix: str, filler: Filler) -> "GatedDelta":
+        """The same, with every array replaced by ``filler``'s result for ``<prefix>linear_attn``.
+
+        The norm multiplies by the checkpoint's weight as it is, whatever the model's offset.
+        """
+        module = f"{prefix}linear_attn"
+        own, config = f"{module}.", self.config
+        groups, values = config.num_key_heads, config.values_per_key
+        keys, wide = config.key_dim, values * config.value_dim
+
+        def channels(name: str) -> tuple[Part, ...]:
+            """Queries of all groups, then keys, then values."""
+            return (
+                Part(name, keys),
+                Part(name, keys, groups * keys),
+                Part(name, wide, 2 * groups * keys),
+            )
+
+        qkvz = (*channels(f"{own}in_proj_qkv"), Part(f"{own}in_proj_z", wide))
+        ba = (Part(f"{own}in_proj_b", values), Part(f"{own}in_proj_a", values))
+        if config.by_head:
+            qkvz = (Part(f"{own}in_proj_qkvz", 2 * (keys + wide)),)
+            ba = (Part(f"{own}in_proj_ba", 2 * values),)
+        by_group = Grouped((Part(module, values),))
+        return self.replace(
+            qkvz=filler.linear(self.qkvz, Grouped(qkvz)),
+            ba=filler.linear(self.ba, Grouped(ba)),
+            taps=filler.of_source(
+                Depthwise(Grouped(channels(f"{own}conv1d"))), "weight", self.taps
+            ),
+            dt_bias=filler.of_source(by_group, "dt_bias", self.dt_bias),
+            a_log=filler.of_source(by_group, "A_log", self.a_log),
+            norm=filler.array(f"{own}norm.weight", self.norm),
+            o=filler.linear(self.o, One(f"{own}out_proj")),
+        )
+
+
+def gated_delta_shape(
+    config: GatedDeltaConfig, hidden_size: int, dtype: jnp.dtype, shards: Shards
+) -> GatedDelta:
+    """A GatedDelta of ShapeDtypeStructs. Raises ValueError for heads that cannot be split evenly
+    over devices."""
+    groups, values = config.num_key_heads, config.values_per_key
+    check_divides("num_key_heads", groups, shards.of("kv_heads"))
+    gates = values * config.value_dim
+    channels = 2 * config.key_dim + gates
+    columns = ("hidden", "kv_heads", "group")
+    return GatedDelta(
+        qkvz=linear_shape(columns, (hidden_size, groups, channels + gates), dtype),
+        ba=linear_shape(columns, (hidden_size, groups, 2 * values), dtype),
+        taps=array_shape(config.taps, groups, channels, dtype=dtype),
+        dt_bias=array_shape(groups, values, dtype=jnp.float32),
+        a_log=array_shape(groups, values, dtype=jnp.float32),
+        norm=vector(config.value_dim, jnp.float32),
+        o=linear_shape(("heads", "hidden"), (groups * gates, hidden_size), dtype),
+        config=config,
+    )
+
+
+def _tree_of(where: PagedAttend, size: int) -> tuple[Array | None, Array | None]:
+    """The ancestors, bool [B, N, N], and depths [B, N] of a tree's nodes; None for a run."""
+    if where.ancestors is None:
+        return None, None
+    bits = (where.ancestors[..., None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
+    mask = bits.reshape(*where.ancestors.shape[:-1], -1)[..., :size] == 1
+    return mask, where.positions - where.context_lens[:, None]
+
+
+def _unit(x: Array) -> Array:
+    """x [..., Dk] of length 1."""
+    return x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + NORM_EPS)

@@ -1,0 +1,276 @@
+"""The gated delta rule over trees and in chunks, against its definition token by token."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import Array
+
+from jaxspec.cache import CommittedPath, Geometry, delta_rule
+from jaxspec.cache.delta_rule import DeltaInputs
+from jaxspec.cache.recurrent import DeltaNodes, DeltaState
+from jaxspec.parallel import Layout
+from jaxspec.speculation.tree import DraftTree, unpack_mask
+from pallas_kernels.selection import NO_KERNELS
+from tests.marks import slow
+from tests.random_trees import path_from_root, random_tree
+
+GROUPS, VALUES, K_DIM, V_DIM, TAPS = 2, 2, 16, 8, 4
+NODES, DEPTH, FOLDED = 64, 16, 8
+CHANNELS = 2 * K_DIM + VALUES * V_DIM
+TOLERANCE = 1e-5
+
+read_tree = jax.jit(DeltaState.read_tree)
+read_run = jax.jit(DeltaState.read_run)
+commit = jax.jit(lambda state, path: DeltaState.commit([state], path, NO_KERNELS)[0])
+convolved = jax.jit(DeltaState.convolved)
+fold = jax.jit(delta_rule.fold)
+
+
+def random_inputs(rng: np.random.Generator, batch: int, size: int) -> tuple[Array, DeltaInputs]:
+    """Queries and inputs as layers have them: keys and queries of unit length."""
+
+    def unit() -> Array:
+        x = rng.standard_normal((batch, size, GROUPS, K_DIM))
+        return jnp.asarray(x / np.linalg.norm(x, axis=-1, keepdims=True), jnp.float32)
+
+    heads = (batch, size, GROUPS, VALUES)
+    return unit() / K_DIM**0.5, DeltaInputs(
+        k=unit(),
+        v=jnp.asarray(rng.standard_normal((*heads, V_DIM)), jnp.float32),
+        g=jnp.asarray(-rng.exponential(0.3, heads), jnp.float32),
+        beta=jnp.asarray(rng.random(heads), jnp.float32),
+    )
+
+
+def as_nodes(inputs: DeltaInputs) -> DeltaNodes:
+    shape = (*inputs.k.shape[:2], GROUPS, CHANNELS)
+    return DeltaNodes(inputs=inputs, channels=jnp.zeros(shape))
+
+
+def empty(rows: int) -> DeltaState:
+    heads = (GROUPS, VALUES, K_DIM, V_DIM)
+    geometry = Geometry(num_pages=1, page_size=1, num_rows=rows)
+    return DeltaState.create(geometry, heads, TAPS, FOLDED, jnp.dtype(jnp.float32), Layout())
+
+
+def run(state: DeltaState, lens: Array, counts: Array, q: Array, inputs: DeltaInputs):
+    return read_run(state, jnp.arange(len(lens)), lens, counts, q, as_nodes(inputs))
+
+
+def whole_state(state: DeltaState, lens: Array) -> np.ndarray:
+    """S after ``lens`` tokens, those in the window included."""
+    held = jnp.arange(FOLDED) < (lens % FOLDED)[:, None]
+    return np.asarray(fold(state.s, state.window.where(held)))
+
+
+def in_numpy(q: Array, inputs: DeltaInputs) -> tuple[np.ndarray, np.ndarray]:
+    """The recurrence of one row's tokens in float64, from an empty state: outputs [T, G, r, Dv] and
+    the last state."""
+    q64, k, v, g, beta = (
+        np.asarray(x, np.float64) for x in (q, inputs.k, inputs.v, inputs.g, inputs.beta)
+    )
+    s, out = np.zeros((GROUPS, VALUES, K_DIM, V_DIM)), []
+    for t in range(len(k)):
+        s = s * np.exp(g[t])[..., None, None]
+        written = beta[t][..., None] * (v[t] - np.einsum("gd,grde->gre", k[t], s))
+        s = s + k[t][:, None, :, None] * written[..., None, :]
+        out.append(np.einsum("gd,grde->gre", q64[t], s))
+    return np.array(out).reshape(-1, GROUPS, VALUES, V_DIM), s
+
+
+def tree_errors(trees: int) -> tuple[float, float]:
+    """Largest errors of outputs and of committed states over random trees after random prompts."""
+    rng, rows, worst = np.random.default_rng(0), 4, [0.0, 0.0]
+    for _ in range(trees // rows):
+        lens = jnp.asarray(rng.integers(0, 2 * FOLDED, rows))
+        prompt = random_inputs(rng, rows, 2 * FOLDED)
+        _, state = run(empty(rows), jnp.zeros_like(lens), lens, *prompt)
+        sizes = rng.integers(1, NODES + 1, rows).tolist()
+        tree = random_tree(rng, np.zeros(rows, int), sizes, NODES, DEPTH)
+        nodes = random_inputs(rng, rows, NODES)
+        out, waiting = verified(state, lens, tree, *nodes)
+        every = [
+            [path_from_root(np.asarray(tree.parents[row]), node) for node in range(size)]
+            for row, size in enumerate(sizes)
+        ]
+        paths = [own[rng.integers(len(own))] for own in every]
+        after = commit(waiting, committed(lens, paths))
+        ends = whole_state(after, lens + jnp.asarray([len(path) for path in paths]))
+        for row, length in enumerate(lens.tolist()):
+            for path in every[row]:
+                parts = [
+                    jax.tree.map(lambda x, row=row, at=at: np.asarray(x)[row, at], of)
+                    for of, at in ((prompt, list(range(length))), (nodes, path))
+                ]
+                want, s = in_numpy(*jax.tree.map(lambda *x: np.concatenate(x), *parts))
+                worst[0] = max(worst[0], np.abs(want[length:] - out[row, np.array(path)]).max())
+                if path == paths[row]:
+                    worst[1] = max(worst[1], np.abs(s - ends[row]).max())
+    return worst[0], worst[1]
+
+
+def verified(state: DeltaState, lens: Array, tree: DraftTree, q: Array, inputs: DeltaInputs):
+    ancestors = unpack_mask(tree.ancestors, tree.tokens.shape[1])
+    rows = jnp.arange(len(lens))
+    return read_tree(state, rows, lens, q, as_nodes(inputs), ancestors, tree.depth)
+
+
+def committed(lens: Array, paths: list[list[int]]) -> CommittedPath:
+    padded = np.zeros((len(paths), DEPTH + 1), np.int32)
+    for row, path in zip(padded, paths, strict=True):
+        row[: len(path)] = path
+    return CommittedPath(
+        rows=jnp.arange(len(paths)),
+        page_table=jnp.zeros((len(paths), 1), jnp.int32),
+        context_lens=lens,
+        path=jnp.asarray(padded),
+        counts=jnp.asarray([len(path) for path in paths]),
+        is_chain=False,
+    )
+
+
+@pytest.mark.parametrize("trees", [12, slow(200)])
+def test_trees_agree_with_each_paths_recurrence(trees: int):
+    outputs, states = tree_errors(trees)
+    print(f"{trees} trees: outputs {outputs:.1e}, states {states:.1e}")
+    assert outputs < TOLERANCE and states < TOLERANCE
+
+
+def test_prompts_read_in_chunks_agree_with_the_recurrence_and_leave_the_same_bits():
+    rng, size = np.random.default_rng(1), 5 * FOLDED + 3
+    q, inputs = random_inputs(rng, 2, size)
+    states, outputs = [], []
+    for width in (size, 7, 1):
+        state, out, done = empty(2), [], 0
+        while done < size:
+            count = min(width, size - done)
+            part = jax.tree.map(lambda x, a=done, n=count: x[:, a : a + n], (q, inputs))
+            lens = jnp.full(2, done)
+            one, state = run(state, lens, jnp.full(2, count), *part)
+            out.append(one)
+            done += count
+        states.append(state)
+        outputs.append(np.concatenate(out, axis=1))
+    end = whole_state(states[0], jnp.full(2, size))
+    for row in range(2):
+        want, s = in_numpy(*jax.tree.map(lambda x, row=row: x[row], (q, inputs)))
+        assert np.abs(want - outputs[0][row]).max() < TOLERANCE
+        assert np.abs(s - end[row]).max() < TOLERANCE
+    for state, out in zip(states[1:], outputs[1:], strict=True):
+        assert_same_bits(state, states[0], size)
+        assert np.abs(out - outputs[0]).max() < TOLERANCE
+
+
+def assert_same_bits(state: DeltaState, other: DeltaState, lens: int) -> None:
+    """Of all that later tokens read."""
+    np.testing.assert_array_equal(state.s, other.s)
+    np.testing.assert_array_equal(state.channels, other.channels)
+    for one, two in zip(jax.tree.leaves(state.window), jax.tree.leaves(other.window), strict=True):
+        np.testing.assert_array_equal(one[:, : lens % FOLDED], two[:, : lens % FOLDED])
+
+
+@pytest.mark.parametrize("tokens", [60, slow(4096)])
+def test_rounds_of_any_trees_leave_the_bits_of_plain_decoding(tokens: int):
+    rng, width = np.random.default_rng(2), 12
+    q, inputs = random_inputs(rng, 1, tokens + DEPTH)
+
+    def decode(depth: int) -> tuple[DeltaState, np.ndarray]:
+        state, out, done = empty(1), [], 0
+        while done < tokens:
+            size = int(rng.integers(1, width + 1)) if depth else 1
+            tree = random_tree(rng, np.zeros(1, int), [size], width, depth or 1)
+            leaf = int(rng.integers(size))
+            path = path_from_root(np.asarray(tree.parents[0]), leaf)[: tokens - done]
+            noise = random_inputs(rng, 1, width)
+            place, at = np.array(path), slice(done, done + len(path))
+            nodes = jax.tree.map(
+                lambda x, y, place=place, at=at: x.at[:, place].set(y[:, at]), noise, (q, inputs)
+            )
+            lens = jnp.full(1, done)
+            one, waiting = verified(state, lens, tree, *nodes)
+            state = commit(waiting, committed(lens, [path]))
+            out.append(np.asarray(one)[:, place])
+            done += len(path)
+        return state, np.concatenate(out, axis=1)
+
+    plain, plain_out = decode(0)
+    trees, trees_out = decode(6)
+    assert_same_bits(trees, plain, tokens)
+    assert np.abs(trees_out - plain_out).max() < TOLERANCE
+    _, read = run(empty(1), jnp.zeros(1, int), jnp.full(1, tokens), q, inputs)
+    np.testing.assert_array_equal(read.s, plain.s)
+    _, s = in_numpy(*jax.tree.map(lambda x: x[0, :tokens], (q, inputs)))
+    drift = np.abs(whole_state(trees, jnp.full(1, tokens))[0] - s).max()
+    print(f"{tokens} tokens: drift of the state {drift:.1e}")
+    assert drift < 1e-4
+
+
+def test_noise_of_padding_other_branches_and_other_rows_stays_there():
+    rng = np.random.default_rng(3)
+    lens, sizes = jnp.asarray([5, 9, 0]), [6, 4, 1]
+    prompt = random_inputs(rng, 3, 16)
+    _, clean = run(empty(3), jnp.zeros_like(lens), lens, *prompt)
+    tree = random_tree(rng, np.zeros(3, int), sizes, 8, 3)
+    nodes = random_inputs(rng, 3, 8)
+    path = path_from_root(np.asarray(tree.parents[0]), 5)
+    paths = [path, [0], []]
+    want, waiting = verified(clean, lens, tree, *nodes)
+    after = commit(waiting, committed(lens, paths))
+
+    on_path = np.zeros((3, 8), bool)
+    on_path[0, path], on_path[1, :4] = True, True
+    held = np.arange(FOLDED) < np.asarray(lens % FOLDED)[:, None]
+    bad_nodes = jax.tree.map(lambda x: spoiled(x, on_path), nodes)
+    dirty = clean.replace(window=jax.tree.map(lambda x: spoiled(x, held), clean.window))
+    got, waiting = verified(dirty, lens, tree, *bad_nodes)
+    after_noise = commit(waiting, committed(lens, paths))
+    np.testing.assert_array_equal(np.asarray(got)[on_path], np.asarray(want)[on_path])
+    np.testing.assert_array_equal(after_noise.s, after.s)
+
+    padded = jax.tree.map(lambda x: spoiled(x, np.arange(16) < np.asarray(lens)[:, None]), prompt)
+    _, read = run(dirty, jnp.zeros_like(lens), lens, *padded)
+    _, again = run(clean, jnp.zeros_like(lens), lens, *prompt)
+    np.testing.assert_array_equal(read.s, again.s)
+
+
+def spoiled(x: Array, kept: np.ndarray) -> Array:
+    """x [B, T, ...] with NaN where not ``kept`` [B, T]."""
+    return jnp.where(kept.reshape(*kept.shape, *(1,) * (x.ndim - 2)), x, jnp.nan)
+
+
+def test_convolution_takes_the_ancestors():
+    rng, size = np.random.default_rng(4), 10
+    tree = random_tree(rng, np.zeros(2, int), [10, 7], size, 5)
+    ancestors = unpack_mask(tree.ancestors, size)
+    state = empty(2)
+    before, nodes = (
+        jnp.asarray(rng.standard_normal((2, n, GROUPS, CHANNELS)), jnp.float32)
+        for n in (TAPS - 1, size)
+    )
+    weight = jnp.asarray(rng.standard_normal((TAPS, GROUPS, CHANNELS)), jnp.float32)
+    state = state.replace(channels=before)
+    got = convolved(state, jnp.arange(2), nodes, weight, ancestors, tree.depth)
+    for row, count in ((0, 10), (1, 7)):
+        for node in range(count):
+            path = path_from_root(np.asarray(tree.parents[row]), node)
+            own = np.concatenate([before[row], nodes[row, np.array(path)]])[-TAPS:]
+            want = np.einsum("kgc,kgc->gc", own.astype(np.float64), weight)
+            assert np.abs(got[row, node] - want).max() < TOLERANCE
+    chain = convolved(state, jnp.arange(2), nodes, weight, None, None)
+    want = np.concatenate([before, nodes], axis=1)[:, 4 : 4 + TAPS]
+    assert np.abs(chain[:, 4] - np.einsum("bkgc,kgc->bgc", want, weight)).max() < TOLERANCE
+
+
+def test_rows_are_cleared_copied_and_put_back():
+    rng = np.random.default_rng(5)
+    lens = jnp.asarray([13, 6, 11])
+    _, state = run(empty(3), jnp.zeros_like(lens), lens, *random_inputs(rng, 3, 16))
+    none = jnp.zeros(0, jnp.int32)
+    saved = state.take(none, jnp.asarray([2]))
+    cleared = state.reset(jnp.asarray([2, 7]))
+    assert not np.any(cleared.s[2]) and np.array_equal(cleared.s[:2], state.s[:2])
+    back = cleared.put(saved, none, jnp.asarray([0]))
+    for one, two in zip(jax.tree.leaves(back), jax.tree.leaves(state), strict=True):
+        np.testing.assert_array_equal(one[0], two[2])
+        np.testing.assert_array_equal(one[1], two[1])

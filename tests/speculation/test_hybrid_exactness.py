@@ -1,0 +1,226 @@
+"""Families with recurrent layers: speculation does not change their text, nor do stops, devices, or
+requests that lose their pages. The fast guards are in tests/models: test_gated_delta.py runs such a
+layer in an engine, test_hybrid_mtp.py compares MTP layers with their equations."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+from safetensors.numpy import load_file
+
+from jaxspec.config.cache import CacheConfig
+from jaxspec.config.engine import EngineConfig
+from jaxspec.config.gated_delta import GatedDeltaConfig
+from jaxspec.config.speculation import SpeculationConfig
+from jaxspec.engine import Engine
+from jaxspec.loading import load
+from jaxspec.models.decoder import Decoder
+from jaxspec.models.hf_config import parse_model_config
+from jaxspec.parallel import make_mesh
+from jaxspec.quantizer.checkpoint import Checkpoint
+from jaxspec.scheduling.requests import SamplingParams
+from jaxspec.speculation.drafters import NGramDrafter
+from jaxspec.tensors import splitting
+from jaxspec.weights.safetensors_io import save_tree
+from tests.marks import slow
+from tests.random_experts import random_expert_target
+from tests.random_models import mtp_head, random_prompts
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "max_position_embeddings": 512,
+    "eos_token_id": None,
+}
+EXPERTS = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 24,
+}
+CONFIGS = {"qwen3_next": EXPERTS, "qwen3_5_text": {}, "qwen3_5_moe_text": EXPERTS}
+CHAIN, TREE = SpeculationConfig.chain(4), SpeculationConfig(num_nodes=10, max_depth=3, top_k=3)
+PROMPTS = [prompt.tolist() for prompt in random_prompts((5, 21, 1, 40))]
+NEW_TOKENS = 45  # more than a fold of the recurrence
+FEW = 26  # pages, of which all requests together need more
+
+
+def raw_config(family: str) -> dict[str, Any]:
+    return SIZES | CONFIGS[family] | {"model_type": family}
+
+
+@functools.cache
+def target(family: str) -> Decoder:
+    """Nearly a bigram model, with recurrences that forget slowly."""
+    model = random_expert_target(parse_model_config(raw_config(family)))
+
+    def slower(layer: Any) -> Any:
+        if not isinstance(layer.mixer.config, GatedDeltaConfig):
+            return layer
+        return layer.replace(mixer=layer.mixer.replace(a_log=layer.mixer.a_log - 2))
+
+    return model.replace(layers=tuple(map(slower, model.layers)))
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory):
+    """family -> a checkpoint, with an MTP layer that guesses well"""
+    made: dict[str, Path] = {}
+
+    def make(family: str) -> Path:
+        if family not in made:
+            made[family] = path = tmp_path_factory.mktemp(family)
+            model = target(family)
+            head = mtp_head(model, layout="qwen")
+            save_tree(path / "head", head, head.filled("mtp.layers.0", splitting()), {})
+            extra = load_file(path / "head" / "model.safetensors")
+            save_tree(path, model, model.filled(splitting()), raw_config(family), extra)
+        return made[family]
+
+    return make
+
+
+def texts(
+    model: Path,
+    drafter: str,
+    shape: SpeculationConfig = CHAIN,
+    *,
+    stops: tuple[int, ...] = (),
+    page_size: int = 5,
+    num_pages: int | None = None,
+    config: EngineConfig | None = None,
+    **options: Any,
+) -> list[list[int]]:
+    """More prompts than rows, so rows join while others decode. Half of them are sampled."""
+    own = NGramDrafter(min_match=1) if drafter == "ngram" else drafter
+    params = load(model, own, dtype="float32", speculation=shape, **options)
+    cache = CacheConfig(page_size=page_size, max_length=96, num_pages=num_pages)
+    engine = Engine(params, cache, config or EngineConfig(max_rows=3, rounds_per_call=4))
+    sampling = [
+        SamplingParams(
+            max_tokens=NEW_TOKENS, temperature=0.7 * (index % 2), seed=index, stop_token_ids=stops
+        )
+        for index in range(len(PROMPTS))
+    ]
+    generations = engine.add_all(PROMPTS, sampling)
+    engine.finish(generations)
+    assert not any(one.error for one in generations)
+    if drafter != "none":
+        accepting = sum(one.statistics.accepted[1] for one in generations)
+        assert accepting > 4, "hardly a draft was accepted: this run tested little"
+    if num_pages is not None:
+        assert sum(engine.scheduler.preemptions.values()) > 0, "nobody lost its pages"
+    return [one.token_ids for one in generations]
+
+
+@functools.cache
+def plain(model: Path, **options: Any) -> list[list[int]]:
+    return texts(model, "none", **options)
+
+
+@pytest.mark.parametrize(
+    ("family", "drafter", "shape"),
+    [
+        slow("qwen3_next", "mtp", TREE),
+        slow("qwen3_next", "mtp", CHAIN),
+        slow("qwen3_next", "ngram", CHAIN),
+        slow("qwen3_next", "ngram+mtp", TREE),
+        slow("qwen3_5_text", "mtp", CHAIN),
+        slow("qwen3_5_text", "mtp", TREE),
+        slow("qwen3_5_text", "mtp:before", CHAIN),
+        slow("qwen3_5_text", "ngram", CHAIN),
+        slow("qwen3_5_text", "ngram", TREE),
+        slow("qwen3_5_moe_text", "mtp", TREE),
+    ],
+)
+def test_text_is_that_of_plain_decoding(checkpoint, family: str, drafter: str, shape: Any):
+    model = checkpoint(family)
+    assert texts(model, drafter, shape) == plain(model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("drafter", "shape"), [("none", CHAIN), ("ngram", CHAIN), ("mtp", CHAIN), ("mtp", TREE)]
+)
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+def test_requests_that_lose_their_pages_have_the_same_text(
+    checkpoint, preemption: Any, drafter: str, shape: SpeculationConfig
+):
+    model = checkpoint("qwen3_next")
+    config = EngineConfig(max_rows=3, rounds_per_call=4, preemption=preemption)
+    found = texts(model, drafter, shape, num_pages=FEW, config=config)
+    assert found == plain(model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("drafter", "shape"), [("ngram", CHAIN), ("mtp", CHAIN), ("mtp", TREE)])
+def test_texts_stop_where_those_of_plain_decoding_do(checkpoint, drafter: str, shape: Any):
+    model = checkpoint("qwen3_5_text")
+    stops = tuple(max(text, key=text.index) for text in plain(model)[:2])  # that come late
+    expected = plain(model, stops=stops)
+    assert any(15 < len(text) < NEW_TOKENS for text in expected)
+    assert texts(model, drafter, shape, stops=stops) == expected
+
+
+@pytest.mark.parametrize(
+    ("family", "devices", "shape"),
+    [
+        slow("qwen3_next", {"tensor_parallel": 2}, TREE),
+        slow("qwen3_next", {"tensor_parallel": 4}, CHAIN),  # KV heads are repeated
+        slow("qwen3_next", {"tensor_parallel": (2, 2)}, CHAIN),
+        slow("qwen3_next", {"data_parallel": 2}, CHAIN),
+        slow("qwen3_5_text", {"tensor_parallel": 2}, CHAIN),
+        slow("qwen3_5_text", {"tensor_parallel": 4}, TREE),
+    ],
+)
+def test_devices_give_the_text_of_one(checkpoint, family: str, devices: Any, shape: Any):
+    """Key heads and experts are split."""
+    model, mesh = checkpoint(family), make_mesh(**devices)
+    assert texts(model, "mtp", shape, mesh=mesh) == plain(model)
+    if devices.get("tensor_parallel") in (2, 4):
+        assert texts(model, "mtp", shape, mesh=mesh, shard_drafter=True) == plain(model)
+
+
+def test_what_recurrent_layers_cannot_do_is_named(checkpoint):
+    model = checkpoint("qwen3_5_text")
+    with pytest.raises(ValueError, match="recurrent layers need whole sequences on a device"):
+        texts(model, "ngram", page_size=4, mesh=make_mesh(sequence_parallel=2))
+    with pytest.raises(ValueError, match="recurrent layers cannot be split into stages: take pp 1"):
+        texts(model, "ngram", mesh=make_mesh(pipeline_parallel=2))
+    with pytest.raises(ValueError, match="this draft model"):
+        texts(model, str(model))
+    with pytest.raises(ValueError, match="which are not quantized"):
+        Checkpoint(model)
+
+
+@pytest.mark.slow
+def test_caches_of_eight_bits(checkpoint):
+    model = checkpoint("qwen3_5_text")
+    assert texts(model, "mtp", TREE, kv_dtype="fp8") == plain(model, kv_dtype="fp8")
+
+
+@pytest.mark.slow
+def test_the_recurrences_matter(checkpoint):
+    """Else the other tests would test little."""
+    whole = target("qwen3_5_text")
+    first, *others = whole.layers
+    mixer: Any = first.mixer
+    silent = first.replace(mixer=mixer.replace(o=mixer.o.replace(weight=0 * mixer.o.weight)))
+    model = checkpoint("qwen3_5_text")
+    path = model / "silent"
+    changed = whole.replace(layers=(silent, *others))
+    save_tree(path, changed, changed.filled(splitting()), raw_config("qwen3_5_text"))
+    assert plain(path) != plain(model)
+    assert jnp.exp(mixer.a_log).min() < 0.2
