@@ -4,13 +4,17 @@ import argparse
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 from rich.console import Console
+from tokenizers import Tokenizer
 
 from jaxspec.commands.data_options import add_suffixes_option
 from jaxspec.commands.shell import command_parser, run_command, typed_command
 from jaxspec.config.model import ModelConfig, dense_model
+from jaxspec.models.hf_config import parse_model_config
+from jaxspec.models.hf_values import read_json
 from jaxspec.training import data
 from jaxspec.training.lm import TrainConfig, num_parameters
 from jaxspec.training.precision import resolve_precision
@@ -20,6 +24,7 @@ from jaxspec.training.report import Card, export
 from jaxspec.training.schedule import Schedule, deadline_of
 
 EXPORT_SHARE = 0.05  # share of a time budget, reserved for the sample and the last export
+SIZES = ("hidden", "layers", "heads", "kv_heads", "head_dim", "ff", "max_position")
 DEFAULT_LICENSE = "Trained on the sources named above, each under its own licence."
 
 
@@ -34,6 +39,12 @@ def make_parser() -> argparse.ArgumentParser:
     length = parser.add_mutually_exclusive_group(required=True)
     length.add_argument("--steps", type=int, help="training steps")
     length.add_argument("--minutes", type=float, help="for everything, with start-up and export")
+    add(
+        "--config",
+        type=Path,
+        help="config.json of any supported family (docs/models.md), instead of the sizes below; "
+        "its vocabulary and end of text become the tokenizer's",
+    )
     add("--hidden", type=int, default=256, help="width of the hidden states")
     add("--layers", type=int, default=8, help="layers of the model")
     add("--heads", type=int, default=4, help="query heads")
@@ -77,9 +88,31 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def model_config(args: argparse.Namespace, vocab_size: int, end_of_text: int) -> ModelConfig:
-    if args.context > args.max_position:
-        raise ValueError(f"--context {args.context} exceeds --max-position {args.max_position}")
+def model_config(
+    args: argparse.Namespace, tokenizer: Tokenizer
+) -> tuple[ModelConfig, dict[str, Any] | None]:
+    """The model, and the config.json to export it with, if it is not the model's own."""
+    size, end = tokenizer.get_vocab_size(), data.end_of_text_id(tokenizer)
+    if args.config is None:
+        return _sized_model(args, size, end), None
+    parser = make_parser()
+    for name in SIZES:
+        if getattr(args, name) != parser.get_default(name):
+            option = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{option} and --config exclude each other: change the file instead")
+    raw = read_json(args.config) | {"vocab_size": size, "eos_token_id": end}
+    model = parse_model_config(raw)
+    if model.mtp is not None:
+        raise ValueError(
+            f"{args.config}: set its number of MTP layers to 0; they are trained afterwards, by "
+            "jaxspec train-head --method mtp"
+        )
+    _check_context(args.context, "the longest position", model.max_position)
+    return model, raw
+
+
+def _sized_model(args: argparse.Namespace, vocab_size: int, end_of_text: int) -> ModelConfig:
+    _check_context(args.context, "--max-position", args.max_position)
     return dense_model(
         vocab_size=vocab_size,
         hidden_size=args.hidden,
@@ -96,8 +129,18 @@ def model_config(args: argparse.Namespace, vocab_size: int, end_of_text: int) ->
     )
 
 
+def _check_context(context: int, name: str, limit: int) -> None:
+    if context > limit:
+        raise ValueError(f"--context {context} exceeds {name} {limit}")
+
+
 def train_config(args: argparse.Namespace) -> TrainConfig:
-    dtype, attention = resolve_precision(args.dtype, args.attention, args.head_dim)
+    attention = args.attention
+    if args.config is not None:  # whose layers may be of kinds that cuDNN does not have
+        if attention == "cudnn":
+            raise ValueError("--attention cudnn and --config exclude each other: take xla")
+        attention = "xla"
+    dtype, attention = resolve_precision(args.dtype, attention, args.head_dim)
     return TrainConfig(
         batch_size=args.batch,
         context=args.context,
@@ -131,7 +174,7 @@ def print_corpus(console: Console, report: data.Report) -> None:
     )
 
 
-def save_model(run: Pretraining, args: argparse.Namespace) -> str:
+def save_model(run: Pretraining, args: argparse.Namespace, hf_config: dict[str, Any] | None) -> str:
     """Export with a sample of greedy text; returns the sample."""
     tokenizer = run.corpus.tokenizer
     prompt = tokenizer.encode(args.prompt).ids
@@ -141,7 +184,7 @@ def save_model(run: Pretraining, args: argparse.Namespace) -> str:
     device = jax.devices()[0].device_kind
     command = typed_command()
     card = Card(args.out.name, device, command, args.license_note, text)
-    export(run, card, args.out)
+    export(run, card, args.out, hf_config)
     return text
 
 
@@ -150,8 +193,7 @@ def train(args: argparse.Namespace, console: Console, started: float) -> None:
     console.print("reading and tokenizing --data")
     corpus = data.build_corpus(args.data, args.work, args.vocab, suffixes=tuple(args.suffixes))
     print_corpus(console, corpus.report)
-    end = data.end_of_text_id(corpus.tokenizer)
-    model = model_config(args, corpus.tokenizer.get_vocab_size(), end)
+    model, hf_config = model_config(args, corpus.tokenizer)
     schedule = Schedule(
         steps=args.steps,
         deadline=deadline_of(started, args.minutes, 1 - EXPORT_SHARE),
@@ -170,8 +212,8 @@ def train(args: argparse.Namespace, console: Console, started: float) -> None:
     text = None
     for record in follow(run.run, describe, console, started):
         if record.saved:
-            text = save_model(run, args)
-    console.print(text or save_model(run, args), markup=False, highlight=False)
+            text = save_model(run, args, hf_config)
+    console.print(text or save_model(run, args, hf_config), markup=False, highlight=False)
     console.print(f"{args.out}: written after {time.monotonic() - started:.1f} s")
 
 

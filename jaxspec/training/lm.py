@@ -19,21 +19,17 @@ from jax.sharding import NamedSharding
 from jaxspec.config.model import ModelConfig
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
-from jaxspec.models.decoder import Decoder, decoder_shapes
+from jaxspec.models.decoder import Decoder
 from jaxspec.models.forward import Attend
-from jaxspec.models.shapes import weight_name
 from jaxspec.pytree import Pytree, pytree
+from jaxspec.training.initial import init_decoder
 from jaxspec.training.optimizer import (
-    MATRICES,
     OptimizerConfig,
     adamw,
     descend,
     learning_rate,
 )
 from jaxspec.training.precision import Attention, ComputeDtype, attention_of, cast_weights
-
-RESIDUAL_OUTPUTS = frozenset({"o", "down"})
-EMBEDDING_SCALE = 0.02
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,27 +61,6 @@ class TrainState(Pytree):
     params: Decoder  # float32
     moments: optax.OptState
     step: Array
-
-
-def init_decoder(config: ModelConfig, seed: int) -> Decoder:
-    """Random float32 weights: normal, scaled by the fan-in of each matrix.
-
-    Matrices that add to the residual stream are also scaled by the number of layers. The numbers
-    are drawn on the host, which needs no compilation.
-    """
-    generator = np.random.default_rng(seed)
-
-    def init(path: tuple[Any, ...], shape: jax.ShapeDtypeStruct) -> Array:
-        name = weight_name(path)
-        if name not in MATRICES:
-            return jnp.asarray(np.full(shape.shape, "norm" in name, np.float32))
-        scale = EMBEDDING_SCALE if name == "embed" else shape.shape[0] ** -0.5
-        if name in RESIDUAL_OUTPUTS:
-            scale *= (2 * config.num_layers) ** -0.5
-        return jnp.asarray(scale * generator.standard_normal(shape.shape, np.float32))
-
-    shapes = decoder_shapes(config, jnp.dtype(jnp.float32))
-    return jax.tree_util.tree_map_with_path(init, shapes)
 
 
 def num_parameters(params: Any) -> int:

@@ -10,7 +10,9 @@ from jax import Array
 
 from jaxspec.models.shapes import weight_name
 
-MATRICES = frozenset({"embed", "qkv", "o", "gate_up", "down", "lm_head", "fc"})
+MATRICES = frozenset(
+    {"embed", "qkv", "o", "gate_up", "down", "lm_head", "fc", "qkvz", "ba", "router", "shared_gate"}
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

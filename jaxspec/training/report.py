@@ -2,11 +2,15 @@
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 from matplotlib.figure import Figure
 
+from jaxspec.config.mixers import AttentionConfig
+from jaxspec.config.mlps import DenseConfig
 from jaxspec.config.model import ModelConfig
 from jaxspec.training.data import Report, end_of_text_id, save_tokenizer
 from jaxspec.training.lm import num_parameters
@@ -26,13 +30,16 @@ class Card:
     sample: str
 
 
-def export(run: Pretraining, card: Card, directory: Path) -> None:
+def export(
+    run: Pretraining, card: Card, directory: Path, hf_config: Mapping[str, Any] | None = None
+) -> None:
     """Write a HF folder: bfloat16 safetensors, configs, tokenizer, loss.jsonl, loss.png, README.
 
     transformers and vLLM open it. Files of these names in an existing folder are replaced.
+    ``hf_config``: see save_decoder.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    save_decoder(cast_weights(run.params, jnp.bfloat16), directory)
+    save_decoder(cast_weights(run.params, jnp.bfloat16), directory, hf_config)
     tokenizer = run.corpus.tokenizer
     save_tokenizer(tokenizer, directory, run.model.max_position)
     end = end_of_text_id(tokenizer)
@@ -115,7 +122,12 @@ flatters the model somewhat. Left out: {_skipped(report)}.
 
 def _architecture(model: ModelConfig) -> str:
     tied = ", tied embeddings" if model.tie_word_embeddings else ""
-    attention, mlp = model.layers[0].attention, model.layers[0].mlp
+    attention, mlp = model.layers[0].mixer, model.layers[0].mlp
+    if not isinstance(attention, AttentionConfig) or not isinstance(mlp, DenseConfig):
+        return (
+            f"As config.json says: {model.num_layers} layers, hidden {model.hidden_size}{tied}, "
+            f"positions up to {model.max_position}"
+        )
     return (
         f"Llama: {model.num_layers} layers, hidden {model.hidden_size}, {attention.num_heads} "
         f"query and {attention.num_kv_heads} KV heads of {attention.head_dim}, SwiGLU of "

@@ -141,15 +141,20 @@ def _harmless(config: ModelConfig, names: Collection[str]) -> set[str]:
     return head | mtp_tensors(config, names)
 
 
-def save_decoder(decoder: Decoder, directory: str | Path) -> None:
+def save_decoder(
+    decoder: Decoder, directory: str | Path, hf_config: Mapping[str, Any] | None = None
+) -> None:
     """Write a decoder, however sharded, as a directory that transformers and load_decoder read.
     Scales of 8-bit caches are left out.
 
-    Raises ValueError for a quantized one.
+    ``hf_config``: the contents of its ``config.json``; None: ``to_hf_config`` of its own config.
+
+    Raises ValueError for a quantized one, and for a config of a family that is not written.
     """
     check_not_quantized(decoder)
     decoder = without_kv_scales(decoder)
-    config = to_hf_config(decoder.config) | {"torch_dtype": jnp.dtype(decoder.embed.dtype).name}
+    config = to_hf_config(decoder.config) if hf_config is None else dict(hf_config)
+    config |= {"torch_dtype": jnp.dtype(decoder.embed.dtype).name}
     save_tree(directory, decoder, decoder.filled(splitting(decoder.config.vocab_size)), config)
 
 

@@ -1,0 +1,68 @@
+"""Random weights to begin training with."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jaxspec.config.model import ModelConfig
+from jaxspec.models.decoder import Decoder, decoder_shapes
+from jaxspec.models.expert_linear import ExpertLinear
+from jaxspec.models.shapes import weight_name
+from jaxspec.training.optimizer import MATRICES
+
+RESIDUAL_OUTPUTS = frozenset({"o", "down"})
+EMBEDDING_SCALE = 0.02
+# Of recurrent layers, as in Mamba 2 (Dao and Gu, arXiv 2405.21060): a state forgets between a
+# thousandth of itself and all of it at a token.
+DECAY_RATES = (1.0, 16.0)
+STEP_SIZES = (1e-3, 0.1)
+
+
+def init_decoder(config: ModelConfig, seed: int) -> Decoder:
+    """Random float32 weights: normal, scaled by the fan-in of each matrix.
+
+    Matrices that add to the residual stream are also scaled by the number of layers. The numbers
+    are drawn on the host, which needs no compilation.
+    """
+    generator = np.random.default_rng(seed)
+
+    def init(path: tuple[Any, ...], node: Any) -> Any:
+        if isinstance(node, ExpertLinear):
+            fan_in = node.weight.shape[1]
+            return jax.tree_util.tree_map_with_path(
+                lambda inner, shape: _initial((*path, *inner), shape, fan_in, config, generator),
+                node,
+            )
+        return _initial(path, node, node.shape[0], config, generator)
+
+    shapes = decoder_shapes(config, jnp.dtype(jnp.float32))
+    return jax.tree_util.tree_map_with_path(
+        init, shapes, is_leaf=lambda node: isinstance(node, ExpertLinear)
+    )
+
+
+def _initial(
+    path: tuple[Any, ...],
+    shape: jax.ShapeDtypeStruct,
+    fan_in: int,
+    config: ModelConfig,
+    generator: np.random.Generator,
+) -> Array:
+    name, size = weight_name(path), shape.shape
+    if name == "taps":  # of a convolution by channel
+        return jnp.asarray(generator.uniform(-1, 1, size) / math.sqrt(fan_in), jnp.float32)
+    if name == "a_log":
+        return jnp.asarray(np.log(generator.uniform(*DECAY_RATES, size)), jnp.float32)
+    if name == "dt_bias":  # the inverse of softplus
+        steps = np.exp(generator.uniform(*np.log(STEP_SIZES), size))
+        return jnp.asarray(np.log(np.expm1(steps)), jnp.float32)
+    if name not in MATRICES:
+        return jnp.asarray(np.full(size, "norm" in name, np.float32))
+    scale = EMBEDDING_SCALE if name == "embed" else fan_in**-0.5
+    if name in RESIDUAL_OUTPUTS:
+        scale *= (2 * config.num_layers) ** -0.5
+    return jnp.asarray(scale * generator.standard_normal(size, np.float32))
