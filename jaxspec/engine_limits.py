@@ -77,6 +77,7 @@ def scheduler_limits(params: EngineParams, sizes: Sizes, config: EngineConfig) -
     host_parts = 0
     if preemption != "recompute" and not holds_all:  # else nobody is swapped
         host_parts = int(config.swap_memory * 2**30 / part_bytes(params, sizes))
+    share_pages = not params.target.config.is_recurrent
     return Limits(
         num_rows=sizes.num_rows,
         num_pages=sizes.num_pages // shards - 1,
@@ -92,8 +93,9 @@ def scheduler_limits(params: EngineParams, sizes: Sizes, config: EngineConfig) -
         unseen_rounds=1 if config.adaptive else None,
         max_queue=config.max_queue,
         watermark=0.0 if holds_all else Limits.watermark,
-        prefix_caching=config.prefix_caching and not params.target.config.is_recurrent,
+        prefix_caching=config.prefix_caching and share_pages,
         share_generated=not config.deterministic,
+        share_pages=share_pages,
         preemption=preemption,
         part_pages=sizes.part_pages,
         host_parts=host_parts,

@@ -7,10 +7,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxspec.config.mixers import AttentionConfig
 from jaxspec.functional import EngineParams
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import DraftHead
 from jaxspec.models.layer import Layer
+from jaxspec.models.mixers import Attention
 from jaxspec.models.stages import Stage
 from jaxspec.parallel import Layout, Shards, mesh_layout, named_shardings
 from jaxspec.speculation.drafters import DraftModelDrafter, EagleDrafter, MixedDrafter
@@ -35,7 +37,9 @@ def on_mesh(params: EngineParams, mesh: Mesh, *, shard_drafter: bool = True) -> 
 
 def _laid_out[T: Decoder | DraftHead](model: T, layout: Layout, devices: int) -> T:
     """As decoder_shapes and head_shapes describe it for so many devices, still on one."""
-    repeats = max(1, devices // model.config.layers[0].attention.num_kv_heads)
+    mixers = [layer.mixer for layer in model.config.layers]
+    kv_heads = next(one.num_kv_heads for one in mixers if isinstance(one, AttentionConfig))
+    repeats = max(1, devices // kv_heads)
     changes: dict[str, Any] = {
         "layout": layout,
         "layers": tuple(_repeat_kv_heads(layer, repeats) for layer in model.layers),
@@ -58,6 +62,8 @@ def _repeat_kv_heads(layer: Layer, repeats: int) -> Layer:
         return np.concatenate([queries, np.repeat(x[..., -2:, :], repeats, axis=-3)], axis=-2)
 
     attention: Any = layer.mixer
+    if not isinstance(attention, Attention):
+        return layer
     qkv = attention.qkv.replace(
         weight=repeat(attention.qkv.weight), bias=repeat(attention.qkv.bias)
     )

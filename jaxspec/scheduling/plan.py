@@ -35,6 +35,8 @@ class Limits:
       watermark: share of a shard's pages that an admission leaves available for running sequences.
       prefix_caching: whether requests use the pages of earlier ones.
       share_generated: whether these may hold generated tokens, too.
+      share_pages: whether a request may begin with pages of another, cached or running. Not where
+        rows keep what is in no page: then there is no prefix caching either.
       preemption: "auto" takes what PreemptionCosts say is cheaper. Who does not fit host memory, or
         is still reading its prompt, is recomputed.
       part_pages: pages that are moved to host memory at a time.
@@ -61,6 +63,7 @@ class Limits:
     watermark: float = 0.01
     prefix_caching: bool = True
     share_generated: bool = True
+    share_pages: bool = True
     preemption: Preemption = "auto"
     part_pages: int = 1
     host_parts: int | None = None

@@ -180,7 +180,8 @@ class Shard:
         """Whether a sequence that has generated nothing is a sample of the other's prompt."""
         mine, its = sequence.request, other.request
         return (
-            mine.group is not None
+            self.limits.share_pages
+            and mine.group is not None
             and mine.group == its.group
             and sequence.is_new
             and sequence.namespace == other.namespace

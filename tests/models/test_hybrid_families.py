@@ -26,7 +26,7 @@ from tests.marks import slow
 from tests.parity import load, paged_logits
 from tests.quantized_checkpoints import FORMATS, quantize_checkpoint
 
-LENGTH, FAST = 40, "qwen3_5_text"
+LENGTH = 40
 
 
 @pytest.fixture(scope="session")
@@ -44,7 +44,8 @@ def checkpoint(tmp_path_factory):
     return make
 
 
-@pytest.mark.parametrize("name", [slow(name) for name in VARIANTS if name != FAST] + [FAST])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", VARIANTS)
 def test_logits_equal_transformers(checkpoint, name: str):
     directory, tokens, expected = checkpoint(name)
     model = load(directory)
@@ -184,7 +185,7 @@ def test_texts_are_scored_layer_by_layer(checkpoint, tmp_path: Path):
     np.testing.assert_allclose(found.nats, expected, rtol=1e-4)
 
 
-@pytest.mark.parametrize("form", ["compressed", "gptq act-order", "float8"])
+@pytest.mark.parametrize("form", ["compressed", slow("gptq act-order"), slow("float8")])
 def test_quantized_checkpoints_are_read(checkpoint, form: str, tmp_path: Path):
     """Of what makes up a projection of ours all is quantized, or nothing."""
     directory, _, _ = checkpoint("qwen3_5_text")

@@ -2,6 +2,7 @@
 requests that lose their pages. The fast guards are in tests/models: test_gated_delta.py runs such a
 layer in an engine, test_hybrid_mtp.py compares MTP layers with their equations."""
 
+import dataclasses
 import functools
 from pathlib import Path
 from typing import Any
@@ -101,11 +102,12 @@ def texts(
     page_size: int = 5,
     num_pages: int | None = None,
     config: EngineConfig | None = None,
+    dtype: str = "float32",
     **options: Any,
 ) -> list[list[int]]:
     """More prompts than rows, so rows join while others decode. Half of them are sampled."""
     own = NGramDrafter(min_match=1) if drafter == "ngram" else drafter
-    params = load(model, own, dtype="float32", speculation=shape, **options)
+    params = load(model, own, dtype=dtype, speculation=shape, **options)
     cache = CacheConfig(page_size=page_size, max_length=96, num_pages=num_pages)
     engine = Engine(params, cache, config or EngineConfig(max_rows=3, rounds_per_call=4))
     sampling = [
@@ -209,6 +211,18 @@ def test_what_recurrent_layers_cannot_do_is_named(checkpoint):
 def test_caches_of_eight_bits(checkpoint):
     model = checkpoint("qwen3_5_text")
     assert texts(model, "mtp", TREE, kv_dtype="fp8") == plain(model, kv_dtype="fp8")
+
+
+@pytest.mark.slow
+def test_texts_are_deterministic_in_bfloat16(checkpoint):
+    """Plain with one row, then drafted with three."""
+    model, own = checkpoint("qwen3_5_text"), {"rounds_per_call": 4, "deterministic": True}
+    chain, tree = (dataclasses.replace(shape, verify_width=16) for shape in (CHAIN, TREE))
+    alone = EngineConfig(max_rows=1, **own)
+    expected = texts(model, "none", chain, config=alone, dtype="bfloat16")
+    for drafter, shape in (("mtp", chain), ("mtp", tree), ("ngram", chain)):
+        config = EngineConfig(max_rows=3, **own)
+        assert texts(model, drafter, shape, config=config, dtype="bfloat16") == expected
 
 
 @pytest.mark.slow

@@ -1,0 +1,187 @@
+"""Gated delta layers beside attention, three to one: drafts do not change the text, nor do stops,
+devices, or requests that lose their pages."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxspec import functional
+from jaxspec.config.cache import CacheConfig
+from jaxspec.config.engine import EngineConfig
+from jaxspec.config.gated_delta import GatedDeltaConfig
+from jaxspec.config.speculation import PLAIN, SpeculationConfig, TreeShape
+from jaxspec.engine import Engine
+from jaxspec.functional import EngineParams
+from jaxspec.models.decoder import Decoder
+from jaxspec.models.mixers.gated_delta import gated_delta_shape
+from jaxspec.parallel import Shards, make_mesh, mesh_layout
+from jaxspec.scheduling.requests import SamplingParams
+from jaxspec.speculation.drafters import DraftModelDrafter, NGramDrafter, NoDrafter
+from jaxspec.state import EngineState
+from tests.layouts import on_mesh
+from tests.random_models import draft_model, random_prompts, random_target, tiny_config
+
+DELTA = GatedDeltaConfig(num_key_heads=4, num_value_heads=8, key_dim=16, value_dim=8, folded=8)
+SPECULATIONS = {
+    "chain": SpeculationConfig.chain(4),
+    "tree": SpeculationConfig(num_nodes=12, max_depth=3, top_k=3),
+}
+PROMPTS = [prompt.tolist() for prompt in random_prompts((5, 21, 1, 40))]
+NEW_TOKENS = 40
+FEW = 26  # pages, of which all requests together need more
+
+
+@functools.cache
+def target() -> Decoder:
+    """Attention, then three recurrences that forget slowly."""
+    config = tiny_config(num_layers=4, num_heads=8)
+    first, *others = config.layers
+    layers = [first, *(dataclasses.replace(one, mixer=DELTA) for one in others)]
+    model = random_target(dataclasses.replace(config, layers=tuple(layers)), context=1.0)
+
+    def slower(layer: Any) -> Any:
+        if not isinstance(layer.mixer.config, GatedDeltaConfig):
+            return layer
+        return layer.replace(mixer=layer.mixer.replace(a_log=layer.mixer.a_log - 2))
+
+    return model.replace(layers=tuple(map(slower, model.layers)))
+
+
+@functools.cache
+def params_of(drafter: str, shape: str) -> EngineParams:
+    if drafter == "none":
+        made, speculation = NoDrafter(), SpeculationConfig.chain(0)
+    else:
+        speculation, made = SPECULATIONS[shape], NGramDrafter(min_match=1)
+        if drafter == "draft_model":
+            made = DraftModelDrafter(model=draft_model(target()))
+    return EngineParams(target=target(), drafter=made, speculation=speculation)
+
+
+def texts(
+    params: EngineParams,
+    *,
+    page_size: int = 5,
+    num_pages: int | None = None,
+    stops: tuple[int, ...] = (),
+    **options: Any,
+) -> list[list[int]]:
+    """More prompts than rows, so rows join while others decode. Half of them are sampled."""
+    cache = CacheConfig(page_size=page_size, max_length=96, num_pages=num_pages)
+    engine = Engine(params, cache, EngineConfig(max_rows=3, rounds_per_call=4, **options))
+    sampling = [
+        SamplingParams(
+            max_tokens=NEW_TOKENS, temperature=0.7 * (index % 2), seed=index, stop_token_ids=stops
+        )
+        for index in range(len(PROMPTS))
+    ]
+    generations = engine.add_all(PROMPTS, sampling)
+    engine.finish(generations)
+    assert not any(one.error for one in generations)
+    if not isinstance(params.drafter, NoDrafter):
+        assert sum(one.statistics.accepted[1] for one in generations) > 0, "this tested little"
+    if num_pages is not None:
+        lost = engine.scheduler.preemptions
+        assert lost[options["preemption"]] > 0, "nobody lost its pages"
+    return [one.token_ids for one in generations]
+
+
+@functools.cache
+def plain() -> list[list[int]]:
+    return texts(params_of("none", "chain"), page_size=16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page_size", [1, 5])
+@pytest.mark.parametrize("shape", SPECULATIONS)
+@pytest.mark.parametrize("drafter", ["ngram", "draft_model"])
+def test_text_is_that_of_plain_decoding(drafter: str, shape: str, page_size: int):
+    assert texts(params_of(drafter, shape), page_size=page_size) == plain()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+@pytest.mark.parametrize(("drafter", "shape"), [("none", "chain"), ("draft_model", "tree")])
+def test_requests_that_lose_their_pages_have_the_same_text(
+    drafter: str, shape: str, preemption: str
+):
+    assert texts(params_of(drafter, shape), num_pages=FEW, preemption=preemption) == plain()
+
+
+@pytest.mark.slow
+def test_texts_stop_where_those_of_plain_decoding_do():
+    stops = tuple(max(text, key=text.index) for text in plain()[:2])  # that come late
+    expected = texts(params_of("none", "chain"), stops=stops)
+    assert any(10 < len(text) < NEW_TOKENS for text in expected)
+    for drafter, shape in (("ngram", "chain"), ("draft_model", "tree")):
+        assert texts(params_of(drafter, shape), stops=stops) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("drafter", "shape"), [("none", "chain"), ("ngram", "tree")])
+def test_samples_of_one_prompt_read_it_each(drafter: str, shape: str):
+    """A row's pages do not hold its recurrences, so no other row may begin with them."""
+    cache = CacheConfig(page_size=5, max_length=96)
+    engine = Engine(params_of(drafter, shape), cache, EngineConfig(max_rows=3, rounds_per_call=4))
+    one = SamplingParams(max_tokens=20, temperature=0.8, seed=3)
+    together = dataclasses.replace(one, num_samples=3)
+    samples = engine.add_all([PROMPTS[1]] * 2, [together, one])
+    engine.finish(samples)
+    again = [dataclasses.replace(one, seed=3 + index) for index in range(3)]
+    alone = engine.add_all([PROMPTS[1]] * 3, again)
+    engine.finish(alone)
+    assert not any(generation.error for generation in (*samples, *alone))
+    found = [generation.token_ids for generation in samples]
+    expected = [generation.token_ids for generation in alone]
+    assert found == [*expected, expected[0]]
+    assert len(set(map(tuple, expected))) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("drafter", "devices"),
+    [
+        ("draft_model", {"tensor_parallel": 2}),
+        ("draft_model", {"tensor_parallel": 4}),  # KV heads are repeated, key heads split
+        ("ngram", {"tensor_parallel": (2, 2)}),
+        ("ngram", {"data_parallel": 2}),
+    ],
+)
+def test_devices_give_the_text_of_one(drafter: str, devices: dict[str, Any]):
+    params = params_of(drafter, "tree")
+    assert texts(on_mesh(params, make_mesh(**devices))) == plain()
+
+
+def test_key_heads_that_cannot_be_split_are_refused():
+    shards = Shards.over(make_mesh(8), mesh_layout(make_mesh(8)))
+    with pytest.raises(ValueError, match="num_key_heads 4 cannot be split over 8 devices"):
+        gated_delta_shape(DELTA, 32, jnp.dtype(jnp.float32), shards)
+
+
+def test_sequences_that_devices_share_are_refused():
+    params = on_mesh(params_of("none", "chain"), make_mesh(sequence_parallel=2))
+    with pytest.raises(ValueError, match="need whole sequences on a device: take sp 1"):
+        functional.init_state(params, 2, 32, page_size=4)
+
+
+def round_text(shape: TreeShape | None) -> str:
+    """What a GPU gets of a call of one round, before XLA."""
+    params = params_of("ngram", "tree")
+    state = jax.eval_shape(lambda: functional.init_state(params, 2, 64, page_size=4))
+
+    def decode(params: EngineParams, state: EngineState) -> EngineState:
+        return functional.decode(params, state, 1, max_rounds=1, shape=shape)[0]
+
+    return jax.jit(decode).trace(params, state).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_rounds_stay_on_a_gpu_and_plain_ones_have_no_loop_in_a_layer():
+    """One loop over the rounds; a tree adds one over depths in each recurrent layer."""
+    plain_round, tree_round = round_text(PLAIN), round_text(None)
+    assert "callback" not in plain_round + tree_round
+    assert plain_round.count("stablehlo.while") == 1
+    assert tree_round.count("stablehlo.while") == 1 + 3
