@@ -15,10 +15,13 @@ from jaxspec.pytree import Pytree, array, pytree, static
 from jaxspec.tensors import Filler, Source
 from jaxspec.wrapped_sources import OutputsFirst
 from pallas_kernels.packed_product import misfit, packed_product
+from pallas_kernels.packed_product.order import SPAN, input_order, kernel_order
 from pallas_kernels.packed_product.reference import dequantized
 from pallas_kernels.packed_product.tuning import choose_packed_splits
 from pallas_kernels.products import input_last_product
 from pallas_kernels.selection import NO_KERNELS, Kernels
+
+MOST_SHARES = 32  # devices that may share inputs which have a single scale
 
 
 @pytree
@@ -31,6 +34,8 @@ class GroupedLinear(Pytree):
       zero: whole numbers, as ``scale``; None: all 0.
       groups: int32 [in], the group of each input; None: they follow each other, in / n inputs each.
       activations: the dtype of inputs and outputs.
+      reordered: whether the inputs of ``values`` are in the order of the kernel: see
+        packed_product/order.py and ``in_kernel_order``.
     """
 
     values: Array = array()
@@ -40,6 +45,7 @@ class GroupedLinear(Pytree):
     bias: Array | None = array(default=None)  # [*out]
     axes: tuple[str, ...] = static()
     activations: jnp.dtype = static()
+    reordered: bool = static(default=False)
 
     def logical_axes(self) -> dict[str, tuple[str, ...]]:
         size, *outputs = self.axes
@@ -68,7 +74,7 @@ class GroupedLinear(Pytree):
         if self._runs_packed(x, kernels):
             [y] = self._packed(x, 1, jnp.dtype("float32"))
         else:
-            y = input_last_product(x, self.dense(x.dtype), jnp.float32)
+            y = self._widened_product(x, jnp.dtype("float32"))
         return y if self.bias is None else y + self.bias
 
     def filled(self, source: Source, filler: Filler) -> "GroupedLinear":
@@ -86,7 +92,7 @@ class GroupedLinear(Pytree):
     def partial_sums(self, x: Array, num_splits: int, kernels: Kernels) -> Array:
         if self._runs_packed(x, kernels):
             return self._packed(x, num_splits, x.dtype if num_splits == 1 else jnp.dtype("float32"))
-        return input_last_product(x, self.dense(x.dtype), x.dtype)[None]
+        return self._widened_product(x, x.dtype)[None]
 
     def best_num_splits(self, x: Array, kernels: Kernels) -> int:
         if not self._runs_packed(x, kernels):
@@ -96,6 +102,16 @@ class GroupedLinear(Pytree):
 
     def dense(self, dtype: jnp.dtype) -> Array:
         """The weights [*out, in], computed in float32 and rounded to ``dtype``."""
+        weights = self._as_stored(dtype)
+        return input_order(weights) if self.reordered else weights
+
+    def _widened_product(self, x: Array, dtype: jnp.dtype) -> Array:
+        """Reordered inputs: x is smaller than the weights."""
+        ordered = kernel_order(x) if self.reordered else x
+        return input_last_product(ordered, self._as_stored(x.dtype), dtype)
+
+    def _as_stored(self, dtype: jnp.dtype) -> Array:
+        """``dense`` in the order of ``values``."""
         values, scale, zero = self._flat()
         if self.groups is None:
             weights = dequantized(values, scale, zero)
@@ -112,7 +128,7 @@ class GroupedLinear(Pytree):
 
     def _runs_packed(self, x: Array, kernels: Kernels) -> bool:
         """Whether the kernel for packed weights takes this product."""
-        if "packed_product" not in kernels or self.groups is not None:
+        if "packed_product" not in kernels or not self.reordered:
             return False
         values, scale, _ = self._flat()
         return misfit(x.reshape(-1, x.shape[-1]), values, scale) is None
@@ -154,6 +170,17 @@ def grouped_shape(
     )
 
 
+def in_kernel_order(linear: GroupedLinear) -> GroupedLinear:
+    """With values in the order in which kernels read them, if kernels can: 4 bits and groups of
+    consecutive spans, so that devices that share the inputs have whole spans, too."""
+    size, num_groups = linear.values.shape[-1], len(linear.scale)
+    share = size // num_groups if num_groups > 1 else size // MOST_SHARES
+    is_packed = linear.values.dtype == jnp.int4 and linear.groups is None
+    if linear.reordered or not is_packed or size % num_groups or share % SPAN:
+        return linear
+    return linear.replace(values=kernel_order(linear.values), reordered=True)
+
+
 def rounded_to_groups(
     linear: Linear, bits: int = 4, group: int = 128, *, symmetric: bool = True
 ) -> GroupedLinear:
@@ -183,7 +210,7 @@ def rounded_to_groups(
         steps = steps + zero[..., None]
     values = jnp.clip(jnp.round(steps), -half, half - 1).reshape(weight.shape)
     dtype = jnp.dtype("int4" if bits <= 4 else "int8")
-    return GroupedLinear(
+    made = GroupedLinear(
         values=values.astype(dtype),
         scale=jnp.moveaxis(scale, -1, 0),
         zero=None if zero is None else jnp.moveaxis(zero, -1, 0).astype(scale.dtype),
@@ -191,3 +218,4 @@ def rounded_to_groups(
         axes=linear.axes,
         activations=jnp.dtype(linear.dtype),
     )
+    return in_kernel_order(made)

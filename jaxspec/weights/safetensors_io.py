@@ -28,7 +28,7 @@ from jaxspec.models.mtp_names import mtp_tensors
 from jaxspec.models.pipeline import Pipeline, as_one, cut, pipeline_shapes
 from jaxspec.parallel import Shards, mesh_layout, named_shardings
 from jaxspec.quantization.float8 import E4M3, Float8Linear
-from jaxspec.quantization.grouped import GroupedLinear
+from jaxspec.quantization.grouped import GroupedLinear, in_kernel_order
 from jaxspec.quantization.kv_cache import without_kv_scales
 from jaxspec.quantization.scaled import ScaledLinear
 from jaxspec.quantization.stored import as_stored
@@ -44,6 +44,7 @@ from jaxspec.tensors import (
 from jaxspec.weight_places import weight_place
 from jaxspec.weights.checkpoint_files import canonical_tensors, scan
 from jaxspec.weights.fused_experts import unfused
+from jaxspec.weights.in_place import place_of
 
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 FLOATS = (jnp.dtype("float32"), jnp.dtype("bfloat16"), jnp.dtype("float16"))
@@ -181,7 +182,20 @@ def load_tree(
     """Fill a tree of shapes with arrays. ``harmless`` tensors may be present and are not read."""
     leaves = zip(jax.tree.leaves(shapes), jax.tree.leaves(splits), strict=True)
     check_tensors(stored, tensor_shapes(leaves), harmless)
-    return jax.tree.map(functools.partial(_load_array, stored), shapes, splits, shardings)
+    loaded = jax.tree.map(functools.partial(_load_array, stored), shapes, splits, shardings)
+    return jax.tree.map(_reordered, loaded, is_leaf=_is_grouped)
+
+
+def _is_grouped(node: Any) -> bool:
+    return isinstance(node, GroupedLinear)
+
+
+def _reordered(node: Any) -> Any:
+    """A GroupedLinear in the order of kernels, where it was. Other nodes as they are."""
+    if not _is_grouped(node):
+        return node
+    made = in_kernel_order(node)
+    return made.replace(values=jax.device_put(made.values, place_of(node.values), donate=True))
 
 
 def check_tensors(

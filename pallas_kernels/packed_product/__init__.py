@@ -8,10 +8,15 @@ from jax import Array
 
 from pallas_kernels.gradients import with_reference_gradient
 from pallas_kernels.packed_product.reference import packed_product_reference
-from pallas_kernels.packed_product.tuning import LARGEST_STEP, SCALED_ROWS, packed_tuning
+from pallas_kernels.packed_product.tuning import (
+    LARGEST_STEP,
+    SCALED_ROWS,
+    SUMMED_ROWS,
+    packed_tuning,
+)
 from pallas_kernels.selection import Implementation, kernel_module
 
-MOST_ROWS = 64  # more are faster with widened weights: see docs/kernels.md
+MOST_ROWS = 192  # of int4 weights: sums of more do not fit the registers
 FLOAT8 = jnp.float8_e4m3fn
 SMALL_GROUPS = (32, 64)  # of inputs that share a scale; larger ones are multiples of 128
 
@@ -32,7 +37,8 @@ def packed_product(
 
     Args:
       x: [M, K]; e4m3 if the weights are.
-      values: signed integers of 4 bits, or e4m3 numbers: [V, K].
+      values: signed integers of 4 bits, with inputs in the order of ``order.kernel_order``; or e4m3
+        numbers: [V, K].
       scale: float [n, V], of each output and each of n groups of consecutive inputs.
       zero: whole numbers, as ``scale``; None: all 0.
       x_scale: float32 [n, M or more], of each row of x and each group: x stands for x * x_scale.
@@ -40,11 +46,13 @@ def packed_product(
       num_splits: parts of K that are summed separately; it divides K into whole groups, or groups
         into whole parts.
       dtype: of the result.
-      implementation: "auto" takes the Hopper kernel where it fits (at most 64 rows; bfloat16 x,
-        int4 weights, groups of 32, 64 or multiples of 128; or all e4m3, groups of multiples of 128,
-        x_scale padded to a multiple of 32 rows; V a multiple of 128), else the reference.
+      implementation: "auto" takes the Hopper kernel where it fits (bfloat16 x of at most 192 rows,
+        int4 weights, groups of 32, 64 or multiples of 128; or all e4m3, at most 64 rows, groups of
+        multiples of 128, x_scale padded to a multiple of 32 rows; V a multiple of the tile of
+        tuning.py), else the reference.
 
-    Returns [num_splits, M, V]; summed in float32.
+    Returns [num_splits, M, V]; summed in float32. For more than 64 rows the kernel rounds scaled
+    weights to bfloat16.
 
     Raises ValueError if ``implementation`` is "mosaic_gpu" and the kernel cannot take the
     arguments.
@@ -75,23 +83,29 @@ def misfit(
     if x.dtype != jnp.bfloat16 or values.dtype != jnp.int4 or scale.dtype.itemsize != 2:
         given = f"{x.dtype} x, {values.dtype} values and {scale.dtype} scales"
         return f"{given}: they must be bfloat16, int4, and of 16 bits"
-    return _sizes_misfit(rows, depth, width, groups, num_splits, SMALL_GROUPS)
+    return _sizes_misfit(rows, depth, width, groups, num_splits, MOST_ROWS, SMALL_GROUPS)
 
 
 def float8_misfit(
     rows: int, depth: int, width: int, groups: int, num_splits: int = 1
 ) -> str | None:
     """Why the kernel cannot multiply e4m3 arrays of these sizes, None if it can."""
-    return _sizes_misfit(rows, depth, width, groups, num_splits, ())
+    return _sizes_misfit(rows, depth, width, groups, num_splits, SUMMED_ROWS, ())
 
 
 def _sizes_misfit(
-    rows: int, depth: int, width: int, groups: int, num_splits: int, small_groups: tuple[int, ...]
+    rows: int,
+    depth: int,
+    width: int,
+    groups: int,
+    num_splits: int,
+    most_rows: int,
+    small_groups: tuple[int, ...],
 ) -> str | None:
     """``small_groups``: sizes of groups that are taken beside multiples of LARGEST_STEP."""
     group = depth // groups
-    if rows > MOST_ROWS:
-        return f"{rows} rows: at most {MOST_ROWS}"
+    if rows > most_rows:
+        return f"{rows} rows: at most {most_rows}"
     tile = packed_tuning(rows, width).tile
     if width % tile:
         return f"{width} outputs: a multiple of {tile}"

@@ -61,13 +61,14 @@ TEST_CASES = (
     Case(13, 512, 128, group=512, num_splits=2),
     Case(16, 512, 128, group=32, zeros=True),
     Case(64, 1024, 256, zeros=True),
+    Case(100, 512, 128, group=32, zeros=True, num_splits=2),
     Case(2, 256, 128, group=256, float8=True),
     Case(13, 512, 256, num_splits=2, float8=True),
 )
 BENCHMARK_CASES = tuple(
     Case(rows, *SHAPES[name], num_splits=choose_packed_splits(rows, *SHAPES[name]))
     for name in SHAPES
-    for rows in (2, 6, 16, 48, 64)
+    for rows in (2, 6, 16, 32, 64, 192)
 ) + tuple(
     Case(
         rows,

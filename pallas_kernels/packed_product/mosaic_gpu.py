@@ -3,14 +3,20 @@
 Weights are the first operand of the tensor cores (64 outputs a warpgroup), and rows of x the second
 one: so a product of few rows fills them. Weights of 4 bits are widened in registers; floats of 8
 bits are multiplied as they are. A warpgroup copies blocks of weights, x and scales into a ring; the
-others multiply. Scales multiply the sums of a step (a group's inputs, or 128 of a larger group's),
-not the weights. So sums of 8-bit floats, which tensor cores keep with fewer bits, are short, and a
-row's sums depend neither on the other rows nor on the size of blocks.
+others multiply.
+
+Of up to SUMMED_ROWS rows scales multiply the sums of a step (a group's inputs, or 128 of a larger
+group's), not the weights. So sums of 8-bit floats, which tensor cores keep with fewer bits, are
+short, and a row's sums depend neither on the other rows nor on the size of blocks.
+
+Of more rows registers hold one sum of each output only: then weights are scaled and rounded to
+bfloat16, as in a product with widened weights.
 """
 
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -23,11 +29,14 @@ from pallas_kernels.packed_product.tuning import (
     LARGEST_STEP,
     OUTPUTS,
     SCALED_ROWS,
+    SUMMED_ROWS,
     PackedTuning,
     packed_tuning,
 )
 from pallas_kernels.packed_product.widening import BIAS, biased_weights
 from pallas_kernels.shared_memory import LINE, swizzled
+
+MOST_COPIED = 256  # entries of a dimension that the copy engine takes at once
 
 _OUTPUT_LAYOUT = plgpu.Layout.WGMMA.reduce(1)  # one value for each output of a warpgroup
 _ROW_LAYOUT = plgpu.Layout.WGMMA.reduce(0)  # one value for each row of x
@@ -64,6 +73,11 @@ class _Plan:
         return self.depth // self.num_splits // self.block
 
     @property
+    def scales_weights(self) -> bool:
+        """Whether weights are scaled, instead of sums."""
+        return self.rows > SUMMED_ROWS
+
+    @property
     def step(self) -> int:
         """Inputs that are summed before the sums are scaled."""
         return min(self.group, LARGEST_STEP)
@@ -85,6 +99,19 @@ class _Plan:
         scales = 4 * self.block_groups * (self.tile + self.is_float8 * self.scaled_rows)
         stage = weights + entry * self.padded_rows * self.block + scales
         return self.config.stages(stage, 4 * self.padded_rows * self.tile)
+
+    @property
+    def part(self) -> int:
+        """Outputs whose scales are copied at once."""
+        return max(
+            size for size in range(OUTPUTS, MOST_COPIED + 1, OUTPUTS) if not self.tile % size
+        )
+
+    @property
+    def copies(self) -> int:
+        """Copies of a block: x, weights, scales, and ``more``."""
+        by_output = 1 + ("zero" in self.more)
+        return 2 + by_output * (self.tile // self.part) + self.is_float8
 
     @property
     def is_float8(self) -> bool:
@@ -137,7 +164,7 @@ def packed_product_mosaic(
 def _make_kernel(plan: _Plan, dtype: Any, scale_dtype: Any, out_dtype: Any, interpret: Any) -> Any:
     config, block = plan.config, plan.block
     ring, bits = plan.stages, 8 * dtype.itemsize
-    by_output = (ring, plan.block_groups, plan.tile)
+    by_output = (ring, plan.tile // plan.part, plan.block_groups, plan.part)
     x_tile = min(8 * LINE // bits, plan.unit)
     values_dtype, values_bits = (dtype, 8) if plan.is_float8 else (jnp.int4, 4)
     values_transforms = swizzled(block, values_bits)
@@ -147,7 +174,7 @@ def _make_kernel(plan: _Plan, dtype: Any, scale_dtype: Any, out_dtype: Any, inte
         "x": plgpu.SMEM((ring, plan.padded_rows, block), dtype, transforms=swizzled(x_tile, bits)),
         "scale": plgpu.SMEM(by_output, scale_dtype),
         "rows": plgpu.SMEM((config.warpgroups, plan.padded_rows, OUTPUTS), out_dtype),
-        "full": plgpu.Barrier(num_arrivals=3 + len(plan.more), num_barriers=ring),
+        "full": plgpu.Barrier(num_arrivals=plan.copies, num_barriers=ring),
         "free": plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=ring),
     }
     if "zero" in plan.more:
@@ -184,8 +211,8 @@ def _make_kernel(plan: _Plan, dtype: Any, scale_dtype: Any, out_dtype: Any, inte
 
 def _copy_blocks(plan: _Plan, x: Any, values: Any, by_group: dict[str, Any], refs: Any) -> None:
     """Copy the blocks in order into the ring."""
-    ring, tile = plan.stages, lax.axis_index("tile")
-    outputs = pl.ds(tile * plan.tile, plan.tile)
+    ring, tile, tile_size = plan.stages, lax.axis_index("tile"), plan.tile
+    outputs = pl.ds(tile * tile_size, tile_size)
     # x may have fewer rows than the tile: a start that is not known keeps the slice from being
     # checked, and the copy engine writes zeros for rows that are not there.
     rows = pl.ds(0 * tile, plan.padded_rows)
@@ -203,8 +230,13 @@ def _copy_blocks(plan: _Plan, x: Any, values: Any, by_group: dict[str, Any], ref
         plgpu.copy_gmem_to_smem(values.at[outputs, inputs], refs["values"].at[slot], full)
         plgpu.copy_gmem_to_smem(x.at[rows, inputs], refs["x"].at[slot], full)
         for name, source in by_group.items():
-            own = pl.ds(0, plan.scaled_rows) if name == "x_scale" else outputs
-            plgpu.copy_gmem_to_smem(source.at[groups, own], refs[name].at[slot], full)
+            if name == "x_scale":
+                scales = source.at[groups, pl.ds(0, plan.scaled_rows)]
+                plgpu.copy_gmem_to_smem(scales, refs[name].at[slot], full)
+                continue
+            for part in range(tile_size // plan.part):
+                own = pl.ds(tile * tile_size + part * plan.part, plan.part)
+                plgpu.copy_gmem_to_smem(source.at[groups, own], refs[name].at[slot, part], full)
 
     lax.fori_loop(0, plan.blocks, copy, None)
     for i in range(min(ring, plan.blocks)):  # every barrier must have completed its last phase
@@ -215,6 +247,14 @@ def _multiply_blocks(plan: _Plan, refs: Any) -> Array:
     """A warpgroup's outputs: float32 [OUTPUTS, rows]."""
     warpgroup, ring = lax.axis_index("warpgroup"), plan.stages
     own = pl.ds(warpgroup * OUTPUTS, OUTPUTS)
+    zeros = jnp.zeros((OUTPUTS, plan.padded_rows), jnp.float32)
+    if plan.scales_weights and plan.interpret:
+        return lax.fori_loop(0, plan.blocks, functools.partial(_add_block, plan, refs, own), zeros)
+    if plan.scales_weights:
+        return pl.run_scoped(
+            functools.partial(_sum_blocks, plan, refs, own),
+            plgpu.WGMMAAccumulatorRef((OUTPUTS, plan.padded_rows), jnp.float32),
+        )
 
     def multiply_block(index: Array, total: Array) -> Array:
         slot = lax.rem(index, ring)
@@ -226,58 +266,109 @@ def _multiply_blocks(plan: _Plan, refs: Any) -> Array:
                 x_scales = refs["x_scale"].at[slot, group, pl.ds(0, plan.padded_rows)]
                 x_scale = plgpu.load(x_scales, layout=_ROW_LAYOUT, optimized=False)
                 sums *= lax.broadcast_in_dim(x_scale, sums.shape, [1])
-            scale = _by_output(refs["scale"].at[slot, group, own]).astype(jnp.float32)
+            scale = _by_output(plan, refs["scale"], slot, group).astype(jnp.float32)
             total += sums * lax.broadcast_in_dim(scale, sums.shape, [0])
         plgpu.commit_smem()  # what was read comes before what the copy engine writes there next
         plgpu.barrier_arrive(refs["free"].at[slot])
         return total
 
-    zeros = jnp.zeros((OUTPUTS, plan.padded_rows), jnp.float32)
     zeros = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
     return lax.fori_loop(0, plan.blocks, multiply_block, zeros)
+
+
+def _sum_blocks(plan: _Plan, refs: Any, own: Any, sums: Any) -> Array:
+    """All blocks' products with scaled weights."""
+
+    def add_block(index: Array, carry: None) -> None:
+        slot = lax.rem(index, plan.stages)
+        plgpu.barrier_wait(refs["full"].at[slot])
+        _accumulate(plan, refs, slot, own, range(0, plan.block, plan.unit), sums)
+        plgpu.commit_smem()  # see _multiply_blocks
+        plgpu.barrier_arrive(refs["free"].at[slot])
+
+    lax.fori_loop(0, plan.blocks, add_block, None)
+    return sums[...]
+
+
+def _add_block(plan: _Plan, refs: Any, own: Any, index: Array, total: Array) -> Array:
+    """A step of ``_sum_blocks`` for the interpreter, which knows no accumulators across blocks."""
+    slot = lax.rem(index, plan.stages)
+    plgpu.barrier_wait(refs["full"].at[slot])
+    total += _interpreted(plan, refs, slot, own, range(0, plan.block, plan.unit))
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(refs["free"].at[slot])
+    return total
 
 
 def _product(plan: _Plan, refs: Any, slot: Array, own: Any, start: int) -> Array:
     """The weights of a step times x: float32 [OUTPUTS, rows]."""
     starts = range(start, start + plan.step, plan.unit)
-
-    def weights_of(first: int) -> Any:
-        if plan.is_float8:
-            return refs["values"].at[slot, own, pl.ds(first, plan.unit)]
-        return _widened(plan, refs, slot, own, first)
-
-    def x_of(first: int) -> Any:
-        return refs["x"].at[slot, :, pl.ds(first, plan.unit)].transpose((1, 0))
-
-    if plan.interpret:  # the interpreter knows no operands in registers, and CPUs no 8-bit floats
-        pairs = [(weights_of(first)[...], x_of(first)[...]) for first in starts]
-        wide = [[one.astype(jnp.float32) for one in pair] for pair in pairs]
-        products = [jnp.dot(*pair, precision=lax.Precision.HIGHEST) for pair in wide]
-        return sum(products[1:], products[0])
+    if plan.interpret:
+        return _interpreted(plan, refs, slot, own, starts)
 
     def multiply(sums: Any) -> Array:
-        for first in starts:
-            plgpu.wgmma(sums, weights_of(first), x_of(first))
-            plgpu.wgmma_wait(0)  # the registers of these weights are free for the next ones
+        _accumulate(plan, refs, slot, own, starts, sums)
         return sums[...]
 
     sums = plgpu.WGMMAAccumulatorRef((OUTPUTS, plan.padded_rows), jnp.float32)
     return pl.run_scoped(multiply, sums)
 
 
+def _accumulate(
+    plan: _Plan, refs: Any, slot: Array, own: Any, starts: Sequence[int], sums: Any
+) -> None:
+    """Add the products of the units that begin at ``starts``."""
+    for first in starts:
+        weights = _weights(plan, refs, slot, own, first)
+        plgpu.wgmma(sums, weights, _x(plan, refs, slot, first))
+        plgpu.wgmma_wait(0)  # the registers of these weights are free for the next ones
+
+
+def _interpreted(plan: _Plan, refs: Any, slot: Array, own: Any, starts: Sequence[int]) -> Array:
+    """The same: the interpreter knows no operands in registers, and CPUs no 8-bit floats."""
+    total = jnp.zeros((OUTPUTS, plan.padded_rows), jnp.float32)
+    for first in starts:
+        weights = _weights(plan, refs, slot, own, first)[...].astype(jnp.float32)
+        x = _x(plan, refs, slot, first)[...].astype(jnp.float32)
+        total += jnp.dot(weights, x, precision=lax.Precision.HIGHEST)
+    return total
+
+
+def _weights(plan: _Plan, refs: Any, slot: Array, own: Any, start: int) -> Any:
+    """A unit of them: [OUTPUTS, unit]."""
+    if plan.is_float8:
+        return refs["values"].at[slot, own, pl.ds(start, plan.unit)]
+    return _widened(plan, refs, slot, own, start)
+
+
+def _x(plan: _Plan, refs: Any, slot: Array, start: int) -> Any:
+    """[unit, rows]"""
+    return refs["x"].at[slot, :, pl.ds(start, plan.unit)].transpose((1, 0))
+
+
 def _widened(plan: _Plan, refs: Any, slot: Array, own: Any, start: int) -> Array:
-    """Weights of 4 bits less their zeros, exactly: bfloat16 [OUTPUTS, unit]."""
+    """Weights of 4 bits less their zeros, exactly, or scaled: bfloat16 [OUTPUTS, unit]."""
     values = refs["values"].at[slot, own]
     biased = biased_weights(values, start, plan.unit, interpret=plan.interpret)
     bias = jnp.bfloat16(BIAS)
     if "zero" in plan.more:
-        zero = _by_output(refs["zero"].at[slot, start // plan.group, own])
+        zero = _by_output(plan, refs["zero"], slot, start // plan.group)
         bias = lax.broadcast_in_dim(zero.astype(jnp.bfloat16) + bias, biased.shape, [0])
-    return biased - bias
+    weights = biased - bias
+    if not plan.scales_weights:
+        return weights
+    scale = _by_output(plan, refs["scale"], slot, start // plan.group)
+    dtype = jnp.promote_types(weights.dtype, scale.dtype)  # float32 if scales are float16
+    scale = lax.broadcast_in_dim(scale.astype(dtype), weights.shape, [0])
+    return (weights.astype(dtype) * scale).astype(weights.dtype)
 
 
-def _by_output(ref: Any) -> Array:
-    return plgpu.load(ref, layout=_OUTPUT_LAYOUT, optimized=False)
+def _by_output(plan: _Plan, ref: Any, slot: Array, group: int) -> Array:
+    """A warpgroup's scales or zeros of a group."""
+    first = lax.axis_index("warpgroup") * OUTPUTS
+    own = pl.ds(lax.rem(first, plan.part), OUTPUTS)
+    place = ref.at[slot, lax.div(first, plan.part), group, own]
+    return plgpu.load(place, layout=_OUTPUT_LAYOUT, optimized=False)
 
 
 def _store(plan: _Plan, total: Array, out: Any, refs: Any) -> None:

@@ -4,10 +4,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels.packed_product.order import kernel_order
+
 
 def packed_product_reference(
     x: Array,  # [M, K]
-    values: Array,  # [V, K]
+    values: Array,  # [V, K]; int4 in the order of order.py
     scale: Array,  # [n, V]
     zero: Array | None,  # [n, V]
     x_scale: Array | None = None,  # [n, M or more]
@@ -17,7 +19,7 @@ def packed_product_reference(
 ) -> Array:
     """See pallas_kernels.packed_product.packed_product."""
     weights = dequantized(values, scale, zero).reshape(len(values), num_splits, -1)
-    wide = x.astype(jnp.float32)
+    wide = (kernel_order(x) if values.dtype == jnp.int4 else x).astype(jnp.float32)
     if x_scale is not None:
         wide = dequantized(x, x_scale[:, : len(x)])
     rows = wide.reshape(len(x), num_splits, -1)

@@ -1,12 +1,11 @@
 """From integers of 4 bits in shared memory to bfloat16 in registers, below the level of Pallas.
 
-The tensor cores want of every 8 consecutive inputs two in each of the four threads that share a
-row: the byte of the thread. So all four read the word and each takes its byte. A multiplication
-moves the byte's upper half to the upper half of a register, and a constant exponent makes both
-halves bfloat16: 128 + 8 + value, where the step of bfloat16 is 1.
+Weights are stored so that each thread loads its own 8 of a row and of 32 inputs as one word (see
+order.py). A shift, a mask and a constant exponent make of a word two weights as bfloat16, one in
+each half of a register: 128 + 8 + value, where the step of bfloat16 is 1.
 
-For each two weights that is a PRMT, a multiplication, a LOP3, and the subtraction of the bias; see
-tuning.py for what it comes to.
+For each 8 weights these are 3 shifts, 4 LOP3, and 4 subtractions of the bias; see tuning.py for
+what it comes to.
 """
 
 import functools
@@ -19,16 +18,17 @@ import numpy as np
 from jax import Array
 from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import arith, llvm
 
+from pallas_kernels.packed_product.order import SPAN, input_order
 from pallas_kernels.packed_product.tuning import OUTPUTS
 from pallas_kernels.shared_memory import swizzled
 
 BIAS = 136  # what ``biased_weights`` adds: 128, where the step of bfloat16 is 1, and 8
-CHUNK = 16  # bytes that a thread loads at once, and that a swizzle moves as one
-HALVES = 0x000F000F  # where a byte's two weights are, once they are apart
-WORD_INPUTS = 8  # weights in 32 bits
-CHUNK_INPUTS = 2 * CHUNK
+CHUNK = SPAN // 2  # bytes of a span of a row, which a swizzle moves as one
+WORD = 4  # bytes of a thread's weights in it
+HALVES = 0x000F000F  # where a word's first pair is
+PAIRS = 4  # in a word
 _SWIZZLED_BYTES = 128  # lines of shared memory, among which a swizzle permutes chunks
 
 
@@ -40,7 +40,8 @@ def biased_weights(ref: Any, start: int, inputs: int, *, interpret: bool) -> Arr
       start: first input: a multiple of 32, as is ``inputs``.
     """
     if interpret:  # the interpreter does not support inlined MLIR
-        return ref[...][:, start : start + inputs].astype(jnp.bfloat16) + jnp.bfloat16(BIAS)
+        integers = ref[...][:, start : start + inputs].astype(jnp.bfloat16)
+        return input_order(integers) + jnp.bfloat16(BIAS)
     block = ref.shape[-1]
     result: Any = plgpu.ShapeDtypeStruct(
         (OUTPUTS, inputs), jnp.dtype("bfloat16"), layout=plgpu.Layout.WGMMA
@@ -54,50 +55,42 @@ def biased_weights(ref: Any, start: int, inputs: int, *, interpret: bool) -> Arr
 
 def _emit(_: Any, tiles: Any, *, line: int, start: int, inputs: int) -> Any:
     i8, i32 = (ir.IntegerType.get_signless(bits) for bits in (8, 32))
-    four, pair = ir.VectorType.get((4,), i32), ir.VectorType.get((2,), ir.BF16Type.get())
+    pair = ir.VectorType.get((2,), ir.BF16Type.get())
     thread, pointer = _Word(mgpu.thread_idx()), utils.memref_ptr(tiles)
     mask, layout = _mask_in_register(thread), mgpu.WGMMA_LAYOUT
     registers = np.empty(layout.registers_shape((OUTPUTS, inputs)), dtype=object)
-    flat = registers.reshape(-1)  # for each 8 inputs: of the thread's first row, of its second
-    for chunk in range(inputs // CHUNK_INPUTS):
+    by_span = registers.reshape(-1, PAIRS, 2)  # the last: of the thread's first row, of its second
+    for span in range(inputs // SPAN):
         for half in range(2):
-            offset = chunk_offset(thread, start // CHUNK_INPUTS + chunk, half, line)
+            offset = word_offset(thread, start // SPAN + span, half, line)
             at = utils.getelementptr(pointer, [offset.value], i8)
-            words = llvm.load(four, at, alignment=CHUNK)
-            for i in range(CHUNK_INPUTS // WORD_INPUTS):
-                word = vector.extract(words, dynamic_position=[], static_position=[i])
-                biased = biased_pair(_Word(word), thread, mask, _own_byte).value
-                flat[2 * (CHUNK_INPUTS // WORD_INPUTS * chunk + i) + half] = utils.bitcast(
-                    biased, pair
-                )
+            word = _Word(llvm.load(i32, at, alignment=WORD))
+            for j, biased in enumerate(biased_pairs(word, mask)):
+                by_span[span, j, half] = utils.bitcast(biased.value, pair)
     return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
 
 # The arithmetic of a thread, on MLIR's values, and in the tests on numbers.
 
 
-def chunk_offset(thread: Any, chunk: int, half: int, line: int) -> Any:
-    """Where the 16 bytes of 32 inputs are, in bytes from the start of a warpgroup's weights.
+def word_offset(thread: Any, span: int, half: int, line: int) -> Any:
+    """Where a thread's 8 weights of a span are, in bytes from the start of a warpgroup's weights.
 
     Args:
-      chunk: the inputs are those from 32 * chunk on.
+      span: the inputs are some of those from SPAN * span on.
       half: 0 for the thread's first row, 1 for its second, which is 8 rows further.
       line: bytes of a row.
     """
     thread = thread % 128
     row = thread // 32 * 16 + thread % 32 // 4 + 8 * half
     swizzle = row * line % (8 * line) // _SWIZZLED_BYTES
-    return row * line + (swizzle ^ chunk) * CHUNK
+    return row * line + (swizzle ^ span) * CHUNK + thread % 4 * WORD
 
 
-def biased_pair(word: Any, thread: Any, mask: Any, own_byte: Any) -> Any:
-    """Two of a word's 8 weights, plus BIAS, as bfloat16 in a 32-bit word: those of the thread.
-
-    Args:
-      mask: HALVES.
-      own_byte: gives the byte of a word that a number in 0..3 names.
-    """
-    return (own_byte(word, thread % 4) * 0x1001 & mask) ^ 0x43084308
+def biased_pairs(word: Any, mask: Any) -> list[Any]:
+    """The pairs of a word, plus BIAS, each as two bfloat16 in 32 bits; ``mask``: HALVES."""
+    shifted = [word, *(word >> 4 * j for j in range(1, PAIRS))]
+    return [(one & mask) ^ 0x43084308 for one in shifted]
 
 
 def _mask_in_register(thread: "_Word") -> "_Word":
@@ -107,11 +100,6 @@ def _mask_in_register(thread: "_Word") -> "_Word":
     """
     halves = utils.c(HALVES, ir.IntegerType.get_signless(32))
     return _Word(utils.prmt(halves, halves, (thread % 2 * 2 | 0x3210).value))
-
-
-def _own_byte(word: "_Word", selector: "_Word") -> "_Word":
-    zero = utils.c(0, ir.IntegerType.get_signless(32))
-    return _Word(utils.prmt(word.value, zero, (selector | 0x4440).value))  # 4: a byte of zero
 
 
 class _Word:
@@ -136,6 +124,9 @@ class _Word:
 
     def __mod__(self, other: "_Word | int") -> "_Word":
         return self._apply(arith.remui, other)
+
+    def __rshift__(self, other: "_Word | int") -> "_Word":
+        return self._apply(arith.shrui, other)
 
     def __and__(self, other: "_Word | int") -> "_Word":
         return self._apply(arith.andi, other)
