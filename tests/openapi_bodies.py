@@ -1,5 +1,6 @@
 """Bodies of requests for hypothesis: what a server's OpenAPI document allows, and almost that."""
 
+import copy
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -106,6 +107,7 @@ def _numbers(schema: Mapping[str, Any], kind: Any) -> SearchStrategy[Any]:
 @st.composite
 def _changed(draw: st.DrawFn, body: dict[str, Any]) -> bytes:
     """One value, at any depth, is another one, is gone, or has another name."""
+    body = copy.deepcopy(body)  # values of sampled_from are shared by all bodies
     places = _places(body)
     if not places:
         return json.dumps({draw(st.text()): draw(JSON)}).encode()

@@ -152,6 +152,7 @@ def expected(target: Decoder) -> list[list[int]]:
     return results
 
 
+@pytest.mark.slow
 def test_rows_admitted_at_any_time_have_the_same_texts(target: Decoder, expected: list[list[int]]):
     params = EngineParams(target=target, drafter=NGramDrafter(), speculation=CAPACITY)
     state: EngineState = functional.init_state(params, ROWS, LENGTH, page_size=4)

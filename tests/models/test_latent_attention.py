@@ -144,7 +144,8 @@ def test_texts_are_those_of_plain_decoding(
     assert texts(with_mtp, drafter, **options) == plain
 
 
-@pytest.mark.parametrize("devices", [2, slow(4)])
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [2, 4])
 def test_devices_give_the_text_of_one(devices: int, with_mtp: Path, plain: list[list[int]]):
     """Heads and experts are split; every device has all latents."""
     mesh = make_mesh(tensor_parallel=devices)

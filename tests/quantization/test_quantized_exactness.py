@@ -40,7 +40,7 @@ def float8_groups(linear: Linear) -> Float8Linear:
 
 
 ROUNDINGS: dict[str, Callable[[Linear], Any]] = {
-    "4 bits": functools.partial(rounded_to_groups, bits=4, group=16),
+    "4 bits": functools.partial(rounded_to_groups, bits=4, group=32),
     "mixed groups": mixed_groups,
     "8 bits": functools.partial(rounded_to_groups, bits=8, group=16),
     "float8": rounded_to_float8,
@@ -97,7 +97,8 @@ def test_rounding_keeps_weights_apart_by_half_a_step():
     wanted = np.moveaxis(np.asarray(linear.weight), 0, -1)
     for name in ("4 bits", "8 bits", "mixed groups"):
         own = ROUNDINGS[name](linear)
-        groups = np.arange(64) // 16 if own.groups is None else own.groups
+        group = 32 if name == "4 bits" else 16
+        groups = np.arange(64) // group if own.groups is None else own.groups
         step = np.moveaxis(np.asarray(own.scale)[groups], 0, -1)
         found = np.asarray(own.dense(jnp.dtype("float32")))
         # The ends of a range with zeros may be off by one step: its zero is rounded, too.
