@@ -1,5 +1,7 @@
 """The gated delta rule over trees and in chunks, against its definition token by token."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +15,7 @@ from jaxspec.parallel import Layout
 from jaxspec.speculation.tree import DraftTree, unpack_mask
 from pallas_kernels.selection import NO_KERNELS
 from tests.marks import slow
+from tests.programs import FAST_COMPILE
 from tests.random_trees import path_from_root, random_tree
 
 GROUPS, VALUES, K_DIM, V_DIM, TAPS = 2, 2, 16, 8, 4
@@ -20,11 +23,10 @@ NODES, DEPTH, FOLDED = 64, 16, 8
 CHANNELS = 2 * K_DIM + VALUES * V_DIM
 TOLERANCE = 1e-5
 
-read_tree = jax.jit(DeltaState.read_tree)
-read_run = jax.jit(DeltaState.read_run)
-commit = jax.jit(lambda state, path: DeltaState.commit([state], path, NO_KERNELS)[0])
-convolved = jax.jit(DeltaState.convolved)
-fold = jax.jit(delta_rule.fold)
+jit = functools.partial(jax.jit, compiler_options=FAST_COMPILE)
+read_tree, read_run = jit(DeltaState.read_tree), jit(DeltaState.read_run)
+commit = jit(lambda state, path: DeltaState.commit([state], path, NO_KERNELS)[0])
+convolved, fold = jit(DeltaState.convolved), jit(delta_rule.fold)
 
 
 def random_inputs(rng: np.random.Generator, batch: int, size: int) -> tuple[Array, DeltaInputs]:
@@ -130,7 +132,7 @@ def committed(lens: Array, paths: list[list[int]]) -> CommittedPath:
     )
 
 
-@pytest.mark.parametrize("trees", [12, slow(200)])
+@pytest.mark.parametrize("trees", [4, slow(200)])
 def test_trees_agree_with_each_paths_recurrence(trees: int):
     outputs, states = tree_errors(trees)
     print(f"{trees} trees: outputs {outputs:.1e}, states {states:.1e}")
@@ -170,7 +172,7 @@ def assert_same_bits(state: DeltaState, other: DeltaState, lens: int) -> None:
         np.testing.assert_array_equal(one[:, : lens % FOLDED], two[:, : lens % FOLDED])
 
 
-@pytest.mark.parametrize("tokens", [60, slow(4096)])
+@pytest.mark.parametrize("tokens", [30, slow(4096)])
 def test_rounds_of_any_trees_leave_the_bits_of_single_tokens(tokens: int):
     rng, width = np.random.default_rng(2), 12
     q, inputs = random_inputs(rng, 1, tokens + DEPTH)

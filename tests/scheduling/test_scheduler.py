@@ -439,6 +439,15 @@ def test_samples_share_the_pages_of_their_prompt(length: int, prefix_caching: bo
     run.finish(lag=1)
 
 
+def test_samples_share_nothing_where_rows_keep_what_is_in_no_page():
+    run = Run(made(prefix_caching=False, share_pages=False))
+    for _ in range(3):
+        run.add(prompt(21), max_tokens=12, group="g")
+    run.finish(lag=1)
+    assert [new.cached for plan in run.plans for new in plan.admissions] == [0, 0, 0]
+    assert not any(plan.copies for plan in run.plans)
+
+
 def test_a_sample_whose_sibling_is_gone_reads_the_prompt_itself():
     run = Run(made(num_rows=1, prefix_caching=False))
     names = [run.add(prompt(9), max_tokens=3, group="g") for _ in range(2)]
