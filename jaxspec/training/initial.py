@@ -58,7 +58,7 @@ def _initial(
     if name == "a_log":
         return jnp.asarray(np.log(generator.uniform(*DECAY_RATES, size)), jnp.float32)
     if name == "dt_bias":  # the inverse of softplus
-        steps = np.exp(generator.uniform(*np.log(STEP_SIZES), size))
+        steps = np.exp(generator.uniform(math.log(STEP_SIZES[0]), math.log(STEP_SIZES[1]), size))
         return jnp.asarray(np.log(np.expm1(steps)), jnp.float32)
     if name not in MATRICES:
         return jnp.asarray(np.full(size, "norm" in name, np.float32))

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import transformers
@@ -17,12 +18,12 @@ from tests.checkpoints import hf_logits
 from tests.hybrid_checkpoints import EXPERTS, HYBRID
 from tests.parity import load
 
-HYBRID_WITH_EXPERTS = HYBRID | EXPERTS | {
+HYBRID_WITH_EXPERTS: dict[str, Any] = HYBRID | EXPERTS | {
     "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
     "max_position_embeddings": 128, "tie_word_embeddings": True, "mtp_num_hidden_layers": 0,
     "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"],
 }  # fmt: skip
-DENSE = {
+DENSE: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_hidden_layers": 1,
     "num_key_value_heads": 1, "max_position_embeddings": 64,
 }  # fmt: skip
@@ -54,8 +55,10 @@ def test_what_is_exported_is_read_by_transformers(name: str, tmp_path: Path):
     assert train(tmp_path, written(tmp_path, name)) == 0
     tokens = np.random.default_rng(0).integers(0, 260, (2, 24))
     model = load(tmp_path / "out")
-    places = np.broadcast_to(np.arange(24), tokens.shape)
-    hidden, _, _ = decoder.run(model, tokens, places, model.no_states(), dense_causal_attend)
+    places = jnp.broadcast_to(jnp.arange(24), tokens.shape)
+    hidden, _, _ = decoder.run(
+        model, jnp.asarray(tokens), places, model.no_states(), dense_causal_attend
+    )
     found = decoder.logits(model, hidden)
     np.testing.assert_allclose(found, hf_logits(tmp_path / "out", tokens), atol=2e-4)
 
