@@ -24,6 +24,7 @@ OPERATIONS = (
     "truncate",
     "packed_product",
     "round_tokens",
+    "delta_rule",
     "float8_pages",  # the kernels that read and write pages, where these hold 8-bit numbers
 )
 
@@ -37,6 +38,7 @@ MEASURED_SHARING: Mapping[str, tuple[int, ...]] = MappingProxyType(
         "partial_attention": (),
         "packed_product": (1,),
         "round_tokens": (),
+        "delta_rule": (),
         "float8_pages": (),
     }
 )

@@ -6,13 +6,14 @@ of the decay g and strength beta changes it, then reads it (Yang et al., arXiv 2
     S <- exp(g) S;  S <- S + k (beta (v - S^T k))^T;  o = S^T q
 
 All functions are of B rows, G key heads with r value heads each, and T tokens, in float32. S is
-[B, G, r, Dk, Dv]. An invalid token changes nothing, whatever its inputs are: it is selected away.
+[B, G, r, Dv, Dk], transposed, because that is how a GPU reads it. An invalid token changes nothing, whatever its inputs are: it is selected away.
 """
 
 import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxspec.pytree import Pytree, array, pytree
+from pallas_kernels.delta_rule import Tokens
 
 
 @pytree
@@ -29,6 +30,11 @@ class DeltaInputs(Pytree):
         return DeltaInputs(
             **{name: select_tokens(valid, x, 0) for name, x in self.fields().items()}
         )
+
+    @property
+    def tokens(self) -> Tokens:
+        """The same, as kernels take them."""
+        return Tokens(**self.fields())
 
     def fields(self) -> dict[str, Array]:
         return {"k": self.k, "v": self.v, "g": self.g, "beta": self.beta}
@@ -48,9 +54,9 @@ def recurrence(s: Array, q: Array, inputs: DeltaInputs) -> tuple[Array, Array]:
     def step(s: Array, token: tuple[Array, DeltaInputs]) -> tuple[Array, Array]:
         q, one = token
         s = jnp.exp(one.g)[..., None, None] * s
-        written = one.beta[..., None] * (one.v - _einsum("bgd,bgrde->bgre", one.k, s))
-        s = s + one.k[:, :, None, :, None] * written[..., None, :]
-        return s, _einsum("bgd,bgrde->bgre", q, s)
+        written = one.beta[..., None] * (one.v - _einsum("bgd,bgred->bgre", one.k, s))
+        s = s + written[..., None] * one.k[:, :, None, None, :]
+        return s, _einsum("bgd,bgred->bgre", q, s)
 
     first = (jnp.moveaxis(q, 1, 0), _tokens_first(inputs))
     s, out = lax.scan(step, s, first)
@@ -74,7 +80,7 @@ def chunk_writes(s: Array, inputs: DeltaInputs) -> tuple[Array, Array]:
     size = gram.shape[-1]
     before = jnp.tri(size, k=-1, dtype=bool)
     system = beta[..., None] * _decays(log_decay, before) * gram
-    from_s = jnp.exp(log_decay)[..., None] * _einsum("bigd,bgrde->bgrie", inputs.k, s)
+    from_s = jnp.exp(log_decay)[..., None] * _einsum("bigd,bgred->bgrie", inputs.k, s)
     writes = _einsum("bgrij,bgrje->bgrie", _inverse(system), beta[..., None] * (v - from_s))
     return lax.optimization_barrier((writes, log_decay))
 
@@ -92,7 +98,7 @@ def chunk(s: Array, q: Array, inputs: DeltaInputs) -> tuple[Array, Array]:
     size = q.shape[1]
     scores = _einsum("bigd,bjgd->bgij", q, inputs.k)[:, :, None]
     scores = scores * _decays(log_decay, jnp.tri(size, dtype=bool))
-    out = jnp.exp(log_decay)[..., None] * _einsum("bigd,bgrde->bgrie", q, s)
+    out = jnp.exp(log_decay)[..., None] * _einsum("bigd,bgred->bgrie", q, s)
     out = out + _einsum("bgrij,bgrje->bgrie", scores, writes)
     return out.transpose(0, 3, 1, 2, 4), _after_chunk(s, inputs, writes, log_decay)
 
@@ -179,7 +185,7 @@ def _after_window(s: Array, window: DeltaInputs, readers: Array) -> Array:
     total = log_decay[..., -1:]
     kept = jnp.exp(total - log_decay)[..., None] * writes
     scores = _einsum("bxigd,bjgd->bgxij", readers, window.k)
-    from_s = _einsum("bxigd,bgrde->bgrxie", readers, s)
+    from_s = _einsum("bxigd,bgred->bgrxie", readers, s)
     from_window = _einsum("bgxij,bgrje->bgrxie", scores, kept)
     return jnp.exp(total)[..., None, None] * from_s + from_window
 
@@ -206,7 +212,7 @@ def _after_chunk(s: Array, inputs: DeltaInputs, writes: Array, log_decay: Array)
     s, k, writes, log_decay = lax.optimization_barrier((s, inputs.k, writes, log_decay))
     total = log_decay[..., -1:]
     kept = jnp.exp(total - log_decay)[..., None] * writes
-    after = jnp.exp(total)[..., None] * s + _einsum("bjgd,bgrje->bgrde", k, kept)
+    after = jnp.exp(total)[..., None] * s + _einsum("bjgd,bgrje->bgred", k, kept)
     return lax.optimization_barrier(after)
 
 

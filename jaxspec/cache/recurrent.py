@@ -33,7 +33,8 @@ from jaxspec.cache.delta_rule import (
 from jaxspec.cache.layer_state import CommittedPath, Geometry
 from jaxspec.parallel import Layout, named_shardings
 from jaxspec.pytree import Pytree, array, pytree, static
-from pallas_kernels.selection import Kernels
+from pallas_kernels.delta_rule import delta_commit, delta_read, misfit
+from pallas_kernels.selection import NO_KERNELS, Kernels
 
 
 @pytree
@@ -55,7 +56,7 @@ class DeltaState(Pytree):
       nodes: of a verified tree that is not committed yet.
     """
 
-    s: Array = array("batch", "kv_heads", "group", "head_dim", "head_dim")  # [R, G, r, Dk, Dv]
+    s: Array = array("batch", "kv_heads", "group", "head_dim", "head_dim")  # [R, G, r, Dv, Dk]
     window: DeltaInputs
     channels: Array = array("batch", "length", "kv_heads", "group")
     nodes: DeltaNodes | None = None
@@ -83,7 +84,7 @@ class DeltaState(Pytree):
         rows, wide = geometry.num_rows, jnp.dtype(jnp.float32)
         struct: Any = jax.ShapeDtypeStruct
         shapes = cls(
-            s=struct((rows, groups, values, k_dim, v_dim), wide),
+            s=struct((rows, groups, values, v_dim, k_dim), wide),
             window=DeltaInputs(
                 k=struct((rows, folded, groups, k_dim), wide),
                 v=struct((rows, folded, groups, values, v_dim), wide),
@@ -133,13 +134,21 @@ class DeltaState(Pytree):
         nodes: DeltaNodes,
         ancestors: Array,
         depth: Array,
+        kernels: Kernels = NO_KERNELS,
     ) -> tuple[Array, Self]:
         """Outputs [B, N, G, r, Dv] of a tree's nodes after ``lens`` [B] tokens, and the state that
         waits for the commit. See delta_rule.tree for the arguments."""
-        window = self._window(rows, lens % self.folded)
-        own = self.s[rows]
-        out = tree(own, window, q, nodes.inputs, ancestors, depth)
-        return out, self.replace(nodes=nodes)
+        held, after = lens % self.folded, self.replace(nodes=nodes)
+        if self._has_kernel(kernels, q.shape[1], 1):
+            window, inputs = self.window.tokens, nodes.inputs.tokens
+            out = delta_read(self.s, window, rows, held, q, inputs, ancestors, depth, "mosaic_gpu")
+            return out, after
+        window = self._window(rows, held)
+        return tree(self.s[rows], window, q, nodes.inputs, ancestors, depth), after
+
+    def _has_kernel(self, kernels: Kernels, num_nodes: int, longest_path: int) -> bool:
+        fits = misfit(self.s, self.folded, num_nodes, longest_path) is None
+        return fits and kernels.implementation("delta_rule") != "reference"
 
     def read_run(
         self, rows: Array, lens: Array, counts: Array, q: Array, new: DeltaNodes
@@ -174,12 +183,14 @@ class DeltaState(Pytree):
         cls, states: Sequence[Self], committed: CommittedPath, kernels: Kernels
     ) -> Sequence[Self]:
         """Append the inputs of accepted nodes, and fold windows that are full."""
-        return [state._committed(committed) for state in states]
+        return [state._committed(committed, kernels) for state in states]
 
-    def _committed(self, committed: CommittedPath) -> Self:
+    def _committed(self, committed: CommittedPath, kernels: Kernels) -> Self:
         assert self.nodes is not None, "a commit follows the verification of a tree"
         rows, counts = committed.rows, committed.counts
         held = committed.context_lens % self.folded
+        if self._has_kernel(kernels, self.nodes.channels.shape[1], committed.path.shape[1]):
+            return self._committed_by_kernel(committed, held)
         nodes = jax.tree.map(lambda x: _tokens(x, committed.path), self.nodes)
         inputs, total = self._aligned(rows, held, nodes.inputs, counts), held + counts
         target = self._kept_rows(rows, counts)
@@ -195,6 +206,25 @@ class DeltaState(Pytree):
         full = jnp.any((total >= self.folded) & (counts > 0))
         state = self.replace(s=lax.cond(full, folded, lambda whole: whole, self.s), nodes=None)
         return state._appended(rows, counts, inputs, total, nodes.channels)
+
+    def _committed_by_kernel(self, committed: CommittedPath, held: Array) -> Self:
+        assert self.nodes is not None
+        nodes = self.nodes
+        s, window, channels = delta_commit(
+            self.s,
+            self.window.tokens,
+            self.channels,
+            committed.rows,
+            held,
+            nodes.inputs.tokens,
+            nodes.channels.astype(self.channels.dtype),
+            committed.path,
+            committed.counts,
+            "mosaic_gpu",
+        )
+        return self.replace(
+            s=s, window=DeltaInputs(**window._asdict()), channels=channels, nodes=None
+        )
 
     def reset(self, rows: Array) -> Self:
         """Zeros in the rows. Windows stay: entries past a row's tokens are never used."""

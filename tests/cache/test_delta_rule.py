@@ -63,7 +63,7 @@ def run(state: DeltaState, lens: Array, counts: Array, q: Array, inputs: DeltaIn
 def whole_state(state: DeltaState, lens: Array) -> np.ndarray:
     """S after ``lens`` tokens, those in the window included."""
     held = jnp.arange(FOLDED) < (lens % FOLDED)[:, None]
-    return np.asarray(fold(state.s, state.window.where(held)))
+    return np.asarray(fold(state.s, state.window.where(held))).swapaxes(-1, -2)
 
 
 def in_numpy(q: Array, inputs: DeltaInputs) -> tuple[np.ndarray, np.ndarray]:

@@ -78,7 +78,7 @@ class GatedDelta(Pytree):
         q = _unit(q) / self.config.key_dim**0.5
         new = DeltaNodes(inputs=inputs, channels=channels)
         if ancestors is not None and depth is not None:
-            return own.read_tree(rows, lens, q, new, ancestors, depth)
+            return own.read_tree(rows, lens, q, new, ancestors, depth, step.kernels)
         out, after = own.read_run(rows, lens, counts, q, new)
         return out, None if state is None else after
 

@@ -1,0 +1,103 @@
+"""The gated delta rule of a draft tree, and the commit of its accepted path."""
+
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels.delta_rule.reference import delta_commit_reference, delta_read_reference
+from pallas_kernels.delta_rule.tokens import Tokens
+from pallas_kernels.selection import Implementation, kernel_module
+
+__all__ = ["Tokens", "delta_commit", "delta_read", "misfit"]
+
+KEY_DIM = 128  # of a head: the kernel was tested with it
+VALUE_STEP = 64  # columns of a value head in a warpgroup
+MAX_NODES = 64  # of a tree: what each writes is held in shared memory
+MAX_PARTS = 8  # warpgroups that commit one key head's values
+
+
+def delta_read(
+    s: Array,
+    window: Tokens,
+    rows: Array,
+    held: Array,
+    q: Array,
+    nodes: Tokens,
+    ancestors: Array,
+    depth: Array,
+    implementation: Implementation = "reference",
+) -> Array:
+    """Outputs of a tree's nodes, each after the window, its ancestors and itself.
+
+    Args:
+      s: float32 [R, G, r, Dv, Dk], states before the window.
+      window: [R, C, ...], tokens after it.
+      rows: int32 [B], each sequence's entry of s and window.
+      held: int32 [B], tokens in the window; the entries after them are not read.
+      q: float32 [B, N, G, Dk], queries.
+      nodes: [B, N, ...]; a parent comes before its children.
+      ancestors: bool [B, N, N], whether node j is node i or one of its ancestors.
+      depth: int32 [B, N], of a root 0.
+      implementation: "auto" takes the Hopper kernel where it fits (see ``misfit``), else the
+        reference, which keeps a state per node.
+
+    Returns float32 [B, N, G, r, Dv].
+
+    Raises ValueError if ``implementation`` is "mosaic_gpu" and the kernel cannot take the
+    arguments.
+    """
+    problem = misfit(s, window.k.shape[1], q.shape[1], 1)
+    mosaic = kernel_module("delta_rule", implementation, problem)
+    read = delta_read_reference if mosaic is None else mosaic.delta_read_mosaic
+    return read(s, window, rows, held, q, nodes, ancestors, depth)
+
+
+def delta_commit(
+    s: Array,
+    window: Tokens,
+    channels: Array,
+    rows: Array,
+    held: Array,
+    nodes: Tokens,
+    node_channels: Array,
+    path: Array,
+    counts: Array,
+    implementation: Implementation = "reference",
+) -> tuple[Array, Tokens, Array]:
+    """Append accepted nodes to windows. A window that is full is applied to its state, in order.
+
+    Args:
+      s, window, rows, held, nodes: as of ``delta_read``. No two sequences share a row.
+      channels: [R, K - 1, G, c], the last inputs of the convolution.
+      node_channels: [B, N, G, c], those of the nodes.
+      path: int32 [B, A], accepted nodes by depth.
+      counts: int32 [B], how many of them; of 0 the row does not change.
+
+    Returns s, window and channels, written in place where the caller donates them.
+
+    Raises ValueError if ``implementation`` is "mosaic_gpu" and the kernel cannot take the
+    arguments.
+    """
+    problem = misfit(s, window.k.shape[1], nodes.k.shape[1], path.shape[1])
+    mosaic = kernel_module("delta_rule", implementation, problem)
+    commit = delta_commit_reference if mosaic is None else mosaic.delta_commit_mosaic
+    return commit(s, window, channels, rows, held, nodes, node_channels, path, counts)
+
+
+def misfit(s: Array, capacity: int, num_nodes: int, longest_path: int) -> str | None:
+    """Why the kernels cannot take these states and trees, None if they can."""
+    _, _, values, v_dim, k_dim = s.shape
+    if s.dtype != jnp.float32 or k_dim != KEY_DIM or v_dim % VALUE_STEP:
+        return (
+            f"{s.dtype} states of {k_dim} x {v_dim}: they must be float32, of {KEY_DIM} keys and a "
+            f"multiple of {VALUE_STEP} values"
+        )
+    if values * v_dim % KEY_DIM or values * v_dim > MAX_PARTS * VALUE_STEP:
+        return (
+            f"{values} value heads of {v_dim} for a key head: {KEY_DIM} values or a multiple, at "
+            f"most {MAX_PARTS * VALUE_STEP}"
+        )
+    if num_nodes > MAX_NODES:
+        return f"trees of {num_nodes} nodes: at most {MAX_NODES}"
+    if longest_path > capacity:
+        return f"paths of {longest_path} tokens: at most {capacity}, the window's size"
+    return None
