@@ -30,7 +30,8 @@ OPERATIONS = (
 
 # "auto" leaves these out, unless so many devices share a model. For other numbers they were
 # compiled, but have not run yet. partial_attention: each device's part was right on an H200, but
-# not what two of them merged in the one test of that. packed_product ran on a single H100.
+# not what two of them merged in the one test of that. packed_product and delta_rule ran on
+# a single H100.
 # round_tokens and float8_pages have not passed their tests on a GPU.
 MEASURED_SHARING: Mapping[str, tuple[int, ...]] = MappingProxyType(
     {
@@ -38,7 +39,7 @@ MEASURED_SHARING: Mapping[str, tuple[int, ...]] = MappingProxyType(
         "partial_attention": (),
         "packed_product": (1,),
         "round_tokens": (),
-        "delta_rule": (),
+        "delta_rule": (1,),
         "float8_pages": (),
     }
 )

@@ -74,9 +74,9 @@ def expected(name: str) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("name", "layers", "model", "page_size"),
     [
-        ("eagle3 tree", (2, 1, 1), 1, 16),
+        ("ngram", (2, 2), 1, 1),
+        slow("eagle3 tree", (2, 1, 1), 1, 16),
         slow("none", (2, 2), 1, 8),
-        slow("ngram", (2, 2), 1, 1),
         slow("draft_model", (3, 1), 1, 8),
         slow("draft_model", (4, 0), 2, 16),
         slow("eagle1", (1, 3), 1, 64),

@@ -6,7 +6,8 @@ of the decay g and strength beta changes it, then reads it (Yang et al., arXiv 2
     S <- exp(g) S;  S <- S + k (beta (v - S^T k))^T;  o = S^T q
 
 All functions are of B rows, G key heads with r value heads each, and T tokens, in float32. S is
-[B, G, r, Dv, Dk], transposed, because that is how a GPU reads it. An invalid token changes nothing, whatever its inputs are: it is selected away.
+[B, G, r, Dv, Dk], transposed, because that is how a GPU reads it. An invalid token changes nothing,
+whatever its inputs are: it is selected away.
 """
 
 import jax.numpy as jnp

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.delta_rule import delta_commit, delta_read
+from pallas_kernels.delta_rule import delta_commit, delta_read, misfit
 from pallas_kernels.delta_rule.cases import TEST_CASES, Case, make_arguments
 from pallas_kernels.delta_rule.mosaic_gpu import delta_commit_mosaic, delta_read_mosaic
 from tests.marks import first_is_fast
@@ -74,7 +74,8 @@ def test_unsupported_arguments_are_named(case: Case, message: str):
 
 
 def test_paths_longer_than_the_window_are_refused():
-    *most, path, counts = make_arguments(Case(1, 6, capacity=4))[1]
-    longer = jnp.zeros((1, 5), path.dtype)
+    (s, *_), committing = make_arguments(Case(1, 6, capacity=4))
     with pytest.raises(ValueError, match="paths of 5 tokens: at most 4, the window's size"):
-        delta_commit(*most, longer, counts, implementation="mosaic_gpu")
+        longer = jnp.zeros((1, 5), jnp.int32)
+        delta_commit(*committing[:7], longer, committing[8], implementation="mosaic_gpu")
+    assert misfit(s, capacity=4, num_nodes=6, longest_path=4) is None

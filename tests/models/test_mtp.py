@@ -118,7 +118,7 @@ def texts(llm: LLM) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("layout", "shape"),
     [
-        ("mimo", SpeculationConfig.chain(3)),
+        slow("mimo", SpeculationConfig.chain(3)),
         slow("deepseek", SpeculationConfig(num_nodes=8, max_depth=3, top_k=2)),
     ],
 )

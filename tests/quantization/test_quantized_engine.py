@@ -50,7 +50,7 @@ def texts(model: Path, drafter: Any = "ngram", **options: Any) -> list[list[int]
 @pytest.mark.parametrize("name", ["awq", slow("gptq act-order")])
 @pytest.mark.parametrize(
     "mesh",
-    [slow({"tensor_parallel": 2}), {"pipeline_parallel": 2}, slow({"sequence_parallel": 2})],
+    [slow({"tensor_parallel": 2}), slow({"pipeline_parallel": 2}), slow({"sequence_parallel": 2})],
     ids=str,
 )
 def test_texts_over_devices_are_those_of_one(name: str, mesh: dict[str, Any], targets):
