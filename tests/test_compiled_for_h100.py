@@ -51,12 +51,14 @@ def compiled(
     sp: int = 1,
     kv_dtype: str | None = None,
     quantization: str | None = None,
+    lm_head: str | None = None,
 ) -> CompiledRound:
     arguments = ["--shape", SHAPE, "--mode", mode, "--layers", str(layers), "--tp", str(tp)]
     arguments += ["--context", str(CONTEXT), "--wheels", str(WHEELS), "--sampling", sampling]
     arguments += ["--kernels", kernels, "--sp", str(sp)]
     arguments += ["--kv-dtype", kv_dtype] if kv_dtype else []
     arguments += ["--quantization", quantization] if quantization else []
+    arguments += ["--lm-head-quantization", lm_head] if lm_head else []
     return compile_ahead.measure(arguments)["round"]
 
 
@@ -122,6 +124,15 @@ def test_weights_of_4_bits_stay_so(mode: str):
     # Two layers of 218 million weights at 4 bits and 1 / 128 of them 16-bit scales, instead of 16.
     saved = compiled(mode).argument_bytes - one.argument_bytes
     assert saved == pytest.approx(LAYERS * 218e6 * (2 - 0.5 - 2 / 128), rel=0.01)
+
+
+@pytest.mark.parametrize("scheme", ["w4a16", "fp8"])
+def test_a_quantized_lm_head_is_not_widened(scheme: str):
+    """Temporaries hold logits, but no table of 16-bit weights (1 GB)."""
+    one = compiled("plain", kernels="all", lm_head=scheme)
+    assert "packed_product" in {kernel.name for kernel in one.kernels}
+    assert not [kernel for kernel in one.kernels if kernel.spilled_bytes]
+    assert one.temporary_bytes <= most_temporary_bytes("plain", tp=1)
 
 
 @pytest.mark.parametrize("tp", [2, 4, 8])

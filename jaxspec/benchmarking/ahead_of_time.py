@@ -33,6 +33,7 @@ from jaxspec.benchmarking.compiled_round import (
     parse_launches,
 )
 from jaxspec.benchmarking.modes import Mode, make_params
+from jaxspec.benchmarking.random_params import decoder_in_schemes
 from jaxspec.benchmarking.rounds import LARGEST_CHUNK, Workload
 from jaxspec.benchmarking.shapes import head_config
 from jaxspec.cache import PagedKV
@@ -152,7 +153,8 @@ class Job:
       config: of the target; the drafter is that of shapes.head_config.
       kernels, kv_dtype: see Kernels.parse and loading.load.
       largest_chunk: most tokens of a row's prompt in a call.
-      quantization: of the target but for its LM head; drafter_quantization: of the head.
+      quantization: of the target but for its LM head; lm_head_quantization: of that;
+        drafter_quantization: of the draft head.
     """
 
     config: ModelConfig
@@ -164,6 +166,7 @@ class Job:
     largest_chunk: int = LARGEST_CHUNK
     kv_dtype: str | None = None
     quantization: Scheme | None = None
+    lm_head_quantization: Scheme | None = None
     drafter_quantization: Scheme | None = None
 
     @property
@@ -203,7 +206,8 @@ def _program(function: Any, job: Job, devices: Sequence[Any], *, counted: bool) 
         )
     dtype, layout = jnp.dtype("bfloat16"), mesh_layout(mesh)
     shards = Shards.over(mesh, layout)
-    target = in_scheme(decoder_shapes(config, dtype, shards), job.quantization, lm_head=False)
+    target = decoder_shapes(config, dtype, shards)
+    target = decoder_in_schemes(target, job.quantization, job.lm_head_quantization)
     head = head_shapes(head_config(config), config, dtype, shards) if mode.speculation else None
     head = in_scheme(head, job.drafter_quantization, lm_head=True)
     own_kernels = Kernels.parse(job.kernels, devices[0], devices_of_model(mesh))

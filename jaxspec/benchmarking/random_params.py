@@ -39,14 +39,32 @@ def random_decoder(
     mesh: Mesh | None,
     seed: int,
     quantization: Scheme | None = None,
+    lm_head_quantization: Scheme | None = None,
 ) -> Decoder:
     """A model of random weights, sharded over the mesh's model axis if there is a mesh.
 
     ``quantization``: of all but the LM head; see quantization.schemes.
+
+    Raises ValueError if ``lm_head_quantization`` is given and the LM head is the embedding table.
     """
     shapes = decoder_shapes(config, dtype, Shards.over(mesh, mesh_layout(mesh)))
-    shapes = in_scheme(shapes, quantization, lm_head=False)
+    shapes = decoder_in_schemes(shapes, quantization, lm_head_quantization)
     return _random_tree(shapes, mesh, jax.random.key(seed, impl="rbg"))
+
+
+def decoder_in_schemes(
+    decoder: Decoder, quantization: Scheme | None, lm_head_quantization: Scheme | None
+) -> Decoder:
+    """A decoder of ShapeDtypeStructs with its layers in one scheme, and its LM head in another.
+
+    Raises ValueError as ``random_decoder``.
+    """
+    made = in_scheme(decoder, quantization, lm_head=False)
+    if lm_head_quantization is None:
+        return made
+    if made.lm_head is None:
+        raise ValueError("the LM head is the embedding table: leave out --lm-head-quantization")
+    return made.replace(lm_head=in_scheme(made.lm_head, lm_head_quantization, lm_head=True))
 
 
 def random_pipeline(

@@ -136,7 +136,8 @@ def measure_modes(
     [mesh] = replica_meshes(1, args.tp, args.sp)
     config, dtype = SHAPES[args.shape], jnp.dtype(args.dtype)
     console.print(f"making random weights of {args.shape}")
-    target, head = random_decoder(config, dtype, mesh, 0, args.quantization), None
+    own = args.quantization, args.lm_head_quantization
+    target, head = random_decoder(config, dtype, mesh, 0, *own), None
     if any(mode.speculation for _, mode in chosen):
         head = random_head(
             config,
@@ -223,8 +224,12 @@ def make_table(results: dict[str, Any]) -> Table:
 
 def formats(arguments: dict[str, Any]) -> str:
     """What is quantized, for the title; of files without these fields, nothing."""
-    target, head = (arguments.get(key) for key in ("quantization", "drafter_quantization"))
-    return (f"weights {target}, " if target else "") + (f"head {head}, " if head else "")
+    names = {
+        "quantization": "weights",
+        "lm_head_quantization": "LM head",
+        "drafter_quantization": "head",
+    }
+    return "".join(f"{names[key]} {arguments[key]}, " for key in names if arguments.get(key))
 
 
 def run(args: argparse.Namespace) -> None:

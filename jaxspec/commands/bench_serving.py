@@ -157,7 +157,8 @@ class Models:
     def _random_weights(self) -> tuple[Decoder, DraftHead]:
         config, dtype = SHAPES[self.args.shape], resolve_dtype(self.args.dtype)
         own = self.args.drafter_quantization
-        target = random_decoder(config, dtype, self.mesh, 0, self.args.quantization)
+        layers, lm_head = self.args.quantization, self.args.lm_head_quantization
+        target = random_decoder(config, dtype, self.mesh, 0, layers, lm_head)
         return target, random_head(config, dtype, self.mesh, seed=1, quantization=own)
 
     def mode(self, name: str) -> Mode:

@@ -149,6 +149,7 @@ def compile_here(args: argparse.Namespace) -> None:
         args.kernels,
         kv_dtype=args.kv_dtype,
         quantization=args.quantization,
+        lm_head_quantization=args.lm_head_quantization,
         drafter_quantization=args.drafter_quantization,
     )
     if args.tpu is None:

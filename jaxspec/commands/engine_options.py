@@ -36,9 +36,10 @@ def add_sequence_parallel_option(parser: argparse.ArgumentParser) -> None:
 
 
 def add_quantization_options(parser: argparse.ArgumentParser) -> None:
-    """``quantization`` and ``drafter_quantization`` of random weights."""
+    """``quantization``, ``lm_head_quantization`` and ``drafter_quantization`` of random weights."""
     add = parser.add_argument
     add("--quantization", choices=SCHEMES, help="the target's matrices, but for its LM head")
+    add("--lm-head-quantization", choices=SCHEMES, help="the target's LM head")
     add("--drafter-quantization", choices=SCHEMES, help="the head's matrices, LM head included")
 
 

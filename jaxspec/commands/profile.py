@@ -90,7 +90,8 @@ def run_profiled(args: argparse.Namespace, progress: Console) -> tuple[Profile, 
     kernels = Kernels.parse(args.kernels, sharing=devices_of_model(mesh))
     config, dtype = SHAPES[args.shape], jnp.dtype(args.dtype)
     progress.print(f"making random weights of {args.shape}")
-    target, head = random_decoder(config, dtype, mesh, 0, args.quantization), None
+    own = args.quantization, args.lm_head_quantization
+    target, head = random_decoder(config, dtype, mesh, 0, *own), None
     if mode.speculation:
         own = args.drafter_quantization
         head = random_head(config, dtype, mesh, seed=1, quantization=own)

@@ -69,7 +69,7 @@ def check_options(args: argparse.Namespace) -> None:
         raise ValueError("--drafter is for models: with --shape the drafter is a random head")
     if args.shape and args.drafter_bits == 4:
         raise ValueError("with --shape give --drafter-quantization w4a16 instead of --drafter-bits")
-    for name in ("bare", "quantization", "drafter_quantization"):
+    for name in ("bare", "quantization", "lm_head_quantization", "drafter_quantization"):
         if getattr(args, name) and not args.shape:
             option = name.replace("_", "-")
             raise ValueError(f"--{option} is for random weights: give --shape as well")

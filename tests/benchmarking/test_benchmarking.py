@@ -15,6 +15,7 @@ from jaxspec.benchmarking.modes import make_params, parse_mode
 from jaxspec.benchmarking.random_params import random_decoder, random_head
 from jaxspec.benchmarking.rounds import Workload
 from jaxspec.benchmarking.shapes import SHAPES
+from jaxspec.config.quantization import Scheme
 from jaxspec.models.decoder import decoder_shapes
 from pallas_kernels.selection import Kernels
 
@@ -178,3 +179,25 @@ def test_a_head_of_eight_bits_has_about_half_the_floor():
     )
     assert 0.5 < scaled.draft_weights / own.draft_weights < 0.6  # scales and norms stay
     assert (scaled.target_weights, scaled.draft_kv) == (own.target_weights, own.draft_kv)
+
+
+@pytest.mark.parametrize(("scheme", "bits"), [("w4a16", 4), ("w8a16", 8), ("fp8", 8)])
+def test_the_floor_counts_a_quantized_lm_head(scheme: Scheme, bits: int):
+    plain, config = parse_mode("plain"), dataclasses.replace(TINY, hidden_size=128)
+    own, made = (
+        random_decoder(config, BFLOAT16, None, seed=0, lm_head_quantization=name)
+        for name in (None, scheme)
+    )
+    before, after = (
+        floor_bytes(make_params(plain, target, None, None, Kernels()), 5, 100).target_weights
+        for target in (own, made)
+    )
+    saved = config.hidden_size * config.vocab_size * (16 - bits) // 8
+    assert before - after == pytest.approx(saved, rel=0.1), "but for scales"
+    assert jax.tree.structure(made.layers) == jax.tree.structure(own.layers), "only the LM head"
+
+
+def test_an_embedding_table_is_no_lm_head_to_quantize():
+    tied = dataclasses.replace(TINY, tie_word_embeddings=True)
+    with pytest.raises(ValueError, match="leave out --lm-head-quantization"):
+        random_decoder(tied, BFLOAT16, None, seed=0, lm_head_quantization="w4a16")
