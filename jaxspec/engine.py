@@ -124,6 +124,11 @@ class Engine:
         """Host memory that swapped requests use now."""
         return self._runner.swapped.bytes
 
+    @property
+    def snapshot_bytes(self) -> int:
+        """Host memory that snapshots of recurrent states use now."""
+        return self._runner.snapshots.bytes
+
     def check(self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]) -> None:
         """Raise ValueError for requests that could not run."""
         config = self.params.target.config
@@ -324,7 +329,6 @@ class Engine:
         return time.perf_counter() - started
 
     def _drain(self) -> None:
-        """Carry out what is left to do for requests that have ended."""
         while not self.scheduler.is_idle:
             self.step()
 
@@ -369,7 +373,6 @@ class Engine:
         generation.timings = running.timings(self._clock(), self.programs.compile_seconds)
 
     def _clock(self) -> float:
-        """Seconds, without those in which programs were compiled."""
         return time.perf_counter() - self.programs.compile_seconds
 
     def use_target(self, target: Decoder) -> None:
@@ -393,7 +396,6 @@ class Engine:
         self.shapes.restart()
 
     def _restart(self) -> None:
-        """Forget what the prefix cache holds."""
         if not self.is_idle:
             raise RuntimeError("requests are under way: let them finish, or cancel them, first")
         self._drain()
