@@ -126,7 +126,7 @@ class Engine:
 
     @property
     def snapshot_bytes(self) -> int:
-        """Host memory that snapshots of recurrent states use now."""
+        """As swapped_bytes, of snapshots of recurrent states."""
         return self._runner.snapshots.bytes
 
     def check(self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxspec import functional, memory
 from jaxspec.cache import ModelState
-from jaxspec.calls import Call
+from jaxspec.calls import Call, to_host
 from jaxspec.compiler_options import compiler_options
 from jaxspec.config.speculation import TreeShape
 from jaxspec.exchanges import with_exchanges
@@ -196,7 +196,7 @@ class Programs:
     def save(self, row: int, pages: Sequence[int]) -> SavedRow:
         """A row with the contents of pages, at most a part, on its way to host memory."""
         arguments = np.array([row], np.int32), _page_list(pages, self.sizes.part_pages)
-        return _to_host(self._small("save_row", *arguments))
+        return to_host(self._small("save_row", *arguments))
 
     def restore(
         self, saved: SavedRow, row: int, pages: Sequence[int], table: Sequence[int]
@@ -208,7 +208,7 @@ class Programs:
 
     def take_states(self, row: int) -> ModelState:
         """What a row keeps outside of pages, on its way to host memory."""
-        return _to_host(self._small("take_states", np.array([row], np.int32)))
+        return to_host(self._small("take_states", np.array([row], np.int32)))
 
     def put_states(self, saved: ModelState, row: int) -> None:
         """Give a row what take_states copied."""
@@ -394,12 +394,6 @@ class Programs:
         for program in (*large, *self.small.values()):
             program.clear_cache()
         self.ready.clear()
-
-
-def _to_host[T](saved: T) -> T:
-    for leaf in jax.tree.leaves(saved):
-        leaf.copy_to_host_async()
-    return saved
 
 
 def _page_list(pages: Sequence[int], size: int) -> np.ndarray:
