@@ -131,9 +131,8 @@ class Engine:
 
     def check(self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]) -> None:
         """Raise ValueError for requests that could not run."""
-        config = self.params.target.config
-        limits = config.vocab_size, self.cache.max_length, config.max_position
-        check_requests(prompts, sampling, *limits)
+        own = self.params.target.config
+        check_requests(prompts, sampling, own.vocab_size, self.cache.max_length, own.max_position)
         check_trees(sampling, self.config.trees)
         for index, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
             if len(self.stop_ids(params)) > MOST_STOPS:

@@ -218,8 +218,7 @@ class Programs:
         shapes, saved = tuple(leaf.shape for leaf in jax.tree.leaves(arguments)), None
         with self.counted((name, shapes)):
             result = self.small[name](self.params, self.state, *arguments)
-            takes = name in ("save_row", "take_states")
-            self.state, saved = result if takes else (result, None)
+            self.state, saved = result if isinstance(result, tuple) else (result, None)
         return saved
 
     # Calls that run the model.

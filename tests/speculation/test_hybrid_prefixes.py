@@ -43,27 +43,36 @@ def served(
 
 
 @pytest.mark.parametrize(
-    ("drafter", "page_size", "num_pages"),
-    [("mtp", 16, None), slow("ngram", 16, None), slow("mtp", 64, None), slow("mtp", 5, 45)],
+    ("drafter", "page_size", "num_pages", "room"),
+    [
+        ("mtp", 16, None, 2),
+        slow("mtp", 16, None, None),
+        slow("ngram", 16, None, None),
+        slow("mtp", 64, None, None),
+        slow("mtp", 64, None, 1),
+        slow("mtp", 5, 45, 3),
+        slow("ngram", 5, 45, None),
+    ],
 )
 def test_texts_are_those_without_a_prefix_cache(
     checkpoint,  # noqa: F811
     drafter: str,
     page_size: int,
     num_pages: int | None,
+    room: int | None,
 ):
+    """``room``: snapshots that fit."""
     params = load(
         checkpoint("qwen3_5_text"), drafter, dtype="float32", speculation=SpeculationConfig.chain(3)
     )
     expected, plain = served(params, page_size, prefix_caching=False)
     assert plain.limits.snapshots is None and plain.snapshot_bytes == 0
-    found, engine = served(params, page_size, num_pages)
+    one = snapshot_bytes(params, plain.programs.sizes)
+    memory = 4.0 if room is None else (room + 0.5) * one / 2**30
+    found, engine = served(params, page_size, num_pages, snapshot_memory=memory)
     assert found == expected
     assert engine.scheduler.cache_statistics()[1] > 0
-    one = snapshot_bytes(params, engine.programs.sizes)
-    assert engine.snapshot_bytes % one == 0 < engine.snapshot_bytes
-    few, engine = served(params, page_size, num_pages, snapshot_memory=2.5 * one / 2**30)
-    assert few == expected and engine.limits.snapshots == 2
-    assert engine.snapshot_bytes <= 2 * one
+    assert room is None or engine.limits.snapshots == room
+    assert engine.snapshot_bytes % one == 0 < engine.snapshot_bytes <= memory * 2**30
     if num_pages is not None:
         assert sum(engine.scheduler.preemptions.values()) > 0
