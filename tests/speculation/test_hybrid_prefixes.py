@@ -50,8 +50,8 @@ def served(
         slow("ngram", 16, None, None),
         slow("mtp", 64, None, None),
         slow("mtp", 64, None, 1),
-        slow("mtp", 5, 45, 3),
-        slow("ngram", 5, 45, None),
+        slow("mtp", 5, 34, 3),
+        slow("ngram", 5, 34, None),
     ],
 )
 def test_texts_are_those_without_a_prefix_cache(
