@@ -67,3 +67,10 @@ def _joined(parts: Sequence[Emitted]) -> Emitted:
         trees = [part.trees for part in parts]
         rounds["trees"] = jax.tree.map(lambda *arrays: np.concatenate(arrays), *trees)
     return last.replace(**rounds)
+
+
+def to_host[T](arrays: T) -> T:
+    """A pytree of arrays whose copies are on their way to the host."""
+    for leaf in jax.tree.leaves(arrays):
+        leaf.copy_to_host_async()
+    return arrays

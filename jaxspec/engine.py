@@ -124,11 +124,15 @@ class Engine:
         """Host memory that swapped requests use now."""
         return self._runner.swapped.bytes
 
+    @property
+    def snapshot_bytes(self) -> int:
+        """As swapped_bytes, of snapshots of recurrent states."""
+        return self._runner.snapshots.bytes
+
     def check(self, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]) -> None:
         """Raise ValueError for requests that could not run."""
-        config = self.params.target.config
-        limits = config.vocab_size, self.cache.max_length, config.max_position
-        check_requests(prompts, sampling, *limits)
+        own = self.params.target.config
+        check_requests(prompts, sampling, own.vocab_size, self.cache.max_length, own.max_position)
         check_trees(sampling, self.config.trees)
         for index, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
             if len(self.stop_ids(params)) > MOST_STOPS:
@@ -226,8 +230,7 @@ class Engine:
     def step(self, most_rounds: int | None = None) -> None:
         """Launch the next calls, then wait for those before them and add what they emitted.
 
-        Fewer rounds in the call (``most_rounds``) give results sooner. An error of a program ends
-        all requests that are under way, and is raised.
+        Fewer rounds (``most_rounds``) give results sooner. An error ends all requests; it is raised.
         """
         try:
             if self.shapes.must_be_measured and not self.is_idle:  # it was not warmed up
@@ -324,7 +327,6 @@ class Engine:
         return time.perf_counter() - started
 
     def _drain(self) -> None:
-        """Carry out what is left to do for requests that have ended."""
         while not self.scheduler.is_idle:
             self.step()
 
@@ -369,7 +371,6 @@ class Engine:
         generation.timings = running.timings(self._clock(), self.programs.compile_seconds)
 
     def _clock(self) -> float:
-        """Seconds, without those in which programs were compiled."""
         return time.perf_counter() - self.programs.compile_seconds
 
     def use_target(self, target: Decoder) -> None:
@@ -393,7 +394,6 @@ class Engine:
         self.shapes.restart()
 
     def _restart(self) -> None:
-        """Forget what the prefix cache holds."""
         if not self.is_idle:
             raise RuntimeError("requests are under way: let them finish, or cancel them, first")
         self._drain()

@@ -7,6 +7,7 @@ from jaxspec.config.engine import EngineConfig
 from jaxspec.deterministic import fixed_chunk
 from jaxspec.functional import EngineParams
 from jaxspec.program_sizes import Sizes
+from jaxspec.row_snapshots import snapshot_bytes
 from jaxspec.scheduling.plan import Limits
 from jaxspec.swapping import part_bytes
 
@@ -77,7 +78,9 @@ def scheduler_limits(params: EngineParams, sizes: Sizes, config: EngineConfig) -
     host_parts = 0
     if preemption != "recompute" and not holds_all:  # else nobody is swapped
         host_parts = int(config.swap_memory * 2**30 / part_bytes(params, sizes))
-    share_pages = not params.target.config.is_recurrent
+    share_pages, snapshots = not params.target.config.is_recurrent, None
+    if not share_pages and config.prefix_caching and not is_split:
+        snapshots = int(config.snapshot_memory * 2**30 / snapshot_bytes(params, sizes))
     return Limits(
         num_rows=sizes.num_rows,
         num_pages=sizes.num_pages // shards - 1,
@@ -93,9 +96,10 @@ def scheduler_limits(params: EngineParams, sizes: Sizes, config: EngineConfig) -
         unseen_rounds=1 if config.adaptive else None,
         max_queue=config.max_queue,
         watermark=0.0 if holds_all else Limits.watermark,
-        prefix_caching=config.prefix_caching and share_pages,
+        prefix_caching=config.prefix_caching and (share_pages or bool(snapshots)),
         share_generated=not config.deterministic,
         share_pages=share_pages,
+        snapshots=snapshots,
         preemption=preemption,
         part_pages=sizes.part_pages,
         host_parts=host_parts,

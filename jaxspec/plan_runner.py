@@ -14,6 +14,7 @@ from jaxspec.new_rows import NewRow
 from jaxspec.plan_timer import PlanTimer
 from jaxspec.program_sizes import Load, Reads
 from jaxspec.programs import Programs
+from jaxspec.row_snapshots import RowSnapshots
 from jaxspec.scheduling.plan import Admission, Plan, RowResult, SwapIn
 from jaxspec.scheduling.preemption import PreemptionCosts
 from jaxspec.state import ERRORS, Emitted, Ending, Status
@@ -42,6 +43,7 @@ class PlanRunner:
     def __init__(self, programs: Programs, costs: PreemptionCosts):
         self.programs = programs
         self.swapped = SwappedRows(programs, costs)
+        self.snapshots = RowSnapshots(programs)
         self._timer = PlanTimer(programs, costs)
         self._masked = MaskedRounds(programs)
         self._idle_rows = set(range(programs.sizes.num_rows))  # empty, or done, on the device
@@ -52,6 +54,7 @@ class PlanRunner:
         if plan.calls:
             self._timer.start(plan)
         self.swapped.finish_saving()
+        self.snapshots.finish()
         for request_id in plan.dropped:
             self.swapped.drop(request_id)
         for out in plan.swap_out:
@@ -69,11 +72,16 @@ class PlanRunner:
             generation_of(sequence).admitted(admission.cached, waited, sequence.preemptions)
         admitted = [self._new_row(admission) for admission in plan.admissions]
         programs.admit(admitted)
+        for admission in plan.admissions:
+            if admission.snapshot is not None:
+                self.snapshots.put(admission.snapshot, admission.row)
         restored = [self._new_row(back) for back in plan.swap_in]
         programs.set_controls([*restored, *admitted])
         self._idle_rows -= {new.row for new in (*restored, *admitted)}
         programs.assign_pages([(table.row, table.table) for table in plan.tables])
         reads = self._reads(plan, load)
+        for step in plan.snapshots:
+            self.snapshots.take(step)
         if plan.masked_rows:
             self._masked.draft(plan, reads, load, shape)
         return [*reads, *self._rounds(plan, load, shape)]

@@ -15,7 +15,8 @@ import jax
 import numpy as np
 
 from jaxspec import functional, memory
-from jaxspec.calls import Call
+from jaxspec.cache import ModelState
+from jaxspec.calls import Call, to_host
 from jaxspec.compiler_options import compiler_options
 from jaxspec.config.speculation import TreeShape
 from jaxspec.exchanges import with_exchanges
@@ -85,6 +86,8 @@ class Programs:
                 functional.copy_pages,
                 functional.save_row,
                 functional.restore_row,
+                functional.take_states,
+                functional.put_states,
                 functional.set_controls,
             )
         }
@@ -193,10 +196,7 @@ class Programs:
     def save(self, row: int, pages: Sequence[int]) -> SavedRow:
         """A row with the contents of pages, at most a part, on its way to host memory."""
         arguments = np.array([row], np.int32), _page_list(pages, self.sizes.part_pages)
-        saved = self._small("save_row", *arguments)
-        for leaf in jax.tree.leaves(saved):
-            leaf.copy_to_host_async()
-        return saved
+        return to_host(self._small("save_row", *arguments))
 
     def restore(
         self, saved: SavedRow, row: int, pages: Sequence[int], table: Sequence[int]
@@ -206,11 +206,19 @@ class Programs:
         listed = _page_list(pages, self.sizes.part_pages)
         self._small("restore_row", saved, np.array([row], np.int32), listed, self.tables[[row]])
 
+    def take_states(self, row: int) -> ModelState:
+        """What a row keeps outside of pages, on its way to host memory."""
+        return to_host(self._small("take_states", np.array([row], np.int32)))
+
+    def put_states(self, saved: ModelState, row: int) -> None:
+        """Give a row what take_states copied."""
+        self._small("put_states", saved, np.array([row], np.int32))
+
     def _small(self, name: str, *arguments: Any) -> Any:
         shapes, saved = tuple(leaf.shape for leaf in jax.tree.leaves(arguments)), None
         with self.counted((name, shapes)):
             result = self.small[name](self.params, self.state, *arguments)
-            self.state, saved = result if name == "save_row" else (result, None)
+            self.state, saved = result if isinstance(result, tuple) else (result, None)
         return saved
 
     # Calls that run the model.

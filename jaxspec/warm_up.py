@@ -38,6 +38,7 @@ class Coverage:
       budget: most prompt tokens that a plan reads.
       rounds, reads: kinds of programs, and whether the host masks their tokens.
       swaps: whether rows may be swapped to host memory.
+      snapshots: whether states of rows may be copied to host memory.
     """
 
     sizes: tuple[int, ...]
@@ -47,6 +48,7 @@ class Coverage:
     rounds: tuple[tuple[Kind, bool], ...]
     reads: tuple[tuple[Kind, bool], ...]
     swaps: bool
+    snapshots: bool
 
 
 def coverage(
@@ -82,6 +84,7 @@ def coverage(
         rounds=tuple(sorted(rounds)),
         reads=tuple(sorted(reads)),
         swaps=limits.preemption != "recompute",
+        snapshots=bool(limits.snapshots),
     )
 
 
@@ -140,7 +143,7 @@ def compile_all(programs: Programs, cover: Coverage, on_progress: Progress | Non
     """
     keys = [*reading_keys(programs, cover), *rounds_keys(programs, cover)]
     keys = [key for key in dict.fromkeys(keys) if key not in programs.ready]
-    small = 7 + len(_row_sizes(programs))  # see compile_small
+    small = 9 + len(_row_sizes(programs))  # see compile_small
     needed = len(programs.ready) + len(keys) + small
     if needed > programs.max_programs:
         raise ValueError(
@@ -180,3 +183,5 @@ def compile_small(programs: Programs, cover: Coverage) -> None:
     programs.copy_pages([(0, 0, 0)])
     if cover.swaps:
         programs.restore(jax.device_get(programs.save(0, ())), 0, (), ())
+    if cover.snapshots:
+        programs.put_states(jax.device_get(programs.take_states(0)), 0)

@@ -20,13 +20,14 @@ SMALL = ["--drafter", "ngram", "--max-length", "64", "--no-compilation-cache", "
 def test_the_defaults_are_those_of_the_engine():
     assert get_args(Preemption) == engine_options.PREEMPTION
     assert EngineConfig().swap_memory == engine_options.SWAP_MEMORY
+    assert EngineConfig().snapshot_memory == engine_options.SNAPSHOT_MEMORY
     arguments = check_exactness.make_parser().parse_args([])
     config = with_memory(engine_config(arguments, EngineConfig().max_rows, plain=False), arguments)
     assert config == EngineConfig()
 
 
 def test_each_option_is_a_field_of_the_engine():
-    words = [*MODES, "--preemption", "swap", "--swap-memory", "0.5"]
+    words = [*MODES, "--preemption", "swap", "--swap-memory", "0.5", "--snapshot-memory", "2"]
     arguments = check_exactness.make_parser().parse_args(words)
     config = with_memory(engine_config(arguments, 3, plain=False), arguments)
     assert config == EngineConfig(
@@ -36,6 +37,7 @@ def test_each_option_is_a_field_of_the_engine():
         adaptive=True,
         preemption="swap",
         swap_memory=0.5,
+        snapshot_memory=2.0,
     )
     assert not engine_config(arguments, 3, plain=True).adaptive
 

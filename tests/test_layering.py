@@ -61,6 +61,7 @@ LAYERS = (
     "jaxspec.masked_programs",
     "jaxspec.masked_rounds",
     "jaxspec.swapping",
+    "jaxspec.row_snapshots",
     "jaxspec.plan_timer",
     "jaxspec.plan_runner",
     "jaxspec.ahead",

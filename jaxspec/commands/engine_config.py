@@ -26,7 +26,10 @@ def engine_config(arguments: argparse.Namespace, max_rows: int, *, plain: bool) 
 def with_memory(config: EngineConfig, arguments: argparse.Namespace) -> EngineConfig:
     """Of a command with add_memory_options, too. Raises ValueError for bad values."""
     return dataclasses.replace(
-        config, preemption=arguments.preemption, swap_memory=arguments.swap_memory
+        config,
+        preemption=arguments.preemption,
+        swap_memory=arguments.swap_memory,
+        snapshot_memory=arguments.snapshot_memory,
     )
 
 

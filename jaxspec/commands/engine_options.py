@@ -8,7 +8,7 @@ from jaxspec.config.quantization import SCHEMES
 
 GRID = re.compile(r"(?:(\d+)x)?(\d+)")
 PREEMPTION = ("auto", "recompute", "swap")
-SWAP_MEMORY = 4.0  # GiB, as EngineConfig has it
+SWAP_MEMORY = SNAPSHOT_MEMORY = 4.0  # GiB, as EngineConfig has it
 
 
 def add_tensor_parallel_option(parser: argparse.ArgumentParser) -> None:
@@ -224,4 +224,12 @@ def add_memory_options(parser: argparse.ArgumentParser) -> None:
         metavar="GIB",
         help="host memory for swapped requests, in GiB; those that do not fit are recomputed, "
         "with --deterministic requests wait instead",
+    )
+    add(
+        "--snapshot-memory",
+        type=float,
+        default=SNAPSHOT_MEMORY,
+        metavar="GIB",
+        help="host memory for the prefix cache of models with recurrent layers: snapshots of their "
+        "states, in GiB",
     )

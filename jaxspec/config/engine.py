@@ -27,6 +27,8 @@ class EngineConfig:
         and swaps until that is known. In bfloat16 only swapping is exact.
       swap_memory: GiB of host memory for swapped requests. Those that do not fit are recomputed; in
         deterministic mode, requests wait instead until all that run could be swapped.
+      snapshot_memory: GiB of host memory for snapshots of recurrent layers' states, without which
+        prompts that begin alike cannot share pages. 0: such models have no prefix cache.
       fixed_rounds: programs run one round or several, as many as they are made for, so that no
         launch waits for the device; on a GPU, a launch of a program that decides after each round
         returns only when they have run. None: on GPUs.
@@ -54,6 +56,7 @@ class EngineConfig:
     prefix_caching: bool = True
     preemption: Preemption = "auto"
     swap_memory: float = 4.0
+    snapshot_memory: float = 4.0
     fixed_rounds: bool | None = None
     deterministic: bool = False
     max_programs: int = 128
@@ -70,8 +73,10 @@ class EngineConfig:
             raise ValueError(
                 f'preemption must be "auto", "recompute" or "swap", got {self.preemption!r}'
             )
-        if not (is_number(self.swap_memory) and 0 <= self.swap_memory < math.inf):
-            raise ValueError(f"swap_memory must be GiB, at least 0, got {self.swap_memory!r}")
+        for name in ("swap_memory", "snapshot_memory"):
+            value = getattr(self, name)
+            if not (is_number(value) and 0 <= value < math.inf):
+                raise ValueError(f"{name} must be GiB, at least 0, got {value!r}")
         if self.deterministic and self.preemption == "recompute":
             raise ValueError(
                 'preemption="recompute" is not exact in bfloat16: with deterministic=True give '

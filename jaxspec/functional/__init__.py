@@ -19,7 +19,14 @@ Each function may be jitted with its state donated.
 
 from jaxspec.functional.constrained import draft, verify_drafts
 from jaxspec.functional.decode import decode, settle
-from jaxspec.functional.pages import SavedRow, copy_pages, restore_row, save_row
+from jaxspec.functional.pages import (
+    SavedRow,
+    copy_pages,
+    put_states,
+    restore_row,
+    save_row,
+    take_states,
+)
 from jaxspec.functional.params import EngineParams
 from jaxspec.functional.prefill import prefill
 from jaxspec.functional.rows import (
@@ -46,10 +53,12 @@ __all__ = [
     "init_state",
     "no_controls",
     "prefill",
+    "put_states",
     "release",
     "restore_row",
     "save_row",
     "set_controls",
     "settle",
+    "take_states",
     "verify_drafts",
 ]

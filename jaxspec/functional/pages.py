@@ -1,4 +1,4 @@
-"""Moves whole pages: copies them, saves rows to host memory, and brings them back."""
+"""Copies pages, saves rows to host memory and brings them back, or only their own states."""
 
 from typing import Any
 
@@ -124,6 +124,46 @@ def _restore_row(
         pool=pool.replace(target=pool.target.put(saved.target, pages, row), draft=draft),
         rows=put_rows(state.rows, row, own),
     )
+
+
+def take_states(
+    params: EngineParams, state: EngineState, row: Integers
+) -> tuple[EngineState, ModelState]:
+    """The state as it is, and a copy of what the target's layers keep of a row (an index [1])
+    outside of pages. Drafters keep nothing there: see LayerState.rereads.
+
+    Raises ValueError under data parallelism.
+    """
+    params.check(state)
+    _check_one_shard(params)
+    index = jnp.asarray(row, jnp.int32)
+    shapes = jax.eval_shape(_take_states, params, state, index)[1]
+    specs = partition_specs(shapes, params.layout)
+    return on_mesh(_take_states, params, state, (index,), (P(),), specs)
+
+
+def _take_states(
+    params: EngineParams, state: EngineState, row: Array
+) -> tuple[EngineState, ModelState]:
+    return state, state.pool.target.take(jnp.zeros(0, jnp.int32), row)
+
+
+def put_states(
+    params: EngineParams, state: EngineState, saved: ModelState, row: Integers
+) -> EngineState:
+    """Give a row (an index [1]) what take_states copied: the row is to read what followed then."""
+    params.check(state)
+    _check_one_shard(params)
+    arguments = saved, jnp.asarray(row, jnp.int32)
+    specs = partition_specs(saved, params.layout), P()
+    return on_mesh(_put_states, params, state, arguments, specs, None)
+
+
+def _put_states(
+    params: EngineParams, state: EngineState, saved: ModelState, row: Array
+) -> EngineState:
+    target = state.pool.target.put(saved, jnp.zeros(0, jnp.int32), row)
+    return state.replace(pool=state.pool.replace(target=target))
 
 
 def _check_one_shard(params: EngineParams) -> None:

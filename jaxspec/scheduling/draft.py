@@ -4,7 +4,17 @@ import dataclasses
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from jaxspec.scheduling.plan import Admission, Ended, PageCopy, Plan, Read, SwapIn, SwapOut, Table
+from jaxspec.scheduling.plan import (
+    Admission,
+    Ended,
+    PageCopy,
+    Plan,
+    Read,
+    Snapshot,
+    SwapIn,
+    SwapOut,
+    Table,
+)
 from jaxspec.scheduling.sequence import Sequence
 
 
@@ -28,7 +38,8 @@ class Draft:
 
     Attributes:
       restored: sequences that come back from host memory, with their pages there.
-      admitted: other sequences that get a row, with the tokens whose KV they find.
+      admitted: other sequences that get a row, with the tokens whose KV they find, and the slot
+        of a snapshot that they begin with.
       flights: what the calls do to the sequence of each row.
     """
 
@@ -37,8 +48,9 @@ class Draft:
     release: list[int] = dataclasses.field(default_factory=list)
     restored: list[tuple[Sequence, int]] = dataclasses.field(default_factory=list)
     copies: list[PageCopy] = dataclasses.field(default_factory=list)
-    admitted: list[tuple[Sequence, int]] = dataclasses.field(default_factory=list)
+    admitted: list[tuple[Sequence, int, int | None]] = dataclasses.field(default_factory=list)
     reads: list[Read] = dataclasses.field(default_factory=list)
+    snapshots: list[Snapshot] = dataclasses.field(default_factory=list)
     decode_rows: list[int] = dataclasses.field(default_factory=list)
     rounds: int = 0
     masked_rows: list[int] = dataclasses.field(default_factory=list)
@@ -61,7 +73,10 @@ class Draft:
     ) -> Plan:
         """The plan, with the tables as they are now."""
         swap_in = [SwapIn(s.row, s, pages, s.take_table()) for s, pages in self.restored]
-        admissions = [Admission(s.row, s, cached, s.take_table()) for s, cached in self.admitted]
+        admissions = [
+            Admission(s.row, s, cached, s.take_table(), snapshot)
+            for s, cached, snapshot in self.admitted
+        ]
         tables = [Table(s.row, s.take_table()) for s in running if s.table_changed]
         return Plan(
             index=index,
@@ -75,6 +90,7 @@ class Draft:
             admissions=tuple(admissions),
             tables=tuple(tables),
             reads=tuple(self.reads),
+            snapshots=tuple(self.snapshots),
             decode_rows=tuple(self.decode_rows),
             rounds=self.rounds,
             masked_rows=tuple(self.masked_rows),

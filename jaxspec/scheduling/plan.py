@@ -37,6 +37,8 @@ class Limits:
       share_generated: whether these may hold generated tokens, too.
       share_pages: whether a request may begin with pages of another, cached or running. Not where
         rows keep what is in no page: then there is no prefix caching either.
+      snapshots: copies of what rows keep outside of pages that there is room for; None: they keep
+        nothing there. Prefix hits are rounded down to such copies.
       preemption: "auto" takes what PreemptionCosts say is cheaper. Who does not fit host memory, or
         is still reading its prompt, is recomputed.
       part_pages: pages that are moved to host memory at a time.
@@ -64,6 +66,7 @@ class Limits:
     prefix_caching: bool = True
     share_generated: bool = True
     share_pages: bool = True
+    snapshots: int | None = None
     preemption: Preemption = "auto"
     part_pages: int = 1
     host_parts: int | None = None
@@ -75,8 +78,9 @@ class Limits:
             check_count(name, getattr(self, name))
         for name in ("shards", "max_rounds", "masked_rounds", "waiting_rounds", "part_pages"):
             check_count(name, getattr(self, name))
-        for name, value in (("scratch_slots", self.scratch_slots), ("host_parts", self.host_parts)):
-            is_none = value is None and name == "host_parts"
+        for name in ("scratch_slots", "host_parts", "snapshots"):
+            value = getattr(self, name)
+            is_none = value is None and name != "scratch_slots"
             if not (is_none or (is_integer(value) and value >= 0)):
                 raise ValueError(f"{name} must be an integer, at least 0, got {value!r}")
         if self.num_rows % self.shards:
@@ -95,6 +99,8 @@ class Limits:
             raise ValueError(
                 f'preemption must be "auto", "recompute" or "swap", got {self.preemption!r}'
             )
+        if self.snapshots is not None and (self.shards > 1 or self.share_pages):
+            raise ValueError("snapshots need one shard, and share_pages=False")
         if self.swaps_only and (self.preemption != "swap" or self.shards > 1):
             raise ValueError('swaps_only needs preemption="swap", and one shard')
 
@@ -164,13 +170,15 @@ class Admission:
     """Give a row to a sequence, which reads ``sequence.tokens`` as its prompt.
 
     The table holds the KV of the first ``cached`` tokens. Reading starts at the last of them, whose
-    KV is not written again.
+    KV is not written again. ``snapshot``: slot of what the row keeps outside of pages, before that
+    token; None: nothing yet.
     """
 
     row: int
     sequence: Sequence
     cached: int
     table: tuple[int, ...]
+    snapshot: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,6 +195,14 @@ class Read:
 
     row: int
     count: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Snapshot:
+    """Copy what a row keeps outside of pages to a slot, once it has read."""
+
+    row: int
+    slot: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,6 +234,7 @@ class Plan:
     admissions: tuple[Admission, ...] = ()
     tables: tuple[Table, ...] = ()
     reads: tuple[Read, ...] = ()
+    snapshots: tuple[Snapshot, ...] = ()
     decode_rows: tuple[int, ...] = ()
     rounds: int = 0
     masked_rows: tuple[int, ...] = ()

@@ -69,9 +69,9 @@ class PrefixCache:
             self._keys[page] = key
         return node
 
-    def remove(self, page: int) -> None:
-        """Forget a page that gets another content."""
-        del self._nodes[self._keys.pop(page)]
+    def remove(self, page: int) -> Node:
+        """Forget a page that gets another content. Returns its node."""
+        return self._nodes.pop(self._keys.pop(page))
 
     def count(self, queries: int, hits: int) -> None:
         """Add a request's tokens, and those of them that it found, to the statistics."""

@@ -16,6 +16,7 @@ from jaxspec.scheduling.plan import (
     QueueFull,
     Read,
     RowResult,
+    Snapshot,
     SwapOut,
 )
 from jaxspec.scheduling.preemption import HostMemory, PreemptionCosts
@@ -276,7 +277,9 @@ class Scheduler:
         sequence.goal = len(sequence.tokens)
         sequence.settled, sequence.unsettled = placement.cached, False
         sequence.read = max(0, placement.cached - 1)  # the last cached token is read once more
-        draft.admitted.append((sequence, placement.cached))
+        sequence.branch = placement.known if placement.known > placement.cached else 0
+        snapshot = placement.shard.snapshot_for(placement)
+        draft.admitted.append((sequence, placement.cached, snapshot))
 
     def _read(self, draft: Draft) -> None:
         """Share the budget among the rows that read; who finishes decodes in this very plan."""
@@ -284,9 +287,14 @@ class Scheduler:
         most = self.limits.largest_read or self.limits.prefill_budget
         wanted = [min(s.goal - s.read, most) for s in readers]
         counts = fair_shares(wanted, self.limits.prefill_budget)
-        for sequence, count in zip(readers, counts, strict=True):
+        for sequence, most in zip(readers, counts, strict=True):
+            shard = self._shard_of(sequence.row)
+            count = shard.read_end(sequence, most) - sequence.read
             draft.reads.append(Read(sequence.row, count))
             sequence.read += count
+            slot = shard.snapshot(sequence)
+            if slot is not None:
+                draft.snapshots.append(Snapshot(sequence.row, slot))
             is_read = sequence.read == sequence.goal
             if is_read:
                 sequence.state = State.DECODING

@@ -67,6 +67,8 @@ class Sequence:
       read: how many of them are read once the calls in flight are done.
       settled: tokens whose KV, the drafter's included, is known to be complete.
       unsettled: whether it ended with full pages that the drafter must complete.
+      branch: tokens of known pages that it began with, though no snapshot reached as far.
+      snapshots: pending slots (see Snapshots), by the tokens up to the end of their pages.
       flights: calls in flight that it is part of.
       least, most: bounds of the tokens that these calls add, unless it ends.
       swapped: pages of it in host memory.
@@ -86,6 +88,8 @@ class Sequence:
     read: int = 0
     settled: int = 0
     unsettled: bool = False
+    branch: int = 0
+    snapshots: dict[int, int] = dataclasses.field(default_factory=dict)
     flights: int = 0
     least: int = 0
     most: int = 0

@@ -8,6 +8,7 @@ from jaxspec.scheduling.pages import PageAllocator, pages_for
 from jaxspec.scheduling.plan import Limits, PageCopy
 from jaxspec.scheduling.prefix_cache import Node, PrefixCache
 from jaxspec.scheduling.sequence import Sequence, State
+from jaxspec.scheduling.snapshots import Snapshots
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,12 +18,14 @@ class Placement:
     Attributes:
       cached: tokens whose KV it finds there.
       chain: known pages that it shares.
+      known: tokens of known pages; more than are cached where no snapshot reaches as far.
       source: a sibling whose prompt it shares instead, the partly filled page included.
     """
 
     shard: "Shard"
     cached: int
     chain: list[Node]
+    known: int = 0
     source: Sequence | None = None
 
     @property
@@ -42,7 +45,8 @@ class Shard:
         self.limits = limits
         self.page_size = limits.page_size
         self.cache = PrefixCache(limits.page_size)
-        self.pages = PageAllocator(limits.num_pages, on_evict=self.cache.remove)
+        self.pages = PageAllocator(limits.num_pages, on_evict=self._forget)
+        self.snapshots = None if limits.snapshots is None else Snapshots(limits.snapshots)
         self.free_rows = list(range(index * num_rows, (index + 1) * num_rows))  # a heap
         self.running: list[Sequence] = []
         self._spare_pages = math.ceil(limits.watermark * limits.num_pages)
@@ -53,11 +57,14 @@ class Shard:
             return Placement(self, 0, [])
         source = self._sibling(sequence)
         if source is not None:
-            return Placement(self, sequence.prompt_length, [], source)
+            return Placement(self, sequence.prompt_length, [], source=source)
         if not self.limits.prefix_caching:
             return Placement(self, 0, [])
         chain = self.cache.match(sequence.tokens, sequence.namespace)
-        return Placement(self, len(chain) * self.page_size, chain)
+        known = len(chain) * self.page_size
+        if self.snapshots is not None:
+            chain = self.snapshots.covered(chain)
+        return Placement(self, len(chain) * self.page_size, chain, known)
 
     def should_wait(self, placement: Placement, sequence: Sequence) -> bool:
         """Whether it could share more once running rows have read what they are reading."""
@@ -66,7 +73,7 @@ class Shard:
         if any(self._is_sibling(sequence, other) for other in self._reading()):
             return True
         return self.limits.prefix_caching and any(
-            self._common(sequence, other) > placement.cached for other in self._reading()
+            self._shareable(sequence, other) > placement.cached for other in self._reading()
         )
 
     def fits(self, placement: Placement, sequence: Sequence) -> bool:
@@ -108,7 +115,9 @@ class Shard:
         self.running.remove(sequence)
         self.pages.release(sequence.pages)
         heapq.heappush(self.free_rows, sequence.row)
-        sequence.row, sequence.pages, sequence.chain = -1, [], []
+        if self.snapshots is not None:
+            self.snapshots.give_back(sequence.snapshots.values())
+        sequence.row, sequence.pages, sequence.chain, sequence.snapshots = -1, [], [], {}
         sequence.table_changed = False
 
     def grow(self, sequence: Sequence, rounds: int) -> bool:
@@ -149,6 +158,62 @@ class Shard:
                 sequence.pages[index] = node.page
                 sequence.table_changed = True
             chain.append(node)
+            slot = sequence.snapshots.pop(len(chain) * size, None)
+            if self.snapshots is not None and slot is not None:
+                self.snapshots.attach(node, slot)
+
+    def snapshot_for(self, placement: Placement) -> int | None:
+        """Slot of the snapshot that a placed sequence begins with."""
+        if self.snapshots is None or not placement.chain:
+            return None
+        return self.snapshots.use(placement.chain[-1])
+
+    def read_end(self, sequence: Sequence, most: int) -> int:
+        """Where a read of at most so many tokens of its prompt ends: where a snapshot is of use.
+
+        That is before the last token of a page (see Snapshots): of the page where it leaves what
+        the prefix cache knows, of its last full page, or else of the last one that it reaches.
+        """
+        size, first, end = self.page_size, sequence.read, sequence.read + most
+        if not self._takes_snapshots:
+            return end
+        for tokens in sorted((sequence.branch, self._last_full(sequence))):
+            if first < tokens - 1 <= end:
+                return tokens - 1
+        last = (end + 1) // size * size - 1
+        return last if first < last and end < sequence.goal else end
+
+    def snapshot(self, sequence: Sequence) -> int | None:
+        """A slot for a snapshot of what it has read after this plan; None: there should be none."""
+        tokens = sequence.read + 1
+        if not self._takes_snapshots or tokens % self.page_size or tokens > sequence.goal:
+            return None
+        slot = self.snapshots.take() if self.snapshots is not None else None
+        if slot is not None:
+            sequence.snapshots[tokens] = slot
+        return slot
+
+    @property
+    def _takes_snapshots(self) -> bool:
+        return self.snapshots is not None and self.limits.prefix_caching
+
+    def _last_full(self, sequence: Sequence) -> int:
+        """Tokens of the full pages that it reads."""
+        return sequence.goal // self.page_size * self.page_size
+
+    def _forget(self, page: int) -> None:
+        """A page gets another content."""
+        node = self.cache.remove(page)
+        if self.snapshots is not None:
+            self.snapshots.remove(node)
+
+    def _shareable(self, sequence: Sequence, reader: Sequence) -> int:
+        """Tokens that a sequence could begin with once a reader has read its own."""
+        common = self._common(sequence, reader)
+        if self.snapshots is None:
+            return common
+        ends = (reader.branch, self._last_full(reader), *reader.snapshots)
+        return max((end for end in ends if end <= common), default=0)
 
     def full_pages(self, sequence: Sequence, tokens: int) -> int:
         """Full pages of its first ``tokens`` tokens that may be shared."""

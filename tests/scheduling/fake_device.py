@@ -82,6 +82,7 @@ class FakeDevice:
         self.random = random.Random(seed)
         self.rows: dict[int, Row] = {}
         self.host: dict[str, tuple[Row, list[list[Slot]]]] = {}
+        self.snapshots: dict[int, tuple[int, object]] = {}  # by slot: tokens, and their key
         self.pages = [
             [[Slot(POISON, POISON) for _ in range(self.limits.page_size)]
              for _ in range(self.limits.num_pages + 1)]
@@ -97,6 +98,10 @@ class FakeDevice:
         assert sum(read.count for read in plan.reads) <= self.limits.prefill_budget
         for read in plan.reads:
             emitted[read.row] += self._read(read.row, read.count)
+        for step in plan.snapshots:
+            state = self.rows[step.row]
+            assert state.ended is None and step.slot in range(self.limits.snapshots or 0)
+            self.snapshots[step.slot] = self._recurrent(state)
         for row in plan.decode_rows:
             for _ in range(plan.rounds):
                 emitted[row] += self._round(row)
@@ -159,8 +164,16 @@ class FakeDevice:
                 table=new.table,
             )
             self._check_context(new.row, new.cached, new.cached)
+            if self.limits.snapshots is not None and context:
+                assert new.snapshot is not None
+                assert self.snapshots[new.snapshot] == self._recurrent(self.rows[new.row])
         for change in plan.tables:
             self.rows[change.row].table = change.table
+
+    def _recurrent(self, state: Row) -> tuple[int, object]:
+        """What a row keeps outside of pages: something of all its tokens."""
+        before = state.key(state.context - 1) if state.context else state.sequence.namespace
+        return state.context, before
 
     def _check_ownership(self, plan: Plan) -> None:
         """Free pages may hold anything; pages that are written belong to one row."""
@@ -339,6 +352,8 @@ class Run:
         for shard in self.scheduler.shards:
             assert shard.pages.num_held == 0 and not shard.running
             assert len(shard.cache) == shard.pages.num_idle
+            if shard.snapshots is not None:
+                assert len(shard.snapshots) == shard.snapshots.num_known
         assert not self.device.rows and not self.device.host
         assert self.scheduler.host.parts == 0
 

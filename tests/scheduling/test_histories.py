@@ -25,6 +25,7 @@ def limits(draw: st.DrawFn) -> Limits:
     shards = draw(st.integers(1, 2))
     rows = shards * draw(st.integers(1, 5))
     scratch = draw(st.integers(1, 6))
+    snapshots = draw(st.none() | st.integers(0, 6)) if shards == 1 else None
     preemption: Preemption = draw(st.sampled_from(["auto", "recompute", "swap"]))
     return Limits(
         num_rows=rows,
@@ -39,6 +40,8 @@ def limits(draw: st.DrawFn) -> Limits:
         waiting_rounds=draw(st.integers(1, 2)),
         watermark=draw(st.sampled_from([0.0, 0.1, 0.3])),
         prefix_caching=draw(st.booleans()),
+        share_pages=snapshots is None,
+        snapshots=snapshots,
         preemption=preemption,
         part_pages=draw(st.integers(1, 3)),
         host_parts=draw(st.none() | st.integers(0, 30)),

@@ -1,0 +1,79 @@
+"""Models with recurrent layers: prompts that begin alike share pages, where a snapshot of the
+recurrent states is left, and texts stay as they are without that."""
+
+from typing import Any
+
+import pytest
+
+from jaxspec.config.cache import CacheConfig
+from jaxspec.config.engine import EngineConfig
+from jaxspec.config.speculation import SpeculationConfig
+from jaxspec.engine import Engine
+from jaxspec.functional import EngineParams
+from jaxspec.loading import load
+from jaxspec.row_snapshots import snapshot_bytes
+from jaxspec.scheduling.requests import SamplingParams
+from tests.marks import slow
+from tests.random_models import random_prompts
+from tests.speculation.test_hybrid_exactness import checkpoint  # noqa: F401
+
+COMMON, *ENDS = (prompt.tolist() for prompt in random_prompts((75, 3, 20, 41)))
+PROMPTS = [COMMON + ENDS[0], COMMON + ENDS[1], COMMON + ENDS[2], COMMON[:70], COMMON + ENDS[1]]
+
+
+def served(
+    params: EngineParams, page_size: int = 16, num_pages: int | None = None, **options: Any
+) -> tuple[list[list[int]], Engine]:
+    """Texts of prompts one after the other, then of all together."""
+    config = EngineConfig(max_rows=3, rounds_per_call=4, prefill_budget=32, **options)
+    engine = Engine(
+        params, CacheConfig(page_size=page_size, max_length=160, num_pages=num_pages), config
+    )
+    texts = []
+    for group in [*([one] for one in PROMPTS), PROMPTS]:
+        sampling = [
+            SamplingParams(max_tokens=20, seed=index, temperature=0.7 * (index % 2))
+            for index in range(len(group))
+        ]
+        generations = engine.add_all(group, sampling)
+        engine.finish(generations)
+        assert not any(one.error for one in generations)
+        texts += [one.token_ids for one in generations]
+    return texts, engine
+
+
+@pytest.mark.parametrize(
+    ("drafter", "page_size", "num_pages", "room"),
+    [
+        ("ngram", 16, None, 2),
+        slow("mtp", 16, None, 2),
+        slow("mtp", 16, None, None),
+        slow("ngram", 16, None, None),
+        slow("mtp", 64, None, None),
+        slow("mtp", 64, None, 1),
+        slow("mtp", 5, 34, 3),
+        slow("ngram", 5, 34, None),
+    ],
+)
+def test_texts_are_those_without_a_prefix_cache(
+    checkpoint,  # noqa: F811
+    drafter: str,
+    page_size: int,
+    num_pages: int | None,
+    room: int | None,
+):
+    """``room``: snapshots that fit."""
+    params = load(
+        checkpoint("qwen3_5_text"), drafter, dtype="float32", speculation=SpeculationConfig.chain(3)
+    )
+    expected, plain = served(params, page_size, prefix_caching=False)
+    assert plain.limits.snapshots is None and plain.snapshot_bytes == 0
+    one = snapshot_bytes(params, plain.programs.sizes)
+    memory = 4.0 if room is None else (room + 0.5) * one / 2**30
+    found, engine = served(params, page_size, num_pages, snapshot_memory=memory)
+    assert found == expected
+    assert engine.scheduler.cache_statistics()[1] > 0
+    assert room is None or engine.limits.snapshots == room
+    assert engine.snapshot_bytes % one == 0 < engine.snapshot_bytes <= memory * 2**30
+    if num_pages is not None:
+        assert sum(engine.scheduler.preemptions.values()) > 0
