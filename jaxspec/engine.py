@@ -230,7 +230,7 @@ class Engine:
     def step(self, most_rounds: int | None = None) -> None:
         """Launch the next calls, then wait for those before them and add what they emitted.
 
-        Fewer rounds (``most_rounds``) give results sooner. An error ends all requests; it is raised.
+        Fewer rounds (``most_rounds``) give results sooner. Errors end all requests and are raised.
         """
         try:
             if self.shapes.must_be_measured and not self.is_idle:  # it was not warmed up

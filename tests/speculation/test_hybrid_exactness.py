@@ -51,7 +51,17 @@ EXPERTS = {
     "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 24,
 }
-CONFIGS = {"qwen3_next": EXPERTS, "qwen3_5_text": {}, "qwen3_5_moe_text": EXPERTS}
+WIDE_HEADS = {  # which the kernels take
+    "model_type": "qwen3_5_text",
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 64,
+}
+CONFIGS = {
+    "qwen3_next": EXPERTS,
+    "qwen3_5_text": {},
+    "qwen3_5_moe_text": EXPERTS,
+    "wide heads": WIDE_HEADS,
+}
 CHAIN, TREE = SpeculationConfig.chain(4), SpeculationConfig(num_nodes=10, max_depth=3, top_k=3)
 PROMPTS = [prompt.tolist() for prompt in random_prompts((5, 21, 1, 40))]
 NEW_TOKENS = 45  # more than a fold of the recurrence
@@ -59,7 +69,7 @@ FEW = 26  # pages, of which all requests together need more
 
 
 def raw_config(family: str) -> dict[str, Any]:
-    return SIZES | CONFIGS[family] | {"model_type": family}
+    return SIZES | {"model_type": family} | CONFIGS[family]
 
 
 @functools.cache
@@ -130,6 +140,16 @@ def texts(
 @functools.cache
 def plain(model: Path, **options: Any) -> list[list[int]]:
     return texts(model, "none", **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("drafter", "shape"), [("mtp", TREE), ("mtp", CHAIN), ("ngram", TREE)])
+def test_kernels_of_recurrent_layers_change_no_text(checkpoint, drafter: str, shape: Any):
+    model = checkpoint("wide heads")
+    assert "delta_rule" in load(model, drafter, dtype="float32", speculation=shape).kernels
+    expected = plain(model)
+    assert texts(model, drafter, shape) == expected
+    assert texts(model, drafter, shape, num_pages=FEW) == expected  # some lose their pages
 
 
 @pytest.mark.parametrize(
