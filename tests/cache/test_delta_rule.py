@@ -13,6 +13,7 @@ from jaxspec.cache.delta_rule import DeltaInputs
 from jaxspec.cache.recurrent import DeltaNodes, DeltaState
 from jaxspec.parallel import Layout
 from jaxspec.speculation.tree import DraftTree, unpack_mask
+from pallas_kernels.delta_rule import delta_commit, delta_read
 from pallas_kernels.selection import NO_KERNELS
 from tests.marks import slow
 from tests.programs import FAST_COMPILE
@@ -240,6 +241,37 @@ def test_noise_of_padding_other_branches_and_other_rows_stays_there():
 def spoiled(x: Array, kept: np.ndarray) -> Array:
     """x [B, T, ...] with NaN where not ``kept`` [B, T]."""
     return jnp.where(kept.reshape(*kept.shape, *(1,) * (x.ndim - 2)), x, jnp.nan)
+
+
+def test_what_kernels_are_held_against_agrees():
+    """Reading and committing trees as pallas_kernels.delta_rule defines them."""
+    rng, rows = np.random.default_rng(6), jnp.asarray([2, 0, 1])
+    lens, sizes = jnp.asarray([5, 14, 7]), [6, 4, 8]
+    _, state = run(empty(3), jnp.zeros(3, int), lens[jnp.argsort(rows)], *random_inputs(rng, 3, 16))
+    tree = random_tree(rng, np.zeros(3, int), sizes, 8, 4)
+    q, inputs = random_inputs(rng, 3, 8)
+    nodes = as_nodes(inputs)
+    nodes = nodes.replace(channels=jnp.asarray(rng.standard_normal(nodes.channels.shape)))
+    ancestors = unpack_mask(tree.ancestors, 8)
+    out, waiting = read_tree(state, rows, lens, q, nodes, ancestors, tree.depth)
+    paths = [path_from_root(np.asarray(tree.parents[row]), sizes[row] - 1) for row in range(3)]
+    paths[1] = []
+    path = committed(lens, paths).replace(rows=rows)
+    after = commit(waiting, path)
+
+    held, window = lens % FOLDED, state.window.tokens
+    arguments = rows, held, q, inputs.tokens, ancestors, tree.depth
+    errors = np.abs(delta_read(state.s, window, *arguments) - out)
+    assert errors[np.arange(8) < np.asarray(sizes)[:, None]].max() < TOLERANCE
+    arguments = rows, held, inputs.tokens, nodes.channels, path.path, path.counts
+    s, window, channels = delta_commit(state.s, window, state.channels, *arguments)
+    assert np.abs(s - after.s).max() < TOLERANCE
+    np.testing.assert_array_equal(channels, after.channels)
+    left = np.zeros(3, int)
+    left[np.asarray(rows)] = (lens + path.counts) % FOLDED
+    for one, other in zip(window, after.window.tokens, strict=True):
+        for row, count in enumerate(left):
+            np.testing.assert_array_equal(one[row, :count], other[row, :count])
 
 
 def test_convolution_takes_the_ancestors():
