@@ -143,7 +143,7 @@ def compile_all(programs: Programs, cover: Coverage, on_progress: Progress | Non
     """
     keys = [*reading_keys(programs, cover), *rounds_keys(programs, cover)]
     keys = [key for key in dict.fromkeys(keys) if key not in programs.ready]
-    small = 9 + len(_row_sizes(programs))  # see compile_small
+    small = 7 + 2 * cover.snapshots + len(_row_sizes(programs))  # see compile_small
     needed = len(programs.ready) + len(keys) + small
     if needed > programs.max_programs:
         raise ValueError(

@@ -135,6 +135,20 @@ def test_a_quantized_lm_head_is_not_widened(scheme: str):
     assert one.temporary_bytes <= most_temporary_bytes("plain", tp=1)
 
 
+@pytest.mark.parametrize("mode", ["plain", "chain:3", "16:5:4"])
+def test_rounds_of_recurrent_layers_are_one_graph(mode: str):
+    """Three recurrent layers of 2 MiB of states each, and one of attention."""
+    arguments = ["--shape", "qwen3.5-9b", "--layers", "4", "--mode", mode, "--wheels", str(WHEELS)]
+    one = compile_ahead.measure(arguments)["round"]
+    assert (one.launches.graphs, one.launches.outside) == (1, OUTSIDE)
+    assert {"delta_read", "delta_commit"} <= {kernel.name for kernel in one.kernels}
+    assert not [kernel for kernel in one.kernels if kernel.spilled_bytes]
+    assert one.page_copies == 0
+    rows = {"plain": 2, "chain:3": 4, "16:5:4": 16}[mode]
+    logits = rows * SHAPES["qwen3.5-9b"].vocab_size * 4
+    assert one.temporary_bytes <= logits + (4 << 20), "the states, 6 MiB, are copied"
+
+
 @pytest.mark.parametrize("tp", [2, 4, 8])
 @pytest.mark.parametrize("mode", ["plain", "chain:5"])
 def test_products_are_summed_over_devices_where_they_are_added_and_normed(mode: str, tp: int):

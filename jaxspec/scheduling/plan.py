@@ -36,7 +36,7 @@ class Limits:
       prefix_caching: whether requests use the pages of earlier ones.
       share_generated: whether these may hold generated tokens, too.
       share_pages: whether a request may begin with pages of another, cached or running. Not where
-        rows keep what is in no page: then there is no prefix caching either.
+        rows keep what is in no page: then prefix caching needs snapshots, too.
       snapshots: copies of what rows keep outside of pages that there is room for; None: they keep
         nothing there. Prefix hits are rounded down to such copies.
       preemption: "auto" takes what PreemptionCosts say is cheaper. Who does not fit host memory, or

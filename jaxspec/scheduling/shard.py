@@ -46,7 +46,8 @@ class Shard:
         self.page_size = limits.page_size
         self.cache = PrefixCache(limits.page_size)
         self.pages = PageAllocator(limits.num_pages, on_evict=self._forget)
-        self.snapshots = None if limits.snapshots is None else Snapshots(limits.snapshots)
+        has_copies = limits.prefix_caching and limits.snapshots is not None
+        self.snapshots = Snapshots(limits.snapshots or 0) if has_copies else None
         self.free_rows = list(range(index * num_rows, (index + 1) * num_rows))  # a heap
         self.running: list[Sequence] = []
         self._spare_pages = math.ceil(limits.watermark * limits.num_pages)
@@ -175,7 +176,7 @@ class Shard:
         the prefix cache knows, of its last full page, or else of the last one that it reaches.
         """
         size, first, end = self.page_size, sequence.read, sequence.read + most
-        if not self._takes_snapshots:
+        if self.snapshots is None:
             return end
         for tokens in sorted((sequence.branch, self._last_full(sequence))):
             if first < tokens - 1 <= end:
@@ -186,16 +187,12 @@ class Shard:
     def snapshot(self, sequence: Sequence) -> int | None:
         """A slot for a snapshot of what it has read after this plan; None: there should be none."""
         tokens = sequence.read + 1
-        if not self._takes_snapshots or tokens % self.page_size or tokens > sequence.goal:
+        if self.snapshots is None or tokens % self.page_size or tokens > sequence.goal:
             return None
-        slot = self.snapshots.take() if self.snapshots is not None else None
+        slot = self.snapshots.take()
         if slot is not None:
             sequence.snapshots[tokens] = slot
         return slot
-
-    @property
-    def _takes_snapshots(self) -> bool:
-        return self.snapshots is not None and self.limits.prefix_caching
 
     def _last_full(self, sequence: Sequence) -> int:
         """Tokens of the full pages that it reads."""

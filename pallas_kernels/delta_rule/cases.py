@@ -1,8 +1,7 @@
-"""Shapes of delta_rule that tests and benchmarks share, and random arguments for them."""
+"""Shapes of delta_rule for its tests, and random arguments for them."""
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -91,7 +90,3 @@ def _trees(rng: np.random.Generator, case: Case) -> tuple[Array, Array, Array, A
         path[row, : len(accepted)] = accepted
     depth = jnp.asarray(ancestors.sum(-1) - 1, jnp.int32)
     return jnp.asarray(ancestors), depth, jnp.asarray(path), jnp.asarray(counts)
-
-
-def shapes_of(arguments: tuple) -> tuple:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)

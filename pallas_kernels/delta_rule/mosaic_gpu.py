@@ -1,8 +1,7 @@
 """The gated delta rule on Hopper GPUs: a warpgroup per row, value head and 64 columns of its state.
 
 The columns of a state do not depend on each other. A warpgroup holds 64 of them in registers, as
-the rows of a tile, and applies tokens one by one. So the state after a window has the same bits
-wherever it is computed.
+the rows of a tile, and applies tokens one by one, in their order.
 """
 
 import functools
