@@ -75,7 +75,8 @@ def test_unsupported_arguments_are_named(case: Case, message: str):
 
 def test_paths_longer_than_the_window_are_refused():
     (s, *_), committing = make_arguments(Case(1, 6, capacity=4))
+    longer = list(committing)
+    longer[7] = jnp.zeros((1, 5), jnp.int32)  # the path
     with pytest.raises(ValueError, match="paths of 5 tokens: at most 4, the window's size"):
-        longer = jnp.zeros((1, 5), jnp.int32)
-        delta_commit(*committing[:7], longer, committing[8], implementation="mosaic_gpu")
+        delta_commit(*longer, implementation="mosaic_gpu")
     assert misfit(s, capacity=4, num_nodes=6, longest_path=4) is None
