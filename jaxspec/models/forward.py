@@ -19,10 +19,17 @@ from jaxspec.config.mixers import AttentionConfig
 from jaxspec.config.mlps import Activation
 from jaxspec.config.model import LayerConfig
 from jaxspec.config.rope import RopeConfig
-from jaxspec.models.linear import Addend, Computed, Product
+from jaxspec.models.linear import (
+    Addend,
+    AnyLinear,
+    Computed,
+    Product,
+    ReadsRounded,
+    RoundedRows,
+)
 from jaxspec.models.rope import rope_angles
 from jaxspec.parallel import Axes, Layout
-from pallas_kernels.add_rms_norm import add_rms_norm, takes_partials
+from pallas_kernels.add_rms_norm import add_rms_norm, add_rms_norm_rounded, takes_partials
 from pallas_kernels.add_rms_norm.reference import rms_norm as rms_norm_reference
 from pallas_kernels.products import sum_partials
 from pallas_kernels.reduce_add_rms_norm import misfit, reduce_add_rms_norm
@@ -63,8 +70,14 @@ class ForwardPass:
         """rms_norm with the model's eps, of hidden states that may be split."""
         return rms_norm(x, weight, self.eps, self.layout.hidden)
 
-    def add_norm(self, x: Array, product: Addend, weight: Array | None) -> tuple[Array, Array]:
-        """(x + product, its norm); without a weight the second is the sum itself."""
+    def add_norm(
+        self, x: Array, product: Addend, weight: Array | None, reader: AnyLinear | None = None
+    ) -> tuple[Array, Any]:
+        """(x + product, its norm); without a weight the second is the sum itself.
+
+        ``reader``: what alone reads the norm. If it rounds its input to 8-bit floats, it may get
+        RoundedRows, which the same launch makes.
+        """
         if isinstance(product, Product) and weight is not None:
             axis = self._axis_of_kernel(x, product, weight)
             if axis is not None:
@@ -79,8 +92,27 @@ class ForwardPass:
                 both = total, self.norm(total, weight)
                 return lax.optimization_barrier(both) if self.apart else both
             implementation = self.kernels.implementation("add_rms_norm")
-            both = add_rms_norm(x, partials, weight, self.eps, implementation)
+            if self._rounds(x, reader):
+                how = self.eps, implementation
+                total, rounded, scale = add_rms_norm_rounded(x, partials, weight, *how)
+                both = total, RoundedRows(values=rounded, scale=scale, dtype=x.dtype)
+            else:
+                both = add_rms_norm(x, partials, weight, self.eps, implementation)
             return lax.optimization_barrier(both) if self.apart else both
+
+    def _rounds(self, x: Array, reader: AnyLinear | None) -> bool:
+        """Whether the kernel of a norm also rounds it for ``reader``."""
+        if "add_rms_norm" not in self.kernels or self.layout.tokens:
+            return False
+        return isinstance(reader, ReadsRounded) and reader.reads_rounded(x.dtype, self.kernels)
+
+    def gated(self, gate_up: Product, activation: Activation) -> Array:
+        """[..., 2, F] -> hidden units [..., F]."""
+        if activation == "silu":
+            units = gate_up.gated(self.layout, self.kernels)
+            if units is not None:
+                return units
+        return gated(gate_up.result(self.layout, self.kernels), activation)
 
     def scaled(self, x: Array, addend: Addend, norm: Array | None, scale: float) -> Addend:
         """What is added to the residual stream x [B, T, H], normed and multiplied first; as it is

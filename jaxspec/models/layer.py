@@ -70,14 +70,15 @@ def run_layers(
 
     Returns (the residual stream after each layer, the last one normed by ``last_norm``, states).
     """
-    following_norms = [*(layer.input_norm for layer in layers), last_norm][1:]
+    inputs = [(layer.input_norm, layer.mixer.reader) for layer in layers]
+    following_norms = [*inputs[1:], (last_norm, None)]
     residuals, new_states, normed = [], [], mixer_input
     for layer, state, following in zip(layers, states, following_norms, strict=True):
         mixed, state = layer.mixer(normed, state, step)
         mixed = step.scaled(x, mixed, layer.mixer_norm, layer.residual_scale)
-        x, normed = step.add_norm(x, mixed, layer.post_norm)
+        x, normed = step.add_norm(x, mixed, layer.post_norm, layer.mlp.reader)
         added = step.scaled(x, layer.mlp(normed, step), layer.mlp_norm, layer.residual_scale)
-        x, normed = step.add_norm(x, added, following)
+        x, normed = step.add_norm(x, added, *following)
         residuals.append(x)
         new_states.append(state)
     return residuals, normed, tuple(new_states)

@@ -7,7 +7,7 @@ Linear when its checkpoint is loaded (see weights.safetensors_io.load_decoder).
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -81,6 +81,41 @@ class AnyLinear(Protocol):
     def filled(self, source: Source, filler: Filler) -> Any:
         """The same, with every array replaced by ``filler``'s result for ``source``."""
         ...
+
+
+@runtime_checkable
+class GatedLinear(Protocol):
+    """An AnyLinear that may have a kernel for a SwiGLU's gate and up projections."""
+
+    def gated(self, x: Array, kernels: Kernels) -> Array | None:
+        """SiLU(gate) * up of a projection [in, 2, F] without a bias: [..., F] in x's dtype. None if
+        no kernel computes it in one launch."""
+        ...
+
+
+@runtime_checkable
+class ReadsRounded(Protocol):
+    """An AnyLinear whose methods may take RoundedRows in place of an array x."""
+
+    def reads_rounded(self, dtype: jnp.dtype, kernels: Kernels) -> bool:
+        """Whether it rounds rows of this dtype before it multiplies them."""
+        ...
+
+
+@pytree
+class RoundedRows(Pytree):
+    """Activations of 8-bit floats: values * scale, where each token has a scale (see round_tokens).
+
+    ``dtype``: of what they were rounded from.
+    """
+
+    values: Array = array()  # e4m3 [B, T, H]
+    scale: Array = array()  # [1, P], P >= B * T
+    dtype: jnp.dtype = static()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
 
 
 @pytree
@@ -177,7 +212,7 @@ class Product:
     """
 
     linear: AnyLinear
-    x: Array
+    x: Any  # an array; or RoundedRows, if the linear reads them
     scope: str
 
     def partial_sums(
@@ -210,6 +245,15 @@ class Product:
         if layout.product(self.linear.axes) == UNSPLIT and not layout.tokens:
             return self.linear(self.x, kernels)
         return self.partial_sums(layout, kernels, _never)[0]
+
+    def gated(self, layout: Layout, kernels: Kernels) -> Array | None:
+        """SiLU(gate) * up of gate and up [..., 2, F], if one kernel computes it, else None."""
+        linear = self.linear
+        is_whole = layout.product(linear.axes) == UNSPLIT and not layout.tokens
+        if not is_whole or linear.bias is not None or not isinstance(linear, GatedLinear):
+            return None
+        with jax.named_scope(self.scope):
+            return linear.gated(self.x, kernels)
 
     def own_sums(self, kernels: Kernels, takes_partials: Callable[[jnp.dtype, int], bool]) -> Array:
         """As ``partial_sums``, but of this device's part of the product, and without the bias."""

@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from jaxspec.models.linear import Linear, Product
+from jaxspec.models.linear import Linear, Product, RoundedRows
 from jaxspec.models.shapes import array_shape
 from jaxspec.pytree import Pytree, array, pytree, static
 from jaxspec.tensors import Filler, Source
@@ -54,7 +54,7 @@ class Float8Linear(Pytree):
     def out_shape(self) -> tuple[int, ...]:
         return self.values.shape[:-1]
 
-    def __call__(self, x: Array, kernels: Kernels = NO_KERNELS) -> Array:
+    def __call__(self, x: Any, kernels: Kernels = NO_KERNELS) -> Array:
         [y] = self.partial_sums(x, 1, kernels)
         return y if self.bias is None else y + self.bias
 
@@ -72,11 +72,21 @@ class Float8Linear(Pytree):
     def product(self, x: Array, scope: str) -> Product:
         return Product(self, x, scope)
 
-    def partial_sums(self, x: Array, num_splits: int, kernels: Kernels) -> Array:
+    def partial_sums(self, x: Any, num_splits: int, kernels: Kernels) -> Array:
         y = self._multiply(x, num_splits, kernels)
         return y.astype(x.dtype) if num_splits == 1 else y
 
-    def best_num_splits(self, x: Array, kernels: Kernels) -> int:
+    def gated(self, x: Any, kernels: Kernels) -> Array | None:
+        if not self._runs_packed(x, kernels, gated=True):
+            return None
+        rounded, x_scale = self._rounded(x, kernels)
+        flat = self._packed(rounded, x_scale, 1, x.dtype, gated=True)
+        return flat.reshape(*x.shape[:-1], *self.out_shape[1:])
+
+    def reads_rounded(self, dtype: jnp.dtype, kernels: Kernels) -> bool:
+        return "round_tokens" in kernels and dtype == jnp.bfloat16 and len(self.scale) == 1
+
+    def best_num_splits(self, x: Any, kernels: Kernels) -> int:
         if not self._runs_packed(x, kernels):
             return 1
         rows, width = math.prod(x.shape[:-1]), math.prod(self.out_shape)
@@ -88,28 +98,48 @@ class Float8Linear(Pytree):
         flat = dequantized(self.values.reshape(scale.shape[1], -1), scale)
         return flat.astype(dtype).reshape(self.values.shape)
 
-    def _multiply(self, x: Array, num_splits: int, kernels: Kernels) -> Array:
+    def _multiply(self, x: Any, num_splits: int, kernels: Kernels) -> Array:
         """x [..., in] -> float32 [S, ..., *out]."""
-        values, scale = (
-            self.values.reshape(-1, x.shape[-1]),
-            self.scale.reshape(len(self.scale), -1),
-        )
-        rows = x.reshape(-1, x.shape[-1])
-        rounding = kernels.implementation("round_tokens")
-        rounded, x_scale = round_tokens(rows, len(scale), rounding)
+        rounded, x_scale = self._rounded(x, kernels)
         if self._runs_packed(x, kernels):
-            options: dict[str, Any] = {"num_splits": num_splits, "implementation": "mosaic_gpu"}
-            y = packed_product(rounded, values, scale, None, x_scale, **options)
+            y = self._packed(rounded, x_scale, num_splits, jnp.dtype("float32"))
         else:
-            y = _product(rounded, x_scale[:, : len(rows)], values, scale, x.dtype)[None]
+            y = _product(rounded, x_scale[:, : len(rounded)], *self._flat(), x.dtype)[None]
         return y.reshape(num_splits, *x.shape[:-1], *self.out_shape)
 
-    def _runs_packed(self, x: Array, kernels: Kernels) -> bool:
+    def _rounded(self, x: Any, kernels: Kernels) -> tuple[Array, Array]:
+        """Rows [M, in] of e4m3, and their scales [n, M or more]."""
+        if isinstance(x, RoundedRows):
+            return x.values.reshape(-1, x.shape[-1]), x.scale
+        rows = x.reshape(-1, x.shape[-1])
+        return round_tokens(rows, len(self.scale), kernels.implementation("round_tokens"))
+
+    def _packed(
+        self, x: Array, x_scale: Array, num_splits: int, dtype: jnp.dtype, *, gated: bool = False
+    ) -> Array:
+        """[S, M, V], or [1, M, V / 2] of gated outputs."""
+        return packed_product(
+            x,
+            *self._flat(),
+            None,
+            x_scale,
+            num_splits=num_splits,
+            dtype=dtype,
+            gated=gated,
+            implementation="mosaic_gpu",
+        )
+
+    def _flat(self) -> tuple[Array, Array]:
+        """Values [V, in] and scale [n, V], with all outputs in one dimension V."""
+        num_groups = len(self.scale)
+        return self.values.reshape(-1, self.values.shape[-1]), self.scale.reshape(num_groups, -1)
+
+    def _runs_packed(self, x: Any, kernels: Kernels, *, gated: bool = False) -> bool:
         """Whether the kernel for packed weights takes this product."""
         if "packed_product" not in kernels or x.dtype != jnp.bfloat16:
             return False
-        rows, depth = math.prod(x.shape[:-1]), x.shape[-1]
-        return float8_misfit(rows, depth, math.prod(self.out_shape), len(self.scale)) is None
+        rows, width, groups = math.prod(x.shape[:-1]), math.prod(self.out_shape), len(self.scale)
+        return float8_misfit(rows, x.shape[-1], width, groups, gated=gated) is None
 
 
 def _product(x: Array, x_scale: Array, values: Array, scale: Array, dtype: jnp.dtype) -> Array:

@@ -8,6 +8,8 @@ from jax import Array
 
 from pallas_kernels.add_rms_norm.reference import add_rms_norm_reference
 from pallas_kernels.gradients import with_reference_gradient
+from pallas_kernels.packed_product.tuning import SCALED_ROWS
+from pallas_kernels.round_tokens.reference import round_tokens_reference
 from pallas_kernels.selection import Implementation, kernel_module
 
 WIDTH_STEP = 256  # the kernel's row width is a multiple: two entries for each of 128 threads
@@ -43,6 +45,30 @@ def add_rms_norm(
         return reference(x, partials, weight)
     kernel = functools.partial(mosaic.add_rms_norm_mosaic, eps=eps)
     return with_reference_gradient(kernel, reference)(x, partials, weight)
+
+
+def add_rms_norm_rounded(
+    x: Array,
+    partials: Array,
+    weight: Array,
+    eps: float,
+    implementation: Implementation = "reference",
+) -> tuple[Array, Array, Array]:
+    """As add_rms_norm, with the normed sum rounded to 8-bit floats (see round_tokens).
+
+    Returns the sum [B, ..., H], e4m3 [B, ..., H], and float32 scales [1, P] of the rows, padded as
+    those of round_tokens.
+
+    Raises ValueError as add_rms_norm does.
+    """
+    rows = x.size // x.shape[-1]
+    padded = -(-rows // SCALED_ROWS) * SCALED_ROWS
+    mosaic = kernel_module("add_rms_norm", implementation, misfit(x, partials, weight))
+    if mosaic is not None:
+        return mosaic.add_rms_norm_mosaic(x, partials, weight, eps=eps, padded=padded)
+    total, normed = add_rms_norm_reference(x, partials, weight, eps)
+    rounded, scale = round_tokens_reference(normed.reshape(rows, -1), 1, padded)
+    return total, rounded.reshape(x.shape), scale
 
 
 def misfit(x: Array, partials: Array, weight: Array) -> str | None:

@@ -14,30 +14,33 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels.products import total_f32
+from pallas_kernels.round_tokens.reference import FLOAT8, rounded_by, scale_of
 
 THREADS = 128  # of a warpgroup
 
 
 # Traced once for all layers of a model.
-@functools.partial(jax.jit, static_argnames=("eps", "interpret"))
+@functools.partial(jax.jit, static_argnames=("eps", "padded", "interpret"))
 def add_rms_norm_mosaic(
     x: Array,  # [..., H]
     partials: Array,  # [S, ..., H]
     weight: Array,  # [H]
     eps: float,
     *,
+    padded: int | None = None,
     interpret: Any = None,
-) -> tuple[Array, Array]:
+) -> tuple[Array, ...]:
     """See pallas_kernels.add_rms_norm.add_rms_norm; only for arguments that ``misfit`` accepts.
 
-    ``interpret``: plgpu.InterpretGPUParams, for tests.
+    With ``padded`` (rows that the scales have) it is add_rms_norm_rounded. ``interpret``:
+    plgpu.InterpretGPUParams, for tests.
     """
     num_splits, hidden = len(partials), x.shape[-1]
     rows = x.size // hidden
     # The same layout for all dtypes; the default depends on the dtype.
     layout = plgpu.Layout.WG_STRIDED((hidden,), vec_size=math.gcd(hidden // THREADS, 4))
 
-    def add_rms_norm_kernel(x_ref, partials_ref, weight_ref, total_ref, normed_ref):
+    def add_rms_norm_kernel(x_ref, partials_ref, weight_ref, total_ref, *normed_refs):
         row = lax.axis_index("row")
 
         def load(ref: Any) -> Array:
@@ -51,18 +54,30 @@ def add_rms_norm_mosaic(
         total_ref[row] = total
         wide = total.astype(jnp.float32)  # from the rounded sum, as the reference does
         scale = lax.rsqrt(jnp.sum(wide * wide) / hidden + eps)
-        normed_ref[row] = (wide * scale).astype(x.dtype) * scales
+        normed = (wide * scale).astype(x.dtype) * scales
+        if padded is None:
+            [normed_ref] = normed_refs
+            normed_ref[row] = normed
+        else:
+            rounded_ref, step_ref = normed_refs
+            step = scale_of(jnp.max(jnp.abs(normed.astype(jnp.float32))))
+            rounded_ref[row] = rounded_by(normed.astype(jnp.float32), step)
+            step_ref[0, row] = step
 
     flat = jax.ShapeDtypeStruct((rows, hidden), x.dtype)
+    rounded = (
+        jax.ShapeDtypeStruct((rows, hidden), FLOAT8),
+        jax.ShapeDtypeStruct((1, padded or 0), jnp.float32),
+    )
     kernel = plgpu.kernel(
         add_rms_norm_kernel,
-        out_type=(flat, flat),
+        out_type=(flat, flat) if padded is None else (flat, *rounded),
         grid=(rows,),
         grid_names=("row",),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=interpret,
     )
-    total, normed = kernel(
+    total, normed, *steps = kernel(
         x.reshape(rows, hidden), partials.reshape(num_splits, -1, hidden), weight
     )
-    return total.reshape(x.shape), normed.reshape(x.shape)
+    return total.reshape(x.shape), normed.reshape(x.shape), *steps

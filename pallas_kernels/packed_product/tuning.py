@@ -42,6 +42,7 @@ class PackedTuning:
       unit: inputs whose weights a warpgroup has in registers at once: 32, 64 or 128.
       ctas: that share a multiprocessor and its memory.
       most_stages: most blocks of a CTA in shared memory.
+      ahead: a warpgroup widens its next weights while the tensor cores multiply.
     """
 
     warpgroups: int = 2
@@ -49,6 +50,7 @@ class PackedTuning:
     unit: int = 64
     ctas: int = 2
     most_stages: int = MOST_STAGES
+    ahead: bool = False
 
     @property
     def tile(self) -> int:
@@ -74,23 +76,17 @@ VARIANTS = (
 )
 
 
-def packed_tuning(rows: int, width: int) -> PackedTuning:
-    """The variant for x [rows, in] and weights [width, in]; the same for 8 rows and fewer, and so
-    on: rows are padded to a multiple of 8."""
-    if rows <= 8:
-        return PackedTuning(warpgroups=1, ctas=6)
+def packed_tuning(rows: int, *, gated: bool = False) -> PackedTuning:
+    """The variant for so many rows of x; the same for 8 rows and fewer, and so on: rows are padded
+    to a multiple of 8. Gated products need two warpgroups: one has the gates."""
     if rows <= 16:
-        return PackedTuning(warpgroups=1, ctas=5)
+        ctas = 6 if rows <= 8 else 5
+        return PackedTuning(ctas=3) if gated else PackedTuning(warpgroups=1, ctas=ctas)
     if rows <= 32:
-        return PackedTuning(warpgroups=1, ctas=3)
-    if rows > SUMMED_ROWS:
-        return PackedTuning(block=64, ctas=1)
-    # The registers of more rows leave no room for a second CTA. Each CTA reads all of x: wider ones
-    # read it less often, where enough of them remain.
-    wide = width % 256 == 0 and width // 256 > 3 * MULTIPROCESSORS // 4
-    if wide:  # 640 threads have 96 registers each
-        return PackedTuning(warpgroups=4, block=128, ctas=1)
-    return PackedTuning(unit=128, ctas=1)
+        return PackedTuning(ctas=1, ahead=True)
+    if rows <= SUMMED_ROWS:  # longer products of the tensor cores, which wait less often
+        return PackedTuning(unit=128, ctas=1, ahead=True)
+    return PackedTuning(block=64, ctas=1)
 
 
 def choose_packed_splits(rows: int, depth: int, width: int) -> int:
@@ -99,7 +95,7 @@ def choose_packed_splits(rows: int, depth: int, width: int) -> int:
     It depends on the padded rows only. Partial sums cost time: where all multiprocessors have work
     for two warpgroups anyway, they have at most an eighth of the weights' bytes.
     """
-    config, padded_rows = packed_tuning(rows, width), -(-rows // 8) * 8
+    config, padded_rows = packed_tuning(rows), -(-rows // 8) * 8
     tiles, splits = width // config.tile, 1
     while 2 * splits * tiles <= config.ctas * MULTIPROCESSORS and splits < MAX_SPLITS:
         part = depth // (2 * splits)

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.add_rms_norm import add_rms_norm
+from pallas_kernels.add_rms_norm import add_rms_norm, add_rms_norm_rounded
 from pallas_kernels.add_rms_norm.cases import EPS, TEST_CASES, Case, make_arguments
 from pallas_kernels.add_rms_norm.mosaic_gpu import add_rms_norm_mosaic
 from pallas_kernels.add_rms_norm.reference import add_rms_norm_reference
+from pallas_kernels.round_tokens import round_tokens
 from tests.marks import first_is_fast
 
 
@@ -61,6 +62,64 @@ def test_on_the_device_it_is_the_reference(case: Case):
     for _ in range(20):
         again = function(*arguments)
         assert all(map(jnp.array_equal, first, again)), "a race"
+
+
+def assert_rounded(found: Any, case: Case) -> None:
+    """What is rounded is the norm, which may differ in the last bit of a bfloat16."""
+    total, rounded, scale = found
+    wide = rounded.astype(jnp.float32) * scale[0, : case.rows, None]
+    _, normed = add_rms_norm_reference(*make_arguments(case, jnp.bfloat16), EPS)
+    normed = np.asarray(normed, np.float32)
+    assert_same((total, normed), case)
+    largest = np.abs(normed).max(-1, keepdims=True)
+    np.testing.assert_allclose(scale[0, : case.rows, None], largest / 448, rtol=2**-7)
+    step = np.maximum(np.abs(normed) * 2.0**-4, largest / 448 * 2.0**-10)  # half of e4m3's steps
+    assert (np.abs(wide - normed) <= 1.2 * step).all()
+
+
+@first_is_fast(TEST_CASES)
+def test_interpreted_it_rounds_the_norm(case: Case):
+    interpret = plgpu.InterpretGPUParams(detect_races=True)
+    arguments = make_arguments(case, jnp.bfloat16)
+    found = add_rms_norm_mosaic(*arguments, EPS, padded=32, interpret=interpret)
+    jax.block_until_ready(found)
+    assert_rounded(found, case)
+
+
+@pytest.mark.parametrize("case", TEST_CASES, ids=str)
+def test_rounding_the_norm_is_the_two_operations(case: Case):
+    arguments = make_arguments(case, jnp.bfloat16)
+    total, rounded, scale = add_rms_norm_rounded(*arguments, EPS)
+    wanted, normed = add_rms_norm(*arguments, EPS)
+    values, scales = round_tokens(normed.reshape(case.rows, -1))
+    for one, other in ((total, wanted), (rounded, values), (scale, scales)):
+        assert one.shape == other.shape
+        np.testing.assert_array_equal(one.astype(jnp.float32), other.astype(jnp.float32))
+
+
+@pytest.mark.parametrize("case", TEST_CASES, ids=str)
+def test_rounding_the_norm_lowers_for_cuda(case: Case):
+    arguments = jax.eval_shape(lambda: make_arguments(case, jnp.bfloat16))
+    function = functools.partial(add_rms_norm_rounded, eps=EPS, implementation="mosaic_gpu")
+    assert jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [*TEST_CASES, Case(300, 4096)], ids=str)
+def test_on_the_device_it_rounds_the_norm(case: Case):
+    how = {"eps": EPS, "implementation": "mosaic_gpu"}
+    function = jax.jit(functools.partial(add_rms_norm_rounded, **how))
+    plain = jax.jit(functools.partial(add_rms_norm, **how))
+    arguments = make_arguments(case, jnp.bfloat16)
+    total, rounded, scale = first = function(*arguments)
+    assert_rounded(first, case)
+    wanted, normed = plain(*arguments)
+    values, scales = round_tokens(normed.reshape(case.rows, -1))
+    assert jnp.array_equal(total, wanted)
+    assert jnp.array_equal(rounded.view(jnp.uint8), values.view(jnp.uint8))
+    assert jnp.array_equal(scale[:, : case.rows], scales[:, : case.rows])
+    for _ in range(20):
+        assert all(map(jnp.array_equal, first[::2], function(*arguments)[::2])), "a race"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from jaxspec.config.gated_delta import GatedDeltaConfig
 from jaxspec.config.latent import LatentConfig
 from jaxspec.config.mixers import AttentionConfig, MixerConfig
 from jaxspec.models.forward import ForwardPass
-from jaxspec.models.linear import Addend
+from jaxspec.models.linear import Addend, AnyLinear
 from jaxspec.models.mixers.attention import Attention, attention_shape
 from jaxspec.models.mixers.gated_delta import GatedDelta, gated_delta_shape
 from jaxspec.models.mixers.latent import LatentAttention, latent_shape
@@ -26,6 +26,11 @@ class Mixer(Protocol):
     def __call__(self, x: Array, state: Any, step: ForwardPass) -> tuple[Addend, Any]:
         """From normed input [B, T, in] and the layer's state to the addend of the residual stream
         and the new state."""
+        ...
+
+    @property
+    def reader(self) -> AnyLinear | None:
+        """The projection that alone reads the input, if there is one."""
         ...
 
     def init_state(self, geometry: Geometry, layout: Layout) -> Any:

@@ -9,7 +9,7 @@ from jax import Array
 from jaxspec.cache import Geometry, KVScales, PagedKV
 from jaxspec.config.mixers import AttentionConfig
 from jaxspec.models.forward import ForwardPass
-from jaxspec.models.linear import Addend, Computed, Linear, Product, linear_shape
+from jaxspec.models.linear import Addend, AnyLinear, Computed, Linear, Product, linear_shape
 from jaxspec.models.shapes import array_shape, vector
 from jaxspec.parallel import Layout, Shards, fitting
 from jaxspec.pytree import Pytree, array, pytree, static
@@ -49,6 +49,11 @@ class Attention(Pytree):
                 opened = jax.nn.sigmoid(gates.reshape(out.shape).astype(jnp.float32))
                 out = (out * opened).astype(out.dtype)
         return self.o.product(out.reshape(*out.shape[:2], -1), "o"), state
+
+    @property
+    def reader(self) -> AnyLinear | None:
+        """The projection that alone reads the input, if there is one."""
+        return self.qkv
 
     def _projected(self, x: Array, step: ForwardPass) -> tuple[Addend, Array | None]:
         """Queries, keys and values, and the gates [B, T, G, Q / G, D] of what is attended to."""

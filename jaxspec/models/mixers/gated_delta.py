@@ -10,7 +10,7 @@ from jaxspec.cache.recurrent import DeltaNodes, DeltaState
 from jaxspec.config.gated_delta import GatedDeltaConfig
 from jaxspec.models.attention import PagedAttend
 from jaxspec.models.forward import ForwardPass
-from jaxspec.models.linear import Linear, Product, linear_shape
+from jaxspec.models.linear import AnyLinear, Linear, Product, linear_shape
 from jaxspec.models.shapes import array_shape, vector
 from jaxspec.parallel import Layout, Shards, check_divides
 from jaxspec.pytree import Pytree, array, pytree, static
@@ -87,6 +87,11 @@ class GatedDelta(Pytree):
         width, shape = self.config.key_dim, channels.shape[:-1]
         q, k, v = jnp.split(channels, [width, 2 * width], axis=-1)
         return q, k, v.reshape(*shape, -1, self.config.value_dim)
+
+    @property
+    def reader(self) -> AnyLinear | None:
+        """The projection that alone reads the input, if there is one."""
+        return None
 
     def _gated(self, out: Array, qkvz: Array, eps: float) -> Array:
         """The normed outputs times SiLU of their gates: float32 [B, T, G, r, Dv]."""

@@ -16,7 +16,7 @@ from jaxspec.cache import Geometry
 from jaxspec.cache.latent import PagedLatent
 from jaxspec.config.latent import LatentConfig
 from jaxspec.models.forward import ForwardPass, LatentHeads, rms_norm
-from jaxspec.models.linear import Linear, Product, linear_shape
+from jaxspec.models.linear import AnyLinear, Linear, Product, linear_shape
 from jaxspec.models.shapes import vector
 from jaxspec.parallel import Layout, Shards, check_divides
 from jaxspec.pytree import Pytree, array, pytree, static
@@ -93,6 +93,11 @@ class LatentAttention(Pytree):
             return x
         pairs = x.reshape(*x.shape[:-1], -1, 2)
         return jnp.moveaxis(pairs, -1, -2).reshape(x.shape)
+
+    @property
+    def reader(self) -> AnyLinear | None:
+        """The projection that alone reads the input, if there is one."""
+        return None
 
     def init_state(self, geometry: Geometry, layout: Layout) -> PagedLatent:
         """Empty pages of latents and rotated keys."""

@@ -8,7 +8,7 @@ from jax import Array
 from jaxspec.config.experts import ExpertsConfig
 from jaxspec.config.mlps import DenseConfig
 from jaxspec.models.forward import ForwardPass
-from jaxspec.models.linear import Addend
+from jaxspec.models.linear import Addend, AnyLinear
 from jaxspec.models.mlps.dense import Dense, dense_shape
 from jaxspec.models.mlps.experts import Experts, experts_shape
 from jaxspec.parallel import ONE_SHARD, Shards
@@ -22,6 +22,11 @@ class Mlp(Protocol):
 
     def __call__(self, x: Array, step: ForwardPass) -> Addend:
         """From normed input [B, T, H] to the addend of the residual stream."""
+        ...
+
+    @property
+    def reader(self) -> AnyLinear | None:
+        """The projection that alone reads the input, if there is one."""
         ...
 
     def filled(self, prefix: str, filler: Filler) -> "Mlp":

@@ -17,7 +17,7 @@ from jaxspec.config.experts import ExpertsConfig
 from jaxspec.config.mlps import DenseConfig
 from jaxspec.models.expert_linear import ExpertLinear, PerExpert, expert_linear_shape
 from jaxspec.models.forward import ForwardPass
-from jaxspec.models.linear import Linear, Product, linear_shape
+from jaxspec.models.linear import AnyLinear, Linear, Product, linear_shape
 from jaxspec.models.mlps.dense import Dense, dense_shape
 from jaxspec.models.mlps.mix import Own, mix
 from jaxspec.models.mlps.routing import Routes, choose_experts
@@ -73,6 +73,11 @@ class Experts(Pytree):
         assert self.shared_gate is not None
         rows = all_gather(x, step.layout.hidden)
         return jax.nn.sigmoid(self.shared_gate.float32(rows)).astype(x.dtype)
+
+    @property
+    def reader(self) -> AnyLinear | None:
+        """The projection that alone reads the input, if there is one."""
+        return None
 
     def filled(self, prefix: str, filler: Filler) -> "Experts":
         """The same, with every array replaced by ``filler``'s result."""
