@@ -110,7 +110,8 @@ def assert_gated(found: Any, case: Case) -> None:
     """It is SiLU(gate) * up of the product's bfloat16: the last bits of both may differ."""
     wanted = packed_product(*make_arguments(case), dtype=jnp.bfloat16, gated=True)
     assert found.shape == wanted.shape == (1, case.rows, case.width // 2)
-    np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (found, wanted)), 3e-2, 1e-2)
+    ours, theirs = (np.asarray(x, np.float32) for x in (found, wanted))
+    np.testing.assert_allclose(ours, theirs, rtol=3e-2, atol=1e-2)
 
 
 @first_is_fast(GATED_CASES, 2)

@@ -114,6 +114,10 @@ class Decay(Pytree):
         h = recurrence(start, inputs, unpack_mask(where.ancestors, size), depth)
         return self.o.product(h, "o"), state.replace(nodes=h)
 
+    @property
+    def reader(self) -> None:
+        """Hidden states come as an array."""
+
     def init_state(self, geometry: Geometry, layout: Layout) -> DecayState:
         return DecayState(h=jnp.zeros((geometry.num_rows, self.u.out_shape[0])))
 

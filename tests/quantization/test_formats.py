@@ -17,13 +17,15 @@ from safetensors.torch import save_file
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.decoder import Decoder
+from jaxspec.models.forward import make_pass
 from jaxspec.models.hf_config import load_model_config
-from jaxspec.models.linear import Linear
-from jaxspec.parallel import MODEL_AXIS, make_mesh, partition_specs
-from jaxspec.quantization.float8 import Float8Linear
+from jaxspec.models.linear import Computed, Linear, RoundedRows
+from jaxspec.parallel import MODEL_AXIS, WHOLE, make_mesh, partition_specs
+from jaxspec.quantization.float8 import Float8Linear, rounded_to_float8
 from jaxspec.quantization.grouped import GroupedLinear
 from jaxspec.weights.safetensors_io import load_decoder, save_decoder
 from pallas_kernels.round_tokens import round_tokens
+from pallas_kernels.selection import Kernels
 from tests.checkpoints import tiny_llama, tiny_qwen2
 from tests.quantized_checkpoints import FORMATS, awq, quantize_checkpoint
 
@@ -126,6 +128,36 @@ def test_tokens_are_rounded_by_themselves():
         one, scale = round_tokens(x[row : row + 1], 2)
         np.testing.assert_array_equal(one[0].view(jnp.uint8), whole[row].view(jnp.uint8))
         np.testing.assert_array_equal(scale[:, 0], scales[:, row])
+
+
+def test_rounded_rows_stand_for_an_array():
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 64)), jnp.bfloat16)
+    linear = Linear(weight=x.reshape(6, 64).T, axes=("hidden", "ff"))
+    own = rounded_to_float8(linear)
+    values, scale = round_tokens(x.reshape(6, 64))
+    rows = RoundedRows(values=values.reshape(x.shape), scale=scale, dtype=x.dtype)
+    np.testing.assert_array_equal(own(rows), own(x))
+
+
+def test_norms_round_for_products_that_would_round_themselves():
+    kernels = Kernels(frozenset({"add_rms_norm", "round_tokens"}))
+    x, weight = jnp.zeros((2, 3, 512), jnp.bfloat16), jnp.ones(512, jnp.bfloat16)
+    linear = Linear(weight=jnp.ones((512, 256), jnp.bfloat16), axes=("hidden", "ff"))
+
+    def normed(reader: Any, kernels: Kernels) -> Any:
+        step = make_pass([], jnp.zeros((2, 3), int), dense_causal_attend, 1e-5, WHOLE, kernels)
+        return jax.eval_shape(lambda: step.add_norm(x, Computed(x), weight, reader)[1])
+
+    found = normed(rounded_to_float8(linear), kernels)
+    assert isinstance(found, RoundedRows)
+    assert found.shape == x.shape and found.scale.shape == (1, 32)
+    for reader, chosen in (
+        (rounded_to_float8(linear), Kernels(frozenset({"add_rms_norm"}))),
+        (rounded_to_float8(linear, 4), kernels),
+        (linear, kernels),
+        (None, kernels),
+    ):
+        assert normed(reader, chosen).dtype == x.dtype
 
 
 @pytest.mark.parametrize("name", FLOATS)

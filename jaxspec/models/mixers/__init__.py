@@ -30,7 +30,8 @@ class Mixer(Protocol):
 
     @property
     def reader(self) -> AnyLinear | None:
-        """The projection that alone reads the input, if there is one."""
+        """The projection that alone reads the input, if there is one: it may get RoundedRows in
+        place of an array (see models.linear). None: the input is an array."""
         ...
 
     def init_state(self, geometry: Geometry, layout: Layout) -> Any:
