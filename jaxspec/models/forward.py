@@ -106,14 +106,6 @@ class ForwardPass:
             return False
         return isinstance(reader, ReadsRounded) and reader.reads_rounded(x.dtype, self.kernels)
 
-    def gated(self, gate_up: Product, activation: Activation) -> Array:
-        """[..., 2, F] -> hidden units [..., F]."""
-        if activation == "silu":
-            units = gate_up.gated(self.layout, self.kernels)
-            if units is not None:
-                return units
-        return gated(gate_up.result(self.layout, self.kernels), activation)
-
     def scaled(self, x: Array, addend: Addend, norm: Array | None, scale: float) -> Addend:
         """What is added to the residual stream x [B, T, H], normed and multiplied first; as it is
         without a norm and with a scale of 1."""

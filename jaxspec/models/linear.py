@@ -84,16 +84,6 @@ class AnyLinear(Protocol):
 
 
 @runtime_checkable
-class GatedLinear(Protocol):
-    """An AnyLinear that may have a kernel for a SwiGLU's gate and up projections."""
-
-    def gated(self, x: Array, kernels: Kernels) -> Array | None:
-        """SiLU(gate) * up of a projection [in, 2, F] without a bias: [..., F] in x's dtype. None if
-        no kernel computes it in one launch."""
-        ...
-
-
-@runtime_checkable
 class ReadsRounded(Protocol):
     """An AnyLinear whose methods may take RoundedRows in place of an array x."""
 
@@ -245,15 +235,6 @@ class Product:
         if layout.product(self.linear.axes) == UNSPLIT and not layout.tokens:
             return self.linear(self.x, kernels)
         return self.partial_sums(layout, kernels, _never)[0]
-
-    def gated(self, layout: Layout, kernels: Kernels) -> Array | None:
-        """SiLU(gate) * up of gate and up [..., 2, F], if one kernel computes it, else None."""
-        linear = self.linear
-        is_whole = layout.product(linear.axes) == UNSPLIT and not layout.tokens
-        if not is_whole or linear.bias is not None or not isinstance(linear, GatedLinear):
-            return None
-        with jax.named_scope(self.scope):
-            return linear.gated(self.x, kernels)
 
     def own_sums(self, kernels: Kernels, takes_partials: Callable[[jnp.dtype, int], bool]) -> Array:
         """As ``partial_sums``, but of this device's part of the product, and without the bias."""

@@ -59,7 +59,7 @@ class Float8Linear(Pytree):
         return y if self.bias is None else y + self.bias
 
     def float32(self, x: Array, kernels: Kernels = NO_KERNELS) -> Array:
-        [y] = self._multiply(x, 1, kernels)
+        [y] = self._multiply(x, 1, kernels, jnp.dtype("float32"))
         return y if self.bias is None else y + self.bias
 
     def filled(self, source: Source, filler: Filler) -> "Float8Linear":
@@ -73,15 +73,8 @@ class Float8Linear(Pytree):
         return Product(self, x, scope)
 
     def partial_sums(self, x: Any, num_splits: int, kernels: Kernels) -> Array:
-        y = self._multiply(x, num_splits, kernels)
-        return y.astype(x.dtype) if num_splits == 1 else y
-
-    def gated(self, x: Any, kernels: Kernels) -> Array | None:
-        if not self._runs_packed(x, kernels, gated=True):
-            return None
-        rounded, x_scale = self._rounded(x, kernels)
-        flat = self._packed(rounded, x_scale, 1, x.dtype, gated=True)
-        return flat.reshape(*x.shape[:-1], *self.out_shape[1:])
+        dtype = x.dtype if num_splits == 1 else jnp.dtype("float32")
+        return self._multiply(x, num_splits, kernels, dtype)
 
     def reads_rounded(self, dtype: jnp.dtype, kernels: Kernels) -> bool:
         return "round_tokens" in kernels and dtype == jnp.bfloat16 and len(self.scale) == 1
@@ -90,7 +83,7 @@ class Float8Linear(Pytree):
         if not self._runs_packed(x, kernels):
             return 1
         rows, width = math.prod(x.shape[:-1]), math.prod(self.out_shape)
-        return choose_packed_splits(rows, self.values.shape[-1], width)
+        return choose_packed_splits(rows, self.values.shape[-1], width, float8=True)
 
     def dense(self, dtype: jnp.dtype) -> Array:
         """The weights [*out, in], computed in float32 and rounded to ``dtype``."""
@@ -98,14 +91,16 @@ class Float8Linear(Pytree):
         flat = dequantized(self.values.reshape(scale.shape[1], -1), scale)
         return flat.astype(dtype).reshape(self.values.shape)
 
-    def _multiply(self, x: Any, num_splits: int, kernels: Kernels) -> Array:
-        """x [..., in] -> float32 [S, ..., *out]."""
+    def _multiply(self, x: Any, num_splits: int, kernels: Kernels, dtype: jnp.dtype) -> Array:
+        """x [..., in] -> [S, ..., *out], rounded to ``dtype`` once."""
         rounded, x_scale = self._rounded(x, kernels)
         if self._runs_packed(x, kernels):
-            y = self._packed(rounded, x_scale, num_splits, jnp.dtype("float32"))
+            how: dict[str, Any] = {"dtype": dtype, "implementation": "mosaic_gpu"}
+            weights = *self._flat(), None
+            y = packed_product(rounded, *weights, x_scale, num_splits=num_splits, **how)
         else:
             y = _product(rounded, x_scale[:, : len(rounded)], *self._flat(), x.dtype)[None]
-        return y.reshape(num_splits, *x.shape[:-1], *self.out_shape)
+        return y.reshape(num_splits, *x.shape[:-1], *self.out_shape).astype(dtype)
 
     def _rounded(self, x: Any, kernels: Kernels) -> tuple[Array, Array]:
         """Rows [M, in] of e4m3, and their scales [n, M or more]."""
@@ -114,32 +109,17 @@ class Float8Linear(Pytree):
         rows = x.reshape(-1, x.shape[-1])
         return round_tokens(rows, len(self.scale), kernels.implementation("round_tokens"))
 
-    def _packed(
-        self, x: Array, x_scale: Array, num_splits: int, dtype: jnp.dtype, *, gated: bool = False
-    ) -> Array:
-        """[S, M, V], or [1, M, V / 2] of gated outputs."""
-        return packed_product(
-            x,
-            *self._flat(),
-            None,
-            x_scale,
-            num_splits=num_splits,
-            dtype=dtype,
-            gated=gated,
-            implementation="mosaic_gpu",
-        )
-
     def _flat(self) -> tuple[Array, Array]:
         """Values [V, in] and scale [n, V], with all outputs in one dimension V."""
         num_groups = len(self.scale)
         return self.values.reshape(-1, self.values.shape[-1]), self.scale.reshape(num_groups, -1)
 
-    def _runs_packed(self, x: Any, kernels: Kernels, *, gated: bool = False) -> bool:
+    def _runs_packed(self, x: Any, kernels: Kernels) -> bool:
         """Whether the kernel for packed weights takes this product."""
         if "packed_product" not in kernels or x.dtype != jnp.bfloat16:
             return False
         rows, width, groups = math.prod(x.shape[:-1]), math.prod(self.out_shape), len(self.scale)
-        return float8_misfit(rows, x.shape[-1], width, groups, gated=gated) is None
+        return float8_misfit(rows, x.shape[-1], width, groups) is None
 
 
 def _product(x: Array, x_scale: Array, values: Array, scale: Array, dtype: jnp.dtype) -> Array:

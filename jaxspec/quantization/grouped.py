@@ -94,11 +94,6 @@ class GroupedLinear(Pytree):
             return self._packed(x, num_splits, x.dtype if num_splits == 1 else jnp.dtype("float32"))
         return self._widened_product(x, x.dtype)[None]
 
-    def gated(self, x: Array, kernels: Kernels) -> Array | None:
-        if not self._runs_packed(x, kernels, gated=True):
-            return None
-        return self._packed(x, 1, x.dtype, gated=True)[0]
-
     def best_num_splits(self, x: Array, kernels: Kernels) -> int:
         if not self._runs_packed(x, kernels):
             return 1
@@ -131,25 +126,23 @@ class GroupedLinear(Pytree):
         zero = None if self.zero is None else self.zero.reshape(len(scale), -1)
         return values.reshape(-1, values.shape[-1]), scale.reshape(len(scale), -1), zero
 
-    def _runs_packed(self, x: Array, kernels: Kernels, *, gated: bool = False) -> bool:
+    def _runs_packed(self, x: Array, kernels: Kernels) -> bool:
         """Whether the kernel for packed weights takes this product."""
         if "packed_product" not in kernels or not self.reordered:
             return False
         values, scale, _ = self._flat()
-        return misfit(x.reshape(-1, x.shape[-1]), values, scale, gated=gated) is None
+        return misfit(x.reshape(-1, x.shape[-1]), values, scale) is None
 
-    def _packed(self, x: Array, num_splits: int, dtype: jnp.dtype, *, gated: bool = False) -> Array:
-        """[S, ..., *out], or [1, ..., F] of gated outputs [2, F]."""
+    def _packed(self, x: Array, num_splits: int, dtype: jnp.dtype) -> Array:
+        """[S, ..., *out]"""
         flat = packed_product(
             x.reshape(-1, x.shape[-1]),
             *self._flat(),
             num_splits=num_splits,
             dtype=dtype,
-            gated=gated,
             implementation="mosaic_gpu",
         )
-        outputs = self.out_shape[1:] if gated else self.out_shape
-        return flat.reshape(num_splits, *x.shape[:-1], *outputs)
+        return flat.reshape(num_splits, *x.shape[:-1], *self.out_shape)
 
 
 def grouped_shape(

@@ -1,7 +1,6 @@
 """The product of a few rows with weights of 4 or 8 bits, which are read as they are stored."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +31,6 @@ def packed_product(
     *,
     num_splits: int = 1,
     dtype: jax.typing.DTypeLike = jnp.float32,
-    gated: bool = False,
     implementation: Implementation = "reference",
 ) -> Array:
     """Multiply x with the weights (values - zero) * scale.
@@ -48,28 +46,20 @@ def packed_product(
       num_splits: parts of K that are summed separately; it divides K into whole groups, or groups
         into whole parts.
       dtype: of the result.
-      gated: the first half of the outputs are gates. The result is SiLU(gate) * up, where gate and
-        up are first rounded to ``dtype``; num_splits must be 1.
       implementation: "auto" takes the Hopper kernel where it fits (bfloat16 x of at most 192 rows,
         int4 weights, groups of 32, 64 or multiples of 128; or all e4m3, at most 64 rows, groups of
         multiples of 128, x_scale padded to a multiple of 32 rows; V a multiple of the tile of
         tuning.py), else the reference.
 
-    Returns [num_splits, M, V], or [1, M, V / 2] if gated; summed in float32. For more than 64 rows
-    the kernel rounds scaled weights to bfloat16.
+    Returns [num_splits, M, V]; summed in float32. For more than 64 rows the kernel rounds scaled
+    weights to bfloat16.
 
     Raises ValueError if ``implementation`` is "mosaic_gpu" and the kernel cannot take the
-    arguments, or for gated parts.
+    arguments.
     """
-    if gated and num_splits > 1:
-        raise ValueError(f"a gated product of {num_splits} parts: take num_splits 1")
-    problem = misfit(x, values, scale, x_scale, num_splits, gated)
+    problem = misfit(x, values, scale, x_scale, num_splits)
     mosaic = kernel_module("packed_product", implementation, problem)
-    options: dict[str, Any] = {
-        "num_splits": num_splits,
-        "dtype": jnp.dtype(dtype),
-        "gated": gated,
-    }
+    options = {"num_splits": num_splits, "dtype": jnp.dtype(dtype)}
     reference = functools.partial(packed_product_reference, **options)
     if mosaic is None:
         return reference(x, values, scale, zero, x_scale)
@@ -80,12 +70,7 @@ def packed_product(
 
 
 def misfit(
-    x: Array,
-    values: Array,
-    scale: Array,
-    x_scale: Array | None = None,
-    num_splits: int = 1,
-    gated: bool = False,
+    x: Array, values: Array, scale: Array, x_scale: Array | None = None, num_splits: int = 1
 ) -> str | None:
     """Why the kernel cannot take these arguments, None if it can."""
     (rows, depth), (groups, width) = x.shape, scale.shape
@@ -94,18 +79,18 @@ def misfit(
             return f"scales of {x.dtype} x and {values.dtype} values: both must be e4m3"
         if x_scale.shape != (groups, -(-rows // SCALED_ROWS) * SCALED_ROWS):
             return f"scales of x {x_scale.shape}: padded to a multiple of {SCALED_ROWS} rows"
-        return float8_misfit(rows, depth, width, groups, num_splits, gated)
+        return float8_misfit(rows, depth, width, groups, num_splits)
     if x.dtype != jnp.bfloat16 or values.dtype != jnp.int4 or scale.dtype.itemsize != 2:
         given = f"{x.dtype} x, {values.dtype} values and {scale.dtype} scales"
         return f"{given}: they must be bfloat16, int4, and of 16 bits"
-    return _sizes_misfit(rows, depth, width, groups, num_splits, gated, MOST_ROWS, SMALL_GROUPS)
+    return _sizes_misfit(rows, depth, width, groups, num_splits, MOST_ROWS, SMALL_GROUPS)
 
 
 def float8_misfit(
-    rows: int, depth: int, width: int, groups: int, num_splits: int = 1, gated: bool = False
+    rows: int, depth: int, width: int, groups: int, num_splits: int = 1
 ) -> str | None:
     """Why the kernel cannot multiply e4m3 arrays of these sizes, None if it can."""
-    return _sizes_misfit(rows, depth, width, groups, num_splits, gated, SUMMED_ROWS, ())
+    return _sizes_misfit(rows, depth, width, groups, num_splits, SUMMED_ROWS, ())
 
 
 def _sizes_misfit(
@@ -114,7 +99,6 @@ def _sizes_misfit(
     width: int,
     groups: int,
     num_splits: int,
-    gated: bool,
     most_rows: int,
     small_groups: tuple[int, ...],
 ) -> str | None:
@@ -122,7 +106,7 @@ def _sizes_misfit(
     group = depth // groups
     if rows > most_rows:
         return f"{rows} rows: at most {most_rows}"
-    tile = packed_tuning(rows, gated=gated).tile
+    tile = packed_tuning(rows, float8=not small_groups).tile
     if width % tile:
         return f"{width} outputs: a multiple of {tile}"
     if group not in small_groups and group % LARGEST_STEP:

@@ -65,14 +65,6 @@ TEST_CASES = (
     Case(2, 256, 128, group=256, float8=True),
     Case(13, 512, 256, num_splits=2, float8=True),
 )
-GATED_CASES = (
-    Case(5, 512, 256),
-    Case(2, 256, 256, group=256, float8=True),
-    Case(16, 512, 512, group=32, zeros=True),
-    Case(30, 512, 256, zeros=True),
-    Case(64, 1024, 256, float8=True),
-    Case(100, 512, 256, group=64),
-)
 BENCHMARK_CASES = tuple(
     Case(rows, *SHAPES[name], num_splits=choose_packed_splits(rows, *SHAPES[name]))
     for name in SHAPES
@@ -82,7 +74,7 @@ BENCHMARK_CASES = tuple(
         rows,
         *SHAPES[name],
         group=SHAPES[name][0],
-        num_splits=choose_packed_splits(rows, *SHAPES[name]),
+        num_splits=choose_packed_splits(rows, *SHAPES[name], float8=True),
         float8=True,
     )
     for name in SHAPES

@@ -25,7 +25,6 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels.packed_product.reference import swiglu
 from pallas_kernels.packed_product.tuning import (
     LARGEST_STEP,
     OUTPUTS,
@@ -56,22 +55,11 @@ class _Plan:
     num_splits: int
     config: PackedTuning
     interpret: bool
-    gated: bool  # outputs of the first warpgroup are gates of those of the second
 
     @property
     def tile(self) -> int:
         """Outputs of a CTA."""
         return self.config.tile
-
-    @property
-    def results(self) -> int:
-        """Columns of the result."""
-        return self.width // 2 if self.gated else self.width
-
-    @property
-    def storing(self) -> int:
-        """Warpgroups that store results."""
-        return 1 if self.gated else self.config.warpgroups
 
     @property
     def block(self) -> int:
@@ -115,14 +103,15 @@ class _Plan:
     @property
     def part(self) -> int:
         """Outputs whose scales are copied at once."""
-        most = OUTPUTS if self.gated else MOST_COPIED
-        return max(size for size in range(OUTPUTS, most + 1, OUTPUTS) if not self.tile % size)
+        return max(
+            size for size in range(OUTPUTS, MOST_COPIED + 1, OUTPUTS) if not self.tile % size
+        )
 
     @property
     def copies(self) -> int:
         """Copies of a block: x, weights, scales, and ``more``."""
         by_output = 1 + ("zero" in self.more)
-        return 2 + self.gated + by_output * (self.tile // self.part) + self.is_float8
+        return 2 + by_output * (self.tile // self.part) + self.is_float8
 
     @property
     def is_float8(self) -> bool:
@@ -135,7 +124,7 @@ class _Plan:
 
 
 # Traced once for all layers of a model.
-@functools.partial(jax.jit, static_argnames=("num_splits", "dtype", "gated", "config", "interpret"))
+@functools.partial(jax.jit, static_argnames=("num_splits", "dtype", "config", "interpret"))
 def packed_product_mosaic(
     x: Array,  # [M, K]
     values: Array,  # int4 or e4m3 [V, K]
@@ -145,7 +134,6 @@ def packed_product_mosaic(
     *,
     num_splits: int,
     dtype: jnp.dtype,
-    gated: bool = False,
     config: PackedTuning | None = None,
     interpret: Any = None,
 ) -> Array:
@@ -164,9 +152,8 @@ def packed_product_mosaic(
         group=depth // groups,
         more=tuple(more),
         num_splits=num_splits,
-        config=config or packed_tuning(rows, gated=gated),
+        config=config or packed_tuning(rows, float8=x_scale is not None),
         interpret=interpret is not None,
-        gated=gated,
     )
     if rows > 8:  # the copy engine fills a single tile of 8 rows with zeros, but not several
         x = jnp.pad(x, ((0, plan.padded_rows - rows), (0, 0)))
@@ -186,15 +173,12 @@ def _make_kernel(plan: _Plan, dtype: Any, scale_dtype: Any, out_dtype: Any, inte
         "values": plgpu.SMEM((ring, plan.tile, block), values_dtype, transforms=values_transforms),
         "x": plgpu.SMEM((ring, plan.padded_rows, block), dtype, transforms=swizzled(x_tile, bits)),
         "scale": plgpu.SMEM(by_output, scale_dtype),
-        "rows": plgpu.SMEM((plan.storing, plan.padded_rows, OUTPUTS), out_dtype),
+        "rows": plgpu.SMEM((config.warpgroups, plan.padded_rows, OUTPUTS), out_dtype),
         "full": plgpu.Barrier(num_arrivals=plan.copies, num_barriers=ring),
         "free": plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=ring),
     }
     if "zero" in plan.more:
         scratch["zero"] = plgpu.SMEM(by_output, scale_dtype)
-    if plan.gated:
-        scratch["up"] = plgpu.SMEM((OUTPUTS, plan.padded_rows), jnp.float32)
-        scratch["has_up"] = plgpu.Barrier()
     if plan.is_float8:
         by_row = (ring, plan.block_groups, plan.scaled_rows)
         scratch["x_scale"] = plgpu.SMEM(by_row, jnp.float32)
@@ -210,15 +194,11 @@ def _make_kernel(plan: _Plan, dtype: Any, scale_dtype: Any, out_dtype: Any, inte
 
         @pl.when(warpgroup < config.warpgroups)
         def _compute():
-            total = _multiply_blocks(plan, refs)
-            if plan.gated:
-                _store_gated(plan, total, out, refs)
-            else:
-                _store(plan, total, out, refs, warpgroup)
+            _store(plan, _multiply_blocks(plan, refs), out, refs)
 
     return plgpu.kernel(
         packed_product_kernel,
-        out_type=jax.ShapeDtypeStruct((plan.num_splits, plan.rows, plan.results), out_dtype),
+        out_type=jax.ShapeDtypeStruct((plan.num_splits, plan.rows, plan.width), out_dtype),
         scratch_types=scratch,
         grid=(plan.width // plan.tile, plan.num_splits),
         grid_names=("tile", "split"),
@@ -231,7 +211,8 @@ def _make_kernel(plan: _Plan, dtype: Any, scale_dtype: Any, out_dtype: Any, inte
 
 def _copy_blocks(plan: _Plan, x: Any, values: Any, by_group: dict[str, Any], refs: Any) -> None:
     """Copy the blocks in order into the ring."""
-    ring, tile = plan.stages, lax.axis_index("tile")
+    ring, tile, tile_size = plan.stages, lax.axis_index("tile"), plan.tile
+    outputs = pl.ds(tile * tile_size, tile_size)
     # x may have fewer rows than the tile: a start that is not known keeps the slice from being
     # checked, and the copy engine writes zeros for rows that are not there.
     rows = pl.ds(0 * tile, plan.padded_rows)
@@ -246,34 +227,20 @@ def _copy_blocks(plan: _Plan, x: Any, values: Any, by_group: dict[str, Any], ref
 
         inputs, full = pl.ds((first + index) * plan.block, plan.block), refs["full"].at[slot]
         groups = pl.ds((first + index) * plan.block // plan.group, plan.block_groups)
-        for own, outputs in _pieces(plan, tile, plan.storing * OUTPUTS):
-            place = refs["values"].at[slot, pl.ds(own, outputs.size)]
-            plgpu.copy_gmem_to_smem(values.at[outputs, inputs], place, full)
+        plgpu.copy_gmem_to_smem(values.at[outputs, inputs], refs["values"].at[slot], full)
         plgpu.copy_gmem_to_smem(x.at[rows, inputs], refs["x"].at[slot], full)
         for name, source in by_group.items():
             if name == "x_scale":
                 scales = source.at[groups, pl.ds(0, plan.scaled_rows)]
                 plgpu.copy_gmem_to_smem(scales, refs[name].at[slot], full)
                 continue
-            for own, outputs in _pieces(plan, tile, plan.part):
-                place = refs[name].at[slot, own // plan.part]
-                plgpu.copy_gmem_to_smem(source.at[groups, outputs], place, full)
+            for part in range(tile_size // plan.part):
+                own = pl.ds(tile * tile_size + part * plan.part, plan.part)
+                plgpu.copy_gmem_to_smem(source.at[groups, own], refs[name].at[slot, part], full)
 
     lax.fori_loop(0, plan.blocks, copy, None)
     for i in range(min(ring, plan.blocks)):  # every barrier must have completed its last phase
         plgpu.barrier_wait(refs["free"].at[lax.rem(plan.blocks - min(ring, plan.blocks) + i, ring)])
-
-
-def _pieces(plan: _Plan, tile: Array, size: int) -> list[tuple[int, Any]]:
-    """The outputs of a CTA in pieces: where each begins in the CTA's memory, and which these are.
-
-    If they are gated, a piece is that of a warpgroup: gates, or as many from the second half.
-    """
-    starts = range(0, plan.tile, size)
-    if not plan.gated:
-        return [(own, pl.ds(tile * plan.tile + own, size)) for own in starts]
-    firsts = [own // OUTPUTS * plan.results + tile * OUTPUTS for own in starts]
-    return [(own, pl.ds(first, size)) for own, first in zip(starts, firsts, strict=True)]
 
 
 def _multiply_blocks(plan: _Plan, refs: Any) -> Array:
@@ -290,9 +257,8 @@ def _multiply_blocks(plan: _Plan, refs: Any) -> Array:
         )
 
     def multiply_block(index: Array, total: Array) -> Array:
-        slot = lax.rem(index, ring)
+        slot, weights = lax.rem(index, ring), None
         plgpu.barrier_wait(refs["full"].at[slot])
-        weights = None
         for start in range(0, plan.block, plan.step):
             group = start // plan.group
             sums, weights = _product(plan, refs, slot, own, start, weights)
@@ -339,8 +305,8 @@ def _product(
 ) -> tuple[Array, Any]:
     """The weights of a step times x: float32 [OUTPUTS, rows].
 
-    ``weights``: the step's first, if they are widened already. Also returns those of the next step,
-    or None.
+    ``weights``: the step's first ones, if they are widened already. Also returns those of the next
+    step, or None.
     """
     starts = range(start, start + plan.step, plan.unit)
     if plan.interpret:
@@ -369,8 +335,8 @@ def _accumulate(
             weights = _weights(plan, refs, slot, own, first)
         plgpu.wgmma(sums, weights, _x(plan, refs, slot, first))
         following = first + plan.unit
-        has_next = plan.config.ahead and not plan.is_float8 and following < plan.block
-        weights = _weights(plan, refs, slot, own, following) if has_next else None
+        widens = plan.config.ahead and not plan.is_float8 and following < plan.block
+        weights = _weights(plan, refs, slot, own, following) if widens else None
         plgpu.wgmma_wait(0)  # the registers of these weights are free for the next ones
     return weights
 
@@ -422,36 +388,16 @@ def _by_output(plan: _Plan, ref: Any, slot: Array, group: int) -> Array:
     return plgpu.load(place, layout=_OUTPUT_LAYOUT, optimized=False)
 
 
-def _store_gated(plan: _Plan, total: Array, out: Any, refs: Any) -> None:
-    """Multiply SiLU of the first warpgroup's gates by what the second one has, and store it.
-
-    Both are rounded before, as an unfused product is.
-    """
-    warpgroup = lax.axis_index("warpgroup")
-    rounded = total.astype(out.dtype).astype(jnp.float32)
-
-    @pl.when(warpgroup == 1)
-    def _hand_over():
-        _write(refs["up"], rounded)
-        plgpu.barrier_arrive(refs["has_up"])
-
-    @pl.when(warpgroup == 0)
-    def _multiply():
-        plgpu.barrier_wait(refs["has_up"])
-        up = plgpu.load(refs["up"], layout=plgpu.Layout.WGMMA, optimized=False)
-        _store(plan, swiglu(rounded, up), out, refs, 0)
-
-
-def _store(plan: _Plan, total: Array, out: Any, refs: Any, part: Array | int) -> None:
-    """Store outputs [OUTPUTS, rows], of a CTA's ``part``, as rows of the result."""
-    own = refs["rows"].at[part]
+def _store(plan: _Plan, total: Array, out: Any, refs: Any) -> None:
+    """Store outputs [OUTPUTS, rows] as rows of the result."""
+    warpgroup, tile = lax.axis_index("warpgroup"), lax.axis_index("tile")
+    own = refs["rows"].at[warpgroup]
     transposed = plgpu.layout_cast(total.astype(own.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
     _write(own.transpose((1, 0)), transposed)
     plgpu.commit_smem()
-    first = (lax.axis_index("tile") * plan.storing + part) * OUTPUTS
-    rows = pl.ds(0 * first, plan.padded_rows)  # those that are not there are not written
-    place = out.at[lax.axis_index("split"), rows, pl.ds(first, OUTPUTS)]
-    plgpu.copy_smem_to_gmem(own, place)
+    outputs = pl.ds(tile * plan.tile + warpgroup * OUTPUTS, OUTPUTS)
+    rows = pl.ds(0 * tile, plan.padded_rows)  # those that are not there are not written
+    plgpu.copy_smem_to_gmem(own, out.at[lax.axis_index("split"), rows, outputs])
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 

@@ -16,7 +16,6 @@ def packed_product_reference(
     *,
     num_splits: int,
     dtype: jnp.dtype,
-    gated: bool = False,
 ) -> Array:
     """See pallas_kernels.packed_product.packed_product."""
     weights = dequantized(values, scale, zero).reshape(len(values), num_splits, -1)
@@ -25,15 +24,7 @@ def packed_product_reference(
         wide = dequantized(x, x_scale[:, : len(x)])
     rows = wide.reshape(len(x), num_splits, -1)
     sums = jnp.einsum("msk,vsk->smv", rows, weights, precision=jax.lax.Precision.HIGHEST)
-    if not gated:
-        return sums.astype(dtype)
-    gate, up = jnp.split(sums.astype(dtype).astype(jnp.float32), 2, axis=-1)
-    return swiglu(gate, up).astype(dtype)
-
-
-def swiglu(gate: Array, up: Array) -> Array:
-    """SiLU of the gate times up, both float32."""
-    return gate * jax.nn.sigmoid(gate) * up
+    return sums.astype(dtype)
 
 
 def dequantized(values: Array, scale: Array, zero: Array | None = None) -> Array:

@@ -71,31 +71,33 @@ class PackedTuning:
 # Others that tests run: larger units, more warpgroups for each producer, shorter lines of weights.
 VARIANTS = (
     PackedTuning(unit=128, ctas=1),
+    PackedTuning(unit=32, ctas=1, ahead=True),
     PackedTuning(warpgroups=4, block=128, unit=32, ctas=1),
     PackedTuning(block=128),
 )
 
 
-def packed_tuning(rows: int, *, gated: bool = False) -> PackedTuning:
+def packed_tuning(rows: int, *, float8: bool = False) -> PackedTuning:
     """The variant for so many rows of x; the same for 8 rows and fewer, and so on: rows are padded
-    to a multiple of 8. Gated products need two warpgroups: one has the gates."""
+    to a multiple of 8. ``float8``: weights are 8-bit floats, of which none is widened."""
+    if rows <= 8:
+        return PackedTuning(warpgroups=1, ctas=6)
     if rows <= 16:
-        ctas = 6 if rows <= 8 else 5
-        return PackedTuning(ctas=3) if gated else PackedTuning(warpgroups=1, ctas=ctas)
+        return PackedTuning(warpgroups=1, ctas=5)
     if rows <= 32:
-        return PackedTuning(ctas=1, ahead=True)
+        return PackedTuning(warpgroups=1, ctas=4) if float8 else PackedTuning(ctas=1, ahead=True)
     if rows <= SUMMED_ROWS:  # longer products of the tensor cores, which wait less often
         return PackedTuning(unit=128, ctas=1, ahead=True)
     return PackedTuning(block=64, ctas=1)
 
 
-def choose_packed_splits(rows: int, depth: int, width: int) -> int:
+def choose_packed_splits(rows: int, depth: int, width: int, *, float8: bool = False) -> int:
     """Parts of the inputs that are summed separately, so that all multiprocessors have work.
 
     It depends on the padded rows only. Partial sums cost time: where all multiprocessors have work
     for two warpgroups anyway, they have at most an eighth of the weights' bytes.
     """
-    config, padded_rows = packed_tuning(rows), -(-rows // 8) * 8
+    config, padded_rows = packed_tuning(rows, float8=float8), -(-rows // 8) * 8
     tiles, splits = width // config.tile, 1
     while 2 * splits * tiles <= config.ctas * MULTIPROCESSORS and splits < MAX_SPLITS:
         part = depth // (2 * splits)

@@ -17,7 +17,6 @@ from jaxspec.quantization.grouped import GroupedLinear, rounded_to_groups
 from pallas_kernels.packed_product import misfit, packed_product
 from pallas_kernels.packed_product.cases import (
     BENCHMARK_CASES,
-    GATED_CASES,
     SHAPES,
     TEST_CASES,
     Case,
@@ -101,53 +100,6 @@ def test_interpreted_it_is_the_reference(case: Case):
         assert_exact(found, case)
 
 
-def gated(case: Case, **options: Any) -> Any:
-    options = {"num_splits": 1, "dtype": jnp.dtype("bfloat16"), "gated": True, **options}
-    return functools.partial(packed_product_mosaic, **options)
-
-
-def assert_gated(found: Any, case: Case) -> None:
-    """It is SiLU(gate) * up of the product's bfloat16: the last bits of both may differ."""
-    wanted = packed_product(*make_arguments(case), dtype=jnp.bfloat16, gated=True)
-    assert found.shape == wanted.shape == (1, case.rows, case.width // 2)
-    ours, theirs = (np.asarray(x, np.float32) for x in (found, wanted))
-    np.testing.assert_allclose(ours, theirs, rtol=3e-2, atol=1e-2)
-
-
-@first_is_fast(GATED_CASES, 2)
-def test_interpreted_gated_outputs_are_the_reference(case: Case):
-    params = plgpu.InterpretGPUParams(detect_races=True)
-    found = gated(case, interpret=params)(*make_arguments(case))
-    jax.block_until_ready(found)
-    assert_gated(found, case)
-
-
-def test_gates_are_the_first_half_of_the_outputs():
-    case = GATED_CASES[0]
-    arguments = make_arguments(case)
-    gate, up = np.split(np.asarray(packed_product(*arguments), np.float64), 2, axis=-1)
-    found = packed_product(*arguments, gated=True)
-    np.testing.assert_allclose(found, gate / (1 + np.exp(-gate)) * up, 1e-4, 1e-5)
-    with pytest.raises(ValueError, match="a gated product of 2 parts: take num_splits 1"):
-        packed_product(*arguments, gated=True, num_splits=2)
-
-
-@pytest.mark.parametrize("case", GATED_CASES, ids=str)
-def test_gated_outputs_lower_for_cuda(case: Case):
-    arguments = jax.eval_shape(lambda: make_arguments(case))
-    assert jax.jit(gated(case)).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", GATED_CASES, ids=str)
-def test_on_the_device_gated_outputs_are_the_reference(case: Case):
-    function, arguments = jax.jit(gated(case)), make_arguments(case)
-    first = function(*arguments)
-    assert_gated(first, case)
-    for _ in range(20):
-        assert jnp.array_equal(first, function(*arguments)), "a race"
-
-
 @pytest.mark.parametrize("case", [*TEST_CASES, *BENCHMARK_CASES[::5]], ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_it_lowers_for_cuda(case: Case, dtype: str):
@@ -170,7 +122,7 @@ def test_variants_lower_for_cuda(config: PackedTuning):
 @pytest.mark.parametrize("config", [None, *VARIANTS], ids=str)
 def test_on_the_device_it_is_the_product(case: Case, config: PackedTuning | None):
     options = {"num_splits": case.num_splits, "dtype": FLOAT32, "config": config}
-    if case.width % (config or packed_tuning(case.rows)).tile:
+    if case.width % (config or packed_tuning(case.rows, float8=case.float8)).tile:
         pytest.skip("not of these outputs")
     if config is not None and case.rows > SUMMED_ROWS:
         pytest.skip("not of these rows")
@@ -213,8 +165,8 @@ def test_unsupported_arguments_are_named(case: Case, message: str):
 
 def test_splits_are_whole_steps_and_most_multiprocessors_have_work():
     for case in BENCHMARK_CASES:
-        splits = choose_packed_splits(case.rows, case.depth, case.width)
-        config = packed_tuning(case.rows)
+        splits = choose_packed_splits(case.rows, case.depth, case.width, float8=case.float8)
+        config = packed_tuning(case.rows, float8=case.float8)
         assert case.depth % (splits * 128) == 0
         tiles = case.width // config.tile
         assert 96 <= splits * tiles <= max(config.ctas * 132, tiles)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxspec.config.mlps import DenseConfig
-from jaxspec.models.forward import ForwardPass
+from jaxspec.models.forward import ForwardPass, gated
 from jaxspec.models.linear import AnyLinear, Linear, Product, linear_shape
 from jaxspec.parallel import Shards, check_divides
 from jaxspec.pytree import Pytree, pytree, static
@@ -24,8 +24,8 @@ class Dense(Pytree):
     def __call__(self, x: Array, step: ForwardPass) -> Product:
         """From normed input [B, T, H] to the addend of the residual stream."""
         with jax.named_scope("mlp"):
-            gate_up = self.gate_up.product(x, "mlp")
-            return self.down.product(step.gated(gate_up, self.config.activation), "mlp")
+            gate_up = self.gate_up.product(x, "mlp").result(step.layout, step.kernels)
+            return self.down.product(gated(gate_up, self.config.activation), "mlp")
 
     @property
     def reader(self) -> AnyLinear | None:
