@@ -13,10 +13,11 @@ partial sums cross memory. About 3 us of each launch are its begin and end.
 | 192 | 76.6, 37 % | 38.4, 43 % | - | 16.5, 47 % |
 
 Since then weights of 17 to 64 rows are widened while the tensor cores multiply (``ahead``), in
-other tiles. Beside the variants of the table, in chains of one run (24 November 2026, two warpgroups):
-gate and up, down, q k v take 0.97, 0.92 and 1.01 times as long at 32 rows, 0.89, 0.95 and 0.99 at
-48, 1.01, 0.98 and 0.99 at 64. Products of 8-bit floats at 32 rows take 0.89 and 0.99 (four CTAs
-instead of three). At 8, 16 and 192 rows ``ahead`` is slower: there it takes CTAs their registers.
+other tiles. Beside the variants of the table, in chains of one run (24 November 2026, two
+warpgroups): gate and up, down, q k v take 0.97, 0.92 and 1.01 times as long at 32 rows, 0.89, 0.95
+and 0.99 at 48, 1.01, 0.98 and 0.99 at 64. Products of 8-bit floats at 32 rows take 0.89 and 0.99
+(four CTAs instead of three). At 8, 16 and 192 rows ``ahead`` is slower: there it takes CTAs their
+registers.
 
 Small CTAs are best where registers leave room for several: one has data while others wait. Blocks
 of 128 inputs, whose lines of weights are 64 bytes, are slower by a fifth at 8 rows. With 192 rows
