@@ -7,8 +7,8 @@ the accepted path. Nothing is rolled back, and no state per node exists.
 The checkpoint is always that after a multiple of C tokens, the capacity of the window. Every C
 tokens are folded into it in order, by the same code (delta_rule.fold and chunk share it), whether
 they were read from a prompt, decoded one by one, or accepted from trees. So equal inputs give equal
-bits of the state, however chunks and rounds cut the sequence. (A kernel folds what is accepted from
-trees token by token: with it, prompts and rounds agree up to rounding.) Inputs themselves come from
+bits of the state, however chunks and rounds cut the sequence. (Kernels apply one token after
+the other, in prompts and rounds alike.) Inputs themselves come from
 products, which round alike only in passes of one shape, as keys and values of attention do: see
 SpeculationConfig.verify_width. Without it the state is the same up to rounding.
 
@@ -34,8 +34,8 @@ from jaxspec.cache.delta_rule import (
 from jaxspec.cache.layer_state import CommittedPath, Geometry
 from jaxspec.parallel import Layout, named_shardings
 from jaxspec.pytree import Pytree, array, pytree, static
-from pallas_kernels.delta_rule import delta_commit, delta_read, misfit
-from pallas_kernels.selection import NO_KERNELS, Kernels
+from pallas_kernels.delta_rule import delta_commit, delta_read, delta_run, misfit
+from pallas_kernels.selection import NO_KERNELS, Implementation, Kernels
 
 
 @pytree
@@ -152,11 +152,19 @@ class DeltaState(Pytree):
         return fits and kernels.implementation("delta_rule") != "reference"
 
     def read_run(
-        self, rows: Array, lens: Array, counts: Array, q: Array, new: DeltaNodes
+        self,
+        rows: Array,
+        lens: Array,
+        counts: Array,
+        q: Array,
+        new: DeltaNodes,
+        kernels: Kernels = NO_KERNELS,
     ) -> tuple[Array, Self]:
         """Outputs [B, T, G, r, Dv] of the consecutive tokens after ``lens`` [B], and the state
         after the first ``counts`` [B] of them. The other tokens are padding."""
         held = lens % self.folded
+        if self._has_kernel(kernels, 1, 1):
+            return self.read_in_order(rows, held, counts, q, new, "mosaic_gpu")
         inputs, total = self._aligned(rows, held, new.inputs, counts), held + counts
         num_chunks = inputs.k.shape[1] // self.folded
         place = jnp.arange(num_chunks * self.folded) - held[:, None]
@@ -175,6 +183,29 @@ class DeltaState(Pytree):
         target = self._kept_rows(rows, counts)
         state = self.replace(s=self.s.at[target].set(s, mode="drop"))
         return out, state._appended(rows, counts, inputs, total, new.channels)
+
+    def read_in_order(
+        self,
+        rows: Array,
+        held: Array,
+        counts: Array,
+        q: Array,
+        new: DeltaNodes,
+        implementation: Implementation,
+    ) -> tuple[Array, Self]:
+        """As ``read_run``, one token after the other; ``held``: [B] tokens in the windows."""
+        inputs, total = new.inputs, held + counts
+        run = rows, held, counts, q, inputs.tokens
+        out, s = delta_run(self.s, self.window.tokens, *run, implementation)
+        # Of the tokens since the last multiple of C, those from ``held`` on are new.
+        place = (total // self.folded * self.folded)[:, None] + jnp.arange(self.folded)
+        index = jnp.clip(place - held[:, None], 0, q.shape[1] - 1)
+
+        def last(old: Array, new: Array) -> Array:
+            return select_tokens(place >= held[:, None], _tokens(new, index), old[rows])
+
+        window = jax.tree.map(last, self.window, inputs)
+        return out, self.replace(s=s)._with_last(rows, counts, window, new.channels)
 
     # Operations of a LayerState.
 
@@ -267,9 +298,14 @@ class DeltaState(Pytree):
     ) -> Self:
         """With the windows that ``total`` [B] of the aligned inputs leave, and the last of the new
         channels [B, T, G, c]."""
-        target, length = self._kept_rows(rows, counts), aligned.k.shape[1]
+        length = aligned.k.shape[1]
         place = (total // self.folded * self.folded)[:, None] + jnp.arange(self.folded)
         window = jax.tree.map(lambda x: _tokens(x, jnp.minimum(place, length - 1)), aligned)
+        return self._with_last(rows, counts, window, channels)
+
+    def _with_last(self, rows: Array, counts: Array, window: DeltaInputs, channels: Array) -> Self:
+        """With these windows [B, C, ...], and the last of the new channels [B, T, G, c]."""
+        target = self._kept_rows(rows, counts)
         past = self.channels.shape[1]
         every = jnp.concatenate([self.channels[rows], channels.astype(self.channels.dtype)], axis=1)
         last = _tokens(every, counts[:, None] + jnp.arange(past))

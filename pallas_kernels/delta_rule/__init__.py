@@ -1,13 +1,17 @@
-"""The gated delta rule of a draft tree, and the commit of its accepted path."""
+"""The gated delta rule of a prompt, of a draft tree, and the commit of its accepted path."""
 
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.delta_rule.reference import delta_commit_reference, delta_read_reference
+from pallas_kernels.delta_rule.reference import (
+    delta_commit_reference,
+    delta_read_reference,
+    delta_run_reference,
+)
 from pallas_kernels.delta_rule.tokens import Tokens
 from pallas_kernels.selection import Implementation, kernel_module
 
-__all__ = ["Tokens", "delta_commit", "delta_read", "misfit"]
+__all__ = ["Tokens", "delta_commit", "delta_read", "delta_run", "misfit"]
 
 KEY_DIM = 128  # of a head: the kernel was tested with it
 VALUE_STEP = 64  # columns of a value head in a warpgroup
@@ -49,6 +53,38 @@ def delta_read(
     mosaic = kernel_module("delta_rule", implementation, problem)
     read = delta_read_reference if mosaic is None else mosaic.delta_read_mosaic
     return read(s, window, rows, held, q, nodes, ancestors, depth)
+
+
+def delta_run(
+    s: Array,
+    window: Tokens,
+    rows: Array,
+    held: Array,
+    counts: Array,
+    q: Array,
+    tokens: Tokens,
+    implementation: Implementation = "reference",
+) -> tuple[Array, Array]:
+    """Outputs of consecutive tokens after the window, and the states at the last multiple of C.
+
+    Args:
+      s, window, rows, held: as of ``delta_read``. No two sequences with a count share a row.
+      counts: int32 [B], tokens that are there; the others are padding.
+      q: float32 [B, T, G, Dk], queries.
+      tokens: [B, T, ...].
+      implementation: "auto" takes the Hopper kernel where it fits (see ``misfit``), else the
+        reference.
+
+    Returns float32 [B, T, G, r, Dv], zeros for padding, and s, written in place where the caller
+    donates it: after the last token that makes held + tokens a multiple of C, if one does. The
+    window stays as it is.
+
+    Raises ValueError if ``implementation`` is "mosaic_gpu" and the kernel cannot take the
+    arguments.
+    """
+    mosaic = kernel_module("delta_rule", implementation, misfit(s, window.k.shape[1], 1, 1))
+    run = delta_run_reference if mosaic is None else mosaic.delta_run_mosaic
+    return run(s, window, rows, held, counts, q, tokens)
 
 
 def delta_commit(

@@ -74,6 +74,13 @@ def make_arguments(case: Case, seed: int = 0) -> tuple[tuple, tuple]:
     )
 
 
+def make_run_arguments(case: Case, seed: int = 0) -> tuple:
+    """Positional arguments of delta_run, of ``nodes`` tokens, of which some are padding."""
+    (s, window, rows, held, q, tokens, *_), _ = make_arguments(case, seed)
+    counts = jnp.asarray([case.nodes, 0, *range(1, case.batch - 1)][: case.batch], jnp.int32)
+    return s, window, rows, held, counts, q, tokens
+
+
 def _trees(rng: np.random.Generator, case: Case) -> tuple[Array, Array, Array, Array]:
     """Ancestors [B, N, N], depths [B, N], and a path [B, A] in each tree with its length [B]."""
     longest = min(case.nodes, 6, case.capacity)

@@ -101,6 +101,82 @@ def delta_read_mosaic(
 
 # Traced once for all layers of a model.
 @functools.partial(jax.jit, static_argnames=("interpret",))
+def delta_run_mosaic(
+    s: Array,  # [R, G, r, Dv, Dk]
+    window: Tokens,  # [R, C, ...]
+    rows: Array,  # [B]
+    held: Array,  # [B]
+    counts: Array,  # [B]
+    q: Array,  # [B, T, G, Dk]
+    tokens: Tokens,  # [B, T, ...]
+    *,
+    interpret: Any = None,
+) -> tuple[Array, Array]:
+    """See pallas_kernels.delta_rule.delta_run; only for arguments that ``misfit`` accepts.
+
+    ``interpret``: plgpu.InterpretGPUParams, for tests.
+    """
+    _, groups, values, v_dim, _ = s.shape
+    batch, size = q.shape[:2]
+    capacity = window.k.shape[1]
+
+    def delta_run_kernel(
+        wk_ref, wv_ref, wg_ref, wb_ref, rows_ref, held_ref, counts_ref, q_ref, k_ref, v_ref, g_ref,
+        b_ref, s_ref, out_ref,
+    ):  # fmt: skip
+        sequence, group = lax.axis_index("sequence"), lax.axis_index("group")
+        value, columns = _part(lax.axis_index("part"), values)
+        row, count = jnp.minimum(rows_ref[sequence], len(s) - 1), counts_ref[sequence]
+        first = held_ref[sequence]
+        kept = (first + count) // capacity * capacity - first  # tokens until the state is stored
+        old = functools.partial(_token, Tokens(wk_ref, wv_ref, wg_ref, wb_ref), row)
+        new = functools.partial(_token, Tokens(k_ref, v_ref, g_ref, b_ref), sequence)
+        own = group, value, columns
+
+        def apply(place: Any, carry: Any) -> Any:
+            tile, token = carry
+            following = old(jnp.minimum(place + 1, first - 1), *own)
+            return _applied(tile, token), following
+
+        def read(index: Any, carry: Any) -> Any:
+            tile, token = carry
+            query = _load(q_ref.at[sequence, index, group], BY_KEY)
+            following = new(jnp.minimum(index + 1, count - 1), *own)
+            tile = _applied(tile, token)
+            out_ref[sequence, index, group, value, columns] = _read(tile, query)
+            return tile, following
+
+        tile = _load(s_ref.at[row, group, value, columns], TILE)
+        tile, _ = lax.fori_loop(0, first, apply, (tile, old(0, *own)))
+        until = jnp.where(first + count >= capacity, kept, 0)
+        carry = lax.fori_loop(0, until, read, (tile, new(0, *own)))
+
+        @pl.when(until > 0)
+        def _keep():
+            s_ref[row, group, value, columns] = carry[0]
+
+        lax.fori_loop(until, count, read, carry)
+
+        @pl.loop(count, size)
+        def _pad(index):
+            nothing = plgpu.layout_cast(jnp.zeros(COLUMNS, jnp.float32), BY_COLUMN)
+            out_ref[sequence, index, group, value, columns] = nothing
+
+    kernel = plgpu.kernel(
+        delta_run_kernel,
+        out_type=jax.ShapeDtypeStruct((batch, size, groups, values, v_dim), jnp.float32),
+        grid=(values * v_dim // COLUMNS, groups, batch),
+        grid_names=("part", "group", "sequence"),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        interpret=interpret,
+    )
+    states = jax.new_ref(s)
+    out = kernel(*window, rows, held, counts, q, *tokens, states)
+    return out, jax.freeze(states)
+
+
+# Traced once for all layers of a model.
+@functools.partial(jax.jit, static_argnames=("interpret",))
 def delta_commit_mosaic(
     s: Array,  # [R, G, r, Dv, Dk]
     window: Tokens,  # [R, C, ...]

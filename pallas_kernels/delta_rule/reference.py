@@ -35,6 +35,32 @@ def delta_read_reference(
     return jnp.stack(outputs, axis=1)
 
 
+def delta_run_reference(
+    s: Array,
+    window: Tokens,
+    rows: Array,
+    held: Array,
+    counts: Array,
+    q: Array,
+    tokens: Tokens,
+) -> tuple[Array, Array]:
+    """See pallas_kernels.delta_rule.delta_run."""
+    capacity = window.k.shape[1]
+    own = Tokens(*(x[rows] for x in window))
+    state = kept = s[rows]
+    for place in range(capacity):
+        state = _where(place < held, _applied(state, own, place), state)
+    outputs = []
+    for index in range(q.shape[1]):
+        valid = index < counts
+        state = _where(valid, _applied(state, tokens, index), state)
+        kept = _where(valid & ((held + index + 1) % capacity == 0), state, kept)
+        out = _einsum("bgd,bgred->bgre", q[:, index], state)
+        outputs.append(_where(valid, out, jnp.zeros_like(out)))
+    target = jnp.where(counts > 0, rows, len(s))
+    return jnp.stack(outputs, axis=1), s.at[target].set(kept, mode="drop")
+
+
 def delta_commit_reference(
     s: Array,
     window: Tokens,

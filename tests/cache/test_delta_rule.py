@@ -26,6 +26,7 @@ TOLERANCE = 1e-5
 
 jit = functools.partial(jax.jit, compiler_options=FAST_COMPILE)
 read_tree, read_run = jit(DeltaState.read_tree), jit(DeltaState.read_run)
+read_in_order = jit(DeltaState.read_in_order, static_argnames=("implementation",))
 commit = jit(lambda state, path: DeltaState.commit([state], path, NO_KERNELS)[0])
 convolved, fold = jit(DeltaState.convolved), jit(delta_rule.fold)
 
@@ -270,6 +271,34 @@ def test_what_kernels_are_held_against_agrees():
     left = np.zeros(3, int)
     left[np.asarray(rows)] = (lens + path.counts) % FOLDED
     for one, other in zip(window, after.window.tokens, strict=True):
+        for row, count in enumerate(left):
+            np.testing.assert_array_equal(one[row, :count], other[row, :count])
+
+
+@pytest.mark.parametrize("size", [3, 8, 21])
+def test_prompts_read_in_order_leave_what_chunks_leave(size: int):
+    """Reading prompts as pallas_kernels.delta_rule defines it."""
+    rng, rows, lens = (
+        np.random.default_rng(7),
+        jnp.asarray([2, 0, 3, 1]),
+        jnp.asarray([5, 14, 7, 0]),
+    )
+    _, state = run(empty(4), jnp.zeros(4, int), lens[jnp.argsort(rows)], *random_inputs(rng, 4, 16))
+    q, inputs = random_inputs(rng, 4, size)
+    nodes = as_nodes(inputs)
+    nodes = nodes.replace(channels=jnp.asarray(rng.standard_normal(nodes.channels.shape)))
+    counts = jnp.asarray([size, size - 1, 0, 1])
+    out, after = read_run(state, rows, lens, counts, q, nodes)
+    found, own = read_in_order(
+        state, rows, lens % FOLDED, counts, q, nodes, implementation="reference"
+    )
+    valid = np.arange(size) < np.asarray(counts)[:, None]
+    assert np.abs(found - out)[valid].max() < TOLERANCE
+    assert not np.asarray(found)[~valid].any()
+    assert np.abs(own.s - after.s).max() < TOLERANCE
+    np.testing.assert_array_equal(own.channels, after.channels)
+    left = ((lens + counts) % FOLDED)[jnp.argsort(rows)]
+    for one, other in zip(own.window.tokens, after.window.tokens, strict=True):
         for row, count in enumerate(left):
             np.testing.assert_array_equal(one[row, :count], other[row, :count])
 

@@ -1,4 +1,4 @@
-"""The gated delta rule of trees: the Hopper kernels interpreted, lowered, run, beside the
+"""The gated delta rule of trees and prompts: the Hopper kernels interpreted, lowered, run, beside the
 recurrence with a state per node."""
 
 import functools
@@ -10,12 +10,22 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.delta_rule import delta_commit, delta_read, misfit
-from pallas_kernels.delta_rule.cases import TEST_CASES, Case, make_arguments
-from pallas_kernels.delta_rule.mosaic_gpu import delta_commit_mosaic, delta_read_mosaic
+from pallas_kernels.delta_rule import delta_commit, delta_read, delta_run, misfit
+from pallas_kernels.delta_rule.cases import TEST_CASES, Case, make_arguments, make_run_arguments
+from pallas_kernels.delta_rule.mosaic_gpu import (
+    delta_commit_mosaic,
+    delta_read_mosaic,
+    delta_run_mosaic,
+)
 from tests.marks import first_is_fast
 
 TOLERANCE = 2e-5
+RUNS = (
+    Case(2, 6),
+    Case(1, 5),
+    Case(4, 20, groups=1, v_dim=64),
+    Case(3, 40, groups=1, values=4, capacity=32),
+)
 
 
 def assert_close(found: Any, expected: Any) -> None:
@@ -34,6 +44,51 @@ def test_interpreted_they_are_the_reference(case: Case):
     after = delta_commit_mosaic(*committing, interpret=interpret)
     jax.block_until_ready(after)
     assert_close(after, delta_commit(*committing))
+
+
+@first_is_fast(RUNS)
+def test_interpreted_a_run_is_the_reference(case: Case):
+    arguments = make_run_arguments(case)
+    interpret = plgpu.InterpretGPUParams(detect_races=True)
+    found = delta_run_mosaic(*arguments, interpret=interpret)
+    jax.block_until_ready(found)
+    assert_close(found, delta_run(*arguments))
+
+
+@pytest.mark.parametrize("case", RUNS, ids=str)
+def test_a_run_lowers_for_cuda(case: Case):
+    arguments = jax.eval_shape(lambda: make_run_arguments(case))
+    kernel = jax.jit(functools.partial(delta_run, implementation="mosaic_gpu"))
+    assert kernel.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_runs_and_rounds_leave_the_same_state():
+    """A run that is cut in two, and the same tokens accepted from a tree that is a chain."""
+    case = Case(2, 7, groups=1, v_dim=64)
+    s, window, rows, _, _, q, tokens = make_run_arguments(case)
+    held, whole = jnp.array([3, 6]), jnp.array([7, 7])
+    out, after = delta_run(s, window, rows, held, whole, q, tokens)
+    channels = jnp.zeros((len(s), 3, 1, 8)), jnp.zeros((2, 7, 1, 8))
+    path = jnp.broadcast_to(jnp.arange(7), (2, 7))
+    committed, _, _ = delta_commit(
+        s, window, channels[0], rows, held, tokens, channels[1], path, whole
+    )
+    assert_close(after, committed)
+    chain, depth = jnp.tri(7, dtype=bool)[None].repeat(2, 0), path
+    assert_close(out, delta_read(s, window, rows, held, q, tokens, chain, depth))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [*RUNS, Case(8, 512, 16, capacity=32)], ids=str)
+def test_on_the_device_a_run_is_the_reference(case: Case):
+    arguments = make_run_arguments(case)
+    kernel = jax.jit(functools.partial(delta_run, implementation="mosaic_gpu"))
+    first = kernel(*arguments)
+    if case.nodes < 100:  # the reference is a program of so many steps
+        assert_close(first, delta_run(*arguments))
+    for _ in range(20):
+        again = kernel(*arguments)
+        assert all(map(jnp.array_equal, first, again)), "a race"
 
 
 @pytest.mark.parametrize("case", TEST_CASES, ids=str)

@@ -79,8 +79,10 @@ class GatedDelta(Pytree):
         new = DeltaNodes(inputs=inputs, channels=channels)
         if ancestors is not None and depth is not None:
             return own.read_tree(rows, lens, q, new, ancestors, depth, step.kernels)
-        out, after = own.read_run(rows, lens, counts, q, new)
-        return out, None if state is None else after
+        if state is None:
+            out, _ = own.read_run(rows, lens, counts, q, new)
+            return out, None
+        return own.read_run(rows, lens, counts, q, new, step.kernels)
 
     def _split(self, channels: Array) -> tuple[Array, Array, Array]:
         """Queries and keys [B, T, G, Dk] and values [B, T, G, r, Dv]."""
