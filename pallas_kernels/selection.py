@@ -25,14 +25,15 @@ OPERATIONS = (
     "packed_product",
     "round_tokens",
     "delta_rule",
+    "delta_run",  # of delta_rule, where prompts are read
     "float8_pages",  # the kernels that read and write pages, where these hold 8-bit numbers
 )
 
 # "auto" leaves these out, unless so many devices share a model. For other numbers they were
 # compiled, but have not run yet. partial_attention: each device's part was right on an H200, but
 # not what two of them merged in the one test of that. packed_product and delta_rule ran on
-# a single H100. round_tokens and float8_pages passed their tests there, but nobody timed what they
-# gain.
+# a single H100; delta_run has not run yet. round_tokens and float8_pages passed their tests there,
+# but nobody timed what they gain.
 MEASURED_SHARING: Mapping[str, tuple[int, ...]] = MappingProxyType(
     {
         "reduce_add_rms_norm": (2,),
@@ -40,6 +41,7 @@ MEASURED_SHARING: Mapping[str, tuple[int, ...]] = MappingProxyType(
         "packed_product": (1,),
         "round_tokens": (),
         "delta_rule": (1,),
+        "delta_run": (),
         "float8_pages": (),
     }
 )

@@ -8,7 +8,7 @@ The checkpoint is always that after a multiple of C tokens, the capacity of the 
 tokens are folded into it in order, by the same code (delta_rule.fold and chunk share it), whether
 they were read from a prompt, decoded one by one, or accepted from trees. So equal inputs give equal
 bits of the state, however chunks and rounds cut the sequence. (Kernels apply one token after
-the other, in prompts and rounds alike.) Inputs themselves come from
+the other, in prompts and rounds alike: where only rounds have one, the two agree up to rounding.) Inputs themselves come from
 products, which round alike only in passes of one shape, as keys and values of attention do: see
 SpeculationConfig.verify_width. Without it the state is the same up to rounding.
 
@@ -163,7 +163,7 @@ class DeltaState(Pytree):
         """Outputs [B, T, G, r, Dv] of the consecutive tokens after ``lens`` [B], and the state
         after the first ``counts`` [B] of them. The other tokens are padding."""
         held = lens % self.folded
-        if self._has_kernel(kernels, 1, 1):
+        if "delta_run" in kernels and misfit(self.s, self.folded, 1, 1) is None:
             return self.read_in_order(rows, held, counts, q, new, "mosaic_gpu")
         inputs, total = self._aligned(rows, held, new.inputs, counts), held + counts
         num_chunks = inputs.k.shape[1] // self.folded

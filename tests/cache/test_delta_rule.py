@@ -278,11 +278,8 @@ def test_what_kernels_are_held_against_agrees():
 @pytest.mark.parametrize("size", [3, 8, 21])
 def test_prompts_read_in_order_leave_what_chunks_leave(size: int):
     """Reading prompts as pallas_kernels.delta_rule defines it."""
-    rng, rows, lens = (
-        np.random.default_rng(7),
-        jnp.asarray([2, 0, 3, 1]),
-        jnp.asarray([5, 14, 7, 0]),
-    )
+    rng = np.random.default_rng(7)
+    rows, lens = jnp.asarray([2, 0, 3, 1]), jnp.asarray([5, 14, 7, 0])
     _, state = run(empty(4), jnp.zeros(4, int), lens[jnp.argsort(rows)], *random_inputs(rng, 4, 16))
     q, inputs = random_inputs(rng, 4, size)
     nodes = as_nodes(inputs)

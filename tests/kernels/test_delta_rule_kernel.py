@@ -1,5 +1,5 @@
-"""The gated delta rule of trees and prompts: the Hopper kernels interpreted, lowered, run, beside the
-recurrence with a state per node."""
+"""The gated delta rule of trees and prompts: the Hopper kernels interpreted, lowered, run, beside
+the recurrence with a state per node."""
 
 import functools
 from typing import Any

@@ -43,6 +43,7 @@ AUTO = Kernels(FOR_FOUR.operations | {"delta_rule", "packed_product"})
 MEASURED_FOR_TWO = Kernels(
     frozenset(OPERATIONS)
     - {"partial_attention", "packed_product", "round_tokens", "delta_rule", "float8_pages"}
+    - {"delta_run"}
 )
 
 
