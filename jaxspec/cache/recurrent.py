@@ -7,10 +7,11 @@ the accepted path. Nothing is rolled back, and no state per node exists.
 The checkpoint is always that after a multiple of C tokens, the capacity of the window. Every C
 tokens are folded into it in order, by the same code (delta_rule.fold and chunk share it), whether
 they were read from a prompt, decoded one by one, or accepted from trees. So equal inputs give equal
-bits of the state, however chunks and rounds cut the sequence. (Kernels apply one token after
-the other, in prompts and rounds alike: where only rounds have one, the two agree up to rounding.) Inputs themselves come from
-products, which round alike only in passes of one shape, as keys and values of attention do: see
-SpeculationConfig.verify_width. Without it the state is the same up to rounding.
+bits of the state, however chunks and rounds cut the sequence. (Kernels apply one token after the
+other, in prompts and rounds alike. Where only rounds have one, the two agree up to rounding.)
+Inputs themselves come from products, which round alike only in passes of one shape, as keys and
+values of attention do: see SpeculationConfig.verify_width. Without it the state is the same up to
+rounding.
 
 A row's number of tokens is its ``context_lens``, as in attention; nothing is counted here.
 """
