@@ -141,16 +141,18 @@ class DeltaState(Pytree):
         """Outputs [B, N, G, r, Dv] of a tree's nodes after ``lens`` [B] tokens, and the state that
         waits for the commit. See delta_rule.tree for the arguments."""
         held, after = lens % self.folded, self.replace(nodes=nodes)
-        if self._has_kernel(kernels, q.shape[1], 1):
+        if self._has_kernel("delta_rule", kernels, q.shape[1]):
             window, inputs = self.window.tokens, nodes.inputs.tokens
             out = delta_read(self.s, window, rows, held, q, inputs, ancestors, depth, "mosaic_gpu")
             return out, after
         window = self._window(rows, held)
         return tree(self.s[rows], window, q, nodes.inputs, ancestors, depth), after
 
-    def _has_kernel(self, kernels: Kernels, num_nodes: int, longest_path: int) -> bool:
+    def _has_kernel(
+        self, operation: str, kernels: Kernels, num_nodes: int = 1, longest_path: int = 1
+    ) -> bool:
         fits = misfit(self.s, self.folded, num_nodes, longest_path) is None
-        return fits and kernels.implementation("delta_rule") != "reference"
+        return fits and operation in kernels
 
     def read_run(
         self,
@@ -164,7 +166,7 @@ class DeltaState(Pytree):
         """Outputs [B, T, G, r, Dv] of the consecutive tokens after ``lens`` [B], and the state
         after the first ``counts`` [B] of them. The other tokens are padding."""
         held = lens % self.folded
-        if "delta_run" in kernels and misfit(self.s, self.folded, 1, 1) is None:
+        if self._has_kernel("delta_run", kernels):
             return self.read_in_order(rows, held, counts, q, new, "mosaic_gpu")
         inputs, total = self._aligned(rows, held, new.inputs, counts), held + counts
         num_chunks = inputs.k.shape[1] // self.folded
@@ -222,7 +224,8 @@ class DeltaState(Pytree):
         assert self.nodes is not None, "a commit follows the verification of a tree"
         rows, counts = committed.rows, committed.counts
         held = committed.context_lens % self.folded
-        if self._has_kernel(kernels, self.nodes.channels.shape[1], committed.path.shape[1]):
+        sizes = self.nodes.channels.shape[1], committed.path.shape[1]
+        if self._has_kernel("delta_rule", kernels, *sizes):
             return self._committed_by_kernel(committed, held)
         nodes = jax.tree.map(lambda x: _tokens(x, committed.path), self.nodes)
         inputs, total = self._aligned(rows, held, nodes.inputs, counts), held + counts

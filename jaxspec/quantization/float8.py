@@ -87,9 +87,7 @@ class Float8Linear(Pytree):
 
     def dense(self, dtype: jnp.dtype) -> Array:
         """The weights [*out, in], computed in float32 and rounded to ``dtype``."""
-        scale = self.scale.reshape(len(self.scale), -1)
-        flat = dequantized(self.values.reshape(scale.shape[1], -1), scale)
-        return flat.astype(dtype).reshape(self.values.shape)
+        return dequantized(*self._flat()).astype(dtype).reshape(self.values.shape)
 
     def _multiply(self, x: Any, num_splits: int, kernels: Kernels, dtype: jnp.dtype) -> Array:
         """x [..., in] -> [S, ..., *out], rounded to ``dtype`` once."""

@@ -8,8 +8,8 @@ from jax import Array
 
 from pallas_kernels.add_rms_norm.reference import add_rms_norm_reference
 from pallas_kernels.gradients import with_reference_gradient
-from pallas_kernels.packed_product.tuning import SCALED_ROWS
-from pallas_kernels.round_tokens.reference import round_tokens_reference
+from pallas_kernels.packed_product.tuning import scaled_rows
+from pallas_kernels.round_tokens import round_tokens
 from pallas_kernels.selection import Implementation, kernel_module
 
 WIDTH_STEP = 256  # the kernel's row width is a multiple: two entries for each of 128 threads
@@ -62,12 +62,11 @@ def add_rms_norm_rounded(
     Raises ValueError as add_rms_norm does.
     """
     rows = x.size // x.shape[-1]
-    padded = -(-rows // SCALED_ROWS) * SCALED_ROWS
     mosaic = kernel_module("add_rms_norm", implementation, misfit(x, partials, weight))
     if mosaic is not None:
-        return mosaic.add_rms_norm_mosaic(x, partials, weight, eps=eps, padded=padded)
+        return mosaic.add_rms_norm_mosaic(x, partials, weight, eps, padded=scaled_rows(rows))
     total, normed = add_rms_norm_reference(x, partials, weight, eps)
-    rounded, scale = round_tokens_reference(normed.reshape(rows, -1), 1, padded)
+    rounded, scale = round_tokens(normed.reshape(rows, -1))
     return total, rounded.reshape(x.shape), scale
 
 

@@ -128,7 +128,7 @@ def delta_run_mosaic(
         value, columns = _part(lax.axis_index("part"), values)
         row, count = jnp.minimum(rows_ref[sequence], len(s) - 1), counts_ref[sequence]
         first = held_ref[sequence]
-        kept = (first + count) // capacity * capacity - first  # tokens until the state is stored
+        until = jnp.maximum((first + count) // capacity * capacity - first, 0)
         old = functools.partial(_token, Tokens(wk_ref, wv_ref, wg_ref, wb_ref), row)
         new = functools.partial(_token, Tokens(k_ref, v_ref, g_ref, b_ref), sequence)
         own = group, value, columns
@@ -148,11 +148,10 @@ def delta_run_mosaic(
 
         tile = _load(s_ref.at[row, group, value, columns], TILE)
         tile, _ = lax.fori_loop(0, first, apply, (tile, old(0, *own)))
-        until = jnp.where(first + count >= capacity, kept, 0)
         carry = lax.fori_loop(0, until, read, (tile, new(0, *own)))
 
-        @pl.when(until > 0)
-        def _keep():
+        @pl.when(until > 0)  # at the last multiple of the window's size
+        def _store():
             s_ref[row, group, value, columns] = carry[0]
 
         lax.fori_loop(until, count, read, carry)

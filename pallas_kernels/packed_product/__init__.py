@@ -13,6 +13,7 @@ from pallas_kernels.packed_product.tuning import (
     SCALED_ROWS,
     SUMMED_ROWS,
     packed_tuning,
+    scaled_rows,
 )
 from pallas_kernels.selection import Implementation, kernel_module
 
@@ -77,7 +78,7 @@ def misfit(
     if x_scale is not None:
         if not x.dtype == values.dtype == FLOAT8:
             return f"scales of {x.dtype} x and {values.dtype} values: both must be e4m3"
-        if x_scale.shape != (groups, -(-rows // SCALED_ROWS) * SCALED_ROWS):
+        if x_scale.shape != (groups, scaled_rows(rows)):
             return f"scales of x {x_scale.shape}: padded to a multiple of {SCALED_ROWS} rows"
         return float8_misfit(rows, depth, width, groups, num_splits)
     if x.dtype != jnp.bfloat16 or values.dtype != jnp.int4 or scale.dtype.itemsize != 2:

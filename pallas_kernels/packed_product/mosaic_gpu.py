@@ -28,10 +28,10 @@ from jax import Array, lax
 from pallas_kernels.packed_product.tuning import (
     LARGEST_STEP,
     OUTPUTS,
-    SCALED_ROWS,
     SUMMED_ROWS,
     PackedTuning,
     packed_tuning,
+    scaled_rows,
 )
 from pallas_kernels.packed_product.widening import BIAS, biased_weights
 from pallas_kernels.shared_memory import LINE, swizzled
@@ -120,7 +120,7 @@ class _Plan:
     @property
     def scaled_rows(self) -> int:
         """Rows of x that have a scale, padding included."""
-        return -(-self.rows // SCALED_ROWS) * SCALED_ROWS
+        return scaled_rows(self.rows)
 
 
 # Traced once for all layers of a model.

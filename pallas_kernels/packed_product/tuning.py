@@ -15,9 +15,9 @@ partial sums cross memory. About 3 us of each launch are its begin and end.
 Since then weights of 17 to 64 rows are widened while the tensor cores multiply (``ahead``), in
 other tiles. Beside the variants of the table, in chains of one run (24 November 2026, two
 warpgroups): gate and up, down, q k v take 0.97, 0.92 and 1.01 times as long at 32 rows, 0.89, 0.95
-and 0.99 at 48, 1.01, 0.98 and 0.99 at 64. Products of 8-bit floats at 32 rows take 0.89 and 0.99
-(four CTAs instead of three). At 8, 16 and 192 rows ``ahead`` is slower: there it takes CTAs their
-registers.
+and 0.99 at 48, 1.01, 0.98 and 0.99 at 64; o was not timed. At 8, 16 and 192 rows ``ahead`` is no
+faster. Of products of 8-bit floats at 32 rows gate and up and down take 0.89 and 0.99 (four CTAs
+instead of three).
 
 Small CTAs are best where registers leave room for several: one has data while others wait. Blocks
 of 128 inputs, whose lines of weights are 64 bytes, are slower by a fifth at 8 rows. With 192 rows
@@ -82,6 +82,11 @@ VARIANTS = (
     PackedTuning(warpgroups=4, block=128, unit=32, ctas=1),
     PackedTuning(block=128),
 )
+
+
+def scaled_rows(rows: int) -> int:
+    """The rows that scales of ``rows`` rows have, padding included."""
+    return -(-rows // SCALED_ROWS) * SCALED_ROWS
 
 
 def packed_tuning(rows: int, *, float8: bool = False) -> PackedTuning:

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.packed_product.tuning import SCALED_ROWS
+from pallas_kernels.packed_product.tuning import scaled_rows
 from pallas_kernels.round_tokens.reference import round_tokens_reference
 from pallas_kernels.selection import Implementation, kernel_module
 
@@ -29,7 +29,7 @@ def round_tokens(
 
     Raises ValueError if ``implementation`` is "mosaic_gpu" and the kernel cannot take x.
     """
-    padded = -(-len(x) // SCALED_ROWS) * SCALED_ROWS
+    padded = scaled_rows(len(x))
     mosaic = kernel_module("round_tokens", implementation, misfit(x, num_groups))
     if mosaic is None:
         return round_tokens_reference(x, num_groups, padded)

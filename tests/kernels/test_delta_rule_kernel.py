@@ -63,7 +63,7 @@ def test_a_run_lowers_for_cuda(case: Case):
 
 
 def test_runs_and_rounds_leave_the_same_state():
-    """A run that is cut in two, and the same tokens accepted from a tree that is a chain."""
+    """A run, and the same tokens accepted from a tree that is a chain."""
     case = Case(2, 7, groups=1, v_dim=64)
     s, window, rows, _, _, q, tokens = make_run_arguments(case)
     held, whole = jnp.array([3, 6]), jnp.array([7, 7])
