@@ -1,0 +1,208 @@
+"""Blocks of weights and x in the shared memory of Hopper GPUs: copied into a ring, and multiplied.
+
+What the kernels with weights of 4 or 8 bits have in common. ``refs`` are the arrays of
+``ring_scratch``, by name.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import Array, lax
+
+from pallas_kernels.packed_product.plan import Plan
+from pallas_kernels.packed_product.tuning import OUTPUTS
+from pallas_kernels.packed_product.widening import BIAS, biased_weights
+from pallas_kernels.shared_memory import LINE, swizzled
+
+_OUTPUT_LAYOUT = plgpu.Layout.WGMMA.reduce(1)  # one value for each output of a warpgroup
+_ROW_LAYOUT = plgpu.Layout.WGMMA.reduce(0)  # one value for each row of x
+
+
+def ring_scratch(plan: Plan, dtype: Any, scale_dtype: Any) -> dict[str, Any]:
+    """The ring and its barriers, for x of ``dtype`` and weights with scales of ``scale_dtype``."""
+    block, ring, bits = plan.block, plan.stages, 8 * dtype.itemsize
+    by_output = (ring, plan.tile // plan.part, plan.block_groups, plan.part)
+    x_tile = min(8 * LINE // bits, plan.unit)
+    values_dtype, values_bits = (dtype, 8) if plan.is_float8 else (jnp.int4, 4)
+    values_transforms = swizzled(block, values_bits)
+    scratch: dict[str, Any] = {
+        "values": plgpu.SMEM((ring, plan.tile, block), values_dtype, transforms=values_transforms),
+        "x": plgpu.SMEM((ring, plan.padded_rows, block), dtype, transforms=swizzled(x_tile, bits)),
+        "scale": plgpu.SMEM(by_output, scale_dtype),
+        "full": plgpu.Barrier(num_arrivals=plan.copies, num_barriers=ring),
+        "free": plgpu.Barrier(num_arrivals=plan.config.warpgroups, num_barriers=ring),
+    }
+    if "zero" in plan.more:
+        scratch["zero"] = plgpu.SMEM(by_output, scale_dtype)
+    if plan.is_float8:
+        by_row = (ring, plan.block_groups, plan.scaled_rows)
+        scratch["x_scale"] = plgpu.SMEM(by_row, jnp.float32)
+    return scratch
+
+
+def copy_block(
+    plan: Plan, x: Any, values: Any, by_group: dict[str, Any], refs: Any, tile: Array, block: Array
+) -> None:
+    """Copy a block of inputs, of a tile's weights and of all rows, into ``refs`` of its slot.
+
+    ``by_group``: the weights' scales and zeros, and x_scale, by name.
+    """
+    tile_size, full = plan.tile, refs["full"]
+    outputs, inputs = pl.ds(tile * tile_size, tile_size), pl.ds(block * plan.block, plan.block)
+    # x may have fewer rows than the tile: a start that is not known keeps the slice from being
+    # checked, and the copy engine writes zeros for rows that are not there.
+    rows = pl.ds(0 * tile, plan.padded_rows)
+    groups = pl.ds(block * plan.block // plan.group, plan.block_groups)
+    plgpu.copy_gmem_to_smem(values.at[outputs, inputs], refs["values"], full)
+    plgpu.copy_gmem_to_smem(x.at[rows, inputs], refs["x"], full)
+    for name, source in by_group.items():
+        if name == "x_scale":
+            scales = source.at[groups, pl.ds(0, plan.scaled_rows)]
+            plgpu.copy_gmem_to_smem(scales, refs[name], full)
+            continue
+        for part in range(tile_size // plan.part):
+            own = pl.ds(tile * tile_size + part * plan.part, plan.part)
+            plgpu.copy_gmem_to_smem(source.at[groups, own], refs[name].at[part], full)
+
+
+def no_sums(plan: Plan) -> Array:
+    """Float32 zeros [OUTPUTS, rows], which ``add_block`` adds to."""
+    zeros = jnp.zeros((OUTPUTS, plan.padded_rows), jnp.float32)
+    return plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
+
+
+def add_block(plan: Plan, refs: Any, own: Any, slot: Array, total: Array) -> Array:
+    """total + the product of the block in ``slot``, whose sums are scaled step by step.
+
+    ``own``: the warpgroup's outputs. Totals are [OUTPUTS, rows]. Frees the slot.
+    """
+    weights = None
+    plgpu.barrier_wait(refs["full"].at[slot])
+    for start in range(0, plan.block, plan.step):
+        group = start // plan.group
+        sums, weights = _product(plan, refs, slot, own, start, weights)
+        if plan.is_float8:
+            x_scales = refs["x_scale"].at[slot, group, pl.ds(0, plan.padded_rows)]
+            x_scale = plgpu.load(x_scales, layout=_ROW_LAYOUT, optimized=False)
+            sums *= lax.broadcast_in_dim(x_scale, sums.shape, [1])
+        scale = _by_output(plan, refs["scale"], slot, group).astype(jnp.float32)
+        total += sums * lax.broadcast_in_dim(scale, sums.shape, [0])
+    plgpu.commit_smem()  # what was read comes before what the copy engine writes there next
+    plgpu.barrier_arrive(refs["free"].at[slot])
+    return total
+
+
+def own_outputs() -> Any:
+    """A warpgroup's outputs among those of its CTA."""
+    return pl.ds(lax.axis_index("warpgroup") * OUTPUTS, OUTPUTS)
+
+
+def _product(
+    plan: Plan, refs: Any, slot: Array, own: Any, start: int, weights: Any
+) -> tuple[Array, Any]:
+    """The weights of a step times x: float32 [OUTPUTS, rows].
+
+    ``weights``: the step's first ones, if they are widened already. Also returns those of the next
+    step, or None.
+    """
+    starts = range(start, start + plan.step, plan.unit)
+    if plan.interpret:
+        return interpreted(plan, refs, slot, own, starts), None
+
+    def multiply(sums: Any) -> tuple[Array, Any]:
+        following = accumulate(plan, refs, slot, own, starts, sums, weights)
+        return sums[...], following
+
+    sums = plgpu.WGMMAAccumulatorRef((OUTPUTS, plan.padded_rows), jnp.float32)
+    return pl.run_scoped(multiply, sums)
+
+
+def accumulate(
+    plan: Plan,
+    refs: Any,
+    slot: Array,
+    own: Any,
+    starts: Sequence[int],
+    sums: Any,
+    weights: Any = None,
+) -> Any:
+    """Add the products of the units that begin at ``starts``; ``weights`` as in ``_product``."""
+    for first in starts:
+        if weights is None:
+            weights = _weights(plan, refs, slot, own, first)
+        plgpu.wgmma(sums, weights, _x(plan, refs, slot, first))
+        following = first + plan.unit
+        widens = plan.config.ahead and not plan.is_float8 and following < plan.block
+        weights = _weights(plan, refs, slot, own, following) if widens else None
+        plgpu.wgmma_wait(0)  # the registers of these weights are free for the next ones
+    return weights
+
+
+def interpreted(plan: Plan, refs: Any, slot: Array, own: Any, starts: Sequence[int]) -> Array:
+    """The same: the interpreter knows no operands in registers, and CPUs no 8-bit floats."""
+    total = jnp.zeros((OUTPUTS, plan.padded_rows), jnp.float32)
+    for first in starts:
+        weights = _weights(plan, refs, slot, own, first)[...].astype(jnp.float32)
+        x = _x(plan, refs, slot, first)[...].astype(jnp.float32)
+        total += jnp.dot(weights, x, precision=lax.Precision.HIGHEST)
+    return total
+
+
+def _weights(plan: Plan, refs: Any, slot: Array, own: Any, start: int) -> Any:
+    """A unit of them: [OUTPUTS, unit]."""
+    if plan.is_float8:
+        return refs["values"].at[slot, own, pl.ds(start, plan.unit)]
+    return _widened(plan, refs, slot, own, start)
+
+
+def _x(plan: Plan, refs: Any, slot: Array, start: int) -> Any:
+    """[unit, rows]"""
+    return refs["x"].at[slot, :, pl.ds(start, plan.unit)].transpose((1, 0))
+
+
+def _widened(plan: Plan, refs: Any, slot: Array, own: Any, start: int) -> Array:
+    """Weights of 4 bits less their zeros, exactly, or scaled: bfloat16 [OUTPUTS, unit]."""
+    values = refs["values"].at[slot, own]
+    biased = biased_weights(values, start, plan.unit, interpret=plan.interpret)
+    bias = jnp.bfloat16(BIAS)
+    if "zero" in plan.more:
+        zero = _by_output(plan, refs["zero"], slot, start // plan.group)
+        bias = lax.broadcast_in_dim(zero.astype(jnp.bfloat16) + bias, biased.shape, [0])
+    weights = biased - bias
+    if not plan.scales_weights:
+        return weights
+    scale = _by_output(plan, refs["scale"], slot, start // plan.group)
+    dtype = jnp.promote_types(weights.dtype, scale.dtype)  # float32 if scales are float16
+    scale = lax.broadcast_in_dim(scale.astype(dtype), weights.shape, [0])
+    return (weights.astype(dtype) * scale).astype(weights.dtype)
+
+
+def _by_output(plan: Plan, ref: Any, slot: Array, group: int) -> Array:
+    """A warpgroup's scales or zeros of a group."""
+    first = lax.axis_index("warpgroup") * OUTPUTS
+    own = pl.ds(lax.rem(first, plan.part), OUTPUTS)
+    place = ref.at[slot, lax.div(first, plan.part), group, own]
+    return plgpu.load(place, layout=_OUTPUT_LAYOUT, optimized=False)
+
+
+def store_rows(total: Array, place: Any, rows: Any) -> None:
+    """Store a warpgroup's outputs [OUTPUTS, rows] as rows of ``place``, through ``rows``: shared
+    memory of all warpgroups. The copy is under way yet, but has read them there."""
+    own = rows.at[lax.axis_index("warpgroup")]
+    transposed = plgpu.layout_cast(total.astype(own.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
+    write_plain(own.transpose((1, 0)), transposed)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(own, place)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def write_plain(ref: Any, value: Array) -> None:
+    """Store to plain shared memory. jax 0.12 has to be told that bank conflicts are allowed."""
+    store = getattr(plgpu, "store", None)
+    if store is None:
+        ref[...] = value
+    else:
+        store(ref, value, optimized=False)
