@@ -107,7 +107,7 @@ def _sizes_misfit(
     group = depth // groups
     if rows > most_rows:
         return f"{rows} rows: at most {most_rows}"
-    tile = packed_tuning(rows, float8=not small_groups).tile
+    tile = packed_tuning(rows, depth, width, float8=not small_groups).tile
     if width % tile:
         return f"{width} outputs: a multiple of {tile}"
     if group not in small_groups and group % LARGEST_STEP:

@@ -65,7 +65,7 @@ def packed_product_mosaic(
         group=depth // groups,
         more=tuple(more),
         num_splits=num_splits,
-        config=config or packed_tuning(rows, float8=x_scale is not None),
+        config=config or packed_tuning(rows, depth, width, float8=x_scale is not None),
         interpret=interpret is not None,
     )
     if rows > 8:  # the copy engine fills a single tile of 8 rows with zeros, but not several

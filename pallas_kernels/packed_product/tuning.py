@@ -12,12 +12,12 @@ partial sums cross memory. About 3 us of each launch are its begin and end.
 | 64 | 39.9, 58 % | 19.5, 63 % | 12.5, 45 % | 8.4, 54 % |
 | 192 | 76.6, 37 % | 38.4, 43 % | - | 16.5, 47 % |
 
-Since then weights of 17 to 64 rows are widened while the tensor cores multiply (``ahead``), in
-other tiles. Beside the variants of the table, in chains of one run (24 November 2026, two
-warpgroups): gate and up, down, q k v take 0.97, 0.92 and 1.01 times as long at 32 rows, 0.89, 0.95
-and 0.99 at 48, 1.01, 0.98 and 0.99 at 64; o was not timed. At 8, 16 and 192 rows ``ahead`` is no
-faster. Of products of 8-bit floats at 32 rows gate and up and down take 0.89 and 0.99 (four CTAs
-instead of three).
+Since then, in chains of one run each (24 November 2026): weights of 17 to 64 rows are widened while
+the tensor cores multiply (``ahead``); products whose outputs give one CTA of four warpgroups to
+nearly every multiprocessor have such CTAs, which takes gate and up from 40.1 to 35.1 us at 32 rows,
+and from 42.9 to 39.3 at 48, the chain's own operations included; small products have longer units
+at 8 rows (q, k and v 9.9 to 9.6, o 8.7 to 8.4) and smaller CTAs at 32 (13.5 to 12.7, 10.1 to 9.5).
+Of 8-bit floats no other variant was more than 3 % faster than those below at 8 or 32 rows.
 
 Small CTAs are best where registers leave room for several: one has data while others wait. Blocks
 of 128 inputs, whose lines of weights are 64 bytes, are slower by a fifth at 8 rows. With 192 rows
@@ -32,6 +32,7 @@ OUTPUTS = 64  # of a warpgroup: what the tensor cores take
 LARGEST_STEP = 128  # inputs that are summed before the sums are scaled
 SUMMED_ROWS = 64  # of more rows weights are scaled, instead of sums
 SCALED_ROWS = 32  # scales of so many rows are copied at once: 128 bytes
+SMALL = 4096 * OUTPUTS * MULTIPROCESSORS  # weights; of no more a product is over soon
 MAX_SPLITS = 8
 MIN_SPLIT_DEPTH = 1024  # inputs: shorter parts end before the copies have come up to speed
 MOST_STAGES = 8
@@ -89,31 +90,48 @@ def scaled_rows(rows: int) -> int:
     return -(-rows // SCALED_ROWS) * SCALED_ROWS
 
 
-def packed_tuning(rows: int, *, float8: bool = False) -> PackedTuning:
-    """The variant for so many rows of x; the same for 8 rows and fewer, and so on: rows are padded
-    to a multiple of 8. ``float8``: weights are 8-bit floats, of which none is widened."""
+def packed_tuning(rows: int, depth: int, width: int, *, float8: bool = False) -> PackedTuning:
+    """The variant for so many rows, inputs and outputs; the same for 8 rows and fewer, and so on:
+    rows are padded to a multiple of 8. ``float8``: weights are 8-bit floats, of which none is
+    widened."""
+    is_small = depth * width <= SMALL and not float8
     if rows <= 8:
-        return PackedTuning(warpgroups=1, ctas=6)
+        return PackedTuning(warpgroups=1, unit=128 if is_small else 64, ctas=6)
     if rows <= 16:
         return PackedTuning(warpgroups=1, ctas=5)
-    if rows <= 32:
-        return PackedTuning(warpgroups=1, ctas=4) if float8 else PackedTuning(ctas=1, ahead=True)
-    if rows <= SUMMED_ROWS:  # longer products of the tensor cores, which wait less often
-        return PackedTuning(unit=128, ctas=1, ahead=True)
+    if float8 and rows <= 32:
+        return PackedTuning(warpgroups=1, ctas=4)
+    if rows <= SUMMED_ROWS:
+        return _tuning_of_sums(rows, width, is_small, float8)
     return PackedTuning(block=64, ctas=1)
+
+
+def _tuning_of_sums(rows: int, width: int, is_small: bool, float8: bool) -> PackedTuning:
+    """Of 17 to SUMMED_ROWS rows; of 8-bit floats of more than 32."""
+    large = PackedTuning(warpgroups=4, unit=128 if rows <= 32 else 64, ctas=1)
+    fill, rest = divmod(width, large.tile)  # CTAs, one for each multiprocessor
+    fills = not rest and 3 * MULTIPROCESSORS // 4 <= fill <= MULTIPROCESSORS
+    if fills and rows <= 48 and not float8:  # registers have no room for more rows
+        return large
+    if rows > 32:  # longer products of the tensor cores, which wait less often
+        return PackedTuning(unit=128, ctas=1, ahead=True)
+    if is_small:
+        return PackedTuning(warpgroups=1, ctas=3, ahead=True)
+    return PackedTuning(ctas=1, ahead=True)
 
 
 def choose_packed_splits(rows: int, depth: int, width: int, *, float8: bool = False) -> int:
     """Parts of the inputs that are summed separately, so that all multiprocessors have work.
 
-    It depends on the padded rows only. Partial sums cost time: where all multiprocessors have work
+    It depends on the padded rows only. Partial sums cost time: where most multiprocessors have work
     for two warpgroups anyway, they have at most an eighth of the weights' bytes.
     """
-    config, padded_rows = packed_tuning(rows, float8=float8), -(-rows // 8) * 8
-    tiles, splits = width // config.tile, 1
+    config = packed_tuning(rows, depth, width, float8=float8)
+    padded_rows, tiles, splits = -(-rows // 8) * 8, width // config.tile, 1
+    enough = MULTIPROCESSORS * 3 // 2 if float8 else MULTIPROCESSORS * 4 // 3
     while 2 * splits * tiles <= config.ctas * MULTIPROCESSORS and splits < MAX_SPLITS:
         part = depth // (2 * splits)
-        has_idle = splits * tiles * min(config.warpgroups, 2) < 3 * MULTIPROCESSORS // 2
+        has_idle = splits * tiles * min(config.warpgroups, 2) < enough
         if part < MIN_SPLIT_DEPTH or depth % (2 * splits * LARGEST_STEP):
             break
         if not has_idle and 4 * padded_rows > part // 2 // 8:

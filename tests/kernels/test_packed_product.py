@@ -122,7 +122,8 @@ def test_variants_lower_for_cuda(config: PackedTuning):
 @pytest.mark.parametrize("config", [None, *VARIANTS], ids=str)
 def test_on_the_device_it_is_the_product(case: Case, config: PackedTuning | None):
     options = {"num_splits": case.num_splits, "dtype": FLOAT32, "config": config}
-    if case.width % (config or packed_tuning(case.rows, float8=case.float8)).tile:
+    own = packed_tuning(case.rows, case.depth, case.width, float8=case.float8)
+    if case.width % (config or own).tile:
         pytest.skip("not of these outputs")
     if config is not None and case.rows > SUMMED_ROWS:
         pytest.skip("not of these rows")
@@ -166,7 +167,7 @@ def test_unsupported_arguments_are_named(case: Case, message: str):
 def test_splits_are_whole_steps_and_most_multiprocessors_have_work():
     for case in BENCHMARK_CASES:
         splits = choose_packed_splits(case.rows, case.depth, case.width, float8=case.float8)
-        config = packed_tuning(case.rows, float8=case.float8)
+        config = packed_tuning(case.rows, case.depth, case.width, float8=case.float8)
         assert case.depth % (splits * 128) == 0
         tiles = case.width // config.tile
         assert 96 <= splits * tiles <= max(config.ctas * 132, tiles)
@@ -176,7 +177,7 @@ def test_equally_padded_rows_have_the_same_kernel():
     for first in range(1, 64, 8):
         for _, (depth, width) in SHAPES.items():
             kernels = {
-                (packed_tuning(rows), choose_packed_splits(rows, depth, width))
+                (packed_tuning(rows, depth, width), choose_packed_splits(rows, depth, width))
                 for rows in range(first, first + 8)
             }
             assert len(kernels) == 1
