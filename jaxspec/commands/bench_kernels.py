@@ -28,6 +28,7 @@ from jaxspec.benchmarking.kernels import (
     compile_benchmark,
     time_benchmark,
 )
+from jaxspec.benchmarking.recurrent import benchmarks as delta_rule_in_jnp
 from jaxspec.benchmarking.timing import measure_bandwidth, measure_product_rate
 from jaxspec.commands.run_facts import run_facts
 from jaxspec.commands.shell import (
@@ -60,6 +61,7 @@ OPERATIONS: Mapping[str, Callable[[], Sequence[Benchmark]]] = MappingProxyType(
         "truncate": truncate.benchmarks,
         "packed_product": packed_product.benchmarks,
         "delta_rule": delta_rule.benchmarks,
+        "delta_rule_in_jnp": delta_rule_in_jnp,
     }
 )
 ROTATION_BYTES = 200 << 20  # four times an H100's L2 cache

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jaxspec.benchmarking.kernels import Peaks, Plan, compile_benchmark, time_benchmark
+from jaxspec.benchmarking.recurrent import in_jnp
 from pallas_kernels.delta_rule import cases
 from pallas_kernels.delta_rule.cases import (
     BENCHMARK_ROUNDS,
@@ -29,6 +30,7 @@ from tests.programs import FAST_COMPILE
 TREE = Round(Case(2, 9, groups=2, v_dim=8, capacity=4, k_dim=16), (1, 3, 3, 2), pool=4)
 ROOT = Round(Case(2, 1, groups=1, v_dim=8, capacity=4, k_dim=16), (1,), pool=6)
 KINDS = (read_benchmark, round_benchmark, snapshot_benchmark, run_benchmark)
+IN_JNP = (round_benchmark, run_benchmark)
 
 
 def assert_close(found: Any, expected: Any) -> None:
@@ -78,6 +80,20 @@ def test_calls_hand_on_what_the_next_ones_take(make):
     assert following[KEPT - 2].tolist() == [2, 3]  # rows
     reference = jax.jit(benchmark.reference, compiler_options=FAST_COMPILE)
     assert_close(output, reference(*arguments))
+
+
+@pytest.mark.parametrize("make", IN_JNP, ids=lambda make: make.__name__)
+def test_what_the_engine_runs_without_kernels_gives_the_same(make):
+    benchmark = make(TREE)
+    arguments = benchmark.make_arguments(0)
+    found, expected = (
+        jax.jit(call, compiler_options=FAST_COMPILE)(*arguments)
+        for call in (in_jnp(benchmark).call, benchmark.reference)
+    )
+    *_, channels, rows, lens = found
+    for one, other in zip((channels, rows, lens), expected[-3:], strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert_close(found[:2], expected[:2])
 
 
 @pytest.mark.slow
