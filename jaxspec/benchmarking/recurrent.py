@@ -4,7 +4,7 @@ arguments of pallas_kernels/delta_rule/cases.py."""
 import dataclasses
 from collections.abc import Sequence
 
-from jax import Array
+from jax import Array, lax
 
 from jaxspec.cache import CommittedPath
 from jaxspec.cache.delta_rule import DeltaInputs
@@ -53,6 +53,7 @@ def _round(*arguments: Array) -> tuple[Array, ...]:
     nodes = DeltaNodes(inputs=_inputs(inputs), channels=new)
     context_lens = lens[rows]
     out, state = state.read_tree(rows, context_lens, q, nodes, ancestors, depth)
+    out, path = lax.optimization_barrier((out, path))  # what is accepted depends on what was read
     committed = CommittedPath(
         rows=rows,
         page_table=rows[:, None],

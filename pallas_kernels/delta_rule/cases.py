@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
 from pallas_kernels.benchmark import Arguments, Benchmark, implementation_to_time, noise
 from pallas_kernels.delta_rule import delta_commit, delta_read, delta_run
@@ -345,6 +345,7 @@ def _round(*arguments: Array, implementation: Implementation) -> tuple[Array, ..
     out, s, *window, channels, following, lens = _read(*arguments, implementation=implementation)
     rows = arguments[KEPT - 2]
     _, *nodes, new, _, _, path, counts = arguments[KEPT:]
+    out, path = lax.optimization_barrier((out, path))  # what is accepted depends on what was read
     held = lens[rows] % window[0].shape[1]
     s, after, channels = delta_commit(
         s, Tokens(*window), channels, rows, held, Tokens(*nodes), new, path, counts, implementation

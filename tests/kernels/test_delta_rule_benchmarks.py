@@ -25,6 +25,7 @@ from pallas_kernels.delta_rule.cases import (
 )
 from pallas_kernels.delta_rule.reference import delta_commit_reference
 from pallas_kernels.delta_rule.tokens import Tokens
+from tests.marks import slow
 from tests.programs import FAST_COMPILE
 
 TREE = Round(Case(2, 9, groups=2, v_dim=8, capacity=4, k_dim=16), (1, 3, 3, 2), pool=4)
@@ -40,7 +41,7 @@ def assert_close(found: Any, expected: Any) -> None:
         )
 
 
-@pytest.mark.parametrize("size", [TREE, ROOT], ids=str)
+@pytest.mark.parametrize("size", [TREE, slow(ROOT)], ids=str)
 def test_a_state_per_node_gives_what_a_window_gives(size: Round):
     """Rounds that start with full states and empty windows: outputs of each, and the states after
     all that was accepted."""
