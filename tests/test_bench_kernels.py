@@ -118,9 +118,10 @@ def test_a_rounded_norm_is_fed_by_the_one_before():
     output = benchmark.call(*arguments)
     total, rounded, scale = output
     assert (rounded.dtype, scale.shape) == (jnp.float8_e4m3fn, (1, 3))
-    fed, *rest = benchmark.feed(arguments, output)
+    fed, partials, weight = benchmark.feed(arguments, output)
     assert fed is not None and jnp.array_equal(fed, total)
-    assert rest == list(arguments[1:])
+    assert partials is arguments[1]
+    assert weight is not None and weight.dtype == jnp.bfloat16
     assert case.num_rounded_bytes == 256 * (2 + 3 * (2 + 2 * 4 + 2 + 1)) + 3 * 4
 
 
