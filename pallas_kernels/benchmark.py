@@ -31,6 +31,8 @@ class Benchmark:
       implementation: the implementation that ``call`` runs.
       rotates: whether the calls of a chain rotate through several sets of arguments, so that none
         is found in the GPU's cache. False: each call reads what the previous one left there.
+      seconds, reference_seconds: about how long a call takes at least, where that is far more than
+        its bytes and FLOPs do. It decides only how many calls are timed.
     """
 
     name: str
@@ -42,6 +44,8 @@ class Benchmark:
     flops: int
     implementation: Implementation
     rotates: bool = True
+    seconds: float = 0.0
+    reference_seconds: float = 0.0
 
 
 def implementation_to_time() -> Implementation:

@@ -14,6 +14,7 @@ from jaxspec.benchmarking.kernels import (
     time_benchmark,
 )
 from jaxspec.commands import bench_kernels
+from pallas_kernels.add_rms_norm import cases as add_rms_norm
 from pallas_kernels.benchmark import Benchmark
 from pallas_kernels.paged_attention.cases import (
     TEST_CASES,
@@ -108,6 +109,37 @@ def test_bytes_and_flops_of_attention():
     queries = 2 * 3 * 8
     half = slots * 2 * 16 * 2 + queries * 16 * (2 + 4) + queries * 4
     assert case.num_partial_bytes(jnp.bfloat16, 2) == half
+
+
+def test_a_rounded_norm_is_fed_by_the_one_before():
+    case = add_rms_norm.Case(3, 256, 2)
+    benchmark = add_rms_norm.rounded_benchmark(case)
+    arguments = benchmark.make_arguments(0)
+    output = benchmark.call(*arguments)
+    total, rounded, scale = output
+    assert (rounded.dtype, scale.shape) == (jnp.float8_e4m3fn, (1, 3))
+    fed, partials, weight = benchmark.feed(arguments, output)
+    assert fed is not None and jnp.array_equal(fed, total)
+    assert partials is arguments[1]
+    assert weight is not None and weight.dtype == jnp.bfloat16
+    assert case.num_rounded_bytes == 256 * (2 + 3 * (2 + 2 * 4 + 2 + 1)) + 3 * 4
+
+
+def test_a_slow_reference_is_called_less_often():
+    benchmark = Benchmark(
+        name="halving",
+        make_arguments=lambda seed: (jnp.float32(1),),
+        call=lambda x: x / 2,
+        reference=lambda x: x / 2,
+        feed=lambda arguments, output: (output,),
+        num_bytes=8,
+        flops=1,
+        implementation="reference",
+        reference_seconds=1e-3,
+    )
+    plan = Plan(rotation_bytes=0, seconds=3.2e-2, repeats=1)
+    compiled = compile_benchmark(benchmark, Peaks(1e9, 1e9), plan)
+    assert (compiled.calls, compiled.reference_calls) == (1 + 3200, 1 + 32)
 
 
 def test_the_longer_of_two_floors_counts():

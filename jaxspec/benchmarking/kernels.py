@@ -75,12 +75,13 @@ class CompiledBenchmark:
 
     Attributes:
       num_sets: sets of arguments that the chains go through.
-      calls: number of calls in a chain's program.
+      calls, reference_calls: number of calls in a chain's program.
     """
 
     benchmark: Benchmark
     num_sets: int
     calls: int
+    reference_calls: int
     chain: Callable[..., Any]
     reference_chain: Callable[..., Any]
     errors: Callable[..., Any]
@@ -92,19 +93,24 @@ def compile_benchmark(benchmark: Benchmark, peaks: Peaks, plan: Plan) -> Compile
     rotation_bytes = plan.rotation_bytes if benchmark.rotates else 0
     num_sets = min(max(1, -(-rotation_bytes // _num_bytes(shapes))), MAX_SETS)
     length = max(num_sets, MIN_CHAIN)
-    passes = max(1, round(plan.seconds / max(peaks.floor(benchmark)[0], CALL_SECONDS)) // length)
+    least = max(peaks.floor(benchmark)[0], CALL_SECONDS)
     tables, data = _split([shapes] * num_sets)
 
-    def compiled(call: Callable[..., Any]) -> Callable[..., Any]:
+    def passes(seconds: float) -> int:
+        return max(1, round(plan.seconds / max(least, seconds)) // length)
+
+    def compiled(call: Callable[..., Any], passes: int) -> Callable[..., Any]:
         program = _chain(call, benchmark.feed, [_is_data(x) for x in shapes], length, passes)
         return jax.jit(program).lower(tables, data).compile()
 
+    own, other = passes(benchmark.seconds), passes(benchmark.reference_seconds)
     return CompiledBenchmark(
         benchmark=benchmark,
         num_sets=num_sets,
-        calls=1 + passes * length,
-        chain=compiled(benchmark.call),
-        reference_chain=compiled(benchmark.reference),
+        calls=1 + own * length,
+        reference_calls=1 + other * length,
+        chain=compiled(benchmark.call, own),
+        reference_chain=compiled(benchmark.reference, other),
         errors=jax.jit(functools.partial(_errors, benchmark)).lower(*shapes).compile(),
     )
 
@@ -115,18 +121,18 @@ def time_benchmark(compiled: CompiledBenchmark, peaks: Peaks, plan: Plan) -> Ker
     sets = [benchmark.make_arguments(seed) for seed in range(compiled.num_sets)]
     tables, data = _split(sets)
 
-    def seconds(program: Callable[..., Any]) -> float:
+    def seconds(program: Callable[..., Any], calls: int) -> float:
         jax.block_until_ready(program(tables, data))
         runs = [timed(program, tables, data)[1] for _ in range(plan.repeats)]
-        return statistics.median(runs) / compiled.calls
+        return statistics.median(runs) / calls
 
     floor, bound = peaks.floor(benchmark)
     error, reference_error = compiled.errors(*sets[0])
     return KernelTiming(
         case=benchmark.name,
         implementation=benchmark.implementation,
-        seconds=seconds(compiled.chain),
-        reference_seconds=seconds(compiled.reference_chain),
+        seconds=seconds(compiled.chain, compiled.calls),
+        reference_seconds=seconds(compiled.reference_chain, compiled.reference_calls),
         error=float(error),
         reference_error=float(reference_error),
         num_bytes=benchmark.num_bytes,

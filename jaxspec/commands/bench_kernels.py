@@ -28,6 +28,7 @@ from jaxspec.benchmarking.kernels import (
     compile_benchmark,
     time_benchmark,
 )
+from jaxspec.benchmarking.recurrent import benchmarks as delta_rule_in_jnp
 from jaxspec.benchmarking.timing import measure_bandwidth, measure_product_rate
 from jaxspec.commands.run_facts import run_facts
 from jaxspec.commands.shell import (
@@ -40,6 +41,7 @@ from jaxspec.commands.shell import (
 )
 from pallas_kernels.add_rms_norm import cases as add_rms_norm
 from pallas_kernels.benchmark import Benchmark
+from pallas_kernels.delta_rule import cases as delta_rule
 from pallas_kernels.kv_compact import cases as kv_compact
 from pallas_kernels.packed_product import cases as packed_product
 from pallas_kernels.paged_attention import cases as paged_attention
@@ -58,6 +60,8 @@ OPERATIONS: Mapping[str, Callable[[], Sequence[Benchmark]]] = MappingProxyType(
         "top_k": top_k.benchmarks,
         "truncate": truncate.benchmarks,
         "packed_product": packed_product.benchmarks,
+        "delta_rule": delta_rule.benchmarks,
+        "delta_rule_in_jnp": delta_rule_in_jnp,
     }
 )
 ROTATION_BYTES = 200 << 20  # four times an H100's L2 cache

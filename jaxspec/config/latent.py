@@ -46,6 +46,16 @@ class LatentConfig:
     def query_dim(self) -> int:
         return self.key_dim + self.rope.head_dim
 
+    def expands(self, num_tokens: int, num_slots: int) -> bool:
+        """Whether so many tokens of a sequence attend to so many slots with fewer multiplications
+        if keys and values of the heads are computed: of each slot, instead of queries projected to
+        the latent's space and sums of latents projected to values, of each token.
+        """
+        up = self.latent * (self.key_dim + self.value_dim)
+        absorbed = num_tokens * (up + num_slots * 2 * self.stored_dim)
+        expanded = num_slots * (up + num_tokens * (self.query_dim + self.value_dim))
+        return expanded < absorbed
+
     @property
     def heads(self) -> str:
         """In words."""

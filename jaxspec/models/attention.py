@@ -5,6 +5,7 @@ This file and forward.py are the one place where model code calls kernels by ope
 name none.
 """
 
+import functools
 from typing import Any, Literal
 
 import jax
@@ -14,10 +15,12 @@ from jax import Array, lax
 from jaxspec.cache import PagedKV, PagedLatent
 from jaxspec.cache.spread import own_slots
 from jaxspec.collectives import shard_offset
+from jaxspec.config.latent import LatentConfig
 from jaxspec.models.forward import Heads, LatentHeads
 from jaxspec.parallel import Axes
 from jaxspec.pytree import Pytree, array, pytree, static
 from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.paged_attention.expanded import dense_heads, expanded_attention
 from pallas_kernels.paged_attention.partial import (
     PartialAttention,
     merge_partials,
@@ -89,8 +92,23 @@ class PagedAttend(Pytree):
 
     def _latent(self, state: PagedLatent, heads: LatentHeads) -> tuple[Array, PagedLatent]:
         pages = write_rows(state.pages, heads.stored, self.slots)
+        state = state.replace(pages=pages)
+        if self._expands(heads.config, pages.shape[2]):
+            out = expanded_attention(
+                heads.queries,
+                pages,
+                heads.key_up,
+                heads.value_up,
+                self.page_table,
+                self.context_lens,
+                self.positions,
+                self.kv_lens,
+                scale=heads.config.scale,
+                first_slot=self.first_slot,
+            )
+            return out, state
         out = paged_attention(
-            heads.queries,
+            heads.absorbed,
             pages,
             pages,
             self.page_table,
@@ -98,12 +116,20 @@ class PagedAttend(Pytree):
             self.positions,
             self.ancestors,
             self.kv_lens,
-            scale=heads.scale,
+            scale=heads.config.scale,
             first_slot=self.first_slot,
             order_invariant=self.order_invariant,
             implementation=heads.kernels.over_pages("paged_attention", pages),
         )
-        return out, state.replace(pages=pages)
+        return heads.values(out), state
+
+    def _expands(self, config: LatentConfig, page_size: int) -> bool:
+        """Whether keys and values of the heads are computed from latents: for a prompt's tokens
+        only, so that all trees are verified alike, and not where the sums of a token must not
+        depend on how its prompt was cut."""
+        if self.ancestors is not None or self.order_invariant:
+            return False
+        return config.expands(self.slots.shape[1], self.page_table.shape[1] * page_size)
 
     def _spread(self, state: PagedKV, heads: Heads, window: int | None) -> tuple[Array, PagedKV]:
         """As __call__, where devices have a part of every page each: all queries attend to each
@@ -171,8 +197,32 @@ def dense_causal_attend(
     implementation: Literal["xla", "cudnn"] = "xla",
 ) -> tuple[Array, None]:
     """An Attend function over the pass's own T tokens, without a cache."""
+    if isinstance(heads, LatentHeads):
+        return _dense_latent_attention(heads, window, implementation), state
     how = window, implementation, heads.scale, heads.softcap, heads.sinks
     return dense_causal_attention(*heads.rotated(), *how), state
+
+
+def _dense_latent_attention(
+    heads: LatentHeads, window: int | None, implementation: Literal["xla", "cudnn"]
+) -> Array:
+    """Values [B, T, Q, Dv]."""
+    size = heads.stored.shape[1]
+    attend = functools.partial(
+        dense_causal_attention,
+        window=window,
+        implementation=implementation,
+        scale=heads.config.scale,
+    )
+    if not heads.config.expands(size, size):
+        queries = heads.absorbed
+        return heads.values(attend(queries, heads.stored, heads.stored))
+    k, v = dense_heads(heads.stored[:, :, 0], heads.key_up, heads.value_up)
+    width = max(k.shape[-1], v.shape[-1])  # dense attention has one width
+    q, k, v_wide = (
+        jnp.pad(x, [(0, 0)] * 3 + [(0, width - x.shape[-1])]) for x in (heads.queries, k, v)
+    )
+    return attend(q, k, v_wide)[..., : v.shape[-1]]
 
 
 def dense_causal_attention(

@@ -15,6 +15,7 @@ from jax import Array, lax
 
 from jaxspec.cache import KVScales
 from jaxspec.collectives import all_tokens
+from jaxspec.config.latent import LatentConfig
 from jaxspec.config.mixers import AttentionConfig
 from jaxspec.config.mlps import Activation
 from jaxspec.config.model import LayerConfig
@@ -31,7 +32,7 @@ from jaxspec.models.rope import rope_angles
 from jaxspec.parallel import Axes, Layout
 from pallas_kernels.add_rms_norm import add_rms_norm, add_rms_norm_rounded, takes_partials
 from pallas_kernels.add_rms_norm.reference import rms_norm as rms_norm_reference
-from pallas_kernels.products import sum_partials
+from pallas_kernels.products import einsum_f32, sum_partials
 from pallas_kernels.reduce_add_rms_norm import misfit, reduce_add_rms_norm
 from pallas_kernels.reduce_add_rms_norm import takes_partials as exchange_takes_partials
 from pallas_kernels.rope_kv_write import rope_kv_write
@@ -40,7 +41,7 @@ from pallas_kernels.rope_kv_write.reference import apply_rope, rotated_heads
 from pallas_kernels.selection import Kernels
 
 # How tokens attend to the past: (layer's state, Heads or LatentHeads, window) -> (output
-# [B, T, Q, D], state)
+# [B, T, Q, D], of latent attention the values', state)
 Attend = Callable[[Any, Any, int | None], tuple[Array, Any]]
 
 
@@ -267,25 +268,41 @@ class Heads:
 
 @dataclasses.dataclass(frozen=True)
 class LatentHeads:
-    """The input of latent attention: what stands for Heads in an Attend function. All heads attend
-    to one vector of each token, which is key and value.
+    """The input of latent attention: what stands for Heads in an Attend function, which returns the
+    heads' values.
 
     Attributes:
-      queries: [B, T, Q, D].
-      stored: [B, T, 1, D], what is kept of the tokens.
-      scale: of the scores.
+      plain, rotary: [B, T, Q, key_dim] and [B, T, Q, R], queries; ``rotary`` is rotated.
+      stored: [B, T, 1, L + R], latents and rotated keys: what is kept of the tokens.
+      key_up, value_up: [Q, key_dim, L] and [Q, value_dim, L], from a latent to the heads' keys and
+        values.
     """
 
-    queries: Array
+    plain: Array
+    rotary: Array
     stored: Array
-    scale: float
+    key_up: Array
+    value_up: Array
+    config: LatentConfig
     kernels: Kernels
-    softcap: None = None
-    sinks: None = None
 
-    def rotated(self) -> tuple[Array, Array, Array]:
-        """Queries, keys and values."""
-        return self.queries, self.stored, self.stored
+    @property
+    def queries(self) -> Array:
+        """[B, T, Q, key_dim + R], of the heads' own keys."""
+        return jnp.concatenate([self.plain, self.rotary], axis=-1)
+
+    @property
+    @jax.named_scope("attention")
+    def absorbed(self) -> Array:
+        """[B, T, Q, L + R], queries of what is stored."""
+        queries = einsum_f32("btqk,qkl->btql", self.plain, self.key_up).astype(self.plain.dtype)
+        return jnp.concatenate([queries, self.rotary], axis=-1)
+
+    @jax.named_scope("attention")
+    def values(self, attended: Array) -> Array:
+        """Values [B, T, Q, value_dim] of sums of what is stored [B, T, Q, L + R]."""
+        latent = attended[..., : self.config.latent]
+        return einsum_f32("btql,qvl->btqv", latent, self.value_up).astype(attended.dtype)
 
 
 def make_pass(

@@ -1,12 +1,18 @@
-"""Shapes of delta_rule for its tests, and random arguments for them."""
+"""Shapes of delta_rule that tests and benchmarks share, and random arguments for them."""
 
 import dataclasses
+import functools
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
+from pallas_kernels.benchmark import Arguments, Benchmark, implementation_to_time, noise
+from pallas_kernels.delta_rule import delta_commit, delta_read, delta_run
+from pallas_kernels.delta_rule.snapshots import snapshot_round
 from pallas_kernels.delta_rule.tokens import Tokens
+from pallas_kernels.selection import Implementation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +31,56 @@ class Case:
     def __str__(self) -> str:
         heads = f"{self.groups} x {self.values} heads of {self.v_dim}"
         return f"{self.batch} x {self.nodes} nodes, {heads}, windows of {self.capacity}"
+
+    @property
+    def wide(self) -> int:
+        """Inputs of the convolution, of a key head."""
+        return 2 * self.k_dim + self.values * self.v_dim
+
+    @property
+    def state_bytes(self) -> int:
+        return 4 * self.groups * self.values * self.v_dim * self.k_dim
+
+    @property
+    def token_bytes(self) -> int:
+        """What a token does to the state: an entry of the window."""
+        return 4 * self.groups * (self.k_dim + self.values * (self.v_dim + 2))
+
+    @property
+    def node_bytes(self) -> int:
+        """A token, its query and its output."""
+        return self.token_bytes + 4 * self.groups * (self.k_dim + self.values * self.v_dim)
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of delta_read: states, half of each window, and nodes."""
+        row = self.state_bytes + self.capacity * self.token_bytes // 2
+        return self.batch * (row + self.nodes * self.node_bytes)
+
+    def commit_bytes(self, accepted: int) -> int:
+        """Bytes of delta_commit: tokens moved to the window, inputs of the convolution, and every
+        ``capacity`` tokens a window and its state read, and the state written."""
+        folding = 2 * self.state_bytes + self.capacity * self.token_bytes
+        channels = 2 * (2 * (self.taps - 1) + accepted) * self.groups * self.wide
+        row = accepted * folding // self.capacity + 2 * accepted * self.token_bytes + channels
+        return self.batch * row
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """Bytes of snapshot_round: a state read, one of each node written, the accepted one moved.
+        That of a tree of one node is written once."""
+        states = self.nodes + 3 if self.nodes > 1 else 2
+        return self.batch * (states * self.state_bytes + self.nodes * self.node_bytes)
+
+    @property
+    def run_bytes(self) -> int:
+        """Bytes of delta_run after empty windows."""
+        return self.batch * (2 * self.state_bytes + self.nodes * self.node_bytes)
+
+    @property
+    def read_flops(self) -> int:
+        """Of what keys and queries of nodes read from states."""
+        return self.batch * self.nodes * self.state_bytes
 
 
 TEST_CASES = (
@@ -61,10 +117,9 @@ def make_arguments(case: Case, seed: int = 0) -> tuple[tuple, tuple]:
     places = jnp.asarray(rng.permutation(rows)[: case.batch], jnp.int32)
     held = jnp.asarray(rng.integers(0, case.capacity, case.batch), jnp.int32)
     ancestors, depth, path, counts = _trees(rng, case)
-    wide = 2 * case.k_dim + case.values * case.v_dim
     channels, new = (
-        normal(rows, case.taps - 1, case.groups, wide),
-        normal(case.batch, nodes, case.groups, wide),
+        normal(rows, case.taps - 1, case.groups, case.wide),
+        normal(case.batch, nodes, case.groups, case.wide),
     )
     channels, new = channels.astype(jnp.bfloat16), new.astype(jnp.bfloat16)
     q = unit(case.batch, nodes)
@@ -97,3 +152,237 @@ def _trees(rng: np.random.Generator, case: Case) -> tuple[Array, Array, Array, A
         path[row, : len(accepted)] = accepted
     depth = jnp.asarray(ancestors.sum(-1) - 1, jnp.int32)
     return jnp.asarray(ancestors), depth, jnp.asarray(path), jnp.asarray(counts)
+
+
+@dataclasses.dataclass(frozen=True)
+class Round:
+    """``case.batch`` rows of a pool verify a tree and accept about half of its depth.
+
+    Each call takes the rows after those of the call before. The pool is larger than a GPU's cache.
+
+    Attributes:
+      levels: nodes of each depth, the same in all rows; ``case.nodes`` together.
+      pool: rows with a state; a multiple of the batch.
+    """
+
+    case: Case
+    levels: tuple[int, ...]
+    pool: int = 128
+
+    def __str__(self) -> str:
+        return f"{self.case.batch} x {self.case.nodes} nodes"
+
+    @property
+    def accepted(self) -> int:
+        return (len(self.levels) + 1) // 2
+
+
+# Of a layer of Qwen3.5-9B. A chain, and trees as wide as the speculation's.
+LEVELS = ((1,), (1, 1, 1, 1), (1, 3, 3, 3, 3, 3), (1, 6, 5, 5, 5, 5, 5), (1, *(9,) * 7))
+BENCHMARK_ROUNDS = tuple(
+    Round(Case(batch, sum(levels), groups=16, capacity=32), levels)
+    for batch in (1, 8, 32)
+    for levels in LEVELS
+)
+BENCHMARK_RUNS = tuple(
+    Round(Case(batch, 512, groups=16, capacity=32), (1,) * 512) for batch in (1, 8, 32)
+)
+KEPT = 8  # arguments that a round hands to the next: states, windows, channels, rows, lengths
+SMALL = 1e-12  # share of an output that the next queries get
+STEP_SECONDS = 2e-5  # of a loop in XLA, at least
+TOKEN_SECONDS = 1e-6  # of a prompt in the kernel, at least
+
+
+def benchmarks() -> Sequence[Benchmark]:
+    """Trees that are read, rounds (a tree read and its path committed), rounds that keep a state
+    per node, and prompts."""
+    rounds = (read_benchmark, round_benchmark, snapshot_benchmark)
+    return [
+        *(make(one) for make in rounds for one in BENCHMARK_ROUNDS),
+        *(run_benchmark(one) for one in BENCHMARK_RUNS),
+    ]
+
+
+def read_benchmark(size: Round) -> Benchmark:
+    """delta_read; the reference goes through the nodes one by one."""
+    implementation = implementation_to_time()
+    return Benchmark(
+        name=f"read {size}",
+        make_arguments=functools.partial(round_arguments, size),
+        call=functools.partial(_read, implementation=implementation),
+        reference=functools.partial(_read, implementation="reference"),
+        feed=_feed,
+        num_bytes=size.case.read_bytes,
+        flops=size.case.read_flops,
+        implementation=implementation,
+        reference_seconds=size.case.nodes * STEP_SECONDS,
+    )
+
+
+def round_benchmark(size: Round) -> Benchmark:
+    """delta_read and delta_commit; the reference goes through nodes and tokens one by one."""
+    read = read_benchmark(size)
+    return dataclasses.replace(
+        read,
+        name=f"round {size}",
+        call=functools.partial(_round, implementation=read.implementation),
+        reference=functools.partial(_round, implementation="reference"),
+        num_bytes=size.case.read_bytes + size.case.commit_bytes(size.accepted),
+        reference_seconds=(size.case.nodes + size.accepted * size.case.capacity) * STEP_SECONDS,
+    )
+
+
+def snapshot_benchmark(size: Round) -> Benchmark:
+    """The same round with a state per node, by levels of the tree; the reference by nodes. Windows
+    are of one token: every commit is folded into the state."""
+    folding = dataclasses.replace(size, case=dataclasses.replace(size.case, capacity=1))
+    return Benchmark(
+        name=f"state per node {size}",
+        make_arguments=functools.partial(round_arguments, folding),
+        call=functools.partial(_snapshots, levels=size.levels),
+        reference=_folded_round,
+        feed=_feed,
+        num_bytes=size.case.snapshot_bytes,
+        flops=size.case.read_flops,
+        implementation="reference",
+        reference_seconds=size.case.nodes * STEP_SECONDS,
+    )
+
+
+def run_benchmark(size: Round) -> Benchmark:
+    """delta_run of a prompt; the reference is a loop over its tokens."""
+    implementation = implementation_to_time()
+    return Benchmark(
+        name=f"prompt {size.case.batch} x {size.case.nodes}",
+        make_arguments=functools.partial(run_arguments, size),
+        call=functools.partial(_run, implementation=implementation),
+        reference=functools.partial(_run, implementation="reference"),
+        feed=_feed,
+        num_bytes=size.case.run_bytes,
+        flops=2 * size.case.read_flops,  # tokens are written, too
+        implementation=implementation,
+        seconds=size.case.nodes * TOKEN_SECONDS,
+        reference_seconds=size.case.nodes * STEP_SECONDS,
+    )
+
+
+def round_arguments(size: Round, seed: int) -> Arguments:
+    """Arguments of all calls: what a round hands on, queries and inputs of nodes, new inputs of the
+    convolution, ancestors, depth, path and counts."""
+    case = size.case
+    drafted, new = _noisy_tokens(case, seed, 10, case.batch, case.nodes), (case.batch, case.nodes)
+    ancestors, depth, path = _leveled_trees(size)
+    return (
+        *_pool(size, seed),
+        *drafted,
+        noise(seed, 30, (*new, case.groups, case.wide), jnp.bfloat16),
+        jnp.asarray(ancestors),
+        jnp.asarray(depth),
+        jnp.asarray(path),
+        jnp.full(case.batch, size.accepted, jnp.int32),
+    )
+
+
+def run_arguments(size: Round, seed: int) -> Arguments:
+    """The first arguments of ``round_arguments``, of a prompt's tokens after empty windows."""
+    *kept, lens = _pool(size, seed)
+    case = size.case
+    return *kept, jnp.zeros_like(lens), *_noisy_tokens(case, seed, 10, case.batch, case.nodes)
+
+
+def _pool(size: Round, seed: int) -> tuple[Array, ...]:
+    """States, windows, channels, the first call's rows, and lengths [pool] of all remainders."""
+    case, pool = size.case, size.pool
+    _, *window = _noisy_tokens(case, seed, 20, pool, case.capacity)
+    return (
+        noise(seed, 0, (pool, case.groups, case.values, case.v_dim, case.k_dim)),
+        *window,
+        noise(seed, 1, (pool, case.taps - 1, case.groups, case.wide), jnp.bfloat16),
+        jnp.arange(case.batch, dtype=jnp.int32),
+        7 * jnp.arange(pool, dtype=jnp.int32) % case.capacity,
+    )
+
+
+def _noisy_tokens(case: Case, seed: int, index: int, batch: int, size: int) -> tuple[Array, ...]:
+    """Queries, and Tokens: keys of unit length, decays below 1, strengths between 0 and 1."""
+    heads = (batch, size, case.groups, case.values)
+    q, k = (
+        noise(seed, index + place, (*heads[:3], case.k_dim)) / case.k_dim**0.5 for place in (0, 1)
+    )
+    v, g, beta = (
+        noise(seed, index + 2, (*heads, case.v_dim)),
+        -0.1 * jnp.abs(noise(seed, index + 3, heads)),
+        1 / (1 + jnp.exp(noise(seed, index + 4, heads))),
+    )
+    return q, k / jnp.linalg.norm(k, axis=-1, keepdims=True), v, g, beta
+
+
+def _leveled_trees(size: Round) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Random ancestors [B, N, N], depths [B, N], and a path [B, A] to a node of the last level."""
+    rng, batch = np.random.default_rng(0), size.case.batch
+    starts = np.cumsum((0, *size.levels))
+    ancestors = np.broadcast_to(np.eye(starts[-1], dtype=bool), (batch, *starts[[-1, -1]])).copy()
+    for level in range(1, len(size.levels)):
+        above, first, end = starts[level - 1 : level + 2]
+        parents = rng.integers(above, first, (batch, end - first))
+        ancestors[:, first:end] |= np.take_along_axis(ancestors, parents[..., None], axis=1)
+    depth = np.repeat(np.arange(len(size.levels), dtype=np.int32), size.levels)
+    path = np.stack([np.flatnonzero(own[-1]) for own in ancestors]).astype(np.int32)
+    return ancestors, np.broadcast_to(depth, (batch, len(depth))), path
+
+
+def _read(*arguments: Array, implementation: Implementation) -> tuple[Array, ...]:
+    s, *window, channels, rows, lens = arguments[:KEPT]
+    q, *nodes, _, ancestors, depth, _, _ = arguments[KEPT:]
+    held = lens[rows] % window[0].shape[1]
+    out = delta_read(
+        s, Tokens(*window), rows, held, q, Tokens(*nodes), ancestors, depth, implementation
+    )
+    return out, s, *window, channels, _next(rows, s), lens
+
+
+def _round(*arguments: Array, implementation: Implementation) -> tuple[Array, ...]:
+    out, s, *window, channels, following, lens = _read(*arguments, implementation=implementation)
+    rows = arguments[KEPT - 2]
+    _, *nodes, new, _, _, path, counts = arguments[KEPT:]
+    out, path = lax.optimization_barrier((out, path))  # what is accepted depends on what was read
+    held = lens[rows] % window[0].shape[1]
+    s, after, channels = delta_commit(
+        s, Tokens(*window), channels, rows, held, Tokens(*nodes), new, path, counts, implementation
+    )
+    return out, s, *after, channels, following, lens.at[rows].add(counts)
+
+
+def _folded_round(*arguments: Array) -> tuple[Array, ...]:
+    """The reference of a round, of which only outputs, states and tables are handed on."""
+    out, s, *_, rows, lens = _round(*arguments, implementation="reference")
+    return out, s, *arguments[1 : KEPT - 2], rows, lens
+
+
+def _snapshots(*arguments: Array, levels: Sequence[int]) -> tuple[Array, ...]:
+    s, *unused, rows, lens = arguments[:KEPT]
+    q, *nodes, _, ancestors, depth, path, counts = arguments[KEPT:]
+    is_parent = ancestors & (depth[:, None, :] == depth[..., None] - 1)
+    parents = jnp.argmax(is_parent, axis=-1)
+    out, s = snapshot_round(s, rows, q, Tokens(*nodes), parents, path, counts, levels)
+    return out, s, *unused, _next(rows, s), lens.at[rows].add(counts)
+
+
+def _run(*arguments: Array, implementation: Implementation) -> tuple[Array, ...]:
+    s, *window, channels, rows, lens = arguments[:KEPT]
+    q, *tokens = arguments[KEPT:]
+    counts = jnp.full_like(rows, q.shape[1])
+    out, s = delta_run(
+        s, Tokens(*window), rows, lens[rows], counts, q, Tokens(*tokens), implementation
+    )
+    return out, s, *window, channels, _next(rows, s), lens
+
+
+def _next(rows: Array, s: Array) -> Array:
+    return (rows + len(rows)) % len(s)
+
+
+def _feed(arguments: Arguments, output: tuple[Array, ...]) -> Arguments:
+    (out, *kept), q = output, arguments[KEPT]
+    assert q is not None
+    return *kept, q + SMALL * out[:, :, :, 0, :1], *arguments[KEPT + 1 :]

@@ -21,18 +21,18 @@ def delta_read_reference(
 ) -> Array:
     """See pallas_kernels.delta_rule.delta_read."""
     own = Tokens(*(x[rows] for x in window))
-    before = s[rows]
-    for place in range(window.k.shape[1]):
-        before = _where(place < held, _applied(before, own, place), before)
-    states, outputs = [before], []
-    for node in range(q.shape[1]):
-        parent = ancestors[:, node] & (depth == depth[:, node, None] - 1)  # [B, N]
-        state = before
-        for other in range(node):
-            state = _where(parent[:, other], states[1 + other], state)
-        states.append(_applied(state, nodes, node))
-        outputs.append(_einsum("bgd,bgred->bgre", q[:, node], states[-1]))
-    return jnp.stack(outputs, axis=1)
+    before = _after_window(s[rows], own, held)
+    parent = ancestors & (depth[:, None, :] == depth[..., None] - 1)  # [B, N, N]
+    above = jnp.where(parent.any(-1), 1 + jnp.argmax(parent, axis=-1), 0)  # [B, N] of ``states``
+    batch, size = jnp.arange(len(rows)), q.shape[1]
+
+    def step(states: Array, node: Array) -> tuple[Array, Array]:
+        state = _applied(states[above[:, node], batch], nodes, node)
+        return states.at[1 + node].set(state), _einsum("bgd,bgred->bgre", q[:, node], state)
+
+    states = jnp.zeros((1 + size, *before.shape), before.dtype).at[0].set(before)
+    _, out = lax.scan(step, states, jnp.arange(size))
+    return jnp.moveaxis(out, 0, 1)
 
 
 def delta_run_reference(
@@ -46,19 +46,20 @@ def delta_run_reference(
 ) -> tuple[Array, Array]:
     """See pallas_kernels.delta_rule.delta_run."""
     capacity = window.k.shape[1]
-    own = Tokens(*(x[rows] for x in window))
-    state = kept = s[rows]
-    for place in range(capacity):
-        state = _where(place < held, _applied(state, own, place), state)
-    outputs = []
-    for index in range(q.shape[1]):
+    own, kept = Tokens(*(x[rows] for x in window)), s[rows]
+    state = _after_window(kept, own, held)
+
+    def step(states: tuple[Array, Array], index: Array) -> tuple[tuple[Array, Array], Array]:
+        state, kept = states
         valid = index < counts
         state = _where(valid, _applied(state, tokens, index), state)
         kept = _where(valid & ((held + index + 1) % capacity == 0), state, kept)
         out = _einsum("bgd,bgred->bgre", q[:, index], state)
-        outputs.append(_where(valid, out, jnp.zeros_like(out)))
+        return (state, kept), _where(valid, out, jnp.zeros_like(out))
+
+    (_, kept), out = lax.scan(step, (state, kept), jnp.arange(q.shape[1]))
     target = jnp.where(counts > 0, rows, len(s))
-    return jnp.stack(outputs, axis=1), s.at[target].set(kept, mode="drop")
+    return jnp.moveaxis(out, 0, 1), s.at[target].set(kept, mode="drop")
 
 
 def delta_commit_reference(
@@ -84,9 +85,7 @@ def delta_commit_reference(
                 for x, new in zip(own, nodes, strict=True)
             )
         )
-        folded = state
-        for one in range(capacity):
-            folded = _applied(folded, own, one)
+        folded = _after_window(state, own, jnp.full_like(held, capacity))
         state = _where(valid & (place == capacity - 1), folded, state)
         moved = jnp.concatenate([last[:, 1:], node_channels[batch, node][:, None]], axis=1)
         last = _where(valid, moved.astype(last.dtype), last)
@@ -98,7 +97,16 @@ def delta_commit_reference(
     return put(s, state), Tokens(*map(put, window, own)), put(channels, last)
 
 
-def _applied(state: Array, tokens: Tokens, place: int) -> Array:
+def _after_window(state: Array, window: Tokens, held: Array) -> Array:
+    """The state [B, G, r, Dv, Dk] after the first ``held`` [B] tokens of windows [B, C, ...]."""
+
+    def step(place: Array, state: Array) -> Array:
+        return _where(place < held, _applied(state, window, place), state)
+
+    return lax.fori_loop(0, window.k.shape[1], step, state)
+
+
+def _applied(state: Array, tokens: Tokens, place: int | Array) -> Array:
     """The state [B, G, r, Dv, Dk] after the tokens at a place."""
     k, v, g, beta = (x[:, place] for x in tokens)
     state = jnp.exp(g)[..., None, None] * state

@@ -68,7 +68,7 @@ TEST_CASES = (
 BENCHMARK_CASES = tuple(
     Case(rows, *SHAPES[name], num_splits=choose_packed_splits(rows, *SHAPES[name]))
     for name in SHAPES
-    for rows in (2, 6, 16, 32, 64, 192)
+    for rows in (2, 6, 16, 32, 48, 64, 192)
 ) + tuple(
     Case(
         rows,
@@ -78,7 +78,7 @@ BENCHMARK_CASES = tuple(
         float8=True,
     )
     for name in SHAPES
-    for rows in (2, 16, 64)
+    for rows in (2, 16, 48, 64)
 )
 
 

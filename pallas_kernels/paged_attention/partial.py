@@ -7,6 +7,7 @@ and Gimelshein, arXiv 1805.02867).
 
 import functools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -148,13 +149,25 @@ def partial_attention_reference(
         exps = jnp.exp(scores - peak[..., None])
         return PartialAttention(weighted_sum_f32(exps.astype(v.dtype), v), peak, exps.sum(-1))
 
-    found = attend(0)
-    if width < columns:
-        blocks = -(-jnp.max(kv_lens) // (width * page_size))
-        found = lax.fori_loop(1, blocks, lambda i, before: _both(before, attend(i)), found)
+    found = in_blocks(attend, -(-jnp.max(kv_lens) // (width * page_size)), width < columns)
     per_query = (by_token(x[..., None], (*q.shape[:3], 1))[..., 0] for x in found[1:])
     weighted = by_head(found.weighted, v_scale)
     return PartialAttention(by_token(weighted, q.shape), *per_query)
+
+
+def in_blocks(
+    attend: Callable[[Array | int], PartialAttention], blocks: Array, several: bool
+) -> PartialAttention:
+    """Attention over the slots of all blocks, one after the other.
+
+    Args:
+      attend: index of a block -> attention over its slots.
+      blocks: int32 [], their number; one if not ``several``.
+    """
+    found = attend(0)
+    if several:
+        found = lax.fori_loop(1, blocks, lambda i, before: _both(before, attend(i)), found)
+    return found
 
 
 def merge_partials(parts: PartialAttention) -> Array:

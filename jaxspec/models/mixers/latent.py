@@ -1,9 +1,16 @@
 """Multi-head latent attention (DeepSeek-V2 and V3, arXiv 2405.04434, 2412.19437).
 
 Of a token one vector is kept: a latent [L], and a key that is rotated and shared by all heads [R].
-A head's keys and values are projections of the latent. They are never computed: the query is
-projected to the latent's space instead, and what the head attends to is projected to values
-afterwards. So attention is that of many queries to one KV head of L + R entries.
+A head's keys and values are projections of the latent. There are two ways to attend:
+
+- absorbed: keys and values are never computed. The query is projected to the latent's space
+  instead, and what the head attends to is projected to values afterwards. So attention is that of
+  many queries to one KV head of L + R entries.
+- expanded: keys and values of all heads are computed from the latents, and are narrower. That takes
+  fewer operations where many tokens read (LatentConfig.expands).
+
+Trees, and so all tokens that are decoded, always take the first; a prompt's tokens whichever is
+cheaper (PagedAttend).
 """
 
 from typing import Any
@@ -21,7 +28,6 @@ from jaxspec.models.shapes import vector
 from jaxspec.parallel import Layout, Shards, check_divides
 from jaxspec.pytree import Pytree, array, pytree, static
 from jaxspec.tensors import Filler, One
-from pallas_kernels.products import einsum_f32
 
 NORM_EPS = 1e-6  # of the norms of latents, in all published models
 
@@ -50,26 +56,25 @@ class LatentAttention(Pytree):
         """From normed input [B, T, H] and the layer's state to the addend of the residual stream
         and the new state."""
         config, dtype = self.config, x.dtype
-        key_up, value_up = self._up(dtype)
         plain, rotary = jnp.split(self._queries(x, step), [config.key_dim], axis=-1)
-        with jax.named_scope("attention"):
-            absorbed = einsum_f32("btqk,qkl->btql", plain, key_up).astype(dtype)
         kept = self.kv_in.product(x, "kv").result(step.layout, step.kernels)
         latent, key = jnp.split(kept, [config.latent], axis=-1)
         with jax.named_scope("norm"):
             latent = rms_norm(latent, self.kv_norm, NORM_EPS)
         rotary, key = (step.rotated(self._paired(part), config.rope) for part in
                        (rotary, key[:, :, None]))  # fmt: skip
+        key_up, value_up = self._up(dtype)
         heads = LatentHeads(
-            queries=jnp.concatenate([absorbed, rotary], axis=-1),
+            plain=plain,
+            rotary=rotary,
             stored=jnp.concatenate([latent[:, :, None], key], axis=-1),
-            scale=config.scale,
+            key_up=key_up,
+            value_up=value_up,
+            config=config,
             kernels=step.kernels,
         )
-        out, state = step.attend(state, heads, None)
-        with jax.named_scope("attention"):
-            values = einsum_f32("btql,qvl->btqv", out[..., : config.latent], value_up)
-        flat = values.astype(dtype).reshape(*x.shape[:2], -1)
+        values, state = step.attend(state, heads, None)
+        flat = values.reshape(*x.shape[:2], -1)
         return self.o.product(flat, "o"), state
 
     def _queries(self, x: Array, step: ForwardPass) -> Array:
