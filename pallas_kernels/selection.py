@@ -31,9 +31,9 @@ OPERATIONS = (
 
 # "auto" leaves these out, unless so many devices share a model. For other numbers they were
 # compiled, but have not run yet. partial_attention: each device's part was right on an H200, but
-# not what two of them merged in the one test of that. packed_product and delta_rule ran on
-# a single H100; delta_run has not run yet. round_tokens and float8_pages passed their tests there,
-# but nobody timed what they gain.
+# not what two of them merged in the one test of that. packed_product, delta_rule and
+# delta_run ran on a single H100. round_tokens and float8_pages passed their tests there, but nobody
+# timed what they gain.
 MEASURED_SHARING: Mapping[str, tuple[int, ...]] = MappingProxyType(
     {
         "reduce_add_rms_norm": (2,),
@@ -41,7 +41,7 @@ MEASURED_SHARING: Mapping[str, tuple[int, ...]] = MappingProxyType(
         "packed_product": (1,),
         "round_tokens": (),
         "delta_rule": (1,),
-        "delta_run": (),
+        "delta_run": (1,),
         "float8_pages": (),
     }
 )
