@@ -8,8 +8,9 @@ answers itself: a head learns best from the text that it will draft.
 import argparse
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -21,7 +22,8 @@ from jaxspec.config.engine import EngineConfig
 from jaxspec.config.model import ModelConfig, draft_layers
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import DraftHead
-from jaxspec.models.hf_config import load_model_config
+from jaxspec.models.hf_config import load_model_config, parse_model_config, with_mtp_layer
+from jaxspec.models.hf_values import read_json
 from jaxspec.tokenizer import load_tokenizer
 from jaxspec.training import data, draft_data
 from jaxspec.training.draft_data import ExampleReport, Examples
@@ -266,9 +268,16 @@ def head_config(args: argparse.Namespace, target: ModelConfig) -> ModelConfig:
     return draft_layers(target, 1 if args.layers is None else args.layers, args.ff)
 
 
-def new_head(args: argparse.Namespace, target: Decoder, token_ids: np.ndarray | None) -> DraftHead:
+def new_head(
+    args: argparse.Namespace,
+    target: Decoder,
+    hf_config: Mapping[str, Any],
+    token_ids: np.ndarray | None,
+) -> DraftHead:
     if args.method == "mtp":
-        return init_mtp_layer(target, args.seed)
+        mtp = parse_model_config(with_mtp_layer(hf_config)).mtp
+        assert mtp is not None
+        return init_mtp_layer(target, mtp, args.seed)
     return init_head(
         target,
         head_config(args, target.config),
@@ -294,12 +303,12 @@ def describe(record: DraftRecord) -> str:
 
 def train(args: argparse.Namespace, console: Console, started: float) -> None:
     directory = resolve_directory(args.model)
-    model = load_model_config(directory)
+    model, hf_config = load_model_config(directory), read_json(directory / "config.json")
     check_options(args, model)
     if args.resume:
         check_resumable(args.work)
     args.out.mkdir(parents=True, exist_ok=True)  # fails now, not after training
-    config = train_config(args, model.layers[0].attention.head_dim)
+    config = train_config(args, draft_layers(model).layers[0].attention.head_dim)
     schedule = Schedule(
         steps=args.steps,
         deadline=deadline_of(started, args.minutes, 1 - EXPORT_SHARE),
@@ -312,7 +321,7 @@ def train(args: argparse.Namespace, console: Console, started: float) -> None:
     target = load_decoder(directory, model, np.dtype(config.compute_dtype))
     size = model.vocab_size if args.draft_vocab is None else args.draft_vocab
     token_ids = draft_data.draft_vocabulary(train_rows, model.vocab_size, size)
-    head = new_head(args, target, token_ids)
+    head = new_head(args, target, hf_config, token_ids)
     states = store_states(args, console, target, train_rows, head.capture, config, started)
     if schedule.deadline is not None and time.monotonic() >= schedule.deadline:
         raise ValueError(
@@ -341,9 +350,9 @@ def train(args: argparse.Namespace, console: Console, started: float) -> None:
     for record in follow(run.run, describe, console, started):
         exported = record.saved
         if exported:
-            export_head(run, model, card, args.out)
+            export_head(run, model, hf_config, card, args.out)
     if not exported:  # the resumed run was complete already
-        export_head(run, model, card, args.out)
+        export_head(run, model, hf_config, card, args.out)
     console.print(f"{args.out}: written after {time.monotonic() - started:.1f} s")
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxspec.config.model import ModelConfig
 from jaxspec.models.families import FAMILIES
-from jaxspec.models.families.family import stop_token_ids
+from jaxspec.models.families.family import Family, stop_token_ids
 from jaxspec.models.families.writing import common_fields
 from jaxspec.models.hf_values import naming, read_json, shown
 
@@ -40,18 +40,39 @@ def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:
 
     Raises ValueError for a model that the decoder would not compute exactly.
     """
+    family = _family_of(raw)
+    if (raw.get("architectures") or [family.architecture]) != [family.architecture]:
+        raise ValueError(
+            f"architectures {shown(raw['architectures'])} is not supported for model_type "
+            f"{raw['model_type']!r}; it must be ['{family.architecture}']"
+        )
+    return family.model(raw)
+
+
+def with_mtp_layer(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The contents of ``config.json``, of a model that has one MTP layer beside it.
+
+    Raises ValueError for a ``model_type`` that is not supported.
+    """
+    family = _family_of(raw)
+    own = raw if family.inside is None else raw.get(family.inside, {})
+    has_key = "mtp_num_hidden_layers" in family.keys
+    key = "mtp_num_hidden_layers" if has_key else "num_nextn_predict_layers"
+    told = {name: value for name, value in own.items() if name not in _MTP_KEYS} | {key: 1}
+    return told if family.inside is None else {**raw, family.inside: told}
+
+
+_MTP_KEYS = ("mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_layers")
+
+
+def _family_of(raw: Mapping[str, Any]) -> Family:
+    """Raises ValueError for a ``model_type`` that is not supported."""
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         supported = ", ".join(FAMILIES)
         given = shown(model_type)
         raise ValueError(f"model_type {given} is not supported; supported are {supported}")
-    family = FAMILIES[model_type]
-    if (raw.get("architectures") or [family.architecture]) != [family.architecture]:
-        raise ValueError(
-            f"architectures {shown(raw['architectures'])} is not supported for model_type "
-            f"{model_type!r}; it must be ['{family.architecture}']"
-        )
-    return family.model(raw)
+    return FAMILIES[model_type]
 
 
 def to_hf_config(config: ModelConfig) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jaxspec.config.model import ModelConfig
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.decoder import Decoder
@@ -84,12 +85,21 @@ def target_states(
     return jax.lax.stop_gradient(features), jax.lax.stop_gradient(hidden)
 
 
+def check_unrolled(model: ModelConfig) -> None:
+    """Raise ValueError for layers that ``attend_unrolled`` does not attend for."""
+    for layer in model.layers:
+        attention = layer.attention
+        if attention.softcap is not None or attention.sinks:
+            raise ValueError("heads that cap scores or have attention sinks cannot be trained yet")
+
+
 def attend_unrolled(cache: StepKeys, heads: Heads, window: int | None) -> tuple[Array, StepKeys]:
     """An ``Attend`` function over the keys of all steps so far; ``heads`` are the current step's.
 
     Slot 0 is never read, as in serving: token 0 has no hidden state before it.
     """
     q, k, v = heads.rotated()
+    scale = q.shape[-1] ** -0.5 if heads.scale is None else heads.scale
     steps = (*cache, (k, v))
     late = len(steps) - 1  # step 1's visible entries end this many positions before the query
     batch, length, num_heads, head_dim = q.shape
@@ -101,11 +111,11 @@ def attend_unrolled(cache: StepKeys, heads: Heads, window: int | None) -> tuple[
     if window is not None:
         visible &= behind < window
     first_k, first_v = steps[0]
-    scores = einsum_f32("btgrd,bsgd->bgrts", grouped, first_k) * head_dim**-0.5
+    scores = einsum_f32("btgrd,bsgd->bgrts", grouped, first_k) * scale
     scores = [jnp.where(visible, scores, MASKED)]
     for index, (step_k, _) in enumerate(steps[1:], start=1):
         own = _shifted(step_k, late - index)
-        score = einsum_f32("btgrd,btgd->bgrt", grouped, own) * head_dim**-0.5
+        score = einsum_f32("btgrd,btgd->bgrt", grouped, own) * scale
         scores.append(score[..., None])
     weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1).astype(v.dtype)
     out = einsum_f32("bgrts,bsgd->btgrd", weights[..., :length], first_v)

@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 from matplotlib.figure import Figure
@@ -32,12 +34,24 @@ class DraftCard:
     license_note: str
 
 
-def export_head(run: DraftTraining, target: ModelConfig, card: DraftCard, directory: Path) -> None:
+def export_head(
+    run: DraftTraining,
+    target: ModelConfig,
+    hf_config: Mapping[str, Any],
+    card: DraftCard,
+    directory: Path,
+) -> None:
     """Write the head in the official layout (bfloat16 safetensors, config.json), with log.jsonl,
-    training.png and README.md. Files of these names in an existing folder are replaced."""
+    training.png and README.md. Files of these names in an existing folder are replaced.
+
+    ``hf_config``: the contents of the target's ``config.json``.
+    """
     directory.mkdir(parents=True, exist_ok=True)
-    save = save_mtp_head if run.head.method == "mtp" else save_eagle_head
-    save(cast_weights(run.head, jnp.bfloat16), directory, target)
+    weights = cast_weights(run.head, jnp.bfloat16)
+    if run.head.method == "mtp":
+        save_mtp_head(weights, directory, hf_config)
+    else:
+        save_eagle_head(weights, directory, target)
     lines = [json.dumps(dataclasses.asdict(record)) for record in run.records]
     (directory / "log.jsonl").write_text("\n".join(lines) + "\n")
     plot_training(run.records, directory / "training.png")

@@ -26,10 +26,15 @@ from jaxspec.models.heads import (
     head_shapes,
     mtp_head_config,
 )
-from jaxspec.models.hf_config import to_hf_config
 from jaxspec.models.shapes import weight_name
 from jaxspec.pytree import Pytree, pytree
-from jaxspec.training.draft_loss import DraftBatch, LossConfig, draft_loss, learned_counts
+from jaxspec.training.draft_loss import (
+    DraftBatch,
+    LossConfig,
+    check_unrolled,
+    draft_loss,
+    learned_counts,
+)
 from jaxspec.training.optimizer import MATRICES, OptimizerConfig, adamw, descend, learning_rate
 from jaxspec.training.precision import Attention, ComputeDtype, attention_of, cast_weights
 
@@ -97,7 +102,9 @@ def init_head(
     if method == "eagle1" and (capture or token_ids is not None):
         raise ValueError("an EAGLE-1 head reads the last hidden state and drafts every token")
     num_layers = target.config.num_layers
-    capture = check_capture(capture, num_layers) if capture else default_capture(method, num_layers)
+    capture = capture or default_capture(method, num_layers)
+    if method == "eagle3":
+        capture = check_capture(capture, num_layers)
     size = None if token_ids is None else len(token_ids)
     described = HeadConfig(config, method, capture, draft_vocab_size=size)
     shapes = head_shapes(described, target.config, jnp.dtype(jnp.float32))
@@ -130,17 +137,21 @@ def init_head(
     return head.replace(token_ids=ids)
 
 
-def init_mtp_layer(target: Decoder, seed: int = 0) -> DraftHead:
-    """A float32 MTP layer to train: a copy of the target's last layer and final norm, that reads
-    the hidden state, and the embedding a little.
+def init_mtp_layer(target: Decoder, mtp: MtpConfig, seed: int = 0) -> DraftHead:
+    """A float32 MTP layer to train: a copy of the target's last layer that is not recurrent and of
+    its final norm, that reads the hidden state, and the embedding a little.
 
-    Raises ValueError for a target whose last layer is quantized, or whose config is not written:
-    the layer is saved with it.
+    ``mtp``: how its family names such a layer (see hf_config.with_mtp_layer).
+
+    Raises ValueError for a target whose last such layer is quantized, or attends otherwise than
+    ``attend_unrolled`` does.
     """
-    to_hf_config(target.config)
-    mtp = MtpConfig("deepseek", num_layers=1, normed=True)
-    shapes = head_shapes(mtp_head_config(target.config, mtp), target.config, jnp.dtype("float32"))
-    last = target.layers[-1]
+    config = mtp_head_config(target.config, mtp)
+    shapes = head_shapes(config, target.config, jnp.dtype("float32"))
+    check_unrolled(config.model)
+    [own] = config.model.layers
+    places = [index for index, layer in enumerate(target.config.layers) if layer == own]
+    last = target.layers[places[-1]]
     if jax.tree.structure(last) != jax.tree.structure(shapes.layers[0]):
         raise ValueError("an MTP layer is trained for a model whose weights are not quantized")
     hidden = target.config.hidden_size

@@ -1,6 +1,7 @@
 """Loading and saving the layers for multi-token prediction (MTP) of checkpoints, as draft heads."""
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from jax.sharding import Mesh
 
 from jaxspec.config.model import ModelConfig
 from jaxspec.models.heads import DraftHead, MtpFront, head_shapes, mtp_head_config
-from jaxspec.models.hf_config import load_model_config, to_hf_config
+from jaxspec.models.hf_config import load_model_config, with_mtp_layer
 from jaxspec.models.mtp_names import mtp_tensors
 from jaxspec.parallel import Shards, mesh_layout
 from jaxspec.quantization.kv_cache import without_kv_scales
@@ -90,19 +91,16 @@ def load_mtp_head(
     )
 
 
-def save_mtp_head(head: DraftHead, directory: str | Path, target: ModelConfig) -> None:
-    """Write an MTP layer by itself, named as in DeepSeek-V3's checkpoints.
+def save_mtp_head(head: DraftHead, directory: str | Path, hf_config: Mapping[str, Any]) -> None:
+    """Write an MTP layer by itself, named as its front says.
 
-    Raises ValueError for a quantized one, or one that is named otherwise.
+    ``hf_config``: the contents of its target's ``config.json``.
+
+    Raises ValueError for a quantized one.
     """
     check_not_quantized(head)
     head, front = without_kv_scales(head), head.front
     assert isinstance(front, MtpFront)
-    if front.names.fc != "eh_proj":
-        raise ValueError("only MTP layers that are named as DeepSeek-V3's are written")
-    config: dict[str, Any] = to_hf_config(target) | {
-        "num_nextn_predict_layers": 1,
-        "torch_dtype": jnp.dtype(head.dtype).name,
-    }
+    config = with_mtp_layer(hf_config) | {"torch_dtype": jnp.dtype(head.dtype).name}
     splits = head.filled(front.names.layer.removesuffix("."), splitting())
     save_tree(directory, head, splits, config)

@@ -20,6 +20,7 @@ from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.decoder import FINAL_NORM
 from jaxspec.models.heads import DraftHead
 from jaxspec.models.hf_config import load_model_config, parse_model_config
+from jaxspec.models.hf_values import read_json
 from jaxspec.weights.mtp import load_mtp_head, save_mtp_head
 from jaxspec.weights.safetensors_io import load_decoder
 from tests.checkpoints import MTP_NAMES, add_mtp_layer, save_byte_tokenizer, tiny_llama, tiny_qwen2
@@ -148,7 +149,7 @@ def test_a_layer_is_saved_and_loaded_by_itself(checkpoints: dict[str, Path], tmp
     path = checkpoints["deepseek"]
     config = load_model_config(path)
     head = load_mtp_head(path, config, FLOAT32)
-    save_mtp_head(head, tmp_path, config)
+    save_mtp_head(head, tmp_path, read_json(path / "config.json"))
     stored = load_file(tmp_path / "model.safetensors")
     original = load_file(path / "model.safetensors")
     assert stored and all(np.array_equal(one, original[name]) for name, one in stored.items())

@@ -16,9 +16,11 @@ from jax.sharding import PartitionSpec as P
 
 from jaxspec import LLM, SamplingParams, SpeculationConfig
 from jaxspec.commands import train_head
+from jaxspec.config.mtp import MtpConfig
 from jaxspec.functional import EngineParams, admit, init_state, prefill
 from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.heads import DraftHead
+from jaxspec.models.hf_config import to_hf_config
 from jaxspec.parallel import DATA_AXIS, make_mesh
 from jaxspec.speculation.drafters import EagleDrafter
 from jaxspec.speculation.tree import DraftTree
@@ -64,7 +66,7 @@ TRAIN, HELD_OUT = random_examples(40, 1), random_examples(8, 2)
 
 def make_head(method: str = "eagle3"):
     if method == "mtp":
-        return init_mtp_layer(TARGET)
+        return init_mtp_layer(TARGET, MtpConfig("deepseek", num_layers=1, normed=True))
     ids = np.arange(0, CONFIG.vocab_size, 2, dtype=np.int32)
     return init_head(
         TARGET, HEAD_CONFIG, method,  # pyright: ignore[reportArgumentType]
@@ -282,7 +284,7 @@ def test_an_exported_head_comes_back(method, tmp_path):
     head = cast_weights(make_head(method), jnp.bfloat16)
     is_mtp = method == "mtp"
     save, read = (save_mtp_head, load_mtp_head) if is_mtp else (save_eagle_head, load_eagle_head)
-    save(head, tmp_path, CONFIG)
+    save(head, tmp_path, to_hf_config(CONFIG) if is_mtp else CONFIG)
     loaded = read(tmp_path, CONFIG, jnp.dtype(jnp.bfloat16))
     assert loaded.capture == head.capture
     for one, other in zip(jax.tree.leaves(loaded), jax.tree.leaves(head), strict=True):

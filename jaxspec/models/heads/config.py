@@ -44,12 +44,14 @@ def default_capture(method: EagleMethod, target_layers: int) -> tuple[int, ...]:
     """The target's hidden states that a head reads unless its config names others.
 
     EAGLE-3 reads three, in the order of the layers. Models too small for the usual choice use the
-    nearest layers that they have.
+    middle and its neighbors; one of a single layer has no three, and check_capture refuses them.
     """
     if method == "eagle1":
         return (FINAL_NORM,)
-    early, middle, late = min(2, target_layers), target_layers // 2, max(target_layers - 3, 0)
-    return tuple(sorted((early, middle, late)))
+    early, middle, late = 2, target_layers // 2, target_layers - 3
+    if not early < middle < late:
+        early, late = max(middle - 1, 0), middle + 1
+    return early, middle, late
 
 
 def check_capture(ids: Sequence[int], target_layers: int) -> tuple[int, ...]:

@@ -1,0 +1,116 @@
+"""Heads trained for families besides Llama's: hybrids with experts, scaled scores, odd layouts."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import transformers
+from safetensors.numpy import load_file
+
+from jaxspec import LLM, SamplingParams, SpeculationConfig
+from jaxspec.commands import train_head
+from jaxspec.config.mtp import MtpConfig
+from jaxspec.models.heads.config import check_capture, default_capture
+from jaxspec.models.hf_config import load_model_config, parse_model_config, with_mtp_layer
+from jaxspec.models.hf_values import read_json
+from jaxspec.training.draft_loss import unroll
+from jaxspec.training.draft_step import init_mtp_layer
+from jaxspec.weights.mtp import load_mtp_head, save_mtp_head
+from jaxspec.weights.safetensors_io import load_decoder
+from tests.checkpoints import TINY, save_byte_tokenizer, save_random_model
+from tests.hybrid_checkpoints import save_hybrid, save_with_images
+
+FLOAT32 = jnp.dtype("float32")
+BYTES: dict[str, Any] = {"vocab_size": 257, "mtp_num_hidden_layers": 0}
+TOKENS = np.random.default_rng(0).integers(0, 257, (2, 12)).astype(np.int32)
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Recurrent layers, gated attention and experts."""
+    path = save_hybrid(tmp_path_factory.mktemp("hybrid"), "qwen3_next", **BYTES)
+    without_mtp(path / "config.json")
+    save_byte_tokenizer(path)
+    return path
+
+
+def without_mtp(path: Path) -> None:
+    path.write_text(json.dumps(read_json(path) | {"mtp_num_hidden_layers": 0}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["mtp", "eagle3"])
+def test_a_head_is_trained_for_a_hybrid(method: str, hybrid: Path, tmp_path: Path, capsys: Any):
+    (tmp_path / "text.py").write_text("def add(a, b):\n    return a + b\n\n\n" * 60)
+    (tmp_path / "more.py").write_text("class Stack:\n    items = []\n\n\n" * 60)
+    out = tmp_path / "head"
+    arguments = [
+        *("--model", str(hybrid), "--data", str(tmp_path), "--out", str(out)),
+        *("--work", str(tmp_path / "work"), "--method", method, "--steps", "2"),
+        *("--length", "32", "--batch", "8", "--unroll", "2"),
+    ]
+    assert train_head.main(arguments) == 0, capsys.readouterr().err
+    names = load_file(out / "model.safetensors")
+    assert ("mtp.fc.weight" in names) == (method == "mtp")
+    speculation = SpeculationConfig.chain(2)
+    llms = [LLM(hybrid, out, speculation=speculation, max_length=64), LLM(hybrid, "none")]
+    prompts, params = ["def add", "class"], SamplingParams(max_tokens=12)
+    found, plain = ([one.token_ids for one in llm.generate(prompts, params)] for llm in llms)
+    assert found == plain
+
+
+def test_a_layer_begins_as_the_last_that_attends(hybrid: Path):
+    target = load_decoder(hybrid, load_model_config(hybrid), FLOAT32)
+    mtp = parse_model_config(with_mtp_layer(read_json(hybrid / "config.json"))).mtp
+    assert mtp is not None and mtp == MtpConfig("qwen", num_layers=1, normed=True)
+    [layer] = init_mtp_layer(target, mtp).layers
+    for one, other in zip(jax.tree.leaves(layer), jax.tree.leaves(target.layers[3]), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_layer_for_a_model_of_text_and_images_comes_back(hybrid: Path, tmp_path: Path):
+    text = save_hybrid(tmp_path / "text", "qwen3_5_moe_text", **BYTES)
+    without_mtp(text / "config.json")
+    path = save_with_images(tmp_path / "both", text)
+    raw, config = read_json(path / "config.json"), load_model_config(path)
+    mtp = parse_model_config(with_mtp_layer(raw)).mtp
+    assert mtp is not None and config.mtp is None
+    head = init_mtp_layer(load_decoder(path, config, FLOAT32), mtp)
+    save_mtp_head(head, tmp_path / "head", raw)
+    loaded = load_mtp_head(tmp_path / "head", config, FLOAT32)
+    for one, other in zip(jax.tree.leaves(loaded), jax.tree.leaves(head), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_scores_are_scaled_as_the_model_scales_them(tmp_path: Path):
+    """Granite multiplies scores by a number of its own: it must change what a head computes."""
+    sizes: dict[str, Any] = TINY | {"attention_multiplier": 0.5}
+    save_random_model(tmp_path, transformers.GraniteConfig(**sizes))
+    raw = read_json(tmp_path / "config.json")
+    outputs = []
+    for factor in (0.5, 0.05):
+        model = parse_model_config(raw | {"attention_multiplier": factor})
+        target = load_decoder(tmp_path, model, FLOAT32)
+        head = init_mtp_layer(target, MtpConfig("deepseek", num_layers=1, normed=True))
+        features = jax.random.normal(jax.random.key(0), (*TOKENS.shape, model.hidden_size))
+        outputs.append(unroll(head, target, jnp.asarray(TOKENS), features, 2)[1][0])
+    assert not np.allclose(*outputs, atol=1e-3)
+
+
+def test_layers_that_training_does_not_know_are_refused(tmp_path: Path):
+    """Gemma 2 caps its scores."""
+    sizes: dict[str, Any] = TINY
+    save_random_model(tmp_path, transformers.Gemma2Config(**sizes))
+    target = load_decoder(tmp_path, load_model_config(tmp_path), FLOAT32)
+    with pytest.raises(ValueError, match="heads that cap scores or have attention sinks cannot"):
+        init_mtp_layer(target, MtpConfig("deepseek", num_layers=1, normed=True))
+
+
+def test_a_head_reads_distinct_layers_of_small_models():
+    for layers in range(2, 12):
+        capture = default_capture("eagle3", layers)
+        assert check_capture(capture, layers) == capture
