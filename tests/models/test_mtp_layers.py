@@ -1,5 +1,6 @@
 """Checkpoints with several MTP layers: transformers' draft logits, choices, what is refused."""
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -10,18 +11,29 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.numpy import load_file
 
 from jaxspec import LLM, SamplingParams, SpeculationConfig, functional, load
 from jaxspec.functional import EngineParams
 from jaxspec.loading import choose_drafter
 from jaxspec.models.decoder import FINAL_NORM
-from jaxspec.models.hf_config import load_model_config
+from jaxspec.models.hf_config import load_model_config, parse_model_config
+from jaxspec.parallel import make_mesh
 from jaxspec.sampling import make_sampling
+from jaxspec.scheduling.plan import Limits
 from jaxspec.state import EngineState
 from jaxspec.weights.mtp import load_mtp_heads
-from tests.checkpoints import add_mtp_layer, save_byte_tokenizer, tiny_llama, tiny_qwen2
+from tests.checkpoints import (
+    add_mtp_layer,
+    save_byte_tokenizer,
+    save_tensors,
+    tiny_llama,
+    tiny_qwen2,
+)
 from tests.marks import slow
 from tests.mtp_reference import torch_mtp
+from tests.programs import FAST_COMPILE
+from tests.random_models import jit_admit
 
 FLOAT32 = jnp.dtype("float32")
 COUNT, PAGE, LENGTH = 3, 5, 64
@@ -54,26 +66,28 @@ def draft_after(
     prompts = np.zeros((batch, LENGTH), np.int32)
     for row, prompt in zip(prompts, PROMPTS, strict=True):
         row[: len(prompt)] = prompt
-    lens = [len(prompt) for prompt in PROMPTS]
+    lens = np.array([len(prompt) for prompt in PROMPTS])
     sampling = make_sampling(batch, temperature=1.0, seeds=np.arange(batch, dtype=np.uint32))
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=FAST_COMPILE)
     def read(state: EngineState) -> EngineState:
         return functional.prefill(params, state, width=width)[0]
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=FAST_COMPILE)
     def propose(state: EngineState) -> Any:
         if rounds:
             state, _ = functional.decode(params, state, rounds, max_rounds=rounds)
         return state, params.drafter.propose(params.target, state, params.call())[0]
 
     state = functional.init_state(params, batch, LENGTH, page_size=PAGE)
-    state = functional.admit(params, state, np.arange(batch), prompts, lens, sampling=sampling)
+    state = jit_admit(params, state, np.arange(batch), prompts, lens, sampling=sampling)
     for _ in range(0, max(lens), width):
         state = read(state)
     state, tree = propose(state)
     lengths = np.asarray(state.rows.context_lens) + 1
-    committed = [row[:n].tolist() for row, n in zip(np.asarray(state.rows.tokens), lengths, strict=True)]
+    committed = [
+        row[:n].tolist() for row, n in zip(np.asarray(state.rows.tokens), lengths, strict=True)
+    ]
     drafted = np.asarray(tree.tokens)[:, 1:].tolist()
     texts = [own + more for own, more in zip(committed, drafted, strict=True)]
     return texts, np.log(np.asarray(tree.probs)[:, 1:])
@@ -122,3 +136,97 @@ def test_draft_logits_are_those_of_transformers(
     theirs = torch.stack([reference(path, layout, text, normed=normed) for text in texts])
     print(f"{layout} {name}: {np.abs(ours - theirs.numpy()).max():.1e}")
     np.testing.assert_allclose(ours, theirs, atol=2e-4, rtol=0)
+
+
+def test_the_choice_of_layers_is_named(checkpoints: dict[str, Path]):
+    path = checkpoints["deepseek"]
+    assert choose_drafter(path, "auto") == "mtp:after:3"
+    assert choose_drafter(path, "mtp:before") == "mtp:before:3"
+    assert choose_drafter(path, "ngram+mtp:1") == "ngram+mtp:after:1"
+    assert choose_drafter(checkpoints["mimo"], "mtp") == "mtp:before:3"
+    config = load_model_config(path)
+    for name, depth, count in (
+        ("mtp", 5, 3),
+        ("mtp", 2, 2),
+        ("mtp:1", 5, 1),
+        ("mtp:after:2", 5, 2),
+    ):
+        drafter: Any = load(path, name, speculation=SpeculationConfig.chain(depth)).drafter
+        assert len(drafter.heads) == drafter.reread == count
+        assert drafter.capture == (FINAL_NORM,)
+    one, two, three = load_mtp_heads(path, config, FLOAT32)
+    stored = load_file(path / "model.safetensors")
+    for layer, head in enumerate((one, two, three), start=config.num_layers):
+        kept: Any = head.front
+        weight = stored[f"model.layers.{layer}.eh_proj.weight"].T
+        np.testing.assert_array_equal(kept.fc.weight, weight)
+
+
+def test_what_is_not_supported_is_named(checkpoints: dict[str, Path], tmp_path: Path):
+    path = checkpoints["deepseek"]
+    with pytest.raises(ValueError, match="4 MTP layers are asked for, and the checkpoint has 3"):
+        load(path, "mtp:4")
+    for name in ("mtp:0", "mtp:1:after", "mtp:after:", "mtp:first"):
+        with pytest.raises(ValueError, match="after mtp may come :before or :after, and a number"):
+            load(path, name)
+    config = path / "config.json"
+    raw = json.loads(config.read_text())
+    stored = load_file(path / "model.safetensors")
+    save_tensors(tmp_path, stored, raw | {"num_nextn_predict_layers": 4})
+    with pytest.raises(ValueError, match=r"no tensors model.layers.5\.\*, though its config.json"):
+        load(tmp_path, "mtp")
+    assert load(tmp_path, "mtp:3").drafter.reread == 3
+    recurrent = parse_model_config({"model_type": "qwen3_5_text", "mtp_num_hidden_layers": 2})
+    with pytest.raises(ValueError, match="a model with recurrent layers only one can draft"):
+        load_mtp_heads(path, recurrent, FLOAT32)
+    raw = {"model_type": "qwen3_5_text", "mtp_num_hidden_layers": 2}
+    save_tensors(tmp_path, stored, raw)
+    with pytest.raises(ValueError, match="2 MTP layers that share a projection only the first"):
+        load_mtp_heads(tmp_path, recurrent, FLOAT32)
+    sizes: dict[str, Any] = {"num_rows": 1, "num_pages": 9, "page_size": 8, "max_length": 64}
+    sizes |= {"scratch_slots": 4, "tokens_per_round": 2, "share_pages": False, "snapshots": 1}
+    with pytest.raises(ValueError, match="reads the last 3 tokens of a cached prefix again"):
+        Limits(**sizes, reread=3)
+
+
+def texts(path: Path, drafter: str, **options: Any) -> list[list[int]]:
+    llm = LLM(path, drafter, **{"dtype": "float32", "max_length": 64} | options)
+    prompts = [prompt.tolist() for prompt in PROMPTS]
+    sampling = [SamplingParams(temperature=0.7 * i, seed=3, max_tokens=24) for i in range(2)]
+    return [one.token_ids for one in llm.generate(prompts, sampling)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("drafter", "options"),
+    [
+        ("mtp", {}),
+        ("mtp:before:2", {"speculation": SpeculationConfig.chain(4)}),
+        ("ngram+mtp", {"page_size": 5}),
+        ("mtp", {"drafter_bits": 8}),
+        ("mtp", {"kv_dtype": "fp8"}),
+        ("mtp", {"mesh": 2}),
+        ("mtp", {"mesh": 2, "shard_drafter": True}),
+    ],
+)
+def test_texts_are_those_of_plain_decoding(
+    drafter: str, options: dict[str, Any], checkpoints: dict[str, Path]
+):
+    path, tree = checkpoints["mimo"], SpeculationConfig(num_nodes=8, max_depth=3, top_k=2)
+    options = {"speculation": tree} | options
+    if "mesh" in options:
+        options["mesh"] = make_mesh(tensor_parallel=options["mesh"])
+    same = {name: options[name] for name in ("kv_dtype",) if name in options}
+    assert texts(path, drafter, **options) == texts(path, "none", **same)
+
+
+def test_layers_by_themselves_draft_together(checkpoints: dict[str, Path], tmp_path: Path):
+    path = checkpoints["mimo"]
+    stored = load_file(path / "model.safetensors")
+    own = {name: one for name, one in stored.items() if ".mtp_layers." in name}
+    save_tensors(tmp_path, own, json.loads((path / "config.json").read_text()))
+    alone: Any = load(path, tmp_path).drafter
+    assert len(alone.heads) == 3
+    expected: Any = load(path, "mtp").drafter
+    for one, other in zip(*map(jax.tree.leaves, (alone, expected)), strict=True):
+        np.testing.assert_array_equal(one, other)

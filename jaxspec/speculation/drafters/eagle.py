@@ -134,13 +134,15 @@ class EagleDrafter(Pytree):
         """Run all heads on committed tokens and the captured states [B, T, C] before them. The
         states of the last output are those of all layers."""
         pool, rows = _own(state)
-        hidden, layers = self.head.hidden(features, call.kernels), pool.layers
+        layers = pool.layers
         outputs: list[HeadOutput] = []
         for index in range(len(self.heads)):
-            if rows.before is not None and outputs:
+            attend = causal_attend(state, run, FIRST_SLOT + index)
+            if rows.before is None or index == 0:
+                hidden = self.head.hidden(features, call.kernels)
+            else:
                 before = rows.before[:, index - 1, None]
                 hidden = jnp.concatenate([before, outputs[-1].hidden[:, :-1]], axis=1)
-            attend = causal_attend(state, run, FIRST_SLOT + index)
             entry = run.tokens, hidden, run.positions - 1
             outputs.append(self._run(index, target, *entry, layers, attend, call, many=many))
             layers = outputs[-1].states
