@@ -22,6 +22,8 @@ from jaxspec.parallel import make_mesh
 from jaxspec.sampling import make_sampling
 from jaxspec.scheduling.plan import Limits
 from jaxspec.state import EngineState
+from jaxspec.training.draft_step import DraftTrainConfig
+from jaxspec.training.online import HeadAdapter
 from jaxspec.weights.mtp import load_mtp_heads
 from tests.checkpoints import (
     add_mtp_layer,
@@ -183,6 +185,9 @@ def test_what_is_not_supported_is_named(checkpoints: dict[str, Path], tmp_path: 
     save_tensors(tmp_path, stored, raw)
     with pytest.raises(ValueError, match="2 MTP layers that share a projection only the first"):
         load_mtp_heads(tmp_path, recurrent, FLOAT32)
+    llm = LLM(path, "mtp", dtype="float32", max_length=64)
+    with pytest.raises(ValueError, match="only one head learns while it serves"):
+        HeadAdapter(llm, DraftTrainConfig(), length=32)
     sizes: dict[str, Any] = {"num_rows": 1, "num_pages": 9, "page_size": 8, "max_length": 64}
     sizes |= {"scratch_slots": 4, "tokens_per_round": 2, "share_pages": False, "snapshots": 1}
     with pytest.raises(ValueError, match="reads the last 3 tokens of a cached prefix again"):
@@ -205,8 +210,10 @@ def texts(path: Path, drafter: str, **options: Any) -> list[list[int]]:
         ("ngram+mtp", {"page_size": 5}),
         ("mtp", {"drafter_bits": 8}),
         ("mtp", {"kv_dtype": "fp8"}),
-        ("mtp", {"mesh": 2}),
-        ("mtp", {"mesh": 2, "shard_drafter": True}),
+        ("mtp", {"mesh": {"tensor_parallel": 2}}),
+        ("mtp", {"mesh": {"tensor_parallel": 2}, "shard_drafter": True}),
+        ("mtp", {"mesh": {"data_parallel": 2}}),
+        ("mtp", {"mesh": {"pipeline_parallel": 2}, "stage_layers": (1, 1)}),
     ],
 )
 def test_texts_are_those_of_plain_decoding(
@@ -215,7 +222,7 @@ def test_texts_are_those_of_plain_decoding(
     path, tree = checkpoints["mimo"], SpeculationConfig(num_nodes=8, max_depth=3, top_k=2)
     options = {"speculation": tree} | options
     if "mesh" in options:
-        options["mesh"] = make_mesh(tensor_parallel=options["mesh"])
+        options["mesh"] = make_mesh(**options["mesh"])
     same = {name: options[name] for name in ("kv_dtype",) if name in options}
     assert texts(path, drafter, **options) == texts(path, "none", **same)
 

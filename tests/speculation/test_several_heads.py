@@ -195,7 +195,7 @@ def check(engine: Engine, generations: list[Generation], top_k: int) -> None:
         slow(3, CHAIN, 8, True),
         slow(3, TREE, 1, False),
         slow(2, CHAIN, 7, False),
-        slow(2, TREE, 64, True),
+        slow(2, TREE, 32, True),
         slow(1, TREE, 5, True),
         slow(5, CHAIN, 5, True),  # more layers than steps
         slow(3, SpeculationConfig.chain(1), 3, True),
@@ -209,9 +209,8 @@ def test_drafts_texts_and_pages_are_those_of_whole_texts(
     engine = new_engine(params_of(heads, shape, normed), page_size, pages, preemption="recompute")
     generations = served(engine)
     hits = engine.scheduler.cache_statistics()[1]
-    assert hits >= (2 if page_size < LENGTH / 2 else 0)
-    assert sum(engine.scheduler.preemptions.values()) > 0 or page_size == 64
-    print(engine.scheduler.preemptions, hits)
+    assert hits > 0
+    assert sum(engine.scheduler.preemptions.values()) > 0
     check(engine, generations, shape.top_k)
 
 
