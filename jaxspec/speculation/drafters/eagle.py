@@ -10,7 +10,7 @@ depends on tokens up to ``i`` alone, and there is none for tokens 0 to ``j``.
 from typing import Any
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from jaxspec.cache import Geometry, LayerStates, ModelState
 from jaxspec.config.speculation import SpeculationConfig
@@ -167,6 +167,9 @@ class EagleDrafter(Pytree):
         end = start + len(head.layers)
         own = layers[start:end]
         out = head.run(target, tokens, hidden, positions, own, attend, call.kernels, many=many)
+        if 0 < index < len(self.later):
+            # What it writes next does not depend on what it reads now, so XLA would copy its pages.
+            out = lax.optimization_barrier(out)
         return out._replace(states=(*layers[:start], *out.states, *layers[end:]))
 
     def _read_pending(
@@ -180,7 +183,7 @@ class EagleDrafter(Pytree):
         pool, rows = _own(state)
         outputs = self._read_pending(target, state, rows.features.shape[1], call)
         active = state.rows.active
-        moved = active & (rows.pending > 1)  # else the root was the only pending token, and it is
+        moved = active & (rows.pending > 1)  # else the root alone was pending, as it is afterwards
         last = jnp.where(active[:, None], _at(rows.features, rows.pending - 1), rows.features[:, 0])
         rows = rows.replace(
             features=rows.features.at[:, 0].set(last),
