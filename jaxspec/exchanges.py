@@ -53,6 +53,9 @@ def _replaced[T](tree: T, make: Callable[[str, int], Any]) -> T:
         if axes or len(axis) != 1:
             return tree
         return tree.replace(exchange=make(axis[0], tree.config.hidden_size))
+    if type(tree) is tuple:  # the heads of a drafter
+        heads: Any = tuple(_replaced(part, make) for part in tree)
+        return heads
     if not dataclasses.is_dataclass(tree) or isinstance(tree, type):
         return tree
     parts = {

@@ -1,8 +1,7 @@
 """Loading of EngineParams: a target and a drafter, by name or directory."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
@@ -40,15 +39,16 @@ from jaxspec.speculation.drafters import (
 from jaxspec.speculation.expand import check_top_k
 from jaxspec.weights.eagle import head_method, load_eagle_head
 from jaxspec.weights.hub import resolve_directory
-from jaxspec.weights.mtp import has_mtp_layers, holds_only_mtp_layers, load_mtp_head
+from jaxspec.weights.mtp import (
+    MtpChoice,
+    has_mtp_layers,
+    holds_only_mtp_layers,
+    load_mtp_heads,
+)
 from jaxspec.weights.safetensors_io import load_decoder, load_pipeline
 from pallas_kernels.selection import Kernels
 
 MIXED = "ngram+"  # and the drafter that n-gram lookup is mixed with
-# Drafting with the model's own MTP layers, on hidden states before or after a norm (see MtpConfig).
-MTP: Mapping[str | Path, bool | None] = MappingProxyType(
-    {"mtp": None, "mtp:before": False, "mtp:after": True}
-)
 
 
 def load(
@@ -71,7 +71,8 @@ def load(
     Args:
       model: a Hugging Face model directory or hub id; the built-in model by default.
       drafter: ``none``, ``ngram``, ``mtp`` (the model's own layers for multi-token prediction;
-        ``mtp:before`` and ``mtp:after`` replace the choice of MtpConfig.normed), or a directory or
+        ``mtp:before`` and ``mtp:after`` replace the choice of MtpConfig.normed, and a number, as in
+        ``mtp:1`` and ``mtp:after:1``, uses that many layers instead of all), or a directory or
         hub id of an EAGLE head, of MTP layers or of a draft model;
         ``ngram+`` and such a directory or id: n-gram lookup in rows where it finds a long match,
         the head or model in the others (see drafters.MixedDrafter); ``auto``: see choose_drafter.
@@ -194,6 +195,8 @@ def _read_bytes(drafter: Drafter) -> int:
     """Bytes of weights that a device reads to draft a token: not of a table of embeddings."""
     if isinstance(drafter, MixedDrafter):
         return _read_bytes(drafter.model)
+    if isinstance(drafter, EagleDrafter) and drafter.later:  # a token takes about one of them
+        return sum(_read_bytes(EagleDrafter(head=one)) for one in drafter.heads) // drafter.reread
     model = None
     if isinstance(drafter, DraftModelDrafter):
         model = drafter.model
@@ -219,16 +222,19 @@ def _in_bits(drafter: Drafter, bits: int | None, mesh: Mesh | None) -> Drafter:
 
 def choose_drafter(model: str | Path, drafter: str | Path) -> str | Path:
     """Replaces ``auto``: lookup and the built-in head for the built-in model, the MTP layers of a
-    checkpoint that has some, else ``ngram``. ``mtp`` becomes the kind that the config says."""
+    checkpoint that has some, else ``ngram``. ``mtp`` becomes the kind that the config says, with
+    the number of layers where there are several."""
     if drafter == "auto":
         if Path(model).resolve() == BUILT_IN_MODEL.resolve():
             return f"{MIXED}{BUILT_IN_HEAD}"
         directory = resolve_directory(model)
         drafter = "mtp" if has_mtp_layers(directory, load_model_config(directory)) else "ngram"
-    if drafter not in ("mtp", f"{MIXED}mtp"):
+    mixed = MIXED if isinstance(drafter, str) and drafter.startswith(MIXED) else ""
+    choice = MtpChoice.parse(str(drafter).removeprefix(mixed))
+    if choice is None or not isinstance(drafter, str):
         return drafter
     mtp = load_model_config(resolve_directory(model)).mtp
-    return drafter if mtp is None else f"{drafter}:{'after' if mtp.normed else 'before'}"
+    return drafter if mtp is None else f"{mixed}{choice.name(mtp)}"
 
 
 def resolve_dtype(name: str | None) -> jnp.dtype:
@@ -253,9 +259,9 @@ def _load_drafter(
         return NoDrafter()
     if drafter == "ngram":
         return NGramDrafter()
-    if drafter in MTP:
-        own = (speculation, dtype, mesh, sharded)
-        return _mtp_drafter(model_directory, target, *own, normed=MTP[drafter])
+    choice = MtpChoice.parse(drafter)
+    if choice is not None:
+        return _mtp_drafter(model_directory, target, speculation, dtype, mesh, sharded, choice)
     if isinstance(drafter, str) and drafter.startswith(MIXED):
         mixed = drafter.removeprefix(MIXED)
         if mixed in ("", "none", "ngram", "auto") or mixed.startswith(MIXED):
@@ -267,7 +273,7 @@ def _load_drafter(
         return MixedDrafter(model=_load_drafter(mixed, *rest))
     directory = resolve_directory(drafter)
     if holds_only_mtp_layers(directory):
-        return _mtp_drafter(directory, target, speculation, dtype, mesh, sharded)
+        return _mtp_drafter(directory, target, speculation, dtype, mesh, sharded, MtpChoice())
     if head_method(directory) is not None:
         head = load_eagle_head(directory, target, dtype, mesh, sharded)
         ids = target.vocab_size if head.token_ids is None else head.token_ids.size
@@ -288,11 +294,14 @@ def _mtp_drafter(
     dtype: jnp.dtype,
     mesh: Mesh | None,
     sharded: bool,
-    normed: bool | None = None,
+    choice: MtpChoice,
 ) -> EagleDrafter:
     check_top_k(speculation, target.vocab_size)
-    head = load_mtp_head(directory, target, dtype, mesh, sharded, normed=normed)
-    return EagleDrafter(head=head)
+    steps = speculation.max_depth
+    head, *later = load_mtp_heads(
+        directory, target, dtype, mesh, sharded, choice=choice, steps=steps
+    )
+    return EagleDrafter(head=head, later=tuple(later))
 
 
 def _check_same_tokenizer(

@@ -140,36 +140,43 @@ MTP_NAMES = {
 }
 
 
-def add_mtp_layer(directory: str | Path, layout: str, seed: int = 0) -> Path:
-    """Give a checkpoint a random MTP layer, named as in those of DeepSeek-V3, MiMo or Qwen. Its
-    config then says that it has one."""
+def add_mtp_layer(
+    directory: str | Path, layout: str, seed: int = 0, count: int = 1, noise: float = 0.3
+) -> Path:
+    """Give a checkpoint random MTP layers, named as in those of DeepSeek-V3, MiMo or Qwen (of which
+    one only). Its config then says that it has them. ``noise`` is added to the model's weights."""
     directory, rng = Path(directory), np.random.default_rng(seed)
     config = json.loads((directory / "config.json").read_text())
     tensors = load_file(directory / "model.safetensors")
     hidden, layers = config["hidden_size"], config["num_hidden_layers"]
-    own = {"deepseek": f"model.layers.{layers}.", "mimo": "model.mtp_layers.0.", "qwen": "mtp."}[
-        layout
-    ]
-    block = f"{own}layers.0." if layout == "qwen" else own
     embed_norm, hidden_norm, fc, norm = MTP_NAMES[layout]
     last = f"model.layers.{layers - 1}."
-    for name in [name for name in tensors if name.startswith(last)]:  # like the model's last layer
-        like = tensors[name]
-        noise = 0.3 * rng.standard_normal(like.shape)
-        tensors[name.replace(last, block)] = (rng.permutation(like) + noise).astype(np.float32)
-    for name in (embed_norm, hidden_norm, norm):
-        tensors[f"{own}{name}.weight"] = _scale(rng, hidden) - (layout == "qwen")
-    tensors[f"{own}{fc}.weight"] = _normal(rng, hidden, 2 * hidden)
-    count = "mtp_num_hidden_layers" if layout == "qwen" else "num_nextn_predict_layers"
-    config[count] = 1
+    for index in range(count):
+        own = mtp_prefix(layout, layers, index)
+        block = f"{own}layers.0." if layout == "qwen" else own
+        for name in [name for name in tensors if name.startswith(last)]:  # like the last layer
+            like = tensors[name]
+            values = rng.permutation(like) + noise * rng.standard_normal(like.shape)
+            tensors[name.replace(last, block)] = values.astype(np.float32)
+        for name in (embed_norm, hidden_norm, norm):
+            tensors[f"{own}{name}.weight"] = _scale(rng, hidden) - (layout == "qwen")
+        tensors[f"{own}{fc}.weight"] = _normal(rng, hidden, 2 * hidden)
+        if layout == "deepseek":
+            tensors[f"{own}embed_tokens.weight"] = tensors["model.embed_tokens.weight"]
+    key = "mtp_num_hidden_layers" if layout == "qwen" else "num_nextn_predict_layers"
+    config[key] = count
     if layout == "qwen":
         return save_tensors(directory, tensors, config)
-    if layout == "deepseek":
-        tensors[f"{own}embed_tokens.weight"] = tensors["model.embed_tokens.weight"]
-    else:
+    if layout == "mimo":
         config |= {"model_type": "mimo", "architectures": ["MiMoForCausalLM"]}
         config |= {"attention_bias": True, "auto_map": {"AutoConfig": "x.MiMoConfig"}}
     return save_tensors(directory, tensors, config)
+
+
+def mtp_prefix(layout: str, layers: int, index: int = 0) -> str:
+    """What the tensors of MTP layer ``index`` of a model of so many layers are called."""
+    names = {"deepseek": f"layers.{layers + index}", "mimo": f"mtp_layers.{index}"}
+    return "mtp." if layout == "qwen" else f"model.{names[layout]}."
 
 
 def save_tensors(

@@ -146,15 +146,25 @@ def mtp_head(
     *,
     normed: bool = True,
     layout: MtpLayout = "deepseek",
+    mixing: float = 0.0,
+    context: float = 0.1,
 ) -> DraftHead:
-    """``fc`` passes the embedding on; the layer adds a little."""
+    """``fc`` passes the embedding on, and ``mixing`` times a random product of the hidden state;
+    ``context`` is the weight of the layer."""
     described = mtp_head_config(target.config, MtpConfig(layout, 1, normed))
     shapes = head_shapes(described, target.config, jnp.dtype(jnp.float32))
     head, hidden = random_arrays(shapes, seed), target.config.hidden_size
-    weight = jnp.concatenate([jnp.eye(hidden), jnp.zeros((hidden, hidden))])
+    weight = jnp.concatenate([jnp.eye(hidden), mixing * head.front.fc.weight[hidden:]])
     fc = head.front.fc.replace(weight=weight)
-    layers = (_quieted(head.layers[0], 0.1, 0.1),)
+    layers = (_quieted(head.layers[0], context, context),)
     return noisy(head.replace(front=head.front.replace(fc=fc), layers=layers), noise)
+
+
+def mtp_drafter(target: Decoder, count: int, **options: Any) -> EagleDrafter:
+    """A head for each of the first ``count`` steps, which depends on hidden states and context."""
+    options = {"mixing": 1.0, "context": 0.5} | options
+    head, *later = (mtp_head(target, seed=4 + j, **options) for j in range(count))
+    return EagleDrafter(head=head, later=tuple(later))
 
 
 def eagle3_head(
@@ -205,7 +215,7 @@ def _head_config(target: Decoder, **changes: Any) -> ModelConfig:
 
 
 def make_drafter(name: str, target: Decoder) -> Drafter:
-    """One of DRAFTERS, "mtp" or "none"."""
+    """One of DRAFTERS, "mtp", "mtp3" (three layers) or "none"."""
     match name:
         case "none":
             return NoDrafter()
@@ -218,6 +228,8 @@ def make_drafter(name: str, target: Decoder) -> Drafter:
             return MixedDrafter(model=make_drafter("eagle3", target), lookup=lookup)
         case "mtp":
             return EagleDrafter(head=mtp_head(target))
+        case "mtp3":
+            return mtp_drafter(target, 3)
         case _:
             return EagleDrafter(
                 head=eagle3_head(target) if name == "eagle3" else eagle1_head(target)

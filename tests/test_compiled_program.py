@@ -66,6 +66,8 @@ def test_every_float32_product_has_full_precision_on_a_gpu(drafter: str):
         ("mixed", TREE, None),  # all that an EAGLE-3 tree does, and a lookup
         slow("eagle3", TREE, PLAIN),  # and the drafter catches up
         slow("draft_model", CHAIN, TreeShape(2, 1)),
+        slow("mtp3", TREE, None),
+        slow("mtp3", CHAIN, PLAIN),
     ],
     ids=[
         "none",
@@ -76,6 +78,8 @@ def test_every_float32_product_has_full_precision_on_a_gpu(drafter: str):
         "mixed tree",
         "plain call",
         "shorter chain",
+        "several heads",
+        "several heads, plain call",
     ],
 )
 def test_no_kv_pages_are_copied(
@@ -87,6 +91,23 @@ def test_no_kv_pages_are_copied(
     for pages in page_shapes(state):
         assert f"[{','.join(map(str, pages))}]" in hlo, "the pages are not recognized"
         assert not copies(hlo, pages)
+
+
+@pytest.mark.slow
+def test_the_last_of_several_heads_computes_keys_and_values_alone_before_its_step():
+    """What else it makes of these tokens is for nobody, and XLA leaves it out."""
+    chain = SpeculationConfig.chain(3)
+    params = make_params("mtp3", chain)
+    hlo = decode_hlo(params, empty_state(params))
+    committed, drafted = 3 * (chain.max_depth + 1), 3  # tokens of three rows
+    qkv, up = 128, 96  # widths of these products; the LM head has the latter, too
+
+    def products(tokens: int, width: int) -> int:
+        return len(re.findall(rf"= f32\[{tokens},{width}\]\S* dot\(", hlo))
+
+    target = params.target.config.num_layers
+    assert products(committed, qkv) == target + 3 and products(drafted, qkv) == 2 + 1
+    assert products(committed, up) == target + 1 + 2 and products(drafted, up) == 3 + 1 + 1
 
 
 @pytest.mark.slow

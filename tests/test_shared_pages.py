@@ -32,7 +32,7 @@ assign_pages, copy_pages = new_jit(functional.assign_pages), new_jit(functional.
 save_row, restore_row = new_jit(functional.save_row), new_jit(functional.restore_row)
 
 EACH_DRAFTER = pytest.mark.parametrize(
-    "drafter", ["eagle3", *(slow(name) for name in DRAFTERS if name != "eagle3")]
+    "drafter", ["eagle3", *(slow(name) for name in (*DRAFTERS, "mtp3") if name != "eagle3")]
 )
 
 

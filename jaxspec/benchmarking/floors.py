@@ -45,10 +45,10 @@ def floor_bytes(
     commits so many more of each.
 
     The drafter runs one pass over the newly committed tokens, and one for each further level. Of an
-    EAGLE-3 head only the first reads ``fc``. A head without an LM head reads the target's. Of
-    embedding tables only a few rows are gathered, so a table counts only
-    if it is also the LM head. Of weights of 8 bits beside larger ones only these count. Devices
-    that share sequences each read their part. Of experts those count that are chosen (see
+    EAGLE-3 head only the first reads ``fc``. Several heads: see ``head_passes``. A head without an
+    LM head reads the target's. Of embedding tables only a few rows are gathered, so a table counts
+    only if it is also the LM head. Of weights of 8 bits beside larger ones only these count.
+    Devices that share sequences each read their part. Of experts those count that are chosen (see
     ``_unread_experts``).
     """
     target, drafter = params.target, params.drafter
@@ -61,14 +61,41 @@ def floor_bytes(
     state = round(rows * _state_bytes(target, committed))
     if not isinstance(drafter, EagleDrafter):
         return FloorBytes(weights, kv, 0, 0, state)
-    head, passes = only_eight_bits(drafter.head), params.speculation.max_depth
-    once = local_bytes(head.front.fc) if head.method == "eagle3" else 0
-    each = local_bytes(without_exchanges(head)) - once - local_bytes((head.embed, head.token_ids))
-    each -= _unread_experts(head, batch // params.data_parallel)
-    if head.lm_head is None:
-        each += local_bytes(target.embed if target.lm_head is None else target.lm_head)
-    draft_kv = round(passes * rows * _kv_bytes(head, context))
-    return FloorBytes(weights, kv, once + passes * each, draft_kv, state)
+    steps, draft_weights, draft_kv = params.speculation.max_depth, 0, 0
+    counts = head_passes(len(drafter.heads), steps)
+    for head, (passes, writes) in zip(map(only_eight_bits, drafter.heads), counts, strict=True):
+        once = local_bytes(head.front.fc) if head.method == "eagle3" else 0
+        each = local_bytes(without_exchanges(head)) - once
+        each -= local_bytes((head.embed, head.token_ids))
+        each -= _unread_experts(head, batch // params.data_parallel)
+        draft_weights += once + passes * each + writes * _written_from(head)
+        draft_kv += round(passes * rows * _kv_bytes(head, context))
+    if drafter.head.lm_head is None:
+        lm_head = local_bytes(target.embed if target.lm_head is None else target.lm_head)
+        draft_weights += steps * lm_head
+    return FloorBytes(weights, kv, draft_weights, draft_kv, state)
+
+
+def head_passes(heads: int, steps: int) -> list[tuple[int, int]]:
+    """Of each of an EagleDrafter's heads: how often a round of so many draft steps needs what it
+    computes, and how often no more than the keys and values that it writes.
+
+    The first step reads committed tokens with all heads. The others read drafted ones, with the
+    head of the step and those of later steps. What the last head computes of them before its own
+    step is for nobody.
+    """
+    whole, written, used = [0] * heads, [0] * heads, min(heads, steps)
+    for step in range(steps):
+        first, last = (min(step, used - 1), used - 1) if step else (0, heads - 1)
+        for head in range(first, last + 1):
+            (written if head == last > first else whole)[head] += 1
+    return list(zip(whole, written, strict=True))
+
+
+def _written_from(head: DraftHead) -> int:
+    """Bytes of weights that a head's keys and values are computed with."""
+    qkv = [one.mixer.qkv for one in head.layers[:1] if isinstance(one.mixer, Attention)]
+    return local_bytes((head.front, qkv))
 
 
 def _verified(params: EngineParams) -> int:

@@ -80,9 +80,9 @@ def evaluate(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
         suffixes=tuple(args.suffixes),
     )
     progress.print(str(report))
-    drafter = args.drafter
-    if drafter == "auto":  # of the default mixture the head is measured alone
-        drafter = str(choose_drafter(args.model, drafter)).removeprefix(MIXED)
+    drafter = str(choose_drafter(args.model, args.drafter))
+    if args.drafter == "auto":  # of the default mixture the head is measured alone
+        drafter = drafter.removeprefix(MIXED)
     rows = []
     for mode in args.modes.split(","):
         for rule in args.rules:

@@ -194,8 +194,9 @@ def admit(
       page_table: [B, M] pages of each row, padded with the null page 0; by default the row's
         current pages.
       cached_lens: [B] first tokens of each prompt whose KV the row's pages already hold, target's
-        and drafter's; 0 by default. They are not written again. The last of them is still read, for
-        the hidden state that the drafter needs of it, so all of a prompt may be cached.
+        and drafter's; 0 by default. They are not written again. The last of them, or the drafter's
+        last ``reread``, are still read, for the hidden states that the drafter needs, so all of a
+        prompt may be cached.
       may_wait: a row's limit may need more pages than it has yet: it waits for them as it decodes
         (see assign_pages).
 
@@ -285,7 +286,7 @@ def _admit(
         ending=jnp.where(fits, Ending.NONE, Ending.TOO_LONG).astype(jnp.int32),
         tokens=jnp.pad(arrived["prompts"], ((0, 0), (0, length - width))),
         prompt_lens=lens,
-        context_lens=jnp.maximum(cached - 1, 0),
+        context_lens=jnp.maximum(cached - params.drafter.reread, 0),
         cached_lens=cached,
         max_lens=max_lens,
         room=held - scratch,

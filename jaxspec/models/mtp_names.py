@@ -37,11 +37,14 @@ class MtpNames:
         return name.startswith(self.prefix) and not others
 
 
-def mtp_names(mtp: MtpConfig, num_layers: int) -> MtpNames:
-    """Of the first MTP layer of a model of ``num_layers`` layers."""
+def mtp_names(mtp: MtpConfig, num_layers: int, index: int = 0) -> MtpNames:
+    """Of MTP layer ``index`` of a model of ``num_layers`` layers.
+
+    Raises ValueError for an index above 0 of a layout in which the layers share a projection.
+    """
     match mtp.layout:
         case "deepseek":
-            own = f"model.layers.{num_layers}."
+            own = f"model.layers.{num_layers + index}."
             return MtpNames(
                 prefix=own,
                 layer=own,
@@ -53,8 +56,8 @@ def mtp_names(mtp: MtpConfig, num_layers: int) -> MtpNames:
             )
         case "mimo":
             return MtpNames(
-                prefix="model.mtp_layers.0.",
-                layer="model.mtp_layers.0.",
+                prefix=f"model.mtp_layers.{index}.",
+                layer=f"model.mtp_layers.{index}.",
                 embed_norm="token_layernorm",
                 hidden_norm="hidden_layernorm",
                 fc="input_proj",
@@ -62,6 +65,8 @@ def mtp_names(mtp: MtpConfig, num_layers: int) -> MtpNames:
                 hidden_first=True,
             )
         case "qwen":
+            if index:
+                raise ValueError("MTP layers that share a projection draft with the first only")
             return MtpNames(
                 prefix="mtp.",
                 layer="mtp.layers.0.",

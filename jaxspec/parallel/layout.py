@@ -42,7 +42,7 @@ WHOLE_AXES = frozenset(
             "group",
             "head_dim",
         ),
-        *("length", "nodes", "rounds", "routes", "stops", "table", "two", "units"),
+        *("later", "length", "nodes", "rounds", "routes", "stops", "table", "two", "units"),
         *("whole_hidden", "words"),
     )
 )

@@ -37,6 +37,7 @@ class Limits:
       share_generated: whether these may hold generated tokens, too.
       share_pages: whether a request may begin with pages of another, cached or running. Not where
         rows keep what is in no page: then prefix caching needs snapshots, too.
+      reread: last tokens of a cached prefix that are read once more (see Drafter.reread).
       snapshots: copies of what rows keep outside of pages that there is room for; None: they keep
         nothing there. Prefix hits are rounded down to such copies.
       preemption: "auto" takes what PreemptionCosts say is cheaper. Who does not fit host memory, or
@@ -66,6 +67,7 @@ class Limits:
     prefix_caching: bool = True
     share_generated: bool = True
     share_pages: bool = True
+    reread: int = 1
     snapshots: int | None = None
     preemption: Preemption = "auto"
     part_pages: int = 1
@@ -76,6 +78,7 @@ class Limits:
         """Raises ValueError for values that no scheduler can work with."""
         for name in ("num_rows", "num_pages", "page_size", "max_length", "tokens_per_round"):
             check_count(name, getattr(self, name))
+        check_count("reread", self.reread)
         for name in ("shards", "max_rounds", "masked_rounds", "waiting_rounds", "part_pages"):
             check_count(name, getattr(self, name))
         for name in ("scratch_slots", "host_parts", "snapshots"):
@@ -101,6 +104,11 @@ class Limits:
             )
         if self.snapshots is not None and (self.shards > 1 or self.share_pages):
             raise ValueError("snapshots need one shard, and share_pages=False")
+        if self.snapshots is not None and self.reread > 1:
+            raise ValueError(
+                f"a drafter that reads the last {self.reread} tokens of a cached prefix again has "
+                "no snapshots for it: use another one, or set prefix_caching=False"
+            )
         if self.swaps_only and (self.preemption != "swap" or self.shards > 1):
             raise ValueError('swaps_only needs preemption="swap", and one shard')
 
@@ -169,9 +177,9 @@ class PageCopy:
 class Admission:
     """Give a row to a sequence, which reads ``sequence.tokens`` as its prompt.
 
-    The table holds the KV of the first ``cached`` tokens. Reading starts at the last of them, whose
-    KV is not written again. ``snapshot``: slot of what the row keeps outside of pages, before that
-    token; None: nothing yet.
+    The table holds the KV of the first ``cached`` tokens. Reading starts at the last of them
+    (``Limits.reread``), whose KV is not written again. ``snapshot``: slot of what the row keeps
+    outside of pages, before that token; None: nothing yet.
     """
 
     row: int

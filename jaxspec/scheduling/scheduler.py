@@ -276,7 +276,7 @@ class Scheduler:
         sequence.state = State.READING
         sequence.goal = len(sequence.tokens)
         sequence.settled, sequence.unsettled = placement.cached, False
-        sequence.read = max(0, placement.cached - 1)  # the last cached token is read once more
+        sequence.read = max(0, placement.cached - self.limits.reread)
         sequence.branch = placement.known if placement.known > placement.cached else 0
         snapshot = placement.shard.snapshot_for(placement)
         draft.admitted.append((sequence, placement.cached, snapshot))

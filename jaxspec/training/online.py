@@ -34,7 +34,7 @@ class HeadAdapter:
       config: ``batch_size`` rows a step, drawn from the latest ``memory`` completions.
       length: tokens of a row; longer completions are cut.
 
-    Raises ValueError if the LLM does not draft with a head, or is split over devices.
+    Raises ValueError if the LLM does not draft with one head, or is split over devices.
     """
 
     def __init__(self, llm: LLM, config: DraftTrainConfig, *, length: int, memory: int = 256):
@@ -43,6 +43,8 @@ class HeadAdapter:
             drafter = drafter.model
         if not isinstance(drafter, EagleDrafter):
             raise ValueError("only an EAGLE head learns while it serves: give one as drafter")
+        if drafter.later:
+            raise ValueError("only one head learns while it serves: choose the drafter mtp:1")
         if llm.params.mesh is not None:
             raise ValueError("a head cannot learn beside a target that is split over devices")
         self.llm, self._config, self._length = llm, config, length

@@ -1,6 +1,7 @@
 """Loading and saving the layers for multi-token prediction (MTP) of checkpoints, as draft heads."""
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxspec.config.model import ModelConfig
+from jaxspec.config.mtp import MtpConfig
 from jaxspec.models.heads import DraftHead, MtpFront, head_shapes, mtp_head_config
 from jaxspec.models.hf_config import load_model_config, with_mtp_layer
 from jaxspec.models.mtp_names import mtp_tensors
@@ -42,6 +44,91 @@ def holds_only_mtp_layers(directory: str | Path) -> bool:
     return any(name.endswith(_JOINS) for name in names)
 
 
+@dataclasses.dataclass(frozen=True)
+class MtpChoice:
+    """How a checkpoint's MTP layers draft: ``mtp``, ``mtp:after``, ``mtp:3``, ``mtp:before:1``.
+
+    Attributes:
+      normed: replaces the config's choice (see MtpConfig.normed).
+      count: how many of them, from the first; None: all.
+    """
+
+    normed: bool | None = None
+    count: int | None = None
+
+    @classmethod
+    def parse(cls, name: str | Path) -> "MtpChoice | None":
+        """None for a name of another drafter. Raises ValueError for one of no such form."""
+        if not isinstance(name, str) or name.split(":")[0] != "mtp":
+            return None
+        form = re.fullmatch(r"mtp(:before|:after)?(:[1-9][0-9]*)?", name)
+        if form is None:
+            raise ValueError(
+                f"drafter {name!r}: after mtp may come :before or :after, and a number of layers, "
+                "as in mtp:after:1"
+            )
+        normed = None if form[1] is None else form[1] == ":after"
+        return cls(normed, None if form[2] is None else int(form[2][1:]))
+
+    def over(self, mtp: MtpConfig) -> MtpConfig:
+        """The layers chosen of a checkpoint's.
+
+        Raises ValueError for more than it has, and for several of a layout in which they share a
+        projection.
+        """
+        count = mtp.num_layers if self.count is None else self.count
+        if count > mtp.num_layers:
+            raise ValueError(
+                f"{count} MTP layers are asked for, and the checkpoint has {mtp.num_layers}: "
+                "choose a smaller number, or leave it out"
+            )
+        if count > 1 and mtp.layout == "qwen":
+            raise ValueError(
+                f"of {mtp.num_layers} MTP layers that share a projection only the first can draft: "
+                "choose it by the drafter mtp:1"
+            )
+        normed = mtp.normed if self.normed is None else self.normed
+        return dataclasses.replace(mtp, normed=normed, num_layers=count)
+
+    def name(self, mtp: MtpConfig) -> str:
+        """The name that says it all: with a number where the checkpoint has several layers."""
+        normed = mtp.normed if self.normed is None else self.normed
+        count = f":{self.count or mtp.num_layers}" if mtp.num_layers > 1 else ""
+        return f"mtp:{'after' if normed else 'before'}{count}"
+
+
+def load_mtp_heads(
+    directory: str | Path,
+    target: ModelConfig,
+    dtype: jnp.dtype,
+    mesh: Mesh | None = None,
+    sharded: bool = False,
+    *,
+    choice: MtpChoice = MtpChoice(),
+    steps: int | None = None,
+) -> tuple[DraftHead, ...]:
+    """Read a checkpoint's MTP layers, of which draft step ``j`` uses layer ``j``: see
+    ``load_mtp_head``.
+
+    Args:
+      steps: most draft steps. Layers that none of them uses are not read; None: all are.
+
+    Raises ValueError as ``load_mtp_head`` and MtpChoice.over, and for several layers of a target
+    with recurrent layers.
+    """
+    mtp = choice.over(_mtp_config(Path(directory)))
+    count = mtp.num_layers if steps is None else min(mtp.num_layers, max(1, steps))
+    if count > 1 and target.is_recurrent:
+        raise ValueError(
+            f"{directory} has {mtp.num_layers} MTP layers, and for a model with recurrent layers "
+            "only one can draft: choose the drafter mtp:1, or another one"
+        )
+    return tuple(
+        load_mtp_head(directory, target, dtype, mesh, sharded, normed=mtp.normed, index=index)
+        for index in range(count)
+    )
+
+
 def load_mtp_head(
     directory: str | Path,
     target: ModelConfig,
@@ -50,8 +137,9 @@ def load_mtp_head(
     sharded: bool = False,
     *,
     normed: bool | None = None,
+    index: int = 0,
 ) -> DraftHead:
-    """Read the first MTP layer of a checkpoint, onto ``mesh`` or the default device.
+    """Read MTP layer ``index`` of a checkpoint, onto ``mesh`` or the default device.
 
     Args:
       directory: the target's own, or one of MTP layers alone.
@@ -61,15 +149,10 @@ def load_mtp_head(
     Raises ValueError for a checkpoint without MTP layers, and for one that does not fit the target.
     """
     directory = Path(directory)
-    mtp = load_model_config(directory, "MTP layer").mtp
-    if mtp is None:
-        raise ValueError(
-            f"{directory} has no layers for multi-token prediction: its config.json has no "
-            "num_nextn_predict_layers or mtp_num_hidden_layers above 0; choose another drafter"
-        )
+    mtp = _mtp_config(directory)
     if normed is not None:
         mtp = dataclasses.replace(mtp, normed=normed)
-    head = mtp_head_config(target, mtp)
+    head = mtp_head_config(target, mtp, index)
     assert head.mtp is not None
     shards = Shards.over(mesh, mesh_layout(mesh, split_model=sharded))
     stored, kind = open_checkpoint(directory, shards, None)
@@ -89,6 +172,16 @@ def load_mtp_head(
         placements(shapes, mesh),
         {f"{head.mtp.prefix}{name}" for name in head.mtp.copies},
     )
+
+
+def _mtp_config(directory: Path) -> MtpConfig:
+    mtp = load_model_config(directory, "MTP layer").mtp
+    if mtp is None:
+        raise ValueError(
+            f"{directory} has no layers for multi-token prediction: its config.json has no "
+            "num_nextn_predict_layers or mtp_num_hidden_layers above 0; choose another drafter"
+        )
+    return mtp
 
 
 def save_mtp_head(head: DraftHead, directory: str | Path, hf_config: Mapping[str, Any]) -> None:

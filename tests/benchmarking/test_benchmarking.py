@@ -10,13 +10,15 @@ import numpy as np
 import pytest
 
 from jaxspec.benchmarking.ahead_of_time import Job, decode_program
-from jaxspec.benchmarking.floors import FloorBytes, floor_bytes
+from jaxspec.benchmarking.floors import FloorBytes, floor_bytes, head_passes
 from jaxspec.benchmarking.modes import make_params, parse_mode
 from jaxspec.benchmarking.random_params import random_decoder, random_head
 from jaxspec.benchmarking.rounds import Workload
 from jaxspec.benchmarking.shapes import SHAPES
+from jaxspec.config.mtp import MtpConfig
 from jaxspec.config.quantization import Scheme
 from jaxspec.models.decoder import decoder_shapes
+from jaxspec.speculation.drafters import EagleDrafter
 from pallas_kernels.selection import Kernels
 
 TINY, BFLOAT16 = SHAPES["tiny"], jnp.dtype("bfloat16")
@@ -150,6 +152,26 @@ def test_the_floor_of_recurrent_layers_and_an_mtp_layer(mode: str):
     each = 2 * (2 * hidden * hidden + attention + mlp + norms + hidden * vocab)
     assert found.draft_weights == pytest.approx(3 * each)
     assert found.draft_kv == 3 * found.target_kv
+
+
+def test_the_floor_of_several_mtp_layers():
+    assert head_passes(1, 3) == [(3, 0)]
+    assert head_passes(2, 2) == [(1, 0), (1, 1)]
+    assert head_passes(3, 5) == [(1, 0), (2, 0), (3, 2)]
+    assert head_passes(3, 2) == [(1, 0), (2, 0), (0, 1)]
+    config = dataclasses.replace(TINY, mtp=MtpConfig("deepseek", 3, normed=True))
+    target = random_decoder(config, BFLOAT16, None, seed=0)
+    head = random_head(config, BFLOAT16, None, seed=1)
+    params = make_params(parse_mode("chain:5"), target, head, None, Kernels())
+    drafter = EagleDrafter(head=head, later=(head, head))
+    found = floor_bytes(params.replace(drafter=drafter), batch=5, context=100)
+    hidden, ff, vocab = 64, 128, 1000
+    writes = 2 * hidden * hidden + 2 * hidden + hidden * 256  # fc, its norms, qkv
+    each = writes + hidden * (128 + 3 * ff) + 3 * hidden
+    assert found.draft_weights == 2 * (6 * each + 2 * writes + 5 * hidden * vocab)
+    assert found.draft_kv == 2 * 6 * 5 * 100 * 2 * 4 * 16
+    one = floor_bytes(params, batch=5, context=100)
+    assert one.draft_weights == 2 * 5 * (each + hidden * vocab)
 
 
 def test_a_round_of_recurrent_layers_is_lowered_for_gpus():

@@ -11,7 +11,6 @@ import pytest
 import torch
 import transformers
 from safetensors.numpy import load_file
-from transformers.modeling_layers import MtpModel
 
 from jaxspec import LLM, SamplingParams, SpeculationConfig, load
 from jaxspec.loading import choose_drafter
@@ -23,8 +22,9 @@ from jaxspec.models.hf_config import load_model_config, parse_model_config
 from jaxspec.models.hf_values import read_json
 from jaxspec.weights.mtp import load_mtp_head, save_mtp_head
 from jaxspec.weights.safetensors_io import load_decoder
-from tests.checkpoints import MTP_NAMES, add_mtp_layer, save_byte_tokenizer, tiny_llama, tiny_qwen2
+from tests.checkpoints import add_mtp_layer, save_byte_tokenizer, tiny_llama, tiny_qwen2
 from tests.marks import slow
+from tests.mtp_reference import torch_mtp
 
 FLOAT32 = jnp.dtype("float32")
 TOKENS = np.random.default_rng(0).integers(0, 257, (2, 13))
@@ -45,30 +45,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def reference(path: Path, layout: str, kind: Any, *, normed: bool) -> tuple[np.ndarray, np.ndarray]:
     """transformers' MTP layer over TOKENS: hidden states after its norm, and logits."""
-    config = kind(**json.loads((path / "config.json").read_text()))
-    config.num_mtp_layers = 1
-    if layout == "mimo":
-        config.mtp_layer_types = ["full_attention"]
-    config.mtp_hidden_states_first = layout == "mimo"
-    stored = {
-        name: torch.from_numpy(one) for name, one in load_file(path / "model.safetensors").items()
-    }
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    model.load_state_dict(stored, strict=False)
-    mtp = MtpModel(model, 1)
-    own = (
-        f"model.layers.{config.num_hidden_layers}."
-        if layout == "deepseek"
-        else "model.mtp_layers.0."
-    )
-    names = dict(zip(MTP_NAMES[layout], ("enorm", "hnorm", "eh_proj", "post_norm"), strict=True))
-    state = {}
-    for name, tensor in stored.items():
-        if name.startswith(own) and "embed_tokens" not in name:
-            rest, _, kind_of = name.removeprefix(own).rpartition(".")
-            state[f"layers.0.{names.get(rest, f'mtp_block.{rest}')}.{kind_of}"] = tensor
-    missing, surplus = mtp.load_state_dict(state, strict=False)
-    assert not surplus and not [name for name in missing if name.startswith("layers.")]
+    model, mtp = torch_mtp(path, layout, kind)
     ids = torch.from_numpy(TOKENS)
     with torch.no_grad():
         out = model(ids, output_hidden_states=True)

@@ -153,7 +153,7 @@ class FakeDevice:
             assert new.row not in self.rows
             assert new.sequence.is_new or not self.limits.swaps_only
             tokens = list(new.sequence.tokens)
-            context = max(0, new.cached - 1)
+            context = max(0, new.cached - self.limits.reread)
             self.rows[new.row] = Row(
                 sequence=new.sequence,
                 tokens=tokens,

@@ -341,14 +341,16 @@ def test_a_failed_row_ends_and_the_prefix_cache_learns_nothing_more_of_it():
 # The prefix cache.
 
 
-def test_a_second_request_finds_the_whole_pages_of_the_first():
-    run = Run(LIMITS)
+@pytest.mark.parametrize(("reread", "count"), [(1, 3), (3, 5), (30, 22)])
+def test_a_second_request_finds_the_whole_pages_of_the_first(reread: int, count: int):
+    """The last cached tokens are read once more."""
+    run = Run(dataclasses.replace(LIMITS, reread=reread))
     run.add(prompt(22), max_tokens=1)
     run.finish()
     run.add(prompt(22), max_tokens=1)
     plan = run.step()
     assert plan.admissions[0].cached == 20
-    assert [read.count for read in plan.reads] == [3]  # the last cached token is read once more
+    assert [read.count for read in plan.reads] == [count]
     run.finish()
     assert run.scheduler.cache_statistics() == (44, 20)
 

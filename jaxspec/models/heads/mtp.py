@@ -26,10 +26,10 @@ from jaxspec.tensors import Filler, One
 from pallas_kernels.selection import Kernels
 
 
-def mtp_head_config(target: ModelConfig, mtp: MtpConfig) -> HeadConfig:
-    """The HeadConfig of the first of a target's MTP layers.
+def mtp_head_config(target: ModelConfig, mtp: MtpConfig, index: int = 0) -> HeadConfig:
+    """The HeadConfig of MTP layer ``index`` of a target.
 
-    Raises ValueError for a target of recurrent layers only.
+    Raises ValueError for a target of recurrent layers only, and as ``mtp_names``.
     """
     attending = [one for one in target.layers if not isinstance(one.mixer, GatedDeltaConfig)]
     if not attending:
@@ -40,7 +40,7 @@ def mtp_head_config(target: ModelConfig, mtp: MtpConfig) -> HeadConfig:
         method="mtp",
         capture=(FINAL_NORM if mtp.normed else target.num_layers,),
         norm_output=mtp.normed,
-        mtp=mtp_names(mtp, target.num_layers),
+        mtp=mtp_names(mtp, target.num_layers, index),
     )
 
 

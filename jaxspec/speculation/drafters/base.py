@@ -46,6 +46,12 @@ class Drafter(Protocol):
         """Target hidden states that it reads (see models.decoder.run); () for none."""
         ...
 
+    @property
+    def reread(self) -> int:
+        """How many of the cached tokens that a row begins with are read once more, for hidden
+        states that the drafter needs: at least 1."""
+        ...
+
     def init_pool(self, geometry: Geometry) -> Any:
         """The drafter's part of an empty pool."""
         ...
@@ -113,6 +119,10 @@ class StatelessDrafter(Pytree):
     @property
     def capture(self) -> tuple[int, ...]:
         return ()
+
+    @property
+    def reread(self) -> int:
+        return 1
 
     def init_pool(self, geometry: Geometry) -> None:
         return None

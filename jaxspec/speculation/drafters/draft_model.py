@@ -42,6 +42,10 @@ class DraftModelDrafter(Pytree):
     def capture(self) -> tuple[int, ...]:
         return ()
 
+    @property
+    def reread(self) -> int:
+        return 1
+
     def init_pool(self, geometry: Geometry) -> ModelState:
         pool = self.model.init_state(geometry)
         pool.check_rereads("this draft model")

@@ -1,14 +1,22 @@
-"""Draft heads as drafters: EAGLE-1, 2, 3 and 3.1, and later kinds of head."""
+"""Draft heads as drafters: EAGLE-1, 2, 3 and 3.1, MTP layers, and later kinds of head.
+
+With one head every step runs it. With several (the MTP layers of a checkpoint) step ``j`` runs head
+``j``, and steps past the last head run the last. The first head reads the target's hidden state of
+the token before; head ``j`` reads what head ``j - 1`` computed of the token before. Each head has a
+cache of its own, and its entry of token ``i`` lies at slot ``i`` in it, like all draft KV. It
+depends on tokens up to ``i`` alone, and there is none for tokens 0 to ``j``.
+"""
 
 from typing import Any
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from jaxspec.cache import Geometry, LayerStates, ModelState
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.heads import DraftHead
+from jaxspec.models.forward import Attend
+from jaxspec.models.heads import DraftHead, HeadOutput
 from jaxspec.pytree import Pytree, array, pytree
 from jaxspec.speculation.call import Call
 from jaxspec.speculation.drafters.base import DraftState, PrefillChunk
@@ -24,39 +32,63 @@ from jaxspec.speculation.expand import Beams, Proposer, grow
 from jaxspec.speculation.tree import DraftTree
 from jaxspec.state import EngineState
 
-FIRST_SLOT = 1  # there is no hidden state before token 0, so slot 0 is never read
+FIRST_SLOT = 1  # there is no hidden state before token 0: head j never reads slots 0 to j
 
 
 @pytree
 class HeadRows(Pytree):
     """``pending``: number of committed tokens of each row, root included, that the head has not
     read yet with the target's hidden states. ``features[:, t]`` is the captured state of the token
-    before the ``t``-th of them."""
+    before the ``t``-th of them. What later heads read is known only of tokens that are read:
+    ``before`` has what each head but the last computed of the token before the first pending one,
+    ``at_root`` of the root of the round under way, once it is read. None: there is one head."""
 
     features: Array = array("batch", "depth", "features")  # [R, A, C]
     pending: Array = array("batch")  # int32 [R]
+    before: Array | None = array("batch", "later", "whole_hidden", default=None)  # [R, L, H]
+    at_root: Array | None = array("batch", "later", "whole_hidden", default=None)  # [R, L, H]
 
 
 @pytree
 class EagleDrafter(Pytree):
-    """Drafts a chain or a dynamic tree with a draft head."""
+    """Drafts a chain or a dynamic tree with a draft head, or with one for each step.
+
+    Attributes:
+      head: of the first step.
+      later: those of the next L steps. Steps past the last head run it, too.
+    """
 
     head: DraftHead
+    later: tuple[DraftHead, ...] = ()
+
+    @property
+    def heads(self) -> tuple[DraftHead, ...]:
+        return self.head, *self.later
 
     @property
     def capture(self) -> tuple[int, ...]:
         return self.head.capture
 
+    @property
+    def reread(self) -> int:
+        return len(self.heads)  # each head needs what the one before computes of one token more
+
     def init_pool(self, geometry: Geometry) -> ModelState:
-        pool = self.head.init_state(geometry)
+        states = [head.init_state(geometry) for head in self.heads]
+        pool = states[0].replace(layers=tuple(one for state in states for one in state.layers))
         pool.check_rereads("this head")
         return pool
 
     def init_rows(self, num_rows: int, target: Decoder, capacity: SpeculationConfig) -> HeadRows:
         shape = (num_rows, capacity.max_depth + 1, self.head.feature_size(target))
-        return HeadRows(
+        rows = HeadRows(
             features=jnp.zeros(shape, self.head.dtype), pending=jnp.zeros(num_rows, jnp.int32)
         )
+        if not self.later:
+            return rows
+        size = (num_rows, len(self.later), self.head.config.hidden_size)
+        before, at_root = jnp.zeros(size, self.head.dtype), jnp.zeros(size, self.head.dtype)
+        return rows.replace(before=before, at_root=at_root)
 
     def reset(self, pool: ModelState, rows: Array) -> ModelState:
         return pool.reset(rows)
@@ -78,15 +110,16 @@ class EagleDrafter(Pytree):
         before = _at(rows.features, rows.pending - 1)
         shifted = jnp.concatenate([before[:, None], features[:, :-1]], axis=1)
         run = prompt_tokens(state, chunk.tokens, chunk.counts)
-        _, _, layers = self._read(target, state, run, shifted, call, many=True)
+        outputs = self._read(target, state, run, shifted, call, many=True)
         changed = chunk.counts > 0
         last = _at(features, chunk.counts - 1)
         kept = jnp.where(changed[:, None], last, rows.features[:, 0])
         rows = rows.replace(
             features=rows.features.at[:, 0].set(kept),
             pending=jnp.where(changed, 1, rows.pending),
+            before=_where(changed, _outputs_at(outputs, chunk.counts - 1), rows.before),
         )
-        return DraftState(pool=pool.replace(layers=layers), rows=rows)
+        return DraftState(pool=pool.replace(layers=outputs[-1].states), rows=rows)
 
     def _read(
         self,
@@ -97,62 +130,95 @@ class EagleDrafter(Pytree):
         call: Call,
         *,
         many: bool = False,
-    ) -> tuple[Array, Array, LayerStates]:
-        """Run the head on committed tokens and the captured states [B, T, C] before them; see
-        HeadOutput."""
-        pool, _ = _own(state)
-        attend = causal_attend(state, run, FIRST_SLOT)
-        hidden = self.head.hidden(features, call.kernels)
-        return self.head.run(
-            target,
-            run.tokens,
-            hidden,
-            run.positions - 1,
-            pool.layers,
-            attend,
-            call.kernels,
-            many=many,
-        )
+    ) -> list[HeadOutput]:
+        """Run all heads on committed tokens and the captured states [B, T, C] before them. The
+        states of the last output are those of all layers."""
+        pool, rows = _own(state)
+        layers = pool.layers
+        outputs: list[HeadOutput] = []
+        for index in range(len(self.heads)):
+            attend = causal_attend(state, run, FIRST_SLOT + index)
+            if rows.before is None or index == 0:
+                hidden = self.head.hidden(features, call.kernels)
+            else:
+                before = rows.before[:, index - 1, None]
+                hidden = jnp.concatenate([before, outputs[-1].hidden[:, :-1]], axis=1)
+            entry = run.tokens, hidden, run.positions - 1
+            outputs.append(self._run(index, target, *entry, layers, attend, call, many=many))
+            layers = outputs[-1].states
+        return outputs
+
+    def _run(
+        self,
+        index: int,
+        target: Decoder,
+        tokens: Array,
+        hidden: Array,
+        positions: Array,
+        layers: LayerStates,
+        attend: Attend,
+        call: Call,
+        *,
+        many: bool = False,
+    ) -> HeadOutput:
+        """DraftHead.run of head ``index``; ``layers`` are the states of all heads' layers."""
+        head = self.heads[index]
+        start = sum(len(one.layers) for one in self.heads[:index])
+        end = start + len(head.layers)
+        own = layers[start:end]
+        out = head.run(target, tokens, hidden, positions, own, attend, call.kernels, many=many)
+        if 0 < index < len(self.later):
+            # What it writes next does not depend on what it reads now, so XLA would copy its pages.
+            out = lax.optimization_barrier(out)
+        return out._replace(states=(*layers[:start], *out.states, *layers[end:]))
 
     def _read_pending(
         self, target: Decoder, state: EngineState, width: int, call: Call
-    ) -> tuple[Array, Array, LayerStates]:
+    ) -> list[HeadOutput]:
         _, rows = _own(state)
         run = pending_tokens(state, rows.pending, width)
         return self._read(target, state, run, rows.features[:, :width], call)
 
     def catch_up(self, target: Decoder, state: EngineState, call: Call) -> DraftState:
         pool, rows = _own(state)
-        _, _, layers = self._read_pending(target, state, rows.features.shape[1], call)
+        outputs = self._read_pending(target, state, rows.features.shape[1], call)
         active = state.rows.active
+        moved = active & (rows.pending > 1)  # else the root alone was pending, as it is afterwards
         last = jnp.where(active[:, None], _at(rows.features, rows.pending - 1), rows.features[:, 0])
         rows = rows.replace(
             features=rows.features.at[:, 0].set(last),
             pending=jnp.where(active, 1, rows.pending),
+            before=_where(moved, _outputs_at(outputs, rows.pending - 2), rows.before),
+            at_root=_outputs_at(outputs, rows.pending - 1),
         )
-        return DraftState(pool=pool.replace(layers=layers), rows=rows)
+        return DraftState(pool=pool.replace(layers=outputs[-1].states), rows=rows)
 
     def propose(
         self, target: Decoder, state: EngineState, call: Call
     ) -> tuple[DraftTree, DraftState]:
         pool, rows = _own(state)
         width = call.speculation.max_depth + 1
-        hidden, normed, layers = self._read_pending(target, state, width, call)
-        root_hidden, root_normed = (_at(x, rows.pending - 1) for x in (hidden, normed))
+        outputs = self._read_pending(target, state, width, call)
+        rows = rows.replace(at_root=_outputs_at(outputs, rows.pending - 1))
+        used = self.heads[: call.speculation.max_depth]
+        roots = tuple(_at(out.hidden, rows.pending - 1)[:, None] for out in outputs[: len(used)])
+        root_normed = _at(outputs[0].normed, rows.pending - 1)
 
         def step(beams: Beams, carry: Any) -> tuple[Array, Any]:
+            """``carry``: what heads computed of the level before, up to the last used, and the
+            states. The first head that goes on drafts. The later ones will see its beams, so they
+            read them now; what the last one makes of them before its own turn is not needed."""
             hidden, layers = carry
-            out = self.head.run(
-                target,
-                beams.tokens,
-                jnp.take_along_axis(hidden, beams.parents[..., None], axis=1),
-                beam_positions(state, beams) - 1,
-                layers,
-                level_attend(state, beams, FIRST_SLOT),
-                call.kernels,
-            )
-            logits = self.head.logits(target, out.normed, call.kernels)
-            return logits, (out.hidden, out.states)
+            hidden, after = hidden[:-1] or hidden, []
+            first = len(used) - len(hidden)
+            for index, parents in enumerate(hidden, first):
+                read = jnp.take_along_axis(parents, beams.parents[..., None], axis=1)
+                entry = beams.tokens, read, beam_positions(state, beams) - 1
+                attend = level_attend(state, beams, FIRST_SLOT + index)
+                after.append(self._run(index, target, *entry, layers, attend, call))
+                layers = after[-1].states
+            logits = used[first].logits(target, after[0].normed, call.kernels)
+            return logits, (tuple(out.hidden for out in after), layers)
 
         proposer = Proposer(
             call=call,
@@ -164,7 +230,7 @@ class EagleDrafter(Pytree):
             target_layout=target.layout,
         )
         root_logits = self.head.logits(target, root_normed, call.kernels)
-        carry = (root_hidden[:, None], layers)
+        carry = (roots, outputs[-1].states)
         tree, (_, layers) = grow(proposer, state.rows.roots, root_logits, step, carry)
         return tree, DraftState(pool=pool.replace(layers=layers), rows=rows)
 
@@ -183,7 +249,8 @@ class EagleDrafter(Pytree):
             room = rows.features.shape[1] - waiting.shape[1]
             waiting = jnp.pad(waiting, ((0, 0), (0, room), (0, 0)))
             pending = counts
-        rows = HeadRows(
+            rows = rows.replace(before=_where(active, rows.at_root, rows.before))
+        rows = rows.replace(
             features=jnp.where(active[:, None, None], waiting, rows.features),
             pending=jnp.where(active, pending, rows.pending),
         )
@@ -192,6 +259,20 @@ class EagleDrafter(Pytree):
 
 def _own(state: EngineState) -> tuple[ModelState, HeadRows]:
     return state.pool.draft, state.rows.draft
+
+
+def _outputs_at(outputs: list[HeadOutput], index: Array) -> Array | None:
+    """What each head but the last computed of token ``index`` [B] of its run: [B, L, H]."""
+    if len(outputs) == 1:
+        return None
+    return jnp.stack([_at(out.hidden, index) for out in outputs[:-1]], axis=1)
+
+
+def _where(changed: Array, new: Array | None, old: Array | None) -> Array | None:
+    """``new`` [B, L, H] in the rows that ``changed`` [B], ``old`` in the others."""
+    if new is None or old is None:
+        return old
+    return jnp.where(changed[:, None, None], new.astype(old.dtype), old)
 
 
 def _at(x: Array, index: Array) -> Array:

@@ -47,6 +47,10 @@ class MixedDrafter(Pytree):
     def capture(self) -> tuple[int, ...]:
         return self.model.capture
 
+    @property
+    def reread(self) -> int:
+        return self.model.reread
+
     def init_pool(self, geometry: Geometry) -> Any:
         return self.model.init_pool(geometry)
 

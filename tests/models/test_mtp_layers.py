@@ -1,0 +1,239 @@
+"""Checkpoints with several MTP layers: transformers' draft logits, choices, what is refused."""
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.numpy import load_file
+
+from jaxspec import LLM, SamplingParams, SpeculationConfig, functional, load
+from jaxspec.functional import EngineParams
+from jaxspec.loading import choose_drafter
+from jaxspec.models.decoder import FINAL_NORM
+from jaxspec.models.hf_config import load_model_config, parse_model_config
+from jaxspec.parallel import make_mesh
+from jaxspec.sampling import make_sampling
+from jaxspec.scheduling.plan import Limits
+from jaxspec.state import EngineState
+from jaxspec.training.draft_step import DraftTrainConfig
+from jaxspec.training.online import HeadAdapter
+from jaxspec.weights.mtp import load_mtp_heads
+from tests.checkpoints import (
+    add_mtp_layer,
+    save_byte_tokenizer,
+    save_tensors,
+    tiny_llama,
+    tiny_qwen2,
+)
+from tests.marks import slow
+from tests.mtp_reference import torch_mtp
+from tests.programs import FAST_COMPILE
+from tests.random_models import jit_admit
+
+FLOAT32 = jnp.dtype("float32")
+COUNT, PAGE, LENGTH = 3, 5, 64
+KINDS = {"deepseek": transformers.LlamaConfig, "mimo": transformers.Qwen2Config}
+SMALL: dict[str, Any] = {"vocab_size": 257, "num_hidden_layers": 2}
+PROMPTS = [np.random.default_rng(seed).integers(0, 257, size) for seed, size in ((1, 23), (2, 4))]
+# With this rule drafts are drawn, and their distributions kept.
+DRAWN = SpeculationConfig.chain(COUNT, acceptance="rejection")
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    made = {
+        "deepseek": tiny_llama(tmp_path_factory.mktemp("deepseek"), **SMALL),
+        "mimo": tiny_qwen2(tmp_path_factory.mktemp("mimo"), **SMALL),
+    }
+    for layout, path in made.items():
+        # Less noise: rounding grows from layer to layer, in transformers' float32 as in ours.
+        add_mtp_layer(path, layout, count=COUNT, noise=0.05)
+        save_byte_tokenizer(path)
+    return made
+
+
+def draft_after(
+    params: EngineParams, width: int, rounds: int
+) -> tuple[list[list[int]], np.ndarray]:
+    """Committed tokens and drafted ones of each row, and log-probabilities [B, COUNT, V] of drafts,
+    after so many rounds. Prompts are read in pieces of ``width``."""
+    batch = len(PROMPTS)
+    prompts = np.zeros((batch, LENGTH), np.int32)
+    for row, prompt in zip(prompts, PROMPTS, strict=True):
+        row[: len(prompt)] = prompt
+    lens = np.array([len(prompt) for prompt in PROMPTS])
+    sampling = make_sampling(batch, temperature=1.0, seeds=np.arange(batch, dtype=np.uint32))
+
+    @functools.partial(jax.jit, compiler_options=FAST_COMPILE)
+    def read(state: EngineState) -> EngineState:
+        return functional.prefill(params, state, width=width)[0]
+
+    @functools.partial(jax.jit, compiler_options=FAST_COMPILE)
+    def propose(state: EngineState) -> Any:
+        if rounds:
+            state, _ = functional.decode(params, state, rounds, max_rounds=rounds)
+        return state, params.drafter.propose(params.target, state, params.call())[0]
+
+    state = functional.init_state(params, batch, LENGTH, page_size=PAGE)
+    state = jit_admit(params, state, np.arange(batch), prompts, lens, sampling=sampling)
+    for _ in range(0, max(lens), width):
+        state = read(state)
+    state, tree = propose(state)
+    lengths = np.asarray(state.rows.context_lens) + 1
+    committed = [
+        row[:n].tolist() for row, n in zip(np.asarray(state.rows.tokens), lengths, strict=True)
+    ]
+    drafted = np.asarray(tree.tokens)[:, 1:].tolist()
+    texts = [own + more for own, more in zip(committed, drafted, strict=True)]
+    return texts, np.log(np.asarray(tree.probs)[:, 1:])
+
+
+def reference(path: Path, layout: str, text: list[int], *, normed: bool) -> torch.Tensor:
+    """transformers' log-probabilities [COUNT, V] of the last COUNT tokens, each by its layer."""
+    model, mtp = torch_mtp(path, layout, KINDS[layout], COUNT)
+    before: list[torch.Tensor] = []  # what went into the latest norm
+    layers: Any = mtp.layers
+    for norm in (model.model.norm, *(layer.post_norm for layer in layers)):
+        norm.register_forward_pre_hook(lambda _, args: before.append(args[0]))
+    ids = torch.tensor([text])
+    context = ids[:, : -COUNT - 1]
+    with torch.no_grad():
+        hidden, found = model(context, output_hidden_states=True).hidden_states[-1], []
+        for index in range(COUNT):
+            hidden = hidden if normed else before[-1]
+            positions = torch.arange(index, index + context.shape[1])[None]
+            read = ids[:, 1 + index : 1 + index + context.shape[1]]
+            hidden = mtp.forward_layer(index, hidden, positions, None, input_ids=read)
+            found.append(torch.log_softmax(model.lm_head(hidden[0, -1]), dim=-1))
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize(
+    ("layout", "normed", "width", "rounds"),
+    [
+        ("deepseek", True, 5, 3),
+        slow("deepseek", True, 32, 0),
+        slow("deepseek", False, 32, 2),
+        slow("deepseek", True, 1, 7),
+        slow("mimo", False, 32, 0),
+        slow("mimo", False, 3, 4),
+        slow("mimo", True, 7, 2),
+    ],
+)
+def test_draft_logits_are_those_of_transformers(
+    layout: str, normed: bool, width: int, rounds: int, checkpoints: dict[str, Path]
+):
+    """After a prompt that was read whole or in pieces, and after rounds that rejected drafts."""
+    path = checkpoints[layout]
+    name = f"mtp:{'after' if normed else 'before'}"
+    params = load(path, name, speculation=DRAWN, dtype="float32")
+    texts, ours = draft_after(params, width, rounds)
+    theirs = torch.stack([reference(path, layout, text, normed=normed) for text in texts])
+    print(f"{layout} {name}: {np.abs(ours - theirs.numpy()).max():.1e}")
+    np.testing.assert_allclose(ours, theirs, atol=2e-4, rtol=0)
+
+
+def test_the_choice_of_layers_is_named(checkpoints: dict[str, Path]):
+    path = checkpoints["deepseek"]
+    assert choose_drafter(path, "auto") == "mtp:after:3"
+    assert choose_drafter(path, "mtp:before") == "mtp:before:3"
+    assert choose_drafter(path, "ngram+mtp:1") == "ngram+mtp:after:1"
+    assert choose_drafter(checkpoints["mimo"], "mtp") == "mtp:before:3"
+    config = load_model_config(path)
+    for name, depth, count in (
+        ("mtp", 5, 3),
+        ("mtp", 2, 2),
+        ("mtp:1", 5, 1),
+        ("mtp:after:2", 5, 2),
+    ):
+        drafter: Any = load(path, name, speculation=SpeculationConfig.chain(depth)).drafter
+        assert len(drafter.heads) == drafter.reread == count
+        assert drafter.capture == (FINAL_NORM,)
+    one, two, three = load_mtp_heads(path, config, FLOAT32)
+    stored = load_file(path / "model.safetensors")
+    for layer, head in enumerate((one, two, three), start=config.num_layers):
+        kept: Any = head.front
+        weight = stored[f"model.layers.{layer}.eh_proj.weight"].T
+        np.testing.assert_array_equal(kept.fc.weight, weight)
+
+
+def test_what_is_not_supported_is_named(checkpoints: dict[str, Path], tmp_path: Path):
+    path = checkpoints["deepseek"]
+    with pytest.raises(ValueError, match="4 MTP layers are asked for, and the checkpoint has 3"):
+        load(path, "mtp:4")
+    for name in ("mtp:0", "mtp:1:after", "mtp:after:", "mtp:first"):
+        with pytest.raises(ValueError, match="after mtp may come :before or :after, and a number"):
+            load(path, name)
+    config = path / "config.json"
+    raw = json.loads(config.read_text())
+    stored = load_file(path / "model.safetensors")
+    save_tensors(tmp_path, stored, raw | {"num_nextn_predict_layers": 4})
+    with pytest.raises(ValueError, match=r"no tensors model.layers.5\.\*, though its config.json"):
+        load(tmp_path, "mtp")
+    assert load(tmp_path, "mtp:3").drafter.reread == 3
+    recurrent = parse_model_config({"model_type": "qwen3_5_text", "mtp_num_hidden_layers": 2})
+    with pytest.raises(ValueError, match="a model with recurrent layers only one can draft"):
+        load_mtp_heads(path, recurrent, FLOAT32)
+    raw = {"model_type": "qwen3_5_text", "mtp_num_hidden_layers": 2}
+    save_tensors(tmp_path, stored, raw)
+    with pytest.raises(ValueError, match="2 MTP layers that share a projection only the first"):
+        load_mtp_heads(tmp_path, recurrent, FLOAT32)
+    llm = LLM(path, "mtp", dtype="float32", max_length=64)
+    with pytest.raises(ValueError, match="only one head learns while it serves"):
+        HeadAdapter(llm, DraftTrainConfig(), length=32)
+    sizes: dict[str, Any] = {"num_rows": 1, "num_pages": 9, "page_size": 8, "max_length": 64}
+    sizes |= {"scratch_slots": 4, "tokens_per_round": 2, "share_pages": False, "snapshots": 1}
+    with pytest.raises(ValueError, match="reads the last 3 tokens of a cached prefix again"):
+        Limits(**sizes, reread=3)
+
+
+def texts(path: Path, drafter: str, **options: Any) -> list[list[int]]:
+    llm = LLM(path, drafter, **{"dtype": "float32", "max_length": 64} | options)
+    prompts = [prompt.tolist() for prompt in PROMPTS]
+    sampling = [SamplingParams(temperature=0.7 * i, seed=3, max_tokens=24) for i in range(2)]
+    return [one.token_ids for one in llm.generate(prompts, sampling)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("drafter", "options"),
+    [
+        ("mtp", {}),
+        ("mtp:before:2", {"speculation": SpeculationConfig.chain(4)}),
+        ("ngram+mtp", {"page_size": 5}),
+        ("mtp", {"drafter_bits": 8}),
+        ("mtp", {"kv_dtype": "fp8"}),
+        ("mtp", {"mesh": {"tensor_parallel": 2}}),
+        ("mtp", {"mesh": {"tensor_parallel": 2}, "shard_drafter": True}),
+        ("mtp", {"mesh": {"data_parallel": 2}}),
+        ("mtp", {"mesh": {"pipeline_parallel": 2}, "stage_layers": (1, 1)}),
+    ],
+)
+def test_texts_are_those_of_plain_decoding(
+    drafter: str, options: dict[str, Any], checkpoints: dict[str, Path]
+):
+    path, tree = checkpoints["mimo"], SpeculationConfig(num_nodes=8, max_depth=3, top_k=2)
+    options = {"speculation": tree} | options
+    if "mesh" in options:
+        options["mesh"] = make_mesh(**options["mesh"])
+    same = {name: options[name] for name in ("kv_dtype",) if name in options}
+    assert texts(path, drafter, **options) == texts(path, "none", **same)
+
+
+def test_layers_by_themselves_draft_together(checkpoints: dict[str, Path], tmp_path: Path):
+    path = checkpoints["mimo"]
+    stored = load_file(path / "model.safetensors")
+    own = {name: one for name, one in stored.items() if ".mtp_layers." in name}
+    save_tensors(tmp_path, own, json.loads((path / "config.json").read_text()))
+    alone: Any = load(path, tmp_path).drafter
+    assert len(alone.heads) == 3
+    expected: Any = load(path, "mtp").drafter
+    for one, other in zip(*map(jax.tree.leaves, (alone, expected)), strict=True):
+        np.testing.assert_array_equal(one, other)
