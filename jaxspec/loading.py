@@ -30,6 +30,7 @@ from jaxspec.quantization.kv_scales import KVScaleFile
 from jaxspec.quantization.scaled import in_eight_bits
 from jaxspec.quantization.schemes import in_four_bits
 from jaxspec.speculation.drafters import (
+    BlockDrafter,
     Drafter,
     DraftModelDrafter,
     EagleDrafter,
@@ -38,6 +39,7 @@ from jaxspec.speculation.drafters import (
     NoDrafter,
 )
 from jaxspec.speculation.expand import check_top_k
+from jaxspec.weights.block import holds_block_head, load_block_head
 from jaxspec.weights.eagle import head_method, load_eagle_head
 from jaxspec.weights.hub import resolve_directory
 from jaxspec.weights.mtp import has_mtp_layers, holds_only_mtp_layers, load_mtp_head
@@ -72,7 +74,8 @@ def load(
       model: a Hugging Face model directory or hub id; the built-in model by default.
       drafter: ``none``, ``ngram``, ``mtp`` (the model's own layers for multi-token prediction;
         ``mtp:before`` and ``mtp:after`` replace the choice of MtpConfig.normed), or a directory or
-        hub id of an EAGLE head, of MTP layers or of a draft model;
+        hub id of an EAGLE head, of MTP layers, of a block head (DFlash, DSpark) or of a draft
+        model;
         ``ngram+`` and such a directory or id: n-gram lookup in rows where it finds a long match,
         the head or model in the others (see drafters.MixedDrafter); ``auto``: see choose_drafter.
         A Drafter object is used as given.
@@ -268,6 +271,11 @@ def _load_drafter(
     directory = resolve_directory(drafter)
     if holds_only_mtp_layers(directory):
         return _mtp_drafter(directory, target, speculation, dtype, mesh, sharded)
+    if holds_block_head(directory):
+        block_head = load_block_head(directory, target, dtype, mesh, sharded)
+        block_head.check_depth(speculation.max_depth)
+        check_top_k(speculation, target.vocab_size)
+        return BlockDrafter(head=block_head)
     if head_method(directory) is not None:
         head = load_eagle_head(directory, target, dtype, mesh, sharded)
         ids = target.vocab_size if head.token_ids is None else head.token_ids.size
