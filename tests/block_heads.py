@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxspec.config.model import ModelConfig, draft_layers
 from jaxspec.config.speculation import SpeculationConfig
@@ -103,4 +104,4 @@ def arrays_equal(ours: Any, theirs: Any) -> bool:
     if jax.tree.structure(ours) != jax.tree.structure(theirs):
         return False
     pairs = zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True)
-    return all(a.dtype == b.dtype and jnp.array_equal(a, b) for a, b in pairs)
+    return all(a.dtype == b.dtype and np.array_equal(a, b) for a, b in pairs)

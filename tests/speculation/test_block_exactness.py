@@ -11,13 +11,15 @@ from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.engine import Engine
-from jaxspec.functional import EngineParams
+from jaxspec.functional import EngineParams, init_state
 from jaxspec.generation import Generation
+from jaxspec.parallel import make_mesh
 from jaxspec.scheduling.requests import SamplingParams
 from jaxspec.speculation.drafters import NoDrafter
 from jaxspec.state import Ending
 from tests.block_heads import block_params, block_target
 from tests.engines import seal
+from tests.layouts import on_mesh
 from tests.marks import slow
 from tests.random_models import generate
 from tests.speculation.test_exactness import PROMPTS, TREES, cut_after, sampling_of
@@ -134,6 +136,13 @@ def test_trees_deeper_than_a_block():
     params = block_params("dflash", SpeculationConfig.chain(6))
     with pytest.raises(ValueError, match="writes 5 tokens at once, and the draft tree has a max"):
         generate(params, PROMPTS[:1])
+
+
+def test_devices_that_share_sequences():
+    params = block_params("dflash", SpeculationConfig.chain(2))
+    spread = on_mesh(params, make_mesh(sequence_parallel=2), shard_drafter=False)
+    with pytest.raises(ValueError, match="block drafters need whole sequences on a device"):
+        init_state(spread, 2, 32, page_size=4)
 
 
 # Requests of an engine: prompts that begin alike, and too few pages.
