@@ -9,7 +9,10 @@ import pytest
 from safetensors.numpy import load_file
 
 from jaxspec import LLM, SamplingParams, SpeculationConfig, loading
+from jaxspec.config.cache import CacheConfig
+from jaxspec.config.engine import EngineConfig
 from jaxspec.config.model import ModelConfig
+from jaxspec.engine import Engine
 from jaxspec.models.heads import BlockHead
 from jaxspec.models.hf_config import load_model_config, read_json
 from jaxspec.models.mixers import Attention
@@ -224,11 +227,11 @@ def test_what_is_refused_where_a_drafter_is_loaded(
         loading.load(other, heads["dflash"])
 
 
-@pytest.mark.slow
 def test_a_pipeline_is_refused(heads: dict[str, Path], target_dir: Path):
-    mesh = make_mesh(pipeline_parallel=2)
+    params = loading.load(target_dir, heads["dflash"], mesh=make_mesh(pipeline_parallel=2))
+    cache, config = CacheConfig(page_size=8, max_length=64), EngineConfig(max_rows=2)
     with pytest.raises(ValueError, match="block drafters do not work in a pipeline: take pp 1"):
-        LLM(target_dir, heads["dflash"], mesh=mesh, max_length=64)
+        Engine(params, cache, config)
 
 
 def texts(target_dir: Path, drafter: str | Path, **options: Any) -> list[list[int]]:
