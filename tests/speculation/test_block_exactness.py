@@ -11,15 +11,13 @@ from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.engine import Engine
-from jaxspec.functional import EngineParams, init_state
+from jaxspec.functional import EngineParams
 from jaxspec.generation import Generation
-from jaxspec.parallel import make_mesh
 from jaxspec.scheduling.requests import SamplingParams
 from jaxspec.speculation.drafters import NoDrafter
 from jaxspec.state import Ending
 from tests.block_heads import block_params, block_target
 from tests.engines import seal
-from tests.layouts import on_mesh
 from tests.marks import slow
 from tests.random_models import generate
 from tests.speculation.test_exactness import PROMPTS, TREES, cut_after, sampling_of
@@ -138,13 +136,6 @@ def test_trees_deeper_than_a_block():
         generate(params, PROMPTS[:1])
 
 
-def test_devices_that_share_sequences():
-    params = block_params("dflash", SpeculationConfig.chain(2))
-    spread = on_mesh(params, make_mesh(sequence_parallel=2), shard_drafter=False)
-    with pytest.raises(ValueError, match="block drafters need whole sequences on a device"):
-        init_state(spread, 2, 32, page_size=4)
-
-
 # Requests of an engine: prompts that begin alike, and too few pages.
 
 REQUESTS = [prompt[:20].tolist() for prompt in PROMPTS[2:6]]
@@ -152,10 +143,13 @@ REQUESTS += [[*REQUESTS[0], 7, 8], [*REQUESTS[0], 9]]
 SAMPLINGS = [SamplingParams(SAMPLED * (i % 2), seed=i, max_tokens=30) for i in range(6)]
 
 
-def engine_of(params: EngineParams, **options: Any) -> Engine:
-    cache = CacheConfig(page_size=8, max_length=64, num_pages=options.pop("num_pages", None))
+def engine_of(
+    params: EngineParams, num_pages: int | None = None, *, sealed: bool = True, **options: Any
+) -> Engine:
+    cache = CacheConfig(page_size=8, max_length=64, num_pages=num_pages)
     options = {"rounds_per_call": 4, "max_rows": 4} | options
-    return seal(Engine(params, cache, EngineConfig(**options)), prompt_tokens=22)
+    own = Engine(params, cache, EngineConfig(**options))
+    return seal(own, prompt_tokens=22) if sealed else own
 
 
 def finished(own: Engine) -> list[Generation]:
@@ -201,3 +195,11 @@ def test_a_prefix_hit_drafts_as_if_it_had_read_the_prompt(drafter: str):
         rounds.append([(one.token_ids, one.statistics.rounds) for one in late])
         assert (late[0].cached_tokens > 0) == caching
     assert rounds[0] == rounds[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"adaptive": True}, {"deterministic": True}], ids=str)
+@pytest.mark.parametrize("drafter", ["dflash", "dspark"])
+def test_engines_of_other_kinds_do_not_change_the_text(drafter: str, options: dict[str, Any]):
+    own = engine_of(block_params(drafter, OWN_TREES["chain5"]), sealed=False, **options)
+    assert [generation.token_ids for generation in finished(own)] == plain_requests()

@@ -9,10 +9,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from jaxspec import LLM, SamplingParams, SpeculationConfig, loading
-from jaxspec.config.cache import CacheConfig
-from jaxspec.config.engine import EngineConfig
 from jaxspec.config.model import ModelConfig
-from jaxspec.engine import Engine
 from jaxspec.models.heads import BlockHead
 from jaxspec.models.hf_config import load_model_config, read_json
 from jaxspec.models.mixers import Attention
@@ -218,20 +215,11 @@ def test_what_is_refused_where_a_drafter_is_loaded(
     wide = SpeculationConfig(num_nodes=300, max_depth=1, top_k=258)
     with pytest.raises(ValueError, match="top_k 258 is wider than the draft vocabulary of 257"):
         loading.load(target_dir, heads["dspark"], speculation=wide)
-    with pytest.raises(ValueError, match=r"block drafters need whole sequences .*: take sp 1"):
-        loading.load(target_dir, heads["dflash"], mesh=make_mesh(sequence_parallel=2))
     with pytest.raises(ValueError, match="is a block drafter, which is not quantized"):
         Checkpoint(heads["dflash"])
     other = model_in(tmp_path, 320)
     with pytest.raises(ValueError, match=r"^block drafter's .*config.json: the block drafter does"):
         loading.load(other, heads["dflash"])
-
-
-def test_a_pipeline_is_refused(heads: dict[str, Path], target_dir: Path):
-    params = loading.load(target_dir, heads["dflash"], mesh=make_mesh(pipeline_parallel=2))
-    cache, config = CacheConfig(page_size=8, max_length=64), EngineConfig(max_rows=2)
-    with pytest.raises(ValueError, match="block drafters do not work in a pipeline: take pp 1"):
-        Engine(params, cache, config)
 
 
 def texts(target_dir: Path, drafter: str | Path, **options: Any) -> list[list[int]]:

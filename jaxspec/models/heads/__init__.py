@@ -7,7 +7,6 @@ from jaxspec.models.heads.block import (
     BlockConfig,
     BlockHead,
     block_head_shapes,
-    check_whole_sequences,
 )
 from jaxspec.models.heads.config import EagleMethod, HeadConfig, check_capture, default_capture
 from jaxspec.models.heads.eagle1 import Eagle1Front, eagle1_front_shape
@@ -33,7 +32,6 @@ __all__ = [
     "MtpFront",
     "block_head_shapes",
     "check_capture",
-    "check_whole_sequences",
     "default_capture",
     "head_shapes",
     "mtp_head_config",

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxspec.cache import Geometry, LayerStates, ModelState, PagedKV
+from jaxspec.cache.spread import own_slots
 from jaxspec.collectives import shard_offset
 from jaxspec.config.model import ModelConfig
 from jaxspec.models import decoder
@@ -92,7 +93,10 @@ class WriteOnly(Pytree):
     slots: Array = array("batch", "length")
 
     def __call__(self, state: PagedKV, heads: Heads, window: int | None) -> tuple[Array, PagedKV]:
-        q, k, v = heads.written(state.k, state.v, self.slots)
+        slots = self.slots
+        if state.spread:
+            slots = own_slots(slots, state.k.shape[2], state.spread)
+        q, k, v = heads.written(state.k, state.v, slots)
         return q, state.replace(k=k, v=v)
 
 
@@ -200,21 +204,14 @@ class BlockHead(Pytree):
         )
 
 
-def check_whole_sequences(layout: Layout) -> None:
-    """Raises ValueError for a layout in which devices share sequences."""
-    if layout.sequence:
-        raise ValueError("block drafters need whole sequences on a device: take sp 1")
-
-
 def block_head_shapes(
     head: BlockConfig, target: ModelConfig, dtype: jnp.dtype, shards: Shards = ONE_SHARD
 ) -> BlockHead:
     """A head of ShapeDtypeStructs, laid out for ``shards``. Its hidden states are whole on every
     device.
 
-    Raises ValueError for sizes that cannot be split evenly, and for devices that share sequences.
+    Raises ValueError for sizes that cannot be split evenly.
     """
-    check_whole_sequences(shards.layout)
     shards = shards.one_dimensional
     config, hidden, vocab = head.model, head.model.hidden_size, target.vocab_size
     features = target.hidden_size * len(head.capture)

@@ -15,7 +15,7 @@ from jaxspec.cache import Geometry, ModelState, page_slots
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.models.attention import PagedAttend
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.heads import BlockHead, check_whole_sequences
+from jaxspec.models.heads import BlockHead
 from jaxspec.pytree import Pytree, pytree
 from jaxspec.speculation.call import Call
 from jaxspec.speculation.drafters.base import DraftState, PrefillChunk
@@ -43,12 +43,8 @@ class BlockDrafter(Pytree):
         return self.head.init_state(geometry)
 
     def init_rows(self, num_rows: int, target: Decoder, capacity: SpeculationConfig) -> None:
-        """Nothing. Raises ValueError for trees deeper than a block, for a target whose layers are
-        stages of a pipeline, and for one of which devices share sequences."""
+        """Nothing. Raises ValueError for trees deeper than a block."""
         self.head.check_depth(capacity.max_depth)
-        check_whole_sequences(target.layout)
-        if len(target.layers) < target.config.num_layers:
-            raise ValueError("block drafters do not work in a pipeline: take pp 1")
 
     def reset(self, pool: ModelState, rows: Array) -> ModelState:
         return pool.reset(rows)
