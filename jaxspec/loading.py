@@ -126,7 +126,7 @@ def load(
     else:
         split = stage_layers
         if split is None:
-            drafted = speculation.max_depth * _read_bytes(drafter)
+            drafted = _read_bytes(drafter, speculation.max_depth)
             split = chosen_layers(config, resolved, meshes, drafted, apart=drafter_mesh is not None)
         check_layers(split, config, len(meshes))
         stages, target = load_pipeline(directory, config, resolved, meshes, split)
@@ -193,17 +193,20 @@ def with_kv_dtype(params: EngineParams, kv_dtype: str | None) -> EngineParams:
     return made
 
 
-def _read_bytes(drafter: Drafter) -> int:
-    """Bytes of weights that a device reads to draft a token: not of a table of embeddings."""
+def _read_bytes(drafter: Drafter, depth: int) -> int:
+    """Bytes of weights that a device reads to draft ``depth`` tokens one after the other, or a
+    block of them at once: not of a table of embeddings."""
     if isinstance(drafter, MixedDrafter):
-        return _read_bytes(drafter.model)
+        return _read_bytes(drafter.model, depth)
+    if isinstance(drafter, BlockDrafter):
+        return local_bytes(drafter)
     model = None
     if isinstance(drafter, DraftModelDrafter):
         model = drafter.model
     elif isinstance(drafter, EagleDrafter):
         model = drafter.head
     embed = None if model is None or model.lm_head is None else model.embed  # else it is the head
-    return local_bytes(drafter) - local_bytes(embed)
+    return depth * (local_bytes(drafter) - local_bytes(embed))
 
 
 def _in_bits(drafter: Drafter, bits: int | None, mesh: Mesh | None) -> Drafter:

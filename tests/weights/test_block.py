@@ -222,6 +222,16 @@ def test_what_is_refused_where_a_drafter_is_loaded(
         loading.load(other, heads["dflash"])
 
 
+def test_a_block_head_loads_into_the_last_stage_of_a_pipeline(
+    heads: dict[str, Path], target_dir: Path
+):
+    params = loading.load(target_dir, heads["dflash"], mesh=make_mesh(pipeline_parallel=2))
+    assert len(params.stages) == 1
+    alone = load_block_head(heads["dflash"], load_model_config(target_dir), FLOAT32)
+    assert isinstance(params.drafter, BlockDrafter)
+    assert arrays_equal(params.drafter.head.replace(layout=WHOLE), alone)
+
+
 def texts(target_dir: Path, drafter: str | Path, **options: Any) -> list[list[int]]:
     save_byte_tokenizer(target_dir)
     llm = LLM(target_dir, drafter, max_length=64, page_size=8, **options)
