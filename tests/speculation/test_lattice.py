@@ -88,11 +88,11 @@ def best_of_all(logits: np.ndarray, shape: TreeShape) -> set[tuple[int, ...]]:
     return {path for _, path in sorted(scored, reverse=True)[: shape.num_nodes - 1]}
 
 
-SHAPES = [TreeShape(30, 5, 4), TreeShape(4, 3, 3), TreeShape(12, 3, 3), TreeShape(6, 5, 2)]
+SHAPES = [TreeShape(12, 3, 3), TreeShape(30, 5, 4), TreeShape(4, 3, 3), TreeShape(6, 5, 2)]
 
 
 @pytest.mark.parametrize("temperature", [0.7, slow(0.0)])
-@pytest.mark.parametrize("shape", [*SHAPES[:2], *map(slow, SHAPES[2:])], ids=str)
+@pytest.mark.parametrize("shape", [SHAPES[0], *map(slow, SHAPES[1:])], ids=str)
 def test_a_tree_has_the_likeliest_paths(shape: TreeShape, temperature: float):
     spec = SpeculationConfig(shape.num_nodes, shape.max_depth, shape.top_k)
     logits = random_logits(shape.max_depth)
