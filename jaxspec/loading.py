@@ -29,6 +29,7 @@ from jaxspec.quantization.kv_scales import KVScaleFile
 from jaxspec.quantization.scaled import in_eight_bits
 from jaxspec.quantization.schemes import in_four_bits
 from jaxspec.speculation.drafters import (
+    BlockDrafter,
     Drafter,
     DraftModelDrafter,
     EagleDrafter,
@@ -37,6 +38,7 @@ from jaxspec.speculation.drafters import (
     NoDrafter,
 )
 from jaxspec.speculation.expand import check_top_k
+from jaxspec.weights.block import holds_block_head, load_block_head
 from jaxspec.weights.eagle import head_method, load_eagle_head
 from jaxspec.weights.hub import resolve_directory
 from jaxspec.weights.mtp import (
@@ -73,7 +75,8 @@ def load(
       drafter: ``none``, ``ngram``, ``mtp`` (the model's own layers for multi-token prediction;
         ``mtp:before`` and ``mtp:after`` replace the choice of MtpConfig.normed, and a number, as in
         ``mtp:1`` and ``mtp:after:1``, uses that many layers instead of all), or a directory or
-        hub id of an EAGLE head, of MTP layers or of a draft model;
+        hub id of an EAGLE head, of MTP layers, of a block head (DFlash, DSpark) or of a draft
+        model;
         ``ngram+`` and such a directory or id: n-gram lookup in rows where it finds a long match,
         the head or model in the others (see drafters.MixedDrafter); ``auto``: see choose_drafter.
         A Drafter object is used as given.
@@ -124,7 +127,7 @@ def load(
     else:
         split = stage_layers
         if split is None:
-            drafted = speculation.max_depth * _read_bytes(drafter)
+            drafted = _read_bytes(drafter, speculation.max_depth)
             split = chosen_layers(config, resolved, meshes, drafted, apart=drafter_mesh is not None)
         check_layers(split, config, len(meshes))
         stages, target = load_pipeline(directory, config, resolved, meshes, split)
@@ -191,19 +194,23 @@ def with_kv_dtype(params: EngineParams, kv_dtype: str | None) -> EngineParams:
     return made
 
 
-def _read_bytes(drafter: Drafter) -> int:
-    """Bytes of weights that a device reads to draft a token: not of a table of embeddings."""
+def _read_bytes(drafter: Drafter, depth: int) -> int:
+    """Bytes of weights that a device reads to draft ``depth`` tokens one after the other, or a
+    block of them at once: not of a table of embeddings."""
     if isinstance(drafter, MixedDrafter):
-        return _read_bytes(drafter.model)
+        return _read_bytes(drafter.model, depth)
+    if isinstance(drafter, BlockDrafter):
+        return local_bytes(drafter)
     if isinstance(drafter, EagleDrafter) and drafter.later:  # a token takes about one of them
-        return sum(_read_bytes(EagleDrafter(head=one)) for one in drafter.heads) // drafter.reread
+        each = (_read_bytes(EagleDrafter(head=one), depth) for one in drafter.heads)
+        return sum(each) // len(drafter.heads)
     model = None
     if isinstance(drafter, DraftModelDrafter):
         model = drafter.model
     elif isinstance(drafter, EagleDrafter):
         model = drafter.head
     embed = None if model is None or model.lm_head is None else model.embed  # else it is the head
-    return local_bytes(drafter) - local_bytes(embed)
+    return depth * (local_bytes(drafter) - local_bytes(embed))
 
 
 def _in_bits(drafter: Drafter, bits: int | None, mesh: Mesh | None) -> Drafter:
@@ -274,6 +281,11 @@ def _load_drafter(
     directory = resolve_directory(drafter)
     if holds_only_mtp_layers(directory):
         return _mtp_drafter(directory, target, speculation, dtype, mesh, sharded, MtpChoice())
+    if holds_block_head(directory):
+        block_head = load_block_head(directory, target, dtype, mesh, sharded)
+        block_head.check_depth(speculation.max_depth)
+        check_top_k(speculation, target.vocab_size)
+        return BlockDrafter(head=block_head)
     if head_method(directory) is not None:
         head = load_eagle_head(directory, target, dtype, mesh, sharded)
         ids = target.vocab_size if head.token_ids is None else head.token_ids.size

@@ -10,12 +10,17 @@ from jax.sharding import Mesh
 from jaxspec.config.mixers import AttentionConfig
 from jaxspec.functional import EngineParams
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.heads import DraftHead
+from jaxspec.models.heads import BlockHead, DraftHead
 from jaxspec.models.layer import Layer
 from jaxspec.models.mixers import Attention
 from jaxspec.models.stages import Stage
 from jaxspec.parallel import Layout, Shards, mesh_layout, named_shardings
-from jaxspec.speculation.drafters import DraftModelDrafter, EagleDrafter, MixedDrafter
+from jaxspec.speculation.drafters import (
+    BlockDrafter,
+    DraftModelDrafter,
+    EagleDrafter,
+    MixedDrafter,
+)
 
 
 def on_mesh(params: EngineParams, mesh: Mesh, *, shard_drafter: bool = True) -> EngineParams:
@@ -26,7 +31,7 @@ def on_mesh(params: EngineParams, mesh: Mesh, *, shard_drafter: bool = True) -> 
         return inner.replace(drafter=drafter.replace(model=inner.drafter))
     layout = mesh_layout(mesh, split_model=shard_drafter)
     shards = devices if shard_drafter else 1
-    if isinstance(drafter, EagleDrafter):
+    if isinstance(drafter, EagleDrafter | BlockDrafter):
         drafter = drafter.replace(head=_laid_out(drafter.head, layout.one_dimensional, shards))
     if isinstance(drafter, DraftModelDrafter):
         drafter = drafter.replace(model=_laid_out(drafter.model, layout, shards))
@@ -35,8 +40,8 @@ def on_mesh(params: EngineParams, mesh: Mesh, *, shard_drafter: bool = True) -> 
     return jax.tree.map(jax.device_put, params, named_shardings(mesh, params))
 
 
-def _laid_out[T: Decoder | DraftHead](model: T, layout: Layout, devices: int) -> T:
-    """As decoder_shapes and head_shapes describe it for so many devices, still on one."""
+def _laid_out[T: Decoder | DraftHead | BlockHead](model: T, layout: Layout, devices: int) -> T:
+    """As decoder_shapes and the shapes of heads describe it for so many devices, still on one."""
     mixers = [layer.mixer for layer in model.config.layers]
     kv_heads = next(one.num_kv_heads for one in mixers if isinstance(one, AttentionConfig))
     repeats = max(1, devices // kv_heads)

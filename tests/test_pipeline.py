@@ -20,6 +20,7 @@ from jaxspec.pipeline_use import PipelineUse
 from jaxspec.program_sizes import RoundsKey
 from jaxspec.scheduling.requests import SamplingParams
 from pallas_kernels.selection import NO_KERNELS
+from tests.block_heads import KINDS, block_params, block_target
 from tests.layouts import in_stages
 from tests.marks import slow
 from tests.programs import FAST_COMPILE, traces
@@ -35,6 +36,8 @@ SPECULATIONS = {
     "eagle3 tree": SpeculationConfig(num_nodes=6, max_depth=2, top_k=3),
     "eagle3 rejection": SpeculationConfig.chain(2, "rejection"),
     "mixed": SpeculationConfig.chain(2),
+    "dflash tree": SpeculationConfig(num_nodes=6, max_depth=2, top_k=3),
+    "dspark": SpeculationConfig.chain(3),
 }
 # The vocabulary cannot be split evenly, and on four devices the two KV heads are repeated.
 DEEP = random_target(tiny_config(num_layers=4, vocab_size=97, num_heads=8))
@@ -47,7 +50,10 @@ SAMPLING = [
 
 @functools.cache
 def one_device(name: str) -> EngineParams:
-    return make_params(name.split()[0], SPECULATIONS[name], DEEP)
+    drafter = name.split()[0]
+    if drafter in KINDS:
+        return block_params(drafter, SPECULATIONS[name], block_target(DEEP.config))
+    return make_params(drafter, SPECULATIONS[name], DEEP)
 
 
 def staged(
@@ -57,17 +63,17 @@ def staged(
     return in_stages(params, layers, stage_meshes(mesh), shard_drafter=shard_drafter)
 
 
-def texts(params: EngineParams, page_size: int = 8) -> list[list[int]]:
+def texts(params: EngineParams, page_size: int = 8) -> list[tuple[list[int], int]]:
     cache = CacheConfig(page_size=page_size, max_length=256)
     engine = Engine(params, cache, EngineConfig(max_rows=4, rounds_per_call=4))
     generations = engine.add_all(PROMPTS, SAMPLING)
     engine.finish(generations)
     assert not any(one.error for one in generations)
-    return [one.token_ids for one in generations]
+    return [(one.token_ids, one.statistics.rounds) for one in generations]
 
 
 @functools.cache
-def expected(name: str) -> list[list[int]]:
+def expected(name: str) -> list[tuple[list[int], int]]:
     return texts(one_device(name))
 
 
@@ -86,6 +92,9 @@ def expected(name: str) -> list[list[int]]:
         slow("eagle3 tree", (2, 2, 0), 1, 64),
         slow("eagle3 rejection", (2, 2), 2, 8),
         slow("mixed", (2, 2), 1, 8),
+        slow("dflash tree", (2, 2), 1, 8),
+        slow("dflash tree", (4, 0), 2, 4),
+        slow("dspark", (1, 2, 1), 1, 16),
     ],
 )
 def test_stages_give_the_text_of_one_device(

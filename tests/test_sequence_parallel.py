@@ -133,6 +133,10 @@ def test_devices_merge_their_parts(tree: bool, implementation: Any):
         slow("draft_model", 2, 2, 1, True, 16),
         slow("draft_model", 4, 2, 1, False, 4),
         slow("mixed rejection", 2, 2, 1, True, 16),
+        slow("dflash tree", 2, 1, 1, False, 4),
+        slow("dflash", 4, 1, 1, False, 16),
+        slow("dspark tree", 2, 2, 1, True, 4),
+        slow("dspark rejection", 2, 1, 1, False, 2),
     ],
 )
 def test_spreading_sequences_changes_nothing(

@@ -17,6 +17,7 @@ from jaxspec.functional import EngineParams
 from jaxspec.parallel import TensorParallel, make_mesh
 from jaxspec.sampling import Sampling, make_controls, make_sampling
 from jaxspec.state import Emitted, Ending, EngineState, Rows, Status
+from tests.block_heads import KINDS, block_params, block_target
 from tests.layouts import on_mesh
 from tests.marks import slow
 from tests.programs import decode_hlo, new_jit, traces
@@ -34,6 +35,12 @@ SPECULATIONS = {
     # Draft tokens are sampled from a distribution over a split and reduced vocabulary.
     "eagle3 rejection": SpeculationConfig.chain(2, "rejection"),
     "draft_model rejection": SpeculationConfig.chain(2, "rejection"),
+    "dflash": SpeculationConfig.chain(3),
+    "dflash tree": SpeculationConfig(num_nodes=9, max_depth=3, top_k=3),
+    "dflash rejection": SpeculationConfig.chain(3, "rejection"),
+    "dspark": SpeculationConfig.chain(3),
+    "dspark tree": SpeculationConfig(num_nodes=9, max_depth=3, top_k=3),
+    "dspark rejection": SpeculationConfig.chain(3, "rejection"),
     "mixed": SpeculationConfig.chain(2),
     "mixed rejection": SpeculationConfig.chain(2, "rejection"),
 }
@@ -43,6 +50,8 @@ BATCH, LENGTH, PAGE_SIZE, PROMPT = 4, 40, 4, 9
 @functools.cache
 def one_device(name: str) -> EngineParams:
     drafter = name.split()[0]
+    if drafter in KINDS:
+        return block_params(drafter, SPECULATIONS[name], block_target(TARGET))
     return make_params(drafter, SPECULATIONS[name], random_target(TARGET))
 
 
@@ -127,6 +136,15 @@ def run(
         slow("draft_model", 4, 1, True),
         slow("draft_model", 4, 1, False),
         slow("draft_model", 2, 2, False),
+        slow("dflash", 2, 1, False),
+        slow("dflash tree", 2, 1, True),
+        slow("dflash tree", 4, 1, False),
+        slow("dflash", 2, 2, True),
+        slow("dflash rejection", 4, 1, True),
+        slow("dspark", 2, 1, True),
+        slow("dspark tree", 4, 1, True),
+        slow("dspark tree", 2, 2, False),
+        slow("dspark rejection", 2, 1, False),
         slow("mixed", 4, 1, False),
         slow("mixed", 2, 2, True),
         slow("mixed rejection", 2, 2, True),
@@ -153,6 +171,8 @@ def test_sharding_changes_nothing(name: str, model: int, data: int, shard_drafte
         slow("draft_model", (2, 2), 1, False, 16),
         slow("draft_model rejection", (2, 2), 1, True, 4),
         slow("ngram", (2, 2), 1, True, 16),
+        slow("dflash tree", (2, 2), 1, True, 4),
+        slow("dspark", (2, 2), 1, False, 16),
         slow("mixed", (2, 2), 1, True, 4),
         slow("eagle3 tree", (2, 2), 2, True, 4),  # beside data parallelism
         slow("draft_model", (2, 1), 2, True, 4),  # no second axis

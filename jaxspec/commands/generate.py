@@ -40,11 +40,10 @@ def make_parser() -> argparse.ArgumentParser:
         "--drafter",
         default="auto",
         help="none, ngram, mtp (the model's own layers for multi-token prediction; mtp:1: the "
-        "first alone), directory or hub id of an EAGLE head, of MTP layers or of a draft model, or "
-        "ngram+ and one of these "
-        "but the first two: the n-gram's draft where it finds a long match, else the other's "
-        "(default: ngram+ the built-in head for the built-in model, mtp where there are such "
-        "layers, else ngram)",
+        "first alone), directory or hub id of an EAGLE head, of MTP layers, of a block head "
+        "(DFlash, DSpark) or of a draft model, or ngram+ and one of these but the first two: the "
+        "n-gram's draft where it finds a long match, else the other's (default: ngram+ the "
+        "built-in head for the built-in model, mtp where there are such layers, else ngram)",
     )
     add(
         "--dtype",

@@ -71,7 +71,7 @@ def run_layers(
     Returns (the residual stream after each layer, the last one normed by ``last_norm``, states).
     """
     inputs = [(layer.input_norm, layer.mixer.reader) for layer in layers]
-    following_norms = [*inputs[1:], (last_norm, None)]
+    following_norms = [*inputs, (last_norm, None)][1:]  # none without layers
     residuals, new_states, normed = [], [], mixer_input
     for layer, state, following in zip(layers, states, following_norms, strict=True):
         mixed, state = layer.mixer(normed, state, step)

@@ -15,6 +15,7 @@ from jaxspec.config.experts import ExpertsConfig
 from jaxspec.config.mixers import AttentionConfig
 from jaxspec.config.model import ModelConfig
 from jaxspec.models.decoder import Decoder, decoder_shapes
+from jaxspec.models.hf_blocks import says_block
 from jaxspec.models.hf_config import load_model_config
 from jaxspec.models.hf_values import read_json
 from jaxspec.models.layer import Layer
@@ -61,6 +62,8 @@ class Checkpoint:
         self.raw = read_json(directory / "config.json")
         if any(self.raw.get(key) is not None for key in CONFIG_KEYS):
             raise ValueError(f"{directory} is quantized already: take the original checkpoint")
+        if says_block(self.raw):
+            raise ValueError(f"{directory} is a block drafter, which is not quantized")
         self.stored = scan(directory)
         is_head = head_method(directory) is not None
         self.config = None if is_head else load_model_config(directory)

@@ -72,8 +72,11 @@ class Proposer(NamedTuple):
         return self.call.speculation
 
     @jax.named_scope("sample")
-    def children(self, logits: Array, depth: int) -> Children:
-        """The ``top_k`` children of each beam, at ``depth``, from logits [B, k, W / shards]."""
+    def children(self, logits: Array, depth: int | Array) -> Children:
+        """The ``top_k`` children of each beam, at ``depth``, from logits [B, k, W / shards].
+
+        ``depth`` is an integer, or one for each of k rows of logits: int32 [k].
+        """
         ranked = self._ranked(self._processed(logits), depth)
         values, index = collectives.top_log_probs(
             ranked, self.speculation.top_k, self.layout, self.call.kernels
@@ -82,11 +85,11 @@ class Proposer(NamedTuple):
         return Children(self._target_ids(index), jnp.where(jnp.isnan(values), -jnp.inf, values))
 
     @jax.named_scope("sample")
-    def next_token(self, logits: Array, depth: int) -> tuple[Array, Array | None]:
+    def next_token(self, logits: Array, depth: int | Array) -> tuple[Array, Array | None]:
         """A chain's token at ``depth`` from logits [B, 1, W / shards]: int32 [B, 1].
 
         The second result is the distribution [B, 1, V / shards] that it was drawn from, or None if
-        it was not drawn.
+        it was not drawn. Of k depths [k] and logits [B, k, W / shards] there are k tokens.
         """
         logits, probs = self._processed(logits), None
         if self.speculation.resolved_proposal == "sampled":
@@ -105,13 +108,13 @@ class Proposer(NamedTuple):
             kernels=self.call.kernels,
         )
 
-    def _ranked(self, logits: Array, depth: int) -> Array:
+    def _ranked(self, logits: Array, depth: int | Array) -> Array:
         """Processed logits plus the noise of the proposal, by which tokens are ranked."""
         proposal = self.speculation.resolved_proposal
         if proposal == "top_k":
             return logits
         stream = Stream.DRAFT if proposal == "sampled" else Stream.TARGET
-        positions = (self.context_lens + depth)[:, None]  # the same for all beams
+        positions = self.context_lens[:, None] + depth  # of one depth the same for all beams
         ids = self._local_token_ids(logits.shape[-1])
         return perturb(logits, self.sampling, positions, ids, stream, greedy=self.call.greedy)
 
@@ -164,18 +167,18 @@ def grow(
     beams, scores = _first_beams(children, spec), children.log_probs[:, 0]
     beam_candidates = jnp.broadcast_to(1 + jnp.arange(spec.top_k), scores.shape)
     num_candidates = 1 + spec.top_k  # the root is candidate 0
-    candidates = [_Candidates(beams.tokens, scores, jnp.zeros_like(beams.tokens))]
+    candidates = [Candidates(beams.tokens, scores, jnp.zeros_like(beams.tokens))]
     for depth in range(2, spec.max_depth + 1):
         logits, carry = step(beams, carry)
         children = proposer.children(logits, depth)
         totals = children.log_probs + scores[:, :, None]
         parents = jnp.broadcast_to(beam_candidates[:, :, None], totals.shape)
-        candidates.append(_Candidates(*map(_flatten, (children.tokens, totals, parents))))
+        candidates.append(Candidates(*map(_flatten, (children.tokens, totals, parents))))
         scores, picked = local_top_k(_flatten(totals), spec.top_k)
         beams = _next_beams(beams, children, picked, spec)
         beam_candidates = num_candidates + picked
         num_candidates += spec.top_k**2
-    return _rerank(roots, candidates, spec), carry
+    return rerank(roots, candidates, spec), carry
 
 
 def _grow_chain(
@@ -205,7 +208,7 @@ def _grow_chain(
     return chain, carry
 
 
-class _Candidates(NamedTuple):
+class Candidates(NamedTuple):
     """Children proposed at one level. Candidates of all levels are numbered; 0 is the root."""
 
     tokens: Array  # [B, c]
@@ -251,7 +254,7 @@ def _next_beams(beams: Beams, children: Children, picked: Array, spec: Speculati
     )
 
 
-def _rerank(roots: Array, candidates: list[_Candidates], spec: SpeculationConfig) -> DraftTree:
+def rerank(roots: Array, candidates: list[Candidates], spec: SpeculationConfig) -> DraftTree:
     """The tree of the best candidates, in order.
 
     A parent scores no less than its children and comes before them, so the parents of all chosen

@@ -1,1 +1,1 @@
-"""Weights in and out: Hugging Face safetensors, EAGLE heads, orbax."""
+"""Weights in and out: Hugging Face safetensors, EAGLE and block heads, orbax."""

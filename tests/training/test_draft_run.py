@@ -282,10 +282,12 @@ def test_a_step_is_a_pure_function_that_learns(method):
 @pytest.mark.parametrize("method", ["eagle3", "eagle1", "mtp"])
 def test_an_exported_head_comes_back(method, tmp_path):
     head = cast_weights(make_head(method), jnp.bfloat16)
-    is_mtp = method == "mtp"
-    save, read = (save_mtp_head, load_mtp_head) if is_mtp else (save_eagle_head, load_eagle_head)
-    save(head, tmp_path, to_hf_config(CONFIG) if is_mtp else CONFIG)
-    loaded = read(tmp_path, CONFIG, jnp.dtype(jnp.bfloat16))
+    if method == "mtp":
+        save_mtp_head(head, tmp_path, to_hf_config(CONFIG))
+        loaded = load_mtp_head(tmp_path, CONFIG, jnp.dtype(jnp.bfloat16))
+    else:
+        save_eagle_head(head, tmp_path, CONFIG)
+        loaded = load_eagle_head(tmp_path, CONFIG, jnp.dtype(jnp.bfloat16))
     assert loaded.capture == head.capture
     for one, other in zip(jax.tree.leaves(loaded), jax.tree.leaves(head), strict=True):
         np.testing.assert_array_equal(one, other)

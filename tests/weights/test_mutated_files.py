@@ -1,8 +1,9 @@
 """Mutated files either load, or give a ValueError of one line that names the file.
 
-2,000 mutations of a small target and head, of their configs, indexes and safetensors headers.
+3,000 mutations of a small target and heads, of their configs, indexes and safetensors headers.
 """
 
+import functools
 import json
 import random
 from collections.abc import Callable
@@ -15,9 +16,12 @@ import pytest
 
 from jaxspec.models.decoder import Decoder, decoder_shapes
 from jaxspec.models.hf_config import load_model_config
+from jaxspec.weights.block import holds_block_head, load_block_head, save_block_head
 from jaxspec.weights.checkpoint_files import scan
 from jaxspec.weights.eagle import head_method, load_eagle_head, save_eagle_head
 from jaxspec.weights.safetensors_io import load_decoder, save_decoder
+from tests.block_heads import KINDS as BLOCK_HEADS
+from tests.block_heads import random_head
 from tests.random_models import eagle3_head, tiny_config
 
 CASES = 334  # of each kind of file
@@ -58,6 +62,11 @@ def read_head(directory: Path) -> None:
         load_eagle_head(directory / "head", CONFIG, DTYPE)
 
 
+def read_block(kind: str, directory: Path) -> None:
+    if holds_block_head(directory / kind):
+        load_block_head(directory / kind, CONFIG, DTYPE)
+
+
 SHARD = "model-00001-of-00001.safetensors"
 KINDS = {
     "a target's config": Kind("target/config.json", read_target),
@@ -66,12 +75,15 @@ KINDS = {
     "an index": Kind("target/model.safetensors.index.json", read_index),
     "a target's header": Kind(f"target/{SHARD}", read_target),
     "a head's header": Kind("head/model.safetensors", read_head),
+    "DFlash's config": Kind("dflash/config.json", functools.partial(read_block, "dflash")),
+    "DSpark's config": Kind("dspark/config.json", functools.partial(read_block, "dspark")),
+    "DSpark's header": Kind("dspark/model.safetensors", functools.partial(read_block, "dspark")),
 }
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory) -> Path:
-    """``target``, of one shard with an index, and ``head``."""
+    """``target``, of one shard with an index, ``head``, and block heads."""
     directory = tmp_path_factory.mktemp("checkpoints")
     shapes = decoder_shapes(CONFIG, DTYPE)
     target = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), shapes)
@@ -85,6 +97,8 @@ def checkpoints(tmp_path_factory) -> Path:
     config = json.loads((directory / "target/config.json").read_text())
     write_json(directory / "target/config.json", config | {"rope_scaling": LLAMA3})
     save_eagle_head(eagle3_head(target), directory / "head", CONFIG)
+    for name in BLOCK_HEADS:
+        save_block_head(random_head(CONFIG, name), directory / name, target)
     return directory
 
 

@@ -3,6 +3,11 @@
 import jax.numpy as jnp
 
 from jaxspec.config.model import ModelConfig
+from jaxspec.models.heads.block import (
+    BlockConfig,
+    BlockHead,
+    block_head_shapes,
+)
 from jaxspec.models.heads.config import EagleMethod, HeadConfig, check_capture, default_capture
 from jaxspec.models.heads.eagle1 import Eagle1Front, eagle1_front_shape
 from jaxspec.models.heads.eagle3 import Eagle3Front, eagle3_front_shape
@@ -14,6 +19,8 @@ from jaxspec.models.shapes import array_shape, vector
 from jaxspec.parallel import ONE_SHARD, Shards, fitting
 
 __all__ = [
+    "BlockConfig",
+    "BlockHead",
     "DraftHead",
     "Eagle1Front",
     "Eagle3Front",
@@ -23,6 +30,7 @@ __all__ = [
     "HeadConfig",
     "HeadOutput",
     "MtpFront",
+    "block_head_shapes",
     "check_capture",
     "default_capture",
     "head_shapes",

@@ -6,6 +6,7 @@ from jaxspec.speculation.drafters.base import (
     PrefillChunk,
     StatelessDrafter,
 )
+from jaxspec.speculation.drafters.block import BlockDrafter
 from jaxspec.speculation.drafters.draft_model import DraftModelDrafter
 from jaxspec.speculation.drafters.eagle import EagleDrafter
 from jaxspec.speculation.drafters.mixed import MixedDrafter
@@ -13,6 +14,7 @@ from jaxspec.speculation.drafters.ngram import NGramDrafter
 from jaxspec.speculation.drafters.none import NoDrafter
 
 __all__ = [
+    "BlockDrafter",
     "DraftModelDrafter",
     "DraftState",
     "Drafter",

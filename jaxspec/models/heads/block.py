@@ -1,0 +1,231 @@
+"""Block draft heads: DFlash (arXiv 2602.06036) and DSpark (arXiv 2607.05147).
+
+One pass writes a whole block of draft tokens. Its input is the last committed token and mask
+tokens; they see the context and, in both directions, each other. The context is not what the head
+has read itself: its keys and values are projections of the target's hidden states, of committed
+tokens only. So a cache page of the head depends on the tokens up to the page's end alone, and a
+block reads nothing but pages.
+
+Embeddings and LM head are the target's. DFlash's masks are filled in: the output at a mask is the
+token there. In DSpark's blocks each output is the token after it, so as many tokens are drafted
+with one mask less, and a Markov head adds what the token before says of the next one.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jaxspec.cache import Geometry, LayerStates, ModelState, PagedKV
+from jaxspec.cache.spread import own_slots
+from jaxspec.collectives import shard_offset
+from jaxspec.config.model import ModelConfig
+from jaxspec.models import decoder
+from jaxspec.models.decoder import Decoder
+from jaxspec.models.forward import Attend, Heads, make_pass, rms_norm
+from jaxspec.models.layer import Layer, layer_shape, run_layers
+from jaxspec.models.linear import Linear, linear_shape
+from jaxspec.models.shapes import array_shape, vector
+from jaxspec.parallel import ONE_SHARD, WHOLE, Layout, Shards
+from jaxspec.pytree import Pytree, array, pytree, static
+from jaxspec.tensors import Filler, One
+from pallas_kernels.products import einsum_f32
+from pallas_kernels.selection import NO_KERNELS, Kernels
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockConfig:
+    """Configuration of a block head.
+
+    Attributes:
+      model: its layers; vocabulary and hidden size are the target's.
+      capture: the target's hidden states that it reads (see decoder.run).
+      block_size: tokens of a block, the last committed one included.
+      mask_token: id of the tokens after that one.
+      predicts_next: the output at a token is the one after it (DSpark), not the one there (DFlash).
+      markov_rank: of the Markov head; 0: there is none.
+    """
+
+    model: ModelConfig
+    capture: tuple[int, ...]
+    block_size: int
+    mask_token: int
+    predicts_next: bool = False
+    markov_rank: int = 0
+
+
+@pytree
+class Markov(Pytree):
+    """DSpark's Markov head: logits that a token adds to those of the token after it.
+
+    Both tables are whole on every device.
+    """
+
+    before: Array = array("embed_rows", "features")  # [V, r], read at the token
+    after: Array = array("embed_rows", "features")  # [V, r]
+
+    def __call__(self, target: Decoder, tokens: Array) -> Array:
+        """This shard's part of the logits: int32 [...] -> float32 [..., V / shards]."""
+        axes, size = target.layout.vocab, target.local_vocab
+        after = self.after
+        if axes:
+            padding = size * lax.axis_size(axes) - after.shape[0]  # as the target's vocabulary
+            after = jnp.pad(after, ((0, padding), (0, 0)))
+            after = lax.dynamic_slice_in_dim(after, shard_offset(size, axes), size)
+        with jax.named_scope("markov"):
+            return einsum_f32("...r,vr->...v", self.before[tokens], after)
+
+    def filled(self, filler: Filler) -> "Markov":
+        """The same, with every array replaced by ``filler``'s result."""
+        return self.replace(
+            before=filler.array("markov_head.markov_w1.weight", self.before),
+            after=filler.array("markov_head.markov_w2.weight", self.after),
+        )
+
+
+@pytree
+class WriteOnly(Pytree):
+    """An Attend function that writes the keys and values of tokens to ``slots`` [B, T], and gives
+    the queries in the place of what they would attend to."""
+
+    slots: Array = array("batch", "length")
+
+    def __call__(self, state: PagedKV, heads: Heads, window: int | None) -> tuple[Array, PagedKV]:
+        slots = self.slots
+        if state.spread:
+            slots = own_slots(slots, state.k.shape[2], state.spread)
+        q, k, v = heads.written(state.k, state.v, slots)
+        return q, state.replace(k=k, v=v)
+
+
+@pytree
+class BlockHead(Pytree):
+    """Weights of a block head.
+
+    Attributes:
+      fc: [C, H], fuses the captured states.
+      hidden_norm: norm of the fused states, which all layers' keys and values are made from.
+      norm: norm before the target's LM head.
+      config: of the layers.
+      capture, block_size, mask_token, predicts_next: see BlockConfig.
+    """
+
+    fc: Linear
+    hidden_norm: Array = array("hidden")
+    layers: tuple[Layer, ...]
+    norm: Array = array("hidden")
+    markov: Markov | None = None
+    config: ModelConfig = static()
+    capture: tuple[int, ...] = static()
+    block_size: int = static()
+    mask_token: int = static()
+    predicts_next: bool = static(default=False)
+    layout: Layout = static(default=WHOLE)
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return self.fc.dtype
+
+    @property
+    def max_depth(self) -> int:
+        """The most tokens that one block drafts."""
+        return self.block_size if self.predicts_next else self.block_size - 1
+
+    def check_depth(self, max_depth: int) -> None:
+        """Raises ValueError for trees deeper than a block."""
+        if max_depth > self.max_depth:
+            raise ValueError(
+                f"this block drafter writes {self.max_depth} tokens at once, and the draft tree "
+                f"has a max_depth of {max_depth}: choose one of at most {self.max_depth}"
+            )
+
+    def init_state(self, geometry: Geometry) -> ModelState:
+        """Empty states of all layers."""
+        states = (layer.mixer.init_state(geometry, self.layout) for layer in self.layers)
+        return ModelState(layers=tuple(states), layout=self.layout)
+
+    def write_context(
+        self,
+        captured: Array,  # [B, T, C]
+        positions: Array,  # [B, T] rotary positions
+        slots: Array,  # [B, T]; 0: not written
+        states: LayerStates,
+        kernels: Kernels = NO_KERNELS,
+    ) -> LayerStates:
+        """The states with the keys and values of tokens, from the target's hidden states."""
+        with jax.named_scope("fc"):
+            fused = self.fc(captured.astype(self.dtype), kernels)
+            context = rms_norm(fused, self.hidden_norm, self.config.rms_norm_eps)
+        eps, attend = self.config.rms_norm_eps, WriteOnly(slots=slots)
+        step = make_pass(self.config.layers, positions, attend, eps, self.layout, kernels)
+        # Of a mixer's two results the first is not computed where it is not used.
+        pairs = zip(self.layers, states, strict=True)
+        return tuple(layer.mixer(context, state, step)[1] for layer, state in pairs)
+
+    def block(self, roots: Array, depth: int) -> Array:
+        """The input that drafts ``depth`` tokens after ``roots`` [B]: int32 [B, T]."""
+        masks = depth - 1 if self.predicts_next else depth
+        return jnp.pad(roots[:, None], ((0, 0), (0, masks)), constant_values=self.mask_token)
+
+    def run(
+        self,
+        target: Decoder,
+        block: Array,  # [B, T] a result of ``block``
+        positions: Array,  # [B, T] rotary positions
+        states: LayerStates,
+        attend: Attend,
+        kernels: Kernels = NO_KERNELS,
+    ) -> tuple[Array, LayerStates]:
+        """One pass over a block: this shard's float32 logits of each drafted position, before a
+        Markov head [B, depth, V / shards], and the states."""
+        x = decoder.plain_embed(target, block).astype(self.dtype)
+        eps = self.config.rms_norm_eps
+        step = make_pass(self.config.layers, positions, attend, eps, self.layout, kernels)
+        first = step.norm(x, self.layers[0].input_norm)
+        _, normed, states = run_layers(self.layers, x, first, states, step, self.norm)
+        drafted = normed if self.predicts_next else normed[:, 1:]
+        return decoder.logits(target, drafted, kernels), states
+
+    def filled(self, filler: Filler) -> "BlockHead":
+        """The same, with every array replaced by ``filler``'s result."""
+        norms: dict[str, Any] = {
+            "hidden_norm": filler.array("hidden_norm.weight", self.hidden_norm),
+            "norm": filler.array("norm.weight", self.norm),
+        }
+        return self.replace(
+            fc=filler.linear(self.fc, One("fc")),
+            layers=tuple(
+                layer.filled(f"layers.{index}.", filler) for index, layer in enumerate(self.layers)
+            ),
+            markov=None if self.markov is None else self.markov.filled(filler),
+            **norms,
+        )
+
+
+def block_head_shapes(
+    head: BlockConfig, target: ModelConfig, dtype: jnp.dtype, shards: Shards = ONE_SHARD
+) -> BlockHead:
+    """A head of ShapeDtypeStructs, laid out for ``shards``. Its hidden states are whole on every
+    device.
+
+    Raises ValueError for sizes that cannot be split evenly.
+    """
+    shards = shards.one_dimensional
+    config, hidden, vocab = head.model, head.model.hidden_size, target.vocab_size
+    features = target.hidden_size * len(head.capture)
+    table = array_shape(vocab, head.markov_rank, dtype=dtype, when=head.markov_rank > 0)
+    return BlockHead(
+        fc=linear_shape(("features", "hidden"), (features, hidden), dtype),
+        hidden_norm=vector(hidden, dtype),
+        layers=tuple(layer_shape(one, hidden, dtype, shards) for one in config.layers),
+        norm=vector(hidden, dtype),
+        markov=None if table is None else Markov(before=table, after=table),
+        config=config,
+        capture=head.capture,
+        block_size=head.block_size,
+        mask_token=head.mask_token,
+        predicts_next=head.predicts_next,
+        layout=shards.layout,
+    )

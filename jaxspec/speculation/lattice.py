@@ -1,0 +1,62 @@
+"""Chains and trees from a block of logits, one row of them for each depth.
+
+The logits of a depth do not depend on the tokens before, so a block is a lattice: every path takes
+one token of each depth, and its log-probability is the sum of theirs. The likeliest paths make the
+tree. Where they do depend (DSpark's Markov head), ``expand.grow`` grows it level by level.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxspec.config.speculation import TreeShape
+from jaxspec.speculation.expand import Candidates, Children, Proposer, check_top_k, rerank
+from jaxspec.speculation.tree import DraftTree, make_chain
+from pallas_kernels.top_k.reference import local_top_k
+
+
+def lattice_tree(proposer: Proposer, roots: Array, logits: Array) -> DraftTree:
+    """A tree below ``roots`` [B], of the call's shape.
+
+    A chain takes one token of each depth. A tree has the ``num_nodes - 1`` paths of the largest
+    cumulative log-probability (under the noise of the proposal, if it has some), among those that
+    take one of the ``top_k`` best tokens of every depth.
+
+    Args:
+      logits: [B, max_depth, W / shards] draft logits of the tokens at depths 1, 2, ...
+
+    Raises ValueError for a ``top_k`` above the draft vocabulary.
+    """
+    spec, depths = proposer.speculation, 1 + jnp.arange(logits.shape[1])
+    shards = math.prod(map(jax.lax.axis_size, proposer.layout.vocab))
+    check_top_k(spec, logits.shape[-1] * shards)
+    if not spec.is_chain:
+        return rerank(roots, best_paths(proposer.children(logits, depths), spec), spec)
+    tokens, probs = proposer.next_token(logits, depths)
+    if probs is not None:
+        probs = jnp.pad(probs, ((0, 0), (1, 0), (0, 0)))  # the root was not drawn
+    size = jnp.full(roots.shape, spec.num_nodes)
+    return make_chain(jnp.concatenate([roots[:, None], tokens], axis=1), size, probs)
+
+
+def best_paths(children: Children, shape: TreeShape) -> list[Candidates]:
+    """The likeliest paths of each depth, as many as the tree may have nodes.
+
+    ``children`` [B, max_depth, k] are the best tokens of each depth, the best first. The path that
+    a node ends scores no more than the path to its parent, so no other path can be in the tree.
+    """
+    most = shape.num_nodes - 1
+    tokens, scores = (x[:, 0, :most] for x in children)
+    candidates = [Candidates(tokens, scores, jnp.zeros_like(tokens))]  # their parent is the root
+    first = 1  # candidate number of the level's first
+    for depth in range(1, children.tokens.shape[1]):
+        own_tokens, own = (x[:, depth] for x in children)  # [B, k]
+        totals = (scores[:, :, None] + own[:, None, :]).reshape(len(scores), -1)
+        parents = first + jnp.arange(totals.shape[1]) // own.shape[1]
+        first += scores.shape[1]
+        scores, picked = local_top_k(totals, min(most, totals.shape[1]))
+        tokens = jnp.take_along_axis(own_tokens, picked % own.shape[1], axis=1)
+        candidates.append(Candidates(tokens, scores, parents[picked]))
+    return candidates

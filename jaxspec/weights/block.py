@@ -1,0 +1,83 @@
+"""Loading, saving and recognizing block heads (DFlash, DSpark) in their published layouts."""
+
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxspec.config.model import ModelConfig
+from jaxspec.models.decoder import Decoder
+from jaxspec.models.heads import BlockHead, block_head_shapes
+from jaxspec.models.hf_blocks import block_config, has_confidence, says_block, to_hf_block
+from jaxspec.models.hf_values import naming, read_json
+from jaxspec.models.linear import Linear
+from jaxspec.parallel import Shards, mesh_layout
+from jaxspec.quantization.formats import CONFIG_KEYS
+from jaxspec.quantization.kv_cache import without_kv_scales
+from jaxspec.tensors import splitting
+from jaxspec.weights.checkpoint_files import scan
+from jaxspec.weights.safetensors_io import check_not_quantized, load_tree, placements, save_tree
+
+# DeepSpec's checkpoints have the target's own tables, which were not trained.
+_COPIES = ("embed_tokens.weight", "lm_head.weight")
+_CONFIDENCE = ("confidence_head.proj.weight", "confidence_head.proj.bias")
+
+
+def holds_block_head(directory: str | Path) -> bool:
+    """Whether a directory's config.json is a block head's, supported or not."""
+    return says_block(read_json(Path(directory) / "config.json"))
+
+
+def load_block_head(
+    directory: str | Path,
+    target: ModelConfig,
+    dtype: jnp.dtype,
+    mesh: Mesh | None = None,
+    sharded: bool = False,
+) -> BlockHead:
+    """Read a block head for a target, cast to ``dtype``, onto ``mesh`` or the default device.
+
+    ``sharded`` splits it over the mesh's model axis, a Markov head excepted; otherwise it is
+    replicated. A confidence head is not read, nor are copies of the target's tables.
+
+    Raises ValueError for a head that does not fit the target, and for one that is quantized.
+    """
+    directory = Path(directory)
+    raw = read_json(directory / "config.json")
+    if any(raw.get(key) is not None for key in CONFIG_KEYS):
+        raise ValueError(f"{directory} is a quantized block drafter, which is not supported")
+    with naming(f"block drafter's {directory / 'config.json'}"):
+        config = block_config(raw, target)
+    shards = Shards.over(mesh, mesh_layout(mesh, split_model=sharded))
+    shapes = block_head_shapes(config, target, dtype, shards)
+    harmless = {*_COPIES} if config.predicts_next else set()
+    harmless |= {*_CONFIDENCE} if has_confidence(raw) else set()
+    splits = shapes.filled(splitting())
+    return load_tree(scan(directory), shapes, splits, placements(shapes, mesh), harmless)
+
+
+def save_block_head(head: BlockHead, directory: str | Path, target: Decoder) -> None:
+    """Write a head as a directory in its published layout: config.json and safetensors. DeepSpec's
+    has copies of the target's embeddings and LM head.
+
+    Raises ValueError for a quantized one, and for a quantized LM head that would be copied.
+    """
+    check_not_quantized(head)
+    head = without_kv_scales(head)
+    copies: dict[str, np.ndarray] = {}
+    if head.predicts_next:
+        copies |= zip(_COPIES, _tables(target), strict=True)
+    config = to_hf_block(head, target.config)
+    save_tree(directory, head, head.filled(splitting()), config, copies)
+
+
+def _tables(target: Decoder) -> tuple[np.ndarray, np.ndarray]:
+    """The target's embeddings and LM head as checkpoints have them, [V, H] each."""
+    vocab = target.config.vocab_size
+    embed = np.asarray(target.embed)[:vocab]
+    if target.lm_head is None:
+        return embed, embed.copy()
+    check_not_quantized(target.lm_head)
+    assert isinstance(target.lm_head, Linear)
+    return embed, np.ascontiguousarray(np.asarray(target.lm_head.weight).T[:vocab])

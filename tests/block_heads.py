@@ -1,0 +1,107 @@
+"""Block heads for tests: random ones, and some that guess a random target's tokens."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec.config.model import ModelConfig, draft_layers
+from jaxspec.config.speculation import SpeculationConfig
+from jaxspec.functional import EngineParams
+from jaxspec.models.decoder import Decoder
+from jaxspec.models.heads import BlockConfig, BlockHead, block_head_shapes
+from jaxspec.speculation.drafters import BlockDrafter, MixedDrafter, NGramDrafter
+from tests.random_models import CONFIG, noisy, random_arrays, random_target
+
+MASK = 95  # a token of the target's
+KINDS = ("dflash", "dspark")
+
+
+def block_target(config: ModelConfig = CONFIG, seed: int = 0) -> Decoder:
+    """A random target. Embeddings have one coordinate by which the mask differs from all others."""
+    target = random_target(config, seed)
+    marks = jnp.where(jnp.arange(config.vocab_size) == MASK, -2.0, 2.0)
+    return target.replace(embed=target.embed.at[: config.vocab_size, 0].set(marks))
+
+
+def random_head(
+    target: ModelConfig,
+    kind: str,
+    *,
+    layers: int = 2,
+    capture: tuple[int, ...] = (0, 1),
+    block_size: int = 6,
+    seed: int = 5,
+) -> BlockHead:
+    """A head of random weights with Qwen3's layers, ``kind`` one of KINDS."""
+    model = draft_layers(target, layers, 40).map_layers(
+        lambda layer: dataclasses.replace(
+            layer, mixer=dataclasses.replace(layer.attention, qk_norm=True)
+        )
+    )
+    config = BlockConfig(
+        model=dataclasses.replace(model, stop_token_ids=()),
+        capture=capture,
+        block_size=block_size,
+        mask_token=MASK,
+        predicts_next=kind == "dspark",
+        markov_rank=target.hidden_size if kind == "dspark" else 0,
+    )
+    return random_arrays(block_head_shapes(config, target, jnp.dtype(jnp.float32)), seed)
+
+
+def guessing_head(target: Decoder, kind: str, noise: float = 0.05) -> BlockHead:
+    """Masks attend to the last token, more than to others, and copy its embedding: so the first
+    guess is often right. DSpark's Markov head knows what mostly follows a token.
+    """
+    head = random_head(target.config, kind, layers=1)
+    [layer] = head.layers
+    mixer: Any = layer.mixer
+    hidden, groups, per_group, head_dim = mixer.qkv.weight.shape
+    slow, copies = head_dim // 2 - 1, jnp.eye(hidden).reshape(groups, 1, head_dim, hidden)
+    weight = 0.3 * mixer.qkv.weight  # what is left of keys makes the context matter
+    weight = weight.at[:, :, :-2].set(0).at[0, :, :-2, slow].set(-1.0)
+    weight = weight.at[0, :, -2, slow].set(1.0)
+    weight = weight.at[:, :, -1].set(jnp.eye(hidden).reshape(hidden, groups, head_dim))
+    o = 12 * jnp.repeat(copies, per_group - 2, axis=1).reshape(-1, hidden) / (per_group - 2)
+    mixer = mixer.replace(
+        qkv=mixer.qkv.replace(weight=weight),
+        o=mixer.o.replace(weight=o),
+        q_norm=jnp.full_like(mixer.q_norm, 4.0),
+    )
+    mlp: Any = layer.mlp
+    layer = layer.replace(
+        mixer=mixer, mlp=mlp.replace(down=mlp.down.replace(weight=0.1 * mlp.down.weight))
+    )
+    head = head.replace(layers=(layer,))
+    if head.markov is not None:
+        assert target.lm_head is not None
+        embed = target.embed[: target.config.vocab_size]
+        size = jnp.sqrt(jnp.mean(embed * embed, axis=1, keepdims=True))
+        after = target.lm_head.weight.T[: target.config.vocab_size]
+        head = head.replace(
+            markov=head.markov.replace(before=embed / size, after=after), norm=0.2 * head.norm
+        )
+    return noisy(head, noise)
+
+
+def block_params(
+    kind: str, speculation: SpeculationConfig, target: Decoder | None = None
+) -> EngineParams:
+    """A guessing head of one of KINDS, after ``ngram+`` mixed with lookup; ``none``: no drafter."""
+    target = block_target() if target is None else target
+    mixed, kind = kind.startswith("ngram+"), kind.removeprefix("ngram+")
+    drafter: Any = BlockDrafter(head=guessing_head(target, kind))
+    if mixed:
+        drafter = MixedDrafter(model=drafter, lookup=NGramDrafter(min_match=2))
+    return EngineParams(target=target, drafter=drafter, speculation=speculation)
+
+
+def arrays_equal(ours: Any, theirs: Any) -> bool:
+    """Whether two trees have the same structure and the same bits."""
+    if jax.tree.structure(ours) != jax.tree.structure(theirs):
+        return False
+    pairs = zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True)
+    return all(a.dtype == b.dtype and np.array_equal(a, b) for a, b in pairs)

@@ -1,0 +1,110 @@
+"""A block head written out in NumPy: the specification that tests compare to.
+
+It shares nothing with jaxspec. Tensors are named and laid out as in a checkpoint ([out, in]), and
+everything is computed in float64, one query at a time, from DFlash's (arXiv 2602.06036) and
+DSpark's (arXiv 2607.05147) equations.
+
+The context of a layer are keys and values of all committed tokens but the last, projected from
+``hidden_norm(fc(captured))`` without the layer's input norm. The block is the last token and masks.
+Every one of its tokens attends to the whole context and to the whole block.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+Tensors = Mapping[str, np.ndarray]
+
+
+def block_logits(
+    tensors: Tensors,
+    config: Mapping[str, Any],
+    embeddings: np.ndarray,  # [V, H] the target's
+    lm_head: np.ndarray,  # [V, H] the target's
+    captured: np.ndarray,  # [S, C] the target's states at the committed tokens but the last
+    root: int,  # the last committed token, at position S
+    depth: int,
+) -> np.ndarray:
+    """Logits of each drafted position, before a Markov head: [depth, V]."""
+    weights = {name: np.asarray(one, np.float64) for name, one in tensors.items()}
+    next_token = config["architectures"] == ["Qwen3DSparkModel"]
+    options = config if next_token else config["dflash_config"]
+    eps, size = config["rms_norm_eps"], len(captured)
+    tokens = [root] + [options["mask_token_id"]] * (depth - 1 if next_token else depth)
+    fused = np.asarray(captured, np.float64) @ weights["fc.weight"].T
+    context = norm(fused, weights["hidden_norm.weight"], eps)  # [S, H]
+    x = np.asarray(embeddings, np.float64)[tokens]  # [T, H]
+    for index in range(config["num_hidden_layers"]):
+        own = {
+            name.removeprefix(f"layers.{index}."): one
+            for name, one in weights.items()
+            if name.startswith(f"layers.{index}.")
+        }
+        read = norm(x, own["input_layernorm.weight"], eps)
+        keys, values = _keys_and_values(own, config, np.concatenate([context, read]))
+        mixed = [
+            _attended(own, config, read[t], size + t, keys, values) for t in range(len(tokens))
+        ]
+        x = x + np.stack(mixed) @ own["self_attn.o_proj.weight"].T
+        read = norm(x, own["post_attention_layernorm.weight"], eps)
+        gate, up = (read @ own[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+        x = x + (gate / (1 + np.exp(-gate)) * up) @ own["mlp.down_proj.weight"].T
+    out = norm(x, weights["norm.weight"], eps)
+    return (out if next_token else out[1:]) @ np.asarray(lm_head, np.float64).T
+
+
+def markov_logits(tensors: Tensors, token: int) -> np.ndarray:
+    """What a token adds to the logits of the one after it: [V]."""
+    before, after = (
+        np.asarray(tensors[f"markov_head.markov_{name}.weight"], np.float64)
+        for name in ("w1", "w2")
+    )
+    return after @ before[token]
+
+
+def norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
+
+
+def rotate(x: np.ndarray, position: int, theta: float) -> np.ndarray:
+    """Heads [..., D] at a position."""
+    half = x.shape[-1] // 2
+    angles = position * theta ** (-np.arange(half) / half)
+    first, second = x[..., :half], x[..., half:]
+    cos, sin = np.cos(angles), np.sin(angles)
+    return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def _keys_and_values(
+    own: Tensors, config: Mapping[str, Any], read: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Of consecutive tokens from position 0: [S, G, D] each."""
+    shape = (len(read), config["num_key_value_heads"], config["head_dim"])
+    keys = (read @ own["self_attn.k_proj.weight"].T).reshape(shape)
+    values = (read @ own["self_attn.v_proj.weight"].T).reshape(shape)
+    keys = norm(keys, own["self_attn.k_norm.weight"], config["rms_norm_eps"])
+    theta = config["rope_theta"]
+    return np.stack([rotate(key, i, theta) for i, key in enumerate(keys)]), values
+
+
+def _attended(
+    own: Tensors,
+    config: Mapping[str, Any],
+    read: np.ndarray,  # [H]
+    position: int,
+    keys: np.ndarray,
+    values: np.ndarray,
+) -> np.ndarray:
+    """What one token attends to, of all heads: [Q * D]."""
+    heads, head_dim = config["num_attention_heads"], config["head_dim"]
+    queries = (own["self_attn.q_proj.weight"] @ read).reshape(heads, head_dim)
+    queries = norm(queries, own["self_attn.q_norm.weight"], config["rms_norm_eps"])
+    queries = rotate(queries, position, config["rope_theta"])
+    share = heads // config["num_key_value_heads"]
+    out = []
+    for head, query in enumerate(queries):
+        scores = keys[:, head // share] @ query / np.sqrt(head_dim)
+        weights = np.exp(scores - scores.max())
+        out.append(weights / weights.sum() @ values[:, head // share])
+    return np.concatenate(out)

@@ -1,0 +1,137 @@
+"""Block heads compute the published equations, whatever pages and chunks the context came in."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from jaxspec.config.speculation import SpeculationConfig
+from jaxspec.functional import EngineParams
+from jaxspec.models import decoder
+from jaxspec.models.attention import dense_causal_attend
+from jaxspec.models.decoder import Decoder
+from jaxspec.models.heads import BlockHead
+from jaxspec.models.hf_values import read_json
+from jaxspec.speculation.drafters import BlockDrafter
+from jaxspec.speculation.drafters.block import block_attend
+from jaxspec.state import EngineState
+from jaxspec.weights.block import save_block_head
+from tests.block_heads import KINDS, block_target, random_head
+from tests.block_reference import block_logits, markov_logits
+from tests.marks import slow
+from tests.programs import FAST_COMPILE
+from tests.random_models import (
+    admit_prompts,
+    empty_state,
+    jit_decode,
+    random_prompts,
+    read_prompts,
+    tiny_config,
+)
+
+TARGET = block_target(tiny_config(num_layers=3))
+PROMPTS = random_prompts((5, 21, 30))
+DEPTH = 4  # less deep than the block
+
+
+def params_of(kind: str) -> EngineParams:
+    drafter = BlockDrafter(head=random_head(TARGET.config, kind, capture=(0, 2)))
+    return EngineParams(target=TARGET, drafter=drafter, speculation=SpeculationConfig.chain(DEPTH))
+
+
+def head_of(params: EngineParams) -> BlockHead:
+    assert isinstance(params.drafter, BlockDrafter)
+    return params.drafter.head
+
+
+def drafted(params: EngineParams, state: EngineState) -> np.ndarray:
+    """Logits [R, DEPTH, V] of the next block of every row, without the Markov head's."""
+
+    @functools.partial(jax.jit, compiler_options=FAST_COMPILE)
+    def run(params: Any, state: EngineState) -> jax.Array:
+        head = params.drafter.head
+        block = head.block(state.rows.roots, DEPTH)
+        attend = block_attend(state, block.shape[1])
+        states = state.pool.draft.layers
+        return head.run(params.target, block, attend.positions, states, attend)[0]
+
+    return np.asarray(run(params, state))
+
+
+def captured(tokens: np.ndarray, capture: tuple[int, ...]) -> np.ndarray:
+    """The target's hidden states [R, S, C] at tokens [R, S], without a cache."""
+
+    @functools.partial(jax.jit, compiler_options=FAST_COMPILE)
+    def run(target: Decoder, tokens: jax.Array) -> jax.Array | None:
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        none = target.no_states()
+        return decoder.run(target, tokens, positions, none, dense_causal_attend, capture)[2]
+
+    return np.asarray(run(TARGET, jnp.asarray(tokens)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "page_size", "chunk"),
+    [
+        ("dflash", 7, 5),
+        slow("dspark", 7, 5),
+        slow("dflash", 1, 32),
+        slow("dspark", 16, 3),
+        slow("dflash", 64, 1),
+    ],
+)
+def test_logits_are_those_of_the_published_equations(
+    kind: str, page_size: int, chunk: int, tmp_path: Path
+):
+    params = params_of(kind)
+    head = head_of(params)
+    save_block_head(head, tmp_path, TARGET)
+    tensors, config = load_file(tmp_path / "model.safetensors"), read_json(tmp_path / "config.json")
+    state = admit_prompts(params, empty_state(params, 3, 64, page_size), PROMPTS)
+    state = read_prompts(params, state, chunk, greedy=True)
+    state, emitted = jit_decode(params, state, 5, max_rounds=5, shape=None, greedy=True)
+    assert emitted.num_rounds == 5
+    ours = drafted(params, state)
+    assert TARGET.lm_head is not None
+    states = captured(np.asarray(state.rows.tokens), head.capture)
+    for row, logits in enumerate(ours):
+        size = int(state.rows.context_lens[row])
+        tokens = np.asarray(state.rows.tokens[row])
+        theirs = block_logits(
+            tensors,
+            config,
+            np.asarray(TARGET.embed),
+            np.asarray(TARGET.lm_head.weight).T,
+            states[row, :size],
+            int(tokens[size]),
+            DEPTH,
+        )
+        assert np.abs(theirs).max() > 1
+        np.testing.assert_allclose(logits, theirs, rtol=0, atol=1e-4)
+
+
+def test_the_markov_head_is_that_of_the_published_equations(tmp_path: Path):
+    params = params_of("dspark")
+    head = head_of(params)
+    save_block_head(head, tmp_path, TARGET)
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert head.markov is not None
+    ours = head.markov(TARGET, jnp.array([[3, 95], [0, 17]]))  # [2, 2, V]
+    for place, token in (((0, 0), 3), ((0, 1), 95), ((1, 0), 0), ((1, 1), 17)):
+        np.testing.assert_allclose(ours[place], markov_logits(tensors, token), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_block_is_the_last_token_and_masks(kind: str):
+    head = random_head(TARGET.config, kind)
+    block = head.block(jnp.array([4, 7]), 3)
+    masks = [95] * (2 if kind == "dspark" else 3)
+    assert block.tolist() == [[4, *masks], [7, *masks]]
+    assert head.max_depth == (6 if kind == "dspark" else 5)
+    with pytest.raises(ValueError, match="choose one of at most"):
+        head.check_depth(7)

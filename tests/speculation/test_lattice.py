@@ -1,0 +1,172 @@
+"""Trees from a block's logits hold the likeliest paths, and tokens keep the target's distribution.
+
+The chi-square tests are those of test_acceptance.py, with blocks in the place of its drafter.
+"""
+
+import functools
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import Array
+
+from jaxspec.config.speculation import SpeculationConfig, TreeShape
+from jaxspec.noise import Stream, gumbel
+from jaxspec.parallel import WHOLE
+from jaxspec.sampling import Sampling, make_sampling
+from jaxspec.speculation.call import Call
+from jaxspec.speculation.expand import Proposer
+from jaxspec.speculation.lattice import lattice_tree
+from jaxspec.speculation.tree import DraftTree
+from tests.marks import slow
+from tests.programs import FAST_COMPILE
+from tests.speculation import test_acceptance
+from tests.speculation.test_acceptance import (
+    DRAFT,
+    P_VALUE,
+    RIGHT_RULES,
+    SAMPLINGS,
+    VOCAB,
+    commit_pairs,
+    p_value,
+)
+
+ROOTS, CONTEXTS = jnp.array([3, 5]), jnp.array([17, 40])
+SEEDS = jnp.array([8, 9])
+
+
+def tree_of(spec: SpeculationConfig, logits: Array, sampling: Sampling) -> DraftTree:
+    @functools.partial(jax.jit, compiler_options=FAST_COMPILE)
+    def made(logits: Array, sampling: Sampling) -> DraftTree:
+        proposer = Proposer(
+            call=Call(spec),
+            sampling=sampling,
+            context_lens=CONTEXTS,
+            layout=WHOLE,
+            token_ids=None,
+            target_vocab=logits.shape[-1],
+            target_layout=WHOLE,
+        )
+        return lattice_tree(proposer, ROOTS, logits)
+
+    return made(logits, sampling)
+
+
+def random_logits(depth: int, vocab: int = 12) -> np.ndarray:
+    noise = np.random.default_rng(depth).standard_normal((2, depth, vocab))
+    return (2 * noise).astype(np.float32)
+
+
+def noise_at(depth: int, vocab: int = 12) -> np.ndarray:
+    """The target's own noise at the drafted positions: [2, depth, V]."""
+    positions = CONTEXTS[:, None] + 1 + jnp.arange(depth)
+    return np.asarray(gumbel(SEEDS, Stream.TARGET, positions, jnp.arange(vocab)))
+
+
+def paths_of(tree: DraftTree, row: int) -> set[tuple[int, ...]]:
+    """The tokens from the root to every node, the root itself left out."""
+    tokens, parents = (np.asarray(x)[row].tolist() for x in (tree.tokens, tree.parents))
+    paths: list[tuple[int, ...]] = []
+    for token, parent in zip(tokens, parents, strict=True):
+        paths.append((*paths[parent], token) if parent >= 0 else ())
+    assert len(set(paths)) == len(paths), "siblings hold distinct tokens"
+    return set(paths[1:])
+
+
+def best_of_all(logits: np.ndarray, shape: TreeShape) -> set[tuple[int, ...]]:
+    """By trying every path through the ``top_k`` best tokens of each depth."""
+    logs = logits.astype(np.float64)
+    logs = logs - np.log(np.exp(logs).sum(-1, keepdims=True))
+    best = np.argsort(-logs, axis=1)[:, : shape.top_k].tolist()
+    scored = []
+    for depth in range(1, shape.max_depth + 1):
+        for path in itertools.product(*best[:depth]):
+            scored.append((math.fsum(logs[i, token] for i, token in enumerate(path)), path))
+    return {path for _, path in sorted(scored, reverse=True)[: shape.num_nodes - 1]}
+
+
+SHAPES = [TreeShape(12, 3, 3), TreeShape(30, 5, 4), TreeShape(4, 3, 3), TreeShape(6, 5, 2)]
+
+
+@pytest.mark.parametrize("temperature", [0.7, slow(0.0)])
+@pytest.mark.parametrize("shape", [SHAPES[0], *map(slow, SHAPES[1:])], ids=str)
+def test_a_tree_has_the_likeliest_paths(shape: TreeShape, temperature: float):
+    spec = SpeculationConfig(shape.num_nodes, shape.max_depth, shape.top_k)
+    logits = random_logits(shape.max_depth)
+    sampling = make_sampling(2, temperature=temperature, seeds=SEEDS)
+    tree = tree_of(spec, jnp.asarray(logits), sampling)
+    assert tree.num_nodes.tolist() == [shape.num_nodes] * 2
+    assert tree.depth.max() <= shape.max_depth
+    ranked = logits
+    if temperature:  # coupled: tokens are ranked under the noise that the target draws with
+        ranked = logits / temperature + noise_at(shape.max_depth)
+    for row in range(2):
+        assert paths_of(tree, row) == best_of_all(ranked[row], spec)
+
+
+def test_a_chain_has_the_tokens_that_the_target_would_draw():
+    logits = random_logits(5)
+    sampling = make_sampling(2, temperature=jnp.array([0.0, 0.7]), seeds=SEEDS)
+    tree = tree_of(SpeculationConfig.chain(5), jnp.asarray(logits), sampling)
+    assert tree.is_chain and tree.probs is None
+    assert tree.tokens[:, 0].tolist() == ROOTS.tolist()
+    assert tree.tokens[0, 1:].tolist() == logits[0].argmax(-1).tolist()
+    drawn = (logits[1] / np.float32(0.7) + noise_at(5)[1]).argmax(-1)
+    assert tree.tokens[1, 1:].tolist() == drawn.tolist()
+
+
+def test_tokens_drawn_for_the_rejection_rule_come_with_their_distributions():
+    logits = random_logits(3)
+    sampling = make_sampling(2, temperature=0.7, seeds=SEEDS)
+    tree = tree_of(SpeculationConfig.chain(3, "rejection"), jnp.asarray(logits), sampling)
+    assert tree.probs is not None and not tree.probs[:, 0].any()
+    exps = np.exp(logits / 0.7)
+    expected = exps / exps.sum(-1, keepdims=True)
+    np.testing.assert_allclose(tree.probs[:, 1:], expected, atol=1e-6)
+
+
+def test_more_children_than_draft_tokens():
+    wide = SpeculationConfig(num_nodes=20, max_depth=2, top_k=13)
+    with pytest.raises(ValueError, match="top_k 13 is wider than the draft vocabulary of 12"):
+        tree_of(wide, jnp.asarray(random_logits(2)), make_sampling(2))
+
+
+def block_drafts(
+    spec: SpeculationConfig,
+    sampling: Sampling,
+    roots: Array,
+    context_lens: Array,
+    token_ids: Array | None,
+) -> DraftTree:
+    """In the place of test_acceptance.draft_tree: both depths draw from what follows the root."""
+    proposer = Proposer(
+        call=Call(spec),
+        sampling=sampling,
+        context_lens=context_lens,
+        layout=WHOLE,
+        token_ids=token_ids,
+        target_vocab=VOCAB,
+        target_layout=WHOLE,
+    )
+    logits = jnp.stack([DRAFT[roots], 0.5 * DRAFT[roots]], axis=1)
+    return lattice_tree(proposer, roots, logits)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        slow("rejection, drawn chain"),
+        slow("rejection, likeliest tree"),
+        slow("match, coupled chain"),
+        slow("match, coupled tree"),
+    ],
+)
+def test_pairs_have_the_targets_distribution(name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(test_acceptance, "draft_tree", block_drafts)
+    (spec, rule), options = RIGHT_RULES[name], SAMPLINGS["truncated"]
+    pairs, depth = commit_pairs(spec, rule, options)
+    assert 0.1 < depth < 1.9, "drafts must be accepted and refused"
+    assert p_value(pairs, options) > P_VALUE
