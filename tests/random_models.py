@@ -229,7 +229,7 @@ def make_drafter(name: str, target: Decoder) -> Drafter:
         case "mtp":
             return EagleDrafter(head=mtp_head(target))
         case "mtp3":
-            return mtp_drafter(target, 3)
+            return mtp_drafter(target, 3, mixing=0.5, context=0.3)
         case _:
             return EagleDrafter(
                 head=eagle3_head(target) if name == "eagle3" else eagle1_head(target)
