@@ -32,17 +32,16 @@ from jaxspec.benchmarking.compiled_round import (
     parse_kernels,
     parse_launches,
 )
+from jaxspec.benchmarking.draft_heads import HeadKind, shapes_of_kind
 from jaxspec.benchmarking.modes import Mode, make_params
 from jaxspec.benchmarking.random_params import decoder_in_schemes
 from jaxspec.benchmarking.rounds import LARGEST_CHUNK, Workload
-from jaxspec.benchmarking.shapes import head_config
 from jaxspec.cache import PagedKV
 from jaxspec.compiler_options import compiler_options
 from jaxspec.config.model import ModelConfig
 from jaxspec.config.quantization import Scheme
 from jaxspec.loading import with_kv_dtype
 from jaxspec.models.decoder import decoder_shapes
-from jaxspec.models.heads import head_shapes
 from jaxspec.parallel import (
     Layout,
     Shards,
@@ -150,7 +149,8 @@ class Job:
     """What is compiled.
 
     Attributes:
-      config: of the target; the drafter is that of shapes.head_config.
+      config: of the target.
+      head: the drafter's kind; see draft_heads.py.
       kernels, kv_dtype: see Kernels.parse and loading.load.
       largest_chunk: most tokens of a row's prompt in a call.
       quantization: of the target but for its LM head; lm_head_quantization: of that;
@@ -168,6 +168,7 @@ class Job:
     quantization: Scheme | None = None
     lm_head_quantization: Scheme | None = None
     drafter_quantization: Scheme | None = None
+    head: HeadKind = "auto"
 
     @property
     def num_devices(self) -> int:
@@ -208,7 +209,7 @@ def _program(function: Any, job: Job, devices: Sequence[Any], *, counted: bool) 
     shards = Shards.over(mesh, layout)
     target = decoder_shapes(config, dtype, shards)
     target = decoder_in_schemes(target, job.quantization, job.lm_head_quantization)
-    head = head_shapes(head_config(config), config, dtype, shards) if mode.speculation else None
+    head = shapes_of_kind(config, job.head, dtype, shards) if mode.speculation else None
     head = in_scheme(head, job.drafter_quantization, lm_head=True)
     own_kernels = Kernels.parse(job.kernels, devices[0], devices_of_model(mesh))
     params = with_kv_dtype(make_params(mode, target, head, mesh, own_kernels), job.kv_dtype)

@@ -11,14 +11,14 @@ from jaxspec.exchanges import without_exchanges
 from jaxspec.functional import EngineParams
 from jaxspec.memory import local_bytes
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.heads import DraftHead
+from jaxspec.models.heads import BlockHead, DraftHead
 from jaxspec.models.mixers import Attention, GatedDelta
 from jaxspec.models.mlps import Experts
 from jaxspec.parallel import WHOLE
 from jaxspec.quantization.float8 import Float8Linear
 from jaxspec.quantization.grouped import GroupedLinear
 from jaxspec.quantization.scaled import only_eight_bits
-from jaxspec.speculation.drafters import EagleDrafter, NoDrafter
+from jaxspec.speculation.drafters import BlockDrafter, EagleDrafter, NoDrafter
 from pallas_kernels.float8 import BYTES
 
 
@@ -46,10 +46,10 @@ def floor_bytes(
 
     The drafter runs one pass over the newly committed tokens, and one for each further level. Of an
     EAGLE-3 head only the first reads ``fc``. Several heads: see ``head_passes``. A head without an
-    LM head reads the target's. Of embedding tables only a few rows are gathered, so a table counts
-    only if it is also the LM head. Of weights of 8 bits beside larger ones only these count.
-    Devices that share sequences each read their part. Of experts those count that are chosen (see
-    ``_unread_experts``).
+    LM head reads the target's. A block head runs once, and its Markov head once for each level. Of
+    embedding tables only a few rows are gathered, so a table counts only if it is also the LM head.
+    Of weights of 8 bits beside larger ones only these count. Devices that share sequences each read
+    their part. Of experts those count that are chosen (see ``_unread_experts``).
     """
     target, drafter = params.target, params.drafter
     rows = batch // params.data_parallel / params.sequence_parallel
@@ -59,6 +59,11 @@ def floor_bytes(
         weights -= local_bytes(target.embed)
     kv = round(rows * _kv_bytes(target, context))
     state = round(rows * _state_bytes(target, committed))
+    if isinstance(drafter, BlockDrafter):
+        head = only_eight_bits(drafter.head)
+        return FloorBytes(
+            weights, kv, _block_bytes(head, params), round(rows * _kv_bytes(head, context)), state
+        )
     if not isinstance(drafter, EagleDrafter):
         return FloorBytes(weights, kv, 0, 0, state)
     steps, draft_weights, draft_kv = params.speculation.max_depth, 0, 0
@@ -71,9 +76,21 @@ def floor_bytes(
         draft_weights += once + passes * each + writes * _written_from(head)
         draft_kv += round(passes * rows * _kv_bytes(head, context))
     if drafter.head.lm_head is None:
-        lm_head = local_bytes(target.embed if target.lm_head is None else target.lm_head)
-        draft_weights += steps * lm_head
+        draft_weights += steps * _lm_head_bytes(target)
     return FloorBytes(weights, kv, draft_weights, draft_kv, state)
+
+
+def _lm_head_bytes(target: Decoder) -> int:
+    return local_bytes(target.embed if target.lm_head is None else target.lm_head)
+
+
+def _block_bytes(head: BlockHead, params: EngineParams) -> int:
+    """Bytes of weights that a block drafter reads in a round: of its Markov head one table for each
+    level, of the other table only a few rows."""
+    layers = local_bytes(without_exchanges(head)) - local_bytes(head.markov)
+    markov = 0 if head.markov is None else local_bytes(head.markov.after)
+    levels = params.speculation.max_depth
+    return layers + _lm_head_bytes(params.target) + levels * markov
 
 
 def head_passes(heads: int, steps: int) -> list[tuple[int, int]]:
@@ -116,7 +133,7 @@ def _unread_experts(model: Decoder | DraftHead, tokens: int) -> int:
     return round(total)
 
 
-def _kv_bytes(model: Decoder | DraftHead, context: float) -> int:
+def _kv_bytes(model: Decoder | DraftHead | BlockHead, context: float) -> int:
     """Bytes of keys and values that one pass reads for one sequence."""
     mixers = (layer.mixer for layer in model.layers)
     return sum(_cached_bytes(mixer, context) for mixer in mixers if isinstance(mixer, Attention))

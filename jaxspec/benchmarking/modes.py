@@ -10,10 +10,10 @@ from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.exchanges import with_exchanges
 from jaxspec.functional import EngineParams
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.heads import DraftHead
+from jaxspec.models.heads import BlockHead, DraftHead
 from jaxspec.quantization.scaled import in_eight_bits
 from jaxspec.speculation.acceptance import Synthetic
-from jaxspec.speculation.drafters import EagleDrafter, NoDrafter
+from jaxspec.speculation.drafters import BlockDrafter, Drafter, EagleDrafter, NoDrafter
 from pallas_kernels.reduce_add_rms_norm.exchange import exchange_shape, make_exchange
 from pallas_kernels.selection import Kernels
 
@@ -90,18 +90,28 @@ def _mode(shape: str, tree: SpeculationConfig, length: float) -> Mode:
 
 
 def make_params(
-    mode: Mode, target: Decoder, head: DraftHead | None, mesh: Mesh | None, kernels: Kernels
+    mode: Mode,
+    target: Decoder,
+    head: DraftHead | BlockHead | None,
+    mesh: Mesh | None,
+    kernels: Kernels,
 ) -> EngineParams:
     """The engine's parameters for a mode.
 
-    Raises ValueError for a mode with drafting but no head.
+    Raises ValueError for a mode with drafting but no head, and for a tree deeper than a block.
     """
-    drafter, speculation = NoDrafter(), SpeculationConfig.chain(0)
+    drafter: Drafter = NoDrafter()
+    speculation = SpeculationConfig.chain(0)
     if mode.speculation is not None:
         if head is None:
             raise ValueError(f"mode {mode.name} needs a draft head")
         head = _in_eight_bits(head) if mode.in_eight_bits else head
-        drafter, speculation = EagleDrafter(head=head), mode.speculation
+        speculation = mode.speculation
+        if isinstance(head, BlockHead):
+            head.check_depth(speculation.max_depth)
+            drafter = BlockDrafter(head=head)
+        else:
+            drafter = EagleDrafter(head=head)
     params = EngineParams(
         target=target, drafter=drafter, speculation=speculation, kernels=kernels, mesh=mesh
     )
@@ -109,7 +119,7 @@ def make_params(
     return with_exchanges(params, make_exchange if real else exchange_shape)
 
 
-def _in_eight_bits(head: DraftHead) -> DraftHead:
+def _in_eight_bits[T: DraftHead | BlockHead](head: T) -> T:
     """Also of a head of ShapeDtypeStructs."""
     if isinstance(jax.tree.leaves(head)[0], jax.Array):
         return in_eight_bits(head)

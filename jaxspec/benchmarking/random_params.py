@@ -14,13 +14,13 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxspec.benchmarking.draft_heads import HeadKind, block_head_config, head_config
 from jaxspec.benchmarking.random_quantized import QUANTIZED, random_quantized
-from jaxspec.benchmarking.shapes import head_config
 from jaxspec.config.model import ModelConfig
 from jaxspec.config.quantization import Scheme
 from jaxspec.models.decoder import Decoder, decoder_shapes
 from jaxspec.models.expert_linear import expert_linears
-from jaxspec.models.heads import DraftHead, head_shapes
+from jaxspec.models.heads import BlockHead, DraftHead, block_head_shapes, head_shapes
 from jaxspec.models.pipeline import Pipeline, pipeline_shapes
 from jaxspec.models.shapes import weight_name
 from jaxspec.models.stages import Stage
@@ -90,8 +90,8 @@ def random_head(
     sharded: bool = True,
     quantization: Scheme | None = None,
 ) -> DraftHead:
-    """The head that shapes.head_config describes, of random weights, sharded as its target is, or
-    whole on every device.
+    """The head that draft_heads.head_config describes, of random weights, sharded as its target is,
+    or whole on every device.
 
     ``quantization``: of all its matrices; see quantization.schemes.
     """
@@ -109,7 +109,28 @@ def random_head(
     return head.replace(token_ids=ids)
 
 
-def _random_tree[T: Decoder | DraftHead | Stage](shapes: T, mesh: Mesh | None, key: Array) -> T:
+def random_head_of_kind(
+    kind: HeadKind,
+    target: ModelConfig,
+    dtype: jnp.dtype,
+    mesh: Mesh | None,
+    seed: int,
+    *,
+    sharded: bool = True,
+    quantization: Scheme | None = None,
+) -> DraftHead | BlockHead:
+    """As random_head, of one of draft_heads.HEAD_KINDS."""
+    if kind == "auto":
+        return random_head(target, dtype, mesh, seed, sharded=sharded, quantization=quantization)
+    shards = Shards.over(mesh, mesh_layout(mesh, split_model=sharded))
+    shapes = block_head_shapes(block_head_config(target, kind), target, dtype, shards)
+    weights = in_scheme(shapes, quantization, lm_head=True)
+    return _random_tree(weights, mesh, jax.random.key(seed, impl="rbg"))
+
+
+def _random_tree[T: Decoder | DraftHead | BlockHead | Stage](
+    shapes: T, mesh: Mesh | None, key: Array
+) -> T:
     """The tree with every ShapeDtypeStruct replaced by an array of random values."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(shapes, _is_quantized)
     places = jax.tree.leaves(placements(shapes, mesh), is_leaf=_is_quantized)

@@ -1,17 +1,13 @@
 """Model shapes by name, with the values of the published ``config.json`` files."""
 
-import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
 from jaxspec.config.experts import ExpertsConfig, RoutingConfig
-from jaxspec.config.model import LayerConfig, ModelConfig, dense_model, draft_layers
+from jaxspec.config.model import LayerConfig, ModelConfig, dense_model
 from jaxspec.config.rope import Llama3RopeScaling
-from jaxspec.models.heads import HeadConfig, default_capture, mtp_head_config
 from jaxspec.models.hf_config import parse_model_config
-
-EAGLE3_VOCAB_SIZE = 32_000  # of the published EAGLE-3 heads
 
 
 def _llama3(num_layers: int, rope_factor: float, **values: Any) -> ModelConfig:
@@ -149,22 +145,3 @@ SHAPES: Mapping[str, ModelConfig] = MappingProxyType(
         ),
     }
 )
-
-
-def _without_scaling(layer: LayerConfig) -> LayerConfig:
-    rope = dataclasses.replace(layer.attention.rope, scaling=None)
-    return dataclasses.replace(layer, mixer=dataclasses.replace(layer.attention, rope=rope))
-
-
-def head_config(target: ModelConfig) -> HeadConfig:
-    """The MTP layer of a target that has one, else an EAGLE-3 head for it."""
-    return eagle3_config(target) if target.mtp is None else mtp_head_config(target, target.mtp)
-
-
-def eagle3_config(target: ModelConfig) -> HeadConfig:
-    """An EAGLE-3 head with one Llama layer of the target's sizes, and a vocabulary of the size that
-    published heads have."""
-    model = draft_layers(target).map_layers(_without_scaling)
-    capture = default_capture("eagle3", target.num_layers)
-    vocab = min(EAGLE3_VOCAB_SIZE, target.vocab_size)
-    return HeadConfig(model, "eagle3", capture, draft_vocab_size=vocab)

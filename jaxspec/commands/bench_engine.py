@@ -21,8 +21,9 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxspec.benchmarking.compiling import compile_side_by_side
+from jaxspec.benchmarking.draft_heads import HEAD_HELP, HEAD_KINDS
 from jaxspec.benchmarking.modes import Mode, make_params, parse_mode
-from jaxspec.benchmarking.random_params import random_decoder, random_head
+from jaxspec.benchmarking.random_params import random_decoder, random_head_of_kind
 from jaxspec.benchmarking.rounds import SAMPLING, Bench, Timing, Workload, time_mode
 from jaxspec.benchmarking.shapes import SHAPES
 from jaxspec.benchmarking.timing import Bandwidth, measure_bandwidth
@@ -43,7 +44,7 @@ from jaxspec.commands.shell import (
 )
 from jaxspec.memory import local_bytes
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.heads import DraftHead
+from jaxspec.models.heads import BlockHead, DraftHead
 from jaxspec.parallel import grid_of, replica_meshes
 from jaxspec.quantization.kv_cache import with_float8_cache
 from pallas_kernels.selection import Kernels
@@ -69,6 +70,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_sequence_parallel_option(parser)
     add("--whole-drafter", action="store_true", help="with --tp, the whole head on every device")
     add_quantization_options(parser)
+    parser.add_argument("--draft-head", choices=HEAD_KINDS, default="auto", help=HEAD_HELP)
     add("--sampling", choices=SAMPLING, default="greedy", help="how rows sample; anything but "
         "greedy times the general sampling program")  # fmt: skip
     add("--kernels", default="auto", help="auto (all on a Hopper GPU), all, none or a comma list")
@@ -139,7 +141,8 @@ def measure_modes(
     own = args.quantization, args.lm_head_quantization
     target, head = random_decoder(config, dtype, mesh, 0, *own), None
     if any(mode.speculation for _, mode in chosen):
-        head = random_head(
+        head = random_head_of_kind(
+            args.draft_head,
             config,
             dtype,
             mesh,
@@ -159,7 +162,7 @@ def measure_modes(
 def compile_all(
     chosen: Sequence[tuple[Workload, Mode]],
     target: Decoder,
-    head: DraftHead | None,
+    head: DraftHead | BlockHead | None,
     mesh: Mesh | None,
     kernels: Kernels,
     console: Console,

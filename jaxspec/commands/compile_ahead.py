@@ -40,6 +40,7 @@ from jaxspec.benchmarking.ahead_of_time import (
     read_round,
 )
 from jaxspec.benchmarking.compiled_round import CompiledRound
+from jaxspec.benchmarking.draft_heads import HEAD_HELP, HEAD_KINDS
 from jaxspec.benchmarking.modes import parse_mode
 from jaxspec.benchmarking.rounds import Workload
 from jaxspec.benchmarking.shapes import SHAPES
@@ -84,6 +85,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_tensor_parallel_option(parser)
     add_sequence_parallel_option(parser)
     add_quantization_options(parser)
+    parser.add_argument("--draft-head", choices=HEAD_KINDS, default="auto", help=HEAD_HELP)
     add(
         "--sampling",
         choices=("greedy", "general"),
@@ -151,6 +153,7 @@ def compile_here(args: argparse.Namespace) -> None:
         quantization=args.quantization,
         lm_head_quantization=args.lm_head_quantization,
         drafter_quantization=args.drafter_quantization,
+        head=args.draft_head,
     )
     if args.tpu is None:
         compile_decode(job, args.dump)

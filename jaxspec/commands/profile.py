@@ -23,10 +23,11 @@ from matplotlib.patches import Patch
 from rich.console import Console
 from rich.table import Table
 
+from jaxspec.benchmarking.draft_heads import HEAD_HELP, HEAD_KINDS
 from jaxspec.benchmarking.hlo import LAYER_PARTS, OTHER, PARTS, PHASES, Program, Scope
 from jaxspec.benchmarking.modes import make_params, parse_mode
 from jaxspec.benchmarking.profile import Cost, Profile, Round, profile_rounds, record, summarize
-from jaxspec.benchmarking.random_params import random_decoder, random_head
+from jaxspec.benchmarking.random_params import random_decoder, random_head_of_kind
 from jaxspec.benchmarking.rounds import Bench, Workload
 from jaxspec.benchmarking.shapes import SHAPES
 from jaxspec.benchmarking.timing import timed
@@ -69,6 +70,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_tensor_parallel_option(parser)
     add_sequence_parallel_option(parser)
     add_quantization_options(parser)
+    parser.add_argument("--draft-head", choices=HEAD_KINDS, default="auto", help=HEAD_HELP)
     add("--kernels", default="auto", help="auto (all on a Hopper GPU), all, none or a comma list")
     add("--plot", type=Path, help="write one round's timeline as a PNG")
     add("--json", action="store_true", help="JSON on stdout, the table on stderr")
@@ -94,7 +96,7 @@ def run_profiled(args: argparse.Namespace, progress: Console) -> tuple[Profile, 
     target, head = random_decoder(config, dtype, mesh, 0, *own), None
     if mode.speculation:
         own = args.drafter_quantization
-        head = random_head(config, dtype, mesh, seed=1, quantization=own)
+        head = random_head_of_kind(args.draft_head, config, dtype, mesh, seed=1, quantization=own)
     params = with_kv_dtype(make_params(mode, target, head, mesh, kernels), args.kv_dtype)
     progress.print("compiling")
     workload = Workload(

@@ -1,0 +1,49 @@
+"""Draft heads of random weights in benchmarks: sizes, modes and the bytes of a round."""
+
+import jax.numpy as jnp
+import pytest
+
+from jaxspec.benchmarking.draft_heads import BlockKind, block_head_config
+from jaxspec.benchmarking.floors import floor_bytes
+from jaxspec.benchmarking.modes import make_params, parse_mode
+from jaxspec.benchmarking.random_params import random_decoder, random_head_of_kind
+from jaxspec.benchmarking.shapes import SHAPES
+from jaxspec.memory import local_bytes
+from jaxspec.models.heads import BlockHead
+from jaxspec.speculation.drafters import BlockDrafter
+from pallas_kernels.selection import NO_KERNELS
+
+TINY, FLOAT32 = SHAPES["tiny"], jnp.dtype("float32")
+
+
+def test_block_heads_have_published_sizes():
+    """config/dflash and config/dspark of deepseek-ai/DeepSpec: target_layer_ids [1, 9, 17, 25, 33],
+    of which each is the output of a layer counted from 0."""
+    target = SHAPES["qwen3-8b"]
+    dflash, dspark = (block_head_config(target, kind) for kind in ("dflash", "dspark"))
+    assert dflash.capture == dspark.capture == (2, 10, 18, 26, 34)
+    assert dflash.model.num_layers == 5 and dflash.model.layers[0].attention.qk_norm
+    assert (dspark.block_size, dspark.markov_rank, dspark.predicts_next) == (7, 256, True)
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_a_block_head_is_read_once_a_round(kind: BlockKind):
+    target = random_decoder(TINY, FLOAT32, None, 0)
+    head = random_head_of_kind(kind, TINY, FLOAT32, None, seed=1)
+    assert isinstance(head, BlockHead) and target.lm_head is not None
+    params = make_params(parse_mode("chain:5@3"), target, head, None, NO_KERNELS)
+    assert isinstance(params.drafter, BlockDrafter)
+    expected = local_bytes((head, target.lm_head))
+    if head.markov is not None:  # one table at each of five levels; of the other few rows
+        expected += 4 * local_bytes(head.markov.after) - local_bytes(head.markov.before)
+    context, heads, head_dim = 100, 4, 16
+    found = floor_bytes(params, batch=2, context=context)
+    assert found.draft_weights == expected
+    assert found.draft_kv == 2 * context * 5 * 2 * heads * head_dim * 4
+
+
+def test_a_tree_deeper_than_a_block_is_refused():
+    target = random_decoder(TINY, FLOAT32, None, 0)
+    head = random_head_of_kind("dspark", TINY, FLOAT32, None, seed=1)
+    with pytest.raises(ValueError, match="choose one of at most 7"):
+        make_params(parse_mode("chain:8@3"), target, head, None, NO_KERNELS)
