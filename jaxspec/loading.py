@@ -201,7 +201,7 @@ def _read_bytes(drafter: Drafter, depth: int) -> int:
         return _read_bytes(drafter.model, depth)
     if isinstance(drafter, BlockDrafter):
         return local_bytes(drafter)
-    if isinstance(drafter, EagleDrafter) and drafter.later:  # a token takes about one of them
+    if isinstance(drafter, EagleDrafter) and drafter.later:  # roughly: a token takes one of them
         each = (_read_bytes(EagleDrafter(head=one), depth) for one in drafter.heads)
         return sum(each) // len(drafter.heads)
     model = None
@@ -273,8 +273,8 @@ def _load_drafter(
         mixed = drafter.removeprefix(MIXED)
         if mixed in ("", "none", "ngram", "auto") or mixed.startswith(MIXED):
             raise ValueError(
-                f"drafter {drafter!r}: after {MIXED} give the directory or hub id of an EAGLE head "
-                "or a draft model"
+                f"drafter {drafter!r}: after {MIXED} give mtp, or the directory or hub id of a "
+                "head or a draft model"
             )
         rest = (model_directory, target, speculation, dtype, mesh, sharded)
         return MixedDrafter(model=_load_drafter(mixed, *rest))

@@ -15,6 +15,8 @@ from jaxspec.models.families.family import Family, stop_token_ids
 from jaxspec.models.families.writing import common_fields
 from jaxspec.models.hf_values import naming, read_json, shown
 
+_MTP_KEYS = ("mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_layers")
+
 
 def load_model_config(directory: str | Path, whose: str = "target") -> ModelConfig:
     """The ModelConfig of a Hugging Face model directory.
@@ -60,9 +62,6 @@ def with_mtp_layer(raw: Mapping[str, Any]) -> dict[str, Any]:
     key = "mtp_num_hidden_layers" if has_key else "num_nextn_predict_layers"
     told = {name: value for name, value in own.items() if name not in _MTP_KEYS} | {key: 1}
     return told if family.inside is None else {**raw, family.inside: told}
-
-
-_MTP_KEYS = ("mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_layers")
 
 
 def _family_of(raw: Mapping[str, Any]) -> Family:

@@ -199,13 +199,16 @@ def _grow_chain(
         tokens.append(token)
         probs.append(drawn_from)
     drawn = [q for q in probs if q is not None]
-    if drawn:
-        drawn = [jnp.zeros_like(drawn[0]), *drawn]  # the root was not drawn
-    size = jnp.full(roots.shape, spec.num_nodes)
-    chain = make_chain(
-        jnp.concatenate(tokens, axis=1), size, jnp.concatenate(drawn, axis=1) if drawn else None
-    )
-    return chain, carry
+    chain = jnp.concatenate(tokens, axis=1)
+    return drawn_chain(chain, jnp.concatenate(drawn, axis=1) if drawn else None), carry
+
+
+def drawn_chain(tokens: Array, probs: Array | None) -> DraftTree:
+    """The chain of tokens [B, 1 + n], the root first; ``probs`` [B, n, V / shards]: what the others
+    were drawn from."""
+    if probs is not None:
+        probs = jnp.pad(probs, ((0, 0), (1, 0), (0, 0)))  # the root was not drawn
+    return make_chain(tokens, jnp.full(len(tokens), tokens.shape[1]), probs)
 
 
 class Candidates(NamedTuple):

@@ -12,8 +12,15 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxspec.config.speculation import TreeShape
-from jaxspec.speculation.expand import Candidates, Children, Proposer, check_top_k, rerank
-from jaxspec.speculation.tree import DraftTree, make_chain
+from jaxspec.speculation.expand import (
+    Candidates,
+    Children,
+    Proposer,
+    check_top_k,
+    drawn_chain,
+    rerank,
+)
+from jaxspec.speculation.tree import DraftTree
 from pallas_kernels.top_k.reference import local_top_k
 
 
@@ -35,10 +42,7 @@ def lattice_tree(proposer: Proposer, roots: Array, logits: Array) -> DraftTree:
     if not spec.is_chain:
         return rerank(roots, best_paths(proposer.children(logits, depths), spec), spec)
     tokens, probs = proposer.next_token(logits, depths)
-    if probs is not None:
-        probs = jnp.pad(probs, ((0, 0), (1, 0), (0, 0)))  # the root was not drawn
-    size = jnp.full(roots.shape, spec.num_nodes)
-    return make_chain(jnp.concatenate([roots[:, None], tokens], axis=1), size, probs)
+    return drawn_chain(jnp.concatenate([roots[:, None], tokens], axis=1), probs)
 
 
 def best_paths(children: Children, shape: TreeShape) -> list[Candidates]:

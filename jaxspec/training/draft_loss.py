@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jaxspec.config.mixers import AttentionConfig
 from jaxspec.config.model import ModelConfig
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
@@ -88,7 +89,12 @@ def target_states(
 def check_unrolled(model: ModelConfig) -> None:
     """Raise ValueError for layers that ``attend_unrolled`` does not attend for."""
     for layer in model.layers:
-        attention = layer.attention
+        attention = layer.mixer
+        if not isinstance(attention, AttentionConfig):
+            raise ValueError(
+                "heads with latent attention cannot be trained yet: draft with the checkpoint's "
+                "own layers, or take a model with other attention"
+            )
         if attention.softcap is not None or attention.sinks:
             raise ValueError("heads that cap scores or have attention sinks cannot be trained yet")
 

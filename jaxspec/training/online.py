@@ -14,7 +14,7 @@ from jaxspec.models.heads import DraftHead
 from jaxspec.quantization.kv_cache import without_kv_scales
 from jaxspec.speculation.drafters import EagleDrafter, MixedDrafter
 from jaxspec.training import draft_step
-from jaxspec.training.draft_loss import DraftBatch
+from jaxspec.training.draft_loss import DraftBatch, check_unrolled
 from jaxspec.training.draft_step import DraftTrainConfig
 from jaxspec.training.precision import cast_weights
 from jaxspec.training.schedule import UNKNOWN_STEPS
@@ -34,7 +34,8 @@ class HeadAdapter:
       config: ``batch_size`` rows a step, drawn from the latest ``memory`` completions.
       length: tokens of a row; longer completions are cut.
 
-    Raises ValueError if the LLM does not draft with one head, or is split over devices.
+    Raises ValueError if the LLM does not draft with one head, or is split over devices, and for a
+    head that training does not know (see draft_loss.check_unrolled).
     """
 
     def __init__(self, llm: LLM, config: DraftTrainConfig, *, length: int, memory: int = 256):
@@ -45,6 +46,7 @@ class HeadAdapter:
             raise ValueError("only an EAGLE head learns while it serves: give one as drafter")
         if drafter.later:
             raise ValueError("only one head learns while it serves: choose the drafter mtp:1")
+        check_unrolled(drafter.head.config)
         if llm.params.mesh is not None:
             raise ValueError("a head cannot learn beside a target that is split over devices")
         self.llm, self._config, self._length = llm, config, length

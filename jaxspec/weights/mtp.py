@@ -50,7 +50,8 @@ class MtpChoice:
 
     Attributes:
       normed: replaces the config's choice (see MtpConfig.normed).
-      count: how many of them, from the first; None: all.
+      count: how many of them, from the first; None: all, or the first of layers that share a
+        projection.
     """
 
     normed: bool | None = None
@@ -76,7 +77,7 @@ class MtpChoice:
         Raises ValueError for more than it has, and for several of a layout in which they share a
         projection.
         """
-        count = mtp.num_layers if self.count is None else self.count
+        count = self.count or (1 if mtp.layout == "qwen" else mtp.num_layers)
         if count > mtp.num_layers:
             raise ValueError(
                 f"{count} MTP layers are asked for, and the checkpoint has {mtp.num_layers}: "
@@ -91,10 +92,13 @@ class MtpChoice:
         return dataclasses.replace(mtp, normed=normed, num_layers=count)
 
     def name(self, mtp: MtpConfig) -> str:
-        """The name that says it all: with a number where the checkpoint has several layers."""
-        normed = mtp.normed if self.normed is None else self.normed
-        count = f":{self.count or mtp.num_layers}" if mtp.num_layers > 1 else ""
-        return f"mtp:{'after' if normed else 'before'}{count}"
+        """The name that says it all: with a number where the checkpoint has several layers.
+
+        Raises ValueError as ``over``.
+        """
+        chosen = self.over(mtp)
+        count = f":{chosen.num_layers}" if mtp.num_layers > 1 else ""
+        return f"mtp:{'after' if chosen.normed else 'before'}{count}"
 
 
 def load_mtp_heads(

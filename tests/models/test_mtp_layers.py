@@ -14,6 +14,7 @@ import transformers
 from safetensors.numpy import load_file
 
 from jaxspec import LLM, SamplingParams, SpeculationConfig, functional, load
+from jaxspec.config.mtp import MtpConfig
 from jaxspec.functional import EngineParams
 from jaxspec.loading import choose_drafter
 from jaxspec.models.decoder import FINAL_NORM
@@ -24,7 +25,7 @@ from jaxspec.scheduling.plan import Limits
 from jaxspec.state import EngineState
 from jaxspec.training.draft_step import DraftTrainConfig
 from jaxspec.training.online import HeadAdapter
-from jaxspec.weights.mtp import load_mtp_heads
+from jaxspec.weights.mtp import MtpChoice, load_mtp_heads
 from tests.checkpoints import (
     add_mtp_layer,
     save_byte_tokenizer,
@@ -184,7 +185,7 @@ def test_what_is_not_supported_is_named(checkpoints: dict[str, Path], tmp_path: 
     raw = {"model_type": "qwen3_5_text", "mtp_num_hidden_layers": 2}
     save_tensors(tmp_path, stored, raw)
     with pytest.raises(ValueError, match="2 MTP layers that share a projection only the first"):
-        load_mtp_heads(tmp_path, recurrent, FLOAT32)
+        load_mtp_heads(tmp_path, recurrent, FLOAT32, choice=MtpChoice(count=2))
     llm = LLM(path, "mtp", dtype="float32", max_length=64)
     with pytest.raises(ValueError, match="only one head learns while it serves"):
         HeadAdapter(llm, DraftTrainConfig(), length=32)
@@ -237,3 +238,13 @@ def test_layers_by_themselves_draft_together(checkpoints: dict[str, Path], tmp_p
     expected: Any = load(path, "mtp").drafter
     for one, other in zip(*map(jax.tree.leaves, (alone, expected)), strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def test_a_number_of_layers_is_checked_before_it_becomes_a_name():
+    one, shared = MtpConfig("deepseek", 1, normed=True), MtpConfig("qwen", 2, normed=True)
+    assert MtpChoice(count=1).name(one) == "mtp:after"
+    with pytest.raises(ValueError, match="2 MTP layers are asked for, and the checkpoint has 1"):
+        MtpChoice(count=2).name(one)
+    assert MtpChoice().name(shared) == "mtp:after:1"  # what ``auto`` takes
+    with pytest.raises(ValueError, match="choose it by the drafter mtp:1"):
+        MtpChoice(count=2).name(shared)

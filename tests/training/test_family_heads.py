@@ -17,7 +17,7 @@ from jaxspec.config.mtp import MtpConfig
 from jaxspec.models.heads.config import check_capture, default_capture
 from jaxspec.models.hf_config import load_model_config, parse_model_config, with_mtp_layer
 from jaxspec.models.hf_values import read_json
-from jaxspec.training.draft_loss import unroll
+from jaxspec.training.draft_loss import check_unrolled, unroll
 from jaxspec.training.draft_step import init_mtp_layer
 from jaxspec.weights.mtp import load_mtp_head, save_mtp_head
 from jaxspec.weights.safetensors_io import load_decoder
@@ -114,3 +114,9 @@ def test_a_head_reads_distinct_layers_of_small_models():
     for layers in range(2, 12):
         capture = default_capture("eagle3", layers)
         assert check_capture(capture, layers) == capture
+
+
+def test_a_head_with_latent_attention_does_not_learn():
+    config = parse_model_config({"model_type": "deepseek_v3", "num_nextn_predict_layers": 1})
+    with pytest.raises(ValueError, match="heads with latent attention cannot be trained yet"):
+        check_unrolled(config)

@@ -19,7 +19,7 @@ from jaxspec.models.heads import BlockHead
 from jaxspec.pytree import Pytree, pytree
 from jaxspec.speculation.call import Call
 from jaxspec.speculation.drafters.base import DraftState, PrefillChunk
-from jaxspec.speculation.drafters.paged import prompt_tokens
+from jaxspec.speculation.drafters.paged import make_proposer, prompt_tokens
 from jaxspec.speculation.expand import Beams, Proposer, grow
 from jaxspec.speculation.lattice import lattice_tree
 from jaxspec.speculation.tree import DraftTree, pack_mask
@@ -79,15 +79,7 @@ class BlockDrafter(Pytree):
         logits, layers = head.run(
             target, block, attend.positions, pool.layers, attend, call.kernels
         )
-        proposer = Proposer(
-            call=call,
-            sampling=rows.sampling,
-            context_lens=rows.context_lens,
-            layout=target.layout,
-            token_ids=None,
-            target_vocab=target.local_vocab,
-            target_layout=target.layout,
-        )
+        proposer = make_proposer(target, state, call, target.layout)
         tree = self._tree(target, proposer, rows.roots, logits)
         return tree, DraftState(pool=pool.replace(layers=layers))
 

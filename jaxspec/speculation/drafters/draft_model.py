@@ -16,10 +16,11 @@ from jaxspec.speculation.drafters.paged import (
     beam_positions,
     causal_attend,
     level_attend,
+    make_proposer,
     pending_tokens,
     prompt_tokens,
 )
-from jaxspec.speculation.expand import Beams, Proposer, grow
+from jaxspec.speculation.expand import Beams, grow
 from jaxspec.speculation.tree import DraftTree
 from jaxspec.state import EngineState
 
@@ -124,15 +125,7 @@ class DraftModelDrafter(Pytree):
             )
             return decoder.logits(self.model, hidden, call.kernels), layers
 
-        proposer = Proposer(
-            call=call,
-            sampling=state.rows.sampling,
-            context_lens=state.rows.context_lens,
-            layout=self.model.layout,
-            token_ids=None,
-            target_vocab=target.local_vocab,
-            target_layout=target.layout,
-        )
+        proposer = make_proposer(target, state, call, self.model.layout)
         root_logits = decoder.logits(self.model, root_hidden, call.kernels)
         tree, layers = grow(proposer, state.rows.roots, root_logits, step, layers)
         return tree, DraftState(pool=pool.replace(layers=layers), rows=rows)

@@ -25,10 +25,11 @@ from jaxspec.speculation.drafters.paged import (
     beam_positions,
     causal_attend,
     level_attend,
+    make_proposer,
     pending_tokens,
     prompt_tokens,
 )
-from jaxspec.speculation.expand import Beams, Proposer, grow
+from jaxspec.speculation.expand import Beams, grow
 from jaxspec.speculation.tree import DraftTree
 from jaxspec.state import EngineState
 
@@ -168,7 +169,9 @@ class EagleDrafter(Pytree):
         own = layers[start:end]
         out = head.run(target, tokens, hidden, positions, own, attend, call.kernels, many=many)
         if 0 < index < len(self.later):
-            # What it writes next does not depend on what it reads now, so XLA would copy its pages.
+            # The next write to this head's pages depends on what the head before computes, not on
+            # this read. Without an order XLA copies the pages, to write before it reads. The first
+            # head is read before all others; nothing follows the last one in a step.
             out = lax.optimization_barrier(out)
         return out._replace(states=(*layers[:start], *out.states, *layers[end:]))
 
@@ -220,15 +223,8 @@ class EagleDrafter(Pytree):
             logits = used[first].logits(target, after[0].normed, call.kernels)
             return logits, (tuple(out.hidden for out in after), layers)
 
-        proposer = Proposer(
-            call=call,
-            sampling=state.rows.sampling,
-            context_lens=state.rows.context_lens,
-            layout=self.head.vocab_layout(target),
-            token_ids=self.head.token_ids,
-            target_vocab=target.local_vocab,
-            target_layout=target.layout,
-        )
+        layout = self.head.vocab_layout(target)
+        proposer = make_proposer(target, state, call, layout, self.head.token_ids)
         root_logits = self.head.logits(target, root_normed, call.kernels)
         carry = (roots, outputs[-1].states)
         tree, (_, layers) = grow(proposer, state.rows.roots, root_logits, step, carry)

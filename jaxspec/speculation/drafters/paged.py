@@ -13,7 +13,10 @@ from jax import Array
 
 from jaxspec.cache import page_slots
 from jaxspec.models.attention import PagedAttend
-from jaxspec.speculation.expand import Beams
+from jaxspec.models.decoder import Decoder
+from jaxspec.parallel import Layout
+from jaxspec.speculation.call import Call
+from jaxspec.speculation.expand import Beams, Proposer
 from jaxspec.state import EngineState
 
 
@@ -28,6 +31,22 @@ class TokenRun:
     positions: Array
     valid: Array
     written: Array
+
+
+def make_proposer(
+    target: Decoder, state: EngineState, call: Call, layout: Layout, token_ids: Array | None = None
+) -> Proposer:
+    """How children are chosen from draft logits that ``layout`` splits; ``token_ids`` [W]: the
+    target's ids of a reduced draft vocabulary."""
+    return Proposer(
+        call=call,
+        sampling=state.rows.sampling,
+        context_lens=state.rows.context_lens,
+        layout=layout,
+        token_ids=token_ids,
+        target_vocab=target.local_vocab,
+        target_layout=target.layout,
+    )
 
 
 def pending_tokens(state: EngineState, counts: Array, width: int) -> TokenRun:
