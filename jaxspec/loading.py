@@ -36,6 +36,7 @@ from jaxspec.speculation.drafters import (
     MixedDrafter,
     NGramDrafter,
     NoDrafter,
+    SuffixDrafter,
 )
 from jaxspec.speculation.expand import check_top_k
 from jaxspec.weights.eagle import head_method, load_eagle_head
@@ -45,6 +46,7 @@ from jaxspec.weights.safetensors_io import load_decoder, load_pipeline
 from pallas_kernels.selection import Kernels
 
 MIXED = "ngram+"  # and the drafter that n-gram lookup is mixed with
+SUFFIX_MIXED = "suffix+"  # and the drafter that suffix drafting is mixed with
 # Drafting with the model's own MTP layers, on hidden states before or after a norm (see MtpConfig).
 MTP: Mapping[str | Path, bool | None] = MappingProxyType(
     {"mtp": None, "mtp:before": False, "mtp:after": True}
@@ -70,11 +72,12 @@ def load(
 
     Args:
       model: a Hugging Face model directory or hub id; the built-in model by default.
-      drafter: ``none``, ``ngram``, ``mtp`` (the model's own layers for multi-token prediction;
-        ``mtp:before`` and ``mtp:after`` replace the choice of MtpConfig.normed), or a directory or
+      drafter: ``none``, ``ngram``, ``suffix``, ``mtp`` (the model's own layers for multi-token
+        prediction; ``mtp:before`` and ``mtp:after`` replace the choice of MtpConfig.normed), or a directory or
         hub id of an EAGLE head, of MTP layers or of a draft model;
         ``ngram+`` and such a directory or id: n-gram lookup in rows where it finds a long match,
-        the head or model in the others (see drafters.MixedDrafter); ``auto``: see choose_drafter.
+        the head or model in the others (see drafters.MixedDrafter); ``suffix+`` likewise; ``auto``:
+        see choose_drafter.
         A Drafter object is used as given.
       speculation: the draft tree and the acceptance rule; by default
         config.speculation.default_speculation.
@@ -225,7 +228,7 @@ def choose_drafter(model: str | Path, drafter: str | Path) -> str | Path:
             return f"{MIXED}{BUILT_IN_HEAD}"
         directory = resolve_directory(model)
         drafter = "mtp" if has_mtp_layers(directory, load_model_config(directory)) else "ngram"
-    if drafter not in ("mtp", f"{MIXED}mtp"):
+    if drafter not in ("mtp", f"{MIXED}mtp", f"{SUFFIX_MIXED}mtp"):
         return drafter
     mtp = load_model_config(resolve_directory(model)).mtp
     return drafter if mtp is None else f"{drafter}:{'after' if mtp.normed else 'before'}"
@@ -253,18 +256,22 @@ def _load_drafter(
         return NoDrafter()
     if drafter == "ngram":
         return NGramDrafter()
+    if drafter == "suffix":
+        return SuffixDrafter()
     if drafter in MTP:
         own = (speculation, dtype, mesh, sharded)
         return _mtp_drafter(model_directory, target, *own, normed=MTP[drafter])
-    if isinstance(drafter, str) and drafter.startswith(MIXED):
-        mixed = drafter.removeprefix(MIXED)
-        if mixed in ("", "none", "ngram", "auto") or mixed.startswith(MIXED):
+    lookup, plus, mixed = str(drafter).partition("+")
+    if plus and lookup in ("ngram", "suffix"):
+        refused = ("", "none", "ngram", "suffix", "auto")
+        if mixed in refused or mixed.startswith((MIXED, SUFFIX_MIXED)):
             raise ValueError(
-                f"drafter {drafter!r}: after {MIXED} give the directory or hub id of an EAGLE head "
-                "or a draft model"
+                f"drafter {drafter!r}: after {lookup}+ give the directory or hub id of an EAGLE "
+                "head or a draft model"
             )
         rest = (model_directory, target, speculation, dtype, mesh, sharded)
-        return MixedDrafter(model=_load_drafter(mixed, *rest))
+        found = MixedDrafter(model=_load_drafter(mixed, *rest))
+        return found if lookup == "ngram" else found.replace(lookup=SuffixDrafter(min_match=3))
     directory = resolve_directory(drafter)
     if holds_only_mtp_layers(directory):
         return _mtp_drafter(directory, target, speculation, dtype, mesh, sharded)
