@@ -73,8 +73,8 @@ def load(
     Args:
       model: a Hugging Face model directory or hub id; the built-in model by default.
       drafter: ``none``, ``ngram``, ``suffix``, ``mtp`` (the model's own layers for multi-token
-        prediction; ``mtp:before`` and ``mtp:after`` replace the choice of MtpConfig.normed), or a directory or
-        hub id of an EAGLE head, of MTP layers or of a draft model;
+        prediction; ``mtp:before`` and ``mtp:after`` replace the choice of MtpConfig.normed), or a
+        directory or hub id of an EAGLE head, of MTP layers or of a draft model;
         ``ngram+`` and such a directory or id: n-gram lookup in rows where it finds a long match,
         the head or model in the others (see drafters.MixedDrafter); ``suffix+`` likewise; ``auto``:
         see choose_drafter.

@@ -1,5 +1,6 @@
 """SuffixDrafter: its trees against plain Python, and its text against plain decoding."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -10,37 +11,54 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from jaxspec.config.speculation import SpeculationConfig, TreeShape
+from jaxspec import BUILT_IN_HEAD
+from jaxspec.config.cache import CacheConfig
+from jaxspec.config.engine import EngineConfig
+from jaxspec.config.speculation import SpeculationConfig
+from jaxspec.engine import Engine
+from jaxspec.loading import load
+from jaxspec.sampling import make_sampling
+from jaxspec.scheduling.requests import SamplingParams
 from jaxspec.speculation.call import Call
-from jaxspec.speculation.drafters import SuffixDrafter
+from jaxspec.speculation.drafters import (
+    Drafter,
+    EagleDrafter,
+    MixedDrafter,
+    NGramDrafter,
+    SuffixDrafter,
+)
 from jaxspec.speculation.tree import DraftTree, path_tokens
+from tests.engines import LENGTH, plain_engine, seal
+from tests.marks import slow
 from tests.programs import FAST_COMPILE
-from tests.random_models import empty_state, make_params
+from tests.random_models import empty_state, generate, make_params, random_prompts
 
 CHAIN, TREE = SpeculationConfig.chain(5), SpeculationConfig(10, 4, 3)
 SIZE, ROWS = 32, 4
 # Small limits, so that short texts reach them; and the defaults.
 SMALL = SuffixDrafter(max_match=4, factor=0.75, min_probability=0.3, max_occurrences=5)
-DRAFTERS = (SMALL, SuffixDrafter(min_match=2, factor=2.0), SuffixDrafter())
+DEFAULT, DEEP = SuffixDrafter(), SuffixDrafter(min_match=2, factor=2.0)
 Path = tuple[int, ...]
 
 
-def drafted(drafter: SuffixDrafter, shape: TreeShape, texts: list[list[int]]) -> DraftTree:
+def drafted(drafter: SuffixDrafter, shape: SpeculationConfig, texts: list[list[int]]) -> DraftTree:
     """The trees of some texts, the last token of each the root."""
-    rows = [text + [7] * (SIZE - len(text)) for text in texts]  # what is past the root is no text
-    rows += [[0] * SIZE] * (ROWS - len(rows))
+    rows = np.full((ROWS, SIZE), 1, np.int32)  # what is past the root is no text
+    for row, text in zip(rows, texts, strict=False):
+        row[: len(text)] = text
     ends = [len(text) - 1 for text in texts] + [0] * (ROWS - len(texts))
-    return propose(drafter, shape)(jnp.array(rows, jnp.int32), jnp.array(ends, jnp.int32))
+    return propose(drafter, shape, ROWS, SIZE)(rows, np.array(ends, np.int32))
 
 
 @functools.cache
-def propose(drafter: SuffixDrafter, shape: TreeShape) -> Any:
-    params = make_params("none", SpeculationConfig(shape.num_nodes, shape.max_depth, shape.top_k))
-    empty = empty_state(params, ROWS, SIZE)
+def propose(drafter: Drafter, speculation: SpeculationConfig, rows: int, size: int) -> Any:
+    """A program from tokens [rows, size] and the places of roots [rows] to trees."""
+    params = make_params("none", speculation)
+    empty = empty_state(params, rows, size)
 
     def trees(tokens: jax.Array, ends: jax.Array) -> DraftTree:
         state = empty.replace(rows=empty.rows.replace(tokens=tokens, context_lens=ends))
-        return drafter.propose(params.target, state, Call(params.speculation))[0]
+        return drafter.propose(params.target, state, Call(speculation))[0]
 
     return jax.jit(trees, compiler_options=FAST_COMPILE)
 
@@ -51,7 +69,7 @@ def paths(tree: DraftTree, row: int) -> list[Path]:
     return [tuple(path[path >= 0][::-1].tolist()) for path in found]
 
 
-def expected(drafter: SuffixDrafter, shape: TreeShape, text: list[int]) -> list[Path]:
+def expected(drafter: SuffixDrafter, shape: SpeculationConfig, text: list[int]) -> list[Path]:
     """The same from the definition: a dictionary of suffixes, and counts of what followed them."""
     ends: dict[Path, list[int]] = {}
     for end in range(len(text) - 1):
@@ -91,12 +109,22 @@ repetitive = st.tuples(texts_of(st.integers(0, 3)), st.integers(1, 8)).map(
 )
 
 
-@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
-@pytest.mark.parametrize("drafter", DRAFTERS, ids=["small limits", "deep", "defaults"])
+@pytest.mark.parametrize(
+    ("drafter", "shape"),
+    [
+        (SMALL, CHAIN),
+        (DEFAULT, TREE),
+        slow(SMALL, TREE),
+        slow(DEFAULT, CHAIN),
+        slow(DEEP, CHAIN),
+        slow(DEEP, TREE),
+    ],
+    ids=["small-chain", "default-tree", "small-tree", "default-chain", "deep-chain", "deep-tree"],
+)
 @given(st.lists(texts_of(st.integers(0, 1)) | repetitive, min_size=ROWS, max_size=ROWS))
-@example([[1], [1, 2], [1, 1], [0, 0, 0, 0, 0]])
-@example([[1, 2, 3, 1], [1, 2, 1, 3, 1], [1, 2, 1, 3, 1, 2, 1], [5, 1, 2, 6, 1, 2]])
-@settings(max_examples=40, deadline=None)
+@example([[1], [1, 2], [1, 1], [0, 0, 0, 0, 0]])  # no match, and matches with the first token
+@example([[1, 2, 3, 1], [1, 2, 1, 3, 1], [1, 2, 1, 3, 1, 2, 1], [5, 1, 2, 6, 1, 2]])  # ties
+@settings(max_examples=25, deadline=None)
 def test_drafts_are_those_of_a_dictionary_of_suffixes(
     drafter: SuffixDrafter, shape: SpeculationConfig, texts: list[list[int]]
 ):
@@ -105,3 +133,163 @@ def test_drafts_are_those_of_a_dictionary_of_suffixes(
         assert paths(tree, row) == expected(drafter, shape, text)
 
 
+def test_likely_paths_come_first_and_drafts_are_no_deeper_than_matches():
+    # After 1 2: 3 4 twice, 5 6 once.
+    text = [1, 2, 3, 4, 0, 1, 2, 5, 6, 0, 1, 2, 3, 4, 7, 1, 2]
+    tree = drafted(DEFAULT, TREE, [text, [9, 3, 5, 6, 8, 9], [1, 2, 3]])
+    assert paths(tree, 0) == [(3,), (3, 4), (5,), (5, 6)]
+    assert paths(tree, 1) == [(3,)] and paths(tree, 2) == []
+
+
+# Acceptance, on a text that repeats a few records. They share a phrase, so four tokens do not say
+# what follows, and more do.
+
+
+def records(seed: int = 0) -> list[int]:
+    rng = np.random.default_rng(seed)
+    phrase = rng.integers(100, size=5).tolist()
+    kinds = [[100 + i, *phrase, 110 + i, *phrase, 120 + i, *phrase, 130 + i] for i in range(5)]
+    return [token for kind in rng.integers(5, size=15) for token in kinds[kind]]
+
+
+def rounds_of(drafter: Drafter, shape: SpeculationConfig, text: list[int], start: int) -> list[Any]:
+    """(accepted, drafted) tokens of the rounds that would write the text from ``start`` on."""
+    ends = jnp.arange(start - 1, len(text) - 1)
+    tree = propose(drafter, shape, len(ends), len(text))(
+        jnp.tile(jnp.array(text), (len(ends), 1)), ends
+    )
+    found, length = [], start
+    while length < len(text):
+        row = length - start
+        good = [path for path in paths(tree, row) if list(path) == text[length:][: len(path)]]
+        accepted = max(map(len, good), default=0)
+        found.append((accepted, int(tree.num_nodes[row]) - 1))
+        length += accepted + 1
+    return found
+
+
+def measured(drafter: Drafter, shape: SpeculationConfig) -> tuple[int, float]:
+    """Rounds for the text, and the share of drafted tokens that were accepted."""
+    found = np.array(rounds_of(drafter, shape, records(), 60))
+    accepted, drafted = found.sum(axis=0)
+    return len(found), accepted / drafted
+
+
+@pytest.mark.parametrize(
+    ("drafter", "shape"),
+    [(DEFAULT, TREE), slow(SuffixDrafter(factor=5.0), CHAIN)],
+    ids=["tree", "chain without a limit"],
+)
+def test_long_matches_draft_better_than_short_ones(
+    drafter: SuffixDrafter, shape: SpeculationConfig
+):
+    rounds, share = measured(drafter, shape)
+    rounds_of_ngram, share_of_ngram = measured(NGramDrafter(), shape)
+    assert rounds <= rounds_of_ngram
+    assert share >= share_of_ngram
+
+
+# The text.
+
+PROMPTS = [prompt.tolist() for prompt in random_prompts((20, 9, 14, 3, 25, 11), seed=3)]
+FEW = 14  # pages, too few for four rows
+
+
+def requests() -> list[SamplingParams]:
+    """Greedy and sampled ones, some of which end at a stop token."""
+    found = [SamplingParams(0.8 * (i % 2), seed=i, max_tokens=30) for i in range(len(PROMPTS))]
+    texts = run(plain_engine(), found)
+    for i in (2, 3):
+        found[i] = dataclasses.replace(found[i], stop_token_ids=(texts[i][20],))
+    return found
+
+
+def run(engine: Engine, sampling: list[SamplingParams]) -> list[list[int]]:
+    generations = engine.add_all(PROMPTS, sampling)
+    engine.finish(generations)
+    return [generation.token_ids for generation in generations]
+
+
+def suffix_engine(
+    name: str, speculation: SpeculationConfig, preemption: Any, num_pages: int | None = FEW
+) -> Engine:
+    config = EngineConfig(rounds_per_call=4, max_rows=4, preemption=preemption)
+    cache = CacheConfig(page_size=8, max_length=LENGTH, num_pages=num_pages)
+    return seal(Engine(make_params(name, speculation), cache, config))
+
+
+@pytest.mark.parametrize(
+    ("name", "speculation", "preemption"),
+    [
+        ("suffix", SpeculationConfig(6, 3, 2), "recompute"),
+        slow("suffix", SpeculationConfig.chain(3), "swap"),
+        slow("suffix mixed", SpeculationConfig(6, 3, 2), "swap"),
+        slow("suffix mixed", SpeculationConfig.chain(3), "recompute"),
+    ],
+)
+def test_texts_are_those_of_plain_decoding(
+    name: str, speculation: SpeculationConfig, preemption: Any
+):
+    own, sampling = suffix_engine(name, speculation, preemption), requests()
+    wanted = run(plain_engine(), sampling)
+    assert len(wanted[2]) < 30 and len(wanted[3]) < 30
+    assert run(own, sampling) == wanted
+    assert own.scheduler.preemptions[preemption] > 0
+    for _ in range(2):
+        again = own.add(PROMPTS[0], sampling[0])
+        own.finish([again])
+        assert again.token_ids == wanted[0]
+    assert own.scheduler.cache_statistics()[1] > 0, "the prompt was not in the prefix cache"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("speculation", [CHAIN, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("name", ["suffix", "suffix mixed"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_texts_of_a_batch_are_those_of_plain_decoding(
+    name: str, speculation: SpeculationConfig, temperature: float
+):
+    prompts = random_prompts((5, 17, 30))
+    sampling = make_sampling(3, temperature=temperature, seeds=jnp.arange(3))
+    plain, _ = generate(make_params("none", CHAIN), prompts, sampling=sampling)
+    own, state = generate(make_params(name, speculation), prompts, sampling=sampling)
+    assert own == plain
+    assert state.rows.stats.accepted[:, 1].sum() > 0
+
+
+# Rejection sampling.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("speculation", [CHAIN, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("name", ["suffix", "suffix mixed"])
+def test_rejection_at_temperature_0_is_greedy(name: str, speculation: SpeculationConfig):
+    prompts = random_prompts((5, 17, 30))
+    sampling = make_sampling(3, temperature=jnp.array([0.0, 0.0, 0.8]), seeds=jnp.arange(3))
+    plain, _ = generate(make_params("none", CHAIN), prompts, sampling=sampling)
+    rejecting = dataclasses.replace(speculation, acceptance="rejection")
+    own, state = generate(make_params(name, rejecting), prompts, sampling=sampling)
+    assert own[:2] == plain[:2]
+    assert state.rows.stats.accepted[:, 1].sum() > 0
+
+
+# By name.
+
+
+def test_it_is_loaded_by_name():
+    assert isinstance(load(drafter="suffix").drafter, SuffixDrafter)
+
+
+@pytest.mark.slow
+def test_a_mixture_is_loaded_by_name():
+    drafter = load(drafter=f"suffix+{BUILT_IN_HEAD}").drafter
+    assert isinstance(drafter, MixedDrafter) and isinstance(drafter.model, EagleDrafter)
+    assert isinstance(drafter.lookup, SuffixDrafter)
+
+
+@pytest.mark.parametrize("name", ["", "none", "ngram", "suffix", "auto", "ngram+x", "suffix+x"])
+def test_it_is_mixed_with_a_head_or_a_model(name: str):
+    with pytest.raises(
+        ValueError, match=r"after suffix\+ give the directory or hub id of an EAGLE"
+    ):
+        load(drafter=f"suffix+{name}")

@@ -5,14 +5,13 @@ from jax import Array
 
 
 def match_lengths(tokens: Array, end: Array, most: int) -> Array:
-    """How many tokens up to each position equal the row's last ones: int32 [B, S], at most ``most``.
+    """How many tokens up to each position equal the row's last ones: int32 [B, S].
 
     Args:
       tokens: int32 [B, S].
       end: int32 [B], index of each row's last token. A match ends before it, so that a token of
         the row follows the match.
-
-    It compares ``most`` times all B * S tokens.
+      most: tokens of the longest match. All B * S tokens are compared so many times.
     """
     index = jnp.arange(tokens.shape[1])
     length, alive = jnp.zeros_like(tokens), index < end[:, None]

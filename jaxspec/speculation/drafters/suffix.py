@@ -84,9 +84,9 @@ class SuffixDrafter(StatelessDrafter):
         # What follows a match near the end reaches the end, and then goes on from its start:
         # text that repeats every few tokens gets a whole path.
         period = jnp.maximum(end[:, None] - place, 1)[..., None]
-        source = place[..., None] + 1 + jnp.arange(depth) % period
-        following = jnp.take_along_axis(tokens[:, None], source, axis=2)
-        return Occurrences(following, place >= 0, longest[:, 0])
+        source = place[..., None] + 1 + jnp.arange(depth) % period  # [B, O, D]
+        following = jnp.take_along_axis(tokens, source.reshape(len(tokens), -1), axis=1)
+        return Occurrences(following.reshape(source.shape), place >= 0, longest[:, 0])
 
     def _candidates(self, found: Occurrences, *, one_path: bool) -> Candidates:
         _, size, depth = found.following.shape
