@@ -36,7 +36,7 @@ from tests.random_models import empty_state, generate, make_params, random_promp
 CHAIN, TREE = SpeculationConfig.chain(5), SpeculationConfig(10, 4, 3)
 SIZE, ROWS = 32, 4
 # Small limits, so that short texts reach them; and the defaults.
-SMALL = SuffixDrafter(max_match=4, factor=0.75, min_probability=0.3, max_occurrences=5)
+SMALL = SuffixDrafter(max_match=4, factor=1.5, min_probability=0.3, max_occurrences=5)
 DEFAULT, DEEP = SuffixDrafter(), SuffixDrafter(min_match=2, factor=2.0)
 Path = tuple[int, ...]
 
@@ -124,6 +124,7 @@ repetitive = st.tuples(texts_of(st.integers(0, 3)), st.integers(1, 8)).map(
 @given(st.lists(texts_of(st.integers(0, 1)) | repetitive, min_size=ROWS, max_size=ROWS))
 @example([[1], [1, 2], [1, 1], [0, 0, 0, 0, 0]])  # no match, and matches with the first token
 @example([[1, 2, 3, 1], [1, 2, 1, 3, 1], [1, 2, 1, 3, 1, 2, 1], [5, 1, 2, 6, 1, 2]])  # ties
+@example([[0, 1, 2, 3, 0, 1, 2, 4, 0, 1, 3, 0, 1, 4, 5, 0, 1], [1], [1], [1]])  # unlikely ones
 @settings(max_examples=25, deadline=None)
 def test_drafts_are_those_of_a_dictionary_of_suffixes(
     drafter: SuffixDrafter, shape: SpeculationConfig, texts: list[list[int]]
