@@ -11,12 +11,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from jaxspec import BUILT_IN_HEAD
+from jaxspec import BUILT_IN_HEAD, LLM
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.engine import Engine
 from jaxspec.loading import load
+from jaxspec.parallel import make_mesh
 from jaxspec.sampling import make_sampling
 from jaxspec.scheduling.requests import SamplingParams
 from jaxspec.speculation.call import Call
@@ -256,6 +257,19 @@ def test_texts_of_a_batch_are_those_of_plain_decoding(
     own, state = generate(make_params(name, speculation), prompts, sampling=sampling)
     assert own == plain
     assert state.rows.stats.accepted[:, 1].sum() > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split", ["tensor_parallel", "data_parallel", "pipeline_parallel"])
+def test_texts_on_two_devices_are_those_of_plain_decoding(split: str):
+    prompts = ["class Stack:\n", "x = [1, 2, 3]\ny = [1, 2, 3]\n"]
+    sampling = [SamplingParams(0.8 * i, seed=i, max_tokens=32, stop_token_ids=()) for i in range(2)]
+    options: dict[str, Any] = {"dtype": "float32", "max_length": 64}
+    plain = LLM(drafter="none", **options).generate(prompts, sampling)
+    axes: dict[str, Any] = {split: 2}
+    mesh = make_mesh(**axes)
+    own = LLM(drafter="suffix", mesh=mesh, speculation=TREE, **options).generate(prompts, sampling)
+    assert [one.token_ids for one in own] == [one.token_ids for one in plain]
 
 
 # Rejection sampling.
