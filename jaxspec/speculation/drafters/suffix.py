@@ -47,8 +47,8 @@ class SuffixDrafter(StatelessDrafter):
     likely ones the shallower, then the one that occurred last. ``top_k`` does not limit a node's
     children, but with 1 the draft is one path: the likeliest token after each token. A row without
     a match drafts nothing. A round compares ``max_match`` times all B * S tokens of the rows, as
-    n-gram lookup does, and groups occurrences in B * O * O comparisons for each depth, with
-    ``max_occurrences`` O; it keeps nothing between rounds.
+    n-gram lookup does, and groups occurrences in B * O * O comparisons (and bools) for each depth,
+    with ``max_occurrences`` O. It keeps nothing between rounds.
 
     Attributes:
       min_match: fewest tokens of a match.
@@ -67,7 +67,8 @@ class SuffixDrafter(StatelessDrafter):
     def propose(
         self, target: Decoder, state: EngineState, call: Call
     ) -> tuple[DraftTree, DraftState]:
-        """A tree of at most ``call.speculation``'s nodes and depth; see drafters.Drafter."""
+        """A tree of at most ``call.speculation``'s nodes and depth, from int32 ``state.rows.tokens``
+        [B, S]. Its tokens are not drawn: ``probs`` is None."""
         rows, shape = state.rows, call.speculation
         found = self._look_up(rows.tokens, rows.context_lens, shape.max_depth)
         candidates = self._candidates(found, one_path=shape.is_chain)
