@@ -67,8 +67,8 @@ class SuffixDrafter(StatelessDrafter):
     def propose(
         self, target: Decoder, state: EngineState, call: Call
     ) -> tuple[DraftTree, DraftState]:
-        """A tree of at most ``call.speculation``'s nodes and depth, from int32 ``state.rows.tokens``
-        [B, S]. Its tokens are not drawn: ``probs`` is None."""
+        """A tree of at most ``call.speculation``'s nodes and depth, from ``state.rows.tokens``
+        (int32 [B, S]). Its tokens are not drawn: ``probs`` is None."""
         rows, shape = state.rows, call.speculation
         found = self._look_up(rows.tokens, rows.context_lens, shape.max_depth)
         candidates = self._candidates(found, one_path=shape.is_chain)
