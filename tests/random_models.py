@@ -32,6 +32,7 @@ from jaxspec.speculation.drafters import (
     MixedDrafter,
     NGramDrafter,
     NoDrafter,
+    SuffixDrafter,
 )
 from jaxspec.state import EngineState, Status
 from tests.programs import FAST_COMPILE
@@ -215,7 +216,7 @@ def _head_config(target: Decoder, **changes: Any) -> ModelConfig:
 
 
 def make_drafter(name: str, target: Decoder) -> Drafter:
-    """One of DRAFTERS, "mtp", "mtp3" (three layers) or "none"."""
+    """One of DRAFTERS, "mtp", "mtp3" (three layers), "suffix", "suffix mixed" or "none"."""
     match name:
         case "none":
             return NoDrafter()
@@ -225,6 +226,11 @@ def make_drafter(name: str, target: Decoder) -> Drafter:
             return DraftModelDrafter(model=draft_model(target))
         case "mixed":
             lookup = NGramDrafter(min_match=2)  # found often, not always
+            return MixedDrafter(model=make_drafter("eagle3", target), lookup=lookup)
+        case "suffix":
+            return SuffixDrafter()
+        case "suffix mixed":
+            lookup = SuffixDrafter(min_match=2)
             return MixedDrafter(model=make_drafter("eagle3", target), lookup=lookup)
         case "mtp":
             return EagleDrafter(head=mtp_head(target))

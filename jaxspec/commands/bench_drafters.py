@@ -29,7 +29,7 @@ from jaxspec.commands.shell import (
 )
 from jaxspec.comparison import race
 from jaxspec.config.engine import EngineConfig
-from jaxspec.loading import MIXED, choose_drafter
+from jaxspec.loading import MIXED, SUFFIX_MIXED, choose_drafter
 from jaxspec.tokenizer import load_tokenizer
 from jaxspec.training.draft_data import held_out_prompts
 
@@ -135,7 +135,7 @@ def measure(args: argparse.Namespace, progress: Console) -> Iterator[dict[str, A
 def label(row: dict[str, Any]) -> str:
     if row["mode"] == "plain":
         return "plain"
-    mixed = MIXED if row["drafter"].startswith(MIXED) else ""
+    mixed = next((m for m in (MIXED, SUFFIX_MIXED) if row["drafter"].startswith(m)), "")
     return f"{mixed}{Path(row['drafter']).name.removeprefix(mixed)} {row['mode']}"
 
 

@@ -39,10 +39,10 @@ def make_parser() -> argparse.ArgumentParser:
     add(
         "--drafter",
         default="auto",
-        help="none, ngram, mtp (the model's own layers for multi-token prediction; mtp:1: the "
-        "first alone), directory or hub id of an EAGLE head, of MTP layers, of a block head "
-        "(DFlash, DSpark) or of a draft model, or ngram+ and one of these but the first two: the "
-        "n-gram's draft where it finds a long match, else the other's (default: ngram+ the "
+        help="none, ngram, suffix, mtp (the model's own layers for multi-token prediction; mtp:1: "
+        "the first alone), directory or hub id of an EAGLE head, of MTP layers, of a block head "
+        "(DFlash, DSpark) or of a draft model, or ngram+ or suffix+ and one of these but the first "
+        "three: lookup's draft where it finds a long match, else the other's (default: ngram+ the "
         "built-in head for the built-in model, mtp where there are such layers, else ngram)",
     )
     add(

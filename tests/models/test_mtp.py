@@ -117,7 +117,8 @@ def test_auto_chooses_the_layers_and_says_what_they_read(checkpoints: dict[str, 
     assert choose_drafter(checkpoints["deepseek"], "auto") == "mtp:after"
     assert choose_drafter(checkpoints["mimo"], "auto") == "mtp:before"
     assert choose_drafter(checkpoints["mimo"], "mtp:after") == "mtp:after"
-    assert choose_drafter(checkpoints["mimo"], "ngram+mtp") == "ngram+mtp:before"
+    for lookup in ("ngram", "suffix"):
+        assert choose_drafter(checkpoints["mimo"], f"{lookup}+mtp") == f"{lookup}+mtp:before"
     params = load(checkpoints["mimo"], "mtp:after", speculation=SpeculationConfig.chain(1))
     assert params.drafter.capture == (FINAL_NORM,)
 

@@ -50,7 +50,7 @@ class Case(NamedTuple):
         return "-".join(map(str, self))
 
 
-CHOICES = ((*DRAFTERS, "mtp", "mtp3"), tuple(TREES), PAGE_SIZES, BATCHES, TEMPERATURES)
+CHOICES = ((*DRAFTERS, "mtp", "mtp3", "suffix"), tuple(TREES), PAGE_SIZES, BATCHES, TEMPERATURES)
 ALL_CASES = [Case(*choice) for choice in itertools.product(*CHOICES)]
 # The slow cases are all others. The first has the programs of the tests further down. EAGLE-3
 # trees by default: test_rows.py and test_engine.py.

@@ -224,5 +224,5 @@ def test_a_mixture_is_loaded_by_name():
 
 @pytest.mark.parametrize("name", ["", "none", "ngram", "auto", "ngram+x"])
 def test_lookup_is_mixed_with_a_head_or_a_model(name: str):
-    with pytest.raises(ValueError, match="give the directory or hub id of an EAGLE head or"):
+    with pytest.raises(ValueError, match="give mtp, or the directory or hub id of a head or"):
         load(drafter=f"ngram+{name}")

@@ -12,6 +12,7 @@ from jaxspec.speculation.drafters.eagle import EagleDrafter
 from jaxspec.speculation.drafters.mixed import MixedDrafter
 from jaxspec.speculation.drafters.ngram import NGramDrafter
 from jaxspec.speculation.drafters.none import NoDrafter
+from jaxspec.speculation.drafters.suffix import SuffixDrafter
 
 __all__ = [
     "BlockDrafter",
@@ -24,4 +25,5 @@ __all__ = [
     "NoDrafter",
     "PrefillChunk",
     "StatelessDrafter",
+    "SuffixDrafter",
 ]

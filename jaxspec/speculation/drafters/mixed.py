@@ -1,4 +1,4 @@
-"""Two drafters in one: n-gram lookup in rows where a long match is found, a model in the others.
+"""Two drafters in one: lookup in rows where it finds a long match, a model in the others.
 
 Text that repeats what was there before is drafted for free, and better than by a small model.
 """
@@ -16,7 +16,7 @@ from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.models.decoder import Decoder
 from jaxspec.pytree import Pytree, pytree, static
 from jaxspec.speculation.call import Call
-from jaxspec.speculation.drafters.base import Drafter, DraftState, PrefillChunk
+from jaxspec.speculation.drafters.base import Drafter, DraftState, PrefillChunk, StatelessDrafter
 from jaxspec.speculation.drafters.ngram import NGramDrafter
 from jaxspec.speculation.tree import DraftTree, pad_tree
 from jaxspec.state import EngineState
@@ -34,13 +34,14 @@ class MixedDrafter(Pytree):
 
     Attributes:
       model: any drafter; its cache is this drafter's whole state.
-      lookup: its ``min_match`` is the shortest match that is preferred to the model.
+      lookup: NGramDrafter or SuffixDrafter, or another that drafts nothing where it finds nothing;
+        its ``min_match`` is the shortest match that is preferred to the model.
       may_skip: compile a branch for the rounds that need no tree of the model. Without it the model
         drafts in every round.
     """
 
     model: Drafter
-    lookup: NGramDrafter = NGramDrafter(min_match=3, max_match=8)
+    lookup: StatelessDrafter = NGramDrafter(min_match=3, max_match=8)
     may_skip: bool = static(default=True)
 
     @property

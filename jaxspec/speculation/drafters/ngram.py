@@ -13,6 +13,7 @@ from jaxspec.models.decoder import Decoder
 from jaxspec.pytree import pytree, static
 from jaxspec.speculation.call import Call
 from jaxspec.speculation.drafters.base import DraftState, StatelessDrafter
+from jaxspec.speculation.drafters.matching import match_lengths
 from jaxspec.speculation.tree import DraftTree, make_tree
 from jaxspec.state import EngineState
 
@@ -57,15 +58,8 @@ class NGramDrafter(StatelessDrafter):
     def _scores(self, tokens: Array, end: Array) -> Array:
         """Score of each position as the end of a match, 0 if there is none: int32 [B, S]."""
         size = tokens.shape[1]
-        index = jnp.arange(size)
-        candidate = index < end[:, None]  # a committed token must follow the match
-        length, alive = jnp.zeros_like(tokens), candidate
-        for back in range(self.max_match):
-            shifted = jnp.roll(tokens, back, axis=1)
-            suffix = jnp.take_along_axis(tokens, jnp.maximum(end - back, 0)[:, None], axis=1)
-            alive &= (shifted == suffix) & (index >= back)
-            length += alive
-        return jnp.where(length >= self.min_match, length * size + index, 0)
+        length = match_lengths(tokens, end, self.max_match)
+        return jnp.where(length >= self.min_match, length * size + jnp.arange(size), 0)
 
 
 def _branch_lengths(shape: TreeShape) -> list[int]:
