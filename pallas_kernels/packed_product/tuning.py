@@ -76,11 +76,12 @@ class PackedTuning:
         return min(room // stage, self.most_stages)
 
 
-# Others that tests run: larger units, more warpgroups for each producer, shorter lines of weights.
+# What tests run besides: larger units, more warpgroups for each producer, shorter lines of weights.
 VARIANTS = (
     PackedTuning(unit=128, ctas=1),
     PackedTuning(unit=32, ctas=1, ahead=True),
     PackedTuning(warpgroups=4, block=128, unit=32, ctas=1),
+    PackedTuning(warpgroups=4, unit=128, ctas=1),
     PackedTuning(block=128),
 )
 

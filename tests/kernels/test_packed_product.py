@@ -100,6 +100,24 @@ def test_interpreted_it_is_the_reference(case: Case):
         assert_exact(found, case)
 
 
+@pytest.mark.parametrize(
+    ("rows", "config"),
+    [
+        (24, PackedTuning(warpgroups=4, unit=128, ctas=1)),
+        pytest.param(48, PackedTuning(warpgroups=4, ctas=1), marks=pytest.mark.slow),
+        pytest.param(24, PackedTuning(warpgroups=1, ctas=3, ahead=True), marks=pytest.mark.slow),
+        pytest.param(7, PackedTuning(warpgroups=1, unit=128, ctas=6), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_interpreted_tiles_of_large_and_small_products_give_it(rows: int, config: PackedTuning):
+    case = Case(rows, 512, 256, zeros=True)
+    interpret = plgpu.InterpretGPUParams(detect_races=True)
+    options: dict[str, Any] = {"num_splits": 1, "dtype": FLOAT32, "config": config}
+    found = packed_product_mosaic(*make_arguments(case), **options, interpret=interpret)
+    assert_exact(jax.block_until_ready(found), case)
+
+
 @pytest.mark.parametrize("case", [*TEST_CASES, *BENCHMARK_CASES[::5]], ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_it_lowers_for_cuda(case: Case, dtype: str):
