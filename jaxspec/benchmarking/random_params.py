@@ -14,13 +14,13 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxspec.benchmarking.draft_heads import HeadKind, block_head_config, head_config
+from jaxspec.benchmarking.draft_heads import HeadKind, shapes_of_kind
 from jaxspec.benchmarking.random_quantized import QUANTIZED, random_quantized
 from jaxspec.config.model import ModelConfig
 from jaxspec.config.quantization import Scheme
 from jaxspec.models.decoder import Decoder, decoder_shapes
 from jaxspec.models.expert_linear import expert_linears
-from jaxspec.models.heads import BlockHead, DraftHead, block_head_shapes, head_shapes
+from jaxspec.models.heads import BlockHead, DraftHead
 from jaxspec.models.pipeline import Pipeline, pipeline_shapes
 from jaxspec.models.shapes import weight_name
 from jaxspec.models.stages import Stage
@@ -90,23 +90,11 @@ def random_head(
     sharded: bool = True,
     quantization: Scheme | None = None,
 ) -> DraftHead:
-    """The head that draft_heads.head_config describes, of random weights, sharded as its target is,
-    or whole on every device.
-
-    ``quantization``: of all its matrices; see quantization.schemes.
-    """
-    shards = Shards.over(mesh, mesh_layout(mesh, split_model=sharded))
-    shapes = head_shapes(head_config(target), target, dtype, shards)
-    weights = in_scheme(shapes.replace(token_ids=None), quantization, lm_head=True)
-    weights_key, ids_key = jax.random.split(jax.random.key(seed, impl="rbg"))
-    head = _random_tree(weights, mesh, weights_key)
-    if shapes.token_ids is None:
-        return head
-    vocab = shapes.token_ids.shape[0]
-    ids = jnp.sort(jax.random.permutation(ids_key, target.vocab_size)[:vocab]).astype(jnp.int32)
-    if mesh is not None:
-        ids = jax.device_put(ids, NamedSharding(mesh, P()))
-    return head.replace(token_ids=ids)
+    """``random_head_of_kind`` for the head that draft_heads.head_config describes."""
+    how = (target, dtype, mesh, seed)
+    head = random_head_of_kind("auto", *how, sharded=sharded, quantization=quantization)
+    assert isinstance(head, DraftHead)
+    return head
 
 
 def random_head_of_kind(
@@ -119,13 +107,25 @@ def random_head_of_kind(
     sharded: bool = True,
     quantization: Scheme | None = None,
 ) -> DraftHead | BlockHead:
-    """As random_head, of one of draft_heads.HEAD_KINDS."""
-    if kind == "auto":
-        return random_head(target, dtype, mesh, seed, sharded=sharded, quantization=quantization)
+    """A head of random weights (see draft_heads.py), sharded as its target is, or whole on every
+    device.
+
+    ``quantization``: of all its matrices; see quantization.schemes.
+    """
     shards = Shards.over(mesh, mesh_layout(mesh, split_model=sharded))
-    shapes = block_head_shapes(block_head_config(target, kind), target, dtype, shards)
-    weights = in_scheme(shapes, quantization, lm_head=True)
-    return _random_tree(weights, mesh, jax.random.key(seed, impl="rbg"))
+    shapes = shapes_of_kind(target, kind, dtype, shards)
+    weights_key, ids_key = jax.random.split(jax.random.key(seed, impl="rbg"))
+    if isinstance(shapes, BlockHead):
+        return _random_tree(in_scheme(shapes, quantization, lm_head=True), mesh, weights_key)
+    weights = in_scheme(shapes.replace(token_ids=None), quantization, lm_head=True)
+    head = _random_tree(weights, mesh, weights_key)
+    if shapes.token_ids is None:
+        return head
+    vocab = shapes.token_ids.shape[0]
+    ids = jnp.sort(jax.random.permutation(ids_key, target.vocab_size)[:vocab]).astype(jnp.int32)
+    if mesh is not None:
+        ids = jax.device_put(ids, NamedSharding(mesh, P()))
+    return head.replace(token_ids=ids)
 
 
 def _random_tree[T: Decoder | DraftHead | BlockHead | Stage](

@@ -6,7 +6,7 @@ children of all levels form the tree. With ``top_k`` 1 the tree is a chain.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -198,17 +198,20 @@ def _grow_chain(
         token, drawn_from = proposer.next_token(logits, depth)
         tokens.append(token)
         probs.append(drawn_from)
-    drawn = [q for q in probs if q is not None]
-    chain = jnp.concatenate(tokens, axis=1)
-    return drawn_chain(chain, jnp.concatenate(drawn, axis=1) if drawn else None), carry
+    return drawn_chain(jnp.concatenate(tokens, axis=1), probs), carry
 
 
-def drawn_chain(tokens: Array, probs: Array | None) -> DraftTree:
-    """The chain of tokens [B, 1 + n], the root first; ``probs`` [B, n, V / shards]: what the others
-    were drawn from."""
-    if probs is not None:
-        probs = jnp.pad(probs, ((0, 0), (1, 0), (0, 0)))  # the root was not drawn
-    return make_chain(tokens, jnp.full(len(tokens), tokens.shape[1]), probs)
+def drawn_chain(tokens: Array, probs: Sequence[Array | None]) -> DraftTree:
+    """The chain of tokens [B, 1 + n], the root first.
+
+    ``probs``: what the others were drawn from, in parts [B, m, V / shards] of m of them each; None:
+    they were not drawn.
+    """
+    drawn = [part for part in probs if part is not None]
+    if drawn:  # put together at once: they are large
+        drawn = [jnp.zeros_like(drawn[0][:, :1]), *drawn]  # the root was not drawn
+    size = jnp.full(len(tokens), tokens.shape[1])
+    return make_chain(tokens, size, jnp.concatenate(drawn, axis=1) if drawn else None)
 
 
 class Candidates(NamedTuple):

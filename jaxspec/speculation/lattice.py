@@ -42,7 +42,7 @@ def lattice_tree(proposer: Proposer, roots: Array, logits: Array) -> DraftTree:
     if not spec.is_chain:
         return rerank(roots, best_paths(proposer.children(logits, depths), spec), spec)
     tokens, probs = proposer.next_token(logits, depths)
-    return drawn_chain(jnp.concatenate([roots[:, None], tokens], axis=1), probs)
+    return drawn_chain(jnp.concatenate([roots[:, None], tokens], axis=1), [probs])
 
 
 def best_paths(children: Children, shape: TreeShape) -> list[Candidates]:

@@ -67,7 +67,18 @@ def draft_tree(
 ) -> DraftTree:
     """Grown by the drafters' own code, from a table in the place of a model."""
     ids = jnp.arange(VOCAB) if token_ids is None else token_ids
-    proposer = Proposer(
+    proposer = proposer_of(spec, sampling, context_lens, token_ids)
+
+    def step(beams: Beams, carry: None) -> tuple[Array, None]:
+        return DRAFT[beams.tokens][..., ids], carry
+
+    return grow(proposer, roots, DRAFT[roots][:, ids], step, None)[0]
+
+
+def proposer_of(
+    spec: SpeculationConfig, sampling: Sampling, context_lens: Array, token_ids: Array | None
+) -> Proposer:
+    return Proposer(
         call=Call(spec),
         sampling=sampling,
         context_lens=context_lens,
@@ -77,11 +88,6 @@ def draft_tree(
         target_layout=WHOLE,
     )
 
-    def step(beams: Beams, carry: None) -> tuple[Array, None]:
-        return DRAFT[beams.tokens][..., ids], carry
-
-    return grow(proposer, roots, DRAFT[roots][:, ids], step, None)[0]
-
 
 def commit_pairs(
     spec: SpeculationConfig,
@@ -89,12 +95,13 @@ def commit_pairs(
     options: dict[str, Any],
     token_ids: Array | None = None,
     distort: Callable[[DraftTree], DraftTree] = lambda tree: tree,
+    draft: Callable[..., DraftTree] = draft_tree,
 ) -> tuple[np.ndarray, float]:
     """The first two tokens committed in each row [ROWS, 2], and the mean accepted depth."""
 
     @jax.jit
     def one_round(sampling: Sampling, roots: Array, context_lens: Array) -> Accepted:
-        tree = distort(draft_tree(spec, sampling, roots, context_lens, token_ids))
+        tree = distort(draft(spec, sampling, roots, context_lens, token_ids))
         logits = process_logits(TARGET[tree.tokens], sampling)
         return rule.accept(Verified(tree, logits, sampling, context_lens, WHOLE))
 

@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import pytest
@@ -20,20 +20,9 @@ from tests.block_heads import block_params, block_target
 from tests.engines import seal
 from tests.marks import slow
 from tests.random_models import generate
-from tests.speculation.test_exactness import PROMPTS, TREES, cut_after, sampling_of
+from tests.speculation.test_exactness import PROMPTS, TREES, Case, cut_after, sampling_of
 
 SAMPLED = 0.8
-
-
-class Case(NamedTuple):
-    drafter: str
-    tree: str
-    page_size: int
-    batch: int
-    temperature: float
-
-    def __str__(self) -> str:
-        return "-".join(map(str, self))
 
 
 DRAFTERS = ("dflash", "dspark", "ngram+dflash", "ngram+dspark")

@@ -23,15 +23,14 @@ from jaxspec.speculation.lattice import lattice_tree
 from jaxspec.speculation.tree import DraftTree
 from tests.marks import slow
 from tests.programs import FAST_COMPILE
-from tests.speculation import test_acceptance
 from tests.speculation.test_acceptance import (
     DRAFT,
     P_VALUE,
     RIGHT_RULES,
     SAMPLINGS,
-    VOCAB,
     commit_pairs,
     p_value,
+    proposer_of,
 )
 
 ROOTS, CONTEXTS = jnp.array([3, 5]), jnp.array([17, 40])
@@ -142,15 +141,7 @@ def block_drafts(
     token_ids: Array | None,
 ) -> DraftTree:
     """In the place of test_acceptance.draft_tree: both depths draw from what follows the root."""
-    proposer = Proposer(
-        call=Call(spec),
-        sampling=sampling,
-        context_lens=context_lens,
-        layout=WHOLE,
-        token_ids=token_ids,
-        target_vocab=VOCAB,
-        target_layout=WHOLE,
-    )
+    proposer = proposer_of(spec, sampling, context_lens, token_ids)
     logits = jnp.stack([DRAFT[roots], 0.5 * DRAFT[roots]], axis=1)
     return lattice_tree(proposer, roots, logits)
 
@@ -164,9 +155,8 @@ def block_drafts(
         slow("match, coupled tree"),
     ],
 )
-def test_pairs_have_the_targets_distribution(name: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(test_acceptance, "draft_tree", block_drafts)
+def test_pairs_have_the_targets_distribution(name: str):
     (spec, rule), options = RIGHT_RULES[name], SAMPLINGS["truncated"]
-    pairs, depth = commit_pairs(spec, rule, options)
+    pairs, depth = commit_pairs(spec, rule, options, draft=block_drafts)
     assert 0.1 < depth < 1.9, "drafts must be accepted and refused"
     assert p_value(pairs, options) > P_VALUE
