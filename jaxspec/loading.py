@@ -12,6 +12,7 @@ from jaxspec.config.model import ModelConfig
 from jaxspec.config.speculation import PLAIN, SpeculationConfig, default_speculation
 from jaxspec.functional import EngineParams
 from jaxspec.memory import local_bytes
+from jaxspec.models.decoder import Decoder
 from jaxspec.models.hf_config import load_model_config
 from jaxspec.models.hf_values import read_json, shown
 from jaxspec.models.pipeline import check_layers, chosen_layers
@@ -26,8 +27,9 @@ from jaxspec.quantization.kv_cache import (
     with_kv_scales,
 )
 from jaxspec.quantization.kv_scales import KVScaleFile
+from jaxspec.quantization.lm_head_copy import with_lm_head_copy
 from jaxspec.quantization.scaled import in_eight_bits
-from jaxspec.quantization.schemes import in_four_bits
+from jaxspec.quantization.schemes import in_four_bits, to_four_bits
 from jaxspec.speculation.drafters import (
     BlockDrafter,
     Drafter,
@@ -90,8 +92,8 @@ def load(
       shard_drafter: split the drafter's weights over the mesh too, instead of repeating them.
       drafter_bits: 4: the drafter's matrices as 4-bit integers, with a scale and a zero for up to
         64 inputs of each output. 8: as 8-bit integers, too, with a scale for each output, which
-        halves what a draft step of up to 48 rows reads; None: only as loaded. The text does not
-        depend on it.
+        halves what a draft step of up to 48 rows reads. A head that reads the target's LM head gets
+        a copy of it in as many bits. None: only as loaded. The text does not depend on it.
       kv_dtype: ``fp8``: keys and values of target and drafter as 8-bit floats (e4m3), of which half
         as many bytes as of bfloat16 are kept and read; None: in the dtype of the weights. The
         text depends on it, and is the same with and without speculation.
@@ -134,6 +136,7 @@ def load(
             split = chosen_layers(config, resolved, meshes, drafted, apart=drafter_mesh is not None)
         check_layers(split, config, len(meshes))
         stages, target = load_pipeline(directory, config, resolved, meshes, split)
+    drafter = _with_lm_head_copy(drafter, drafter_bits, target, meshes[-1])
     params = EngineParams(
         drafter=drafter,
         target=target,
@@ -228,6 +231,16 @@ def _in_bits(drafter: Drafter, bits: int | None, mesh: Mesh | None) -> Drafter:
     if bits == 8:
         return in_eight_bits(drafter)
     return in_four_bits(drafter, mesh)
+
+
+def _with_lm_head_copy(
+    drafter: Drafter, bits: int | None, target: Decoder, mesh: Mesh | None
+) -> Drafter:
+    if bits is None:
+        return drafter
+
+    rounding = to_four_bits if bits == 4 else in_eight_bits
+    return with_lm_head_copy(drafter, target, rounding, mesh)
 
 
 def choose_drafter(model: str | Path, drafter: str | Path) -> str | Path:

@@ -71,26 +71,29 @@ def floor_bytes(
     for head, (passes, writes) in zip(map(only_eight_bits, drafter.heads), counts, strict=True):
         once = local_bytes(head.front.fc) if head.method == "eagle3" else 0
         each = local_bytes(without_exchanges(head)) - once
-        each -= local_bytes((head.embed, head.token_ids))
+        each -= local_bytes((head.embed, head.token_ids, head.lm_head_copy))
         each -= _unread_experts(head, batch // params.data_parallel)
         draft_weights += once + passes * each + writes * _written_from(head)
         draft_kv += round(passes * rows * _kv_bytes(head, context))
     if drafter.head.lm_head is None:
-        draft_weights += steps * _lm_head_bytes(target)
+        draft_weights += steps * _drafting_lm_head_bytes(drafter.head, target)
     return FloorBytes(weights, kv, draft_weights, draft_kv, state)
 
 
-def _lm_head_bytes(target: Decoder) -> int:
+def _drafting_lm_head_bytes(head: DraftHead | BlockHead, target: Decoder) -> int:
+    """Of the target's LM head, as a head reads it that has none of its own."""
+    if head.lm_head_copy is not None:
+        return local_bytes(only_eight_bits(head.lm_head_copy))
     return local_bytes(target.embed if target.lm_head is None else target.lm_head)
 
 
 def _block_bytes(head: BlockHead, params: EngineParams) -> int:
     """Bytes of weights that a block drafter reads in a round: of its Markov head one table for each
     level, of the other table only a few rows."""
-    layers = local_bytes(without_exchanges(head)) - local_bytes(head.markov)
+    layers = local_bytes(without_exchanges(head)) - local_bytes((head.markov, head.lm_head_copy))
     markov = 0 if head.markov is None else local_bytes(head.markov.after)
     levels = params.speculation.max_depth
-    return layers + _lm_head_bytes(params.target) + levels * markov
+    return layers + _drafting_lm_head_bytes(head, params.target) + levels * markov
 
 
 def head_passes(heads: int, steps: int) -> list[tuple[int, int]]:

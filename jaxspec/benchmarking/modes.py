@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -11,6 +12,7 @@ from jaxspec.exchanges import with_exchanges
 from jaxspec.functional import EngineParams
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import BlockHead, DraftHead
+from jaxspec.quantization.lm_head_copy import with_lm_head_copy
 from jaxspec.quantization.scaled import in_eight_bits
 from jaxspec.speculation.acceptance import Synthetic
 from jaxspec.speculation.drafters import BlockDrafter, Drafter, EagleDrafter, NoDrafter
@@ -105,7 +107,7 @@ def make_params(
     if mode.speculation is not None:
         if head is None:
             raise ValueError(f"mode {mode.name} needs a draft head")
-        head = _in_eight_bits(head) if mode.in_eight_bits else head
+        head = _in_eight_bits(head, target) if mode.in_eight_bits else head
         speculation = mode.speculation
         if isinstance(head, BlockHead):
             head.check_depth(speculation.max_depth)
@@ -119,8 +121,11 @@ def make_params(
     return with_exchanges(params, make_exchange if real else exchange_shape)
 
 
-def _in_eight_bits[T: DraftHead | BlockHead](head: T) -> T:
-    """Also of a head of ShapeDtypeStructs."""
-    if isinstance(jax.tree.leaves(head)[0], jax.Array):
-        return in_eight_bits(head)
-    return jax.eval_shape(in_eight_bits, head)
+def _in_eight_bits[T: DraftHead | BlockHead](head: T, target: Decoder) -> T:
+    """With a copy of the target's LM head, if it reads that. Also of ShapeDtypeStructs."""
+    is_real = isinstance(target.embed, jax.Array)
+
+    def rounded(weights: Any) -> Any:
+        return in_eight_bits(weights) if is_real else jax.eval_shape(in_eight_bits, weights)
+
+    return with_lm_head_copy(rounded(head), target, rounded)

@@ -25,6 +25,7 @@ from jaxspec.models.pipeline import Pipeline, pipeline_shapes
 from jaxspec.models.shapes import weight_name
 from jaxspec.models.stages import Stage
 from jaxspec.parallel import Shards, mesh_layout
+from jaxspec.quantization.lm_head_copy import with_lm_head_copy
 from jaxspec.quantization.schemes import in_scheme
 from jaxspec.weights.safetensors_io import placements
 
@@ -110,10 +111,14 @@ def random_head_of_kind(
     """A head of random weights (see draft_heads.py), sharded as its target is, or whole on every
     device.
 
-    ``quantization``: of all its matrices; see quantization.schemes.
+    ``quantization``: of all its matrices, and of a copy of the target's LM head if it has none;
+    see quantization.schemes.
     """
     shards = Shards.over(mesh, mesh_layout(mesh, split_model=sharded))
     shapes = shapes_of_kind(target, kind, dtype, shards)
+    if quantization is not None:
+        whole = decoder_shapes(target, dtype, Shards.over(mesh, mesh_layout(mesh)))
+        shapes = with_lm_head_copy(shapes, whole, lambda lm_head: lm_head)  # rounded below
     weights_key, ids_key = jax.random.split(jax.random.key(seed, impl="rbg"))
     if isinstance(shapes, BlockHead):
         return _random_tree(in_scheme(shapes, quantization, lm_head=True), mesh, weights_key)

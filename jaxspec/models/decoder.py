@@ -25,7 +25,7 @@ from jaxspec.config.model import ModelConfig
 from jaxspec.models.attention import PagedAttend
 from jaxspec.models.forward import Attend, make_pass
 from jaxspec.models.layer import Layer, layer_shape, run_layers
-from jaxspec.models.linear import Linear, linear_shape
+from jaxspec.models.linear import AnyLinear, Linear, linear_shape
 from jaxspec.models.shapes import array_shape, vector
 from jaxspec.models.stages import Passage, new_passage
 from jaxspec.parallel import ONE_SHARD, WHOLE, Layout, Shards, check_divides
@@ -222,19 +222,26 @@ def _side_by_side(states: list[Array], layout: Layout) -> Array:
 
 @jax.named_scope("lm_head")
 def logits(
-    decoder: Decoder, hidden: Array, kernels: Kernels = NO_KERNELS, *, apart: bool = False
+    decoder: Decoder,
+    hidden: Array,
+    kernels: Kernels = NO_KERNELS,
+    *,
+    apart: bool = False,
+    lm_head: AnyLinear | None = None,
 ) -> Array:
     """This shard's float32 logits of normed hidden states: [..., H] -> [..., V / shards].
 
-    ``apart``: as in ``run``.
+    ``apart``: as in ``run``. ``lm_head``: takes the place of the decoder's own (see
+    models/heads/lm_head.py).
     """
     if apart:
         hidden = lax.optimization_barrier(hidden)
-        return lax.optimization_barrier(logits(decoder, hidden, kernels))
-    if decoder.lm_head is None:
+        return lax.optimization_barrier(logits(decoder, hidden, kernels, lm_head=lm_head))
+    lm_head = decoder.lm_head if lm_head is None else lm_head
+    if lm_head is None:
         scores = einsum_f32("...h,vh->...v", hidden, decoder.embed)
     else:
-        scores = decoder.lm_head.float32(hidden, kernels)
+        scores = lm_head.float32(hidden, kernels)
     config, axes = decoder.config, decoder.layout.vocab
     vocab, cap = config.vocab_size, config.logit_softcap
     if config.logit_divisor != 1:

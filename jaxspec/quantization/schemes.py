@@ -57,14 +57,15 @@ def in_four_bits[T](weights: T, mesh: Mesh | None) -> T:
     """Weights on a mesh with every Linear rounded to 4 bits, with a scale and a zero for groups of
     64 inputs, or as many of them as divide the inputs evenly. For drafters: without calibration
     larger groups, and groups without zeros, cost acceptance (docs/quantization.md)."""
-    devices = 1 if mesh is None else mesh.size
-
-    def rounding(linear: Linear) -> AnyLinear:
-        group = math.gcd(linear.in_size // devices, DRAFTER_GROUP)  # no device has a part of one
-        return rounded_to_groups(linear, 4, group, symmetric=False)
-
+    rounding = functools.partial(to_four_bits, devices=1 if mesh is None else mesh.size)
     made = rounded(weights, rounding, lm_head=True)
     return made if mesh is None else jax.device_put(made, named_shardings(mesh, made))
+
+
+def to_four_bits(linear: Linear, devices: int = 1) -> AnyLinear:
+    """As in_four_bits, with inputs that may be split over so many devices."""
+    group = math.gcd(linear.in_size // devices, DRAFTER_GROUP)  # no device has a part of one
+    return rounded_to_groups(linear, 4, group, symmetric=False)
 
 
 def rounded[T](weights: T, rounding: Callable[[Linear], AnyLinear], *, lm_head: bool) -> T:

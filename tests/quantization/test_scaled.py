@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from jaxspec import load
 from jaxspec.config.cache import CacheConfig
@@ -142,7 +143,7 @@ def test_over_a_mesh_it_is_split_as_the_weights_were(bits: int):
     if bits == 8:
         assert down.weight.sharding.spec == before.weight.sharding.spec
     else:
-        assert down.values.sharding.spec == (None, *before.weight.sharding.spec)
+        assert down.values.sharding.spec == P(None, *before.weight.sharding.spec)
     assert run(scaled) == run(params)
 
 

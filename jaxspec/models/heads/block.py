@@ -25,6 +25,7 @@ from jaxspec.config.model import ModelConfig
 from jaxspec.models import decoder
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.forward import Attend, Heads, make_pass, rms_norm
+from jaxspec.models.heads.lm_head import LMHeadCopy, target_logits
 from jaxspec.models.layer import Layer, layer_shape, run_layers
 from jaxspec.models.linear import Linear, linear_shape
 from jaxspec.models.shapes import array_shape, vector
@@ -108,6 +109,7 @@ class BlockHead(Pytree):
       fc: [C, H], fuses the captured states.
       hidden_norm: norm of the fused states, which all layers' keys and values are made from.
       norm: norm before the target's LM head.
+      lm_head_copy: the target's LM head in fewer bits, read in its place (see lm_head.py).
       config: of the layers.
       capture, block_size, mask_token, predicts_next: see BlockConfig.
     """
@@ -117,6 +119,7 @@ class BlockHead(Pytree):
     layers: tuple[Layer, ...]
     norm: Array = array("hidden")
     markov: Markov | None = None
+    lm_head_copy: LMHeadCopy | None = None
     config: ModelConfig = static()
     capture: tuple[int, ...] = static()
     block_size: int = static()
@@ -186,7 +189,7 @@ class BlockHead(Pytree):
         first = step.norm(x, self.layers[0].input_norm)
         _, normed, states = run_layers(self.layers, x, first, states, step, self.norm)
         drafted = normed if self.predicts_next else normed[:, 1:]
-        return decoder.logits(target, drafted, kernels), states
+        return target_logits(target, self.lm_head_copy, drafted, kernels), states
 
     def filled(self, filler: Filler) -> "BlockHead":
         """The same, with every array replaced by ``filler``'s result."""

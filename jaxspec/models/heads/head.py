@@ -18,6 +18,7 @@ from jaxspec.config.model import ModelConfig
 from jaxspec.models import decoder
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.forward import Attend, ForwardPass, make_pass
+from jaxspec.models.heads.lm_head import LMHeadCopy, target_logits
 from jaxspec.models.layer import Layer, run_layers
 from jaxspec.models.linear import Linear
 from jaxspec.parallel import WHOLE, Layout
@@ -91,6 +92,7 @@ class DraftHead(Pytree):
     Attributes:
       norm: norm before the LM head; None: no norm.
       lm_head: [H, W]; None: the target's LM head.
+      lm_head_copy: the target's LM head in fewer bits, read in its place (see lm_head.py).
       token_ids: [W] target id of each draft id; None: the ids are equal.
       embed: embeddings; None: the target's.
       capture: the target's hidden states that it reads (see decoder.run).
@@ -102,6 +104,7 @@ class DraftHead(Pytree):
     layers: tuple[Layer, ...]
     norm: Array | None = array("hidden")
     lm_head: Linear | None
+    lm_head_copy: LMHeadCopy | None = None
     token_ids: Array | None = array("draft_ids")
     embed: Array | None = array("embed_rows", "hidden")
     config: ModelConfig = static()
@@ -171,7 +174,7 @@ class DraftHead(Pytree):
     def logits(self, target: Decoder, normed: Array, kernels: Kernels = NO_KERNELS) -> Array:
         """This shard's float32 draft logits: [..., H] -> [..., W / shards] (or V / shards)."""
         if self.lm_head is None:
-            return decoder.logits(target, normed, kernels)
+            return target_logits(target, self.lm_head_copy, normed, kernels)
         with jax.named_scope("lm_head"):
             return self.lm_head.float32(normed, kernels)
 
