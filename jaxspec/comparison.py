@@ -1,18 +1,23 @@
 """Comparison of speculative and plain decoding of the same requests: speed and tokens."""
 
 import dataclasses
+import os
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.completion import Completion, decode_rate
+from jaxspec.completion import Completion, decode_rate, decode_seconds
+from jaxspec.evaluation import Acceptance, summarize
 from jaxspec.llm import LLM, Prompt
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.decoder import Decoder
 from jaxspec.scheduling.requests import SamplingParams, with_own_seeds
+
+MOST_THREADS = 8  # that compile; each needs memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,14 +26,17 @@ class RaceResult:
 
     Attributes:
       tokens_per_second: decoding speed, all sequences of a batch together; the median.
+      round_ms: time of a round: that of a batch over the rounds of its text that took most; the
+        median.
       speedups: speed-up over the baseline for each batch; ``speedup`` is their median.
       identical: how many of the ``texts`` have the same tokens as the baseline's.
     """
 
     tokens_per_second: float
+    round_ms: float
     speedups: tuple[float, ...]
     speedup: float
-    acceptance_length: float
+    acceptance: Acceptance
     identical: int
     texts: int
 
@@ -63,6 +71,25 @@ def race(
     """
     laps = _run(engines, batches, sampling)
     return [_result(laps[0], own) for own in laps]
+
+
+def warm_up(
+    engines: Sequence[LLM],
+    batch: Sequence[Prompt],
+    sampling: SamplingParams,
+    on_progress: Callable[[int], None] = lambda done: None,
+) -> None:
+    """Compile what a race of such batches runs: each LLM's programs in a thread of its own.
+
+    Python traces one program at a time; meanwhile XLA compiles others. The LLMs must not share a
+    mesh: programs that wait for other devices must not run side by side.
+    """
+    params = with_own_seeds(sampling, len(batch))
+    with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as pool:
+        runs = [pool.submit(engine.generate, batch, params) for engine in engines]
+        for done, run in enumerate(as_completed(runs), 1):
+            run.result()
+            on_progress(done)
 
 
 def compare(
@@ -106,20 +133,23 @@ def _run(
 
 def _result(base: list[Lap], laps: list[Lap]) -> RaceResult:
     rates, base_rates = ([decode_rate(lap) for lap in each] for each in (laps, base))
-    if not all(base_rates):
+    if not all((*rates, *base_rates)):
         raise ValueError("a text ended with its first token: there is no decoding to compare")
     ratios = [rate / other for rate, other in zip(rates, base_rates, strict=True)]
-    rounds = sum(completion.num_rounds for lap in laps for completion in lap)
-    tokens = sum(len(completion.token_ids) - 1 for lap in laps for completion in lap)
     pairs = list(_pairs(base, laps))
     return RaceResult(
         tokens_per_second=statistics.median(rates),
+        round_ms=statistics.median(map(_round_ms, laps)),
         speedups=tuple(ratios),
         speedup=statistics.median(ratios),
-        acceptance_length=tokens / rounds if rounds else 0.0,
+        acceptance=summarize([completion for lap in laps for completion in lap]),
         identical=sum(one.token_ids == other.token_ids for one, other in pairs),
         texts=len(pairs),
     )
+
+
+def _round_ms(lap: Lap) -> float:
+    return 1e3 * decode_seconds(lap) / max(completion.num_rounds for completion in lap)
 
 
 def _pairs(base: list[Lap], laps: list[Lap]) -> Iterator[tuple[Completion, Completion]]:
