@@ -1,14 +1,13 @@
 """Comparison of speculative and plain decoding of the same requests: speed and tokens."""
 
 import dataclasses
-import os
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Iterator, Sequence
 
 import jax.numpy as jnp
 import numpy as np
 
+from jaxspec.ahead import compile_program, compiling_threads
 from jaxspec.completion import Completion, decode_rate, decode_seconds
 from jaxspec.evaluation import Acceptance, summarize
 from jaxspec.llm import LLM, Prompt
@@ -16,8 +15,7 @@ from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.decoder import Decoder
 from jaxspec.scheduling.requests import SamplingParams, with_own_seeds
-
-MOST_THREADS = 8  # that compile; each needs memory
+from jaxspec.warm_up import Progress, batch_keys
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,23 +71,28 @@ def race(
     return [_result(laps[0], own) for own in laps]
 
 
-def warm_up(
+def compile_race(
     engines: Sequence[LLM],
-    batch: Sequence[Prompt],
+    batch: Sequence[Sequence[int]],
     sampling: SamplingParams,
-    on_progress: Callable[[int], None] = lambda done: None,
+    on_progress: Progress = lambda done, of: None,
 ) -> None:
-    """Compile what a race of such batches runs: each LLM's programs in a thread of its own.
+    """Compile, side by side, what a race of such batches runs.
 
-    Python traces one program at a time; meanwhile XLA compiles others. The LLMs must not share a
-    mesh: programs that wait for other devices must not run side by side.
+    Nothing runs meanwhile: on a GPU, XLA times matrix products while it compiles. What this misses
+    is compiled in the warm-up of the race.
     """
-    params = with_own_seeds(sampling, len(batch))
-    with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as pool:
-        runs = [pool.submit(engine.generate, batch, params) for engine in engines]
-        for done, run in enumerate(as_completed(runs), 1):
-            run.result()
-            on_progress(done)
+    lengths = list(map(len, batch))
+    jobs = [
+        (programs, key)
+        for programs in (engine.engine.programs for engine in engines)
+        for key in batch_keys(programs, lengths, sampling)
+        if key not in programs.ready
+    ]
+    with compiling_threads() as pool:
+        compiled = pool.map(lambda job: compile_program(*job), jobs)
+        for done, _ in enumerate(compiled, 1):
+            on_progress(done, len(jobs))
 
 
 def compare(

@@ -31,7 +31,7 @@ from jaxspec.commands.shell import (
     run_command,
     table_console,
 )
-from jaxspec.comparison import race, warm_up
+from jaxspec.comparison import compile_race, race
 from jaxspec.config.engine import EngineConfig
 from jaxspec.loading import choose_drafter
 from jaxspec.memory import bytes_of_token, local_bytes
@@ -214,11 +214,11 @@ def measure_batches(
     name = f"temperature {sampling.temperature:g}, batch {len(batches[0])}"
     started, before = time.perf_counter(), programs_of(engines)
     with progress.status(f"{name}: compiling") as status:
-        warm_up(
+        compile_race(
             engines,
             batches[0],
             sampling,
-            lambda done: status.update(f"{name}: compiled {done} of {len(engines)} runs"),
+            lambda done, of: status.update(f"{name}: compiled {done} of {of} programs"),
         )
         warm = time.perf_counter()
         status.update(f"{name}: decoding {len(batches)} batches with each run")
