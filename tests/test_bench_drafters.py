@@ -8,6 +8,8 @@ from matplotlib.figure import Figure
 from jaxspec.commands import bench_drafters
 from jaxspec.commands.drafter_plot import draw_depths, draw_speedups, styles_of
 from jaxspec.commands.drafter_tables import acceptance_table, by_run, label, speed_table
+from tests.block_checkpoints import published_head
+from tests.checkpoints import tiny_byte_llama, tiny_eagle3_head
 from tests.json_lines import joined
 
 
@@ -42,6 +44,33 @@ def test_every_run_is_raced_at_every_temperature_and_batch_size(sources, tmp_pat
             assert row["speedup"] > 0 and 1 < found["length"] <= 4
     assert "ngram chain:3" in printed.err and "programs compiled" in printed.err
     assert plot.stat().st_size > 5_000
+
+
+@pytest.mark.slow
+def test_all_kinds_of_drafters_stand_in_one_table(sources, tmp_path, capsys):
+    model = tiny_byte_llama(tmp_path / "model")
+    heads = {
+        "draft": tiny_byte_llama(tmp_path / "draft", seed=1),
+        "eagle3": tiny_eagle3_head(tmp_path / "eagle3", model),
+        "dflash": published_head(tmp_path / "dflash", model, "dflash"),
+        "dspark": published_head(tmp_path / "dspark", model, "dspark"),
+    }
+    names = ["suffix", *map(str, heads.values()), f"suffix+{heads['dspark']}"]
+    runs = [word for name in names for word in ("--run", name, "chain:2")]
+    code = bench_drafters.main(
+        ["--model", str(model), "--data", str(sources), "--batch", "2", "--batches", "1",
+         "--prompt-tokens", "8", "--max-tokens", "8", "--json", *runs]
+    )  # fmt: skip
+    printed = capsys.readouterr()
+    assert code == 0, printed.err
+    rows = {label(row): row for row in joined(printed.out, "rows")["rows"]}
+    assert list(rows) == [
+        "plain", "suffix chain:2", *(f"{name} chain:2" for name in heads), "suffix+dspark chain:2"
+    ]  # fmt: skip
+    for name, row in rows.items():
+        assert row["identical"] == row["texts"] == 2
+        has_weights = name not in ("plain", "suffix chain:2")
+        assert (row["weight_bytes"] > 0) == (row["token_bytes"] > 0) == has_weights
 
 
 def made_row(batch: int, drafter: str, mode: str, speedup: float = 1.0) -> dict[str, Any]:
