@@ -7,12 +7,15 @@ from collections.abc import Iterator, Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.completion import Completion, decode_rate
+from jaxspec.ahead import compile_program, compiling_threads
+from jaxspec.completion import Completion, decode_rate, decode_seconds
+from jaxspec.evaluation import Acceptance, summarize
 from jaxspec.llm import LLM, Prompt
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.decoder import Decoder
 from jaxspec.scheduling.requests import SamplingParams, with_own_seeds
+from jaxspec.warm_up import Progress, batch_keys
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,14 +24,17 @@ class RaceResult:
 
     Attributes:
       tokens_per_second: decoding speed, all sequences of a batch together; the median.
+      round_ms: time of a round: that of a batch over the rounds of its text that took most; the
+        median.
       speedups: speed-up over the baseline for each batch; ``speedup`` is their median.
       identical: how many of the ``texts`` have the same tokens as the baseline's.
     """
 
     tokens_per_second: float
+    round_ms: float
     speedups: tuple[float, ...]
     speedup: float
-    acceptance_length: float
+    acceptance: Acceptance
     identical: int
     texts: int
 
@@ -63,6 +69,30 @@ def race(
     """
     laps = _run(engines, batches, sampling)
     return [_result(laps[0], own) for own in laps]
+
+
+def compile_race(
+    engines: Sequence[LLM],
+    batch: Sequence[Sequence[int]],
+    sampling: SamplingParams,
+    on_progress: Progress = lambda done, of: None,
+) -> None:
+    """Compile, side by side, what a race of such batches runs.
+
+    Nothing runs meanwhile: on a GPU, XLA times matrix products while it compiles. What this misses
+    is compiled in the warm-up of the race.
+    """
+    lengths = list(map(len, batch))
+    jobs = [
+        (programs, key)
+        for programs in (engine.engine.programs for engine in engines)
+        for key in batch_keys(programs, lengths, sampling)
+        if key not in programs.ready
+    ]
+    with compiling_threads() as pool:
+        compiled = pool.map(lambda job: compile_program(*job), jobs)
+        for done, _ in enumerate(compiled, 1):
+            on_progress(done, len(jobs))
 
 
 def compare(
@@ -106,20 +136,23 @@ def _run(
 
 def _result(base: list[Lap], laps: list[Lap]) -> RaceResult:
     rates, base_rates = ([decode_rate(lap) for lap in each] for each in (laps, base))
-    if not all(base_rates):
+    if not all((*rates, *base_rates)):
         raise ValueError("a text ended with its first token: there is no decoding to compare")
     ratios = [rate / other for rate, other in zip(rates, base_rates, strict=True)]
-    rounds = sum(completion.num_rounds for lap in laps for completion in lap)
-    tokens = sum(len(completion.token_ids) - 1 for lap in laps for completion in lap)
     pairs = list(_pairs(base, laps))
     return RaceResult(
         tokens_per_second=statistics.median(rates),
+        round_ms=statistics.median(map(_round_ms, laps)),
         speedups=tuple(ratios),
         speedup=statistics.median(ratios),
-        acceptance_length=tokens / rounds if rounds else 0.0,
+        acceptance=summarize([completion for lap in laps for completion in lap]),
         identical=sum(one.token_ids == other.token_ids for one, other in pairs),
         texts=len(pairs),
     )
+
+
+def _round_ms(lap: Lap) -> float:
+    return 1e3 * decode_seconds(lap) / max(completion.num_rounds for completion in lap)
 
 
 def _pairs(base: list[Lap], laps: list[Lap]) -> Iterator[tuple[Completion, Completion]]:

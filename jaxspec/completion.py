@@ -199,9 +199,14 @@ def generated_tokens(completions: Sequence[Completion]) -> int:
 def decode_rate(completions: Sequence[Completion]) -> float:
     """Tokens a second of requests that were generated together, from the earliest first token to
     the last token; each one's first token comes from reading its prompt and does not count."""
-    times = [completion.timings for completion in completions]
-    seconds = max(t.finished for t in times) - min(t.first_token for t in times)
+    seconds = decode_seconds(completions)
     return sum(len(c.token_ids) - 1 for c in completions) / seconds if seconds else 0.0
+
+
+def decode_seconds(completions: Sequence[Completion]) -> float:
+    """Of requests that were generated together, from the earliest first token to the last token."""
+    times = [completion.timings for completion in completions]
+    return max(t.finished for t in times) - min(t.first_token for t in times)
 
 
 def best(sampling: SamplingParams, samples: list[Completion]) -> list[Completion]:

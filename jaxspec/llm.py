@@ -57,7 +57,7 @@ class LLM:
 
     Args:
       model, drafter, speculation, dtype, mesh, shard_drafter, drafter_bits, kv_dtype,
-        kv_scales, kernels: see loading.load.
+        kv_scales, kernels, target: see loading.load.
       page_size, num_pages: see config.CacheConfig; ``kv_memory`` is its ``memory``.
       max_length: most tokens of a request, prompt included; by default what the model allows, at
         most 2048.
@@ -90,6 +90,7 @@ class LLM:
         processes: Processes | None = None,
         stage_layers: Sequence[int] | None = None,
         drafter_mesh: Mesh | None = None,
+        target: Decoder | None = None,
     ):
         params = load(
             model,
@@ -104,6 +105,7 @@ class LLM:
             kernels=kernels,
             stage_layers=stage_layers,
             drafter_mesh=drafter_mesh,
+            target=target,
         )
         self._text = tokenizer or TextTokenizer(model)
         length = _max_length(max_length, params.target.config.max_position)

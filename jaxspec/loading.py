@@ -71,6 +71,7 @@ def load(
     kernels: str = "auto",
     stage_layers: Sequence[int] | None = None,
     drafter_mesh: Mesh | None = None,
+    target: Decoder | None = None,
 ) -> EngineParams:
     """Load a target and its drafter.
 
@@ -105,6 +106,8 @@ def load(
         long for what they read in a round, the last one's drafting and LM head included.
       drafter_mesh: devices of their own for the drafter, the embeddings and the LM head: a last
         stage without layers.
+      target: the model's weights, if another engine on the same devices has loaded them: both use
+        the same memory.
 
     Raises ValueError that names the file or option for what cannot be found, read or combined.
     """
@@ -127,7 +130,9 @@ def load(
         drafter = _load_drafter(name, directory, config, speculation, resolved, *own)
     drafter = _in_bits(drafter, drafter_bits, meshes[-1])
     stages: tuple[Stage, ...] = ()
-    if len(meshes) == 1:
+    if target is not None:
+        _check_target(target, config, resolved, meshes)
+    elif len(meshes) == 1:
         target = load_decoder(directory, config, resolved, mesh)
     else:
         split = stage_layers
@@ -146,6 +151,18 @@ def load(
         stages=stages,
     )
     return with_kv_dtype(params if scales is None else _scaled(params, scales), kv_dtype)
+
+
+def _check_target(
+    target: Decoder, config: ModelConfig, dtype: jnp.dtype, meshes: Sequence[Mesh | None]
+) -> None:
+    """Raise ValueError for weights that these options would not load."""
+    if len(meshes) > 1:
+        raise ValueError("target cannot be given for a pipeline, whose stages share a model")
+    if target.config != config:
+        raise ValueError("target has the weights of another model")
+    if target.embed.dtype != dtype:
+        raise ValueError(f"target has weights in {target.embed.dtype}, not {dtype}")
 
 
 def read_kv_scales(

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxspec.cache import pages_for
+from jaxspec.cache import Geometry, pages_for
 from jaxspec.config.cache import CacheConfig
 from jaxspec.functional import EngineParams, init_pool
 from jaxspec.functional.pipelined import init_stage
@@ -183,6 +183,27 @@ def pool_bytes(
         return init_pool(params.last_stage, num_pages, page_size, num_rows)
 
     return _bytes(make, params.layout, params.mesh, together=together)
+
+
+def bytes_of_token(params: EngineParams) -> tuple[float, float]:
+    """Bytes that the caches of target and drafter keep for a token, on each device. What a row
+    keeps, however long it is, does not count."""
+    shards, page_size = params.data_parallel, 16 * params.sequence_parallel
+
+    def grown(init_pool: Callable[[Geometry], Any]) -> float:
+        """By a page on each shard."""
+        one, two = (
+            _bytes(
+                lambda pages=pages: init_pool(Geometry(pages, page_size, shards, params.mesh)),
+                params.layout,
+                params.mesh,
+                together=False,
+            )
+            for pages in (shards, 2 * shards)
+        )
+        return (two - one) / page_size
+
+    return grown(params.target.init_state), grown(params.drafter.init_pool)
 
 
 def _bytes(make: Callable[[], Any], layout: Layout, mesh: Mesh | None, *, together: bool) -> int:

@@ -15,7 +15,7 @@ from jaxspec.config.checks import check_count
 from jaxspec.config.speculation import TreeShape
 from jaxspec.masked_programs import prepare_masked
 from jaxspec.new_rows import empty_prompts
-from jaxspec.program_sizes import SMALLEST_CHUNK, Kind, ReadKey, RoundsKey, power_of_two
+from jaxspec.program_sizes import SMALLEST_CHUNK, Kind, Load, ReadKey, RoundsKey, power_of_two
 from jaxspec.programs import ADMISSIONS, Programs
 from jaxspec.scheduling.plan import Limits
 from jaxspec.scheduling.requests import SamplingParams
@@ -129,6 +129,27 @@ def reading_keys(programs: Programs, cover: Coverage) -> list[ReadKey]:
         ]
         shorter = width
     return keys
+
+
+def batch_keys(
+    programs: Programs, prompt_lens: Sequence[int], sampling: SamplingParams
+) -> list[ReadKey | RoundsKey]:
+    """Of the programs that run such requests if they begin together, in an engine that has room for
+    them and reads their prompts at once, with its largest tree."""
+    load, kind, fixed = Load(), Kind.of(sampling), programs.sizes.fixed_rounds
+    for length in prompt_lens:
+        load.add(len(prompt_lens), length + sampling.max_tokens, kind)
+    reads = [(row, length, load.tokens) for row, length in enumerate(prompt_lens)]
+    reading = programs.readings(reads, load, set(), Kind.of(sampling, reads=True))
+    shape = programs.params.call().speculation.shape
+    rows = range(len(prompt_lens))
+    return [
+        *(key for key, _ in reading),
+        *(
+            programs.rounds_key(rows, load.tokens, load, shape, kind, rounds=rounds)
+            for rounds in ((1, fixed) if fixed > 1 else (fixed,))
+        ),
+    ]
 
 
 def steps(first: int, last: int) -> list[int]:

@@ -1,62 +1,155 @@
-"""`jaxspec bench drafters`: the speed of drafters beside that of plain decoding."""
+"""`jaxspec bench drafters`: speed, acceptance and memory of drafters beside plain decoding."""
 
-from dataclasses import asdict
+from typing import Any
 
 import pytest
-from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from jaxspec.commands import bench_drafters
-from jaxspec.comparison import RaceResult
+from jaxspec.commands.drafter_plot import draw_depths, draw_speedups, styles_of
+from jaxspec.commands.drafter_tables import acceptance_table, by_run, label, speed_table
+from tests.block_checkpoints import published_head
+from tests.checkpoints import tiny_byte_llama, tiny_eagle3_head
 from tests.json_lines import joined
 
 
 @pytest.mark.slow
-def test_every_run_is_raced_at_every_batch_size(sources, tmp_path, capsys):
-    plot = tmp_path / "plot.png"
+def test_every_run_is_raced_at_every_temperature_and_batch_size(sources, tmp_path, capsys):
+    plot = tmp_path / "new" / "plot.png"
     code = bench_drafters.main(
         ["--data", str(sources), "--batch", "1", "2", "--batches", "2", "--prompt-tokens", "16",
-         "--max-tokens", "24", "--run", "ngram", "chain:3", "--plot", str(plot), "--json"]
+         "--max-tokens", "24", "--temperatures", "0", "1", "--plot", str(plot), "--json",
+         "--run", "ngram", "chain:3", "tree:4:2:2"]
     )  # fmt: skip
     printed = capsys.readouterr()
     assert code == 0, printed.err
-    rows = joined(printed.out, "rows")["rows"]
-    assert [(row["batch"], row["mode"], row["texts"]) for row in rows] == [
-        (1, "plain", 2), (1, "chain:3", 2), (2, "plain", 4), (2, "chain:3", 4)
-    ]  # fmt: skip
+    results = joined(printed.out, "rows")
+    rows = results["rows"]
+    assert [(row["temperature"], row["batch"], row["mode"], row["texts"]) for row in rows] == [
+        (temperature, batch, mode, 2 * batch)
+        for temperature in (0, 1)
+        for batch in (1, 2)
+        for mode in ("plain", "chain:3", "tree:4:2:2")
+    ]
+    assert results["target_weight_bytes"] > 0 and results["target_token_bytes"] > 0
     for row in rows:
-        assert row["identical"] == row["texts"]
+        found = row["acceptance"]
+        assert row["identical"] == row["texts"] == found["prompts"]
+        assert row["round_ms"] > 0 and row["weight_bytes"] == row["token_bytes"] == 0
+        low, high = found["length_interval"]
+        assert low <= found["length"] <= high
         if row["mode"] == "plain":
-            assert row["speedup"] == row["acceptance_length"] == 1
+            assert row["speedup"] == found["length"] == 1 and found["by_depth"] == []
         else:
-            assert row["speedup"] > 0 and 1 < row["acceptance_length"] <= 4
-    assert "ngram chain:3" in printed.err
+            assert row["speedup"] > 0 and 1 < found["length"] <= 4
+    assert "ngram chain:3" in printed.err and "programs compiled" in printed.err
     assert plot.stat().st_size > 5_000
 
 
-def test_bars_stand_over_their_own_batch_size(tmp_path, monkeypatch):
-    rows = [
-        {
-            "batch": batch,
-            "drafter": drafter,
-            "mode": mode,
-            **asdict(RaceResult(1.0, (), batch + (drafter == "a/h"), 1.0, 1, 1)),
-        }
-        for batch in (16, 1)
-        for drafter, mode in (("none", "plain"), ("a/h", "chain:3"), ("b/h", "chain:3"))
+@pytest.mark.slow
+def test_all_kinds_of_drafters_stand_in_one_table(sources, tmp_path, capsys):
+    model = tiny_byte_llama(tmp_path / "model")
+    heads = {
+        "draft": tiny_byte_llama(tmp_path / "draft", seed=1),
+        "eagle3": tiny_eagle3_head(tmp_path / "eagle3", model),
+        "dflash": published_head(tmp_path / "dflash", model, "dflash"),
+        "dspark": published_head(tmp_path / "dspark", model, "dspark"),
+    }
+    names = ["suffix", *map(str, heads.values()), f"suffix+{heads['dspark']}"]
+    runs = [word for name in names for word in ("--run", name, "chain:2")]
+    code = bench_drafters.main(
+        ["--model", str(model), "--data", str(sources), "--batch", "2", "--batches", "1",
+         "--prompt-tokens", "8", "--max-tokens", "8", "--json", *runs]
+    )  # fmt: skip
+    printed = capsys.readouterr()
+    assert code == 0, printed.err
+    rows = {label(row): row for row in joined(printed.out, "rows")["rows"]}
+    assert list(rows) == [
+        "plain", "suffix chain:2", *(f"{name} chain:2" for name in heads), "suffix+dspark chain:2"
+    ]  # fmt: skip
+    for name, row in rows.items():
+        assert row["identical"] == row["texts"] == 2
+        has_weights = name not in ("plain", "suffix chain:2")
+        assert (row["weight_bytes"] > 0) == (row["token_bytes"] > 0) == has_weights
+
+
+def made_row(batch: int, drafter: str, mode: str, speedup: float = 1.0) -> dict[str, Any]:
+    acceptance = {
+        "length": 2.5,
+        "length_interval": (2.4, 2.7),
+        "by_depth": [0.75, batch / 100],
+        "by_depth_intervals": [(0.7, 0.8), (0.0, 0.2)],
+    }
+    return {
+        "temperature": 0.0,
+        "batch": batch,
+        "drafter": drafter,
+        "mode": mode,
+        "tokens_per_second": 1234.0,
+        "round_ms": 0.5,
+        "speedup": speedup,
+        "acceptance": acceptance,
+        "identical": batch - 1,
+        "texts": batch,
+    }
+
+
+RUNS = (("none", "plain"), ("a/h", "chain:3"), ("suffix+b/h", "chain:3"))
+ROWS = [made_row(batch, *run, batch + i) for batch in (16, 1) for i, run in enumerate(RUNS)]
+
+
+def cells(table) -> list[list[str]]:
+    return list(map(list, zip(*(column.cells for column in table.columns), strict=True)))
+
+
+def test_a_line_has_the_speeds_of_all_batch_sizes():
+    assert cells(speed_table("", ROWS))[1:] == [
+        ["h chain:3", "1,234    0.50 17.00x", "1,234    0.50  2.00x", "15 of 17"],
+        ["suffix+h chain:3", "1,234    0.50 18.00x", "1,234    0.50  3.00x", "15 of 17"],
     ]
-    drawn = []
-    monkeypatch.setattr(Axes, "bar_label", lambda axes, bars, **options: drawn.append(bars))
-    results = {"model": "m", "dtype": "float32", "temperature": 0, "device": "cpu", "rows": rows}
-    bench_drafters.plot_speedups(results, tmp_path / "plot.png")
-    found = {(round(bar.get_x() + 0.2), bar.get_height()) for bars in drawn for bar in bars}
-    assert found == {(0, 17), (0, 16), (1, 2), (1, 1)}
-    assert len(drawn) == 2
+
+
+def test_acceptance_is_that_of_most_texts():
+    assert cells(acceptance_table("", ROWS)) == [
+        ["h chain:3", "2.50 (2.40 to 2.70)", "75±5  16±10"],
+        ["suffix+h chain:3", "2.50 (2.40 to 2.70)", "75±5  16±10"],
+    ]
+
+
+def test_each_run_is_a_line_of_its_own_in_both_panels():
+    runs = by_run([row for row in ROWS if row["mode"] != "plain"])
+    styles = styles_of(ROWS)
+    speeds, depths = Figure().subplots(1, 2)
+    draw_speedups(speeds, runs, styles)
+    draw_depths(depths, runs, styles)
+    drawn = {line.get_label(): line for line in speeds.get_lines()}
+    for i, name in enumerate(("h chain:3", "suffix+h chain:3")):
+        assert [round(place) for place in drawn[name].get_xdata()] == [0, 1]
+        assert list(drawn[name].get_ydata()) == [17 + i, 2 + i]
+    assert styles["h chain:3"]["color"] != styles["suffix+h chain:3"]["color"]
+    assert len(depths.containers) == 2
+    assert [text.get_text() for text in speeds.get_xticklabels()] == ["batch 16", "batch 1"]
+
+
+def test_a_run_is_named_by_the_last_part_of_its_path():
+    assert label(made_row(1, "runs/eagle3", "chain:5")) == "eagle3 chain:5"
+    assert label(made_row(1, "ngram+runs/eagle3", "chain:5")) == "ngram+eagle3 chain:5"
+    assert label(made_row(1, "ngram+head", "chain:5")) == "ngram+head chain:5"
+    assert label(made_row(1, "none", "plain")) == "plain"
+
+
+def test_small_batches_are_spread_over_all_prompts():
+    prompts = [[i] for i in range(12)]
+    assert bench_drafters.batches_of(prompts, 1, 3) == [[[0]], [[5]], [[11]]]
+    assert bench_drafters.batches_of(prompts, 4, 5) == [prompts[:4], prompts[4:8], prompts[8:]]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--run", "ngram", "chain"], "not plain, chain:K"),
+        (["--run", "ngram"], "needs a mode"),
+        (["--run", "ngram", "chain:3", "chain:3"], "another drafter or mode"),
         (["--batch", "0"], "must be at least 1"),
         (["--batch", "500"], "fewer than one batch"),
         (["--run", "/no/such/head", "chain:3"], "no directory"),

@@ -33,6 +33,16 @@ def test_the_estimate_is_what_a_pool_takes(drafter: str):
     assert memory.pool_bytes(params, 9, 8, 4, together=False) == made > 0
 
 
+@pytest.mark.parametrize("drafter", ["none", "ngram", "eagle3", "draft_model"])
+def test_a_token_takes_its_share_of_the_pages(drafter: str):
+    params = make_params(drafter, CHAIN)
+    more, fewer = (init_pool(params, pages, 8, 4) for pages in (19, 9))
+    target, draft = memory.bytes_of_token(params)
+    assert target == (bytes_of(more.target) - bytes_of(fewer.target)) / 80 > 0
+    assert draft == (bytes_of(more.draft) - bytes_of(fewer.draft)) / 80
+    assert (draft > 0) == (drafter in ("eagle3", "draft_model"))
+
+
 def test_the_estimate_knows_what_each_device_holds():
     params = on_mesh(make_params("eagle3", CHAIN), make_mesh(2, 2))
     pool = init_pool(params, 10, 8, 4)

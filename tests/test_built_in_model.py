@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from jaxspec.config.speculation import default_speculation
 from jaxspec.loading import MIXED, choose_drafter, load
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
+from jaxspec.parallel import make_mesh
 from jaxspec.speculation.drafters import EagleDrafter, MixedDrafter, NGramDrafter
 from tests.checkpoints import hf_logits, tiny_llama
 from tests.marks import slow
@@ -136,3 +138,20 @@ def test_the_default_tree_goes_by_the_platform():
 def test_a_drafter_object_is_taken_as_it_is():
     drafter = NGramDrafter()
     assert load(drafter=drafter).drafter is drafter
+
+
+def test_a_target_that_was_loaded_before_is_shared(plain: LLM):
+    other = LLM(drafter="ngram", dtype="float32", max_length=512, target=plain.params.target)
+    mine, shared = (jax.tree.leaves(llm.params.target) for llm in (plain, other))
+    for one, same in zip(mine, shared, strict=True):
+        assert one.unsafe_buffer_pointer() == same.unsafe_buffer_pointer()
+
+
+def test_a_target_of_other_options_is_refused(plain: LLM, tmp_path):
+    target = plain.params.target
+    with pytest.raises(ValueError, match="weights in float32, not bfloat16"):
+        load(drafter="none", dtype="bfloat16", target=target)
+    with pytest.raises(ValueError, match="another model"):
+        load(tiny_llama(tmp_path), "none", dtype="float32", target=target)
+    with pytest.raises(ValueError, match="for a pipeline"):
+        load(drafter="none", mesh=make_mesh(pipeline_parallel=2), target=target)

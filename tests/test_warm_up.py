@@ -8,6 +8,7 @@ import pytest
 from jaxspec.engine import Engine
 from jaxspec.program_sizes import Kind, ReadKey, RoundsKey
 from jaxspec.scheduling.requests import SamplingParams
+from jaxspec.warm_up import batch_keys
 from tests.test_mesh_engine import DIGITS, PROMPTS, new_engine
 
 STRUCTURED = SamplingParams(max_tokens=20, temperature=0.8, seed=1, structured=DIGITS)
@@ -38,3 +39,15 @@ def test_one_kind_of_requests_has_one_kind_of_programs(
     engine.finish(generations)
     assert {generation.error for generation in generations} == {None}
     assert engine.programs.compiled == compiled
+
+
+@pytest.mark.parametrize("fixed_rounds", [False, True])
+def test_the_programs_of_a_batch_are_known_before_it_runs(fixed_rounds: bool):
+    engine = new_engine("ngram", fixed_rounds=fixed_rounds, max_rows=8, prefix_caching=False)
+    for prompts, temperature in ((PROMPTS[:3], 0.0), (PROMPTS[:3], 1.0), (PROMPTS[:1], 0.0)):
+        sampling = SamplingParams(max_tokens=20, temperature=temperature, seed=1)
+        before = set(engine.programs.ready)
+        wanted = set(batch_keys(engine.programs, list(map(len, prompts)), sampling))
+        engine.finish(engine.add_all(prompts, [sampling] * len(prompts)))
+        large = {key for key in engine.programs.ready if isinstance(key, ReadKey | RoundsKey)}
+        assert large - before <= wanted

@@ -1,23 +1,27 @@
-"""Measure the speed-up of drafters over plain decoding, with real text, for each batch size.
+"""Compare drafters over one target, with real text: speed, acceptance and memory.
 
-After a warm-up, every batch of held-out prompts is decoded plainly and with each --run; medians
-over the batches are reported. A run is a drafter (as in generate) and a mode, `chain:K` or
-`NODES:DEPTH:TOPK`. All texts have --max-tokens tokens: stop tokens do not end them.
+Every batch of held-out prompts is decoded plainly and with each --run, for each temperature and
+batch size; speeds are medians over the batches. A run is a drafter (as in generate) and one mode or
+several, `chain:K` or `NODES:DEPTH:TOPK`. All texts have --max-tokens tokens: stop tokens do not end
+them. Acceptance is counted in the same texts, with 95 % bootstrap intervals over prompts. All runs
+share the target's weights, and programs are compiled side by side.
 """
 
 import argparse
 import dataclasses
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-from matplotlib.figure import Figure
 from rich.console import Console
-from rich.table import Table
 
 from jaxspec import LLM, SamplingParams, SpeculationConfig
 from jaxspec.commands.data_options import add_suffixes_option
+from jaxspec.commands.drafter_plot import plot_drafters
+from jaxspec.commands.drafter_tables import make_tables
+from jaxspec.commands.program_cache import keep_compiled_programs, make_folder
+from jaxspec.commands.run_facts import run_facts
 from jaxspec.commands.shell import (
     JSON_PARTS,
     add_model_option,
@@ -27,14 +31,18 @@ from jaxspec.commands.shell import (
     run_command,
     table_console,
 )
-from jaxspec.comparison import race
+from jaxspec.comparison import compile_race, race
 from jaxspec.config.engine import EngineConfig
-from jaxspec.loading import MIXED, SUFFIX_MIXED, choose_drafter
+from jaxspec.loading import choose_drafter
+from jaxspec.memory import bytes_of_token, local_bytes
+from jaxspec.models.decoder import Decoder
 from jaxspec.tokenizer import load_tokenizer
-from jaxspec.training.draft_data import held_out_prompts
+from jaxspec.tokenizer.text import TextTokenizer
+from jaxspec.training.draft_data import held_out_prompts, spread_rows
 
+PLAIN_RUN = ("none", "plain")
 DEFAULT_RUNS = (("ngram", "chain:5"), ("auto", "chain:5"))
-TABLE_WIDTH = 110  # where the output is not a terminal
+CHOICES = ("prompt_tokens", "max_tokens", "top_p", "acceptance", "verify_width", "seed")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -46,45 +54,120 @@ def make_parser() -> argparse.ArgumentParser:
     add_suffixes_option(parser)
     add(
         "--run",
-        nargs=2,
+        nargs="+",
         action="append",
         metavar=("DRAFTER", "MODE"),
-        help="may be repeated (default: ngram and the default drafter, each with chain:5)",
+        help="a drafter and its modes; may be repeated (default: ngram and the default drafter, "
+        "each with chain:5)",
     )
     add("--batch", type=int, nargs="+", default=[1], help="batch sizes")
     add("--batches", type=int, default=6, help="batches of each size")
     add("--prompt-tokens", type=int, default=64, help="tokens of a prompt")
     add("--max-tokens", type=int, default=192, help="new tokens of each prompt")
-    add("--temperature", type=float, default=0.0, help="sampling temperature; 0 is greedy")
+    add("--temperatures", "--temperature", type=float, nargs="+", default=[0.0], help="sampling "
+        "temperatures; 0 is greedy")  # fmt: skip
     add("--top-p", type=float, default=1.0, help="probability kept in sampling; 1 keeps all")
     add("--acceptance", choices=("match", "rejection"), default="match", help="acceptance rule")
     add("--verify-width", type=int, help="nodes that every verification is padded to, plain "
         "decoding's too, so that all round alike (default: not padded)")  # fmt: skip
     add("--dtype", choices=("float32", "bfloat16"), help="(default: float32 on CPU, else bfloat16)")
     add("--seed", type=int, default=0, help="seed of all random numbers")
-    add("--plot", type=Path, help="write the speed-ups as a PNG")
+    add("--compilation-cache", type=Path, help="folder that compiled programs are stored in, for "
+        "the next run")  # fmt: skip
+    add("--plot", type=Path, help="write speed-ups and acceptance by depth as a PNG")
     add("--json", action="store_true", help=JSON_PARTS)
     return parser
 
 
-def make_llm(args: argparse.Namespace, drafter: str, mode: str) -> LLM:
-    speculation = dataclasses.replace(
-        SpeculationConfig.parse(mode), acceptance=args.acceptance, verify_width=args.verify_width
-    )
+@dataclasses.dataclass(frozen=True)
+class Entrant:
+    """A run that takes part.
+
+    Attributes:
+      weight_bytes: of the drafter, without what it shares with the target.
+      token_bytes: of the drafter's cache, for each token of a context.
+    """
+
+    llm: LLM
+    drafter: str
+    mode: str
+    weight_bytes: int
+    token_bytes: float
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        names = ("drafter", "mode", "weight_bytes", "token_bytes")
+        return {name: getattr(self, name) for name in names}
+
+
+def chosen_runs(args: argparse.Namespace) -> list[tuple[str, str]]:
+    """Plain decoding, then each drafter in each of its modes."""
+    runs = [PLAIN_RUN]
+    for drafter, *modes in args.run or DEFAULT_RUNS:
+        if not modes:
+            raise ValueError(f"--run {drafter} needs a mode after it: chain:K or NODES:DEPTH:TOPK")
+        runs += [(drafter, mode) for mode in modes]
+    if "none" in [drafter for drafter, _ in runs[1:]] or len(set(runs)) < len(runs):
+        raise ValueError("each --run names another drafter or mode; plain decoding is always there")
+    for _, mode in runs:
+        SpeculationConfig.parse(mode)  # fails now, not after loading
+    return runs
+
+
+def load_entrants(args: argparse.Namespace, runs: Sequence[tuple[str, str]]) -> Iterator[Entrant]:
+    """One after the other; the first one's target is everyone's."""
+    tokenizer, target = TextTokenizer(args.model), None
+    for drafter, mode in runs:
+        llm = make_llm(args, drafter, mode, tokenizer, target)
+        target = llm.params.target
+        yield Entrant(
+            llm,
+            str(choose_drafter(args.model, drafter)),
+            mode,
+            local_bytes(llm.params.drafter),
+            bytes_of_token(llm.params)[1],
+        )
+
+
+def make_llm(
+    args: argparse.Namespace,
+    drafter: str,
+    mode: str,
+    tokenizer: TextTokenizer,
+    target: Decoder | None,
+) -> LLM:
+    most = max(args.batch)
     return LLM(
         args.model,
         drafter,
-        speculation=speculation,
+        speculation=dataclasses.replace(
+            SpeculationConfig.parse(mode),
+            acceptance=args.acceptance,
+            verify_width=args.verify_width,
+        ),
         dtype=args.dtype,
         max_length=args.prompt_tokens + args.max_tokens,
-        engine=EngineConfig(max_rows=max(args.batch)),
+        # A batch is read at once: its texts begin together. Without a prefix cache it is read by
+        # the same program each time.
+        engine=EngineConfig(
+            max_rows=most, prefill_budget=most * args.prompt_tokens, prefix_caching=False
+        ),
+        tokenizer=tokenizer,
+        target=target,
     )
 
 
+def batches_of(prompts: Sequence[list[int]], size: int, count: int) -> list[list[list[int]]]:
+    """At most ``count`` batches of ``size``, evenly spread over the prompts."""
+    chosen = [prompts[row] for row in spread_rows(len(prompts), size * count)]
+    return [chosen[start : start + size] for start in range(0, len(chosen) - size + 1, size)]
+
+
 def measure(args: argparse.Namespace, progress: Console) -> Iterator[dict[str, Any]]:
-    """One batch size after the other."""
+    """One temperature after the other, and for each one batch size after the other."""
     if min(*args.batch, args.batches) < 1:
         raise ValueError("--batch and --batches must be at least 1")
+    runs = chosen_runs(args)
     prompts, report = held_out_prompts(
         args.data,
         load_tokenizer(args.model),
@@ -96,94 +179,74 @@ def measure(args: argparse.Namespace, progress: Console) -> Iterator[dict[str, A
     progress.print(str(report))
     if len(prompts) < max(args.batch):
         raise ValueError(f"{len(prompts)} held-out rows are fewer than one batch: give more --data")
-    runs = [("none", "chain:1"), *map(tuple, args.run or DEFAULT_RUNS)]
-    if "none" in [drafter for drafter, _ in runs[1:]] or len(set(runs)) < len(runs):
-        raise ValueError("each --run names another drafter or mode; plain decoding is always there")
     with progress.status("loading"):
-        engines = [make_llm(args, drafter, mode) for drafter, mode in runs]
-    sampling = SamplingParams(
-        temperature=args.temperature,
-        top_p=args.top_p,
-        seed=args.seed,
-        max_tokens=args.max_tokens,
-        stop_token_ids=(),
-    )
-    facts = {
+        entrants = list(load_entrants(args, runs))
+    params = entrants[0].llm.params
+    facts = run_facts() | {
         "model": str(args.model),
-        "device": jax.devices()[0].device_kind,
-        "dtype": str(engines[0].params.target.embed.dtype),
-        "prompt_tokens": args.prompt_tokens,
-        "max_tokens": args.max_tokens,
-        "temperature": args.temperature,
-        "top_p": args.top_p,
-        "acceptance": args.acceptance,
-        "verify_width": args.verify_width,
-        "seed": args.seed,
+        "dtype": str(params.target.embed.dtype),
+        "target_weight_bytes": local_bytes(params.target),
+        "target_token_bytes": bytes_of_token(params)[0],
+        **{name: getattr(args, name) for name in CHOICES},
     }
-    for size in args.batch:
-        rows = []
-        batches = [prompts[i : i + size] for i in range(0, len(prompts) - size + 1, size)]
-        with progress.status(f"batch {size}"):
-            paces = race(engines, batches[: args.batches], sampling)
-        for (drafter, mode), pace in zip(runs, paces, strict=True):
-            setting = {"batch": size, "drafter": str(choose_drafter(args.model, drafter))}
-            setting["mode"] = "plain" if drafter == "none" else mode
-            rows.append(setting | dataclasses.asdict(pace))
-        yield facts | {"rows": rows}
-
-
-def label(row: dict[str, Any]) -> str:
-    if row["mode"] == "plain":
-        return "plain"
-    mixed = next((m for m in (MIXED, SUFFIX_MIXED) if row["drafter"].startswith(m)), "")
-    return f"{mixed}{Path(row['drafter']).name.removeprefix(mixed)} {row['mode']}"
-
-
-def make_table(results: dict[str, Any]) -> Table:
-    table = Table(
-        title=f"{Path(results['model']).name}, {results['dtype']}, temperature "
-        f"{results['temperature']:g}, on {results['device']}"
-    )
-    for name in ("batch", "drafter", "tokens/s", "speed-up", "acceptance length", "identical"):
-        table.add_column(name, justify="left" if name == "drafter" else "right")
-    for row in results["rows"]:
-        table.add_row(
-            str(row["batch"]),
-            label(row),
-            f"{row['tokens_per_second']:,.0f}",
-            f"{row['speedup']:.2f}x",
-            f"{row['acceptance_length']:.2f}",
-            f"{row['identical']} of {row['texts']}",
+    for temperature in args.temperatures:
+        sampling = SamplingParams(
+            temperature=temperature,
+            top_p=args.top_p,
+            seed=args.seed,
+            max_tokens=args.max_tokens,
+            stop_token_ids=(),
         )
-    return table
+        for size in args.batch:
+            batches = batches_of(prompts, size, args.batches)
+            yield facts | {"rows": measure_batches(entrants, batches, sampling, progress)}
 
 
-def plot_speedups(results: dict[str, Any], path: Path) -> None:
-    """Bars of speed-up over plain decoding, grouped by batch size."""
-    rows = [row for row in results["rows"] if row["mode"] != "plain"]
-    sizes = list(dict.fromkeys(row["batch"] for row in rows))
-    runs = list(dict.fromkeys((row["drafter"], row["mode"]) for row in rows))
-    figure = Figure(figsize=(5 + 0.5 * len(sizes) * len(runs), 4), layout="constrained")
-    axes = figure.subplots()
-    width = 0.8 / len(runs)
-    for index, run in enumerate(runs):
-        own = [row for row in rows if (row["drafter"], row["mode"]) == run]  # in order of sizes
-        places = [group + (index - (len(runs) - 1) / 2) * width for group in range(len(sizes))]
-        bars = axes.bar(places, [row["speedup"] for row in own], width, label=label(own[0]))
-        axes.bar_label(bars, fmt="%.2f", fontsize="small")
-    axes.axhline(1, color="gray", linewidth=0.8)
-    axes.set_xticks(range(len(sizes)), [f"batch {size}" for size in sizes])
-    axes.set(ylabel="speed-up over plain decoding", title=make_table(results).title)
-    figure.legend(loc="outside right upper", fontsize="small")
-    figure.savefig(path, dpi=120)
+def measure_batches(
+    entrants: Sequence[Entrant],
+    batches: Sequence[list[list[int]]],
+    sampling: SamplingParams,
+    progress: Console,
+) -> list[dict[str, Any]]:
+    """A row for each run."""
+    engines = [entrant.llm for entrant in entrants]
+    setting = {"temperature": sampling.temperature, "batch": len(batches[0])}
+    name = f"temperature {sampling.temperature:g}, batch {len(batches[0])}"
+    started, before = time.perf_counter(), programs_of(engines)
+    with progress.status(f"{name}: compiling") as status:
+        compile_race(
+            engines,
+            batches[0],
+            sampling,
+            lambda done, of: status.update(f"{name}: compiled {done} of {of} programs"),
+        )
+        warm = time.perf_counter()
+        status.update(f"{name}: decoding {len(batches)} batches with each run")
+        paces = race(engines, batches, sampling)
+    progress.print(
+        f"{name}: {programs_of(engines) - before} programs compiled in {warm - started:.0f} s, "
+        f"batches decoded in {time.perf_counter() - warm:.0f} s"
+    )
+    return [
+        setting | entrant.facts | dataclasses.asdict(pace)
+        for entrant, pace in zip(entrants, paces, strict=True)
+    ]
+
+
+def programs_of(engines: Sequence[LLM]) -> int:
+    return sum(llm.engine.programs.compiled for llm in engines)
 
 
 def run(args: argparse.Namespace) -> None:
-    results = collect_parts(measure(args, progress_console()), "rows", as_json=args.json)
-    table_console(stderr=args.json, width=TABLE_WIDTH).print(make_table(results))
+    if args.compilation_cache is not None:
+        keep_compiled_programs(make_folder(args.compilation_cache))
     if args.plot is not None:
         args.plot.parent.mkdir(parents=True, exist_ok=True)
-        plot_speedups(results, args.plot)
+    results = collect_parts(measure(args, progress_console()), "rows", as_json=args.json)
+    for table in make_tables(results):
+        table_console(stderr=args.json).print(table)
+    if args.plot is not None:
+        plot_drafters(results, args.plot)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -86,6 +86,8 @@ def make_parser() -> argparse.ArgumentParser:
         nargs="+",
         help="temperatures of the answers; row i uses the i-th, cyclically (default: 0 1)",
     )
+    rows.add_argument("--answers", type=Path, help="--work of an earlier run with --regenerate: "
+        "its answers are used as they are, so several heads learn from the same")  # fmt: skip
     rows.add_argument("--regenerate-batch", type=int, help="batch size of it (default: 64)")
     rows.add_argument("--keep-text", action="store_true", help="train on the data's own text too")
     rows.add_argument("--prompt-tokens", type=int, help="prompt of a text row (default: 64)")
@@ -166,6 +168,7 @@ def check_options(args: argparse.Namespace, model: ModelConfig) -> None:
     others = {
         "--regenerate-temperatures": args.regenerate_temperatures,
         "--keep-text": args.keep_text or None,
+        "--answers": args.answers,
     }
     given = [name for name, value in (counts | others).items() if value is not None]
     if given and not args.regenerate:
@@ -180,8 +183,11 @@ def own_answers(
 ) -> tuple[Examples, Examples]:
     """Rows (training, held out) with the model's own answers, as many as there is time for.
 
-    A resumed run uses the answers of the run that it resumes.
+    A resumed run uses the answers of the run that it resumes, and with --answers those there.
     """
+    folder, written = args.answers or args.work, args.resume or args.answers is not None
+    if args.answers is not None and not (folder / "answers-train.jsonl").is_file():
+        raise ValueError(f"no answers in {folder}: --answers is the --work of an earlier run")
     llm = LLM(
         args.model,
         "ngram",
@@ -200,15 +206,15 @@ def own_answers(
             answers[name] = regenerate(
                 llm,
                 wanted[name],
-                args.work / f"answers-{name}.jsonl",
+                folder / f"answers-{name}.jsonl",
                 temperatures=tuple(args.regenerate_temperatures or (0.0, 1.0)),
-                deadline=started if args.resume else deadline_of(started, args.minutes, share),
+                deadline=started if written else deadline_of(started, args.minutes, share),
                 report=counting(progress, f"answers, {name}"),
             )
             if len(answers[name]) < len(wanted[name]):
                 console.print(
                     f"answers, {name}: {len(answers[name])} of {len(wanted[name])} rows written "
-                    + ("when the run began" if args.resume else f"in {share:.0%} of --minutes")
+                    + ("when the run began" if written else f"in {share:.0%} of --minutes")
                     + ", which are used"
                 )
     return answers["train"], answers["held-out"]

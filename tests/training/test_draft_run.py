@@ -340,6 +340,7 @@ def test_too_few_rows_are_an_error(tmp_path):
             ["--data", "{text}", "--method", "mtp", "--ff", "9", "--layers", "2"],
             "an MTP layer has the model's own sizes: no --ff and --layers",
         ),
+        (["--data", "{text}", "--answers", "."], "--answers would do nothing: add --regenerate"),
         (["--data", "{text}", "--keep-text"], "--keep-text would do nothing: add --regenerate"),
         (["--data", "{text}", "--regenerate-rows", "0"], "--regenerate-rows would do nothing"),
         (["--data", "{text}", "--regenerate-batch", "8"], "--regenerate-batch would do nothing"),

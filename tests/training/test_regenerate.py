@@ -111,6 +111,10 @@ def test_a_time_budget_bounds_the_answers_and_a_resumed_run_keeps_to_them(
     assert "4 of 9 rows written when the run began, which are used" in capsys.readouterr().out
     rest = prepare("--minutes", "600")
     assert len(rest[0]) == 9
+    shared = prepare("--minutes", "600", "--answers", str(tmp_path / "work"), "--work", "-")
+    np.testing.assert_array_equal(shared[0].tokens, rest[0].tokens)
+    with pytest.raises(ValueError, match="no answers in"):
+        prepare("--minutes", "600", "--answers", str(tmp_path))
     for one, other, more in zip(begun, resumed, rest, strict=True):
         np.testing.assert_array_equal(other.tokens, one.tokens)
         np.testing.assert_array_equal(more.tokens[:4], one.tokens)

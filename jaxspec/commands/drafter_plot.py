@@ -1,0 +1,99 @@
+"""The picture of `jaxspec bench drafters`: speed-up by batch size, and acceptance by depth."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from jaxspec.commands.drafter_tables import (
+    Row,
+    at_temperature,
+    by_run,
+    label,
+    most_texts,
+    setting,
+    temperatures,
+)
+
+COLORS = matplotlib.color_sequences["tab10"]
+MARKERS, LINES = "osD^vPX*", ("-", "--", ":", "-.")
+SPREAD = 0.5  # of a batch's points, beside each other so that none hides another
+
+
+def plot_drafters(results: Mapping[str, Any], path: Path) -> None:
+    """Two panels for each temperature. A colour is a drafter, a marker and line style a mode."""
+    degrees = temperatures(results)
+    figure = Figure(figsize=(14, 0.6 + 4.4 * len(degrees)), layout="constrained")
+    panels = figure.subplots(len(degrees), 2, squeeze=False)
+    styles = styles_of([row for row in results["rows"] if row["mode"] != "plain"])
+    for temperature, (speeds, depths) in zip(degrees, panels, strict=True):
+        rows = at_temperature(results, temperature)
+        runs = by_run([row for row in rows if row["mode"] != "plain"])
+        draw_speedups(speeds, runs, styles)
+        draw_depths(depths, runs, styles)
+        speeds.set_title(setting(results, temperature), loc="left")
+    handles, names = panels[0][0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside right upper", frameon=False)
+    figure.savefig(path, dpi=120)
+
+
+def styles_of(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
+    """How each run is drawn, by its label."""
+    drafters = list(dict.fromkeys(row["drafter"] for row in rows))
+    modes = list(dict.fromkeys(row["mode"] for row in rows))
+    return {
+        label(row): {
+            "color": COLORS[drafters.index(row["drafter"]) % len(COLORS)],
+            "marker": MARKERS[modes.index(row["mode"]) % len(MARKERS)],
+            "linestyle": LINES[modes.index(row["mode"]) % len(LINES)],
+            "markersize": 5,
+            "linewidth": 1.3,
+        }
+        for row in rows
+    }
+
+
+def draw_speedups(
+    axes: Axes, runs: Sequence[Sequence[Row]], styles: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """Lines over the batch sizes, which stand at even distances."""
+    sizes = list(dict.fromkeys(row["batch"] for own in runs for row in own))
+    for index, own in enumerate(runs):
+        shift = SPREAD * ((index + 0.5) / len(runs) - 0.5)
+        places = [sizes.index(row["batch"]) + shift for row in own]
+        name = label(own[0])
+        axes.plot(places, [row["speedup"] for row in own], label=name, **styles[name])
+    axes.axhline(1, color="gray", linewidth=0.8)
+    axes.set_xticks(range(len(sizes)), [f"batch {size}" for size in sizes])
+    axes.set_ylabel("speed-up over plain decoding")
+    axes.grid(axis="y", alpha=0.3)
+
+
+def draw_depths(
+    axes: Axes, runs: Sequence[Sequence[Row]], styles: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """Shares of rounds, with intervals, in the most texts that there are of a run."""
+    deepest = 1
+    for index, own in enumerate(runs):
+        row = most_texts(own)
+        found = row["acceptance"]
+        shares, shift = found["by_depth"], SPREAD * ((index + 0.5) / len(runs) - 0.5)
+        pairs = list(zip(shares, found["by_depth_intervals"], strict=True))
+        axes.errorbar(
+            [depth + 1 + shift for depth in range(len(shares))],
+            [100 * share for share in shares],
+            yerr=[
+                [100 * max(0.0, share - low) for share, (low, _) in pairs],
+                [100 * max(0.0, high - share) for share, (_, high) in pairs],
+            ],
+            elinewidth=0.8,
+            **styles[label(row)],
+        )
+        deepest = max(deepest, len(shares))
+    axes.set_xticks(range(1, deepest + 1))
+    axes.set_ylim(0, 100)
+    axes.set(xlabel="drafted tokens", ylabel="% of rounds that accept so many, or more")
+    axes.grid(axis="y", alpha=0.3)
