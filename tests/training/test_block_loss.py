@@ -174,7 +174,9 @@ def test_anchors_stand_before_learned_tokens():
         learned=learned,  # pyright: ignore[reportArgumentType]
     )
     loss = BlockLoss(steps=3, anchors=4)
-    drawn, again, other = (loss.drawn(batch, np.random.default_rng(i)).anchors for i in (0, 0, 1))
+    drawn, again, other = (
+        np.asarray(loss.drawn(batch, np.random.default_rng(seed)).anchors) for seed in (0, 0, 1)
+    )
     assert drawn.shape == (4, 50, 4)
     assert np.array_equal(drawn, again) and not np.array_equal(drawn, other)
     assert (drawn[0, 0] == -1).all()
