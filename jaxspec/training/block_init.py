@@ -50,7 +50,8 @@ def init_block_head(
 ) -> BlockHead:
     """A float32 head to train, with random weights except for these.
 
-    ``fc`` starts as the identity on the last captured state. DSpark's Markov head adds nothing at
+    ``fc`` starts as the identity on the last captured state, and the norm before the target's LM
+    head as a copy of the target's. DSpark's Markov head adds nothing at
     first, and its confidence head says one half.
 
     Args:
@@ -72,7 +73,11 @@ def init_block_head(
     shapes = block_head_shapes(config, target.config, jnp.dtype("float32"))
     block_config(to_hf_block(shapes, target.config), target.config)
     head = init_layers(shapes, layers.num_layers, seed)
-    head = head.replace(fc=reads_last(head.fc, target.config.hidden_size))
+    head = head.replace(
+        fc=reads_last(head.fc, target.config.hidden_size),
+        # A copy, as training donates its state and the target's arrays must stay valid.
+        norm=jnp.array(target.norm, jnp.float32),
+    )
     if head.markov is None:
         return head
     markov = head.markov.replace(after=jnp.zeros_like(head.markov.after))

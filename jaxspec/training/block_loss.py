@@ -67,6 +67,13 @@ class BlockLoss:
     def described(self) -> str:
         return f"blocks of {self.steps} drafted tokens at up to {self.anchors} places of a row"
 
+    def check(self, head: Any) -> None:
+        """Raise ValueError for a head that it does not train."""
+        if not isinstance(head, BlockHead) or head.max_depth != self.steps:
+            raise ValueError(f"this BlockLoss trains block heads that draft {self.steps} tokens")
+        if (head.confidence is not None) != (self.confidence_weight > 0):
+            raise ValueError("a confidence head is trained by a loss that has a weight for it")
+
     def drawn(self, batch: DraftBatch, random: np.random.Generator) -> DraftBatch:
         """A batch on the host [..., T] with anchors before learned tokens [..., A]; -1 where a row
         has too few."""
@@ -95,8 +102,6 @@ class BlockLoss:
         As draft_loss, with these metrics; those of a confidence head are ``confidence``, its mean,
         which would be ``overlap`` if it were right, and ``confidence_error``, the mean distance.
         """
-        if (head.confidence is not None) != (self.confidence_weight > 0):
-            raise ValueError("a confidence head is trained by a loss that has a weight for it")
         features, hidden = target_states(target, batch, head.capture, attend)
         counts = self.counts(batch) if counts is None else counts
         outputs = block_outputs(head, target, batch, features, self.steps)

@@ -59,6 +59,10 @@ class Loss(Protocol):
         """What it unrolls, for a model card."""
         ...
 
+    def check(self, head: Any) -> None:
+        """Raise ValueError for a head that it does not train."""
+        ...
+
     def drawn(self, batch: DraftBatch, random: np.random.Generator) -> DraftBatch:
         """A batch on the host [..., T] with the random choices that the loss makes."""
         ...
@@ -97,6 +101,11 @@ class LossConfig:
     @property
     def described(self) -> str:
         return f"{self.steps} unrolled steps"
+
+    def check(self, head: Any) -> None:
+        """Raise ValueError for a head that it does not train."""
+        if not isinstance(head, DraftHead):
+            raise ValueError("a LossConfig trains EAGLE heads and MTP layers")
 
     def drawn(self, batch: DraftBatch, random: np.random.Generator) -> DraftBatch:
         """The batch: nothing is chosen."""

@@ -162,6 +162,8 @@ def _completed[H: Head](weights: H, head: H) -> H:
 
 
 def init_state[H: Head](head: H, config: DraftTrainConfig) -> DraftTrainState[H]:
+    """Raises ValueError for a loss that is of another kind of heads."""
+    config.loss.check(head)
     weights: Any = trainable(head)
     return DraftTrainState(
         head=head, moments=adamw(config).init(weights), step=jnp.zeros((), jnp.int32)

@@ -16,8 +16,10 @@ from jaxspec.models.heads import BlockHead
 from jaxspec.speculation.drafters import BlockDrafter
 from jaxspec.speculation.drafters.block import block_attend
 from jaxspec.state import EngineState
+from jaxspec.training import draft_step
 from jaxspec.training.block_loss import BlockLoss, block_outputs
-from jaxspec.training.draft_loss import DraftBatch, target_states
+from jaxspec.training.draft_loss import DraftBatch, Loss, LossConfig, target_states
+from jaxspec.training.draft_step import DraftTrainConfig, init_head
 from tests.block_heads import KINDS, block_target, random_head
 from tests.marks import slow
 from tests.programs import FAST_COMPILE
@@ -193,7 +195,16 @@ def test_a_row_shorter_than_the_anchors_has_a_block_at_each_place():
 
 
 def test_losses_that_do_not_fit_a_head():
+    def start(loss: Loss, head: Any) -> None:
+        draft_step.init_state(head, DraftTrainConfig(loss=loss))
+
     with pytest.raises(ValueError, match="confidence head is trained by a loss that has a weight"):
-        loss_of("dspark")(head_of("dflash"), TARGET, batch_of())
+        start(loss_of("dflash", steps=6), head_of("dspark"))
+    with pytest.raises(ValueError, match="trains block heads that draft 4 tokens"):
+        start(loss_of("dflash", steps=4), head_of("dflash"))
+    with pytest.raises(ValueError, match="a LossConfig trains EAGLE heads"):
+        start(LossConfig(), head_of("dflash"))
+    with pytest.raises(ValueError, match="trains block heads that draft 5 tokens"):
+        start(loss_of("dflash"), init_head(TARGET, tiny_config(num_layers=1), "eagle1"))
     with pytest.raises(ValueError, match="drafts at least one token"):
         BlockLoss(steps=0)

@@ -231,3 +231,24 @@ def test_the_script_trains_exports_and_goes_on(
     plain = LLM(model, "none", max_length=64)
     texts = [each.generate(["def f(x):"], SamplingParams(max_tokens=20)) for each in (llm, plain)]
     assert texts[0][0].token_ids == texts[1][0].token_ids
+
+
+@pytest.mark.slow
+@METHODS
+def test_a_head_of_the_built_in_model_drafts_better_than_at_the_start(
+    method: str, sources: Path, tmp_path: Path
+):
+    arguments = [
+        *("--data", str(sources), "--method", method, "--work", str(tmp_path / "work")),
+        *("--length", "64", "--batch", "8", "--block-size", "4", "--anchors", "16", "--ff", "128"),
+        *("--layers", "1", "--warmup", "5", "--lr", "3e-3"),
+    ]
+    prompt = (sources / "a.py").read_text()[:100]
+    lengths = []
+    for steps in ("1", "60"):
+        out = tmp_path / steps
+        assert train_head.main([*arguments, "--steps", steps, "--out", str(out)]) == 0
+        llm = LLM(drafter=out, speculation=SpeculationConfig.chain(3), max_length=128)
+        [completion] = llm.generate([prompt], SamplingParams(max_tokens=40))
+        lengths.append(completion.acceptance_length)
+    assert lengths[1] > max(1.5, lengths[0])
