@@ -34,6 +34,7 @@ def random_head(
     capture: tuple[int, ...] = (0, 1),
     block_size: int = 6,
     seed: int = 5,
+    confidence: bool = False,
 ) -> BlockHead:
     """A head of random weights with Qwen3's layers, ``kind`` one of KINDS."""
     model = draft_layers(target, layers, 40).map_layers(
@@ -48,6 +49,7 @@ def random_head(
         mask_token=MASK,
         predicts_next=kind == "dspark",
         markov_rank=target.hidden_size if kind == "dspark" else 0,
+        confidence="output and token" if confidence else None,
     )
     return random_arrays(block_head_shapes(config, target, jnp.dtype(jnp.float32)), seed)
 

@@ -12,6 +12,7 @@ from jaxspec.models.heads import (
     DraftHead,
     HeadConfig,
     block_head_shapes,
+    default_block_capture,
     default_capture,
     head_shapes,
     mtp_head_config,
@@ -57,12 +58,10 @@ def block_head_config(target: ModelConfig, kind: BlockKind) -> BlockConfig:
     """A block head with Qwen3 layers of the target's sizes, which reads hidden states from early to
     late in the target, at equal distances."""
     model = draft_layers(target, BLOCK_LAYERS).map_layers(_like_qwen3)
-    first, last = min(2, target.num_layers - 1), max(1, target.num_layers - 2)
-    spread = [first + round(i * (last - first) / (BLOCK_LAYERS - 1)) for i in range(BLOCK_LAYERS)]
     is_dspark = kind == "dspark"
     return BlockConfig(
         model=dataclasses.replace(model, stop_token_ids=()),
-        capture=tuple(sorted(set(spread))),
+        capture=default_block_capture(target.num_layers),
         block_size=DSPARK_BLOCK if is_dspark else DFLASH_BLOCK,
         mask_token=0,
         predicts_next=is_dspark,

@@ -1,4 +1,5 @@
-"""Train an EAGLE-3 (or EAGLE-1) draft head for a model, and export it in the official layout.
+"""Train a draft head for a model (EAGLE-3, EAGLE-1, an MTP layer, DFlash or DSpark), and export it
+in the official layout.
 
 Data are folders or files of text, or .jsonl files with `text` or chat `messages` on each line (of a
 chat, only the assistant's messages are learned). With --regenerate the model first writes the
@@ -9,7 +10,6 @@ import argparse
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,23 +17,24 @@ import numpy as np
 from rich.console import Console
 
 from jaxspec import LLM, SpeculationConfig
-from jaxspec.commands.shell import add_model_option, command_parser, run_command, typed_command
+from jaxspec.commands import train_head_options
+from jaxspec.commands.shell import run_command, typed_command
+from jaxspec.commands.train_head_options import BLOCK, block_size, check_options, train_config
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.model import ModelConfig, draft_layers
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.heads import DraftHead
 from jaxspec.models.hf_config import load_model_config, parse_model_config, with_mtp_layer
 from jaxspec.models.hf_values import read_json
 from jaxspec.tokenizer import load_tokenizer
-from jaxspec.training import data, draft_data
+from jaxspec.training import draft_data
+from jaxspec.training.block_init import block_layers, default_mask, init_block_head
 from jaxspec.training.draft_data import ExampleReport, Examples
-from jaxspec.training.draft_loss import LossConfig
 from jaxspec.training.draft_report import DraftCard, export_head
 from jaxspec.training.draft_run import DraftRecord, DraftTraining
 from jaxspec.training.draft_states import StoredStates, capture_states
-from jaxspec.training.draft_step import DraftTrainConfig, init_head, init_mtp_layer
+from jaxspec.training.draft_step import DraftTrainConfig, Head, init_head, init_mtp_layer
 from jaxspec.training.lm import num_parameters
-from jaxspec.training.precision import attention_of, resolve_precision
+from jaxspec.training.precision import attention_of
 from jaxspec.training.progress import counting, follow, progress_bar
 from jaxspec.training.regenerate import concatenate, regenerate
 from jaxspec.training.run_folder import check_resumable
@@ -47,135 +48,11 @@ EXPORT_SHARE = 0.03
 ANSWERS_UNTIL = {"held-out": 0.1, "train": 0.5}
 STATES_UNTIL = 0.75
 HELD_OUT_ANSWERS = 256
-DEFAULT_LICENSE = "Trained on the data and for the model named above, each under its own licence."
+MARKOV_RANK = 256  # of the published DSpark heads
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = command_parser("train-head", __doc__)
-    add = parser.add_argument
-    add_model_option(parser)
-    add("--data", type=Path, nargs="+", required=True, help="folders, text files or .jsonl files")
-    add("--out", type=Path, required=True, help="folder of the exported head")
-    add("--method", choices=("eagle3", "eagle1", "mtp"), default="eagle3", help="layout of the "
-        "head; mtp: a layer like the model's last one, named as in DeepSeek-V3")  # fmt: skip
-    add("--work", type=Path, default=Path("runs/drafter"), help="checkpoints, log, answers, states")
-    add("--resume", action="store_true", help="resume from the last checkpoint in --work, with the "
-        "answers written by then; without it, checkpoints there are deleted")  # fmt: skip
-    length = parser.add_mutually_exclusive_group(required=True)
-    length.add_argument("--steps", type=int, help="training steps")
-    length.add_argument("--minutes", type=float, help="time for everything, start-up and export "
-        "included; --regenerate stops after half of it, and the answers written by then are "
-        "used")  # fmt: skip
-    rows = parser.add_argument_group("data")
-    rows.add_argument(
-        "--suffixes",
-        nargs="+",
-        default=list(data.DEFAULT_SUFFIXES),
-        help="of the files read in folders",
-    )
-    rows.add_argument("--length", type=int, default=512, help="tokens of a row")
-    rows.add_argument(
-        "--regenerate",
-        action="store_true",
-        help="let the model write the answers (of a chat, the first one)",
-    )
-    rows.add_argument("--regenerate-rows", type=int, help="only so many rows (default: all)")
-    rows.add_argument(
-        "--regenerate-temperatures",
-        type=float,
-        nargs="+",
-        help="temperatures of the answers; row i uses the i-th, cyclically (default: 0 1)",
-    )
-    rows.add_argument("--answers", type=Path, help="--work of an earlier run with --regenerate: "
-        "its answers are used as they are, so several heads learn from the same")  # fmt: skip
-    rows.add_argument("--regenerate-batch", type=int, help="batch size of it (default: 64)")
-    rows.add_argument("--keep-text", action="store_true", help="train on the data's own text too")
-    rows.add_argument("--prompt-tokens", type=int, help="prompt of a text row (default: 64)")
-    rows.add_argument("--store-states", action="store_true", help="keep hidden states on disk "
-        "(an error if they would take more than three quarters of --minutes)")  # fmt: skip
-    head = parser.add_argument_group("head")
-    head.add_argument("--draft-vocab", type=int, help="size of the draft vocabulary, the most "
-        "frequent tokens (default: the whole vocabulary)")  # fmt: skip
-    head.add_argument("--capture", type=int, nargs="+", help="target layers whose hidden states "
-        "the head reads (default: as in the method's official code)")  # fmt: skip
-    head.add_argument("--ff", type=int, help="width of the MLP (default: the model's)")
-    head.add_argument("--layers", type=int, help="layers of the head (default: 1)")
-    train = parser.add_argument_group("training")
-    train.add_argument(
-        "--unroll", type=int, help="steps of the training-time test (default: the method's)"
-    )
-    train.add_argument("--batch", type=int, default=32, help="rows of a step")
-    train.add_argument("--accumulation", type=int, default=1, help="micro-batches of a step")
-    train.add_argument("--lr", type=float, default=1e-3, help="highest learning rate")
-    train.add_argument("--warmup", type=int, default=100, help="steps of learning rate warm-up")
-    train.add_argument("--seed", type=int, default=0, help="seed of all random numbers")
-    train.add_argument(
-        "--attention",
-        choices=("auto", "xla", "cudnn"),
-        default="auto",
-        help="implementation of attention; auto: cudnn where it runs, else xla",
-    )
-    train.add_argument(
-        "--dtype",
-        choices=("auto", "bfloat16", "float32"),
-        default="auto",
-        help="dtype of the computation; auto: bfloat16 on a GPU, else float32",
-    )
-    train.add_argument(
-        "--steps-per-call", type=int, default=10, help="most steps between log records"
-    )
-    train.add_argument(
-        "--evaluate-every",
-        type=int,
-        default=500,
-        help="steps between evaluations on held-out files",
-    )
-    train.add_argument(
-        "--save-every", type=int, default=1000, help="steps between checkpoints and exports"
-    )
-    add("--license-note", default=DEFAULT_LICENSE, help="licence note in the model card")
-    return parser
-
-
-def train_config(args: argparse.Namespace, head_dim: int) -> DraftTrainConfig:
-    dtype, attention = resolve_precision(args.dtype, args.attention, head_dim)
-    return DraftTrainConfig(
-        loss=LossConfig.for_method(args.method, args.unroll),
-        batch_size=args.batch,
-        accumulation=args.accumulation,
-        learning_rate=args.lr,
-        warmup_steps=args.warmup,
-        seed=args.seed,
-        attention=attention,
-        compute_dtype=dtype,
-    )
-
-
-def check_options(args: argparse.Namespace, model: ModelConfig) -> None:
-    """Raise ValueError for rows longer than the model allows, and for options without effect."""
-    if args.length > model.max_position:
-        raise ValueError(f"--length {args.length} exceeds the model's {model.max_position}")
-    sizes = {"--draft-vocab": args.draft_vocab, "--capture": args.capture, "--ff": args.ff}
-    sizes["--layers"] = args.layers
-    given = [name for name, value in sizes.items() if value is not None]
-    if given and args.method == "mtp":
-        raise ValueError(f"an MTP layer has the model's own sizes: no {' and '.join(given)}")
-    counts = {
-        "--prompt-tokens": args.prompt_tokens,
-        "--regenerate-rows": args.regenerate_rows,
-        "--regenerate-batch": args.regenerate_batch,
-    }
-    others = {
-        "--regenerate-temperatures": args.regenerate_temperatures,
-        "--keep-text": args.keep_text or None,
-        "--answers": args.answers,
-    }
-    given = [name for name, value in (counts | others).items() if value is not None]
-    if given and not args.regenerate:
-        raise ValueError(f"{' and '.join(given)} would do nothing: add --regenerate")
-    for name, count in counts.items():
-        if count is not None and count < 1:
-            raise ValueError(f"{name} must be at least 1, got {count}")
+    return train_head_options.make_parser(__doc__)
 
 
 def own_answers(
@@ -279,7 +156,9 @@ def new_head(
     target: Decoder,
     hf_config: Mapping[str, Any],
     token_ids: np.ndarray | None,
-) -> DraftHead:
+) -> Head:
+    if args.method in BLOCK:
+        return new_block_head(args, target)
     if args.method == "mtp":
         mtp = parse_model_config(with_mtp_layer(hf_config)).mtp
         assert mtp is not None
@@ -290,6 +169,24 @@ def new_head(
         args.method,
         capture=None if args.capture is None else tuple(args.capture),
         token_ids=token_ids,
+        seed=args.seed,
+    )
+
+
+def new_block_head(args: argparse.Namespace, target: Decoder) -> Head:
+    config, mask, rank = target.config, args.mask_token, args.markov_rank
+    if mask is None:
+        mask = default_mask(config, len(load_tokenizer(args.model)))
+    if rank is None:
+        rank = min(MARKOV_RANK, config.hidden_size // 4) if args.method == "dspark" else 0
+    return init_block_head(
+        target,
+        block_layers(config, 2 if args.layers is None else args.layers, args.ff),
+        args.method,
+        block_size=block_size(args),
+        mask_token=mask,
+        capture=None if args.capture is None else tuple(args.capture),
+        markov_rank=rank,
         seed=args.seed,
     )
 

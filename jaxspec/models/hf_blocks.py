@@ -5,7 +5,7 @@ The layers are Qwen3's, without windows. An unknown key is an error.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 
@@ -34,11 +34,6 @@ def says_block(raw: Mapping[str, Any]) -> bool:
     return "dflash_config" in raw or "DFlash" in named or "DSpark" in named
 
 
-def has_confidence(raw: Mapping[str, Any]) -> bool:
-    """Whether a block head has a confidence head, which is not read."""
-    return bool(raw.get("enable_confidence_head"))
-
-
 def block_config(raw: Mapping[str, Any], target: ModelConfig) -> BlockConfig:
     """The BlockConfig of a block head's ``config.json``.
 
@@ -55,8 +50,6 @@ def block_config(raw: Mapping[str, Any], target: ModelConfig) -> BlockConfig:
     options = raw if dspark else _nested(raw)
     model = _layers({key: value for key, value in raw.items() if key not in own})
     rank = _markov_rank(raw) if dspark else 0
-    if dspark:
-        check_flag("enable_confidence_head", raw.get("enable_confidence_head", False))
     size: Any = raw.get("block_size")
     mask: Any = options.get("mask_token_id")
     smallest = 1 if dspark else 2
@@ -74,6 +67,7 @@ def block_config(raw: Mapping[str, Any], target: ModelConfig) -> BlockConfig:
         mask_token=mask,
         predicts_next=dspark,
         markov_rank=rank,
+        confidence=_confidence(raw) if dspark else None,
     )
 
 
@@ -102,6 +96,16 @@ def _markov_rank(raw: Mapping[str, Any]) -> int:
     if rank and kind != "vanilla":
         raise ValueError(f"markov_head_type {shown(kind)} is not supported, only 'vanilla'")
     return rank
+
+
+def _confidence(raw: Mapping[str, Any]) -> Literal["output", "output and token"] | None:
+    names = "enable_confidence_head", "confidence_head_with_markov"
+    enabled, with_markov = (raw.get(name, False) for name in names)
+    for name, value in zip(names, (enabled, with_markov), strict=True):
+        check_flag(name, value)
+    if not enabled:
+        return None
+    return "output and token" if with_markov else "output"
 
 
 def _check_fit(model: ModelConfig, raw: Mapping[str, Any], target: ModelConfig) -> None:
@@ -150,8 +154,13 @@ def to_hf_block(head: BlockHead, target: ModelConfig) -> dict[str, Any]:
     }
     if not head.predicts_next:
         return config | {"architectures": [DFLASH], "dflash_config": options}
-    markov = head.markov
+    markov, confidence = head.markov, head.confidence
     rank = 0 if markov is None else markov.before.shape[1]
-    own = {"num_anchors": 0, "enable_confidence_head": False, "markov_rank": rank}
-    kind = {"markov_head_type": "vanilla"} if rank else {}
-    return config | {"architectures": [DSPARK]} | options | own | kind
+    own: dict[str, Any] = {"num_anchors": 0, "markov_rank": rank}
+    if rank:
+        own["markov_head_type"] = "vanilla"
+    own["enable_confidence_head"] = confidence is not None
+    if confidence is not None:
+        reads_token = confidence.weight.shape[1] > head.config.hidden_size
+        own["confidence_head_with_markov"] = reads_token
+    return config | {"architectures": [DSPARK]} | options | own

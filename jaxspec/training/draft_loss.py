@@ -9,10 +9,11 @@ The layers are the same as in serving; only the attention function differs.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from jaxspec.config.mixers import AttentionConfig
@@ -35,12 +36,46 @@ class DraftBatch(Pytree):
 
     Optionally the target's precomputed hidden states, so that it need not run: ``features``
     [B, T, C], the captured layers side by side, and ``hidden`` [B, T, H], after the final norm.
+    For a block head, ``anchors``: see BlockLoss.
     """
 
     tokens: Array = array("batch", "length")  # int32 [B, T]
     learned: Array = array("batch", "length")  # bool [B, T]
     features: Array | None = None
     hidden: Array | None = None
+    anchors: Array | None = array("batch", "alternatives", default=None)  # int32 [B, A]
+
+
+class Loss(Protocol):
+    """The loss of a head on a batch; hashable, as compiled programs are made for it."""
+
+    @property
+    def steps(self) -> int:
+        """Depths of a draft that it trains: the entries of its metrics."""
+        ...
+
+    @property
+    def described(self) -> str:
+        """What it unrolls, for a model card."""
+        ...
+
+    def check(self, head: Any) -> None:
+        """Raise ValueError for a head that it does not train."""
+        ...
+
+    def drawn(self, batch: DraftBatch, random: np.random.Generator) -> DraftBatch:
+        """A batch on the host [..., T] with the random choices that the loss makes."""
+        ...
+
+    def counts(self, batch: DraftBatch) -> Array:
+        """Learned tokens of each depth, at least 1: float32 [steps]."""
+        ...
+
+    def __call__(
+        self, head: Any, target: Decoder, batch: DraftBatch, attend: Attend, counts: Array
+    ) -> tuple[Array, dict[str, Array]]:
+        """(loss, metrics), as draft_loss returns them."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +97,29 @@ class LossConfig:
     def __post_init__(self):
         if self.steps < 1 or not 0 < self.step_decay <= 1:
             raise ValueError("steps must be at least 1, and step_decay in (0, 1]")
+
+    @property
+    def described(self) -> str:
+        return f"{self.steps} unrolled steps"
+
+    def check(self, head: Any) -> None:
+        """Raise ValueError for a head that it does not train."""
+        if not isinstance(head, DraftHead):
+            raise ValueError("a LossConfig trains EAGLE heads and MTP layers")
+
+    def drawn(self, batch: DraftBatch, random: np.random.Generator) -> DraftBatch:
+        """The batch: nothing is chosen."""
+        return batch
+
+    def counts(self, batch: DraftBatch) -> Array:
+        """See learned_counts."""
+        return learned_counts(batch.learned, self.steps)
+
+    def __call__(
+        self, head: DraftHead, target: Decoder, batch: DraftBatch, attend: Attend, counts: Array
+    ) -> tuple[Array, dict[str, Array]]:
+        """See draft_loss."""
+        return draft_loss(head, target, batch, self, attend, counts)
 
     @classmethod
     def for_method(cls, method: str, steps: int | None = None) -> "LossConfig":

@@ -10,10 +10,12 @@ import jax.numpy as jnp
 from matplotlib.figure import Figure
 
 from jaxspec.config.model import ModelConfig
+from jaxspec.models.heads import BlockHead
 from jaxspec.training.draft_data import ExampleReport
 from jaxspec.training.draft_run import DraftRecord, DraftTraining
 from jaxspec.training.lm import num_parameters
 from jaxspec.training.precision import cast_weights
+from jaxspec.weights.block import save_block_head
 from jaxspec.weights.eagle import save_eagle_head
 from jaxspec.weights.mtp import save_mtp_head
 
@@ -48,7 +50,9 @@ def export_head(
     """
     directory.mkdir(parents=True, exist_ok=True)
     weights = cast_weights(run.head, jnp.bfloat16)
-    if run.head.method == "mtp":
+    if isinstance(weights, BlockHead):
+        save_block_head(weights, directory, cast_weights(run.target, jnp.bfloat16))
+    elif weights.method == "mtp":
         save_mtp_head(weights, directory, hf_config)
     else:
         save_eagle_head(weights, directory, target)
@@ -86,18 +90,9 @@ def head_card(run: DraftTraining, card: DraftCard) -> str:
     """The README.md of an exported head, in Markdown."""
     head, config, last = run.head, run.config, run.records[-1]
     evaluated = next(r for r in reversed(run.records) if r.held_out_accuracy is not None)
-    rows = zip(
-        evaluated.held_out_loss or [],
-        evaluated.held_out_accuracy or [],
-        evaluated.held_out_overlap or [],
-        strict=True,
-    )
-    table = "\n".join(
-        f"| {step} | {loss:.4f} | {accuracy:.1%} | {overlap:.1%} |"
-        for step, (loss, accuracy, overlap) in enumerate(rows, start=1)
-    )
     layer = head.config.layers[0]
-    vocabulary = "the target's" if head.token_ids is None else f"{head.token_ids.shape[0]} tokens"
+    ids = None if isinstance(head, BlockHead) else head.token_ids
+    vocabulary = "the target's" if ids is None else f"{ids.shape[0]} tokens"
     return f"""# {card.name}
 
 A {num_parameters(head) / 1e6:.2f} M parameter {head.method.upper()} draft head for {card.target},
@@ -112,17 +107,16 @@ itself it generates nothing.
 SwiGLU of {layer.mlp.intermediate_size} |
 | draft vocabulary | {vocabulary}, {card.coverage:.2%} of the learned tokens |
 | training | {last.step} steps of {config.batch_size} rows = {last.tokens / 1e6:.1f} M tokens, \
-{config.loss.steps} unrolled steps, AdamW, learning rate {config.learning_rate:g}, \
+{config.loss.described}, AdamW, learning rate {config.learning_rate:g}, \
 seed {config.seed} |
 | data | {card.report} |
 | time | {last.seconds:.0f} s on {card.device} |
 
 Held-out rows after step {evaluated.step}, on condition that the earlier tokens of the draft were
-right (accuracy: the likeliest token is the target's; overlap: sum of min(p, q)):
+right (accuracy: the likeliest token is the target's; overlap: sum of min(p, q)\
+{_confidence_note(evaluated)}):
 
-| unrolled step | loss | accuracy | overlap |
-|---|---|---|---|
-{table}
+{_table(evaluated)}
 
 ```
 {card.command}
@@ -134,3 +128,31 @@ right (accuracy: the likeliest token is the target's; overlap: sum of min(p, q))
 
 {card.license_note}
 """
+
+
+def _confidence_note(record: DraftRecord) -> str:
+    if record.held_out_confidence is None:
+        return ""
+    return (
+        "; confidence: the overlap that the confidence head expects, and its mean distance from "
+        "the overlap"
+    )
+
+
+def _table(record: DraftRecord) -> str:
+    """The held-out figures of each step, in Markdown."""
+    columns = {
+        "step": [str(step) for step in range(1, 1 + len(record.held_out_loss or []))],
+        "loss": [f"{loss:.4f}" for loss in record.held_out_loss or []],
+    }
+    shares = {
+        "accuracy": record.held_out_accuracy,
+        "overlap": record.held_out_overlap,
+        "confidence": record.held_out_confidence,
+        "its error": record.held_out_confidence_error,
+    }
+    columns |= {
+        name: [f"{share:.1%}" for share in values] for name, values in shares.items() if values
+    }
+    rows = [tuple(columns), ("---",) * len(columns), *zip(*columns.values(), strict=True)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)

@@ -19,9 +19,9 @@ from jaxspec.models.heads import DraftHead
 from jaxspec.parallel import DATA_AXIS
 from jaxspec.training import draft_step, fingerprint
 from jaxspec.training.draft_data import Examples, spread_rows
-from jaxspec.training.draft_loss import DraftBatch, learned_counts
+from jaxspec.training.draft_loss import DraftBatch
 from jaxspec.training.draft_states import StoredStates
-from jaxspec.training.draft_step import DraftTrainConfig
+from jaxspec.training.draft_step import DraftTrainConfig, Head
 from jaxspec.training.held_out import HeldOut
 from jaxspec.training.run_folder import RunFolder, batch_shardings
 from jaxspec.training.schedule import UNKNOWN_STEPS, Pace, Schedule
@@ -30,7 +30,7 @@ from jaxspec.weights.orbax_io import static_choices
 
 @dataclasses.dataclass(frozen=True)
 class DraftRecord:
-    """One line of the training log. Lists have one entry per unrolled step of the head."""
+    """One line of the training log. Lists have one entry per depth of a draft."""
 
     step: int
     total_steps: int | None  # None: not known yet
@@ -40,12 +40,16 @@ class DraftRecord:
     loss: list[float] | None = None
     accuracy: list[float] | None = None
     overlap: list[float] | None = None
+    confidence: list[float] | None = None  # this and the next: of a head that has a confidence head
+    confidence_error: list[float] | None = None
     grad_norm: float | None = None
     learning_rate: float | None = None
     tokens_per_second: float | None = None
     held_out_loss: list[float] | None = None
     held_out_accuracy: list[float] | None = None
     held_out_overlap: list[float] | None = None
+    held_out_confidence: list[float] | None = None
+    held_out_confidence_error: list[float] | None = None
     saved: bool = False
 
 
@@ -53,7 +57,7 @@ class DraftTraining:
     """Training of a head in the folder ``directory``: checkpoints, and log.jsonl of DraftRecords.
 
     Args:
-      head: float32, as made by draft_step.init_head.
+      head: float32, as made by draft_step.init_head or block_init.init_block_head.
       target: in the compute dtype.
       states: the target's hidden states of the training rows, if they were captured before.
       data_parallel: devices that each batch is split over.
@@ -63,7 +67,7 @@ class DraftTraining:
 
     def __init__(
         self,
-        head: DraftHead,
+        head: Head,
         target: Decoder,
         config: DraftTrainConfig,
         train: Examples,
@@ -83,7 +87,7 @@ class DraftTraining:
         if not train.learned[:, config.loss.steps + 1 :].any():
             raise ValueError(
                 f"rows of {train.tokens.shape[1]} tokens leave nothing to learn to "
-                f"{config.loss.steps} unrolled steps: give longer rows or unroll less"
+                f"{config.loss.steps} steps of a draft: give longer rows or fewer steps"
             )
         directory.mkdir(parents=True, exist_ok=True)
         self.config, self.schedule, self._train, self._states = config, schedule, train, states
@@ -112,9 +116,14 @@ class DraftTraining:
             self.records = [DraftRecord(**line) for line in lines]
 
     @property
-    def head(self) -> DraftHead:
+    def head(self) -> Head:
         """The weights so far, float32."""
         return self.state.head
+
+    @property
+    def target(self) -> Decoder:
+        """In the compute dtype."""
+        return self._target
 
     def run(self, note: Callable[[str], None] = lambda text: None) -> Iterator[DraftRecord]:
         """Train to the end, yielding a record at the start and after each call on the device.
@@ -180,9 +189,10 @@ class DraftTraining:
 
     def _batches(self, count: int) -> list[DraftBatch]:
         """The batches of the next ``count`` steps."""
-        return [self._batch(self._rows(self.step + index)) for index in range(count)]
+        return [self._batch(self.step + index) for index in range(count)]
 
-    def _batch(self, rows: np.ndarray) -> DraftBatch:
+    def _batch(self, step: int) -> DraftBatch:
+        rows = self._rows(step)
         batch: Any = DraftBatch(
             tokens=self._train.tokens[rows],  # pyright: ignore[reportArgumentType]
             learned=self._train.learned[rows],  # pyright: ignore[reportArgumentType]
@@ -190,7 +200,8 @@ class DraftTraining:
         if self._states is not None:
             features, hidden = self._states.read(rows)
             batch = batch.replace(features=features, hidden=hidden)
-        return jax.device_put(batch, self._split)
+        random = np.random.default_rng((self.config.seed, step, 1))  # apart from the rows' order
+        return jax.device_put(self.config.loss.drawn(batch, random), self._split)
 
     def _rows(self, step: int) -> np.ndarray:
         """Rows of a step's batch. Each epoch has its own order, fixed by the seed."""
@@ -212,8 +223,8 @@ class DraftTraining:
         found = self._held_out.evaluate(
             lambda one: draft_step.evaluate(self.head, self._target, one, self.config)
         )
-        steps = self.config.loss.steps
-        counts = [learned_counts(one.learned[0], steps) for one in self._held_out.batches]
+        batches = (jax.tree.map(lambda x: x[0], one) for one in self._held_out.batches)
+        counts = [self.config.loss.counts(batch) for batch in batches]
         values = {
             f"held_out_{name}": np.average(
                 np.array([metrics[name] for metrics in found]), axis=0, weights=np.array(counts)
@@ -233,9 +244,10 @@ class DraftTraining:
 
     def _fingerprint(self) -> dict[str, Any]:
         """What must not change between a checkpoint and the run that resumes from it."""
+        ids = self.head.token_ids if isinstance(self.head, DraftHead) else None
         return {
             "head": static_choices(self.head),
-            "token_ids": fingerprint.of_weights(self.head.token_ids),
+            "token_ids": fingerprint.of_weights(ids),
             "target": fingerprint.of_weights(self._target),
             "config": dataclasses.asdict(self.config),
             "data": fingerprint.of_rows(self._train.tokens, self._train.learned),
@@ -245,7 +257,8 @@ class DraftTraining:
 def held_out_batches(
     held_out: Examples, config: DraftTrainConfig, schedule: Schedule
 ) -> DraftBatch:
-    """Evenly spaced rows as batches [E, B, T], about ``schedule.evaluation_tokens`` in all.
+    """Evenly spaced rows as batches [E, B, T] with the loss's choices, about
+    ``schedule.evaluation_tokens`` in all.
 
     If there are fewer rows than one batch, the batch size is halved until there are enough.
     """
@@ -255,6 +268,7 @@ def held_out_batches(
         batch = -(-batch // 2)
     count = available // batch * batch
     rows = spread_rows(len(held_out), count).reshape(-1, batch)
-    return DraftBatch(
+    batch = DraftBatch(
         tokens=jnp.asarray(held_out.tokens[rows]), learned=jnp.asarray(held_out.learned[rows])
     )
+    return jax.tree.map(jnp.asarray, config.loss.drawn(batch, np.random.default_rng(config.seed)))

@@ -18,6 +18,7 @@ from jaxspec.config.model import ModelConfig
 from jaxspec.config.mtp import MtpConfig
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import (
+    BlockHead,
     DraftHead,
     EagleMethod,
     HeadConfig,
@@ -26,19 +27,13 @@ from jaxspec.models.heads import (
     head_shapes,
     mtp_head_config,
 )
-from jaxspec.models.shapes import weight_name
 from jaxspec.pytree import Pytree, pytree
-from jaxspec.training.draft_loss import (
-    DraftBatch,
-    LossConfig,
-    check_unrolled,
-    draft_loss,
-    learned_counts,
-)
-from jaxspec.training.optimizer import MATRICES, OptimizerConfig, adamw, descend, learning_rate
+from jaxspec.training.draft_loss import DraftBatch, Loss, LossConfig, check_unrolled
+from jaxspec.training.initial import init_layers, reads_last
+from jaxspec.training.optimizer import OptimizerConfig, adamw, descend, learning_rate
 from jaxspec.training.precision import Attention, ComputeDtype, attention_of, cast_weights
 
-RESIDUAL_OUTPUTS = frozenset({"o", "down"})
+Head = DraftHead | BlockHead
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,13 +41,14 @@ class DraftTrainConfig(OptimizerConfig):
     """How to train a head.
 
     Attributes:
+      loss: of the head's method: a LossConfig, or a BlockLoss.
       batch_size: sequences of one step.
       accumulation: micro-batches of a step; their gradients are added up, which saves memory.
       seed: of the initial weights and the order of the data.
       attention: attention of the target's forward pass; ``cudnn``: bfloat16 on NVIDIA GPUs.
     """
 
-    loss: LossConfig = dataclasses.field(default_factory=LossConfig)
+    loss: Loss = dataclasses.field(default_factory=LossConfig)
     batch_size: int = 32
     accumulation: int = 1
     learning_rate: float = 1e-3
@@ -71,10 +67,10 @@ class DraftTrainConfig(OptimizerConfig):
 
 
 @pytree
-class DraftTrainState(Pytree):
+class DraftTrainState[H: Head](Pytree):
     """Everything that a step updates. ``step``, int32 [], counts the steps taken."""
 
-    head: DraftHead  # float32
+    head: H  # float32
     moments: optax.OptState
     step: Array
 
@@ -108,23 +104,9 @@ def init_head(
     size = None if token_ids is None else len(token_ids)
     described = HeadConfig(config, method, capture, draft_vocab_size=size)
     shapes = head_shapes(described, target.config, jnp.dtype(jnp.float32))
-    generator = np.random.default_rng(seed)
-
-    def init(path: tuple[Any, ...], shape: jax.ShapeDtypeStruct) -> Array:
-        name = weight_name(path)
-        if name not in MATRICES:
-            return jnp.asarray(np.full(shape.shape, "norm" in name, np.float32))
-        scale = shape.shape[0] ** -0.5
-        if name in RESIDUAL_OUTPUTS:
-            scale *= (2 * config.num_layers) ** -0.5
-        return jnp.asarray(scale * generator.standard_normal(shape.shape, np.float32))
-
-    head = jax.tree_util.tree_map_with_path(init, trainable(shapes))
-    hidden, fc = config.hidden_size, head.front.fc
-    weight = 0.1 * fc.weight
-    if hidden == target.config.hidden_size:
-        weight = weight.at[-hidden:].add(jnp.eye(hidden))
-    head = head.replace(front=head.front.replace(fc=fc.replace(weight=weight)))
+    head: Any = init_layers(trainable(shapes), config.num_layers, seed)
+    fc, hidden = reads_last(head.front.fc, target.config.hidden_size), config.hidden_size
+    head = head.replace(front=head.front.replace(fc=fc))
     if method == "eagle1":
         return head
     ids = None if token_ids is None else jnp.asarray(token_ids, jnp.int32)
@@ -167,44 +149,50 @@ def init_mtp_layer(target: Decoder, mtp: MtpConfig, seed: int = 0) -> DraftHead:
     )
 
 
-def trainable(head: DraftHead) -> DraftHead:
+def trainable[H: Head](head: H) -> H:
     """The head without its table of token ids, which is not trained."""
-    return head.replace(token_ids=None)
+    return head.replace(token_ids=None) if isinstance(head, DraftHead) else head
 
 
-def init_state(head: DraftHead, config: DraftTrainConfig) -> DraftTrainState:
+def _completed[H: Head](weights: H, head: H) -> H:
+    """Trained weights with what ``trainable`` took of ``head``."""
+    if isinstance(weights, DraftHead) and isinstance(head, DraftHead):
+        return weights.replace(token_ids=head.token_ids)
+    return weights
+
+
+def init_state[H: Head](head: H, config: DraftTrainConfig) -> DraftTrainState[H]:
+    """Raises ValueError for a loss that is of another kind of heads."""
+    config.loss.check(head)
     weights: Any = trainable(head)
     return DraftTrainState(
         head=head, moments=adamw(config).init(weights), step=jnp.zeros((), jnp.int32)
     )
 
 
-def train_step(
-    state: DraftTrainState,
+def train_step[H: Head](
+    state: DraftTrainState[H],
     target: Decoder,
     batch: DraftBatch,
     total_steps: Array,
     config: DraftTrainConfig,
-) -> tuple[DraftTrainState, dict[str, Array]]:
+) -> tuple[DraftTrainState[H], dict[str, Array]]:
     """One AdamW step; a pure function, to be jitted by the caller.
 
     Args:
       target: in the compute dtype; not trained.
       batch: B rows, computed in ``config.accumulation`` micro-batches.
 
-    Metrics are float32: ``loss``, ``accuracy`` and ``overlap`` [steps] (see draft_loss), and
-    ``total_loss``, ``grad_norm``, ``learning_rate`` [].
+    Metrics are float32: ``loss``, ``accuracy`` and ``overlap`` [steps] (see draft_loss; of a block
+    head see BlockLoss), and ``total_loss``, ``grad_norm``, ``learning_rate`` [].
     """
-    token_ids = state.head.token_ids
     # Counted over the whole batch, so that every learned token has the same weight, however the
     # tokens are distributed over the micro-batches.
-    counts = learned_counts(batch.learned, config.loss.steps) / config.accumulation
+    counts = config.loss.counts(batch) / config.accumulation
 
-    def loss(weights: DraftHead, part: DraftBatch) -> tuple[Array, dict[str, Array]]:
-        head = weights.replace(token_ids=token_ids)
-        working = cast_weights(head, config.compute_dtype)
-        attend = attention_of(config.attention)
-        return draft_loss(working, target, part, config.loss, attend, counts)
+    def loss(weights: Head, part: DraftBatch) -> tuple[Array, dict[str, Array]]:
+        working = cast_weights(_completed(weights, state.head), config.compute_dtype)
+        return config.loss(working, target, part, attention_of(config.attention), counts)
 
     weights: Any = trainable(state.head)
     parts = jax.tree.map(lambda x: _parts(x, config.accumulation), batch)
@@ -218,7 +206,7 @@ def train_step(
     metrics, gradients = jax.tree.map(lambda x: x / config.accumulation, sums)
     rate = learning_rate(config, state.step, total_steps)
     weights, moments, norm = descend(config, weights, state.moments, gradients, rate)
-    head = weights.replace(token_ids=token_ids)
+    head = _completed(weights, state.head)
     state = DraftTrainState(head=head, moments=moments, step=state.step + 1)
     return state, metrics | {"grad_norm": norm, "learning_rate": rate}
 
@@ -231,7 +219,7 @@ def _parts(x: Array, count: int) -> Array:
     return x.reshape(-1, count, *x.shape[1:]).swapaxes(0, 1)
 
 
-def _shapes(loss: Any, weights: DraftHead, parts: DraftBatch) -> tuple[Any, Any]:
+def _shapes(loss: Any, weights: Head, parts: DraftBatch) -> tuple[Any, Any]:
     """(metrics, gradients) as ShapeDtypeStructs, to allocate the sums."""
     part = jax.tree.map(lambda x: x[0], parts)
     value, metrics = jax.eval_shape(loss, weights, part)
@@ -241,13 +229,13 @@ def _shapes(loss: Any, weights: DraftHead, parts: DraftBatch) -> tuple[Any, Any]
 one_step = jax.jit(train_step, static_argnames=("config",), donate_argnames=("state",))
 
 
-def train_steps(
-    state: DraftTrainState,
+def train_steps[H: Head](
+    state: DraftTrainState[H],
     target: Decoder,
     batches: Sequence[DraftBatch],
     total_steps: int,
     config: DraftTrainConfig,
-) -> tuple[DraftTrainState, dict[str, np.ndarray]]:
+) -> tuple[DraftTrainState[H], dict[str, np.ndarray]]:
     """One step on each batch. One program serves any number of batches.
 
     Waits for the results, and returns the means of the metrics; of the learning rate, the last.
@@ -263,15 +251,15 @@ def train_steps(
 
 @functools.partial(jax.jit, static_argnames=("config",))
 def evaluate(
-    head: DraftHead, target: Decoder, batches: DraftBatch, config: DraftTrainConfig
+    head: Head, target: Decoder, batches: DraftBatch, config: DraftTrainConfig
 ) -> dict[str, Array]:
-    """The metrics of draft_loss: means over the learned tokens of batches [S, B, ...]."""
+    """The metrics of the loss: means over the learned tokens of batches [S, B, ...]."""
     working = cast_weights(head, config.compute_dtype)
     attend = attention_of(config.attention)
 
     def run(batch: DraftBatch) -> tuple[Array, dict[str, Array]]:
-        counts = learned_counts(batch.learned, config.loss.steps)
-        return counts, draft_loss(working, target, batch, config.loss, attend)[1]
+        counts = config.loss.counts(batch)
+        return counts, config.loss(working, target, batch, attend, counts)[1]
 
     counts, metrics = jax.lax.map(run, batches)  # [S, steps]
     weights = counts / counts.sum(axis=0)

@@ -11,6 +11,7 @@ from jax import Array
 from jaxspec.config.model import ModelConfig
 from jaxspec.models.decoder import Decoder, decoder_shapes
 from jaxspec.models.expert_linear import ExpertLinear
+from jaxspec.models.linear import Linear
 from jaxspec.models.shapes import weight_name
 from jaxspec.training.optimizer import MATRICES
 
@@ -43,6 +44,32 @@ def init_decoder(config: ModelConfig, seed: int) -> Decoder:
     return jax.tree_util.tree_map_with_path(
         init, shapes, is_leaf=lambda node: isinstance(node, ExpertLinear)
     )
+
+
+def init_layers[T](shapes: T, num_layers: int, seed: int) -> T:
+    """Random float32 weights of a draft head with so many layers, for its ShapeDtypeStructs:
+    normal, scaled by the fan-in of each matrix. Norms are 1, and all else is 0."""
+    generator = np.random.default_rng(seed)
+
+    def init(path: tuple[Any, ...], shape: jax.ShapeDtypeStruct) -> Array:
+        name = weight_name(path)
+        if name not in MATRICES:
+            return jnp.asarray(np.full(shape.shape, "norm" in name, np.float32))
+        scale = shape.shape[name == "before"] ** -0.5  # rows of that table are read one by one
+        if name in RESIDUAL_OUTPUTS:
+            scale *= (2 * num_layers) ** -0.5
+        return jnp.asarray(scale * generator.standard_normal(shape.shape, np.float32))
+
+    return jax.tree_util.tree_map_with_path(init, shapes)
+
+
+def reads_last(fc: Linear, hidden: int) -> Linear:
+    """A projection [C, H] that mostly passes on the last of the hidden states it reads, if it has
+    their size ``hidden``."""
+    weight = 0.1 * fc.weight
+    if weight.shape[1] == hidden:
+        weight = weight.at[-hidden:].add(jnp.eye(hidden))
+    return fc.replace(weight=weight)
 
 
 def _initial(

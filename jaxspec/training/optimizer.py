@@ -12,6 +12,7 @@ from jaxspec.models.shapes import weight_name
 
 MATRICES = frozenset(
     {"embed", "qkv", "o", "gate_up", "down", "lm_head", "fc", "qkvz", "ba", "router", "shared_gate"}
+    | {"before", "after"}  # of a Markov head
 )
 
 

@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from jaxspec.config.model import ModelConfig
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import BlockHead, block_head_shapes
-from jaxspec.models.hf_blocks import block_config, has_confidence, says_block, to_hf_block
+from jaxspec.models.hf_blocks import block_config, says_block, to_hf_block
 from jaxspec.models.hf_values import naming, read_json
 from jaxspec.models.linear import Linear
 from jaxspec.parallel import Shards, mesh_layout
@@ -21,7 +21,6 @@ from jaxspec.weights.safetensors_io import check_not_quantized, load_tree, place
 
 # DeepSpec's checkpoints have the target's own tables, which were not trained.
 _COPIES = ("embed_tokens.weight", "lm_head.weight")
-_CONFIDENCE = ("confidence_head.proj.weight", "confidence_head.proj.bias")
 
 
 def holds_block_head(directory: str | Path) -> bool:
@@ -39,7 +38,7 @@ def load_block_head(
     """Read a block head for a target, cast to ``dtype``, onto ``mesh`` or the default device.
 
     ``sharded`` splits it over the mesh's model axis, a Markov head excepted; otherwise it is
-    replicated. A confidence head is not read, nor are copies of the target's tables.
+    replicated. Copies of the target's tables are not read.
 
     Raises ValueError for a head that does not fit the target, and for one that is quantized.
     """
@@ -52,7 +51,6 @@ def load_block_head(
     shards = Shards.over(mesh, mesh_layout(mesh, split_model=sharded))
     shapes = block_head_shapes(config, target, dtype, shards)
     harmless = {*_COPIES} if config.predicts_next else set()
-    harmless |= {*_CONFIDENCE} if has_confidence(raw) else set()
     splits = shapes.filled(splitting())
     return load_tree(scan(directory), shapes, splits, placements(shapes, mesh), harmless)
 

@@ -65,9 +65,8 @@ def test_logits_are_those_of_the_rounded_lm_head(bits: int, tied: bool):
     assert isinstance(copy.linear, GroupedLinear if bits == 4 else ScaledLinear)
     assert getattr(copy.linear, "loaded", None) is None or not tied  # no transposed table
     normed = jax.random.normal(jax.random.key(0), (3, target.config.hidden_size))
-    dense = target.replace(
-        lm_head=Linear(weight=copy.linear.dense(jnp.float32).T, axes=copy.linear.axes)
-    )
+    weight = copy.linear.dense(jnp.dtype("float32")).T
+    dense = target.replace(lm_head=Linear(weight=weight, axes=copy.linear.axes))
     found = target_logits(target, copy, normed, NO_KERNELS)
     np.testing.assert_allclose(found, decoder.logits(dense, normed), rtol=1e-4, atol=1e-4)
     exact = decoder.logits(target, normed)

@@ -218,7 +218,7 @@ def test_captured_layers_are_exported_in_the_order_they_are_read(tmp_path):
 
 
 def test_rows_too_short_for_the_unrolled_steps_are_an_error(tmp_path):
-    with pytest.raises(ValueError, match="leave nothing to learn to 15 unrolled steps"):
+    with pytest.raises(ValueError, match="leave nothing to learn to 15 steps of a draft"):
         start(tmp_path, loss=LossConfig(steps=15))
 
 
@@ -338,9 +338,10 @@ def test_too_few_rows_are_an_error(tmp_path):
         (["--data", "{text}", "--method", "eagle1", "--draft-vocab", "9"], "drafts every token"),
         (
             ["--data", "{text}", "--method", "mtp", "--ff", "9", "--layers", "2"],
-            "an MTP layer has the model's own sizes: no --ff and --layers",
+            "--method mtp does not take --ff and --layers",
         ),
         (["--data", "{text}", "--answers", "."], "--answers would do nothing: add --regenerate"),
+        (["--data", "{text}", "--block-size", "8"], "eagle3 does not take --block-size"),
         (["--data", "{text}", "--keep-text"], "--keep-text would do nothing: add --regenerate"),
         (["--data", "{text}", "--regenerate-rows", "0"], "--regenerate-rows would do nothing"),
         (["--data", "{text}", "--regenerate-batch", "8"], "--regenerate-batch would do nothing"),

@@ -24,7 +24,7 @@ from tests.checkpoints import save_byte_tokenizer, save_tensors
 from tests.random_models import random_target, tiny_config
 
 FLOAT32 = jnp.dtype("float32")
-NOT_WRITTEN = {"confidence_head.proj.weight", "confidence_head.proj.bias"}
+CONFIDENCE = {"confidence_head.proj.weight", "confidence_head.proj.bias"}
 COPIES = {"embed_tokens.weight", "lm_head.weight"}
 
 
@@ -74,6 +74,13 @@ def test_the_fields_and_tensors_of_published_heads(heads: dict[str, Path], targe
         if head.markov is not None:
             after = tensors["markov_head.markov_w2.weight"]
             np.testing.assert_array_equal(head.markov.after, after)
+        assert (head.confidence is not None) == dspark
+        if head.confidence is not None:
+            weight = tensors["confidence_head.proj.weight"]
+            np.testing.assert_array_equal(head.confidence.weight, weight)
+            np.testing.assert_array_equal(
+                head.confidence.bias, tensors["confidence_head.proj.bias"]
+            )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -88,7 +95,7 @@ def test_a_head_is_written_in_its_layout_bit_for_bit(
     written, read = (
         load_file(directory / "model.safetensors") for directory in (tmp_path, heads[kind])
     )
-    assert written.keys() == read.keys() - NOT_WRITTEN
+    assert written.keys() == read.keys()
     for name in written.keys() - COPIES:
         assert np.array_equal(written[name], read[name].astype(written[name].dtype)), name
     if kind == "dspark":
@@ -96,19 +103,37 @@ def test_a_head_is_written_in_its_layout_bit_for_bit(
         table = own["model.embed_tokens.weight"].astype(written["fc.weight"].dtype)
         assert np.array_equal(written["embed_tokens.weight"], table)
     fields, before = (read_json(path / "config.json") for path in (tmp_path, heads[kind]))
-    for key in ("architectures", "block_size", "num_target_layers", "dflash_config", "markov_rank"):
+    same = ("architectures", "block_size", "num_target_layers", "dflash_config", "markov_rank")
+    for key in (*same, "enable_confidence_head", "confidence_head_with_markov"):
         assert fields.get(key) == before.get(key)
 
 
 def test_dflash_heads_of_deepspec_have_no_markov_head(
     heads: dict[str, Path], target_dir: Path, target: ModelConfig, tmp_path: Path
 ):
-    without = dict.fromkeys((*NOT_WRITTEN, *(f"markov_head.markov_w{i}.weight" for i in (1, 2))))
+    without = dict.fromkeys((*CONFIDENCE, *(f"markov_head.markov_w{i}.weight" for i in (1, 2))))
     fields = {"markov_rank": 0, "markov_head_type": None, "enable_confidence_head": False}
     head = load_block_head(
         changed(heads["dspark"], tmp_path / "in", fields, **without), target, FLOAT32
     )
     assert head.markov is None and head.predicts_next
+    save_block_head(head, tmp_path / "out", load_decoder(target_dir, target, FLOAT32))
+    assert arrays_equal(load_block_head(tmp_path / "out", target, FLOAT32), head)
+
+
+def test_a_confidence_head_may_read_outputs_alone(
+    heads: dict[str, Path], target_dir: Path, target: ModelConfig, tmp_path: Path
+):
+    weight = np.arange(64, dtype=np.float32)[None]
+    given = changed(
+        heads["dspark"], tmp_path / "in", {"confidence_head_with_markov": False},
+        **{"confidence_head.proj.weight": weight},
+    )  # fmt: skip
+    head = load_block_head(given, target, FLOAT32)
+    assert head.confidence is not None
+    outputs, bias = np.ones((2, 64), np.float32), float(head.confidence.bias[0])
+    logits = head.confidence(jnp.asarray(outputs), head.markov, jnp.array([1, 2]))
+    np.testing.assert_allclose(logits, [weight.sum() + bias] * 2, rtol=1e-6)
     save_block_head(head, tmp_path / "out", load_decoder(target_dir, target, FLOAT32))
     assert arrays_equal(load_block_head(tmp_path / "out", target, FLOAT32), head)
 
@@ -165,6 +190,18 @@ MISFITS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     ),
     "another Markov head": (
         "dspark", {"markov_head_type": "rnn"}, {}, "markov_head_type 'rnn' is not supported",
+    ),
+    "confidence that reads no Markov head": (
+        "dspark", {"markov_rank": 0}, {}, "that reads the token before needs a Markov head",
+    ),
+    "no confidence weights": (
+        "dspark", {}, {"confidence_head.proj.bias": None}, "confidence_head.proj.bias is missing",
+    ),
+    "confidence weights that are not announced": (
+        "dspark", {"enable_confidence_head": False}, {}, "is not part of",
+    ),
+    "an unclear flag": (
+        "dspark", {"enable_confidence_head": 1}, {}, "enable_confidence_head must be true or false",
     ),
     "an unknown key": ("dspark", {"new": 1}, {}, "unknown key 'new'"),
     "a missing tensor": (

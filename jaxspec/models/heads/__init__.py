@@ -8,7 +8,13 @@ from jaxspec.models.heads.block import (
     BlockHead,
     block_head_shapes,
 )
-from jaxspec.models.heads.config import EagleMethod, HeadConfig, check_capture, default_capture
+from jaxspec.models.heads.config import (
+    EagleMethod,
+    HeadConfig,
+    check_capture,
+    default_block_capture,
+    default_capture,
+)
 from jaxspec.models.heads.eagle1 import Eagle1Front, eagle1_front_shape
 from jaxspec.models.heads.eagle3 import Eagle3Front, eagle3_front_shape
 from jaxspec.models.heads.head import DraftHead, Front, FrontOutput, FrontShape, HeadOutput
@@ -32,6 +38,7 @@ __all__ = [
     "MtpFront",
     "block_head_shapes",
     "check_capture",
+    "default_block_capture",
     "default_capture",
     "head_shapes",
     "mtp_head_config",

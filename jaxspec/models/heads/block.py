@@ -12,7 +12,7 @@ with one mask less, and a Markov head adds what the token before says of the nex
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +47,8 @@ class BlockConfig:
       mask_token: id of the tokens after that one.
       predicts_next: the output at a token is the one after it (DSpark), not the one there (DFlash).
       markov_rank: of the Markov head; 0: there is none.
+      confidence: what the confidence head reads, the token before by the Markov head's embedding;
+        None: there is none.
     """
 
     model: ModelConfig
@@ -55,6 +57,13 @@ class BlockConfig:
     mask_token: int
     predicts_next: bool = False
     markov_rank: int = 0
+    confidence: Literal["output", "output and token"] | None = None
+
+    def __post_init__(self):
+        if self.markov_rank < 0:
+            raise ValueError(f"the rank of a Markov head is at least 0, got {self.markov_rank}")
+        if self.confidence == "output and token" and not self.markov_rank:
+            raise ValueError("a confidence head that reads the token before needs a Markov head")
 
 
 @pytree
@@ -83,6 +92,29 @@ class Markov(Pytree):
         return self.replace(
             before=filler.array("markov_head.markov_w1.weight", self.before),
             after=filler.array("markov_head.markov_w2.weight", self.after),
+        )
+
+
+@pytree
+class Confidence(Pytree):
+    """DSpark's confidence head: how likely a drafted token is accepted if those before it are."""
+
+    weight: Array = array("units", "features")  # [1, H], or [1, H + r]
+    bias: Array = array("units")  # [1]
+
+    def __call__(self, outputs: Array, markov: Markov | None, before: Array) -> Array:
+        """Float32 logits [...] from the layers' normed outputs [..., H] and the tokens before the
+        drafted ones, int32 [...]."""
+        if self.weight.shape[1] > outputs.shape[-1]:
+            assert markov is not None  # see BlockConfig
+            outputs = jnp.concatenate([outputs, markov.before[before]], axis=-1)
+        return einsum_f32("...f,uf->...u", outputs, self.weight)[..., 0] + self.bias[0]
+
+    def filled(self, filler: Filler) -> "Confidence":
+        """The same, with every array replaced by ``filler``'s result."""
+        return self.replace(
+            weight=filler.array("confidence_head.proj.weight", self.weight),
+            bias=filler.array("confidence_head.proj.bias", self.bias),
         )
 
 
@@ -120,6 +152,7 @@ class BlockHead(Pytree):
     norm: Array = array("hidden")
     markov: Markov | None = None
     lm_head_copy: LMHeadCopy | None = None
+    confidence: Confidence | None = None
     config: ModelConfig = static()
     capture: tuple[int, ...] = static()
     block_size: int = static()
@@ -130,6 +163,11 @@ class BlockHead(Pytree):
     @property
     def dtype(self) -> jnp.dtype:
         return self.fc.dtype
+
+    @property
+    def method(self) -> str:
+        """The head's kind, as commands and cards name it."""
+        return "dspark" if self.predicts_next else "dflash"
 
     @property
     def max_depth(self) -> int:
@@ -158,10 +196,21 @@ class BlockHead(Pytree):
         kernels: Kernels = NO_KERNELS,
     ) -> LayerStates:
         """The states with the keys and values of tokens, from the target's hidden states."""
+        return self.read_context(captured, positions, states, WriteOnly(slots=slots), kernels)
+
+    def read_context(
+        self,
+        captured: Array,  # [B, T, C]
+        positions: Array,  # [B, T] rotary positions
+        states: LayerStates,
+        attend: Attend,
+        kernels: Kernels = NO_KERNELS,
+    ) -> LayerStates:
+        """The states that ``attend`` makes of tokens, of its two results."""
         with jax.named_scope("fc"):
             fused = self.fc(captured.astype(self.dtype), kernels)
             context = rms_norm(fused, self.hidden_norm, self.config.rms_norm_eps)
-        eps, attend = self.config.rms_norm_eps, WriteOnly(slots=slots)
+        eps = self.config.rms_norm_eps
         step = make_pass(self.config.layers, positions, attend, eps, self.layout, kernels)
         # Of a mixer's two results the first is not computed where it is not used.
         pairs = zip(self.layers, states, strict=True)
@@ -183,13 +232,26 @@ class BlockHead(Pytree):
     ) -> tuple[Array, LayerStates]:
         """One pass over a block: this shard's float32 logits of each drafted position, before a
         Markov head [B, depth, V / shards], and the states."""
+        outputs, states = self.outputs(target, block, positions, states, attend, kernels)
+        return target_logits(target, self.lm_head_copy, outputs, kernels), states
+
+    def outputs(
+        self,
+        target: Decoder,
+        block: Array,  # [B, T] a result of ``block``
+        positions: Array,  # [B, T] rotary positions
+        states: LayerStates,
+        attend: Attend,
+        kernels: Kernels = NO_KERNELS,
+    ) -> tuple[Array, LayerStates]:
+        """The normed outputs at each drafted position [B, depth, H], which the target's LM head
+        reads, and the states."""
         x = decoder.plain_embed(target, block).astype(self.dtype)
         eps = self.config.rms_norm_eps
         step = make_pass(self.config.layers, positions, attend, eps, self.layout, kernels)
         first = step.norm(x, self.layers[0].input_norm)
         _, normed, states = run_layers(self.layers, x, first, states, step, self.norm)
-        drafted = normed if self.predicts_next else normed[:, 1:]
-        return target_logits(target, self.lm_head_copy, drafted, kernels), states
+        return normed if self.predicts_next else normed[:, 1:], states
 
     def filled(self, filler: Filler) -> "BlockHead":
         """The same, with every array replaced by ``filler``'s result."""
@@ -203,6 +265,7 @@ class BlockHead(Pytree):
                 layer.filled(f"layers.{index}.", filler) for index, layer in enumerate(self.layers)
             ),
             markov=None if self.markov is None else self.markov.filled(filler),
+            confidence=None if self.confidence is None else self.confidence.filled(filler),
             **norms,
         )
 
@@ -219,12 +282,15 @@ def block_head_shapes(
     config, hidden, vocab = head.model, head.model.hidden_size, target.vocab_size
     features = target.hidden_size * len(head.capture)
     table = array_shape(vocab, head.markov_rank, dtype=dtype, when=head.markov_rank > 0)
+    read = hidden + (head.markov_rank if head.confidence == "output and token" else 0)
+    judge = Confidence(weight=array_shape(1, read, dtype=dtype), bias=array_shape(1, dtype=dtype))
     return BlockHead(
         fc=linear_shape(("features", "hidden"), (features, hidden), dtype),
         hidden_norm=vector(hidden, dtype),
         layers=tuple(layer_shape(one, hidden, dtype, shards) for one in config.layers),
         norm=vector(hidden, dtype),
         markov=None if table is None else Markov(before=table, after=table),
+        confidence=None if head.confidence is None else judge,
         config=config,
         capture=head.capture,
         block_size=head.block_size,

@@ -9,6 +9,7 @@ from jaxspec.models.decoder import FINAL_NORM
 from jaxspec.models.mtp_names import MtpNames
 
 EagleMethod = Literal["eagle3", "eagle1"]
+BLOCK_STATES = 5  # hidden states that published block heads read
 HeadMethod = EagleMethod | Literal["mtp"]
 
 
@@ -52,6 +53,15 @@ def default_capture(method: EagleMethod, target_layers: int) -> tuple[int, ...]:
     if not early < middle < late:
         early, late = max(middle - 1, 0), middle + 1
     return early, middle, late
+
+
+def default_block_capture(target_layers: int) -> tuple[int, ...]:
+    """As many hidden states as published block heads read, from early to late at equal distances;
+    fewer of a small target. Never the last one, whose norm engines disagree about."""
+    first = min(2, target_layers - 1)
+    last = max(first, target_layers - 2)
+    spread = (first + round(i * (last - first) / (BLOCK_STATES - 1)) for i in range(BLOCK_STATES))
+    return tuple(sorted(set(spread)))
 
 
 def check_capture(ids: Sequence[int], target_layers: int) -> tuple[int, ...]:

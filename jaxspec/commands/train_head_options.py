@@ -1,0 +1,184 @@
+"""Options of `jaxspec train-head`: the parser, and what applies to which method."""
+
+import argparse
+from pathlib import Path
+
+from jaxspec.commands.shell import add_model_option, command_parser
+from jaxspec.config.model import ModelConfig
+from jaxspec.training import data
+from jaxspec.training.block_loss import BlockLoss
+from jaxspec.training.draft_loss import Loss, LossConfig
+from jaxspec.training.draft_step import DraftTrainConfig
+from jaxspec.training.precision import resolve_precision
+
+DEFAULT_LICENSE = "Trained on the data and for the model named above, each under its own licence."
+
+BLOCK = ("dflash", "dspark")
+METHODS = ("eagle3", "eagle1", "mtp", *BLOCK)
+# Methods of the options that not all take. (An MTP layer has the model's own sizes, and block heads
+# draft with the model's LM head.)
+METHODS_OF = {
+    "--draft-vocab": ("eagle3", "eagle1"),
+    "--capture": ("eagle3", "eagle1", *BLOCK),
+    "--ff": ("eagle3", "eagle1", *BLOCK),
+    "--layers": ("eagle3", "eagle1", *BLOCK),
+    "--unroll": ("eagle3", "eagle1", "mtp"),
+    "--block-size": BLOCK,
+    "--mask-token": BLOCK,
+    "--markov-rank": ("dspark",),
+    "--anchors": BLOCK,
+}
+
+
+def make_parser(description: str | None) -> argparse.ArgumentParser:
+    parser = command_parser("train-head", description)
+    add = parser.add_argument
+    add_model_option(parser)
+    add("--data", type=Path, nargs="+", required=True, help="folders, text files or .jsonl files")
+    add("--out", type=Path, required=True, help="folder of the exported head")
+    add("--method", choices=METHODS, default="eagle3", help="layout of the head; mtp: a layer like "
+        "the model's last one, named as in DeepSeek-V3; dflash, dspark: Qwen3 layers that draft a "
+        "block in one pass")  # fmt: skip
+    add("--work", type=Path, default=Path("runs/drafter"), help="checkpoints, log, answers, states")
+    add("--resume", action="store_true", help="resume from the last checkpoint in --work, with the "
+        "answers written by then; without it, checkpoints there are deleted")  # fmt: skip
+    length = parser.add_mutually_exclusive_group(required=True)
+    length.add_argument("--steps", type=int, help="training steps")
+    length.add_argument("--minutes", type=float, help="time for everything, start-up and export "
+        "included; --regenerate stops after half of it, and the answers written by then are "
+        "used")  # fmt: skip
+    rows = parser.add_argument_group("data")
+    rows.add_argument(
+        "--suffixes",
+        nargs="+",
+        default=list(data.DEFAULT_SUFFIXES),
+        help="of the files read in folders",
+    )
+    rows.add_argument("--length", type=int, default=512, help="tokens of a row")
+    rows.add_argument(
+        "--regenerate",
+        action="store_true",
+        help="let the model write the answers (of a chat, the first one)",
+    )
+    rows.add_argument("--regenerate-rows", type=int, help="only so many rows (default: all)")
+    rows.add_argument(
+        "--regenerate-temperatures",
+        type=float,
+        nargs="+",
+        help="temperatures of the answers; row i uses the i-th, cyclically (default: 0 1)",
+    )
+    rows.add_argument("--answers", type=Path, help="--work of an earlier run with --regenerate: "
+        "its answers are used as they are, so several heads learn from the same")  # fmt: skip
+    rows.add_argument("--regenerate-batch", type=int, help="batch size of it (default: 64)")
+    rows.add_argument("--keep-text", action="store_true", help="train on the data's own text too")
+    rows.add_argument("--prompt-tokens", type=int, help="prompt of a text row (default: 64)")
+    rows.add_argument("--store-states", action="store_true", help="keep hidden states on disk "
+        "(an error if they would take more than three quarters of --minutes)")  # fmt: skip
+    head = parser.add_argument_group("head")
+    head.add_argument("--draft-vocab", type=int, help="size of the draft vocabulary, the most "
+        "frequent tokens (default: the whole vocabulary)")  # fmt: skip
+    head.add_argument("--capture", type=int, nargs="+", help="target layers whose hidden states "
+        "the head reads (default: as in the method's official code, or by published heads of it)"
+    )  # fmt: skip
+    head.add_argument("--ff", type=int, help="width of the MLP (default: the model's)")
+    head.add_argument("--layers", type=int, help="layers of the head (default: 1, of a block head "
+        "2; published block heads have 5)")  # fmt: skip
+    block = parser.add_argument_group("block heads (dflash, dspark)")
+    block.add_argument("--block-size", type=int, help="tokens of a block (default: 8; published: "
+        "DFlash 16, DSpark 7); dflash drafts one token less, dspark as many")  # fmt: skip
+    block.add_argument("--mask-token", type=int, help="id of the masks in a block (default: the "
+        "first id past the tokenizer's, else the one that ends a text)")  # fmt: skip
+    block.add_argument("--markov-rank", type=int, help="rank of dspark's Markov head; 0: none "
+        "(default: a quarter of the hidden size, at most 256 as published)")  # fmt: skip
+    block.add_argument("--anchors", type=int, help="blocks of a row that a step learns, at random "
+        "places (default: 64)")  # fmt: skip
+    train = parser.add_argument_group("training")
+    train.add_argument(
+        "--unroll", type=int, help="steps of the training-time test (default: the method's)"
+    )
+    train.add_argument("--batch", type=int, default=32, help="rows of a step")
+    train.add_argument("--accumulation", type=int, default=1, help="micro-batches of a step")
+    train.add_argument("--lr", type=float, default=1e-3, help="highest learning rate")
+    train.add_argument("--warmup", type=int, default=100, help="steps of learning rate warm-up")
+    train.add_argument("--seed", type=int, default=0, help="seed of all random numbers")
+    train.add_argument(
+        "--attention",
+        choices=("auto", "xla", "cudnn"),
+        default="auto",
+        help="implementation of attention; auto: cudnn where it runs, else xla",
+    )
+    train.add_argument(
+        "--dtype",
+        choices=("auto", "bfloat16", "float32"),
+        default="auto",
+        help="dtype of the computation; auto: bfloat16 on a GPU, else float32",
+    )
+    train.add_argument(
+        "--steps-per-call", type=int, default=10, help="most steps between log records"
+    )
+    train.add_argument(
+        "--evaluate-every",
+        type=int,
+        default=500,
+        help="steps between evaluations on held-out files",
+    )
+    train.add_argument(
+        "--save-every", type=int, default=1000, help="steps between checkpoints and exports"
+    )
+    add("--license-note", default=DEFAULT_LICENSE, help="licence note in the model card")
+    return parser
+
+
+def loss_of(args: argparse.Namespace) -> Loss:
+    if args.method not in BLOCK:
+        return LossConfig.for_method(args.method, args.unroll)
+    steps = block_size(args) - (args.method == "dflash")
+    return BlockLoss.for_method(args.method, steps, 64 if args.anchors is None else args.anchors)
+
+
+def block_size(args: argparse.Namespace) -> int:
+    return 8 if args.block_size is None else args.block_size
+
+
+def train_config(args: argparse.Namespace, head_dim: int) -> DraftTrainConfig:
+    dtype, attention = resolve_precision(args.dtype, args.attention, head_dim)
+    return DraftTrainConfig(
+        loss=loss_of(args),
+        batch_size=args.batch,
+        accumulation=args.accumulation,
+        learning_rate=args.lr,
+        warmup_steps=args.warmup,
+        seed=args.seed,
+        attention=attention,
+        compute_dtype=dtype,
+    )
+
+
+def check_options(args: argparse.Namespace, model: ModelConfig) -> None:
+    """Raise ValueError for rows longer than the model allows, and for options without effect."""
+    if args.length > model.max_position:
+        raise ValueError(f"--length {args.length} exceeds the model's {model.max_position}")
+    values = vars(args)
+    given = [
+        name
+        for name, methods in METHODS_OF.items()
+        if args.method not in methods and values[name[2:].replace("-", "_")] is not None
+    ]
+    if given:
+        raise ValueError(f"--method {args.method} does not take {' and '.join(given)}")
+    counts = {
+        "--prompt-tokens": args.prompt_tokens,
+        "--regenerate-rows": args.regenerate_rows,
+        "--regenerate-batch": args.regenerate_batch,
+    }
+    others = {
+        "--regenerate-temperatures": args.regenerate_temperatures,
+        "--keep-text": args.keep_text or None,
+        "--answers": args.answers,
+    }
+    given = [name for name, value in (counts | others).items() if value is not None]
+    if given and not args.regenerate:
+        raise ValueError(f"{' and '.join(given)} would do nothing: add --regenerate")
+    for name, count in counts.items():
+        if count is not None and count < 1:
+            raise ValueError(f"{name} must be at least 1, got {count}")

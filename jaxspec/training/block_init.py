@@ -1,0 +1,84 @@
+"""A block head (DFlash, DSpark) to begin training with."""
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from jaxspec.config.model import LayerConfig, ModelConfig, draft_layers
+from jaxspec.models.decoder import Decoder
+from jaxspec.models.heads import BlockConfig, BlockHead, block_head_shapes, default_block_capture
+from jaxspec.models.hf_blocks import block_config, to_hf_block
+from jaxspec.training.block_loss import BlockMethod
+from jaxspec.training.initial import init_layers, reads_last
+
+
+def block_layers(target: ModelConfig, count: int, width: int | None = None) -> ModelConfig:
+    """Qwen3's layers with the target's sizes; ``width``: see draft_layers."""
+
+    def normed(layer: LayerConfig) -> LayerConfig:
+        return dataclasses.replace(layer, mixer=dataclasses.replace(layer.attention, qk_norm=True))
+
+    layers = draft_layers(target, count, width).map_layers(normed)
+    return dataclasses.replace(layers, stop_token_ids=())
+
+
+def default_mask(target: ModelConfig, known_tokens: int) -> int:
+    """An id that no text has before a drafted token: the first past the tokenizer's, as published
+    heads have it, if the embeddings have such a row, else the token that ends a text.
+
+    Raises ValueError if the target has neither.
+    """
+    if known_tokens < target.vocab_size:
+        return known_tokens
+    if not target.stop_token_ids:
+        raise ValueError(
+            "the model has no unused token and none that ends a text: give a mask token"
+        )
+    return target.stop_token_ids[0]
+
+
+def init_block_head(
+    target: Decoder,
+    layers: ModelConfig,
+    method: BlockMethod,
+    *,
+    block_size: int,
+    mask_token: int,
+    capture: tuple[int, ...] | None = None,
+    markov_rank: int = 0,
+    seed: int = 0,
+) -> BlockHead:
+    """A float32 head to train, with random weights except for these.
+
+    ``fc`` starts as the identity on the last captured state, and the norm before the target's LM
+    head as a copy of the target's. DSpark's Markov head adds nothing at
+    first, and its confidence head says one half.
+
+    Args:
+      layers: the head's own, as ``block_layers`` makes them.
+      capture: see BlockConfig; None: five from early to late, at equal distances.
+
+    Raises ValueError for a head that could not be loaded again.
+    """
+    dspark = method == "dspark"
+    config = BlockConfig(
+        model=layers,
+        capture=capture or default_block_capture(target.config.num_layers),
+        block_size=block_size,
+        mask_token=mask_token,
+        predicts_next=dspark,
+        markov_rank=markov_rank,
+        confidence=("output and token" if markov_rank else "output") if dspark else None,
+    )
+    shapes = block_head_shapes(config, target.config, jnp.dtype("float32"))
+    block_config(to_hf_block(shapes, target.config), target.config)
+    head = init_layers(shapes, layers.num_layers, seed)
+    head = head.replace(
+        fc=reads_last(head.fc, target.config.hidden_size),
+        # A copy, as training donates its state and the target's arrays must stay valid.
+        norm=jnp.array(target.norm, jnp.float32),
+    )
+    if head.markov is None:
+        return head
+    markov = head.markov.replace(after=jnp.zeros_like(head.markov.after))
+    return head.replace(markov=markov)

@@ -1,0 +1,237 @@
+"""The loss of a block head (DFlash, DSpark) at many places of each row at once.
+
+A block is what the drafter runs: a committed token, the *anchor*, and masks. Its context is what
+the head makes of the target's hidden states at the tokens before the anchor, and its tokens attend
+to that context and to each other, both ways. The context is computed once for a row; a mask gives
+each block its part. The layers are the same as in serving; only the attention function differs.
+
+The output of depth ``d`` drafts the token ``d`` places after the anchor, on condition that the
+tokens between are the row's: DSpark's Markov head reads them from the row.
+"""
+
+import dataclasses
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jaxspec.models import decoder
+from jaxspec.models.attention import dense_causal_attend
+from jaxspec.models.decoder import Decoder
+from jaxspec.models.forward import Attend, Heads
+from jaxspec.models.heads import BlockHead
+from jaxspec.pytree import Pytree, array, pytree
+from jaxspec.training.draft_loss import DraftBatch, target_states
+from pallas_kernels.paged_attention.reference import MASKED
+from pallas_kernels.products import einsum_f32
+
+BlockMethod = Literal["dflash", "dspark"]
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockLoss:
+    """Terms of the loss, and how many blocks of a row it is computed for.
+
+    Attributes:
+      steps: drafted tokens of a block.
+      anchors: blocks of a row, at random places; another choice in each step.
+      fade: depths after which a token's weight has fallen to 1 / e.
+      token_weight: weight of the cross entropy to the target's distribution.
+      distance_weight: weight of the L1 distance to the target's distribution, which is twice the
+        share that rejection sampling refuses at temperature 1.
+      confidence_weight: weight of the confidence head's cross entropy to the share it accepts.
+    """
+
+    steps: int
+    anchors: int = 64
+    fade: float = 4.0
+    token_weight: float = 1.0
+    distance_weight: float = 0.0
+    confidence_weight: float = 0.0
+
+    def __post_init__(self):
+        if self.steps < 1 or self.anchors < 1 or self.fade <= 0:
+            raise ValueError("a block drafts at least one token, at one or more places of a row")
+
+    @classmethod
+    def for_method(cls, method: BlockMethod, steps: int, anchors: int = 64) -> "BlockLoss":
+        """The loss of DeepSpec's recipes (deepseek-ai/DeepSpec, config/), but for one thing: they
+        take the cross entropy to the row's own token."""
+        if method == "dflash":
+            return cls(steps, anchors)
+        return cls(steps, anchors, token_weight=0.1, distance_weight=0.9, confidence_weight=1.0)
+
+    @property
+    def described(self) -> str:
+        return f"blocks of {self.steps} drafted tokens at up to {self.anchors} places of a row"
+
+    def check(self, head: Any) -> None:
+        """Raise ValueError for a head that it does not train."""
+        if not isinstance(head, BlockHead) or head.max_depth != self.steps:
+            raise ValueError(f"this BlockLoss trains block heads that draft {self.steps} tokens")
+        if (head.confidence is not None) != (self.confidence_weight > 0):
+            raise ValueError("a confidence head is trained by a loss that has a weight for it")
+
+    def drawn(self, batch: DraftBatch, random: np.random.Generator) -> DraftBatch:
+        """A batch on the host [..., T] with anchors before learned tokens [..., A]; -1 where a row
+        has too few."""
+        learned = np.asarray(batch.learned)[..., 1:]
+        order = np.where(learned, random.random(learned.shape), 2.0)
+        anchors = np.argsort(order, axis=-1)[..., : self.anchors]
+        valid = np.take_along_axis(learned, anchors, axis=-1)
+        chosen: Any = np.where(valid, anchors, -1).astype(np.int32)
+        return batch.replace(anchors=chosen)
+
+    def counts(self, batch: DraftBatch) -> Array:
+        """Learned tokens of each depth, at least 1: float32 [steps]."""
+        learned = _learned(batch, self.steps)
+        return jnp.maximum(learned.sum(axis=(0, 1)), 1).astype(jnp.float32)
+
+    def __call__(
+        self,
+        head: BlockHead,
+        target: Decoder,
+        batch: DraftBatch,
+        attend: Attend = dense_causal_attend,
+        counts: Array | None = None,
+    ) -> tuple[Array, dict[str, Array]]:
+        """Loss float32 [] of a head on a batch with anchors, and metrics float32 [steps].
+
+        As draft_loss, with these metrics; those of a confidence head are ``confidence``, its mean,
+        which would be ``overlap`` if it were right, and ``confidence_error``, the mean distance.
+        """
+        features, hidden = target_states(target, batch, head.capture, attend)
+        counts = self.counts(batch) if counts is None else counts
+        outputs = block_outputs(head, target, batch, features, self.steps)
+        places = _places(batch, self.steps)  # [B, A, steps] of the tokens before the drafted ones
+        flat = places.reshape(len(places), -1)
+        wanted = jnp.take_along_axis(hidden, flat[..., None], axis=1).reshape(outputs.shape)
+        before = jnp.take_along_axis(batch.tokens, flat, axis=1).reshape(places.shape)
+
+        def of_depth(x: tuple[Array, ...]) -> dict[str, Array]:
+            outputs, wanted, before, learned, count = x
+            values = self._of_logits(head, target, outputs, wanted, before)
+            return {name: jnp.where(learned, one, 0).sum() / count for name, one in values.items()}
+
+        by_block = outputs, wanted, before, _learned(batch, self.steps)
+        by_depth = tuple(jnp.moveaxis(x, 2, 0) for x in by_block)
+        # One depth after the other, as the logits of all would not fit in memory.
+        metrics = jax.lax.map(jax.checkpoint(of_depth), (*by_depth, counts))
+        weights = counts * jnp.exp(-jnp.arange(self.steps) / self.fade)
+        return (weights * metrics["loss"]).sum() / weights.sum(), metrics
+
+    def _of_logits(
+        self, head: BlockHead, target: Decoder, outputs: Array, wanted: Array, before: Array
+    ) -> dict[str, Array]:
+        """Loss and metrics [B, A] of one depth.
+
+        Args: the head's outputs and the target's hidden states [B, A, H], and the tokens before the
+        drafted ones [B, A].
+        """
+        drafted, target_logits = (decoder.logits(target, x) for x in (outputs, wanted))
+        if head.markov is not None:
+            drafted += head.markov(target, before)
+        p, log_q = jax.nn.softmax(target_logits), jax.nn.log_softmax(drafted)
+        overlap = jnp.minimum(p, jnp.exp(log_q)).sum(axis=-1)
+        loss = -self.token_weight * (p * log_q).sum(axis=-1)
+        if self.distance_weight:
+            loss += self.distance_weight * 2 * (1 - overlap)
+        right = jnp.argmax(drafted, axis=-1) == jnp.argmax(target_logits, axis=-1)
+        metrics = {"accuracy": right.astype(jnp.float32), "overlap": overlap}
+        if head.confidence is not None:
+            logits = head.confidence(outputs, head.markov, before)
+            accepted = jax.lax.stop_gradient(overlap)
+            entropy = jax.nn.softplus(logits) - accepted * logits
+            loss += self.confidence_weight * entropy
+            share = jax.nn.sigmoid(logits)
+            metrics |= {"confidence": share, "confidence_error": jnp.abs(share - overlap)}
+        return {"loss": loss} | metrics
+
+
+def block_outputs(
+    head: BlockHead, target: Decoder, batch: DraftBatch, features: Array, steps: int
+) -> Array:
+    """Normed outputs of the blocks at a batch's anchors: [B, A, steps, H]; features [B, T, C]."""
+    tokens, anchors = batch.tokens, _anchors(batch)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    nothing = ((),) * len(head.layers)
+    context = head.read_context(features, positions, nothing, keep_keys)
+    roots = jnp.take_along_axis(tokens, anchors, axis=1)
+    block = head.block(roots.reshape(-1), steps)  # [B * A, T]
+    positions = anchors.reshape(-1, 1) + jnp.arange(block.shape[1])
+    attend = AnchoredAttend(anchors=anchors)
+    outputs, _ = head.outputs(target, block, positions, context, attend)
+    return outputs.reshape(*anchors.shape, steps, -1)
+
+
+def keep_keys(
+    state: tuple[()], heads: Heads, window: int | None
+) -> tuple[Array, tuple[Array, Array]]:
+    """An ``Attend`` function that keeps keys and values [B, S, G, D], and attends to nothing."""
+    q, k, v = heads.rotated()
+    return q, (k, v)
+
+
+@pytree
+class AnchoredAttend(Pytree):
+    """An ``Attend`` function for blocks [B * A, T]: each attends to itself and to the context
+    before its anchor, of the keys and values that ``keep_keys`` kept of its row."""
+
+    anchors: Array = array("batch", "alternatives")  # int32 [B, A]
+
+    def __call__(
+        self, state: tuple[Array, Array], heads: Heads, window: int | None
+    ) -> tuple[Array, tuple[Array, Array]]:
+        q, k, v = heads.rotated()
+        scale = q.shape[-1] ** -0.5 if heads.scale is None else heads.scale
+        rows = self.anchors.shape
+        by_row = (x.reshape(*rows, *x.shape[1:]) for x in (q * scale, k, v))
+        return _anchored_attention(*by_row, *state, self.anchors).reshape(q.shape), state
+
+
+@jax.checkpoint  # the scores of all layers would not fit in memory
+def _anchored_attention(
+    q: Array,  # [B, A, T, Q, D], scaled
+    k: Array,  # [B, A, T, G, D]
+    v: Array,  # [B, A, T, G, D]
+    context_k: Array,  # [B, S, G, D]
+    context_v: Array,  # [B, S, G, D]
+    anchors: Array,  # [B, A]
+) -> Array:
+    """[B, A, T, Q, D]"""
+    size = context_k.shape[1]
+    grouped = q.reshape(*k.shape[:4], -1, k.shape[-1])  # [B, A, T, G, R, D]
+    context = einsum_f32("batgrd,bsgd->bgrats", grouped, context_k)
+    visible = jnp.arange(size) < anchors[..., None]  # [B, A, S]
+    context = jnp.where(visible[:, None, None, :, None], context, MASKED)
+    own = einsum_f32("batgrd,baugd->bgratu", grouped, k)
+    scores = jnp.concatenate([context, own], axis=-1)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    out = einsum_f32("bgrats,bsgd->batgrd", weights[..., :size], context_v)
+    out += einsum_f32("bgratu,baugd->batgrd", weights[..., size:], v)
+    return out.astype(q.dtype).reshape(q.shape)
+
+
+def _anchors(batch: DraftBatch) -> Array:
+    """Anchors [B, A], with 0 for those that a row lacks."""
+    assert batch.anchors is not None, "BlockLoss.drawn chooses them"
+    return jnp.maximum(batch.anchors, 0)
+
+
+def _places(batch: DraftBatch, steps: int) -> Array:
+    """Positions of the tokens before the drafted ones: [B, A, steps], within the row."""
+    places = _anchors(batch)[..., None] + jnp.arange(steps)
+    return jnp.minimum(places, batch.tokens.shape[1] - 1)
+
+
+def _learned(batch: DraftBatch, steps: int) -> Array:
+    """Which drafted tokens are learned: bool [B, A, steps]. After one that is not, none is: the
+    text that the target writes has ended."""
+    assert batch.anchors is not None
+    after = jnp.pad(batch.learned[:, 1:], ((0, 0), (0, 1)))  # of the token after each place
+    flat = _places(batch, steps).reshape(len(after), -1)
+    marked = jnp.take_along_axis(after, flat, axis=1).reshape(*batch.anchors.shape, steps)
+    marked &= (batch.anchors >= 0)[..., None]
+    return jnp.cumprod(marked, axis=-1, dtype=jnp.int32) > 0

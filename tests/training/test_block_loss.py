@@ -1,0 +1,210 @@
+"""The loss of block heads: what a head sees in training is what it sees when it drafts."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.config.speculation import SpeculationConfig
+from jaxspec.functional import EngineParams
+from jaxspec.models import decoder
+from jaxspec.models.attention import dense_causal_attend
+from jaxspec.models.heads import BlockHead
+from jaxspec.speculation.drafters import BlockDrafter
+from jaxspec.speculation.drafters.block import block_attend
+from jaxspec.state import EngineState
+from jaxspec.training import draft_step
+from jaxspec.training.block_loss import BlockLoss, block_outputs
+from jaxspec.training.draft_loss import DraftBatch, Loss, LossConfig, target_states
+from jaxspec.training.draft_step import DraftTrainConfig, init_head
+from tests.block_heads import KINDS, block_target, random_head
+from tests.marks import slow
+from tests.programs import FAST_COMPILE
+from tests.random_models import (
+    admit_prompts,
+    empty_state,
+    jit_decode,
+    random_prompts,
+    read_prompts,
+    tiny_config,
+)
+
+TARGET = block_target(tiny_config(num_layers=3))
+LENGTH = 14
+TOKENS = np.random.default_rng(0).integers(TARGET.config.vocab_size, size=(2, LENGTH))
+ANCHORS = [[3, 12, 0], [7, -1, 1]]
+
+
+def head_of(kind: str) -> BlockHead:
+    return random_head(TARGET.config, kind, capture=(0, 2), confidence=kind == "dspark")
+
+
+def loss_of(kind: str, **changes: Any) -> BlockLoss:
+    loss = BlockLoss.for_method(kind, 5, 3)  # pyright: ignore[reportArgumentType]
+    return dataclasses.replace(loss, **changes)
+
+
+def batch_of(learned: np.ndarray | None = None, anchors: Any = ANCHORS) -> DraftBatch:
+    marks = np.ones(TOKENS.shape, bool) if learned is None else learned
+    return DraftBatch(
+        tokens=jnp.asarray(TOKENS, jnp.int32),
+        learned=jnp.asarray(marks),
+        anchors=jnp.asarray(anchors, jnp.int32),
+    )
+
+
+@jax.jit
+def jit_states(head: BlockHead, batch: DraftBatch) -> tuple[jax.Array, jax.Array]:
+    return target_states(TARGET, batch, head.capture, dense_causal_attend)
+
+
+jit_outputs = jax.jit(block_outputs, static_argnums=4, compiler_options=FAST_COMPILE)
+
+
+@jax.jit
+def block_logits(head: BlockHead, batch: DraftBatch) -> jax.Array:
+    """Logits of training [B, A, 5, V], before the Markov head's."""
+    features, _ = target_states(TARGET, batch, head.capture, dense_causal_attend)
+    return decoder.logits(TARGET, block_outputs(head, TARGET, batch, features, 5))
+
+
+@pytest.mark.parametrize(("kind", "page_size"), [("dflash", 7), ("dspark", 7), slow("dflash", 1)])
+def test_a_block_of_training_is_a_block_of_drafting(kind: str, page_size: int):
+    """After prompts read in chunks and five rounds, on pages; all rows in one batch."""
+    head = head_of(kind)
+    drafter, depth = BlockDrafter(head=head), 5
+    params = EngineParams(
+        target=TARGET, drafter=drafter, speculation=SpeculationConfig.chain(depth)
+    )
+    state = admit_prompts(
+        params, empty_state(params, 3, 64, page_size), random_prompts((5, 21, 30))
+    )
+    state = read_prompts(params, state, 5, greedy=True)
+    for rounds in (0, 5):
+        if rounds:
+            state, _ = jit_decode(params, state, rounds, max_rounds=5, shape=None, greedy=True)
+        roots = np.asarray(state.rows.context_lens)  # places of the last committed tokens
+        batch = DraftBatch(
+            tokens=state.rows.tokens,
+            learned=jnp.ones(state.rows.tokens.shape, bool),
+            anchors=jnp.asarray(np.stack([roots // 2, roots], axis=1), jnp.int32),
+        )
+        trained = block_logits(head, batch)[:, 1]
+        np.testing.assert_allclose(trained, served(params, state), rtol=0, atol=1e-4)
+
+
+def served(params: EngineParams, state: EngineState) -> jax.Array:
+    """Logits [R, 5, V] of the drafter's next block of each row, before the Markov head's."""
+
+    @jax.jit
+    def run(params: Any, state: EngineState) -> jax.Array:
+        head = params.drafter.head
+        block = head.block(state.rows.roots, 5)
+        attend = block_attend(state, block.shape[1])
+        states = state.pool.draft.layers
+        return head.run(params.target, block, attend.positions, states, attend)[0]
+
+    return run(params, state)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_loss_and_metrics_by_hand(kind: str):
+    """Anchor 3 of row 0 learns tokens 4 to 6: token 7 is not learned, so 8 is not either."""
+    head, loss = head_of(kind), loss_of(kind)
+    learned = np.zeros(TOKENS.shape, bool)
+    learned[0, [4, 5, 6, 8]] = True
+    batch = batch_of(learned, [[3], [-1]])
+    total, metrics = jax.jit(loss)(head, TARGET, batch)
+    assert loss.counts(batch).tolist() == [1, 1, 1, 1, 1]  # at least one, to divide by
+    _, hidden = jit_states(head, batch)
+    features = jit_states(head, batch)[0]
+    outputs = jit_outputs(head, TARGET, batch, features, 5)[0, 0]
+    terms = []
+    for depth in range(3):
+        before = jnp.asarray(TOKENS[0, 3 + depth])
+        drafted = decoder.logits(TARGET, outputs[depth])
+        if head.markov is not None:
+            drafted += head.markov(TARGET, before)
+        wanted = decoder.logits(TARGET, hidden[0, 3 + depth])
+        p, q = jax.nn.softmax(wanted), jax.nn.softmax(drafted)
+        overlap = jnp.minimum(p, q).sum()
+        expected = -(p * jnp.log(q)).sum()
+        if kind == "dspark":
+            assert head.confidence is not None
+            sure = jax.nn.sigmoid(head.confidence(outputs[depth], head.markov, before))
+            expected = 0.1 * expected + 0.9 * jnp.abs(p - q).sum()
+            expected -= overlap * jnp.log(sure) + (1 - overlap) * jnp.log(1 - sure)
+            np.testing.assert_allclose(metrics["confidence"][depth], sure, rtol=1e-4)
+            error = abs(sure - overlap)
+            np.testing.assert_allclose(metrics["confidence_error"][depth], error, rtol=1e-3)
+        terms.append(float(expected))
+        np.testing.assert_allclose(metrics["loss"][depth], expected, rtol=1e-4)
+        np.testing.assert_allclose(metrics["overlap"][depth], overlap, rtol=1e-4)
+        assert metrics["accuracy"][depth] == (jnp.argmax(wanted) == jnp.argmax(drafted))
+    for values in metrics.values():
+        assert values[3:].tolist() == [0, 0]
+    weights = np.exp(-np.arange(5) / 4)
+    np.testing.assert_allclose(total, terms @ weights[:3] / weights.sum(), rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_weight_of_the_head_learns(kind: str):
+    head, loss, batch = head_of(kind), loss_of(kind), batch_of()
+    gradients = jax.jit(jax.grad(lambda head: loss(head, TARGET, batch)[0]))(head)
+    for path, gradient in jax.tree_util.tree_leaves_with_path(gradients):
+        assert jnp.isfinite(gradient).all() and jnp.any(gradient != 0), path
+
+
+def test_the_target_is_not_trained():
+    """Through its hidden states: only the embeddings and the LM head, which the head draws on,
+    have gradients."""
+    head, loss, batch = head_of("dflash"), loss_of("dflash"), batch_of()
+    layers = jax.jit(jax.grad(lambda layers: loss(head, TARGET.replace(layers=layers), batch)[0]))(
+        TARGET.layers
+    )
+    assert all(not jnp.any(leaf) for leaf in jax.tree.leaves(layers))
+
+
+def test_anchors_stand_before_learned_tokens():
+    learned = np.random.default_rng(1).random((4, 50, 20)) < 0.3
+    learned[0, 0] = False
+    batch: Any = DraftBatch(
+        tokens=np.zeros(learned.shape, np.int32),  # pyright: ignore[reportArgumentType]
+        learned=learned,  # pyright: ignore[reportArgumentType]
+    )
+    loss = BlockLoss(steps=3, anchors=4)
+    drawn, again, other = (
+        np.asarray(loss.drawn(batch, np.random.default_rng(seed)).anchors) for seed in (0, 0, 1)
+    )
+    assert drawn.shape == (4, 50, 4)
+    assert np.array_equal(drawn, again) and not np.array_equal(drawn, other)
+    assert (drawn[0, 0] == -1).all()
+    for row, anchors in zip(learned.reshape(-1, 20), drawn.reshape(-1, 4), strict=True):
+        chosen = anchors[anchors >= 0]
+        assert len(chosen) == len(set(chosen)) == min(4, row[1:].sum())
+        assert row[chosen + 1].all()
+
+
+def test_a_row_shorter_than_the_anchors_has_a_block_at_each_place():
+    batch = BlockLoss(steps=2, anchors=64).drawn(batch_of(), np.random.default_rng(0))
+    assert batch.anchors is not None
+    assert [sorted(row) for row in batch.anchors.tolist()] == [[*range(LENGTH - 1)]] * 2
+
+
+def test_losses_that_do_not_fit_a_head():
+    def start(loss: Loss, head: Any) -> None:
+        draft_step.init_state(head, DraftTrainConfig(loss=loss))
+
+    with pytest.raises(ValueError, match="confidence head is trained by a loss that has a weight"):
+        start(loss_of("dflash", steps=6), head_of("dspark"))
+    with pytest.raises(ValueError, match="trains block heads that draft 4 tokens"):
+        start(loss_of("dflash", steps=4), head_of("dflash"))
+    with pytest.raises(ValueError, match="a LossConfig trains EAGLE heads"):
+        start(LossConfig(), head_of("dflash"))
+    with pytest.raises(ValueError, match="trains block heads that draft 5 tokens"):
+        start(loss_of("dflash"), init_head(TARGET, tiny_config(num_layers=1), "eagle1"))
+    with pytest.raises(ValueError, match="drafts at least one token"):
+        BlockLoss(steps=0)
