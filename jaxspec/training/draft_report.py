@@ -113,8 +113,7 @@ seed {config.seed} |
 | time | {last.seconds:.0f} s on {card.device} |
 
 Held-out rows after step {evaluated.step}, on condition that the earlier tokens of the draft were
-right (accuracy: the likeliest token is the target's; overlap: sum of min(p, q)\
-{_confidence_note(evaluated)}):
+right (accuracy: the likeliest token is the target's; overlap: sum of min(p, q)){_note(evaluated)}:
 
 {_table(evaluated)}
 
@@ -130,12 +129,11 @@ right (accuracy: the likeliest token is the target's; overlap: sum of min(p, q)\
 """
 
 
-def _confidence_note(record: DraftRecord) -> str:
+def _note(record: DraftRecord) -> str:
     if record.held_out_confidence is None:
         return ""
     return (
-        "; confidence: the overlap that the confidence head expects, and its mean distance from "
-        "the overlap"
+        ",\nand what the confidence head expects the overlap to be, with its mean distance from it"
     )
 
 
