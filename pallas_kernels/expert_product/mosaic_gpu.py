@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels.expert_product.activation import Clamp, units_of
-from pallas_kernels.expert_product.slots import make_slots
+from pallas_kernels.expert_product.slots import make_slots, num_lanes
 from pallas_kernels.expert_product.tuning import OUTPUTS, ExpertTuning, expert_tuning
 from pallas_kernels.packed_product.blocks import store_rows
 from pallas_kernels.shared_memory import swizzled
@@ -79,7 +79,7 @@ def expert_product_mosaic(
     ``config`` None: from tuning.py. ``interpret``: plgpu.InterpretGPUParams, for tests.
     """
     num_experts, hidden, parts, units = gate_up.shape
-    slots, lanes = make_slots(experts, num_experts)
+    slots, lanes = make_slots(experts, num_experts), num_lanes(*experts.shape, num_experts)
 
     def plan(depth: int, parts: int, width: int, *, shared: bool, dtype: Any) -> Plan:
         return Plan(
@@ -236,7 +236,8 @@ def _result(plan: Plan, sums: Sequence[Array], biases: Sequence[Any], first: Arr
     for bias in biases:
         loads = [bias.at[part, pl.ds(first, OUTPUTS)] for part in range(plan.parts)]
         values = [plgpu.load(ref, layout=_OUTPUT_LAYOUT, optimized=False) for ref in loads]
-        wide = [lax.broadcast_in_dim(one.astype(jnp.float32), s.shape, [0]) for one, s in zip(values, sums, strict=True)]
+        shape = sums[0].shape
+        wide = [lax.broadcast_in_dim(one.astype(jnp.float32), shape, [0]) for one in values]
         sums = [own + one for own, one in zip(sums, wide, strict=True)]
     gate, up = sums
     return units_of(gate, up, plan.clamp, _sigmoid)

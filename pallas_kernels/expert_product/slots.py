@@ -2,6 +2,9 @@
 
 A slot is an expert and W lanes, each with a row. The weights of a slot's expert are read once for
 all its lanes. How many slots and lanes there are depends on shapes only; slots may stay empty.
+
+There is no sort and no running sum, which a GPU would do in several launches: every pair is
+compared with all others.
 """
 
 from typing import NamedTuple
@@ -11,16 +14,17 @@ from jax import Array
 
 LEAST_LANES = 8  # what the tensor cores take
 MOST_LANES = 64
-LEAST_SHARED = LEAST_LANES  # rows: of no more, every slot has all of them
+MOST_SHARED = LEAST_LANES  # rows: of no more, every slot has all of them
 
 
 class Slots(NamedTuple):
-    """Attributes:
-    expert: int32 [S], the number of experts for an empty slot.
-    rows: int32 [S, W] the row of each lane, some row where a lane is empty. None: lane n of every
-      slot has row n.
-    places: int32 [N, k] where the results of a pair are: slot * W + lane. 0 for a pair without an
-      expert.
+    """Where pairs are multiplied.
+
+    Attributes:
+      expert: int32 [S], the number of experts for an empty slot.
+      rows: int32 [S, W] the row of each lane, some row where a lane is empty. None: lane n of every
+        slot has row n.
+      places: int32 [N, k] slot * W + lane of a pair. Any place for a pair without an expert.
     """
 
     expert: Array
@@ -28,52 +32,48 @@ class Slots(NamedTuple):
     places: Array
 
 
-def num_lanes(pairs: int, num_experts: int) -> int:
+def num_lanes(rows: int, k: int, num_experts: int) -> int:
     """Lanes of a slot: twice as many as an expert has rows on average, for most have fewer then."""
     lanes = LEAST_LANES
-    while lanes < MOST_LANES and lanes * num_experts < 2 * pairs:
-        lanes *= 2
+    if rows > MOST_SHARED:
+        while lanes < MOST_LANES and lanes * num_experts < 2 * rows * k:
+            lanes *= 2
     return lanes
 
 
-def make_slots(experts: Array, num_experts: int) -> tuple[Slots, int]:
-    """The slots of experts int32 [N, k], and their lanes. ``num_experts`` stands for no expert."""
-    if len(experts) <= LEAST_SHARED:
-        return _shared(experts, num_experts), LEAST_LANES
-    lanes = num_lanes(experts.size, num_experts)
-    return _grouped(experts, num_experts, lanes), lanes
+def make_slots(experts: Array, num_experts: int) -> Slots:
+    """The slots of experts int32 [N, k], where ``num_experts`` stands for none."""
+    rows, k = experts.shape
+    if rows <= MOST_SHARED:
+        return _shared(experts, num_experts)
+    return _grouped(experts, num_experts, num_lanes(rows, k, num_experts))
 
 
 def _shared(experts: Array, num_experts: int) -> Slots:
     """A slot for every pair, which stays empty where an earlier pair has the same expert."""
-    flat = experts.reshape(-1)
-    pairs = jnp.arange(len(flat), dtype=jnp.int32)
+    flat, pairs = experts.reshape(-1), jnp.arange(experts.size, dtype=jnp.int32)
     same = flat[:, None] == flat
-    slot = jnp.min(jnp.where(same, pairs, len(flat)), axis=1)  # the first pair of that expert
-    lane = pairs // experts.shape[1]
-    places = jnp.where(flat < num_experts, slot * LEAST_LANES + lane, 0)
-    own = jnp.where(slot == pairs, flat, num_experts)
+    slot = jnp.min(jnp.where(same, pairs, experts.size), axis=1)  # the first pair of that expert
+    repeats = same & (pairs < pairs[:, None])
+    own = jnp.max(jnp.where(repeats, num_experts, flat[:, None]), axis=1)
+    places = slot * LEAST_LANES + pairs // experts.shape[1]
     return Slots(own, None, places.reshape(experts.shape))
 
 
 def _grouped(experts: Array, num_experts: int, lanes: int) -> Slots:
-    """Each expert has the slots that its pairs fill, in order; the last may have empty lanes.
-
-    Without a sort or a running sum, which GPUs would do in several launches: every pair is compared
-    with all others.
-    """
-    flat = experts.reshape(-1)
-    pairs = jnp.arange(len(flat), dtype=jnp.int32)
-    size = min(len(flat), num_experts + len(flat) // lanes)  # slots that may be filled
-    earlier = (flat[:, None] == flat) & (pairs < pairs[:, None])
-    rank = jnp.sum(earlier, axis=1, dtype=jnp.int32)  # of a pair among its expert's
+    """Each expert has the slots that its pairs fill, in order; the last may have empty lanes."""
+    flat, pairs = experts.reshape(-1), jnp.arange(experts.size, dtype=jnp.int32)
+    size = min(experts.size, num_experts + experts.size // lanes)  # slots that may be filled
+    same = flat[:, None] == flat
+    rank = jnp.sum(same & (pairs < pairs[:, None]), axis=1, dtype=jnp.int32)  # in its expert
     begins = rank % lanes == 0  # a slot
     before = jnp.sum(begins & (flat < flat[:, None]), axis=1, dtype=jnp.int32)
-    slot, lane = before + rank // lanes, rank % lanes
-    has_expert = flat < num_experts
-    places = jnp.where(has_expert, slot * lanes + lane, size * lanes)
-    own = jnp.full(size, num_experts, jnp.int32).at[slot].set(flat, mode="drop")
-    row = pairs // experts.shape[1]
-    rows = jnp.zeros(size * lanes, jnp.int32).at[places].set(row, mode="drop")
-    places = jnp.where(has_expert, places, 0).reshape(experts.shape)
-    return Slots(own, rows.reshape(size, lanes), places)
+    places = (before + rank // lanes) * lanes + rank % lanes
+    # Pairs without an expert come last, perhaps past all slots: no lane has them.
+    kept = jnp.where(flat < num_experts, places, -1)
+    lane = jnp.arange(size * lanes, dtype=jnp.int32)[:, None]
+    pair = jnp.max(jnp.where(kept == lane, pairs, -1), axis=1).reshape(size, lanes)
+    own = jnp.where(pair[:, 0] < 0, num_experts, flat[pair[:, 0]])
+    rows = jnp.maximum(pair, 0) // experts.shape[1]
+    last = size * lanes - 1
+    return Slots(own, rows, jnp.minimum(places, last).reshape(experts.shape))
