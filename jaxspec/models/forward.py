@@ -15,6 +15,7 @@ from jax import Array, lax
 
 from jaxspec.cache import KVScales
 from jaxspec.collectives import all_tokens
+from jaxspec.config.experts import ClampedSwiglu
 from jaxspec.config.latent import LatentConfig
 from jaxspec.config.mixers import AttentionConfig
 from jaxspec.config.mlps import Activation
@@ -201,12 +202,13 @@ class ForwardPass:
         gate_up: Array,
         down: Array,
         bias: Array | None,
-        clamp: Clamp | None,
+        activation: ClampedSwiglu | None,
     ) -> Array | None:
         """What each chosen expert makes of rows x [N, H], see pallas_kernels.expert_product; None
         where no kernel does it."""
         if "expert_product" not in self.kernels or expert_misfit(x, gate_up, down, bias):
             return None
+        clamp = activation and Clamp(activation.alpha, activation.limit)
         how = self.kernels.implementation("expert_product")
         return expert_product(x, experts, gate_up, down, bias, clamp=clamp, implementation=how)
 

@@ -79,7 +79,8 @@ def expert_product_mosaic(
     ``config`` None: from tuning.py. ``interpret``: plgpu.InterpretGPUParams, for tests.
     """
     num_experts, hidden, parts, units = gate_up.shape
-    slots, lanes = make_slots(experts, num_experts), num_lanes(*experts.shape, num_experts)
+    rows, k = experts.shape
+    slots, lanes = make_slots(experts, num_experts), num_lanes(rows, k, num_experts)
 
     def plan(depth: int, parts: int, width: int, *, shared: bool, dtype: Any) -> Plan:
         return Plan(
@@ -98,10 +99,10 @@ def expert_product_mosaic(
 
     first = plan(hidden, parts, units, shared=slots.rows is None, dtype=x.dtype)
     second = plan(units, 1, hidden, shared=False, dtype=jnp.float32)
-    rows = x if slots.rows is None else x[slots.rows.reshape(-1)]
+    of_lanes = x if slots.rows is None else x[slots.rows.reshape(-1)]
     biases = () if bias is None else (bias,)
     hidden_units = _make_kernel(first, x.dtype, len(biases), interpret)(
-        slots.expert, rows, gate_up.reshape(num_experts * hidden, parts * units), *biases
+        slots.expert, of_lanes, gate_up.reshape(num_experts * hidden, parts * units), *biases
     )
     mixed = _make_kernel(second, x.dtype, 0, interpret)(
         slots.expert, hidden_units, down.reshape(num_experts * units, hidden)

@@ -21,7 +21,6 @@ from jaxspec.models.expert_linear import ExpertLinear
 from jaxspec.models.forward import ForwardPass, gated
 from jaxspec.models.mlps.routing import Routes
 from jaxspec.pytree import Pytree, array, pytree, static
-from pallas_kernels.expert_product.activation import Clamp
 from pallas_kernels.products import einsum_f32
 
 MOST_ROWS = 512  # of every_expert at a time, which bounds its memory: [rows, E, 2, F] values
@@ -80,10 +79,8 @@ def by_kernel(own: Own, x: Array, routes: Routes, step: ForwardPass) -> Array | 
     Float32 [N, H]; None where it does not run."""
     local, here = _local(own, routes)
     experts = jnp.where(here, local, own.gate_up.num_experts)
-    kind, down = own.activation, own.down
-    clamp = None if kind is None else Clamp(kind.alpha, kind.limit)
-    weights = own.gate_up.weight, down.weight, own.gate_up.bias
-    mixed = step.expert_product(x, experts.astype(jnp.int32), *weights, clamp)
+    down, weights = own.down, (own.gate_up.weight, own.down.weight, own.gate_up.bias)
+    mixed = step.expert_product(x, experts.astype(jnp.int32), *weights, own.activation)
     if mixed is None:
         return None
     if down.bias is not None:
