@@ -24,6 +24,7 @@ OPERATIONS = (
     "truncate",
     "packed_product",
     "round_tokens",
+    "expert_product",
     "delta_rule",
     "delta_run",  # of delta_rule, where prompts are read
     "float8_pages",  # the kernels that read and write pages, where these hold 8-bit numbers
@@ -33,13 +34,14 @@ OPERATIONS = (
 # compiled, but have not run yet. partial_attention: each device's part was right on an H200, but
 # not what two of them merged in the one test of that. packed_product, delta_rule and
 # delta_run ran on a single H100. round_tokens and float8_pages passed their tests there, but nobody
-# timed what they gain.
+# timed what they gain. expert_product was compiled, but has not run.
 MEASURED_SHARING: Mapping[str, tuple[int, ...]] = MappingProxyType(
     {
         "reduce_add_rms_norm": (2,),
         "partial_attention": (),
         "packed_product": (1,),
         "round_tokens": (),
+        "expert_product": (),
         "delta_rule": (1,),
         "delta_run": (1,),
         "float8_pages": (),

@@ -160,6 +160,29 @@ def test_rounds_of_recurrent_layers_are_one_graph(mode: str):
     assert one.temporary_bytes <= logits + (4 << 20), "the states, 6 MiB, are copied"
 
 
+# Norms, products of q, k, v and o, their kernels: 6. Then the router in two launches, its choice,
+# the weights, the slots, two products, and their sum.
+LAUNCHES_OF_EXPERTS = 14
+
+
+@pytest.mark.parametrize("mode", ["plain", "chain:3", "16:5:4"])
+def test_chosen_experts_are_read_in_one_graph(mode: str):
+    def measured(layers: int) -> CompiledRound:
+        arguments = ["--shape", "qwen3-30b-a3b", "--mode", mode, "--layers", str(layers)]
+        arguments += ["--kernels", "all", "--wheels", str(WHEELS)]
+        return compile_ahead.measure(arguments)["round"]
+
+    few, more = measured(LAYERS), measured(MORE_LAYERS)
+    for one in (few, more):
+        assert (one.launches.graphs, one.launches.outside) == (1, OUTSIDE)
+        assert "expert_product" in {kernel.name for kernel in one.kernels}
+        assert not [kernel for kernel in one.kernels if kernel.spilled_bytes]
+    assert more.temporary_bytes < few.temporary_bytes + (1 << 20), "weights are copied"
+    if mode != "16:5:4":  # more than 8 rows are gathered
+        added = more.launches.in_graphs - few.launches.in_graphs
+        assert added <= LAUNCHES_OF_EXPERTS * (MORE_LAYERS - LAYERS)
+
+
 @pytest.mark.parametrize("tp", [2, 4, 8])
 @pytest.mark.parametrize("mode", ["plain", "chain:5"])
 def test_products_are_summed_over_devices_where_they_are_added_and_normed(mode: str, tp: int):

@@ -42,6 +42,7 @@ from jaxspec.commands.shell import (
 from pallas_kernels.add_rms_norm import cases as add_rms_norm
 from pallas_kernels.benchmark import Benchmark
 from pallas_kernels.delta_rule import cases as delta_rule
+from pallas_kernels.expert_product import cases as expert_product
 from pallas_kernels.kv_compact import cases as kv_compact
 from pallas_kernels.packed_product import cases as packed_product
 from pallas_kernels.paged_attention import cases as paged_attention
@@ -60,6 +61,7 @@ OPERATIONS: Mapping[str, Callable[[], Sequence[Benchmark]]] = MappingProxyType(
         "top_k": top_k.benchmarks,
         "truncate": truncate.benchmarks,
         "packed_product": packed_product.benchmarks,
+        "expert_product": expert_product.benchmarks,
         "delta_rule": delta_rule.benchmarks,
         "delta_rule_in_jnp": delta_rule_in_jnp,
     }

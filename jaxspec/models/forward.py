@@ -1,7 +1,7 @@
 """What the layers of a model share during one forward pass.
 
 This file and attention.py are the one place where model code calls kernels by operation name
-(add_rms_norm, reduce_add_rms_norm and rope_kv_write here, paged_attention there). Mixers and MLPs
+(paged_attention there, all others here). Mixers and MLPs
 name none: they hand Products and Heads to the methods of a ForwardPass.
 """
 
@@ -15,6 +15,7 @@ from jax import Array, lax
 
 from jaxspec.cache import KVScales
 from jaxspec.collectives import all_tokens
+from jaxspec.config.experts import ClampedSwiglu
 from jaxspec.config.latent import LatentConfig
 from jaxspec.config.mixers import AttentionConfig
 from jaxspec.config.mlps import Activation
@@ -32,6 +33,9 @@ from jaxspec.models.rope import rope_angles
 from jaxspec.parallel import Axes, Layout
 from pallas_kernels.add_rms_norm import add_rms_norm, add_rms_norm_rounded, takes_partials
 from pallas_kernels.add_rms_norm.reference import rms_norm as rms_norm_reference
+from pallas_kernels.expert_product import expert_product
+from pallas_kernels.expert_product import misfit as expert_misfit
+from pallas_kernels.expert_product.activation import Clamp
 from pallas_kernels.products import einsum_f32, sum_partials
 from pallas_kernels.reduce_add_rms_norm import misfit, reduce_add_rms_norm
 from pallas_kernels.reduce_add_rms_norm import takes_partials as exchange_takes_partials
@@ -39,6 +43,7 @@ from pallas_kernels.rope_kv_write import rope_kv_write
 from pallas_kernels.rope_kv_write import takes_partials as heads_take_partials
 from pallas_kernels.rope_kv_write.reference import apply_rope, rotated_heads
 from pallas_kernels.selection import Kernels
+from pallas_kernels.top_k import top_k
 
 # How tokens attend to the past: (layer's state, Heads or LatentHeads, window) -> (output
 # [B, T, Q, D], of latent attention the values', state)
@@ -184,6 +189,28 @@ class ForwardPass:
     def rotated(self, x: Array, rope: RopeConfig) -> Array:
         """Heads [B, T, R, D], rotated."""
         return apply_rope(x[:, :, None], self.ropes[rope])[:, :, 0]
+
+    def top_k(self, x: Array, k: int) -> tuple[Array, Array, Array]:
+        """The k largest entries of rows [N, n], the lower index first of equal ones, their indices,
+        and the rows' log-sum-exps."""
+        return top_k(x, k, self.kernels.implementation("top_k"))
+
+    def expert_product(
+        self,
+        x: Array,
+        experts: Array,
+        gate_up: Array,
+        down: Array,
+        bias: Array | None,
+        activation: ClampedSwiglu | None,
+    ) -> Array | None:
+        """What each chosen expert makes of rows x [N, H], see pallas_kernels.expert_product; None
+        where no kernel does it."""
+        if "expert_product" not in self.kernels or expert_misfit(x, gate_up, down, bias):
+            return None
+        clamp = activation and Clamp(activation.alpha, activation.limit)
+        how = self.kernels.implementation("expert_product")
+        return expert_product(x, experts, gate_up, down, bias, clamp=clamp, implementation=how)
 
     def _taking(
         self, operation: str, fits: Callable[[jnp.dtype, int], bool]

@@ -70,6 +70,8 @@ def root_only(tokens: Array) -> DraftTree:
 def pad_tree(tree: DraftTree, width: int) -> DraftTree:
     """The same tree, padded to ``width`` nodes.
 
+    Padding repeats the root: it then goes through the root's experts, which are read anyway.
+
     Raises ValueError if the tree has more nodes than that.
     """
     batch, size = tree.tokens.shape
@@ -83,7 +85,7 @@ def pad_tree(tree: DraftTree, width: int) -> DraftTree:
         return jnp.pad(x, pad, constant_values=fill)
 
     return make_tree(
-        widen(tree.tokens, 0),
+        jnp.where(jnp.arange(width) < size, widen(tree.tokens, 0), tree.tokens[:, :1]),
         widen(tree.parents, -1),
         tree.num_nodes,
         tree.max_depth,

@@ -11,6 +11,7 @@ from jaxspec.models.mlps.experts import experts_shape
 from jaxspec.models.mlps.routing import Routes, choose_experts
 from jaxspec.parallel import Layout, Shards
 from jaxspec.quantization.schemes import in_scheme
+from pallas_kernels.top_k import top_k
 from tests.random_experts import random_own, random_rows, written_out
 
 WAYS = tuple(jax.jit(way) for way in (mix.chosen_experts, mix.every_expert, mix.own_blocks))
@@ -58,12 +59,12 @@ def test_devices_add_their_share(monkeypatch):
 def test_softmax_of_all_or_of_the_chosen():
     logits = jnp.array([[0.0, 3.0, 1.0, 3.0, -1.0]])
     total = np.exp([0.0, 3.0, 1.0, 3.0, -1.0]).sum()
-    routes = choose_experts(logits, RoutingConfig(5, 3))
+    routes = choose_experts(logits, RoutingConfig(5, 3), None, top_k)
     assert routes.experts.tolist() == [[1, 3, 2]]  # of equals the lower index first
     np.testing.assert_allclose(routes.weights[0], np.exp([3.0, 3.0, 1.0]) / total, rtol=1e-6)
     share = np.exp([3.0, 3.0, 1.0]) / np.exp([3.0, 3.0, 1.0]).sum()
     for config in (RoutingConfig(5, 3, normalize=True), RoutingConfig(5, 3, "chosen")):
-        routes = choose_experts(logits, config)
+        routes = choose_experts(logits, config, None, top_k)
         assert routes.experts.tolist() == [[1, 3, 2]]
         np.testing.assert_allclose(routes.weights[0], share, rtol=1e-6)
 
@@ -74,7 +75,7 @@ def test_groups_and_a_correction_decide_the_choice_not_the_weights():
     )
     logits = jnp.array([[5.0, -9.0, 1.0, 1.1, 0.9, 1.0, -9.0, -9.0]])
     correction = jnp.zeros(8).at[5].set(0.2)
-    routes = choose_experts(logits, config, correction)
+    routes = choose_experts(logits, config, correction, top_k)
     # Groups (2, 3) and (4, 5) have the largest sums of two; expert 0 is the best, in a bad group.
     assert routes.experts.tolist() == [[5, 3]]
     scores = 1 / (1 + np.exp(-np.array([1.0, 1.1])))

@@ -58,15 +58,16 @@ class Experts(Pytree):
                 first=shard_offset(self.gate_up.num_experts, axes),
                 activation=self.config.activation,
             )
-            mixed = mix(own, rows, self.routes(rows), self.config.routing.num_experts)
+            num_experts = self.config.routing.num_experts
+            mixed = mix(own, rows, self.routes(rows, step), num_experts, step)
         shared = None if self.shared is None else self.shared(x, step)
         weight = None if self.shared_gate is None else self._weight_of_shared(x, step)
         return Mixture(mixed.reshape(whole.shape), axes, shared, weight)
 
-    def routes(self, rows: Array) -> Routes:
+    def routes(self, rows: Array, step: ForwardPass) -> Routes:
         """The chosen experts of rows [N, H]. In float32: near-ties are decided before rounding."""
         logits = self.router.float32(rows)
-        return choose_experts(logits, self.config.routing, self.correction)
+        return choose_experts(logits, self.config.routing, self.correction, step.top_k)
 
     def _weight_of_shared(self, x: Array, step: ForwardPass) -> Array:
         """[B, T, 1]"""

@@ -1,6 +1,6 @@
-"""What experts add to each row, in three ways that do the same.
+"""What experts add to each row, in four ways that do the same.
 
-Which one runs depends on the number of rows and the platform only, and each adds up a row in an
+Which one runs depends on shapes, kernels and the platform only, and each adds up a row in an
 order of its own: over its k experts in the order of their scores, or over all experts. So a row's
 result does not depend on which experts the other rows chose. In number of rows it depends as other
 products do (docs/exactness.md).
@@ -18,7 +18,7 @@ from jax import Array, lax
 
 from jaxspec.config.experts import ClampedSwiglu
 from jaxspec.models.expert_linear import ExpertLinear
-from jaxspec.models.forward import gated
+from jaxspec.models.forward import ForwardPass, gated
 from jaxspec.models.mlps.routing import Routes
 from jaxspec.pytree import Pytree, array, pytree, static
 from pallas_kernels.products import einsum_f32
@@ -60,15 +60,32 @@ def clamped_swiglu(config: ClampedSwiglu, gate_up: Array) -> Array:
     return (up + 1) * gate * jax.nn.sigmoid(config.alpha * gate)
 
 
-def mix(own: Own, x: Array, routes: Routes, num_experts: int) -> Array:
+def mix(own: Own, x: Array, routes: Routes, num_experts: int, step: ForwardPass) -> Array:
     """What the experts of this device add to rows x [N, H]: [N, H] in x's dtype.
 
     ``num_experts``: of all devices.
     """
+    mixed = by_kernel(own, x, routes, step)
+    if mixed is not None:
+        return mixed.astype(x.dtype)
     if routes.experts.size <= num_experts:
         return chosen_experts(own, x, routes).astype(x.dtype)
     mixed = lax.platform_dependent(own, x, routes, cpu=own_blocks, default=every_expert)
     return mixed.astype(x.dtype)
+
+
+def by_kernel(own: Own, x: Array, routes: Routes, step: ForwardPass) -> Array | None:
+    """For up to some hundred rows on Hopper GPUs: a kernel reads the chosen experts, each once.
+    Float32 [N, H]; None where it does not run."""
+    local, here = _local(own, routes)
+    experts = jnp.where(here, local, own.gate_up.num_experts)
+    down, weights = own.down, (own.gate_up.weight, own.down.weight, own.gate_up.bias)
+    mixed = step.expert_product(x, experts.astype(jnp.int32), *weights, own.activation)
+    if mixed is None:
+        return None
+    if down.bias is not None:
+        mixed = mixed + down.bias[local]
+    return _total(jnp.where(here[..., None], mixed * routes.weights[..., None], 0.0))
 
 
 def chosen_experts(own: Own, x: Array, routes: Routes) -> Array:

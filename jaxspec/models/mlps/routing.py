@@ -1,5 +1,6 @@
 """Which experts each token goes through, and with which weights."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -7,6 +8,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxspec.config.experts import RoutingConfig
+
+# (float32 [N, E], k) -> the k largest entries of a row, their indices, and its log-sum-exp
+TopK = Callable[[Array, int], tuple[Array, Array, Array]]
 
 LEAST_SUM = 1e-20  # added to sums of scores that are divided by: sigmoids may all be 0
 
@@ -27,16 +31,21 @@ class Routes(NamedTuple):
 def choose_experts(
     logits: Array,  # float32 [N, E]
     config: RoutingConfig,
-    correction: Array | None = None,  # float32 [E]
+    correction: Array | None,  # float32 [E]
+    top_k: TopK,
 ) -> Routes:
     """The routes of N tokens. A row depends on its own logits only; of equals, lower indices are
     chosen first, on every device."""
-    scores = _scores(logits, config)
-    ranked = scores if correction is None else scores + correction
-    if config.num_groups > 1:
-        ranked = _of_best_groups(ranked, config)
-    _, experts = lax.top_k(ranked, config.top_k)
-    weights = jnp.take_along_axis(scores, experts, axis=-1)
+    if correction is None and config.num_groups == 1:  # scores are in the order of logits
+        largest, experts, log_sum = top_k(logits, config.top_k)
+        weights = _scores(largest, log_sum[:, None], config)
+    else:
+        scores = _scores(logits, jax.nn.logsumexp(logits, axis=-1, keepdims=True), config)
+        ranked = scores if correction is None else scores + correction
+        if config.num_groups > 1:
+            ranked = _of_best_groups(ranked, config)
+        _, experts, _ = top_k(ranked, config.top_k)
+        weights = jnp.take_along_axis(scores, experts, axis=-1)
     if config.scores == "chosen":
         weights = jax.nn.softmax(weights, axis=-1)
     if config.normalize:
@@ -44,11 +53,11 @@ def choose_experts(
     return Routes(experts, weights * config.scale)
 
 
-def _scores(logits: Array, config: RoutingConfig) -> Array:
-    """Scores by which experts are chosen: float32 [N, E]."""
+def _scores(logits: Array, log_sum: Array, config: RoutingConfig) -> Array:
+    """Scores of logits [N, ...], by which experts are chosen; ``log_sum`` [N, 1] is of all."""
     match config.scores:
         case "softmax":
-            return jax.nn.softmax(logits, axis=-1)
+            return jnp.exp(logits - log_sum)
         case "sigmoid":
             return jax.nn.sigmoid(logits)
         case "chosen":

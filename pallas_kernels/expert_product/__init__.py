@@ -1,0 +1,66 @@
+"""What chosen experts make of a few rows: their SwiGLU MLPs, of which only the chosen are read."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels.expert_product.activation import Clamp
+from pallas_kernels.expert_product.reference import expert_product_reference
+from pallas_kernels.gradients import with_reference_gradient
+from pallas_kernels.selection import Implementation, kernel_module
+
+MOST_ROWS = 512
+LEAST_UNITS = 64  # and inputs and outputs: they are multiples of it
+
+
+@jax.named_scope("expert_product")
+def expert_product(
+    x: Array,
+    experts: Array,
+    gate_up: Array,
+    down: Array,
+    bias: Array | None = None,
+    *,
+    clamp: Clamp | None = None,
+    implementation: Implementation = "reference",
+) -> Array:
+    """Hidden units of each chosen expert, times its ``down``. Not weighted, not summed.
+
+    Args:
+      x: [N, H].
+      experts: int32 [N, k] those that each row chose, E for none.
+      gate_up: [E, H, 2, F].
+      down: [E, F, H].
+      bias: of gate and up [E, 2, F].
+      clamp: of the hidden units; None: SwiGLU.
+      implementation: "auto" takes the Hopper kernel where it fits (all bfloat16, at most 512 rows,
+        H and F multiples of 64), else the reference.
+
+    Returns float32 [N, k, H]; anything for pairs without an expert. Hidden units are rounded to
+    x's dtype. What a row gets does not depend on other rows.
+
+    Raises ValueError if ``implementation`` is "mosaic_gpu" and the kernel cannot take the
+    arguments.
+    """
+    problem = misfit(x, gate_up, down, bias)
+    mosaic = kernel_module("expert_product", implementation, problem)
+    reference = functools.partial(expert_product_reference, clamp=clamp)
+    if mosaic is None:
+        return reference(x, experts, gate_up, down, bias)
+    kernel = functools.partial(mosaic.expert_product_mosaic, clamp=clamp)
+    return with_reference_gradient(kernel, reference)(x, experts, gate_up, down, bias)
+
+
+def misfit(x: Array, gate_up: Array, down: Array, bias: Array | None = None) -> str | None:
+    """Why the kernel cannot take these arguments, None if it can."""
+    arrays = [x, gate_up, down, *([] if bias is None else [bias])]
+    if any(one.dtype != jnp.bfloat16 for one in arrays):
+        return f"{', '.join(str(one.dtype) for one in arrays)}: all must be bfloat16"
+    (rows, hidden), units = x.shape, down.shape[1]
+    if rows > MOST_ROWS:
+        return f"{rows} rows: at most {MOST_ROWS}"
+    if hidden % LEAST_UNITS or units % LEAST_UNITS:
+        return f"{hidden} inputs and {units} hidden units: multiples of {LEAST_UNITS}"
+    return None

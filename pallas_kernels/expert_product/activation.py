@@ -1,0 +1,26 @@
+"""From gate and up to hidden units."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+
+class Clamp(NamedTuple):
+    """(up + 1) * gate * sigmoid(alpha * gate) in place of SwiGLU, where gate is at most ``limit``
+    and up is between plus and minus ``limit``."""
+
+    alpha: float
+    limit: float
+
+
+def units_of(
+    gate: Array, up: Array, clamp: Clamp | None, sigmoid: Callable[[Array], Array]
+) -> Array:
+    """Float32 hidden units of float32 gate and up."""
+    if clamp is None:
+        return gate * sigmoid(gate) * up
+    gate = jnp.minimum(gate, clamp.limit)
+    up = jnp.minimum(jnp.maximum(up, -clamp.limit), clamp.limit)
+    return (up + 1) * gate * sigmoid(clamp.alpha * gate)

@@ -1,0 +1,248 @@
+"""Products of rows with chosen experts on Hopper GPUs.
+
+Two launches, gate and up with the activation, then down. Each has a CTA for every slot (see
+slots.py) and tile of outputs. Weights are the first operand of the tensor cores (64 outputs a
+warpgroup), as they are stored: outputs are consecutive. The lanes of a slot are the second one, so
+that 8 of them fill it. A warpgroup copies blocks of weights and rows into a ring; the others
+multiply. CTAs of empty slots end at once; what stands in empty lanes is never read.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import Array, lax
+
+from pallas_kernels.expert_product.activation import Clamp, units_of
+from pallas_kernels.expert_product.slots import make_slots, num_lanes
+from pallas_kernels.expert_product.tuning import OUTPUTS, ExpertTuning, expert_tuning
+from pallas_kernels.packed_product.blocks import store_rows
+from pallas_kernels.shared_memory import swizzled
+
+COLUMNS = 64  # 16-bit entries of a swizzled line
+_OUTPUT_LAYOUT = plgpu.Layout.WGMMA.reduce(1)  # one value for each output of a warpgroup
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Sizes of the products of slots with experts [depth, parts, width]."""
+
+    num_experts: int
+    slots: int
+    lanes: int
+    shared: bool  # whether all slots have the same lanes
+    depth: int
+    parts: int  # 2: gate and up
+    width: int
+    clamp: Clamp | None
+    config: ExpertTuning
+    dtype: Any  # of results
+    interpret: bool
+
+    @property
+    def block(self) -> int:
+        return math.gcd(self.config.block, self.depth)
+
+    @property
+    def blocks(self) -> int:
+        return self.depth // self.block
+
+    @property
+    def stages(self) -> int:
+        """Blocks in the ring."""
+        tile, entry = self.config.tile, self.dtype.itemsize
+        stage = 2 * self.block * (self.parts * tile + self.lanes)
+        return min(self.blocks, self.config.stages(stage, entry * self.lanes * tile))
+
+
+# Traced once for all layers of a model.
+@functools.partial(jax.jit, static_argnames=("clamp", "config", "interpret"))
+def expert_product_mosaic(
+    x: Array,  # [N, H]
+    experts: Array,  # int32 [N, k]
+    gate_up: Array,  # [E, H, 2, F]
+    down: Array,  # [E, F, H]
+    bias: Array | None = None,  # [E, 2, F]
+    *,
+    clamp: Clamp | None,
+    config: ExpertTuning | None = None,
+    interpret: Any = None,
+) -> Array:
+    """See pallas_kernels.expert_product.expert_product; only for what ``misfit`` accepts.
+
+    ``config`` None: from tuning.py. ``interpret``: plgpu.InterpretGPUParams, for tests.
+    """
+    num_experts, hidden, parts, units = gate_up.shape
+    rows, k = experts.shape
+    slots, lanes = make_slots(experts, num_experts), num_lanes(rows, k, num_experts)
+
+    def plan(depth: int, parts: int, width: int, *, shared: bool, dtype: Any) -> Plan:
+        return Plan(
+            num_experts=num_experts,
+            slots=len(slots.expert),
+            lanes=lanes,
+            shared=shared,
+            depth=depth,
+            parts=parts,
+            width=width,
+            clamp=clamp,
+            config=config or expert_tuning(lanes, depth, width),
+            dtype=jnp.dtype(dtype),
+            interpret=interpret is not None,
+        )
+
+    first = plan(hidden, parts, units, shared=slots.rows is None, dtype=x.dtype)
+    second = plan(units, 1, hidden, shared=False, dtype=jnp.float32)
+    of_lanes = x if slots.rows is None else x[slots.rows.reshape(-1)]
+    biases = () if bias is None else (bias,)
+    hidden_units = _make_kernel(first, x.dtype, len(biases), interpret)(
+        slots.expert, of_lanes, gate_up.reshape(num_experts * hidden, parts * units), *biases
+    )
+    mixed = _make_kernel(second, x.dtype, 0, interpret)(
+        slots.expert, hidden_units, down.reshape(num_experts * units, hidden)
+    )
+    return mixed[slots.places]
+
+
+def _make_kernel(plan: Plan, dtype: Any, num_biases: int, interpret: Any) -> Any:
+    warpgroups, ring, block = plan.config.warpgroups, plan.stages, plan.block
+    transforms = swizzled(COLUMNS, 16)
+    values = (ring, plan.parts, warpgroups, block, OUTPUTS)
+    scratch = {
+        "values": plgpu.SMEM(values, dtype, transforms=transforms),
+        "x": plgpu.SMEM((ring, plan.lanes, block), dtype, transforms=transforms),
+        "rows": plgpu.SMEM((warpgroups, plan.lanes, OUTPUTS), plan.dtype),
+        "full": plgpu.Barrier(num_arrivals=plan.parts * warpgroups + 1, num_barriers=ring),
+        "free": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=ring),
+    }
+
+    def expert_product_kernel(expert_of_slot, x_in, weights_in, *biases_and_out, **refs):
+        *biases, out = biases_and_out
+        slot, tile = lax.axis_index("slot"), lax.axis_index("tile")
+        warpgroup = lax.axis_index("warpgroup")
+        expert = expert_of_slot[slot]
+
+        @pl.when((expert < plan.num_experts) & (warpgroup == warpgroups))
+        def _copy():
+            _copy_blocks(plan, x_in, weights_in, refs, expert)
+
+        @pl.when((expert < plan.num_experts) & (warpgroup < warpgroups))
+        def _compute():
+            first = tile * plan.config.tile + warpgroup * OUTPUTS
+            sums = _multiply_blocks(plan, refs)
+            result = _result(plan, sums, [ref.at[expert] for ref in biases], first)
+            place = out.at[pl.ds(slot * plan.lanes, plan.lanes), pl.ds(first, OUTPUTS)]
+            store_rows(result, place, refs["rows"])
+
+    return plgpu.kernel(
+        expert_product_kernel,
+        out_type=jax.ShapeDtypeStruct((plan.slots * plan.lanes, plan.width), plan.dtype),
+        scratch_types=scratch,
+        grid=(plan.slots, plan.width // plan.config.tile),
+        grid_names=("slot", "tile"),
+        num_threads=warpgroups + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+        ),
+        interpret=interpret,
+    )
+
+
+def _copy_blocks(plan: Plan, x: Any, weights: Any, refs: Any, expert: Array) -> None:
+    """Copy the blocks in order into the ring.
+
+    x [lanes of all slots, depth], or of shared lanes [N, depth]; weights [E * depth, parts * width]
+    """
+    ring, slot, tile = plan.stages, lax.axis_index("slot"), lax.axis_index("tile")
+    # Shared lanes may be more than there are rows: a start that is not known keeps the slice from
+    # being checked, and the copy engine writes zeros for rows that are not there.
+    lanes = pl.ds(slot * (0 if plan.shared else plan.lanes), plan.lanes)
+
+    def copy(index: Array, carry: None) -> None:
+        stage = lax.rem(index, ring)
+        full, start = refs["full"].at[stage], index * plan.block
+
+        @pl.when(index >= ring)
+        def _():
+            plgpu.barrier_wait(refs["free"].at[stage])
+
+        inputs = pl.ds(expert * plan.depth + start, plan.block)
+        for part in range(plan.parts):
+            for warpgroup in range(plan.config.warpgroups):
+                first = part * plan.width + tile * plan.config.tile + warpgroup * OUTPUTS
+                own = weights.at[inputs, pl.ds(first, OUTPUTS)]
+                plgpu.copy_gmem_to_smem(own, refs["values"].at[stage, part, warpgroup], full)
+        plgpu.copy_gmem_to_smem(x.at[lanes, pl.ds(start, plan.block)], refs["x"].at[stage], full)
+
+    lax.fori_loop(0, plan.blocks, copy, None)
+    for i in range(ring):  # every barrier must have completed its last phase
+        plgpu.barrier_wait(refs["free"].at[lax.rem(plan.blocks - ring + i, ring)])
+
+
+def _multiply_blocks(plan: Plan, refs: Any) -> Sequence[Array]:
+    """A warpgroup's outputs of each part: float32 [OUTPUTS, lanes]."""
+    shape = (OUTPUTS, plan.lanes)
+
+    def taken(index: Array) -> Array:
+        stage = lax.rem(index, plan.stages)
+        plgpu.barrier_wait(refs["full"].at[stage])
+        return stage
+
+    def free(stage: Array) -> None:
+        plgpu.commit_smem()  # what was read comes before what the copy engine writes there next
+        plgpu.barrier_arrive(refs["free"].at[stage])
+
+    def operands(stage: Array, part: int) -> tuple[Any, Any]:
+        own = refs["values"].at[stage, part, lax.axis_index("warpgroup")]
+        return own.transpose((1, 0)), refs["x"].at[stage].transpose((1, 0))
+
+    def accumulate(*sums: Any) -> list[Array]:
+        def step(index: Array, carry: None) -> None:
+            stage = taken(index)
+            for part, own in enumerate(sums):
+                plgpu.wgmma(own, *operands(stage, part))
+            plgpu.wgmma_wait(0)
+            free(stage)
+
+        lax.fori_loop(0, plan.blocks, step, None)
+        return [own[...] for own in sums]
+
+    def add(index: Array, totals: tuple[Array, ...]) -> tuple[Array, ...]:
+        """A step for the interpreter, which knows no accumulators across blocks."""
+        stage = taken(index)
+        pairs = [[one[...] for one in operands(stage, part)] for part in range(plan.parts)]
+        free(stage)
+        wide = [[one.astype(jnp.float32) for one in pair] for pair in pairs]
+        products = [jnp.dot(*pair, precision=lax.Precision.HIGHEST) for pair in wide]
+        return tuple(map(jnp.add, totals, products))
+
+    if plan.interpret:
+        zeros = tuple(jnp.zeros(shape, jnp.float32) for _ in range(plan.parts))
+        return lax.fori_loop(0, plan.blocks, add, zeros)
+    refs_of_sums = [plgpu.WGMMAAccumulatorRef(shape, jnp.float32) for _ in range(plan.parts)]
+    return pl.run_scoped(accumulate, *refs_of_sums)
+
+
+def _result(plan: Plan, sums: Sequence[Array], biases: Sequence[Any], first: Array) -> Array:
+    """Hidden units of gate and up, or the sums themselves: [OUTPUTS, lanes]."""
+    if plan.parts == 1:
+        return sums[0]
+    for bias in biases:
+        loads = [bias.at[part, pl.ds(first, OUTPUTS)] for part in range(plan.parts)]
+        values = [plgpu.load(ref, layout=_OUTPUT_LAYOUT, optimized=False) for ref in loads]
+        shape = sums[0].shape
+        wide = [lax.broadcast_in_dim(one.astype(jnp.float32), shape, [0]) for one in values]
+        sums = [own + one for own, one in zip(sums, wide, strict=True)]
+    gate, up = sums
+    return units_of(gate, up, plan.clamp, _sigmoid)
+
+
+def _sigmoid(x: Array) -> Array:
+    return 1 / (1 + jnp.exp(-x))

@@ -1,0 +1,79 @@
+"""Pairs of a row and an expert that it chose, grouped by expert.
+
+A slot is an expert and W lanes, each with a row. The weights of a slot's expert are read once for
+all its lanes. How many slots and lanes there are depends on shapes only; slots may stay empty.
+
+There is no sort and no running sum, which a GPU would do in several launches: every pair is
+compared with all others.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+LEAST_LANES = 8  # what the tensor cores take
+MOST_LANES = 64
+MOST_SHARED = LEAST_LANES  # rows: of no more, every slot has all of them
+
+
+class Slots(NamedTuple):
+    """Where pairs are multiplied.
+
+    Attributes:
+      expert: int32 [S], the number of experts for an empty slot.
+      rows: int32 [S, W] the row of each lane, some row where a lane is empty. None: lane n of every
+        slot has row n.
+      places: int32 [N, k] slot * W + lane of a pair. Any place for a pair without an expert.
+    """
+
+    expert: Array
+    rows: Array | None
+    places: Array
+
+
+def num_lanes(rows: int, k: int, num_experts: int) -> int:
+    """Lanes of a slot: twice as many as an expert has rows on average, for most have fewer then."""
+    lanes = LEAST_LANES
+    if rows > MOST_SHARED:
+        while lanes < MOST_LANES and lanes * num_experts < 2 * rows * k:
+            lanes *= 2
+    return lanes
+
+
+def make_slots(experts: Array, num_experts: int) -> Slots:
+    """The slots of experts int32 [N, k], where ``num_experts`` stands for none."""
+    rows, k = experts.shape
+    if rows <= MOST_SHARED:
+        return _shared(experts, num_experts)
+    return _grouped(experts, num_experts, num_lanes(rows, k, num_experts))
+
+
+def _shared(experts: Array, num_experts: int) -> Slots:
+    """A slot for every pair, which stays empty where an earlier pair has the same expert."""
+    flat, pairs = experts.reshape(-1), jnp.arange(experts.size, dtype=jnp.int32)
+    same = flat[:, None] == flat
+    slot = jnp.min(jnp.where(same, pairs, experts.size), axis=1)  # the first pair of that expert
+    repeats = same & (pairs < pairs[:, None])
+    own = jnp.max(jnp.where(repeats, num_experts, flat[:, None]), axis=1)
+    places = slot * LEAST_LANES + pairs // experts.shape[1]
+    return Slots(own, None, places.reshape(experts.shape))
+
+
+def _grouped(experts: Array, num_experts: int, lanes: int) -> Slots:
+    """Each expert has the slots that its pairs fill, in order; the last may have empty lanes."""
+    flat, pairs = experts.reshape(-1), jnp.arange(experts.size, dtype=jnp.int32)
+    size = min(experts.size, num_experts + experts.size // lanes)  # slots that may be filled
+    same = flat[:, None] == flat
+    rank = jnp.sum(same & (pairs < pairs[:, None]), axis=1, dtype=jnp.int32)  # in its expert
+    begins = rank % lanes == 0  # a slot
+    before = jnp.sum(begins & (flat < flat[:, None]), axis=1, dtype=jnp.int32)
+    places = (before + rank // lanes) * lanes + rank % lanes
+    # Pairs without an expert come last, perhaps past all slots: no lane has them.
+    kept = jnp.where(flat < num_experts, places, -1)
+    lane = jnp.arange(size * lanes, dtype=jnp.int32)[:, None]
+    pair = jnp.max(jnp.where(kept == lane, pairs, -1), axis=1).reshape(size, lanes)
+    own = jnp.where(pair[:, 0] < 0, num_experts, flat[pair[:, 0]])
+    rows = jnp.maximum(pair, 0) // experts.shape[1]
+    last = size * lanes - 1
+    return Slots(own, rows, jnp.minimum(places, last).reshape(experts.shape))

@@ -1,0 +1,55 @@
+"""Choices made for an H100: sizes of the kernel's blocks. None was timed yet."""
+
+import dataclasses
+
+OUTPUTS = 64  # of a warpgroup: what the tensor cores take
+SHARED_BYTES = 227 << 10  # of a multiprocessor, 1 KiB for each CTA taken off
+BARRIER_BYTES = 2048
+MOST_STAGES = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertTuning:
+    """One variant of the kernel.
+
+    Attributes:
+      warpgroups: that multiply; each has 64 outputs.
+      block: inputs of a block: a multiple of 64.
+      ctas: that share a multiprocessor and its memory.
+      most_stages: most blocks of a CTA in shared memory.
+    """
+
+    warpgroups: int = 1
+    block: int = 64
+    ctas: int = 2
+    most_stages: int = MOST_STAGES
+
+    @property
+    def tile(self) -> int:
+        """Outputs of a CTA."""
+        return OUTPUTS * self.warpgroups
+
+    def stages(self, stage: int, results: int) -> int:
+        """Blocks of ``stage`` bytes that fit the shared memory of a CTA beside its results.
+
+        Raises ValueError if it has no room for two.
+        """
+        room = SHARED_BYTES // self.ctas - BARRIER_BYTES - results
+        if room < 2 * stage:
+            raise ValueError(f"two blocks of {stage} bytes do not fit {room} bytes: see {self}")
+        return min(room // stage, self.most_stages)
+
+
+# What tests run besides: two warpgroups for each producer, longer blocks, one CTA.
+VARIANTS = (
+    ExpertTuning(warpgroups=2),
+    ExpertTuning(block=128),
+    ExpertTuning(ctas=1),
+    ExpertTuning(ctas=3),
+)
+
+
+def expert_tuning(lanes: int, depth: int, width: int) -> ExpertTuning:
+    """The variant for slots of so many lanes, and so many inputs and outputs of an expert."""
+    pairs_up = lanes >= 32 and width % (2 * OUTPUTS) == 0  # lanes are read once for 128 outputs
+    return ExpertTuning(warpgroups=2 if pairs_up else 1)

@@ -1,0 +1,265 @@
+"""expert_product against the products in float64; its slots; and what a row gets beside others."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.config.experts import ClampedSwiglu
+from jaxspec.models.attention import dense_causal_attend
+from jaxspec.models.forward import make_pass
+from jaxspec.models.mlps import mix
+from jaxspec.models.mlps.routing import Routes
+from jaxspec.parallel import WHOLE
+from pallas_kernels.expert_product import expert_product, misfit
+from pallas_kernels.expert_product.activation import Clamp
+from pallas_kernels.expert_product.cases import (
+    BENCHMARK_CASES,
+    TEST_CASES,
+    Case,
+    chosen_experts,
+    make_arguments,
+)
+from pallas_kernels.expert_product.mosaic_gpu import expert_product_mosaic
+from pallas_kernels.expert_product.slots import make_slots, num_lanes
+from pallas_kernels.expert_product.tuning import VARIANTS, ExpertTuning
+from pallas_kernels.selection import Kernels
+from tests.marks import first_is_fast
+from tests.random_experts import random_own, random_rows, written_out
+
+# Of the sum of absolute products: a hidden unit may round to its other neighbor in bfloat16.
+ERROR = 2.0**-8
+# The first one uses each part of its ring again, even in the smallest cases.
+INTERPRETED = (ExpertTuning(most_stages=2), ExpertTuning(block=128, ctas=1))
+
+
+def exact(case: Case, arguments: Any) -> tuple[np.ndarray, np.ndarray]:
+    """[N, k, H] in float64, hidden units rounded; and the sums of their terms' absolute values.
+    Zeros for experts that other devices have."""
+    x, experts, gate_up, down = (np.asarray(one, np.float64) for one in arguments[:4])
+    bias = np.zeros((case.num_experts, 2, case.units))
+    if case.biased:
+        bias = np.asarray(arguments[4], np.float64)
+    results = np.zeros((2, *experts.shape, case.hidden))
+    for (row, choice), expert in np.ndenumerate(experts.astype(int)):
+        if expert == case.num_experts:
+            continue
+        gate, up = np.einsum("h,htf->tf", x[row], gate_up[expert]) + bias[expert]
+        if case.clamp is not None:
+            alpha, limit = case.clamp
+            gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
+            units = (up + 1) * gate / (1 + np.exp(-alpha * gate))
+        else:
+            units = gate / (1 + np.exp(-gate)) * up
+        rounded = units.astype(jnp.bfloat16).astype(np.float64)
+        results[0, row, choice] = rounded @ down[expert]
+        results[1, row, choice] = np.abs(rounded) @ np.abs(down[expert])
+    return results[0], results[1]
+
+
+def assert_exact(found: Any, case: Case, arguments: Any) -> None:
+    wanted, terms = exact(case, arguments)
+    assert found.shape == wanted.shape and found.dtype == jnp.float32
+    here = np.asarray(arguments[1] < case.num_experts)
+    errors = (np.asarray(found, np.float64) - wanted)[here]
+    assert (np.abs(errors) <= ERROR * terms[here]).all()
+    assert np.linalg.norm(errors) <= 1e-3 * np.linalg.norm(wanted)
+
+
+def shapes(case: Case) -> tuple[Any, ...]:
+    """Of the arguments; noise for them would take seconds."""
+    given = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+    experts = case.num_experts
+    return (
+        given((case.rows, case.hidden)),
+        jax.ShapeDtypeStruct((case.rows, case.k), jnp.int32),
+        given((experts, case.hidden, 2, case.units)),
+        given((experts, case.units, case.hidden)),
+        given((experts, 2, case.units)) if case.biased else None,
+    )
+
+
+def interpreted(arguments: Any, case: Case, config: ExpertTuning | None = None) -> Any:
+    found = expert_product_mosaic(
+        *arguments,
+        clamp=case.clamp,
+        config=config,
+        interpret=plgpu.InterpretGPUParams(detect_races=True),
+    )
+    return jax.block_until_ready(found)  # the interpreter's callbacks run jax, too
+
+
+@pytest.mark.parametrize("case", TEST_CASES, ids=str)
+def test_the_reference_is_the_product(case: Case):
+    arguments = make_arguments(case)
+    assert_exact(expert_product(*arguments, clamp=case.clamp), case, arguments)
+
+
+@first_is_fast(TEST_CASES)
+def test_interpreted_it_is_the_product(case: Case):
+    arguments = make_arguments(case)
+    for config in (None, *INTERPRETED):
+        assert_exact(interpreted(arguments, case, config), case, arguments)
+
+
+@pytest.mark.slow
+def test_interpreted_two_warpgroups_multiply():
+    case = Case(12, 2, 4, 128, 128, biased=True)
+    arguments = make_arguments(case)
+    assert_exact(interpreted(arguments, case, ExpertTuning(warpgroups=2)), case, arguments)
+
+
+@first_is_fast([Case(5, 2, 4, 128, 64), Case(20, 2, 4, 128, 64)])
+def test_interpreted_a_row_is_the_same_whatever_others_choose(case: Case):
+    """Another row of NaN included, and of an expert with weights that no row chose."""
+    x, experts, gate_up, down, bias = make_arguments(case)
+    x, experts = x.at[1].set(jnp.nan), experts.at[0].set(jnp.array([2, 0]))
+    first = interpreted((x, experts, gate_up, down, bias), case)[0]
+    for seed in (1, 2):
+        others, place = chosen_experts(case, seed), 2 + seed
+        changed = experts.at[1:].set(others[1:]).at[place].set(experts[0])
+        moved = x.at[place].set(x[0]).at[0].set(x[2])
+        found = interpreted((moved, changed, gate_up, down, bias), case)
+        assert jnp.array_equal(found[place], first)
+
+
+@pytest.mark.parametrize(
+    "case", [*TEST_CASES, *BENCHMARK_CASES, Case(512, 8, 128, 2048, 768)], ids=str
+)
+def test_it_lowers_for_cuda(case: Case):
+    function = functools.partial(expert_product, clamp=case.clamp, implementation="mosaic_gpu")
+    assert jax.jit(function).trace(*shapes(case)).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize("config", VARIANTS, ids=str)
+def test_variants_lower_for_cuda(config: ExpertTuning):
+    case = Case(32, 8, 16, 256, 128, biased=True)
+    function = functools.partial(expert_product_mosaic, clamp=None, config=config)
+    assert jax.jit(function).trace(*shapes(case)).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [*TEST_CASES, *BENCHMARK_CASES], ids=str)
+@pytest.mark.parametrize("config", [None, *VARIANTS], ids=str)
+def test_on_the_device_it_is_the_product(case: Case, config: ExpertTuning | None):
+    arguments = make_arguments(case)
+    if config is not None and (case.units % config.tile or case.hidden % config.tile):
+        pytest.skip("not of these outputs")
+    function = jax.jit(functools.partial(expert_product_mosaic, clamp=case.clamp, config=config))
+    first = function(*arguments)
+    assert_exact(first, case, arguments)
+    here = (arguments[1] < case.num_experts)[..., None]
+    for _ in range(20):
+        assert not jnp.any(here & (first != function(*arguments))), "a race"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [4, 8, 32, 128])
+def test_on_the_device_a_row_is_the_same_whatever_others_choose(rows: int):
+    case = Case(rows, 8, 128, 2048, 768)
+    x, experts, gate_up, down, _ = make_arguments(case)
+    function = jax.jit(functools.partial(expert_product, implementation="mosaic_gpu"))
+    first = function(x, experts, gate_up, down)[0]
+    for seed in range(1, 8):
+        place = seed % rows
+        changed = jnp.asarray(chosen_experts(case, seed)).at[place].set(experts[0])
+        moved = x.at[0].set(jnp.nan).at[place].set(x[0])
+        assert jnp.array_equal(function(moved, changed, gate_up, down)[place], first)
+
+
+@pytest.mark.parametrize(
+    ("rows", "k", "num_experts", "missing"),
+    [(1, 8, 128, 0), (8, 3, 4, 2), (9, 2, 6, 3), (33, 4, 8, 0), (200, 8, 16, 0), (64, 2, 2, 5)],
+)
+def test_every_pair_has_a_lane_with_its_row_and_expert(
+    rows: int, k: int, num_experts: int, missing: int
+):
+    for seed in range(3):
+        experts = chosen_experts(Case(rows, k, num_experts, 0, 0, missing=missing), seed)
+        own, lane_rows, places = make_slots(jnp.asarray(experts), num_experts)
+        lanes = num_lanes(rows, k, num_experts)
+        slot, lane = np.asarray(places) // lanes, np.asarray(places) % lanes
+        here = experts < num_experts
+        if lane_rows is None:
+            lane_rows = jnp.tile(jnp.arange(lanes), (len(own), 1))
+        assert (slot < len(own)).all()
+        assert (np.asarray(own)[slot] == experts)[here].all()
+        assert (np.asarray(lane_rows)[slot, lane] == np.arange(rows)[:, None])[here].all()
+        assert len(np.unique(places[here])) == here.sum(), "two pairs share a lane"
+        counts = np.bincount(experts[here], minlength=num_experts)
+        shared = rows <= lanes == 8
+        filled = (counts > 0).sum() if shared else (-(-counts // lanes)).sum()
+        assert (np.asarray(own) < num_experts).sum() == filled
+
+
+class Interpreted:
+    """A ForwardPass whose kernel is interpreted."""
+
+    def expert_product(self, *arguments: Any) -> Any:
+        *arrays, activation = arguments
+        clamp = activation and Clamp(activation.alpha, activation.limit)
+        interpret = plgpu.InterpretGPUParams()
+        found = expert_product_mosaic(*arrays, clamp=clamp, interpret=interpret)
+        return jax.block_until_ready(found)
+
+
+@first_is_fast([(8, 3, 5, 64, ClampedSwiglu(1.7, 1.0)), (8, 2, 24, 64, None)])
+def test_a_mixture_by_the_kernel_is_what_is_written_out(case: Any):
+    """On two devices that have half of the experts each."""
+    num_experts, k, rows, units, activation = case
+    own = random_own(num_experts, 128, units, activation)
+    whole = own.replace(gate_up=narrow(own.gate_up), down=narrow(own.down))
+    x, routes = random_rows(rows, 128, num_experts, k, seed=1)
+    x = jnp.asarray(x, jnp.bfloat16)
+    step: Any = Interpreted()
+    half, total = num_experts // 2, 0
+    for first in (0, half):
+        part = jax.tree.map(lambda leaf, first=first: leaf[first : first + half], whole.gate_up)
+        down = jax.tree.map(lambda leaf, first=first: leaf[first : first + half], whole.down)
+        device = whole.replace(gate_up=part, down=down, first=first)
+        found = mix.by_kernel(device, x, routes, step)
+        assert found is not None
+        total = total + found
+    expected = written_out(whole, np.asarray(x, np.float64), routes)
+    error = np.linalg.norm(np.asarray(total) - expected)
+    assert error <= 3e-3 * np.linalg.norm(expected)  # of hidden units, which are rounded
+
+
+def narrow(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), tree)
+
+
+def test_a_mixture_takes_the_kernel_where_it_fits():
+    kernels = Kernels(frozenset({"expert_product"}))
+
+    def calls(rows: int, dtype: Any, chosen: Kernels = kernels) -> int:
+        own = random_own(8, 128, 64, None)
+        if dtype == jnp.bfloat16:
+            own = own.replace(gate_up=narrow(own.gate_up), down=narrow(own.down))
+        x, routes = random_rows(rows, 128, 8, 2, seed=0)
+        positions = jnp.zeros((1, rows), jnp.int32)
+        step = make_pass((), positions, dense_causal_attend, 1e-5, WHOLE, chosen)
+        call = jax.jit(lambda x, routes: mix.mix(own, x, routes, 8, step))
+        lowered = call.trace(jnp.asarray(x, dtype), Routes(*routes)).lower(
+            lowering_platforms=("cuda",)
+        )
+        return lowered.as_text().count("custom_call @mosaic_gpu")
+
+    assert calls(3, jnp.bfloat16) == calls(512, jnp.bfloat16) == 2
+    assert calls(3, jnp.float32) == calls(513, jnp.bfloat16) == 0
+    assert calls(3, jnp.bfloat16, Kernels()) == 0
+
+
+def test_unsupported_arguments_are_named():
+    for case, message in [
+        (Case(513, 2, 4, 64, 64), "513 rows: at most 512"),
+        (Case(2, 2, 4, 96, 64), "96 inputs and 64 hidden units: multiples of 64"),
+    ]:
+        with pytest.raises(ValueError, match=f"the kernel cannot take {message}"):
+            expert_product(*make_arguments(case), implementation="mosaic_gpu")
+    x, _, gate_up, down, _ = make_arguments(TEST_CASES[0])
+    assert "must be bfloat16" in str(misfit(x.astype(jnp.float32), gate_up, down))
