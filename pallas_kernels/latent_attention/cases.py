@@ -109,6 +109,9 @@ BENCHMARK_CASES = tuple(
     for context in (1, 8)
 )
 
+# Of those, and of LONG_CASES: with and without parts of contexts, masks and several copies a block.
+COMPILED_CASES = (*LONG_CASES, *BENCHMARK_CASES[::7])
+
 
 def make_arguments(case: LatentCase, dtype: Any = jnp.float32, seed: int = 0) -> Arguments:
     """Positional arguments of latent_attention. Every slot holds noise, unseen ones too."""
