@@ -30,7 +30,6 @@ run_reference = jax.jit(
     static_argnames=("latent", "scale", "first_slot"),
     compiler_options=FAST_COMPILE,
 )
-SPLITS = (1, 2, 5)
 # The others take up to twenty seconds each, and run on every GPU that the tests meet.
 FAST = {"first slot"}
 INTERPRETED = [
@@ -97,7 +96,7 @@ def test_what_is_timed_lowers_for_cuda(case: LatentCase):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("splits", [None, *SPLITS])
+@pytest.mark.parametrize("splits", [None, 2, 5])
 @pytest.mark.parametrize("case", [*KERNEL_CASES, *LONG_CASES], ids=str)
 def test_on_the_device_it_is_the_reference(case: LatentCase, splits: int | None):
     config = None if splits is None else LatentTuning(splits=splits)
