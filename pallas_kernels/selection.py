@@ -16,6 +16,7 @@ from pallas_kernels.float8 import is_float8
 OPERATIONS = (
     "paged_attention",
     "partial_attention",
+    "latent_attention",
     "rope_kv_write",
     "add_rms_norm",
     "reduce_add_rms_norm",
@@ -34,11 +35,12 @@ OPERATIONS = (
 # compiled, but have not run yet. partial_attention: each device's part was right on an H200, but
 # not what two of them merged in the one test of that. packed_product, delta_rule and
 # delta_run ran on a single H100. round_tokens and float8_pages passed their tests there, but nobody
-# timed what they gain. expert_product was compiled, but has not run.
+# timed what they gain. expert_product and latent_attention were compiled, but have not run.
 MEASURED_SHARING: Mapping[str, tuple[int, ...]] = MappingProxyType(
     {
         "reduce_add_rms_norm": (2,),
         "partial_attention": (),
+        "latent_attention": (),
         "packed_product": (1,),
         "round_tokens": (),
         "expert_product": (),

@@ -10,15 +10,18 @@ another one than `.cache/aot-wheels`. Numbers here are those of jax 0.11.2 and 0
 
 import functools
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from jaxspec.benchmarking.ahead_of_time import install_command
-from jaxspec.benchmarking.compiled_round import CompiledRound
+from jaxspec.benchmarking.ahead_of_time import compiler_environment, install_command
+from jaxspec.benchmarking.compiled_round import CompiledRound, parse_kernels
 from jaxspec.benchmarking.shapes import SHAPES
 from jaxspec.commands import compile_ahead
 from jaxspec.commands.compiling_process import ROOT
+from pallas_kernels.latent_attention.cases import COMPILED_CASES
 
 WHEELS = Path(os.environ.get("JAXSPEC_AOT_WHEELS", ROOT / ".cache/aot-wheels"))
 SHAPE, MODES = "llama-3.1-8b", ("plain", "chain:5", "tree:60:7:10")
@@ -103,6 +106,22 @@ def test_kernels_keep_to_their_registers(mode: str):
     kernels = compiled(mode).kernels
     expected = KERNELS | ({"kv_compact", "top_k"} if mode.startswith("tree") else set())
     assert {kernel.name for kernel in kernels} == expected
+    assert not [kernel for kernel in kernels if kernel.spilled_bytes]
+
+
+def test_latent_attention_keeps_to_its_registers(tmp_path: Path):
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.compile_latent_attention"],
+        env=compiler_environment(WHEELS, tmp_path, os.environ),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=True,
+    )
+    kernels = parse_kernels(result.stdout)
+    assert len(kernels) == len(COMPILED_CASES)
+    assert {kernel.name for kernel in kernels} == {"latent_attention"}
     assert not [kernel for kernel in kernels if kernel.spilled_bytes]
 
 

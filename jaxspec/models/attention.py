@@ -1,8 +1,8 @@
 """How the tokens of a pass attend to the past: paged, or dense for training and references.
 
 This file and forward.py are the one place where model code calls kernels by operation name
-(paged_attention and partial_attention here, add_rms_norm and rope_kv_write there). Mixers and MLPs
-name none.
+(paged_attention, partial_attention and latent_attention here, add_rms_norm and rope_kv_write
+there). Mixers and MLPs name none.
 """
 
 import functools
@@ -19,6 +19,7 @@ from jaxspec.config.latent import LatentConfig
 from jaxspec.models.forward import Heads, LatentHeads
 from jaxspec.parallel import Axes
 from jaxspec.pytree import Pytree, array, pytree, static
+from pallas_kernels.latent_attention import latent_attention
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.expanded import dense_heads, expanded_attention
 from pallas_kernels.paged_attention.partial import (
@@ -107,19 +108,21 @@ class PagedAttend(Pytree):
                 first_slot=self.first_slot,
             )
             return out, state
-        out = paged_attention(
+        kernels = heads.kernels
+        # The TPU kernel of paged attention takes latents, too.
+        name = "paged_attention" if kernels.backend == "mosaic_tpu" else "latent_attention"
+        out = latent_attention(
             heads.absorbed,
-            pages,
             pages,
             self.page_table,
             self.context_lens,
-            self.positions,
             self.ancestors,
             self.kv_lens,
+            latent=heads.config.latent,
             scale=heads.config.scale,
             first_slot=self.first_slot,
             order_invariant=self.order_invariant,
-            implementation=heads.kernels.over_pages("paged_attention", pages),
+            implementation=kernels.over_pages(name, pages),
         )
         return heads.values(out), state
 
@@ -216,7 +219,8 @@ def _dense_latent_attention(
     )
     if not heads.config.expands(size, size):
         queries = heads.absorbed
-        return heads.values(attend(queries, heads.stored, heads.stored))
+        attended = attend(queries, heads.stored, heads.stored)
+        return heads.values(attended[..., : heads.config.latent])
     k, v = dense_heads(heads.stored[:, :, 0], heads.key_up, heads.value_up)
     width = max(k.shape[-1], v.shape[-1])  # dense attention has one width
     q, k, v_wide = (

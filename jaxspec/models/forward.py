@@ -327,9 +327,8 @@ class LatentHeads:
 
     @jax.named_scope("attention")
     def values(self, attended: Array) -> Array:
-        """Values [B, T, Q, value_dim] of sums of what is stored [B, T, Q, L + R]."""
-        latent = attended[..., : self.config.latent]
-        return einsum_f32("btql,qvl->btqv", latent, self.value_up).astype(attended.dtype)
+        """Values [B, T, Q, value_dim] of sums of latents [B, T, Q, L]."""
+        return einsum_f32("btql,qvl->btqv", attended, self.value_up).astype(attended.dtype)
 
 
 def make_pass(

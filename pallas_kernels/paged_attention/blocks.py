@@ -5,7 +5,7 @@ block in registers, to bfloat16, and writes it to the ring that the compute warp
 these, and what tensor cores multiply, are the same for all pages; only half as many bytes are read.
 """
 
-import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import jax.experimental.pallas as pl
@@ -38,14 +38,20 @@ def copy_block(
     indices: Any,
 ) -> None:
     """Start to copy a block of some pages' keys or values to a ring's ``slot``."""
+    for head in range(plan.config.heads):
+        copy_head(plan, source, work.first_head + head, ring.at[slot, head], full, block, indices)
+
+
+def copy_head(
+    plan: Any, source: Any, head: Any, to: Any, full: Any, block: Array, indices: Any
+) -> None:
+    """Start to copy one head's rows of a block to ``to`` [block, D]."""
     size = plan.config.block
     rows = min(size, plan.page_size)
     offset = block * size % plan.page_size if plan.page_size > size else 0
-    for head, (i, page) in itertools.product(range(plan.config.heads), enumerate(indices)):
+    for i, page in enumerate(indices):
         plgpu.copy_gmem_to_smem(
-            source.at[page, work.first_head + head, pl.ds(offset, rows)],
-            ring.at[slot, head, pl.ds(i * rows, rows)],
-            full,
+            source.at[page, head, pl.ds(offset, rows)], to.at[pl.ds(i * rows, rows)], full
         )
 
 
@@ -57,11 +63,11 @@ def wait_until_free(plan: Any, refs: Any, name: str, index: Array) -> None:
         plgpu.barrier_wait(refs[f"{name}_free"].at[lax.rem(index, plan.config.stages)])
 
 
-def wait_until_all_free(plan: Any, refs: Any, num_blocks: Array) -> None:
+def wait_until_all_free(plan: Any, refs: Any, names: Sequence[str], num_blocks: Array) -> None:
     """Every barrier must have completed its last phase when the kernel ends."""
     for i in range(plan.config.stages):
-        wait_until_free(plan, refs, "k", num_blocks + i)
-        wait_until_free(plan, refs, "v", num_blocks + i)
+        for name in names:
+            wait_until_free(plan, refs, name, num_blocks + i)
 
 
 def produce_wide_blocks(plan: Any, work: Any, table: Any, k: Any, v: Any, refs: Any) -> None:
@@ -108,7 +114,7 @@ def produce_wide_blocks(plan: Any, work: Any, table: Any, k: Any, v: Any, refs: 
     begun = jnp.minimum(work.start + ahead, work.stop)
     indices = lax.fori_loop(work.start, begun, begin, first)
     lax.fori_loop(work.start, work.stop, produce, indices)
-    wait_until_all_free(plan, refs, work.stop - work.start)
+    wait_until_all_free(plan, refs, ("k", "v"), work.stop - work.start)
 
 
 def _widen(rows: Any, to: Any) -> None:

@@ -40,6 +40,21 @@ from pallas_kernels.paged_attention.blocks import (
     wait_until_free,
 )
 from pallas_kernels.paged_attention.partial import PartialAttention
+from pallas_kernels.paged_attention.rows import (
+    LOWEST_PEAK,
+    MASKED,
+    TINY,
+    by_row,
+    filled,
+    load_words,
+    product,
+    row_load,
+    slots_from,
+    softmax_step,
+    visible,
+    words_of_rows,
+    write,
+)
 from pallas_kernels.paged_attention.tuning import (
     ROWS,
     AttentionTuning,
@@ -48,13 +63,8 @@ from pallas_kernels.paged_attention.tuning import (
 )
 from pallas_kernels.shared_memory import SWIZZLED, swizzled_bytes, zero_rows_outside
 
-# Finite, so that a row that sees no slot gives no NaN. The running maximum starts far above masked
-# scores, so that rounding can never give a masked score any weight.
-MASKED, LOWEST_PEAK = -1e30, -1e20
 MERGED_ROWS = 32  # rows of all splits merged at a time; more would need more registers
-TINY = 1e-30  # smallest softmax sum to divide by, for rows that see no slot
 LN_2 = math.log(2)
-_ROW_LAYOUT = plgpu.Layout.WGMMA.reduce(1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,14 +244,7 @@ def _row_masks(plan: _Plan, positions: Array, ancestors: Array | None) -> list[A
         np.arange(plan.tiles)[:, None] * plan.tokens + np.arange(ROWS) // plan.group,
         plan.num_tokens - 1,
     )
-    if plan.num_tokens == 1 and ancestors is not None:
-        row_words = ancestors[:, 0]  # [B, words], the same for all rows
-    elif ancestors is None:
-        last_node = token_of_row.astype(np.uint32)[:, None]
-        # A constant: otherwise every layer of a draft head would need a launch to compute it.
-        row_words = jnp.asarray(np.broadcast_to(last_node, (plan.batch, plan.tiles, 1, ROWS)))
-    else:
-        row_words = ancestors[:, token_of_row].transpose(0, 1, 3, 2)  # [B, tiles, words, ROWS]
+    row_words = words_of_rows(ancestors, token_of_row, plan.batch)
     if plan.window is None:
         return [row_words]
     seen_from = positions - (plan.window - 1)
@@ -359,10 +362,10 @@ def _make_kernel(plan: _Plan, dtype: Any, interpret: Any) -> Any:
             tile = lax.axis_index("row_block") * config.warpgroups
             tile += lax.rem(warpgroup, config.warpgroups)
             _load_queries(plan, work, q, tile, refs)
-            words = _load_words(plan, work, row_words, tile)
+            words = load_words(plan, work, row_words, tile)
             seen_from = None
             if plan.window is not None:
-                seen_from = _row_load(windows[1].at[work.sequence, tile])
+                seen_from = row_load(windows[1].at[work.sequence, tile])
             state = _attend(plan, work, words, seen_from, refs)
             if config.splits > 1:
                 _merge_and_store(plan, work, state, tile, outputs, refs)
@@ -511,7 +514,7 @@ def _produce_blocks(plan: _Plan, work: _Work, table: Any, k: Any, v: Any, refs: 
     def _clean_right_edge():
         _clean_values(plan, work, work.stop - 1, jnp.int32(0), refs)
 
-    wait_until_all_free(plan, refs, num_blocks)
+    wait_until_all_free(plan, refs, ("k", "v"), num_blocks)
 
 
 def _clean_values(plan: _Plan, work: _Work, block: Array, edge: Array, refs: Any) -> None:
@@ -554,46 +557,6 @@ def _load_queries(plan: _Plan, work: _Work, q: Any, tile: Array, refs: Any) -> N
     plgpu.commit_smem()
 
 
-def _row_load(ref: Any) -> Array:
-    """Load one value per row: [ROWS]."""
-    return plgpu.load(ref, layout=_ROW_LAYOUT, optimized=False)
-
-
-def _load_words(plan: _Plan, work: _Work, row_words: Any, tile: Array) -> list[Array]:
-    """The words of each row's mask: [ROWS] each, or scalars if all rows have the same mask.
-
-    For causal queries the index of the last node that a row sees, int32. Either way, nodes from
-    ``end`` on are excluded.
-    """
-    nodes = work.end - work.context
-    if len(row_words.shape) == 2:
-        words = [row_words[work.sequence, word] for word in range(plan.words)]
-    else:
-        words = [_row_load(row_words.at[work.sequence, tile, word]) for word in range(plan.words)]
-    if plan.causal:
-        return [jnp.minimum(words[0].astype(jnp.int32), nodes - 1)]
-    return [word & _first_bits(nodes - 32 * index) for index, word in enumerate(words)]
-
-
-def _first_bits(number: Array) -> Array:
-    """A word with its lowest ``number`` bits set; ``number`` is clipped to 0 .. 32."""
-    some = (jnp.uint32(1) << jnp.clip(number, 0, 31).astype(jnp.uint32)) - 1
-    return jnp.where(number < 32, some, jnp.uint32(0xFFFFFFFF))
-
-
-def _write(ref: Any, value: Array) -> None:
-    """Store to plain shared memory. jax 0.12 has to be told that bank conflicts are allowed."""
-    store = getattr(plgpu, "store", None)
-    if store is None:
-        ref[...] = value
-    else:
-        store(ref, value, optimized=False)
-
-
-def _by_row(values: Array, width: int) -> Array:
-    return lax.broadcast_in_dim(values, (ROWS, width), [0])
-
-
 def _attend(
     plan: _Plan, work: _Work, words: list[Array], seen_from: Array | None, refs: Any
 ) -> tuple[Array, Array, Array]:
@@ -614,13 +577,14 @@ def _attend(
         """[ROWS, block] raw scores of a block."""
         if not masked:
             keys = refs["k"].at[slot, work.own_head].transpose((1, 0))
-            return _product(q, keys, interpret=plan.interpret)
+            return product(q, keys, interpret=plan.interpret)
         # The mask needs registers beside the scores, so only half of the slots are done at a time.
         width, halves = config.block // 2, []
         for first in (0, width):
             keys = refs["k"].at[slot, work.own_head, pl.ds(first, width)].transpose((1, 0))
-            seen = _visible(plan, work, block * config.block + first, width, words, seen_from)
-            half = _product(q, keys, interpret=plan.interpret)
+            slots = work.in_sequence(slots_from(block * config.block + first, width))
+            seen = visible(plan, work, slots, words, seen_from)
+            half = product(q, keys, interpret=plan.interpret)
             halves.append(jnp.where(seen, half, MASKED))
         return jnp.concatenate(halves, axis=1)
 
@@ -650,33 +614,27 @@ def _attend(
         scores = scores_of(block, slot, masked=masked)
         plgpu.barrier_arrive(refs["k_free"].at[slot])
         release_tensor_cores()
-        new_peak = jnp.maximum(peak, jnp.max(scores, axis=1) * scale)
-        decay = jnp.exp2(peak - new_peak)
-        exps = jnp.exp2(scores * scale - _by_row(new_peak, config.block))
-        acc = acc * _by_row(decay, plan.head_dim)
-        total = total * decay + jnp.sum(exps, axis=1)
+        exps, decay, peak, total = softmax_step(scores, scale, peak, total)
+        acc = acc * by_row(decay, plan.head_dim)
         weights = exps.astype(refs["v"].dtype)
         wait_for_values(block, slot, masked=masked)
         acquire_tensor_cores()
         values = refs["v"].at[slot, work.own_head]
-        acc = _product(weights, values, acc, interpret=plan.interpret)
+        acc = product(weights, values, acc, interpret=plan.interpret)
         plgpu.barrier_arrive(refs["v_free"].at[slot])
-        return acc, new_peak, total
+        return acc, peak, total
 
     def blocks(low: Array, high: Array, carry: Any, *, masked: bool) -> Any:
         return lax.fori_loop(
             low, high, lambda block, carry: step(block, carry, masked=masked), carry
         )
 
-    def full(shape: tuple[int, ...], value: float, layout: Any) -> Array:
-        return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
-
     if config.ping_pong:  # warpgroup 0 goes first
         pl.when(warpgroup == 1)(acquire_tensor_cores)
     carry = (
-        full((ROWS, plan.head_dim), 0.0, plgpu.Layout.WGMMA),
-        full((ROWS,), LOWEST_PEAK, _ROW_LAYOUT),
-        full((ROWS,), 0.0, _ROW_LAYOUT),
+        filled((ROWS, plan.head_dim), 0.0),
+        filled((ROWS,), LOWEST_PEAK),
+        filled((ROWS,), 0.0),
     )
     tail = jnp.clip(work.all_see_to // config.block, work.start, work.stop)
     middle = work.start
@@ -693,54 +651,6 @@ def _attend(
     return carry
 
 
-def _product(x: Any, y: Any, acc: Array | None = None, *, interpret: bool) -> Array:
-    """x @ y plus acc, waited for: x [ROWS, n] an array or a ref, y [n, m] in shared memory."""
-    if interpret:  # the interpreter supports neither run_state nor operands in registers
-        product = jnp.dot(x[...], y[...], preferred_element_type=jnp.float32)
-        return product if acc is None else acc + product
-
-    def multiply(acc_ref):
-        plgpu.wgmma(acc_ref, x, y)
-        return acc_ref[...]
-
-    def accumulate(acc_ref):
-        plgpu.wgmma(acc_ref, x, y)
-
-    if acc is None:
-        return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((ROWS, y.shape[1]), jnp.float32))
-    summed: Any = pl.run_state(accumulate)(plgpu.WGMMAAccumulatorRef.init(acc))
-    return summed
-
-
-def _visible(
-    plan: _Plan,
-    work: _Work,
-    first: Array,
-    width: int,
-    words: list[Array],
-    seen_from: Array | None,
-) -> Array:
-    """Which of ``width`` slots from ``first`` on each row sees: bool [ROWS, width]."""
-    slot = plgpu.broadcasted_iota(jnp.int32, (ROWS, width), 1, layout=plgpu.Layout.WGMMA)
-    slot = work.in_sequence(slot + first)
-    node = slot - work.context
-    if plan.causal:
-        seen = node <= _by_row(words[0], width)
-        if seen_from is not None:
-            seen &= slot >= _by_row(seen_from, width)
-    else:  # nodes before 0 and past the mask match no word, so their bit is 0
-        committed = slot < work.committed
-        if seen_from is not None:
-            committed &= slot >= _by_row(seen_from, width)
-        chosen = jnp.zeros((), jnp.uint32)
-        for index, word in enumerate(words):
-            word = _by_row(word, width) if word.ndim else word
-            chosen = jnp.where(node >> 5 == index, word, chosen)
-        bit = (chosen >> (node & 31).astype(jnp.uint32)) & 1
-        seen = committed | (bit == 1)
-    return seen & (slot >= plan.first_slot) if plan.first_slot > 0 else seen
-
-
 def _store(
     plan: _Plan, work: _Work, state: Any, tile: Array, outputs: Sequence[Any], refs: Any
 ) -> None:
@@ -749,11 +659,9 @@ def _store(
         _wait_for_others(plan, refs)
     rows = refs["out_rows"].at[lax.axis_index("warpgroup")]
     total = jnp.maximum(total, TINY)
-    _write(rows, (acc / _by_row(total, plan.head_dim)).astype(rows.dtype))
+    write(rows, (acc / by_row(total, plan.head_dim)).astype(rows.dtype))
     if plan.partial:
-        _write(
-            refs["row_log_sums"].at[lax.axis_index("warpgroup")], LN_2 * (peak + jnp.log2(total))
-        )
+        write(refs["row_log_sums"].at[lax.axis_index("warpgroup")], LN_2 * (peak + jnp.log2(total)))
     plgpu.commit_smem()
     if plan.partial:
         _store_log_sums(work, tile, outputs[1], refs)
@@ -808,11 +716,11 @@ def _merge_and_store(
     log_sums = refs["log_sums"].at[warpgroup, :, entries]
     _wait_for_others(plan, refs)
     total = jnp.maximum(total, TINY)
-    _write(split_out, acc / _by_row(total, plan.head_dim))
+    write(split_out, acc / by_row(total, plan.head_dim))
     log_sum = peak + jnp.log2(total)
-    _write(log_sums, _by_row(log_sum, plan.head_dim))
+    write(log_sums, by_row(log_sum, plan.head_dim))
     if plan.partial:
-        _write(refs["row_log_sums"].at[warpgroup], log_sum)
+        write(refs["row_log_sums"].at[warpgroup], log_sum)
     cluster.sync()
     share = -(-plan.tokens // splits)
     first = work.split * share
@@ -828,14 +736,14 @@ def _merge_and_store(
         for start in range(0, num_rows, most):
             size = min(most, num_rows - start)
             span = pl.ds(begin * plan.group + start, size)
-            _write(rows.at[span], _merged(plan, split_out, log_sums, span).astype(rows.dtype))
+            write(rows.at[span], _merged(plan, split_out, log_sums, span).astype(rows.dtype))
 
     if plan.partial:
 
         @pl.when(work.split == 0)
         def _merge_log_sums():
             own = refs["row_log_sums"].at[warpgroup]
-            _write(own, LN_2 * _merged_log_sums(plan, own))  # which no other CTA reads
+            write(own, LN_2 * _merged_log_sums(plan, own))  # which no other CTA reads
 
     plgpu.commit_smem()  # makes the rows visible to TMA
     cluster.arrive()
@@ -852,8 +760,7 @@ def _merge_and_store(
 def _merged_log_sums(plan: _Plan, own: Any) -> Array:
     """The log-sum-exps of all CTAs together, in powers of 2: [ROWS]."""
     parts = [
-        _row_load(plgpu.cluster_ref(own, {"split": jnp.int32(i)}))
-        for i in range(plan.config.splits)
+        row_load(plgpu.cluster_ref(own, {"split": jnp.int32(i)})) for i in range(plan.config.splits)
     ]
     best = functools.reduce(jnp.maximum, parts)
     return best + jnp.log2(functools.reduce(jnp.add, [jnp.exp2(one - best) for one in parts]))

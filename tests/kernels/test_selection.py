@@ -43,7 +43,7 @@ AUTO = Kernels(FOR_FOUR.operations | {"delta_rule", "delta_run", "packed_product
 MEASURED_FOR_TWO = Kernels(
     frozenset(OPERATIONS)
     - {"partial_attention", "packed_product", "round_tokens", "delta_rule", "float8_pages"}
-    - {"delta_run", "expert_product"}
+    - {"delta_run", "expert_product", "latent_attention"}
 )
 
 

@@ -1,5 +1,6 @@
 """Latent attention in its two forms: the same logits and texts, and which one a pass takes."""
 
+import dataclasses
 import functools
 import types
 from typing import Any
@@ -24,7 +25,7 @@ from jaxspec.models.attention import PagedAttend
 from jaxspec.models.forward import make_pass
 from jaxspec.models.mixers.latent import LatentAttention, latent_shape
 from jaxspec.parallel import ONE_SHARD, WHOLE
-from pallas_kernels.selection import NO_KERNELS
+from pallas_kernels.selection import NO_KERNELS, Kernels
 from tests.checkpoints import TINY, hf_logits, save_random_model
 from tests.marks import slow
 from tests.models.test_latent_attention import SMALL, VARIANTS
@@ -103,11 +104,18 @@ def test_the_form_of_fewer_multiplications_is_taken(num_tokens, num_slots, expan
     assert DEEPSEEK.expands(num_tokens, num_slots) == expanded
 
 
-def one_pass(words: int | None, num_tokens: int, invariant: bool = False) -> Any:
+def one_pass(
+    words: int | None,
+    num_tokens: int,
+    invariant: bool = False,
+    config: LatentConfig = DEEPSEEK,
+    dtype: str = "float32",
+    kernels: Kernels = NO_KERNELS,
+) -> Any:
     """A layer's pass over one sequence, as a function and the shapes of its arguments."""
-    mixer = latent_shape(DEEPSEEK, HIDDEN, jnp.dtype("float32"), ONE_SHARD)
+    mixer = latent_shape(config, HIDDEN, jnp.dtype(dtype), ONE_SHARD)
     state = jax.eval_shape(lambda: mixer.init_state(Geometry(1 + COLUMNS, PAGE, 1), WHOLE))
-    layer: Any = types.SimpleNamespace(mixer=DEEPSEEK)
+    layer: Any = types.SimpleNamespace(mixer=config)
 
     def run(mixer: LatentAttention, state: Any, x: Array, table: Array, lens: Array):
         positions = lens[:, None] + jnp.arange(num_tokens)
@@ -122,12 +130,12 @@ def one_pass(words: int | None, num_tokens: int, invariant: bool = False) -> Any
             ancestors=ancestors,
             order_invariant=invariant,
         )
-        step = make_pass([layer], positions, attend, 1e-6, WHOLE, NO_KERNELS)
+        step = make_pass([layer], positions, attend, 1e-6, WHOLE, kernels)
         product, state = mixer(x, state, step)
-        return product.result(WHOLE, NO_KERNELS), state
+        return product.result(WHOLE, kernels), state
 
     struct = jax.ShapeDtypeStruct
-    x = struct((1, num_tokens, HIDDEN), jnp.float32)
+    x = struct((1, num_tokens, HIDDEN), dtype)
     table, lens = struct((1, COLUMNS), jnp.int32), struct((1,), jnp.int32)
     return run, (mixer, state, x, table, lens)
 
@@ -198,3 +206,15 @@ def test_texts_are_those_of_the_other_form(checkpoint, form, monkeypatch, drafte
     )
     assert texts(directory, drafter, page_size=9) == expected
     assert widths
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "chosen", "calls"),
+    [(16, "latent_attention", 1), (16, "paged_attention", 0), (4, "latent_attention", 0)],
+)
+def test_absorbed_attention_is_a_kernel_where_it_is_chosen_and_fits(num_heads, chosen, calls):
+    config = dataclasses.replace(DEEPSEEK, num_heads=num_heads)
+    kernels = Kernels(frozenset({chosen}))
+    run, shapes = one_pass(1, 8, config=config, dtype="bfloat16", kernels=kernels)
+    text = jax.jit(run).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == calls

@@ -1,0 +1,128 @@
+"""Attention of a few query tokens over a paged cache of latents, under a tree mask.
+
+Of each token one vector is kept, of which keys and values of all heads are projections (multi-head
+latent attention, arXiv 2405.04434). Queries that were projected to the space of these vectors
+attend to them as they are: a vector is the key of all heads, and its first entries, the latent,
+are the value.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels.gradients import with_reference_gradient
+from pallas_kernels.latent_attention.reference import latent_attention_reference
+from pallas_kernels.latent_attention.tuning import MOST_STORED
+from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.selection import Implementation, kernel_module, wants_tpu
+
+
+@jax.named_scope("attention")
+def latent_attention(
+    q: Array,
+    pages: Array,
+    page_table: Array,
+    context_lens: Array,
+    ancestors: Array | None = None,
+    kv_lens: Array | None = None,
+    *,
+    latent: int,
+    scale: float,
+    first_slot: int = 0,
+    order_invariant: bool = False,
+    implementation: Implementation = "reference",
+) -> Array:
+    """Attend from T query tokens per sequence to its committed context and its own tree nodes.
+
+    What queries see, and where slots may hold NaN, is told in paged_attention.
+
+    Args:
+      q: [B, T, Q, L + R]
+      pages: [P, 1, K, L + R]; they already hold the queries' own vectors.
+      page_table, context_lens, ancestors, kv_lens: as of paged_attention.
+      latent: L, the leading entries of a vector that are its value.
+      scale: of the scores.
+      first_slot, order_invariant: as of paged_attention.
+      implementation: "auto" takes the Hopper kernel where it fits (bfloat16, up to 576 entries of
+        which up to 512 are the latent, a multiple of 8 heads, pages of 8 to 128 slots), "auto_tpu"
+        the TPU kernel of paged_attention, else the reference.
+
+    Returns [B, T, Q, L] in q's dtype. Queries that see no slot return a finite value.
+
+    Raises ValueError for shapes that do not match, and if ``implementation`` is "mosaic_gpu" or
+    "mosaic_tpu" and the kernel cannot take the arguments.
+    """
+    _check_shapes(q, pages, page_table, context_lens, ancestors, latent)
+    if kv_lens is None:
+        kv_lens = context_lens + (q.shape[1] if ancestors is None else 32 * ancestors.shape[2])
+    arguments = (q, pages, page_table, context_lens, ancestors, kv_lens)
+    how = {"latent": latent, "scale": scale, "first_slot": first_slot}
+    if wants_tpu(implementation):
+        positions = context_lens[:, None] + jnp.arange(q.shape[1])  # only windows use them
+        return paged_attention(
+            q,
+            pages,
+            pages,
+            page_table,
+            context_lens,
+            positions,
+            ancestors,
+            kv_lens,
+            scale=scale,
+            first_slot=first_slot,
+            order_invariant=order_invariant,
+            implementation=implementation,
+        )[..., :latent]
+    reference = functools.partial(
+        latent_attention_reference, order_invariant=order_invariant, **how
+    )
+    problem = misfit(q, pages, latent, order_invariant)
+    mosaic = kernel_module("latent_attention", implementation, problem)
+    if mosaic is None:
+        return reference(*arguments)
+    kernel = functools.partial(mosaic.latent_attention_mosaic, **how)
+    return with_reference_gradient(kernel, reference)(*arguments)
+
+
+def misfit(q: Array, pages: Array, latent: int, order_invariant: bool) -> str | None:
+    """Why the Hopper kernel cannot take these arguments, None if it can."""
+    num_heads, stored = q.shape[2:]
+    page_size = pages.shape[2]
+    if order_invariant:
+        return "sums that do not depend on the order of slots"
+    if not q.dtype == pages.dtype == jnp.bfloat16:
+        return f"{q.dtype} queries and {pages.dtype} pages: both must be bfloat16"
+    if latent % 128 or not latent <= 512 or stored % 64 or stored > MOST_STORED:
+        return (
+            f"vectors of {stored} entries with latents of {latent}: they must be multiples of 64 "
+            f"and 128, at most {MOST_STORED} and 512"
+        )
+    if page_size not in (8, 16, 32, 64, 128):
+        return f"pages of {page_size} slots: they must have 8, 16, 32, 64 or 128"
+    if num_heads % 8:
+        return f"{num_heads} heads: their number must be a multiple of 8"
+    return None
+
+
+def _check_shapes(
+    q: Array,
+    pages: Array,
+    page_table: Array,
+    context_lens: Array,
+    ancestors: Array | None,
+    latent: int,
+) -> None:
+    batch, num_tokens, _, stored = q.shape
+    if pages.shape[1] != 1 or pages.shape[3] != stored or not 0 < latent <= stored:
+        raise ValueError(
+            f"queries {q.shape} and latents of {latent} do not fit pages {pages.shape}"
+        )
+    if page_table.shape[0] != batch or context_lens.shape != (batch,):
+        raise ValueError(
+            f"page table {page_table.shape} and context lengths {context_lens.shape} do not fit a "
+            f"batch of {batch}"
+        )
+    if ancestors is not None and ancestors.shape[:2] != (batch, num_tokens):
+        raise ValueError(f"ancestors must start with {(batch, num_tokens)}: {ancestors.shape}")
