@@ -135,9 +135,7 @@ def _every_expert(own: Own, x: Array, routes: Routes) -> Array:
     is_route = routes.experts[..., None] == ids  # [N, k, E]
     is_chosen = jnp.any(is_route, axis=1)
     weights = jnp.sum(jnp.where(is_route, routes.weights[..., None], 0.0), axis=1)  # [N, E]
-    # As a batch of products: of one with all experts' outputs XLA would transpose the weights first.
-    repeated = jnp.broadcast_to(x, (own.gate_up.num_experts, *x.shape))
-    gate_up = einsum_f32("enh,ehtf->netf", repeated, own.gate_up.weight).astype(x.dtype)
+    gate_up = einsum_f32("nh,ehtf->netf", x, own.gate_up.weight).astype(x.dtype)
     if own.gate_up.bias is not None:
         gate_up = gate_up + own.gate_up.bias
     units = own.hidden_units(gate_up, weights, is_chosen)
