@@ -23,7 +23,8 @@ def expert_product_reference(
     """
     if experts.size <= len(gate_up):
         return _of_gathered(x, experts, gate_up, down, bias, clamp)
-    sums = einsum_f32("nh,ehtf->netf", x, gate_up)
+    # A batch of products: of one with all experts' outputs XLA would transpose the weights first.
+    sums = einsum_f32("enh,ehtf->netf", jnp.broadcast_to(x, (len(gate_up), *x.shape)), gate_up)
     units = _units(sums, bias, x.dtype, clamp)
     every = einsum_f32("nef,efh->neh", units, down)
     return jnp.take_along_axis(every, experts[..., None], axis=1, mode="clip")
