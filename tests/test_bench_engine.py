@@ -1,10 +1,7 @@
 """Timing of the engine on a tiny model; the figures are for a GPU."""
 
-import dataclasses
-
 import pytest
 
-from jaxspec.benchmarking.shapes import SHAPES
 from jaxspec.commands import bench_engine
 from tests.json_lines import joined
 from tests.marks import slow
@@ -13,16 +10,14 @@ TINY = ["--shape", "tiny", "--context", "20", "--page-size", "16", "--dtype", "f
 
 
 @pytest.mark.parametrize("sampling", [slow("greedy"), slow("all")])
-def test_every_mode_is_timed_beside_its_floor(sampling, monkeypatch, capsys):
-    tiny = SHAPES["tiny"]
-    small = dataclasses.replace(tiny, layers=tiny.layers[:2])
-    monkeypatch.setattr(bench_engine, "SHAPES", {"tiny": small})
-    modes = ["--modes", "plain,tree:3:1:2@2", "--batch", "2"]
+def test_every_mode_is_timed_beside_its_floor(sampling, capsys):
+    modes = ["--layers", "2", "--modes", "plain,tree:3:1:2@2", "--batch", "2"]
     counts = ["--repeats", "2", "--new-tokens", "6", "--sampling", sampling]
     assert bench_engine.main([*TINY, *modes, *counts, "--json"]) == 0
     printed = capsys.readouterr()
     results = joined(printed.out, "timings")
     assert results["own_kernels"] == "none"
+    assert len(results["config"]["layers"]) == 2 and "tiny, 2 layers, float32" in printed.err
     assert f"sampling: {sampling}; kernels: none" in printed.err
     timings = results["timings"]
     assert [row["mode"] for row in timings] == ["plain", "tree:3:1:2@2"]
@@ -41,6 +36,7 @@ def test_every_mode_is_timed_beside_its_floor(sampling, monkeypatch, capsys):
     ("arguments", "message"),
     [
         (["--modes", "plain,chain"], "not plain, chain:K"),
+        (["--layers", "0"], "--layers must be at least 1"),
         (["--batch", "1,0"], "must be at least 1"),
         (["--new-tokens", "0"], "must be at least 1"),
         (["--repeats", "0"], "must be at least 1"),

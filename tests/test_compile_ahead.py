@@ -40,7 +40,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     ("arguments", "message"),
     [
         (["--mode", "chain"], "not plain, chain:K"),
-        (["--layers", "0"], "num_layers must be above 0"),
+        (["--layers", "0"], "--layers must be at least 1"),
         (["--tp", "0"], "must be at least 1"),
         (["--sp", "0"], "must be at least 1"),
         (["--sp", "3"], "--page-size 64 cannot be split over 3 devices; it can over 1, 2, 4"),

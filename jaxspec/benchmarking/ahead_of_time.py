@@ -36,7 +36,7 @@ from jaxspec.benchmarking.draft_heads import HeadKind, shapes_of_kind
 from jaxspec.benchmarking.modes import Mode, make_params
 from jaxspec.benchmarking.random_params import decoder_in_schemes
 from jaxspec.benchmarking.rounds import LARGEST_CHUNK, Workload
-from jaxspec.cache import PagedKV
+from jaxspec.cache import PagedKV, PagedLatent
 from jaxspec.compiler_options import compiler_options
 from jaxspec.config.model import ModelConfig
 from jaxspec.config.quantization import Scheme
@@ -230,7 +230,6 @@ def _program(function: Any, job: Job, devices: Sequence[Any], *, counted: bool) 
         ),
         params,
     )
-    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, PagedKV))
     return Program(
         function=jax.jit(
             function,
@@ -240,9 +239,17 @@ def _program(function: Any, job: Job, devices: Sequence[Any], *, counted: bool) 
             ),
         ),
         arguments=(weights, state, *_place(rounds, devices, mesh, layout)),
-        page_shapes=_shapes([node.k for node in nodes if isinstance(node, PagedKV)]),
+        page_shapes=_shapes(_pages(state)),
         weight_shapes=_shapes([x for x in jax.tree.leaves(params) if x.ndim > 1]),
     )
+
+
+def _pages(state: Any) -> list[Any]:
+    """The keys of all layers' pages, or their latents."""
+    kinds = PagedKV | PagedLatent
+    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, kinds))
+    found = [node for node in nodes if isinstance(node, kinds)]
+    return [node.pages if isinstance(node, PagedLatent) else node.k for node in found]
 
 
 def _place(tree: Any, devices: Sequence[Any], mesh: Mesh | None, layout: Layout) -> Any:

@@ -12,7 +12,7 @@ from jaxspec.functional import EngineParams
 from jaxspec.memory import local_bytes
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import BlockHead, DraftHead
-from jaxspec.models.mixers import Attention, GatedDelta
+from jaxspec.models.mixers import Attention, GatedDelta, LatentAttention
 from jaxspec.models.mlps import Experts
 from jaxspec.parallel import WHOLE
 from jaxspec.quantization.float8 import Float8Linear
@@ -139,7 +139,8 @@ def _unread_experts(model: Decoder | DraftHead, tokens: int) -> int:
 def _kv_bytes(model: Decoder | DraftHead | BlockHead, context: float) -> int:
     """Bytes of keys and values that one pass reads for one sequence."""
     mixers = (layer.mixer for layer in model.layers)
-    return sum(_cached_bytes(mixer, context) for mixer in mixers if isinstance(mixer, Attention))
+    paged = (mixer for mixer in mixers if isinstance(mixer, Attention | LatentAttention))
+    return sum(_cached_bytes(mixer, context) for mixer in paged)
 
 
 def _state_bytes(model: Decoder, committed: float) -> int:
@@ -169,7 +170,9 @@ def _local_heads(qkv: Any) -> int:
     return qkv.weight.sharding.shard_shape(qkv.weight.shape)[1]
 
 
-def _cached_bytes(attention: Attention, context: float) -> int:
+def _cached_bytes(attention: Attention | LatentAttention, context: float) -> int:
+    if isinstance(attention, LatentAttention):  # one vector of a token, on every device
+        return round(context * attention.config.stored_dim * attention.kv_in.dtype.itemsize)
     config, kv_heads = attention.config, _local_heads(attention.qkv)
     size = attention.qkv.dtype.itemsize if attention.kv_scales is None else BYTES.itemsize
     slot = 2 * kv_heads * config.head_dim * size

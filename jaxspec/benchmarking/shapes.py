@@ -1,5 +1,7 @@
 """Model shapes by name, with the values of the published ``config.json`` files."""
 
+import dataclasses
+import itertools
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -121,6 +123,44 @@ SHAPES: Mapping[str, ModelConfig] = MappingProxyType(
                 "rope_theta": 10_000_000.0,
             }
         ),
+        "deepseek-v3": parse_model_config(
+            {
+                "model_type": "deepseek_v3",
+                "vocab_size": 129_280,
+                "hidden_size": 7168,
+                "intermediate_size": 18_432,
+                "num_hidden_layers": 61,
+                "num_nextn_predict_layers": 1,
+                "num_attention_heads": 128,
+                "num_key_value_heads": 128,
+                "q_lora_rank": 1536,
+                "kv_lora_rank": 512,
+                "qk_nope_head_dim": 128,
+                "qk_rope_head_dim": 64,
+                "v_head_dim": 128,
+                "n_routed_experts": 256,
+                "num_experts_per_tok": 8,
+                "n_shared_experts": 1,
+                "moe_intermediate_size": 2048,
+                "first_k_dense_replace": 3,
+                "n_group": 8,
+                "topk_group": 4,
+                "norm_topk_prob": True,
+                "routed_scaling_factor": 2.5,
+                "rms_norm_eps": 1e-6,
+                "max_position_embeddings": 163_840,
+                "rope_theta": 10_000.0,
+                "rope_scaling": {
+                    "type": "yarn",
+                    "factor": 40,
+                    "original_max_position_embeddings": 4096,
+                    "beta_fast": 32,
+                    "beta_slow": 1,
+                    "mscale": 1.0,
+                    "mscale_all_dim": 1.0,
+                },
+            }
+        ),
         "tiny": _TINY,
         "tiny-experts": _with_experts(_TINY, num_experts=8, top_k=2, size=64),
         "tiny-hybrid": parse_model_config(
@@ -145,3 +185,18 @@ SHAPES: Mapping[str, ModelConfig] = MappingProxyType(
         ),
     }
 )
+
+
+def model_shape(name: str, layers: int | None = None) -> ModelConfig:
+    """A shape by name. ``layers``: so many of its layers, from the first on and then again; None:
+    all.
+
+    Raises ValueError for no layers.
+    """
+    config = SHAPES[name]
+    if layers is None:
+        return config
+    if layers < 1:
+        raise ValueError(f"--layers must be at least 1, got {layers}")
+    own = itertools.islice(itertools.cycle(config.layers), layers)
+    return dataclasses.replace(config, layers=tuple(own))

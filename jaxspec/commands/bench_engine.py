@@ -25,10 +25,11 @@ from jaxspec.benchmarking.draft_heads import HEAD_HELP, HEAD_KINDS
 from jaxspec.benchmarking.modes import Mode, make_params, parse_mode
 from jaxspec.benchmarking.random_params import random_decoder, random_head_of_kind
 from jaxspec.benchmarking.rounds import SAMPLING, Bench, Timing, Workload, time_mode
-from jaxspec.benchmarking.shapes import SHAPES
+from jaxspec.benchmarking.shapes import SHAPES, model_shape
 from jaxspec.benchmarking.timing import Bandwidth, measure_bandwidth
 from jaxspec.commands.engine_options import (
     add_kv_dtype,
+    add_layers_option,
     add_quantization_options,
     add_sequence_parallel_option,
     add_tensor_parallel_option,
@@ -42,6 +43,7 @@ from jaxspec.commands.shell import (
     run_command,
     table_console,
 )
+from jaxspec.config.model import ModelConfig
 from jaxspec.memory import local_bytes
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import BlockHead, DraftHead
@@ -57,6 +59,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = command_parser("bench engine", __doc__)
     add = parser.add_argument
     add("--shape", choices=SHAPES, default="llama-3.1-8b", help="shape of the model")
+    add_layers_option(parser)
     add("--modes", default=DEFAULT_MODES, help="modes, separated by commas")
     add("--batch", default="1", help="batch sizes, separated by commas")
     add("--context", type=int, default=512, help="prompt tokens of each sequence")
@@ -113,6 +116,7 @@ def measure(args: argparse.Namespace, console: Console) -> Iterator[dict[str, An
     """One timing after the other, each with everything needed to read it later."""
     x, y = grid_of(args.tp)
     chosen, kernels = choose(args), Kernels.parse(args.kernels, sharing=x * y)
+    config = model_shape(args.shape, args.layers)
     on_cpu = jax.default_backend() == "cpu"
     console.print("measuring the memory bandwidth")
     bandwidth = measure_bandwidth((64 << 20) if on_cpu else (2 << 30))
@@ -120,10 +124,10 @@ def measure(args: argparse.Namespace, console: Console) -> Iterator[dict[str, An
         **run_facts(),
         "own_kernels": str(kernels),
         "arguments": vars(args),
-        "config": dataclasses.asdict(SHAPES[args.shape]),
+        "config": dataclasses.asdict(config),
         "bandwidth": dataclasses.asdict(bandwidth),
     }
-    for timing in measure_modes(args, console, chosen, kernels):
+    for timing in measure_modes(args, config, console, chosen, kernels):
         memory = jax.devices()[0].memory_stats() or {}
         peak = {"peak_bytes": memory.get("peak_bytes_in_use")}
         yield facts | peak | {"timings": [as_row(timing, bandwidth)]}
@@ -131,12 +135,13 @@ def measure(args: argparse.Namespace, console: Console) -> Iterator[dict[str, An
 
 def measure_modes(
     args: argparse.Namespace,
+    config: ModelConfig,
     console: Console,
     chosen: Sequence[tuple[Workload, Mode]],
     kernels: Kernels,
 ) -> Iterator[Timing]:
     [mesh] = replica_meshes(1, args.tp, args.sp)
-    config, dtype = SHAPES[args.shape], jnp.dtype(args.dtype)
+    dtype = jnp.dtype(args.dtype)
     console.print(f"making random weights of {args.shape}")
     own = args.quantization, args.lm_head_quantization
     target, head = random_decoder(config, dtype, mesh, 0, *own), None
@@ -193,9 +198,10 @@ def as_row(timing: Timing, bandwidth: Bandwidth) -> dict[str, Any]:
 
 def make_table(results: dict[str, Any]) -> Table:
     arguments, bandwidth = results["arguments"], results["bandwidth"]
+    layers = f"{arguments['layers']} layers, " if arguments.get("layers") else ""
     title = (
-        f"{arguments['shape']}, {arguments['dtype']}, {formats(arguments)}tp {arguments['tp']}, "
-        f"sp {arguments.get('sp', 1)}, "
+        f"{arguments['shape']}, {layers}{arguments['dtype']}, {formats(arguments)}"
+        f"tp {arguments['tp']}, sp {arguments.get('sp', 1)}, "
         f"{results['device']}, jax {results['jax']}, {results['date']}"
     )
     caption = (

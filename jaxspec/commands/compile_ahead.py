@@ -20,7 +20,6 @@ split some of them differently on a real GPU.
 import argparse
 import dataclasses
 import datetime
-import itertools
 import os
 import shlex
 import tempfile
@@ -43,7 +42,7 @@ from jaxspec.benchmarking.compiled_round import CompiledRound
 from jaxspec.benchmarking.draft_heads import HEAD_HELP, HEAD_KINDS
 from jaxspec.benchmarking.modes import parse_mode
 from jaxspec.benchmarking.rounds import Workload
-from jaxspec.benchmarking.shapes import SHAPES
+from jaxspec.benchmarking.shapes import SHAPES, model_shape
 from jaxspec.benchmarking.tpu_ahead import (
     PROGRAMS,
     TpuProgram,
@@ -55,12 +54,12 @@ from jaxspec.benchmarking.tpu_ahead import (
 from jaxspec.commands.compiling_process import add_compiler_options, run_compiling, run_or_compile
 from jaxspec.commands.engine_options import (
     add_kv_dtype,
+    add_layers_option,
     add_quantization_options,
     add_sequence_parallel_option,
     add_tensor_parallel_option,
 )
 from jaxspec.commands.shell import command_parser, show_results
-from jaxspec.config.model import ModelConfig
 from jaxspec.parallel import check_divides, grid_of
 
 NEW_TOKENS = 256  # room for new tokens after the context, as in bench_engine
@@ -73,11 +72,7 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--shape", choices=SHAPES, default="llama-3.1-8b", help="shape of the model")
     add("--mode", default="chain:5", help="plain, chain:K or NODES:DEPTH:TOPK")
-    add(
-        "--layers",
-        type=int,
-        help="layers of the target; fewer compile faster (default: the shape's)",
-    )
+    add_layers_option(parser)
     add("--batch", type=int, default=1, help="number of sequences")
     add("--context", type=int, default=512, help="prompt tokens of each sequence")
     add("--page-size", type=int, default=64, help="tokens of a page of the KV cache")
@@ -105,10 +100,10 @@ def make_parser() -> argparse.ArgumentParser:
 def check(args: argparse.Namespace) -> None:
     """Raise ValueError or FileNotFoundError for options that cannot be compiled."""
     parse_mode(args.mode)
-    layers = model_config(args).num_layers
-    sizes = (layers, args.batch, args.context, args.page_size, *grid_of(args.tp), args.sp)
+    model_shape(args.shape, args.layers)
+    sizes = (args.batch, args.context, args.page_size, *grid_of(args.tp), args.sp)
     if min(sizes) < 1:
-        names = "--layers, --batch, --context, --page-size, --tp and --sp"
+        names = "--batch, --context, --page-size, --tp and --sp"
         raise ValueError(f"{names} must be at least 1")
     check_divides("--page-size", args.page_size, args.sp)
     if args.dump and args.dump.is_dir() and any(args.dump.iterdir()):
@@ -123,14 +118,6 @@ def check(args: argparse.Namespace) -> None:
     check_wheels(args.wheels)
 
 
-def model_config(args: argparse.Namespace) -> ModelConfig:
-    config = SHAPES[args.shape]
-    if args.layers is None:
-        return config
-    layers = itertools.islice(itertools.cycle(config.layers), args.layers)
-    return dataclasses.replace(config, layers=tuple(layers))
-
-
 def compile_here(args: argparse.Namespace) -> None:
     """Compile in this process, which was started in the compiler's environment."""
     mode = parse_mode(args.mode)
@@ -143,7 +130,7 @@ def compile_here(args: argparse.Namespace) -> None:
         sampling=args.sampling,
     )
     job = Job(
-        model_config(args),
+        model_shape(args.shape, args.layers),
         mode,
         workload,
         args.tp,
@@ -193,7 +180,7 @@ def measure(arguments: Sequence[str]) -> dict[str, Any]:
         "jax": jax.__version__,
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "mode": parse_mode(args.mode).name,
-        "layers": model_config(args).num_layers,
+        "layers": model_shape(args.shape, args.layers).num_layers,
         "seconds": time.perf_counter() - started,
         "target": "H100" if args.tpu is None else f"{args.tpu}, {args.program}",
         "round" if args.tpu is None else "program": compiled,

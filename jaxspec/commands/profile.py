@@ -29,10 +29,11 @@ from jaxspec.benchmarking.modes import make_params, parse_mode
 from jaxspec.benchmarking.profile import Cost, Profile, Round, profile_rounds, record, summarize
 from jaxspec.benchmarking.random_params import random_decoder, random_head_of_kind
 from jaxspec.benchmarking.rounds import Bench, Workload
-from jaxspec.benchmarking.shapes import SHAPES
+from jaxspec.benchmarking.shapes import SHAPES, model_shape
 from jaxspec.benchmarking.timing import timed
 from jaxspec.commands.engine_options import (
     add_kv_dtype,
+    add_layers_option,
     add_quantization_options,
     add_sequence_parallel_option,
     add_tensor_parallel_option,
@@ -59,6 +60,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = command_parser("profile", __doc__)
     add = parser.add_argument
     add("--shape", choices=SHAPES, default="llama-3.1-8b", help="shape of the model")
+    add_layers_option(parser)
     add("--mode", default="chain:5", help="plain, chain:K or NODES:DEPTH:TOPK, the latter two with "
         "@ACCEPTANCE_LENGTH")  # fmt: skip
     add("--batch", type=int, default=1, help="number of sequences")
@@ -90,7 +92,7 @@ def run_profiled(args: argparse.Namespace, progress: Console) -> tuple[Profile, 
     [mesh] = replica_meshes(1, args.tp, args.sp)
     mode = parse_mode(args.mode)
     kernels = Kernels.parse(args.kernels, sharing=devices_of_model(mesh))
-    config, dtype = SHAPES[args.shape], jnp.dtype(args.dtype)
+    config, dtype = model_shape(args.shape, args.layers), jnp.dtype(args.dtype)
     progress.print(f"making random weights of {args.shape}")
     own = args.quantization, args.lm_head_quantization
     target, head = random_decoder(config, dtype, mesh, 0, *own), None
@@ -140,7 +142,7 @@ def measure(args: argparse.Namespace, progress: Console) -> tuple[Profile, dict[
     """The profile, and results for the table and JSON."""
     check(args)
     profile, run = run_profiled(args, progress)
-    rounds, config = profile.rounds, SHAPES[args.shape]
+    rounds, config = profile.rounds, model_shape(args.shape, args.layers)
     round_us = statistics.mean(one.length_us for one in rounds)
     costs = summarize(rounds, lambda span: span.scope)
     kernels = summarize(rounds, lambda span: (span.name, span.scope))
@@ -184,9 +186,10 @@ def as_row(scope: Scope, cost: Cost, round_us: float, layer_runs: dict[str, int]
 
 def make_table(results: dict[str, Any]) -> Table:
     args, round_us = results["arguments"], results["round_us"]
+    layers = f"{args['layers']} layers, " if args.get("layers") else ""
     title = (
-        f"{args['shape']}, {args['dtype']}, {results['mode']}, batch {args['batch']}, context "
-        f"{args['context']}, {results['device']}, jax {results['jax']}, {results['date']}"
+        f"{args['shape']}, {layers}{args['dtype']}, {results['mode']}, batch {args['batch']}, "
+        f"context {args['context']}, {results['device']}, jax {results['jax']}, {results['date']}"
     )
     caption = (
         f"{round_us:,.0f} us a round, {results['unprofiled_round_us']:,.0f} without the profiler; "

@@ -35,6 +35,7 @@ TINY, BFLOAT16 = SHAPES["tiny"], jnp.dtype("bfloat16")
         ("qwen2.5-7b", 7.616),
         ("mistral-7b", 7.248),
         ("qwen3.5-9b", 8.954),
+        ("deepseek-v3", 671.026),
     ],
 )
 def test_shapes_have_the_published_number_of_parameters(shape: str, billions: float):
@@ -152,6 +153,14 @@ def test_the_floor_of_recurrent_layers_and_an_mtp_layer(mode: str):
     each = 2 * (2 * hidden * hidden + attention + mlp + norms + hidden * vocab)
     assert found.draft_weights == pytest.approx(3 * each)
     assert found.draft_kv == 3 * found.target_kv
+
+
+def test_latents_of_the_context_are_read_once_for_all_heads():
+    config = dataclasses.replace(SHAPES["deepseek-v3"], vocab_size=1000, hidden_size=64, mtp=None)
+    config = dataclasses.replace(config, layers=config.layers[:2])  # without experts
+    target = random_decoder(config, BFLOAT16, None, seed=0)
+    params = make_params(parse_mode("plain"), target, None, None, Kernels())
+    assert floor_bytes(params, batch=5, context=100).target_kv == 5 * 100 * 2 * (512 + 64) * 2
 
 
 def test_the_floor_of_several_mtp_layers():

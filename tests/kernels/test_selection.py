@@ -39,7 +39,10 @@ OTHERS = [
 ]
 ALL = Kernels(frozenset(OPERATIONS))
 FOR_FOUR = Kernels(frozenset(OPERATIONS) - set(MEASURED_SHARING))
-AUTO = Kernels(FOR_FOUR.operations | {"delta_rule", "delta_run", "packed_product"})
+AUTO = Kernels(
+    FOR_FOUR.operations
+    | {"delta_rule", "delta_run", "expert_product", "latent_attention", "packed_product"}
+)
 MEASURED_FOR_TWO = Kernels(
     frozenset(OPERATIONS)
     - {"partial_attention", "packed_product", "round_tokens", "delta_rule", "float8_pages"}
