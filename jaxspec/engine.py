@@ -150,13 +150,11 @@ class Engine:
         timeout: float | None = None,
         group: str | None = None,
     ) -> Generation:
-        """Queue a request; without a seed it gets one of its own.
+        """Queue a request; without a seed it gets one of its own. Stop strings are left to LLM.
 
         Args:
           timeout: seconds after which it ends, with what it has.
           group: requests of one group and prompt share its pages.
-
-        Stop strings are left to the caller, who has the text: see LLM.
 
         Raises ValueError for a request that could not run, and for several samples (see add_all);
         QueueFull if too many wait.
@@ -369,6 +367,7 @@ class Engine:
         self.shapes.forget(generation.request_id)
         generation.finish_reason = reason
         generation.timings = running.timings(self._clock(), self.programs.compile_seconds)
+        self._runner.past.add(generation)
 
     def _clock(self) -> float:
         return time.perf_counter() - self.programs.compile_seconds

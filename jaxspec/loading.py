@@ -36,10 +36,9 @@ from jaxspec.speculation.drafters import (
     DraftModelDrafter,
     EagleDrafter,
     MixedDrafter,
-    NGramDrafter,
     NoDrafter,
-    SuffixDrafter,
 )
+from jaxspec.speculation.drafters.names import lookup_drafter, mixed_lookup, split_mixed
 from jaxspec.speculation.expand import check_top_k
 from jaxspec.weights.block import holds_block_head, load_block_head
 from jaxspec.weights.eagle import head_method, load_eagle_head
@@ -54,7 +53,6 @@ from jaxspec.weights.safetensors_io import load_decoder, load_pipeline
 from pallas_kernels.selection import Kernels
 
 MIXED = "ngram+"  # and the drafter that n-gram lookup is mixed with
-SUFFIX_MIXED = "suffix+"  # and the drafter that suffix drafting is mixed with
 
 
 def load(
@@ -83,8 +81,9 @@ def load(
         directory or hub id of an EAGLE head, of MTP layers, of a block head (DFlash, DSpark) or of
         a draft model;
         ``ngram+`` and such a directory or id: n-gram lookup in rows where it finds a long match,
-        the head or model in the others (see drafters.MixedDrafter); ``suffix+`` likewise; ``auto``:
-        see choose_drafter.
+        the head or model in the others (see drafters.MixedDrafter); ``suffix+`` likewise;
+        ``suffix:65536`` and ``suffix:65536+``: so many tokens of past outputs are looked up, too
+        (see drafters.SuffixDrafter); ``auto``: see choose_drafter.
         A Drafter object is used as given.
       speculation: the draft tree and the acceptance rule; by default
         config.speculation.default_speculation.
@@ -269,21 +268,12 @@ def choose_drafter(model: str | Path, drafter: str | Path) -> str | Path:
             return f"{MIXED}{BUILT_IN_HEAD}"
         directory = resolve_directory(model)
         drafter = "mtp" if has_mtp_layers(directory, load_model_config(directory)) else "ngram"
-    mixed, own = _split_mixed(drafter)
+    mixed, own = split_mixed(drafter)
     choice = MtpChoice.parse(own)
     if choice is None or not isinstance(drafter, str):
         return drafter
     mtp = load_model_config(resolve_directory(model)).mtp
     return drafter if mtp is None else f"{mixed}{choice.name(mtp)}"
-
-
-def _split_mixed(drafter: str | Path) -> tuple[str, str]:
-    """``ngram+`` or ``suffix+`` and the drafter after it; "" and the drafter if it is not mixed."""
-    name = str(drafter)
-    for lookup in (MIXED, SUFFIX_MIXED):
-        if isinstance(drafter, str) and name.startswith(lookup):
-            return lookup, name.removeprefix(lookup)
-    return "", name
 
 
 def resolve_dtype(name: str | None) -> jnp.dtype:
@@ -306,23 +296,22 @@ def _load_drafter(
 ) -> Drafter:
     if drafter == "none":
         return NoDrafter()
-    if drafter == "ngram":
-        return NGramDrafter()
-    if drafter == "suffix":
-        return SuffixDrafter()
     choice = MtpChoice.parse(drafter)
     if choice is not None:
         return _mtp_drafter(model_directory, target, speculation, dtype, mesh, sharded, choice)
-    lookup, mixed = _split_mixed(drafter)
-    if lookup:
-        if mixed in ("", "none", "ngram", "suffix", "auto") or _split_mixed(mixed)[0]:
+    mixture, mixed = split_mixed(drafter)
+    if mixture:
+        own = mixed_lookup(mixture)
+        if mixed in ("", "none", "auto") or split_mixed(mixed)[0] or lookup_drafter(mixed):
             raise ValueError(
-                f"drafter {drafter!r}: after {lookup} give mtp, or the directory or hub id of a "
+                f"drafter {drafter!r}: after {mixture} give mtp, or the directory or hub id of a "
                 "head or a draft model"
             )
         rest = (model_directory, target, speculation, dtype, mesh, sharded)
-        found = MixedDrafter(model=_load_drafter(mixed, *rest))
-        return found if lookup == MIXED else found.replace(lookup=SuffixDrafter(min_match=3))
+        return MixedDrafter(model=_load_drafter(mixed, *rest), lookup=own)
+    lookup = lookup_drafter(drafter)
+    if lookup is not None:
+        return lookup
     directory = resolve_directory(drafter)
     if holds_only_mtp_layers(directory):
         return _mtp_drafter(directory, target, speculation, dtype, mesh, sharded, MtpChoice())

@@ -265,3 +265,8 @@ def choose_rounds(
 def power_of_two(number: int) -> int:
     """The smallest that is not below ``number``."""
     return 1 << max(0, number - 1).bit_length()
+
+
+def page_list(pages: Sequence[int], size: int) -> np.ndarray:
+    """Padded with the null page: int32 [size]."""
+    return np.array([*pages, *[0] * (size - len(pages))], np.int32)

@@ -34,6 +34,7 @@ from jaxspec.program_sizes import (
     choose_reading,
     choose_rounds,
     groups_of_reads,
+    page_list,
 )
 from jaxspec.sampling import Controls
 from jaxspec.scheduling.requests import MOST_LOGPROBS
@@ -84,6 +85,7 @@ class Programs:
                 functional.release,
                 functional.settle,
                 functional.copy_pages,
+                functional.remember,
                 functional.save_row,
                 functional.restore_row,
                 functional.take_states,
@@ -160,8 +162,7 @@ class Programs:
         if not tables:
             return
         for row, table in tables:
-            self.tables[row] = 0
-            self.tables[row, : len(table)] = table
+            self.tables[row] = page_list(table, self.columns)
         held = np.cumprod(self.tables > 0, axis=1).sum(axis=1) * self.sizes.page_size
         room = (held - self.params.speculation.scratch_slots).astype(np.int32)
         # A copy: the transfer may still read it when the host's tables change again.
@@ -193,17 +194,21 @@ class Programs:
                 lists[:, shard, place] = pages
             self._small("copy_pages", *lists.reshape(2, -1))
 
+    def remember(self, tokens: np.ndarray, count: int) -> None:
+        """Add the first ``count`` of ``tokens`` [n] to the drafter's past text."""
+        self._small("remember", tokens, np.int32(count))
+
     def save(self, row: int, pages: Sequence[int]) -> SavedRow:
         """A row with the contents of pages, at most a part, on its way to host memory."""
-        arguments = np.array([row], np.int32), _page_list(pages, self.sizes.part_pages)
-        return to_host(self._small("save_row", *arguments))
+        listed = page_list(pages, self.sizes.part_pages)
+        return to_host(self._small("save_row", np.array([row], np.int32), listed))
 
     def restore(
         self, saved: SavedRow, row: int, pages: Sequence[int], table: Sequence[int]
     ) -> None:
         """Put a saved row back, with this table; its contents go to ``pages``, in order."""
-        self.tables[row] = _page_list(table, self.columns)
-        listed = _page_list(pages, self.sizes.part_pages)
+        self.tables[row] = page_list(table, self.columns)
+        listed = page_list(pages, self.sizes.part_pages)
         self._small("restore_row", saved, np.array([row], np.int32), listed, self.tables[[row]])
 
     def take_states(self, row: int) -> ModelState:
@@ -393,8 +398,3 @@ class Programs:
         for program in (*large, *self.small.values()):
             program.clear_cache()
         self.ready.clear()
-
-
-def _page_list(pages: Sequence[int], size: int) -> np.ndarray:
-    """Padded with the null page: int32 [size]."""
-    return np.array([*pages, *[0] * (size - len(pages))], np.int32)

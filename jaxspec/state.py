@@ -10,6 +10,7 @@ from jax import Array
 
 from jaxspec.cache import ModelState
 from jaxspec.config.speculation import SpeculationConfig
+from jaxspec.past_text import PastText
 from jaxspec.pytree import Pytree, array, pytree, static
 from jaxspec.sampling import Controls, Sampling
 
@@ -62,6 +63,7 @@ class Pool(Pytree):
     """Cache memory with the lifetime of the engine; it has no batch axis.
 
     ``target`` holds the states of the target's layers, ``draft`` the drafter's, in the same pages.
+    ``past`` is text of requests that ended, for a drafter that looks it up.
     """
 
     target: ModelState
@@ -69,6 +71,7 @@ class Pool(Pytree):
     page_size: int = static()
     num_pages: int = static()  # null pages included
     num_rows: int = static()  # most rows that it can serve
+    past: PastText | None = None
 
 
 @pytree

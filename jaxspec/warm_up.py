@@ -15,6 +15,7 @@ from jaxspec.config.checks import check_count
 from jaxspec.config.speculation import TreeShape
 from jaxspec.masked_programs import prepare_masked
 from jaxspec.new_rows import empty_prompts
+from jaxspec.past_texts import PastTexts
 from jaxspec.program_sizes import SMALLEST_CHUNK, Kind, Load, ReadKey, RoundsKey, power_of_two
 from jaxspec.programs import ADMISSIONS, Programs
 from jaxspec.scheduling.plan import Limits
@@ -165,6 +166,7 @@ def compile_all(programs: Programs, cover: Coverage, on_progress: Progress | Non
     keys = [*reading_keys(programs, cover), *rounds_keys(programs, cover)]
     keys = [key for key in dict.fromkeys(keys) if key not in programs.ready]
     small = 7 + 2 * cover.snapshots + len(_row_sizes(programs))  # see compile_small
+    small += programs.params.drafter.past_tokens > 0
     needed = len(programs.ready) + len(keys) + small
     if needed > programs.max_programs:
         raise ValueError(
@@ -202,6 +204,7 @@ def compile_small(programs: Programs, cover: Coverage) -> None:
     for size in _row_sizes(programs):
         programs.settle(range(min(size, share)))
     programs.copy_pages([(0, 0, 0)])
+    PastTexts(programs).prepare()
     if cover.swaps:
         programs.restore(jax.device_get(programs.save(0, ())), 0, (), ())
     if cover.snapshots:

@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.table import Table
 
-from jaxspec.loading import MIXED, SUFFIX_MIXED
+from jaxspec.speculation.drafters.names import split_mixed
 
 Row = Mapping[str, Any]
 
@@ -15,8 +15,8 @@ def label(row: Row) -> str:
     """The run's name: of the drafter only the last part of a path."""
     if row["mode"] == "plain":
         return "plain"
-    mixed = next((m for m in (MIXED, SUFFIX_MIXED) if row["drafter"].startswith(m)), "")
-    return f"{mixed}{Path(row['drafter'].removeprefix(mixed)).name} {row['mode']}"
+    mixed, own = split_mixed(row["drafter"])
+    return f"{mixed}{Path(own).name} {row['mode']}"
 
 
 def by_run(rows: Sequence[Row]) -> list[list[Row]]:

@@ -42,7 +42,9 @@ def make_parser() -> argparse.ArgumentParser:
         help="none, ngram, suffix, mtp (the model's own layers for multi-token prediction; mtp:1: "
         "the first alone), directory or hub id of an EAGLE head, of MTP layers, of a block head "
         "(DFlash, DSpark) or of a draft model, or ngram+ or suffix+ and one of these but the first "
-        "three: lookup's draft where it finds a long match, else the other's (default: ngram+ the "
+        "three: lookup's draft where it finds a long match, else the other's; suffix:N and "
+        "suffix:N+ look up the last N tokens of past outputs, too, 65536 for example: others can "
+        "tell from the speed what was written before (default: ngram+ the "
         "built-in head for the built-in model, mtp where there are such layers, else ngram)",
     )
     add(

@@ -28,6 +28,7 @@ from jaxspec.functional.pages import (
     take_states,
 )
 from jaxspec.functional.params import EngineParams
+from jaxspec.functional.past import remember
 from jaxspec.functional.prefill import prefill
 from jaxspec.functional.rows import (
     admit,
@@ -55,6 +56,7 @@ __all__ = [
     "prefill",
     "put_states",
     "release",
+    "remember",
     "restore_row",
     "save_row",
     "set_controls",

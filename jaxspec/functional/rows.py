@@ -17,6 +17,7 @@ from jaxspec.parallel import (
     named_shardings,
     partition_specs,
 )
+from jaxspec.past_text import empty_past
 from jaxspec.sampling import Controls, Sampling, make_controls, make_sampling
 from jaxspec.state import Ending, EngineState, Pool, Rows, Status, empty_statistics
 
@@ -75,6 +76,7 @@ def init_pool(params: EngineParams, num_pages: int, page_size: int, num_rows: in
         page_size=page_size,
         num_pages=num_pages,
         num_rows=num_rows,
+        past=empty_past(params.drafter.past_tokens),
     )
 
 

@@ -42,7 +42,7 @@ WHOLE_AXES = frozenset(
             "group",
             "head_dim",
         ),
-        *("later", "length", "nodes", "rounds", "routes", "stops", "table", "two", "units"),
+        *("later", "length", "nodes", "past", "rounds", "routes", "stops", "table", "two", "units"),
         *("whole_hidden", "words"),
     )
 )

@@ -52,6 +52,11 @@ class Drafter(Protocol):
         states that the drafter needs: at least 1."""
         ...
 
+    @property
+    def past_tokens(self) -> int:
+        """Tokens of past text (``state.pool.past``) that it looks up; 0: there is none."""
+        ...
+
     def init_pool(self, geometry: Geometry) -> Any:
         """The drafter's part of an empty pool."""
         ...
@@ -123,6 +128,10 @@ class StatelessDrafter(Pytree):
     @property
     def reread(self) -> int:
         return 1
+
+    @property
+    def past_tokens(self) -> int:
+        return 0
 
     def init_pool(self, geometry: Geometry) -> None:
         return None

@@ -43,6 +43,10 @@ class BlockDrafter(Pytree):
     def reread(self) -> int:
         return 1
 
+    @property
+    def past_tokens(self) -> int:
+        return 0
+
     def init_pool(self, geometry: Geometry) -> ModelState:
         return self.head.init_state(geometry)
 

@@ -1,7 +1,9 @@
 """Where the last tokens of a sequence occurred before: what drafters without weights look up."""
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
+
+BLOCK = 128  # positions that are skipped together where many are searched
 
 
 def match_lengths(tokens: Array, end: Array, most: int) -> Array:
@@ -13,11 +15,43 @@ def match_lengths(tokens: Array, end: Array, most: int) -> Array:
         the row follows the match.
       most: tokens of the longest match. All B * S tokens are compared so many times.
     """
-    index = jnp.arange(tokens.shape[1])
-    length, alive = jnp.zeros_like(tokens), index < end[:, None]
+    before_end = jnp.arange(tokens.shape[1]) < end[:, None]
+    return _lengths(tokens, before_end, tokens, end, most)
+
+
+def lengths_in_past(past: Array, tokens: Array, end: Array, most: int) -> Array:
+    """As match_lengths, of matches that end in another text: int32 [B, P].
+
+    Args:
+      past: int32 [P], negative where no token is. A token of the same text follows a match.
+    """
+    followed = jnp.append(past[1:] >= 0, False)
+    return _lengths(past[None], followed[None], tokens, end, most)
+
+
+def _lengths(text: Array, alive: Array, tokens: Array, end: Array, most: int) -> Array:
+    """Of matches that end in ``text`` [B or 1, S], where ``alive`` [B or 1, S]: int32 [B, S]."""
+    index = jnp.arange(text.shape[1])
+    length = jnp.zeros((len(tokens), len(index)), jnp.int32)
     for back in range(most):
-        shifted = jnp.roll(tokens, back, axis=1)
         last = jnp.take_along_axis(tokens, jnp.maximum(end - back, 0)[:, None], axis=1)
-        alive &= (shifted == last) & (index >= back)
+        inside = (index >= back) & (end[:, None] >= back)
+        alive = alive & (jnp.roll(text, back, axis=1) == last) & inside
         length += alive
     return length
+
+
+def latest_places(found: Array, count: int) -> Array:
+    """The last ``count`` positions where ``found`` [B, S], the last first: int32 [B, count].
+
+    Where there are fewer, -1.
+    """
+    batch, size = found.shape
+    place = jnp.where(found, jnp.arange(size, dtype=jnp.int32), -1)
+    if size > 2 * count * BLOCK:  # sorting all positions takes longer than all comparisons
+        blocks = jnp.pad(place, ((0, 0), (0, -size % BLOCK)), constant_values=-1)
+        blocks = blocks.reshape(batch, -1, BLOCK)
+        _, chosen = lax.top_k(jnp.max(blocks, axis=2), count)
+        place = jnp.take_along_axis(blocks, chosen[:, :, None], axis=1).reshape(batch, -1)
+    place, _ = lax.top_k(place, min(count, size))
+    return jnp.pad(place, ((0, 0), (0, count - place.shape[1])), constant_values=-1)

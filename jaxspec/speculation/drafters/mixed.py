@@ -52,6 +52,10 @@ class MixedDrafter(Pytree):
     def reread(self) -> int:
         return self.model.reread
 
+    @property
+    def past_tokens(self) -> int:
+        return self.lookup.past_tokens
+
     def init_pool(self, geometry: Geometry) -> Any:
         return self.model.init_pool(geometry)
 

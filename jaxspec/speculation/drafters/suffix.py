@@ -2,6 +2,7 @@
 
 The longest earlier match of a row's last tokens may have occurred several times. What followed each
 occurrence votes: a path of the draft is as likely as the share of occurrences that continue so.
+Texts of requests that ended may be searched, too.
 """
 
 from typing import NamedTuple
@@ -11,18 +12,25 @@ from jax import Array, lax
 
 from jaxspec.config.speculation import TreeShape
 from jaxspec.models.decoder import Decoder
+from jaxspec.past_text import GAP, PastText
 from jaxspec.pytree import pytree, static
 from jaxspec.speculation.call import Call
 from jaxspec.speculation.drafters.base import DraftState, StatelessDrafter
-from jaxspec.speculation.drafters.matching import match_lengths
+from jaxspec.speculation.drafters.matching import (
+    latest_places,
+    lengths_in_past,
+    match_lengths,
+)
 from jaxspec.speculation.tree import DraftTree, make_tree
 from jaxspec.state import EngineState
+
+MOST_PAST = 2**24  # tokens of past text: all are compared in every round
 
 
 class Occurrences(NamedTuple):
     """The latest O occurrences of each row's longest match, the latest first."""
 
-    following: Array  # int32 [B, O, D], the tokens after each
+    following: Array  # int32 [B, O, D], the tokens after each; negative past the end of a text
     valid: Array  # bool [B, O]
     match: Array  # int32 [B], tokens of the match, 0 if there is none
 
@@ -41,14 +49,18 @@ class Candidates(NamedTuple):
 
 @pytree
 class SuffixDrafter(StatelessDrafter):
-    """Drafts what followed the longest earlier match of the row's last tokens, in the same row.
+    """Drafts what followed the longest earlier match of the row's last tokens.
+
+    The match is in the same row, or, if a longer one is there, in the past text: outputs of earlier
+    requests, as far as ``past`` tokens hold them.
 
     The likeliest paths form the tree, best first, up to the call's nodes and depth; of equally
     likely ones the shallower, then the one that occurred last. ``top_k`` does not limit a node's
     children, but with 1 the draft is one path: the likeliest token after each token. A row without
     a match drafts nothing. A round compares ``max_match`` times all B * S tokens of the rows, as
     n-gram lookup does, and groups occurrences in B * O * O comparisons (and bools) for each depth,
-    with ``max_occurrences`` O. It keeps nothing between rounds.
+    with ``max_occurrences`` O. Past text adds ``max_match`` times B * ``past``. The drafter keeps
+    nothing between rounds; the pool has the past text (see functional.remember).
 
     Attributes:
       min_match: fewest tokens of a match.
@@ -56,6 +68,7 @@ class SuffixDrafter(StatelessDrafter):
       factor: a draft is at most ``factor`` times as deep as its match is long.
       min_probability: a path is drafted if at least this share of the occurrences continues so.
       max_occurrences: of more than these, the latest count.
+      past: most tokens of past text, of 4 bytes each; 0: none, so that requests do not touch.
     """
 
     min_match: int = static(default=1)
@@ -63,6 +76,16 @@ class SuffixDrafter(StatelessDrafter):
     factor: float = static(default=1.0)
     min_probability: float = static(default=0.1)
     max_occurrences: int = static(default=64)
+    past: int = static(default=0)
+
+    def __post_init__(self):
+        whole = isinstance(self.past, int) and not isinstance(self.past, bool)
+        if not whole or not 0 <= self.past <= MOST_PAST:
+            raise ValueError(f"past must be 0 to {MOST_PAST} tokens, got {self.past!r}")
+
+    @property
+    def past_tokens(self) -> int:
+        return self.past
 
     def propose(
         self, target: Decoder, state: EngineState, call: Call
@@ -71,23 +94,37 @@ class SuffixDrafter(StatelessDrafter):
         (int32 [B, S]). Its tokens are not drawn: ``probs`` is None."""
         rows, shape = state.rows, call.speculation
         found = self._look_up(rows.tokens, rows.context_lens, shape.max_depth)
+        if state.pool.past is not None:
+            found = _longer(found, self._look_up_past(state.pool.past, state, shape.max_depth))
         candidates = self._candidates(found, one_path=shape.is_chain)
         return _best(rows.roots, candidates, shape), DraftState()
 
     def _look_up(self, tokens: Array, end: Array, depth: int) -> Occurrences:
         """From tokens [B, S] of which the one at ``end`` [B] is the last."""
-        size = tokens.shape[1]
-        lengths = match_lengths(tokens, end, self.max_match)
-        longest = jnp.max(lengths, axis=1, keepdims=True)
-        longest = jnp.where(longest >= self.min_match, longest, 0)
-        ends = jnp.where((lengths == longest) & (longest > 0), jnp.arange(size), -1)
-        place, _ = lax.top_k(ends, min(self.max_occurrences, size))
+        place, longest = self._latest(match_lengths(tokens, end, self.max_match))
         # What follows a match near the end reaches the end, and then goes on from its start:
         # text that repeats every few tokens gets a whole path.
         period = jnp.maximum(end[:, None] - place, 1)[..., None]
         source = place[..., None] + 1 + jnp.arange(depth) % period  # [B, O, D]
         following = jnp.take_along_axis(tokens, source.reshape(len(tokens), -1), axis=1)
-        return Occurrences(following.reshape(source.shape), place >= 0, longest[:, 0])
+        return Occurrences(following.reshape(source.shape), place >= 0, longest)
+
+    def _look_up_past(self, past: PastText, state: EngineState, depth: int) -> Occurrences:
+        text, rows = past.in_order, state.rows
+        place, longest = self._latest(
+            lengths_in_past(text, rows.tokens, rows.context_lens, self.max_match)
+        )
+        source = place[..., None] + 1 + jnp.arange(depth)  # past the last text is none
+        following = jnp.take(text, source, mode="fill", fill_value=GAP)
+        return Occurrences(following, place >= 0, longest)
+
+    def _latest(self, lengths: Array) -> tuple[Array, Array]:
+        """Where the longest match ends: the latest places int32 [B, O], -1 where there are fewer,
+        and its length int32 [B]. ``lengths`` are int32 [B, S]."""
+        longest = jnp.max(lengths, axis=1)
+        longest = jnp.where(longest >= self.min_match, longest, 0)
+        found = (lengths == longest[:, None]) & (longest > 0)[:, None]
+        return latest_places(found, self.max_occurrences), longest
 
     def _candidates(self, found: Occurrences, *, one_path: bool) -> Candidates:
         _, size, depth = found.following.shape
@@ -98,7 +135,7 @@ class SuffixDrafter(StatelessDrafter):
         counts, parents = [], []
         for level in range(depth):
             token = found.following[:, :, level]
-            same &= token[:, :, None] == token[:, None, :]
+            same &= (token[:, :, None] == token[:, None, :]) & (token >= 0)[:, None, :]
             if one_path:
                 best = jnp.argmax(jnp.sum(same, axis=2), axis=1)[:, None, None]
                 same &= jnp.take_along_axis(same, best, axis=1)
@@ -109,8 +146,18 @@ class SuffixDrafter(StatelessDrafter):
             counts.append(jnp.where((latest == own) & likely & within, count, 0))
             parents.append(parent)
             parent = 1 + level * size + latest
-        tokens = jnp.swapaxes(found.following, 1, 2).reshape(-1, depth * size)
+        tokens = jnp.maximum(jnp.swapaxes(found.following, 1, 2), 0).reshape(-1, depth * size)
         return Candidates(tokens, *(jnp.concatenate(x, axis=1) for x in (parents, counts)))
+
+
+def _longer(own: Occurrences, past: Occurrences) -> Occurrences:
+    """In each row those of the longer match; of equally long ones, the row's own."""
+    is_own = own.match >= past.match
+    return Occurrences(
+        jnp.where(is_own[:, None, None], own.following, past.following),
+        jnp.where(is_own[:, None], own.valid, past.valid),
+        jnp.where(is_own, own.match, past.match),
+    )
 
 
 def _best(roots: Array, candidates: Candidates, shape: TreeShape) -> DraftTree:

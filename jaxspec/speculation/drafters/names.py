@@ -1,0 +1,41 @@
+"""Names of drafters that look up: ``ngram``, ``suffix``, ``suffix:65536``; ``ngram+`` another."""
+
+import re
+from pathlib import Path
+
+from jaxspec.speculation.drafters.base import StatelessDrafter
+from jaxspec.speculation.drafters.mixed import MixedDrafter
+from jaxspec.speculation.drafters.ngram import NGramDrafter
+from jaxspec.speculation.drafters.suffix import SuffixDrafter
+
+MIXED_MATCH = 3  # tokens of the shortest match that is preferred to a head or a model
+_MIXED = re.compile(r"((?:ngram|suffix(?::[^+/]*)?)\+)(.*)")
+
+
+def split_mixed(drafter: str | Path) -> tuple[str, str]:
+    """``ngram+`` or the like and the drafter after it; "" and the drafter if it is not mixed."""
+    found = _MIXED.fullmatch(drafter) if isinstance(drafter, str) else None
+    return ("", str(drafter)) if found is None else (found[1], found[2])
+
+
+def lookup_drafter(name: str | Path) -> StatelessDrafter | None:
+    """Of a lookup's name; None for another one. Raises ValueError for a bad number of tokens."""
+    if name == "ngram":
+        return NGramDrafter()
+    kind, colon, past = str(name).partition(":")
+    if not isinstance(name, str) or kind != "suffix":
+        return None
+    if colon and not (past.isascii() and past.isdecimal()):
+        raise ValueError(
+            f"drafter {name!r}: after suffix: give how many tokens of past outputs it looks up, as "
+            "in suffix:65536"
+        )
+    return SuffixDrafter(past=int(past or 0))
+
+
+def mixed_lookup(name: str) -> StatelessDrafter:
+    """Of ``ngram+`` or the like. Raises ValueError as lookup_drafter does."""
+    found = lookup_drafter(name.removesuffix("+"))
+    if isinstance(found, SuffixDrafter):
+        return found.replace(min_match=MIXED_MATCH)
+    return MixedDrafter.lookup
