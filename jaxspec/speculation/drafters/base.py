@@ -52,6 +52,11 @@ class Drafter(Protocol):
         states that the drafter needs: at least 1."""
         ...
 
+    @property
+    def tells_confidence(self) -> bool:
+        """Whether its chains have a ``confidence`` (see DraftTree) in calls that ask for it."""
+        ...
+
     def init_pool(self, geometry: Geometry) -> Any:
         """The drafter's part of an empty pool."""
         ...
@@ -123,6 +128,10 @@ class StatelessDrafter(Pytree):
     @property
     def reread(self) -> int:
         return 1
+
+    @property
+    def tells_confidence(self) -> bool:
+        return False
 
     def init_pool(self, geometry: Geometry) -> None:
         return None

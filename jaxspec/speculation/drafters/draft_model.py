@@ -47,6 +47,10 @@ class DraftModelDrafter(Pytree):
     def reread(self) -> int:
         return 1
 
+    @property
+    def tells_confidence(self) -> bool:
+        return False
+
     def init_pool(self, geometry: Geometry) -> ModelState:
         pool = self.model.init_state(geometry)
         pool.check_rereads("this draft model")

@@ -74,6 +74,10 @@ class EagleDrafter(Pytree):
     def reread(self) -> int:
         return len(self.heads)  # each head needs what the one before computes of one token more
 
+    @property
+    def tells_confidence(self) -> bool:
+        return False
+
     def init_pool(self, geometry: Geometry) -> ModelState:
         states = [head.init_state(geometry) for head in self.heads]
         pool = states[0].replace(layers=tuple(one for state in states for one in state.layers))

@@ -52,6 +52,10 @@ class MixedDrafter(Pytree):
     def reread(self) -> int:
         return self.model.reread
 
+    @property
+    def tells_confidence(self) -> bool:
+        return False  # the model's is not that of rows that look up
+
     def init_pool(self, geometry: Geometry) -> Any:
         return self.model.init_pool(geometry)
 
