@@ -19,8 +19,8 @@ from jaxspec.config.speculation import PLAIN, SpeculationConfig, TreeShape
 from jaxspec.engine import Engine
 from jaxspec.loading import load
 from jaxspec.parallel import make_mesh
+from jaxspec.past_outputs import BEFORE, PART, PastOutputs
 from jaxspec.past_text import GAP, PastText, empty_past
-from jaxspec.past_texts import BEFORE, PART, PastTexts
 from jaxspec.scheduling.requests import SamplingParams
 from jaxspec.speculation.call import Call
 from jaxspec.speculation.drafters import Drafter, MixedDrafter, NGramDrafter, SuffixDrafter
@@ -64,7 +64,7 @@ def ring_of(texts: list[Text], size: int = RING) -> PastText:
     """A ring to which these texts were added, one after the other."""
     ring: Any = Ring(size)
     for text in texts:
-        PastTexts(ring).write(text)
+        PastOutputs(ring).write(text)
     return ring.past
 
 
@@ -170,7 +170,7 @@ def test_a_match_neither_crosses_texts_nor_drafts_beyond_one():
     assert paths(deep, CHAIN, [8, 4, 5], past) == [[6], [6, 7]]
 
 
-def test_occurrences_in_past_texts_vote():
+def test_occurrences_in_past_outputs_vote():
     past = [[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 6, 7]]
     assert paths(DEFAULT, TREE, [9, 1, 2], past) == [[3], [6], [6, 7], [3, 5], [3, 4]]
 
