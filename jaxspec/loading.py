@@ -17,7 +17,7 @@ from jaxspec.models.hf_config import load_model_config
 from jaxspec.models.hf_values import read_json, shown
 from jaxspec.models.pipeline import check_layers, chosen_layers
 from jaxspec.models.stages import Stage
-from jaxspec.parallel import devices_of_model, stage_meshes
+from jaxspec.parallel import devices_of_model, mesh_layout, stage_meshes
 from jaxspec.quantization.kv_cache import (
     FP8,
     check_kv_dtype,
@@ -130,7 +130,7 @@ def load(
     drafter = _in_bits(drafter, drafter_bits, meshes[-1])
     stages: tuple[Stage, ...] = ()
     if target is not None:
-        _check_target(target, config, resolved, meshes)
+        _check_target(target, config, resolved, meshes, kv_dtype)
     elif len(meshes) == 1:
         target = load_decoder(directory, config, resolved, mesh)
     else:
@@ -153,7 +153,11 @@ def load(
 
 
 def _check_target(
-    target: Decoder, config: ModelConfig, dtype: jnp.dtype, meshes: Sequence[Mesh | None]
+    target: Decoder,
+    config: ModelConfig,
+    dtype: jnp.dtype,
+    meshes: Sequence[Mesh | None],
+    kv_dtype: str | None,
 ) -> None:
     """Raise ValueError for weights that these options would not load."""
     if len(meshes) > 1:
@@ -162,6 +166,12 @@ def _check_target(
         raise ValueError("target has the weights of another model")
     if target.embed.dtype != dtype:
         raise ValueError(f"target has weights in {target.embed.dtype}, not {dtype}")
+    [mesh] = meshes
+    devices = set(jnp.zeros(()).devices()) if mesh is None else set(mesh.devices.flat)
+    if target.layout != mesh_layout(mesh) or target.embed.devices() != devices:
+        raise ValueError("target lies on other devices: give the mesh that it was loaded with")
+    if has_float8_cache(target) and kv_dtype is None:
+        raise ValueError(f'target keeps 8-bit keys and values: give kv_dtype="{FP8}", too')
 
 
 def read_kv_scales(

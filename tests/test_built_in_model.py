@@ -153,5 +153,11 @@ def test_a_target_of_other_options_is_refused(plain: LLM, tmp_path):
         load(drafter="none", dtype="bfloat16", target=target)
     with pytest.raises(ValueError, match="another model"):
         load(tiny_llama(tmp_path), "none", dtype="float32", target=target)
+    with pytest.raises(ValueError, match="lies on other devices"):
+        load(drafter="none", mesh=make_mesh(2, 1), target=target)
+    small = load(drafter="none", dtype="float32", kv_dtype="fp8").target
+    with pytest.raises(ValueError, match="keeps 8-bit keys and values"):
+        load(drafter="none", dtype="float32", target=small)
+    assert load(drafter="none", dtype="float32", kv_dtype="fp8", target=small).target == small
     with pytest.raises(ValueError, match="for a pipeline"):
         load(drafter="none", mesh=make_mesh(pipeline_parallel=2), target=target)

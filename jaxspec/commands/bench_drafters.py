@@ -102,12 +102,15 @@ class Entrant:
 
 def chosen_runs(args: argparse.Namespace) -> list[tuple[str, str]]:
     """Plain decoding, then each drafter in each of its modes."""
-    runs = [PLAIN_RUN]
-    for drafter, *modes in args.run or DEFAULT_RUNS:
+    runs, chosen = [PLAIN_RUN], args.run or DEFAULT_RUNS
+    if args.run is None and choose_drafter(args.model, "auto") == "ngram":
+        chosen = DEFAULT_RUNS[:1]  # the default drafter is the other one
+    for drafter, *modes in chosen:
         if not modes:
             raise ValueError(f"--run {drafter} needs a mode after it: chain:K or NODES:DEPTH:TOPK")
         runs += [(drafter, mode) for mode in modes]
-    if "none" in [drafter for drafter, _ in runs[1:]] or len(set(runs)) < len(runs):
+    names = {(str(choose_drafter(args.model, drafter)), mode) for drafter, mode in runs}
+    if "none" in [drafter for drafter, _ in runs[1:]] or len(names) < len(runs):
         raise ValueError("each --run names another drafter or mode; plain decoding is always there")
     for _, mode in runs:
         SpeculationConfig.parse(mode)  # fails now, not after loading

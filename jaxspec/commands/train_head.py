@@ -23,11 +23,17 @@ from jaxspec.commands.train_head_options import BLOCK, block_size, check_options
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.model import ModelConfig, draft_layers
 from jaxspec.models.decoder import Decoder
+from jaxspec.models.heads import BlockConfig
 from jaxspec.models.hf_config import load_model_config, parse_model_config, with_mtp_layer
 from jaxspec.models.hf_values import read_json
 from jaxspec.tokenizer import load_tokenizer
 from jaxspec.training import draft_data
-from jaxspec.training.block_init import block_layers, default_mask, init_block_head
+from jaxspec.training.block_init import (
+    block_layers,
+    default_mask,
+    init_block_head,
+    new_block_config,
+)
 from jaxspec.training.draft_data import ExampleReport, Examples
 from jaxspec.training.draft_report import DraftCard, export_head
 from jaxspec.training.draft_run import DraftRecord, DraftTraining
@@ -63,8 +69,6 @@ def own_answers(
     A resumed run uses the answers of the run that it resumes, and with --answers those there.
     """
     folder, written = args.answers or args.work, args.resume or args.answers is not None
-    if args.answers is not None and not (folder / "answers-train.jsonl").is_file():
-        raise ValueError(f"no answers in {folder}: --answers is the --work of an earlier run")
     llm = LLM(
         args.model,
         "ngram",
@@ -87,6 +91,7 @@ def own_answers(
                 temperatures=tuple(args.regenerate_temperatures or (0.0, 1.0)),
                 deadline=started if written else deadline_of(started, args.minutes, share),
                 report=counting(progress, f"answers, {name}"),
+                read_only=args.answers is not None,
             )
             if len(answers[name]) < len(wanted[name]):
                 console.print(
@@ -156,9 +161,10 @@ def new_head(
     target: Decoder,
     hf_config: Mapping[str, Any],
     token_ids: np.ndarray | None,
+    block: BlockConfig | None,
 ) -> Head:
-    if args.method in BLOCK:
-        return new_block_head(args, target)
+    if block is not None:
+        return init_block_head(target, block, args.seed)
     if args.method == "mtp":
         mtp = parse_model_config(with_mtp_layer(hf_config)).mtp
         assert mtp is not None
@@ -173,21 +179,23 @@ def new_head(
     )
 
 
-def new_block_head(args: argparse.Namespace, target: Decoder) -> Head:
-    config, mask, rank = target.config, args.mask_token, args.markov_rank
+def block_head_config(args: argparse.Namespace, config: ModelConfig) -> BlockConfig | None:
+    """Of a block head for a target; None for other methods."""
+    if args.method not in BLOCK:
+        return None
+    mask, rank = args.mask_token, args.markov_rank
     if mask is None:
         mask = default_mask(config, len(load_tokenizer(args.model)))
     if rank is None:
         rank = min(MARKOV_RANK, config.hidden_size // 4) if args.method == "dspark" else 0
-    return init_block_head(
-        target,
+    return new_block_config(
+        config,
         block_layers(config, 2 if args.layers is None else args.layers, args.ff),
         args.method,
         block_size=block_size(args),
         mask_token=mask,
         capture=None if args.capture is None else tuple(args.capture),
         markov_rank=rank,
-        seed=args.seed,
     )
 
 
@@ -208,6 +216,7 @@ def train(args: argparse.Namespace, console: Console, started: float) -> None:
     directory = resolve_directory(args.model)
     model, hf_config = load_model_config(directory), read_json(directory / "config.json")
     check_options(args, model)
+    block = block_head_config(args, model)  # fails now, not after the answers
     if args.resume:
         check_resumable(args.work)
     args.out.mkdir(parents=True, exist_ok=True)  # fails now, not after training
@@ -224,7 +233,7 @@ def train(args: argparse.Namespace, console: Console, started: float) -> None:
     target = load_decoder(directory, model, np.dtype(config.compute_dtype))
     size = model.vocab_size if args.draft_vocab is None else args.draft_vocab
     token_ids = draft_data.draft_vocabulary(train_rows, model.vocab_size, size)
-    head = new_head(args, target, hf_config, token_ids)
+    head = new_head(args, target, hf_config, token_ids, block)
     states = store_states(args, console, target, train_rows, head.capture, config, started)
     if schedule.deadline is not None and time.monotonic() >= schedule.deadline:
         raise ValueError(

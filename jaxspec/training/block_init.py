@@ -37,8 +37,8 @@ def default_mask(target: ModelConfig, known_tokens: int) -> int:
     return target.stop_token_ids[0]
 
 
-def init_block_head(
-    target: Decoder,
+def new_block_config(
+    target: ModelConfig,
     layers: ModelConfig,
     method: BlockMethod,
     *,
@@ -46,13 +46,8 @@ def init_block_head(
     mask_token: int,
     capture: tuple[int, ...] | None = None,
     markov_rank: int = 0,
-    seed: int = 0,
-) -> BlockHead:
-    """A float32 head to train, with random weights except for these.
-
-    ``fc`` starts as the identity on the last captured state, and the norm before the target's LM
-    head as a copy of the target's. DSpark's Markov head adds nothing at
-    first, and its confidence head says one half.
+) -> BlockConfig:
+    """The config of a head to train.
 
     Args:
       layers: the head's own, as ``block_layers`` makes them.
@@ -63,16 +58,27 @@ def init_block_head(
     dspark = method == "dspark"
     config = BlockConfig(
         model=layers,
-        capture=capture or default_block_capture(target.config.num_layers),
+        capture=capture or default_block_capture(target.num_layers),
         block_size=block_size,
         mask_token=mask_token,
         predicts_next=dspark,
         markov_rank=markov_rank,
         confidence=("output and token" if markov_rank else "output") if dspark else None,
     )
+    shapes = block_head_shapes(config, target, jnp.dtype("float32"))
+    block_config(to_hf_block(shapes, target), target)
+    return config
+
+
+def init_block_head(target: Decoder, config: BlockConfig, seed: int = 0) -> BlockHead:
+    """A float32 head to train, with random weights except for these.
+
+    ``fc`` starts as the identity on the last captured state, and the norm before the target's LM
+    head as a copy of the target's. DSpark's Markov head adds nothing at first, and its confidence
+    head says one half.
+    """
     shapes = block_head_shapes(config, target.config, jnp.dtype("float32"))
-    block_config(to_hf_block(shapes, target.config), target.config)
-    head = init_layers(shapes, layers.num_layers, seed)
+    head = init_layers(shapes, config.model.num_layers, seed)
     head = head.replace(
         fc=reads_last(head.fc, target.config.hidden_size),
         # A copy, as training donates its state and the target's arrays must stay valid.

@@ -21,6 +21,7 @@ def regenerate(
     temperatures: tuple[float, ...] = (0.0, 1.0),
     deadline: float | None = None,
     report: Callable[[int, int], None] = lambda done, rows: None,
+    read_only: bool = False,
 ) -> Examples:
     """Each row's prompt, continued by the target to the row's length; only the answer is learned.
 
@@ -32,12 +33,18 @@ def regenerate(
         only if it will end by then when it takes as long as the one before; one batch always runs.
         None: all rows.
       report: called after each batch with the rows done and the number of rows.
+      read_only: take the answers that ``path`` has, and write nothing.
 
-    Raises ValueError if ``path`` holds the answers of another model or to other rows.
+    Raises ValueError if ``path`` holds the answers of another model or to other rows; with
+    ``read_only`` also if it has none.
     """
     length = examples.tokens.shape[1]
-    rows = _restore(path, _described(llm, examples, temperatures))
+    rows = _restore(path, _described(llm, examples, temperatures), read_only=read_only)
     report(len(rows), len(examples))
+    if read_only:
+        if not rows:
+            raise ValueError(f"no answers in {path}: name the --work of an earlier --regenerate")
+        return _examples(rows, length)
     seconds = 0.0  # of the batch before
     while len(rows) < len(examples):
         started = time.monotonic()
@@ -79,8 +86,10 @@ def _described(llm: LLM, examples: Examples, temperatures: tuple[float, ...]) ->
     return json.loads(json.dumps(content))
 
 
-def _restore(path: Path, described: dict[str, object]) -> list[list]:
+def _restore(path: Path, described: dict[str, object], *, read_only: bool) -> list[list]:
     """The answers of an interrupted call; an incomplete last line is dropped."""
+    if read_only and not path.exists():
+        return []
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(described) + "\n")
@@ -89,8 +98,14 @@ def _restore(path: Path, described: dict[str, object]) -> list[list]:
     complete = text[: text.rfind("\n") + 1]
     first, *lines = complete.splitlines() or ["null"]
     if json.loads(first) != described:
-        raise ValueError(f"{path} holds the answers of another model or to other rows: remove it")
-    if complete != text:
+        remedy = (
+            "give the same --data, --length, --dtype, --prompt-tokens, --regenerate-rows and "
+            "--regenerate-temperatures"
+            if read_only
+            else "remove it"
+        )
+        raise ValueError(f"{path} holds the answers of another model or to other rows: {remedy}")
+    if complete != text and not read_only:
         path.write_text(complete)
     return [json.loads(line) for line in lines]
 

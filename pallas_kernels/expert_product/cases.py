@@ -109,7 +109,6 @@ def _benchmark(case: Case) -> Benchmark:
         num_bytes=case.num_bytes,
         flops=6 * case.rows * case.k * case.hidden * case.units,
         implementation=implementation,
-        # As XLA reads gathered experts, in the first run that timed whole rounds.
         reference_seconds=1e-4,
     )
 

@@ -1,4 +1,7 @@
-"""Choices made for an H100: sizes of the kernel's blocks. None was timed yet."""
+"""Choices made for an H100: sizes of the kernel's blocks.
+
+Only the defaults were timed (docs/experts.md).
+"""
 
 import dataclasses
 

@@ -17,7 +17,12 @@ from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.heads import BlockHead, default_block_capture
 from jaxspec.models.hf_values import read_json
 from jaxspec.training import draft_step
-from jaxspec.training.block_init import block_layers, default_mask, init_block_head
+from jaxspec.training.block_init import (
+    block_layers,
+    default_mask,
+    init_block_head,
+    new_block_config,
+)
 from jaxspec.training.block_loss import BlockLoss
 from jaxspec.training.draft_data import Examples
 from jaxspec.training.draft_loss import DraftBatch
@@ -49,14 +54,15 @@ TRAIN, HELD_OUT = random_examples(40, 1), random_examples(8, 2)
 
 
 def make_head(method: Any) -> BlockHead:
-    return init_block_head(
-        TARGET,
+    config = new_block_config(
+        TARGET.config,
         block_layers(TARGET.config, 1, 40),
         method,
         block_size=4,
         mask_token=95,
         markov_rank=8 if method == "dspark" else 0,
     )
+    return init_block_head(TARGET, config)
 
 
 def config_of(method: Any, **changes: Any) -> DraftTrainConfig:
