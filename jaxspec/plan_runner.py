@@ -11,7 +11,7 @@ from jaxspec.config.speculation import TreeShape
 from jaxspec.generation import Generation
 from jaxspec.masked_rounds import MaskedRounds, generation_of, kind_of, sampling_of
 from jaxspec.new_rows import NewRow
-from jaxspec.past_texts import PastTexts
+from jaxspec.past_outputs import PastOutputs
 from jaxspec.plan_timer import PlanTimer
 from jaxspec.program_sizes import Load, Reads
 from jaxspec.programs import Programs
@@ -45,7 +45,7 @@ class PlanRunner:
         self.programs = programs
         self.swapped = SwappedRows(programs, costs)
         self.snapshots = RowSnapshots(programs)
-        self.past = PastTexts(programs)
+        self.past = PastOutputs(programs)
         self._timer = PlanTimer(programs, costs)
         self._masked = MaskedRounds(programs)
         self._idle_rows = set(range(programs.sizes.num_rows))  # empty, or done, on the device

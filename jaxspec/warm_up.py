@@ -15,7 +15,7 @@ from jaxspec.config.checks import check_count
 from jaxspec.config.speculation import TreeShape
 from jaxspec.masked_programs import prepare_masked
 from jaxspec.new_rows import empty_prompts
-from jaxspec.past_texts import PastTexts
+from jaxspec.past_outputs import PastOutputs
 from jaxspec.program_sizes import SMALLEST_CHUNK, Kind, Load, ReadKey, RoundsKey, power_of_two
 from jaxspec.programs import ADMISSIONS, Programs
 from jaxspec.scheduling.plan import Limits
@@ -204,7 +204,7 @@ def compile_small(programs: Programs, cover: Coverage) -> None:
     for size in _row_sizes(programs):
         programs.settle(range(min(size, share)))
     programs.copy_pages([(0, 0, 0)])
-    PastTexts(programs).prepare()
+    PastOutputs(programs).prepare()
     if cover.swaps:
         programs.restore(jax.device_get(programs.save(0, ())), 0, (), ())
     if cover.snapshots:

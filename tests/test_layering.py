@@ -63,7 +63,7 @@ LAYERS = (
     "jaxspec.masked_rounds",
     "jaxspec.swapping",
     "jaxspec.row_snapshots",
-    "jaxspec.past_texts",
+    "jaxspec.past_outputs",
     "jaxspec.plan_timer",
     "jaxspec.plan_runner",
     "jaxspec.ahead",

@@ -19,8 +19,8 @@ from jaxspec.config.speculation import PLAIN, SpeculationConfig, TreeShape
 from jaxspec.engine import Engine
 from jaxspec.loading import load
 from jaxspec.parallel import make_mesh
+from jaxspec.past_outputs import BEFORE, PART, PastOutputs
 from jaxspec.past_text import GAP, PastText, empty_past
-from jaxspec.past_texts import BEFORE, PART, PastTexts
 from jaxspec.scheduling.requests import SamplingParams
 from jaxspec.speculation.call import Call
 from jaxspec.speculation.drafters import Drafter, MixedDrafter, NGramDrafter, SuffixDrafter
@@ -64,7 +64,7 @@ def ring_of(texts: list[Text], size: int = RING) -> PastText:
     """A ring to which these texts were added, one after the other."""
     ring: Any = Ring(size)
     for text in texts:
-        PastTexts(ring).write(text)
+        PastOutputs(ring).write(text)
     return ring.past
 
 
@@ -297,10 +297,9 @@ def test_salted_and_cancelled_requests_are_not_kept():
 
 @pytest.mark.slow
 def test_warm_up_compiles_what_writes():
-    own = Engine(
-        past_params(False, CHAIN), CacheConfig(page_size=8, max_length=LENGTH), EngineConfig()
-    )
-    own.warm_up(SAMPLING[:2])
+    cache, config = CacheConfig(page_size=8, max_length=LENGTH), EngineConfig(max_rows=4)
+    own = Engine(past_params(False, CHAIN), cache, config)
+    own.warm_up(SAMPLING[1:2], rows=[4])
     compiled = own.programs.compiled
     run(own, SAMPLING)
     assert own.programs.compiled == compiled

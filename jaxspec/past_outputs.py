@@ -12,7 +12,7 @@ PART = 256  # tokens that a launch writes
 BEFORE = 24  # last tokens of a prompt, kept so that an output's first tokens are drafted, too
 
 
-class PastTexts:
+class PastOutputs:
     """Writes outputs to the ring of past text, if the drafter has one."""
 
     def __init__(self, programs: Programs):
