@@ -44,8 +44,9 @@ def _checked(params: EngineParams, shape: TreeShape) -> TreeShape:
 class CallShapes:
     """The trees of an engine's calls: a fixed one, or what a policy chooses.
 
-    The policy looks at calls of the past only, never at what is drafted, so it is lossless under
-    every acceptance rule.
+    The policy looks at calls of the past only, and of a drafter's confidence at no depth past the
+    token that a round ended with: never at a draw that decides what is to come. So it is lossless
+    under every acceptance rule.
 
     Attributes:
       choices: the shapes to choose from; None: the engine does not adapt.
@@ -163,7 +164,10 @@ class CallShapes:
         columns = [place for place, _ in places]
         accepted = np.asarray(call.emitted.accepted)[:, columns]
         committed = np.asarray(call.emitted.counts)[:, columns]
-        policy.observe([key for _, key in places], shape, accepted, committed)
+        told = call.emitted.confidence
+        confidence = None if told is None else np.asarray(told)[:, columns]
+        keys = [key for _, key in places]
+        policy.observe(keys, shape, accepted, committed, confidence)
 
     def forget(self, request_id: str) -> None:
         """A request has ended."""

@@ -42,6 +42,7 @@ class Sizes:
         asks for.
       fixed: all calls have the largest sizes, and one kind serves greedy and sampled rows.
       trees: programs of rounds emit their trees.
+      confidence: and how likely the drafter held their tokens.
     """
 
     num_rows: int
@@ -56,6 +57,12 @@ class Sizes:
     fixed_rounds: int = 0
     fixed: bool = False
     trees: bool = False
+    confidence: bool = False
+
+    @property
+    def emitted(self) -> dict[str, bool]:
+        """What rounds emit besides tokens, as options of functional.decode."""
+        return {"trees": self.trees, "confidence": self.confidence}
 
     @property
     def columns(self) -> int:

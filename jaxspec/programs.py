@@ -75,7 +75,7 @@ class Programs:
             functional.prefill, static_argnames=reading, compiler_options=options(reads=True)
         )
         choices = ("shape", *choices)
-        decoding = ("max_rounds", "fixed", "trees", *choices, *logprobs)
+        decoding = ("max_rounds", "fixed", "trees", "confidence", *choices, *logprobs)
         self.decode = jit(functional.decode, static_argnames=decoding)
         self.draft = jit(functional.draft, static_argnames=choices)
         self.verify = jit(functional.verify_drafts, static_argnames=("trees", *choices, *logprobs))
@@ -338,9 +338,9 @@ class Programs:
 
     def rounds_options(self, key: RoundsKey) -> dict[str, Any]:
         """Of functional.decode, for a program that is not masked."""
-        most = {"max_rounds": key.rounds or self.sizes.max_rounds, "fixed": key.rounds > 0}
-        shape = {"columns": key.columns, "shape": key.shape, "trees": self.sizes.trees}
-        return {**shape, **most, **self.options(key.kind)}
+        own = {"max_rounds": key.rounds or self.sizes.max_rounds, "fixed": key.rounds > 0}
+        own |= {"columns": key.columns, "shape": key.shape}
+        return own | self.sizes.emitted | self.options(key.kind)
 
     def all_tokens(self) -> np.ndarray:
         """The mask that restricts nothing: uint32 [W]."""

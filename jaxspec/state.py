@@ -188,6 +188,7 @@ class Emitted(Pytree):
     top_logprobs: Array | None = array("rounds", "batch", "depth", "alternatives")  # float32
     prompt: PromptLogprobs | None = None
     trees: RoundTrees | None = None
+    confidence: Array | None = array("rounds", "batch", "depth", default=None)  # float32 [C,B,A-1]
 
 
 def joined[T: Pytree](parts: Sequence[T], axis: str) -> T:

@@ -222,6 +222,41 @@ class GroupedHeads:
         return jnp.concatenate([queries, *(heads(name, 1) for name in self._shared)], axis=-2)
 
 
+@dataclasses.dataclass(frozen=True)
+class HeadPart:
+    """The first or the last outputs of every head of one projection, whose heads have ``size``
+    outputs: [in, Q, D], biases [Q, D].
+    """
+
+    name: str
+    size: int
+    last: bool
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name,)
+
+    def split(self, kind: str) -> Split:
+        def split(block: np.ndarray, start: tuple[int, ...]) -> list[Piece]:
+            rows, column = _rows_first(block, start, row_axes=2)
+            first = self._first(rows.shape[1])
+            return [
+                Piece(f"{self.name}.{kind}", head, (start[-2] + i) * self.size + first, column)
+                for i, head in enumerate(rows)
+            ]
+
+        return split
+
+    def join(self, kind: str, tensors: Tensors, shape: tuple[int, ...]) -> Array:
+        heads, part = shape[-2:]
+        first, own = self._first(part), tensors[f"{self.name}.{kind}"].T
+        return own.reshape(*own.shape[:-1], heads, self.size)[..., first : first + part]
+
+    def _first(self, part: int) -> int:
+        """Where a part of so many outputs begins in a head."""
+        return self.size - part if self.last else 0
+
+
 def _rows_first(
     block: np.ndarray, start: tuple[int, ...], row_axes: int
 ) -> tuple[np.ndarray, int | None]:

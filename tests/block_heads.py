@@ -12,6 +12,7 @@ from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.functional import EngineParams
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import BlockConfig, BlockHead, block_head_shapes
+from jaxspec.models.heads.block import Confidence
 from jaxspec.speculation.drafters import BlockDrafter, MixedDrafter, NGramDrafter
 from tests.random_models import CONFIG, noisy, random_arrays, random_target
 
@@ -89,13 +90,25 @@ def guessing_head(target: Decoder, kind: str, noise: float = 0.05) -> BlockHead:
     return noisy(head, noise)
 
 
+def with_confidence(head: BlockHead, seed: int = 7) -> BlockHead:
+    """The head with a random confidence head."""
+    width = head.config.hidden_size + (0 if head.markov is None else head.markov.before.shape[1])
+    weight = jax.random.normal(jax.random.key(seed), (1, width)) * width**-0.5
+    return head.replace(confidence=Confidence(weight=weight, bias=jnp.full(1, 0.5)))
+
+
 def block_params(
-    kind: str, speculation: SpeculationConfig, target: Decoder | None = None
+    kind: str,
+    speculation: SpeculationConfig,
+    target: Decoder | None = None,
+    *,
+    confidence: bool = False,
 ) -> EngineParams:
-    """A guessing head of one of KINDS, after ``ngram+`` mixed with lookup; ``none``: no drafter."""
+    """A guessing head of one of KINDS, after ``ngram+`` mixed with lookup."""
     target = block_target() if target is None else target
     mixed, kind = kind.startswith("ngram+"), kind.removeprefix("ngram+")
-    drafter: Any = BlockDrafter(head=guessing_head(target, kind))
+    head = guessing_head(target, kind)
+    drafter: Any = BlockDrafter(head=with_confidence(head) if confidence else head)
     if mixed:
         drafter = MixedDrafter(model=drafter, lookup=NGramDrafter(min_match=2))
     return EngineParams(target=target, drafter=drafter, speculation=speculation)

@@ -17,16 +17,16 @@ import numpy as np
 Tensors = Mapping[str, np.ndarray]
 
 
-def block_logits(
+def block_outputs(
     tensors: Tensors,
     config: Mapping[str, Any],
     embeddings: np.ndarray,  # [V, H] the target's
-    lm_head: np.ndarray,  # [V, H] the target's
     captured: np.ndarray,  # [S, C] the target's states at the committed tokens but the last
     root: int,  # the last committed token, at position S
     depth: int,
 ) -> np.ndarray:
-    """Logits of each drafted position, before a Markov head: [depth, V]."""
+    """The normed output of each drafted position: [depth, H]. Its product with the target's LM head
+    is the logits before a Markov head."""
     weights = {name: np.asarray(one, np.float64) for name, one in tensors.items()}
     next_token = config["architectures"] == ["Qwen3DSparkModel"]
     options = config if next_token else config["dflash_config"]
@@ -51,7 +51,16 @@ def block_logits(
         gate, up = (read @ own[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
         x = x + (gate / (1 + np.exp(-gate)) * up) @ own["mlp.down_proj.weight"].T
     out = norm(x, weights["norm.weight"], eps)
-    return (out if next_token else out[1:]) @ np.asarray(lm_head, np.float64).T
+    return out if next_token else out[1:]
+
+
+def confidence(tensors: Tensors, outputs: np.ndarray, before: list[int]) -> np.ndarray:
+    """How likely the tokens of each depth are accepted, from outputs [depth, H] and the tokens
+    before: [depth]."""
+    weights = {name: np.asarray(one, np.float64) for name, one in tensors.items()}
+    read = np.concatenate([outputs, weights["markov_head.markov_w1.weight"][before]], axis=1)
+    logits = read @ weights["confidence_head.proj.weight"][0]
+    return 1 / (1 + np.exp(-logits - weights["confidence_head.proj.bias"]))
 
 
 def markov_logits(tensors: Tensors, token: int) -> np.ndarray:

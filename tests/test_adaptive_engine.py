@@ -15,6 +15,7 @@ from jaxspec.config.speculation import PLAIN, SpeculationConfig, TreeShape
 from jaxspec.engine import Engine
 from jaxspec.scheduling.adaptive import RoundCosts
 from jaxspec.scheduling.requests import SamplingParams
+from tests.block_heads import block_params
 from tests.engines import LENGTH
 from tests.random_models import make_params
 
@@ -120,6 +121,29 @@ def test_the_same_with_every_kind_of_program(drafter: str, compilations: list[st
     assert engine.shapes.choices == (PLAIN, TreeShape.parse("chain:1"), CHAIN)
     for seed in range(3):
         check_load(engine, compilations, requests(24, seed), seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("acceptance", ["match", "rejection"])
+def test_a_confidence_head_is_heard_and_texts_stay(acceptance: str, compilations: list[str]):
+    """Under rejection texts depend on the shapes, so there only their programs are checked."""
+    params = block_params("dspark", SpeculationConfig.chain(3, acceptance), confidence=True)
+    cache = CacheConfig(page_size=8, max_length=LENGTH)
+    config = EngineConfig(max_rows=2, rounds_per_call=4, adaptive=True)
+    engine = Engine(params, cache, config)
+    engine.warm_up([SAMPLED], rows=[2])
+    if acceptance == "match":
+        check_load(engine, compilations, requests(24, seed=5))
+    else:
+        compilations.clear()
+        serve(engine, requests(12, seed=5), seed=0)
+        assert compilations == []
+    policy = engine.shapes.policy
+    assert policy is not None
+    tries, _, asked, told = policy.estimate._shared[:, 0]  # of chains
+    assert tries[0] > 10
+    np.testing.assert_array_equal(asked, tries)
+    assert (told[:1] > 0).all() and (told <= asked).all()
 
 
 @pytest.mark.slow

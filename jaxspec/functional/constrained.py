@@ -197,4 +197,5 @@ def one_round(after: EngineState, output: RoundOutput) -> Emitted:
         top_tokens=top_tokens,
         top_logprobs=top_logprobs,
         trees=own.trees,
+        confidence=own.confidence,
     )

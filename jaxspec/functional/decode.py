@@ -53,6 +53,7 @@ def decode(
     top_logprobs: int = 0,
     hidden: tuple[int, ...] = (),
     trees: bool = False,
+    confidence: bool = False,
 ) -> tuple[EngineState, Emitted]:
     """Run up to ``num_rounds`` rounds. Stops early when no row can go on.
 
@@ -75,11 +76,13 @@ def decode(
       hidden: target hidden states to emit with every token, at the position it was sampled from:
         ``i`` is the residual stream after ``i`` layers, -1 the state after the final norm.
       trees: emit the tree of every round.
+      confidence: emit how likely the drafter held each token of its chains; of other trees nothing.
 
     Returns the state, and what was emitted in each round.
 
     Raises ValueError for a shape that the engine has no room for, for a traced number of rounds
-    without ``max_rounds``, and for controls if the state has none.
+    without ``max_rounds``, for controls if the state has none, and for the confidence of a drafter
+    without a confidence head.
     """
     params.check(state, controls=controls)
     if max_rounds is None:
@@ -94,6 +97,7 @@ def decode(
         top_logprobs=top_logprobs,
         hidden=hidden,
         trees=trees,
+        confidence=confidence,
     )
     function = functools.partial(_decode, call, max(1, max_rounds), fixed, columns)
     limit = jnp.minimum(jnp.asarray(num_rounds, jnp.int32), max_rounds)
@@ -149,6 +153,7 @@ def emitted_specs(params: EngineParams, call: Call) -> Emitted:
         top_logprobs=top,
         prompt=prompt if call.prompt_logprobs else None,
         trees=_empty_trees((1, 1, 1), 1) if call.trees else None,
+        confidence=array if call.confidence else None,
     )
     return partition_specs(emitted, params.layout)
 
@@ -212,11 +217,12 @@ class _Record(NamedTuple):
     logprobs: Logprobs | None  # [C, R, A] each
     hidden: Array | None  # [C, R, A, n * H]
     trees: RoundTrees | None
+    confidence: Array | None  # [C, R, A - 1]
 
     def with_round(self, index: Array, output: RoundOutput) -> "_Record":
         columns = [x[:, None] for x in (output.counts, output.accepted, output.drafted)]
         integers = jnp.concatenate([output.tokens, *columns], axis=1)
-        new = _Record(integers, output.logprobs, output.hidden, output.trees)
+        new = _Record(integers, output.logprobs, output.hidden, output.trees, output.confidence)
         return jax.tree.map(lambda all_, one: all_.at[index].set(one), self, new)
 
 
@@ -267,6 +273,7 @@ def _run_rounds(
         top_tokens=top_tokens,
         top_logprobs=top_logprobs,
         trees=record.trees,
+        confidence=record.confidence,
     )
 
 
@@ -279,6 +286,7 @@ def _empty_record(params: EngineParams, call: Call, state: EngineState, max_roun
         logprobs=_empty_logprobs(size, call.top_logprobs) if call.logprobs else None,
         hidden=jnp.zeros((*size, hidden_size), params.target.dtype) if call.hidden else None,
         trees=_empty_trees(size, call.speculation.num_nodes) if call.trees else None,
+        confidence=jnp.zeros((*size[:2], width - 1), jnp.float32) if call.confidence else None,
     )
 
 

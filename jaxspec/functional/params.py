@@ -77,11 +77,12 @@ class EngineParams(Pytree):
         hidden: tuple[int, ...] = (),
         order_invariant: bool = False,
         trees: bool = False,
+        confidence: bool = False,
     ) -> Call:
         """The static options of one call; ``shape`` None: the largest tree.
 
         Raises ValueError for a shape that the engine has no room for, layers that the target does
-        not have, or more alternatives than there are tokens.
+        not have, more alternatives than there are tokens, or a confidence that is not told.
         """
         if isinstance(shape, SpeculationConfig):
             raise ValueError(
@@ -100,6 +101,8 @@ class EngineParams(Pytree):
             raise ValueError(f"top_logprobs must be 0 to {vocab}, got {top_logprobs}")
         if top_logprobs and not (logprobs or prompt_logprobs):
             raise ValueError("top_logprobs needs logprobs=True or prompt_logprobs=True beside it")
+        if confidence and not self.drafter.tells_confidence:
+            raise ValueError("confidence=True needs a drafter with a confidence head")
         layers = self.target.config.num_layers
         if not set(hidden) <= set(range(-1, layers + 1)):
             raise ValueError(
@@ -117,6 +120,7 @@ class EngineParams(Pytree):
             controls,
             order_invariant,
             trees,
+            confidence and speculation.is_chain and not speculation.is_plain,
         )
 
     def check(self, state: EngineState, *, controls: bool = False) -> None:

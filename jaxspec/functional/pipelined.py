@@ -45,10 +45,14 @@ def open_round(
     columns: int | None = None,
     greedy: bool = False,
     controls: bool = False,
+    confidence: bool = False,
 ) -> tuple[EngineState, Opened]:
-    """Draft a tree for rows [B]: as functional.draft, with the passage of its nodes."""
+    """Draft a tree for rows [B]: as functional.draft, with the passage of its nodes.
+
+    ``confidence``: as of decode; close_round emits it.
+    """
     params.check(state, controls=controls)
-    call = params.call(shape, greedy=greedy, controls=controls)
+    call = params.call(shape, greedy=greedy, controls=controls, confidence=confidence)
     function = functools.partial(_open_round, call, columns)
     return _with_found_specs(function, params, state, (jnp.asarray(rows, jnp.int32),))
 

@@ -94,7 +94,9 @@ class PipelinePrograms(Programs):
         jit = functools.partial(jax.jit, compiler_options=options())
         choices, logprobs = ("columns", "greedy", "controls"), ("logprobs", "top_logprobs")
         rounds = ("shape", *choices)
-        self.open_round = jit(pipelined.open_round, static_argnames=rounds, donate_argnums=1)
+        self.open_round = jit(
+            pipelined.open_round, static_argnames=("confidence", *rounds), donate_argnums=1
+        )
         self.close_round = jit(
             pipelined.close_round, static_argnames=("trees", *rounds, *logprobs), donate_argnums=1
         )
@@ -146,6 +148,7 @@ class PipelinePrograms(Programs):
         columns: int,
         greedy: bool,
         controls: bool,
+        confidence: bool,
         **emitting: Any,
     ) -> tuple[EngineState, Emitted]:
         """As functional.decode, whose other options are ``emitting``."""
@@ -153,6 +156,7 @@ class PipelinePrograms(Programs):
         rounds = max_rounds if fixed else int(limit)
         drafting = {"shape": shape, "columns": columns, "greedy": greedy, "controls": controls}
         options = drafting | emitting
+        drafting["confidence"] = confidence
         opened, emitted = {}, [[] for _ in groups]
         for index, group in enumerate(groups):
             state, opened[index] = self._start(params, state, group, drafting)

@@ -221,9 +221,11 @@ class ShapePolicy:
         shape: TreeShape,
         accepted: np.ndarray,
         committed: np.ndarray,
+        confidence: np.ndarray | None = None,
     ) -> None:
-        """Learn from the rounds of a call: int [C, B] each, see AcceptanceEstimate.observe."""
-        self.estimate.observe(rows, shape, accepted, committed)
+        """Learn from the rounds of a call: int [C, B] each, and float [C, B, D], what the drafter
+        thought, if it told. See AcceptanceEstimate.observe."""
+        self.estimate.observe(rows, shape, accepted, committed, confidence)
 
     def forget(self, row: Hashable) -> None:
         """The row has ended."""

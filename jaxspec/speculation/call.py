@@ -22,6 +22,7 @@ class Call:
         SpeculationConfig.verify_width.
       hidden: target hidden states to emit with every token (see models.decoder.run).
       trees: emit the tree of every round.
+      confidence: emit what the drafter thinks of its chains; see DraftTree.
     """
 
     speculation: SpeculationConfig
@@ -34,3 +35,4 @@ class Call:
     controls: bool = False
     order_invariant: bool = False
     trees: bool = False
+    confidence: bool = False

@@ -32,6 +32,7 @@ class RoundOutput(NamedTuple):
     logprobs: Logprobs | None  # [R, A] each, of ``tokens``
     hidden: Array | None  # [R, A, n * H], at the node that each token was sampled from
     trees: RoundTrees | None  # of this round: without the axis of rounds
+    confidence: Array | None  # float32 [R, A - 1], see DraftTree
     committed: CommittedPath
 
 
@@ -281,6 +282,7 @@ def _output(
         logprobs=logprobs,
         hidden=hidden,
         trees=_trees(tree, scores.logits, path, call, target) if call.trees else None,
+        confidence=tree.confidence,
         committed=committed,
     )
 

@@ -16,6 +16,9 @@ class DraftTree(Pytree):
     If tokens were drawn at random, ``probs`` holds for each node the distribution (over this
     device's vocabulary shard) that its token was drawn from; the root's entry is not used. None
     means that the tree is a deterministic function of the tokens before it.
+
+    ``confidence`` is a chain's, if the call asked for it: how likely, as the drafter sees it, the
+    token of each depth is accepted if those before it are.
     """
 
     tokens: Array = array("batch", "nodes")  # int32 [B, N]
@@ -24,6 +27,7 @@ class DraftTree(Pytree):
     ancestors: Array = array("batch", "nodes", "words")  # uint32 [B, N, ceil(N / 32)]
     num_nodes: Array = array("batch")  # int32 [B]
     probs: Array | None = array("batch", "nodes", "vocab")  # float32 [B, N, V / shards]
+    confidence: Array | None = array("batch", "depth", default=None)  # float32 [B, max_depth]
     max_depth: int = static()
     is_chain: bool = static()
 
@@ -91,7 +95,7 @@ def pad_tree(tree: DraftTree, width: int) -> DraftTree:
         tree.max_depth,
         is_chain=tree.is_chain,
         probs=None if tree.probs is None else widen(tree.probs, 0),
-    )
+    ).replace(confidence=tree.confidence)
 
 
 def path_tokens(tree: DraftTree) -> Array:

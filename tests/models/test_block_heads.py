@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from jaxspec import functional
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.functional import EngineParams
 from jaxspec.models import decoder
@@ -21,8 +22,8 @@ from jaxspec.speculation.drafters import BlockDrafter
 from jaxspec.speculation.drafters.block import block_attend
 from jaxspec.state import EngineState
 from jaxspec.weights.block import save_block_head
-from tests.block_heads import KINDS, block_target, random_head
-from tests.block_reference import block_logits, markov_logits
+from tests.block_heads import KINDS, block_target, random_head, with_confidence
+from tests.block_reference import block_outputs, confidence, markov_logits
 from tests.marks import slow
 from tests.programs import FAST_COMPILE
 from tests.random_models import (
@@ -40,7 +41,8 @@ DEPTH = 4  # less deep than the block
 
 
 def params_of(kind: str) -> EngineParams:
-    drafter = BlockDrafter(head=random_head(TARGET.config, kind, capture=(0, 2)))
+    head = random_head(TARGET.config, kind, capture=(0, 2))
+    drafter = BlockDrafter(head=with_confidence(head) if kind == "dspark" else head)
     return EngineParams(target=TARGET, drafter=drafter, speculation=SpeculationConfig.chain(DEPTH))
 
 
@@ -58,7 +60,8 @@ def drafted(params: EngineParams, state: EngineState) -> np.ndarray:
         block = head.block(state.rows.roots, DEPTH)
         attend = block_attend(state, block.shape[1])
         states = state.pool.draft.layers
-        return head.run(params.target, block, attend.positions, states, attend)[0]
+        outputs, _ = head.outputs(params.target, block, attend.positions, states, attend)
+        return head.logits(params.target, outputs)
 
     return np.asarray(run(params, state))
 
@@ -89,30 +92,54 @@ def test_logits_are_those_of_the_published_equations(
     kind: str, page_size: int, chunk: int, tmp_path: Path
 ):
     params = params_of(kind)
-    head = head_of(params)
-    save_block_head(head, tmp_path, TARGET)
-    tensors, config = load_file(tmp_path / "model.safetensors"), read_json(tmp_path / "config.json")
     state = admit_prompts(params, empty_state(params, 3, 64, page_size), PROMPTS)
     state = read_prompts(params, state, chunk, greedy=True)
     state, emitted = jit_decode(params, state, 5, max_rounds=5, shape=None, greedy=True)
     assert emitted.num_rounds == 5
-    ours = drafted(params, state)
     assert TARGET.lm_head is not None
-    states = captured(np.asarray(state.rows.tokens), head.capture)
-    for row, logits in enumerate(ours):
-        size = int(state.rows.context_lens[row])
-        tokens = np.asarray(state.rows.tokens[row])
-        theirs = block_logits(
-            tensors,
-            config,
-            np.asarray(TARGET.embed),
-            np.asarray(TARGET.lm_head.weight).T,
-            states[row, :size],
-            int(tokens[size]),
-            DEPTH,
-        )
+    lm_head = np.asarray(TARGET.lm_head.weight, np.float64)
+    outputs = published_outputs(params, state, tmp_path)
+    for logits, theirs in zip(drafted(params, state), outputs @ lm_head, strict=True):
         assert np.abs(theirs).max() > 1
         np.testing.assert_allclose(logits, theirs, rtol=0, atol=1e-4)
+
+
+def published_outputs(params: EngineParams, state: EngineState, folder: Path) -> np.ndarray:
+    """Outputs [R, DEPTH, H] of the next block of every row, by the equations. The head is written
+    to the folder."""
+    head = head_of(params)
+    save_block_head(head, folder, TARGET)
+    tensors, config = load_file(folder / "model.safetensors"), read_json(folder / "config.json")
+    tokens, sizes = np.asarray(state.rows.tokens), np.asarray(state.rows.context_lens)
+    states, embed = captured(tokens, head.capture), np.asarray(TARGET.embed)
+    outputs = [
+        block_outputs(tensors, config, embed, states[row, :size], int(tokens[row, size]), DEPTH)
+        for row, size in enumerate(sizes)
+    ]
+    return np.stack(outputs)
+
+
+def test_the_confidence_is_that_of_the_published_equations(tmp_path: Path):
+    params = params_of("dspark")
+    state = admit_prompts(params, empty_state(params, 3, 64, 7), PROMPTS)
+    state = read_prompts(params, state, 5, greedy=True)
+    decode = jax.jit(
+        functools.partial(functional.decode, confidence=True, trees=True, greedy=True),
+        static_argnames="max_rounds",
+        compiler_options=FAST_COMPILE,
+    )
+    # Two rounds of one call, the second of them after the first alone.
+    _, emitted = decode(params, state, 2, max_rounds=2)
+    assert emitted.confidence is not None and emitted.trees is not None
+    for index in range(2):
+        outputs = published_outputs(params, state, tmp_path)
+        tensors = load_file(tmp_path / "model.safetensors")
+        drafts = np.asarray(emitted.trees.tokens[index])  # [R, 1 + DEPTH], chains
+        for row, ours in enumerate(emitted.confidence[index]):
+            theirs = confidence(tensors, outputs[row], drafts[row, :-1].tolist())
+            assert np.ptp(theirs) > 0.01, "of another at each depth"
+            np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4)
+        state, _ = decode(params, state, 1, max_rounds=2)
 
 
 def test_the_markov_head_is_that_of_the_published_equations(tmp_path: Path):

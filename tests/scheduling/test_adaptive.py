@@ -215,6 +215,18 @@ def test_what_may_be_the_best_is_tried_at_once():
     assert shapes[6:] == [TREE] * 6
 
 
+@pytest.mark.parametrize(
+    ("said", "chosen"), [(None, "chain:3"), (0.6, "chain:3"), (0.95, "chain:5"), (0.1, "chain:1")]
+)
+def test_the_drafter_is_believed_while_nothing_else_is_known(said: float | None, chosen: str):
+    """After one round of one row, which accepted one token of three."""
+    policy, one = ShapePolicy([PLAIN, *CHAINS], exploration=0), np.ones((1, 1), int)
+    confidence = None if said is None else np.full((1, 1, 3), said)
+    policy.observe(["a"], CHAINS[1], one, one + 1, confidence)
+    costs = {(1, shape): 1 + 0.06 * shape.max_depth for shape in policy.shapes}
+    assert policy.choose(["a"], RoundCosts(costs)) == TreeShape.parse(chosen)
+
+
 def test_calls_that_try_are_as_short_as_the_engine_says():
     policy = ShapePolicy([PLAIN, CHAIN], short_call=8)
     policy.choose(["a"], h100_costs())

@@ -170,7 +170,7 @@ def test_a_match_neither_crosses_texts_nor_drafts_beyond_one():
     assert paths(deep, CHAIN, [8, 4, 5], past) == [[6], [6, 7]]
 
 
-def test_occurrences_in_past_texts_vote():
+def test_occurrences_in_past_outputs_vote():
     past = [[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 6, 7]]
     assert paths(DEFAULT, TREE, [9, 1, 2], past) == [[3], [6], [6, 7], [3, 5], [3, 4]]
 

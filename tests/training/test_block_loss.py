@@ -105,7 +105,8 @@ def served(params: EngineParams, state: EngineState) -> jax.Array:
         block = head.block(state.rows.roots, 5)
         attend = block_attend(state, block.shape[1])
         states = state.pool.draft.layers
-        return head.run(params.target, block, attend.positions, states, attend)[0]
+        outputs, _ = head.outputs(params.target, block, attend.positions, states, attend)
+        return head.logits(params.target, outputs)
 
     return run(params, state)
 

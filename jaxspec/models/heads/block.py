@@ -221,20 +221,6 @@ class BlockHead(Pytree):
         masks = depth - 1 if self.predicts_next else depth
         return jnp.pad(roots[:, None], ((0, 0), (0, masks)), constant_values=self.mask_token)
 
-    def run(
-        self,
-        target: Decoder,
-        block: Array,  # [B, T] a result of ``block``
-        positions: Array,  # [B, T] rotary positions
-        states: LayerStates,
-        attend: Attend,
-        kernels: Kernels = NO_KERNELS,
-    ) -> tuple[Array, LayerStates]:
-        """One pass over a block: this shard's float32 logits of each drafted position, before a
-        Markov head [B, depth, V / shards], and the states."""
-        outputs, states = self.outputs(target, block, positions, states, attend, kernels)
-        return target_logits(target, self.lm_head_copy, outputs, kernels), states
-
     def outputs(
         self,
         target: Decoder,
@@ -244,14 +230,30 @@ class BlockHead(Pytree):
         attend: Attend,
         kernels: Kernels = NO_KERNELS,
     ) -> tuple[Array, LayerStates]:
-        """The normed outputs at each drafted position [B, depth, H], which the target's LM head
-        reads, and the states."""
+        """One pass over a block: the normed outputs at each drafted position [B, depth, H], which
+        the target's LM head reads, and the states."""
         x = decoder.plain_embed(target, block).astype(self.dtype)
         eps = self.config.rms_norm_eps
         step = make_pass(self.config.layers, positions, attend, eps, self.layout, kernels)
         first = step.norm(x, self.layers[0].input_norm)
         _, normed, states = run_layers(self.layers, x, first, states, step, self.norm)
         return normed if self.predicts_next else normed[:, 1:], states
+
+    def logits(self, target: Decoder, outputs: Array, kernels: Kernels = NO_KERNELS) -> Array:
+        """This shard's float32 logits of outputs, before a Markov head: [B, depth, V / shards]."""
+        return target_logits(target, self.lm_head_copy, outputs, kernels)
+
+    @jax.named_scope("confidence")
+    def confidence_of(self, outputs: Array, before: Array) -> Array:
+        """How likely each drafted token is accepted if those before it are: float32 [B, depth].
+
+        Args: outputs [B, depth, H], and the tokens before the drafted ones, int32 [B, depth].
+
+        Raises ValueError without a confidence head.
+        """
+        if self.confidence is None:
+            raise ValueError("this block head has no confidence head")
+        return jax.nn.sigmoid(self.confidence(outputs, self.markov, before))
 
     def filled(self, filler: Filler) -> "BlockHead":
         """The same, with every array replaced by ``filler``'s result."""

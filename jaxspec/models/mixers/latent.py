@@ -27,7 +27,7 @@ from jaxspec.models.linear import AnyLinear, Linear, Product, linear_shape
 from jaxspec.models.shapes import vector
 from jaxspec.parallel import Layout, Shards, check_divides
 from jaxspec.pytree import Pytree, array, pytree, static
-from jaxspec.tensors import Filler, One
+from jaxspec.tensors import Filler, HeadPart, One
 
 NORM_EPS = 1e-6  # of the norms of latents, in all published models
 
@@ -40,7 +40,8 @@ class LatentAttention(Pytree):
       q_in: to the queries' latent, None if they have none.
       q: to the queries of all heads [Q * (key_dim + R)], of each those that are rotated last.
       kv_in: to the latent and the rotated key [L + R].
-      kv: from the latent to all heads' keys and values [Q * (key_dim + value_dim)].
+      key_up, value_up: from the latent to all heads' keys [Q, key_dim] and values [Q, value_dim].
+        One tensor in checkpoints; apart here, as no product reads both.
     """
 
     q_in: Linear | None
@@ -48,7 +49,8 @@ class LatentAttention(Pytree):
     q: Linear
     kv_in: Linear
     kv_norm: Array = array("features")
-    kv: Linear
+    key_up: Linear
+    value_up: Linear
     o: Linear
     config: LatentConfig = static()
 
@@ -63,13 +65,12 @@ class LatentAttention(Pytree):
             latent = rms_norm(latent, self.kv_norm, NORM_EPS)
         rotary, key = (step.rotated(self._paired(part), config.rope) for part in
                        (rotary, key[:, :, None]))  # fmt: skip
-        key_up, value_up = self._up(dtype)
         heads = LatentHeads(
             plain=plain,
             rotary=rotary,
             stored=jnp.concatenate([latent[:, :, None], key], axis=-1),
-            key_up=key_up,
-            value_up=value_up,
+            key_up=self.key_up.dense(dtype),
+            value_up=self.value_up.dense(dtype),
             config=config,
             kernels=step.kernels,
         )
@@ -85,12 +86,6 @@ class LatentAttention(Pytree):
                 x = rms_norm(x, self.q_norm, NORM_EPS)
         queries = self.q.product(x, "q").result(step.layout, step.kernels)
         return queries.reshape(*x.shape[:2], -1, self.config.query_dim)
-
-    def _up(self, dtype: jnp.dtype) -> tuple[Array, Array]:
-        """From the latent to keys [Q, key_dim, L], and to values [Q, value_dim, L]."""
-        config = self.config
-        by_head = self.kv.dense(dtype).reshape(-1, config.key_dim + config.value_dim, config.latent)
-        return by_head[:, : config.key_dim], by_head[:, config.key_dim :]
 
     def _paired(self, x: Array) -> Array:
         """x [..., R] in an order in which entries i and i + R / 2 are a pair."""
@@ -110,14 +105,17 @@ class LatentAttention(Pytree):
 
     def filled(self, prefix: str, filler: Filler) -> "LatentAttention":
         """The same, with every array replaced by ``filler``'s result for ``<prefix>self_attn``."""
-        own = f"{prefix}self_attn."
+        own, config = f"{prefix}self_attn.", self.config
+        up = f"{own}kv_b_proj"
+        size = config.key_dim + config.value_dim
         return self.replace(
             q_in=filler.linear(self.q_in, One(f"{own}q_a_proj")),
             q_norm=filler.array(f"{own}q_a_layernorm.weight", self.q_norm),
             q=filler.linear(self.q, One(f"{own}{'q_proj' if self.q_in is None else 'q_b_proj'}")),
             kv_in=filler.linear(self.kv_in, One(f"{own}kv_a_proj_with_mqa")),
             kv_norm=filler.array(f"{own}kv_a_layernorm.weight", self.kv_norm),
-            kv=filler.linear(self.kv, One(f"{own}kv_b_proj")),
+            key_up=filler.linear(self.key_up, HeadPart(up, size, last=False)),
+            value_up=filler.linear(self.value_up, HeadPart(up, size, last=True)),
             o=filler.linear(self.o, One(f"{own}o_proj")),
         )
 
@@ -138,7 +136,7 @@ def latent_shape(
             ("hidden", "features"), (hidden_size, compressed), dtype, bias=config.bias
         )
         q = linear_shape(("features", "kv_heads"), (compressed, queries), dtype)
-    up, values = config.key_dim + config.value_dim, heads * config.value_dim
+    up = ("features", "kv_heads", "head_dim")
     return LatentAttention(
         q_in=q_in,
         q_norm=vector(compressed or 0, dtype, when=compressed is not None),
@@ -147,7 +145,10 @@ def latent_shape(
             ("hidden", "features"), (hidden_size, config.stored_dim), dtype, bias=config.bias
         ),
         kv_norm=vector(config.latent, dtype),
-        kv=linear_shape(("features", "kv_heads"), (config.latent, heads * up), dtype),
-        o=linear_shape(("heads", "hidden"), (values, hidden_size), dtype, bias=config.bias),
+        key_up=linear_shape(up, (config.latent, heads, config.key_dim), dtype),
+        value_up=linear_shape(up, (config.latent, heads, config.value_dim), dtype),
+        o=linear_shape(
+            ("heads", "hidden"), (heads * config.value_dim, hidden_size), dtype, bias=config.bias
+        ),
         config=config,
     )

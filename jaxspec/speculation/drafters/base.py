@@ -57,6 +57,11 @@ class Drafter(Protocol):
         """Tokens of past text (``state.pool.past``) that it looks up; 0: there is none."""
         ...
 
+    @property
+    def tells_confidence(self) -> bool:
+        """Whether its chains have a ``confidence`` (see DraftTree) in calls that ask for it."""
+        ...
+
     def init_pool(self, geometry: Geometry) -> Any:
         """The drafter's part of an empty pool."""
         ...
@@ -132,6 +137,10 @@ class StatelessDrafter(Pytree):
     @property
     def past_tokens(self) -> int:
         return 0
+
+    @property
+    def tells_confidence(self) -> bool:
+        return False
 
     def init_pool(self, geometry: Geometry) -> None:
         return None

@@ -47,6 +47,10 @@ class BlockDrafter(Pytree):
     def past_tokens(self) -> int:
         return 0
 
+    @property
+    def tells_confidence(self) -> bool:
+        return self.head.confidence is not None
+
     def init_pool(self, geometry: Geometry) -> ModelState:
         return self.head.init_state(geometry)
 
@@ -80,11 +84,14 @@ class BlockDrafter(Pytree):
         head, rows, pool = self.head, state.rows, state.pool.draft
         block = head.block(rows.roots, call.speculation.max_depth)
         attend = block_attend(state, block.shape[1])
-        logits, layers = head.run(
+        outputs, layers = head.outputs(
             target, block, attend.positions, pool.layers, attend, call.kernels
         )
+        logits = head.logits(target, outputs, call.kernels)
         proposer = make_proposer(target, state, call, target.layout)
         tree = self._tree(target, proposer, rows.roots, logits)
+        if call.confidence:
+            tree = tree.replace(confidence=head.confidence_of(outputs, tree.tokens[:, :-1]))
         return tree, DraftState(pool=pool.replace(layers=layers))
 
     def _tree(self, target: Decoder, proposer: Proposer, roots: Array, logits: Array) -> DraftTree:

@@ -51,6 +51,10 @@ class DraftModelDrafter(Pytree):
     def past_tokens(self) -> int:
         return 0
 
+    @property
+    def tells_confidence(self) -> bool:
+        return False
+
     def init_pool(self, geometry: Geometry) -> ModelState:
         pool = self.model.init_state(geometry)
         pool.check_rereads("this draft model")

@@ -78,6 +78,10 @@ class EagleDrafter(Pytree):
     def past_tokens(self) -> int:
         return 0
 
+    @property
+    def tells_confidence(self) -> bool:
+        return False
+
     def init_pool(self, geometry: Geometry) -> ModelState:
         states = [head.init_state(geometry) for head in self.heads]
         pool = states[0].replace(layers=tuple(one for state in states for one in state.layers))

@@ -56,6 +56,10 @@ class MixedDrafter(Pytree):
     def past_tokens(self) -> int:
         return self.lookup.past_tokens
 
+    @property
+    def tells_confidence(self) -> bool:
+        return False  # the model's is not that of rows that look up
+
     def init_pool(self, geometry: Geometry) -> Any:
         return self.model.init_pool(geometry)
 
