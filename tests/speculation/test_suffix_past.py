@@ -297,10 +297,9 @@ def test_salted_and_cancelled_requests_are_not_kept():
 
 @pytest.mark.slow
 def test_warm_up_compiles_what_writes():
-    own = Engine(
-        past_params(False, CHAIN), CacheConfig(page_size=8, max_length=LENGTH), EngineConfig()
-    )
-    own.warm_up(SAMPLING[:2])
+    cache, config = CacheConfig(page_size=8, max_length=LENGTH), EngineConfig(max_rows=4)
+    own = Engine(past_params(False, CHAIN), cache, config)
+    own.warm_up(SAMPLING[1:2], rows=[4])
     compiled = own.programs.compiled
     run(own, SAMPLING)
     assert own.programs.compiled == compiled

@@ -26,17 +26,17 @@ def lengths_in_past(past: Array, tokens: Array, end: Array, most: int) -> Array:
       past: int32 [P], negative where no token is. A token of the same text follows a match.
     """
     followed = jnp.append(past[1:] >= 0, False)
-    return _lengths(past[None], followed[None], tokens, end, most)
+    return _lengths(past, followed, tokens, end, most)
 
 
 def _lengths(text: Array, alive: Array, tokens: Array, end: Array, most: int) -> Array:
-    """Of matches that end in ``text`` [B or 1, S], where ``alive`` [B or 1, S]: int32 [B, S]."""
-    index = jnp.arange(text.shape[1])
+    """Of matches that end in ``text`` [B, S] or [S], where ``alive`` is true: int32 [B, S]."""
+    index = jnp.arange(text.shape[-1])
     length = jnp.zeros((len(tokens), len(index)), jnp.int32)
     for back in range(most):
         last = jnp.take_along_axis(tokens, jnp.maximum(end - back, 0)[:, None], axis=1)
         inside = (index >= back) & (end[:, None] >= back)
-        alive = alive & (jnp.roll(text, back, axis=1) == last) & inside
+        alive = alive & (jnp.roll(text, back, axis=-1) == last) & inside
         length += alive
     return length
 
