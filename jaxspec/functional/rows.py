@@ -63,11 +63,18 @@ def init_pool(params: EngineParams, num_pages: int, page_size: int, num_rows: in
     can serve any number of rows up to ``num_rows``, one set of rows at a time.
 
     Raises ValueError for pages that cannot be split over the devices of a sequence, and if they
-    are, for a verify width: sums over devices depend on the order of slots.
+    are, for a verify width: sums over devices depend on the order of slots. Also for a drafter that
+    looks up past outputs under another rule than "match": an output of a seed was drawn with the
+    numbers that a later request of this seed draws, so a draft from it would not be independent.
     """
     check_divides("page_size", page_size, params.sequence_parallel)
     if params.sequence_parallel > 1 and params.speculation.verify_width is not None:
         raise ValueError("verify_width needs whole sequences on a device: take sp 1, or leave it")
+    if params.drafter.past_tokens and params.speculation.acceptance != "match":
+        raise ValueError(
+            'drafting from past outputs needs the acceptance rule "match": take it, or suffix '
+            "without a number"
+        )
     params.target.config.check_tree_depth(params.speculation.max_depth)
     geometry = Geometry(num_pages, page_size, num_rows, params.mesh)
     return Pool(

@@ -1,7 +1,8 @@
 """What the layers of a model share during one forward pass.
 
 This file and attention.py are the one place where model code calls kernels by operation name
-(attention there: paged, partial, latent; all others here). Mixers and MLPs name none: they hand Products and Heads to the methods of a ForwardPass.
+(attention there: paged, partial, latent; all others here). Mixers and MLPs name none: they hand
+Products and Heads to the methods of a ForwardPass.
 """
 
 import dataclasses

@@ -184,7 +184,7 @@ BAD = [
      "--method dflash does not take --draft-vocab and --unroll"),
     (["--method", "dflash", "--markov-rank", "8"], "dflash does not take --markov-rank"),
     (["--method", "eagle1", "--anchors", "8"], "--method eagle1 does not take --anchors"),
-    (["--method", "dflash", "--block-size", "1"], "drafts at least one token"),
+    (["--method", "dflash", "--block-size", "1"], "block_size must be an integer from 2"),
     (["--method", "dspark", "--anchors", "0"], "one or more places of a row"),
     (["--method", "dspark", "--markov-rank", "-1"], "is at least 0, got -1"),
     (["--method", "dspark", "--mask-token", "4096"], "4096 is no id of the target's 4096 tokens"),
