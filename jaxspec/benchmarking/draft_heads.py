@@ -12,6 +12,7 @@ from jaxspec.models.heads import (
     DraftHead,
     HeadConfig,
     block_head_shapes,
+    block_layers,
     default_block_capture,
     default_capture,
     head_shapes,
@@ -57,22 +58,16 @@ def eagle3_config(target: ModelConfig) -> HeadConfig:
 def block_head_config(target: ModelConfig, kind: BlockKind) -> BlockConfig:
     """A block head with Qwen3 layers of the target's sizes, which reads hidden states from early to
     late in the target, at equal distances."""
-    model = draft_layers(target, BLOCK_LAYERS).map_layers(_like_qwen3)
+    model = block_layers(target, BLOCK_LAYERS).map_layers(_without_scaling)
     is_dspark = kind == "dspark"
     return BlockConfig(
-        model=dataclasses.replace(model, stop_token_ids=()),
+        model=model,
         capture=default_block_capture(target.num_layers),
         block_size=DSPARK_BLOCK if is_dspark else DFLASH_BLOCK,
         mask_token=0,
         predicts_next=is_dspark,
         markov_rank=MARKOV_RANK if is_dspark else 0,
     )
-
-
-def _like_qwen3(layer: LayerConfig) -> LayerConfig:
-    """With norms of queries and keys."""
-    mixer = dataclasses.replace(layer.attention, qk_norm=True)
-    return _without_scaling(dataclasses.replace(layer, mixer=mixer))
 
 
 def _without_scaling(layer: LayerConfig) -> LayerConfig:

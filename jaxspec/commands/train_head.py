@@ -23,13 +23,12 @@ from jaxspec.commands.train_head_options import BLOCK, block_size, check_options
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.model import ModelConfig, draft_layers
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.heads import BlockConfig
+from jaxspec.models.heads import BlockConfig, block_layers
 from jaxspec.models.hf_config import load_model_config, parse_model_config, with_mtp_layer
 from jaxspec.models.hf_values import read_json
 from jaxspec.tokenizer import load_tokenizer
 from jaxspec.training import draft_data
 from jaxspec.training.block_init import (
-    block_layers,
     default_mask,
     init_block_head,
     new_block_config,

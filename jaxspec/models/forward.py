@@ -31,11 +31,11 @@ from jaxspec.models.linear import (
 )
 from jaxspec.models.rope import rope_angles
 from jaxspec.parallel import Axes, Layout
+from pallas_kernels.activations import Clamp
 from pallas_kernels.add_rms_norm import add_rms_norm, add_rms_norm_rounded, takes_partials
 from pallas_kernels.add_rms_norm.reference import rms_norm as rms_norm_reference
 from pallas_kernels.expert_product import expert_product
 from pallas_kernels.expert_product import misfit as expert_misfit
-from pallas_kernels.expert_product.activation import Clamp
 from pallas_kernels.products import einsum_f32, sum_partials
 from pallas_kernels.reduce_add_rms_norm import misfit, reduce_add_rms_norm
 from pallas_kernels.reduce_add_rms_norm import takes_partials as exchange_takes_partials

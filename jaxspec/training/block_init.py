@@ -1,25 +1,13 @@
 """A block head (DFlash, DSpark) to begin training with."""
 
-import dataclasses
-
 import jax.numpy as jnp
 
-from jaxspec.config.model import LayerConfig, ModelConfig, draft_layers
+from jaxspec.config.model import ModelConfig
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import BlockConfig, BlockHead, block_head_shapes, default_block_capture
 from jaxspec.models.hf_blocks import block_config, to_hf_block
 from jaxspec.training.block_loss import BlockMethod
 from jaxspec.training.initial import init_layers, reads_last
-
-
-def block_layers(target: ModelConfig, count: int, width: int | None = None) -> ModelConfig:
-    """Qwen3's layers with the target's sizes; ``width``: see draft_layers."""
-
-    def normed(layer: LayerConfig) -> LayerConfig:
-        return dataclasses.replace(layer, mixer=dataclasses.replace(layer.attention, qk_norm=True))
-
-    layers = draft_layers(target, count, width).map_layers(normed)
-    return dataclasses.replace(layers, stop_token_ids=())
 
 
 def default_mask(target: ModelConfig, known_tokens: int) -> int:
@@ -50,7 +38,7 @@ def new_block_config(
     """The config of a head to train.
 
     Args:
-      layers: the head's own, as ``block_layers`` makes them.
+      layers: the head's own, as heads.block_layers makes them.
       capture: see BlockConfig; None: five from early to late, at equal distances.
 
     Raises ValueError for a head that could not be loaded again.

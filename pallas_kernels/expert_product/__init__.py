@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.expert_product.activation import Clamp
+from pallas_kernels.activations import Clamp
 from pallas_kernels.expert_product.reference import expert_product_reference
 from pallas_kernels.gradients import with_reference_gradient
 from pallas_kernels.selection import Implementation, kernel_module

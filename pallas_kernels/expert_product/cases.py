@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from pallas_kernels.activations import Clamp
 from pallas_kernels.benchmark import Arguments, Benchmark, implementation_to_time, noise
 from pallas_kernels.expert_product import expert_product
-from pallas_kernels.expert_product.activation import Clamp
 from pallas_kernels.expert_product.reference import expert_product_reference
 
 CLAMP = Clamp(1.702, 1.0)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.expert_product.activation import Clamp, units_of
+from pallas_kernels.activations import Clamp, units_of
 from pallas_kernels.products import einsum_f32
 
 

@@ -5,10 +5,9 @@ Only the defaults were timed (docs/experts.md).
 
 import dataclasses
 
+from pallas_kernels.ring import MOST_STAGES, ring_stages
+
 OUTPUTS = 64  # of a warpgroup: what the tensor cores take
-SHARED_BYTES = 227 << 10  # of a multiprocessor, 1 KiB for each CTA taken off
-BARRIER_BYTES = 2048
-MOST_STAGES = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,10 +36,7 @@ class ExpertTuning:
 
         Raises ValueError if it has no room for two.
         """
-        room = SHARED_BYTES // self.ctas - BARRIER_BYTES - results
-        if room < 2 * stage:
-            raise ValueError(f"two blocks of {stage} bytes do not fit {room} bytes: see {self}")
-        return min(room // stage, self.most_stages)
+        return ring_stages(self, stage, results)
 
 
 # What tests run besides: two warpgroups for each producer, longer blocks, one CTA.

@@ -27,6 +27,7 @@ a CTA takes 24 KiB of x for 4 KiB of weights: the second-level cache is the limi
 import dataclasses
 
 from pallas_kernels.policy import MULTIPROCESSORS
+from pallas_kernels.ring import MOST_STAGES, ring_stages
 
 OUTPUTS = 64  # of a warpgroup: what the tensor cores take
 LARGEST_STEP = 128  # inputs that are summed before the sums are scaled
@@ -35,9 +36,6 @@ SCALED_ROWS = 32  # scales of so many rows are copied at once: 128 bytes
 SMALL = 4096 * OUTPUTS * MULTIPROCESSORS  # weights; of no more a product is over soon
 MAX_SPLITS = 8
 MIN_SPLIT_DEPTH = 1024  # inputs: shorter parts end before the copies have come up to speed
-MOST_STAGES = 8
-SHARED_BYTES = 227 << 10  # of a multiprocessor, 1 KiB for each CTA taken off
-BARRIER_BYTES = 2048
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,10 +68,7 @@ class PackedTuning:
 
         Raises ValueError if it has no room for two.
         """
-        room = SHARED_BYTES // self.ctas - BARRIER_BYTES - results
-        if room < 2 * stage:
-            raise ValueError(f"two blocks of {stage} bytes do not fit {room} bytes: see {self}")
-        return min(room // stage, self.most_stages)
+        return ring_stages(self, stage, results)
 
 
 # What tests run besides: larger units, more warpgroups for each producer, shorter lines of weights.

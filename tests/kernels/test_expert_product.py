@@ -15,8 +15,8 @@ from jaxspec.models.forward import make_pass
 from jaxspec.models.mlps import mix
 from jaxspec.models.mlps.routing import Routes
 from jaxspec.parallel import WHOLE
+from pallas_kernels.activations import Clamp
 from pallas_kernels.expert_product import expert_product, misfit
-from pallas_kernels.expert_product.activation import Clamp
 from pallas_kernels.expert_product.cases import (
     BENCHMARK_CASES,
     TEST_CASES,

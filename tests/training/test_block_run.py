@@ -14,11 +14,10 @@ import pytest
 from jaxspec import LLM, SamplingParams, SpeculationConfig
 from jaxspec.commands import train_head
 from jaxspec.models.attention import dense_causal_attend
-from jaxspec.models.heads import BlockHead, default_block_capture
+from jaxspec.models.heads import BlockHead, block_layers, default_block_capture
 from jaxspec.models.hf_values import read_json
 from jaxspec.training import draft_step
 from jaxspec.training.block_init import (
-    block_layers,
     default_mask,
     init_block_head,
     new_block_config,

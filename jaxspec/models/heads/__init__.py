@@ -11,6 +11,7 @@ from jaxspec.models.heads.block import (
 from jaxspec.models.heads.config import (
     EagleMethod,
     HeadConfig,
+    block_layers,
     check_capture,
     default_block_capture,
     default_capture,
@@ -37,6 +38,7 @@ __all__ = [
     "HeadOutput",
     "MtpFront",
     "block_head_shapes",
+    "block_layers",
     "check_capture",
     "default_block_capture",
     "default_capture",

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Literal
 
-from jaxspec.config.model import ModelConfig
+from jaxspec.config.model import LayerConfig, ModelConfig, draft_layers
 from jaxspec.models.decoder import FINAL_NORM
 from jaxspec.models.mtp_names import MtpNames
 
@@ -53,6 +53,16 @@ def default_capture(method: EagleMethod, target_layers: int) -> tuple[int, ...]:
     if not early < middle < late:
         early, late = max(middle - 1, 0), middle + 1
     return early, middle, late
+
+
+def block_layers(target: ModelConfig, count: int, width: int | None = None) -> ModelConfig:
+    """Qwen3's layers with the target's sizes; ``width``: see draft_layers."""
+
+    def normed(layer: LayerConfig) -> LayerConfig:
+        return dataclasses.replace(layer, mixer=dataclasses.replace(layer.attention, qk_norm=True))
+
+    layers = draft_layers(target, count, width).map_layers(normed)
+    return dataclasses.replace(layers, stop_token_ids=())
 
 
 def default_block_capture(target_layers: int) -> tuple[int, ...]:

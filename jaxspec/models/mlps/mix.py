@@ -21,6 +21,7 @@ from jaxspec.models.expert_linear import ExpertLinear
 from jaxspec.models.forward import ForwardPass, gated
 from jaxspec.models.mlps.routing import Routes
 from jaxspec.pytree import Pytree, array, pytree, static
+from pallas_kernels.activations import Clamp, units_of
 from pallas_kernels.products import einsum_f32
 
 MOST_ROWS = 512  # of every_expert at a time, which bounds its memory: [rows, E, 2, F] values
@@ -55,9 +56,8 @@ class Own(Pytree):
 @jax.named_scope("activation")
 def clamped_swiglu(config: ClampedSwiglu, gate_up: Array) -> Array:
     """[..., 2, F] -> [..., F], as config.experts.ClampedSwiglu says."""
-    gate = jnp.minimum(gate_up[..., 0, :], config.limit)
-    up = jnp.clip(gate_up[..., 1, :], -config.limit, config.limit)
-    return (up + 1) * gate * jax.nn.sigmoid(config.alpha * gate)
+    clamp = Clamp(config.alpha, config.limit)
+    return units_of(gate_up[..., 0, :], gate_up[..., 1, :], clamp, jax.nn.sigmoid)
 
 
 def mix(own: Own, x: Array, routes: Routes, num_experts: int, step: ForwardPass) -> Array:

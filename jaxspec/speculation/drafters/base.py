@@ -123,12 +123,8 @@ class Drafter(Protocol):
 
 
 @pytree
-class StatelessDrafter(Pytree):
-    """A drafter that keeps no state between rounds. A subclass implements ``propose``."""
-
-    @property
-    def capture(self) -> tuple[int, ...]:
-        return ()
+class DrafterDefaults(Pytree):
+    """What most drafters answer: they read one token again, and look up no past text."""
 
     @property
     def reread(self) -> int:
@@ -141,6 +137,15 @@ class StatelessDrafter(Pytree):
     @property
     def tells_confidence(self) -> bool:
         return False
+
+
+@pytree
+class StatelessDrafter(DrafterDefaults):
+    """A drafter that keeps no state between rounds. A subclass implements ``propose``."""
+
+    @property
+    def capture(self) -> tuple[int, ...]:
+        return ()
 
     def init_pool(self, geometry: Geometry) -> None:
         return None

@@ -16,9 +16,9 @@ from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.models.attention import PagedAttend
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import BlockHead
-from jaxspec.pytree import Pytree, pytree
+from jaxspec.pytree import pytree
 from jaxspec.speculation.call import Call
-from jaxspec.speculation.drafters.base import DraftState, PrefillChunk
+from jaxspec.speculation.drafters.base import DrafterDefaults, DraftState, PrefillChunk
 from jaxspec.speculation.drafters.paged import make_proposer, prompt_tokens
 from jaxspec.speculation.expand import Beams, Proposer, grow
 from jaxspec.speculation.lattice import lattice_tree
@@ -27,7 +27,7 @@ from jaxspec.state import EngineState
 
 
 @pytree
-class BlockDrafter(Pytree):
+class BlockDrafter(DrafterDefaults):
     """Drafts a chain or a tree from one pass of a block head.
 
     A call whose trees are less deep than a block runs a shorter one, with fewer masks.
@@ -38,14 +38,6 @@ class BlockDrafter(Pytree):
     @property
     def capture(self) -> tuple[int, ...]:
         return self.head.capture
-
-    @property
-    def reread(self) -> int:
-        return 1
-
-    @property
-    def past_tokens(self) -> int:
-        return 0
 
     @property
     def tells_confidence(self) -> bool:

@@ -11,7 +11,7 @@ from jaxspec.models import decoder
 from jaxspec.models.decoder import Decoder
 from jaxspec.pytree import Pytree, array, pytree
 from jaxspec.speculation.call import Call
-from jaxspec.speculation.drafters.base import DraftState, PrefillChunk
+from jaxspec.speculation.drafters.base import DrafterDefaults, DraftState, PrefillChunk
 from jaxspec.speculation.drafters.paged import (
     beam_positions,
     causal_attend,
@@ -34,7 +34,7 @@ class DraftModelRows(Pytree):
 
 
 @pytree
-class DraftModelDrafter(Pytree):
+class DraftModelDrafter(DrafterDefaults):
     """Drafts with ``model``, which must have the target's tokenizer."""
 
     model: Decoder
@@ -42,18 +42,6 @@ class DraftModelDrafter(Pytree):
     @property
     def capture(self) -> tuple[int, ...]:
         return ()
-
-    @property
-    def reread(self) -> int:
-        return 1
-
-    @property
-    def past_tokens(self) -> int:
-        return 0
-
-    @property
-    def tells_confidence(self) -> bool:
-        return False
 
     def init_pool(self, geometry: Geometry) -> ModelState:
         pool = self.model.init_state(geometry)

@@ -19,7 +19,7 @@ from jaxspec.models.forward import Attend
 from jaxspec.models.heads import DraftHead, HeadOutput
 from jaxspec.pytree import Pytree, array, pytree
 from jaxspec.speculation.call import Call
-from jaxspec.speculation.drafters.base import DraftState, PrefillChunk
+from jaxspec.speculation.drafters.base import DrafterDefaults, DraftState, PrefillChunk
 from jaxspec.speculation.drafters.paged import (
     TokenRun,
     beam_positions,
@@ -51,7 +51,7 @@ class HeadRows(Pytree):
 
 
 @pytree
-class EagleDrafter(Pytree):
+class EagleDrafter(DrafterDefaults):
     """Drafts a chain or a dynamic tree with a draft head, or with one for each step.
 
     Attributes:
@@ -73,14 +73,6 @@ class EagleDrafter(Pytree):
     @property
     def reread(self) -> int:
         return len(self.heads)  # each head needs what the one before computes of one token more
-
-    @property
-    def past_tokens(self) -> int:
-        return 0
-
-    @property
-    def tells_confidence(self) -> bool:
-        return False
 
     def init_pool(self, geometry: Geometry) -> ModelState:
         states = [head.init_state(geometry) for head in self.heads]

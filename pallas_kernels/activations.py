@@ -18,7 +18,7 @@ class Clamp(NamedTuple):
 def units_of(
     gate: Array, up: Array, clamp: Clamp | None, sigmoid: Callable[[Array], Array]
 ) -> Array:
-    """Float32 hidden units of float32 gate and up."""
+    """Hidden units of gate and up, in their dtype."""
     if clamp is None:
         return gate * sigmoid(gate) * up
     gate = jnp.minimum(gate, clamp.limit)
