@@ -10,10 +10,12 @@ from jaxspec.commands.drafter_plot import draw_depths, draw_speedups, styles_of
 from jaxspec.commands.drafter_tables import (
     acceptance_table,
     by_run,
+    full_width,
     run_names,
     run_of,
     speed_table,
 )
+from jaxspec.commands.shell import table_console
 from tests.block_checkpoints import published_head
 from tests.checkpoints import tiny_byte_llama, tiny_eagle3_head
 from tests.json_lines import joined
@@ -116,6 +118,16 @@ def test_a_line_has_the_speeds_of_all_batch_sizes():
         ["a/h chain:3", "1,234    0.50 17.00x", "1,234    0.50  2.00x", "15 of 17"],
         ["suffix+b/h chain:3", "1,234    0.50 18.00x", "1,234    0.50  3.00x", "15 of 17"],
     ]
+
+
+def test_numbers_are_printed_whole_however_long_names_are():
+    name = f"runs/{'long-' * 20}name"
+    rows = [made_row(batch, name, f"chain:{batch}") for batch in (1, 4, 16, 64)]
+    table = speed_table("", rows, run_names(rows))
+    console = table_console(stderr=False, width=full_width(table))
+    with console.capture() as printed:
+        console.print(table)
+    assert "…" not in printed.get() and "0.50  1.00x" in printed.get()
 
 
 def test_acceptance_is_that_of_most_texts():

@@ -19,7 +19,7 @@ from rich.console import Console
 from jaxspec import LLM, SamplingParams, SpeculationConfig
 from jaxspec.commands.data_options import add_suffixes_option
 from jaxspec.commands.drafter_plot import plot_drafters
-from jaxspec.commands.drafter_tables import make_tables
+from jaxspec.commands.drafter_tables import full_width, make_tables
 from jaxspec.commands.program_cache import keep_compiled_programs, make_folder
 from jaxspec.commands.run_facts import run_facts
 from jaxspec.commands.shell import (
@@ -246,8 +246,10 @@ def run(args: argparse.Namespace) -> None:
     if args.plot is not None:
         args.plot.parent.mkdir(parents=True, exist_ok=True)
     results = collect_parts(measure(args, progress_console()), "rows", as_json=args.json)
-    for table in make_tables(results):
-        table_console(stderr=args.json).print(table)
+    tables = make_tables(results)
+    console = table_console(stderr=args.json, width=max(map(full_width, tables)))
+    for table in tables:
+        console.print(table)
     if args.plot is not None:
         plot_drafters(results, args.plot)
 

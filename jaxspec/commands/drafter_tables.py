@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 
 from jaxspec.speculation.drafters.names import split_mixed
@@ -11,6 +12,7 @@ from jaxspec.speculation.drafters.names import split_mixed
 Row = Mapping[str, Any]
 Run = tuple[str, str]  # drafter and mode
 Names = Mapping[Run, str]
+MOST_WIDTH = 1000  # of a table, in characters
 
 
 def run_of(row: Row) -> Run:
@@ -74,6 +76,12 @@ def make_tables(results: Mapping[str, Any]) -> list[Table]:
         title = setting(results, temperature)
         tables += [speed_table(title, rows, names), acceptance_table(title, rows, names)]
     return [*tables, memory_table(results, names)]
+
+
+def full_width(table: Table) -> int:
+    """What a table takes if none of its lines is cut: a console cuts names and numbers off."""
+    console = Console(width=MOST_WIDTH)
+    return console.measure(table).maximum
 
 
 def speed_table(title: str, rows: Sequence[Row], names: Names) -> Table:
