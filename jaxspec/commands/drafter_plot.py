@@ -23,15 +23,18 @@ from jaxspec.commands.drafter_tables import (
 COLORS = matplotlib.color_sequences["tab10"]
 MARKERS, LINES = "osD^vPX*", ("-", "--", ":", "-.")
 Styles = Mapping[Run, Mapping[str, Any]]
+WIDTH = 14  # inches
 SPREAD = 0.5  # of a batch's points, beside each other so that none hides another
 
 
 def plot_drafters(results: Mapping[str, Any], path: Path) -> None:
     """Two panels for each temperature. A colour is a drafter, a marker and line style a mode."""
     degrees = temperatures(results)
-    figure = Figure(figsize=(14, 0.6 + 4.4 * len(degrees)), layout="constrained")
-    panels = figure.subplots(len(degrees), 2, squeeze=False)
     styles = styles_of([row for row in results["rows"] if row["mode"] != "plain"])
+    columns = legend_columns([style["label"] for style in styles.values()])
+    height = 0.6 + 4.4 * len(degrees) + 0.2 * -(-len(styles) // columns)
+    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+    panels = figure.subplots(len(degrees), 2, squeeze=False)
     for temperature, (speeds, depths) in zip(degrees, panels, strict=True):
         rows = at_temperature(results, temperature)
         runs = by_run([row for row in rows if row["mode"] != "plain"])
@@ -39,8 +42,13 @@ def plot_drafters(results: Mapping[str, Any], path: Path) -> None:
         draw_depths(depths, runs, styles)
         speeds.set_title(setting(results, temperature), loc="left")
     handles, names = panels[0][0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside right upper", frameon=False)
+    figure.legend(handles, names, loc="outside lower center", ncols=columns, frameon=False)
     figure.savefig(path, dpi=120)
+
+
+def legend_columns(names: Sequence[str]) -> int:
+    """So many that long names do not reach over the picture's edges."""
+    return max(1, int(WIDTH / (0.7 + 0.085 * max(map(len, names)))))
 
 
 def styles_of(rows: Sequence[Row]) -> Styles:
