@@ -1,5 +1,6 @@
 """`jaxspec bench drafters`: speed, acceptance and memory of drafters beside plain decoding."""
 
+import json
 from typing import Any
 
 import pytest
@@ -150,6 +151,35 @@ def test_each_run_is_a_line_of_its_own_in_both_panels():
     assert styles[RUNS[1]]["color"] != styles[RUNS[2]]["color"]
     assert len(depths.containers) == 2
     assert [text.get_text() for text in speeds.get_xticklabels()] == ["batch 16", "batch 1"]
+
+
+def made_parts() -> list[dict[str, Any]]:
+    facts = {"model": "m", "dtype": "bfloat16", "device": "D", "date": "today", "jax": "0",
+        "command": "c", "target_weight_bytes": 8_000_000, "target_token_bytes": 9.0}  # fmt: skip
+    sizes = {"weight_bytes": 2_000_000, "token_bytes": 3.0}
+    return [
+        facts | {"rows": [row | sizes for row in ROWS if row["batch"] == batch]}
+        for batch in (16, 1)
+    ]
+
+
+def test_what_another_machine_measured_is_shown(tmp_path, capsys):
+    measured, plot = tmp_path / "run.jsonl", tmp_path / "plot.png"
+    measured.write_text("".join(f"{json.dumps(part)}\n" for part in made_parts()))
+    assert bench_drafters.main(["--from", str(measured), "--plot", str(plot)]) == 0
+    printed = capsys.readouterr().out
+    assert "m, bfloat16, temperature 0, on D" in printed and "17.00x" in printed
+    lines = [list(map(str.strip, line.split("│"))) for line in printed.splitlines()]
+    assert ["", "a/h chain:3", "2.00", "3", ""] in lines
+    assert plot.stat().st_size > 5_000
+
+
+@pytest.mark.parametrize("text", ["", "1\n", '{"rows": []}\n', '{"rows": [', "no json"])
+def test_other_files_are_not_shown(text, tmp_path, capsys):
+    path = tmp_path / "file"
+    path.write_text(text)
+    assert bench_drafters.main(["--from", str(path)]) == 2
+    assert str(path) in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
