@@ -45,6 +45,7 @@ LAYERS = (
     "jaxspec.exchanges",
     "jaxspec.processes",
     "jaxspec.memory",
+    "jaxspec.draft_reads",
     "jaxspec.loading",
     "jaxspec.compiler_options",
     "jaxspec.benchmarking",
