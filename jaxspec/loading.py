@@ -10,8 +10,8 @@ from jax.sharding import Mesh
 from jaxspec.built_in import BUILT_IN_HEAD, BUILT_IN_MODEL
 from jaxspec.config.model import ModelConfig
 from jaxspec.config.speculation import PLAIN, SpeculationConfig, default_speculation
+from jaxspec.draft_reads import draft_weight_bytes
 from jaxspec.functional import EngineParams
-from jaxspec.memory import local_bytes
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.hf_config import load_model_config
 from jaxspec.models.hf_values import read_json, shown
@@ -136,7 +136,8 @@ def load(
     else:
         split = stage_layers
         if split is None:
-            drafted = _read_bytes(drafter, speculation.max_depth)
+            lm_head = _lm_head_bytes(config, resolved, drafter_bits) // meshes[-1].size
+            drafted = draft_weight_bytes(drafter, speculation.max_depth, lm_head)
             split = chosen_layers(config, resolved, meshes, drafted, apart=drafter_mesh is not None)
         check_layers(split, config, len(meshes))
         stages, target = load_pipeline(directory, config, resolved, meshes, split)
@@ -226,23 +227,10 @@ def with_kv_dtype(params: EngineParams, kv_dtype: str | None) -> EngineParams:
     return made
 
 
-def _read_bytes(drafter: Drafter, depth: int) -> int:
-    """Bytes of weights that a device reads to draft ``depth`` tokens one after the other, or a
-    block of them at once: not of a table of embeddings."""
-    if isinstance(drafter, MixedDrafter):
-        return _read_bytes(drafter.model, depth)
-    if isinstance(drafter, BlockDrafter):
-        return local_bytes(drafter)
-    if isinstance(drafter, EagleDrafter) and drafter.later:  # roughly: a token takes one of them
-        each = (_read_bytes(EagleDrafter(head=one), depth) for one in drafter.heads)
-        return sum(each) // len(drafter.heads)
-    model = None
-    if isinstance(drafter, DraftModelDrafter):
-        model = drafter.model
-    elif isinstance(drafter, EagleDrafter):
-        model = drafter.head
-    embed = None if model is None or model.lm_head is None else model.embed  # else it is the head
-    return depth * (local_bytes(drafter) - local_bytes(embed))
+def _lm_head_bytes(config: ModelConfig, dtype: jnp.dtype, drafter_bits: int | None) -> int:
+    """Of the target's LM head as a draft head reads it; without the scales of a copy in
+    ``drafter_bits``."""
+    return config.vocab_size * config.hidden_size * (drafter_bits or 8 * dtype.itemsize) // 8
 
 
 def _in_bits(drafter: Drafter, bits: int | None, mesh: Mesh | None) -> Drafter:
