@@ -46,6 +46,7 @@ LAYERS = (
     "jaxspec.processes",
     "jaxspec.memory",
     "jaxspec.draft_reads",
+    "jaxspec.drafter_loading",
     "jaxspec.loading",
     "jaxspec.compiler_options",
     "jaxspec.benchmarking",

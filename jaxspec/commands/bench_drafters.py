@@ -36,7 +36,7 @@ from jaxspec.commands.shell import (
 )
 from jaxspec.comparison import compile_race, race
 from jaxspec.config.engine import EngineConfig
-from jaxspec.loading import choose_drafter
+from jaxspec.drafter_loading import choose_drafter
 from jaxspec.memory import bytes_of_token, local_bytes
 from jaxspec.models.decoder import Decoder
 from jaxspec.tokenizer import load_tokenizer
