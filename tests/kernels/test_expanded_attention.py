@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from jax import Array
 
+from pallas_kernels.latent_attention.expanded import dense_heads, expanded_attention
 from pallas_kernels.paged_attention import paged_attention
-from pallas_kernels.paged_attention.expanded import dense_heads, expanded_attention
 from tests.marks import slow
 
 HEADS, LATENT, ROTARY, KEYS, VALUES, SCALE = 3, 20, 4, 6, 5, 0.3
