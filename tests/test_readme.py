@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from tests.marks import slow
-from tests.test_layering import LAYERS
 
 ROOT = Path(__file__).parent.parent
 MOST_LINES = 150  # of the README
@@ -64,13 +63,3 @@ def test_links_lead_somewhere(page: str):
         if not target.exists() or (anchor and anchor not in anchors(target)):
             broken.append(link)
     assert not broken, f"{page}: {', '.join(broken)}"
-
-
-def test_the_table_of_files_has_all_layers_in_their_order():
-    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
-    table = page.split("## Files")[1].split("A module imports")[0]
-    cells = [line.split("|")[1] for line in table.splitlines()[4:] if line]
-    names = [name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
-    listed = [name.removesuffix("/").removesuffix(".py") for name in names if name != "jaxspec/"]
-    own = [name.removeprefix("jaxspec.") for name in LAYERS if name not in ("jaxspec", "tests")]
-    assert listed == own
