@@ -7,6 +7,7 @@ from jaxspec.lazy import lazy_names
 if TYPE_CHECKING:  # what a type checker sees; at run time a name loads its module when asked for
     from jaxspec.async_engine import AsyncEngine
     from jaxspec.async_llm import AsyncLLM
+    from jaxspec.built_in import BUILT_IN_HEAD, BUILT_IN_MODEL
     from jaxspec.completion import Completion, TextChunk
     from jaxspec.config.cache import CacheConfig
     from jaxspec.config.engine import EngineConfig
@@ -15,7 +16,7 @@ if TYPE_CHECKING:  # what a type checker sees; at run time a name loads its modu
     from jaxspec.functional import EngineParams, admit, decode, init_state, prefill, release
     from jaxspec.generation import Generation
     from jaxspec.llm import LLM, check_prompts
-    from jaxspec.loading import BUILT_IN_HEAD, BUILT_IN_MODEL, load
+    from jaxspec.loading import load
     from jaxspec.parallel import make_mesh
     from jaxspec.sampling import make_controls, make_sampling
     from jaxspec.scheduling.requests import SamplingParams
@@ -27,6 +28,7 @@ __getattr__, __dir__ = lazy_names(
     {
         "jaxspec.async_engine": ("AsyncEngine",),
         "jaxspec.async_llm": ("AsyncLLM",),
+        "jaxspec.built_in": ("BUILT_IN_HEAD", "BUILT_IN_MODEL"),
         "jaxspec.completion": ("Completion", "TextChunk"),
         "jaxspec.config.cache": ("CacheConfig",),
         "jaxspec.config.engine": ("EngineConfig",),
@@ -37,7 +39,7 @@ __getattr__, __dir__ = lazy_names(
         ),
         "jaxspec.generation": ("Generation",),
         "jaxspec.llm": ("LLM", "check_prompts"),
-        "jaxspec.loading": ("BUILT_IN_HEAD", "BUILT_IN_MODEL", "load"),
+        "jaxspec.loading": ("load",),
         "jaxspec.sampling": ("make_controls", "make_sampling"),
         "jaxspec.scheduling.requests": ("SamplingParams",),
         "jaxspec.parallel": ("make_mesh",),

@@ -7,14 +7,19 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxspec.built_in import BUILT_IN_HEAD, BUILT_IN_MODEL
+from jaxspec.built_in import BUILT_IN_MODEL
 from jaxspec.config.model import ModelConfig
 from jaxspec.config.speculation import PLAIN, SpeculationConfig, default_speculation
+from jaxspec.draft_reads import draft_weight_bytes
+from jaxspec.drafter_loading import (
+    choose_drafter,
+    in_bits,
+    load_drafter,
+    with_lm_head_in_bits,
+)
 from jaxspec.functional import EngineParams
-from jaxspec.memory import local_bytes
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.hf_config import load_model_config
-from jaxspec.models.hf_values import read_json, shown
 from jaxspec.models.pipeline import check_layers, chosen_layers
 from jaxspec.models.stages import Stage
 from jaxspec.parallel import devices_of_model, mesh_layout, stage_meshes
@@ -27,28 +32,10 @@ from jaxspec.quantization.kv_cache import (
     with_kv_scales,
 )
 from jaxspec.quantization.kv_scales import KVScaleFile
-from jaxspec.quantization.lm_head_copy import with_lm_head_copy
-from jaxspec.quantization.scaled import in_eight_bits
-from jaxspec.quantization.schemes import in_four_bits, to_four_bits
 from jaxspec.speculation.drafters import (
-    BlockDrafter,
     Drafter,
-    DraftModelDrafter,
-    EagleDrafter,
-    MixedDrafter,
-    NoDrafter,
 )
-from jaxspec.speculation.drafters.names import lookup_drafter, mixed_lookup, split_mixed
-from jaxspec.speculation.expand import check_top_k
-from jaxspec.weights.block import holds_block_head, load_block_head
-from jaxspec.weights.eagle import head_method, load_eagle_head
 from jaxspec.weights.hub import resolve_directory
-from jaxspec.weights.mtp import (
-    MtpChoice,
-    has_mtp_layers,
-    holds_only_mtp_layers,
-    load_mtp_heads,
-)
 from jaxspec.weights.safetensors_io import load_decoder, load_pipeline
 from pallas_kernels.selection import Kernels
 
@@ -115,8 +102,7 @@ def load(
     meshes = stage_meshes(mesh, drafter_mesh)
     if stage_layers is not None and len(meshes) == 1:
         raise ValueError("stage_layers needs a mesh with stages: make_mesh(pipeline_parallel=...)")
-    device = None if meshes[0] is None else meshes[0].devices.flat[0]
-    chosen = Kernels.parse(kernels, device, devices_of_model(meshes[0]))
+    chosen = _choose_kernels(kernels, meshes[0])
     resolved = resolve_dtype(dtype)
     directory = resolve_directory(model)
     config = load_model_config(directory)
@@ -126,23 +112,23 @@ def load(
     if isinstance(drafter, str | Path):
         name = choose_drafter(model, drafter)
         own = (meshes[-1], shard_drafter)
-        drafter = _load_drafter(name, directory, config, speculation, resolved, *own)
-    drafter = _in_bits(drafter, drafter_bits, meshes[-1])
+        drafter = load_drafter(name, directory, config, speculation, resolved, *own)
+    drafter = in_bits(drafter, drafter_bits, meshes[-1])
     stages: tuple[Stage, ...] = ()
     if target is not None:
         _check_target(target, config, resolved, meshes, kv_dtype)
     elif len(meshes) == 1:
         target = load_decoder(directory, config, resolved, mesh)
     else:
-        split = stage_layers
-        if split is None:
-            drafted = _read_bytes(drafter, speculation.max_depth)
-            split = chosen_layers(config, resolved, meshes, drafted, apart=drafter_mesh is not None)
-        check_layers(split, config, len(meshes))
-        stages, target = load_pipeline(directory, config, resolved, meshes, split)
-    drafter = _with_lm_head_copy(drafter, drafter_bits, target, meshes[-1])
+        if stage_layers is None:
+            lm_head = _lm_head_bytes(config, resolved, drafter_bits) // meshes[-1].size
+            drafted = draft_weight_bytes(drafter, speculation.max_depth, lm_head)
+            apart = drafter_mesh is not None
+            stage_layers = chosen_layers(config, resolved, meshes, drafted, apart=apart)
+        check_layers(stage_layers, config, len(meshes))
+        stages, target = load_pipeline(directory, config, resolved, meshes, stage_layers)
     params = EngineParams(
-        drafter=drafter,
+        drafter=with_lm_head_in_bits(drafter, drafter_bits, target, meshes[-1]),
         target=target,
         speculation=speculation,
         kernels=chosen,
@@ -150,6 +136,11 @@ def load(
         stages=stages,
     )
     return with_kv_dtype(params if scales is None else _scaled(params, scales), kv_dtype)
+
+
+def _choose_kernels(names: str, mesh: Mesh | None) -> Kernels:
+    device = None if mesh is None else mesh.devices.flat[0]
+    return Kernels.parse(names, device, devices_of_model(mesh))
 
 
 def _check_target(
@@ -226,64 +217,10 @@ def with_kv_dtype(params: EngineParams, kv_dtype: str | None) -> EngineParams:
     return made
 
 
-def _read_bytes(drafter: Drafter, depth: int) -> int:
-    """Bytes of weights that a device reads to draft ``depth`` tokens one after the other, or a
-    block of them at once: not of a table of embeddings."""
-    if isinstance(drafter, MixedDrafter):
-        return _read_bytes(drafter.model, depth)
-    if isinstance(drafter, BlockDrafter):
-        return local_bytes(drafter)
-    if isinstance(drafter, EagleDrafter) and drafter.later:  # roughly: a token takes one of them
-        each = (_read_bytes(EagleDrafter(head=one), depth) for one in drafter.heads)
-        return sum(each) // len(drafter.heads)
-    model = None
-    if isinstance(drafter, DraftModelDrafter):
-        model = drafter.model
-    elif isinstance(drafter, EagleDrafter):
-        model = drafter.head
-    embed = None if model is None or model.lm_head is None else model.embed  # else it is the head
-    return depth * (local_bytes(drafter) - local_bytes(embed))
-
-
-def _in_bits(drafter: Drafter, bits: int | None, mesh: Mesh | None) -> Drafter:
-    if bits is None:
-        return drafter
-    if bits not in (4, 8):
-        raise ValueError(
-            f"drafter_bits must be 4 or 8, or None for the weights as loaded, got {bits}"
-        )
-    if not jax.tree.leaves(drafter):
-        raise ValueError("drafter_bits needs a drafter with weights: a head or a draft model")
-    if bits == 8:
-        return in_eight_bits(drafter)
-    return in_four_bits(drafter, mesh)
-
-
-def _with_lm_head_copy(
-    drafter: Drafter, bits: int | None, target: Decoder, mesh: Mesh | None
-) -> Drafter:
-    if bits is None:
-        return drafter
-
-    rounding = to_four_bits if bits == 4 else in_eight_bits
-    return with_lm_head_copy(drafter, target, rounding, mesh)
-
-
-def choose_drafter(model: str | Path, drafter: str | Path) -> str | Path:
-    """Replaces ``auto``: lookup and the built-in head for the built-in model, the MTP layers of a
-    checkpoint that has some, else ``ngram``. ``mtp`` becomes the kind that the config says, with
-    the number of layers where there are several."""
-    if drafter == "auto":
-        if Path(model).resolve() == BUILT_IN_MODEL.resolve():
-            return f"{MIXED}{BUILT_IN_HEAD}"
-        directory = resolve_directory(model)
-        drafter = "mtp" if has_mtp_layers(directory, load_model_config(directory)) else "ngram"
-    mixed, own = split_mixed(drafter)
-    choice = MtpChoice.parse(own)
-    if choice is None or not isinstance(drafter, str):
-        return drafter
-    mtp = load_model_config(resolve_directory(model)).mtp
-    return drafter if mtp is None else f"{mixed}{choice.name(mtp)}"
+def _lm_head_bytes(config: ModelConfig, dtype: jnp.dtype, drafter_bits: int | None) -> int:
+    """Of the target's LM head as a draft head reads it; without the scales of a copy in
+    ``drafter_bits``."""
+    return config.vocab_size * config.hidden_size * (drafter_bits or 8 * dtype.itemsize) // 8
 
 
 def resolve_dtype(name: str | None) -> jnp.dtype:
@@ -293,97 +230,3 @@ def resolve_dtype(name: str | None) -> jnp.dtype:
     if name not in ("float32", "bfloat16"):
         raise ValueError(f"dtype must be float32 or bfloat16, got {name!r}")
     return jnp.dtype(name)
-
-
-def _load_drafter(
-    drafter: str | Path,
-    model_directory: Path,
-    target: ModelConfig,
-    speculation: SpeculationConfig,
-    dtype: jnp.dtype,
-    mesh: Mesh | None,
-    sharded: bool,
-) -> Drafter:
-    if drafter == "none":
-        return NoDrafter()
-    choice = MtpChoice.parse(drafter)
-    if choice is not None:
-        return _mtp_drafter(model_directory, target, speculation, dtype, mesh, sharded, choice)
-    mixture, mixed = split_mixed(drafter)
-    if mixture:
-        own = mixed_lookup(mixture)
-        if mixed in ("", "none", "auto") or split_mixed(mixed)[0] or lookup_drafter(mixed):
-            raise ValueError(
-                f"drafter {drafter!r}: after {mixture} give mtp, or the directory or hub id of a "
-                "head or a draft model"
-            )
-        rest = (model_directory, target, speculation, dtype, mesh, sharded)
-        return MixedDrafter(model=_load_drafter(mixed, *rest), lookup=own)
-    lookup = lookup_drafter(drafter)
-    if lookup is not None:
-        return lookup
-    directory = resolve_directory(drafter)
-    if holds_only_mtp_layers(directory):
-        return _mtp_drafter(directory, target, speculation, dtype, mesh, sharded, MtpChoice())
-    if holds_block_head(directory):
-        block_head = load_block_head(directory, target, dtype, mesh, sharded)
-        block_head.check_depth(speculation.max_depth)
-        check_top_k(speculation, target.vocab_size)
-        return BlockDrafter(head=block_head)
-    if head_method(directory) is not None:
-        head = load_eagle_head(directory, target, dtype, mesh, sharded)
-        ids = target.vocab_size if head.token_ids is None else head.token_ids.size
-        check_top_k(speculation, ids)
-        return EagleDrafter(head=head)
-    config = load_model_config(directory, "draft model")
-    _check_same_tokenizer(directory, config, model_directory, target)
-    config.check_tree_depth(speculation.max_depth)
-    check_top_k(speculation, config.vocab_size)
-    model = load_decoder(directory, config, dtype, mesh, sharded=sharded)
-    return DraftModelDrafter(model=model)
-
-
-def _mtp_drafter(
-    directory: Path,
-    target: ModelConfig,
-    speculation: SpeculationConfig,
-    dtype: jnp.dtype,
-    mesh: Mesh | None,
-    sharded: bool,
-    choice: MtpChoice,
-) -> EagleDrafter:
-    check_top_k(speculation, target.vocab_size)
-    steps = speculation.max_depth
-    head, *later = load_mtp_heads(
-        directory, target, dtype, mesh, sharded, choice=choice, steps=steps
-    )
-    return EagleDrafter(head=head, later=tuple(later))
-
-
-def _check_same_tokenizer(
-    directory: Path, config: ModelConfig, target_directory: Path, target: ModelConfig
-) -> None:
-    """Raise ValueError if a draft model's token ids stand for other text; padding may differ."""
-    draft, wanted = _vocabulary(directory), _vocabulary(target_directory)
-    if draft is None or wanted is None:
-        draft, wanted = config.vocab_size, target.vocab_size
-    if draft != wanted:
-        raise ValueError(
-            f"draft model {directory} has another vocabulary than the target {target_directory}: "
-            "they must share a tokenizer"
-        )
-
-
-def _vocabulary(directory: Path) -> dict[str, int] | None:
-    path = directory / "tokenizer.json"
-    if not path.is_file():
-        return None
-    model = read_json(path).get("model")
-    vocabulary = model.get("vocab") if isinstance(model, dict) else None
-    if isinstance(vocabulary, list):  # of [token, score]
-        return {str(entry): i for i, entry in enumerate(vocabulary)}
-    if not isinstance(vocabulary, dict):
-        raise ValueError(
-            f"{path}: model.vocab must be an object or a list, got {shown(vocabulary)}"
-        )
-    return vocabulary

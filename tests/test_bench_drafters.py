@@ -1,5 +1,6 @@
 """`jaxspec bench drafters`: speed, acceptance and memory of drafters beside plain decoding."""
 
+import json
 from typing import Any
 
 import pytest
@@ -7,7 +8,15 @@ from matplotlib.figure import Figure
 
 from jaxspec.commands import bench_drafters
 from jaxspec.commands.drafter_plot import draw_depths, draw_speedups, styles_of
-from jaxspec.commands.drafter_tables import acceptance_table, by_run, label, speed_table
+from jaxspec.commands.drafter_tables import (
+    acceptance_table,
+    by_run,
+    full_width,
+    run_names,
+    run_of,
+    speed_table,
+)
+from jaxspec.commands.shell import table_console
 from tests.block_checkpoints import published_head
 from tests.checkpoints import tiny_byte_llama, tiny_eagle3_head
 from tests.json_lines import joined
@@ -63,7 +72,9 @@ def test_all_kinds_of_drafters_stand_in_one_table(sources, tmp_path, capsys):
     )  # fmt: skip
     printed = capsys.readouterr()
     assert code == 0, printed.err
-    rows = {label(row): row for row in joined(printed.out, "rows")["rows"]}
+    measured = joined(printed.out, "rows")["rows"]
+    names = run_names(measured)
+    rows = {names[run_of(row)]: row for row in measured}
     assert list(rows) == [
         "plain", "suffix chain:2", *(f"{name} chain:2" for name in heads), "suffix+dspark chain:2"
     ]  # fmt: skip
@@ -96,6 +107,7 @@ def made_row(batch: int, drafter: str, mode: str, speedup: float = 1.0) -> dict[
 
 RUNS = (("none", "plain"), ("a/h", "chain:3"), ("suffix+b/h", "chain:3"))
 ROWS = [made_row(batch, *run, batch + i) for batch in (16, 1) for i, run in enumerate(RUNS)]
+NAMES = run_names(ROWS)
 
 
 def cells(table) -> list[list[str]]:
@@ -103,16 +115,26 @@ def cells(table) -> list[list[str]]:
 
 
 def test_a_line_has_the_speeds_of_all_batch_sizes():
-    assert cells(speed_table("", ROWS))[1:] == [
-        ["h chain:3", "1,234    0.50 17.00x", "1,234    0.50  2.00x", "15 of 17"],
-        ["suffix+h chain:3", "1,234    0.50 18.00x", "1,234    0.50  3.00x", "15 of 17"],
+    assert cells(speed_table("", ROWS, NAMES))[1:] == [
+        ["a/h chain:3", "1,234    0.50 17.00x", "1,234    0.50  2.00x", "15 of 17"],
+        ["suffix+b/h chain:3", "1,234    0.50 18.00x", "1,234    0.50  3.00x", "15 of 17"],
     ]
 
 
+def test_numbers_are_printed_whole_however_long_names_are():
+    name = f"runs/{'long-' * 20}name"
+    rows = [made_row(batch, name, f"chain:{batch}") for batch in (1, 4, 16, 64)]
+    table = speed_table("", rows, run_names(rows))
+    console = table_console(stderr=False, width=full_width(table))
+    with console.capture() as printed:
+        console.print(table)
+    assert "…" not in printed.get() and "0.50  1.00x" in printed.get()
+
+
 def test_acceptance_is_that_of_most_texts():
-    assert cells(acceptance_table("", ROWS)) == [
-        ["h chain:3", "2.50 (2.40 to 2.70)", "75±5  16±10"],
-        ["suffix+h chain:3", "2.50 (2.40 to 2.70)", "75±5  16±10"],
+    assert cells(acceptance_table("", ROWS, NAMES)) == [
+        ["a/h chain:3", "2.50 (2.40 to 2.70)", "75±5  16±10"],
+        ["suffix+b/h chain:3", "2.50 (2.40 to 2.70)", "75±5  16±10"],
     ]
 
 
@@ -123,19 +145,61 @@ def test_each_run_is_a_line_of_its_own_in_both_panels():
     draw_speedups(speeds, runs, styles)
     draw_depths(depths, runs, styles)
     drawn = {line.get_label(): line for line in speeds.get_lines()}
-    for i, name in enumerate(("h chain:3", "suffix+h chain:3")):
+    for i, name in enumerate(("a/h chain:3", "suffix+b/h chain:3")):
         assert [round(place) for place in drawn[name].get_xdata()] == [0, 1]
         assert list(drawn[name].get_ydata()) == [17 + i, 2 + i]
-    assert styles["h chain:3"]["color"] != styles["suffix+h chain:3"]["color"]
+    assert styles[RUNS[1]]["color"] != styles[RUNS[2]]["color"]
     assert len(depths.containers) == 2
     assert [text.get_text() for text in speeds.get_xticklabels()] == ["batch 16", "batch 1"]
 
 
-def test_a_run_is_named_by_the_last_part_of_its_path():
-    assert label(made_row(1, "runs/eagle3", "chain:5")) == "eagle3 chain:5"
-    assert label(made_row(1, "ngram+runs/eagle3", "chain:5")) == "ngram+eagle3 chain:5"
-    assert label(made_row(1, "ngram+head", "chain:5")) == "ngram+head chain:5"
-    assert label(made_row(1, "none", "plain")) == "plain"
+def made_parts() -> list[dict[str, Any]]:
+    facts = {"model": "m", "dtype": "bfloat16", "device": "D", "date": "today", "jax": "0",
+        "command": "c", "target_weight_bytes": 8_000_000, "target_token_bytes": 9.0}  # fmt: skip
+    sizes = {"weight_bytes": 2_000_000, "token_bytes": 3.0}
+    return [
+        facts | {"rows": [row | sizes for row in ROWS if row["batch"] == batch]}
+        for batch in (16, 1)
+    ]
+
+
+def test_what_another_machine_measured_is_shown(tmp_path, capsys):
+    measured, plot = tmp_path / "run.jsonl", tmp_path / "plot.png"
+    measured.write_text("".join(f"{json.dumps(part)}\n" for part in made_parts()))
+    assert bench_drafters.main(["--from", str(measured), "--plot", str(plot)]) == 0
+    printed = capsys.readouterr().out
+    assert "m, bfloat16, temperature 0, on D" in printed and "17.00x" in printed
+    lines = [list(map(str.strip, line.split("│"))) for line in printed.splitlines()]
+    assert ["", "a/h chain:3", "2.00", "3", ""] in lines
+    assert plot.stat().st_size > 5_000
+
+
+@pytest.mark.parametrize("text", ["", "1\n", '{"rows": []}\n', '{"rows": [', "no json"])
+def test_other_files_are_not_shown(text, tmp_path, capsys):
+    path = tmp_path / "file"
+    path.write_text(text)
+    assert bench_drafters.main(["--from", str(path)]) == 2
+    assert str(path) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("drafters", "names"),
+    [
+        (["ngram", "runs/eagle3"], ["ngram", "eagle3"]),
+        (["ngram+runs/eagle3", "runs/eagle3"], ["ngram+eagle3", "eagle3"]),
+        (["ngram+head"], ["ngram+head"]),
+        (["runs/a/h", "runs/b/h", "h"], ["a/h", "b/h", "h"]),
+        (
+            ["a/x/h", "b/x/h", "suffix+b/x/h", "dflash"],
+            ["a/x/h", "b/x/h", "suffix+b/x/h", "dflash"],
+        ),
+        (["/x/h", "/y/x/h"], ["/x/h", "y/x/h"]),
+    ],
+)
+def test_a_run_is_named_by_the_end_of_its_path_that_no_other_has(drafters, names):
+    rows = [made_row(1, drafter, "chain:5") for drafter in ("none", *drafters)]
+    rows[0]["mode"] = "plain"
+    assert list(run_names(rows).values()) == ["plain", *(f"{name} chain:5" for name in names)]
 
 
 def test_small_batches_are_spread_over_all_prompts():

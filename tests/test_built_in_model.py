@@ -10,7 +10,8 @@ import pytest
 
 from jaxspec import BUILT_IN_HEAD, BUILT_IN_MODEL, LLM, SamplingParams, SpeculationConfig
 from jaxspec.config.speculation import default_speculation
-from jaxspec.loading import MIXED, choose_drafter, load
+from jaxspec.drafter_loading import MIXED, choose_drafter
+from jaxspec.loading import load
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
 from jaxspec.parallel import make_mesh

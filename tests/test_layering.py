@@ -45,6 +45,8 @@ LAYERS = (
     "jaxspec.exchanges",
     "jaxspec.processes",
     "jaxspec.memory",
+    "jaxspec.draft_reads",
+    "jaxspec.drafter_loading",
     "jaxspec.loading",
     "jaxspec.compiler_options",
     "jaxspec.benchmarking",

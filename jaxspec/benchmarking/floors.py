@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from jaxspec.cache import Geometry
+from jaxspec.draft_reads import draft_weight_bytes, head_passes
 from jaxspec.exchanges import without_exchanges
 from jaxspec.functional import EngineParams
 from jaxspec.memory import local_bytes
@@ -17,7 +18,6 @@ from jaxspec.models.mlps import Experts
 from jaxspec.parallel import WHOLE
 from jaxspec.quantization.float8 import Float8Linear
 from jaxspec.quantization.grouped import GroupedLinear
-from jaxspec.quantization.scaled import only_eight_bits
 from jaxspec.speculation.drafters import BlockDrafter, EagleDrafter, NoDrafter
 from pallas_kernels.float8 import BYTES
 
@@ -44,12 +44,10 @@ def floor_bytes(
     """For one round over ``batch`` sequences with ``context`` committed tokens on average, which
     commits so many more of each.
 
-    The drafter runs one pass over the newly committed tokens, and one for each further level. Of an
-    EAGLE-3 head only the first reads ``fc``. Several heads: see ``head_passes``. A head without an
-    LM head reads the target's. A block head runs once, and its Markov head once for each level. Of
-    embedding tables only a few rows are gathered, so a table counts only if it is also the LM head.
-    Of weights of 8 bits beside larger ones only these count. Devices that share sequences each read
-    their part. Of experts those count that are chosen (see ``_unread_experts``).
+    The drafter runs one pass over the newly committed tokens, and one for each further level; a
+    block head runs once (see ``draft_weight_bytes``). Of embedding tables only a few rows are
+    gathered, so a table counts only if it is also the LM head. Devices that share sequences each
+    read their part. Of experts those count that are chosen (see ``_unread_experts``).
     """
     target, drafter = params.target, params.drafter
     rows = batch // params.data_parallel / params.sequence_parallel
@@ -59,63 +57,19 @@ def floor_bytes(
         weights -= local_bytes(target.embed)
     kv = round(rows * _kv_bytes(target, context))
     state = round(rows * _state_bytes(target, committed))
-    if isinstance(drafter, BlockDrafter):
-        head = only_eight_bits(drafter.head)
-        return FloorBytes(
-            weights, kv, _block_bytes(head, params), round(rows * _kv_bytes(head, context)), state
-        )
-    if not isinstance(drafter, EagleDrafter):
+    if not isinstance(drafter, EagleDrafter | BlockDrafter):
         return FloorBytes(weights, kv, 0, 0, state)
-    steps, draft_weights, draft_kv = params.speculation.max_depth, 0, 0
-    counts = head_passes(len(drafter.heads), steps)
-    for head, (passes, writes) in zip(map(only_eight_bits, drafter.heads), counts, strict=True):
-        once = local_bytes(head.front.fc) if head.method == "eagle3" else 0
-        each = local_bytes(without_exchanges(head)) - once
-        each -= local_bytes((head.embed, head.token_ids, head.lm_head_copy))
-        each -= _unread_experts(head, batch // params.data_parallel)
-        draft_weights += once + passes * each + writes * _written_from(head)
-        draft_kv += round(passes * rows * _kv_bytes(head, context))
-    if drafter.head.lm_head is None:
-        draft_weights += steps * _drafting_lm_head_bytes(drafter.head, target)
-    return FloorBytes(weights, kv, draft_weights, draft_kv, state)
-
-
-def _drafting_lm_head_bytes(head: DraftHead | BlockHead, target: Decoder) -> int:
-    """Of the target's LM head, as a head reads it that has none of its own."""
-    if head.lm_head_copy is not None:
-        return local_bytes(only_eight_bits(head.lm_head_copy))
-    return local_bytes(target.embed if target.lm_head is None else target.lm_head)
-
-
-def _block_bytes(head: BlockHead, params: EngineParams) -> int:
-    """Bytes of weights that a block drafter reads in a round: of its Markov head one table for each
-    level, of the other table only a few rows."""
-    layers = local_bytes(without_exchanges(head)) - local_bytes((head.markov, head.lm_head_copy))
-    markov = 0 if head.markov is None else local_bytes(head.markov.after)
-    levels = params.speculation.max_depth
-    return layers + _drafting_lm_head_bytes(head, params.target) + levels * markov
-
-
-def head_passes(heads: int, steps: int) -> list[tuple[int, int]]:
-    """Of each of an EagleDrafter's heads: how often a round of so many draft steps needs what it
-    computes, and how often no more than the keys and values that it writes.
-
-    The first step reads committed tokens with all heads. The others read drafted ones, with the
-    head of the step and those of later steps. What the last head computes of them before its own
-    step is for nobody.
-    """
-    whole, written, used = [0] * heads, [0] * heads, min(heads, steps)
-    for step in range(steps):
-        first, last = (min(step, used - 1), used - 1) if step else (0, heads - 1)
-        for head in range(first, last + 1):
-            (written if head == last > first else whole)[head] += 1
-    return list(zip(whole, written, strict=True))
-
-
-def _written_from(head: DraftHead) -> int:
-    """Bytes of weights that a head's keys and values are computed with."""
-    qkv = [one.mixer.qkv for one in head.layers[:1] if isinstance(one.mixer, Attention)]
-    return local_bytes((head.front, qkv))
+    steps = params.speculation.max_depth
+    lm_head = local_bytes(target.embed if target.lm_head is None else target.lm_head)
+    draft_weights = draft_weight_bytes(drafter, steps, lm_head)
+    if isinstance(drafter, BlockDrafter):
+        read = _kv_bytes(drafter.head, context)
+    else:
+        read, counts = 0, head_passes(len(drafter.heads), steps)
+        for head, (passes, _) in zip(drafter.heads, counts, strict=True):
+            draft_weights -= passes * _unread_experts(head, batch // params.data_parallel)
+            read += passes * _kv_bytes(head, context)
+    return FloorBytes(weights, kv, draft_weights, round(rows * read), state)
 
 
 def _verified(params: EngineParams) -> int:

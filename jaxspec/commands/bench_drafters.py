@@ -4,13 +4,15 @@ Every batch of held-out prompts is decoded plainly and with each --run, for each
 batch size; speeds are medians over the batches. A run is a drafter (as in generate) and one mode or
 several, `chain:K` or `NODES:DEPTH:TOPK`. All texts have --max-tokens tokens: stop tokens do not end
 them. Acceptance is counted in the same texts, with 95 % bootstrap intervals over prompts. All runs
-share the target's weights, and programs are compiled side by side.
+share the target's weights, and programs are compiled side by side. --from shows what another
+machine measured.
 """
 
 import argparse
 import dataclasses
+import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from rich.console import Console
 from jaxspec import LLM, SamplingParams, SpeculationConfig
 from jaxspec.commands.data_options import add_suffixes_option
 from jaxspec.commands.drafter_plot import plot_drafters
-from jaxspec.commands.drafter_tables import make_tables
+from jaxspec.commands.drafter_tables import full_width, make_tables
 from jaxspec.commands.program_cache import keep_compiled_programs, make_folder
 from jaxspec.commands.run_facts import run_facts
 from jaxspec.commands.shell import (
@@ -28,12 +30,13 @@ from jaxspec.commands.shell import (
     collect_parts,
     command_parser,
     progress_console,
+    read_text,
     run_command,
     table_console,
 )
 from jaxspec.comparison import compile_race, race
 from jaxspec.config.engine import EngineConfig
-from jaxspec.loading import choose_drafter
+from jaxspec.drafter_loading import choose_drafter
 from jaxspec.memory import bytes_of_token, local_bytes
 from jaxspec.models.decoder import Decoder
 from jaxspec.tokenizer import load_tokenizer
@@ -49,8 +52,11 @@ def make_parser() -> argparse.ArgumentParser:
     parser = command_parser("bench drafters", __doc__)
     add = parser.add_argument
     add_model_option(parser)
-    add("--data", type=Path, nargs="+", required=True, help="folders, text or .jsonl files, named "
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--data", type=Path, nargs="+", help="folders, text or .jsonl files, named "
         "as in training: a file is held out by the hash of its name below them")  # fmt: skip
+    source.add_argument("--from", type=Path, dest="measured", metavar="FILE", help="measure "
+        "nothing: tables and picture of what an earlier run printed with --json")  # fmt: skip
     add_suffixes_option(parser)
     add(
         "--run",
@@ -236,6 +242,18 @@ def measure_batches(
     ]
 
 
+def read_parts(path: Path) -> list[dict[str, Any]]:
+    """What a run with --json printed. Raises ValueError for another file."""
+    try:
+        parts = [json.loads(line) for line in read_text(path).splitlines()]
+    except json.JSONDecodeError as error:
+        raise ValueError(f"cannot read {path} as lines of JSON: {error}") from error
+    of_this_command = "target_token_bytes"  # other commands' have rows, too
+    if not parts or not all(isinstance(part, dict) and of_this_command in part for part in parts):
+        raise ValueError(f"{path} is not of bench_drafters.py --json")
+    return parts
+
+
 def programs_of(engines: Sequence[LLM]) -> int:
     return sum(llm.engine.programs.compiled for llm in engines)
 
@@ -245,9 +263,15 @@ def run(args: argparse.Namespace) -> None:
         keep_compiled_programs(make_folder(args.compilation_cache))
     if args.plot is not None:
         args.plot.parent.mkdir(parents=True, exist_ok=True)
-    results = collect_parts(measure(args, progress_console()), "rows", as_json=args.json)
-    for table in make_tables(results):
-        table_console(stderr=args.json).print(table)
+    if args.measured is not None:
+        parts: Iterable[dict[str, Any]] = read_parts(args.measured)
+    else:
+        parts = measure(args, progress_console())
+    results = collect_parts(parts, "rows", as_json=args.json)
+    tables = make_tables(results)
+    console = table_console(stderr=args.json, width=max(map(full_width, tables)))
+    for table in tables:
+        console.print(table)
     if args.plot is not None:
         plot_drafters(results, args.plot)
 

@@ -10,25 +10,31 @@ from matplotlib.figure import Figure
 
 from jaxspec.commands.drafter_tables import (
     Row,
+    Run,
     at_temperature,
     by_run,
-    label,
     most_texts,
+    run_names,
+    run_of,
     setting,
     temperatures,
 )
 
 COLORS = matplotlib.color_sequences["tab10"]
 MARKERS, LINES = "osD^vPX*", ("-", "--", ":", "-.")
+Styles = Mapping[Run, Mapping[str, Any]]
+WIDTH = 14  # inches
 SPREAD = 0.5  # of a batch's points, beside each other so that none hides another
 
 
 def plot_drafters(results: Mapping[str, Any], path: Path) -> None:
     """Two panels for each temperature. A colour is a drafter, a marker and line style a mode."""
     degrees = temperatures(results)
-    figure = Figure(figsize=(14, 0.6 + 4.4 * len(degrees)), layout="constrained")
-    panels = figure.subplots(len(degrees), 2, squeeze=False)
     styles = styles_of([row for row in results["rows"] if row["mode"] != "plain"])
+    columns = legend_columns([style["label"] for style in styles.values()])
+    height = 0.6 + 4.4 * len(degrees) + 0.2 * -(-len(styles) // columns)
+    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+    panels = figure.subplots(len(degrees), 2, squeeze=False)
     for temperature, (speeds, depths) in zip(degrees, panels, strict=True):
         rows = at_temperature(results, temperature)
         runs = by_run([row for row in rows if row["mode"] != "plain"])
@@ -36,45 +42,46 @@ def plot_drafters(results: Mapping[str, Any], path: Path) -> None:
         draw_depths(depths, runs, styles)
         speeds.set_title(setting(results, temperature), loc="left")
     handles, names = panels[0][0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside right upper", frameon=False)
+    figure.legend(handles, names, loc="outside lower center", ncols=columns, frameon=False)
     figure.savefig(path, dpi=120)
 
 
-def styles_of(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
-    """How each run is drawn, by its label."""
+def legend_columns(names: Sequence[str]) -> int:
+    """So many that long names do not reach over the picture's edges."""
+    return max(1, int(WIDTH / (0.7 + 0.085 * max(map(len, names)))))
+
+
+def styles_of(rows: Sequence[Row]) -> Styles:
+    """How each run is drawn, and called."""
     drafters = list(dict.fromkeys(row["drafter"] for row in rows))
     modes = list(dict.fromkeys(row["mode"] for row in rows))
     return {
-        label(row): {
-            "color": COLORS[drafters.index(row["drafter"]) % len(COLORS)],
-            "marker": MARKERS[modes.index(row["mode"]) % len(MARKERS)],
-            "linestyle": LINES[modes.index(row["mode"]) % len(LINES)],
+        (drafter, mode): {
+            "label": name,
+            "color": COLORS[drafters.index(drafter) % len(COLORS)],
+            "marker": MARKERS[modes.index(mode) % len(MARKERS)],
+            "linestyle": LINES[modes.index(mode) % len(LINES)],
             "markersize": 5,
             "linewidth": 1.3,
         }
-        for row in rows
+        for (drafter, mode), name in run_names(rows).items()
     }
 
 
-def draw_speedups(
-    axes: Axes, runs: Sequence[Sequence[Row]], styles: Mapping[str, Mapping[str, Any]]
-) -> None:
+def draw_speedups(axes: Axes, runs: Sequence[Sequence[Row]], styles: Styles) -> None:
     """Lines over the batch sizes, which stand at even distances."""
     sizes = list(dict.fromkeys(row["batch"] for own in runs for row in own))
     for index, own in enumerate(runs):
         shift = SPREAD * ((index + 0.5) / len(runs) - 0.5)
         places = [sizes.index(row["batch"]) + shift for row in own]
-        name = label(own[0])
-        axes.plot(places, [row["speedup"] for row in own], label=name, **styles[name])
+        axes.plot(places, [row["speedup"] for row in own], **styles[run_of(own[0])])
     axes.axhline(1, color="gray", linewidth=0.8)
     axes.set_xticks(range(len(sizes)), [f"batch {size}" for size in sizes])
     axes.set_ylabel("speed-up over plain decoding")
     axes.grid(axis="y", alpha=0.3)
 
 
-def draw_depths(
-    axes: Axes, runs: Sequence[Sequence[Row]], styles: Mapping[str, Mapping[str, Any]]
-) -> None:
+def draw_depths(axes: Axes, runs: Sequence[Sequence[Row]], styles: Styles) -> None:
     """Shares of rounds, with intervals, in the most texts that there are of a run."""
     deepest = 1
     for index, own in enumerate(runs):
@@ -90,7 +97,7 @@ def draw_depths(
                 [100 * max(0.0, high - share) for share, (_, high) in pairs],
             ],
             elinewidth=0.8,
-            **styles[label(row)],
+            **styles[run_of(row)],
         )
         deepest = max(deepest, len(shares))
     axes.set_xticks(range(1, deepest + 1))

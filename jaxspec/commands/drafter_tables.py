@@ -1,29 +1,52 @@
 """Tables of `jaxspec bench drafters`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 
 from jaxspec.speculation.drafters.names import split_mixed
 
 Row = Mapping[str, Any]
+Run = tuple[str, str]  # drafter and mode
+Names = Mapping[Run, str]
+MOST_WIDTH = 1000  # of a table, in characters
 
 
-def label(row: Row) -> str:
-    """The run's name: of the drafter only the last part of a path."""
-    if row["mode"] == "plain":
-        return "plain"
-    mixed, own = split_mixed(row["drafter"])
-    return f"{mixed}{Path(own).name} {row['mode']}"
+def run_of(row: Row) -> Run:
+    return row["drafter"], row["mode"]
+
+
+def run_names(rows: Sequence[Row]) -> dict[Run, str]:
+    """What each run is called: of a drafter's path the last part, or as many of the last parts as
+    no other drafter's path ends with."""
+    names = {}
+    own = {run: split_mixed(run[0]) for run in dict.fromkeys(map(run_of, rows))}
+    tails = distinct_tails([path for _, path in own.values()])
+    for run, (mixed, path) in own.items():
+        names[run] = "plain" if run[1] == "plain" else f"{mixed}{tails[path]} {run[1]}"
+    return names
+
+
+def distinct_tails(paths: Iterable[str]) -> dict[str, str]:
+    """Of each path the shortest end, at least its last part, that is no other one's end."""
+    parts = {path: Path(path).parts for path in paths}
+    tails = {}
+    for path, own in parts.items():
+        others = [other for other in parts.values() if other != own]
+        lengths = range(1, len(own))
+        alone = (n for n in lengths if all(other[-n:] != own[-n:] for other in others))
+        tails[path] = str(Path(*own[-next(alone, len(own)) :]))
+    return tails
 
 
 def by_run(rows: Sequence[Row]) -> list[list[Row]]:
     """The rows of each run, in the order in which runs and rows come."""
-    runs: dict[tuple[str, str], list[Row]] = {}
+    runs: dict[Run, list[Row]] = {}
     for row in rows:
-        runs.setdefault((row["drafter"], row["mode"]), []).append(row)
+        runs.setdefault(run_of(row), []).append(row)
     return list(runs.values())
 
 
@@ -47,15 +70,21 @@ def setting(results: Mapping[str, Any], temperature: float) -> str:
 
 def make_tables(results: Mapping[str, Any]) -> list[Table]:
     """For each temperature one of speeds and one of acceptance."""
-    tables = []
+    tables, names = [], run_names(results["rows"])
     for temperature in temperatures(results):
         rows = at_temperature(results, temperature)
         title = setting(results, temperature)
-        tables += [speed_table(title, rows), acceptance_table(title, rows)]
-    return [*tables, memory_table(results)]
+        tables += [speed_table(title, rows, names), acceptance_table(title, rows, names)]
+    return [*tables, memory_table(results, names)]
 
 
-def speed_table(title: str, rows: Sequence[Row]) -> Table:
+def full_width(table: Table) -> int:
+    """What a table takes if none of its lines is cut: a console cuts names and numbers off."""
+    console = Console(width=MOST_WIDTH)
+    return console.measure(table).maximum
+
+
+def speed_table(title: str, rows: Sequence[Row], names: Names) -> Table:
     table = Table(title=f"{title}: tokens/s, ms a round, speed-up over plain", title_justify="left")
     table.add_column("drafter", no_wrap=True)
     for size in dict.fromkeys(row["batch"] for row in rows):
@@ -67,11 +96,11 @@ def speed_table(title: str, rows: Sequence[Row]) -> Table:
             for row in own
         )
         identical, texts = (sum(row[name] for row in own) for name in ("identical", "texts"))
-        table.add_row(label(own[0]), *cells, f"{identical} of {texts}")
+        table.add_row(names[run_of(own[0])], *cells, f"{identical} of {texts}")
     return table
 
 
-def acceptance_table(title: str, rows: Sequence[Row]) -> Table:
+def acceptance_table(title: str, rows: Sequence[Row], names: Names) -> Table:
     """Half the width of an interval stands for it, where it is not given in full."""
     texts = max(row["texts"] for row in rows)
     table = Table(
@@ -89,12 +118,14 @@ def acceptance_table(title: str, rows: Sequence[Row]) -> Table:
         depths = zip(found["by_depth"], found["by_depth_intervals"], strict=True)
         shares = (f"{100 * share:.0f}±{50 * (top - least):.0f}" for share, (least, top) in depths)
         table.add_row(
-            label(row), f"{found['length']:.2f} ({low:.2f} to {high:.2f})", "  ".join(shares)
+            names[run_of(row)],
+            f"{found['length']:.2f} ({low:.2f} to {high:.2f})",
+            "  ".join(shares),
         )
     return table
 
 
-def memory_table(results: Mapping[str, Any]) -> Table:
+def memory_table(results: Mapping[str, Any], names: Names) -> Table:
     table = Table(
         title="memory on each device",
         caption=f"{results['date']}, jax {results['jax']}\n{results['command']}",
@@ -108,7 +139,7 @@ def memory_table(results: Mapping[str, Any]) -> Table:
     table.add_row("target", *_memory(*own))
     for row in (rows[0] for rows in by_run(results["rows"])):
         if row["mode"] != "plain":
-            table.add_row(label(row), *_memory(row["weight_bytes"], row["token_bytes"]))
+            table.add_row(names[run_of(row)], *_memory(row["weight_bytes"], row["token_bytes"]))
     return table
 
 

@@ -27,8 +27,9 @@ from jaxspec.commands.shell import (
     show_results,
 )
 from jaxspec.config.engine import EngineConfig
+from jaxspec.drafter_loading import MIXED, choose_drafter
 from jaxspec.evaluation import measure_acceptance
-from jaxspec.loading import MIXED, choose_drafter, resolve_dtype
+from jaxspec.loading import resolve_dtype
 from jaxspec.tokenizer import load_tokenizer
 from jaxspec.training.draft_data import held_out_prompts
 

@@ -30,7 +30,7 @@ from jaxspec.commands.shell import progress_console
 from jaxspec.commands.streaming import stream
 from jaxspec.commands.tree_page import check_page_path, tree_page
 from jaxspec.comparison import compare, decode_rate
-from jaxspec.loading import choose_drafter
+from jaxspec.drafter_loading import choose_drafter
 from jaxspec.processes import Processes
 from jaxspec.tokenizer import TextTokenizer
 

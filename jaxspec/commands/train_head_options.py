@@ -47,86 +47,96 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     length.add_argument("--minutes", type=float, help="time for everything, start-up and export "
         "included; --regenerate stops after half of it, and the answers written by then are "
         "used")  # fmt: skip
-    rows = parser.add_argument_group("data")
-    rows.add_argument(
+    _add_data_options(parser)
+    _add_head_options(parser)
+    _add_block_options(parser)
+    _add_training_options(parser)
+    add("--license-note", default=DEFAULT_LICENSE, help="licence note in the model card")
+    return parser
+
+
+def _add_data_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("data").add_argument
+    add(
         "--suffixes",
         nargs="+",
         default=list(data.DEFAULT_SUFFIXES),
         help="of the files read in folders",
     )
-    rows.add_argument("--length", type=int, default=512, help="tokens of a row")
-    rows.add_argument(
+    add("--length", type=int, default=512, help="tokens of a row")
+    add(
         "--regenerate",
         action="store_true",
         help="let the model write the answers (of a chat, the first one)",
     )
-    rows.add_argument("--regenerate-rows", type=int, help="only so many rows (default: all)")
-    rows.add_argument(
+    add("--regenerate-rows", type=int, help="only so many rows (default: all)")
+    add(
         "--regenerate-temperatures",
         type=float,
         nargs="+",
         help="temperatures of the answers; row i uses the i-th, cyclically (default: 0 1)",
     )
-    rows.add_argument("--answers", type=Path, help="--work of an earlier run with --regenerate: "
+    add("--answers", type=Path, help="--work of an earlier run with --regenerate: "
         "its answers are used as they are, so several heads learn from the same")  # fmt: skip
-    rows.add_argument("--regenerate-batch", type=int, help="batch size of it (default: 64)")
-    rows.add_argument("--keep-text", action="store_true", help="train on the data's own text too")
-    rows.add_argument("--prompt-tokens", type=int, help="prompt of a text row (default: 64)")
-    rows.add_argument("--store-states", action="store_true", help="keep hidden states on disk "
+    add("--regenerate-batch", type=int, help="batch size of it (default: 64)")
+    add("--keep-text", action="store_true", help="train on the data's own text too")
+    add("--prompt-tokens", type=int, help="prompt of a text row (default: 64)")
+    add("--store-states", action="store_true", help="keep hidden states on disk "
         "(an error if they would take more than three quarters of --minutes)")  # fmt: skip
-    head = parser.add_argument_group("head")
-    head.add_argument("--draft-vocab", type=int, help="size of the draft vocabulary, the most "
+
+
+def _add_head_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("head").add_argument
+    add("--draft-vocab", type=int, help="size of the draft vocabulary, the most "
         "frequent tokens (default: the whole vocabulary)")  # fmt: skip
-    head.add_argument("--capture", type=int, nargs="+", help="target layers whose hidden states "
+    add("--capture", type=int, nargs="+", help="target layers whose hidden states "
         "the head reads (default: as in the method's official code, or by published heads of it)"
     )  # fmt: skip
-    head.add_argument("--ff", type=int, help="width of the MLP (default: the model's)")
-    head.add_argument("--layers", type=int, help="layers of the head (default: 1, of a block head "
+    add("--ff", type=int, help="width of the MLP (default: the model's)")
+    add("--layers", type=int, help="layers of the head (default: 1, of a block head "
         "2; published block heads have 5)")  # fmt: skip
-    block = parser.add_argument_group("block heads (dflash, dspark)")
-    block.add_argument("--block-size", type=int, help="tokens of a block (default: 8; published: "
+
+
+def _add_block_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("block heads (dflash, dspark)").add_argument
+    add("--block-size", type=int, help="tokens of a block (default: 8; published: "
         "DFlash 16, DSpark 7); dflash drafts one token less, dspark as many")  # fmt: skip
-    block.add_argument("--mask-token", type=int, help="id of the masks in a block (default: the "
+    add("--mask-token", type=int, help="id of the masks in a block (default: the "
         "first id past the tokenizer's, else the one that ends a text)")  # fmt: skip
-    block.add_argument("--markov-rank", type=int, help="rank of dspark's Markov head; 0: none "
+    add("--markov-rank", type=int, help="rank of dspark's Markov head; 0: none "
         "(default: a quarter of the hidden size, at most 256 as published)")  # fmt: skip
-    block.add_argument("--anchors", type=int, help="blocks of a row that a step learns, at random "
+    add("--anchors", type=int, help="blocks of a row that a step learns, at random "
         "places (default: 64)")  # fmt: skip
-    train = parser.add_argument_group("training")
-    train.add_argument(
-        "--unroll", type=int, help="steps of the training-time test (default: the method's)"
-    )
-    train.add_argument("--batch", type=int, default=32, help="rows of a step")
-    train.add_argument("--accumulation", type=int, default=1, help="micro-batches of a step")
-    train.add_argument("--lr", type=float, default=1e-3, help="highest learning rate")
-    train.add_argument("--warmup", type=int, default=100, help="steps of learning rate warm-up")
-    train.add_argument("--seed", type=int, default=0, help="seed of all random numbers")
-    train.add_argument(
+
+
+def _add_training_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("training").add_argument
+    add("--unroll", type=int, help="steps of the training-time test (default: the method's)")
+    add("--batch", type=int, default=32, help="rows of a step")
+    add("--accumulation", type=int, default=1, help="micro-batches of a step")
+    add("--lr", type=float, default=1e-3, help="highest learning rate")
+    add("--warmup", type=int, default=100, help="steps of learning rate warm-up")
+    add("--seed", type=int, default=0, help="seed of all random numbers")
+    add(
         "--attention",
         choices=("auto", "xla", "cudnn"),
         default="auto",
         help="implementation of attention; auto: cudnn where it runs, else xla",
     )
-    train.add_argument(
+    add(
         "--dtype",
         choices=("auto", "bfloat16", "float32"),
         default="auto",
         help="dtype of the computation; auto: bfloat16 on a GPU, else float32",
     )
-    train.add_argument(
-        "--steps-per-call", type=int, default=10, help="most steps between log records"
-    )
-    train.add_argument(
+    add("--steps-per-call", type=int, default=10, help="most steps between log records")
+    add(
         "--evaluate-every",
         type=int,
         default=500,
         help="steps between evaluations on held-out files",
     )
-    train.add_argument(
-        "--save-every", type=int, default=1000, help="steps between checkpoints and exports"
-    )
-    add("--license-note", default=DEFAULT_LICENSE, help="licence note in the model card")
-    return parser
+    add("--save-every", type=int, default=1000, help="steps between checkpoints and exports")
 
 
 def loss_of(args: argparse.Namespace) -> Loss:

@@ -27,7 +27,7 @@ from jaxspec.speculation.drafters import PrefillChunk
 from jaxspec.speculation.drafters.paged import TokenRun, causal_attend, prompt_tokens
 from jaxspec.speculation.round import split_captured
 from jaxspec.speculation.token_masks import check_masks, restrict
-from jaxspec.state import Emitted, Ending, EngineState, PromptLogprobs, Status
+from jaxspec.state import Emitted, Ending, EngineState, PromptLogprobs, Rows, Status
 
 SCORED_AT_ONCE = 256  # prompt tokens whose logits are in memory together, for their logprobs
 
@@ -130,8 +130,6 @@ def read_chunk(
 ) -> tuple[EngineState, Emitted]:
     """Read the next chunk of all rows of ``state`` that are reading."""
     rows, target = state.rows, params.target
-    reading = rows.status == Status.READING
-    left = rows.prompt_lens - rows.context_lens
     run, counts = next_tokens(state, width, limits)
     states, capture = state.pool.target, params.drafter.capture
     hidden, layers, captured = decoder.run(
@@ -150,30 +148,14 @@ def read_chunk(
     last = jnp.maximum(counts - 1, 0)[:, None, None]
     ended = jnp.take_along_axis(hidden, last, axis=1)
     logits = decoder.logits(target, ended, call.kernels, apart=call.order_invariant)
-    ends = reading & (counts == left)
-    legal = logits if masks is None else restrict(logits, masks[:, None], target.layout)
-    controlled = _controlled(legal, state, rows.context_lens + counts, call, params)
-    roots = _sample(controlled, state, rows.context_lens + counts, call, params)
-    finite = collectives.all_finite(controlled, target.layout)[:, 0]
+    lens = rows.context_lens + counts
+    roots, finite = _next_token(logits, state, lens, masks, call, params)
     draft = params.drafter.prefill(
         target, state, PrefillChunk(tokens=run.tokens, counts=counts), features, call
     )
     pool = state.pool.replace(target=states.replace(layers=layers), draft=draft.pool)
-    ending = jnp.where(rows.prompt_lens + 1 >= rows.max_lens, Ending.LENGTH, Ending.NONE)
-    stopped = jnp.any(roots[:, None] == rows.stop_tokens, axis=1)
-    ending = jnp.where(stopped, Ending.STOP, ending)
-    ending = jnp.where(finite, ending, Ending.NOT_FINITE)
-    status = jnp.where(ending == Ending.NONE, Status.DECODING, Status.DONE)
-    sampled = ends & finite
-    row, length = jnp.arange(counts.shape[0]), rows.tokens.shape[1]
-    root_at = jnp.where(sampled, rows.prompt_lens, length)
-    after = rows.replace(
-        status=jnp.where(ends, status, rows.status),
-        ending=jnp.where(ends, ending, rows.ending),
-        tokens=rows.tokens.at[row, root_at].set(roots, mode="drop"),
-        context_lens=rows.context_lens + counts,
-        draft=draft.rows,
-    )
+    after, sampled = _advanced(rows, counts, roots, finite)
+    after = after.replace(draft=draft.rows)
     asked = None if asked is None else jnp.take_along_axis(asked, last, axis=1)[None]
     own = top_tokens = top_logprobs = prompt = None
     if call.logprobs:
@@ -201,6 +183,27 @@ def read_chunk(
     return state.replace(pool=pool, rows=after), emitted
 
 
+def _advanced(rows: Rows, counts: Array, roots: Array, finite: Array) -> tuple[Rows, Array]:
+    """The rows after a chunk of ``counts`` [R] tokens, and which of them got a root: their prompt
+    has ended, and its last logits are ``finite`` [R]."""
+    ends = (rows.status == Status.READING) & (counts == rows.prompt_lens - rows.context_lens)
+    ending = jnp.where(rows.prompt_lens + 1 >= rows.max_lens, Ending.LENGTH, Ending.NONE)
+    stopped = jnp.any(roots[:, None] == rows.stop_tokens, axis=1)
+    ending = jnp.where(stopped, Ending.STOP, ending)
+    ending = jnp.where(finite, ending, Ending.NOT_FINITE)
+    status = jnp.where(ending == Ending.NONE, Status.DECODING, Status.DONE)
+    sampled = ends & finite
+    row, length = jnp.arange(counts.shape[0]), rows.tokens.shape[1]
+    root_at = jnp.where(sampled, rows.prompt_lens, length)
+    after = rows.replace(
+        status=jnp.where(ends, status, rows.status),
+        ending=jnp.where(ends, ending, rows.ending),
+        tokens=rows.tokens.at[row, root_at].set(roots, mode="drop"),
+        context_lens=rows.context_lens + counts,
+    )
+    return after, sampled
+
+
 def next_tokens(state: EngineState, width: int, limits: Array | None) -> tuple[TokenRun, Array]:
     """What rows that are reading read next, and how many tokens [R] that is: at most ``width``, and
     at most ``limits`` [R]."""
@@ -210,6 +213,23 @@ def next_tokens(state: EngineState, width: int, limits: Array | None) -> tuple[T
     counts = jnp.where(rows.status == Status.READING, counts, 0)
     places = jnp.minimum(rows.context_lens[:, None] + jnp.arange(width), rows.tokens.shape[1] - 1)
     return prompt_tokens(state, jnp.take_along_axis(rows.tokens, places, axis=1), counts), counts
+
+
+def _next_token(
+    logits: Array,
+    state: EngineState,
+    lens: Array,
+    masks: Array | None,
+    call: Call,
+    params: EngineParams,
+) -> tuple[Array, Array]:
+    """The tokens [B] that follow ``lens`` [B] tokens, from raw logits [B, 1, V / shards], and
+    whether what they are drawn from is finite [B]."""
+    layout = params.target.layout
+    legal = logits if masks is None else restrict(logits, masks[:, None], layout)
+    controlled = _controlled(legal, state, lens, call, params)
+    roots = _sample(controlled, state, lens, call, params)
+    return roots, collectives.all_finite(controlled, layout)[:, 0]
 
 
 def _controlled(

@@ -20,8 +20,8 @@ from jaxspec.models.forward import Heads, LatentHeads
 from jaxspec.parallel import Axes
 from jaxspec.pytree import Pytree, array, pytree, static
 from pallas_kernels.latent_attention import latent_attention
+from pallas_kernels.latent_attention.expanded import dense_heads, expanded_attention
 from pallas_kernels.paged_attention import paged_attention
-from pallas_kernels.paged_attention.expanded import dense_heads, expanded_attention
 from pallas_kernels.paged_attention.partial import (
     PartialAttention,
     merge_partials,

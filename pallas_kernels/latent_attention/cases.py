@@ -142,14 +142,14 @@ def as_benchmark(case: LatentCase, dtype: Any) -> Benchmark:
         make_arguments=functools.partial(make_arguments, case, dtype),
         call=functools.partial(latent_attention, **case.options, implementation=implementation),
         reference=functools.partial(latent_attention_reference, **case.options),
-        feed=_feed,
+        feed=feed_lengths,
         num_bytes=case.num_bytes(dtype),
         flops=case.flops,
         implementation=implementation,
     )
 
 
-def _feed(arguments: Arguments, output: Array) -> Arguments:
+def feed_lengths(arguments: Arguments, output: Array) -> Arguments:
     """The next call's queries are there only after the output, of which its lengths take nothing.
 
     (To write outputs, which are narrower than queries, into them would take a copy.)

@@ -15,7 +15,6 @@ lie only in the first and the last block of a context. There the second warpgrou
 with zeros while the first computes scores, which the mask replaces.
 """
 
-import dataclasses
 import functools
 import math
 from typing import Any
@@ -27,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from pallas_kernels.latent_attention.plan import Plan, Work
 from pallas_kernels.latent_attention.tuning import LatentTuning, latent_tuning
 from pallas_kernels.paged_attention.blocks import (
     block_pages,
@@ -57,50 +57,6 @@ LEADER, FOLLOWER, PRODUCER = range(3)  # warpgroups
 LN_2 = math.log(2)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Plan:
-    """Sizes of a call. A tile is 64 consecutive of the rows of a sequence: T tokens' Q heads.
-
-    Rows are copied ``unit`` at a time, so that a copy is within a sequence or outside.
-    """
-
-    batch: int
-    num_tokens: int
-    heads: int
-    stored: int  # entries of a vector
-    latent: int  # of which so many are the value
-    page_size: int
-    columns: int  # of the page table
-    words: int  # of the ancestor mask
-    causal: bool  # no mask: a token sees the tokens before it
-    first_slot: int
-    scale: float  # of the scores
-    config: LatentTuning
-    interpret: bool
-
-    @property
-    def rows(self) -> int:
-        return self.num_tokens * self.heads
-
-    @property
-    def tiles(self) -> int:
-        return -(-self.rows // ROWS)
-
-    @property
-    def unit(self) -> int:
-        return math.gcd(self.rows, ROWS)
-
-    @property
-    def half(self) -> int:
-        """Columns of the output that a warpgroup has."""
-        return self.latent // 2
-
-    @property
-    def pages_of_block(self) -> int:
-        """Pages that a block of context slots lies in."""
-        return max(self.config.block // self.page_size, 1)
-
-
 # Traced once for all layers of a model: building and compiling the kernel takes seconds.
 @functools.partial(
     jax.jit, static_argnames=("latent", "scale", "first_slot", "config", "interpret")
@@ -128,7 +84,7 @@ def latent_attention_mosaic(
     if config is None:
         tiles = -(-num_tokens * heads // ROWS)
         config = latent_tuning(batch, tiles, columns * page_size)
-    plan = _Plan(
+    plan = Plan(
         batch=batch,
         num_tokens=num_tokens,
         heads=heads,
@@ -159,7 +115,7 @@ def latent_attention_mosaic(
     return merge_partials(parts).astype(q.dtype)
 
 
-def _make_kernel(plan: _Plan, dtype: Any, interpret: Any) -> Any:
+def _make_kernel(plan: Plan, dtype: Any, interpret: Any) -> Any:
     config = plan.config
     out_dtype = jnp.dtype(dtype if config.splits == 1 else jnp.float32)
     outer = (config.splits, plan.batch)
@@ -184,7 +140,7 @@ def _make_kernel(plan: _Plan, dtype: Any, interpret: Any) -> Any:
         q, pages, table, context_lens, kv_lens, row_words, *outputs, ring_or_rows, **refs
     ):
         (refs["kv"],), (refs["rows"],) = ring_or_rows
-        work = _Work(plan, context_lens, kv_lens)
+        work = Work(plan, context_lens, kv_lens)
         warpgroup = lax.axis_index("warpgroup")
 
         @pl.when(warpgroup == PRODUCER)
@@ -238,50 +194,7 @@ def _make_kernel(plan: _Plan, dtype: Any, interpret: Any) -> Any:
     )
 
 
-class _Work:
-    """The range of context blocks that this CTA attends to: [start, stop).
-
-    Attributes:
-      context: number of committed slots.
-      end: end of the sequence's slots: no row sees one from there on.
-      committed: every row sees the slots before it, from the first slot on.
-    """
-
-    def __init__(self, plan: _Plan, context_lens: Any, kv_lens: Any) -> None:
-        self.plan, block = plan, plan.config.block
-        self.tile, self.split, self.sequence = (
-            lax.axis_index(name) for name in ("tile", "split", "sequence")
-        )
-        self.context = self.committed = context_lens[self.sequence]
-        self.end = end = jnp.minimum(kv_lens[self.sequence], plan.columns * plan.page_size)
-        if plan.causal:
-            first, last = ((self.tile * ROWS + row) // plan.heads for row in (0, ROWS - 1))
-            self.committed += first
-            end = jnp.minimum(end, self.context + jnp.minimum(last, plan.num_tokens - 1) + 1)
-        self.committed = jnp.minimum(self.committed, self.end)
-        first_block = plan.first_slot // block
-        num_blocks = jnp.maximum((end + block - 1) // block - first_block, 0)
-        share = (num_blocks + plan.config.splits - 1) // plan.config.splits
-        last = first_block + num_blocks
-        self.start = jnp.minimum(first_block + self.split * share, last)
-        self.stop = jnp.minimum(self.start + share, last)
-
-    def is_edge(self, block: Array) -> Array:
-        """Whether a block holds slots that no query sees and that may be NaN."""
-        size = self.plan.config.block
-        return ((block + 1) * size > self.end) | self._is_first(block)
-
-    def all_see(self, block: Array) -> Array:
-        """Whether every row sees all slots of a block."""
-        size = self.plan.config.block
-        return ((block + 1) * size <= self.committed) & ~self._is_first(block)
-
-    def _is_first(self, block: Array) -> Array:
-        """Whether a block starts before the first slot."""
-        return block * self.plan.config.block < self.plan.first_slot
-
-
-def _copy_queries(plan: _Plan, work: _Work, q: Any, refs: Any) -> None:
+def _copy_queries(plan: Plan, work: Work, q: Any, refs: Any) -> None:
     """Copy the tile's rows. Those past the sequence's last row are copies of others."""
     for first in range(0, ROWS, plan.unit):
         start = jnp.minimum(work.tile * ROWS + first, plan.rows - plan.unit)
@@ -292,7 +205,7 @@ def _copy_queries(plan: _Plan, work: _Work, q: Any, refs: Any) -> None:
         )
 
 
-def _produce_blocks(plan: _Plan, work: _Work, table: Any, pages: Any, refs: Any) -> None:
+def _produce_blocks(plan: Plan, work: Work, table: Any, pages: Any, refs: Any) -> None:
     """Copy the blocks in order into the ring. Page indices are read one block ahead."""
 
     def produce(block: Array, indices: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -307,7 +220,7 @@ def _produce_blocks(plan: _Plan, work: _Work, table: Any, pages: Any, refs: Any)
     wait_until_all_free(plan, refs, ["kv"], work.stop - work.start)
 
 
-def _lead_blocks(plan: _Plan, work: _Work, words: list[Array], refs: Any) -> tuple[Array, Array]:
+def _lead_blocks(plan: Plan, work: Work, words: list[Array], refs: Any) -> tuple[Array, Array]:
     """Online softmax over the CTA's blocks, and the first half of the output's columns: normalized
     [ROWS, L / 2], and the log-sum-exps [ROWS]."""
     size = plan.config.block
@@ -355,7 +268,7 @@ def _hand_over(factor: Array, refs: Any) -> None:
     plgpu.barrier_arrive(refs["weights_full"])
 
 
-def _follow_blocks(plan: _Plan, work: _Work, refs: Any) -> Array:
+def _follow_blocks(plan: Plan, work: Work, refs: Any) -> Array:
     """The second half of the output's columns: normalized [ROWS, L / 2]."""
 
     def step(block: Array, acc: Array) -> Array:
@@ -388,7 +301,7 @@ def _follow_blocks(plan: _Plan, work: _Work, refs: Any) -> Array:
     return received(lax.fori_loop(work.start, work.stop, step, filled((ROWS, plan.half), 0.0)))
 
 
-def _store(plan: _Plan, work: _Work, acc: Array, out: Any, half: int, refs: Any) -> None:
+def _store(plan: Plan, work: Work, acc: Array, out: Any, half: int, refs: Any) -> None:
     """A warpgroup's columns, from registers through shared memory to the output."""
     plgpu.barrier_arrive(refs["all_read"])
     plgpu.barrier_wait(refs["all_read"])  # no one reads the last blocks any more
@@ -408,7 +321,7 @@ def _store(plan: _Plan, work: _Work, acc: Array, out: Any, half: int, refs: Any)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the kernel's end waits for the rest
 
 
-def _store_log_sums(work: _Work, log_sum: Array, out: Any, refs: Any) -> None:
+def _store_log_sums(work: Work, log_sum: Array, out: Any, refs: Any) -> None:
     """The tile's log-sum-exps to the output; _store waits for it."""
     write(refs["log_sums"], log_sum)
     plgpu.commit_smem()

@@ -1,5 +1,7 @@
 """Blocks of keys and values on their way to shared memory, for the kernel in mosaic_gpu.py.
 
+The kernel of latent attention calls some of these with a plan and work of its own.
+
 Pages of bytes (see float8.py) are copied to rings of their own. The producer warpgroup widens each
 block in registers, to bfloat16, and writes it to the ring that the compute warpgroups read. So
 these, and what tensor cores multiply, are the same for all pages; only half as many bytes are read.
@@ -14,6 +16,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels.float8 import decode
+from pallas_kernels.paged_attention.plan import Plan, Work
 from pallas_kernels.paged_attention.tuning import ROWS
 from pallas_kernels.shared_memory import zero_rows_outside
 
@@ -70,7 +73,59 @@ def wait_until_all_free(plan: Any, refs: Any, names: Sequence[str], num_blocks: 
             wait_until_free(plan, refs, name, num_blocks + i)
 
 
-def produce_wide_blocks(plan: Any, work: Any, table: Any, k: Any, v: Any, refs: Any) -> None:
+def produce_blocks(plan: Plan, work: Work, table: Any, k: Any, v: Any, refs: Any) -> None:
+    """Copy the blocks in order into the ring. Page indices are read one block ahead."""
+    config = plan.config
+
+    def produce(block: Array, indices: tuple[Array, ...]) -> tuple[Array, ...]:
+        following = block_pages(plan, work, table, block + 1)
+        index = block - work.start
+        slot = lax.rem(index, config.stages)
+        if plan.has_left_edge:  # once copies for the whole ring have been issued
+            clean_left_edge(index == config.stages)
+        for (source, ring), name, barrier in (
+            (k, "k", slot),
+            (v, "v", work.values_barrier(block, slot)),
+        ):
+            wait_until_free(plan, refs, name, index)
+            full = refs[f"{name}_full"].at[barrier]
+            copy_block(plan, work, source, ring, full, block, slot, indices)
+        return following
+
+    def clean_left_edge(now: Array) -> None:
+        @pl.when(now & work.is_left_edge(work.start))
+        def _():
+            _clean_values(plan, work, work.start, jnp.int32(1), refs)
+
+    lax.fori_loop(work.start, work.stop, produce, block_pages(plan, work, table, work.start))
+    num_blocks = work.stop - work.start
+    if plan.has_left_edge:
+        clean_left_edge((num_blocks > 0) & (num_blocks <= config.stages))
+
+    @pl.when((num_blocks > 0) & work.is_right_edge(work.stop - 1))
+    def _clean_right_edge():
+        _clean_values(plan, work, work.stop - 1, jnp.int32(0), refs)
+
+    wait_until_all_free(plan, refs, ("k", "v"), num_blocks)
+
+
+def _clean_values(plan: Plan, work: Work, block: Array, edge: Array, refs: Any) -> None:
+    """Overwrite a block's values in slots that no query sees with zeros, once they are loaded."""
+    plgpu.barrier_wait(refs["v_full"].at[plan.config.stages + edge])
+    slot = lax.rem(block - work.start, plan.config.stages)
+    start = block * plan.config.block
+    for head in range(plan.config.heads):
+        zero_rows_outside(
+            refs["v"].at[slot, head],
+            work.first - start,
+            work.kv_len - start,
+            interpret=plan.interpret,
+        )
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(refs["v_cleaned"].at[edge])
+
+
+def produce_wide_blocks(plan: Plan, work: Work, table: Any, k: Any, v: Any, refs: Any) -> None:
     """Copy blocks of bytes in order into their rings, ``byte_stages`` ahead, and widen them.
 
     Values that no query sees are overwritten with zeros, as they may be NaN.
@@ -127,7 +182,7 @@ def _widen(rows: Any, to: Any) -> None:
         to[span] = decode(own, jnp.float32).astype(to.dtype)
 
 
-def _clean(plan: Any, work: Any, block: Array, values: Any) -> None:
+def _clean(plan: Plan, work: Work, block: Array, values: Any) -> None:
     """Overwrite a block's values [heads, block, D] in slots that no query sees with zeros."""
 
     @pl.when(work.is_left_edge(block) | work.is_right_edge(block))

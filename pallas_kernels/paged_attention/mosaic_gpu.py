@@ -17,10 +17,8 @@ slots that are here, and only the mask has to know where in the sequence they li
 output, in float32, the kernel then returns the log-sum-exp of each query's scores.
 """
 
-import dataclasses
 import functools
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -31,19 +29,14 @@ import numpy as np
 from jax import Array, lax
 
 from pallas_kernels import cluster
-from pallas_kernels.float8 import BYTES, is_float8
-from pallas_kernels.paged_attention.blocks import (
-    block_pages,
-    copy_block,
-    produce_wide_blocks,
-    wait_until_all_free,
-    wait_until_free,
-)
+from pallas_kernels.float8 import BYTES
+from pallas_kernels.paged_attention.blocks import produce_blocks, produce_wide_blocks
+from pallas_kernels.paged_attention.output import merge_and_store, store
 from pallas_kernels.paged_attention.partial import PartialAttention
+from pallas_kernels.paged_attention.plan import Plan, Work, make_plan
 from pallas_kernels.paged_attention.rows import (
     LOWEST_PEAK,
     MASKED,
-    TINY,
     by_row,
     filled,
     load_words,
@@ -53,71 +46,9 @@ from pallas_kernels.paged_attention.rows import (
     softmax_step,
     visible,
     words_of_rows,
-    write,
 )
-from pallas_kernels.paged_attention.tuning import (
-    ROWS,
-    AttentionTuning,
-    attention_tuning,
-    float8_tuning,
-)
-from pallas_kernels.shared_memory import SWIZZLED, swizzled_bytes, zero_rows_outside
-
-MERGED_ROWS = 32  # rows of all splits merged at a time; more would need more registers
-LN_2 = math.log(2)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Plan:
-    """Sizes of a call. A tile is the rows of one warpgroup: ``tokens`` tokens of one KV head.
-
-    The *edges* of a context are the blocks that hold its first visible slot and its end.
-    """
-
-    batch: int
-    num_tokens: int
-    kv_heads: int
-    group: int  # query heads of a KV head
-    head_dim: int
-    page_size: int
-    whole_size: int | None  # slots of a whole page, if pages hold a part of each; else None
-    columns: int  # of the page table
-    words: int  # of the ancestor mask
-    causal: bool  # no mask: a token sees the tokens before it
-    tiles: int  # tiles that share the tokens of a sequence
-    tokens: int  # of a tile
-    window: int | None
-    first_slot: int
-    scale: float  # of the scores
-    float8: bool  # pages of bytes, with scales
-    config: AttentionTuning
-    interpret: bool
-
-    @property
-    def partial(self) -> bool:
-        """Whether pages hold a part of each page, and log-sum-exps are returned, too."""
-        return self.whole_size is not None
-
-    @property
-    def row_blocks(self) -> int:
-        return self.tiles // self.config.warpgroups
-
-    @property
-    def pages_of_block(self) -> int:
-        """Pages that a block of context slots lies in."""
-        return max(self.config.block // self.page_size, 1)
-
-    @property
-    def has_left_edge(self) -> bool:
-        return self.window is not None or self.first_slot > 0
-
-    @property
-    def num_edges(self) -> int:
-        """Blocks whose values are cleaned apart: the last of a context, and maybe the first, may
-        hold slots that no query sees. Those of bytes are cleaned when they are widened."""
-        if self.float8:
-            return 0
-        return 2 if self.has_left_edge else 1
+from pallas_kernels.paged_attention.tuning import ROWS, AttentionTuning
+from pallas_kernels.shared_memory import SWIZZLED, swizzled_bytes
 
 
 # Traced once for all layers of a model: building and compiling the kernel takes seconds.
@@ -146,7 +77,7 @@ def paged_attention_mosaic(
 
     ``config`` None: from tuning.py. ``interpret``: plgpu.InterpretGPUParams, for tests.
     """
-    plan = _make_plan(
+    plan = make_plan(
         q, k_pages, page_table, ancestors, None, window, first_slot, scale, config, interpret
     )
     kernel = _make_kernel(plan, q.dtype, interpret)
@@ -182,7 +113,7 @@ def partial_attention_mosaic(
 
     The output is normalized: ``peak`` is the log-sum-exp, and ``total`` is 1.
     """
-    plan = _make_plan(
+    plan = make_plan(
         q, k_pages, page_table, ancestors, page_size, window, first_slot, scale, config, interpret
     )
     kernel = _make_kernel(plan, q.dtype, interpret)
@@ -194,50 +125,7 @@ def partial_attention_mosaic(
     return PartialAttention(out, log_sums, jnp.ones_like(log_sums))
 
 
-def _make_plan(
-    q: Array,
-    k_pages: Array,
-    page_table: Array,
-    ancestors: Array | None,
-    whole_size: int | None,
-    window: int | None,
-    first_slot: int,
-    scale: float | None,
-    config: AttentionTuning | None,
-    interpret: Any,
-) -> _Plan:
-    batch, num_tokens, num_heads, head_dim = q.shape
-    _, kv_heads, page_size, _ = k_pages.shape
-    group = num_heads // kv_heads
-    row_tiles = -(-num_tokens // (ROWS // group))
-    if config is None:
-        slots = page_table.shape[1] * page_size
-        tuning = float8_tuning if is_float8(k_pages) else attention_tuning
-        config = tuning(batch, kv_heads, row_tiles, slots, page_size)
-    tiles = -(-row_tiles // config.warpgroups) * config.warpgroups
-    return _Plan(
-        batch=batch,
-        num_tokens=num_tokens,
-        kv_heads=kv_heads,
-        group=group,
-        head_dim=head_dim,
-        page_size=page_size,
-        whole_size=whole_size,
-        columns=page_table.shape[1],
-        words=1 if ancestors is None else ancestors.shape[-1],
-        causal=ancestors is None,
-        tiles=tiles,
-        tokens=-(-num_tokens // tiles),
-        window=window,
-        first_slot=first_slot,
-        scale=head_dim**-0.5 if scale is None else scale,
-        float8=is_float8(k_pages),
-        config=config,
-        interpret=interpret is not None,
-    )
-
-
-def _row_masks(plan: _Plan, positions: Array, ancestors: Array | None) -> list[Array]:
+def _row_masks(plan: Plan, positions: Array, ancestors: Array | None) -> list[Array]:
     """The words of the rows' masks. With a window also the edges of each sequence's windows [B, 2],
     and the slot from which each row sees its context [B, tiles, ROWS]."""
     token_of_row = np.minimum(
@@ -252,14 +140,14 @@ def _row_masks(plan: _Plan, positions: Array, ancestors: Array | None) -> list[A
     return [row_words, jnp.stack(edges, axis=1), seen_from[:, token_of_row]]
 
 
-def _by_token(plan: _Plan, rows: Array) -> Array:
+def _by_token(plan: Plan, rows: Array) -> Array:
     """A value per row of each tile [B, G, tiles, ROWS] as one per query [B, T, Q]."""
     used = rows[..., : plan.tokens * plan.group]
     by_token = used.reshape(plan.batch, plan.kv_heads, -1, plan.group)[:, :, : plan.num_tokens]
     return by_token.swapaxes(1, 2).reshape(plan.batch, plan.num_tokens, -1)
 
 
-def _make_kernel(plan: _Plan, dtype: Any, interpret: Any) -> Any:
+def _make_kernel(plan: Plan, dtype: Any, interpret: Any) -> Any:
     config = plan.config
     tile = (config.consumers, ROWS, plan.head_dim)
     ring = (config.stages, config.heads, config.block, plan.head_dim)
@@ -342,14 +230,14 @@ def _make_kernel(plan: _Plan, dtype: Any, interpret: Any) -> Any:
             *windows, refs["k_scale"], refs["v_scale"] = windows
         if plan.partial:
             *windows, offset = windows
-        work = _Work(plan, context_lens, kv_lens, windows[0] if windows else None, offset)
+        work = Work(plan, context_lens, kv_lens, windows[0] if windows else None, offset)
         warpgroup = lax.axis_index("warpgroup")
 
         @pl.when(warpgroup == config.consumers)
         def _produce():
             if config.registers:
                 plgpu.set_max_registers(config.producer_registers, action="decrease")
-            produce = produce_wide_blocks if plan.float8 else _produce_blocks
+            produce = produce_wide_blocks if plan.float8 else produce_blocks
             produce(plan, work, table, (k_pages, refs["k"]), (v_pages, refs["v"]), refs)
             if config.splits > 1:  # all threads must take part in both barriers of the merge
                 cluster.sync()
@@ -368,9 +256,9 @@ def _make_kernel(plan: _Plan, dtype: Any, interpret: Any) -> Any:
                 seen_from = row_load(windows[1].at[work.sequence, tile])
             state = _attend(plan, work, words, seen_from, refs)
             if config.splits > 1:
-                _merge_and_store(plan, work, state, tile, outputs, refs)
+                merge_and_store(plan, work, state, tile, outputs, refs)
             else:
-                _store(plan, work, state, tile, outputs, refs)
+                store(plan, work, state, tile, outputs, refs)
 
     return plgpu.kernel(
         paged_attention_kernel,
@@ -389,151 +277,7 @@ def _make_kernel(plan: _Plan, dtype: Any, interpret: Any) -> Any:
     )
 
 
-class _Work:
-    """The range of context blocks that this CTA attends to: [start, stop).
-
-    Attributes:
-      first_head: first KV head of the CTA.
-      own_head: the KV head of this compute warpgroup, counted from ``first_head``.
-      kv_head: the same, counted from 0.
-      context: number of committed slots.
-      end: end of the sequence's slots.
-      committed: every row sees the slots before it, but for windows and the first slot. Like the
-        two above it counts all slots of the sequence; the next four, and blocks, those that are
-        here.
-      first, kv_len: no row sees slots before ``first`` or from ``kv_len`` on.
-      all_see_from, all_see_to: every row sees the slots of this range.
-    """
-
-    def __init__(
-        self,
-        plan: _Plan,
-        context_lens: Any,
-        kv_lens: Any,
-        window_edges: Any | None,
-        offset: Any | None,
-    ) -> None:
-        self.plan, block = plan, plan.config.block
-        self.offset: Any = None if offset is None else offset[0]
-        self.sequence = lax.axis_index("sequence")
-        self.first_head = lax.axis_index("kv_heads") * plan.config.heads
-        self.own_head = lax.axis_index("warpgroup") // plan.config.warpgroups
-        self.kv_head = self.first_head + self.own_head
-        self.split = lax.axis_index("split")
-        self.context = self.committed = context_lens[self.sequence]
-        num_slots = plan.columns * (plan.whole_size or plan.page_size)
-        self.end = end = jnp.minimum(kv_lens[self.sequence], num_slots)
-        first = all_see_from = jnp.int32(plan.first_slot)
-        if window_edges is not None:
-            edges = (window_edges[self.sequence, i] for i in range(2))
-            first, all_see_from = (jnp.maximum(edge, plan.first_slot) for edge in edges)
-            # The window does not hide tree nodes.
-            first = jnp.maximum(jnp.minimum(first, self.context), plan.first_slot)
-        if plan.causal:
-            tokens = plan.config.warpgroups * plan.tokens
-            before = lax.axis_index("row_block") * tokens
-            self.committed += before
-            end = jnp.minimum(end, self.context + before + tokens)
-        self.committed = jnp.minimum(self.committed, self.end)
-        self.first, self.all_see_from = self._here(first), self._here(all_see_from)
-        self.all_see_to, self.kv_len = self._here(self.committed), self._here(self.end)
-        end = self._here(end)
-        # If block 0 is known to be visible, this is a constant and the page lookup need not wait.
-        first_block = 0 if plan.window is None and plan.first_slot < block else self.first // block
-        num_blocks = jnp.maximum((end + block - 1) // block - first_block, 0)
-        share = (num_blocks + plan.config.splits - 1) // plan.config.splits
-        last = first_block + num_blocks
-        self.start = jnp.minimum(first_block + self.split * share, last)
-        self.stop = jnp.minimum(self.start + share, last)
-
-    def _here(self, slot: Array) -> Array:
-        """How many of the sequence's slots before ``slot`` are here."""
-        whole, part = self.plan.whole_size, self.plan.page_size
-        if whole is None:
-            return slot
-        return slot // whole * part + jnp.clip(slot % whole - self.offset, 0, part)
-
-    def in_sequence(self, slot: Array) -> Array:
-        """Where in the sequence the slots lie that are here: of each, its index there."""
-        whole, part = self.plan.whole_size, self.plan.page_size
-        if whole is None:
-            return slot
-        page = slot >> (part.bit_length() - 1)  # part is a power of 2
-        return slot + page * (whole - part) + self.offset
-
-    def is_left_edge(self, block: Array) -> Array:
-        """Whether a block starts before the first visible slot, and holds none from ``kv_len``."""
-        size = self.plan.config.block
-        return (block * size < self.first) & ((block + 1) * size <= self.kv_len)
-
-    def is_right_edge(self, block: Array) -> Array:
-        """Whether a block holds slots from ``kv_len`` on: only the last of a context can."""
-        return (block + 1) * self.plan.config.block > self.kv_len
-
-    def values_barrier(self, block: Array, slot: Array) -> Array:
-        """Barrier of a block's values: ``slot``, its place in the ring, or one of the edges'.
-
-        Those are ``stages`` for the right edge and ``stages + 1`` for the left one.
-        """
-        stages = self.plan.config.stages
-        if self.plan.has_left_edge:
-            slot = jnp.where(self.is_left_edge(block), stages + 1, slot)
-        return jnp.where(self.is_right_edge(block), stages, slot)
-
-
-def _produce_blocks(plan: _Plan, work: _Work, table: Any, k: Any, v: Any, refs: Any) -> None:
-    """Copy the blocks in order into the ring. Page indices are read one block ahead."""
-    config = plan.config
-
-    def produce(block: Array, indices: tuple[Array, ...]) -> tuple[Array, ...]:
-        following = block_pages(plan, work, table, block + 1)
-        index = block - work.start
-        slot = lax.rem(index, config.stages)
-        if plan.has_left_edge:  # once copies for the whole ring have been issued
-            clean_left_edge(index == config.stages)
-        for (source, ring), name, barrier in (
-            (k, "k", slot),
-            (v, "v", work.values_barrier(block, slot)),
-        ):
-            wait_until_free(plan, refs, name, index)
-            full = refs[f"{name}_full"].at[barrier]
-            copy_block(plan, work, source, ring, full, block, slot, indices)
-        return following
-
-    def clean_left_edge(now: Array) -> None:
-        @pl.when(now & work.is_left_edge(work.start))
-        def _():
-            _clean_values(plan, work, work.start, jnp.int32(1), refs)
-
-    lax.fori_loop(work.start, work.stop, produce, block_pages(plan, work, table, work.start))
-    num_blocks = work.stop - work.start
-    if plan.has_left_edge:
-        clean_left_edge((num_blocks > 0) & (num_blocks <= config.stages))
-
-    @pl.when((num_blocks > 0) & work.is_right_edge(work.stop - 1))
-    def _clean_right_edge():
-        _clean_values(plan, work, work.stop - 1, jnp.int32(0), refs)
-
-    wait_until_all_free(plan, refs, ("k", "v"), num_blocks)
-
-
-def _clean_values(plan: _Plan, work: _Work, block: Array, edge: Array, refs: Any) -> None:
-    """Overwrite a block's values in slots that no query sees with zeros, once they are loaded."""
-    plgpu.barrier_wait(refs["v_full"].at[plan.config.stages + edge])
-    slot = lax.rem(block - work.start, plan.config.stages)
-    start = block * plan.config.block
-    for head in range(plan.config.heads):
-        zero_rows_outside(
-            refs["v"].at[slot, head],
-            work.first - start,
-            work.kv_len - start,
-            interpret=plan.interpret,
-        )
-    plgpu.commit_smem()
-    plgpu.barrier_arrive(refs["v_cleaned"].at[edge])
-
-
-def _load_queries(plan: _Plan, work: _Work, q: Any, tile: Array, refs: Any) -> None:
+def _load_queries(plan: Plan, work: Work, q: Any, tile: Array, refs: Any) -> None:
     """Load the tile's rows [ROWS, D] to shared memory. Rows past its tokens are undefined.
 
     TMA copies a few rows per token, without a swizzle. They are then stored again in the tiled
@@ -558,7 +302,7 @@ def _load_queries(plan: _Plan, work: _Work, q: Any, tile: Array, refs: Any) -> N
 
 
 def _attend(
-    plan: _Plan, work: _Work, words: list[Array], seen_from: Array | None, refs: Any
+    plan: Plan, work: Work, words: list[Array], seen_from: Array | None, refs: Any
 ) -> tuple[Array, Array, Array]:
     """Online softmax over the CTA's blocks: (unnormalized output [ROWS, D], peak, sum [ROWS]).
 
@@ -649,136 +393,3 @@ def _attend(
     if plan.float8:
         carry = (carry[0] * refs["v_scale"][work.kv_head], *carry[1:])
     return carry
-
-
-def _store(
-    plan: _Plan, work: _Work, state: Any, tile: Array, outputs: Sequence[Any], refs: Any
-) -> None:
-    acc, peak, total = state
-    if plan.partial:
-        _wait_for_others(plan, refs)
-    rows = refs["out_rows"].at[lax.axis_index("warpgroup")]
-    total = jnp.maximum(total, TINY)
-    write(rows, (acc / by_row(total, plan.head_dim)).astype(rows.dtype))
-    if plan.partial:
-        write(refs["row_log_sums"].at[lax.axis_index("warpgroup")], LN_2 * (peak + jnp.log2(total)))
-    plgpu.commit_smem()
-    if plan.partial:
-        _store_log_sums(work, tile, outputs[1], refs)
-    _store_tokens(plan, work, rows, tile, 0, plan.tokens, outputs[0])
-
-
-def _wait_for_others(plan: _Plan, refs: Any) -> None:
-    """Until no other warpgroup reads queries, keys or values: outputs take their place."""
-    if plan.config.consumers > 1:
-        plgpu.barrier_arrive(refs["all_read"])
-        plgpu.barrier_wait(refs["all_read"])
-
-
-def _store_log_sums(work: _Work, tile: Array, log_sums: Any, refs: Any) -> None:
-    """The tile's log-sum-exps from shared memory to the output; _store_tokens waits for it."""
-    own = refs["row_log_sums"].at[lax.axis_index("warpgroup")]
-    plgpu.copy_smem_to_gmem(own, log_sums.at[work.sequence, work.kv_head, tile])
-
-
-def _store_tokens(
-    plan: _Plan, work: _Work, rows: Any, tile: Array, first: Any, count: Any, out: Any
-) -> None:
-    """Rows of the tile's tokens [first, first + count) from shared memory to the output."""
-
-    @pl.loop(0, count)
-    def _copy(i):
-        token = tile * plan.tokens + first + i
-
-        @pl.when(token < plan.num_tokens)
-        def _():
-            plgpu.copy_smem_to_gmem(
-                rows.at[pl.ds((first + i) * plan.group, plan.group)],
-                out.at[work.sequence, token, pl.ds(work.kv_head * plan.group, plan.group)],
-            )
-
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the kernel's end waits for the rest
-
-
-def _merge_and_store(
-    plan: _Plan, work: _Work, state: Any, tile: Array, outputs: Sequence[Any], refs: Any
-) -> None:
-    """Merge the cluster's softmaxes. Each CTA merges and stores its share of the tile's tokens.
-
-    Every CTA first writes its normalized output and its log-sum-exp to shared memory. The
-    log-sum-exp is repeated for each entry of a row, so that both are read in the same layout, and
-    one cluster barrier is enough. Those that are returned are merged by the first CTA.
-    """
-    acc, peak, total = state
-    splits, warpgroup = plan.config.splits, lax.axis_index("warpgroup")
-    entries = pl.ds(0, plan.head_dim)
-    rows, split_out = refs["out_rows"].at[warpgroup], refs["split_out"].at[warpgroup, :, entries]
-    log_sums = refs["log_sums"].at[warpgroup, :, entries]
-    _wait_for_others(plan, refs)
-    total = jnp.maximum(total, TINY)
-    write(split_out, acc / by_row(total, plan.head_dim))
-    log_sum = peak + jnp.log2(total)
-    write(log_sums, by_row(log_sum, plan.head_dim))
-    if plan.partial:
-        write(refs["row_log_sums"].at[warpgroup], log_sum)
-    cluster.sync()
-    share = -(-plan.tokens // splits)
-    first = work.split * share
-    count = jnp.clip(plan.tokens - first, 0, share)
-    # The last shares overlap where they would otherwise exceed the tile.
-    begin = jnp.minimum(first, plan.tokens - share)
-
-    @pl.when(count > 0)
-    def _merge():
-        # All 128 threads take the same number of entries. With heads of 64, a multiple of two rows.
-        num_rows = -(-share * plan.group * plan.head_dim // 128) * 128 // plan.head_dim
-        most = MERGED_ROWS // splits  # rows at a time
-        for start in range(0, num_rows, most):
-            size = min(most, num_rows - start)
-            span = pl.ds(begin * plan.group + start, size)
-            write(rows.at[span], _merged(plan, split_out, log_sums, span).astype(rows.dtype))
-
-    if plan.partial:
-
-        @pl.when(work.split == 0)
-        def _merge_log_sums():
-            own = refs["row_log_sums"].at[warpgroup]
-            write(own, LN_2 * _merged_log_sums(plan, own))  # which no other CTA reads
-
-    plgpu.commit_smem()  # makes the rows visible to TMA
-    cluster.arrive()
-
-    @pl.when(count > 0)
-    def _store_share():
-        if plan.partial:
-            pl.when(work.split == 0)(lambda: _store_log_sums(work, tile, outputs[1], refs))
-        _store_tokens(plan, work, rows, tile, begin, share, outputs[0])
-
-    cluster.wait()  # no CTA may exit before all have read its shared memory
-
-
-def _merged_log_sums(plan: _Plan, own: Any) -> Array:
-    """The log-sum-exps of all CTAs together, in powers of 2: [ROWS]."""
-    parts = [
-        row_load(plgpu.cluster_ref(own, {"split": jnp.int32(i)})) for i in range(plan.config.splits)
-    ]
-    best = functools.reduce(jnp.maximum, parts)
-    return best + jnp.log2(functools.reduce(jnp.add, [jnp.exp2(one - best) for one in parts]))
-
-
-def _merged(plan: _Plan, split_out: Any, log_sums: Any, span: Any) -> Array:
-    """Rows ``span`` of all CTAs' outputs, weighted by their softmax sums: float32 [rows, D]."""
-
-    layout = plgpu.Layout.WG_STRIDED((span.size, plan.head_dim), vec_size=1)
-
-    def peers(ref: Any) -> list[Array]:
-        return [
-            plgpu.load(plgpu.cluster_ref(ref, {"split": jnp.int32(i)}).at[span], layout=layout)
-            for i in range(plan.config.splits)
-        ]
-
-    all_sums, outputs = peers(log_sums), peers(split_out)
-    best = functools.reduce(jnp.maximum, all_sums)
-    weights = [jnp.exp2(one - best) for one in all_sums]
-    weighted = [one * weight for one, weight in zip(outputs, weights, strict=True)]
-    return functools.reduce(jnp.add, weighted) / functools.reduce(jnp.add, weights)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxspec.benchmarking.ahead_of_time import Job, decode_program
-from jaxspec.benchmarking.floors import FloorBytes, floor_bytes, head_passes
+from jaxspec.benchmarking.floors import FloorBytes, floor_bytes
 from jaxspec.benchmarking.modes import make_params, parse_mode
 from jaxspec.benchmarking.random_params import random_decoder, random_head
 from jaxspec.benchmarking.rounds import Workload
@@ -164,10 +164,6 @@ def test_latents_of_the_context_are_read_once_for_all_heads():
 
 
 def test_the_floor_of_several_mtp_layers():
-    assert head_passes(1, 3) == [(3, 0)]
-    assert head_passes(2, 2) == [(1, 0), (1, 1)]
-    assert head_passes(3, 5) == [(1, 0), (2, 0), (3, 2)]
-    assert head_passes(3, 2) == [(1, 0), (2, 0), (0, 1)]
     config = dataclasses.replace(TINY, mtp=MtpConfig("deepseek", 3, normed=True))
     target = random_decoder(config, BFLOAT16, None, seed=0)
     head = random_head(config, BFLOAT16, None, seed=1)

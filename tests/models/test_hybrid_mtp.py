@@ -13,7 +13,8 @@ from jax import Array
 
 from jaxspec.config.experts import ExpertsConfig
 from jaxspec.config.mixers import AttentionConfig
-from jaxspec.loading import choose_drafter, load
+from jaxspec.drafter_loading import choose_drafter
+from jaxspec.loading import load
 from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.decoder import FINAL_NORM
 from jaxspec.models.heads import HeadOutput

@@ -13,7 +13,7 @@ import transformers
 from safetensors.numpy import load_file
 
 from jaxspec import LLM, SamplingParams, SpeculationConfig, load
-from jaxspec.loading import choose_drafter
+from jaxspec.drafter_loading import choose_drafter
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.decoder import FINAL_NORM

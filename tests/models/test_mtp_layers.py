@@ -15,8 +15,8 @@ from safetensors.numpy import load_file
 
 from jaxspec import LLM, SamplingParams, SpeculationConfig, functional, load
 from jaxspec.config.mtp import MtpConfig
+from jaxspec.drafter_loading import choose_drafter
 from jaxspec.functional import EngineParams
-from jaxspec.loading import choose_drafter
 from jaxspec.models.decoder import FINAL_NORM
 from jaxspec.models.hf_config import load_model_config, parse_model_config
 from jaxspec.parallel import make_mesh

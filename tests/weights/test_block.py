@@ -10,9 +10,12 @@ from safetensors.numpy import load_file
 
 from jaxspec import LLM, SamplingParams, SpeculationConfig, loading
 from jaxspec.config.model import ModelConfig
+from jaxspec.draft_reads import draft_weight_bytes
+from jaxspec.memory import local_bytes
 from jaxspec.models.heads import BlockHead
 from jaxspec.models.hf_config import load_model_config, read_json
 from jaxspec.models.mixers import Attention
+from jaxspec.models.pipeline import chosen_layers
 from jaxspec.parallel import MODEL_AXIS, WHOLE, make_mesh
 from jaxspec.quantizer.checkpoint import Checkpoint
 from jaxspec.speculation.drafters import BlockDrafter, MixedDrafter
@@ -267,6 +270,23 @@ def test_a_block_head_loads_into_the_last_stage_of_a_pipeline(
     alone = load_block_head(heads["dflash"], load_model_config(target_dir), FLOAT32)
     assert isinstance(params.drafter, BlockDrafter)
     assert arrays_equal(params.drafter.head.replace(layout=WHOLE), alone)
+
+
+def test_stages_are_split_by_what_the_drafter_reads(
+    heads: dict[str, Path], target_dir: Path, monkeypatch
+):
+    """The target's LM head, too, though it is loaded only after the split is chosen."""
+    counted = []
+
+    def spied(*arguments: Any, apart: bool) -> tuple[int, ...]:
+        counted.append(arguments[-1])
+        return chosen_layers(*arguments, apart=apart)
+
+    monkeypatch.setattr(loading, "chosen_layers", spied)
+    params = loading.load(target_dir, heads["dspark"], mesh=make_mesh(pipeline_parallel=2))
+    lm_head = params.target.embed if params.target.lm_head is None else params.target.lm_head
+    steps = params.speculation.max_depth
+    assert counted == [draft_weight_bytes(params.drafter, steps, local_bytes(lm_head))]
 
 
 def texts(target_dir: Path, drafter: str | Path, **options: Any) -> list[list[int]]:

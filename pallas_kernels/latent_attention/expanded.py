@@ -1,7 +1,7 @@
 """Attention of a prompt's tokens over pages of latents, with the keys and values of every head.
 
 Keys and values of a head are projections of a token's latent. Here they are computed, a block of
-slots at a time, and attention runs head by head. paged_attention over the same pages takes queries
+slots at a time, and attention runs head by head. latent_attention over the same pages takes queries
 that were projected to the latent's space instead: that is cheaper where few tokens are read.
 """
 

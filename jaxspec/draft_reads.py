@@ -1,0 +1,88 @@
+"""How many bytes of weights drafting reads in a round, on each device."""
+
+from jaxspec.exchanges import without_exchanges
+from jaxspec.memory import local_bytes
+from jaxspec.models.decoder import Decoder
+from jaxspec.models.heads import BlockHead, DraftHead
+from jaxspec.models.mixers import Attention
+from jaxspec.quantization.scaled import only_eight_bits
+from jaxspec.speculation.drafters import (
+    BlockDrafter,
+    Drafter,
+    DraftModelDrafter,
+    EagleDrafter,
+    MixedDrafter,
+)
+
+
+def draft_weight_bytes(drafter: Drafter, steps: int, lm_head: int) -> int:
+    """Bytes of weights that a round of so many draft steps reads, all experts included.
+
+    Of an EAGLE-3 head only the first step reads ``fc``. Several heads: see ``head_passes``. A block
+    head runs once, and its Markov head once for each level. Of embedding tables only a few rows are
+    gathered, so a table counts only if it is also the LM head. Of weights of 8 bits beside larger
+    ones only these count. A mixture counts as a round in which its model drafts.
+
+    Args:
+      lm_head: bytes of the target's LM head, which a head reads that has neither an own one nor a
+        copy.
+    """
+    if isinstance(drafter, MixedDrafter):
+        return draft_weight_bytes(drafter.model, steps, lm_head)
+    if isinstance(drafter, BlockDrafter):
+        return _block_bytes(only_eight_bits(drafter.head), steps, lm_head)
+    if isinstance(drafter, EagleDrafter):
+        return _heads_bytes(only_eight_bits(drafter.heads), steps, lm_head)
+    if isinstance(drafter, DraftModelDrafter):
+        return steps * _model_bytes(only_eight_bits(drafter.model))
+    return steps * local_bytes(drafter)
+
+
+def _heads_bytes(heads: tuple[DraftHead, ...], steps: int, lm_head: int) -> int:
+    total = 0
+    for head, (passes, writes) in zip(heads, head_passes(len(heads), steps), strict=True):
+        once = local_bytes(head.front.fc) if head.method == "eagle3" else 0
+        each = local_bytes(without_exchanges(head)) - once
+        each -= local_bytes((head.embed, head.token_ids, head.lm_head_copy))
+        total += once + passes * each + writes * _written_from(head)
+    if heads[0].lm_head is None:
+        total += steps * _shared_lm_head_bytes(heads[0], lm_head)
+    return total
+
+
+def _block_bytes(head: BlockHead, steps: int, lm_head: int) -> int:
+    """Of its Markov head one table for each level, of the other table only a few rows."""
+    layers = local_bytes(without_exchanges(head)) - local_bytes((head.markov, head.lm_head_copy))
+    markov = 0 if head.markov is None else local_bytes(head.markov.after)
+    return layers + _shared_lm_head_bytes(head, lm_head) + steps * markov
+
+
+def _model_bytes(model: Decoder) -> int:
+    gathered = 0 if model.lm_head is None else local_bytes(model.embed)
+    return local_bytes(without_exchanges(model)) - gathered
+
+
+def _shared_lm_head_bytes(head: DraftHead | BlockHead, lm_head: int) -> int:
+    return lm_head if head.lm_head_copy is None else local_bytes(head.lm_head_copy)
+
+
+def head_passes(heads: int, steps: int) -> list[tuple[int, int]]:
+    """Of each of an EagleDrafter's heads: how often a round of so many draft steps needs what it
+    computes, and how often no more than the keys and values that it writes.
+
+    The first step reads committed tokens with all heads. The others read drafted ones, with the
+    head of the step and those of later steps. What the last head computes of them before its own
+    step is for nobody.
+    """
+    whole, written, used = [0] * heads, [0] * heads, min(heads, steps)
+    for step in range(steps):
+        first, last = (min(step, used - 1), used - 1) if step else (0, heads - 1)
+        for head in range(first, last + 1):
+            (written if head == last > first else whole)[head] += 1
+    return list(zip(whole, written, strict=True))
+
+
+def _written_from(head: DraftHead) -> int:
+    """Bytes of weights that a head's keys and values are computed with."""
+    qkv = [one.mixer.qkv for one in head.layers[:1] if isinstance(one.mixer, Attention)]
+    return local_bytes((head.front, qkv))

@@ -1,0 +1,176 @@
+"""Loading of drafters, by name or directory."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxspec.built_in import BUILT_IN_HEAD, BUILT_IN_MODEL
+from jaxspec.config.model import ModelConfig
+from jaxspec.config.speculation import SpeculationConfig
+from jaxspec.models.decoder import Decoder
+from jaxspec.models.hf_config import load_model_config
+from jaxspec.models.hf_values import read_json, shown
+from jaxspec.quantization.lm_head_copy import with_lm_head_copy
+from jaxspec.quantization.scaled import in_eight_bits
+from jaxspec.quantization.schemes import in_four_bits, to_four_bits
+from jaxspec.speculation.drafters import (
+    BlockDrafter,
+    Drafter,
+    DraftModelDrafter,
+    EagleDrafter,
+    MixedDrafter,
+    NoDrafter,
+)
+from jaxspec.speculation.drafters.names import lookup_drafter, mixed_lookup, split_mixed
+from jaxspec.speculation.expand import check_top_k
+from jaxspec.weights.block import holds_block_head, load_block_head
+from jaxspec.weights.eagle import head_method, load_eagle_head
+from jaxspec.weights.hub import resolve_directory
+from jaxspec.weights.mtp import (
+    MtpChoice,
+    has_mtp_layers,
+    holds_only_mtp_layers,
+    load_mtp_heads,
+)
+from jaxspec.weights.safetensors_io import load_decoder
+
+MIXED = "ngram+"  # and the drafter that n-gram lookup is mixed with
+
+
+def choose_drafter(model: str | Path, drafter: str | Path) -> str | Path:
+    """Replaces ``auto``: lookup and the built-in head for the built-in model, the MTP layers of a
+    checkpoint that has some, else ``ngram``. ``mtp`` becomes the kind that the config says, with
+    the number of layers where there are several."""
+    if drafter == "auto":
+        if Path(model).resolve() == BUILT_IN_MODEL.resolve():
+            return f"{MIXED}{BUILT_IN_HEAD}"
+        directory = resolve_directory(model)
+        drafter = "mtp" if has_mtp_layers(directory, load_model_config(directory)) else "ngram"
+    mixed, own = split_mixed(drafter)
+    choice = MtpChoice.parse(own)
+    if choice is None or not isinstance(drafter, str):
+        return drafter
+    mtp = load_model_config(resolve_directory(model)).mtp
+    return drafter if mtp is None else f"{mixed}{choice.name(mtp)}"
+
+
+def load_drafter(
+    drafter: str | Path,
+    model_directory: Path,
+    target: ModelConfig,
+    speculation: SpeculationConfig,
+    dtype: jnp.dtype,
+    mesh: Mesh | None,
+    sharded: bool,
+) -> Drafter:
+    """By any name but ``auto`` (see choose_drafter); ``target`` is the model in the directory."""
+    if drafter == "none":
+        return NoDrafter()
+    choice = MtpChoice.parse(drafter)
+    if choice is not None:
+        return _mtp_drafter(model_directory, target, speculation, dtype, mesh, sharded, choice)
+    mixture, mixed = split_mixed(drafter)
+    if mixture:
+        own = mixed_lookup(mixture)
+        if mixed in ("", "none", "auto") or split_mixed(mixed)[0] or lookup_drafter(mixed):
+            raise ValueError(
+                f"drafter {drafter!r}: after {mixture} give mtp, or the directory or hub id of a "
+                "head or a draft model"
+            )
+        rest = (model_directory, target, speculation, dtype, mesh, sharded)
+        return MixedDrafter(model=load_drafter(mixed, *rest), lookup=own)
+    lookup = lookup_drafter(drafter)
+    if lookup is not None:
+        return lookup
+    directory = resolve_directory(drafter)
+    if holds_only_mtp_layers(directory):
+        return _mtp_drafter(directory, target, speculation, dtype, mesh, sharded, MtpChoice())
+    if holds_block_head(directory):
+        block_head = load_block_head(directory, target, dtype, mesh, sharded)
+        block_head.check_depth(speculation.max_depth)
+        check_top_k(speculation, target.vocab_size)
+        return BlockDrafter(head=block_head)
+    if head_method(directory) is not None:
+        head = load_eagle_head(directory, target, dtype, mesh, sharded)
+        ids = target.vocab_size if head.token_ids is None else head.token_ids.size
+        check_top_k(speculation, ids)
+        return EagleDrafter(head=head)
+    config = load_model_config(directory, "draft model")
+    _check_same_tokenizer(directory, config, model_directory, target)
+    config.check_tree_depth(speculation.max_depth)
+    check_top_k(speculation, config.vocab_size)
+    model = load_decoder(directory, config, dtype, mesh, sharded=sharded)
+    return DraftModelDrafter(model=model)
+
+
+def _mtp_drafter(
+    directory: Path,
+    target: ModelConfig,
+    speculation: SpeculationConfig,
+    dtype: jnp.dtype,
+    mesh: Mesh | None,
+    sharded: bool,
+    choice: MtpChoice,
+) -> EagleDrafter:
+    check_top_k(speculation, target.vocab_size)
+    steps = speculation.max_depth
+    head, *later = load_mtp_heads(
+        directory, target, dtype, mesh, sharded, choice=choice, steps=steps
+    )
+    return EagleDrafter(head=head, later=tuple(later))
+
+
+def _check_same_tokenizer(
+    directory: Path, config: ModelConfig, target_directory: Path, target: ModelConfig
+) -> None:
+    """Raise ValueError if a draft model's token ids stand for other text; padding may differ."""
+    draft, wanted = _vocabulary(directory), _vocabulary(target_directory)
+    if draft is None or wanted is None:
+        draft, wanted = config.vocab_size, target.vocab_size
+    if draft != wanted:
+        raise ValueError(
+            f"draft model {directory} has another vocabulary than the target {target_directory}: "
+            "they must share a tokenizer"
+        )
+
+
+def _vocabulary(directory: Path) -> dict[str, int] | None:
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        return None
+    model = read_json(path).get("model")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    if isinstance(vocabulary, list):  # of [token, score]
+        return {str(entry): i for i, entry in enumerate(vocabulary)}
+    if not isinstance(vocabulary, dict):
+        raise ValueError(
+            f"{path}: model.vocab must be an object or a list, got {shown(vocabulary)}"
+        )
+    return vocabulary
+
+
+def in_bits(drafter: Drafter, bits: int | None, mesh: Mesh | None) -> Drafter:
+    """See ``drafter_bits`` of jaxspec.load. None: as it is. Raises ValueError."""
+    if bits is None:
+        return drafter
+    if bits not in (4, 8):
+        raise ValueError(
+            f"drafter_bits must be 4 or 8, or None for the weights as loaded, got {bits}"
+        )
+    if not jax.tree.leaves(drafter):
+        raise ValueError("drafter_bits needs a drafter with weights: a head or a draft model")
+    if bits == 8:
+        return in_eight_bits(drafter)
+    return in_four_bits(drafter, mesh)
+
+
+def with_lm_head_in_bits(
+    drafter: Drafter, bits: int | None, target: Decoder, mesh: Mesh | None
+) -> Drafter:
+    """A drafter in so many bits, with its copy of the target's LM head if it reads that."""
+    if bits is None:
+        return drafter
+    rounding = to_four_bits if bits == 4 else in_eight_bits
+    return with_lm_head_copy(drafter, target, rounding, mesh)

@@ -1,0 +1,154 @@
+"""Rows that a warpgroup has computed on their way to the output, for the kernel in mosaic_gpu.py.
+
+If CTAs share a context, they merge their rows before.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import Array, lax
+
+from pallas_kernels import cluster
+from pallas_kernels.paged_attention.plan import Plan, Work
+from pallas_kernels.paged_attention.rows import TINY, by_row, row_load, write
+
+MERGED_ROWS = 32  # rows of all splits merged at a time; more would need more registers
+LN_2 = math.log(2)
+
+
+def store(
+    plan: Plan, work: Work, state: Any, tile: Array, outputs: Sequence[Any], refs: Any
+) -> None:
+    acc, peak, total = state
+    if plan.partial:
+        _wait_for_others(plan, refs)
+    rows = refs["out_rows"].at[lax.axis_index("warpgroup")]
+    total = jnp.maximum(total, TINY)
+    write(rows, (acc / by_row(total, plan.head_dim)).astype(rows.dtype))
+    if plan.partial:
+        write(refs["row_log_sums"].at[lax.axis_index("warpgroup")], LN_2 * (peak + jnp.log2(total)))
+    plgpu.commit_smem()
+    if plan.partial:
+        _store_log_sums(work, tile, outputs[1], refs)
+    _store_tokens(plan, work, rows, tile, 0, plan.tokens, outputs[0])
+
+
+def _wait_for_others(plan: Plan, refs: Any) -> None:
+    """Until no other warpgroup reads queries, keys or values: outputs take their place."""
+    if plan.config.consumers > 1:
+        plgpu.barrier_arrive(refs["all_read"])
+        plgpu.barrier_wait(refs["all_read"])
+
+
+def _store_log_sums(work: Work, tile: Array, log_sums: Any, refs: Any) -> None:
+    """The tile's log-sum-exps from shared memory to the output; _store_tokens waits for it."""
+    own = refs["row_log_sums"].at[lax.axis_index("warpgroup")]
+    plgpu.copy_smem_to_gmem(own, log_sums.at[work.sequence, work.kv_head, tile])
+
+
+def _store_tokens(
+    plan: Plan, work: Work, rows: Any, tile: Array, first: Any, count: Any, out: Any
+) -> None:
+    """Rows of the tile's tokens [first, first + count) from shared memory to the output."""
+
+    @pl.loop(0, count)
+    def _copy(i):
+        token = tile * plan.tokens + first + i
+
+        @pl.when(token < plan.num_tokens)
+        def _():
+            plgpu.copy_smem_to_gmem(
+                rows.at[pl.ds((first + i) * plan.group, plan.group)],
+                out.at[work.sequence, token, pl.ds(work.kv_head * plan.group, plan.group)],
+            )
+
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the kernel's end waits for the rest
+
+
+def merge_and_store(
+    plan: Plan, work: Work, state: Any, tile: Array, outputs: Sequence[Any], refs: Any
+) -> None:
+    """Merge the cluster's softmaxes. Each CTA merges and stores its share of the tile's tokens.
+
+    Every CTA first writes its normalized output and its log-sum-exp to shared memory. The
+    log-sum-exp is repeated for each entry of a row, so that both are read in the same layout, and
+    one cluster barrier is enough. Those that are returned are merged by the first CTA.
+    """
+    acc, peak, total = state
+    splits, warpgroup = plan.config.splits, lax.axis_index("warpgroup")
+    entries = pl.ds(0, plan.head_dim)
+    rows, split_out = refs["out_rows"].at[warpgroup], refs["split_out"].at[warpgroup, :, entries]
+    log_sums = refs["log_sums"].at[warpgroup, :, entries]
+    _wait_for_others(plan, refs)
+    total = jnp.maximum(total, TINY)
+    write(split_out, acc / by_row(total, plan.head_dim))
+    log_sum = peak + jnp.log2(total)
+    write(log_sums, by_row(log_sum, plan.head_dim))
+    if plan.partial:
+        write(refs["row_log_sums"].at[warpgroup], log_sum)
+    cluster.sync()
+    share = -(-plan.tokens // splits)
+    first = work.split * share
+    count = jnp.clip(plan.tokens - first, 0, share)
+    # The last shares overlap where they would otherwise exceed the tile.
+    begin = jnp.minimum(first, plan.tokens - share)
+
+    @pl.when(count > 0)
+    def _merge():
+        # All 128 threads take the same number of entries. With heads of 64, a multiple of two rows.
+        num_rows = -(-share * plan.group * plan.head_dim // 128) * 128 // plan.head_dim
+        most = MERGED_ROWS // splits  # rows at a time
+        for start in range(0, num_rows, most):
+            size = min(most, num_rows - start)
+            span = pl.ds(begin * plan.group + start, size)
+            write(rows.at[span], _merged(plan, split_out, log_sums, span).astype(rows.dtype))
+
+    if plan.partial:
+
+        @pl.when(work.split == 0)
+        def _merge_log_sums():
+            own = refs["row_log_sums"].at[warpgroup]
+            write(own, LN_2 * _merged_log_sums(plan, own))  # which no other CTA reads
+
+    plgpu.commit_smem()  # makes the rows visible to TMA
+    cluster.arrive()
+
+    @pl.when(count > 0)
+    def _store_share():
+        if plan.partial:
+            pl.when(work.split == 0)(lambda: _store_log_sums(work, tile, outputs[1], refs))
+        _store_tokens(plan, work, rows, tile, begin, share, outputs[0])
+
+    cluster.wait()  # no CTA may exit before all have read its shared memory
+
+
+def _merged_log_sums(plan: Plan, own: Any) -> Array:
+    """The log-sum-exps of all CTAs together, in powers of 2: [ROWS]."""
+    parts = [
+        row_load(plgpu.cluster_ref(own, {"split": jnp.int32(i)})) for i in range(plan.config.splits)
+    ]
+    best = functools.reduce(jnp.maximum, parts)
+    return best + jnp.log2(functools.reduce(jnp.add, [jnp.exp2(one - best) for one in parts]))
+
+
+def _merged(plan: Plan, split_out: Any, log_sums: Any, span: Any) -> Array:
+    """Rows ``span`` of all CTAs' outputs, weighted by their softmax sums: float32 [rows, D]."""
+
+    layout = plgpu.Layout.WG_STRIDED((span.size, plan.head_dim), vec_size=1)
+
+    def peers(ref: Any) -> list[Array]:
+        return [
+            plgpu.load(plgpu.cluster_ref(ref, {"split": jnp.int32(i)}).at[span], layout=layout)
+            for i in range(plan.config.splits)
+        ]
+
+    all_sums, outputs = peers(log_sums), peers(split_out)
+    best = functools.reduce(jnp.maximum, all_sums)
+    weights = [jnp.exp2(one - best) for one in all_sums]
+    weighted = [one * weight for one, weight in zip(outputs, weights, strict=True)]
+    return functools.reduce(jnp.add, weighted) / functools.reduce(jnp.add, weights)
