@@ -2,6 +2,7 @@
 
 import datetime
 import functools
+import gc
 import json
 import os
 import re
@@ -18,12 +19,20 @@ from jaxspec.memory import USABLE_MAPS, maps_are_scarce
 
 jax.config.update("jax_num_cpu_devices", 8)
 ROOT = Path(__file__).parent.parent
+# Modules and tests are many objects that stay, and traces many that go: by default Python looks
+# through all of them so often that it takes a tenth of the time.
+gc.set_threshold(50_000, 20, 20)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """The default tests compile quickly; the slow ones run what users run."""
     if config.option.markexpr == "not slow and not gpu":
         jax.config.update("jax_disable_most_optimizations", True)
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()
 
 
 # Files that take longest, so that the workers of pytest-xdist begin with them and end together.
