@@ -39,7 +39,7 @@ from pallas_kernels.packed_product.widening import (
     word_offset,
 )
 from pallas_kernels.selection import Kernels
-from tests.marks import first_is_fast
+from tests.marks import first_is_fast, slow
 
 FLOAT32 = jnp.dtype("float32")
 # Of the largest sum of absolute products: products of 16-bit floats and integers are exact, their
@@ -119,7 +119,7 @@ def test_interpreted_tiles_of_large_and_small_products_give_it(rows: int, config
 
 
 @pytest.mark.parametrize("case", [*TEST_CASES, *BENCHMARK_CASES[::5]], ids=str)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [slow("float32"), "bfloat16"])  # of the result alone
 def test_it_lowers_for_cuda(case: Case, dtype: str):
     arguments = jax.eval_shape(lambda: make_arguments(case))
     options = {"num_splits": case.num_splits, "dtype": dtype, "implementation": "mosaic_gpu"}
