@@ -37,11 +37,14 @@ def pytest_collection_finish() -> None:
 
 # Files that take longest, so that the workers of pytest-xdist begin with them and end together.
 LONGEST = (
-    "test_engine", "test_llm", "test_exactness", "test_tensor_parallel", "test_llm_structured",
-    "test_acceptance", "test_engine_options", "test_rows", "test_shared_pages", "test_llm_options",
-    "test_layering", "test_endings", "test_scripts", "test_mixed", "test_compiled_program",
-    "test_own_mixer", "test_train_lm", "test_generate", "test_extending", "test_async_engine",
-    "test_paged_attention", "test_eagle3_reference", "test_functional", "test_golden",
+    "test_engine", "test_exactness", "test_layers", "test_tensor_parallel",
+    "test_quantized_exactness", "test_formats", "test_sequence_parallel", "test_llm", "test_rows",
+    "test_chat", "test_hybrid_prefixes", "test_llm_structured", "test_expert_product",
+    "test_packed_product", "test_engine_options", "test_acceptance", "test_experts",
+    "test_shared_pages", "test_delta_rule", "test_run", "test_delta_rule_benchmarks",
+    "test_latent_attention", "test_pipeline", "test_background", "test_delta_rule_kernel",
+    "test_llm_options", "test_scripts", "test_preemption", "test_block_exactness",
+    "test_layering", "test_async_engine", "test_endings", "test_generate",
 )  # fmt: skip
 
 
