@@ -43,12 +43,14 @@ def random_inputs(rng: np.random.Generator, batch: int, size: int) -> tuple[Any,
         return (x / np.linalg.norm(x, axis=-1, keepdims=True)).astype(np.float32)
 
     heads = (batch, size, GROUPS, VALUES)
-    return unit() / np.float32(K_DIM**0.5), DeltaInputs(
-        k=unit(),
-        v=rng.standard_normal((*heads, V_DIM)).astype(np.float32),
-        g=-rng.exponential(0.3, heads).astype(np.float32),
-        beta=rng.random(heads).astype(np.float32),
-    )
+    q = unit() / np.float32(K_DIM**0.5)
+    arrays: dict[str, Any] = {
+        "k": unit(),
+        "v": rng.standard_normal((*heads, V_DIM)).astype(np.float32),
+        "g": -rng.exponential(0.3, heads).astype(np.float32),
+        "beta": rng.random(heads).astype(np.float32),
+    }
+    return q, DeltaInputs(**arrays)
 
 
 def as_nodes(inputs: DeltaInputs) -> DeltaNodes:
