@@ -2,6 +2,7 @@
 
 import datetime
 import functools
+import gc
 import json
 import os
 import re
@@ -18,6 +19,9 @@ from jaxspec.memory import USABLE_MAPS, maps_are_scarce
 
 jax.config.update("jax_num_cpu_devices", 8)
 ROOT = Path(__file__).parent.parent
+# Modules and tests are many objects that stay, and traces many that go: by default Python looks
+# through all of them so often that it takes a tenth of the time.
+gc.set_threshold(50_000, 20, 20)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -26,13 +30,21 @@ def pytest_configure(config: pytest.Config) -> None:
         jax.config.update("jax_disable_most_optimizations", True)
 
 
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()
+
+
 # Files that take longest, so that the workers of pytest-xdist begin with them and end together.
 LONGEST = (
-    "test_engine", "test_llm", "test_exactness", "test_tensor_parallel", "test_llm_structured",
-    "test_acceptance", "test_engine_options", "test_rows", "test_shared_pages", "test_llm_options",
-    "test_layering", "test_endings", "test_scripts", "test_mixed", "test_compiled_program",
-    "test_own_mixer", "test_train_lm", "test_generate", "test_extending", "test_async_engine",
-    "test_paged_attention", "test_eagle3_reference", "test_functional", "test_golden",
+    "test_engine", "test_exactness", "test_layers", "test_tensor_parallel",
+    "test_quantized_exactness", "test_formats", "test_sequence_parallel", "test_llm", "test_rows",
+    "test_chat", "test_hybrid_prefixes", "test_llm_structured", "test_expert_product",
+    "test_packed_product", "test_engine_options", "test_acceptance", "test_experts",
+    "test_shared_pages", "test_delta_rule", "test_run", "test_delta_rule_benchmarks",
+    "test_latent_attention", "test_pipeline", "test_background", "test_delta_rule_kernel",
+    "test_llm_options", "test_scripts", "test_preemption", "test_block_exactness",
+    "test_layering", "test_async_engine", "test_endings", "test_generate",
 )  # fmt: skip
 
 

@@ -79,7 +79,9 @@ def most_temporary_bytes(mode: str, tp: int) -> int:
         # Beside that five passes of the head, each with 16 or 17 launches.
         ("chain:5", 140),  # 137
         # Seven passes, each followed by the choice of nodes; then the tree's mask, and compaction.
-        ("tree:60:7:10", 190),  # 182; of 0.12 170
+        # Each pass adds up where its slots end, in a launch of one thread, as attention must not
+        # read past them; XLA leaves five of the six sums of scores by themselves.
+        ("tree:60:7:10", 206),  # 198
     ],
 )
 def test_a_round_is_one_graph(mode: str, most_launches: int):

@@ -1,6 +1,7 @@
 """The gated delta rule over trees and in chunks, against its definition token by token."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,20 +32,25 @@ commit = jit(lambda state, path: DeltaState.commit([state], path, NO_KERNELS)[0]
 convolved, fold = jit(DeltaState.convolved), jit(delta_rule.fold)
 
 
-def random_inputs(rng: np.random.Generator, batch: int, size: int) -> tuple[Array, DeltaInputs]:
-    """Queries and inputs as layers have them: keys and queries of unit length."""
+def random_inputs(rng: np.random.Generator, batch: int, size: int) -> tuple[Any, Any]:
+    """Queries and inputs as layers have them: keys and queries of unit length.
 
-    def unit() -> Array:
+    NumPy's, so that tests can take parts of any size without a program for each.
+    """
+
+    def unit() -> np.ndarray:
         x = rng.standard_normal((batch, size, GROUPS, K_DIM))
-        return jnp.asarray(x / np.linalg.norm(x, axis=-1, keepdims=True), jnp.float32)
+        return (x / np.linalg.norm(x, axis=-1, keepdims=True)).astype(np.float32)
 
     heads = (batch, size, GROUPS, VALUES)
-    return unit() / K_DIM**0.5, DeltaInputs(
-        k=unit(),
-        v=jnp.asarray(rng.standard_normal((*heads, V_DIM)), jnp.float32),
-        g=jnp.asarray(-rng.exponential(0.3, heads), jnp.float32),
-        beta=jnp.asarray(rng.random(heads), jnp.float32),
-    )
+    q = unit() / np.float32(K_DIM**0.5)
+    arrays: dict[str, Any] = {
+        "k": unit(),
+        "v": rng.standard_normal((*heads, V_DIM)).astype(np.float32),
+        "g": -rng.exponential(0.3, heads).astype(np.float32),
+        "beta": rng.random(heads).astype(np.float32),
+    }
+    return q, DeltaInputs(**arrays)
 
 
 def as_nodes(inputs: DeltaInputs) -> DeltaNodes:
@@ -94,6 +100,7 @@ def tree_errors(trees: int) -> tuple[float, float]:
         tree = random_tree(rng, np.zeros(rows, int), sizes, NODES, DEPTH)
         nodes = random_inputs(rng, rows, NODES)
         out, waiting = verified(state, lens, tree, *nodes)
+        out = np.asarray(out)  # paths of each length are taken without a program of their own
         every = [
             [path_from_root(np.asarray(tree.parents[row]), node) for node in range(size)]
             for row, size in enumerate(sizes)
@@ -188,9 +195,9 @@ def test_rounds_of_any_trees_leave_the_bits_of_single_tokens(tokens: int):
             path = path_from_root(np.asarray(tree.parents[0]), leaf)[: tokens - done]
             noise = random_inputs(rng, 1, width)
             place, at = np.array(path), slice(done, done + len(path))
-            nodes = jax.tree.map(
-                lambda x, y, place=place, at=at: x.at[:, place].set(y[:, at]), noise, (q, inputs)
-            )
+            nodes = noise
+            for x, y in zip(jax.tree.leaves(nodes), jax.tree.leaves((q, inputs)), strict=True):
+                x[:, place] = y[:, at]
             lens = jnp.full(1, done)
             one, waiting = verified(state, lens, tree, *nodes)
             state = commit(waiting, committed(lens, [path]))
@@ -239,9 +246,9 @@ def test_noise_of_padding_other_branches_and_other_rows_stays_there():
     np.testing.assert_array_equal(read.s, again.s)
 
 
-def spoiled(x: Array, kept: np.ndarray) -> Array:
+def spoiled(x: Any, kept: np.ndarray) -> np.ndarray:
     """x [B, T, ...] with NaN where not ``kept`` [B, T]."""
-    return jnp.where(kept.reshape(*kept.shape, *(1,) * (x.ndim - 2)), x, jnp.nan)
+    return np.where(kept.reshape(*kept.shape, *(1,) * (x.ndim - 2)), x, np.float32(np.nan))
 
 
 def test_what_kernels_are_held_against_agrees():
@@ -250,7 +257,7 @@ def test_what_kernels_are_held_against_agrees():
     lens, sizes = jnp.asarray([5, 14, 7]), [6, 4, 8]
     _, state = run(empty(3), jnp.zeros(3, int), lens[jnp.argsort(rows)], *random_inputs(rng, 3, 16))
     tree = random_tree(rng, np.zeros(3, int), sizes, 8, 4)
-    q, inputs = random_inputs(rng, 3, 8)
+    q, inputs = jax.tree.map(jnp.asarray, random_inputs(rng, 3, 8))
     nodes = as_nodes(inputs)
     nodes = nodes.replace(channels=jnp.asarray(rng.standard_normal(nodes.channels.shape)))
     ancestors = unpack_mask(tree.ancestors, 8)

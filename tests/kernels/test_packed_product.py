@@ -39,7 +39,7 @@ from pallas_kernels.packed_product.widening import (
     word_offset,
 )
 from pallas_kernels.selection import Kernels
-from tests.marks import first_is_fast
+from tests.marks import first_is_fast, slow
 
 FLOAT32 = jnp.dtype("float32")
 # Of the largest sum of absolute products: products of 16-bit floats and integers are exact, their
@@ -50,9 +50,15 @@ FLOAT8_ERROR = 2.0**-10  # Hopper's tensor cores keep fewer bits of sums of 8-bi
 INTERPRETED = (PackedTuning(block=128, most_stages=2), PackedTuning(block=128, unit=128, ctas=1))
 
 
+@functools.cache
+def arguments_of(case: Case) -> Any:
+    """make_arguments in one program, instead of one for each of its operations."""
+    return jax.jit(lambda: make_arguments(case))()
+
+
 def exact(case: Case, *, of_kernel: bool) -> tuple[np.ndarray, np.ndarray]:
     """[S, M, V] in float64: the product, and the sums of the absolute values of its terms."""
-    x, values, scale, zero, x_scale = make_arguments(case)
+    x, values, scale, zero, x_scale = arguments_of(case)
     groups = np.arange(case.depth) // case.group
     steps = np.asarray(values if case.float8 else input_order(values), np.float64)
     if zero is not None:
@@ -82,15 +88,15 @@ def assert_exact(
 
 @pytest.mark.parametrize("case", TEST_CASES, ids=str)
 def test_the_reference_is_the_product(case: Case):
-    found = packed_product(*make_arguments(case), num_splits=case.num_splits)
-    assert_exact(found, case, of_kernel=False)
+    function = jax.jit(functools.partial(packed_product, num_splits=case.num_splits))
+    assert_exact(function(*arguments_of(case)), case, of_kernel=False)
 
 
 @first_is_fast(TEST_CASES)
 def test_interpreted_it_is_the_reference(case: Case):
     for config in (None, *INTERPRETED):
         found = packed_product_mosaic(
-            *make_arguments(case),
+            *arguments_of(case),
             num_splits=case.num_splits,
             dtype=FLOAT32,
             config=config,
@@ -114,12 +120,12 @@ def test_interpreted_tiles_of_large_and_small_products_give_it(rows: int, config
     case = Case(rows, 512, 256, zeros=True)
     interpret = plgpu.InterpretGPUParams(detect_races=True)
     options: dict[str, Any] = {"num_splits": 1, "dtype": FLOAT32, "config": config}
-    found = packed_product_mosaic(*make_arguments(case), **options, interpret=interpret)
+    found = packed_product_mosaic(*arguments_of(case), **options, interpret=interpret)
     assert_exact(jax.block_until_ready(found), case)
 
 
 @pytest.mark.parametrize("case", [*TEST_CASES, *BENCHMARK_CASES[::5]], ids=str)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [slow("float32"), "bfloat16"])  # of the result alone
 def test_it_lowers_for_cuda(case: Case, dtype: str):
     arguments = jax.eval_shape(lambda: make_arguments(case))
     options = {"num_splits": case.num_splits, "dtype": dtype, "implementation": "mosaic_gpu"}

@@ -17,6 +17,7 @@ from jaxspec.engine import Engine
 from jaxspec.models.hf_config import load_model_config, parse_model_config
 from jaxspec.parallel import make_mesh
 from tests.checkpoints import TINY, add_mtp_layer, hf_logits, save_byte_tokenizer, save_random_model
+from tests.engines import seal
 from tests.marks import slow
 from tests.parity import load, paged_logits
 
@@ -103,8 +104,8 @@ def texts(model: Path, drafter: str, shape: Any = None, **options: Any) -> list[
         cache = CacheConfig(page_size=4, max_length=64, num_pages=pages)
     shape = shape or SpeculationConfig.chain(3)
     params = load_engine(model, drafter, dtype="float32", speculation=shape, **options)
-    engine = Engine(params, cache, EngineConfig(max_rows=3))
     sampling = SamplingParams(max_tokens=20, stop_token_ids=())
+    engine = seal(Engine(params, cache, EngineConfig(max_rows=3)), sampling, len(PROMPTS[0]))
     generations = engine.add_all(PROMPTS, [sampling] * 3)
     engine.finish(generations)
     assert not any(one.error for one in generations)

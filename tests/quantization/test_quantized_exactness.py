@@ -16,7 +16,6 @@ from jaxspec.models.linear import Linear
 from jaxspec.quantization.float8 import Float8Linear, rounded_to_float8
 from jaxspec.quantization.grouped import GroupedLinear, rounded_to_groups
 from jaxspec.quantization.schemes import rounded
-from tests.marks import slow
 from tests.random_models import generate, make_params, random_prompts, random_target
 from tests.speculation.test_exactness import sampling_of
 
@@ -58,19 +57,24 @@ def target(name: str) -> Decoder:
     return rounded(random_target(), ROUNDINGS[name], lm_head=True)
 
 
-def text(params: EngineParams, temperature: float) -> tuple[list[list[int]], Any]:
-    sampling = sampling_of(temperature, len(PROMPTS))
+def text(params: EngineParams, temperature: float | None) -> tuple[list[list[int]], Any]:
+    """``temperature`` None: one greedy row, and two that sample."""
+    if temperature is None:
+        temperatures = jnp.array([0.0, 0.8, 0.8])
+        sampling = sampling_of(0.8, len(PROMPTS)).replace(temperature=temperatures)
+    else:
+        sampling = sampling_of(temperature, len(PROMPTS))
     generated, state = generate(params, PROMPTS, page_size=4, sampling=sampling)
     return generated, state.rows.stats
 
 
 @functools.cache
-def plain(name: str, temperature: float) -> list[list[int]]:
+def plain(name: str, temperature: float | None) -> list[list[int]]:
     params = make_params("none", CHAIN, random_target())
     return text(params.replace(target=target(name)), temperature)[0]
 
 
-def check(name: str, drafter: str, spec: SpeculationConfig, temperature: float) -> None:
+def check(name: str, drafter: str, spec: SpeculationConfig, temperature: float | None) -> None:
     params = make_params(drafter, spec, random_target())
     own = rounded(params.drafter, ROUNDINGS[name], lm_head=True)
     params = params.replace(target=target(name), drafter=own)
@@ -80,17 +84,29 @@ def check(name: str, drafter: str, spec: SpeculationConfig, temperature: float) 
 
 
 CASES = list(itertools.product(ROUNDINGS, ("ngram", "draft_model", "eagle3"), (CHAIN, TREE)))
-FAST = (("4 bits", "eagle3", TREE), ("float8", "ngram", CHAIN))
+
+
+def name_of(one: Any) -> str:
+    return one if isinstance(one, str) else ("chain" if one.is_chain else "tree")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "drafter", "spec"), CASES, ids=name_of)
+def test_the_text_is_that_of_plain_decoding(name: str, drafter: str, spec: SpeculationConfig):
+    """The program of greedy rows, and the one of rows that sample."""
+    for temperature in (0.0, 0.8):
+        check(name, drafter, spec, temperature)
 
 
 @pytest.mark.parametrize(
     ("name", "drafter", "spec"),
-    [case if case in FAST else slow(*case) for case in CASES],
-    ids=lambda one: one if isinstance(one, str) else ("chain" if one.is_chain else "tree"),
+    [("4 bits", "eagle3", TREE), ("float8", "ngram", CHAIN)],
+    ids=name_of,
 )
-def test_the_text_is_that_of_plain_decoding(name: str, drafter: str, spec: SpeculationConfig):
-    for temperature in (0.0, 0.8):
-        check(name, drafter, spec, temperature)
+def test_rows_that_sample_and_a_greedy_one_have_the_text_of_plain_decoding(
+    name: str, drafter: str, spec: SpeculationConfig
+):
+    check(name, drafter, spec, None)
 
 
 def test_rounding_keeps_weights_apart_by_half_a_step():

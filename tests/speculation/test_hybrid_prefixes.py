@@ -13,6 +13,7 @@ from jaxspec.functional import EngineParams
 from jaxspec.loading import load
 from jaxspec.row_snapshots import snapshot_bytes
 from jaxspec.scheduling.requests import SamplingParams
+from tests.engines import seal
 from tests.marks import slow
 from tests.random_models import random_prompts
 from tests.speculation.test_hybrid_exactness import checkpoint  # noqa: F401
@@ -29,6 +30,7 @@ def served(
     engine = Engine(
         params, CacheConfig(page_size=page_size, max_length=160, num_pages=num_pages), config
     )
+    seal(engine, SamplingParams(temperature=0.7), prompt_tokens=32)
     texts = []
     for group in [*([one] for one in PROMPTS), PROMPTS]:
         sampling = [
