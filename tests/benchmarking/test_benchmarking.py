@@ -29,6 +29,7 @@ TINY, BFLOAT16 = SHAPES["tiny"], jnp.dtype("bfloat16")
     [
         ("llama-3.1-8b", 8.030),
         ("llama-3.1-70b", 70.554),
+        ("llama-3.3-70b", 70.554),
         ("llama-3.2-1b", 1.236),
         ("qwen3-8b", 8.191),
         ("qwen3-30b-a3b", 30.532),
