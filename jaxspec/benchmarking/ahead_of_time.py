@@ -69,7 +69,10 @@ WHEELS = (*VERSIONED_WHEELS, "nvidia-cuda-nvcc", "nvidia-cuda-crt", "nvidia-nvvm
 
 # Files that the compiling process writes beside XLA's.
 PROGRAM, FACTS = "program.txt", "facts.json"
-LAUNCHES = "*.thunk_sequence_after_thunk_passes.txt"
+LAUNCHES = {  # a program without CUDA graphs is not passed on
+    "decode": "*.thunk_sequence_after_thunk_passes.txt",
+    "prefill": "*.thunk_sequence.txt",
+}
 
 
 def install_command(folder: Path) -> str:
@@ -309,7 +312,9 @@ def read_round(dump: Path, printed: str) -> CompiledRound:
     text = (dump / PROGRAM).read_text()
     facts = json.loads((dump / FACTS).read_text())
     module = text.split(maxsplit=2)[1].rstrip(",")
-    sequences = [path for path in dump.glob(LAUNCHES) if f".{module}." in path.name]
+    sequences = [
+        path for path in dump.glob(LAUNCHES[facts["program"]]) if f".{module}." in path.name
+    ]
     if len(sequences) != 1:
         raise ValueError(f"XLA left {len(sequences)} lists of launches of {module} in {dump}")
     page_shapes = [tuple(shape) for shape in facts["page_shapes"]]
