@@ -2,7 +2,7 @@
 
     pytest -m slow tests/test_compiled_for_several_h100s.py
 
-About ten minutes on two cores; for the compiler see tests/test_compiled_for_h100.py. Programs are
+About six minutes on two cores; for the compiler see tests/test_compiled_for_h100.py. Programs are
 those of 2 and of 4 layers. Half of the difference is a layer's, and 80 layers are reckoned from it;
 one program is that of all 80. Numbers are those of jax 0.11.2, November 2026. Nothing here ran on
 a GPU.
