@@ -32,6 +32,29 @@ def test_every_mode_is_timed_beside_its_floor(sampling, capsys):
     assert [row["acceptance_length"] for row in timings] == [1, 2]
 
 
+WIDE = ["--shape", "tiny-wide", "--layers", "1", "--context", "20", "--page-size", "16"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tp", [4, 8])
+@pytest.mark.parametrize("quantization", [None, "w4a16", "fp8"])
+def test_a_model_over_several_devices_is_timed(quantization: str | None, tp: int, capsys):
+    scheme = [] if quantization is None else ["--quantization", quantization]
+    counts = ["--batch", "1,8", "--repeats", "1", "--new-tokens", "6"]
+    modes = ["--modes", "plain,tree:9:3:4@2"]
+    assert bench_engine.main([*WIDE, *modes, *counts, *scheme, "--tp", str(tp), "--json"]) == 0
+    printed = capsys.readouterr()
+    timings = joined(printed.out, "timings")["timings"]
+    assert f"tp {tp}" in printed.err
+    assert [(row["mode"], row["batch"]) for row in timings] == [
+        *(("plain", 1), ("tree:9:3:4@2", 1), ("plain", 8), ("tree:9:3:4@2", 8))
+    ]
+    layer = 128 * 64 * (2 * 16 + 2 * 8) + 3 * 128 * 1024
+    bytes_each = {None: 2.0, "w4a16": 0.5 + 2 / 128, "fp8": 1.0}[quantization]
+    expected = (layer * bytes_each + 128 * 1000 * 2) / tp  # the LM head has 16 bits
+    assert timings[0]["floor"]["target_weights"] == pytest.approx(expected, rel=0.03)  # and norms
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

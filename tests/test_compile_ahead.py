@@ -48,7 +48,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         (["--wheels", "{empty}"], "run: pip install --target {empty} --no-deps jax-cuda13-pjrt=="),
         (["--wheels", "{old}"], "jax-cuda13-pjrt 0.1.2, but jaxlib is"),
         (["--wheels", "{good}", "--dump", "{good}"], "is not empty"),
-        (["--program", "prefill"], "for TPUs only: add --tpu TOPOLOGY"),
+        (["--program", "prefill", "--chunk", "0"], "--sp and --chunk must be at least 1"),
         (["--tpu", "v6e:2x2", "--libtpu", "{empty}"], "lacks libtpu; run: pip install --target"),
         (["--tpu", "v6e:2x2", "--libtpu", "{old}"], "has libtpu 0.1.2, but this jax needs 0.0."),
     ],
@@ -80,7 +80,8 @@ def test_the_results_as_a_table_and_as_json(folders, monkeypatch, capsys):
         loop_in_graph=False,
     )
     kernels = (MosaicKernel("top_k", 166, 8),)
-    compiled = CompiledRound(launches, 0, {"verify/mlp": 4}, 2**31, 3 << 20, kernels)
+    sent = {"all-reduce": (4, 1536.0)}
+    compiled = CompiledRound(launches, 0, {"verify/mlp": 4}, sent, 2**31, 3 << 20, kernels)
     monkeypatch.setattr(compile_ahead, "compile_elsewhere", lambda *_: compiled)
     arguments = ["--layers", "2", "--wheels", str(folders["good"]), "--json"]
     assert compile_ahead.main(arguments) == 0
@@ -89,7 +90,8 @@ def test_the_results_as_a_table_and_as_json(folders, monkeypatch, capsys):
     assert (results["mode"], results["layers"]) == ("chain:5@3.5", 2)
     assert results["round"]["launches"]["in_graphs"] == 131
     assert results["round"]["kernels"] == [{"name": "top_k", "registers": 166, "spilled_bytes": 8}]
-    for words in ("4 verify/mlp", "2.000 GiB", "3.00 MiB", "166 registers, 8 bytes spilled"):
+    said = ("4 verify/mlp", "2.000 GiB", "3.00 MiB", "166 registers, 8 bytes spilled")
+    for words in (*said, "by 4 all-reduce", "1.5 KiB"):
         assert words in printed.err
 
 

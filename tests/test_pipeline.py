@@ -88,6 +88,8 @@ def expected(name: str) -> list[tuple[list[int], int]]:
         slow("eagle1", (1, 3), 1, 64),
         slow("eagle3", (4, 0), 1, 8),
         slow("eagle3", (1, 1, 1, 1), 2, 8),
+        slow("none", (3, 1), 4, 16),
+        slow("eagle3", (2, 2), 4, 8),
         slow("eagle3 tree", (2, 2), 4, 1),
         slow("eagle3 tree", (2, 2, 0), 1, 64),
         slow("eagle3 rejection", (2, 2), 2, 8),

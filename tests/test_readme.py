@@ -4,12 +4,16 @@ docs/extending.md has a test of its own, test_extending.py.
 """
 
 import re
+import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from jaxspec.__main__ import COMMANDS
 from tests.marks import slow
+from tests.test_command_line import SCRIPTS, module_of
 
 ROOT = Path(__file__).parent.parent
 MOST_LINES = 150  # of the README
@@ -35,6 +39,23 @@ PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in ROOT.
 WITH_EXAMPLES = {"README.md", "docs/training.md", "docs/extending.md", "docs/serving.md"}
 
 
+def command_lines(page: str) -> Iterator[tuple[str, list[str]]]:
+    """Commands of the page's shell blocks, and their arguments, but for those with variables."""
+    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
+    for line in "\n".join(blocks).replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True)
+        while words and "=" in words[0]:  # of the environment
+            words = words[1:]
+        if "$" in line or words[:1] not in (["jaxspec"], ["python3"]):
+            continue
+        program, *arguments = words
+        if program == "jaxspec":
+            count = next(n for n in (1, 2) if " ".join(arguments[:n]) in COMMANDS)
+            yield " ".join(arguments[:count]), arguments[count:]
+        else:
+            yield SCRIPTS[Path(arguments[0]).stem], arguments[1:]
+
+
 def test_no_page_is_left_out():
     assert {page for page in PAGES if examples(page)} == WITH_EXAMPLES
     assert len(examples("README.md")) >= 3
@@ -52,6 +73,17 @@ def test_examples_run(page: str):
 def test_the_readme_is_short():
     lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
     assert len(lines) <= MOST_LINES, f"README.md has {len(lines)} lines: move something to docs/"
+
+
+def test_commands_for_several_devices_have_the_options_that_they_are_given():
+    """Most were never run as they stand: nobody had the devices."""
+    found = list(command_lines("docs/parallel.md"))
+    for command, arguments in found:
+        module = module_of(command)
+        args = module.make_parser().parse_args(arguments)
+        if command == "bench engine":
+            assert module.choose(args)
+    assert {"bench engine", "bench pipeline", "generate"} <= {command for command, _ in found}
 
 
 @pytest.mark.parametrize("page", sorted(PAGES))

@@ -145,6 +145,35 @@ def test_spreading_sequences_changes_nothing(
     check_changes_nothing(name, model, data, shard_drafter, page_size, sequence)
 
 
+LONG, CHUNK = 700, 128
+
+
+def read_long_prompts(params: Any, state: Any, prompts: Any) -> Any:
+    lengths = np.array([LONG, 333], np.int32)
+    state = functional.admit(params, state, np.arange(2), prompts, lengths)
+    for _ in range(0, LONG, CHUNK):
+        state, _ = functional.prefill(params, state, width=CHUNK)
+    return functional.decode(params, state, 20)[0]
+
+
+@functools.cache
+def tokens_after_long_prompts(sequence: int, model: Any) -> Any:
+    params = one_device("eagle3")
+    if (sequence, model) != (1, 1):
+        mesh = make_mesh(model, sequence_parallel=sequence)
+        params = on_mesh(params, mesh, shard_drafter=False)
+    prompts = np.random.default_rng(0).integers(98, size=(2, LONG), dtype=np.int32)
+    state = functional.init_state(params, 2, LONG + 20, page_size=16)
+    return jax.device_get(new_jit(read_long_prompts)(params, state, prompts).rows.tokens)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("sequence", "model"), [(8, 1), (4, 2), (2, 4), (2, (2, 2))])
+def test_long_prompts_are_read_in_parts_by_eight_devices(sequence: int, model: Any):
+    found = tokens_after_long_prompts(sequence, model)
+    np.testing.assert_array_equal(found, tokens_after_long_prompts(1, 1))
+
+
 def read_and_decode(params: Any, state: Any, prompts: Any) -> Any:
     lengths = np.array([9, 4], np.int32)
     state = functional.admit(params, state, np.arange(2), prompts, lengths)

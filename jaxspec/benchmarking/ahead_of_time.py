@@ -24,6 +24,12 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from jaxlib.version import __version__ as JAXLIB_VERSION
 
 from jaxspec import functional
+from jaxspec.benchmarking.collective_volume import (
+    EXCHANGING,
+    parse_collectives,
+    parse_exchanges,
+    totals,
+)
 from jaxspec.benchmarking.compiled_round import (
     MOSAIC_CALL,
     CompiledRound,
@@ -63,7 +69,10 @@ WHEELS = (*VERSIONED_WHEELS, "nvidia-cuda-nvcc", "nvidia-cuda-crt", "nvidia-nvvm
 
 # Files that the compiling process writes beside XLA's.
 PROGRAM, FACTS = "program.txt", "facts.json"
-LAUNCHES = "*.thunk_sequence_after_thunk_passes.txt"
+LAUNCHES = {  # a program without CUDA graphs is not passed on
+    "decode": "*.thunk_sequence_after_thunk_passes.txt",
+    "prefill": "*.thunk_sequence.txt",
+}
 
 
 def install_command(folder: Path) -> str:
@@ -272,17 +281,22 @@ def _shapes(arrays: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
     return tuple(sorted(shapes))
 
 
-def compile_decode(job: Job, dump: Path) -> None:
-    """Compile the decode program, and write the files that ``read_round`` needs to ``dump``.
+PROGRAMS = {"decode": decode_program, "prefill": prefill_program}
+
+
+def compile_program(name: str, job: Job, dump: Path) -> None:
+    """Compile "decode" or "prefill", and write the files that ``read_round`` needs to ``dump``.
 
     The process must run in the ``compiler_environment`` of the same folder.
     """
     jax.devices()  # makes the CPU the backend before the plugin is loaded
-    program = decode_program(job, make_devices(job.num_devices))
+    program = PROGRAMS[name](job, make_devices(job.num_devices))
     compiled = compile_ahead(program.function, program.arguments)
     memory, text = compiled.memory_analysis(), compiled.as_text()
     (dump / PROGRAM).write_text(text)
     facts = {
+        "program": name,
+        "sharing": math.prod(grid_of(job.tensor_parallel)),
         "page_shapes": program.page_shapes,
         "argument_bytes": memory.argument_size_in_bytes,
         "temporary_bytes": memory.temp_size_in_bytes,
@@ -291,14 +305,16 @@ def compile_decode(job: Job, dump: Path) -> None:
 
 
 def read_round(dump: Path, printed: str) -> CompiledRound:
-    """Read the files of ``compile_decode`` in a folder, and the output of its process.
+    """Read the files of ``compile_program`` in a folder, and the output of its process.
 
     Raises ValueError if something is missing or has an unknown format.
     """
     text = (dump / PROGRAM).read_text()
     facts = json.loads((dump / FACTS).read_text())
     module = text.split(maxsplit=2)[1].rstrip(",")
-    sequences = [path for path in dump.glob(LAUNCHES) if f".{module}." in path.name]
+    sequences = [
+        path for path in dump.glob(LAUNCHES[facts["program"]]) if f".{module}." in path.name
+    ]
     if len(sequences) != 1:
         raise ValueError(f"XLA left {len(sequences)} lists of launches of {module} in {dump}")
     page_shapes = [tuple(shape) for shape in facts["page_shapes"]]
@@ -307,10 +323,14 @@ def read_round(dump: Path, printed: str) -> CompiledRound:
     kernels = parse_kernels(printed)
     if MOSAIC_CALL in text and not kernels:
         raise ValueError("the program calls Mosaic kernels, but ptxas printed nothing of them")
+    exchanges = parse_exchanges(text, facts["sharing"])
+    if not exchanges and EXCHANGING in {kernel.name for kernel in kernels}:
+        raise ValueError(f"the program has {EXCHANGING}, but no call of it could be read")
     return CompiledRound(
-        launches=parse_launches(sequences[0].read_text()),
+        launches=parse_launches(sequences[0].read_text(), of_loop=facts["program"] == "decode"),
         page_copies=count_page_copies(text, page_shapes),
         all_reduces=count_all_reduces(text),
+        sent=totals([*parse_collectives(text), *exchanges]),
         argument_bytes=facts["argument_bytes"],
         temporary_bytes=facts["temporary_bytes"],
         kernels=kernels,

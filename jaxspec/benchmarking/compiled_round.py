@@ -44,14 +44,15 @@ class MosaicKernel:
 
 @dataclasses.dataclass(frozen=True)
 class Launches:
-    """The launches of the decode loop in one round, including those of its condition.
+    """The launches of the decode loop in one round, including those of its condition, or of a
+    program that reads prompts.
 
     Launches in an inner loop or a branch count once.
 
     Attributes:
       in_graphs: launches that are nodes of a CUDA graph.
       outside: launches that the host makes one by one.
-      graphs: CUDA graphs that the host launches in a round.
+      graphs: CUDA graphs that the host launches in a round, or in a call.
       all_reduces: all-reduces; they are included in ``in_graphs`` and ``outside``.
       all_reduces_in_graphs: all-reduces that are nodes of a CUDA graph.
       loop_in_graph: whether the whole loop is one graph, so that the host does nothing between
@@ -68,11 +69,13 @@ class Launches:
 
 @dataclasses.dataclass(frozen=True)
 class CompiledRound:
-    """One round of a compiled decode program, on one of its devices.
+    """One round of a compiled decode program, or a call of one that reads prompts, on one of its
+    devices.
 
     Attributes:
       page_copies: instructions that copy, transpose or gather a layer's KV pages.
       all_reduces: their number by scope, for example ``verify/mlp``.
+      sent: what the device sends to others, see collective_volume.totals.
       argument_bytes: size of weights and state.
       temporary_bytes: memory in addition to arguments and results.
     """
@@ -80,9 +83,15 @@ class CompiledRound:
     launches: Launches
     page_copies: int
     all_reduces: Mapping[str, int]
+    sent: Mapping[str, tuple[int, float]]
     argument_bytes: int
     temporary_bytes: int
     kernels: tuple[MosaicKernel, ...]
+
+    @property
+    def sent_bytes(self) -> float:
+        """By the device to others."""
+        return sum(sent for _, sent in self.sent.values())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,31 +102,31 @@ class _Launch:
     inside: tuple[int, ...]
 
 
-def parse_launches(text: str) -> Launches:
-    """Parse a thunk sequence.
+def parse_launches(text: str, *, of_loop: bool = True) -> Launches:
+    """Parse a thunk sequence: the launches of its largest loop, or all.
 
-    Raises ValueError if it has no loop.
+    Raises ValueError if it has no loop, but should.
     """
     entries = _nest(text)
     sizes = collections.Counter(i for one in entries for i in one.inside if entries[i].kind == LOOP)
-    if not sizes:
+    if of_loop and not sizes:
         raise ValueError("no loop in the launches: not a decode program, or XLA unrolled the loop")
-    loop = max(sizes, key=lambda index: sizes[index])
+    loop = max(sizes, key=lambda index: sizes[index]) if of_loop else None
 
     def in_graph(entry: _Launch) -> bool:
         return any(entries[index].kind == GRAPH for index in entry.inside)
 
-    round_entries = [one for one in entries if loop in one.inside]
-    launched = [one for one in round_entries if _launches(one.kind)]
+    counted = [one for one in entries if loop is None or loop in one.inside]
+    launched = [one for one in counted if _launches(one.kind)]
     reduces = [one for one in launched if one.kind in ALL_REDUCES]
     in_graphs = sum(map(in_graph, launched))
     return Launches(
         in_graphs=in_graphs,
         outside=len(launched) - in_graphs,
-        graphs=sum(one.kind == GRAPH for one in round_entries),
+        graphs=sum(one.kind == GRAPH for one in counted),
         all_reduces=len(reduces),
         all_reduces_in_graphs=sum(map(in_graph, reduces)),
-        loop_in_graph=in_graph(entries[loop]),
+        loop_in_graph=loop is not None and in_graph(entries[loop]),
     )
 
 

@@ -43,14 +43,29 @@ _TINY = dense_model(  # not a published model: for smoke tests on a CPU
     rope_theta=10_000.0,
     max_position=4096,
 )
+# The same, so wide that 8 devices can split its groups of 128 weights (--quantization w4a16).
+_TINY_WIDE = dense_model(
+    num_layers=4,
+    vocab_size=1000,
+    hidden_size=128,
+    intermediate_size=1024,
+    num_heads=16,
+    num_kv_heads=8,
+    head_dim=64,
+    rms_norm_eps=1e-5,
+    rope_theta=10_000.0,
+    max_position=4096,
+)
+_LLAMA_70B = _llama3(
+    80, 8.0, hidden_size=8192, intermediate_size=28_672, num_heads=64, head_dim=128
+)
 SHAPES: Mapping[str, ModelConfig] = MappingProxyType(
     {
         "llama-3.1-8b": _llama3(
             32, 8.0, hidden_size=4096, intermediate_size=14_336, num_heads=32, head_dim=128
         ),
-        "llama-3.1-70b": _llama3(
-            80, 8.0, hidden_size=8192, intermediate_size=28_672, num_heads=64, head_dim=128
-        ),
+        "llama-3.1-70b": _LLAMA_70B,
+        "llama-3.3-70b": _LLAMA_70B,  # trained anew, of the same sizes
         "llama-3.2-1b": _llama3(
             16,
             32.0,
@@ -162,6 +177,7 @@ SHAPES: Mapping[str, ModelConfig] = MappingProxyType(
             }
         ),
         "tiny": _TINY,
+        "tiny-wide": _TINY_WIDE,
         "tiny-experts": _with_experts(_TINY, num_experts=8, top_k=2, size=64),
         "tiny-hybrid": parse_model_config(
             {

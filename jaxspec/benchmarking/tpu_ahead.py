@@ -25,14 +25,11 @@ from jax.sharding import Mesh
 from jaxspec.benchmarking.ahead_of_time import (
     FACTS,
     PROGRAM,
+    PROGRAMS,
     Job,
     compile_ahead,
-    decode_program,
-    prefill_program,
 )
 from jaxspec.benchmarking.hlo import scope_of
-
-PROGRAMS = {"decode": decode_program, "prefill": prefill_program}
 
 _COLLECTIVE = re.compile(
     r"= .*? (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("

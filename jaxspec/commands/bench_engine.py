@@ -51,7 +51,7 @@ from jaxspec.parallel import grid_of, replica_meshes
 from jaxspec.quantization.kv_cache import with_float8_cache
 from pallas_kernels.selection import Kernels
 
-MOST_JOBS = 4  # modes compiled at a time; each needs memory for a state for a moment
+MOST_JOBS = 4  # modes compiled at a time
 DEFAULT_MODES = "plain,chain:3,chain:5,tree:60:7:10"
 
 

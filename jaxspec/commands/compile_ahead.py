@@ -1,7 +1,8 @@
 """Compile the decode program for H100s or TPUs on a machine without them, and report the result.
 
-For H100s it reports launches inside and outside CUDA graphs, copies of KV pages, all-reduces,
-memory, and the registers and spills of every Mosaic kernel. The compiler comes from wheels of
+For H100s it reports launches inside and outside CUDA graphs, copies of KV pages, all-reduces, the
+bytes that a device sends to others, memory, and the registers and spills of every Mosaic kernel.
+With --program prefill it is the program that reads prompts. The compiler comes from wheels of
 jaxlib's version, which are unpacked into a folder (730 MB) and not installed:
 
     V=$(python3 -c "import jaxlib; print(jaxlib.__version__)")
@@ -31,23 +32,23 @@ from typing import Any
 import jax
 from rich.table import Table
 
+from jaxspec.benchmarking import tpu_ahead
 from jaxspec.benchmarking.ahead_of_time import (
+    PROGRAMS,
     Job,
     check_wheels,
-    compile_decode,
+    compile_program,
     compiler_environment,
     read_round,
 )
 from jaxspec.benchmarking.compiled_round import CompiledRound
 from jaxspec.benchmarking.draft_heads import HEAD_HELP, HEAD_KINDS
 from jaxspec.benchmarking.modes import parse_mode
-from jaxspec.benchmarking.rounds import Workload
+from jaxspec.benchmarking.rounds import LARGEST_CHUNK, Workload
 from jaxspec.benchmarking.shapes import SHAPES, model_shape
 from jaxspec.benchmarking.tpu_ahead import (
-    PROGRAMS,
     TpuProgram,
     check_libtpu,
-    compile_program,
     libtpu_environment,
     read_program,
 )
@@ -90,7 +91,9 @@ def make_parser() -> argparse.ArgumentParser:
     add("--kernels", default="auto", help="auto, all, none, or a comma list of operations")
     add_compiler_options(parser)
     add("--tpu", metavar="TOPOLOGY", help="compile for TPUs of this topology, such as v5e:2x2")
-    add("--program", choices=PROGRAMS, default="decode", help="what to compile; with --tpu")
+    add("--program", choices=PROGRAMS, default="decode", help="rounds, or the reading of prompts")
+    add("--chunk", type=int, help="prompt tokens of a sequence in a call of prefill, at most "
+        f"(default: {LARGEST_CHUNK} for each device of --sp)")  # fmt: skip
     add("--libtpu", type=Path, default=Path(".cache/libtpu"), help="folder of the TPUs' compiler")
     add("--dump", type=Path, help="an empty folder to keep what the compiler writes")
     add("--json", action="store_true", help="JSON on stdout, the table on stderr")
@@ -101,9 +104,10 @@ def check(args: argparse.Namespace) -> None:
     """Raise ValueError or FileNotFoundError for options that cannot be compiled."""
     parse_mode(args.mode)
     model_shape(args.shape, args.layers)
-    sizes = (args.batch, args.context, args.page_size, *grid_of(args.tp), args.sp)
+    chunk = 1 if args.chunk is None else args.chunk
+    sizes = (args.batch, args.context, args.page_size, *grid_of(args.tp), args.sp, chunk)
     if min(sizes) < 1:
-        names = "--batch, --context, --page-size, --tp and --sp"
+        names = "--batch, --context, --page-size, --tp, --sp and --chunk"
         raise ValueError(f"{names} must be at least 1")
     check_divides("--page-size", args.page_size, args.sp)
     if args.dump and args.dump.is_dir() and any(args.dump.iterdir()):
@@ -113,8 +117,6 @@ def check(args: argparse.Namespace) -> None:
             raise ValueError("--sp is compiled for H100s only: leave out --tpu")
         check_libtpu(args.libtpu)
         return
-    if args.program != "decode":
-        raise ValueError(f"--program {args.program} is compiled for TPUs only: add --tpu TOPOLOGY")
     check_wheels(args.wheels)
 
 
@@ -136,6 +138,7 @@ def compile_here(args: argparse.Namespace) -> None:
         args.tp,
         args.sp,
         args.kernels,
+        largest_chunk=args.chunk or LARGEST_CHUNK * args.sp,
         kv_dtype=args.kv_dtype,
         quantization=args.quantization,
         lm_head_quantization=args.lm_head_quantization,
@@ -143,9 +146,9 @@ def compile_here(args: argparse.Namespace) -> None:
         head=args.draft_head,
     )
     if args.tpu is None:
-        compile_decode(job, args.dump)
+        compile_program(args.program, job, args.dump)
     else:
-        compile_program(args.program, job, args.tpu, args.dump)
+        tpu_ahead.compile_program(args.program, job, args.tpu, args.dump)
 
 
 def compile_elsewhere(
@@ -182,7 +185,7 @@ def measure(arguments: Sequence[str]) -> dict[str, Any]:
         "mode": parse_mode(args.mode).name,
         "layers": model_shape(args.shape, args.layers).num_layers,
         "seconds": time.perf_counter() - started,
-        "target": "H100" if args.tpu is None else f"{args.tpu}, {args.program}",
+        "target": f"{args.tpu or 'H100'}, {args.program}",
         "round" if args.tpu is None else "program": compiled,
     }
 
@@ -195,7 +198,7 @@ def make_table(results: dict[str, Any]) -> Table:
         title_justify="left",
         caption_justify="left",
     )
-    table.add_column("of one round, on one device")
+    table.add_column("of one round or call, on one device")
     table.add_column("", justify="right")
     if "program" in results:
         add_tpu_rows(table, results["program"])
@@ -217,6 +220,8 @@ def add_gpu_rows(table: Table, compiled: CompiledRound) -> None:
     table.add_row("copies of KV pages", str(compiled.page_copies))
     table.add_row("all-reduces", listed(compiled.all_reduces))
     table.add_row("all-reduces inside graphs", str(launches.all_reduces_in_graphs))
+    for kind, (count, sent) in compiled.sent.items():
+        table.add_row(f"sent to other devices by {count} {kind}", f"{sent / 2**10:,.1f} KiB")
     table.add_row("arguments", f"{compiled.argument_bytes / 2**30:.3f} GiB")
     table.add_row("temporaries", f"{compiled.temporary_bytes / 2**20:.2f} MiB")
     for kernel in sorted(compiled.kernels, key=lambda kernel: (kernel.name, kernel.registers)):

@@ -90,6 +90,11 @@ class Tuning:
         one_shot = self.one_shot_blocks * self.one_shot_words(devices, width)
         return one_shot + self.two_shot_blocks * self.two_shot_words(width)
 
+    def sent_bytes(self, devices: int, rows: int, width: int) -> int:
+        """Bytes that each device sends to the others in one call, flags included."""
+        whole = rows * packet_words(width) * WORD * (devices - 1)
+        return whole if rows <= self.one_shot_rows else 2 * whole // devices
+
 
 def packet_words(width: int) -> int:
     """Words of the packets of one row."""

@@ -2,6 +2,8 @@
 
 import dataclasses
 import math
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -13,7 +15,7 @@ from jaxspec.benchmarking.ahead_of_time import Job, decode_program
 from jaxspec.benchmarking.floors import FloorBytes, floor_bytes
 from jaxspec.benchmarking.modes import make_params, parse_mode
 from jaxspec.benchmarking.random_params import random_decoder, random_head
-from jaxspec.benchmarking.rounds import Workload
+from jaxspec.benchmarking.rounds import Bench, Workload
 from jaxspec.benchmarking.shapes import SHAPES
 from jaxspec.config.mtp import MtpConfig
 from jaxspec.config.quantization import Scheme
@@ -29,6 +31,7 @@ TINY, BFLOAT16 = SHAPES["tiny"], jnp.dtype("bfloat16")
     [
         ("llama-3.1-8b", 8.030),
         ("llama-3.1-70b", 70.554),
+        ("llama-3.3-70b", 70.554),
         ("llama-3.2-1b", 1.236),
         ("qwen3-8b", 8.191),
         ("qwen3-30b-a3b", 30.532),
@@ -230,3 +233,31 @@ def test_an_embedding_table_is_no_lm_head_to_quantize():
     tied = dataclasses.replace(TINY, tie_word_embeddings=True)
     with pytest.raises(ValueError, match="leave out --lm-head-quantization"):
         random_decoder(tied, BFLOAT16, None, seed=0, lm_head_quantization="w4a16")
+
+
+class StateMadeError(Exception):
+    """Ends a benchmark before it compiles anything."""
+
+
+def test_programs_that_are_compiled_side_by_side_make_one_state_at_a_time(monkeypatch):
+    making, most = [], []
+
+    def new_state(bench: Bench, repeat: int = 0) -> None:
+        making.append(bench)
+        most.append(len(making))
+        time.sleep(0.02)
+        making.remove(bench)
+        raise StateMadeError
+
+    monkeypatch.setattr(Bench, "new_state", new_state)
+    target = random_decoder(TINY, BFLOAT16, None, seed=0)
+    params = make_params(parse_mode("plain"), target, None, None, Kernels())
+    workload = Workload(batch=1, context=16, rounds=2, page_size=16, repeats=1)
+
+    def compile_one(_: int) -> None:
+        with pytest.raises(StateMadeError):
+            Bench(parse_mode("plain"), params, workload)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(compile_one, range(4)))
+    assert most == [1] * 4

@@ -6,7 +6,12 @@ from typing import Any
 
 import pytest
 
-from jaxspec.benchmarking.collective_volume import Collective, parse_collectives, totals
+from jaxspec.benchmarking.collective_volume import (
+    Collective,
+    parse_collectives,
+    parse_exchanges,
+    totals,
+)
 from jaxspec.commands import bench_collectives
 from jaxspec.commands.bench_collectives import difference, make_table
 from jaxspec.commands.compiling_process import ROOT
@@ -26,6 +31,11 @@ MESH = "replica_groups=mesh['data'=1,'model'=4,'hidden'=2]"
             f"%psum.2 = (f32[8]{{0}}, f32[2]{{0}}) all-reduce-start(%x, %y), {MESH} "
             "{'model','hidden'}, to_apply=%add",
             Collective("all-reduce", 8, 2 * 7 / 8 * 40),
+        ),
+        (
+            "%psum.3 = ((bf16[1,2,8]{2,1,0}), bf16[1,2,8]{2,1,0}) all-reduce-start(%x), "
+            f"{MESH} {{'model'}}, to_apply=%add, output_to_operand_aliasing={{{{1}}: (0, {{}})}}",
+            Collective("all-reduce", 4, 2 * 3 / 4 * 32),
         ),
         (
             "%rs.1 = f32[8,10]{1,0} reduce-scatter(%x), replica_groups={{0,1},{2,3}}, to_apply=%a",
@@ -69,6 +79,28 @@ def test_what_each_device_sends(line: str, expected: Collective):
 def test_what_is_unknown_is_an_error(line: str, message: str):
     with pytest.raises(ValueError, match=message):
         parse_collectives(line)
+
+
+@pytest.mark.parametrize(
+    ("rows", "devices", "sent"),
+    [
+        (2, 2, 2 * 8192 * 4),  # to the other device, half of it flags
+        (8, 4, 3 * 8 * 8192 * 4),  # each row to three others
+        (9, 4, 2 * 3 / 4 * 9 * 8192 * 4),  # a quarter to each, and a quarter of the sums
+        (4, 8, 7 * 4 * 8192 * 4),
+        (192, 8, 2 * 7 / 8 * 192 * 8192 * 4),
+    ],
+)
+def test_what_each_device_leaves_in_the_memory_of_others(rows: int, devices: int, sent: float):
+    line = (
+        f"  %mpmd_map.8 = (bf16[{rows},8192]{{1,0}}, bf16[{rows},8192]{{1,0}}) custom-call(%x, %y, "
+        '%w, %e), custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(decode)/shard_map/'
+        'while/body/verify/norm/jit(reduce_add_rms_norm_mosaic)/reduce_add_rms_norm_kernel/mpmd_map"}'
+    )
+    other = line.replace("reduce_add", "add")
+    assert parse_exchanges(f"{line}\n{other}", devices) == [
+        Collective("reduce_add_rms_norm", devices, sent)
+    ]
 
 
 def test_a_layer_is_the_difference_of_two_models():

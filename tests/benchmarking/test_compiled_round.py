@@ -79,9 +79,12 @@ def test_launches(text: str, expected: Launches):
     assert parse_launches(text) == expected
 
 
-def test_launches_without_a_loop_are_refused():
+def test_launches_without_a_loop_are_refused_in_a_round():
+    text = "001: kCopy  [source | sink] kCopy\n"
     with pytest.raises(ValueError, match="no loop"):
-        parse_launches("001: kCopy  [source | sink] kCopy\n")
+        parse_launches(text)
+    assert parse_launches(text, of_loop=False) == Launches(0, 1, 0, 0, 0, False)
+    assert parse_launches(ONE_GRAPH, of_loop=False) == Launches(2, 3, 1, 0, 0, False)
 
 
 PTXAS = """\
@@ -156,7 +159,8 @@ def dump(tmp_path: Path) -> Path:
         '  %call = bf16[4]{0} custom-call(%pages), custom_call_target="mosaic_gpu_v2"\n'
     )
     (tmp_path / PROGRAM).write_text(text)
-    facts = {"page_shapes": [PAGES], "argument_bytes": 7, "temporary_bytes": 5}
+    facts = {"program": "decode", "sharing": 1, "page_shapes": [PAGES]}
+    facts |= {"argument_bytes": 7, "temporary_bytes": 5}
     (tmp_path / FACTS).write_text(json.dumps(facts))
     launches = "thunk_sequence_after_thunk_passes.txt"
     (tmp_path / f"module_0001.jit_decode.{launches}").write_text(ONE_GRAPH)
@@ -167,7 +171,8 @@ def dump(tmp_path: Path) -> Path:
 def test_a_round_is_read_from_a_folder(dump: Path):
     compiled = read_round(dump, PTXAS)
     assert (compiled.argument_bytes, compiled.temporary_bytes) == (7, 5)
-    assert (compiled.page_copies, compiled.all_reduces) == (0, {})
+    assert (compiled.page_copies, compiled.all_reduces, compiled.sent) == (0, {}, {})
+    assert compiled.sent_bytes == 0
     assert compiled.launches == parse_launches(ONE_GRAPH)
     assert compiled.kernels == parse_kernels(PTXAS)
 
@@ -175,6 +180,8 @@ def test_a_round_is_read_from_a_folder(dump: Path):
 def test_missing_compiler_output_is_an_error(dump: Path):
     with pytest.raises(ValueError, match="ptxas printed nothing"):
         read_round(dump, "")
+    with pytest.raises(ValueError, match="no call of it could be read"):
+        read_round(dump, PTXAS.replace("add_rms_norm", "reduce_add_rms_norm"))
     facts = json.loads((dump / FACTS).read_text()) | {"page_shapes": [[1, 2, 3, 4]]}
     (dump / FACTS).write_text(json.dumps(facts))
     with pytest.raises(ValueError, match="shape of KV pages"):

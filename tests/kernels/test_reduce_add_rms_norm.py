@@ -162,9 +162,10 @@ def test_on_the_devices_it_is_the_reference_in_every_call(case: Case, devices: i
 
 
 @pytest.mark.gpu
-def test_calls_of_all_sizes_share_an_exchange():
+@pytest.mark.parametrize("devices", DEVICES)
+def test_calls_of_all_sizes_share_an_exchange(devices: int):
     """With more rows and fewer, in one program, again and again."""
-    mesh = mesh_of(2)
+    mesh = mesh_of(devices)
     exchange = make_exchange(mesh, AXIS, 4096)
     cases = [Case(rows, 4096) for rows in (1, 6, 300, 2, 48, 1)]
     arguments = [make_arguments(case, mesh.size, jnp.bfloat16, case.rows) for case in cases]

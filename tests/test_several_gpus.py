@@ -1,8 +1,9 @@
-"""What two devices compute in bfloat16, with the kernels of the device, is what one does.
+"""What several devices compute in bfloat16, with the kernels of the device, is what one does.
 
-Benchmarks with synthetic acceptance cannot see a wrong token. These tests can, on two GPUs.
+Benchmarks with synthetic acceptance cannot see a wrong token. These tests can, on 2, 4 and 8 GPUs.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -22,10 +23,33 @@ from tests.layouts import in_stages, on_mesh
 from tests.marks import slow
 from tests.random_models import make_params, random_prompts, random_target, tiny_config
 
-SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_layers": 4}
+# As narrow as the kernel allows in which devices sum their products.
+SIZES = {"hidden_size": 512, "intermediate_size": 512, "head_dim": 128, "num_layers": 4}
 TARGET = random_target(tiny_config(num_heads=8, num_kv_heads=4, **SIZES))
 PROMPTS = [prompt.tolist() for prompt in random_prompts((90, 33, 5), seed=1)]
 CLOSE = 0.1  # bound of the differences of log-probabilities: roundings of bfloat16
+
+
+@dataclasses.dataclass(frozen=True)
+class How:
+    tp: int = 1
+    pp: int = 1
+    sp: int = 1
+
+    def __str__(self) -> str:
+        return f"tp{self.tp}-pp{self.pp}-sp{self.sp}"
+
+    @property
+    def devices(self) -> int:
+        return self.tp * self.pp * self.sp
+
+
+ON_GPUS = [
+    *(How(tp=2), How(tp=4), How(tp=8)),
+    *(How(pp=2), How(tp=4, pp=2)),
+    *(How(sp=2), How(sp=8), How(tp=4, sp=2)),
+]
+SIMULATED = [How(tp=2), How(tp=8), How(tp=4, pp=2), How(tp=4, sp=2)]
 
 
 def one_device(sharing: int) -> EngineParams:
@@ -48,19 +72,22 @@ def logprobs(params: EngineParams) -> list[list[Any]]:
 
 
 @pytest.mark.parametrize(
-    "how", [pytest.param(how, marks=pytest.mark.gpu) for how in ("tp", "pp", "sp")] + [slow("tp")]
+    "how",
+    [pytest.param(how, marks=pytest.mark.gpu) for how in ON_GPUS]
+    + [slow(how) for how in SIMULATED],
+    ids=str,
 )
-def test_two_devices_compute_what_one_does(how: str):
-    if len(jax.devices()) < 2:
-        pytest.skip("one device")
-    params = one_device(2 if how == "tp" else 1)
-    if how == "tp":
-        params = on_mesh(params, make_mesh(2), shard_drafter=False)
-    elif how == "sp":
-        params = on_mesh(params, make_mesh(sequence_parallel=2), shard_drafter=False)
-    else:
-        meshes = stage_meshes(make_mesh(pipeline_parallel=2))
+def test_several_devices_compute_what_one_does(how: How):
+    if len(jax.devices()) < how.devices:
+        pytest.skip(f"{how.devices} devices are needed")
+    # Four and eight devices use the kernels that are the default on two.
+    params = one_device(2 if how.tp > 1 else 1)
+    if how.pp > 1:
+        meshes = stage_meshes(make_mesh(how.tp, pipeline_parallel=how.pp))
         params = in_stages(params, (3, 1), meshes, shard_drafter=False)
+    else:
+        mesh = make_mesh(how.tp, sequence_parallel=how.sp)
+        params = on_mesh(params, mesh, shard_drafter=False)
     for found, expected in zip(logprobs(params), logprobs(one_device(1)), strict=True):
         same = 0  # tokens before the first that differs, which may be a near tie
         while same < len(expected) and found[same][0] == expected[same][0]:
