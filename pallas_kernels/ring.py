@@ -5,7 +5,6 @@ from typing import Protocol
 
 SHARED_BYTES = 227 << 10  # of a multiprocessor, 1 KiB for each CTA taken off
 BARRIER_BYTES = 2048
-MOST_STAGES = 16
 
 
 class RingTuning(Protocol):

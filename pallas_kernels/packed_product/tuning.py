@@ -27,7 +27,7 @@ a CTA takes 24 KiB of x for 4 KiB of weights: the second-level cache is the limi
 import dataclasses
 
 from pallas_kernels.policy import MULTIPROCESSORS
-from pallas_kernels.ring import MOST_STAGES, ring_stages
+from pallas_kernels.ring import ring_stages
 
 OUTPUTS = 64  # of a warpgroup: what the tensor cores take
 LARGEST_STEP = 128  # inputs that are summed before the sums are scaled
@@ -35,6 +35,7 @@ SUMMED_ROWS = 64  # of more rows weights are scaled, instead of sums
 SCALED_ROWS = 32  # scales of so many rows are copied at once: 128 bytes
 SMALL = 4096 * OUTPUTS * MULTIPROCESSORS  # weights; of no more a product is over soon
 MAX_SPLITS = 8
+MOST_STAGES = 8
 MIN_SPLIT_DEPTH = 1024  # inputs: shorter parts end before the copies have come up to speed
 
 

@@ -2,6 +2,8 @@
 
 import pytest
 
+from pallas_kernels.expert_product.tuning import ExpertTuning
+from pallas_kernels.packed_product.tuning import PackedTuning, packed_tuning
 from pallas_kernels.paged_attention.tuning import AttentionTuning, attention_tuning
 from pallas_kernels.policy import MULTIPROCESSORS, fewest_rows, top_k_shares, truncate_shares
 from pallas_kernels.selection import Kernels
@@ -77,3 +79,11 @@ def test_threads_cannot_ask_for_more_registers_than_there_are():
     assert AttentionTuning(128, 2, warpgroups=2, registers=240).producer_registers == 24
     with pytest.raises(ValueError, match="leave 8 to the producer: it needs 24"):
         AttentionTuning(128, 2, warpgroups=2, registers=248)
+
+
+def test_rings_are_as_deep_as_they_were_timed():
+    kib = 1 << 10
+    assert packed_tuning(72, 4096, 4096).stages(13 * kib, 36 * kib) == 8, "though 14 would fit"
+    assert PackedTuning().stages(kib, 0) == 8
+    assert ExpertTuning().stages(kib, 0) == 16
+    assert ExpertTuning(ctas=1).stages(33 * kib, 0) == 6, "as many as fit"
