@@ -11,12 +11,7 @@ from jaxspec.built_in import BUILT_IN_MODEL
 from jaxspec.config.model import ModelConfig
 from jaxspec.config.speculation import PLAIN, SpeculationConfig, default_speculation
 from jaxspec.draft_reads import draft_weight_bytes
-from jaxspec.drafter_loading import (
-    choose_drafter,
-    in_bits,
-    load_drafter,
-    with_lm_head_in_bits,
-)
+from jaxspec.drafter_loading import choose_drafter, in_bits, load_drafter, with_lm_head_in_bits
 from jaxspec.functional import EngineParams
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.hf_config import load_model_config
@@ -32,14 +27,10 @@ from jaxspec.quantization.kv_cache import (
     with_kv_scales,
 )
 from jaxspec.quantization.kv_scales import KVScaleFile
-from jaxspec.speculation.drafters import (
-    Drafter,
-)
+from jaxspec.speculation.drafters import Drafter
 from jaxspec.weights.hub import resolve_directory
 from jaxspec.weights.safetensors_io import load_decoder, load_pipeline
 from pallas_kernels.selection import Kernels
-
-MIXED = "ngram+"  # and the drafter that n-gram lookup is mixed with
 
 
 def load(

@@ -174,6 +174,14 @@ def test_what_another_machine_measured_is_shown(tmp_path, capsys):
     assert plot.stat().st_size > 5_000
 
 
+@pytest.mark.parametrize("arguments", [["--batch", "4"], ["--run", "ngram", "chain:3"]])
+def test_options_of_a_measurement_do_not_go_with_an_earlier_one(arguments, tmp_path, capsys):
+    measured = tmp_path / "run.jsonl"
+    measured.write_text("".join(f"{json.dumps(part)}\n" for part in made_parts()))
+    assert bench_drafters.main(["--from", str(measured), *arguments]) == 2
+    assert f"{arguments[0]} and --from exclude each other" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("text", ["", "1\n", '{"rows": []}\n', '{"rows": [', "no json"])
 def test_other_files_are_not_shown(text, tmp_path, capsys):
     path = tmp_path / "file"

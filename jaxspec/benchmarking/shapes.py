@@ -31,31 +31,25 @@ def _with_experts(model: ModelConfig, num_experts: int, top_k: int, size: int) -
     return model.map_layers(lambda layer: LayerConfig(layer.mixer, mlp))
 
 
-_TINY = dense_model(  # not a published model: for smoke tests on a CPU
-    num_layers=4,
-    vocab_size=1000,
-    hidden_size=64,
-    intermediate_size=128,
-    num_heads=8,
-    num_kv_heads=4,
-    head_dim=16,
-    rms_norm_eps=1e-5,
-    rope_theta=10_000.0,
-    max_position=4096,
-)
-# The same, so wide that 8 devices can split its groups of 128 weights (--quantization w4a16).
-_TINY_WIDE = dense_model(
-    num_layers=4,
-    vocab_size=1000,
-    hidden_size=128,
-    intermediate_size=1024,
-    num_heads=16,
-    num_kv_heads=8,
-    head_dim=64,
-    rms_norm_eps=1e-5,
-    rope_theta=10_000.0,
-    max_position=4096,
-)
+def _tiny(hidden: int, intermediate: int, num_heads: int, head_dim: int) -> ModelConfig:
+    """Not a published model: for smoke tests on a CPU."""
+    return dense_model(
+        num_layers=4,
+        vocab_size=1000,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_heads=num_heads,
+        num_kv_heads=num_heads // 2,
+        head_dim=head_dim,
+        rms_norm_eps=1e-5,
+        rope_theta=10_000.0,
+        max_position=4096,
+    )
+
+
+_TINY = _tiny(64, 128, num_heads=8, head_dim=16)
+# So wide that 8 devices can split its groups of 128 weights (--quantization w4a16).
+_TINY_WIDE = _tiny(128, 1024, num_heads=16, head_dim=64)
 _LLAMA_70B = _llama3(
     80, 8.0, hidden_size=8192, intermediate_size=28_672, num_heads=64, head_dim=128
 )

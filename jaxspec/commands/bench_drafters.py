@@ -29,6 +29,7 @@ from jaxspec.commands.shell import (
     add_model_option,
     collect_parts,
     command_parser,
+    given_option,
     progress_console,
     read_text,
     run_command,
@@ -45,6 +46,7 @@ from jaxspec.training.draft_data import held_out_prompts, spread_rows
 
 PLAIN_RUN = ("none", "plain")
 DEFAULT_RUNS = (("ngram", "chain:5"), ("auto", "chain:5"))
+SHOWING = {"measured", "plot", "json"}  # what --from goes with
 CHOICES = ("prompt_tokens", "max_tokens", "top_p", "acceptance", "verify_width", "seed")
 
 
@@ -259,6 +261,10 @@ def programs_of(engines: Sequence[LLM]) -> int:
 
 
 def run(args: argparse.Namespace) -> None:
+    if args.measured is not None:
+        option = given_option(make_parser(), args, sorted(vars(args).keys() - SHOWING))
+        if option is not None:
+            raise ValueError(f"{option} and --from exclude each other: nothing is measured")
     if args.compilation_cache is not None:
         keep_compiled_programs(make_folder(args.compilation_cache))
     if args.plot is not None:

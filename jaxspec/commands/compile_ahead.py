@@ -110,6 +110,8 @@ def check(args: argparse.Namespace) -> None:
         names = "--batch, --context, --page-size, --tp, --sp and --chunk"
         raise ValueError(f"{names} must be at least 1")
     check_divides("--page-size", args.page_size, args.sp)
+    if args.chunk is not None and args.program != "prefill":
+        raise ValueError("--chunk is of the reading of prompts: add --program prefill")
     if args.dump and args.dump.is_dir() and any(args.dump.iterdir()):
         raise ValueError(f"{args.dump} is not empty: name another folder with --dump")
     if args.tpu is not None:

@@ -51,6 +51,16 @@ def add_model_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def given_option(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, names: Iterable[str]
+) -> str | None:
+    """The first option, by these names of its values, that is not at its default; None: all are."""
+    for name in names:
+        if getattr(args, name) != parser.get_default(name):
+            return f"--{name.replace('_', '-')}"
+    return None
+
+
 def run_command(
     parser: argparse.ArgumentParser,
     run: Callable[[argparse.Namespace], None],

@@ -11,7 +11,7 @@ from rich.console import Console
 from tokenizers import Tokenizer
 
 from jaxspec.commands.data_options import add_suffixes_option
-from jaxspec.commands.shell import command_parser, run_command, typed_command
+from jaxspec.commands.shell import command_parser, given_option, run_command, typed_command
 from jaxspec.config.model import ModelConfig, dense_model
 from jaxspec.models.hf_config import parse_model_config
 from jaxspec.models.hf_values import read_json
@@ -95,11 +95,9 @@ def model_config(
     size, end = tokenizer.get_vocab_size(), data.end_of_text_id(tokenizer)
     if args.config is None:
         return _sized_model(args, size, end), None
-    parser = make_parser()
-    for name in SIZES:
-        if getattr(args, name) != parser.get_default(name):
-            option = f"--{name.replace('_', '-')}"
-            raise ValueError(f"{option} and --config exclude each other: change the file instead")
+    option = given_option(make_parser(), args, SIZES)
+    if option is not None:
+        raise ValueError(f"{option} and --config exclude each other: change the file instead")
     raw = read_json(args.config) | {"vocab_size": size, "eos_token_id": end}
     model = parse_model_config(raw)
     if model.mtp is not None:
