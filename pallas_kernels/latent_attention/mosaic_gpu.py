@@ -239,7 +239,8 @@ def _lead_blocks(plan: Plan, work: Work, words: list[Array], refs: Any) -> tuple
         scores = lax.cond(
             work.all_see(block), lambda: scores, functools.partial(masked, block, scores)
         )
-        exps, decay, peak, total = softmax_step(scores, scale, peak, total)
+        exps, decay, peak = softmax_step(scores, scale, peak)
+        total = total * decay + jnp.sum(exps, axis=1)
         weights = exps.astype(rows.dtype)
         # First: once it has the weights, the follower might clean another block.
         pl.when(work.is_edge(block))(lambda: plgpu.barrier_wait(refs["cleaned"]))

@@ -81,21 +81,19 @@ def visible(
     return seen & (slot >= plan.first_slot) if plan.first_slot > 0 else seen
 
 
-def softmax_step(
-    scores: Array, scale: Any, peak: Array, total: Array
-) -> tuple[Array, Array, Array, Array]:
+def softmax_step(scores: Array, scale: Any, peak: Array) -> tuple[Array, Array, Array]:
     """One step of an online softmax, in powers of 2.
 
     Args:
       scores: [ROWS, n], not yet multiplied by ``scale``.
-      peak, total: [ROWS] of the steps before: the largest scaled score, and the sum of weights.
+      peak: [ROWS], the largest scaled score of the steps before.
 
-    Returns weights [ROWS, n], by what earlier weights decay [ROWS], and the new peak and total.
+    Returns weights [ROWS, n], by what earlier weights decay [ROWS], and the new peak. The caller
+    adds up the weights, where that delays its other work least.
     """
     new_peak = jnp.maximum(peak, jnp.max(scores, axis=1) * scale)
     decay = jnp.exp2(peak - new_peak)
-    exps = jnp.exp2(scores * scale - by_row(new_peak, scores.shape[1]))
-    return exps, decay, new_peak, total * decay + jnp.sum(exps, axis=1)
+    return jnp.exp2(scores * scale - by_row(new_peak, scores.shape[1])), decay, new_peak
 
 
 def product(x: Any, y: Any, acc: Array | None = None, *, interpret: bool) -> Array:
