@@ -172,13 +172,12 @@ def print_corpus(console: Console, report: data.Report) -> None:
     )
 
 
-def save_model(run: Pretraining, args: argparse.Namespace, hf_config: dict[str, Any] | None) -> str:
+def save_model(
+    run: Pretraining, args: argparse.Namespace, prompt: list[int], hf_config: dict[str, Any] | None
+) -> str:
     """Export with a sample of greedy text; returns the sample."""
-    tokenizer = run.corpus.tokenizer
-    prompt = tokenizer.encode(args.prompt).ids
-    if not prompt:
-        raise ValueError("--prompt is empty")
-    text = tokenizer.decode(sample(run.params, prompt, args.sample_tokens, 0.0, args.seed))
+    written = sample(run.params, prompt, args.sample_tokens, 0.0, args.seed)
+    text = run.corpus.tokenizer.decode(written)
     device = jax.devices()[0].device_kind
     command = typed_command()
     card = Card(args.out.name, device, command, args.license_note, text)
@@ -191,6 +190,9 @@ def train(args: argparse.Namespace, console: Console, started: float) -> None:
     console.print("reading and tokenizing --data")
     corpus = data.build_corpus(args.data, args.work, args.vocab, suffixes=tuple(args.suffixes))
     print_corpus(console, corpus.report)
+    prompt = corpus.tokenizer.encode(args.prompt).ids
+    if not prompt:
+        raise ValueError("--prompt is empty")
     model, hf_config = model_config(args, corpus.tokenizer)
     schedule = Schedule(
         steps=args.steps,
@@ -200,7 +202,14 @@ def train(args: argparse.Namespace, console: Console, started: float) -> None:
         save_every=args.save_every,
     )
     run = Pretraining(
-        model, config, corpus, schedule, args.work, args.resume, data_parallel=jax.device_count()
+        model,
+        config,
+        corpus,
+        schedule,
+        args.work,
+        args.resume,
+        data_parallel=jax.device_count(),
+        sample_length=len(prompt) + args.sample_tokens,
     )
     console.print(
         f"{num_parameters(run.params):,} parameters, {config.attention} attention, "
@@ -210,8 +219,8 @@ def train(args: argparse.Namespace, console: Console, started: float) -> None:
     text = None
     for record in follow(run.run, describe, console, started):
         if record.saved:
-            text = save_model(run, args, hf_config)
-    console.print(text or save_model(run, args, hf_config), markup=False, highlight=False)
+            text = save_model(run, args, prompt, hf_config)
+    console.print(text or save_model(run, args, prompt, hf_config), markup=False, highlight=False)
     console.print(f"{args.out}: written after {time.monotonic() - started:.1f} s")
 
 

@@ -13,11 +13,11 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxspec import memory
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import DraftHead
 from jaxspec.parallel import DATA_AXIS
 from jaxspec.training import draft_step, fingerprint
+from jaxspec.training.compiling import compile_together
 from jaxspec.training.draft_data import Examples, spread_rows
 from jaxspec.training.draft_loss import DraftBatch
 from jaxspec.training.draft_states import StoredStates
@@ -167,19 +167,17 @@ class DraftTraining:
 
     def _compile(self, note: Callable[[str], None]) -> None:
         """Compile before the first call, so that its time does not include compilation."""
-        note("compiling the evaluation")
-        evaluation = draft_step.evaluate.lower(
-            self.head, self._target, self._held_out.first, self.config
-        ).compile()
-        note("compiling the training step")
+        note("compiling")
         (batch,) = self._batches(1)
-        training = draft_step.one_step.lower(
-            self.state, self._target, batch, self.total_steps, self.config
-        ).compile()
-        for program, name in ((training, "a training step"), (evaluation, "an evaluation")):
-            memory.check_program(
-                program, name, "give a smaller batch, shorter rows or more accumulation"
-            )
+        programs = {
+            "a training step": draft_step.one_step.lower(
+                self.state, self._target, batch, self.total_steps, self.config
+            ),
+            "an evaluation": draft_step.evaluate.lower(
+                self.head, self._target, self._held_out.first, self.config
+            ),
+        }
+        compile_together(programs, "give a smaller batch, shorter rows or more accumulation")
 
     def _tokens(self, steps: int) -> int:
         return steps * self.config.batch_size * self._train.tokens.shape[1]

@@ -7,13 +7,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jaxspec import memory
 from jaxspec.config.model import ModelConfig
 from jaxspec.models.decoder import Decoder
 from jaxspec.training import fingerprint, lm
+from jaxspec.training.compiling import compile_together
 from jaxspec.training.data import Corpus
 from jaxspec.training.held_out import HeldOut
 from jaxspec.training.lm import TrainConfig
@@ -42,6 +41,10 @@ class Pretraining:
     """A training run in the folder ``directory``: checkpoints, and log.jsonl of Records.
 
     Batches are split over the first ``data_parallel`` devices.
+
+    Args:
+      sample_length: tokens, prompt included, of the texts that ``sample`` will write while this
+        runs: their program is compiled beside the others. 0: none.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class Pretraining:
         directory: Path,
         resume: bool = False,
         data_parallel: int = 1,
+        sample_length: int = 0,
     ):
         if len(corpus.train) <= config.context:
             raise ValueError(
@@ -71,6 +75,7 @@ class Pretraining:
         self.state = jax.device_put(lm.init_state(model, config), self._replicated)
         self.step, self.total_steps = 0, UNKNOWN_STEPS if schedule.steps is None else schedule.steps
         self.records: list[Record] = []
+        self._sample_length = sample_length
         self._folder = RunFolder(directory, self._fingerprint(), resume)
         if resume:
             self.step, self.state, total, lines = self._folder.restore(self.state)
@@ -122,14 +127,17 @@ class Pretraining:
 
     def _compile(self, note: Callable[[str], None]) -> None:
         """Compile before the first call, so that its time does not include compilation."""
-        note("compiling the evaluation")
-        evaluation = lm.evaluate.lower(self.params, self._held_out.first, self.config).compile()
-        note("compiling the training step")
-        training = lm.train_steps.lower(
-            self.state, self._tokens, 1, self.total_steps, self.config, self._batch_sharding
-        ).compile()
-        for program, name in ((training, "a training step"), (evaluation, "an evaluation")):
-            memory.check_program(program, name, "give a smaller batch or context")
+        note("compiling")
+        programs = {
+            "a training step": lm.train_steps.lower(
+                self.state, self._tokens, 1, self.total_steps, self.config, self._batch_sharding
+            ),
+            "an evaluation": lm.evaluate.lower(self.params, self._held_out.first, self.config),
+        }
+        if self._sample_length:
+            inputs = _sample_inputs([0], self._sample_length - 1, 0.0, 0)
+            programs["a sample"] = lm.continue_text.lower(self.params, *inputs)
+        compile_together(programs, "give a smaller batch or context")
 
     def _due(self, event: str) -> bool:
         return self.schedule.is_due(event, self.step, self.total_steps)
@@ -178,6 +186,12 @@ def sample(
     params: Decoder, prompt: list[int], num_tokens: int, temperature: float, seed: int
 ) -> list[int]:
     """Token ids of the prompt and ``num_tokens`` more; temperature 0 is greedy."""
-    tokens = jnp.zeros(len(prompt) + num_tokens, jnp.int32).at[: len(prompt)].set(jnp.array(prompt))
-    filled = lm.continue_text(params, tokens, len(prompt), temperature, jax.random.key(seed))
+    filled = lm.continue_text(params, *_sample_inputs(prompt, num_tokens, temperature, seed))
     return [int(token) for token in filled]
+
+
+def _sample_inputs(prompt: list[int], num_tokens: int, temperature: float, seed: int) -> tuple:
+    """Those of lm.continue_text; texts of one length share a program."""
+    tokens = np.zeros(len(prompt) + num_tokens, np.int32)
+    tokens[: len(prompt)] = prompt
+    return tokens, len(prompt), temperature, jax.random.key(seed)
