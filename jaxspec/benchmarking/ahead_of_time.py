@@ -58,7 +58,6 @@ from jaxspec.parallel import (
     mesh_layout,
     named_shardings,
 )
-from jaxspec.quantization.schemes import in_scheme
 from jaxspec.state import EngineState
 from jaxspec.weight_places import weight_place
 from pallas_kernels.selection import Kernels
@@ -218,8 +217,9 @@ def _program(function: Any, job: Job, devices: Sequence[Any], *, counted: bool) 
     shards = Shards.over(mesh, layout)
     target = decoder_shapes(config, dtype, shards)
     target = decoder_in_schemes(target, job.quantization, job.lm_head_quantization)
-    head = shapes_of_kind(config, job.head, dtype, shards) if mode.speculation else None
-    head = in_scheme(head, job.drafter_quantization, lm_head=True)
+    head = None
+    if mode.speculation:
+        head = shapes_of_kind(job.head, config, dtype, mesh, quantization=job.drafter_quantization)
     own_kernels = Kernels.parse(job.kernels, devices[0], devices_of_model(mesh))
     params = with_kv_dtype(make_params(mode, target, head, mesh, own_kernels), job.kv_dtype)
 

@@ -4,8 +4,11 @@ import dataclasses
 from typing import Literal
 
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jaxspec.config.model import LayerConfig, ModelConfig, draft_layers
+from jaxspec.config.quantization import Scheme
+from jaxspec.models.decoder import decoder_shapes
 from jaxspec.models.heads import (
     BlockConfig,
     BlockHead,
@@ -18,7 +21,9 @@ from jaxspec.models.heads import (
     head_shapes,
     mtp_head_config,
 )
-from jaxspec.parallel import Shards
+from jaxspec.parallel import Shards, mesh_layout
+from jaxspec.quantization.lm_head_copy import with_lm_head_copy
+from jaxspec.quantization.schemes import in_scheme
 
 EAGLE3_VOCAB_SIZE = 32_000  # of the published EAGLE-3 heads
 # Of the block heads that are published for Qwen3-8B (z-lab/dflash, deepseek-ai/DeepSpec).
@@ -33,12 +38,30 @@ HEAD_HELP = "the drafter: an EAGLE-3 head or the shape's MTP layer (auto), or a 
 
 
 def shapes_of_kind(
-    target: ModelConfig, kind: HeadKind, dtype: jnp.dtype, shards: Shards
+    kind: HeadKind,
+    target: ModelConfig,
+    dtype: jnp.dtype,
+    mesh: Mesh | None,
+    *,
+    sharded: bool = True,
+    quantization: Scheme | None = None,
 ) -> DraftHead | BlockHead:
-    """A head of ShapeDtypeStructs; "auto": the one of ``head_config``."""
+    """A head of ShapeDtypeStructs, sharded as its target is, or whole on every device; "auto": the
+    one of ``head_config``.
+
+    ``quantization``: of all its matrices, and of a copy of the target's LM head if it has none;
+    see quantization.schemes.
+    """
+    shards = Shards.over(mesh, mesh_layout(mesh, split_model=sharded))
     if kind == "auto":
-        return head_shapes(head_config(target), target, dtype, shards)
-    return block_head_shapes(block_head_config(target, kind), target, dtype, shards)
+        shapes = head_shapes(head_config(target), target, dtype, shards)
+    else:
+        shapes = block_head_shapes(block_head_config(target, kind), target, dtype, shards)
+    if quantization is None:
+        return shapes
+    whole = decoder_shapes(target, dtype, Shards.over(mesh, mesh_layout(mesh)))
+    shapes = with_lm_head_copy(shapes, whole, lambda lm_head: lm_head)  # rounded as the rest
+    return in_scheme(shapes, quantization, lm_head=True)
 
 
 def head_config(target: ModelConfig) -> HeadConfig:

@@ -25,7 +25,6 @@ from jaxspec.models.pipeline import Pipeline, pipeline_shapes
 from jaxspec.models.shapes import weight_name
 from jaxspec.models.stages import Stage
 from jaxspec.parallel import Shards, mesh_layout
-from jaxspec.quantization.lm_head_copy import with_lm_head_copy
 from jaxspec.quantization.schemes import in_scheme
 from jaxspec.weights.safetensors_io import placements
 
@@ -108,22 +107,12 @@ def random_head_of_kind(
     sharded: bool = True,
     quantization: Scheme | None = None,
 ) -> DraftHead | BlockHead:
-    """A head of random weights (see draft_heads.py), sharded as its target is, or whole on every
-    device.
-
-    ``quantization``: of all its matrices, and of a copy of the target's LM head if it has none;
-    see quantization.schemes.
-    """
-    shards = Shards.over(mesh, mesh_layout(mesh, split_model=sharded))
-    shapes = shapes_of_kind(target, kind, dtype, shards)
-    if quantization is not None:
-        whole = decoder_shapes(target, dtype, Shards.over(mesh, mesh_layout(mesh)))
-        shapes = with_lm_head_copy(shapes, whole, lambda lm_head: lm_head)  # rounded below
+    """``shapes_of_kind`` with random weights (see draft_heads.py)."""
+    shapes = shapes_of_kind(kind, target, dtype, mesh, sharded=sharded, quantization=quantization)
     weights_key, ids_key = jax.random.split(jax.random.key(seed, impl="rbg"))
     if isinstance(shapes, BlockHead):
-        return _random_tree(in_scheme(shapes, quantization, lm_head=True), mesh, weights_key)
-    weights = in_scheme(shapes.replace(token_ids=None), quantization, lm_head=True)
-    head = _random_tree(weights, mesh, weights_key)
+        return _random_tree(shapes, mesh, weights_key)
+    head = _random_tree(shapes.replace(token_ids=None), mesh, weights_key)
     if shapes.token_ids is None:
         return head
     vocab = shapes.token_ids.shape[0]

@@ -1,9 +1,15 @@
 """Draft heads of random weights in benchmarks: sizes, modes and the bytes of a round."""
 
+import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxspec.benchmarking.draft_heads import BlockKind, block_head_config
+from jaxspec.benchmarking.draft_heads import (
+    BlockKind,
+    HeadKind,
+    block_head_config,
+    shapes_of_kind,
+)
 from jaxspec.benchmarking.floors import floor_bytes
 from jaxspec.benchmarking.modes import make_params, parse_mode
 from jaxspec.benchmarking.random_params import random_decoder, random_head_of_kind
@@ -47,3 +53,14 @@ def test_a_tree_deeper_than_a_block_is_refused():
     head = random_head_of_kind("dspark", TINY, FLOAT32, None, seed=1)
     with pytest.raises(ValueError, match="choose one of at most 7"):
         make_params(parse_mode("chain:8@3"), target, head, None, NO_KERNELS)
+
+
+@pytest.mark.parametrize("kind", ["auto", "dflash", "dspark"])
+def test_what_is_compiled_ahead_has_the_shapes_of_what_is_timed(kind: HeadKind):
+    """A rounded copy of the target's LM head included, for heads that read the target's."""
+    how = (kind, SHAPES["tiny-wide"], FLOAT32, None)
+    shapes = shapes_of_kind(*how, quantization="w8a16")
+    head = random_head_of_kind(*how, seed=1, quantization="w8a16")
+    assert jax.tree.structure(head) == jax.tree.structure(shapes)
+    assert jax.tree.map(jnp.shape, head) == jax.tree.map(jnp.shape, shapes)
+    assert (shapes.lm_head_copy is None) == (kind == "auto"), "EAGLE-3 heads have their own"
