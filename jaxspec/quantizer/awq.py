@@ -4,9 +4,6 @@ Lin et al.: AWQ, arXiv 2306.00978, as published in AutoAWQ. Two searches: a scal
 of the projections that share it, and then, for each group of weights, a limit to clip them at.
 """
 
-import functools
-
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -18,7 +15,6 @@ CLIP_STEPS = 20  # limits from the largest weight ...
 CLIP_END = 0.5  # ... down to this share of it
 
 
-@functools.partial(jax.jit, static_argnames=("grid",))
 def candidate_scales(weight: Array, mean_input: Array, grid: Grid) -> Array:
     """Scales of inputs to try, float32 [1 + RATIOS, in]; the first are all 1.
 
@@ -42,7 +38,6 @@ def rounded_under_scale(weight: Array, scale: Array, grid: Grid) -> Array:
     return as_rounded(weight * scale, grid) / scale
 
 
-@functools.partial(jax.jit, static_argnames=("grid",))
 def scale_errors(weight: Array, hessian: Array, scales: Array, grid: Grid) -> Array:
     """Squared change of a projection's outputs under each candidate, summed: float32 [C].
 
@@ -56,7 +51,6 @@ def scale_errors(weight: Array, hessian: Array, scales: Array, grid: Grid) -> Ar
     return lax.map(error, scales)
 
 
-@functools.partial(jax.jit, static_argnames=("grid",))
 def clip_limits(weight: Array, hessian: Array, grid: Grid) -> Array:
     """The best limit of each group, float32 [out, n]: that of the least squared change in what the
     group adds to its output.

@@ -9,12 +9,14 @@ best made up for by subtracting e U_ij from each later column j.
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jaxspec.quantizer.compiled import program
 from jaxspec.quantizer.rounding import Grid, Rounded, by_group, fit, nearest, rounded
 
 Order = Literal["inputs", "static", "mixed"]
@@ -40,28 +42,41 @@ class GptqConfig:
             raise ValueError(f"the damping must be between 0 and 1, got {self.damping}")
 
 
-def gptq(weight: Array, hessian: Array, grid: Grid, config: GptqConfig) -> Rounded:
-    """Quantize weights [out, in] whose inputs have the Hessian [in, in].
+def gptq(weights: Sequence[Array], hessian: Array, grid: Grid, config: GptqConfig) -> list[Rounded]:
+    """Quantize weights [out, in], each, whose common inputs have the Hessian [in, in].
 
     Inputs that are always 0 are rounded to nearest. Where ``damping`` does not suffice for a
     Cholesky factor, ten times as much is taken.
 
     Raises ValueError for a Hessian that has none.
     """
-    order = jnp.arange(len(hessian))
-    if config.order != "inputs":
-        order = jnp.argsort(-jnp.diag(hessian), stable=True)
-    ordered, damping = hessian[order][:, order], config.damping
-    factor = inverse_factor(ordered, damping)
-    while not bool(jnp.isfinite(factor).all()):
+    damping = config.damping
+    while damping <= 1:
+        found, is_finite = _round_together(weights, hessian, damping, grid, config.order)
+        if is_finite:
+            return found
         damping *= 10
-        if damping > 1:
-            raise ValueError("calibration gave inputs that are not finite, or far too large")
-        factor = inverse_factor(ordered, damping)
-    return round_columns(weight.astype(jnp.float32), order, factor, grid, config.order)
+    raise ValueError("calibration gave inputs that are not finite, or far too large")
 
 
-@jax.jit
+@functools.partial(program, static_argnames=("grid", "kind"))
+def _round_together(
+    weights: Sequence[Array], hessian: Array, damping: Array | float, grid: Grid, kind: Order
+) -> tuple[list[Rounded], Array]:
+    """Weights rounded, and whether the Cholesky factor is finite. Rows do not depend on each other,
+    so those of all weights go through the columns together."""
+    order = jnp.arange(len(hessian))
+    if kind != "inputs":
+        order = jnp.argsort(-jnp.diag(hessian), stable=True)
+    factor = inverse_factor(hessian[order][:, order], damping)
+    together = jnp.concatenate([weight.astype(jnp.float32) for weight in weights])
+    found, parts, start = round_columns(together, order, factor, grid, kind), list[Rounded](), 0
+    for weight in weights:
+        parts.append(found.rows(start, start + len(weight)))
+        start += len(weight)
+    return parts, jnp.isfinite(factor).all()
+
+
 def inverse_factor(hessian: Array, damping: Array | float) -> Array:
     """Upper triangular U [in, in] with UᵀU = H⁻¹, where H is ``hessian`` damped; NaN if H is not
     positive definite.
@@ -78,7 +93,6 @@ def inverse_factor(hessian: Array, damping: Array | float) -> Array:
     return jax.scipy.linalg.solve_triangular(reverse, identity, lower=False)
 
 
-@functools.partial(jax.jit, static_argnames=("grid", "kind"))
 def round_columns(weight: Array, order: Array, factor: Array, grid: Grid, kind: Order) -> Rounded:
     """Round the columns of float32 weights [out, in] in the given order, int [in]; ``factor``
     belongs to inputs in this order."""
@@ -120,15 +134,19 @@ def _round_block(
 ) -> tuple[Array, Array]:
     """Values of columns [out, block], and the errors (w - q) / U_ii to be spread to later blocks;
     ``scale`` and ``zero`` are those of each column."""
+    diagonal, spread = jnp.diag(factor), jnp.triu(factor, 1)
 
-    def round_one(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        columns, values, errors = carry
-        value = nearest(columns[:, i], scale[:, i], zero[:, i], grid)
-        error = (columns[:, i] - (value - zero[:, i]) * scale[:, i]) / factor[i, i]
-        spread = jnp.where(jnp.arange(len(factor)) > i, factor[i], 0.0)
-        columns = columns - error[:, None] * spread
-        return columns, values.at[:, i].set(value), errors.at[:, i].set(error)
+    def values_and_errors(
+        columns: Array, scale: Array, zero: Array, diagonal: Array
+    ) -> tuple[Array, Array]:
+        values = nearest(columns, scale, zero, grid)
+        return values, (columns - (values - zero) * scale) / diagonal
 
-    nothing = jnp.zeros_like(columns)
-    _, values, errors = lax.fori_loop(0, len(factor), round_one, (columns, nothing, nothing))
-    return values, errors
+    def round_one(i: Array, columns: Array) -> Array:
+        _, error = values_and_errors(columns[:, i], scale[:, i], zero[:, i], diagonal[i])
+        return columns - error[:, None] * spread[i]
+
+    # The loop is the longest chain of small steps there is, so it keeps the columns only. What a
+    # column was rounded to follows from how its own step found it: no later step changes it.
+    columns = lax.fori_loop(0, len(factor), round_one, columns)
+    return values_and_errors(columns, scale, zero, diagonal)

@@ -7,7 +7,7 @@ float32.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -21,6 +21,7 @@ from jaxspec.models.forward import ForwardPass, make_pass
 from jaxspec.models.layer import Layer, layer_shape, run_layers
 from jaxspec.models.linear import Linear, Product
 from jaxspec.parallel import WHOLE
+from jaxspec.quantizer.compiled import program
 from jaxspec.tensors import Source, choosing, joining
 from pallas_kernels.selection import NO_KERNELS
 
@@ -130,23 +131,24 @@ def run_layer(layer: Layer, kind: LayerKind, states: Array) -> Array:
     return after
 
 
-@functools.partial(jax.jit, static_argnames=("kind",))
+@functools.partial(program, static_argnames=("kind",))
 def layer_output(tensors: Tensors, states: Array, kind: LayerKind) -> Array:
     return run_layer(kind.filled(tensors), kind, states)
 
 
-@functools.partial(jax.jit, static_argnames=("kind", "shared"))
-def inputs_of(tensors: Tensors, states: Array, kind: LayerKind, shared: Shared) -> Array:
-    """What the projections read, [B, T, in]. Nothing that comes after them is computed."""
-    noted: list[Array] = []
+def inputs_of(
+    tensors: Tensors, states: Array, kind: LayerKind, groups: Sequence[Shared]
+) -> list[Array]:
+    """What the projections of each group read, [B, T, in], from one pass through the layer. In a
+    program nothing that comes after them is computed."""
+    noted: dict[tuple[str, ...], Array] = {}
 
     def observe(linear: Any, source: Source) -> Any:
-        return Observed(linear, noted.append) if source.names == shared.projections else linear
+        return Observed(linear, functools.partial(noted.__setitem__, tuple(source.names)))
 
     layer = kind.filled(tensors).filled("", choosing(observe))
     run_layer(layer, kind, states)
-    [found] = noted
-    return found
+    return [noted[shared.projections] for shared in groups]
 
 
 def block_output(tensors: Tensors, normed: Array, kind: LayerKind, shared: Shared) -> Array:
@@ -174,7 +176,6 @@ class InputStatistics(NamedTuple):
     count: Array
 
 
-@jax.jit
 def statistics_of(inputs: Array, valid: Array) -> InputStatistics:
     """Of inputs [B, T, in]; those that are not ``valid`` [B, T] do not count."""
     kept = jnp.where(valid[..., None], inputs, 0.0).reshape(-1, inputs.shape[-1])
@@ -182,25 +183,59 @@ def statistics_of(inputs: Array, valid: Array) -> InputStatistics:
     return InputStatistics(hessian, jnp.abs(kept).sum(0), valid.sum().astype(jnp.float32))
 
 
+@functools.partial(program, static_argnames=("sizes",))
+def nothing_seen(sizes: tuple[int, ...]) -> tuple[InputStatistics, ...]:
+    """Statistics of no tokens, for inputs of each of some sizes."""
+    return tuple(
+        InputStatistics(jnp.zeros((size, size)), jnp.zeros(size), jnp.zeros(())) for size in sizes
+    )
+
+
+def added(total: InputStatistics, inputs: Array, valid: Array) -> InputStatistics:
+    return jax.tree.map(jnp.add, total, statistics_of(inputs, valid))
+
+
+@functools.partial(program, static_argnames=("kind", "groups"), donate_argnames=("total",))
+def _add_batch(
+    total: tuple[InputStatistics, ...],
+    tensors: Tensors,
+    states: Array,
+    valid: Array,
+    kind: LayerKind,
+    groups: tuple[Shared, ...],
+) -> tuple[InputStatistics, ...]:
+    inputs = inputs_of(tensors, states, kind, groups)
+    return tuple(added(own, x, valid) for own, x in zip(total, inputs, strict=True))
+
+
 def observe(
-    tensors: Tensors, batches: Sequence[Batch], kind: LayerKind, shared: Shared
-) -> InputStatistics:
-    """Statistics of the inputs of some projections, over all batches."""
-    total: InputStatistics | None = None
+    tensors: Tensors, batches: Sequence[Batch], kind: LayerKind, groups: tuple[Shared, ...]
+) -> tuple[InputStatistics, ...]:
+    """Statistics of the inputs of each group of projections, over all batches, which pass the layer
+    once."""
+    firsts = [shared.projections[0] for shared in groups]
+    total = nothing_seen(tuple(tensors[f"{name}.weight"].shape[1] for name in firsts))
     for batch in batches:
-        own = statistics_of(inputs_of(tensors, batch.states, kind, shared), batch.valid)
-        total = own if total is None else jax.tree.map(jnp.add, total, own)
-    if total is None:
-        raise ValueError("there is no calibration text")
+        total = _add_batch(total, tensors, batch.states, batch.valid, kind, groups)
     return total
 
 
 def advance(tensors: Tensors, batches: Sequence[Batch], kind: LayerKind) -> list[Batch]:
     """The batches after a layer."""
-    return [
-        batch._replace(states=np.asarray(layer_output(tensors, batch.states, kind)))
-        for batch in batches
-    ]
+    after = on_host(layer_output(tensors, batch.states, kind) for batch in batches)
+    return [batch._replace(states=own) for batch, own in zip(batches, after, strict=True)]
+
+
+def on_host(results: Iterable[Array]) -> Iterator[np.ndarray]:
+    """Results of programs. Each is copied while the next is computed; the device holds two."""
+    before: Array | None = None
+    for result in results:
+        result.copy_to_host_async()
+        if before is not None:
+            yield np.asarray(before)
+        before = result
+    if before is not None:
+        yield np.asarray(before)
 
 
 def embedded(table: np.ndarray, tokens: np.ndarray, valid: np.ndarray, size: int) -> list[Batch]:

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ import numpy as np
 from jax import Array, lax
 
 from jaxspec.quantizer.awq import candidate_scales, clip_limits, rounded_under_scale, scale_errors
+from jaxspec.quantizer.compiled import program
 from jaxspec.quantizer.gptq import GptqConfig, gptq
 from jaxspec.quantizer.layers import (
     SHARED,
@@ -26,7 +27,9 @@ from jaxspec.quantizer.layers import (
 from jaxspec.quantizer.rounding import Grid, Rounded, output_error, round_to_nearest
 
 Method = Literal["rtn", "awq", "gptq", "fp8"]
-NOT_CLIPPED = ("self_attn.q_proj", "self_attn.k_proj")  # as published: their products matter
+NOT_CLIPPED = frozenset(
+    {"self_attn.q_proj", "self_attn.k_proj"}
+)  # as published: their products matter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,8 +49,13 @@ class QuantizedLayer:
 
     def applied(self, tensors: Tensors) -> dict[str, Array]:
         """The layer's tensors, as the quantized checkpoint means them."""
-        dense = {f"{name}.weight": one.dense() for name, one in self.projections.items()}
-        return {**tensors, **self.changed, **dense}
+        return {**tensors, **self.changed, **dense_weights(self.projections)}
+
+
+@program
+def dense_weights(projections: dict[str, Rounded]) -> dict[str, Array]:
+    """The float32 weights that quantized projections stand for, by their tensors' names."""
+    return {f"{name}.weight": one.dense() for name, one in projections.items()}
 
 
 def quantize_layer(
@@ -72,54 +80,105 @@ def quantize_layer(
 def by_rounding(
     tensors: Tensors, batches: Sequence[Batch], kind: LayerKind, grid: Grid
 ) -> QuantizedLayer:
-    found = QuantizedLayer({}, {}, {})
-    for shared in SHARED:
-        inputs = observe(tensors, batches, kind, shared)
-        for name in shared.projections:
-            weight = weight_of(tensors, name)
-            _add(found, name, weight, round_to_nearest(weight, grid), inputs.hessian)
-    return found
+    parts: list[Part] = []
+    for shared, inputs in zip(SHARED, observe(tensors, batches, kind, SHARED), strict=True):
+        weights = weights_of(tensors, shared)
+        parts.append(round_part(weights, inputs.hessian, None, grid))
+    return joined(parts, {})
 
 
 def by_gptq(
     tensors: Tensors, batches: Sequence[Batch], kind: LayerKind, grid: Grid, config: GptqConfig
 ) -> QuantizedLayer:
     """Each projection is calibrated on what the ones before it, already quantized, give."""
-    found = QuantizedLayer({}, {}, {})
+    parts, current = list[Part](), dict(tensors)
     for shared in SHARED:
-        inputs = observe(found.applied(tensors), batches, kind, shared)
-        for name in shared.projections:
-            weight = weight_of(tensors, name)
-            _add(found, name, weight, gptq(weight, inputs.hessian, grid, config), inputs.hessian)
-    return found
+        [inputs] = observe(current, batches, kind, (shared,))
+        part = gptq_part(weights_of(tensors, shared), inputs.hessian, grid, config)
+        parts.append(part)
+        current |= dense_weights(part.projections)
+    return joined(parts, {})
 
 
 def by_awq(
     tensors: Tensors, batches: Sequence[Batch], kind: LayerKind, grid: Grid
 ) -> QuantizedLayer:
     """All scales are searched for on the layer as it is, then applied; then weights are clipped."""
-    statistics = {shared: observe(tensors, batches, kind, shared) for shared in SHARED}
-    scales: dict[Shared, Array] = {}
+    statistics = dict(zip(SHARED, observe(tensors, batches, kind, SHARED), strict=True))
+    scaling = tuple(shared for shared in SHARED if _can_scale(tensors, shared))
+    known = tuple(statistics[shared] for shared in scaling)
+    scales, changed = best_scales(tensors, batches, known, kind, scaling, grid)
+    scaled, by_group = {**tensors, **changed}, dict(zip(scaling, scales, strict=True))
+    parts: list[Part] = []
     for shared in SHARED:
-        if _can_scale(tensors, shared):
-            scale = best_scale(tensors, batches, kind, shared, statistics[shared], grid)
-            scales[shared] = exact_scale(tensors[f"{shared.before}.weight"], scale)
-    scaled = dict(tensors)
-    for shared, scale in scales.items():
-        scaled = apply_scale(scaled, shared, scale)
-    weights = {f"{name}.weight" for shared in SHARED for name in shared.projections}
-    changed = {n: own for n, own in scaled.items() if own is not tensors[n] and n not in weights}
+        weights, clipped = weights_of(scaled, shared), set(shared.projections) - NOT_CLIPPED
+        hessian, scale = statistics[shared].hessian, by_group.get(shared)
+        parts.append(round_part(weights, hessian, scale, grid, frozenset(clipped)))
+    names = {f"{name}.weight" for shared in SHARED for name in shared.projections}
+    return joined(parts, {name: own for name, own in changed.items() if name not in names})
+
+
+class Part(NamedTuple):
+    """Quantized projections that share their input, and the errors of their outputs, by name."""
+
+    projections: dict[str, Rounded]
+    errors: dict[str, Array]  # float32 [] each, on the device
+
+
+def joined(parts: Sequence[Part], changed: dict[str, Array]) -> QuantizedLayer:
+    """A layer of its parts. Waits for the errors, once for all of them.
+
+    Raises ValueError for errors that are not finite.
+    """
     found = QuantizedLayer({}, changed, {})
-    for shared in SHARED:
-        hessian = statistics[shared].hessian
-        if shared in scales:
-            hessian = hessian / jnp.outer(scales[shared], scales[shared])
-        for name in shared.projections:
-            weight, limit = weight_of(scaled, name), None
-            if name not in NOT_CLIPPED:
-                limit = clip_limits(weight, hessian, grid)
-            _add(found, name, weight, round_to_nearest(weight, grid, limit), hessian)
+    errors = jax.device_get([part.errors for part in parts])
+    for part, own in zip(parts, errors, strict=True):
+        found.projections.update(part.projections)
+        found.errors.update({name: float(error) for name, error in own.items()})
+    for name, error in found.errors.items():
+        if not np.isfinite(error):
+            raise ValueError(f"{name}: calibration gave inputs that are not finite")
     return found
+
+
+@functools.partial(program, static_argnames=("grid", "clipped"))
+def round_part(
+    weights: dict[str, Array],
+    hessian: Array,
+    scale: Array | None,
+    grid: Grid,
+    clipped: frozenset[str] = frozenset(),
+) -> Part:
+    """Weights [out, in] to the nearest values; those of the projections ``clipped`` within the best
+    limits. ``hessian`` [in, in] is that of the inputs before they were divided by ``scale`` [in].
+    """
+    if scale is not None:
+        hessian = hessian / jnp.outer(scale, scale)
+    projections: dict[str, Rounded] = {}
+    for name, weight in weights.items():
+        weight = weight.astype(jnp.float32)
+        limit = clip_limits(weight, hessian, grid) if name in clipped else None
+        projections[name] = round_to_nearest(weight, grid, limit)
+    return Part(projections, _output_errors(weights, projections, hessian))
+
+
+def gptq_part(weights: dict[str, Array], hessian: Array, grid: Grid, config: GptqConfig) -> Part:
+    """Weights [out, in] by GPTQ; ``hessian`` [in, in] is that of their inputs."""
+    found = gptq([*weights.values()], hessian, grid, config)
+    projections = dict(zip(weights, found, strict=True))
+    return Part(projections, output_errors(weights, projections, hessian))
+
+
+def _output_errors(
+    weights: dict[str, Array], projections: dict[str, Rounded], hessian: Array
+) -> dict[str, Array]:
+    return {
+        name: output_error(weight.astype(jnp.float32), projections[name].dense(), hessian)
+        for name, weight in weights.items()
+    }
+
+
+output_errors = program(_output_errors)
 
 
 def _can_scale(tensors: Tensors, shared: Shared) -> bool:
@@ -129,28 +188,66 @@ def _can_scale(tensors: Tensors, shared: Shared) -> bool:
     return len(before) == weight.shape[1]
 
 
-def best_scale(
+def best_scales(
     tensors: Tensors,
     batches: Sequence[Batch],
+    statistics: tuple[InputStatistics, ...],
     kind: LayerKind,
-    shared: Shared,
-    inputs: InputStatistics,
+    groups: tuple[Shared, ...],
     grid: Grid,
-) -> Array:
-    """Scales [in] with the least squared change in what the projections' block computes."""
-    together = jnp.concatenate([weight_of(tensors, name) for name in shared.projections])
-    candidates = candidate_scales(together, inputs.magnitude / inputs.count, grid)
-    if shared.block is None:
-        errors = scale_errors(together, inputs.hessian, candidates, grid)
-    else:
-        errors = jnp.zeros(len(candidates))
-        for batch in batches:
-            normed = inputs_of(tensors, batch.states, kind, shared)
-            errors += block_errors(tensors, normed, batch.valid, candidates, kind, shared, grid)
-    return candidates[jnp.argmin(errors)]
+) -> tuple[tuple[Array, ...], dict[str, Array]]:
+    """For each group the scales [in] of its inputs with the least squared change in what its block
+    computes; and the tensors that change when all are applied. ``statistics`` are of the groups."""
+    candidates, errors = _candidates(tensors, statistics, groups, grid)
+    for batch in batches:
+        errors = _add_block_errors(
+            errors, tensors, batch.states, batch.valid, candidates, kind, groups, grid
+        )
+    return _apply_best(tensors, candidates, errors, groups)
 
 
-@functools.partial(jax.jit, static_argnames=("kind", "shared", "grid"))
+@functools.partial(program, static_argnames=("groups", "grid"))
+def _candidates(
+    tensors: Tensors,
+    statistics: tuple[InputStatistics, ...],
+    groups: tuple[Shared, ...],
+    grid: Grid,
+) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    """Scales to try for each group [C, in], and their errors [C]: of groups that serve a block, 0
+    as yet."""
+    candidates, errors = list[Array](), list[Array]()
+    for shared, inputs in zip(groups, statistics, strict=True):
+        together = jnp.concatenate([weight_of(tensors, name) for name in shared.projections])
+        own = candidate_scales(together, inputs.magnitude / inputs.count, grid)
+        candidates.append(own)
+        if shared.block is None:
+            errors.append(scale_errors(together, inputs.hessian, own, grid))
+        else:
+            errors.append(jnp.zeros(len(own)))
+    return tuple(candidates), tuple(errors)
+
+
+@functools.partial(program, static_argnames=("kind", "groups", "grid"))
+def _add_block_errors(
+    errors: tuple[Array, ...],
+    tensors: Tensors,
+    states: Array,
+    valid: Array,
+    candidates: tuple[Array, ...],
+    kind: LayerKind,
+    groups: tuple[Shared, ...],
+    grid: Grid,
+) -> tuple[Array, ...]:
+    """``errors`` with those of a batch added, of the groups that serve a block."""
+    found = list(errors)
+    for i, (shared, inputs) in enumerate(
+        zip(groups, inputs_of(tensors, states, kind, groups), strict=True)
+    ):
+        if shared.block is not None:
+            found[i] += block_errors(tensors, inputs, valid, candidates[i], kind, shared, grid)
+    return tuple(found)
+
+
 def block_errors(
     tensors: Tensors,
     normed: Array,
@@ -172,6 +269,22 @@ def block_errors(
         return jnp.sum(jnp.where(valid[..., None], change * change, 0.0))
 
     return lax.map(error, candidates)
+
+
+@functools.partial(program, static_argnames=("groups",))
+def _apply_best(
+    tensors: Tensors,
+    candidates: tuple[Array, ...],
+    errors: tuple[Array, ...],
+    groups: tuple[Shared, ...],
+) -> tuple[tuple[Array, ...], dict[str, Array]]:
+    """See best_scales."""
+    scaled, scales = dict(tensors), list[Array]()
+    for shared, own, error in zip(groups, candidates, errors, strict=True):
+        scales.append(exact_scale(tensors[f"{shared.before}.weight"], own[jnp.argmin(error)]))
+        scaled = apply_scale(scaled, shared, scales[-1])
+    changed = {name: own for name, own in scaled.items() if own is not tensors[name]}
+    return tuple(scales), changed
 
 
 def exact_scale(before: Array, scale: Array) -> Array:
@@ -203,10 +316,6 @@ def weight_of(tensors: Tensors, name: str) -> Array:
     return tensors[f"{name}.weight"].astype(jnp.float32)
 
 
-def _add(
-    found: QuantizedLayer, name: str, weight: Array, quantized: Rounded, hessian: Array
-) -> None:
-    found.projections[name] = quantized
-    found.errors[name] = float(output_error(weight, quantized.dense(), hessian))
-    if not np.isfinite(found.errors[name]):
-        raise ValueError(f"{name}: calibration gave inputs that are not finite")
+def weights_of(tensors: Tensors, shared: Shared) -> dict[str, Array]:
+    """Weights [out, in] as they are stored, by the names of the projections."""
+    return {name: tensors[f"{name}.weight"] for name in shared.projections}

@@ -62,6 +62,11 @@ class Rounded(NamedTuple):
     zero: Array | None = None
     groups: Array | None = None
 
+    def rows(self, start: int, stop: int) -> "Rounded":
+        """Some of the outputs."""
+        zero = None if self.zero is None else self.zero[start:stop]
+        return Rounded(self.values[start:stop], self.scale[start:stop], zero, self.groups)
+
     def dense(self) -> Array:
         """The float32 weights [out, in] that it stands for."""
         values, scale = self.values.astype(jnp.float32), self.scale.astype(jnp.float32)

@@ -7,24 +7,30 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from jaxspec.models.forward import rms_norm
 from jaxspec.quantizer.checkpoint import Checkpoint, Unit, layer_kinds
-from jaxspec.quantizer.gptq import gptq
+from jaxspec.quantizer.compiled import program
 from jaxspec.quantizer.layers import (
     Batch,
     InputStatistics,
     LayerKind,
+    added,
     advance,
     embedded,
-    statistics_of,
+    nothing_seen,
 )
-from jaxspec.quantizer.methods import QuantizedLayer, quantize_layer
-from jaxspec.quantizer.rounding import output_error, round_to_float8, round_to_nearest
+from jaxspec.quantizer.methods import (
+    QuantizedLayer,
+    gptq_part,
+    joined,
+    quantize_layer,
+    round_part,
+)
+from jaxspec.quantizer.rounding import Grid, Rounded, round_to_float8, round_to_nearest
 from jaxspec.quantizer.work_folder import WorkFolder
 from jaxspec.quantizer.writing import Named, Plan, check_plan, module_tensors, write_checkpoint
 
@@ -148,29 +154,36 @@ class Quantization:
             kind = self._kinds[index]
             return quantize_layer(plan.method, tensors, batches, kind, plan.grid, plan.gptq)
         norm = jnp.asarray(self._checkpoint.stored["model.norm.weight"].read())
-        inputs = _normed_statistics(batches, norm, self._kinds[-1])
-        [weight] = (tensor.astype(jnp.float32) for tensor in tensors.values())
+        hessian = _normed_statistics(batches, norm, self._kinds[-1]).hessian
+        weights = {name: tensors[f"{name}.weight"] for name in unit.projections}
         if plan.method == "gptq":
-            rounded = gptq(weight, inputs.hessian, plan.grid, plan.gptq)
-        else:
-            rounded = round_to_nearest(weight, plan.grid)
-        [name] = unit.projections
-        error = float(output_error(weight, rounded.dense(), inputs.hessian))
-        return QuantizedLayer({name: rounded}, {}, {name: error})
+            return joined([gptq_part(weights, hessian, plan.grid, plan.gptq)], {})
+        return joined([round_part(weights, hessian, None, plan.grid)], {})
 
     def _round(self, unit: Unit, tensors: dict[str, Array]) -> QuantizedLayer:
         """Without text: every projection by itself."""
-        weights = {name: tensors[f"{name}.weight"].astype(jnp.float32) for name in unit.projections}
+        weights = {name: tensors[f"{name}.weight"] for name in unit.projections}
         if self._plan.method == "fp8":
-            return QuantizedLayer({n: round_to_float8(w) for n, w in weights.items()}, {}, {})
-        rounded = {n: round_to_nearest(w, self._plan.grid) for n, w in weights.items()}
-        return QuantizedLayer(rounded, {}, {})
+            wide = {name: weight.astype(jnp.float32) for name, weight in weights.items()}
+            return QuantizedLayer({n: round_to_float8(w) for n, w in wide.items()}, {}, {})
+        return QuantizedLayer(_nearest(weights, self._plan.grid), {}, {})
+
+
+@functools.partial(program, static_argnames=("grid",))
+def _nearest(weights: dict[str, Array], grid: Grid) -> dict[str, Rounded]:
+    return {name: round_to_nearest(weight, grid) for name, weight in weights.items()}
 
 
 def _normed_statistics(batches: Sequence[Batch], norm: Array, kind: LayerKind) -> InputStatistics:
     """Of the inputs of the LM head."""
-    parts = (
-        statistics_of(rms_norm(jnp.asarray(batch.states), norm, kind.eps), batch.valid)
-        for batch in batches
-    )
-    return functools.reduce(lambda total, own: jax.tree.map(jnp.add, total, own), parts)
+    [total] = nothing_seen((len(norm),))
+    for batch in batches:
+        total = _add_normed(total, batch.states, batch.valid, norm, kind.eps)
+    return total
+
+
+@functools.partial(program, static_argnames=("eps",), donate_argnames=("total",))
+def _add_normed(
+    total: InputStatistics, states: Array, valid: Array, norm: Array, eps: float
+) -> InputStatistics:
+    return added(total, rms_norm(states, norm, eps), valid)

@@ -14,7 +14,8 @@ from jaxspec.models.decoder import Decoder
 from jaxspec.models.forward import rms_norm
 from jaxspec.models.layer import Layer
 from jaxspec.quantizer.checkpoint import Streamed, layer_kinds
-from jaxspec.quantizer.layers import LayerKind, run_layer
+from jaxspec.quantizer.compiled import program
+from jaxspec.quantizer.layers import LayerKind, on_host, run_layer
 from jaxspec.text_scores import Scores
 
 
@@ -43,22 +44,20 @@ def score(
     states = [np.asarray(decoder.embed(ends, jnp.asarray(tokens[each]))) for each in rows]
     for index, kind in enumerate(kinds):
         layer = model.layer(index)
-        states = [np.asarray(_after_layer(layer, each, kind)) for each in states]
+        states = list(on_host(_after_layer(layer, each, kind) for each in states))
         if report is not None:
             report(index + 1, len(kinds))
-    nats = [
-        np.asarray(_nats(ends, own[:, :-1], tokens[each, 1:], counted[each]))
-        for own, each in zip(states, rows, strict=True)
-    ]
-    return Scores(np.concatenate(nats).astype(np.float64), counted.sum(1))
+    pairs = zip(states, rows, strict=True)
+    nats = on_host(_nats(ends, own[:, :-1], tokens[each, 1:], counted[each]) for own, each in pairs)
+    return Scores(np.concatenate(list(nats)).astype(np.float64), counted.sum(1))
 
 
-@functools.partial(jax.jit, static_argnames=("kind",))
+@functools.partial(program, static_argnames=("kind",))
 def _after_layer(layer: Layer, states: Array, kind: LayerKind) -> Array:
     return run_layer(layer, kind, states)
 
 
-@jax.jit
+@program
 def _nats(ends: Decoder, states: Array, targets: Array, counted: Array) -> Array:
     """Sums over the counted targets, [B, T] each, of states [B, T, H] before the last norm."""
 

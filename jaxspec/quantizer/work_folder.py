@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
@@ -46,8 +47,9 @@ class WorkFolder:
 
     def save(self, index: int, unit: QuantizedLayer) -> None:
         """Write what became of a unit. The file is there once it is whole."""
-        tensors = {f"changed.{name}": np.asarray(own) for name, own in unit.changed.items()}
-        for name, rounded in unit.projections.items():
+        changed, projections = jax.device_get((unit.changed, unit.projections))
+        tensors: dict[str, np.ndarray] = {f"changed.{name}": own for name, own in changed.items()}
+        for name, rounded in projections.items():
             for field, array in rounded._asdict().items():
                 if array is not None:
                     tensors[f"{field}.{name}"] = _readable(np.ascontiguousarray(array))

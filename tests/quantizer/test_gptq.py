@@ -70,7 +70,7 @@ def reference(
 )
 def test_it_is_the_papers_loop(order: Order, grid: Grid):
     weight, hessian = problem()
-    found = gptq(jnp.asarray(weight), jnp.asarray(hessian), grid, GptqConfig(order, 0.01))
+    [found] = gptq([jnp.asarray(weight)], jnp.asarray(hessian), grid, GptqConfig(order, 0.01))
     wanted = reference(weight, hessian, grid, order, 0.01)
     np.testing.assert_allclose(found.dense(), wanted, atol=2e-3)
     assert (found.groups is not None) == (order == "mixed")
@@ -84,10 +84,21 @@ def test_blocks_do_not_change_the_result():
     cases: list[tuple[Order, Grid]]
     cases = [("inputs", Grid(4, None, True)), ("static", Grid(4, 16, False))]
     for order, grid in cases:
-        found = gptq(jnp.asarray(weight), jnp.asarray(hessian), grid, GptqConfig(order, 0.01))
+        [found] = gptq([jnp.asarray(weight)], jnp.asarray(hessian), grid, GptqConfig(order, 0.01))
         wanted = reference(weight, hessian, grid, order, 0.01)
         off = np.abs(np.asarray(found.dense()) - wanted) > 2e-3
         assert off.mean() < 0.01  # float32 may round a weight in the middle to the other side
+
+
+@pytest.mark.parametrize("order", ["static", "mixed"])
+def test_weights_with_the_same_inputs_go_together(order: Order):
+    weight, hessian = map(jnp.asarray, problem())
+    grid, config = Grid(4, 8, False), GptqConfig(order)
+    [whole] = gptq([weight], hessian, grid, config)
+    parts = gptq([weight[:5], weight[5:]], hessian, grid, config)
+    assert [len(part.scale) for part in parts] == [5, OUTPUTS - 5]
+    dense = np.concatenate([part.dense() for part in parts])
+    np.testing.assert_array_equal(dense, whole.dense())
 
 
 def test_the_factor_is_that_of_the_inverse():
@@ -103,7 +114,7 @@ def test_outputs_change_less_than_by_rounding():
     grid = Grid(3, 8, True)
     rounded = output_error(weight, round_to_nearest(weight, grid).dense(), hessian)
     for order in ("inputs", "static", "mixed"):
-        found = gptq(weight, hessian, grid, GptqConfig(order))
+        [found] = gptq([weight], hessian, grid, GptqConfig(order))
         assert output_error(weight, found.dense(), hessian) < 0.75 * rounded
 
 
@@ -111,18 +122,18 @@ def test_inputs_that_are_always_zero_are_rounded():
     weight, hessian = problem()
     hessian[5] = hessian[:, 5] = 0
     grid = Grid(4, 8, True)
-    found = gptq(jnp.asarray(weight), jnp.asarray(hessian), grid, GptqConfig("static")).dense()
+    [found] = gptq([jnp.asarray(weight)], jnp.asarray(hessian), grid, GptqConfig("static"))
     wanted = round_to_nearest(jnp.asarray(weight), grid).dense()
-    np.testing.assert_array_equal(found[:, 5], wanted[:, 5])
+    np.testing.assert_array_equal(found.dense()[:, 5], wanted[:, 5])
 
 
 def test_equal_inputs_need_more_damping_or_none():
     """A Hessian of rank 1."""
     weight, ones = jnp.asarray(problem()[0]), jnp.ones((SIZE, SIZE)) * 1e6
-    found = gptq(weight, ones, Grid(4, 8, True), GptqConfig("inputs", 1e-9))
+    [found] = gptq([weight], ones, Grid(4, 8, True), GptqConfig("inputs", 1e-9))
     assert np.isfinite(np.asarray(found.dense())).all()
     with pytest.raises(ValueError, match="not finite"):
-        gptq(weight, ones * jnp.nan, Grid(4, 8, True), GptqConfig())
+        gptq([weight], ones * jnp.nan, Grid(4, 8, True), GptqConfig())
 
 
 def test_damping_is_a_share():

@@ -127,13 +127,14 @@ def test_padding_does_not_count(llama: Checkpoint):
     short = embedded(llama.embedding(), TOKENS[:, :10], VALID[:, :10], 3)
     padded = embedded(llama.embedding(), TOKENS, valid, 2)
     for shared in SHARED[::3]:
-        found, wanted, whole = (
-            observe(tensors, given, kind, shared) for given in (padded, short, batches)
+        [found], [wanted], [whole] = (
+            observe(tensors, given, kind, (shared,)) for given in (padded, short, batches)
         )
         assert found.count == 30 and whole.count == 72
         for ours, theirs in zip(found, wanted, strict=True):
             np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-3)
-        inputs = np.concatenate([inputs_of(tensors, b.states, kind, shared) for b in batches])
+        parts = [inputs_of(tensors, jnp.asarray(b.states), kind, (shared,)) for b in batches]
+        inputs = np.concatenate([own for [own] in parts])
         rows = inputs.reshape(-1, inputs.shape[-1])
         np.testing.assert_allclose(whole.hessian, rows.T @ rows, rtol=1e-3, atol=1e-3)
         np.testing.assert_allclose(whole.magnitude, np.abs(rows).sum(0), rtol=1e-4)
