@@ -1,7 +1,9 @@
 """Requests that are made to cost much, over real connections: refused, soon, and by name."""
 
+import gc
 import json
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -110,6 +112,15 @@ def url(address: tuple[str, int], path: str) -> str:
     return f"http://{address[0]}:{address[1]}{path}"
 
 
+@pytest.fixture
+def no_collection() -> Iterator[None]:
+    """What earlier tests left in this process may take seconds to collect: no cost of a request."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collection")
 @pytest.mark.parametrize("case", CASES)
 def test_it_is_refused_at_once(llm: LLM, case: str):
     path, content, status = CASES[case]
