@@ -16,6 +16,7 @@ import jax
 import pytest
 
 from jaxspec.memory import USABLE_MAPS, maps_are_scarce
+from tests.compilations import Compilations, compilations_meanwhile
 
 jax.config.update("jax_num_cpu_devices", 8)
 ROOT = Path(__file__).parent.parent
@@ -33,6 +34,13 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def compilations() -> Iterator[Compilations]:
+    """What XLA compiles meanwhile."""
+    with compilations_meanwhile() as found:
+        yield found
 
 
 # Files that take longest, so that the workers of pytest-xdist begin with them and end together.

@@ -2,10 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 
@@ -16,6 +14,7 @@ from jaxspec.engine import Engine
 from jaxspec.scheduling.adaptive import RoundCosts
 from jaxspec.scheduling.requests import SamplingParams
 from tests.block_heads import block_params
+from tests.compilations import Compilations
 from tests.engines import LENGTH
 from tests.random_models import make_params
 
@@ -37,20 +36,6 @@ def warm_engine() -> Engine:
     engine = new_adaptive(shapes=(CHAIN,))
     engine.warm_up([SAMPLED], tokens=16, rows=[2])
     return engine
-
-
-@pytest.fixture
-def compilations() -> Iterator[list[str]]:
-    """Names of what XLA compiles meanwhile."""
-    found: list[str] = []
-
-    def note(event: str, duration_secs: float, **kwargs: str | int) -> None:
-        if event.endswith("backend_compile_duration"):
-            found.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(note)
-    yield found
-    jax.monitoring.unregister_event_duration_listener(note)
 
 
 def alone(engine: Engine, prompt: list[int], sampling: SamplingParams) -> list[int]:
@@ -90,7 +75,7 @@ def serve(engine: Engine, load: list[Any], seed: int) -> list[list[int]]:
     return [one.token_ids for one in added]
 
 
-def check_load(engine: Engine, compilations: list[str], load: list[Any], seed: int = 0) -> None:
+def check_load(engine: Engine, compilations: Compilations, load: list[Any], seed: int = 0) -> None:
     """Texts of a random load are those of plain decoding, and nothing compiles."""
     compiled = engine.programs.compiled
     compilations.clear()
@@ -108,14 +93,14 @@ def check_load(engine: Engine, compilations: list[str], load: list[Any], seed: i
 
 
 @pytest.mark.slow
-def test_texts_stay_and_nothing_compiles_while_shapes_change(compilations: list[str]):
+def test_texts_stay_and_nothing_compiles_while_shapes_change(compilations: Compilations):
     engine = warm_engine()
     check_load(engine, compilations, requests(40, seed=3, most=16))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("drafter", ["ngram", "eagle3", "draft_model"])
-def test_the_same_with_every_kind_of_program(drafter: str, compilations: list[str]):
+def test_the_same_with_every_kind_of_program(drafter: str, compilations: Compilations):
     engine = new_adaptive(drafter, max_rows=3)
     engine.warm_up()
     assert engine.shapes.choices == (PLAIN, TreeShape.parse("chain:1"), CHAIN)
@@ -125,7 +110,7 @@ def test_the_same_with_every_kind_of_program(drafter: str, compilations: list[st
 
 @pytest.mark.slow
 @pytest.mark.parametrize("acceptance", ["match", "rejection"])
-def test_a_confidence_head_is_heard_and_texts_stay(acceptance: str, compilations: list[str]):
+def test_a_confidence_head_is_heard_and_texts_stay(acceptance: str, compilations: Compilations):
     """Under rejection texts depend on the shapes, so there only their programs are checked."""
     params = block_params("dspark", SpeculationConfig.chain(3, acceptance), confidence=True)
     cache = CacheConfig(page_size=8, max_length=LENGTH)
@@ -147,7 +132,7 @@ def test_a_confidence_head_is_heard_and_texts_stay(acceptance: str, compilations
 
 
 @pytest.mark.slow
-def test_structured_and_full_requests_compile_nothing_either(compilations: list[str]):
+def test_structured_and_full_requests_compile_nothing_either(compilations: Compilations):
     # Under test_llm_structured the texts of structured requests are checked; here the programs.
     engine = new_adaptive(shapes=(CHAIN,), max_programs=200)
     full = SamplingParams(temperature=0.8, seed=1, max_tokens=9, logprobs=2, presence_penalty=0.5)
@@ -194,7 +179,7 @@ def test_a_shape_may_be_fixed_for_a_while():
 
 
 @pytest.mark.slow
-def test_a_second_warm_up_only_measures(compilations: list[str]):
+def test_a_second_warm_up_only_measures(compilations: Compilations):
     engine, prompt, sampling = warm_engine(), [5, 6, 7], SamplingParams(max_tokens=12)
     text = alone(engine, prompt, sampling)
     engine.shapes.set_costs(RoundCosts({(1, shape): 1e6 for shape in (PLAIN, CHAIN)}))

@@ -2,10 +2,8 @@
 
 import collections
 import threading
-from collections.abc import Iterator
 
 import jax
-import jax.monitoring
 import pytest
 
 from jaxspec.config.cache import CacheConfig
@@ -14,29 +12,14 @@ from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.engine import Engine
 from jaxspec.program_sizes import ReadKey
 from jaxspec.scheduling.requests import SamplingParams
+from tests.compilations import Compilations
 from tests.random_models import make_params
-
-Compilations = list[tuple[str, threading.Thread]]
 
 
 def new_engine(max_length: int) -> Engine:
     """``max_length`` of its own: engines of a process share compiled programs."""
     cache, config = CacheConfig(page_size=4, max_length=max_length), EngineConfig(max_rows=1)
     return Engine(make_params("ngram", SpeculationConfig.chain(1)), cache, config)
-
-
-@pytest.fixture
-def compilations() -> Iterator[Compilations]:
-    """What XLA compiles meanwhile: names, and the threads that wait for it."""
-    found: Compilations = []
-
-    def note(event: str, duration_secs: float, **kwargs: str | int) -> None:
-        if event.endswith("backend_compile_duration"):
-            found.append((str(kwargs["fun_name"]), threading.current_thread()))
-
-    jax.monitoring.register_event_duration_secs_listener(note)
-    yield found
-    jax.monitoring.unregister_event_duration_listener(note)
 
 
 def test_the_first_programs_are_compiled_once_beside_this_thread(compilations: Compilations):

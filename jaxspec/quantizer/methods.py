@@ -27,9 +27,8 @@ from jaxspec.quantizer.layers import (
 from jaxspec.quantizer.rounding import Grid, Rounded, output_error, round_to_nearest
 
 Method = Literal["rtn", "awq", "gptq", "fp8"]
-NOT_CLIPPED = frozenset(
-    {"self_attn.q_proj", "self_attn.k_proj"}
-)  # as published: their products matter
+# As published: their products matter.
+NOT_CLIPPED = frozenset({"self_attn.q_proj", "self_attn.k_proj"})
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,6 +24,7 @@ from jaxspec.training.optimizer import learning_rate
 from jaxspec.training.pretrain import Pretraining, sample
 from jaxspec.training.report import Card, export
 from jaxspec.training.schedule import Schedule
+from tests.compilations import Compilations
 from tests.training.tiny_lm import tiny_lm
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -229,6 +230,23 @@ def test_samples_continue_the_prompt(trained: Pretraining):
     assert first[: len(prompt)] == other[: len(prompt)] == prompt
     assert len(first) == len(prompt) + 8
     assert first == again != other
+
+
+def test_the_sample_is_compiled_before_steps_are_timed(
+    corpus: Corpus, tmp_path: Path, compilations: Compilations
+):
+    prompt, length = [1, 2, 3], 13  # of no other test
+    schedule = Schedule(steps=2, steps_per_call=1)
+    model = tiny_lm(corpus)
+    run = Pretraining(model, CONFIG, corpus, schedule, tmp_path, sample_length=length)
+    records = run.run()
+    next(records)
+    compilations.clear()
+    sample(run.params, prompt, length - len(prompt), 0.0, seed=0)
+    list(records)
+    sample(run.params, prompt, length - len(prompt), 0.0, seed=0)
+    names = {name for name, _ in compilations}
+    assert not names & {"jit(continue_text)", "jit(train_steps)", "jit(evaluate)"}
 
 
 # Export
