@@ -13,6 +13,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels.kernel_names import fixed_name
 from pallas_kernels.products import total_f32
 from pallas_kernels.round_tokens.reference import FLOAT8, rounded_by, scale_of
 
@@ -40,6 +41,7 @@ def add_rms_norm_mosaic(
     # The same layout for all dtypes; the default depends on the dtype.
     layout = plgpu.Layout.WG_STRIDED((hidden,), vec_size=math.gcd(hidden // THREADS, 4))
 
+    @fixed_name(interpret)
     def add_rms_norm_kernel(x_ref, partials_ref, weight_ref, total_ref, *normed_refs):
         row = lax.axis_index("row")
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels.delta_rule.tokens import Tokens
+from pallas_kernels.kernel_names import fixed_name
 
 COLUMNS = 64  # of a value head, that a warpgroup holds
 TILE = plgpu.Layout.WGMMA  # [COLUMNS, Dk]: four threads share a column of the state
@@ -48,6 +49,7 @@ def delta_read_mosaic(
     at_level = ancestors[:, :, None] & (depth[:, None, None] == level)  # [B, N, levels, N]
     ancestor_at = jnp.argmax(at_level, axis=-1).astype(jnp.int32)
 
+    @fixed_name(interpret)
     def delta_read_kernel(
         s_ref, wk_ref, wv_ref, wg_ref, wb_ref, rows_ref, held_ref, q_ref, k_ref, v_ref, g_ref,
         b_ref, ancestor_ref, depth_ref, gram_ref, out_ref, written_ref,
@@ -120,6 +122,7 @@ def delta_run_mosaic(
     batch, size = q.shape[:2]
     capacity = window.k.shape[1]
 
+    @fixed_name(interpret)
     def delta_run_kernel(
         wk_ref, wv_ref, wg_ref, wb_ref, rows_ref, held_ref, counts_ref, q_ref, k_ref, v_ref, g_ref,
         b_ref, s_ref, out_ref,
@@ -199,6 +202,7 @@ def delta_commit_mosaic(
     of_key = plgpu.Layout.WG_STRIDED((k_dim,), vec_size=1)
     of_channels = plgpu.Layout.WG_STRIDED((width,), vec_size=math.gcd(width // THREADS, 4))
 
+    @fixed_name(interpret)
     def delta_commit_kernel(
         rows_ref, held_ref, path_ref, counts_ref, k_ref, v_ref, g_ref, b_ref, new_ref, s_ref,
         wk_ref, wv_ref, wg_ref, wb_ref, channels_ref, folded,

@@ -22,6 +22,7 @@ from jax import Array, lax
 from pallas_kernels.activations import Clamp, units_of
 from pallas_kernels.expert_product.slots import make_slots, num_lanes
 from pallas_kernels.expert_product.tuning import OUTPUTS, ExpertTuning, expert_tuning
+from pallas_kernels.kernel_names import fixed_name
 from pallas_kernels.packed_product.blocks import store_rows
 from pallas_kernels.shared_memory import swizzled
 
@@ -122,6 +123,7 @@ def _make_kernel(plan: Plan, dtype: Any, num_biases: int, interpret: Any) -> Any
         "free": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=ring),
     }
 
+    @fixed_name(interpret)
     def expert_product_kernel(expert_of_slot, x_in, weights_in, *biases_and_out, **refs):
         *biases, out = biases_and_out
         slot, tile = lax.axis_index("slot"), lax.axis_index("tile")

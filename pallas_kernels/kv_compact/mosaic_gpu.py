@@ -8,6 +8,8 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 from jax import Array, lax
 
+from pallas_kernels.kernel_names import fixed_name
+
 CACHES = 16  # per launch: the kernel's parameters hold a 128-byte TMA descriptor for each
 
 
@@ -35,6 +37,7 @@ def _compact_some(
     batch, num_rows = source.shape
     _, kv_heads, page_size, _ = pages[0].shape
 
+    @fixed_name(interpret)
     def kv_compact_kernel(source_ref, destination_ref, *refs):
         *caches, rows, full = refs
         sequence, head = lax.axis_index("sequence"), lax.axis_index("kv_head")

@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from pallas_kernels.kernel_names import fixed_name
 from pallas_kernels.latent_attention.plan import Plan, Work
 from pallas_kernels.latent_attention.tuning import LatentTuning, latent_tuning
 from pallas_kernels.paged_attention.blocks import (
@@ -136,6 +137,7 @@ def _make_kernel(plan: Plan, dtype: Any, interpret: Any) -> Any:
         # The interpreter knows no unions.
         return [[ring], [rows]] if plan.interpret else plgpu.RefUnion([ring], [rows])
 
+    @fixed_name(interpret)
     def latent_attention_kernel(
         q, pages, table, context_lens, kv_lens, row_words, *outputs, ring_or_rows, **refs
     ):

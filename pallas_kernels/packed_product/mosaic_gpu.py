@@ -22,6 +22,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels.kernel_names import fixed_name
 from pallas_kernels.packed_product.blocks import (
     accumulate,
     add_block,
@@ -79,6 +80,7 @@ def _make_kernel(plan: Plan, dtype: Any, scale_dtype: Any, out_dtype: Any, inter
     scratch = ring_scratch(plan, dtype, scale_dtype)
     scratch["rows"] = plgpu.SMEM((warpgroups, plan.padded_rows, OUTPUTS), out_dtype)
 
+    @fixed_name(interpret)
     def packed_product_kernel(x_in, values_in, scale_in, *more_and_out, **refs):
         *more_in, out = more_and_out
         by_group = dict(zip(("scale", *plan.more), (scale_in, *more_in), strict=True))

@@ -30,6 +30,7 @@ from jax import Array, lax
 
 from pallas_kernels import cluster
 from pallas_kernels.float8 import BYTES
+from pallas_kernels.kernel_names import fixed_name
 from pallas_kernels.paged_attention.blocks import produce_blocks, produce_wide_blocks
 from pallas_kernels.paged_attention.output import merge_and_store, store
 from pallas_kernels.paged_attention.partial import PartialAttention
@@ -213,6 +214,7 @@ def _make_kernel(plan: Plan, dtype: Any, interpret: Any) -> Any:
             refs["tensor_cores"] = plgpu.Barrier(num_barriers=config.consumers)
         return refs
 
+    @fixed_name(interpret)
     def paged_attention_kernel(
         q, k_pages, v_pages, table, context_lens, kv_lens, row_words, *more_and_out, **refs
     ):

@@ -19,6 +19,7 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
+from pallas_kernels.kernel_names import fixed_name
 from pallas_kernels.products import total_f32
 from pallas_kernels.reduce_add_rms_norm.exchange import (
     PACKET_ENTRIES,
@@ -51,6 +52,7 @@ def reduce_add_rms_norm_mosaic(
     first, stride = mesh_group(axis)
     summed = sum_over_devices(tuning, one_shot, devices, hidden, stride)
 
+    @fixed_name()
     def reduce_add_rms_norm_kernel(
         x_ref, partials_ref, weight_ref, exchange_ref, total_ref, normed_ref
     ):

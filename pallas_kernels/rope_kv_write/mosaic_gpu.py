@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels.float8 import to_bytes
+from pallas_kernels.kernel_names import fixed_name
 from pallas_kernels.products import total_f32
 
 
@@ -41,6 +42,7 @@ def rope_kv_write_mosaic(
     norms = [weight for weight in (q_norm, k_norm) if weight is not None]
     scales = [] if k_scale is None else [k_scale, v_scale]
 
+    @fixed_name(interpret)
     def rope_kv_write_kernel(*refs):
         partials_ref, rope_ref, slots_ref, k_ref, v_ref, *more, q_ref, rotation_buffer = refs
         norm_refs, scale_refs = more[: len(norms)], more[len(norms) :]

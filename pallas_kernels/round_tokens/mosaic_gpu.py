@@ -9,6 +9,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels.kernel_names import fixed_name
 from pallas_kernels.round_tokens.reference import FLOAT8, rounded_by, scale_of
 
 THREADS = 128  # of a warpgroup
@@ -24,6 +25,7 @@ def round_tokens_mosaic(x: Array, padded: int, *, interpret: Any = None) -> tupl
     rows, width = x.shape
     layout = plgpu.Layout.WG_STRIDED((width,), vec_size=math.gcd(width // THREADS, 4))
 
+    @fixed_name(interpret)
     def round_tokens_kernel(x_ref, rounded_ref, scale_ref):
         row = lax.axis_index("row")
         wide = plgpu.load(x_ref.at[row], layout=layout).astype(jnp.float32)

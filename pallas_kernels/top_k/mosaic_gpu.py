@@ -19,6 +19,7 @@ import numpy as np
 from jax import Array, lax
 
 from pallas_kernels import cluster
+from pallas_kernels.kernel_names import fixed_name
 from pallas_kernels.policy import top_k_shares
 
 THREADS = 128  # of a warpgroup
@@ -47,6 +48,7 @@ def top_k_mosaic(
     layout = plgpu.Layout.WG_STRIDED((width,), vec_size=math.gcd(width // THREADS, 4))
     candidates = plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1)
 
+    @fixed_name(interpret)
     def top_k_kernel(x_ref, values_ref, indices_ref, log_sum_ref, *scratch):
         row, share = lax.axis_index("row"), lax.axis_index("share")
 

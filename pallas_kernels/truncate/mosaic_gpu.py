@@ -24,6 +24,7 @@ import numpy as np
 from jax import Array, lax
 
 from pallas_kernels import cluster
+from pallas_kernels.kernel_names import fixed_name
 from pallas_kernels.policy import truncate_shares
 
 THREADS = 128  # of a warpgroup
@@ -61,6 +62,7 @@ def truncation_threshold_mosaic(
     places = range(-(-chunks // shares))  # of a block's chunks
     layout = plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1)
 
+    @fixed_name(interpret)
     def truncate_kernel(x_ref, temperature_ref, top_k_ref, top_p_ref, min_p_ref, out_ref, *scratch):
         row, share = lax.axis_index("row"), lax.axis_index("share")
         request = row // nodes
