@@ -47,6 +47,8 @@ def test_a_round_is_split_into_its_phases(devices, tmp_path: Path, monkeypatch, 
     ("arguments", "message"),
     [
         (["--mode", "chain"], "not plain, chain:K"),
+        (["--mode", "plain", "--draft-head", "dspark"], "--draft-head would do nothing"),
+        (["--mode", "plain", "--drafter-quantization", "fp8"], "give a mode that drafts, such as"),
         (["--rounds", "1"], "--rounds 2"),
         (["--batch", "0"], "must be at least 1"),
         (["--sp", "0"], "parallel sizes must be >= 1"),

@@ -60,6 +60,7 @@ from jaxspec.commands.engine_options import (
     add_sequence_parallel_option,
     add_tensor_parallel_option,
 )
+from jaxspec.commands.head_options import check_head_options
 from jaxspec.commands.shell import command_parser, show_results
 from jaxspec.parallel import check_divides, grid_of
 
@@ -102,7 +103,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def check(args: argparse.Namespace) -> None:
     """Raise ValueError or FileNotFoundError for options that cannot be compiled."""
-    parse_mode(args.mode)
+    check_head_options(make_parser(), args, [parse_mode(args.mode)])
     model_shape(args.shape, args.layers)
     chunk = 1 if args.chunk is None else args.chunk
     sizes = (args.batch, args.context, args.page_size, *grid_of(args.tp), args.sp, chunk)
