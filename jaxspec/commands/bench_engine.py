@@ -12,6 +12,7 @@ import argparse
 import dataclasses
 import itertools
 import math
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -179,10 +180,11 @@ def compile_all(
     console: Console,
 ) -> list[Bench]:
     """All programs, compiled side by side before anything is timed."""
+    one_state = threading.Lock()
 
     def compiled(one: tuple[Workload, Mode]) -> Bench:
         workload, mode = one
-        return Bench(mode, make_params(mode, target, head, mesh, kernels), workload)
+        return Bench(mode, make_params(mode, target, head, mesh, kernels), workload, one_state)
 
     benches = []
     for bench in compile_side_by_side(compiled, chosen, "modes", MOST_JOBS, console.print):
