@@ -73,7 +73,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser = command_parser("compile-ahead", __doc__)
     add = parser.add_argument
     add("--shape", choices=SHAPES, default="llama-3.1-8b", help="shape of the model")
-    add("--mode", default="chain:5", help="plain, chain:K or NODES:DEPTH:TOPK")
+    add("--mode", default="chain:5", help="plain, chain:K or NODES:DEPTH:TOPK, the latter two with "
+        "@ACCEPTANCE_LENGTH")  # fmt: skip
     add_layers_option(parser)
     add("--batch", type=int, default=1, help="number of sequences")
     add("--context", type=int, default=512, help="prompt tokens of each sequence")
