@@ -19,5 +19,7 @@ def compilations_meanwhile() -> Iterator[Compilations]:
             found.append((str(kwargs["fun_name"]), threading.current_thread()))
 
     jax.monitoring.register_event_duration_secs_listener(note)
-    yield found
-    jax.monitoring.unregister_event_duration_listener(note)
+    try:
+        yield found
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)

@@ -4,9 +4,7 @@ import datetime
 import functools
 import gc
 import json
-import os
 import re
-import subprocess
 import tomllib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import Any
 import jax
 import pytest
 
+from jaxspec.commands.run_facts import source_commit
 from jaxspec.memory import USABLE_MAPS, maps_are_scarce
 from tests.compilations import Compilations, compilations_meanwhile
 
@@ -132,18 +131,7 @@ def gpu_record(counts: dict[str, int]) -> dict[str, Any]:
         "command": "pytest -m gpu",
         **counts,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": commit(),
+        "commit": source_commit() or "unknown",
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
     }
-
-
-def commit() -> str:
-    """Of the checkout, with what is changed since; JAXSPEC_COMMIT says it for a copy elsewhere."""
-    if "JAXSPEC_COMMIT" in os.environ:
-        return os.environ["JAXSPEC_COMMIT"]
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=40"]
-    result = subprocess.run(
-        command, cwd=GPU_RECORD.parent, capture_output=True, text=True, check=False
-    )
-    return result.stdout.strip() or "unknown"

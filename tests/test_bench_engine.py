@@ -59,6 +59,11 @@ def test_a_model_over_several_devices_is_timed(quantization: str | None, tp: int
     ("arguments", "message"),
     [
         (["--modes", "plain,chain"], "not plain, chain:K"),
+        (["--modes", "plain", "--draft-head", "dflash"], "--draft-head would do nothing"),
+        (["--modes", "plain,plain", "--drafter-quantization", "fp8"], "give a mode that drafts"),
+        (["--modes", "plain", "--tp", "2", "--whole-drafter"], "--whole-drafter would do nothing"),
+        (["--whole-drafter"], "--whole-drafter would do nothing: add --tp"),
+        (["--modes", "chain:3+int8", "--drafter-quantization", "fp8"], "exclude each other"),
         (["--layers", "0"], "--layers must be at least 1"),
         (["--batch", "1,0"], "must be at least 1"),
         (["--new-tokens", "0"], "must be at least 1"),

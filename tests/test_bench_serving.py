@@ -208,6 +208,7 @@ def test_too_small_a_vocabulary_is_refused():
         (["--spread", "1"], "--spread must be a share"),
         (["--shared-prefix", "-1"], "--shared-prefix must be at least 0"),
         (["--drafter", "ngram"], "--drafter is for models"),
+        (["--drafter-bits", "8", "--drafter-quantization", "fp8"], "exclude each other"),
         (["--compare", "fixed"], "--compare fixed is for --adaptive"),
         (["--compare", "uncached", "--no-prefix-cache"], "--compare uncached needs the prefix"),
         (["--structured", "-1"], "--structured must be numbers, at least 0"),

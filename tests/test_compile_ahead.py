@@ -40,6 +40,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     ("arguments", "message"),
     [
         (["--mode", "chain"], "not plain, chain:K"),
+        (["--mode", "plain", "--draft-head", "dflash"], "--draft-head would do nothing"),
+        (["--mode", "plain", "--drafter-quantization", "fp8"], "give a mode that drafts, such as"),
+        (["--mode", "chain:5+int8", "--drafter-quantization", "fp8"], "exclude each other"),
         (["--layers", "0"], "--layers must be at least 1"),
         (["--tp", "0"], "must be at least 1"),
         (["--sp", "0"], "must be at least 1"),

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from jaxspec import BUILT_IN_MODEL, LLM, SamplingParams, SpeculationConfig
-from jaxspec.commands import chat, generate, generation
+from jaxspec.commands import chat, generate, generation, program_cache
 from jaxspec.tokenizer import TextTokenizer
 from tests.checkpoints import tiny_byte_llama
 
@@ -102,7 +102,7 @@ def test_programs_are_kept_unless_told_otherwise(monkeypatch, tmp_path: Path):
     kept: list[Path | None] = []
     monkeypatch.setattr(generation, "keep_compiled_programs", kept.append)
     monkeypatch.setattr(generation, "generate", lambda *_: None)
-    monkeypatch.setattr(generation, "default_folder", lambda: tmp_path)
+    monkeypatch.setattr(program_cache, "default_folder", lambda: tmp_path)
     other = tmp_path / "other"
     for arguments in ([], [NO_CACHE], ["--compilation-cache", str(other)]):
         assert generate.main(arguments) == 0
@@ -116,7 +116,7 @@ def test_a_home_that_cannot_be_written_to_costs_one_line(
     kept: list[Path | None] = []
     monkeypatch.setattr(generation, "keep_compiled_programs", kept.append)
     monkeypatch.setattr(generation, "generate", lambda *_: None)
-    monkeypatch.setattr(generation, "default_folder", lambda: Path("/dev/null/cache"))
+    monkeypatch.setattr(program_cache, "default_folder", lambda: Path("/dev/null/cache"))
     assert generate.main([]) == 0
     assert kept == [None]
     [line] = capsys.readouterr().err.splitlines()

@@ -59,8 +59,8 @@ def shapes_of_kind(
         shapes = block_head_shapes(block_head_config(target, kind), target, dtype, shards)
     if quantization is None:
         return shapes
-    whole = decoder_shapes(target, dtype, Shards.over(mesh, mesh_layout(mesh)))
-    shapes = with_lm_head_copy(shapes, whole, lambda lm_head: lm_head)  # rounded as the rest
+    decoder = decoder_shapes(target, dtype, Shards.over(mesh, mesh_layout(mesh)))
+    shapes = with_lm_head_copy(shapes, decoder, lambda lm_head: lm_head)  # rounded as the rest
     return in_scheme(shapes, quantization, lm_head=True)
 
 

@@ -3,10 +3,11 @@
 import dataclasses
 import functools
 import statistics
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
+from typing import Any
 
 import jax
 import numpy as np
@@ -23,7 +24,6 @@ from jaxspec.sampling import make_sampling
 from jaxspec.state import EngineState
 
 LARGEST_CHUNK = 512
-ONE_STATE = threading.Lock()  # of the programs that are compiled side by side
 SCORE_BYTES = 2 << 30  # limit for the float32 attention scores of a prefill chunk, if materialized
 
 # How rows sample. Greedy rows use the program without sampling, all others the general one.
@@ -127,9 +127,20 @@ def time_mode(bench: "Bench", report: Callable[[str], None]) -> Timing:
 
 
 class Bench:
-    """The compiled programs of one mode, and its prompts. Holds no state: states are large."""
+    """The compiled programs of one mode, and its prompts. Holds no state: states are large.
 
-    def __init__(self, mode: Mode, params: EngineParams, workload: Workload):
+    Args:
+      one_state: a lock for Benches that are made side by side, so that only one of them has a state
+        at a time: 32 rows of 8k tokens of a 70B model are 22 GB on each of 4 devices.
+    """
+
+    def __init__(
+        self,
+        mode: Mode,
+        params: EngineParams,
+        workload: Workload,
+        one_state: AbstractContextManager[Any] | None = None,
+    ):
         config, rng = params.target.config, np.random.default_rng(0)
         self.mode, self.params, self.workload = mode, params, workload
         self.max_length = workload.max_length(mode)
@@ -140,7 +151,7 @@ class Bench:
         options = functools.partial(compiler_options, params.target.embed, deterministic=False)
         jit = functools.partial(jax.jit, donate_argnums=1, compiler_options=options())
         self._admit = jit(functional.admit)
-        with ONE_STATE:  # 32 rows of 8k tokens of a 70B model are 22 GB on each of 4 devices
+        with one_state or nullcontext():
             state = jax.tree.map(_shape_of, self.new_state())
         greedy = workload.sampling == "greedy"
         prefill = jit(

@@ -19,7 +19,7 @@ from jaxspec.batch.answers import Answers
 from jaxspec.batch.prompt_file import PromptFile, Shard, open_prompts, read_shard
 from jaxspec.batch.result_file import ResultFile
 from jaxspec.batch.run import Answer, EngineFailed, Tally, run_batch
-from jaxspec.commands.generation import make_llm, program_folder, sampling_params
+from jaxspec.commands.generation import make_llm, own_program_folder, sampling_params
 from jaxspec.commands.importing import MissingExtra, import_command
 from jaxspec.commands.meshes import engine_meshes
 from jaxspec.commands.program_cache import keep_compiled_programs
@@ -131,7 +131,7 @@ def generate(
 
 def load(arguments: argparse.Namespace, processes: Processes | None) -> list[LLM]:
     """An engine for each of --dp. Raises ValueError where there are too few devices."""
-    keep_compiled_programs(program_folder(arguments))
+    keep_compiled_programs(own_program_folder(arguments))
     replicas = 1 if arguments.dp is None else arguments.dp
     meshes = engine_meshes(arguments, replicas)
     model, tokenizer = arguments.model, TextTokenizer(arguments.model)

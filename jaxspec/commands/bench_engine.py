@@ -11,6 +11,8 @@ read, divided by the bandwidth measured in the same run.
 import argparse
 import dataclasses
 import itertools
+import math
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -34,6 +36,7 @@ from jaxspec.commands.engine_options import (
     add_sequence_parallel_option,
     add_tensor_parallel_option,
 )
+from jaxspec.commands.head_options import check_head_options
 from jaxspec.commands.run_facts import run_facts
 from jaxspec.commands.shell import (
     JSON_PARTS,
@@ -52,6 +55,7 @@ from jaxspec.quantization.kv_cache import with_float8_cache
 from pallas_kernels.selection import Kernels
 
 MOST_JOBS = 4  # modes compiled at a time
+HEAD_OPTIONS = ("draft_head", "drafter_quantization", "whole_drafter")
 DEFAULT_MODES = "plain,chain:3,chain:5,tree:60:7:10"
 
 
@@ -84,6 +88,9 @@ def make_parser() -> argparse.ArgumentParser:
 def choose(args: argparse.Namespace) -> list[tuple[Workload, Mode]]:
     """The workloads and modes to time."""
     modes = [parse_mode(text) for text in args.modes.split(",")]
+    check_head_options(make_parser(), args, modes, HEAD_OPTIONS)
+    if args.whole_drafter and math.prod(grid_of(args.tp)) == 1:
+        raise ValueError("--whole-drafter would do nothing: add --tp")
     batches = [int(text) for text in args.batch.split(",")]
     sizes = (
         args.context,
@@ -173,10 +180,11 @@ def compile_all(
     console: Console,
 ) -> list[Bench]:
     """All programs, compiled side by side before anything is timed."""
+    one_state = threading.Lock()
 
     def compiled(one: tuple[Workload, Mode]) -> Bench:
         workload, mode = one
-        return Bench(mode, make_params(mode, target, head, mesh, kernels), workload)
+        return Bench(mode, make_params(mode, target, head, mesh, kernels), workload, one_state)
 
     benches = []
     for bench in compile_side_by_side(compiled, chosen, "modes", MOST_JOBS, console.print):

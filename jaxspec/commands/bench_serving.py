@@ -13,6 +13,7 @@ import argparse
 import dataclasses
 import functools
 import itertools
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -329,12 +330,13 @@ def bare_rounds(
 ) -> dict[int, dict[str, float]]:
     """What a batch of each size gives without a scheduler: all prompts are read, then all rounds
     run, as `jaxspec bench engine` times them."""
+    one_state = threading.Lock()
 
     def compiled(count: int) -> Bench:
         rounds = mode.rounds(args.new_tokens)
         context = args.shared_prefix + args.prompt_tokens
         workload = Workload(count, context, rounds, args.page_size, repeats=3)
-        return Bench(mode, params, workload)
+        return Bench(mode, params, workload, one_state)
 
     counts = [count for count in requests_of(args) if count <= args.rows]
     benches = compile_side_by_side(compiled, counts, "bare batches", MOST_JOBS, console.print)

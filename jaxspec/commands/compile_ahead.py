@@ -60,6 +60,7 @@ from jaxspec.commands.engine_options import (
     add_sequence_parallel_option,
     add_tensor_parallel_option,
 )
+from jaxspec.commands.head_options import check_head_options
 from jaxspec.commands.shell import command_parser, show_results
 from jaxspec.parallel import check_divides, grid_of
 
@@ -72,7 +73,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser = command_parser("compile-ahead", __doc__)
     add = parser.add_argument
     add("--shape", choices=SHAPES, default="llama-3.1-8b", help="shape of the model")
-    add("--mode", default="chain:5", help="plain, chain:K or NODES:DEPTH:TOPK")
+    add("--mode", default="chain:5", help="plain, chain:K or NODES:DEPTH:TOPK, the latter two with "
+        "@ACCEPTANCE_LENGTH")  # fmt: skip
     add_layers_option(parser)
     add("--batch", type=int, default=1, help="number of sequences")
     add("--context", type=int, default=512, help="prompt tokens of each sequence")
@@ -102,7 +104,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def check(args: argparse.Namespace) -> None:
     """Raise ValueError or FileNotFoundError for options that cannot be compiled."""
-    parse_mode(args.mode)
+    check_head_options(make_parser(), args, [parse_mode(args.mode)])
     model_shape(args.shape, args.layers)
     chunk = 1 if args.chunk is None else args.chunk
     sizes = (args.batch, args.context, args.page_size, *grid_of(args.tp), args.sp, chunk)

@@ -53,6 +53,25 @@ def add_quantization_options(parser: argparse.ArgumentParser) -> None:
     add("--drafter-quantization", choices=SCHEMES, help="the head's matrices, LM head included")
 
 
+def add_program_options(group: argparse._ActionsContainer) -> None:
+    """Where compiled programs are kept; see program_cache.program_folder."""
+    group.add_argument(
+        "--compilation-cache",
+        type=Path,
+        metavar="FOLDER",
+        help="folder of compiled programs, for faster later starts (default: "
+        "$JAX_COMPILATION_CACHE_DIR, else $XDG_CACHE_HOME/jaxspec/compilation, else "
+        "~/.cache/jaxspec/compilation)",
+    )
+    group.add_argument("--no-compilation-cache", action="store_true", help="store no programs")
+
+
+def check_program_options(arguments: argparse.Namespace) -> None:
+    """Raises ValueError for options that do not go together."""
+    if arguments.no_compilation_cache and arguments.compilation_cache is not None:
+        raise ValueError("--no-compilation-cache goes without --compilation-cache")
+
+
 def add_pipeline_options(parser: argparse.ArgumentParser) -> None:
     """``pp``, ``stage_layers`` and ``drafter_devices``; see commands.meshes."""
     add = parser.add_argument_group("pipeline").add_argument

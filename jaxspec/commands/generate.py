@@ -15,9 +15,11 @@ from jaxspec.commands.engine_options import (
     add_mode_options,
     add_pipeline_options,
     add_process_options,
+    add_program_options,
     add_sequence_parallel_option,
     add_tensor_parallel_option,
     add_tree_options,
+    check_program_options,
 )
 from jaxspec.commands.importing import import_command
 from jaxspec.commands.shell import add_model_option, command_parser, read_text, run_command
@@ -144,23 +146,14 @@ def add_memory_options(parser: argparse.ArgumentParser) -> None:
         help="most tokens, prompt included (default: what the model allows, at most 2048)",
     )
     group.add_argument("--num-pages", type=int, help="of the KV cache (default: as needed)")
-    group.add_argument(
-        "--compilation-cache",
-        type=Path,
-        metavar="FOLDER",
-        help="folder of compiled programs, for faster later starts (default: "
-        "$JAX_COMPILATION_CACHE_DIR, else $XDG_CACHE_HOME/jaxspec/compilation, else "
-        "~/.cache/jaxspec/compilation)",
-    )
-    group.add_argument("--no-compilation-cache", action="store_true", help="store no programs")
+    add_program_options(group)
 
 
 def check(arguments: argparse.Namespace) -> None:
     """Raises ValueError for options that do not go together."""
     if arguments.pairs is not None and not arguments.compare:
         raise ValueError("--pairs would do nothing: add --compare")
-    if arguments.no_compilation_cache and arguments.compilation_cache is not None:
-        raise ValueError("--no-compilation-cache goes without --compilation-cache")
+    check_program_options(arguments)
     if arguments.chat and (arguments.compare or arguments.json):
         raise ValueError("--chat goes with neither --compare nor --json")
     if arguments.show_trees is not None and (arguments.chat or arguments.compare):

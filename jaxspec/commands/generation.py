@@ -20,11 +20,7 @@ from jaxspec.commands.chat import chat, check_chat_template, typed_lines
 from jaxspec.commands.engine_config import engine_config, speculation_config
 from jaxspec.commands.generate import BATCH_ROWS, PAIRS
 from jaxspec.commands.meshes import drafter_mesh, engine_meshes
-from jaxspec.commands.program_cache import (
-    default_folder,
-    keep_compiled_programs,
-    make_folder,
-)
+from jaxspec.commands.program_cache import keep_compiled_programs, program_folder
 from jaxspec.commands.several_processes import processes_of
 from jaxspec.commands.shell import progress_console
 from jaxspec.commands.streaming import stream
@@ -82,23 +78,13 @@ def make_llm(
     )
 
 
-def program_folder(arguments: argparse.Namespace) -> Path | None:
-    """The folder of compiled programs; None: they are not stored.
-
-    Raises ValueError if the folder that was asked for cannot be written. If that is the default
-    folder, a message is printed instead.
-    """
-    if arguments.coordinator is not None and arguments.compilation_cache is not None:
-        raise ValueError("--compilation-cache goes without --coordinator: see docs/parallel.md")
-    if arguments.no_compilation_cache or arguments.coordinator is not None:
-        return None
+def own_program_folder(arguments: argparse.Namespace) -> Path | None:
+    """``program_folder``; None for several processes: see docs/parallel.md."""
+    if arguments.coordinator is None:
+        return program_folder(arguments)
     if arguments.compilation_cache is not None:
-        return make_folder(arguments.compilation_cache)
-    try:
-        return make_folder(default_folder())
-    except ValueError as error:
-        print(f"{error}; going on without", file=sys.stderr)
-        return None
+        raise ValueError("--compilation-cache goes without --coordinator: see docs/parallel.md")
+    return None
 
 
 def report(arguments: argparse.Namespace, llm: LLM, completion: Completion) -> dict[str, Any]:
@@ -208,7 +194,7 @@ def run_chat(arguments: argparse.Namespace, processes: Processes | None) -> None
 
 def run(arguments: argparse.Namespace, prompt: str | None) -> None:
     """``prompt`` None: chat."""
-    keep_compiled_programs(program_folder(arguments))
+    keep_compiled_programs(own_program_folder(arguments))
     with processes_of(arguments) as processes:
         if prompt is None:
             run_chat(arguments, processes)

@@ -38,6 +38,7 @@ from jaxspec.commands.engine_options import (
     add_sequence_parallel_option,
     add_tensor_parallel_option,
 )
+from jaxspec.commands.head_options import check_head_options
 from jaxspec.commands.run_facts import run_facts
 from jaxspec.commands.shell import (
     command_parser,
@@ -80,6 +81,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def check(args: argparse.Namespace) -> None:
+    check_head_options(make_parser(), args, [parse_mode(args.mode)])
     if min(args.batch, args.context, args.page_size) < 1 or args.rounds < 2:
         raise ValueError("--batch, --context and --page-size must be at least 1, --rounds 2")
     check_divides("--page-size", args.page_size, max(args.sp, 1))

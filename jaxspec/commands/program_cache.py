@@ -1,6 +1,8 @@
 """The folder in which compiled programs are stored between runs (jax's compilation cache)."""
 
+import argparse
 import os
+import sys
 from pathlib import Path
 
 import jax
@@ -29,6 +31,24 @@ def make_folder(folder: Path) -> Path:
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ValueError(f"cannot keep compiled programs: no permission to write to {folder}")
     return folder
+
+
+def program_folder(arguments: argparse.Namespace) -> Path | None:
+    """The folder of compiled programs, by engine_options.add_program_options; None: they are not
+    stored.
+
+    Raises ValueError if the folder that was asked for cannot be written. If that is the default
+    folder, a message is printed instead.
+    """
+    if arguments.no_compilation_cache:
+        return None
+    if arguments.compilation_cache is not None:
+        return make_folder(arguments.compilation_cache)
+    try:
+        return make_folder(default_folder())
+    except ValueError as error:
+        print(f"{error}; going on without", file=sys.stderr)
+        return None
 
 
 def keep_compiled_programs(folder: Path | None) -> None:

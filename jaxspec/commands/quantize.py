@@ -19,6 +19,8 @@ import numpy as np
 from rich.console import Console
 
 from jaxspec.commands.data_options import add_suffixes_option
+from jaxspec.commands.engine_options import add_program_options, check_program_options
+from jaxspec.commands.program_cache import keep_compiled_programs, program_folder
 from jaxspec.commands.shell import (
     add_model_option,
     command_parser,
@@ -71,6 +73,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--lm-head", action="store_true", help="quantize the LM head, too")
     add("--json", action="store_true", help="JSON on stdout, the text on stderr")
     add_suffixes_option(parser)
+    add_program_options(parser)
     text = parser.add_argument_group("text")
     text.add_argument("--data", type=Path, nargs="+", help="folders, text or .jsonl files, named "
         "as in training: a file is held out by the hash of its name below them")  # fmt: skip
@@ -181,6 +184,8 @@ def measured(
 
 
 def run(args: argparse.Namespace) -> None:
+    check_program_options(args)
+    keep_compiled_programs(program_folder(args))
     console, started = progress_console(), time.monotonic()
     report, texts = quantize(args, console, started), sys.stderr if args.json else sys.stdout
     for line in [report.describe(), *perplexity_lines(report)]:

@@ -19,6 +19,7 @@ from jaxspec.commands.engine_options import (
     add_sequence_parallel_option,
     add_tensor_parallel_option,
     add_tree_options,
+    check_program_options,
 )
 from jaxspec.commands.importing import import_command
 from jaxspec.commands.shell import add_model_option, command_parser, run_command
@@ -142,8 +143,7 @@ def seconds(text: str) -> float:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    if arguments.no_compilation_cache and arguments.compilation_cache is not None:
-        raise ValueError("--no-compilation-cache goes without --compilation-cache")
+    check_program_options(arguments)
     import_command("jaxspec.commands.serving", "jaxspec serve").run(arguments)
 
 

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jaxspec import LLM
 from jaxspec.async_llm import AsyncLLM
 from jaxspec.commands.engine_config import engine_config, speculation_config, with_memory
-from jaxspec.commands.generation import program_folder
+from jaxspec.commands.generation import own_program_folder
 from jaxspec.commands.meshes import drafter_mesh, engine_meshes
 from jaxspec.commands.program_cache import keep_compiled_programs
 from jaxspec.commands.several_processes import processes_of
@@ -122,7 +122,7 @@ def read_template(path: Path | None) -> str | None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Raises ValueError for options that do not go together, and files that cannot be read."""
-    keep_compiled_programs(program_folder(arguments))
+    keep_compiled_programs(own_program_folder(arguments))
     with processes_of(arguments) as processes:
         if processes is None or processes.leads:
             lead(arguments, processes)

@@ -73,6 +73,8 @@ def check_options(args: argparse.Namespace) -> None:
         if getattr(args, name) and not args.shape:
             option = name.replace("_", "-")
             raise ValueError(f"--{option} is for random weights: give --shape as well")
+    if args.drafter_quantization and args.drafter_bits:
+        raise ValueError("--drafter-quantization and --drafter-bits exclude each other: take one")
     if args.load and args.rate is not None:
         raise ValueError("--load gives the rates itself: leave out --rate")
     if "fixed" in args.compare and not args.adaptive:

@@ -187,6 +187,8 @@ def save_model(
 
 def train(args: argparse.Namespace, console: Console, started: float) -> None:
     config = train_config(args)
+    if args.sample_tokens < 0:
+        raise ValueError(f"--sample-tokens must be at least 0, got {args.sample_tokens}")
     console.print("reading and tokenizing --data")
     corpus = data.build_corpus(args.data, args.work, args.vocab, suffixes=tuple(args.suffixes))
     print_corpus(console, corpus.report)

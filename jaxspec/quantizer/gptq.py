@@ -52,29 +52,37 @@ def gptq(weights: Sequence[Array], hessian: Array, grid: Grid, config: GptqConfi
     """
     damping = config.damping
     while damping <= 1:
-        found, is_finite = _round_together(weights, hessian, damping, grid, config.order)
+        order, factor, is_finite = _ordered_factor(hessian, damping, config.order)
         if is_finite:
-            return found
+            return _round_together(weights, order, factor, grid, config.order)
         damping *= 10
     raise ValueError("calibration gave inputs that are not finite, or far too large")
 
 
-@functools.partial(program, static_argnames=("grid", "kind"))
-def _round_together(
-    weights: Sequence[Array], hessian: Array, damping: Array | float, grid: Grid, kind: Order
-) -> tuple[list[Rounded], Array]:
-    """Weights rounded, and whether the Cholesky factor is finite. Rows do not depend on each other,
-    so those of all weights go through the columns together."""
+@functools.partial(program, static_argnames=("kind",))
+def _ordered_factor(
+    hessian: Array, damping: Array | float, kind: Order
+) -> tuple[Array, Array, Array]:
+    """The order of the columns, int [in], its Cholesky factor, and whether that is finite."""
     order = jnp.arange(len(hessian))
     if kind != "inputs":
         order = jnp.argsort(-jnp.diag(hessian), stable=True)
     factor = inverse_factor(hessian[order][:, order], damping)
+    return order, factor, jnp.isfinite(factor).all()
+
+
+@functools.partial(program, static_argnames=("grid", "kind"))
+def _round_together(
+    weights: Sequence[Array], order: Array, factor: Array, grid: Grid, kind: Order
+) -> list[Rounded]:
+    """See round_columns. Rows do not depend on each other, so those of all weights go through the
+    columns together."""
     together = jnp.concatenate([weight.astype(jnp.float32) for weight in weights])
     found, parts, start = round_columns(together, order, factor, grid, kind), list[Rounded](), 0
     for weight in weights:
         parts.append(found.rows(start, start + len(weight)))
         start += len(weight)
-    return parts, jnp.isfinite(factor).all()
+    return parts
 
 
 def inverse_factor(hessian: Array, damping: Array | float) -> Array:

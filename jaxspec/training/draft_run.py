@@ -17,7 +17,7 @@ from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import DraftHead
 from jaxspec.parallel import DATA_AXIS
 from jaxspec.training import draft_step, fingerprint
-from jaxspec.training.compiling import compile_together
+from jaxspec.training.compiling import Program, compile_together
 from jaxspec.training.draft_data import Examples, spread_rows
 from jaxspec.training.draft_loss import DraftBatch
 from jaxspec.training.draft_states import StoredStates
@@ -169,15 +169,19 @@ class DraftTraining:
         """Compile before the first call, so that its time does not include compilation."""
         note("compiling")
         (batch,) = self._batches(1)
-        programs = {
-            "a training step": draft_step.one_step.lower(
-                self.state, self._target, batch, self.total_steps, self.config
-            ),
-            "an evaluation": draft_step.evaluate.lower(
-                self.head, self._target, self._held_out.first, self.config
-            ),
-        }
-        compile_together(programs, "give a smaller batch, shorter rows or more accumulation")
+        training = draft_step.one_step.lower(
+            self.state, self._target, batch, self.total_steps, self.config
+        )
+        evaluation = draft_step.evaluate.lower(
+            self.head, self._target, self._held_out.first, self.config
+        )
+        advice = "give a smaller batch, shorter rows or more accumulation"
+        compile_together(
+            [
+                Program("a training step", training, advice),
+                Program("an evaluation", evaluation, advice),
+            ]
+        )
 
     def _tokens(self, steps: int) -> int:
         return steps * self.config.batch_size * self._train.tokens.shape[1]

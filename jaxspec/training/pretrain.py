@@ -12,7 +12,7 @@ import numpy as np
 from jaxspec.config.model import ModelConfig
 from jaxspec.models.decoder import Decoder
 from jaxspec.training import fingerprint, lm
-from jaxspec.training.compiling import compile_together
+from jaxspec.training.compiling import Program, compile_together
 from jaxspec.training.data import Corpus
 from jaxspec.training.held_out import HeldOut
 from jaxspec.training.lm import TrainConfig
@@ -128,16 +128,22 @@ class Pretraining:
     def _compile(self, note: Callable[[str], None]) -> None:
         """Compile before the first call, so that its time does not include compilation."""
         note("compiling")
-        programs = {
-            "a training step": lm.train_steps.lower(
-                self.state, self._tokens, 1, self.total_steps, self.config, self._batch_sharding
-            ),
-            "an evaluation": lm.evaluate.lower(self.params, self._held_out.first, self.config),
-        }
+        training = lm.train_steps.lower(
+            self.state, self._tokens, 1, self.total_steps, self.config, self._batch_sharding
+        )
+        evaluation = lm.evaluate.lower(self.params, self._held_out.first, self.config)
+        advice = "give a smaller batch or context"
+        programs = [
+            Program("a training step", training, advice),
+            Program("an evaluation", evaluation, advice),
+        ]
         if self._sample_length:
             inputs = _sample_inputs([0], self._sample_length - 1, 0.0, 0)
-            programs["a sample"] = lm.continue_text.lower(self.params, *inputs)
-        compile_together(programs, "give a smaller batch or context")
+            writing = lm.continue_text.lower(self.params, *inputs)
+            programs.append(
+                Program("a sample", writing, "give a shorter prompt or fewer tokens of the sample")
+            )
+        compile_together(programs)
 
     def _due(self, event: str) -> bool:
         return self.schedule.is_due(event, self.step, self.total_steps)

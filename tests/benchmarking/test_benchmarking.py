@@ -2,14 +2,15 @@
 
 import dataclasses
 import math
+import os
 import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from rich.console import Console
 
 from jaxspec.benchmarking.ahead_of_time import Job, decode_program
 from jaxspec.benchmarking.floors import FloorBytes, floor_bytes
@@ -17,6 +18,7 @@ from jaxspec.benchmarking.modes import make_params, parse_mode
 from jaxspec.benchmarking.random_params import random_decoder, random_head
 from jaxspec.benchmarking.rounds import Bench, Workload
 from jaxspec.benchmarking.shapes import SHAPES
+from jaxspec.commands import bench_engine, bench_serving
 from jaxspec.config.mtp import MtpConfig
 from jaxspec.config.quantization import Scheme
 from jaxspec.models.decoder import decoder_shapes
@@ -239,25 +241,28 @@ class StateMadeError(Exception):
     """Ends a benchmark before it compiles anything."""
 
 
-def test_programs_that_are_compiled_side_by_side_make_one_state_at_a_time(monkeypatch):
+@pytest.mark.parametrize("command", ["bench engine", "bench serving"])
+def test_programs_that_are_compiled_side_by_side_make_one_state_at_a_time(command, monkeypatch):
     making, most = [], []
 
     def new_state(bench: Bench, repeat: int = 0) -> None:
         making.append(bench)
         most.append(len(making))
-        time.sleep(0.02)
+        time.sleep(0.05)
         making.remove(bench)
         raise StateMadeError
 
     monkeypatch.setattr(Bench, "new_state", new_state)
-    target = random_decoder(TINY, BFLOAT16, None, seed=0)
-    params = make_params(parse_mode("plain"), target, None, None, Kernels())
-    workload = Workload(batch=1, context=16, rounds=2, page_size=16, repeats=1)
-
-    def compile_one(_: int) -> None:
-        with pytest.raises(StateMadeError):
-            Bench(parse_mode("plain"), params, workload)
-
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(compile_one, range(4)))
-    assert most == [1] * 4
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    target, plain = random_decoder(TINY, BFLOAT16, None, seed=0), parse_mode("plain")
+    with pytest.raises(StateMadeError):
+        if command == "bench engine":
+            workload = Workload(batch=1, context=16, rounds=2, page_size=16, repeats=1)
+            chosen = [(workload, plain)] * 4
+            bench_engine.compile_all(chosen, target, None, None, Kernels(), Console(quiet=True))
+        else:
+            options = ["--shape", "tiny", "--requests", "1,2,3,4", "--new-tokens", "2"]
+            args = bench_serving.make_parser().parse_args(options)
+            params = make_params(plain, target, None, None, Kernels())
+            bench_serving.bare_rounds(args, params, plain, Console(quiet=True))
+    assert len(most) > 1 and max(most) == 1

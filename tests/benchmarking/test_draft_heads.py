@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxspec.benchmarking.ahead_of_time import Job, decode_program
 from jaxspec.benchmarking.draft_heads import (
     BlockKind,
     HeadKind,
@@ -13,6 +14,7 @@ from jaxspec.benchmarking.draft_heads import (
 from jaxspec.benchmarking.floors import floor_bytes
 from jaxspec.benchmarking.modes import make_params, parse_mode
 from jaxspec.benchmarking.random_params import random_decoder, random_head_of_kind
+from jaxspec.benchmarking.rounds import Workload
 from jaxspec.benchmarking.shapes import SHAPES
 from jaxspec.memory import local_bytes
 from jaxspec.models.heads import BlockHead
@@ -65,3 +67,12 @@ def test_what_is_compiled_ahead_has_the_shapes_of_what_is_timed(kind: HeadKind):
     made, compiled = jax.tree.leaves(head), jax.tree.leaves(shapes)
     assert [(x.shape, x.dtype) for x in made] == [(x.shape, x.dtype) for x in compiled]
     assert (shapes.lm_head_copy is None) == (kind == "auto"), "EAGLE-3 heads have their own"
+
+
+def test_what_is_compiled_ahead_has_the_quantized_head():
+    workload = Workload(batch=1, context=16, rounds=2, page_size=16, repeats=1)
+    shape, mode = SHAPES["tiny-wide"], parse_mode("chain:3")
+    job = Job(shape, mode, workload, drafter_quantization="w8a16", head="dflash")
+    weights = decode_program(job, jax.devices()).arguments[0]
+    head = shapes_of_kind("dflash", shape, jnp.dtype("bfloat16"), None, quantization="w8a16")
+    assert jax.tree.structure(weights.drafter.head) == jax.tree.structure(head)

@@ -6,6 +6,7 @@ import pytest
 
 from jaxspec.quantizer.gptq import GptqConfig, Order, gptq, inverse_factor
 from jaxspec.quantizer.rounding import Grid, output_error, round_to_nearest
+from tests.compilations import Compilations
 
 SIZE, OUTPUTS = 32, 12
 
@@ -134,6 +135,14 @@ def test_equal_inputs_need_more_damping_or_none():
     assert np.isfinite(np.asarray(found.dense())).all()
     with pytest.raises(ValueError, match="not finite"):
         gptq([weight], ones * jnp.nan, Grid(4, 8, True), GptqConfig())
+
+
+def test_nothing_is_rounded_before_there_is_a_factor(compilations: Compilations):
+    weight, hessian = jnp.ones((2, 48)), jnp.full((48, 48), jnp.nan)  # sizes of no other test
+    with pytest.raises(ValueError, match="not finite"):
+        gptq([weight], hessian, Grid(4, 8, True), GptqConfig())
+    names = {name for name, _ in compilations}
+    assert "jit(_ordered_factor)" in names and "jit(_round_together)" not in names
 
 
 def test_damping_is_a_share():

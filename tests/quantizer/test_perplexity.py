@@ -33,6 +33,7 @@ def test_models_are_compared_with_the_first(
 ):
     rounded = tmp_path / "rounded"
     words = ["--method", "rtn", "--model", str(model), "--group", "32", "--out", str(rounded)]
+    words.append("--no-compilation-cache")
     assert quantize.main(words) == 0
     capsys.readouterr()
     assert perplexity.main([*options(data, model, rounded, model), "--json"]) == 0

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.commands import quantize
+from jaxspec.commands import program_cache, quantize
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.hf_config import load_model_config
@@ -28,6 +28,7 @@ from tests.marks import slow
 ROOT = Path(__file__).parents[2]
 TOKENS = jnp.asarray(np.random.default_rng(3).integers(0, 257, (2, 12)))
 TEXT = ("--samples", "6", "--length", "32", "--batch", "4", "--held-out", "5")
+NO_CACHE = "--no-compilation-cache"
 LEFT_OUT = {"README.md", "quantization.json", "quantization.png"}  # they tell the time
 
 
@@ -47,7 +48,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def command(model: Path, data: Path | None, out: Path, *options: str) -> list[str]:
     text = [] if data is None else ["--data", str(data), *TEXT]
-    return ["--model", str(model), "--group", "32", "--out", str(out), *text, *options]
+    return ["--model", str(model), "--group", "32", "--out", str(out), NO_CACHE, *text, *options]
 
 
 def logits(directory: Path) -> np.ndarray:
@@ -154,12 +155,27 @@ def test_a_draft_head_is_rounded(method: str, close: float, model: Path, tmp_pat
     original: Any = load_eagle_head(head, target, jnp.dtype("float32"))
     out = tmp_path / method
     arguments = ["--model", str(head), "--out", str(out), "--group", "32", "--method", method]
-    assert quantize.main([*arguments, "--lm-head"]) == 0
+    assert quantize.main([*arguments, "--lm-head", NO_CACHE]) == 0
     found: Any = load_eagle_head(out, target, jnp.dtype("float32"))
     x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 192)), jnp.float32)
     ours, theirs = found.front.fc(x), original.front.fc(x)
     assert type(found.front.fc) is type(found.lm_head) is not type(original.front.fc)
     assert 0 < np.abs(ours - theirs).max() < close * np.abs(theirs).max()
+
+
+def test_programs_are_kept_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    kept: list[Path | None] = []
+
+    def keep(folder: Path | None) -> None:
+        kept.append(folder)
+        raise ValueError("and no more")
+
+    monkeypatch.setattr(quantize, "keep_compiled_programs", keep)
+    monkeypatch.setattr(program_cache, "default_folder", lambda: tmp_path)
+    other = tmp_path / "other"
+    for more in ([], [NO_CACHE], ["--compilation-cache", str(other)]):
+        assert quantize.main(["--method", "rtn", "--out", str(tmp_path / "out"), *more]) == 2
+    assert kept == [tmp_path, None, other]
 
 
 @pytest.mark.parametrize(
@@ -180,6 +196,8 @@ def test_a_draft_head_is_rounded(method: str, close: float, model: Path, tmp_pat
         (["--method", "rtn", "--model", "HEAD", "--data", "DATA"], "head is rounded without text"),
         (["--method", "fp8", "--format", "gptq"], "format gptq has no 8-bit floats"),
         (["--method", "fp8", "--work", "OTHER"], "holds another run, which differs in"),
+        (["--method", "rtn", "--compilation-cache", "MODEL", NO_CACHE], "goes without"),
+        (["--method", "rtn", "--compilation-cache", "/dev/null/here"], "cannot keep compiled"),
     ],
 )
 def test_mistakes_are_named(
@@ -202,6 +220,7 @@ def test_mistakes_are_named(
         assert quantize.main(command(model, None, tmp_path / "first", *work)) == 0
     given = [str(places.get(option, option)) for option in options]
     arguments = ["--model", str(model), "--out", str(tmp_path / "out"), "--group", "32", *given]
+    arguments += [] if "--compilation-cache" in options else [NO_CACHE]
     if "gptq" in options and not {"--data", "HEAD", "--format"} & {*options}:
         arguments += ["--data", str(data), *TEXT]
     assert quantize.main(arguments) == 2

@@ -85,6 +85,17 @@ def test_a_step_beyond_the_memory_is_an_error_before_it_runs(
         next(run.run())
 
 
+def test_a_sample_beyond_the_memory_is_not_blamed_on_the_batch(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A step takes under 1 MB, the sample of 1,000 tokens 17."""
+    model, schedule = tiny_lm(corpus), Schedule(steps=1)
+    run = Pretraining(model, CONFIG, corpus, schedule, tmp_path, sample_length=1000)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 4 << 20)
+    with pytest.raises(ValueError, match=r"a sample needs 0.0. GB, .* free: give a shorter prompt"):
+        next(run.run())
+
+
 def test_a_call_takes_as_many_steps_as_were_measured_to_fit():
     pace = Pace(Schedule(steps=1000, steps_per_call=20, evaluate_every=50), 0.5)
     assert pace.steps_of_call(0, 1000) == 1

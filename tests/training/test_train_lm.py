@@ -283,6 +283,8 @@ def test_the_export_is_complete(exported: Path):
         (["--attention", "cudnn"], "needs bfloat16 and a GPU"),
         (["--context", "4096"], "--context 4096 exceeds --max-position 2048"),
         (["--work", "{file}"], "File exists"),
+        (["--prompt", ""], "--prompt is empty"),
+        (["--sample-tokens", "-1"], "--sample-tokens must be at least 0, got -1"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(arguments, message, tmp_path, capsys):
