@@ -80,7 +80,8 @@ def load_drafter(
                 "head or a draft model"
             )
         rest = (model_directory, target, speculation, dtype, mesh, sharded)
-        return MixedDrafter(model=load_drafter(mixed, *rest), lookup=own)
+        skips = _device_of(mesh).platform != "gpu"  # there a round is one CUDA graph, or several
+        return MixedDrafter(model=load_drafter(mixed, *rest), lookup=own, may_skip=skips)
     lookup = lookup_drafter(drafter)
     if lookup is not None:
         return lookup
@@ -103,6 +104,10 @@ def load_drafter(
     check_top_k(speculation, config.vocab_size)
     model = load_decoder(directory, config, dtype, mesh, sharded=sharded)
     return DraftModelDrafter(model=model)
+
+
+def _device_of(mesh: Mesh | None) -> jax.Device:
+    return jax.devices()[0] if mesh is None else mesh.devices.flat[0]
 
 
 def _mtp_drafter(
