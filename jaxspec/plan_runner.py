@@ -172,4 +172,5 @@ class PlanRunner:
             return 0
         if shape.is_plain:
             return most - 1  # at most: it reads them once in a while
-        return int(ran[-1]) - 1
+        rejected = params.speculation.max_depth + 1 - int(ran[-1])
+        return most - 1 - rejected

@@ -48,14 +48,27 @@ ERRORS = (
 
 @pytree
 class Statistics(Pytree):
-    """Counts per row since it was admitted, kept on the device.
-
-    ``accepted`` also counts drafted tokens that a stop token or ``max_lens`` then cuts off.
+    """Counts per row since it was admitted, kept on the device: in one array, which a round writes
+    in one launch. ``accepted`` also counts drafted tokens that a stop token or ``max_lens`` then
+    cuts off.
     """
 
-    rounds: Array = array("batch")  # int32 [R]
-    drafted: Array = array("batch")  # int32 [R], nodes verified, roots not counted
-    accepted: Array = array("batch", "depth")  # int32 [R, A], rounds that accepted >= d tokens
+    counts: Array = array("batch", "depth")  # int32 [R, 2 + A]: rounds, drafted, accepted
+
+    @property
+    def rounds(self) -> Array:
+        """int32 [R]"""
+        return self.counts[:, 0]
+
+    @property
+    def drafted(self) -> Array:
+        """int32 [R], nodes verified, roots not counted"""
+        return self.counts[:, 1]
+
+    @property
+    def accepted(self) -> Array:
+        """int32 [R, A], rounds that accepted >= d tokens"""
+        return self.counts[:, 2:]
 
 
 @pytree
@@ -207,11 +220,7 @@ def joined[T: Pytree](parts: Sequence[T], axis: str) -> T:
 
 def empty_statistics(num_rows: int, max_depth: int) -> Statistics:
     """Statistics of ``num_rows`` rows that were just admitted."""
-    return Statistics(
-        rounds=jnp.zeros(num_rows, jnp.int32),
-        drafted=jnp.zeros(num_rows, jnp.int32),
-        accepted=jnp.zeros((num_rows, max_depth + 1), jnp.int32),
-    )
+    return Statistics(counts=jnp.zeros((num_rows, 2 + max_depth + 1), jnp.int32))
 
 
 def write_tokens(rows: Rows, new: Array, counts: Array) -> Array:

@@ -15,7 +15,8 @@ from jaxspec.benchmarking.hlo import scope_of
 
 GRAPH, LOOP = "kCommandBuffer", "kWhile"
 ASYNC_START = "kAsyncStart"  # launches the entries nested in it on another stream
-CONTAINERS = {GRAPH, LOOP, ASYNC_START, "kConditional", "kSequential"}
+SLICES = "kDynamicSliceFusion"  # launches the entry nested in it, on slices of arrays
+CONTAINERS = {GRAPH, LOOP, ASYNC_START, SLICES, "kConditional", "kSequential"}
 # All-reduces: XLA's implementation over NVLink, and NCCL's.
 ALL_REDUCES = {"kCollectiveKernel", "kAllReduce", "kAllReduceStart"}
 

@@ -68,13 +68,18 @@ class PagedAttend(Pytree):
         return self._of_heads(state, heads, window)
 
     def _of_heads(self, state: PagedKV, heads: Heads, window: int | None) -> tuple[Array, PagedKV]:
+        queries, state = write_heads(state, heads, self.slots)
+        return self.attended(queries, state, heads, window), state
+
+    def attended(self, queries: Array, state: PagedKV, heads: Heads, window: int | None) -> Array:
+        """What the pass's tokens attend to, whose keys and values are written: queries and result
+        [B, T, Q, D]. ``heads`` are those that ``queries`` are of."""
         if state.spread:
-            return self._spread(state, heads, window)
-        q, k_pages, v_pages = heads.written(state.k, state.v, self.slots)
-        out = paged_attention(
-            q,
-            k_pages,
-            v_pages,
+            return self._spread(queries, state, heads, window)
+        return paged_attention(
+            queries,
+            state.k,
+            state.v,
             self.page_table,
             self.context_lens,
             self.positions,
@@ -87,9 +92,8 @@ class PagedAttend(Pytree):
             softcap=heads.softcap,
             first_slot=self.first_slot,
             order_invariant=self.order_invariant,
-            implementation=heads.kernels.over_pages("paged_attention", k_pages),
+            implementation=heads.kernels.over_pages("paged_attention", state.k),
         )
-        return out, state.replace(k=k_pages, v=v_pages)
 
     def _latent(self, state: PagedLatent, heads: LatentHeads) -> tuple[Array, PagedLatent]:
         pages = write_rows(state.pages, heads.stored, self.slots)
@@ -134,8 +138,8 @@ class PagedAttend(Pytree):
             return False
         return config.expands(self.slots.shape[1], self.page_table.shape[1] * page_size)
 
-    def _spread(self, state: PagedKV, heads: Heads, window: int | None) -> tuple[Array, PagedKV]:
-        """As __call__, where devices have a part of every page each: all queries attend to each
+    def _spread(self, queries: Array, state: PagedKV, heads: Heads, window: int | None) -> Array:
+        """As ``attended``, where devices have a part of every page each: all queries attend to each
         part, and the parts of their softmaxes are merged.
 
         Raises ValueError for sums that must not depend on the order of slots.
@@ -146,12 +150,10 @@ class PagedAttend(Pytree):
                 "take sp 1, or leave out deterministic and verify_width"
             )
         own_size, axes = state.k.shape[2], state.spread
-        slots = own_slots(self.slots, own_size, axes)
-        q, k_pages, v_pages = heads.of_all_tokens().written(state.k, state.v, slots)
         part = partial_attention(
-            q,
-            k_pages,
-            v_pages,
+            queries,
+            state.k,
+            state.v,
             self.page_table,
             self.context_lens,
             self.positions,
@@ -164,11 +166,19 @@ class PagedAttend(Pytree):
             scale=heads.scale,
             softcap=heads.softcap,
             first_slot=self.first_slot,
-            implementation=heads.kernels.over_pages("partial_attention", k_pages),
+            implementation=heads.kernels.over_pages("partial_attention", state.k),
         )
         count = heads.partials.shape[2] if heads.tokens else None
-        out = _merged(part, axes, count, heads.sinks)
-        return out.astype(q.dtype), state.replace(k=k_pages, v=v_pages)
+        return _merged(part, axes, count, heads.sinks).astype(queries.dtype)
+
+
+def write_heads(state: PagedKV, heads: Heads, slots: Array) -> tuple[Array, PagedKV]:
+    """Queries [B, T, Q, D] of all tokens, and the state with their keys and values at ``slots``
+    [B, T]."""
+    if state.spread:
+        heads, slots = heads.of_all_tokens(), own_slots(slots, state.k.shape[2], state.spread)
+    queries, k, v = heads.written(state.k, state.v, slots)
+    return queries, state.replace(k=k, v=v)
 
 
 @jax.named_scope("attention")

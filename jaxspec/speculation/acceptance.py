@@ -85,8 +85,9 @@ class Match:
         tree = verified.tree
         sampled, finite = _finite_samples(verified)
         wanted = jnp.take_along_axis(sampled, jnp.maximum(tree.parents, 0), axis=1)
-        matches = (tree.tokens == wanted) & (tree.parents >= 0)
-        path, depth = _deepest_path(tree, matches.at[:, 0].set(True))
+        is_root = jnp.arange(wanted.shape[1]) == 0
+        matches = is_root | ((tree.tokens == wanted) & (tree.parents >= 0))
+        path, depth = _deepest_path(tree, matches)
         tokens, finite = (jnp.take_along_axis(x, path, axis=1) for x in (sampled, finite))
         return Accepted(path=path, depth=depth, tokens=tokens, finite=finite)
 
@@ -108,18 +109,23 @@ def _finite_samples(verified: Verified) -> tuple[Array, Array]:
 def _deepest_path(tree: DraftTree, matches: Array) -> tuple[Array, Array]:
     """The path to the deepest node whose ancestors all match; see path_to."""
     size = tree.tokens.shape[1]
+    if tree.is_chain:
+        first_miss = jnp.min(jnp.where(matches, size, jnp.arange(size)), axis=1)
+        return path_to(tree, first_miss - 1)
     ancestors = unpack_mask(tree.ancestors, size)  # [B, N, N]
     reachable = jnp.all(~ancestors | matches[:, None, :], axis=-1)
-    leaf = jnp.argmax(jnp.where(reachable, tree.depth, -1), axis=1)
-    return path_to(tree, leaf)
+    return path_to(tree, jnp.argmax(jnp.where(reachable, tree.depth, -1), axis=1))
 
 
 def path_to(tree: DraftTree, leaf: Array) -> tuple[Array, Array]:
     """Nodes from the root to ``leaf`` [B], by depth: (int32 [B, A], depth [B])."""
     size = tree.tokens.shape[1]
+    depths = jnp.arange(tree.max_depth + 1)
+    if tree.is_chain:  # a node's index is its depth
+        leaf = leaf.astype(jnp.int32)
+        return jnp.where(depths <= leaf[:, None], depths, 0), leaf
     words = jnp.take_along_axis(tree.ancestors, leaf[:, None, None], axis=1)[:, 0]
     on_path = unpack_mask(words, size)  # [B, N]
-    depths = jnp.arange(tree.max_depth + 1)
     at_depth = on_path[:, None, :] & (tree.depth[:, None, :] == depths[:, None])  # [B, A, N]
     path = jnp.argmax(at_depth, axis=-1).astype(jnp.int32)
     return path, jnp.take_along_axis(tree.depth, leaf[:, None], axis=1)[:, 0]
@@ -206,7 +212,10 @@ class Synthetic:
         places, seeds = verified.context_lens[:, None], verified.sampling.seeds
         share = uniform(seeds, Stream.ACCEPT, places, jnp.arange(1))[:, 0, 0]
         depth = jnp.floor(self.mean_length - 1 + share).astype(jnp.int32)
-        leaf = jnp.argmax(jnp.where(tree.depth <= depth[:, None], tree.depth, -1), axis=1)
+        if tree.is_chain:
+            leaf = jnp.minimum(depth, tree.num_nodes - 1)
+        else:
+            leaf = jnp.argmax(jnp.where(tree.depth <= depth[:, None], tree.depth, -1), axis=1)
         path, depth = path_to(tree, leaf)
         return sampled.replace(path=path, depth=depth)
 

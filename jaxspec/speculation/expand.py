@@ -210,7 +210,7 @@ def drawn_chain(tokens: Array, probs: Sequence[Array | None]) -> DraftTree:
     drawn = [part for part in probs if part is not None]
     if drawn:  # put together at once: they are large
         drawn = [jnp.zeros_like(drawn[0][:, :1]), *drawn]  # the root was not drawn
-    size = jnp.full(len(tokens), tokens.shape[1])
+    size = np.full(len(tokens), tokens.shape[1])
     return make_chain(tokens, size, jnp.concatenate(drawn, axis=1) if drawn else None)
 
 

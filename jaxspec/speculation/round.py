@@ -229,26 +229,22 @@ def _limit(accepted: Accepted, state: EngineState, finite: Array) -> tuple[Array
     room = rows.max_lens - rows.context_lens - 1
     offset = jnp.arange(width)
     wanted = jnp.minimum(accepted.depth + 1, room)
-    broken = ~finite & (offset < wanted[:, None])
-    usable = jnp.where(broken.any(axis=1), jnp.argmax(broken, axis=1), wanted)
     is_stop = jnp.any(accepted.tokens[..., None] == rows.stop_tokens[:, None], axis=-1)
-    is_stop &= offset < usable[:, None]
-    stopped = jnp.any(is_stop, axis=1)
-    counts = jnp.where(stopped, jnp.argmax(is_stop, axis=1) + 1, usable)
+    ends = jnp.stack([~finite, is_stop], axis=1)  # [R, 2, A]
+    first_broken, first_stop = jnp.min(jnp.where(ends, offset, width), axis=-1).T
+    usable = jnp.minimum(wanted, first_broken)
+    counts = jnp.minimum(usable, first_stop + 1)
     ending = jnp.where(counts < room, Ending.NONE, Ending.LENGTH)
-    ending = jnp.where(broken.any(axis=1), Ending.NOT_FINITE, ending)
-    ending = jnp.where(stopped, Ending.STOP, ending)
+    ending = jnp.where(first_broken < wanted, Ending.NOT_FINITE, ending)
+    ending = jnp.where(first_stop < usable, Ending.STOP, ending)
     return jnp.where(rows.active, counts, 0), ending
 
 
 def _count(stats: Statistics, active: Array, tree: DraftTree, accepted: Accepted) -> Statistics:
-    once = active.astype(jnp.int32)
-    reached = jnp.arange(stats.accepted.shape[1]) <= accepted.depth[:, None]
-    return Statistics(
-        rounds=stats.rounds + once,
-        drafted=stats.drafted + once * (tree.num_nodes - 1),
-        accepted=stats.accepted + once[:, None] * reached,
-    )
+    place = jnp.arange(stats.counts.shape[1])
+    reached = place - 2 <= accepted.depth[:, None]  # rounds and places of ``accepted``
+    new = jnp.where(place == 1, tree.num_nodes[:, None] - 1, reached)
+    return Statistics(counts=stats.counts + jnp.where(active[:, None], new, 0))
 
 
 def _output(

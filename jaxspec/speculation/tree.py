@@ -1,6 +1,7 @@
 """The draft tree that every drafter returns, and its packed ancestor masks."""
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from jaxspec.pytree import Pytree, array, pytree, static
@@ -35,31 +36,39 @@ class DraftTree(Pytree):
 def make_tree(
     tokens: Array,
     parents: Array,
-    num_nodes: Array,
+    num_nodes: Array | np.ndarray,
     max_depth: int,
     *,
     is_chain: bool = False,
     probs: Array | None = None,
 ) -> DraftTree:
     """A DraftTree from tokens and parents [B, N]; nodes from ``num_nodes`` [B] on are padding."""
-    index = jnp.arange(tokens.shape[1])
+    size = tokens.shape[1]
+    index = np.arange(size)
     valid = index < num_nodes[:, None]
-    parents = jnp.where(valid & (index > 0), parents, -1)
-    closure = ancestor_closure(parents, max_depth)
+    if is_chain:  # constants
+        above, depth, ancestors = index - 1, index, pack_constant(np.tri(size, dtype=bool))
+    else:
+        above = jnp.where(valid & (index > 0), parents, -1)
+        closure = ancestor_closure(above, max_depth)
+        depth = jnp.sum(closure, axis=-1, dtype=jnp.int32) - 1
+        ancestors = pack_mask(closure)
     return DraftTree(
         tokens=jnp.where(valid, tokens, 0).astype(jnp.int32),
-        parents=parents.astype(jnp.int32),
-        depth=jnp.where(valid, jnp.sum(closure, axis=-1, dtype=jnp.int32) - 1, 0),
+        parents=jnp.where(valid, above, -1).astype(jnp.int32),
+        depth=jnp.where(valid, depth, 0).astype(jnp.int32),
         # A padding node sees no node of the tree, not even itself: its slot is never written.
-        ancestors=pack_mask(closure & valid[:, :, None]),
-        num_nodes=num_nodes.astype(jnp.int32),
+        ancestors=jnp.where(valid[:, :, None], ancestors, jnp.uint32(0)),
+        num_nodes=jnp.asarray(num_nodes, jnp.int32),
         probs=probs,
         max_depth=max_depth,
         is_chain=is_chain,
     )
 
 
-def make_chain(tokens: Array, num_nodes: Array, probs: Array | None = None) -> DraftTree:
+def make_chain(
+    tokens: Array, num_nodes: Array | np.ndarray, probs: Array | None = None
+) -> DraftTree:
     """The tree in which the parent of node ``i`` is node ``i - 1``: tokens [B, N], root first."""
     batch, size = tokens.shape
     parents = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32) - 1, (batch, size))
@@ -68,7 +77,7 @@ def make_chain(tokens: Array, num_nodes: Array, probs: Array | None = None) -> D
 
 def root_only(tokens: Array) -> DraftTree:
     """The tree of plain decoding: only the last committed tokens [B]."""
-    return make_chain(tokens[:, None], jnp.ones_like(tokens))
+    return make_chain(tokens[:, None], np.ones(len(tokens), np.int32))
 
 
 def pad_tree(tree: DraftTree, width: int) -> DraftTree:
@@ -134,6 +143,13 @@ def pack_mask(mask: Array) -> Array:
     padded = jnp.pad(mask, [(0, 0)] * len(lead) + [(0, words * 32 - size)])
     bits = padded.reshape(*lead, words, 32).astype(jnp.uint32)
     return jnp.sum(bits << jnp.arange(32, dtype=jnp.uint32), axis=-1, dtype=jnp.uint32)
+
+
+def pack_constant(mask: np.ndarray) -> np.ndarray:
+    """pack_mask of a constant, as a constant."""
+    room = -mask.shape[-1] % 32
+    padded = np.pad(mask, [(0, 0)] * (mask.ndim - 1) + [(0, room)])
+    return np.packbits(padded, axis=-1, bitorder="little").view("<u4")
 
 
 def unpack_mask(words: Array, size: int) -> Array:

@@ -157,7 +157,7 @@ def block_outputs(
     tokens, anchors = batch.tokens, _anchors(batch)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     nothing = ((),) * len(head.layers)
-    context = head.read_context(features, positions, nothing, keep_keys)
+    context = head.read_context(head.fused(features), positions, nothing, keep_keys)
     roots = jnp.take_along_axis(tokens, anchors, axis=1)
     block = head.block(roots.reshape(-1), steps)  # [B * A, T]
     positions = anchors.reshape(-1, 1) + jnp.arange(block.shape[1])

@@ -112,6 +112,7 @@ TEST_CASES = (
     Case("first slot under a tree", (20, 2, 1), 12, 4, 2, 16, 16, tree=True, first_slot=1),
     Case("padded chunk", (20, 0, 31), 9, 4, 2, 16, 16, real_tokens=5),
     Case("padded tree", (20, 0, 31), 40, 4, 2, 16, 16, tree=True, real_tokens=33),
+    Case("all see the context alone", (20, 8, 31), 8, 4, 2, 16, 16, real_tokens=0),
 )
 
 # Shapes that the Hopper kernel takes.
@@ -129,6 +130,7 @@ KERNEL_CASES = (
     Case("K: first slot", (70, 3), 6, 8, 2, 128, 16, tree=True, first_slot=1),
     Case("K: causal chunk", (10, 200), 80, 8, 2, 64, 64),
     Case("K: padded chunk", (10, 125), 30, 4, 1, 128, 16, real_tokens=3),
+    Case("K: all see the context alone", (8, 125, 128), 8, 8, 2, 128, 64, real_tokens=0),
 )
 
 # Long enough to reuse each stage of the kernel's ring many times. Some splits have no work.
@@ -229,6 +231,7 @@ def make_arguments(
         words, depths = zip(*trees, strict=True)
         ancestors, depth = jnp.asarray(np.stack(words)), np.stack(depths)
     context_lens = np.array(case.context_lens, np.int32)
+    real_tokens = case.num_tokens if case.real_tokens is None else case.real_tokens
     q, k, v = (noise(seed, i, shape, dtype) for i, shape in enumerate((queries, pool, pool)))
     return (
         q,
@@ -238,7 +241,7 @@ def make_arguments(
         jnp.asarray(context_lens),
         jnp.asarray((context_lens[:, None] + depth).astype("i4")),
         ancestors,
-        jnp.asarray((context_lens + (case.real_tokens or case.num_tokens)).astype("i4")),
+        jnp.asarray((context_lens + real_tokens).astype("i4")),
     )
 
 

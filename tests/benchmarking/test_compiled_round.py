@@ -63,6 +63,14 @@ condition:
       body:
         006: kCustomKernel [source | sink] loop_add_fusion grid: [1, 1, 1]
 """
+# A kernel whose operands are slices of arrays is one launch.
+ON_SLICES = """\
+002: kWhile [prev=001 (1) | sink        ]
+  body:
+    000: kCommandBuffer [source | sink]
+        004: kDynamicSliceFusion [source       | sink] params=7, results=1
+            005: kCustomCall [source | sink] kCustomCall
+"""
 
 
 @pytest.mark.parametrize(
@@ -72,8 +80,9 @@ condition:
         (TWO_GRAPHS, Launches(3, 3, 2, 2, 1, False)),
         (LOOP_IN_GRAPH, Launches(2, 0, 0, 0, 0, True)),
         (LOOP_IN_LOOP, Launches(0, 3, 0, 0, 0, False)),
+        (ON_SLICES, Launches(1, 0, 1, 0, 0, False)),
     ],
-    ids=["one graph", "two graphs", "loop in graph", "loop in loop"],
+    ids=["one graph", "two graphs", "loop in graph", "loop in loop", "on slices"],
 )
 def test_launches(text: str, expected: Launches):
     assert parse_launches(text) == expected

@@ -18,11 +18,11 @@ from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import BlockHead
 from jaxspec.models.hf_values import read_json
-from jaxspec.speculation.drafters import BlockDrafter
+from jaxspec.speculation.drafters import BlockDrafter, block
 from jaxspec.speculation.drafters.block import block_attend
 from jaxspec.state import EngineState
 from jaxspec.weights.block import save_block_head
-from tests.block_heads import KINDS, block_target, random_head, with_confidence
+from tests.block_heads import KINDS, arrays_equal, block_target, random_head, with_confidence
 from tests.block_reference import block_outputs, confidence, markov_logits
 from tests.marks import slow
 from tests.programs import FAST_COMPILE
@@ -52,7 +52,10 @@ def head_of(params: EngineParams) -> BlockHead:
 
 
 def drafted(params: EngineParams, state: EngineState) -> np.ndarray:
-    """Logits [R, DEPTH, V] of the next block of every row, without the Markov head's."""
+    """Logits [R, DEPTH, V] of the next block of every row, without the Markov head's.
+
+    The pages hold the whole context: see functional.settle.
+    """
 
     @functools.partial(jax.jit, compiler_options=FAST_COMPILE)
     def run(params: Any, state: EngineState) -> jax.Array:
@@ -99,7 +102,9 @@ def test_logits_are_those_of_the_published_equations(
     assert TARGET.lm_head is not None
     lm_head = np.asarray(TARGET.lm_head.weight, np.float64)
     outputs = published_outputs(params, state, tmp_path)
-    for logits, theirs in zip(drafted(params, state), outputs @ lm_head, strict=True):
+    settle = jax.jit(functional.settle, compiler_options=FAST_COMPILE)
+    settled = settle(params, state, jnp.arange(3))
+    for logits, theirs in zip(drafted(params, settled), outputs @ lm_head, strict=True):
         assert np.abs(theirs).max() > 1
         np.testing.assert_allclose(logits, theirs, rtol=0, atol=1e-4)
 
@@ -117,6 +122,41 @@ def published_outputs(params: EngineParams, state: EngineState, folder: Path) ->
         for row, size in enumerate(sizes)
     ]
     return np.stack(outputs)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_block_and_its_context_are_read_as_if_one_after_the_other(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+):
+    """The same tree and pages, whether the pass of a block writes its context, or one before it; in
+    a row that does not decode, nothing is written and all stays pending."""
+    params = params_of(kind)
+    state = admit_prompts(params, empty_state(params, 3, 64, 7), PROMPTS)
+    state = read_prompts(params, state, 32, greedy=True)
+    plain = SpeculationConfig.chain(0).shape
+    state, _ = jit_decode(params, state, 3, max_rounds=5, shape=plain, greedy=True)
+    assert state.rows.draft.pending.tolist() == [3, 3, 3]
+    waiting = state.replace(rows=state.rows.replace(room=state.rows.room.at[1].set(0)))
+
+    def proposed() -> Any:
+        call = params.call(greedy=True)
+        run = jax.jit(lambda params, state: params.drafter.propose(params.target, state, call))
+        return run(params, waiting)
+
+    tree, draft = proposed()
+    monkeypatch.setattr(block, "MOST_BESIDE", 0)
+    other_tree, other_draft = proposed()
+    assert arrays_equal(tree.tokens[::2], other_tree.tokens[::2])
+    assert arrays_equal(draft.rows, state.rows.draft)
+    assert_same_pages(draft.pool, other_draft.pool)
+    caught_up = functional.settle(params, waiting, jnp.arange(3))
+    assert caught_up.rows.draft.pending.tolist() == [0, 0, 0]
+
+
+def assert_same_pages(ours: Any, theirs: Any) -> None:
+    """Pages but the null page: padding is written there."""
+    for one, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(one[1:], other[1:], rtol=0, atol=1e-5)
 
 
 def test_the_confidence_is_that_of_the_published_equations(tmp_path: Path):

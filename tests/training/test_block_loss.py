@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec import functional
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.functional import EngineParams
 from jaxspec.models import decoder
@@ -102,6 +103,7 @@ def served(params: EngineParams, state: EngineState) -> jax.Array:
     @jax.jit
     def run(params: Any, state: EngineState) -> jax.Array:
         head = params.drafter.head
+        state = functional.settle(params, state, jnp.arange(len(state.rows.status)))
         block = head.block(state.rows.roots, 5)
         attend = block_attend(state, block.shape[1])
         states = state.pool.draft.layers

@@ -18,13 +18,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxspec.cache import Geometry, LayerStates, ModelState, PagedKV
-from jaxspec.cache.spread import own_slots
+from jaxspec.cache import Geometry, LayerStates, ModelState
 from jaxspec.collectives import shard_offset
 from jaxspec.config.model import ModelConfig
 from jaxspec.models import decoder
+from jaxspec.models.attention import PagedAttend
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.forward import Attend, Heads, make_pass, rms_norm
+from jaxspec.models.forward import Attend, make_pass, rms_norm
+from jaxspec.models.heads.block_context import AttendBeside, Context, WriteOnly, layers_beside
 from jaxspec.models.heads.lm_head import LMHeadCopy, target_logits
 from jaxspec.models.layer import Layer, layer_shape, run_layers
 from jaxspec.models.linear import Linear, linear_shape
@@ -119,21 +120,6 @@ class Confidence(Pytree):
 
 
 @pytree
-class WriteOnly(Pytree):
-    """An Attend function that writes the keys and values of tokens to ``slots`` [B, T], and gives
-    the queries in the place of what they would attend to."""
-
-    slots: Array = array("batch", "length")
-
-    def __call__(self, state: PagedKV, heads: Heads, window: int | None) -> tuple[Array, PagedKV]:
-        slots = self.slots
-        if state.spread:
-            slots = own_slots(slots, state.k.shape[2], state.spread)
-        q, k, v = heads.written(state.k, state.v, slots)
-        return q, state.replace(k=k, v=v)
-
-
-@pytree
 class BlockHead(Pytree):
     """Weights of a block head.
 
@@ -187,34 +173,34 @@ class BlockHead(Pytree):
         states = (layer.mixer.init_state(geometry, self.layout) for layer in self.layers)
         return ModelState(layers=tuple(states), layout=self.layout)
 
-    def write_context(
-        self,
-        captured: Array,  # [B, T, C]
-        positions: Array,  # [B, T] rotary positions
-        slots: Array,  # [B, T]; 0: not written
-        states: LayerStates,
-        kernels: Kernels = NO_KERNELS,
-    ) -> LayerStates:
-        """The states with the keys and values of tokens, from the target's hidden states."""
-        return self.read_context(captured, positions, states, WriteOnly(slots=slots), kernels)
+    def fused(self, captured: Array, kernels: Kernels = NO_KERNELS) -> Array:
+        """What all layers make keys and values of tokens from: of the target's hidden states
+        [B, T, C] at these, [B, T, H]."""
+        with jax.named_scope("fc"):
+            fused = self.fc(captured.astype(self.dtype), kernels)
+            return rms_norm(fused, self.hidden_norm, self.config.rms_norm_eps)
 
     def read_context(
         self,
-        captured: Array,  # [B, T, C]
+        fused: Array,  # [B, T, H] a result of ``fused``
         positions: Array,  # [B, T] rotary positions
         states: LayerStates,
         attend: Attend,
         kernels: Kernels = NO_KERNELS,
     ) -> LayerStates:
         """The states that ``attend`` makes of tokens, of its two results."""
-        with jax.named_scope("fc"):
-            fused = self.fc(captured.astype(self.dtype), kernels)
-            context = rms_norm(fused, self.hidden_norm, self.config.rms_norm_eps)
         eps = self.config.rms_norm_eps
         step = make_pass(self.config.layers, positions, attend, eps, self.layout, kernels)
         # Of a mixer's two results the first is not computed where it is not used.
         pairs = zip(self.layers, states, strict=True)
-        return tuple(layer.mixer(context, state, step)[1] for layer, state in pairs)
+        return tuple(layer.mixer(fused, state, step)[1] for layer, state in pairs)
+
+    def write_context(
+        self, context: Context, states: LayerStates, kernels: Kernels = NO_KERNELS
+    ) -> LayerStates:
+        """The states with the keys and values of a context."""
+        attend = WriteOnly(slots=context.slots)
+        return self.read_context(context.fused, context.positions, states, attend, kernels)
 
     def block(self, roots: Array, depth: int) -> Array:
         """The input that drafts ``depth`` tokens after ``roots`` [B]: int32 [B, T]."""
@@ -229,15 +215,31 @@ class BlockHead(Pytree):
         states: LayerStates,
         attend: Attend,
         kernels: Kernels = NO_KERNELS,
+        layers: tuple[Layer, ...] = (),
     ) -> tuple[Array, LayerStates]:
         """One pass over a block: the normed outputs at each drafted position [B, depth, H], which
-        the target's LM head reads, and the states."""
+        the target's LM head reads, and the states. ``layers``: in place of the head's own."""
         x = decoder.plain_embed(target, block).astype(self.dtype)
         eps = self.config.rms_norm_eps
         step = make_pass(self.config.layers, positions, attend, eps, self.layout, kernels)
         first = step.norm(x, self.layers[0].input_norm)
-        _, normed, states = run_layers(self.layers, x, first, states, step, self.norm)
+        _, normed, states = run_layers(layers or self.layers, x, first, states, step, self.norm)
         return normed if self.predicts_next else normed[:, 1:], states
+
+    def outputs_beside(
+        self,
+        target: Decoder,
+        block: Array,  # [B, T] a result of ``block``
+        context: Context,
+        states: LayerStates,
+        attend: PagedAttend,  # of the block
+        kernels: Kernels = NO_KERNELS,
+    ) -> tuple[Array, LayerStates]:
+        """``outputs`` of a block whose pass also writes the keys and values of a context."""
+        positions = context.beside(attend.positions, context.positions)
+        layers = layers_beside(self.layers, context)
+        beside = AttendBeside(attend, context)
+        return self.outputs(target, block, positions, states, beside, kernels, layers)
 
     def logits(self, target: Decoder, outputs: Array, kernels: Kernels = NO_KERNELS) -> Array:
         """This shard's float32 logits of outputs, before a Markov head: [B, depth, V / shards]."""

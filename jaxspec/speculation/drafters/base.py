@@ -95,7 +95,8 @@ class Drafter(Protocol):
     def most_pending(self, capacity: SpeculationConfig) -> int | None:
         """The most *pending* tokens: committed, but not yet read by the drafter (root included).
 
-        None: no limit, and ``catch_up`` does nothing.
+        As many are pending after a round that committed all that it could, and fewer by those that
+        another did not. None: no limit, and ``catch_up`` does nothing.
         """
         ...
 

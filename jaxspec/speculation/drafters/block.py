@@ -1,9 +1,9 @@
 """Block heads as drafters: DFlash (arXiv 2602.06036) and DSpark (arXiv 2607.05147).
 
 Slot ``i`` of the cache holds the head's keys and values of committed token ``i``, made from the
-target's hidden states. They are known as soon as the target has verified the token, and written
-then: nothing is pending, and rows keep nothing. The block of a round uses the slots past the
-context as scratch.
+target's hidden states, which are known once the target has verified the token. Those of a round's
+tokens wait for the next round: its pass writes them beside a block, so weights are read once. The
+block uses the slots past the context as scratch.
 """
 
 from typing import Any
@@ -16,14 +16,29 @@ from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.models.attention import PagedAttend
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import BlockHead
-from jaxspec.pytree import pytree
+from jaxspec.models.heads.block_context import Context
+from jaxspec.models.linear import ReadsRounded
+from jaxspec.pytree import Pytree, array, pytree
 from jaxspec.speculation.call import Call
 from jaxspec.speculation.drafters.base import DrafterDefaults, DraftState, PrefillChunk
-from jaxspec.speculation.drafters.paged import make_proposer, prompt_tokens
+from jaxspec.speculation.drafters.paged import keep_features, make_proposer, prompt_tokens
 from jaxspec.speculation.expand import Beams, Proposer, grow
 from jaxspec.speculation.lattice import lattice_tree
-from jaxspec.speculation.tree import DraftTree, pack_mask
+from jaxspec.speculation.tree import DraftTree
 from jaxspec.state import EngineState
+
+# Tokens of blocks and their context that one product takes: more take as long as two products. Of
+# weights that are multiplied with rounded rows, as many as their kernel takes.
+MOST_BESIDE, MOST_ROUNDED_BESIDE = 128, 64
+
+
+@pytree
+class BlockRows(Pytree):
+    """``pending``: number of tokens of each row's context whose keys and values are not written
+    yet, the last ones. ``features[:, t]`` is the captured state of the ``t``-th of them."""
+
+    features: Array = array("batch", "depth", "features")  # [R, A, C]
+    pending: Array = array("batch")  # int32 [R]
 
 
 @pytree
@@ -46,18 +61,46 @@ class BlockDrafter(DrafterDefaults):
     def init_pool(self, geometry: Geometry) -> ModelState:
         return self.head.init_state(geometry)
 
-    def init_rows(self, num_rows: int, target: Decoder, capacity: SpeculationConfig) -> None:
-        """Nothing. Raises ValueError for trees deeper than a block."""
+    def init_rows(self, num_rows: int, target: Decoder, capacity: SpeculationConfig) -> BlockRows:
+        """Raises ValueError for trees deeper than a block."""
         self.head.check_depth(capacity.max_depth)
+        width = target.config.hidden_size * len(self.capture)
+        shape = num_rows, capacity.max_depth + 1, width
+        return BlockRows(
+            features=jnp.zeros(shape, self.head.dtype), pending=jnp.zeros(num_rows, jnp.int32)
+        )
 
     def reset(self, pool: ModelState, rows: Array) -> ModelState:
         return pool.reset(rows)
 
     def most_pending(self, capacity: SpeculationConfig) -> int | None:
-        return None
+        return capacity.max_depth + 2  # the root included, which is written as context afterwards
 
     def catch_up(self, target: Decoder, state: EngineState, call: Call) -> DraftState:
-        return DraftState(pool=state.pool.draft)
+        pool, rows = _own(state)
+        context = self._pending(state, rows.features.shape[1], call)
+        layers = self.head.write_context(context, pool.layers, call.kernels)
+        pending = jnp.where(state.rows.active, 0, rows.pending)
+        return DraftState(pool=pool.replace(layers=layers), rows=rows.replace(pending=pending))
+
+    def _pending(self, state: EngineState, width: int, call: Call) -> Context:
+        """The pending tokens of each row, up to ``width``."""
+        _, rows = _own(state)
+        offset = jnp.arange(width)
+        positions = (state.rows.context_lens - rows.pending)[:, None] + offset
+        valid = (offset < rows.pending[:, None]) & state.rows.active[:, None]
+        return self._context(state, rows.features[:, :width], positions, valid, call)
+
+    def _context(
+        self, state: EngineState, features: Array, positions: Array, written: Array, call: Call
+    ) -> Context:
+        """Tokens [B, T] at ``positions``, from the target's hidden states."""
+        table, page_size = state.rows.page_table, state.pool.page_size
+        return Context(
+            fused=self.head.fused(features, call.kernels),
+            positions=positions,
+            slots=page_slots(table, positions, written, page_size),
+        )
 
     def prefill(
         self,
@@ -67,24 +110,40 @@ class BlockDrafter(DrafterDefaults):
         features: Array | None,
         call: Call,
     ) -> DraftState:
+        assert features is not None
+        pool, rows = _own(state)  # of rows that read nothing is pending
         run = prompt_tokens(state, chunk.tokens, chunk.counts)
-        return self._write(state, features, run.positions, run.written, call)
+        context = self._context(state, features, run.positions, run.written, call)
+        layers = self.head.write_context(context, pool.layers, call.kernels)
+        return DraftState(pool=pool.replace(layers=layers), rows=rows)
 
     def propose(
         self, target: Decoder, state: EngineState, call: Call
     ) -> tuple[DraftTree, DraftState]:
-        head, rows, pool = self.head, state.rows, state.pool.draft
-        block = head.block(rows.roots, call.speculation.max_depth)
-        attend = block_attend(state, block.shape[1])
-        outputs, layers = head.outputs(
-            target, block, attend.positions, pool.layers, attend, call.kernels
-        )
+        head, roots, (pool, rows) = self.head, state.rows.roots, _own(state)
+        block = head.block(roots, call.speculation.max_depth)
+        context = self._pending(state, call.speculation.max_depth + 1, call)
+        attend, layers = block_attend(state, block.shape[1]), pool.layers
+        if self._reads_beside(block.size + context.slots.size):
+            outputs, layers = head.outputs_beside(
+                target, block, context, layers, attend, call.kernels
+            )
+        else:
+            layers = head.write_context(context, layers, call.kernels)
+            outputs, layers = head.outputs(
+                target, block, attend.positions, layers, attend, call.kernels
+            )
         logits = head.logits(target, outputs, call.kernels)
         proposer = make_proposer(target, state, call, target.layout)
-        tree = self._tree(target, proposer, rows.roots, logits)
+        tree = self._tree(target, proposer, roots, logits)
         if call.confidence:
             tree = tree.replace(confidence=head.confidence_of(outputs, tree.tokens[:, :-1]))
-        return tree, DraftState(pool=pool.replace(layers=layers))
+        return tree, DraftState(pool=pool.replace(layers=layers), rows=rows)
+
+    def _reads_beside(self, tokens: int) -> bool:
+        """Whether one pass reads so many tokens of blocks and their context."""
+        rounds = isinstance(self.head.layers[0].mixer.reader, ReadsRounded)
+        return tokens <= (MOST_ROUNDED_BESIDE if rounds else MOST_BESIDE)
 
     def _tree(self, target: Decoder, proposer: Proposer, roots: Array, logits: Array) -> DraftTree:
         markov = self.head.markov
@@ -100,20 +159,14 @@ class BlockDrafter(DrafterDefaults):
         self, state: EngineState, features: Array | None, path: Array, counts: Array, call: Call
     ) -> DraftState:
         assert features is not None
-        accepted = jnp.take_along_axis(features, path[..., None], axis=1)  # [B, A, C]
-        depth = jnp.arange(path.shape[1])
-        positions = state.rows.context_lens[:, None] + depth
-        return self._write(state, accepted, positions, depth < counts[:, None], call)
+        pool, rows = _own(state)
+        own = rows.features, rows.pending
+        kept, pending = keep_features(state, *own, features, path, counts, call)
+        return DraftState(pool=pool, rows=rows.replace(features=kept, pending=pending))
 
-    def _write(
-        self, state: EngineState, features: Array | None, positions: Array, valid: Array, call: Call
-    ) -> DraftState:
-        """Write the context of tokens [B, T] where ``valid``."""
-        assert features is not None
-        pool, page_size = state.pool.draft, state.pool.page_size
-        slots = page_slots(state.rows.page_table, positions, valid, page_size)
-        layers = self.head.write_context(features, positions, slots, pool.layers, call.kernels)
-        return DraftState(pool=pool.replace(layers=layers))
+
+def _own(state: EngineState) -> tuple[ModelState, BlockRows]:
+    return state.pool.draft, state.rows.draft
 
 
 def block_attend(state: EngineState, width: int) -> PagedAttend:
@@ -122,12 +175,12 @@ def block_attend(state: EngineState, width: int) -> PagedAttend:
     rows = state.rows
     positions = rows.context_lens[:, None] + jnp.arange(width)
     active = jnp.broadcast_to(rows.active[:, None], positions.shape)
+    end = rows.context_lens + width
     return PagedAttend(
         rows=rows.index,
         page_table=rows.page_table,
-        context_lens=rows.context_lens,
+        context_lens=end,  # all queries see all slots before it, their own included
         slots=page_slots(rows.page_table, positions, active, state.pool.page_size),
         positions=positions,
-        kv_lens=rows.context_lens + width,
-        ancestors=pack_mask(jnp.ones((*positions.shape, width), bool)),
+        kv_lens=end,
     )

@@ -24,6 +24,7 @@ from jaxspec.speculation.drafters.paged import (
     TokenRun,
     beam_positions,
     causal_attend,
+    keep_features,
     level_attend,
     make_proposer,
     pending_tokens,
@@ -235,21 +236,11 @@ class EagleDrafter(DrafterDefaults):
     ) -> DraftState:
         assert features is not None
         pool, rows = _own(state)
-        active, features = state.rows.active, features.astype(rows.features.dtype)
-        if call.speculation.is_plain:  # one more token is pending
-            place = jnp.arange(rows.features.shape[1]) == rows.pending[:, None]
-            waiting = jnp.where(place[..., None], features[:, :1], rows.features)
-            pending = rows.pending + counts
-        else:
-            waiting = jnp.take_along_axis(features, path[..., None], axis=1)
-            room = rows.features.shape[1] - waiting.shape[1]
-            waiting = jnp.pad(waiting, ((0, 0), (0, room), (0, 0)))
-            pending = counts
-            rows = rows.replace(before=_where(active, rows.at_root, rows.before))
-        rows = rows.replace(
-            features=jnp.where(active[:, None, None], waiting, rows.features),
-            pending=jnp.where(active, pending, rows.pending),
-        )
+        own = rows.features, rows.pending
+        kept, pending = keep_features(state, *own, features, path, counts, call)
+        rows = rows.replace(features=kept, pending=pending)
+        if not call.speculation.is_plain:
+            rows = rows.replace(before=_where(state.rows.active, rows.at_root, rows.before))
         return DraftState(pool=pool, rows=rows)
 
 

@@ -64,6 +64,36 @@ def pending_tokens(state: EngineState, counts: Array, width: int) -> TokenRun:
     return TokenRun(tokens, positions, valid, valid)
 
 
+def keep_features(
+    state: EngineState,
+    kept: Array,
+    pending: Array,
+    features: Array,
+    path: Array,
+    counts: Array,
+    call: Call,
+) -> tuple[Array, Array]:
+    """After a round: captured states [R, A, C] that pending tokens are read with, and their number.
+
+    Those of the tokens that the round committed take the place of ``kept``; after plain rounds,
+    that of one token comes after the first ``pending``. Arguments from ``features``: those of
+    Drafter.commit.
+    """
+    active, features = state.rows.active, features.astype(kept.dtype)
+    if call.speculation.is_plain:  # one more token is pending
+        place = jnp.arange(kept.shape[1]) == pending[:, None]
+        waiting = jnp.where(place[..., None], features[:, :1], kept)
+        counts = pending + counts
+    else:
+        waiting = jnp.take_along_axis(features, path[..., None], axis=1)
+        room = kept.shape[1] - waiting.shape[1]
+        waiting = jnp.pad(waiting, ((0, 0), (0, room), (0, 0)))
+    return (
+        jnp.where(active[:, None, None], waiting, kept),
+        jnp.where(active, counts, pending),
+    )
+
+
 def prompt_tokens(state: EngineState, tokens: Array, counts: Array) -> TokenRun:
     """A chunk [B, T] that follows each row's context; the first ``counts`` [B] tokens are real.
 

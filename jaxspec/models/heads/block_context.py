@@ -1,0 +1,82 @@
+"""Tokens of the context that a block head reads: alone, or in the pass over its next block.
+
+Of a context token layers make nothing but keys and values, from the same fused states in every
+layer, by the product that makes those of the block's tokens. One product of both reads its weights
+once.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from jaxspec.cache import PagedKV
+from jaxspec.models.attention import PagedAttend, write_heads
+from jaxspec.models.forward import ForwardPass, Heads
+from jaxspec.models.layer import Layer
+from jaxspec.models.linear import Addend
+from jaxspec.pytree import Pytree, array, pytree
+
+
+@pytree
+class WriteOnly(Pytree):
+    """An Attend function that writes the keys and values of tokens to ``slots`` [B, T], and gives
+    the queries in the place of what they would attend to."""
+
+    slots: Array = array("batch", "length")
+
+    def __call__(self, state: PagedKV, heads: Heads, window: int | None) -> tuple[Array, PagedKV]:
+        return write_heads(state, heads, self.slots)
+
+
+@pytree
+class Context(Pytree):
+    """Context tokens [B, S] whose keys and values a block's pass writes.
+
+    ``fused``: see BlockHead.fused; ``positions`` are rotary ones; ``slots`` 0: not written.
+    """
+
+    fused: Array = array("batch", "length", "whole_hidden")  # [B, S, H]
+    positions: Array = array("batch", "length")
+    slots: Array = array("batch", "length")
+
+    def beside(self, block: Array, own: Array) -> Array:
+        """An array [B, T, ...] of the block's tokens and the ``own`` one [B, S, ...] of these, as
+        that of one sequence: [1, B * T + B * S, ...], the block's first."""
+        parts = [x.reshape(1, -1, *x.shape[2:]) for x in (block, own)]
+        return jnp.concatenate(parts, axis=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class AttendBeside:
+    """The Attend function of a pass over a block's tokens and a context beside them: it writes the
+    keys and values of all, and the block's tokens attend."""
+
+    block: PagedAttend
+    context: Context
+
+    def __call__(self, state: PagedKV, heads: Heads, window: int | None) -> tuple[Array, PagedKV]:
+        slots = self.block.slots
+        queries, state = write_heads(state, heads, self.context.beside(slots, self.context.slots))
+        own = queries[0, : math.prod(slots.shape)].reshape(*slots.shape, *queries.shape[2:])
+        return self.block.attended(own, state, heads, window), state
+
+
+@dataclasses.dataclass(frozen=True)
+class MixerBeside:
+    """A mixer whose input is a block's tokens and a context beside them; see AttendBeside."""
+
+    mixer: Any
+    context: Context
+
+    reader = None  # the input is put together with the context first
+
+    def __call__(self, x: Array, state: Any, step: ForwardPass) -> tuple[Addend, Any]:
+        return self.mixer(self.context.beside(x, self.context.fused), state, step)
+
+
+def layers_beside(layers: tuple[Layer, ...], context: Context) -> tuple[Layer, ...]:
+    """The layers, for a pass over a block's tokens with a context beside them."""
+    return tuple(layer.replace(mixer=MixerBeside(layer.mixer, context)) for layer in layers)
