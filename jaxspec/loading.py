@@ -89,7 +89,7 @@ def load(
 
     Raises ValueError that names the file or option for what cannot be found, read or combined.
     """
-    speculation = speculation or default_speculation(jax.default_backend())
+    speculation = speculation or default_speculation()
     scales = read_kv_scales(kv_dtype, kv_scales)
     meshes = stage_meshes(mesh, drafter_mesh)
     if stage_layers is not None and len(meshes) == 1:
@@ -121,7 +121,7 @@ def load(
         stages, target = load_pipeline(directory, config, resolved, meshes, stage_layers)
     params = EngineParams(
         drafter=with_lm_head_in_bits(drafter, drafter_bits, target, meshes[-1]),
-        target=target if len(meshes) > 1 or mesh is not None else _with_lm_head_of_a_cpu(target),
+        target=_with_lm_head_of_a_cpu(target) if meshes[-1] is None else target,
         speculation=speculation,
         kernels=chosen,
         mesh=meshes[-1],
