@@ -130,10 +130,16 @@ def test_bfloat16_text_is_the_same_at_one_verify_width(speculation):
     assert texts[0] == texts[1]
 
 
-def test_the_default_tree_goes_by_the_platform():
-    depths = {platform: default_speculation(platform).max_depth for platform in ("cpu", "gpu")}
-    assert depths == {"cpu": 5, "gpu": 7}
-    assert load().speculation == default_speculation("cpu")
+def test_the_default_tree():
+    assert load().speculation == default_speculation() == SpeculationConfig.chain(7)
+
+
+def test_tied_embeddings_are_transposed_once_for_cpus(plain: LLM):
+    target = plain.params.target
+    assert target.lm_head is not None
+    np.testing.assert_array_equal(target.lm_head.weight, target.embed.T)
+    assert load(drafter="none", target=target).target.lm_head is target.lm_head
+    assert load(drafter="none", dtype="bfloat16").target.lm_head is None
 
 
 def test_a_drafter_object_is_taken_as_it_is():

@@ -3,8 +3,6 @@
 import argparse
 import dataclasses
 
-import jax
-
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.speculation import SpeculationConfig, default_speculation
 
@@ -36,7 +34,7 @@ def with_memory(config: EngineConfig, arguments: argparse.Namespace) -> EngineCo
 def speculation_config(arguments: argparse.Namespace) -> SpeculationConfig:
     """Of a command with add_tree_options. Raises ValueError for bad values."""
     if arguments.tree is None:
-        tree = default_speculation(jax.default_backend())
+        tree = default_speculation()
     else:
         tree = SpeculationConfig.parse(arguments.tree)
     return dataclasses.replace(
