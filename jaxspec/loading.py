@@ -15,7 +15,6 @@ from jaxspec.drafter_loading import choose_drafter, in_bits, load_drafter, with_
 from jaxspec.functional import EngineParams
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.hf_config import load_model_config
-from jaxspec.models.linear import Linear
 from jaxspec.models.pipeline import check_layers, chosen_layers
 from jaxspec.models.stages import Stage
 from jaxspec.parallel import devices_of_model, mesh_layout, stage_meshes
@@ -121,23 +120,13 @@ def load(
         stages, target = load_pipeline(directory, config, resolved, meshes, stage_layers)
     params = EngineParams(
         drafter=with_lm_head_in_bits(drafter, drafter_bits, target, meshes[-1]),
-        target=_with_lm_head_of_a_cpu(target) if meshes[-1] is None else target,
+        target=target,
         speculation=speculation,
         kernels=chosen,
         mesh=meshes[-1],
         stages=stages,
     )
     return with_kv_dtype(params if scales is None else _scaled(params, scales), kv_dtype)
-
-
-def _with_lm_head_of_a_cpu(target: Decoder) -> Decoder:
-    """In float32 on a CPU, tied embeddings get a transposed copy as LM head, once for all engines
-    that share the target: products of 2 to 10 rows with it take two thirds of the time."""
-    [device] = target.embed.devices()
-    if device.platform != "cpu" or target.dtype != jnp.float32 or target.lm_head is not None:
-        return target
-    lm_head = Linear(weight=target.embed.T.copy(), axes=("whole_hidden", "vocab"))
-    return target.replace(lm_head=lm_head)
 
 
 def _choose_kernels(names: str, mesh: Mesh | None) -> Kernels:

@@ -134,14 +134,6 @@ def test_the_default_tree():
     assert load().speculation == default_speculation() == SpeculationConfig.chain(7)
 
 
-def test_tied_embeddings_are_transposed_once_for_cpus(plain: LLM):
-    target = plain.params.target
-    assert target.lm_head is not None
-    np.testing.assert_array_equal(target.lm_head.weight, target.embed.T)
-    assert load(drafter="none", target=target).target.lm_head is target.lm_head
-    assert load(drafter="none", dtype="bfloat16").target.lm_head is None
-
-
 def test_a_drafter_object_is_taken_as_it_is():
     drafter = NGramDrafter()
     assert load(drafter=drafter).drafter is drafter
