@@ -29,6 +29,7 @@ from tests.random_models import random_target, tiny_config
 FLOAT32 = jnp.dtype("float32")
 CONFIDENCE = {"confidence_head.proj.weight", "confidence_head.proj.bias"}
 COPIES = {"embed_tokens.weight", "lm_head.weight"}
+CHAIN = SpeculationConfig.chain(5)  # the default one is deeper than the small blocks here
 
 
 def model_in(directory: Path, vocab_size: int = 257) -> Path:
@@ -265,7 +266,8 @@ def test_what_is_refused_where_a_drafter_is_loaded(
 def test_a_block_head_loads_into_the_last_stage_of_a_pipeline(
     heads: dict[str, Path], target_dir: Path
 ):
-    params = loading.load(target_dir, heads["dflash"], mesh=make_mesh(pipeline_parallel=2))
+    mesh = make_mesh(pipeline_parallel=2)
+    params = loading.load(target_dir, heads["dflash"], mesh=mesh, speculation=CHAIN)
     assert len(params.stages) == 1
     alone = load_block_head(heads["dflash"], load_model_config(target_dir), FLOAT32)
     assert isinstance(params.drafter, BlockDrafter)
@@ -283,7 +285,8 @@ def test_stages_are_split_by_what_the_drafter_reads(
         return chosen_layers(*arguments, apart=apart)
 
     monkeypatch.setattr(loading, "chosen_layers", spied)
-    params = loading.load(target_dir, heads["dspark"], mesh=make_mesh(pipeline_parallel=2))
+    mesh = make_mesh(pipeline_parallel=2)
+    params = loading.load(target_dir, heads["dspark"], mesh=mesh, speculation=CHAIN)
     lm_head = params.target.embed if params.target.lm_head is None else params.target.lm_head
     steps = params.speculation.max_depth
     assert counted == [draft_weight_bytes(params.drafter, steps, local_bytes(lm_head))]
@@ -314,7 +317,7 @@ def test_a_directory_drafts_the_text_of_plain_decoding(
 
 
 def test_lookup_may_be_mixed_with_a_block_head(heads: dict[str, Path], target_dir: Path):
-    loaded = loading.load(target_dir, f"ngram+{heads['dspark']}")
+    loaded = loading.load(target_dir, f"ngram+{heads['dspark']}", speculation=CHAIN)
     assert isinstance(loaded.drafter, MixedDrafter)
     assert isinstance(loaded.drafter.model, BlockDrafter)
     assert isinstance(loaded.drafter.model.head, BlockHead)
