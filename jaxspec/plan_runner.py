@@ -143,10 +143,7 @@ class PlanRunner:
                 if row < self.programs.sizes.num_rows:
                     result = self._row_result(row, place, call.emitted, shape)
                     earlier = results.get(row)
-                    if earlier is not None:
-                        tokens = earlier.tokens + result.tokens
-                        result = dataclasses.replace(result, tokens=tokens)
-                    results[row] = result
+                    results[row] = result if earlier is None else _after(earlier, result)
         self._idle_rows |= {row for row, result in results.items() if result.ended is not None}
         return list(results.values())
 
@@ -174,3 +171,9 @@ class PlanRunner:
             return most - 1  # at most: it reads them once in a while
         rejected = params.speculation.max_depth + 1 - int(ran[-1])
         return most - 1 - rejected
+
+
+def _after(earlier: RowResult, later: RowResult) -> RowResult:
+    """What a row did in two calls. A call that ran no round of it leaves its pending tokens."""
+    pending = later.pending if later.tokens else earlier.pending
+    return dataclasses.replace(later, tokens=earlier.tokens + later.tokens, pending=pending)

@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 
 from jaxspec.calls import Call, joined
-from jaxspec.config.speculation import PLAIN, TreeShape
+from jaxspec.config.cache import CacheConfig
+from jaxspec.config.speculation import PLAIN, SpeculationConfig, TreeShape
 from jaxspec.engine import Engine
 from jaxspec.program_sizes import Kind, ReadKey, RoundsKey, choose_reading
 from jaxspec.scheduling.requests import SamplingParams
-from jaxspec.state import Emitted
+from jaxspec.state import Emitted, Status
+from tests.block_heads import block_params
 from tests.engines import new_engine, plain_engine
 from tests.random_models import random_target
 from tests.sampling_reference import reference_texts
@@ -70,6 +72,23 @@ def test_a_short_text_is_the_same():
     [expected] = reference_texts(random_target(), [np.array([1, 2, 3])], [sampling], 3 + 6)
     assert [1, 2, 3, *generation.token_ids] == expected
     assert generation.statistics.rounds == 5
+
+
+def test_a_row_that_ended_in_an_earlier_call_has_pending_tokens():
+    """Calls of different sizes are not joined. Only settling completes the drafter's pages."""
+    params = block_params("dflash", SpeculationConfig.chain(3))
+    runner = Engine(params, CacheConfig(page_size=8, max_length=64))._runner
+    first, second = rounds([0, 1], 4, 0), rounds([0], 1, 0)
+    second = second._replace(
+        emitted=second.emitted.replace(
+            counts=np.zeros((1, 1), np.int32), status=np.array([Status.DONE])
+        )
+    )
+    [alone, other] = runner.results([first], params.speculation.shape)
+    assert alone.pending == other.pending == 1
+    [both, other] = runner.results([first, second], params.speculation.shape)
+    assert (both.tokens, both.pending) == (alone.tokens, 1)
+    assert both.ended is not None and other.ended is None
 
 
 def test_calls_of_the_same_rows_are_joined():

@@ -111,7 +111,7 @@ class BlockDrafter(DrafterDefaults):
         call: Call,
     ) -> DraftState:
         assert features is not None
-        pool, rows = _own(state)  # of rows that read nothing is pending
+        pool, rows = _own(state)  # rows whose prompt is being read have nothing pending
         run = prompt_tokens(state, chunk.tokens, chunk.counts)
         context = self._context(state, features, run.positions, run.written, call)
         layers = self.head.write_context(context, pool.layers, call.kernels)
