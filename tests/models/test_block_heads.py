@@ -22,7 +22,14 @@ from jaxspec.speculation.drafters import BlockDrafter, block
 from jaxspec.speculation.drafters.block import block_attend
 from jaxspec.state import EngineState
 from jaxspec.weights.block import save_block_head
-from tests.block_heads import KINDS, arrays_equal, block_target, random_head, with_confidence
+from tests.block_heads import (
+    KINDS,
+    arrays_equal,
+    block_params,
+    block_target,
+    random_head,
+    with_confidence,
+)
 from tests.block_reference import block_outputs, confidence, markov_logits
 from tests.marks import slow
 from tests.programs import FAST_COMPILE
@@ -32,6 +39,7 @@ from tests.random_models import (
     jit_decode,
     random_prompts,
     read_prompts,
+    texts,
     tiny_config,
 )
 
@@ -151,6 +159,34 @@ def test_a_block_and_its_context_are_read_as_if_one_after_the_other(
     assert_same_pages(draft.pool, other_draft.pool)
     caught_up = functional.settle(params, waiting, jnp.arange(3))
     assert caught_up.rows.draft.pending.tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("kind", ["ngram+dflash", slow("dflash"), slow("dspark")])
+def test_after_calls_of_any_shape_the_pages_are_those_of_the_whole_text(kind: str):
+    """Plain calls, also of more rounds than the pending tokens have room for, and smaller trees."""
+    params = block_params(kind, SpeculationConfig.chain(DEPTH))
+    state = read_prompts(params, admit_prompts(params, empty_state(params, 3, 80, 7), PROMPTS))
+    whole, plain, small = (SpeculationConfig.chain(depth).shape for depth in (DEPTH, 0, 2))
+    for shape, rounds in ((whole, 2), (small, 1), (plain, DEPTH + 3), (whole, 1), (plain, 2)):
+        state, _ = jit_decode(params, state, rounds, max_rounds=8, shape=shape, greedy=True)
+    assert (state.rows.draft.pending > 0).all()
+    assert (state.rows.stats.accepted[:, 1] > 0).any(), "no draft was accepted"
+    settled = functional.settle(params, state, jnp.arange(3))
+    contexts = [np.array(text[:-1]) for text in texts(state)]
+    read = read_prompts(params, admit_prompts(params, empty_state(params, 3, 80, 7), contexts))
+    for ours, theirs in zip(*(context_entries(x) for x in (settled, read)), strict=True):
+        assert np.abs(theirs).max() > 0.1
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4)
+
+
+def context_entries(state: EngineState) -> list[np.ndarray]:
+    """The drafter's keys and values [G, n, D] of each row's context, layer by layer."""
+    lengths, found = state.rows.context_lens.tolist(), []
+    for pages in jax.tree.leaves(state.pool.draft.layers):  # [P, G, K, D]
+        for table, length in zip(np.asarray(state.rows.page_table), lengths, strict=True):
+            own = np.asarray(pages)[table].swapaxes(0, 1)
+            found.append(own.reshape(own.shape[0], -1, own.shape[-1])[:, :length])
+    return found
 
 
 def assert_same_pages(ours: Any, theirs: Any) -> None:
