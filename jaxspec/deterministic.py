@@ -14,7 +14,7 @@ import dataclasses
 from jaxspec.functional import EngineParams
 from jaxspec.program_sizes import SMALLEST_CHUNK
 
-DEFAULT_WIDTH = 8  # nodes of a verification; the default trees of all platforms fit
+DEFAULT_WIDTH = 8  # nodes of a verification; the default tree fits
 
 
 def deterministic_params(params: EngineParams) -> EngineParams:
