@@ -1,6 +1,8 @@
 """The same kernel has the same bytes, whatever was lowered before it."""
 
 import functools
+import re
+from pathlib import Path
 
 import jax
 import pytest
@@ -45,3 +47,14 @@ def test_it_is_lowered_alike_twice(cases, monkeypatch):
     first = lowered()
     assert "mosaic_gpu" in first
     assert first == lowered()
+
+
+def test_every_kernel_has_a_fixed_name():
+    """Those, too, that have no cases to lower here."""
+    found = []
+    for path in Path(benchmark.__file__).parent.glob("*/mosaic_gpu.py"):
+        bodies = re.findall(r"(.*)\n +def ([a-z]\w*_kernel)\(", path.read_text())
+        assert bodies, path
+        found += bodies
+    assert [name for line, name in found if "@fixed_name(" not in line] == []
+    assert {"round_tokens_kernel", "reduce_add_rms_norm_kernel"} <= {name for _, name in found}

@@ -157,6 +157,10 @@ def test_a_block_and_its_context_are_read_as_if_one_after_the_other(
     assert arrays_equal(tree.tokens[::2], other_tree.tokens[::2])
     assert arrays_equal(draft.rows, state.rows.draft)
     assert_same_pages(draft.pool, other_draft.pool)
+    drafted_state = waiting.replace(pool=waiting.pool.replace(draft=draft.pool))
+    entries = zip(context_entries(waiting), context_entries(drafted_state), strict=True)
+    changed = [not np.array_equal(before, after) for before, after in entries]
+    assert changed == [True, False, True] * (len(changed) // 3)
     caught_up = functional.settle(params, waiting, jnp.arange(3))
     assert caught_up.rows.draft.pending.tolist() == [0, 0, 0]
 

@@ -1,5 +1,6 @@
 """Block heads in their published layouts, read and written; errors for heads that do not fit."""
 
+import types
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jaxspec import LLM, SamplingParams, SpeculationConfig, loading
+from jaxspec import LLM, SamplingParams, SpeculationConfig, drafter_loading, loading
 from jaxspec.config.model import ModelConfig
 from jaxspec.draft_reads import draft_weight_bytes
 from jaxspec.memory import local_bytes
@@ -321,3 +322,13 @@ def test_lookup_may_be_mixed_with_a_block_head(heads: dict[str, Path], target_di
     assert isinstance(loaded.drafter, MixedDrafter)
     assert isinstance(loaded.drafter.model, BlockDrafter)
     assert isinstance(loaded.drafter.model.head, BlockHead)
+    assert loaded.drafter.may_skip
+
+
+def test_on_a_gpu_the_model_of_a_mixture_drafts_in_every_round(
+    heads: dict[str, Path], target_dir: Path, monkeypatch: pytest.MonkeyPatch
+):
+    gpu = types.SimpleNamespace(platform="gpu")
+    monkeypatch.setattr(drafter_loading, "_device_of", lambda mesh: gpu)
+    loaded = loading.load(target_dir, f"ngram+{heads['dspark']}", speculation=CHAIN)
+    assert isinstance(loaded.drafter, MixedDrafter) and not loaded.drafter.may_skip

@@ -29,8 +29,8 @@ class MixedDrafter(Pytree):
     """Drafts with ``lookup`` in each row where it finds a match, and with ``model`` in the others.
 
     The choice depends on the row's own tokens alone. The model reads every committed token, so it
-    drafts as if it had always been used. With ``may_skip``, reading is all that it does in rounds in
-    which no row needs its tree.
+    drafts as if it had always been used. With ``may_skip``, reading is all that it does in rounds
+    in which no row needs its tree.
 
     Attributes:
       model: any drafter; its cache is this drafter's whole state.
