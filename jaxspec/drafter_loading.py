@@ -80,7 +80,7 @@ def load_drafter(
                 "head or a draft model"
             )
         rest = (model_directory, target, speculation, dtype, mesh, sharded)
-        skips = _device_of(mesh).platform != "gpu"  # there a round is one CUDA graph, or several
+        skips = _platform_of(mesh) != "gpu"  # there a round is one CUDA graph, or several
         return MixedDrafter(model=load_drafter(mixed, *rest), lookup=own, may_skip=skips)
     lookup = lookup_drafter(drafter)
     if lookup is not None:
@@ -106,8 +106,9 @@ def load_drafter(
     return DraftModelDrafter(model=model)
 
 
-def _device_of(mesh: Mesh | None) -> jax.Device:
-    return jax.devices()[0] if mesh is None else mesh.devices.flat[0]
+def _platform_of(mesh: Mesh | None) -> str:
+    device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
+    return device.platform
 
 
 def _mtp_drafter(

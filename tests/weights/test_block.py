@@ -1,6 +1,5 @@
 """Block heads in their published layouts, read and written; errors for heads that do not fit."""
 
-import types
 from pathlib import Path
 from typing import Any
 
@@ -328,7 +327,6 @@ def test_lookup_may_be_mixed_with_a_block_head(heads: dict[str, Path], target_di
 def test_on_a_gpu_the_model_of_a_mixture_drafts_in_every_round(
     heads: dict[str, Path], target_dir: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    gpu = types.SimpleNamespace(platform="gpu")
-    monkeypatch.setattr(drafter_loading, "_device_of", lambda mesh: gpu)
+    monkeypatch.setattr(drafter_loading, "_platform_of", lambda mesh: "gpu")
     loaded = loading.load(target_dir, f"ngram+{heads['dspark']}", speculation=CHAIN)
     assert isinstance(loaded.drafter, MixedDrafter) and not loaded.drafter.may_skip
