@@ -42,7 +42,10 @@ def make_tree(
     is_chain: bool = False,
     probs: Array | None = None,
 ) -> DraftTree:
-    """A DraftTree from tokens and parents [B, N]; nodes from ``num_nodes`` [B] on are padding."""
+    """A DraftTree from tokens and parents [B, N]; nodes from ``num_nodes`` [B] on are padding.
+
+    Padding repeats the root: it then goes through the root's experts, which are read anyway.
+    """
     size = tokens.shape[1]
     index = np.arange(size)
     valid = index < num_nodes[:, None]
@@ -54,7 +57,7 @@ def make_tree(
         depth = jnp.sum(closure, axis=-1, dtype=jnp.int32) - 1
         ancestors = pack_mask(closure)
     return DraftTree(
-        tokens=jnp.where(valid, tokens, 0).astype(jnp.int32),
+        tokens=jnp.where(valid, tokens, tokens[:, :1]).astype(jnp.int32),
         parents=jnp.where(valid, above, -1).astype(jnp.int32),
         depth=jnp.where(valid, depth, 0).astype(jnp.int32),
         # A padding node sees no node of the tree, not even itself: its slot is never written.
@@ -83,8 +86,6 @@ def root_only(tokens: Array) -> DraftTree:
 def pad_tree(tree: DraftTree, width: int) -> DraftTree:
     """The same tree, padded to ``width`` nodes.
 
-    Padding repeats the root: it then goes through the root's experts, which are read anyway.
-
     Raises ValueError if the tree has more nodes than that.
     """
     batch, size = tree.tokens.shape
@@ -98,7 +99,7 @@ def pad_tree(tree: DraftTree, width: int) -> DraftTree:
         return jnp.pad(x, pad, constant_values=fill)
 
     return make_tree(
-        jnp.where(jnp.arange(width) < size, widen(tree.tokens, 0), tree.tokens[:, :1]),
+        widen(tree.tokens, 0),
         widen(tree.parents, -1),
         tree.num_nodes,
         tree.max_depth,
