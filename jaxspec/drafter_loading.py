@@ -35,6 +35,7 @@ from jaxspec.weights.mtp import (
     load_mtp_heads,
 )
 from jaxspec.weights.safetensors_io import load_decoder
+from pallas_kernels.selection import default_device
 
 MIXED = "ngram+"  # and the drafter that n-gram lookup is mixed with
 
@@ -107,7 +108,7 @@ def load_drafter(
 
 
 def _platform_of(mesh: Mesh | None) -> str:
-    device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
+    device = default_device() if mesh is None else mesh.devices.flat[0]
     return device.platform
 
 

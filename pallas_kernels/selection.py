@@ -85,7 +85,7 @@ class Kernels:
           device: None: jax's default device.
           sharing: number of devices that share a model.
         """
-        backend = backend_of(_default_device() if device is None else device)
+        backend = backend_of(default_device() if device is None else device)
         if backend is None:
             return cls()
         unknown = {name for name, sizes in MEASURED_SHARING.items() if sharing not in sizes}
@@ -102,7 +102,7 @@ class Kernels:
             return cls.for_device(device, sharing)
         if text == "none":
             return cls()
-        device = _default_device() if device is None else device
+        device = default_device() if device is None else device
         backend = backend_of(device)
         has = _operations_of(backend or "mosaic_gpu")
         names = has if text == "all" else [name.strip() for name in text.split(",")]
@@ -192,7 +192,8 @@ def _no_kernel(name: str, backend: Backend = "mosaic_gpu") -> ValueError:
     )
 
 
-def _default_device() -> Any:
+def default_device() -> Any:
+    """The device on which jax puts arrays that name none."""
     chosen = jax.config.jax_default_device
     if chosen is None or isinstance(chosen, str):
         return jax.devices(chosen)[0]

@@ -43,6 +43,7 @@ def make_tree(
     probs: Array | None = None,
 ) -> DraftTree:
     """A DraftTree from tokens and parents [B, N]; nodes from ``num_nodes`` [B] on are padding.
+    ``is_chain``: the parents are known, and those given are not read.
 
     Padding repeats the root: it then goes through the root's experts, which are read anyway.
     """
