@@ -30,6 +30,7 @@ from jaxspec.pipeline.programs import own_programs
 from jaxspec.pipeline_use import PipelineUse
 from jaxspec.plan_runner import Launched, PlanRunner
 from jaxspec.program_sizes import Kind, Load, RoundsKey
+from jaxspec.program_weights import without_lm_head_copy
 from jaxspec.round_trees import check_trees, take_emitted
 from jaxspec.scheduling.plan import Delivery, Plan
 from jaxspec.scheduling.preemption import PreemptionCosts
@@ -108,7 +109,7 @@ class Engine:
     @property
     def params(self) -> EngineParams:
         """The weights, and every static choice."""
-        return self.programs.params
+        return without_lm_head_copy(self.programs.params)
 
     @property
     def pipeline(self) -> PipelineUse | None:

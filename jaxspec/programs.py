@@ -19,7 +19,6 @@ from jaxspec.cache import ModelState
 from jaxspec.calls import Call, to_host
 from jaxspec.compiler_options import compiler_options
 from jaxspec.config.speculation import TreeShape
-from jaxspec.exchanges import with_exchanges
 from jaxspec.functional import EngineParams, SavedRow
 from jaxspec.new_rows import NewRow, admission, empty_state, new_controls
 from jaxspec.parallel import named_shardings
@@ -36,6 +35,7 @@ from jaxspec.program_sizes import (
     groups_of_reads,
     page_list,
 )
+from jaxspec.program_weights import program_weights
 from jaxspec.sampling import Controls
 from jaxspec.scheduling.requests import MOST_LOGPROBS
 from jaxspec.state import Emitted, EngineState
@@ -62,7 +62,7 @@ class Programs:
     pipeline: PipelineUse | None = None
 
     def __init__(self, params: EngineParams, sizes: Sizes, max_programs: int):
-        self.params, self.sizes, self.max_programs = with_exchanges(params), sizes, max_programs
+        self.params, self.sizes, self.max_programs = program_weights(params), sizes, max_programs
         self.compiled, self.compile_seconds, self.sealed = 0, 0.0, False
         choices, logprobs = ("columns", "greedy", "controls"), ("logprobs", "top_logprobs")
         reading = ("width", "prompt_logprobs", "order_invariant", *choices, *logprobs)
@@ -117,7 +117,7 @@ class Programs:
 
     def use(self, params: EngineParams) -> None:
         """Run with other weights of the same shapes from now on."""
-        self.params = with_exchanges(params)
+        self.params = program_weights(params)
 
     def reset(self) -> None:
         """Start from an empty state: a call that was interrupted may have taken the old one."""

@@ -43,6 +43,7 @@ LAYERS = (
     "jaxspec.speculation",
     "jaxspec.functional",
     "jaxspec.exchanges",
+    "jaxspec.program_weights",
     "jaxspec.processes",
     "jaxspec.memory",
     "jaxspec.draft_reads",
