@@ -30,6 +30,7 @@ from pallas_kernels.policy import MULTIPROCESSORS
 from pallas_kernels.ring import ring_stages
 
 OUTPUTS = 64  # of a warpgroup: what the tensor cores take
+MOST_REGISTERS = 240  # of a thread that multiplies, if those that copy take few
 LARGEST_STEP = 128  # inputs that are summed before the sums are scaled
 SUMMED_ROWS = 64  # of more rows weights are scaled, instead of sums
 SCALED_ROWS = 32  # scales of so many rows are copied at once: 128 bytes
@@ -49,6 +50,7 @@ class PackedTuning:
       unit: inputs whose weights a warpgroup has in registers at once: 32, 64 or 128.
       ctas: that share a multiprocessor and its memory.
       most_stages: most blocks of a CTA in shared memory.
+      registers: of a thread that multiplies; those of the others take fewer. None: all have as many.
       ahead: a warpgroup widens its next weights while the tensor cores multiply.
     """
 
@@ -58,6 +60,7 @@ class PackedTuning:
     ctas: int = 2
     most_stages: int = MOST_STAGES
     ahead: bool = False
+    registers: int | None = None
 
     @property
     def tile(self) -> int:
@@ -82,15 +85,22 @@ VARIANTS = (
 )
 
 
+def scales_weights(rows: int, x_bits: int) -> bool:
+    """Whether weights are scaled, instead of sums."""
+    return rows > SUMMED_ROWS and x_bits == 16
+
+
 def scaled_rows(rows: int) -> int:
     """The rows that scales of ``rows`` rows have, padding included."""
     return -(-rows // SCALED_ROWS) * SCALED_ROWS
 
 
-def packed_tuning(rows: int, depth: int, width: int, *, float8: bool = False) -> PackedTuning:
+def packed_tuning(
+    rows: int, depth: int, width: int, weight_bits: int = 4, x_bits: int = 16
+) -> PackedTuning:
     """The variant for so many rows, inputs and outputs; the same for 8 rows and fewer, and so on:
-    rows are padded to a multiple of 8. ``float8``: weights are 8-bit floats, of which none is
-    widened."""
+    rows are padded to a multiple of 8. Weights of 8 bits are not widened."""
+    float8 = weight_bits == 8
     is_small = depth * width <= SMALL and not float8
     if rows <= 8:
         return PackedTuning(warpgroups=1, unit=128 if is_small else 64, ctas=6)
@@ -100,6 +110,8 @@ def packed_tuning(rows: int, depth: int, width: int, *, float8: bool = False) ->
         return PackedTuning(warpgroups=1, ctas=4)
     if rows <= SUMMED_ROWS:
         return _tuning_of_sums(rows, width, is_small, float8)
+    if x_bits == 8:
+        return PackedTuning(block=128, unit=128, ctas=1, registers=MOST_REGISTERS)
     return PackedTuning(block=64, ctas=1)
 
 
@@ -117,15 +129,17 @@ def _tuning_of_sums(rows: int, width: int, is_small: bool, float8: bool) -> Pack
     return PackedTuning(ctas=1, ahead=True)
 
 
-def choose_packed_splits(rows: int, depth: int, width: int, *, float8: bool = False) -> int:
+def choose_packed_splits(
+    rows: int, depth: int, width: int, weight_bits: int = 4, x_bits: int = 16
+) -> int:
     """Parts of the inputs that are summed separately, so that all multiprocessors have work.
 
     It depends on the padded rows only. Partial sums cost time: where most multiprocessors have work
     for two warpgroups anyway, they have at most an eighth of the weights' bytes.
     """
-    config = packed_tuning(rows, depth, width, float8=float8)
+    config = packed_tuning(rows, depth, width, weight_bits, x_bits)
     padded_rows, tiles, splits = -(-rows // 8) * 8, width // config.tile, 1
-    enough = MULTIPROCESSORS * 3 // 2 if float8 else MULTIPROCESSORS * 4 // 3
+    enough = MULTIPROCESSORS * 3 // 2 if weight_bits == 8 else MULTIPROCESSORS * 4 // 3
     while 2 * splits * tiles <= config.ctas * MULTIPROCESSORS and splits < MAX_SPLITS:
         part = depth // (2 * splits)
         has_idle = splits * tiles * min(config.warpgroups, 2) < enough
