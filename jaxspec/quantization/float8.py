@@ -77,6 +77,10 @@ class Float8Linear(Pytree):
         dtype = x.dtype if num_splits == 1 else jnp.dtype("float32")
         return self._multiply(x, num_splits, kernels, dtype)
 
+    @property
+    def rounds(self) -> bool:
+        return True
+
     def reads_rounded(self, dtype: jnp.dtype, kernels: Kernels) -> bool:
         return "round_tokens" in kernels and dtype == jnp.bfloat16 and len(self.scale) == 1
 

@@ -77,29 +77,33 @@ TEST_CASES = (
     Case(40, 512, 256, group=256, num_splits=2, rounds=True),
     Case(130, 512, 256, num_splits=2, rounds=True),
 )
-BENCHMARK_CASES = tuple(
-    Case(rows, *SHAPES[name], num_splits=choose_packed_splits(rows, *SHAPES[name]))
-    for name in SHAPES
-    for rows in (2, 6, 16, 32, 48, 64, 192)
-) + tuple(
-    Case(
-        rows,
-        *SHAPES[name],
-        group=SHAPES[name][0],
-        num_splits=choose_packed_splits(rows, *SHAPES[name], 8, 8),
-        float8=True,
+BENCHMARK_CASES = (
+    tuple(
+        Case(rows, *SHAPES[name], num_splits=choose_packed_splits(rows, *SHAPES[name]))
+        for name in SHAPES
+        for rows in (2, 6, 16, 32, 48, 64, 192)
     )
-    for name in SHAPES
-    for rows in (2, 16, 48, 64)
-) + tuple(
-    Case(
-        rows,
-        *SHAPES[name],
-        num_splits=choose_packed_splits(rows, *SHAPES[name], 4, 8),
-        rounds=True,
+    + tuple(
+        Case(
+            rows,
+            *SHAPES[name],
+            group=SHAPES[name][0],
+            num_splits=choose_packed_splits(rows, *SHAPES[name], 8, 8),
+            float8=True,
+        )
+        for name in SHAPES
+        for rows in (2, 16, 48, 64)
     )
-    for name in SHAPES
-    for rows in (2, 16, 32, 48, 64, 192)
+    + tuple(
+        Case(
+            rows,
+            *SHAPES[name],
+            num_splits=choose_packed_splits(rows, *SHAPES[name], 4, 8),
+            rounds=True,
+        )
+        for name in SHAPES
+        for rows in (2, 16, 32, 48, 64, 192)
+    )
 )
 
 

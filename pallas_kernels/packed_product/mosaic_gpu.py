@@ -44,7 +44,6 @@ from pallas_kernels.packed_product.tuning import (
     scales_weights,
 )
 
-
 COPYING_REGISTERS = 32  # of a thread that copies, where those that multiply take more
 
 

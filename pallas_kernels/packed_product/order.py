@@ -1,8 +1,8 @@
 """The order in which weights of 4 bits are stored, so that each thread finds its own in one word.
 
-Of a row of weights, tensor cores want certain inputs in each of four threads t (PTX ISA, wgmma, the
-fragment of matrix A). A thread's word has its 8 weights of a span of 32 inputs, in an order in which
-few instructions widen them:
+Of a row of weights, tensor cores want certain inputs in each of four threads t (PTX ISA, wgmma,
+the fragment of matrix A). A thread's word has its 8 weights of a span of 32 inputs, in an order in
+which few instructions widen them:
 
 - For rows of bfloat16 a thread has pairs of neighbors: inputs 2 t and 2 t + 1, and the same 8, 16
   and 24 further on. The weights of a pair are 16 bits apart in the word: place ``8 t + 4 e + j``

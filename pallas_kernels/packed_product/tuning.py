@@ -50,7 +50,7 @@ class PackedTuning:
       unit: inputs whose weights a warpgroup has in registers at once: 32, 64 or 128.
       ctas: that share a multiprocessor and its memory.
       most_stages: most blocks of a CTA in shared memory.
-      registers: of a thread that multiplies; those of the others take fewer. None: all have as many.
+      registers: of a thread that multiplies; those that copy take fewer. None: all have as many.
       ahead: a warpgroup widens its next weights while the tensor cores multiply.
     """
 
@@ -100,28 +100,37 @@ def packed_tuning(
 ) -> PackedTuning:
     """The variant for so many rows, inputs and outputs; the same for 8 rows and fewer, and so on:
     rows are padded to a multiple of 8. Weights of 8 bits are not widened."""
-    float8 = weight_bits == 8
-    is_small = depth * width <= SMALL and not float8
+    is_small = depth * width <= SMALL and weight_bits == 4
+    is_wide, widens_to_float8 = x_bits == 16, weight_bits < x_bits == 8
     if rows <= 8:
-        return PackedTuning(warpgroups=1, unit=128 if is_small else 64, ctas=6)
+        unit = 128 if is_small or widens_to_float8 else 64
+        return PackedTuning(warpgroups=1, unit=unit, ctas=6)
     if rows <= 16:
         return PackedTuning(warpgroups=1, ctas=5)
-    if float8 and rows <= 32:
+    if rows <= 32 and not is_wide:
+        if widens_to_float8:
+            return PackedTuning(warpgroups=1, unit=64 if is_small else 128, ctas=3, ahead=True)
         return PackedTuning(warpgroups=1, ctas=4)
     if rows <= SUMMED_ROWS:
-        return _tuning_of_sums(rows, width, is_small, float8)
-    if x_bits == 8:
-        return PackedTuning(block=128, unit=128, ctas=1, registers=MOST_REGISTERS)
-    return PackedTuning(block=64, ctas=1)
+        fills = _fills(width) and weight_bits == 4
+        return _tuning_of_sums(rows, is_small=is_small, fills=fills, is_wide=is_wide)
+    if is_wide:
+        return PackedTuning(block=64, ctas=1)
+    return PackedTuning(block=128, unit=128, ctas=1, registers=MOST_REGISTERS)
 
 
-def _tuning_of_sums(rows: int, width: int, is_small: bool, float8: bool) -> PackedTuning:
-    """Of 17 to SUMMED_ROWS rows; of 8-bit floats of more than 32."""
-    large = PackedTuning(warpgroups=4, unit=128 if rows <= 32 else 64, ctas=1)
-    fill, rest = divmod(width, large.tile)  # CTAs, one for each multiprocessor
-    fills = not rest and 3 * MULTIPROCESSORS // 4 <= fill <= MULTIPROCESSORS
-    if fills and rows <= 48 and not float8:  # registers have no room for more rows
-        return large
+def _fills(width: int) -> bool:
+    """Whether outputs give one CTA of four warpgroups to nearly every multiprocessor."""
+    ctas, rest = divmod(width, 4 * OUTPUTS)
+    return not rest and 3 * MULTIPROCESSORS // 4 <= ctas <= MULTIPROCESSORS
+
+
+def _tuning_of_sums(rows: int, *, is_small: bool, fills: bool, is_wide: bool) -> PackedTuning:
+    """Of 17 to SUMMED_ROWS rows; of rows of 8 bits of more than 32."""
+    if fills and not is_wide:
+        return PackedTuning(warpgroups=4, unit=128, ctas=1)
+    if fills and rows <= 48:  # registers have no room for more rows
+        return PackedTuning(warpgroups=4, unit=128 if rows <= 32 else 64, ctas=1)
     if rows > 32:  # longer products of the tensor cores, which wait less often
         return PackedTuning(unit=128, ctas=1, ahead=True)
     if is_small:

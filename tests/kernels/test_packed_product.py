@@ -34,9 +34,11 @@ from pallas_kernels.packed_product.tuning import (
 )
 from pallas_kernels.packed_product.widening import (
     BIAS,
+    FLOAT8_STEP,
     HALVES,
     WORD,
     biased_pairs,
+    float8_fours,
     word_offset,
 )
 from pallas_kernels.selection import Kernels
@@ -97,7 +99,7 @@ def test_the_reference_is_the_product(case: Case):
 @first_is_fast(TEST_CASES)
 def test_interpreted_it_is_the_reference(case: Case):
     fits = case.rows <= SUMMED_ROWS  # of more rows two of those blocks have no room
-    for config in (None, *INTERPRETED[:2 * fits]):
+    for config in (None, *INTERPRETED[: 2 * fits]):
         found = packed_product_mosaic(
             *arguments_of(case),
             num_splits=case.num_splits,
@@ -210,6 +212,17 @@ def test_equally_padded_rows_have_the_same_kernel():
             assert len(kernels) == 1
 
 
+def stored_words(values: np.ndarray, bits: int) -> np.ndarray:
+    """A warpgroup's weights [OUTPUTS, block] in shared memory, as words, for rows of ``bits``."""
+    line = values.shape[1] // 2
+    stored = np.asarray(kernel_order(jnp.asarray(values), bits))
+    packed = ((stored[:, 1::2] & 15) << 4 | stored[:, ::2] & 15).astype(np.uint8)
+    memory = np.zeros(packed.size, np.uint8)
+    for address, byte in enumerate(packed.reshape(-1)):  # the copy engine swizzles addresses
+        memory[address ^ (address >> 7 & line // 16 - 1) << 4] = byte
+    return memory.view("<u4")
+
+
 @pytest.mark.parametrize("block", [128, 256])
 def test_a_thread_widens_the_weights_that_its_tensor_core_multiplies(block: int):
     """The arithmetic of the kernel's threads, on numbers, for one warpgroup.
@@ -218,22 +231,32 @@ def test_a_thread_widens_the_weights_that_its_tensor_core_multiplies(block: int)
     lane l, inputs 2 (l mod 4) and the next; the same 8 rows further; both again 8 inputs further
     (PTX ISA, wgmma, the fragment of matrix A).
     """
-    values = np.random.default_rng(0).integers(-8, 8, (64, block))
-    line, threads = block // 2, np.arange(128)
-    stored = np.asarray(kernel_order(jnp.asarray(values)))
-    packed = ((stored[:, 1::2] & 15) << 4 | stored[:, ::2] & 15).astype(np.uint8)
-    memory = np.zeros(64 * line, np.uint8)
-    for address, byte in enumerate(packed.reshape(-1)):  # the copy engine swizzles addresses
-        memory[address ^ (address >> 7 & line // 16 - 1) << 4] = byte
-    words = memory.view("<u4")
+    values, threads = np.random.default_rng(0).integers(-8, 8, (64, block)), np.arange(128)
+    words = stored_words(values, 16)
     for span, half in itertools.product(range(block // SPAN), range(2)):
-        word = words[word_offset(threads, span, half, line) // WORD]
+        word = words[word_offset(threads, span, half, block // 2) // WORD]
         for j, pair in enumerate(biased_pairs(word, HALVES)):
             found = np.stack([pair & 0xFFFF, pair >> 16], 1).astype(np.uint16).view(jnp.bfloat16)
             rows = threads // 32 * 16 + threads % 32 // 4 + 8 * half
             inputs = SPAN * span + 8 * j + 2 * (threads % 4)
             expected = np.stack([values[rows, inputs], values[rows, inputs + 1]], 1)
             assert np.array_equal(found.astype(np.int64) - BIAS, expected)
+
+
+@pytest.mark.parametrize("block", [128, 256])
+def test_a_thread_widens_weights_to_8_bit_floats_for_its_tensor_core(block: int):
+    """As above: of each 32 inputs a thread holds four registers of four weights: inputs
+    4 (l mod 4) and the next three; the same 8 rows further; both again 16 inputs further."""
+    values, threads = np.random.default_rng(0).integers(-8, 8, (64, block)), np.arange(128)
+    words = stored_words(values, 8)
+    for span, half in itertools.product(range(block // SPAN), range(2)):
+        word = words[word_offset(threads, span, half, block // 2) // WORD]
+        for h, four in enumerate(float8_fours(word)):
+            found = four.astype("<u4").view(np.uint8).view(jnp.float8_e4m3fn).reshape(-1, 4)
+            rows = threads // 32 * 16 + threads % 32 // 4 + 8 * half
+            inputs = SPAN * span + 16 * h + 4 * (threads % 4)
+            expected = values[rows[:, None], inputs[:, None] + np.arange(4)]
+            assert np.array_equal(found.astype(np.float64) / FLOAT8_STEP, expected)
 
 
 def test_products_of_8_bit_floats_take_the_kernels_where_they_fit():
