@@ -2,5 +2,5 @@
 
 from typing import Literal, get_args
 
-Scheme = Literal["w4a16", "w4a16-zeros", "w8a16", "fp8", "fp8-block"]
+Scheme = Literal["w4a16", "w4a16-zeros", "w4a8", "w8a16", "fp8", "fp8-block"]
 SCHEMES: tuple[Scheme, ...] = get_args(Scheme)

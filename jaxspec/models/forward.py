@@ -33,6 +33,7 @@ from jaxspec.models.rope import rope_angles
 from jaxspec.parallel import Axes, Layout
 from pallas_kernels.activations import Clamp
 from pallas_kernels.add_rms_norm import add_rms_norm, add_rms_norm_rounded, takes_partials
+from pallas_kernels.add_rms_norm.reference import followed_by
 from pallas_kernels.add_rms_norm.reference import rms_norm as rms_norm_reference
 from pallas_kernels.expert_product import expert_product
 from pallas_kernels.expert_product import misfit as expert_misfit
@@ -77,17 +78,24 @@ class ForwardPass:
         return rms_norm(x, weight, self.eps, self.layout.hidden)
 
     def add_norm(
-        self, x: Array, product: Addend, weight: Array | None, reader: AnyLinear | None = None
+        self,
+        x: Array,
+        product: Addend,
+        weight: Array | None,
+        reader: AnyLinear | None = None,
+        beside: Array | None = None,
     ) -> tuple[Array, Any]:
         """(x + product, its norm); without a weight the second is the sum itself.
 
         ``reader``: what alone reads the norm. If it rounds its input to 8-bit floats, it may get
-        RoundedRows, which the same launch makes.
+        RoundedRows, which the same launch makes. ``beside`` [1, R, H]: rows that follow the
+        norm's, which is then [1, B * T + R, H].
         """
         if isinstance(product, Product) and weight is not None:
             axis = self._axis_of_kernel(x, product, weight)
             if axis is not None:
-                return self._reduce_add_norm(x, product, weight, axis)
+                total, normed = self._reduce_add_norm(x, product, weight, axis)
+                return total, followed_by(normed, beside)
         taking = self._taking("add_rms_norm", takes_partials)
         partials = product.partial_sums(self.layout, self.kernels, taking)
         with jax.named_scope("norm"):
@@ -95,15 +103,15 @@ class ForwardPass:
                 partials = lax.optimization_barrier(partials)
             if weight is None or self.layout.hidden:  # the kernel's norm is of whole rows
                 total = x + sum_partials(partials, len(x), x.dtype)
-                both = total, self.norm(total, weight)
+                both = total, followed_by(self.norm(total, weight), beside)
                 return lax.optimization_barrier(both) if self.apart else both
             implementation = self.kernels.implementation("add_rms_norm")
-            if self._rounds(x, reader):
+            if beside is None and self._rounds(x, reader):
                 how = self.eps, implementation
                 total, rounded, scale = add_rms_norm_rounded(x, partials, weight, *how)
                 both = total, RoundedRows(values=rounded, scale=scale, dtype=x.dtype)
             else:
-                both = add_rms_norm(x, partials, weight, self.eps, implementation)
+                both = add_rms_norm(x, partials, weight, self.eps, implementation, beside)
             return lax.optimization_barrier(both) if self.apart else both
 
     def _rounds(self, x: Array, reader: AnyLinear | None) -> bool:

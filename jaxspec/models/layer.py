@@ -62,16 +62,18 @@ def run_layers(
     states: tuple,
     step: ForwardPass,
     last_norm: Array | None,
+    beside: Array | None = None,  # [1, R, H]
 ) -> tuple[list[Array], Array, tuple]:
     """Run the layers one after the other.
 
     The input of each mixer and MLP is the residual stream, normed where the layer has a norm for
-    it. That norm is computed together with the addition before it.
+    it. That norm is computed together with the addition before it. ``beside``: rows that each mixer
+    reads after the norm, as it reads them in ``mixer_input``; it gives those of x only.
 
     Returns (the residual stream after each layer, the last one normed by ``last_norm``, states).
     """
-    inputs = [(layer.input_norm, layer.mixer.reader) for layer in layers]
-    following_norms = [*inputs, (last_norm, None)][1:]  # none without layers
+    inputs = [(layer.input_norm, layer.mixer.reader, beside) for layer in layers]
+    following_norms = [*inputs, (last_norm, None, None)][1:]  # none without layers
     residuals, new_states, normed = [], [], mixer_input
     for layer, state, following in zip(layers, states, following_norms, strict=True):
         mixed, state = layer.mixer(normed, state, step)

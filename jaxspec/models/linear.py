@@ -85,10 +85,16 @@ class AnyLinear(Protocol):
 
 @runtime_checkable
 class ReadsRounded(Protocol):
-    """An AnyLinear whose methods may take RoundedRows in place of an array x."""
+    """An AnyLinear that can round its inputs to 8-bit floats. If it does, its methods may take
+    RoundedRows in place of an array x."""
+
+    @property
+    def rounds(self) -> bool:
+        """Whether it rounds its inputs."""
+        ...
 
     def reads_rounded(self, dtype: jnp.dtype, kernels: Kernels) -> bool:
-        """Whether it rounds rows of this dtype before it multiplies them."""
+        """Whether it takes rows of this dtype as RoundedRows, if these kernels may run."""
         ...
 
 

@@ -10,9 +10,10 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from jaxspec.models.linear import Linear, Product, RoundedRows
+from jaxspec.models.linear import Linear, Product
 from jaxspec.models.shapes import array_shape
 from jaxspec.pytree import Pytree, array, pytree, static
+from jaxspec.quantization.rounded_rows import rounded_rows
 from jaxspec.tensors import Filler, Source
 from jaxspec.wrapped_sources import OutputsFirst
 from pallas_kernels.packed_product import float8_misfit, packed_product
@@ -76,6 +77,10 @@ class Float8Linear(Pytree):
         dtype = x.dtype if num_splits == 1 else jnp.dtype("float32")
         return self._multiply(x, num_splits, kernels, dtype)
 
+    @property
+    def rounds(self) -> bool:
+        return True
+
     def reads_rounded(self, dtype: jnp.dtype, kernels: Kernels) -> bool:
         return "round_tokens" in kernels and dtype == jnp.bfloat16 and len(self.scale) == 1
 
@@ -83,7 +88,7 @@ class Float8Linear(Pytree):
         if not self._runs_packed(x, kernels):
             return 1
         rows, width = math.prod(x.shape[:-1]), math.prod(self.out_shape)
-        return choose_packed_splits(rows, self.values.shape[-1], width, float8=True)
+        return choose_packed_splits(rows, self.values.shape[-1], width, 8, 8)
 
     def dense(self, dtype: jnp.dtype) -> Array:
         """The weights [*out, in], computed in float32 and rounded to ``dtype``."""
@@ -91,7 +96,7 @@ class Float8Linear(Pytree):
 
     def _multiply(self, x: Any, num_splits: int, kernels: Kernels, dtype: jnp.dtype) -> Array:
         """x [..., in] -> [S, ..., *out], rounded to ``dtype`` once."""
-        rounded, x_scale = self._rounded(x, kernels)
+        rounded, x_scale = rounded_rows(x, len(self.scale), kernels)
         if self._runs_packed(x, kernels):
             how: dict[str, Any] = {"dtype": dtype, "implementation": "mosaic_gpu"}
             weights = *self._flat(), None
@@ -99,13 +104,6 @@ class Float8Linear(Pytree):
         else:
             y = _product(rounded, x_scale[:, : len(rounded)], *self._flat(), x.dtype)[None]
         return y.reshape(num_splits, *x.shape[:-1], *self.out_shape).astype(dtype)
-
-    def _rounded(self, x: Any, kernels: Kernels) -> tuple[Array, Array]:
-        """Rows [M, in] of e4m3, and their scales [n, M or more]."""
-        if isinstance(x, RoundedRows):
-            return x.values.reshape(-1, x.shape[-1]), x.scale
-        rows = x.reshape(-1, x.shape[-1])
-        return round_tokens(rows, len(self.scale), kernels.implementation("round_tokens"))
 
     def _flat(self) -> tuple[Array, Array]:
         """Values [V, in] and scale [n, V], with all outputs in one dimension V."""

@@ -1,10 +1,11 @@
 """Weights of 4 or 8 bits whose scales are shared by groups of inputs: w = (value - zero) * scale.
 
 The format of AWQ, GPTQ and rounding to nearest (see formats/ for their files). Activations stay as
-they are.
+they are, or are rounded to 8-bit floats (e4m3) when they are used, with a scale for each token.
 """
 
 import math
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
@@ -12,9 +13,10 @@ from jax import Array
 from jaxspec.models.linear import Linear, Product
 from jaxspec.models.shapes import array_shape
 from jaxspec.pytree import Pytree, array, pytree, static
+from jaxspec.quantization.rounded_rows import rounded_rows
 from jaxspec.tensors import Filler, Source
 from jaxspec.wrapped_sources import OutputsFirst
-from pallas_kernels.packed_product import misfit, packed_product
+from pallas_kernels.packed_product import float8_misfit, misfit, packed_product
 from pallas_kernels.packed_product.order import SPAN, input_order, kernel_order
 from pallas_kernels.packed_product.reference import dequantized
 from pallas_kernels.packed_product.tuning import choose_packed_splits
@@ -36,6 +38,7 @@ class GroupedLinear(Pytree):
       activations: the dtype of inputs and outputs.
       reordered: whether the inputs of ``values`` are in the order of the kernel: see
         packed_product/order.py and ``in_kernel_order``.
+      rounds: whether x is rounded to e4m3.
     """
 
     values: Array = array()
@@ -46,6 +49,7 @@ class GroupedLinear(Pytree):
     axes: tuple[str, ...] = static()
     activations: jnp.dtype = static()
     reordered: bool = static(default=False)
+    rounds: bool = static(default=False)
 
     def logical_axes(self) -> dict[str, tuple[str, ...]]:
         size, *outputs = self.axes
@@ -66,15 +70,12 @@ class GroupedLinear(Pytree):
     def out_shape(self) -> tuple[int, ...]:
         return self.values.shape[:-1]
 
-    def __call__(self, x: Array, kernels: Kernels = NO_KERNELS) -> Array:
+    def __call__(self, x: Any, kernels: Kernels = NO_KERNELS) -> Array:
         [y] = self.partial_sums(x, 1, kernels)
         return y if self.bias is None else y + self.bias
 
     def float32(self, x: Array, kernels: Kernels = NO_KERNELS) -> Array:
-        if self._runs_packed(x, kernels):
-            [y] = self._packed(x, 1, jnp.dtype("float32"))
-        else:
-            y = self._widened_product(x, jnp.dtype("float32"))
+        [y] = self._multiply(x, 1, kernels, jnp.dtype("float32"))
         return y if self.bias is None else y + self.bias
 
     def filled(self, source: Source, filler: Filler) -> "GroupedLinear":
@@ -89,25 +90,53 @@ class GroupedLinear(Pytree):
     def product(self, x: Array, scope: str) -> Product:
         return Product(self, x, scope)
 
-    def partial_sums(self, x: Array, num_splits: int, kernels: Kernels) -> Array:
-        if self._runs_packed(x, kernels):
-            return self._packed(x, num_splits, x.dtype if num_splits == 1 else jnp.dtype("float32"))
-        return self._widened_product(x, x.dtype)[None]
+    def partial_sums(self, x: Any, num_splits: int, kernels: Kernels) -> Array:
+        dtype = x.dtype if num_splits == 1 else jnp.dtype("float32")
+        return self._multiply(x, num_splits, kernels, dtype)
 
-    def best_num_splits(self, x: Array, kernels: Kernels) -> int:
+    def reads_rounded(self, dtype: jnp.dtype, kernels: Kernels) -> bool:
+        return self.rounds and "round_tokens" in kernels and dtype == jnp.bfloat16
+
+    def best_num_splits(self, x: Any, kernels: Kernels) -> int:
         if not self._runs_packed(x, kernels):
             return 1
         rows, width = math.prod(x.shape[:-1]), math.prod(self.out_shape)
-        return choose_packed_splits(rows, self.values.shape[-1], width)
+        return choose_packed_splits(rows, self.values.shape[-1], width, 4, self._x_bits)
 
     def dense(self, dtype: jnp.dtype) -> Array:
         """The weights [*out, in], computed in float32 and rounded to ``dtype``."""
         weights = self._as_stored(dtype)
-        return input_order(weights) if self.reordered else weights
+        return input_order(weights, self._x_bits) if self.reordered else weights
+
+    @property
+    def _x_bits(self) -> int:
+        """Of the rows that are multiplied, for the kernel's order of inputs."""
+        return 8 if self.rounds else 16
+
+    def _multiply(self, x: Any, num_splits: int, kernels: Kernels, dtype: jnp.dtype) -> Array:
+        """x [..., in] -> [S, ..., *out]; S is 1 where no kernel runs."""
+        rows, x_scale = x, None
+        if self.rounds:
+            rows, x_scale = rounded_rows(x, 1, kernels)
+        if self._runs_packed(x, kernels):
+            flat = packed_product(
+                rows.reshape(-1, x.shape[-1]),
+                *self._flat(),
+                x_scale,
+                num_splits=num_splits,
+                dtype=dtype,
+                implementation="mosaic_gpu",
+            )
+            return flat.reshape(num_splits, *x.shape[:-1], *self.out_shape)
+        if x_scale is None:
+            return self._widened_product(rows, dtype)[None]
+        sums = self._widened_product(rows.astype(x.dtype), jnp.dtype("float32"))
+        y = sums.reshape(len(rows), -1) * x_scale[0, : len(rows), None]
+        return y.astype(dtype).reshape(1, *x.shape[:-1], *self.out_shape)
 
     def _widened_product(self, x: Array, dtype: jnp.dtype) -> Array:
         """Reordered inputs: x is smaller than the weights."""
-        ordered = kernel_order(x) if self.reordered else x
+        ordered = kernel_order(x, self._x_bits) if self.reordered else x
         return input_last_product(ordered, self._as_stored(x.dtype), dtype)
 
     def _as_stored(self, dtype: jnp.dtype) -> Array:
@@ -126,23 +155,17 @@ class GroupedLinear(Pytree):
         zero = None if self.zero is None else self.zero.reshape(len(scale), -1)
         return values.reshape(-1, values.shape[-1]), scale.reshape(len(scale), -1), zero
 
-    def _runs_packed(self, x: Array, kernels: Kernels) -> bool:
+    def _runs_packed(self, x: Any, kernels: Kernels) -> bool:
         """Whether the kernel for packed weights takes this product."""
         if "packed_product" not in kernels or not self.reordered:
             return False
-        values, scale, _ = self._flat()
-        return misfit(x.reshape(-1, x.shape[-1]), values, scale) is None
-
-    def _packed(self, x: Array, num_splits: int, dtype: jnp.dtype) -> Array:
-        """[S, ..., *out]"""
-        flat = packed_product(
-            x.reshape(-1, x.shape[-1]),
-            *self._flat(),
-            num_splits=num_splits,
-            dtype=dtype,
-            implementation="mosaic_gpu",
-        )
-        return flat.reshape(num_splits, *x.shape[:-1], *self.out_shape)
+        values, scale, zero = self._flat()
+        if not self.rounds:
+            return misfit(x.reshape(-1, x.shape[-1]), values, scale) is None
+        if zero is not None or x.dtype != jnp.bfloat16:
+            return False
+        rows, (groups, width) = math.prod(x.shape[:-1]), scale.shape
+        return float8_misfit(rows, x.shape[-1], width, groups, weight_bits=4) is None
 
 
 def grouped_shape(
@@ -178,16 +201,22 @@ def in_kernel_order(linear: GroupedLinear) -> GroupedLinear:
     is_packed = linear.values.dtype == jnp.int4 and linear.groups is None
     if linear.reordered or not is_packed or size % num_groups or share % SPAN:
         return linear
-    return linear.replace(values=kernel_order(linear.values), reordered=True)
+    bits = 8 if linear.rounds else 16
+    return linear.replace(values=kernel_order(linear.values, bits), reordered=True)
 
 
 def rounded_to_groups(
-    linear: Linear, bits: int = 4, group: int = 128, *, symmetric: bool = True
+    linear: Linear,
+    bits: int = 4,
+    group: int = 128,
+    *,
+    symmetric: bool = True,
+    rounds: bool = False,
 ) -> GroupedLinear:
     """The nearest GroupedLinear with groups of consecutive inputs.
 
     Symmetric: the largest weight of each group is exact. Otherwise its smallest and its largest
-    are, nearly, and groups have zeros.
+    are, nearly, and groups have zeros. ``rounds``: whether the result rounds its inputs.
 
     Raises ValueError for inputs that are no multiple of ``group``.
     """
@@ -217,5 +246,6 @@ def rounded_to_groups(
         bias=linear.bias,
         axes=linear.axes,
         activations=jnp.dtype(linear.dtype),
+        rounds=rounds,
     )
     return in_kernel_order(made)

@@ -27,10 +27,12 @@ def _float8_blocks(linear: Linear) -> AnyLinear:
 
 
 # int4 and int8 with a scale for 128 inputs; e4m3 with a scale for each output, or for 128 inputs.
+# a8: inputs are rounded to e4m3, as those of weights of e4m3 are.
 ROUNDINGS: Mapping[Scheme, Callable[[Linear], AnyLinear]] = MappingProxyType(
     {
         "w4a16": functools.partial(rounded_to_groups, bits=4, group=GROUP),
         "w4a16-zeros": functools.partial(rounded_to_groups, bits=4, group=GROUP, symmetric=False),
+        "w4a8": functools.partial(rounded_to_groups, bits=4, group=GROUP, rounds=True),
         "w8a16": functools.partial(rounded_to_groups, bits=8, group=GROUP),
         "fp8": rounded_to_float8,
         "fp8-block": _float8_blocks,

@@ -22,6 +22,7 @@ def add_rms_norm(
     weight: Array,
     eps: float,
     implementation: Implementation = "reference",
+    beside: Array | None = None,
 ) -> tuple[Array, Array]:
     """Add a split-K product to x, and compute the root-mean-square norm of the sum.
 
@@ -33,8 +34,10 @@ def add_rms_norm(
       weight: [H], multiplies the norm.
       implementation: "auto" takes the Hopper kernel where it fits (bfloat16, H a
         multiple of 256 up to 16384), else the reference.
+      beside: [1, R, H], rows that follow the normed ones as they are.
 
-    Returns the sum and the normed sum, both [B, ..., H]. The norm is computed in float32.
+    Returns the sum and the normed sum, both [B, ..., H]; with ``beside`` the second is
+    [1, B * ... + R, H]. The norm is computed in float32.
 
     Raises ValueError if ``implementation`` is "mosaic_gpu" and the kernel cannot take the
     arguments.
@@ -42,8 +45,10 @@ def add_rms_norm(
     reference = functools.partial(add_rms_norm_reference, eps=eps)
     mosaic = kernel_module("add_rms_norm", implementation, misfit(x, partials, weight))
     if mosaic is None:
-        return reference(x, partials, weight)
+        return reference(x, partials, weight, beside=beside)
     kernel = functools.partial(mosaic.add_rms_norm_mosaic, eps=eps)
+    if beside is not None:
+        return kernel(x, partials, weight, beside=beside)
     return with_reference_gradient(kernel, reference)(x, partials, weight)
 
 

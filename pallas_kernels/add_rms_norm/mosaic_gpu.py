@@ -9,6 +9,7 @@ import math
 from typing import Any
 
 import jax
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
@@ -28,26 +29,39 @@ def add_rms_norm_mosaic(
     weight: Array,  # [H]
     eps: float,
     *,
+    beside: Array | None = None,  # [1, R, H]
     padded: int | None = None,
     interpret: Any = None,
 ) -> tuple[Array, ...]:
     """See pallas_kernels.add_rms_norm.add_rms_norm; only for arguments that ``misfit`` accepts.
 
-    With ``padded`` (rows that the scales have) it is add_rms_norm_rounded. ``interpret``:
-    plgpu.InterpretGPUParams, for tests.
+    With ``padded`` (rows that the scales have) it is add_rms_norm_rounded, without ``beside``.
+    ``interpret``: plgpu.InterpretGPUParams, for tests.
     """
     num_splits, hidden = len(partials), x.shape[-1]
     rows = x.size // hidden
     # The same layout for all dtypes; the default depends on the dtype.
     layout = plgpu.Layout.WG_STRIDED((hidden,), vec_size=math.gcd(hidden // THREADS, 4))
 
+    def load(ref: Any) -> Array:
+        return plgpu.load(ref, layout=layout)
+
     @fixed_name(interpret)
-    def add_rms_norm_kernel(x_ref, partials_ref, weight_ref, total_ref, *normed_refs):
+    def add_rms_norm_kernel(*refs):
         row = lax.axis_index("row")
+        if beside is None:
+            return norm_row(row, *refs)
+        x_ref, partials_ref, weight_ref, beside_ref, total_ref, normed_ref = refs
 
-        def load(ref: Any) -> Array:
-            return plgpu.load(ref, layout=layout)
+        @pl.when(row < rows)
+        def _norm():
+            norm_row(row, x_ref, partials_ref, weight_ref, total_ref, normed_ref)
 
+        @pl.when(row >= rows)
+        def _copy():
+            normed_ref[row] = load(beside_ref.at[row - rows])
+
+    def norm_row(row, x_ref, partials_ref, weight_ref, total_ref, *normed_refs):
         residual = load(x_ref.at[row])
         added = [load(partials_ref.at[split, row]) for split in range(num_splits)]
         scales = load(weight_ref)
@@ -66,20 +80,25 @@ def add_rms_norm_mosaic(
             rounded_ref[row] = rounded_by(normed.astype(jnp.float32), step)
             step_ref[0, row] = step
 
-    flat = jax.ShapeDtypeStruct((rows, hidden), x.dtype)
+    num_beside = 0 if beside is None else beside.shape[1]
+    flat, joined = (
+        jax.ShapeDtypeStruct((rows + more, hidden), x.dtype) for more in (0, num_beside)
+    )
     rounded = (
         jax.ShapeDtypeStruct((rows, hidden), FLOAT8),
         jax.ShapeDtypeStruct((1, padded or 0), jnp.float32),
     )
     kernel = plgpu.kernel(
         add_rms_norm_kernel,
-        out_type=(flat, flat) if padded is None else (flat, *rounded),
-        grid=(rows,),
+        out_type=(flat, joined) if padded is None else (flat, *rounded),
+        grid=(rows + num_beside,),
         grid_names=("row",),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=interpret,
     )
-    total, normed, *steps = kernel(
-        x.reshape(rows, hidden), partials.reshape(num_splits, -1, hidden), weight
-    )
+    flat_x, flat_partials = x.reshape(rows, hidden), partials.reshape(num_splits, -1, hidden)
+    if beside is not None:
+        total, normed = kernel(flat_x, flat_partials, weight, beside[0])
+        return total.reshape(x.shape), normed[None]
+    total, normed, *steps = kernel(flat_x, flat_partials, weight)
     return total.reshape(x.shape), normed.reshape(x.shape), *steps

@@ -15,8 +15,16 @@ def rms_norm(x: Array, weight: Array, eps: float) -> Array:
 
 
 def add_rms_norm_reference(
-    x: Array, partials: Array, weight: Array, eps: float
+    x: Array, partials: Array, weight: Array, eps: float, beside: Array | None = None
 ) -> tuple[Array, Array]:
     """See pallas_kernels.add_rms_norm.add_rms_norm."""
     total = x + sum_partials(partials, len(x), x.dtype)
-    return total, rms_norm(total, weight, eps)
+    return total, followed_by(rms_norm(total, weight, eps), beside)
+
+
+def followed_by(x: Array, beside: Array | None) -> Array:
+    """The rows of x [B, T, ...] and those of ``beside`` [1, R, ...] after them, as those of one
+    sequence: [1, B * T + R, ...]; x if there are none."""
+    if beside is None:
+        return x
+    return jnp.concatenate([x.reshape(1, -1, *beside.shape[2:]), beside], axis=1)

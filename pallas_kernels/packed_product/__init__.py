@@ -17,7 +17,7 @@ from pallas_kernels.packed_product.tuning import (
 )
 from pallas_kernels.selection import Implementation, kernel_module
 
-MOST_ROWS = 192  # of int4 weights: sums of more do not fit the registers
+MOST_ROWS = 192  # sums of more rows of 16 bits do not fit the registers
 FLOAT8 = jnp.float8_e4m3fn
 SMALL_GROUPS = (32, 64)  # of inputs that share a scale; larger ones are multiples of 128
 
@@ -37,28 +37,30 @@ def packed_product(
     """Multiply x with the weights (values - zero) * scale.
 
     Args:
-      x: [M, K]; e4m3 if the weights are.
-      values: signed integers of 4 bits, with inputs in the order of ``order.kernel_order``; or e4m3
-        numbers: [V, K].
+      x: [M, K], bfloat16 or e4m3; e4m3 if the weights are.
+      values: signed integers of 4 bits, with inputs in the order of ``order.kernel_order`` for x's
+        bits; or e4m3 numbers: [V, K].
       scale: float [n, V], of each output and each of n groups of consecutive inputs.
       zero: whole numbers, as ``scale``; None: all 0.
-      x_scale: float32 [n, M or more], of each row of x and each group: x stands for x * x_scale.
-        None: all 1.
+      x_scale: float32 [n or 1, M or more], of each row of x and each group: x stands for
+        x * x_scale. None: all 1.
       num_splits: parts of K that are summed separately; it divides K into whole groups, or groups
         into whole parts.
       dtype: of the result.
-      implementation: "auto" takes the Hopper kernel where it fits (bfloat16 x of at most 192 rows,
-        int4 weights, groups of 32, 64 or multiples of 128; or all e4m3, at most 64 rows, groups of
-        multiples of 128, x_scale padded to a multiple of 32 rows; V a multiple of the tile of
-        tuning.py), else the reference.
+      implementation: "auto" takes the Hopper kernel where it fits (at most 192 rows, 64
+        if all are e4m3; int4 weights
+        and bfloat16 x, groups of 32, 64 or multiples of 128; or int4 weights without zeros and e4m3
+        x with one scale a row; or all e4m3, with as many groups in x as in the weights; with e4m3 x
+        groups are multiples of 128 and x_scale is padded to a multiple of 32 rows; V a multiple of
+        the tile of tuning.py), else the reference.
 
-    Returns [num_splits, M, V]; summed in float32. For more than 64 rows the kernel rounds scaled
-    weights to bfloat16.
+    Returns [num_splits, M, V]; summed in float32. For more than 64 rows of bfloat16 the kernel
+    rounds scaled weights to bfloat16.
 
     Raises ValueError if ``implementation`` is "mosaic_gpu" and the kernel cannot take the
     arguments.
     """
-    problem = misfit(x, values, scale, x_scale, num_splits)
+    problem = misfit(x, values, scale, x_scale, num_splits, has_zero=zero is not None)
     mosaic = kernel_module("packed_product", implementation, problem)
     options = {"num_splits": num_splits, "dtype": jnp.dtype(dtype)}
     reference = functools.partial(packed_product_reference, **options)
@@ -71,27 +73,37 @@ def packed_product(
 
 
 def misfit(
-    x: Array, values: Array, scale: Array, x_scale: Array | None = None, num_splits: int = 1
+    x: Array,
+    values: Array,
+    scale: Array,
+    x_scale: Array | None = None,
+    num_splits: int = 1,
+    *,
+    has_zero: bool = False,
 ) -> str | None:
     """Why the kernel cannot take these arguments, None if it can."""
     (rows, depth), (groups, width) = x.shape, scale.shape
     if x_scale is not None:
-        if not x.dtype == values.dtype == FLOAT8:
-            return f"scales of {x.dtype} x and {values.dtype} values: both must be e4m3"
-        if x_scale.shape != (groups, scaled_rows(rows)):
+        if x.dtype != FLOAT8 or values.dtype not in (FLOAT8, jnp.int4):
+            return f"scales of {x.dtype} x and {values.dtype} values: e4m3, and e4m3 or int4"
+        weight_bits = 8 if values.dtype == FLOAT8 else 4
+        x_groups = 1 if weight_bits == 4 else groups
+        if x_scale.shape != (x_groups, scaled_rows(rows)):
             return f"scales of x {x_scale.shape}: padded to a multiple of {SCALED_ROWS} rows"
-        return float8_misfit(rows, depth, width, groups, num_splits)
+        if has_zero:
+            return "zeros of weights, and scales of x"
+        return float8_misfit(rows, depth, width, groups, num_splits, weight_bits)
     if x.dtype != jnp.bfloat16 or values.dtype != jnp.int4 or scale.dtype.itemsize != 2:
         given = f"{x.dtype} x, {values.dtype} values and {scale.dtype} scales"
         return f"{given}: they must be bfloat16, int4, and of 16 bits"
-    return _sizes_misfit(rows, depth, width, groups, num_splits, MOST_ROWS, SMALL_GROUPS)
+    return _sizes_misfit(rows, depth, width, groups, num_splits, 4, 16)
 
 
 def float8_misfit(
-    rows: int, depth: int, width: int, groups: int, num_splits: int = 1
+    rows: int, depth: int, width: int, groups: int, num_splits: int = 1, weight_bits: int = 8
 ) -> str | None:
-    """Why the kernel cannot multiply e4m3 arrays of these sizes, None if it can."""
-    return _sizes_misfit(rows, depth, width, groups, num_splits, SUMMED_ROWS, ())
+    """Why the kernel cannot multiply e4m3 rows with weights of these sizes, None if it can."""
+    return _sizes_misfit(rows, depth, width, groups, num_splits, weight_bits, 8)
 
 
 def _sizes_misfit(
@@ -100,16 +112,17 @@ def _sizes_misfit(
     width: int,
     groups: int,
     num_splits: int,
-    most_rows: int,
-    small_groups: tuple[int, ...],
+    weight_bits: int,
+    x_bits: int,
 ) -> str | None:
-    """``small_groups``: sizes of groups that are taken beside multiples of LARGEST_STEP."""
     group = depth // groups
+    most_rows = SUMMED_ROWS if weight_bits == 8 else MOST_ROWS
     if rows > most_rows:
         return f"{rows} rows: at most {most_rows}"
-    tile = packed_tuning(rows, depth, width, float8=not small_groups).tile
+    tile = packed_tuning(rows, depth, width, weight_bits, x_bits).tile
     if width % tile:
         return f"{width} outputs: a multiple of {tile}"
+    small_groups = SMALL_GROUPS if x_bits == 16 else ()
     if group not in small_groups and group % LARGEST_STEP:
         allowed = ", ".join([*map(str, small_groups), f"multiples of {LARGEST_STEP}"])
         return f"groups of {group} inputs: {allowed}"

@@ -13,8 +13,13 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels.packed_product.plan import Plan
-from pallas_kernels.packed_product.tuning import OUTPUTS
-from pallas_kernels.packed_product.widening import BIAS, biased_weights
+from pallas_kernels.packed_product.tuning import OUTPUTS, scaled_rows
+from pallas_kernels.packed_product.widening import (
+    BIAS,
+    FLOAT8_STEP,
+    biased_weights,
+    float8_weights,
+)
 from pallas_kernels.shared_memory import LINE, swizzled
 
 _OUTPUT_LAYOUT = plgpu.Layout.WGMMA.reduce(1)  # one value for each output of a warpgroup
@@ -26,46 +31,42 @@ def ring_scratch(plan: Plan, dtype: Any, scale_dtype: Any) -> dict[str, Any]:
     block, ring, bits = plan.block, plan.stages, 8 * dtype.itemsize
     by_output = (ring, plan.tile // plan.part, plan.block_groups, plan.part)
     x_tile = min(8 * LINE // bits, plan.unit)
-    values_dtype, values_bits = (dtype, 8) if plan.is_float8 else (jnp.int4, 4)
-    values_transforms = swizzled(block, values_bits)
+    values_dtype = dtype if plan.weight_bits == 8 else jnp.int4
+    values_transforms = swizzled(block, plan.weight_bits)
     scratch: dict[str, Any] = {
         "values": plgpu.SMEM((ring, plan.tile, block), values_dtype, transforms=values_transforms),
         "x": plgpu.SMEM((ring, plan.padded_rows, block), dtype, transforms=swizzled(x_tile, bits)),
-        "scale": plgpu.SMEM(by_output, scale_dtype),
         "full": plgpu.Barrier(num_arrivals=plan.copies, num_barriers=ring),
         "free": plgpu.Barrier(num_arrivals=plan.config.warpgroups, num_barriers=ring),
     }
-    if "zero" in plan.more:
-        scratch["zero"] = plgpu.SMEM(by_output, scale_dtype)
-    if plan.is_float8:
-        by_row = (ring, plan.block_groups, plan.scaled_rows)
-        scratch["x_scale"] = plgpu.SMEM(by_row, jnp.float32)
+    by_row = (ring, plan.block_groups, scaled_rows(plan.rows))
+    for name in plan.by_step:
+        by_outputs = plgpu.SMEM(by_output, scale_dtype)
+        scratch[name] = plgpu.SMEM(by_row, jnp.float32) if name == "x_scale" else by_outputs
     return scratch
 
 
 def copy_block(
-    plan: Plan, x: Any, values: Any, by_group: dict[str, Any], refs: Any, tile: Array, block: Array
+    plan: Plan, x: Any, values: Any, scales: dict[str, Any], refs: Any, tile: Array, block: Array
 ) -> None:
     """Copy a block of inputs, of a tile's weights and of all rows, into ``refs`` of its slot.
 
-    ``by_group``: the weights' scales and zeros, and x_scale, by name.
+    ``scales``: the weights' scales and zeros, and x_scale, by name.
     """
     tile_size, full = plan.tile, refs["full"]
     outputs, inputs = pl.ds(tile * tile_size, tile_size), pl.ds(block * plan.block, plan.block)
-    # x may have fewer rows than the tile: a start that is not known keeps the slice from being
-    # checked, and the copy engine writes zeros for rows that are not there.
-    rows = pl.ds(0 * tile, plan.padded_rows)
+    rows = all_rows(plan)  # the copy engine writes zeros for rows that are not there
     groups = pl.ds(block * plan.block // plan.group, plan.block_groups)
     plgpu.copy_gmem_to_smem(values.at[outputs, inputs], refs["values"], full)
     plgpu.copy_gmem_to_smem(x.at[rows, inputs], refs["x"], full)
-    for name, source in by_group.items():
+    for name in plan.by_step:
         if name == "x_scale":
-            scales = source.at[groups, pl.ds(0, plan.scaled_rows)]
-            plgpu.copy_gmem_to_smem(scales, refs[name], full)
+            of_rows = scales[name].at[groups, pl.ds(0, scaled_rows(plan.rows))]
+            plgpu.copy_gmem_to_smem(of_rows, refs[name], full)
             continue
         for part in range(tile_size // plan.part):
             own = pl.ds(tile * tile_size + part * plan.part, plan.part)
-            plgpu.copy_gmem_to_smem(source.at[groups, own], refs[name].at[part], full)
+            plgpu.copy_gmem_to_smem(scales[name].at[groups, own], refs[name].at[part], full)
 
 
 def no_sums(plan: Plan) -> Array:
@@ -75,7 +76,7 @@ def no_sums(plan: Plan) -> Array:
 
 
 def add_block(plan: Plan, refs: Any, own: Any, slot: Array, total: Array) -> Array:
-    """total + the product of the block in ``slot``, whose sums are scaled step by step.
+    """total + the product of the block in ``slot``, whose sums may be scaled step by step.
 
     ``own``: the warpgroup's outputs. Totals are [OUTPUTS, rows]. Frees the slot.
     """
@@ -84,15 +85,36 @@ def add_block(plan: Plan, refs: Any, own: Any, slot: Array, total: Array) -> Arr
     for start in range(0, plan.block, plan.step):
         group = start // plan.group
         sums, weights = _product(plan, refs, slot, own, start, weights)
-        if plan.is_float8:
+        if "x_scale" in plan.by_step:
             x_scales = refs["x_scale"].at[slot, group, pl.ds(0, plan.padded_rows)]
             x_scale = plgpu.load(x_scales, layout=_ROW_LAYOUT, optimized=False)
             sums *= lax.broadcast_in_dim(x_scale, sums.shape, [1])
-        scale = _by_output(plan, refs["scale"], slot, group).astype(jnp.float32)
-        total += sums * lax.broadcast_in_dim(scale, sums.shape, [0])
+        if "scale" in plan.by_step:
+            scale = _by_output(plan, refs["scale"], slot, group).astype(jnp.float32)
+            sums *= lax.broadcast_in_dim(scale, sums.shape, [0])
+        total += sums
     plgpu.commit_smem()  # what was read comes before what the copy engine writes there next
     plgpu.barrier_arrive(refs["free"].at[slot])
     return total
+
+
+def scaled_at_end(plan: Plan, total: Array, scales: Any, outputs: Any, rows: Any) -> Array:
+    """Sums [OUTPUTS, rows] of all steps, times the scales of whole outputs and whole rows."""
+    if "scale" in plan.at_end:
+        own = plgpu.load(scales["scale"].at[0, outputs], layout=_OUTPUT_LAYOUT, optimized=False)
+        total *= lax.broadcast_in_dim(own.astype(jnp.float32), total.shape, [0])
+    if "x_scale" in plan.at_end:
+        own = plgpu.load(scales["x_scale"].at[0, rows], layout=_ROW_LAYOUT, optimized=False)
+        total *= lax.broadcast_in_dim(own, total.shape, [1])
+    if plan.widens_to_float8:
+        total *= 1 / FLOAT8_STEP
+    return total
+
+
+def all_rows(plan: Plan) -> Any:
+    """The rows of x and of the result, which may have fewer: a start that is not known keeps the
+    slice from being checked."""
+    return pl.ds(0 * lax.axis_index("tile"), plan.padded_rows)
 
 
 def own_outputs() -> Any:
@@ -135,7 +157,7 @@ def accumulate(
             weights = _weights(plan, refs, slot, own, first)
         plgpu.wgmma(sums, weights, _x(plan, refs, slot, first))
         following = first + plan.unit
-        widens = plan.config.ahead and not plan.is_float8 and following < plan.block
+        widens = plan.config.ahead and plan.weight_bits == 4 and following < plan.block
         weights = _weights(plan, refs, slot, own, following) if widens else None
         plgpu.wgmma_wait(0)  # the registers of these weights are free for the next ones
     return weights
@@ -146,6 +168,7 @@ def interpreted(plan: Plan, refs: Any, slot: Array, own: Any, starts: Sequence[i
     total = jnp.zeros((OUTPUTS, plan.padded_rows), jnp.float32)
     for first in starts:
         weights = _weights(plan, refs, slot, own, first)[...].astype(jnp.float32)
+        weights = lax.reduce_precision(weights, 8, 7)  # XLA may leave out a rounding to bfloat16
         x = _x(plan, refs, slot, first)[...].astype(jnp.float32)
         total += jnp.dot(weights, x, precision=lax.Precision.HIGHEST)
     return total
@@ -153,8 +176,11 @@ def interpreted(plan: Plan, refs: Any, slot: Array, own: Any, starts: Sequence[i
 
 def _weights(plan: Plan, refs: Any, slot: Array, own: Any, start: int) -> Any:
     """A unit of them: [OUTPUTS, unit]."""
-    if plan.is_float8:
-        return refs["values"].at[slot, own, pl.ds(start, plan.unit)]
+    values = refs["values"].at[slot, own]
+    if plan.weight_bits == 8:
+        return values.at[:, pl.ds(start, plan.unit)]
+    if plan.widens_to_float8:
+        return float8_weights(values, start, plan.unit, interpret=plan.interpret)
     return _widened(plan, refs, slot, own, start)
 
 
@@ -168,7 +194,7 @@ def _widened(plan: Plan, refs: Any, slot: Array, own: Any, start: int) -> Array:
     values = refs["values"].at[slot, own]
     biased = biased_weights(values, start, plan.unit, interpret=plan.interpret)
     bias = jnp.bfloat16(BIAS)
-    if "zero" in plan.more:
+    if "zero" in plan.by_step:
         zero = _by_output(plan, refs["zero"], slot, start // plan.group)
         bias = lax.broadcast_in_dim(zero.astype(jnp.bfloat16) + bias, biased.shape, [0])
     weights = biased - bias

@@ -28,7 +28,7 @@ SHAPES = {
 class Case:
     """``rows`` of ``depth`` inputs times ``width`` outputs; ``group`` inputs share a scale.
 
-    ``float8``: x and the weights are e4m3, instead of bfloat16 and int4.
+    ``float8``: x and the weights are e4m3, instead of bfloat16 and int4; ``rounds``: x alone is.
     """
 
     rows: int
@@ -38,11 +38,12 @@ class Case:
     zeros: bool = False
     num_splits: int = 1
     float8: bool = False
+    rounds: bool = False
 
     def __str__(self) -> str:
         zeros = ", zeros" if self.zeros else ""
         splits = f", {self.num_splits} parts" if self.num_splits > 1 else ""
-        kind = "e4m3, " if self.float8 else ""
+        kind = "e4m3, " if self.float8 else "e4m3 x, " if self.rounds else ""
         sizes = f"{self.rows} x {self.depth} x {self.width}"
         return f"{kind}{sizes}, groups of {self.group}{zeros}{splits}"
 
@@ -52,7 +53,15 @@ class Case:
         scales = (2 + 2 * self.zeros) * self.depth // self.group * self.width
         results = 4 * self.num_splits * self.rows * self.width
         weights = self.depth * self.width // (1 if self.float8 else 2)
-        return weights + scales + 2 * self.rows * self.depth + results
+        return weights + scales + self.x_bits // 8 * self.rows * self.depth + results
+
+    @property
+    def weight_bits(self) -> int:
+        return 8 if self.float8 else 4
+
+    @property
+    def x_bits(self) -> int:
+        return 8 if self.float8 or self.rounds else 16
 
 
 TEST_CASES = (
@@ -64,21 +73,37 @@ TEST_CASES = (
     Case(100, 512, 128, group=32, zeros=True, num_splits=2),
     Case(2, 256, 128, group=256, float8=True),
     Case(13, 512, 256, num_splits=2, float8=True),
+    Case(3, 512, 128, rounds=True),
+    Case(40, 512, 256, group=256, num_splits=2, rounds=True),
+    Case(130, 512, 256, num_splits=2, rounds=True),
 )
-BENCHMARK_CASES = tuple(
-    Case(rows, *SHAPES[name], num_splits=choose_packed_splits(rows, *SHAPES[name]))
-    for name in SHAPES
-    for rows in (2, 6, 16, 32, 48, 64, 192)
-) + tuple(
-    Case(
-        rows,
-        *SHAPES[name],
-        group=SHAPES[name][0],
-        num_splits=choose_packed_splits(rows, *SHAPES[name], float8=True),
-        float8=True,
+BENCHMARK_CASES = (
+    tuple(
+        Case(rows, *SHAPES[name], num_splits=choose_packed_splits(rows, *SHAPES[name]))
+        for name in SHAPES
+        for rows in (2, 6, 16, 32, 48, 64, 192)
     )
-    for name in SHAPES
-    for rows in (2, 16, 48, 64)
+    + tuple(
+        Case(
+            rows,
+            *SHAPES[name],
+            group=SHAPES[name][0],
+            num_splits=choose_packed_splits(rows, *SHAPES[name], 8, 8),
+            float8=True,
+        )
+        for name in SHAPES
+        for rows in (2, 16, 48, 64)
+    )
+    + tuple(
+        Case(
+            rows,
+            *SHAPES[name],
+            num_splits=choose_packed_splits(rows, *SHAPES[name], 4, 8),
+            rounds=True,
+        )
+        for name in SHAPES
+        for rows in (2, 16, 32, 48, 64, 192)
+    )
 )
 
 
@@ -93,13 +118,11 @@ def make_arguments(
     integers = jax.random.randint(values, (case.width, case.depth), -8, 8, jnp.int8)
     zeros = jax.random.randint(zero, (groups, case.width), -8, 8).astype(dtype)
     scale = 0.2 * case.depth**-0.5 * (1 + 0.1 * noise(seed, 3, (groups, case.width), jnp.float32))
-    return (
-        noise(seed, 0, (case.rows, case.depth), dtype),
-        integers.astype(jnp.int4),
-        scale.astype(dtype),
-        zeros if case.zeros else None,
-        None,
-    )
+    x, x_scale = noise(seed, 0, (case.rows, case.depth), dtype), None
+    if case.rounds:
+        x, x_scale = round_tokens(x)
+    weights = integers.astype(jnp.int4), scale.astype(dtype), zeros if case.zeros else None
+    return x, *weights, x_scale
 
 
 def _float8_arguments(case: Case, dtype: Any, seed: int) -> tuple[Array, Array, Array, Any, Any]:
@@ -123,17 +146,17 @@ def _benchmark(case: Case) -> Benchmark:
         reference=functools.partial(
             packed_product_reference, **options, dtype=jnp.dtype("float32")
         ),
-        feed=functools.partial(_feed, float8=case.float8),
+        feed=functools.partial(_feed, scaled=case.x_bits == 8),
         num_bytes=case.num_bytes,
         flops=2 * case.rows * case.depth * case.width,
         implementation=implementation,
     )
 
 
-def _feed(arguments: Arguments, output: Array, *, float8: bool) -> Arguments:
+def _feed(arguments: Arguments, output: Array, *, scaled: bool) -> Arguments:
     """x or its scale depends on the output, and is nearly as before."""
     x, *rest, x_scale = arguments
-    if float8:
+    if scaled:
         assert x_scale is not None
         return (x, *rest, x_scale + 1e-12 * output[0, 0, 0])
     assert x is not None

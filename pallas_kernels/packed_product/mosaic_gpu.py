@@ -1,16 +1,17 @@
 """The product with weights of 4 or 8 bits on Hopper GPUs.
 
 Weights are the first operand of the tensor cores (64 outputs a warpgroup), and rows of x the second
-one: so a product of few rows fills them. Weights of 4 bits are widened in registers; floats of 8
-bits are multiplied as they are. A warpgroup copies blocks of weights, x and scales into a ring; the
-others multiply.
+one: so a product of few rows fills them. Weights of 4 bits are widened in registers to the dtype of
+x (bfloat16, or 8-bit floats); floats of 8 bits are multiplied as they are. A warpgroup copies
+blocks of weights, x and scales into a ring; the others multiply.
 
-Of up to SUMMED_ROWS rows scales multiply the sums of a step (a group's inputs, or 128 of a larger
-group's), not the weights. So sums of 8-bit floats, which tensor cores keep with fewer bits, are
-short, and a row's sums depend neither on the other rows nor on the size of blocks.
+Scales multiply the sums of a step (a group's inputs, or 128 of a larger group's), not the weights.
+So sums of 8-bit floats, which tensor cores keep with fewer bits, are short, and a row's sums depend
+neither on the other rows nor on the size of blocks. Scales of whole outputs and whole rows multiply
+at the end.
 
-Of more rows registers hold one sum of each output only: then weights are scaled and rounded to
-bfloat16, as in a product with widened weights.
+With more than SUMMED_ROWS rows of bfloat16 registers hold one sum of each output only: then weights
+are scaled and rounded to bfloat16, as in a product with widened weights.
 """
 
 import functools
@@ -26,25 +27,34 @@ from pallas_kernels.kernel_names import fixed_name
 from pallas_kernels.packed_product.blocks import (
     accumulate,
     add_block,
+    all_rows,
     copy_block,
     interpreted,
     no_sums,
     own_outputs,
     ring_scratch,
+    scaled_at_end,
     store_rows,
 )
 from pallas_kernels.packed_product.plan import Plan
-from pallas_kernels.packed_product.tuning import OUTPUTS, PackedTuning, packed_tuning
+from pallas_kernels.packed_product.tuning import (
+    OUTPUTS,
+    PackedTuning,
+    packed_tuning,
+    scales_weights,
+)
+
+COPYING_REGISTERS = 32  # of a thread that copies, where those that multiply take more
 
 
 # Traced once for all layers of a model.
 @functools.partial(jax.jit, static_argnames=("num_splits", "dtype", "config", "interpret"))
 def packed_product_mosaic(
     x: Array,  # [M, K]
-    values: Array,  # int4 or e4m3 [V, K]
+    values: Array,  # int4 or e4m3 [V, K]; int4 in the kernel's order for the bits of x
     scale: Array,  # [n, V]
     zero: Array | None,  # [n, V]
-    x_scale: Array | None = None,  # [n, M], padded to a multiple of SCALED_ROWS
+    x_scale: Array | None = None,  # [n or 1, M], padded to a multiple of SCALED_ROWS
     *,
     num_splits: int,
     dtype: jnp.dtype,
@@ -56,23 +66,29 @@ def packed_product_mosaic(
     ``config`` None: from tuning.py. ``interpret``: plgpu.InterpretGPUParams, for tests.
     """
     (rows, depth), (groups, width) = x.shape, scale.shape
-    given = {"zero": zero, "x_scale": x_scale}
-    more = {name: one for name, one in given.items() if one is not None}
+    given = {"scale": scale, "zero": zero, "x_scale": x_scale}
+    scales = {name: one for name, one in given.items() if one is not None}
+    weight_bits = 4 if values.dtype == jnp.int4 else 8
+    x_bits = 8 * x.dtype.itemsize
+    has_sums = not scales_weights(rows, x_bits)
+    at_end = [name for name in ("scale", "x_scale") if name in scales and len(scales[name]) == 1]
     plan = Plan(
         rows=rows,
-        padded_rows=-(-rows // 8) * 8,
         depth=depth,
         width=width,
         group=depth // groups,
-        more=tuple(more),
+        weight_bits=weight_bits,
+        x_bits=x_bits,
+        by_step=tuple(name for name in scales if not has_sums or name not in at_end),
+        at_end=tuple(at_end) if has_sums else (),
         num_splits=num_splits,
-        config=config or packed_tuning(rows, depth, width, float8=x_scale is not None),
+        config=config or packed_tuning(rows, depth, width, weight_bits, x_bits),
         interpret=interpret is not None,
     )
     if rows > 8:  # the copy engine fills a single tile of 8 rows with zeros, but not several
         x = jnp.pad(x, ((0, plan.padded_rows - rows), (0, 0)))
     kernel = _make_kernel(plan, x.dtype, scale.dtype, dtype, interpret)
-    return kernel(x, values, scale, *more.values())
+    return kernel(x, values, *scales.values())
 
 
 def _make_kernel(plan: Plan, dtype: Any, scale_dtype: Any, out_dtype: Any, interpret: Any) -> Any:
@@ -81,22 +97,25 @@ def _make_kernel(plan: Plan, dtype: Any, scale_dtype: Any, out_dtype: Any, inter
     scratch["rows"] = plgpu.SMEM((warpgroups, plan.padded_rows, OUTPUTS), out_dtype)
 
     @fixed_name(interpret)
-    def packed_product_kernel(x_in, values_in, scale_in, *more_and_out, **refs):
-        *more_in, out = more_and_out
-        by_group = dict(zip(("scale", *plan.more), (scale_in, *more_in), strict=True))
+    def packed_product_kernel(x_in, values_in, *scales_and_out, **refs):
+        *scales_in, out = scales_and_out
+        scales = dict(zip(plan.scales, scales_in, strict=True))
         warpgroup = lax.axis_index("warpgroup")
 
         @pl.when(warpgroup == warpgroups)
         def _copy():
-            _copy_blocks(plan, x_in, values_in, by_group, refs)
+            if plan.config.registers is not None:
+                plgpu.set_max_registers(COPYING_REGISTERS, action="decrease")
+            _copy_blocks(plan, x_in, values_in, scales, refs)
 
         @pl.when(warpgroup < warpgroups)
         def _compute():
-            total = _multiply_blocks(plan, refs)
-            tile, split = lax.axis_index("tile"), lax.axis_index("split")
-            outputs = pl.ds(tile * plan.tile + warpgroup * OUTPUTS, OUTPUTS)
-            rows = pl.ds(0 * tile, plan.padded_rows)  # those that are not there are not written
-            store_rows(total, out.at[split, rows, outputs], refs["rows"])
+            if plan.config.registers is not None:
+                plgpu.set_max_registers(plan.config.registers, action="increase")
+            outputs = pl.ds(lax.axis_index("tile") * plan.tile + warpgroup * OUTPUTS, OUTPUTS)
+            rows = all_rows(plan)  # those that are not there are not written
+            total = scaled_at_end(plan, _multiply_blocks(plan, refs), scales, outputs, rows)
+            store_rows(total, out.at[lax.axis_index("split"), rows, outputs], refs["rows"])
 
     return plgpu.kernel(
         packed_product_kernel,
@@ -111,7 +130,7 @@ def _make_kernel(plan: Plan, dtype: Any, scale_dtype: Any, out_dtype: Any, inter
     )
 
 
-def _copy_blocks(plan: Plan, x: Any, values: Any, by_group: dict[str, Any], refs: Any) -> None:
+def _copy_blocks(plan: Plan, x: Any, values: Any, scales: dict[str, Any], refs: Any) -> None:
     """Copy the blocks in order into the ring."""
     ring, tile = plan.stages, lax.axis_index("tile")
     first = lax.axis_index("split") * plan.blocks
@@ -123,9 +142,9 @@ def _copy_blocks(plan: Plan, x: Any, values: Any, by_group: dict[str, Any], refs
         def _():
             plgpu.barrier_wait(refs["free"].at[slot])
 
-        names = ("values", "x", "full", *by_group)
+        names = ("values", "x", "full", *plan.by_step)
         own = {name: refs[name].at[slot] for name in names}
-        copy_block(plan, x, values, by_group, own, tile, first + index)
+        copy_block(plan, x, values, scales, own, tile, first + index)
 
     lax.fori_loop(0, plan.blocks, copy, None)
     for i in range(min(ring, plan.blocks)):  # every barrier must have completed its last phase

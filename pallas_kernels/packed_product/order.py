@@ -1,26 +1,35 @@
 """The order in which weights of 4 bits are stored, so that each thread finds its own in one word.
 
-Of each 16 inputs of a row of weights, tensor cores want two pairs of neighbors in each of four
-threads: inputs 2 t and 2 t + 1 in thread t, and those 8 further on (PTX ISA, wgmma, the fragment of
-matrix A). A word of 8 weights gives four pairs with few instructions if the weights of a pair are
-16 bits apart. So within a span of 32 inputs, thread t's word has the first weights of its four
-pairs, then the second ones: place ``8 t + 4 e + j`` holds input ``8 j + 2 t + e``.
+Of a row of weights, tensor cores want certain inputs in each of four threads t (PTX ISA, wgmma,
+the fragment of matrix A). A thread's word has its 8 weights of a span of 32 inputs, in an order in
+which few instructions widen them:
+
+- For rows of bfloat16 a thread has pairs of neighbors: inputs 2 t and 2 t + 1, and the same 8, 16
+  and 24 further on. The weights of a pair are 16 bits apart in the word: place ``8 t + 4 e + j``
+  holds input ``8 j + 2 t + e``.
+- For rows of 8-bit floats it has four neighbors, 4 t to 4 t + 3, and the same 16 further on. The
+  weights of four are 8 bits apart: place ``8 t + 2 i + h`` holds input ``16 h + 4 t + i``.
 """
 
 from jax import Array
 
 SPAN = 32
+_SIZES = {16: (4, 4, 2), 8: (2, 4, 4)}  # by the bits of x: j, t, e; or h, t, i
 
 
-def kernel_order(x: Array) -> Array:
-    """x [..., K] in input order, K a multiple of SPAN, in the kernel's order."""
-    spans = x.reshape(*x.shape[:-1], -1, 4, 4, 2)  # j, t, e
+def kernel_order(x: Array, bits: int = 16) -> Array:
+    """x [..., K] in input order, K a multiple of SPAN, in the kernel's order.
+
+    ``bits``: of the rows that the kernel multiplies: 16, or 8.
+    """
+    spans = x.reshape(*x.shape[:-1], -1, *_SIZES[bits])
     return _last_axes(spans, (1, 2, 0)).reshape(x.shape)
 
 
-def input_order(x: Array) -> Array:
+def input_order(x: Array, bits: int = 16) -> Array:
     """The inverse of ``kernel_order``."""
-    spans = x.reshape(*x.shape[:-1], -1, 4, 2, 4)  # t, e, j
+    first, threads, last = _SIZES[bits]
+    spans = x.reshape(*x.shape[:-1], -1, threads, last, first)
     return _last_axes(spans, (2, 0, 1)).reshape(x.shape)
 
 

@@ -6,9 +6,9 @@ import math
 from pallas_kernels.packed_product.tuning import (
     LARGEST_STEP,
     OUTPUTS,
-    SUMMED_ROWS,
     PackedTuning,
     scaled_rows,
+    scales_weights,
 )
 from pallas_kernels.shared_memory import LINE
 
@@ -20,14 +20,22 @@ class Plan:
     """Sizes of a product: x [rows, depth] times weights [width, depth]."""
 
     rows: int  # of x and the result
-    padded_rows: int  # of the tensor cores' operand
     depth: int
     width: int
     group: int  # inputs that share a scale
-    more: tuple[str, ...]  # by group, beside the weights' scales: zero, x_scale
+    weight_bits: int  # 4: integers; 8: floats
+    x_bits: int  # 16, or 8: floats with scales
+    by_step: tuple[str, ...]  # what scales the weights or the sums of a step: scale, zero, x_scale
+    at_end: tuple[str, ...]  # what scales the sums of all steps: scale, x_scale
     num_splits: int
     config: PackedTuning
     interpret: bool
+
+    @property
+    def scales(self) -> tuple[str, ...]:
+        """The kernel's arguments beside x and the weights, in order."""
+        given = (*self.by_step, *self.at_end)
+        return tuple(name for name in ("scale", "zero", "x_scale") if name in given)
 
     @property
     def tile(self) -> int:
@@ -35,9 +43,14 @@ class Plan:
         return self.config.tile
 
     @property
+    def padded_rows(self) -> int:
+        """Of the tensor cores' operand."""
+        return -(-self.rows // 8) * 8
+
+    @property
     def block(self) -> int:
         """Inputs of a block: whole lines of weights where the inputs of a CTA are so many."""
-        line = LINE if self.is_float8 else self.config.block
+        line = LINE if self.weight_bits == 8 else self.config.block
         return math.gcd(line, self.depth // self.num_splits)
 
     @property
@@ -48,7 +61,11 @@ class Plan:
     @property
     def scales_weights(self) -> bool:
         """Whether weights are scaled, instead of sums."""
-        return self.rows > SUMMED_ROWS
+        return scales_weights(self.rows, self.x_bits)
+
+    @property
+    def widens_to_float8(self) -> bool:
+        return self.weight_bits == 4 and self.x_bits == 8
 
     @property
     def step(self) -> int:
@@ -58,7 +75,7 @@ class Plan:
     @property
     def unit(self) -> int:
         """Inputs of a product of the tensor cores."""
-        return self.step if self.is_float8 else min(self.config.unit, self.step)
+        return self.step if self.weight_bits == 8 else min(self.config.unit, self.step)
 
     @property
     def block_groups(self) -> int:
@@ -67,10 +84,10 @@ class Plan:
     @property
     def stages(self) -> int:
         """Blocks in the ring."""
-        entry = 2 - self.is_float8  # bytes of an entry of x: four times those of a weight, or once
-        weights = self.tile * self.block * entry // (1 if self.is_float8 else 4)
-        scales = 4 * self.block_groups * (self.tile + self.is_float8 * self.scaled_rows)
-        stage = weights + entry * self.padded_rows * self.block + scales
+        weights = self.tile * self.block * self.weight_bits // 8
+        x = self.padded_rows * self.block * self.x_bits // 8
+        scaled = self.tile + ("x_scale" in self.by_step) * scaled_rows(self.rows)
+        stage = weights + x + 4 * self.block_groups * scaled
         return self.config.stages(stage, 4 * self.padded_rows * self.tile)
 
     @property
@@ -82,15 +99,6 @@ class Plan:
 
     @property
     def copies(self) -> int:
-        """Copies of a block: x, weights, scales, and ``more``."""
-        by_output = 1 + ("zero" in self.more)
-        return 2 + by_output * (self.tile // self.part) + self.is_float8
-
-    @property
-    def is_float8(self) -> bool:
-        return "x_scale" in self.more
-
-    @property
-    def scaled_rows(self) -> int:
-        """Rows of x that have a scale, padding included."""
-        return scaled_rows(self.rows)
+        """Copies of a block: x, weights, and ``by_step``."""
+        by_output = ("scale" in self.by_step) + ("zero" in self.by_step)
+        return 2 + by_output * (self.tile // self.part) + ("x_scale" in self.by_step)

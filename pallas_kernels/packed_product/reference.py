@@ -9,19 +9,21 @@ from pallas_kernels.packed_product.order import kernel_order
 
 def packed_product_reference(
     x: Array,  # [M, K]
-    values: Array,  # [V, K]; int4 in the order of order.py
+    values: Array,  # [V, K]; int4 in the order of order.py for x's bits
     scale: Array,  # [n, V]
     zero: Array | None,  # [n, V]
-    x_scale: Array | None = None,  # [n, M or more]
+    x_scale: Array | None = None,  # [n or 1, M or more]
     *,
     num_splits: int,
     dtype: jnp.dtype,
 ) -> Array:
     """See pallas_kernels.packed_product.packed_product."""
     weights = dequantized(values, scale, zero).reshape(len(values), num_splits, -1)
-    wide = (kernel_order(x) if values.dtype == jnp.int4 else x).astype(jnp.float32)
+    wide = x.astype(jnp.float32)
     if x_scale is not None:
         wide = dequantized(x, x_scale[:, : len(x)])
+    if values.dtype == jnp.int4:
+        wide = kernel_order(wide, 8 * x.dtype.itemsize)
     rows = wide.reshape(len(x), num_splits, -1)
     sums = jnp.einsum("msk,vsk->smv", rows, weights, precision=jax.lax.Precision.HIGHEST)
     return sums.astype(dtype)

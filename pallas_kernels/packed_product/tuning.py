@@ -30,6 +30,7 @@ from pallas_kernels.policy import MULTIPROCESSORS
 from pallas_kernels.ring import ring_stages
 
 OUTPUTS = 64  # of a warpgroup: what the tensor cores take
+MOST_REGISTERS = 240  # of a thread that multiplies, if those that copy take few
 LARGEST_STEP = 128  # inputs that are summed before the sums are scaled
 SUMMED_ROWS = 64  # of more rows weights are scaled, instead of sums
 SCALED_ROWS = 32  # scales of so many rows are copied at once: 128 bytes
@@ -49,6 +50,7 @@ class PackedTuning:
       unit: inputs whose weights a warpgroup has in registers at once: 32, 64 or 128.
       ctas: that share a multiprocessor and its memory.
       most_stages: most blocks of a CTA in shared memory.
+      registers: of a thread that multiplies; those that copy take fewer. None: all have as many.
       ahead: a warpgroup widens its next weights while the tensor cores multiply.
     """
 
@@ -58,6 +60,7 @@ class PackedTuning:
     ctas: int = 2
     most_stages: int = MOST_STAGES
     ahead: bool = False
+    registers: int | None = None
 
     @property
     def tile(self) -> int:
@@ -82,34 +85,52 @@ VARIANTS = (
 )
 
 
+def scales_weights(rows: int, x_bits: int) -> bool:
+    """Whether weights are scaled, instead of sums."""
+    return rows > SUMMED_ROWS and x_bits == 16
+
+
 def scaled_rows(rows: int) -> int:
     """The rows that scales of ``rows`` rows have, padding included."""
     return -(-rows // SCALED_ROWS) * SCALED_ROWS
 
 
-def packed_tuning(rows: int, depth: int, width: int, *, float8: bool = False) -> PackedTuning:
+def packed_tuning(
+    rows: int, depth: int, width: int, weight_bits: int = 4, x_bits: int = 16
+) -> PackedTuning:
     """The variant for so many rows, inputs and outputs; the same for 8 rows and fewer, and so on:
-    rows are padded to a multiple of 8. ``float8``: weights are 8-bit floats, of which none is
-    widened."""
-    is_small = depth * width <= SMALL and not float8
+    rows are padded to a multiple of 8. Weights of 8 bits are not widened."""
+    is_small = depth * width <= SMALL and weight_bits == 4
+    is_wide, widens_to_float8 = x_bits == 16, weight_bits < x_bits == 8
     if rows <= 8:
-        return PackedTuning(warpgroups=1, unit=128 if is_small else 64, ctas=6)
+        unit = 128 if is_small or widens_to_float8 else 64
+        return PackedTuning(warpgroups=1, unit=unit, ctas=6)
     if rows <= 16:
         return PackedTuning(warpgroups=1, ctas=5)
-    if float8 and rows <= 32:
+    if rows <= 32 and not is_wide:
+        if widens_to_float8:
+            return PackedTuning(warpgroups=1, unit=64 if is_small else 128, ctas=3, ahead=True)
         return PackedTuning(warpgroups=1, ctas=4)
     if rows <= SUMMED_ROWS:
-        return _tuning_of_sums(rows, width, is_small, float8)
-    return PackedTuning(block=64, ctas=1)
+        fills = _fills(width) and weight_bits == 4
+        return _tuning_of_sums(rows, is_small=is_small, fills=fills, is_wide=is_wide)
+    if is_wide:
+        return PackedTuning(block=64, ctas=1)
+    return PackedTuning(block=128, unit=128, ctas=1, registers=MOST_REGISTERS)
 
 
-def _tuning_of_sums(rows: int, width: int, is_small: bool, float8: bool) -> PackedTuning:
-    """Of 17 to SUMMED_ROWS rows; of 8-bit floats of more than 32."""
-    large = PackedTuning(warpgroups=4, unit=128 if rows <= 32 else 64, ctas=1)
-    fill, rest = divmod(width, large.tile)  # CTAs, one for each multiprocessor
-    fills = not rest and 3 * MULTIPROCESSORS // 4 <= fill <= MULTIPROCESSORS
-    if fills and rows <= 48 and not float8:  # registers have no room for more rows
-        return large
+def _fills(width: int) -> bool:
+    """Whether outputs give one CTA of four warpgroups to nearly every multiprocessor."""
+    ctas, rest = divmod(width, 4 * OUTPUTS)
+    return not rest and 3 * MULTIPROCESSORS // 4 <= ctas <= MULTIPROCESSORS
+
+
+def _tuning_of_sums(rows: int, *, is_small: bool, fills: bool, is_wide: bool) -> PackedTuning:
+    """Of 17 to SUMMED_ROWS rows; of rows of 8 bits of more than 32."""
+    if fills and not is_wide:
+        return PackedTuning(warpgroups=4, unit=128, ctas=1)
+    if fills and rows <= 48:  # registers have no room for more rows
+        return PackedTuning(warpgroups=4, unit=128 if rows <= 32 else 64, ctas=1)
     if rows > 32:  # longer products of the tensor cores, which wait less often
         return PackedTuning(unit=128, ctas=1, ahead=True)
     if is_small:
@@ -117,15 +138,17 @@ def _tuning_of_sums(rows: int, width: int, is_small: bool, float8: bool) -> Pack
     return PackedTuning(ctas=1, ahead=True)
 
 
-def choose_packed_splits(rows: int, depth: int, width: int, *, float8: bool = False) -> int:
+def choose_packed_splits(
+    rows: int, depth: int, width: int, weight_bits: int = 4, x_bits: int = 16
+) -> int:
     """Parts of the inputs that are summed separately, so that all multiprocessors have work.
 
     It depends on the padded rows only. Partial sums cost time: where most multiprocessors have work
     for two warpgroups anyway, they have at most an eighth of the weights' bytes.
     """
-    config = packed_tuning(rows, depth, width, float8=float8)
+    config = packed_tuning(rows, depth, width, weight_bits, x_bits)
     padded_rows, tiles, splits = -(-rows // 8) * 8, width // config.tile, 1
-    enough = MULTIPROCESSORS * 3 // 2 if float8 else MULTIPROCESSORS * 4 // 3
+    enough = MULTIPROCESSORS * 3 // 2 if weight_bits == 8 else MULTIPROCESSORS * 4 // 3
     while 2 * splits * tiles <= config.ctas * MULTIPROCESSORS and splits < MAX_SPLITS:
         part = depth // (2 * splits)
         has_idle = splits * tiles * min(config.warpgroups, 2) < enough

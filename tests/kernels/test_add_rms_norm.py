@@ -64,6 +64,47 @@ def test_on_the_device_it_is_the_reference(case: Case):
         assert all(map(jnp.array_equal, first, again)), "a race"
 
 
+def with_rows_beside(case: Case) -> tuple[Any, jax.Array]:
+    """The case's arguments, and three rows that follow its own."""
+    rows = make_arguments(Case(3, case.hidden), jnp.bfloat16, seed=1)[0]
+    return make_arguments(case, jnp.bfloat16), rows[None]
+
+
+def assert_followed(found: Any, case: Case, beside: jax.Array) -> None:
+    total, joined = found
+    assert_same((total, joined[0, : case.rows]), case)
+    assert jnp.array_equal(joined[:, case.rows :], beside)
+
+
+@first_is_fast(TEST_CASES)
+def test_rows_beside_follow_the_norm(case: Case):
+    arguments, beside = with_rows_beside(case)
+    assert_followed(add_rms_norm(*arguments, EPS, beside=beside), case, beside)
+    interpret = plgpu.InterpretGPUParams(detect_races=True)
+    found = add_rms_norm_mosaic(*arguments, EPS, beside=beside, interpret=interpret)
+    jax.block_until_ready(found)
+    assert_followed(found, case, beside)
+
+
+@pytest.mark.parametrize("case", TEST_CASES, ids=str)
+def test_with_rows_beside_it_lowers_for_cuda(case: Case):
+    arguments, beside = jax.eval_shape(lambda: with_rows_beside(case))
+
+    def function(arguments: Any, beside: jax.Array) -> Any:
+        return add_rms_norm(*arguments, EPS, "mosaic_gpu", beside)
+
+    lowered = jax.jit(function).trace(arguments, beside).lower(lowering_platforms=("cuda",))
+    assert lowered.out_info[1].shape == (1, case.rows + 3, case.hidden)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", TEST_CASES, ids=str)
+def test_on_the_device_rows_beside_follow_the_norm(case: Case):
+    arguments, beside = with_rows_beside(case)
+    how = {"eps": EPS, "implementation": "mosaic_gpu", "beside": beside}
+    assert_followed(jax.jit(functools.partial(add_rms_norm, **how))(*arguments), case, beside)
+
+
 def assert_rounded(found: Any, case: Case) -> None:
     """What is rounded is the norm, which may differ in the last bit of a bfloat16."""
     total, rounded, scale = found

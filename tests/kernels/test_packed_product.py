@@ -30,12 +30,15 @@ from pallas_kernels.packed_product.tuning import (
     PackedTuning,
     choose_packed_splits,
     packed_tuning,
+    scales_weights,
 )
 from pallas_kernels.packed_product.widening import (
     BIAS,
+    FLOAT8_STEP,
     HALVES,
     WORD,
     biased_pairs,
+    float8_fours,
     word_offset,
 )
 from pallas_kernels.selection import Kernels
@@ -60,15 +63,16 @@ def exact(case: Case, *, of_kernel: bool) -> tuple[np.ndarray, np.ndarray]:
     """[S, M, V] in float64: the product, and the sums of the absolute values of its terms."""
     x, values, scale, zero, x_scale = arguments_of(case)
     groups = np.arange(case.depth) // case.group
-    steps = np.asarray(values if case.float8 else input_order(values), np.float64)
+    steps = np.asarray(values if case.float8 else input_order(values, case.x_bits), np.float64)
     if zero is not None:
         steps = steps - np.asarray(zero, np.float64).T[:, groups]
     weights = steps * np.asarray(scale, np.float64).T[:, groups]
-    if of_kernel and case.rows > SUMMED_ROWS:
+    if of_kernel and scales_weights(case.rows, case.x_bits):
         weights = weights.astype(jnp.bfloat16).astype(np.float64)
     rows = np.asarray(x, np.float64)
     if x_scale is not None:
-        rows = rows * np.asarray(x_scale, np.float64).T[: case.rows, groups]
+        of_input = groups if len(x_scale) > 1 else np.zeros_like(groups)
+        rows = rows * np.asarray(x_scale, np.float64).T[: case.rows, of_input]
     rows = rows.reshape(case.rows, case.num_splits, -1)
     weights = weights.reshape(case.width, case.num_splits, -1)
     return (
@@ -82,7 +86,7 @@ def assert_exact(
 ) -> None:
     wanted, terms = exact(case, of_kernel=of_kernel)
     assert found.shape == wanted.shape
-    share = FLOAT8_ERROR if case.float8 and on_device else ERROR
+    share = FLOAT8_ERROR if case.x_bits == 8 and on_device else ERROR
     assert (np.abs(np.asarray(found, np.float64) - wanted) <= share * terms).all()
 
 
@@ -94,7 +98,8 @@ def test_the_reference_is_the_product(case: Case):
 
 @first_is_fast(TEST_CASES)
 def test_interpreted_it_is_the_reference(case: Case):
-    for config in (None, *INTERPRETED):
+    fits = case.rows <= SUMMED_ROWS  # of more rows two of those blocks have no room
+    for config in (None, *INTERPRETED[: 2 * fits]):
         found = packed_product_mosaic(
             *arguments_of(case),
             num_splits=case.num_splits,
@@ -146,7 +151,7 @@ def test_variants_lower_for_cuda(config: PackedTuning):
 @pytest.mark.parametrize("config", [None, *VARIANTS], ids=str)
 def test_on_the_device_it_is_the_product(case: Case, config: PackedTuning | None):
     options = {"num_splits": case.num_splits, "dtype": FLOAT32, "config": config}
-    own = packed_tuning(case.rows, case.depth, case.width, float8=case.float8)
+    own = packed_tuning(case.rows, case.depth, case.width, case.weight_bits, case.x_bits)
     if case.width % (config or own).tile:
         pytest.skip("not of these outputs")
     if config is not None and case.rows > SUMMED_ROWS:
@@ -190,8 +195,8 @@ def test_unsupported_arguments_are_named(case: Case, message: str):
 
 def test_splits_are_whole_steps_and_most_multiprocessors_have_work():
     for case in BENCHMARK_CASES:
-        splits = choose_packed_splits(case.rows, case.depth, case.width, float8=case.float8)
-        config = packed_tuning(case.rows, case.depth, case.width, float8=case.float8)
+        sizes = (case.rows, case.depth, case.width, case.weight_bits, case.x_bits)
+        splits, config = choose_packed_splits(*sizes), packed_tuning(*sizes)
         assert case.depth % (splits * 128) == 0
         tiles = case.width // config.tile
         assert 96 <= splits * tiles <= max(config.ctas * 132, tiles)
@@ -207,6 +212,17 @@ def test_equally_padded_rows_have_the_same_kernel():
             assert len(kernels) == 1
 
 
+def stored_words(values: np.ndarray, bits: int) -> np.ndarray:
+    """A warpgroup's weights [OUTPUTS, block] in shared memory, as words, for rows of ``bits``."""
+    line = values.shape[1] // 2
+    stored = np.asarray(kernel_order(jnp.asarray(values), bits))
+    packed = ((stored[:, 1::2] & 15) << 4 | stored[:, ::2] & 15).astype(np.uint8)
+    memory = np.zeros(packed.size, np.uint8)
+    for address, byte in enumerate(packed.reshape(-1)):  # the copy engine swizzles addresses
+        memory[address ^ (address >> 7 & line // 16 - 1) << 4] = byte
+    return memory.view("<u4")
+
+
 @pytest.mark.parametrize("block", [128, 256])
 def test_a_thread_widens_the_weights_that_its_tensor_core_multiplies(block: int):
     """The arithmetic of the kernel's threads, on numbers, for one warpgroup.
@@ -215,22 +231,32 @@ def test_a_thread_widens_the_weights_that_its_tensor_core_multiplies(block: int)
     lane l, inputs 2 (l mod 4) and the next; the same 8 rows further; both again 8 inputs further
     (PTX ISA, wgmma, the fragment of matrix A).
     """
-    values = np.random.default_rng(0).integers(-8, 8, (64, block))
-    line, threads = block // 2, np.arange(128)
-    stored = np.asarray(kernel_order(jnp.asarray(values)))
-    packed = ((stored[:, 1::2] & 15) << 4 | stored[:, ::2] & 15).astype(np.uint8)
-    memory = np.zeros(64 * line, np.uint8)
-    for address, byte in enumerate(packed.reshape(-1)):  # the copy engine swizzles addresses
-        memory[address ^ (address >> 7 & line // 16 - 1) << 4] = byte
-    words = memory.view("<u4")
+    values, threads = np.random.default_rng(0).integers(-8, 8, (64, block)), np.arange(128)
+    words = stored_words(values, 16)
     for span, half in itertools.product(range(block // SPAN), range(2)):
-        word = words[word_offset(threads, span, half, line) // WORD]
+        word = words[word_offset(threads, span, half, block // 2) // WORD]
         for j, pair in enumerate(biased_pairs(word, HALVES)):
             found = np.stack([pair & 0xFFFF, pair >> 16], 1).astype(np.uint16).view(jnp.bfloat16)
             rows = threads // 32 * 16 + threads % 32 // 4 + 8 * half
             inputs = SPAN * span + 8 * j + 2 * (threads % 4)
             expected = np.stack([values[rows, inputs], values[rows, inputs + 1]], 1)
             assert np.array_equal(found.astype(np.int64) - BIAS, expected)
+
+
+@pytest.mark.parametrize("block", [128, 256])
+def test_a_thread_widens_weights_to_8_bit_floats_for_its_tensor_core(block: int):
+    """As above: of each 32 inputs a thread holds four registers of four weights: inputs
+    4 (l mod 4) and the next three; the same 8 rows further; both again 16 inputs further."""
+    values, threads = np.random.default_rng(0).integers(-8, 8, (64, block)), np.arange(128)
+    words = stored_words(values, 8)
+    for span, half in itertools.product(range(block // SPAN), range(2)):
+        word = words[word_offset(threads, span, half, block // 2) // WORD]
+        for h, four in enumerate(float8_fours(word)):
+            found = four.astype("<u4").view(np.uint8).view(jnp.float8_e4m3fn).reshape(-1, 4)
+            rows = threads // 32 * 16 + threads % 32 // 4 + 8 * half
+            inputs = SPAN * span + 16 * h + 4 * (threads % 4)
+            expected = values[rows[:, None], inputs[:, None] + np.arange(4)]
+            assert np.array_equal(found.astype(np.float64) / FLOAT8_STEP, expected)
 
 
 def test_products_of_8_bit_floats_take_the_kernels_where_they_fit():

@@ -25,7 +25,7 @@ from jaxspec.models import decoder
 from jaxspec.models.attention import PagedAttend
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.forward import Attend, make_pass, rms_norm
-from jaxspec.models.heads.block_context import AttendBeside, Context, WriteOnly, layers_beside
+from jaxspec.models.heads.block_context import AttendBeside, Context, WriteOnly
 from jaxspec.models.heads.lm_head import LMHeadCopy, target_logits
 from jaxspec.models.layer import Layer, layer_shape, run_layers
 from jaxspec.models.linear import Linear, linear_shape
@@ -33,6 +33,7 @@ from jaxspec.models.shapes import array_shape, vector
 from jaxspec.parallel import ONE_SHARD, WHOLE, Layout, Shards
 from jaxspec.pytree import Pytree, array, pytree, static
 from jaxspec.tensors import Filler, One
+from pallas_kernels.add_rms_norm.reference import followed_by
 from pallas_kernels.products import einsum_f32
 from pallas_kernels.selection import NO_KERNELS, Kernels
 
@@ -215,15 +216,15 @@ class BlockHead(Pytree):
         states: LayerStates,
         attend: Attend,
         kernels: Kernels = NO_KERNELS,
-        layers: tuple[Layer, ...] = (),
+        beside: Array | None = None,  # [1, R, H]
     ) -> tuple[Array, LayerStates]:
         """One pass over a block: the normed outputs at each drafted position [B, depth, H], which
-        the target's LM head reads, and the states. ``layers``: in place of the head's own."""
+        the target's LM head reads, and the states. ``beside``: see run_layers."""
         x = decoder.plain_embed(target, block).astype(self.dtype)
         eps = self.config.rms_norm_eps
         step = make_pass(self.config.layers, positions, attend, eps, self.layout, kernels)
-        first = step.norm(x, self.layers[0].input_norm)
-        _, normed, states = run_layers(layers or self.layers, x, first, states, step, self.norm)
+        first = followed_by(step.norm(x, self.layers[0].input_norm), beside)
+        _, normed, states = run_layers(self.layers, x, first, states, step, self.norm, beside)
         return normed if self.predicts_next else normed[:, 1:], states
 
     def outputs_beside(
@@ -237,9 +238,8 @@ class BlockHead(Pytree):
     ) -> tuple[Array, LayerStates]:
         """``outputs`` of a block whose pass also writes the keys and values of a context."""
         positions = context.beside(attend.positions, context.positions)
-        layers = layers_beside(self.layers, context)
-        beside = AttendBeside(attend, context)
-        return self.outputs(target, block, positions, states, beside, kernels, layers)
+        both = AttendBeside(attend, context)
+        return self.outputs(target, block, positions, states, both, kernels, context.rows)
 
     def logits(self, target: Decoder, outputs: Array, kernels: Kernels = NO_KERNELS) -> Array:
         """This shard's float32 logits of outputs, before a Markov head: [B, depth, V / shards]."""

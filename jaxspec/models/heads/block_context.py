@@ -7,17 +7,14 @@ once.
 
 import dataclasses
 import math
-from typing import Any
 
-import jax.numpy as jnp
 from jax import Array
 
 from jaxspec.cache import PagedKV
 from jaxspec.models.attention import PagedAttend, write_heads
-from jaxspec.models.forward import ForwardPass, Heads
-from jaxspec.models.layer import Layer
-from jaxspec.models.linear import Addend
+from jaxspec.models.forward import Heads
 from jaxspec.pytree import Pytree, array, pytree
+from pallas_kernels.add_rms_norm.reference import followed_by
 
 
 @pytree
@@ -45,8 +42,12 @@ class Context(Pytree):
     def beside(self, block: Array, own: Array) -> Array:
         """An array [B, T, ...] of the block's tokens and the ``own`` one [B, S, ...] of these, as
         that of one sequence: [1, B * T + B * S, ...], the block's first."""
-        parts = [x.reshape(1, -1, *x.shape[2:]) for x in (block, own)]
-        return jnp.concatenate(parts, axis=1)
+        return followed_by(block, own.reshape(1, -1, *own.shape[2:]))
+
+    @property
+    def rows(self) -> Array:
+        """The fused states, as those of one sequence: [1, B * S, H]."""
+        return self.fused.reshape(1, -1, self.fused.shape[-1])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,21 +63,3 @@ class AttendBeside:
         queries, state = write_heads(state, heads, self.context.beside(slots, self.context.slots))
         own = queries[0, : math.prod(slots.shape)].reshape(*slots.shape, *queries.shape[2:])
         return self.block.attended(own, state, heads, window), state
-
-
-@dataclasses.dataclass(frozen=True)
-class MixerBeside:
-    """A mixer whose input is a block's tokens and a context beside them; see AttendBeside."""
-
-    mixer: Any
-    context: Context
-
-    reader = None  # the input is put together with the context first
-
-    def __call__(self, x: Array, state: Any, step: ForwardPass) -> tuple[Addend, Any]:
-        return self.mixer(self.context.beside(x, self.context.fused), state, step)
-
-
-def layers_beside(layers: tuple[Layer, ...], context: Context) -> tuple[Layer, ...]:
-    """The layers, for a pass over a block's tokens with a context beside them."""
-    return tuple(layer.replace(mixer=MixerBeside(layer.mixer, context)) for layer in layers)

@@ -142,7 +142,8 @@ class BlockDrafter(DrafterDefaults):
 
     def _reads_beside(self, tokens: int) -> bool:
         """Whether one pass reads so many tokens of blocks and their context."""
-        rounds = isinstance(self.head.layers[0].mixer.reader, ReadsRounded)
+        reader = self.head.layers[0].mixer.reader
+        rounds = isinstance(reader, ReadsRounded) and reader.rounds
         return tokens <= (MOST_ROUNDED_BESIDE if rounds else MOST_BESIDE)
 
     def _tree(self, target: Decoder, proposer: Proposer, roots: Array, logits: Array) -> DraftTree:
