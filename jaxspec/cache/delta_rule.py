@@ -10,11 +10,14 @@ All functions are of B rows, G key heads with r value heads each, and T tokens, 
 whatever its inputs are: it is selected away.
 """
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxspec.pytree import Pytree, array, pytree
 from pallas_kernels.delta_rule import Tokens
+
+LONGEST_CHUNK = 64  # of ``sequences``: longer ones take more work, shorter ones more steps
 
 
 @pytree
@@ -102,6 +105,52 @@ def chunk(s: Array, q: Array, inputs: DeltaInputs) -> tuple[Array, Array]:
     out = jnp.exp(log_decay)[..., None] * _einsum("bigd,bgred->bgrie", q, s)
     out = out + _einsum("bgrij,bgrje->bgrie", scores, writes)
     return out.transpose(0, 3, 1, 2, 4), _after_chunk(s, inputs, writes, log_decay)
+
+
+def sequences(q: Array, inputs: DeltaInputs) -> Array:
+    """Outputs [B, T, G, r, Dv] of whole sequences with queries [B, T, G, Dk], from empty states.
+
+    For training: as little as possible depends on the state, the rest is computed for all chunks
+    at once. So the sequential part is two products a chunk, and its gradient four. Rounds otherwise
+    than ``chunk``.
+    """
+    length = q.shape[1]
+    count = -(-length // LONGEST_CHUNK)
+    size = -(-length // count)
+
+    def chunks(x: Array) -> Array:
+        """[B, T, G, ...] -> [m, B, G, C, ...], with tokens at the end that change nothing."""
+        padded = jnp.pad(x, ((0, 0), (0, count * size - length), *((0, 0),) * (x.ndim - 2)))
+        parts = padded.reshape(len(x), count, size, *x.shape[2:])
+        return jnp.moveaxis(parts, (1, 2), (0, 3))
+
+    q, k, v = chunks(q), chunks(inputs.k), jnp.moveaxis(chunks(inputs.v), 3, 4)
+    beta = jnp.moveaxis(chunks(inputs.beta), 3, 4)[..., None]  # [m, B, G, r, C, 1]
+    log_decay = jnp.cumsum(jnp.moveaxis(chunks(inputs.g), 3, 4), axis=-1)  # [m, B, G, r, C]
+    decay, total = jnp.exp(log_decay)[..., None], log_decay[..., -1:]
+    by_head = k[:, :, :, None]
+    gram = _einsum("mbgid,mbgjd->mbgij", k, k)[:, :, :, None]
+    system = beta * _decays(log_decay, jnp.tri(size, k=-1, dtype=bool)) * gram
+    inverse = _differentiable_inverse(system)
+    of_values = _einsum("mbgrij,mbgrje->mbgrie", inverse, beta * v)
+    of_state = _einsum("mbgrij,mbgrjd->mbgrid", inverse, beta * decay * by_head)
+    kept = jnp.exp(total - log_decay)[..., None] * by_head
+
+    def step(s: Array, part: tuple[Array, ...]) -> tuple[Array, tuple[Array, Array]]:
+        """``s`` [B, G, r, Dk, Dv], not transposed here."""
+        of_values, of_state, kept, total = part
+        writes = of_values - _einsum("bgrid,bgrde->bgrie", of_state, s)
+        after = jnp.exp(total)[..., None] * s + _einsum("bgrid,bgrie->bgrde", kept, writes)
+        return after, (s, writes)
+
+    empty = jnp.zeros((*v.shape[1:4], k.shape[-1], v.shape[-1]), v.dtype)
+    _, (s, writes) = lax.scan(step, empty, (of_values, of_state, kept, total))
+    scores = _einsum("mbgid,mbgjd->mbgij", q, k)[:, :, :, None]
+    scores = scores * _decays(log_decay, jnp.tri(size, dtype=bool))
+    out = decay * _einsum("mbgid,mbgrde->mbgrie", q, s)
+    out = out + _einsum("mbgrij,mbgrje->mbgrie", scores, writes)
+    out = out.transpose(1, 0, 4, 2, 3, 5)  # [B, m, C, G, r, Dv]
+    return out.reshape(len(out), count * size, *out.shape[3:])[:, :length]
 
 
 def tree(
@@ -207,6 +256,26 @@ def _inverse(below: Array) -> Array:
         result = result - _einsum("...ij,...jk->...ik", between, result)
         block *= 2
     return result
+
+
+@jax.custom_vjp
+def _differentiable_inverse(below: Array) -> Array:
+    """``_inverse``, of which the gradient keeps the result alone, and none of the blocks."""
+    return _inverse(below)
+
+
+def _inverse_forward(below: Array) -> tuple[Array, Array]:
+    result = _inverse(below)
+    return result, result
+
+
+def _inverse_backward(result: Array, cotangent: Array) -> tuple[Array]:
+    """From M = (I + L)^-1 follows dM = -M dL M."""
+    left = _einsum("...ji,...jk->...ik", result, cotangent)
+    return (jnp.tril(-_einsum("...ij,...kj->...ik", left, result), -1),)
+
+
+_differentiable_inverse.defvjp(_inverse_forward, _inverse_backward)
 
 
 def _after_chunk(s: Array, inputs: DeltaInputs, writes: Array, log_decay: Array) -> Array:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxspec.cache import Geometry
-from jaxspec.cache.delta_rule import DeltaInputs
+from jaxspec.cache.delta_rule import DeltaInputs, sequences
 from jaxspec.cache.recurrent import DeltaNodes, DeltaState
 from jaxspec.config.gated_delta import GatedDeltaConfig
 from jaxspec.models.attention import PagedAttend
@@ -80,8 +80,7 @@ class GatedDelta(Pytree):
         if ancestors is not None and depth is not None:
             return own.read_tree(rows, lens, q, new, ancestors, depth, step.kernels)
         if state is None:
-            out, _ = own.read_run(rows, lens, counts, q, new)
-            return out, None
+            return sequences(q, inputs), None
         return own.read_run(rows, lens, counts, q, new, step.kernels)
 
     def _split(self, channels: Array) -> tuple[Array, Array, Array]:

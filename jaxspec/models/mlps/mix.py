@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxspec.config.experts import ClampedSwiglu
+from jaxspec.models.attention import PagedAttend
 from jaxspec.models.expert_linear import ExpertLinear
 from jaxspec.models.forward import ForwardPass, gated
 from jaxspec.models.mlps.routing import Routes
@@ -25,6 +26,9 @@ from pallas_kernels.activations import Clamp, units_of
 from pallas_kernels.products import einsum_f32
 
 MOST_ROWS = 512  # of every_expert at a time, which bounds its memory: [rows, E, 2, F] values
+# Of these values where no state is kept, as in training: there are many rows, and small experts
+# would take shorter for 512 of them than their kernels take to launch.
+MOST_VALUES = 1 << 26
 LARGEST_BLOCK = 64  # rows of one expert that own_blocks multiplies at a time
 
 
@@ -70,7 +74,11 @@ def mix(own: Own, x: Array, routes: Routes, num_experts: int, step: ForwardPass)
         return mixed.astype(x.dtype)
     if routes.experts.size <= num_experts:
         return chosen_experts(own, x, routes).astype(x.dtype)
-    mixed = lax.platform_dependent(own, x, routes, cpu=own_blocks, default=every_expert)
+    most_rows = MOST_ROWS
+    if not isinstance(step.attend, PagedAttend):
+        most_rows = max(MOST_ROWS, MOST_VALUES // own.gate_up.weight[:, 0].size)
+    every = functools.partial(every_expert, most_rows=most_rows)
+    mixed = lax.platform_dependent(own, x, routes, cpu=own_blocks, default=every)
     return mixed.astype(x.dtype)
 
 
@@ -110,20 +118,21 @@ def chosen_experts(own: Own, x: Array, routes: Routes) -> Array:
     return _total(mixed)
 
 
-def every_expert(own: Own, x: Array, routes: Routes) -> Array:
-    """For many rows on GPUs: every expert multiplies every row. Float32 [N, H].
+def every_expert(own: Own, x: Array, routes: Routes, most_rows: int | None = None) -> Array:
+    """For many rows on GPUs: every expert multiplies every row, ``most_rows`` (MOST_ROWS) at a
+    time. Float32 [N, H].
 
     Two dense products, which read each expert once. Up to some hundred rows a GPU takes as long to
     read the experts as to multiply; then the cost grows with E / k times the needed work.
     """
-    num_rows = len(x)
-    if num_rows <= MOST_ROWS:
+    num_rows, most_rows = len(x), most_rows or MOST_ROWS
+    if num_rows <= most_rows:
         return _every_expert(own, x, routes)
-    missing = -num_rows % MOST_ROWS
+    missing = -num_rows % most_rows
 
     def parts(values: Array) -> Array:
         padded = jnp.pad(values, ((0, missing), (0, 0)))
-        return padded.reshape(-1, MOST_ROWS, values.shape[-1])
+        return padded.reshape(-1, most_rows, values.shape[-1])
 
     in_parts = parts(x), Routes(*map(parts, routes))
     mixed = lax.map(lambda part: _every_expert(own, *part), in_parts)
@@ -138,11 +147,18 @@ def _every_expert(own: Own, x: Array, routes: Routes) -> Array:
     gate_up = einsum_f32("nh,ehtf->netf", x, own.gate_up.weight).astype(x.dtype)
     if own.gate_up.bias is not None:
         gate_up = gate_up + own.gate_up.bias
-    units = own.hidden_units(gate_up, weights, is_chosen)
-    mixed = einsum_f32("nef,efh->nh", units, own.down.weight)
+    mixed = _down(own, gate_up, weights, is_chosen)
     if own.down.bias is None:
         return mixed
     return mixed + jnp.einsum("ne,eh->nh", weights, own.down.bias.astype(jnp.float32))
+
+
+@jax.checkpoint
+def _down(own: Own, gate_up: Array, weights: Array, is_chosen: Array) -> Array:
+    """From gate and up [N, E, 2, F] to float32 [N, H]. A gradient computes the hidden units again:
+    kept, with what they are made of, they would be several times ``gate_up``."""
+    units = own.hidden_units(gate_up, weights, is_chosen)
+    return einsum_f32("nef,efh->nh", units, own.down.weight)
 
 
 def own_blocks(own: Own, x: Array, routes: Routes) -> Array:
