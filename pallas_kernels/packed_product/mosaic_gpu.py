@@ -44,7 +44,9 @@ from pallas_kernels.packed_product.tuning import (
     scales_weights,
 )
 
-COPYING_REGISTERS = 32  # of a thread that copies, where those that multiply take more
+# Of a thread that copies, where those that multiply take more. A CTA of three warpgroups has 168
+# registers a thread: two with 240 and one with 24 need no more, and with more they would wait forever.
+COPYING_REGISTERS = 24
 
 
 # Traced once for all layers of a model.
