@@ -10,7 +10,7 @@ import pytest
 from jax import Array
 
 from jaxspec.cache import CommittedPath, Geometry, delta_rule
-from jaxspec.cache.delta_rule import DeltaInputs
+from jaxspec.cache.delta_rule import LONGEST_CHUNK, DeltaInputs
 from jaxspec.cache.recurrent import DeltaNodes, DeltaState
 from jaxspec.parallel import Layout
 from jaxspec.speculation.tree import DraftTree, unpack_mask
@@ -171,6 +171,43 @@ def test_prompts_read_in_chunks_agree_with_the_recurrence_and_leave_the_same_bit
     for state, out in zip(states[1:], outputs[1:], strict=True):
         assert_same_bits(state, states[0], size)
         assert np.abs(out - outputs[0]).max() < TOLERANCE
+
+
+@pytest.mark.parametrize("length", [1, 7, LONGEST_CHUNK, 2 * LONGEST_CHUNK + 5])
+def test_whole_sequences_and_their_gradients_agree_with_the_recurrence(length: int):
+    rng = np.random.default_rng(3)
+    q, inputs = random_inputs(rng, 2, length)
+    weights = rng.standard_normal(inputs.v.shape).astype(np.float32)
+    start = jnp.zeros((2, GROUPS, VALUES, V_DIM, K_DIM))
+
+    def by_definition(q: Array, inputs: DeltaInputs) -> Array:
+        return delta_rule.recurrence(start, q, inputs)[0]
+
+    def with_gradient(read: Any) -> tuple[Array, Any]:
+        def total(q: Array, inputs: DeltaInputs) -> tuple[Array, Array]:
+            out = read(q, inputs)
+            return jnp.sum(weights * out), out
+
+        gradient = jit(jax.grad(total, argnums=(0, 1), has_aux=True))
+        gradients, out = gradient(q, inputs)
+        return out, gradients
+
+    out, gradients = with_gradient(delta_rule.sequences)
+    want, wanted = with_gradient(by_definition)
+    np.testing.assert_allclose(out, want, atol=TOLERANCE)
+    for one, other in zip(jax.tree.leaves(gradients), jax.tree.leaves(wanted), strict=True):
+        assert np.abs(one - other).max() <= TOLERANCE * np.abs(other).max()
+
+
+def test_sequences_of_like_keys_that_hardly_decay_agree_with_the_recurrence():
+    """There powers of the triangular matrix, of which an inverse could be the sum, are huge."""
+    q, inputs = random_inputs(np.random.default_rng(4), 1, 2 * LONGEST_CHUNK)
+    like = inputs.k + 4 * inputs.k[:, :1]
+    like = like / np.linalg.norm(like, axis=-1, keepdims=True)
+    inputs = inputs.replace(k=like, g=inputs.g / 1000, beta=np.full_like(inputs.beta, 0.99))
+    want, _ = in_numpy(*jax.tree.map(lambda x: x[0], (q, inputs)))
+    out = jit(delta_rule.sequences)(q, inputs)[0]
+    assert np.abs(want - out).max() < TOLERANCE * np.abs(want).max()
 
 
 def assert_same_bits(state: DeltaState, other: DeltaState, lens: int) -> None:

@@ -1,16 +1,21 @@
 """Routing, and the three ways of multiplying by experts, against what is written out in NumPy."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxspec.config.experts import ClampedSwiglu, ExpertsConfig, RoutingConfig
+from jaxspec.models.attention import PagedAttend, dense_causal_attend
+from jaxspec.models.forward import ForwardPass
 from jaxspec.models.mlps import mix
 from jaxspec.models.mlps.experts import experts_shape
 from jaxspec.models.mlps.routing import Routes, choose_experts
 from jaxspec.parallel import Layout, Shards
 from jaxspec.quantization.schemes import in_scheme
+from pallas_kernels.selection import NO_KERNELS
 from pallas_kernels.top_k import top_k
 from tests.random_experts import random_own, random_rows, written_out
 
@@ -54,6 +59,39 @@ def test_devices_add_their_share(monkeypatch):
             down = jax.tree.map(lambda leaf, first=first: leaf[first : first + 4], own.down)
             shares.append(way(own.replace(gate_up=part, down=down, first=first), x, routes))
         np.testing.assert_allclose(sum(shares), written_out(own, x, routes), atol=2e-5)
+
+
+@pytest.mark.parametrize("activation", [None, CLAMPED])
+def test_ways_for_many_rows_have_the_gradient_of_the_way_for_few(activation):
+    own = random_own(8, 32, 40, activation)
+    x, routes = random_rows(24, 32, 8, 2, seed=1)
+    cotangent = jnp.asarray(random_rows(24, 32, 8, 2, seed=2)[0])
+
+    def gradient(way):
+        def total(gate_up, down, x, weights):
+            used = own.replace(gate_up=gate_up, down=down)
+            return jnp.sum(cotangent * way(used, x, routes._replace(weights=weights)))
+
+        found = jax.jit(jax.grad(total, argnums=(0, 1, 2, 3)))
+        return jax.tree.leaves(found(own.gate_up, own.down, jnp.asarray(x), routes.weights))
+
+    expected = gradient(mix.chosen_experts)
+    for way in (mix.every_expert, functools.partial(mix.every_expert, most_rows=10)):
+        for one, other in zip(gradient(way), expected, strict=True):
+            np.testing.assert_allclose(one, other, atol=1e-5 * np.abs(other).max())
+
+
+@pytest.mark.parametrize(("paged", "loops"), [(True, True), (False, False)])
+def test_passes_that_keep_nothing_take_small_experts_in_one_part(paged, loops):
+    own = random_own(8, 32, 40, None)
+    x, routes = random_rows(mix.MOST_ROWS + 1, 32, 8, 2, seed=1)
+    places = ("rows", "page_table", "context_lens", "slots", "positions", "kv_lens")
+    unread = dict.fromkeys(places, jnp.zeros(1))
+    attend = PagedAttend(**unread) if paged else dense_causal_attend
+    step = ForwardPass(attend, {}, 1e-6, Layout(), NO_KERNELS)
+    mixed = jax.jit(lambda own, x, routes: mix.mix(own, x, routes, 8, step))
+    lowered = mixed.trace(own, jnp.asarray(x), routes).lower(lowering_platforms=("cuda",))
+    assert ("stablehlo.while" in lowered.as_text()) == loops
 
 
 def test_softmax_of_all_or_of_the_chosen():
