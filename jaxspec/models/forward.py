@@ -87,9 +87,8 @@ class ForwardPass:
     ) -> tuple[Array, Any]:
         """(x + product, its norm); without a weight the second is the sum itself.
 
-        ``reader``: what alone reads the norm. If it rounds its input to 8-bit floats, it may get
-        RoundedRows, which the same launch makes. ``beside`` [1, R, H]: rows that follow the
-        norm's, which is then [1, B * T + R, H].
+        ``reader``: what alone reads the norm; if it rounds its input, it may get RoundedRows of the
+        same launch. ``beside`` [1, R, H]: rows that follow the norm's, [1, B * T + R, H] in all.
         """
         if isinstance(product, Product) and weight is not None:
             axis = self._axis_of_kernel(x, product, weight)
@@ -105,13 +104,12 @@ class ForwardPass:
                 total = x + sum_partials(partials, len(x), x.dtype)
                 both = total, followed_by(self.norm(total, weight), beside)
                 return lax.optimization_barrier(both) if self.apart else both
-            implementation = self.kernels.implementation("add_rms_norm")
+            how = self.eps, self.kernels.implementation("add_rms_norm")
             if beside is None and self._rounds(x, reader):
-                how = self.eps, implementation
                 total, rounded, scale = add_rms_norm_rounded(x, partials, weight, *how)
                 both = total, RoundedRows(values=rounded, scale=scale, dtype=x.dtype)
             else:
-                both = add_rms_norm(x, partials, weight, self.eps, implementation, beside)
+                both = add_rms_norm(x, partials, weight, *how, beside)
             return lax.optimization_barrier(both) if self.apart else both
 
     def _rounds(self, x: Array, reader: AnyLinear | None) -> bool:
@@ -150,9 +148,8 @@ class ForwardPass:
         with jax.named_scope("norm"):
             if self.apart:
                 partials = lax.optimization_barrier(partials)
-            both = reduce_add_rms_norm(
-                x, partials, weight, self.eps, axis, self.exchange, "mosaic_gpu"
-            )
+            how = self.eps, axis, self.exchange, "mosaic_gpu"
+            both = reduce_add_rms_norm(x, partials, weight, *how)
             return lax.optimization_barrier(both) if self.apart else both
 
     def heads(

@@ -24,7 +24,7 @@ from jaxspec.config.model import ModelConfig
 from jaxspec.models import decoder
 from jaxspec.models.attention import PagedAttend
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.forward import Attend, make_pass, rms_norm
+from jaxspec.models.forward import Attend, followed_by, make_pass, rms_norm
 from jaxspec.models.heads.block_context import AttendBeside, Context, WriteOnly
 from jaxspec.models.heads.lm_head import LMHeadCopy, target_logits
 from jaxspec.models.layer import Layer, layer_shape, run_layers
@@ -33,7 +33,6 @@ from jaxspec.models.shapes import array_shape, vector
 from jaxspec.parallel import ONE_SHARD, WHOLE, Layout, Shards
 from jaxspec.pytree import Pytree, array, pytree, static
 from jaxspec.tensors import Filler, One
-from pallas_kernels.add_rms_norm.reference import followed_by
 from pallas_kernels.products import einsum_f32
 from pallas_kernels.selection import NO_KERNELS, Kernels
 

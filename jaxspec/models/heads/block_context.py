@@ -12,9 +12,8 @@ from jax import Array
 
 from jaxspec.cache import PagedKV
 from jaxspec.models.attention import PagedAttend, write_heads
-from jaxspec.models.forward import Heads
+from jaxspec.models.forward import Heads, followed_by
 from jaxspec.pytree import Pytree, array, pytree
-from pallas_kernels.add_rms_norm.reference import followed_by
 
 
 @pytree
