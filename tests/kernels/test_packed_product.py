@@ -22,7 +22,7 @@ from pallas_kernels.packed_product.cases import (
     Case,
     make_arguments,
 )
-from pallas_kernels.packed_product.mosaic_gpu import packed_product_mosaic
+from pallas_kernels.packed_product.mosaic_gpu import COPYING_REGISTERS, packed_product_mosaic
 from pallas_kernels.packed_product.order import SPAN, input_order, kernel_order
 from pallas_kernels.packed_product.tuning import (
     SUMMED_ROWS,
@@ -200,6 +200,17 @@ def test_splits_are_whole_steps_and_most_multiprocessors_have_work():
         assert case.depth % (splits * 128) == 0
         tiles = case.width // config.tile
         assert 96 <= splits * tiles <= max(config.ctas * 132, tiles)
+
+
+def test_warpgroups_take_no_more_registers_than_a_cta_has():
+    """A warpgroup that asks for more waits forever."""
+    for case in BENCHMARK_CASES:
+        config = packed_tuning(case.rows, case.depth, case.width, case.weight_bits, case.x_bits)
+        if config.registers is not None:
+            warpgroups = config.warpgroups + 1
+            share = 65536 // (128 * warpgroups) // 8 * 8  # of a thread, when the kernel starts
+            taken = config.warpgroups * config.registers + COPYING_REGISTERS
+            assert config.registers > share and taken <= warpgroups * share
 
 
 def test_equally_padded_rows_have_the_same_kernel():
