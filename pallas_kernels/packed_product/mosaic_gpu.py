@@ -44,8 +44,8 @@ from pallas_kernels.packed_product.tuning import (
     scales_weights,
 )
 
-# Of a thread that copies, where those that multiply take more. A CTA of three warpgroups starts with
-# 168 registers a thread. Two with 240 and one with 24 need no more; with more they wait forever.
+# Of a thread that copies, where those that multiply take more. A CTA of three warpgroups has 168 a
+# thread at first. Two with 240 and one with 24 need no more; with more they would wait forever.
 COPYING_REGISTERS = 24
 
 
