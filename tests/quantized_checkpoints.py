@@ -110,12 +110,23 @@ def gptq(
     return Format(config, write)
 
 
-def compressed(bits: int = 4, group: int | None = 32, *, symmetric: bool = True) -> Format:
-    """``group`` None: a scale for each output."""
+def compressed(
+    bits: int = 4,
+    group: int | None = 32,
+    *,
+    symmetric: bool = True,
+    rounds: bool = False,
+    ordered: bool = False,
+) -> Format:
+    """``group`` None: a scale for each output. ``rounds``: inputs are rounded (W4AFP8)."""
 
     def write(weight: np.ndarray, rng: np.random.Generator) -> tuple[Tensors, np.ndarray]:
-        size = group or weight.shape[1]
-        q, scale, zero = rounded(weight, bits, size, rng, symmetric=symmetric)
+        size, inputs = group or weight.shape[1], weight.shape[1]
+        # As of ``gptq``.
+        order = np.random.default_rng(inputs).permutation(inputs) if ordered else np.arange(inputs)
+        q, scale, zero = rounded(weight[:, order], bits, size, rng, symmetric=symmetric)
+        groups = np.empty(inputs, np.int32)
+        groups[order], q[:, order] = np.arange(inputs) // size, q.copy()
         tensors = {
             "weight_packed": words(q, bits),
             "weight_scale": scale,
@@ -123,14 +134,18 @@ def compressed(bits: int = 4, group: int | None = 32, *, symmetric: bool = True)
         }
         if not symmetric:
             tensors["weight_zero_point"] = np.ascontiguousarray(words(zero.T, bits).T)
-        return tensors, dense(q, scale, zero, np.arange(weight.shape[1]) // size)
+        if ordered:
+            tensors["weight_g_idx"] = groups
+        return tensors, dense(q, scale, zero, groups)
 
     weights = {
         **{"num_bits": bits, "type": "int", "symmetric": symmetric, "dynamic": False},
         **{"strategy": "group" if group else "channel", "group_size": group},
         **{"observer": "minmax", "observer_kwargs": {}, "block_structure": None, "actorder": None},
     }
-    return Format(_compressed_config("pack-quantized", weights, None), write)
+    inputs = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
+    inputs |= {"symmetric": True, "group_size": None, "observer": None, "observer_kwargs": {}}
+    return Format(_compressed_config("pack-quantized", weights, inputs if rounds else None), write)
 
 
 def float8_channel() -> Format:
@@ -186,6 +201,8 @@ FORMATS = {
     "compressed": compressed(),
     "compressed, zeros": compressed(symmetric=False),
     "compressed 8 bits, channels": compressed(8, None),
+    "compressed, rounded inputs": compressed(rounds=True),
+    "compressed act-order, rounded inputs": compressed(rounds=True, ordered=True),
     "float8": float8_channel(),
     "float8 blocks": float8_blocks(),
 }

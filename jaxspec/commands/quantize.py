@@ -36,7 +36,7 @@ from jaxspec.quantizer.report import Report, perplexity_lines, write_report
 from jaxspec.quantizer.rounding import Grid
 from jaxspec.quantizer.run import Quantization, Text
 from jaxspec.quantizer.scoring import score
-from jaxspec.quantizer.writing import FORMATS, FormatName, Plan
+from jaxspec.quantizer.writing import FORMATS, Activations, FormatName, Plan
 from jaxspec.text_scores import difference, summarize
 from jaxspec.tokenizer import load_tokenizer
 from jaxspec.training.draft_data import Examples, read_examples
@@ -65,6 +65,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--group", type=int, default=128, help="inputs that share a scale; -1: all of them")
     add("--symmetric", action=argparse.BooleanOptionalAction, help="no zeros, or groups with zeros "
         "(default: zeros for awq only)")  # fmt: skip
+    add("--activations", choices=get_args(Activations), help="fp8: readers round the inputs of "
+        "products to e4m3, a scale for each token (4 bits, symmetric)")  # fmt: skip
     add("--order", choices=get_args(Order), default=GptqConfig().order, help="order of gptq's "
         "columns: static and mixed take the largest inputs first (act-order); mixed groups them "
         "in this order, which files must list")  # fmt: skip
@@ -94,6 +96,7 @@ def plan_of(args: argparse.Namespace) -> Plan:
         gptq=GptqConfig(args.order, args.damping),
         format=args.format or OWN_FORMAT[args.method],
         lm_head=args.lm_head,
+        activations=args.activations,
     )
 
 

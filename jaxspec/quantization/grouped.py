@@ -176,10 +176,12 @@ def grouped_shape(
     *,
     zero: bool = False,
     mixed: bool = False,
+    rounds: bool = False,
 ) -> GroupedLinear:
     """A GroupedLinear of ShapeDtypeStructs in place of a Linear of such.
 
-    ``zero`` and ``mixed``: whether it has zeros, and groups in mixed order.
+    ``zero``, ``mixed`` and ``rounds``: whether it has zeros, groups in mixed order, and rounds its
+    inputs.
     """
     size, *outputs = linear.weight.shape
     return GroupedLinear(
@@ -190,6 +192,7 @@ def grouped_shape(
         bias=linear.bias,
         axes=linear.axes,
         activations=jnp.dtype(linear.dtype),
+        rounds=rounds,
     )
 
 

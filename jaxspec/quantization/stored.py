@@ -77,15 +77,17 @@ def _shapes(
     dtype, scale_dtype = DTYPES[values.dtype], DTYPES[scale.dtype]
     if dtype == E4M3:
         return float8_shape(linear, num_groups, scale_dtype)
-    zero = f"{name}.zero" in stored
-    return grouped_shape(linear, num_groups, dtype, scale_dtype, zero=zero, mixed=mixed)
+    zero, rounds = (f"{name}.{kind}" in stored for kind in ("zero", "rounds"))
+    return grouped_shape(
+        linear, num_groups, dtype, scale_dtype, zero=zero, mixed=mixed, rounds=rounds
+    )
 
 
 def _check_alike(stored: Mapping[str, CheckpointTensor], names: tuple[str, ...]) -> None:
     """Raise ValueError unless these modules are quantized alike."""
     first, *others = names
     for other in others:
-        for kind in ("values", "scale", "zero", "groups"):
+        for kind in ("values", "scale", "zero", "groups", "rounds"):
             ours, theirs = (stored.get(f"{name}.{kind}") for name in (first, other))
             if _signature(ours, kind) != _signature(theirs, kind):
                 raise ValueError(

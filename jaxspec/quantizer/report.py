@@ -42,7 +42,8 @@ class Report:
         group = "a scale for each output" if grid["group"] is None else f"groups of {grid['group']}"
         zeros = "symmetric" if grid["symmetric"] else "with zeros"
         order = f", order {plan['gptq']['order']}" if plan["method"] == "gptq" else ""
-        return f"{plan['method']}, {grid['bits']} bits, {group}, {zeros}{order}"
+        inputs = "" if plan["activations"] is None else ", activations rounded to e4m3"
+        return f"{plan['method']}, {grid['bits']} bits, {group}, {zeros}{order}{inputs}"
 
 
 def write_report(report: Report, directory: Path) -> None:
@@ -95,8 +96,14 @@ def perplexity_lines(report: Report) -> list[str]:
         *lines,
         "",
         f"On the same {report.after.sequences} sequences ({report.after.tokens:,} tokens) the "
-        f"quantized model is worse by {_with_interval(worse, interval, 4)} nats a token.",
+        f"quantized model is worse by {_with_interval(worse, interval, 4)} nats a token"
+        f"{_rounding_in(report)}.",
     ]
+
+
+def _rounding_in(report: Report) -> str:
+    """What is said of the difference if readers round activations."""
+    return "" if report.plan["activations"] is None else ", with its activations rounded, too"
 
 
 def _with_interval(value: float, interval: tuple[float, float], digits: int) -> str:

@@ -93,7 +93,8 @@ class Quantization:
 
     def _fingerprint(self) -> dict[str, Any]:
         plan = dataclasses.asdict(self._plan)
-        del plan["format"]  # the same numbers may be written in another one
+        for name in ("format", "activations"):  # the same numbers may be written otherwise
+            del plan[name]
         text = None if self._text is None else [self._text.digest(), self._text.batch]
         return {**plan, "model": self._checkpoint.fingerprint(), "text": text}
 

@@ -20,6 +20,7 @@ from jaxspec.quantizer.rounding import Grid, Rounded
 from jaxspec.version import __version__
 
 FormatName = Literal["awq", "gptq", "compressed-tensors", "dense"]
+Activations = Literal["fp8"]
 FORMATS: tuple[FormatName, ...] = get_args(FormatName)
 MAX_FILE_BYTES = 1 << 30  # of tensors, which are held until their file is full
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt")
@@ -34,6 +35,8 @@ class Plan:
     Attributes:
       grid: without meaning for fp8.
       lm_head: whether the LM head is quantized.
+      activations: what readers round integer weights' inputs to; None: they stay as they are. It
+        changes what config.json says, no weight.
     """
 
     method: Method
@@ -41,6 +44,7 @@ class Plan:
     gptq: GptqConfig
     format: FormatName
     lm_head: bool
+    activations: Activations | None = None
 
     @property
     def is_mixed(self) -> bool:
@@ -51,6 +55,8 @@ class Plan:
 def check_plan(plan: Plan, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raise ValueError for what a format cannot hold; ``shapes`` are [out, in] of projections."""
     grid, name = plan.grid, plan.format
+    if plan.activations is not None:
+        _check_activations(plan)
     if plan.method == "fp8":
         if name not in ("compressed-tensors", "dense"):
             raise ValueError(f"format {name} has no 8-bit floats: take compressed-tensors")
@@ -76,6 +82,20 @@ def check_plan(plan: Plan, shapes: Mapping[str, tuple[int, ...]]) -> None:
                 f"{module} is [{outputs}, {size}]: format {name} packs {per_word(grid.bits)} "
                 f"integers of {grid.bits} bits into a word, which must divide"
             )
+
+
+def _check_activations(plan: Plan) -> None:
+    """Raise ValueError unless files can say that inputs are rounded."""
+    if plan.method == "fp8":
+        raise ValueError("method fp8 rounds activations by itself: no --activations")
+    if plan.format != "compressed-tensors":
+        raise ValueError(
+            f"format {plan.format} has no rounded activations: take --format compressed-tensors"
+        )
+    if plan.grid.bits != 4 or not plan.grid.symmetric:
+        raise ValueError(
+            "rounded activations need symmetric weights of 4 bits: take --bits 4 --symmetric"
+        )
 
 
 def awq_tensors(rounded: Rounded, plan: Plan) -> Named:
@@ -179,14 +199,17 @@ def _compressed_config(plan: Plan) -> dict[str, Any]:
         "observer_kwargs": {},
     }
     inputs = None
-    if is_float:
-        inputs = weights | {"strategy": "token", "dynamic": True, "observer": None}
+    if is_float or plan.activations == "fp8":
+        inputs = weights | {"num_bits": 8, "type": "float", "strategy": "token"}
+        inputs |= {"dynamic": True, "observer": None, "group_size": None}
     group = {
         "targets": ["Linear"],
         "weights": weights,
         "input_activations": inputs,
         "output_activations": None,
     }
+    if plan.activations is not None:  # else compressed-tensors 0.20 expects unpacked integers
+        group["format"] = "pack-quantized"
     return {
         "quant_method": "compressed-tensors",
         "format": "float-quantized" if is_float else "pack-quantized",

@@ -230,9 +230,9 @@ def check_tensors(
 
 def _has_no_effect(name: str, tensor: CheckpointTensor) -> bool:
     """Whether a tensor that the model does not have changes nothing: a table that is computed,
-    groups of inputs that several projections share (see quantization.stored), or a bias of zeros,
-    which some quantizers write for every projection."""
-    if name.endswith(("rotary_emb.inv_freq", ".groups")):
+    what chose the kind of a projection (see quantization.formats), or a bias of zeros, which some
+    quantizers write for every projection."""
+    if name.endswith(("rotary_emb.inv_freq", ".groups", ".rounds")):
         return True
     return name.endswith(".bias") and len(tensor.shape) == 1 and not tensor.read().any()
 

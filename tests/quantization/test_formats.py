@@ -31,6 +31,8 @@ from tests.quantized_checkpoints import FORMATS, awq, quantize_checkpoint
 
 TOKENS = np.random.default_rng(3).integers(0, 320, (2, 12))
 FLOATS = ("float8", "float8 blocks")
+ROUNDED = tuple(name for name in FORMATS if name.endswith("rounded inputs"))
+ROUNDS = (*FLOATS, *ROUNDED)  # inputs of products to e4m3
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
 
 
@@ -85,7 +87,7 @@ def test_every_weight_is_what_the_format_says(name: str, checkpoints):
             np.testing.assert_allclose(weights_of(found), weights_of(wanted), rtol=2e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", [name for name in FORMATS if name not in FLOATS])
+@pytest.mark.parametrize("name", [name for name in FORMATS if name not in ROUNDS])
 @pytest.mark.parametrize("devices", [1, 2])
 def test_logits_are_those_of_the_dense_weights(name: str, checkpoints, devices: int):
     quantized, reference = checkpoints[name]
@@ -107,13 +109,13 @@ def sharded_logits(model: Decoder, mesh: Any) -> Any:
     return jax.jit(forward)(model, jnp.asarray(TOKENS))
 
 
-@pytest.mark.parametrize("name", FLOATS)
-def test_products_of_floats_round_their_inputs(name: str, checkpoints):
+@pytest.mark.parametrize("name", ROUNDS)
+def test_products_round_their_inputs(name: str, checkpoints):
     quantized, reference = (load(folder).layers[0].mlp.down for folder in checkpoints[name])
     x = np.random.default_rng(0).normal(size=(3, 256)).astype(np.float32)
     x[1] = 0  # no scale
     x[2] *= 1e4
-    groups = x.reshape(3, len(quantized.scale), -1)
+    groups = x.reshape(3, 1 if name in ROUNDED else len(quantized.scale), -1)
     step = np.maximum(np.abs(groups).max(-1, keepdims=True) / 448, 1e-30)
     read = ((groups / step).astype(jnp.float8_e4m3fn).astype(np.float32) * step).reshape(x.shape)
     wanted = read @ np.asarray(reference.weight)
@@ -160,8 +162,8 @@ def test_norms_round_for_products_that_would_round_themselves():
         assert normed(reader, chosen).dtype == x.dtype
 
 
-@pytest.mark.parametrize("name", FLOATS)
-def test_floats_over_devices_are_as_good_as_on_one(name: str, checkpoints):
+@pytest.mark.parametrize("name", ROUNDS)
+def test_rounded_inputs_over_devices_are_as_good_as_on_one(name: str, checkpoints):
     """Each device rounds its part of a product's inputs with a scale of its own."""
     quantized, reference = checkpoints[name]
     mesh = make_mesh(tensor_parallel=2)
@@ -270,16 +272,30 @@ def test_unsupported_fields_are_named(
         ("weights", {"strategy": "tensor"}, "weights: strategy is 'tensor'"),
         ("weights", {"type": "fp"}, "weights: type is 'fp'"),
         ("weights", {"scale": 1}, "weights: field 'scale' (= 1) is not supported"),
-        ("input_activations", {"num_bits": 8}, "input_activations is not supported for integer"),
+        ("weights", {"num_bits": 8}, "input_activations is not supported for integer weights with"),
+        ("weights", {"symmetric": False}, "input_activations is not supported for integer weights"),
+        (
+            "input_activations",
+            {"type": "int"},
+            "input_activations: type is 'int'; supported is 'fl",
+        ),
+        ("input_activations", {"type": None}, "input_activations: type is None; supported is"),
+        ("input_activations", {"num_bits": 4}, "input_activations: num_bits is 4; supported is 8"),
+        ("input_activations", {"dynamic": False}, "input_activations: dynamic is False; supported"),
+        ("input_activations", {"dynamic": "local"}, "input_activations: dynamic is 'local'; supp"),
+        ("input_activations", {"symmetric": False}, "input_activations: symmetric is False; supp"),
+        ("input_activations", {"strategy": "tensor"}, "input_activations: strategy is 'tensor'"),
+        ("input_activations", {"twist": 1}, "input_activations: field 'twist' (= 1) is not supp"),
+        ("input_activations", None, "input_activations must be an object"),
     ],
 )
 def test_unsupported_fields_of_a_group_are_named(
-    part: str, fields: dict[str, Any], message: str, checkpoints, tmp_path: Path
+    part: str, fields: dict[str, Any] | None, message: str, checkpoints, tmp_path: Path
 ):
-    quantized, _ = checkpoints["compressed"]
+    quantized, _ = checkpoints["compressed, rounded inputs"]
     config = json.loads((quantized / "config.json").read_text())["quantization_config"]
     [group] = config["config_groups"].values()
-    group = group | {part: (group[part] or {}) | fields}
+    group = group | {part: True if fields is None else group[part] | fields}
     bad = edited(tmp_path / "bad", quantized, {}, config_groups={"group_0": group})
     with pytest.raises(ValueError, match=re.escape(f"config_groups.group_0.{message}")):
         load(bad)
@@ -314,6 +330,25 @@ def test_projections_computed_together_have_one_format(source: Path, tmp_path: P
     with pytest.raises(ValueError, match=r"gate_proj is quantized and .*up_proj is not"):
         load(quantized)
     assert isinstance(load(reference).layers[0].mlp.down, Linear)
+
+
+def test_projections_computed_together_round_alike(checkpoints, tmp_path: Path):
+    quantized, _ = checkpoints["compressed, rounded inputs"]
+    config = json.loads((quantized / "config.json").read_text())["quantization_config"]
+    [group] = config["config_groups"].values()
+
+    def read(*unrounded: str) -> Any:
+        """With modules whose inputs stay as they are."""
+        plain = group | {"targets": [*unrounded], "input_activations": None}
+        folder = tmp_path / str(len(unrounded))
+        groups = {"group_0": plain, "group_1": group}
+        return load(edited(folder, quantized, {}, config_groups=groups)).layers[0]
+
+    found = read("re:.*down_proj$")
+    assert found.mixer.qkv.rounds and found.mlp.gate_up.rounds and not found.mlp.down.rounds
+    message = r"gate_proj and .*up_proj are quantized differently \(rounds\)"
+    with pytest.raises(ValueError, match=message):
+        read("re:.*down_proj$", "re:.*gate_proj$")
 
 
 def test_modules_left_out_and_a_quantized_lm_head(source: Path, tmp_path: Path):

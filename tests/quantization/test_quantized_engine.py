@@ -22,6 +22,7 @@ from tests.quantized_checkpoints import FORMATS, quantize_checkpoint
 
 PROMPTS = [list(range(3, 40)), [7, 2, 9]]
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}
+ROUNDED = ("compressed, rounded inputs", "compressed act-order, rounded inputs")
 CHAIN = SpeculationConfig.chain(3)
 
 
@@ -33,7 +34,7 @@ def source(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def targets(source: Path, tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("targets")
-    names = ("awq", "gptq act-order", "float8 blocks")
+    names = ("awq", "gptq act-order", "float8 blocks", *ROUNDED)
     return {name: quantize_checkpoint(source, folder / name, FORMATS[name])[0] for name in names}
 
 
@@ -58,9 +59,10 @@ def test_texts_over_devices_are_those_of_one(name: str, mesh: dict[str, Any], ta
 
 
 @pytest.mark.slow
-def test_blocks_of_floats_over_devices(targets):
-    """Groups of inputs are on one device each, and so are their scales."""
-    model = targets["float8 blocks"]
+@pytest.mark.parametrize("name", ["float8 blocks", *ROUNDED])
+def test_rounded_inputs_in_stages(name: str, targets):
+    """Each product is on one device, so that the text is that of one."""
+    model = targets[name]
     assert texts(model, mesh=make_mesh(pipeline_parallel=2)) == texts(model, "none")
 
 

@@ -34,9 +34,9 @@ def mixed_groups(linear: Linear) -> GroupedLinear:
     return made.replace(values=made.values[..., inverse], groups=groups)
 
 
-def four_bits(linear: Linear) -> GroupedLinear:
+def four_bits(linear: Linear, *, rounds: bool = False) -> GroupedLinear:
     """Groups of 32 keep the weights in the kernel's order; 16 where the inputs divide by less."""
-    return rounded_to_groups(linear, 4, 16 if linear.in_size % 32 else 32)
+    return rounded_to_groups(linear, 4, 16 if linear.in_size % 32 else 32, rounds=rounds)
 
 
 def float8_groups(linear: Linear) -> Float8Linear:
@@ -46,6 +46,7 @@ def float8_groups(linear: Linear) -> Float8Linear:
 ROUNDINGS: dict[str, Callable[[Linear], Any]] = {
     "4 bits": four_bits,
     "mixed groups": mixed_groups,
+    "4 bits, rounded inputs": functools.partial(four_bits, rounds=True),
     "8 bits": functools.partial(rounded_to_groups, bits=8, group=16),
     "float8": rounded_to_float8,
     "float8 groups": float8_groups,
@@ -100,7 +101,11 @@ def test_the_text_is_that_of_plain_decoding(name: str, drafter: str, spec: Specu
 
 @pytest.mark.parametrize(
     ("name", "drafter", "spec"),
-    [("4 bits", "eagle3", TREE), ("float8", "ngram", CHAIN)],
+    [
+        ("4 bits", "eagle3", TREE),
+        ("4 bits, rounded inputs", "eagle3", TREE),
+        ("float8", "ngram", CHAIN),
+    ],
     ids=name_of,
 )
 def test_rows_that_sample_and_a_greedy_one_have_the_text_of_plain_decoding(

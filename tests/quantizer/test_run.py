@@ -28,6 +28,7 @@ from tests.marks import slow
 ROOT = Path(__file__).parents[2]
 TOKENS = jnp.asarray(np.random.default_rng(3).integers(0, 257, (2, 12)))
 TEXT = ("--samples", "6", "--length", "32", "--batch", "4", "--held-out", "5")
+FLOAT32 = jnp.dtype("float32")
 NO_CACHE = "--no-compilation-cache"
 LEFT_OUT = {"README.md", "quantization.json", "quantization.png"}  # they tell the time
 
@@ -149,6 +150,37 @@ def test_every_format_means_the_same(
     assert np.abs(found["dense"] - logits(model)).max() > 10 * close  # it is not the original
 
 
+@pytest.mark.parametrize("method", ["rtn", slow("gptq"), slow("awq")])
+def test_rounded_activations_are_written_read_and_measured(
+    method: str, model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """The same weights, written with and without."""
+    reports = []
+    for name, more in (("plain", []), ("rounds", ["--activations", "fp8"])):
+        more += ["--method", method, "--symmetric", "--format", "compressed-tensors"]
+        work = ("--work", str(tmp_path / "work"))
+        assert quantize.main(command(model, data, tmp_path / name, *more, *work)) == 0
+        reports.append(json.loads((tmp_path / name / "quantization.json").read_text()))
+    said = "with its activations rounded, too"
+    assert said in capsys.readouterr().out and said in (tmp_path / "rounds/README.md").read_text()
+    assert said not in (tmp_path / "plain/README.md").read_text()
+    plain, rounds = (files_of(tmp_path / name) for name in ("plain", "rounds"))
+    assert {name for name in plain if plain[name] != rounds[name]} == {"config.json"}
+    assert reports[0]["before"] == reports[1]["before"]
+    assert 0 < abs(reports[0]["worse"][0] - reports[1]["worse"][0]) < 0.1
+
+    def down(name: str) -> Any:
+        folder = tmp_path / name
+        mlp: Any = load_decoder(folder, load_model_config(folder), FLOAT32).layers[0].mlp
+        return mlp.down
+
+    weights = np.asarray(down("plain").dense(FLOAT32))  # [out, in]
+    x = np.random.default_rng(0).normal(size=(3, weights.shape[1])).astype(np.float32)
+    step = np.abs(x).max(-1, keepdims=True) / 448
+    wanted = ((x / step).astype(jnp.float8_e4m3fn).astype(np.float32) * step) @ weights.T
+    np.testing.assert_allclose(down("rounds")(x), wanted, atol=1e-5 * np.abs(wanted).max())
+
+
 @pytest.mark.parametrize(("method", "close"), [("rtn", 0.25), slow("fp8", 0.1)])
 def test_a_draft_head_is_rounded(method: str, close: float, model: Path, tmp_path: Path):
     head, target = tiny_eagle3_head(tmp_path / "head", model), load_model_config(model)
@@ -195,6 +227,15 @@ def test_programs_are_kept_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch
         (["--method", "gptq", "--model", "HEAD"], "a draft head is rounded without calibration"),
         (["--method", "rtn", "--model", "HEAD", "--data", "DATA"], "head is rounded without text"),
         (["--method", "fp8", "--format", "gptq"], "format gptq has no 8-bit floats"),
+        (
+            ["--method", "rtn", "--activations", "fp8", "--no-symmetric"],
+            "take --bits 4 --symmetric",
+        ),
+        (
+            ["--method", "rtn", "--activations", "fp8", "--format", "awq"],
+            "format awq has no rounded",
+        ),
+        (["--method", "fp8", "--activations", "fp8"], "method fp8 rounds activations by itself"),
         (["--method", "fp8", "--work", "OTHER"], "holds another run, which differs in"),
         (["--method", "rtn", "--compilation-cache", "MODEL", NO_CACHE], "goes without"),
         (["--method", "rtn", "--compilation-cache", "/dev/null/here"], "cannot keep compiled"),

@@ -120,6 +120,24 @@ def test_floats_are_stored_as_they_are():
     assert (inputs["type"], inputs["strategy"], inputs["dynamic"]) == ("float", "token", True)
 
 
+def test_rounded_activations_are_said_and_change_no_tensor():
+    plans = [
+        plan_of("compressed-tensors", symmetric=True, activations=own) for own in (None, "fp8")
+    ]
+    plain, rounds = (module_tensors("m", random_module(zeros=False), plan) for plan in plans)
+    assert plain.keys() == rounds.keys()
+    assert all((plain[name] == rounds[name]).all() for name in plain)
+    configs: list[Any] = [writing.quantization_config(plan) for plan in plans]
+    groups = [config["config_groups"]["group_0"] for config in configs]
+    inputs = groups[1].pop("input_activations")
+    wanted = {"num_bits": 8, "type": "float", "strategy": "token", "group_size": None}
+    wanted |= {"dynamic": True, "symmetric": True}
+    assert inputs | wanted == inputs
+    assert groups[1].pop("format") == "pack-quantized"
+    assert groups[0].pop("input_activations") is None and configs[0] == configs[1]
+    assert configs[0]["format"] == "pack-quantized"
+
+
 def test_several_files_have_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(writing, "MAX_FILE_BYTES", 100)
     source = tmp_path / "source"
@@ -154,11 +172,16 @@ def test_several_files_have_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyP
         (plan_of("compressed-tensors", "gptq", order="mixed"), (32, 32), "has no mixed groups"),
         (plan_of("awq", lm_head=True), (32, 32), "format awq leaves the LM head"),
         (plan_of("awq", "fp8"), (32, 32), "format awq has no 8-bit floats"),
+        (plan_of("gptq", symmetric=True, activations="fp8"), (32, 32), "gptq has no rounded activ"),
+        (plan_of("compressed-tensors", activations="fp8"), (32, 32), "need symmetric weights of 4"),
+        (plan_of("compressed-tensors", bits=8, symmetric=True, activations="fp8"), (32, 32),
+         "need symmetric weights of 4 bits: take --bits 4 --symmetric"),
+        (plan_of("compressed-tensors", "fp8", activations="fp8"), (32, 32), "fp8 rounds activatio"),
         (plan_of("awq"), (32, 36), "m: a group of 8 does not divide 36 inputs"),
         (plan_of("awq"), (36, 32), "m is .36, 32.: format awq packs 8 integers of 4 bits"),
         (plan_of("gptq", group=None), (32, 36), "m is .32, 36.: format gptq packs 8 integers"),
     ],
-)
+)  # fmt: skip
 def test_what_a_format_cannot_hold_is_refused(plan: Plan, shape: tuple[int, int], message: str):
     with pytest.raises(ValueError, match=message):
         check_plan(plan, {"m": shape})

@@ -5,7 +5,9 @@ A quantized module ``<name>`` has, in place of ``<name>.weight``:
 - ``<name>.values``: [out, in] signed integers (I4 or I8), or floats of 8 bits (F8_E4M3),
 - ``<name>.scale``: [out, groups],
 - ``<name>.zero``: [out, groups] whole numbers in the scales' dtype, if they are not all 0,
-- ``<name>.groups``: int32 [in], the group of each input, if groups do not follow each other.
+- ``<name>.groups``: int32 [in], the group of each input, if groups do not follow each other,
+- ``<name>.rounds``: empty; it is there if the inputs of integers are rounded to e4m3 when they are
+  used, with a scale for each token. Those of 8-bit floats always are.
 
 w = (values - zero) * scale.
 """

@@ -1,10 +1,11 @@
-"""compressed-tensors: packed integers with 16-bit activations, and floats of 8 bits.
+"""compressed-tensors: packed integers, and floats of 8 bits.
 
 Packed integers (``pack-quantized``): ``weight_packed`` int32 [out, in * bits / 32],
 ``weight_scale`` [out, groups], ``weight_shape`` int64 [2], and where they are not symmetric
 ``weight_zero_point`` int32 [out * bits / 32, groups], packed along the outputs; ``weight_g_idx``
 int32 [in] for mixed groups. Integers are signed, and packed plus 2^(bits - 1);
-w = (q - zero) * scale.
+w = (q - zero) * scale. Activations have 16 bits; or symmetric weights of 4 bits have activations
+that are rounded to e4m3 when they are used, with a scale for each token (W4AFP8).
 
 Floats (``float-quantized``): ``weight`` e4m3 [out, in] and ``weight_scale`` [out, 1], or
 [out / 128, in / 128]; activations are rounded when they are used.
@@ -26,6 +27,7 @@ from jaxspec.quantization.formats.views import (
     check_shape,
     check_words,
     checked_scales,
+    marker,
     modules_of,
     packed_integers,
     part_of,
@@ -43,9 +45,10 @@ class Scheme:
 
     Attributes:
       targets: names of modules, ``re:`` and an expression, or the class ``Linear``.
-      is_float: e4m3 with activations of 8 bits; else integers of ``bits``.
+      is_float: e4m3; else integers of ``bits``.
       group: inputs that share a scale; None: all of them.
       block: [rows, columns] that share a scale; None: groups.
+      rounds: whether activations are rounded to e4m3 when they are used; floats always do.
     """
 
     targets: tuple[str, ...]
@@ -54,6 +57,7 @@ class Scheme:
     symmetric: bool
     group: int | None
     block: tuple[int, int] | None
+    rounds: bool
 
     def fits(self, module: str) -> bool:
         return any(_matches(target, module) for target in self.targets)
@@ -62,7 +66,7 @@ class Scheme:
 def read_compressed_tensors(
     config: Mapping[str, Any], stored: Tensors
 ) -> dict[str, CheckpointTensor]:
-    """The tensors of a checkpoint, those of quantized modules as values, scale, zero and groups.
+    """The tensors of a checkpoint, those of quantized modules as the package's.
 
     Raises ValueError that names the field or the tensor that is not supported or does not fit.
     """
@@ -137,6 +141,7 @@ def _read_scheme(where: str, group: Mapping[str, Any], whole_format: str) -> Sch
         symmetric=own.must_be("symmetric", *((True,) if is_float else (True, False)), default=True),
         group=own.group_size("group_size") if strategy == "group" else None,
         block=block,
+        rounds=is_float or inputs is not None,
     )
     own.ignored("actorder", "observer", "observer_kwargs", "block_structure", "group_size")
     own.ignored("scale_dtype", "zp_dtype")
@@ -153,13 +158,17 @@ def _block_of(fields: Fields) -> tuple[int, int]:
 def _check_inputs(where: str, inputs: Any, scheme: Scheme) -> None:
     """Raise ValueError unless activations are rounded as the scheme's weights need it."""
     if not scheme.is_float:
-        if inputs is not None:
+        if inputs is None:
+            return
+        if scheme.bits != 4 or not scheme.symmetric:
+            kind = "symmetric: false" if scheme.bits == 4 else f"{scheme.bits} bits"
             raise ValueError(
-                f"{where} is not supported for integer weights: only 16-bit activations (null)"
+                f"{where} is not supported for integer weights with {kind}: only 16-bit "
+                "activations (null)"
             )
-        return
     if not isinstance(inputs, dict):
-        raise ValueError(f"{where} must be an object for weights of 8-bit floats")
+        kind = "8-bit floats" if scheme.is_float else "integers with rounded activations"
+        raise ValueError(f"{where} must be an object for weights of {kind}")
     fields = Fields(where, inputs)
     fields.must_be("type", "float")
     fields.must_be("num_bits", 8)
@@ -194,6 +203,8 @@ def _packed(stored: Tensors, module: str, scheme: Scheme) -> dict[str, Checkpoin
         check_words(zeros, (-(-outputs // count), groups))
         own_zeros = packed_integers(zeros, scheme.bits, 0, inputs_first=False, size=outputs)
         tensors[f"{module}.zero"] = zeros_like_scales(own_zeros, scales)
+    if scheme.rounds:
+        tensors[f"{module}.rounds"] = marker(words)
     mixed = mixed_groups(stored.get(f"{module}.weight_g_idx"), size, groups)
     return tensors if mixed is None else tensors | {f"{module}.groups": mixed}
 

@@ -132,6 +132,11 @@ def checked_values(values: CheckpointTensor) -> View:
     return View(values, values.shape, values.dtype, compute)
 
 
+def marker(stored: CheckpointTensor) -> View:
+    """A tensor of no elements: that it is there says something of the module of ``stored``."""
+    return View(stored, (0,), "I8", lambda bounds: np.zeros(0, np.int8))
+
+
 def check_words(tensor: CheckpointTensor, shape: tuple[int, ...]) -> None:
     """Raise ValueError unless the tensor is a matrix of int32 words of this shape."""
     if tensor.dtype != "I32" or tensor.shape != shape:
