@@ -13,8 +13,8 @@ from jaxspec.functional import EngineParams
 from jaxspec.models.linear import Linear
 from jaxspec.pytree import pytree
 
-# Bytes. A larger table is not doubled unasked, and so many fit beside a pool, which is measured
-# before: it leaves a tenth of the free memory.
+# Bytes. A larger table is not doubled unasked. The pool is sized before the copy is made, and
+# leaves a tenth of the free memory, which has room for this much.
 LARGEST_COPY = 32 << 20
 
 
@@ -35,8 +35,10 @@ def program_weights(params: EngineParams) -> EngineParams:
     params, target = with_exchanges(params), params.target
     if target.lm_head is not None or target.dtype != jnp.float32 or params.mesh is not None:
         return params
-    [device] = target.embed.devices()
-    if device.platform != "cpu" or target.embed.nbytes > LARGEST_COPY:
+    devices = target.embed.devices()
+    if len(devices) > 1 or any(one.platform != "cpu" for one in devices):
+        return params
+    if target.embed.nbytes > LARGEST_COPY:
         return params
     lm_head: Any = TransposedEmbeddings(weight=target.embed.T, axes=("whole_hidden", "vocab"))
     return params.replace(target=target.replace(lm_head=lm_head))

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxspec import SamplingParams, program_weights
 from jaxspec.config.cache import CacheConfig
@@ -51,7 +52,9 @@ def test_it_is_made_once():
 def test_other_models_get_no_copy(monkeypatch):
     tied, untied = tied_target(), random_target()
     rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), tied)
+    repeated = jax.device_put(own_params(tied), NamedSharding(make_mesh(2), PartitionSpec()))
     for params in (
+        repeated,
         own_params(untied),
         own_params(rounded),
         own_params().replace(mesh=make_mesh(2)),

@@ -109,6 +109,7 @@ def chunk(s: Array, q: Array, inputs: DeltaInputs) -> tuple[Array, Array]:
 
 def sequences(q: Array, inputs: DeltaInputs) -> Array:
     """Outputs [B, T, G, r, Dv] of whole sequences with queries [B, T, G, Dk], from empty states.
+    All tokens are valid.
 
     For training: as little as possible depends on the state, the rest is computed for all chunks
     at once. So the sequential part is two products a chunk, and its gradient four. Rounds otherwise

@@ -37,7 +37,7 @@ class GroupedLinear(Pytree):
       groups: int32 [in], the group of each input; None: they follow each other, in / n inputs each.
       activations: the dtype of inputs and outputs.
       reordered: whether the inputs of ``values`` are in the order of the kernel: see
-        packed_product/order.py and ``in_kernel_order``.
+        packed_product/order.py and ``in_kernel_order``. The order depends on ``rounds``.
       rounds: whether x is rounded to e4m3.
     """
 

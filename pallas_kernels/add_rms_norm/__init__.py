@@ -34,7 +34,8 @@ def add_rms_norm(
       weight: [H], multiplies the norm.
       implementation: "auto" takes the Hopper kernel where it fits (bfloat16, H a
         multiple of 256 up to 16384), else the reference.
-      beside: [1, R, H], rows that follow the normed ones as they are.
+      beside: [1, R, H], rows that follow the normed ones as they are. With them the kernel has no
+        gradient.
 
     Returns the sum and the normed sum, both [B, ..., H]; with ``beside`` the second is
     [1, B * ... + R, H]. The norm is computed in float32.

@@ -17,7 +17,7 @@ from pallas_kernels.packed_product.tuning import (
 )
 from pallas_kernels.selection import Implementation, kernel_module
 
-MOST_ROWS = 192  # sums of more rows of 16 bits do not fit the registers
+MOST_ROWS = 192  # with weights of 4 bits: sums of more rows do not fit the registers
 FLOAT8 = jnp.float8_e4m3fn
 SMALL_GROUPS = (32, 64)  # of inputs that share a scale; larger ones are multiples of 128
 
@@ -47,12 +47,12 @@ def packed_product(
       num_splits: parts of K that are summed separately; it divides K into whole groups, or groups
         into whole parts.
       dtype: of the result.
-      implementation: "auto" takes the Hopper kernel where it fits (at most 192 rows, 64
-        if all are e4m3; int4 weights
-        and bfloat16 x, groups of 32, 64 or multiples of 128; or int4 weights without zeros and e4m3
-        x with one scale a row; or all e4m3, with as many groups in x as in the weights; with e4m3 x
-        groups are multiples of 128 and x_scale is padded to a multiple of 32 rows; V a multiple of
-        the tile of tuning.py), else the reference.
+      implementation: "auto" takes the Hopper kernel where it fits, else the reference. V must be a
+        multiple of the tile of tuning.py, and one of these must hold:
+        - bfloat16 x of at most 192 rows, int4 weights, groups of 32, 64 or multiples of 128;
+        - e4m3 x of at most 192 rows with one scale a row, int4 weights without zeros;
+        - e4m3 x of at most 64 rows, e4m3 weights with as many groups.
+        With e4m3 x groups are multiples of 128, and x_scale is padded to a multiple of 32 rows.
 
     Returns [num_splits, M, V]; summed in float32. For more than 64 rows of bfloat16 the kernel
     rounds scaled weights to bfloat16.

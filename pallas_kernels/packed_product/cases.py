@@ -70,6 +70,7 @@ TEST_CASES = (
     Case(13, 512, 128, group=512, num_splits=2),
     Case(16, 512, 128, group=32, zeros=True),
     Case(64, 1024, 256, zeros=True),
+    Case(3, 768, 128, group=384),
     Case(100, 512, 128, group=32, zeros=True, num_splits=2),
     Case(2, 256, 128, group=256, float8=True),
     Case(13, 512, 256, num_splits=2, float8=True),

@@ -49,9 +49,12 @@ class Plan:
 
     @property
     def block(self) -> int:
-        """Inputs of a block: whole lines of weights where the inputs of a CTA are so many."""
+        """Inputs of a block: whole lines of weights where the inputs of a CTA are so many. It is a
+        part of a group or some whole ones."""
         line = LINE if self.weight_bits == 8 else self.config.block
-        return math.gcd(line, self.depth // self.num_splits)
+        block = math.gcd(line, self.depth // self.num_splits)
+        divides = not (block % self.group and self.group % block)
+        return block if divides else math.gcd(block, self.group)
 
     @property
     def blocks(self) -> int:

@@ -23,7 +23,7 @@ def packed_product_reference(
     if x_scale is not None:
         wide = dequantized(x, x_scale[:, : len(x)])
     if values.dtype == jnp.int4:
-        wide = kernel_order(wide, 8 * x.dtype.itemsize)
+        wide = kernel_order(wide, 16 if x_scale is None else 8)
     rows = wide.reshape(len(x), num_splits, -1)
     sums = jnp.einsum("msk,vsk->smv", rows, weights, precision=jax.lax.Precision.HIGHEST)
     return sums.astype(dtype)

@@ -79,7 +79,8 @@ def assert_followed(found: Any, case: Case, beside: jax.Array) -> None:
 @first_is_fast(TEST_CASES)
 def test_rows_beside_follow_the_norm(case: Case):
     arguments, beside = with_rows_beside(case)
-    assert_followed(add_rms_norm(*arguments, EPS, beside=beside), case, beside)
+    of_norm = functools.partial(add_rms_norm, eps=EPS, beside=beside)
+    assert_followed(of_norm(*arguments), case, beside)
     interpret = plgpu.InterpretGPUParams(detect_races=True)
     found = add_rms_norm_mosaic(*arguments, EPS, beside=beside, interpret=interpret)
     jax.block_until_ready(found)
@@ -91,7 +92,8 @@ def test_with_rows_beside_it_lowers_for_cuda(case: Case):
     arguments, beside = jax.eval_shape(lambda: with_rows_beside(case))
 
     def function(arguments: Any, beside: jax.Array) -> Any:
-        return add_rms_norm(*arguments, EPS, "mosaic_gpu", beside)
+        own = functools.partial(add_rms_norm, eps=EPS, implementation="mosaic_gpu", beside=beside)
+        return own(*arguments)
 
     lowered = jax.jit(function).trace(arguments, beside).lower(lowering_platforms=("cuda",))
     assert lowered.out_info[1].shape == (1, case.rows + 3, case.hidden)

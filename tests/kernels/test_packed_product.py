@@ -204,13 +204,18 @@ def test_splits_are_whole_steps_and_most_multiprocessors_have_work():
 
 def test_warpgroups_take_no_more_registers_than_a_cta_has():
     """A warpgroup that asks for more waits forever."""
-    for case in BENCHMARK_CASES:
-        config = packed_tuning(case.rows, case.depth, case.width, case.weight_bits, case.x_bits)
-        if config.registers is not None:
-            warpgroups = config.warpgroups + 1
-            share = 65536 // (128 * warpgroups) // 8 * 8  # of a thread, when the kernel starts
-            taken = config.warpgroups * config.registers + COPYING_REGISTERS
-            assert config.registers > share and taken <= warpgroups * share
+    configs = (
+        packed_tuning(case.rows, case.depth, case.width, case.weight_bits, case.x_bits)
+        for case in BENCHMARK_CASES
+    )
+    asking = [config for config in configs if config.registers is not None]
+    assert asking
+    for config in asking:
+        assert config.registers is not None
+        warpgroups = config.warpgroups + 1
+        share = 65536 // (128 * warpgroups) // 8 * 8  # of a thread, when the kernel starts
+        taken = config.warpgroups * config.registers + COPYING_REGISTERS
+        assert config.registers > share and taken <= warpgroups * share
 
 
 def test_equally_padded_rows_have_the_same_kernel():
@@ -281,6 +286,24 @@ def test_products_of_8_bit_floats_take_the_kernels_where_they_fit():
             lowered = call.trace(x).lower(lowering_platforms=("cuda",))
             assert lowered.out_info.shape == (splits, 1, rows, 2, 64)
             assert lowered.as_text().count("custom_call @mosaic_gpu") == found
+
+
+def test_a_linear_that_rounds_its_inputs_takes_the_kernel_where_it_fits():
+    linear = Linear(weight=jnp.ones((2048, 2, 64), jnp.bfloat16), axes=("hidden", "two", "ff"))
+    kernels = Kernels(frozenset({"packed_product"}))
+
+    def kernels_in(own: GroupedLinear, rows: int) -> int:
+        x = jnp.zeros((1, rows, 2048), jnp.bfloat16)
+        splits = own.best_num_splits(x, kernels)
+        call = jax.jit(lambda x: own.partial_sums(x, splits, kernels))
+        lowered = call.trace(x).lower(lowering_platforms=("cuda",))
+        assert lowered.out_info.shape == (splits, 1, rows, 2, 64)
+        return lowered.as_text().count("custom_call @mosaic_gpu")
+
+    own = rounded_to_groups(linear, rounds=True)
+    assert [kernels_in(own, rows) for rows in (3, 64, 192, 193)] == [1, 1, 1, 0]
+    assert kernels_in(rounded_to_groups(linear, group=64, rounds=True), 3) == 0
+    assert kernels_in(rounded_to_groups(linear, symmetric=False, rounds=True), 3) == 0
 
 
 def test_a_linear_takes_the_kernel_where_it_fits():

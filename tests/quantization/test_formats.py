@@ -1,5 +1,6 @@
 """Quantized checkpoints of every format: what they mean, over devices, and what is refused."""
 
+import functools
 import json
 import re
 from pathlib import Path
@@ -22,7 +23,7 @@ from jaxspec.models.hf_config import load_model_config
 from jaxspec.models.linear import Computed, Linear, RoundedRows
 from jaxspec.parallel import MODEL_AXIS, WHOLE, make_mesh, partition_specs
 from jaxspec.quantization.float8 import Float8Linear, rounded_to_float8
-from jaxspec.quantization.grouped import GroupedLinear
+from jaxspec.quantization.grouped import GroupedLinear, rounded_to_groups
 from jaxspec.weights.safetensors_io import load_decoder, save_decoder
 from pallas_kernels.round_tokens import round_tokens
 from pallas_kernels.selection import Kernels
@@ -132,16 +133,21 @@ def test_tokens_are_rounded_by_themselves():
         np.testing.assert_array_equal(scale[:, 0], scales[:, row])
 
 
-def test_rounded_rows_stand_for_an_array():
+ROUNDINGS = (rounded_to_float8, functools.partial(rounded_to_groups, group=32, rounds=True))
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS, ids=["8 bits", "4 bits"])
+def test_rounded_rows_stand_for_an_array(rounding: Any):
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 64)), jnp.bfloat16)
     linear = Linear(weight=x.reshape(6, 64).T, axes=("hidden", "ff"))
-    own = rounded_to_float8(linear)
+    own = rounding(linear)
     values, scale = round_tokens(x.reshape(6, 64))
     rows = RoundedRows(values=values.reshape(x.shape), scale=scale, dtype=x.dtype)
     np.testing.assert_array_equal(own(rows), own(x))
 
 
-def test_norms_round_for_products_that_would_round_themselves():
+@pytest.mark.parametrize("rounding", ROUNDINGS, ids=["8 bits", "4 bits"])
+def test_norms_round_for_products_that_would_round_themselves(rounding: Any):
     kernels = Kernels(frozenset({"add_rms_norm", "round_tokens"}))
     x, weight = jnp.zeros((2, 3, 512), jnp.bfloat16), jnp.ones(512, jnp.bfloat16)
     linear = Linear(weight=jnp.ones((512, 256), jnp.bfloat16), axes=("hidden", "ff"))
@@ -150,11 +156,12 @@ def test_norms_round_for_products_that_would_round_themselves():
         step = make_pass([], jnp.zeros((2, 3), int), dense_causal_attend, 1e-5, WHOLE, kernels)
         return jax.eval_shape(lambda: step.add_norm(x, Computed(x), weight, reader)[1])
 
-    found = normed(rounded_to_float8(linear), kernels)
+    found = normed(rounding(linear), kernels)
     assert isinstance(found, RoundedRows)
     assert found.shape == x.shape and found.scale.shape == (1, 32)
     for reader, chosen in (
-        (rounded_to_float8(linear), Kernels(frozenset({"add_rms_norm"}))),
+        (rounding(linear), Kernels(frozenset({"add_rms_norm"}))),
+        (rounded_to_groups(linear), kernels),
         (rounded_to_float8(linear, 4), kernels),
         (linear, kernels),
         (None, kernels),

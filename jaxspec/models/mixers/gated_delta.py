@@ -58,13 +58,12 @@ class GatedDelta(Pytree):
         the tokens are sequences of their own, of which nothing is kept."""
         channels, (batch, size) = qkvz[..., : self.taps.shape[-1]], qkvz.shape[:2]
         where, own, ancestors, depth = step.attend, state, None, None
-        rows, lens, counts = jnp.arange(batch), jnp.zeros(batch, int), jnp.full(batch, size)
+        rows = jnp.arange(batch)
         if own is None:
             own = self.init_state(Geometry(0, 0, batch), step.layout)
         else:
             assert isinstance(where, PagedAttend), "states belong to paged passes"
-            rows, lens, counts = where.rows, where.context_lens, where.kv_lens - where.context_lens
-            ancestors, depth = _tree_of(where, size)
+            rows, (ancestors, depth) = where.rows, _tree_of(where, size)
         convolved = own.convolved(rows, channels, self.taps, ancestors, depth)
         q, k, v = self._split(jax.nn.silu(convolved))
         b, a = jnp.split(ba.astype(jnp.float32), 2, axis=-1)
@@ -77,10 +76,11 @@ class GatedDelta(Pytree):
         )
         q = _unit(q) / self.config.key_dim**0.5
         new = DeltaNodes(inputs=inputs, channels=channels)
+        if not isinstance(where, PagedAttend) or state is None:
+            return sequences(q, inputs), None
+        lens, counts = where.context_lens, where.kv_lens - where.context_lens
         if ancestors is not None and depth is not None:
             return own.read_tree(rows, lens, q, new, ancestors, depth, step.kernels)
-        if state is None:
-            return sequences(q, inputs), None
         return own.read_run(rows, lens, counts, q, new, step.kernels)
 
     def _split(self, channels: Array) -> tuple[Array, Array, Array]:

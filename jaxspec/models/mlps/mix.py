@@ -29,6 +29,7 @@ MOST_ROWS = 512  # of every_expert at a time, which bounds its memory: [rows, E,
 # Of these values where no state is kept, as in training: there are many rows, and small experts
 # would take shorter for 512 of them than their kernels take to launch.
 MOST_VALUES = 1 << 26
+ROW_STEP = 64  # rows of such a part are a multiple, as tensor cores take them
 LARGEST_BLOCK = 64  # rows of one expert that own_blocks multiplies at a time
 
 
@@ -128,11 +129,12 @@ def every_expert(own: Own, x: Array, routes: Routes, most_rows: int | None = Non
     num_rows, most_rows = len(x), most_rows or MOST_ROWS
     if num_rows <= most_rows:
         return _every_expert(own, x, routes)
-    missing = -num_rows % most_rows
+    count = -(-num_rows // most_rows)
+    size = -(-num_rows // (count * ROW_STEP)) * ROW_STEP  # equal parts: little of it is padding
 
     def parts(values: Array) -> Array:
-        padded = jnp.pad(values, ((0, missing), (0, 0)))
-        return padded.reshape(-1, most_rows, values.shape[-1])
+        padded = jnp.pad(values, ((0, count * size - num_rows), (0, 0)))
+        return padded.reshape(count, size, values.shape[-1])
 
     in_parts = parts(x), Routes(*map(parts, routes))
     mixed = lax.map(lambda part: _every_expert(own, *part), in_parts)
