@@ -7,6 +7,7 @@ compared with the target's probabilities, which come from dense passes over all 
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -54,7 +55,8 @@ def drawn(kind: str, spec: SpeculationConfig, prompt: np.ndarray) -> tuple[np.nd
     """The first NEW tokens of each row, and the mean depth accepted."""
     params = block_params(kind.replace("suffix+", "ngram+"), spec)
     if kind.startswith("suffix+"):
-        params = params.replace(drafter=params.drafter.replace(lookup=SuffixDrafter(min_match=2)))
+        drafter: Any = params.drafter
+        params = params.replace(drafter=drafter.replace(lookup=SuffixDrafter(min_match=2)))
     length = len(prompt) + NEW + spec.max_depth  # no round is cut short before the last token
     state = admit_prompts(
         params,
