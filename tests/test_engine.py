@@ -1,6 +1,7 @@
 """The engine: requests come, wait, are preempted or cancelled; each has its text of its own."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from jaxspec import functional
+from jaxspec.config.engine import Preemption
 from jaxspec.config.speculation import PLAIN, SpeculationConfig, TreeShape
 from jaxspec.engine import Engine
 from jaxspec.generation import Generation
@@ -21,7 +23,8 @@ from jaxspec.sampling import make_sampling
 from jaxspec.scheduling.plan import QueueFull
 from jaxspec.scheduling.requests import SamplingParams
 from jaxspec.speculation.drafters import DraftModelDrafter
-from tests.engines import new_engine, plain_engine, ready_engine
+from tests.block_heads import block_params
+from tests.engines import CHAIN, new_engine, plain_engine, ready_engine
 from tests.marks import slow
 from tests.programs import new_jit, traces
 from tests.random_models import (
@@ -31,6 +34,7 @@ from tests.random_models import (
     random_target,
     tiny_config,
 )
+from tests.speculation.test_block_exactness import engine_of, plain_params
 
 PROMPTS = [prompt.tolist() for prompt in random_prompts((5, 9, 2), seed=6)]
 GREEDY = SamplingParams(max_tokens=20)
@@ -49,10 +53,25 @@ def crowded(drafter: str, preemption: str) -> Engine:
 
 
 @functools.cache
-def alone(prompt: tuple[int, ...], sampling: SamplingParams) -> list[int]:
+def crowded_blocks(drafter: str, preemption: Preemption) -> Engine:
+    """The same with a block head, and a target of its own."""
+    return engine_of(block_params(drafter, CHAIN), num_pages=14, max_rows=3, preemption=preemption)
+
+
+@functools.cache
+def plain_blocks_engine() -> Engine:
+    return engine_of(plain_params(), max_rows=1, prefix_caching=False)
+
+
+@functools.cache
+def alone(
+    prompt: tuple[int, ...],
+    sampling: SamplingParams,
+    plain: Callable[[], Engine] = plain_engine,
+) -> list[int]:
     """A request's text without speculation, on an engine of one row."""
-    generation = plain_engine().add(prompt, sampling)
-    plain_engine().finish([generation])
+    generation = plain().add(prompt, sampling)
+    plain().finish([generation])
     return generation.token_ids
 
 
@@ -288,7 +307,10 @@ def prompt_of(number: int) -> list[int]:
 
 
 def run_history(
-    own: Engine, history: list[tuple[str, int]], shapes: tuple[TreeShape | None, ...] = SHAPES
+    own: Engine,
+    history: list[tuple[str, int]],
+    shapes: tuple[TreeShape | None, ...] = SHAPES,
+    plain: Callable[[], Engine] = plain_engine,
 ) -> None:
     generations: list[Generation] = []
     for name, number in history:
@@ -307,7 +329,7 @@ def run_history(
             own.shape = shapes[number % len(shapes)]
     own.finish([generation for generation in generations if not generation.done])
     for generation in generations:
-        text = alone(generation.prompt, generation.sampling)
+        text = alone(generation.prompt, generation.sampling, plain)
         if generation.finish_reason == "cancelled":
             text = text[: len(generation.token_ids)]
         assert generation.token_ids == text
@@ -322,13 +344,24 @@ def test_each_text_is_the_one_it_has_alone(history: list[tuple[str, int]]):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("drafter", [*DRAFTERS, "suffix", "suffix mixed"])
 @given(history=steps)
 @settings(deadline=None, max_examples=300)
 def test_of_300_histories_each_text_is_the_one_it_has_alone(
     drafter: str, preemption: str, history: list[tuple[str, int]]
 ):
     run_history(crowded(drafter, preemption), history)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+@pytest.mark.parametrize("drafter", ["dflash", "dspark", "ngram+dflash", "ngram+dspark"])
+@given(history=steps)
+@settings(deadline=None, max_examples=300)
+def test_of_300_histories_with_block_heads_each_text_is_the_one_it_has_alone(
+    drafter: str, preemption: Preemption, history: list[tuple[str, int]]
+):
+    run_history(crowded_blocks(drafter, preemption), history, plain=plain_blocks_engine)
 
 
 # Rejection sampling through the engine: the target's own distribution, whatever is drafted.

@@ -46,7 +46,8 @@ class BlockRows(Pytree):
 class BlockDrafter(DrafterDefaults):
     """Drafts a chain or a tree from one pass of a block head.
 
-    A call whose trees are less deep than a block runs a shorter one, with fewer masks.
+    A call whose trees are less deep than a block runs a shorter one, with fewer masks. A tree holds
+    the likeliest paths; with a Markov head, the likeliest of those that ``top_k`` beams find.
     """
 
     head: BlockHead
