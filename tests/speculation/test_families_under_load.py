@@ -91,14 +91,15 @@ def until(text: list[int], stops: tuple[int, ...]) -> list[int]:
 
 def stops_in(texts: list[list[int]]) -> tuple[int, ...]:
     """The token that ends a text before its limit, and of all texts the least."""
-    late = {text[i] for text in texts for i in range(10, 30) if text.index(text[i]) == i}
+    late = {text[i] for text in texts for i in range(3, NEW_TOKENS - 4) if text.index(text[i]) == i}
     return (max(sorted(late), key=lambda token: sum(len(until(text, (token,))) for text in texts)),)
 
 
 @pytest.mark.parametrize(
     ("family", "drafter"),
     [
-        *(slow(family, "ngram") for family in FAMILIES),
+        ("mimo", "ngram"),
+        *(slow(family, "ngram") for family in FAMILIES if family != "mimo"),
         *(slow(family, "mtp") for family in WITH_MTP),
         slow("deepseek_v3", "eagle3"),
         slow("qwen3_next", "eagle3"),
@@ -108,7 +109,7 @@ def test_text_is_that_of_plain_decoding(family: str, drafter: str):
     whole = plain(family)
     stops = stops_in(whole)
     expected = [until(text, stops) for text in whole]
-    assert any(10 < len(text) < NEW_TOKENS for text in expected)
+    assert any(3 < len(text) < NEW_TOKENS for text in expected)
     config = EngineConfig(max_rows=ROWS, rounds_per_call=4, prefill_budget=32)
     cache = CacheConfig(page_size=PAGE, max_length=LENGTH, num_pages=FEW)
     engine = Engine(params_of(family, drafter), cache, config)
