@@ -26,9 +26,11 @@ def expert_config(experts: ExpertsConfig = EXPERTS, **changes: Any) -> ModelConf
     )
 
 
-def random_expert_target(config: ModelConfig | None = None, seed: int = 0) -> Decoder:
+def random_expert_target(
+    config: ModelConfig | None = None, seed: int = 0, **options: Any
+) -> Decoder:
     """As random_target, with experts that keep a row's size."""
-    target = random_target(expert_config() if config is None else config, seed)
+    target = random_target(expert_config() if config is None else config, seed, **options)
 
     def grown(linear: ExpertLinear) -> ExpertLinear:
         experts, inputs = linear.weight.shape[:2]

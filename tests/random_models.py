@@ -16,6 +16,7 @@ import numpy as np
 from jax import Array
 
 from jaxspec.cache import pages_for
+from jaxspec.config.mixers import AttentionConfig
 from jaxspec.config.mlps import dense_like
 from jaxspec.config.model import LayerConfig, ModelConfig, dense_model
 from jaxspec.config.mtp import MtpConfig, MtpLayout
@@ -208,9 +209,11 @@ def eagle3_head(
 
 
 def _head_config(target: Decoder, **changes: Any) -> ModelConfig:
-    """One layer like the target's first, without a window."""
+    """One layer like the target's first, without a window; one of CONFIG's attention for a target
+    that begins with a mixer of another kind."""
     first = target.config.layers[0]
-    mixer = dataclasses.replace(first.mixer, window=None, sinks=False, **changes)
+    own = first if isinstance(first.mixer, AttentionConfig) else CONFIG.layers[0]
+    mixer = dataclasses.replace(own.mixer, window=None, sinks=False, **changes)
     layer = LayerConfig(mixer, dense_like(first.mlp))
     return dataclasses.replace(target.config, layers=(layer,))
 

@@ -310,8 +310,7 @@ def save_tree(
     weight_map: dict[str, str] = {}
     for name, group in zip(names, groups, strict=True):
         tensors = dict(extra or {}) if name == names[0] else {}
-        for leaf, split in group:
-            tensors |= _whole_tensors(leaf, split)
+        tensors |= _whole_tensors(group)
         save_file(tensors, directory / name, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(tensors, name)
     for stale in {path.name for path in directory.glob("model*.safetensors")} - set(names):
@@ -326,21 +325,30 @@ def save_tree(
 
 
 def _groups(leaves: list[tuple[Array, Split]]) -> list[list[tuple[Array, Split]]]:
-    """Consecutive leaves, grouped so that each group fits in a file."""
+    """Consecutive leaves, grouped so that each group fits in a file. Leaves of one tensor stay
+    together."""
     groups, used = [[]], 0
+    names: set[str] = set()
     for leaf, split in leaves:
-        if groups[-1] and used + leaf.nbytes > MAX_FILE_BYTES:
+        own = set(tensor_shapes([(leaf, split)]))
+        if groups[-1] and used + leaf.nbytes > MAX_FILE_BYTES and not own & names:
             groups.append([])
             used = 0
         groups[-1].append((leaf, split))
-        used += leaf.nbytes
+        used, names = used + leaf.nbytes, own
     return groups
 
 
-def _whole_tensors(leaf: Array, split: Split) -> dict[str, np.ndarray]:
-    block = np.asarray(leaf)
-    shapes = tensor_shapes([(block, split)])
-    tensors = {name: np.empty(shape.shape, block.dtype) for name, shape in shapes.items()}
+def _whole_tensors(leaves: list[tuple[Array, Split]]) -> dict[str, np.ndarray]:
+    """Several leaves may be parts of one tensor."""
+    shapes = tensor_shapes(leaves)
+    tensors = {name: np.empty(shape.shape, shape.dtype) for name, shape in shapes.items()}
+    for leaf, split in leaves:
+        _fill(tensors, np.asarray(leaf), split)
+    return tensors
+
+
+def _fill(tensors: dict[str, np.ndarray], block: np.ndarray, split: Split) -> None:
     for piece in split(block, (0,) * block.ndim):
         count = math.prod(piece.row_shape)
         part = tensors[piece.name][piece.of_tensor(slice(piece.row, piece.row + count))]
@@ -350,4 +358,3 @@ def _whole_tensors(leaf: Array, split: Split) -> dict[str, np.ndarray]:
             part[...] = piece.view.reshape(count, -1).T
         else:
             _copy(part.reshape(piece.view.shape), piece.view)
-    return tensors

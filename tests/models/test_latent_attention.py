@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import transformers
 
-from jaxspec import LLM, SamplingParams, SpeculationConfig
+from jaxspec import SamplingParams, SpeculationConfig
 from jaxspec import load as load_engine
 from jaxspec.cache import PagedLatent
 from jaxspec.config.cache import CacheConfig
@@ -16,9 +16,10 @@ from jaxspec.config.engine import EngineConfig
 from jaxspec.engine import Engine
 from jaxspec.models.hf_config import load_model_config, parse_model_config
 from jaxspec.parallel import make_mesh
-from tests.checkpoints import TINY, add_mtp_layer, hf_logits, save_byte_tokenizer, save_random_model
+from tests.checkpoints import TINY, add_mtp_layer, hf_logits, save_random_model
 from tests.engines import seal
 from tests.marks import slow
+from tests.mtp_families import save_with_mtp
 from tests.parity import load, paged_logits
 
 YARN = {
@@ -95,20 +96,31 @@ def test_a_token_keeps_one_vector(checkpoint):
 
 
 PROMPTS = [list(range(3, 30)), [7, 2, 9], [5] * 12]
+NEW_TOKENS = 30
 
 
-def texts(model: Path, drafter: str, shape: Any = None, **options: Any) -> list[list[int]]:
-    cache = CacheConfig(page_size=options.pop("page_size", 4), max_length=64)
-    pages = options.pop("num_pages", None)
-    if pages is not None:
-        cache = CacheConfig(page_size=4, max_length=64, num_pages=pages)
+def texts(
+    model: Path,
+    drafter: str,
+    shape: Any = None,
+    *,
+    page_size: int = 4,
+    num_pages: int | None = None,
+    **options: Any,
+) -> list[list[int]]:
+    cache = CacheConfig(page_size=page_size, max_length=64, num_pages=num_pages)
     shape = shape or SpeculationConfig.chain(3)
     params = load_engine(model, drafter, dtype="float32", speculation=shape, **options)
-    sampling = SamplingParams(max_tokens=20, stop_token_ids=())
+    sampling = SamplingParams(max_tokens=NEW_TOKENS, stop_token_ids=())
     engine = seal(Engine(params, cache, EngineConfig(max_rows=3)), sampling, len(PROMPTS[0]))
     generations = engine.add_all(PROMPTS, [sampling] * 3)
     engine.finish(generations)
     assert not any(one.error for one in generations)
+    if drafter != "none":
+        accepting = sum(one.statistics.accepted[1] for one in generations)
+        assert accepting > 4, "hardly a draft was accepted: this run tested little"
+    if num_pages is not None:
+        assert sum(engine.scheduler.preemptions.values()) > 0, "nobody lost its pages"
     return [one.token_ids for one in generations]
 
 
@@ -117,16 +129,20 @@ TREE = SpeculationConfig(num_nodes=10, max_depth=3, top_k=3)
 
 @pytest.fixture(scope="module")
 def with_mtp(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    own: dict[str, Any] = TINY | SMALL | {"vocab_size": 257}
-    config = transformers.DeepseekV3Config(**own)
+    config = transformers.DeepseekV3Config(**TINY | SMALL)
     path = save_random_model(tmp_path_factory.mktemp("mtp"), config)
-    save_byte_tokenizer(path)
     return add_mtp_layer(path, "deepseek")
 
 
 @pytest.fixture(scope="module")
-def plain(with_mtp: Path) -> list[list[int]]:
-    return texts(with_mtp, "none")
+def drafting(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint whose MTP layer guesses well."""
+    return save_with_mtp(tmp_path_factory.mktemp("drafting"), "deepseek_v3")
+
+
+@pytest.fixture(scope="module")
+def plain(drafting: Path) -> list[list[int]]:
+    return texts(drafting, "none")
 
 
 @pytest.mark.parametrize(
@@ -140,17 +156,17 @@ def plain(with_mtp: Path) -> list[list[int]]:
     ],
 )
 def test_texts_are_those_of_plain_decoding(
-    drafter: str, options: dict[str, Any], with_mtp: Path, plain: list[list[int]]
+    drafter: str, options: dict[str, Any], drafting: Path, plain: list[list[int]]
 ):
-    assert texts(with_mtp, drafter, **options) == plain
+    assert texts(drafting, drafter, **options) == plain
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [2, 4])
-def test_devices_give_the_text_of_one(devices: int, with_mtp: Path, plain: list[list[int]]):
+def test_devices_give_the_text_of_one(devices: int, drafting: Path, plain: list[list[int]]):
     """Heads and experts are split; every device has all latents."""
     mesh = make_mesh(tensor_parallel=devices)
-    assert texts(with_mtp, "mtp", TREE, mesh=mesh) == plain
+    assert texts(drafting, "mtp", TREE, mesh=mesh) == plain
 
 
 def test_the_mtp_layer_has_latent_attention_and_experts(with_mtp: Path):
@@ -159,11 +175,16 @@ def test_the_mtp_layer_has_latent_attention_and_experts(with_mtp: Path):
 
 
 @pytest.mark.slow
-def test_prefixes_are_shared(with_mtp: Path):
-    llm = LLM(with_mtp, "mtp", dtype="float32", max_length=64)
-    sampling = SamplingParams(max_tokens=8)
-    first, again = (llm.generate([PROMPTS[0]], sampling)[0] for _ in range(2))
-    assert first.token_ids == again.token_ids
+@pytest.mark.parametrize("drafter", ["ngram", "mtp"])
+def test_prefixes_are_shared(drafter: str, drafting: Path, plain: list[list[int]]):
+    params = load_engine(drafting, drafter, dtype="float32")
+    engine = Engine(params, CacheConfig(page_size=4, max_length=64), EngineConfig(max_rows=1))
+    for _ in range(2):
+        sampling = SamplingParams(max_tokens=NEW_TOKENS, stop_token_ids=())
+        generation = engine.add(PROMPTS[0], sampling)
+        engine.finish([generation])
+        assert generation.token_ids == plain[0]
+    assert engine.scheduler.cache_statistics()[1] >= 20
 
 
 def test_sequences_are_not_spread(with_mtp: Path):

@@ -22,7 +22,8 @@ from jaxspec.models.hf_config import load_model_config, parse_model_config
 from jaxspec.models.hf_values import read_json
 from jaxspec.weights.mtp import load_mtp_head, save_mtp_head
 from jaxspec.weights.safetensors_io import load_decoder
-from tests.checkpoints import add_mtp_layer, save_byte_tokenizer, tiny_llama, tiny_qwen2
+from tests import parity
+from tests.checkpoints import add_mtp_layer, hf_logits, save_byte_tokenizer, tiny_llama, tiny_qwen2
 from tests.marks import slow
 from tests.mtp_reference import torch_mtp
 
@@ -111,6 +112,19 @@ def test_checkpoints_draft_with_their_own_layers(
     drafter: Any = llm.params.drafter
     assert isinstance(drafter.head, DraftHead) and drafter.head.method == "mtp"
     assert texts(llm) == plain
+
+
+@pytest.mark.parametrize(
+    ("page_size", "step"), [(3, 1), (7, TOKENS.shape[1]), slow(1, TOKENS.shape[1]), slow(5, 1)]
+)
+def test_the_body_of_mimo_has_the_logits_of_qwen2(page_size: int, step: int, tmp_path: Path):
+    """Read whole, or token by token."""
+    path = tiny_qwen2(tmp_path, **SMALL)
+    expected = hf_logits(path, TOKENS)
+    add_mtp_layer(path, "mimo")
+    assert read_json(path / "config.json")["model_type"] == "mimo"
+    found = parity.paged_logits(parity.load(path), TOKENS, page_size, step)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-4)
 
 
 def test_auto_chooses_the_layers_and_says_what_they_read(checkpoints: dict[str, Path]):

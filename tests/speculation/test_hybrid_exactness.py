@@ -165,6 +165,8 @@ def test_kernels_of_recurrent_layers_change_no_text(checkpoint, drafter: str, sh
         slow("qwen3_5_text", "ngram", CHAIN),
         slow("qwen3_5_text", "ngram", TREE),
         slow("qwen3_5_moe_text", "mtp", TREE),
+        slow("qwen3_5_moe_text", "mtp", CHAIN),
+        slow("qwen3_5_moe_text", "ngram", CHAIN),
     ],
 )
 def test_text_is_that_of_plain_decoding(checkpoint, family: str, drafter: str, shape: Any):
@@ -205,6 +207,8 @@ def test_texts_stop_where_those_of_plain_decoding_do(checkpoint, drafter: str, s
         slow("qwen3_next", {"data_parallel": 2}, CHAIN),
         slow("qwen3_5_text", {"tensor_parallel": 2}, CHAIN),
         slow("qwen3_5_text", {"tensor_parallel": 4}, TREE),
+        slow("qwen3_5_moe_text", {"tensor_parallel": 2}, TREE),
+        slow("qwen3_5_moe_text", {"tensor_parallel": 4}, CHAIN),
     ],
 )
 def test_devices_give_the_text_of_one(checkpoint, family: str, devices: Any, shape: Any):

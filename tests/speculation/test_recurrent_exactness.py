@@ -3,10 +3,12 @@ devices, or requests that lose their pages."""
 
 import dataclasses
 import functools
+from collections import Counter
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxspec import functional
@@ -33,12 +35,14 @@ SPECULATIONS = {
 PROMPTS = [prompt.tolist() for prompt in random_prompts((5, 21, 1, 40))]
 NEW_TOKENS = 40
 FEW = 26  # pages, of which all requests together need more
+LONG = 4096  # tokens
+SHAPES = (PLAIN, *map(TreeShape.parse, ("chain:1", "chain:3", "6:2:3", "8:3:2", "12:5:3")))
 
 
 @functools.cache
-def target() -> Decoder:
+def target(**changes: Any) -> Decoder:
     """Attention, then three recurrences that forget slowly."""
-    config = tiny_config(num_layers=4, num_heads=8)
+    config = tiny_config(num_layers=4, num_heads=8, **changes)
     first, *others = config.layers
     layers = [first, *(dataclasses.replace(one, mixer=DELTA) for one in others)]
     model = random_target(dataclasses.replace(config, layers=tuple(layers)), context=1.0)
@@ -185,3 +189,31 @@ def test_rounds_stay_on_a_gpu_and_plain_ones_have_no_loop_in_a_layer():
     assert "callback" not in plain_round + tree_round
     assert plain_round.count("stablehlo.while") == 1
     assert tree_round.count("stablehlo.while") == 1 + 3
+
+
+@pytest.mark.slow
+def test_a_long_text_drafted_by_random_trees_is_that_of_plain_decoding():
+    """A sampled text, which does not repeat itself, of many folds; the tree changes at random."""
+    model = target(max_position=LONG + 64)
+    cache = CacheConfig(page_size=64, max_length=LONG + 24)
+    sampling = SamplingParams(max_tokens=LONG, temperature=0.8, seed=1)
+
+    def serve(params: EngineParams, shapes: tuple[TreeShape, ...]) -> tuple[list[int], Counter]:
+        engine = Engine(params, cache, EngineConfig(max_rows=1, rounds_per_call=8))
+        generation, rng = engine.add(PROMPTS[0], sampling), np.random.default_rng(0)
+        while not generation.done:
+            engine.shape = shapes[rng.integers(len(shapes))]
+            engine.step()
+        assert not generation.error
+        lengths = enumerate(generation.statistics.accepted)
+        return generation.token_ids, Counter(dict(lengths))
+
+    plain = EngineParams(target=model, drafter=NoDrafter(), speculation=SpeculationConfig.chain(0))
+    drafter = DraftModelDrafter(model=draft_model(model))
+    speculation = SpeculationConfig(num_nodes=12, max_depth=5, top_k=3)
+    drafted = plain.replace(drafter=drafter, speculation=speculation)
+    expected, _ = serve(plain, (PLAIN,))
+    found, accepted = serve(drafted, SHAPES)
+    assert found == expected and len(expected) == LONG
+    assert accepted[1] > LONG / 16 and accepted[4] > 0, "hardly a draft was accepted"
+    assert len(set(expected[-256:])) > 32

@@ -13,6 +13,7 @@ from jaxspec.models.decoder import Decoder, decoder_shapes
 from jaxspec.models.hf_config import load_model_config, parse_model_config
 from jaxspec.tensors import joining, splitting
 from jaxspec.weights.safetensors_io import load_decoder, save_tree
+from tests import mtp_families
 from tests.random_models import random_arrays
 
 SMALL: dict[str, Any] = {
@@ -43,12 +44,15 @@ SHAPES = {
         "self_attn.q_norm": (32,),
         "self_attn.k_norm": (16,),
     },
+    # Keys and values of a head are parts of one tensor.
+    "deepseek_v3": {"self_attn.kv_b_proj": (112, 40), "self_attn.q_b_proj": (96, 24)},
 }
+CHANGES = {"deepseek_v3": mtp_families.CONFIGS["deepseek_v3"]}
 
 
 @pytest.mark.parametrize("family", SHAPES)
 def test_tensors_make_the_model_that_they_were_made_of(family: str, tmp_path: Path):
-    raw = SMALL | {"model_type": family}
+    raw = SMALL | {"model_type": family} | CHANGES.get(family, {})
     config = parse_model_config(raw)
     shapes = decoder_shapes(config, jnp.dtype(jnp.float32))
     model: Decoder = random_arrays(shapes, 0)

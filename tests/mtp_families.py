@@ -1,0 +1,69 @@
+"""Tiny random models of DeepSeek-V3 and MiMo, and checkpoints whose MTP layer guesses well."""
+
+from pathlib import Path
+from typing import Any
+
+from safetensors.numpy import load_file
+
+from jaxspec.config.mtp import MtpConfig
+from jaxspec.models.decoder import Decoder
+from jaxspec.models.hf_config import parse_model_config
+from jaxspec.models.mtp_names import mtp_names
+from jaxspec.tensors import splitting
+from jaxspec.weights.safetensors_io import save_tree
+from tests.random_experts import random_expert_target
+from tests.random_models import mtp_head
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "eos_token_id": None,
+    "num_nextn_predict_layers": 1,
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 40,
+        "q_lora_rank": 24,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 12,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 16,
+        "n_group": 4,
+        "topk_group": 2,
+    },
+    "mimo": {},
+    "llama": {},  # with a layer named as DeepSeek's
+}
+
+
+def raw_config(family: str, **changes: Any) -> dict[str, Any]:
+    return SIZES | {"model_type": family} | CONFIGS[family] | changes
+
+
+def random_family(family: str, context: float = 0.3, **changes: Any) -> Decoder:
+    """Nearly a bigram model (see random_target); ``changes`` go to its config."""
+    config = parse_model_config(raw_config(family, **changes))
+    return random_expert_target(config, context=context)
+
+
+def save_with_mtp(directory: Path, family: str, context: float = 0.3, **changes: Any) -> Path:
+    """A checkpoint of such a model, with one MTP layer in its family's layout."""
+    model = random_family(family, context, **changes)
+    mtp = model.config.mtp or MtpConfig("deepseek", 1, normed=True)
+    head = mtp_head(model, layout=mtp.layout, normed=mtp.normed)
+    first = mtp_names(mtp, model.config.num_layers).layer.removesuffix(".")
+    own = directory / "head"
+    save_tree(own, head, head.filled(first, splitting()), {})
+    extra = load_file(own / "model.safetensors")
+    save_tree(directory, model, model.filled(splitting()), raw_config(family, **changes), extra)
+    return directory

@@ -1,0 +1,127 @@
+"""An engine short of pages serves each family: prompts begin alike, texts stop early, requests lose
+their pages, and drafts change no text."""
+
+import functools
+from typing import Any
+
+import pytest
+
+from jaxspec.config.cache import CacheConfig
+from jaxspec.config.engine import EngineConfig
+from jaxspec.config.speculation import SpeculationConfig
+from jaxspec.engine import Engine
+from jaxspec.functional import EngineParams
+from jaxspec.models.decoder import Decoder
+from jaxspec.scheduling.requests import SamplingParams
+from jaxspec.speculation.drafters import EagleDrafter, NGramDrafter, NoDrafter
+from tests import mtp_families, test_experts
+from tests.engines import seal
+from tests.marks import slow
+from tests.random_models import eagle3_head, mtp_head, random_prompts
+from tests.speculation import test_family_exactness, test_hybrid_exactness
+
+DENSE = ("gemma3_text", "granite")
+EXPERTS = tuple(test_experts.FAMILIES)
+WITH_MTP: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {},
+    "glm4_moe": {},
+    "mimo": {"layout": "mimo", "normed": False},
+    "qwen3_next": {"layout": "qwen"},
+    "qwen3_5_text": {"layout": "qwen"},
+    "qwen3_5_moe_text": {"layout": "qwen"},
+}
+FAMILIES = (*DENSE, *EXPERTS, *(name for name in WITH_MTP if name not in EXPERTS))
+CHAIN, TREE = SpeculationConfig.chain(3), SpeculationConfig(num_nodes=8, max_depth=3, top_k=2)
+COMMON, *ENDS = (prompt.tolist() for prompt in random_prompts((35, 3, 9, 1, 14)))
+PROMPTS = [COMMON + end for end in ENDS]
+NEW_TOKENS = 40
+ROWS, PAGE, LENGTH = 3, 5, 96
+FEW = 24  # pages: one request has room, and three have not
+
+
+@functools.cache
+def target(family: str) -> Decoder:
+    if family in DENSE:
+        return test_family_exactness.target(family)
+    if family in EXPERTS:
+        return test_experts.target(family)
+    if family in test_hybrid_exactness.CONFIGS:
+        return test_hybrid_exactness.target(family)
+    return mtp_families.random_family(family)
+
+
+def params_of(family: str, drafter: str) -> EngineParams:
+    model, speculation, made = target(family), CHAIN, NGramDrafter(min_match=1)
+    if drafter == "none":
+        speculation, made = SpeculationConfig.chain(0), NoDrafter()
+    elif drafter == "mtp":
+        speculation, made = TREE, EagleDrafter(head=mtp_head(model, **WITH_MTP[family]))
+    elif drafter == "eagle3":
+        speculation, made = TREE, EagleDrafter(head=eagle3_head(model))
+    return EngineParams(target=model, drafter=made, speculation=speculation)
+
+
+def sampling(stops: tuple[int, ...]) -> list[SamplingParams]:
+    """Half of the requests are greedy."""
+    return [
+        SamplingParams(
+            max_tokens=NEW_TOKENS, temperature=0.7 * (index % 2), seed=index, stop_token_ids=stops
+        )
+        for index in range(len(PROMPTS))
+    ]
+
+
+@functools.cache
+def plain(family: str) -> list[list[int]]:
+    """Whole texts without drafts, with pages for all and none of them shared."""
+    config = EngineConfig(max_rows=ROWS, rounds_per_call=4, prefix_caching=False)
+    cache = CacheConfig(page_size=16, max_length=LENGTH)
+    engine = Engine(params_of(family, "none"), cache, config)
+    seal(engine, SamplingParams(temperature=0.7), prompt_tokens=32)
+    generations = engine.add_all(PROMPTS, sampling(()))
+    engine.finish(generations)
+    assert not any(one.error for one in generations)
+    return [one.token_ids for one in generations]
+
+
+def until(text: list[int], stops: tuple[int, ...]) -> list[int]:
+    ends = [index for index, token in enumerate(text) if token in stops]
+    return text[: ends[0] + 1] if ends else text
+
+
+def stops_in(texts: list[list[int]]) -> tuple[int, ...]:
+    """The token that ends a text before its limit, and of all texts the least."""
+    late = {text[i] for text in texts for i in range(3, NEW_TOKENS - 4) if text.index(text[i]) == i}
+    return (max(sorted(late), key=lambda token: sum(len(until(text, (token,))) for text in texts)),)
+
+
+@pytest.mark.parametrize(
+    ("family", "drafter"),
+    [
+        ("mimo", "ngram"),
+        *(slow(family, "ngram") for family in FAMILIES if family != "mimo"),
+        *(slow(family, "mtp") for family in WITH_MTP),
+        slow("deepseek_v3", "eagle3"),
+        slow("qwen3_next", "eagle3"),
+    ],
+)
+def test_text_is_that_of_plain_decoding(family: str, drafter: str):
+    whole = plain(family)
+    stops = stops_in(whole)
+    expected = [until(text, stops) for text in whole]
+    assert any(3 < len(text) < NEW_TOKENS for text in expected)
+    config = EngineConfig(max_rows=ROWS, rounds_per_call=4, prefill_budget=32)
+    cache = CacheConfig(page_size=PAGE, max_length=LENGTH, num_pages=FEW)
+    engine = Engine(params_of(family, drafter), cache, config)
+    seal(engine, SamplingParams(temperature=0.7), prompt_tokens=32)
+    ways, done = sampling(stops), []
+    # One after the other at first: recurrent layers leave snapshots where prompts part.
+    for group in ([0], [1], range(len(PROMPTS))):
+        added = engine.add_all([PROMPTS[i] for i in group], [ways[i] for i in group])
+        engine.finish(added)
+        assert not any(one.error for one in added)
+        assert [one.token_ids for one in added] == [expected[i] for i in group]
+        done += added
+    assert sum(one.statistics.accepted[1] for one in done) > 4, "hardly a draft was accepted"
+    assert engine.scheduler.cache_statistics()[1] >= len(COMMON) // PAGE * PAGE, "no page was found"
+    assert sum(engine.scheduler.preemptions.values()) > 0, "nobody lost its pages"
