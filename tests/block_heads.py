@@ -13,11 +13,17 @@ from jaxspec.functional import EngineParams
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import BlockConfig, BlockHead, block_head_shapes
 from jaxspec.models.heads.block import Confidence
-from jaxspec.speculation.drafters import BlockDrafter, MixedDrafter, NGramDrafter
+from jaxspec.speculation.drafters import (
+    BlockDrafter,
+    MixedDrafter,
+    NGramDrafter,
+    SuffixDrafter,
+)
 from tests.random_models import CONFIG, noisy, random_arrays, random_target
 
 MASK = 95  # a token of the target's
 KINDS = ("dflash", "dspark")
+LOOKUPS = {"ngram": NGramDrafter, "suffix": SuffixDrafter}
 
 
 def block_target(config: ModelConfig = CONFIG, seed: int = 0) -> Decoder:
@@ -104,13 +110,13 @@ def block_params(
     *,
     confidence: bool = False,
 ) -> EngineParams:
-    """A guessing head of one of KINDS, after ``ngram+`` mixed with lookup."""
+    """A guessing head of one of KINDS, after ``ngram+`` or ``suffix+`` mixed with lookup."""
     target = block_target() if target is None else target
-    mixed, kind = kind.startswith("ngram+"), kind.removeprefix("ngram+")
+    lookup, _, kind = kind.rpartition("+")
     head = guessing_head(target, kind)
     drafter: Any = BlockDrafter(head=with_confidence(head) if confidence else head)
-    if mixed:
-        drafter = MixedDrafter(model=drafter, lookup=NGramDrafter(min_match=2))
+    if lookup:
+        drafter = MixedDrafter(model=drafter, lookup=LOOKUPS[lookup](min_match=2))
     return EngineParams(target=target, drafter=drafter, speculation=speculation)
 
 

@@ -13,19 +13,20 @@ from jaxspec.config.speculation import PLAIN, SpeculationConfig, TreeShape
 from jaxspec.engine import Engine
 from jaxspec.scheduling.adaptive import RoundCosts
 from jaxspec.scheduling.requests import SamplingParams
-from tests.block_heads import block_params
+from tests.block_heads import KINDS, block_params
 from tests.compilations import Compilations
 from tests.engines import LENGTH
 from tests.random_models import make_params
 
-CHAIN = TreeShape.parse("chain:2")
+CHAIN, TREE = TreeShape.parse("chain:2"), TreeShape.parse("6:2:3")
 SAMPLED = SamplingParams(temperature=1.0)
 
 
-def new_adaptive(drafter: str = "ngram", **options: Any) -> Engine:
-    """Of two rows, with chains of up to two tokens."""
+def new_adaptive(drafter: str = "ngram", largest: TreeShape = CHAIN, **options: Any) -> Engine:
+    """Of two rows, with chains of up to two tokens by default."""
     options = {"max_rows": 2, "rounds_per_call": 4, "adaptive": True} | options
-    params = make_params(drafter, SpeculationConfig.chain(2))
+    make = block_params if drafter.endswith(KINDS) else make_params
+    params = make(drafter, SpeculationConfig(**dataclasses.asdict(largest)))
     return Engine(params, CacheConfig(page_size=8, max_length=LENGTH), EngineConfig(**options))
 
 
@@ -106,6 +107,21 @@ def test_the_same_with_every_kind_of_program(drafter: str, compilations: Compila
     assert engine.shapes.choices == (PLAIN, TreeShape.parse("chain:1"), CHAIN)
     for seed in range(3):
         check_load(engine, compilations, requests(24, seed), seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("drafter", "largest"),
+    [("suffix", CHAIN), ("dflash", TREE), ("dspark", TREE), ("ngram+dflash", CHAIN)],
+    ids=lambda own: getattr(own, "name", own),
+)
+def test_the_same_with_other_drafters_and_trees(
+    drafter: str, largest: TreeShape, compilations: Compilations
+):
+    engine = new_adaptive(drafter, largest)
+    engine.warm_up([SAMPLED], tokens=32, rows=[2])
+    assert engine.shapes.choices == (PLAIN, TreeShape.parse("chain:1"), largest)
+    check_load(engine, compilations, requests(32, seed=3, most=32))
 
 
 @pytest.mark.slow

@@ -43,14 +43,24 @@ SPECULATIONS = {
     "dspark rejection": SpeculationConfig.chain(3, "rejection"),
     "mixed": SpeculationConfig.chain(2),
     "mixed rejection": SpeculationConfig.chain(2, "rejection"),
+    "ngram+dflash": SpeculationConfig.chain(3),
+    "ngram+dspark tree": SpeculationConfig(num_nodes=9, max_depth=3, top_k=3),
+    "suffix": SpeculationConfig.chain(3),
+    "suffix mixed tree": SpeculationConfig(num_nodes=6, max_depth=2, top_k=3),
 }
 BATCH, LENGTH, PAGE_SIZE, PROMPT = 4, 40, 4, 9
 
 
+def is_of_blocks(name: str) -> bool:
+    return any(kind in name for kind in KINDS)
+
+
 @functools.cache
 def one_device(name: str) -> EngineParams:
-    drafter = name.split()[0]
-    if drafter in KINDS:
+    drafter = name.removesuffix(" tree").removesuffix(" rejection")
+    if name == "none, target of blocks":
+        return make_params("none", SPECULATIONS["none"], block_target(TARGET))
+    if is_of_blocks(name):
         return block_params(drafter, SPECULATIONS[name], block_target(TARGET))
     return make_params(drafter, SPECULATIONS[name], random_target(TARGET))
 
@@ -140,14 +150,20 @@ def run(
         slow("dflash tree", 2, 1, True),
         slow("dflash tree", 4, 1, False),
         slow("dflash", 2, 2, True),
+        slow("dflash rejection", 2, 1, True),
         slow("dflash rejection", 4, 1, True),
         slow("dspark", 2, 1, True),
         slow("dspark tree", 4, 1, True),
+        slow("dspark tree", 2, 1, True),
         slow("dspark tree", 2, 2, False),
         slow("dspark rejection", 2, 1, False),
         slow("mixed", 4, 1, False),
         slow("mixed", 2, 2, True),
         slow("mixed rejection", 2, 2, True),
+        slow("ngram+dflash", 2, 1, True),
+        slow("ngram+dspark tree", 2, 1, False),
+        slow("suffix", 2, 1, True),
+        slow("suffix mixed tree", 2, 1, True),
     ],
 )
 def test_sharding_changes_nothing(name: str, model: int, data: int, shard_drafter: bool):
@@ -198,6 +214,15 @@ def check_changes_nothing(name: str, model: Any, *options: Any) -> None:
     for found, expected in zip(jax.tree.leaves(emitted), jax.tree.leaves(one_emitted), strict=True):
         np.testing.assert_array_equal(found, expected)
     assert name in ("none", "ngram") or accepted[:, 1].sum() > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in SPECULATIONS if name != "none"])
+def test_one_device_has_the_texts_of_plain_decoding(name: str):
+    """So what equals its texts above has them, too."""
+    plain = run("none, target of blocks" if is_of_blocks(name) else "none")[0]
+    rows = [0, 3] if "rejection" in name else [0, 1, 2, 3]  # its samples depend on the drafter
+    np.testing.assert_array_equal(run(name)[0][rows], plain[rows])
 
 
 def generate_controlled(params: EngineParams, state: EngineState, prompts: Any, counts: Any):

@@ -1,5 +1,6 @@
 """Block drafters change how fast the text comes, never the text: token for token, float32."""
 
+import dataclasses
 import functools
 import itertools
 from typing import Any
@@ -16,7 +17,7 @@ from jaxspec.generation import Generation
 from jaxspec.scheduling.requests import SamplingParams
 from jaxspec.speculation.drafters import NoDrafter
 from jaxspec.state import Ending
-from tests.block_heads import block_params, block_target
+from tests.block_heads import KINDS, block_params, block_target
 from tests.engines import seal
 from tests.marks import slow
 from tests.random_models import generate
@@ -26,14 +27,20 @@ SAMPLED = 0.8
 
 
 DRAFTERS = ("dflash", "dspark", "ngram+dflash", "ngram+dspark")
+WITH_SUFFIXES = ("suffix+dflash", "suffix+dspark")
 # A tree that is deeper than a page is long, and the trees and chains of the other drafters.
 OWN_TREES = {name: TREES[name] for name in ("chain5", "tree12")} | {
     "tree40": SpeculationConfig(num_nodes=40, max_depth=5, top_k=8)
 }
-CHOICES = (DRAFTERS, tuple(OWN_TREES), (1, 5, 16), (3, 8), (0.0, SAMPLED))
-ALL_CASES = [Case(*choice) for choice in itertools.product(*CHOICES)]
+CHOICES = [
+    (DRAFTERS, tuple(OWN_TREES), (1, 5, 16), (3, 8), (0.0, SAMPLED)),
+    (KINDS, tuple(OWN_TREES), (4, 64), (1,), (1.0,)),
+    (WITH_SUFFIXES, tuple(OWN_TREES), (4, 64), (3,), (0.0, 1.0)),
+]
+ALL_CASES = [Case(*choice) for choices in CHOICES for choice in itertools.product(*choices)]
 # The slow cases are all others. DFlash trees by default: the requests of an engine below.
 FAST = Case("dspark", "chain5", 5, 3, SAMPLED)
+FAST_CASES = [FAST, FAST._replace(temperature=1.0)]  # of the same programs
 SLOW = slow(Case("dflash", "tree12", 5, 3, SAMPLED))
 
 
@@ -59,7 +66,9 @@ def run(case: Case, **options: Any):
     )
 
 
-@pytest.mark.parametrize("case", [FAST, *(slow(c) for c in ALL_CASES if c != FAST)], ids=str)
+@pytest.mark.parametrize(
+    "case", [*FAST_CASES, *(slow(c) for c in ALL_CASES if c not in FAST_CASES)], ids=str
+)
 def test_text_is_that_of_plain_decoding(case: Case):
     generated, state = run(case)
     assert generated == plain_texts(case.temperature, case.batch)
@@ -99,13 +108,15 @@ def test_smaller_trees_run_shorter_blocks(tree: str):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("drafter", DRAFTERS)
-def test_rejection_at_temperature_0_is_greedy(drafter: str):
+@pytest.mark.parametrize("tree", OWN_TREES)
+@pytest.mark.parametrize("drafter", [*DRAFTERS, *WITH_SUFFIXES])
+def test_rejection_at_temperature_0_is_greedy(drafter: str, tree: str):
     """The last row samples, so that nothing of sampling is left out."""
-    params = block_params(drafter, SpeculationConfig.chain(3, "rejection"))
+    rejecting = dataclasses.replace(OWN_TREES[tree], acceptance="rejection")
     sampling = sampling_of(0.0, 3).replace(temperature=jnp.array([0.0, 0.0, SAMPLED]))
-    generated, _ = generate(params, PROMPTS[:3], sampling=sampling)
+    generated, state = generate(block_params(drafter, rejecting), PROMPTS[:3], sampling=sampling)
     assert generated[:2] == plain_texts(0.0)[:2]
+    assert state.rows.stats.accepted.sum() > 1.2 * state.rows.stats.rounds.sum()
 
 
 def test_trees_deeper_than_a_block():
@@ -122,9 +133,14 @@ SAMPLINGS = [SamplingParams(SAMPLED * (i % 2), seed=i, max_tokens=30) for i in r
 
 
 def engine_of(
-    params: EngineParams, num_pages: int | None = None, *, sealed: bool = True, **options: Any
+    params: EngineParams,
+    num_pages: int | None = None,
+    *,
+    page_size: int = 8,
+    sealed: bool = True,
+    **options: Any,
 ) -> Engine:
-    cache = CacheConfig(page_size=8, max_length=64, num_pages=num_pages)
+    cache = CacheConfig(page_size=page_size, max_length=64, num_pages=num_pages)
     options = {"rounds_per_call": 4, "max_rows": 4} | options
     own = Engine(params, cache, EngineConfig(**options))
     return seal(own, prompt_tokens=22) if sealed else own
@@ -146,12 +162,26 @@ def plain_requests() -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("drafter", "preemption"),
-    [("dflash", "swap"), slow("dflash", "recompute"), slow("dspark", "swap")],
+    ("drafter", "tree", "preemption", "page_size"),
+    [
+        ("dflash", "tree12", "swap", 8),
+        slow("dflash", "tree12", "recompute", 8),
+        slow("dspark", "tree12", "swap", 8),
+        slow("dspark", "tree12", "recompute", 4),
+        slow("dflash", "chain5", "swap", 4),
+        slow("dspark", "chain5", "recompute", 8),
+        slow("ngram+dflash", "chain5", "recompute", 8),
+        slow("ngram+dspark", "tree12", "swap", 4),
+        slow("suffix+dflash", "tree12", "recompute", 4),
+        slow("suffix+dspark", "chain5", "swap", 8),
+    ],
 )
-def test_prefix_hits_and_preemption_do_not_change_the_text(drafter: str, preemption: Any):
-    params = block_params(drafter, OWN_TREES["tree12"])
-    own = engine_of(params, num_pages=14, preemption=preemption)
+def test_prefix_hits_and_preemption_do_not_change_the_text(
+    drafter: str, tree: str, preemption: Any, page_size: int
+):
+    params = block_params(drafter, OWN_TREES[tree])
+    few = 14 * 8 // page_size
+    own = engine_of(params, num_pages=few, preemption=preemption, page_size=page_size)
     generations = finished(own)
     again = own.add_all(REQUESTS[4:], SAMPLINGS[4:])
     own.finish(again)
