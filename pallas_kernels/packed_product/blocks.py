@@ -76,7 +76,7 @@ def no_sums(plan: Plan) -> Array:
 
 
 def add_block(plan: Plan, refs: Any, own: Any, slot: Array, total: Array) -> Array:
-    """total + the product of the block in ``slot``, whose sums may be scaled step by step.
+    """total + the product of the block in ``slot``, whose sums are scaled step by step.
 
     ``own``: the warpgroup's outputs. Totals are [OUTPUTS, rows]. Frees the slot.
     """
@@ -89,26 +89,17 @@ def add_block(plan: Plan, refs: Any, own: Any, slot: Array, total: Array) -> Arr
             x_scales = refs["x_scale"].at[slot, group, pl.ds(0, plan.padded_rows)]
             x_scale = plgpu.load(x_scales, layout=_ROW_LAYOUT, optimized=False)
             sums *= lax.broadcast_in_dim(x_scale, sums.shape, [1])
-        if "scale" in plan.by_step:
-            scale = _by_output(plan, refs["scale"], slot, group).astype(jnp.float32)
-            sums *= lax.broadcast_in_dim(scale, sums.shape, [0])
-        total += sums
+        scale = _by_output(plan, refs["scale"], slot, group).astype(jnp.float32)
+        total += sums * lax.broadcast_in_dim(scale, sums.shape, [0])
     plgpu.commit_smem()  # what was read comes before what the copy engine writes there next
     plgpu.barrier_arrive(refs["free"].at[slot])
     return total
 
 
-def scaled_at_end(plan: Plan, total: Array, scales: Any, outputs: Any, rows: Any) -> Array:
-    """Sums [OUTPUTS, rows] of all steps, times the scales of whole outputs and whole rows."""
-    if "scale" in plan.at_end:
-        own = plgpu.load(scales["scale"].at[0, outputs], layout=_OUTPUT_LAYOUT, optimized=False)
-        total *= lax.broadcast_in_dim(own.astype(jnp.float32), total.shape, [0])
-    if "x_scale" in plan.at_end:
-        own = plgpu.load(scales["x_scale"].at[0, rows], layout=_ROW_LAYOUT, optimized=False)
-        total *= lax.broadcast_in_dim(own, total.shape, [1])
-    if plan.widens_to_float8:
-        total *= 1 / FLOAT8_STEP
-    return total
+def scaled_by_row(total: Array, x_scale: Any, rows: Any) -> Array:
+    """Sums [OUTPUTS, rows] of weights that were widened to 8-bit floats, times the rows' scales."""
+    own = plgpu.load(x_scale.at[0, rows], layout=_ROW_LAYOUT, optimized=False)
+    return total * lax.broadcast_in_dim(own, total.shape, [1]) * (1 / FLOAT8_STEP)
 
 
 def all_rows(plan: Plan) -> Any:

@@ -7,8 +7,8 @@ blocks of weights, x and scales into a ring; the others multiply.
 
 Scales multiply the sums of a step (a group's inputs, or 128 of a larger group's), not the weights.
 So sums of 8-bit floats, which tensor cores keep with fewer bits, are short, and a row's sums depend
-neither on the other rows nor on the size of blocks. Scales of whole outputs and whole rows multiply
-at the end.
+neither on the other rows nor on the size of blocks. Where rows of 8 bits meet weights of 4, a row's
+one scale multiplies at the end.
 
 With more than SUMMED_ROWS rows of bfloat16 registers hold one sum of each output only: then weights
 are scaled and rounded to bfloat16, as in a product with widened weights.
@@ -33,7 +33,7 @@ from pallas_kernels.packed_product.blocks import (
     no_sums,
     own_outputs,
     ring_scratch,
-    scaled_at_end,
+    scaled_by_row,
     store_rows,
 )
 from pallas_kernels.packed_product.plan import Plan
@@ -41,7 +41,6 @@ from pallas_kernels.packed_product.tuning import (
     OUTPUTS,
     PackedTuning,
     packed_tuning,
-    scales_weights,
 )
 
 # Of a thread that copies, where those that multiply take more. A CTA of three warpgroups has 168 a
@@ -72,8 +71,6 @@ def packed_product_mosaic(
     scales = {name: one for name, one in given.items() if one is not None}
     weight_bits = 4 if values.dtype == jnp.int4 else 8
     x_bits = 8 * x.dtype.itemsize
-    has_sums = not scales_weights(rows, x_bits)
-    at_end = [name for name in ("scale", "x_scale") if name in scales and len(scales[name]) == 1]
     plan = Plan(
         rows=rows,
         depth=depth,
@@ -81,8 +78,7 @@ def packed_product_mosaic(
         group=depth // groups,
         weight_bits=weight_bits,
         x_bits=x_bits,
-        by_step=tuple(name for name in scales if not has_sums or name not in at_end),
-        at_end=tuple(at_end) if has_sums else (),
+        scales=tuple(scales),
         num_splits=num_splits,
         config=config or packed_tuning(rows, depth, width, weight_bits, x_bits),
         interpret=interpret is not None,
@@ -116,7 +112,9 @@ def _make_kernel(plan: Plan, dtype: Any, scale_dtype: Any, out_dtype: Any, inter
                 plgpu.set_max_registers(plan.config.registers, action="increase")
             outputs = pl.ds(lax.axis_index("tile") * plan.tile + warpgroup * OUTPUTS, OUTPUTS)
             rows = all_rows(plan)  # those that are not there are not written
-            total = scaled_at_end(plan, _multiply_blocks(plan, refs), scales, outputs, rows)
+            total = _multiply_blocks(plan, refs)
+            if plan.widens_to_float8:
+                total = scaled_by_row(total, scales["x_scale"], rows)
             store_rows(total, out.at[lax.axis_index("split"), rows, outputs], refs["rows"])
 
     return plgpu.kernel(

@@ -25,17 +25,16 @@ class Plan:
     group: int  # inputs that share a scale
     weight_bits: int  # 4: integers; 8: floats
     x_bits: int  # 16, or 8: floats with scales
-    by_step: tuple[str, ...]  # what scales the weights or the sums of a step: scale, zero, x_scale
-    at_end: tuple[str, ...]  # what scales the sums of all steps: scale, x_scale
+    scales: tuple[str, ...]  # arguments beside x and the weights: scale, zero, x_scale
     num_splits: int
     config: PackedTuning
     interpret: bool
 
     @property
-    def scales(self) -> tuple[str, ...]:
-        """The kernel's arguments beside x and the weights, in order."""
-        given = (*self.by_step, *self.at_end)
-        return tuple(name for name in ("scale", "zero", "x_scale") if name in given)
+    def by_step(self) -> tuple[str, ...]:
+        """Those of ``scales`` that go through the ring. With weights of 4 bits x has one scale a
+        row, which multiplies at the end."""
+        return tuple(name for name in self.scales if name != "x_scale" or not self.widens_to_float8)
 
     @property
     def tile(self) -> int:
@@ -103,5 +102,5 @@ class Plan:
     @property
     def copies(self) -> int:
         """Copies of a block: x, weights, and ``by_step``."""
-        by_output = ("scale" in self.by_step) + ("zero" in self.by_step)
+        by_output = 1 + ("zero" in self.by_step)
         return 2 + by_output * (self.tile // self.part) + ("x_scale" in self.by_step)

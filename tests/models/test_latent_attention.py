@@ -19,7 +19,7 @@ from jaxspec.parallel import make_mesh
 from tests.checkpoints import TINY, add_mtp_layer, hf_logits, save_random_model
 from tests.engines import seal
 from tests.marks import slow
-from tests.mtp_families import save_with_mtp
+from tests.mtp_families import CONFIGS, save_with_mtp
 from tests.parity import load, paged_logits
 
 YARN = {
@@ -32,20 +32,9 @@ YARN = {
     "mscale_all_dim": 1.0,
     "original_max_position_embeddings": 128,
 }
-SMALL: dict[str, Any] = {
+SMALL: dict[str, Any] = CONFIGS["deepseek_v3"] | {
     "num_hidden_layers": 2,
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 40,
-    "q_lora_rank": 24,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 12,
-    "first_k_dense_replace": 1,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 3,
     "moe_intermediate_size": 48,
-    "n_group": 4,
-    "topk_group": 2,
     "num_mtp_layers": 0,
 }
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -76,7 +76,11 @@ def draft_tree(
 
 
 def proposer_of(
-    spec: SpeculationConfig, sampling: Sampling, context_lens: Array, token_ids: Array | None
+    spec: SpeculationConfig,
+    sampling: Sampling,
+    context_lens: Array,
+    token_ids: Array | None = None,
+    target_vocab: int = VOCAB,
 ) -> Proposer:
     return Proposer(
         call=Call(spec),
@@ -84,7 +88,7 @@ def proposer_of(
         context_lens=context_lens,
         layout=WHOLE,
         token_ids=token_ids,
-        target_vocab=VOCAB,
+        target_vocab=target_vocab,
         target_layout=WHOLE,
     )
 

@@ -15,10 +15,7 @@ from jax import Array
 
 from jaxspec.config.speculation import SpeculationConfig, TreeShape
 from jaxspec.noise import Stream, gumbel
-from jaxspec.parallel import WHOLE
 from jaxspec.sampling import Sampling, make_sampling
-from jaxspec.speculation.call import Call
-from jaxspec.speculation.expand import Proposer
 from jaxspec.speculation.lattice import lattice_tree
 from jaxspec.speculation.tree import DraftTree
 from tests.marks import slow
@@ -40,15 +37,7 @@ SEEDS = jnp.array([8, 9])
 def tree_of(spec: SpeculationConfig, logits: Array, sampling: Sampling) -> DraftTree:
     @functools.partial(jax.jit, compiler_options=FAST_COMPILE)
     def made(logits: Array, sampling: Sampling) -> DraftTree:
-        proposer = Proposer(
-            call=Call(spec),
-            sampling=sampling,
-            context_lens=CONTEXTS,
-            layout=WHOLE,
-            token_ids=None,
-            target_vocab=logits.shape[-1],
-            target_layout=WHOLE,
-        )
+        proposer = proposer_of(spec, sampling, CONTEXTS, target_vocab=logits.shape[-1])
         return lattice_tree(proposer, ROOTS, logits)
 
     return made(logits, sampling)

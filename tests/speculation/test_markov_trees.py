@@ -18,16 +18,14 @@ from jax import Array
 from jaxspec.config.speculation import SpeculationConfig, TreeShape
 from jaxspec.models.decoder import Decoder
 from jaxspec.noise import Stream, gumbel
-from jaxspec.parallel import WHOLE
 from jaxspec.sampling import Sampling, make_sampling
-from jaxspec.speculation.call import Call
 from jaxspec.speculation.drafters import BlockDrafter
-from jaxspec.speculation.expand import Proposer
 from jaxspec.speculation.tree import DraftTree
 from tests.block_heads import block_target, random_head
 from tests.marks import slow
 from tests.programs import FAST_COMPILE
 from tests.random_models import CONFIG
+from tests.speculation.test_acceptance import proposer_of
 from tests.speculation.test_lattice import CONTEXTS, ROOTS, SEEDS, paths_of
 
 VOCAB, DEEPEST = CONFIG.vocab_size, 6
@@ -55,15 +53,7 @@ def block_logits(seed: int) -> np.ndarray:
 def grown(
     target: Decoder, own: BlockDrafter, logits: Array, sampling: Sampling, spec: SpeculationConfig
 ) -> DraftTree:
-    proposer = Proposer(
-        call=Call(spec),
-        sampling=sampling,
-        context_lens=CONTEXTS,
-        layout=WHOLE,
-        token_ids=None,
-        target_vocab=VOCAB,
-        target_layout=WHOLE,
-    )
+    proposer = proposer_of(spec, sampling, CONTEXTS, target_vocab=VOCAB)
     return own._tree(target, proposer, ROOTS, logits)
 
 
