@@ -38,6 +38,7 @@ from jaxspec.weights.safetensors_io import load_decoder
 from pallas_kernels.selection import default_device
 
 MIXED = "ngram+"  # and the drafter that n-gram lookup is mixed with
+LEAST_LIKELY = 0.02  # of a head's chain on a CPU; see EagleDrafter.least and docs/benchmarks.md
 
 
 def choose_drafter(model: str | Path, drafter: str | Path) -> str | Path:
@@ -81,7 +82,7 @@ def load_drafter(
                 "head or a draft model"
             )
         rest = (model_directory, target, speculation, dtype, mesh, sharded)
-        skips = _platform_of(mesh) != "gpu"  # there a round is one CUDA graph, or several
+        skips = platform_of(mesh) != "gpu"  # there a round is one CUDA graph, or several
         return MixedDrafter(model=load_drafter(mixed, *rest), lookup=own, may_skip=skips)
     lookup = lookup_drafter(drafter)
     if lookup is not None:
@@ -98,7 +99,7 @@ def load_drafter(
         head = load_eagle_head(directory, target, dtype, mesh, sharded)
         ids = target.vocab_size if head.token_ids is None else head.token_ids.size
         check_top_k(speculation, ids)
-        return EagleDrafter(head=head)
+        return EagleDrafter(head=head, least=_least_likely(mesh))
     config = load_model_config(directory, "draft model")
     _check_same_tokenizer(directory, config, model_directory, target)
     config.check_tree_depth(speculation.max_depth)
@@ -107,9 +108,14 @@ def load_drafter(
     return DraftModelDrafter(model=model)
 
 
-def _platform_of(mesh: Mesh | None) -> str:
+def platform_of(mesh: Mesh | None) -> str:
+    """``cpu``, ``gpu`` or ``tpu``. None: of the default device."""
     device = default_device() if mesh is None else mesh.devices.flat[0]
     return device.platform
+
+
+def _least_likely(mesh: Mesh | None) -> float:
+    return LEAST_LIKELY if platform_of(mesh) == "cpu" else 0.0
 
 
 def _mtp_drafter(
@@ -126,7 +132,7 @@ def _mtp_drafter(
     head, *later = load_mtp_heads(
         directory, target, dtype, mesh, sharded, choice=choice, steps=steps
     )
-    return EagleDrafter(head=head, later=tuple(later))
+    return EagleDrafter(head=head, later=tuple(later), least=_least_likely(mesh))
 
 
 def _check_same_tokenizer(

@@ -32,9 +32,17 @@ class Beams(NamedTuple):
 
     tokens: Array  # int32 [B, k]
     parents: Array  # int32 [B, k], index of each beam's parent among the previous level's beams
-    depth: int
-    first: int  # index of the level's first scratch node; beam b is scratch node first + b
+    depth: int | Array  # int32 [] in a loop over levels
+    first: int | Array  # index of the level's first scratch node; beam b is scratch node first + b
     ancestors: Array  # uint32 [B, k, words], mask over scratch nodes
+
+    @property
+    def nodes(self) -> Array:
+        """Indices of the level's scratch nodes: int32 [k]."""
+        size = self.tokens.shape[1]
+        if isinstance(self.first, int):
+            return jnp.arange(self.first, self.first + size)
+        return self.first + jnp.arange(size)
 
 
 class Children(NamedTuple):
@@ -96,6 +104,15 @@ class Proposer(NamedTuple):
             probs = self._over_target_vocab(probabilities(logits, self.sampling, self.layout))
         index = collectives.argmax(self._ranked(logits, depth), self.layout)
         return self._target_ids(index), probs
+
+    @jax.named_scope("sample")
+    def likely_token(self, logits: Array, depth: int | Array) -> tuple[Array, Array]:
+        """A chain's token as of ``next_token``, and how likely it is: float32 [B, 1]."""
+        logits = self._processed(logits)
+        index = collectives.argmax(self._ranked(logits, depth), self.layout)
+        own = collectives.take(logits, index, self.layout)
+        likely = jnp.exp(own - collectives.log_sum_exp(logits, self.layout))
+        return self._target_ids(index), likely
 
     def _processed(self, logits: Array) -> Array:
         if self.speculation.resolved_proposal == "top_k":
@@ -175,7 +192,7 @@ def grow(
         parents = jnp.broadcast_to(beam_candidates[:, :, None], totals.shape)
         candidates.append(Candidates(*map(_flatten, (children.tokens, totals, parents))))
         scores, picked = local_top_k(_flatten(totals), spec.top_k)
-        beams = _next_beams(beams, children, picked, spec)
+        beams = _next_beams(beams, children, picked, spec, depth)
         beam_candidates = num_candidates + picked
         num_candidates += spec.top_k**2
     return rerank(roots, candidates, spec), carry
@@ -246,15 +263,17 @@ def _first_beams(children: Children, spec: SpeculationConfig) -> Beams:
     return Beams(tokens, jnp.zeros_like(tokens), 1, 0, ancestors)
 
 
-def _next_beams(beams: Beams, children: Children, picked: Array, spec: SpeculationConfig) -> Beams:
-    """The next level's beams. ``picked`` [B, k]: index of each among the k * k children."""
+def _next_beams(
+    beams: Beams, children: Children, picked: Array, spec: SpeculationConfig, depth: int
+) -> Beams:
+    """The beams of level ``depth``. ``picked`` [B, k]: index of each among the k * k children."""
     parents = picked // spec.top_k
-    first = beams.first + spec.top_k
+    first = (depth - 1) * spec.top_k
     inherited = jnp.take_along_axis(beams.ancestors, parents[..., None], axis=1)
     return Beams(
         tokens=jnp.take_along_axis(_flatten(children.tokens), picked, axis=1),
         parents=parents,
-        depth=beams.depth + 1,
+        depth=depth,
         first=first,
         ancestors=inherited | _own_bits(first, spec.top_k, _words(spec)),
     )

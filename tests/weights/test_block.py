@@ -327,6 +327,6 @@ def test_lookup_may_be_mixed_with_a_block_head(heads: dict[str, Path], target_di
 def test_on_a_gpu_the_model_of_a_mixture_drafts_in_every_round(
     heads: dict[str, Path], target_dir: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(drafter_loading, "_platform_of", lambda mesh: "gpu")
+    monkeypatch.setattr(drafter_loading, "platform_of", lambda mesh: "gpu")
     loaded = loading.load(target_dir, f"ngram+{heads['dspark']}", speculation=CHAIN)
     assert isinstance(loaded.drafter, MixedDrafter) and not loaded.drafter.may_skip

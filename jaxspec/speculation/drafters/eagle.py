@@ -17,7 +17,7 @@ from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.forward import Attend
 from jaxspec.models.heads import DraftHead, HeadOutput
-from jaxspec.pytree import Pytree, array, pytree
+from jaxspec.pytree import Pytree, array, pytree, static
 from jaxspec.speculation.call import Call
 from jaxspec.speculation.drafters.base import DrafterDefaults, DraftState, PrefillChunk
 from jaxspec.speculation.drafters.paged import (
@@ -31,6 +31,7 @@ from jaxspec.speculation.drafters.paged import (
     prompt_tokens,
 )
 from jaxspec.speculation.expand import Beams, grow
+from jaxspec.speculation.likely_chain import grow_while_likely
 from jaxspec.speculation.tree import DraftTree
 from jaxspec.state import EngineState
 
@@ -58,10 +59,13 @@ class EagleDrafter(DrafterDefaults):
     Attributes:
       head: of the first step.
       later: those of the next L steps. Steps past the last head run it, too.
+      least: above 0, a chain of one head, not drawn, ends where no row's draft is at least so
+        likely (see grow_while_likely). On a GPU the loop would cut a round into several graphs.
     """
 
     head: DraftHead
     later: tuple[DraftHead, ...] = ()
+    least: float = static(default=0.0)
 
     @property
     def heads(self) -> tuple[DraftHead, ...]:
@@ -227,9 +231,17 @@ class EagleDrafter(DrafterDefaults):
         layout = self.head.vocab_layout(target)
         proposer = make_proposer(target, state, call, layout, self.head.token_ids)
         root_logits = self.head.logits(target, root_normed, call.kernels)
-        carry = (roots, outputs[-1].states)
-        tree, (_, layers) = grow(proposer, state.rows.roots, root_logits, step, carry)
+        start = state.rows.roots, root_logits, step, (roots, outputs[-1].states)
+        if self._ends_early(call.speculation):
+            limit = state.rows.active, self.least
+            tree, (_, layers) = grow_while_likely(proposer, *start, *limit)
+        else:
+            tree, (_, layers) = grow(proposer, *start)
         return tree, DraftState(pool=pool.replace(layers=layers), rows=rows)
+
+    def _ends_early(self, spec: SpeculationConfig) -> bool:
+        is_fixed = bool(self.later) or spec.resolved_proposal == "sampled"
+        return self.least > 0 and spec.is_chain and not is_fixed
 
     def commit(
         self, state: EngineState, features: Array | None, path: Array, counts: Array, call: Call

@@ -126,8 +126,7 @@ def level_attend(state: EngineState, beams: Beams, first_slot: int = 0) -> Paged
     """Attention of one tree level: beams see the context, the root and their own ancestors."""
     rows = state.rows
     past_root = rows.context_lens + 1
-    last = beams.first + beams.tokens.shape[1]
-    scratch = past_root[:, None] + jnp.arange(beams.first, last)
+    scratch = past_root[:, None] + beams.nodes
     valid = jnp.broadcast_to(rows.active[:, None], scratch.shape)
     return PagedAttend(
         rows=rows.index,
@@ -135,7 +134,7 @@ def level_attend(state: EngineState, beams: Beams, first_slot: int = 0) -> Paged
         context_lens=past_root,
         slots=page_slots(rows.page_table, scratch, valid, state.pool.page_size),
         positions=beam_positions(state, beams),
-        kv_lens=past_root + last,
+        kv_lens=past_root + (beams.first + beams.tokens.shape[1]),
         ancestors=beams.ancestors,
         first_slot=first_slot,
     )

@@ -1,0 +1,68 @@
+"""Growing a chain only while it is likely to be accepted, as a loop.
+
+Each step of a draft model takes time, and one after a draft that is unlikely is nearly never
+accepted. The step is compiled once, where expand.grow compiles one for each depth.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from jaxspec.speculation.expand import Beams, Proposer, Step
+from jaxspec.speculation.tree import DraftTree, make_chain, pack_constant
+
+
+class _Growing(NamedTuple):
+    """A chain, of which ``depth`` tokens are drafted so far."""
+
+    tokens: Array  # int32 [B, 1 + max_depth]
+    depth: Array  # int32 []
+    likely: Array  # float32 [B, 1], of all of a row's draft
+    goes_on: Array  # bool []
+    carry: Any
+
+
+def grow_while_likely(
+    proposer: Proposer,
+    roots: Array,
+    root_logits: Array,
+    step: Step,
+    carry: Any,
+    active: Array,
+    least: float,
+) -> tuple[DraftTree, Any]:
+    """The chain of expand.grow below ``roots`` [B], which ends for all rows as soon as no
+    ``active`` [B] one has a draft that is at least ``least`` likely. At least one token is drafted.
+
+    How likely a draft is, is what the drafter's processed logits say. Other arguments: see
+    expand.grow. Tokens are not drawn (``sampled``).
+    """
+    depths, batch_axes = proposer.speculation.max_depth, proposer.target_layout.batch
+    nodes = np.tri(depths, -(-depths // 32) * 32, dtype=bool)  # scratch nodes that each one sees
+    seen = jnp.asarray(pack_constant(nodes))
+
+    def with_token(chain: _Growing, logits: Array, carry: Any) -> _Growing:
+        depth = chain.depth + 1
+        token, likely = proposer.likely_token(logits, depth)
+        likely = chain.likely * likely
+        goes_on = jnp.any(likely >= least)
+        if batch_axes:  # a step may move data between devices: all run as many
+            goes_on = lax.pmax(goes_on.astype(jnp.int32), batch_axes) > 0
+        tokens = lax.dynamic_update_slice_in_dim(chain.tokens, token, depth, axis=1)
+        return _Growing(tokens, depth, likely, goes_on & (depth < depths), carry)
+
+    def body(chain: _Growing) -> _Growing:
+        node = chain.depth - 1
+        token = lax.dynamic_slice_in_dim(chain.tokens, chain.depth, 1, axis=1)
+        ancestors = jnp.broadcast_to(seen[node], (*token.shape, seen.shape[1]))
+        beam = Beams(token, jnp.zeros_like(token), chain.depth, node, ancestors)
+        return with_token(chain, *step(beam, chain.carry))
+
+    tokens = jnp.pad(roots[:, None], ((0, 0), (0, depths)))
+    likely = active[:, None].astype(jnp.float32)
+    start = _Growing(tokens, jnp.int32(0), likely, jnp.bool_(True), carry)
+    first = with_token(start, root_logits[:, None], carry)
+    chain = lax.while_loop(lambda chain: chain.goes_on, body, first)
+    return make_chain(chain.tokens, jnp.broadcast_to(chain.depth + 1, roots.shape)), chain.carry

@@ -1,0 +1,133 @@
+"""Chains that end where they are unlikely: which tokens they have, and that texts stay the same."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import Array
+
+from jaxspec import BUILT_IN_HEAD, drafter_loading
+from jaxspec.config.speculation import SpeculationConfig
+from jaxspec.loading import load
+from jaxspec.parallel import WHOLE
+from jaxspec.sampling import Sampling, make_sampling, process_logits
+from jaxspec.speculation.call import Call
+from jaxspec.speculation.drafters import EagleDrafter, MixedDrafter
+from jaxspec.speculation.expand import Beams, Proposer, grow
+from jaxspec.speculation.likely_chain import grow_while_likely
+from jaxspec.speculation.tree import DraftTree
+from tests.random_models import generate, make_params, mtp_drafter, random_prompts, random_target
+
+VOCAB, DEPTH = 12, 6
+ROOTS = jnp.arange(5, dtype=jnp.int32)
+TABLE = jnp.asarray(2.5 * np.random.default_rng(0).standard_normal((VOCAB, VOCAB)), jnp.float32)
+SPEC = SpeculationConfig.chain(DEPTH)
+LEAST = 0.15
+PROMPTS = random_prompts((9, 14, 5), seed=8)
+
+
+def proposer_of(spec: SpeculationConfig, sampling: Sampling) -> Proposer:
+    lens = jnp.full(ROOTS.shape, 20)
+    return Proposer(Call(spec), sampling, lens, WHOLE, None, VOCAB, WHOLE)
+
+
+def step(beams: Beams, count: Array) -> tuple[Array, Array]:
+    return TABLE[beams.tokens], count + 1
+
+
+def grown(least: float, active: Array, temperature: float = 0.0) -> tuple[DraftTree, int]:
+    """Chains over a table in the place of a model, and how often this was asked."""
+    proposer = proposer_of(SPEC, make_sampling(len(ROOTS), temperature=temperature, seeds=ROOTS))
+    start = ROOTS, TABLE[ROOTS], step, jnp.int32(0)
+    tree, count = jax.jit(lambda: grow_while_likely(proposer, *start, active, least))()
+    return tree, int(count)
+
+
+@functools.cache
+def whole(temperature: float) -> np.ndarray:
+    """The tokens of chains that do not end early: [B, 1 + DEPTH]."""
+    proposer = proposer_of(SPEC, make_sampling(len(ROOTS), temperature=temperature, seeds=ROOTS))
+    return np.asarray(grow(proposer, ROOTS, TABLE[ROOTS], step, jnp.int32(0))[0].tokens)
+
+
+def likelihoods(temperature: float) -> np.ndarray:
+    """Of each prefix of these chains: [B, DEPTH]."""
+    tokens, sampling = whole(temperature), make_sampling(len(ROOTS), temperature=temperature)
+    logits = process_logits(TABLE[tokens[:, :-1]], sampling)
+    each = jnp.take_along_axis(jax.nn.softmax(logits), tokens[:, 1:, None], axis=2)[..., 0]
+    return np.cumprod(np.asarray(each), axis=1)
+
+
+temperatures = pytest.mark.parametrize("temperature", [0.0, 0.8])
+
+
+@temperatures
+def test_a_chain_that_never_ends_early_is_that_of_grow(temperature: float):
+    tree, steps = grown(1e-30, jnp.ones(5, bool), temperature)
+    assert tree.tokens.tolist() == whole(temperature).tolist()
+    assert tree.num_nodes.tolist() == [1 + DEPTH] * 5 and steps == DEPTH - 1
+
+
+@temperatures
+@pytest.mark.parametrize("rows", [[0], [1], [2], [3], [4], [0, 3], [0, 1, 2, 3, 4]])
+def test_a_chain_ends_where_no_active_row_is_likely(rows: list[int], temperature: float):
+    active = jnp.zeros(5, bool).at[jnp.array(rows)].set(True)
+    tree, steps = grown(LEAST, active, temperature)
+    likely = (likelihoods(temperature)[rows] >= LEAST).any(axis=0)
+    depth = 1 + np.argmin(np.append(likely[:-1], False))  # one token past the last likely draft
+    assert tree.num_nodes.tolist() == [1 + depth] * 5 and steps == depth - 1
+    wanted = whole(temperature)
+    assert tree.tokens[:, : 1 + depth].tolist() == wanted[:, : 1 + depth].tolist()
+    assert (
+        tree.tokens[:, 1 + depth :].tolist()
+        == np.repeat(np.asarray(ROOTS)[:, None], DEPTH - depth, axis=1).tolist()
+    )
+
+
+def test_the_cases_end_at_several_depths():
+    ends = {int(grown(LEAST, jnp.arange(5) == row)[0].num_nodes[0]) for row in range(5)}
+    assert len(ends) > 2
+
+
+def texts(name: str, spec: SpeculationConfig, sampling: Sampling, **changes: Any) -> Any:
+    """Texts in a batch, and the mean number of drafted tokens of a round."""
+    params: Any = make_params(name, spec)
+    drafter = params.drafter
+    if isinstance(drafter, MixedDrafter):
+        drafter = drafter.replace(model=drafter.model.replace(**changes))
+    elif changes:
+        drafter = drafter.replace(**changes)
+    made, state = generate(params.replace(drafter=drafter), PROMPTS, sampling=sampling)
+    rounds, drafted = np.asarray(state.rows.stats.counts).sum(axis=0)[:2]
+    return made, drafted / rounds
+
+
+@temperatures
+@pytest.mark.parametrize("name", ["eagle3", "mixed", "mtp"])
+def test_texts_are_those_of_plain_decoding(name: str, temperature: float):
+    sampling = make_sampling(len(PROMPTS), temperature=temperature, seeds=np.arange(3))
+    plain, _ = texts("none", SpeculationConfig.chain(0), sampling)
+    whole_chains, drafted = texts(name, SPEC, sampling)
+    early, fewer_drafted = texts(name, SPEC, sampling, least=0.3)
+    assert plain == whole_chains == early
+    assert fewer_drafted < drafted
+
+
+def test_drawn_chains_and_those_of_several_heads_do_not_end_early():
+    params: Any = make_params("eagle3", SPEC)
+    drafter = params.drafter.replace(least=0.5)
+    drawn, several = SpeculationConfig.chain(3, "rejection"), mtp_drafter(random_target(), 2)
+    assert drafter._ends_early(SPEC) and not drafter._ends_early(drawn)
+    assert not drafter._ends_early(SpeculationConfig(8, 3, 2))
+    assert not several.replace(least=0.5)._ends_early(SPEC)
+
+
+def test_heads_end_early_on_a_cpu_only(monkeypatch: pytest.MonkeyPatch):
+    on_cpu = load(drafter=BUILT_IN_HEAD).drafter
+    assert isinstance(on_cpu, EagleDrafter) and on_cpu.least == drafter_loading.LEAST_LIKELY
+    monkeypatch.setattr(drafter_loading, "platform_of", lambda mesh: "gpu")
+    on_gpu = load(drafter=BUILT_IN_HEAD).drafter
+    assert isinstance(on_gpu, EagleDrafter) and on_gpu.least == 0
