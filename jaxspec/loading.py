@@ -11,7 +11,13 @@ from jaxspec.built_in import BUILT_IN_MODEL
 from jaxspec.config.model import ModelConfig
 from jaxspec.config.speculation import PLAIN, SpeculationConfig, default_speculation
 from jaxspec.draft_reads import draft_weight_bytes
-from jaxspec.drafter_loading import choose_drafter, in_bits, load_drafter, with_lm_head_in_bits
+from jaxspec.drafter_loading import (
+    choose_drafter,
+    in_bits,
+    load_drafter,
+    platform_of,
+    with_lm_head_in_bits,
+)
 from jaxspec.functional import EngineParams
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.hf_config import load_model_config
@@ -88,9 +94,9 @@ def load(
 
     Raises ValueError that names the file or option for what cannot be found, read or combined.
     """
-    speculation = speculation or default_speculation()
     scales = read_kv_scales(kv_dtype, kv_scales)
     meshes = stage_meshes(mesh, drafter_mesh)
+    speculation = speculation or default_speculation(drafter, platform_of(meshes[-1]))
     if stage_layers is not None and len(meshes) == 1:
         raise ValueError("stage_layers needs a mesh with stages: make_mesh(pipeline_parallel=...)")
     chosen = _choose_kernels(kernels, meshes[0])

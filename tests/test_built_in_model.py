@@ -131,7 +131,10 @@ def test_bfloat16_text_is_the_same_at_one_verify_width(speculation):
 
 
 def test_the_default_tree():
-    assert load().speculation == default_speculation() == SpeculationConfig.chain(7)
+    nine, seven = SpeculationConfig.chain(9), SpeculationConfig.chain(7)
+    assert load().speculation == default_speculation("auto", "cpu") == nine
+    assert load(drafter="ngram").speculation == seven
+    assert {default_speculation("auto", name) for name in ("gpu", "tpu")} == {seven}
 
 
 def test_a_drafter_object_is_taken_as_it_is():

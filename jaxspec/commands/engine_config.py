@@ -5,6 +5,7 @@ import dataclasses
 
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.speculation import SpeculationConfig, default_speculation
+from pallas_kernels.selection import default_device
 
 
 def engine_config(arguments: argparse.Namespace, max_rows: int, *, plain: bool) -> EngineConfig:
@@ -34,7 +35,7 @@ def with_memory(config: EngineConfig, arguments: argparse.Namespace) -> EngineCo
 def speculation_config(arguments: argparse.Namespace) -> SpeculationConfig:
     """Of a command with add_tree_options. Raises ValueError for bad values."""
     if arguments.tree is None:
-        tree = default_speculation()
+        tree = default_speculation(arguments.drafter, default_device().platform)
     else:
         tree = SpeculationConfig.parse(arguments.tree)
     return dataclasses.replace(

@@ -143,7 +143,7 @@ def add_tree_options(parser: argparse.ArgumentParser) -> None:
         "--tree",
         metavar="SHAPE",
         help="shape of the draft tree: NODES:DEPTH:TOPK (the root is a node; TOPK children of a "
-        "node), or chain:K (default: chain:7)",
+        "node), or chain:K (default: chain:7; on a CPU with the default drafter chain:9)",
     )
     group.add_argument(
         "--acceptance",
