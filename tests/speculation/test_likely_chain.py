@@ -15,7 +15,7 @@ from jaxspec.loading import load
 from jaxspec.parallel import WHOLE
 from jaxspec.sampling import Sampling, make_sampling, process_logits
 from jaxspec.speculation.call import Call
-from jaxspec.speculation.drafters import EagleDrafter, MixedDrafter
+from jaxspec.speculation.drafters import Drafter, EagleDrafter, MixedDrafter
 from jaxspec.speculation.expand import Beams, Proposer, grow
 from jaxspec.speculation.likely_chain import grow_while_likely
 from jaxspec.speculation.tree import DraftTree
@@ -92,15 +92,21 @@ def test_the_cases_end_at_several_depths():
     assert len(ends) > 2
 
 
-def texts(name: str, spec: SpeculationConfig, sampling: Sampling, **changes: Any) -> Any:
-    """Texts in a batch, and the mean number of drafted tokens of a round."""
-    params: Any = make_params(name, spec)
-    drafter = params.drafter
+def ending_at(drafter: Drafter, least: float) -> Drafter:
     if isinstance(drafter, MixedDrafter):
-        drafter = drafter.replace(model=drafter.model.replace(**changes))
-    elif changes:
-        drafter = drafter.replace(**changes)
-    made, state = generate(params.replace(drafter=drafter), PROMPTS, sampling=sampling)
+        return drafter.replace(model=ending_at(drafter.model, least))
+    assert isinstance(drafter, EagleDrafter)
+    return drafter.replace(least=least)
+
+
+def texts(
+    name: str, spec: SpeculationConfig, sampling: Sampling, least: float = 0.0
+) -> tuple[list[list[int]], float]:
+    """Texts in a batch, and the mean number of drafted tokens of a round."""
+    params = make_params(name, spec)
+    if least:
+        params = params.replace(drafter=ending_at(params.drafter, least))
+    made, state = generate(params, PROMPTS, sampling=sampling)
     rounds, drafted = np.asarray(state.rows.stats.counts).sum(axis=0)[:2]
     return made, drafted / rounds
 
@@ -117,8 +123,7 @@ def test_texts_are_those_of_plain_decoding(name: str, temperature: float):
 
 
 def test_drawn_chains_and_those_of_several_heads_do_not_end_early():
-    params: Any = make_params("eagle3", SPEC)
-    drafter = params.drafter.replace(least=0.5)
+    drafter: Any = ending_at(make_params("eagle3", SPEC).drafter, 0.5)
     drawn, several = SpeculationConfig.chain(3, "rejection"), mtp_drafter(random_target(), 2)
     assert drafter._ends_early(SPEC) and not drafter._ends_early(drawn)
     assert not drafter._ends_early(SpeculationConfig(8, 3, 2))
