@@ -34,6 +34,7 @@ from tests.checkpoints import (
     tiny_qwen2,
 )
 from tests.marks import slow
+from tests.mtp_families import save_with_mtp
 from tests.mtp_reference import torch_mtp
 from tests.programs import FAST_COMPILE
 from tests.random_models import jit_admit
@@ -198,8 +199,21 @@ def test_what_is_not_supported_is_named(checkpoints: dict[str, Path], tmp_path: 
 def texts(path: Path, drafter: str, **options: Any) -> list[list[int]]:
     llm = LLM(path, drafter, **{"dtype": "float32", "max_length": 64} | options)
     prompts = [prompt.tolist() for prompt in PROMPTS]
-    sampling = [SamplingParams(temperature=0.7 * i, seed=3, max_tokens=24) for i in range(2)]
-    return [one.token_ids for one in llm.generate(prompts, sampling)]
+    sampling = [SamplingParams(temperature=0.7 * i, seed=3, max_tokens=36) for i in range(2)]
+    outputs = llm.generate(prompts, sampling)
+    if drafter != "none":
+        accepted = [one.num_rounds * np.array(one.acceptance_by_depth[:3]) for one in outputs]
+        assert (np.sum(accepted, axis=0) > 4).all(), "later layers hardly draft"
+    return [one.token_ids for one in outputs]
+
+
+@pytest.fixture(scope="module")
+def drafting(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint whose three layers guess well."""
+    path, sizes = tmp_path_factory.mktemp("drafting"), {"vocab_size": 257, "hidden_size": 64}
+    save_with_mtp(path, "mimo", context=0.1, count=COUNT, **sizes)
+    save_byte_tokenizer(path)
+    return path
 
 
 @pytest.mark.slow
@@ -217,10 +231,8 @@ def texts(path: Path, drafter: str, **options: Any) -> list[list[int]]:
         ("mtp", {"mesh": {"pipeline_parallel": 2}, "stage_layers": (1, 1)}),
     ],
 )
-def test_texts_are_those_of_plain_decoding(
-    drafter: str, options: dict[str, Any], checkpoints: dict[str, Path]
-):
-    path, tree = checkpoints["mimo"], SpeculationConfig(num_nodes=8, max_depth=3, top_k=2)
+def test_texts_are_those_of_plain_decoding(drafter: str, options: dict[str, Any], drafting: Path):
+    path, tree = drafting, SpeculationConfig(num_nodes=8, max_depth=3, top_k=2)
     options = {"speculation": tree} | options
     if "mesh" in options:
         options["mesh"] = make_mesh(**options["mesh"])
