@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 import transformers
 from safetensors.numpy import load_file
 
@@ -35,7 +34,7 @@ from tests.checkpoints import (
 )
 from tests.marks import slow
 from tests.mtp_families import save_with_mtp
-from tests.mtp_reference import torch_mtp
+from tests.mtp_reference import draft_log_probs, torch_mtp
 from tests.programs import FAST_COMPILE
 from tests.random_models import jit_admit
 
@@ -97,26 +96,6 @@ def draft_after(
     return texts, np.log(np.asarray(tree.probs)[:, 1:])
 
 
-def reference(path: Path, layout: str, text: list[int], *, normed: bool) -> torch.Tensor:
-    """transformers' log-probabilities [COUNT, V] of the last COUNT tokens, each by its layer."""
-    model, mtp = torch_mtp(path, layout, KINDS[layout], COUNT)
-    before: list[torch.Tensor] = []  # what went into the latest norm
-    layers: Any = mtp.layers
-    for norm in (model.model.norm, *(layer.post_norm for layer in layers)):
-        norm.register_forward_pre_hook(lambda _, args: before.append(args[0]))
-    ids = torch.tensor([text])
-    context = ids[:, : -COUNT - 1]
-    with torch.no_grad():
-        hidden, found = model(context, output_hidden_states=True).hidden_states[-1], []
-        for index in range(COUNT):
-            hidden = hidden if normed else before[-1]
-            positions = torch.arange(index, index + context.shape[1])[None]
-            read = ids[:, 1 + index : 1 + index + context.shape[1]]
-            hidden = mtp.forward_layer(index, hidden, positions, None, input_ids=read)
-            found.append(torch.log_softmax(model.lm_head(hidden[0, -1]), dim=-1))
-    return torch.stack(found)
-
-
 @pytest.mark.parametrize(
     ("layout", "normed", "width", "rounds"),
     [
@@ -137,8 +116,9 @@ def test_draft_logits_are_those_of_transformers(
     name = f"mtp:{'after' if normed else 'before'}"
     params = load(path, name, speculation=DRAWN, dtype="float32")
     texts, ours = draft_after(params, width, rounds)
-    theirs = torch.stack([reference(path, layout, text, normed=normed) for text in texts])
-    print(f"{layout} {name}: {np.abs(ours - theirs.numpy()).max():.1e}")
+    model, mtp = torch_mtp(path, layout, KINDS[layout], COUNT)
+    theirs = np.stack([draft_log_probs(model, mtp, text, COUNT, normed=normed) for text in texts])
+    print(f"{layout} {name}: {np.abs(ours - theirs).max():.1e}")
     np.testing.assert_allclose(ours, theirs, atol=2e-4, rtol=0)
 
 
