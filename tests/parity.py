@@ -23,7 +23,8 @@ def load(directory: Path) -> Decoder:
 
 
 def assert_close(ours: Array | np.ndarray, theirs: np.ndarray) -> None:
-    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4 * np.abs(theirs).max())
+    """Logits of a few units, within 2e-4."""
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-4)
 
 
 def paged_logits(
