@@ -199,6 +199,7 @@ def compile_all(
 def as_row(timing: Timing, bandwidth: Bandwidth) -> dict[str, Any]:
     floor_ms = 1e3 * timing.floor.total / bandwidth.best
     return dataclasses.asdict(timing) | {
+        "experts_read": None if timing.chosen is None else timing.chosen.of_a_layer,
         "floor_ms": floor_ms,
         "share_of_floor": floor_ms / timing.round_ms,
     }
@@ -221,7 +222,9 @@ def make_table(results: dict[str, Any]) -> Table:
     table = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
     for name in ("mode", "batch", "context", "prefill ms", "ms/round", "tokens/round", "tokens/s"):
         table.add_column(name, justify="right", no_wrap=True)
-    for name in ("floor GB", "floor ms", "% of floor"):
+    has_experts = any(row.get("expected") for row in results["timings"])
+    experts = ("experts read", "expected") if has_experts else ()
+    for name in ("floor GB", "floor ms", "% of floor", *experts):
         table.add_column(name, justify="right")
     for row in results["timings"]:
         table.add_row(
@@ -235,8 +238,13 @@ def make_table(results: dict[str, Any]) -> Table:
             f"{sum(row['floor'].values()) / 1e9:.3g}",
             f"{row['floor_ms']:.3f}",
             f"{100 * row['share_of_floor']:.0f}",
+            *(number(row[key]) for key in ("experts_read", "expected") if has_experts),
         )
     return table
+
+
+def number(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f}"
 
 
 def formats(arguments: dict[str, Any]) -> str:
