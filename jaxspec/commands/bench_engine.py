@@ -3,9 +3,11 @@
 Draft tokens are accepted at a fixed mean length ("synthetic" acceptance), so that the speed of a
 round can be measured without a checkpoint; the text means nothing. Modes are `plain`, `chain:K`
 and `NODES:DEPTH:TOPK` (root included); the latter two may end in `@ACCEPTANCE_LENGTH` and draft
-with an EAGLE-3 head, or the MTP layer of a shape that has one, whose matrices are 8-bit integers
-after a further `+int8`. Every figure stands beside the memory floor: the bytes that a round must
-read, divided by the bandwidth measured in the same run.
+with an EAGLE-3 head, or the MTP layer of a shape that has one (see `--draft-head`), whose matrices
+are 8-bit integers after a further `+int8`. Every figure stands beside the memory floor: the bytes
+that a round must read, divided by the bandwidth measured in the same run. Of experts those count
+that rounds read, which are counted after the timed calls; on several devices those that tokens
+would choose independently.
 """
 
 import argparse

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxspec import functional
+from jaxspec.benchmarking.ahead_of_time import Job, decode_program
 from jaxspec.benchmarking.chosen_experts import (
     ChosenExperts,
     can_count,
@@ -163,3 +164,16 @@ def test_a_model_without_experts_is_not_counted():
     bench = Bench(parse_mode("plain"), params, Workload(1, 8, 2, 8, 1))
     assert not can_count(params) and bench.count_experts() is None
     assert expected_of_a_layer(target, 4) is None
+
+
+def test_counting_is_lowered_for_gpus():
+    """Of Qwen3-30B-A3B's layers, with the MTP layer of a model that has none."""
+    workload = Workload(batch=2, context=64, rounds=2, page_size=16, repeats=1)
+    config = model_shape("qwen3-30b-a3b", 1)
+    job = Job(config, parse_mode("chain:3"), workload, kernels="none", head="mtp")
+    params, state, *_ = decode_program(job, jax.devices()).arguments
+    count = jax.jit(functools.partial(count_rounds, rounds=2, greedy=True))
+    lowered = count.trace(params, state).lower(lowering_platforms=("cuda",))
+    counts: Any = lowered.out_info
+    assert [x.shape for x in counts[1:]] == [(2, 1), (2, 3)]
+    assert "128x2048x2x768xbf16" in lowered.as_text()
