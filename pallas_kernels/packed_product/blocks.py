@@ -37,13 +37,24 @@ def ring_scratch(plan: Plan, dtype: Any, scale_dtype: Any) -> dict[str, Any]:
         "values": plgpu.SMEM((ring, plan.tile, block), values_dtype, transforms=values_transforms),
         "x": plgpu.SMEM((ring, plan.padded_rows, block), dtype, transforms=swizzled(x_tile, bits)),
         "full": plgpu.Barrier(num_arrivals=plan.copies, num_barriers=ring),
-        "free": plgpu.Barrier(num_arrivals=plan.config.warpgroups, num_barriers=ring),
+        "free": _free_barriers(plan),
     }
     by_row = (ring, plan.block_groups, scaled_rows(plan.rows))
     for name in plan.by_step:
         by_outputs = plgpu.SMEM(by_output, scale_dtype)
         scratch[name] = plgpu.SMEM(by_row, jnp.float32) if name == "x_scale" else by_outputs
     return scratch
+
+
+def _free_barriers(plan: Plan) -> Any:
+    """Of the ring's slots. Those of a cluster wait for all its CTAs, because each of them copies
+    rows into the others' memory."""
+    arrivals, ring = plan.config.warpgroups, plan.stages
+    if plan.cluster == 1:
+        return plgpu.Barrier(num_arrivals=arrivals, num_barriers=ring)
+    return plgpu.ClusterBarrier(
+        collective_axes=("peer",), num_arrivals=arrivals, num_barriers=ring
+    )
 
 
 def copy_block(
@@ -58,7 +69,8 @@ def copy_block(
     rows = all_rows(plan)  # the copy engine writes zeros for rows that are not there
     groups = pl.ds(block * plan.block // plan.group, plan.block_groups)
     plgpu.copy_gmem_to_smem(values.at[outputs, inputs], refs["values"], full)
-    plgpu.copy_gmem_to_smem(x.at[rows, inputs], refs["x"], full)
+    peers = "peer" if plan.cluster > 1 else None
+    plgpu.copy_gmem_to_smem(x.at[rows, inputs], refs["x"], full, collective_axes=peers)
     for name in plan.by_step:
         if name == "x_scale":
             of_rows = scales[name].at[groups, pl.ds(0, scaled_rows(plan.rows))]

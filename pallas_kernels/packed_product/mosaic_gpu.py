@@ -110,7 +110,7 @@ def _make_kernel(plan: Plan, dtype: Any, scale_dtype: Any, out_dtype: Any, inter
         def _compute():
             if plan.config.registers is not None:
                 plgpu.set_max_registers(plan.config.registers, action="increase")
-            outputs = pl.ds(lax.axis_index("tile") * plan.tile + warpgroup * OUTPUTS, OUTPUTS)
+            outputs = pl.ds(_tile(plan) * plan.tile + warpgroup * OUTPUTS, OUTPUTS)
             rows = all_rows(plan)  # those that are not there are not written
             total = _multiply_blocks(plan, refs)
             if plan.widens_to_float8:
@@ -121,8 +121,10 @@ def _make_kernel(plan: Plan, dtype: Any, scale_dtype: Any, out_dtype: Any, inter
         packed_product_kernel,
         out_type=jax.ShapeDtypeStruct((plan.num_splits, plan.rows, plan.width), out_dtype),
         scratch_types=scratch,
-        grid=(plan.width // plan.tile, plan.num_splits),
+        grid=(plan.width // plan.tile // plan.cluster, plan.num_splits),
         grid_names=("tile", "split"),
+        cluster=(plan.cluster,) if plan.cluster > 1 else (),
+        cluster_names=("peer",) if plan.cluster > 1 else (),
         num_threads=warpgroups + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
@@ -130,9 +132,15 @@ def _make_kernel(plan: Plan, dtype: Any, scale_dtype: Any, out_dtype: Any, inter
     )
 
 
+def _tile(plan: Plan) -> Array:
+    """The CTA's tile of outputs."""
+    tile = lax.axis_index("tile")
+    return tile if plan.cluster == 1 else tile * plan.cluster + lax.axis_index("peer")
+
+
 def _copy_blocks(plan: Plan, x: Any, values: Any, scales: dict[str, Any], refs: Any) -> None:
     """Copy the blocks in order into the ring."""
-    ring, tile = plan.stages, lax.axis_index("tile")
+    ring, tile = plan.stages, _tile(plan)
     first = lax.axis_index("split") * plan.blocks
 
     def copy(index: Array, carry: None) -> None:

@@ -42,6 +42,14 @@ class Plan:
         return self.config.tile
 
     @property
+    def cluster(self) -> int:
+        """CTAs that share the rows of x: each copies an equal part of them, whole tiles of 8. The
+        interpreter knows no clusters."""
+        if self.interpret:
+            return 1
+        return math.gcd(self.config.cluster, self.width // self.tile, self.padded_rows // 8)
+
+    @property
     def padded_rows(self) -> int:
         """Of the tensor cores' operand."""
         return -(-self.rows // 8) * 8

@@ -53,6 +53,8 @@ class PackedTuning:
       block: inputs of a block; fewer where a part of the inputs is no multiple of it.
       unit: inputs whose weights a warpgroup has in registers at once: 32, 64 or 128.
       ctas: that share a multiprocessor and its memory.
+      cluster: CTAs that copy the rows of x once for all of them; fewer where a product has no
+        multiple of so many CTAs.
       most_stages: most blocks of a CTA in shared memory.
       registers: of a thread that multiplies; those that copy take fewer. None: all have as many.
       ahead: a warpgroup widens its next weights while the tensor cores multiply.
@@ -62,6 +64,7 @@ class PackedTuning:
     block: int = 256
     unit: int = 64
     ctas: int = 2
+    cluster: int = 1
     most_stages: int = MOST_STAGES
     ahead: bool = False
     registers: int | None = None
@@ -86,6 +89,8 @@ VARIANTS = (
     PackedTuning(warpgroups=4, block=128, unit=32, ctas=1),
     PackedTuning(warpgroups=4, unit=128, ctas=1),
     PackedTuning(block=128),
+    PackedTuning(block=128, cluster=2),
+    PackedTuning(ctas=1, cluster=4),
 )
 
 
@@ -119,8 +124,8 @@ def packed_tuning(
         fills = _fills(width) and weight_bits == 4
         return _tuning_of_sums(rows, is_small=is_small, fills=fills, is_wide=is_wide)
     if is_wide:
-        return PackedTuning(block=64, ctas=1)
-    return PackedTuning(block=128, unit=128, ctas=1, registers=MOST_REGISTERS)
+        return PackedTuning(block=64, ctas=1, cluster=2)
+    return PackedTuning(block=128, unit=128, ctas=1, cluster=2, registers=MOST_REGISTERS)
 
 
 def _fills(width: int) -> bool:
