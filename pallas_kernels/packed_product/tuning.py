@@ -41,6 +41,9 @@ SCALED_ROWS = 32  # scales of so many rows are copied at once: 128 bytes
 SMALL = 4096 * OUTPUTS * MULTIPROCESSORS  # weights; of no more a product is over soon
 MAX_SPLITS = 8
 MOST_STAGES = 8
+TILE_ROWS = 192  # of a CTA: sums of more rows do not fit the registers
+SMALL_TILE_ROWS = 128
+TILE_COST = 60  # of a CTA beside its rows, in the time of a row
 MIN_SPLIT_DEPTH = 1024  # inputs: shorter parts end before the copies have come up to speed
 
 
@@ -53,8 +56,7 @@ class PackedTuning:
       block: inputs of a block; fewer where a part of the inputs is no multiple of it.
       unit: inputs whose weights a warpgroup has in registers at once: 32, 64 or 128.
       ctas: that share a multiprocessor and its memory.
-      cluster: CTAs that copy the rows of x once for all of them; fewer where a product has no
-        multiple of so many CTAs.
+      row_tile: most rows of a CTA.
       most_stages: most blocks of a CTA in shared memory.
       registers: of a thread that multiplies; those that copy take fewer. None: all have as many.
       ahead: a warpgroup widens its next weights while the tensor cores multiply.
@@ -64,7 +66,7 @@ class PackedTuning:
     block: int = 256
     unit: int = 64
     ctas: int = 2
-    cluster: int = 1
+    row_tile: int = TILE_ROWS
     most_stages: int = MOST_STAGES
     ahead: bool = False
     registers: int | None = None
@@ -73,6 +75,10 @@ class PackedTuning:
     def tile(self) -> int:
         """Outputs of a CTA."""
         return OUTPUTS * self.warpgroups
+
+    def row_parts(self, rows: int) -> int:
+        """CTAs that share so many rows."""
+        return -(-rows // self.row_tile)
 
     def stages(self, stage: int, results: int) -> int:
         """Blocks of ``stage`` bytes that fit the shared memory of a CTA beside its results.
@@ -89,8 +95,7 @@ VARIANTS = (
     PackedTuning(warpgroups=4, block=128, unit=32, ctas=1),
     PackedTuning(warpgroups=4, unit=128, ctas=1),
     PackedTuning(block=128),
-    PackedTuning(block=128, cluster=2),
-    PackedTuning(ctas=1, cluster=4),
+    PackedTuning(block=128, row_tile=16),
 )
 
 
@@ -123,9 +128,24 @@ def packed_tuning(
     if rows <= SUMMED_ROWS:
         fills = _fills(width) and weight_bits == 4
         return _tuning_of_sums(rows, is_small=is_small, fills=fills, is_wide=is_wide)
+    row_tile = _row_tile(rows, width)
     if is_wide:
-        return PackedTuning(block=64, ctas=1, cluster=2)
-    return PackedTuning(block=128, unit=128, ctas=1, cluster=2, registers=MOST_REGISTERS)
+        return PackedTuning(block=64, ctas=1, row_tile=row_tile)
+    registers = MOST_REGISTERS
+    return PackedTuning(block=128, unit=128, ctas=1, row_tile=row_tile, registers=registers)
+
+
+def _row_tile(rows: int, width: int) -> int:
+    """Most rows of a CTA with two warpgroups: the one of two sizes with which all CTAs, one on each
+    multiprocessor at a time, should be through first."""
+
+    def cost(most: int) -> float:
+        parts = -(-rows // most)
+        ctas = parts * (width // (2 * OUTPUTS))
+        turns, splits = -(-ctas // MULTIPROCESSORS), max(1, MULTIPROCESSORS // ctas)
+        return turns * (-(-rows // parts) + TILE_COST) / splits
+
+    return TILE_ROWS if rows <= TILE_ROWS else min((TILE_ROWS, SMALL_TILE_ROWS), key=cost)
 
 
 def _fills(width: int) -> bool:
@@ -156,7 +176,8 @@ def choose_packed_splits(
     for two warpgroups anyway, they have at most an eighth of the weights' bytes.
     """
     config = packed_tuning(rows, depth, width, weight_bits, x_bits)
-    padded_rows, tiles, splits = -(-rows // 8) * 8, width // config.tile, 1
+    padded_rows, splits = -(-rows // 8) * 8, 1
+    tiles = width // config.tile * config.row_parts(rows)
     enough = MULTIPROCESSORS * 3 // 2 if weight_bits == 8 else MULTIPROCESSORS * 4 // 3
     while 2 * splits * tiles <= config.ctas * MULTIPROCESSORS and splits < MAX_SPLITS:
         part = depth // (2 * splits)
