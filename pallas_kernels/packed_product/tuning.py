@@ -24,8 +24,19 @@ Of weights of 4 bits with rows of 8, and of 16 beside them (chains of one run, 2
 64 rows (another run).
 
 Small CTAs are best where registers leave room for several: one has data while others wait. Blocks
-of 128 inputs, whose lines of weights are 64 bytes, are slower by a fifth at 8 rows. With 192 rows
-a CTA takes 24 KiB of x for 4 KiB of weights: the second-level cache is the limit.
+of 128 inputs, whose lines of weights are 64 bytes, are slower by a fifth at 8 rows.
+
+Of more than 192 rows (us in chains of one run, 26 November 2026: rows of 8 bits, of 16, and XLA,
+which widens the weights first, with either):
+
+| rows | gate and up | down | q, k and v | o |
+|---|---|---|---|---|
+| 192 | 60, 80, 276 | 34, 45, 134 | 23, 28, 63 | 17, 20, 44 |
+| 256 | 91, 130, 276 | 39, 61, 138 | 25, 34, 68 | 18, 24, 46 |
+| 384 | 119, 162, 309 | 51, 78, 150 | 33, 43, 76 | 23, 30, 53 |
+| 512 | 161, 227, 363 | 69, 112, 172 | 45, 67, 82 | 25, 38, 59 |
+| 768 | 205, 283, 440 | 86, 144, 213 | 57, 84, 103 | 31, 45, 72 |
+| 1024 | 303, 455, 525 | 134, 227, 258 | 68, 99, 122 | 46, 69, 79 |
 """
 
 import dataclasses
