@@ -56,14 +56,18 @@ def random_family(family: str, context: float = 0.3, **changes: Any) -> Decoder:
     return random_expert_target(config, context=context)
 
 
-def save_with_mtp(directory: Path, family: str, context: float = 0.3, **changes: Any) -> Path:
-    """A checkpoint of such a model, with one MTP layer in its family's layout."""
-    model = random_family(family, context, **changes)
-    mtp = model.config.mtp or MtpConfig("deepseek", 1, normed=True)
-    head = mtp_head(model, layout=mtp.layout, normed=mtp.normed)
-    first = mtp_names(mtp, model.config.num_layers).layer.removesuffix(".")
-    own = directory / "head"
-    save_tree(own, head, head.filled(first, splitting()), {})
-    extra = load_file(own / "model.safetensors")
+def save_with_mtp(
+    directory: Path, family: str, context: float = 0.3, count: int = 1, **changes: Any
+) -> Path:
+    """A checkpoint of such a model, with ``count`` MTP layers in its family's layout."""
+    changes |= {"num_nextn_predict_layers": count}
+    model, extra = random_family(family, context, **changes), {}
+    mtp = model.config.mtp or MtpConfig("deepseek", count, normed=True)
+    for index in range(count):
+        head = mtp_head(model, seed=4 + index, layout=mtp.layout, normed=mtp.normed, index=index)
+        first = mtp_names(mtp, model.config.num_layers, index).layer.removesuffix(".")
+        own = directory / f"head-{index}"
+        save_tree(own, head, head.filled(first, splitting()), {})
+        extra |= load_file(own / "model.safetensors")
     save_tree(directory, model, model.filled(splitting()), raw_config(family, **changes), extra)
     return directory

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from safetensors.numpy import load_file
@@ -35,3 +36,48 @@ def torch_mtp(path: Path, layout: str, kind: Any, count: int = 1) -> tuple[Any, 
     missing, surplus = mtp.load_state_dict(state, strict=False)
     assert not surplus and not [name for name in missing if name.startswith("layers.")]
     return model, mtp
+
+
+def torch_mtp_of_family(path: Path) -> tuple[Any, MtpModel]:
+    """The model in float32 and its MTP layers, both as transformers reads the family's tensors.
+
+    The names of MTP layers that transformers looks for are those of published sizes."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager"
+    )
+    layers, count = model.config.num_hidden_layers, model.config.num_mtp_layers
+    own = [rf"model\.layers\.{layers + index}\." for index in range(count)]
+    model._keys_to_ignore_on_load_unexpected = own
+    return model, MtpModel.from_pretrained(model)
+
+
+def draft_log_probs(
+    model: Any, mtp: MtpModel, text: list[int], steps: int, *, normed: bool = True
+) -> np.ndarray:
+    """Log-probabilities [steps, V] of the last ``steps`` tokens of a text, which were drafted.
+
+    Step j runs layer j over the outputs of the one before; a single layer runs each step, over the
+    target's hidden states and, behind them, its own outputs."""
+    layers: Any = mtp.layers
+    before: list[torch.Tensor] = []  # what went into the latest norm
+    hooks = [
+        norm.register_forward_pre_hook(lambda _, args: before.append(args[0]))
+        for norm in (model.model.norm, *(layer.post_norm for layer in layers))
+    ]
+    ids = torch.tensor([text])
+    context = ids[:, : -steps - 1]
+    with torch.no_grad():
+        hidden, found = model(context, output_hidden_states=True).hidden_states[-1], []
+        hidden = hidden if normed else before[-1]
+        for step in range(steps):
+            first = step if len(layers) > 1 else 0  # where the hidden states begin
+            positions = torch.arange(first, first + hidden.shape[1])[None]
+            read = ids[:, 1 + first : 1 + first + hidden.shape[1]]
+            layer = min(step, len(layers) - 1)
+            out = mtp.forward_layer(layer, hidden, positions, None, input_ids=read)
+            found.append(torch.log_softmax(model.lm_head(out[0, -1]), dim=-1))
+            out = out if normed else before[-1]
+            hidden = out if len(layers) > 1 else torch.cat([hidden, out[:, -1:]], dim=1)
+    for hook in hooks:
+        hook.remove()
+    return torch.stack(found).numpy()

@@ -148,16 +148,19 @@ def mtp_head(
     *,
     normed: bool = True,
     layout: MtpLayout = "deepseek",
+    index: int = 0,
     mixing: float = 0.0,
     context: float = 0.1,
 ) -> DraftHead:
     """``fc`` passes the embedding on, and ``mixing`` times a random product of the hidden state;
-    ``context`` is the weight of the layer."""
-    described = mtp_head_config(target.config, MtpConfig(layout, 1, normed))
+    ``context`` is the weight of the layer, ``index`` its place among several."""
+    described = mtp_head_config(target.config, MtpConfig(layout, 1 + index, normed), index)
     shapes = head_shapes(described, target.config, jnp.dtype(jnp.float32))
     head, hidden = random_arrays(shapes, seed), target.config.hidden_size
-    weight = jnp.concatenate([jnp.eye(hidden), mixing * head.front.fc.weight[hidden:]])
-    fc = head.front.fc.replace(weight=weight)
+    halves = [jnp.eye(hidden), mixing * head.front.fc.weight[hidden:]]
+    if described.mtp is not None and described.mtp.hidden_first:
+        halves.reverse()
+    fc = head.front.fc.replace(weight=jnp.concatenate(halves))
     layers = (_quieted(head.layers[0], context, context),)
     return noisy(head.replace(front=head.front.replace(fc=fc), layers=layers), noise)
 

@@ -32,6 +32,22 @@ def test_every_mode_is_timed_beside_its_floor(sampling, capsys):
     assert [row["acceptance_length"] for row in timings] == [1, 2]
 
 
+@pytest.mark.slow
+def test_experts_that_are_read_are_counted(capsys):
+    experts = ["--shape", "tiny-experts", "--layers", "2", "--draft-head", "mtp"]
+    counts = ["--modes", "plain,chain:3@2", "--repeats", "1", "--new-tokens", "6", "--json"]
+    assert bench_engine.main([*TINY, *experts, *counts]) == 0
+    printed = capsys.readouterr()
+    plain, chain = joined(printed.out, "timings")["timings"]
+    assert plain["chosen"] == {"target": [2, 2], "draft": []}, "one token, 2 of 8 experts"
+    assert plain["experts_read"] == 2 and plain["expected"] == pytest.approx(2)
+    assert len(chain["chosen"]["target"]) == 2 and len(chain["chosen"]["draft"]) == 3
+    assert 2 <= chain["experts_read"] <= 8
+    assert chain["expected"] == pytest.approx(8 * (1 - (1 - 2 / 8) ** 4))
+    assert chain["floor"]["target_weights"] > plain["floor"]["target_weights"]
+    assert "experts" in printed.err
+
+
 WIDE = ["--shape", "tiny-wide", "--layers", "1", "--context", "20", "--page-size", "16"]
 
 

@@ -16,14 +16,21 @@ from jaxspec.benchmarking.kernels import (
 from jaxspec.commands import bench_kernels
 from pallas_kernels.add_rms_norm import cases as add_rms_norm
 from pallas_kernels.benchmark import Benchmark
+from pallas_kernels.delta_rule.cases import (
+    BENCHMARK_ROUNDS,
+    Case,
+    Round,
+    round_benchmark,
+    snapshot_benchmark,
+)
 from pallas_kernels.paged_attention.cases import (
     TEST_CASES,
-    Case,
     as_benchmark,
     as_float8_benchmark,
     as_partial_benchmark,
     benchmarks,
 )
+from pallas_kernels.paged_attention.cases import Case as AttentionCase
 from tests.json_lines import joined
 
 TREE = next(case for case in TEST_CASES if case.name == "small tree")
@@ -52,10 +59,44 @@ def test_every_kernel_is_timed_beside_its_reference(name, monkeypatch, capsys):
     assert name in printed.err and "% of floor" in printed.err
 
 
+@pytest.mark.slow
+def test_rounds_of_recurrent_layers_are_timed_by_nodes(monkeypatch, capsys):
+    """One program a case, without the reference; rounds with a state per node beside ours."""
+    case = Case(2, 4, groups=1, v_dim=8, capacity=4, k_dim=16)
+    sizes = [
+        Round(dataclasses.replace(case, nodes=sum(levels)), levels, pool=4)
+        for levels in ((1, 1), (1, 1, 2))
+    ]
+    made = [make(size) for size in sizes for make in (round_benchmark, snapshot_benchmark)]
+    monkeypatch.setattr(bench_kernels, "OPERATIONS", {"delta_rule": lambda: made})
+    chosen = ["--only", "delta_rule: round", "--only", "state per node 2 x 4", "--skip-reference"]
+    assert bench_kernels.main([*chosen, "--json", "--repeats", "1", "--seconds", "1e-5"]) == 0
+    printed = capsys.readouterr()
+    rows = joined(printed.out, "timings")["timings"]
+    names = ["round 2 x 2 nodes", "round 2 x 4 nodes", "state per node 2 x 4 nodes"]
+    assert [row["case"] for row in rows] == names
+    assert all(row["us"] > 0 and row["bytes"] > 0 for row in rows)
+    assert all(row["reference_us"] is row["error"] is None for row in rows)
+    assert "us by nodes" in printed.err and len(printed.out.splitlines()) == 3
+
+
+def test_recurrent_layers_are_timed_at_these_sizes():
+    sizes = {(one.case.batch, one.case.nodes) for one in BENCHMARK_ROUNDS}
+    assert sizes == {(b, n) for b in (1, 8, 32) for n in (1, 2, 4, 8, 16, 32, 64)}
+    names = [benchmark.name for benchmark in bench_kernels.OPERATIONS["delta_rule"]()]
+    kinds = ("read", "round", "state per node")
+    assert all(f"{kind} {b} x {n} nodes" in names for kind in kinds for b, n in sizes)
+    rows = [{"operation": "delta_rule", "case": name, "us": 2.0, "floor_us": 1.0} for name in names]
+    table = bench_kernels.make_nodes_table(rows)
+    assert table is not None and table.row_count == len(sizes)
+    assert bench_kernels.make_nodes_table([]) is None
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--only", "no such case"], "no case contains 'no such case'"),
+        (["--only", "none", "--only", "nil"], "no case contains 'none' or 'nil'"),
         (["--repeats", "0"], "at least 1"),
         (["--seconds", "0"], "more than 0"),
     ],
@@ -102,7 +143,7 @@ def expected_chain(sets: int, calls: int) -> list[tuple[float, float]]:
 
 
 def test_bytes_and_flops_of_attention():
-    case = Case("", (100, 20), 3, 8, 2, 16, 16, window=64, first_slot=1)
+    case = AttentionCase("", (100, 20), 3, 8, 2, 16, 16, window=64, first_slot=1)
     slots = 64 + 19 + 2 * 3
     assert case.num_bytes(jnp.bfloat16) == 2 * 16 * (2 * 2 * slots + 2 * 2 * 3 * 8)
     assert case.flops == 4 * 3 * 8 * 16 * slots

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxspec.config.model import LayerConfig, ModelConfig, draft_layers
+from jaxspec.config.mtp import MtpConfig
 from jaxspec.config.quantization import Scheme
 from jaxspec.models.decoder import decoder_shapes
 from jaxspec.models.heads import (
@@ -32,9 +33,15 @@ DFLASH_BLOCK, DSPARK_BLOCK = 16, 7
 MARKOV_RANK = 256
 
 BlockKind = Literal["dflash", "dspark"]
-HeadKind = BlockKind | Literal["auto"]
-HEAD_KINDS: tuple[HeadKind, ...] = ("auto", "dflash", "dspark")
-HEAD_HELP = "the drafter: an EAGLE-3 head or the shape's MTP layer (auto), or a block head"
+HeadKind = BlockKind | Literal["auto", "mtp"]
+HEAD_KINDS: tuple[HeadKind, ...] = ("auto", "mtp", "dflash", "dspark")
+HEAD_HELP = (
+    "the drafter: the shape's MTP layer if it has one, else an EAGLE-3 head (auto); an MTP layer "
+    "for any shape, like the shape's last layer with attention, experts included, as "
+    "train_drafter.py makes them (mtp); or a block head"
+)
+# What train_drafter.py takes for most families without an MTP layer; see models/families/family.py.
+TRAINED_MTP = MtpConfig("deepseek", 1, normed=True)
 
 
 def shapes_of_kind(
@@ -53,8 +60,9 @@ def shapes_of_kind(
     see quantization.schemes.
     """
     shards = Shards.over(mesh, mesh_layout(mesh, split_model=sharded))
-    if kind == "auto":
-        shapes = head_shapes(head_config(target), target, dtype, shards)
+    if kind == "auto" or kind == "mtp":
+        config = head_config(target) if kind == "auto" else mtp_config(target)
+        shapes = head_shapes(config, target, dtype, shards)
     else:
         shapes = block_head_shapes(block_head_config(target, kind), target, dtype, shards)
     if quantization is None:
@@ -66,7 +74,16 @@ def shapes_of_kind(
 
 def head_config(target: ModelConfig) -> HeadConfig:
     """The MTP layer of a target that has one, else an EAGLE-3 head for it."""
-    return eagle3_config(target) if target.mtp is None else mtp_head_config(target, target.mtp)
+    return eagle3_config(target) if target.mtp is None else mtp_config(target)
+
+
+def mtp_config(target: ModelConfig) -> HeadConfig:
+    """The target's MTP layer, or the one that is trained for a target that has none: like its last
+    layer with attention, so with experts if that has some.
+
+    Raises ValueError for a target of recurrent layers only.
+    """
+    return mtp_head_config(target, target.mtp or TRAINED_MTP)
 
 
 def eagle3_config(target: ModelConfig) -> HeadConfig:

@@ -2,10 +2,17 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 
+from jaxspec.benchmarking.chosen_experts import (
+    ChosenExperts,
+    expected_choice,
+    layers_of_experts,
+    unread_bytes,
+)
 from jaxspec.cache import Geometry
 from jaxspec.draft_reads import draft_weight_bytes, head_passes
 from jaxspec.exchanges import without_exchanges
@@ -14,7 +21,6 @@ from jaxspec.memory import local_bytes
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import BlockHead, DraftHead
 from jaxspec.models.mixers import Attention, GatedDelta, LatentAttention
-from jaxspec.models.mlps import Experts
 from jaxspec.parallel import WHOLE
 from jaxspec.quantization.float8 import Float8Linear
 from jaxspec.quantization.grouped import GroupedLinear
@@ -39,7 +45,11 @@ class FloorBytes:
 
 
 def floor_bytes(
-    params: EngineParams, batch: int, context: float, committed: float = 1.0
+    params: EngineParams,
+    batch: int,
+    context: float,
+    committed: float = 1.0,
+    chosen: ChosenExperts | None = None,
 ) -> FloorBytes:
     """For one round over ``batch`` sequences with ``context`` committed tokens on average, which
     commits so many more of each.
@@ -47,12 +57,14 @@ def floor_bytes(
     The drafter runs one pass over the newly committed tokens, and one for each further level; a
     block head runs once (see ``draft_weight_bytes``). Of embedding tables only a few rows are
     gathered, so a table counts only if it is also the LM head. Devices that share sequences each
-    read their part. Of experts those count that are chosen (see ``_unread_experts``).
+    read their part. Of experts those count that are chosen: ``chosen``, or as many as
+    ``expected_choice`` says.
     """
     target, drafter = params.target, params.drafter
     rows = batch // params.data_parallel / params.sequence_parallel
     weights = local_bytes(without_exchanges(target))
-    weights -= _unread_experts(target, batch // params.data_parallel * _verified(params))
+    numbers = None if chosen is None else chosen.target
+    weights -= _unread_experts(target, batch // params.data_parallel * verified(params), numbers)
     if target.lm_head is not None:
         weights -= local_bytes(target.embed)
     kv = round(rows * _kv_bytes(target, context))
@@ -66,28 +78,28 @@ def floor_bytes(
         read = _kv_bytes(drafter.head, context)
     else:
         read, counts = 0, head_passes(len(drafter.heads), steps)
+        numbers = None if chosen is None or drafter.later else chosen.draft
         for head, (passes, _) in zip(drafter.heads, counts, strict=True):
-            draft_weights -= passes * _unread_experts(head, batch // params.data_parallel)
+            draft_weights -= _unread_experts(head, batch // params.data_parallel, numbers, passes)
             read += passes * _kv_bytes(head, context)
     return FloorBytes(weights, kv, draft_weights, round(rows * read), state)
 
 
-def _verified(params: EngineParams) -> int:
+def verified(params: EngineParams) -> int:
     """Tokens of a row in one pass of the target."""
     drafts = not isinstance(params.drafter, NoDrafter)
     return params.speculation.num_nodes if drafts else 1
 
 
-def _unread_experts(model: Decoder | DraftHead, tokens: int) -> int:
-    """Bytes of the experts that none of so many tokens chooses, if every token chooses alike often
-    and independently. Real tokens choose more alike, so they read less."""
-    total = 0.0
-    for layer in model.layers:
-        if isinstance(layer.mlp, Experts):
-            routing = layer.mlp.config.routing
-            unread = (1 - routing.top_k / routing.num_experts) ** tokens
-            total += unread * local_bytes((layer.mlp.gate_up, layer.mlp.down))
-    return round(total)
+def _unread_experts(
+    model: Decoder | DraftHead, tokens: int, chosen: Sequence[float] | None, passes: int = 1
+) -> int:
+    """Bytes of the experts that no token chooses, in so many passes of ``tokens`` each: but for
+    ``chosen`` in each layer of each pass; None: but for as many as are expected."""
+    experts = list(layers_of_experts(model.layers))
+    if chosen is None:
+        chosen = [expected_choice(one, tokens) for one in experts] * passes
+    return unread_bytes(experts, chosen)
 
 
 def _kv_bytes(model: Decoder | DraftHead | BlockHead, context: float) -> int:

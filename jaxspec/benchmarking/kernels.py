@@ -31,11 +31,14 @@ class Plan:
       rotation_bytes: bytes of arguments before any is used again; several times the cache's size.
       seconds: approximate least duration of one timed program.
       repeats: number of timed programs, of which the median is taken.
+      beside_reference: the reference is timed, too, and errors are computed. Without it a case is
+        one program instead of three.
     """
 
     rotation_bytes: int
     seconds: float
     repeats: int
+    beside_reference: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,14 +58,14 @@ class Peaks:
 @dataclasses.dataclass(frozen=True)
 class KernelTiming:
     """One case: our function and its jnp reference, with errors relative to the reference in
-    float32."""
+    float32; None where the plan leaves the reference out."""
 
     case: str
     implementation: str
     seconds: float
-    reference_seconds: float
-    error: float
-    reference_error: float
+    reference_seconds: float | None
+    error: float | None
+    reference_error: float | None
     num_bytes: int
     flops: int
     floor_seconds: float
@@ -76,6 +79,7 @@ class CompiledBenchmark:
     Attributes:
       num_sets: sets of arguments that the chains go through.
       calls, reference_calls: number of calls in a chain's program.
+      reference_chain, errors: None where the plan leaves the reference out.
     """
 
     benchmark: Benchmark
@@ -83,8 +87,8 @@ class CompiledBenchmark:
     calls: int
     reference_calls: int
     chain: Callable[..., Any]
-    reference_chain: Callable[..., Any]
-    errors: Callable[..., Any]
+    reference_chain: Callable[..., Any] | None
+    errors: Callable[..., Any] | None
 
 
 def compile_benchmark(benchmark: Benchmark, peaks: Peaks, plan: Plan) -> CompiledBenchmark:
@@ -104,14 +108,18 @@ def compile_benchmark(benchmark: Benchmark, peaks: Peaks, plan: Plan) -> Compile
         return jax.jit(program).lower(tables, data).compile()
 
     own, other = passes(benchmark.seconds), passes(benchmark.reference_seconds)
+    reference_chain = errors = None
+    if plan.beside_reference:
+        reference_chain = compiled(benchmark.reference, other)
+        errors = jax.jit(functools.partial(_errors, benchmark)).lower(*shapes).compile()
     return CompiledBenchmark(
         benchmark=benchmark,
         num_sets=num_sets,
         calls=1 + own * length,
         reference_calls=1 + other * length,
         chain=compiled(benchmark.call, own),
-        reference_chain=compiled(benchmark.reference, other),
-        errors=jax.jit(functools.partial(_errors, benchmark)).lower(*shapes).compile(),
+        reference_chain=reference_chain,
+        errors=errors,
     )
 
 
@@ -127,14 +135,19 @@ def time_benchmark(compiled: CompiledBenchmark, peaks: Peaks, plan: Plan) -> Ker
         return statistics.median(runs) / calls
 
     floor, bound = peaks.floor(benchmark)
-    error, reference_error = compiled.errors(*sets[0])
+    error = reference_error = reference_seconds = None
+    if compiled.errors is not None:
+        error, reference_error = map(float, compiled.errors(*sets[0]))
+    own_seconds = seconds(compiled.chain, compiled.calls)
+    if compiled.reference_chain is not None:
+        reference_seconds = seconds(compiled.reference_chain, compiled.reference_calls)
     return KernelTiming(
         case=benchmark.name,
         implementation=benchmark.implementation,
-        seconds=seconds(compiled.chain, compiled.calls),
-        reference_seconds=seconds(compiled.reference_chain, compiled.reference_calls),
-        error=float(error),
-        reference_error=float(reference_error),
+        seconds=own_seconds,
+        reference_seconds=reference_seconds,
+        error=error,
+        reference_error=reference_error,
         num_bytes=benchmark.num_bytes,
         flops=benchmark.flops,
         floor_seconds=floor,

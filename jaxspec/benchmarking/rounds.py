@@ -14,7 +14,14 @@ import numpy as np
 from jax import Array
 
 from jaxspec import functional
-from jaxspec.benchmarking.floors import FloorBytes, floor_bytes
+from jaxspec.benchmarking.chosen_experts import (
+    ChosenExperts,
+    can_count,
+    chosen_experts,
+    count_rounds,
+    expected_of_a_layer,
+)
+from jaxspec.benchmarking.floors import FloorBytes, floor_bytes, verified
 from jaxspec.benchmarking.modes import Mode
 from jaxspec.benchmarking.timing import timed
 from jaxspec.compiler_options import compiler_options
@@ -65,12 +72,21 @@ class Workload:
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """The results of a mode's timed calls."""
+    """The results of a mode's timed calls.
+
+    Attributes:
+      first_context, last_context: means over the sequences, before the first round of a timed call
+        and after the last.
+      floor: with the ``chosen`` experts where they are counted.
+      chosen: distinct experts that tokens chose in the rounds of the first timed call; None: there
+        are no experts, or several devices.
+      expected: the same of a layer, if tokens chose all experts alike often and independently.
+    """
 
     mode: str
     batch: int
-    first_context: float  # mean over the sequences, before the first round of a timed call
-    last_context: float  # after the last round
+    first_context: float
+    last_context: float
     prefill_ms: float
     prefill_chunk: int
     rounds: int
@@ -80,6 +96,8 @@ class Timing:
     tokens_per_second: float
     floor: FloorBytes
     compile_seconds: float
+    chosen: ChosenExperts | None
+    expected: float | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +122,7 @@ def time_mode(bench: "Bench", report: Callable[[str], None]) -> Timing:
         calls.append(call)
         fills.append(fill_seconds)
         report(f"call {len(calls)}/{workload.repeats}: {1e3 * call.seconds:.1f} ms")
+    chosen = bench.count_experts()
     round_ms = [1e3 * call.seconds / workload.rounds for call in calls]
     committed = sum(call.after - call.before for call in calls)
     acceptance = committed / (workload.rounds * len(calls))
@@ -121,8 +140,10 @@ def time_mode(bench: "Bench", report: Callable[[str], None]) -> Timing:
         all_round_ms=tuple(round_ms),
         acceptance_length=acceptance,
         tokens_per_second=1e3 * workload.batch * acceptance / median,
-        floor=floor_bytes(params, workload.batch, middle, acceptance),
+        floor=floor_bytes(params, workload.batch, middle, acceptance, chosen),
         compile_seconds=bench.compile_seconds,
+        chosen=chosen,
+        expected=expected_of_a_layer(params.target, workload.batch * verified(params)),
     )
 
 
@@ -164,6 +185,11 @@ class Bench:
         self._decode = decode.lower(
             params, state, np.int32(0), max_rounds=workload.rounds, greedy=greedy
         ).compile()
+        self._count = None
+        if can_count(params):
+            count = jit(count_rounds, static_argnames=("rounds", "greedy"))
+            rounds = workload.rounds
+            self._count = count.lower(params, state, rounds=rounds, greedy=greedy).compile()
         self.compile_seconds = time.perf_counter() - started
 
     def program_text(self) -> str:
@@ -210,6 +236,14 @@ class Bench:
                 raise RuntimeError("a sequence ended before the timed call did")
             yield _Call(seconds, before, _mean_context(state)), fill_seconds
             del state  # before the next one is made
+
+    def count_experts(self) -> ChosenExperts | None:
+        """Run the rounds of the first timed call again, and count the experts that they read; None
+        where they are not counted (see ``can_count``)."""
+        if self._count is None:
+            return None
+        _, *counts = self._count(self.params, self.fill(self.new_state()))
+        return chosen_experts(*counts)
 
 
 def prefill_chunk(params: EngineParams, workload: Workload, max_length: int) -> int:

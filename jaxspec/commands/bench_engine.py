@@ -3,9 +3,11 @@
 Draft tokens are accepted at a fixed mean length ("synthetic" acceptance), so that the speed of a
 round can be measured without a checkpoint; the text means nothing. Modes are `plain`, `chain:K`
 and `NODES:DEPTH:TOPK` (root included); the latter two may end in `@ACCEPTANCE_LENGTH` and draft
-with an EAGLE-3 head, or the MTP layer of a shape that has one, whose matrices are 8-bit integers
-after a further `+int8`. Every figure stands beside the memory floor: the bytes that a round must
-read, divided by the bandwidth measured in the same run.
+with an EAGLE-3 head, or the MTP layer of a shape that has one (see `--draft-head`), whose matrices
+are 8-bit integers after a further `+int8`. Every figure stands beside the memory floor: the bytes
+that a round must read, divided by the bandwidth measured in the same run. Of experts those count
+that rounds read, which are counted after the timed calls; on several devices those that tokens
+would choose independently.
 """
 
 import argparse
@@ -199,6 +201,7 @@ def compile_all(
 def as_row(timing: Timing, bandwidth: Bandwidth) -> dict[str, Any]:
     floor_ms = 1e3 * timing.floor.total / bandwidth.best
     return dataclasses.asdict(timing) | {
+        "experts_read": None if timing.chosen is None else timing.chosen.of_a_layer,
         "floor_ms": floor_ms,
         "share_of_floor": floor_ms / timing.round_ms,
     }
@@ -221,7 +224,9 @@ def make_table(results: dict[str, Any]) -> Table:
     table = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
     for name in ("mode", "batch", "context", "prefill ms", "ms/round", "tokens/round", "tokens/s"):
         table.add_column(name, justify="right", no_wrap=True)
-    for name in ("floor GB", "floor ms", "% of floor"):
+    has_experts = any(row.get("expected") for row in results["timings"])
+    experts = ("experts read", "expected") if has_experts else ()
+    for name in ("floor GB", "floor ms", "% of floor", *experts):
         table.add_column(name, justify="right")
     for row in results["timings"]:
         table.add_row(
@@ -235,8 +240,13 @@ def make_table(results: dict[str, Any]) -> Table:
             f"{sum(row['floor'].values()) / 1e9:.3g}",
             f"{row['floor_ms']:.3f}",
             f"{100 * row['share_of_floor']:.0f}",
+            *(number(row[key]) for key in ("experts_read", "expected") if has_experts),
         )
     return table
+
+
+def number(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f}"
 
 
 def formats(arguments: dict[str, Any]) -> str:

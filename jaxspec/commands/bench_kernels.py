@@ -7,10 +7,14 @@ a chain exceed the GPU's cache, except for top_k, truncate and kv_compact: in th
 are in the cache. The floor is the time that a call's bytes take at the copy bandwidth, or its FLOPs
 at the rate of a large bfloat16 product, whichever is longer; both rates are measured in the same
 run. Errors are ||out - exact|| / ||exact||, where exact is the reference in float32.
+
+Of the gated delta rule (`--only delta_rule:`) a second table has the times by the number of nodes,
+beside those of a round that keeps a state of every node.
 """
 
 import argparse
 import dataclasses
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -70,6 +74,7 @@ OPERATIONS: Mapping[str, Callable[[], Sequence[Benchmark]]] = MappingProxyType(
         "delta_rule_in_jnp": delta_rule_in_jnp,
     }
 )
+ROUND_CASE = re.compile(r"(read|round|state per node) (\d+) x (\d+) nodes")
 ROTATION_BYTES = 200 << 20  # four times an H100's L2 cache
 MOST_JOBS = 12  # cases compiled at a time
 TABLE_WIDTH = 170  # where the output is not a terminal: names of cases are long
@@ -78,7 +83,10 @@ TABLE_WIDTH = 170  # where the output is not a terminal: names of cases are long
 def make_parser() -> argparse.ArgumentParser:
     parser = command_parser("bench kernels", __doc__)
     add = parser.add_argument
-    add("--only", default="", help="only cases whose 'operation: case' contains this text")
+    add("--only", action="append", metavar="TEXT", help="only cases whose 'operation: case' "
+        "contains this text; may be given several times")  # fmt: skip
+    add("--skip-reference", action="store_true", help="neither time the jnp reference nor compute "
+        "errors: one program to compile for a case, not three")  # fmt: skip
     add("--repeats", type=int, default=5, help="timed programs of a case; the median is reported")
     add("--seconds", type=float, default=0.02, help="approximate least duration of a timed program")
     add("--json", action="store_true", help=JSON_PARTS)
@@ -93,23 +101,24 @@ def measure(args: argparse.Namespace, progress: Console) -> Iterator[dict[str, A
         (operation, benchmark)
         for operation, benchmarks in OPERATIONS.items()
         for benchmark in benchmarks()
-        if args.only in f"{operation}: {benchmark.name}"
+        if any(text in f"{operation}: {benchmark.name}" for text in args.only or [""])
     ]
     if not chosen:
-        raise ValueError(f"no case contains {args.only!r}")
+        raise ValueError(f"no case contains {' or '.join(map(repr, args.only))}")
     on_gpu = jax.default_backend() == "gpu"
     progress.print("measuring the memory bandwidth and a large product")
     peaks = Peaks(
         bandwidth=measure_bandwidth((2 << 30) if on_gpu else (8 << 20)).copy,
         product_rate=measure_product_rate(8192 if on_gpu else 128),
     )
-    plan = Plan(ROTATION_BYTES if on_gpu else 0, args.seconds, args.repeats)
+    rotation_bytes = ROTATION_BYTES if on_gpu else 0
+    plan = Plan(rotation_bytes, args.seconds, args.repeats, not args.skip_reference)
     facts = {**run_facts(), "arguments": vars(args), "peaks": dataclasses.asdict(peaks)}
     for index, (operation, compiled) in enumerate(compile_all(chosen, peaks, plan, progress)):
         row = as_row(operation, time_benchmark(compiled, peaks, plan))
         progress.print(
             f"{index + 1}/{len(chosen)} {operation}: {row['case']}: {row['us']:.1f} us, "
-            f"XLA {row['reference_us']:.1f}, floor {row['floor_us']:.1f}"
+            f"XLA {shown(row['reference_us'])}, floor {row['floor_us']:.1f}"
         )
         yield facts | {"timings": [row]}
 
@@ -137,7 +146,7 @@ def as_row(operation: str, timing: KernelTiming) -> dict[str, Any]:
         "case": timing.case,
         "implementation": timing.implementation,
         "us": 1e6 * timing.seconds,
-        "reference_us": 1e6 * timing.reference_seconds,
+        "reference_us": timing.reference_seconds and 1e6 * timing.reference_seconds,
         "bytes": timing.num_bytes,
         "flops": timing.flops,
         "gb_per_s": 1e-9 * timing.num_bytes / timing.seconds,
@@ -168,20 +177,49 @@ def make_table(results: dict[str, Any]) -> Table:
             row["case"],
             row["implementation"],
             f"{row['us']:.1f}",
-            f"{row['reference_us']:.1f}",
+            shown(row["reference_us"]),
             f"{row['gb_per_s']:,.0f}",
             f"{row['floor_us']:.1f}",
             row["bound"],
             f"{100 * row['share_of_floor']:.0f}",
-            f"{row['error']:.1e}",
-            f"{row['reference_error']:.1e}",
+            shown(row["error"], ".1e"),
+            shown(row["reference_error"], ".1e"),
         )
     return table
 
 
+def make_nodes_table(timings: Sequence[Mapping[str, Any]]) -> Table | None:
+    """Rounds of the gated delta rule by batch and nodes, without and with a state per node; None if
+    none was timed."""
+    rows: dict[tuple[int, int], dict[str, Mapping[str, Any]]] = {}
+    for row in timings:
+        found = ROUND_CASE.fullmatch(row["case"])
+        if found and row["operation"] == "delta_rule":
+            kind, batch, nodes = found.groups()
+            rows.setdefault((int(batch), int(nodes)), {})[kind] = row
+    if not rows:
+        return None
+    table = Table(title="one recurrent layer, us by nodes", title_justify="left")
+    for name in ("batch", "nodes", "round", "of it the read", "state per node", "its floor"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for (batch, nodes), kinds in sorted(rows.items()):
+        times = [kinds.get(kind, {}).get("us") for kind in ("round", "read", "state per node")]
+        times.append(kinds.get("state per node", {}).get("floor_us"))
+        table.add_row(str(batch), str(nodes), *map(shown, times))
+    return table
+
+
+def shown(number: float | None, form: str = ".1f") -> str:
+    return "" if number is None else format(number, form)
+
+
 def run(args: argparse.Namespace) -> None:
     results = collect_parts(measure(args, progress_console()), "timings", as_json=args.json)
-    table_console(stderr=args.json, width=TABLE_WIDTH).print(make_table(results))
+    console = table_console(stderr=args.json, width=TABLE_WIDTH)
+    console.print(make_table(results))
+    by_nodes = make_nodes_table(results["timings"])
+    if by_nodes is not None:
+        console.print(by_nodes)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

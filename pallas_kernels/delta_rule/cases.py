@@ -177,8 +177,17 @@ class Round:
         return (len(self.levels) + 1) // 2
 
 
-# Of a layer of Qwen3.5-9B. A chain, and trees as wide as the speculation's.
-LEVELS = ((1,), (1, 1, 1, 1), (1, 3, 3, 3, 3, 3), (1, 6, 5, 5, 5, 5, 5), (1, *(9,) * 7))
+# Of a layer of Qwen3.5-9B: 1, 2, 4, 8, 16, 32 and 64 nodes. Chains, and trees as wide as the
+# speculation's.
+LEVELS = (
+    (1,),
+    (1, 1),
+    (1, 1, 1, 1),
+    (1, 3, 2, 2),
+    (1, 3, 3, 3, 3, 3),
+    (1, 6, 5, 5, 5, 5, 5),
+    (1, *(9,) * 7),
+)
 BENCHMARK_ROUNDS = tuple(
     Round(Case(batch, sum(levels), groups=16, capacity=32), levels)
     for batch in (1, 8, 32)

@@ -35,7 +35,7 @@ def ring_scratch(plan: Plan, dtype: Any, scale_dtype: Any) -> dict[str, Any]:
     values_transforms = swizzled(block, plan.weight_bits)
     scratch: dict[str, Any] = {
         "values": plgpu.SMEM((ring, plan.tile, block), values_dtype, transforms=values_transforms),
-        "x": plgpu.SMEM((ring, plan.padded_rows, block), dtype, transforms=swizzled(x_tile, bits)),
+        "x": plgpu.SMEM((ring, plan.tile_rows, block), dtype, transforms=swizzled(x_tile, bits)),
         "full": plgpu.Barrier(num_arrivals=plan.copies, num_barriers=ring),
         "free": plgpu.Barrier(num_arrivals=plan.config.warpgroups, num_barriers=ring),
     }
@@ -55,7 +55,7 @@ def copy_block(
     """
     tile_size, full = plan.tile, refs["full"]
     outputs, inputs = pl.ds(tile * tile_size, tile_size), pl.ds(block * plan.block, plan.block)
-    rows = all_rows(plan)  # the copy engine writes zeros for rows that are not there
+    rows = own_rows(plan)  # the copy engine writes zeros for rows that are not there
     groups = pl.ds(block * plan.block // plan.group, plan.block_groups)
     plgpu.copy_gmem_to_smem(values.at[outputs, inputs], refs["values"], full)
     plgpu.copy_gmem_to_smem(x.at[rows, inputs], refs["x"], full)
@@ -71,7 +71,7 @@ def copy_block(
 
 def no_sums(plan: Plan) -> Array:
     """Float32 zeros [OUTPUTS, rows], which ``add_block`` adds to."""
-    zeros = jnp.zeros((OUTPUTS, plan.padded_rows), jnp.float32)
+    zeros = jnp.zeros((OUTPUTS, plan.tile_rows), jnp.float32)
     return plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
 
 
@@ -86,7 +86,7 @@ def add_block(plan: Plan, refs: Any, own: Any, slot: Array, total: Array) -> Arr
         group = start // plan.group
         sums, weights = _product(plan, refs, slot, own, start, weights)
         if "x_scale" in plan.by_step:
-            x_scales = refs["x_scale"].at[slot, group, pl.ds(0, plan.padded_rows)]
+            x_scales = refs["x_scale"].at[slot, group, pl.ds(_first_row(plan), plan.tile_rows)]
             x_scale = plgpu.load(x_scales, layout=_ROW_LAYOUT, optimized=False)
             sums *= lax.broadcast_in_dim(x_scale, sums.shape, [1])
         scale = _by_output(plan, refs["scale"], slot, group).astype(jnp.float32)
@@ -102,10 +102,14 @@ def scaled_by_row(total: Array, x_scale: Any, rows: Any) -> Array:
     return total * lax.broadcast_in_dim(own, total.shape, [1]) * (1 / FLOAT8_STEP)
 
 
-def all_rows(plan: Plan) -> Any:
-    """The rows of x and of the result, which may have fewer: a start that is not known keeps the
-    slice from being checked."""
-    return pl.ds(0 * lax.axis_index("tile"), plan.padded_rows)
+def own_rows(plan: Plan) -> Any:
+    """A CTA's rows of x and of the result, which may have fewer: a start that is not known keeps
+    the slice from being checked."""
+    return pl.ds(_first_row(plan) + 0 * lax.axis_index("tile"), plan.tile_rows)
+
+
+def _first_row(plan: Plan) -> Any:
+    return lax.axis_index("part") * plan.tile_rows if plan.row_parts > 1 else 0
 
 
 def own_outputs() -> Any:
@@ -129,7 +133,7 @@ def _product(
         following = accumulate(plan, refs, slot, own, starts, sums, weights)
         return sums[...], following
 
-    sums = plgpu.WGMMAAccumulatorRef((OUTPUTS, plan.padded_rows), jnp.float32)
+    sums = plgpu.WGMMAAccumulatorRef((OUTPUTS, plan.tile_rows), jnp.float32)
     return pl.run_scoped(multiply, sums)
 
 
@@ -156,7 +160,7 @@ def accumulate(
 
 def interpreted(plan: Plan, refs: Any, slot: Array, own: Any, starts: Sequence[int]) -> Array:
     """The same: the interpreter knows no operands in registers, and CPUs no 8-bit floats."""
-    total = jnp.zeros((OUTPUTS, plan.padded_rows), jnp.float32)
+    total = jnp.zeros((OUTPUTS, plan.tile_rows), jnp.float32)
     for first in starts:
         weights = _weights(plan, refs, slot, own, first)[...].astype(jnp.float32)
         weights = lax.reduce_precision(weights, 8, 7)  # XLA may leave out a rounding to bfloat16

@@ -77,12 +77,14 @@ TEST_CASES = (
     Case(3, 512, 128, rounds=True),
     Case(40, 512, 256, group=256, num_splits=2, rounds=True),
     Case(130, 512, 256, num_splits=2, rounds=True),
+    Case(200, 512, 128, num_splits=2),
+    Case(390, 512, 256, rounds=True),
 )
 BENCHMARK_CASES = (
     tuple(
         Case(rows, *SHAPES[name], num_splits=choose_packed_splits(rows, *SHAPES[name]))
         for name in SHAPES
-        for rows in (2, 6, 16, 32, 48, 64, 192)
+        for rows in (2, 6, 16, 32, 48, 64, 192, 512)
     )
     + tuple(
         Case(
@@ -103,7 +105,7 @@ BENCHMARK_CASES = (
             rounds=True,
         )
         for name in SHAPES
-        for rows in (2, 16, 32, 48, 64, 192)
+        for rows in (2, 16, 32, 48, 64, 192, 512)
     )
 )
 

@@ -27,11 +27,11 @@ from pallas_kernels.kernel_names import fixed_name
 from pallas_kernels.packed_product.blocks import (
     accumulate,
     add_block,
-    all_rows,
     copy_block,
     interpreted,
     no_sums,
     own_outputs,
+    own_rows,
     ring_scratch,
     scaled_by_row,
     store_rows,
@@ -85,6 +85,8 @@ def packed_product_mosaic(
     )
     if rows > 8:  # the copy engine fills a single tile of 8 rows with zeros, but not several
         x = jnp.pad(x, ((0, plan.padded_rows - rows), (0, 0)))
+    if x_scale is not None and x_scale.shape[1] < plan.padded_rows:
+        scales["x_scale"] = jnp.pad(x_scale, ((0, 0), (0, plan.padded_rows - x_scale.shape[1])))
     kernel = _make_kernel(plan, x.dtype, scale.dtype, dtype, interpret)
     return kernel(x, values, *scales.values())
 
@@ -92,7 +94,11 @@ def packed_product_mosaic(
 def _make_kernel(plan: Plan, dtype: Any, scale_dtype: Any, out_dtype: Any, interpret: Any) -> Any:
     warpgroups = plan.config.warpgroups
     scratch = ring_scratch(plan, dtype, scale_dtype)
-    scratch["rows"] = plgpu.SMEM((warpgroups, plan.padded_rows, OUTPUTS), out_dtype)
+    scratch["rows"] = plgpu.SMEM((warpgroups, plan.tile_rows, OUTPUTS), out_dtype)
+
+    grid = {"tile": plan.width // plan.tile, "split": plan.num_splits}
+    if plan.row_parts > 1:  # neighbours, which share weights in the second-level cache
+        grid = {"part": plan.row_parts} | grid
 
     @fixed_name(interpret)
     def packed_product_kernel(x_in, values_in, *scales_and_out, **refs):
@@ -111,7 +117,7 @@ def _make_kernel(plan: Plan, dtype: Any, scale_dtype: Any, out_dtype: Any, inter
             if plan.config.registers is not None:
                 plgpu.set_max_registers(plan.config.registers, action="increase")
             outputs = pl.ds(lax.axis_index("tile") * plan.tile + warpgroup * OUTPUTS, OUTPUTS)
-            rows = all_rows(plan)  # those that are not there are not written
+            rows = own_rows(plan)  # those that are not there are not written
             total = _multiply_blocks(plan, refs)
             if plan.widens_to_float8:
                 total = scaled_by_row(total, scales["x_scale"], rows)
@@ -121,8 +127,8 @@ def _make_kernel(plan: Plan, dtype: Any, scale_dtype: Any, out_dtype: Any, inter
         packed_product_kernel,
         out_type=jax.ShapeDtypeStruct((plan.num_splits, plan.rows, plan.width), out_dtype),
         scratch_types=scratch,
-        grid=(plan.width // plan.tile, plan.num_splits),
-        grid_names=("tile", "split"),
+        grid=tuple(grid.values()),
+        grid_names=tuple(grid),
         num_threads=warpgroups + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
@@ -161,11 +167,11 @@ def _multiply_blocks(plan: Plan, refs: Any) -> Array:
 
         return lax.fori_loop(0, plan.blocks, add, no_sums(plan))
     if plan.interpret:
-        zeros = jnp.zeros((OUTPUTS, plan.padded_rows), jnp.float32)
+        zeros = jnp.zeros((OUTPUTS, plan.tile_rows), jnp.float32)
         return lax.fori_loop(0, plan.blocks, functools.partial(_add_block, plan, refs, own), zeros)
     return pl.run_scoped(
         functools.partial(_sum_blocks, plan, refs, own),
-        plgpu.WGMMAAccumulatorRef((OUTPUTS, plan.padded_rows), jnp.float32),
+        plgpu.WGMMAAccumulatorRef((OUTPUTS, plan.tile_rows), jnp.float32),
     )
 
 

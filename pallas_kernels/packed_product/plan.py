@@ -42,9 +42,19 @@ class Plan:
         return self.config.tile
 
     @property
+    def row_parts(self) -> int:
+        """CTAs that share the rows of the same outputs."""
+        return self.config.row_parts(self.rows)
+
+    @property
+    def tile_rows(self) -> int:
+        """Of a CTA: of the tensor cores' operand."""
+        return -(-self.rows // (8 * self.row_parts)) * 8
+
+    @property
     def padded_rows(self) -> int:
-        """Of the tensor cores' operand."""
-        return -(-self.rows // 8) * 8
+        """Of all CTAs."""
+        return self.row_parts * self.tile_rows
 
     @property
     def block(self) -> int:
@@ -87,10 +97,10 @@ class Plan:
     def stages(self) -> int:
         """Blocks in the ring."""
         weights = self.tile * self.block * self.weight_bits // 8
-        x = self.padded_rows * self.block * self.x_bits // 8
+        x = self.tile_rows * self.block * self.x_bits // 8
         scaled = self.tile + ("x_scale" in self.by_step) * scaled_rows(self.rows)
         stage = weights + x + 4 * self.block_groups * scaled
-        return self.config.stages(stage, 4 * self.padded_rows * self.tile)
+        return self.config.stages(stage, 4 * self.tile_rows * self.tile)
 
     @property
     def part(self) -> int:

@@ -24,8 +24,19 @@ Of weights of 4 bits with rows of 8, and of 16 beside them (chains of one run, 2
 64 rows (another run).
 
 Small CTAs are best where registers leave room for several: one has data while others wait. Blocks
-of 128 inputs, whose lines of weights are 64 bytes, are slower by a fifth at 8 rows. With 192 rows
-a CTA takes 24 KiB of x for 4 KiB of weights: the second-level cache is the limit.
+of 128 inputs, whose lines of weights are 64 bytes, are slower by a fifth at 8 rows.
+
+Of more than 192 rows (us in chains of one run, 26 November 2026: rows of 8 bits, of 16, and XLA,
+which widens the weights first, with either):
+
+| rows | gate and up | down | q, k and v | o |
+|---|---|---|---|---|
+| 192 | 60, 80, 276 | 34, 45, 134 | 23, 28, 63 | 17, 20, 44 |
+| 256 | 91, 130, 276 | 39, 61, 138 | 25, 34, 68 | 18, 24, 46 |
+| 384 | 119, 162, 309 | 51, 78, 150 | 33, 43, 76 | 23, 30, 53 |
+| 512 | 161, 227, 363 | 69, 112, 172 | 45, 67, 82 | 25, 38, 59 |
+| 768 | 205, 283, 440 | 86, 144, 213 | 57, 84, 103 | 31, 45, 72 |
+| 1024 | 303, 455, 525 | 134, 227, 258 | 68, 99, 122 | 46, 69, 79 |
 """
 
 import dataclasses
@@ -41,6 +52,9 @@ SCALED_ROWS = 32  # scales of so many rows are copied at once: 128 bytes
 SMALL = 4096 * OUTPUTS * MULTIPROCESSORS  # weights; of no more a product is over soon
 MAX_SPLITS = 8
 MOST_STAGES = 8
+TILE_ROWS = 192  # of a CTA: sums of more rows do not fit the registers
+SMALL_TILE_ROWS = 128
+TILE_COST = 60  # of a CTA beside its rows, in the time of a row
 MIN_SPLIT_DEPTH = 1024  # inputs: shorter parts end before the copies have come up to speed
 
 
@@ -53,6 +67,7 @@ class PackedTuning:
       block: inputs of a block; fewer where a part of the inputs is no multiple of it.
       unit: inputs whose weights a warpgroup has in registers at once: 32, 64 or 128.
       ctas: that share a multiprocessor and its memory.
+      row_tile: most rows of a CTA.
       most_stages: most blocks of a CTA in shared memory.
       registers: of a thread that multiplies; those that copy take fewer. None: all have as many.
       ahead: a warpgroup widens its next weights while the tensor cores multiply.
@@ -62,6 +77,7 @@ class PackedTuning:
     block: int = 256
     unit: int = 64
     ctas: int = 2
+    row_tile: int = TILE_ROWS
     most_stages: int = MOST_STAGES
     ahead: bool = False
     registers: int | None = None
@@ -70,6 +86,10 @@ class PackedTuning:
     def tile(self) -> int:
         """Outputs of a CTA."""
         return OUTPUTS * self.warpgroups
+
+    def row_parts(self, rows: int) -> int:
+        """CTAs that share so many rows."""
+        return -(-rows // self.row_tile)
 
     def stages(self, stage: int, results: int) -> int:
         """Blocks of ``stage`` bytes that fit the shared memory of a CTA beside its results.
@@ -86,6 +106,7 @@ VARIANTS = (
     PackedTuning(warpgroups=4, block=128, unit=32, ctas=1),
     PackedTuning(warpgroups=4, unit=128, ctas=1),
     PackedTuning(block=128),
+    PackedTuning(block=128, row_tile=16),
 )
 
 
@@ -118,9 +139,24 @@ def packed_tuning(
     if rows <= SUMMED_ROWS:
         fills = _fills(width) and weight_bits == 4
         return _tuning_of_sums(rows, is_small=is_small, fills=fills, is_wide=is_wide)
+    row_tile = _row_tile(rows, width)
     if is_wide:
-        return PackedTuning(block=64, ctas=1)
-    return PackedTuning(block=128, unit=128, ctas=1, registers=MOST_REGISTERS)
+        return PackedTuning(block=64, ctas=1, row_tile=row_tile)
+    registers = MOST_REGISTERS
+    return PackedTuning(block=128, unit=128, ctas=1, row_tile=row_tile, registers=registers)
+
+
+def _row_tile(rows: int, width: int) -> int:
+    """Most rows of a CTA with two warpgroups: the one of two sizes with which all CTAs, one on each
+    multiprocessor at a time, should be through first."""
+
+    def cost(most: int) -> float:
+        parts = -(-rows // most)
+        ctas = parts * (width // (2 * OUTPUTS))
+        turns, splits = -(-ctas // MULTIPROCESSORS), max(1, MULTIPROCESSORS // ctas)
+        return turns * (-(-rows // parts) + TILE_COST) / splits
+
+    return TILE_ROWS if rows <= TILE_ROWS else min((TILE_ROWS, SMALL_TILE_ROWS), key=cost)
 
 
 def _fills(width: int) -> bool:
@@ -151,7 +187,8 @@ def choose_packed_splits(
     for two warpgroups anyway, they have at most an eighth of the weights' bytes.
     """
     config = packed_tuning(rows, depth, width, weight_bits, x_bits)
-    padded_rows, tiles, splits = -(-rows // 8) * 8, width // config.tile, 1
+    padded_rows, splits = -(-rows // 8) * 8, 1
+    tiles = width // config.tile * config.row_parts(rows)
     enough = MULTIPROCESSORS * 3 // 2 if weight_bits == 8 else MULTIPROCESSORS * 4 // 3
     while 2 * splits * tiles <= config.ctas * MULTIPROCESSORS and splits < MAX_SPLITS:
         part = depth // (2 * splits)

@@ -6,9 +6,12 @@ import pytest
 
 from jaxspec.benchmarking.ahead_of_time import Job, decode_program
 from jaxspec.benchmarking.draft_heads import (
+    TRAINED_MTP,
     BlockKind,
     HeadKind,
     block_head_config,
+    head_config,
+    mtp_config,
     shapes_of_kind,
 )
 from jaxspec.benchmarking.floors import floor_bytes
@@ -18,10 +21,12 @@ from jaxspec.benchmarking.rounds import Workload
 from jaxspec.benchmarking.shapes import SHAPES
 from jaxspec.memory import local_bytes
 from jaxspec.models.heads import BlockHead
+from jaxspec.models.hf_config import parse_model_config, with_mtp_layer
 from jaxspec.speculation.drafters import BlockDrafter
 from pallas_kernels.selection import NO_KERNELS
 
 TINY, FLOAT32 = SHAPES["tiny"], jnp.dtype("float32")
+SIZES = {"num_hidden_layers": 2, "num_experts": 8, "hidden_size": 64, "vocab_size": 100}
 
 
 def test_block_heads_have_published_sizes():
@@ -57,7 +62,20 @@ def test_a_tree_deeper_than_a_block_is_refused():
         make_params(parse_mode("chain:8@3"), target, head, None, NO_KERNELS)
 
 
-@pytest.mark.parametrize("kind", ["auto", "dflash", "dspark"])
+def test_an_mtp_layer_for_any_shape_is_the_one_that_is_trained():
+    """A copy of the last layer, so with experts; a shape's own MTP layer stays."""
+    target = SHAPES["qwen3-30b-a3b"]
+    assert target.mtp is None
+    head = mtp_config(target)
+    assert head.model.layers == target.layers[-1:]
+    trained = parse_model_config(with_mtp_layer({"model_type": "qwen3_moe", **SIZES})).mtp
+    assert trained == TRAINED_MTP
+    hybrid = SHAPES["qwen3.5-9b"]
+    assert mtp_config(hybrid) == head_config(hybrid)
+    assert head_config(target).method == "eagle3", "auto stays"
+
+
+@pytest.mark.parametrize("kind", ["auto", "mtp", "dflash", "dspark"])
 def test_what_is_compiled_ahead_has_the_shapes_of_what_is_timed(kind: HeadKind):
     """A rounded copy of the target's LM head included, for heads that read the target's."""
     how = (kind, SHAPES["tiny-wide"], FLOAT32, None)

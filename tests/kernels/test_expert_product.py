@@ -8,13 +8,16 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+from jax.sharding import PartitionSpec as P
 
-from jaxspec.config.experts import ClampedSwiglu
+from jaxspec.config.experts import ClampedSwiglu, ExpertsConfig, RoutingConfig
 from jaxspec.models.attention import dense_causal_attend
-from jaxspec.models.forward import make_pass
+from jaxspec.models.forward import ForwardPass, make_pass
 from jaxspec.models.mlps import mix
+from jaxspec.models.mlps.experts import experts_shape
 from jaxspec.models.mlps.routing import Routes
-from jaxspec.parallel import WHOLE
+from jaxspec.parallel import WHOLE, Layout, Shards, make_mesh, mesh_layout, partition_specs
 from pallas_kernels.activations import Clamp
 from pallas_kernels.expert_product import expert_product, misfit
 from pallas_kernels.expert_product.cases import (
@@ -27,9 +30,10 @@ from pallas_kernels.expert_product.cases import (
 from pallas_kernels.expert_product.mosaic_gpu import expert_product_mosaic
 from pallas_kernels.expert_product.slots import make_slots, num_lanes
 from pallas_kernels.expert_product.tuning import VARIANTS, ExpertTuning
-from pallas_kernels.selection import Kernels
+from pallas_kernels.selection import NO_KERNELS, Kernels
 from tests.marks import first_is_fast
 from tests.random_experts import random_own, random_rows, written_out
+from tests.random_models import random_arrays
 
 # Of the sum of absolute products: a hidden unit may round to its other neighbor in bfloat16.
 ERROR = 2.0**-8
@@ -202,12 +206,15 @@ def test_every_pair_has_a_lane_with_its_row_and_expert(
 class Interpreted:
     """A ForwardPass whose kernel is interpreted."""
 
-    def expert_product(self, *arguments: Any) -> Any:
+    @staticmethod
+    def product(*arguments: Any) -> Any:
         *arrays, activation = arguments
         clamp = activation and Clamp(activation.alpha, activation.limit)
         interpret = plgpu.InterpretGPUParams()
-        found = expert_product_mosaic(*arrays, clamp=clamp, interpret=interpret)
-        return jax.block_until_ready(found)
+        return expert_product_mosaic(*arrays, clamp=clamp, interpret=interpret)
+
+    def expert_product(self, *arguments: Any) -> Any:
+        return jax.block_until_ready(self.product(*arguments))
 
 
 @first_is_fast([(8, 3, 5, 64, ClampedSwiglu(1.7, 1.0)), (8, 2, 24, 64, None)])
@@ -230,6 +237,46 @@ def test_a_mixture_by_the_kernel_is_what_is_written_out(case: Any):
     expected = written_out(whole, np.asarray(x, np.float64), routes)
     error = np.linalg.norm(np.asarray(total) - expected)
     assert error <= 3e-3 * np.linalg.norm(expected)  # of hidden units, which are rounded
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [5, 24])
+def test_devices_add_what_their_kernels_multiply(rows: int, monkeypatch: pytest.MonkeyPatch):
+    """A layer of experts on a mesh of two devices, each of which runs the interpreted kernel.
+
+    The interpreter has one memory for all devices: where one has ended, it takes the barriers of
+    the other for forgotten ones. So that check is left out.
+    """
+    monkeypatch.setattr(gpu_callbacks, "call_assert_no_barriers_allocated", lambda token: token)
+    config = ExpertsConfig(64, RoutingConfig(4, 2, normalize=True), shared_size=32)
+    mesh = make_mesh(2)
+    layout = mesh_layout(mesh)
+    shapes = experts_shape(config, 128, jnp.dtype("bfloat16"), Shards())
+    layer = random_arrays(shapes, seed=0)
+    x = np.random.default_rng(1).standard_normal((1, rows, 128), np.float32).astype(jnp.bfloat16)
+    asked = []
+
+    def product(self: Any, *arguments: Any) -> Any:
+        asked.append(arguments[2].shape)
+        return Interpreted.product(*arguments)
+
+    def run(mlp: Any, x: Any, layout: Layout) -> Any:
+        positions = jnp.zeros((1, rows), jnp.int32)
+        step = make_pass((), positions, dense_causal_attend, 1e-5, layout, NO_KERNELS)
+        return mlp(x, step).partial_sums(layout, NO_KERNELS, lambda dtype, width: False)[0]
+
+    expected = np.asarray(run(layer, x, WHOLE), np.float64)
+    monkeypatch.setattr(ForwardPass, "expert_product", product)
+    split = jax.shard_map(
+        functools.partial(run, layout=layout),
+        mesh=mesh,
+        in_specs=(partition_specs(layer, layout), P()),
+        out_specs=P(),
+        check_vma=False,
+    )
+    found = np.asarray(jax.block_until_ready(jax.jit(split)(layer, x)), np.float64)
+    assert asked == [(2, 128, 2, 64)], "each device multiplies by its own experts"
+    assert np.linalg.norm(found - expected) <= 1e-2 * np.linalg.norm(expected)  # of bfloat16
 
 
 def narrow(tree: Any) -> Any:

@@ -52,6 +52,7 @@ def test_devices_add_their_share(monkeypatch):
     own = random_own(8, 32, 40, CLAMPED)
     x, routes = random_rows(24, 32, 8, 3, seed=1)
     monkeypatch.setattr(mix, "MOST_ROWS", 10)  # every_expert in three parts
+    monkeypatch.setattr(mix, "ROW_STEP", 4)
     for way in map(jax.jit, (mix.chosen_experts, mix.every_expert, mix.own_blocks)):
         shares = []
         for first in (0, 4):
@@ -59,6 +60,26 @@ def test_devices_add_their_share(monkeypatch):
             down = jax.tree.map(lambda leaf, first=first: leaf[first : first + 4], own.down)
             shares.append(way(own.replace(gate_up=part, down=down, first=first), x, routes))
         np.testing.assert_allclose(sum(shares), written_out(own, x, routes), atol=2e-5)
+
+
+@pytest.mark.parametrize("rows", [mix.MOST_ROWS + 1, 2 * mix.MOST_ROWS + 70])
+def test_many_rows_are_those_of_smaller_pieces(rows, monkeypatch):
+    """More than MOST_ROWS go through every_expert in equal parts, the last one padded."""
+    own = random_own(8, 32, 8, CLAMPED)
+    x, routes = random_rows(rows, 32, 8, 2, seed=1)
+    whole, asked = mix._every_expert, []
+    monkeypatch.setattr(mix, "_every_expert", lambda *part: asked.append(part[1]) or whole(*part))
+    found = jax.jit(mix.every_expert)(own, x, routes)
+    [part] = asked  # traced once
+    assert 2 * mix.ROW_STEP < part.shape[0] <= mix.MOST_ROWS
+    pieces = [
+        whole(own, x[start : start + 200], Routes(*(one[start : start + 200] for one in routes)))
+        for start in range(0, rows, 200)
+    ]
+    np.testing.assert_allclose(found, np.concatenate(pieces), rtol=0, atol=1e-5)
+    np.testing.assert_allclose(found, written_out(own, x, routes), rtol=0, atol=2e-5)
+    blocks = jax.jit(mix.own_blocks)(own, x, routes)  # on CPUs
+    np.testing.assert_allclose(blocks, found, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("activation", [None, CLAMPED])

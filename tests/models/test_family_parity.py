@@ -13,7 +13,7 @@ from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
 from tests.checkpoints import TINY, hf_logits, save_random_model
 from tests.marks import slow
-from tests.parity import load, paged_logits
+from tests.parity import assert_close, load, paged_logits
 
 LENGTH = 24
 SMALL = TINY | {"num_hidden_layers": 3}
@@ -113,10 +113,6 @@ def checkpoint(tmp_path_factory):
         return made[name]
 
     return make
-
-
-def assert_close(ours: Any, theirs: np.ndarray) -> None:
-    np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-4)
 
 
 @pytest.mark.parametrize("name", ["gemma2", *(slow(name) for name in VARIANTS if name != "gemma2")])

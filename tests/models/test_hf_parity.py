@@ -112,8 +112,16 @@ def test_split_k_products_give_the_same_logits(checkpoint, monkeypatch: pytest.M
         assert jnp.abs(found - expected).max() < 0.03 * jnp.abs(expected).max()
 
 
-@pytest.mark.parametrize("page_size", [slow(1), 4, slow(16), slow(64)])
-@pytest.mark.parametrize("step", [1, LENGTH], ids=["token-by-token", "one-prefill"])
-def test_paged_logits_equal_transformers(checkpoint, page_size: int, step: int):
-    directory, tokens, expected = checkpoint("qwen3-biases-windows")  # full and sliding layers
+@pytest.mark.parametrize(
+    ("name", "page_size", "step"),
+    [
+        ("qwen3-biases-windows", 7, LENGTH),  # full and sliding layers
+        ("qwen3-biases-windows", 3, 1),
+        *(slow("qwen3-biases-windows", size, step) for size in (1, 4, 64) for step in (1, LENGTH)),
+        *(slow(name, 3, 1) for name in VARIANTS if name != "qwen3-biases-windows"),
+        *(slow(name, 7, LENGTH) for name in VARIANTS if name != "qwen3-biases-windows"),
+    ],
+)
+def test_paged_logits_equal_transformers(checkpoint, name: str, page_size: int, step: int):
+    directory, tokens, expected = checkpoint(name)
     assert_close(paged_logits(load(directory), tokens, page_size, step), expected)

@@ -24,6 +24,8 @@ from jaxspec.weights.safetensors_io import load_decoder
 from tests.checkpoints import add_mtp_layer, save_tensors
 from tests.hybrid_checkpoints import contents, save_hybrid
 from tests.marks import slow
+from tests.models.test_mtp_layers import COUNT, DRAWN, draft_after
+from tests.parity import paged_head_logits
 
 FLOAT32 = jnp.dtype("float32")
 TOKENS = np.random.default_rng(0).integers(0, 320, (2, 13))
@@ -48,6 +50,7 @@ class Reference:
     def __init__(self, tensors: dict[str, np.ndarray], config: dict[str, Any]):
         self.tensors = {name: x.astype(np.float64) for name, x in tensors.items()}
         self.config, self.eps = config, config["rms_norm_eps"]
+        self.embeddings = self.tensors["model.embed_tokens.weight"]
 
     def product(self, name: str, x: np.ndarray) -> np.ndarray:
         bias = self.tensors.get(f"mtp.{name}.bias", 0.0)
@@ -112,18 +115,32 @@ class Reference:
         x = x + self.mlp(self.norm("layers.0.post_attention_layernorm", x))
         return self.norm("norm", x)
 
+    def logits(self, normed: np.ndarray) -> np.ndarray:
+        return normed @ self.tensors.get("lm_head.weight", self.embeddings).T
+
+    def drafted(self, text: list[int], hidden: np.ndarray) -> np.ndarray:
+        """Log-probabilities [COUNT, V] of a text's last tokens, which were drafted after a context
+        with these hidden states."""
+        found = []
+        for _ in range(COUNT):
+            out = self(self.embeddings[text[1 : 1 + len(hidden)]], hidden)
+            last = self.logits(out[-1])
+            found.append(last - np.log(np.exp(last - last.max()).sum()) - last.max())
+            hidden = np.concatenate([hidden, out[-1:]])
+        return np.array(found)
+
 
 def sigmoid(x: np.ndarray) -> np.ndarray:
     return 1 / (1 + np.exp(-x))
 
 
-def final_hidden(directory: Path) -> np.ndarray:
+def final_hidden(directory: Path, tokens: np.ndarray = TOKENS) -> np.ndarray:
     """transformers' hidden states after the final norm: [B, T, H]."""
     model = transformers.AutoModel.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager"
     )
     with torch.no_grad():
-        return model(torch.from_numpy(TOKENS)).last_hidden_state.numpy().astype(np.float64)
+        return model(torch.from_numpy(tokens)).last_hidden_state.numpy().astype(np.float64)
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", slow("qwen3_5_text"), slow("qwen3_5_text-tied")])
@@ -131,10 +148,8 @@ def test_logits_are_those_of_the_equations(checkpoint, name: str):
     path = checkpoint(name)
     config = load_model_config(path)
     target, head = load_decoder(path, config, FLOAT32), load_mtp_head(path, config, FLOAT32)
-    tensors, raw = contents(path)
-    reference, embeddings = Reference(tensors, raw), tensors["model.embed_tokens.weight"]
-    hidden = final_hidden(path)[:, :-1]
-    rows = zip(embeddings[TOKENS[:, 1:]], hidden, strict=True)
+    reference, hidden = Reference(*contents(path)), final_hidden(path)[:, :-1]
+    rows = zip(reference.embeddings[TOKENS[:, 1:]], hidden, strict=True)
     expected = np.stack([reference(*row) for row in rows])
     assert head.capture == (FINAL_NORM,)
 
@@ -148,9 +163,33 @@ def test_logits_are_those_of_the_equations(checkpoint, name: str):
     print(f"{name}: {np.abs(out.normed - expected).max():.1e} of {np.abs(expected).max():.1f}")
     np.testing.assert_allclose(out.normed, expected, rtol=0, atol=1e-4)
     assert np.array_equal(out.hidden, out.normed), "the next draft step reads the normed state"
-    lm_head = tensors.get("lm_head.weight", embeddings)
-    logits = head.logits(target, out.normed)
-    np.testing.assert_allclose(logits, expected @ lm_head.T, rtol=0, atol=2e-4)
+    logits, expected = head.logits(target, out.normed), reference.logits(expected)
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=2e-4)
+    for page_size, step in ((5, 1), (3, 12), (7, 4), (1, 1)):  # keys and values are cached
+        found = paged_head_logits(head, target, TOKENS[:, 1:], hidden, page_size, step)
+        np.testing.assert_allclose(found, expected, rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "rounds"),
+    [
+        ("qwen3_5_text", 1, 0),
+        slow("qwen3_5_text", 7, 3),
+        slow("qwen3_next", 1, 0),
+        slow("qwen3_next", 32, 4),
+    ],
+)
+def test_drafts_are_those_of_the_equations(checkpoint, name: str, width: int, rounds: int):
+    """Over pages of five slots, of prompts read token by token, in pieces or whole, and after
+    rounds that rejected drafts."""
+    path = checkpoint(name)
+    texts, ours = draft_after(load(path, "mtp", speculation=DRAWN, dtype="float32"), width, rounds)
+    reference = Reference(*contents(path))
+    contexts = [np.array([text[: -COUNT - 1]]) for text in texts]
+    hidden = [final_hidden(path, context)[0] for context in contexts]
+    theirs = np.stack([reference.drafted(*one) for one in zip(texts, hidden, strict=True)])
+    print(f"{name}: {np.abs(ours - theirs).max():.1e} of {np.abs(theirs).max():.1f}")
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-4)
 
 
 def test_the_layer_has_gated_attention_and_the_models_mlp(checkpoint):

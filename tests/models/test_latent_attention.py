@@ -20,7 +20,7 @@ from tests.checkpoints import TINY, add_mtp_layer, hf_logits, save_random_model
 from tests.engines import seal
 from tests.marks import slow
 from tests.mtp_families import CONFIGS, save_with_mtp
-from tests.parity import load, paged_logits
+from tests.parity import assert_close, load, paged_logits
 
 YARN = {
     "rope_type": "yarn",
@@ -66,13 +66,13 @@ def checkpoint(tmp_path_factory):
     [
         ("all", 3, 1),
         ("all", 7, LENGTH),
+        *(slow(name, 3, 1) for name in ("no query latent", "halves")),
         *(slow(name, 1, step) for name in ("no query latent", "halves") for step in (1, LENGTH)),
     ],
 )
 def test_paged_logits_equal_transformers(checkpoint, name: str, page_size: int, step: int):
     directory, tokens, expected = checkpoint(name)
-    found = paged_logits(load(directory), tokens, page_size, step)
-    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-4)
+    assert_close(paged_logits(load(directory), tokens, page_size, step), expected)
 
 
 def test_a_token_keeps_one_vector(checkpoint):

@@ -20,16 +20,20 @@ from jaxspec.models.decoder import FINAL_NORM
 from jaxspec.models.heads import DraftHead
 from jaxspec.models.hf_config import load_model_config, parse_model_config
 from jaxspec.models.hf_values import read_json
+from jaxspec.parallel import make_mesh
+from jaxspec.speculation.drafters import NoDrafter
 from jaxspec.weights.mtp import load_mtp_head, save_mtp_head
 from jaxspec.weights.safetensors_io import load_decoder
 from tests import parity
 from tests.checkpoints import add_mtp_layer, hf_logits, save_byte_tokenizer, tiny_llama, tiny_qwen2
 from tests.marks import slow
+from tests.mtp_families import save_with_mtp
 from tests.mtp_reference import torch_mtp
 
 FLOAT32 = jnp.dtype("float32")
 TOKENS = np.random.default_rng(0).integers(0, 257, (2, 13))
 SMALL: dict[str, Any] = {"vocab_size": 257, "num_hidden_layers": 2}
+CHAIN, TREE = SpeculationConfig.chain(3), SpeculationConfig(num_nodes=8, max_depth=3, top_k=2)
 
 
 @pytest.fixture(scope="module")
@@ -89,29 +93,58 @@ def test_logits_are_those_of_transformers(
     assert np.array_equal(out.hidden, out.normed) == normed  # what the next draft step reads
 
 
-def texts(llm: LLM) -> list[list[int]]:
+def texts(llm: LLM) -> tuple[list[list[int]], list[list[float]]]:
+    """And how many rounds of each text accepted a draft at each depth."""
     prompts = [TOKENS[0].tolist(), TOKENS[1, :4].tolist()]
-    return [one.token_ids for one in llm.generate(prompts, SamplingParams(max_tokens=24))]
+    sampling = [
+        SamplingParams(max_tokens=40, temperature=0.7 * seed, seed=seed, ignore_eos=True)
+        for seed in (0, 1)
+    ]
+    outputs = llm.generate(prompts, sampling)
+    accepted = [[one.num_rounds * share for share in one.acceptance_by_depth] for one in outputs]
+    if not isinstance(llm.params.drafter, NoDrafter):
+        assert min(own[0] for own in accepted) > 4, "hardly a draft was accepted"
+    return [one.token_ids for one in outputs], accepted
 
 
-@pytest.mark.parametrize(
-    ("layout", "shape"),
-    [
-        slow("mimo", SpeculationConfig.chain(3)),
-        slow("deepseek", SpeculationConfig(num_nodes=8, max_depth=3, top_k=2)),
-    ],
-)
+@pytest.fixture(scope="module")
+def drafting(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Checkpoints whose MTP layer guesses well."""
+    made = {}
+    for layout, family in (("deepseek", "llama"), ("mimo", "mimo")):
+        path = tmp_path_factory.mktemp(layout)
+        made[layout] = save_with_mtp(path, family, context=0.1, vocab_size=257, hidden_size=64)
+        save_byte_tokenizer(made[layout])
+    return made
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("layout", ["mimo", "deepseek"])
 def test_checkpoints_draft_with_their_own_layers(
-    layout: str, shape: SpeculationConfig, checkpoints: dict[str, Path]
+    layout: str, shape: SpeculationConfig, drafting: dict[str, Path]
 ):
     """By default, and the text is that of plain decoding."""
-    path = checkpoints[layout]
+    path = drafting[layout]
     options: dict[str, Any] = {"dtype": "float32", "max_length": 64}
-    plain = texts(LLM(path, "none", **options))
+    plain, _ = texts(LLM(path, "none", **options))
     llm = LLM(path, speculation=shape, **options)
     drafter: Any = llm.params.drafter
     assert isinstance(drafter.head, DraftHead) and drafter.head.method == "mtp"
-    assert texts(llm) == plain
+    assert texts(llm)[0] == plain
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split", [True, False], ids=["split", "whole"])  # the MTP layer
+@pytest.mark.parametrize("devices", [2, 4])  # on four, KV heads are repeated
+def test_devices_give_the_text_of_one(devices: int, split: bool, drafting: dict[str, Path]):
+    """And draft as well as one does."""
+    path, mesh = drafting["mimo"], make_mesh(tensor_parallel=devices)
+    options: dict[str, Any] = {"dtype": "float32", "max_length": 64, "speculation": TREE}
+    plain, _ = texts(LLM(path, "none", **options))
+    found, accepted = texts(LLM(path, "mtp", mesh=mesh, shard_drafter=split, **options))
+    assert found == plain
+    assert accepted == texts(LLM(path, "mtp", **options))[1]
 
 
 @pytest.mark.parametrize(

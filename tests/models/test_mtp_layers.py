@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 import transformers
 from safetensors.numpy import load_file
 
@@ -34,7 +33,8 @@ from tests.checkpoints import (
     tiny_qwen2,
 )
 from tests.marks import slow
-from tests.mtp_reference import torch_mtp
+from tests.mtp_families import save_with_mtp
+from tests.mtp_reference import draft_log_probs, torch_mtp
 from tests.programs import FAST_COMPILE
 from tests.random_models import jit_admit
 
@@ -96,26 +96,6 @@ def draft_after(
     return texts, np.log(np.asarray(tree.probs)[:, 1:])
 
 
-def reference(path: Path, layout: str, text: list[int], *, normed: bool) -> torch.Tensor:
-    """transformers' log-probabilities [COUNT, V] of the last COUNT tokens, each by its layer."""
-    model, mtp = torch_mtp(path, layout, KINDS[layout], COUNT)
-    before: list[torch.Tensor] = []  # what went into the latest norm
-    layers: Any = mtp.layers
-    for norm in (model.model.norm, *(layer.post_norm for layer in layers)):
-        norm.register_forward_pre_hook(lambda _, args: before.append(args[0]))
-    ids = torch.tensor([text])
-    context = ids[:, : -COUNT - 1]
-    with torch.no_grad():
-        hidden, found = model(context, output_hidden_states=True).hidden_states[-1], []
-        for index in range(COUNT):
-            hidden = hidden if normed else before[-1]
-            positions = torch.arange(index, index + context.shape[1])[None]
-            read = ids[:, 1 + index : 1 + index + context.shape[1]]
-            hidden = mtp.forward_layer(index, hidden, positions, None, input_ids=read)
-            found.append(torch.log_softmax(model.lm_head(hidden[0, -1]), dim=-1))
-    return torch.stack(found)
-
-
 @pytest.mark.parametrize(
     ("layout", "normed", "width", "rounds"),
     [
@@ -136,8 +116,9 @@ def test_draft_logits_are_those_of_transformers(
     name = f"mtp:{'after' if normed else 'before'}"
     params = load(path, name, speculation=DRAWN, dtype="float32")
     texts, ours = draft_after(params, width, rounds)
-    theirs = torch.stack([reference(path, layout, text, normed=normed) for text in texts])
-    print(f"{layout} {name}: {np.abs(ours - theirs.numpy()).max():.1e}")
+    model, mtp = torch_mtp(path, layout, KINDS[layout], COUNT)
+    theirs = np.stack([draft_log_probs(model, mtp, text, COUNT, normed=normed) for text in texts])
+    print(f"{layout} {name}: {np.abs(ours - theirs).max():.1e}")
     np.testing.assert_allclose(ours, theirs, atol=2e-4, rtol=0)
 
 
@@ -198,8 +179,21 @@ def test_what_is_not_supported_is_named(checkpoints: dict[str, Path], tmp_path: 
 def texts(path: Path, drafter: str, **options: Any) -> list[list[int]]:
     llm = LLM(path, drafter, **{"dtype": "float32", "max_length": 64} | options)
     prompts = [prompt.tolist() for prompt in PROMPTS]
-    sampling = [SamplingParams(temperature=0.7 * i, seed=3, max_tokens=24) for i in range(2)]
-    return [one.token_ids for one in llm.generate(prompts, sampling)]
+    sampling = [SamplingParams(temperature=0.7 * i, seed=3, max_tokens=36) for i in range(2)]
+    outputs = llm.generate(prompts, sampling)
+    if drafter != "none":
+        accepted = [one.num_rounds * np.array(one.acceptance_by_depth[:3]) for one in outputs]
+        assert (np.sum(accepted, axis=0) > 4).all(), "later layers hardly draft"
+    return [one.token_ids for one in outputs]
+
+
+@pytest.fixture(scope="module")
+def drafting(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint whose three layers guess well."""
+    path, sizes = tmp_path_factory.mktemp("drafting"), {"vocab_size": 257, "hidden_size": 64}
+    save_with_mtp(path, "mimo", context=0.1, count=COUNT, **sizes)
+    save_byte_tokenizer(path)
+    return path
 
 
 @pytest.mark.slow
@@ -217,10 +211,8 @@ def texts(path: Path, drafter: str, **options: Any) -> list[list[int]]:
         ("mtp", {"mesh": {"pipeline_parallel": 2}, "stage_layers": (1, 1)}),
     ],
 )
-def test_texts_are_those_of_plain_decoding(
-    drafter: str, options: dict[str, Any], checkpoints: dict[str, Path]
-):
-    path, tree = checkpoints["mimo"], SpeculationConfig(num_nodes=8, max_depth=3, top_k=2)
+def test_texts_are_those_of_plain_decoding(drafter: str, options: dict[str, Any], drafting: Path):
+    path, tree = drafting, SpeculationConfig(num_nodes=8, max_depth=3, top_k=2)
     options = {"speculation": tree} | options
     if "mesh" in options:
         options["mesh"] = make_mesh(**options["mesh"])

@@ -52,6 +52,8 @@ def texts(params: EngineParams) -> list[list[int]]:
     sampling = SamplingParams(temperature=0.8, seed=3, max_tokens=16, stop_token_ids=())
     generations = [engine.add(prompt, sampling) for prompt in PROMPTS]
     engine.finish(generations)
+    accepting = sum(one.statistics.accepted[1] for one in generations)
+    assert accepting > 4, "hardly a draft was accepted: this run tested little"
     return [generation.token_ids for generation in generations]
 
 

@@ -31,7 +31,7 @@ def served(
         params, CacheConfig(page_size=page_size, max_length=160, num_pages=num_pages), config
     )
     seal(engine, SamplingParams(temperature=0.7), prompt_tokens=32)
-    texts = []
+    texts, accepted = [], 0
     for group in [*([one] for one in PROMPTS), PROMPTS]:
         sampling = [
             SamplingParams(max_tokens=20, seed=index, temperature=0.7 * (index % 2))
@@ -41,6 +41,8 @@ def served(
         engine.finish(generations)
         assert not any(one.error for one in generations)
         texts += [one.token_ids for one in generations]
+        accepted += sum(one.statistics.accepted[1] for one in generations)
+    assert accepted > 8, "hardly a draft was accepted: this run tested little"
     return texts, engine
 
 

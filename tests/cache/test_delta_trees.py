@@ -1,0 +1,100 @@
+"""What a path reads in other trees: by the depth of the tree, and by a triangular transform."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import Array
+
+from jaxspec.cache import delta_rule
+from jaxspec.cache.delta_rule import DeltaInputs
+from tests.marks import slow
+
+KEYS, VALUES, NODES, FOLDED, LENGTH = 128, 128, 32, 32, 8
+Read = Callable[[Array, DeltaInputs, Array, DeltaInputs, Array], Array]
+
+
+def random_inputs(rng: np.random.Generator, size: int) -> dict[str, Any]:
+    """Of one sequence and head, queries too."""
+
+    def unit() -> np.ndarray:
+        x = rng.standard_normal((1, size, 1, KEYS)).astype(np.float32)
+        return x / np.linalg.norm(x, axis=-1, keepdims=True)
+
+    return {
+        "q": unit() / np.float32(KEYS**0.5),
+        "k": unit(),
+        "v": rng.standard_normal((1, size, 1, 1, VALUES)).astype(np.float32),
+        "g": -rng.exponential(0.3, (1, size, 1, 1)).astype(np.float32),
+        "beta": rng.random((1, size, 1, 1)).astype(np.float32),
+    }
+
+
+def by_depth(
+    s: Array, window: DeltaInputs, q: Array, nodes: DeltaInputs, ancestors: Array
+) -> Array:
+    depth = jnp.sum(ancestors, axis=-1, dtype=jnp.int32) - 1
+    return delta_rule.tree(s, window, q, nodes, ancestors[None], depth[None])[0, :, 0, 0]
+
+
+def by_transform(
+    s: Array, window: DeltaInputs, q: Array, nodes: DeltaInputs, ancestors: Array
+) -> Array:
+    """The UT transform of all nodes at once, masked by ancestors: one triangular system."""
+    s, q, k = delta_rule.fold(s, window)[0, 0, 0].T, q[0, :, 0], nodes.k[0, :, 0]
+    v, beta, g = nodes.v[0, :, 0, 0], nodes.beta[0, :, 0], nodes.g[0, :, 0]
+    with jax.default_matmul_precision("highest"):
+        total = ancestors.astype(jnp.float32) @ g  # [N, 1], along each path
+        decay = jnp.where(ancestors, jnp.exp(jnp.where(ancestors, total - total.T, 0)), 0)
+        below = jnp.where(jnp.eye(len(k), dtype=bool), 0, beta * decay * (k @ k.T))
+        writes = delta_rule._inverse(below) @ (beta * (v - jnp.exp(total) * (k @ s)))
+        return jnp.exp(total) * (q @ s) + (decay * (q @ k.T)) @ writes
+
+
+def read_in_trees(read: Read, trees: int, branch: float) -> np.ndarray:
+    """What one path reads in random trees: [trees, LENGTH, VALUES]. A value elsewhere in each is
+    ``branch``."""
+    rng, read = np.random.default_rng(0), jax.jit(read)
+    s = jnp.asarray(0.1 * rng.standard_normal((1, 1, 1, VALUES, KEYS)), jnp.float32)
+    window, path = random_inputs(rng, FOLDED), random_inputs(rng, LENGTH)
+    window.pop("q")
+    found = []
+    for _ in range(trees):
+        nodes = random_inputs(rng, NODES)
+        places = np.array([0, *np.sort(rng.permutation(NODES - 1)[: LENGTH - 1] + 1)])
+        parents = [int(rng.integers(0, max(node, 1))) for node in range(NODES)]
+        for parent, node in itertools.pairwise(places):
+            parents[node] = int(parent)
+        ancestors = np.eye(NODES, dtype=bool)
+        for node in range(1, NODES):
+            ancestors[node] |= ancestors[parents[node]]
+        for name, own in path.items():
+            nodes[name][:, places] = own
+        other = next(node for node in range(NODES) if node not in places)
+        nodes["v"][0, other, 0, 0, 0] = branch
+        q = jnp.asarray(nodes.pop("q"))
+        out = read(s, DeltaInputs(**window), q, DeltaInputs(**nodes), jnp.asarray(ancestors))
+        found.append(np.asarray(out)[places])
+    return np.array(found)
+
+
+@pytest.mark.parametrize("trees", [20, slow(200)])
+def test_a_path_reads_the_same_bits_in_every_tree(trees: int):
+    """The transform does not: its sums run over nodes of other branches, too. See
+    docs/exactness.md."""
+    found = {read: read_in_trees(read, trees, 1.0) for read in (by_depth, by_transform)}
+    alike = {read: int((own == own[0]).all((1, 2)).sum()) for read, own in found.items()}
+    print(f"of {trees} trees with the first one's bits:", {r.__name__: n for r, n in alike.items()})
+    first = found[by_depth][0]
+    assert np.abs(found[by_transform] - first).max() < 1e-6
+    assert alike[by_depth] == trees
+
+
+def test_a_path_sees_no_nan_of_another_branch():
+    found = read_in_trees(by_depth, 5, np.nan)
+    assert np.array_equal(found, read_in_trees(by_depth, 5, 1.0))
+    assert np.isnan(read_in_trees(by_transform, 5, np.nan)).any(axis=(1, 2)).all()
