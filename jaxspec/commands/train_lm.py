@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 from rich.console import Console
-from tokenizers import Tokenizer
 
 from jaxspec.commands.data_options import add_suffixes_option
 from jaxspec.commands.shell import command_parser, given_option, run_command, typed_command
@@ -22,6 +21,7 @@ from jaxspec.training.pretrain import Pretraining, Record, sample
 from jaxspec.training.progress import follow
 from jaxspec.training.report import Card, export
 from jaxspec.training.schedule import Schedule, deadline_of
+from jaxspec.training.vocabulary import Vocabulary, vocabulary_of
 
 EXPORT_SHARE = 0.05  # share of a time budget, reserved for the sample and the last export
 SIZES = ("hidden", "layers", "heads", "kv_heads", "head_dim", "ff", "max_position")
@@ -52,6 +52,12 @@ def make_parser() -> argparse.ArgumentParser:
     add("--head-dim", type=int, default=64, help="width of a head")
     add("--ff", type=int, default=448, help="width of the MLP")
     add("--vocab", type=int, default=4096, help="vocabulary of the tokenizer, which is trained too")
+    add(
+        "--draft-for",
+        metavar="MODEL",
+        help="directory or hub id of a model that the new one shall draft for: its tokenizer and "
+        "vocabulary are taken, and none is trained",
+    )
     add("--max-position", type=int, default=2048, help="longest text that the model allows")
     add("--context", type=int, default=1024, help="tokens of a training row")
     add("--batch", type=int, default=128, help="rows of a step")
@@ -89,10 +95,10 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def model_config(
-    args: argparse.Namespace, tokenizer: Tokenizer
+    args: argparse.Namespace, vocabulary: Vocabulary
 ) -> tuple[ModelConfig, dict[str, Any] | None]:
     """The model, and the config.json to export it with, if it is not the model's own."""
-    size, end = tokenizer.get_vocab_size(), data.end_of_text_id(tokenizer)
+    size, end = vocabulary.size, vocabulary.end_of_text_id
     if args.config is None:
         return _sized_model(args, size, end), None
     option = given_option(make_parser(), args, SIZES)
@@ -107,6 +113,14 @@ def model_config(
         )
     _check_context(args.context, "the longest position", model.max_position)
     return model, raw
+
+
+def _vocabulary(args: argparse.Namespace) -> int | Vocabulary:
+    if args.draft_for is None:
+        return args.vocab
+    if given_option(make_parser(), args, ("vocab",)) is not None:
+        raise ValueError("--vocab and --draft-for exclude each other: it is that model's")
+    return vocabulary_of(args.draft_for)
 
 
 def _sized_model(args: argparse.Namespace, vocab_size: int, end_of_text: int) -> ModelConfig:
@@ -190,12 +204,13 @@ def train(args: argparse.Namespace, console: Console, started: float) -> None:
     if args.sample_tokens < 0:
         raise ValueError(f"--sample-tokens must be at least 0, got {args.sample_tokens}")
     console.print("reading and tokenizing --data")
-    corpus = data.build_corpus(args.data, args.work, args.vocab, suffixes=tuple(args.suffixes))
+    vocabulary = _vocabulary(args)
+    corpus = data.build_corpus(args.data, args.work, vocabulary, suffixes=tuple(args.suffixes))
     print_corpus(console, corpus.report)
     prompt = corpus.tokenizer.encode(args.prompt).ids
     if not prompt:
         raise ValueError("--prompt is empty")
-    model, hf_config = model_config(args, corpus.tokenizer)
+    model, hf_config = model_config(args, corpus.vocabulary)
     schedule = Schedule(
         steps=args.steps,
         deadline=deadline_of(started, args.minutes, 1 - EXPORT_SHARE),

@@ -1,4 +1,4 @@
-"""Folders of source text -> one array of tokens, with a tokenizer trained on the same text."""
+"""Folders of source text -> one array of tokens."""
 
 import collections
 import dataclasses
@@ -10,12 +10,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer
 
-END_OF_TEXT = "<|endoftext|>"
-# The pre-tokenization pattern of GPT-4, with two changes: every digit is a token of its own, and
-# English contractions are not special (in code an apostrophe usually opens a string).
-WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+from jaxspec.training.vocabulary import WORDS, Vocabulary, train_vocabulary
 
 DEFAULT_SUFFIXES = (".py", ".txt", ".md")
 PROSE_SUFFIXES = frozenset({".txt", ".md", ".rst"})  # a paragraph may be one line
@@ -30,7 +27,6 @@ BLANKS = b" \t\r\n"
 NO_LETTERS = bytes(byte for byte in range(128) if not chr(byte).isalpha())
 
 HELD_OUT_FRACTION = 0.02
-ENCODE_BATCH_BYTES = 16 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,15 +57,19 @@ class Report:
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """Tokens [N] of the training and the held-out files; END_OF_TEXT ends each file.
+    """Tokens [N] of the training and the held-out files; the vocabulary's end of text ends each.
 
     The dtype is uint16, or uint32 where the vocabulary needs it.
     """
 
     train: np.ndarray
     held_out: np.ndarray
-    tokenizer: Tokenizer
+    vocabulary: Vocabulary
     report: Report
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.vocabulary.tokenizer
 
 
 def list_files(root: Path, suffixes: tuple[str, ...]) -> Iterator[Path]:
@@ -163,33 +163,8 @@ def split[T](
     return train, [document for document, place in placed if place <= threshold]
 
 
-def train_tokenizer(documents: list[Document], vocab_size: int, sample_bytes: int) -> Tokenizer:
-    """Train a byte-level BPE tokenizer, which decodes any encoded text to the same text.
-
-    It is trained on about ``sample_bytes`` of the files, picked by the hash of their names.
-    """
-    smallest = len(pre_tokenizers.ByteLevel.alphabet()) + 1
-    if vocab_size < smallest:
-        raise ValueError(f"the vocabulary must have at least {smallest} tokens, got {vocab_size}")
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(  # pyright: ignore[reportAttributeAccessIssue]
-        [
-            pre_tokenizers.Split(Regex(WORDS), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[AddedToken(END_OF_TEXT, special=True, normalized=False)],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(_sample(documents, sample_bytes), trainer)
-    return tokenizer
-
-
 def _sample(documents: list[Document], sample_bytes: int) -> Iterator[str]:
+    """Texts of about ``sample_bytes`` in all, picked by the hash of their names."""
     size = 0
     for document in sorted(documents, key=lambda d: hashlib.sha256(d.name.encode()).digest()):
         if size >= sample_bytes:
@@ -198,53 +173,7 @@ def _sample(documents: list[Document], sample_bytes: int) -> Iterator[str]:
         yield document.text
 
 
-def save_tokenizer(tokenizer: Tokenizer, directory: Path, max_length: int) -> None:
-    """Write a folder that transformers.AutoTokenizer opens."""
-    directory.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(directory / "tokenizer.json"), pretty=False)
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": END_OF_TEXT,
-        "pad_token": END_OF_TEXT,
-        "model_max_length": max_length,
-        "clean_up_tokenization_spaces": False,
-    }
-    (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
-
-
-def end_of_text_id(tokenizer: Tokenizer) -> int:
-    token = tokenizer.token_to_id(END_OF_TEXT)
-    if token is None:
-        raise ValueError(f"the tokenizer has no {END_OF_TEXT}")
-    return token
-
-
-def encode(tokenizer: Tokenizer, documents: list[Document]) -> np.ndarray:
-    """Tokens [N] of all documents, END_OF_TEXT after each, as uint16 or uint32."""
-    dtype = np.uint16 if tokenizer.get_vocab_size() <= 1 << 16 else np.uint32
-    end = np.array([end_of_text_id(tokenizer)], dtype)
-    plain = Tokenizer.from_str(tokenizer.to_str())
-    plain.encode_special_tokens = True  # <|endoftext|> inside a file is ordinary text
-    parts = []
-    for texts in _batches(documents):
-        for encoding in plain.encode_batch_fast(texts):
-            parts += [np.asarray(encoding.ids, dtype), end]
-    return np.concatenate(parts)
-
-
-def _batches(documents: list[Document]) -> Iterator[list[str]]:
-    batch, size = [], 0
-    for document in documents:
-        batch.append(document.text)
-        size += len(document.text)
-        if size >= ENCODE_BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
-def _digest(documents: list[Document], options: dict[str, float]) -> str:
+def _digest(documents: list[Document], options: dict[str, float | str]) -> str:
     hasher = hashlib.sha256(json.dumps([WORDS, options]).encode())
     for document in documents:
         for part in (document.name, document.text):
@@ -259,30 +188,38 @@ def num_bytes(documents: list[Document]) -> int:
 def build_corpus(
     paths: list[Path],
     cache: Path,
-    vocab_size: int,
+    vocabulary: int | Vocabulary,
     *,
     suffixes: tuple[str, ...] = DEFAULT_SUFFIXES,
     held_out_fraction: float = HELD_OUT_FRACTION,
     sample_bytes: int = 32 << 20,
 ) -> Corpus:
-    """Read and split the files, train the tokenizer and encode; or read the result from ``cache``.
+    """Read, split and encode the files; or read the result from ``cache``.
 
     The cache holds train.npy, held_out.npy, tokenizer.json and corpus.json. It is reused while the
     files' contents and the options stay the same.
+
+    Args:
+      vocabulary: a vocabulary, or the size of one that is trained on the files.
     """
     documents, sources, skipped = gather(paths, suffixes)
-    options = {"vocab": vocab_size, "held_out": held_out_fraction, "sample": sample_bytes}
+    size = vocabulary if isinstance(vocabulary, int) else vocabulary.digest()
+    options = {"vocab": size, "held_out": held_out_fraction, "sample": sample_bytes}
     digest, manifest = _digest(documents, options), cache / "corpus.json"
     if manifest.exists() and json.loads(manifest.read_text())["digest"] == digest:
         report = Report(**json.loads(manifest.read_text())["report"])
-        tokenizer = Tokenizer.from_file(str(cache / "tokenizer.json"))
-        return Corpus(
-            np.load(cache / "train.npy"), np.load(cache / "held_out.npy"), tokenizer, report
-        )
+        if isinstance(vocabulary, int):
+            vocabulary = Vocabulary(Tokenizer.from_file(str(cache / "tokenizer.json")))
+        train, held_out = (np.load(cache / f"{name}.npy") for name in ("train", "held_out"))
+        return Corpus(train, held_out, vocabulary, report)
     names = [document.name for document in documents]
     train, held_out = split(documents, names, held_out_fraction)
-    tokenizer = train_tokenizer(train, vocab_size, sample_bytes)
-    tokens = {"train": encode(tokenizer, train), "held_out": encode(tokenizer, held_out)}
+    if isinstance(vocabulary, int):
+        vocabulary = train_vocabulary(_sample(train, sample_bytes), vocabulary)
+    tokens = {
+        name: vocabulary.encode([document.text for document in part])
+        for name, part in (("train", train), ("held_out", held_out))
+    }
     report = Report(
         sources=sources,
         skipped=skipped,
@@ -297,7 +234,7 @@ def build_corpus(
     manifest.unlink(missing_ok=True)  # written again once the new files are complete
     for name, array in tokens.items():
         np.save(cache / f"{name}.npy", array)
-    tokenizer.save(str(cache / "tokenizer.json"))
+    vocabulary.tokenizer.save(str(cache / "tokenizer.json"))
     content = {"digest": digest, "report": dataclasses.asdict(report)}
     manifest.write_text(json.dumps(content, indent=2))
-    return Corpus(tokens["train"], tokens["held_out"], tokenizer, report)
+    return Corpus(tokens["train"], tokens["held_out"], vocabulary, report)

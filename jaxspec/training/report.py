@@ -12,10 +12,11 @@ from matplotlib.figure import Figure
 from jaxspec.config.mixers import AttentionConfig
 from jaxspec.config.mlps import DenseConfig
 from jaxspec.config.model import ModelConfig
-from jaxspec.training.data import Report, end_of_text_id, save_tokenizer
+from jaxspec.training.data import Report
 from jaxspec.training.lm import num_parameters
 from jaxspec.training.precision import cast_weights
 from jaxspec.training.pretrain import Pretraining, Record
+from jaxspec.training.vocabulary import Owner
 from jaxspec.weights.safetensors_io import save_decoder
 
 
@@ -40,9 +41,9 @@ def export(
     """
     directory.mkdir(parents=True, exist_ok=True)
     save_decoder(cast_weights(run.params, jnp.bfloat16), directory, hf_config)
-    tokenizer = run.corpus.tokenizer
-    save_tokenizer(tokenizer, directory, run.model.max_position)
-    end = end_of_text_id(tokenizer)
+    vocabulary = run.corpus.vocabulary
+    vocabulary.save(directory, run.model.max_position)
+    end = vocabulary.end_of_text_id
     generation = {"do_sample": False, "eos_token_id": end, "pad_token_id": end}
     (directory / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
     lines = [json.dumps(dataclasses.asdict(record)) for record in run.records]
@@ -74,16 +75,18 @@ def model_card(run: Pretraining, card: Card) -> str:
     evaluated = next(r for r in reversed(run.records) if r.held_out_loss is not None)
     epochs = last.tokens / report.train_tokens
     bytes_per_token = report.train_bytes / report.train_tokens
+    owner = run.corpus.vocabulary.owner
+    tokenizer = "byte-level BPE" if owner is None else f"that of {owner.name}"
     return f"""# {card.name}
 
 A {num_parameters(run.params) / 1e6:.2f} M parameter language model of source code, trained from
-scratch by jaxspec's `scripts/train_lm.py`. It is a small target for trying out and testing
-speculative decoding: it continues code in the manner of its training text, and knows nothing else.
+scratch by jaxspec's `scripts/train_lm.py`. {_purpose(owner)}: it continues code
+in the manner of its training text, and knows nothing else.
 
 | | |
 |---|---|
 | architecture | {_architecture(model)} |
-| tokenizer | byte-level BPE, {model.vocab_size} tokens, {bytes_per_token:.2f} bytes a token |
+| tokenizer | {tokenizer}, {model.vocab_size} tokens, {bytes_per_token:.2f} bytes a token |
 | training | {last.step} steps of {config.batch_size} x {config.context} tokens = \
 {last.tokens / 1e6:.1f} M tokens ({epochs:.1f} passes), AdamW, learning rate \
 {config.learning_rate:g}, seed {config.seed} |
@@ -118,6 +121,12 @@ flatters the model somewhat. Left out: {_skipped(report)}.
 
 {card.license_note}
 """
+
+
+def _purpose(owner: Owner | None) -> str:
+    if owner is None:
+        return "It is a small target for trying out and testing\nspeculative decoding"
+    return f"It drafts for {owner.name},\nwhose tokenizer it has"
 
 
 def _architecture(model: ModelConfig) -> str:

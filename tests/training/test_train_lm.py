@@ -1,7 +1,9 @@
 """Training a tiny language model on this repository's sources, and its export."""
 
 import dataclasses
+import json
 import math
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,17 +15,19 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from jaxspec import BUILT_IN_MODEL, LLM, SamplingParams, SpeculationConfig
 from jaxspec.commands import train_lm
 from jaxspec.config.model import ModelConfig
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
 from jaxspec.training import data
-from jaxspec.training.data import END_OF_TEXT, Corpus
+from jaxspec.training.data import Corpus
 from jaxspec.training.lm import TrainConfig
 from jaxspec.training.optimizer import learning_rate
 from jaxspec.training.pretrain import Pretraining, sample
 from jaxspec.training.report import Card, export
 from jaxspec.training.schedule import Schedule
+from jaxspec.training.vocabulary import END_OF_TEXT, vocabulary_of
 from tests.compilations import Compilations
 from tests.training.tiny_lm import tiny_lm
 
@@ -146,13 +150,13 @@ def test_digits_stand_alone_and_indentation_is_one_token(corpus: Corpus):
 
 
 def test_documents_are_joined_by_end_of_text_only(corpus: Corpus):
-    end = data.end_of_text_id(corpus.tokenizer)
-    documents = [data.Document("a", f"one {END_OF_TEXT} two"), data.Document("b", "three")]
-    tokens = data.encode(corpus.tokenizer, documents)
+    end = corpus.vocabulary.end_of_text_id
+    texts = [f"one {END_OF_TEXT} two", "three"]
+    tokens = corpus.vocabulary.encode(texts)
     assert tokens.dtype == np.uint16
     (ends,) = np.nonzero(tokens == end)
     assert len(ends) == 2 and ends[1] == len(tokens) - 1
-    assert corpus.tokenizer.decode(list(tokens[: ends[0]])) == documents[0].text
+    assert corpus.tokenizer.decode(list(tokens[: ends[0]])) == texts[0]
 
 
 def test_the_cache_is_used_until_a_file_changes(tmp_path: Path):
@@ -277,10 +281,43 @@ def test_the_export_is_complete(exported: Path):
     assert "Apache-2.0" in card and "bits a byte" in card and "| jaxspec |" in card
 
 
+def test_a_draft_model_takes_the_tokenizer_of_its_target(tmp_path: Path):
+    target, out = BUILT_IN_MODEL, tmp_path / "draft"
+    for i in range(4):
+        write(tmp_path, f"text/{i}.py", f"def function_{i}(x):\n    return x + {i}\n" * 40)
+    arguments = ["--data", str(tmp_path / "text"), "--work", str(tmp_path / "work")]
+    sizes = ["--hidden", "32", "--layers", "1", "--ff", "64", "--context", "32", "--batch", "8"]
+    draft_for = ["--draft-for", str(target), "--steps", "2", "--sample-tokens", "1"]
+    assert train_lm.main([*arguments, "--out", str(out), *sizes, *draft_for]) == 0
+    text = "if x == 12:\n\treturn 'naïve'"
+    theirs, own = (AutoTokenizer.from_pretrained(folder) for folder in (target, out))
+    assert own(text)["input_ids"] == theirs(text)["input_ids"] and own.eos_token == theirs.eos_token
+    assert json.loads((out / "config.json").read_text())["vocab_size"] == 4096
+    assert f"drafts for {target}" in (out / "README.md").read_text()
+    plain, drafted = (
+        LLM(target, drafter=drafter, speculation=SpeculationConfig.chain(2)).generate(
+            ["def f("], SamplingParams(max_tokens=8)
+        )
+        for drafter in ("none", out)
+    )
+    assert plain[0].token_ids == drafted[0].token_ids
+
+
+def test_a_target_that_cannot_end_a_text_is_named(tmp_path: Path):
+    shutil.copytree(BUILT_IN_MODEL, tmp_path / "target")
+    path = tmp_path / "target/tokenizer_config.json"
+    config = json.loads(path.read_text())
+    del config["eos_token"]
+    path.write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"tokenizer of .*target names no eos_token to end"):
+        vocabulary_of(tmp_path / "target")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--attention", "cudnn"], "needs bfloat16 and a GPU"),
+        (["--draft-for", "{file}"], "--vocab and --draft-for exclude each other"),
         (["--context", "4096"], "--context 4096 exceeds --max-position 2048"),
         (["--work", "{file}"], "File exists"),
         (["--prompt", ""], "--prompt is empty"),

@@ -1,13 +1,13 @@
 """The tiny language model that the tests of training train."""
 
 from jaxspec.config.model import ModelConfig, dense_model
-from jaxspec.training.data import Corpus, end_of_text_id
+from jaxspec.training.data import Corpus
 
 
 def tiny_lm(corpus: Corpus) -> ModelConfig:
     """A Llama of one layer with the vocabulary of a corpus."""
     return dense_model(
-        vocab_size=corpus.tokenizer.get_vocab_size(),
+        vocab_size=corpus.vocabulary.size,
         hidden_size=32,
         intermediate_size=64,
         num_layers=1,
@@ -18,5 +18,5 @@ def tiny_lm(corpus: Corpus) -> ModelConfig:
         rope_theta=10000.0,
         max_position=64,
         tie_word_embeddings=True,
-        stop_token_ids=(end_of_text_id(corpus.tokenizer),),
+        stop_token_ids=(corpus.vocabulary.end_of_text_id,),
     )
