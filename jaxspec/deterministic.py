@@ -11,10 +11,9 @@ swapped, not recomputed.
 
 import dataclasses
 
+from jaxspec.config.speculation import default_verify_width
 from jaxspec.functional import EngineParams
 from jaxspec.program_sizes import SMALLEST_CHUNK
-
-DEFAULT_WIDTH = 8  # nodes of a verification; the default tree fits
 
 
 def deterministic_params(params: EngineParams) -> EngineParams:
@@ -34,15 +33,15 @@ def deterministic_params(params: EngineParams) -> EngineParams:
         )
     if speculation.verify_width is not None:
         return params
-    if speculation.num_nodes > DEFAULT_WIDTH:
-        nodes = speculation.num_nodes
+    platform = next(iter(params.target.embed.devices())).platform
+    width, nodes = default_verify_width(platform), speculation.num_nodes
+    if nodes > width:
         raise ValueError(
-            f"deterministic=True pads verifications to {DEFAULT_WIDTH} nodes, and this tree has "
-            f"{nodes}: give SpeculationConfig(verify_width={nodes}), to every engine whose texts "
-            "are to agree"
+            f"deterministic=True pads verifications to {width} nodes, and this tree has {nodes}: "
+            f"give SpeculationConfig(verify_width={nodes}), to every engine whose texts are to "
+            "agree"
         )
-    width = dataclasses.replace(speculation, verify_width=DEFAULT_WIDTH)
-    return params.replace(speculation=width)
+    return params.replace(speculation=dataclasses.replace(speculation, verify_width=width))
 
 
 def fixed_chunk(num_rows: int, max_length: int, budget: int, largest: int) -> int:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxspec.built_in import BUILT_IN_HEAD, BUILT_IN_MODEL
+from jaxspec.built_in import BUILT_IN_HEAD, is_built_in
 from jaxspec.config.model import ModelConfig
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.models.decoder import Decoder
@@ -38,7 +38,7 @@ from jaxspec.weights.safetensors_io import load_decoder
 from pallas_kernels.selection import default_device
 
 MIXED = "ngram+"  # and the drafter that n-gram lookup is mixed with
-LEAST_LIKELY = 0.02  # of a head's chain on a CPU; see EagleDrafter.least and docs/benchmarks.md
+LEAST_PROBABILITY = 0.02  # of a head's chain on a CPU; see EagleDrafter and docs/benchmarks.md
 
 
 def choose_drafter(model: str | Path, drafter: str | Path) -> str | Path:
@@ -46,7 +46,7 @@ def choose_drafter(model: str | Path, drafter: str | Path) -> str | Path:
     checkpoint that has some, else ``ngram``. ``mtp`` becomes the kind that the config says, with
     the number of layers where there are several."""
     if drafter == "auto":
-        if Path(model).resolve() == BUILT_IN_MODEL.resolve():
+        if is_built_in(model):
             return f"{MIXED}{BUILT_IN_HEAD}"
         directory = resolve_directory(model)
         drafter = "mtp" if has_mtp_layers(directory, load_model_config(directory)) else "ngram"
@@ -99,7 +99,7 @@ def load_drafter(
         head = load_eagle_head(directory, target, dtype, mesh, sharded)
         ids = target.vocab_size if head.token_ids is None else head.token_ids.size
         check_top_k(speculation, ids)
-        return EagleDrafter(head=head, least=_least_likely(mesh))
+        return EagleDrafter(head=head, least_probability=_least_probability(mesh))
     config = load_model_config(directory, "draft model")
     _check_same_tokenizer(directory, config, model_directory, target)
     config.check_tree_depth(speculation.max_depth)
@@ -114,8 +114,8 @@ def platform_of(mesh: Mesh | None) -> str:
     return device.platform
 
 
-def _least_likely(mesh: Mesh | None) -> float:
-    return LEAST_LIKELY if platform_of(mesh) == "cpu" else 0.0
+def _least_probability(mesh: Mesh | None) -> float:
+    return LEAST_PROBABILITY if platform_of(mesh) == "cpu" else 0.0
 
 
 def _mtp_drafter(
@@ -132,7 +132,7 @@ def _mtp_drafter(
     head, *later = load_mtp_heads(
         directory, target, dtype, mesh, sharded, choice=choice, steps=steps
     )
-    return EagleDrafter(head=head, later=tuple(later), least=_least_likely(mesh))
+    return EagleDrafter(head=head, later=tuple(later), least_probability=_least_probability(mesh))
 
 
 def _check_same_tokenizer(

@@ -19,8 +19,7 @@ from jaxspec.calls import Call
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.speculation import TreeShape
-from jaxspec.deterministic import deterministic_params
-from jaxspec.engine_limits import MOST_STOPS, engine_sizes, scheduler_limits
+from jaxspec.engine_limits import MOST_STOPS, engine_params, engine_sizes, scheduler_limits
 from jaxspec.exchanges import replacement
 from jaxspec.functional import EngineParams
 from jaxspec.generation import FinishReason, Generation, Grammar, Running, new_generation, outcome
@@ -84,8 +83,7 @@ class Engine:
         params = jax.tree.map(committed, params)
         self.cache = CacheConfig() if cache is None else cache
         self.config = EngineConfig() if config is None else config
-        if self.config.deterministic:
-            params = deterministic_params(params)
+        params = engine_params(params, self.config)
         self.shape: TreeShape | None = None
         sizes = engine_sizes(params, self.cache, self.config)
         self.limits = scheduler_limits(params, sizes, self.config)

@@ -1,14 +1,15 @@
-"""What an engine has room for: the sizes of its programs, and the limits of its scheduler."""
+"""What an engine runs with: parameters, the sizes of its programs, limits of its scheduler."""
 
 from jaxspec import memory
 from jaxspec.cache import pages_for
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
-from jaxspec.deterministic import fixed_chunk
+from jaxspec.deterministic import deterministic_params, fixed_chunk
 from jaxspec.functional import EngineParams
 from jaxspec.program_sizes import Sizes
 from jaxspec.row_snapshots import snapshot_bytes
 from jaxspec.scheduling.plan import Limits
+from jaxspec.speculation.drafters.whole_chains import with_whole_chains
 from jaxspec.swapping import part_bytes
 
 MOST_STOPS = 16
@@ -16,6 +17,18 @@ MOST_STOPS = 16
 # faster in larger parts, above all where devices sum their products.
 LARGEST_CHUNK, LARGEST_CHUNK_ON_GPUS = 512, 2048
 FIXED_ROUNDS = 8  # of a program that runs a fixed number, unless that is one
+
+
+def engine_params(params: EngineParams, config: EngineConfig) -> EngineParams:
+    """The parameters as this configuration needs them.
+
+    Raises ValueError for options that a deterministic engine does not have.
+    """
+    if config.deterministic:
+        params = deterministic_params(params)
+    if config.adaptive:  # it measures what its trees cost beforehand, on other text
+        params = params.replace(drafter=with_whole_chains(params.drafter))
+    return params
 
 
 def engine_sizes(params: EngineParams, cache: CacheConfig, config: EngineConfig) -> Sizes:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxspec.built_in import BUILT_IN_MODEL
+from jaxspec.built_in import BUILT_IN_MODEL, is_built_in
 from jaxspec.config.model import ModelConfig
 from jaxspec.config.speculation import PLAIN, SpeculationConfig, default_speculation
 from jaxspec.draft_reads import draft_weight_bytes
@@ -96,7 +96,9 @@ def load(
     """
     scales = read_kv_scales(kv_dtype, kv_scales)
     meshes = stage_meshes(mesh, drafter_mesh)
-    speculation = speculation or default_speculation(drafter, platform_of(meshes[-1]))
+    if speculation is None:
+        built_in = is_built_in(model, drafter)
+        speculation = default_speculation(platform_of(meshes[-1]), built_in=built_in)
     if stage_layers is not None and len(meshes) == 1:
         raise ValueError("stage_layers needs a mesh with stages: make_mesh(pipeline_parallel=...)")
     chosen = _choose_kernels(kernels, meshes[0])

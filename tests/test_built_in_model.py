@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from jaxspec import BUILT_IN_HEAD, BUILT_IN_MODEL, LLM, SamplingParams, SpeculationConfig
+from jaxspec.commands import generate
+from jaxspec.commands.engine_config import speculation_config
 from jaxspec.config.speculation import default_speculation
 from jaxspec.drafter_loading import MIXED, choose_drafter
 from jaxspec.loading import load
@@ -132,9 +134,26 @@ def test_bfloat16_text_is_the_same_at_one_verify_width(speculation):
 
 def test_the_default_tree():
     nine, seven = SpeculationConfig.chain(9), SpeculationConfig.chain(7)
-    assert load().speculation == default_speculation("auto", "cpu") == nine
-    assert load(drafter="ngram").speculation == seven
-    assert {default_speculation("auto", name) for name in ("gpu", "tpu")} == {seven}
+    assert load().speculation == default_speculation("cpu", built_in=True) == nine
+    assert load(drafter="ngram").speculation == default_speculation("cpu", built_in=False) == seven
+    assert {default_speculation(name, built_in=True) for name in ("gpu", "tpu")} == {seven}
+
+
+@pytest.mark.parametrize(
+    ("options", "nodes"),
+    [
+        ([], 10),
+        (["--deterministic"], 10),
+        (["--verify-width", "10"], 10),
+        (["--verify-width", "8"], 8),
+        (["--acceptance", "rejection"], 8),
+        (["--drafter", "ngram"], 8),
+        (["--tree", "chain:3"], 4),
+    ],
+)
+def test_the_default_tree_of_commands_fits_their_options(options: list[str], nodes: int):
+    arguments = generate.make_parser().parse_args(options)
+    assert speculation_config(arguments).num_nodes == nodes
 
 
 def test_a_drafter_object_is_taken_as_it_is():

@@ -11,10 +11,11 @@ import pytest
 from jaxspec import LLM
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
-from jaxspec.config.speculation import PLAIN, SpeculationConfig
-from jaxspec.deterministic import DEFAULT_WIDTH, deterministic_params, fixed_chunk
+from jaxspec.config.speculation import PLAIN, SpeculationConfig, default_verify_width
+from jaxspec.deterministic import deterministic_params, fixed_chunk
 from jaxspec.engine import Engine
 from jaxspec.generation import Generation
+from jaxspec.loading import load
 from jaxspec.models.decoder import Decoder
 from jaxspec.parallel import make_mesh
 from jaxspec.program_sizes import Kind, ReadKey, RoundsKey
@@ -216,8 +217,13 @@ def test_the_built_in_model_in_bfloat16():
 @pytest.mark.parametrize("speculation", [CHAIN, TREE, SpeculationConfig.chain(0)])
 def test_trees_that_fit_get_one_width(speculation: SpeculationConfig):
     params = deterministic_params(make_params("ngram", speculation))
-    assert params.speculation.verify_width == DEFAULT_WIDTH
+    assert params.speculation.verify_width == default_verify_width("cpu")
     assert params.speculation.shape == speculation.shape
+
+
+def test_the_default_tree_fits():
+    params = load()
+    assert deterministic_params(params).speculation.shape == params.speculation.shape
 
 
 def test_a_width_that_was_given_is_kept():
@@ -230,7 +236,7 @@ def test_a_width_that_was_given_is_kept():
     ("speculation", "message"),
     [
         (SpeculationConfig.chain(3, "rejection"), 'needs acceptance="match"'),
-        (SpeculationConfig.chain(8), "this tree has 9: give SpeculationConfig.verify_width=9., to"),
+        (SpeculationConfig.chain(10), "tree has 11: give SpeculationConfig.verify_width=11., to"),
     ],
 )
 def test_options_that_cannot_be_combined_are_one_line(speculation: SpeculationConfig, message: str):

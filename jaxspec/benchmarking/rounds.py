@@ -122,7 +122,7 @@ def time_mode(bench: "Bench", report: Callable[[str], None]) -> Timing:
         calls.append(call)
         fills.append(fill_seconds)
         report(f"call {len(calls)}/{workload.repeats}: {1e3 * call.seconds:.1f} ms")
-    chosen = bench.count_experts()
+    chosen = bench.count_experts(report)
     round_ms = [1e3 * call.seconds / workload.rounds for call in calls]
     committed = sum(call.after - call.before for call in calls)
     acceptance = committed / (workload.rounds * len(calls))
@@ -185,12 +185,12 @@ class Bench:
         self._decode = decode.lower(
             params, state, np.int32(0), max_rounds=workload.rounds, greedy=greedy
         ).compile()
+        self.compile_seconds = time.perf_counter() - started
         self._count = None
         if can_count(params):
             count = jit(count_rounds, static_argnames=("rounds", "greedy"))
             rounds = workload.rounds
             self._count = count.lower(params, state, rounds=rounds, greedy=greedy).compile()
-        self.compile_seconds = time.perf_counter() - started
 
     def program_text(self) -> str:
         """The text of the compiled decode program."""
@@ -237,13 +237,17 @@ class Bench:
             yield _Call(seconds, before, _mean_context(state)), fill_seconds
             del state  # before the next one is made
 
-    def count_experts(self) -> ChosenExperts | None:
+    def count_experts(self, report: Callable[[str], None]) -> ChosenExperts | None:
         """Run the rounds of the first timed call again, and count the experts that they read; None
-        where they are not counted (see ``can_count``)."""
+        where they are not counted (see ``can_count``), or the device has no memory for it."""
         if self._count is None:
             return None
-        _, *counts = self._count(self.params, self.fill(self.new_state()))
-        return chosen_experts(*counts)
+        try:
+            _, *counts = self._count(self.params, self.fill(self.new_state()))
+            return chosen_experts(*jax.block_until_ready(counts))
+        except jax.errors.JaxRuntimeError as error:  # what was timed is kept
+            report(f"experts were not counted: {str(error).splitlines()[0]}")
+            return None
 
 
 def prefill_chunk(params: EngineParams, workload: Workload, max_length: int) -> int:

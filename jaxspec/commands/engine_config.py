@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 
+from jaxspec.built_in import is_built_in
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.speculation import SpeculationConfig, default_speculation
 from pallas_kernels.selection import default_device
@@ -35,7 +36,12 @@ def with_memory(config: EngineConfig, arguments: argparse.Namespace) -> EngineCo
 def speculation_config(arguments: argparse.Namespace) -> SpeculationConfig:
     """Of a command with add_tree_options. Raises ValueError for bad values."""
     if arguments.tree is None:
-        tree = default_speculation(arguments.drafter, default_device().platform)
+        tree = default_speculation(
+            default_device().platform,
+            built_in=is_built_in(arguments.model, arguments.drafter),
+            acceptance=arguments.acceptance,
+            verify_width=arguments.verify_width,
+        )
     else:
         tree = SpeculationConfig.parse(arguments.tree)
     return dataclasses.replace(

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 Acceptance = Literal["match", "rejection"]
 Proposal = Literal["top_k", "coupled", "sampled"]
+CHAIN, LONG_CHAIN = 7, 9  # drafted tokens of the default trees
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,16 +195,30 @@ class SpeculationConfig(TreeShape):
         return cls(num_nodes=num_tokens + 1, max_depth=num_tokens, top_k=1, acceptance=acceptance)
 
 
-def default_speculation(drafter: object, platform: str) -> SpeculationConfig:
+def default_speculation(
+    platform: str,
+    *,
+    built_in: bool,
+    acceptance: Acceptance | Any = "match",
+    verify_width: int | None = None,
+) -> SpeculationConfig:
     """The default tree, measured with the small built-in model (docs/benchmarks.md, "Which tree").
 
     At temperature 0.5 and small batches a chain of 7 was among the fastest on two CPU cores and on
-    a GPU. On a CPU the default drafter (``auto``), which looks up or ends unlikely drafts early,
-    was as fast with a chain of 9 there, and faster at temperature 0. A larger model, or a head that
-    accepts less, may be faster with another tree.
+    a GPU. On a CPU the built-in pair was as fast with a chain of 9 there, and faster at temperature
+    0: its head ends unlikely chains early. A larger model, or a head that accepts less, may be
+    faster with another tree.
 
     Args:
-      drafter: as loading.load takes it.
       platform: of the devices: ``cpu``, ``gpu`` or ``tpu``.
+      built_in: the built-in model drafts with its default drafter.
+      acceptance, verify_width: see SpeculationConfig. Chains end early with ``match`` only.
     """
-    return SpeculationConfig.chain(9 if drafter == "auto" and platform == "cpu" else 7)
+    ends_early = built_in and platform == "cpu" and acceptance == "match"
+    fits = verify_width is None or verify_width > LONG_CHAIN
+    return SpeculationConfig.chain(LONG_CHAIN if ends_early and fits else CHAIN)
+
+
+def default_verify_width(platform: str) -> int:
+    """The nodes of the largest default tree."""
+    return 1 + (LONG_CHAIN if platform == "cpu" else CHAIN)

@@ -107,12 +107,12 @@ class Proposer(NamedTuple):
 
     @jax.named_scope("sample")
     def likely_token(self, logits: Array, depth: int | Array) -> tuple[Array, Array]:
-        """A chain's token as of ``next_token``, and how likely it is: float32 [B, 1]."""
+        """The same token as ``next_token``, and its probability: float32 [B, 1]."""
         logits = self._processed(logits)
         index = collectives.argmax(self._ranked(logits, depth), self.layout)
         own = collectives.take(logits, index, self.layout)
-        likely = jnp.exp(own - collectives.log_sum_exp(logits, self.layout))
-        return self._target_ids(index), likely
+        log_sum = collectives.log_sum_exp(logits, self.layout)
+        return self._target_ids(index), jnp.exp(own - log_sum)
 
     def _processed(self, logits: Array) -> Array:
         if self.speculation.resolved_proposal == "top_k":

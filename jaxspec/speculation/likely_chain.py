@@ -19,7 +19,7 @@ class _Growing(NamedTuple):
 
     tokens: Array  # int32 [B, 1 + max_depth]
     depth: Array  # int32 []
-    likely: Array  # float32 [B, 1], of all of a row's draft
+    probability: Array  # float32 [B, 1], of all of a row's draft
     goes_on: Array  # bool []
     carry: Any
 
@@ -31,13 +31,15 @@ def grow_while_likely(
     step: Step,
     carry: Any,
     active: Array,
-    least: float,
+    least_probability: float,
 ) -> tuple[DraftTree, Any]:
     """The chain of expand.grow below ``roots`` [B], which ends for all rows as soon as no
-    ``active`` [B] one has a draft that is at least ``least`` likely. At least one token is drafted.
+    ``active`` [B] one has a draft that is at least ``least_probability`` likely. At least one token
+    is drafted.
 
     How likely a draft is, is what the drafter's processed logits say. Other arguments: see
-    expand.grow. Tokens are not drawn (``sampled``).
+    expand.grow. The rule is ``match``: with another one a row's
+    text would depend on where other rows end its chain.
     """
     depths, batch_axes = proposer.speculation.max_depth, proposer.target_layout.batch
     nodes = np.tri(depths, -(-depths // 32) * 32, dtype=bool)  # scratch nodes that each one sees
@@ -45,13 +47,13 @@ def grow_while_likely(
 
     def with_token(chain: _Growing, logits: Array, carry: Any) -> _Growing:
         depth = chain.depth + 1
-        token, likely = proposer.likely_token(logits, depth)
-        likely = chain.likely * likely
-        goes_on = jnp.any(likely >= least)
+        token, probability = proposer.likely_token(logits, depth)
+        probability = chain.probability * probability
+        goes_on = jnp.any(probability >= least_probability)
         if batch_axes:  # a step may move data between devices: all run as many
             goes_on = lax.pmax(goes_on.astype(jnp.int32), batch_axes) > 0
         tokens = lax.dynamic_update_slice_in_dim(chain.tokens, token, depth, axis=1)
-        return _Growing(tokens, depth, likely, goes_on & (depth < depths), carry)
+        return _Growing(tokens, depth, probability, goes_on & (depth < depths), carry)
 
     def body(chain: _Growing) -> _Growing:
         node = chain.depth - 1
@@ -61,8 +63,8 @@ def grow_while_likely(
         return with_token(chain, *step(beam, chain.carry))
 
     tokens = jnp.pad(roots[:, None], ((0, 0), (0, depths)))
-    likely = active[:, None].astype(jnp.float32)
-    start = _Growing(tokens, jnp.int32(0), likely, jnp.bool_(True), carry)
+    certain = active[:, None].astype(jnp.float32)
+    start = _Growing(tokens, jnp.int32(0), certain, jnp.bool_(True), carry)
     first = with_token(start, root_logits[:, None], carry)
     chain = lax.while_loop(lambda chain: chain.goes_on, body, first)
     return make_chain(chain.tokens, jnp.broadcast_to(chain.depth + 1, roots.shape)), chain.carry

@@ -10,7 +10,7 @@ import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from jaxspec.models.hf_config import load_model_config
-from jaxspec.tokenizer import Tokenizer as HuggingFaceTokenizer
+from jaxspec.tokenizer import Tokenizer as ModelTokenizer
 from jaxspec.tokenizer import load_tokenizer, tokenizer_json
 from jaxspec.weights.hub import resolve_directory
 
@@ -29,7 +29,7 @@ class Owner:
     """
 
     name: str
-    tokenizer: HuggingFaceTokenizer
+    tokenizer: ModelTokenizer
     vocab_size: int
 
 
@@ -57,15 +57,17 @@ class Vocabulary:
         return hashlib.sha256(content.encode()).hexdigest()
 
     def encode(self, texts: Sequence[str]) -> np.ndarray:
-        """Tokens [N] of all texts, the end of text after each, as uint16 or uint32."""
+        """Tokens [N] of all texts, as uint16 or uint32. Before each stands what the tokenizer puts
+        before a text (``<bos>``), after each the end of text."""
         dtype = np.uint16 if self.size <= 1 << 16 else np.uint32
-        end = np.array([self.end_of_text_id], dtype)
+        end = self.end_of_text_id
+        begin = [token for token in self.tokenizer.encode("").ids if token != end]
         plain = Tokenizer.from_str(self.tokenizer.to_str())
         plain.encode_special_tokens = True  # <|endoftext|> inside a file is ordinary text
         parts = []
         for batch in _batches(texts):
-            for encoding in plain.encode_batch_fast(batch):
-                parts += [np.asarray(encoding.ids, dtype), end]
+            for encoding in plain.encode_batch_fast(batch, add_special_tokens=False):
+                parts += [np.asarray(part, dtype) for part in (begin, encoding.ids, [end])]
         return np.concatenate(parts)
 
     def save(self, directory: Path, max_length: int) -> None:
@@ -122,7 +124,10 @@ def vocabulary_of(model: str | Path) -> Vocabulary:
     if not isinstance(end, str):
         raise ValueError(f"the tokenizer of {model} names no eos_token to end documents with")
     owner = Owner(str(model), tokenizer, load_model_config(directory).vocab_size)
-    return Vocabulary(Tokenizer.from_str(tokenizer_json(tokenizer)), end, owner)
+    own = Tokenizer.from_str(tokenizer_json(tokenizer))
+    own.no_truncation()
+    own.no_padding()
+    return Vocabulary(own, end, owner)
 
 
 def _batches(texts: Sequence[str]) -> Iterator[list[str]]:

@@ -54,7 +54,7 @@ MAX_SPLITS = 8
 MOST_STAGES = 8
 TILE_ROWS = 192  # of a CTA: sums of more rows do not fit the registers
 SMALL_TILE_ROWS = 128
-TILE_COST = 60  # of a CTA beside its rows, in the time of a row
+TILE_COST = 60  # of a CTA: as much time as so many of its rows
 MIN_SPLIT_DEPTH = 1024  # inputs: shorter parts end before the copies have come up to speed
 
 
@@ -125,6 +125,7 @@ def packed_tuning(
 ) -> PackedTuning:
     """The variant for so many rows, inputs and outputs; the same for 8 rows and fewer, and so on:
     rows are padded to a multiple of 8. Weights of 8 bits are not widened."""
+    rows = -(-rows // 8) * 8
     is_small = depth * width <= SMALL and weight_bits == 4
     is_wide, widens_to_float8 = x_bits == 16, weight_bits < x_bits == 8
     if rows <= 8:
@@ -152,7 +153,7 @@ def _row_tile(rows: int, width: int) -> int:
 
     def cost(most: int) -> float:
         parts = -(-rows // most)
-        ctas = parts * (width // (2 * OUTPUTS))
+        ctas = parts * max(1, width // (2 * OUTPUTS))
         turns, splits = -(-ctas // MULTIPROCESSORS), max(1, MULTIPROCESSORS // ctas)
         return turns * (-(-rows // parts) + TILE_COST) / splits
 
@@ -187,7 +188,7 @@ def choose_packed_splits(
     for two warpgroups anyway, they have at most an eighth of the weights' bytes.
     """
     config = packed_tuning(rows, depth, width, weight_bits, x_bits)
-    padded_rows, splits = -(-rows // 8) * 8, 1
+    rows, splits = -(-rows // 8) * 8, 1
     tiles = width // config.tile * config.row_parts(rows)
     enough = MULTIPROCESSORS * 3 // 2 if weight_bits == 8 else MULTIPROCESSORS * 4 // 3
     while 2 * splits * tiles <= config.ctas * MULTIPROCESSORS and splits < MAX_SPLITS:
@@ -195,7 +196,7 @@ def choose_packed_splits(
         has_idle = splits * tiles * min(config.warpgroups, 2) < enough
         if part < MIN_SPLIT_DEPTH or depth % (2 * splits * LARGEST_STEP):
             break
-        if not has_idle and 4 * padded_rows > part // 2 // 8:
+        if not has_idle and 4 * rows > part // 2 // 8:
             break
         splits *= 2
     return splits

