@@ -30,11 +30,11 @@ def grow_while_likely(
     root_logits: Array,
     step: Step,
     carry: Any,
-    active: Array,
+    wanted: Array,
     least_probability: float,
 ) -> tuple[DraftTree, Any]:
     """The chain of expand.grow below ``roots`` [B], which ends for all rows as soon as no
-    ``active`` [B] one has a draft that is at least ``least_probability`` likely. At least one token
+    ``wanted`` [B] one has a draft that is at least ``least_probability`` likely. At least one token
     is drafted.
 
     How likely a draft is, is what the drafter's processed logits say. Other arguments: see
@@ -63,7 +63,7 @@ def grow_while_likely(
         return with_token(chain, *step(beam, chain.carry))
 
     tokens = jnp.pad(roots[:, None], ((0, 0), (0, depths)))
-    certain = active[:, None].astype(jnp.float32)
+    certain = wanted[:, None].astype(jnp.float32)
     start = _Growing(tokens, jnp.int32(0), certain, jnp.bool_(True), carry)
     first = with_token(start, root_logits[:, None], carry)
     chain = lax.while_loop(lambda chain: chain.goes_on, body, first)

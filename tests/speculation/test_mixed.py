@@ -139,6 +139,29 @@ def test_matches_have_a_least_length():
         assert tree.num_nodes.tolist() == nodes
 
 
+def test_rows_that_look_up_do_not_keep_the_models_chain_growing():
+    """Its chain ends early where the rows that need it have no likely draft, as if alone."""
+    model: Any = mixed(CHAIN).drafter
+
+    def ending_at(least: float) -> EngineParams:
+        return mixed(CHAIN, model=model.model.replace(least_probability=least))
+
+    def nodes_alone(params: EngineParams, prompt: np.ndarray, root: int) -> int:
+        own = alone(params)
+        return int(propose(own, start(own, [prompt], roots=[root]))[0].num_nodes[0])
+
+    for least in np.geomspace(0.5, 1e-4, 12):
+        params = ending_at(float(least))
+        needed, looked_up = nodes_alone(params, NEW, 1), nodes_alone(params, REPEATS, 8)
+        if needed < looked_up:
+            break
+    else:
+        pytest.fail("these two rows end their chains alike")
+    state = start(params, [NEW, REPEATS], roots=[1, 8])
+    assert propose(params, state)[0].num_nodes.tolist() == [needed, 6]
+    assert propose(alone(params), state)[0].num_nodes.tolist() == [looked_up, looked_up]
+
+
 # What the model does meanwhile.
 
 

@@ -205,6 +205,13 @@ class EagleDrafter(DrafterDefaults):
     def propose(
         self, target: Decoder, state: EngineState, call: Call
     ) -> tuple[DraftTree, DraftState]:
+        return self.propose_for(state.rows.active, target, state, call)
+
+    def propose_for(
+        self, wanted: Array, target: Decoder, state: EngineState, call: Call
+    ) -> tuple[DraftTree, DraftState]:
+        """``propose``, where only drafts of the ``wanted`` [B] rows will be used: others do not
+        keep a chain growing."""
         pool, rows = _own(state)
         width = call.speculation.max_depth + 1
         outputs = self._read_pending(target, state, width, call)
@@ -234,7 +241,7 @@ class EagleDrafter(DrafterDefaults):
         root_logits = self.head.logits(target, root_normed, call.kernels)
         start = state.rows.roots, root_logits, step, (roots, outputs[-1].states)
         if self._ends_early(call.speculation):
-            limit = state.rows.active, self.least_probability
+            limit = wanted & state.rows.active, self.least_probability
             tree, (_, layers) = grow_while_likely(proposer, *start, *limit)
         else:
             tree, (_, layers) = grow(proposer, *start)

@@ -17,6 +17,7 @@ from jaxspec.models.decoder import Decoder
 from jaxspec.pytree import Pytree, pytree, static
 from jaxspec.speculation.call import Call
 from jaxspec.speculation.drafters.base import Drafter, DraftState, PrefillChunk, StatelessDrafter
+from jaxspec.speculation.drafters.eagle import EagleDrafter
 from jaxspec.speculation.drafters.ngram import NGramDrafter
 from jaxspec.speculation.tree import DraftTree, pad_tree
 from jaxspec.state import EngineState
@@ -95,7 +96,7 @@ class MixedDrafter(Pytree):
 
         def draft(before: Proposal) -> Proposal:
             _, own = before
-            tree, after = self.model.propose(target, _with(state, own), call)
+            tree, after = self._propose_for(~found, target, _with(state, own), call)
             return _choose(found, looked_up, _alike(tree, target, call)), after
 
         def read(before: Proposal) -> Proposal:
@@ -109,6 +110,14 @@ class MixedDrafter(Pytree):
         if target.layout.batch:  # the model may move data between devices: all take one branch
             needed = lax.pmax(needed.astype(jnp.int32), target.layout.batch) > 0
         return _run_if(~needed, read, _run_if(needed, draft, start))
+
+    def _propose_for(
+        self, wanted: Array, target: Decoder, state: EngineState, call: Call
+    ) -> tuple[DraftTree, DraftState]:
+        """The model's drafts, of which those of ``wanted`` [B] rows will be used."""
+        if isinstance(self.model, EagleDrafter):  # it may end early for them
+            return self.model.propose_for(wanted, target, state, call)
+        return self.model.propose(target, state, call)
 
     def commit(
         self, state: EngineState, features: Array | None, path: Array, counts: Array, call: Call
