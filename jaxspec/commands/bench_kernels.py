@@ -200,7 +200,7 @@ def make_nodes_table(timings: Sequence[Mapping[str, Any]]) -> Table | None:
     if not rows:
         return None
     table = Table(title="one recurrent layer, us by nodes", title_justify="left")
-    for name in ("batch", "nodes", "round", "of it the read", "state per node", "its floor"):
+    for name in ("batch", "nodes", "round", "the read alone", "state per node", "floor of that"):
         table.add_column(name, justify="right", no_wrap=True)
     for (batch, nodes), kinds in sorted(rows.items()):
         times = [kinds.get(kind, {}).get("us") for kind in ("round", "read", "state per node")]

@@ -48,7 +48,7 @@ class Plan:
 
     @property
     def tile_rows(self) -> int:
-        """Of a CTA: of the tensor cores' operand."""
+        """Rows of a CTA, padded to a multiple of 8."""
         return -(-self.rows // (8 * self.row_parts)) * 8
 
     @property
