@@ -60,8 +60,9 @@ def load(
     Args:
       model: a Hugging Face model directory or hub id; the built-in model by default.
       drafter: ``none``, ``ngram``, ``suffix``, ``mtp`` (the model's own layers for multi-token
-        prediction; ``mtp:before`` and ``mtp:after`` replace the choice of MtpConfig.normed, and a
-        number, as in ``mtp:1`` and ``mtp:after:1``, uses that many layers instead of all), or a
+        prediction; ``mtp:before``, ``mtp:after``, ``mtp:before-after`` and
+        ``mtp:after-before`` replace the family's choice of hidden states (see MtpStates.name), and
+        a number, as in ``mtp:1`` and ``mtp:after:1``, uses that many layers instead of all), or a
         directory or hub id of an EAGLE head, of MTP layers, of a block head (DFlash, DSpark) or of
         a draft model;
         ``ngram+`` and such a directory or id: n-gram lookup in rows where it finds a long match,

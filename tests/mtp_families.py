@@ -5,7 +5,7 @@ from typing import Any
 
 from safetensors.numpy import load_file
 
-from jaxspec.config.mtp import MtpConfig
+from jaxspec.config.mtp import AFTER, MtpConfig
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.hf_config import parse_model_config
 from jaxspec.models.mtp_names import mtp_names
@@ -62,9 +62,9 @@ def save_with_mtp(
     """A checkpoint of such a model, with ``count`` MTP layers in its family's layout."""
     changes |= {"num_nextn_predict_layers": count}
     model, extra = random_family(family, context, **changes), {}
-    mtp = model.config.mtp or MtpConfig("deepseek", count, normed=True)
+    mtp = model.config.mtp or MtpConfig("deepseek", count, AFTER)
     for index in range(count):
-        head = mtp_head(model, seed=4 + index, layout=mtp.layout, normed=mtp.normed, index=index)
+        head = mtp_head(model, seed=4 + index, layout=mtp.layout, states=mtp.states, index=index)
         first = mtp_names(mtp, model.config.num_layers, index).layer.removesuffix(".")
         own = directory / f"head-{index}"
         save_tree(own, head, head.filled(first, splitting()), {})

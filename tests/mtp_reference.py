@@ -52,12 +52,19 @@ def torch_mtp_of_family(path: Path) -> tuple[Any, MtpModel]:
 
 
 def draft_log_probs(
-    model: Any, mtp: MtpModel, text: list[int], steps: int, *, normed: bool = True
+    model: Any,
+    mtp: MtpModel,
+    text: list[int],
+    steps: int,
+    *,
+    target_normed: bool = True,
+    own_normed: bool = True,
 ) -> np.ndarray:
     """Log-probabilities [steps, V] of the last ``steps`` tokens of a text, which were drafted.
 
     Step j runs layer j over the outputs of the one before; a single layer runs each step, over the
-    target's hidden states and, behind them, its own outputs."""
+    target's hidden states and, behind them, its own outputs. The states are those after the
+    target's norm, or before it, and after the layer's own, or before it."""
     layers: Any = mtp.layers
     before: list[torch.Tensor] = []  # what went into the latest norm
     hooks = [
@@ -68,7 +75,7 @@ def draft_log_probs(
     context = ids[:, : -steps - 1]
     with torch.no_grad():
         hidden, found = model(context, output_hidden_states=True).hidden_states[-1], []
-        hidden = hidden if normed else before[-1]
+        hidden = hidden if target_normed else before[-1]
         for step in range(steps):
             first = step if len(layers) > 1 else 0  # where the hidden states begin
             positions = torch.arange(first, first + hidden.shape[1])[None]
@@ -76,7 +83,7 @@ def draft_log_probs(
             layer = min(step, len(layers) - 1)
             out = mtp.forward_layer(layer, hidden, positions, None, input_ids=read)
             found.append(torch.log_softmax(model.lm_head(out[0, -1]), dim=-1))
-            out = out if normed else before[-1]
+            out = out if own_normed else before[-1]
             hidden = out if len(layers) > 1 else torch.cat([hidden, out[:, -1:]], dim=1)
     for hook in hooks:
         hook.remove()

@@ -19,7 +19,7 @@ from jaxspec.cache import pages_for
 from jaxspec.config.mixers import AttentionConfig
 from jaxspec.config.mlps import dense_like
 from jaxspec.config.model import LayerConfig, ModelConfig, dense_model
-from jaxspec.config.mtp import MtpConfig, MtpLayout
+from jaxspec.config.mtp import AFTER, MtpConfig, MtpLayout, MtpStates
 from jaxspec.config.speculation import SpeculationConfig, TreeShape
 from jaxspec.functional import EngineParams, admit, decode, init_state, prefill
 from jaxspec.models.decoder import FINAL_NORM, Decoder, decoder_shapes
@@ -146,7 +146,7 @@ def mtp_head(
     noise: float = 0.1,
     seed: int = 4,
     *,
-    normed: bool = True,
+    states: MtpStates = AFTER,
     layout: MtpLayout = "deepseek",
     index: int = 0,
     mixing: float = 0.0,
@@ -154,7 +154,7 @@ def mtp_head(
 ) -> DraftHead:
     """``fc`` passes the embedding on, and ``mixing`` times a random product of the hidden state;
     ``context`` is the weight of the layer, ``index`` its place among several."""
-    described = mtp_head_config(target.config, MtpConfig(layout, 1 + index, normed), index)
+    described = mtp_head_config(target.config, MtpConfig(layout, 1 + index, states), index)
     shapes = head_shapes(described, target.config, jnp.dtype(jnp.float32))
     head, hidden = random_arrays(shapes, seed), target.config.hidden_size
     halves = [jnp.eye(hidden), mixing * head.front.fc.weight[hidden:]]

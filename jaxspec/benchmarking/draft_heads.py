@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxspec.config.model import LayerConfig, ModelConfig, draft_layers
-from jaxspec.config.mtp import MtpConfig
+from jaxspec.config.mtp import AFTER, MtpConfig
 from jaxspec.config.quantization import Scheme
 from jaxspec.models.decoder import decoder_shapes
 from jaxspec.models.heads import (
@@ -41,7 +41,7 @@ HEAD_HELP = (
     "train_drafter.py makes them (mtp); or a block head"
 )
 # What train_drafter.py takes for most families without an MTP layer; see models/families/family.py.
-TRAINED_MTP = MtpConfig("deepseek", 1, normed=True)
+TRAINED_MTP = MtpConfig("deepseek", 1, AFTER)
 
 
 def shapes_of_kind(

@@ -42,11 +42,12 @@ def make_parser() -> argparse.ArgumentParser:
         "--drafter",
         default="auto",
         help="none, ngram, suffix, mtp (the model's own layers for multi-token prediction; mtp:1: "
-        "the first alone), directory or hub id of an EAGLE head, of MTP layers, of a block head "
-        "(DFlash, DSpark) or of a draft model, or ngram+ or suffix+ and one of these but the first "
-        "three: lookup's draft where it finds a long match, else the other's; suffix:N and "
-        "suffix:N+ look up the last N tokens of past outputs, too, 65536 for example: others can "
-        "tell from the speed what was written before (default: ngram+ the "
+        "the first alone; mtp:before, mtp:after, mtp:before-after, mtp:after-before: the hidden "
+        "states that they read, in place of the family's), directory or hub id of an EAGLE head, "
+        "of MTP layers, of a block head (DFlash, DSpark) or of a draft model, or ngram+ or suffix+ "
+        "and one of these but the first three: lookup's draft where it finds a long match, else "
+        "the other's; suffix:N and suffix:N+ look up the last N tokens of past outputs, too, 65536 "
+        "for example: others can tell from the speed what was written before (default: ngram+ the "
         "built-in head for the built-in model, mtp where there are such layers, else ngram)",
     )
     add(

@@ -1,10 +1,51 @@
 """Layers for multi-token prediction (MTP), which a checkpoint may have beside its model."""
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 # How families name and join the parts of such a layer; see models/heads/mtp.py.
 MtpLayout = Literal["deepseek", "mimo", "qwen"]
+
+
+@dataclasses.dataclass(frozen=True)
+class MtpStates:
+    """Which hidden states MTP layers read. Families and engines disagree about both. They decide
+    how much is accepted, never the text.
+
+    Attributes:
+      target_normed: of the target, which the first draft step reads: the state after its final
+        norm, or before it.
+      own_normed: of an MTP layer, which the next step reads: the state after the layer's own final
+        norm, or before it.
+    """
+
+    target_normed: bool
+    own_normed: bool
+
+    @property
+    def name(self) -> str:
+        """``before`` and ``after``: of both. ``before-after``: the target's before its norm, the
+        layer's own after its norm. ``after-before``: the reverse."""
+        target, own = (
+            "after" if one else "before" for one in (self.target_normed, self.own_normed)
+        )
+        return target if target == own else f"{target}-{own}"
+
+    @classmethod
+    def named(cls, name: Any) -> "MtpStates":
+        """Raises ValueError for what is no such name."""
+        for states in ALL_MTP_STATES:
+            if states.name == name:
+                return states
+        names = ", ".join(states.name for states in ALL_MTP_STATES)
+        raise ValueError(f"the states that MTP layers read must be one of {names}, got {name!r}")
+
+
+BEFORE = MtpStates(target_normed=False, own_normed=False)
+AFTER = MtpStates(target_normed=True, own_normed=True)
+BEFORE_AFTER = MtpStates(target_normed=False, own_normed=True)
+AFTER_BEFORE = MtpStates(target_normed=True, own_normed=False)
+ALL_MTP_STATES = (BEFORE, AFTER, BEFORE_AFTER, AFTER_BEFORE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,10 +56,9 @@ class MtpConfig:
       layout: how their tensors are named, and how their inputs are joined.
       num_layers: how many there are. Each is like the model's last layer that
         is not recurrent.
-      normed: the hidden states that they read, of the model and their own, are those after a norm.
-        Families and engines disagree about this. It decides how much is accepted, never the text.
+      states: the hidden states that they read.
     """
 
     layout: MtpLayout
     num_layers: int
-    normed: bool
+    states: MtpStates

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec.config.model import ModelConfig
+from jaxspec.config.mtp import MtpStates
 from jaxspec.models.families import FAMILIES
 from jaxspec.models.families.family import Family, stop_token_ids
 from jaxspec.models.families.writing import common_fields
@@ -51,8 +52,9 @@ def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:
     return family.model(raw)
 
 
-def with_mtp_layer(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The contents of ``config.json``, of a model that has one MTP layer beside it.
+def with_mtp_layer(raw: Mapping[str, Any], states: MtpStates | None = None) -> dict[str, Any]:
+    """The contents of ``config.json``, of a model that has one MTP layer beside it, which reads
+    these states; None: those that the config says, or else the family's.
 
     Raises ValueError for a ``model_type`` that is not supported.
     """
@@ -61,6 +63,8 @@ def with_mtp_layer(raw: Mapping[str, Any]) -> dict[str, Any]:
     has_key = "mtp_num_hidden_layers" in family.keys
     key = "mtp_num_hidden_layers" if has_key else "num_nextn_predict_layers"
     told = {name: value for name, value in own.items() if name not in _MTP_KEYS} | {key: 1}
+    if states is not None:
+        told["mtp_states"] = states.name
     return told if family.inside is None else {**raw, family.inside: told}
 
 

@@ -13,7 +13,7 @@ COMMON_KEYS = words(
     """architectures model_type vocab_size hidden_size intermediate_size num_hidden_layers
     num_attention_heads num_key_value_heads head_dim rms_norm_eps max_position_embeddings
     original_max_position_embeddings tie_word_embeddings rope_theta rope_scaling rope_parameters
-    eos_token_id num_nextn_predict_layers num_mtp_layers"""
+    eos_token_id num_nextn_predict_layers num_mtp_layers mtp_states"""
 )
 WINDOW_KEYS = words("use_sliding_window sliding_window max_window_layers layer_types")
 # transformers' values of absent keys. None: computed from other keys.
@@ -37,6 +37,7 @@ COMMON_DEFAULTS = MappingProxyType(
         "sliding_window": None,
         "num_nextn_predict_layers": 0,
         "num_mtp_layers": None,
+        "mtp_states": None,  # jaxspec's own key: MtpStates.name, in place of the family's choice
     }
 )
 # Keys by the type of their values. Sizes are at least 1.

@@ -10,9 +10,10 @@ import jax.numpy as jnp
 from matplotlib.figure import Figure
 
 from jaxspec.config.model import ModelConfig
-from jaxspec.models.heads import BlockHead
+from jaxspec.models.heads import BlockHead, mtp_states
 from jaxspec.training.draft_data import ExampleReport
 from jaxspec.training.draft_run import DraftRecord, DraftTraining
+from jaxspec.training.draft_step import Head
 from jaxspec.training.lm import num_parameters
 from jaxspec.training.precision import cast_weights
 from jaxspec.weights.block import save_block_head
@@ -101,7 +102,7 @@ itself it generates nothing.
 
 | | |
 |---|---|
-| reads | hidden states {list(head.capture)} of the target |
+| reads | {_read(head)} |
 | layer | {head.config.num_layers} of hidden {head.config.hidden_size}, \
 {layer.mixer.heads}, \
 SwiGLU of {layer.mlp.intermediate_size} |
@@ -127,6 +128,20 @@ right (accuracy: the likeliest token is the target's; overlap: sum of min(p, q))
 
 {card.license_note}
 """
+
+
+def _read(head: Head) -> str:
+    """The hidden states that a head reads."""
+    if isinstance(head, BlockHead) or head.method != "mtp":
+        return f"hidden states {list(head.capture)} of the target"
+    states = mtp_states(head)
+    target, own = (
+        "after" if one else "before" for one in (states.target_normed, states.own_normed)
+    )
+    return (
+        f"the target's hidden state {target} its final norm, then the layer's own {own} its norm "
+        f"(`{states.name}`)"
+    )
 
 
 def _note(record: DraftRecord) -> str:

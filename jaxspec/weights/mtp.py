@@ -10,8 +10,14 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxspec.config.model import ModelConfig
-from jaxspec.config.mtp import MtpConfig
-from jaxspec.models.heads import DraftHead, MtpFront, head_shapes, mtp_head_config
+from jaxspec.config.mtp import ALL_MTP_STATES, MtpConfig, MtpStates
+from jaxspec.models.heads import (
+    DraftHead,
+    MtpFront,
+    head_shapes,
+    mtp_head_config,
+    mtp_states,
+)
 from jaxspec.models.hf_config import load_model_config, with_mtp_layer
 from jaxspec.models.mtp_names import mtp_tensors
 from jaxspec.parallel import Shards, mesh_layout
@@ -46,15 +52,16 @@ def holds_only_mtp_layers(directory: str | Path) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class MtpChoice:
-    """How a checkpoint's MTP layers draft: ``mtp``, ``mtp:after``, ``mtp:3``, ``mtp:before:1``.
+    """How a checkpoint's MTP layers draft: ``mtp``, ``mtp:after``, ``mtp:3``,
+    ``mtp:before-after:1``.
 
     Attributes:
-      normed: replaces the config's choice (see MtpConfig.normed).
+      states: replaces the config's choice, as its name does (see MtpStates.name).
       count: how many of them, from the first; None: all, or the first of layers that share a
         projection.
     """
 
-    normed: bool | None = None
+    states: MtpStates | None = None
     count: int | None = None
 
     @classmethod
@@ -62,14 +69,19 @@ class MtpChoice:
         """None for a name of another drafter. Raises ValueError for one of no such form."""
         if not isinstance(name, str) or name.split(":")[0] != "mtp":
             return None
-        form = re.fullmatch(r"mtp(:before|:after)?(:[1-9][0-9]*)?", name)
+        names = [states.name for states in ALL_MTP_STATES]
+        form = re.fullmatch(rf"mtp(?::({'|'.join(names)}))?(?::([1-9][0-9]*))?", name)
         if form is None:
+            *first, last = (f":{one}" for one in names)
             raise ValueError(
-                f"drafter {name!r}: after mtp may come :before or :after, and a number of layers, "
-                "as in mtp:after:1"
+                f"drafter {name!r}: after mtp may come {', '.join(first)} or {last}, and a number "
+                "of layers, as in mtp:after:1"
             )
-        normed = None if form[1] is None else form[1] == ":after"
-        return cls(normed, None if form[2] is None else int(form[2][1:]))
+        states, count = form.groups()
+        return cls(
+            None if states is None else MtpStates.named(states),
+            None if count is None else int(count),
+        )
 
     def over(self, mtp: MtpConfig) -> MtpConfig:
         """The layers chosen of a checkpoint's.
@@ -88,8 +100,7 @@ class MtpChoice:
                 f"of {mtp.num_layers} MTP layers that share a projection only the first can draft: "
                 "choose it by the drafter mtp:1"
             )
-        normed = mtp.normed if self.normed is None else self.normed
-        return dataclasses.replace(mtp, normed=normed, num_layers=count)
+        return dataclasses.replace(mtp, states=self.states or mtp.states, num_layers=count)
 
     def name(self, mtp: MtpConfig) -> str:
         """The name that says it all: with a number where the checkpoint has several layers.
@@ -98,7 +109,7 @@ class MtpChoice:
         """
         chosen = self.over(mtp)
         count = f":{chosen.num_layers}" if mtp.num_layers > 1 else ""
-        return f"mtp:{'after' if chosen.normed else 'before'}{count}"
+        return f"mtp:{chosen.states.name}{count}"
 
 
 def load_mtp_heads(
@@ -128,7 +139,7 @@ def load_mtp_heads(
             "only one can draft: choose the drafter mtp:1, or another one"
         )
     return tuple(
-        load_mtp_head(directory, target, dtype, mesh, sharded, normed=mtp.normed, index=index)
+        load_mtp_head(directory, target, dtype, mesh, sharded, states=mtp.states, index=index)
         for index in range(count)
     )
 
@@ -140,7 +151,7 @@ def load_mtp_head(
     mesh: Mesh | None = None,
     sharded: bool = False,
     *,
-    normed: bool | None = None,
+    states: MtpStates | None = None,
     index: int = 0,
 ) -> DraftHead:
     """Read MTP layer ``index`` of a checkpoint, onto ``mesh`` or the default device.
@@ -148,14 +159,14 @@ def load_mtp_head(
     Args:
       directory: the target's own, or one of MTP layers alone.
       sharded: split it over the mesh's model axis; otherwise it is replicated.
-      normed: replaces the config's choice (see MtpConfig.normed).
+      states: replaces the config's choice.
 
     Raises ValueError for a checkpoint without MTP layers, and for one that does not fit the target.
     """
     directory = Path(directory)
     mtp = _mtp_config(directory)
-    if normed is not None:
-        mtp = dataclasses.replace(mtp, normed=normed)
+    if states is not None:
+        mtp = dataclasses.replace(mtp, states=states)
     head = mtp_head_config(target, mtp, index)
     assert head.mtp is not None
     shards = Shards.over(mesh, mesh_layout(mesh, split_model=sharded))
@@ -189,7 +200,8 @@ def _mtp_config(directory: Path) -> MtpConfig:
 
 
 def save_mtp_head(head: DraftHead, directory: str | Path, hf_config: Mapping[str, Any]) -> None:
-    """Write an MTP layer by itself, named as its front says.
+    """Write an MTP layer by itself, named as its front says. ``config.json`` has the states that
+    it reads, too, as ``mtp_states``: it drafts with those that it was trained on.
 
     ``hf_config``: the contents of its target's ``config.json``.
 
@@ -198,6 +210,8 @@ def save_mtp_head(head: DraftHead, directory: str | Path, hf_config: Mapping[str
     check_not_quantized(head)
     head, front = without_kv_scales(head), head.front
     assert isinstance(front, MtpFront)
-    config = with_mtp_layer(hf_config) | {"torch_dtype": jnp.dtype(head.dtype).name}
+    config = with_mtp_layer(hf_config, mtp_states(head)) | {
+        "torch_dtype": jnp.dtype(head.dtype).name
+    }
     splits = head.filled(front.names.layer.removesuffix("."), splitting())
     save_tree(directory, head, splits, config)

@@ -19,7 +19,7 @@ from jaxspec.benchmarking.random_params import random_decoder, random_head
 from jaxspec.benchmarking.rounds import Bench, Workload
 from jaxspec.benchmarking.shapes import SHAPES
 from jaxspec.commands import bench_engine, bench_serving
-from jaxspec.config.mtp import MtpConfig
+from jaxspec.config.mtp import AFTER, MtpConfig
 from jaxspec.config.quantization import Scheme
 from jaxspec.models.decoder import decoder_shapes
 from jaxspec.speculation.drafters import EagleDrafter
@@ -171,7 +171,7 @@ def test_latents_of_the_context_are_read_once_for_all_heads():
 
 
 def test_the_floor_of_several_mtp_layers():
-    config = dataclasses.replace(TINY, mtp=MtpConfig("deepseek", 3, normed=True))
+    config = dataclasses.replace(TINY, mtp=MtpConfig("deepseek", 3, AFTER))
     target = random_decoder(config, BFLOAT16, None, seed=0)
     head = random_head(config, BFLOAT16, None, seed=1)
     params = make_params(parse_mode("chain:5"), target, head, None, Kernels())

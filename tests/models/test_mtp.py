@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import operator
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,12 @@ import transformers
 from safetensors.numpy import load_file
 
 from jaxspec import LLM, SamplingParams, SpeculationConfig, load
+from jaxspec.config.mtp import AFTER, ALL_MTP_STATES, BEFORE, BEFORE_AFTER, MtpStates
 from jaxspec.drafter_loading import choose_drafter
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.decoder import FINAL_NORM
-from jaxspec.models.heads import DraftHead
+from jaxspec.models.heads import DraftHead, mtp_states
 from jaxspec.models.hf_config import load_model_config, parse_model_config
 from jaxspec.models.hf_values import read_json
 from jaxspec.parallel import make_mesh
@@ -33,6 +35,7 @@ from tests.mtp_reference import torch_mtp
 FLOAT32 = jnp.dtype("float32")
 TOKENS = np.random.default_rng(0).integers(0, 257, (2, 13))
 SMALL: dict[str, Any] = {"vocab_size": 257, "num_hidden_layers": 2}
+NAME_OF = operator.attrgetter("name")
 CHAIN, TREE = SpeculationConfig.chain(3), SpeculationConfig(num_nodes=8, max_depth=3, top_k=2)
 
 
@@ -66,20 +69,22 @@ def reference(path: Path, layout: str, kind: Any, *, normed: bool) -> tuple[np.n
         return after.numpy(), model.lm_head(after).numpy()
 
 
-@pytest.mark.parametrize("normed", [True, slow(False)])
+@pytest.mark.parametrize(
+    "states", [AFTER, *(slow(one) for one in ALL_MTP_STATES if one != AFTER)], ids=NAME_OF
+)
 @pytest.mark.parametrize(
     ("layout", "kind"),
     [("deepseek", transformers.LlamaConfig), ("mimo", transformers.Qwen2Config)],
     ids=["deepseek", "mimo"],
 )
 def test_logits_are_those_of_transformers(
-    layout: str, kind: Any, normed: bool, checkpoints: dict[str, Path]
+    layout: str, kind: Any, states: MtpStates, checkpoints: dict[str, Path]
 ):
-    path = checkpoints[layout]
+    path, normed = checkpoints[layout], states.target_normed
     expected, expected_logits = reference(path, layout, kind, normed=normed)
     config = load_model_config(path)
     target = load_decoder(path, config, FLOAT32)
-    head = load_mtp_head(path, config, FLOAT32, normed=normed)
+    head = load_mtp_head(path, config, FLOAT32, states=states)
     assert head.capture == ((FINAL_NORM,) if normed else (config.num_layers,))
     positions = jnp.broadcast_to(jnp.arange(TOKENS.shape[1]), TOKENS.shape)
     tokens = jnp.asarray(TOKENS)
@@ -90,7 +95,9 @@ def test_logits_are_those_of_transformers(
     out = head.run(target, tokens[:, 1:], hidden, positions[:, :-1], (None,), dense_causal_attend)
     np.testing.assert_allclose(out.normed, expected, atol=1e-4)
     np.testing.assert_allclose(head.logits(target, out.normed), expected_logits, atol=2e-4)
-    assert np.array_equal(out.hidden, out.normed) == normed  # what the next draft step reads
+    assert (
+        np.array_equal(out.hidden, out.normed) == states.own_normed
+    )  # what the next draft step reads
 
 
 def texts(llm: LLM) -> tuple[list[list[int]], list[list[float]]]:
@@ -134,6 +141,16 @@ def test_checkpoints_draft_with_their_own_layers(
     assert texts(llm)[0] == plain
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["mtp", *(slow(f"mtp:{states.name}") for states in ALL_MTP_STATES)],
+)
+def test_what_the_layers_read_never_changes_the_text(name: str, drafting: dict[str, Path]):
+    options: dict[str, Any] = {"dtype": "float32", "max_length": 64}
+    plain, _ = texts(LLM(drafting["mimo"], "none", **options))
+    assert texts(LLM(drafting["mimo"], name, speculation=CHAIN, **options))[0] == plain
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("split", [True, False], ids=["split", "whole"])  # the MTP layer
 @pytest.mark.parametrize("devices", [2, 4])  # on four, KV heads are repeated
@@ -162,10 +179,12 @@ def test_the_body_of_mimo_has_the_logits_of_qwen2(page_size: int, step: int, tmp
 
 def test_auto_chooses_the_layers_and_says_what_they_read(checkpoints: dict[str, Path]):
     assert choose_drafter(checkpoints["deepseek"], "auto") == "mtp:after"
-    assert choose_drafter(checkpoints["mimo"], "auto") == "mtp:before"
-    assert choose_drafter(checkpoints["mimo"], "mtp:after") == "mtp:after"
+    assert choose_drafter(checkpoints["mimo"], "auto") == "mtp:before-after"
+    for states in ALL_MTP_STATES:
+        name = f"mtp:{states.name}"
+        assert choose_drafter(checkpoints["mimo"], name) == name
     for lookup in ("ngram", "suffix"):
-        assert choose_drafter(checkpoints["mimo"], f"{lookup}+mtp") == f"{lookup}+mtp:before"
+        assert choose_drafter(checkpoints["mimo"], f"{lookup}+mtp") == f"{lookup}+mtp:before-after"
     params = load(checkpoints["mimo"], "mtp:after", speculation=SpeculationConfig.chain(1))
     assert params.drafter.capture == (FINAL_NORM,)
 
@@ -180,6 +199,30 @@ def test_a_layer_is_saved_and_loaded_by_itself(checkpoints: dict[str, Path], tmp
     assert stored and all(np.array_equal(one, original[name]) for name, one in stored.items())
     drafter: Any = load(path, tmp_path, speculation=SpeculationConfig.chain(1)).drafter
     np.testing.assert_array_equal(drafter.head.front.fc.weight, head.front.fc.weight)
+
+
+@pytest.mark.parametrize("states", ALL_MTP_STATES, ids=NAME_OF)
+@pytest.mark.parametrize("layout", ["deepseek", "mimo"])
+def test_a_layer_by_itself_reads_what_it_was_saved_with(
+    layout: str, states: MtpStates, checkpoints: dict[str, Path], tmp_path: Path
+):
+    """Not what its family reads: a trained layer drafts as it was trained."""
+    path = checkpoints[layout]
+    config, raw = load_model_config(path), read_json(path / "config.json")
+    head = load_mtp_head(path, config, FLOAT32, states=states)
+    save_mtp_head(head, tmp_path, raw)
+    drafter: Any = load(path, tmp_path, speculation=SpeculationConfig.chain(1)).drafter
+    assert drafter.head.capture == ((FINAL_NORM,) if states.target_normed else (config.num_layers,))
+    assert drafter.head.recycle_normed == states.own_normed
+    assert mtp_states(drafter.head) == states
+
+
+def test_unknown_states_are_named(checkpoints: dict[str, Path]):
+    assert [states.name for states in (BEFORE, BEFORE_AFTER)] == ["before", "before-after"]
+    raw = read_json(checkpoints["mimo"] / "config.json")
+    message = "mtp_states: .* one of before, after, before-after, after-before, got 'first'"
+    with pytest.raises(ValueError, match=message):
+        parse_model_config(raw | {"mtp_states": "first"})
 
 
 def test_models_without_such_layers_are_named(tmp_path: Path):

@@ -13,7 +13,7 @@ import transformers
 from safetensors.numpy import load_file
 
 from jaxspec import LLM, SamplingParams, SpeculationConfig, functional, load
-from jaxspec.config.mtp import MtpConfig
+from jaxspec.config.mtp import AFTER, MtpConfig
 from jaxspec.drafter_loading import choose_drafter
 from jaxspec.functional import EngineParams
 from jaxspec.models.decoder import FINAL_NORM
@@ -97,27 +97,30 @@ def draft_after(
 
 
 @pytest.mark.parametrize(
-    ("layout", "normed", "width", "rounds"),
+    ("layout", "states", "width", "rounds"),
     [
-        ("deepseek", True, 5, 3),
-        slow("deepseek", True, 32, 0),
-        slow("deepseek", False, 32, 2),
-        slow("deepseek", True, 1, 7),
-        slow("mimo", False, 32, 0),
-        slow("mimo", False, 3, 4),
-        slow("mimo", True, 7, 2),
+        ("deepseek", "after", 5, 3),
+        slow("deepseek", "after", 32, 0),
+        slow("deepseek", "before", 32, 2),
+        slow("deepseek", "after-before", 7, 3),
+        slow("deepseek", "after", 1, 7),
+        slow("mimo", "before-after", 32, 0),
+        slow("mimo", "before", 3, 4),
+        slow("mimo", "after", 7, 2),
     ],
 )
 def test_draft_logits_are_those_of_transformers(
-    layout: str, normed: bool, width: int, rounds: int, checkpoints: dict[str, Path]
+    layout: str, states: str, width: int, rounds: int, checkpoints: dict[str, Path]
 ):
     """After a prompt that was read whole or in pieces, and after rounds that rejected drafts."""
     path = checkpoints[layout]
-    name = f"mtp:{'after' if normed else 'before'}"
+    name = f"mtp:{states}"
     params = load(path, name, speculation=DRAWN, dtype="float32")
     texts, ours = draft_after(params, width, rounds)
     model, mtp = torch_mtp(path, layout, KINDS[layout], COUNT)
-    theirs = np.stack([draft_log_probs(model, mtp, text, COUNT, normed=normed) for text in texts])
+    target_normed, own_normed = states.startswith("after"), states.endswith("after")
+    normed = {"target_normed": target_normed, "own_normed": own_normed}
+    theirs = np.stack([draft_log_probs(model, mtp, text, COUNT, **normed) for text in texts])
     print(f"{layout} {name}: {np.abs(ours - theirs).max():.1e}")
     np.testing.assert_allclose(ours, theirs, atol=2e-4, rtol=0)
 
@@ -127,7 +130,7 @@ def test_the_choice_of_layers_is_named(checkpoints: dict[str, Path]):
     assert choose_drafter(path, "auto") == "mtp:after:3"
     assert choose_drafter(path, "mtp:before") == "mtp:before:3"
     assert choose_drafter(path, "ngram+mtp:1") == "ngram+mtp:after:1"
-    assert choose_drafter(checkpoints["mimo"], "mtp") == "mtp:before:3"
+    assert choose_drafter(checkpoints["mimo"], "mtp") == "mtp:before-after:3"
     config = load_model_config(path)
     for name, depth, count in (
         ("mtp", 5, 3),
@@ -150,8 +153,10 @@ def test_what_is_not_supported_is_named(checkpoints: dict[str, Path], tmp_path: 
     path = checkpoints["deepseek"]
     with pytest.raises(ValueError, match="4 MTP layers are asked for, and the checkpoint has 3"):
         load(path, "mtp:4")
-    for name in ("mtp:0", "mtp:1:after", "mtp:after:", "mtp:first"):
-        with pytest.raises(ValueError, match="after mtp may come :before or :after, and a number"):
+    for name in ("mtp:0", "mtp:1:after", "mtp:after:", "mtp:first", "mtp:after-after"):
+        with pytest.raises(
+            ValueError, match="come :before, :after, :before-after or :after-before, and"
+        ):
             load(path, name)
     config = path / "config.json"
     raw = json.loads(config.read_text())
@@ -201,7 +206,7 @@ def drafting(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("drafter", "options"),
     [
         ("mtp", {}),
-        ("mtp:before:2", {"speculation": SpeculationConfig.chain(4)}),
+        ("mtp:after-before:2", {"speculation": SpeculationConfig.chain(4)}),
         ("ngram+mtp", {"page_size": 5}),
         ("mtp", {"drafter_bits": 8}),
         ("mtp", {"kv_dtype": "fp8"}),
@@ -233,7 +238,7 @@ def test_layers_by_themselves_draft_together(checkpoints: dict[str, Path], tmp_p
 
 
 def test_a_number_of_layers_is_checked_before_it_becomes_a_name():
-    one, shared = MtpConfig("deepseek", 1, normed=True), MtpConfig("qwen", 2, normed=True)
+    one, shared = MtpConfig("deepseek", 1, AFTER), MtpConfig("qwen", 2, AFTER)
     assert MtpChoice(count=1).name(one) == "mtp:after"
     with pytest.raises(ValueError, match="2 MTP layers are asked for, and the checkpoint has 1"):
         MtpChoice(count=2).name(one)

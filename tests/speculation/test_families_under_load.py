@@ -8,6 +8,7 @@ import pytest
 
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
+from jaxspec.config.mtp import BEFORE_AFTER
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.engine import Engine
 from jaxspec.functional import EngineParams
@@ -25,7 +26,7 @@ EXPERTS = tuple(test_experts.FAMILIES)
 WITH_MTP: dict[str, dict[str, Any]] = {
     "deepseek_v3": {},
     "glm4_moe": {},
-    "mimo": {"layout": "mimo", "normed": False},
+    "mimo": {"layout": "mimo", "states": BEFORE_AFTER},
     "qwen3_next": {"layout": "qwen"},
     "qwen3_5_text": {"layout": "qwen"},
     "qwen3_5_moe_text": {"layout": "qwen"},

@@ -15,6 +15,7 @@ from jax import Array
 from jaxspec.cache import pages_for
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
+from jaxspec.config.mtp import AFTER, AFTER_BEFORE, BEFORE, BEFORE_AFTER, MtpStates
 from jaxspec.config.speculation import PLAIN, SpeculationConfig, TreeShape
 from jaxspec.engine import Engine
 from jaxspec.functional import EngineParams
@@ -47,8 +48,8 @@ PROMPTS = [COMMON + ENDS[0], COMMON + ENDS[1], COMMON[:30] + ENDS[2], COMMON, [5
 
 
 @functools.cache
-def params_of(heads: int, shape: SpeculationConfig, normed: bool = True) -> EngineParams:
-    drafter = mtp_drafter(TARGET, heads, normed=normed)
+def params_of(heads: int, shape: SpeculationConfig, states: MtpStates = AFTER) -> EngineParams:
+    drafter = mtp_drafter(TARGET, heads, states=states)
     return EngineParams(target=TARGET, drafter=drafter, speculation=shape)
 
 
@@ -190,25 +191,25 @@ def check(engine: Engine, generations: list[Generation], top_k: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("heads", "shape", "page_size", "normed"),
+    ("heads", "shape", "page_size", "states"),
     [
-        (3, SMALL_TREE, 5, True),
-        slow(3, TREE, 5, True),
-        slow(3, CHAIN, 8, True),
-        slow(3, TREE, 1, False),
-        slow(2, CHAIN, 7, False),
-        slow(2, TREE, 32, True),
-        slow(1, TREE, 5, True),
-        slow(5, CHAIN, 5, True),  # more layers than steps
-        slow(3, SpeculationConfig.chain(1), 3, True),
+        (3, SMALL_TREE, 5, AFTER),
+        slow(3, TREE, 5, AFTER),
+        slow(3, CHAIN, 8, BEFORE_AFTER),
+        slow(3, TREE, 1, BEFORE),
+        slow(2, CHAIN, 7, BEFORE),
+        slow(2, TREE, 32, AFTER_BEFORE),
+        slow(1, TREE, 5, AFTER),
+        slow(5, CHAIN, 5, AFTER),  # more layers than steps
+        slow(3, SpeculationConfig.chain(1), 3, AFTER),
     ],
 )
 def test_drafts_texts_and_pages_are_those_of_whole_texts(
-    heads: int, shape: SpeculationConfig, page_size: int, normed: bool
+    heads: int, shape: SpeculationConfig, page_size: int, states: MtpStates
 ):
     """With chunks of prompts, prefix hits, and so few pages that rows are preempted."""
     pages = 1 + pages_for(LENGTH + 10, page_size)
-    engine = new_engine(params_of(heads, shape, normed), page_size, pages, preemption="recompute")
+    engine = new_engine(params_of(heads, shape, states), page_size, pages, preemption="recompute")
     generations = served(engine)
     hits = engine.scheduler.cache_statistics()[1]
     assert hits > 0

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxspec import LLM, SamplingParams, SpeculationConfig
 from jaxspec.commands import train_head
-from jaxspec.config.mtp import MtpConfig
+from jaxspec.config.mtp import AFTER, MtpConfig
 from jaxspec.functional import EngineParams, admit, init_state, prefill
 from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.heads import DraftHead
@@ -66,7 +66,7 @@ TRAIN, HELD_OUT = random_examples(40, 1), random_examples(8, 2)
 
 def make_head(method: str = "eagle3"):
     if method == "mtp":
-        return init_mtp_layer(TARGET, MtpConfig("deepseek", num_layers=1, normed=True))
+        return init_mtp_layer(TARGET, MtpConfig("deepseek", num_layers=1, states=AFTER))
     ids = np.arange(0, CONFIG.vocab_size, 2, dtype=np.int32)
     return init_head(
         TARGET, HEAD_CONFIG, method,  # pyright: ignore[reportArgumentType]

@@ -13,7 +13,8 @@ from safetensors.numpy import load_file
 
 from jaxspec import LLM, SamplingParams, SpeculationConfig
 from jaxspec.commands import train_head
-from jaxspec.config.mtp import MtpConfig
+from jaxspec.config.mtp import AFTER, BEFORE_AFTER, MtpConfig
+from jaxspec.models.heads import mtp_states
 from jaxspec.models.heads.config import check_capture, default_capture
 from jaxspec.models.hf_config import load_model_config, parse_model_config, with_mtp_layer
 from jaxspec.models.hf_values import read_json
@@ -56,6 +57,9 @@ def test_a_head_is_trained_for_a_hybrid(method: str, hybrid: Path, tmp_path: Pat
     assert train_head.main(arguments) == 0, capsys.readouterr().err
     names = load_file(out / "model.safetensors")
     assert ("mtp.fc.weight" in names) == (method == "mtp")
+    if method == "mtp":
+        assert read_json(out / "config.json")["mtp_states"] == "after"
+        assert "own after its norm (`after`)" in (out / "README.md").read_text()
     speculation = SpeculationConfig.chain(2)
     llms = [LLM(hybrid, out, speculation=speculation, max_length=64), LLM(hybrid, "none")]
     prompts, params = ["def add", "class"], SamplingParams(max_tokens=12)
@@ -66,7 +70,11 @@ def test_a_head_is_trained_for_a_hybrid(method: str, hybrid: Path, tmp_path: Pat
 def test_a_layer_begins_as_the_last_that_attends(hybrid: Path):
     target = load_decoder(hybrid, load_model_config(hybrid), FLOAT32)
     mtp = parse_model_config(with_mtp_layer(read_json(hybrid / "config.json"))).mtp
-    assert mtp is not None and mtp == MtpConfig("qwen", num_layers=1, normed=True)
+    assert mtp is not None and mtp == MtpConfig("qwen", num_layers=1, states=AFTER)
+    told = with_mtp_layer(read_json(hybrid / "config.json") | {"mtp_states": "before-after"})
+    other = parse_model_config(told).mtp
+    assert other is not None and other.states == BEFORE_AFTER
+    assert mtp_states(init_mtp_layer(target, other)) == BEFORE_AFTER
     [layer] = init_mtp_layer(target, mtp).layers
     for one, other in zip(jax.tree.leaves(layer), jax.tree.leaves(target.layers[3]), strict=True):
         np.testing.assert_array_equal(one, other)
@@ -95,7 +103,7 @@ def test_scores_are_scaled_as_the_model_scales_them(tmp_path: Path):
     for factor in (0.5, 0.05):
         model = parse_model_config(raw | {"attention_multiplier": factor})
         target = load_decoder(tmp_path, model, FLOAT32)
-        head = init_mtp_layer(target, MtpConfig("deepseek", num_layers=1, normed=True))
+        head = init_mtp_layer(target, MtpConfig("deepseek", num_layers=1, states=AFTER))
         features = jax.random.normal(jax.random.key(0), (*TOKENS.shape, model.hidden_size))
         outputs.append(unroll(head, target, jnp.asarray(TOKENS), features, 2)[1][0])
     assert not np.allclose(*outputs, atol=1e-3)
@@ -107,7 +115,7 @@ def test_layers_that_training_does_not_know_are_refused(tmp_path: Path):
     save_random_model(tmp_path, transformers.Gemma2Config(**sizes))
     target = load_decoder(tmp_path, load_model_config(tmp_path), FLOAT32)
     with pytest.raises(ValueError, match="heads that cap scores or have attention sinks cannot"):
-        init_mtp_layer(target, MtpConfig("deepseek", num_layers=1, normed=True))
+        init_mtp_layer(target, MtpConfig("deepseek", num_layers=1, states=AFTER))
 
 
 def test_a_head_reads_distinct_layers_of_small_models():

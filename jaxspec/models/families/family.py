@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxspec.config.mixers import AttentionConfig
 from jaxspec.config.model import LayerConfig, ModelConfig
-from jaxspec.config.mtp import MtpConfig, MtpLayout
+from jaxspec.config.mtp import AFTER, MtpConfig, MtpLayout, MtpStates
 from jaxspec.config.rope import LongRopeScaling, RopeConfig
 from jaxspec.models import hf_keys
 from jaxspec.models.hf_values import (
@@ -19,6 +19,7 @@ from jaxspec.models.hf_values import (
     is_integer,
     is_positive_integer,
     is_positive_number,
+    naming,
     shown,
 )
 
@@ -144,24 +145,28 @@ def model_of(hf: Keys, layers: Iterable[LayerConfig], *, norm_offset: int = 0) -
         tie_word_embeddings=hf["tie_word_embeddings"],
         stop_token_ids=stop_token_ids(hf["eos_token_id"], hf["vocab_size"]),
         norm_offset=norm_offset,
-        mtp=mtp_of(hf, "deepseek", normed=True),
+        mtp=mtp_of(hf, "deepseek", AFTER),
     )
 
 
 def mtp_of(
-    hf: Keys, layout: MtpLayout, *, normed: bool, key: str | None = None
+    hf: Keys, layout: MtpLayout, states: MtpStates, *, key: str | None = None
 ) -> MtpConfig | None:
     """The MTP layers that a checkpoint has beside its model. Those of families that do not say
     otherwise are as in DeepSeek-V3's checkpoints. ``key`` has their number; None: DeepSeek's key.
+    ``states``: what they read, unless the config has ``mtp_states``.
 
-    Raises ValueError for what is no number of layers.
+    Raises ValueError for what is no number of layers, and for unknown states.
     """
     name = "num_nextn_predict_layers" if hf["num_mtp_layers"] is None else "num_mtp_layers"
     name = key or name  # transformers writes the latter
     count = hf[name]
     if not is_integer(count) or count < 0:
         raise ValueError(f"{name} must be a number of layers, got {shown(count)}")
-    return MtpConfig(layout, count, normed) if count else None
+    if hf["mtp_states"] is not None:
+        with naming("mtp_states"):
+            states = MtpStates.named(hf["mtp_states"])
+    return MtpConfig(layout, count, states) if count else None
 
 
 def attention_of(hf: Keys, rope: RopeConfig, window: int | None = None) -> AttentionConfig:

@@ -5,6 +5,7 @@ from typing import Any
 
 from jaxspec.config.mlps import DenseConfig
 from jaxspec.config.model import LayerConfig, ModelConfig
+from jaxspec.config.mtp import BEFORE_AFTER
 from jaxspec.models.families.family import Family, Keys, attention_of, model_of, mtp_of
 from jaxspec.models.families.rope import rope_of
 from jaxspec.models.families.windows import FULL, SLIDING, optional_windows
@@ -37,8 +38,9 @@ def _read_qwen2(hf: Keys) -> ModelConfig:
 
 
 def _read_mimo(hf: Keys) -> ModelConfig:
-    # Acceptance was published with states before the norm (vLLM issue 25136).
-    return dataclasses.replace(_read_qwen2(hf), mtp=mtp_of(hf, "mimo", normed=False))
+    # As its authors do it in vLLM (mimo.py, mimo_mtp.py): the model's state before its norm, then
+    # the layer's own after final_layernorm. Other engines differ: docs/drafters.md.
+    return dataclasses.replace(_read_qwen2(hf), mtp=mtp_of(hf, "mimo", BEFORE_AFTER))
 
 
 def _read_qwen3(hf: Keys) -> ModelConfig:

@@ -13,6 +13,7 @@ from jaxspec.config.experts import ExpertNames, ExpertsConfig, Fused, RoutingCon
 from jaxspec.config.gated_delta import GatedDeltaConfig
 from jaxspec.config.mlps import DenseConfig
 from jaxspec.config.model import LayerConfig, ModelConfig
+from jaxspec.config.mtp import AFTER
 from jaxspec.models.families.family import Family, Keys, attention_of, model_of, mtp_of
 from jaxspec.models.families.rope import rope_of
 from jaxspec.models.families.routed import every_few
@@ -47,7 +48,7 @@ def _model(hf: Keys, mlps: Callable[[int], _Mlp], *, by_head: bool) -> ModelConf
         for index, kind in enumerate(_kinds(hf))
     ]
     model = model_of(hf, layers, norm_offset=1)
-    mtp = mtp_of(hf, "qwen", normed=True, key="mtp_num_hidden_layers")
+    mtp = mtp_of(hf, "qwen", AFTER, key="mtp_num_hidden_layers")
     for other in ("num_nextn_predict_layers", "num_mtp_layers"):
         if hf[other] and hf[other] != hf["mtp_num_hidden_layers"]:
             count = hf["mtp_num_hidden_layers"]

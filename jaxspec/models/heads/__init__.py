@@ -19,7 +19,12 @@ from jaxspec.models.heads.config import (
 from jaxspec.models.heads.eagle1 import Eagle1Front, eagle1_front_shape
 from jaxspec.models.heads.eagle3 import Eagle3Front, eagle3_front_shape
 from jaxspec.models.heads.head import DraftHead, Front, FrontOutput, FrontShape, HeadOutput
-from jaxspec.models.heads.mtp import MtpFront, mtp_front_shape, mtp_head_config
+from jaxspec.models.heads.mtp import (
+    MtpFront,
+    mtp_front_shape,
+    mtp_head_config,
+    mtp_states,
+)
 from jaxspec.models.layer import layer_shape
 from jaxspec.models.linear import linear_shape
 from jaxspec.models.shapes import array_shape, vector
@@ -44,6 +49,7 @@ __all__ = [
     "default_capture",
     "head_shapes",
     "mtp_head_config",
+    "mtp_states",
 ]
 
 

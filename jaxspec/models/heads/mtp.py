@@ -12,11 +12,11 @@ from jax import Array
 
 from jaxspec.config.gated_delta import GatedDeltaConfig
 from jaxspec.config.model import ModelConfig
-from jaxspec.config.mtp import MtpConfig
+from jaxspec.config.mtp import MtpConfig, MtpStates
 from jaxspec.models.decoder import FINAL_NORM
 from jaxspec.models.forward import ForwardPass
 from jaxspec.models.heads.config import HeadConfig
-from jaxspec.models.heads.head import FrontOutput, FrontShape
+from jaxspec.models.heads.head import DraftHead, FrontOutput, FrontShape
 from jaxspec.models.layer import Layer
 from jaxspec.models.linear import Linear, linear_shape
 from jaxspec.models.mtp_names import MtpNames, mtp_names
@@ -38,10 +38,15 @@ def mtp_head_config(target: ModelConfig, mtp: MtpConfig, index: int = 0) -> Head
     return HeadConfig(
         model=model,
         method="mtp",
-        capture=(FINAL_NORM if mtp.normed else target.num_layers,),
-        norm_output=mtp.normed,
+        capture=(FINAL_NORM if mtp.states.target_normed else target.num_layers,),
+        norm_output=mtp.states.own_normed,
         mtp=mtp_names(mtp, target.num_layers, index),
     )
+
+
+def mtp_states(head: DraftHead) -> MtpStates:
+    """The hidden states that an MTP layer reads."""
+    return MtpStates(target_normed=head.capture == (FINAL_NORM,), own_normed=head.recycle_normed)
 
 
 @pytree
