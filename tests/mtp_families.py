@@ -1,4 +1,4 @@
-"""Tiny random models of DeepSeek-V3 and MiMo, and checkpoints whose MTP layer guesses well."""
+"""Tiny random models of DeepSeek-V3, GLM and MiMo, and checkpoints whose MTP layer guesses well."""
 
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "qk_rope_head_dim": 8,
         "v_head_dim": 12,
         "first_k_dense_replace": 1,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 16,
+        "n_group": 4,
+        "topk_group": 2,
+    },
+    "glm4_moe": {
         "n_routed_experts": 8,
         "num_experts_per_tok": 3,
         "moe_intermediate_size": 16,

@@ -178,8 +178,13 @@ def eagle3_head(
     """Every entry attends to itself alone, and its values are its embedding.
 
     Constant queries and keys (biases) turn into a preference for the nearest position by rope.
+    Its attention is the target's, if the values of that have room for an embedding, else CONFIG's.
     """
     config = _head_config(target, qkv_bias=True)
+    own = config.layers[0].attention
+    if own.num_kv_heads * own.head_dim != config.hidden_size:
+        mixer = dataclasses.replace(CONFIG.layers[0].attention, qkv_bias=True)
+        config = config.map_layers(lambda layer: dataclasses.replace(layer, mixer=mixer))
     hidden, vocab = config.hidden_size, draft_vocab_size or config.vocab_size
     described = HeadConfig(config, "eagle3", (0, 1, 2), draft_vocab_size)
     shapes = head_shapes(described, target.config, jnp.dtype(jnp.float32))

@@ -1,6 +1,7 @@
 """Models with experts: speculation and devices that share them change no token (float32)."""
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jaxspec.config.experts import ExpertsConfig, RoutingConfig
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.functional import EngineParams
+from jaxspec.loading import load
 from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.forward import make_pass
@@ -20,11 +22,12 @@ from jaxspec.models.linear import Linear
 from jaxspec.models.mlps import mix
 from jaxspec.parallel import WHOLE, Layout, TensorParallel, make_mesh, mesh_layout, partition_specs
 from jaxspec.sampling import make_sampling
-from jaxspec.speculation.drafters import NoDrafter
+from jaxspec.speculation.drafters import EagleDrafter, NoDrafter
 from jaxspec.state import EngineState
 from pallas_kernels.selection import NO_KERNELS
 from tests.layouts import on_mesh
 from tests.marks import first_is_fast, slow
+from tests.mtp_families import save_with_mtp
 from tests.random_experts import expert_config, random_expert_target
 from tests.random_models import generate, make_params, random_prompts
 
@@ -216,3 +219,25 @@ def test_devices_change_nothing(kind: str, devices: TensorParallel, sequence: in
     params = make_params("eagle3", TREE, target(kind))
     mesh = make_mesh(devices, sequence_parallel=sequence)
     assert texts(on_mesh(params, mesh)) == plain_texts(kind)
+
+
+@pytest.fixture(scope="module")
+def glm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint whose MTP layer has experts."""
+    return save_with_mtp(tmp_path_factory.mktemp("glm"), "glm4_moe")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("devices", [2, 4])  # on four, KV heads are repeated
+def test_devices_draft_with_the_mtp_layer_of_a_checkpoint(
+    glm: Path, devices: int, shape: SpeculationConfig
+):
+    """Repeated on each, then split over them, its experts too."""
+    expected = texts(load(glm, "none"))
+    for split in (False, True):
+        options: Any = {"mesh": make_mesh(devices), "shard_drafter": split}
+        params = load(glm, "mtp", speculation=shape, **options)
+        assert isinstance(params.drafter, EagleDrafter)
+        assert isinstance(params.drafter.head.config.layers[0].mlp, ExpertsConfig)
+        assert texts(params) == expected

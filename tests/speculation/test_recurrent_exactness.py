@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 from jaxspec import functional
+from jaxspec.cache.delta_rule import recurrence
+from jaxspec.cache.recurrent import DeltaState
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.gated_delta import GatedDeltaConfig
@@ -191,14 +193,27 @@ def test_rounds_stay_on_a_gpu_and_plain_ones_have_no_loop_in_a_layer():
     assert tree_round.count("stablehlo.while") == 1 + 3
 
 
+def recurrent_states(state: EngineState) -> list[np.ndarray]:
+    """Of the first row, with the tokens that wait in its window: [G, r, Dv, Dk] a layer."""
+    length, found = int(state.rows.context_lens[0]), []
+    assert length == len(PROMPTS[0]) + LONG - 1  # all but the root
+    for layer in state.pool.target.layers:
+        if isinstance(layer, DeltaState):
+            held = length % layer.folded
+            since = jax.tree.map(lambda x, held=held: x[:1, :held], layer.window)
+            found.append(np.asarray(recurrence(layer.s[:1], since.k, since)[1][0]))
+    return found
+
+
 @pytest.mark.slow
 def test_a_long_text_drafted_by_random_trees_is_that_of_plain_decoding():
-    """A sampled text, which does not repeat itself, of many folds; the tree changes at random."""
+    """A sampled text, which does not repeat itself, of many folds; the tree changes at random. Both
+    engines end with the same recurrent states."""
     model = target(max_position=LONG + 64)
     cache = CacheConfig(page_size=64, max_length=LONG + 24)
     sampling = SamplingParams(max_tokens=LONG, temperature=0.8, seed=1)
 
-    def serve(params: EngineParams, shapes: tuple[TreeShape, ...]) -> tuple[list[int], Counter]:
+    def serve(params: EngineParams, shapes: tuple[TreeShape, ...]) -> tuple[Any, ...]:
         engine = Engine(params, cache, EngineConfig(max_rows=1, rounds_per_call=8))
         generation, rng = engine.add(PROMPTS[0], sampling), np.random.default_rng(0)
         while not generation.done:
@@ -206,14 +221,20 @@ def test_a_long_text_drafted_by_random_trees_is_that_of_plain_decoding():
             engine.step()
         assert not generation.error
         lengths = enumerate(generation.statistics.accepted)
-        return generation.token_ids, Counter(dict(lengths))
+        engine.finish([])
+        states = recurrent_states(engine.programs.state)
+        return generation.token_ids, Counter(dict(lengths)), states
 
     plain = EngineParams(target=model, drafter=NoDrafter(), speculation=SpeculationConfig.chain(0))
     drafter = DraftModelDrafter(model=draft_model(model))
     speculation = SpeculationConfig(num_nodes=12, max_depth=5, top_k=3)
     drafted = plain.replace(drafter=drafter, speculation=speculation)
-    expected, _ = serve(plain, (PLAIN,))
-    found, accepted = serve(drafted, SHAPES)
+    expected, _, plain_states = serve(plain, (PLAIN,))
+    found, accepted, states = serve(drafted, SHAPES)
     assert found == expected and len(expected) == LONG
     assert accepted[1] > LONG / 16 and accepted[4] > 0, "hardly a draft was accepted"
     assert len(set(expected[-256:])) > 32
+    assert len(states) == len(plain_states) == 3
+    for own, other in zip(states, plain_states, strict=True):
+        assert np.abs(other).max() > 0.1, "a state that is nearly empty cannot drift"
+        np.testing.assert_allclose(own, other, rtol=0, atol=1e-4)
