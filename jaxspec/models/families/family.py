@@ -71,6 +71,7 @@ class Family:
         fixed = {key: values for key, values in fixed.items() if key not in own}
         check_keys(raw, hf_keys.COMMON_KEYS | hf_keys.HARMLESS_KEYS | own, fixed)
         self._check_code(raw.get("auto_map"))
+        _check_rope_keys(raw)
         return self.read(self._with_defaults(raw))
 
     def _inner(self, raw: Keys, inside: str) -> Keys:
@@ -100,7 +101,8 @@ class Family:
         if name is not None and str(name).rpartition(".")[2] != self.architecture:
             raise ValueError(
                 f"auto_map: AutoModelForCausalLM = {shown(name)} is not supported, only a class "
-                f"{self.architecture}: the checkpoint's own code is not run"
+                f"{self.architecture}: code of a checkpoint is not run. Remove auto_map if that "
+                "code computes what the family does"
             )
 
     def _with_defaults(self, raw: Keys) -> dict[str, Any]:
@@ -122,6 +124,16 @@ class Family:
             count = hf["num_hidden_layers"]
             raise ValueError(f"num_hidden_layers {count} is more than {MOST_LAYERS}")
         return hf
+
+
+def _check_rope_keys(raw: Keys) -> None:
+    """Raise ValueError for a value beside the rope parameters that is another one inside them,
+    where transformers reads it."""
+    for where in ("rope_scaling", "rope_parameters"):
+        inside = raw.get(where)
+        for key in ("rope_theta", "partial_rotary_factor"):
+            if key in raw and isinstance(inside, dict) and inside.get(key) is not None:
+                check_agrees(raw, key, inside[key], f"that of {where}")
 
 
 def check_keys(raw: Keys, known: frozenset[str], fixed: hf_keys.Allowed, inside: str = "") -> None:

@@ -21,7 +21,6 @@ from jaxspec.models.families.family import (
     model_of,
 )
 from jaxspec.models.families.rope import rope_from, rope_of
-from jaxspec.models.families.routed import under_either_name
 from jaxspec.models.families.windows import FULL, SLIDING, window_of, windows_by_kind
 from jaxspec.models.hf_keys import words
 from jaxspec.models.hf_values import shown
@@ -60,7 +59,7 @@ _GEMMA3 = _GEMMA2 | {
     "final_logit_softcapping": None,
     "rope_theta": 1_000_000.0,
     "rope_local_base_freq": 10_000.0,
-    "sliding_window_pattern": None,
+    "sliding_window_pattern": 6,
     "_sliding_window_pattern": None,
 }
 _GELU = "gelu_pytorch_tanh"
@@ -118,7 +117,9 @@ def _read_gemma2(hf: Keys) -> ModelConfig:
 def _read_gemma3(hf: Keys) -> ModelConfig:
     full, sliding = _ropes(hf)
     mlp, layers = _mlp(hf), []
-    every = under_either_name(hf, "sliding_window_pattern", "_sliding_window_pattern", 6)
+    every = hf["sliding_window_pattern"]
+    if hf["layer_types"] is None:  # transformers reads layer_types, or else the first name
+        check_agrees(hf, "_sliding_window_pattern", every, "sliding_window_pattern")
     for window in _windows(hf, every):
         plain = attention_of(hf, full if window is None else sliding, window)
         layers.append(LayerConfig(_attention(hf, plain, qk_norm=True), mlp, norms="both"))
