@@ -157,12 +157,10 @@ ORIGINAL = 16  # below LENGTH
 def test_longrope_on_both_sides_of_the_original_length(tmp_path: Path):
     """Texts up to the original length have the short factors. Longer ones have the long factors at
     all positions, where config.json has these in place of the short ones (docs/models.md)."""
-    config = transformers.Phi3Config(
-        **SMALL | {"eos_token_id": 2, "pad_token_id": 0},
-        rope_parameters=LONGROPE | {"rope_theta": 1e4, "partial_rotary_factor": 0.5},
-        original_max_position_embeddings=ORIGINAL,
-    )
-    directory = save_random_model(tmp_path, config)
+    kind, own = VARIANTS["phi4-mini"]
+    own = SMALL | {"eos_token_id": 2, "pad_token_id": 0} | own
+    own |= {"original_max_position_embeddings": ORIGINAL}
+    directory = save_random_model(tmp_path, kind(**own))
     tokens = np.random.default_rng(1).integers(0, 320, (2, LENGTH))
     expected = [hf_logits(directory, tokens[:, :length]) for length in (ORIGINAL, LENGTH)]
 

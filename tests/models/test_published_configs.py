@@ -21,6 +21,7 @@ from jaxspec.config.rope import (
     LongRopeScaling,
     YarnRopeScaling,
 )
+from jaxspec.models.families import FAMILIES
 from jaxspec.models.hf_config import parse_model_config
 from jaxspec.models.hf_keys import AROUND_KEYS, HARMLESS_KEYS, words
 
@@ -119,8 +120,13 @@ def facts(config: ModelConfig) -> Facts:
     )
 
 
-def test_every_file_has_its_facts():
+def test_every_file_has_its_facts_and_every_family_a_file():
     assert CONFIGS.keys() == EXPECTED.keys()
+    kinds = {published(name)["model_type"] for name in CONFIGS}
+    assert kinds == FAMILIES.keys() - {
+        "qwen3_5_text",
+        "qwen3_5_moe_text",
+    }  # those are inside others
 
 
 @pytest.mark.parametrize("name", EXPECTED)
