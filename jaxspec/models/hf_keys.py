@@ -13,7 +13,7 @@ COMMON_KEYS = words(
     """architectures model_type vocab_size hidden_size intermediate_size num_hidden_layers
     num_attention_heads num_key_value_heads head_dim rms_norm_eps max_position_embeddings
     original_max_position_embeddings tie_word_embeddings rope_theta rope_scaling rope_parameters
-    eos_token_id num_nextn_predict_layers num_mtp_layers mtp_states"""
+    eos_token_id num_nextn_predict_layers num_mtp_layers mtp_states auto_map"""
 )
 WINDOW_KEYS = words("use_sliding_window sliding_window max_window_layers layer_types")
 # transformers' values of absent keys. None: computed from other keys.
@@ -44,8 +44,8 @@ COMMON_DEFAULTS = MappingProxyType(
 SIZES = words(
     """vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
     num_key_value_heads head_dim max_position_embeddings original_max_position_embeddings
-    sliding_window_pattern no_rope_layer_interval num_local_experts num_experts
-    num_experts_per_tok experts_per_token moe_intermediate_size decoder_sparse_step
+    sliding_window_pattern _sliding_window_pattern no_rope_layer_interval num_local_experts
+    num_experts num_experts_per_tok experts_per_token moe_intermediate_size decoder_sparse_step
     n_routed_experts n_shared_experts n_group topk_group shared_expert_intermediate_size
     full_attention_interval linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim
     linear_num_key_heads linear_num_value_heads"""
@@ -67,8 +67,9 @@ HARMLESS_KEYS = words(
     """initializer_range use_cache attention_dropout pretraining_tp dtype torch_dtype
     bos_token_id pad_token_id sep_token_id decoder_start_token_id tokenizer_class prefix
     transformers_version name_or_path _name_or_path _commit_hash attn_implementation
-    _attn_implementation_autoset return_dict output_hidden_states output_attentions output_scores
-    torchscript use_bfloat16 tf_legacy_loss chunk_size_feed_forward is_decoder tie_encoder_decoder
+    _attn_implementation _attn_implementation_autoset return_dict output_hidden_states
+    output_attentions output_scores torchscript use_bfloat16 tf_legacy_loss
+    chunk_size_feed_forward is_decoder tie_encoder_decoder
     cross_attention_hidden_size finetuning_task task_specific_params problem_type id2label label2id
     num_labels max_length min_length do_sample early_stopping num_beams num_beam_groups
     diversity_penalty temperature top_k top_p typical_p repetition_penalty length_penalty
@@ -83,7 +84,8 @@ HARMLESS_KEYS = words(
 # Keys beside the config of a text model, in files that have those of other models, too.
 AROUND_KEYS = words(
     """architectures model_type tie_word_embeddings vision_config eos_token_id image_token_id
-    video_token_id vision_start_token_id vision_end_token_id"""
+    video_token_id vision_start_token_id vision_end_token_id language_model_only mm_tokens_per_image
+    boi_token_index eoi_token_index image_token_index boi_token_id eoi_token_id"""
 )
 
 # Keys that must have one of these values, in families that do not read them.

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import ml_dtypes
@@ -16,8 +17,17 @@ from jaxspec.tensors import CheckpointTensor
 # A dtype that safetensors does not read for NumPy.
 E4M3 = "F8_E4M3"
 
-# Prefixes of the tensors of models of text and images.
-TEXT_MODEL, VISION_MODEL = "model.language_model.", "model.visual."
+# Models of text and images: prefixes of the text model's tensors, and what it has alone in their
+# place. The second and third are those of Gemma 3's published files.
+TEXT_MODEL = MappingProxyType(
+    {
+        "model.language_model.": "model.",
+        "language_model.model.": "model.",
+        "language_model.lm_head.": "lm_head.",
+    }
+)
+# Prefixes of tensors that read images, with and without the whole model's prefix.
+OF_IMAGES = ("visual.", "vision_tower.", "multi_modal_projector.")
 
 # Converts pickled weights: all shards into one file. It clones, as tied tensors share memory, which
 # safetensors refuses.
@@ -74,10 +84,18 @@ def scan(directory: str | Path) -> dict[str, StoredTensor]:
                 stored[name] = StoredTensor(
                     path, name, tuple(tensor.get_shape()), tensor.get_dtype()
                 )
-    if not any(name.startswith(TEXT_MODEL) for name in stored):
+    if not any(name.startswith(tuple(TEXT_MODEL)) for name in stored):
         return stored
-    of_text = {name: one for name, one in stored.items() if not name.startswith(VISION_MODEL)}
-    return {name.replace(TEXT_MODEL, "model.", 1): one for name, one in of_text.items()}
+    of_text = (name for name in stored if not name.removeprefix("model.").startswith(OF_IMAGES))
+    return {_alone(name): stored[name] for name in of_text}
+
+
+def _alone(name: str) -> str:
+    """The name of a text model's tensor, as if it were alone."""
+    for prefix, alone in TEXT_MODEL.items():
+        if name.startswith(prefix):
+            return alone + name.removeprefix(prefix)
+    return name
 
 
 def canonical_tensors(directory: str | Path) -> dict[str, CheckpointTensor]:

@@ -1,5 +1,6 @@
 """Families beyond Llama, Qwen and Mistral, and kinds of rope: transformers' logits in float32."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import transformers
 
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
+from jaxspec.models.hf_values import read_json
 from tests.checkpoints import TINY, hf_logits, save_random_model
 from tests.marks import slow
 from tests.parity import assert_close, load, paged_logits
@@ -77,7 +79,14 @@ VARIANTS: dict[str, tuple[type, dict[str, Any]]] = {
         },
     ),
     "linear": (transformers.LlamaConfig, {"rope_scaling": {"type": "linear", "factor": 3.0}}),
-    "dynamic": (transformers.LlamaConfig, {"rope_scaling": {"type": "dynamic", "factor": 3.0}}),
+    # Up to the longest text: longer ones would be rotated otherwise, and are refused.
+    "dynamic": (
+        transformers.LlamaConfig,
+        {
+            "rope_scaling": {"type": "dynamic", "factor": 3.0},
+            "max_position_embeddings": LENGTH,
+        },
+    ),
     "yarn": (transformers.LlamaConfig, {"rope_scaling": YARN}),
     "yarn-mscale": (
         transformers.LlamaConfig,
@@ -140,3 +149,31 @@ def test_prefill_has_the_logits_of_transformers(checkpoint, name: str):
 def test_pages_have_the_logits_of_transformers(checkpoint, name: str, page_size: int, step: int):
     directory, tokens, expected = checkpoint(name)
     assert_close(paged_logits(load(directory), tokens, page_size, step), expected)
+
+
+ORIGINAL = 16  # below LENGTH
+
+
+def test_longrope_on_both_sides_of_the_original_length(tmp_path: Path):
+    """Texts up to the original length have the short factors. Longer ones have the long factors at
+    all positions, where config.json has these in place of the short ones (docs/models.md)."""
+    kind, own = VARIANTS["phi4-mini"]
+    own = SMALL | {"eos_token_id": 2, "pad_token_id": 0} | own
+    own |= {"original_max_position_embeddings": ORIGINAL}
+    directory = save_random_model(tmp_path, kind(**own))
+    tokens = np.random.default_rng(1).integers(0, 320, (2, LENGTH))
+    expected = [hf_logits(directory, tokens[:, :length]) for length in (ORIGINAL, LENGTH)]
+
+    short = load(directory)
+    assert short.config.max_position == ORIGINAL
+    assert_close(paged_logits(short, tokens[:, :ORIGINAL], 5, 8), expected[0])
+
+    raw = read_json(directory / "config.json")
+    factors = raw["rope_parameters"]
+    factors["short_factor"] = factors["long_factor"]
+    (directory / "config.json").write_text(json.dumps(raw))
+    long = load(directory)
+    assert long.config.max_position == SMALL["max_position_embeddings"]
+    found = paged_logits(long, tokens, 5, 8)
+    assert_close(found, expected[1])
+    assert np.abs(found[:, :ORIGINAL] - expected[0]).max() > 0.01  # else the factors say nothing

@@ -326,7 +326,6 @@ def test_configs_of_ones_own_are_checked(make: Any, message: str):
         (GEMMA2 | {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
         (GEMMA3 | {"attn_logit_softcapping": 5.0}, "attn_logit_softcapping = 5.0 is not supported"),
         (GEMMA3 | {"rope_parameters": {"rope_theta": 1e4}}, "must have full_attention and sliding"),
-        (GEMMA3 | {"model_type": "gemma3"}, "model_type 'gemma3' is not supported"),
         (PHI3 | {"partial_rotary_factor": 1.5}, "partial_rotary_factor must be above 0, at most 1"),
         (PHI3 | {"lm_head_bias": True}, "lm_head_bias = True is not supported"),
         (SMOLLM3 | {"no_rope_layers": [1, 0]}, "no_rope_layers has 2 entries for 4 layers"),

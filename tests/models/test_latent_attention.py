@@ -187,7 +187,10 @@ def test_sequences_are_not_spread(with_mtp: Path):
     [
         ({"kv_lora_rank": 0}, "kv_lora_rank must be a positive integer, got 0"),
         ({"q_lora_rank": "x"}, "q_lora_rank must be a positive integer or null, got 'x'"),
-        ({"qk_rope_head_dim": 7}, "rotary embedding needs an even head_dim, not 7"),
+        (
+            {"qk_rope_head_dim": 7, "qk_head_dim": None, "head_dim": None},
+            "rotary embedding needs an even head_dim, not 7",
+        ),
         ({"scoring_func": "softmax"}, "scoring_func = 'softmax' is not supported"),
         ({"first_k_dense_replace": None}, "first_k_dense_replace must be an integer"),
         ({"index_topk": 64}, "unknown key 'index_topk'"),

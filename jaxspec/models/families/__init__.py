@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from jaxspec.models.families.deepseek import DEEPSEEK_V3
 from jaxspec.models.families.family import Family
-from jaxspec.models.families.gemma import GEMMA, GEMMA2, GEMMA3
+from jaxspec.models.families.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA3_IMAGES
 from jaxspec.models.families.glm4_moe import GLM4_MOE
 from jaxspec.models.families.gpt_oss import GPT_OSS
 from jaxspec.models.families.granite import GRANITE
@@ -40,6 +40,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "qwen3": QWEN3,
         "gemma": GEMMA,
         "gemma2": GEMMA2,
+        "gemma3": GEMMA3_IMAGES,
         "gemma3_text": GEMMA3,
         "phi3": PHI3,
         "olmo2": OLMO2,

@@ -2,7 +2,7 @@
 
 from jaxspec.config.latent import LatentConfig
 from jaxspec.config.model import ModelConfig
-from jaxspec.models.families.family import Family, Keys
+from jaxspec.models.families.family import Family, Keys, check_agrees
 from jaxspec.models.families.rope import rope_of, score_factor
 from jaxspec.models.families.routed import after_dense, model_with_experts, sigmoid_experts
 from jaxspec.models.hf_keys import words
@@ -18,10 +18,15 @@ def _read(hf: Keys) -> ModelConfig:
     if hf["q_lora_rank"] is not None and not is_positive_integer(hf["q_lora_rank"]):
         given = shown(hf["q_lora_rank"])
         raise ValueError(f"q_lora_rank must be a positive integer or null, got {given}")
-    own = {**hf, "head_dim": hf["qk_rope_head_dim"]}
     width = hf["qk_nope_head_dim"] + hf["qk_rope_head_dim"]
+    check_agrees(hf, "qk_head_dim", width, "qk_nope_head_dim + qk_rope_head_dim")
+    # Of the rotated part alone, as transformers writes it.
+    check_agrees(hf, "head_dim", hf["qk_rope_head_dim"], "qk_rope_head_dim")
+    heads = hf["num_attention_heads"]
+    check_agrees(hf, "num_key_value_heads", heads, "num_attention_heads")
+    own = {**hf, "head_dim": hf["qk_rope_head_dim"]}
     mixer = LatentConfig(
-        num_heads=hf["num_attention_heads"],
+        num_heads=heads,
         rope=rope_of(own),
         latent=hf["kv_lora_rank"],
         key_dim=hf["qk_nope_head_dim"],
@@ -55,6 +60,7 @@ DEEPSEEK_V3 = Family(
         "q_lora_rank": 1536,
         "qk_nope_head_dim": 128,
         "qk_rope_head_dim": 64,
+        "qk_head_dim": None,
         "v_head_dim": 128,
         "rope_interleave": True,
         "first_k_dense_replace": 3,

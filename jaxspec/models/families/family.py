@@ -70,6 +70,8 @@ class Family:
         fixed = {**hf_keys.FIXED_VALUES, **self.fixed}
         fixed = {key: values for key, values in fixed.items() if key not in own}
         check_keys(raw, hf_keys.COMMON_KEYS | hf_keys.HARMLESS_KEYS | own, fixed)
+        self._check_code(raw.get("auto_map"))
+        _check_rope_keys(raw)
         return self.read(self._with_defaults(raw))
 
     def _inner(self, raw: Keys, inside: str) -> Keys:
@@ -83,11 +85,25 @@ class Family:
             raise ValueError(f"{inside}: model_type {given} is not supported, only {kind!r}")
         known = hf_keys.AROUND_KEYS | hf_keys.HARMLESS_KEYS | {inside}
         check_keys(raw, known, hf_keys.FIXED_VALUES)
-        if tied is None:
-            return text
-        if text.get("tie_word_embeddings", tied) != tied:
+        if text.get("tie_word_embeddings", tied) != tied and tied is not None:
             raise ValueError(f"tie_word_embeddings is {shown(tied)}, and not so in {inside}")
-        return {**text, "tie_word_embeddings": tied}
+        outer = {key: raw.get(key) for key in ("tie_word_embeddings", "eos_token_id")}
+        return {**text, **{key: value for key, value in outer.items() if value is not None}}
+
+    def _check_code(self, auto_map: Any) -> None:
+        """Code that comes with a checkpoint is not run. Raises ValueError if it is of a class that
+        is not the family's own, which may compute something else."""
+        if auto_map is None:
+            return
+        if not isinstance(auto_map, dict):
+            raise ValueError(f"auto_map must be an object, got {shown(auto_map)}")
+        name = auto_map.get("AutoModelForCausalLM")
+        if name is not None and str(name).rpartition(".")[2] != self.architecture:
+            raise ValueError(
+                f"auto_map: AutoModelForCausalLM = {shown(name)} is not supported, only a class "
+                f"{self.architecture}: code of a checkpoint is not run. Remove auto_map if that "
+                "code computes what the family does"
+            )
 
     def _with_defaults(self, raw: Keys) -> dict[str, Any]:
         """The keys that are read, the absent ones filled in. Raises ValueError for values of a type
@@ -108,6 +124,16 @@ class Family:
             count = hf["num_hidden_layers"]
             raise ValueError(f"num_hidden_layers {count} is more than {MOST_LAYERS}")
         return hf
+
+
+def _check_rope_keys(raw: Keys) -> None:
+    """Raise ValueError for a value beside the rope parameters that is another one inside them,
+    where transformers reads it."""
+    for where in ("rope_scaling", "rope_parameters"):
+        inside = raw.get(where)
+        for key in ("rope_theta", "partial_rotary_factor"):
+            if key in raw and isinstance(inside, dict) and inside.get(key) is not None:
+                check_agrees(raw, key, inside[key], f"that of {where}")
 
 
 def check_keys(raw: Keys, known: frozenset[str], fixed: hf_keys.Allowed, inside: str = "") -> None:
@@ -167,6 +193,16 @@ def mtp_of(
         with naming("mtp_states"):
             states = MtpStates.named(hf["mtp_states"])
     return MtpConfig(layout, count, states) if count else None
+
+
+def check_agrees(hf: Keys, name: str, value: Any, others: str) -> None:
+    """Raise ValueError if a key says in another way what ``others`` say, and says something else
+    than their ``value``. It may be absent."""
+    if hf[name] not in (None, value):
+        raise ValueError(
+            f"{name} = {shown(hf[name])} contradicts {others} (= {shown(value)}); correct one of "
+            f"them, or remove {name}"
+        )
 
 
 def attention_of(hf: Keys, rope: RopeConfig, window: int | None = None) -> AttentionConfig:

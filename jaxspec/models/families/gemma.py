@@ -12,7 +12,14 @@ from typing import Any
 from jaxspec.config.mixers import AttentionConfig
 from jaxspec.config.mlps import DenseConfig
 from jaxspec.config.model import LayerConfig, ModelConfig
-from jaxspec.models.families.family import Family, Keys, attention_of, head_dim, model_of
+from jaxspec.models.families.family import (
+    Family,
+    Keys,
+    attention_of,
+    check_agrees,
+    head_dim,
+    model_of,
+)
 from jaxspec.models.families.rope import rope_from, rope_of
 from jaxspec.models.families.windows import FULL, SLIDING, window_of, windows_by_kind
 from jaxspec.models.hf_keys import words
@@ -40,6 +47,7 @@ _GEMMA2 = _DEFAULTS | {
     "num_key_value_heads": 4,
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
+    "sliding_window_size": None,
     "layer_types": None,
     "attn_logit_softcapping": 50.0,
     "final_logit_softcapping": 30.0,
@@ -52,6 +60,7 @@ _GEMMA3 = _GEMMA2 | {
     "rope_theta": 1_000_000.0,
     "rope_local_base_freq": 10_000.0,
     "sliding_window_pattern": 6,
+    "_sliding_window_pattern": None,
 }
 _GELU = "gelu_pytorch_tanh"
 _FIXED = {
@@ -95,6 +104,7 @@ def _windows(hf: Keys, every: int) -> tuple[int | None, ...]:
 
 def _read_gemma2(hf: Keys) -> ModelConfig:
     rope, mlp = rope_of(hf), _mlp(hf)
+    check_agrees(hf, "sliding_window_size", hf["sliding_window"], "sliding_window")
     return _model(
         hf,
         [
@@ -107,7 +117,10 @@ def _read_gemma2(hf: Keys) -> ModelConfig:
 def _read_gemma3(hf: Keys) -> ModelConfig:
     full, sliding = _ropes(hf)
     mlp, layers = _mlp(hf), []
-    for window in _windows(hf, hf["sliding_window_pattern"]):
+    every = hf["sliding_window_pattern"]
+    if hf["layer_types"] is None:  # transformers reads layer_types, or else the first name
+        check_agrees(hf, "_sliding_window_pattern", every, "sliding_window_pattern")
+    for window in _windows(hf, every):
         plain = attention_of(hf, full if window is None else sliding, window)
         layers.append(LayerConfig(_attention(hf, plain, qk_norm=True), mlp, norms="both"))
     return _model(hf, layers)
@@ -139,7 +152,7 @@ GEMMA2 = Family(
     _read_gemma2,
     keys=words(
         """attention_bias query_pre_attn_scalar sliding_window layer_types attn_logit_softcapping
-        final_logit_softcapping cache_implementation"""
+        final_logit_softcapping cache_implementation sliding_window_size"""
     ),
     defaults=_GEMMA2,
     fixed=_FIXED | {"hidden_act": (_GELU,)},
@@ -148,8 +161,12 @@ _CAP = "attn_logit_softcapping"
 GEMMA3 = Family(
     "Gemma3ForCausalLM",
     _read_gemma3,
-    keys=(GEMMA2.keys - {_CAP})
+    keys=(GEMMA2.keys - {_CAP, "sliding_window_size"})
     | words("rope_local_base_freq sliding_window_pattern _sliding_window_pattern"),
     defaults=_GEMMA3,
     fixed={**GEMMA2.fixed, _CAP: (None,)},  # transformers reads it and does not cap the scores
+)
+# The text model of one of text and images. Its text attends causally; only images do not.
+GEMMA3_IMAGES = dataclasses.replace(
+    GEMMA3, architecture="Gemma3ForConditionalGeneration", inside="text_config"
 )

@@ -4,7 +4,8 @@ import dataclasses
 
 from jaxspec.config.experts import ClampedSwiglu, ExpertNames, ExpertsConfig, RoutingConfig
 from jaxspec.config.model import LayerConfig, ModelConfig
-from jaxspec.models.families.family import Family, Keys, attention_of, model_of
+from jaxspec.config.rope import YarnRopeScaling
+from jaxspec.models.families.family import Family, Keys, attention_of, check_agrees, model_of
 from jaxspec.models.families.rope import rope_of
 from jaxspec.models.families.routed import under_either_name
 from jaxspec.models.families.windows import FULL, SLIDING, window_of, windows_by_kind
@@ -12,10 +13,11 @@ from jaxspec.models.hf_keys import words
 
 
 def _read(hf: Keys) -> ModelConfig:
-    bias, experts = hf["attention_bias"], _experts(hf)
-    attention = dataclasses.replace(
-        attention_of(hf, rope_of(hf)), qkv_bias=bias, o_bias=bias, sinks=True
-    )
+    bias, experts, rope = hf["attention_bias"], _experts(hf), rope_of(hf)
+    if isinstance(rope.scaling, YarnRopeScaling):
+        original = rope.scaling.original_max_position
+        check_agrees(hf, "initial_context_length", original, "original_max_position_embeddings")
+    attention = dataclasses.replace(attention_of(hf, rope), qkv_bias=bias, o_bias=bias, sinks=True)
     kinds = hf["layer_types"]
     if kinds is None:
         kinds = [(SLIDING, FULL)[layer % 2] for layer in range(hf["num_hidden_layers"])]
@@ -68,6 +70,7 @@ GPT_OSS = Family(
             "original_max_position_embeddings": 4096,
         },
         "eos_token_id": None,
+        "initial_context_length": None,
         "attention_bias": True,
         "sliding_window": 128,
         "layer_types": None,

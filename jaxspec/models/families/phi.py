@@ -25,7 +25,7 @@ def _read(hf: Keys) -> ModelConfig:
 PHI3 = Family(
     "Phi3ForCausalLM",
     _read,
-    keys=words("sliding_window partial_rotary_factor resid_pdrop embd_pdrop auto_map"),
+    keys=words("sliding_window partial_rotary_factor resid_pdrop embd_pdrop"),
     defaults={
         "vocab_size": 32064,
         "hidden_size": 3072,

@@ -69,7 +69,7 @@ QWEN2 = Family(
 MIMO = Family(  # the code of MiMo-7B comes with its checkpoints: layers are those of Qwen2
     "MiMoForCausalLM",
     _read_mimo,
-    keys=WINDOW_KEYS | {"auto_map"},
+    keys=WINDOW_KEYS,
     defaults=_DEFAULTS,
     fixed={"attention_bias": (None, True)},
 )

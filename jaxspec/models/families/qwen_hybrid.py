@@ -144,6 +144,12 @@ _FIXED = {
     "mamba_ssm_dtype": (None, "float32"),
     "mtp_use_dedicated_embeddings": (None, False),
 }
+# Of models whose layers all have experts, or none of them.
+_FIXED_MLPS = _FIXED | {
+    "mlp_only_layers": (None, []),
+    "decoder_sparse_step": (None, 1),
+    "norm_topk_prob": (None, True),
+}
 
 QWEN3_NEXT = Family(
     "Qwen3NextForCausalLM",
@@ -175,7 +181,7 @@ QWEN3_5_TEXT = Family(
         "intermediate_size": 12288,
         "num_key_value_heads": 4,
     },
-    fixed=_FIXED,
+    fixed=_FIXED_MLPS,
 )
 QWEN3_5_MOE_TEXT = Family(
     "Qwen3_5MoeForCausalLM",
@@ -191,7 +197,7 @@ QWEN3_5_MOE_TEXT = Family(
         "num_experts": 256,
         "num_experts_per_tok": 8,
     },
-    fixed=_FIXED,
+    fixed=_FIXED_MLPS,
 )
 # Models of text and images, of which the text model is read.
 QWEN3_5 = dataclasses.replace(

@@ -36,11 +36,9 @@ def _rotates(hf: Keys) -> list[bool]:
 
 def _windows(hf: Keys, rotates: list[bool]) -> tuple[int | None, ...]:
     window = window_of(hf["sliding_window"] if hf["use_sliding_window"] else None)
-    if window is None:
-        return (None,) * len(rotates)
     kinds: Any = hf["layer_types"]
     if kinds is None:
-        kinds = [FULL if rotated else SLIDING for rotated in rotates]
+        kinds = [FULL if rotated or window is None else SLIDING for rotated in rotates]
     return windows_by_kind(hf, window, kinds)
 
 

@@ -1,0 +1,271 @@
+"""Whole config.json files as their publishers ship them, one file a model in configs/.
+
+The keys and values were typed from copies in public repositories and from memory, as no model can
+be downloaded here: a file shows the keys that a family is published with, and is no exact copy.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from jaxspec.config.experts import ExpertsConfig
+from jaxspec.config.gated_delta import GatedDeltaConfig
+from jaxspec.config.latent import LatentConfig
+from jaxspec.config.model import ModelConfig
+from jaxspec.config.rope import (
+    LinearRopeScaling,
+    Llama3RopeScaling,
+    LongRopeScaling,
+    YarnRopeScaling,
+)
+from jaxspec.models.families import FAMILIES
+from jaxspec.models.hf_config import parse_model_config
+from jaxspec.models.hf_keys import AROUND_KEYS, HARMLESS_KEYS, words
+
+CONFIGS = {path.stem: path for path in (Path(__file__).parent / "configs").glob("*.json")}
+KINDS = {
+    type(None): "default",
+    LinearRopeScaling: "linear",
+    Llama3RopeScaling: "llama3",
+    LongRopeScaling: "longrope",
+    YarnRopeScaling: "yarn",
+}
+# Keys whose value changes nothing in the published config that has them, though it may elsewhere.
+UNUSED = words(
+    """aux_loss_alpha cache_implementation embd_pdrop ep_size resid_pdrop seq_aux
+    mrope_interleaved mrope_section
+    _sliding_window_pattern full_attention_interval no_rope_layer_interval
+    max_window_layers sliding_window use_sliding_window
+    intermediate_size long_factor original_max_position_embeddings auto_map"""
+)
+
+
+class Facts(NamedTuple):
+    """Of a model. ``rope``: of the layers without windows; ``windows``: how many have one."""
+
+    layers: int
+    vocabulary: int
+    positions: int
+    heads: int
+    kv_heads: int  # 1: latent attention keeps one vector for all heads
+    head_dim: int
+    rope: str
+    experts: tuple[int, int] = (0, 0)  # of a layer, and how many a token chooses
+    windows: int = 0
+    recurrent: int = 0
+
+
+EXPECTED = {
+    "deepseek-r1": Facts(61, 129280, 163840, 128, 1, 192, "yarn", (256, 8)),
+    "deepseek-r1-saved-by-transformers": Facts(61, 129280, 163840, 128, 1, 192, "yarn", (256, 8)),
+    "deepseek-v3": Facts(61, 129280, 163840, 128, 1, 192, "yarn", (256, 8)),
+    "gemma-2-27b-it": Facts(46, 256000, 8192, 32, 16, 128, "default", windows=23),
+    "gemma-2-9b": Facts(42, 256000, 8192, 16, 8, 256, "default", windows=21),
+    "gemma-3-1b-it": Facts(26, 262144, 32768, 4, 1, 256, "default", windows=22),
+    "gemma-3-270m-it": Facts(18, 262144, 32768, 4, 1, 256, "default", windows=15),
+    "gemma-3-27b-it": Facts(62, 262208, 131072, 32, 16, 128, "linear", windows=52),
+    "gemma-3-4b-it": Facts(34, 262208, 131072, 8, 4, 256, "linear", windows=29),
+    "gemma-7b": Facts(28, 256000, 8192, 16, 16, 256, "default"),
+    "glm-4.5": Facts(92, 151552, 131072, 96, 8, 128, "default", (160, 8)),
+    "glm-4.5-air": Facts(46, 151552, 131072, 96, 8, 128, "default", (128, 8)),
+    "gpt-oss-20b": Facts(24, 201088, 131072, 64, 8, 64, "yarn", (32, 4), windows=12),
+    "granite-3.3-8b-instruct": Facts(40, 49159, 131072, 32, 8, 128, "default"),
+    "llama-3.2-1b-instruct": Facts(16, 128256, 131072, 32, 8, 64, "llama3"),
+    "mimo-7b-base": Facts(36, 151680, 32768, 32, 8, 128, "default"),
+    "mistral-7b-instruct-v0.3": Facts(32, 32768, 32768, 32, 8, 128, "default"),
+    "mixtral-8x7b-instruct-v0.1": Facts(32, 32000, 32768, 32, 8, 128, "default", (8, 2)),
+    "olmo-2-1124-7b": Facts(32, 100352, 4096, 32, 32, 128, "default"),
+    "olmo-3-1025-7b": Facts(32, 100278, 65536, 32, 32, 128, "yarn", windows=24),
+    "phi-3-mini-4k-instruct": Facts(32, 32064, 4096, 32, 32, 96, "default", windows=32),
+    "phi-4": Facts(40, 100352, 16384, 40, 10, 128, "default"),
+    "phi-4-mini-instruct": Facts(32, 200064, 4096, 24, 8, 128, "longrope", windows=32),
+    "qwen2.5-0.5b-instruct": Facts(24, 151936, 32768, 14, 2, 64, "default"),
+    "qwen3-30b-a3b": Facts(48, 151936, 40960, 32, 4, 128, "default", (128, 8)),
+    "qwen3-8b": Facts(36, 151936, 40960, 32, 8, 128, "default"),
+    "qwen3-next-80b-a3b-instruct": Facts(
+        48, 151936, 262144, 16, 2, 256, "default", (512, 10), recurrent=36
+    ),
+    "qwen3.5-27b": Facts(64, 248320, 262144, 24, 4, 256, "default", recurrent=48),
+    "qwen3.5-35b-a3b": Facts(40, 248320, 262144, 16, 2, 256, "default", (256, 8), recurrent=30),
+    "qwen3.6-27b": Facts(64, 248320, 262144, 24, 4, 256, "default", recurrent=48),
+    "smollm3-3b": Facts(36, 128256, 65536, 16, 4, 128, "default"),
+}
+
+
+def published(name: str) -> dict[str, Any]:
+    return json.loads(CONFIGS[name].read_text())
+
+
+def facts(config: ModelConfig) -> Facts:
+    recurrent = sum(isinstance(layer.mixer, GatedDeltaConfig) for layer in config.layers)
+    mixers = [one.mixer for one in config.layers if not isinstance(one.mixer, GatedDeltaConfig)]
+    windows = [None if isinstance(one, LatentConfig) else one.window for one in mixers]
+    full = mixers[windows.index(None) if None in windows else 0]
+    mlp = config.layers[-1].mlp
+    routing = mlp.routing if isinstance(mlp, ExpertsConfig) else None
+    return Facts(
+        layers=config.num_layers,
+        vocabulary=config.vocab_size,
+        positions=config.max_position,
+        heads=full.num_heads,
+        kv_heads=1 if isinstance(full, LatentConfig) else full.num_kv_heads,
+        head_dim=full.rope.head_dim + (full.key_dim if isinstance(full, LatentConfig) else 0),
+        rope=KINDS[type(full.rope.scaling)],
+        experts=(routing.num_experts, routing.top_k) if routing else (0, 0),
+        windows=sum(window is not None for window in windows),
+        recurrent=recurrent,
+    )
+
+
+def test_every_file_has_its_facts_and_every_family_a_file():
+    assert CONFIGS.keys() == EXPECTED.keys()
+    kinds = {published(name)["model_type"] for name in CONFIGS}
+    assert kinds == FAMILIES.keys() - {
+        "qwen3_5_text",
+        "qwen3_5_moe_text",
+    }  # those are inside others
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_the_whole_config_is_read(name: str):
+    assert facts(parse_model_config(published(name))) == EXPECTED[name]
+
+
+@pytest.mark.parametrize("name", ["gemma-3-4b-it", "gemma-3-27b-it"])
+def test_stop_tokens_beside_a_text_config_are_those_of_the_model(name: str):
+    assert parse_model_config(published(name)).stop_token_ids == (1, 106)
+
+
+def places(raw: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """The path of the whole config, of its text model's, and of objects of rope parameters."""
+    yield path
+    for key in ("text_config", "rope_scaling", "rope_parameters"):
+        if isinstance(raw.get(key), dict):
+            yield from places(raw[key], (*path, key))
+
+
+def changed(raw: Mapping[str, Any], path: tuple[str, ...], value: Any) -> dict[str, Any]:
+    first, *rest = path
+    return {**raw, first: changed(raw.get(first, {}), tuple(rest), value) if rest else value}
+
+
+def inside(raw: Mapping[str, Any], path: tuple[str, ...]) -> Mapping[str, Any]:
+    for key in path:
+        raw = raw[key]
+    return raw
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_an_unknown_field_is_named_wherever_it_stands(name: str):
+    raw = published(name)
+    for path in places(raw):
+        with pytest.raises(ValueError, match="unknown key 'a_new_field'") as caught:
+            parse_model_config(changed(raw, (*path, "a_new_field"), 1))
+        assert "\n" not in str(caught.value)
+
+
+def other_values(value: Any) -> list[Any]:
+    match value:
+        case bool():
+            return [not value]
+        case int() | float():
+            return [2 * value, value + 1]
+        case list():
+            return [value[::-1], value[:1], [*value, 7]]
+        case dict():
+            return [value | {"a_new_field": 1}]
+        case None:
+            return [3, True, "x"]
+    return [f"{value}x"]
+
+
+def has_effect(raw: Mapping[str, Any], whole: ModelConfig, path: tuple[str, ...]) -> bool:
+    """Whether another value is refused, or gives another model."""
+    value = inside(raw, path[:-1])[path[-1]]
+    try:
+        models = [parse_model_config(changed(raw, path, one)) for one in other_values(value)]
+    except ValueError:
+        return True
+    return any(model != whole for model in models)
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_no_field_is_passed_over(name: str):
+    """Another value changes the model or is refused, but for fields known to have no effect."""
+    raw = published(name)
+    whole = parse_model_config(raw)
+    beside = AROUND_KEYS if "text_config" in raw else frozenset()
+    silent = {
+        path[-1]
+        for place in places(raw)
+        for path in ((*place, key) for key in inside(raw, place))
+        if path[-1] not in HARMLESS_KEYS and not has_effect(raw, whole, path)
+    }
+    assert silent <= UNUSED | beside
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "value", "message"),
+    [
+        ("deepseek-v3", "qk_head_dim", 128,
+         "qk_head_dim = 128 contradicts qk_nope_head_dim + qk_rope_head_dim (= 192); correct one"),
+        ("deepseek-v3", "head_dim", 128, "head_dim = 128 contradicts qk_rope_head_dim (= 64)"),
+        ("deepseek-v3", "num_key_value_heads", 8, "contradicts num_attention_heads (= 128)"),
+        ("deepseek-v3", "auto_map", {"AutoModelForCausalLM": "mine.Other"},
+         "auto_map: AutoModelForCausalLM = 'mine.Other' is not supported, only a class Deepseek"),
+        ("deepseek-v3", "auto_map", "x", "auto_map must be an object, got 'x'"),
+        ("deepseek-v3", "scoring_func", "softmax", "scoring_func = 'softmax' is not supported"),
+        ("deepseek-v3", "topk_method", "greedy", "topk_method = 'greedy' is not supported"),
+        ("deepseek-v3", "moe_layer_freq", 2, "moe_layer_freq = 2 is not supported, only 1"),
+        ("gemma-2-9b", "sliding_window_size", 8,
+         "sliding_window_size = 8 contradicts sliding_window (= 4096)"),
+        ("gemma-3-1b-it", "_sliding_window_pattern", 2,
+         "_sliding_window_pattern = 2 contradicts sliding_window_pattern (= 6)"),
+        ("gemma-3-4b-it", "text_config.attn_logit_softcapping", 5.0, "attn_logit_softcapping = 5"),
+        ("gemma-3-4b-it", "text_config.model_type", "gemma3n_text", "model_type 'gemma3n_text'"),
+        ("gemma-3-4b-it", "text_config.use_bidirectional_attention", True, "use_bidirectional_att"),
+        ("gemma-3-4b-it", "audio_config", {}, "unknown key 'audio_config'"),
+        ("gemma-7b", "hidden_act", "relu", "hidden_act = 'relu' is not supported"),
+        ("glm-4.5", "rope_interleaved", True, "rope_interleaved = True is not supported"),
+        ("gpt-oss-20b", "initial_context_length", 8192,
+         "initial_context_length = 8192 contradicts original_max_position_embeddings (= 4096)"),
+        ("gpt-oss-20b", "experts_per_token", 2, "num_experts_per_tok and experts_per_token must"),
+        ("granite-3.3-8b-instruct", "logits_scaling", 0, "logits_scaling must be a number above 0"),
+        ("llama-3.2-1b-instruct", "rope_scaling.rope_type", "ntk", "rope_type 'ntk' is not"),
+        ("mimo-7b-base", "use_mrope", True, "use_mrope = True is not supported"),
+        ("mimo-7b-base", "attention_bias", False, "attention_bias = False is not supported"),
+        ("mistral-7b-instruct-v0.3", "sliding_window", 0, "sliding_window must be a positive"),
+        ("mixtral-8x7b-instruct-v0.1", "num_experts_per_tok", 9, "9 experts cannot be chosen"),
+        ("olmo-2-1124-7b", "clip_qkv", 8.0, "unknown key 'clip_qkv'"),
+        ("olmo-3-1025-7b", "layer_types", ["full_attention"], "layer_types has 1 entries for 32"),
+        ("phi-4-mini-instruct", "full_attn_mod", 2, "full_attn_mod = 2 is not supported, only 1"),
+        ("phi-4-mini-instruct", "partial_rotary_factor", 0.5, "longrope has 48 factors for 32"),
+        ("phi-4-mini-instruct", "rope_scaling.rope_theta", 2.0,
+         "rope_theta = 10000.0 contradicts that of rope_scaling (= 2.0)"),
+        ("qwen2.5-0.5b-instruct", "use_sliding_window", 1, "use_sliding_window must be true or f"),
+        ("qwen3-30b-a3b", "mlp_only_layers", "0", "mlp_only_layers must be a list of integers"),
+        ("qwen3-30b-a3b", "decoder_sparse_step", 0, "decoder_sparse_step must be a positive"),
+        ("qwen3-8b", "head_dim", 127, "needs an even head_dim, not 127"),
+        ("qwen3-next-80b-a3b-instruct", "linear_num_value_heads", 24, "must be a multiple of"),
+        ("qwen3.5-27b", "text_config.mlp_only_layers", [0], "mlp_only_layers = [0] is not"),
+        ("qwen3.5-27b", "text_config.partial_rotary_factor", 0.5,
+         "partial_rotary_factor = 0.5 contradicts that of rope_parameters (= 0.25)"),
+        ("qwen3.5-35b-a3b", "text_config.decoder_sparse_step", 2, "decoder_sparse_step = 2 is not"),
+        ("qwen3.5-35b-a3b", "text_config.norm_topk_prob", False, "norm_topk_prob = False is not"),
+        ("smollm3-3b", "layer_types", ["sliding_attention"] * 36, "no sliding_window is in use"),
+    ],
+)  # fmt: skip
+def test_a_changed_field_is_refused_by_name(name: str, path: str, value: Any, message: str):
+    with pytest.raises(ValueError) as caught:
+        parse_model_config(changed(published(name), tuple(path.split(".")), value))
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_layers_without_experts_are_read():
+    raw = published("qwen3-30b-a3b") | {"mlp_only_layers": [3], "decoder_sparse_step": 2}
+    has_experts = [isinstance(layer.mlp, ExpertsConfig) for layer in parse_model_config(raw).layers]
+    assert has_experts[:6] == [False, True, False, False, False, True]
