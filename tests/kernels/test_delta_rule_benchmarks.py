@@ -12,9 +12,9 @@ import pytest
 from jaxspec.benchmarking.kernels import Peaks, Plan, compile_benchmark, time_benchmark
 from jaxspec.benchmarking.recurrent import in_jnp
 from pallas_kernels.delta_rule import cases
+from pallas_kernels.delta_rule.calls import KEPT
 from pallas_kernels.delta_rule.cases import (
     BENCHMARK_ROUNDS,
-    KEPT,
     Case,
     Round,
     read_benchmark,
