@@ -9,7 +9,7 @@ at the rate of a large bfloat16 product, whichever is longer; both rates are mea
 run. Errors are ||out - exact|| / ||exact||, where exact is the reference in float32.
 
 Of the gated delta rule (`--only delta_rule:`) a second table has the times by the number of nodes,
-beside those of a round that keeps a state of every node.
+beside those of a read by one triangular system and of a round that keeps a state of every node.
 """
 
 import argparse
@@ -74,7 +74,7 @@ OPERATIONS: Mapping[str, Callable[[], Sequence[Benchmark]]] = MappingProxyType(
         "delta_rule_in_jnp": delta_rule_in_jnp,
     }
 )
-ROUND_CASE = re.compile(r"(read|round|state per node) (\d+) x (\d+) nodes")
+ROUND_CASE = re.compile(r"(read|read by transform|round|state per node) (\d+) x (\d+) nodes")
 ROTATION_BYTES = 200 << 20  # four times an H100's L2 cache
 MOST_JOBS = 12  # cases compiled at a time
 TABLE_WIDTH = 170  # where the output is not a terminal: names of cases are long
@@ -189,8 +189,8 @@ def make_table(results: dict[str, Any]) -> Table:
 
 
 def make_nodes_table(timings: Sequence[Mapping[str, Any]]) -> Table | None:
-    """Rounds of the gated delta rule by batch and nodes, without and with a state per node; None if
-    none was timed."""
+    """Reads and rounds of the gated delta rule by batch and nodes, beside the baselines: reads by
+    one triangular system, and rounds with a state per node. None if none was timed."""
     rows: dict[tuple[int, int], dict[str, Mapping[str, Any]]] = {}
     for row in timings:
         found = ROUND_CASE.fullmatch(row["case"])
@@ -200,10 +200,16 @@ def make_nodes_table(timings: Sequence[Mapping[str, Any]]) -> Table | None:
     if not rows:
         return None
     table = Table(title="one recurrent layer, us by nodes", title_justify="left")
-    for name in ("batch", "nodes", "round", "the read alone", "state per node", "floor of that"):
+    columns = {
+        "round": "round",
+        "the read alone": "read",
+        "that by transform": "read by transform",
+        "state per node": "state per node",
+    }
+    for name in ("batch", "nodes", *columns, "floor of that"):
         table.add_column(name, justify="right", no_wrap=True)
     for (batch, nodes), kinds in sorted(rows.items()):
-        times = [kinds.get(kind, {}).get("us") for kind in ("round", "read", "state per node")]
+        times = [kinds.get(kind, {}).get("us") for kind in columns.values()]
         times.append(kinds.get("state per node", {}).get("floor_us"))
         table.add_row(str(batch), str(nodes), *map(shown, times))
     return table

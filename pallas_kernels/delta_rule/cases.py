@@ -6,13 +6,11 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 
 from pallas_kernels.benchmark import Arguments, Benchmark, implementation_to_time, noise
-from pallas_kernels.delta_rule import delta_commit, delta_read, delta_run
-from pallas_kernels.delta_rule.snapshots import snapshot_round
+from pallas_kernels.delta_rule import calls
 from pallas_kernels.delta_rule.tokens import Tokens
-from pallas_kernels.selection import Implementation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,16 +194,14 @@ BENCHMARK_ROUNDS = tuple(
 BENCHMARK_RUNS = tuple(
     Round(Case(batch, 512, groups=16, capacity=32), (1,) * 512) for batch in (1, 8, 32)
 )
-KEPT = 8  # arguments that a round hands to the next: states, windows, channels, rows, lengths
-SMALL = 1e-12  # share of an output that the next queries get
 STEP_SECONDS = 2e-5  # of a loop in XLA, at least
 TOKEN_SECONDS = 1e-6  # of a prompt in the kernel, at least
 
 
 def benchmarks() -> Sequence[Benchmark]:
-    """Trees that are read, rounds (a tree read and its path committed), rounds that keep a state
-    per node, and prompts."""
-    rounds = (read_benchmark, round_benchmark, snapshot_benchmark)
+    """Trees that are read, the same by a triangular system, rounds (a tree read and its path
+    committed), rounds that keep a state per node, and prompts."""
+    rounds = (read_benchmark, transform_benchmark, round_benchmark, snapshot_benchmark)
     return [
         *(make(one) for make in rounds for one in BENCHMARK_ROUNDS),
         *(run_benchmark(one) for one in BENCHMARK_RUNS),
@@ -218,13 +214,23 @@ def read_benchmark(size: Round) -> Benchmark:
     return Benchmark(
         name=f"read {size}",
         make_arguments=functools.partial(round_arguments, size),
-        call=functools.partial(_read, implementation=implementation),
-        reference=functools.partial(_read, implementation="reference"),
-        feed=_feed,
+        call=functools.partial(calls.read, implementation=implementation),
+        reference=functools.partial(calls.read, implementation="reference"),
+        feed=calls.feed,
         num_bytes=size.case.read_bytes,
         flops=size.case.read_flops,
         implementation=implementation,
         reference_seconds=size.case.nodes * STEP_SECONDS,
+    )
+
+
+def transform_benchmark(size: Round) -> Benchmark:
+    """The read by one triangular system over the whole tree; the reference is that of the read."""
+    return dataclasses.replace(
+        read_benchmark(size),
+        name=f"read by transform {size}",
+        call=functools.partial(calls.read_by_transform, levels=len(size.levels)),
+        implementation="reference",
     )
 
 
@@ -234,8 +240,8 @@ def round_benchmark(size: Round) -> Benchmark:
     return dataclasses.replace(
         read,
         name=f"round {size}",
-        call=functools.partial(_round, implementation=read.implementation),
-        reference=functools.partial(_round, implementation="reference"),
+        call=functools.partial(calls.whole_round, implementation=read.implementation),
+        reference=functools.partial(calls.whole_round, implementation="reference"),
         num_bytes=size.case.read_bytes + size.case.commit_bytes(size.accepted),
         reference_seconds=(size.case.nodes + size.accepted * size.case.capacity) * STEP_SECONDS,
     )
@@ -248,9 +254,9 @@ def snapshot_benchmark(size: Round) -> Benchmark:
     return Benchmark(
         name=f"state per node {size}",
         make_arguments=functools.partial(round_arguments, folding),
-        call=functools.partial(_snapshots, levels=size.levels),
-        reference=_folded_round,
-        feed=_feed,
+        call=functools.partial(calls.snapshots, levels=size.levels),
+        reference=calls.folded_round,
+        feed=calls.feed,
         num_bytes=size.case.snapshot_bytes,
         flops=size.case.read_flops,
         implementation="reference",
@@ -264,9 +270,9 @@ def run_benchmark(size: Round) -> Benchmark:
     return Benchmark(
         name=f"prompt {size.case.batch} x {size.case.nodes}",
         make_arguments=functools.partial(run_arguments, size),
-        call=functools.partial(_run, implementation=implementation),
-        reference=functools.partial(_run, implementation="reference"),
-        feed=_feed,
+        call=functools.partial(calls.run, implementation=implementation),
+        reference=functools.partial(calls.run, implementation="reference"),
+        feed=calls.feed,
         num_bytes=size.case.run_bytes,
         flops=2 * size.case.read_flops,  # tokens are written, too
         implementation=implementation,
@@ -338,60 +344,3 @@ def _leveled_trees(size: Round) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     depth = np.repeat(np.arange(len(size.levels), dtype=np.int32), size.levels)
     path = np.stack([np.flatnonzero(own[-1]) for own in ancestors]).astype(np.int32)
     return ancestors, np.broadcast_to(depth, (batch, len(depth))), path
-
-
-def _read(*arguments: Array, implementation: Implementation) -> tuple[Array, ...]:
-    s, *window, channels, rows, lens = arguments[:KEPT]
-    q, *nodes, _, ancestors, depth, _, _ = arguments[KEPT:]
-    held = lens[rows] % window[0].shape[1]
-    out = delta_read(
-        s, Tokens(*window), rows, held, q, Tokens(*nodes), ancestors, depth, implementation
-    )
-    return out, s, *window, channels, _next(rows, s), lens
-
-
-def _round(*arguments: Array, implementation: Implementation) -> tuple[Array, ...]:
-    out, s, *window, channels, following, lens = _read(*arguments, implementation=implementation)
-    rows = arguments[KEPT - 2]
-    _, *nodes, new, _, _, path, counts = arguments[KEPT:]
-    out, path = lax.optimization_barrier((out, path))  # what is accepted depends on what was read
-    held = lens[rows] % window[0].shape[1]
-    s, after, channels = delta_commit(
-        s, Tokens(*window), channels, rows, held, Tokens(*nodes), new, path, counts, implementation
-    )
-    return out, s, *after, channels, following, lens.at[rows].add(counts)
-
-
-def _folded_round(*arguments: Array) -> tuple[Array, ...]:
-    """The reference of a round, of which only outputs, states and tables are handed on."""
-    out, s, *_, rows, lens = _round(*arguments, implementation="reference")
-    return out, s, *arguments[1 : KEPT - 2], rows, lens
-
-
-def _snapshots(*arguments: Array, levels: Sequence[int]) -> tuple[Array, ...]:
-    s, *unused, rows, lens = arguments[:KEPT]
-    q, *nodes, _, ancestors, depth, path, counts = arguments[KEPT:]
-    is_parent = ancestors & (depth[:, None, :] == depth[..., None] - 1)
-    parents = jnp.argmax(is_parent, axis=-1)
-    out, s = snapshot_round(s, rows, q, Tokens(*nodes), parents, path, counts, levels)
-    return out, s, *unused, _next(rows, s), lens.at[rows].add(counts)
-
-
-def _run(*arguments: Array, implementation: Implementation) -> tuple[Array, ...]:
-    s, *window, channels, rows, lens = arguments[:KEPT]
-    q, *tokens = arguments[KEPT:]
-    counts = jnp.full_like(rows, q.shape[1])
-    out, s = delta_run(
-        s, Tokens(*window), rows, lens[rows], counts, q, Tokens(*tokens), implementation
-    )
-    return out, s, *window, channels, _next(rows, s), lens
-
-
-def _next(rows: Array, s: Array) -> Array:
-    return (rows + len(rows)) % len(s)
-
-
-def _feed(arguments: Arguments, output: tuple[Array, ...]) -> Arguments:
-    (out, *kept), q = output, arguments[KEPT]
-    assert q is not None
-    return *kept, q + SMALL * out[:, :, :, 0, :1], *arguments[KEPT + 1 :]

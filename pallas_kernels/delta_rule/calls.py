@@ -1,0 +1,89 @@
+"""Calls of delta_rule as benchmarks chain them: each takes the rows after those of the one before.
+
+Their arguments are those of ``round_arguments`` or ``run_arguments`` in cases.py.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from pallas_kernels.benchmark import Arguments
+from pallas_kernels.delta_rule import delta_commit, delta_read, delta_run
+from pallas_kernels.delta_rule.snapshots import snapshot_round
+from pallas_kernels.delta_rule.tokens import Tokens
+from pallas_kernels.delta_rule.transform import transform_read
+from pallas_kernels.selection import Implementation
+
+KEPT = 8  # arguments that a round hands to the next: states, windows, channels, rows, lengths
+SMALL = 1e-12  # share of an output that the next queries get
+
+
+def read(*arguments: Array, implementation: Implementation) -> tuple[Array, ...]:
+    """delta_read; nothing is committed."""
+    return _read(functools.partial(delta_read, implementation=implementation), arguments)
+
+
+def read_by_transform(*arguments: Array, levels: int) -> tuple[Array, ...]:
+    """The same by one triangular system, for trees of so many levels."""
+    return _read(functools.partial(transform_read, levels=levels), arguments)
+
+
+def whole_round(*arguments: Array, implementation: Implementation) -> tuple[Array, ...]:
+    """delta_read, then delta_commit."""
+    out, s, *window, channels, following, lens = read(*arguments, implementation=implementation)
+    rows = arguments[KEPT - 2]
+    _, *nodes, new, _, _, path, counts = arguments[KEPT:]
+    out, path = lax.optimization_barrier((out, path))  # what is accepted depends on what was read
+    held = lens[rows] % window[0].shape[1]
+    s, after, channels = delta_commit(
+        s, Tokens(*window), channels, rows, held, Tokens(*nodes), new, path, counts, implementation
+    )
+    return out, s, *after, channels, following, lens.at[rows].add(counts)
+
+
+def folded_round(*arguments: Array) -> tuple[Array, ...]:
+    """The reference of a round, of which only outputs, states and tables are handed on."""
+    out, s, *_, rows, lens = whole_round(*arguments, implementation="reference")
+    return out, s, *arguments[1 : KEPT - 2], rows, lens
+
+
+def snapshots(*arguments: Array, levels: Sequence[int]) -> tuple[Array, ...]:
+    """The round with a state per node."""
+    s, *unused, rows, lens = arguments[:KEPT]
+    q, *nodes, _, ancestors, depth, path, counts = arguments[KEPT:]
+    is_parent = ancestors & (depth[:, None, :] == depth[..., None] - 1)
+    parents = jnp.argmax(is_parent, axis=-1)
+    out, s = snapshot_round(s, rows, q, Tokens(*nodes), parents, path, counts, levels)
+    return out, s, *unused, _next(rows, s), lens.at[rows].add(counts)
+
+
+def run(*arguments: Array, implementation: Implementation) -> tuple[Array, ...]:
+    """delta_run of a prompt."""
+    s, *window, channels, rows, lens = arguments[:KEPT]
+    q, *tokens = arguments[KEPT:]
+    counts = jnp.full_like(rows, q.shape[1])
+    out, s = delta_run(
+        s, Tokens(*window), rows, lens[rows], counts, q, Tokens(*tokens), implementation
+    )
+    return out, s, *window, channels, _next(rows, s), lens
+
+
+def feed(arguments: Arguments, output: tuple[Array, ...]) -> Arguments:
+    """The next call's arguments: what was handed on, and queries that depend on the output."""
+    (out, *kept), q = output, arguments[KEPT]
+    assert q is not None
+    return *kept, q + SMALL * out[:, :, :, 0, :1], *arguments[KEPT + 1 :]
+
+
+def _read(function: Callable[..., Array], arguments: Sequence[Array]) -> tuple[Array, ...]:
+    s, *window, channels, rows, lens = arguments[:KEPT]
+    q, *nodes, _, ancestors, depth, _, _ = arguments[KEPT:]
+    held = lens[rows] % window[0].shape[1]
+    out = function(s, Tokens(*window), rows, held, q, Tokens(*nodes), ancestors, depth)
+    return out, s, *window, channels, _next(rows, s), lens
+
+
+def _next(rows: Array, s: Array) -> Array:
+    return (rows + len(rows)) % len(s)
