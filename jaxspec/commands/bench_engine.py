@@ -52,6 +52,7 @@ from jaxspec.config.model import ModelConfig
 from jaxspec.memory import local_bytes
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import BlockHead, DraftHead
+from jaxspec.number_text import gigabytes, or_blank
 from jaxspec.parallel import grid_of, replica_meshes
 from jaxspec.quantization.kv_cache import with_float8_cache
 from pallas_kernels.selection import Kernels
@@ -165,7 +166,7 @@ def measure_modes(
             quantization=args.drafter_quantization,
         )
     jax.block_until_ready((target, head))
-    console.print(f"{local_bytes((target, head)) / 1e9:.2f} GB of weights a device")
+    console.print(f"{gigabytes(local_bytes((target, head)))} of weights a device")
     if args.kv_dtype is not None:
         target, head = with_float8_cache((target, head), mesh)
     for bench in compile_all(chosen, target, head, mesh, kernels, console):
@@ -240,13 +241,9 @@ def make_table(results: dict[str, Any]) -> Table:
             f"{sum(row['floor'].values()) / 1e9:.3g}",
             f"{row['floor_ms']:.3f}",
             f"{100 * row['share_of_floor']:.0f}",
-            *(number(row[key]) for key in ("experts_read", "expected") if has_experts),
+            *(or_blank(row[key]) for key in ("experts_read", "expected") if has_experts),
         )
     return table
-
-
-def number(value: float | None) -> str:
-    return "" if value is None else f"{value:.1f}"
 
 
 def formats(arguments: dict[str, Any]) -> str:

@@ -43,6 +43,7 @@ from jaxspec.commands.shell import (
     run_command,
     table_console,
 )
+from jaxspec.number_text import or_blank
 from pallas_kernels.add_rms_norm import cases as add_rms_norm
 from pallas_kernels.benchmark import Benchmark
 from pallas_kernels.delta_rule import cases as delta_rule
@@ -118,7 +119,7 @@ def measure(args: argparse.Namespace, progress: Console) -> Iterator[dict[str, A
         row = as_row(operation, time_benchmark(compiled, peaks, plan))
         progress.print(
             f"{index + 1}/{len(chosen)} {operation}: {row['case']}: {row['us']:.1f} us, "
-            f"XLA {shown(row['reference_us'])}, floor {row['floor_us']:.1f}"
+            f"XLA {or_blank(row['reference_us'])}, floor {row['floor_us']:.1f}"
         )
         yield facts | {"timings": [row]}
 
@@ -177,13 +178,13 @@ def make_table(results: dict[str, Any]) -> Table:
             row["case"],
             row["implementation"],
             f"{row['us']:.1f}",
-            shown(row["reference_us"]),
+            or_blank(row["reference_us"]),
             f"{row['gb_per_s']:,.0f}",
             f"{row['floor_us']:.1f}",
             row["bound"],
             f"{100 * row['share_of_floor']:.0f}",
-            shown(row["error"], ".1e"),
-            shown(row["reference_error"], ".1e"),
+            or_blank(row["error"], ".1e"),
+            or_blank(row["reference_error"], ".1e"),
         )
     return table
 
@@ -205,12 +206,8 @@ def make_nodes_table(timings: Sequence[Mapping[str, Any]]) -> Table | None:
     for (batch, nodes), kinds in sorted(rows.items()):
         times = [kinds.get(kind, {}).get("us") for kind in ("round", "read", "state per node")]
         times.append(kinds.get("state per node", {}).get("floor_us"))
-        table.add_row(str(batch), str(nodes), *map(shown, times))
+        table.add_row(str(batch), str(nodes), *map(or_blank, times))
     return table
-
-
-def shown(number: float | None, form: str = ".1f") -> str:
-    return "" if number is None else format(number, form)
 
 
 def run(args: argparse.Namespace) -> None:

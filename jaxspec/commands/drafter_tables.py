@@ -7,6 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from jaxspec.number_text import with_interval
 from jaxspec.speculation.drafters.names import split_mixed
 
 Row = Mapping[str, Any]
@@ -114,12 +115,11 @@ def acceptance_table(title: str, rows: Sequence[Row], names: Names) -> Table:
         if row["mode"] == "plain":
             continue
         found = row["acceptance"]
-        low, high = found["length_interval"]
         depths = zip(found["by_depth"], found["by_depth_intervals"], strict=True)
         shares = (f"{100 * share:.0f}±{50 * (top - least):.0f}" for share, (least, top) in depths)
         table.add_row(
             names[run_of(row)],
-            f"{found['length']:.2f} ({low:.2f} to {high:.2f})",
+            with_interval(found["length"], found["length_interval"]),
             "  ".join(shares),
         )
     return table

@@ -47,6 +47,7 @@ from jaxspec.commands.shell import (
     show_results,
 )
 from jaxspec.loading import with_kv_dtype
+from jaxspec.number_text import or_blank
 from jaxspec.parallel import check_divides, devices_of_model, replica_meshes
 from pallas_kernels.selection import Kernels
 
@@ -205,7 +206,7 @@ def make_table(results: dict[str, Any]) -> Table:
         table.add_column(name, justify="right")
 
     def add(phase: str, part: str, us: float, launches: float | None, per_layer: float | None):
-        counts = ("" if n is None else f"{n:.{d}f}" for n, d in ((launches, 0), (per_layer, 1)))
+        counts = or_blank(launches, ".0f"), or_blank(per_layer)
         table.add_row(phase, part, f"{us:,.1f}", f"{100 * us / round_us:.1f}", *counts)
 
     for phase, group in itertools.groupby(results["scopes"], lambda row: row["phase"]):
