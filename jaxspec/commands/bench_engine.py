@@ -44,6 +44,8 @@ from jaxspec.commands.shell import (
     JSON_PARTS,
     collect_parts,
     command_parser,
+    device_line,
+    left_table,
     progress_console,
     run_command,
     table_console,
@@ -214,7 +216,7 @@ def make_table(results: dict[str, Any]) -> Table:
     title = (
         f"{arguments['shape']}, {layers}{arguments['dtype']}, {formats(arguments)}"
         f"tp {arguments['tp']}, sp {arguments.get('sp', 1)}, "
-        f"{results['device']}, jax {results['jax']}, {results['date']}"
+        f"{device_line(results)}"
     )
     caption = (
         f"sampling: {arguments['sampling']}; kernels: {results['own_kernels']}\n"
@@ -222,7 +224,7 @@ def make_table(results: dict[str, Any]) -> Table:
         f"{bandwidth['read'] / 1e12:.3f} TB/s read (sum); the floor takes the larger\n"
         f"{results['command']}"
     )
-    table = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
+    table = left_table(title, caption)
     for name in ("mode", "batch", "context", "prefill ms", "ms/round", "tokens/round", "tokens/s"):
         table.add_column(name, justify="right", no_wrap=True)
     has_experts = any(row.get("expected") for row in results["timings"])

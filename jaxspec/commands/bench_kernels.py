@@ -39,6 +39,8 @@ from jaxspec.commands.shell import (
     JSON_PARTS,
     collect_parts,
     command_parser,
+    device_line,
+    left_table,
     progress_console,
     run_command,
     table_console,
@@ -162,12 +164,11 @@ def as_row(operation: str, timing: KernelTiming) -> dict[str, Any]:
 
 def make_table(results: dict[str, Any]) -> Table:
     peaks = results["peaks"]
-    title = f"{results['device']}, jax {results['jax']}, {results['date']}"
     caption = (
         f"peaks: {peaks['bandwidth'] / 1e12:.3f} TB/s copied (x + 1), "
         f"{peaks['product_rate'] / 1e12:.3g} TFLOP/s (bfloat16 product)\n{results['command']}"
     )
-    table = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
+    table = left_table(device_line(results), caption)
     for name in ("operation", "case", "implementation"):
         table.add_column(name, no_wrap=True)
     for name in ("us", "XLA us", "GB/s", "floor us", "bound", "% of floor", "error", "XLA error"):
@@ -200,7 +201,7 @@ def make_nodes_table(timings: Sequence[Mapping[str, Any]]) -> Table | None:
             rows.setdefault((int(batch), int(nodes)), {})[kind] = row
     if not rows:
         return None
-    table = Table(title="one recurrent layer, us by nodes", title_justify="left")
+    table = left_table("one recurrent layer, us by nodes")
     for name in ("batch", "nodes", "round", "the read alone", "state per node", "floor of that"):
         table.add_column(name, justify="right", no_wrap=True)
     for (batch, nodes), kinds in sorted(rows.items()):

@@ -42,6 +42,8 @@ from jaxspec.commands.head_options import check_head_options
 from jaxspec.commands.run_facts import run_facts
 from jaxspec.commands.shell import (
     command_parser,
+    device_line,
+    left_table,
     progress_console,
     run_command,
     show_results,
@@ -192,14 +194,14 @@ def make_table(results: dict[str, Any]) -> Table:
     layers = f"{args['layers']} layers, " if args.get("layers") else ""
     title = (
         f"{args['shape']}, {layers}{args['dtype']}, {results['mode']}, batch {args['batch']}, "
-        f"context {args['context']}, {results['device']}, jax {results['jax']}, {results['date']}"
+        f"context {args['context']}, {device_line(results)}"
     )
     caption = (
         f"{round_us:,.0f} us a round, {results['unprofiled_round_us']:,.0f} without the profiler; "
         f"{results['host_gap_us']:,.0f} us between the calls\n"
         f"kernels: {results['own_kernels']}\n{results['command']}"
     )
-    table = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
+    table = left_table(title, caption)
     table.add_column("phase")
     table.add_column("part")
     for name in ("us/round", "%", "launches/round", "launches/layer"):
