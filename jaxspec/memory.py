@@ -15,6 +15,7 @@ from jaxspec.cache import Geometry, pages_for
 from jaxspec.config.cache import CacheConfig
 from jaxspec.functional import EngineParams, init_pool
 from jaxspec.functional.pipelined import init_stage
+from jaxspec.number_text import gigabytes
 from jaxspec.parallel import Layout, named_shardings
 
 USABLE = 0.9  # of the free memory; the rest is for what programs compute with
@@ -151,8 +152,8 @@ class _Room:
             advice = f"no page of {self.page_size} tokens fits: page_size must be at most {most}"
         raise ValueError(
             f"the cache's {pages} pages of {self.page_size} tokens need "
-            f"{self.needed(pages) / 1e9:.2f} GB beside the weights, and {self.device.device_kind} "
-            f"has {self.free / 1e9:.2f} GB free for them: {advice}"
+            f"{gigabytes(self.needed(pages))} beside the weights, and {self.device.device_kind} "
+            f"has {gigabytes(self.free)} free for them: {advice}"
         )
 
 
@@ -168,8 +169,8 @@ def check_program(program: jax.stages.Compiled, name: str, advice: str) -> None:
     if analysis is None or free is None or analysis.temp_size_in_bytes <= free:
         return
     raise ValueError(
-        f"{name} needs {analysis.temp_size_in_bytes / 1e9:.2f} GB, and {device.device_kind} has "
-        f"{free / 1e9:.2f} GB free: {advice}"
+        f"{name} needs {gigabytes(analysis.temp_size_in_bytes)}, and {device.device_kind} has "
+        f"{gigabytes(free)} free: {advice}"
     )
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import io
 import runpy
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from rich.console import Console
 
 import jaxspec
 import jaxspec.__main__ as command_line
@@ -182,3 +184,20 @@ def test_where_compiled_programs_are_kept(environment, folder, monkeypatch):
     for name, value in ({"HOME": "/home/me"} | environment).items():
         monkeypatch.setenv(name, value)
     assert default_folder() == Path(folder)
+
+
+def test_a_left_table_begins_where_its_title_does():
+    table = shell.left_table("title", "caption")
+    table.add_column("case")
+    table.add_column("tokens/s", justify="right")
+    table.add_row("plain", "7")
+    console = Console(width=40, record=True, file=io.StringIO())
+    console.print(table)
+    lines = [line.rstrip() for line in console.export_text().splitlines()]
+    assert lines[0] == "title" and lines[-1] == "caption"
+    assert [word.strip(" │┃") for word in lines[4].split("│")][1:3] == ["plain", "7"]
+
+
+def test_the_device_line_names_what_a_run_was_measured_with():
+    facts = {"device": "H100", "jax": "0.11.2", "date": "2026-11-22", "command": "jaxspec"}
+    assert shell.device_line(facts) == "H100, jax 0.11.2, 2026-11-22"

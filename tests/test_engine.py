@@ -8,12 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from scipy import stats
 
 from jaxspec import functional
-from jaxspec.config.engine import Preemption
 from jaxspec.config.speculation import PLAIN, SpeculationConfig, TreeShape
 from jaxspec.engine import Engine
 from jaxspec.generation import Generation
@@ -23,8 +20,7 @@ from jaxspec.sampling import make_sampling
 from jaxspec.scheduling.plan import QueueFull
 from jaxspec.scheduling.requests import SamplingParams
 from jaxspec.speculation.drafters import DraftModelDrafter
-from tests.block_heads import block_params
-from tests.engines import CHAIN, new_engine, plain_engine, ready_engine
+from tests.engines import new_engine, plain_engine, ready_engine
 from tests.marks import slow
 from tests.programs import new_jit, traces
 from tests.random_models import (
@@ -34,7 +30,6 @@ from tests.random_models import (
     random_target,
     tiny_config,
 )
-from tests.speculation.test_block_exactness import engine_of, plain_params
 
 PROMPTS = [prompt.tolist() for prompt in random_prompts((5, 9, 2), seed=6)]
 GREEDY = SamplingParams(max_tokens=20)
@@ -50,17 +45,6 @@ def engine() -> Engine:
 def crowded(drafter: str, preemption: str) -> Engine:
     """An engine that has too few pages for its rows."""
     return ready_engine(drafter, num_pages=14, max_rows=3, preemption=preemption)
-
-
-@functools.cache
-def crowded_blocks(drafter: str, preemption: Preemption) -> Engine:
-    """The same with a block head, and a target of its own."""
-    return engine_of(block_params(drafter, CHAIN), num_pages=14, max_rows=3, preemption=preemption)
-
-
-@functools.cache
-def plain_blocks_engine() -> Engine:
-    return engine_of(plain_params(), max_rows=1, prefix_caching=False)
 
 
 @functools.cache
@@ -286,82 +270,6 @@ def test_the_hits_of_the_prefix_cache_are_those_of_plain_decoding(drafter: str):
     assert queries == 5 + sum(texts_[:3])
     # Of an answer all but its last token, the root, has KV; full pages of 8 are found.
     assert hits == sum((length - 2) // 8 * 8 for length in texts_[:3])
-
-
-steps = st.lists(
-    st.tuples(
-        st.sampled_from(["add", "add", "add", "cancel", "step", "step", "step", "shape"]),
-        st.integers(0, 2**16),
-    ),
-    min_size=5,
-    max_size=40,
-)
-SHARED = random_prompts((24,), seed=11)[0].tolist()
-
-
-def prompt_of(number: int) -> list[int]:
-    """Prompts that share pages with each other, and some that do not."""
-    rng = np.random.default_rng(number)
-    shared = SHARED[: int(rng.integers(25))] if rng.random() < 0.7 else []
-    return [*shared, *rng.integers(96, size=rng.integers(1, 8)).tolist()]
-
-
-def run_history(
-    own: Engine,
-    history: list[tuple[str, int]],
-    shapes: tuple[TreeShape | None, ...] = SHAPES,
-    plain: Callable[[], Engine] = plain_engine,
-) -> None:
-    generations: list[Generation] = []
-    for name, number in history:
-        live = [generation for generation in generations if not generation.done]
-        if name == "add":
-            temperature = 0.8 * (number % 2)
-            sampling = SamplingParams(
-                temperature, seed=number % 3, max_tokens=1 + number % 23, priority=number % 2
-            )
-            generations.append(own.add(prompt_of(number % 12), sampling))
-        elif name == "cancel" and live:
-            own.cancel(live[number % len(live)])
-        elif name == "step":
-            own.step(1 + number % 4)
-        elif name == "shape":
-            own.shape = shapes[number % len(shapes)]
-    own.finish([generation for generation in generations if not generation.done])
-    for generation in generations:
-        text = alone(generation.prompt, generation.sampling, plain)
-        if generation.finish_reason == "cancelled":
-            text = text[: len(generation.token_ids)]
-        assert generation.token_ids == text
-    check_pages(own)
-
-
-@given(history=steps)
-@settings(deadline=None, max_examples=8)
-def test_each_text_is_the_one_it_has_alone(history: list[tuple[str, int]]):
-    run_history(crowded("eagle3", "swap"), history, SHAPES[:2])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("preemption", ["recompute", "swap"])
-@pytest.mark.parametrize("drafter", [*DRAFTERS, "suffix", "suffix mixed"])
-@given(history=steps)
-@settings(deadline=None, max_examples=300)
-def test_of_300_histories_each_text_is_the_one_it_has_alone(
-    drafter: str, preemption: str, history: list[tuple[str, int]]
-):
-    run_history(crowded(drafter, preemption), history)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("preemption", ["recompute", "swap"])
-@pytest.mark.parametrize("drafter", ["dflash", "dspark", "ngram+dflash", "ngram+dspark"])
-@given(history=steps)
-@settings(deadline=None, max_examples=300)
-def test_of_300_histories_with_block_heads_each_text_is_the_one_it_has_alone(
-    drafter: str, preemption: Preemption, history: list[tuple[str, int]]
-):
-    run_history(crowded_blocks(drafter, preemption), history, plain=plain_blocks_engine)
 
 
 # Rejection sampling through the engine: the target's own distribution, whatever is drafted.

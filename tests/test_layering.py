@@ -22,6 +22,7 @@ LAYERS = (
     "pallas_kernels",
     "jaxspec.lazy",
     "jaxspec.version",
+    "jaxspec.number_text",
     "jaxspec.built_in",
     "jaxspec.pytree",
     "jaxspec.config",

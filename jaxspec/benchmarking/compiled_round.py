@@ -11,7 +11,7 @@ import dataclasses
 import re
 from collections.abc import Iterable, Iterator, Mapping
 
-from jaxspec.benchmarking.hlo import scope_of
+from jaxspec.benchmarking.hlo import count_by_scope
 
 GRAPH, LOOP = "kCommandBuffer", "kWhile"
 ASYNC_START = "kAsyncStart"  # launches the entries nested in it on another stream
@@ -149,12 +149,7 @@ def count_page_copies(text: str, page_shapes: Iterable[tuple[int, ...]]) -> int:
 
 def count_all_reduces(text: str) -> dict[str, int]:
     """Number of all-reduces in a program's text, by phase and part of the round."""
-    counts = collections.Counter()
-    for line in text.splitlines():
-        if _ALL_REDUCE.search(line):
-            scope = scope_of(line)
-            counts[f"{scope.phase}/{scope.part}"] += 1
-    return dict(sorted(counts.items()))
+    return count_by_scope(text, _ALL_REDUCE)
 
 
 def _nest(text: str) -> list[_Launch]:

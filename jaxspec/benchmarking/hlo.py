@@ -66,6 +66,20 @@ def scope_of(line: str) -> Scope:
     return parse_scope(name[1] if name else "")
 
 
+def count_by_scope(text: str, operation: re.Pattern[str]) -> dict[str, int]:
+    """Number of lines of a program's text that have an operation, by their scope.
+
+    The keys are sorted: ``verify/mlp``, or ``all-reduce verify/mlp`` if the pattern has a group, by
+    what it matched.
+    """
+    counts = collections.Counter()
+    for line in text.splitlines():
+        if found := operation.search(line):
+            scope = scope_of(line)
+            counts[" ".join([*found.groups(), f"{scope.phase}/{scope.part}"])] += 1
+    return dict(sorted(counts.items()))
+
+
 class Program:
     """A compiled program, from ``compiled.as_text()``."""
 

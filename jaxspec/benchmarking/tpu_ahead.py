@@ -29,7 +29,7 @@ from jaxspec.benchmarking.ahead_of_time import (
     Job,
     compile_ahead,
 )
-from jaxspec.benchmarking.hlo import scope_of
+from jaxspec.benchmarking.hlo import count_by_scope
 
 _COLLECTIVE = re.compile(
     r"= .*? (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
@@ -155,12 +155,7 @@ def read_program(folder: Path) -> TpuProgram:
 
 def count_collectives(text: str) -> dict[str, int]:
     """Number of collectives in a program's text, by kind, phase and part of the round."""
-    counts = collections.Counter()
-    for line in text.splitlines():
-        if found := _COLLECTIVE.search(line):
-            scope = scope_of(line)
-            counts[f"{found[1]} {scope.phase}/{scope.part}"] += 1
-    return dict(sorted(counts.items()))
+    return count_by_scope(text, _COLLECTIVE)
 
 
 def count_kernels(text: str) -> dict[str, int]:

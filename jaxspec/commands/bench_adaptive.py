@@ -28,6 +28,8 @@ from jaxspec.commands.shell import (
     JSON_PARTS,
     collect_parts,
     command_parser,
+    device_line,
+    left_table,
     progress_console,
     run_command,
     table_console,
@@ -263,9 +265,9 @@ def _at[T](values: Sequence[T], share: float) -> T:
 
 def make_tables(results: dict[str, Any]) -> list[Table]:
     arguments = results["arguments"]
-    title = f"{arguments['shape']}, {results['device']}, jax {results['jax']}, {results['date']}"
+    title = f"{arguments['shape']}, {device_line(results)}"
     trees = [*results["round_ms"], ADAPTIVE]
-    table = Table(title=f"{title}: tokens/s", title_justify="left")
+    table = left_table(f"{title}: tokens/s")
     for name in ("clients", "level", *trees, "best fixed", "of best", "of plain"):
         table.add_column(name, justify="right")
     table.add_column("rounds of adaptive")
@@ -284,11 +286,9 @@ def make_tables(results: dict[str, Any]) -> list[Table]:
 
 
 def make_cost_table(results: dict[str, Any]) -> Table:
-    table = Table(
-        title="ms/round, as warm-up measured",
-        caption=f"kernels: {results['own_kernels']}\n{results['command']}",
-        title_justify="left",
-        caption_justify="left",
+    table = left_table(
+        "ms/round, as warm-up measured",
+        f"kernels: {results['own_kernels']}\n{results['command']}",
     )
     costs = results["round_ms"]
     for name in ("tree", *next(iter(costs.values()))):
@@ -300,9 +300,8 @@ def make_cost_table(results: dict[str, Any]) -> Table:
 
 def make_mixed_table(results: dict[str, Any], trees: Sequence[str]) -> Table:
     mixed = results["mixed"]
-    table = Table(
-        title=f"mixed load, tokens/s; adaptive is {mixed['of_best']:.3f} of {mixed['best']}",
-        title_justify="left",
+    table = left_table(
+        f"mixed load, tokens/s; adaptive is {mixed['of_best']:.3f} of {mixed['best']}"
     )
     for name in ("clients", "level", "tokens", *trees):
         table.add_column(name, justify="right")

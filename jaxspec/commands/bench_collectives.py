@@ -35,7 +35,7 @@ from jaxspec.benchmarking.rounds import Workload
 from jaxspec.benchmarking.shapes import SHAPES
 from jaxspec.commands.compiling_process import add_compiler_options, run_compiling, run_or_compile
 from jaxspec.commands.engine_options import add_sequence_parallel_option, tensor_parallel
-from jaxspec.commands.shell import command_parser, show_results
+from jaxspec.commands.shell import command_parser, left_table, show_results
 from jaxspec.parallel import TensorParallel, grid_of, shown_size
 
 GRIDS = "4,2x2,8,2x4,4x2"
@@ -119,7 +119,7 @@ def count_elsewhere(args: argparse.Namespace, arguments: Sequence[str]) -> list[
 
 def make_table(counts: Sequence[dict[str, Any]], shape: str, sequence_parallel: int = 1) -> Table:
     shared = f", sp {sequence_parallel}" if sequence_parallel > 1 else ""
-    table = Table(title=f"{shape}, bfloat16{shared}: a layer of one device", title_justify="left")
+    table = left_table(f"{shape}, bfloat16{shared}: a layer of one device")
     for name in ("tokens", "--tp", *KINDS, "collectives", "KiB sent", "KiB a token"):
         table.add_column(name, justify="right")
     for one in sorted(counts, key=lambda one: one["tokens"]):

@@ -44,6 +44,8 @@ from jaxspec.commands.shell import (
     JSON_PARTS,
     collect_parts,
     command_parser,
+    device_line,
+    left_table,
     progress_console,
     run_command,
     table_console,
@@ -52,6 +54,7 @@ from jaxspec.config.model import ModelConfig
 from jaxspec.memory import local_bytes
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import BlockHead, DraftHead
+from jaxspec.number_text import gigabytes, or_blank
 from jaxspec.parallel import grid_of, replica_meshes
 from jaxspec.quantization.kv_cache import with_float8_cache
 from pallas_kernels.selection import Kernels
@@ -165,7 +168,7 @@ def measure_modes(
             quantization=args.drafter_quantization,
         )
     jax.block_until_ready((target, head))
-    console.print(f"{local_bytes((target, head)) / 1e9:.2f} GB of weights a device")
+    console.print(f"{gigabytes(local_bytes((target, head)))} of weights a device")
     if args.kv_dtype is not None:
         target, head = with_float8_cache((target, head), mesh)
     for bench in compile_all(chosen, target, head, mesh, kernels, console):
@@ -213,7 +216,7 @@ def make_table(results: dict[str, Any]) -> Table:
     title = (
         f"{arguments['shape']}, {layers}{arguments['dtype']}, {formats(arguments)}"
         f"tp {arguments['tp']}, sp {arguments.get('sp', 1)}, "
-        f"{results['device']}, jax {results['jax']}, {results['date']}"
+        f"{device_line(results)}"
     )
     caption = (
         f"sampling: {arguments['sampling']}; kernels: {results['own_kernels']}\n"
@@ -221,7 +224,7 @@ def make_table(results: dict[str, Any]) -> Table:
         f"{bandwidth['read'] / 1e12:.3f} TB/s read (sum); the floor takes the larger\n"
         f"{results['command']}"
     )
-    table = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
+    table = left_table(title, caption)
     for name in ("mode", "batch", "context", "prefill ms", "ms/round", "tokens/round", "tokens/s"):
         table.add_column(name, justify="right", no_wrap=True)
     has_experts = any(row.get("expected") for row in results["timings"])
@@ -240,13 +243,9 @@ def make_table(results: dict[str, Any]) -> Table:
             f"{sum(row['floor'].values()) / 1e9:.3g}",
             f"{row['floor_ms']:.3f}",
             f"{100 * row['share_of_floor']:.0f}",
-            *(number(row[key]) for key in ("experts_read", "expected") if has_experts),
+            *(or_blank(row[key]) for key in ("experts_read", "expected") if has_experts),
         )
     return table
-
-
-def number(value: float | None) -> str:
-    return "" if value is None else f"{value:.1f}"
 
 
 def formats(arguments: dict[str, Any]) -> str:

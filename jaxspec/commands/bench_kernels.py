@@ -39,10 +39,13 @@ from jaxspec.commands.shell import (
     JSON_PARTS,
     collect_parts,
     command_parser,
+    device_line,
+    left_table,
     progress_console,
     run_command,
     table_console,
 )
+from jaxspec.number_text import or_blank
 from pallas_kernels.add_rms_norm import cases as add_rms_norm
 from pallas_kernels.benchmark import Benchmark
 from pallas_kernels.delta_rule import cases as delta_rule
@@ -118,7 +121,7 @@ def measure(args: argparse.Namespace, progress: Console) -> Iterator[dict[str, A
         row = as_row(operation, time_benchmark(compiled, peaks, plan))
         progress.print(
             f"{index + 1}/{len(chosen)} {operation}: {row['case']}: {row['us']:.1f} us, "
-            f"XLA {shown(row['reference_us'])}, floor {row['floor_us']:.1f}"
+            f"XLA {or_blank(row['reference_us'])}, floor {row['floor_us']:.1f}"
         )
         yield facts | {"timings": [row]}
 
@@ -161,12 +164,11 @@ def as_row(operation: str, timing: KernelTiming) -> dict[str, Any]:
 
 def make_table(results: dict[str, Any]) -> Table:
     peaks = results["peaks"]
-    title = f"{results['device']}, jax {results['jax']}, {results['date']}"
     caption = (
         f"peaks: {peaks['bandwidth'] / 1e12:.3f} TB/s copied (x + 1), "
         f"{peaks['product_rate'] / 1e12:.3g} TFLOP/s (bfloat16 product)\n{results['command']}"
     )
-    table = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
+    table = left_table(device_line(results), caption)
     for name in ("operation", "case", "implementation"):
         table.add_column(name, no_wrap=True)
     for name in ("us", "XLA us", "GB/s", "floor us", "bound", "% of floor", "error", "XLA error"):
@@ -177,13 +179,13 @@ def make_table(results: dict[str, Any]) -> Table:
             row["case"],
             row["implementation"],
             f"{row['us']:.1f}",
-            shown(row["reference_us"]),
+            or_blank(row["reference_us"]),
             f"{row['gb_per_s']:,.0f}",
             f"{row['floor_us']:.1f}",
             row["bound"],
             f"{100 * row['share_of_floor']:.0f}",
-            shown(row["error"], ".1e"),
-            shown(row["reference_error"], ".1e"),
+            or_blank(row["error"], ".1e"),
+            or_blank(row["reference_error"], ".1e"),
         )
     return table
 
@@ -199,7 +201,7 @@ def make_nodes_table(timings: Sequence[Mapping[str, Any]]) -> Table | None:
             rows.setdefault((int(batch), int(nodes)), {})[kind] = row
     if not rows:
         return None
-    table = Table(title="one recurrent layer, us by nodes", title_justify="left")
+    table = left_table("one recurrent layer, us by nodes")
     columns = {
         "round": "round",
         "the read alone": "read",
@@ -211,12 +213,8 @@ def make_nodes_table(timings: Sequence[Mapping[str, Any]]) -> Table | None:
     for (batch, nodes), kinds in sorted(rows.items()):
         times = [kinds.get(kind, {}).get("us") for kind in columns.values()]
         times.append(kinds.get("state per node", {}).get("floor_us"))
-        table.add_row(str(batch), str(nodes), *map(shown, times))
+        table.add_row(str(batch), str(nodes), *map(or_blank, times))
     return table
-
-
-def shown(number: float | None, form: str = ".1f") -> str:
-    return "" if number is None else format(number, form)
 
 
 def run(args: argparse.Namespace) -> None:

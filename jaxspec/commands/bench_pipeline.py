@@ -34,6 +34,8 @@ from jaxspec.commands.shell import (
     JSON_PARTS,
     collect_parts,
     command_parser,
+    device_line,
+    left_table,
     progress_console,
     run_command,
     table_console,
@@ -242,11 +244,9 @@ def make_table(results: dict[str, Any]) -> Table:
     drafts = f", drafted by {arguments['draft_shape']}" if arguments["draft_shape"] else ""
     title = (
         f"{arguments['shape']}, {arguments['dtype']}, {arguments['mode']}{drafts}, "
-        f"{results['device']}, jax {results['jax']}, {results['date']}"
+        f"{device_line(results)}"
     )
-    table = Table(
-        title=title, caption=results["command"], title_justify="left", caption_justify="left"
-    )
+    table = left_table(title, results["command"])
     for name in ("devices", "layers", "requests", "prefill ms", "ms/round", "tokens/s", "stages ms",
                  "idle %", "steps %", "fill %"):  # fmt: skip
         table.add_column(name, justify="right")

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from rich.table import Table
 
 from jaxspec.benchmarking.run_files import RunFile, compare, read_runs
-from jaxspec.commands.shell import command_parser, run_command, show_results
+from jaxspec.commands.shell import command_parser, device_line, run_command, show_results
 
 # Columns: the key of a record, its title and its format.
 COLUMNS = (
@@ -62,7 +62,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def make_table(runs: Sequence[RunFile], records: Sequence[dict[str, Any]]) -> Table:
     caption = "\n".join(
-        f"{run.name}: {facts['device']}, jax {facts['jax']}, {facts['date']}, {facts['command']}"
+        f"{run.name}: {device_line(facts)}, {facts['command']}"
         for run in runs
         for facts in [run.facts]
     )

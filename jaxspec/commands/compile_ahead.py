@@ -61,7 +61,7 @@ from jaxspec.commands.engine_options import (
     add_tensor_parallel_option,
 )
 from jaxspec.commands.head_options import check_head_options
-from jaxspec.commands.shell import command_parser, show_results
+from jaxspec.commands.shell import command_parser, left_table, show_results
 from jaxspec.parallel import check_divides, grid_of
 
 NEW_TOKENS = 256  # room for new tokens after the context, as in bench_engine
@@ -195,12 +195,10 @@ def measure(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def make_table(results: dict[str, Any]) -> Table:
-    table = Table(
-        title=f"{results['mode']}, {results['layers']} layers, jax {results['jax']}, "
+    table = left_table(
+        f"{results['mode']}, {results['layers']} layers, jax {results['jax']}, "
         f"compiled for {results['target']} in {results['seconds']:.0f} s",
-        caption=results["command"],
-        title_justify="left",
-        caption_justify="left",
+        results["command"],
     )
     table.add_column("of one round or call, on one device")
     table.add_column("", justify="right")

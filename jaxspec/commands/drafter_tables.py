@@ -7,6 +7,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from jaxspec.commands.shell import left_table
+from jaxspec.number_text import with_interval
 from jaxspec.speculation.drafters.names import split_mixed
 
 Row = Mapping[str, Any]
@@ -85,7 +87,7 @@ def full_width(table: Table) -> int:
 
 
 def speed_table(title: str, rows: Sequence[Row], names: Names) -> Table:
-    table = Table(title=f"{title}: tokens/s, ms a round, speed-up over plain", title_justify="left")
+    table = left_table(f"{title}: tokens/s, ms a round, speed-up over plain")
     table.add_column("drafter", no_wrap=True)
     for size in dict.fromkeys(row["batch"] for row in rows):
         table.add_column(f"batch {size}", justify="right", no_wrap=True)
@@ -103,9 +105,7 @@ def speed_table(title: str, rows: Sequence[Row], names: Names) -> Table:
 def acceptance_table(title: str, rows: Sequence[Row], names: Names) -> Table:
     """Half the width of an interval stands for it, where it is not given in full."""
     texts = max(row["texts"] for row in rows)
-    table = Table(
-        title=f"{title}: acceptance in {texts} texts, with 95 % intervals", title_justify="left"
-    )
+    table = left_table(f"{title}: acceptance in {texts} texts, with 95 % intervals")
     table.add_column("drafter", no_wrap=True)
     table.add_column("tokens a round", justify="right", no_wrap=True)
     table.add_column("% of rounds that accept 1, 2, ... drafted tokens")
@@ -114,23 +114,20 @@ def acceptance_table(title: str, rows: Sequence[Row], names: Names) -> Table:
         if row["mode"] == "plain":
             continue
         found = row["acceptance"]
-        low, high = found["length_interval"]
         depths = zip(found["by_depth"], found["by_depth_intervals"], strict=True)
         shares = (f"{100 * share:.0f}±{50 * (top - least):.0f}" for share, (least, top) in depths)
         table.add_row(
             names[run_of(row)],
-            f"{found['length']:.2f} ({low:.2f} to {high:.2f})",
+            with_interval(found["length"], found["length_interval"]),
             "  ".join(shares),
         )
     return table
 
 
 def memory_table(results: Mapping[str, Any], names: Names) -> Table:
-    table = Table(
-        title="memory on each device",
-        caption=f"{results['date']}, jax {results['jax']}\n{results['command']}",
-        title_justify="left",
-        caption_justify="left",
+    table = left_table(
+        "memory on each device",
+        f"{results['date']}, jax {results['jax']}\n{results['command']}",
     )
     table.add_column("model", no_wrap=True)
     table.add_column("weights, MB", justify="right")

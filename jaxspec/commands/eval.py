@@ -30,6 +30,7 @@ from jaxspec.config.engine import EngineConfig
 from jaxspec.drafter_loading import MIXED, choose_drafter
 from jaxspec.evaluation import measure_acceptance
 from jaxspec.loading import resolve_dtype
+from jaxspec.number_text import with_interval
 from jaxspec.tokenizer import load_tokenizer
 from jaxspec.training.draft_data import held_out_prompts
 
@@ -125,13 +126,12 @@ def make_table(results: dict[str, Any]) -> Table:
     for name in ("mode", "temperature", "rule", "tokens", "acceptance length (95 %)", "by depth"):
         table.add_column(name)
     for row in results["results"]:
-        low, high = row["length_interval"]
         table.add_row(
             row["mode"],
             f"{row['temperature']:g}",
             row["rule"],
             f"{row['tokens']:,}",
-            f"{row['length']:.2f} ({low:.2f} to {high:.2f})",
+            with_interval(row["length"], row["length_interval"]),
             " ".join(f"{share:.0%}" for share in row["by_depth"]),
         )
     return table

@@ -27,6 +27,7 @@ from jaxspec.commands.streaming import stream
 from jaxspec.commands.tree_page import check_page_path, tree_page
 from jaxspec.comparison import compare, decode_rate
 from jaxspec.drafter_loading import choose_drafter
+from jaxspec.number_text import with_interval
 from jaxspec.processes import Processes
 from jaxspec.tokenizer import TextTokenizer
 
@@ -135,11 +136,12 @@ def summary(results: dict[str, Any]) -> str:
 def comparison_lines(results: dict[str, Any]) -> list[str]:
     speedups, place = results["speedups"], results["first_difference"]
     plain = results["plain_decode_tokens_per_second"]
+    gain = with_interval(results["speedup"], (min(speedups), max(speedups)), unit="x")
     tokens = "identical" if results["identical"] else f"different from number {place} on"
     return [
         f"plain decoding: {plain:.1f} tokens/s; tokens {tokens}",
-        f"speed-up: {results['speedup']:.2f}x ({min(speedups):.2f} to {max(speedups):.2f}), like "
-        f"both decoding speeds the median of {len(speedups)} alternating pairs",
+        f"speed-up: {gain}, like both decoding speeds the median of {len(speedups)} alternating "
+        "pairs",
     ]
 
 

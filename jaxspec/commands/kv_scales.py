@@ -27,6 +27,7 @@ from jaxspec.commands.shell import (
 from jaxspec.config.engine import EngineConfig
 from jaxspec.kv_calibration import MARGIN, NEW_TOKENS, measured_scales, scores
 from jaxspec.loading import resolve_dtype
+from jaxspec.number_text import span
 from jaxspec.quantization.kv_cache import FP8
 from jaxspec.quantization.kv_scales import KVScaleFile
 from jaxspec.text_scores import difference, summarize
@@ -133,12 +134,11 @@ def compare(
 def make_table(results: dict[str, Any]) -> Table:
     table = Table("cache", "perplexity", "loss increase, nats a token", "95 % interval", "tokens")
     for row in results["results"]:
-        low, high = row["interval"]
         table.add_row(
             row["cache"],
             f"{row['perplexity']:.4f}",
             f"{row['loss_increase']:+.5f}",
-            f"{low:+.5f} to {high:+.5f}",
+            span(row["interval"], "+.5f"),
             str(row["tokens"]),
         )
     return table

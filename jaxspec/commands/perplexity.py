@@ -19,6 +19,7 @@ from jaxspec.built_in import BUILT_IN_MODEL
 from jaxspec.commands.data_options import add_suffixes_option
 from jaxspec.commands.shell import command_parser, progress_console, run_command, show_results
 from jaxspec.models.hf_config import load_model_config
+from jaxspec.number_text import with_interval
 from jaxspec.quantizer.scoring import score
 from jaxspec.text_scores import Scores, difference, summarize
 from jaxspec.tokenizer import load_tokenizer
@@ -84,10 +85,9 @@ def make_table(report: dict[str, Any]) -> Table:
         title=f"{tokens:,} tokens of {sequences} held-out rows, on {report['device']}",
     )
     for own in report["results"]:
-        low, high = own["perplexity_interval"]
-        least, most = own["worse_interval"]
-        worse = "" if own is first else f"{own['worse']:+.4f} ({least:+.4f} to {most:+.4f})"
-        table.add_row(own["model"], f"{own['perplexity']:.3f} ({low:.3f} to {high:.3f})", worse)
+        perplexity = with_interval(own["perplexity"], own["perplexity_interval"], ".3f")
+        worse = with_interval(own["worse"], own["worse_interval"], "+.4f")
+        table.add_row(own["model"], perplexity, "" if own is first else worse)
     return table
 
 

@@ -42,11 +42,14 @@ from jaxspec.commands.head_options import check_head_options
 from jaxspec.commands.run_facts import run_facts
 from jaxspec.commands.shell import (
     command_parser,
+    device_line,
+    left_table,
     progress_console,
     run_command,
     show_results,
 )
 from jaxspec.loading import with_kv_dtype
+from jaxspec.number_text import or_blank
 from jaxspec.parallel import check_divides, devices_of_model, replica_meshes
 from pallas_kernels.selection import Kernels
 
@@ -191,21 +194,21 @@ def make_table(results: dict[str, Any]) -> Table:
     layers = f"{args['layers']} layers, " if args.get("layers") else ""
     title = (
         f"{args['shape']}, {layers}{args['dtype']}, {results['mode']}, batch {args['batch']}, "
-        f"context {args['context']}, {results['device']}, jax {results['jax']}, {results['date']}"
+        f"context {args['context']}, {device_line(results)}"
     )
     caption = (
         f"{round_us:,.0f} us a round, {results['unprofiled_round_us']:,.0f} without the profiler; "
         f"{results['host_gap_us']:,.0f} us between the calls\n"
         f"kernels: {results['own_kernels']}\n{results['command']}"
     )
-    table = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
+    table = left_table(title, caption)
     table.add_column("phase")
     table.add_column("part")
     for name in ("us/round", "%", "launches/round", "launches/layer"):
         table.add_column(name, justify="right")
 
     def add(phase: str, part: str, us: float, launches: float | None, per_layer: float | None):
-        counts = ("" if n is None else f"{n:.{d}f}" for n, d in ((launches, 0), (per_layer, 1)))
+        counts = or_blank(launches, ".0f"), or_blank(per_layer)
         table.add_row(phase, part, f"{us:,.1f}", f"{100 * us / round_us:.1f}", *counts)
 
     for phase, group in itertools.groupby(results["scopes"], lambda row: row["phase"]):

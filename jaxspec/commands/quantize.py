@@ -29,6 +29,7 @@ from jaxspec.commands.shell import (
     run_command,
     typed_command,
 )
+from jaxspec.number_text import megabytes
 from jaxspec.quantizer.checkpoint import Checkpoint
 from jaxspec.quantizer.gptq import GptqConfig, Order
 from jaxspec.quantizer.methods import Method
@@ -194,7 +195,7 @@ def run(args: argparse.Namespace) -> None:
     for line in [report.describe(), *perplexity_lines(report)]:
         print(line, file=texts)
     seconds = time.monotonic() - started
-    size = f"{report.bytes_after / 1e6:,.1f} MB"
+    size = megabytes(report.bytes_after)
     print(f"{args.out}: {size}, written in {seconds:.0f} s", file=texts)
     if args.json:
         print_json(dataclasses.asdict(report))

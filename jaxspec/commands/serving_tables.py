@@ -8,6 +8,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from rich.table import Table
 
+from jaxspec.commands.shell import device_line, left_table
 from jaxspec.load_test import Client
 
 
@@ -87,10 +88,7 @@ def as_lines(run: dict[str, Any]) -> dict[str, str]:
 def title(results: dict[str, Any], mode: str = "") -> str:
     arguments = results["arguments"]
     model = arguments["shape"] or Path(arguments["model"]).name
-    return (
-        f"{model}, {mode}{', ' if mode else ''}{arguments['rows']} rows, {results['device']}, "
-        f"jax {results['jax']}, {results['date']}"
-    )
+    return f"{model}, {mode}{', ' if mode else ''}{arguments['rows']} rows, {device_line(results)}"
 
 
 def make_tables(results: dict[str, Any]) -> list[Table]:
@@ -98,8 +96,8 @@ def make_tables(results: dict[str, Any]) -> list[Table]:
     tables = []
     for mode in dict.fromkeys(run["mode"] for run in results["runs"]):
         caption = f"kernels: {results['own_kernels']}\n{results['command']}"
-        table = Table(title=title(results, mode), caption=caption, show_header=False)
-        table.title_justify = table.caption_justify = "left"
+        table = left_table(title(results, mode), caption)
+        table.show_header = False
         columns = [as_lines(run) for run in results["runs"] if run["mode"] == mode]
         for line in dict.fromkeys(itertools.chain(*columns)):
             table.add_row(line, *(column.get(line, "-") for column in columns))

@@ -102,6 +102,16 @@ def table_console(*, stderr: bool, width: int = TABLE_WIDTH) -> Console:
     return console
 
 
+def left_table(title: str, caption: str | None = None) -> Table:
+    """A table without columns yet, whose title and caption begin where it does."""
+    return Table(title=title, caption=caption, title_justify="left", caption_justify="left")
+
+
+def device_line(facts: Mapping[str, Any]) -> str:
+    """What a run was measured with, by its run_facts: device, jax version and date."""
+    return f"{facts['device']}, jax {facts['jax']}, {facts['date']}"
+
+
 def show_results(
     results: Mapping[str, Any], table: Table | Group, *, as_json: bool, width: int = TABLE_WIDTH
 ) -> None:

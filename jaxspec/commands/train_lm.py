@@ -14,6 +14,7 @@ from jaxspec.commands.shell import command_parser, given_option, run_command, ty
 from jaxspec.config.model import ModelConfig, dense_model
 from jaxspec.models.hf_config import parse_model_config
 from jaxspec.models.hf_values import read_json
+from jaxspec.number_text import megabytes
 from jaxspec.training import data
 from jaxspec.training.lm import TrainConfig, num_parameters
 from jaxspec.training.precision import resolve_precision
@@ -178,7 +179,7 @@ def describe(record: Record) -> str:
 
 def print_corpus(console: Console, report: data.Report) -> None:
     for source, (files, size) in report.sources.items():
-        console.print(f"{source}: {files} files, {size / 1e6:.1f} MB")
+        console.print(f"{source}: {files} files, {megabytes(size)}")
     console.print(f"skipped: {report.skipped}")
     console.print(
         f"{report.train_tokens:,} training tokens, {report.held_out_tokens:,} held out "

@@ -7,6 +7,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from jaxspec.number_text import megabytes, with_interval
 from jaxspec.text_scores import Perplexity
 
 
@@ -88,15 +89,15 @@ def perplexity_lines(report: Report) -> list[str]:
         "|---|---|---|",
     ]
     for name, found in (("original", report.before), ("quantized", report.after)):
-        nats = _with_interval(found.nats, found.nats_interval, 4)
-        own = _with_interval(found.perplexity, found.perplexity_interval, 3)
+        nats = with_interval(found.nats, found.nats_interval, ".4f")
+        own = with_interval(found.perplexity, found.perplexity_interval, ".3f")
         lines.append(f"| {name} | {nats} | {own} |")
     worse, interval = report.worse
     return [
         *lines,
         "",
         f"On the same {report.after.sequences} sequences ({report.after.tokens:,} tokens) the "
-        f"quantized model is worse by {_with_interval(worse, interval, 4)} nats a token"
+        f"quantized model is worse by {with_interval(worse, interval, '.4f')} nats a token"
         f"{_rounding_in(report)}.",
     ]
 
@@ -106,19 +107,14 @@ def _rounding_in(report: Report) -> str:
     return "" if report.plan["activations"] is None else ", with its activations rounded, too"
 
 
-def _with_interval(value: float, interval: tuple[float, float], digits: int) -> str:
-    low, high = (f"{end:.{digits}f}" for end in interval)
-    return f"{value:.{digits}f} ({low} to {high})"
-
-
 def card(report: Report, name: str) -> str:
     """The README.md of a quantized checkpoint, in Markdown."""
     figure = ["![Error of every projection by layer](quantization.png)"] if report.errors else []
     parts = [
         f"# {name}",
         f"{Path(report.model).name}, quantized by jaxspec: {report.describe()}; format "
-        f"{report.plan['format']}. Weights take {report.bytes_after / 1e6:,.1f} MB, "
-        f"{report.bytes_before / 1e6:,.1f} MB before.",
+        f"{report.plan['format']}. Weights take {megabytes(report.bytes_after)}, "
+        f"{megabytes(report.bytes_before)} before.",
         "\n".join(perplexity_lines(report)),
         *figure,
         f"Made in {report.seconds:.0f} s on {report.device} by\n\n```\n{report.command}\n```",

@@ -33,13 +33,29 @@ def grow_while_likely(
     wanted: Array,
     least_probability: float,
 ) -> tuple[DraftTree, Any]:
-    """The chain of expand.grow below ``roots`` [B], which ends for all rows as soon as no
-    ``wanted`` [B] one has a draft that is at least ``least_probability`` likely. At least one token
-    is drafted.
+    """Draft a chain below each root, and stop when no row's draft is likely any more.
 
-    How likely a draft is, is what the drafter's processed logits say. Other arguments: see
-    expand.grow. The rule is ``match``: with another one a row's
-    text would depend on where other rows end its chain.
+    All rows draft equally many tokens, at least one and at most ``max_depth``. A draft is as likely
+    as the product of its tokens' probabilities in the drafter's processed logits. After each
+    token drafting goes on if some ``wanted`` row's whole draft is at least ``least_probability``
+    likely. The tokens are the first ones of the chain that expand.grow would draft.
+
+    The acceptance rule must be ``match``: with another one a row's text would depend on where other
+    rows end the chain.
+
+    Args:
+      proposer: chooses tokens. Its speculation is a chain.
+      roots: int32 [B], the last committed token of each row.
+      root_logits: [B, W / shards], draft logits after the roots.
+      step: runs one level, here the token drafted last: Beams of [B, 1] -> (logits
+        [B, 1, W / shards], carry). It is called once for each token but the last.
+      carry: what ``step`` threads through.
+      wanted: bool [B], the rows whose drafts will be used.
+      least_probability: above 0.
+
+    Returns:
+      The chain, with arrays [B, 1 + max_depth] and equal ``num_nodes`` [B], the root included; and
+      the last carry. Nodes past ``num_nodes`` have the roots' tokens.
     """
     depths, batch_axes = proposer.speculation.max_depth, proposer.target_layout.batch
     nodes = np.tri(depths, -(-depths // 32) * 32, dtype=bool)  # scratch nodes that each one sees

@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.forward import Attend
+from jaxspec.number_text import megabytes
 from jaxspec.training import fingerprint
 from jaxspec.training.draft_data import Examples
 from jaxspec.training.draft_loss import DraftBatch, target_states
@@ -108,7 +109,7 @@ def _check_room(directory: Path, num_rows: int, row_bytes: int) -> None:
     if needed > free:
         raise ValueError(
             f"hidden states of {num_rows} rows need {needed / 1e9:.1f} GB, "
-            f"{row_bytes / 1e6:.1f} MB each, and {directory} has {free / 1e9:.1f} GB "
+            f"{megabytes(row_bytes)} each, and {directory} has {free / 1e9:.1f} GB "
             f"free, enough for {free // row_bytes} rows: {ADVICE}, or use a folder on a larger disk"
         )
 

@@ -1,8 +1,10 @@
 """Attribution of profiler events to scopes, on a program and events as a GPU has them."""
 
+import re
+
 import pytest
 
-from jaxspec.benchmarking.hlo import Program, Scope, parse_scope
+from jaxspec.benchmarking.hlo import Program, Scope, count_by_scope, parse_scope
 from jaxspec.benchmarking.profile import Event, profile_rounds, summarize
 
 # Two equal products (draft, verify) run one kernel; that of `o` was split by XLA, which left it
@@ -159,3 +161,12 @@ def test_what_cannot_be_cut_into_rounds_is_refused():
         profile_rounds(gpu_events(1, 3), Program(HLO), rounds_per_call=7, num_calls=1)
     with pytest.raises(ValueError, match="no loop"):
         Program(HLO.replace(" while(", " other(")).loop()
+
+
+def test_lines_are_counted_by_their_scope():
+    dots = {"draft/mlp": 1, "other/other": 1, "verify/mlp": 1}  # that of `o` has no name of its own
+    assert count_by_scope(HLO, re.compile(r" dot\(")) == dots
+    named = count_by_scope(HLO, re.compile(r" (dot|multiply)\("))
+    assert named == {f"dot {scope}": 1 for scope in dots} | {"multiply verify/norm": 2}
+    assert list(named) == sorted(named)
+    assert count_by_scope(HLO, re.compile("all-reduce")) == {}

@@ -95,6 +95,87 @@ def test_the_cases_end_at_several_depths():
     assert len(ends) > 2
 
 
+# Edge cases, on tables whose probabilities are exact or nearly so.
+
+ALL, NOBODY = jnp.ones(5, bool), jnp.zeros(5, bool)
+NEVER = -1e9  # a logit of a token that is never drawn
+
+
+def successors(*columns: int) -> Array:
+    """A table in which one of these tokens, all equally likely, follows on any token."""
+    return jnp.full((VOCAB, VOCAB), NEVER).at[:, jnp.array(columns)].set(0.0)
+
+
+def drafted(
+    table: Array, least: float, wanted: Array = ALL, depth: int = DEPTH
+) -> tuple[DraftTree, list[np.ndarray]]:
+    """A chain over a table, and the masks [B, words] that the steps were given, in their order."""
+    proposer = proposer_of(SpeculationConfig.chain(depth), make_sampling(len(ROOTS)))
+    words = -(-depth // 32)
+
+    def step(beams: Beams, masks: Array) -> tuple[Array, Array]:
+        assert beams.tokens.shape == (len(ROOTS), 1)
+        return table[beams.tokens], masks.at[beams.depth - 1].set(beams.ancestors[:, 0])
+
+    masks = jnp.zeros((depth, len(ROOTS), words), jnp.uint32)
+    start = ROOTS, table[ROOTS], step, masks
+    tree, masks = jax.jit(lambda: grow_while_likely(proposer, *start, wanted, least))()
+    return tree, [mask for mask in np.asarray(masks) if mask.any()]
+
+
+@pytest.mark.parametrize(
+    ("table", "least", "wanted"),
+    [(TABLE, 1.0, ALL), (successors(3), 1e-30, NOBODY), (TABLE * jnp.nan, 1e-30, ALL)],
+    ids=["nothing is likely", "nobody asks", "NaN"],
+)
+def test_one_token_is_always_drafted_and_the_model_not_run(
+    table: Array, least: float, wanted: Array
+):
+    tree, masks = drafted(table, least, wanted)
+    assert tree.num_nodes.tolist() == [2] * 5 and not masks
+    assert tree.tokens.shape == (5, 1 + DEPTH)
+
+
+def test_certain_drafts_are_as_long_as_the_tree_allows():
+    """A draft that is exactly as likely as it must be goes on."""
+    tree, masks = drafted(successors(3), 1.0)
+    assert tree.num_nodes.tolist() == [1 + DEPTH] * 5 and len(masks) == DEPTH - 1
+    assert tree.tokens.tolist() == [[root] + [3] * DEPTH for root in ROOTS.tolist()]
+
+
+@pytest.mark.parametrize(("least", "length"), [(0.6, 1), (0.4, 2), (0.2, 3), (0.1, 4)])
+def test_of_equally_likely_tokens_the_first_is_taken_with_its_own_probability(
+    least: float, length: int
+):
+    """Drafts of 1, 2, 3 tokens have probabilities 1/2, 1/4, 1/8."""
+    tree, masks = drafted(successors(9, 4), least)
+    assert tree.num_nodes.tolist() == [1 + length] * 5 and len(masks) == length - 1
+    assert (np.asarray(tree.tokens)[:, 1 : 1 + length] == 4).all()
+
+
+def test_a_limit_of_one_token_runs_no_step():
+    tree, masks = drafted(successors(3), 1e-30, depth=1)
+    assert tree.tokens.tolist() == [[root, 3] for root in ROOTS.tolist()]
+    assert tree.num_nodes.tolist() == [2] * 5 and not masks
+
+
+def test_the_nodes_of_a_long_chain_see_all_before_them():
+    """Past 32 nodes a mask has a second word."""
+    tree, masks = drafted(successors(3), 1.0, depth=35)
+    assert tree.num_nodes.tolist() == [36] * 5 and len(masks) == 34
+    for node, mask in enumerate(masks):
+        assert (mask == [(1 << min(node + 1, 32)) - 1, (1 << max(node - 31, 0)) - 1]).all()
+
+
+def test_a_certain_row_keeps_the_uncertain_ones_growing():
+    """Rows 3 and 4 go on for ever between their own tokens; the others guess."""
+    table = jnp.zeros((VOCAB, VOCAB)).at[3].set(NEVER).at[4].set(NEVER)
+    table = table.at[3, 4].set(0.0).at[4, 3].set(0.0)
+    assert drafted(table, 0.9)[0].num_nodes.tolist() == [1 + DEPTH] * 5
+    assert drafted(table, 0.9, ROOTS == 4)[0].num_nodes.tolist() == [1 + DEPTH] * 5
+    assert drafted(table, 0.9, ROOTS < 3)[0].num_nodes.tolist() == [2] * 5
+
+
 def ending_at(drafter: Drafter, least: float) -> Drafter:
     if isinstance(drafter, MixedDrafter):
         return drafter.replace(model=ending_at(drafter.model, least))

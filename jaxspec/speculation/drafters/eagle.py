@@ -222,19 +222,13 @@ class EagleDrafter(DrafterDefaults):
 
         def step(beams: Beams, carry: Any) -> tuple[Array, Any]:
             """``carry``: what heads computed of the level before, up to the last used, and the
-            states. The first head that goes on drafts. The later ones will see its beams, so they
-            read them now; what the last one makes of them before its own turn is not needed."""
+            states. The first head that goes on drafts."""
             hidden, layers = carry
-            hidden, after = hidden[:-1] or hidden, []
+            hidden = hidden[:-1] or hidden
             first = len(used) - len(hidden)
-            for index, parents in enumerate(hidden, first):
-                read = jnp.take_along_axis(parents, beams.parents[..., None], axis=1)
-                entry = beams.tokens, read, beam_positions(state, beams) - 1
-                attend = level_attend(state, beams, FIRST_SLOT + index)
-                after.append(self._run(index, target, *entry, layers, attend, call))
-                layers = after[-1].states
-            logits = used[first].logits(target, after[0].normed, call.kernels)
-            return logits, (tuple(out.hidden for out in after), layers)
+            level = self._run_level(first, target, state, beams, hidden, layers, call)
+            logits = used[first].logits(target, level[0].normed, call.kernels)
+            return logits, (tuple(out.hidden for out in level), level[-1].states)
 
         layout = self.head.vocab_layout(target)
         proposer = make_proposer(target, state, call, layout, self.head.token_ids)
@@ -246,6 +240,35 @@ class EagleDrafter(DrafterDefaults):
         else:
             tree, (_, layers) = grow(proposer, *start)
         return tree, DraftState(pool=pool.replace(layers=layers), rows=rows)
+
+    def _run_level(
+        self,
+        first: int,
+        target: Decoder,
+        state: EngineState,
+        beams: Beams,
+        before: tuple[Array, ...],
+        layers: LayerStates,
+        call: Call,
+    ) -> list[HeadOutput]:
+        """Run head ``first`` and those after it on the k beams of a tree's level.
+
+        Head ``first`` drafts from the beams. The later ones will see them, so they read them now;
+        what the last one makes of them before its own turn is not needed.
+
+        Args:
+          before: for each of these heads what it reads of the level before, or of the root:
+            [B, k, H], or [B, 1, H].
+          layers: states of all heads' layers. Those of the last output are the new ones.
+        """
+        outputs: list[HeadOutput] = []
+        for index, hidden in enumerate(before, first):
+            read = jnp.take_along_axis(hidden, beams.parents[..., None], axis=1)
+            entry = beams.tokens, read, beam_positions(state, beams) - 1
+            attend = level_attend(state, beams, FIRST_SLOT + index)
+            outputs.append(self._run(index, target, *entry, layers, attend, call))
+            layers = outputs[-1].states
+        return outputs
 
     def _ends_early(self, spec: SpeculationConfig) -> bool:
         has_limit = self.least_probability > 0 and not self.later
