@@ -22,11 +22,12 @@ import numpy as np
 from jax import Array
 from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
+from jaxlib.mlir.dialects import llvm
 
 from pallas_kernels.packed_product.order import SPAN, input_order
 from pallas_kernels.packed_product.tuning import OUTPUTS
 from pallas_kernels.shared_memory import swizzled
+from pallas_kernels.words import Word
 
 BIAS = 136  # what ``biased_weights`` adds: 128, where the step of bfloat16 is 1, and 8
 CHUNK = SPAN // 2  # bytes of a span of a row, which a swizzle moves as one
@@ -74,7 +75,7 @@ def _inlined(emit: Any, dtype: str, layout: Any, block: int, start: int, inputs:
 
 def _emit_pairs(_: Any, tiles: Any, *, line: int, start: int, inputs: int) -> Any:
     pair = ir.VectorType.get((2,), ir.BF16Type.get())
-    mask, layout = _mask_in_register(_Word(mgpu.thread_idx())), mgpu.WGMMA_LAYOUT
+    mask, layout = _mask_in_register(Word(mgpu.thread_idx())), mgpu.WGMMA_LAYOUT
     registers = np.empty(layout.registers_shape((OUTPUTS, inputs)), dtype=object)
     by_span = registers.reshape(-1, PAIRS, 2)  # the last: of the thread's first row, of its second
     for span, half, word in _words(tiles, line, start, inputs):
@@ -94,15 +95,15 @@ def _emit_fours(_: Any, tiles: Any, *, line: int, start: int, inputs: int) -> An
     return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
 
-def _words(tiles: Any, line: int, start: int, inputs: int) -> Iterator[tuple[int, int, "_Word"]]:
+def _words(tiles: Any, line: int, start: int, inputs: int) -> Iterator[tuple[int, int, "Word"]]:
     """A thread's words: of each span of inputs, of its first row and of its second."""
     i8, i32 = (ir.IntegerType.get_signless(bits) for bits in (8, 32))
-    thread, pointer = _Word(mgpu.thread_idx()), utils.memref_ptr(tiles)
+    thread, pointer = Word(mgpu.thread_idx()), utils.memref_ptr(tiles)
     for span in range(inputs // SPAN):
         for half in range(2):
             offset = word_offset(thread, start // SPAN + span, half, line)
             at = utils.getelementptr(pointer, [offset.value], i8)
-            yield span, half, _Word(llvm.load(i32, at, alignment=WORD))
+            yield span, half, Word(llvm.load(i32, at, alignment=WORD))
 
 
 # The arithmetic of a thread, on MLIR's values, and in the tests on numbers.
@@ -144,54 +145,15 @@ def _float8_of(low: Any, high: Any) -> Any:
 
 def signs(word: Any) -> Any:
     """255 in each byte whose highest bit is 1, else 0."""
-    if isinstance(word, _Word):
-        return _Word(utils.prmt(word.value, word.value, utils.c(0xBA98, word.value.type)))
+    if isinstance(word, Word):
+        return Word(utils.prmt(word.value, word.value, utils.c(0xBA98, word.value.type)))
     return (word >> 7 & 0x01010101) * 255
 
 
-def _mask_in_register(thread: "_Word") -> "_Word":
+def _mask_in_register(thread: "Word") -> "Word":
     """HALVES. ptxas would move a constant to a register before every use.
 
     Bytes 0 and 2 are the same, and so it does not matter which one a thread's selector names.
     """
     halves = utils.c(HALVES, ir.IntegerType.get_signless(32))
-    return _Word(utils.prmt(halves, halves, (thread % 2 * 2 | 0x3210).value))
-
-
-class _Word:
-    """An MLIR value of 32 bits, unsigned, with Python's operators."""
-
-    def __init__(self, value: Any):
-        self.value = value
-
-    def _apply(self, operation: Any, other: "_Word | int") -> "_Word":
-        i32 = ir.IntegerType.get_signless(32)
-        right = other.value if isinstance(other, _Word) else utils.c(other, i32)
-        return _Word(operation(self.value, right))
-
-    def __add__(self, other: "_Word | int") -> "_Word":
-        return self._apply(arith.addi, other)
-
-    def __mul__(self, other: "_Word | int") -> "_Word":
-        return self._apply(arith.muli, other)
-
-    def __floordiv__(self, other: "_Word | int") -> "_Word":
-        return self._apply(arith.divui, other)
-
-    def __mod__(self, other: "_Word | int") -> "_Word":
-        return self._apply(arith.remui, other)
-
-    def __lshift__(self, other: "_Word | int") -> "_Word":
-        return self._apply(arith.shli, other)
-
-    def __rshift__(self, other: "_Word | int") -> "_Word":
-        return self._apply(arith.shrui, other)
-
-    def __and__(self, other: "_Word | int") -> "_Word":
-        return self._apply(arith.andi, other)
-
-    def __or__(self, other: "_Word | int") -> "_Word":
-        return self._apply(arith.ori, other)
-
-    def __xor__(self, other: "_Word | int") -> "_Word":
-        return self._apply(arith.xori, other)
+    return Word(utils.prmt(halves, halves, (thread % 2 * 2 | 0x3210).value))

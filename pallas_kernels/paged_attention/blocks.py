@@ -15,9 +15,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels.float8 import decode
 from pallas_kernels.paged_attention.plan import Plan, Work
-from pallas_kernels.paged_attention.tuning import ROWS
+from pallas_kernels.paged_attention.widening import widen
 from pallas_kernels.shared_memory import zero_rows_outside
 
 
@@ -153,7 +152,8 @@ def produce_wide_blocks(plan: Plan, work: Work, table: Any, k: Any, v: Any, refs
             plgpu.barrier_wait(refs[f"{name}_arrived"].at[byte_slot])
             wait_until_free(plan, refs, name, index)
             for head in range(config.heads):
-                _widen(refs[f"{name}_bytes"].at[byte_slot, head], ring.at[slot, head])
+                narrow = refs[f"{name}_bytes"].at[byte_slot, head]
+                widen(narrow, ring.at[slot, head], interpret=plan.interpret)
             if name == "v":
                 _clean(plan, work, block, ring.at[slot])
             plgpu.commit_smem()  # all threads have read the bytes, too
@@ -170,16 +170,6 @@ def produce_wide_blocks(plan: Plan, work: Work, table: Any, k: Any, v: Any, refs
     indices = lax.fori_loop(work.start, begun, begin, first)
     lax.fori_loop(work.start, work.stop, produce, indices)
     wait_until_all_free(plan, refs, ("k", "v"), work.stop - work.start)
-
-
-def _widen(rows: Any, to: Any) -> None:
-    """Numbers of the bytes in ``rows`` [block, D], in bfloat16, to ``to``."""
-    for first in range(0, rows.shape[0], ROWS):
-        span = pl.ds(first, ROWS)
-        own = plgpu.load(rows.at[span], layout=plgpu.Layout.WGMMA_UPCAST_2X)
-        own = plgpu.layout_cast(own, plgpu.Layout.WGMMA)
-        # A GPU of this kind has no conversion from e4m3 to bfloat16.
-        to[span] = decode(own, jnp.float32).astype(to.dtype)
 
 
 def _clean(plan: Plan, work: Work, block: Array, values: Any) -> None:
