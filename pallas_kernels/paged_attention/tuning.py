@@ -111,17 +111,20 @@ def attention_tuning(
 def float8_tuning(
     batch: int, kv_heads: int, row_tiles: int, slots: int, page_size: int
 ) -> AttentionTuning:
-    """The tuning for a call with 8-bit pages. Nothing of it was measured.
+    """The tuning for a call with 8-bit pages, as ``attention_tuning``.
 
-    Rings of bytes and of what they become share the memory, so blocks have 64 slots. The producer
-    widens numbers: it keeps its registers, and there is no ping-pong scheduling.
+    Rings of bytes and of what they become share the memory. The producer widens numbers: it keeps
+    its registers, and there is no ping-pong scheduling.
     """
     pairs = batch * kv_heads
     if row_tiles > 1:
         splits = _splits(pairs * -(-row_tiles // 2), slots // 256)
-        return AttentionTuning(block=64, stages=2, byte_stages=4, warpgroups=2, splits=splits)
+        return AttentionTuning(block=64, stages=2, byte_stages=2, warpgroups=2, splits=splits)
+    if pairs > MULTIPROCESSORS and kv_heads % 2 == 0:
+        return AttentionTuning(block=64, stages=1, byte_stages=2, heads=2)
     splits = _splits(pairs, slots // (1024 if 4 * pairs > MULTIPROCESSORS else 128))
-    return AttentionTuning(block=64, stages=2, byte_stages=4, splits=splits)
+    block = 64 if slots // splits < LONG_SPLIT else 128
+    return AttentionTuning(block=block, stages=2, byte_stages=2, splits=splits)
 
 
 def _splits(blocks: int, most: int) -> int:
