@@ -134,7 +134,7 @@ def test_samples_of_one_prompt_read_it_each(drafter: str, shape: str):
     cache = CacheConfig(page_size=5, max_length=96)
     engine = Engine(params_of(drafter, shape), cache, EngineConfig(max_rows=3, rounds_per_call=4))
     one = SamplingParams(max_tokens=20, temperature=0.8, seed=3)
-    together = dataclasses.replace(one, num_samples=3)
+    together = dataclasses.replace(one, n=3)
     samples = engine.add_all([PROMPTS[1]] * 2, [together, one])
     engine.finish(samples)
     again = [dataclasses.replace(one, seed=3 + index) for index in range(3)]
