@@ -4,12 +4,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels.activations import units_of
 from pallas_kernels.packed_product.tuning import scaled_rows
 from pallas_kernels.round_tokens.reference import round_tokens_reference
 from pallas_kernels.selection import Implementation, kernel_module
 
 WIDTH_STEP = 256  # the kernel's row width is a multiple: two entries for each of 128 threads
-MAX_WIDTH = 16384  # widest row that fits the registers of a warpgroup
+MAX_WIDTH = 16384  # widest row that fits the registers
 
 
 @jax.named_scope("round_tokens")
@@ -34,6 +35,28 @@ def round_tokens(
     if mosaic is None:
         return round_tokens_reference(x, num_groups, padded)
     return mosaic.round_tokens_mosaic(x, padded)
+
+
+@jax.named_scope("round_tokens")
+def round_gated(
+    gate_up: Array, implementation: Implementation = "reference"
+) -> tuple[Array, Array]:
+    """Hidden units silu(gate) * up, rounded to 8-bit floats.
+
+    Args:
+      gate_up: [M, 2, F]
+      implementation: "auto" takes the Hopper kernel where it fits (bfloat16, F a multiple of 256 up
+        to 16384), else the reference.
+
+    Returns e4m3 [M, F] and float32 scales [1, P], as round_tokens of the units in gate_up's dtype.
+
+    Raises ValueError if ``implementation`` is "mosaic_gpu" and the kernel cannot take gate_up.
+    """
+    problem = misfit(gate_up[:, 0], 1)
+    mosaic = kernel_module("round_tokens", implementation, problem)
+    if mosaic is None:
+        return round_tokens(units_of(gate_up[:, 0], gate_up[:, 1], None, jax.nn.sigmoid))
+    return mosaic.round_gated_mosaic(gate_up, scaled_rows(len(gate_up)))
 
 
 def misfit(x: Array, num_groups: int) -> str | None:

@@ -10,8 +10,8 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.benchmark import noise
-from pallas_kernels.round_tokens import round_tokens
-from pallas_kernels.round_tokens.mosaic_gpu import round_tokens_mosaic
+from pallas_kernels.round_tokens import round_gated, round_tokens
+from pallas_kernels.round_tokens.mosaic_gpu import round_gated_mosaic, round_tokens_mosaic
 
 CASES = ((1, 512), (5, 4096), (33, 14336))
 
@@ -63,6 +63,56 @@ def test_on_the_device_it_is_the_reference(case: tuple[int, int]):
     x = rows_of(case)
     function = jax.jit(lambda x: round_tokens(x, implementation="mosaic_gpu"))
     assert_same(function(x), jax.jit(round_tokens)(x), case[0])
+
+
+def gate_up_of(case: tuple[int, int]) -> Any:
+    rows, width = case
+    return 3 * noise(1, 0, (rows, 2, width), jnp.bfloat16)
+
+
+def assert_units(found: Any, gate_up: Any) -> None:
+    """They are silu(gate) * up, rounded to bfloat16 and then to e4m3."""
+    rounded, scale = (np.asarray(one, np.float32) for one in found)
+    gate, up = np.moveaxis(np.asarray(gate_up, np.float64), 1, 0)
+    units = gate / (1 + np.exp(-gate)) * up
+    largest = np.abs(units).max(-1, keepdims=True)
+    np.testing.assert_allclose(scale[0, : len(units), None], largest / 448, rtol=2**-7)
+    step = np.maximum(np.abs(units) * 2.0**-4, largest / 448 * 2.0**-10)  # half of e4m3's steps
+    assert (np.abs(rounded * scale[0, : len(units), None] - units) <= 1.2 * step).all()
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_units_are_rounded(case: tuple[int, int]):
+    gate_up = gate_up_of(case)
+    assert_units(round_gated(gate_up), gate_up)
+
+
+@pytest.mark.parametrize("case", CASES[:2], ids=str)
+def test_units_are_rounded_by_the_interpreted_kernel(case: tuple[int, int]):
+    gate_up = gate_up_of(case)
+    interpret = plgpu.InterpretGPUParams(detect_races=True)
+    found = round_gated_mosaic(gate_up, 32, interpret=interpret)
+    jax.block_until_ready(found)
+    assert_units(found, gate_up)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_kernel_of_units_lowers_for_cuda(case: tuple[int, int]):
+    function = jax.jit(lambda x: round_gated(x, implementation="mosaic_gpu"))
+    gate_up = jax.eval_shape(lambda: gate_up_of(case))
+    assert function.trace(gate_up).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_on_the_device_units_are_rounded(case: tuple[int, int]):
+    gate_up = gate_up_of(case)
+    function = jax.jit(lambda x: round_gated(x, implementation="mosaic_gpu"))
+    first = function(gate_up)
+    assert_units(first, gate_up)
+    for _ in range(20):
+        again = function(gate_up)
+        assert jnp.array_equal(first[0].view(jnp.uint8), again[0].view(jnp.uint8)), "a race"
 
 
 @pytest.mark.parametrize(
