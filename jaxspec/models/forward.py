@@ -29,12 +29,12 @@ from jaxspec.models.linear import (
     ReadsRounded,
     RoundedRows,
 )
+from jaxspec.models.norms import norm_all_heads, rms_norm
 from jaxspec.models.rope import rope_angles
 from jaxspec.parallel import Axes, Layout
 from pallas_kernels.activations import Clamp
 from pallas_kernels.add_rms_norm import add_rms_norm, add_rms_norm_rounded, takes_partials
 from pallas_kernels.add_rms_norm.reference import followed_by
-from pallas_kernels.add_rms_norm.reference import rms_norm as rms_norm_reference
 from pallas_kernels.expert_product import expert_product
 from pallas_kernels.expert_product import misfit as expert_misfit
 from pallas_kernels.products import einsum_f32, sum_partials
@@ -43,6 +43,7 @@ from pallas_kernels.reduce_add_rms_norm import takes_partials as exchange_takes_
 from pallas_kernels.rope_kv_write import rope_kv_write
 from pallas_kernels.rope_kv_write import takes_partials as heads_take_partials
 from pallas_kernels.rope_kv_write.reference import apply_rope, rotated_heads
+from pallas_kernels.round_tokens import round_gated
 from pallas_kernels.selection import Kernels
 from pallas_kernels.top_k import top_k
 
@@ -105,16 +106,27 @@ class ForwardPass:
                 both = total, followed_by(self.norm(total, weight), beside)
                 return lax.optimization_barrier(both) if self.apart else both
             how = self.eps, self.kernels.implementation("add_rms_norm")
-            if beside is None and self._rounds(x, reader):
+            if beside is None and self._rounds("add_rms_norm", x, reader):
                 total, rounded, scale = add_rms_norm_rounded(x, partials, weight, *how)
                 both = total, RoundedRows(values=rounded, scale=scale, dtype=x.dtype)
             else:
                 both = add_rms_norm(x, partials, weight, *how, beside)
             return lax.optimization_barrier(both) if self.apart else both
 
-    def _rounds(self, x: Array, reader: AnyLinear | None) -> bool:
-        """Whether the kernel of a norm also rounds it for ``reader``."""
-        if "add_rms_norm" not in self.kernels or self.layout.tokens:
+    def gated(self, gate_up: Array, activation: Activation, reader: AnyLinear) -> Any:
+        """Hidden units [B, T, F] of gate and up [B, T, 2, F], which ``reader`` alone reads: if it
+        rounds its input, they may be RoundedRows of one launch."""
+        if activation != "silu" or not self._rounds("round_tokens", gate_up, reader):
+            return gated(gate_up, activation)
+        *tokens, _, width = gate_up.shape
+        with jax.named_scope("activation"):
+            values, scale = round_gated(gate_up.reshape(-1, 2, width), "auto")
+        values = values.reshape(*tokens, width)
+        return RoundedRows(values=values, scale=scale, dtype=gate_up.dtype)
+
+    def _rounds(self, operation: str, x: Array, reader: AnyLinear | None) -> bool:
+        """Whether the kernel of this operation also rounds its result for ``reader``."""
+        if operation not in self.kernels or self.layout.tokens or self.layout.hidden:
             return False
         return isinstance(reader, ReadsRounded) and reader.reads_rounded(x.dtype, self.kernels)
 
@@ -354,43 +366,6 @@ def make_pass(
         angles = lax.optimization_barrier(angles)
     by_rope = dict(zip(ropes, angles, strict=True))
     return ForwardPass(attend, by_rope, eps, layout, kernels, apart, exchange)
-
-
-@jax.named_scope("norm")
-def rms_norm(x: Array, weight: Array | None, eps: float, axes: Axes = ()) -> Array:
-    """Root-mean-square norm over the last dimension, in float32. No weight: identity.
-
-    ``axes``: mesh axes that the last dimension is split over.
-    """
-    if weight is None:
-        return x
-    if not axes:
-        return rms_norm_reference(x, weight, eps)
-    wide = x.astype(jnp.float32)
-    size = x.shape[-1] * lax.axis_size(axes)
-    mean = lax.psum(jnp.sum(wide * wide, axis=-1, keepdims=True), axes) / size
-    return (wide * lax.rsqrt(mean + eps)).astype(x.dtype) * weight
-
-
-@jax.named_scope("norm")
-def norm_all_heads(qkv: Array, weight: Array, eps: float, axes: Axes) -> Array:
-    """The heads [B, T, G, R, D] of a qkv projection, with all queries normed as one vector, and all
-    keys as another; values stay.
-
-    Args:
-      weight: [G, R - 1, D] of the queries, then of the key.
-      axes: mesh axes that KV heads are split over. A head that several devices repeat counts as
-        often on each, which does not change the mean.
-    """
-    wide = qkv.astype(jnp.float32)
-    squares = wide * wide
-    parts = []
-    for part in (slice(0, -2), slice(-2, -1)):
-        mean = jnp.mean(squares[..., part, :], axis=(-3, -2, -1), keepdims=True)
-        scale = lax.rsqrt((lax.pmean(mean, axes) if axes else mean) + eps)
-        parts.append((wide[..., part, :] * scale).astype(qkv.dtype))
-    normed = jnp.concatenate(parts, axis=-2) * weight
-    return jnp.concatenate([normed, qkv[..., -1:, :]], axis=-2)
 
 
 @jax.named_scope("activation")

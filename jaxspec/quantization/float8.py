@@ -5,6 +5,7 @@ when they are used, with a scale for each token, or for each token and as many i
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from jaxspec.tensors import Filler, Source
 from jaxspec.wrapped_sources import OutputsFirst
 from pallas_kernels.packed_product import float8_misfit, packed_product
 from pallas_kernels.packed_product.reference import dequantized
-from pallas_kernels.packed_product.tuning import choose_packed_splits
+from pallas_kernels.packed_product.tuning import choose_packed_splits, choose_splits_alone
 from pallas_kernels.products import input_last_product
 from pallas_kernels.round_tokens import round_tokens
 from pallas_kernels.selection import NO_KERNELS, Kernels
@@ -56,7 +57,8 @@ class Float8Linear(Pytree):
         return self.values.shape[:-1]
 
     def __call__(self, x: Any, kernels: Kernels = NO_KERNELS) -> Array:
-        [y] = self.partial_sums(x, 1, kernels)
+        sums = self.partial_sums(x, self._num_splits(choose_splits_alone, x, kernels), kernels)
+        y = jnp.sum(sums, axis=0).astype(x.dtype) if len(sums) > 1 else sums[0]
         return y if self.bias is None else y + self.bias
 
     def float32(self, x: Array, kernels: Kernels = NO_KERNELS) -> Array:
@@ -85,10 +87,13 @@ class Float8Linear(Pytree):
         return "round_tokens" in kernels and dtype == jnp.bfloat16 and len(self.scale) == 1
 
     def best_num_splits(self, x: Any, kernels: Kernels) -> int:
+        return self._num_splits(choose_packed_splits, x, kernels)
+
+    def _num_splits(self, choose: Callable[..., int], x: Any, kernels: Kernels) -> int:
         if not self._runs_packed(x, kernels):
             return 1
         rows, width = math.prod(x.shape[:-1]), math.prod(self.out_shape)
-        return choose_packed_splits(rows, self.values.shape[-1], width, 8, 8)
+        return choose(rows, self.values.shape[-1], width, 8, 8)
 
     def dense(self, dtype: jnp.dtype) -> Array:
         """The weights [*out, in], computed in float32 and rounded to ``dtype``."""

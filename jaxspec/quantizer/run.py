@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxspec.models.forward import rms_norm
+from jaxspec.models.norms import rms_norm
 from jaxspec.quantizer.checkpoint import Checkpoint, Unit, layer_kinds
 from jaxspec.quantizer.compiled import program
 from jaxspec.quantizer.layers import (

@@ -11,8 +11,8 @@ from jax import Array, lax
 
 from jaxspec.models import decoder
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.forward import rms_norm
 from jaxspec.models.layer import Layer
+from jaxspec.models.norms import rms_norm
 from jaxspec.quantizer.checkpoint import Streamed, layer_kinds
 from jaxspec.quantizer.compiled import program
 from jaxspec.quantizer.layers import LayerKind, on_host, run_layer

@@ -1,10 +1,11 @@
-"""Residual addition and norm on Hopper GPUs: up to four warpgroups per row.
+"""Residual addition and norm on Hopper GPUs: one warpgroup per row.
 
 Clusters of 2 to 8 blocks per row were slower on an H100 (48 rows of 4096: 3.6 to 4.1 us, against
 3.5 us with one block).
 """
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -15,13 +16,13 @@ from jax import Array, lax
 
 from pallas_kernels.kernel_names import fixed_name
 from pallas_kernels.products import total_f32
-from pallas_kernels.round_tokens.mosaic_gpu import store_rounded
-from pallas_kernels.round_tokens.reference import FLOAT8
-from pallas_kernels.row_parts import THREAD_NAME, RowParts, row_parts
+from pallas_kernels.round_tokens.reference import FLOAT8, rounded_by, scale_of
+
+THREADS = 128  # of a warpgroup
 
 
 # Traced once for all layers of a model.
-@functools.partial(jax.jit, static_argnames=("eps", "padded", "parts", "interpret"))
+@functools.partial(jax.jit, static_argnames=("eps", "padded", "interpret"))
 def add_rms_norm_mosaic(
     x: Array,  # [..., H]
     partials: Array,  # [S, ..., H]
@@ -30,7 +31,6 @@ def add_rms_norm_mosaic(
     *,
     beside: Array | None = None,  # [1, R, H]
     padded: int | None = None,
-    parts: RowParts | None = None,
     interpret: Any = None,
 ) -> tuple[Array, ...]:
     """See pallas_kernels.add_rms_norm.add_rms_norm; only for arguments that ``misfit`` accepts.
@@ -40,40 +40,45 @@ def add_rms_norm_mosaic(
     """
     num_splits, hidden = len(partials), x.shape[-1]
     rows = x.size // hidden
-    parts = parts or row_parts(hidden)
+    # The same layout for all dtypes; the default depends on the dtype.
+    layout = plgpu.Layout.WG_STRIDED((hidden,), vec_size=math.gcd(hidden // THREADS, 4))
+
+    def load(ref: Any) -> Array:
+        return plgpu.load(ref, layout=layout)
 
     @fixed_name(interpret)
-    def add_rms_norm_kernel(*arrays, **refs):
+    def add_rms_norm_kernel(*refs):
         row = lax.axis_index("row")
         if beside is None:
-            return norm_row(refs, row, *arrays)
-        x_ref, partials_ref, weight_ref, beside_ref, total_ref, normed_ref = arrays
+            return norm_row(row, *refs)
+        x_ref, partials_ref, weight_ref, beside_ref, total_ref, normed_ref = refs
 
         @pl.when(row < rows)
         def _norm():
-            norm_row(refs, row, x_ref, partials_ref, weight_ref, total_ref, normed_ref)
+            norm_row(row, x_ref, partials_ref, weight_ref, total_ref, normed_ref)
 
         @pl.when(row >= rows)
         def _copy():
-            normed_ref[row, parts.own()] = parts.load(beside_ref.at[row - rows])
+            normed_ref[row] = load(beside_ref.at[row - rows])
 
-    def norm_row(refs, row, x_ref, partials_ref, weight_ref, total_ref, *normed_refs):
-        own = parts.own()
-        residual = parts.load(x_ref.at[row])
-        added = [parts.load(partials_ref.at[split, row]) for split in range(num_splits)]
-        scales = parts.load(weight_ref)
+    def norm_row(row, x_ref, partials_ref, weight_ref, total_ref, *normed_refs):
+        residual = load(x_ref.at[row])
+        added = [load(partials_ref.at[split, row]) for split in range(num_splits)]
+        scales = load(weight_ref)
         y = total_f32(added).astype(x.dtype)  # rounded as an unsplit product is
         total = (residual.astype(jnp.float32) + y.astype(jnp.float32)).astype(x.dtype)
-        total_ref[row, own] = total
+        total_ref[row] = total
         wide = total.astype(jnp.float32)  # from the rounded sum, as the reference does
-        squares = parts.total(wide * wide, refs["squares"], interpret)
-        normed = (wide * lax.rsqrt(squares / hidden + eps)).astype(x.dtype) * scales
+        scale = lax.rsqrt(jnp.sum(wide * wide) / hidden + eps)
+        normed = (wide * scale).astype(x.dtype) * scales
         if padded is None:
             [normed_ref] = normed_refs
-            normed_ref[row, own] = normed
+            normed_ref[row] = normed
         else:
-            wide = normed.astype(jnp.float32)
-            store_rounded(parts, wide, row, *normed_refs, refs["largest"], interpret)
+            rounded_ref, step_ref = normed_refs
+            step = scale_of(jnp.max(jnp.abs(normed.astype(jnp.float32))))
+            rounded_ref[row] = rounded_by(normed.astype(jnp.float32), step)
+            step_ref[0, row] = step
 
     num_beside = 0 if beside is None else beside.shape[1]
     flat, joined = (
@@ -86,11 +91,8 @@ def add_rms_norm_mosaic(
     kernel = plgpu.kernel(
         add_rms_norm_kernel,
         out_type=(flat, joined) if padded is None else (flat, *rounded),
-        scratch_types=dict.fromkeys(("squares", "largest"), parts.scratch(interpret)),
         grid=(rows + num_beside,),
         grid_names=("row",),
-        num_threads=parts.warpgroups,
-        thread_name=THREAD_NAME,
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=interpret,
     )

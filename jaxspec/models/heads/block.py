@@ -24,11 +24,12 @@ from jaxspec.config.model import ModelConfig
 from jaxspec.models import decoder
 from jaxspec.models.attention import PagedAttend
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.forward import Attend, followed_by, make_pass, rms_norm
+from jaxspec.models.forward import Attend, followed_by, make_pass
 from jaxspec.models.heads.block_context import AttendBeside, Context, WriteOnly
 from jaxspec.models.heads.lm_head import LMHeadCopy, target_logits
 from jaxspec.models.layer import Layer, layer_shape, run_layers
 from jaxspec.models.linear import Linear, linear_shape
+from jaxspec.models.norms import rms_norm
 from jaxspec.models.shapes import array_shape, vector
 from jaxspec.parallel import ONE_SHARD, WHOLE, Layout, Shards
 from jaxspec.pytree import Pytree, array, pytree, static

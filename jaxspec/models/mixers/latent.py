@@ -22,8 +22,9 @@ from jax import Array
 from jaxspec.cache import Geometry
 from jaxspec.cache.latent import PagedLatent
 from jaxspec.config.latent import LatentConfig
-from jaxspec.models.forward import ForwardPass, LatentHeads, rms_norm
+from jaxspec.models.forward import ForwardPass, LatentHeads
 from jaxspec.models.linear import AnyLinear, Linear, Product, linear_shape
+from jaxspec.models.norms import rms_norm
 from jaxspec.models.shapes import vector
 from jaxspec.parallel import Layout, Shards, check_divides
 from jaxspec.pytree import Pytree, array, pytree, static

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxspec.config.mlps import DenseConfig
-from jaxspec.models.forward import ForwardPass, gated
+from jaxspec.models.forward import ForwardPass
 from jaxspec.models.linear import AnyLinear, Linear, Product, linear_shape
 from jaxspec.parallel import Shards, check_divides
 from jaxspec.pytree import Pytree, pytree, static
@@ -25,7 +25,8 @@ class Dense(Pytree):
         """From normed input [B, T, H] to the addend of the residual stream."""
         with jax.named_scope("mlp"):
             gate_up = self.gate_up.product(x, "mlp").result(step.layout, step.kernels)
-            return self.down.product(gated(gate_up, self.config.activation), "mlp")
+            units = step.gated(gate_up, self.config.activation, self.down)
+            return self.down.product(units, "mlp")
 
     @property
     def reader(self) -> AnyLinear | None:

@@ -1,0 +1,43 @@
+"""Root-mean-square norms in plain jnp, of dimensions that may be split over devices."""
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jaxspec.parallel import Axes
+
+
+@jax.named_scope("norm")
+def rms_norm(x: Array, weight: Array | None, eps: float, axes: Axes = ()) -> Array:
+    """Root-mean-square norm over the last dimension, in float32. No weight: identity.
+
+    ``axes``: mesh axes that the last dimension is split over.
+    """
+    if weight is None:
+        return x
+    wide = x.astype(jnp.float32)
+    mean = jnp.mean(wide * wide, axis=-1, keepdims=True)
+    if axes:  # all devices have as many
+        mean = lax.pmean(mean, axes)
+    return (wide * lax.rsqrt(mean + eps)).astype(x.dtype) * weight
+
+
+@jax.named_scope("norm")
+def norm_all_heads(qkv: Array, weight: Array, eps: float, axes: Axes) -> Array:
+    """The heads [B, T, G, R, D] of a qkv projection, with all queries normed as one vector, and all
+    keys as another; values stay.
+
+    Args:
+      weight: [G, R - 1, D] of the queries, then of the key.
+      axes: mesh axes that KV heads are split over. A head that several devices repeat counts as
+        often on each, which does not change the mean.
+    """
+    wide = qkv.astype(jnp.float32)
+    squares = wide * wide
+    parts = []
+    for part in (slice(0, -2), slice(-2, -1)):
+        mean = jnp.mean(squares[..., part, :], axis=(-3, -2, -1), keepdims=True)
+        scale = lax.rsqrt((lax.pmean(mean, axes) if axes else mean) + eps)
+        parts.append((wide[..., part, :] * scale).astype(qkv.dtype))
+    normed = jnp.concatenate(parts, axis=-2) * weight
+    return jnp.concatenate([normed, qkv[..., -1:, :]], axis=-2)
