@@ -9,7 +9,7 @@ from pallas_kernels.float8 import BYTES
 from pallas_kernels.kv_compact.reference import kv_compact_reference
 from pallas_kernels.selection import Implementation, kernel_module
 
-HEAD_STEP = 128  # the kernel was tested with multiples of this head dimension
+HEAD_SIZES = (128, 256)  # the copy engine takes at most 256 entries of a dimension at once
 MAX_ROWS = 32  # most rows of a sequence; all are held in shared memory
 
 
@@ -28,8 +28,8 @@ def kv_compact(
         them.
       source, destination: int32 [B, A], ``page * K + offset``. Destinations must be distinct,
         except for slots of the null page 0. No sequence may read what another one writes.
-      implementation: "auto" takes the Hopper kernel where it fits (bfloat16 or bytes, D a
-        multiple of 128, at most 32 rows), else the reference.
+      implementation: "auto" takes the Hopper kernel where it fits (bfloat16 or bytes, D 128
+        or 256, at most 32 rows), else the reference.
 
     Returns the caches, in the same order.
 
@@ -48,8 +48,8 @@ def misfit(pages: Sequence[Array], source: Array) -> str | None:
     kinds = {(one.shape, one.dtype) for one in pages}
     if len(kinds) != 1 or pages[0].dtype not in (jnp.bfloat16, BYTES):
         return f"{len(pages)} caches that are not bfloat16 of one shape, nor bytes of one shape"
-    if pages[0].shape[-1] % HEAD_STEP:
-        return f"heads of {pages[0].shape[-1]}: they must be a multiple of {HEAD_STEP} wide"
+    if pages[0].shape[-1] not in HEAD_SIZES:
+        return f"heads of {pages[0].shape[-1]}: they must be 128 or 256 wide"
     if source.shape[1] > MAX_ROWS:
         return f"{source.shape[1]} rows per sequence: at most {MAX_ROWS}"
     return None

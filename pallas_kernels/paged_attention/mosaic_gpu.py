@@ -273,7 +273,9 @@ def _make_kernel(plan: Plan, dtype: Any, interpret: Any) -> Any:
         num_threads=config.consumers + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(
-            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+            approx_math=True,
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+            reduction_scratch_bytes=0,  # sums of rows are in registers; rings need the memory
         ),
         interpret=interpret,
     )

@@ -115,8 +115,8 @@ def float8_tuning(
 
     Rings of bytes and of what they become share the memory. The producer widens numbers: it keeps
     its registers, and there is no ping-pong scheduling. A compute warpgroup needs about as long for
-    a block as its copy, so a multiprocessor should have two: with two heads, whose rings have room
-    for one widened block.
+    a block as its copy, so a multiprocessor should have two of them. A CTA of two heads has; its
+    rings then have room for one widened block.
 
     - 32 x 640, 1: 22.9 with two heads a CTA; 27.6 with one. 6: 24.0; 29.4. 16 x 640, 1: 14.8 with
       one; 21.3 with two.

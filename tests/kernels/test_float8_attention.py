@@ -35,6 +35,18 @@ from tests.programs import FAST_COMPILE
 NAN = 0x7F  # a byte
 ONE = AttentionTuning(block=64, stages=2, byte_stages=3)
 TWO = dataclasses.replace(ONE, warpgroups=2)
+# As float8_tuning has them for many sequences, and for long ones: case and configuration.
+TUNED = (
+    (
+        Case("many", (70, 3, 0), 6, 8, 4, 128, 32, tree=True),
+        AttentionTuning(block=64, stages=1, byte_stages=2, heads=2),
+    ),
+    (
+        Case("long", (300, 140), 6, 4, 1, 128, 64, tree=True),
+        AttentionTuning(block=128, stages=2, byte_stages=2),
+    ),
+)
+LONGEST = Case("L: 8k", (8192, 8192), 6, 32, 8, 128, 64, tree=True)  # blocks of 128 slots
 FAST = {"K: window under a tree"}
 INTERPRETED = [case if case.name in FAST else slow(case) for case in KERNEL_CASES]
 
@@ -99,7 +111,40 @@ def test_interpreted_the_kernel_is_the_reference(case: Case):
     assert error(case, found, arguments) < 4e-3
 
 
-@first_is_fast([*KERNEL_CASES[::-1], *LONG_CASES], 2)
+@pytest.mark.parametrize(("case", "config"), TUNED, ids=lambda one: getattr(one, "name", ""))
+def test_interpreted_the_tuned_kernel_is_the_reference(case: Case, config: AttentionTuning):
+    arguments = float8_arguments(case, jnp.bfloat16)
+    interpret = plgpu.InterpretGPUParams(detect_races=True)
+    found = paged_attention_mosaic(*arguments, **case.options, config=config, interpret=interpret)
+    jax.block_until_ready(found)
+    assert error(case, found, arguments) < 4e-3
+
+
+def parts_with_scales(case: Case, devices: int) -> Any:
+    *arguments, k_scale, v_scale = float8_arguments(case, jnp.bfloat16)
+    return [(*part, k_scale, v_scale) for part in parts_of(arguments, devices)]
+
+
+@first_is_fast([LONGEST, *LONG_CASES, *KERNEL_CASES])
+def test_parts_lower_for_cuda(case: Case):
+    """Blocks and partial sums fit the shared memory."""
+    for part in jax.eval_shape(lambda: parts_with_scales(case, 2)):
+        run: Any = functools.partial(partial_attention, **case.options, page_size=case.page_size)
+        run = jax.jit(functools.partial(run, implementation="mosaic_gpu"))
+        assert run.trace(*part).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [LONGEST, *LONG_CASES, *KERNEL_CASES[:3]], ids=str)
+def test_on_the_device_merged_parts_are_the_reference(case: Case):
+    run: Any = functools.partial(partial_attention, **case.options, page_size=case.page_size)
+    run = jax.jit(functools.partial(run, implementation="mosaic_gpu"))
+    parts = [run(*part) for part in parts_with_scales(case, 2)]
+    found = merge_partials(PartialAttention(*map(jnp.stack, zip(*parts, strict=True))))
+    assert error(case, found, float8_arguments(case, jnp.bfloat16)) < 4e-3
+
+
+@first_is_fast([LONGEST, *KERNEL_CASES[::-1], *LONG_CASES], 3)
 def test_it_lowers_for_cuda(case: Case):
     arguments = jax.eval_shape(lambda: with_float8_pages(make_arguments(case, jnp.bfloat16)))
     run = attend(case, implementation="mosaic_gpu")
@@ -108,7 +153,7 @@ def test_it_lowers_for_cuda(case: Case):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("splits", [None, 1, 2, 8])
-@pytest.mark.parametrize("case", [*KERNEL_CASES, *LONG_CASES], ids=str)
+@pytest.mark.parametrize("case", [*KERNEL_CASES, *LONG_CASES, LONGEST], ids=str)
 def test_on_the_device_it_is_the_reference(case: Case, splits: int | None):
     arguments, config = float8_arguments(case, jnp.bfloat16), None
     if splits is not None:

@@ -62,10 +62,11 @@ def test_on_the_device_it_does_the_same(case: Case):
     ("case", "dtype", "message"),
     [
         (TEST_CASES[0], jnp.float32, "not bfloat16 of one shape"),
-        (Case(1, 4, 2, 2, kv_heads=1, head_dim=64), jnp.bfloat16, "a multiple of 128"),
+        (Case(1, 4, 2, 2, kv_heads=1, head_dim=64), jnp.bfloat16, "heads of 64: they must be 128"),
+        (Case(1, 4, 2, 2, kv_heads=1, head_dim=384), jnp.bfloat16, "heads of 384"),
         (Case(1, 60, 40, 2, kv_heads=1), jnp.bfloat16, "40 rows per sequence"),
     ],
-    ids=["dtype", "width", "rows"],
+    ids=["dtype", "narrow", "wide", "rows"],
 )
 def test_unsupported_arguments_are_named(case: Case, dtype: Any, message: str):
     with pytest.raises(ValueError, match=f"the kernel cannot take .*{message}"):
