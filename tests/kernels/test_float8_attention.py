@@ -120,15 +120,16 @@ def test_interpreted_the_tuned_kernel_is_the_reference(case: Case, config: Atten
     assert error(case, found, arguments) < 4e-3
 
 
-def parts_with_scales(case: Case, devices: int) -> Any:
-    *arguments, k_scale, v_scale = float8_arguments(case, jnp.bfloat16)
+def parts_with_scales(case: Case, devices: int, arguments: Any) -> Any:
+    *arguments, k_scale, v_scale = arguments
     return [(*part, k_scale, v_scale) for part in parts_of(arguments, devices)]
 
 
 @first_is_fast([LONGEST, *LONG_CASES, *KERNEL_CASES])
 def test_parts_lower_for_cuda(case: Case):
     """Blocks and partial sums fit the shared memory."""
-    for part in jax.eval_shape(lambda: parts_with_scales(case, 2)):
+    made = jax.eval_shape(lambda: with_float8_pages(make_arguments(case, jnp.bfloat16)))
+    for part in jax.eval_shape(functools.partial(parts_with_scales, case, 2), made):
         run: Any = functools.partial(partial_attention, **case.options, page_size=case.page_size)
         run = jax.jit(functools.partial(run, implementation="mosaic_gpu"))
         assert run.trace(*part).lower(lowering_platforms=("cuda",)).as_text()
@@ -139,9 +140,10 @@ def test_parts_lower_for_cuda(case: Case):
 def test_on_the_device_merged_parts_are_the_reference(case: Case):
     run: Any = functools.partial(partial_attention, **case.options, page_size=case.page_size)
     run = jax.jit(functools.partial(run, implementation="mosaic_gpu"))
-    parts = [run(*part) for part in parts_with_scales(case, 2)]
+    arguments = float8_arguments(case, jnp.bfloat16)
+    parts = [run(*part) for part in parts_with_scales(case, 2, arguments)]
     found = merge_partials(PartialAttention(*map(jnp.stack, zip(*parts, strict=True))))
-    assert error(case, found, float8_arguments(case, jnp.bfloat16)) < 4e-3
+    assert error(case, found, arguments) < 4e-3
 
 
 @first_is_fast([LONGEST, *KERNEL_CASES[::-1], *LONG_CASES], 3)

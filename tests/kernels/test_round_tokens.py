@@ -13,7 +13,7 @@ from pallas_kernels.benchmark import noise
 from pallas_kernels.round_tokens import round_gated, round_tokens
 from pallas_kernels.round_tokens.mosaic_gpu import round_gated_mosaic, round_tokens_mosaic
 
-CASES = ((1, 512), (5, 4096), (33, 14336))
+CASES = ((1, 512), (5, 4096), (3, 3072), (2, 2048), (33, 14336))
 
 
 def rows_of(case: tuple[int, int]) -> Any:
@@ -42,7 +42,7 @@ def test_the_largest_of_each_group_becomes_448(groups: int):
     np.testing.assert_array_equal(np.asarray(rounded), exact)
 
 
-@pytest.mark.parametrize("case", CASES[:2], ids=str)
+@pytest.mark.parametrize("case", CASES[:4], ids=str)
 def test_interpreted_it_is_the_reference(case: tuple[int, int]):
     x = rows_of(case)
     found = round_tokens_mosaic(x, 32, interpret=plgpu.InterpretGPUParams(detect_races=True))
@@ -87,7 +87,7 @@ def test_units_are_rounded(case: tuple[int, int]):
     assert_units(round_gated(gate_up), gate_up)
 
 
-@pytest.mark.parametrize("case", CASES[:2], ids=str)
+@pytest.mark.parametrize("case", CASES[:4], ids=str)
 def test_units_are_rounded_by_the_interpreted_kernel(case: tuple[int, int]):
     gate_up = gate_up_of(case)
     interpret = plgpu.InterpretGPUParams(detect_races=True)
