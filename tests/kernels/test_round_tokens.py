@@ -37,9 +37,17 @@ def test_the_largest_of_each_group_becomes_448(groups: int):
     largest = np.abs(by_group).max(-1)
     wanted = np.where(largest > 0, largest, 1).astype(np.float32) * np.float32(1 / 448)
     np.testing.assert_array_equal(scale[:, :3].T, wanted)
-    steps = (by_group / wanted[..., None]).reshape(x.shape)
+    steps = (by_group * (np.float32(1) / wanted[..., None])).reshape(x.shape)
     exact = np.clip(steps, -448, 448).astype(ml_dtypes.float8_e4m3fn)
     np.testing.assert_array_equal(np.asarray(rounded), exact)
+
+
+@pytest.mark.parametrize("largest", [0.0, 1e-38, 1e-35, 1e-29, 1e30])
+def test_rows_of_tiny_and_of_huge_numbers_stay_finite(largest: float):
+    x = jnp.asarray([[0.0, largest, -largest / 2, 0.0]], jnp.float32)
+    rounded, scale = round_tokens(x)
+    found = np.asarray(rounded, np.float64) * float(scale[0, 0])
+    np.testing.assert_allclose(found, x, rtol=1e-6, atol=1e-30)
 
 
 @pytest.mark.parametrize("case", CASES[:4], ids=str)
