@@ -23,7 +23,7 @@ from tests.test_engine import SHAPES, alone, check_pages, crowded
 
 @functools.cache
 def crowded_blocks(drafter: str, preemption: Preemption) -> Engine:
-    """The same with a block head, and a target of its own."""
+    """A crowded engine (see test_engine.crowded) with a block head, and a target of its own."""
     return engine_of(block_params(drafter, CHAIN), num_pages=14, max_rows=3, preemption=preemption)
 
 
