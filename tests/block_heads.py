@@ -26,10 +26,11 @@ KINDS = ("dflash", "dspark")
 LOOKUPS = {"ngram": NGramDrafter, "suffix": SuffixDrafter}
 
 
-def block_target(config: ModelConfig = CONFIG, seed: int = 0) -> Decoder:
-    """A random target. Embeddings have one coordinate by which the mask differs from all others."""
+def block_target(config: ModelConfig = CONFIG, seed: int = 0, mark: float = 2.0) -> Decoder:
+    """A random target. Embeddings have one coordinate by which the mask differs from all others:
+    ``mark``, which must be clearer the wider the model is."""
     target = random_target(config, seed)
-    marks = jnp.where(jnp.arange(config.vocab_size) == MASK, -2.0, 2.0)
+    marks = jnp.where(jnp.arange(config.vocab_size) == MASK, -mark, mark)
     return target.replace(embed=target.embed.at[: config.vocab_size, 0].set(marks))
 
 

@@ -1,4 +1,4 @@
-"""Real block heads keep the target's distribution: chi-square tests of whole rounds.
+"""Real block heads and lookup keep the target's distribution: chi-square tests of whole rounds.
 
 Every batch row is an experiment with a seed of its own. The counts of its first new tokens are
 compared with the target's probabilities, which come from dense passes over all continuations.
@@ -16,6 +16,7 @@ import pytest
 from scipy import stats
 
 from jaxspec.config.speculation import SpeculationConfig
+from jaxspec.functional import EngineParams
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
 from jaxspec.sampling import Sampling, make_sampling, process_logits
@@ -53,7 +54,10 @@ def repeating() -> np.ndarray:
 
 def drawn(kind: str, spec: SpeculationConfig, prompt: np.ndarray) -> tuple[np.ndarray, float]:
     """The first NEW tokens of each row, and the mean depth accepted."""
-    params = block_params(kind.replace("suffix+", "ngram+"), spec)
+    if kind == "suffix":
+        params = EngineParams(target=block_target(), drafter=SuffixDrafter(), speculation=spec)
+    else:
+        params = block_params(kind.replace("suffix+", "ngram+"), spec)
     if kind.startswith("suffix+"):
         drafter: Any = params.drafter
         params = params.replace(drafter=drafter.replace(lookup=SuffixDrafter(min_match=2)))
@@ -140,3 +144,14 @@ def test_texts_of_a_mixture_have_the_targets_distribution(kind: str, shape: str)
     assert 0.3 < looked_up < 0.9, "some rows start by lookup, some by the head"
     assert 0.5 < depth < 2.5, "drafts must be accepted and refused"
     assert p_value(found, prompt) > P_VALUE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SPECS)
+def test_texts_of_suffix_drafting_alone_have_the_targets_distribution(shape: str):
+    prompt = repeating()
+    spec = dataclasses.replace(SPECS[shape], acceptance="rejection")
+    found, depth = drawn("suffix", spec, prompt)
+    assert 0.2 < depth < 2.5, "drafts must be accepted and refused"
+    assert p_value(found, prompt) > P_VALUE
+    assert p_value(found, prompt, 1.2 * TEMPERATURE) < 1e-9, "another distribution is noticed"

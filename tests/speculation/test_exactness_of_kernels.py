@@ -1,21 +1,24 @@
 """With the Hopper kernels, too, bfloat16 text is that of plain decoding at a fixed width.
 
 At one width verification's attention is the reference, whose sums do not depend on the order of
-slots; drafting's and prefill's is the kernel.
+slots; drafting's and prefill's is the kernel. Deterministic engines read prompts with the
+reference, too.
 """
 
 import dataclasses
 import functools
-from typing import Any
 
-import jax
-import jax.numpy as jnp
 import pytest
 
+from jaxspec.config.cache import CacheConfig
+from jaxspec.config.engine import EngineConfig
 from jaxspec.config.speculation import SpeculationConfig
+from jaxspec.engine import Engine
 from jaxspec.functional import EngineParams
-from jaxspec.speculation.drafters import EagleDrafter, NoDrafter
+from jaxspec.models.decoder import Decoder
+from jaxspec.speculation.drafters import BlockDrafter, Drafter, EagleDrafter, NoDrafter
 from pallas_kernels.selection import OPERATIONS, Kernels
+from tests.block_heads import KINDS, block_target, guessing_head
 from tests.random_models import (
     eagle3_head,
     generate,
@@ -23,29 +26,35 @@ from tests.random_models import (
     random_target,
     tiny_config,
 )
+from tests.test_deterministic import (
+    MAX_LENGTH,
+    bfloat16,
+    requests,
+    run_alone,
+    run_together,
+)
 
 # What every kernel takes: heads of 128, rows that warpgroups share evenly.
 CONFIG = tiny_config(vocab_size=1024, hidden_size=256, intermediate_size=512, head_dim=128)
 KERNELS = Kernels(frozenset(OPERATIONS))
 WIDTH = 24
+FEW = 12  # pages of 16 tokens, too few for four rows
+SHAPES = {
+    "chain": SpeculationConfig.chain(5),
+    "tree": SpeculationConfig(num_nodes=20, max_depth=5, top_k=4),
+}
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    "speculation",
-    [SpeculationConfig.chain(5), SpeculationConfig(num_nodes=20, max_depth=5, top_k=4)],
-    ids=["chain", "tree"],
-)
-def test_text_is_that_of_plain_decoding(speculation: SpeculationConfig):
-    target = random_target(CONFIG)
-    head = eagle3_head(target, draft_vocab_size=None)
-    target, head = (jax.tree.map(_in_bfloat16, model) for model in (target, head))
+def check_text(
+    target: Decoder, drafter: Drafter, speculation: SpeculationConfig, kernels: Kernels
+) -> None:
+    """Of the drafter and of plain decoding, both in bfloat16 and padded to WIDTH nodes."""
     speculation = dataclasses.replace(speculation, verify_width=WIDTH)
     prompts = random_prompts((5, 1, 17, 9, 23, 2, 12, 30), vocab=CONFIG.vocab_size)
     run = functools.partial(generate, prompts=prompts, page_size=16)
     drafting, plain = (
-        EngineParams(target=target, drafter=drafter, speculation=speculation, kernels=KERNELS)
-        for drafter in (EagleDrafter(head=head), NoDrafter())
+        bfloat16(EngineParams(target=target, drafter=own, speculation=speculation, kernels=kernels))
+        for own in (drafter, NoDrafter())
     )
     expected, _ = run(plain)
     texts, state = run(drafting)
@@ -54,5 +63,63 @@ def test_text_is_that_of_plain_decoding(speculation: SpeculationConfig):
     assert stats.accepted.sum() / stats.rounds.sum() > 1.2, "hardly a draft was taken"
 
 
-def _in_bfloat16(x: Any) -> Any:
-    return x.astype(jnp.bfloat16) if jnp.issubdtype(x.dtype, jnp.floating) else x
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES)
+def test_text_is_that_of_plain_decoding(shape: str):
+    target = random_target(CONFIG)
+    head = eagle3_head(target, draft_vocab_size=None)
+    check_text(target, EagleDrafter(head=head), SHAPES[shape], KERNELS)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_text_of_block_heads_is_that_of_plain_decoding(kind: str, shape: str):
+    target = block_target(CONFIG, mark=8.0)
+    drafter = BlockDrafter(head=guessing_head(target, kind))
+    check_text(target, drafter, SHAPES[shape], measured_kernels())
+
+
+def measured_kernels() -> Kernels:
+    """Those of ``--kernels auto``."""
+    kernels = Kernels.for_device()
+    assert "paged_attention" in kernels, "not a Hopper GPU"
+    return kernels
+
+
+# Deterministic engines: prompts that begin alike, and too few pages.
+
+
+def deterministic(
+    target: Decoder,
+    drafter: Drafter,
+    shape: str = "chain",
+    num_pages: int | None = None,
+    *,
+    prefix_caching: bool = True,
+) -> Engine:
+    speculation = dataclasses.replace(SHAPES[shape], verify_width=WIDTH)
+    params = EngineParams(
+        target=target, drafter=drafter, speculation=speculation, kernels=measured_kernels()
+    )
+    config = EngineConfig(
+        max_rows=4, rounds_per_call=4, deterministic=True, prefix_caching=prefix_caching
+    )
+    return Engine(bfloat16(params), CacheConfig(16, MAX_LENGTH, num_pages), config)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_block_heads_change_no_text_with_prefix_hits_and_swaps(kind: str, shape: str):
+    """Tokens and log-probabilities, to the last bit: alone and plain, and drafted together."""
+    target, (prompts, sampling) = block_target(CONFIG, mark=8.0), requests(24)
+    expected = run_alone(
+        deterministic(target, NoDrafter(), prefix_caching=False), prompts, sampling
+    )
+    drafter = BlockDrafter(head=guessing_head(target, kind))
+    own = deterministic(target, drafter, shape, num_pages=FEW)
+    for seed in range(2):  # the second time all prompts are cached
+        assert run_together(own, prompts, sampling, seed) == expected
+    assert own.scheduler.preemptions["swap"] > 0
+    assert own.scheduler.cache_statistics()[1] > 0, "no prompt was in the prefix cache"

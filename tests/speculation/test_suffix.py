@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 from typing import Any
 
 import jax
@@ -286,6 +287,50 @@ def test_rejection_at_temperature_0_is_greedy(name: str, speculation: Speculatio
     own, state = generate(make_params(name, rejecting), prompts, sampling=sampling)
     assert own[:2] == plain[:2]
     assert state.rows.stats.accepted[:, 1].sum() > 0
+
+
+# Limits.
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("factor", 0, "must be a number above 0, got 0"),
+        ("factor", -1.0, "must be a number above 0, got -1.0"),
+        ("factor", float("nan"), "must be a number above 0, got nan"),
+        ("factor", "2", "must be a number above 0, got '2'"),
+        ("min_probability", -0.1, "must be 0 to 1, got -0.1"),
+        ("min_probability", 1.5, "must be 0 to 1, got 1.5"),
+        ("min_probability", None, "must be 0 to 1, got None"),
+        ("max_occurrences", 0, "must be an integer, at least 1, got 0"),
+        ("max_occurrences", 2.0, "must be an integer, at least 1, got 2.0"),
+    ],
+)
+def test_bad_limits_are_refused(field: str, value: Any, message: str):
+    with pytest.raises(ValueError, match=f"^{field} {re.escape(message)}$"):
+        DEFAULT.replace(**{field: value})
+
+
+@pytest.mark.parametrize("drafter", [DEFAULT, NGramDrafter()], ids=["suffix", "ngram"])
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("min_match", 0, "must be an integer, at least 1, got 0"),
+        ("max_match", 0, "must be an integer, at least 1, got 0"),
+        ("max_match", 2.0, "must be an integer, at least 1, got 2.0"),
+        ("max_match", True, "must be an integer, at least 1, got True"),
+    ],
+)
+def test_bad_lengths_of_matches_are_refused(drafter: Any, field: str, value: Any, message: str):
+    with pytest.raises(ValueError, match=f"^{field} {re.escape(message)}$"):
+        drafter.replace(**{field: value})
+    with pytest.raises(ValueError, match=r"^max_match must be at least min_match 3, got 2$"):
+        drafter.replace(min_match=3, max_match=2)
+
+
+def test_limits_may_be_at_their_ends():
+    DEFAULT.replace(min_match=1, max_match=1, max_occurrences=1, min_probability=0, factor=0.1)
+    DEFAULT.replace(min_probability=1, factor=float("inf"))
 
 
 # By name.

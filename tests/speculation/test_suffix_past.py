@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxspec import BUILT_IN_HEAD, LLM, functional
+from jaxspec.commands import generate
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.speculation import PLAIN, SpeculationConfig, TreeShape
@@ -343,6 +344,13 @@ def test_bad_numbers_of_tokens_are_refused(name: str):
 def test_bad_sizes_are_refused(past: Any):
     with pytest.raises(ValueError, match="past must be 0 to"):
         SuffixDrafter(past=past)
+
+
+def test_too_much_past_is_one_line_of_the_command(capsys: pytest.CaptureFixture[str]):
+    assert generate.main(["--drafter", "suffix:99999999", "--prompt", "x"]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "jaxspec generate: past must be 0 to 16777216 tokens, got 99999999"
+    ]
 
 
 def test_nothing_is_remembered_without_room():

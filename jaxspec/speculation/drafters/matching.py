@@ -3,7 +3,17 @@
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jaxspec.config.checks import check_count
+
 BLOCK = 128  # positions that are skipped together where many are searched
+
+
+def check_limits(min_match: int, max_match: int) -> None:
+    """Raise ValueError unless they are integers, and 1 <= min_match <= max_match."""
+    check_count("min_match", min_match)
+    check_count("max_match", max_match)
+    if max_match < min_match:
+        raise ValueError(f"max_match must be at least min_match {min_match}, got {max_match}")
 
 
 def match_lengths(tokens: Array, end: Array, most: int) -> Array:

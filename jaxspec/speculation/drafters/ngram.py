@@ -13,7 +13,7 @@ from jaxspec.models.decoder import Decoder
 from jaxspec.pytree import pytree, static
 from jaxspec.speculation.call import Call
 from jaxspec.speculation.drafters.base import DraftState, StatelessDrafter
-from jaxspec.speculation.drafters.matching import match_lengths
+from jaxspec.speculation.drafters.matching import check_limits, match_lengths
 from jaxspec.speculation.tree import DraftTree, make_tree
 from jaxspec.state import EngineState
 
@@ -27,6 +27,9 @@ class NGramDrafter(StatelessDrafter):
 
     min_match: int = static(default=1)
     max_match: int = static(default=4)
+
+    def __post_init__(self):
+        check_limits(self.min_match, self.max_match)
 
     def propose(
         self, target: Decoder, state: EngineState, call: Call

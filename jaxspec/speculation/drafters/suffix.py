@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jaxspec.config.checks import check_count, is_number
 from jaxspec.config.speculation import TreeShape
 from jaxspec.models.decoder import Decoder
 from jaxspec.past_text import GAP, PastText
@@ -17,6 +18,7 @@ from jaxspec.pytree import pytree, static
 from jaxspec.speculation.call import Call
 from jaxspec.speculation.drafters.base import DraftState, StatelessDrafter
 from jaxspec.speculation.drafters.matching import (
+    check_limits,
     latest_places,
     lengths_in_past,
     match_lengths,
@@ -79,6 +81,12 @@ class SuffixDrafter(StatelessDrafter):
     past: int = static(default=0)
 
     def __post_init__(self):
+        check_limits(self.min_match, self.max_match)
+        if not (is_number(self.factor) and self.factor > 0):
+            raise ValueError(f"factor must be a number above 0, got {self.factor!r}")
+        if not (is_number(self.min_probability) and 0 <= self.min_probability <= 1):
+            raise ValueError(f"min_probability must be 0 to 1, got {self.min_probability!r}")
+        check_count("max_occurrences", self.max_occurrences)
         whole = isinstance(self.past, int) and not isinstance(self.past, bool)
         if not whole or not 0 <= self.past <= MOST_PAST:
             raise ValueError(f"past must be 0 to {MOST_PAST} tokens, got {self.past!r}")
