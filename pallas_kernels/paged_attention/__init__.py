@@ -75,8 +75,8 @@ def paged_attention(
         slots hold the visible keys, nor on the width of the page table (in float32 on a CPU it
         may in the last bit, where exp does). Slower.
       implementation: "auto" takes the Hopper kernel where it fits (bfloat16, or
-        bytes with bfloat16 queries, heads of 64 or 128, pages of 8 to 128 slots), "auto_tpu" the TPU kernel (see ``misfit_tpu``), else
-        the reference.
+        bytes with bfloat16 queries, heads of 64 or 128, pages of 8 to 128 slots), "auto_tpu"
+        the TPU kernel (see ``misfit_tpu``), else the reference.
 
     Returns [B, T, Q, D] in q's dtype. Queries that see no slot return a finite value.
 
