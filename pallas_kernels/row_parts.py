@@ -81,7 +81,9 @@ class RowParts:
             plgpu.barrier_wait(written)
             return jnp.max(values[...].reshape(-1, WARPS)[:, 0])
         types = self.layout, plgpu.RefType()
-        scalar: Any = plgpu.ShapeDtypeStruct((), jnp.dtype("float32"), layout=plgpu.Layout.WG_SPLAT(()))
+        scalar: Any = plgpu.ShapeDtypeStruct(
+            (), jnp.dtype("float32"), layout=plgpu.Layout.WG_SPLAT(())
+        )
         emit = functools.partial(_emit_largest, warps=WARPS * self.warpgroups)
         return plgpu.inline_mgpu(arg_types=types, return_type=scalar)(emit)(own, scratch)
 
