@@ -58,14 +58,16 @@ def save_random_model(
     seed: int = 0,
     max_shard_size: str = "1GB",
 ) -> Path:
-    """Save a model of random weights. Norms and biases are random too, unlike a fresh model's."""
+    """Save a model of random weights. Norms and biases are random too, unlike a fresh model's, and
+    so are buffers that routers add to their scores."""
     transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
-                parameter.add_(0.3 * torch.randn_like(parameter))
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            is_norm = tensor.ndim == 1 and isinstance(tensor, torch.nn.Parameter)
+            if is_norm or name.endswith("bias"):
+                tensor.add_(0.3 * torch.randn_like(tensor))
     model.save_pretrained(directory, max_shard_size=max_shard_size)
     return Path(directory)
 

@@ -132,6 +132,12 @@ def test_a_prompt_longer_than_the_state_is_an_error(params):
         admit(params, empty(params), ROWS, np.zeros((2, 65), np.int32), COUNTS)
 
 
+def test_a_state_longer_than_the_models_positions_is_an_error(params):
+    positions = params.target.config.max_position
+    with pytest.raises(ValueError, match=f"exceeds the model's {positions} positions"):
+        init_state(params, 2, positions + 1)
+
+
 def test_a_page_table_too_narrow_for_the_tree_is_an_error(params):
     with pytest.raises(ValueError, match="tree slots need"):
         table = jnp.ones((2, 2), jnp.int32)

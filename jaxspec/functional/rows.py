@@ -99,11 +99,14 @@ def init_rows(
 ) -> EngineState:
     """A state of empty rows and a given pool; see init_state.
 
-    Raises ValueError if the rows do not fit the pool or the mesh.
+    Raises ValueError if the rows do not fit the pool or the mesh, and for more positions than the
+    model has.
     """
     shards, page_size = params.data_parallel, pool.page_size
     if num_rows < 1 or num_rows % shards:
         raise ValueError(f"{num_rows} rows cannot be split over {shards} data shards")
+    if max_length > (positions := params.target.config.max_position):
+        raise ValueError(f"max_length {max_length} exceeds the model's {positions} positions")
     if num_rows > pool.num_rows:
         raise ValueError(f"{num_rows} rows do not fit a pool that was made for {pool.num_rows}")
     needed = pages_for(max_length + params.speculation.scratch_slots, page_size)

@@ -2,11 +2,13 @@
 
 import dataclasses
 import re
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from jaxspec.config.model import ModelConfig
@@ -19,10 +21,10 @@ from jaxspec.models.heads import (
     mtp_states,
 )
 from jaxspec.models.hf_config import load_model_config, with_mtp_layer
-from jaxspec.models.mtp_names import mtp_tensors
+from jaxspec.models.mtp_names import MtpNames, mtp_tensors
 from jaxspec.parallel import Shards, mesh_layout
 from jaxspec.quantization.kv_cache import without_kv_scales
-from jaxspec.tensors import choosing, splitting
+from jaxspec.tensors import CheckpointTensor, choosing, splitting
 from jaxspec.weights.checkpoint_files import scan
 from jaxspec.weights.fused_experts import unfused
 from jaxspec.weights.safetensors_io import (
@@ -35,6 +37,8 @@ from jaxspec.weights.safetensors_io import (
 
 # Ends of the names of what joins an MTP layer's inputs.
 _JOINS = (".eh_proj.weight", ".input_proj.weight", "mtp.fc.weight")
+_EMBEDDINGS = "model.embed_tokens.weight"
+_COMPARED_ROWS = 64
 
 
 def has_mtp_layers(directory: str | Path, config: ModelConfig) -> bool:
@@ -162,6 +166,7 @@ def load_mtp_head(
       states: replaces the config's choice.
 
     Raises ValueError for a checkpoint without MTP layers, and for one that does not fit the target.
+    Warns of embeddings and of an LM head of the layer's own: the target's are read in their place.
     """
     directory = Path(directory)
     mtp = _mtp_config(directory)
@@ -172,6 +177,7 @@ def load_mtp_head(
     shards = Shards.over(mesh, mesh_layout(mesh, split_model=sharded))
     stored, kind = open_checkpoint(directory, shards, None)
     own = {name: one for name, one in stored.items() if head.mtp.have(name)}
+    _check_copies(stored, head.mtp)
     own = unfused(own, head.model)
     if not own:
         raise ValueError(
@@ -187,6 +193,27 @@ def load_mtp_head(
         placements(shapes, mesh),
         {f"{head.mtp.prefix}{name}" for name in head.mtp.copies},
     )
+
+
+def _check_copies(stored: Mapping[str, CheckpointTensor], names: MtpNames) -> None:
+    """Compare some rows of each copy with the target's tensor, if the checkpoint has both."""
+    lm_head = "lm_head.weight" if "lm_head.weight" in stored else _EMBEDDINGS
+    targets = {"embed_tokens.weight": _EMBEDDINGS, "shared_head.head.weight": lm_head}
+    for name in names.copies:
+        copy, target = stored.get(f"{names.prefix}{name}"), stored.get(targets[name])
+        if copy is None or target is None:
+            continue
+        if copy.shape != target.shape:
+            raise ValueError(f"{copy.name} is {copy.shape}, {target.name} {target.shape}")
+        for start in range(0, copy.shape[0], max(1, copy.shape[0] // _COMPARED_ROWS)):
+            rows = slice(start, start + 1), slice(None)
+            if not np.array_equal(copy.read(*rows), target.read(*rows)):
+                warnings.warn(
+                    f"{copy.name} differs from {target.name}, which is read in its place: fewer "
+                    "drafts may be accepted",
+                    stacklevel=4,
+                )
+                break
 
 
 def _mtp_config(directory: Path) -> MtpConfig:

@@ -35,7 +35,7 @@ YARN = {
 QWEN = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
 GLM = {
     "head_dim": 32,
-    "n_routed_experts": 8,
+    "n_routed_experts": 16,  # 4 in a group, of which the best two count
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 48,
     "n_group": 4,

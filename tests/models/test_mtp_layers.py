@@ -245,3 +245,36 @@ def test_a_number_of_layers_is_checked_before_it_becomes_a_name():
     assert MtpChoice().name(shared) == "mtp:after:1"  # what ``auto`` takes
     with pytest.raises(ValueError, match="choose it by the drafter mtp:1"):
         MtpChoice(count=2).name(shared)
+
+
+@pytest.fixture
+def with_copies(checkpoints: dict[str, Path], tmp_path: Path) -> tuple[Path, dict[str, Any]]:
+    """A DeepSeek layout with one MTP layer, and its tensors; the layer repeats the tables."""
+    path = tiny_llama(tmp_path, **SMALL)
+    add_mtp_layer(path, "deepseek", count=1)
+    tensors = load_file(path / "model.safetensors")
+    tables = {"embed_tokens": "model.embed_tokens", "shared_head.head": "lm_head"}
+    for own, of_target in tables.items():
+        tensors[f"model.layers.2.{own}.weight"] = tensors[f"{of_target}.weight"]
+    return path, tensors
+
+
+def load_from(path: Path, tensors: dict[str, Any]) -> Any:
+    save_tensors(path, tensors, json.loads((path / "config.json").read_text()))
+    return load_mtp_heads(path, load_model_config(path), FLOAT32)
+
+
+def test_copies_of_the_targets_tables_are_fine(with_copies):
+    assert len(load_from(*with_copies)) == 1
+
+
+@pytest.mark.parametrize("name", ["embed_tokens", "shared_head.head"])
+def test_tables_of_the_layers_own_are_reported(with_copies, name: str):
+    path, tensors = with_copies
+    own = f"model.layers.2.{name}.weight"
+    tensors[own] = tensors[own] + 1
+    with pytest.warns(UserWarning, match=f"{own} differs from .*, which is read in its place"):
+        load_from(path, tensors)
+    tensors[own] = tensors[own][:5]
+    with pytest.raises(ValueError, match=rf"{own} is \(5, "):
+        load_from(path, tensors)
