@@ -247,6 +247,7 @@ def test_no_field_is_passed_over(name: str):
          "rope_theta = 10000.0 contradicts that of rope_scaling (= 2.0)"),
         ("qwen2.5-0.5b-instruct", "use_sliding_window", 1, "use_sliding_window must be true or f"),
         ("qwen3-30b-a3b", "mlp_only_layers", "0", "mlp_only_layers must be a list of integers"),
+        ("qwen3-30b-a3b", "mlp_only_layers", [48], "mlp_only_layers has [48], and the model 48"),
         ("qwen3-30b-a3b", "decoder_sparse_step", 0, "decoder_sparse_step must be a positive"),
         ("qwen3-8b", "head_dim", 127, "needs an even head_dim, not 127"),
         ("qwen3-next-80b-a3b-instruct", "linear_num_value_heads", 24, "must be a multiple of"),

@@ -26,17 +26,20 @@ def model_with_experts(
 def after_dense(hf: Keys) -> Callable[[int], bool]:
     """Which layers have experts where the first ones do not. Raises ValueError for a bad number."""
     first = hf["first_k_dense_replace"]
-    if not is_integer(first):
-        raise ValueError(f"first_k_dense_replace must be an integer, got {shown(first)}")
+    if not is_integer(first) or first < 0:
+        raise ValueError(f"first_k_dense_replace must be an integer from 0 on, got {shown(first)}")
     return lambda layer: layer >= first
 
 
 def every_few(hf: Keys) -> Callable[[int], bool]:
     """Which layers have experts: every ``decoder_sparse_step``-th, but none of
-    ``mlp_only_layers``. Raises ValueError for what is no list of integers."""
+    ``mlp_only_layers``. Raises ValueError for what is no list of the model's layers."""
     dense, step = hf["mlp_only_layers"] or [], hf["decoder_sparse_step"]
     if not isinstance(dense, list) or not all(map(is_integer, dense)):
         raise ValueError(f"mlp_only_layers must be a list of integers, got {shown(dense)}")
+    count = hf["num_hidden_layers"]
+    if others := [layer for layer in dense if not 0 <= layer < count]:
+        raise ValueError(f"mlp_only_layers has {shown(others)}, and the model {count} layers")
     return lambda layer: layer not in dense and (layer + 1) % step == 0
 
 
