@@ -23,6 +23,7 @@ from jaxspec.completion import (
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.checks import check_count
 from jaxspec.config.engine import EngineConfig
+from jaxspec.config.model import ModelConfig
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.detokenizer import Detokenizer
 from jaxspec.engine import Engine
@@ -108,7 +109,7 @@ class LLM:
             target=target,
         )
         self._text = tokenizer or TextTokenizer(model)
-        length = _max_length(max_length, params.target.config.max_position)
+        length = _max_length(max_length, params.target.config)
         cache = CacheConfig(page_size, length, num_pages, kv_memory)
         self.engine = Engine(
             params,
@@ -367,7 +368,7 @@ def check_prompts(
     """
     directory = resolve_directory(model)
     config = load_model_config(directory)
-    length = _max_length(max_length, config.max_position)
+    length = _max_length(max_length, config)
     tokens = tokenize(tokenizer or TextTokenizer(directory), prompts)
     params = for_each(sampling, len(tokens))
     check_requests(tokens, params, config.vocab_size, length, config.max_position)
@@ -391,9 +392,9 @@ def _size(warm_up: tuple[int, int, SamplingParams]) -> int:
     return batch_size * (length + params.max_tokens)
 
 
-def _max_length(wanted: int | None, limit: int) -> int:
-    if wanted is not None:
-        check_count("max_length", wanted)
-    if wanted is not None and wanted > limit:
-        raise ValueError(f"max_length {wanted} exceeds the model's {limit} positions")
-    return min(limit, DEFAULT_MAX_LENGTH) if wanted is None else wanted
+def _max_length(wanted: int | None, config: ModelConfig) -> int:
+    if wanted is None:
+        return min(config.max_position, DEFAULT_MAX_LENGTH)
+    check_count("max_length", wanted)
+    config.check_length(wanted)
+    return wanted

@@ -75,6 +75,13 @@ class ModelConfig:
         if self.logit_softcap is not None:
             check_positive(logit_softcap=self.logit_softcap)
 
+    def check_length(self, max_length: int) -> None:
+        """Raise ValueError for sequences of more tokens than the model has positions."""
+        if max_length > self.max_position:
+            raise ValueError(
+                f"max_length {max_length} exceeds the model's {self.max_position} positions"
+            )
+
     @property
     def num_layers(self) -> int:
         return len(self.layers)

@@ -105,8 +105,7 @@ def init_rows(
     shards, page_size = params.data_parallel, pool.page_size
     if num_rows < 1 or num_rows % shards:
         raise ValueError(f"{num_rows} rows cannot be split over {shards} data shards")
-    if max_length > (positions := params.target.config.max_position):
-        raise ValueError(f"max_length {max_length} exceeds the model's {positions} positions")
+    params.target.config.check_length(max_length)
     if num_rows > pool.num_rows:
         raise ValueError(f"{num_rows} rows do not fit a pool that was made for {pool.num_rows}")
     needed = pages_for(max_length + params.speculation.scratch_slots, page_size)

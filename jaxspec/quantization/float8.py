@@ -20,7 +20,7 @@ from jaxspec.wrapped_sources import OutputsFirst
 from pallas_kernels.packed_product import float8_misfit, packed_product
 from pallas_kernels.packed_product.reference import dequantized
 from pallas_kernels.packed_product.tuning import choose_packed_splits, choose_splits_alone
-from pallas_kernels.products import input_last_product
+from pallas_kernels.products import input_last_product, sum_partials
 from pallas_kernels.round_tokens import round_tokens
 from pallas_kernels.selection import NO_KERNELS, Kernels
 
@@ -58,7 +58,7 @@ class Float8Linear(Pytree):
 
     def __call__(self, x: Any, kernels: Kernels = NO_KERNELS) -> Array:
         sums = self.partial_sums(x, self._num_splits(choose_splits_alone, x, kernels), kernels)
-        y = jnp.sum(sums, axis=0).astype(x.dtype) if len(sums) > 1 else sums[0]
+        y = sum_partials(sums, sums.shape[1], x.dtype)
         return y if self.bias is None else y + self.bias
 
     def float32(self, x: Array, kernels: Kernels = NO_KERNELS) -> Array:

@@ -204,7 +204,9 @@ def _check_copies(stored: Mapping[str, CheckpointTensor], names: MtpNames) -> No
         if copy is None or target is None:
             continue
         if copy.shape != target.shape:
-            raise ValueError(f"{copy.name} is {copy.shape}, {target.name} {target.shape}")
+            raise ValueError(
+                f"{copy.name} is {copy.shape}, {target.name} {target.shape}: choose another drafter"
+            )
         for start in range(0, copy.shape[0], max(1, copy.shape[0] // _COMPARED_ROWS)):
             rows = slice(start, start + 1), slice(None)
             if not np.array_equal(copy.read(*rows), target.read(*rows)):

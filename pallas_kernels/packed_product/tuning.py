@@ -38,11 +38,10 @@ which widens the weights first, with either):
 | 768 | 205, 283, 440 | 86, 144, 213 | 57, 84, 103 | 31, 45, 72 |
 | 1024 | 303, 455, 525 | 134, 227, 258 | 68, 99, 122 | 46, 69, 79 |
 
-CTAs of 96 rows in products of 129 to 192 rows of 8 bits and 4096 outputs, 2 partial sums instead of
-4 (chains of one run, 27 November 2026): o 16.1 to 15.3 us, down 33.9 to 32.6, and a norm that reads
-the sums is shorter by 1 us; q, k and v 21.1 to 25.5. The product of 12288 inputs that fuses an
-EAGLE-3 head's features, in 4 parts (8 at 6 rows) and added up by XLA: 33.5 to 13.4 us at 6 rows,
-44.2 to 17.8 at 48, 106 to 40.9 at 192.
+CTAs of 96 rows instead of 192 in products of 192 rows of 8 bits (chains of one run, 27 November
+2026): o 16.1 to 15.3 us and down 33.9 to 32.6, with 2 partial sums instead of 4; q, k and v 21.1 to
+25.5. The product of 12288 inputs that fuses an EAGLE-3 head's features, in 4 parts (8 at 6 rows)
+and added up by XLA: 33.5 to 13.4 us at 6 rows, 44.2 to 17.8 at 48, 106 to 40.9 at 192.
 """
 
 import dataclasses
@@ -156,8 +155,8 @@ def packed_tuning(
 
 
 def _row_tile(rows: int, width: int, x_bits: int) -> int:
-    """Most rows of a CTA with two warpgroups: the one of two sizes with which all CTAs, one on each
-    multiprocessor at a time, should be through first."""
+    """Most rows of a CTA with two warpgroups. Of more than TILE_ROWS rows the one of two sizes with
+    which all CTAs, one on each multiprocessor at a time, should be through first."""
 
     def cost(most: int) -> float:
         parts = -(-rows // most)
@@ -167,6 +166,7 @@ def _row_tile(rows: int, width: int, x_bits: int) -> int:
 
     if rows > TILE_ROWS:
         return min((TILE_ROWS, SMALL_TILE_ROWS), key=cost)
+    # Tiles of outputs for at most a quarter of the multiprocessors.
     is_narrow = 4 * width <= 2 * OUTPUTS * MULTIPROCESSORS
     halved = x_bits == 8 and is_narrow and rows > SMALL_TILE_ROWS
     return HALF_TILE_ROWS if halved else TILE_ROWS

@@ -5,7 +5,8 @@ from jax import Array
 
 FLOAT8 = jnp.float8_e4m3fn
 LARGEST = 448.0  # of e4m3fn, which has no infinity
-SMALLEST = 1e-30  # entries below it count as 0: the reciprocal of a smaller scale could overflow
+# Rows without a larger entry count as 0: the reciprocal of a smaller scale could overflow.
+SMALLEST = 1e-30
 
 
 def round_tokens_reference(x: Array, num_groups: int, padded: int) -> tuple[Array, Array]:

@@ -248,7 +248,7 @@ def test_a_number_of_layers_is_checked_before_it_becomes_a_name():
 
 
 @pytest.fixture
-def with_copies(checkpoints: dict[str, Path], tmp_path: Path) -> tuple[Path, dict[str, Any]]:
+def with_copies(tmp_path: Path) -> tuple[Path, dict[str, Any]]:
     """A DeepSeek layout with one MTP layer, and its tensors; the layer repeats the tables."""
     path = tiny_llama(tmp_path, **SMALL)
     add_mtp_layer(path, "deepseek", count=1)

@@ -1,6 +1,6 @@
 """Rows that several warpgroups of a CTA share: each has consecutive entries of one.
 
-More threads have more loads under way, and a row is through sooner.
+Where entries take many instructions, more threads are through with a row sooner.
 """
 
 import dataclasses
