@@ -8,6 +8,9 @@ are in the cache. The floor is the time that a call's bytes take at the copy ban
 at the rate of a large bfloat16 product, whichever is longer; both rates are measured in the same
 run. Errors are ||out - exact|| / ||exact||, where exact is the reference in float32.
 
+In rows of `expert_mixes`, "XLA us" is the time of every expert on every row, and what is timed
+beside it is `jax.lax.ragged_dot`.
+
 Of the gated delta rule (`--only delta_rule:`) a second table has the times by the number of nodes,
 beside those of a read by one triangular system and of a round that keeps a state of every node.
 """
@@ -23,6 +26,7 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
+from jaxspec.benchmarking import expert_mixes
 from jaxspec.benchmarking.compiling import compile_side_by_side
 from jaxspec.benchmarking.kernels import (
     CompiledBenchmark,
@@ -73,6 +77,7 @@ OPERATIONS: Mapping[str, Callable[[], Sequence[Benchmark]]] = MappingProxyType(
         "truncate": truncate.benchmarks,
         "packed_product": packed_product.benchmarks,
         "expert_product": expert_product.benchmarks,
+        "expert_mixes": expert_mixes.benchmarks,
         "delta_rule": delta_rule.benchmarks,
         "delta_rule_in_jnp": delta_rule_in_jnp,
     }
