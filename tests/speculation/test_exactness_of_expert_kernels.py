@@ -1,0 +1,262 @@
+"""With the Hopper kernels, models with experts, latents and recurrences have plain decoding's text.
+
+In bfloat16 at a fixed width, as in test_exactness_of_kernels.py: there verification's attention is
+the reference, also that to latents, whose kernel reads prompts and drafts. Experts and recurrent
+layers run as kernels everywhere. The tests without a mark look for the kernels in the same
+programs, lowered for a GPU.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxspec import functional
+from jaxspec.config.cache import CacheConfig
+from jaxspec.config.engine import EngineConfig
+from jaxspec.config.gated_delta import GatedDeltaConfig
+from jaxspec.config.mtp import AFTER, MtpConfig, MtpLayout
+from jaxspec.config.speculation import SpeculationConfig
+from jaxspec.engine import Engine
+from jaxspec.functional import EngineParams
+from jaxspec.models.decoder import Decoder, decoder_shapes
+from jaxspec.models.heads import head_shapes, mtp_head_config
+from jaxspec.models.hf_config import parse_model_config
+from jaxspec.speculation.drafters import Drafter, EagleDrafter, NGramDrafter, NoDrafter
+from pallas_kernels.selection import OPERATIONS, Kernels
+from tests.marks import slow
+from tests.random_experts import random_expert_target
+from tests.random_models import PREFILL_WIDTH, empty_state, generate, mtp_head, random_prompts
+from tests.test_deterministic import MAX_LENGTH, requests, run_alone, run_together
+
+# Sizes that every kernel takes: heads of 128, experts of a multiple of 64, and 128 of them.
+SIZES: dict[str, Any] = {
+    "vocab_size": 1024,
+    "hidden_size": 256,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": False,
+    "eos_token_id": None,
+}
+EXPERTS = {"num_experts": 128, "num_experts_per_tok": 4, "moe_intermediate_size": 64}
+
+
+class Case(NamedTuple):
+    """A family: its config, the layout of its MTP layer, and the kernels of its mixers."""
+
+    config: dict[str, Any]
+    mtp: MtpLayout | None
+    reading: frozenset[str]  # where prompts are read
+    rounds: frozenset[str]  # of lookup
+    drafting: frozenset[str]  # further ones of rounds of MTP layers
+
+
+ATTENTION, LATENT = frozenset({"paged_attention"}), frozenset({"latent_attention"})
+FAMILIES = {
+    "qwen3_moe": Case(
+        EXPERTS | {"norm_topk_prob": True}, None, ATTENTION, frozenset(), frozenset()
+    ),
+    "deepseek_v3": Case(
+        {
+            "num_attention_heads": 8,
+            "num_key_value_heads": 8,
+            "kv_lora_rank": 128,
+            "q_lora_rank": 64,
+            "qk_nope_head_dim": 64,
+            "qk_rope_head_dim": 64,
+            "head_dim": 64,
+            "v_head_dim": 64,
+            "first_k_dense_replace": 1,
+            "n_routed_experts": 128,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 64,
+            "n_group": 4,
+            "topk_group": 2,
+        },
+        "deepseek",
+        LATENT,
+        frozenset(),
+        LATENT,
+    ),
+    "qwen3_5_moe_text": Case(
+        EXPERTS
+        | {
+            "shared_expert_intermediate_size": 64,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 64,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+        },
+        "qwen",
+        ATTENTION | {"delta_run"},
+        frozenset({"delta_read", "delta_commit"}),
+        ATTENTION,
+    ),
+    "gpt_oss": Case(
+        {"num_local_experts": 128, "num_experts_per_tok": 4, "sliding_window": 40},
+        None,
+        frozenset(),  # no attention kernel takes sinks
+        frozenset(),
+        frozenset(),
+    ),
+}
+MIXERS = ATTENTION | LATENT | {"delta_read", "delta_run", "delta_commit"}
+COMMON = frozenset({"expert_product", "top_k"})
+NAMES = MIXERS | COMMON
+KERNELS = Kernels(frozenset(OPERATIONS))
+BFLOAT16 = jnp.dtype(jnp.bfloat16)
+WIDTH = 24
+ROWS, PAGE = 8, 16
+FEW = 12  # pages, too few for four rows
+SHAPES = {
+    "chain": SpeculationConfig(num_nodes=6, max_depth=5, top_k=1, verify_width=WIDTH),
+    "tree": SpeculationConfig(num_nodes=20, max_depth=5, top_k=4, verify_width=WIDTH),
+}
+RUNS = [
+    (family, drafter, shape)
+    for family, case in FAMILIES.items()
+    for drafter in ("ngram", *(["mtp"] if case.mtp else []))
+    for shape in SHAPES
+]
+
+
+@functools.cache
+def wide_target(family: str) -> Decoder:
+    """In float32: nearly a bigram model, with recurrences that forget slowly."""
+    raw = SIZES | {"model_type": family} | FAMILIES[family].config
+    target = random_expert_target(parse_model_config(raw), context=0.2)
+
+    def changed(layer: Any) -> Any:
+        mixer = layer.mixer
+        if isinstance(mixer.config, GatedDeltaConfig):
+            return layer.replace(mixer=mixer.replace(a_log=mixer.a_log - 2))
+        if mixer.o.bias is not None:  # random vectors are near 1: one token would be the likeliest
+            mixer = mixer.replace(o=mixer.o.replace(bias=mixer.o.bias - 1))
+        return layer.replace(mixer=mixer)
+
+    return target.replace(layers=tuple(map(changed, target.layers)))
+
+
+def cast[T](model: T, shapes: T) -> T:
+    """Weights in the dtypes of a model in bfloat16, some of which are float32."""
+    return jax.tree.map(lambda x, shape: x.astype(shape.dtype), model, shapes)
+
+
+def params_of(family: str, drafter: str, shape: str, kernels: Kernels = KERNELS) -> EngineParams:
+    wide = wide_target(family)
+    target = cast(wide, decoder_shapes(wide.config, BFLOAT16))
+    own: Drafter = NGramDrafter(min_match=1) if drafter == "ngram" else NoDrafter()
+    if drafter == "mtp":
+        layout = FAMILIES[family].mtp
+        assert layout is not None
+        head = mtp_head(wide, noise=0.05, layout=layout)
+        described = mtp_head_config(wide.config, MtpConfig(layout, 1, AFTER), 0)
+        own = EagleDrafter(head=cast(head, head_shapes(described, wide.config, BFLOAT16)))
+    return EngineParams(target=target, drafter=own, speculation=SHAPES[shape], kernels=kernels)
+
+
+# On a CPU: which kernels the programs of these tests run.
+
+
+def lowered_kernels(function: Any, *arguments: Any) -> set[str]:
+    text = jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    calls = [line for line in text.splitlines() if "custom_call @mosaic_gpu" in line]
+    return {name for name in NAMES if any(f"{name}_kernel" in line for line in calls)}
+
+
+@pytest.mark.parametrize(
+    ("family", "drafter", "shape"),
+    [
+        ("qwen3_moe", "ngram", "chain"),
+        ("gpt_oss", "ngram", "chain"),
+        ("deepseek_v3", "mtp", "tree"),
+        ("qwen3_5_moe_text", "mtp", "tree"),
+        *(slow(family, "mtp", "chain") for family in ("deepseek_v3", "qwen3_5_moe_text")),
+        *(slow(family, "ngram", "tree") for family in FAMILIES),
+    ],
+)
+def test_the_kernels_are_in_the_programs(family: str, drafter: str, shape: str):
+    case, params = FAMILIES[family], params_of(family, drafter, shape)
+    state = jax.eval_shape(lambda: empty_state(params, ROWS, 64, PAGE))
+    read = functools.partial(functional.prefill, width=PREFILL_WIDTH, greedy=True)
+    decode = functools.partial(functional.decode, max_rounds=4, greedy=True)
+    counts = jax.ShapeDtypeStruct((ROWS,), jnp.int32)
+    of_reading = lowered_kernels(read, params, state, None, counts)
+    of_rounds = lowered_kernels(decode, params, state, 4)
+    assert of_reading == COMMON | case.reading
+    drafting = case.drafting if drafter == "mtp" else frozenset()
+    assert of_rounds == COMMON | case.rounds | drafting
+
+
+# On a GPU.
+
+
+@functools.cache
+def plain_texts(family: str, shape: str, kernels: Kernels = KERNELS) -> list[list[int]]:
+    return texts(params_of(family, "none", shape, kernels))[0]
+
+
+def texts(params: EngineParams) -> tuple[list[list[int]], float]:
+    """Of greedy rows side by side, and the mean number of tokens a round."""
+    vocab = params.target.config.vocab_size
+    prompts = random_prompts((5, 1, 17, 9, 23, 2, 12, 30), vocab=vocab)
+    found, state = generate(params, prompts, page_size=PAGE)
+    stats = state.rows.stats
+    return found, float(stats.accepted.sum() / stats.rounds.sum())
+
+
+def check_text(family: str, drafter: str, shape: str, kernels: Kernels) -> None:
+    found, length = texts(params_of(family, drafter, shape, kernels))
+    assert found == plain_texts(family, shape, kernels)
+    assert length > 1.15, "hardly a draft was taken"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("family", "drafter", "shape"), RUNS)
+def test_text_is_that_of_plain_decoding(family: str, drafter: str, shape: str):
+    check_text(family, drafter, shape, KERNELS)
+
+
+# Deterministic engines: prompts that begin alike, and too few pages.
+
+
+def deterministic(
+    family: str,
+    drafter: str,
+    kernels: Kernels,
+    num_pages: int | None = None,
+    *,
+    prefix_caching: bool = True,
+) -> Engine:
+    config = EngineConfig(
+        max_rows=4, rounds_per_call=4, deterministic=True, prefix_caching=prefix_caching
+    )
+    params = params_of(family, drafter, "tree", kernels)
+    return Engine(params, CacheConfig(PAGE, MAX_LENGTH, num_pages), config)
+
+
+def check_engines(family: str, kernels: Kernels) -> None:
+    """Tokens and log-probabilities, to the last bit: alone and plain, and drafted together."""
+    prompts, sampling = requests(24)
+    expected = run_alone(
+        deterministic(family, "none", kernels, prefix_caching=False), prompts, sampling
+    )
+    drafter = "mtp" if FAMILIES[family].mtp else "ngram"
+    own = deterministic(family, drafter, kernels, num_pages=FEW)
+    for seed in range(2):  # the second time all prompts are cached
+        assert run_together(own, prompts, sampling, seed) == expected
+    assert own.scheduler.preemptions["swap"] > 0
+    assert own.scheduler.cache_statistics()[1] > 0, "no prompt was in the prefix cache"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_text_changes_with_prefix_hits_and_swaps(family: str):
+    check_engines(family, KERNELS)
