@@ -2,8 +2,8 @@
 
 In bfloat16 at a fixed width, as in test_exactness_of_kernels.py: there verification's attention is
 the reference, also that to latents, whose kernel reads prompts and drafts. Experts and recurrent
-layers run as kernels everywhere. The tests without a mark look for the kernels in the same
-programs, lowered for a GPU.
+layers run as kernels everywhere. Deterministic engines read prompts with the reference, too. The
+tests without a mark look for the kernels in the programs of the tests of texts, lowered for a GPU.
 """
 
 import functools
