@@ -167,13 +167,17 @@ def target_of(family: str) -> Decoder:
     return random_expert_target(parse_model_config(raw | OWN_SCORES[family]))
 
 
+def with_mixer(head: DraftHead, mixer: Any) -> DraftHead:
+    """The head with another mixer in its only layer."""
+    [layer] = head.layers
+    return head.replace(layers=(layer.replace(mixer=mixer),))
+
+
 def without_own_scores(head: DraftHead) -> DraftHead:
     """The same layer with plain softmax attention."""
-    [layer] = head.layers
-    config = dataclasses.replace(layer.mixer.config, softcap=None, sinks=False)
-    return head.replace(
-        layers=(layer.replace(mixer=layer.mixer.replace(config=config, sinks=None)),)
-    )
+    mixer: Any = head.layers[0].mixer
+    config = dataclasses.replace(mixer.config, softcap=None, sinks=False)
+    return with_mixer(head, mixer.replace(config=config, sinks=None))
 
 
 @pytest.mark.slow
@@ -199,13 +203,13 @@ def test_sinks_are_trained():
     target = target_of("gpt_oss")
     head = mtp_head(target, mixing=1.0, context=1.0)
 
-    def loss(sinks: jax.Array) -> jax.Array:
-        [layer] = head.layers
-        layers = (layer.replace(mixer=layer.mixer.replace(sinks=sinks)),)
-        config = LossConfig(steps=2)
-        return draft_loss(head.replace(layers=layers), target, batch_of(TOKENS), config)[0]
+    mixer: Any = head.layers[0].mixer
 
-    sinks = head.layers[0].mixer.sinks
+    def loss(sinks: jax.Array) -> jax.Array:
+        changed = with_mixer(head, mixer.replace(sinks=sinks))
+        return draft_loss(changed, target, batch_of(TOKENS), LossConfig(steps=2))[0]
+
+    sinks = mixer.sinks
     slopes = np.asarray(jax.jit(jax.grad(loss), compiler_options=FAST_COMPILE)(sinks))
     step, around = 0.02, jax.jit(loss, compiler_options=FAST_COMPILE)
     for index, slope in enumerate(slopes):
