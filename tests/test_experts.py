@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxspec.config.experts import ExpertsConfig, RoutingConfig
+from jaxspec.config.mixers import AttentionConfig
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.functional import EngineParams
 from jaxspec.loading import load
@@ -74,6 +75,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
         },
     },
 }
+# With a window, which not all checkpoints of a family have.
+WINDOWED: dict[str, dict[str, Any]] = {
+    "mixtral-window": {"sliding_window": 9},
+    "qwen3_moe-window": {"use_sliding_window": True, "sliding_window": 9},
+}
 # Routing of models whose attention comes later, or that no family here has.
 KINDS = {
     "groups": ExpertsConfig(
@@ -94,7 +100,8 @@ TREE = SpeculationConfig(num_nodes=12, max_depth=3, top_k=3)
 def target(kind: str) -> Decoder:
     if kind in KINDS:
         return random_expert_target(expert_config(KINDS[kind], num_heads=8))
-    raw = SIZES | FAMILIES[kind] | {"model_type": kind}
+    family = kind.removesuffix("-window")
+    raw = SIZES | FAMILIES[family] | WINDOWED.get(kind, {}) | {"model_type": family}
     made = random_expert_target(parse_model_config(raw))
     if kind != "gpt_oss":
         return made
@@ -141,10 +148,13 @@ def test_greedy_text_is_that_of_plain_decoding():
     ("kind", "drafter", "speculation"),
     [
         slow("gpt_oss", "ngram", CHAIN),
-        *(slow(kind, "eagle3", TREE) for kind in ALL),
-        *(slow(kind, "draft_model", CHAIN) for kind in ALL),
+        slow("gpt_oss", "ngram", TREE),
+        *(slow(kind, "ngram", shape) for kind in WINDOWED for shape in (CHAIN, TREE)),
+        *(slow(kind, "eagle3", TREE) for kind in (*ALL, *WINDOWED)),
+        *(slow(kind, "draft_model", CHAIN) for kind in (*ALL, *WINDOWED)),
         slow("mixtral", "ngram", TREE),
         slow("qwen3_moe", "ngram", CHAIN),
+        slow("qwen3_moe", "ngram", TREE),
         slow("glm4_moe", "ngram", TREE),
         slow("qwen3_moe", "eagle3", CHAIN),
         slow("groups", "mixed", TREE),
@@ -155,6 +165,15 @@ def test_greedy_text_is_that_of_plain_decoding():
 def test_text_is_that_of_plain_decoding(kind: str, drafter: str, speculation: SpeculationConfig):
     params = make_params(drafter, speculation, target(kind))
     assert texts(params, page_size=3) == plain_texts(kind)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", WINDOWED)
+def test_the_windows_matter(kind: str):
+    """And every layer has its own."""
+    mixers = [layer.mixer for layer in target(kind).config.layers]
+    assert all(isinstance(one, AttentionConfig) and one.window == 9 for one in mixers)
+    assert plain_texts(kind) != plain_texts(kind.removesuffix("-window"))
 
 
 @pytest.mark.slow

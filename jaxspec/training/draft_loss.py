@@ -24,7 +24,7 @@ from jaxspec.models.decoder import Decoder
 from jaxspec.models.forward import Attend, Heads
 from jaxspec.models.heads import DraftHead
 from jaxspec.pytree import Pytree, array, pytree
-from pallas_kernels.paged_attention.reference import MASKED
+from pallas_kernels.paged_attention.reference import MASKED, capped
 from pallas_kernels.products import einsum_f32
 
 StepKeys = tuple[tuple[Array, Array], ...]  # keys and values [B, T, G, D] of the steps so far
@@ -147,14 +147,11 @@ def target_states(
 def check_unrolled(model: ModelConfig) -> None:
     """Raise ValueError for layers that ``attend_unrolled`` does not attend for."""
     for layer in model.layers:
-        attention = layer.mixer
-        if not isinstance(attention, AttentionConfig):
+        if not isinstance(layer.mixer, AttentionConfig):
             raise ValueError(
                 "heads with latent attention cannot be trained yet: draft with the checkpoint's "
                 "own layers, or take a model with other attention"
             )
-        if attention.softcap is not None or attention.sinks:
-            raise ValueError("heads that cap scores or have attention sinks cannot be trained yet")
 
 
 def attend_unrolled(cache: StepKeys, heads: Heads, window: int | None) -> tuple[Array, StepKeys]:
@@ -175,12 +172,15 @@ def attend_unrolled(cache: StepKeys, heads: Heads, window: int | None) -> tuple[
     if window is not None:
         visible &= behind < window
     first_k, first_v = steps[0]
-    scores = einsum_f32("btgrd,bsgd->bgrts", grouped, first_k) * scale
+    scores = capped(einsum_f32("btgrd,bsgd->bgrts", grouped, first_k) * scale, heads.softcap)
     scores = [jnp.where(visible, scores, MASKED)]
     for index, (step_k, _) in enumerate(steps[1:], start=1):
         own = _shifted(step_k, late - index)
-        score = einsum_f32("btgrd,btgd->bgrt", grouped, own) * scale
+        score = capped(einsum_f32("btgrd,btgd->bgrt", grouped, own) * scale, heads.softcap)
         scores.append(score[..., None])
+    if heads.sinks is not None:  # as a last slot, of which no value is added
+        sinks = heads.sinks.astype(jnp.float32).reshape(kv_heads, -1, 1, 1)
+        scores.append(jnp.broadcast_to(sinks, (*scores[0].shape[:-1], 1)))
     weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1).astype(v.dtype)
     out = einsum_f32("bgrts,bsgd->btgrd", weights[..., :length], first_v)
     for index, (_, step_v) in enumerate(steps[1:], start=1):

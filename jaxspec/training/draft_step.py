@@ -125,8 +125,7 @@ def init_mtp_layer(target: Decoder, mtp: MtpConfig, seed: int = 0) -> DraftHead:
 
     ``mtp``: how its family names such a layer (see hf_config.with_mtp_layer).
 
-    Raises ValueError for a target whose last such layer is quantized, or attends otherwise than
-    ``attend_unrolled`` does.
+    Raises ValueError for a target whose last such layer is quantized, or has latent attention.
     """
     config = mtp_head_config(target.config, mtp)
     shapes = head_shapes(config, target.config, jnp.dtype("float32"))

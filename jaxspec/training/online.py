@@ -6,7 +6,6 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 
 from jaxspec.completion import Completion
 from jaxspec.llm import LLM
@@ -51,7 +50,7 @@ class HeadAdapter:
             raise ValueError("a head cannot learn beside a target that is split over devices")
         self.llm, self._config, self._length = llm, config, length
         self._drafter = drafter
-        self.state = draft_step.init_state(_copy(drafter.head, jnp.float32), config)
+        self.state = draft_step.init_state(_to_train(drafter.head), config)
         self._rows: collections.deque[tuple[list[int], int]] = collections.deque(maxlen=memory)
         self._random = np.random.default_rng(config.seed)
 
@@ -69,7 +68,7 @@ class HeadAdapter:
         self.state, metrics = draft_step.train_steps(
             self.state, self.llm.params.target, batches, UNKNOWN_STEPS, self._config
         )
-        head = _copy(self.state.head, self._drafter.head.dtype)
+        head = _as_served(self.state.head, self._drafter.head)
         own, drafter = self.llm.params.drafter, self._drafter.replace(head=head)
         self.llm.use_drafter(
             own.replace(model=drafter) if isinstance(own, MixedDrafter) else drafter
@@ -90,7 +89,14 @@ class HeadAdapter:
         return DraftBatch(tokens=jnp.asarray(tokens), learned=jnp.asarray(learned))
 
 
-def _copy(head: DraftHead, dtype: DTypeLike) -> DraftHead:
-    """A copy in ``dtype``, without scales of a cache. Training donates its weights, so the engine
-    needs arrays of its own."""
-    return jax.tree.map(jnp.copy, cast_weights(without_kv_scales(head), dtype))
+def _to_train(head: DraftHead) -> DraftHead:
+    """A float32 copy, without scales of a cache. Training donates its weights, so the engine needs
+    arrays of its own."""
+    return jax.tree.map(jnp.copy, cast_weights(without_kv_scales(head), jnp.float32))
+
+
+def _as_served(trained: DraftHead, served: DraftHead) -> DraftHead:
+    """A copy of trained weights in the dtypes that they are served in: of most weights the model's,
+    but attention sinks stay float32."""
+    like = without_kv_scales(served)
+    return jax.tree.map(lambda x, own: jnp.array(x, own.dtype), trained, like)

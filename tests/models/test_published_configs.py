@@ -266,6 +266,27 @@ def test_a_changed_field_is_refused_by_name(name: str, path: str, value: Any, me
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "path", "message"),
+    [
+        ("deepseek-v3", "norm_topk_prob", "norm_topk_prob must be true or false, got None"),
+        ("glm-4.5", "norm_topk_prob", "norm_topk_prob must be true or false, got None"),
+        ("qwen3-30b-a3b", "norm_topk_prob", "norm_topk_prob must be true or false, got None"),
+        ("qwen3-next-80b-a3b-instruct", "norm_topk_prob", "must be true or false, got None"),
+        ("qwen3.5-35b-a3b", "text_config.norm_topk_prob",
+         "norm_topk_prob = None is not supported, only True"),
+    ],
+)  # fmt: skip
+def test_weights_of_experts_that_may_or_may_not_be_normalized_are_refused_by_name(
+    name: str, path: str, message: str
+):
+    raw = changed(published(name), tuple(path.split(".")), None)
+    with pytest.raises(ValueError) as caught:
+        parse_model_config(raw)
+    assert message in str(caught.value) and "norm_topk_prob" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
 def test_layers_without_experts_are_read():
     raw = published("qwen3-30b-a3b") | {"mlp_only_layers": [3], "decoder_sparse_step": 2}
     has_experts = [isinstance(layer.mlp, ExpertsConfig) for layer in parse_model_config(raw).layers]

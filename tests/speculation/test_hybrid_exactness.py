@@ -167,6 +167,7 @@ def test_kernels_of_recurrent_layers_change_no_text(checkpoint, drafter: str, sh
         slow("qwen3_5_moe_text", "mtp", TREE),
         slow("qwen3_5_moe_text", "mtp", CHAIN),
         slow("qwen3_5_moe_text", "ngram", CHAIN),
+        slow("qwen3_5_moe_text", "ngram", TREE),
     ],
 )
 def test_text_is_that_of_plain_decoding(checkpoint, family: str, drafter: str, shape: Any):

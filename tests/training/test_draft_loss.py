@@ -1,5 +1,6 @@
 """The unrolled loss: what a head sees in training is what it sees when it drafts."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -10,7 +11,9 @@ import pytest
 from jax.test_util import check_grads
 
 from jaxspec.cache import Geometry
+from jaxspec.config.mixers import AttentionConfig
 from jaxspec.models.attention import PagedAttend, dense_causal_attend
+from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import (
     DraftHead,
     EagleMethod,
@@ -18,10 +21,12 @@ from jaxspec.models.heads import (
     default_capture,
     head_shapes,
 )
+from jaxspec.models.hf_config import parse_model_config
 from jaxspec.training.draft_loss import DraftBatch, LossConfig, draft_loss, target_states, unroll
 from tests.marks import slow
 from tests.programs import FAST_COMPILE
-from tests.random_models import CONFIG, random_arrays, random_target, tiny_config
+from tests.random_experts import random_expert_target
+from tests.random_models import CONFIG, mtp_head, random_arrays, random_target, tiny_config
 
 TARGET = random_target()
 assert TARGET.lm_head is not None
@@ -58,13 +63,18 @@ def batch_of(tokens: np.ndarray, learned: np.ndarray | None = None) -> DraftBatc
     return DraftBatch(tokens=jnp.asarray(tokens), learned=jnp.asarray(marks))
 
 
-def features_of(head: DraftHead):
-    return jit_states(TARGET, batch_of(TOKENS), head.capture, dense_causal_attend)[0]
+def features_of(head: DraftHead, target: Decoder = TARGET):
+    return jit_states(target, batch_of(TOKENS), head.capture, dense_causal_attend)[0]
 
 
 @functools.partial(jax.jit, compiler_options=FAST_COMPILE)
 def read(
-    head: DraftHead, first: jax.Array, tokens: jax.Array, hidden: jax.Array, layers: Any
+    target: Decoder,
+    head: DraftHead,
+    first: jax.Array,
+    tokens: jax.Array,
+    hidden: jax.Array,
+    layers: Any,
 ) -> tuple[jax.Array, Any]:
     """One pass over tokens from slot ``first`` on, through a paged cache."""
     table = 1 + jnp.arange(2 * LENGTH).reshape(2, LENGTH)
@@ -79,20 +89,23 @@ def read(
         kv_lens=slot[:, -1] + 1,
         first_slot=1,
     )
-    out = head.run(TARGET, tokens, hidden, slot - 1, layers, attend)
+    out = head.run(target, tokens, hidden, slot - 1, layers, attend)
     return out.hidden, out.states
 
 
-def drafted(head: DraftHead, features: jax.Array, root: int) -> list[jax.Array]:
+def drafted(
+    head: DraftHead, features: jax.Array, root: int, target: Decoder = TARGET
+) -> list[jax.Array]:
     """The head's outputs [B, H] when it drafts after the true tokens up to ``root``, as served:
     through a paged cache, one token at a time."""
     layers, tokens = head.init_state(Geometry(1 + 2 * LENGTH, PAGE, 2)).layers, jnp.asarray(TOKENS)
     hidden = head.hidden(features[:, :root])
-    outputs, layers = read(head, jnp.int32(1), tokens[:, 1 : root + 1], hidden, layers)
+    outputs, layers = read(target, head, jnp.int32(1), tokens[:, 1 : root + 1], hidden, layers)
     results = [outputs[:, -1]]
     for position in range(root + 1, min(root + STEPS, LENGTH)):
         token = tokens[:, position : position + 1]
-        outputs, layers = read(head, jnp.int32(position), token, results[-1][:, None], layers)
+        entry = jnp.int32(position), token, results[-1][:, None]
+        outputs, layers = read(target, head, *entry, layers)
         results.append(outputs[:, 0])
     return results
 
@@ -117,6 +130,108 @@ def test_a_step_of_training_is_a_step_of_drafting(method, num_layers, window, op
     for root in (1, 7, LENGTH - 2):
         for index, outputs in enumerate(drafted(head, features, root)):
             np.testing.assert_allclose(steps[index][0][:, root + index], outputs, atol=1e-4, rtol=0)
+
+
+OWN_SCORES: dict[str, dict[str, Any]] = {
+    "gemma2": {
+        "attn_logit_softcapping": 1.0,
+        "final_logit_softcapping": 3.0,
+        "query_pre_attn_scalar": 4,
+        "sliding_window": 64,
+    },
+    "gpt_oss": {
+        "layer_types": ["full_attention", "sliding_attention"],
+        "sliding_window": 5,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}
+
+
+@functools.cache
+def target_of(family: str) -> Decoder:
+    """A random model of a family whose scores are capped, or have sinks."""
+    sizes = ("vocab_size", "hidden_size", "rms_norm_eps")
+    raw: dict[str, Any] = {name: getattr(CONFIG, name) for name in sizes} | {
+        "model_type": family,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": False,
+        "eos_token_id": None,
+    }
+    return random_expert_target(parse_model_config(raw | OWN_SCORES[family]))
+
+
+def with_mixer(head: DraftHead, mixer: Any) -> DraftHead:
+    """The head with another mixer in its only layer."""
+    [layer] = head.layers
+    return head.replace(layers=(layer.replace(mixer=mixer),))
+
+
+def without_own_scores(head: DraftHead) -> DraftHead:
+    """The same layer with plain softmax attention."""
+    mixer: Any = head.layers[0].mixer
+    config = dataclasses.replace(mixer.config, softcap=None, sinks=False)
+    return with_mixer(head, mixer.replace(config=config, sinks=None))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", OWN_SCORES)
+def test_capped_scores_and_sinks_are_those_of_drafting(family: str):
+    target = target_of(family)
+    head = mtp_head(target, mixing=1.0, context=1.0)
+    own = head.config.layers[0].mixer
+    assert isinstance(own, AttentionConfig) and (own.softcap or own.sinks)
+    features = features_of(head, target)
+    unrolled = jax.jit(unroll, static_argnums=4, compiler_options=FAST_COMPILE)
+    steps = unrolled(head, target, TOKENS, features, STEPS)
+    for root in (1, 7, LENGTH - 2):
+        for index, outputs in enumerate(drafted(head, features, root, target)):
+            np.testing.assert_allclose(steps[index][0][:, root + index], outputs, atol=1e-4, rtol=0)
+    plain = unrolled(without_own_scores(head), target, TOKENS, features, STEPS)
+    for (hidden, _), (other, _) in zip(steps, plain, strict=True):
+        assert jnp.abs(hidden - other).max() > 0.01, "caps and sinks did not matter"
+
+
+@pytest.mark.slow
+def test_sinks_are_trained():
+    target = target_of("gpt_oss")
+    head = mtp_head(target, mixing=1.0, context=1.0)
+
+    mixer: Any = head.layers[0].mixer
+
+    def loss(sinks: jax.Array) -> jax.Array:
+        changed = with_mixer(head, mixer.replace(sinks=sinks))
+        return draft_loss(changed, target, batch_of(TOKENS), LossConfig(steps=2))[0]
+
+    sinks = mixer.sinks
+    slopes = np.asarray(jax.jit(jax.grad(loss), compiler_options=FAST_COMPILE)(sinks))
+    step, around = 0.02, jax.jit(loss, compiler_options=FAST_COMPILE)
+    for index, slope in enumerate(slopes):
+        one = jnp.zeros_like(sinks).at[index].set(step)
+        expected = (around(sinks + one) - around(sinks - one)) / (2 * step)
+        np.testing.assert_allclose(slope, expected, atol=2e-5, rtol=0.05)
+    assert np.abs(slopes).max() > 1e-4
+
+
+@pytest.mark.slow
+def test_logits_are_capped_in_the_loss():
+    """Those of the model and of the layer; by hand."""
+    target = target_of("gemma2")
+    head, config = mtp_head(target, mixing=1.0), LossConfig(steps=1)
+    _, metrics = jit_loss(head, target, batch_of(TOKENS), config)
+    features, hidden = jit_states(target, batch_of(TOKENS), head.capture, dense_causal_attend)
+    [(_, normed)] = unroll(head, target, jnp.asarray(TOKENS), features, 1)
+    assert target.lm_head is not None
+    wanted, drafted = (x[:, 1:-1] @ target.lm_head.weight for x in (hidden, normed))
+    p, q = (jax.nn.log_softmax(3 * jnp.tanh(x / 3)) for x in (wanted, drafted))
+    expected = -(jnp.exp(p) * q).sum(axis=-1).mean()
+    np.testing.assert_allclose(metrics["loss"][0], expected, rtol=1e-4)
 
 
 @pytest.mark.slow

@@ -18,8 +18,9 @@ from jaxspec.models.heads import mtp_states
 from jaxspec.models.heads.config import check_capture, default_capture
 from jaxspec.models.hf_config import load_model_config, parse_model_config, with_mtp_layer
 from jaxspec.models.hf_values import read_json
-from jaxspec.training.draft_loss import check_unrolled, unroll
-from jaxspec.training.draft_step import init_mtp_layer
+from jaxspec.training.draft_loss import LossConfig, check_unrolled, unroll
+from jaxspec.training.draft_step import DraftTrainConfig, init_mtp_layer
+from jaxspec.training.online import HeadAdapter
 from jaxspec.weights.mtp import load_mtp_head, save_mtp_head
 from jaxspec.weights.safetensors_io import load_decoder
 from tests.checkpoints import TINY, save_byte_tokenizer, save_random_model
@@ -27,6 +28,15 @@ from tests.hybrid_checkpoints import save_hybrid, save_with_images
 
 FLOAT32 = jnp.dtype("float32")
 BYTES: dict[str, Any] = {"vocab_size": 257, "mtp_num_hidden_layers": 0}
+OWN_SCORES: dict[str, Any] = TINY | {
+    "vocab_size": 257,
+    "num_hidden_layers": 2,
+    "head_dim": 16,
+    "tie_word_embeddings": False,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": 256,
+}
 TOKENS = np.random.default_rng(0).integers(0, 257, (2, 12)).astype(np.int32)
 
 
@@ -43,28 +53,74 @@ def without_mtp(path: Path) -> None:
     path.write_text(json.dumps(read_json(path) | {"mtp_num_hidden_layers": 0}))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["mtp", "eagle3"])
-def test_a_head_is_trained_for_a_hybrid(method: str, hybrid: Path, tmp_path: Path, capsys: Any):
+def train(model: Path, method: str, tmp_path: Path, capsys: Any) -> Path:
+    """A head of two steps, by the command."""
     (tmp_path / "text.py").write_text("def add(a, b):\n    return a + b\n\n\n" * 60)
     (tmp_path / "more.py").write_text("class Stack:\n    items = []\n\n\n" * 60)
     out = tmp_path / "head"
     arguments = [
-        *("--model", str(hybrid), "--data", str(tmp_path), "--out", str(out)),
+        *("--model", str(model), "--data", str(tmp_path), "--out", str(out)),
         *("--work", str(tmp_path / "work"), "--method", method, "--steps", "2"),
         *("--length", "32", "--batch", "8", "--unroll", "2"),
     ]
     assert train_head.main(arguments) == 0, capsys.readouterr().err
+    return out
+
+
+def check_text(model: Path, head: Path) -> None:
+    """A head drafts, and the text is that of plain decoding."""
+    speculation = SpeculationConfig.chain(2)
+    llms = [LLM(model, head, speculation=speculation, max_length=64), LLM(model, "none")]
+    prompts, params = ["def add", "class"], SamplingParams(max_tokens=12)
+    found, plain = ([one.token_ids for one in llm.generate(prompts, params)] for llm in llms)
+    assert found == plain
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["mtp", "eagle3"])
+def test_a_head_is_trained_for_a_hybrid(method: str, hybrid: Path, tmp_path: Path, capsys: Any):
+    out = train(hybrid, method, tmp_path, capsys)
     names = load_file(out / "model.safetensors")
     assert ("mtp.fc.weight" in names) == (method == "mtp")
     if method == "mtp":
         assert read_json(out / "config.json")["mtp_states"] == "after"
         assert "own after its norm (`after`)" in (out / "README.md").read_text()
-    speculation = SpeculationConfig.chain(2)
-    llms = [LLM(hybrid, out, speculation=speculation, max_length=64), LLM(hybrid, "none")]
-    prompts, params = ["def add", "class"], SamplingParams(max_tokens=12)
-    found, plain = ([one.token_ids for one in llm.generate(prompts, params)] for llm in llms)
-    assert found == plain
+    check_text(hybrid, out)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "config",
+    [
+        transformers.Gemma2Config(**OWN_SCORES, sliding_window=12, attn_logit_softcapping=2.0),
+        transformers.GptOssConfig(
+            **OWN_SCORES, sliding_window=12, num_local_experts=4, num_experts_per_tok=2
+        ),
+    ],
+    ids=["gemma2", "gpt_oss"],
+)
+def test_a_layer_is_trained_that_caps_scores_or_has_sinks(config: Any, tmp_path: Path, capsys: Any):
+    model = save_random_model(tmp_path / "model", config)
+    save_byte_tokenizer(model)
+    out = train(model, "mtp", tmp_path, capsys)
+    records = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    losses = [one["total_loss"] for one in records if one["total_loss"] is not None]
+    assert losses and np.isfinite(losses).all()
+    target = load_model_config(model)
+    head = load_mtp_head(out, target, FLOAT32)
+    own = head.config.layers[0].attention
+    expected = (2.0, False) if config.model_type == "gemma2" else (None, True)
+    assert (own.softcap, own.sinks) == expected
+    check_text(model, out)
+    if own.sinks:  # which stay float32 when a head learns while it serves
+        llm = LLM(
+            model, out, speculation=SpeculationConfig.chain(2), max_length=64, dtype="bfloat16"
+        )
+        adapter = HeadAdapter(
+            llm, DraftTrainConfig(loss=LossConfig(steps=2), batch_size=2), length=24
+        )
+        said = llm.generate(["def add", "class"], SamplingParams(max_tokens=12))
+        assert np.isfinite(adapter.learn(said, steps=1)["loss"])
 
 
 def test_a_layer_begins_as_the_last_that_attends(hybrid: Path):
@@ -107,15 +163,6 @@ def test_scores_are_scaled_as_the_model_scales_them(tmp_path: Path):
         features = jax.random.normal(jax.random.key(0), (*TOKENS.shape, model.hidden_size))
         outputs.append(unroll(head, target, jnp.asarray(TOKENS), features, 2)[1][0])
     assert not np.allclose(*outputs, atol=1e-3)
-
-
-def test_layers_that_training_does_not_know_are_refused(tmp_path: Path):
-    """Gemma 2 caps its scores."""
-    sizes: dict[str, Any] = TINY
-    save_random_model(tmp_path, transformers.Gemma2Config(**sizes))
-    target = load_decoder(tmp_path, load_model_config(tmp_path), FLOAT32)
-    with pytest.raises(ValueError, match="heads that cap scores or have attention sinks cannot"):
-        init_mtp_layer(target, MtpConfig("deepseek", num_layers=1, states=AFTER))
 
 
 def test_a_head_reads_distinct_layers_of_small_models():

@@ -110,7 +110,8 @@ class Family:
         that they cannot have."""
         defaults = {**hf_keys.COMMON_DEFAULTS, **self.defaults}
         hf = {key: raw.get(key, default) for key, default in defaults.items()}
-        hf |= {key: defaults[key] for key in hf_keys.FLAGS & hf.keys() if hf[key] is None}
+        flags = (hf_keys.FLAGS - hf_keys.NEVER_NULL) & hf.keys()
+        hf |= {key: defaults[key] for key in flags if hf[key] is None}
         for key, value in hf.items():
             if value is None and (defaults[key] is None or key in hf_keys.OPTIONAL):
                 continue
