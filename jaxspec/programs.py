@@ -66,9 +66,8 @@ class Programs:
         self.compiled, self.compile_seconds, self.sealed = 0, 0.0, False
         choices, logprobs = ("columns", "greedy", "controls"), ("logprobs", "top_logprobs")
         reading = ("width", "prompt_logprobs", "order_invariant", *choices, *logprobs)
-        options = functools.partial(
-            compiler_options, params.target.embed, deterministic=sizes.fixed
-        )
+        fixed = params.speculation.verify_width is not None  # in deterministic mode, too
+        options = functools.partial(compiler_options, params.target.embed, deterministic=fixed)
         jit = functools.partial(jax.jit, donate_argnums=1, compiler_options=options())
         self.admit_rows = jit(functional.admit, static_argnames="may_wait")
         self.prefill = jit(

@@ -16,6 +16,7 @@ import numpy as np
 from jax import Array
 
 from jaxspec.cache import pages_for
+from jaxspec.compiler_options import DETERMINISTIC
 from jaxspec.config.mixers import AttentionConfig
 from jaxspec.config.mlps import dense_like
 from jaxspec.config.model import LayerConfig, ModelConfig, dense_model
@@ -63,11 +64,13 @@ MAX_LENGTH = PREFILL_WIDTH + NEW_TOKENS
 
 _CHOICES = ("greedy", "controls", "logprobs", "top_logprobs", "prompt_logprobs", "hidden")
 jit_admit = jax.jit(admit, compiler_options=FAST_COMPILE)
-jit_prefill = jax.jit(prefill, static_argnames=("width", *_CHOICES), compiler_options=FAST_COMPILE)
+# As engines compile programs of a fixed width.
+_OPTIONS: dict[str, Any] = FAST_COMPILE | DETERMINISTIC
+jit_prefill = jax.jit(prefill, static_argnames=("width", *_CHOICES), compiler_options=_OPTIONS)
 jit_decode = jax.jit(
     decode,
     static_argnames=("max_rounds", "shape", *(name for name in _CHOICES if "prompt" not in name)),
-    compiler_options=FAST_COMPILE,
+    compiler_options=_OPTIONS,
 )
 
 

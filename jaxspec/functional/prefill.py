@@ -140,14 +140,14 @@ def read_chunk(
         causal_attend(state, run, order_invariant=call.order_invariant),
         (*capture, *call.hidden),
         call.kernels,
-        apart=call.order_invariant,
+        apart=call.apart,
         many=True,
         before=before,
     )
     features, asked = split_captured(captured, len(capture), len(call.hidden))
     last = jnp.maximum(counts - 1, 0)[:, None, None]
     ended = jnp.take_along_axis(hidden, last, axis=1)
-    logits = decoder.logits(target, ended, call.kernels, apart=call.order_invariant)
+    logits = decoder.logits(target, ended, call.kernels, apart=call.apart)
     lens = rows.context_lens + counts
     roots, finite = _next_token(logits, state, lens, masks, call, params)
     draft = params.drafter.prefill(

@@ -25,13 +25,14 @@ class StagePrograms:
     def __init__(self, stage: Stage, params: EngineParams, sizes: Sizes):
         self.weights, self.sizes = stage, sizes
         weight = jax.tree.leaves(stage)[0]
-        options = functools.partial(compiler_options, weight, deterministic=False)  # refused
+        fixed = params.speculation.verify_width is not None
+        options = functools.partial(compiler_options, weight, deterministic=fixed)
         jit = functools.partial(jax.jit, donate_argnums=1, compiler_options=options())
         passing = functools.partial(
             pipelined.pass_stage, capture=params.drafter.capture, kernels=params.kernels
         )
-        fixed = params.speculation.verify_width is not None
-        self.run_round = jit(functools.partial(passing, apart=fixed))
+        passing = functools.partial(passing, apart=fixed)
+        self.run_round = jit(passing)
         self.run_read = jit(passing, compiler_options=options(reads=True))
         self.commit = jit(functools.partial(pipelined.commit_stage, kernels=params.kernels))
         self.reset_rows = jit(pipelined.reset_stage)

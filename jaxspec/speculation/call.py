@@ -36,3 +36,9 @@ class Call:
     order_invariant: bool = False
     trees: bool = False
     confidence: bool = False
+
+    @property
+    def apart(self) -> bool:
+        """Whether XLA compiles each block of the target by itself (see models.decoder.run), so that
+        programs with other drafters round alike."""
+        return self.order_invariant or self.speculation.verify_width is not None
