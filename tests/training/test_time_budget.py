@@ -128,6 +128,33 @@ def test_a_time_budget_sets_the_steps(clock: Clock):
     assert total_after(2000, 800, 990) == 800, "out of time"
 
 
+def test_slow_first_steps_do_not_end_training_early(clock: Clock):
+    """As on a GPU that other programs fill: one step took 40 seconds, the next ones 0.1."""
+    pace = Pace(Schedule(deadline=300.0), decay_fraction=0.5)
+    clock.now = 0.0
+    pace.begins(0)
+    clock.now = 40.0
+    pace.ended(1, 40.0)
+    total = pace.total_steps(1, UNKNOWN_STEPS)
+    assert total == 1 + int(260 / (SLACK * 40))
+    step = 1
+    while step < total:
+        steps = min(10, total - step)
+        step, clock.now = step + steps, clock.now + 0.1 * steps
+        pace.ended(steps, 0.1 * steps)
+        total = pace.total_steps(step, total)
+    assert 200 < clock.now < 300
+    assert step > 1500
+
+
+def test_a_run_that_is_resumed_while_the_rate_falls_keeps_its_total(clock: Clock):
+    pace = Pace(Schedule(deadline=300.0), decay_fraction=0.5)
+    clock.now = 0.0
+    pace.begins(600)
+    clock.now = 1.0
+    assert pace.total_steps(601, 1000) == 1000
+
+
 def test_an_evaluation_takes_a_share_of_the_time_and_later_ones_take_the_same_batches(
     clock: Clock,
 ):
