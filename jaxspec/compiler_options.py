@@ -39,8 +39,8 @@ def compiler_options(
     """For programs that run where an array is, as jax.jit takes them.
 
     Args:
-      deterministic: programs with other drafters round alike, at a fixed width (see
-        SpeculationConfig.verify_width); deterministic mode has one, too.
+      deterministic: for a fixed verify width, which deterministic mode always has: XLA keeps every
+        rounding and times no kernels.
       reads: whether they read prompts. Others over several GPUs get ONE_GRAPH.
 
     A CPU's programs are compiled in three quarters of the time at LLVM's level 1, and are as fast:

@@ -6,6 +6,7 @@ embedding to the target's LM head. Both are right often, but not always.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -64,14 +65,21 @@ MAX_LENGTH = PREFILL_WIDTH + NEW_TOKENS
 
 _CHOICES = ("greedy", "controls", "logprobs", "top_logprobs", "prompt_logprobs", "hidden")
 jit_admit = jax.jit(admit, compiler_options=FAST_COMPILE)
+
+
+def _programs(options: Any) -> tuple[Any, Any]:
+    """``prefill`` and ``decode``, compiled with options of XLA."""
+    emitting = tuple(name for name in _CHOICES if "prompt" not in name)
+    jit = functools.partial(jax.jit, compiler_options=options)
+    return (
+        jit(prefill, static_argnames=("width", *_CHOICES)),
+        jit(decode, static_argnames=("max_rounds", "shape", *emitting)),
+    )
+
+
+jit_prefill, jit_decode = _programs(FAST_COMPILE)
 # As engines compile programs of a fixed width.
-_OPTIONS: dict[str, Any] = FAST_COMPILE | DETERMINISTIC
-jit_prefill = jax.jit(prefill, static_argnames=("width", *_CHOICES), compiler_options=_OPTIONS)
-jit_decode = jax.jit(
-    decode,
-    static_argnames=("max_rounds", "shape", *(name for name in _CHOICES if "prompt" not in name)),
-    compiler_options=_OPTIONS,
-)
+_fixed_prefill, _fixed_decode = _programs({**FAST_COMPILE, **DETERMINISTIC})
 
 
 def random_arrays(shapes: Any, seed: int) -> Any:
@@ -306,8 +314,9 @@ def read_prompts(
 ) -> EngineState:
     """Prefill all rows that were admitted, at most ``chunk`` tokens of each a call."""
     counts = np.full(state.rows.status.shape, chunk, np.int32)
+    read = jit_prefill if params.speculation.verify_width is None else _fixed_prefill
     while (state.rows.status == Status.READING).any():
-        state, _ = jit_prefill(params, state, None, counts, width=PREFILL_WIDTH, **options)
+        state, _ = read(params, state, None, counts, width=PREFILL_WIDTH, **options)
     return state
 
 
@@ -340,7 +349,6 @@ def generate(
         stop_token_ids=stop_token_ids,
     )
     state = read_prompts(params, state, chunk, greedy=greedy)
-    state, _ = jit_decode(
-        params, state, NEW_TOKENS, max_rounds=NEW_TOKENS, shape=shape, greedy=greedy
-    )
+    run = jit_decode if params.speculation.verify_width is None else _fixed_decode
+    state, _ = run(params, state, NEW_TOKENS, max_rounds=NEW_TOKENS, shape=shape, greedy=greedy)
     return texts(state), state

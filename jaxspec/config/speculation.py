@@ -125,9 +125,10 @@ class SpeculationConfig(TreeShape):
         ``coupled`` ranks tokens with the target's sampling noise added (not under ``rejection``;
         equal to ``top_k`` at temperature 0). ``sampled`` draws from the drafter's distribution
         (only for chains under ``rejection``). None: the first proposal that the rule allows.
-      verify_width: pad every verification (also in plain decoding) to this many nodes, and make
-        attention sums independent of slot order. In bf16 the text then does not depend on the tree,
-        in the same batch bucket; with EngineConfig.deterministic in any batch.
+      verify_width: pad every verification (also in plain decoding) to this many nodes, make its
+        attention sums independent of slot order, and compile without dropped roundings, timed
+        kernels and fusion between blocks. In bf16 the text then does not depend on the tree, in the
+        same batch bucket; with EngineConfig.deterministic in any batch.
     """
 
     acceptance: Acceptance | Any = "match"

@@ -278,7 +278,7 @@ def _prompt_logprobs(
 
     def score(block: tuple[Array, Array]) -> Logprobs:
         hidden, tokens = block
-        logits = decoder.logits(target, hidden, call.kernels)
+        logits = decoder.logits(target, hidden, call.kernels, apart=call.apart)
         return token_logprobs(logits, tokens, call.top_logprobs, target.layout, call.kernels)
 
     scores = lax.map(score, (in_blocks(hidden), in_blocks(tokens)))

@@ -54,8 +54,9 @@ FLAGS = words(
     """tie_word_embeddings attention_bias mlp_bias use_sliding_window norm_topk_prob
     use_qk_norm"""
 )
-# Flags that may not be null: transformers reads it as false, whatever an absent key means. Null is
-# the default for the other ones.
+# Flags that may not be null: of norm_topk_prob, transformers reads it as false for DeepSeek-V3,
+# where an absent key means true, and refuses it for other families. Null is the default for the
+# other ones.
 NEVER_NULL = words("norm_topk_prob")
 NUMBERS = words(  # above 0
     """rms_norm_eps query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping

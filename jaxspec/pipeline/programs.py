@@ -88,7 +88,7 @@ class PipelinePrograms(Programs):
         self.stages = [StagePrograms(one, params, sizes) for one in self.params.stages]
         self.params = self.params.last_stage
         self.pipeline = self._use = PipelineUse(len(self.stages) + 1)
-        fixed = params.speculation.verify_width is not None  # in deterministic mode, too
+        fixed = params.speculation.verify_width is not None
         options = functools.partial(compiler_options, params.target.embed, deterministic=fixed)
         jit = functools.partial(jax.jit, compiler_options=options())
         choices, logprobs = ("columns", "greedy", "controls"), ("logprobs", "top_logprobs")

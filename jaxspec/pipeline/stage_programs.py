@@ -29,9 +29,11 @@ class StagePrograms:
         options = functools.partial(compiler_options, weight, deterministic=fixed)
         jit = functools.partial(jax.jit, donate_argnums=1, compiler_options=options())
         passing = functools.partial(
-            pipelined.pass_stage, capture=params.drafter.capture, kernels=params.kernels
+            pipelined.pass_stage,
+            capture=params.drafter.capture,
+            kernels=params.kernels,
+            apart=fixed,
         )
-        passing = functools.partial(passing, apart=fixed)
         self.run_round = jit(passing)
         self.run_read = jit(passing, compiler_options=options(reads=True))
         self.commit = jit(functools.partial(pipelined.commit_stage, kernels=params.kernels))

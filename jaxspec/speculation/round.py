@@ -148,11 +148,11 @@ def verify(
         attend,
         (*capture, *call.hidden),
         call.kernels,
-        apart=attend.order_invariant,
+        apart=call.apart,
         before=before,
     )
     features, asked = split_captured(captured, len(capture), len(call.hidden))
-    logits = decoder.logits(target, hidden, call.kernels, apart=attend.order_invariant)
+    logits = decoder.logits(target, hidden, call.kernels, apart=call.apart)
     return Scores(logits, features, asked, layers)
 
 

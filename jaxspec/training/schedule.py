@@ -6,9 +6,9 @@ import time
 UNKNOWN_STEPS = 1 << 30  # total steps under a time budget, before any step has been timed
 EVALUATION_SHARE = 0.05  # largest share of the remaining time budget for one evaluation
 SLACK = 1.1  # reserve, so that the deadline does not cut off the end of the learning rate decay
-# The learning rate may fall for good no earlier than in this share of the time before its fall: the
-# first steps can be many times as slow as later ones.
-EARLIEST_FALL = 0.75
+# A total is too small if, at the last rate, its steps end within this share of the time that is
+# left, and less than LATEST of the whole time has passed.
+TOO_EARLY, LATEST = 0.5, 0.75
 
 
 def deadline_of(started: float, minutes: float | None, share: float) -> float | None:
@@ -58,9 +58,9 @@ class Schedule:
 class Pace:
     """Total steps under a time budget, and steps of the next call, from measured step times.
 
-    The total is estimated again until the learning rate begins to fall. If first steps were slow,
-    so that it seems to fall much too early, the total is estimated again and it rises. The first
-    call takes one step, as the time of a step is not known yet.
+    The total is estimated again until the learning rate begins to fall, and later if the steps that
+    remain would end much too early: the first steps may have been many times as slow as these. The
+    first call takes one step, as the time of a step is not known yet.
     """
 
     def __init__(self, schedule: Schedule, decay_fraction: float):
@@ -101,8 +101,12 @@ class Pace:
         assert self._first is not None, "begins() was not called"
         first_step, first_time = self._first
         fall = self._steady * total
-        earliest = first_time + EARLIEST_FALL * self._steady * (end - first_time)
-        if total != UNKNOWN_STEPS and step >= fall and (now >= earliest or first_step >= fall):
+        too_early = (
+            first_step < fall
+            and (total - step) * self._step_seconds < TOO_EARLY * (end - now)
+            and now - first_time < LATEST * (end - first_time)
+        )
+        if total != UNKNOWN_STEPS and step >= fall and not too_early:
             return total
         seconds_per_step = SLACK * (now - first_time) / (step - first_step)
         return step + int((end - now) / seconds_per_step)

@@ -273,8 +273,6 @@ def test_a_changed_field_is_refused_by_name(name: str, path: str, value: Any, me
         ("glm-4.5", "norm_topk_prob", "norm_topk_prob must be true or false, got None"),
         ("qwen3-30b-a3b", "norm_topk_prob", "norm_topk_prob must be true or false, got None"),
         ("qwen3-next-80b-a3b-instruct", "norm_topk_prob", "must be true or false, got None"),
-        ("qwen3.5-35b-a3b", "text_config.norm_topk_prob",
-         "norm_topk_prob = None is not supported, only True"),
     ],
 )  # fmt: skip
 def test_weights_of_experts_that_may_or_may_not_be_normalized_are_refused_by_name(

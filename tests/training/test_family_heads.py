@@ -18,6 +18,7 @@ from jaxspec.models.heads import mtp_states
 from jaxspec.models.heads.config import check_capture, default_capture
 from jaxspec.models.hf_config import load_model_config, parse_model_config, with_mtp_layer
 from jaxspec.models.hf_values import read_json
+from jaxspec.speculation.drafters import EagleDrafter
 from jaxspec.training.draft_loss import LossConfig, check_unrolled, unroll
 from jaxspec.training.draft_step import DraftTrainConfig, init_mtp_layer
 from jaxspec.training.online import HeadAdapter
@@ -120,7 +121,17 @@ def test_a_layer_is_trained_that_caps_scores_or_has_sinks(config: Any, tmp_path:
             llm, DraftTrainConfig(loss=LossConfig(steps=2), batch_size=2), length=24
         )
         said = llm.generate(["def add", "class"], SamplingParams(max_tokens=12))
+        before = _sinks(llm)
         assert np.isfinite(adapter.learn(said, steps=1)["loss"])
+        assert _sinks(llm).dtype == FLOAT32
+        assert (_sinks(llm) != before).any()
+
+
+def _sinks(llm: LLM) -> np.ndarray:
+    drafter = llm.params.drafter
+    assert isinstance(drafter, EagleDrafter)
+    mixer: Any = drafter.head.layers[0].mixer
+    return np.asarray(mixer.sinks)
 
 
 def test_a_layer_begins_as_the_last_that_attends(hybrid: Path):

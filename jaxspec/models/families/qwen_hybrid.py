@@ -197,7 +197,7 @@ QWEN3_5_MOE_TEXT = Family(
         "num_experts": 256,
         "num_experts_per_tok": 8,
     },
-    fixed=_FIXED_MLPS | {"norm_topk_prob": (True,)},
+    fixed=_FIXED_MLPS,
 )
 # Models of text and images, of which the text model is read.
 QWEN3_5 = dataclasses.replace(
