@@ -16,6 +16,7 @@ from jaxspec.models.linear import Linear
 from jaxspec.quantization.float8 import Float8Linear, rounded_to_float8
 from jaxspec.quantization.grouped import GroupedLinear, rounded_to_groups
 from jaxspec.quantization.schemes import rounded
+from tests.marks import slow
 from tests.random_models import generate, make_params, random_prompts, random_target
 from tests.speculation.test_exactness import sampling_of
 
@@ -102,7 +103,7 @@ def test_the_text_is_that_of_plain_decoding(name: str, drafter: str, spec: Specu
 @pytest.mark.parametrize(
     ("name", "drafter", "spec"),
     [
-        ("4 bits", "eagle3", TREE),
+        slow("4 bits", "eagle3", TREE),
         ("4 bits, rounded inputs", "eagle3", TREE),
         ("float8", "ngram", CHAIN),
     ],
