@@ -1,6 +1,7 @@
 """The interface of ``cases.py`` to benchmarks: calls with a known number of bytes and FLOPs."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from pallas_kernels.selection import Implementation, is_hopper
 
 Arguments = tuple[Array | None, ...]
 LARGEST_NORMAL = 4.0  # about; a few normal numbers are larger
+LARGEST_OF_NUMPY = 2**24  # numbers of an array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,9 +58,10 @@ def implementation_to_time() -> Implementation:
 def noise(seed: int, index: int, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
     """Standard normal numbers on the device; ``index`` tells the arrays of one seed apart.
 
-    A CPU takes NumPy's: XLA would compile its generator for half a second for every shape.
+    A CPU takes NumPy's: XLA would compile its generator for half a second for every shape. Not for
+    the largest arrays, which tests trace only: NumPy would make them all the same, for seconds.
     """
-    if jax.default_backend() == "cpu":
+    if jax.default_backend() == "cpu" and math.prod(shape) <= LARGEST_OF_NUMPY:
         numbers = np.random.default_rng([seed, index]).standard_normal(shape, np.float32)
         return jnp.asarray(numbers.astype(jnp.dtype(dtype)))
     key = jax.random.fold_in(jax.random.key(seed, impl="rbg"), index)
