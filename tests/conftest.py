@@ -44,14 +44,15 @@ def compilations() -> Iterator[Compilations]:
 
 # Files that take longest, so that the workers of pytest-xdist begin with them and end together.
 LONGEST = (
-    "test_engine_histories", "test_engine", "test_exactness", "test_layers", "test_tensor_parallel",
-    "test_quantized_exactness", "test_formats", "test_sequence_parallel", "test_llm", "test_rows",
+    "test_engine_histories", "test_engine", "test_likely_chain", "test_exactness", "test_layers",
+    "test_tensor_parallel", "test_formats", "test_sequence_parallel", "test_llm", "test_rows",
     "test_chat", "test_hybrid_prefixes", "test_llm_structured", "test_expert_product",
     "test_packed_product", "test_engine_options", "test_acceptance", "test_experts",
     "test_shared_pages", "test_delta_rule", "test_run", "test_delta_rule_benchmarks",
     "test_latent_attention", "test_pipeline", "test_background", "test_delta_rule_kernel",
     "test_llm_options", "test_scripts", "test_preemption", "test_block_exactness",
-    "test_layering", "test_async_engine", "test_endings", "test_generate",
+    "test_quantized_exactness", "test_layering", "test_async_engine", "test_endings",
+    "test_generate",
 )  # fmt: skip
 
 
