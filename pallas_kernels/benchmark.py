@@ -58,8 +58,8 @@ def implementation_to_time() -> Implementation:
 def noise(seed: int, index: int, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
     """Standard normal numbers on the device; ``index`` tells the arrays of one seed apart.
 
-    A CPU takes NumPy's: XLA would compile its generator for half a second for every shape. Not for
-    the largest arrays, which tests trace only: NumPy would make them all the same, for seconds.
+    A CPU takes NumPy's: XLA would compile its generator for half a second for every shape. The
+    largest arrays come from XLA: tests only trace them, and NumPy would take seconds to draw them.
     """
     if jax.default_backend() == "cpu" and math.prod(shape) <= LARGEST_OF_NUMPY:
         numbers = np.random.default_rng([seed, index]).standard_normal(shape, np.float32)
