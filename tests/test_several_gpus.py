@@ -16,9 +16,9 @@ from jaxspec.config.engine import EngineConfig
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.engine import Engine
 from jaxspec.functional import EngineParams
-from jaxspec.parallel import make_mesh, stage_meshes
+from jaxspec.parallel import replica_meshes, stage_meshes
 from jaxspec.scheduling.requests import SamplingParams
-from pallas_kernels.selection import Kernels
+from pallas_kernels.selection import OPERATIONS, Kernels
 from tests.layouts import in_stages, on_mesh
 from tests.marks import slow
 from tests.random_models import make_params, random_prompts, random_target, tiny_config
@@ -32,30 +32,58 @@ CLOSE = 0.1  # bound of the differences of log-probabilities: roundings of bfloa
 
 @dataclasses.dataclass(frozen=True)
 class How:
+    """Devices of each kind of parallelism, and which kernels run on them."""
+
     tp: int = 1
     pp: int = 1
     sp: int = 1
+    dp: int = 1
+    kernels: str = "auto"
 
     def __str__(self) -> str:
-        return f"tp{self.tp}-pp{self.pp}-sp{self.sp}"
+        return f"tp{self.tp}-pp{self.pp}-sp{self.sp}-dp{self.dp}-{self.kernels}"
 
     @property
     def devices(self) -> int:
-        return self.tp * self.pp * self.sp
+        return self.tp * self.pp * self.sp * self.dp
 
 
 ON_GPUS = [
     *(How(tp=2), How(tp=4), How(tp=8)),
-    *(How(pp=2), How(tp=4, pp=2)),
-    *(How(sp=2), How(sp=8), How(tp=4, sp=2)),
+    *(How(pp=2), How(tp=2, pp=2), How(tp=4, pp=2)),
+    *(How(sp=2), How(sp=4), How(sp=8), How(tp=2, sp=2), How(tp=4, sp=2)),
+    *(How(sp=2, kernels="all"), How(sp=4, kernels="all"), How(tp=2, sp=2, kernels="all")),
+    *(How(dp=4), How(tp=2, dp=2)),
 ]
-SIMULATED = [How(tp=2), How(tp=8), How(tp=4, pp=2), How(tp=4, sp=2)]
+SIMULATED = [How(tp=2), How(tp=8), How(tp=4, pp=2), How(tp=4, sp=2), How(tp=2, dp=2)]
 
 
-def one_device(sharing: int) -> EngineParams:
+def one_device(kernels: Kernels) -> EngineParams:
     params = make_params("eagle3", SpeculationConfig.chain(3), TARGET)
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x, params)
-    return params.replace(kernels=Kernels.for_device(sharing=sharing))
+    return params.replace(kernels=kernels)
+
+
+def kernels_of(how: How) -> Kernels:
+    """Four and eight devices use the kernels that are the default on two; "all" adds attention to
+    parts of pages."""
+    measured = Kernels.for_device(sharing=2 if how.tp > 1 else 1)
+    if how.kernels == "all" and measured.operations:
+        return dataclasses.replace(measured, operations=frozenset(OPERATIONS))
+    return measured
+
+
+def replicas(how: How) -> list[EngineParams]:
+    """The parameters of each of the engines that run side by side."""
+    params = one_device(kernels_of(how))
+    found = []
+    for mesh in replica_meshes(how.dp, how.tp, how.sp, how.pp):
+        assert mesh is not None
+        if how.pp > 1:
+            found.append(in_stages(params, (3, 1), stage_meshes(mesh), shard_drafter=False))
+        else:
+            found.append(on_mesh(params, mesh, shard_drafter=False))
+    return found
 
 
 def logprobs(params: EngineParams) -> list[list[Any]]:
@@ -80,18 +108,14 @@ def logprobs(params: EngineParams) -> list[list[Any]]:
 def test_several_devices_compute_what_one_does(how: How):
     if len(jax.devices()) < how.devices:
         pytest.skip(f"{how.devices} devices are needed")
-    # Four and eight devices use the kernels that are the default on two.
-    params = one_device(2 if how.tp > 1 else 1)
-    if how.pp > 1:
-        meshes = stage_meshes(make_mesh(how.tp, pipeline_parallel=how.pp))
-        params = in_stages(params, (3, 1), meshes, shard_drafter=False)
-    else:
-        mesh = make_mesh(how.tp, sequence_parallel=how.sp)
-        params = on_mesh(params, mesh, shard_drafter=False)
-    for found, expected in zip(logprobs(params), logprobs(one_device(1)), strict=True):
-        same = 0  # tokens before the first that differs, which may be a near tie
-        while same < len(expected) and found[same][0] == expected[same][0]:
-            same += 1
-        assert same >= len(expected) - 3
-        ours, theirs = (np.array([value for _, value in own[:same]]) for own in (found, expected))
-        np.testing.assert_allclose(ours, theirs, atol=CLOSE)
+    wanted = logprobs(one_device(kernels_of(How())))
+    for params in replicas(how):
+        for found, expected in zip(logprobs(params), wanted, strict=True):
+            same = 0  # tokens before the first that differs, which may be a near tie
+            while same < len(expected) and found[same][0] == expected[same][0]:
+                same += 1
+            assert same >= len(expected) - 3
+            ours, theirs = (
+                np.array([value for _, value in tokens[:same]]) for tokens in (found, expected)
+            )
+            np.testing.assert_allclose(ours, theirs, atol=CLOSE)
