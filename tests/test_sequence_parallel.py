@@ -65,13 +65,7 @@ def test_merged_parts_are_the_whole_softmax(case: Case, block: int | None):
     "implementation",
     [
         "reference",
-        pytest.param(
-            "mosaic_gpu",
-            marks=[
-                pytest.mark.gpu,
-                pytest.mark.xfail(strict=True, reason="on two H200s the merged parts were wrong"),
-            ],
-        ),
+        pytest.param("mosaic_gpu", marks=pytest.mark.gpu),
     ],
 )
 @pytest.mark.parametrize("tree", [slow(False), True], ids=["causal", "tree"])

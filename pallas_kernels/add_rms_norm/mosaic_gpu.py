@@ -14,6 +14,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels import kernel_axes
 from pallas_kernels.kernel_names import fixed_name
 from pallas_kernels.products import total_f32
 from pallas_kernels.round_tokens.reference import FLOAT8, rounded_by, scale_of
@@ -48,7 +49,7 @@ def add_rms_norm_mosaic(
 
     @fixed_name(interpret)
     def add_rms_norm_kernel(*refs):
-        row = lax.axis_index("row")
+        row = kernel_axes.index("row")
         if beside is None:
             return norm_row(row, *refs)
         x_ref, partials_ref, weight_ref, beside_ref, total_ref, normed_ref = refs
@@ -92,7 +93,7 @@ def add_rms_norm_mosaic(
         add_rms_norm_kernel,
         out_type=(flat, joined) if padded is None else (flat, *rounded),
         grid=(rows + num_beside,),
-        grid_names=("row",),
+        grid_names=kernel_axes.names("row"),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=interpret,
     )

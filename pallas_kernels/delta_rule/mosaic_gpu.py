@@ -14,6 +14,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels import kernel_axes
 from pallas_kernels.delta_rule.tokens import Tokens
 from pallas_kernels.kernel_names import fixed_name
 
@@ -54,8 +55,8 @@ def delta_read_mosaic(
         s_ref, wk_ref, wv_ref, wg_ref, wb_ref, rows_ref, held_ref, q_ref, k_ref, v_ref, g_ref,
         b_ref, ancestor_ref, depth_ref, gram_ref, out_ref, written_ref,
     ):  # fmt: skip
-        sequence, group = lax.axis_index("sequence"), lax.axis_index("group")
-        value, columns = _part(lax.axis_index("part"), values)
+        sequence, group = kernel_axes.index("sequence"), kernel_axes.index("group")
+        value, columns = _part(kernel_axes.index("part"), values)
         row, count = jnp.minimum(rows_ref[sequence], len(s) - 1), held_ref[sequence]
         window = Tokens(wk_ref, wv_ref, wg_ref, wb_ref)
 
@@ -94,7 +95,7 @@ def delta_read_mosaic(
         out_type=jax.ShapeDtypeStruct((batch, size, groups, values, v_dim), jnp.float32),
         scratch_types=[plgpu.SMEM((size, COLUMNS), jnp.float32)],
         grid=(values * v_dim // COLUMNS, groups, batch),
-        grid_names=("part", "group", "sequence"),
+        grid_names=kernel_axes.names("part", "group", "sequence"),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=interpret,
     )
@@ -127,8 +128,8 @@ def delta_run_mosaic(
         wk_ref, wv_ref, wg_ref, wb_ref, rows_ref, held_ref, counts_ref, q_ref, k_ref, v_ref, g_ref,
         b_ref, s_ref, out_ref,
     ):  # fmt: skip
-        sequence, group = lax.axis_index("sequence"), lax.axis_index("group")
-        value, columns = _part(lax.axis_index("part"), values)
+        sequence, group = kernel_axes.index("sequence"), kernel_axes.index("group")
+        value, columns = _part(kernel_axes.index("part"), values)
         row, count = jnp.minimum(rows_ref[sequence], len(s) - 1), counts_ref[sequence]
         first = held_ref[sequence]
         until = jnp.maximum((first + count) // capacity * capacity - first, 0)
@@ -168,7 +169,7 @@ def delta_run_mosaic(
         delta_run_kernel,
         out_type=jax.ShapeDtypeStruct((batch, size, groups, values, v_dim), jnp.float32),
         grid=(values * v_dim // COLUMNS, groups, batch),
-        grid_names=("part", "group", "sequence"),
+        grid_names=kernel_axes.names("part", "group", "sequence"),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=interpret,
     )
@@ -207,7 +208,7 @@ def delta_commit_mosaic(
         rows_ref, held_ref, path_ref, counts_ref, k_ref, v_ref, g_ref, b_ref, new_ref, s_ref,
         wk_ref, wv_ref, wg_ref, wb_ref, channels_ref, folded,
     ):  # fmt: skip
-        sequence, group, part = (lax.axis_index(name) for name in ("sequence", "group", "part"))
+        sequence, group, part = (kernel_axes.index(name) for name in ("sequence", "group", "part"))
         value, columns = _part(part, values)
         row, count = jnp.minimum(rows_ref[sequence], len(s) - 1), counts_ref[sequence]
         first = held_ref[sequence]
@@ -270,9 +271,9 @@ def delta_commit_mosaic(
         out_type=(),
         scratch_types=[plgpu.Barrier(num_arrivals=parts)],
         grid=(groups, len(rows)),
-        grid_names=("group", "sequence"),
+        grid_names=kernel_axes.names("group", "sequence"),
         num_threads=parts,
-        thread_name="part",
+        thread_name=kernel_axes.name("part"),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=interpret,
     )

@@ -19,6 +19,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels import kernel_axes
 from pallas_kernels.activations import Clamp, units_of
 from pallas_kernels.expert_product.slots import make_slots, num_lanes
 from pallas_kernels.expert_product.tuning import OUTPUTS, ExpertTuning, expert_tuning
@@ -126,8 +127,8 @@ def _make_kernel(plan: Plan, dtype: Any, num_biases: int, interpret: Any) -> Any
     @fixed_name(interpret)
     def expert_product_kernel(expert_of_slot, x_in, weights_in, *biases_and_out, **refs):
         *biases, out = biases_and_out
-        slot, tile = lax.axis_index("slot"), lax.axis_index("tile")
-        warpgroup = lax.axis_index("warpgroup")
+        slot, tile = kernel_axes.index("slot"), kernel_axes.index("tile")
+        warpgroup = kernel_axes.index("warpgroup")
         expert = expert_of_slot[slot]
 
         @pl.when((expert < plan.num_experts) & (warpgroup == warpgroups))
@@ -147,9 +148,9 @@ def _make_kernel(plan: Plan, dtype: Any, num_biases: int, interpret: Any) -> Any
         out_type=jax.ShapeDtypeStruct((plan.slots * plan.lanes, plan.width), plan.dtype),
         scratch_types=scratch,
         grid=(plan.slots, plan.width // plan.config.tile),
-        grid_names=("slot", "tile"),
+        grid_names=kernel_axes.names("slot", "tile"),
         num_threads=warpgroups + 1,
-        thread_name="warpgroup",
+        thread_name=kernel_axes.name("warpgroup"),
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
@@ -162,7 +163,7 @@ def _copy_blocks(plan: Plan, x: Any, weights: Any, refs: Any, expert: Array) -> 
 
     x [lanes of all slots, depth], or of shared lanes [N, depth]; weights [E * depth, parts * width]
     """
-    ring, slot, tile = plan.stages, lax.axis_index("slot"), lax.axis_index("tile")
+    ring, slot, tile = plan.stages, kernel_axes.index("slot"), kernel_axes.index("tile")
     # Shared lanes may be more than there are rows: a start that is not known keeps the slice from
     # being checked, and the copy engine writes zeros for rows that are not there.
     lanes = pl.ds(slot * (0 if plan.shared else plan.lanes), plan.lanes)
@@ -202,7 +203,7 @@ def _multiply_blocks(plan: Plan, refs: Any) -> Sequence[Array]:
         plgpu.barrier_arrive(refs["free"].at[stage])
 
     def operands(stage: Array, part: int) -> tuple[Any, Any]:
-        own = refs["values"].at[stage, part, lax.axis_index("warpgroup")]
+        own = refs["values"].at[stage, part, kernel_axes.index("warpgroup")]
         return own.transpose((1, 0)), refs["x"].at[stage].transpose((1, 0))
 
     def accumulate(*sums: Any) -> list[Array]:

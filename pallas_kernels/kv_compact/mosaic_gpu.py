@@ -6,8 +6,9 @@ from typing import Any
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
-from jax import Array, lax
+from jax import Array
 
+from pallas_kernels import kernel_axes
 from pallas_kernels.kernel_names import fixed_name
 
 CACHES = 16  # per launch: the kernel's parameters hold a 128-byte TMA descriptor for each
@@ -40,7 +41,7 @@ def _compact_some(
     @fixed_name(interpret)
     def kv_compact_kernel(source_ref, destination_ref, *refs):
         *caches, rows, full = refs
-        sequence, head = lax.axis_index("sequence"), lax.axis_index("kv_head")
+        sequence, head = kernel_axes.index("sequence"), kernel_axes.index("kv_head")
 
         def at(slots: Any, cache: Any, row: Any) -> Any:
             slot = slots[sequence, row]
@@ -48,7 +49,7 @@ def _compact_some(
 
         for index, cache in enumerate(caches):
 
-            @pl.when(lax.axis_index("cache") == index)
+            @pl.when(kernel_axes.index("cache") == index)
             def _move(cache=cache):
                 @pl.loop(0, num_rows)
                 def _read(row):
@@ -71,7 +72,7 @@ def _compact_some(
             plgpu.Barrier(num_arrivals=num_rows),
         ],
         grid=(kv_heads, batch, len(pages)),
-        grid_names=("kv_head", "sequence", "cache"),
+        grid_names=kernel_axes.names("kv_head", "sequence", "cache"),
         interpret=interpret,
     )
     refs = [jax.new_ref(one) for one in pages]

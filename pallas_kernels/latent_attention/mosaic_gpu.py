@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from pallas_kernels import kernel_axes
 from pallas_kernels.kernel_names import fixed_name
 from pallas_kernels.latent_attention.plan import Plan, Work
 from pallas_kernels.latent_attention.tuning import LatentTuning, latent_tuning
@@ -143,7 +144,7 @@ def _make_kernel(plan: Plan, dtype: Any, interpret: Any) -> Any:
     ):
         (refs["kv"],), (refs["rows"],) = ring_or_rows
         work = Work(plan, context_lens, kv_lens)
-        warpgroup = lax.axis_index("warpgroup")
+        warpgroup = kernel_axes.index("warpgroup")
 
         @pl.when(warpgroup == PRODUCER)
         def _produce():
@@ -184,9 +185,9 @@ def _make_kernel(plan: Plan, dtype: Any, interpret: Any) -> Any:
             "all_read": plgpu.Barrier(num_arrivals=2),
         },
         grid=(plan.tiles, config.splits, plan.batch),
-        grid_names=("tile", "split", "sequence"),
+        grid_names=kernel_axes.names("tile", "split", "sequence"),
         num_threads=3,
-        thread_name="warpgroup",
+        thread_name=kernel_axes.name("warpgroup"),
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
             lowering_semantics=plgpu.LoweringSemantics.Lane,

@@ -5,8 +5,9 @@ import math
 from typing import Any
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
+from pallas_kernels import kernel_axes
 from pallas_kernels.latent_attention.tuning import LatentTuning
 from pallas_kernels.paged_attention.tuning import ROWS
 
@@ -67,7 +68,7 @@ class Work:
     def __init__(self, plan: Plan, context_lens: Any, kv_lens: Any) -> None:
         self.plan, block = plan, plan.config.block
         self.tile, self.split, self.sequence = (
-            lax.axis_index(name) for name in ("tile", "split", "sequence")
+            kernel_axes.index(name) for name in ("tile", "split", "sequence")
         )
         self.context = self.committed = context_lens[self.sequence]
         self.end = end = jnp.minimum(kv_lens[self.sequence], plan.columns * plan.page_size)

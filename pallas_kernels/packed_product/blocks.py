@@ -12,6 +12,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels import kernel_axes
 from pallas_kernels.packed_product.plan import Plan
 from pallas_kernels.packed_product.tuning import OUTPUTS, scaled_rows
 from pallas_kernels.packed_product.widening import (
@@ -105,16 +106,16 @@ def scaled_by_row(total: Array, x_scale: Any, rows: Any) -> Array:
 def own_rows(plan: Plan) -> Any:
     """A CTA's rows of x and of the result, which may have fewer: a start that is not known keeps
     the slice from being checked."""
-    return pl.ds(_first_row(plan) + 0 * lax.axis_index("tile"), plan.tile_rows)
+    return pl.ds(_first_row(plan) + 0 * kernel_axes.index("tile"), plan.tile_rows)
 
 
 def _first_row(plan: Plan) -> Any:
-    return lax.axis_index("part") * plan.tile_rows if plan.row_parts > 1 else 0
+    return kernel_axes.index("part") * plan.tile_rows if plan.row_parts > 1 else 0
 
 
 def own_outputs() -> Any:
     """A warpgroup's outputs among those of its CTA."""
-    return pl.ds(lax.axis_index("warpgroup") * OUTPUTS, OUTPUTS)
+    return pl.ds(kernel_axes.index("warpgroup") * OUTPUTS, OUTPUTS)
 
 
 def _product(
@@ -203,7 +204,7 @@ def _widened(plan: Plan, refs: Any, slot: Array, own: Any, start: int) -> Array:
 
 def _by_output(plan: Plan, ref: Any, slot: Array, group: int) -> Array:
     """A warpgroup's scales or zeros of a group."""
-    first = lax.axis_index("warpgroup") * OUTPUTS
+    first = kernel_axes.index("warpgroup") * OUTPUTS
     own = pl.ds(lax.rem(first, plan.part), OUTPUTS)
     place = ref.at[slot, lax.div(first, plan.part), group, own]
     return plgpu.load(place, layout=_OUTPUT_LAYOUT, optimized=False)
@@ -212,7 +213,7 @@ def _by_output(plan: Plan, ref: Any, slot: Array, group: int) -> Array:
 def store_rows(total: Array, place: Any, rows: Any) -> None:
     """Store a warpgroup's outputs [OUTPUTS, rows] as rows of ``place``, through ``rows``: shared
     memory of all warpgroups. The copy is under way yet, but has read them there."""
-    own = rows.at[lax.axis_index("warpgroup")]
+    own = rows.at[kernel_axes.index("warpgroup")]
     transposed = plgpu.layout_cast(total.astype(own.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
     write_plain(own.transpose((1, 0)), transposed)
     plgpu.commit_smem()

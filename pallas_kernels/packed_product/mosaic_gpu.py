@@ -23,6 +23,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels import kernel_axes
 from pallas_kernels.kernel_names import fixed_name
 from pallas_kernels.packed_product.blocks import (
     accumulate,
@@ -104,7 +105,7 @@ def _make_kernel(plan: Plan, dtype: Any, scale_dtype: Any, out_dtype: Any, inter
     def packed_product_kernel(x_in, values_in, *scales_and_out, **refs):
         *scales_in, out = scales_and_out
         scales = dict(zip(plan.scales, scales_in, strict=True))
-        warpgroup = lax.axis_index("warpgroup")
+        warpgroup = kernel_axes.index("warpgroup")
 
         @pl.when(warpgroup == warpgroups)
         def _copy():
@@ -116,21 +117,21 @@ def _make_kernel(plan: Plan, dtype: Any, scale_dtype: Any, out_dtype: Any, inter
         def _compute():
             if plan.config.registers is not None:
                 plgpu.set_max_registers(plan.config.registers, action="increase")
-            outputs = pl.ds(lax.axis_index("tile") * plan.tile + warpgroup * OUTPUTS, OUTPUTS)
+            outputs = pl.ds(kernel_axes.index("tile") * plan.tile + warpgroup * OUTPUTS, OUTPUTS)
             rows = own_rows(plan)  # those that are not there are not written
             total = _multiply_blocks(plan, refs)
             if plan.widens_to_float8:
                 total = scaled_by_row(total, scales["x_scale"], rows)
-            store_rows(total, out.at[lax.axis_index("split"), rows, outputs], refs["rows"])
+            store_rows(total, out.at[kernel_axes.index("split"), rows, outputs], refs["rows"])
 
     return plgpu.kernel(
         packed_product_kernel,
         out_type=jax.ShapeDtypeStruct((plan.num_splits, plan.rows, plan.width), out_dtype),
         scratch_types=scratch,
         grid=tuple(grid.values()),
-        grid_names=tuple(grid),
+        grid_names=kernel_axes.names(*grid),
         num_threads=warpgroups + 1,
-        thread_name="warpgroup",
+        thread_name=kernel_axes.name("warpgroup"),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=interpret,
     )
@@ -138,8 +139,8 @@ def _make_kernel(plan: Plan, dtype: Any, scale_dtype: Any, out_dtype: Any, inter
 
 def _copy_blocks(plan: Plan, x: Any, values: Any, scales: dict[str, Any], refs: Any) -> None:
     """Copy the blocks in order into the ring."""
-    ring, tile = plan.stages, lax.axis_index("tile")
-    first = lax.axis_index("split") * plan.blocks
+    ring, tile = plan.stages, kernel_axes.index("tile")
+    first = kernel_axes.index("split") * plan.blocks
 
     def copy(index: Array, carry: None) -> None:
         slot = lax.rem(index, ring)

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from pallas_kernels import cluster
+from pallas_kernels import cluster, kernel_axes
 from pallas_kernels.float8 import BYTES
 from pallas_kernels.kernel_names import fixed_name
 from pallas_kernels.paged_attention.blocks import produce_blocks, produce_wide_blocks
@@ -233,7 +233,7 @@ def _make_kernel(plan: Plan, dtype: Any, interpret: Any) -> Any:
         if plan.partial:
             *windows, offset = windows
         work = Work(plan, context_lens, kv_lens, windows[0] if windows else None, offset)
-        warpgroup = lax.axis_index("warpgroup")
+        warpgroup = kernel_axes.index("warpgroup")
 
         @pl.when(warpgroup == config.consumers)
         def _produce():
@@ -249,7 +249,7 @@ def _make_kernel(plan: Plan, dtype: Any, interpret: Any) -> Any:
         def _compute():
             if config.registers:
                 plgpu.set_max_registers(config.registers, action="increase")
-            tile = lax.axis_index("row_block") * config.warpgroups
+            tile = kernel_axes.index("row_block") * config.warpgroups
             tile += lax.rem(warpgroup, config.warpgroups)
             _load_queries(plan, work, q, tile, refs)
             words = load_words(plan, work, row_words, tile)
@@ -267,11 +267,11 @@ def _make_kernel(plan: Plan, dtype: Any, interpret: Any) -> Any:
         out_type=out_types if plan.partial else out_types[0],
         scratch_types=scratch(),
         grid=(plan.row_blocks, plan.kv_heads // config.heads, plan.batch),
-        grid_names=("row_block", "kv_heads", "sequence"),
+        grid_names=kernel_axes.names("row_block", "kv_heads", "sequence"),
         cluster=(config.splits,),
-        cluster_names=("split",),
+        cluster_names=kernel_axes.names("split"),
         num_threads=config.consumers + 1,
-        thread_name="warpgroup",
+        thread_name=kernel_axes.name("warpgroup"),
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
             lowering_semantics=plgpu.LoweringSemantics.Lane,
@@ -287,7 +287,7 @@ def _load_queries(plan: Plan, work: Work, q: Any, tile: Array, refs: Any) -> Non
     TMA copies a few rows per token, without a swizzle. They are then stored again in the tiled
     layout that wgmma reads. Operands in registers would occupy them during the whole kernel.
     """
-    warpgroup = lax.axis_index("warpgroup")
+    warpgroup = kernel_axes.index("warpgroup")
     full, rows = refs["q_full"].at[warpgroup], refs["rows"].at[warpgroup]
 
     @pl.loop(0, plan.tokens)
@@ -315,7 +315,7 @@ def _attend(
     2407.08608) they alternate: a warpgroup holds the tensor cores for the values of one block and
     the keys of the next, while the other computes exponentials.
     """
-    config, warpgroup = plan.config, lax.axis_index("warpgroup")
+    config, warpgroup = plan.config, kernel_axes.index("warpgroup")
     q = refs["queries"].at[warpgroup]
     scale: Any = plan.scale * math.log2(math.e)  # exponentials are powers of 2
     if plan.float8:

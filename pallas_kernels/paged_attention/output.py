@@ -11,9 +11,9 @@ from typing import Any
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
-from pallas_kernels import cluster
+from pallas_kernels import cluster, kernel_axes
 from pallas_kernels.paged_attention.plan import Plan, Work
 from pallas_kernels.paged_attention.rows import TINY, by_row, row_load, write
 
@@ -27,11 +27,12 @@ def store(
     acc, peak, total = state
     if plan.partial:
         _wait_for_others(plan, refs)
-    rows = refs["out_rows"].at[lax.axis_index("warpgroup")]
+    rows = refs["out_rows"].at[kernel_axes.index("warpgroup")]
     total = jnp.maximum(total, TINY)
     write(rows, (acc / by_row(total, plan.head_dim)).astype(rows.dtype))
     if plan.partial:
-        write(refs["row_log_sums"].at[lax.axis_index("warpgroup")], LN_2 * (peak + jnp.log2(total)))
+        log_sums = refs["row_log_sums"].at[kernel_axes.index("warpgroup")]
+        write(log_sums, LN_2 * (peak + jnp.log2(total)))
     plgpu.commit_smem()
     if plan.partial:
         _store_log_sums(work, tile, outputs[1], refs)
@@ -47,7 +48,7 @@ def _wait_for_others(plan: Plan, refs: Any) -> None:
 
 def _store_log_sums(work: Work, tile: Array, log_sums: Any, refs: Any) -> None:
     """The tile's log-sum-exps from shared memory to the output; _store_tokens waits for it."""
-    own = refs["row_log_sums"].at[lax.axis_index("warpgroup")]
+    own = refs["row_log_sums"].at[kernel_axes.index("warpgroup")]
     plgpu.copy_smem_to_gmem(own, log_sums.at[work.sequence, work.kv_head, tile])
 
 
@@ -80,7 +81,7 @@ def merge_and_store(
     one cluster barrier is enough. Those that are returned are merged by the first CTA.
     """
     acc, peak, total = state
-    splits, warpgroup = plan.config.splits, lax.axis_index("warpgroup")
+    splits, warpgroup = plan.config.splits, kernel_axes.index("warpgroup")
     entries = pl.ds(0, plan.head_dim)
     rows, split_out = refs["out_rows"].at[warpgroup], refs["split_out"].at[warpgroup, :, entries]
     log_sums = refs["log_sums"].at[warpgroup, :, entries]
@@ -130,7 +131,8 @@ def merge_and_store(
 def _merged_log_sums(plan: Plan, own: Any) -> Array:
     """The log-sum-exps of all CTAs together, in powers of 2: [ROWS]."""
     parts = [
-        row_load(plgpu.cluster_ref(own, {"split": jnp.int32(i)})) for i in range(plan.config.splits)
+        row_load(plgpu.cluster_ref(own, {kernel_axes.name("split"): jnp.int32(i)}))
+        for i in range(plan.config.splits)
     ]
     best = functools.reduce(jnp.maximum, parts)
     return best + jnp.log2(functools.reduce(jnp.add, [jnp.exp2(one - best) for one in parts]))
@@ -143,7 +145,10 @@ def _merged(plan: Plan, split_out: Any, log_sums: Any, span: Any) -> Array:
 
     def peers(ref: Any) -> list[Array]:
         return [
-            plgpu.load(plgpu.cluster_ref(ref, {"split": jnp.int32(i)}).at[span], layout=layout)
+            plgpu.load(
+                plgpu.cluster_ref(ref, {kernel_axes.name("split"): jnp.int32(i)}).at[span],
+                layout=layout,
+            )
             for i in range(plan.config.splits)
         ]
 

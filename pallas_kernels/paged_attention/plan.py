@@ -4,8 +4,9 @@ import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
+from pallas_kernels import kernel_axes
 from pallas_kernels.float8 import is_float8
 from pallas_kernels.paged_attention.tuning import (
     ROWS,
@@ -137,11 +138,11 @@ class Work:
     ) -> None:
         self.plan, block = plan, plan.config.block
         self.offset: Any = None if offset is None else offset[0]
-        self.sequence = lax.axis_index("sequence")
-        self.first_head = lax.axis_index("kv_heads") * plan.config.heads
-        self.own_head = lax.axis_index("warpgroup") // plan.config.warpgroups
+        self.sequence = kernel_axes.index("sequence")
+        self.first_head = kernel_axes.index("kv_heads") * plan.config.heads
+        self.own_head = kernel_axes.index("warpgroup") // plan.config.warpgroups
         self.kv_head = self.first_head + self.own_head
-        self.split = lax.axis_index("split")
+        self.split = kernel_axes.index("split")
         self.context = self.committed = context_lens[self.sequence]
         num_slots = plan.columns * (plan.whole_size or plan.page_size)
         self.end = end = jnp.minimum(kv_lens[self.sequence], num_slots)
@@ -153,7 +154,7 @@ class Work:
             first = jnp.maximum(jnp.minimum(first, self.context), plan.first_slot)
         if plan.causal:
             tokens = plan.config.warpgroups * plan.tokens
-            before = lax.axis_index("row_block") * tokens
+            before = kernel_axes.index("row_block") * tokens
             self.committed += before
             end = jnp.minimum(end, self.context + before + tokens)
         self.committed = jnp.minimum(self.committed, self.end)

@@ -19,6 +19,7 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
+from pallas_kernels import kernel_axes
 from pallas_kernels.kernel_names import fixed_name
 from pallas_kernels.products import total_f32
 from pallas_kernels.reduce_add_rms_norm.exchange import (
@@ -56,7 +57,7 @@ def reduce_add_rms_norm_mosaic(
     def reduce_add_rms_norm_kernel(
         x_ref, partials_ref, weight_ref, exchange_ref, total_ref, normed_ref
     ):
-        block = lax.axis_index("block")
+        block = kernel_axes.index("block")
 
         def load(ref: Any) -> Array:
             return plgpu.load(ref, layout=layout)
@@ -88,7 +89,7 @@ def reduce_add_rms_norm_mosaic(
         reduce_add_rms_norm_kernel,
         out_type=(flat, flat),
         grid=(blocks,),
-        grid_names=("block",),
+        grid_names=kernel_axes.names("block"),
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane, skip_device_barrier=True
         ),

@@ -9,6 +9,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels import kernel_axes
 from pallas_kernels.float8 import to_bytes
 from pallas_kernels.kernel_names import fixed_name
 from pallas_kernels.products import total_f32
@@ -46,7 +47,7 @@ def rope_kv_write_mosaic(
     def rope_kv_write_kernel(*refs):
         partials_ref, rope_ref, slots_ref, k_ref, v_ref, *more, q_ref, rotation_buffer = refs
         norm_refs, scale_refs = more[: len(norms)], more[len(norms) :]
-        token, head = lax.axis_index("token"), lax.axis_index("kv_head")
+        token, head = kernel_axes.index("token"), kernel_axes.index("kv_head")
         page, offset = slots_ref[token] // page_size, slots_ref[token] % page_size
         loaded = [
             [plgpu.load(partials_ref.at[split, token, head, row]) for split in range(num_splits)]
@@ -78,7 +79,7 @@ def rope_kv_write_mosaic(
         out_type=jax.ShapeDtypeStruct((tokens, kv_heads * group, head_dim), dtype),
         scratch_types=[plgpu.SMEM((rows - 1, 2 * head_dim), dtype)],
         grid=(kv_heads, tokens),
-        grid_names=("kv_head", "token"),
+        grid_names=kernel_axes.names("kv_head", "token"),
         interpret=interpret,
     )
     k_ref, v_ref = jax.new_ref(k_pages), jax.new_ref(v_pages)

@@ -14,6 +14,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels import kernel_axes
 from pallas_kernels.activations import units_of
 from pallas_kernels.kernel_names import fixed_name
 from pallas_kernels.round_tokens.reference import FLOAT8, rounded_by, scale_of
@@ -32,7 +33,7 @@ def round_tokens_mosaic(x: Array, padded: int, *, interpret: Any = None) -> tupl
 
     @fixed_name(interpret)
     def round_tokens_kernel(x_ref, rounded_ref, scale_ref, largest):
-        row = lax.axis_index("row")
+        row = kernel_axes.index("row")
         own = parts.load(x_ref.at[row]).astype(jnp.float32)
         scale = scale_of(parts.largest(jnp.abs(own), largest, interpret))
         _store(parts, row, own, scale, rounded_ref, scale_ref)
@@ -50,7 +51,7 @@ def round_gated_mosaic(
 
     @fixed_name(interpret)
     def round_gated_kernel(gate_up_ref, rounded_ref, scale_ref, largest):
-        row = lax.axis_index("row")
+        row = kernel_axes.index("row")
         gate, up = (parts.load(gate_up_ref.at[row, index]) for index in range(2))
         units = units_of(gate.astype(jnp.float32), up.astype(jnp.float32), None, _sigmoid)
         own = units.astype(gate_up.dtype).astype(jnp.float32)
@@ -65,7 +66,7 @@ def _store(
 ) -> None:
     rounded_ref[row, parts.own()] = rounded_by(own, scale)
 
-    @pl.when(lax.axis_index(THREAD_NAME) == 0)
+    @pl.when(kernel_axes.index(THREAD_NAME) == 0)
     def _store_scale():
         scale_ref[0, row] = scale
 
@@ -84,9 +85,9 @@ def _kernel(body: Any, parts: RowParts, rows: int, padded: int, interpret: Any) 
         ),
         scratch_types={"largest": parts.scratch(interpret)},
         grid=(rows,),
-        grid_names=("row",),
+        grid_names=kernel_axes.names("row"),
         num_threads=parts.warpgroups,
-        thread_name=THREAD_NAME,
+        thread_name=kernel_axes.name(THREAD_NAME),
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),

@@ -11,12 +11,13 @@ from typing import Any
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, llvm, vector
 
+from pallas_kernels import kernel_axes
 from pallas_kernels.words import Word
 
 THREADS = 128  # of a warpgroup
@@ -51,7 +52,7 @@ class RowParts:
 
     def own(self) -> Any:
         """The slice of a row that the calling warpgroup has."""
-        return pl.ds(lax.axis_index(THREAD_NAME) * self.part, self.part)
+        return pl.ds(kernel_axes.index(THREAD_NAME) * self.part, self.part)
 
     def load(self, ref: Any) -> Array:
         """The own part of a row."""
@@ -76,7 +77,7 @@ class RowParts:
         """
         if interpret is not None:  # the interpreter does not support inlined MLIR
             values, written = scratch
-            values[lax.axis_index(THREAD_NAME) * WARPS] = jnp.max(own)
+            values[kernel_axes.index(THREAD_NAME) * WARPS] = jnp.max(own)
             plgpu.barrier_arrive(written)
             plgpu.barrier_wait(written)
             return jnp.max(values[...].reshape(-1, WARPS)[:, 0])

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from pallas_kernels import cluster
+from pallas_kernels import cluster, kernel_axes
 from pallas_kernels.kernel_names import fixed_name
 from pallas_kernels.policy import top_k_shares
 
@@ -50,7 +50,7 @@ def top_k_mosaic(
 
     @fixed_name(interpret)
     def top_k_kernel(x_ref, values_ref, indices_ref, log_sum_ref, *scratch):
-        row, share = lax.axis_index("row"), lax.axis_index("share")
+        row, share = kernel_axes.index("row"), kernel_axes.index("share")
 
         def store(largest: Sequence[tuple[Array, Array]], log_sum: Array) -> None:
             log_sum_ref[row] = log_sum
@@ -109,9 +109,9 @@ def top_k_mosaic(
             for dtype in (jnp.uint32, jnp.int32, jnp.float32)[: 3 if shares > 1 else 0]
         ],
         grid=(rows,),
-        grid_names=("row",),
+        grid_names=kernel_axes.names("row"),
         cluster=(shares,),
-        cluster_names=("share",),
+        cluster_names=kernel_axes.names("share"),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=interpret,
     )
@@ -151,6 +151,6 @@ def _log_sum(entries: Array, peak: Array) -> Array:
 def _of_all(ref: Any, shares: int, layout: Any) -> list[Array]:
     """The contents of ``ref`` in the shared memory of each block of the cluster."""
     return [
-        plgpu.load(plgpu.cluster_ref(ref, {"share": jnp.int32(i)}), layout=layout)
+        plgpu.load(plgpu.cluster_ref(ref, {kernel_axes.name("share"): jnp.int32(i)}), layout=layout)
         for i in range(shares)
     ]

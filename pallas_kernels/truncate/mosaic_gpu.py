@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from pallas_kernels import cluster
+from pallas_kernels import cluster, kernel_axes
 from pallas_kernels.kernel_names import fixed_name
 from pallas_kernels.policy import truncate_shares
 
@@ -64,7 +64,7 @@ def truncation_threshold_mosaic(
 
     @fixed_name(interpret)
     def truncate_kernel(x_ref, temperature_ref, top_k_ref, top_p_ref, min_p_ref, out_ref, *scratch):
-        row, share = lax.axis_index("row"), lax.axis_index("share")
+        row, share = kernel_axes.index("row"), kernel_axes.index("share")
         request = row // nodes
         k, p, m = (ref[request] for ref in (top_k_ref, top_p_ref, min_p_ref))
         wants_count = (k > 0) & (k <= size)
@@ -104,7 +104,10 @@ def truncation_threshold_mosaic(
             for place, value in enumerate(values):
                 slots[slot, place] = value
             cluster.sync()
-            everyone = [plgpu.cluster_ref(slots, {"share": jnp.int32(i)}) for i in range(shares)]
+            everyone = [
+                plgpu.cluster_ref(slots, {kernel_axes.name("share"): jnp.int32(i)})
+                for i in range(shares)
+            ]
             return [
                 functools.reduce(
                     merge,
@@ -209,9 +212,9 @@ def truncation_threshold_mosaic(
         out_type=jax.ShapeDtypeStruct((batch * nodes,), jnp.float32),
         scratch_types=[plgpu.SMEM((2, PIVOTS, THREADS), jnp.float32)] * (shares > 1),
         grid=(batch * nodes,),
-        grid_names=("row",),
+        grid_names=kernel_axes.names("row"),
         cluster=(shares,),
-        cluster_names=("share",),
+        cluster_names=kernel_axes.names("share"),
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
