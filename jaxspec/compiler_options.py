@@ -32,6 +32,10 @@ ONE_GRAPH: Mapping[str, str] = MappingProxyType(
 # CUDA graph they would start only when the graph has been updated to this call's buffers.
 LAUNCHED_ONE_BY_ONE: Mapping[str, str] = MappingProxyType({"xla_gpu_enable_command_buffer": ""})
 
+# XLA may hand a kernel a part of another array, which begins at a multiple of 64 bytes only, and
+# Mosaic kernels refuse what does not begin at a multiple of 256. Seen in a pipeline of two H100s.
+WHOLE_ARRAYS: Mapping[str, bool] = MappingProxyType({"xla_gpu_enable_dynamic_slice_fusion": False})
+
 
 def compiler_options(
     array: jax.Array, *, deterministic: bool, reads: bool = False
@@ -50,6 +54,7 @@ def compiler_options(
     devices = array.sharding.device_set
     platforms = {device.platform for device in devices}
     if platforms == {"gpu"}:
+        own |= WHOLE_ARRAYS
         if reads:
             own |= LAUNCHED_ONE_BY_ONE
         elif len(devices) > 1:
