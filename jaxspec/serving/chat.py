@@ -137,6 +137,7 @@ async def _plan(service: Service, request: ChatRequest) -> _Plan:
             raise FieldError("tools", "tools cannot be with response_format: give one of them")
         structured = tool_grammar(request, tools, form)
     prompt = await prompt_ids(service, request)
+    turn_end = service.turn_end()
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
     wanted = request.max_completion_tokens or request.max_tokens
     sampling = sampling_params(
@@ -144,7 +145,8 @@ async def _plan(service: Service, request: ChatRequest) -> _Plan:
         max_tokens=1,
         logprobs=logprobs,
         structured=structured,
-        model_stops=service.llm.llm.params.target.config.stop_token_ids,
+        model_stops=(*service.llm.llm.params.target.config.stop_token_ids, *turn_end),
+        further_stop_token_ids=turn_end,
         trees=service.shows_trees and request.return_speculation,
     )
     if wanted is not None and wanted < 1:

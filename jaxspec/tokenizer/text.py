@@ -37,15 +37,24 @@ class TextTokenizer:
         if plain is None:
             full = self.full
             self._encode = lambda text: full(text, verbose=False)["input_ids"]
-            self._decode: Callable[..., Any] = full.decode
+            # Only BERT's tokenizers mean their spaces to be cleaned up; it would change text that
+            # has been streamed already.
+            self._decode: Callable[..., Any] = functools.partial(
+                full.decode, clean_up_tokenization_spaces=False
+            )
         else:
             self._encode = lambda text: plain.encode(text).ids
             self._decode = plain.decode
+        # The token that ends the assistant's turns, see hugging_face.turn_end.
+        self.turn_end = functools.lru_cache(maxsize=64)(self._turn_end)
 
     @functools.cached_property
     def full(self) -> "Tokenizer":
         """The tokenizer of transformers, with the chat template; loaded when first asked for."""
         return package.load_tokenizer(self.directory)
+
+    def _turn_end(self, chat_template: str | None) -> tuple[int, ...]:
+        return package.turn_end(self.full, chat_template)
 
     def encode(self, text: str) -> list[int]:
         """Token ids, with those that the tokenizer puts around every text."""
