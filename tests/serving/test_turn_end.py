@@ -15,9 +15,10 @@ from jaxspec.async_llm import AsyncLLM
 from jaxspec.batch.answers import Answers
 from jaxspec.commands.chat import chat
 from jaxspec.completion import Completion
+from jaxspec.config.engine import EngineConfig
 from jaxspec.structured import StructuredOutput
 from tests.checkpoints import tiny_llama
-from tests.engines import FULL, seal, tiny_llm
+from tests.engines import CHAIN
 from tests.served import MODEL, with_client
 
 END, START, TURN, TOOL = 256, 257, 258, 259  # <|endoftext|>, <|im_start|>, <|im_end|>, <tool>
@@ -51,9 +52,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def llm(model: Path) -> LLM:
-    llm = tiny_llm(model)
-    seal(llm.engine, dataclasses.replace(FULL, structured=CHOICE))
-    return llm
+    config = EngineConfig(max_rows=1, rounds_per_call=4)
+    return LLM(model, "ngram", speculation=CHAIN, max_length=64, engine=config)
 
 
 def ending(completion: Completion) -> tuple[str, str, list[int]]:
@@ -122,7 +122,7 @@ def test_files_of_prompts_and_the_terminal_end_with_the_turn(llm: LLM, capsys):
 @pytest.mark.parametrize("template", [None, CHATML.replace("<|im_end|>\n", "<tool>")])
 def test_a_server_ends_chats_with_the_turn_and_shows_its_stop_tokens(llm: LLM, template):
     end = TURN if template is None else TOOL
-    fields = {"model": MODEL, "max_tokens": 6, "logit_bias": {str(end): 100}}
+    fields = {"model": MODEL, "max_tokens": 6, "temperature": 0, "logit_bias": {str(end): 100}}
 
     async def ask(client: Any) -> tuple[Any, ...]:
         create = client.chat.completions.create
