@@ -338,6 +338,10 @@ class LLM:
         """The text of tokens, special ones included unless ``skip_special``."""
         return self._text.decode(token_ids, skip_special=skip_special)
 
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """The bytes of a token that may be a part of a character, see TextTokenizer."""
+        return self._text.token_bytes(token_id)
+
     def growing_text(
         self, generation: Generation, options: TextOptions = WHOLE_TEXT
     ) -> GrowingText:

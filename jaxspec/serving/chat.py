@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import functools
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
@@ -248,7 +249,10 @@ class _Writer:
     def __init__(self, plan: _Plan, index: int):
         self._plan, self._index, self._begun = plan, index, False
         self._parser = None if plan.form is None else ToolParser(plan.form)
-        self._rounds = RoundTexts(plan.service.llm.llm.detokenize, plan.prompt)
+
+    @functools.cached_property
+    def _rounds(self) -> RoundTexts:
+        return RoundTexts(self._plan.service.llm.llm.detokenize, self._plan.prompt)
 
     def chunks(self, event: TextChunk) -> list[ChatChoice]:
         deltas = self._deltas(event)
@@ -307,7 +311,8 @@ def chat_logprobs(texts: results.TokenTexts, entries: Sequence[TokenLogprob]) ->
 
 
 def _logprob(texts: results.TokenTexts, token_id: int, logprob: float) -> dict[str, Any]:
-    text = texts.of(token_id)
-    # A part of a character is shown as U+FFFD, whose bytes are not the token's.
-    own = None if "\ufffd" in text else list(text.encode())
-    return {"token": text, "logprob": logprob, "bytes": own}
+    return {
+        "token": texts.of(token_id),
+        "logprob": logprob,
+        "bytes": texts.bytes_of(token_id),
+    }
