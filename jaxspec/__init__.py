@@ -15,9 +15,10 @@ if TYPE_CHECKING:  # what a type checker sees; at run time a name loads its modu
     from jaxspec.engine import Engine
     from jaxspec.functional import EngineParams, admit, decode, init_state, prefill, release
     from jaxspec.generation import Generation
-    from jaxspec.llm import LLM, check_prompts
+    from jaxspec.llm import LLM
     from jaxspec.loading import load
     from jaxspec.parallel import make_mesh
+    from jaxspec.prompt_checks import check_prompts
     from jaxspec.sampling import make_controls, make_sampling
     from jaxspec.scheduling.requests import SamplingParams
     from jaxspec.state import Ending, Status
@@ -38,9 +39,10 @@ __getattr__, __dir__ = lazy_names(
             *("EngineParams", "admit", "decode", "init_state", "prefill", "release"),
         ),
         "jaxspec.generation": ("Generation",),
-        "jaxspec.llm": ("LLM", "check_prompts"),
+        "jaxspec.llm": ("LLM",),
         "jaxspec.loading": ("load",),
         "jaxspec.sampling": ("make_controls", "make_sampling"),
+        "jaxspec.prompt_checks": ("check_prompts",),
         "jaxspec.scheduling.requests": ("SamplingParams",),
         "jaxspec.parallel": ("make_mesh",),
         "jaxspec.state": ("Ending", "Status"),

@@ -17,7 +17,8 @@ from jaxspec.completion import (
     best,
 )
 from jaxspec.engine import Engine
-from jaxspec.llm import LLM, for_each
+from jaxspec.llm import LLM
+from jaxspec.prompt_checks import for_each
 from jaxspec.scheduling.plan import QueueFull
 from jaxspec.scheduling.requests import SamplingParams
 from jaxspec.structured import StructuredOutput

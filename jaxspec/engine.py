@@ -134,8 +134,9 @@ class Engine:
         check_requests(prompts, sampling, own.vocab_size, self.cache.max_length, own.max_position)
         check_trees(sampling, self.config.trees)
         for index, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
-            if len(self.stop_ids(params)) > MOST_STOPS:
-                raise ValueError(f"stop_token_ids may have at most {MOST_STOPS} tokens")
+            if (stops := len(self.stop_ids(params))) > MOST_STOPS:
+                most = f"at most {MOST_STOPS} may: name fewer in stop_token_ids"
+                raise ValueError(f"{stops} tokens would end the text, and {most}")
             self.limits.check(Request(str(index), tuple(prompt), int(params.max_tokens), 0.0))
 
     def stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
@@ -192,7 +193,8 @@ class Engine:
             return None
         if self._make_matcher is None:
             raise ValueError("structured needs an engine with make_matcher")
-        return Grammar(self._make_matcher(sampling.structured))
+        matcher = self._make_matcher(sampling.structured)
+        return Grammar(matcher.ending_at(sampling.further_stop_token_ids))
 
     def add_all(
         self,

@@ -23,7 +23,6 @@ from jaxspec.completion import (
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.checks import check_count
 from jaxspec.config.engine import EngineConfig
-from jaxspec.config.model import ModelConfig
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.detokenizer import Detokenizer
 from jaxspec.engine import Engine
@@ -31,22 +30,19 @@ from jaxspec.functional import EngineParams
 from jaxspec.generation import Generation
 from jaxspec.loading import load
 from jaxspec.models.decoder import Decoder
-from jaxspec.models.hf_config import load_model_config
 from jaxspec.processes import Processes
 from jaxspec.progress import progress_bar
+from jaxspec.prompt_checks import allowed_length, for_each
 from jaxspec.quantization.kv_scales import KVScaleFile
-from jaxspec.scheduling.requests import SamplingParams, check_requests
+from jaxspec.scheduling.requests import SamplingParams
 from jaxspec.shared_programs import FollowingPrograms, make_programs
 from jaxspec.speculation.drafters import Drafter
 from jaxspec.structured import GrammarCompiler
 from jaxspec.tokenizer.text import Conversation, Prompt, TextTokenizer, tokenize
 from jaxspec.warm_up import GREEDY_AND_SAMPLED
-from jaxspec.weights.hub import resolve_directory
 
 if TYPE_CHECKING:
     from jaxspec.tokenizer import Tokenizer
-
-DEFAULT_MAX_LENGTH = 2048
 
 
 class LLM:
@@ -109,7 +105,7 @@ class LLM:
             target=target,
         )
         self._text = tokenizer or TextTokenizer(model)
-        length = _max_length(max_length, params.target.config)
+        length = allowed_length(max_length, params.target.config)
         cache = CacheConfig(page_size, length, num_pages, kv_memory)
         self.engine = Engine(
             params,
@@ -245,7 +241,7 @@ class LLM:
         template.
         """
         prompts = self.chat_prompts(messages, chat_template, template_variables)
-        return self.generate(prompts, sampling)
+        return self.generate(prompts, self.chat_sampling(sampling, chat_template))
 
     def stream_chat(
         self,
@@ -258,6 +254,7 @@ class LLM:
     ) -> Iterator[TextChunk | Completion]:
         """As chat, but yields text as it is generated (see stream)."""
         prompts = self.chat_prompts(messages, chat_template, template_variables)
+        sampling = self.chat_sampling(sampling, chat_template)
         yield from self.stream(prompts, sampling, rounds_per_call)
 
     def chat_prompts(
@@ -273,6 +270,24 @@ class LLM:
         return tokenizing.tokenize_chats(
             self.tokenizer, messages, chat_template, template_variables
         )
+
+    def chat_sampling(
+        self,
+        sampling: SamplingParams | Sequence[SamplingParams],
+        chat_template: str | None = None,
+    ) -> SamplingParams | list[SamplingParams]:
+        """Sampling as chat passes it to generate: the text ends with the assistant's turn, too."""
+        turn_end = self.turn_end(chat_template)
+        if isinstance(sampling, SamplingParams):
+            return sampling.ending_at(turn_end)
+        return [params.ending_at(turn_end) for params in for_each(sampling, len(sampling))]
+
+    def turn_end(self, chat_template: str | None = None) -> tuple[int, ...]:
+        """The special token that ends the assistant's turns in the chat template, if it has one
+        that is not among the model's stop tokens."""
+        own = self.params.target.config
+        ids = self._text.turn_end(chat_template)
+        return tuple(i for i in ids if i < own.vocab_size and i not in own.stop_token_ids)
 
     def warm_up(
         self,
@@ -323,6 +338,10 @@ class LLM:
         """The text of tokens, special ones included unless ``skip_special``."""
         return self._text.decode(token_ids, skip_special=skip_special)
 
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """The bytes of a token that may be a part of a character, see TextTokenizer."""
+        return self._text.token_bytes(token_id)
+
     def growing_text(
         self, generation: Generation, options: TextOptions = WHOLE_TEXT
     ) -> GrowingText:
@@ -352,49 +371,6 @@ class LLM:
                 self.engine.cancel(text.generation, "stop")
 
 
-def check_prompts(
-    model: str | Path,
-    prompts: Sequence[Prompt],
-    sampling: SamplingParams | Sequence[SamplingParams],
-    max_length: int | None = None,
-    tokenizer: TextTokenizer | None = None,
-) -> list[list[int]]:
-    """The token ids of the prompts, after the checks of LLM and its generate.
-
-    Only the model's config and tokenizer are read, so a bad prompt is found before the weights are
-    loaded. ``tokenizer`` is the model's, if it has been read already.
-
-    Raises the ValueErrors that LLM and generate would raise.
-    """
-    directory = resolve_directory(model)
-    config = load_model_config(directory)
-    length = _max_length(max_length, config)
-    tokens = tokenize(tokenizer or TextTokenizer(directory), prompts)
-    params = for_each(sampling, len(tokens))
-    check_requests(tokens, params, config.vocab_size, length, config.max_position)
-    return tokens
-
-
-def for_each(
-    sampling: SamplingParams | Sequence[SamplingParams], count: int
-) -> list[SamplingParams]:
-    """Sampling of each prompt. Raises ValueError for what is none."""
-    if isinstance(sampling, SamplingParams):
-        return [sampling] * count
-    if not isinstance(sampling, (list, tuple)):
-        kind = type(sampling).__name__
-        raise ValueError(f"sampling must be SamplingParams, or a list of them, not {kind}")
-    return list(sampling)
-
-
 def _size(warm_up: tuple[int, int, SamplingParams]) -> int:
     batch_size, length, params = warm_up
     return batch_size * (length + params.max_tokens)
-
-
-def _max_length(wanted: int | None, config: ModelConfig) -> int:
-    if wanted is None:
-        return min(config.max_position, DEFAULT_MAX_LENGTH)
-    check_count("max_length", wanted)
-    config.check_length(wanted)
-    return wanted

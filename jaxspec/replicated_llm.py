@@ -8,7 +8,8 @@ from typing import Any, Self
 
 from jaxspec.async_llm import AsyncLLM
 from jaxspec.completion import WHOLE_TEXT, Completion, TextChunk, TextOptions
-from jaxspec.llm import LLM, for_each
+from jaxspec.llm import LLM
+from jaxspec.prompt_checks import for_each
 from jaxspec.scheduling.balancer import Balancer, Share
 from jaxspec.scheduling.plan import QueueFull
 from jaxspec.scheduling.requests import SamplingParams

@@ -5,13 +5,11 @@ from typing import Any
 
 import numpy as np
 
-from jaxspec.detokenizer import common_length
+from jaxspec.detokenizer import Detokenizer
 from jaxspec.generation import Generation, RoundTree
 from jaxspec.logprobs import take_logprobs
 from jaxspec.scheduling.requests import SamplingParams
 from jaxspec.state import Emitted
-
-CONTEXT = 4  # tokens decoded before a token, for its space and for characters of several tokens
 
 
 def check_trees(sampling: Iterable[SamplingParams], emitted: bool) -> None:
@@ -61,34 +59,40 @@ class RoundTexts:
     """
 
     def __init__(self, decode: Callable[[list[int]], str], prompt: Sequence[int]):
-        self._decode, self._before = decode, list(prompt[-CONTEXT:])
+        self._before = Detokenizer(decode, prompt)
+        self._last: int | None = None  # the last token, which is not in it yet
 
     def add(self, trees: Iterable[RoundTree]) -> list[dict[str, Any]]:
         """The next rounds, each ``{"nodes": [{"token", "text", "parent", "probability"}], "path",
         "bonus": {"token", "text"}, "committed"}``; see RoundTree.
 
-        A token's text is what it adds to the text before it.
+        A token's text is what it adds to the text before it: U+FFFD where it leaves a character
+        unfinished, and the whole character for the token that ends it.
         """
         return [self._add(tree) for tree in trees]
 
     def _add(self, tree: RoundTree) -> dict[str, Any]:
-        if self._before[-1:] == [tree.tokens[0]]:
-            self._before.pop()
-        nodes, contexts = [], []
+        if self._last not in (None, tree.tokens[0]):  # the root was sampled as a prompt was read
+            self._before.push([self._last])
+        nodes, after = [], []
         rows = zip(tree.tokens, tree.parents, tree.probabilities, strict=True)
         for token, parent, probability in rows:
-            before = self._before if parent < 0 else contexts[parent]
-            contexts.append([*before, token][-CONTEXT:])
-            text = self._text(before, token)
+            state, text = _follow(self._before if parent < 0 else after[parent], token)
+            after.append(state)
             nodes.append(
                 {"token": token, "text": text, "parent": parent, "probability": probability}
             )
-        bonus = {"token": tree.bonus, "text": self._text(contexts[tree.path[-1]], tree.bonus)}
-        self._before = [*self._before, tree.tokens[0], *tree.committed_tokens][-CONTEXT:]
+        _, text = _follow(after[tree.path[-1]], tree.bonus)
+        tokens = [tree.tokens[0], *tree.committed_tokens]
+        self._before.push(tokens[:-1])
+        self._last = tokens[-1]
         path, committed = list(tree.path), tree.committed
+        bonus = {"token": tree.bonus, "text": text}
         return {"nodes": nodes, "path": path, "bonus": bonus, "committed": committed}
 
-    def _text(self, before: Sequence[int], token: int) -> str:
-        known = self._decode(list(before)) if before else ""
-        text = self._decode([*before, token])
-        return text[common_length(known, text) :]
+
+def _follow(before: Detokenizer, token: int) -> tuple[Detokenizer, str]:
+    """A token after a text: what follows both, and what the token adds."""
+    after = before.copy()
+    text = after.push([token])
+    return after, text or after.held

@@ -84,6 +84,7 @@ def test_old_options_are_refused(option: str, capsys: pytest.CaptureFixture[str]
         (["--compare", "--show-trees", "x.html"], "--show-trees goes with neither --chat nor"),
         (["--show-trees", "/nowhere/x.html", NO_CACHE], "there is no folder /nowhere"),
         (["--show-trees", "/", NO_CACHE], "cannot write /: it is a folder"),
+        (["--verbose", "--out", "x"], "--verbose would do nothing with --out: leave it out"),
         (["--chat", NO_CACHE], "has no chat template: --chat needs an instruction-tuned model"),
         ([NO_CACHE, "--compilation-cache", "x"], "goes without --compilation-cache"),
         (["--compilation-cache", "/dev/null/here"], "cannot keep compiled programs: "),
@@ -137,6 +138,20 @@ def test_the_comparison_is_of_alternating_pairs(model: Path, capsys: pytest.Capt
     assert re.search(rf"speed-up: {number}x \({number} to {number}\), .* 3 alternating", text)
     assert text.count("tokens identical") == 1
     assert len(re.findall(r"decode [\d.]+ tokens/s", text)) == 1
+
+
+@pytest.mark.usefixtures("loaded_once")
+def test_verbose_shows_the_tokens_that_end_the_text(
+    model: Path, capsys: pytest.CaptureFixture[str]
+):
+    arguments = ["--model", str(model), *SMALL, "--prompt", "abcabc", "--max-tokens", "24"]
+    arguments = [*arguments, "--temperature", "0"]
+    stops = [{"id": 2, "text": "#"}, {"id": 256, "text": "<end>"}]  # of config and tokenizer
+    assert generate.main([*arguments, "--verbose"]) == 0
+    *_, last = capsys.readouterr().out.splitlines()
+    assert last == "stop tokens: 2 '#', 256 '<end>'"
+    assert generate.main([*arguments, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["stop_tokens"] == stops
 
 
 def test_ten_pairs_are_the_default(monkeypatch):

@@ -83,6 +83,7 @@ LAYERS = (
     "jaxspec.load_test",
     "jaxspec.client_load",
     "jaxspec.completion",
+    "jaxspec.prompt_checks",
     "jaxspec.llm",
     "jaxspec.async_llm",
     "jaxspec.replicated_llm",

@@ -5,7 +5,7 @@ import functools
 import itertools
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from tests.random_models import (
     tiny_config,
 )
 from tests.sampling_reference import plain_logits
+from tests.small_tokenizers import byte_level, sentencepiece_like
 
 TREE = SpeculationConfig(num_nodes=8, max_depth=3, top_k=3)
 PROMPTS = [prompt.tolist() for prompt in random_prompts((5, 9), seed=3)]
@@ -203,6 +204,25 @@ def test_a_token_has_the_text_that_it_adds():
     [after] = texts.add([RoundTree((2, 2), (-1, 0), (None, 0.5), (0,), 5, 1)])
     assert [node["text"] for node in after["nodes"]] == [" end", " end"]
     assert json.loads(json.dumps(after)) == after
+
+
+@pytest.mark.parametrize("make", [byte_level, sentencepiece_like])
+def test_characters_of_many_tokens_have_their_text(make: Callable[[], Any]):
+    """Whole ones in the token that ends them, however many are spelt in bytes one after another."""
+    tokenizer = make()
+    prompt, text = tokenizer.encode("देव").ids, "नागरी 😀😀 日本"
+    ids = tokenizer.encode("देव" + text).ids
+    assert ids[: len(prompt)] == prompt
+    ids = ids[len(prompt) :]
+    texts = RoundTexts(functools.partial(tokenizer.decode, skip_special_tokens=False), prompt)
+    trees = [
+        RoundTree((ids[i], ids[i + 1], ids[0]), (-1, 0, 1), (None, 1.0, 1.0), (0, 1), ids[i + 2], 2)
+        for i in range(0, len(ids) - 2, 2)
+    ]
+    rounds = texts.add(trees)
+    found = rounds[0]["nodes"][0]["text"] + "".join(map(committed_text, rounds))
+    whole = tokenizer.decode([*prompt, *ids[: 1 + 2 * len(trees)]])
+    assert found.replace("\ufffd", "") == whole.removeprefix(tokenizer.decode(prompt))
 
 
 def test_an_engine_that_emits_no_trees_refuses_to_give_them():

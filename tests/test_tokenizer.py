@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from jaxspec import BUILT_IN_MODEL
+from jaxspec.detokenizer import Detokenizer
 from jaxspec.tokenizer import TextTokenizer, load_tokenizer, tokenize, tokenize_chats
 from jaxspec.tokenizer.text import plain_tokenizer
 from tests.checkpoints import TINY
@@ -236,3 +238,36 @@ def test_loading_and_chatting_is_silent_and_without_torch(chat_model, before):
 
 def test_the_logger_of_transformers_is_left_as_it_was():
     assert transformers.logging.get_logger("transformers").filters == []
+
+
+@pytest.mark.parametrize("maker", [byte_level, metaspace, sentencepiece_like])
+def test_the_bytes_of_tokens_join_to_those_of_the_text(tmp_path, maker):
+    """Also of characters in several tokens, and of added tokens."""
+    save_model(tmp_path, maker())
+    text = TextTokenizer(tmp_path)
+    ids = text.encode("x 😀 日本 é")
+    spelt = [text.token_bytes(token) for token in ids]
+    known = [
+        text.decode([token, token])[len(text.decode([token])) :].encode() if own is None else own
+        for token, own in zip(ids, spelt, strict=True)
+    ]
+    assert b"".join(known).decode().strip() == text.decode(ids).strip()
+    assert any(own is not None and len(own) == 1 and own[0] >= 0x80 for own in spelt)
+    assert text.token_bytes(100_000) is None
+    special = {byte_level: b"<end>"}.get(maker)
+    assert text.token_bytes(0) == special  # those of an added token, or of its text
+
+
+def test_spaces_are_not_cleaned_up(tmp_path):
+    """A stream could not: the space before a comma has been shown when the comma comes."""
+    words = [("<unk>", 0.0), ("▁a", -1.0), ("▁", -2.0), (",", -2.0)]
+    tokenizer = Tokenizer(models.Unigram(words, unk_id=0))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
+    save_model(tmp_path, tokenizer, clean_up_tokenization_spaces=True)
+    text = TextTokenizer(tmp_path)
+    ids = text.encode("a , a ,")
+    assert text.decode(ids) == "a , a ,"
+    assert text.full.decode(ids) == "a, a,"
+    detokenizer = Detokenizer(text.decode, ids[:1])
+    assert "".join(detokenizer.push([token]) for token in ids[1:]) == " , a ,"

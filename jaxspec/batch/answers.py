@@ -44,19 +44,20 @@ class Answers:
         try:
             result["id"] = line_id(line)
             request = read_request(index, line, self.sampling)
-            prompt = self._prompt(request)
-            completions = await self.llm.generate([prompt], request.sampling)
+            prompt, sampling = self._prompt(request)
+            completions = await self.llm.generate([prompt], sampling)
         except ValueError as error:
             message = " ".join(str(error).split()).replace("prompt 0 ", "the prompt ", 1)
             return result | {"error": message}
         return result | self._result(completions)
 
-    def _prompt(self, request: BatchRequest) -> Prompt:
+    def _prompt(self, request: BatchRequest) -> tuple[Prompt, SamplingParams]:
         if request.messages is None:
             assert request.prompt is not None
-            return request.prompt
-        [prompt] = self.llm.llm.chat_prompts([request.messages], self.chat_template)
-        return prompt
+            return request.prompt, request.sampling
+        llm = self.llm.llm
+        [prompt] = llm.chat_prompts([request.messages], self.chat_template)
+        return prompt, request.sampling.ending_at(llm.turn_end(self.chat_template))
 
     def _result(self, completions: Sequence[Completion]) -> dict[str, Any]:
         """Several samples are ``choices``."""

@@ -52,7 +52,8 @@ def converse(llm: LLM, sampling: SamplingParams, messages: list[Message]) -> lis
     If the chat has become too long, returns the messages without the last one.
     """
     try:
-        completion = stream(llm, llm.chat_prompts(messages)[0], sampling)
+        [prompt] = llm.chat_prompts(messages)
+        completion = stream(llm, prompt, sampling.ending_at(llm.turn_end()))
     except ValueError as error:  # a chat that has become too long
         print(f"{error} (/clear forgets the chat so far)")
         return messages[:-1]

@@ -61,6 +61,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_pipeline_options(parser)
     add("--kernels", default="auto", help="auto (all on a Hopper GPU), all, none or a comma list")
     add("--json", action="store_true", help="print one JSON object instead of text")
+    add("--verbose", action="store_true", help="also print the tokens that end the text")
     add(
         "--show-trees",
         type=Path,
@@ -173,6 +174,8 @@ def check_batch(arguments: argparse.Namespace) -> None:
         if arguments.prompt_file is not None and arguments.prompt_file.suffix == ".jsonl":
             raise ValueError(f"{arguments.prompt_file} looks like a file of prompts: add --out")
         return
+    if arguments.verbose:
+        raise ValueError("--verbose would do nothing with --out: leave it out")
     if arguments.prompt_file is None:
         raise ValueError("--out needs --prompt-file, with one prompt a line")
     if arguments.compare or arguments.show_trees is not None:

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -109,10 +110,22 @@ def report(arguments: argparse.Namespace, llm: LLM, completion: Completion) -> d
         "compile_seconds": timings.compile,
         "model": arguments.model,
         "drafter": str(choose_drafter(arguments.model, arguments.drafter)),
+        "stop_tokens": stop_tokens(llm, llm.params.target.config.stop_token_ids),
         "device": str(jax.devices()[0].device_kind),
         "kernels": str(llm.engine.params.kernels),
         "pipeline_bubble": None if pipeline is None else pipeline.bubble,
     }
+
+
+def stop_tokens(llm: LLM, token_ids: Sequence[int]) -> list[dict[str, Any]]:
+    """The tokens that end a text, and what they say."""
+    return [{"id": token, "text": llm.detokenize([token])} for token in token_ids]
+
+
+def stop_line(tokens: Sequence[dict[str, Any]]) -> str:
+    """What --verbose prints of them."""
+    told = ", ".join(f"{token['id']} {token['text']!r}" for token in tokens)
+    return f"stop tokens: {told or 'none'}"
 
 
 def summary(results: dict[str, Any]) -> str:
@@ -183,6 +196,8 @@ def generate(arguments: argparse.Namespace, prompt: str, processes: Processes | 
             comparison = compare(llm, plain, prompt, sampling, pairs)
         results |= dataclasses.asdict(comparison)  # replaces the decoding speed by a median
     print(summary(results) if show else json.dumps(results))
+    if show and arguments.verbose:
+        print(stop_line(results["stop_tokens"]))
 
 
 def run_chat(arguments: argparse.Namespace, processes: Processes | None) -> None:
@@ -191,6 +206,9 @@ def run_chat(arguments: argparse.Namespace, processes: Processes | None) -> None
     with progress_console().status(f"loading {Path(arguments.model).name}"):
         llm = make_llm(arguments, arguments.drafter, tokenizer, None, processes)
     if not llm.follow():
+        if arguments.verbose:
+            stops = (*llm.params.target.config.stop_token_ids, *llm.turn_end())
+            print(stop_line(stop_tokens(llm, stops)))
         chat(llm, sampling_params(arguments), typed_lines())
 
 

@@ -15,6 +15,7 @@ from jaxspec.models.families import FAMILIES
 from jaxspec.models.families.family import Family, stop_token_ids
 from jaxspec.models.families.writing import common_fields
 from jaxspec.models.hf_values import naming, read_json, shown
+from jaxspec.models.tokenizer_stops import tokenizer_stop_ids
 
 _MTP_KEYS = ("mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_layers")
 
@@ -22,20 +23,22 @@ _MTP_KEYS = ("mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_layer
 def load_model_config(directory: str | Path, whose: str = "target") -> ModelConfig:
     """The ModelConfig of a Hugging Face model directory.
 
-    ``whose`` names the model in errors, all ValueErrors that say file and field.
+    Its texts end at the tokens that config.json, generation_config.json or the tokenizer name:
+    fine-tunes often change one of them alone. ``whose`` names the model in errors, all ValueErrors
+    that say file and field.
     """
-    path, generation = (
-        Path(directory) / name for name in ("config.json", "generation_config.json")
-    )
+    directory = Path(directory)
+    path, generation = directory / "config.json", directory / "generation_config.json"
     raw = read_json(path)
     with naming(f"{whose}'s {path}"):
         config = parse_model_config(raw)
-    if not generation.exists():
-        return config
-    more = read_json(generation).get("eos_token_id")
-    with naming(f"{whose}'s {generation}"):
-        stop = config.stop_token_ids + stop_token_ids(more, config.vocab_size)
-    return dataclasses.replace(config, stop_token_ids=tuple(dict.fromkeys(stop)))
+    stops = config.stop_token_ids
+    if generation.exists():
+        more = read_json(generation).get("eos_token_id")
+        with naming(f"{whose}'s {generation}"):
+            stops += stop_token_ids(more, config.vocab_size)
+    stops += tokenizer_stop_ids(directory, config.vocab_size)
+    return dataclasses.replace(config, stop_token_ids=tuple(dict.fromkeys(stops)))
 
 
 def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:

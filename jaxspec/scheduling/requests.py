@@ -33,7 +33,9 @@ class SamplingParams:
       max_tokens: most tokens to generate.
       min_tokens: tokens to generate before a stop token may be sampled.
       stop_token_ids: tokens that end the text; None takes the model's own.
-      ignore_eos: the model's own stop tokens do not end the text.
+      further_stop_token_ids: tokens that end the text like the model's own and beside them, unless
+        stop_token_ids replaces these. Chats add the token that ends a turn.
+      ignore_eos: no token ends the text but those of stop_token_ids.
       stop: strings that end the text, if they are complete after min_tokens; not part of it.
       repetition_penalty: divides positive logits of tokens that occur in the prompt or the text,
         and multiplies negative ones; 1 changes nothing.
@@ -63,6 +65,7 @@ class SamplingParams:
     seed: int | None = None
     max_tokens: int = 128
     stop_token_ids: tuple[int, ...] | None = None
+    further_stop_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0
     ignore_eos: bool = False
     stop: tuple[str, ...] = ()
@@ -146,10 +149,16 @@ class SamplingParams:
 
     def stops(self, model_stops: tuple[int, ...]) -> tuple[int, ...]:
         """The tokens that end the text; ``model_stops`` are the model's own."""
+        own = tuple(dict.fromkeys((*model_stops, *self.further_stop_token_ids)))
         if self.stop_token_ids is not None:
-            further = () if self.structured is None else set(model_stops) - set(self.stop_token_ids)
+            further = () if self.structured is None else set(own) - set(self.stop_token_ids)
             return (*self.stop_token_ids, *sorted(further))
-        return () if self.ignore_eos else model_stops
+        return () if self.ignore_eos else own
+
+    def ending_at(self, token_ids: tuple[int, ...]) -> "SamplingParams":
+        """The same with further stop tokens."""
+        own = (*self.further_stop_token_ids, *token_ids)
+        return dataclasses.replace(self, further_stop_token_ids=tuple(dict.fromkeys(own)))
 
     def dense_bias(self, vocab_size: int) -> np.ndarray:
         """What is added to the logits of each token: float32 [V], -inf for those not allowed."""
@@ -213,6 +222,7 @@ _RULES: Mapping[str, tuple[Callable[[Any], bool], str]] = MappingProxyType(
         "max_tokens": (_is_integer_within(1, math.inf), "an integer, at least 1"),
         "min_tokens": (_is_integer_within(0, math.inf), "an integer, at least 0"),
         "stop_token_ids": (_or_none(_is_token_ids), "a tuple of token ids, or None"),
+        "further_stop_token_ids": (_is_token_ids, "a tuple of token ids"),
         **{
             name: (lambda value: isinstance(value, bool), "True or False")
             for name in ("ignore_eos", "trees", "plain")
@@ -256,6 +266,7 @@ _RULES: Mapping[str, tuple[Callable[[Any], bool], str]] = MappingProxyType(
 _FROZEN: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
     {
         "stop_token_ids": lambda ids: None if ids is None else tuple(ids),
+        "further_stop_token_ids": tuple,
         "allowed_token_ids": lambda ids: None if ids is None else tuple(ids),
         "bad_token_ids": tuple,
         "stop": lambda stop: (stop,) if isinstance(stop, str) else tuple(stop),
@@ -306,6 +317,7 @@ def check_requests(
 def _check_token_ids(params: SamplingParams, vocab_size: int) -> None:
     lists = {
         "stop_token_ids": params.stop_token_ids,
+        "further_stop_token_ids": params.further_stop_token_ids,
         "allowed_token_ids": params.allowed_token_ids,
         "bad_token_ids": params.bad_token_ids,
         "logit_bias": tuple(dict(params.logit_bias)),

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import functools
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
@@ -137,6 +138,7 @@ async def _plan(service: Service, request: ChatRequest) -> _Plan:
             raise FieldError("tools", "tools cannot be with response_format: give one of them")
         structured = tool_grammar(request, tools, form)
     prompt = await prompt_ids(service, request)
+    turn_end = service.turn_end()
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
     wanted = request.max_completion_tokens or request.max_tokens
     sampling = sampling_params(
@@ -144,7 +146,8 @@ async def _plan(service: Service, request: ChatRequest) -> _Plan:
         max_tokens=1,
         logprobs=logprobs,
         structured=structured,
-        model_stops=service.llm.llm.params.target.config.stop_token_ids,
+        model_stops=(*service.llm.llm.params.target.config.stop_token_ids, *turn_end),
+        further_stop_token_ids=turn_end,
         trees=service.shows_trees and request.return_speculation,
     )
     if wanted is not None and wanted < 1:
@@ -246,7 +249,10 @@ class _Writer:
     def __init__(self, plan: _Plan, index: int):
         self._plan, self._index, self._begun = plan, index, False
         self._parser = None if plan.form is None else ToolParser(plan.form)
-        self._rounds = RoundTexts(plan.service.llm.llm.detokenize, plan.prompt)
+
+    @functools.cached_property
+    def _rounds(self) -> RoundTexts:
+        return RoundTexts(self._plan.service.llm.llm.detokenize, self._plan.prompt)
 
     def chunks(self, event: TextChunk) -> list[ChatChoice]:
         deltas = self._deltas(event)
@@ -305,7 +311,8 @@ def chat_logprobs(texts: results.TokenTexts, entries: Sequence[TokenLogprob]) ->
 
 
 def _logprob(texts: results.TokenTexts, token_id: int, logprob: float) -> dict[str, Any]:
-    text = texts.of(token_id)
-    # A part of a character is shown as U+FFFD, whose bytes are not the token's.
-    own = None if "\ufffd" in text else list(text.encode())
-    return {"token": text, "logprob": logprob, "bytes": own}
+    return {
+        "token": texts.of(token_id),
+        "logprob": logprob,
+        "bytes": texts.bytes_of(token_id),
+    }

@@ -2,10 +2,12 @@
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 from jaxspec.completion import Completion, TextChunk
+from jaxspec.detokenizer import Detokenizer
 from jaxspec.generation import TokenLogprob
 from jaxspec.round_trees import RoundTexts
 from jaxspec.scheduling.requests import SamplingParams
@@ -54,6 +56,19 @@ class _Plan:
     ) -> Sequence[TokenLogprob]:
         return results.without_stop(self.service.llm.llm, self.sampling[0], entries, token_ids)
 
+    def places(self, index: int) -> results.TokenPlaces:
+        """Of the tokens that a choice adds to its prompt."""
+        skip = text_options(self.request).skip_special
+        decode = functools.partial(self.service.llm.llm.detokenize, skip_special=skip)
+        before = self.prompts[index // self.samples]
+        return results.TokenPlaces(Detokenizer(decode, before), len(self.echoed(index)))
+
+    def prompt_places(self) -> results.TokenPlaces:
+        """Of the tokens of a prompt that is echoed, special ones included if it is token ids."""
+        skip = isinstance(self.request.prompt, str)
+        decode = functools.partial(self.service.llm.llm.detokenize, skip_special=skip)
+        return results.TokenPlaces(Detokenizer(decode), 0)
+
     def echoed(self, index: int) -> str:
         """The prompt's text, if a choice begins with it."""
         if not self.request.echo:
@@ -92,8 +107,7 @@ async def stream(
     """The answer in chunks, those of several choices as they come."""
     plan = await _plan(service, request)
     options = request.stream_options
-    offsets: dict[int, int] = {}
-    rounds: dict[int, RoundTexts] = {}
+    writers = [_Writer(plan, index) for index in range(len(plan.prompts) * plan.samples)]
     generated, completions = 0, []
     prompt_tokens = sum(map(len, plan.prompts))
     spend(prompt_tokens)
@@ -108,7 +122,7 @@ async def stream(
             else:
                 generated += len(event.token_ids)
                 spend(len(event.token_ids))
-                response = plan.response([_chunk(plan, event, offsets, rounds)])
+                response = plan.response([writers[event.index].chunk(event)])
             if options is not None and options.continuous_usage_stats:
                 response.usage = results.partial_usage(prompt_tokens, generated, 0)
             yield response
@@ -174,47 +188,55 @@ def _choice(plan: _Plan, index: int, completion: Completion) -> CompletionChoice
         finish_reason=results.finish_reason(completion, request),
     )
     if request.logprobs is not None:
-        choice.logprobs = _all_logprobs(plan, completion)
+        choice.logprobs = _all_logprobs(plan, index, completion)
     results.add_asked(choice, request, completion, plan.service.llm.llm, texts)
     return choice
 
 
-def _all_logprobs(plan: _Plan, completion: Completion) -> CompletionLogprobs:
+def _all_logprobs(plan: _Plan, index: int, completion: Completion) -> CompletionLogprobs:
     texts = plan.service.texts
     own = plan.text_logprobs(completion.logprobs or [], completion.token_ids)
+    found = texts.logprobs(own, plan.places(index))
     if not plan.request.echo:
-        return texts.logprobs(own, 0)
-    first = texts.of(completion.prompt_token_ids[0])
-    found = texts.logprobs([*(completion.prompt_logprobs or []), *own], len(first))
+        return found
+    first, places = completion.prompt_token_ids[0], plan.prompt_places()
+    begin = places.next(first)
+    prompt = texts.logprobs(completion.prompt_logprobs or [], places)
     return CompletionLogprobs(
-        tokens=[first, *found.tokens],
-        token_logprobs=[None, *found.token_logprobs],
-        top_logprobs=[None, *found.top_logprobs],
-        text_offset=[0, *found.text_offset],
+        tokens=[texts.of(first), *prompt.tokens, *found.tokens],
+        token_logprobs=[None, *prompt.token_logprobs, *found.token_logprobs],
+        top_logprobs=[None, *prompt.top_logprobs, *found.top_logprobs],
+        text_offset=[begin, *prompt.text_offset, *found.text_offset],
     )
 
 
-def _chunk(
-    plan: _Plan, event: TextChunk, offsets: dict[int, int], rounds: dict[int, RoundTexts]
-) -> CompletionChoice:
-    """A piece of a choice. ``offsets``: where the next token of each begins."""
-    index, texts = event.index, plan.service.texts
-    text = event.text
-    if index not in offsets:
-        offsets[index] = len(plan.echoed(index))
-        text = plan.echoed(index) + text
-    choice = CompletionChoice(index=index, text=text)
-    if event.logprobs is not None:
-        own = plan.text_logprobs(event.logprobs, event.token_ids)
-        choice.logprobs = texts.logprobs(own, offsets[index])
-        offsets[index] += sum(map(len, choice.logprobs.tokens))
-    if plan.request.return_token_ids:
-        choice.token_ids = event.token_ids
-    if event.trees is not None:
-        prompt, decode = plan.prompts[index // plan.samples], plan.service.llm.llm.detokenize
-        texts_of_rounds = rounds.setdefault(index, RoundTexts(decode, prompt))
-        choice.speculation = Speculation(trees=texts_of_rounds.add(event.trees))
-    return choice
+class _Writer:
+    """Chunks of one choice of a stream."""
+
+    def __init__(self, plan: _Plan, index: int):
+        self._plan, self._index, self._begun = plan, index, False
+
+    @functools.cached_property
+    def _places(self) -> results.TokenPlaces:
+        return self._plan.places(self._index)
+
+    @functools.cached_property
+    def _rounds(self) -> RoundTexts:
+        prompt = self._plan.prompts[self._index // self._plan.samples]
+        return RoundTexts(self._plan.service.llm.llm.detokenize, prompt)
+
+    def chunk(self, event: TextChunk) -> CompletionChoice:
+        echoed = "" if self._begun else self._plan.echoed(self._index)
+        self._begun = True
+        choice = CompletionChoice(index=self._index, text=echoed + event.text)
+        if event.logprobs is not None:
+            own = self._plan.text_logprobs(event.logprobs, event.token_ids)
+            choice.logprobs = self._plan.service.texts.logprobs(own, self._places)
+        if self._plan.request.return_token_ids:
+            choice.token_ids = event.token_ids
+        if event.trees is not None:
+            choice.speculation = Speculation(trees=self._rounds.add(event.trees))
+        return choice
 
 
 def _last_chunk(plan: _Plan, index: int, completion: Completion) -> CompletionChoice:

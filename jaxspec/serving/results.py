@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Sequence
 
 from jaxspec.completion import Completion, generated_tokens
+from jaxspec.detokenizer import REPLACEMENT, Detokenizer
 from jaxspec.generation import TokenLogprob
 from jaxspec.llm import LLM
 from jaxspec.round_trees import RoundTexts
@@ -123,11 +124,31 @@ def _restricts(request: SamplingFields) -> bool:
     return any((*fields, request.response_format, request.min_tokens))
 
 
+class TokenPlaces:
+    """Where the text of each token begins, in the text of a choice.
+
+    Args:
+      detokenizer: of the tokens, after what comes before them.
+      offset: characters that come before them in the choice.
+    """
+
+    def __init__(self, detokenizer: Detokenizer, offset: int = 0):
+        self._detokenizer, self._offset = detokenizer, offset
+
+    def next(self, token_id: int) -> int:
+        """The place of the next token; of a part of a character, where the character begins."""
+        place, held = self._offset, self._detokenizer.held
+        piece = self._detokenizer.push([token_id])
+        self._offset += len(piece)
+        # What came before, if it stays broken, is not a part of this token's character.
+        return place + len(held) if piece.startswith(held) else place
+
+
 class TokenTexts:
     """The text of single tokens, as they stand inside a text."""
 
     def __init__(self, llm: LLM):
-        self._decode = llm.detokenize
+        self._decode, self._token_bytes = llm.detokenize, llm.token_bytes
         self.of = functools.lru_cache(maxsize=100_000)(self._of)
 
     def _of(self, token_id: int) -> str:
@@ -135,27 +156,33 @@ class TokenTexts:
         first, both = self._decode([token_id]), self._decode([token_id, token_id])
         return both.removeprefix(first) if both.startswith(first) else first
 
-    def logprobs(self, entries: Sequence[TokenLogprob | None], offset: int) -> CompletionLogprobs:
-        """In the shape of `/v1/completions`; ``offset`` is where the first token's text begins.
+    def bytes_of(self, token_id: int) -> list[int]:
+        """UTF-8, of which a token may have a part of a character."""
+        text = self.of(token_id)
+        known = self._token_bytes(token_id) if REPLACEMENT in text else None
+        return list(text.encode() if known is None else known)
+
+    def logprobs(
+        self, entries: Sequence[TokenLogprob | None], places: "TokenPlaces"
+    ) -> CompletionLogprobs:
+        """In the shape of `/v1/completions`; ``places`` says where each token's text begins.
 
         The entry of an echoed prompt's first token is None: it must be added by the caller.
         """
         known = [entry for entry in entries if entry is not None]
-        tokens = [self.of(entry.token_id) for entry in known]
-        offsets = []
-        for text in tokens:
-            offsets.append(offset)
-            offset += len(text)
         return CompletionLogprobs(
-            tokens=tokens,
+            tokens=[self.of(entry.token_id) for entry in known],
             token_logprobs=[entry.logprob for entry in known],
-            top_logprobs=[
-                {self.of(entry.token_id): entry.logprob}
-                | {self.of(token): logprob for token, logprob in entry.top}
-                for entry in known
-            ],
-            text_offset=offsets,
+            top_logprobs=[self._by_text(entry) for entry in known],
+            text_offset=[places.next(entry.token_id) for entry in known],
         )
+
+    def _by_text(self, entry: TokenLogprob) -> dict[str, float]:
+        """Of tokens with the same text, such as parts of characters, the sampled or likeliest."""
+        found = {self.of(entry.token_id): entry.logprob}
+        for token, logprob in entry.top:
+            found.setdefault(self.of(token), logprob)
+        return found
 
     def prompt_logprobs(self, entries: Sequence[TokenLogprob | None]) -> PromptLogprobs:
         """In vLLM's shape: by token id, for each token of the prompt."""

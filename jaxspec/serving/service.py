@@ -66,6 +66,10 @@ class Service:
     def max_length(self) -> int:
         return self.llm.llm.engine.cache.max_length
 
+    def turn_end(self) -> tuple[int, ...]:
+        """The token that ends a turn of chats, beside the model's stop tokens."""
+        return self.llm.llm.turn_end(self.chat_template)
+
     def check_ready(self) -> None:
         """Raise NotReady if no request may begin."""
         if self.state != "ready":

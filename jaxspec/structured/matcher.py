@@ -23,10 +23,12 @@ class Matcher:
     """
 
     def __init__(self, grammar: Any, num_words: int, stop_token_ids: frozenset[int]):
-        """``grammar`` is an llguidance.LLMatcher, which this object owns."""
+        """``grammar`` is an llguidance.LLMatcher, which this object owns; ``stop_token_ids`` are
+        those that it was compiled with."""
         self._grammar = grammar
         self._num_words = num_words
         self._stops = stop_token_ids
+        self._further: Words | None = None  # a mask of stop tokens that the grammar does not know
         self._finished = False
         self._length = 0  # tokens consumed
 
@@ -45,7 +47,20 @@ class Matcher:
         tokens so far: about 4 us each 100."""
         other = Matcher(self._grammar.deep_copy(), self._num_words, self._stops)
         other._finished, other._length = self._finished, self._length
+        other._further = self._further
         return other
+
+    def ending_at(self, token_ids: Sequence[int]) -> "Matcher":
+        """This matcher: these tokens, too, may end the output, where it is complete."""
+        further = sorted(set(token_ids) - self._stops)
+        if further:
+            mask = np.zeros(self._num_words, np.uint32)
+            if self._further is not None:
+                mask |= self._further
+            for token in further:
+                mask[token // 32] |= np.uint32(1) << np.uint32(token % 32)
+            self._further, self._stops = mask, self._stops | set(further)
+        return self
 
     def advance(self, tokens: Sequence[int]) -> None:
         """Take committed tokens. The last one may be a stop token of the grammar.
@@ -115,6 +130,8 @@ class Matcher:
         def visit(node: int) -> None:  # the grammar has consumed the path to this node
             legal.append(node)
             grammar.unsafe_compute_mask_ptr(address + node * size, size)
+            if self._further is not None and grammar.is_accepting():
+                masks[node] |= self._further
             for child in children[node]:
                 token = tokens[child]
                 if token in stops:

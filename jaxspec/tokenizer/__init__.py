@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         load_tokenizer,
         tokenize_chats,
         tokenizer_json,
+        turn_end,
     )
     from jaxspec.tokenizer.text import Conversation, Message, Prompt, TextTokenizer, tokenize
 
@@ -21,7 +22,7 @@ __getattr__, __dir__ = lazy_names(
     __name__,
     {
         "jaxspec.tokenizer.hugging_face": (
-            *("Tokenizer", "load_tokenizer", "tokenize_chats", "tokenizer_json"),
+            *("Tokenizer", "load_tokenizer", "tokenize_chats", "tokenizer_json", "turn_end"),
         ),
         "jaxspec.tokenizer.text": (
             *("Conversation", "Message", "Prompt", "TextTokenizer", "tokenize"),
@@ -39,4 +40,5 @@ __all__ = [
     "tokenize",
     "tokenize_chats",
     "tokenizer_json",
+    "turn_end",
 ]

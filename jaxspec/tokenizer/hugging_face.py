@@ -36,6 +36,9 @@ with _without_advice():
 
 type Tokenizer = transformers.PreTrainedTokenizerBase
 
+_REFUSALS = (jinja2.TemplateError, TypeError, ValueError, AttributeError, KeyError)
+_ANSWER = "answer"  # stands for an assistant's
+
 
 def load_tokenizer(model: str | Path) -> Tokenizer:
     """The model's own tokenizer. Raises ValueError if there is none or it cannot be loaded.
@@ -106,9 +109,35 @@ def tokenize_chats(
             )
             for conversation in conversations
         ]
-    except (jinja2.TemplateError, TypeError, ValueError, AttributeError, KeyError) as error:
+    except _REFUSALS as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"the chat template refuses these messages: {reason}") from error
+
+
+def turn_end(tokenizer: Tokenizer, chat_template: str | None = None) -> tuple[int, ...]:
+    """The special or added token that follows the assistant's answer in the chat template.
+
+    Nothing if there is no template, if it refuses a short chat, and if no such token follows.
+    """
+    if chat_template is None and tokenizer.chat_template is None:
+        return ()
+    messages = [
+        {"role": "user", "content": "question"},
+        {"role": "assistant", "content": _ANSWER},
+    ]
+    apply: Any = tokenizer.apply_chat_template
+    try:
+        text = str(apply(messages, chat_template=chat_template, tokenize=False))
+    except _REFUSALS:
+        return ()
+    _, found, rest = text.rpartition(_ANSWER)
+    after = rest.lstrip() if found else ""
+    tokens = [
+        (len(token.content), id_)
+        for id_, token in tokenizer.added_tokens_decoder.items()
+        if token.content and after.startswith(token.content)
+    ]
+    return (max(tokens)[1],) if tokens else ()
 
 
 def _check_conversation(conversation: object) -> None:

@@ -9,6 +9,7 @@ import tokenizers
 
 from jaxspec import tokenizer as package  # its names load transformers when they are asked for
 from jaxspec.models.hf_values import read_json
+from jaxspec.tokenizer.token_bytes import TokenBytes
 from jaxspec.weights.hub import resolve_directory
 
 if TYPE_CHECKING:
@@ -36,16 +37,28 @@ class TextTokenizer:
         plain = plain_tokenizer(self.directory)
         if plain is None:
             full = self.full
+            backend = getattr(full, "backend_tokenizer", None)
             self._encode = lambda text: full(text, verbose=False)["input_ids"]
-            self._decode: Callable[..., Any] = full.decode
+            # Only BERT's tokenizers mean their spaces to be cleaned up; it would change text that
+            # has been streamed already.
+            self._decode: Callable[..., Any] = functools.partial(
+                full.decode, clean_up_tokenization_spaces=False
+            )
         else:
+            backend = plain
             self._encode = lambda text: plain.encode(text).ids
             self._decode = plain.decode
+        self._bytes = None if backend is None else TokenBytes(backend)
+        # The token that ends the assistant's turns, see hugging_face.turn_end.
+        self.turn_end = functools.lru_cache(maxsize=64)(self._turn_end)
 
     @functools.cached_property
     def full(self) -> "Tokenizer":
         """The tokenizer of transformers, with the chat template; loaded when first asked for."""
         return package.load_tokenizer(self.directory)
+
+    def _turn_end(self, chat_template: str | None) -> tuple[int, ...]:
+        return package.turn_end(self.full, chat_template)
 
     def encode(self, text: str) -> list[int]:
         """Token ids, with those that the tokenizer puts around every text."""
@@ -54,6 +67,11 @@ class TextTokenizer:
     def decode(self, token_ids: Sequence[int], *, skip_special: bool = False) -> str:
         """Text, special tokens included unless ``skip_special``."""
         return str(self._decode(list(token_ids), skip_special_tokens=skip_special))
+
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """The bytes of a token that may be a part of a character; None: they are not known, or
+        those of its text."""
+        return None if self._bytes is None else self._bytes.of(token_id)
 
 
 def plain_tokenizer(directory: Path) -> tokenizers.Tokenizer | None:

@@ -70,6 +70,7 @@ def _answers(
             temperature=temperatures[row % len(temperatures)],
             seed=row,
             max_tokens=examples.tokens.shape[1] - len(prompt),
+            further_stop_token_ids=llm.turn_end(),
         )
         for row, prompt in zip(batch, prompts, strict=True)
     ]

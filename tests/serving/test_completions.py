@@ -96,9 +96,34 @@ def test_logprobs_of_the_text_and_of_an_echoed_prompt(llm: LLM):
     assert found.token_logprobs[0] is None and len(found.tokens) == 32
     assert all(value <= 0 for value in found.token_logprobs[1:])
     assert found.text_offset[:3] == [0, 1, 2]
+    assert found.text_offset == sorted(found.text_offset)
+    assert all(
+        choice.text.startswith(token, place)
+        for token, place in zip(found.tokens, found.text_offset, strict=True)
+        if "\ufffd" not in token  # the others begin where the character does
+    )
+    places = [place for one in streamed if one for place in one.text_offset]
+    assert [12 + place for place in places] == found.text_offset[12:]
     assert all(1 <= len(top) <= 2 for top in found.top_logprobs[1:])
     tokens = [token for one in streamed if one for token in one.tokens]
     assert tokens == found.tokens[12:]
+
+
+def test_parts_of_characters_have_their_bytes_and_places(llm: LLM):
+    """Characters of four tokens, each of a byte."""
+    body = {"structured_outputs": {"regex": "[😀🚀]{4}"}}
+    fields = {"model": MODEL, "max_tokens": 16, "seed": 1, "extra_body": body}
+
+    async def test(client: Any) -> Any:
+        chats, prompt = client.chat.completions, [{"role": "user", "content": "😀"}]
+        chat = await chats.create(messages=prompt, logprobs=True, **fields)
+        text = await client.completions.create(prompt="😀", echo=True, logprobs=0, **fields)
+        return chat.choices[0], text.choices[0]
+
+    chat, text = with_client(llm, test)
+    entries = [bytes(entry.bytes) for entry in chat.logprobs.content]
+    assert len(entries) == 16 and b"".join(entries).decode() == chat.message.content
+    assert text.logprobs.text_offset == [place for place in range(5) for _ in range(4)]
 
 
 def test_a_stop_string_ends_the_text_and_may_be_kept(llm: LLM):

@@ -261,3 +261,26 @@ def test_bad_compilers_are_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(compiler_module.importlib, "import_module", missing)
     with pytest.raises(ValueError, match=r"pip install 'jaxspec\[structured\]'"):
         GrammarCompiler(text, VOCAB, [END])
+
+
+def test_further_stop_tokens_may_end_an_output_where_it_is_complete():
+    """In the masks of all nodes of a tree, in copies, and beside the grammar's own."""
+    further = VOCAB - 1
+    (a,), (b,) = tokenizer()("a")["input_ids"], tokenizer()("b")["input_ids"]
+    output = StructuredOutput(regex="ab*")
+    plain = compiler().matcher(output)
+    tree = [b, a, further, b, further, further], [-1, 0, 0, 1, 1, 3], 6
+    expected, _ = plain.masks(*tree)
+    matcher = compiler().matcher(output).ending_at([further, END])
+    for own in (matcher, matcher.copy()):
+        masks, legal = own.masks(*tree)
+        assert legal.tolist() == [True, True, False, True, True, True]
+        assert further not in tokens_of(masks[0]) and END not in tokens_of(masks[0])
+        for node in (1, 3):
+            assert tokens_of(masks[node]) == sorted([*tokens_of(expected[node]), further])
+    with pytest.raises(GrammarError, match="does not match the grammar after 0 tokens"):
+        matcher.copy().advance([further])
+    matcher.advance([a, b, further])
+    assert matcher.finished
+    with pytest.raises(GrammarError, match="does not match the grammar after 1 tokens"):
+        plain.advance([a, further])

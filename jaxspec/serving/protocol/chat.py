@@ -75,7 +75,7 @@ class ChatRequest(SamplingFields):
 
 
 class TopLogprob(ResponseBody):
-    """``bytes`` is None for a token that holds only a part of a character."""
+    """``bytes`` are the token's, also of a part of a character, whose ``token`` has U+FFFD."""
 
     token: str
     logprob: float

@@ -1,0 +1,60 @@
+"""Checks of prompts before the weights are loaded, and what their lengths may be."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxspec.config.checks import check_count
+from jaxspec.config.model import ModelConfig
+from jaxspec.models.hf_config import load_model_config
+from jaxspec.scheduling.requests import SamplingParams, check_requests
+from jaxspec.tokenizer.text import Prompt, TextTokenizer, tokenize
+from jaxspec.weights.hub import resolve_directory
+
+DEFAULT_MAX_LENGTH = 2048
+
+
+def check_prompts(
+    model: str | Path,
+    prompts: Sequence[Prompt],
+    sampling: SamplingParams | Sequence[SamplingParams],
+    max_length: int | None = None,
+    tokenizer: TextTokenizer | None = None,
+) -> list[list[int]]:
+    """The token ids of the prompts, after the checks of LLM and its generate.
+
+    Only the model's config and tokenizer are read, so a bad prompt is found before the weights are
+    loaded. ``tokenizer`` is the model's, if it has been read already.
+
+    Raises the ValueErrors that LLM and generate would raise.
+    """
+    directory = resolve_directory(model)
+    config = load_model_config(directory)
+    length = allowed_length(max_length, config)
+    tokens = tokenize(tokenizer or TextTokenizer(directory), prompts)
+    params = for_each(sampling, len(tokens))
+    check_requests(tokens, params, config.vocab_size, length, config.max_position)
+    return tokens
+
+
+def for_each(
+    sampling: SamplingParams | Sequence[SamplingParams], count: int
+) -> list[SamplingParams]:
+    """Sampling of each prompt. Raises ValueError for what is none."""
+    if isinstance(sampling, SamplingParams):
+        return [sampling] * count
+    if not isinstance(sampling, (list, tuple)):
+        kind = type(sampling).__name__
+        raise ValueError(f"sampling must be SamplingParams, or a list of them, not {kind}")
+    return list(sampling)
+
+
+def allowed_length(wanted: int | None, config: ModelConfig) -> int:
+    """Most tokens of a request: ``wanted``, by default what the model allows, at most 2048.
+
+    Raises ValueError for a length that the model does not allow.
+    """
+    if wanted is None:
+        return min(config.max_position, DEFAULT_MAX_LENGTH)
+    check_count("max_length", wanted)
+    config.check_length(wanted)
+    return wanted
