@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 
 from jaxspec.config.model import ModelConfig
@@ -34,11 +33,10 @@ from jaxspec.weights.safetensors_io import (
     placements,
     save_tree,
 )
+from jaxspec.weights.tied_head import EMBEDDINGS, HEAD, same_values
 
 # Ends of the names of what joins an MTP layer's inputs.
 _JOINS = (".eh_proj.weight", ".input_proj.weight", "mtp.fc.weight")
-_EMBEDDINGS = "model.embed_tokens.weight"
-_COMPARED_ROWS = 64
 
 
 def has_mtp_layers(directory: str | Path, config: ModelConfig) -> bool:
@@ -196,9 +194,9 @@ def load_mtp_head(
 
 
 def _check_copies(stored: Mapping[str, CheckpointTensor], names: MtpNames) -> None:
-    """Compare some rows of each copy with the target's tensor, if the checkpoint has both."""
-    lm_head = "lm_head.weight" if "lm_head.weight" in stored else _EMBEDDINGS
-    targets = {"embed_tokens.weight": _EMBEDDINGS, "shared_head.head.weight": lm_head}
+    """Compare each copy with the target's tensor, if the checkpoint has both."""
+    lm_head = HEAD if HEAD in stored else EMBEDDINGS
+    targets = {"embed_tokens.weight": EMBEDDINGS, "shared_head.head.weight": lm_head}
     for name in names.copies:
         copy, target = stored.get(f"{names.prefix}{name}"), stored.get(targets[name])
         if copy is None or target is None:
@@ -207,15 +205,12 @@ def _check_copies(stored: Mapping[str, CheckpointTensor], names: MtpNames) -> No
             raise ValueError(
                 f"{copy.name} is {copy.shape}, {target.name} {target.shape}: choose another drafter"
             )
-        for start in range(0, copy.shape[0], max(1, copy.shape[0] // _COMPARED_ROWS)):
-            rows = slice(start, start + 1), slice(None)
-            if not np.array_equal(copy.read(*rows), target.read(*rows)):
-                warnings.warn(
-                    f"{copy.name} differs from {target.name}, which is read in its place: fewer "
-                    "drafts may be accepted",
-                    stacklevel=4,
-                )
-                break
+        if not same_values(copy, target):
+            warnings.warn(
+                f"{copy.name} differs from {target.name}, which is read in its place: fewer "
+                "drafts may be accepted",
+                stacklevel=4,
+            )
 
 
 def _mtp_config(directory: Path) -> MtpConfig:

@@ -1,0 +1,59 @@
+"""LM heads that a checkpoint stores although its config.json ties them to the embeddings."""
+
+import dataclasses
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from jaxspec.config.model import ModelConfig
+from jaxspec.tensors import CheckpointTensor
+
+EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+QUANTIZED_HEAD = "lm_head.values"  # see quantization.formats
+CHUNK_ELEMENTS = 4 << 20  # most elements of a tensor that are compared at a time
+
+
+def with_stored_head(
+    config: ModelConfig, stored: Mapping[str, CheckpointTensor], directory: str | Path
+) -> ModelConfig:
+    """The config, untied if the checkpoint has an LM head that is not a copy of its embeddings.
+
+    ``stored`` has the tensors of quantization.formats. A quantized LM head is never a copy. Warns
+    that the stored LM head is used, as transformers does.
+    """
+    if not config.tie_word_embeddings or _is_tied(stored):
+        return config
+    warnings.warn(
+        f"{directory}: config.json ties the LM head to the embeddings (tie_word_embeddings), but "
+        "the checkpoint has an lm_head of other values, which is used. Set tie_word_embeddings to "
+        "false to say so",
+        stacklevel=3,
+    )
+    return dataclasses.replace(config, tie_word_embeddings=False)
+
+
+def _is_tied(stored: Mapping[str, CheckpointTensor]) -> bool:
+    """Whether there is no LM head, or one that repeats the embeddings."""
+    if QUANTIZED_HEAD in stored:
+        return False
+    head, embeddings = stored.get(HEAD), stored.get(EMBEDDINGS)
+    return head is None or embeddings is None or same_values(head, embeddings)
+
+
+def same_values(first: CheckpointTensor, second: CheckpointTensor) -> bool:
+    """Whether two matrices are equal, read some rows at a time up to the first difference."""
+    if first.shape != second.shape:
+        return False
+    size, step = first.shape[0], max(1, CHUNK_ELEMENTS // max(1, first.shape[-1]))
+    parts = (slice(start, min(start + step, size)) for start in range(0, size, step))
+    return all(_same_rows(first, second, part) for part in parts)
+
+
+def _same_rows(first: CheckpointTensor, second: CheckpointTensor, rows: slice) -> bool:
+    one, other = first.read(rows, slice(None)), second.read(rows, slice(None))
+    if first.dtype == second.dtype:  # bytes are compared several times faster than bfloat16
+        one, other = (np.ascontiguousarray(part).view(np.uint8) for part in (one, other))
+        return np.array_equal(one, other)
+    return np.array_equal(one.astype(np.float64), other.astype(np.float64))
