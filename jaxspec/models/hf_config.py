@@ -44,7 +44,18 @@ def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:
     Raises ValueError for a model that the decoder would not compute exactly.
     """
     family = _family_of(raw)
-    if (raw.get("architectures") or [family.architecture]) != [family.architecture]:
+    named = raw.get("architectures") or [family.architecture]
+    without_head = family.architecture.replace("ForCausalLM", "Model")
+    if named == [without_head]:
+        model = family.model(raw)
+        if not model.tie_word_embeddings:
+            raise ValueError(
+                f"architectures {shown(named)} is a model without an LM head, and "
+                "tie_word_embeddings is false: it writes no text. Take the checkpoint of "
+                f"{family.architecture}"
+            )
+        return model
+    if named != [family.architecture]:
         raise ValueError(
             f"architectures {shown(raw['architectures'])} is not supported for model_type "
             f"{raw['model_type']!r}; it must be ['{family.architecture}']"

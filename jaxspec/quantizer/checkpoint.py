@@ -21,11 +21,15 @@ from jaxspec.models.hf_values import read_json
 from jaxspec.models.layer import Layer
 from jaxspec.models.mtp_names import mtp_tensors
 from jaxspec.parallel import ONE_SHARD
-from jaxspec.quantization.formats import CONFIG_KEYS
 from jaxspec.quantization.stored import as_stored
 from jaxspec.quantizer.layers import FLOAT32, LayerKind
 from jaxspec.tensors import CheckpointTensor, choosing, splitting, tensor_shapes
-from jaxspec.weights.checkpoint_files import StoredTensor, canonical_tensors, scan
+from jaxspec.weights.checkpoint_files import (
+    StoredTensor,
+    canonical_tensors,
+    quantization_of,
+    scan,
+)
 from jaxspec.weights.eagle import head_method
 from jaxspec.weights.fused_experts import unfused
 from jaxspec.weights.safetensors_io import check_tensors, load_tree, placements
@@ -61,11 +65,11 @@ class Checkpoint:
     def __init__(self, directory: Path):
         self.directory = directory
         self.raw = read_json(directory / "config.json")
-        if any(self.raw.get(key) is not None for key in CONFIG_KEYS):
-            raise ValueError(f"{directory} is quantized already: take the original checkpoint")
         if says_block(self.raw):
             raise ValueError(f"{directory} is a block drafter, which is not quantized")
         self.stored = scan(directory)
+        if quantization_of(directory, self.stored) is not None:
+            raise ValueError(f"{directory} is quantized already: take the original checkpoint")
         self.config = None
         if head_method(directory) is None:
             config = load_model_config(directory)

@@ -13,10 +13,9 @@ from jaxspec.models.hf_blocks import block_config, says_block, to_hf_block
 from jaxspec.models.hf_values import naming, read_json
 from jaxspec.models.linear import Linear
 from jaxspec.parallel import Shards, mesh_layout
-from jaxspec.quantization.formats import CONFIG_KEYS
 from jaxspec.quantization.kv_cache import without_kv_scales
 from jaxspec.tensors import splitting
-from jaxspec.weights.checkpoint_files import scan
+from jaxspec.weights.checkpoint_files import quantization_of, scan
 from jaxspec.weights.safetensors_io import check_not_quantized, load_tree, placements, save_tree
 
 # DeepSpec's checkpoints have the target's own tables, which were not trained.
@@ -44,7 +43,8 @@ def load_block_head(
     """
     directory = Path(directory)
     raw = read_json(directory / "config.json")
-    if any(raw.get(key) is not None for key in CONFIG_KEYS):
+    stored = scan(directory)
+    if quantization_of(directory, stored) is not None:
         raise ValueError(f"{directory} is a quantized block drafter, which is not supported")
     with naming(f"block drafter's {directory / 'config.json'}"):
         config = block_config(raw, target)
@@ -52,7 +52,7 @@ def load_block_head(
     shapes = block_head_shapes(config, target, dtype, shards)
     harmless = {*_COPIES} if config.predicts_next else set()
     splits = shapes.filled(splitting())
-    return load_tree(scan(directory), shapes, splits, placements(shapes, mesh), harmless)
+    return load_tree(stored, shapes, splits, placements(shapes, mesh), harmless)
 
 
 def save_block_head(head: BlockHead, directory: str | Path, target: Decoder) -> None:
