@@ -46,21 +46,18 @@ def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:
     family = _family_of(raw)
     named = raw.get("architectures") or [family.architecture]
     without_head = family.architecture.replace("ForCausalLM", "Model")
-    if named == [without_head]:
-        model = family.model(raw)
-        if not model.tie_word_embeddings:
-            raise ValueError(
-                f"architectures {shown(named)} is a model without an LM head, and "
-                "tie_word_embeddings is false: it writes no text. Take the checkpoint of "
-                f"{family.architecture}"
-            )
-        return model
-    if named != [family.architecture]:
+    if named not in ([family.architecture], [without_head]):
         raise ValueError(
-            f"architectures {shown(raw['architectures'])} is not supported for model_type "
+            f"architectures {shown(named)} is not supported for model_type "
             f"{raw['model_type']!r}; it must be ['{family.architecture}']"
         )
-    return family.model(raw)
+    model = family.model(raw)
+    if named != [family.architecture] and not model.tie_word_embeddings:
+        raise ValueError(
+            f"architectures {shown(named)} is a model without an LM head, and tie_word_embeddings "
+            f"is false: it writes no text. Take the checkpoint of {family.architecture}"
+        )
+    return model
 
 
 def with_mtp_layer(raw: Mapping[str, Any], states: MtpStates | None = None) -> dict[str, Any]:

@@ -197,9 +197,7 @@ def test_groups_that_work_are_proposed():
         "64, 32, 16, 8, -1 (all of them)"
     )
     check_plan(plan_of("gptq", group=64), shapes)
-    with pytest.raises(
-        ValueError, match=r"^q_proj: .* 576 inputs; down_proj: .* 1536 inputs\. Gro"
-    ):
+    with pytest.raises(ValueError, match=r"^q_proj: .* 576 inputs; down_proj: .* 1536 inputs\."):
         check_plan(plan_of("gptq", group=1000), shapes)
 
 
