@@ -15,11 +15,12 @@ from jaxspec.models.linear import Linear
 from jaxspec.parallel import Shards, mesh_layout
 from jaxspec.quantization.kv_cache import without_kv_scales
 from jaxspec.tensors import splitting
-from jaxspec.weights.checkpoint_files import quantization_of, scan
+from jaxspec.weights.checkpoint_files import canonical_tensors, quantization_of, scan
 from jaxspec.weights.safetensors_io import check_not_quantized, load_tree, placements, save_tree
+from jaxspec.weights.tied_head import EMBEDDINGS, HEAD, warn_of_changed_copies
 
 # DeepSpec's checkpoints have the target's own tables, which were not trained.
-_COPIES = ("embed_tokens.weight", "lm_head.weight")
+_COPIES = ("embed_tokens.weight", HEAD)
 
 
 def holds_block_head(directory: str | Path) -> bool:
@@ -53,6 +54,19 @@ def load_block_head(
     harmless = {*_COPIES} if config.predicts_next else set()
     splits = shapes.filled(splitting())
     return load_tree(stored, shapes, splits, placements(shapes, mesh), harmless)
+
+
+def check_block_copies(directory: str | Path, model: str | Path) -> None:
+    """Warn of a block head's tables that are not those of the target in the directory ``model``,
+    which are read in their place.
+
+    Raises ValueError for tables of another shape.
+    """
+    stored = scan(directory)
+    copies = dict(zip((EMBEDDINGS, HEAD), map(stored.get, _COPIES), strict=True))
+    found = {name: copy for name, copy in copies.items() if copy is not None}
+    if found:
+        warn_of_changed_copies(found, canonical_tensors(model), stacklevel=2)
 
 
 def save_block_head(head: BlockHead, directory: str | Path, target: Decoder) -> None:

@@ -2,9 +2,9 @@
 
 import dataclasses
 import re
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax.numpy as jnp
@@ -20,10 +20,10 @@ from jaxspec.models.heads import (
     mtp_states,
 )
 from jaxspec.models.hf_config import load_model_config, with_mtp_layer
-from jaxspec.models.mtp_names import MtpNames, mtp_tensors
+from jaxspec.models.mtp_names import mtp_tensors
 from jaxspec.parallel import Shards, mesh_layout
 from jaxspec.quantization.kv_cache import without_kv_scales
-from jaxspec.tensors import CheckpointTensor, choosing, splitting
+from jaxspec.tensors import choosing, splitting
 from jaxspec.weights.checkpoint_files import scan
 from jaxspec.weights.fused_experts import unfused
 from jaxspec.weights.safetensors_io import (
@@ -33,10 +33,12 @@ from jaxspec.weights.safetensors_io import (
     placements,
     save_tree,
 )
-from jaxspec.weights.tied_head import EMBEDDINGS, HEAD, same_values
+from jaxspec.weights.tied_head import EMBEDDINGS, HEAD, warn_of_changed_copies
 
 # Ends of the names of what joins an MTP layer's inputs.
 _JOINS = (".eh_proj.weight", ".input_proj.weight", "mtp.fc.weight")
+# The target's tensors that DeepSeek's layers have copies of.
+_COPIED = MappingProxyType({"embed_tokens.weight": EMBEDDINGS, "shared_head.head.weight": HEAD})
 
 
 def has_mtp_layers(directory: str | Path, config: ModelConfig) -> bool:
@@ -175,7 +177,9 @@ def load_mtp_head(
     shards = Shards.over(mesh, mesh_layout(mesh, split_model=sharded))
     stored, kind = open_checkpoint(directory, shards, None)
     own = {name: one for name, one in stored.items() if head.mtp.have(name)}
-    _check_copies(stored, head.mtp)
+    named = {_COPIED[copy]: f"{head.mtp.prefix}{copy}" for copy in head.mtp.copies}
+    copies = {name: stored[copy] for name, copy in named.items() if copy in stored}
+    warn_of_changed_copies(copies, stored, stacklevel=3)
     own = unfused(own, head.model)
     if not own:
         raise ValueError(
@@ -191,26 +195,6 @@ def load_mtp_head(
         placements(shapes, mesh),
         {f"{head.mtp.prefix}{name}" for name in head.mtp.copies},
     )
-
-
-def _check_copies(stored: Mapping[str, CheckpointTensor], names: MtpNames) -> None:
-    """Compare each copy with the target's tensor, if the checkpoint has both."""
-    lm_head = HEAD if HEAD in stored else EMBEDDINGS
-    targets = {"embed_tokens.weight": EMBEDDINGS, "shared_head.head.weight": lm_head}
-    for name in names.copies:
-        copy, target = stored.get(f"{names.prefix}{name}"), stored.get(targets[name])
-        if copy is None or target is None:
-            continue
-        if copy.shape != target.shape:
-            raise ValueError(
-                f"{copy.name} is {copy.shape}, {target.name} {target.shape}: choose another drafter"
-            )
-        if not same_values(copy, target):
-            warnings.warn(
-                f"{copy.name} differs from {target.name}, which is read in its place: fewer "
-                "drafts may be accepted",
-                stacklevel=4,
-            )
 
 
 def _mtp_config(directory: Path) -> MtpConfig:

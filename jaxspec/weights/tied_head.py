@@ -1,4 +1,4 @@
-"""LM heads that a checkpoint stores although its config.json ties them to the embeddings."""
+"""LM heads and embeddings that are stored where they should be copies of others."""
 
 import dataclasses
 import warnings
@@ -42,18 +42,56 @@ def _is_tied(stored: Mapping[str, CheckpointTensor]) -> bool:
     return head is None or embeddings is None or same_values(head, embeddings)
 
 
-def same_values(first: CheckpointTensor, second: CheckpointTensor) -> bool:
-    """Whether two matrices are equal, read some rows at a time up to the first difference."""
+def warn_of_changed_copies(
+    copies: Mapping[str, CheckpointTensor], stored: Mapping[str, CheckpointTensor], stacklevel: int
+) -> None:
+    """Warn of a draft head's copies of its target's embeddings or LM head that have other values:
+    the target's are read in their place.
+
+    Args:
+      copies: the head's, by the name that the target has for each.
+      stored: the target's tensors. What it does not have, or has quantized, is not compared.
+      stacklevel: as of warnings.warn, from the caller on.
+
+    Raises ValueError for a copy of another shape.
+    """
+    for name, copy in copies.items():
+        is_tied = name == HEAD and HEAD not in stored and QUANTIZED_HEAD not in stored
+        target = stored.get(EMBEDDINGS if is_tied else name)
+        if target is None:
+            continue
+        if copy.shape != target.shape:
+            raise ValueError(
+                f"{copy.name} is {copy.shape}, {target.name} {target.shape}: choose another drafter"
+            )
+        if not same_values(copy, target, rounded=True):  # a head may have fewer bits
+            warnings.warn(
+                f"{copy.name} differs from {target.name}, which is read in its place: fewer "
+                "drafts may be accepted",
+                stacklevel=stacklevel + 1,
+            )
+
+
+def same_values(
+    first: CheckpointTensor, second: CheckpointTensor, *, rounded: bool = False
+) -> bool:
+    """Whether two matrices are equal, read some rows at a time up to the first difference.
+
+    ``rounded``: the second's values are rounded to the first's dtype before.
+    """
     if first.shape != second.shape:
         return False
     size, step = first.shape[0], max(1, CHUNK_ELEMENTS // max(1, first.shape[-1]))
-    parts = (slice(start, min(start + step, size)) for start in range(0, size, step))
-    return all(_same_rows(first, second, part) for part in parts)
+    for start in range(0, size, step):
+        rows = slice(start, min(start + step, size))
+        one, other = first.read(rows, slice(None)), second.read(rows, slice(None))
+        if not _equal(one, other.astype(one.dtype) if rounded else other):
+            return False
+    return True
 
 
-def _same_rows(first: CheckpointTensor, second: CheckpointTensor, rows: slice) -> bool:
-    one, other = first.read(rows, slice(None)), second.read(rows, slice(None))
+def _equal(first: np.ndarray, second: np.ndarray) -> bool:
     if first.dtype == second.dtype:  # bytes are compared several times faster than bfloat16
-        one, other = (np.ascontiguousarray(part).view(np.uint8) for part in (one, other))
-        return np.array_equal(one, other)
-    return np.array_equal(one.astype(np.float64), other.astype(np.float64))
+        first, second = (np.ascontiguousarray(part).view(np.uint8) for part in (first, second))
+        return np.array_equal(first, second)
+    return np.array_equal(first.astype(np.float64), second.astype(np.float64))
