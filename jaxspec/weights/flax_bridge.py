@@ -13,8 +13,8 @@ The arrays are transposed and concatenated on the device; nothing goes through t
 """
 
 import re
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -27,6 +27,8 @@ from jaxspec.quantization.kv_cache import has_float8_cache, with_scales_of, with
 from jaxspec.tensors import joining, splitting, tensor_shapes
 from jaxspec.weights.flax_layouts import Order, Shape, order_of_axes
 from jaxspec.weights.in_place import place_of
+
+ROW = re.compile(r"(.*)\[(\d+)\]")  # the path of an array that stacks several, and an index
 
 # Checkpoint tensor name -> flax path, alone or with the array's axes; {i} is a layer's index.
 Names = Mapping[str, str | tuple[str, str]]
@@ -47,7 +49,8 @@ def target_from_flax(like: Decoder, params: Any, names: Names) -> Decoder:
       names: the flax path of each tensor of a Hugging Face checkpoint. An array called ``kernel``
         has flax's layout: [in, out], or with separate heads [in, heads, dim] and [heads, dim, out].
         Any other has the checkpoint's, [out, in], unless its path stands beside its axes:
-        ``("layers.{i}.q.w", "in heads dim")``. See flax_layouts.
+        ``("layers.{i}.q.w", "in heads dim")``. See flax_layouts. ``kv.w[0]`` is the first of the
+        arrays that one stacks along its first axis, as ``layers.q.kernel[{i}]`` of scanned layers.
 
     Raises ValueError that lists missing and misshapen tensors, square matrices of which nothing
     states the layout, arrays that two tensors refer to, and arrays of the flax tree that none does.
@@ -101,17 +104,30 @@ def _in_place[T](like: T, new: T) -> T:
     return jax.tree.map(placed, like, new)
 
 
+class _Row(NamedTuple):
+    """One of the arrays that another stacks along its first axis."""
+
+    stack: Array
+    index: int
+
+    @property
+    def shape(self) -> Shape:
+        return self.stack.shape[1:]
+
+
 class _Tensors(Mapping[str, Array]):
     """A checkpoint's tensors, [out, in], converted from a flax tree one at a time on access.
 
     Converting all at once would need the memory of a second model.
     """
 
-    def __init__(self, sources: Mapping[str, tuple[Array, Order, Shape]]):
+    def __init__(self, sources: Mapping[str, tuple[Array | _Row, Order, Shape]]):
         self._sources = sources
 
     def __getitem__(self, name: str) -> Array:
         array, order, shape = self._sources[name]
+        if isinstance(array, _Row):
+            array = array.stack[array.index]
         return array.transpose(order).reshape(shape)
 
     def __iter__(self) -> Iterator[str]:
@@ -123,12 +139,14 @@ class _Tensors(Mapping[str, Array]):
 
 def _tensors(leaves: list[tuple[Any, Any]], params: Any, names: Names) -> _Tensors:
     """Every tensor that the (array, Split) pairs are made of, from the flax tree."""
-    arrays, problems = _flat(params), []
-    sources: dict[str, tuple[Array, Order, Shape]] = {}
+    tensors, problems = tensor_shapes(leaves), []
+    named = {name: _path_of(name, names) for name in tensors}
+    arrays = _with_rows(_flat(params), [path for path, _ in named.values() if path is not None])
+    sources: dict[str, tuple[Array | _Row, Order, Shape]] = {}
     users: dict[str, str] = {}  # of a path
     cure = ""
-    for name, tensor in tensor_shapes(leaves).items():
-        path, axes = _path_of(name, names)
+    for name, (path, axes) in named.items():
+        tensor = tensors[name]
         if path is None:
             problems.append(f"no path is given for {name}")
             continue
@@ -150,6 +168,17 @@ def _tensors(leaves: list[tuple[Any, Any]], params: Any, names: Names) -> _Tenso
     if problems:
         raise ValueError(f"the flax tree does not fit: {'; '.join(problems)}{cure}")
     return _Tensors(sources)
+
+
+def _with_rows(arrays: Mapping[str, Array], paths: Iterable[str]) -> dict[str, Array | _Row]:
+    """The arrays; those that a path gives an index of are replaced by their rows."""
+    found = (ROW.fullmatch(path) for path in paths)
+    stacks = {match[1] for match in found if match is not None and match[1] in arrays}
+    stacks = {path for path in stacks if arrays[path].ndim > 1}
+    rows = {
+        f"{path}[{i}]": _Row(arrays[path], i) for path in stacks for i in range(len(arrays[path]))
+    }
+    return {path: array for path, array in arrays.items() if path not in stacks} | rows
 
 
 def _described(shape: Shape) -> str:

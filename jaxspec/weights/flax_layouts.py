@@ -19,17 +19,14 @@ def order_of_axes(path: str, shape: Shape, wanted: Shape, axes: str | None) -> O
 
     Raises ValueError for another shape than the layout's, and for a square matrix without one.
     """
-    if axes is not None:
-        order = _stated(shape, wanted, axes)
-    else:
-        order = _by_name(path.split(".")[-1], shape, wanted)
+    name = path.split(".")[-1].split("[")[0]
+    order = _by_name(name, shape, wanted) if axes is None else _stated(shape, wanted, axes)
     if order is not None:
         return order
     if axes is not None:
         raise ValueError(f"{path} is {list(shape)}, with the axes {axes!r}")
-    is_kernel = path.split(".")[-1] == "kernel"
-    why = ", and a kernel has its inputs first" if is_kernel else ""
-    if shape == wanted and not is_kernel:
+    why = ", and a kernel has its inputs first" if name == "kernel" else ""
+    if shape == wanted and not why:
         why = ", square, and its name states no layout"
     raise ValueError(f"{path} is {list(shape)}{why}")
 

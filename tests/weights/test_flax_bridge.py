@@ -181,6 +181,31 @@ def test_heads_stand_before_or_after_the_inputs(axes: str, order: Any, params: A
     assert_same(target_from_flax(like, state, names), target_from_flax(like, params, NAMES))
 
 
+def test_an_array_may_stack_others(params: Any, like: Decoder):
+    """Keys and values as Gemma's kv_einsum has them, [2, heads, in, dim], and layers of a scan."""
+    state = nnx.to_pure_dict(tunix_tree(params))
+    for layer in state["layers"].values():
+        parts = (layer["attn"].pop(f"{name}_proj")["w"] for name in "kv")
+        layer["attn"]["kv_einsum"] = {"w": jnp.stack([x.transpose(1, 0, 2) for x in parts])}
+    gates = [layer["mlp"].pop("gate_proj") for layer in state["layers"].values()]
+    state["gates"] = jax.tree.map(lambda *layers: jnp.stack(layers), *gates)
+    kv = "layers.{i}.attn.kv_einsum.w"
+    names = TUNIX | {
+        PARTS["k"]: (f"{kv}[0]", "heads in dim"),
+        PARTS["v"]: (f"{kv}[1]", "heads in dim"),
+        f"{LAYER}mlp.gate_proj.weight": "gates.kernel[{i}]",
+    }
+    assert_same(target_from_flax(like, state, names), target_from_flax(like, params, NAMES))
+    state["gates"]["kernel"] = jnp.repeat(state["gates"]["kernel"], 2, axis=0)
+    names[PARTS["k"]] = names[PARTS["k"]][0].replace("0", "7")
+    with pytest.raises(
+        ValueError, match=r"layers.0.attn.kv_einsum.w.7., which is not"
+    ) as caught:
+        target_from_flax(like, state, names)
+    message, layers = str(caught.value), CONFIG.num_layers
+    assert f"gates.kernel[{layers}] is no tensor" in message and "einsum.w[0] is no te" in message
+
+
 def test_arrays_of_unstated_layouts_are_all_named(params: Any, like: Decoder):
     """Sizes alone would fit each of them."""
     bare = {name: path if isinstance(path, str) else path[0] for name, path in TUNIX.items()}
@@ -246,7 +271,7 @@ def test_kernels_of_other_layers_have_flax_layouts():
 
 def test_like_may_be_shapes(params: Any, like: Decoder):
     shapes = decoder.decoder_shapes(CONFIG, jnp.dtype("float32"))
-    made = target_from_flax(shapes, params, NAMES)
+    made = jax.jit(lambda tree: target_from_flax(shapes, tree, NAMES))(params)
     assert_same(made, target_from_flax(like, params, NAMES))
     sharding = SingleDeviceSharding(jax.devices()[1])
 
