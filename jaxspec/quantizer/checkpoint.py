@@ -56,7 +56,7 @@ class Checkpoint:
     """A language model's directory, or a draft head's. It must not be quantized.
 
     Attributes:
-      raw: the contents of config.json.
+      raw: the contents of config.json, which say that an LM head of other values is not tied.
       config: of a language model; None for a draft head.
 
     Raises ValueError for anything else.
@@ -74,6 +74,8 @@ class Checkpoint:
         if head_method(directory) is None:
             config = load_model_config(directory)
             self.config = with_stored_head(config, self.stored, directory)
+            if self.config != config:  # readers of what is written need not compare
+                self.raw["tie_word_embeddings"] = False
         layers = () if self.config is None else self.config.layers
         if any(isinstance(layer.mlp, ExpertsConfig) for layer in layers):
             raise ValueError(f"{directory} has experts, which are not quantized")

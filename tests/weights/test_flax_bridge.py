@@ -198,9 +198,7 @@ def test_an_array_may_stack_others(params: Any, like: Decoder):
     assert_same(target_from_flax(like, state, names), target_from_flax(like, params, NAMES))
     state["gates"]["kernel"] = jnp.repeat(state["gates"]["kernel"], 2, axis=0)
     names[PARTS["k"]] = names[PARTS["k"]][0].replace("0", "7")
-    with pytest.raises(
-        ValueError, match=r"layers.0.attn.kv_einsum.w.7., which is not"
-    ) as caught:
+    with pytest.raises(ValueError, match=r"layers.0.attn.kv_einsum.w.7., which is not") as caught:
         target_from_flax(like, state, names)
     message, layers = str(caught.value), CONFIG.num_layers
     assert f"gates.kernel[{layers}] is no tensor" in message and "einsum.w[0] is no te" in message

@@ -109,7 +109,9 @@ def test_the_quantizer_decides_alike(other_head: Path, with_head: Any):
         head: Any = Streamed(other_head).ends().lm_head
     np.testing.assert_array_equal(head.weight, stored_head(other_head).T)
     with pytest.warns(UserWarning, match=WARNING):
-        assert Checkpoint(other_head).units(lm_head=True)[-1].projections == ("lm_head",)
+        checkpoint = Checkpoint(other_head)
+    assert checkpoint.units(lm_head=True)[-1].projections == ("lm_head",)
+    assert checkpoint.raw["tie_word_embeddings"] is False  # as it is written
     with pytest.raises(ValueError, match=r"has no lm_head.weight of its own: no --lm-head"):
         Checkpoint(with_head(lambda table: table)).units(lm_head=True)
 
