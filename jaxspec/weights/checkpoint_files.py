@@ -115,8 +115,8 @@ def _tensors_of(path: Path) -> list[StoredTensor]:
     with open_safetensors(path) as file:
         slices = [(name, file.get_slice(name)) for name in file.keys()]  # noqa: SIM118, no dict
         return [
-            StoredTensor(path, name, tuple(one.get_shape()), one.get_dtype())
-            for name, one in slices
+            StoredTensor(path, name, tuple(part.get_shape()), part.get_dtype())
+            for name, part in slices
         ]
 
 

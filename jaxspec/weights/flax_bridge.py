@@ -50,7 +50,7 @@ def target_from_flax(like: Decoder, params: Any, names: Names) -> Decoder:
         has flax's layout: [in, out], or with separate heads [in, heads, dim] and [heads, dim, out].
         Any other has the checkpoint's, [out, in], unless its path stands beside its axes:
         ``("layers.{i}.q.w", "in heads dim")``. See flax_layouts. ``kv.w[0]`` is the first of the
-        arrays that one stacks along its first axis, as ``layers.q.kernel[{i}]`` of scanned layers.
+        arrays that ``kv.w`` stacks along its first axis, as ``layers.q.kernel[{i}]`` of scanned layers.
 
     Raises ValueError that lists missing and misshapen tensors, square matrices of which nothing
     states the layout, arrays that two tensors refer to, and arrays of the flax tree that none does.
@@ -90,7 +90,7 @@ def _leaves(tree: Any, splits: Any) -> list[tuple[Any, Any]]:
 def _check_scales(like: Any) -> None:
     """Raise ValueError for scales of 8-bit caches that are shapes alone."""
     leaves = jax.tree.leaves(like)
-    if has_float8_cache(like) and any(isinstance(one, jax.ShapeDtypeStruct) for one in leaves):
+    if has_float8_cache(like) and any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
         raise ValueError(
             "like: the scales of an 8-bit cache are taken from it, and shapes have none: give "
             "arrays, or shapes without 8-bit caches"

@@ -84,8 +84,8 @@ def same_values(
     size, step = first.shape[0], max(1, CHUNK_ELEMENTS // max(1, first.shape[-1]))
     for start in range(0, size, step):
         rows = slice(start, min(start + step, size))
-        one, other = first.read(rows, slice(None)), second.read(rows, slice(None))
-        if not _equal(one, other.astype(one.dtype) if rounded else other):
+        left, right = first.read(rows, slice(None)), second.read(rows, slice(None))
+        if not _equal(left, right.astype(left.dtype) if rounded else right):
             return False
     return True
 

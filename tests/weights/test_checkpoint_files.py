@@ -42,8 +42,8 @@ def load_from(directory: Path) -> Decoder:
 
 
 def assert_same(first: Any, second: Any) -> None:
-    for one, other in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
-        np.testing.assert_array_equal(one, other)
+    for left, right in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
+        np.testing.assert_array_equal(left, right)
 
 
 def indexed(llama: Path, folder: Path, files: tuple[str, str]) -> Path:
@@ -119,7 +119,9 @@ def test_a_heads_names_stay(llama: Path, tmp_path: Path):
 def packed(llama: Path, tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("packed")
     forms = {"gptq": gptq(), "awq": awq()}
-    return {name: quantize_checkpoint(llama, folder / name, own)[0] for name, own in forms.items()}
+    return {
+        name: quantize_checkpoint(llama, folder / name, form)[0] for name, form in forms.items()
+    }
 
 
 def with_file(packed: Path, folder: Path, name: str, content: dict[str, Any] | None) -> Path:

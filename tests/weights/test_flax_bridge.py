@@ -158,9 +158,9 @@ TUNIX: dict[str, Any] = {
 
 
 def assert_same(ours: Any, theirs: Any) -> None:
-    for one, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-        assert one.dtype == other.dtype
-        np.testing.assert_array_equal(one, other)
+    for left, right in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        assert left.dtype == right.dtype
+        np.testing.assert_array_equal(left, right)
 
 
 def test_axes_are_stated_for_arrays_of_einsums(params: Any, like: Decoder):

@@ -71,9 +71,9 @@ def read_gptq(config: Mapping[str, Any], stored: Tensors) -> dict[str, Checkpoin
         for part in PARTS:
             tensors.pop(f"{module}.{part}", None)
     if len(shifts) > 1:
-        one, other = (f"{zero.file}: {zero.name}" for zero in shifts.values())
+        first, second = (f"{zero.file}: {zero.name}" for zero in shifts.values())
         raise ValueError(
-            f"{one} and {other} store the middle zero differently: they are of two versions of the "
+            f"{first} and {second} store the middle zero differently: they are of two versions of the "
             "format, and quantization_config has one checkpoint_format"
         )
     return tensors
