@@ -50,7 +50,7 @@ def target_from_flax(like: Decoder, params: Any, names: Names) -> Decoder:
         has flax's layout: [in, out], or with separate heads [in, heads, dim] and [heads, dim, out].
         Any other has the checkpoint's, [out, in], unless its path stands beside its axes:
         ``("layers.{i}.q.w", "in heads dim")``. See flax_layouts. ``kv.w[0]`` is the first of the
-        arrays that ``kv.w`` stacks along its first axis, as ``layers.q.kernel[{i}]`` of scanned layers.
+        arrays that ``kv.w`` stacks along its first axis; of scanned layers ``q.kernel[{i}]``.
 
     Raises ValueError that lists missing and misshapen tensors, square matrices of which nothing
     states the layout, arrays that two tensors refer to, and arrays of the flax tree that none does.

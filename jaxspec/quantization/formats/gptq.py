@@ -73,8 +73,8 @@ def read_gptq(config: Mapping[str, Any], stored: Tensors) -> dict[str, Checkpoin
     if len(shifts) > 1:
         first, second = (f"{zero.file}: {zero.name}" for zero in shifts.values())
         raise ValueError(
-            f"{first} and {second} store the middle zero differently: they are of two versions of the "
-            "format, and quantization_config has one checkpoint_format"
+            f"{first} and {second} store the middle zero differently: they are of two versions of "
+            "the format, and quantization_config has one checkpoint_format"
         )
     return tensors
 
