@@ -25,7 +25,7 @@ from jaxspec.speculation.drafters import (
 )
 from jaxspec.speculation.drafters.names import lookup_drafter, mixed_lookup, split_mixed
 from jaxspec.speculation.expand import check_top_k
-from jaxspec.weights.block import holds_block_head, load_block_head
+from jaxspec.weights.block import check_block_copies, holds_block_head, load_block_head
 from jaxspec.weights.eagle import head_method, load_eagle_head
 from jaxspec.weights.hub import resolve_directory
 from jaxspec.weights.mtp import (
@@ -92,6 +92,7 @@ def load_drafter(
         return _mtp_drafter(directory, target, speculation, dtype, mesh, sharded, MtpChoice())
     if holds_block_head(directory):
         block_head = load_block_head(directory, target, dtype, mesh, sharded)
+        check_block_copies(directory, model_directory)
         block_head.check_depth(speculation.max_depth)
         check_top_k(speculation, target.vocab_size)
         return BlockDrafter(head=block_head)

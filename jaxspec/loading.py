@@ -1,5 +1,6 @@
 """Loading of EngineParams: a target and a drafter, by name or directory."""
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -153,7 +154,8 @@ def _check_target(
     """Raise ValueError for weights that these options would not load."""
     if len(meshes) > 1:
         raise ValueError("target cannot be given for a pipeline, whose stages share a model")
-    if target.config != config:
+    untied = dataclasses.replace(config, tie_word_embeddings=False)  # see weights/tied_head.py
+    if target.config not in (config, untied):
         raise ValueError("target has the weights of another model")
     if target.embed.dtype != dtype:
         raise ValueError(f"target has weights in {target.embed.dtype}, not {dtype}")

@@ -47,12 +47,20 @@ def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:
     Raises ValueError for a model that the decoder would not compute exactly.
     """
     family = _family_of(raw)
-    if (raw.get("architectures") or [family.architecture]) != [family.architecture]:
+    named = raw.get("architectures") or [family.architecture]
+    without_head = family.architecture.replace("ForCausalLM", "Model")
+    if named not in ([family.architecture], [without_head]):
         raise ValueError(
-            f"architectures {shown(raw['architectures'])} is not supported for model_type "
+            f"architectures {shown(named)} is not supported for model_type "
             f"{raw['model_type']!r}; it must be ['{family.architecture}']"
         )
-    return family.model(raw)
+    model = family.model(raw)
+    if named != [family.architecture] and not model.tie_word_embeddings:
+        raise ValueError(
+            f"architectures {shown(named)} is a model without an LM head, and tie_word_embeddings "
+            f"is false: it writes no text. Take the checkpoint of {family.architecture}"
+        )
+    return model
 
 
 def with_mtp_layer(raw: Mapping[str, Any], states: MtpStates | None = None) -> dict[str, Any]:

@@ -21,14 +21,19 @@ from jaxspec.models.hf_values import read_json
 from jaxspec.models.layer import Layer
 from jaxspec.models.mtp_names import mtp_tensors
 from jaxspec.parallel import ONE_SHARD
-from jaxspec.quantization.formats import CONFIG_KEYS
 from jaxspec.quantization.stored import as_stored
 from jaxspec.quantizer.layers import FLOAT32, LayerKind
 from jaxspec.tensors import CheckpointTensor, choosing, splitting, tensor_shapes
-from jaxspec.weights.checkpoint_files import StoredTensor, canonical_tensors, scan
+from jaxspec.weights.checkpoint_files import (
+    StoredTensor,
+    canonical_tensors,
+    quantization_of,
+    scan,
+)
 from jaxspec.weights.eagle import head_method
 from jaxspec.weights.fused_experts import unfused
 from jaxspec.weights.safetensors_io import check_tensors, load_tree, placements
+from jaxspec.weights.tied_head import HEAD, with_stored_head
 
 LAYERS = "model.layers."
 PROJECTIONS = (
@@ -51,7 +56,7 @@ class Checkpoint:
     """A language model's directory, or a draft head's. It must not be quantized.
 
     Attributes:
-      raw: the contents of config.json.
+      raw: the contents of config.json, which say that an LM head of other values is not tied.
       config: of a language model; None for a draft head.
 
     Raises ValueError for anything else.
@@ -60,13 +65,17 @@ class Checkpoint:
     def __init__(self, directory: Path):
         self.directory = directory
         self.raw = read_json(directory / "config.json")
-        if any(self.raw.get(key) is not None for key in CONFIG_KEYS):
-            raise ValueError(f"{directory} is quantized already: take the original checkpoint")
         if says_block(self.raw):
             raise ValueError(f"{directory} is a block drafter, which is not quantized")
         self.stored = scan(directory)
-        is_head = head_method(directory) is not None
-        self.config = None if is_head else load_model_config(directory)
+        if quantization_of(directory, self.stored) is not None:
+            raise ValueError(f"{directory} is quantized already: take the original checkpoint")
+        self.config = None
+        if head_method(directory) is None:
+            config = load_model_config(directory)
+            self.config = with_stored_head(config, self.stored, directory)
+            if self.config != config:  # readers of what is written need not compare
+                self.raw["tie_word_embeddings"] = False
         layers = () if self.config is None else self.config.layers
         if any(isinstance(layer.mlp, ExpertsConfig) for layer in layers):
             raise ValueError(f"{directory} has experts, which are not quantized")
@@ -83,7 +92,8 @@ class Checkpoint:
 
         Raises ValueError for an LM head that the checkpoint does not have.
         """
-        if lm_head and "lm_head.weight" not in self.stored:
+        tied = self.config is not None and self.config.tie_word_embeddings
+        if lm_head and (tied or HEAD not in self.stored):
             raise ValueError(f"{self.directory} has no lm_head.weight of its own: no --lm-head")
         head = [Unit("", ("lm_head",))] if lm_head else []
         if self.config is None:
@@ -146,8 +156,9 @@ class Streamed:
     """A language model's weights in float32, quantized or not, of one layer at a time."""
 
     def __init__(self, directory: Path):
-        self.config = load_model_config(directory)
-        stored = unfused(canonical_tensors(directory), self.config)
+        stored = canonical_tensors(directory)
+        self.config = with_stored_head(load_model_config(directory), stored, directory)
+        stored = unfused(stored, self.config)
         others = mtp_tensors(self.config, stored)
         self._stored = {name: one for name, one in stored.items() if name not in others}
         self._kind = as_stored(self._stored, ONE_SHARD)
@@ -164,7 +175,7 @@ class Streamed:
         """The embeddings, the last norm and the LM head: a decoder without layers."""
         rest = {n: one for n, one in self._stored.items() if not n.startswith(LAYERS)}
         if self.config.tie_word_embeddings:
-            rest.pop("lm_head.weight", None)
+            rest.pop(HEAD, None)  # a copy of the embeddings
         shapes = decoder_shapes(self.config, FLOAT32).replace(layers=())
         shapes = shapes.filled(choosing(self._kind))
         return self._load(rest, shapes, shapes.filled(splitting(self.config.vocab_size)))

@@ -22,6 +22,7 @@ from jaxspec.version import __version__
 FormatName = Literal["awq", "gptq", "compressed-tensors", "dense"]
 Activations = Literal["fp8"]
 FORMATS: tuple[FormatName, ...] = get_args(FormatName)
+SMALLEST_POWER, LARGEST_POWER = 3, 8  # of 2: groups that errors propose
 MAX_FILE_BYTES = 1 << 30  # of tensors, which are held until their file is full
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt")
 NOT_COPIED = (*WEIGHTS, "config.json", "README.md", "*.png", "*.jsonl", "*.gguf", ".*")
@@ -71,17 +72,33 @@ def check_plan(plan: Plan, shapes: Mapping[str, tuple[int, ...]]) -> None:
         raise ValueError(f"format {name} has no mixed groups: take --order static, or format gptq")
     if name == "awq" and plan.lm_head:
         raise ValueError("format awq leaves the LM head as it is: no --lm-head, or another format")
+    _check_groups(grid, {module: size for module, (_, size) in shapes.items()})
     for module, (outputs, size) in shapes.items():
-        try:
-            grid.num_groups(size)
-        except ValueError as error:
-            raise ValueError(f"{module}: {error}") from None
         packed = {"awq": outputs, "gptq": math.gcd(outputs, size)}.get(name, 0)
         if packed % per_word(grid.bits):  # other formats fill the last word
             raise ValueError(
                 f"{module} is [{outputs}, {size}]: format {name} packs {per_word(grid.bits)} "
                 f"integers of {grid.bits} bits into a word, which must divide"
             )
+
+
+def _check_groups(grid: Grid, sizes: Mapping[str, int]) -> None:
+    """Raise ValueError unless groups divide the inputs of all modules: it names the first module
+    of each size, and groups that do."""
+    problems: dict[int, str] = {}
+    for module, size in sizes.items():
+        try:
+            grid.num_groups(size)
+        except ValueError as error:
+            problems.setdefault(size, f"{module}: {error}")
+    if problems:
+        shared = math.gcd(*sizes.values())
+        powers = [2**power for power in range(LARGEST_POWER, SMALLEST_POWER - 1, -1)]
+        groups = [str(group) for group in powers if shared % group == 0]
+        raise ValueError(
+            f"{'; '.join(problems.values())}. Groups that divide all inputs: "
+            f"{', '.join([*groups, '-1 (all of them)'])}"
+        )
 
 
 def _check_activations(plan: Plan) -> None:

@@ -13,14 +13,14 @@ from jaxspec.models.hf_blocks import block_config, says_block, to_hf_block
 from jaxspec.models.hf_values import naming, read_json
 from jaxspec.models.linear import Linear
 from jaxspec.parallel import Shards, mesh_layout
-from jaxspec.quantization.formats import CONFIG_KEYS
 from jaxspec.quantization.kv_cache import without_kv_scales
 from jaxspec.tensors import splitting
-from jaxspec.weights.checkpoint_files import scan
+from jaxspec.weights.checkpoint_files import canonical_tensors, quantization_of, scan
 from jaxspec.weights.safetensors_io import check_not_quantized, load_tree, placements, save_tree
+from jaxspec.weights.tied_head import EMBEDDINGS, HEAD, warn_of_changed_copies
 
 # DeepSpec's checkpoints have the target's own tables, which were not trained.
-_COPIES = ("embed_tokens.weight", "lm_head.weight")
+_COPIES = ("embed_tokens.weight", HEAD)
 
 
 def holds_block_head(directory: str | Path) -> bool:
@@ -44,7 +44,8 @@ def load_block_head(
     """
     directory = Path(directory)
     raw = read_json(directory / "config.json")
-    if any(raw.get(key) is not None for key in CONFIG_KEYS):
+    stored = scan(directory)
+    if quantization_of(directory, stored) is not None:
         raise ValueError(f"{directory} is a quantized block drafter, which is not supported")
     with naming(f"block drafter's {directory / 'config.json'}"):
         config = block_config(raw, target)
@@ -52,7 +53,20 @@ def load_block_head(
     shapes = block_head_shapes(config, target, dtype, shards)
     harmless = {*_COPIES} if config.predicts_next else set()
     splits = shapes.filled(splitting())
-    return load_tree(scan(directory), shapes, splits, placements(shapes, mesh), harmless)
+    return load_tree(stored, shapes, splits, placements(shapes, mesh), harmless)
+
+
+def check_block_copies(directory: str | Path, model: str | Path) -> None:
+    """Warn of a block head's tables that are not those of the target in the directory ``model``,
+    which are read in their place.
+
+    Raises ValueError for tables of another shape.
+    """
+    stored = scan(directory)
+    copies = dict(zip((EMBEDDINGS, HEAD), map(stored.get, _COPIES), strict=True))
+    found = {name: copy for name, copy in copies.items() if copy is not None}
+    if found:
+        warn_of_changed_copies(found, canonical_tensors(model), stacklevel=2)
 
 
 def save_block_head(head: BlockHead, directory: str | Path, target: Decoder) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -10,8 +11,8 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from jaxspec.models.hf_values import naming, one_line, read_json, shown
-from jaxspec.quantization.formats import canonical
+from jaxspec.models.hf_values import naming, one_line, read_json, shown, shown_name
+from jaxspec.quantization.formats import canonical, named_quantization
 from jaxspec.tensors import CheckpointTensor
 
 # A dtype that safetensors does not read for NumPy.
@@ -28,6 +29,19 @@ TEXT_MODEL = MappingProxyType(
 )
 # Prefixes of tensors that read images, with and without the whole model's prefix.
 OF_IMAGES = ("visual.", "vision_tower.", "multi_modal_projector.")
+
+# Prefixes of the tensors of a model without its LM head, as LlamaModel.save_pretrained names them.
+OF_BARE_MODEL = ("embed_tokens.", "layers.", "norm.")
+
+# Ends of the names of packed tensors, and files in which quantizers say how they packed them, where
+# config.json does not: AutoGPTQ's and AutoAWQ's, with what the file itself implies.
+OF_PACKED = (".qweight", ".weight_packed")
+QUANTIZERS_FILES: Mapping[str, dict[str, Any]] = MappingProxyType(
+    {
+        "quantize_config.json": {"quant_method": "gptq"},
+        "quant_config.json": {"quant_method": "awq"},
+    }
+)
 
 # Converts pickled weights: all shards into one file. It clones, as tied tensors share memory, which
 # safetensors refuses.
@@ -74,20 +88,42 @@ def open_safetensors(path: Path) -> Any:
 def scan(directory: str | Path) -> dict[str, StoredTensor]:
     """All tensors of a checkpoint directory, by name. Only the file headers are read.
 
-    Of a model of text and images those of the text model, named as if it were alone.
+    Of a model of text and images those of the text model, named as if it were alone. A model
+    without its LM head has the names that it has with it.
+
+    Raises ValueError for files that are missing, broken, or do not belong together.
     """
     stored: dict[str, StoredTensor] = {}
     for path in _checkpoint_files(Path(directory)):
-        with open_safetensors(path) as file:
-            for name in file.keys():  # noqa: SIM118, it is not a dict
-                tensor = file.get_slice(name)
-                stored[name] = StoredTensor(
-                    path, name, tuple(tensor.get_shape()), tensor.get_dtype()
+        for tensor in _tensors_of(path):
+            if (other := stored.get(tensor.name)) is not None:
+                raise ValueError(
+                    f"{other.file} and {path} both hold {shown_name(tensor.name)}: remove the file "
+                    "that is not of this checkpoint"
                 )
+            stored[tensor.name] = tensor
+    if _is_bare(stored):
+        return {f"model.{name}": tensor for name, tensor in stored.items()}
     if not any(name.startswith(tuple(TEXT_MODEL)) for name in stored):
         return stored
     of_text = (name for name in stored if not name.removeprefix("model.").startswith(OF_IMAGES))
     return {_alone(name): stored[name] for name in of_text}
+
+
+def _tensors_of(path: Path) -> list[StoredTensor]:
+    """The tensors of a file, by its header."""
+    with open_safetensors(path) as file:
+        slices = [(name, file.get_slice(name)) for name in file.keys()]  # noqa: SIM118, no dict
+        return [
+            StoredTensor(path, name, tuple(part.get_shape()), part.get_dtype())
+            for name, part in slices
+        ]
+
+
+def _is_bare(names: Collection[str]) -> bool:
+    """Whether a model's tensors lack the prefix ``model.``. Draft heads have others beside them."""
+    whole = "embed_tokens.weight" in names and "norm.weight" in names
+    return whole and all(name.startswith(OF_BARE_MODEL) for name in names)
 
 
 def _alone(name: str) -> str:
@@ -103,18 +139,53 @@ def canonical_tensors(directory: str | Path) -> dict[str, CheckpointTensor]:
 
     Raises ValueError for a quantization that is not supported.
     """
-    stored, config = scan(directory), Path(directory) / "config.json"
-    content = read_json(config) if config.exists() else {}
+    stored = scan(directory)
     with naming(str(directory)):
-        return canonical(content, stored)
+        return canonical(quantization_of(Path(directory), stored), stored)
+
+
+def quantization_of(directory: Path, names: Collection[str]) -> dict[str, Any] | None:
+    """What a checkpoint says of its quantization; None: it is not quantized.
+
+    ``names``: of its tensors. Packed ones without a word in config.json are of a quantizer that
+    wrote a file beside it.
+
+    Raises ValueError if no file says how tensors were packed, and for a value that is no object.
+    """
+    path = directory / "config.json"
+    if (found := named_quantization(read_json(path) if path.exists() else {})) is not None:
+        return found
+    packed = next((name for name in names if name.endswith(OF_PACKED)), None)
+    if packed is None:
+        return None
+    for file, implied in QUANTIZERS_FILES.items():
+        if (directory / file).exists():
+            return implied | _without_case(read_json(directory / file))
+    files = " or ".join(QUANTIZERS_FILES)
+    raise ValueError(
+        f"{shown_name(packed)} is packed, but config.json has no quantization_config, and there is "
+        f"no {files} that says how: fetch that file from where the weights come from"
+    )
+
+
+def _without_case(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a quantizer's file. AutoAWQ writes its version in capitals there."""
+    version = fields.get("version")
+    return fields | {"version": version.lower()} if isinstance(version, str) else fields
 
 
 def _checkpoint_files(directory: Path) -> list[Path]:
-    index = directory / "model.safetensors.index.json"
+    index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
     if index.exists():
-        return _indexed_files(index)
-    if (directory / "model.safetensors").exists():
-        return [directory / "model.safetensors"]
+        files = _indexed_files(index)
+        if single.exists() and single not in files:
+            raise ValueError(
+                f"{single} stands beside {index}, which names other files: two checkpoints are in "
+                "one directory. Remove the one that is not meant"
+            )
+        return files
+    if single.exists():
+        return [single]
     files = sorted(directory.glob("*.safetensors"))
     if files:
         return files

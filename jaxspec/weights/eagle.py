@@ -107,6 +107,7 @@ def load_eagle_head(
         harmless={"d2t", "t2d"},
     )
     if shapes.token_ids is None:
+        _check_all_marked(directory, stored.get("t2d"))
         return head
     token_ids = _token_ids(directory, stored, shapes.token_ids.shape[0], target.vocab_size)
     return head.replace(token_ids=jax.device_put(token_ids, shardings.token_ids))
@@ -216,6 +217,17 @@ def _token_ids(
     if marks is not None and (marks.shape != (target_vocab,) or not agrees):
         raise ValueError(f"{directory}: t2d does not mark the {draft_vocab} target ids of d2t")
     return ids.astype(np.int32)
+
+
+def _check_all_marked(directory: Path, marks: CheckpointTensor | None) -> None:
+    """Raise ValueError for a t2d that marks only some ids, though draft ids are the target's ids.
+    A table of zeros was never filled in."""
+    used = np.zeros(0) if marks is None else marks.read()
+    if used.any() and not used.all():
+        raise ValueError(
+            f"{directory}: t2d marks {np.count_nonzero(used)} of {used.size} target ids, but the "
+            "head drafts all of them: it has no d2t that says otherwise"
+        )
 
 
 def _hf_head_config(head: DraftHead, target: ModelConfig) -> dict[str, Any]:

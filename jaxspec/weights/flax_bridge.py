@@ -3,6 +3,7 @@
     table = {
         "model.embed_tokens.weight": "embed.embedding",
         "model.layers.{i}.self_attn.q_proj.weight": "layers_{i}.attention.q.kernel",
+        "model.layers.{i}.self_attn.k_proj.weight": ("layers_{i}.attention.k.w", "in heads dim"),
         ...
     }
     target = target_from_flax(engine.params.target, params, table)
@@ -11,10 +12,9 @@
 The arrays are transposed and concatenated on the device; nothing goes through the host or a file.
 """
 
-import math
 import re
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -23,25 +23,39 @@ from jax import Array
 
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import DraftHead
-from jaxspec.quantization.kv_cache import with_scales_of, without_kv_scales
+from jaxspec.quantization.kv_cache import has_float8_cache, with_scales_of, without_kv_scales
 from jaxspec.tensors import joining, splitting, tensor_shapes
+from jaxspec.weights.flax_layouts import Order, Shape, order_of_axes
 from jaxspec.weights.in_place import place_of
 
-Names = Mapping[str, str]  # checkpoint tensor name -> flax path; {i} stands for a layer's index
+ROW = re.compile(r"(.*)\[(\d+)\]")  # the path of an array that stacks several, and an index
+
+# Checkpoint tensor name -> flax path, alone or with the array's axes; {i} is a layer's index.
+Names = Mapping[str, str | tuple[str, str]]
+
+STATE_AXES = (
+    "state the axes of arrays whose names do not, as in (path, 'in out'), (path, 'in heads dim') "
+    "or (path, 'heads dim out')"
+)
 
 
 def target_from_flax(like: Decoder, params: Any, names: Names) -> Decoder:
     """A target with the shapes, dtypes and shardings of ``like`` from a flax tree.
 
     Args:
+      like: of arrays, or of jax.ShapeDtypeStructs as ``decoder_shapes`` makes them. Where these
+        have no sharding, arrays stay on the devices of the tree's.
       params: a linen dict of parameters (with or without its ``params`` level) or an nnx.State.
-      names: the flax path of each tensor of a Hugging Face checkpoint. An array whose path ends in
-        ``kernel`` has flax's layout: [in, out], or with separate heads [in, heads, dim] and
-        [heads, dim, out]. Any other has the checkpoint's layout.
+      names: the flax path of each tensor of a Hugging Face checkpoint. An array called ``kernel``
+        has flax's layout: [in, out], or with separate heads [in, heads, dim] and [heads, dim, out].
+        Any other has the checkpoint's, [out, in], unless its path stands beside its axes:
+        ``("layers.{i}.q.w", "in heads dim")``. See flax_layouts. ``kv.w[0]`` is the first of the
+        arrays that ``kv.w`` stacks along its first axis; of scanned layers ``q.kernel[{i}]``.
 
-    Raises ValueError that lists missing and misshapen tensors, and arrays of the flax tree that no
-    name refers to.
+    Raises ValueError that lists missing and misshapen tensors, square matrices of which nothing
+    states the layout, arrays that two tensors refer to, and arrays of the flax tree that none does.
     """
+    _check_scales(like)
     bare = without_kv_scales(like)
     splits = bare.filled(splitting(like.config.vocab_size))
     tensors = _tensors(_leaves(bare, splits), params, names)
@@ -53,8 +67,14 @@ def head_from_flax(
 ) -> DraftHead:
     """The same as target_from_flax for a draft head, with the tensor names of its checkpoint.
 
-    The table of draft ids (``token_ids``) is taken from ``like``.
+    The table of draft ids (``token_ids``) is taken from ``like``, which must have it as an array.
     """
+    _check_scales(like)
+    if isinstance(like.token_ids, jax.ShapeDtypeStruct):
+        raise ValueError(
+            "like: the head's token_ids are a shape alone, and their values are taken from it: put "
+            "an array there"
+        )
     bare = without_kv_scales(like)
     without_ids = bare.replace(token_ids=None)
     splits = without_ids.filled(first_layer, splitting())
@@ -67,8 +87,32 @@ def _leaves(tree: Any, splits: Any) -> list[tuple[Any, Any]]:
     return list(zip(jax.tree.leaves(tree), jax.tree.leaves(splits), strict=True))
 
 
+def _check_scales(like: Any) -> None:
+    """Raise ValueError for scales of 8-bit caches that are shapes alone."""
+    leaves = jax.tree.leaves(like)
+    if has_float8_cache(like) and any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
+        raise ValueError(
+            "like: the scales of an 8-bit cache are taken from it, and shapes have none: give "
+            "arrays, or shapes without 8-bit caches"
+        )
+
+
 def _in_place[T](like: T, new: T) -> T:
-    return jax.tree.map(lambda old, leaf: jax.device_put(leaf, place_of(old)), like, new)
+    def placed(old: Any, leaf: Array) -> Array:
+        return leaf if old.sharding is None else jax.device_put(leaf, place_of(old))
+
+    return jax.tree.map(placed, like, new)
+
+
+class _Row(NamedTuple):
+    """One of the arrays that another stacks along its first axis."""
+
+    stack: Array
+    index: int
+
+    @property
+    def shape(self) -> Shape:
+        return self.stack.shape[1:]
 
 
 class _Tensors(Mapping[str, Array]):
@@ -77,58 +121,79 @@ class _Tensors(Mapping[str, Array]):
     Converting all at once would need the memory of a second model.
     """
 
-    def __init__(self, arrays: Mapping[str, Array], paths: Mapping[str, str], shapes: Mapping):
-        self._arrays, self._paths, self._shapes = arrays, paths, shapes
+    def __init__(self, sources: Mapping[str, tuple[Array | _Row, Order, Shape]]):
+        self._sources = sources
 
     def __getitem__(self, name: str) -> Array:
-        path = self._paths[name]
-        return _as_tensor(self._arrays[path], self._shapes[name], path.endswith("kernel"))
+        array, order, shape = self._sources[name]
+        if isinstance(array, _Row):
+            array = array.stack[array.index]
+        return array.transpose(order).reshape(shape)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._paths)
+        return iter(self._sources)
 
     def __len__(self) -> int:
-        return len(self._paths)
+        return len(self._sources)
 
 
 def _tensors(leaves: list[tuple[Any, Any]], params: Any, names: Names) -> _Tensors:
     """Every tensor that the (array, Split) pairs are made of, from the flax tree."""
-    shapes = {name: tensor.shape for name, tensor in tensor_shapes(leaves).items()}
-    arrays, problems = _flat(params), []
-    paths: dict[str, str] = {}
-    for name, shape in shapes.items():
-        path = _path_of(name, names)
+    tensors, problems = tensor_shapes(leaves), []
+    named = {name: _path_of(name, names) for name in tensors}
+    arrays = _with_rows(_flat(params), [path for path, _ in named.values() if path is not None])
+    sources: dict[str, tuple[Array | _Row, Order, Shape]] = {}
+    users: dict[str, str] = {}  # of a path
+    cure = ""
+    for name, (path, axes) in named.items():
+        tensor = tensors[name]
         if path is None:
             problems.append(f"no path is given for {name}")
-        elif path not in arrays:
+            continue
+        if path in users:
+            problems.append(f"{path} is given for both {users[path]} and {name}")
+        users[path] = name
+        if path not in arrays:
             problems.append(f"{name} should be at {path}, which is not there")
-        elif math.prod(arrays[path].shape) != math.prod(shape):
-            problems.append(f"{path} is {list(arrays[path].shape)}, {name} needs {list(shape)}")
-        else:
-            paths[name] = path
-    unused = sorted(set(arrays) - set(paths.values()))
+            continue
+        try:
+            order = order_of_axes(path, arrays[path].shape, tensor.shape, axes)
+        except ValueError as error:
+            problems.append(f"{error}, {name} needs {_described(tensor.shape)}")
+            cure = f"; {STATE_AXES}" if len(tensor.shape) == 2 else cure
+            continue
+        sources[name] = (arrays[path], order, tensor.shape)
+    unused = sorted(set(arrays) - set(users))
     problems += [f"{path} is no tensor of the model" for path in unused]
     if problems:
-        raise ValueError(f"the flax tree does not fit: {'; '.join(problems)}")
-    return _Tensors(arrays, paths, shapes)
+        raise ValueError(f"the flax tree does not fit: {'; '.join(problems)}{cure}")
+    return _Tensors(sources)
 
 
-def _as_tensor(array: Array, shape: tuple[int, ...], is_kernel: bool) -> Array:
-    if not is_kernel:
-        return array.reshape(shape)
-    out_size, in_size = shape
-    return array.reshape(in_size, out_size).T
+def _with_rows(arrays: Mapping[str, Array], paths: Iterable[str]) -> dict[str, Array | _Row]:
+    """The arrays; those that a path gives an index of are replaced by their rows."""
+    found = (ROW.fullmatch(path) for path in paths)
+    stacks = {match[1] for match in found if match is not None and match[1] in arrays}
+    stacks = {path for path in stacks if arrays[path].ndim > 1}
+    rows = {
+        f"{path}[{i}]": _Row(arrays[path], i) for path in stacks for i in range(len(arrays[path]))
+    }
+    return {path: array for path, array in arrays.items() if path not in stacks} | rows
 
 
-def _path_of(name: str, names: Names) -> str | None:
-    """The flax path of a tensor: that of its full name, or of its name with {i} for the layer."""
-    if name in names:
-        return names[name]
-    index = re.search(r"\.(\d+)\.", name)
-    if index is None:
-        return None
-    pattern = f"{name[: index.start()]}.{{i}}.{name[index.end() :]}"
-    return names[pattern].replace("{i}", index[1]) if pattern in names else None
+def _described(shape: Shape) -> str:
+    return f"{list(shape)} (out, in)" if len(shape) == 2 else f"{list(shape)}"
+
+
+def _path_of(name: str, names: Names) -> tuple[str | None, str | None]:
+    """The flax path of a tensor, and its axes if they are stated: those of its full name, or of its
+    name with {i} for the layer."""
+    found, index = names.get(name), re.search(r"\.(\d+)\.", name)
+    if found is None and index is not None:
+        found = names.get(f"{name[: index.start()]}.{{i}}.{name[index.end() :]}")
+    path, axes = (found, None) if found is None or isinstance(found, str) else found
+    layer = index[1] if index is not None else "{i}"
+    return None if path is None else path.replace("{i}", layer), axes
 
 
 def _flat(params: Any) -> dict[str, Array]:

@@ -2,13 +2,12 @@
 
 import dataclasses
 import re
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 
 from jaxspec.config.model import ModelConfig
@@ -21,10 +20,10 @@ from jaxspec.models.heads import (
     mtp_states,
 )
 from jaxspec.models.hf_config import load_model_config, with_mtp_layer
-from jaxspec.models.mtp_names import MtpNames, mtp_tensors
+from jaxspec.models.mtp_names import mtp_tensors
 from jaxspec.parallel import Shards, mesh_layout
 from jaxspec.quantization.kv_cache import without_kv_scales
-from jaxspec.tensors import CheckpointTensor, choosing, splitting
+from jaxspec.tensors import choosing, splitting
 from jaxspec.weights.checkpoint_files import scan
 from jaxspec.weights.fused_experts import unfused
 from jaxspec.weights.safetensors_io import (
@@ -34,11 +33,12 @@ from jaxspec.weights.safetensors_io import (
     placements,
     save_tree,
 )
+from jaxspec.weights.tied_head import EMBEDDINGS, HEAD, warn_of_changed_copies
 
 # Ends of the names of what joins an MTP layer's inputs.
 _JOINS = (".eh_proj.weight", ".input_proj.weight", "mtp.fc.weight")
-_EMBEDDINGS = "model.embed_tokens.weight"
-_COMPARED_ROWS = 64
+# The target's tensors that DeepSeek's layers have copies of.
+_COPIED = MappingProxyType({"embed_tokens.weight": EMBEDDINGS, "shared_head.head.weight": HEAD})
 
 
 def has_mtp_layers(directory: str | Path, config: ModelConfig) -> bool:
@@ -177,7 +177,9 @@ def load_mtp_head(
     shards = Shards.over(mesh, mesh_layout(mesh, split_model=sharded))
     stored, kind = open_checkpoint(directory, shards, None)
     own = {name: one for name, one in stored.items() if head.mtp.have(name)}
-    _check_copies(stored, head.mtp)
+    named = {_COPIED[copy]: f"{head.mtp.prefix}{copy}" for copy in head.mtp.copies}
+    copies = {name: stored[copy] for name, copy in named.items() if copy in stored}
+    warn_of_changed_copies(copies, stored, stacklevel=3)
     own = unfused(own, head.model)
     if not own:
         raise ValueError(
@@ -193,29 +195,6 @@ def load_mtp_head(
         placements(shapes, mesh),
         {f"{head.mtp.prefix}{name}" for name in head.mtp.copies},
     )
-
-
-def _check_copies(stored: Mapping[str, CheckpointTensor], names: MtpNames) -> None:
-    """Compare some rows of each copy with the target's tensor, if the checkpoint has both."""
-    lm_head = "lm_head.weight" if "lm_head.weight" in stored else _EMBEDDINGS
-    targets = {"embed_tokens.weight": _EMBEDDINGS, "shared_head.head.weight": lm_head}
-    for name in names.copies:
-        copy, target = stored.get(f"{names.prefix}{name}"), stored.get(targets[name])
-        if copy is None or target is None:
-            continue
-        if copy.shape != target.shape:
-            raise ValueError(
-                f"{copy.name} is {copy.shape}, {target.name} {target.shape}: choose another drafter"
-            )
-        for start in range(0, copy.shape[0], max(1, copy.shape[0] // _COMPARED_ROWS)):
-            rows = slice(start, start + 1), slice(None)
-            if not np.array_equal(copy.read(*rows), target.read(*rows)):
-                warnings.warn(
-                    f"{copy.name} differs from {target.name}, which is read in its place: fewer "
-                    "drafts may be accepted",
-                    stacklevel=4,
-                )
-                break
 
 
 def _mtp_config(directory: Path) -> MtpConfig:

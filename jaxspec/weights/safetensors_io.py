@@ -45,6 +45,7 @@ from jaxspec.weight_places import weight_place
 from jaxspec.weights.checkpoint_files import canonical_tensors, scan
 from jaxspec.weights.fused_experts import unfused
 from jaxspec.weights.in_place import place_of
+from jaxspec.weights.tied_head import HEAD, with_stored_head
 
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 FLOATS = (jnp.dtype("float32"), jnp.dtype("bfloat16"), jnp.dtype("float16"))
@@ -81,10 +82,14 @@ def load_decoder(
         models.linear.AnyLinear). By default the formats are those that config.json names (see
         quantization.formats).
 
+    The result's config is ``config``, untied if the checkpoint has an LM head that is not a copy of
+    its embeddings (see tied_head.with_stored_head, which warns).
+
     Raises ValueError that lists all missing, surplus and misshapen tensors, or names a broken file.
     """
     shards = Shards.over(mesh, mesh_layout(mesh, split_model=sharded))
     stored, kind = open_checkpoint(directory, shards, kind)
+    config = with_stored_head(config, stored, directory)
     stored = unfused(stored, config)
     shapes = decoder_shapes(config, dtype, shards).filled(choosing(kind))
     return load_tree(
@@ -106,6 +111,7 @@ def load_pipeline(
     """As load_decoder, for a pipeline of so many layers on each mesh."""
     shards = Shards.over(meshes[0], mesh_layout(meshes[0]))  # of all stages with layers
     stored, kind = open_checkpoint(directory, shards, None)
+    config = with_stored_head(config, stored, directory)
     stored = unfused(stored, config)
     shapes = pipeline_shapes(config, dtype, meshes, layers)
     whole = as_one(shapes.parts).filled(choosing(kind))
@@ -136,8 +142,9 @@ def open_checkpoint(
 
 
 def _harmless(config: ModelConfig, names: Collection[str]) -> set[str]:
-    """Tensors that a checkpoint may have, and that are not read."""
-    head = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    """Tensors that a checkpoint may have, and that are not read. ``config``: as with_stored_head
+    gives it, which has compared an LM head of a tied model with the embeddings."""
+    head = {HEAD} if config.tie_word_embeddings else set()
     return head | mtp_tensors(config, names)
 
 

@@ -28,7 +28,7 @@ from jaxspec.weights.safetensors_io import load_decoder, save_decoder
 from pallas_kernels.round_tokens import round_tokens
 from pallas_kernels.selection import Kernels
 from tests.checkpoints import tiny_llama, tiny_qwen2
-from tests.quantized_checkpoints import FORMATS, awq, quantize_checkpoint
+from tests.quantized_checkpoints import FORMATS, awq, gptq, quantize_checkpoint
 
 TOKENS = np.random.default_rng(3).integers(0, 320, (2, 12))
 FLOATS = ("float8", "float8 blocks")
@@ -202,6 +202,30 @@ def stored(checkpoint: Path, name: str) -> torch.Tensor:
 
 
 Q = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(("written", "said"), [(2, "gptq"), (1, "gptq_v2"), (2, "gptq_v2")])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_symmetric_zeros_tell_their_version(
+    bits: int, written: int, said: str, source: Path, tmp_path: Path
+):
+    """As some tools write version 2 and say version 1. The middle is 8: version 1 stores 7."""
+    form = gptq(bits, version=written)
+    quantized, reference = quantize_checkpoint(source, tmp_path, form)
+    found = load(edited(tmp_path / "said", quantized, {}, checkpoint_format=said))
+    linear = found.layers[0].mlp.down
+    assert isinstance(linear, GroupedLinear) and linear.zero is None
+    meant = load(reference).layers[0].mlp.down
+    np.testing.assert_allclose(weights_of(linear), weights_of(meant), rtol=1e-6)
+
+
+def test_symmetric_zeros_of_two_versions_are_refused(checkpoints, tmp_path: Path):
+    quantized, _ = checkpoints["gptq"]
+    name = f"{Q}.qzeros"
+    other = torch.full_like(stored(quantized, name), -0x77777778)  # eight times 8
+    with pytest.raises(ValueError, match=r"store the middle zero differently") as caught:
+        load(edited(tmp_path / "mixed", quantized, {name: other}))
+    assert name in str(caught.value)
 
 
 @pytest.mark.parametrize(

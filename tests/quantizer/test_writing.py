@@ -187,6 +187,20 @@ def test_what_a_format_cannot_hold_is_refused(plan: Plan, shape: tuple[int, int]
         check_plan(plan, {"m": shape})
 
 
+def test_groups_that_work_are_proposed():
+    """The widths of SmolLM-135M: 576 inputs of all projections but one."""
+    shapes = {"q_proj": (576, 576), "up_proj": (1536, 576), "down_proj": (576, 1536)}
+    with pytest.raises(ValueError) as caught:
+        check_plan(plan_of("gptq", group=128), shapes)
+    assert str(caught.value) == (
+        "q_proj: a group of 128 does not divide 576 inputs. Groups that divide all inputs: "
+        "64, 32, 16, 8, -1 (all of them)"
+    )
+    check_plan(plan_of("gptq", group=64), shapes)
+    with pytest.raises(ValueError, match=r"^q_proj: .* 576 inputs; down_proj: .* 1536 inputs\."):
+        check_plan(plan_of("gptq", group=1000), shapes)
+
+
 def test_other_formats_fill_the_last_word():
     for plan in (plan_of("dense", bits=3), plan_of("compressed-tensors"), plan_of("dense", "fp8")):
         check_plan(plan, {"m": (35, 40)})

@@ -19,7 +19,12 @@ from jaxspec.models.pipeline import chosen_layers
 from jaxspec.parallel import MODEL_AXIS, WHOLE, make_mesh
 from jaxspec.quantizer.checkpoint import Checkpoint
 from jaxspec.speculation.drafters import BlockDrafter, MixedDrafter
-from jaxspec.weights.block import holds_block_head, load_block_head, save_block_head
+from jaxspec.weights.block import (
+    check_block_copies,
+    holds_block_head,
+    load_block_head,
+    save_block_head,
+)
 from jaxspec.weights.safetensors_io import load_decoder, save_decoder
 from tests.block_checkpoints import MASK, RANK, published_head
 from tests.block_heads import KINDS, arrays_equal
@@ -261,6 +266,20 @@ def test_what_is_refused_where_a_drafter_is_loaded(
     other = model_in(tmp_path, 320)
     with pytest.raises(ValueError, match=r"^block drafter's .*config.json: the block drafter does"):
         loading.load(other, heads["dflash"])
+
+
+@pytest.mark.parametrize("name", sorted(COPIES))
+def test_tables_that_are_not_the_targets_are_reported(
+    name: str, heads: dict[str, Path], target_dir: Path, tmp_path: Path
+):
+    table = load_file(heads["dspark"] / "model.safetensors")[name]
+    narrow = changed(heads["dspark"], tmp_path / "narrow", {}, **{name: table.astype(jnp.bfloat16)})
+    check_block_copies(narrow, target_dir)  # rounded, as heads are saved
+    other = table.copy()
+    other[-1, -1] += 1
+    head = changed(heads["dspark"], tmp_path / "other", {}, **{name: other})
+    with pytest.warns(UserWarning, match=f"^{name} differs from .*, which is read in its place"):
+        loading.load(target_dir, head, speculation=CHAIN)
 
 
 def test_a_block_head_loads_into_the_last_stage_of_a_pipeline(

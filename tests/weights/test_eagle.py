@@ -186,6 +186,10 @@ def test_a_d2t_of_zeros_over_the_whole_vocabulary_says_nothing(
     }
     directory = changed(eagle3, tmp_path, {"draft_vocab_size": 320}, **whole)
     assert load(directory, target).token_ids is None
+    whole["t2d"][:100] = not marks
+    some = changed(eagle3, tmp_path / "some", {"draft_vocab_size": 320}, **whole)
+    with pytest.raises(ValueError, match=r"t2d marks \d+ of 320 target ids, but the head"):
+        load(some, target)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

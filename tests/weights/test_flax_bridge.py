@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
+from flax import nnx, traverse_util
+from jax.sharding import SingleDeviceSharding
 
 from jaxspec import Engine, EngineParams, SamplingParams, SpeculationConfig
 from jaxspec.config.cache import CacheConfig
@@ -17,12 +18,15 @@ from jaxspec.config.engine import EngineConfig
 from jaxspec.models import decoder
 from jaxspec.models.attention import dense_causal_attend
 from jaxspec.models.decoder import Decoder
+from jaxspec.quantization.kv_cache import with_float8_cache
 from jaxspec.speculation.drafters import EagleDrafter
 from jaxspec.weights.flax_bridge import head_from_flax, target_from_flax
+from jaxspec.weights.flax_layouts import order_of_axes
 from tests.programs import FAST_COMPILE
 from tests.random_models import CONFIG, eagle3_head, random_target
 
 ATTENTION = CONFIG.layers[0].attention
+H, F = "inputs", "outputs"  # of the projection gate
 LAYER = "model.layers.{i}."
 NAMES = {
     "model.embed_tokens.weight": "embed.embedding",
@@ -118,6 +122,176 @@ def test_an_nnx_state_is_taken_as_well(params: Any, like: Decoder):
         np.testing.assert_array_equal(one, other)
 
 
+def tunix_tree(params: Any) -> nnx.State:
+    """The same weights named and laid out as google-tunix 0.1.7 does in its Llama 3."""
+    flat = traverse_util.flatten_dict(params["params"], sep=".")
+    tree: dict[Any, Any] = {
+        ("embedder", "input_embedding"): flat["embed.embedding"],
+        ("final_norm", "w"): flat["norm.scale"],
+        ("lm_head", "w"): flat["lm_head.kernel"],  # [D, V]
+    }
+    for i in range(CONFIG.num_layers):
+        old = f"layers_{i}"
+        for name, norm in (("input", "input_norm"), ("post_attention", "post_norm")):
+            tree["layers", i, f"{name}_layernorm", "w"] = flat[f"{old}.{norm}.scale"]
+        for name in "qkvo":  # [D, N, H] and [N, H, D]
+            tree["layers", i, "attn", f"{name}_proj", "w"] = flat[f"{old}.{name}.kernel"]
+        for name in ("gate", "up", "down"):  # [in, out]
+            tree["layers", i, "mlp", f"{name}_proj", "kernel"] = flat[f"{old}.{name}.kernel"]
+    return nnx.State(jax.tree.map(nnx.Param, traverse_util.unflatten_dict(tree)))
+
+
+PARTS = {name: f"{LAYER}self_attn.{name}_proj.weight" for name in "qkvo"}
+TUNIX: dict[str, Any] = {
+    "model.embed_tokens.weight": "embedder.input_embedding",
+    "model.norm.weight": "final_norm.w",
+    "lm_head.weight": ("lm_head.w", "in out"),
+    f"{LAYER}input_layernorm.weight": "layers.{i}.input_layernorm.w",
+    f"{LAYER}post_attention_layernorm.weight": "layers.{i}.post_attention_layernorm.w",
+    **{PARTS[name]: (f"layers.{{i}}.attn.{name}_proj.w", "in heads dim") for name in "qkv"},
+    PARTS["o"]: ("layers.{i}.attn.o_proj.w", "heads dim out"),
+    **{
+        f"{LAYER}mlp.{name}_proj.weight": f"layers.{{i}}.mlp.{name}_proj.kernel"
+        for name in ("gate", "up", "down")
+    },
+}
+
+
+def assert_same(ours: Any, theirs: Any) -> None:
+    for left, right in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        assert left.dtype == right.dtype
+        np.testing.assert_array_equal(left, right)
+
+
+def test_axes_are_stated_for_arrays_of_einsums(params: Any, like: Decoder):
+    made = target_from_flax(like, tunix_tree(params), TUNIX)
+    assert_same(made, target_from_flax(like, params, NAMES))
+
+
+@pytest.mark.parametrize(
+    ("axes", "order"),
+    [("heads in dim", (1, 0, 2)), ("heads dim in", (1, 2, 0)), ("in heads dim", (0, 1, 2))],
+)
+def test_heads_stand_before_or_after_the_inputs(axes: str, order: Any, params: Any, like: Decoder):
+    """Gemma's q_einsum, in Tunix and its own library, is [heads, in, dim]."""
+    state = nnx.to_pure_dict(tunix_tree(params))
+    for layer in state["layers"].values():
+        layer["attn"]["q_proj"]["w"] = layer["attn"]["q_proj"]["w"].transpose(order)
+    names = TUNIX | {PARTS["q"]: ("layers.{i}.attn.q_proj.w", axes)}
+    assert_same(target_from_flax(like, state, names), target_from_flax(like, params, NAMES))
+
+
+def test_an_array_may_stack_others(params: Any, like: Decoder):
+    """Keys and values as Gemma's kv_einsum has them, [2, heads, in, dim], and layers of a scan."""
+    state = nnx.to_pure_dict(tunix_tree(params))
+    for layer in state["layers"].values():
+        parts = (layer["attn"].pop(f"{name}_proj")["w"] for name in "kv")
+        layer["attn"]["kv_einsum"] = {"w": jnp.stack([x.transpose(1, 0, 2) for x in parts])}
+    gates = [layer["mlp"].pop("gate_proj") for layer in state["layers"].values()]
+    state["gates"] = jax.tree.map(lambda *layers: jnp.stack(layers), *gates)
+    kv = "layers.{i}.attn.kv_einsum.w"
+    names = TUNIX | {
+        PARTS["k"]: (f"{kv}[0]", "heads in dim"),
+        PARTS["v"]: (f"{kv}[1]", "heads in dim"),
+        f"{LAYER}mlp.gate_proj.weight": "gates.kernel[{i}]",
+    }
+    assert_same(target_from_flax(like, state, names), target_from_flax(like, params, NAMES))
+    state["gates"]["kernel"] = jnp.repeat(state["gates"]["kernel"], 2, axis=0)
+    names[PARTS["k"]] = names[PARTS["k"]][0].replace("0", "7")
+    with pytest.raises(ValueError, match=r"layers.0.attn.kv_einsum.w.7., which is not") as caught:
+        target_from_flax(like, state, names)
+    message, layers = str(caught.value), CONFIG.num_layers
+    assert f"gates.kernel[{layers}] is no tensor" in message and "einsum.w[0] is no te" in message
+
+
+def test_arrays_of_unstated_layouts_are_all_named(params: Any, like: Decoder):
+    """Sizes alone would fit each of them."""
+    bare = {name: path if isinstance(path, str) else path[0] for name, path in TUNIX.items()}
+    with pytest.raises(ValueError, match=r"state the axes of arrays whose names do not") as caught:
+        target_from_flax(like, tunix_tree(params), bare)
+    message = str(caught.value)
+    for i in range(CONFIG.num_layers):
+        assert all(f"layers.{i}.attn.{name}_proj.w is [" in message for name in "qkvo")
+    assert "lm_head.w is [" in message and "\n" not in message and "final_norm" not in message
+
+
+@pytest.mark.parametrize(
+    ("leaf", "array", "axes", "message"),
+    [
+        ("kernel", (F, H), None, "a kernel has its inputs first, model.*gate_proj.w"),
+        ("w", (F, H), "out in", None),
+        ("w", (H, F), "in out", None),
+        ("w", (F, H), None, None),  # as the checkpoint has it
+        ("w", (H, F), None, r"gate.w is "),
+        ("w", (F, H), "in out", r"with the axes 'in out'"),
+        ("w", (H, F), "in out more", r"with the axes 'in out more'"),
+        ("w", (H, F), "inputs outputs", r"with the axes 'inputs outputs'"),
+        ("w", (H, F), "in in", r"with the axes 'in in'"),
+    ],
+)
+def test_matrices_have_their_layouts_shape(
+    leaf: str, array: Any, axes: str | None, message: str | None, params: Any, like: Decoder
+):
+    tree = jax.tree.map(lambda x: x, params["params"])
+    kernel = tree["layers_0"].pop("gate")["kernel"]  # [in, out]
+    tree["layers_0"]["gate"] = {leaf: kernel if array == (H, F) else kernel.T}
+    path = f"layers_0.gate.{leaf}"
+    names = NAMES | {"model.layers.0.mlp.gate_proj.weight": (path, axes) if axes else path}
+    if message is None:
+        assert_same(target_from_flax(like, tree, names), target_from_flax(like, params, NAMES))
+    else:
+        with pytest.raises(ValueError, match=message):
+            target_from_flax(like, tree, names)
+
+
+def test_square_matrices_need_a_layout():
+    """flax's names state theirs; of other arrays, sizes do not say it."""
+    assert order_of_axes("q.kernel", (8, 8), (8, 8), None) == (1, 0)
+    assert order_of_axes("embed.embedding", (8, 8), (8, 8), None) == (0, 1)
+    assert order_of_axes("q.w", (8, 8), (8, 8), "out in") == (0, 1)
+    assert order_of_axes("q.w", (8, 8), (8, 8), "in out") == (1, 0)
+    with pytest.raises(ValueError, match=r"q.w is \[8, 8\], square, and its name states no layout"):
+        order_of_axes("q.w", (8, 8), (8, 8), None)
+
+
+def test_kernels_of_other_layers_have_flax_layouts():
+    assert order_of_axes("conv.kernel", (4, 1, 6), (6, 1, 4), None) == (2, 1, 0)
+    assert order_of_axes("o.kernel", (2, 3, 5), (5, 6), None) == (2, 0, 1)
+    assert order_of_axes("q.bias", (2, 3), (6,), None) == (0, 1)
+    for path, shape, wanted in (
+        ("conv.kernel", (6, 1, 4), (6, 1, 4)),
+        ("q.kernel", (2, 5, 3), (6, 5)),
+        ("norm.scale", (2, 3), (6,)),
+    ):
+        with pytest.raises(ValueError, match=path):
+            order_of_axes(path, shape, wanted, None)
+
+
+def test_like_may_be_shapes(params: Any, like: Decoder):
+    shapes = decoder.decoder_shapes(CONFIG, jnp.dtype("float32"))
+    made = jax.jit(lambda tree: target_from_flax(shapes, tree, NAMES))(params)
+    assert_same(made, target_from_flax(like, params, NAMES))
+    sharding = SingleDeviceSharding(jax.devices()[1])
+
+    def placed(leaf: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, jnp.dtype("bfloat16"), sharding=sharding)
+
+    there = target_from_flax(jax.tree.map(placed, shapes), params, NAMES)
+    leaves = jax.tree.leaves(there)
+    assert all(leaf.sharding == sharding and leaf.dtype == jnp.bfloat16 for leaf in leaves)
+
+
+def test_shapes_that_lack_values_are_refused(params: Any, like: Decoder):
+    shapes: Any = decoder.decoder_shapes(CONFIG, jnp.dtype("float32"))
+    with pytest.raises(ValueError, match="scales of an 8-bit cache are taken from it"):
+        target_from_flax(with_float8_cache(shapes, None), params, NAMES)
+    head = eagle3_head(like)
+    ids = jax.ShapeDtypeStruct((40,), jnp.dtype("int32"))
+    shaped: Any = head.replace(token_ids=ids)
+    with pytest.raises(ValueError, match="token_ids are a shape alone"):
+        head_from_flax(shaped, {}, {})
+
+
 def test_a_head_comes_from_a_tree_named_as_its_checkpoint(like: Decoder):
     head: Any = eagle3_head(like)
     fc = jnp.asarray(np.random.default_rng(0).standard_normal(head.front.fc.weight.shape))
@@ -170,6 +344,10 @@ def test_a_head_comes_from_a_tree_named_as_its_checkpoint(like: Decoder):
         (lambda tree, names: tree.pop("norm"), "model.norm.weight should be at norm.scale"),
         (lambda tree, names: tree["norm"].update(scale=jnp.ones(3)), r"norm.scale is \[3\]"),
         (lambda tree, names: tree.update(extra=jnp.ones(3)), "extra is no tensor of the model"),
+        (
+            lambda tree, names: names.update({PARTS["k"]: "layers_{i}.v.kernel"}),
+            r"layers_0.v.kernel is given for both .*k_proj.* and .*v_proj.*layers_0.k.kernel is no",
+        ),
     ],
 )
 def test_a_tree_that_does_not_fit_is_a_clear_error(params: Any, like: Decoder, change, message):

@@ -35,20 +35,24 @@ METHODS = MappingProxyType(
 CONFIG_KEYS = ("quantization_config", "compression_config")
 
 
-def canonical(config: Mapping[str, Any], stored: Tensors) -> dict[str, CheckpointTensor]:
-    """The tensors of a checkpoint as above; unchanged if ``config``, the contents of config.json,
-    names no quantization.
+def named_quantization(config: Mapping[str, Any]) -> Any:
+    """What the contents of config.json say of a quantization; None if they name none."""
+    return next((config[key] for key in CONFIG_KEYS if config.get(key) is not None), None)
+
+
+def canonical(quantization: Any, stored: Tensors) -> dict[str, CheckpointTensor]:
+    """The tensors of a checkpoint as above; unchanged if ``quantization``, its
+    quantization_config, is None.
 
     Raises ValueError that names what is not supported or does not fit.
     """
-    found = next((config[key] for key in CONFIG_KEYS if config.get(key) is not None), None)
-    if found is None:
+    if quantization is None:
         return dict(stored)
-    method = found.get("quant_method") if isinstance(found, dict) else None
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
     if not isinstance(method, str) or method not in METHODS:
         supported = ", ".join(METHODS)
         raise ValueError(
             f"quantization_config: quant_method {shown(method)} is not supported; supported are "
             f"{supported}"
         )
-    return METHODS[method](found, stored)
+    return METHODS[method](quantization, stored)

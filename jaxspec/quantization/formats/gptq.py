@@ -3,6 +3,9 @@
 A module has ``qweight`` int32 [in * bits / 32, out], ``qzeros`` int32 [in / group, out * bits /
 32], ``scales`` [in / group, out] and ``g_idx`` int32 [in], the group of each input ("act-order"
 mixes the groups); w = (q - zero) * scale. Version 1 stores zero - 1.
+
+Some tools write version 2 and say version 1. With ``sym`` that is seen, as all zeros are the middle
+of the range: then what is stored tells the version. Without it the file's word is taken.
 """
 
 from collections.abc import Mapping
@@ -57,15 +60,22 @@ def read_gptq(config: Mapping[str, Any], stored: Tensors) -> dict[str, Checkpoin
         )
     fields.ignored(*HARMLESS)
     fields.check_all_read()
-    tensors = dict(stored)
+    tensors, shifts = dict(stored), dict[int, CheckpointTensor]()
     for module in modules_of(stored, "qweight"):
         if ordered:
             part_of(stored, module, "g_idx")
         tensors |= _module(stored, module, bits, group, add=1 if version == "gptq" else 0)
         if symmetric:
-            check_zeros_are_middle(tensors.pop(f"{module}.zero"))
+            zero = tensors.pop(f"{module}.zero")
+            shifts.setdefault(shift_of_zeros(zero, 1 if version == "gptq" else -1), zero)
         for part in PARTS:
             tensors.pop(f"{module}.{part}", None)
+    if len(shifts) > 1:
+        first, second = (f"{zero.file}: {zero.name}" for zero in shifts.values())
+        raise ValueError(
+            f"{first} and {second} store the middle zero differently: they are of two versions of "
+            "the format, and quantization_config has one checkpoint_format"
+        )
     return tensors
 
 
@@ -104,10 +114,17 @@ def mixed_groups(index: CheckpointTensor | None, size: int, groups: int) -> Chec
     return None if np.array_equal(own, np.arange(size) // (size // groups)) else index
 
 
-def check_zeros_are_middle(zero: CheckpointTensor) -> None:
-    """Raise ValueError unless all zeros are the middle of the range, as ``sym`` says."""
-    if zero.read().any():
-        raise ValueError(
-            f"{zero.file}: {zero.name} has zeros other than the middle, but quantization_config "
-            "says sym: true"
-        )
+def shift_of_zeros(zero: CheckpointTensor, other: int) -> int:
+    """What the zeros of a symmetric module differ by from the middle of the range, as
+    ``checkpoint_format`` says that they are stored: nothing, or ``other`` if they are stored as in
+    the other version.
+
+    Raises ValueError for others.
+    """
+    found = np.unique(zero.read())
+    if len(found) == 1 and found[0] in (0, other):
+        return int(found[0])
+    raise ValueError(
+        f"{zero.file}: {zero.name} has zeros other than the middle, but quantization_config says "
+        "sym: true"
+    )
