@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 from jaxspec.config.speculation import PLAIN, SpeculationConfig, TreeShape
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.stages import Stage
-from jaxspec.parallel import Layout, axes_size, partition_specs
+from jaxspec.parallel import Layout, axes_size, partition_specs, result_specs
 from jaxspec.pytree import Pytree, pytree, static
 from jaxspec.speculation.call import Call
 from jaxspec.speculation.drafters import Drafter, NoDrafter
@@ -159,12 +159,12 @@ def on_mesh(
     """
     if params.mesh is None:
         return function(params, state, *arguments)
-    state_specs = partition_specs(state, params.layout)
+    after = result_specs(state, params.layout)
     sharded = jax.shard_map(
         function,
         mesh=params.mesh,
-        in_specs=(partition_specs(params), state_specs, *specs),
-        out_specs=state_specs if outputs is None else (state_specs, outputs),
+        in_specs=(partition_specs(params), partition_specs(state, params.layout), *specs),
+        out_specs=after if outputs is None else (after, outputs),
         check_vma=False,
     )
     return sharded(params, state, *arguments)

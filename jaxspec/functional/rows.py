@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.core import Tracer
 from jax.sharding import PartitionSpec as P
 
 from jaxspec.cache import Geometry, pages_for, sequential_page_table
@@ -123,25 +124,33 @@ def init_rows(
         )
     index = jnp.arange(num_rows, dtype=jnp.int32) % (num_rows // shards)
     rows = _empty_rows(params, index, page_table, max_length, max(1, max_stops))
-    if params.mesh is not None:
-        shardings = named_shardings(params.mesh, rows, params.layout)
-        rows = jax.tree.map(jax.device_put, rows, shardings)
-    return EngineState(
+    state = EngineState(
         pool=pool,
         rows=rows,
-        controls=no_controls(params, num_rows) if controls else None,
+        controls=_no_controls(params, num_rows) if controls else None,
         capacity=params.speculation,
         drafter=params.drafter_name,
     )
+    return _beside_weights(params, state)
 
 
 def no_controls(params: EngineParams, num_rows: int) -> Controls:
     """Controls of a state's rows that change nothing, on the devices of the weights."""
-    controls = _no_controls(params, num_rows)
-    if params.mesh is None:
-        return controls
-    shardings = named_shardings(params.mesh, controls, params.layout)
-    return jax.tree.map(jax.device_put, controls, shardings)
+    return _beside_weights(params, _no_controls(params, num_rows))
+
+
+def _beside_weights[T](params: EngineParams, made: T) -> T:
+    """What was made for these parameters, placed as programs return it: on the mesh, or committed
+    to a device if the weights are. A user's program then is compiled once, not once for the first
+    state and once for those after it."""
+    if params.mesh is not None:
+        shardings = named_shardings(params.mesh, made, params.layout)
+        return jax.tree.map(jax.device_put, made, shardings)
+    embed = params.target.embed
+    traced = any(isinstance(leaf, Tracer) for leaf in (embed, *jax.tree.leaves(made)))
+    if traced or not isinstance(embed, Array) or not embed.committed:
+        return made
+    return jax.device_put(made, embed.sharding)
 
 
 def _no_controls(params: EngineParams, num_rows: int) -> Controls:
