@@ -12,11 +12,12 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxspec.config.speculation import TreeShape
+from jaxspec.functional.checks import check_order, check_sizes, check_state
 from jaxspec.functional.decode import catch_up, emitted_specs, room_when_behind, rows_to_decode
 from jaxspec.functional.params import EngineParams, Integers, on_mesh, row_spec
 from jaxspec.functional.subset import (
-    check_split,
     choose_rows,
+    listed_rows,
     put_chosen,
     put_rows,
     take_rows,
@@ -55,7 +56,8 @@ def draft(
     Raises ValueError for a shape that the engine has no room for, and for a list of rows that
     cannot be split over the devices.
     """
-    params.check(state, controls=controls)
+    check_state(params, state, controls=controls)
+    check_sizes(columns=columns)
     call = params.call(shape, greedy=greedy, controls=controls)
     rows, spec = _listed(params, state, rows)
     function = functools.partial(draft_rows, call, columns)
@@ -101,7 +103,8 @@ def verify_drafts(
 
     Raises ValueError for masks of another shape or dtype, and for a tree of another call.
     """
-    params.check(state, controls=controls)
+    check_state(params, state, controls=controls)
+    check_sizes(columns=columns)
     call = params.call(
         shape,
         greedy=greedy,
@@ -126,10 +129,9 @@ def _listed(
     params: EngineParams, state: EngineState, rows: Integers | None
 ) -> tuple[Array | None, tuple]:
     """The rows as an array, and its partition spec."""
-    if rows is None:
-        return None, (None,)
-    check_split(params, rows, state.rows.status.shape[0])
-    return jnp.asarray(rows, jnp.int32), (row_spec(params),)
+    listed = listed_rows(params, state, rows)
+    check_order(state, listed, decodes=True)
+    return listed, (None if listed is None else row_spec(params),)
 
 
 def _check_tree(call: Call, tree: DraftTree, batch: int) -> None:
