@@ -50,7 +50,8 @@ class Problems:
     def integers(self, name: str, value: Integers, shape: str) -> Array | np.ndarray:
         """``value`` as an array, which must be of integers of 32 bits, and of so many dimensions as
         ``shape``, such as "[B, T]"."""
-        wanted = f"{name} must be integers {shape}"
+        dims = 0 if shape == "[]" else shape.count(",") + 1
+        wanted = f"{name} must be " + (f"integers {shape}" if dims else "an integer")
         try:
             array = value if isinstance(value, Array | np.ndarray) else np.asarray(value)
         except ValueError:  # lists of several lengths
@@ -58,11 +59,11 @@ class Problems:
             return np.zeros(0, np.int32)
         if not isinstance(array, Array) and array.size == 0:
             array = array.astype(np.int32)  # an empty list has no dtype
-        dims = 0 if shape == "[]" else shape.count(",") + 1
         if not jnp.issubdtype(array.dtype, jnp.integer):
-            self.add(f"{wanted}, not {array.dtype}")
+            self.add(f"{wanted}, not {array.dtype}: cast it")
         elif array.ndim != dims:
-            self.add(f"{wanted}, got shape {list(array.shape)}")
+            cure = f": give [{name}]" if array.ndim == dims - 1 else ""
+            self.add(f"{wanted}, got shape {list(array.shape)}{cure}")
         else:
             in_32_bits = "it does not fit 32 bits"
             self.within(name, array, lambda x: (x >= INT32.min) & (x <= INT32.max), in_32_bits)
@@ -129,16 +130,16 @@ def check_state(params: EngineParams, state: EngineState, *, controls: bool = Fa
         swapped = isinstance(params, EngineState) and isinstance(state, EngineParams)
         cure = "swap them" if swapped else "see jaxspec.load and jaxspec.init_state"
         raise ValueError(
-            "the first arguments must be params and state, an EngineParams and an EngineState, not "
+            "the first arguments must be params and state, EngineParams and EngineState, not "
             f"{_kind(params)} and {_kind(state)}: {cure}"
         )
     params.check(state, controls=controls)
 
 
 def _kind(value: Any) -> str:
-    if isinstance(value, type) or not callable(value) or isinstance(value, Decoder):
-        return f"a {type(value).__name__}"
-    return f"the function {getattr(value, '__name__', value)}"
+    if callable(value) and hasattr(value, "__name__"):
+        return f"the function or class {value.__name__}"
+    return type(value).__name__
 
 
 def check_rows(rows: Integers, num_rows: int) -> Array | np.ndarray:

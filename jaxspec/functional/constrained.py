@@ -60,6 +60,7 @@ def draft(
     check_sizes(columns=columns)
     call = params.call(shape, greedy=greedy, controls=controls)
     rows, spec = _listed(params, state, rows)
+    check_order(state, rows, decodes=True)
     function = functools.partial(draft_rows, call, columns)
     run = functools.partial(on_mesh, function, params, state, (rows,), spec)
     if params.mesh is None:
@@ -119,6 +120,7 @@ def verify_drafts(
     batch = state.rows.status.shape if rows is None else rows.shape
     _check_tree(call, tree, batch[0])
     check_masks(masks, tree.tokens.shape, params.target.config.vocab_size)
+    check_order(state, rows, decodes=True)
     specs = (*specs, partition_specs(tree, params.layout), row_spec(params))
     function = functools.partial(_verify, call, columns)
     arguments = (rows, tree, masks)
@@ -130,7 +132,6 @@ def _listed(
 ) -> tuple[Array | None, tuple]:
     """The rows as an array, and its partition spec."""
     listed = listed_rows(params, state, rows)
-    check_order(state, listed, decodes=True)
     return listed, (None if listed is None else row_spec(params),)
 
 
