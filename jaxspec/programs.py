@@ -41,8 +41,7 @@ from jaxspec.scheduling.requests import MOST_LOGPROBS
 from jaxspec.state import Emitted, EngineState
 from jaxspec.structured.matcher import ALL_TOKENS
 
-# Of functional.admit: the scheduler knows its tokens and its rows.
-ADMITTING = {"may_wait": True, "checked": False}
+ADMITTING = {"may_wait": True, "checked": False}  # the scheduler knows its tokens and rows
 ADMISSIONS, MANY_ADMISSIONS = 4, 32  # rows that a program admits: one for a few, one for many
 
 Masks = Mapping[int, np.ndarray]  # by row: uint32 [W]

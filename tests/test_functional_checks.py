@@ -1,7 +1,7 @@
 """Wrong arguments of the pure functions: errors in the caller's words, or endings of rows."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +14,11 @@ from jaxspec import SpeculationConfig, admit, decode, functional, init_state, ma
 from jaxspec import prefill_all as read_all
 from jaxspec.config.model import ModelConfig
 from jaxspec.functional import EngineParams
+from jaxspec.functional.checks import check_order
 from jaxspec.sampling import make_controls
 from jaxspec.state import ERRORS, Ending, EngineState, Status
 from jaxspec.weights.in_place import in_place_of
-from tests.programs import new_jit
+from tests.programs import FAST_COMPILE, new_jit
 from tests.random_models import CONFIG, make_params, random_target, tiny_config
 
 CHAIN = SpeculationConfig.chain(2)
@@ -101,7 +102,7 @@ def refused(call: Callable[[], Any], *messages: str) -> None:
     ],
 )
 def test_admit_names_what_is_wrong(changes: dict[str, Any], messages: list[str]):
-    given = {"rows": ROWS, "prompts": PROMPTS, "prompt_lens": LENS} | changes
+    given: dict[str, Any] = {"rows": ROWS, "prompts": PROMPTS, "prompt_lens": LENS} | changes
     refused(lambda: admit(PARAMS, empty(), **given), *messages)
 
 
@@ -145,7 +146,16 @@ def test_a_row_may_read_while_another_decodes():
     state, emitted = jit_decode(PARAMS, half_read(), 3, max_rounds=3)
     assert state.rows.status.tolist() == [Status.READING, Status.DECODING]
     assert emitted.num_rounds == 3 and state.rows.ending.tolist() == [Ending.NONE] * 2
-    decode(PARAMS, half_read(), 0)  # what a known state may do, as well
+    check_order(state, None, decodes=True)  # a known state may, too
+
+
+def test_rounds_of_rows_that_are_done_do_nothing():
+    state, _ = jit_read_all(PARAMS, admitted(), width=WIDTH)
+    state, _ = jit_decode(PARAMS, state, LENGTH, max_rounds=LENGTH)
+    assert state.rows.ending.tolist() == [Ending.LENGTH] * 2
+    check_order(state, None, decodes=True)
+    after, emitted = jit_decode(PARAMS, state, 3, max_rounds=3)
+    assert emitted.num_rounds == 0 and after.rows.ending.tolist() == [Ending.LENGTH] * 2
 
 
 # Sizes and options.
@@ -164,7 +174,7 @@ def test_a_row_may_read_while_another_decodes():
     ],
 )
 def test_sizes_of_a_state_are_checked(options: dict[str, Any], messages: list[str]):
-    sizes = {"num_rows": 1, "max_length": LENGTH} | options
+    sizes: dict[str, Any] = {"num_rows": 1, "max_length": LENGTH} | options
     refused(lambda: init_state(PARAMS, **sizes), *messages)
 
 
@@ -184,7 +194,7 @@ def test_sizes_of_a_state_are_checked(options: dict[str, Any], messages: list[st
     ],
 )
 def test_options_of_rounds_are_checked(options: dict[str, Any], message: str):
-    given = {"num_rounds": 1} | options
+    given: dict[str, Any] = {"num_rounds": 1} | options
     refused(lambda: decode(PARAMS, half_read(), **given), message)
 
 
@@ -199,14 +209,17 @@ def test_options_of_rounds_are_checked(options: dict[str, Any], message: str):
     ],
 )
 def test_options_of_reading_are_checked(options: dict[str, Any], message: str):
-    given = {"width": WIDTH} | options
+    given: dict[str, Any] = {"width": WIDTH} | options
     refused(lambda: prefill(PARAMS, admitted(), **given), message)
 
 
 def test_parameters_and_state_must_be_such_and_of_each_other():
     state, either = empty(), "must be params and state, EngineParams and EngineState, not "
-    swapped: Any = (state, PARAMS)
-    refused(lambda: decode(*swapped, 1), either + "EngineState and EngineParams: swap them")
+    first: Any = state
+    refused(
+        lambda: decode(first, cast(Any, PARAMS), 1),
+        either + "EngineState and EngineParams: swap them",
+    )
     target: Any = PARAMS.target
     refused(lambda: decode(target, state, 1), either + "Decoder and EngineState: see jaxspec.load")
     refused(lambda: init_state(target, 1, 8), "params must be EngineParams", "not Decoder")
@@ -344,7 +357,8 @@ def test_whole_prompts_are_read_under_vmap():
         state, emitted = read_all(params, state, width=5)
         return state.rows.tokens[0], emitted.counts[0, 0]
 
-    tokens, counts = new_jit(jax.vmap(sample, in_axes=(None, 0, 0)))(PARAMS, PROMPTS, LENS)
+    mapped = jax.vmap(sample, in_axes=(None, 0, 0))
+    tokens, counts = jax.jit(mapped, compiler_options=FAST_COMPILE)(PARAMS, PROMPTS, LENS)
     expected, _ = jit_prefill(PARAMS, admitted(), width=16)
     np.testing.assert_array_equal(tokens, expected.rows.tokens)
     assert counts.tolist() == [1, 1]

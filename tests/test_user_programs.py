@@ -37,15 +37,16 @@ def rounds(params: EngineParams, state: EngineState) -> EngineState:
 
 def test_a_step_that_trains_and_decodes_compiles_once(checkpoint):
     params = load(checkpoint, "ngram", speculation=CHAIN)
-    optimizer = optax.adam(1e-3)
-    moments, state = optimizer.init(params.target), admitted(params)  # pyright: ignore
+    optimizer: Any = optax.adam(1e-3)
+    moments, state = optimizer.init(params.target), admitted(params)
 
     def loss(target: Any) -> jax.Array:
         return jnp.mean(target.embed**2)
 
     def step(params: EngineParams, moments: Any, state: EngineState) -> Any:
         updates, moments = optimizer.update(jax.grad(loss)(params.target), moments)
-        params = params.replace(target=optax.apply_updates(params.target, updates))
+        target: Any = params.target
+        params = params.replace(target=optax.apply_updates(target, updates))
         return params, moments, rounds(params, state)
 
     jitted = new_jit(step, donate_argnums=2)

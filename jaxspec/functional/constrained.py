@@ -13,8 +13,9 @@ from jax import Array
 
 from jaxspec.config.speculation import TreeShape
 from jaxspec.functional.checks import check_order, check_sizes, check_state
-from jaxspec.functional.decode import catch_up, emitted_specs, room_when_behind, rows_to_decode
+from jaxspec.functional.decode import catch_up, emitted_specs, room_when_behind
 from jaxspec.functional.params import EngineParams, Integers, on_mesh, row_spec
+from jaxspec.functional.refusals import rows_to_decode
 from jaxspec.functional.subset import (
     choose_rows,
     listed_rows,

@@ -14,6 +14,7 @@ from jax.typing import ArrayLike
 from jaxspec.config.speculation import TreeShape
 from jaxspec.functional.checks import check_order, check_rounds, check_sizes, check_state
 from jaxspec.functional.params import EngineParams, Integers, on_mesh, row_spec
+from jaxspec.functional.refusals import refuse_unread, rows_to_decode
 from jaxspec.functional.subset import (
     choose_rows,
     listed_rows,
@@ -28,11 +29,9 @@ from jaxspec.speculation.call import Call
 from jaxspec.speculation.round import RoundOutput, run_round
 from jaxspec.state import (
     Emitted,
-    Ending,
     EngineState,
     PromptLogprobs,
     RoundTrees,
-    Rows,
     Status,
 )
 
@@ -169,46 +168,6 @@ def emitted_specs(params: EngineParams, call: Call) -> Emitted:
     return partition_specs(emitted, params.layout)
 
 
-def refuse_rows(call: Call, state: EngineState, status: Status) -> EngineState:
-    """The state with the rows of ``status`` DONE that this kind of call cannot serve.
-
-    Rows that sample end a greedy call with NOT_GREEDY, rows with controls end one that applies none
-    with UNCONTROLLED.
-    """
-    rows, controls = state.rows, state.controls
-    if call.greedy:
-        rows = _refuse(rows, (rows.status == status) & rows.sampling.drawn, Ending.NOT_GREEDY)
-    if controls is not None and not call.controls:
-        rows = _refuse(rows, (rows.status == status) & controls.used, Ending.UNCONTROLLED)
-    return state.replace(rows=rows)
-
-
-def _refuse(rows: Rows, refused: Array, ending: Ending) -> Rows:
-    return rows.replace(
-        status=jnp.where(refused, Status.DONE, rows.status),
-        ending=jnp.where(refused, ending, rows.ending),
-    )
-
-
-def _refuse_unread(params: EngineParams, state: EngineState, limit: Array) -> EngineState:
-    """The state with its reading rows DONE as UNREAD, if none of its rows decodes."""
-    rows, batch = state.rows, params.layout.batch
-    decodes = jnp.any(rows.status == Status.DECODING)
-    if batch:
-        decodes = lax.pmax(decodes.astype(jnp.int32), batch) > 0
-    unread = (rows.status == Status.READING) & ~decodes & (limit > 0)
-    return state.replace(rows=_refuse(rows, unread, Ending.UNREAD))
-
-
-def rows_to_decode(call: Call, state: EngineState) -> EngineState:
-    """The state as the rounds of a call see it: without rows that this kind of call cannot serve,
-    and without work for idle ones."""
-    state = refuse_rows(call, state, Status.DECODING)
-    if call.greedy:
-        return state
-    return state.replace(rows=_without_idle_sampling(state.rows))
-
-
 def room_when_behind(params: EngineParams, call: Call, state: EngineState) -> int | None:
     """Most pending tokens of the drafter, if it must catch up in this call (see
     _loop_catching_up); else None."""
@@ -222,13 +181,6 @@ def catch_up(params: EngineParams, call: Call, state: EngineState) -> EngineStat
         draft = params.drafter.catch_up(params.target, state, call)
     pool, rows = state.pool.replace(draft=draft.pool), state.rows.replace(draft=draft.rows)
     return state.replace(pool=pool, rows=rows)
-
-
-def _without_idle_sampling(rows: Rows) -> Rows:
-    """The rows, with temperature 0 for those that are done or empty: no work is done for them."""
-    idle = (rows.status == Status.DONE) | (rows.status == Status.EMPTY)
-    temperature = jnp.where(idle, 0.0, rows.sampling.temperature)
-    return rows.replace(sampling=rows.sampling.replace(temperature=temperature))
 
 
 class _Record(NamedTuple):
@@ -266,7 +218,7 @@ def _decode(
 ) -> tuple[EngineState, Emitted]:
     chosen, index = choose_rows(params, state, rows, columns)
     if checked:
-        chosen = _refuse_unread(params, chosen, limit)
+        chosen = refuse_unread(params, chosen, limit)
     after, emitted = _run_rounds(call, max_rounds, fixed, params, chosen, limit)
     return put_chosen(params, state, rows, index, after, emitted)
 

@@ -8,8 +8,9 @@ from jax import Array, lax
 
 from jaxspec import collectives
 from jaxspec.functional.checks import check_counts, check_order, check_sizes, check_state
-from jaxspec.functional.decode import emitted_specs, refuse_rows
+from jaxspec.functional.decode import emitted_specs
 from jaxspec.functional.params import EngineParams, Integers, on_mesh, row_spec
+from jaxspec.functional.refusals import refuse_rows
 from jaxspec.functional.subset import choose_rows, listed_rows, put_chosen
 from jaxspec.models import decoder
 from jaxspec.models.decoder import Decoder
