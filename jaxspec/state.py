@@ -107,6 +107,8 @@ class Rows(Pytree):
     The root, the last token of a sequence, is ``tokens[r, context_lens[r]]``: it is committed, but
     its keys and values are written by the next round. A row that is reading its prompt has no root.
 
+    Of a row that is DONE ``ending`` says why: ``Ending(int(rows.ending[r])).name``.
+
     The pages of the first ``cached_lens`` tokens held them before the row was admitted; the row
     never writes to them. A row whose context is longer than ``room`` waits until it has more pages
     (see functional.assign_pages): a round may write ``scratch_slots`` past the context.

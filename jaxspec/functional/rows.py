@@ -200,6 +200,10 @@ def empty_rows(
 
 def padded_controls(params: EngineParams, controls: Controls, batch: int) -> Controls:
     """With the vocabulary as wide as the target's arrays. Raises ValueError for other shapes."""
+    if not isinstance(controls, Controls):
+        raise ValueError(
+            f"controls must be what make_controls gives, not {type(controls).__name__}"
+        )
     padded, vocab = params.target.local_vocab, params.target.config.vocab_size
     if controls.bias.shape not in ((batch, vocab), (batch, padded)):
         raise ValueError(

@@ -57,8 +57,8 @@ def make_sampling(
 
     Args:
       seeds: integers from 0 to 2**32 - 1 (of traced ones the last 32 bits), or typed keys, as
-        ``jax.random.key`` and ``split`` make them. A key stands for the seed that
-        ``jax.random.bits(key, dtype=uint32)`` draws.
+        ``jax.random.key`` and ``split`` make them (not raw ones of PRNGKey). A key stands for the
+        seed that ``jax.random.bits(key, dtype=uint32)`` draws.
 
     Raises ValueError for a value out of range (traced values are not checked), and for arrays of
     other shapes or dtypes.
