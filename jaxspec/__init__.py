@@ -13,7 +13,15 @@ if TYPE_CHECKING:  # what a type checker sees; at run time a name loads its modu
     from jaxspec.config.engine import EngineConfig
     from jaxspec.config.speculation import PLAIN, SpeculationConfig, TreeShape
     from jaxspec.engine import Engine
-    from jaxspec.functional import EngineParams, admit, decode, init_state, prefill, release
+    from jaxspec.functional import (
+        EngineParams,
+        admit,
+        decode,
+        init_state,
+        prefill,
+        prefill_all,
+        release,
+    )
     from jaxspec.generation import Generation
     from jaxspec.llm import LLM
     from jaxspec.loading import load
@@ -36,7 +44,7 @@ __getattr__, __dir__ = lazy_names(
         "jaxspec.config.speculation": ("PLAIN", "SpeculationConfig", "TreeShape"),
         "jaxspec.engine": ("Engine",),
         "jaxspec.functional": (
-            *("EngineParams", "admit", "decode", "init_state", "prefill", "release"),
+            *("EngineParams", "admit", "decode", "init_state", "prefill", "prefill_all", "release"),
         ),
         "jaxspec.generation": ("Generation",),
         "jaxspec.llm": ("LLM",),
@@ -79,5 +87,6 @@ __all__ = [
     "make_mesh",
     "make_sampling",
     "prefill",
+    "prefill_all",
     "release",
 ]

@@ -15,7 +15,7 @@ from jaxspec.masked_rounds import kind_of
 from jaxspec.new_rows import NewRow, admission
 from jaxspec.plan_runner import reads_of
 from jaxspec.program_sizes import Load, ReadKey, RoundsKey
-from jaxspec.programs import ADMISSIONS, Programs
+from jaxspec.programs import ADMISSIONS, ADMITTING, Programs
 from jaxspec.scheduling.plan import Plan
 from jaxspec.scheduling.requests import SamplingParams
 
@@ -71,4 +71,4 @@ def _lowered_admission(programs: Programs) -> jax.stages.Lowered:
     new = NewRow(0, (0,), 1, SamplingParams(seed=0), (), 1, ())
     arguments, options = admission([new], ADMISSIONS, programs.sizes, programs.columns)
     own = programs.params, programs.state
-    return programs.admit_rows.lower(*own, *arguments, may_wait=True, **options)
+    return programs.admit_rows.lower(*own, *arguments, **ADMITTING, **options)

@@ -41,6 +41,7 @@ from jaxspec.scheduling.requests import MOST_LOGPROBS
 from jaxspec.state import Emitted, EngineState
 from jaxspec.structured.matcher import ALL_TOKENS
 
+ADMITTING = {"may_wait": True, "checked": False}  # the scheduler knows its tokens and rows
 ADMISSIONS, MANY_ADMISSIONS = 4, 32  # rows that a program admits: one for a few, one for many
 
 Masks = Mapping[int, np.ndarray]  # by row: uint32 [W]
@@ -69,12 +70,12 @@ class Programs:
         fixed = params.speculation.verify_width is not None  # in deterministic mode, too
         options = functools.partial(compiler_options, params.target.embed, deterministic=fixed)
         jit = functools.partial(jax.jit, donate_argnums=1, compiler_options=options())
-        self.admit_rows = jit(functional.admit, static_argnames="may_wait")
+        self.admit_rows = jit(functional.admit, static_argnames=("may_wait", "checked"))
         self.prefill = jit(
             functional.prefill, static_argnames=reading, compiler_options=options(reads=True)
         )
         choices = ("shape", *choices)
-        decoding = ("max_rounds", "fixed", "trees", "confidence", *choices, *logprobs)
+        decoding = ("max_rounds", "fixed", "trees", "confidence", "checked", *choices, *logprobs)
         self.decode = jit(functional.decode, static_argnames=decoding)
         self.draft = jit(functional.draft, static_argnames=choices)
         self.verify = jit(functional.verify_drafts, static_argnames=("trees", *choices, *logprobs))
@@ -141,7 +142,7 @@ class Programs:
             self.tables[new.row] = table
         with self.counted(("admit", size)):
             self.state = self.admit_rows(
-                self.params, self.state, *arguments, may_wait=True, **options
+                self.params, self.state, *arguments, **ADMITTING, **options
             )
 
     def set_controls(self, rows: Sequence[NewRow]) -> None:
@@ -338,7 +339,7 @@ class Programs:
     def rounds_options(self, key: RoundsKey) -> dict[str, Any]:
         """Of functional.decode, for a program that is not masked."""
         own = {"max_rounds": key.rounds or self.sizes.max_rounds, "fixed": key.rounds > 0}
-        own |= {"columns": key.columns, "shape": key.shape}
+        own |= {"columns": key.columns, "shape": key.shape, "checked": False}
         return own | self.sizes.emitted | self.options(key.kind)
 
     def all_tokens(self) -> np.ndarray:

@@ -13,7 +13,16 @@ class Pytree:
     """Base class for use with the decorator ``pytree``."""
 
     def replace(self, **changes: Any) -> Self:
-        """A copy with some fields changed."""
+        """A copy with some fields changed.
+
+        Raises TypeError for names that are not fields.
+        """
+        fields = self.__dataclass_fields__  # pyright: ignore[reportAttributeAccessIssue]
+        if unknown := [name for name in changes if name not in fields]:
+            raise TypeError(
+                f"{type(self).__name__} has no field {', '.join(unknown)}: its fields are "
+                f"{', '.join(fields)}"
+            )
         return dataclasses.replace(self, **changes)  # pyright: ignore[reportArgumentType]
 
 

@@ -25,7 +25,12 @@ class Status(enum.IntEnum):
 
 
 class Ending(enum.IntEnum):
-    """Why a row is done."""
+    """Why a row is done: ``Ending(int(state.rows.ending[row]))``.
+
+    STOP and LENGTH are the ends of texts, the others errors, for which the row generates nothing
+    more. Of BAD_TOKEN, BUSY and UNREAD known values are an error before the call; traced ones, in a
+    ``jit`` or ``vmap``, end the row.
+    """
 
     NONE = 0  # it is not done
     STOP = 1  # its last token is a stop token
@@ -35,6 +40,11 @@ class Ending(enum.IntEnum):
     NOT_GREEDY = 5  # error: it samples, but the call was for greedy rows only
     MISPLACED = 6  # error, emitted only: listed in another device's part of ``rows``; unchanged
     UNCONTROLLED = 7  # error: it has controls, but the call applied none
+    BAD_TOKEN = 8  # error: its prompt has a token id outside the vocabulary
+    BUSY = (
+        9  # error: a prompt was admitted to it while it was reading or decoding; it keeps its own
+    )
+    UNREAD = 10  # error: it was to decode before its prompt was read: see prefill_all
 
 
 ERRORS = (
@@ -43,6 +53,9 @@ ERRORS = (
     Ending.NOT_GREEDY,
     Ending.MISPLACED,
     Ending.UNCONTROLLED,
+    Ending.BAD_TOKEN,
+    Ending.BUSY,
+    Ending.UNREAD,
 )
 
 
@@ -94,6 +107,8 @@ class Rows(Pytree):
     The root, the last token of a sequence, is ``tokens[r, context_lens[r]]``: it is committed, but
     its keys and values are written by the next round. A row that is reading its prompt has no root.
 
+    Of a row that is DONE ``ending`` says why: ``Ending(int(rows.ending[r])).name``.
+
     The pages of the first ``cached_lens`` tokens held them before the row was admitted; the row
     never writes to them. A row whose context is longer than ``room`` waits until it has more pages
     (see functional.assign_pages): a round may write ``scratch_slots`` past the context.
@@ -101,7 +116,7 @@ class Rows(Pytree):
 
     index: Array = array("batch")  # int32 [R], index of each row among its device's rows
     status: Array = array("batch")  # int32 [R] of Status
-    ending: Array = array("batch")  # int32 [R] of Ending
+    ending: Array = array("batch")  # int32 [R] of Ending: why it is done
     tokens: Array = array("batch", "length")  # int32 [R, S]: prompt, then generated
     prompt_lens: Array = array("batch")  # int32 [R]
     context_lens: Array = array("batch")  # int32 [R], tokens whose KV is in the pool
@@ -139,6 +154,7 @@ class EngineState(Pytree):
         was made without them.
       capacity: the speculation config that the state was made for: the largest tree and the rules.
       drafter: the kind of drafter that the state was made for.
+      dtype: of the weights that the state was made for.
     """
 
     pool: Pool
@@ -146,6 +162,7 @@ class EngineState(Pytree):
     controls: Controls | None = None
     capacity: SpeculationConfig = static()
     drafter: str = static()
+    dtype: str = static()
 
 
 @pytree

@@ -1,8 +1,29 @@
 """Where the arrays of weights lie on devices."""
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
 from jax.experimental.layout import Format
 from jax.experimental.layout import Layout as DeviceLayout
-from jax.sharding import Sharding
+from jax.sharding import Sharding, SingleDeviceSharding
+
+
+def default_place() -> SingleDeviceSharding:
+    """The default device."""
+    return SingleDeviceSharding(jnp.zeros(()).device)
+
+
+def put_weight(array: np.ndarray | Array, place: Sharding | Format) -> Array:
+    """A weight on the devices of ``place``.
+
+    On the default device it is not committed to it. Arrays that a program computes of such weights
+    are not either, nor is what ``jnp.zeros`` makes: a user's program that updates the weights, or
+    takes a new optimizer's state beside them, is compiled once. An Engine commits what it is given.
+    """
+    if jax.config.jax_default_device is None and place == default_place():
+        return jax.device_put(array)
+    return jax.device_put(array, place)
 
 
 def weight_place(shape: tuple[int, ...], sharding: Sharding) -> Sharding | Format:

@@ -201,7 +201,7 @@ def test_a_drafter_that_proposes_more_than_it_may_is_an_error():
     params = params_of("ngram").replace(drafter=TooLargeDrafter())
     state = functional.init_state(params, 3, LENGTH)
     with pytest.raises(ValueError, match="TooLargeDrafter proposed a tree of 4 nodes and depth 3"):
-        functional.decode(params, state, 1)
+        decode(params, state, 1, max_rounds=1, greedy=False)
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ NO_ROW = (ROWS, -1, ROWS + 7)  # padding in a list of rows
 
 admit, release = new_jit(functional.admit), new_jit(functional.release)
 prefill = new_jit(functional.prefill, "width")
-decode = new_jit(functional.decode, "max_rounds", "shape")
+decode = new_jit(functional.decode, "max_rounds", "shape", "checked")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +96,7 @@ def alone(request: Request) -> tuple[list[int], Ending]:
     state = functional.init_state(params, 1, LENGTH)
     state = admit(params, state, np.array([0]), prompts, lens, **options)
     state, _ = prefill(params, state, width=LENGTH)
-    state, _ = decode(params, state, LENGTH, max_rounds=LENGTH)
+    state, _ = decode(params, state, LENGTH, max_rounds=LENGTH, checked=False)
     text = state.rows.tokens[0, : int(state.rows.context_lens[0]) + 1].tolist()
     return text, Ending(int(state.rows.ending[0]))
 
@@ -206,7 +206,7 @@ class History:
         before = self.status
         self.before_step()
         self.state, emitted = decode(
-            self.params, self.state, rounds, max_rounds=MOST_ROUNDS, shape=shape
+            self.params, self.state, rounds, max_rounds=MOST_ROUNDS, shape=shape, checked=False
         )
         emitted = jax.device_get(emitted)
         assert not emitted.counts[:, before != Status.DECODING].any()

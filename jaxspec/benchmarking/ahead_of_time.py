@@ -190,7 +190,9 @@ def decode_program(job: Job, devices: Sequence[Any]) -> Program:
     """
     workload = job.workload
     greedy = workload.sampling == "greedy"
-    decode = functools.partial(functional.decode, max_rounds=workload.rounds, greedy=greedy)
+    decode = functools.partial(
+        functional.decode, max_rounds=workload.rounds, greedy=greedy, checked=False
+    )
     return _program(decode, job, devices, counted=True)
 
 

@@ -86,7 +86,9 @@ def count_rounds(
     def one_round(state: EngineState, nothing: None) -> tuple[EngineState, tuple[Array, Array]]:
         target, draft = [], []
         counting = _counting(params, target.append, draft.append)
-        state, _ = functional.decode(counting, state, 1, max_rounds=1, fixed=True, greedy=greedy)
+        state, _ = functional.decode(
+            counting, state, 1, max_rounds=1, fixed=True, greedy=greedy, checked=False
+        )
         return state, (_stacked(target), _stacked(draft))
 
     state, counts = lax.scan(one_round, state, length=rounds)

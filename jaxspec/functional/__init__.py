@@ -7,9 +7,13 @@ pool of cache memory, and one row per sequence. A prompt is admitted to a row, r
     params = load("model-dir", drafter="ngram")
     state = init_state(params, num_rows=1, max_length=512)
     state = admit(params, state, rows, prompts, prompt_lens)
-    state, _ = prefill(params, state, width=64)
+    state, _ = prefill_all(params, state, width=64)
     state, emitted = decode(params, state, 100)
     state = release(params, state, rows)
+
+A row that is done says why: ``Ending(int(state.rows.ending[row]))``, STOP, LENGTH or an error (see
+state.Ending). What is wrong with known arguments is an error that names them. In a ``jit`` or
+``vmap`` values are not known before the program runs: there the row ends with an error.
 
 Where the host restricts the tokens of each node (structured output), a round is two calls,
 ``draft`` and ``verify_drafts``.
@@ -17,6 +21,7 @@ Where the host restricts the tokens of each node (structured output), a round is
 Each function may be jitted with its state donated.
 """
 
+from jaxspec.functional.admission import admit
 from jaxspec.functional.constrained import draft, verify_drafts
 from jaxspec.functional.decode import decode, settle
 from jaxspec.functional.pages import (
@@ -31,7 +36,6 @@ from jaxspec.functional.params import EngineParams
 from jaxspec.functional.past import remember
 from jaxspec.functional.prefill import prefill
 from jaxspec.functional.rows import (
-    admit,
     assign_pages,
     init_pool,
     init_rows,
@@ -40,6 +44,7 @@ from jaxspec.functional.rows import (
     release,
     set_controls,
 )
+from jaxspec.functional.whole_prompts import prefill_all
 
 __all__ = [
     "EngineParams",
@@ -54,6 +59,7 @@ __all__ = [
     "init_state",
     "no_controls",
     "prefill",
+    "prefill_all",
     "put_states",
     "release",
     "remember",

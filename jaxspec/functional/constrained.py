@@ -12,11 +12,13 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxspec.config.speculation import TreeShape
-from jaxspec.functional.decode import catch_up, emitted_specs, room_when_behind, rows_to_decode
+from jaxspec.functional.checks import check_order, check_sizes, check_state
+from jaxspec.functional.decode import catch_up, emitted_specs, room_when_behind
 from jaxspec.functional.params import EngineParams, Integers, on_mesh, row_spec
+from jaxspec.functional.refusals import rows_to_decode
 from jaxspec.functional.subset import (
-    check_split,
     choose_rows,
+    listed_rows,
     put_chosen,
     put_rows,
     take_rows,
@@ -55,9 +57,11 @@ def draft(
     Raises ValueError for a shape that the engine has no room for, and for a list of rows that
     cannot be split over the devices.
     """
-    params.check(state, controls=controls)
+    check_state(params, state, controls=controls)
+    check_sizes(columns=columns)
     call = params.call(shape, greedy=greedy, controls=controls)
     rows, spec = _listed(params, state, rows)
+    check_order(state, rows, decodes=True)
     function = functools.partial(draft_rows, call, columns)
     run = functools.partial(on_mesh, function, params, state, (rows,), spec)
     if params.mesh is None:
@@ -101,7 +105,8 @@ def verify_drafts(
 
     Raises ValueError for masks of another shape or dtype, and for a tree of another call.
     """
-    params.check(state, controls=controls)
+    check_state(params, state, controls=controls)
+    check_sizes(columns=columns)
     call = params.call(
         shape,
         greedy=greedy,
@@ -116,6 +121,7 @@ def verify_drafts(
     batch = state.rows.status.shape if rows is None else rows.shape
     _check_tree(call, tree, batch[0])
     check_masks(masks, tree.tokens.shape, params.target.config.vocab_size)
+    check_order(state, rows, decodes=True)
     specs = (*specs, partition_specs(tree, params.layout), row_spec(params))
     function = functools.partial(_verify, call, columns)
     arguments = (rows, tree, masks)
@@ -126,10 +132,8 @@ def _listed(
     params: EngineParams, state: EngineState, rows: Integers | None
 ) -> tuple[Array | None, tuple]:
     """The rows as an array, and its partition spec."""
-    if rows is None:
-        return None, (None,)
-    check_split(params, rows, state.rows.status.shape[0])
-    return jnp.asarray(rows, jnp.int32), (row_spec(params),)
+    listed = listed_rows(params, state, rows)
+    return listed, (None if listed is None else row_spec(params),)
 
 
 def _check_tree(call: Call, tree: DraftTree, batch: int) -> None:

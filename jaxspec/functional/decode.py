@@ -8,15 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.core import Tracer
 from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
 from jaxspec.config.speculation import TreeShape
+from jaxspec.functional.checks import check_order, check_rounds, check_sizes, check_state
 from jaxspec.functional.params import EngineParams, Integers, on_mesh, row_spec
+from jaxspec.functional.refusals import refuse_unread, rows_to_decode
 from jaxspec.functional.subset import (
-    check_split,
     choose_rows,
+    listed_rows,
     local_rows,
     put_chosen,
     put_rows,
@@ -28,11 +29,9 @@ from jaxspec.speculation.call import Call
 from jaxspec.speculation.round import RoundOutput, run_round
 from jaxspec.state import (
     Emitted,
-    Ending,
     EngineState,
     PromptLogprobs,
     RoundTrees,
-    Rows,
     Status,
 )
 
@@ -54,13 +53,20 @@ def decode(
     hidden: tuple[int, ...] = (),
     trees: bool = False,
     confidence: bool = False,
+    checked: bool = True,
 ) -> tuple[EngineState, Emitted]:
     """Run up to ``num_rounds`` rounds. Stops early when no row can go on.
 
+    Rows must have been admitted, and their prompts read (see prefill_all). A row that is done stays
+    as it is, and so does one that is still reading beside one that decodes. Why a row is done is
+    ``state.rows.ending`` and ``emitted.ending``, an Ending: STOP after a stop token, LENGTH at its
+    limit; any other says what went wrong (see state.Ending).
+
     Args:
-      num_rounds: an int, or a traced int32 together with ``max_rounds``.
+      num_rounds: an int, at least 0, or a traced integer together with ``max_rounds``.
       rows: [B] rows to decode, as in prefill; None: all. The others stay unchanged.
-      max_rounds: number of rounds that the result has room for; ``num_rounds`` by default.
+      max_rounds: number of rounds that the result has room for; ``num_rounds`` by default. A traced
+        ``num_rounds`` above it runs so many.
       fixed: run ``max_rounds`` rounds, whatever ``num_rounds`` is, even if no row can go on. On a
         GPU the host then need not wait for the launch: it decides after each round of any other
         call whether there is another.
@@ -77,17 +83,23 @@ def decode(
         ``i`` is the residual stream after ``i`` layers, -1 the state after the final norm.
       trees: emit the tree of every round.
       confidence: emit how likely the drafter held each token of its chains; of other trees nothing.
+      checked: False compiles a program that ends no row as UNREAD, for a caller that knows that its
+        rows have read their prompts.
 
     Returns the state, and what was emitted in each round.
 
-    Raises ValueError for a shape that the engine has no room for, for a traced number of rounds
-    without ``max_rounds``, for controls if the state has none, and for the confidence of a drafter
-    without a confidence head.
+    If none of the rows decodes and some are still reading, nothing can be generated. Of a known
+    state that is an error; in a traced one the rows that are reading end as UNREAD.
+
+    Raises ValueError for numbers of rounds that are no integers or below 0, or above
+    ``max_rounds``, for a traced one without ``max_rounds``, for rows that the state lacks, that
+    have no prompt or have not read it, for a shape that the engine has no room for, for controls if
+    the state has none, and for the confidence of a drafter without a confidence head.
     """
-    params.check(state, controls=controls)
+    check_state(params, state, controls=controls)
+    check_rounds(num_rounds, max_rounds)
+    check_sizes(columns=columns)
     if max_rounds is None:
-        if isinstance(num_rounds, Tracer):
-            raise ValueError("num_rounds is traced: give max_rounds, an int, as well")
         max_rounds = int(np.asarray(num_rounds))
     call = params.call(
         shape,
@@ -99,11 +111,10 @@ def decode(
         trees=trees,
         confidence=confidence,
     )
-    function = functools.partial(_decode, call, max(1, max_rounds), fixed, columns)
+    function = functools.partial(_decode, call, max(1, max_rounds), fixed, columns, checked)
     limit = jnp.minimum(jnp.asarray(num_rounds, jnp.int32), max_rounds)
-    if rows is not None:
-        check_split(params, rows, state.rows.status.shape[0])
-        rows = jnp.asarray(rows, jnp.int32)
+    rows = listed_rows(params, state, rows)
+    check_order(state, rows, decodes=max_rounds > 0)
     specs = (P(), None if rows is None else row_spec(params))
     return on_mesh(function, params, state, (limit, rows), specs, emitted_specs(params, call))
 
@@ -115,9 +126,8 @@ def settle(params: EngineParams, state: EngineState, rows: Integers) -> EngineSt
     drafter's cache, too, holds the whole context, and the row's full pages may be kept for others.
     Row indices outside 0 .. R - 1 are padding; empty rows and those that read stay unchanged.
     """
-    params.check(state)
-    check_split(params, rows, state.rows.status.shape[0])
-    arguments = (jnp.asarray(rows, jnp.int32),)
+    check_state(params, state)
+    arguments = (listed_rows(params, state, rows),)
     return on_mesh(_settle, params, state, arguments, (row_spec(params),), None)
 
 
@@ -158,36 +168,6 @@ def emitted_specs(params: EngineParams, call: Call) -> Emitted:
     return partition_specs(emitted, params.layout)
 
 
-def refuse_rows(call: Call, state: EngineState, status: Status) -> EngineState:
-    """The state with the rows of ``status`` DONE that this kind of call cannot serve.
-
-    Rows that sample end a greedy call with NOT_GREEDY, rows with controls end one that applies none
-    with UNCONTROLLED.
-    """
-    rows, controls = state.rows, state.controls
-    if call.greedy:
-        rows = _refuse(rows, (rows.status == status) & rows.sampling.drawn, Ending.NOT_GREEDY)
-    if controls is not None and not call.controls:
-        rows = _refuse(rows, (rows.status == status) & controls.used, Ending.UNCONTROLLED)
-    return state.replace(rows=rows)
-
-
-def _refuse(rows: Rows, refused: Array, ending: Ending) -> Rows:
-    return rows.replace(
-        status=jnp.where(refused, Status.DONE, rows.status),
-        ending=jnp.where(refused, ending, rows.ending),
-    )
-
-
-def rows_to_decode(call: Call, state: EngineState) -> EngineState:
-    """The state as the rounds of a call see it: without rows that this kind of call cannot serve,
-    and without work for idle ones."""
-    state = refuse_rows(call, state, Status.DECODING)
-    if call.greedy:
-        return state
-    return state.replace(rows=_without_idle_sampling(state.rows))
-
-
 def room_when_behind(params: EngineParams, call: Call, state: EngineState) -> int | None:
     """Most pending tokens of the drafter, if it must catch up in this call (see
     _loop_catching_up); else None."""
@@ -201,13 +181,6 @@ def catch_up(params: EngineParams, call: Call, state: EngineState) -> EngineStat
         draft = params.drafter.catch_up(params.target, state, call)
     pool, rows = state.pool.replace(draft=draft.pool), state.rows.replace(draft=draft.rows)
     return state.replace(pool=pool, rows=rows)
-
-
-def _without_idle_sampling(rows: Rows) -> Rows:
-    """The rows, with temperature 0 for those that are done or empty: no work is done for them."""
-    idle = (rows.status == Status.DONE) | (rows.status == Status.EMPTY)
-    temperature = jnp.where(idle, 0.0, rows.sampling.temperature)
-    return rows.replace(sampling=rows.sampling.replace(temperature=temperature))
 
 
 class _Record(NamedTuple):
@@ -237,12 +210,15 @@ def _decode(
     max_rounds: int,
     fixed: bool,
     columns: int | None,
+    checked: bool,
     params: EngineParams,
     state: EngineState,
     limit: Array,
     rows: Array | None,
 ) -> tuple[EngineState, Emitted]:
     chosen, index = choose_rows(params, state, rows, columns)
+    if checked:
+        chosen = refuse_unread(params, chosen, limit)
     after, emitted = _run_rounds(call, max_rounds, fixed, params, chosen, limit)
     return put_chosen(params, state, rows, index, after, emitted)
 

@@ -8,6 +8,7 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 
 from jaxspec.cache import ModelState
+from jaxspec.functional.checks import as_int32, check_state
 from jaxspec.functional.params import EngineParams, Integers, on_mesh, row_spec
 from jaxspec.functional.subset import put_rows, take_rows
 from jaxspec.parallel import partition_specs
@@ -32,9 +33,9 @@ def copy_pages(
     Under data parallelism the lists are split evenly over the devices, and name pages of each. The
     null page as a destination is padding.
     """
-    params.check(state)
+    check_state(params, state)
     spec = row_spec(params)
-    lists = jnp.asarray(source, jnp.int32), jnp.asarray(destination, jnp.int32)
+    lists = as_int32("source", source, "[n]"), as_int32("destination", destination, "[n]")
     return on_mesh(_copy_pages, params, state, lists, (spec, spec), None)
 
 
@@ -62,9 +63,9 @@ def save_row(
 
     Raises ValueError under data parallelism.
     """
-    params.check(state)
+    check_state(params, state)
     _check_one_shard(params)
-    index, listed = jnp.asarray(row, jnp.int32), jnp.asarray(pages, jnp.int32)
+    index, listed = as_int32("row", row, "[n]"), as_int32("pages", pages, "[n]")
     shapes = jax.eval_shape(_save_row, params, state, index, listed)[1]
     specs = partition_specs(shapes, params.layout)
     return on_mesh(_save_row, params, state, (index, listed), (P(), P()), specs)
@@ -96,9 +97,14 @@ def restore_row(
         for those that are not needed.
       page_table: [1, M] the row's pages from now on.
     """
-    params.check(state)
+    check_state(params, state)
     _check_one_shard(params)
-    arguments = saved, *(jnp.asarray(x, jnp.int32) for x in (row, pages, page_table))
+    arguments = (
+        saved,
+        as_int32("row", row, "[n]"),
+        as_int32("pages", pages, "[n]"),
+        as_int32("page_table", page_table, "[1, M]"),
+    )
     specs = partition_specs(saved, params.layout), P(), P(), P()
     return on_mesh(_restore_row, params, state, arguments, specs, None)
 
@@ -134,9 +140,9 @@ def take_states(
 
     Raises ValueError under data parallelism.
     """
-    params.check(state)
+    check_state(params, state)
     _check_one_shard(params)
-    index = jnp.asarray(row, jnp.int32)
+    index = as_int32("row", row, "[n]")
     shapes = jax.eval_shape(_take_states, params, state, index)[1]
     specs = partition_specs(shapes, params.layout)
     return on_mesh(_take_states, params, state, (index,), (P(),), specs)
@@ -152,9 +158,9 @@ def put_states(
     params: EngineParams, state: EngineState, saved: ModelState, row: Integers
 ) -> EngineState:
     """Give a row (an index [1]) what take_states copied: the row is to read what followed then."""
-    params.check(state)
+    check_state(params, state)
     _check_one_shard(params)
-    arguments = saved, jnp.asarray(row, jnp.int32)
+    arguments = saved, as_int32("row", row, "[n]")
     specs = partition_specs(saved, params.layout), P()
     return on_mesh(_put_states, params, state, arguments, specs, None)
 

@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 from jaxspec.config.speculation import PLAIN, SpeculationConfig, TreeShape
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.stages import Stage
-from jaxspec.parallel import Layout, axes_size, partition_specs
+from jaxspec.parallel import Layout, axes_size, partition_specs, result_specs
 from jaxspec.pytree import Pytree, pytree, static
 from jaxspec.speculation.call import Call
 from jaxspec.speculation.drafters import Drafter, NoDrafter
@@ -89,6 +89,11 @@ class EngineParams(Pytree):
                 "the shape of a call must be a TreeShape, not a SpeculationConfig: the rules come "
                 "from the parameters"
             )
+        if shape is not None and not isinstance(shape, TreeShape):
+            raise ValueError(
+                "the shape of a call must be a TreeShape, such as jaxspec.TreeShape(6, 3, 2) or "
+                f"jaxspec.TreeShape.parse('chain:2'), not {shape!r}"
+            )
         if isinstance(self.drafter, NoDrafter):
             if shape is not None and not shape.is_plain:
                 raise ValueError("these parameters have no drafter: the only shape is PLAIN")
@@ -97,13 +102,15 @@ class EngineParams(Pytree):
         if shape is not None and shape.shape != speculation.shape:
             speculation = speculation.with_shape(shape.shape)
         vocab = self.target.config.vocab_size
-        if not 0 <= top_logprobs <= vocab:
+        if not isinstance(top_logprobs, int) or not 0 <= top_logprobs <= vocab:
             raise ValueError(f"top_logprobs must be 0 to {vocab}, got {top_logprobs}")
         if top_logprobs and not (logprobs or prompt_logprobs):
             raise ValueError("top_logprobs needs logprobs=True or prompt_logprobs=True beside it")
         if confidence and not self.drafter.tells_confidence:
             raise ValueError("confidence=True needs a drafter with a confidence head")
         layers = self.target.config.num_layers
+        if not isinstance(hidden, tuple | list):
+            raise ValueError(f"hidden must be a tuple of layers, such as ({hidden},), not {hidden}")
         if not set(hidden) <= set(range(-1, layers + 1)):
             raise ValueError(
                 f"hidden states {list(hidden)} cannot be given: the target has 0 to {layers}, and "
@@ -137,6 +144,11 @@ class EngineParams(Pytree):
                 f"the state was made for {state.capacity}, these parameters have "
                 f"{self.speculation}: make the state with these parameters"
             )
+        if state.dtype != str(self.target.dtype):
+            raise ValueError(
+                f"the state was made for weights in {state.dtype}, these parameters have "
+                f"{self.target.dtype}: make the state with these parameters, or cast the weights"
+            )
         if state.drafter != self.drafter_name:
             raise ValueError(
                 f"the state was made for a {state.drafter}, these parameters have a "
@@ -159,12 +171,12 @@ def on_mesh(
     """
     if params.mesh is None:
         return function(params, state, *arguments)
-    state_specs = partition_specs(state, params.layout)
+    after = result_specs(state, params.layout)
     sharded = jax.shard_map(
         function,
         mesh=params.mesh,
-        in_specs=(partition_specs(params), state_specs, *specs),
-        out_specs=state_specs if outputs is None else (state_specs, outputs),
+        in_specs=(partition_specs(params), partition_specs(state, params.layout), *specs),
+        out_specs=after if outputs is None else (after, outputs),
         check_vma=False,
     )
     return sharded(params, state, *arguments)

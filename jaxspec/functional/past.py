@@ -1,10 +1,10 @@
 """Past texts, which drafters may look up."""
 
-import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
+from jaxspec.functional.checks import as_int32, check_state
 from jaxspec.functional.params import EngineParams, Integers, on_mesh
 from jaxspec.state import EngineState
 
@@ -19,10 +19,10 @@ def remember(
 
     Raises ValueError if the drafter looks up no past text.
     """
-    params.check(state)
+    check_state(params, state)
     if state.pool.past is None:
         raise ValueError("the drafter looks up no past text: see SuffixDrafter.past")
-    arguments = jnp.asarray(tokens, jnp.int32), jnp.asarray(count, jnp.int32)
+    arguments = as_int32("tokens", tokens, "[n]"), as_int32("count", count, "[]")
     return on_mesh(_remember, params, state, arguments, (P(), P()), None)
 
 

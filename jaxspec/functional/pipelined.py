@@ -19,9 +19,9 @@ from jax.typing import ArrayLike
 from jaxspec.cache import CommittedPath, Geometry, ModelState
 from jaxspec.config.speculation import TreeShape
 from jaxspec.functional.constrained import draft_rows, one_round
-from jaxspec.functional.decode import refuse_rows, rows_to_decode
 from jaxspec.functional.params import EngineParams, Integers, on_mesh
 from jaxspec.functional.prefill import next_tokens, read_chunk
+from jaxspec.functional.refusals import refuse_rows, rows_to_decode
 from jaxspec.functional.subset import choose_rows, put_chosen
 from jaxspec.models import decoder
 from jaxspec.models.stages import Passage, Stage, captured_here, run_stage

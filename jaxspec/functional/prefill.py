@@ -7,9 +7,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxspec import collectives
-from jaxspec.functional.decode import emitted_specs, refuse_rows
+from jaxspec.functional.checks import check_counts, check_order, check_sizes, check_state
+from jaxspec.functional.decode import emitted_specs
 from jaxspec.functional.params import EngineParams, Integers, on_mesh, row_spec
-from jaxspec.functional.subset import check_split, choose_rows, put_chosen
+from jaxspec.functional.refusals import refuse_rows
+from jaxspec.functional.subset import choose_rows, listed_rows, put_chosen
 from jaxspec.models import decoder
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.stages import Passage
@@ -49,16 +51,17 @@ def prefill(
     order_invariant: bool = False,
     masks: Array | None = None,
 ) -> tuple[EngineState, Emitted]:
-    """Read the next prompt tokens of some rows.
+    """Read the next prompt tokens of some rows: a chunk of each. ``prefill_all`` reads them all.
 
-    At the end of a prompt the next token is sampled, and the row starts to decode.
+    At the end of a prompt the next token is sampled, and the row starts to decode. Until then it
+    generates nothing.
 
     Args:
-      rows: [B] distinct row indices. Indices outside 0 .. R - 1 are padding, and rows that are not
-        reading stay unchanged. None: all rows. Under data parallelism the list is split evenly over
-        the devices, and each part may only list rows of its own device. In a traced list, other
-        rows are emitted as MISPLACED.
-      counts: [B] most tokens to read of each row; None: ``width``.
+      rows: [B] distinct row indices. -1, and in a traced list any index outside 0 .. R - 1, is
+        padding, and rows that are not reading stay unchanged. None: all rows. Under data
+        parallelism the list is split evenly over the devices, and each part may only list rows of
+        its own device. In a traced list, other rows are emitted as MISPLACED.
+      counts: [B] most tokens to read of each row, 0 to ``width``; None: ``width``.
       width: tokens per row that the program has room for.
       columns: width of the page table that the program sees, None: all of it. The rows and the
         chunk must fit it.
@@ -73,12 +76,12 @@ def prefill(
 
     Returns the state, and what the B rows emitted: at most one token each. ``num_rounds`` is 0.
 
-    Raises ValueError for a width below 1, for a list of rows that cannot be split over the
-    devices, for controls if the state has none, and for masks of another shape or dtype.
+    Raises ValueError for a width that is no integer or below 1, for rows that the state lacks or
+    that cannot be split over the devices, if no row was admitted, for counts above ``width``, for
+    controls if the state has none, and for masks of another shape or dtype.
     """
-    params.check(state, controls=controls)
-    if width < 1:
-        raise ValueError(f"width must be at least 1, got {width}")
+    check_state(params, state, controls=controls)
+    check_sizes(width=width, columns=columns)
     call = params.call(
         greedy=greedy,
         controls=controls,
@@ -88,13 +91,14 @@ def prefill(
         hidden=hidden,
         order_invariant=order_invariant,
     )
-    if rows is not None:
-        check_split(params, rows, state.rows.status.shape[0])
-        rows = jnp.asarray(rows, jnp.int32)
-    counts = None if counts is None else jnp.asarray(counts, jnp.int32)
+    rows = listed_rows(params, state, rows)
+    batch = state.rows.status.shape if rows is None else rows.shape
+    if counts is not None:
+        check_counts(counts, batch[0], width)
+        counts = jnp.asarray(counts, jnp.int32)
     if masks is not None:
-        batch = state.rows.status.shape if rows is None else rows.shape
         check_masks(masks, batch, params.target.config.vocab_size)
+    check_order(state, rows)
     spec = row_spec(params)
     width = min(width, state.rows.tokens.shape[1])
     function = functools.partial(_prefill, call, width, columns)

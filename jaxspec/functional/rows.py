@@ -1,16 +1,21 @@
-"""Creates states, and admits and releases rows. Nothing here runs a model."""
-
-import functools
-from typing import Any
+"""Creates states, and changes and releases rows. Nothing here runs a model."""
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.core import Tracer
 from jax.sharding import PartitionSpec as P
 
 from jaxspec.cache import Geometry, pages_for, sequential_page_table
+from jaxspec.functional.checks import (
+    Problems,
+    as_int32,
+    check_params,
+    check_rows,
+    check_state,
+)
 from jaxspec.functional.params import EngineParams, Integers, on_mesh
-from jaxspec.functional.subset import local_rows, put_rows, take_rows
+from jaxspec.functional.subset import local_rows, put_rows
 from jaxspec.parallel import (
     Layout,
     check_divides,
@@ -18,8 +23,8 @@ from jaxspec.parallel import (
     partition_specs,
 )
 from jaxspec.past_text import empty_past
-from jaxspec.sampling import Controls, Sampling, make_controls, make_sampling
-from jaxspec.state import Ending, EngineState, Pool, Rows, Status, empty_statistics
+from jaxspec.sampling import Controls, make_controls, make_sampling
+from jaxspec.state import EngineState, Pool, Rows, empty_statistics
 
 
 def init_state(
@@ -42,9 +47,18 @@ def init_state(
       max_stops: most stop tokens of a row.
       controls: make room for bias and penalties: 4 V bytes a row.
 
-    Raises ValueError if the rows cannot be split over the mesh, the table is too narrow, or the
-    tree is too deep for a sliding window.
+    The state lies on the devices of the weights, committed to them if the weights are.
+
+    Raises ValueError for sizes that are no integers or too small, and if the rows cannot be split
+    over the mesh, the table is too narrow, or the tree is too deep for a sliding window.
     """
+    check_params(params)
+    problems = Problems()
+    problems.whole("num_rows", num_rows, 1)
+    problems.whole("max_length", max_length, 2, " (a token to read and one to generate)")
+    problems.whole("page_size", page_size, 1)
+    problems.whole("max_stops", max_stops, 0)
+    problems.tell()
     if (page_table is None) != (num_pages is None):
         raise ValueError("give page_table and num_pages together, or neither")
     needed = pages_for(max_length + params.speculation.scratch_slots, page_size)
@@ -103,7 +117,7 @@ def init_rows(
     model has.
     """
     shards, page_size = params.data_parallel, pool.page_size
-    if num_rows < 1 or num_rows % shards:
+    if num_rows % shards:
         raise ValueError(f"{num_rows} rows cannot be split over {shards} data shards")
     params.target.config.check_length(max_length)
     if num_rows > pool.num_rows:
@@ -122,34 +136,43 @@ def init_rows(
             f"pages of {page_size}, the page table has {page_table.shape[1]}"
         )
     index = jnp.arange(num_rows, dtype=jnp.int32) % (num_rows // shards)
-    rows = _empty_rows(params, index, page_table, max_length, max(1, max_stops))
-    if params.mesh is not None:
-        shardings = named_shardings(params.mesh, rows, params.layout)
-        rows = jax.tree.map(jax.device_put, rows, shardings)
-    return EngineState(
+    rows = empty_rows(params, index, page_table, max_length, max(1, max_stops))
+    state = EngineState(
         pool=pool,
         rows=rows,
-        controls=no_controls(params, num_rows) if controls else None,
+        controls=new_controls(params, num_rows) if controls else None,
         capacity=params.speculation,
         drafter=params.drafter_name,
+        dtype=str(params.target.dtype),
     )
+    return _beside_weights(params, state)
 
 
 def no_controls(params: EngineParams, num_rows: int) -> Controls:
     """Controls of a state's rows that change nothing, on the devices of the weights."""
-    controls = _no_controls(params, num_rows)
-    if params.mesh is None:
-        return controls
-    shardings = named_shardings(params.mesh, controls, params.layout)
-    return jax.tree.map(jax.device_put, controls, shardings)
+    return _beside_weights(params, new_controls(params, num_rows))
 
 
-def _no_controls(params: EngineParams, num_rows: int) -> Controls:
+def _beside_weights[T](params: EngineParams, made: T) -> T:
+    """What was made for these parameters, placed as programs return it: on the mesh, or committed
+    to a device if the weights are. A user's program then is compiled once, not once for the first
+    state and once for those after it."""
+    if params.mesh is not None:
+        shardings = named_shardings(params.mesh, made, params.layout)
+        return jax.tree.map(jax.device_put, made, shardings)
+    embed = params.target.embed
+    traced = any(isinstance(leaf, Tracer) for leaf in (embed, *jax.tree.leaves(made)))
+    if traced or not isinstance(embed, Array) or not embed.committed:
+        return made
+    return jax.device_put(made, embed.sharding)
+
+
+def new_controls(params: EngineParams, num_rows: int) -> Controls:
     # A separate array for each field: a shared one would be donated twice.
     return jax.tree.map(jnp.array, make_controls(num_rows, params.target.local_vocab))
 
 
-def _empty_rows(
+def empty_rows(
     params: EngineParams, index: Array, page_table: Array, max_length: int, max_stops: int
 ) -> Rows:
     # A separate array for each field: a shared one would be donated twice.
@@ -175,78 +198,12 @@ def _empty_rows(
     )
 
 
-def admit(
-    params: EngineParams,
-    state: EngineState,
-    rows: Integers,
-    prompts: Integers,
-    prompt_lens: Integers,
-    *,
-    sampling: Sampling | None = None,
-    controls: Controls | None = None,
-    max_lens: Integers | None = None,
-    stop_token_ids: Integers = (),
-    page_table: Array | None = None,
-    cached_lens: Integers | None = None,
-    may_wait: bool = False,
-) -> EngineState:
-    """Assign prompts to rows; ``prefill`` then reads them.
-
-    No model runs. Pages stay unchanged; states with an entry per row are cleared.
-
-    Args:
-      rows: [B] distinct row indices; those outside 0 .. R - 1 are padding.
-      prompts: int32 [B, T], of which the first ``prompt_lens`` [B] are the prompt.
-      sampling: sampling of the B rows, from make_sampling; greedy by default.
-      controls: bias and penalties of the B rows, from make_controls; none by default.
-      max_lens: [B] most tokens of each row, prompt included; by default the length of the token
-        buffer.
-      stop_token_ids: ids that end a row: a tuple for all rows, or [B, E] padded with -1.
-      page_table: [B, M] pages of each row, padded with the null page 0; by default the row's
-        current pages.
-      cached_lens: [B] first tokens of each prompt whose KV the row's pages already hold, target's
-        and drafter's; 0 by default. They are not written again. The last of them, or the drafter's
-        last ``reread``, are still read, for the hidden states that the drafter needs, so all of a
-        prompt may be cached.
-      may_wait: a row's limit may need more pages than it has yet: it waits for them as it decodes
-        (see assign_pages).
-
-    A row is DONE at once, with Ending.TOO_LONG, if its prompt or limit does not fit its pages, the
-    token buffer or ``prompts``, or if its pages are not in the pool. A row whose prompt is as long
-    as its limit still gets the token after the prompt.
-
-    Raises ValueError for shapes that do not fit, and for controls if the state has no room for
-    them.
-    """
-    params.check(state, controls=controls is not None)
-    rows, prompts = jnp.asarray(rows, jnp.int32), jnp.asarray(prompts, jnp.int32)
-    batch, length = rows.shape[0], state.rows.tokens.shape[1]
-    if prompts.shape[1] > length:
-        raise ValueError(f"a prompt of {prompts.shape[1]} tokens is longer than a row ({length})")
-    if page_table is not None and page_table.shape != (batch, state.rows.page_table.shape[1]):
-        raise ValueError(
-            f"a page_table for {batch} rows must be "
-            f"{[batch, state.rows.page_table.shape[1]]}, not {list(page_table.shape)}"
-        )
-    arrived = {
-        "prompts": prompts,
-        "prompt_lens": jnp.asarray(prompt_lens, jnp.int32),
-        "sampling": make_sampling(batch) if sampling is None else sampling,
-        "max_lens": jnp.full(batch, length) if max_lens is None else jnp.asarray(max_lens),
-        "stops": _stop_table(stop_token_ids, batch, state.rows.stop_tokens.shape[1]),
-        "page_table": page_table,
-        "cached_lens": jnp.zeros(batch) if cached_lens is None else jnp.asarray(cached_lens),
-    }
-    if controls is not None:
-        controls = _padded_controls(params, controls, batch)
-    # Every device gets all arriving rows, but only its own part of the vocabulary.
-    controls_spec = partition_specs(controls, Layout(vocab=params.layout.vocab))
-    arguments, specs = (rows, arrived, controls), (P(), P(), controls_spec)
-    return on_mesh(functools.partial(_admit, may_wait), params, state, arguments, specs, None)
-
-
-def _padded_controls(params: EngineParams, controls: Controls, batch: int) -> Controls:
+def padded_controls(params: EngineParams, controls: Controls, batch: int) -> Controls:
     """With the vocabulary as wide as the target's arrays. Raises ValueError for other shapes."""
+    if not isinstance(controls, Controls):
+        raise ValueError(
+            f"controls must be what make_controls gives, not {type(controls).__name__}"
+        )
     padded, vocab = params.target.local_vocab, params.target.config.vocab_size
     if controls.bias.shape not in ((batch, vocab), (batch, padded)):
         raise ValueError(
@@ -255,63 +212,6 @@ def _padded_controls(params: EngineParams, controls: Controls, batch: int) -> Co
         )
     missing = padded - controls.bias.shape[1]
     return controls.replace(bias=jnp.pad(controls.bias, ((0, 0), (0, missing))))
-
-
-def _stop_table(ids: Any, batch: int, width: int) -> Array:
-    table = jnp.asarray(ids, jnp.int32)
-    if table.ndim == 1:
-        table = jnp.broadcast_to(table, (batch, table.shape[0]))
-    if table.shape[1] > width:
-        raise ValueError(
-            f"{table.shape[1]} stop tokens, the state has room for {width}: make it with a larger "
-            "max_stops"
-        )
-    return jnp.pad(table, ((0, 0), (0, width - table.shape[1])), constant_values=-1)
-
-
-def _admit(
-    may_wait: bool,
-    params: EngineParams,
-    state: EngineState,
-    rows: Array,
-    arrived: dict[str, Any],
-    controls: Controls | None,
-) -> EngineState:
-    own = state.rows
-    index = local_rows(rows, own.status.shape[0], params.layout.batch)
-    table = arrived["page_table"]
-    table = take_rows(own.page_table, index) if table is None else table
-    max_lens, lens = arrived["max_lens"].astype(jnp.int32), arrived["prompt_lens"]
-    length, width = own.tokens.shape[1], arrived["prompts"].shape[1]
-    cached = arrived["cached_lens"].astype(jnp.int32)
-    held = _held_slots(table, state.pool.page_size)
-    local_pages = state.pool.num_pages // params.data_parallel
-    fits = (lens >= 1) & (lens <= width) & (lens < length) & (max_lens <= length)
-    fits &= jnp.all((table >= 0) & (table < local_pages), axis=1)
-    needed = table.shape[1] * state.pool.page_size if may_wait else held
-    scratch = params.speculation.scratch_slots
-    fits &= (lens <= held) & (cached <= lens) & (max_lens + scratch <= needed)
-    empty = _empty_rows(params, index, table, length, own.stop_tokens.shape[1])
-    new = empty.replace(
-        status=jnp.where(fits, Status.READING, Status.DONE).astype(jnp.int32),
-        ending=jnp.where(fits, Ending.NONE, Ending.TOO_LONG).astype(jnp.int32),
-        tokens=jnp.pad(arrived["prompts"], ((0, 0), (0, length - width))),
-        prompt_lens=lens,
-        context_lens=jnp.maximum(cached - params.drafter.reread, 0),
-        cached_lens=cached,
-        max_lens=max_lens,
-        room=held - scratch,
-        stop_tokens=arrived["stops"],
-        sampling=arrived["sampling"],
-    )
-    pool = state.pool.replace(
-        target=state.pool.target.reset(index),
-        draft=params.drafter.reset(state.pool.draft, index),
-    )
-    if state.controls is not None:
-        controls = _no_controls(params, rows.shape[0]) if controls is None else controls
-        controls = put_rows(state.controls, index, controls)
-    return state.replace(pool=pool, rows=put_rows(own, index, new), controls=controls)
 
 
 def set_controls(
@@ -323,9 +223,9 @@ def set_controls(
 
     Raises ValueError for controls of another shape, and if the state has no room for them.
     """
-    params.check(state, controls=True)
-    index = jnp.asarray(rows, jnp.int32)
-    controls = _padded_controls(params, controls, index.shape[0])
+    check_state(params, state, controls=True)
+    index = jnp.asarray(check_rows(rows, state.rows.status.shape[0]), jnp.int32)
+    controls = padded_controls(params, controls, index.shape[0])
     spec = partition_specs(controls, Layout(vocab=params.layout.vocab))
     return on_mesh(_set_controls, params, state, (index, controls), (P(), spec), None)
 
@@ -337,7 +237,7 @@ def _set_controls(
     return state.replace(controls=put_rows(state.controls, index, controls))
 
 
-def _held_slots(table: Array, page_size: int) -> Array:
+def held_slots(table: Array, page_size: int) -> Array:
     """Slots of the pages that come before the first null page: table [B, M] -> int32 [B]."""
     return jnp.sum(jnp.cumprod(table > 0, axis=1), axis=1, dtype=jnp.int32) * page_size
 
@@ -349,8 +249,9 @@ def assign_pages(
 
     Row indices outside 0 .. R - 1 are padding.
     """
-    params.check(state)
-    arguments = jnp.asarray(rows, jnp.int32), jnp.asarray(page_table, jnp.int32)
+    check_state(params, state)
+    index = jnp.asarray(check_rows(rows, state.rows.status.shape[0]), jnp.int32)
+    arguments = index, as_int32("page_table", page_table, "[B, M]")
     return on_mesh(_assign_pages, params, state, arguments, (P(), P()), None)
 
 
@@ -359,7 +260,7 @@ def _assign_pages(
 ) -> EngineState:
     own = state.rows
     index = local_rows(rows, own.status.shape[0], params.layout.batch)
-    held = _held_slots(page_table, state.pool.page_size)
+    held = held_slots(page_table, state.pool.page_size)
     room = held - params.speculation.scratch_slots
     return state.replace(
         rows=own.replace(
@@ -374,8 +275,9 @@ def release(params: EngineParams, state: EngineState, rows: Integers) -> EngineS
 
     Their pages become free: their contents are never read again.
     """
-    params.check(state)
-    return on_mesh(_release, params, state, (jnp.asarray(rows, jnp.int32),), (P(),), None)
+    check_state(params, state)
+    index = jnp.asarray(check_rows(rows, state.rows.status.shape[0]), jnp.int32)
+    return on_mesh(_release, params, state, (index,), (P(),), None)
 
 
 def _release(params: EngineParams, state: EngineState, rows: Array) -> EngineState:

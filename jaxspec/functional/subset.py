@@ -1,11 +1,13 @@
 """Some rows of a state: a call may run on a list of rows, and leave the others as they are."""
 
+from typing import overload
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.core import Tracer
 
+from jaxspec.functional.checks import check_rows, known
 from jaxspec.functional.params import EngineParams, Integers
 from jaxspec.parallel import Axes
 from jaxspec.state import Emitted, Ending, EngineState, Rows
@@ -19,12 +21,28 @@ def local_rows(rows: Array, num_rows: int, axes: Axes) -> Array:
     return jnp.where((local >= 0) & (local < num_rows), local, num_rows)
 
 
-def check_split(params: EngineParams, rows: Integers, num_rows: int) -> None:
-    """Raise ValueError for a list of rows whose shares do not belong to their devices."""
+@overload
+def listed_rows(params: EngineParams, state: EngineState, rows: None) -> None: ...
+@overload
+def listed_rows(params: EngineParams, state: EngineState, rows: Integers) -> Array: ...
+def listed_rows(params: EngineParams, state: EngineState, rows: Integers | None) -> Array | None:
+    """A list of rows [B] as int32; None: all rows, None.
+
+    Raises ValueError for what check_rows refuses, and for a list whose shares do not belong to
+    their devices.
+    """
+    if rows is None:
+        return None
+    num_rows = state.rows.status.shape[0]
+    array = check_rows(rows, num_rows)
+    listed = known(array)
+    if listed is not None:
+        _check_split(params, listed, num_rows)
+    return jnp.asarray(array, jnp.int32)
+
+
+def _check_split(params: EngineParams, listed: np.ndarray, num_rows: int) -> None:
     shards = params.data_parallel
-    if shards == 1 or isinstance(rows, Tracer):
-        return
-    listed = np.asarray(rows)
     if listed.size % shards:
         raise ValueError(f"{listed.size} rows cannot be split over {shards} data shards")
     own = np.repeat(np.arange(shards), listed.size // shards)

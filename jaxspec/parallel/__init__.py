@@ -27,7 +27,7 @@ from jaxspec.parallel.meshes import (
     shown_size,
     stage_meshes,
 )
-from jaxspec.parallel.specs import named_shardings, partition_specs
+from jaxspec.parallel.specs import named_shardings, partition_specs, result_specs
 
 __all__ = [
     "DATA_AXIS",
@@ -53,6 +53,7 @@ __all__ = [
     "named_shardings",
     "partition_specs",
     "replica_meshes",
+    "result_specs",
     "shown_size",
     "stage_meshes",
 ]

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from jaxspec.parallel.layout import WHOLE, Layout
 
@@ -77,8 +77,10 @@ def stage_meshes(mesh: Mesh | None, drafter_mesh: Mesh | None = None) -> tuple[A
     ``drafter_mesh`` is a last stage. None as ``mesh`` then means one device.
 
     Raises ValueError for a drafter_mesh beside rows, sequences or a hidden dimension that are
-    split, and for one that shares devices with the mesh.
+    split, for one that shares devices with the mesh, and for what is no mesh of make_mesh.
     """
+    check_is_mesh("mesh", mesh)
+    check_is_mesh("drafter_mesh", drafter_mesh)
     stages: tuple[Mesh | None, ...] = (mesh,)
     if mesh is not None and STAGE_AXIS in mesh.shape:
         names = tuple(name for name in mesh.axis_names if name != STAGE_AXIS)
@@ -94,6 +96,22 @@ def stage_meshes(mesh: Mesh | None, drafter_mesh: Mesh | None = None) -> tuple[A
     if shared:
         raise ValueError(f"drafter_mesh has devices {sorted(shared)} of the target: give others")
     return (*meshes, drafter_mesh)
+
+
+def check_is_mesh(name: str, mesh: Any) -> None:
+    """Raise ValueError for what is no mesh, nor None, and for a mesh without the axes of
+    make_mesh."""
+    if mesh is None:
+        return
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise ValueError(
+            f"{name} must be a mesh, such as jaxspec.make_mesh(tensor_parallel=2), not {mesh!r}"
+        )
+    if not {DATA_AXIS, MODEL_AXIS} <= set(mesh.shape):
+        raise ValueError(
+            f"the {name} has axes {list(mesh.shape)}, and needs {DATA_AXIS!r} and {MODEL_AXIS!r}: "
+            "make it with jaxspec.make_mesh"
+        )
 
 
 def devices_of_model(mesh: Mesh | None) -> int:
@@ -141,15 +159,11 @@ def mesh_layout(mesh: Mesh | None, *, split_model: bool = True) -> Layout:
 
     Raises ValueError for a mesh without those axes, and for one with stages.
     """
+    check_is_mesh("mesh", mesh)
     if mesh is None:
         return WHOLE
     if STAGE_AXIS in mesh.shape:
         raise ValueError("each stage of a pipeline has a layout of its own: see stage_meshes")
-    if not {DATA_AXIS, MODEL_AXIS} <= set(mesh.shape):
-        raise ValueError(
-            f"the mesh has axes {list(mesh.shape)}, and needs {DATA_AXIS!r} and {MODEL_AXIS!r}: "
-            "make it with jaxspec.parallel.make_mesh"
-        )
     batch = (DATA_AXIS,) if mesh.shape[DATA_AXIS] > 1 else ()
     sequence = (SEQUENCE_AXIS,) if mesh.shape.get(SEQUENCE_AXIS, 1) > 1 else ()
     if not split_model:

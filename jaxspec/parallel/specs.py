@@ -46,18 +46,26 @@ def partition_specs(tree: Any, layout: Layout = WHOLE, undeclared: tuple[str, ..
     return dataclasses.replace(tree, **specs)
 
 
-def named_shardings(mesh: Mesh, tree: Any, layout: Layout = WHOLE) -> Any:
-    """As partition_specs, with each spec bound to ``mesh``.
+def result_specs(tree: Any, layout: Layout = WHOLE) -> Any:
+    """As partition_specs, without the trailing Nones of specs.
 
-    Trailing Nones are removed from specs, as jax does for the results of a program. Otherwise a new
-    state and a returned one would not share a compiled program.
+    jax removes them from those of a program's results. Otherwise a new state and a returned one
+    would not share a compiled program.
     """
 
-    def bind(spec: P) -> NamedSharding:
+    def trimmed(spec: P) -> P:
         names = list(spec)
         while names and names[-1] is None:
             names.pop()
-        return NamedSharding(mesh, P(*names))
+        return P(*names)
 
     specs = partition_specs(tree, layout)
-    return jax.tree.map(bind, specs, is_leaf=lambda leaf: isinstance(leaf, P))
+    return jax.tree.map(trimmed, specs, is_leaf=lambda leaf: isinstance(leaf, P))
+
+
+def named_shardings(mesh: Mesh, tree: Any, layout: Layout = WHOLE) -> Any:
+    """As result_specs, with each spec bound to ``mesh``."""
+    specs = result_specs(tree, layout)
+    return jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda leaf: isinstance(leaf, P)
+    )

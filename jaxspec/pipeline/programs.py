@@ -148,9 +148,11 @@ class PipelinePrograms(Programs):
         greedy: bool,
         controls: bool,
         confidence: bool,
+        checked: bool,
         **emitting: Any,
     ) -> tuple[EngineState, Emitted]:
-        """As functional.decode, whose other options are ``emitting``."""
+        """As functional.decode, not ``checked``, whose other options are ``emitting``."""
+        assert not checked
         groups, places = self._groups(rows)
         rounds = max_rounds if fixed else int(limit)
         drafting = {"shape": shape, "columns": columns, "greedy": greedy, "controls": controls}

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from jaxspec.cache import KVScales
 from jaxspec.models.mixers import Attention
 from jaxspec.parallel import named_shardings
+from jaxspec.weight_places import put_weight
 
 FP8 = "fp8"
 
@@ -138,8 +139,11 @@ def _placed[T](weights: T, mesh: Mesh | None) -> T:
     def place(node: Any, sharding: Any) -> Any:
         if not _is_attention(node) or isinstance(node.kv_scales.k, jax.ShapeDtypeStruct):
             return node
-        place = jax.tree.leaves(node)[0].sharding if mesh is None else sharding.kv_scales
-        return node.replace(kv_scales=jax.device_put(node.kv_scales, place))
+        if mesh is not None:
+            return node.replace(kv_scales=jax.device_put(node.kv_scales, sharding.kv_scales))
+        beside = jax.tree.leaves(node)[0].sharding
+        scales = jax.tree.map(lambda scale: put_weight(scale, beside), node.kv_scales)
+        return node.replace(kv_scales=scales)
 
     places = weights if mesh is None else named_shardings(mesh, weights)
     return jax.tree.map(place, weights, places, is_leaf=_is_attention)

@@ -16,7 +16,13 @@ from jax.typing import ArrayLike
 from jaxspec.collectives import shard_offset
 from jaxspec.parallel import WHOLE, Layout
 from jaxspec.pytree import Pytree, array, pytree
-from jaxspec.sampling.logits import check_range, per_row, vocab_ids
+from jaxspec.sampling.logits import (
+    check_integers,
+    check_range,
+    check_size,
+    per_row,
+    vocab_ids,
+)
 
 LARGEST_REPETITION_PENALTY = 100.0
 LARGEST_PENALTY = 2.0
@@ -89,6 +95,17 @@ def make_controls(
     ):
         rule = f"in [-{LARGEST_PENALTY}, {LARGEST_PENALTY}]"
         check_range(name, value, lambda x: np.abs(x) <= LARGEST_PENALTY, rule)
+    sizes = dict(
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        prompt_lens=prompt_lens,
+        min_tokens=min_tokens,
+    )
+    for name, value in sizes.items():
+        check_size(name, value, batch)
+    check_integers("prompt_lens", prompt_lens)
+    check_integers("min_tokens", min_tokens)
     check_range("prompt_lens", prompt_lens, lambda x: x >= 0, "at least 0")
     check_range("min_tokens", min_tokens, lambda x: x >= 0, "at least 0")
     if not isinstance(bias, Tracer | Array):

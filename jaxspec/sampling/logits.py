@@ -5,8 +5,10 @@ an exact sample from softmax(processed_logits) by the Gumbel-max trick. The nois
 (seed, position, token), so a token does not depend on how many are scored in the same pass.
 """
 
+import functools
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -49,11 +51,26 @@ def make_sampling(
 ) -> Sampling:
     """Sampling of ``batch`` rows, from scalars or [B] arrays, which may be traced.
 
-    A scalar seed gives row ``i`` the seed ``seeds + i``, so equal prompts give different samples.
-    An array of equal seeds gives equal samples.
+    A scalar seed, the default too, gives row ``i`` the seed ``seeds + i``, so equal prompts of one
+    call give different samples, and the same call again gives the same. An array of equal seeds
+    gives equal samples, and so do calls of one row each that have the same seed.
 
-    Raises ValueError for a value out of range (traced values are not checked).
+    Args:
+      seeds: integers from 0 to 2**32 - 1 (of traced ones the last 32 bits), or typed keys, as
+        ``jax.random.key`` and ``split`` make them (not raw ones of PRNGKey). A key stands for the
+        seed that ``jax.random.bits(key, dtype=uint32)`` draws.
+
+    Raises ValueError for a value out of range (traced values are not checked), and for arrays of
+    other shapes or dtypes.
     """
+    if isinstance(seeds, Array) and jnp.issubdtype(seeds.dtype, jax.dtypes.prng_key):
+        seeds = _seeds_of_keys(seeds)
+    check_integers("top_k", top_k)
+    check_integers("seeds", seeds)
+    check_range("seeds", seeds, lambda x: (x >= 0) & (x < 2**32), "0 to 2**32 - 1")
+    given = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seeds=seeds)
+    for name, value in given.items():
+        check_size(name, value, batch)
     own = np.arange(batch, dtype=np.uint32) if np.ndim(seeds) == 0 else np.uint32(0)
     sampling = Sampling(
         temperature=per_row(temperature, batch, jnp.float32),
@@ -67,6 +84,29 @@ def make_sampling(
     check_range("top_p", top_p, lambda x: (x > 0) & (x <= 1), "in (0, 1]")
     check_range("min_p", min_p, lambda x: (x >= 0) & (x <= 1), "in [0, 1]")
     return sampling
+
+
+def _seeds_of_keys(keys: Array) -> Array:
+    """Seeds of typed keys [...]: uint32 [...]."""
+    draw = functools.partial(jax.random.bits, dtype=jnp.uint32)
+    return jax.vmap(draw)(keys.reshape(-1)).reshape(keys.shape)
+
+
+def check_size(name: str, value: ArrayLike, batch: int) -> None:
+    """Raise ValueError for what is neither a scalar nor [B]."""
+    if np.shape(value) not in ((), (batch,)):
+        raise ValueError(
+            f"{name} must be a scalar or [{batch}], a value for each row, got shape "
+            f"{list(np.shape(value))}"
+        )
+
+
+def check_integers(name: str, value: ArrayLike) -> None:
+    """Raise ValueError for other values than integers."""
+    dtype = value.dtype if isinstance(value, Array) else np.asarray(value).dtype
+    if not jnp.issubdtype(dtype, jnp.integer):
+        shown = value if np.ndim(value) == 0 and not isinstance(value, Array) else dtype
+        raise ValueError(f"{name} must be integers, got {shown!r}")
 
 
 def per_row(value: ArrayLike, batch: int, dtype: DTypeLike) -> Array:

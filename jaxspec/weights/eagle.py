@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
@@ -18,6 +17,7 @@ from jaxspec.models.hf_values import naming, shown_name
 from jaxspec.parallel import Shards, mesh_layout
 from jaxspec.quantization.kv_cache import without_kv_scales
 from jaxspec.tensors import CheckpointTensor, Source, choosing, splitting
+from jaxspec.weight_places import put_weight
 from jaxspec.weights.checkpoint_files import canonical_tensors
 from jaxspec.weights.safetensors_io import (
     check_not_quantized,
@@ -110,7 +110,7 @@ def load_eagle_head(
         _check_all_marked(directory, stored.get("t2d"))
         return head
     token_ids = _token_ids(directory, stored, shapes.token_ids.shape[0], target.vocab_size)
-    return head.replace(token_ids=jax.device_put(token_ids, shardings.token_ids))
+    return head.replace(token_ids=put_weight(token_ids, shardings.token_ids))
 
 
 def save_eagle_head(head: DraftHead, directory: str | Path, target: ModelConfig) -> None:

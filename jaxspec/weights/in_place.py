@@ -1,11 +1,15 @@
 """Weights that take the place of others on the devices."""
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxspec.pytree import is_static
 from jaxspec.weight_places import weight_place
+
+MOST_SHOWN = 4  # differences that an error lists
 
 
 def committed(leaf: Any) -> jax.Array:
@@ -15,11 +19,16 @@ def committed(leaf: Any) -> jax.Array:
 
 
 def in_place_of(current: Any, new: Any) -> Any:
-    """``new`` where ``current`` lies, if their structure and shapes are the same."""
-    if _shapes(new) != _shapes(current):
+    """``new`` where ``current`` lies, if their structure and shapes are the same.
+
+    Raises ValueError that names what differs.
+    """
+    if different := _differences(current, new):
+        more = len(different) - MOST_SHOWN
+        shown = ", ".join(different[:MOST_SHOWN]) + (f" and {more} more" if more > 0 else "")
         raise ValueError(
-            "the weights have other shapes or static fields than those in use: make a new engine "
-            "with them instead"
+            f"the weights have other shapes or static fields than those in use: {shown}; make a "
+            "new engine with them instead"
         )
     return jax.device_put(new, jax.tree.map(place_of, current))
 
@@ -29,6 +38,37 @@ def place_of(leaf: jax.Array) -> Any:
     return weight_place(leaf.shape, leaf.sharding)
 
 
-def _shapes(tree: Any) -> tuple[Any, list[Any]]:
-    leaves, structure = jax.tree.flatten(tree)
-    return structure, [(leaf.shape, leaf.dtype) for leaf in leaves]
+def _differences(current: Any, new: Any) -> list[str]:
+    """What ``new`` has otherwise: arrays by name, or else kinds and static fields."""
+    if type(new) is not type(current):
+        return [f"{type(new).__name__} instead of {type(current).__name__}"]
+    before, after = _shapes(current), _shapes(new)
+    names = dict.fromkeys([*before, *after])
+    found = [
+        f"{name} is {after.get(name, 'missing')}, not {before.get(name, 'expected')}"
+        for name in names
+        if before.get(name) != after.get(name)
+    ]
+    if not found and jax.tree.structure(current) != jax.tree.structure(new):
+        found = _static_differences(current, new) or ["kinds of layers or options"]
+    return found
+
+
+def _static_differences(current: Any, new: Any) -> list[str]:
+    """Static fields of two dataclasses that differ, by name."""
+    if not dataclasses.is_dataclass(current):
+        return []
+    return [
+        field.name
+        for field in dataclasses.fields(current)
+        if is_static(field) and getattr(current, field.name) != getattr(new, field.name)
+    ]
+
+
+def _shapes(tree: Any) -> dict[str, str]:
+    """The arrays by name, as dtype[shape]."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {
+        jax.tree_util.keystr(path).lstrip("."): f"{leaf.dtype}{list(leaf.shape)}"
+        for path, leaf in leaves
+    }

@@ -41,7 +41,7 @@ from jaxspec.tensors import (
     splitting,
     tensor_shapes,
 )
-from jaxspec.weight_places import weight_place
+from jaxspec.weight_places import default_place, put_weight, weight_place
 from jaxspec.weights.checkpoint_files import canonical_tensors, scan
 from jaxspec.weights.fused_experts import unfused
 from jaxspec.weights.in_place import place_of
@@ -179,7 +179,7 @@ def placements(shapes: Any, mesh: Mesh | None) -> Any:
     if mesh is not None:
         shardings = named_shardings(mesh, shapes)
     else:
-        device = SingleDeviceSharding(jnp.zeros(()).device)
+        device = default_place()
         shardings = jax.tree.map(lambda _: device, shapes)
     return jax.tree.map(lambda x, sharding: weight_place(x.shape, sharding), shapes, shardings)
 
@@ -207,6 +207,8 @@ def _reordered(node: Any) -> Any:
     if not _is_grouped(node):
         return node
     made = in_kernel_order(node)
+    if not node.values.committed:
+        return made
     return made.replace(values=jax.device_put(made.values, place_of(node.values), donate=True))
 
 
@@ -268,7 +270,10 @@ def _load_array(
         sizes = zip(index or (), shape.shape, strict=True)
         return read_block(*(part.indices(size)[:2] for part, size in sizes))
 
-    array = jax.make_array_from_callback(shape.shape, place, block_at)
+    if isinstance(place, SingleDeviceSharding):
+        array = put_weight(read_block(*((0, size) for size in shape.shape)), place)
+    else:
+        array = jax.make_array_from_callback(shape.shape, place, block_at)
     return jax.block_until_ready(array)  # bounds host memory: copies to the device are asynchronous
 
 

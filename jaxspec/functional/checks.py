@@ -1,0 +1,304 @@
+"""Checks of what callers of the pure functions give: every fault is told, in their words.
+
+Shapes and dtypes are always checked. Values are checked where they are known: not in a caller's
+``jit`` or ``vmap``, where rows end with an error instead (see state.Ending). The programs of an
+engine are traced, so nothing here reads from a device while it serves.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.core import Tracer
+
+from jaxspec.functional.params import EngineParams, Integers
+from jaxspec.models.decoder import Decoder
+from jaxspec.parallel import mesh_layout
+from jaxspec.sampling import Sampling
+from jaxspec.state import EngineState, Status
+
+PADDING = -1  # an index of no row
+MOST_SHOWN = 4  # rows or values that an error lists
+INT32 = np.iinfo(np.int32)
+BUSY = (Status.READING, Status.DECODING)
+
+
+class Problems:
+    """What is wrong with the arguments of a call, told in one error."""
+
+    def __init__(self) -> None:
+        self._found: list[str] = []
+
+    def add(self, problem: str, *, unless: bool = False) -> None:
+        if not unless:
+            self._found.append(problem)
+
+    def tell(self) -> None:
+        """Raise ValueError that lists all problems, if there are any."""
+        if self._found:
+            raise ValueError("; ".join(self._found))
+
+    def whole(self, name: str, value: Any, least: int, cure: str = "") -> None:
+        """``value`` must be an int of at least ``least``."""
+        if is_whole(value) and value >= least:
+            return
+        self.add(f"{name} must be an int, at least {least}{cure}, got {value!r}")
+
+    def integers(self, name: str, value: Integers, shape: str) -> Array | np.ndarray:
+        """``value`` as an array, which must be of integers of 32 bits, and of so many dimensions as
+        ``shape``, such as "[B, T]"."""
+        dims = 0 if shape == "[]" else shape.count(",") + 1
+        wanted = f"{name} must be " + (f"integers {shape}" if dims else "an integer")
+        try:
+            array = value if isinstance(value, Array | np.ndarray) else np.asarray(value)
+        except ValueError:  # lists of several lengths
+            self.add(f"{wanted}: pad its lists to one length")
+            return np.zeros(0, np.int32)
+        if not isinstance(array, Array) and array.size == 0:
+            array = array.astype(np.int32)  # an empty list has no dtype
+        if not jnp.issubdtype(array.dtype, jnp.integer):
+            self.add(f"{wanted}, not {array.dtype}: cast it")
+        elif array.ndim != dims:
+            cure = f": give [{name}]" if array.ndim == dims - 1 else ""
+            self.add(f"{wanted}, got shape {list(array.shape)}{cure}")
+        else:
+            in_32_bits = "it does not fit 32 bits"
+            self.within(name, array, lambda x: (x >= INT32.min) & (x <= INT32.max), in_32_bits)
+        return array
+
+    def within(self, name: str, value: Any, is_ok: Callable[[np.ndarray], Any], rule: str) -> None:
+        """Each entry of ``value``, if it is known, must be ``is_ok``."""
+        values = known(value)
+        if values is None:
+            return
+        wrong = np.argwhere(~np.broadcast_to(is_ok(values), values.shape))
+        if len(wrong):
+            place = tuple(wrong[0].tolist())
+            index = f"[{', '.join(map(str, place))}]" if place else ""
+            self.add(f"{name}{index} is {values[place]}: {rule}")
+
+
+def is_whole(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def known(value: Any) -> np.ndarray | None:
+    """The values of an array or a list; None if they are traced, or on other processes' devices."""
+    if isinstance(value, Tracer) or (isinstance(value, Array) and not value.is_fully_addressable):
+        return None
+    return np.asarray(value)
+
+
+def integers(name: str, value: Integers, shape: str) -> Array | np.ndarray:
+    """The integers of an array or a list; see Problems.integers.
+
+    Raises ValueError for other dtypes and numbers of dimensions, and for integers past 32 bits.
+    """
+    problems = Problems()
+    array = problems.integers(name, value, shape)
+    problems.tell()
+    return array
+
+
+def as_int32(name: str, value: Integers, shape: str) -> Array:
+    """As integers, of 32 bits."""
+    return jnp.asarray(integers(name, value, shape), jnp.int32)
+
+
+def check_params(params: EngineParams) -> None:
+    """Raise ValueError for what cannot make a state."""
+    if not isinstance(params, EngineParams):
+        raise ValueError(f"params must be EngineParams, as jaxspec.load gives, not {_kind(params)}")
+    if not isinstance(params.target, Decoder):
+        raise ValueError(
+            f"params.target must be a Decoder, not {_kind(params.target)}: put your function into "
+            "a layer's mixer (docs/extending.md)"
+        )
+    if params.mesh is not None and params.target.layout != mesh_layout(params.mesh):
+        raise ValueError(
+            "params.target is not split as params.mesh says: load it with jaxspec.load(mesh=mesh)"
+        )
+
+
+def check_state(params: EngineParams, state: EngineState, *, controls: bool = False) -> None:
+    """Raise ValueError for what is not parameters and a state made with them."""
+    found = (isinstance(params, EngineParams), isinstance(state, EngineState))
+    if not all(found):
+        swapped = isinstance(params, EngineState) and isinstance(state, EngineParams)
+        cure = "swap them" if swapped else "see jaxspec.load and jaxspec.init_state"
+        raise ValueError(
+            "the first arguments must be params and state, EngineParams and EngineState, not "
+            f"{_kind(params)} and {_kind(state)}: {cure}"
+        )
+    params.check(state, controls=controls)
+
+
+def _kind(value: Any) -> str:
+    if callable(value) and hasattr(value, "__name__"):
+        return f"the function or class {value.__name__}"
+    return type(value).__name__
+
+
+def check_rows(rows: Integers, num_rows: int) -> Array | np.ndarray:
+    """Row indices [B] as integers.
+
+    Raises ValueError for indices that are neither rows nor padding, for a row that is listed twice,
+    and for padding alone.
+    """
+    array = integers("rows", rows, "[B]")
+    values, problems = known(array), Problems()
+    if values is None:
+        return array
+    rule = f"the state has rows 0 to {num_rows - 1}, and {PADDING} is padding"
+    problems.within("rows", values, lambda x: (x >= PADDING) & (x < num_rows), rule)
+    listed, times = np.unique(values[values != PADDING], return_counts=True)
+    if (times > 1).any():
+        problems.add(f"rows lists row {listed[times > 1][0]} twice: list each once")
+    problems.add("rows lists no row, only padding", unless=bool(len(listed)))
+    problems.tell()
+    return array
+
+
+def check_order(state: EngineState, rows: Integers | None, *, decodes: bool = False) -> None:
+    """Raise ValueError for a call that can do nothing for its rows: none has a prompt, or, if it
+    ``decodes``, none has read all of it and some have not. Traced states are not checked."""
+    own = state.rows
+    index = None if rows is None else known(rows)
+    fields = [known(x) for x in (own.status, own.context_lens, own.prompt_lens)]
+    if any(field is None for field in fields) or (rows is not None and index is None):
+        return
+    numbers = np.arange(len(own.status)) if index is None else index[index != PADDING]
+    status, read, lens = (np.asarray(field)[numbers] for field in fields)
+    if (status == Status.EMPTY).all():
+        raise ValueError("no row of this call has a prompt: admit first")
+    reading = status == Status.READING
+    if decodes and reading.any() and not (status == Status.DECODING).any():
+        unread = _listed(
+            [
+                f"row {row} has read {some} of {all_} prompt tokens"
+                for row, some, all_ in zip(
+                    numbers[reading], read[reading], lens[reading], strict=True
+                )
+            ]
+        )
+        raise ValueError(f"{unread}: call prefill again, or prefill_all")
+
+
+def _listed(texts: list[str]) -> str:
+    more = len(texts) - MOST_SHOWN
+    return ", ".join(texts[:MOST_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def check_sizes(**sizes: int | None) -> None:
+    """Raise ValueError for sizes of a call's program, each an int of at least 1 or None."""
+    problems = Problems()
+    for name, value in sizes.items():
+        if value is not None:
+            problems.whole(name, value, 1)
+    problems.tell()
+
+
+def check_counts(counts: Integers, batch: int, width: int) -> None:
+    """Raise ValueError for what cannot be tokens to read of each row [B]."""
+    problems = Problems()
+    array = problems.integers("counts", counts, "[B]")
+    problems.tell()
+    if len(array) != batch:
+        raise ValueError(f"counts has {len(array)} entries for {batch} rows: give one for each")
+    rule = f"it must be 0 to width, {width}"
+    problems.within("counts", array, lambda x: (x >= 0) & (x <= width), rule)
+    problems.tell()
+
+
+def check_admission(
+    params: EngineParams, state: EngineState, rows: Array | np.ndarray, arrived: dict[str, Any]
+) -> None:
+    """Raise ValueError for what rows cannot be given; ``arrived`` are the arrays of admit.
+
+    Values of padding are not checked.
+    """
+    problems, own = Problems(), state.rows
+    batch, length = rows.shape[0], own.tokens.shape[1]
+    _check_shapes(problems, arrived, batch, own.page_table.shape[1])
+    problems.tell()
+    index = known(rows)
+    if index is None:
+        return
+    places = np.flatnonzero(index != PADDING)
+    status = known(own.status)
+    if status is not None:
+        busy = [row for row in index[places].tolist() if status[row] in BUSY]
+        names = [f"row {row} is {Status(int(status[row])).name}" for row in busy]
+        problems.add(f"{_listed(names)}: release it, or admit to another", unless=not busy)
+
+    def check(name: str, is_ok: Callable[[np.ndarray], Any], rule: str) -> None:
+        values = None if arrived[name] is None else known(arrived[name])
+        if values is not None:
+            wanted = np.isin(np.arange(batch), places)
+            wanted = wanted.reshape(-1, *(1,) * (values.ndim - 1))
+            problems.within(name, values, lambda x: is_ok(x) | ~wanted, rule)
+
+    width, vocab = arrived["prompts"].shape[1], params.target.config.vocab_size
+    most = min(width, length - 1)
+    check(
+        "prompt_lens",
+        lambda x: (x >= 1) & (x <= most),
+        f"it must be 1 to {most}, as prompts has {width} columns and a row {length} tokens, the "
+        "first generated one included",
+    )
+    lens = known(arrived["prompt_lens"])
+    if lens is not None:
+        inside = np.arange(width) < lens[:, None]
+        rule = f"token ids are 0 to {vocab - 1}"
+        check("prompts", lambda x: (x >= 0) & (x < vocab) | ~inside, rule)
+        rule = "it must be 0 to the row's prompt_lens"
+        check("cached_lens", lambda x: (x >= 0) & (x <= lens), rule)
+    rule = f"it must be 1 to {length}, the max_length of the state"
+    check("max_lens", lambda x: (x >= 1) & (x <= length), rule)
+    rule = f"it must be a token id, 0 to {vocab - 1}, or -1 as padding"
+    check("stop_token_ids", lambda x: (x >= -1) & (x < vocab), rule)
+    pages = state.pool.num_pages // params.data_parallel
+    check("page_table", lambda x: (x >= 0) & (x < pages), f"pages are 0 to {pages - 1}")
+    problems.tell()
+
+
+def _check_shapes(problems: Problems, arrived: dict[str, Any], batch: int, columns: int) -> None:
+    """Of the arrays of admit, and the size of its sampling."""
+    for name in ("prompts", "prompt_lens", "max_lens", "cached_lens", "stop_token_ids"):
+        array = arrived[name]
+        if array is not None and len(array) != batch:
+            cure = ": give one for each of rows"
+            problems.add(f"{name} has {len(array)} entries, rows has {batch}{cure}")
+    table, sampling = arrived["page_table"], arrived["sampling"]
+    if table is not None and tuple(table.shape) != (batch, columns):
+        problems.add(
+            f"a page_table for {batch} rows must be {[batch, columns]}, not {list(table.shape)}"
+        )
+    if not isinstance(sampling, Sampling):
+        problems.add(f"sampling must be what make_sampling gives, not {_kind(sampling)}")
+        return
+    sizes = {leaf.shape for leaf in jax.tree.leaves(sampling)}
+    if sizes != {(batch,)}:
+        shown = sorted(map(list, sizes - {(batch,)}))[0]
+        problems.add(f"sampling has shape {shown} for {batch} rows: make_sampling({batch}, ...)")
+
+
+def check_rounds(num_rounds: Any, max_rounds: int | None) -> None:
+    """Raise ValueError for a number of rounds that is no integer, negative, or more than the result
+    has room for."""
+    problems = Problems()
+    if max_rounds is not None:
+        problems.whole("max_rounds", max_rounds, 1)
+    problems.tell()
+    array = integers("num_rounds", num_rounds, "[]")
+    if max_rounds is None:
+        if known(array) is None:
+            raise ValueError("num_rounds is traced: give max_rounds, an int, as well")
+        problems.within("num_rounds", array, lambda x: x >= 0, "it must be at least 0")
+    else:
+        rule = f"it must be 0 to max_rounds, {max_rounds}"
+        problems.within("num_rounds", array, lambda x: (x >= 0) & (x <= max_rounds), rule)
+    problems.tell()

@@ -1,0 +1,81 @@
+"""A user's own jit around the pure functions compiles once."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxspec import SpeculationConfig, admit, decode, init_state, load, make_mesh
+from jaxspec.functional import EngineParams
+from jaxspec.state import EngineState
+from tests.checkpoints import tiny_llama
+from tests.programs import FAST_COMPILE, traces
+
+CHAIN = SpeculationConfig.chain(2)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return tiny_llama(tmp_path_factory.mktemp("target"), num_hidden_layers=1)
+
+
+def new_jit(function: Any, **options: Any) -> Any:
+    return jax.jit(function, compiler_options=FAST_COMPILE, **options)
+
+
+def admitted(params: EngineParams) -> EngineState:
+    state = init_state(params, 2, 32)
+    return admit(params, state, [0, 1], np.array([[7, 8, 9], [3, 4, 5]]), [3, 3])
+
+
+def rounds(params: EngineParams, state: EngineState) -> EngineState:
+    return decode(params, state, 2, max_rounds=2)[0]
+
+
+def test_a_step_that_trains_and_decodes_compiles_once(checkpoint):
+    params = load(checkpoint, "ngram", speculation=CHAIN)
+    optimizer: Any = optax.adam(1e-3)
+    moments, state = optimizer.init(params.target), admitted(params)
+
+    def loss(target: Any) -> jax.Array:
+        return jnp.mean(target.embed**2)
+
+    def step(params: EngineParams, moments: Any, state: EngineState) -> Any:
+        updates, moments = optimizer.update(jax.grad(loss)(params.target), moments)
+        target: Any = params.target
+        params = params.replace(target=optax.apply_updates(target, updates))
+        return params, moments, rounds(params, state)
+
+    jitted = new_jit(step, donate_argnums=2)
+    for _ in range(3):
+        params, moments, state = jitted(params, moments, state)
+    assert traces(jitted) == 1
+
+
+@pytest.mark.parametrize("committed", [False, True])
+def test_rounds_compile_once_wherever_the_weights_are(checkpoint, committed: bool):
+    params = load(checkpoint, "ngram", speculation=CHAIN)
+    if committed:
+        params = jax.device_put(params, jax.devices()[1])
+    state = admitted(params)
+    assert {leaf.committed for leaf in jax.tree.leaves(state)} == {committed}
+    jitted = new_jit(lambda *arguments: rounds(*arguments), donate_argnums=1)
+    for _ in range(3):
+        state = jitted(params, state)
+    assert traces(jitted) == 1
+    assert state.rows.status.devices() == params.target.embed.devices()
+
+
+def test_rounds_on_a_mesh_compile_once_and_keep_their_shardings(checkpoint):
+    mesh = make_mesh(data_parallel=2)
+    params = load(checkpoint, "ngram", speculation=CHAIN, mesh=mesh)
+    state = admitted(params)
+    before = [leaf.sharding for leaf in jax.tree.leaves(state)]
+    jitted = new_jit(lambda *arguments: rounds(*arguments), donate_argnums=1)
+    for _ in range(3):
+        state = jitted(params, state)
+    assert traces(jitted) == 1
+    assert [leaf.sharding for leaf in jax.tree.leaves(state)] == before
