@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # what a type checker sees; at run time a name loads its modu
     from jaxspec.config.speculation import PLAIN, SpeculationConfig, TreeShape
     from jaxspec.engine import Engine
     from jaxspec.functional import EngineParams, admit, decode, init_state, prefill, release
-    from jaxspec.generation import Generation
+    from jaxspec.generation import ErrorKind, Generation
     from jaxspec.llm import LLM, check_prompts
     from jaxspec.loading import load
     from jaxspec.parallel import make_mesh
@@ -37,7 +37,7 @@ __getattr__, __dir__ = lazy_names(
         "jaxspec.functional": (
             *("EngineParams", "admit", "decode", "init_state", "prefill", "release"),
         ),
-        "jaxspec.generation": ("Generation",),
+        "jaxspec.generation": ("ErrorKind", "Generation"),
         "jaxspec.llm": ("LLM", "check_prompts"),
         "jaxspec.loading": ("load",),
         "jaxspec.sampling": ("make_controls", "make_sampling"),
@@ -61,6 +61,7 @@ __all__ = [
     "Engine",
     "EngineConfig",
     "EngineParams",
+    "ErrorKind",
     "Generation",
     "SamplingParams",
     "SpeculationConfig",
