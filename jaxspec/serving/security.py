@@ -5,6 +5,7 @@ import contextlib
 import hmac
 from collections.abc import Sequence
 
+from starlette._utils import get_route_path
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -19,6 +20,12 @@ DRAIN_SECONDS = 0.5
 CLIENT = "jaxspec.client"  # in a request's scope, see client_of
 
 
+def is_open(scope: Scope) -> bool:
+    """Whether a request needs no key. Its path is compared as routes are: without the prefix that a
+    proxy, or an application that this one is mounted in, has put before it."""
+    return get_route_path(scope) in OPEN
+
+
 class ApiKeys:
     """Asks for ``Authorization: Bearer KEY``. The comparison takes the same time for every key."""
 
@@ -26,7 +33,7 @@ class ApiKeys:
         self._app, self._keys = app, [key.encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN:
+        if scope["type"] != "http" or is_open(scope):
             await self._app(scope, receive, send)
             return
         key = self._known_key(scope)
@@ -59,7 +66,7 @@ class RateLimit:
         self._app, self._rates = app, rates
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN:
+        if scope["type"] == "http" and not is_open(scope):
             try:
                 self._rates.admit(client_of(scope))
             except ApiError as error:
