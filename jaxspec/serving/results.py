@@ -11,7 +11,7 @@ from jaxspec.generation import ErrorKind, TokenLogprob
 from jaxspec.llm import LLM
 from jaxspec.round_trees import RoundTexts
 from jaxspec.scheduling.requests import SamplingParams
-from jaxspec.serving.errors import ApiError
+from jaxspec.serving.errors import ApiError, CutShort
 from jaxspec.serving.protocol.chat import ChatChoice
 from jaxspec.serving.protocol.completions import CompletionChoice, CompletionLogprobs
 from jaxspec.serving.protocol.sampling import (
@@ -116,8 +116,7 @@ def finish_reason(completion: Completion) -> str:
             kind, code = "timeout_error", "timeout"
             raise ApiError(504, "the request took too long", kind=kind, code=code)
         case "cancelled":
-            kind, code = "server_error", "cancelled"
-            raise ApiError(503, "the server is ending", kind=kind, code=code)
+            raise CutShort
     assert completion.error is not None and completion.error_kind is not None
     # The model's own troubles are told; what went wrong in the engine stands in the log.
     interrupted = completion.error_kind is ErrorKind.INTERRUPTED

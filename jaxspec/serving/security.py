@@ -16,7 +16,7 @@ PAGE = ("/", "/style.css", "/tree.js", "/app.js")
 OPEN = (*PAGE, "/health", "/ping", "/version", "/metrics")  # paths that need no key
 MOST_BYTES = 8 * 2**20  # of a body; while JSON is read, nobody else is served
 MOST_SECONDS = 60.0  # until all of it has come
-DRAIN_SECONDS = 0.5
+REST_SECONDS = 0.5  # for what still comes of a request that is refused
 CLIENT = "jaxspec.client"  # in a request's scope, see client_of
 
 
@@ -88,7 +88,7 @@ class BodyLimit:
             return
         declared = dict(scope["headers"]).get(b"content-length", b"0")
         if not declared.isdigit() or int(declared[:20]) > self._most:
-            await _drain(receive)
+            await take_rest(receive)
             await self._too_large().response()(scope, receive, send)
             return
         read, is_whole = 0, False
@@ -104,7 +104,7 @@ class BodyLimit:
             read += len(message.get("body", b""))
             is_whole = not message.get("more_body", False)
             if read > self._most:
-                await _drain(receive)
+                await take_rest(receive)
                 raise _as_http(self._too_large())
             return message
 
@@ -119,11 +119,11 @@ class BodyLimit:
         return ApiError(408, message, code="too_slow", headers=headers)
 
 
-async def _drain(receive: Receive) -> None:
+async def take_rest(receive: Receive) -> None:
     """Take what still comes, for a moment: a client that is sending when the connection closes may
     never see the answer."""
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(DRAIN_SECONDS):
+        async with asyncio.timeout(REST_SECONDS):
             while (await receive()).get("more_body"):
                 pass
 
