@@ -72,7 +72,25 @@ def test_sigterm_lets_requests_end_and_a_second_one_does_not(model: Path, tmp_pa
         assert own.process.wait(LIMIT) == 0
 
 
-def test_at_the_end_of_the_time_to_drain_clients_are_told(model: Path, tmp_path: Path, capsys):
+def test_at_the_end_of_the_time_to_drain_a_request_that_waits_is_told(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    with server(model, tmp_path, options=("--drain-seconds", "2")) as own:
+        with unfinished_request(own.address) as waiting:
+            time.sleep(0.2)
+            own.process.send_signal(signal.SIGTERM)
+            time.sleep(0.2)
+            for path in ("/health", "/v1/models"):
+                answer = httpx.get(f"{own.address}{path}")
+                assert answer.status_code == 503 and answer.headers["Retry-After"]
+            assert waiting.makefile("rb").read().startswith(b"HTTP/1.1 503 ")
+        assert own.process.wait(LIMIT) == 0
+    assert "after 1 s requests under way were cut: 1" in (shown := capsys.readouterr().err)
+    assert "Traceback" not in shown, shown
+
+
+@pytest.mark.slow
+def test_at_the_end_of_the_time_to_drain_a_stream_is_told(model: Path, tmp_path: Path, capsys):
     """The stream waits for a compiler, as the server has no program of rounds yet."""
     request = {"prompt": "abc", "max_tokens": 200, "stream": True}
     with server(model, tmp_path, options=("--drain-seconds", "2")) as own:
