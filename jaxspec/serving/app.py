@@ -117,7 +117,7 @@ def _add_status(app: FastAPI, service: Service, metrics: Metrics) -> None:
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def show_metrics() -> Response:
-        if service.state == "ready":
+        if service.is_loaded:
             for llm, own in zip(service.llm.replicas, metrics.members, strict=True):
                 await llm.run(own.read)
                 own.failed(llm.engine.failures)

@@ -49,6 +49,11 @@ class Service:
         return self.names[0]
 
     @property
+    def is_loaded(self) -> bool:
+        """Whether there is a model, also while the server ends."""
+        return self._llm is not None
+
+    @property
     def llm(self) -> AsyncLLM | ReplicatedLLM:
         """Also while the server ends, for what is under way. Raises NotReady while it loads."""
         if self._llm is None:

@@ -123,7 +123,8 @@ def test_what_does_not_end_in_time_is_told_so(slow: LLM, caplog: pytest.LogCaptu
                     answer = await client.get("/health")
                     check_refused(answer)
                     assert "ending" in answer.json()["error"]["message"]
-                    assert (await client.get("/metrics")).status_code == 200
+                    metrics = await client.get("/metrics")
+                    assert 'num_requests_running{engine="0",model_name="tiny"} 4.0' in metrics.text
             for found in await asyncio.gather(*streams):
                 assert json.loads(found[0])["choices"]
                 error = json.loads(found[-2])["error"]

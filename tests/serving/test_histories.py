@@ -11,7 +11,7 @@ from jaxspec import LLM
 from jaxspec.serving.messages import template_messages
 from jaxspec.serving.tools import FORMATS
 from tests.served import MODEL, TEMPLATE, with_client
-from tests.serving.test_chat import MESSAGES, TOOLS
+from tests.serving.test_chat import MESSAGES, TOOLS, streamed
 
 REQUEST: dict[str, Any] = {
     **TOOLS,
@@ -78,6 +78,17 @@ def test_an_answer_that_is_cut_anywhere_may_be_sent_back(llm: LLM, form: str):
     assert found[-1] == ("tool_calls", 1) and {reason for reason, _ in found[:-1]} == {"length"}
     calls = [calls for _, calls in found]
     assert calls == sorted(calls) and set(calls) == {0, 1}
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_stream_that_is_cut_in_a_name_shows_what_was_written(llm: LLM, form: str):
+    tokens = len(FORMATS[form].opening) + 2  # of a byte each
+    request = {**REQUEST, "max_completion_tokens": tokens}
+    choices = [c for chunk in streamed(llm, request, tool_format=form) for c in chunk.choices]
+    text = "".join(choice.delta.content or "" for choice in choices)
+    assert text.startswith(FORMATS[form].opening) and len(text) == tokens
+    assert choices[-1].finish_reason == "length"
+    assert not any(choice.delta.tool_calls for choice in choices)
 
 
 @pytest.mark.parametrize(
