@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # what a type checker sees; at run time a name loads its modu
         prefill_all,
         release,
     )
-    from jaxspec.generation import Generation
+    from jaxspec.generation import ErrorKind, Generation
     from jaxspec.llm import LLM
     from jaxspec.loading import load
     from jaxspec.parallel import make_mesh
@@ -46,7 +46,7 @@ __getattr__, __dir__ = lazy_names(
         "jaxspec.functional": (
             *("EngineParams", "admit", "decode", "init_state", "prefill", "prefill_all", "release"),
         ),
-        "jaxspec.generation": ("Generation",),
+        "jaxspec.generation": ("ErrorKind", "Generation"),
         "jaxspec.llm": ("LLM",),
         "jaxspec.loading": ("load",),
         "jaxspec.sampling": ("make_controls", "make_sampling"),
@@ -71,6 +71,7 @@ __all__ = [
     "Engine",
     "EngineConfig",
     "EngineParams",
+    "ErrorKind",
     "Generation",
     "SamplingParams",
     "SpeculationConfig",

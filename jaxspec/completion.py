@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from jaxspec.detokenizer import Detokenizer, StopStrings
-from jaxspec.generation import Generation, RoundTree, Timings, TokenLogprob
+from jaxspec.generation import ErrorKind, Generation, RoundTree, Timings, TokenLogprob
 from jaxspec.scheduling.requests import SamplingParams
 
 
@@ -35,6 +35,7 @@ class Completion:
       finish_reason: ``stop`` for a stop token or string (not part of the text), ``length``,
         ``cancelled``, ``timeout``, or ``error``.
       error: what went wrong; ``text`` is what was generated before the error.
+      error_kind: of the error; None: there is none.
       acceptance_length: mean tokens committed per round, bonus included.
       acceptance_by_depth: share of rounds that accepted at least 1, 2, ... drafted tokens.
       timings: timings of the request.
@@ -65,11 +66,7 @@ class Completion:
     cumulative_logprob: float | None = None
     trees: list[RoundTree] | None = None
     left_out_tokens: int = 0
-
-    @property
-    def interrupted(self) -> bool:
-        """Whether the engine has failed, and not the request or the model."""
-        return (self.error or "").startswith("interrupted")
+    error_kind: ErrorKind | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,6 +174,7 @@ class GrowingText:
             prompt_token_ids=list(generation.prompt),
             finish_reason="stop" if self.stopped else generation.finish_reason,
             error=None if self.stopped else generation.error,
+            error_kind=None if self.stopped else generation.error_kind,
             seed=seed,
             num_rounds=statistics.rounds,
             num_drafted=statistics.drafted,

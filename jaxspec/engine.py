@@ -22,7 +22,7 @@ from jaxspec.config.speculation import TreeShape
 from jaxspec.engine_limits import MOST_STOPS, engine_params, engine_sizes, scheduler_limits
 from jaxspec.exchanges import replacement
 from jaxspec.functional import EngineParams
-from jaxspec.generation import FinishReason, Generation, Grammar, Running, new_generation, outcome
+from jaxspec.generation import ErrorKind, FinishReason, Generation, Grammar, Running, new_generation
 from jaxspec.measuring import measure_preemption
 from jaxspec.models.decoder import Decoder
 from jaxspec.pipeline.programs import own_programs
@@ -332,7 +332,8 @@ class Engine:
     def _fail(self, error: BaseException) -> None:
         """End all requests, and start anew: the interrupted call may have taken the state."""
         for running in list(self._running.values()):
-            running.generation.error = f"interrupted: {type(error).__name__}: {error}"
+            message = f"interrupted: {type(error).__name__}: {error}"
+            running.generation.fail(ErrorKind.INTERRUPTED, message)
             self._end(running.generation, "error")
         self._start()
         self.programs.reset()
@@ -360,8 +361,7 @@ class Engine:
             running.first_token = self._clock()
         generation.token_ids.extend(delivery.tokens)
         if delivery.ended is not None:
-            reason, generation.error = outcome(delivery.ended)
-            self._end(generation, reason)
+            self._end(generation, generation.row_ended(delivery.ended))
 
     def _end(self, generation: Generation, reason: FinishReason) -> None:
         running = self._running.pop(generation.request_id)

@@ -1,6 +1,7 @@
 """A request under way, and what has come of it so far."""
 
 import dataclasses
+import enum
 import itertools
 from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
@@ -14,12 +15,40 @@ from jaxspec.structured import Matcher
 
 FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
 _REASONS: dict[Ending, FinishReason] = {Ending.STOP: "stop", Ending.LENGTH: "length"}
+
+
+class ErrorKind(enum.StrEnum):
+    """What went wrong with a request whose finish_reason is ``error``."""
+
+    NOT_FINITE = "not_finite"  # the model's logits were not finite numbers
+    # The same of a request that restricts its tokens: it may have left none.
+    NO_TOKEN = "no_token"
+    TOO_LONG = "too_long"  # it does not fit the cache
+    WRONG_PROGRAM = "wrong_program"  # it ran in a program that does not serve it
+    GRAMMAR_LIMIT = "grammar_limit"  # its grammar exceeds a limit
+    GRAMMAR_MISMATCH = "grammar_mismatch"  # its tokens do not match its grammar
+    INTERRUPTED = "interrupted"  # the engine has failed, and not the request or the model
+
+
 _ERRORS = {
-    Ending.NOT_FINITE: "the model's logits were not finite numbers, or no token was allowed: its "
-    "weights are broken, its dtype is too narrow for them, or the request allows too little",
-    Ending.TOO_LONG: "the prompt and its limit do not fit the cache",
-    Ending.NOT_GREEDY: "a sampled request ran in a program for greedy ones",
-    Ending.UNCONTROLLED: "a request with bias or penalties ran in a program without them",
+    Ending.NOT_FINITE: (
+        ErrorKind.NOT_FINITE,
+        "the model's logits were not finite numbers, or no token was allowed: its weights are "
+        "broken, its dtype is too narrow for them, or the request allows too little",
+    ),
+    Ending.TOO_LONG: (ErrorKind.TOO_LONG, "the prompt and its limit do not fit the cache"),
+    Ending.NOT_GREEDY: (
+        ErrorKind.WRONG_PROGRAM,
+        "a sampled request ran in a program for greedy ones",
+    ),
+    Ending.MISPLACED: (
+        ErrorKind.WRONG_PROGRAM,
+        "a request ran on a device that does not hold its row",
+    ),
+    Ending.UNCONTROLLED: (
+        ErrorKind.WRONG_PROGRAM,
+        "a request with bias or penalties ran in a program without them",
+    ),
 }
 
 
@@ -131,7 +160,7 @@ class Generation:
       finish_reason: None until it has ended.
       trees: of its rounds so far; None: not asked for.
       grammar: where it stands in the description of a structured output.
-      error: what went wrong, if its finish_reason is ``error``.
+      error: what went wrong, if its finish_reason is ``error``; ``error_kind`` is its kind.
       timings: None until it has ended.
       cached_tokens: of the prompt, whose KV it found when it got its first row.
       waited: seconds until it got that row; None: it never had one.
@@ -149,6 +178,7 @@ class Generation:
     grammar: "Grammar | None" = None
     finish_reason: FinishReason | None = None
     error: str | None = None
+    error_kind: ErrorKind | None = None
     timings: Timings | None = None
     cached_tokens: int = 0
     waited: float | None = None
@@ -160,6 +190,21 @@ class Generation:
         if self.sampling.trees:
             self.trees = []
         self.forget_prompt()
+
+    def fail(self, kind: ErrorKind, message: str) -> None:
+        """Say what went wrong; the engine then ends it."""
+        self.error_kind, self.error = kind, message
+
+    def row_ended(self, ending: str) -> FinishReason:
+        """Why it ends, as its row has, by the name of its Ending; an error is noted."""
+        reason = _REASONS.get(Ending[ending])
+        if reason is not None:
+            return reason
+        kind, message = _ERRORS[Ending[ending]]
+        if kind is ErrorKind.NOT_FINITE and self.sampling.restricts_tokens:
+            kind = ErrorKind.NO_TOKEN
+        self.fail(kind, message)
+        return "error"
 
     def admitted(self, cached: int, waited: float, preemptions: int) -> None:
         """It got a row; its prompt is read from its beginning, perhaps again."""
@@ -234,8 +279,3 @@ class Running:
         """Its times, if it ends now."""
         first = now if self.first_token is None else self.first_token
         return Timings(self.arrived, first, now, compile_seconds - self.compile_seconds)
-
-
-def outcome(ending: str) -> tuple[FinishReason, str | None]:
-    """Why a request ended whose row did, by the name of its Ending; and the error, if it is one."""
-    return _REASONS.get(Ending[ending], "error"), _ERRORS.get(Ending[ending])

@@ -8,14 +8,14 @@ import numpy as np
 
 from jaxspec.calls import Call
 from jaxspec.config.speculation import TreeShape
-from jaxspec.generation import Generation
+from jaxspec.generation import ErrorKind, Generation
 from jaxspec.masked_programs import Drafted, run_draft, run_verify
 from jaxspec.program_sizes import Kind, Load
 from jaxspec.programs import Programs
 from jaxspec.scheduling.plan import Plan
 from jaxspec.scheduling.requests import SamplingParams
 from jaxspec.scheduling.sequence import Sequence
-from jaxspec.structured import GrammarError, Matcher, tree_masks
+from jaxspec.structured import GrammarError, GrammarLimit, Matcher, tree_masks
 
 
 class MaskedRounds:
@@ -36,7 +36,9 @@ class MaskedRounds:
 
     def _fail(self, sequence: Sequence, error: GrammarError) -> None:
         generation = generation_of(sequence)
-        generation.error = str(error)
+        too_large = isinstance(error, GrammarLimit)
+        kind = ErrorKind.GRAMMAR_LIMIT if too_large else ErrorKind.GRAMMAR_MISMATCH
+        generation.fail(kind, str(error))
         self._failed.append(generation)
 
     def first_masks(self, plan: Plan) -> dict[int, np.ndarray]:

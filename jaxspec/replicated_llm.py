@@ -8,6 +8,7 @@ from typing import Any, Self
 
 from jaxspec.async_llm import AsyncLLM
 from jaxspec.completion import WHOLE_TEXT, Completion, TextChunk, TextOptions
+from jaxspec.generation import ErrorKind
 from jaxspec.llm import LLM
 from jaxspec.prompt_checks import for_each
 from jaxspec.scheduling.balancer import Balancer, Share
@@ -176,7 +177,7 @@ class _Part:
                     yield event
 
     def _see(self, completions: Sequence[Completion]) -> None:
-        if any(one.interrupted for one in completions):
+        if any(one.error_kind is ErrorKind.INTERRUPTED for one in completions):
             self.works = False
         elif self.works is None and any(one.finish_reason in WHOLE for one in completions):
             self.works = True

@@ -64,7 +64,7 @@ class Served:
     @contextlib.asynccontextmanager
     async def address(self) -> AsyncIterator[tuple[str, int]]:
         """Listens as `jaxspec serve` does: host and port."""
-        server, own = make_server(self.app, drain_seconds=1), listen("127.0.0.1", 0)
+        server, own = make_server(self.app), listen("127.0.0.1", 0)
         serving = asyncio.create_task(server.serve(sockets=[own]))
         try:
             while not server.started:

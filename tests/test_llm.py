@@ -11,6 +11,7 @@ import pytest
 from jaxspec import LLM, Completion, SamplingParams, SpeculationConfig, TextChunk, check_prompts
 from jaxspec.comparison import compare
 from jaxspec.config.engine import EngineConfig
+from jaxspec.generation import ErrorKind
 from jaxspec.scheduling.requests import with_own_seeds
 from tests.checkpoints import tiny_byte_llama, tiny_llama
 from tests.engines import seal
@@ -210,6 +211,7 @@ def test_a_completion_of_broken_weights_says_so(plain):
     assert completion.token_ids == whole.token_ids[:cut]
     assert completion.finish_reason == "error"
     assert completion.error is not None and "not finite" in completion.error
+    assert completion.error_kind is ErrorKind.NOT_FINITE
 
 
 def num_traces(engine: Any) -> tuple[int, int]:

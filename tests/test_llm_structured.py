@@ -11,7 +11,8 @@ import pytest
 
 from jaxspec import LLM, SamplingParams
 from jaxspec.config.engine import EngineConfig
-from jaxspec.structured import GrammarError, StructuredOutput
+from jaxspec.generation import ErrorKind
+from jaxspec.structured import GrammarError, GrammarLimit, StructuredOutput
 from tests.checkpoints import save_byte_tokenizer, tiny_llama
 from tests.engines import FULL, seal
 
@@ -97,14 +98,24 @@ def test_structured_requests_survive_preemption(model: Any, expected: Any):
 class Broken:
     """A matcher whose grammar gives up."""
 
-    def __init__(self, matcher: Any):
-        self.advance = matcher.advance
+    def __init__(self, matcher: Any, error: GrammarError):
+        self.advance, self.error = matcher.advance, error
 
     def masks(self, *arguments: Any) -> np.ndarray:
-        raise GrammarError("the grammar gave up")
+        raise self.error
 
 
-def test_an_error_of_a_grammar_ends_that_request_alone(llm: LLM, expected: Any):
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (GrammarLimit("it is too large"), ErrorKind.GRAMMAR_LIMIT),
+        (GrammarError("it does not match"), ErrorKind.GRAMMAR_MISMATCH),
+    ],
+    ids=["limit", "mismatch"],
+)
+def test_an_error_of_a_grammar_ends_that_request_alone(
+    llm: LLM, expected: Any, error: GrammarError, kind: ErrorKind
+):
     engine = llm.engine
     others = llm.generate(PROMPTS[:3], SAMPLING[:3])
     generations = engine.add_all([one.prompt_token_ids for one in others], SAMPLING[:3])
@@ -112,10 +123,11 @@ def test_an_error_of_a_grammar_ends_that_request_alone(llm: LLM, expected: Any):
     while len(broken.token_ids) < 3:
         engine.step(1)
     assert broken.grammar is not None
-    matcher: Any = Broken(broken.grammar.matcher)
+    matcher: Any = Broken(broken.grammar.matcher, error)
     broken.grammar.matcher = matcher
     engine.finish(generations)
-    assert (broken.finish_reason, broken.error) == ("error", "the grammar gave up")
+    ended = broken.finish_reason, broken.error, broken.error_kind
+    assert ended == ("error", str(error), kind)
     for index in (0, 2):
         assert generations[index].token_ids == expected[index][1]
         assert generations[index].error is None

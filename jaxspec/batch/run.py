@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxspec.async_engine import Chunk
 from jaxspec.batch.prompt_file import parse_line
+from jaxspec.generation import ErrorKind
 from jaxspec.progress import speed_text
 
 type Answer = Callable[[int, Mapping[str, Any]], Awaitable[dict[str, Any]]]
@@ -36,7 +37,7 @@ class Tally:
             if chunk.done:
                 self._rounds += chunk.generation.statistics.rounds
                 self._round_tokens += max(len(chunk.generation.token_ids) - 1, 0)
-            if (chunk.error or "").startswith("interrupted"):
+            if chunk.generation.error_kind is ErrorKind.INTERRUPTED:
                 self.failure = chunk.error
 
     def speed(self, seconds: float) -> str:

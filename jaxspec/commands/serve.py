@@ -73,8 +73,9 @@ def add_http_options(parser: argparse.ArgumentParser) -> None:
     add("--cors-origin", action="append", default=[], metavar="ORIGIN", help="another origin whose "
         "pages may ask this server, such as https://example.org, or *; may be repeated (default: "
         "none)")  # fmt: skip
-    add("--drain-seconds", type=int, default=30, help="seconds that requests have to end after "
-        "SIGTERM; a second one ends them at once")  # fmt: skip
+    add("--drain-seconds", type=whole_seconds, default=30, metavar="SECONDS", help="that requests "
+        "have to end after SIGTERM; a second before the limit they are cut, a second SIGTERM cuts "
+        "them at once (default: 30)")  # fmt: skip
 
 
 def add_chat_options(parser: argparse.ArgumentParser) -> None:
@@ -128,6 +129,13 @@ def count(text: str) -> int:
     """Of an option: a number of at least 1."""
     if not (text.isdecimal() and int(text) > 0):
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
+    return int(text)
+
+
+def whole_seconds(text: str) -> int:
+    """Of an option: a time of 0 or more."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be a whole number of seconds, got {text!r}")
     return int(text)
 
 

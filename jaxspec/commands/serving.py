@@ -193,8 +193,8 @@ async def _serve(
 
         async def compile_rest(llm: AsyncLLM) -> None:
             try:
-                await warm_in_background(llm)
-                console.print("all programs are ready")
+                if await warm_in_background(llm, lambda: service.state == "ready"):
+                    console.print("all programs are ready")
             except RuntimeError as error:
                 if service.state == "ready":  # else its engine was closed
                     console.print(f"no more programs are compiled ahead: {error}")

@@ -16,6 +16,14 @@ LARGEST_NUMBER = 3e38  # just below float32's largest number
 MOST_LOGPROBS = 20  # alternatives, as in other servers
 
 
+class ParameterError(ValueError):
+    """A field of SamplingParams that cannot be; ``name`` is the field's."""
+
+    def __init__(self, name: str, problem: str):
+        super().__init__(f"{name} {problem}")
+        self.name = name
+
+
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
     """How one request samples. Immutable and hashable: lists and mappings are kept as tuples.
@@ -89,36 +97,39 @@ class SamplingParams:
         for name, (holds, rule) in _RULES.items():
             value = getattr(self, name)
             if not holds(value):
-                raise ValueError(f"{name} must be {rule}, got {reprlib.repr(value)}")
+                raise ParameterError(name, f"must be {rule}, got {reprlib.repr(value)}")
         for name, freeze in _FROZEN.items():
             object.__setattr__(self, name, freeze(getattr(self, name)))
         self._check_together()
 
     def _check_together(self) -> None:
-        """Raise ValueError for values that contradict one another."""
+        """Raise ParameterError for values that contradict one another."""
         if self.min_tokens > self.max_tokens:
-            raise ValueError(
-                f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}"
+            raise ParameterError(
+                "min_tokens",
+                f"must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}",
             )
         if self.best_of is not None and self.best_of < self.n:
-            raise ValueError(f"best_of must be at least n ({self.n}), got {self.best_of}")
+            raise ParameterError("best_of", f"must be at least n ({self.n}), got {self.best_of}")
         if self.num_samples > 1 and self.temperature == 0:
             name = "n" if self.best_of is None else "best_of"
-            raise ValueError(
-                f"{name} must be 1 at temperature 0, where all texts are equal, "
-                f"got {self.num_samples}"
+            raise ParameterError(
+                name,
+                f"must be 1 at temperature 0, where all texts are equal, got {self.num_samples}",
             )
         if self.structured is not None and self.ignore_eos:
-            raise ValueError("ignore_eos cannot be with structured: a stop token ends the output")
+            problem = "cannot be with structured: a stop token ends the output"
+            raise ParameterError("ignore_eos", problem)
         if self.structured is not None and self.min_tokens:
-            raise ValueError("min_tokens cannot be with structured, whose output may have to end")
+            problem = "cannot be with structured, whose output may have to end"
+            raise ParameterError("min_tokens", problem)
         allowed = set(self.allowed_token_ids or ())
         if allowed and allowed <= set(self.bad_token_ids):
-            raise ValueError("bad_token_ids has all of allowed_token_ids: allow another token")
+            problem = "has all of allowed_token_ids: allow another token"
+            raise ParameterError("bad_token_ids", problem)
         if allowed and self.min_tokens and allowed <= set(self.stop_token_ids or ()):
-            raise ValueError(
-                "min_tokens needs a token in allowed_token_ids that is not in stop_token_ids"
-            )
+            problem = "needs a token in allowed_token_ids that is not in stop_token_ids"
+            raise ParameterError("min_tokens", problem)
 
     @property
     def num_samples(self) -> int:
@@ -140,6 +151,11 @@ class SamplingParams:
     def has_bias(self) -> bool:
         """Whether some tokens' logits are changed whatever comes before."""
         return bool(self.logit_bias or self.bad_token_ids or self.allowed_token_ids)
+
+    @property
+    def restricts_tokens(self) -> bool:
+        """Whether some tokens are not allowed: it may be that none is left."""
+        return self.has_bias or self.min_tokens > 0 or self.structured is not None
 
     @property
     def needs_controls(self) -> bool:

@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from starlette.middleware.cors import CORSMiddleware
 
 from jaxspec.serving import chat, completions, models, tokens
+from jaxspec.serving.draining import Draining
 from jaxspec.serving.errors import ApiError, add_handlers
 from jaxspec.serving.metrics import Metrics
 from jaxspec.serving.protocol.chat import ChatRequest, ChatResponse
@@ -36,7 +37,7 @@ from jaxspec.serving.security import (
     client_of,
 )
 from jaxspec.serving.service import Service
-from jaxspec.serving.streaming import ClientGone, EventStream, first, until_gone
+from jaxspec.serving.streaming import EVENTS, ClientGone, EventStream, first, until_gone
 from jaxspec.version import __version__
 
 FOLDER = Path(__file__).parent / "page"
@@ -47,8 +48,8 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": ErrorResponse},
     "5XX": {"model": ErrorResponse},
 }
-EVENTS: dict[int | str, dict[str, Any]] = {
-    200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
+STREAMED: dict[int | str, dict[str, Any]] = {
+    200: {"content": {EVENTS: {"schema": {"type": "string"}}}}
 }
 
 
@@ -88,6 +89,7 @@ def make_app(
     app.include_router(keyed)
     app.add_middleware(BodyLimit, most=max_body, seconds=body_seconds)
     app.add_middleware(RateLimit, rates=rates)
+    app.add_middleware(Draining, service=service)
     if api_keys:
         app.add_middleware(ApiKeys, keys=api_keys)
     if cors_origins:  # outside of the keys: browsers ask without one before they send it
@@ -115,7 +117,7 @@ def _add_status(app: FastAPI, service: Service, metrics: Metrics) -> None:
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def show_metrics() -> Response:
-        if service.state == "ready":
+        if service.is_loaded:
             for llm, own in zip(service.llm.replicas, metrics.members, strict=True):
                 await llm.run(own.read)
                 own.failed(llm.engine.failures)
@@ -134,14 +136,14 @@ def _add_models(app: APIRouter, service: Service) -> None:
 
 
 def _add_generation(app: APIRouter, service: Service, rates: Rates) -> None:
-    @app.post("/v1/completions", response_model=CompletionResponse, responses=EVENTS)
+    @app.post("/v1/completions", response_model=CompletionResponse, responses=STREAMED)
     async def complete(body: CompletionRequest, request: Request) -> Response:
         spend = partial(rates.spend, client_of(request.scope))
         if body.stream:
             return await _streamed(request, completions.stream(service, body, spend))
         return await _answered(request, completions.complete(service, body, spend))
 
-    @app.post("/v1/chat/completions", response_model=ChatResponse, responses=EVENTS)
+    @app.post("/v1/chat/completions", response_model=ChatResponse, responses=STREAMED)
     async def answer(body: ChatRequest, request: Request) -> Response:
         spend = partial(rates.spend, client_of(request.scope))
         if body.stream:

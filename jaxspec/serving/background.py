@@ -7,6 +7,8 @@ compiled one by one whenever the engine has nothing to do, from the likeliest on
 
 import asyncio
 import dataclasses
+from collections.abc import Callable
+from functools import partial
 
 from jaxspec.async_llm import AsyncLLM
 from jaxspec.config.speculation import PLAIN, TreeShape
@@ -27,19 +29,26 @@ PAUSE = 0.2  # seconds between two looks whether the engine is idle
 type Key = ReadKey | RoundsKey
 
 
-async def warm_in_background(llm: AsyncLLM) -> None:
+async def warm_in_background(llm: AsyncLLM, goes_on: Callable[[], bool] = lambda: True) -> bool:
     """Compile them all.
 
     The engine's thread compiles one program at a time, so a request that comes meanwhile waits for
     one at most. Under a load without pauses nothing is compiled but what requests need.
 
-    Raises RuntimeError if the AsyncLLM is closed, or a program cannot be compiled.
+    Args:
+      goes_on: asked before each program. A server that ends compiles no more: its end would wait
+        for the compiler.
+
+    Returns whether all are compiled. Raises RuntimeError if the AsyncLLM is closed, or a program
+    cannot be compiled.
     """
-    for key in await llm.run(missing_programs):
-        while not await llm.run(lambda engine, key=key: _compile(engine, key)):
+    programs = [partial(_compile, key=key) for key in await llm.run(missing_programs)]
+    for compile_next in [*programs, _compile_small]:
+        while goes_on() and not await llm.run(compile_next):
             await asyncio.sleep(PAUSE)
-    while not await llm.run(_compile_small):
-        await asyncio.sleep(PAUSE)
+        if not goes_on():
+            return False
+    return True
 
 
 def missing_programs(engine: Engine) -> list[Key]:

@@ -212,7 +212,7 @@ async def prompt_ids(service: Service, request: ChatRequest) -> list[int]:
 
 def _choice(plan: _Plan, index: int, completion: Completion) -> ChatChoice:
     request, texts = plan.request, plan.service.texts
-    reason = results.finish_reason(completion, request)
+    reason = results.finish_reason(completion)
     message = ChatMessage(content=completion.text)
     if plan.form is not None:
         parser = ToolParser(plan.form)
@@ -280,7 +280,7 @@ class _Writer:
         return [_delta(part) for part in self._parser.push(event.text, last=event.done)]
 
     def last(self, completion: Completion) -> ChatChoice:
-        reason = results.finish_reason(completion, self._plan.request)
+        reason = results.finish_reason(completion)
         if self._parser is not None and self._parser.calls and reason == "stop":
             reason = "tool_calls"
         choice = ChatChoice(index=self._index, delta=ChatDelta(), finish_reason=reason)

@@ -185,7 +185,7 @@ def _choice(plan: _Plan, index: int, completion: Completion) -> CompletionChoice
     choice = CompletionChoice(
         index=index,
         text=plan.echoed(index) + completion.text,
-        finish_reason=results.finish_reason(completion, request),
+        finish_reason=results.finish_reason(completion),
     )
     if request.logprobs is not None:
         choice.logprobs = _all_logprobs(plan, index, completion)
@@ -240,7 +240,7 @@ class _Writer:
 
 
 def _last_chunk(plan: _Plan, index: int, completion: Completion) -> CompletionChoice:
-    reason = results.finish_reason(completion, plan.request)
+    reason = results.finish_reason(completion)
     choice = CompletionChoice(index=index, text="", finish_reason=reason)
     if plan.request.return_speculation:
         choice.speculation = results.speculation(completion)

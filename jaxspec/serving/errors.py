@@ -57,10 +57,19 @@ class ApiError(Exception):
 class NotReady(ApiError):
     """The server starts, or ends."""
 
-    def __init__(self, state: str):
-        headers = {"Retry-After": str(RETRY_AFTER)}
+    def __init__(self, state: str, headers: Mapping[str, str] | None = None):
+        headers = {"Retry-After": str(RETRY_AFTER), **(headers or {})}
         message = f"the server is {state}: try again later"
         super().__init__(503, message, kind="server_error", code="not_ready", headers=headers)
+
+
+class CutShort(ApiError):
+    """The server ends before the request has."""
+
+    def __init__(self):
+        headers = {"Retry-After": str(RETRY_AFTER), "Connection": "close"}
+        message, code = "the server is ending: ask again later", "shutting_down"
+        super().__init__(503, message, kind="server_error", code=code, headers=headers)
 
 
 def api_error(error: Exception) -> ApiError:

@@ -13,9 +13,11 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jaxspec.async_llm import AsyncLLM
 from jaxspec.replicated_llm import ReplicatedLLM
+from jaxspec.serving.draining import drain
 from jaxspec.serving.service import Service
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+LAST_SECONDS = 1  # for connections that are not closed after all requests have ended
 HEADER_SECONDS = 30.0  # until a connection has sent the head of a request
 
 
@@ -56,14 +58,14 @@ class _Server(uvicorn.Server):
         yield
 
 
-def make_server(app: FastAPI, drain_seconds: int) -> uvicorn.Server:
-    """uvicorn's, whose signals are left to the caller."""
+def make_server(app: FastAPI) -> uvicorn.Server:
+    """uvicorn's, whose signals are left to the caller, and who must drain it before it ends."""
     options = uvicorn.Config(
         app,
         http=Connection,
         log_level="warning",
         access_log=False,
-        timeout_graceful_shutdown=drain_seconds,
+        timeout_graceful_shutdown=LAST_SECONDS,
         lifespan="off",
     )
     return _Server(options)
@@ -81,16 +83,19 @@ async def serve(
 ) -> None:
     """Serve until SIGTERM or SIGINT, then until what is under way has ended; a second one ends it.
 
-    The port is open from the beginning: `/health` says 503 until the model is loaded.
+    The port is open from the beginning: `/health` says 503 until the model is loaded. It stays open
+    until the last request has ended: new ones get 503 after the signal, see draining.
 
     Args:
       load: called in a thread of its own.
+      drain_seconds: from the signal until the last request ends.
       on_ready: called with the address once requests are served.
 
     Raises what ``load`` raises, and OSError for an address that cannot be listened at.
     """
-    server = make_server(app, drain_seconds)
-    _end_on_signals(server, service)
+    server, signalled = make_server(app), asyncio.Event()
+    _end_on_signals(server, service, signalled)
+    draining = asyncio.create_task(_drain(server, service, signalled, drain_seconds))
     sockets = [listen(host, port)]
     own_port = sockets[0].getsockname()[1]
     serving = asyncio.create_task(server.serve(sockets=sockets))
@@ -99,13 +104,14 @@ async def serve(
         await asyncio.wait({serving, loading}, return_when=asyncio.FIRST_COMPLETED)
         if loading.done():
             service.start(loading.result())
-            if not server.should_exit:
+            if not signalled.is_set():
                 shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
                 on_ready(f"http://{shown}:{own_port}")
         await serving
     finally:
         server.should_exit = True
-        await asyncio.gather(serving, return_exceptions=True)
+        draining.cancel()
+        await asyncio.gather(serving, draining, return_exceptions=True)
         await service.close()
 
 
@@ -140,11 +146,20 @@ def _in_a_thread[T](function: Callable[[], T]) -> asyncio.Future[T]:
     return future
 
 
-def _end_on_signals(server: uvicorn.Server, service: Service) -> None:
+async def _drain(
+    server: uvicorn.Server, service: Service, signalled: asyncio.Event, seconds: int
+) -> None:
+    await signalled.wait()
+    await drain(service, seconds)
+    server.should_exit = True
+
+
+def _end_on_signals(server: uvicorn.Server, service: Service, signalled: asyncio.Event) -> None:
     def end() -> None:
-        server.force_exit = server.should_exit  # the second time
-        server.should_exit = True
-        service.state = "ending"
+        if signalled.is_set():  # the second time
+            service.cut.set()
+            server.force_exit = server.should_exit = True
+        signalled.set()
 
     for one in SIGNALS:
         asyncio.get_running_loop().add_signal_handler(one, end)

@@ -40,14 +40,14 @@ def _message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
     found["role"] = "system" if role == "developer" else role  # templates know no developer
     found["content"] = _content(f"{name}.content", message.get("content"), role)
     if "tool_calls" in found:
-        found["tool_calls"] = [_call(f"{name}.tool_calls", one) for one in found["tool_calls"]]
+        found["tool_calls"] = _calls(f"{name}.tool_calls", found["tool_calls"])
     return found
 
 
 def _content(name: str, content: Any, role: str) -> str:
     if isinstance(content, str):
         return content
-    if content is None and role == "assistant":
+    if content is None and role in ("assistant", "tool"):  # a tool may have nothing to say
         return ""
     if not isinstance(content, list):
         raise FieldError(name, f"{name} must be text, or a list of parts of type text")
@@ -62,16 +62,36 @@ def _content(name: str, content: Any, role: str) -> str:
     return "\n".join(texts)
 
 
-def _call(name: str, call: Any) -> dict[str, Any]:
-    """A call whose arguments are an object: templates write them as JSON themselves."""
-    match call:
-        case {"function": {"name": str(), "arguments": str(text)} as function}:
-            try:
-                arguments = json.loads(text)
-            except (ValueError, RecursionError):
-                raise FieldError(name, f"{name}: the arguments are not JSON") from None
-            return {**call, "function": {**function, "arguments": arguments}}
-    raise FieldError(name, f"{name}: a call needs a function with name and arguments")
+def _calls(name: str, calls: Any) -> list[dict[str, Any]]:
+    """Calls whose arguments are objects: templates write them as JSON themselves."""
+    if not isinstance(calls, list):
+        raise FieldError(name, f"{name} must be a list of calls")
+    found = []
+    for call in calls:
+        match call:
+            case {"function": {"name": str()} as function}:
+                arguments = _arguments(name, function.get("arguments"))
+                found.append({**call, "function": {**function, "arguments": arguments}})
+            case _:
+                raise FieldError(name, f"{name}: a call needs a function with name and arguments")
+    return found
+
+
+def _arguments(name: str, given: Any) -> Any:
+    """Of a call that this server or another has written: an object, or text if it is no JSON.
+
+    A text that reached its limit of tokens ends in the midst of them.
+    """
+    if given is None or isinstance(given, Mapping):
+        return given or {}
+    if not isinstance(given, str):
+        raise FieldError(name, f"{name}: the arguments of a call must be text")
+    try:
+        found = json.loads(given) if given.strip() else {}
+        json.dumps(found, ensure_ascii=False).encode()  # half of a surrogate pair cannot be written
+    except (ValueError, RecursionError):
+        return given
+    return found
 
 
 def template_variables(request: ChatRequest) -> dict[str, Any]:

@@ -3,15 +3,16 @@
 import functools
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from jaxspec.completion import Completion, generated_tokens
 from jaxspec.detokenizer import REPLACEMENT, Detokenizer
-from jaxspec.generation import TokenLogprob
+from jaxspec.generation import ErrorKind, TokenLogprob
 from jaxspec.llm import LLM
 from jaxspec.round_trees import RoundTexts
 from jaxspec.scheduling.requests import SamplingParams
-from jaxspec.serving.errors import ApiError
+from jaxspec.serving.errors import ApiError, CutShort
 from jaxspec.serving.protocol.chat import ChatChoice
 from jaxspec.serving.protocol.completions import CompletionChoice, CompletionLogprobs
 from jaxspec.serving.protocol.sampling import (
@@ -23,7 +24,18 @@ from jaxspec.serving.protocol.sampling import (
     Usage,
 )
 
-NOT_FINITE = "the model's logits were not finite"  # generation.py says so
+# Of a request that ended with an error: its HTTP status, and the error's ``code``.
+_ERRORS: Mapping[ErrorKind, tuple[int, str | None]] = MappingProxyType(
+    {
+        ErrorKind.NOT_FINITE: (500, None),
+        ErrorKind.NO_TOKEN: (400, "no_token_allowed"),
+        ErrorKind.TOO_LONG: (500, None),  # what does not fit was refused before
+        ErrorKind.WRONG_PROGRAM: (500, None),
+        ErrorKind.GRAMMAR_LIMIT: (400, "grammar_too_large"),
+        ErrorKind.GRAMMAR_MISMATCH: (500, None),
+        ErrorKind.INTERRUPTED: (500, None),
+    }
+)
 
 
 def new_id(prefix: str) -> str:
@@ -96,7 +108,7 @@ def without_stop(
     return entries[:-1] if ended else entries
 
 
-def finish_reason(completion: Completion, request: SamplingFields) -> str:
+def finish_reason(completion: Completion) -> str:
     """``stop`` or ``length``. Raises ApiError for a request that could not end so."""
     match completion.finish_reason:
         case "stop" | "length":
@@ -105,23 +117,14 @@ def finish_reason(completion: Completion, request: SamplingFields) -> str:
             kind, code = "timeout_error", "timeout"
             raise ApiError(504, "the request took too long", kind=kind, code=code)
         case "cancelled":
-            kind, code = "server_error", "cancelled"
-            raise ApiError(503, "the server is ending", kind=kind, code=code)
+            raise CutShort
+    assert completion.error is not None and completion.error_kind is not None
     # The model's own troubles are told; what went wrong in the engine stands in the log.
-    message = completion.error or ""
-    if message.startswith("the grammar gave up"):  # it exceeds a limit: the request is at fault
-        raise ApiError(400, message, code="grammar_too_large")
-    if message.startswith(NOT_FINITE) and _restricts(request):
-        raise ApiError(400, message, code="no_token_allowed")
-    if completion.interrupted:
-        message = "an internal error; see the server's log"
-    raise ApiError(500, message, kind="server_error")
-
-
-def _restricts(request: SamplingFields) -> bool:
-    """Whether a request may leave no token: the model is not at fault then."""
-    fields = (request.allowed_token_ids, request.logit_bias, request.structured_outputs)
-    return any((*fields, request.response_format, request.min_tokens))
+    interrupted = completion.error_kind is ErrorKind.INTERRUPTED
+    message = "an internal error; see the server's log" if interrupted else completion.error
+    status, code = _ERRORS[completion.error_kind]
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    raise ApiError(status, message, kind=kind, code=code)
 
 
 class TokenPlaces:

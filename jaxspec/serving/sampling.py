@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxspec.completion import TextOptions
-from jaxspec.scheduling.requests import SamplingParams
+from jaxspec.scheduling.requests import ParameterError, SamplingParams
 from jaxspec.serving.errors import ApiError
 from jaxspec.serving.protocol.base import FieldError
 from jaxspec.serving.protocol.sampling import SamplingFields
@@ -58,12 +58,10 @@ def sampling_params(
     values |= {"logprobs": logprobs, "structured": structured, **other}
     try:
         return SamplingParams(**values)
-    except ValueError as error:
-        name = str(error).split(" ", 1)[0]
-        param = name if name in type(request).model_fields else None
-        if param is None:
+    except ParameterError as error:
+        if error.name not in type(request).model_fields:
             raise ApiError(400, str(error)) from error
-        raise FieldError(param, str(error)) from error
+        raise FieldError(error.name, str(error)) from error
 
 
 def text_options(request: SamplingFields) -> TextOptions:

@@ -5,6 +5,7 @@ import contextlib
 import hmac
 from collections.abc import Sequence
 
+from starlette._utils import get_route_path
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -15,8 +16,14 @@ PAGE = ("/", "/style.css", "/tree.js", "/app.js")
 OPEN = (*PAGE, "/health", "/ping", "/version", "/metrics")  # paths that need no key
 MOST_BYTES = 8 * 2**20  # of a body; while JSON is read, nobody else is served
 MOST_SECONDS = 60.0  # until all of it has come
-DRAIN_SECONDS = 0.5
+REST_SECONDS = 0.5  # for what still comes of a request that is refused
 CLIENT = "jaxspec.client"  # in a request's scope, see client_of
+
+
+def is_open(scope: Scope) -> bool:
+    """Whether a request needs no key. Its path is compared as routes are: without the prefix that a
+    proxy, or an application that this one is mounted in, has put before it."""
+    return get_route_path(scope) in OPEN
 
 
 class ApiKeys:
@@ -26,7 +33,7 @@ class ApiKeys:
         self._app, self._keys = app, [key.encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN:
+        if scope["type"] != "http" or is_open(scope):
             await self._app(scope, receive, send)
             return
         key = self._known_key(scope)
@@ -59,7 +66,7 @@ class RateLimit:
         self._app, self._rates = app, rates
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN:
+        if scope["type"] == "http" and not is_open(scope):
             try:
                 self._rates.admit(client_of(scope))
             except ApiError as error:
@@ -81,7 +88,7 @@ class BodyLimit:
             return
         declared = dict(scope["headers"]).get(b"content-length", b"0")
         if not declared.isdigit() or int(declared[:20]) > self._most:
-            await _drain(receive)
+            await take_rest(receive)
             await self._too_large().response()(scope, receive, send)
             return
         read, is_whole = 0, False
@@ -97,7 +104,7 @@ class BodyLimit:
             read += len(message.get("body", b""))
             is_whole = not message.get("more_body", False)
             if read > self._most:
-                await _drain(receive)
+                await take_rest(receive)
                 raise _as_http(self._too_large())
             return message
 
@@ -112,11 +119,11 @@ class BodyLimit:
         return ApiError(408, message, code="too_slow", headers=headers)
 
 
-async def _drain(receive: Receive) -> None:
+async def take_rest(receive: Receive) -> None:
     """Take what still comes, for a moment: a client that is sending when the connection closes may
     never see the answer."""
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(DRAIN_SECONDS):
+        async with asyncio.timeout(REST_SECONDS):
             while (await receive()).get("more_body"):
                 pass
 

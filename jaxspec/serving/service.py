@@ -1,5 +1,6 @@
 """What the routes share: the model, its name, and whether it serves."""
 
+import asyncio
 import dataclasses
 from typing import Literal
 
@@ -22,6 +23,8 @@ class Service:
         template tells.
       request_timeout: seconds after which a request ends; None: never.
       max_new_tokens: most tokens that one text may have; None: all that fit.
+      under_way: requests that have begun and not ended.
+      cut: set when those that are still under way must end, see draining.
     """
 
     names: tuple[str, ...]
@@ -30,6 +33,8 @@ class Service:
     request_timeout: float | None = None
     max_new_tokens: int | None = None
     state: State = "loading"
+    under_way: int = 0
+    cut: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
     created: int = dataclasses.field(default_factory=now)
     _llm: AsyncLLM | ReplicatedLLM | None = None
     _texts: TokenTexts | None = None
@@ -42,6 +47,11 @@ class Service:
     @property
     def name(self) -> str:
         return self.names[0]
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether there is a model, also while the server ends."""
+        return self._llm is not None
 
     @property
     def llm(self) -> AsyncLLM | ReplicatedLLM:

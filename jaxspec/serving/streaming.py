@@ -9,8 +9,9 @@ from pydantic import BaseModel
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from jaxspec.serving.errors import api_error
+from jaxspec.serving.errors import ApiError, api_error
 
+EVENTS = "text/event-stream"
 DONE = b"data: [DONE]\n\n"
 
 
@@ -56,7 +57,7 @@ class EventStream(StreamingResponse):
         self._rest = rest
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         content = self._events(beginning)
-        super().__init__(content, media_type="text/event-stream", headers=headers)
+        super().__init__(content, media_type=EVENTS, headers=headers)
 
     async def _events(self, beginning: BaseModel) -> AsyncGenerator[bytes, None]:
         try:
@@ -64,8 +65,9 @@ class EventStream(StreamingResponse):
             async for response in self._rest:
                 yield _event(response.model_dump_json())
         except Exception as error:
-            yield _event(api_error(error).text())
-        yield DONE
+            yield last_events(api_error(error))
+        else:
+            yield DONE
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sending: Awaitable[None] = self.stream_response(send)
@@ -74,6 +76,11 @@ class EventStream(StreamingResponse):
                 await until_gone(receive, _awaited(sending))
         finally:
             await self._rest.aclose()
+
+
+def last_events(error: ApiError) -> bytes:
+    """What ends a stream that cannot go on."""
+    return _event(error.text()) + DONE
 
 
 async def _awaited(work: Awaitable[None]) -> None:

@@ -120,12 +120,16 @@ class Part:
 
 
 class ToolParser:
-    """Splits a growing text into free text and calls of tools."""
+    """Splits a growing text into free text and calls of tools.
+
+    No text is lost. A call that ends before its arguments begin is free text.
+    """
 
     def __init__(self, form: ToolFormat):
         self._form, self._calls = form, 0
         self._state = "text" if form.begin else "start"
         self._pending = ""  # of a state that waits for more
+        self._arguments = ""  # of the last call, so far
 
     @property
     def calls(self) -> int:
@@ -143,7 +147,7 @@ class ToolParser:
     def _step(self, last: bool) -> list[Part] | None:
         """One part, and what is pending gets shorter; None: nothing to do."""
         form, pending = self._form, self._pending
-        if not pending:
+        if not pending and not (last and self._state == "name"):
             return None
         match self._state:
             case "start":  # a call is the whole text
@@ -165,27 +169,45 @@ class ToolParser:
             case "name":
                 place = pending.find(form.middle)
                 if place < 0:
-                    return None
+                    return self._not_a_call() if last else None
                 self._calls += 1
+                self._arguments = ""
                 self._enter("arguments", place + len(form.middle))
                 return [Part(call=self._calls - 1, name=pending[:place])]
             case _:
-                return self._arguments(last)
+                return self._more_arguments(last)
 
-    def _arguments(self, last: bool) -> list[Part] | None:
+    def _not_a_call(self) -> list[Part]:
+        """The text ends before the arguments begin: what was written is shown as it is."""
+        text = f"{self._form.opening}{self._pending}"
+        self._enter("free", len(self._pending))
+        return [Part(text)]
+
+    def _more_arguments(self, last: bool) -> list[Part] | None:
         form, pending = self._form, self._pending
         call = self._calls - 1
-        if not form.begin:  # up to the end of the text, where the closing brace is
-            stays = len(pending) - len(pending.rstrip("}"))
-            if last:
-                text, self._pending = pending.removesuffix(form.closing), ""
-                return [Part(text, call)]
-            return self._cut(len(pending) - stays, call)
-        place = pending.find(form.closing)
-        if place < 0:
-            return self._cut(len(pending) - (0 if last else overlap(pending, form.closing)), call)
-        self._enter("after", place + len(form.closing))
-        return [Part(pending[:place], call)]
+        place = pending.find(form.closing) if form.begin else -1
+        if place >= 0:
+            self._enter("after", place + len(form.closing))
+            return [Part(pending[:place], call)]
+        if last:
+            text, self._pending = self._without_closing(), ""
+            return [Part(text, call)]
+        # Without an end of its own a call goes up to the end of the text, and may be all braces.
+        braces = len(pending) - len(pending.rstrip("}"))
+        characters = len(pending) - (overlap(pending, form.closing) if form.begin else braces)
+        self._arguments += pending[:characters]
+        return self._cut(characters, call)
+
+    def _without_closing(self) -> str:
+        """What is pending of the arguments at the end of the text, without a part of the closing:
+        the arguments are complete before that."""
+        whole, known = self._arguments + self._pending, len(self._arguments)
+        try:
+            _, end = json.JSONDecoder().raw_decode(whole)
+        except (ValueError, RecursionError):  # the text ends within them
+            return self._pending
+        return whole[known:end] if self._form.closing.startswith(whole[end:]) else whole[known:]
 
     def _enter(self, state: str, characters: int) -> list[Part]:
         self._state, self._pending = state, self._pending[characters:]

@@ -13,12 +13,13 @@ llguidance does the work. It is imported when the first GrammarCompiler is made.
 
 from jaxspec.structured.batch import TreeMasks, tree_masks
 from jaxspec.structured.compiler import GrammarCompiler
-from jaxspec.structured.matcher import GrammarError, Matcher
+from jaxspec.structured.matcher import GrammarError, GrammarLimit, Matcher
 from jaxspec.structured.spec import StructuredOutput
 
 __all__ = [
     "GrammarCompiler",
     "GrammarError",
+    "GrammarLimit",
     "Matcher",
     "StructuredOutput",
     "TreeMasks",

@@ -15,6 +15,10 @@ class GrammarError(RuntimeError):
     """A request cannot go on: its grammar exceeds a limit, or its tokens do not match it."""
 
 
+class GrammarLimit(GrammarError):
+    """The grammar exceeds a limit of llguidance."""
+
+
 class Matcher:
     """The tokens that one request has committed, as its grammar sees them.
 
@@ -74,10 +78,10 @@ class Matcher:
         taken = self._grammar.try_consume_tokens(tokens[:end])
         self._length += taken
         if taken < end:
-            raise GrammarError(self._refusal(tokens[taken]))
+            raise self._refusal(tokens[taken])
         if end < len(tokens):  # not consumed: see _walk
             if not self._grammar.is_accepting():
-                raise GrammarError(self._refusal(tokens[end]))
+                raise self._refusal(tokens[end])
             self._finished = True
             self.advance(tokens[end + 1 :])
 
@@ -105,7 +109,7 @@ class Matcher:
         acceptance rule reaches a node only if the token was sampled at its parent, under the
         parent's mask; and nothing follows a stop token.
 
-        Raises GrammarError if the grammar exceeds a limit of llguidance; the matcher is then of no
+        Raises GrammarLimit if the grammar exceeds a limit of llguidance; the matcher is then of no
         more use. Raises ValueError for another ``out``.
         """
         tokens_: list[int] = np.asarray(tokens).tolist()
@@ -148,9 +152,9 @@ class Matcher:
 
     def _check(self) -> None:
         if self._grammar.is_error():
-            raise GrammarError(f"the grammar gave up: {one_line(self._grammar.get_error())}")
+            raise GrammarLimit(f"the grammar gave up: {one_line(self._grammar.get_error())}")
 
-    def _refusal(self, token: int) -> str:
+    def _refusal(self, token: int) -> GrammarError:
         """Why it does not take the token. Near its limits llguidance may refuse one that its own
         mask allows."""
         self._check()
@@ -158,8 +162,10 @@ class Matcher:
         self._grammar.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         self._check()
         if mask[token // 32] >> np.uint32(token % 32) & np.uint32(1):
-            return f"the grammar gave up: it allows token {token} and does not take it"
-        return f"token {token} does not match the grammar after {self._length} tokens"
+            return GrammarLimit(
+                f"the grammar gave up: it allows token {token} and does not take it"
+            )
+        return GrammarError(f"token {token} does not match the grammar after {self._length} tokens")
 
 
 def _children(parents: list[int], num_nodes: int) -> list[list[int]]:

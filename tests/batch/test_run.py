@@ -9,7 +9,7 @@ import pytest
 
 from jaxspec.async_engine import Chunk
 from jaxspec.batch.run import EngineFailed, Tally, run_batch
-from jaxspec.generation import Generation, RequestStatistics
+from jaxspec.generation import ErrorKind, Generation, RequestStatistics
 from jaxspec.scheduling.requests import SamplingParams
 
 
@@ -66,7 +66,8 @@ def test_a_failure_of_the_engine_is_no_result():
 
     async def answer(index: int, line: Any) -> dict[str, Any]:
         if index == 5:
-            tally.observe(Chunk([], generation, True, "error", "interrupted: OutOfMemory"))
+            generation.fail(ErrorKind.INTERRUPTED, "interrupted: OutOfMemory")
+            tally.observe(Chunk([], generation, True, "error", generation.error))
         return {"text": ""}
 
     kept, error = run(numbered(10), answer, tally, rows=1)

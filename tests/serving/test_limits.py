@@ -5,11 +5,14 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.applications import Starlette
+from starlette.routing import Mount
 
 from jaxspec import LLM
 from jaxspec.__main__ import main
 from jaxspec.serving.errors import ApiError
 from jaxspec.serving.rates import MOST_CLIENTS, Rates
+from jaxspec.serving.security import OPEN
 from tests.served import MODEL, Served, idle_pages, run
 
 TEXT = {"model": MODEL, "prompt": "abc", "max_tokens": 4, "temperature": 0}
@@ -182,3 +185,27 @@ def test_bad_limits_are_refused(option: str, value: str, capsys: pytest.CaptureF
     with pytest.raises(SystemExit):
         main(["serve", option, value])
     assert "must be a" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("how", ["a proxy's prefix", "mounted"])
+def test_behind_a_prefix_the_same_paths_are_open(llm: LLM, how: str):
+    """uvicorn puts its root_path before the path, and so does an application with mounts."""
+
+    async def test() -> list[list[int]]:
+        async with Served(llm, api_keys=["right"], rates=Rates(requests=1)) as server:
+            outer = Starlette(routes=[Mount("/llm", app=server.app)])
+            transport = (
+                httpx.ASGITransport(app=server.app, root_path="/llm")
+                if how != "mounted"
+                else httpx.ASGITransport(app=outer)
+            )
+            async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+                paths = [path for path in OPEN for _ in range(2)]  # no rate counts them
+                found = [(await http.get(f"/llm{path}")).status_code for path in paths]
+                key = {"Authorization": "Bearer right"}
+                asked = [{}, key, key]  # no key; the first of a minute; the second
+                kept = [await http.get("/llm/v1/models", headers=one) for one in asked]
+                return [found, [answer.status_code for answer in kept]]
+
+    found, kept = run(test())
+    assert set(found) == {200} and kept == [401, 200, 429]

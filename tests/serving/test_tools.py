@@ -8,6 +8,7 @@ from jaxspec.serving.tools import FORMATS, ToolParser
 
 HERMES = '<tool_call>\n{"name": "f", "arguments": {"a": {"b": "}\\n"}}}\n</tool_call>'
 ARGUMENTS = '{"a": {"b": "}\\n"}}'
+JSON = f'{{"name": "f", "parameters": {ARGUMENTS}}}'
 
 
 def parse(form: str, text: str, size: int) -> tuple[str, list[tuple[str | None, str]]]:
@@ -30,8 +31,12 @@ def parse(form: str, text: str, size: int) -> tuple[str, list[tuple[str | None, 
         ("hermes", f"{HERMES}\nso", ("so", [("f", ARGUMENTS)])),
         ("hermes", HERMES[:50], ("", [("f", HERMES[39:50])])),
         ("hermes", "a <tool_call", ("a <tool_call", [])),
+        ("hermes", HERMES[:30], (HERMES[:30], [])),  # inside of the name's end
+        ("hermes", f"{HERMES}\n{HERMES[:23]}", (HERMES[:23], [("f", ARGUMENTS)])),
         ("json", f'{{"name": "f", "parameters": {ARGUMENTS}}}', ("", [("f", ARGUMENTS)])),
         ("json", '{"nam', ('{"nam', [])),
+        ("json", '{"name": "ge', ('{"name": "ge', [])),
+        ("json", '{"name": "f", "param', ('{"name": "f", "param', [])),
         ("json", "so {}", ("so {}", [])),
         ("json", "", ("", [])),
     ],
@@ -39,6 +44,19 @@ def parse(form: str, text: str, size: int) -> tuple[str, list[tuple[str | None, 
 @pytest.mark.parametrize("size", [1, 2, 7, 1000])
 def test_a_text_is_split_into_text_and_calls(form: str, text: str, expected: object, size: int):
     assert parse(form, text, size) == expected
+
+
+@pytest.mark.parametrize(("form", "text"), [("hermes", HERMES), ("json", JSON)])
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_of_a_text_that_is_cut_nothing_is_lost(form: str, text: str, size: int):
+    """A call begins with its arguments; before that it is text. They end where JSON ends."""
+    own = FORMATS[form]
+    begun = len(f"{own.opening}f{own.middle}")
+    for end in range(len(text)):
+        free, calls = parse(form, text[:end], size)
+        is_call = end >= begun
+        expected = ("", [("f", ARGUMENTS[: end - begun])]) if is_call else (text[:end], [])
+        assert (free, calls) == expected
 
 
 @given(st.text('<tool_cal>\n{"name": }/', max_size=60), st.integers(1, 9))

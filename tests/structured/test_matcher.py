@@ -7,7 +7,13 @@ import time
 import numpy as np
 import pytest
 
-from jaxspec.structured import GrammarCompiler, GrammarError, StructuredOutput, tree_masks
+from jaxspec.structured import (
+    GrammarCompiler,
+    GrammarError,
+    GrammarLimit,
+    StructuredOutput,
+    tree_masks,
+)
 from jaxspec.structured import compiler as compiler_module
 from jaxspec.structured.matcher import Matcher
 from tests.constrained_rounds import is_allowed
@@ -125,7 +131,7 @@ class Contradictory:
 
 def test_a_grammar_that_contradicts_itself_has_given_up():
     """Seen once of llguidance: near a limit, it refused a token that it had allowed."""
-    with pytest.raises(GrammarError, match="the grammar gave up: it allows token 40 and does not"):
+    with pytest.raises(GrammarLimit, match="the grammar gave up: it allows token 40 and does not"):
         Matcher(Contradictory(), 4, frozenset()).advance([40])
 
 
