@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import functools
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
@@ -140,8 +141,8 @@ async def _plan(service: Service, request: ChatRequest) -> _Plan:
     if form is not None:
         if structured is not None:
             raise FieldError("tools", "tools cannot be with response_format: give one of them")
-        grammars = await asyncio.to_thread(lambda: service.llm.llm.grammars)
-        structured = await asyncio.to_thread(tool_grammar, request, tools, form, grammars)
+        work = functools.partial(tool_grammar, request, tools, form)
+        structured = await service.llm.replicas[0].compile(work, "tools")
         trims = not is_free(request)
     prompt = await prompt_ids(service, request)
     logprobs = (request.top_logprobs or 0) if request.logprobs else None

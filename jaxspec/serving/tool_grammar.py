@@ -1,6 +1,7 @@
 """The grammar that a text which may call tools must match."""
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from jaxspec.structured.compiler import BLANK_LINE
 from jaxspec.structured.json_schema import guided_text, read_schema
 
 MOST_CHARACTERS = 100_000  # of the tools together
+MOST_SECONDS = 1.0  # of CPU time to find those whose schemas do not compile
 
 NOTHING: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 ANYTHING: Mapping[str, Any] = {"type": "object"}
@@ -46,8 +48,11 @@ def tool_grammar(
     grammar = _grammar(request, functions, schemas, form, grammars)
     if not _refusal(grammar, grammars):
         return grammar
-    each = zip(names, functions, schemas, strict=True)
-    schemas = [_compilable(*one, grammars) for one in each]
+    started = time.thread_time()
+    for index, (name, function) in enumerate(zip(names, functions, strict=True)):
+        schemas[index] = _compilable(name, function, schemas[index], grammars)
+        if time.thread_time() - started > MOST_SECONDS:
+            raise FieldError("tools", "the tools take too long to compile: make them smaller")
     grammar = _grammar(request, functions, schemas, form, grammars)
     if message := _refusal(grammar, grammars):
         raise FieldError("tools", f"tools: {message}")

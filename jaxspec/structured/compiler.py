@@ -182,7 +182,8 @@ class GrammarCompiler:
                 return grammar if is_plain else NO_FORCING + grammar
 
     def _json(self, spec: StructuredOutput) -> str:
-        read = read_schema(json.loads(spec.json_schema or '{"type": "object"}'))
+        given = spec.json_schema
+        read = read_schema(json.loads(given) if isinstance(given, str) else {"type": "object"})
         if read.problems:
             raise ValueError(read.message)
         schema, blank_line = guided_text(read.schema, spec.whitespace), spec.blank_line

@@ -129,12 +129,12 @@ class _Reader:
 
     def _parts(self, node: dict[str, Any], path: tuple[str, ...]) -> None:
         for keyword in BY_NAME:
-            parts = node.get(keyword)
-            for name in list(parts) if isinstance(parts, dict) else ():
+            parts = _named(node, keyword)
+            for name in list(parts):
                 parts[name] = self.read(parts[name], (*path, keyword, name))
         for keyword in LISTS:
-            parts = node.get(keyword)
-            for index in range(len(parts)) if isinstance(parts, list) else ():
+            parts = node[keyword] if isinstance(node.get(keyword), list) else []
+            for index in range(len(parts)):
                 parts[index] = self.read(parts[index], (*path, keyword, str(index)))
         for keyword in SINGLE:
             if isinstance(node.get(keyword), dict):
@@ -203,8 +203,8 @@ class _Reader:
                 self._drop(node, keyword, path, " (of 2**63 or more)")
         if not _is_regular(node.get("pattern")):
             self._drop(node, "pattern", path, " (look-around, word borders and back-references)")
-        patterns = node.get("patternProperties")
-        for pattern in list(patterns) if isinstance(patterns, dict) else ():
+        patterns = _named(node, "patternProperties")
+        for pattern in list(patterns):
             if not _is_regular(pattern):
                 self._drop(patterns, pattern, (*path, "patternProperties"))
                 node.pop("additionalProperties", None)
@@ -218,6 +218,10 @@ class _Reader:
     ) -> None:
         del node[keyword]
         self._unenforced.append(".".join((*path, keyword)) + why)
+
+
+def _named(node: dict[str, Any], keyword: str) -> dict[str, Any]:
+    return node[keyword] if isinstance(node.get(keyword), dict) else {}
 
 
 def _identifiers(node: Any) -> list[str]:
