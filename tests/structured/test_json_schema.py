@@ -84,7 +84,9 @@ READ: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
     "OpenAPI's references": (
         {
             "$ref": "#/components/schemas/A",
-            "components": {"schemas": {"A": {"type": "string", "format": "byte", "nullable": True}}},
+            "components": {
+                "schemas": {"A": {"type": "string", "format": "byte", "nullable": True}}
+            },
         },
         ['"eA=="', "null"],
         ["1"],

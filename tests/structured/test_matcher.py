@@ -179,7 +179,7 @@ def test_a_grammar_that_gives_up_fails_its_own_row():
     ("given", "message"),
     [
         ({"json_schema": {"type": "foo"}}, "json_schema: Invalid type: foo"),
-        ({"json_schema": {"not": {"type": "null"}}}, 'json_schema: not cannot be enforced'),
+        ({"json_schema": {"not": {"type": "null"}}}, "json_schema: not cannot be enforced"),
         ({"json_schema": {"uniqueItems": True, "type": "array"}}, "uniqueItems"),
         ({"json_schema": {"minimum": 5, "maximum": 2, "type": "integer"}}, "minimum (5)"),
         ({"json_schema": {"$ref": "#/$defs/x"}}, "there is no '#/$defs/x'"),
