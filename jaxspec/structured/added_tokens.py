@@ -54,7 +54,8 @@ class Markers:
     def __init__(self, plain: Mapping[str, int], special: Mapping[str, int]):
         self._special = frozenset(special)
         self._ids = {**plain, **special}
-        self._texts = sorted(self._ids, key=len, reverse=True)
+        self._first = {text[0] for text in self._ids}
+        self._lengths = sorted({len(text) for text in self._ids}, reverse=True)
 
     def is_special(self, text: str) -> bool:
         """Whether the text is one token, which no string of a grammar matches."""
@@ -66,18 +67,12 @@ class Markers:
 
     def literal(self, text: str) -> str:
         """A text in Lark: tokens by their ids, so that a model writes them whole, and strings."""
-        return " ".join(self._pieces(text))
-
-    def _pieces(self, text: str) -> Iterator[str]:
-        for marker in self._texts:
-            before, found, after = text.partition(marker)
-            if found:
-                yield from self._pieces(before)
-                yield self.token(marker)
-                yield from self._pieces(after)
-                return
-        if text:
-            yield lark_string(text)
+        pieces, end = [], 0
+        for start, marker in self._found(text):
+            pieces += [lark_string(text[end:start]), self.token(marker)]
+            end = start + len(marker)
+        pieces.append(lark_string(text[end:]))
+        return " ".join(piece for piece in pieces if piece != '""')
 
     def mentioned(self, description: str) -> bool:
         """Whether a description of an output contains the text of such a token.
@@ -86,7 +81,20 @@ class Markers:
         it. A special one is then allowed and not taken, and a plain one is spelled.
         """
         bare = description.replace("\\", "")
-        return any(text in description or text in bare for text in self._texts)
+        return any(True for text in (description, bare) for _ in self._found(text))
+
+    def _found(self, text: str) -> Iterator[tuple[int, str]]:
+        """Where tokens stand in a text, the longest first, as tokenizers find them."""
+        start = 0
+        while start < len(text):
+            marker = self._at(text, start) if text[start] in self._first else ""
+            if marker:
+                yield start, marker
+            start += len(marker) or 1
+
+    def _at(self, text: str, start: int) -> str:
+        pieces = (text[start : start + length] for length in self._lengths)
+        return next((piece for piece in pieces if piece in self._ids), "")
 
 
 def lark_string(text: str) -> str:

@@ -13,6 +13,7 @@ from jaxspec.serving.tool_grammar import tool_grammar
 from jaxspec.serving.tools import offered_tools, tool_format
 from jaxspec.structured import GrammarCompiler, Matcher, StructuredOutput
 from tests.real.packages import file_of
+from tests.real.sentencepiece import tokenizer_json
 
 pytestmark = pytest.mark.real
 
@@ -100,3 +101,25 @@ def test_the_text_of_special_tokens_can_be_written():
         found.append(int(np.flatnonzero(bits)[-1]))
         matcher.advance(found[-1:])
     assert qwen3().decode(found, skip_special_tokens=True) == "a <|im_start|>"
+
+
+HTML = ["<table>", "</table>", "<td>", "<h1>", "</blockquote>", "<strong>", "<b>", "<code>"]
+
+
+def test_structured_text_may_have_the_html_of_gemma_3():
+    text = tokenizer_json(file_of("maxtext", "tokenizers/tokenizer.gemma3"))
+    added = {token["content"]: token for token in json.loads(text)["added_tokens"]}
+    end = added["<eos>"]["id"]
+    own = GrammarCompiler(text, len(json.loads(text)["model"]["vocab"]), [end])
+    ids = [added[word]["id"] for word in HTML]
+    assert not any(added[word]["special"] for word in HTML)
+    for spec, before in (
+        (StructuredOutput(json_schema={"type": "string"}), '"'),
+        (StructuredOutput(regex="(.|\n)*"), "x"),
+        (StructuredOutput(choice=tuple(HTML)), ""),
+    ):
+        matcher = own.matcher(spec)
+        matcher.advance([json.loads(text)["model"]["vocab"][piece] for piece in before])
+        for token in ids:
+            assert is_legal(matcher, token)
+        assert not is_legal(matcher, added["<bos>"]["id"])
