@@ -21,7 +21,7 @@ ANYTHING: Mapping[str, Any] = {"type": "object"}
 FURTHER = frozenset(
     {
         *("$ref", "additionalProperties", "allOf", "anyOf", "if", "minProperties", "oneOf"),
-        *("patternProperties", "propertyNames", "unevaluatedProperties"),
+        *("patternProperties", "propertyNames", "required", "unevaluatedProperties"),
     }
 )
 
@@ -62,7 +62,10 @@ def tool_grammar(
 def _arguments(name: str, function: Function) -> Mapping[str, Any]:
     """The schema of a tool's arguments, of what can be enforced."""
     schema = function.parameters
-    if not schema or (schema.get("properties") == {} and not FURTHER & schema.keys()):
+    if not schema:
+        return NOTHING
+    said = {keyword for keyword, value in schema.items() if value != []}
+    if schema.get("properties") == {} and not FURTHER & said:
         return NOTHING
     try:
         read = read_schema({**ANYTHING, **schema})

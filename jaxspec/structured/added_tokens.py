@@ -6,7 +6,7 @@ Gemma, which are text, would be forbidden.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 
@@ -25,13 +25,16 @@ class Vocabulary(NamedTuple):
     added: dict[str, int]
 
 
-def read_vocabulary(tokenizer_json: str) -> Vocabulary:
-    """Read the text of a tokenizer.json. Raises ValueError for what is not JSON."""
+def read_vocabulary(tokenizer_json: str, stop_token_ids: Collection[int]) -> Vocabulary:
+    """Read the text of a tokenizer.json. Stop tokens are never text, whatever it says.
+
+    Raises ValueError for what is not JSON.
+    """
     content = json.loads(tokenizer_json)
     tokens = content.get("added_tokens") or []
     ids = {token["content"]: token["id"] for token in tokens}
     vocab, spell = (content.get("model") or {}).get("vocab"), _spelling(content.get("decoder"))
-    movable = {t["content"] for t in tokens if not t.get("special") and _looks_special(t)}
+    movable = {token["content"] for token in tokens if _is_movable(token, stop_token_ids)}
     if not movable or spell is None or not isinstance(vocab, dict):
         return Vocabulary(tokenizer_json, {}, ids)
     for text, number in ids.items():
@@ -102,9 +105,10 @@ def lark_string(text: str) -> str:
     return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")
 
 
-def _looks_special(token: Mapping[str, Any]) -> bool:
-    """The rule of llguidance's reader."""
-    return token["content"].startswith("<") and token["content"].endswith(">")
+def _is_movable(token: Mapping[str, Any], stop_token_ids: Collection[int]) -> bool:
+    """Whether a token is text, and llguidance's reader would take it as special."""
+    looks_special = token["content"].startswith("<") and token["content"].endswith(">")
+    return looks_special and not token.get("special") and token["id"] not in stop_token_ids
 
 
 def _spelling(decoder: Any) -> Callable[[str], str] | None:

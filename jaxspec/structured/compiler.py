@@ -75,7 +75,7 @@ class GrammarCompiler:
             raise ValueError("tokenizer_json must be the text of a tokenizer.json, a JSON object")
         self._library = _import_llguidance()
         try:
-            vocabulary = read_vocabulary(tokenizer_json)
+            vocabulary = read_vocabulary(tokenizer_json, stops)
             self._tokenizer = self._library.LLTokenizer(
                 vocabulary.tokenizer_json, n_vocab=vocab_size, eos_token=stops
             )

@@ -53,7 +53,8 @@ def takes(matcher: Matcher, text: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    "parameters", [None, {}, {"properties": {}}, {"type": "object", "properties": {}, "title": "A"}]
+    "parameters",
+    [None, {}, {"properties": {}}, {"type": "object", "properties": {}, "required": []}],
 )
 def test_a_tool_without_parameters_takes_no_arguments(parameters: Any):
     matcher = matcher_of(tool("now", parameters))
@@ -67,6 +68,7 @@ def test_a_tool_without_parameters_takes_no_arguments(parameters: Any):
         ({"type": "object"}, '{"a": 1}'),
         ({"type": "object", "properties": {}, "additionalProperties": True}, '{"a": 1}'),
         ({"properties": {}, "patternProperties": {"^a": {"type": "integer"}}}, '{"a": 1}'),
+        ({"properties": {}, "required": ["a"]}, '{"a": 1}'),
         ({"properties": {"a": {"type": "integer"}}}, "{}"),
     ],
 )

@@ -8,7 +8,7 @@ import pytest
 from llguidance import LLTokenizer
 from tokenizers import Tokenizer
 
-from jaxspec.structured import GrammarCompiler, GrammarError, Matcher, StructuredOutput
+from jaxspec.structured import GrammarCompiler, Matcher, StructuredOutput
 from jaxspec.structured.added_tokens import Markers, read_vocabulary
 from tests.small_tokenizers import MARKUP, byte_level, metaspace, with_markup
 
@@ -50,7 +50,7 @@ def written(compiler: GrammarCompiler, tokenizer: Tokenizer, spec: StructuredOut
 
 def test_ids_and_bytes_of_all_tokens_stay(tokenizer: Tokenizer):
     text = tokenizer.to_str()
-    vocabulary, size = read_vocabulary(text), tokenizer.get_vocab_size()
+    vocabulary, size = read_vocabulary(text, []), tokenizer.get_vocab_size()
     assert set(vocabulary.plain) == PLAIN and not PLAIN & vocabulary.added.keys()
     before, after = (LLTokenizer(t, eos_token=[0]) for t in (text, vocabulary.tokenizer_json))
     assert before.vocab_size == after.vocab_size == size
@@ -129,12 +129,20 @@ def test_tokenizers_that_cannot_be_changed_stay():
     content = json.loads(with_markup(byte_level()).to_str())
     content["decoder"] = None
     text = json.dumps(content)
-    vocabulary = read_vocabulary(text)
+    vocabulary = read_vocabulary(text, [])
     assert vocabulary.tokenizer_json == text and not vocabulary.plain
     assert vocabulary.added.keys() > PLAIN
-    with pytest.raises(GrammarError):
-        end = content["added_tokens"][0]["id"]
-        content["decoder"] = json.loads(byte_level().to_str())["decoder"]
-        content["added_tokens"][-2]["special"] = True  # <b>
-        own = GrammarCompiler(json.dumps(content), 500, [end])
-        own.matcher(StructuredOutput(regex="<b>")).advance([content["added_tokens"][-2]["id"]])
+
+
+def test_special_tokens_and_stop_tokens_are_no_text():
+    content = json.loads(with_markup(byte_level()).to_str())
+    ids = {token["content"]: token["id"] for token in content["added_tokens"]}
+    next(t for t in content["added_tokens"] if t["content"] == "<b>")["special"] = True
+    stops = [ids["<|im_end|>"], ids["<table>"]]  # some files do not say that an end is special
+    own = GrammarCompiler(json.dumps(content), 500, stops)
+    for spec in (StructuredOutput(regex="x(.|\n)*y"), StructuredOutput(json_object=True)):
+        matcher = own.matcher(spec)
+        for letter in "x" if spec.kind == "regex" else '{"':
+            matcher.advance([content["model"]["vocab"][letter]])
+        assert ids["</b>"] in legal(matcher)
+        assert not {ids["<b>"], *stops} & set(legal(matcher))
