@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import itertools
+import operator
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Self
@@ -21,7 +22,7 @@ from jaxspec.llm import LLM
 from jaxspec.prompt_checks import for_each
 from jaxspec.scheduling.plan import QueueFull
 from jaxspec.scheduling.requests import SamplingParams
-from jaxspec.structured import StructuredOutput
+from jaxspec.structured import GrammarCompiler
 from jaxspec.tokenizer.text import Prompt
 
 LONG_TEXT = 20_000  # characters of a prompt that is tokenized beside the event loop
@@ -170,16 +171,18 @@ class AsyncLLM:
             if self.llm.grammars.is_known(spec):
                 self.llm.grammars.matcher(spec)  # or why there is none
             else:
-                await self._compile_grammar(spec)
+                await self.compile(operator.methodcaller("matcher", spec), spec.kind)
 
-    async def _compile_grammar(self, spec: StructuredOutput) -> None:
-        """In threads of their own, which nothing else waits for."""
-        compiling = self._compilers.submit(self.llm.grammars.matcher, spec)
+    async def compile[T](self, work: Callable[[GrammarCompiler], T], name: str = "grammar") -> T:
+        """The result of work that compiles grammars, in threads that nothing else waits for.
+
+        Raises QueueFull if too much of it waits, ValueError if it takes too long, with its name,
+        and what the work raises.
+        """
+        compiling = self._compilers.submit(work, self.llm.grammars)
         try:
-            await asyncio.wait_for(asyncio.wrap_future(compiling), GRAMMAR_SECONDS)
+            return await asyncio.wait_for(asyncio.wrap_future(compiling), GRAMMAR_SECONDS)
         except TimeoutError:
             if compiling.cancelled():  # it has not begun: others compile theirs
                 raise QueueFull("too many grammars wait to be compiled") from None
-            raise ValueError(
-                f"{spec.kind}: it takes too long to compile: make it smaller"
-            ) from None
+            raise ValueError(f"{name}: it takes too long to compile: make it smaller") from None

@@ -26,7 +26,7 @@ gc.set_threshold(50_000, 20, 20)
 
 def pytest_configure(config: pytest.Config) -> None:
     """The default tests compile quickly; the slow ones run what users run."""
-    if config.option.markexpr == "not slow and not gpu":
+    if config.option.markexpr == "not slow and not gpu and not real":
         jax.config.update("jax_disable_most_optimizations", True)
 
 

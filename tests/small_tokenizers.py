@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import (
+    AddedToken,
     Tokenizer,
     decoders,
     models,
@@ -88,3 +89,24 @@ def save(tokenizer: Tokenizer, directory: Path, **config: Any) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+# As Qwen's and Gemma's files have them: true where ``special`` is.
+MARKUP = {
+    "<|im_start|>": True,
+    "<|im_end|>": True,
+    "<tool_call>": False,
+    "</tool_call>": False,
+    "<table>": False,
+    "</b>": False,
+    "<b>": False,
+    "\n\n": False,
+}
+
+
+def with_markup(tokenizer: Tokenizer) -> Tokenizer:
+    """The same with MARKUP as added tokens."""
+    for text, special in MARKUP.items():
+        token = AddedToken(text, normalized=False, special=special)
+        (tokenizer.add_special_tokens if special else tokenizer.add_tokens)([token])
+    return tokenizer

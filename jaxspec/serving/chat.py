@@ -37,19 +37,20 @@ from jaxspec.serving.sampling import (
 )
 from jaxspec.serving.service import Service
 from jaxspec.serving.structured import structured_output
-from jaxspec.serving.tools import (
-    Part,
-    ToolFormat,
-    ToolParser,
-    offered_tools,
-    tool_format,
-    tool_grammar,
-)
+from jaxspec.serving.tool_grammar import is_free, tool_grammar
+from jaxspec.serving.tools import Part, ToolFormat, ToolParser, offered_tools, tool_format
+from jaxspec.structured.spec import JSON_KINDS
 
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """A request, ready for the engine. ``form``: how tools are called, if they may be."""
+    """A request, ready for the engine.
+
+    Attributes:
+      form: how tools are called, if they may be.
+      trims: whether line breaks that begin the text are no part of the answer: the grammar allows
+        them, as chat templates leave a blank line after reasoning.
+    """
 
     request: ChatRequest
     service: Service
@@ -57,6 +58,7 @@ class _Plan:
     sampling: SamplingParams
     options: TextOptions
     form: ToolFormat | None
+    trims: bool
     id: str
     created: int
 
@@ -133,10 +135,15 @@ async def _plan(service: Service, request: ChatRequest) -> _Plan:
     tools = offered_tools(request)
     structured = structured_output(request)
     form = tool_format(service.tool_format, chat_template(service)) if tools else None
+    trims = structured is not None and structured.kind in JSON_KINDS
+    if structured is not None and trims:
+        structured = dataclasses.replace(structured, blank_line=True)
     if form is not None:
         if structured is not None:
             raise FieldError("tools", "tools cannot be with response_format: give one of them")
-        structured = tool_grammar(request, tools, form)
+        work = functools.partial(tool_grammar, request, tools, form)
+        structured = await service.llm.replicas[0].compile(work, "tools")
+        trims = not is_free(request)
     prompt = await prompt_ids(service, request)
     turn_end = service.turn_end()
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
@@ -158,7 +165,7 @@ async def _plan(service: Service, request: ChatRequest) -> _Plan:
     if form is not None:  # calls may be written with special tokens
         options = dataclasses.replace(options, skip_special=False)
     ids, created = results.new_id("chatcmpl"), results.now()
-    return _Plan(request, service, prompt, sampling, options, form, ids, created)
+    return _Plan(request, service, prompt, sampling, options, form, trims, ids, created)
 
 
 def _check_together(request: ChatRequest) -> None:
@@ -213,10 +220,11 @@ async def prompt_ids(service: Service, request: ChatRequest) -> list[int]:
 def _choice(plan: _Plan, index: int, completion: Completion) -> ChatChoice:
     request, texts = plan.request, plan.service.texts
     reason = results.finish_reason(completion)
-    message = ChatMessage(content=completion.text)
+    text = completion.text.lstrip("\n") if plan.trims else completion.text
+    message = ChatMessage(content=text)
     if plan.form is not None:
         parser = ToolParser(plan.form)
-        message = _message(parser.push(completion.text, last=True))
+        message = _message(parser.push(text, last=True))
     if message.tool_calls and reason == "stop":
         reason = "tool_calls"
     choice = ChatChoice(index=index, message=message, finish_reason=reason)
@@ -248,6 +256,7 @@ class _Writer:
 
     def __init__(self, plan: _Plan, index: int):
         self._plan, self._index, self._begun = plan, index, False
+        self._trims = plan.trims  # until there is more than line breaks
         self._parser = None if plan.form is None else ToolParser(plan.form)
 
     @functools.cached_property
@@ -275,9 +284,11 @@ class _Writer:
         return choices
 
     def _deltas(self, event: TextChunk) -> list[ChatDelta]:
+        text = event.text.lstrip("\n") if self._trims else event.text
+        self._trims = self._trims and not text
         if self._parser is None:
-            return [ChatDelta(content=event.text)] if event.text else []
-        return [_delta(part) for part in self._parser.push(event.text, last=event.done)]
+            return [ChatDelta(content=text)] if text else []
+        return [_delta(part) for part in self._parser.push(text, last=event.done)]
 
     def last(self, completion: Completion) -> ChatChoice:
         reason = results.finish_reason(completion)

@@ -1,10 +1,12 @@
 """From response_format and structured_outputs to StructuredOutput."""
 
+import json
 from typing import Any
 
 from jaxspec.serving.protocol.base import FieldError
 from jaxspec.serving.protocol.sampling import SamplingFields, StructuredOutputs
 from jaxspec.structured import StructuredOutput
+from jaxspec.structured.json_schema import read_schema
 
 MOST_CHARACTERS = 100_000  # of a schema, regular expression or list of choices
 MOST_OF_GRAMMAR = 30_000  # characters: no limit of the compiler is on reading them
@@ -60,4 +62,8 @@ def _checked(spec: StructuredOutput) -> StructuredOutput:
     most = MOST_CHARACTERS if spec.grammar is None else MOST_OF_GRAMMAR
     if size > most:
         raise ValueError(f"{size} characters are too many: at most {most} are compiled")
+    if isinstance(spec.json_schema, str):
+        read = read_schema(json.loads(spec.json_schema))
+        if read.problems:
+            raise ValueError(read.message)
     return spec

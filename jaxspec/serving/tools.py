@@ -1,19 +1,14 @@
-"""Calls of tools: a grammar that the model's text must match, and calls parsed out of that text.
+"""Calls of tools: how a model writes them, and calls parsed out of a text.
 
-The grammar writes every call in one way, so that the parser meets no other.
+The grammar (tool_grammar.py) writes every call in one way, so that the parser meets no other.
 """
 
 import dataclasses
-import json
-from collections.abc import Sequence
 from types import MappingProxyType
 
 from jaxspec.detokenizer import overlap
 from jaxspec.serving.protocol.base import FieldError
 from jaxspec.serving.protocol.chat import ChatRequest, NamedTool, Tool
-from jaxspec.structured import StructuredOutput
-
-MOST_CHARACTERS = 100_000  # of the tools together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,41 +68,6 @@ def offered_tools(request: ChatRequest) -> list[Tool]:
         if not tools:
             raise FieldError("tool_choice", f"there is no tool {choice.function.name!r}")
     return tools
-
-
-def tool_grammar(request: ChatRequest, tools: Sequence[Tool], form: ToolFormat) -> StructuredOutput:
-    """What a text that may call these tools must look like."""
-    free = request.tool_choice in (None, "auto")
-    several = bool(request.parallel_tool_calls) and not isinstance(request.tool_choice, NamedTool)
-    rules = [f"tool{i}: {_tool(tool, form)}" for i, tool in enumerate(tools)]
-    rules.append("body: " + " | ".join(f"tool{i}" for i in range(len(tools))))
-    call = f"body {json.dumps(form.closing)}"
-    if not form.begin:
-        rules += [f"call: {json.dumps(form.opening)} {call}"]
-        start = "call | text" if free else "call"
-        rules += [r"text: /([^{](.|\n)*)?/"] if free else []
-    elif free:
-        tag, rest = form.begin.rstrip("\n"), form.opening.removeprefix(form.begin.rstrip("\n"))
-        rules += [
-            f"trigger[lazy]: TEXT {json.dumps(tag)}",
-            f"call: trigger {json.dumps(rest)} {call}",
-            "tail: TEXT",
-            r"TEXT: /(.|\n)*/",
-        ]
-        start = "call* tail" if several else "call | tail"
-    else:
-        rules += [f"call: {json.dumps(form.opening)} {call}"]
-        start = r'call ("\n" call)*' if several else "call"
-    grammar = "\n".join(["%llguidance {}", f"start: {start}", *rules])
-    if len(grammar) > MOST_CHARACTERS:
-        raise FieldError("tools", f"the tools are too large: at most {MOST_CHARACTERS} characters")
-    return StructuredOutput(grammar=grammar)
-
-
-def _tool(tool: Tool, form: ToolFormat) -> str:
-    schema = tool.function.parameters or {"type": "object", "properties": {}}
-    beginning = json.dumps(f"{tool.function.name}{form.middle}")
-    return f"{beginning} %json {json.dumps(schema)}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxspec.structured.added_tokens import Markers, lark_string, read_vocabulary
+from jaxspec.structured.json_schema import guided_text, read_schema
 from jaxspec.structured.matcher import GrammarError, Matcher, one_line
 from jaxspec.structured.spec import StructuredOutput
 
@@ -28,6 +30,10 @@ LIMITS = MappingProxyType(
 )
 MOST_TRIED = 64  # tokens
 MOST_SECONDS = 0.5  # of CPU time, for what the limits do not foresee
+
+BLANK_LINE = r"/\n{0,2}/"  # in Lark
+# A grammar's first line. Without forcing, a text may be any tokens that spell it.
+FORCING, NO_FORCING = "%llguidance {}\n", '%llguidance {"no_forcing": true}\n'
 
 
 class GrammarCompiler:
@@ -69,11 +75,15 @@ class GrammarCompiler:
             raise ValueError("tokenizer_json must be the text of a tokenizer.json, a JSON object")
         self._library = _import_llguidance()
         try:
+            vocabulary = read_vocabulary(tokenizer_json, stops)
             self._tokenizer = self._library.LLTokenizer(
-                tokenizer_json, n_vocab=vocab_size, eos_token=stops
+                vocabulary.tokenizer_json, n_vocab=vocab_size, eos_token=stops
             )
         except ValueError as error:
             raise ValueError(f"structured output: {one_line(str(error))}") from error
+        is_special = self._tokenizer.is_special_token
+        special = {text: number for text, number in vocabulary.added.items() if is_special(number)}
+        self.markers = Markers(vocabulary.plain, special)
         self.vocab_size = vocab_size
         self.stop_token_ids = tuple(stops)
         self._max_grammars, self._max_seconds = max_grammars, max_seconds
@@ -126,10 +136,7 @@ class GrammarCompiler:
 
     def _compile(self, spec: StructuredOutput) -> Any:
         limits = self._library.LLParserLimits(verbose_errors=False, **LIMITS)
-        try:
-            grammar = self._grammar(spec)
-        except ValueError as error:
-            raise ValueError(one_line(str(error))) from error
+        grammar = self._grammar(spec)
         compiled = self._library.LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
         if compiled.is_error():
             raise ValueError(one_line(compiled.get_error()))
@@ -152,26 +159,37 @@ class GrammarCompiler:
                 matcher.mask()
                 return
 
+    def header(self, description: str) -> str:
+        """The first line of a Lark grammar in which this description stands; see Markers."""
+        return NO_FORCING if self.markers.mentioned(description) else FORCING
+
     def _grammar(self, spec: StructuredOutput) -> str:
-        """The description in llguidance's own terms."""
-        make = self._library.LLMatcher
+        """The description in llguidance's own terms. Raises ValueError."""
         match spec.kind:
             case "json_schema" | "json_object":
-                schema = spec.json_schema or '{"type": "object"}'
-                options = {} if spec.whitespace else {"whitespace_flexible": False}
-                return make.grammar_from_json_schema(schema, overrides=options)
+                return self._json(spec)
             case "regex":
-                return make.grammar_from_regex(spec.regex)
+                grammar = self._library.LLMatcher.grammar_from_regex(spec.regex)
+                lark = json.loads(grammar)["grammars"][0]["lark_grammar"]
+                return self.header(spec.regex or "") + lark
             case "choice":
-                return _choice_grammar(spec.choice or ())
+                choices = spec.choice or ()
+                strings = " | ".join(lark_string(text) for text in choices)
+                return f"{self.header(' '.join(choices))}start: {strings}"
             case _:
-                return make.grammar_from_lark(spec.grammar)
+                grammar = spec.grammar or ""
+                is_plain = grammar.startswith("%llguidance") or not self.markers.mentioned(grammar)
+                return grammar if is_plain else NO_FORCING + grammar
 
-
-def _choice_grammar(choices: tuple[str, ...]) -> str:
-    """A Lark grammar; its strings are written as JSON's, but DEL must be escaped too."""
-    strings = [json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f") for text in choices]
-    return f"start: {' | '.join(strings)}"
+    def _json(self, spec: StructuredOutput) -> str:
+        given = spec.json_schema
+        read = read_schema(json.loads(given) if isinstance(given, str) else {"type": "object"})
+        if read.problems:
+            raise ValueError(read.message)
+        schema, blank_line = guided_text(read.schema, spec.whitespace), spec.blank_line
+        if not blank_line and not self.markers.mentioned(schema):
+            return self._library.LLMatcher.grammar_from_json_schema(schema)
+        return f"{self.header(schema)}start: {BLANK_LINE if blank_line else ''} %json {schema}"
 
 
 def _import_llguidance() -> Any:

@@ -15,13 +15,17 @@ class StructuredOutput:
 
     Attributes:
       json_schema: a JSON schema, as an object or as text; it is kept as text. The order of its
-        properties is the order of the output's.
+        properties is the order of the output's. ``oneOf`` is read as ``anyOf``, and formats that
+        are not enforced are annotations (see json_schema.FORMATS).
       regex: a regular expression that the whole output matches, in the syntax of Rust's regex.
       grammar: a grammar in llguidance's variant of Lark, with a rule ``start``.
       choice: the possible outputs.
       json_object: any JSON object.
-      whitespace: whether JSON may hold white space between its tokens, as much as the model likes;
-        False: none at all.
+      whitespace: whether JSON may hold white space between its tokens: nothing, one space, or a
+        line break and at most 40 spaces, so that no text is white space up to its limit. False:
+        none at all.
+      blank_line: whether at most two line breaks may come before JSON. Chat templates leave them
+        after reasoning, and models write them. They are no part of the answer.
 
     Equal descriptions are equal and have one hash. Raises ValueError for none or several kinds, and
     for values that are none. What only a compiler can see, GrammarCompiler refuses.
@@ -33,9 +37,10 @@ class StructuredOutput:
     choice: tuple[str, ...] | None = None
     json_object: bool = False
     whitespace: bool = True
+    blank_line: bool = False
 
     def __post_init__(self):
-        for name in ("json_object", "whitespace"):
+        for name in ("json_object", "whitespace", "blank_line"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r:.80}")
         given = [name for name in KINDS if getattr(self, name) not in (None, False)]
@@ -46,6 +51,8 @@ class StructuredOutput:
             )
         if not self.whitespace and self.kind not in JSON_KINDS:
             raise ValueError(f"whitespace=False is for JSON: a {self.kind} says so itself")
+        if self.blank_line and self.kind not in JSON_KINDS:
+            raise ValueError(f"blank_line=True is for JSON: a {self.kind} says so itself")
         if self.kind == "json_schema":
             object.__setattr__(self, "json_schema", _schema_text(self.json_schema))
         if self.kind == "choice":
