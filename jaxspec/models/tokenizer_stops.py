@@ -1,4 +1,4 @@
-"""The token that a tokenizer's files say ends a text. Only JSON is read, and no tokenizer loaded."""
+"""The token that a tokenizer's files say ends a text. Only JSON is read: no tokenizer is loaded."""
 
 from collections.abc import Iterator
 from pathlib import Path

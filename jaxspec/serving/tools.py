@@ -4,6 +4,7 @@ The grammar (tool_grammar.py) writes every call in one way, so that the parser m
 """
 
 import dataclasses
+import json
 from types import MappingProxyType
 
 from jaxspec.detokenizer import overlap
