@@ -32,7 +32,7 @@ from jaxspec.loading import load
 from jaxspec.models.decoder import Decoder
 from jaxspec.processes import Processes
 from jaxspec.progress import progress_bar
-from jaxspec.prompt_checks import allowed_length, for_each
+from jaxspec.prompt_checks import allowed_length, check_sampling, for_each
 from jaxspec.quantization.kv_scales import KVScaleFile
 from jaxspec.scheduling.requests import SamplingParams
 from jaxspec.shared_programs import FollowingPrograms, make_programs
@@ -280,7 +280,8 @@ class LLM:
         turn_end = self.turn_end(chat_template)
         if isinstance(sampling, SamplingParams):
             return sampling.ending_at(turn_end)
-        return [params.ending_at(turn_end) for params in for_each(sampling, len(sampling))]
+        check_sampling(sampling)
+        return [params.ending_at(turn_end) for params in sampling]
 
     def turn_end(self, chat_template: str | None = None) -> tuple[int, ...]:
         """The special token that ends the assistant's turns in the chat template, if it has one

@@ -1,5 +1,6 @@
 """Checks of prompts before the weights are loaded, and what their lengths may be."""
 
+import reprlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -42,10 +43,18 @@ def for_each(
     """Sampling of each prompt. Raises ValueError for what is none."""
     if isinstance(sampling, SamplingParams):
         return [sampling] * count
+    check_sampling(sampling)
+    return list(sampling)
+
+
+def check_sampling(sampling: object) -> None:
+    """Raise ValueError for what is no list of SamplingParams."""
     if not isinstance(sampling, (list, tuple)):
         kind = type(sampling).__name__
         raise ValueError(f"sampling must be SamplingParams, or a list of them, not {kind}")
-    return list(sampling)
+    for params in sampling:
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"sampling must be SamplingParams, got {reprlib.repr(params)}")
 
 
 def allowed_length(wanted: int | None, config: ModelConfig) -> int:

@@ -37,7 +37,7 @@ with _without_advice():
 type Tokenizer = transformers.PreTrainedTokenizerBase
 
 _REFUSALS = (jinja2.TemplateError, TypeError, ValueError, AttributeError, KeyError)
-_ANSWER = "answer"  # stands for an assistant's
+_ANSWER = "jaxspecanswer"  # stands for an assistant's; templates have no such word
 
 
 def load_tokenizer(model: str | Path) -> Tokenizer:
@@ -132,9 +132,10 @@ def turn_end(tokenizer: Tokenizer, chat_template: str | None = None) -> tuple[in
         return ()
     _, found, rest = text.rpartition(_ANSWER)
     after = rest.lstrip() if found else ""
+    added: Mapping[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
     tokens = [
         (len(token.content), id_)
-        for id_, token in tokenizer.added_tokens_decoder.items()
+        for id_, token in added.items()
         if token.content and after.startswith(token.content)
     ]
     return (max(tokens)[1],) if tokens else ()

@@ -82,6 +82,12 @@ def test_what_replaces_or_ignores_the_stop_tokens_does_so_in_chats(llm: LLM):
     assert answer.token_ids.index(TURN) == 3 == len(answer.token_ids) - 1
 
 
+@pytest.mark.parametrize("sampling", [None, [None], {"max_tokens": 4}])
+def test_bad_sampling_of_a_chat_is_refused(llm: LLM, sampling: Any):
+    with pytest.raises(ValueError, match=r"^sampling must be SamplingParams, "):
+        llm.chat(USER, sampling)
+
+
 def test_another_template_ends_its_turns_elsewhere(llm: LLM):
     for template, end in {
         CHATML.replace("<|im_end|>\n", " <tool> "): (TOOL,),
