@@ -30,8 +30,8 @@ def traces(jitted: Any) -> int:
 def decode_hlo(
     params: EngineParams, state: EngineState, *, donate: bool = True, **options: Any
 ) -> str:
-    """The decode program as XLA's CPU compiler left it; ``options`` are decode's."""
-    decode = functools.partial(functional.decode, max_rounds=3, **options)
+    """An engine's decode program as XLA's CPU compiler left it; ``options`` are decode's."""
+    decode = functools.partial(functional.decode, max_rounds=3, checked=False, **options)
     jitted = jax.jit(decode, donate_argnums=(1,) if donate else ())
     return _text(jitted.lower(params, state, 3))
 

@@ -90,6 +90,7 @@ def refused(call: Callable[[], Any], *messages: str) -> None:
         ({"stop_token_ids": [96]}, ["stop_token_ids[0, 0] is 96: it must be a token id, 0 to 95"]),
         ({"stop_token_ids": [1.5]}, ["stop_token_ids must be integers [E], not float64"]),
         ({"sampling": make_sampling(3)}, ["sampling has shape [3] for 2 rows: make_sampling(2"]),
+        ({"controls": 0.5}, ["the state has no room for controls"]),
         ({"sampling": 0.5}, ["sampling must be what make_sampling gives, not float"]),
         (
             {"prompts": PROMPTS * 1.0, "prompt_lens": 5, "max_lens": [1.5, 2]},
@@ -279,6 +280,9 @@ def test_sampling_is_checked(options: dict[str, Any], message: str):
 def test_controls_are_checked():
     refused(lambda: make_controls(2, 9, min_tokens=1.5), "min_tokens must be integers, got 1.5")
     refused(lambda: make_controls(2, 9, presence_penalty=np.ones(3)), "a scalar or [2]")
+    state, wrong = init_state(PARAMS, 2, LENGTH, controls=True), cast(Any, 5)
+    told = "controls must be what make_controls gives, not int"
+    refused(lambda: admit(PARAMS, state, ROWS, PROMPTS, LENS, controls=wrong), told)
 
 
 def test_typed_keys_are_seeds():
