@@ -59,6 +59,8 @@ class Draining:
             for task in (work, cut):
                 task.cancel()
             await asyncio.gather(work, cut, return_exceptions=True)
+        if not answer.can_be_cut:  # its last part went out while it was cancelled
+            return
         with contextlib.suppress(TimeoutError):  # a client that does not read
             async with asyncio.timeout(CUT_SECONDS / 2):
                 await answer.cut(scope, receive)
