@@ -116,7 +116,10 @@ def test_what_can_be_enforced_stays_enforced():
         "type": "object",
         "properties": {"n": {"type": "integer"}, "q": {"not": {"a": 1}}},
     }
-    assert not takes(matcher_of(tool("bad", parameters)), call("bad", '{"n": "x"}'))
+    matcher = matcher_of(tool("bad", parameters))
+    assert not takes(matcher, call("bad", '{"n": "x"}'))
+    spaced = [takes(matcher, call("bad", '{"n":' + " " * count + "1}")) for count in range(3)]
+    assert spaced == [True, True, False], "white space is bounded"
 
 
 def test_the_named_tool_has_its_place_among_all():
