@@ -24,6 +24,7 @@ from jaxspec.serving.protocol.chat import (
     ChatRequest,
     ChatResponse,
     FunctionCall,
+    Tool,
     ToolCall,
     TopLogprob,
 )
@@ -37,8 +38,9 @@ from jaxspec.serving.sampling import (
 )
 from jaxspec.serving.service import Service
 from jaxspec.serving.structured import structured_output
-from jaxspec.serving.tool_grammar import is_free, tool_grammar
+from jaxspec.serving.tool_grammar import is_free, known_tool_grammar, tool_grammar
 from jaxspec.serving.tools import Part, ToolFormat, ToolParser, offered_tools, tool_format
+from jaxspec.structured import StructuredOutput
 from jaxspec.structured.spec import JSON_KINDS
 
 
@@ -141,8 +143,7 @@ async def _plan(service: Service, request: ChatRequest) -> _Plan:
     if form is not None:
         if structured is not None:
             raise FieldError("tools", "tools cannot be with response_format: give one of them")
-        work = functools.partial(tool_grammar, request, tools, form)
-        structured = await service.llm.replicas[0].compile(work, "tools")
+        structured = await _tool_grammar(service, request, tools, form)
         trims = not is_free(request)
     prompt = await prompt_ids(service, request)
     turn_end = service.turn_end()
@@ -166,6 +167,16 @@ async def _plan(service: Service, request: ChatRequest) -> _Plan:
         options = dataclasses.replace(options, skip_special=False)
     ids, created = results.new_id("chatcmpl"), results.now()
     return _Plan(request, service, prompt, sampling, options, form, trims, ids, created)
+
+
+async def _tool_grammar(
+    service: Service, request: ChatRequest, tools: Sequence[Tool], form: ToolFormat
+) -> StructuredOutput:
+    """What the text must look like. A grammar that is new is compiled beside the event loop."""
+    llm = service.llm.replicas[0]
+    known = known_tool_grammar(request, tools, form, llm.llm.grammars)
+    work = functools.partial(tool_grammar, request, tools, form)
+    return known or await llm.compile(work, "tools")
 
 
 def _check_together(request: ChatRequest) -> None:

@@ -42,8 +42,7 @@ def tool_grammar(
     Raises FieldError, which names the tool, for a ``strict`` one whose schema cannot be enforced,
     and for tools that are too large.
     """
-    names = [f"tools.{(request.tools or []).index(tool)}.function.parameters" for tool in tools]
-    functions = [tool.function for tool in tools]
+    names, functions = _names(request, tools), [tool.function for tool in tools]
     schemas = [_arguments(*each) for each in zip(names, functions, strict=True)]
     grammar = _grammar(request, functions, schemas, form, grammars)
     if not _refusal(grammar, grammars):
@@ -57,6 +56,22 @@ def tool_grammar(
     if message := _refusal(grammar, grammars):
         raise FieldError("tools", f"tools: {message}")
     return grammar
+
+
+def known_tool_grammar(
+    request: ChatRequest, tools: Sequence[Tool], form: ToolFormat, grammars: GrammarCompiler
+) -> StructuredOutput | None:
+    """The same if it is compiled already, None if it takes time. Raises FieldError."""
+    functions = [tool.function for tool in tools]
+    each = zip(_names(request, tools), functions, strict=True)
+    grammar = _grammar(request, functions, [_arguments(*one) for one in each], form, grammars)
+    is_ready = grammars.is_known(grammar) and not _refusal(grammar, grammars)
+    return grammar if is_ready else None
+
+
+def _names(request: ChatRequest, tools: Sequence[Tool]) -> list[str]:
+    """The fields of the tools' schemas in the request."""
+    return [f"tools.{(request.tools or []).index(tool)}.function.parameters" for tool in tools]
 
 
 def _arguments(name: str, function: Function) -> Mapping[str, Any]:

@@ -37,6 +37,13 @@ def refuse(llm: LLM):
     return refuse
 
 
+SET = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+
+
+def json_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+
+
 @pytest.mark.parametrize(
     ("path", "fields", "param"),
     [
@@ -57,6 +64,14 @@ def refuse(llm: LLM):
         ("completions", {"stream": True, "best_of": 2}, "best_of"),
         ("completions", {"stream_options": {}}, "stream_options"),
         ("completions", {"response_format": {"type": "xml"}}, "response_format"),
+        ("completions", {"response_format": json_schema(SET)}, "response_format"),
+        ("chat/completions", {"response_format": json_schema(SET)}, "response_format"),
+        ("completions", {"structured_outputs": {"json": SET}}, "structured_outputs"),
+        (
+            "chat/completions",
+            {"tools": [{"function": {"name": "f", "parameters": SET, "strict": True}}]},
+            "tools.0.function.parameters",
+        ),
         ("completions", {"structured_outputs": {"regex": "("}}, None),
         (
             "completions",

@@ -10,7 +10,7 @@ from llguidance import LLTokenizer
 from jaxspec.serving import tool_grammar as tool_grammar_module
 from jaxspec.serving.protocol.base import FieldError
 from jaxspec.serving.protocol.chat import ChatRequest
-from jaxspec.serving.tool_grammar import tool_grammar
+from jaxspec.serving.tool_grammar import known_tool_grammar, tool_grammar
 from jaxspec.serving.tools import FORMATS, offered_tools
 from jaxspec.structured import GrammarCompiler, GrammarError, Matcher
 from tests.small_tokenizers import byte_level, with_markup
@@ -116,7 +116,19 @@ def test_what_can_be_enforced_stays_enforced():
         "type": "object",
         "properties": {"n": {"type": "integer"}, "q": {"not": {"a": 1}}},
     }
-    assert not takes(matcher_of(tool("bad", parameters)), call("bad", '{"n": "x"}'))
+    matcher = matcher_of(tool("bad", parameters))
+    assert not takes(matcher, call("bad", '{"n": "x"}'))
+    spaced = [takes(matcher, call("bad", '{"n":' + " " * count + "1}")) for count in range(3)]
+    assert spaced == [True, True, False], "white space is bounded"
+
+
+def test_a_grammar_is_known_once_it_is_compiled():
+    body = {"messages": [{"role": "user"}], "tools": [tool("only_here", CITY)]}
+    request, grammars = ChatRequest.model_validate(body), compiler()
+    arguments = request, offered_tools(request), FORMATS["hermes"], grammars
+    assert known_tool_grammar(*arguments) is None
+    assert known_tool_grammar(*arguments) is None, "asking compiles nothing"
+    assert tool_grammar(*arguments) == known_tool_grammar(*arguments)
 
 
 def test_the_named_tool_has_its_place_among_all():

@@ -20,7 +20,7 @@ class Function(RequestBody):
     name: str = Field(pattern=r"^[a-zA-Z0-9_.\-]{1,64}$")
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: bool | None = None  # arguments always match the schema
+    strict: bool | None = None  # true: a schema that cannot be enforced is an error
 
 
 class Tool(RequestBody):
