@@ -1,0 +1,249 @@
+"""A user's drafters and acceptance rules: a memory is kept, and mistakes are errors that name the
+method."""
+
+import dataclasses
+import re
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+from jax import Array
+
+from jaxspec import EngineParams, SpeculationConfig, admit, decode, init_state, prefill
+from jaxspec.config.cache import CacheConfig
+from jaxspec.config.engine import EngineConfig
+from jaxspec.engine import Engine
+from jaxspec.functional import settle
+from jaxspec.pytree import Pytree, array, pytree
+from jaxspec.scheduling.requests import SamplingParams
+from jaxspec.speculation.drafters import DraftState, MixedDrafter, NGramDrafter, StatelessDrafter
+from jaxspec.speculation.drafters.checks import check_drafter
+from jaxspec.speculation.tree import make_chain
+from tests.engines import plain_engine
+from tests.random_models import make_params
+
+CHAIN = SpeculationConfig.chain(2)
+
+
+@pytree
+class Memory(Pytree):
+    last: Array = array("batch")
+
+
+@pytree
+class Repeats(StatelessDrafter):
+    """Drafts the token that was the root of the last round, which it remembers."""
+
+    def init_rows(self, num_rows: int, target: Any, capacity: Any) -> Memory:
+        return Memory(last=jnp.zeros(num_rows, jnp.int32))
+
+    def propose(self, target: Any, state: Any, call: Any) -> Any:
+        memory = state.rows.draft
+        chain = jnp.stack([state.rows.roots] + [memory.last] * call.speculation.max_depth, axis=1)
+        size = jnp.full(len(memory.last), call.speculation.num_nodes)
+        return make_chain(chain, size), DraftState(rows=memory)
+
+    def commit(self, state: Any, features: Any, path: Any, counts: Any, call: Any) -> DraftState:
+        return DraftState(rows=Memory(last=state.rows.roots))
+
+
+@pytree
+class ForgetsItsRows(Repeats):
+    def commit(self, state: Any, features: Any, path: Any, counts: Any, call: Any) -> DraftState:
+        return DraftState()
+
+
+@pytree
+class ChangesTheDtype(Repeats):
+    def prefill(self, target: Any, state: Any, chunk: Any, features: Any, call: Any) -> DraftState:
+        return DraftState(rows=Memory(last=state.rows.draft.last.astype(jnp.float32)))
+
+
+@pytree
+class ReturnsOnlyATree(Repeats):
+    def propose(self, target: Any, state: Any, call: Any) -> Any:
+        return super().propose(target, state, call)[0]
+
+
+@pytree
+class SwapsTreeAndState(Repeats):
+    def propose(self, target: Any, state: Any, call: Any) -> Any:
+        return super().propose(target, state, call)[::-1]
+
+
+@pytree
+class ReturnsNothing(Repeats):
+    def catch_up(self, target: Any, state: Any, call: Any) -> Any:
+        return None
+
+
+@pytree
+class HasPagesOnly(Repeats):
+    def reset(self, pool: Any, rows: Any) -> Any:
+        return {"pages": rows}
+
+
+@pytree
+class OneForAllRows(Repeats):
+    def init_rows(self, num_rows: int, target: Any, capacity: Any) -> Memory:
+        return Memory(last=jnp.zeros((), jnp.int32))
+
+
+class NoPytree(StatelessDrafter):
+    propose = Repeats.propose
+
+
+@pytree
+class LacksMethods(Pytree):
+    def propose(self, target: Any, state: Any, call: Any) -> Any: ...
+
+    def prefill(self, target: Any, state: Any, chunk: Any, features: Any, call: Any) -> Any: ...
+
+
+def text_of(params: EngineParams) -> list[int]:
+    state = init_state(params, num_rows=1, max_length=24)
+    state = admit(params, state, [0], [[71, 102, 79]], [3])
+    state, _ = prefill(params, state, width=4)
+    state = settle(params, decode(params, state, 1)[0], [0])
+    return state.rows.tokens[0].tolist()
+
+
+def with_drafter(drafter: Any) -> EngineParams:
+    return make_params("none", SpeculationConfig.chain(0)).replace(
+        drafter=drafter, speculation=CHAIN
+    )
+
+
+def test_a_memory_is_kept_by_the_methods_that_do_not_change_it():
+    params = with_drafter(Repeats())
+    state = init_state(params, num_rows=2, max_length=24)
+    state = admit(params, state, [0], [[71, 102, 79]], [3])
+    state, _ = prefill(params, state, width=4)
+    root = state.rows.roots[0].item()
+    state = settle(params, decode(params, state, 1, [0])[0], [0])
+    assert state.rows.draft.last.tolist() == [root, 0]
+
+
+@pytest.mark.parametrize("config", [{"num_pages": 12}, {"adaptive": True}], ids=str)
+def test_a_memory_is_kept_by_engines(config: dict[str, Any]):
+    """One with few pages, where rows are preempted, and one that changes its trees."""
+    cache = CacheConfig(page_size=8, max_length=64, num_pages=config.pop("num_pages", None))
+    options = EngineConfig(max_rows=2, rounds_per_call=4, **config)
+    engine = Engine(with_drafter(Repeats()), cache, options)
+    prompts, sampling = [[71, 102, 79], [5, 6]], SamplingParams(temperature=1.0, max_tokens=40)
+    asked = [dataclasses.replace(sampling, seed=seed) for seed in (0, 1)]
+    generations = engine.add_all(prompts, asked)
+    engine.finish(generations)
+    preempted = sum(generation.preemptions for generation in generations)
+    assert (preempted > 0) == (cache.num_pages is not None)
+    for prompt, own, generation in zip(prompts, asked, generations, strict=True):
+        assert generation.error is None
+        plain = plain_engine().add(prompt, own)
+        plain_engine().finish([plain])
+        assert generation.token_ids == plain.token_ids
+
+
+@pytest.mark.parametrize(
+    ("drafter", "expected"),
+    [
+        (ForgetsItsRows(), r"ForgetsItsRows.commit .* rows were Memory\(int32\[1\]\), got None"),
+        (ChangesTheDtype(), r"ChangesTheDtype.prefill .* rows.last was int32\[1\], got float32"),
+        (ReturnsOnlyATree(), r"ReturnsOnlyATree.propose must return a DraftTree and a DraftState"),
+        (SwapsTreeAndState(), r"SwapsTreeAndState.propose must return a DraftTree first"),
+        (ReturnsNothing(), r"ReturnsNothing.catch_up must return a DraftState, got None"),
+        (HasPagesOnly(), r"HasPagesOnly.reset .* pool were None, got dict\(int32\[1\]\)"),
+        (OneForAllRows(), r"OneForAllRows.init_rows .* each of 1 rows: rows.last is int32\[\]"),
+    ],
+    ids=lambda part: type(part).__name__,
+)
+def test_a_method_that_returns_something_else_is_named(drafter: Any, expected: str):
+    with pytest.raises(ValueError, match=expected) as error:
+        text_of(with_drafter(drafter))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "expected"),
+    [
+        (NGramDrafter, "drafter is the class NGramDrafter: give an object, NGramDrafter()"),
+        (StatelessDrafter(), "drafter StatelessDrafter has no propose: "),
+        (LacksMethods(), "drafter LacksMethods has no capture, reread, past_tokens, "),
+        (NoPytree(), "drafter NoPytree is no pytree: "),
+        (7, "must be a name, a directory or an object with the methods of Drafter, got int"),
+        (make_params("eagle3", CHAIN).drafter.head, "a draft head: give EagleDrafter(head=...)"),
+    ],
+    ids=lambda part: part if isinstance(part, str) else "",
+)
+def test_what_is_no_drafter_is_refused_before_anything_runs(drafter: Any, expected: str):
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        init_state(with_drafter(drafter), num_rows=1, max_length=24)
+
+
+@pytest.mark.parametrize(
+    ("mixed", "expected"),
+    [
+        (MixedDrafter(model=Repeats(), lookup=Repeats()), "must keep no state, and Repeats has"),
+        (MixedDrafter(model=NGramDrafter), "model of MixedDrafter is the class NGramDrafter"),  # pyright: ignore[reportArgumentType]
+        (MixedDrafter(model=ReturnsNothing()), "ReturnsNothing.catch_up must return a DraftState"),
+    ],
+    ids=["lookup with rows", "class", "model returns nothing"],
+)
+def test_the_parts_of_a_mixed_drafter_are_checked(mixed: Any, expected: str):
+    with pytest.raises(ValueError, match=expected):
+        text_of(with_drafter(mixed))
+
+
+def test_every_drafter_of_jaxspec_is_one():
+    for name in ("none", "suffix mixed", "eagle1", "mtp3", "draft_model"):
+        check_drafter(make_params(name, CHAIN).drafter)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    allowed: Any = ("top_k",)
+    accepted: Any = None
+
+    def proposals(self, is_chain: bool) -> Any:
+        return self.allowed
+
+    def accept(self, verified: Any) -> Any:
+        return self.accepted
+
+
+class HalfARule:
+    def proposals(self, is_chain: bool) -> Any: ...
+
+
+class Unhashable(Rule):
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [
+        (["match"], "acceptance must be match, rejection or an object with the methods proposals "),
+        (object(), "acceptance must be match, rejection or an object with the methods proposals "),
+        (Rule, "acceptance is the class Rule: give an object, Rule()"),
+        (HalfARule(), "acceptance rule HalfARule has no method accept"),
+        (Unhashable(), "acceptance rule Unhashable cannot be hashed"),
+        (Rule(allowed="top_k"), "Rule.proposals must return a tuple of top_k, coupled, sampled"),
+        (Rule(allowed=()), "Rule.proposals must return a tuple of top_k, coupled, sampled"),
+        ("mach", "acceptance must be match, rejection or a rule of your own, got 'mach'"),
+    ],
+    ids=str,
+)
+def test_what_is_no_acceptance_rule_is_refused(rule: Any, expected: str):
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        SpeculationConfig.chain(2, acceptance=rule)
+
+
+def test_a_rule_that_accepts_nothing_readable_is_named():
+    speculation = SpeculationConfig.chain(2, acceptance=Rule())
+    params = with_drafter(Repeats()).replace(speculation=speculation)
+    with pytest.raises(ValueError, match=r"Rule.accept must return an Accepted, got NoneType"):
+        text_of(params)
+
+
+def test_a_chain_of_too_many_nodes_is_told_what_fits():
+    with pytest.raises(ValueError, match=r"num_nodes 8 and max_depth 3 .* has 4 nodes, the root"):
+        SpeculationConfig(8, 3)
