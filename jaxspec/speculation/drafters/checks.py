@@ -50,6 +50,18 @@ def check_drafter(drafter: object, name: str = "drafter") -> None:
         raise ValueError(
             f"{name} {kind.__name__} is no pytree: put @pytree of jaxspec.pytree above the class"
         )
+    for path, leaf in jax.tree_util.tree_leaves_with_path(drafter):
+        if not (hasattr(leaf, "dtype") or isinstance(leaf, int | float)):
+            raise ValueError(
+                f"{name} {kind.__name__}{jax.tree_util.keystr(path)} is {_described(leaf)}: give "
+                "an object whose class is a pytree, or declare the field static()"
+            )
+
+
+def _described(leaf: object) -> str:
+    if isinstance(leaf, type):
+        return f"the class {leaf.__name__}"
+    return f"a {type(leaf).__name__}, which is no array"
 
 
 def _has(drafter: object, member: str) -> bool:
