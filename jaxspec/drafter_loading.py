@@ -26,6 +26,7 @@ from jaxspec.speculation.drafters import (
 from jaxspec.speculation.drafters.names import lookup_drafter, mixed_lookup, split_mixed
 from jaxspec.speculation.expand import check_top_k
 from jaxspec.weights.block import holds_block_head, load_block_head
+from jaxspec.weights.copies import warn_of_other_tables
 from jaxspec.weights.eagle import head_method, load_eagle_head
 from jaxspec.weights.hub import resolve_directory
 from jaxspec.weights.mtp import (
@@ -67,7 +68,11 @@ def load_drafter(
     mesh: Mesh | None,
     sharded: bool,
 ) -> Drafter:
-    """By any name but ``auto`` (see choose_drafter); ``target`` is the model in the directory."""
+    """By any name but ``auto`` (see choose_drafter); ``target`` is the model in the directory.
+
+    Warns of a head whose embeddings are not the target's. Raises ValueError for what cannot be
+    found, or does not fit the target.
+    """
     if drafter == "none":
         return NoDrafter()
     choice = MtpChoice.parse(drafter)
@@ -94,11 +99,13 @@ def load_drafter(
         block_head = load_block_head(directory, target, dtype, mesh, sharded)
         block_head.check_depth(speculation.max_depth)
         check_top_k(speculation, target.vocab_size)
+        warn_of_other_tables(directory, model_directory, are_read=False)
         return BlockDrafter(head=block_head)
     if head_method(directory) is not None:
         head = load_eagle_head(directory, target, dtype, mesh, sharded)
         ids = target.vocab_size if head.token_ids is None else head.token_ids.size
         check_top_k(speculation, ids)
+        warn_of_other_tables(directory, model_directory, are_read=True)
         return EagleDrafter(head=head, least_probability=_least_probability(mesh))
     config = load_model_config(directory, "draft model")
     _check_same_tokenizer(directory, config, model_directory, target)

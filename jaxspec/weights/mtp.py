@@ -2,13 +2,11 @@
 
 import dataclasses
 import re
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 
 from jaxspec.config.model import ModelConfig
@@ -26,6 +24,7 @@ from jaxspec.parallel import Shards, mesh_layout
 from jaxspec.quantization.kv_cache import without_kv_scales
 from jaxspec.tensors import CheckpointTensor, choosing, splitting
 from jaxspec.weights.checkpoint_files import scan
+from jaxspec.weights.copies import target_tables, warn_if_other
 from jaxspec.weights.fused_experts import unfused
 from jaxspec.weights.safetensors_io import (
     check_not_quantized,
@@ -37,8 +36,6 @@ from jaxspec.weights.safetensors_io import (
 
 # Ends of the names of what joins an MTP layer's inputs.
 _JOINS = (".eh_proj.weight", ".input_proj.weight", "mtp.fc.weight")
-_EMBEDDINGS = "model.embed_tokens.weight"
-_COMPARED_ROWS = 64
 
 
 def has_mtp_layers(directory: str | Path, config: ModelConfig) -> bool:
@@ -196,26 +193,19 @@ def load_mtp_head(
 
 
 def _check_copies(stored: Mapping[str, CheckpointTensor], names: MtpNames) -> None:
-    """Compare some rows of each copy with the target's tensor, if the checkpoint has both."""
-    lm_head = "lm_head.weight" if "lm_head.weight" in stored else _EMBEDDINGS
-    targets = {"embed_tokens.weight": _EMBEDDINGS, "shared_head.head.weight": lm_head}
+    """Compare each copy with the target's tensor, if the checkpoint has both.
+
+    Raises ValueError for one of another shape, and warns of one with other values.
+    """
+    embeddings, lm_head = target_tables(stored)
+    targets = {"embed_tokens.weight": embeddings, "shared_head.head.weight": lm_head}
     for name in names.copies:
-        copy, target = stored.get(f"{names.prefix}{name}"), stored.get(targets[name])
-        if copy is None or target is None:
-            continue
-        if copy.shape != target.shape:
+        copy, target = stored.get(f"{names.prefix}{name}"), targets[name]
+        if copy is not None and target is not None and copy.shape != target.shape:
             raise ValueError(
                 f"{copy.name} is {copy.shape}, {target.name} {target.shape}: choose another drafter"
             )
-        for start in range(0, copy.shape[0], max(1, copy.shape[0] // _COMPARED_ROWS)):
-            rows = slice(start, start + 1), slice(None)
-            if not np.array_equal(copy.read(*rows), target.read(*rows)):
-                warnings.warn(
-                    f"{copy.name} differs from {target.name}, which is read in its place: fewer "
-                    "drafts may be accepted",
-                    stacklevel=4,
-                )
-                break
+        warn_if_other(copy, target, is_read=False)
 
 
 def _mtp_config(directory: Path) -> MtpConfig:
