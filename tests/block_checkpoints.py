@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import load_file
 
 from jaxspec.models.hf_values import read_json
 from tests.checkpoints import save_tensors
@@ -52,6 +53,10 @@ def published_head(directory: str | Path, target_dir: str | Path, kind: str, see
             "markov_head_type": "vanilla",
         }
     tensors = {name: _random(rng, shape) for name, shape in shapes.items()}
+    if kind == "dspark":  # DeepSpec's have copies of the target's tables
+        stored = load_file(Path(target_dir) / "model.safetensors")
+        tensors["embed_tokens.weight"] = embeddings = stored["model.embed_tokens.weight"]
+        tensors["lm_head.weight"] = stored.get("lm_head.weight", embeddings)
     return save_tensors(directory, tensors, config)
 
 
