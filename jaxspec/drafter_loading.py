@@ -23,7 +23,12 @@ from jaxspec.speculation.drafters import (
     MixedDrafter,
     NoDrafter,
 )
-from jaxspec.speculation.drafters.names import lookup_drafter, mixed_lookup, split_mixed
+from jaxspec.speculation.drafters.names import (
+    check_name,
+    lookup_drafter,
+    mixed_lookup,
+    split_mixed,
+)
 from jaxspec.speculation.expand import check_top_k
 from jaxspec.weights.block import holds_block_head, load_block_head
 from jaxspec.weights.copies import warn_of_other_tables
@@ -45,7 +50,8 @@ LEAST_PROBABILITY = 0.02  # of a head's chain on a CPU; see EagleDrafter and doc
 def choose_drafter(model: str | Path, drafter: str | Path) -> str | Path:
     """Replaces ``auto``: lookup and the built-in head for the built-in model, the MTP layers of a
     checkpoint that has some, else ``ngram``. ``mtp`` becomes the kind that the config says, with
-    the number of layers where there are several."""
+    the number of layers where there are several. Raises ValueError for a slip in a name."""
+    check_name(drafter)
     if drafter == "auto":
         if is_built_in(model):
             return f"{MIXED}{BUILT_IN_HEAD}"

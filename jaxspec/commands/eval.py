@@ -54,7 +54,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--temperatures", type=float, nargs="+", default=[0.0, 1.0], help="sampling temperatures")
     add("--rules", nargs="+", choices=RULES, default=list(RULES), help="rules, see above")
     add("--prompts", type=int, default=64, help="held-out rows that text is generated from")
-    add("--prompt-tokens", type=int, default=64, help="tokens of a prompt")
+    add("--prompt-tokens", type=int, default=64, help="tokens of a prompt; the most of "
+        "one from a chat, which ends where the first answer begins")  # fmt: skip
     add("--max-tokens", type=int, default=192, help="new tokens of each prompt")
     add("--batch", type=int, default=16, help="prompts decoded together")
     add("--dtype", choices=("float32", "bfloat16"), help="(default: float32 on CPU, else bfloat16)")

@@ -121,9 +121,10 @@ def check_rule(rule: object) -> None:
             f"acceptance is the class {kind.__name__}: give an object, {kind.__name__}()"
         )
     if len(methods) == 2:
+        shown = f"{rule!r:.60}" if kind.__module__ == "builtins" else kind.__name__
         raise ValueError(
-            f"acceptance must be match, rejection or an object with the methods proposals and "
-            f"accept, got {rule!r:.60}"
+            "acceptance must be match, rejection or an object with the methods proposals and "
+            f"accept, got {shown}"
         )
     if methods:
         raise ValueError(

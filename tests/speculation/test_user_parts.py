@@ -179,7 +179,7 @@ def test_a_method_that_returns_something_else_is_named(drafter: Any, expected: s
             MixedDrafter(model=cast(Any, HalfADrafter())),
             "model of MixedDrafter HalfADrafter has no ",
         ),
-        (7, "must be a name, a directory or an object with the methods of Drafter, got int"),
+        (7, "subclass of StatelessDrafter that writes propose, got int"),
         (eagle3_head(random_target()), "a draft head: give EagleDrafter(head=...)"),
     ],
     ids=lambda part: part if isinstance(part, str) else "",

@@ -38,8 +38,8 @@ def check_drafter(drafter: object, name: str = "drafter") -> None:
     missing = [member for member in _MEMBERS if not _has(drafter, member)]
     if len(missing) == len(_MEMBERS):
         raise ValueError(
-            f"{name} must be a name, a directory or an object with the methods of Drafter, got "
-            f"{kind.__name__}"
+            f"{name} must be a name, a directory or an object with the methods of Drafter, such as "
+            f"one of a subclass of StatelessDrafter that writes propose, got {kind.__name__}"
         )
     if missing:
         raise ValueError(
