@@ -195,7 +195,7 @@ class SpeculationConfig(TreeShape):
                 f"{type(self.acceptance).__name__}.proposals must return a tuple of "
                 f"{', '.join(known)}, got {allowed!r}"
             )
-        return allowed
+        return tuple(allowed)
 
     @property
     def resolved_proposal(self) -> Proposal:

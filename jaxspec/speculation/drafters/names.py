@@ -22,9 +22,11 @@ def split_mixed(drafter: str | Path) -> tuple[str, str]:
 
 def check_name(drafter: str | Path) -> None:
     """Raise ValueError for what is nearly a drafter's name, or no hub id, before a hub is asked."""
-    if not isinstance(drafter, str) or Path(drafter).expanduser().exists():
+    if not isinstance(drafter, str) or (drafter and Path(drafter).expanduser().exists()):
         return
     mixture, last = split_mixed(drafter)
+    if mixture and not last:
+        return  # load_drafter says what is missing
     first, plus, _ = last.partition("+")  # hub ids have no +
     kind = first.partition(":")[0]
     if kind in NAMES or (not plus and "/" in last):
