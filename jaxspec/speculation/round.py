@@ -117,7 +117,7 @@ def draft_tree(
         tree = root_only(state.rows.roots)
     else:
         proposal = drafter.propose(target, state, call)
-        tree, draft = checked_proposal(drafter, state, proposal)
+        tree, draft = checked_proposal(drafter, call, state, proposal)
         size, depth = tree.tokens.shape[1], tree.max_depth
         if size > shape.num_nodes or depth > shape.max_depth:
             raise ValueError(

@@ -30,5 +30,8 @@ def place_of(leaf: jax.Array) -> Any:
 
 
 def _shapes(tree: Any) -> tuple[Any, list[Any]]:
+    """The structure of a tree, with the shape and dtype of each leaf; None of what is no array."""
     leaves, structure = jax.tree.flatten(tree)
-    return structure, [(leaf.shape, leaf.dtype) for leaf in leaves]
+    return structure, [
+        (getattr(leaf, "shape", None), getattr(leaf, "dtype", None)) for leaf in leaves
+    ]

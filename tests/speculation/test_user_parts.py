@@ -22,6 +22,7 @@ from jaxspec.speculation.drafters import DraftState, MixedDrafter, NGramDrafter,
 from jaxspec.speculation.drafters.checks import check_drafter
 from jaxspec.speculation.tree import make_chain
 from jaxspec.state import EngineState
+from jaxspec.weights.in_place import in_place_of
 from tests.engines import plain_engine
 from tests.programs import FAST_COMPILE
 from tests.random_models import eagle3_head, make_params, random_target
@@ -93,6 +94,27 @@ class OneForAllRows(Repeats):
         return Memory(last=jnp.zeros((), jnp.int32))
 
 
+@pytree
+class CapturesTooMuch(Repeats):
+    @property
+    def capture(self) -> tuple[int, ...]:
+        return (99,)
+
+
+@pytree
+class TellsConfidence(Repeats):
+    @property
+    def tells_confidence(self) -> bool:
+        return True
+
+
+@pytree
+class AlwaysConfident(Repeats):
+    def propose(self, target: Any, state: Any, call: Any) -> Any:
+        tree, draft = super().propose(target, state, call)
+        return tree.replace(confidence=jnp.ones((2, 2))), draft
+
+
 class NoPytree(StatelessDrafter):
     propose = Repeats.propose
 
@@ -154,6 +176,7 @@ def test_a_memory_is_kept_by_engines(config: dict[str, Any]):
         (SwapsTreeAndState(), r"SwapsTreeAndState.propose must return a DraftTree first"),
         (ReturnsNothing(), r"ReturnsNothing.catch_up must return a DraftState, got None"),
         (HasPagesOnly(), r"HasPagesOnly.reset .* pool were None, got dict\(int32\[1\]\)"),
+        (CapturesTooMuch(), r"CapturesTooMuch.capture is \(99,\): the target has hidden states 0 "),
         (OneForAllRows(), r"OneForAllRows.init_rows .* each of 2 rows: rows.last is int32\[\]"),
     ],
     ids=lambda part: type(part).__name__,
@@ -187,6 +210,27 @@ def test_a_method_that_returns_something_else_is_named(drafter: Any, expected: s
 def test_what_is_no_drafter_is_refused_before_anything_runs(drafter: Any, expected: str):
     with pytest.raises(ValueError, match=re.escape(expected)):
         init_state(with_drafter(drafter), num_rows=1, max_length=24)
+
+
+def decoded(params: EngineParams, confidence: bool) -> Any:
+    """The shapes of what a round emits."""
+
+    def run(params: EngineParams) -> Any:
+        return decode(params, init_state(params, 2, 24), 1, confidence=confidence)[1]
+
+    return jax.eval_shape(run, params)
+
+
+def test_a_confidence_is_emitted_only_if_it_is_asked_for_and_told():
+    assert decoded(with_drafter(AlwaysConfident()), confidence=False).confidence is None
+    with pytest.raises(ValueError, match=r"TellsConfidence.propose .* confidence of \[2, 2\]"):
+        decoded(with_drafter(TellsConfidence()), confidence=True)
+
+
+@pytest.mark.parametrize("drafter", [NGramDrafter, None, Repeats(), "ngram"], ids=str)
+def test_a_drafter_of_another_kind_does_not_take_the_place_of_one(drafter: Any):
+    with pytest.raises(ValueError, match="other shapes or static fields"):
+        in_place_of(NGramDrafter(), drafter)
 
 
 @pytest.mark.parametrize(

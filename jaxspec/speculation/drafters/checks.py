@@ -14,6 +14,7 @@ from jax import Array
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import BlockHead, DraftHead
+from jaxspec.speculation.call import Call
 from jaxspec.speculation.drafters.base import (
     Drafter,
     DraftState,
@@ -58,6 +59,16 @@ def check_drafter(drafter: object, name: str = "drafter") -> None:
             )
 
 
+def _check_capture(drafter: Drafter, num_layers: int) -> None:
+    """Raise ValueError for hidden states that a target of so many layers does not have."""
+    asked = tuple(drafter.capture)
+    if not {*asked} <= {*range(-1, num_layers + 1)}:
+        raise ValueError(
+            f"{type(drafter).__name__}.capture is {asked}: the target has hidden states 0 to "
+            f"{num_layers}, and -1, the one after the final norm"
+        )
+
+
 def _described(leaf: object) -> str:
     if isinstance(leaf, type):
         return f"the class {leaf.__name__}"
@@ -77,7 +88,12 @@ def _is_property(member: str) -> bool:
 
 
 def new_rows(drafter: Drafter, num_rows: int, target: Decoder, capacity: SpeculationConfig) -> Any:
-    """What ``init_rows`` returns. Raises ValueError unless all arrays are [num_rows, ...]."""
+    """What ``init_rows`` returns.
+
+    Raises ValueError unless all arrays are [num_rows, ...], and if the target does not have the
+    hidden states that the drafter captures.
+    """
+    _check_capture(drafter, target.config.num_layers)
     rows = drafter.init_rows(num_rows, target, capacity)
     for path, leaf in jax.tree_util.tree_leaves_with_path(rows):
         if jnp.shape(leaf)[:1] != (num_rows,):
@@ -111,10 +127,13 @@ def reset_pool(drafter: Drafter, state: EngineState, rows: Array) -> Any:
 
 
 def checked_proposal(
-    drafter: Drafter, state: EngineState, returned: Any
+    drafter: Drafter, call: Call, state: EngineState, returned: Any
 ) -> tuple[DraftTree, DraftState]:
-    """What ``propose`` returned, called with ``state``. Raises ValueError as checked_state, and for
-    what is no tree of the state's rows."""
+    """What ``propose`` returned, called with ``state``; a confidence only if the call asks for it.
+
+    Raises ValueError as checked_state, for what is no tree of the state's rows, and for a
+    confidence that is missing or of another shape.
+    """
     name, num_rows = f"{type(drafter).__name__}.propose", state.rows.status.shape[0]
     if not (isinstance(returned, tuple) and len(returned) == 2):
         raise ValueError(f"{name} must return a DraftTree and a DraftState, got {_shown(returned)}")
@@ -126,6 +145,13 @@ def checked_proposal(
             f"{name} must return a tree for each of {num_rows} rows: its tokens are "
             f"{_array(tree.tokens)}"
         )
+    shape = None if tree.confidence is None else jnp.shape(tree.confidence)
+    if call.confidence and shape != (num_rows, tree.max_depth):
+        raise ValueError(
+            f"{name} must return a tree with a confidence of {[num_rows, tree.max_depth]}, as "
+            f"tells_confidence says: it is {None if shape is None else list(shape)}"
+        )
+    tree = tree if call.confidence else tree.replace(confidence=None)
     return tree, checked_state(drafter, "propose", state, draft)
 
 

@@ -131,7 +131,7 @@ class MixedDrafter(Pytree):
         if isinstance(self.model, EagleDrafter):  # it may end early for them
             return self.model.propose_for(wanted, target, state, call)
         proposal = self.model.propose(target, state, call)
-        return checked_proposal(self.model, state, proposal)
+        return checked_proposal(self.model, call, state, proposal)
 
     def commit(
         self, state: EngineState, features: Array | None, path: Array, counts: Array, call: Call
