@@ -46,7 +46,7 @@ class AsyncEngine:
 
     The engine belongs to this object's thread from now on; ``run`` is the way to reach it. The
     thread steps while there is something to do, and sleeps otherwise. Close the object, or the
-    engine's memory stays in use.
+    engine's memory stays in use. What the engine would warn of is logged.
 
     Args:
       most_rounds: most rounds of a call. Fewer give shorter and more frequent chunks, and let new
@@ -65,6 +65,7 @@ class AsyncEngine:
     ):
         self.failures = 0
         self._engine, self._most_rounds, self._on_chunk = engine, most_rounds, on_chunk
+        engine.watch.on_warning = logger.warning
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._requests: dict[str, _Request] = {}  # by request id; used by the thread alone
         self._lock = threading.Lock()  # so that no job comes after the one that ends the thread

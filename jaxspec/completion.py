@@ -30,7 +30,8 @@ class Completion:
     """A finished request.
 
     Attributes:
-      text: the text after the prompt, including a leading space, up to a stop string.
+      text: the text after the prompt, including a leading space, up to a stop string; empty where
+        the model has no tokenizer.
       token_ids: the generated tokens, up to the one that ends the text.
       finish_reason: ``stop`` for a stop token or string (not part of the text), ``length``,
         ``cancelled``, ``timeout``, or ``error``.

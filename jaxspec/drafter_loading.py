@@ -23,10 +23,15 @@ from jaxspec.speculation.drafters import (
     MixedDrafter,
     NoDrafter,
 )
-from jaxspec.speculation.drafters.names import lookup_drafter, mixed_lookup, split_mixed
+from jaxspec.speculation.drafters.names import (
+    check_name,
+    lookup_drafter,
+    mixed_lookup,
+    split_mixed,
+)
 from jaxspec.speculation.expand import check_top_k
 from jaxspec.weights.block import check_block_copies, holds_block_head, load_block_head
-from jaxspec.weights.eagle import head_method, load_eagle_head
+from jaxspec.weights.eagle import check_own_embeddings, head_method, load_eagle_head
 from jaxspec.weights.hub import resolve_directory
 from jaxspec.weights.mtp import (
     MtpChoice,
@@ -44,7 +49,8 @@ LEAST_PROBABILITY = 0.02  # of a head's chain on a CPU; see EagleDrafter and doc
 def choose_drafter(model: str | Path, drafter: str | Path) -> str | Path:
     """Replaces ``auto``: lookup and the built-in head for the built-in model, the MTP layers of a
     checkpoint that has some, else ``ngram``. ``mtp`` becomes the kind that the config says, with
-    the number of layers where there are several."""
+    the number of layers where there are several. Raises ValueError for a slip in a name."""
+    check_name(drafter)
     if drafter == "auto":
         if is_built_in(model):
             return f"{MIXED}{BUILT_IN_HEAD}"
@@ -67,7 +73,11 @@ def load_drafter(
     mesh: Mesh | None,
     sharded: bool,
 ) -> Drafter:
-    """By any name but ``auto`` (see choose_drafter); ``target`` is the model in the directory."""
+    """By any name but ``auto`` (see choose_drafter); ``target`` is the model in the directory.
+
+    Warns of a head whose embeddings are not the target's. Raises ValueError for what cannot be
+    found, or does not fit the target.
+    """
     if drafter == "none":
         return NoDrafter()
     choice = MtpChoice.parse(drafter)
@@ -100,6 +110,7 @@ def load_drafter(
         head = load_eagle_head(directory, target, dtype, mesh, sharded)
         ids = target.vocab_size if head.token_ids is None else head.token_ids.size
         check_top_k(speculation, ids)
+        check_own_embeddings(directory, model_directory)
         return EagleDrafter(head=head, least_probability=_least_probability(mesh))
     config = load_model_config(directory, "draft model")
     _check_same_tokenizer(directory, config, model_directory, target)

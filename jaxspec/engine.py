@@ -19,10 +19,11 @@ from jaxspec.calls import Call
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
 from jaxspec.config.speculation import TreeShape
+from jaxspec.draft_watch import DraftWatch
 from jaxspec.engine_limits import MOST_STOPS, engine_params, engine_sizes, scheduler_limits
 from jaxspec.exchanges import replacement
 from jaxspec.functional import EngineParams
-from jaxspec.generation import ErrorKind, FinishReason, Generation, Grammar, Running, new_generation
+from jaxspec.generation import FinishReason, Generation, Grammar, Running, new_generation
 from jaxspec.measuring import measure_preemption
 from jaxspec.models.decoder import Decoder
 from jaxspec.pipeline.programs import own_programs
@@ -30,7 +31,7 @@ from jaxspec.pipeline_use import PipelineUse
 from jaxspec.plan_runner import Launched, PlanRunner
 from jaxspec.program_sizes import Kind, Load, RoundsKey
 from jaxspec.program_weights import without_lm_head_copy
-from jaxspec.round_trees import check_trees, take_emitted
+from jaxspec.round_trees import check_trees, take_calls
 from jaxspec.scheduling.plan import Delivery, Plan
 from jaxspec.scheduling.preemption import PreemptionCosts
 from jaxspec.scheduling.requests import SamplingParams, check_requests
@@ -63,6 +64,7 @@ class Engine:
       shape: of the draft trees; None: the largest, or what an adaptive engine chooses. In float32
         the text does not depend on it. It may be set at any time. A new shape compiles a program.
       shapes: what chooses them, with the rounds that each has run.
+      watch: warns once if hardly any draft is accepted.
       preemption_costs: what swapping and recomputing take, as far as it was measured.
       on_launch, on_read: for measurements; called with the calls that were launched, and with a
         plan and what its calls gave.
@@ -89,6 +91,7 @@ class Engine:
         self.limits = scheduler_limits(params, sizes, self.config)
         self.programs = make_programs(params, sizes, self.config.max_programs)
         self.shapes = CallShapes(self.programs, self.limits, self.config)
+        self.watch = DraftWatch(params.drafter)
         self.on_launch: Callable[[list[Call]], None] | None = None
         self.on_read: Callable[[Plan, list[Delivery]], None] | None = None
         self.preemption_costs = PreemptionCosts()
@@ -293,6 +296,7 @@ class Engine:
             for generation in generations:
                 self.cancel(generation)
         self._drain()
+        self.watch.restart(self.params.drafter)
 
     def warm_up(
         self,
@@ -332,8 +336,7 @@ class Engine:
     def _fail(self, error: BaseException) -> None:
         """End all requests, and start anew: the interrupted call may have taken the state."""
         for running in list(self._running.values()):
-            message = f"interrupted: {type(error).__name__}: {error}"
-            running.generation.fail(ErrorKind.INTERRUPTED, message)
+            running.generation.fail_interrupted(error)
             self._end(running.generation, "error")
         self._start()
         self.programs.reset()
@@ -341,12 +344,8 @@ class Engine:
     def _read(self, launched: Launched) -> None:
         """Wait for the calls of a plan, and hand out what they emitted."""
         plan, calls = launched.plan, self._runner.wait(launched.calls)
-        for call in calls:
-            for place, row in enumerate(call.rows.tolist()):
-                if row < self.limits.num_rows:
-                    running = self._running.get(plan.sequences[row].request_id)
-                    if running is not None:
-                        take_emitted(running.generation, call.emitted, place)
+        take_calls(calls, plan, self._running)
+        self.watch.add(calls)
         self.shapes.observe(plan, launched.shape, calls, self._running)
         deliveries = self.scheduler.update(plan, self._runner.results(calls, launched.shape))
         for delivery in deliveries:
@@ -390,6 +389,7 @@ class Engine:
 
     def _use(self, params: EngineParams) -> None:
         self._restart()
+        self.watch.restart(params.drafter)
         self.programs.use(params)
         self.shapes.restart()
 

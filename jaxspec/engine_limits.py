@@ -9,6 +9,7 @@ from jaxspec.functional import EngineParams
 from jaxspec.program_sizes import Sizes
 from jaxspec.row_snapshots import snapshot_bytes
 from jaxspec.scheduling.plan import Limits
+from jaxspec.speculation.drafters.checks import check_drafter
 from jaxspec.speculation.drafters.whole_chains import with_whole_chains
 from jaxspec.swapping import part_bytes
 
@@ -22,8 +23,10 @@ FIXED_ROUNDS = 8  # of a program that runs a fixed number, unless that is one
 def engine_params(params: EngineParams, config: EngineConfig) -> EngineParams:
     """The parameters as this configuration needs them.
 
-    Raises ValueError for options that a deterministic engine does not have.
+    Raises ValueError for what is no drafter, and for options that a deterministic engine does not
+    have.
     """
+    check_drafter(params.drafter)
     if config.deterministic:
         params = deterministic_params(params)
     if config.adaptive:  # it measures what its trees cost beforehand, on other text

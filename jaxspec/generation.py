@@ -195,6 +195,10 @@ class Generation:
         """Say what went wrong; the engine then ends it."""
         self.error_kind, self.error = kind, message
 
+    def fail_interrupted(self, error: BaseException) -> None:
+        """Say that a call was interrupted that it was part of."""
+        self.fail(ErrorKind.INTERRUPTED, f"interrupted: {type(error).__name__}: {error}")
+
     def row_ended(self, ending: str) -> FinishReason:
         """Why it ends, as its row has, by the name of its Ending; an error is noted."""
         reason = _REASONS.get(Ending[ending])

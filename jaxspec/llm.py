@@ -9,17 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from jaxspec import tokenizer as tokenizing  # chats load transformers when they are asked for
 from jaxspec.built_in import BUILT_IN_MODEL
-from jaxspec.completion import (
-    WHOLE_TEXT,
-    Completion,
-    GrowingText,
-    TextChunk,
-    TextOptions,
-    best,
-)
+from jaxspec.completion import WHOLE_TEXT, Completion, GrowingText, TextChunk, TextOptions, best
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.checks import check_count
 from jaxspec.config.engine import EngineConfig
@@ -38,7 +32,7 @@ from jaxspec.scheduling.requests import SamplingParams
 from jaxspec.shared_programs import FollowingPrograms, make_programs
 from jaxspec.speculation.drafters import Drafter
 from jaxspec.structured import GrammarCompiler
-from jaxspec.tokenizer.text import Conversation, Prompt, TextTokenizer, tokenize
+from jaxspec.tokenizer.text import Conversation, Prompt, TextTokenizer, open_tokenizer, tokenize
 from jaxspec.warm_up import GREEDY_AND_SAMPLED
 
 if TYPE_CHECKING:
@@ -59,7 +53,8 @@ class LLM:
       max_length: most tokens of a request, prompt included; by default what the model allows, at
         most 2048.
       engine: how many requests run together, and how; see config.EngineConfig.
-      tokenizer: the model's, if it has been read already.
+      tokenizer: the model's, if it has been read already. A model without any takes prompts of
+        token ids, and the text of their completions is empty.
       processes: those that share the model, whose devices ``mesh`` has; see follow.
 
     Raises ValueError for files that cannot be loaded, and options that cannot be combined.
@@ -71,7 +66,7 @@ class LLM:
         drafter: str | Path | Drafter = "auto",
         *,
         speculation: SpeculationConfig | None = None,
-        dtype: str | None = None,
+        dtype: DTypeLike | None = None,
         mesh: Mesh | None = None,
         shard_drafter: bool = False,
         drafter_bits: int | None = None,
@@ -104,7 +99,7 @@ class LLM:
             drafter_mesh=drafter_mesh,
             target=target,
         )
-        self._text = tokenizer or TextTokenizer(model)
+        self._text = tokenizer or open_tokenizer(model)
         length = allowed_length(max_length, params.target.config)
         cache = CacheConfig(page_size, length, num_pages, kv_memory)
         self.engine = Engine(
@@ -347,6 +342,7 @@ class LLM:
         self, generation: Generation, options: TextOptions = WHOLE_TEXT
     ) -> GrowingText:
         """The text of a request of this engine, to be told its tokens."""
+        self._text.check_stops(bool(generation.sampling.stop))
         decode = functools.partial(self._text.decode, skip_special=options.skip_special)
         stops = self.engine.stop_ids(generation.sampling)
         detokenizer = Detokenizer(decode, generation.prompt)
@@ -357,6 +353,8 @@ class LLM:
     ) -> list[GrowingText]:
         tokens = self.tokenize(prompts)
         params = for_each(sampling, len(tokens))
+        # What is no SamplingParams is refused by the engine.
+        self._text.check_stops(any(isinstance(one, SamplingParams) and one.stop for one in params))
         return [self.growing_text(one) for one in self.engine.add_all(tokens, params)]
 
     def _cancel(self, texts: Sequence[GrowingText]) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from jaxspec.built_in import BUILT_IN_MODEL, is_built_in
 from jaxspec.config.model import ModelConfig
@@ -35,6 +36,8 @@ from jaxspec.quantization.kv_cache import (
 )
 from jaxspec.quantization.kv_scales import KVScaleFile
 from jaxspec.speculation.drafters import Drafter
+from jaxspec.speculation.drafters.checks import check_drafter
+from jaxspec.speculation.drafters.names import check_name
 from jaxspec.weights.hub import resolve_directory
 from jaxspec.weights.safetensors_io import load_decoder, load_pipeline
 from pallas_kernels.selection import Kernels
@@ -45,7 +48,7 @@ def load(
     drafter: str | Path | Drafter = "auto",
     *,
     speculation: SpeculationConfig | None = None,
-    dtype: str | None = None,
+    dtype: DTypeLike | None = None,
     mesh: Mesh | None = None,
     shard_drafter: bool = False,
     drafter_bits: int | None = None,
@@ -73,7 +76,8 @@ def load(
         A Drafter object is used as given.
       speculation: the draft tree and the acceptance rule; by default
         config.speculation.default_speculation.
-      dtype: ``float32`` or ``bfloat16``; by default float32 on CPU and bfloat16 elsewhere.
+      dtype: ``float32`` or ``bfloat16``, by name or as jax.numpy has it; by default float32 on
+        CPU and bfloat16 elsewhere.
       mesh: as made by sharding.make_mesh; None for the default device.
       shard_drafter: split the drafter's weights over the mesh too, instead of repeating them.
       drafter_bits: 4: the drafter's matrices as 4-bit integers, with a scale and a zero for up to
@@ -96,6 +100,10 @@ def load(
 
     Raises ValueError that names the file or option for what cannot be found, read or combined.
     """
+    if isinstance(drafter, str | Path):
+        check_name(drafter)
+    else:
+        check_drafter(drafter)
     scales = read_kv_scales(kv_dtype, kv_scales)
     meshes = stage_meshes(mesh, drafter_mesh)
     if speculation is None:
@@ -225,10 +233,19 @@ def _lm_head_bytes(config: ModelConfig, dtype: jnp.dtype, drafter_bits: int | No
     return config.vocab_size * config.hidden_size * (drafter_bits or 8 * dtype.itemsize) // 8
 
 
-def resolve_dtype(name: str | None) -> jnp.dtype:
-    """The dtype of weights and caches for a name, or for the default device if None."""
-    if name is None:
-        name = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    if name not in ("float32", "bfloat16"):
-        raise ValueError(f"dtype must be float32 or bfloat16, got {name!r}")
-    return jnp.dtype(name)
+def resolve_dtype(dtype: DTypeLike | None) -> jnp.dtype:
+    """The dtype of weights and caches, or that of the default device for None.
+
+    Raises ValueError for another one than float32 and bfloat16.
+    """
+    if dtype is None:
+        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:  # a name that numpy does not know
+        found = None
+    if found is None or found.name not in ("float32", "bfloat16"):
+        name = repr(dtype) if found is None else found.name
+        hint = ", whose range is too narrow: take bfloat16" if name == "float16" else ""
+        raise ValueError(f"dtype must be float32 or bfloat16, got {name}{hint}")
+    return found

@@ -8,7 +8,7 @@ from jaxspec.config.checks import check_count
 from jaxspec.config.model import ModelConfig
 from jaxspec.models.hf_config import load_model_config
 from jaxspec.scheduling.requests import SamplingParams, check_requests
-from jaxspec.tokenizer.text import Prompt, TextTokenizer, tokenize
+from jaxspec.tokenizer.text import Prompt, TextTokenizer, open_tokenizer, tokenize
 from jaxspec.weights.hub import resolve_directory
 
 DEFAULT_MAX_LENGTH = 2048
@@ -31,7 +31,7 @@ def check_prompts(
     directory = resolve_directory(model)
     config = load_model_config(directory)
     length = allowed_length(max_length, config)
-    tokens = tokenize(tokenizer or TextTokenizer(directory), prompts)
+    tokens = tokenize(tokenizer or open_tokenizer(directory), prompts)
     params = for_each(sampling, len(tokens))
     check_requests(tokens, params, config.vocab_size, length, config.max_position)
     return tokens

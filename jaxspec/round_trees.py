@@ -1,13 +1,15 @@
 """The rounds of a request: what they committed, their draft trees, and these as JSON."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from jaxspec.calls import Call
 from jaxspec.detokenizer import Detokenizer
-from jaxspec.generation import Generation, RoundTree
+from jaxspec.generation import Generation, RoundTree, Running
 from jaxspec.logprobs import take_logprobs
+from jaxspec.scheduling.plan import Plan
 from jaxspec.scheduling.requests import SamplingParams
 from jaxspec.state import Emitted
 
@@ -16,6 +18,16 @@ def check_trees(sampling: Iterable[SamplingParams], emitted: bool) -> None:
     """Raise ValueError for requests that want trees, unless the engine's programs emit them."""
     if not emitted and any(params.trees for params in sampling):
         raise ValueError("trees needs an engine that emits them: make it with trees=True")
+
+
+def take_calls(calls: Iterable[Call], plan: Plan, running: Mapping[str, Running]) -> None:
+    """Add what the calls of a plan emitted to the requests that still run."""
+    for call in calls:
+        for place, row in enumerate(call.rows.tolist()):
+            sequence = plan.sequences.get(row)  # None: a row of padding
+            request = None if sequence is None else running.get(sequence.request_id)
+            if request is not None:
+                take_emitted(request.generation, call.emitted, place)
 
 
 def take_emitted(generation: Generation, emitted: Emitted, place: int) -> None:

@@ -73,6 +73,7 @@ LAYERS = (
     "jaxspec.ahead",
     "jaxspec.logprobs",
     "jaxspec.round_trees",
+    "jaxspec.draft_watch",
     "jaxspec.progress",
     "jaxspec.engine_limits",
     "jaxspec.warm_up",

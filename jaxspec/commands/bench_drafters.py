@@ -70,7 +70,8 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add("--batch", type=int, nargs="+", default=[1], help="batch sizes")
     add("--batches", type=int, default=6, help="batches of each size")
-    add("--prompt-tokens", type=int, default=64, help="tokens of a prompt")
+    add("--prompt-tokens", type=int, default=64, help="tokens of a prompt; the most of "
+        "one from a chat, which ends where the first answer begins")  # fmt: skip
     add("--max-tokens", type=int, default=192, help="new tokens of each prompt")
     add("--temperatures", "--temperature", type=float, nargs="+", default=[0.0], help="sampling "
         "temperatures; 0 is greedy")  # fmt: skip
@@ -189,7 +190,10 @@ def measure(args: argparse.Namespace, progress: Console) -> Iterator[dict[str, A
     )
     progress.print(str(report))
     if len(prompts) < max(args.batch):
-        raise ValueError(f"{len(prompts)} held-out rows are fewer than one batch: give more --data")
+        raise ValueError(
+            f"{len(prompts)} held-out rows are fewer than one batch: give more --data, or more "
+            "--prompt-tokens if prompts of chats were too long"
+        )
     with progress.status("loading"):
         entrants = list(load_entrants(args, runs))
     params = entrants[0].llm.params

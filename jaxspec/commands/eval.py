@@ -54,7 +54,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--temperatures", type=float, nargs="+", default=[0.0, 1.0], help="sampling temperatures")
     add("--rules", nargs="+", choices=RULES, default=list(RULES), help="rules, see above")
     add("--prompts", type=int, default=64, help="held-out rows that text is generated from")
-    add("--prompt-tokens", type=int, default=64, help="tokens of a prompt")
+    add("--prompt-tokens", type=int, default=64, help="tokens of a prompt; the most of "
+        "one from a chat, which ends where the first answer begins")  # fmt: skip
     add("--max-tokens", type=int, default=192, help="new tokens of each prompt")
     add("--batch", type=int, default=16, help="prompts decoded together")
     add("--dtype", choices=("float32", "bfloat16"), help="(default: float32 on CPU, else bfloat16)")
@@ -85,7 +86,8 @@ def evaluate(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
     drafter = str(choose_drafter(args.model, args.drafter))
     if args.drafter == "auto":  # of the default mixture the head is measured alone
         drafter = drafter.removeprefix(MIXED)
-    rows = []
+    rows: list[dict[str, Any]] = []
+    said: list[str] = []  # by each of the engines
     for mode in args.modes.split(","):
         for rule in args.rules:
             speculation = speculation_of(mode, rule)
@@ -100,6 +102,7 @@ def evaluate(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
                 max_length=args.prompt_tokens + args.max_tokens,
                 engine=EngineConfig(max_rows=args.batch),
             )
+            llm.engine.watch.on_warning = said.append
             for temperature in args.temperatures:
                 if temperature == 0 and rule != args.rules[0]:
                     continue  # at temperature 0 all rules are the same
@@ -110,6 +113,8 @@ def evaluate(args: argparse.Namespace, progress: Console) -> dict[str, Any]:
                 found = measure_acceptance(llm, prompts, sampling)
                 setting = {"mode": mode, "rule": rule, "temperature": temperature}
                 rows.append(setting | dataclasses.asdict(found))
+    if said:
+        progress.print(f"warning: {said[0]}")
     return {
         "model": str(args.model),
         "drafter": drafter,

@@ -1,11 +1,13 @@
 """What the commands share: parsers, error handling and consoles. Imports no jax."""
 
 import argparse
+import contextlib
 import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,9 +69,11 @@ def run_command(
     arguments: Sequence[str] | None,
     expected: tuple[type[Exception], ...] = (ValueError, OSError),
 ) -> int:
-    """Run a command; returns its exit status. Expected errors and Ctrl-C print one line."""
+    """Run a command; returns its exit status. Expected errors, Ctrl-C and what is warned of print
+    one line each."""
     try:
-        run(parser.parse_args(arguments))
+        with _warnings_in_a_line(parser.prog):
+            run(parser.parse_args(arguments))
     except BrokenPipeError:  # the reader of our output has ended, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or flushing at exit fails
         return 1
@@ -80,6 +84,18 @@ def run_command(
         print(f"{parser.prog}: interrupted", file=sys.stderr)
         return INTERRUPTED
     return 0
+
+
+@contextlib.contextmanager
+def _warnings_in_a_line(program: str) -> Iterator[None]:
+    """Warnings are shown without the place in the source that they came from."""
+
+    def show(message: Warning | str, *_: object) -> None:
+        print(f"{program}: warning: {' '.join(str(message).split())}", file=sys.stderr)
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        yield
 
 
 def read_text(path: Path) -> str:

@@ -1,7 +1,7 @@
 """Shapes of draft trees, acceptance rules and ways to choose draft tokens."""
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 Acceptance = Literal["match", "rejection"]
 Proposal = Literal["top_k", "coupled", "sampled"]
@@ -39,8 +39,9 @@ class TreeShape:
             )
         if self.top_k == 1 and self.num_nodes != self.max_depth + 1:
             raise ValueError(
-                f"a chain (top_k 1) of depth {self.max_depth} has {self.max_depth + 1} nodes, "
-                f"not {self.num_nodes}"
+                f"num_nodes {self.num_nodes} and max_depth {self.max_depth} with top_k 1: a chain "
+                f"of depth {self.max_depth} has {self.max_depth + 1} nodes, the root included; "
+                "give a top_k above 1 for a tree"
             )
 
     @property
@@ -110,12 +111,43 @@ def sound_proposals(acceptance: str, is_chain: bool) -> tuple[Proposal, ...]:
     )
 
 
+def check_rule(rule: object) -> None:
+    """Raise ValueError for what is no acceptance rule: a class, an object without the methods of
+    speculation.acceptance.AcceptanceRule, or one that cannot be hashed."""
+    kind = rule if isinstance(rule, type) else type(rule)
+    methods = [name for name in ("proposals", "accept") if not callable(getattr(rule, name, None))]
+    if isinstance(rule, type) and not methods:
+        raise ValueError(
+            f"acceptance is the class {kind.__name__}: give an object, {kind.__name__}()"
+        )
+    if len(methods) == 2:
+        shown = f"{rule!r:.60}" if kind.__module__ == "builtins" else kind.__name__
+        raise ValueError(
+            "acceptance must be match, rejection or an object with the methods proposals and "
+            f"accept, got {shown}"
+        )
+    if methods:
+        raise ValueError(
+            f"acceptance rule {kind.__name__} has no method {methods[0]}: see AcceptanceRule"
+        )
+    try:
+        hash(rule)
+    except TypeError:
+        raise ValueError(
+            f"acceptance rule {kind.__name__} cannot be hashed, as an option of compiled programs "
+            "must: make it a dataclass(frozen=True)"
+        ) from None
+
+
 @dataclasses.dataclass(frozen=True)
 class SpeculationConfig(TreeShape):
     """The largest draft tree of an engine, and the rule that accepts its nodes.
 
     The shape is a capacity: the engine's state has room for it. A call drafts trees of this shape,
     unless it asks for a smaller one.
+
+    Raises ValueError for a shape that is no tree, a rule without its methods, and a proposal that
+    does not go with the rule.
 
     Attributes:
       acceptance: ``match`` commits the tokens that the target samples, so the text does not depend
@@ -138,7 +170,7 @@ class SpeculationConfig(TreeShape):
     def __post_init__(self):
         super().__post_init__()
         allowed = self._proposals()
-        if self.proposal not in (None, "top_k", "coupled", "sampled"):
+        if self.proposal is not None and self.proposal not in get_args(Proposal):
             raise ValueError(f"proposal must be top_k, coupled or sampled, got {self.proposal!r}")
         if self.proposal is not None and self.proposal not in allowed:
             kind = "chain" if self.is_chain else "tree"
@@ -155,7 +187,15 @@ class SpeculationConfig(TreeShape):
         """The proposals that the acceptance rule allows, the best first."""
         if isinstance(self.acceptance, str):
             return sound_proposals(self.acceptance, self.is_chain)
-        return self.acceptance.proposals(self.is_chain)
+        check_rule(self.acceptance)
+        allowed = self.acceptance.proposals(self.is_chain)
+        known = get_args(Proposal)
+        if not (isinstance(allowed, tuple | list) and allowed and {*allowed} <= {*known}):
+            raise ValueError(
+                f"{type(self.acceptance).__name__}.proposals must return a tuple of "
+                f"{', '.join(known)}, got {allowed!r}"
+            )
+        return tuple(allowed)
 
     @property
     def resolved_proposal(self) -> Proposal:

@@ -20,6 +20,7 @@ from jaxspec.functional.rows import empty_rows, held_slots, new_controls, padded
 from jaxspec.functional.subset import local_rows, put_rows, take_rows
 from jaxspec.parallel import Layout, partition_specs
 from jaxspec.sampling import Controls, Sampling, make_sampling
+from jaxspec.speculation.drafters import checks
 from jaxspec.state import Ending, EngineState, Status
 
 
@@ -183,7 +184,7 @@ def _admit(
     )
     pool = state.pool.replace(
         target=state.pool.target.reset(index),
-        draft=params.drafter.reset(state.pool.draft, index),
+        draft=checks.reset_pool(params.drafter, state, index),
     )
     if state.controls is not None:
         controls = new_controls(params, rows.shape[0]) if controls is None else controls

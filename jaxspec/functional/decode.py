@@ -26,6 +26,7 @@ from jaxspec.functional.subset import (
 from jaxspec.parallel import partition_specs
 from jaxspec.sampling import Logprobs
 from jaxspec.speculation.call import Call
+from jaxspec.speculation.drafters.checks import checked_state
 from jaxspec.speculation.round import RoundOutput, run_round
 from jaxspec.state import (
     Emitted,
@@ -138,9 +139,9 @@ def _settle(params: EngineParams, state: EngineState, rows: Array) -> EngineStat
     behind = (chosen.status == Status.DECODING) | (chosen.status == Status.DONE)
     status = jnp.where(behind, Status.DECODING, Status.EMPTY).astype(jnp.int32)
     active = chosen.replace(status=status, room=chosen.context_lens)
-    draft = params.drafter.catch_up(params.target, state.replace(rows=active), call)
-    rows_after = put_rows(own, index, chosen.replace(draft=draft.rows))
-    return state.replace(pool=state.pool.replace(draft=draft.pool), rows=rows_after)
+    after = catch_up(params, call, state.replace(rows=active))
+    rows_after = put_rows(own, index, chosen.replace(draft=after.rows.draft))
+    return state.replace(pool=after.pool, rows=rows_after)
 
 
 def emitted_specs(params: EngineParams, call: Call) -> Emitted:
@@ -179,6 +180,7 @@ def catch_up(params: EngineParams, call: Call, state: EngineState) -> EngineStat
     """The state after the drafter has read all pending tokens."""
     with jax.named_scope("draft"):
         draft = params.drafter.catch_up(params.target, state, call)
+        draft = checked_state(params.drafter, "catch_up", state, draft)
     pool, rows = state.pool.replace(draft=draft.pool), state.rows.replace(draft=draft.rows)
     return state.replace(pool=pool, rows=rows)
 

@@ -26,6 +26,7 @@ from jaxspec.sampling import (
 )
 from jaxspec.speculation.call import Call
 from jaxspec.speculation.drafters import PrefillChunk
+from jaxspec.speculation.drafters.checks import checked_state
 from jaxspec.speculation.drafters.paged import TokenRun, causal_attend, prompt_tokens
 from jaxspec.speculation.round import split_captured
 from jaxspec.speculation.token_masks import check_masks, restrict
@@ -154,9 +155,9 @@ def read_chunk(
     logits = decoder.logits(target, ended, call.kernels, apart=call.apart)
     lens = rows.context_lens + counts
     roots, finite = _next_token(logits, state, lens, masks, call, params)
-    draft = params.drafter.prefill(
-        target, state, PrefillChunk(tokens=run.tokens, counts=counts), features, call
-    )
+    chunk = PrefillChunk(tokens=run.tokens, counts=counts)
+    draft = params.drafter.prefill(target, state, chunk, features, call)
+    draft = checked_state(params.drafter, "prefill", state, draft)
     pool = state.pool.replace(target=states.replace(layers=layers), draft=draft.pool)
     after, sampled = _advanced(rows, counts, roots, finite)
     after = after.replace(draft=draft.rows)

@@ -24,6 +24,7 @@ from jaxspec.parallel import (
 )
 from jaxspec.past_text import empty_past
 from jaxspec.sampling import Controls, make_controls, make_sampling
+from jaxspec.speculation.drafters import checks
 from jaxspec.state import EngineState, Pool, Rows, empty_statistics
 
 
@@ -81,6 +82,7 @@ def init_pool(params: EngineParams, num_pages: int, page_size: int, num_rows: in
     looks up past outputs under another rule than "match": an output of a seed was drawn with the
     numbers that a later request of this seed draws, so a draft from it would not be independent.
     """
+    checks.check_drafter(params.drafter)
     check_divides("page_size", page_size, params.sequence_parallel)
     if params.sequence_parallel > 1 and params.speculation.verify_width is not None:
         raise ValueError("verify_width needs whole sequences on a device: take sp 1, or leave it")
@@ -193,7 +195,7 @@ def empty_rows(
         stop_tokens=jnp.full((size, max_stops), -1, jnp.int32),
         page_table=jnp.array(page_table, jnp.int32),
         sampling=jax.tree.map(jnp.array, make_sampling(size)),
-        draft=params.drafter.init_rows(size, params.target, params.speculation),
+        draft=checks.new_rows(params.drafter, size, params.target, params.speculation),
         stats=empty_statistics(size, params.speculation.max_depth),
     )
 

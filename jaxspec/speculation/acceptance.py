@@ -228,3 +228,22 @@ _NAMED: Mapping[str, AcceptanceRule] = MappingProxyType(
 def acceptance_rule(acceptance: str | Any) -> AcceptanceRule:
     """The rule of a SpeculationConfig.acceptance: a name, or the rule itself."""
     return _NAMED[acceptance] if isinstance(acceptance, str) else acceptance
+
+
+def checked_outcome(rule: AcceptanceRule, tree: DraftTree, outcome: Any) -> Accepted:
+    """What ``accept`` returned for a tree of B rows. Raises ValueError for another type, and for
+    arrays of other shapes than Accepted says."""
+    name = f"{type(rule).__name__}.accept"
+    if not isinstance(outcome, Accepted):
+        raise ValueError(f"{name} must return an Accepted, got {type(outcome).__name__}")
+    batch, width = tree.tokens.shape[0], tree.max_depth + 1
+    wanted = {"path": (batch, width), "depth": (batch,), "tokens": (batch, width)}
+    got = {field: jnp.shape(getattr(outcome, field)) for field in wanted}
+    problems = [
+        f"{field} is {list(got[field])}, not {list(shape)}"
+        for field, shape in wanted.items()
+        if got[field] != shape
+    ]
+    if problems:
+        raise ValueError(f"{name} must return arrays of its rows and depths: {', '.join(problems)}")
+    return outcome

@@ -13,9 +13,10 @@ from jaxspec.models.attention import PagedAttend
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.stages import Passage
 from jaxspec.sampling import History, Logprobs, control_logits, process_logits, token_logprobs
-from jaxspec.speculation.acceptance import Accepted, Verified, acceptance_rule
+from jaxspec.speculation.acceptance import Accepted, Verified, acceptance_rule, checked_outcome
 from jaxspec.speculation.call import Call
 from jaxspec.speculation.drafters import Drafter
+from jaxspec.speculation.drafters.checks import checked_proposal, checked_state
 from jaxspec.speculation.token_masks import restrict
 from jaxspec.speculation.tree import DraftTree, pad_tree, path_tokens, root_only
 from jaxspec.state import Ending, EngineState, RoundTrees, Statistics, Status, write_tokens
@@ -87,6 +88,7 @@ def verify_tree(
     cache = state.pool.target.replace(layers=scores.layers).commit(committed, call.kernels)
     with jax.named_scope("draft"):
         draft = drafter.commit(state, scores.features, path, counts, call)
+        draft = checked_state(drafter, "commit", state, draft)
     output = _output(tree, scores, accepted, committed, rows.active, call, target)
     done = rows.active & (ending != Ending.NONE)
     rows = rows.replace(
@@ -114,7 +116,8 @@ def draft_tree(
     if shape.is_plain:
         tree = root_only(state.rows.roots)
     else:
-        tree, draft = drafter.propose(target, state, call)
+        proposal = drafter.propose(target, state, call)
+        tree, draft = checked_proposal(drafter, call, state, proposal)
         size, depth = tree.tokens.shape[1], tree.max_depth
         if size > shape.num_nodes or depth > shape.max_depth:
             raise ValueError(
@@ -206,7 +209,8 @@ def accept(
         logits, rows.sampling, layout, greedy=call.greedy, kernels=call.kernels
     )
     verified = Verified(tree, processed, rows.sampling, rows.context_lens, layout, call.greedy)
-    return acceptance_rule(call.speculation.acceptance).accept(verified)
+    rule = acceptance_rule(call.speculation.acceptance)
+    return checked_outcome(rule, tree, rule.accept(verified))
 
 
 @jax.named_scope("accept")

@@ -22,6 +22,7 @@ Conversation = Sequence[Message]
 # Keys of tokenizer_config.json that change no token, as long as the tokens they name are there.
 _NAMES = {"bos_token", "eos_token", "pad_token", "unk_token"}
 _HARMLESS = _NAMES | {"tokenizer_class", "model_max_length", "clean_up_tokenization_spaces"}
+_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _MORE_FILES = ("added_tokens.json", "special_tokens_map.json")
 
 
@@ -72,6 +73,47 @@ class TextTokenizer:
         """The bytes of a token that may be a part of a character; None: they are not known, or
         those of its text."""
         return None if self._bytes is None else self._bytes.of(token_id)
+
+    def check_stops(self, wanted: bool) -> None:
+        """Raise ValueError if stop strings are wanted and there is no text to find them in."""
+
+
+class NoTokenizer(TextTokenizer):
+    """In the place of one, for a model without tokenizer files: prompts are token ids, and all text
+    that is generated is empty. What needs a tokenizer raises ValueError."""
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+
+    def _missing(self, needs: str) -> ValueError:
+        return ValueError(
+            f"{needs} a tokenizer, and {self.directory} has no {', '.join(_FILES[:-1])} or "
+            f"{_FILES[-1]}: add the model's, or give prompts of token ids"
+        )
+
+    @functools.cached_property
+    def full(self) -> "Tokenizer":
+        raise self._missing("chats and structured outputs need")
+
+    def encode(self, text: str) -> list[int]:
+        raise self._missing("text needs")
+
+    def decode(self, token_ids: Sequence[int], *, skip_special: bool = False) -> str:
+        return ""
+
+    def check_stops(self, wanted: bool) -> None:
+        if wanted:
+            raise self._missing("stop strings need")
+
+
+def open_tokenizer(model: str | Path) -> TextTokenizer:
+    """The model's own tokenizer, or a NoTokenizer if it has no files of one.
+
+    Raises ValueError for one that does not load.
+    """
+    directory = resolve_directory(model)
+    found = any((directory / name).exists() for name in _FILES) or any(directory.glob("*.tiktoken"))
+    return TextTokenizer(directory) if found else NoTokenizer(directory)
 
 
 def plain_tokenizer(directory: Path) -> tokenizers.Tokenizer | None:

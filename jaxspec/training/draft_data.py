@@ -160,11 +160,13 @@ def held_out_prompts(
     max_tokens: int,
     suffixes: tuple[str, ...] = data.DEFAULT_SUFFIXES,
 ) -> tuple[list[list[int]], ExampleReport]:
-    """At most ``count`` prompts: the first tokens of evenly spaced held-out rows.
+    """At most ``count`` prompts: the first tokens of evenly spaced held-out rows; of a chat, those
+    before its first answer. Chats whose prompts are longer than ``prompt_tokens`` are left out, and
+    reported.
 
     The rows have ``prompt_tokens + max_tokens`` tokens.
 
-    Raises ValueError as read_examples does, and for sizes below 1.
+    Raises ValueError as read_examples does, for sizes below 1, and if all prompts are too long.
     """
     if min(count, prompt_tokens, max_tokens) < 1:
         raise ValueError("numbers of prompts and tokens must be at least 1")
@@ -174,7 +176,11 @@ def held_out_prompts(
     prompts = held_out.prompts()
     short = [prompt for prompt in prompts if len(prompt) <= prompt_tokens]
     if not short:
-        raise ValueError(f"no held-out prompt has at most {prompt_tokens} tokens: allow more")
+        lengths = list(map(len, prompts))
+        raise ValueError(
+            f"no held-out prompt has at most {prompt_tokens} tokens (--prompt-tokens): those of "
+            f"chats end before the first answer, and have {min(lengths)} to {max(lengths)}"
+        )
     if len(short) < len(prompts):
         dropped = {"held-out prompts longer than the limit": len(prompts) - len(short)}
         report = dataclasses.replace(report, skipped=report.skipped | dropped)

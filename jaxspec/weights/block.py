@@ -16,8 +16,9 @@ from jaxspec.parallel import Shards, mesh_layout
 from jaxspec.quantization.kv_cache import without_kv_scales
 from jaxspec.tensors import splitting
 from jaxspec.weights.checkpoint_files import canonical_tensors, quantization_of, scan
+from jaxspec.weights.copies import warn_of_changed_copies
 from jaxspec.weights.safetensors_io import check_not_quantized, load_tree, placements, save_tree
-from jaxspec.weights.tied_head import EMBEDDINGS, HEAD, warn_of_changed_copies
+from jaxspec.weights.tied_head import EMBEDDINGS, HEAD
 
 # DeepSpec's checkpoints have the target's own tables, which were not trained.
 _COPIES = ("embed_tokens.weight", HEAD)
@@ -66,7 +67,7 @@ def check_block_copies(directory: str | Path, model: str | Path) -> None:
     copies = dict(zip((EMBEDDINGS, HEAD), map(stored.get, _COPIES), strict=True))
     found = {name: copy for name, copy in copies.items() if copy is not None}
     if found:
-        warn_of_changed_copies(found, canonical_tensors(model), stacklevel=2)
+        warn_of_changed_copies(found, canonical_tensors(model), are_read=False, stacklevel=2)
 
 
 def save_block_head(head: BlockHead, directory: str | Path, target: Decoder) -> None:

@@ -19,6 +19,7 @@ from jaxspec.quantization.kv_cache import without_kv_scales
 from jaxspec.tensors import CheckpointTensor, Source, choosing, splitting
 from jaxspec.weight_places import put_weight
 from jaxspec.weights.checkpoint_files import canonical_tensors
+from jaxspec.weights.copies import warn_of_changed_copies
 from jaxspec.weights.safetensors_io import (
     check_not_quantized,
     load_tree,
@@ -26,6 +27,7 @@ from jaxspec.weights.safetensors_io import (
     placements,
     save_tree,
 )
+from jaxspec.weights.tied_head import EMBEDDINGS
 
 MARK_DTYPES = ("BOOL", "U8", "I8", "I32", "I64")  # accepted for t2d
 
@@ -111,6 +113,14 @@ def load_eagle_head(
         return head
     token_ids = _token_ids(directory, stored, shapes.token_ids.shape[0], target.vocab_size)
     return head.replace(token_ids=put_weight(token_ids, shardings.token_ids))
+
+
+def check_own_embeddings(directory: str | Path, model: str | Path) -> None:
+    """Warn of a head's embeddings that are not those of the target in the directory ``model``."""
+    copy = canonical_tensors(directory).get("embed_tokens.weight")
+    if copy is not None:
+        stored = canonical_tensors(model)
+        warn_of_changed_copies({EMBEDDINGS: copy}, stored, are_read=True, stacklevel=2)
 
 
 def save_eagle_head(head: DraftHead, directory: str | Path, target: ModelConfig) -> None:

@@ -25,6 +25,7 @@ from jaxspec.parallel import Shards, mesh_layout
 from jaxspec.quantization.kv_cache import without_kv_scales
 from jaxspec.tensors import choosing, splitting
 from jaxspec.weights.checkpoint_files import scan
+from jaxspec.weights.copies import warn_of_changed_copies
 from jaxspec.weights.fused_experts import unfused
 from jaxspec.weights.safetensors_io import (
     check_not_quantized,
@@ -33,7 +34,7 @@ from jaxspec.weights.safetensors_io import (
     placements,
     save_tree,
 )
-from jaxspec.weights.tied_head import EMBEDDINGS, HEAD, warn_of_changed_copies
+from jaxspec.weights.tied_head import EMBEDDINGS, HEAD
 
 # Ends of the names of what joins an MTP layer's inputs.
 _JOINS = (".eh_proj.weight", ".input_proj.weight", "mtp.fc.weight")
@@ -179,7 +180,7 @@ def load_mtp_head(
     own = {name: one for name, one in stored.items() if head.mtp.have(name)}
     named = {_COPIED[copy]: f"{head.mtp.prefix}{copy}" for copy in head.mtp.copies}
     copies = {name: stored[copy] for name, copy in named.items() if copy in stored}
-    warn_of_changed_copies(copies, stored, stacklevel=3)
+    warn_of_changed_copies(copies, stored, are_read=False, stacklevel=3)
     own = unfused(own, head.model)
     if not own:
         raise ValueError(

@@ -42,46 +42,18 @@ def _is_tied(stored: Mapping[str, CheckpointTensor]) -> bool:
     return head is None or embeddings is None or same_values(head, embeddings)
 
 
-def warn_of_changed_copies(
-    copies: Mapping[str, CheckpointTensor], stored: Mapping[str, CheckpointTensor], stacklevel: int
-) -> None:
-    """Warn of a draft head's copies of its target's embeddings or LM head that have other values:
-    the target's are read in their place.
-
-    Args:
-      copies: the head's, by the name that the target has for each.
-      stored: the target's tensors. What it does not have, or has quantized, is not compared.
-      stacklevel: as of warnings.warn, from the caller on.
-
-    Raises ValueError for a copy of another shape.
-    """
-    for name, copy in copies.items():
-        is_tied = name == HEAD and HEAD not in stored and QUANTIZED_HEAD not in stored
-        target = stored.get(EMBEDDINGS if is_tied else name)
-        if target is None:
-            continue
-        if copy.shape != target.shape:
-            raise ValueError(
-                f"{copy.name} is {copy.shape}, {target.name} {target.shape}: choose another drafter"
-            )
-        if not same_values(copy, target, rounded=True):  # a head may have fewer bits
-            warnings.warn(
-                f"{copy.name} differs from {target.name}, which is read in its place: fewer "
-                "drafts may be accepted",
-                stacklevel=stacklevel + 1,
-            )
-
-
 def same_values(
     first: CheckpointTensor, second: CheckpointTensor, *, rounded: bool = False
 ) -> bool:
     """Whether two matrices are equal, read some rows at a time up to the first difference.
 
-    ``rounded``: the second's values are rounded to the first's dtype before.
+    ``rounded``: the second's values are rounded to the first's dtype before, and rows that only
+    one of them has are padding.
     """
-    if first.shape != second.shape:
+    if first.shape[rounded:] != second.shape[rounded:]:
         return False
-    size, step = first.shape[0], max(1, CHUNK_ELEMENTS // max(1, first.shape[-1]))
+    size = min(first.shape[0], second.shape[0])
+    step = max(1, CHUNK_ELEMENTS // max(1, first.shape[-1]))
     for start in range(0, size, step):
         rows = slice(start, min(start + step, size))
         left, right = first.read(rows, slice(None)), second.read(rows, slice(None))

@@ -145,7 +145,7 @@ def test_prompts_keep_to_their_limit(tokenizer, tmp_path):
     path = write_lines(tmp_path / "c.jsonl", *(chat("word " * n, "yes") for n in range(1, 60)))
     prompts, report = held_out_prompts([path], tokenizer, 9, prompt_tokens=90, max_tokens=60)
     assert prompts and all(len(prompt) <= 90 for prompt in prompts)
-    with pytest.raises(ValueError, match="at most 5 tokens"):
+    with pytest.raises(ValueError, match=r"at most 5 tokens \(--prompt-tokens\).* have \d+ to"):
         held_out_prompts([path], tokenizer, 9, prompt_tokens=5, max_tokens=145)
 
 

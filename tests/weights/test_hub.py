@@ -1,8 +1,12 @@
 """Model names to directories."""
 
+import re
+import types
 from pathlib import Path
+from typing import Any
 
 import pytest
+from huggingface_hub import errors
 
 from jaxspec.weights import hub
 from jaxspec.weights.hub import resolve_directory
@@ -54,3 +58,34 @@ def test_what_the_hub_refuses_is_one_line(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(hub.huggingface_hub, "snapshot_download", fail)
     with pytest.raises(ValueError, match=r"owner/name is not a directory here.*no route to host"):
         resolve_directory("owner/name")
+
+
+# What the hub client's errors read of an answer.
+ANSWER: Any = types.SimpleNamespace(headers={}, request=None)
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (errors.RepositoryNotFoundError("404: long", response=ANSWER), "check the spelling"),
+        (errors.GatedRepoError("403: long", response=ANSWER), "it is gated: ask for access"),
+        (errors.HFValidationError("Repo id must"), "that is no hub id, owner/name"),
+        (errors.OfflineModeIsEnabled("offline"), "give the directory of a copy (offline)"),
+        (
+            errors.LocalEntryNotFoundError("Got: ConnectError: no name\nAn error happened while"),
+            "the hub cannot be reached, and no download of it is in the cache. Check the name and "
+            "the network, or give the directory of a copy (Got: ConnectError: no name)",
+        ),
+    ],
+    ids=lambda part: type(part).__name__,
+)
+def test_each_refusal_says_what_helps(
+    error: Exception, expected: str, monkeypatch: pytest.MonkeyPatch
+):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(hub.huggingface_hub, "snapshot_download", fail)
+    with pytest.raises(ValueError, match=re.escape(expected)) as raised:
+        resolve_directory("owner/name")
+    assert "\n" not in str(raised.value)

@@ -1,8 +1,8 @@
 """The interface between a round and a drafter.
 
 To add your own drafter, write a class with the methods of Drafter and pass an instance to
-EngineParams. A drafter that keeps no state between rounds subclasses StatelessDrafter and
-implements ``propose``.
+EngineParams. Most subclass StatelessDrafter and implement ``propose``, and what changes their state
+if they have some.
 """
 
 from typing import Any, Protocol
@@ -32,6 +32,11 @@ class DraftState(Pytree):
 
     pool: Any = None
     rows: Any = None
+
+
+def unchanged(state: EngineState) -> DraftState:
+    """The drafter's state as it is in the engine's: what a method returns that changes nothing."""
+    return DraftState(pool=state.pool.draft, rows=state.rows.draft)
 
 
 class Drafter(Protocol):
@@ -142,16 +147,20 @@ class DrafterDefaults(Pytree):
 
 @pytree
 class StatelessDrafter(DrafterDefaults):
-    """A drafter that keeps no state between rounds. A subclass implements ``propose``."""
+    """A drafter without state, or with state that stays as it is unless a method changes it.
+
+    A subclass implements ``propose``. One with a memory gives it in ``init_rows`` or ``init_pool``,
+    and changes it in the methods that it writes; all others return it as it was.
+    """
 
     @property
     def capture(self) -> tuple[int, ...]:
         return ()
 
-    def init_pool(self, geometry: Geometry) -> None:
+    def init_pool(self, geometry: Geometry) -> Any:
         return None
 
-    def init_rows(self, num_rows: int, target: Decoder, capacity: SpeculationConfig) -> None:
+    def init_rows(self, num_rows: int, target: Decoder, capacity: SpeculationConfig) -> Any:
         return None
 
     def prefill(
@@ -162,7 +171,7 @@ class StatelessDrafter(DrafterDefaults):
         features: Array | None,
         call: Call,
     ) -> DraftState:
-        return DraftState()
+        return unchanged(state)
 
     def propose(
         self, target: Decoder, state: EngineState, call: Call
@@ -173,12 +182,12 @@ class StatelessDrafter(DrafterDefaults):
         return None
 
     def catch_up(self, target: Decoder, state: EngineState, call: Call) -> DraftState:
-        return DraftState()
+        return unchanged(state)
 
-    def reset(self, pool: None, rows: Array) -> None:
-        return None
+    def reset(self, pool: Any, rows: Array) -> Any:
+        return pool
 
     def commit(
         self, state: EngineState, features: Array | None, path: Array, counts: Array, call: Call
     ) -> DraftState:
-        return DraftState()
+        return unchanged(state)

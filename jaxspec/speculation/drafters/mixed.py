@@ -17,12 +17,18 @@ from jaxspec.models.decoder import Decoder
 from jaxspec.pytree import Pytree, pytree, static
 from jaxspec.speculation.call import Call
 from jaxspec.speculation.drafters.base import Drafter, DraftState, PrefillChunk, StatelessDrafter
+from jaxspec.speculation.drafters.checks import (
+    check_drafter,
+    checked_proposal,
+    checked_state,
+)
 from jaxspec.speculation.drafters.eagle import EagleDrafter
 from jaxspec.speculation.drafters.ngram import NGramDrafter
 from jaxspec.speculation.tree import DraftTree, pad_tree
 from jaxspec.state import EngineState
 
 Proposal = tuple[DraftTree, DraftState]
+_STATELESS = "the lookup of MixedDrafter must keep no state"
 
 
 @pytree
@@ -63,9 +69,15 @@ class MixedDrafter(Pytree):
         return False  # the model's is not that of rows that look up
 
     def init_pool(self, geometry: Geometry) -> Any:
+        check_drafter(self.model, "model of MixedDrafter")
+        check_drafter(self.lookup, "lookup of MixedDrafter")
+        if self.lookup.init_pool(geometry) is not None:
+            raise ValueError(f"{_STATELESS}, and {type(self.lookup).__name__} has a pool")
         return self.model.init_pool(geometry)
 
     def init_rows(self, num_rows: int, target: Decoder, capacity: SpeculationConfig) -> Any:
+        if self.lookup.init_rows(num_rows, target, capacity) is not None:
+            raise ValueError(f"{_STATELESS}, and {type(self.lookup).__name__} has rows")
         return self.model.init_rows(num_rows, target, capacity)
 
     def reset(self, pool: Any, rows: Array) -> Any:
@@ -101,7 +113,8 @@ class MixedDrafter(Pytree):
 
         def read(before: Proposal) -> Proposal:
             tree, own = before
-            return tree, self.model.catch_up(target, _with(state, own), call)
+            after = self.model.catch_up(target, _with(state, own), call)
+            return tree, checked_state(self.model, "catch_up", state, after)
 
         start = looked_up, DraftState(pool=state.pool.draft, rows=state.rows.draft)
         if not self.may_skip:
@@ -117,7 +130,8 @@ class MixedDrafter(Pytree):
         """The model's drafts, of which those of ``wanted`` [B] rows will be used."""
         if isinstance(self.model, EagleDrafter):  # it may end early for them
             return self.model.propose_for(wanted, target, state, call)
-        return self.model.propose(target, state, call)
+        proposal = self.model.propose(target, state, call)
+        return checked_proposal(self.model, call, state, proposal)
 
     def commit(
         self, state: EngineState, features: Array | None, path: Array, counts: Array, call: Call

@@ -1,5 +1,6 @@
 """Names of drafters that look up: ``ngram``, ``suffix``, ``suffix:65536``; ``ngram+`` another."""
 
+import difflib
 import re
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from jaxspec.speculation.drafters.ngram import NGramDrafter
 from jaxspec.speculation.drafters.suffix import SuffixDrafter
 
 MIXED_MATCH = 3  # tokens of the shortest match that is preferred to a head or a model
+NAMES = ("auto", "none", "ngram", "suffix", "mtp")  # of all drafters that are no directory
 _MIXED = re.compile(r"((?:ngram|suffix(?::[^+/]*)?)\+)(.*)")
 
 
@@ -16,6 +18,28 @@ def split_mixed(drafter: str | Path) -> tuple[str, str]:
     """``ngram+`` or the like and the drafter after it; "" and the drafter if it is not mixed."""
     found = _MIXED.fullmatch(drafter) if isinstance(drafter, str) else None
     return ("", str(drafter)) if found is None else (found[1], found[2])
+
+
+def check_name(drafter: str | Path) -> None:
+    """Raise ValueError for what is nearly a drafter's name, or no hub id, before a hub is asked."""
+    if not isinstance(drafter, str) or (drafter and Path(drafter).expanduser().exists()):
+        return
+    mixture, last = split_mixed(drafter)
+    if mixture and not last:
+        return  # load_drafter says what is missing
+    first, plus, _ = last.partition("+")  # hub ids have no +
+    kind = first.partition(":")[0]
+    if kind in NAMES or (not plus and "/" in last):
+        return
+    near = difflib.get_close_matches(kind.lower(), NAMES, 1)
+    if not near and not plus and last and ":" not in last:  # a hub id without an owner
+        return
+    rest = drafter[len(mixture) + len(kind) :]
+    hint = f" Do you mean {mixture}{near[0]}{rest}?" if near else ""
+    raise ValueError(
+        f"there is no drafter {drafter!r}.{hint} Names are {', '.join(NAMES)}, and ngram+ or "
+        "suffix+ before the directory or the hub id, owner/name, of a head or a draft model"
+    )
 
 
 def lookup_drafter(name: str | Path) -> StatelessDrafter | None:

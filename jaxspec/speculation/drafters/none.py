@@ -3,7 +3,7 @@
 from jaxspec.models.decoder import Decoder
 from jaxspec.pytree import pytree
 from jaxspec.speculation.call import Call
-from jaxspec.speculation.drafters.base import DraftState, StatelessDrafter
+from jaxspec.speculation.drafters.base import DraftState, StatelessDrafter, unchanged
 from jaxspec.speculation.tree import DraftTree, root_only
 from jaxspec.state import EngineState
 
@@ -15,4 +15,4 @@ class NoDrafter(StatelessDrafter):
     def propose(
         self, target: Decoder, state: EngineState, call: Call
     ) -> tuple[DraftTree, DraftState]:
-        return root_only(state.rows.roots), DraftState()
+        return root_only(state.rows.roots), unchanged(state)
