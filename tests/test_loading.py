@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import pytest
 
 from jaxspec import LLM, SamplingParams, SpeculationConfig, load
-from jaxspec.llm import check_prompts
 from jaxspec.loading import resolve_dtype
+from jaxspec.prompt_checks import check_prompts
 from jaxspec.speculation.drafters import NGramDrafter
 from jaxspec.speculation.drafters.names import check_name
 from jaxspec.weights import hub

@@ -1,4 +1,4 @@
-"""The token that a tokenizer's files say ends a text. Only JSON is read: no tokenizer is loaded."""
+"""The token that ends a text by a tokenizer's files. JSON is read, and no tokenizer loaded."""
 
 from collections.abc import Iterator
 from pathlib import Path

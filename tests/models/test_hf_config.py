@@ -179,54 +179,6 @@ def test_biases_and_norms(raw: dict[str, Any], flags: tuple[bool, ...]):
     assert (own.qkv_bias, own.o_bias, config.layers[0].mlp.bias, own.qk_norm) == flags
 
 
-ADDED = {"id": 9, "content": "<|im_end|>"}
-NAMED = {"tokenizer_config.json": {"eos_token": "<|im_end|>"}}
-
-
-@pytest.mark.parametrize(
-    ("files", "stops"),
-    [
-        (NAMED | {"tokenizer.json": {"added_tokens": [{"id": 8, "content": "a"}, ADDED]}}, (7, 9)),
-        (NAMED | {"tokenizer.json": {"model": {"vocab": {"a": 0, "<|im_end|>": 9}}}}, (7, 9)),
-        (NAMED | {"tokenizer.json": {"model": {"vocab": [["<|im_end|>", 0.0], ["a", 1]]}}}, (7, 0)),
-        (NAMED | {"added_tokens.json": {"<|im_end|>": 9}}, (7, 9)),
-        (NAMED | {"vocab.json": {"<|im_end|>": 7}}, (7,)),
-        (
-            {
-                "tokenizer_config.json": {
-                    "eos_token": {"content": "<|im_end|>", "lstrip": False},
-                    "added_tokens_decoder": {"9": {"content": "<|im_end|>"}, "x": {}, "8": None},
-                }
-            },
-            (7, 9),
-        ),
-        (
-            {
-                "tokenizer_config.json": {},
-                "special_tokens_map.json": {"eos_token": "<|im_end|>"},
-                "tokenizer.json": {"added_tokens": [ADDED]},
-            },
-            (7, 9),
-        ),
-        (NAMED | {"added_tokens.json": {"<|im_end|>": LLAMA["vocab_size"]}}, (7,)),  # beyond it
-        (NAMED | {"added_tokens.json": {"<|im_end|>": -1}}, (7,)),
-        (NAMED | {"tokenizer.json": {"added_tokens": 5, "model": {"vocab": None}}}, (7,)),
-        (NAMED, (7,)),
-        ({"tokenizer_config.json": {"eos_token": None}}, (7,)),
-        ({"tokenizer_config.json": {"eos_token": 9}}, (7,)),
-        ({"tokenizer.json": {"added_tokens": [ADDED]}}, (7,)),
-    ],
-)
-def test_the_tokenizers_end_token_is_a_stop_token(
-    tmp_path: Path, files: dict[str, Any], stops: tuple[int, ...]
-):
-    """In the places where published files have it."""
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"eos_token_id": 7}))
-    for name, content in files.items():
-        (tmp_path / name).write_text(json.dumps(content))
-    assert load_model_config(tmp_path).stop_token_ids == stops
-
-
 def test_stop_tokens_of_both_files(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"eos_token_id": 7}))
     assert load_model_config(tmp_path).stop_token_ids == (7,)

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -17,6 +18,8 @@ from jaxspec.commands.chat import chat
 from jaxspec.completion import Completion
 from jaxspec.config.engine import EngineConfig
 from jaxspec.structured import StructuredOutput
+from jaxspec.training.draft_data import Examples
+from jaxspec.training.regenerate import regenerate
 from tests.checkpoints import tiny_llama
 from tests.engines import CHAIN
 from tests.served import MODEL, with_client
@@ -123,6 +126,20 @@ def test_files_of_prompts_and_the_terminal_end_with_the_turn(llm: LLM, capsys):
     assert free["finish_reason"] == "length"
     chat(llm, ENDS_TURN, ["hi"])
     assert "[1 tokens" in capsys.readouterr().out
+
+
+def test_answers_to_learn_from_end_with_the_turn(llm: LLM, tmp_path: Path, monkeypatch):
+    generate, asked = llm.generate, []
+
+    def record(prompts: Any, sampling: list[SamplingParams]) -> list[Completion]:
+        asked.extend(sampling)
+        return generate(prompts, sampling)
+
+    monkeypatch.setattr(llm, "generate", record)
+    rows = np.full((1, 12), 65, np.int32)
+    examples = Examples(rows, np.ones(rows.shape, bool), np.full(1, 8))
+    regenerate(llm, examples, tmp_path / "answers.jsonl")
+    assert [one.stops((END,)) for one in asked] == [(END, TURN)]
 
 
 @pytest.mark.parametrize("template", [None, CHATML.replace("<|im_end|>\n", "<tool>")])
