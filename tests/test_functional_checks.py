@@ -331,6 +331,17 @@ def test_rows_that_are_to_decode_unread_end():
     assert {Ending.BAD_TOKEN, Ending.BUSY, Ending.UNREAD} <= set(ERRORS)
 
 
+def test_lists_of_traced_values_are_arrays():
+    def admit_one(length: Any, stop: Any) -> Any:
+        prompts = [[1, 2, length]]
+        rows = admit(PARAMS, empty(), [1], prompts, [length], stop_token_ids=(stop, 5)).rows
+        return rows.prompt_lens, rows.stop_tokens, rows.tokens
+
+    lens, stops, tokens = jax.jit(admit_one, compiler_options=FAST_COMPILE)(3, 7)
+    assert lens.tolist() == [0, 3] and stops[1].tolist() == [7, 5, -1, -1]
+    assert tokens[1, :4].tolist() == [1, 2, 3, 0]
+
+
 # Whole prompts.
 
 
