@@ -88,6 +88,7 @@ def refused(call: Callable[[], Any], *messages: str) -> None:
         ({"max_lens": 20}, ["max_lens must be integers [B]"]),
         ({"cached_lens": [0, 6]}, ["cached_lens[1] is 6: it must be 0 to the row's prompt_lens"]),
         ({"stop_token_ids": [96]}, ["stop_token_ids[0, 0] is 96: it must be a token id, 0 to 95"]),
+        ({"stop_token_ids": [[1], [2, 3]]}, ["stop_token_ids must be integers [B, E]: pad its"]),
         ({"stop_token_ids": [1.5]}, ["stop_token_ids must be integers [E], not float64"]),
         ({"sampling": make_sampling(3)}, ["sampling has shape [3] for 2 rows: make_sampling(2"]),
         ({"controls": 0.5}, ["the state has no room for controls"]),
