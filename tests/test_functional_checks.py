@@ -88,6 +88,7 @@ def refused(call: Callable[[], Any], *messages: str) -> None:
         ({"max_lens": 20}, ["max_lens must be integers [B]"]),
         ({"cached_lens": [0, 6]}, ["cached_lens[1] is 6: it must be 0 to the row's prompt_lens"]),
         ({"stop_token_ids": [96]}, ["stop_token_ids[0, 0] is 96: it must be a token id, 0 to 95"]),
+        ({"stop_token_ids": [[1], [2, 3]]}, ["stop_token_ids must be integers [B, E]: pad its"]),
         ({"stop_token_ids": [1.5]}, ["stop_token_ids must be integers [E], not float64"]),
         ({"sampling": make_sampling(3)}, ["sampling has shape [3] for 2 rows: make_sampling(2"]),
         ({"controls": 0.5}, ["the state has no room for controls"]),
@@ -329,6 +330,17 @@ def test_rows_that_are_to_decode_unread_end():
     waiting, _ = jit_decode(PARAMS, admitted(), 0, max_rounds=3)
     assert waiting.rows.ending.tolist() == [Ending.NONE] * 2
     assert {Ending.BAD_TOKEN, Ending.BUSY, Ending.UNREAD} <= set(ERRORS)
+
+
+def test_lists_of_traced_values_are_arrays():
+    def admit_one(length: Any, stop: Any) -> Any:
+        prompts = [[1, 2, length]]
+        rows = admit(PARAMS, empty(), [1], prompts, [length], stop_token_ids=(stop, 5)).rows
+        return rows.prompt_lens, rows.stop_tokens, rows.tokens
+
+    lens, stops, tokens = jax.jit(admit_one, compiler_options=FAST_COMPILE)(3, 7)
+    assert lens.tolist() == [0, 3] and stops[1].tolist() == [7, 5, -1, -1]
+    assert tokens[1, :4].tolist() == [1, 2, 3, 0]
 
 
 # Whole prompts.

@@ -129,7 +129,8 @@ def _arrived(
 
 def _stop_table(ids: Integers, batch: int, width: int) -> Array:
     """Stop tokens [B, E]; see admit."""
-    flat = np.ndim(ids) == 1  # pyright: ignore[reportArgumentType]
+    is_list = isinstance(ids, list | tuple)
+    flat = not any(np.ndim(one) for one in ids) if is_list else np.ndim(ids) == 1
     table = as_int32("stop_token_ids", ids, "[E]" if flat else "[B, E]")
     if flat:
         table = jnp.broadcast_to(table, (batch, table.shape[0]))

@@ -53,8 +53,8 @@ class Problems:
         dims = 0 if shape == "[]" else shape.count(",") + 1
         wanted = f"{name} must be " + (f"integers {shape}" if dims else "an integer")
         try:
-            array = value if isinstance(value, Array | np.ndarray) else np.asarray(value)
-        except ValueError:  # lists of several lengths
+            array = as_array(value)
+        except (ValueError, TypeError):  # lists of several lengths
             self.add(f"{wanted}: pad its lists to one length")
             return np.zeros(0, np.int32)
         if not isinstance(array, Array) and array.size == 0:
@@ -87,9 +87,18 @@ def is_whole(value: Any) -> bool:
 
 def known(value: Any) -> np.ndarray | None:
     """The values of an array or a list; None if they are traced, or on other processes' devices."""
+    value = as_array(value)
     if isinstance(value, Tracer) or (isinstance(value, Array) and not value.is_fully_addressable):
         return None
     return np.asarray(value)
+
+
+def as_array(value: Any) -> Array | np.ndarray:
+    """An array, or a list of numbers, arrays or traced values, as an array."""
+    if isinstance(value, Array | np.ndarray):
+        return value
+    holds_arrays = any(isinstance(leaf, Array) for leaf in jax.tree.leaves(value))
+    return jnp.asarray(value) if holds_arrays else np.asarray(value)
 
 
 def integers(name: str, value: Integers, shape: str) -> Array | np.ndarray:
