@@ -32,9 +32,8 @@ OPERATIONS = (
 )
 
 # "auto" leaves these out, unless so many devices share a model. For other numbers they were
-# compiled, but have not run yet. partial_attention: each device's part was right on an H200, but
-# not what two of them merged in the one test of that. reduce_add_rms_norm ran on two H100s, the
-# others on one.
+# compiled, but have not run yet, or on a single machine: partial_attention was right on one machine
+# of two H100s, reduce_add_rms_norm on one of four. The others ran on one GPU.
 MEASURED_SHARING: Mapping[str, tuple[int, ...]] = MappingProxyType(
     {
         "reduce_add_rms_norm": (2,),

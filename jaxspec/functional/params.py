@@ -18,7 +18,7 @@ from jaxspec.speculation.drafters import Drafter, NoDrafter
 from jaxspec.state import EngineState
 from pallas_kernels.selection import Kernels
 
-Integers = ArrayLike | Sequence[int]  # an array or a list of integers
+Integers = ArrayLike | Sequence[int] | Sequence[Sequence[int]]  # an array or lists of integers
 
 
 @pytree
