@@ -283,7 +283,7 @@ class Unhashable(Rule):
         (Rule(allowed=()), "Rule.proposals must return a tuple of top_k, coupled, sampled"),
         ("mach", "acceptance must be match, rejection or a rule of your own, got 'mach'"),
     ],
-    ids=str,
+    ids=["list", "object", "class", "half", "unhashable", "unknown", "none", "typo"],
 )
 def test_what_is_no_acceptance_rule_is_refused(rule: Any, expected: str):
     with pytest.raises(ValueError, match=re.escape(expected)):
