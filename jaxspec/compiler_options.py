@@ -32,8 +32,8 @@ ONE_GRAPH: Mapping[str, str] = MappingProxyType(
 # CUDA graph they would start only when the graph has been updated to this call's buffers.
 LAUNCHED_ONE_BY_ONE: Mapping[str, str] = MappingProxyType({"xla_gpu_enable_command_buffer": ""})
 
-# XLA may hand a kernel a part of another array, which begins at a multiple of 64 bytes only, and
-# Mosaic kernels refuse what does not begin at a multiple of 256. Seen in a pipeline of two H100s.
+# A pipeline's passage has several arrays side by side. XLA hands kernels parts of it as they lie
+# there, and Mosaic kernels refuse what does not begin at a multiple of 256 bytes.
 WHOLE_ARRAYS: Mapping[str, bool] = MappingProxyType({"xla_gpu_enable_dynamic_slice_fusion": False})
 
 
@@ -54,7 +54,6 @@ def compiler_options(
     devices = array.sharding.device_set
     platforms = {device.platform for device in devices}
     if platforms == {"gpu"}:
-        own |= WHOLE_ARRAYS
         if reads:
             own |= LAUNCHED_ONE_BY_ONE
         elif len(devices) > 1:
@@ -63,3 +62,9 @@ def compiler_options(
     if platforms != {"cpu"} or jax.config.read("jax_disable_most_optimizations"):
         return own
     return own | {"xla_backend_optimization_level": 1}
+
+
+def passage_options(array: jax.Array) -> dict[str, bool]:
+    """More options for programs that take a pipeline's passage where an array is."""
+    on_gpu = {device.platform for device in array.sharding.device_set} == {"gpu"}
+    return dict(WHOLE_ARRAYS) if on_gpu else {}

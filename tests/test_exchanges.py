@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import Mesh
 
-from jaxspec.compiler_options import ONE_GRAPH, compiler_options
+from jaxspec.compiler_options import ONE_GRAPH, compiler_options, passage_options
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.exchanges import with_exchanges
 from jaxspec.functional import EngineParams
@@ -74,3 +74,4 @@ def test_only_programs_over_several_gpus_leave_all_reduces_to_nccl(
     options = compiler_options(array, deterministic=False)
     assert (ONE_GRAPH.items() <= options.items()) == one_graph
     assert set(ONE_GRAPH).isdisjoint(options) != one_graph
+    assert bool(passage_options(array)) == (platform == "gpu")

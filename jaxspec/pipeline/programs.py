@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxspec.cache import ModelState
-from jaxspec.compiler_options import compiler_options
+from jaxspec.compiler_options import compiler_options, passage_options
 from jaxspec.config.speculation import TreeShape
 from jaxspec.functional import EngineParams, SavedRow, pipelined
 from jaxspec.models.stages import Passage
@@ -90,7 +90,8 @@ class PipelinePrograms(Programs):
         self.pipeline = self._use = PipelineUse(len(self.stages) + 1)
         fixed = params.speculation.verify_width is not None
         options = functools.partial(compiler_options, params.target.embed, deterministic=fixed)
-        jit = functools.partial(jax.jit, compiler_options=options())
+        whole = passage_options(params.target.embed)
+        jit = functools.partial(jax.jit, compiler_options=options() | whole)
         choices, logprobs = ("columns", "greedy", "controls"), ("logprobs", "top_logprobs")
         rounds = ("shape", *choices)
         self.open_round = jit(
@@ -99,7 +100,7 @@ class PipelinePrograms(Programs):
         self.close_round = jit(
             pipelined.close_round, static_argnames=("trees", *rounds, *logprobs), donate_argnums=1
         )
-        reads = functools.partial(jax.jit, compiler_options=options(reads=True))
+        reads = functools.partial(jax.jit, compiler_options=options(reads=True) | whole)
         own = ("width", "columns", "order_invariant")
         self.open_read = reads(pipelined.open_read, static_argnames=own)
         self.close_read = reads(

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from jaxspec.cache import CommittedPath, ModelState, PagedKV
-from jaxspec.compiler_options import compiler_options
+from jaxspec.compiler_options import compiler_options, passage_options
 from jaxspec.functional import EngineParams, pipelined
 from jaxspec.models.stages import Stage
 from jaxspec.parallel import named_shardings
@@ -27,7 +27,8 @@ class StagePrograms:
         weight = jax.tree.leaves(stage)[0]
         fixed = params.speculation.verify_width is not None
         options = functools.partial(compiler_options, weight, deterministic=fixed)
-        jit = functools.partial(jax.jit, donate_argnums=1, compiler_options=options())
+        whole = passage_options(weight)
+        jit = functools.partial(jax.jit, donate_argnums=1, compiler_options=options() | whole)
         passing = functools.partial(
             pipelined.pass_stage,
             capture=params.drafter.capture,
@@ -35,7 +36,7 @@ class StagePrograms:
             apart=fixed,
         )
         self.run_round = jit(passing)
-        self.run_read = jit(passing, compiler_options=options(reads=True))
+        self.run_read = jit(passing, compiler_options=options(reads=True) | whole)
         self.commit = jit(functools.partial(pipelined.commit_stage, kernels=params.kernels))
         self.reset_rows = jit(pipelined.reset_stage)
         self.copy_pages = jit(pipelined.copy_stage_pages)
