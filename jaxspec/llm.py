@@ -353,8 +353,7 @@ class LLM:
     ) -> list[GrowingText]:
         tokens = self.tokenize(prompts)
         params = for_each(sampling, len(tokens))
-        # What is no SamplingParams is refused by the engine.
-        self._text.check_stops(any(isinstance(one, SamplingParams) and one.stop for one in params))
+        self._text.check_stops(any(each.stop for each in params))
         return [self.growing_text(one) for one in self.engine.add_all(tokens, params)]
 
     def _cancel(self, texts: Sequence[GrowingText]) -> None:

@@ -98,6 +98,7 @@ def test_a_model_without_a_tokenizer_takes_token_ids(without_tokenizer: Path):
     sampling = SamplingParams(temperature=1.0, seed=1, max_tokens=6)
     [completion] = bare.generate([[1, 2, 3]], sampling)
     assert completion.text == "" and len(completion.token_ids) == 6
+    assert bare.turn_end() == () and bare.token_bytes(completion.token_ids[0]) is None
     refused = {
         "text needs": lambda: bare.generate(["a"], sampling),
         "stop strings need": lambda: bare.generate([[1]], SamplingParams(stop=("a",))),

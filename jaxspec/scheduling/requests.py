@@ -297,6 +297,12 @@ def with_own_seeds(sampling: SamplingParams, count: int) -> list[SamplingParams]
     return [dataclasses.replace(sampling, seed=(first + index) % 2**32) for index in range(count)]
 
 
+def check_is_sampling(params: object) -> None:
+    """Raise ValueError for what is no SamplingParams."""
+    if not isinstance(params, SamplingParams):
+        raise ValueError(f"sampling must be SamplingParams, got {reprlib.repr(params)}")
+
+
 def check_requests(
     prompts: Sequence[Sequence[int]],
     sampling: Sequence[SamplingParams],
@@ -315,8 +321,7 @@ def check_requests(
     if len(prompts) != len(sampling):
         raise ValueError(f"{len(prompts)} prompts but {len(sampling)} sampling params")
     for index, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
-        if not isinstance(params, SamplingParams):
-            raise ValueError(f"sampling must be SamplingParams, got {reprlib.repr(params)}")
+        check_is_sampling(params)
         _check_prompt(index, prompt, vocab_size)
         if len(prompt) >= max_length:
             room = f"prompt {index} has {len(prompt)} tokens; with those generated at most "

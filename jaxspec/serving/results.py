@@ -166,7 +166,7 @@ class TokenTexts:
         return list(text.encode() if known is None else known)
 
     def logprobs(
-        self, entries: Sequence[TokenLogprob | None], places: "TokenPlaces"
+        self, entries: Sequence[TokenLogprob | None], places: TokenPlaces
     ) -> CompletionLogprobs:
         """In the shape of `/v1/completions`; ``places`` says where each token's text begins.
 
