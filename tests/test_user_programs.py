@@ -11,15 +11,15 @@ import pytest
 from jaxspec import SpeculationConfig, admit, decode, init_state, load, make_mesh
 from jaxspec.functional import EngineParams
 from jaxspec.state import EngineState
-from tests.checkpoints import tiny_llama
 from tests.programs import FAST_COMPILE, traces
+from tests.random_models import save_random_target
 
 CHAIN = SpeculationConfig.chain(2)
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return tiny_llama(tmp_path_factory.mktemp("target"), num_hidden_layers=1)
+    return save_random_target(tmp_path_factory.mktemp("target"))
 
 
 def new_jit(function: Any, **options: Any) -> Any:
@@ -27,8 +27,10 @@ def new_jit(function: Any, **options: Any) -> Any:
 
 
 def admitted(params: EngineParams) -> EngineState:
-    state = init_state(params, 2, 32)
-    return admit(params, state, [0, 1], np.array([[7, 8, 9], [3, 4, 5]]), [3, 3])
+    """Two rows with prompts, in a program of its own: one by one the operations take longer."""
+    jitted = new_jit(lambda *arguments: admit(*arguments), donate_argnums=1)
+    prompts, lens = np.array([[7, 8, 9], [3, 4, 5]], np.int32), np.array([3, 3], np.int32)
+    return jitted(params, init_state(params, 2, 32), np.arange(2), prompts, lens)
 
 
 def rounds(params: EngineParams, state: EngineState) -> EngineState:
