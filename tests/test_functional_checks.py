@@ -367,7 +367,7 @@ def test_whole_prompts_are_read_in_chunks():
     assert emitted.tokens[0, :, 0].tolist() == roots and emitted.counts.tolist() == [[1, 1]]
     assert emitted.status.tolist() == [Status.DECODING] * 2
     assert (np.asarray(emitted.logprobs) < 0).all()
-    np.testing.assert_allclose(emitted.logprobs, at_once.logprobs, rtol=1e-4)
+    np.testing.assert_allclose(emitted.logprobs, np.asarray(at_once.logprobs), rtol=1e-4)
 
 
 def test_whole_prompts_of_some_rows_and_of_known_states():

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import transformers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from jaxspec import LLM, SamplingParams
 from jaxspec.async_llm import AsyncLLM
@@ -22,6 +21,7 @@ from jaxspec.training.draft_data import Examples
 from jaxspec.training.regenerate import regenerate
 from tests.random_models import save_random_target
 from tests.served import MODEL, with_client
+from tests.small_tokenizers import one_token_a_byte
 
 END, START, TURN, TOOL = 256, 257, 258, 259  # <|endoftext|>, <|im_start|>, <|im_end|>, <tool>
 CHATML = (
@@ -38,11 +38,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """As a ChatML fine-tune of a base model: all files name <|endoftext|> alone."""
     path = tmp_path_factory.mktemp("chatml")
     save_random_target(path, vocab_size=260, stop_token_ids=(END,))
-    vocab = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=one_token_a_byte())
     fast.add_special_tokens({"eos_token": "<|endoftext|>"})
     fast.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
     fast.add_tokens(["<tool>"])
