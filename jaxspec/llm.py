@@ -281,9 +281,9 @@ class LLM:
     def turn_end(self, chat_template: str | None = None) -> tuple[int, ...]:
         """The special token that ends the assistant's turns in the chat template, if it has one
         that is not among the model's stop tokens."""
-        own = self.params.target.config
+        config = self.params.target.config
         ids = self._text.turn_end(chat_template)
-        return tuple(i for i in ids if i < own.vocab_size and i not in own.stop_token_ids)
+        return tuple(i for i in ids if i < config.vocab_size and i not in config.stop_token_ids)
 
     def warm_up(
         self,

@@ -165,16 +165,16 @@ class SamplingParams:
 
     def stops(self, model_stops: tuple[int, ...]) -> tuple[int, ...]:
         """The tokens that end the text; ``model_stops`` are the model's own."""
-        own = tuple(dict.fromkeys((*model_stops, *self.further_stop_token_ids)))
+        stops = tuple(dict.fromkeys((*model_stops, *self.further_stop_token_ids)))
         if self.stop_token_ids is not None:
-            further = () if self.structured is None else set(own) - set(self.stop_token_ids)
+            further = () if self.structured is None else set(stops) - set(self.stop_token_ids)
             return (*self.stop_token_ids, *sorted(further))
-        return () if self.ignore_eos else own
+        return () if self.ignore_eos else stops
 
     def ending_at(self, token_ids: tuple[int, ...]) -> "SamplingParams":
         """The same with further stop tokens."""
-        own = (*self.further_stop_token_ids, *token_ids)
-        return dataclasses.replace(self, further_stop_token_ids=tuple(dict.fromkeys(own)))
+        further = (*self.further_stop_token_ids, *token_ids)
+        return dataclasses.replace(self, further_stop_token_ids=tuple(dict.fromkeys(further)))
 
     def dense_bias(self, vocab_size: int) -> np.ndarray:
         """What is added to the logits of each token: float32 [V], -inf for those not allowed."""

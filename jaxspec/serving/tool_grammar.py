@@ -61,7 +61,8 @@ def tool_grammar(
 def known_tool_grammar(
     request: ChatRequest, tools: Sequence[Tool], form: ToolFormat, grammars: GrammarCompiler
 ) -> StructuredOutput | None:
-    """The same if it is compiled already, None if it takes time. Raises FieldError."""
+    """The result of tool_grammar if that is compiled already, None if it takes time. Raises
+    FieldError."""
     functions = [tool.function for tool in tools]
     schemas = _schemas(_names(request, tools), functions)
     grammar = _grammar(request, functions, schemas, form, grammars)

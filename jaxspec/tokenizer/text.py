@@ -82,8 +82,8 @@ class TextTokenizer:
 
 
 class NoTokenizer(TextTokenizer):
-    """In the place of one, for a model without tokenizer files: prompts are token ids, and all text
-    that is generated is empty. What needs a tokenizer raises ValueError."""
+    """Stands for the tokenizer of a model without tokenizer files: prompts are token ids, and all
+    text that is generated is empty. What needs a tokenizer raises ValueError."""
 
     def __init__(self, directory: Path):
         self.directory = directory
