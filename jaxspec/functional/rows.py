@@ -224,7 +224,7 @@ def set_controls(
 ) -> EngineState:
     """Give rows [B] other controls, from make_controls, as admit does.
 
-    Row indices outside 0 .. R - 1 are padding.
+    Padding of ``rows`` is -1, and in a traced list any index outside 0 .. R - 1.
 
     Raises ValueError for controls of another shape, and if the state has no room for them.
     """
@@ -257,7 +257,7 @@ def assign_pages(
 ) -> EngineState:
     """Give rows [B] other page tables [B, M]: those they have and more, so that they need not wait.
 
-    Row indices outside 0 .. R - 1 are padding.
+    Padding of ``rows`` is -1, and in a traced list any index outside 0 .. R - 1.
     """
     check_state(params, state)
     arguments = _indices(state, rows), as_int32("page_table", page_table, "[B, M]")
@@ -280,7 +280,8 @@ def _assign_pages(
 
 
 def release(params: EngineParams, state: EngineState, rows: Integers) -> EngineState:
-    """Make rows [B] empty, whatever their status; indices outside 0 .. R - 1 are padding.
+    """Make rows [B] empty, whatever their status; padding is -1, and in a traced list any index
+    outside 0 .. R - 1.
 
     Their pages become free: their contents are never read again.
     """
