@@ -38,6 +38,8 @@ class Detokenizer:
     @property
     def held(self) -> str:
         """What is held back: U+FFFD for the bytes of an unfinished character, or nothing."""
+        if not self._pending:
+            return ""
         return self._without_shown(self._text()[self._told :])[0]
 
     def copy(self) -> "Detokenizer":

@@ -49,6 +49,19 @@ _ERRORS = {
         ErrorKind.WRONG_PROGRAM,
         "a request with bias or penalties ran in a program without them",
     ),
+    # An engine knows its tokens and rows, and its programs do not look for these.
+    Ending.BAD_TOKEN: (
+        ErrorKind.WRONG_PROGRAM,
+        "a prompt with a token id outside the vocabulary was given to a row",
+    ),
+    Ending.BUSY: (
+        ErrorKind.WRONG_PROGRAM,
+        "a prompt was given to a row that was reading or decoding",
+    ),
+    Ending.UNREAD: (
+        ErrorKind.WRONG_PROGRAM,
+        "a request was to decode before its prompt was read",
+    ),
 }
 
 

@@ -281,9 +281,9 @@ class LLM:
     def turn_end(self, chat_template: str | None = None) -> tuple[int, ...]:
         """The special token that ends the assistant's turns in the chat template, if it has one
         that is not among the model's stop tokens."""
-        own = self.params.target.config
+        config = self.params.target.config
         ids = self._text.turn_end(chat_template)
-        return tuple(i for i in ids if i < own.vocab_size and i not in own.stop_token_ids)
+        return tuple(i for i in ids if i < config.vocab_size and i not in config.stop_token_ids)
 
     def warm_up(
         self,
@@ -353,8 +353,7 @@ class LLM:
     ) -> list[GrowingText]:
         tokens = self.tokenize(prompts)
         params = for_each(sampling, len(tokens))
-        # What is no SamplingParams is refused by the engine.
-        self._text.check_stops(any(isinstance(one, SamplingParams) and one.stop for one in params))
+        self._text.check_stops(any(each.stop for each in params))
         return [self.growing_text(one) for one in self.engine.add_all(tokens, params)]
 
     def _cancel(self, texts: Sequence[GrowingText]) -> None:

@@ -1,4 +1,7 @@
-"""Numbers as the commands, reports and errors write them. ``form`` is a format such as ``.2f``."""
+"""Numbers and lists as the commands, reports and errors write them. ``form`` is a format such as
+``.2f``."""
+
+from collections.abc import Sequence
 
 
 def with_interval(
@@ -27,3 +30,9 @@ def megabytes(size: float) -> str:
 def gigabytes(size: float) -> str:
     """Bytes as ``1,234.56 GB``, of 10^9 bytes."""
     return f"{size / 1e9:,.2f} GB"
+
+
+def first_of(texts: Sequence[str], most: int, separator: str = ", ") -> str:
+    """The first texts of a list that may be long: ``a, b and 3 more``."""
+    more = len(texts) - most
+    return separator.join(texts[:most]) + (f" and {more} more" if more > 0 else "")

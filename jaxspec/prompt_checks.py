@@ -1,13 +1,12 @@
 """Checks of prompts before the weights are loaded, and what their lengths may be."""
 
-import reprlib
 from collections.abc import Sequence
 from pathlib import Path
 
 from jaxspec.config.checks import check_count
 from jaxspec.config.model import ModelConfig
 from jaxspec.models.hf_config import load_model_config
-from jaxspec.scheduling.requests import SamplingParams, check_requests
+from jaxspec.scheduling.requests import SamplingParams, check_is_sampling, check_requests
 from jaxspec.tokenizer.text import Prompt, TextTokenizer, open_tokenizer, tokenize
 from jaxspec.weights.hub import resolve_directory
 
@@ -53,8 +52,7 @@ def check_sampling(sampling: object) -> None:
         kind = type(sampling).__name__
         raise ValueError(f"sampling must be SamplingParams, or a list of them, not {kind}")
     for params in sampling:
-        if not isinstance(params, SamplingParams):
-            raise ValueError(f"sampling must be SamplingParams, got {reprlib.repr(params)}")
+        check_is_sampling(params)
 
 
 def allowed_length(wanted: int | None, config: ModelConfig) -> int:

@@ -7,6 +7,7 @@ import dataclasses
 from typing import Any, Self, dataclass_transform
 
 import jax
+import jax.numpy as jnp
 
 
 class Pytree:
@@ -39,6 +40,11 @@ def static(**options: Any) -> Any:
 def is_static(field: dataclasses.Field[Any]) -> bool:
     """Whether a field was declared with ``static``."""
     return not field.metadata.get("pytree_node", True)
+
+
+def array_text(leaf: Any) -> str:
+    """The dtype and shape of an array, as errors write them: ``int32[2, 3]``."""
+    return f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}"
 
 
 @dataclass_transform(

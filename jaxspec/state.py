@@ -41,9 +41,7 @@ class Ending(enum.IntEnum):
     MISPLACED = 6  # error, emitted only: listed in another device's part of ``rows``; unchanged
     UNCONTROLLED = 7  # error: it has controls, but the call applied none
     BAD_TOKEN = 8  # error: its prompt has a token id outside the vocabulary
-    BUSY = (
-        9  # error: a prompt was admitted to it while it was reading or decoding; it keeps its own
-    )
+    BUSY = 9  # error: a prompt was admitted to it as it was reading or decoding; it keeps its own
     UNREAD = 10  # error: it was to decode before its prompt was read: see prefill_all
 
 

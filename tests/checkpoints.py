@@ -8,7 +8,8 @@ import numpy as np
 import torch
 import transformers
 from safetensors.numpy import load_file, save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from tests.small_tokenizers import one_token_a_byte
 
 DATA = Path(__file__).parent / "data"
 
@@ -74,10 +75,7 @@ def save_random_model(
 
 def save_byte_tokenizer(directory: str | Path) -> None:
     """One token a byte, and an end token."""
-    vocab = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab | {"<end>": 256}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer = one_token_a_byte({"<end>": 256})
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
     fast.save_pretrained(directory)
 

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -38,6 +39,7 @@ from jaxspec.speculation.drafters import (
     SuffixDrafter,
 )
 from jaxspec.state import EngineState, Status
+from jaxspec.weights.safetensors_io import save_decoder
 from tests.programs import FAST_COMPILE
 
 
@@ -105,6 +107,13 @@ def random_target(
         layers=tuple(_quieted(layer, context, context) for layer in model.layers),
         lm_head=_scaled(model.lm_head, sharpness),
     )
+
+
+def save_random_target(directory: Path, **changes: Any) -> Path:
+    """A checkpoint of a random target of one layer, made without torch."""
+    sizes = {"num_layers": 1} | changes
+    save_decoder(random_target(tiny_config(**sizes)), directory)
+    return directory
 
 
 def _scaled(linear: Linear, factor: float) -> Linear:

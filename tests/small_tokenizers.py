@@ -1,7 +1,9 @@
 """Tokenizers of the kinds that published models have, made offline with the tokenizers library."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from tokenizers import (
@@ -20,6 +22,15 @@ TEXTS = [
     "def read(path): return open(path).read()  # the path of the file",
     "naïve café, déjà vu: the fox says hello, hello",
 ] * 4
+
+
+def one_token_a_byte(further: Mapping[str, int] = MappingProxyType({})) -> Tokenizer:
+    """No token is longer than a byte but ``further`` ones."""
+    vocab = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab={**vocab, **further}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
 
 
 def byte_level(size: int = 320) -> Tokenizer:

@@ -12,7 +12,7 @@ from jaxspec import BUILT_IN_MODEL
 from jaxspec.functional import EngineParams
 from jaxspec.sampling import Sampling
 from jaxspec.state import Status
-from jaxspec.structured import GrammarCompiler, StructuredOutput, tree_masks
+from jaxspec.structured import GrammarCompiler, GrammarError, Matcher, StructuredOutput, tree_masks
 from jaxspec.tokenizer import load_tokenizer, tokenizer_json
 from tests.constrained_rounds import generate_restricted
 
@@ -27,6 +27,21 @@ def tokenizer() -> Any:
 @functools.cache
 def compiler() -> GrammarCompiler:
     return GrammarCompiler(tokenizer_json(tokenizer()), VOCAB, [END])
+
+
+def legal(matcher: Matcher) -> list[int]:
+    """The tokens that may come next."""
+    bits = np.unpackbits(matcher.mask().view(np.uint8), bitorder="little")
+    return np.flatnonzero(bits).tolist()
+
+
+def takes(matcher: Matcher, text: str) -> bool:
+    """Whether the built-in model's tokens of a text, and its end, are a whole output."""
+    try:
+        matcher.copy().advance([*tokenizer()(text)["input_ids"], END])
+    except GrammarError:
+        return False
+    return True
 
 
 def generate_structured(

@@ -23,6 +23,7 @@ LAYERS = (
     "jaxspec.lazy",
     "jaxspec.version",
     "jaxspec.number_text",
+    "jaxspec.byte_letters",
     "jaxspec.built_in",
     "jaxspec.pytree",
     "jaxspec.config",
@@ -107,7 +108,7 @@ LAYERS = (
 SCHEDULING = "jaxspec.scheduling"
 STRUCTURED = "jaxspec.structured"
 HOST_MAY_USE = {
-    STRUCTURED: {STRUCTURED},
+    STRUCTURED: {STRUCTURED, "jaxspec.byte_letters"},
     SCHEDULING: {SCHEDULING, STRUCTURED, "jaxspec.config"},
 }
 SCHEDULING_USERS = {SCHEDULING, *LAYERS[LAYERS.index("jaxspec.generation") :]}

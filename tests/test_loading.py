@@ -8,15 +8,14 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from jaxspec import LLM, SamplingParams, SpeculationConfig, load
+from jaxspec import LLM, SamplingParams, load
+from jaxspec.config.engine import EngineConfig
 from jaxspec.loading import resolve_dtype
 from jaxspec.prompt_checks import check_prompts
 from jaxspec.speculation.drafters import NGramDrafter
 from jaxspec.speculation.drafters.names import check_name
 from jaxspec.weights import hub
-from tests.checkpoints import tiny_llama
-
-CHAIN = SpeculationConfig.chain(2)
+from tests.random_models import save_random_target
 
 
 @pytest.fixture
@@ -90,14 +89,15 @@ def test_other_dtypes_are_named(dtype: Any, expected: str):
 
 @pytest.fixture(scope="module")
 def without_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_llama(tmp_path_factory.mktemp("bare"), num_hidden_layers=1)
+    return save_random_target(tmp_path_factory.mktemp("bare"))
 
 
 def test_a_model_without_a_tokenizer_takes_token_ids(without_tokenizer: Path):
-    bare = LLM(without_tokenizer, "ngram", speculation=CHAIN, max_length=32)
-    sampling = SamplingParams(temperature=1.0, seed=1, max_tokens=6)
+    bare = LLM(without_tokenizer, "none", max_length=32, engine=EngineConfig(max_rows=1))
+    sampling = SamplingParams(max_tokens=6)
     [completion] = bare.generate([[1, 2, 3]], sampling)
     assert completion.text == "" and len(completion.token_ids) == 6
+    assert bare.turn_end() == () and bare.token_bytes(completion.token_ids[0]) is None
     refused = {
         "text needs": lambda: bare.generate(["a"], sampling),
         "stop strings need": lambda: bare.generate([[1]], SamplingParams(stop=("a",))),

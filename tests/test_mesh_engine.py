@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import pre_tokenizers
 
 from jaxspec.config.cache import CacheConfig
 from jaxspec.config.engine import EngineConfig
@@ -21,6 +21,7 @@ from jaxspec.structured import GrammarCompiler, StructuredOutput
 from tests.engines import FULL, seal
 from tests.layouts import on_mesh
 from tests.random_models import make_params, random_prompts, random_target, tiny_config
+from tests.small_tokenizers import one_token_a_byte
 
 VOCAB, END = 257, 256  # a byte each, and the end; two devices pad the vocabulary
 TARGET = random_target(tiny_config(vocab_size=VOCAB, stop_token_ids=(END,)))
@@ -52,11 +53,7 @@ PROMPTS = [
 
 @functools.cache
 def compiler() -> GrammarCompiler:
-    vocab = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab | {"<end>": END}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return GrammarCompiler(tokenizer.to_str(), VOCAB, [END])
+    return GrammarCompiler(one_token_a_byte({"<end>": END}).to_str(), VOCAB, [END])
 
 
 def new_engine(

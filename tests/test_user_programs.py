@@ -11,24 +11,21 @@ import pytest
 from jaxspec import SpeculationConfig, admit, decode, init_state, load, make_mesh
 from jaxspec.functional import EngineParams
 from jaxspec.state import EngineState
-from tests.checkpoints import tiny_llama
-from tests.programs import FAST_COMPILE, traces
+from tests.programs import FAST_COMPILE, new_jit, traces
+from tests.random_models import save_random_target
 
 CHAIN = SpeculationConfig.chain(2)
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return tiny_llama(tmp_path_factory.mktemp("target"), num_hidden_layers=1)
-
-
-def new_jit(function: Any, **options: Any) -> Any:
-    return jax.jit(function, compiler_options=FAST_COMPILE, **options)
+    return save_random_target(tmp_path_factory.mktemp("target"))
 
 
 def admitted(params: EngineParams) -> EngineState:
-    state = init_state(params, 2, 32)
-    return admit(params, state, [0, 1], np.array([[7, 8, 9], [3, 4, 5]]), [3, 3])
+    """Two rows with prompts, in a program of its own: one by one the operations take longer."""
+    prompts, lens = np.array([[7, 8, 9], [3, 4, 5]], np.int32), np.array([3, 3], np.int32)
+    return new_jit(admit)(params, init_state(params, 2, 32), np.arange(2), prompts, lens)
 
 
 def rounds(params: EngineParams, state: EngineState) -> EngineState:
@@ -49,7 +46,7 @@ def test_a_step_that_trains_and_decodes_compiles_once(checkpoint):
         params = params.replace(target=optax.apply_updates(target, updates))
         return params, moments, rounds(params, state)
 
-    jitted = new_jit(step, donate_argnums=2)
+    jitted = jax.jit(step, donate_argnums=2, compiler_options=FAST_COMPILE)
     for _ in range(3):
         params, moments, state = jitted(params, moments, state)
     assert traces(jitted) == 1
@@ -62,7 +59,7 @@ def test_rounds_compile_once_wherever_the_weights_are(checkpoint, committed: boo
         params = jax.device_put(params, jax.devices()[1])
     state = admitted(params)
     assert {leaf.committed for leaf in jax.tree.leaves(state)} == {committed}
-    jitted = new_jit(lambda *arguments: rounds(*arguments), donate_argnums=1)
+    jitted = new_jit(rounds)
     for _ in range(3):
         state = jitted(params, state)
     assert traces(jitted) == 1
@@ -74,7 +71,7 @@ def test_rounds_on_a_mesh_compile_once_and_keep_their_shardings(checkpoint):
     params = load(checkpoint, "ngram", speculation=CHAIN, mesh=mesh)
     state = admitted(params)
     before = [leaf.sharding for leaf in jax.tree.leaves(state)]
-    jitted = new_jit(lambda *arguments: rounds(*arguments), donate_argnums=1)
+    jitted = new_jit(rounds)
     for _ in range(3):
         state = jitted(params, state)
     assert traces(jitted) == 1

@@ -133,7 +133,7 @@ def count(text: str) -> int:
 
 
 def whole_seconds(text: str) -> int:
-    """Of an option: a time of 0 or more."""
+    """The value of an option that is a time of 0 or more."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"must be a whole number of seconds, got {text!r}")
     return int(text)

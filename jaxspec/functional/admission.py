@@ -130,7 +130,7 @@ def _arrived(
 def _stop_table(ids: Integers, batch: int, width: int) -> Array:
     """Stop tokens [B, E]; see admit."""
     is_list = isinstance(ids, list | tuple)
-    flat = not any(np.ndim(one) for one in ids) if is_list else np.ndim(ids) == 1
+    flat = not any(map(np.ndim, ids)) if is_list else np.ndim(ids) == 1
     table = as_int32("stop_token_ids", ids, "[E]" if flat else "[B, E]")
     if flat:
         table = jnp.broadcast_to(table, (batch, table.shape[0]))
@@ -151,35 +151,28 @@ def _admit(
     arrived: dict[str, Any],
     controls: Controls | None,
 ) -> EngineState:
-    own = state.rows
-    index = local_rows(rows, own.status.shape[0], params.layout.batch)
+    before = state.rows
+    index = local_rows(rows, before.status.shape[0], params.layout.batch)
     table = arrived.get("page_table")
-    table = take_rows(own.page_table, index) if table is None else table
-    max_lens, lens = arrived["max_lens"], arrived["prompt_lens"]
-    length, width = own.tokens.shape[1], arrived["prompts"].shape[1]
+    table = take_rows(before.page_table, index) if table is None else table
+    length, width = before.tokens.shape[1], arrived["prompts"].shape[1]
     cached = arrived["cached_lens"]
-    held = held_slots(table, state.pool.page_size)
-    local_pages = state.pool.num_pages // params.data_parallel
-    fits = (lens >= 1) & (lens <= width) & (lens < length) & (max_lens <= length)
-    fits &= jnp.all((table >= 0) & (table < local_pages), axis=1)
-    needed = table.shape[1] * state.pool.page_size if may_wait else held
-    scratch = params.speculation.scratch_slots
-    fits &= (lens <= held) & (cached <= lens) & (max_lens + scratch <= needed)
+    fits = _fit(params, state, arrived, table, may_wait)
     fault, busy = Ending.TOO_LONG, None
     if checked:
         bad = _have_bad_tokens(arrived, params)
         fault, fits = jnp.where(bad, Ending.BAD_TOKEN, fault), fits & ~bad
-        index, busy = _without_busy(own.status, index)
-    empty = empty_rows(params, index, table, length, own.stop_tokens.shape[1])
+        index, busy = _without_busy(before.status, index)
+    empty = empty_rows(params, index, table, length, before.stop_tokens.shape[1])
     new = empty.replace(
         status=jnp.where(fits, Status.READING, Status.DONE).astype(jnp.int32),
         ending=jnp.where(fits, Ending.NONE, fault).astype(jnp.int32),
         tokens=jnp.pad(arrived["prompts"], ((0, 0), (0, length - width))),
-        prompt_lens=lens,
+        prompt_lens=arrived["prompt_lens"],
         context_lens=jnp.maximum(cached - params.drafter.reread, 0),
         cached_lens=cached,
-        max_lens=max_lens,
-        room=held - scratch,
+        max_lens=arrived["max_lens"],
+        room=held_slots(table, state.pool.page_size) - params.speculation.scratch_slots,
         stop_tokens=arrived["stop_token_ids"],
         sampling=arrived["sampling"],
     )
@@ -190,13 +183,33 @@ def _admit(
     if state.controls is not None:
         controls = new_controls(params, rows.shape[0]) if controls is None else controls
         controls = put_rows(state.controls, index, controls)
-    rows_after = put_rows(own, index, new)
+    rows_after = put_rows(before, index, new)
     if busy is not None:
         rows_after = rows_after.replace(
             status=rows_after.status.at[busy].set(Status.DONE, mode="drop"),
             ending=rows_after.ending.at[busy].set(Ending.BUSY, mode="drop"),
         )
     return state.replace(pool=pool, rows=rows_after, controls=controls)
+
+
+def _fit(
+    params: EngineParams,
+    state: EngineState,
+    arrived: dict[str, Any],
+    table: Array,
+    may_wait: bool,
+) -> Array:
+    """Whether prompts and limits fit the token buffer, and the pages of ``table`` [B, M]: bool
+    [B]."""
+    lens, max_lens = arrived["prompt_lens"], arrived["max_lens"]
+    length, width = state.rows.tokens.shape[1], arrived["prompts"].shape[1]
+    held = held_slots(table, state.pool.page_size)
+    local_pages = state.pool.num_pages // params.data_parallel
+    fits = (lens >= 1) & (lens <= width) & (lens < length) & (max_lens <= length)
+    fits &= jnp.all((table >= 0) & (table < local_pages), axis=1)
+    needed = table.shape[1] * state.pool.page_size if may_wait else held
+    scratch = params.speculation.scratch_slots
+    return fits & (lens <= held) & (arrived["cached_lens"] <= lens) & (max_lens + scratch <= needed)
 
 
 def _have_bad_tokens(arrived: dict[str, Any], params: EngineParams) -> Array:

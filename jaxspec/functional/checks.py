@@ -16,6 +16,7 @@ from jax.core import Tracer
 
 from jaxspec.functional.params import EngineParams, Integers
 from jaxspec.models.decoder import Decoder
+from jaxspec.number_text import first_of
 from jaxspec.parallel import mesh_layout
 from jaxspec.sampling import Sampling
 from jaxspec.state import EngineState, Status
@@ -32,9 +33,8 @@ class Problems:
     def __init__(self) -> None:
         self._found: list[str] = []
 
-    def add(self, problem: str, *, unless: bool = False) -> None:
-        if not unless:
-            self._found.append(problem)
+    def add(self, problem: str) -> None:
+        self._found.append(problem)
 
     def tell(self) -> None:
         """Raise ValueError that lists all problems, if there are any."""
@@ -113,7 +113,7 @@ def integers(name: str, value: Integers, shape: str) -> Array | np.ndarray:
 
 
 def as_int32(name: str, value: Integers, shape: str) -> Array:
-    """As integers, of 32 bits."""
+    """The same as int32, on the device."""
     return jnp.asarray(integers(name, value, shape), jnp.int32)
 
 
@@ -166,7 +166,8 @@ def check_rows(rows: Integers, num_rows: int) -> Array | np.ndarray:
     listed, times = np.unique(values[values != PADDING], return_counts=True)
     if (times > 1).any():
         problems.add(f"rows lists row {listed[times > 1][0]} twice: list each once")
-    problems.add("rows lists no row, only padding", unless=bool(len(listed)))
+    if not len(listed):
+        problems.add("rows lists no row, only padding")
     problems.tell()
     return array
 
@@ -174,31 +175,19 @@ def check_rows(rows: Integers, num_rows: int) -> Array | np.ndarray:
 def check_order(state: EngineState, rows: Integers | None, *, decodes: bool = False) -> None:
     """Raise ValueError for a call that can do nothing for its rows: none has a prompt, or, if it
     ``decodes``, none has read all of it and some have not. Traced states are not checked."""
-    own = state.rows
-    index = None if rows is None else known(rows)
-    fields = [known(x) for x in (own.status, own.context_lens, own.prompt_lens)]
+    all_rows, index = state.rows, None if rows is None else known(rows)
+    fields = [known(x) for x in (all_rows.status, all_rows.context_lens, all_rows.prompt_lens)]
     if any(field is None for field in fields) or (rows is not None and index is None):
         return
-    numbers = np.arange(len(own.status)) if index is None else index[index != PADDING]
+    numbers = np.arange(len(all_rows.status)) if index is None else index[index != PADDING]
     status, read, lens = (np.asarray(field)[numbers] for field in fields)
     if (status == Status.EMPTY).all():
         raise ValueError("no row of this call has a prompt: admit first")
     reading = status == Status.READING
     if decodes and reading.any() and not (status == Status.DECODING).any():
-        unread = _listed(
-            [
-                f"row {row} has read {some} of {all_} prompt tokens"
-                for row, some, all_ in zip(
-                    numbers[reading], read[reading], lens[reading], strict=True
-                )
-            ]
-        )
-        raise ValueError(f"{unread}: call prefill again, or prefill_all")
-
-
-def _listed(texts: list[str]) -> str:
-    more = len(texts) - MOST_SHOWN
-    return ", ".join(texts[:MOST_SHOWN]) + (f" and {more} more" if more > 0 else "")
+        pairs = zip(numbers[reading], read[reading], lens[reading], strict=True)
+        unread = [f"row {row} has read {some} of {most} prompt tokens" for row, some, most in pairs]
+        raise ValueError(f"{first_of(unread, MOST_SHOWN)}: call prefill again, or prefill_all")
 
 
 def check_sizes(**sizes: int | None) -> None:
@@ -212,9 +201,7 @@ def check_sizes(**sizes: int | None) -> None:
 
 def check_counts(counts: Integers, batch: int, width: int) -> None:
     """Raise ValueError for what cannot be tokens to read of each row [B]."""
-    problems = Problems()
-    array = problems.integers("counts", counts, "[B]")
-    problems.tell()
+    array, problems = integers("counts", counts, "[B]"), Problems()
     if len(array) != batch:
         raise ValueError(f"counts has {len(array)} entries for {batch} rows: give one for each")
     rule = f"it must be 0 to width, {width}"
@@ -229,19 +216,21 @@ def check_admission(
 
     Values of padding are not checked.
     """
-    problems, own = Problems(), state.rows
-    batch, length = rows.shape[0], own.tokens.shape[1]
-    _check_shapes(problems, arrived, batch, own.page_table.shape[1])
+    problems, present = Problems(), state.rows
+    batch, length = rows.shape[0], present.tokens.shape[1]
+    _check_shapes(problems, arrived, batch, present.page_table.shape[1])
     problems.tell()
     index = known(rows)
     if index is None:
         return
     places = np.flatnonzero(index != PADDING)
-    status = known(own.status)
+    status = known(present.status)
     if status is not None:
         busy = [row for row in index[places].tolist() if status[row] in BUSY]
         names = [f"row {row} is {Status(int(status[row])).name}" for row in busy]
-        problems.add(f"{_listed(names)}: release it, or admit to another", unless=not busy)
+        if busy:
+            shown = first_of(names, MOST_SHOWN)
+            problems.add(f"{shown}: release it, or admit to another")
 
     def check(name: str, is_ok: Callable[[np.ndarray], Any], rule: str) -> None:
         values = None if arrived[name] is None else known(arrived[name])
@@ -275,7 +264,7 @@ def check_admission(
 
 
 def _check_shapes(problems: Problems, arrived: dict[str, Any], batch: int, columns: int) -> None:
-    """Of the arrays of admit, and the size of its sampling."""
+    """The shapes of the arrays of admit, and the size of its sampling."""
     for name in ("prompts", "prompt_lens", "max_lens", "cached_lens", "stop_token_ids"):
         array = arrived[name]
         if array is not None and len(array) != batch:
@@ -298,11 +287,8 @@ def _check_shapes(problems: Problems, arrived: dict[str, Any], batch: int, colum
 def check_rounds(num_rounds: Any, max_rounds: int | None) -> None:
     """Raise ValueError for a number of rounds that is no integer, negative, or more than the result
     has room for."""
-    problems = Problems()
-    if max_rounds is not None:
-        problems.whole("max_rounds", max_rounds, 1)
-    problems.tell()
-    array = integers("num_rounds", num_rounds, "[]")
+    check_sizes(max_rounds=max_rounds)
+    array, problems = integers("num_rounds", num_rounds, "[]"), Problems()
     if max_rounds is None:
         if known(array) is None:
             raise ValueError("num_rounds is traced: give max_rounds, an int, as well")

@@ -84,24 +84,7 @@ class EngineParams(Pytree):
         Raises ValueError for a shape that the engine has no room for, layers that the target does
         not have, more alternatives than there are tokens, or a confidence that is not told.
         """
-        if isinstance(shape, SpeculationConfig):
-            raise ValueError(
-                "the shape of a call must be a TreeShape, not a SpeculationConfig: the rules come "
-                "from the parameters"
-            )
-        if shape is not None and not isinstance(shape, TreeShape):
-            raise ValueError(
-                "the shape of a call must be a TreeShape, such as jaxspec.TreeShape(6, 3, 2) or "
-                f"jaxspec.TreeShape.parse('chain:2'), not {shape!r}"
-            )
-        if isinstance(self.drafter, NoDrafter):
-            if shape is not None and not shape.is_plain:
-                raise ValueError("these parameters have no drafter: the only shape is PLAIN")
-            shape = PLAIN
-        speculation = self.speculation
-        if shape is not None and shape.shape != speculation.shape:
-            speculation = speculation.with_shape(shape.shape)
-        vocab = self.target.config.vocab_size
+        speculation, vocab = self._speculation_of(shape), self.target.config.vocab_size
         if not isinstance(top_logprobs, int) or not 0 <= top_logprobs <= vocab:
             raise ValueError(f"top_logprobs must be 0 to {vocab}, got {top_logprobs}")
         if top_logprobs and not (logprobs or prompt_logprobs):
@@ -129,6 +112,26 @@ class EngineParams(Pytree):
             trees,
             confidence and speculation.is_chain and not speculation.is_plain,
         )
+
+    def _speculation_of(self, shape: TreeShape | None) -> SpeculationConfig:
+        """The speculation of a call of this shape; None: the largest tree."""
+        if isinstance(shape, SpeculationConfig):
+            raise ValueError(
+                "the shape of a call must be a TreeShape, not a SpeculationConfig: the rules come "
+                "from the parameters"
+            )
+        if shape is not None and not isinstance(shape, TreeShape):
+            raise ValueError(
+                "the shape of a call must be a TreeShape, such as jaxspec.TreeShape(6, 3, 2) or "
+                f"jaxspec.TreeShape.parse('chain:2'), not {shape!r}"
+            )
+        if isinstance(self.drafter, NoDrafter):
+            if shape is not None and not shape.is_plain:
+                raise ValueError("these parameters have no drafter: the only shape is PLAIN")
+            shape = PLAIN
+        if shape is None or shape.shape == self.speculation.shape:
+            return self.speculation
+        return self.speculation.with_shape(shape.shape)
 
     def check(self, state: EngineState, *, controls: bool = False) -> None:
         """Raises ValueError for a state that was made with other options than these, and for one

@@ -201,7 +201,10 @@ def empty_rows(
 
 
 def padded_controls(params: EngineParams, controls: Controls, batch: int) -> Controls:
-    """With the vocabulary as wide as the target's arrays. Raises ValueError for other shapes."""
+    """Controls of ``batch`` rows with the vocabulary as wide as the target's arrays.
+
+    Raises ValueError for other shapes, and for what is no Controls.
+    """
     if not isinstance(controls, Controls):
         raise ValueError(
             f"controls must be what make_controls gives, not {type(controls).__name__}"
@@ -221,12 +224,12 @@ def set_controls(
 ) -> EngineState:
     """Give rows [B] other controls, from make_controls, as admit does.
 
-    Row indices outside 0 .. R - 1 are padding.
+    Padding of ``rows`` is -1, and in a traced list any index outside 0 .. R - 1.
 
     Raises ValueError for controls of another shape, and if the state has no room for them.
     """
     check_state(params, state, controls=True)
-    index = jnp.asarray(check_rows(rows, state.rows.status.shape[0]), jnp.int32)
+    index = _indices(state, rows)
     controls = padded_controls(params, controls, index.shape[0])
     spec = partition_specs(controls, Layout(vocab=params.layout.vocab))
     return on_mesh(_set_controls, params, state, (index, controls), (P(), spec), None)
@@ -239,6 +242,11 @@ def _set_controls(
     return state.replace(controls=put_rows(state.controls, index, controls))
 
 
+def _indices(state: EngineState, rows: Integers) -> Array:
+    """Row indices as int32 [B]. Raises ValueError for what check_rows refuses."""
+    return jnp.asarray(check_rows(rows, state.rows.status.shape[0]), jnp.int32)
+
+
 def held_slots(table: Array, page_size: int) -> Array:
     """Slots of the pages that come before the first null page: table [B, M] -> int32 [B]."""
     return jnp.sum(jnp.cumprod(table > 0, axis=1), axis=1, dtype=jnp.int32) * page_size
@@ -249,11 +257,10 @@ def assign_pages(
 ) -> EngineState:
     """Give rows [B] other page tables [B, M]: those they have and more, so that they need not wait.
 
-    Row indices outside 0 .. R - 1 are padding.
+    Padding of ``rows`` is -1, and in a traced list any index outside 0 .. R - 1.
     """
     check_state(params, state)
-    index = jnp.asarray(check_rows(rows, state.rows.status.shape[0]), jnp.int32)
-    arguments = index, as_int32("page_table", page_table, "[B, M]")
+    arguments = _indices(state, rows), as_int32("page_table", page_table, "[B, M]")
     return on_mesh(_assign_pages, params, state, arguments, (P(), P()), None)
 
 
@@ -273,13 +280,13 @@ def _assign_pages(
 
 
 def release(params: EngineParams, state: EngineState, rows: Integers) -> EngineState:
-    """Make rows [B] empty, whatever their status; indices outside 0 .. R - 1 are padding.
+    """Make rows [B] empty, whatever their status; padding is -1, and in a traced list any index
+    outside 0 .. R - 1.
 
     Their pages become free: their contents are never read again.
     """
     check_state(params, state)
-    index = jnp.asarray(check_rows(rows, state.rows.status.shape[0]), jnp.int32)
-    return on_mesh(_release, params, state, (index,), (P(),), None)
+    return on_mesh(_release, params, state, (_indices(state, rows),), (P(),), None)
 
 
 def _release(params: EngineParams, state: EngineState, rows: Array) -> EngineState:

@@ -47,10 +47,10 @@ def partition_specs(tree: Any, layout: Layout = WHOLE, undeclared: tuple[str, ..
 
 
 def result_specs(tree: Any, layout: Layout = WHOLE) -> Any:
-    """As partition_specs, without the trailing Nones of specs.
+    """The specs of partition_specs without their trailing Nones.
 
-    jax removes them from those of a program's results. Otherwise a new state and a returned one
-    would not share a compiled program.
+    jax removes these from the specs of a program's results. Otherwise a new state and a returned
+    one would not share a compiled program.
     """
 
     def trimmed(spec: P) -> P:
@@ -64,7 +64,7 @@ def result_specs(tree: Any, layout: Layout = WHOLE) -> Any:
 
 
 def named_shardings(mesh: Mesh, tree: Any, layout: Layout = WHOLE) -> Any:
-    """As result_specs, with each spec bound to ``mesh``."""
+    """The specs of result_specs, each bound to ``mesh``."""
     specs = result_specs(tree, layout)
     return jax.tree.map(
         lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda leaf: isinstance(leaf, P)

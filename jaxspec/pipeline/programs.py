@@ -152,7 +152,7 @@ class PipelinePrograms(Programs):
         checked: bool,
         **emitting: Any,
     ) -> tuple[EngineState, Emitted]:
-        """As functional.decode, not ``checked``, whose other options are ``emitting``."""
+        """Does what functional.decode does, not ``checked``; its other options are ``emitting``."""
         assert not checked
         groups, places = self._groups(rows)
         rounds = max_rounds if fixed else int(limit)

@@ -74,8 +74,8 @@ def make_controls(
       prompt_lens: tokens that count as prompt, not as output.
       min_tokens: generated tokens before which no stop token of the row is sampled.
 
-    Raises ValueError for a value out of range (traced values are not checked), and for a bias of
-    another shape.
+    Raises ValueError for a value out of range (traced values are not checked), and for arrays of
+    other shapes or dtypes.
     """
     shape = (batch, vocab_size)
     if bias is None:
@@ -89,25 +89,18 @@ def make_controls(
         lambda x: (x >= 1 / LARGEST_REPETITION_PENALTY) & (x <= LARGEST_REPETITION_PENALTY),
         f"in [{1 / LARGEST_REPETITION_PENALTY}, {LARGEST_REPETITION_PENALTY}]",
     )
+    check_size("repetition_penalty", repetition_penalty, batch)
     for name, value in (
         ("presence_penalty", presence_penalty),
         ("frequency_penalty", frequency_penalty),
     ):
         rule = f"in [-{LARGEST_PENALTY}, {LARGEST_PENALTY}]"
         check_range(name, value, lambda x: np.abs(x) <= LARGEST_PENALTY, rule)
-    sizes = dict(
-        repetition_penalty=repetition_penalty,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        prompt_lens=prompt_lens,
-        min_tokens=min_tokens,
-    )
-    for name, value in sizes.items():
         check_size(name, value, batch)
-    check_integers("prompt_lens", prompt_lens)
-    check_integers("min_tokens", min_tokens)
-    check_range("prompt_lens", prompt_lens, lambda x: x >= 0, "at least 0")
-    check_range("min_tokens", min_tokens, lambda x: x >= 0, "at least 0")
+    for name, value in (("prompt_lens", prompt_lens), ("min_tokens", min_tokens)):
+        check_size(name, value, batch)
+        check_integers(name, value)
+        check_range(name, value, lambda x: x >= 0, "at least 0")
     if not isinstance(bias, Tracer | Array):
         bias = np.asarray(bias, np.float32)
     bias = jnp.broadcast_to(jnp.asarray(bias, jnp.float32), shape)

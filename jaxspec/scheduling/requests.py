@@ -165,16 +165,16 @@ class SamplingParams:
 
     def stops(self, model_stops: tuple[int, ...]) -> tuple[int, ...]:
         """The tokens that end the text; ``model_stops`` are the model's own."""
-        own = tuple(dict.fromkeys((*model_stops, *self.further_stop_token_ids)))
+        stops = tuple(dict.fromkeys((*model_stops, *self.further_stop_token_ids)))
         if self.stop_token_ids is not None:
-            further = () if self.structured is None else set(own) - set(self.stop_token_ids)
+            further = () if self.structured is None else set(stops) - set(self.stop_token_ids)
             return (*self.stop_token_ids, *sorted(further))
-        return () if self.ignore_eos else own
+        return () if self.ignore_eos else stops
 
     def ending_at(self, token_ids: tuple[int, ...]) -> "SamplingParams":
         """The same with further stop tokens."""
-        own = (*self.further_stop_token_ids, *token_ids)
-        return dataclasses.replace(self, further_stop_token_ids=tuple(dict.fromkeys(own)))
+        further = (*self.further_stop_token_ids, *token_ids)
+        return dataclasses.replace(self, further_stop_token_ids=tuple(dict.fromkeys(further)))
 
     def dense_bias(self, vocab_size: int) -> np.ndarray:
         """What is added to the logits of each token: float32 [V], -inf for those not allowed."""
@@ -297,6 +297,12 @@ def with_own_seeds(sampling: SamplingParams, count: int) -> list[SamplingParams]
     return [dataclasses.replace(sampling, seed=(first + index) % 2**32) for index in range(count)]
 
 
+def check_is_sampling(params: object) -> None:
+    """Raise ValueError for what is no SamplingParams."""
+    if not isinstance(params, SamplingParams):
+        raise ValueError(f"sampling must be SamplingParams, got {reprlib.repr(params)}")
+
+
 def check_requests(
     prompts: Sequence[Sequence[int]],
     sampling: Sequence[SamplingParams],
@@ -315,8 +321,7 @@ def check_requests(
     if len(prompts) != len(sampling):
         raise ValueError(f"{len(prompts)} prompts but {len(sampling)} sampling params")
     for index, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
-        if not isinstance(params, SamplingParams):
-            raise ValueError(f"sampling must be SamplingParams, got {reprlib.repr(params)}")
+        check_is_sampling(params)
         _check_prompt(index, prompt, vocab_size)
         if len(prompt) >= max_length:
             room = f"prompt {index} has {len(prompt)} tokens; with those generated at most "

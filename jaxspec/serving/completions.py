@@ -57,14 +57,14 @@ class _Plan:
         return results.without_stop(self.service.llm.llm, self.sampling[0], entries, token_ids)
 
     def places(self, index: int) -> results.TokenPlaces:
-        """Of the tokens that a choice adds to its prompt."""
+        """Where the tokens begin that a choice adds to its prompt."""
         skip = text_options(self.request).skip_special
         decode = functools.partial(self.service.llm.llm.detokenize, skip_special=skip)
         before = self.prompts[index // self.samples]
         return results.TokenPlaces(Detokenizer(decode, before), len(self.echoed(index)))
 
     def prompt_places(self) -> results.TokenPlaces:
-        """Of the tokens of a prompt that is echoed, special ones included if it is token ids."""
+        """Where the tokens of an echoed prompt begin; a prompt of token ids shows special ones."""
         skip = isinstance(self.request.prompt, str)
         decode = functools.partial(self.service.llm.llm.detokenize, skip_special=skip)
         return results.TokenPlaces(Detokenizer(decode), 0)

@@ -78,7 +78,8 @@ def _calls(name: str, calls: Any) -> list[dict[str, Any]]:
 
 
 def _arguments(name: str, given: Any) -> Any:
-    """Of a call that this server or another has written: an object, or text if it is no JSON.
+    """The arguments of a call that this server or another has written: an object, or text if it is
+    no JSON.
 
     A text that reached its limit of tokens ends in the midst of them.
     """

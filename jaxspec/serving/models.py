@@ -16,7 +16,7 @@ def model_list(service: Service) -> ModelList:
 
 
 def stop_tokens(service: Service) -> list[StopToken]:
-    """Those of the model's own, and that of chats."""
+    """The model's stop tokens, and the token that ends a turn of chats."""
     llm, turn_end = service.llm.llm, service.turn_end()
     return [
         StopToken(id=token, text=llm.detokenize([token]), chats_only=token in turn_end)

@@ -166,7 +166,7 @@ class TokenTexts:
         return list(text.encode() if known is None else known)
 
     def logprobs(
-        self, entries: Sequence[TokenLogprob | None], places: "TokenPlaces"
+        self, entries: Sequence[TokenLogprob | None], places: TokenPlaces
     ) -> CompletionLogprobs:
         """In the shape of `/v1/completions`; ``places`` says where each token's text begins.
 
@@ -181,7 +181,8 @@ class TokenTexts:
         )
 
     def _by_text(self, entry: TokenLogprob) -> dict[str, float]:
-        """Of tokens with the same text, such as parts of characters, the sampled or likeliest."""
+        """The log-probabilities by text; of tokens with the same text, such as parts of characters,
+        that of the sampled one or else the likeliest."""
         found = {self.of(entry.token_id): entry.logprob}
         for token, logprob in entry.top:
             found.setdefault(self.of(token), logprob)

@@ -43,7 +43,7 @@ def tool_grammar(
     and for tools that are too large.
     """
     names, functions = _names(request, tools), [tool.function for tool in tools]
-    schemas = [_arguments(*each) for each in zip(names, functions, strict=True)]
+    schemas = _schemas(names, functions)
     grammar = _grammar(request, functions, schemas, form, grammars)
     if not _refusal(grammar, grammars):
         return grammar
@@ -61,10 +61,11 @@ def tool_grammar(
 def known_tool_grammar(
     request: ChatRequest, tools: Sequence[Tool], form: ToolFormat, grammars: GrammarCompiler
 ) -> StructuredOutput | None:
-    """The same if it is compiled already, None if it takes time. Raises FieldError."""
+    """The result of tool_grammar if that is compiled already, None if it takes time. Raises
+    FieldError."""
     functions = [tool.function for tool in tools]
-    each = zip(_names(request, tools), functions, strict=True)
-    grammar = _grammar(request, functions, [_arguments(*one) for one in each], form, grammars)
+    schemas = _schemas(_names(request, tools), functions)
+    grammar = _grammar(request, functions, schemas, form, grammars)
     is_ready = grammars.is_known(grammar) and not _refusal(grammar, grammars)
     return grammar if is_ready else None
 
@@ -72,6 +73,11 @@ def known_tool_grammar(
 def _names(request: ChatRequest, tools: Sequence[Tool]) -> list[str]:
     """The fields of the tools' schemas in the request."""
     return [f"tools.{(request.tools or []).index(tool)}.function.parameters" for tool in tools]
+
+
+def _schemas(names: Sequence[str], functions: Sequence[Function]) -> list[Mapping[str, Any]]:
+    """The schemas of the arguments of tools, of what can be enforced."""
+    return [_arguments(*each) for each in zip(names, functions, strict=True)]
 
 
 def _arguments(name: str, function: Function) -> Mapping[str, Any]:

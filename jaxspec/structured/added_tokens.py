@@ -9,6 +9,8 @@ import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from jaxspec.byte_letters import LETTERS
+
 
 class Vocabulary(NamedTuple):
     """A tokenizer for llguidance.
@@ -115,15 +117,7 @@ def _spelling(decoder: Any) -> Callable[[str], str] | None:
     """How the tokenizer's words are spelled; None: in a way that llguidance does not read."""
     kinds = json.dumps(decoder)
     if '"ByteLevel"' in kinds:
-        letters = _byte_letters()
-        return lambda text: "".join(letters[byte] for byte in text.encode())
+        return lambda text: "".join(LETTERS[byte] for byte in text.encode())
     if '"ByteFallback"' in kinds:
         return lambda text: text.replace(" ", "\u2581")
     return None
-
-
-def _byte_letters() -> list[str]:
-    """The letter that byte-level tokenizers write for each byte."""
-    shown = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    hidden = iter(range(256, 512))
-    return [chr(byte if byte in shown else next(hidden)) for byte in range(256)]

@@ -50,16 +50,19 @@ class TextTokenizer:
             self._encode = lambda text: plain.encode(text).ids
             self._decode = plain.decode
         self._bytes = None if backend is None else TokenBytes(backend)
-        # The token that ends the assistant's turns, see hugging_face.turn_end.
-        self.turn_end = functools.lru_cache(maxsize=64)(self._turn_end)
+        # A server asks for every chat.
+        self._turn_end = functools.lru_cache(maxsize=64)(
+            lambda chat_template: package.turn_end(self.full, chat_template)
+        )
 
     @functools.cached_property
     def full(self) -> "Tokenizer":
         """The tokenizer of transformers, with the chat template; loaded when first asked for."""
         return package.load_tokenizer(self.directory)
 
-    def _turn_end(self, chat_template: str | None) -> tuple[int, ...]:
-        return package.turn_end(self.full, chat_template)
+    def turn_end(self, chat_template: str | None) -> tuple[int, ...]:
+        """The token that ends the assistant's turns, see hugging_face.turn_end."""
+        return self._turn_end(chat_template)
 
     def encode(self, text: str) -> list[int]:
         """Token ids, with those that the tokenizer puts around every text."""
@@ -79,8 +82,8 @@ class TextTokenizer:
 
 
 class NoTokenizer(TextTokenizer):
-    """In the place of one, for a model without tokenizer files: prompts are token ids, and all text
-    that is generated is empty. What needs a tokenizer raises ValueError."""
+    """Stands for the tokenizer of a model without tokenizer files: prompts are token ids, and all
+    text that is generated is empty. What needs a tokenizer raises ValueError."""
 
     def __init__(self, directory: Path):
         self.directory = directory
@@ -100,6 +103,12 @@ class NoTokenizer(TextTokenizer):
 
     def decode(self, token_ids: Sequence[int], *, skip_special: bool = False) -> str:
         return ""
+
+    def turn_end(self, chat_template: str | None) -> tuple[int, ...]:
+        return ()
+
+    def token_bytes(self, token_id: int) -> bytes | None:
+        return None
 
     def check_stops(self, wanted: bool) -> None:
         if wanted:

@@ -6,7 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxspec.pytree import is_static
+from jaxspec.number_text import first_of
+from jaxspec.pytree import array_text, is_static
 from jaxspec.weight_places import weight_place
 
 MOST_SHOWN = 4  # differences that an error lists
@@ -24,11 +25,9 @@ def in_place_of(current: Any, new: Any) -> Any:
     Raises ValueError that names what differs.
     """
     if different := _differences(current, new):
-        more = len(different) - MOST_SHOWN
-        shown = ", ".join(different[:MOST_SHOWN]) + (f" and {more} more" if more > 0 else "")
         raise ValueError(
-            f"the weights have other shapes or static fields than those in use: {shown}; make a "
-            "new engine with them instead"
+            "the weights have other shapes or static fields than those in use: "
+            f"{first_of(different, MOST_SHOWN)}; make a new engine with them instead"
         )
     return jax.device_put(new, jax.tree.map(place_of, current))
 
@@ -66,9 +65,6 @@ def _static_differences(current: Any, new: Any) -> list[str]:
 
 
 def _shapes(tree: Any) -> dict[str, str]:
-    """The arrays by name, as dtype[shape]."""
+    """The arrays by name, as ``int32[2, 3]``."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {
-        jax.tree_util.keystr(path).lstrip("."): f"{leaf.dtype}{list(leaf.shape)}"
-        for path, leaf in leaves
-    }
+    return {jax.tree_util.keystr(path).lstrip("."): array_text(leaf) for path, leaf in leaves}

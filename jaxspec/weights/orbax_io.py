@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 
+from jaxspec.number_text import first_of
 from jaxspec.parallel import Layout
 from jaxspec.pytree import is_static
 from pallas_kernels.selection import Kernels
@@ -151,8 +152,5 @@ def _check_choices(path: Path, like: Any) -> None:
         if saved.get(name) != wanted.get(name)
     ]
     if problems:
-        more = len(problems) - MOST_LISTED
-        rest = f" and {more} more" if more > 0 else ""
-        raise ValueError(
-            f"{path} was saved with other choices: {'; '.join(problems[:MOST_LISTED])}{rest}"
-        )
+        shown = first_of(problems, MOST_LISTED, "; ")
+        raise ValueError(f"{path} was saved with other choices: {shown}")

@@ -72,6 +72,7 @@ def test_sigterm_lets_requests_end_and_a_second_one_does_not(model: Path, tmp_pa
         assert own.process.wait(LIMIT) == 0
 
 
+@pytest.mark.slow  # test_draining.py has the same without a process
 def test_at_the_end_of_the_time_to_drain_a_request_that_waits_is_told(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

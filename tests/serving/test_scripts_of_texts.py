@@ -16,7 +16,7 @@ WORDS = {
     "devanagari": "नमस्ते ",
     "quotes": "’“”",
 }
-SAMPLES = 4
+SAMPLES, TOKENS = 2, 40
 
 
 def asked(script: str) -> dict[str, Any]:
@@ -25,10 +25,10 @@ def asked(script: str) -> dict[str, Any]:
     return {
         "model": MODEL,
         "prompt": WORDS[script] * 2,
-        "max_tokens": 60,
+        "max_tokens": TOKENS,
         "temperature": 1.0,
         "seed": 3,
-        "extra_body": {"structured_outputs": {"regex": f"[{letters}]{{60}}"}},
+        "extra_body": {"structured_outputs": {"regex": f"[{letters}]{{{TOKENS}}}"}},
     }
 
 
@@ -37,7 +37,7 @@ def broken(prompt: str) -> dict[str, Any]:
     return {
         "model": MODEL,
         "prompt": prompt,
-        "max_tokens": 60,
+        "max_tokens": TOKENS,
         "temperature": 1.0,
         "seed": 4,
         "extra_body": {"allowed_token_ids": list(range(100, 256))},

@@ -3,7 +3,6 @@
 import json
 from typing import Any
 
-import numpy as np
 import pytest
 from llguidance import LLTokenizer
 
@@ -12,9 +11,9 @@ from jaxspec.serving.protocol.base import FieldError
 from jaxspec.serving.protocol.chat import ChatRequest
 from jaxspec.serving.tool_grammar import known_tool_grammar, tool_grammar
 from jaxspec.serving.tools import FORMATS, offered_tools
-from jaxspec.structured import GrammarCompiler, GrammarError, Matcher
+from jaxspec.structured import GrammarCompiler, Matcher
 from tests.small_tokenizers import byte_level, with_markup
-from tests.structured_outputs import END, compiler, tokenizer
+from tests.structured_outputs import compiler, legal, takes
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 
@@ -37,19 +36,6 @@ def matcher_of(
 
 def call(name: str, arguments: str) -> str:
     return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
-
-
-def legal(matcher: Matcher) -> list[int]:
-    bits = np.unpackbits(matcher.mask().view(np.uint8), bitorder="little")
-    return np.flatnonzero(bits).tolist()
-
-
-def takes(matcher: Matcher, text: str) -> bool:
-    try:
-        matcher.copy().advance([*tokenizer()(text)["input_ids"], END])
-    except GrammarError:
-        return False
-    return True
 
 
 @pytest.mark.parametrize(

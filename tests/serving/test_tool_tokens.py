@@ -9,7 +9,8 @@ import transformers
 
 from jaxspec import LLM
 from jaxspec.config.engine import EngineConfig
-from tests.checkpoints import tiny_llama
+from tests.engines import CHAIN
+from tests.random_models import save_random_target
 from tests.served import MODEL, with_client
 from tests.small_tokenizers import byte_level, with_markup
 
@@ -27,6 +28,7 @@ REQUEST = {
     "messages": [{"role": "user", "content": "abc"}],
     "max_completion_tokens": 120,
     "temperature": 0,
+    "logit_bias": {END: 0},  # so all requests run in the same programs
     "extra_body": {"return_token_ids": True},
 }
 
@@ -35,11 +37,12 @@ REQUEST = {
 def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
     path = tmp_path_factory.mktemp("markup")
     size = TOKENIZER.get_vocab_size()
-    tiny_llama(path, vocab_size=size, num_hidden_layers=1, eos_token_id=END)
+    save_random_target(path, vocab_size=size, stop_token_ids=(END,))
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=TOKENIZER, eos_token="<|im_end|>")
     fast.save_pretrained(Path(path))
     config = EngineConfig(max_rows=1, rounds_per_call=1)
-    return LLM(path, "ngram", max_length=256, page_size=8, engine=config)
+    options: Any = {"speculation": CHAIN, "max_length": 256, "page_size": 8}
+    return LLM(path, "ngram", engine=config, **options)
 
 
 def answer(llm: LLM, **fields: Any) -> Any:
@@ -70,7 +73,7 @@ def test_a_tool_is_called_with_the_marker_tokens(llm: LLM, choice: str):
         tools=TOOLS,
         tool_choice=named if choice == "weather" else choice,
         parallel_tool_calls=False,
-        logit_bias={CALL: 100, END: 50} if choice == "auto" else {},
+        logit_bias={CALL: 100, END: 50} if choice == "auto" else REQUEST["logit_bias"],
     )
     assert found.finish_reason == "tool_calls" and found.message.content is None
     [call] = found.message.tool_calls

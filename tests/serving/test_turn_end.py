@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import transformers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from jaxspec import LLM, SamplingParams
 from jaxspec.async_llm import AsyncLLM
@@ -20,9 +19,9 @@ from jaxspec.config.engine import EngineConfig
 from jaxspec.structured import StructuredOutput
 from jaxspec.training.draft_data import Examples
 from jaxspec.training.regenerate import regenerate
-from tests.checkpoints import tiny_llama
-from tests.engines import CHAIN
+from tests.random_models import save_random_target
 from tests.served import MODEL, with_client
+from tests.small_tokenizers import one_token_a_byte
 
 END, START, TURN, TOOL = 256, 257, 258, 259  # <|endoftext|>, <|im_start|>, <|im_end|>, <tool>
 CHATML = (
@@ -37,14 +36,9 @@ CHOICE = StructuredOutput(choice=("yes", "no"))
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """As a ChatML fine-tune of a base model: all files name <|endoftext|> alone."""
-    path = tiny_llama(
-        tmp_path_factory.mktemp("chatml"), vocab_size=260, num_hidden_layers=1, eos_token_id=END
-    )
-    vocab = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    path = tmp_path_factory.mktemp("chatml")
+    save_random_target(path, vocab_size=260, stop_token_ids=(END,))
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=one_token_a_byte())
     fast.add_special_tokens({"eos_token": "<|endoftext|>"})
     fast.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
     fast.add_tokens(["<tool>"])
@@ -56,7 +50,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def llm(model: Path) -> LLM:
     config = EngineConfig(max_rows=1, rounds_per_call=4)
-    return LLM(model, "ngram", speculation=CHAIN, max_length=64, engine=config)
+    return LLM(model, "none", max_length=64, engine=config)
 
 
 def ending(completion: Completion) -> tuple[str, str, list[int]]:
@@ -129,11 +123,11 @@ def test_files_of_prompts_and_the_terminal_end_with_the_turn(llm: LLM, capsys):
 
 
 def test_answers_to_learn_from_end_with_the_turn(llm: LLM, tmp_path: Path, monkeypatch):
-    generate, asked = llm.generate, []
+    answers, asked = llm.chat(USER, ENDS_TURN), []
 
     def record(prompts: Any, sampling: list[SamplingParams]) -> list[Completion]:
         asked.extend(sampling)
-        return generate(prompts, sampling)
+        return [dataclasses.replace(answers[0], prompt_token_ids=prompts[0])]
 
     monkeypatch.setattr(llm, "generate", record)
     rows = np.full((1, 12), 65, np.int32)
@@ -167,6 +161,12 @@ def test_a_server_ends_chats_with_the_turn_and_shows_its_stop_tokens(llm: LLM, t
     ]
 
 
+def test_too_many_tokens_that_end_a_text_are_refused(llm: LLM):
+    many = SamplingParams(further_stop_token_ids=tuple(range(20)))
+    with pytest.raises(ValueError, match=r"^21 tokens would end the text, and at most 16 may: "):
+        llm.generate(["hi"], many)
+
+
 def test_the_tokenizers_end_token_ends_texts(model: Path, tmp_path: Path):
     """It differs from that of config.json, as in many fine-tunes; chats need no template for it."""
     for path in model.iterdir():
@@ -176,10 +176,8 @@ def test_the_tokenizers_end_token_ends_texts(model: Path, tmp_path: Path):
     (tmp_path / "tokenizer_config.json").write_text(
         json.dumps(config | {"eos_token": "<|im_end|>"})
     )
-    llm = LLM(tmp_path, "none", max_length=64)
+    config = EngineConfig(max_rows=1, rounds_per_call=2)
+    llm = LLM(tmp_path, "none", max_length=64, engine=config)
     assert llm.params.target.config.stop_token_ids == (END, TURN) and llm.turn_end() == ()
     [answer] = llm.generate(["hi"], ENDS_TURN)
     assert ending(answer) == STOPPED
-    many = SamplingParams(further_stop_token_ids=tuple(range(20)))
-    with pytest.raises(ValueError, match=r"^22 tokens would end the text, and at most 16 may: "):
-        llm.generate(["hi"], many)

@@ -3,14 +3,14 @@
 import json
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 from llguidance import LLTokenizer
 from tokenizers import Tokenizer
 
-from jaxspec.structured import GrammarCompiler, Matcher, StructuredOutput
+from jaxspec.structured import GrammarCompiler, StructuredOutput
 from jaxspec.structured.added_tokens import Markers, read_vocabulary
 from tests.small_tokenizers import MARKUP, byte_level, metaspace, with_markup
+from tests.structured_outputs import legal
 
 KINDS = {"byte_level": byte_level, "byte_fallback": metaspace}
 PLAIN = {text for text, special in MARKUP.items() if not special and text != "\n\n"}
@@ -32,11 +32,6 @@ def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
     """Tokens of a text in the midst of others: at the beginning some tokenizers put a space."""
     ids = tokenizer.encode("<b>" + text, add_special_tokens=False).ids
     return ids[ids.index(tokenizer.get_vocab()["<b>"]) + 1 :]
-
-
-def legal(matcher: Matcher) -> list[int]:
-    bits = np.unpackbits(matcher.mask().view(np.uint8), bitorder="little")
-    return np.flatnonzero(bits).tolist()
 
 
 def written(compiler: GrammarCompiler, tokenizer: Tokenizer, spec: StructuredOutput) -> list[int]:

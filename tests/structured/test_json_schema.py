@@ -5,20 +5,15 @@ from typing import Any
 
 import pytest
 
-from jaxspec.structured import GrammarError, StructuredOutput
+from jaxspec.structured import StructuredOutput
 from jaxspec.structured.json_schema import read_schema
-from tests.structured_outputs import END, compiler, tokenizer
+from tests.structured_outputs import compiler, takes
 
 INTEGER = {"type": "integer"}
 
 
 def matches(output: StructuredOutput, text: str) -> bool:
-    matcher = compiler().matcher(output)
-    try:
-        matcher.advance([*tokenizer()(text)["input_ids"], END])
-    except GrammarError:
-        return False
-    return True
+    return takes(compiler().matcher(output), text)
 
 
 def object_of(**properties: Any) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from jaxspec.weights import tied_head
 from jaxspec.weights.checkpoint_files import StoredTensor, canonical_tensors
 from jaxspec.weights.safetensors_io import load_decoder, load_pipeline
 from tests.checkpoints import hf_logits, save_tensors, tiny_llama
+from tests.programs import FAST_COMPILE
 from tests.quantized_checkpoints import gptq, quantize_checkpoint
 
 FLOAT32 = jnp.dtype("float32")
@@ -75,9 +76,16 @@ def test_the_logits_are_those_of_transformers(other_head: Path):
     with pytest.warns(UserWarning, match=WARNING):
         model = load_from(other_head)
     positions = jnp.broadcast_to(jnp.arange(TOKENS.shape[1]), TOKENS.shape)
-    tokens, states = jnp.asarray(TOKENS), model.no_states()
-    hidden, _, _ = decoder.run(model, tokens, positions, states, dense_causal_attend)
-    ours, theirs = decoder.logits(model, hidden), hf_logits(other_head, TOKENS)
+
+    def logits() -> jax.Array:
+        states = model.no_states()
+        hidden, _, _ = decoder.run(
+            model, jnp.asarray(TOKENS), positions, states, dense_causal_attend
+        )
+        return decoder.logits(model, hidden)
+
+    ours = jax.jit(logits, compiler_options=FAST_COMPILE)()
+    theirs = hf_logits(other_head, TOKENS)
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4 * np.abs(theirs).max())
 
 

@@ -14,6 +14,7 @@ from jax import Array
 from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.models.decoder import Decoder
 from jaxspec.models.heads import BlockHead, DraftHead
+from jaxspec.pytree import array_text
 from jaxspec.speculation.call import Call
 from jaxspec.speculation.drafters.base import (
     Drafter,
@@ -99,7 +100,7 @@ def new_rows(drafter: Drafter, num_rows: int, target: Decoder, capacity: Specula
         if jnp.shape(leaf)[:1] != (num_rows,):
             raise ValueError(
                 f"{type(drafter).__name__}.init_rows must return arrays with an entry for each of "
-                f"{num_rows} rows: {_place('rows', path)} is {_array(leaf)}"
+                f"{num_rows} rows: {_place('rows', path)} is {array_text(leaf)}"
             )
     return rows
 
@@ -143,7 +144,7 @@ def checked_proposal(
     if tree.tokens.ndim != 2 or tree.tokens.shape[0] != num_rows:
         raise ValueError(
             f"{name} must return a tree for each of {num_rows} rows: its tokens are "
-            f"{_array(tree.tokens)}"
+            f"{array_text(tree.tokens)}"
         )
     shape = None if tree.confidence is None else jnp.shape(tree.confidence)
     if call.confidence and shape != (num_rows, tree.max_depth):
@@ -161,8 +162,8 @@ def _difference(name: str, wanted: Any, got: Any) -> str | None:
         return f"{name} were {_shown(wanted)}, got {_shown(got)}"
     before, after = map(jax.tree_util.tree_leaves_with_path, (wanted, got))
     for (path, old), (_, new) in zip(before, after, strict=True):
-        if _array(old) != _array(new):
-            return f"{_place(name, path)} was {_array(old)}, got {_array(new)}"
+        if array_text(old) != array_text(new):
+            return f"{_place(name, path)} was {array_text(old)}, got {array_text(new)}"
     return None
 
 
@@ -170,15 +171,10 @@ def _place(name: str, path: Any) -> str:
     return f"{name}{jax.tree_util.keystr(path)}"
 
 
-def _array(leaf: Any) -> str:
-    """The dtype and shape of an array, such as int32[2, 3]."""
-    return f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}"
-
-
 def _shown(tree: Any) -> str:
     """The type of a value, and the arrays in it."""
     if tree is None:
         return "None"
     leaves = jax.tree.leaves(tree)
-    arrays = [_array(leaf) for leaf in leaves if hasattr(leaf, "dtype")]
+    arrays = [array_text(leaf) for leaf in leaves if hasattr(leaf, "dtype")]
     return f"{type(tree).__name__}({', '.join(arrays)})" if arrays else type(tree).__name__

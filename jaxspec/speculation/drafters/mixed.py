@@ -16,7 +16,13 @@ from jaxspec.config.speculation import SpeculationConfig
 from jaxspec.models.decoder import Decoder
 from jaxspec.pytree import Pytree, pytree, static
 from jaxspec.speculation.call import Call
-from jaxspec.speculation.drafters.base import Drafter, DraftState, PrefillChunk, StatelessDrafter
+from jaxspec.speculation.drafters.base import (
+    Drafter,
+    DraftState,
+    PrefillChunk,
+    StatelessDrafter,
+    unchanged,
+)
 from jaxspec.speculation.drafters.checks import (
     check_drafter,
     checked_proposal,
@@ -116,7 +122,7 @@ class MixedDrafter(Pytree):
             after = self.model.catch_up(target, _with(state, own), call)
             return tree, checked_state(self.model, "catch_up", state, after)
 
-        start = looked_up, DraftState(pool=state.pool.draft, rows=state.rows.draft)
+        start = looked_up, unchanged(state)
         if not self.may_skip:
             return draft(start)
         needed = jnp.any(state.rows.active & ~found)
