@@ -125,7 +125,8 @@ def settle(params: EngineParams, state: EngineState, rows: Integers) -> EngineSt
 
     While a row decodes, its drafter reads the tokens of a round in the next one. Afterwards the
     drafter's cache, too, holds the whole context, and the row's full pages may be kept for others.
-    Row indices outside 0 .. R - 1 are padding; empty rows and those that read stay unchanged.
+    An index -1, and of traced ones any outside 0 .. R - 1, is padding; empty rows and those that
+    read stay unchanged.
     """
     check_state(params, state)
     arguments = (listed_rows(params, state, rows),)
