@@ -237,7 +237,7 @@ PAGES = np.arange(1, 7).reshape(1, 6)
     ],
 )
 def test_page_tables_are_checked(table: Any, num_pages: Any, message: str):
-    options = dict(page_size=8, page_table=table, num_pages=num_pages)
+    options: dict[str, Any] = dict(page_size=8, page_table=table, num_pages=num_pages)
     refused(lambda: init_state(PARAMS, 1, LENGTH, **options), message)
 
 

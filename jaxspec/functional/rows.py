@@ -65,14 +65,15 @@ def init_state(
     problems.tell()
     if (page_table is None) != (num_pages is None):
         raise ValueError("give page_table and num_pages together, or neither")
+    table = None
     if page_table is not None and num_pages is not None:
-        page_table = _as_table(page_table, num_rows, num_pages // params.data_parallel)
+        table = _as_table(page_table, num_rows, num_pages // params.data_parallel)
     needed = pages_for(max_length + params.speculation.scratch_slots, page_size)
     if num_pages is None:
         num_pages = num_rows * needed + params.data_parallel
     pool = init_pool(params, num_pages, page_size, num_rows)
     return init_rows(
-        params, pool, num_rows, max_length, page_table, max_stops=max_stops, controls=controls
+        params, pool, num_rows, max_length, table, max_stops=max_stops, controls=controls
     )
 
 
