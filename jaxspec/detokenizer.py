@@ -65,7 +65,7 @@ class Detokenizer:
             return ""
         self._pending += tokens
         text = self._text()
-        if len(tokens) > 1 and (REPLACEMENT in text or not text):
+        if len(tokens) > 1 and (REPLACEMENT in text or not text or self._length):
             del self._pending[-len(tokens) :]
             return "".join([self._add([token]) for token in tokens])
         if text:

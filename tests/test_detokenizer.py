@@ -184,6 +184,18 @@ def test_the_text_of_any_tokens_does_not_depend_on_the_split(tokenizer, seed, si
             assert joined == {whole_after(decode, first, new).removeprefix(decode(first))}
 
 
+@pytest.mark.parametrize("cut", [34, 35, 37, 42, 59])
+def test_a_long_run_of_broken_bytes_does_not_depend_on_the_split(cut):
+    """One invalid byte breaks the characters after it, until more are pending than are kept."""
+    tokenizer = sentencepiece_like()
+    decode = decoder(tokenizer)
+    texts = ["’’’’éé日’éé日日’’’’日日’", "日日é’日é日’é日’日é’日日’日é’"]
+    for spelt in (*(text.encode() for text in texts), *(b"\x99" + t.encode() for t in texts)):
+        tokens = [3 + byte for byte in b"\xe2" + spelt]
+        whole = "".join(pushed(Detokenizer(decode), tokens, [1]))
+        assert "".join(pushed(Detokenizer(decode), tokens, [cut, 2, 3, 1])) == whole
+
+
 @pytest.mark.parametrize("size", [1, 31, 32, 33, 34, 47, 1000])
 def test_the_unfinished_character_alone_is_held_back(tokenizer, size):
     """However many tokens come together; invalid bytes come once they cannot be one any more."""

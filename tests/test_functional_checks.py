@@ -227,6 +227,52 @@ def test_options_of_reading_are_checked(options: dict[str, Any], message: str):
     refused(lambda: prefill(PARAMS, admitted(), **given), message)
 
 
+@pytest.mark.parametrize("width", [0, -1, 2.5])
+def test_the_width_of_whole_prompts_is_checked(width: Any):
+    told = f"width must be an int, at least 1, got {width}"
+    refused(lambda: read_all(PARAMS, admitted(), width=width), told)
+
+
+PAGES = np.arange(1, 7).reshape(1, 6)
+
+
+@pytest.mark.parametrize(
+    ("table", "num_pages", "message"),
+    [
+        (PAGES * 1.0, 7, "page_table must be integers [R, M], not float64: cast it"),
+        (PAGES[0], 7, "page_table must be integers [R, M], got shape [6]: give [page_table]"),
+        (np.concatenate([PAGES, PAGES]), 7, "page_table has 2 rows for 1: give one for each"),
+        (PAGES, 6, "page_table[0, 5] is 6: pages are 0 to 5"),
+        (-PAGES, 7, "page_table[0, 0] is -1: pages are 0 to 6"),
+        (PAGES, 0, "num_pages must be an int, at least 2 with the null pages, got 0"),
+        (PAGES, 7.5, "num_pages must be an int, at least 2 with the null pages, got 7.5"),
+    ],
+)
+def test_page_tables_are_checked(table: Any, num_pages: Any, message: str):
+    options: dict[str, Any] = dict(page_size=8, page_table=table, num_pages=num_pages)
+    refused(lambda: init_state(PARAMS, 1, LENGTH, **options), message)
+
+
+def test_page_tables_may_be_lists():
+    state = init_state(PARAMS, 1, LENGTH, page_size=8, page_table=PAGES.tolist(), num_pages=7)
+    assert state.rows.page_table.tolist() == PAGES.tolist()
+
+
+def test_pages_that_the_pool_lacks_are_refused():
+    state = admitted()
+    table, most = np.array(state.rows.page_table), state.pool.num_pages
+    rule = f"pages are 0 to {most - 1}"
+    assign, copy = functional.assign_pages, functional.copy_pages
+    told = f"page_table[0, 0] is {most}: {rule}"
+    refused(lambda: assign(PARAMS, state, [0], np.full_like(table[:1], most)), told)
+    told = f"a page_table for 2 rows must be {[2, table.shape[1]]}, not {[1, table.shape[1]]}"
+    refused(lambda: assign(PARAMS, state, ROWS, table[:1]), told)
+    refused(lambda: copy(PARAMS, state, [1], [-1]), f"destination[0] is -1: {rule}")
+    refused(lambda: copy(PARAMS, state, [1, 2], [3]), "source has 2 pages, destination 1")
+    refused(lambda: functional.save_row(PARAMS, state, [0], [most]), f"pages[0] is {most}: {rule}")
+    refused(lambda: functional.save_row(PARAMS, state, [5], [1]), "rows[0] is 5: the state has")
+
+
 def test_parameters_and_state_must_be_such_and_of_each_other():
     state, either = empty(), "must be params and state, EngineParams and EngineState, not "
     first: Any = state
@@ -277,6 +323,8 @@ def test_weights_that_cannot_replace_others_are_named():
     [
         ({"temperature": -1.0}, "temperature must be at least 0, got -1.0"),
         ({"temperature": np.ones(3)}, "temperature must be a scalar or [2], a value for each row"),
+        ({"temperature": "hot"}, "temperature must be numbers, got 'hot'"),
+        ({"temperature": None}, "temperature must be numbers, got None"),
         ({"top_p": 2.0}, "top_p must be in (0, 1], got 2.0"),
         ({"top_k": 1.5}, "top_k must be integers, got 1.5"),
         ({"seeds": "a"}, "seeds must be integers, got 'a'"),

@@ -284,6 +284,25 @@ def _check_shapes(problems: Problems, arrived: dict[str, Any], batch: int, colum
         problems.add(f"sampling has shape {shown} for {batch} rows: make_sampling({batch}, ...)")
 
 
+def check_table(params: EngineParams, state: EngineState, table: Array, batch: int) -> None:
+    """Raise ValueError for what cannot be the page tables of ``batch`` rows."""
+    wanted = (batch, state.rows.page_table.shape[1])
+    if table.shape != wanted:
+        raise ValueError(
+            f"a page_table for {batch} rows must be {list(wanted)}, not {list(table.shape)}"
+        )
+    check_pages(params, state, page_table=table)
+
+
+def check_pages(params: EngineParams, state: EngineState, **arrays: Array) -> None:
+    """Raise ValueError for pages that the pool, or a device's part of it, does not have."""
+    problems, pages = Problems(), state.pool.num_pages // params.data_parallel
+    for name, array in arrays.items():
+        rule = f"pages are 0 to {pages - 1}"
+        problems.within(name, array, lambda x: (x >= 0) & (x < pages), rule)
+    problems.tell()
+
+
 def check_rounds(num_rounds: Any, max_rounds: int | None) -> None:
     """Raise ValueError for a number of rounds that is no integer, negative, or more than the result
     has room for."""

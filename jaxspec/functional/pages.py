@@ -8,7 +8,13 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 
 from jaxspec.cache import ModelState
-from jaxspec.functional.checks import as_int32, check_state
+from jaxspec.functional.checks import (
+    as_int32,
+    check_pages,
+    check_rows,
+    check_state,
+    check_table,
+)
 from jaxspec.functional.params import EngineParams, Integers, on_mesh, row_spec
 from jaxspec.functional.subset import put_rows, take_rows
 from jaxspec.parallel import partition_specs
@@ -36,6 +42,11 @@ def copy_pages(
     check_state(params, state)
     spec = row_spec(params)
     lists = as_int32("source", source, "[n]"), as_int32("destination", destination, "[n]")
+    if lists[0].shape != lists[1].shape:
+        raise ValueError(
+            f"source has {len(lists[0])} pages, destination {len(lists[1])}: give one for each"
+        )
+    check_pages(params, state, source=lists[0], destination=lists[1])
     return on_mesh(_copy_pages, params, state, lists, (spec, spec), None)
 
 
@@ -66,6 +77,8 @@ def save_row(
     check_state(params, state)
     _check_one_shard(params)
     index, listed = as_int32("row", row, "[n]"), as_int32("pages", pages, "[n]")
+    check_rows(index, state.rows.status.shape[0])
+    check_pages(params, state, pages=listed)
     shapes = jax.eval_shape(_save_row, params, state, index, listed)[1]
     specs = partition_specs(shapes, params.layout)
     return on_mesh(_save_row, params, state, (index, listed), (P(), P()), specs)
@@ -105,6 +118,9 @@ def restore_row(
         as_int32("pages", pages, "[n]"),
         as_int32("page_table", page_table, "[1, M]"),
     )
+    check_rows(arguments[1], state.rows.status.shape[0])
+    check_pages(params, state, pages=arguments[2])
+    check_table(params, state, arguments[3], 1)
     specs = partition_specs(saved, params.layout), P(), P(), P()
     return on_mesh(_restore_row, params, state, arguments, specs, None)
 

@@ -13,6 +13,7 @@ from jaxspec.functional.checks import (
     check_params,
     check_rows,
     check_state,
+    check_table,
 )
 from jaxspec.functional.params import EngineParams, Integers, on_mesh
 from jaxspec.functional.subset import local_rows, put_rows
@@ -34,7 +35,7 @@ def init_state(
     max_length: int,
     *,
     page_size: int = 16,
-    page_table: Array | None = None,
+    page_table: Integers | None = None,
     num_pages: int | None = None,
     max_stops: int = 4,
     controls: bool = False,
@@ -59,16 +60,33 @@ def init_state(
     problems.whole("max_length", max_length, 2, " (a token to read and one to generate)")
     problems.whole("page_size", page_size, 1)
     problems.whole("max_stops", max_stops, 0)
+    if num_pages is not None:
+        problems.whole("num_pages", num_pages, 1 + params.data_parallel, " with the null pages")
     problems.tell()
     if (page_table is None) != (num_pages is None):
         raise ValueError("give page_table and num_pages together, or neither")
+    table = None
+    if page_table is not None and num_pages is not None:
+        table = _as_table(page_table, num_rows, num_pages // params.data_parallel)
     needed = pages_for(max_length + params.speculation.scratch_slots, page_size)
     if num_pages is None:
         num_pages = num_rows * needed + params.data_parallel
     pool = init_pool(params, num_pages, page_size, num_rows)
     return init_rows(
-        params, pool, num_rows, max_length, page_table, max_stops=max_stops, controls=controls
+        params, pool, num_rows, max_length, table, max_stops=max_stops, controls=controls
     )
+
+
+def _as_table(table: Integers, num_rows: int, num_pages: int) -> Array:
+    """Pages [R, M] of each row. Raises ValueError for other shapes, and for pages that the pool, or
+    a device's part of it, does not have."""
+    made, problems = as_int32("page_table", table, "[R, M]"), Problems()
+    if len(made) != num_rows:
+        raise ValueError(f"page_table has {len(made)} rows for {num_rows}: give one for each")
+    rule = f"pages are 0 to {num_pages - 1}"
+    problems.within("page_table", made, lambda x: (x >= 0) & (x < num_pages), rule)
+    problems.tell()
+    return made
 
 
 def init_pool(params: EngineParams, num_pages: int, page_size: int, num_rows: int) -> Pool:
@@ -253,14 +271,18 @@ def held_slots(table: Array, page_size: int) -> Array:
 
 
 def assign_pages(
-    params: EngineParams, state: EngineState, rows: Integers, page_table: Array
+    params: EngineParams, state: EngineState, rows: Integers, page_table: Integers
 ) -> EngineState:
     """Give rows [B] other page tables [B, M]: those they have and more, so that they need not wait.
 
     Padding of ``rows`` is -1, and in a traced list any index outside 0 .. R - 1.
+
+    Raises ValueError for a table of another shape, and for pages that the pool does not have.
     """
     check_state(params, state)
-    arguments = _indices(state, rows), as_int32("page_table", page_table, "[B, M]")
+    index, table = _indices(state, rows), as_int32("page_table", page_table, "[B, M]")
+    check_table(params, state, table, len(index))
+    arguments = index, table
     return on_mesh(_assign_pages, params, state, arguments, (P(), P()), None)
 
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jaxspec.functional.checks import check_sizes
 from jaxspec.functional.params import EngineParams, Integers
 from jaxspec.functional.prefill import prefill
 from jaxspec.functional.subset import listed_rows
@@ -42,6 +43,7 @@ def prefill_all(
 
     Raises ValueError as prefill does.
     """
+    check_sizes(width=width)
     read = functools.partial(
         prefill,
         params,

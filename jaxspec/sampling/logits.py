@@ -72,18 +72,17 @@ def make_sampling(
     for name, value in given.items():
         check_size(name, value, batch)
     own = np.arange(batch, dtype=np.uint32) if np.ndim(seeds) == 0 else np.uint32(0)
-    sampling = Sampling(
+    check_range("temperature", temperature, lambda x: x >= 0, "at least 0")
+    check_range("top_k", top_k, lambda x: x >= 0, "at least 0 (0 keeps all tokens)")
+    check_range("top_p", top_p, lambda x: (x > 0) & (x <= 1), "in (0, 1]")
+    check_range("min_p", min_p, lambda x: (x >= 0) & (x <= 1), "in [0, 1]")
+    return Sampling(
         temperature=per_row(temperature, batch, jnp.float32),
         top_k=per_row(top_k, batch, jnp.int32),
         top_p=per_row(top_p, batch, jnp.float32),
         min_p=per_row(min_p, batch, jnp.float32),
         seeds=per_row(seeds, batch, jnp.uint32) + own,
     )
-    check_range("temperature", temperature, lambda x: x >= 0, "at least 0")
-    check_range("top_k", top_k, lambda x: x >= 0, "at least 0 (0 keeps all tokens)")
-    check_range("top_p", top_p, lambda x: (x > 0) & (x <= 1), "in (0, 1]")
-    check_range("min_p", min_p, lambda x: (x >= 0) & (x <= 1), "in [0, 1]")
-    return sampling
 
 
 def _seeds_of_keys(keys: Array) -> Array:
@@ -121,6 +120,8 @@ def check_range(name: str, value: ArrayLike, is_ok: Callable, rule: str) -> None
     if isinstance(value, Tracer):
         return
     values = np.atleast_1d(np.asarray(value))
+    if not jnp.issubdtype(values.dtype, jnp.number):
+        raise ValueError(f"{name} must be numbers, got {value!r}")
     wrong = values[~is_ok(values)]
     if wrong.size:
         raise ValueError(f"{name} must be {rule}, got {wrong[0]}")

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx, traverse_util
 from jax import Array
@@ -114,6 +115,10 @@ class _Row(NamedTuple):
     def shape(self) -> Shape:
         return self.stack.shape[1:]
 
+    @property
+    def dtype(self) -> np.dtype:
+        return self.stack.dtype
+
 
 class _Tensors(Mapping[str, Array]):
     """A checkpoint's tensors, [out, in], converted from a flax tree one at a time on access.
@@ -156,6 +161,12 @@ def _tensors(leaves: list[tuple[Any, Any]], params: Any, names: Names) -> _Tenso
         if path not in arrays:
             problems.append(f"{name} should be at {path}, which is not there")
             continue
+        own, wanted = arrays[path].dtype, tensor.dtype
+        if jnp.issubdtype(wanted, jnp.floating) and not jnp.issubdtype(own, jnp.floating):
+            problems.append(
+                f"{path} is {own}, {name} needs floats: give the values that it stands for"
+            )
+            continue
         try:
             order = order_of_axes(path, arrays[path].shape, tensor.shape, axes)
         except ValueError as error:
@@ -191,9 +202,19 @@ def _path_of(name: str, names: Names) -> tuple[str | None, str | None]:
     found, index = names.get(name), re.search(r"\.(\d+)\.", name)
     if found is None and index is not None:
         found = names.get(f"{name[: index.start()]}.{{i}}.{name[index.end() :]}")
-    path, axes = (found, None) if found is None or isinstance(found, str) else found
+    path, axes = (found, None) if found is None or isinstance(found, str) else _stated(name, found)
     layer = index[1] if index is not None else "{i}"
     return None if path is None else path.replace("{i}", layer), axes
+
+
+def _stated(name: str, found: Any) -> tuple[str, str]:
+    match found:
+        case [str() as path, str() as axes]:
+            return path, axes
+    raise ValueError(
+        f"names[{name!r}] is {found!r}: give a path, or a path and its axes as text, such as "
+        "('q.w', 'in out')"
+    )
 
 
 def _flat(params: Any) -> dict[str, Array]:

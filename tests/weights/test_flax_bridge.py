@@ -244,6 +244,22 @@ def test_matrices_have_their_layouts_shape(
             target_from_flax(like, tree, names)
 
 
+def test_integers_are_no_weights(params: Any, like: Decoder):
+    """Of quantized trees, say: they would be taken as they are, without their scales."""
+    tree = jax.tree.map(lambda x: x, params["params"])
+    tree["layers_0"]["gate"] = {"kernel": tree["layers_0"]["gate"]["kernel"].astype(jnp.int8)}
+    with pytest.raises(ValueError, match=r"gate\.kernel is int8, model.*needs floats"):
+        target_from_flax(like, tree, NAMES)
+
+
+@pytest.mark.parametrize("entry", [("q.w",), ("q.w", ("in", "out")), 5])
+def test_entries_of_the_table_are_checked(entry: Any, params: Any, like: Decoder):
+    with pytest.raises(
+        ValueError, match=r"names\['lm_head.weight'\] is .*: give a path, or a path"
+    ):
+        target_from_flax(like, params, NAMES | {"lm_head.weight": entry})
+
+
 def test_square_matrices_need_a_layout():
     """flax's names state theirs; of other arrays, sizes do not say it."""
     assert order_of_axes("q.kernel", (8, 8), (8, 8), None) == (1, 0)
