@@ -304,6 +304,8 @@ def test_a_text_of_one_token_has_no_speed_to_compare(llm):
         ([{1: 2}], GREEDY, "not dict"),
         ([1, 2], GREEDY, "prompt 0 must be text or a list of token ids, not int"),
         ([None], GREEDY, "not NoneType"),
+        (jnp.array([1, 2]), GREEDY, "prompt 0 must be text or a list of token ids, not ArrayImpl"),
+        (np.array([[1.0, 2.0]]), GREEDY, "prompt 0 has token ids that are float"),
         (["\ud800"], GREEDY, "prompt 0 is no valid Unicode"),
         (b"text", GREEDY, "not one bytes"),
         (None, GREEDY, "not one NoneType"),
@@ -318,9 +320,9 @@ def test_bad_prompts_are_clear_errors(llm, prompts, sampling, message):
         llm.generate(prompts, sampling)
 
 
-def test_integers_of_numpy_are_token_ids(llm):
+def test_integers_of_arrays_are_token_ids(llm):
     [expected] = llm.generate([[1, 2]], GREEDY)
-    for prompt in ((1, 2), np.array([1, 2]), [np.int64(1), 2]):
+    for prompt in ((1, 2), np.array([1, 2]), [np.int64(1), 2], jnp.array([1, 2])):
         [found] = llm.generate([prompt], dataclasses.replace(GREEDY, max_tokens=np.int32(40)))
         assert found.token_ids == expected.token_ids
 

@@ -80,6 +80,8 @@ def test_engines_side_by_side_have_grids_of_their_own():
 @pytest.mark.parametrize(
     ("size", "message"),
     [
+        ("2", "tensor_parallel must be an int, or two such as .2, 4., got '2'"),
+        ((1, 2, 3), "tensor_parallel must be an int, or two such as"),
         ((0, 2), "parallel sizes must be >= 1, got tp 0x2, dp 1, sp 1"),
         ((4, 4), f"tp 4x4, dp 1, sp 1 needs 16 devices, this process has {len(jax.devices())}"),
     ],

@@ -120,8 +120,13 @@ def devices_of_model(mesh: Mesh | None) -> int:
 
 
 def grid_of(tensor_parallel: TensorParallel) -> tuple[int, int]:
-    """The sizes (x, y) of the grid of devices."""
-    return (1, tensor_parallel) if isinstance(tensor_parallel, int) else tensor_parallel
+    """The sizes (x, y) of the grid of devices. Raises ValueError for what is none."""
+    match (1, tensor_parallel) if isinstance(tensor_parallel, int) else tensor_parallel:
+        case [int() as x, int() as y]:
+            return x, y
+    raise ValueError(
+        f"tensor_parallel must be an int, or two such as (2, 4), got {tensor_parallel!r}"
+    )
 
 
 def shown_size(tensor_parallel: TensorParallel) -> str:

@@ -167,11 +167,14 @@ def _tokenize(tokenizer: TextTokenizer, index: int, prompt: Prompt) -> list[int]
             raise ValueError(f"prompt {index} is empty: give it at least one character")
         check_unicode(f"prompt {index}", prompt)
         return tokenizer.encode(prompt)
-    if isinstance(prompt, (bytes, bytearray, Mapping)) or not hasattr(prompt, "__len__"):
+    is_one_value = getattr(prompt, "ndim", 1) == 0  # an array of no dimension, of a row of ids
+    is_list = hasattr(prompt, "__len__") and not is_one_value
+    if isinstance(prompt, (bytes, bytearray, Mapping)) or not is_list:
         raise ValueError(
             f"prompt {index} must be text or a list of token ids, not {type(prompt).__name__}"
         )
-    return list(prompt)
+    tolist = getattr(prompt, "tolist", None)  # of arrays: jax's give arrays one by one, not numbers
+    return list(prompt) if tolist is None else tolist()
 
 
 def check_unicode(name: str, text: str) -> None:
