@@ -31,7 +31,9 @@ TEXT_MODEL = MappingProxyType(
 OF_IMAGES = ("visual.", "vision_tower.", "multi_modal_projector.")
 
 # Prefixes of the tensors of a model without its LM head, as LlamaModel.save_pretrained names them.
+# Some checkpoints have the LM head beside them.
 OF_BARE_MODEL = ("embed_tokens.", "layers.", "norm.")
+LM_HEAD = "lm_head."
 
 # Ends of the names of packed tensors, and files in which quantizers say how they packed them, where
 # config.json does not: AutoGPTQ's and AutoAWQ's, with what the file itself implies.
@@ -88,8 +90,8 @@ def open_safetensors(path: Path) -> Any:
 def scan(directory: str | Path) -> dict[str, StoredTensor]:
     """All tensors of a checkpoint directory, by name. Only the file headers are read.
 
-    Of a model of text and images those of the text model, named as if it were alone. A model
-    without its LM head has the names that it has with it.
+    Of a model of text and images those of the text model, named as if it were alone. Names without
+    the prefix ``model.``, as of a model without its LM head, have it.
 
     Raises ValueError for files that are missing, broken, or do not belong together.
     """
@@ -103,7 +105,10 @@ def scan(directory: str | Path) -> dict[str, StoredTensor]:
                 )
             stored[tensor.name] = tensor
     if _is_bare(stored):
-        return {f"model.{name}": tensor for name, tensor in stored.items()}
+        return {
+            name if name.startswith(LM_HEAD) else f"model.{name}": tensor
+            for name, tensor in stored.items()
+        }
     if not any(name.startswith(tuple(TEXT_MODEL)) for name in stored):
         return stored
     of_text = (name for name in stored if not name.removeprefix("model.").startswith(OF_IMAGES))
@@ -123,7 +128,7 @@ def _tensors_of(path: Path) -> list[StoredTensor]:
 def _is_bare(names: Collection[str]) -> bool:
     """Whether a model's tensors lack the prefix ``model.``. Draft heads have others beside them."""
     whole = "embed_tokens.weight" in names and "norm.weight" in names
-    return whole and all(name.startswith(OF_BARE_MODEL) for name in names)
+    return whole and all(name.startswith((*OF_BARE_MODEL, LM_HEAD)) for name in names)
 
 
 def _alone(name: str) -> str:
@@ -185,6 +190,11 @@ def _checkpoint_files(directory: Path) -> list[Path]:
             )
         return files
     if single.exists():
+        if shards := sorted(directory.glob("model-*-of-*.safetensors")):
+            raise ValueError(
+                f"{single} stands beside {shards[0]}, which no index names: two checkpoints are in "
+                "one directory. Remove the one that is not meant"
+            )
         return [single]
     files = sorted(directory.glob("*.safetensors"))
     if files:

@@ -39,7 +39,7 @@ def warn_of_changed_copies(
             raise ValueError(
                 f"{copy.name} is {copy.shape}, {target.name} {target.shape}: choose another drafter"
             )
-        if not same_values(copy, target, rounded=True):  # a head may have fewer bits
+        if not same_values(copy, target, rounded=True, padded=True):  # a head may have fewer bits
             instead = "" if are_read else ", which is read in its place"
             warnings.warn(
                 f"{copy.file.parent}: {copy.name} differs from {target.name} of "

@@ -35,22 +35,30 @@ def with_stored_head(
 
 
 def _is_tied(stored: Mapping[str, CheckpointTensor]) -> bool:
-    """Whether there is no LM head, or one that repeats the embeddings."""
+    """Whether there is no LM head, or one that repeats the embeddings, perhaps padded with rows."""
     if QUANTIZED_HEAD in stored:
         return False
     head, embeddings = stored.get(HEAD), stored.get(EMBEDDINGS)
-    return head is None or embeddings is None or same_values(head, embeddings)
+    if head is None or embeddings is None:
+        return True
+    is_whole = head.shape[0] >= embeddings.shape[0]
+    return is_whole and same_values(head, embeddings, padded=True)
 
 
 def same_values(
-    first: CheckpointTensor, second: CheckpointTensor, *, rounded: bool = False
+    first: CheckpointTensor,
+    second: CheckpointTensor,
+    *,
+    rounded: bool = False,
+    padded: bool = False,
 ) -> bool:
     """Whether two matrices are equal, read some rows at a time up to the first difference.
 
-    ``rounded``: the second's values are rounded to the first's dtype before, and rows that only
-    one of them has are padding.
+    Args:
+      rounded: the second's values are rounded to the first's dtype before.
+      padded: rows that only one of them has do not count.
     """
-    if first.shape[rounded:] != second.shape[rounded:]:
+    if first.shape[padded:] != second.shape[padded:]:
         return False
     size = min(first.shape[0], second.shape[0])
     step = max(1, CHUNK_ELEMENTS // max(1, first.shape[-1]))
@@ -64,6 +72,7 @@ def same_values(
 
 def _equal(first: np.ndarray, second: np.ndarray) -> bool:
     if first.dtype == second.dtype:  # bytes are compared several times faster than bfloat16
-        first, second = (np.ascontiguousarray(part).view(np.uint8) for part in (first, second))
-        return np.array_equal(first, second)
+        left, right = (np.ascontiguousarray(part).view(np.uint8) for part in (first, second))
+        if np.array_equal(left, right):
+            return True  # else they may still differ in the signs of zeros alone
     return np.array_equal(first.astype(np.float64), second.astype(np.float64))

@@ -72,6 +72,15 @@ def test_a_single_file_beside_an_index_of_others_is_refused(llama: Path, tmp_pat
     assert str(folder / SINGLE) + " stands beside" in message and str(folder / INDEX) in message
 
 
+def test_a_single_file_beside_shards_without_an_index_is_refused(llama: Path, tmp_path: Path):
+    folder = indexed(llama, tmp_path / "left", SHARDS)
+    (folder / INDEX).unlink()
+    assert_same(load_from(folder), load_from(llama))
+    shutil.copy(llama / SINGLE, folder)
+    with pytest.raises(ValueError, match=f"{SINGLE} stands beside .*{SHARDS[0]}, which no index"):
+        load_from(folder)
+
+
 def test_an_index_may_name_the_single_file(llama: Path, tmp_path: Path):
     folder = indexed(llama, tmp_path / "named", (SINGLE, "more.safetensors"))
     assert_same(load_from(folder), load_from(llama))
@@ -98,6 +107,18 @@ def test_names_of_a_model_without_its_head_are_read(tmp_path: Path):
     assert json.loads((folder / "config.json").read_text())["architectures"] == ["LlamaModel"]
     assert_same(load_from(folder), load_from(tmp_path / "whole"))
     assert Checkpoint(folder).units(lm_head=False)[0].prefix == "model.layers.0."
+
+
+def test_names_without_the_prefix_are_read_beside_an_lm_head(tmp_path: Path):
+    source = tiny_llama(tmp_path / "source", **SMALL)
+    tensors = load_file(source / SINGLE)
+    assert "lm_head.weight" in tensors
+    folder = tmp_path / "short"
+    folder.mkdir()
+    shutil.copy(source / "config.json", folder)
+    short = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    save_file(short, folder / SINGLE)
+    assert_same(load_from(folder), load_from(source))
 
 
 def test_a_model_that_has_no_head_is_refused_in_its_users_words(tmp_path: Path):

@@ -128,6 +128,13 @@ def test_a_copy_is_tied(with_head: Any):
     assert load_from(with_head(lambda table: table)).lm_head is None
 
 
+def test_a_copy_with_padding_or_other_zeros_is_tied(with_head: Any):
+    def changed(table: np.ndarray) -> np.ndarray:
+        return np.concatenate([np.where(table == 0, -table, table), table[:64]])
+
+    assert load_from(with_head(changed)).lm_head is None
+
+
 def test_a_copy_in_a_wider_dtype_is_tied(with_head: Any, tmp_path: Path):
     path = with_head(lambda table: table.astype(np.float16))
     tensors = load_file(path / "model.safetensors")
