@@ -338,6 +338,13 @@ def test_sampling_is_checked(options: dict[str, Any], message: str):
     refused(lambda: make_sampling(2, **options), message)
 
 
+def test_numbers_of_rows_and_raw_keys_are_checked():
+    refused(lambda: make_sampling(-1), "batch must be an integer, at least 1, got -1")
+    refused(lambda: make_controls(0, 9), "batch must be an integer, at least 1, got 0")
+    raw = jax.random.PRNGKey(0)
+    refused(lambda: make_sampling(1, seeds=raw), "take jax.random.key where that is a raw PRNGKey")
+
+
 def test_controls_are_checked():
     refused(lambda: make_controls(2, 9, min_tokens=1.5), "min_tokens must be integers, got 1.5")
     refused(lambda: make_controls(2, 9, presence_penalty=np.ones(3)), "a scalar or [2]")

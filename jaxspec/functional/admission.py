@@ -129,6 +129,8 @@ def _arrived(
 
 def _stop_table(ids: Integers, batch: int, width: int) -> Array:
     """Stop tokens [B, E]; see admit."""
+    if ids is None:
+        raise ValueError("stop_token_ids must be token ids, not None: give () for none")
     is_list = isinstance(ids, list | tuple)
     flat = not any(map(np.ndim, ids)) if is_list else np.ndim(ids) == 1
     table = as_int32("stop_token_ids", ids, "[E]" if flat else "[B, E]")

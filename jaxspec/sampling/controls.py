@@ -14,6 +14,7 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from jaxspec.collectives import shard_offset
+from jaxspec.config.checks import check_count
 from jaxspec.parallel import WHOLE, Layout
 from jaxspec.pytree import Pytree, array, pytree
 from jaxspec.sampling.logits import (
@@ -77,6 +78,8 @@ def make_controls(
     Raises ValueError for a value out of range (traced values are not checked), and for arrays of
     other shapes or dtypes.
     """
+    check_count("batch", batch)
+    check_count("vocab_size", vocab_size)
     shape = (batch, vocab_size)
     if bias is None:
         bias = np.zeros(shape, np.float32)

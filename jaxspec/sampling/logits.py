@@ -16,6 +16,7 @@ from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxspec import collectives
+from jaxspec.config.checks import check_count
 from jaxspec.noise import Stream, gumbel
 from jaxspec.parallel import WHOLE, Layout
 from jaxspec.pytree import Pytree, array, pytree
@@ -63,6 +64,7 @@ def make_sampling(
     Raises ValueError for a value out of range (traced values are not checked), and for arrays of
     other shapes or dtypes.
     """
+    check_count("batch", batch)
     if isinstance(seeds, Array) and jnp.issubdtype(seeds.dtype, jax.dtypes.prng_key):
         seeds = _seeds_of_keys(seeds)
     check_integers("top_k", top_k)
@@ -93,10 +95,12 @@ def _seeds_of_keys(keys: Array) -> Array:
 
 def check_size(name: str, value: ArrayLike, batch: int) -> None:
     """Raise ValueError for what is neither a scalar nor [B]."""
-    if np.shape(value) not in ((), (batch,)):
+    if (shape := np.shape(value)) not in ((), (batch,)):
+        is_raw_key = name == "seeds" and shape[-1:] == (2,)
+        cure = ": take jax.random.key where that is a raw PRNGKey" if is_raw_key else ""
         raise ValueError(
             f"{name} must be a scalar or [{batch}], a value for each row, got shape "
-            f"{list(np.shape(value))}"
+            f"{list(shape)}{cure}"
         )
 
 

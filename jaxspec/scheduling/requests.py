@@ -97,7 +97,8 @@ class SamplingParams:
         for name, (holds, rule) in _RULES.items():
             value = getattr(self, name)
             if not holds(value):
-                raise ParameterError(name, f"must be {rule}, got {reprlib.repr(value)}")
+                shown = " ".join(reprlib.repr(value).split())  # of arrays: on one line
+                raise ParameterError(name, f"must be {rule}, got {shown}")
         for name, freeze in _FROZEN.items():
             object.__setattr__(self, name, freeze(getattr(self, name)))
         self._check_together()
